@@ -1,0 +1,156 @@
+"""Every error that shardwright raises, and the one way its message is laid out.
+
+An error is a list of `Problem`s: what failed and where, which rule said so, how to fix it. Trees and files
+collect all of theirs and raise once, with the class of the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+      error: the exception class that a lone problem of this kind raises.
+      what: the failure in one line, without its place.
+      path: the tensor's path in its tree, or the key path in a file; empty when there is none.
+      dim: position of the dimension, or None.
+      axis: semantic axis as people write it (`HEAD`), or empty.
+      size: number of elements of the dimension, or None.
+      mesh_axes: the mesh axes concerned.
+      shards: product of their sizes, or None.
+      rule: the rule that decided, as text with its source, or empty.
+      fix: how to fix it, or empty.
+      snippet: source lines with a caret, or empty.
+    """
+
+    error: type[ShardingError]
+    what: str
+    path: str = ""
+    dim: int | None = None
+    axis: str = ""
+    size: int | None = None
+    mesh_axes: tuple[str, ...] = ()
+    shards: int | None = None
+    rule: str = ""
+    fix: str = ""
+    snippet: str = ""
+
+    def __str__(self) -> str:
+        dim = "" if self.dim is None else f"dim {self.dim}"
+        place = " ".join(part for part in (self.path, dim, self.axis) if part)
+        lines = [f"{place}: {self.what}" if place else self.what]
+        lines += [f"  {line}" for line in self.snippet.splitlines()]
+        if self.rule:
+            lines.append(f"  rule  {self.rule}")
+        if self.fix:
+            lines.append(f"  fix   {self.fix}")
+        return "\n".join(lines)
+
+
+class ShardingError(ValueError):
+    """Base of every deliberate error. `problems` holds them all; `resolution` is what `explain` would show.
+
+    The fields of the first problem (`path`, `dim`, `axis`, `size`, `mesh_axes`, `shards`, `rule`, `fix`) are attributes too.
+    """
+
+    def __init__(
+        self,
+        what: str = "",
+        *,
+        problems: Sequence[Problem] = (),
+        resolution: Any = None,
+        **fields: Any,
+    ) -> None:
+        found = tuple(problems) or (Problem(error=type(self), what=what, **fields),)
+        super().__init__(render(found))
+        self.problems = found
+        self.resolution = resolution
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _PROBLEM_FIELDS and "problems" in self.__dict__:
+            return getattr(self.problems[0], name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.problems, self.resolution)
+
+
+class UnknownAxisError(ShardingError):
+    """A name that is neither an axis of the vocabulary nor one that the strategy declares."""
+
+
+class MissingMeshAxisError(ShardingError):
+    """A rule names a mesh axis that the mesh does not have."""
+
+
+class IndivisibleError(ShardingError):
+    """A dimension's size is not a multiple of the number of shards."""
+
+
+class AxisConflictError(ShardingError):
+    """Two dims of one array want the same mesh axis, or one semantic axis stands twice."""
+
+
+class RankMismatchError(ShardingError):
+    """An annotation and an array differ in rank, or a merged dim is not its members' product."""
+
+
+class ShapeRequiredError(ShardingError):
+    """The answer depends on a size that was not given."""
+
+
+class ManualAxisError(ShardingError):
+    """A constraint inside `shard_map` names a Manual mesh axis that the value does not vary over."""
+
+
+class MeshMismatchError(ShardingError):
+    """Two meshes that must agree do not: manager and context, or manager and strategy."""
+
+
+class NoManagerError(ShardingError):
+    """A free function was called where no manager is entered."""
+
+
+class StrategyError(ShardingError):
+    """A strategy, a rule, a mode or a role that does not make sense."""
+
+
+class MeshSpecError(ShardingError):
+    """A mesh that cannot be built: bad text, bad sizes, too few devices, a tensor axis across slices."""
+
+
+_PROBLEM_FIELDS = frozenset(f.name for f in dataclasses.fields(Problem))
+
+
+def _rebuild(cls: type[ShardingError], problems: tuple[Problem, ...], resolution: Any) -> ShardingError:
+    return cls(problems=problems, resolution=resolution)
+
+
+def render(problems: Sequence[Problem]) -> str:
+    """Lay out one problem as it is, several as a numbered list."""
+    if len(problems) == 1:
+        return str(problems[0])
+    blocks = []
+    for number, problem in enumerate(problems, 1):
+        first, *rest = str(problem).splitlines()
+        blocks.append("\n".join([f" {number}. {first}", *(f"    {line}" for line in rest)]))
+    return "\n".join([f"{len(problems)} problems", *blocks])
+
+
+def raise_problems(problems: Sequence[Problem], *, resolution: Any = None) -> None:
+    """Raise the first problem's class with all of them; do nothing if there are none."""
+    if problems:
+        raise problems[0].error(problems=problems, resolution=resolution)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the closest known name, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,44 @@
+"""Runtime modes: exact strings, so that they can stand in any static argument or JSON file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shardwright.errors import StrategyError, did_you_mean
+
+MODE_TRAIN = "__train__"
+MODE_PREFILL = "__prefill__"
+MODE_DECODE = "__autoregressive__"
+MODE_INSERT = "__insert__"
+
+MODES: tuple[str, ...] = (MODE_TRAIN, MODE_PREFILL, MODE_DECODE, MODE_INSERT)
+GENERATION_MODES: frozenset[str] = frozenset({MODE_DECODE, MODE_INSERT})
+RUNTIME_MODE_TYPES = Literal["__autoregressive__", "__prefill__", "__train__", "__insert__"]
+
+_SHORT = {"train": MODE_TRAIN, "prefill": MODE_PREFILL, "decode": MODE_DECODE, "insert": MODE_INSERT}
+_MODE = {**_SHORT, **{mode: mode for mode in MODES}}
+_NAME = {mode: short for short, mode in _SHORT.items()}
+
+
+def parse_mode(mode: str) -> str:
+    """Return the canonical mode of `"decode"` or `"__autoregressive__"`.
+
+    Raises:
+      StrategyError: anything else.
+
+    >>> parse_mode("decode")
+    '__autoregressive__'
+    """
+    found = _MODE.get(mode) if isinstance(mode, str) else None
+    if found is None:
+        raise StrategyError(
+            f"unknown mode {mode!r}",
+            fix=(did_you_mean(str(mode), _MODE) + " " if did_you_mean(str(mode), _MODE) else "")
+            + f"modes are {', '.join(_SHORT)}",
+        )
+    return found
+
+
+def mode_name(mode: str) -> str:
+    """Return the short name that people and files use: `"decode"` for `MODE_DECODE`."""
+    return _NAME[parse_mode(mode)]
