@@ -1,0 +1,62 @@
+# Every target makes the environment it needs, from nothing. Works with GNU make 3.81.
+#
+#   VENV=path      where the environment goes (default .venv)
+#   PYTHON=path    the interpreter to make it with (default: the first suitable one found)
+#   ARGS='...'     passed on to pytest, the demo or the benchmarks
+
+SHELL = /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-full test-latest check bench bench-peers docs clean
+
+VENV ?= .venv
+VENV_LATEST ?= $(VENV)-latest
+VENV_PEERS ?= $(VENV)-peers
+PYTHON ?=
+ARGS ?=
+export PYTHON
+
+ready = sh tools/environment.sh
+bin = $(VENV)/bin
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
+
+demo: ## train a small decoder under four strategy files, serve it under a fifth
+	@$(ready) $(VENV) demo
+	@$(bin)/python examples/demo.py $(ARGS)
+
+test: ## run the tests, without the slow ones
+	@$(ready) $(VENV) test
+	@$(bin)/python -m pytest -q $(ARGS)
+
+test-full: ## run all tests
+	@$(ready) $(VENV) test
+	@$(bin)/python -m pytest -q -m "" $(ARGS)
+
+test-latest: ## run the tests on the newest JAX (Python 3.12 or newer); looks for a newer one once a day
+	@$(ready) $(VENV_LATEST) test 3.12 `date +%Y-%m-%d`
+	@$(VENV_LATEST)/bin/python -c 'import jax, sys; print("JAX", jax.__version__, "on Python", sys.version.split()[0])'
+	@$(VENV_LATEST)/bin/python -m pytest -q $(ARGS)
+
+check: ## format, lint, types, import order, documentation
+	@$(ready) $(VENV) dev
+	$(bin)/ruff format --check .
+	$(bin)/ruff check .
+	$(bin)/python -m mypy
+	$(bin)/python -m pytest -q tests/test_house.py $(wildcard tests/docs)
+
+bench: ## print the numbers that the documentation quotes
+	@$(ready) $(VENV) demo
+	@$(bin)/python -m benchmarks $(ARGS)
+
+bench-peers: ## the same next to flax, eformer and haliax, in an environment of their own
+	@$(ready) $(VENV_PEERS) demo,peers
+	@$(VENV_PEERS)/bin/python -m benchmarks --peers $(ARGS)
+
+docs: ## run every snippet of the documentation
+	@$(ready) $(VENV) test
+	@$(bin)/python -m pytest -q tests/docs $(ARGS)
+
+clean: ## remove caches, build outputs and the default environments
+	rm -rf .venv .venv-latest .venv-peers build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,314 @@
+"""The house rules that a reader relies on: which module may import which, how long things are, what an import costs.
+
+Everything is derived from the files that exist. A new module is one line in `ORDER`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import graphlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "shardwright"
+HERE = "tests/test_house.py"
+
+# A module imports only from those before it. A name may stand for a module or for a package; inside a package any
+# sibling will do, without cycles. `shardwright` is the public face: only what comes after it may import from it.
+ORDER = (
+    *("errors", "_jax", "axes", "modes", "layouts", "annotations", "mesh_text", "mesh"),
+    *("provenance", "rules", "partition_axis", "resolver", "context", "placement", "tree", "strategy", "manager"),
+    *("caches", "attention", "layers", "plan", "report", "interop"),
+    *(PACKAGE, "testing", "cli"),
+)
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60
+CODE = ("src", "tests", "examples", "benchmarks", "tools")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """One imported module, as `module.name` where that may be a module too."""
+
+    line: int
+    module: str
+    name: str = ""
+    level: int = 0
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+
+
+def imports(node: ast.AST, *, types: bool = False) -> Iterator[Import]:
+    """Every import below node, inside functions too; those that only a type checker sees if `types`."""
+    if isinstance(node, ast.Import):
+        yield from (Import(line=node.lineno, module=alias.name) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        module = node.module or ""
+        yield from (Import(line=node.lineno, module=module, name=alias.name, level=node.level) for alias in node.names)
+    children = node.orelse if isinstance(node, ast.If) and is_type_checking(node) and not types else ast.iter_child_nodes(node)
+    for child in children:
+        yield from imports(child, types=types)
+
+
+def module_files(src: Path) -> dict[str, Path]:
+    """The package's files by dotted module name; a package's name is that of its `__init__`."""
+    found = {}
+    for path in sorted((src / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(src).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def unit(module: str) -> str:
+    """The entry of `ORDER` that a module belongs to: `strategy` for `shardwright.strategy.model`."""
+    return module.split(".")[1] if "." in module else module
+
+
+def import_problems(src: Path) -> list[str]:
+    """Every import that goes against `ORDER`, every cycle and every module that `ORDER` does not know."""
+    files = module_files(src)
+    problems = []
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        where = path.relative_to(src.parent).as_posix()
+        if unit(module) not in ORDER:
+            problems.append(unknown(where, unit(module)))
+        elif path.name != "__init__.py":
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            targets = list(own_imports(tree, files))
+            graph[module] = {target for _, target in targets}
+            problems += [f"{where}:{line}: {why}" for line, target in targets if (why := complaint(module, target))]
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as err:
+        problems.append(f"import cycle: {' <- '.join(err.args[1])}")
+    return problems
+
+
+def own_imports(tree: ast.AST, files: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """(line, module) of each import from this package; an empty module for a relative one."""
+    for found in imports(tree):
+        if found.level:
+            yield found.line, ""
+        elif found.module.split(".")[0] == PACKAGE:
+            inner = f"{found.module}.{found.name}"
+            # `from shardwright import axes` means the module; `from shardwright import shard` the public face.
+            yield found.line, inner if inner in files else found.module
+
+
+def complaint(module: str, target: str) -> str:
+    """Say why `module` may not import `target`, or nothing if it may."""
+    if not target:
+        return f"relative import; write `from {PACKAGE}.… import …`"
+    importer, imported = unit(module), unit(target)
+    if imported not in ORDER:
+        return unknown(target, imported)
+    if importer == imported:
+        return f"{module} imports its own package; import the sibling module" if module.startswith(f"{target}.") else ""
+    if ORDER.index(imported) > ORDER.index(importer):
+        return f"{importer} imports {imported}, which comes after it in the import order (ORDER in {HERE}); move the code that needs it"
+    return ""
+
+
+def unknown(where: str, name: str) -> str:
+    return f"{where}: {name!r} has no place in the import order; add it to ORDER in {HERE}, after what it imports, before what imports it"
+
+
+def foreign_problems(src: Path) -> list[str]:
+    """Private JAX outside `_jax.py`, and pydantic outside `strategy/`."""
+    problems = []
+    for module, path in module_files(src).items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        where = path.relative_to(src.parent).as_posix()
+        if module != f"{PACKAGE}._jax":
+            problems += [f"{where}:{line}: jax._src is private; only {PACKAGE}/_jax.py may use it" for line in private_jax(tree)]
+        if unit(module) != "strategy":
+            lines = [found.line for found in imports(tree, types=True) if found.module.split(".")[0] == "pydantic"]
+            problems += [f"{where}:{line}: pydantic is imported; it stays inside {PACKAGE}/strategy/" for line in lines]
+    return problems
+
+
+def private_jax(tree: ast.AST) -> list[int]:
+    """Lines that import `jax._src`, reach it as an attribute, or name it in a string for importlib."""
+    lines = [found.line for found in imports(tree, types=True) if f"{found.module}.{found.name}.".startswith("jax._src.")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            lines += [node.lineno] * (ast.unparse(node) == "jax._src")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            lines += [node.lineno] * node.value.startswith("jax._src")
+    return sorted(set(lines))
+
+
+def size_problems(files: Iterable[Path], root: Path) -> list[str]:
+    """Files and functions that are too long to read in one go."""
+    problems = []
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        where = path.relative_to(root).as_posix()
+        if (count := len(text.splitlines())) > MAX_FILE_LINES:
+            problems.append(f"{where}: {count} lines, at most {MAX_FILE_LINES}; split it by reader")
+        functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        problems += [
+            f"{where}:{node.lineno}: {node.name} has {count} lines, at most {MAX_FUNCTION_LINES}"
+            for node in functions
+            if (count := code_lines(node)) > MAX_FUNCTION_LINES
+        ]
+    return problems
+
+
+def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its decorators and its docstring."""
+    count = (node.end_lineno or node.lineno) - node.lineno + 1
+    if ast.get_docstring(node, clean=False) is None:
+        return count
+    docstring = node.body[0]
+    return count - ((docstring.end_lineno or docstring.lineno) - docstring.lineno + 1)
+
+
+def test_imports_follow_the_order() -> None:
+    problems = import_problems(ROOT / "src")
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_private_jax_and_pydantic_stay_where_they_belong() -> None:
+    problems = foreign_problems(ROOT / "src")
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_files_and_functions_are_short() -> None:
+    files = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert Path(__file__).resolve() in files
+    problems = size_problems(files, ROOT)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+# jax_num_cpu_devices can be set only while no backend exists, so it tells, without private names, whether one was started.
+PROBE = """
+import sys
+{first}
+import shardwright
+extra = sorted(name for name in ("pydantic", "rich") if name in sys.modules)
+if extra:
+    sys.exit("imported: " + ", ".join(extra))
+import jax
+try:
+    jax.config.update("jax_num_cpu_devices", 3)
+except RuntimeError as err:
+    sys.exit("a backend was started: " + str(err))
+assert len(jax.devices()) == 3
+"""
+
+
+def run_probe(first: str) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key not in {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [env.get("PYTHONPATH")])])}
+    command = [sys.executable, "-c", PROBE.format(first=first)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_import_is_light_and_starts_no_backend() -> None:
+    done = run_probe("")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [("import jax; jax.devices()", "a backend was started"), ("import pydantic", "imported: pydantic")],
+)
+def test_the_import_probe_sees_what_it_looks_for(first: str, says: str) -> None:
+    done = run_probe(first)
+    assert done.returncode != 0
+    assert says in done.stderr
+
+
+def write_tree(root: Path, **files: str) -> Path:
+    """A source tree with one file per keyword; `__` in a keyword is a folder."""
+    for name, text in files.items():
+        path = root / "src" / PACKAGE / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return root / "src"
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"axes": "from shardwright.manager import x"}, "src/shardwright/axes.py:1: axes imports manager, which comes after it"),
+        ({"axes": "def f():\n    import shardwright.cli.main"}, "src/shardwright/axes.py:2: axes imports cli"),
+        ({"axes": "from shardwright import manager", "manager": ""}, "axes imports manager"),
+        ({"axes": "from shardwright import manager, errors", "manager": "", "errors": ""}, "axes imports manager"),
+        ({"axes": "from shardwright import shard"}, "axes imports shardwright, which comes after it"),
+        ({"axes": "from .errors import x"}, "relative import; write `from shardwright.… import …`"),
+        ({"axes": "if TYPE_CHECKING:\n    pass\nelse:\n    from shardwright.mesh import x"}, "axes.py:4: axes imports mesh"),
+        ({"banana": ""}, "src/shardwright/banana.py: 'banana' has no place in the import order; add it to ORDER in tests/test_house.py"),
+        ({"manager": "import shardwright.banana"}, "shardwright.banana: 'banana' has no place in the import order"),
+        (
+            {"caches__a": "from shardwright.caches.b import x", "caches__b": "from shardwright.caches import a"},
+            "import cycle: shardwright.caches.",
+        ),
+        ({"caches__a": "from shardwright.caches import Dense"}, "shardwright.caches.a imports its own package"),
+    ],
+)
+def test_a_wrong_import_is_reported(tmp_path: Path, files: dict[str, str], says: str) -> None:
+    problems = import_problems(write_tree(tmp_path, **files))
+    assert len(problems) == 1
+    assert says in problems[0]
+
+
+def test_right_imports_are_not_reported(tmp_path: Path) -> None:
+    src = write_tree(
+        tmp_path,
+        errors="import jax\nif TYPE_CHECKING:\n    from shardwright.manager import x",
+        manager="from shardwright import errors\nfrom shardwright.strategy.model import x",
+        strategy__model="from shardwright.strategy.files import x",
+        strategy__files="from shardwright.errors import x",
+        cli__main="from shardwright import shard",
+    )
+    (src / PACKAGE / "__init__.py").write_text("from shardwright.manager import x", encoding="utf-8")
+    assert import_problems(src) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"axes": "import jax._src.mesh"}, "axes.py:1: jax._src is private"),
+        ({"axes": "from jax import _src"}, "axes.py:1: jax._src is private"),
+        ({"axes": "import jax\nx = jax._src.mesh.y"}, "axes.py:2: jax._src is private"),
+        ({"axes": "import importlib\nimportlib.import_module('jax._src.mesh')"}, "axes.py:2: jax._src is private"),
+        ({"manager": "def f():\n    from pydantic import BaseModel"}, "manager.py:2: pydantic is imported"),
+    ],
+)
+def test_a_foreign_import_is_reported(tmp_path: Path, files: dict[str, str], says: str) -> None:
+    problems = foreign_problems(write_tree(tmp_path, **files))
+    assert len(problems) == 1
+    assert says in problems[0]
+
+
+def test_foreign_imports_in_their_place_are_not_reported(tmp_path: Path) -> None:
+    said = '"""No jax._src here."""\nimport jax'
+    src = write_tree(tmp_path, _jax="from jax._src import mesh", strategy__model="import pydantic", axes=said)
+    assert foreign_problems(src) == []
+
+
+def test_long_files_and_functions_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "long.py"
+    path.write_text("def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES + "\n" * MAX_FILE_LINES, encoding="utf-8")
+    assert size_problems([path], tmp_path) == [
+        f"long.py: {1 + MAX_FUNCTION_LINES + MAX_FILE_LINES} lines, at most {MAX_FILE_LINES}; split it by reader",
+        f"long.py:1: f has {MAX_FUNCTION_LINES + 1} lines, at most {MAX_FUNCTION_LINES}",
+    ]
+
+
+def test_a_docstring_does_not_make_a_function_long(tmp_path: Path) -> None:
+    path = tmp_path / "documented.py"
+    path.write_text('def f():\n    """One.\n' + "\n" * MAX_FUNCTION_LINES + '    """\n    return 1\n', encoding="utf-8")
+    assert size_problems([path], tmp_path) == []

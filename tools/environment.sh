@@ -1,0 +1,102 @@
+#!/bin/sh
+# Make sure that a virtual environment has this checkout (editable) with some extras.
+#
+#   sh tools/environment.sh VENV EXTRAS [MINIMUM] [FRESHNESS]
+#
+# VENV       directory of the environment; made when absent
+# EXTRAS     comma-separated extras of pyproject.toml
+# MINIMUM    lowest Python, default 3.11
+# FRESHNESS  any text; when it changes, packages are upgraded to the newest that fit
+#
+# PYTHON=... names the interpreter to use; otherwise the first suitable one is taken, see candidates() below.
+# A stamp in VENV holds what was installed from what, so that a second run costs milliseconds.
+set -eu
+
+cd "$(dirname "$0")/.."
+venv=$1 extras=$2 minimum=${3:-3.11} freshness=${4:-}
+python=$venv/bin/python
+stamp=$venv/.shardwright-$(echo "$extras" | tr ',' '-')
+
+say() { echo "shardwright: $*" >&2; }
+die() { say "$*"; exit 1; }
+
+# What is wrong with interpreter $1, or nothing when it will do. A pyenv shim of an inactive version just fails to run.
+complaint() {
+  "$1" - "$minimum" 2>/dev/null <<'PROBE' || echo "does not run"
+import sys
+want = tuple(int(part) for part in sys.argv[1].split("."))
+if sys.version_info[:2] < want:
+    print("is Python %d.%d, older than %s" % (sys.version_info[0], sys.version_info[1], sys.argv[1]))
+else:
+    try:
+        import ensurepip, ssl, venv
+    except ImportError as err:
+        print("lacks a module of the standard library (%s); on Debian and Ubuntu: apt install python3-venv" % err)
+PROBE
+}
+
+candidates() {
+  for name in python3 python3.14 python3.13 python3.12 python3.11 python; do
+    command -v "$name" || true
+  done
+  for root in "${PYENV_ROOT:-$HOME/.pyenv}/versions" "$HOME/.local/share/uv/python"; do
+    ls -d "$root"/*/bin/python3 2>/dev/null | sort -r || true
+  done
+  for path in /opt/homebrew/bin/python3 /usr/local/bin/python3 /usr/bin/python3; do
+    if [ -x "$path" ]; then echo "$path"; fi
+  done
+}
+
+find_python() {
+  if [ -n "${PYTHON:-}" ]; then
+    why=$(complaint "$PYTHON")
+    [ -z "$why" ] || die "PYTHON=$PYTHON $why"
+    echo "$PYTHON"
+    return
+  fi
+  seen=
+  for path in $(candidates); do
+    why=$(complaint "$path")
+    if [ -z "$why" ]; then echo "$path"; return; fi
+    seen="$seen
+    $path $why"
+  done
+  die "no Python >= $minimum found; install one, or name it: make PYTHON=/path/to/python3 ...
+  looked at:${seen:- nothing that runs}"
+}
+
+# An environment is kept while its interpreter runs and is the one that was asked for.
+usable() {
+  [ -x "$python" ] && [ -z "$(complaint "$python")" ] || return 1
+  [ -n "${PYTHON:-}" ] || return 0
+  version='import sys; print(sys.version)'
+  [ "$("$python" -c "$version")" = "$("$PYTHON" -c "$version" 2>/dev/null)" ]
+}
+
+create() {
+  if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
+    die "$venv exists and is not a virtual environment; choose another with VENV="
+  fi
+  base=$(find_python)
+  say "making $venv with $base ($("$base" -V 2>&1))"
+  "$base" -m venv --clear "$venv"
+}
+
+install() {
+  say "installing shardwright[$extras] into $venv (a minute or two the first time)"
+  # -qq: pip's progress and warnings say nothing about this project; errors still show.
+  set -- -qq --disable-pip-version-check --no-input
+  if [ -n "$freshness" ]; then set -- "$@" --upgrade --upgrade-strategy eager; fi
+  "$python" -m pip install "$@" -e ".[$extras]" || die "pip could not install shardwright[$extras] into $venv, see above"
+}
+
+if [ -n "${PYTHON:-}" ]; then
+  why=$(complaint "$PYTHON")
+  [ -z "$why" ] || die "PYTHON=$PYTHON $why"
+fi
+usable || create
+wanted="$(cksum < pyproject.toml) $(pwd) $extras $freshness"
+if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
+  install
+  echo "$wanted" > "$stamp"
+fi
