@@ -95,8 +95,15 @@ if [ -n "${PYTHON:-}" ]; then
   [ -z "$why" ] || die "PYTHON=$PYTHON $why"
 fi
 usable || create
-wanted="$(cksum < pyproject.toml) $(pwd) $extras $freshness"
+# Another checkout's editable install makes every stamp of this one wrong.
+owner=$venv/.shardwright-checkout
+if [ "$(cat "$owner" 2>/dev/null || true)" != "$(pwd)" ]; then
+  rm -f "$venv"/.shardwright-*
+  pwd > "$owner"
+fi
+wanted="$(cksum < pyproject.toml) $freshness"
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
+  rm -f "$stamp"
   install
   echo "$wanted" > "$stamp"
 fi
