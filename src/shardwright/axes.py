@@ -140,8 +140,15 @@ def canonical_axis(name: str) -> str:
 
 
 def axis_label(axis: str) -> str:
-    """Return the name that people read: `KV_HEAD` for `"__KV_HEAD__"`."""
+    """Return the name that people read: `KV_HEAD` for `"__KV_HEAD__"`, `TP` for `"__TENSOR_PARALLEL__"`."""
+    if axis in PARALLELISM_AXES:
+        return PARALLELISM_AXES[axis].upper()
     return axis[2:-2] if axis.startswith("__") and axis.endswith("__") and len(axis) > 4 else axis
+
+
+def file_name(axis: str) -> str:
+    """Return the name that strategy files use: `kv_head`, `tensor_parallel`."""
+    return axis.strip("_").lower()
 
 
 _SHORT: dict[str, str] = {"DP": DP, "FSDP": FSDP, "TP": TP, "EP": EP, "SP": SP, "PP": PP}

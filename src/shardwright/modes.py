@@ -33,8 +33,7 @@ def parse_mode(mode: str) -> str:
     if found is None:
         raise StrategyError(
             f"unknown mode {mode!r}",
-            fix=(did_you_mean(str(mode), _MODE) + " " if did_you_mean(str(mode), _MODE) else "")
-            + f"modes are {', '.join(_SHORT)}",
+            fix=(did_you_mean(str(mode), _MODE) + " " if did_you_mean(str(mode), _MODE) else "") + f"modes are {', '.join(_SHORT)}",
         )
     return found
 

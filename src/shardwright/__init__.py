@@ -1,0 +1,118 @@
+"""Name every array dimension once; let a strategy file decide, per runtime mode, where it lives on the mesh."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwright.annotations import ArraySpec as ArraySpec
+from shardwright.annotations import is_annotation as is_annotation
+from shardwright.annotations import merged as merged
+from shardwright.annotations import stacked as stacked
+from shardwright.axes import BATCH as BATCH
+from shardwright.axes import BIAS_HEAD_SEQ as BIAS_HEAD_SEQ
+from shardwright.axes import BIAS_KV_SEQ as BIAS_KV_SEQ
+from shardwright.axes import CAPACITY as CAPACITY
+from shardwright.axes import DATA_PARALLEL as DATA_PARALLEL
+from shardwright.axes import DEFAULT_MASK_VALUE as DEFAULT_MASK_VALUE
+from shardwright.axes import DP as DP
+from shardwright.axes import EMBED as EMBED
+from shardwright.axes import EMPTY as EMPTY
+from shardwright.axes import EMPTY_VAL as EMPTY_VAL
+from shardwright.axes import EP as EP
+from shardwright.axes import EXPERT as EXPERT
+from shardwright.axes import EXPERT_GATE as EXPERT_GATE
+from shardwright.axes import EXPERT_PARALLEL as EXPERT_PARALLEL
+from shardwright.axes import FSDP as FSDP
+from shardwright.axes import FULLY_SHARDED_DATA_PARALLEL as FULLY_SHARDED_DATA_PARALLEL
+from shardwright.axes import HEAD as HEAD
+from shardwright.axes import HEAD_DIM as HEAD_DIM
+from shardwright.axes import KV_HEAD as KV_HEAD
+from shardwright.axes import KV_HEAD_DIM as KV_HEAD_DIM
+from shardwright.axes import KV_LENGTH as KV_LENGTH
+from shardwright.axes import LAYERS as LAYERS
+from shardwright.axes import LENGTH as LENGTH
+from shardwright.axes import MLP_INTERMEDIATE as MLP_INTERMEDIATE
+from shardwright.axes import NORM as NORM
+from shardwright.axes import NOT_GIVEN as NOT_GIVEN
+from shardwright.axes import PAGE as PAGE
+from shardwright.axes import PIPELINE_PARALLEL as PIPELINE_PARALLEL
+from shardwright.axes import PP as PP
+from shardwright.axes import QUERY_LENGTH as QUERY_LENGTH
+from shardwright.axes import REPLICATED as REPLICATED
+from shardwright.axes import SEQUENCE_PARALLEL as SEQUENCE_PARALLEL
+from shardwright.axes import SP as SP
+from shardwright.axes import TENSOR_PARALLEL as TENSOR_PARALLEL
+from shardwright.axes import TP as TP
+from shardwright.axes import UNCONSTRAINED as UNCONSTRAINED
+from shardwright.axes import VOCAB as VOCAB
+from shardwright.axes import AxisType as AxisType
+from shardwright.axes import Role as Role
+from shardwright.errors import AxisConflictError as AxisConflictError
+from shardwright.errors import IndivisibleError as IndivisibleError
+from shardwright.errors import ManualAxisError as ManualAxisError
+from shardwright.errors import MeshMismatchError as MeshMismatchError
+from shardwright.errors import MeshSpecError as MeshSpecError
+from shardwright.errors import MissingMeshAxisError as MissingMeshAxisError
+from shardwright.errors import NoManagerError as NoManagerError
+from shardwright.errors import RankMismatchError as RankMismatchError
+from shardwright.errors import ShapeRequiredError as ShapeRequiredError
+from shardwright.errors import ShardingError as ShardingError
+from shardwright.errors import StrategyError as StrategyError
+from shardwright.errors import UnknownAxisError as UnknownAxisError
+from shardwright.layouts import AttnKVSharding as AttnKVSharding
+from shardwright.layouts import AttnQSharding as AttnQSharding
+from shardwright.layouts import ColumnWise as ColumnWise
+from shardwright.layouts import DynamicShardingAxes as DynamicShardingAxes
+from shardwright.layouts import ExpertActivations as ExpertActivations
+from shardwright.layouts import ExpertActivationsAlt as ExpertActivationsAlt
+from shardwright.layouts import ExpertColumnWise as ExpertColumnWise
+from shardwright.layouts import ExpertColumnWiseAlt as ExpertColumnWiseAlt
+from shardwright.layouts import ExpertRowWise as ExpertRowWise
+from shardwright.layouts import ExpertRowWiseAlt as ExpertRowWiseAlt
+from shardwright.layouts import ExpertTensorParallel as ExpertTensorParallel
+from shardwright.layouts import HiddenStateSharding as HiddenStateSharding
+from shardwright.layouts import Replicated as Replicated
+from shardwright.layouts import RowWise as RowWise
+from shardwright.layouts import SColumnWise as SColumnWise
+from shardwright.layouts import SRowWise as SRowWise
+from shardwright.layouts import UnifiedExpertColumnWise as UnifiedExpertColumnWise
+from shardwright.layouts import UnifiedExpertRowWise as UnifiedExpertRowWise
+from shardwright.manager import PartitionManager as PartitionManager
+from shardwright.manager import current_manager as current_manager
+from shardwright.manager import gather as gather
+from shardwright.manager import hint as hint
+from shardwright.manager import shard as shard
+from shardwright.mesh import abstract_mesh as abstract_mesh
+from shardwright.mesh import create_mesh as create_mesh
+from shardwright.modes import GENERATION_MODES as GENERATION_MODES
+from shardwright.modes import MODE_DECODE as MODE_DECODE
+from shardwright.modes import MODE_INSERT as MODE_INSERT
+from shardwright.modes import MODE_PREFILL as MODE_PREFILL
+from shardwright.modes import MODE_TRAIN as MODE_TRAIN
+from shardwright.modes import RUNTIME_MODE_TYPES as RUNTIME_MODE_TYPES
+from shardwright.partition_axis import PartitionAxis as PartitionAxis
+from shardwright.provenance import Resolution as Resolution
+from shardwright.resolver import resolve as resolve
+from shardwright.rules import AxisRules as AxisRules
+from shardwright.rules import Policy as Policy
+from shardwright.tree import annotate_state as annotate_state
+from shardwright.tree import match_paths as match_paths
+from shardwright.tree import stack_specs as stack_specs
+
+if TYPE_CHECKING:
+    from shardwright.strategy.model import Strategy as Strategy
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # pydantic costs more to import than everything else here: only those who touch a Strategy pay for it.
+    if name == "Strategy":
+        from shardwright.strategy.model import Strategy
+
+        return Strategy
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), "Strategy"])

@@ -1,0 +1,66 @@
+"""The only file that knows JAX versions: each difference behind a name that says what is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+
+def is_tracer(value: object) -> bool:
+    """Tell whether a value is being traced."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def is_array(value: object) -> bool:
+    """Tell whether a value is one array: a JAX or NumPy array, a tracer, or a number."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+
+
+def in_trace() -> bool:
+    """Tell whether some transformation is tracing. `get_mesh` refuses to answer exactly there."""
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:
+        return True
+    return False
+
+
+def ambient_mesh() -> AbstractMesh | None:
+    """Return the mesh set by `jax.set_mesh`, `use_abstract_mesh` or a surrounding `shard_map`, or None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
+    """Return a fresh context manager that makes a mesh ambient.
+
+    `jax.set_mesh` takes effect when it is called, so the result must be entered at once and never stored for later.
+    """
+    return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """Return the Manual mesh axes that a value varies over; all of them where `shard_map` does not track it."""
+    if not _tracks_varying():
+        mesh = ambient_mesh()
+        return frozenset(mesh.manual_axes) if mesh is not None else frozenset()
+    return frozenset(jax.typeof(value).manual_axis_type.varying)
+
+
+def _tracks_varying() -> bool:
+    # shard_map(check_vma=False) leaves every type without varying axes, and nothing public tells that it does.
+    from jax._src import config
+
+    check: Any = getattr(config, "_check_vma", None)
+    return True if check is None else bool(check.value)
+
+
+def call_shard_map(f: Callable[..., Any], *, mesh: Mesh | AbstractMesh | None, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Return `jax.shard_map` of a function; without a mesh it uses the ambient one, as nested use must."""
+    if mesh is None:
+        return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs)  # type: ignore[no-any-return]
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)  # type: ignore[no-any-return]

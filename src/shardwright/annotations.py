@@ -1,0 +1,341 @@
+"""What an annotation is, and its one lowered form: a tuple of `Dim`s.
+
+An annotation is a layout, an `ArraySpec`, or a tuple of axis strings, `EMPTY`, composites and `merged(...)` dims;
+`()` for scalars. A literal `PartitionSpec` may stand for one where a spec is already known. `is_annotation` is the `is_leaf` wherever a tree of them is walked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+from jax.sharding import PartitionSpec
+
+from shardwright.axes import EMPTY, LAYERS, UNCONSTRAINED, Role, axis_label, canonical_axis
+from shardwright.errors import AxisConflictError, RankMismatchError, ShapeRequiredError, StrategyError
+from shardwright.layouts import DynamicShardingAxes
+from shardwright.modes import MODE_DECODE, MODE_TRAIN
+
+Initializer = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MergedDim:
+    """Axes flattened into one dim, major first, each with its own size; made by `merged`."""
+
+    members: tuple[tuple[str, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the flattened dim."""
+        return functools.reduce(lambda product, member: product * member[1], self.members, 1)
+
+
+def merged(*members: tuple[str, int]) -> MergedDim:
+    """Annotate one dim that flattens several axes; only the first may be sharded and its own size must divide.
+
+    A flat `[embed, kv_heads * head_dim]` projection must not split a head:
+
+    >>> from shardwright.axes import EMBED, KV_HEAD, KV_HEAD_DIM
+    >>> kernel_axes = (EMBED, merged((KV_HEAD, 8), (KV_HEAD_DIM, 128)))
+
+    Raises:
+      StrategyError: no members, or a member that is not (axis, positive size).
+    """
+    for member in members:
+        good = isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str) and type(member[1]) is int
+        if not good or member[1] < 1:
+            raise StrategyError(f"merged: {member!r} is not (axis, size)", fix="merged((KV_HEAD, 8), (KV_HEAD_DIM, 128))")
+    if not members:
+        raise StrategyError("merged needs at least one (axis, size)", fix="merged((KV_HEAD, 8), (KV_HEAD_DIM, 128))")
+    return MergedDim(tuple((canonical_axis(axis), size) for axis, size in members))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """An array that does not exist yet: what `jax.ShapeDtypeStruct` is, plus its axes and its initialiser.
+
+    Attributes:
+      shape: global shape.
+      dtype: anything `jax.numpy.dtype` takes.
+      axes: its annotation: a layout or a tuple of axes.
+      init: called as `init(key, shape, dtype)`, like `jax.nn.initializers`; None if it is never initialised.
+
+    Raises:
+      RankMismatchError: the axes do not fit the shape's rank.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: Any
+    init: Initializer | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "axes", as_annotation(self.axes))
+        lower(self.axes, self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Rank."""
+        return len(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StackedLayout:
+    """A layout with `LAYERS` in front; made by `stacked`."""
+
+    layout: Any
+
+
+def is_layout(value: object) -> bool:
+    """Tell whether a value is a layout class or instance, or a stacked one."""
+    return isinstance(value, (DynamicShardingAxes, StackedLayout)) or (isinstance(value, type) and issubclass(value, DynamicShardingAxes))
+
+
+def _is_dim(entry: object) -> bool:
+    return isinstance(entry, (str, MergedDim)) or (type(entry) is tuple and all(isinstance(axis, str) for axis in entry))
+
+
+def is_annotation(value: object) -> TypeGuard[Any]:
+    """Tell whether a value is an annotation; the `is_leaf` of every tree of annotations.
+
+    >>> is_annotation(("__BATCH__", "_")), is_annotation(()), is_annotation(["__BATCH__"])
+    (True, True, False)
+    """
+    if type(value) is tuple:
+        for entry in value:  # a plain loop: this runs once per leaf of every tree
+            if type(entry) is not str and not _is_dim(entry):
+                return False
+        return True
+    return isinstance(value, (ArraySpec, PartitionSpec)) or is_layout(value)
+
+
+def as_annotation(value: Any) -> Any:
+    """Return the one annotation that a value is, lists included (other code writes lists).
+
+    Raises:
+      StrategyError: it is none.
+    """
+    if isinstance(value, (list, tuple)) and not is_layout(value):
+        frozen = tuple(tuple(entry) if isinstance(entry, (list, tuple)) else entry for entry in value)
+        for position, entry in enumerate(frozen):
+            if not _is_dim(entry):
+                raise StrategyError(
+                    f"{value!r} is not an annotation: its entry {entry!r} is not an axis, a tuple of axes or merged(...)",
+                    dim=position,
+                    fix="write EMPTY for a dim that is not sharded" if entry is None else "use axis strings such as BATCH, or EMPTY",
+                )
+        return frozen
+    if is_annotation(value):
+        return value
+    raise StrategyError(
+        f"{value!r} is not an annotation",
+        fix="write a tuple of axes such as (BATCH, LENGTH, EMBED), a layout such as ColumnWise, or an ArraySpec",
+    )
+
+
+def stacked(annotation: Any, layers: int | None = None) -> Any:
+    """Put `LAYERS` in front of an annotation; of an `ArraySpec`, also the number of layers and one key per layer.
+
+    >>> from shardwright.axes import EMBED
+    >>> stacked((EMBED, "_"))
+    ('__LAYERS__', '__EMBED__', '_')
+
+    Raises:
+      StrategyError: an `ArraySpec` without `layers`, or anything else with it.
+    """
+    one = as_annotation(annotation)
+    if isinstance(one, ArraySpec) != (layers is not None):
+        raise StrategyError("layers= goes with an ArraySpec, and only with one", fix="stacked(spec, layers=32), or stacked(axes)")
+    if isinstance(one, ArraySpec):
+        init = None if one.init is None else _StackedInit(one.init)
+        return ArraySpec((int(layers or 0), *one.shape), one.dtype, stacked(one.axes), init)
+    return StackedLayout(one) if is_layout(one) else (LAYERS, *one)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _StackedInit:
+    init: Initializer
+
+    def __call__(self, key: Any, shape: Sequence[int], dtype: Any) -> Any:
+        import jax
+
+        return jax.vmap(lambda one: self.init(one, tuple(shape[1:]), dtype))(jax.random.split(key, shape[0]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Dim:
+    """One dim of a lowered annotation.
+
+    Attributes:
+      axes: canonical axes, more than one for a composite, none for `EMPTY`.
+      means: the semantic axis that a weight layout's parallelism axes stand for, or empty.
+      merged: the members of a merged dim, or empty.
+      literal: the mesh axes of a literal spec's entry (`("?",)` for unconstrained), or None.
+    """
+
+    axes: tuple[str, ...]
+    means: str = ""
+    merged: tuple[tuple[str, int], ...] = ()
+    literal: tuple[str, ...] | None = None
+
+    @property
+    def label(self) -> str:
+        """The dim's axes as people read them."""
+        names = [axis_label(axis) for axis, _ in self.merged] if self.merged else [axis_label(axis) for axis in self.axes]
+        joined = ("*" if self.merged else "+").join(names) or EMPTY
+        return f"{joined} ({axis_label(self.means)})" if self.means else joined
+
+    @property
+    def size(self) -> int | None:
+        """The size that a merged dim brings along."""
+        return MergedDim(self.merged).size if self.merged else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """An annotation, lowered: its dims, and the mode and role that it asks for by itself."""
+
+    dims: tuple[Dim, ...]
+    mode: str | int | None = None
+    role: Role | None = None
+
+
+@functools.lru_cache(maxsize=4096)
+def _lower_dim(entry: Any, means: str) -> Dim:
+    if isinstance(entry, MergedDim):
+        return Dim(axes=(entry.members[0][0],), merged=entry.members)
+    names = (entry,) if isinstance(entry, str) else entry
+    axes = tuple(canonical_axis(name) for name in names if name != EMPTY)
+    return Dim(axes=axes, means="" if means == EMPTY else means)
+
+
+def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
+    """Lower an annotation to one `Dim` per array dimension, checking its rank against `shape` where given.
+
+    Raises:
+      RankMismatchError: the ranks differ, or a merged dim is not its members' product.
+      AxisConflictError: the same axis stands twice.
+    """
+    if isinstance(annotation, ArraySpec):
+        if shape is not None and tuple(shape) != annotation.shape:
+            raise RankMismatchError(f"array has shape {tuple(shape)}, its ArraySpec {annotation.shape}", fix="make them agree")
+        return lower(annotation.axes, annotation.shape)
+    if isinstance(annotation, PartitionSpec):
+        return Lowered(dims=_lower_spec(annotation, shape))
+    if is_layout(annotation):
+        lowered = _lower_layout(annotation, None if shape is None else len(shape))
+    else:
+        lowered = Lowered(dims=tuple(_lower_dim(entry, "") for entry in annotation))
+    _check_rank(annotation, lowered.dims, shape)
+    _check_repeats(lowered.dims)
+    return lowered
+
+
+def _lower_spec(spec: PartitionSpec, shape: Sequence[int] | None) -> tuple[Dim, ...]:
+    entries = list(spec.partitions)
+    if shape is not None and len(entries) > len(shape):
+        raise RankMismatchError(
+            f"the spec {spec} has {len(entries)} entries, the array has {len(shape)} dims: shape {tuple(shape)}",
+            fix="write at most one entry per dim",
+        )
+    entries += [None] * (len(shape or ()) - len(entries))
+    return tuple(Dim(axes=(), literal=_literal(entry)) for entry in entries)
+
+
+def _literal(entry: Any) -> tuple[str, ...]:
+    if entry is PartitionSpec.UNCONSTRAINED:
+        return (UNCONSTRAINED,)
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _lower_layout(annotation: Any, rank: int | None) -> Lowered:
+    front = isinstance(annotation, StackedLayout)
+    layout = annotation.layout if front else annotation
+    dims, mode = (layout[0], layout[1]) if isinstance(layout, DynamicShardingAxes) else (layout.default_axes, layout.default_mode)
+    if layout.any_rank:
+        return Lowered(dims=(Dim(axes=()),) * (rank or 0), mode=mode, role=layout.role)
+    means = layout.means or (EMPTY,) * len(dims)
+    lowered = tuple(_lower_dim(dim, mean) for dim, mean in zip(dims, means, strict=True))
+    if front or (layout.role is Role.PARAM and rank == len(dims) + 1):
+        lowered = (Dim(axes=(LAYERS,)), *lowered)
+    return Lowered(dims=lowered, mode=mode, role=layout.role)
+
+
+def describe(annotation: Any) -> str:
+    """Return an annotation as people write it: `ColumnWise`, `(BATCH, LENGTH)`."""
+    if isinstance(annotation, StackedLayout):
+        return f"stacked({describe(annotation.layout)})"
+    if isinstance(annotation, DynamicShardingAxes) or (isinstance(annotation, type) and issubclass(annotation, DynamicShardingAxes)):
+        cls = annotation if isinstance(annotation, type) else type(annotation)
+        return cls.__name__
+    if isinstance(annotation, ArraySpec):
+        return describe(annotation.axes)
+    if isinstance(annotation, PartitionSpec):
+        return str(annotation)
+    return "(" + ", ".join(_lower_dim(entry, "").label for entry in annotation) + ")"
+
+
+def _check_rank(annotation: Any, dims: tuple[Dim, ...], shape: Sequence[int] | None) -> None:
+    if shape is None:
+        return
+    if len(dims) != len(shape):
+        raise RankMismatchError(
+            f"{describe(annotation)} has {len(dims)} dims, the array has {len(shape)}: shape {tuple(shape)}",
+            fix=_rank_fix(annotation, len(dims), len(shape)),
+        )
+    for position, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+        if dim.merged and dim.size != size:
+            product = " * ".join(f"{axis_label(axis)} {count}" for axis, count in dim.merged)
+            raise RankMismatchError(
+                f"size {size} is not {product} = {dim.size}",
+                dim=position,
+                axis=dim.label,
+                size=size,
+                fix="give merged(...) the sizes that were flattened into this dim",
+            )
+
+
+def _rank_fix(annotation: Any, dims: int, rank: int) -> str:
+    layout = annotation.layout if isinstance(annotation, StackedLayout) else annotation
+    bias = layout.bias if is_layout(layout) else None
+    name = describe(layout)
+    if bias is not None and rank == dims - 1:
+        return f"for its bias use {name}.bias; for a bias stacked over layers, stacked({name}.bias)"
+    if rank == dims + 1:
+        return f"for a stack of layers use stacked({name}); for another dim add its axis, or EMPTY"
+    return "write one axis per dim, EMPTY where a dim is not sharded"
+
+
+def _check_repeats(dims: tuple[Dim, ...]) -> None:
+    seen: dict[str, int] = {}
+    for position, dim in enumerate(dims):
+        for axis in (axis for axis, _ in dim.merged) if dim.merged else dim.axes:
+            if axis in seen:
+                raise AxisConflictError(
+                    f"the axis stands twice in one annotation, at dim {seen[axis]} and dim {position}",
+                    dim=position,
+                    axis=axis_label(axis),
+                    fix="an array's dims need different axes: scores are (BATCH, HEAD, QUERY_LENGTH, BIAS_KV_SEQ); write EMPTY for a dim that "
+                    "is not sharded",
+                )
+            seen[axis] = position
+
+
+def mode_of_layout(mode: str | int, shape: Sequence[int] | None) -> str:
+    """Return a layout's own mode; an integer d means decode if `shape[d] == 1`, else train.
+
+    Raises:
+      ShapeRequiredError: an integer mode without a shape.
+      RankMismatchError: there is no dim d.
+    """
+    if isinstance(mode, str):
+        return mode
+    if shape is None:
+        raise ShapeRequiredError(f"the layout's mode is dim {mode}: its size picks the mode", fix="pass mode= or shape=")
+    if not -len(shape) <= mode < len(shape):
+        raise RankMismatchError(f"the layout's mode is dim {mode}, the array has shape {tuple(shape)}", fix="pass mode=")
+    return MODE_DECODE if shape[mode] == 1 else MODE_TRAIN

@@ -1,0 +1,561 @@
+"""`PartitionManager`: rules, a mesh and a mode as one frozen value, and everything that is asked of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, final
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardwright import _jax, context, placement, resolver, tree
+from shardwright.annotations import ArraySpec, as_annotation, lower
+from shardwright.axes import STANDARD_MESH_AXES, Role
+from shardwright.errors import (
+    AxisConflictError,
+    IndivisibleError,
+    ManualAxisError,
+    MeshMismatchError,
+    MeshSpecError,
+    Problem,
+    ShapeRequiredError,
+    ShardingError,
+    StrategyError,
+    did_you_mean,
+    raise_problems,
+)
+from shardwright.mapping import SemanticShardMap
+from shardwright.mesh import mesh_sizes
+from shardwright.modes import mode_name, parse_mode
+from shardwright.partition_axis import PartitionAxis
+from shardwright.placement import Placement
+from shardwright.provenance import ModeFrom, Outcome, Resolution
+from shardwright.rules import AxisRules, check_mesh_axes
+
+_HINTABLE = (IndivisibleError, AxisConflictError, ManualAxisError)
+
+
+@final
+class PartitionManager:
+    """Resolve annotations on one mesh under one set of rules, and make arrays lie so.
+
+    Enter it (`with pm:`) to make it ambient for `shard`, `hint` and `gather`; it is then part of jit's cache key. Equality
+    and hash cover rules, policy, mode and mesh.
+
+    Args:
+      strategy: a `Strategy`, compiled `AxisRules`, or a `PartitionAxis`.
+      mesh: a `Mesh` or an `AbstractMesh`; absent: the strategy's own, which starts the backend, or the ambient one.
+      mode: the mode of calls that name none; see `for_mode`.
+
+    Raises:
+      StrategyError: the strategy does not compile, or names no mesh where none is given.
+      MeshMismatchError: a rule names a mesh axis that is neither standard nor in the mesh.
+    """
+
+    __slots__ = ("__weakref__", "_cache", "_hash", "_modes", "_sizes", "mesh", "mode", "name", "rules")
+
+    mesh: Mesh | AbstractMesh
+    mode: str | None
+    name: str
+    rules: AxisRules
+
+    def __init__(self, strategy: Any, *, mesh: Mesh | AbstractMesh | None = None, mode: str | None = None) -> None:
+        rules = strategy if isinstance(strategy, AxisRules) else strategy.compile()
+        found = mesh if mesh is not None else _own_mesh(strategy)
+        name = "" if isinstance(strategy, (AxisRules, PartitionAxis)) else strategy.name
+        self._set(rules, found, None if mode is None else parse_mode(mode), name, {})
+        lost = check_mesh_axes(rules.named_mesh_axes(), self._sizes)
+        raise_problems([_lost_mesh_axis(axis, self._sizes) for axis in lost])
+
+    def _set(self, rules: AxisRules, mesh: Mesh | AbstractMesh, mode: str | None, name: str, modes: dict[str, Any]) -> None:
+        values = {"rules": rules, "mesh": mesh, "mode": mode, "name": name, "_sizes": mesh_sizes(mesh), "_cache": {}, "_modes": modes}
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
+        object.__setattr__(self, "_hash", hash((rules, mesh, mode)))
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"a PartitionManager is frozen: build another one instead of setting {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        same = isinstance(other, PartitionManager) and self._hash == other._hash
+        return same and (self.mode, self.mesh, self.rules) == (other.mode, other.mesh, other.rules)  # type: ignore[union-attr]
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        sizes = ",".join(f"{axis}:{size}" for axis, size in self._sizes.items())
+        mode = "" if self.mode is None else f", mode={mode_name(self.mode)!r}"
+        return f"PartitionManager({self.name or 'rules'!r}, mesh={sizes!r}{mode})"
+
+    def __enter__(self) -> PartitionManager:
+        context.enter(self, self.mesh)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        context.leave(self)
+
+    # Questions.
+
+    def for_mode(self, mode: str) -> PartitionManager:
+        """Return the manager whose calls resolve in a mode; the identical object each time."""
+        parsed = parse_mode(mode)
+        if parsed == self.mode:
+            return self
+        found = self._modes.get(parsed)
+        if found is None:
+            found = object.__new__(PartitionManager)
+            found._set(self.rules, self.mesh, parsed, self.name, self._modes)
+            self._modes[parsed] = found
+        return found  # type: ignore[no-any-return]
+
+    def explain(
+        self,
+        *axes: Any,
+        mode: str | None = None,
+        role: Role | str | None = None,
+        shape: Sequence[int] | None = None,
+        path: str | None = None,
+    ) -> Resolution:
+        """Return the spec of an annotation and why, dim by dim; a failing request too, with `problems` and no spec."""
+        said, said_by = (mode, ModeFrom.CALL) if mode is not None else (self.mode, ModeFrom.MANAGER)
+        return resolver.explain(_one(axes), self.rules, self._sizes, mode=said, role=role, shape=shape, path=path, mode_from=said_by)
+
+    def resolve(
+        self,
+        *axes: Any,
+        mode: str | None = None,
+        role: Role | str | None = None,
+        shape: Sequence[int] | None = None,
+        path: str | None = None,
+    ) -> PartitionSpec:
+        """Return the spec of an annotation.
+
+        Raises:
+          ShardingError: what `explain` would list under `problems`.
+        """
+        found = self.explain(*axes, mode=mode, role=role, shape=shape, path=path)
+        raise_problems(found.problems, resolution=found)
+        return found.spec
+
+    def sharding(
+        self,
+        *axes: Any,
+        mode: str | None = None,
+        role: Role | str | None = None,
+        shape: Sequence[int] | None = None,
+        path: str | None = None,
+        memory_kind: str | None = None,
+    ) -> NamedSharding:
+        """Return the sharding of an annotation; the identical object for the same spec.
+
+        Raises:
+          StrategyError: the rule says `?`: an array must lie somewhere.
+        """
+        found = self.explain(*axes, mode=mode, role=role, shape=shape, path=path)
+        return self._sharding(found, memory_kind)
+
+    def mesh_axes(self, axis: str, size: int | None = None, *, mode: str | None = None) -> tuple[str, ...]:
+        """Return the mesh axes that an axis of an activation lies over.
+
+        Raises:
+          ShapeRequiredError: that depends on the size.
+        """
+        shape = None if size is None else (size,)
+        found = self.explain((axis,), mode=mode, shape=shape)
+        raise_problems(found.problems, resolution=found)
+        return found.decisions[0].mesh_axes
+
+    def axis_size(self, axis: str, size: int | None = None, *, mode: str | None = None) -> int:
+        """Return the number of shards of an axis of an activation.
+
+        Raises:
+          ShapeRequiredError: that depends on the size.
+        """
+        shards = 1
+        for name in self.mesh_axes(axis, size, mode=mode):
+            shards *= self._sizes[name]
+        return shards
+
+    # Trees.
+
+    def shardings(self, values: Any, annotations: Any = None, *, mode: str | None = None, role: Role | str = Role.PARAM) -> Any:
+        """Return a tree of shardings for `jit`, `device_put` or a checkpoint.
+
+        Args:
+          values: a tree of anything with a shape; `ArraySpec` leaves bring their annotations.
+          annotations: a tree of annotations, or of prefixes.
+          mode: runtime mode; absent: the manager's.
+          role: param unless said otherwise.
+
+        Raises:
+          ShardingError: every leaf's problems at once, each with its path.
+        """
+        paired = tree.pair(values, annotations)
+        if not self.rules.tensors:
+            fast = self._known_shardings(paired, mode, role)
+            if fast is not None:
+                return jax.tree.unflatten(paired.structure, fast)
+        return self._each(values, annotations, lambda leaf: self._leaf_sharding(leaf, mode, role))
+
+    def _known_shardings(self, paired: tree.Paired, mode: str | None, role: Role | str) -> list[Any] | None:
+        """Look each leaf up by annotation and shape; None where a leaf is a subtree, or has a problem to report by path."""
+        try:
+            shapes = [leaf.shape for leaf in paired.below]
+            known = self._cache.setdefault(("shardings", mode, role), {})
+            keys = list(zip(paired.annotations, shapes, strict=True))
+            for annotation, shape in dict.fromkeys(keys).keys() - known.keys():
+                found = resolver.explain(
+                    annotation,
+                    self.rules,
+                    self._sizes,
+                    mode=mode or self.mode,
+                    role=role,
+                    shape=shape,
+                )
+                known[annotation, shape] = self._sharding(found, None)
+        except (AttributeError, TypeError, ShardingError):
+            return None
+        return list(map(known.__getitem__, keys))
+
+    def _leaf_sharding(self, leaf: tree.Leaf, mode: str | None, role: Role | str) -> NamedSharding:
+        found = self.explain(leaf.annotation, mode=mode, role=role, shape=leaf.value.shape, path=leaf.path)
+        return self._sharding(found, None)
+
+    def _each(self, values: Any, annotations: Any, make: Callable[[tree.Leaf], Any]) -> Any:
+        """Map every annotated leaf, collecting the problems of all of them before raising."""
+        results: list[Any] = []
+        problems: list[Problem] = []
+        resolution = None
+        for leaf in tree.annotated_leaves(values, annotations):
+            try:
+                results.append(make(leaf))
+            except ShardingError as error:
+                found = [p if p.path else dataclasses.replace(p, path=leaf.path) for p in error.problems]
+                problems += found
+                resolution = resolution or error.resolution
+        raise_problems(problems, resolution=resolution)
+        structure = jax.tree.structure(values, is_leaf=lambda leaf: isinstance(leaf, ArraySpec))
+        return jax.tree.unflatten(structure, results)
+
+    def abstract(self, values: Any, annotations: Any = None, *, mode: str | None = None, role: Role | str = Role.PARAM) -> Any:
+        """Return a tree of `jax.ShapeDtypeStruct`s with shardings, to lower, compile ahead of time, or restore into."""
+        shardings = self.shardings(values, annotations, mode=mode, role=role)
+        return jax.tree.map(
+            lambda value, sharding: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding),
+            values,
+            shardings,
+            is_leaf=lambda leaf: isinstance(leaf, ArraySpec),
+        )
+
+    def init(self, specs: Any, key: Any, *, mode: str | None = None) -> Any:
+        """Initialise a tree of `ArraySpec`s in one jit, each array born in its shards.
+
+        Raises:
+          StrategyError: leaves without `init`.
+          ShardingError: as `shardings` does.
+        """
+        shardings = self.shardings(specs, mode=mode)
+        return jax.jit(tree.initialiser(specs), out_shardings=shardings)(key)
+
+    def state_shardings(
+        self,
+        state: Any,
+        params: Any,
+        annotations: Any = None,
+        *,
+        overrides: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Any:
+        """Return the shardings of an optimizer's state: each leaf lies like the parameter that it follows.
+
+        Args:
+          state: the state, or `jax.eval_shape(tx.init, abstract_params)`.
+          params: arrays, `ShapeDtypeStruct`s or `ArraySpec`s.
+          annotations: of the parameters; absent where they are `ArraySpec`s.
+          overrides: pattern -> annotation for state leaves that follow no parameter.
+          mode: runtime mode; absent: the manager's.
+
+        Raises:
+          StrategyError, RankMismatchError: leaves that follow no parameter; all of them at once.
+        """
+        return self.shardings(state, tree.annotate_state(state, params, annotations, overrides=overrides), mode=mode)
+
+    def global_array(self, local: Any, *axes: Any, global_shape: Sequence[int] | None = None, mode: str | None = None) -> jax.Array:
+        """Build a global array from each process's part of it.
+
+        Args:
+          local: this process's data.
+          *axes: annotation of the global array.
+          global_shape: where the spec depends on sizes; absent: inferred from the local shape and the spec.
+          mode: runtime mode; absent: the manager's.
+
+        Raises:
+          ShapeRequiredError: the spec depends on sizes, and `global_shape` is absent.
+        """
+        annotation = _one(axes)
+        _, local_dims = lower(annotation), len(local.shape)
+        lower(annotation, local.shape if global_shape is None else global_shape)
+        found = self.explain(annotation, mode=mode, shape=global_shape)
+        if ShapeRequiredError in {problem.error for problem in found.problems}:
+            raise_problems([dataclasses.replace(problem, fix="pass global_shape=") for problem in found.problems], resolution=found)
+        sharding = self._sharding(found, None)
+        shape = None if global_shape is None else tuple(global_shape)
+        made = jax.make_array_from_process_local_data(sharding, local, shape)
+        assert made.ndim == local_dims
+        return made
+
+    # Placing.
+
+    def shard(self, x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:
+        """Make an array, or every array of a tree, lie as its annotation resolves. Strict: what does not fit raises.
+
+        Args:
+          x: JAX or NumPy arrays, or a tree of them.
+          *axes: axis strings and composites, or one annotation, or a tree of annotations.
+          mode: runtime mode; absent: the manager's, else the layout's own, else train.
+          role: absent: param for weight layouts, else activation.
+
+        Raises:
+          ShardingError: see `resolve`; for a tree, every leaf's problems at once.
+          ManualAxisError: inside `shard_map`, over a Manual mesh axis that the value does not vary over.
+          MeshMismatchError: the ambient mesh is not the manager's.
+        """
+        return self._place(x, axes, mode, role, strict=True)
+
+    def hint(self, x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:
+        """Like `shard`, best effort: a dim that is indivisible, in conflict or Manual is left to the compiler."""
+        return self._place(x, axes, mode, role, strict=False)
+
+    def gather(self, w: Any, *axes: Any, path: str | None = None, mode: str | None = None) -> Any:
+        """Constrain a stored weight, or a tree of them, to where it is used, and its gradient back to where it is stored.
+
+        Args:
+          w: a weight, or a tree.
+          *axes: its annotation, as for `shard`.
+          path: the weight's path, where a `[[tensors]]` entry may cover it; of a tree, the path in front of it.
+          mode: runtime mode; absent: the manager's.
+        """
+        if _jax.is_array(w):
+            return self._gather(w, _one(axes), path, mode)
+        annotations = _tree(axes)
+        prefix = f"{path}/" if path else ""
+        return self._each(w, annotations, lambda leaf: self._gather(leaf.value, leaf.annotation, prefix + leaf.path, mode))
+
+    def shard_map(
+        self,
+        f: Callable[..., Any],
+        *,
+        in_axes: Sequence[Any],
+        out_axes: Any,
+        sizes: Mapping[str, int] | None = None,
+        mode: str | None = None,
+    ) -> Callable[..., Any]:
+        """Return `jax.shard_map` of a function, in semantic axes: each axis resolves once, from the inputs' sizes.
+
+        Args:
+          f: function of local arrays.
+          in_axes: one annotation, or tree of them, per positional argument.
+          out_axes: one annotation, or a tuple, list or dict of them.
+          sizes: global size of axes that stand in no input.
+          mode: runtime mode; absent: the manager's.
+
+        Raises:
+          AxisConflictError: one axis would lie differently in two arguments.
+          StrategyError: a rule says `?`.
+        """
+        return SemanticShardMap(self, f, tuple(in_axes), out_axes, dict(sizes or {}), mode)
+
+    def _place(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, *, strict: bool) -> Any:
+        if _jax.is_array(x):
+            return self._place_one(x, axes, mode, role, "", strict)
+        return self._each(x, _tree(axes), lambda leaf: self._place_one(leaf.value, (leaf.annotation,), mode, role, leaf.path, strict))
+
+    def _place_one(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, path: str, strict: bool) -> Any:
+        ambient = _jax.ambient_mesh()
+        shape = getattr(x, "shape", ())
+        key = (axes, shape, mode, role, strict, ambient)
+        try:
+            found = self._cache.get(key)
+        except TypeError:  # a list among the axes
+            return self._place_one(x, (_one(axes),), mode, role, path, strict)
+        if found is None:
+            found = self._cache[key] = self._placement(_one(axes), shape, mode, role, path, strict, ambient)
+        where, resolution = found
+        if resolution is not None:
+            where = self._manual(x, resolution, where, strict)
+        return x if where is None else placement.place(x, where)
+
+    def _placement(
+        self, annotation: Any, shape: tuple[int, ...], mode: str | None, role: Any, path: str, strict: bool, ambient: Any
+    ) -> tuple[Placement | None, Resolution | None]:
+        """Return where an array of this shape goes, and the resolution if it names Manual mesh axes."""
+        manual = self._check_ambient(ambient)
+        said, said_by = (mode, ModeFrom.CALL) if mode is not None else (self.mode, ModeFrom.MANAGER)
+        found = resolver.explain(
+            annotation, self.rules, self._sizes, mode=said, role=role, shape=shape, path=path or None, manual=manual, mode_from=said_by
+        )
+        if not strict:
+            found = _open(found)
+        raise_problems(found.problems, resolution=found)
+        if manual == frozenset(self._sizes):
+            return None, found if any(decision.manual for decision in found.decisions) else None
+        where = placement.make_placement(found.spec, self.mesh, ambient)
+        return where, found if any(decision.manual for decision in found.decisions) else None
+
+    def _manual(self, x: Any, found: Resolution, where: Placement | None, strict: bool) -> Placement | None:
+        """Check that an array varies over every Manual mesh axis that its dims should lie over; `hint` leaves them out."""
+        varying = _jax.varying_axes(x)
+        problems = [_not_varying(found, decision, axis) for decision in found.decisions for axis in decision.manual if axis not in varying]
+        if strict:
+            raise_problems(problems, resolution=found)
+        return where
+
+    def _check_ambient(self, ambient: AbstractMesh | None) -> frozenset[str]:
+        """Check that an ambient mesh is the manager's, and return its Manual axes."""
+        if ambient is None:
+            return frozenset()
+        if ambient.shape_tuple != self.mesh.shape_tuple:
+            raise MeshMismatchError(
+                f"the ambient mesh is {dict(ambient.shape_tuple)}, the manager's {dict(self.mesh.shape_tuple)}",
+                fix="enter the manager (with pm:) instead of another mesh, or build the manager on that mesh",
+            )
+        kinds = zip(ambient.axis_names, ambient.axis_types, strict=True)
+        return frozenset(axis for axis, kind in kinds if kind is AxisType.Manual)
+
+    def _gather(self, w: Any, annotation: Any, path: str | None, mode: str | None) -> Any:
+        ambient = _jax.ambient_mesh()
+        key = ("gather", annotation, w.shape, mode, path if self.rules.tensors else None, ambient)
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = tuple(
+                self._placement(annotation, w.shape, mode, role, path or "", True, ambient) for role in (Role.USE, Role.PARAM)
+            )
+        (use, use_manual), (stored, stored_manual) = found
+        for where, resolution in ((use, use_manual), (stored, stored_manual)):
+            if resolution is not None:
+                self._manual(w, resolution, where, True)
+        if use is None or stored is None:
+            return w
+        return placement.gather(w, use, stored)
+
+    def _sharding(self, found: Resolution, memory_kind: str | None) -> NamedSharding:
+        raise_problems(found.problems, resolution=found)
+        open_dims = [decision for decision in found.decisions if decision.outcome is Outcome.UNCONSTRAINED]
+        raise_problems([_must_lie(found, decision) for decision in open_dims], resolution=found)
+        key = ("sharding", found.spec, memory_kind)
+        made = self._cache.get(key)
+        if made is None:
+            made = self._cache[key] = NamedSharding(self.mesh, found.spec, memory_kind=memory_kind)
+        return made  # type: ignore[no-any-return]
+
+
+def _own_mesh(strategy: Any) -> Mesh | AbstractMesh:
+    if not isinstance(strategy, (AxisRules, PartitionAxis)):
+        return strategy.make_mesh()  # type: ignore[no-any-return]
+    ambient = None if _jax.in_trace() else jax.sharding.get_mesh()
+    if ambient is None or ambient.empty:
+        raise MeshSpecError("rules alone have no mesh", fix='pass mesh=create_mesh("dp:2,tp:4")')
+    return ambient
+
+
+def _one(axes: tuple[Any, ...]) -> Any:
+    """Return the annotation that `*axes` is: axis strings and composites, or one annotation."""
+    if len(axes) == 1 and not isinstance(axes[0], str):
+        return as_annotation(axes[0])
+    return as_annotation(axes)
+
+
+def _tree(axes: tuple[Any, ...]) -> Any:
+    """Return the tree of annotations that `*axes` is for a tree of arrays; axis strings are one annotation for all."""
+    if not axes:
+        return None
+    if len(axes) == 1 and not isinstance(axes[0], str):
+        one = axes[0]
+        if isinstance(one, list) and any(isinstance(entry, str) for entry in one):
+            return as_annotation(one)
+        return one
+    return as_annotation(axes)
+
+
+def _open(found: Resolution) -> Resolution:
+    """Return a resolution whose indivisible and conflicting dims are left to the compiler; other problems stay."""
+    dims = {problem.dim for problem in found.problems if issubclass(problem.error, _HINTABLE) and found.decisions}
+    if not dims:
+        return found
+    decisions = tuple(
+        dataclasses.replace(decision, outcome=Outcome.UNCONSTRAINED, mesh_axes=()) if decision.dim in dims else decision
+        for decision in found.decisions
+    )
+    left = tuple(problem for problem in found.problems if problem.dim not in dims or not issubclass(problem.error, _HINTABLE))
+    return dataclasses.replace(found, decisions=decisions, problems=left)
+
+
+def _lost_mesh_axis(axis: str, sizes: Mapping[str, int]) -> Problem:
+    return Problem(
+        error=MeshMismatchError,
+        what=f"a rule names the mesh axis {axis!r}, which the mesh {dict(sizes)} does not have",
+        mesh_axes=(axis,),
+        fix=did_you_mean(axis, sizes) or f"add it to the mesh, or name one of {', '.join(dict.fromkeys([*sizes, *STANDARD_MESH_AXES]))}",
+    )
+
+
+def _not_varying(found: Resolution, decision: Any, axis: str) -> Problem:
+    return Problem(
+        error=ManualAxisError,
+        what=f"{axis} is Manual here, and the value does not vary over it",
+        path=found.path,
+        dim=decision.dim,
+        axis=decision.label,
+        rule=str(decision.rule or ""),
+        mesh_axes=(axis,),
+        fix=f"give the value to shard_map split over {axis}, annotate the dim EMPTY, or use hint",
+    )
+
+
+def _must_lie(found: Resolution, decision: Any) -> Problem:
+    return Problem(
+        error=StrategyError,
+        what='"?" leaves this dim to the compiler, but a sharding must say where it lies',
+        path=found.path,
+        dim=decision.dim,
+        axis=decision.label,
+        rule=str(decision.rule or ""),
+        fix='use shard or hint inside jit, or give the axis a rule without "?"',
+    )
+
+
+def shard(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:
+    """`PartitionManager.shard` of the ambient manager.
+
+    Raises:
+      NoManagerError: no manager is entered in this thread.
+    """
+    return context.require("shard").shard(x, *axes, mode=mode, role=role)
+
+
+def hint(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:
+    """`PartitionManager.hint` of the ambient manager; without one, `x` as it is."""
+    manager = context.current()
+    return x if manager is None else manager.hint(x, *axes, mode=mode, role=role)
+
+
+def gather(w: Any, *axes: Any, path: str | None = None, mode: str | None = None) -> Any:
+    """`PartitionManager.gather` of the ambient manager.
+
+    Raises:
+      NoManagerError: no manager is entered in this thread.
+    """
+    return context.require("gather").gather(w, *axes, path=path, mode=mode)
+
+
+def current_manager() -> PartitionManager:
+    """Return the ambient manager.
+
+    Raises:
+      NoManagerError: no manager is entered in this thread.
+    """
+    return context.require("current_manager")  # type: ignore[no-any-return]

@@ -1,0 +1,183 @@
+"""From a resolved spec to an array that lies so: one recipe for Auto, Explicit, mixed and partly Manual meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardwright import _jax
+from shardwright.errors import MeshMismatchError, MeshSpecError
+
+UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A spec on the mesh at hand; static and hashable, so that a custom VJP can carry it.
+
+    Attributes:
+      spec: the whole spec, without Manual mesh axes.
+      auto: its part over Auto mesh axes, or None if the mesh has none.
+      explicit: its part over Explicit mesh axes, or None if the mesh has none.
+      mesh: the manager's mesh.
+      ambient: whether a mesh is ambient, so that bare specs have a meaning.
+      manual: whether the ambient mesh is partly Manual.
+    """
+
+    spec: PartitionSpec
+    auto: PartitionSpec | None
+    explicit: PartitionSpec | None
+    mesh: Mesh | AbstractMesh
+    ambient: bool
+    manual: bool
+
+
+def make_placement(spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: AbstractMesh | None) -> Placement:
+    """Split a spec by the axis types of the ambient mesh, or of the manager's where none is ambient.
+
+    Raises:
+      MeshMismatchError: one dim would lie over an Auto axis major to an Explicit one, which JAX cannot express.
+    """
+    types = dict(zip((ambient or mesh).axis_names, (ambient or mesh).axis_types, strict=True))
+    auto = _part(spec, [axis for axis, kind in types.items() if kind is AxisType.Auto])
+    explicit = _part(spec, [axis for axis, kind in types.items() if kind is AxisType.Explicit])
+    if auto is not None and explicit is not None:
+        _check_order(spec, types)
+    return Placement(
+        spec=spec, auto=auto, explicit=explicit, mesh=mesh, ambient=ambient is not None, manual=AxisType.Manual in types.values()
+    )
+
+
+def _part(spec: PartitionSpec, axes: list[str]) -> PartitionSpec | None:
+    if not axes:
+        return None
+    entries = []
+    for entry in spec.partitions:
+        if entry is UNCONSTRAINED or entry is None:
+            entries.append(entry)
+        else:
+            kept = tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry) if axis in axes)
+            entries.append(None if not kept else kept[0] if len(kept) == 1 else kept)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def _check_order(spec: PartitionSpec, types: dict[str, AxisType]) -> None:
+    for dim, entry in enumerate(spec.partitions):
+        if isinstance(entry, tuple):
+            kinds = [types[axis] for axis in entry]
+            if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
+                raise MeshMismatchError(
+                    f"{'+'.join(entry)} puts an Auto mesh axis before an Explicit one in one dim, which JAX cannot express",
+                    dim=dim,
+                    fix="write the Explicit mesh axis first in the rule, or give both the same axis type",
+                )
+
+
+def place(x: Any, placement: Placement) -> Any:
+    """Make one array lie as placed: a constraint or a reshard while tracing, a transfer otherwise."""
+    if _jax.is_tracer(x) or _jax.in_trace():
+        return constrain(x, placement)
+    return put(x, placement)
+
+
+def constrain(x: Any, placement: Placement) -> Any:
+    """Constrain an array inside a trace."""
+    if placement.explicit is None:
+        return x if placement.auto is None else _constrain_auto(x, placement)
+    if placement.auto is None:
+        return _reshard(x, placement)
+    return _mixed(placement)(x)
+
+
+def _constrain_auto(x: Any, placement: Placement) -> Any:
+    if isinstance(placement.mesh, Mesh) and not placement.manual:
+        # Not the bare spec: an eager `grad` or `vmap` of an array made before the mesh was set refuses it.
+        return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, placement.auto))
+    if placement.ambient:
+        return jax.lax.with_sharding_constraint(x, placement.auto)
+    with jax.sharding.use_abstract_mesh(placement.mesh):
+        return jax.lax.with_sharding_constraint(x, placement.auto)
+
+
+def _reshard(x: Any, placement: Placement) -> Any:
+    spec = _fill_unconstrained(placement.explicit, jax.typeof(x).sharding.spec)
+    if placement.ambient:
+        return jax.reshard(x, spec)
+    if isinstance(placement.mesh, AbstractMesh):
+        with jax.sharding.use_abstract_mesh(placement.mesh):
+            return jax.reshard(x, spec)
+    return jax.reshard(x, NamedSharding(placement.mesh, spec))
+
+
+@functools.lru_cache(maxsize=1024)
+def _mixed(placement: Placement) -> Any:
+    """Both halves in one jitted function: eagerly, either alone would undo the other."""
+
+    def both(x: Any) -> Any:
+        return _constrain_auto(_reshard(x, placement), dataclasses.replace(placement, manual=True))
+
+    return jax.jit(both)
+
+
+def _fill_unconstrained(spec: Any, current: PartitionSpec) -> PartitionSpec:
+    """Replace UNCONSTRAINED by what the array has there already, as far as the spec's own axes leave it free."""
+    if UNCONSTRAINED not in spec.partitions:
+        return spec  # type: ignore[no-any-return]
+    used = {axis for entry in spec.partitions for axis in _names(entry)}
+    old = (*current.partitions, *[None] * len(spec.partitions))
+    entries = []
+    for entry, had in zip(spec.partitions, old, strict=False):
+        kept = tuple(axis for axis in _names(had) if axis not in used)
+        entries.append((kept[0] if len(kept) == 1 else kept or None) if entry is UNCONSTRAINED else entry)
+    return PartitionSpec(*entries)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    if entry is None or entry is UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def put(x: Any, placement: Placement) -> Any:
+    """Place a concrete array; the same object if it lies so already.
+
+    Raises:
+      MeshSpecError: the mesh is abstract.
+    """
+    if isinstance(placement.mesh, AbstractMesh):
+        raise MeshSpecError(
+            "the manager's mesh is abstract: there are no devices to place an array on",
+            fix="build the manager on create_mesh(...), or trace with jax.eval_shape or jax.jit(f).trace(...)",
+        )
+    current = x.sharding if isinstance(x, jax.Array) else None
+    held = current.spec if isinstance(current, NamedSharding) and current.mesh == placement.mesh else PartitionSpec()
+    sharding = NamedSharding(placement.mesh, _fill_unconstrained(placement.spec, held))
+    if current is not None and current.is_equivalent_to(sharding, x.ndim) and x.committed:
+        return x
+    return jax.device_put(x, sharding)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather(w: Any, use: Placement, stored: Placement) -> Any:
+    """Constrain a stored weight to the spec of its use, and its cotangent back to the stored spec.
+
+    Both placements are static: the backward pass never reads the ambient manager.
+    """
+    return place(w, use)
+
+
+def _gather_forward(w: Any, use: Placement, stored: Placement) -> tuple[Any, None]:
+    return place(w, use), None
+
+
+def _gather_backward(use: Placement, stored: Placement, _: None, cotangent: Any) -> tuple[Any]:
+    return (place(cotangent, stored),)
+
+
+gather.defvjp(_gather_forward, _gather_backward)

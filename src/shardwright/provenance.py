@@ -1,0 +1,269 @@
+"""Why a dim got its spec: the data that a decision leaves behind, and the table that people read.
+
+A spec is derived from the decisions here, so that an explanation can never disagree with what was applied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from shardwright.axes import EMPTY, Role
+from shardwright.errors import Problem
+from shardwright.modes import mode_name
+
+
+class Reason(enum.StrEnum):
+    """Why a mesh axis or a whole candidate was passed over."""
+
+    MISSING = "missing"
+    SIZE_ONE = "size_one"
+    EMPTY = "empty"
+    TAKEN = "taken"
+    INDIVISIBLE = "indivisible"
+
+
+class Outcome(enum.StrEnum):
+    """How a dim was decided."""
+
+    CHOSEN = "chosen"
+    EMPTY = "empty"
+    REPLICATED = "replicated"
+    UNCONSTRAINED = "unconstrained"
+    NO_RULE = "no_rule"
+    NO_MESH_AXIS = "no_mesh_axis"
+    POLICY_PREFIX = "policy_prefix"
+    POLICY_REPLICATE = "policy_replicate"
+    POLICY_FIRST_DIM = "policy_first_dim"
+    POLICY_MISSING = "policy_missing"
+    FAILED = "failed"
+
+
+class ModeFrom(enum.StrEnum):
+    """Where the mode of a call came from."""
+
+    CALL = "call"
+    MANAGER = "manager"
+    LAYOUT = "layout"
+    LAYOUT_DIM = "layout_dim"
+    DEFAULT = "default"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RuleRef:
+    """Where a rule was written.
+
+    Attributes:
+      key: the axis as the file spells it, for instance `kv_head`.
+      text: the rule itself, for instance `tp | -`.
+      table: the table's key path, for instance `modes.decode`.
+      source: file and line, or whatever made the rule.
+    """
+
+    key: str
+    text: str
+    table: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        place = ", ".join(part for part in (self.source, f"[{self.table}]" if self.table else "") if part)
+        return f'{self.key} = "{self.text}"' + (f"   ({place})" if place else "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """One thing that was passed over on the way to a decision.
+
+    Attributes:
+      reason: why.
+      candidate: the candidate as written.
+      mesh_axis: the mesh axis that was removed from it, or empty if the whole candidate was passed over.
+      detail: the values, for instance `6 % 4`.
+    """
+
+    reason: Reason
+    candidate: tuple[str, ...]
+    mesh_axis: str = ""
+    detail: str = ""
+
+    def __str__(self) -> str:
+        if self.mesh_axis:
+            return f"{self.mesh_axis} {'is not in the mesh' if self.reason is Reason.MISSING else 'has size 1'}"
+        name = "+".join(self.candidate)
+        return f"{name}: {self.detail or 'no mesh axis left'}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DimDecision:
+    """How one dim was decided.
+
+    Attributes:
+      dim: position.
+      label: the dim's axes as people read them.
+      size: number of elements, or None if no shape was given.
+      outcome: how it was decided.
+      mesh_axes: the mesh axes that the dim lies over, Manual ones included, major first.
+      rule: the rule that decided, or None.
+      skipped: what was passed over before, in order.
+      gathered: mesh axes of the stored weight that its use drops.
+      manual: mesh axes among `mesh_axes` that a surrounding `shard_map` has already applied.
+      unchecked: no size was given, so divisibility was not checked.
+    """
+
+    dim: int
+    label: str
+    size: int | None
+    outcome: Outcome
+    mesh_axes: tuple[str, ...] = ()
+    rule: RuleRef | None = None
+    skipped: tuple[Skip, ...] = ()
+    gathered: tuple[str, ...] = ()
+    manual: tuple[str, ...] = ()
+    unchecked: bool = False
+
+    @property
+    def entry(self) -> Any:
+        """The dim's entry in the spec: None, one mesh axis, a tuple of them, or `UNCONSTRAINED`."""
+        if self.outcome is Outcome.UNCONSTRAINED:
+            return PartitionSpec.UNCONSTRAINED
+        left = tuple(axis for axis in self.mesh_axes if axis not in self.manual)
+        return None if not left else left[0] if len(left) == 1 else left
+
+    @property
+    def why(self) -> str:
+        """The decision in one line, with everything that was passed over."""
+        said = {
+            Outcome.CHOSEN: "",
+            Outcome.EMPTY: "not sharded by annotation",
+            Outcome.REPLICATED: "replicated by rule",
+            Outcome.UNCONSTRAINED: "left to the compiler by rule",
+            Outcome.NO_RULE: "no rule: replicated",
+            Outcome.NO_MESH_AXIS: "no mesh axis left: replicated",
+            Outcome.POLICY_PREFIX: 'policy indivisible = "prefix"',
+            Outcome.POLICY_REPLICATE: 'policy indivisible = "replicate"',
+            Outcome.POLICY_FIRST_DIM: 'policy conflict = "first_dim"',
+            Outcome.POLICY_MISSING: 'policy missing = "replicate"',
+            Outcome.FAILED: "failed",
+        }[self.outcome]
+        parts = [str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY] + ([said] if said else [])
+        if self.gathered:
+            parts.append("gathered over " + "+".join(self.gathered))
+        if self.manual:
+            parts.append("+".join(self.manual) + " already applied by shard_map")
+        if self.unchecked:
+            parts.append("size not given: not checked")
+        return "; ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the decision as plain data."""
+        return {
+            "dim": self.dim,
+            "axis": self.label,
+            "size": self.size,
+            "mesh_axes": list(self.mesh_axes),
+            "outcome": str(self.outcome),
+            "rule": None if self.rule is None else dataclasses.asdict(self.rule),
+            "skipped": [{**dataclasses.asdict(skip), "candidate": list(skip.candidate)} for skip in self.skipped],
+            "gathered": list(self.gathered),
+            "manual": list(self.manual),
+            "unchecked": self.unchecked,
+        }
+
+
+def spec_of(decisions: Iterable[DimDecision]) -> PartitionSpec:
+    """Return the canonical spec that decisions amount to: no trailing None."""
+    entries = [decision.entry for decision in decisions]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """A spec and why, dim by dim.
+
+    Attributes:
+      annotation: the annotation as people write it.
+      decisions: one per dim, in order.
+      mode: the mode it was resolved in, and in `mode_from` who said so.
+      role: activation, param or use.
+      path: the tensor's path, or empty.
+      problems: what is wrong; empty if all went well.
+      notes: what a permissive policy changed about the annotation as a whole.
+      spec: the spec, or None if anything is wrong.
+    """
+
+    annotation: str
+    decisions: tuple[DimDecision, ...]
+    mode: str
+    mode_from: ModeFrom
+    role: Role
+    path: str = ""
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+    spec: PartitionSpec | None = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", None if self.problems else spec_of(self.decisions))
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a spec."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the resolution as plain data; the spec has one list of mesh axes per dim."""
+        return {
+            "annotation": self.annotation,
+            "path": self.path,
+            "mode": mode_name(self.mode),
+            "mode_from": str(self.mode_from),
+            "role": str(self.role),
+            "ok": self.ok,
+            "spec": None if self.spec is None else [_entry_json(decision.entry) for decision in self.decisions],
+            "dims": [decision.to_json() for decision in self.decisions],
+            "problems": [{"error": problem.error.__name__, "message": str(problem)} for problem in self.problems],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        name = f"{self.path}  " if self.path else ""
+        head = f"{name}{self.annotation} as {self.role} in {mode_name(self.mode)}"
+        spec = f"  ->  {spec_text(self.spec)}" if self.spec is not None else "  ->  failed"
+        lines = [head + spec]
+        lines += table([("dim", "axis", "size", "mesh axes", "rule", "why"), *map(_row, self.decisions)], indent="  ")
+        lines += [f"  note: {note}" for note in self.notes]
+        for problem in self.problems:
+            lines += [f"  {line}" for line in str(problem).splitlines()]
+        return "\n".join(lines)
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """Return a spec as people write it, for instance `P('dp', None, ('fsdp', 'sp'))`."""
+    entries = ("UNCONSTRAINED" if entry is PartitionSpec.UNCONSTRAINED else repr(entry) for entry in spec.partitions)
+    return f"P({', '.join(entries)})"
+
+
+def _entry_json(entry: Any) -> Any:
+    if entry is PartitionSpec.UNCONSTRAINED:
+        return "?"
+    return [] if entry is None else [entry] if isinstance(entry, str) else list(entry)
+
+
+def _row(decision: DimDecision) -> tuple[str, ...]:
+    rule = "" if decision.rule is None else str(decision.rule)
+    mesh_axes = "?" if decision.outcome is Outcome.UNCONSTRAINED else "+".join(decision.mesh_axes) or "-"
+    if decision.outcome is Outcome.FAILED:
+        mesh_axes = "!"
+    size = "" if decision.size is None else str(decision.size)
+    return (str(decision.dim), decision.label or EMPTY, size, mesh_axes, " ".join(rule.split()), decision.why)
+
+
+def table(rows: Sequence[Sequence[str]], *, indent: str = "") -> list[str]:
+    """Lay out rows as aligned columns, the first row being the head."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

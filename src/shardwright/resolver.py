@@ -1,0 +1,514 @@
+"""The pure heart: which mesh axes each dim lies over, and why. No arrays, devices, globals or environment.
+
+This is the one place that decides divisibility, conflicts and fallbacks. Dims are decided left to right:
+
+1. the rule of the dim's axis (`_rule_for`), by mode, role and path;
+2. the first candidate whose mesh axes are free and whose product divides the dim (`_choose`);
+3. if none fits, the rule's own fallback, then the policy (`_fall_back`);
+4. for a weight where it is used, the mesh axes that it is gathered over (`_gathered`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardwright.annotations import Dim, Lowered, as_annotation, describe, is_layout, lower, mode_of_layout
+from shardwright.axes import Role, axis_label
+from shardwright.errors import (
+    AxisConflictError,
+    IndivisibleError,
+    MissingMeshAxisError,
+    Problem,
+    ShapeRequiredError,
+    ShardingError,
+    StrategyError,
+    UnknownAxisError,
+    did_you_mean,
+    raise_problems,
+)
+from shardwright.mesh import mesh_sizes
+from shardwright.modes import MODE_TRAIN, mode_name, parse_mode
+from shardwright.provenance import DimDecision, ModeFrom, Outcome, Reason, Resolution, RuleRef, Skip
+from shardwright.rules import AxisRules, Conflict, Fallback, Indivisible, Missing, Policy, Rank, Rule, default_rule
+
+
+def resolve(
+    axes: Any,
+    rules: AxisRules,
+    mesh_shape: Any,
+    *,
+    mode: str | None = None,
+    role: Role | str | None = None,
+    shape: Sequence[int] | None = None,
+    path: str | None = None,
+    manual: frozenset[str] = frozenset(),
+    mode_from: ModeFrom = ModeFrom.CALL,
+) -> Resolution:
+    """Resolve an annotation to a spec and the decisions behind it.
+
+    Args:
+      axes: an annotation; a list counts as a tuple.
+      rules: compiled rules.
+      mesh_shape: a mapping of mesh axis to size, pairs of them, a `Mesh` or an `AbstractMesh`.
+      mode: runtime mode; None means the layout's own, else train.
+      role: activation, param or use; None means param for weight layouts, else activation.
+      shape: global sizes; local ones along the mesh axes in `manual`.
+      path: the tensor's path, for `[[tensors]]` and for messages.
+      manual: mesh axes that a surrounding `shard_map` has already applied.
+      mode_from: who said `mode`.
+
+    Raises:
+      ShardingError: the class of the first problem, with all of them in `.problems` and the `.resolution`.
+    """
+    resolution = explain(axes, rules, mesh_shape, mode=mode, role=role, shape=shape, path=path, manual=manual, mode_from=mode_from)
+    raise_problems(resolution.problems, resolution=resolution)
+    return resolution
+
+
+def explain(
+    axes: Any,
+    rules: AxisRules,
+    mesh_shape: Any,
+    *,
+    mode: str | None = None,
+    role: Role | str | None = None,
+    shape: Sequence[int] | None = None,
+    path: str | None = None,
+    manual: frozenset[str] = frozenset(),
+    mode_from: ModeFrom = ModeFrom.CALL,
+) -> Resolution:
+    """Resolve like `resolve`, but return what went wrong as `problems` instead of raising it.
+
+    The same question returns the identical object, as long as the rules live.
+    """
+    sizes = mesh_sizes(mesh_shape)
+    dims = None if shape is None else tuple(shape)
+    request = (describe_key(axes), tuple(sizes.items()), mode, role, dims, path, manual, mode_from)
+    found = rules._cache.get(request)
+    if found is None:
+        found = rules._cache[request] = _explain(
+            axes, rules, sizes, mode=mode, role=role, shape=dims, path=path, manual=manual, mode_from=mode_from
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def describe_key(axes: Any) -> Any:
+    """Return a hashable stand-in for an annotation: lists become tuples, everything else stays."""
+    if isinstance(axes, (list, tuple)) and not is_layout(axes):
+        return tuple(describe_key(entry) for entry in axes)
+    return axes
+
+
+def _explain(
+    axes: Any,
+    rules: AxisRules,
+    sizes: Mapping[str, int],
+    *,
+    mode: str | None,
+    role: Role | str | None,
+    shape: tuple[int, ...] | None,
+    path: str | None,
+    manual: frozenset[str],
+    mode_from: ModeFrom,
+) -> Resolution:
+    try:
+        annotation = as_annotation(axes)
+        lowered, notes = _lower(annotation, shape, rules.policy)
+        said, said_by = _mode(lowered, mode, mode_from, shape)
+        role_ = _role(lowered, role)
+    except ShardingError as error:
+        return _refused(axes, error, path=path)
+    frame = _Frame(rules=rules, sizes=sizes, mode=said, role=role_, shape=shape, path=path, manual=manual)
+    decisions = tuple(frame.decide(position, dim) for position, dim in enumerate(lowered.dims))
+    if role_ is Role.USE:
+        decisions = tuple(_gathered(decision, dim, frame) for decision, dim in zip(decisions, lowered.dims, strict=True))
+    return Resolution(
+        annotation=describe(annotation),
+        decisions=decisions,
+        mode=said,
+        mode_from=said_by,
+        role=role_,
+        path=path or "",
+        problems=tuple(frame.problems),
+        notes=notes,
+    )
+
+
+def _refused(axes: Any, error: ShardingError, *, path: str | None) -> Resolution:
+    """A request whose annotation, mode or role is wrong before any dim is looked at."""
+    problems = tuple(dataclasses.replace(problem, path=path or problem.path) for problem in error.problems)
+    return Resolution(
+        annotation=repr(axes) if not is_layout(axes) else describe(axes),
+        decisions=(),
+        mode=MODE_TRAIN,
+        mode_from=ModeFrom.DEFAULT,
+        role=Role.ACTIVATION,
+        path=path or "",
+        problems=problems,
+    )
+
+
+def _lower(annotation: Any, shape: tuple[int, ...] | None, policy: Policy) -> tuple[Lowered, tuple[str, ...]]:
+    """Lower an annotation; under `rank = "fit"` cut or pad its dims to the array's rank, and say so."""
+    if policy.rank is Rank.ERROR or shape is None:
+        return lower(annotation, shape), ()
+    lowered = lower(annotation)
+    if len(lowered.dims) == len(shape):
+        return lower(annotation, shape), ()
+    fitted = (*lowered.dims, *[Dim(axes=())] * len(shape))[: len(shape)]
+    note = f'policy rank = "fit": {len(lowered.dims)} dims fitted to the array\'s {len(shape)}'
+    return dataclasses.replace(lowered, dims=fitted), (note,)
+
+
+def _mode(lowered: Lowered, mode: str | None, mode_from: ModeFrom, shape: tuple[int, ...] | None) -> tuple[str, ModeFrom]:
+    if mode is not None:
+        return parse_mode(mode), mode_from
+    if lowered.mode is not None:
+        found = ModeFrom.LAYOUT if isinstance(lowered.mode, str) else ModeFrom.LAYOUT_DIM
+        return mode_of_layout(lowered.mode, shape), found
+    return MODE_TRAIN, ModeFrom.DEFAULT
+
+
+def _role(lowered: Lowered, role: Role | str | None) -> Role:
+    if role is None:
+        return lowered.role or Role.ACTIVATION
+    try:
+        return Role(role)
+    except ValueError:
+        known = [str(known) for known in Role]
+        raise StrategyError(
+            f"unknown role {role!r}", fix=f"{did_you_mean(str(role), known)} roles are {', '.join(known)}".strip()
+        ) from None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Failure:
+    """The first non-empty candidate that did not fit: what the policy acts on."""
+
+    live: tuple[str, ...]
+    reason: Reason
+    blocked_by: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Trial:
+    """What was learnt while a dim's candidates were tried in order."""
+
+    chosen: tuple[str, ...] | None = None
+    skipped: list[Skip] = dataclasses.field(default_factory=list)
+    failure: _Failure | None = None
+    lives: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+    dropped_missing: bool = False
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Frame:
+    """One request while its dims are decided; `taken` maps a mesh axis to the dim that holds it."""
+
+    rules: AxisRules
+    sizes: Mapping[str, int]
+    mode: str
+    role: Role
+    shape: tuple[int, ...] | None
+    path: str | None
+    manual: frozenset[str]
+    taken: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+
+    def decide(self, position: int, dim: Dim) -> DimDecision:
+        """Decide one dim and take its mesh axes."""
+        size = dim.size if dim.merged else None if self.shape is None else self.shape[position]
+        base = DimDecision(dim=position, label=dim.label, size=size, outcome=Outcome.EMPTY)
+        if dim.literal is not None:
+            return self._literal(base, dim.literal)
+        if not dim.axes:
+            return base
+        unknown = self._unknown(dim, position)
+        if unknown:
+            return dataclasses.replace(base, outcome=Outcome.FAILED)
+        rule = self._rule_for(dim, position)
+        if rule is None:
+            failed = bool(self.problems) and self.problems[-1].dim == position
+            return dataclasses.replace(base, outcome=Outcome.FAILED if failed else Outcome.NO_RULE)
+        base = dataclasses.replace(base, rule=rule.ref)
+        judged = dim.merged[0][1] if dim.merged else size
+        decision = self._choose(base, rule, judged)
+        for axis in decision.mesh_axes:
+            self.taken[axis] = (position, dim.label)
+        return decision
+
+    def _literal(self, base: DimDecision, names: tuple[str, ...]) -> DimDecision:
+        """Decide a dim of a literal spec: checked like a rule's candidate, but nothing is left out of it."""
+        text = "+".join(names) or "-"
+        ref = RuleRef(key=f"dim {base.dim}", text=text, source="literal spec")
+        for name in (name for name in names if name != Fallback.UNCONSTRAINED and name not in self.sizes):
+            hint = did_you_mean(name, self.sizes) or f"the mesh has {', '.join(self.sizes)}"
+            self._problem(MissingMeshAxisError, f"mesh axis {name!r} is not in the mesh", base.dim, "", rule=ref, fix=hint)
+            return dataclasses.replace(base, outcome=Outcome.FAILED, rule=ref)
+        fallback = Fallback.UNCONSTRAINED if names == (Fallback.UNCONSTRAINED,) else Fallback.NONE if names else Fallback.REPLICATED
+        decision = self._choose(
+            dataclasses.replace(base, rule=ref), Rule(candidates=(names,) if not fallback else (), fallback=fallback, ref=ref), base.size
+        )
+        self.taken.update({axis: (base.dim, base.label) for axis in decision.mesh_axes})
+        return decision
+
+    # Which rule.
+
+    def _unknown(self, dim: Dim, position: int) -> bool:
+        known = self.rules.known_axes
+        names = [axis for axis, _ in dim.merged] if dim.merged else dim.axes
+        for axis in (axis for axis in names if axis not in known):
+            labels = sorted(axis_label(name) for name in known)
+            hint = did_you_mean(axis_label(axis), labels)
+            self._problem(
+                UnknownAxisError,
+                f"unknown axis {axis_label(axis)!r}",
+                position,
+                dim.label,
+                fix=f'{hint + " " if hint else ""}an axis of your own is declared in the strategy: [axes] {axis_label(axis).lower()} = "what it is"',
+            )
+        return any(axis not in known for axis in names)
+
+    def _stated(self, axis: str) -> Rule | None:
+        return self.rules.stated(axis, mode=self.mode, role=self.role, path=self.path)
+
+    def _rule_for(self, dim: Dim, position: int) -> Rule | None:
+        """Return the rule of a dim, or None: no rule, or a composite that makes none (then a problem is noted)."""
+        if dim.means and self.role is not Role.ACTIVATION:
+            found = self._stand_in(dim)
+            if found is not None:
+                return found
+        members = [self._stated(axis) or default_rule(axis) for axis in dim.axes]
+        if len(members) == 1:
+            return members[0]
+        return self._composite(dim, members, position)
+
+    def _stand_in(self, dim: Dim) -> Rule | None:
+        """Return the rule of the semantic axis that a weight layout's dim stands for.
+
+        Exceptions by path come before tables; on either level a rule stated for the parallelism axis itself wins.
+        """
+        for find in (self._tensor, self._stated):
+            if any(find(axis) is not None for axis in dim.axes):
+                return None
+            found = find(dim.means)
+            if found is not None:
+                return found
+        return None
+
+    def _tensor(self, axis: str) -> Rule | None:
+        return self.rules.tensor_rule(axis, role=self.role, path=self.path)
+
+    def _composite(self, dim: Dim, members: list[Rule | None], position: int) -> Rule | None:
+        stated = [(axis, rule) for axis, rule in zip(dim.axes, members, strict=True) if rule is not None]
+        for axis, rule in stated:
+            if len(rule.candidates) + bool(rule.fallback) > 1 or rule.fallback is Fallback.UNCONSTRAINED:
+                what = "several candidates" if len(rule.candidates) + bool(rule.fallback) > 1 else '"?"'
+                self._problem(
+                    StrategyError,
+                    f"the rule of {axis_label(axis)} has {what}, so it cannot be a member of a composite",
+                    position,
+                    dim.label,
+                    rule=rule.ref,
+                    fix="for axes flattened into one dim use merged((A, size), (B, size)); else give the member one candidate",
+                )
+                return None
+        if not stated:
+            return None
+        joined = tuple(axis for _, rule in stated for candidate in rule.candidates for axis in candidate)
+        ref = RuleRef(
+            key=" + ".join(rule.ref.key for _, rule in stated),
+            text=" + ".join(rule.ref.text for _, rule in stated),
+            table=", ".join(dict.fromkeys(rule.ref.table for _, rule in stated if rule.ref.table)),
+            source=", ".join(dict.fromkeys(rule.ref.source for _, rule in stated if rule.ref.source)),
+        )
+        return Rule(candidates=(joined,) if joined else (), fallback=Fallback.NONE if joined else Fallback.REPLICATED, ref=ref)
+
+    # Which candidate.
+
+    def _choose(self, base: DimDecision, rule: Rule, size: int | None) -> DimDecision:
+        trial = self._try(rule, size)
+        base = dataclasses.replace(base, skipped=tuple(trial.skipped))
+        if trial.dropped_missing:
+            return dataclasses.replace(base, outcome=Outcome.POLICY_MISSING)
+        if size is None and self._needs_shape(trial, rule):
+            self._problem(
+                ShapeRequiredError,
+                "which candidate applies depends on the size",
+                base.dim,
+                base.label,
+                rule=rule.ref,
+                fix="pass shape=",
+            )
+            return dataclasses.replace(base, outcome=Outcome.FAILED)
+        if trial.chosen is not None:
+            return self._taken_by(base, trial.chosen, Outcome.CHOSEN, unchecked=size is None)
+        return self._fall_back(base, rule, trial, size)
+
+    def _try(self, rule: Rule, size: int | None) -> _Trial:
+        """Try the candidates in order; keep trying names after a choice so that no-shape requests see all of them."""
+        trial = _Trial()
+        for candidate in rule.candidates:
+            live = self._live(candidate, trial)
+            if trial.dropped_missing:
+                return trial
+            if not live:
+                trial.skipped.append(Skip(reason=Reason.EMPTY, candidate=candidate))
+                continue
+            trial.lives.append(live)
+            blocked = self._blocked(live)
+            if blocked:
+                self._fail(trial, candidate, _Failure(live=live, reason=Reason.TAKEN, blocked_by=blocked))
+            elif size is not None and size % self._shards(live):
+                self._fail(trial, candidate, _Failure(live=live, reason=Reason.INDIVISIBLE), size=size)
+            elif size is None:
+                trial.chosen = trial.chosen or live
+            else:
+                trial.chosen = live
+                return trial
+        return trial
+
+    def _live(self, candidate: tuple[str, ...], trial: _Trial) -> tuple[str, ...]:
+        """Return a candidate without mesh axes that are absent or of size 1, recording each."""
+        live = []
+        for axis in candidate:
+            size = self.sizes.get(axis)
+            if size is not None and size > 1:
+                live.append(axis)
+                continue
+            reason = Reason.MISSING if size is None else Reason.SIZE_ONE
+            trial.skipped.append(Skip(reason=reason, candidate=candidate, mesh_axis=axis))
+            if size is None and self.rules.policy.missing is Missing.REPLICATE:
+                trial.dropped_missing = True
+        return tuple(live)
+
+    def _blocked(self, live: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the mesh axes of a candidate that an earlier dim, or an earlier member, holds."""
+        return tuple(axis for at, axis in enumerate(live) if axis in self.taken or axis in live[:at])
+
+    def _shards(self, live: tuple[str, ...]) -> int:
+        """Shards along a candidate; sizes are already local along Manual mesh axes."""
+        return math.prod(self.sizes[axis] for axis in live if axis not in self.manual)
+
+    def _fail(self, trial: _Trial, candidate: tuple[str, ...], failure: _Failure, *, size: int | None = None) -> None:
+        if failure.reason is Reason.TAKEN:
+            detail = ", ".join(self._holder(axis) for axis in dict.fromkeys(failure.blocked_by))
+        else:
+            detail = f"{size} % {self._shards(failure.live)} != 0"
+        trial.skipped.append(Skip(reason=failure.reason, candidate=candidate, detail=detail))
+        trial.failure = trial.failure or failure
+
+    def _holder(self, axis: str) -> str:
+        if axis not in self.taken:
+            return f"{axis} stands twice"
+        position, label = self.taken[axis]
+        return f"{axis} is taken by dim {position} {label}"
+
+    def _needs_shape(self, trial: _Trial, rule: Rule) -> bool:
+        distinct = {*trial.lives, *([(rule.fallback.value,)] if rule.fallback else [])}
+        return len(distinct) > 1 or (bool(trial.lives) and self.rules.policy.indivisible is not Indivisible.ERROR)
+
+    def _taken_by(self, base: DimDecision, live: tuple[str, ...], outcome: Outcome, *, unchecked: bool = False) -> DimDecision:
+        manual = tuple(axis for axis in live if axis in self.manual)
+        return dataclasses.replace(base, outcome=outcome, mesh_axes=live, manual=manual, unchecked=unchecked)
+
+    # What if none fits.
+
+    def _fall_back(self, base: DimDecision, rule: Rule, trial: _Trial, size: int | None) -> DimDecision:
+        if rule.fallback is Fallback.REPLICATED:
+            return dataclasses.replace(base, outcome=Outcome.REPLICATED)
+        if rule.fallback is Fallback.UNCONSTRAINED:
+            return self._unconstrained(base, rule)
+        if trial.failure is None:
+            return dataclasses.replace(base, outcome=Outcome.NO_MESH_AXIS)
+        if trial.failure.reason is Reason.TAKEN:
+            return self._conflict(base, rule, trial.failure, size)
+        return self._indivisible(base, rule, trial.failure.live, size)
+
+    def _unconstrained(self, base: DimDecision, rule: Rule) -> DimDecision:
+        if self.role is Role.ACTIVATION:
+            return dataclasses.replace(base, outcome=Outcome.UNCONSTRAINED)
+        self._problem(
+            StrategyError,
+            '"?" cannot be the answer for a parameter: it must lie somewhere',
+            base.dim,
+            base.label,
+            rule=rule.ref,
+            fix=f'give it a rule of its own, [params] {rule.ref.key} = "-"',
+        )
+        return dataclasses.replace(base, outcome=Outcome.FAILED)
+
+    def _conflict(self, base: DimDecision, rule: Rule, failure: _Failure, size: int | None) -> DimDecision:
+        if self.rules.policy.conflict is Conflict.FIRST_DIM:
+            rest = tuple(axis for axis in dict.fromkeys(failure.live) if axis not in self.taken)
+            if not rest or size is None or size % self._shards(rest) == 0:
+                return self._taken_by(base, rest, Outcome.POLICY_FIRST_DIM, unchecked=bool(rest) and size is None)
+            return self._indivisible(base, rule, rest, size)
+        self._problem(
+            AxisConflictError,
+            "; ".join(self._holder(axis) for axis in dict.fromkeys(failure.blocked_by)),
+            base.dim,
+            base.label,
+            rule=rule.ref,
+            mesh_axes=failure.live,
+            fix=f'an array has each mesh axis once: write EMPTY or another axis here, or end the rule in a fallback, "{rule.ref.text} | -"',
+        )
+        return dataclasses.replace(base, outcome=Outcome.FAILED)
+
+    def _indivisible(self, base: DimDecision, rule: Rule, live: tuple[str, ...], size: int | None) -> DimDecision:
+        assert size is not None
+        if self.rules.policy.indivisible is Indivisible.REPLICATE:
+            return dataclasses.replace(base, outcome=Outcome.POLICY_REPLICATE)
+        if self.rules.policy.indivisible is Indivisible.PREFIX:
+            best = next(live[:end] for end in range(len(live) - 1, -1, -1) if size % self._shards(live[:end]) == 0)
+            return self._taken_by(base, best, Outcome.POLICY_PREFIX)
+        over = ", ".join(f"{axis}={self.sizes[axis]}" for axis in live)
+        shards = self._shards(live)
+        self._problem(
+            IndivisibleError,
+            f"size {size} does not divide over {over}" + (f" ({shards} shards)" if len(live) > 1 else ""),
+            base.dim,
+            base.label,
+            rule=rule.ref,
+            size=size,
+            mesh_axes=live,
+            shards=shards,
+            fix=f'add a fallback, {rule.ref.key} = "{rule.ref.text} | -", or choose a size and a mesh that divide',
+        )
+        return dataclasses.replace(base, outcome=Outcome.FAILED)
+
+    def _problem(
+        self,
+        error: type[ShardingError],
+        what: str,
+        position: int,
+        label: str,
+        *,
+        rule: RuleRef | None = None,
+        **fields: Any,
+    ) -> None:
+        text = "" if rule is None else _with_mode(rule, self.mode)
+        self.problems.append(Problem(error=error, what=what, path=self.path or "", dim=position, axis=label, rule=text, **fields))
+
+
+def _with_mode(rule: RuleRef, mode: str) -> str:
+    text = str(rule)
+    mark = f"mode {mode_name(mode)}"
+    return f"{text[:-1]}, {mark})" if text.endswith(")") else f"{text}   ({mark})"
+
+
+def _gathered(decision: DimDecision, dim: Dim, frame: _Frame) -> DimDecision:
+    """Drop from a stored dim the gather axes that its activation rule does not name."""
+    if not decision.mesh_axes:
+        return decision
+    names: set[str] = set()
+    for axis in (dim.means,) if dim.means else dim.axes:
+        rule = frame.rules.stated(axis, mode=frame.mode, role=Role.ACTIVATION, path=None) or default_rule(axis)
+        names.update(rule.mesh_axes if rule is not None else ())
+    gone = tuple(axis for axis in decision.mesh_axes if axis in frame.rules.policy.gather and axis not in names)
+    left = tuple(axis for axis in decision.mesh_axes if axis not in gone)
+    manual = tuple(axis for axis in decision.manual if axis in left)
+    return dataclasses.replace(decision, mesh_axes=left, gathered=gone, manual=manual)

@@ -1,0 +1,279 @@
+"""Compiled rules: frozen, hashable, plain tuples. What a strategy file or a `PartitionAxis` compiles to.
+
+rule := candidate ("|" candidate)*        candidate := "-" | "?" | name ("+" name)*        "-" and "?" only last
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardwright.axes import KNOWN_AXES, PARALLELISM_AXES, REPLICATED, STANDARD_MESH_AXES, UNCONSTRAINED, Role, file_name
+from shardwright.errors import StrategyError
+from shardwright.modes import MODES
+from shardwright.provenance import RuleRef
+
+_NAME = re.compile(r"[^\s+|:,\"'\-?_][^\s+|:,\"'?]*|_[^\s+|:,\"'?]+")
+
+
+class Fallback(enum.StrEnum):
+    """What a rule says last, where no candidate fits."""
+
+    NONE = ""
+    REPLICATED = REPLICATED
+    UNCONSTRAINED = UNCONSTRAINED
+
+
+class Indivisible(enum.StrEnum):
+    """What happens to a dim whose size does not divide."""
+
+    ERROR = "error"
+    PREFIX = "prefix"
+    REPLICATE = "replicate"
+
+
+class Conflict(enum.StrEnum):
+    """What happens where two dims want one mesh axis."""
+
+    ERROR = "error"
+    FIRST_DIM = "first_dim"
+
+
+class Missing(enum.StrEnum):
+    """What happens to a candidate that names a mesh axis which the mesh lacks."""
+
+    SKIP = "skip"
+    REPLICATE = "replicate"
+
+
+class Rank(enum.StrEnum):
+    """What happens where an annotation and an array differ in rank."""
+
+    ERROR = "error"
+    FIT = "fit"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is done where a rule cannot be followed to the letter. Every choice but an error is recorded.
+
+    Attributes:
+      indivisible: error, the longest dividing prefix, or replicate the dim.
+      conflict: error, or the earlier dim keeps the mesh axis.
+      gather: mesh axes over which a weight is gathered where it is used.
+      missing: drop an absent mesh axis from its candidate, or replicate the whole dim.
+      rank: error, or cut and pad the annotation to the array's rank.
+    """
+
+    indivisible: Indivisible = Indivisible.ERROR
+    conflict: Conflict = Conflict.ERROR
+    gather: tuple[str, ...] = ()
+    missing: Missing = Missing.SKIP
+    rank: Rank = Rank.ERROR
+
+
+POLICY_PRESETS: dict[str, Policy] = {
+    "strict": Policy(),
+    "eformer": Policy(indivisible=Indivisible.REPLICATE, missing=Missing.REPLICATE, rank=Rank.FIT),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Ordered candidates of mesh axes for one axis, and what to do when none fits."""
+
+    candidates: tuple[tuple[str, ...], ...]
+    fallback: Fallback = Fallback.NONE
+    ref: RuleRef = dataclasses.field(compare=False)
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """Every mesh axis that the rule names, in order, once."""
+        return tuple(dict.fromkeys(axis for candidate in self.candidates for axis in candidate))
+
+
+def parse_rule(text: str, *, ref: RuleRef | None = None) -> Rule:
+    """Parse `"dp+fsdp | dp | -"`.
+
+    Raises:
+      StrategyError: with a caret at the fault.
+
+    >>> parse_rule("dp+fsdp | -").candidates
+    (('dp', 'fsdp'),)
+    """
+    ref = ref or RuleRef(key="rule", text=text)
+    candidates: list[tuple[str, ...]] = []
+    fallback = Fallback.NONE
+    for start, part in _split(text, "|", 0):
+        word = part.strip()
+        at = start + len(part) - len(part.lstrip())
+        if fallback:
+            raise _grammar(text, at, f'nothing may follow "{fallback}", which always fits', ref)
+        if word in (REPLICATED, UNCONSTRAINED):
+            fallback = Fallback(word)
+        else:
+            candidates.append(_parse_candidate(text, part, start, ref))
+    return Rule(candidates=tuple(candidates), fallback=fallback, ref=ref)
+
+
+def _parse_candidate(text: str, part: str, start: int, ref: RuleRef) -> tuple[str, ...]:
+    names: list[str] = []
+    for at, piece in _split(part, "+", start):
+        name, column = piece.strip(), at + len(piece) - len(piece.lstrip())
+        if not name:
+            raise _grammar(text, min(column, len(text)), "a mesh axis is missing here", ref)
+        if name in (REPLICATED, UNCONSTRAINED):
+            raise _grammar(text, column, f'"{name}" stands alone, never inside a candidate', ref)
+        if not _NAME.fullmatch(name):
+            raise _grammar(text, column, f"{name!r} is not the name of a mesh axis", ref)
+        if name in names:
+            raise _grammar(text, column, f"{name!r} stands twice in one candidate", ref)
+        names.append(name)
+    return tuple(names)
+
+
+def _split(text: str, mark: str, offset: int) -> Iterable[tuple[int, str]]:
+    for part in text.split(mark):
+        yield offset, part
+        offset += len(part) + 1
+
+
+def _grammar(text: str, column: int, what: str, ref: RuleRef) -> StrategyError:
+    return StrategyError(
+        what,
+        axis=ref.key,
+        snippet=f"{text}\n{' ' * column}^",
+        rule=str(ref),
+        fix='a rule is candidates in order, such as "dp+fsdp | dp | -": "+" joins mesh axes, "-" replicated, "?" unconstrained',
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRules:
+    """Rules for the tensors whose path a pattern matches (`re.search`)."""
+
+    match: str
+    rules: tuple[tuple[str, Rule], ...]
+
+    def find(self, axis: str, path: str) -> Rule | None:
+        """Return the rule of an axis if the pattern matches the path and the entry names the axis."""
+        if re.search(self.match, path) is None:
+            return None
+        return next((rule for name, rule in self.rules if name == axis), None)
+
+
+Table = tuple[tuple[str, Rule], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AxisRules:
+    """All rules of a strategy. Equality and hash cover rules and policy, not where they were written.
+
+    Attributes:
+      activations: for each of `MODES`, its effective table, sorted by axis.
+      params: likewise for stored weights.
+      tensors: exceptions by path, first match wins.
+      user_axes: axes that the strategy declares.
+      policy: what to do where a rule cannot be followed.
+    """
+
+    activations: tuple[Table, ...]
+    params: tuple[Table, ...]
+    tensors: tuple[TensorRules, ...] = ()
+    user_axes: tuple[str, ...] = ()
+    policy: Policy = Policy()
+    _tables: dict[tuple[str, Role], dict[str, Rule]] = dataclasses.field(init=False, repr=False)
+    _hash: int = dataclasses.field(init=False, repr=False)
+    _cache: dict[Any, Any] = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        tables = {(mode, Role.ACTIVATION): dict(table) for mode, table in zip(MODES, self.activations, strict=True)}
+        for mode, table in zip(MODES, self.params, strict=True):
+            tables[mode, Role.PARAM] = tables[mode, Role.USE] = dict(table)
+        object.__setattr__(self, "_tables", tables)
+        object.__setattr__(self, "_hash", hash(self._key()))
+        object.__setattr__(self, "_cache", {})
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.activations, self.params, self.tensors, self.user_axes, self.policy
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, AxisRules) and self._hash == other._hash and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, self._key()
+
+    @property
+    def known_axes(self) -> frozenset[str]:
+        """Every axis that may stand in an annotation."""
+        return KNOWN_AXES | frozenset(self.user_axes)
+
+    def stated(self, axis: str, *, mode: str, role: Role, path: str | None) -> Rule | None:
+        """Return the rule that the strategy states for an axis, or None; `tensor_rule` is asked first for weights."""
+        return self.tensor_rule(axis, role=role, path=path) or self._tables[mode, role].get(axis)
+
+    def tensor_rule(self, axis: str, *, role: Role, path: str | None) -> Rule | None:
+        """Return the rule of the first `[[tensors]]` entry that matches the path and names the axis, or None."""
+        if path is None or role is Role.ACTIVATION:
+            return None
+        return next((rule for entry in self.tensors if (rule := entry.find(axis, path)) is not None), None)
+
+    def named_mesh_axes(self) -> tuple[str, ...]:
+        """Every mesh axis that any rule names, in order, once."""
+        tables = [*self.activations, *self.params, *(entry.rules for entry in self.tensors)]
+        named = [axis for table in tables for _, rule in table for axis in rule.mesh_axes]
+        return tuple(dict.fromkeys([*named, *self.policy.gather]))
+
+
+def _rebuild(activations: Any, params: Any, tensors: Any, user_axes: Any, policy: Policy) -> AxisRules:
+    return AxisRules(activations=activations, params=params, tensors=tensors, user_axes=user_axes, policy=policy)
+
+
+def default_rule(axis: str) -> Rule | None:
+    """Return the rule that a parallelism axis has without being stated: its own mesh axis."""
+    name = PARALLELISM_AXES.get(axis)
+    if name is None:
+        return None
+    return Rule(candidates=((name,),), ref=RuleRef(key=file_name(axis), text=name, source="default"))
+
+
+def build_rules(
+    tables: Mapping[str, Mapping[str, Rule]],
+    *,
+    tensors: Iterable[TensorRules] = (),
+    user_axes: Iterable[str] = (),
+    policy: Policy | None = None,
+) -> AxisRules:
+    """Layer tables into the effective table of each mode and role.
+
+    `tables` maps `rules`, `params`, `modes.<m>` and `modes.<m>.params` to axis -> rule. Insert inherits from decode;
+    `[modes.M]` never touches a parameter.
+    """
+
+    def layer(*names: str) -> Table:
+        effective: dict[str, Rule] = {}
+        for name in names:
+            effective.update(tables.get(name, {}))
+        return tuple(sorted(effective.items()))
+
+    chains = {mode: ("decode", "insert") if mode == "insert" else (mode,) for mode in _MODE_NAMES}
+    activations = tuple(layer("rules", *(f"modes.{mode}" for mode in chains[name])) for name in _MODE_NAMES)
+    params = tuple(layer("rules", "params", *(f"modes.{mode}.params" for mode in chains[name])) for name in _MODE_NAMES)
+    return AxisRules(activations=activations, params=params, tensors=tuple(tensors), user_axes=tuple(user_axes), policy=policy or Policy())
+
+
+_MODE_NAMES = ("train", "prefill", "decode", "insert")
+
+
+def check_mesh_axes(named: Iterable[str], mesh_axes: Iterable[str]) -> tuple[str, ...]:
+    """Return the names that are neither in the mesh nor one of the standard mesh axes."""
+    known = {*mesh_axes, *STANDARD_MESH_AXES}
+    return tuple(name for name in named if name not in known)

@@ -1,0 +1,1 @@
+"""Strategy files. pydantic lives in this package only, and is imported when a `Strategy` is first touched."""

@@ -1,0 +1,200 @@
+"""Reading and writing strategy files: TOML and JSON, with the line of every key, written whole or not at all."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import StrategyError, did_you_mean
+
+Origin = dict[tuple[str, ...], str]
+Parsed = tuple[dict[str, Any], Origin]
+
+
+def read(path: Path) -> Parsed:
+    """Return a file's data and where each key stands."""
+    format = _format(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        hint = did_you_mean(path.stem, preset_names())
+        raise StrategyError(
+            f"no file {str(path)!r}", fix=f"Strategy.preset({path.stem!r})" if path.stem in preset_names() else hint or "check the path"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise StrategyError(f"{path.name} is not UTF-8: {error.reason} at byte {error.start}", fix="save it as UTF-8") from error
+    return parse(text, format=format, source=path.name)
+
+
+def _format(path: Path) -> str:
+    format = path.suffix.lstrip(".")
+    if format not in ("toml", "json"):
+        raise StrategyError(f"{path.name!r} is neither a .toml nor a .json file", fix="give the file one of these endings")
+    return format
+
+
+def preset_names() -> tuple[str, ...]:
+    """Return the names of the packaged strategies."""
+    folder = importlib.resources.files("shardwright.strategy") / "presets"
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+
+
+def read_preset(name: str) -> Parsed:
+    """Return a preset's data and where each key stands."""
+    if name not in preset_names():
+        hint = did_you_mean(name, preset_names())
+        raise StrategyError(f"no preset {name!r}", fix=f"{hint + ' ' if hint else ''}presets are {', '.join(preset_names())}")
+    text = (importlib.resources.files("shardwright.strategy") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+    return parse(text, format="toml", source=f"{name}.toml")
+
+
+def parse(text: str, *, format: str, source: str) -> Parsed:
+    """Parse TOML or JSON text; the origin maps each key path to `source:line`."""
+    try:
+        data = tomllib.loads(text) if format == "toml" else json.loads(text, object_pairs_hook=_no_duplicates)
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax(text, source, str(error), *_toml_position(str(error), text)) from error
+    except json.JSONDecodeError as error:
+        raise _syntax(text, source, error.msg, error.lineno, error.colno) from error
+    except _DuplicateKeyError as error:
+        raise StrategyError(f"the key {str(error)!r} stands twice in one table", path=source, fix="drop one of them") from error
+    if not isinstance(data, dict):
+        raise StrategyError(f"a strategy is a table, not {type(data).__name__}", path=source, fix='start from {"version": 1}')
+    lines = _toml_lines(text) if format == "toml" else _json_lines(text)
+    return data, {(): source, **{path: f"{source}:{line}" for path, line in lines}}
+
+
+class _DuplicateKeyError(ValueError):
+    pass
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise _DuplicateKeyError(key)
+        made[key] = value
+    return made
+
+
+def _syntax(text: str, source: str, message: str, line: int, column: int) -> StrategyError:
+    shown = text.splitlines()[line - 1] if 0 < line <= len(text.splitlines()) else ""
+    what = re.sub(r" \(at .*\)$", "", message)
+    return StrategyError(what, path=f"{source}:{line}", snippet=f"{shown}\n{' ' * (column - 1)}^", fix="correct the syntax there")
+
+
+def _toml_position(message: str, text: str) -> tuple[int, int]:
+    found = re.search(r"at line (\d+), column (\d+)", message)
+    if found:
+        return int(found[1]), int(found[2])
+    lines = text.splitlines() or [""]
+    return len(lines), len(lines[-1]) + 1
+
+
+_HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?$")
+_KEY = re.compile(r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
+_PART = re.compile(r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'""")
+
+
+def _toml_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield each key path and its line. Inline tables and multi-line values count as one key."""
+    table: tuple[str, ...] = ()
+    counts: dict[tuple[str, ...], int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        header, key = _HEADER.match(line), _KEY.match(line)
+        if header:
+            table = _parts(header[2])
+            if header[1] == "[[":
+                counts[table] = counts.get(table, -1) + 1
+                table = (*table, str(counts[table]))
+            yield table, number
+        elif key:
+            yield (*table, *_parts(key[1])), number
+
+
+def _parts(dotted: str) -> tuple[str, ...]:
+    return tuple(part.strip("\"'") for part in _PART.findall(dotted))
+
+
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|\n|[^\s"{}\[\],:]+')
+
+
+def _json_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield each key path of JSON text that parses, and its line."""
+    line, stack, key = 1, [], ""
+    tokens = [match[0] for match in _JSON_TOKEN.finditer(text)]
+    solid = [index for index, token in enumerate(tokens) if token != "\n"]
+    follows = {index: tokens[after] for index, after in zip(solid, solid[1:], strict=False)}
+    for index, token in enumerate(tokens):
+        if token == "\n":
+            line += 1
+        elif token in "{[":
+            stack.append((key, 0 if token == "[" else None))
+            key = "0" if token == "[" else ""
+        elif token in "}]":
+            key, _ = stack.pop()
+        elif token == "," and stack and stack[-1][1] is not None:
+            owner, at = stack[-1]
+            stack[-1] = (owner, at + 1)
+            key = str(at + 1)
+        elif token.startswith('"') and follows.get(index) == ":":
+            key = json.loads(token)
+            yield tuple(owner for owner, _ in stack if owner) + (key,), line
+
+
+def render(data: Mapping[str, Any], *, format: str) -> str:
+    """Return data as TOML or JSON text."""
+    if format == "json":
+        return json.dumps(data, indent=2) + "\n"
+    return "\n".join(_toml(data, ())).strip() + "\n"
+
+
+def _toml(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    plain = {key: value for key, value in table.items() if not isinstance(value, (Mapping, list)) or value == []}
+    if path and (plain or not table):
+        yield f"\n[{'.'.join(map(_toml_key, path))}]"
+    for key, value in plain.items():
+        yield f"{_toml_key(key)} = {_toml_value(value)}"
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _toml(value, (*path, key))
+        elif isinstance(value, list):
+            for entry in value:
+                yield f"\n[[{'.'.join(map(_toml_key, (*path, key)))}]]"
+                yield from (f"{_toml_key(name)} = {_toml_value(item)}" for name, item in entry.items())
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    return json.dumps(value).replace("\x7f", "\\u007f")
+
+
+def write(path: Path, data: Mapping[str, Any]) -> Path:
+    """Write a file through a temporary neighbour, so that it is there whole or not at all."""
+    text = render(data, format=_format(path))
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+    return path
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
