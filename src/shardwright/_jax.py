@@ -62,5 +62,5 @@ def _tracks_varying() -> bool:
 def call_shard_map(f: Callable[..., Any], *, mesh: Mesh | AbstractMesh | None, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Return `jax.shard_map` of a function; without a mesh it uses the ambient one, as nested use must."""
     if mesh is None:
-        return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs)  # type: ignore[no-any-return]
-    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)  # type: ignore[no-any-return]
+        return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs)
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)

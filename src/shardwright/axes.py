@@ -105,6 +105,7 @@ class EMPTY_VAL:  # noqa: N801  the name is a contract
     _instance: EMPTY_VAL | None = None
 
     def __new__(cls) -> EMPTY_VAL:
+        """Return the one instance."""
         if cls._instance is None:
             cls._instance = super().__new__(cls)
         return cls._instance

@@ -104,6 +104,7 @@ class DynamicShardingAxes(_Fields):
             cls.mode = _Mode()
 
     def __new__(cls, axes: Any = NOT_GIVEN, mode: Any = NOT_GIVEN) -> DynamicShardingAxes:
+        """Make an instance; a layout that is named by its class has its own axes."""
         dims = cls.default_axes if isinstance(axes, EMPTY_VAL) else _freeze_dims(axes)
         if cls.named and dims != cls.default_axes:
             raise StrategyError(
@@ -115,7 +116,7 @@ class DynamicShardingAxes(_Fields):
         return super().__new__(cls, dims, cls.default_mode if isinstance(mode, EMPTY_VAL) else _freeze_mode(mode))
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and tuple(self) == tuple(other)  # type: ignore[arg-type]
+        return type(self) is type(other) and tuple(self) == tuple(other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax, context, placement, resolver, tree
-from shardwright.annotations import ArraySpec, as_annotation, lower
+from shardwright.annotations import ArraySpec, as_annotation
 from shardwright.axes import STANDARD_MESH_AXES, Role
 from shardwright.errors import (
     AxisConflictError,
@@ -19,6 +19,7 @@ from shardwright.errors import (
     MeshMismatchError,
     MeshSpecError,
     Problem,
+    RankMismatchError,
     ShapeRequiredError,
     ShardingError,
     StrategyError,
@@ -59,6 +60,10 @@ class PartitionManager:
     mode: str | None
     name: str
     rules: AxisRules
+    _sizes: dict[str, int]
+    _cache: dict[Any, Any]
+    _modes: dict[str, PartitionManager]
+    _hash: int
 
     def __init__(self, strategy: Any, *, mesh: Mesh | AbstractMesh | None = None, mode: str | None = None) -> None:
         rules = strategy if isinstance(strategy, AxisRules) else strategy.compile()
@@ -80,11 +85,12 @@ class PartitionManager:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        same = isinstance(other, PartitionManager) and self._hash == other._hash
-        return same and (self.mode, self.mesh, self.rules) == (other.mode, other.mesh, other.rules)  # type: ignore[union-attr]
+        if not isinstance(other, PartitionManager) or self._hash != other._hash:
+            return False
+        return (self.mode, self.mesh, self.rules) == (other.mode, other.mesh, other.rules)
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[no-any-return]
+        return self._hash
 
     def __repr__(self) -> str:
         sizes = ",".join(f"{axis}:{size}" for axis, size in self._sizes.items())
@@ -110,7 +116,7 @@ class PartitionManager:
             found = object.__new__(PartitionManager)
             found._set(self.rules, self.mesh, parsed, self.name, self._modes)
             self._modes[parsed] = found
-        return found  # type: ignore[no-any-return]
+        return found
 
     def explain(
         self,
@@ -137,9 +143,7 @@ class PartitionManager:
         Raises:
           ShardingError: what `explain` would list under `problems`.
         """
-        found = self.explain(*axes, mode=mode, role=role, shape=shape, path=path)
-        raise_problems(found.problems, resolution=found)
-        return found.spec
+        return self.explain(*axes, mode=mode, role=role, shape=shape, path=path).require()
 
     def sharding(
         self,
@@ -166,7 +170,7 @@ class PartitionManager:
         """
         shape = None if size is None else (size,)
         found = self.explain((axis,), mode=mode, shape=shape)
-        raise_problems(found.problems, resolution=found)
+        found.require()
         return found.decisions[0].mesh_axes
 
     def axis_size(self, axis: str, size: int | None = None, *, mode: str | None = None) -> int:
@@ -297,15 +301,14 @@ class PartitionManager:
           ShapeRequiredError: the spec depends on sizes, and `global_shape` is absent.
         """
         annotation = _one(axes)
-        _, local_dims = lower(annotation), len(local.shape)
-        lower(annotation, local.shape if global_shape is None else global_shape)
         found = self.explain(annotation, mode=mode, shape=global_shape)
         if ShapeRequiredError in {problem.error for problem in found.problems}:
             raise_problems([dataclasses.replace(problem, fix="pass global_shape=") for problem in found.problems], resolution=found)
+        if len(found.decisions) != local.ndim:
+            raise_problems([_local_rank(found, local)], resolution=found)
         sharding = self._sharding(found, None)
         shape = None if global_shape is None else tuple(global_shape)
-        made = jax.make_array_from_process_local_data(sharding, local, shape)
-        assert made.ndim == local_dims
+        made: jax.Array = jax.make_array_from_process_local_data(sharding, local, shape)
         return made
 
     # Placing.
@@ -385,8 +388,8 @@ class PartitionManager:
         if found is None:
             found = self._cache[key] = self._placement(_one(axes), shape, mode, role, path, strict, ambient)
         where, resolution = found
-        if resolution is not None:
-            where = self._manual(x, resolution, where, strict)
+        if resolution is not None and strict:
+            self._check_varying(x, resolution)
         return x if where is None else placement.place(x, where)
 
     def _placement(
@@ -400,19 +403,17 @@ class PartitionManager:
         )
         if not strict:
             found = _open(found)
-        raise_problems(found.problems, resolution=found)
+        spec = found.require()
+        uses_manual = found if any(decision.manual for decision in found.decisions) else None
         if manual == frozenset(self._sizes):
-            return None, found if any(decision.manual for decision in found.decisions) else None
-        where = placement.make_placement(found.spec, self.mesh, ambient)
-        return where, found if any(decision.manual for decision in found.decisions) else None
+            return None, uses_manual
+        return placement.make_placement(spec, self.mesh, ambient), uses_manual
 
-    def _manual(self, x: Any, found: Resolution, where: Placement | None, strict: bool) -> Placement | None:
-        """Check that an array varies over every Manual mesh axis that its dims should lie over; `hint` leaves them out."""
+    def _check_varying(self, x: Any, found: Resolution) -> None:
+        """Check that an array varies over every Manual mesh axis that its dims should lie over."""
         varying = _jax.varying_axes(x)
         problems = [_not_varying(found, decision, axis) for decision in found.decisions for axis in decision.manual if axis not in varying]
-        if strict:
-            raise_problems(problems, resolution=found)
-        return where
+        raise_problems(problems, resolution=found)
 
     def _check_ambient(self, ambient: AbstractMesh | None) -> frozenset[str]:
         """Check that an ambient mesh is the manager's, and return its Manual axes."""
@@ -435,22 +436,22 @@ class PartitionManager:
                 self._placement(annotation, w.shape, mode, role, path or "", True, ambient) for role in (Role.USE, Role.PARAM)
             )
         (use, use_manual), (stored, stored_manual) = found
-        for where, resolution in ((use, use_manual), (stored, stored_manual)):
+        for resolution in (use_manual, stored_manual):
             if resolution is not None:
-                self._manual(w, resolution, where, True)
+                self._check_varying(w, resolution)
         if use is None or stored is None:
             return w
         return placement.gather(w, use, stored)
 
     def _sharding(self, found: Resolution, memory_kind: str | None) -> NamedSharding:
-        raise_problems(found.problems, resolution=found)
+        spec = found.require()
         open_dims = [decision for decision in found.decisions if decision.outcome is Outcome.UNCONSTRAINED]
         raise_problems([_must_lie(found, decision) for decision in open_dims], resolution=found)
-        key = ("sharding", found.spec, memory_kind)
+        key = ("sharding", spec, memory_kind)
         made = self._cache.get(key)
         if made is None:
-            made = self._cache[key] = NamedSharding(self.mesh, found.spec, memory_kind=memory_kind)
-        return made  # type: ignore[no-any-return]
+            made = self._cache[key] = NamedSharding(self.mesh, spec, memory_kind=memory_kind)
+        return made
 
 
 def _own_mesh(strategy: Any) -> Mesh | AbstractMesh:
@@ -500,6 +501,14 @@ def _lost_mesh_axis(axis: str, sizes: Mapping[str, int]) -> Problem:
         what=f"a rule names the mesh axis {axis!r}, which the mesh {dict(sizes)} does not have",
         mesh_axes=(axis,),
         fix=did_you_mean(axis, sizes) or f"add it to the mesh, or name one of {', '.join(dict.fromkeys([*sizes, *STANDARD_MESH_AXES]))}",
+    )
+
+
+def _local_rank(found: Resolution, local: Any) -> Problem:
+    return Problem(
+        error=RankMismatchError,
+        what=f"{found.annotation} has {len(found.decisions)} dims, the local array has shape {local.shape}",
+        fix="annotate every dim; the local array has the rank of the global one",
     )
 
 

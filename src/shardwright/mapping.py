@@ -29,6 +29,7 @@ class SemanticShardMap:
     _made: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, *args: Any) -> Any:
+        """Resolve the axes from the arguments' shapes and run the function on their shards."""
         if len(args) != len(self.in_axes):
             raise StrategyError(
                 f"{len(args)} arguments, in_axes has {len(self.in_axes)} entries", fix="give in_axes one entry per argument"
@@ -110,7 +111,7 @@ class SemanticShardMap:
         size = self.sizes.get(axis)
         try:
             resolution = self.manager.explain((axis,), mode=self.mode, shape=None if size is None else (size,), role=Role.ACTIVATION)
-            raise_problems(resolution.problems, resolution=resolution)
+            resolution.require()
         except ShapeRequiredError as error:
             raise ShapeRequiredError(
                 "the axis stands in no input, and where it lies depends on its size",

@@ -55,7 +55,7 @@ def make_placement(spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: Abst
 def _part(spec: PartitionSpec, axes: list[str]) -> PartitionSpec | None:
     if not axes:
         return None
-    entries = []
+    entries: list[Any] = []
     for entry in spec.partitions:
         if entry is UNCONSTRAINED or entry is None:
             entries.append(entry)
@@ -96,13 +96,15 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 
 def _constrain_auto(x: Any, placement: Placement) -> Any:
-    if isinstance(placement.mesh, Mesh) and not placement.manual:
+    spec = placement.auto or PartitionSpec()
+    bare = placement.ambient and (placement.manual or placement.explicit is not None)
+    if isinstance(placement.mesh, Mesh) and not bare:
         # Not the bare spec: an eager `grad` or `vmap` of an array made before the mesh was set refuses it.
-        return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, placement.auto))
-    if placement.ambient:
-        return jax.lax.with_sharding_constraint(x, placement.auto)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, spec))
+    if isinstance(placement.mesh, Mesh) or placement.ambient:
+        return jax.lax.with_sharding_constraint(x, spec)
     with jax.sharding.use_abstract_mesh(placement.mesh):
-        return jax.lax.with_sharding_constraint(x, placement.auto)
+        return jax.lax.with_sharding_constraint(x, spec)
 
 
 def _reshard(x: Any, placement: Placement) -> Any:
@@ -120,7 +122,7 @@ def _mixed(placement: Placement) -> Any:
     """Both halves in one jitted function: eagerly, either alone would undo the other."""
 
     def both(x: Any) -> Any:
-        return _constrain_auto(_reshard(x, placement), dataclasses.replace(placement, manual=True))
+        return _constrain_auto(_reshard(x, placement), placement)
 
     return jax.jit(both)
 

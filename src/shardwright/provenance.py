@@ -13,7 +13,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from shardwright.axes import EMPTY, Role
-from shardwright.errors import Problem
+from shardwright.errors import Problem, raise_problems
 from shardwright.modes import mode_name
 
 
@@ -214,6 +214,16 @@ class Resolution:
     def ok(self) -> bool:
         """Whether there is a spec."""
         return not self.problems
+
+    def require(self) -> PartitionSpec:
+        """Return the spec.
+
+        Raises:
+          ShardingError: the class of the first problem, with all of them.
+        """
+        raise_problems(self.problems, resolution=self)
+        assert self.spec is not None
+        return self.spec
 
     def to_json(self) -> dict[str, Any]:
         """Return the resolution as plain data; the spec has one list of mesh axes per dim."""

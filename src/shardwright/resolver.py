@@ -27,7 +27,6 @@ from shardwright.errors import (
     StrategyError,
     UnknownAxisError,
     did_you_mean,
-    raise_problems,
 )
 from shardwright.mesh import mesh_sizes
 from shardwright.modes import MODE_TRAIN, mode_name, parse_mode
@@ -64,7 +63,7 @@ def resolve(
       ShardingError: the class of the first problem, with all of them in `.problems` and the `.resolution`.
     """
     resolution = explain(axes, rules, mesh_shape, mode=mode, role=role, shape=shape, path=path, manual=manual, mode_from=mode_from)
-    raise_problems(resolution.problems, resolution=resolution)
+    resolution.require()
     return resolution
 
 
@@ -92,7 +91,7 @@ def explain(
         found = rules._cache[request] = _explain(
             axes, rules, sizes, mode=mode, role=role, shape=dims, path=path, manual=manual, mode_from=mode_from
         )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def describe_key(axes: Any) -> Any:
@@ -252,7 +251,7 @@ class _Frame:
         decision = self._choose(
             dataclasses.replace(base, rule=ref), Rule(candidates=(names,) if not fallback else (), fallback=fallback, ref=ref), base.size
         )
-        self.taken.update({axis: (base.dim, base.label) for axis in decision.mesh_axes})
+        self.taken.update(dict.fromkeys(decision.mesh_axes, (base.dim, base.label)))
         return decision
 
     # Which rule.
@@ -261,15 +260,10 @@ class _Frame:
         known = self.rules.known_axes
         names = [axis for axis, _ in dim.merged] if dim.merged else dim.axes
         for axis in (axis for axis in names if axis not in known):
-            labels = sorted(axis_label(name) for name in known)
-            hint = did_you_mean(axis_label(axis), labels)
-            self._problem(
-                UnknownAxisError,
-                f"unknown axis {axis_label(axis)!r}",
-                position,
-                dim.label,
-                fix=f'{hint + " " if hint else ""}an axis of your own is declared in the strategy: [axes] {axis_label(axis).lower()} = "what it is"',
-            )
+            name = axis_label(axis)
+            hint = did_you_mean(name, sorted(axis_label(other) for other in known))
+            declare = f'an axis of your own is declared in the strategy: [axes] {name.lower()} = "what it is"'
+            self._problem(UnknownAxisError, f"unknown axis {name!r}", position, dim.label, fix=f"{hint} {declare}".strip())
         return any(axis not in known for axis in names)
 
     def _stated(self, axis: str) -> Rule | None:

@@ -47,7 +47,7 @@ def pair(tree: Any, annotations: Any = None) -> Paired:
         annotations = as_annotation(annotations)
     found, structure = jax.tree.flatten(annotations, is_leaf=is_annotation)
     try:
-        below = structure.flatten_up_to(tree)
+        below = structure.flatten_up_to(tree)  # type: ignore[attr-defined]
     except ValueError as error:
         raise StrategyError(
             f"the tree of annotations does not fit the tree: {str(error).splitlines()[0]}",

@@ -123,30 +123,28 @@ def _parts(dotted: str) -> tuple[str, ...]:
     return tuple(part.strip("\"'") for part in _PART.findall(dotted))
 
 
-_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|\n|[^\s"{}\[\],:]+')
+_JSON_TOKEN = re.compile(r'(?P<key>"(?:[^"\\]|\\.)*")\s*:|"(?:[^"\\]|\\.)*"|[{}\[\],]')
 
 
 def _json_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yield each key path of JSON text that parses, and its line."""
-    line, stack, key = 1, [], ""
-    tokens = [match[0] for match in _JSON_TOKEN.finditer(text)]
-    solid = [index for index, token in enumerate(tokens) if token != "\n"]
-    follows = {index: tokens[after] for index, after in zip(solid, solid[1:], strict=False)}
-    for index, token in enumerate(tokens):
-        if token == "\n":
-            line += 1
-        elif token in "{[":
-            stack.append((key, 0 if token == "[" else None))
+    owners: list[str] = []
+    counts: list[int] = []
+    key = ""
+    for match in _JSON_TOKEN.finditer(text):
+        token = match[0]
+        if token in ("{", "["):
+            owners.append(key)
+            counts.append(0 if token == "[" else -1)
             key = "0" if token == "[" else ""
-        elif token in "}]":
-            key, _ = stack.pop()
-        elif token == "," and stack and stack[-1][1] is not None:
-            owner, at = stack[-1]
-            stack[-1] = (owner, at + 1)
-            key = str(at + 1)
-        elif token.startswith('"') and follows.get(index) == ":":
-            key = json.loads(token)
-            yield tuple(owner for owner, _ in stack if owner) + (key,), line
+        elif token in ("}", "]"):
+            key, _ = owners.pop(), counts.pop()
+        elif token == "," and counts and counts[-1] >= 0:
+            counts[-1] += 1
+            key = str(counts[-1])
+        elif match["key"]:
+            key = json.loads(match["key"])
+            yield (*filter(None, owners), key), text.count("\n", 0, match.start()) + 1
 
 
 def render(data: Mapping[str, Any], *, format: str) -> str:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
-from shardwright.axes import canonical_axis, file_name
+from shardwright.axes import Mesh, canonical_axis, file_name
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.mesh import Mesh, create_mesh
+from shardwright.mesh import create_mesh
 from shardwright.rules import AxisRules
 from shardwright.strategy import check, files
 
