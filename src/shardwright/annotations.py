@@ -222,8 +222,6 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
       AxisConflictError: the same axis stands twice.
     """
     if isinstance(annotation, ArraySpec):
-        if shape is not None and tuple(shape) != annotation.shape:
-            raise RankMismatchError(f"array has shape {tuple(shape)}, its ArraySpec {annotation.shape}", fix="make them agree")
         return lower(annotation.axes, annotation.shape)
     if isinstance(annotation, PartitionSpec):
         return Lowered(dims=_lower_spec(annotation, shape))

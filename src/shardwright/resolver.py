@@ -15,13 +15,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwright.annotations import Dim, Lowered, as_annotation, describe, is_layout, lower, mode_of_layout
+from shardwright.annotations import ArraySpec, Dim, Lowered, as_annotation, describe, is_layout, lower, mode_of_layout
 from shardwright.axes import Role, axis_label
 from shardwright.errors import (
     AxisConflictError,
     IndivisibleError,
     MissingMeshAxisError,
     Problem,
+    RankMismatchError,
     ShapeRequiredError,
     ShardingError,
     StrategyError,
@@ -85,24 +86,30 @@ def explain(
     """
     sizes = mesh_sizes(mesh_shape)
     dims = None if shape is None else tuple(shape)
-    request = (describe_key(axes), tuple(sizes.items()), mode, role, dims, path, manual, mode_from)
+    try:
+        annotation, dims = _unwrap(as_annotation(axes), dims)
+    except ShardingError as error:
+        return _refused(axes, error, path=path)
+    request = (annotation, tuple(sizes.items()), mode, role, dims, path, manual, mode_from)
     found = rules._cache.get(request)
     if found is None:
         found = rules._cache[request] = _explain(
-            axes, rules, sizes, mode=mode, role=role, shape=dims, path=path, manual=manual, mode_from=mode_from
+            annotation, rules, sizes, mode=mode, role=role, shape=dims, path=path, manual=manual, mode_from=mode_from
         )
     return found
 
 
-def describe_key(axes: Any) -> Any:
-    """Return a hashable stand-in for an annotation: lists become tuples, everything else stays."""
-    if isinstance(axes, (list, tuple)) and not is_layout(axes):
-        return tuple(describe_key(entry) for entry in axes)
-    return axes
+def _unwrap(annotation: Any, shape: tuple[int, ...] | None) -> tuple[Any, tuple[int, ...] | None]:
+    """Return an `ArraySpec`'s axes and shape; anything else as it is."""
+    if not isinstance(annotation, ArraySpec):
+        return annotation, shape
+    if shape is not None and shape != annotation.shape:
+        raise RankMismatchError(f"the array has shape {shape}, its ArraySpec {annotation.shape}", fix="make them agree")
+    return annotation.axes, annotation.shape
 
 
 def _explain(
-    axes: Any,
+    annotation: Any,
     rules: AxisRules,
     sizes: Mapping[str, int],
     *,
@@ -114,12 +121,11 @@ def _explain(
     mode_from: ModeFrom,
 ) -> Resolution:
     try:
-        annotation = as_annotation(axes)
         lowered, notes = _lower(annotation, shape, rules.policy)
         said, said_by = _mode(lowered, mode, mode_from, shape)
         role_ = _role(lowered, role)
     except ShardingError as error:
-        return _refused(axes, error, path=path)
+        return _refused(annotation, error, path=path)
     frame = _Frame(rules=rules, sizes=sizes, mode=said, role=role_, shape=shape, path=path, manual=manual)
     decisions = tuple(frame.decide(position, dim) for position, dim in enumerate(lowered.dims))
     if role_ is Role.USE:
