@@ -92,6 +92,7 @@ from shardwright.modes import MODE_TRAIN as MODE_TRAIN
 from shardwright.modes import RUNTIME_MODE_TYPES as RUNTIME_MODE_TYPES
 from shardwright.partition_axis import PartitionAxis as PartitionAxis
 from shardwright.provenance import Resolution as Resolution
+from shardwright.resolver import explain as explain
 from shardwright.resolver import resolve as resolve
 from shardwright.rules import AxisRules as AxisRules
 from shardwright.rules import Policy as Policy

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, final
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax, context, placement, resolver, tree
@@ -66,7 +67,7 @@ class PartitionManager:
     _hash: int
 
     def __init__(self, strategy: Any, *, mesh: Mesh | AbstractMesh | None = None, mode: str | None = None) -> None:
-        rules = strategy if isinstance(strategy, AxisRules) else strategy.compile()
+        rules = strategy if isinstance(strategy, AxisRules) else _compiled(strategy)
         found = mesh if mesh is not None else _own_mesh(strategy)
         name = "" if isinstance(strategy, (AxisRules, PartitionAxis)) else strategy.name
         self._set(rules, found, None if mode is None else parse_mode(mode), name, {})
@@ -226,7 +227,7 @@ class PartitionManager:
         return list(map(known.__getitem__, keys))
 
     def _leaf_sharding(self, leaf: tree.Leaf, mode: str | None, role: Role | str) -> NamedSharding:
-        found = self.explain(leaf.annotation, mode=mode, role=role, shape=leaf.value.shape, path=leaf.path)
+        found = self.explain(leaf.annotation, mode=mode, role=role, shape=np.shape(leaf.value), path=leaf.path)
         return self._sharding(found, None)
 
     def _each(self, values: Any, annotations: Any, make: Callable[[tree.Leaf], Any]) -> Any:
@@ -379,7 +380,7 @@ class PartitionManager:
 
     def _place_one(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, path: str, strict: bool) -> Any:
         ambient = _jax.ambient_mesh()
-        shape = getattr(x, "shape", ())
+        shape = np.shape(x)
         key = (axes, shape, mode, role, strict, ambient)
         try:
             found = self._cache.get(key)
@@ -452,6 +453,15 @@ class PartitionManager:
         if made is None:
             made = self._cache[key] = NamedSharding(self.mesh, spec, memory_kind=memory_kind)
         return made
+
+
+def _compiled(strategy: Any) -> AxisRules:
+    try:
+        return strategy.compile()  # type: ignore[no-any-return]
+    except AttributeError as error:
+        raise StrategyError(
+            f"{strategy!r} is not a strategy", fix="pass Strategy.load(path), Strategy.preset(name), AxisRules or a PartitionAxis"
+        ) from error
 
 
 def _own_mesh(strategy: Any) -> Mesh | AbstractMesh:
@@ -535,6 +545,9 @@ def _must_lie(found: Resolution, decision: Any) -> Problem:
         rule=str(decision.rule or ""),
         fix='use shard or hint inside jit, or give the axis a rule without "?"',
     )
+
+
+jax.tree_util.register_static(PartitionManager)
 
 
 def shard(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:

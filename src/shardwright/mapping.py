@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from shardwright import _jax, tree
@@ -63,7 +64,7 @@ class SemanticShardMap:
         specs = []
         for leaf in tree.annotated_leaves(arg, axes if not isinstance(axes, list) else tuple(axes)):
             path = f"{name} {leaf.path}".strip()
-            resolution = self.manager.explain(leaf.annotation, mode=self.mode, shape=jax.numpy.shape(leaf.value), path=path)
+            resolution = self.manager.explain(leaf.annotation, mode=self.mode, shape=np.shape(leaf.value), path=path)
             problems += resolution.problems or self._learn(path, leaf, resolution.decisions, found, owners)
             specs.append(resolution.spec)
         return jax.tree.unflatten(jax.tree.structure(arg), specs)
@@ -73,7 +74,7 @@ class SemanticShardMap:
     ) -> list[Problem]:
         """Note where each axis lies, and return the problems: an axis that lies in two ways, or nowhere."""
         problems = []
-        for dim, decision in zip(lower(leaf.annotation, jax.numpy.shape(leaf.value)).dims, decisions, strict=True):
+        for dim, decision in zip(lower(leaf.annotation, np.shape(leaf.value)).dims, decisions, strict=True):
             if decision.outcome is Outcome.UNCONSTRAINED:
                 problems.append(_open(path, decision))
             elif len(dim.axes) == 1:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from shardwright.annotations import ArraySpec, as_annotation, describe, is_annotation, stacked
 from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
@@ -42,7 +43,8 @@ def pair(tree: Any, annotations: Any = None) -> Paired:
     """
     if annotations is None:
         leaves, structure = jax.tree.flatten(tree, is_leaf=_is_spec)
-        return Paired(structure=structure, annotations=leaves, below=leaves)
+        own = [leaf.axes if isinstance(leaf, ArraySpec) else leaf for leaf in leaves]
+        return Paired(structure=structure, annotations=own, below=leaves)
     if isinstance(annotations, list) and not isinstance(tree, (list, tuple, dict)):
         annotations = as_annotation(annotations)
     found, structure = jax.tree.flatten(annotations, is_leaf=is_annotation)
@@ -176,7 +178,7 @@ def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = T
         if matching:
             wins[matching[0]] += 1
             found.append(compiled[matching[0]][1])
-        elif leaf.shape == ():
+        elif np.shape(leaf) == ():
             found.append(())
         else:
             unmatched.append(text)
@@ -233,11 +235,11 @@ def annotate_state(state: Any, params: Any, annotations: Any = None, *, override
     for path, leaf in pairs:
         text = path_text(path)
         override = next((one for pattern, one in patterns if pattern.search(text)), None)
-        if override is not None or leaf.shape == ():
+        if override is not None or np.shape(leaf) == ():
             found.append(() if override is None else override)
             continue
         owner = next((known[path[at:]] for at in range(len(path) + 1) if path[at:] in known), None)
-        if owner is None or owner.value.shape != leaf.shape:
+        if owner is None or np.shape(owner.value) != np.shape(leaf):
             problems.append(_follows_nothing(text, leaf, owner))
             continue
         found.append(owner.annotation.axes if isinstance(owner.annotation, ArraySpec) else owner.annotation)
@@ -253,11 +255,10 @@ def _by_path(params: Any, annotations: Any) -> dict[tuple[Any, ...], Leaf]:
 
 def _follows_nothing(path: str, leaf: Any, owner: Leaf | None) -> Problem:
     if owner is None:
-        what = f"state of shape {leaf.shape} follows no parameter"
+        what = f"state of shape {np.shape(leaf)} follows no parameter"
     else:
-        what = (
-            f"state of shape {leaf.shape} differs from its parameter {owner.path} {describe(owner.annotation)} of shape {owner.value.shape}"
-        )
+        follows = f"{owner.path} {describe(owner.annotation)} of shape {np.shape(owner.value)}"
+        what = f"state of shape {np.shape(leaf)} differs from its parameter {follows}"
     return Problem(
         error=StrategyError if owner is None else RankMismatchError,
         what=what,

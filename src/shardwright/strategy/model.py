@@ -193,6 +193,8 @@ class Strategy(BaseModel):
         """
         if not self.mesh:
             raise StrategyError(
-                f"strategy {self.name!r} has no [mesh]", path=self._origin.get((), ""), fix='add [mesh], or pass mesh="dp:2,tp:4"'
+                f"strategy {self.name!r} has no [mesh]",
+                path=self._origin.get((), ""),
+                fix='add [mesh], or pass mesh=create_mesh("dp:2,tp:4")',
             )
         return create_mesh(dict(self.mesh), devices=devices, axis_types=self.axis_types, dcn=dict(self.dcn) or None)
