@@ -67,7 +67,7 @@ class PartitionManager:
     _hash: int
 
     def __init__(self, strategy: Any, *, mesh: Mesh | AbstractMesh | None = None, mode: str | None = None) -> None:
-        rules = strategy if isinstance(strategy, AxisRules) else _compiled(strategy)
+        rules = _compiled(strategy)
         found = mesh if mesh is not None else _own_mesh(strategy)
         name = "" if isinstance(strategy, (AxisRules, PartitionAxis)) else strategy.name
         self._set(rules, found, None if mode is None else parse_mode(mode), name, {})
@@ -456,12 +456,16 @@ class PartitionManager:
 
 
 def _compiled(strategy: Any) -> AxisRules:
-    try:
-        return strategy.compile()  # type: ignore[no-any-return]
-    except AttributeError as error:
-        raise StrategyError(
-            f"{strategy!r} is not a strategy", fix="pass Strategy.load(path), Strategy.preset(name), AxisRules or a PartitionAxis"
-        ) from error
+    if isinstance(strategy, AxisRules):
+        return strategy
+    if isinstance(strategy, PartitionAxis):
+        return strategy.compile()
+    from shardwright.strategy.model import Strategy
+
+    if not isinstance(strategy, Strategy):
+        fix = "pass Strategy.load(path), Strategy.preset(name), AxisRules or a PartitionAxis"
+        raise StrategyError(f"{strategy!r} is not a strategy", fix=fix)
+    return strategy.compile()
 
 
 def _own_mesh(strategy: Any) -> Mesh | AbstractMesh:
