@@ -1,0 +1,288 @@
+"""`shardwright explain`: dim → rule → mesh axes → why, per mode, for one array or for a tree of named tensors."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardwright.annotations import describe
+from shardwright.axes import EMPTY, Role
+from shardwright.cli.inputs import Setting, read_axes, read_count, read_setting, read_shape
+from shardwright.cli.tensors import Tensor, read_tensors
+from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
+from shardwright.modes import MODES, mode_name
+from shardwright.provenance import DimDecision, Outcome, Resolution, spec_text
+from shardwright.report.text import WIDTH, bytes_text, table
+
+_MODE_NAMES = tuple(mode_name(mode) for mode in MODES)
+_EPILOG = """\
+axes: one word per dim: BATCH or batch, _ for a dim that is not sharded, DP+FSDP for one dim over several axes,
+KV_HEAD:8*KV_HEAD_DIM:128 for axes flattened into one dim; or the name of a layout, such as ColumnWise.
+
+examples:
+  shardwright explain BATCH QUERY_LENGTH EMBED --strategy fsdp_tp --mesh dp:1,fsdp:2,tp:4 --shape 16,4096,4096
+  shardwright explain EMBED VOCAB --role param --path lm_head/kernel --strategy fsdp_tp --strategy mine.toml --devices 8
+  shardwright explain --tensors model.toml --strategy serve_tp --mesh dp:2,tp:4
+
+exit codes: 0 resolved; 1 the answer is a sharding problem; 2 the question cannot be asked."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    made = argparse.ArgumentParser(
+        prog="shardwright explain",
+        description="Say where each dim of an array lies on the mesh, and why. Needs no devices.",
+        epilog=_EPILOG,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=WIDTH, max_help_position=24),
+        allow_abbrev=False,
+    )
+    made.add_argument("axes", nargs="*", metavar="AXIS", help="the array's axes, one per dim, or a layout")
+    made.add_argument("--tensors", metavar="FILE", help="a .toml or .json file of named tensors, instead of axes")
+    made.add_argument(
+        "--strategy",
+        action="append",
+        required=True,
+        metavar="S",
+        help="a preset, or a .toml or .json file; again: an overlay on the one before",
+    )
+    made.add_argument("--mesh", metavar="M", help="such as dp:1,fsdp:2,tp:4; absent: the strategy's own")
+    made.add_argument("--devices", type=read_count, metavar="N", help="number of devices, where the mesh has a -1")
+    made.add_argument("--shape", type=read_shape, metavar="SIZES", help="global sizes, such as 16,4096,4096")
+    made.add_argument("--mode", choices=(*_MODE_NAMES, "all"), default="all", help="runtime mode (default: all)")
+    made.add_argument("--role", choices=list(map(str, Role)), help="absent: param for weight layouts, else activation")
+    made.add_argument("--path", metavar="PATH", help="the tensor's path, where a [[tensors]] entry may cover it")
+    made.add_argument("--width", type=read_count, default=WIDTH, metavar="N", help=f"characters per line (default: {WIDTH})")
+    made.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Answer, print and return the exit code.
+
+    Raises:
+      ShardingError: the question cannot be asked.
+    """
+    single = {"axes": bool(arguments.axes), "--shape": arguments.shape is not None, "--role": arguments.role, "--path": arguments.path}
+    if arguments.tensors is None and not arguments.axes:
+        raise StrategyError(
+            "nothing to explain", fix="name an array's axes, BATCH QUERY_LENGTH EMBED, or a file of them, --tensors model.toml"
+        )
+    if arguments.tensors is not None and any(single.values()):
+        said = ", ".join(name for name, given in single.items() if given)
+        raise StrategyError(f"--tensors does not go with {said}", fix="say them in the file, or leave --tensors out")
+    setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=arguments.devices)
+    modes = MODES if arguments.mode == "all" else (MODES[_MODE_NAMES.index(arguments.mode)],)
+    if arguments.tensors is not None:
+        answers = [ask(tensor, setting, modes) for tensor in read_tensors(arguments.tensors)]
+        lines = tree_lines(answers, width=arguments.width)
+    else:
+        role = None if arguments.role is None else Role(arguments.role)
+        tensor = Tensor(path=arguments.path or "", axes=read_axes(arguments.axes), shape=arguments.shape, role=role, dtype="")
+        answers = [ask(tensor, setting, modes)]
+        lines = array_lines(answers[0], width=arguments.width)
+    ok = all(answer.ok for answer in answers)
+    if arguments.json:
+        tree = {"tensors": [answer.to_json(setting) for answer in answers]} if arguments.tensors else answers[0].to_json(setting)
+        print(json.dumps({"strategy": setting.strategy, "mesh": setting.sizes, **tree, "ok": ok}, indent=2))
+    else:
+        print("\n".join([str(setting), "", *lines]))
+    return 0 if ok else 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A tensor's resolution in each mode asked for, and the bytes per device where they are known."""
+
+    tensor: Tensor
+    modes: dict[str, Resolution]
+    bytes_per_device: dict[str, int | None]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every mode has a spec."""
+        return all(resolution.ok for resolution in self.modes.values())
+
+    @property
+    def role(self) -> Role:
+        """The role that was resolved."""
+        found = next((resolution.role for resolution in self.modes.values() if resolution.decisions), None)
+        return found or self.tensor.role or Role.ACTIVATION
+
+    def to_json(self, setting: Setting) -> dict[str, Any]:
+        """Return the answer as plain data."""
+        shape = None if self.tensor.shape is None else list(self.tensor.shape)
+        modes = {
+            name: {**resolution.to_json(), "mode": name, "bytes_per_device": self.bytes_per_device[name]}
+            for name, resolution in self.modes.items()
+        }
+        head = {
+            "path": self.tensor.path,
+            "axes": describe(self.tensor.axes),
+            "role": str(self.role),
+            "shape": shape,
+            "dtype": self.tensor.dtype or None,
+        }
+        return {**head, "modes": modes}
+
+
+def ask(tensor: Tensor, setting: Setting, modes: Sequence[str]) -> Answer:
+    """Resolve a tensor in each mode."""
+    found = {
+        mode_name(mode): setting.manager.explain(tensor.axes, mode=mode, role=tensor.role, shape=tensor.shape, path=tensor.path or None)
+        for mode in modes
+    }
+    return Answer(
+        tensor=tensor,
+        modes=found,
+        bytes_per_device={
+            name: tensor.bytes_over(_shards(resolution.decisions, setting.sizes)) if resolution.ok else None
+            for name, resolution in found.items()
+        },
+    )
+
+
+def _shards(decisions: Sequence[DimDecision], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[axis] for decision in decisions for axis in decision.mesh_axes)
+
+
+# One array: a table per group of modes that agree.
+
+
+def array_lines(answer: Answer, *, width: int) -> list[str]:
+    """Return the report on one array."""
+    tensor = answer.tensor
+    path = f"{tensor.path}  " if tensor.path else ""
+    lines = [f"{path}{describe(tensor.axes)} as {answer.role}"]
+    for names, resolution in _groups(answer.modes):
+        spec = "failed" if resolution.spec is None else spec_text(resolution.spec)
+        lines += ["", f"{_modes_text(names, answer.modes)}  ->  {spec}"]
+        if resolution.decisions:
+            lines += _dims(resolution.decisions, width=width)
+        lines += [f"  note: {note}" for note in resolution.notes]
+        lines += [f"  {line}" for line in render(tuple(map(_for_terminal, resolution.problems))).splitlines() if resolution.problems]
+    return lines
+
+
+def _groups(modes: Mapping[str, Resolution]) -> list[tuple[list[str], Resolution]]:
+    """Group modes whose decisions and problems are the same, in the order of modes."""
+    groups: list[tuple[list[str], Resolution]] = []
+    for name, resolution in modes.items():
+        for names, one in groups:
+            if _same(one, resolution):
+                names.append(name)
+                break
+        else:
+            groups.append(([name], resolution))
+    return groups
+
+
+def _same(one: Resolution, other: Resolution) -> bool:
+    problems = [[(problem.error, problem.what, problem.dim) for problem in resolution.problems] for resolution in (one, other)]
+    return (one.decisions, one.notes) == (other.decisions, other.notes) and problems[0] == problems[1]
+
+
+def _modes_text(names: Sequence[str], asked: Mapping[str, Any]) -> str:
+    return "all modes" if len(names) == len(_MODE_NAMES) and len(names) == len(asked) else ", ".join(names)
+
+
+def _dims(decisions: Sequence[DimDecision], *, width: int) -> list[str]:
+    rows = [("dim", "axis", "size", "mesh axes", "rule", "written in", "why"), *map(_row, decisions)]
+    if all(decision.size is None for decision in decisions):
+        rows = [(*row[:2], *row[3:]) for row in rows]
+    return table(rows, indent="  ", width=width, prose=len(rows[0]) - 1)
+
+
+def _row(decision: DimDecision) -> tuple[str, ...]:
+    ref = decision.rule
+    rule = "" if ref is None else f'{ref.key} = "{ref.text}"'
+    place = "" if ref is None else " ".join(part for part in (ref.source, f"[{ref.table}]" if ref.table else "") if part)
+    size = "" if decision.size is None else str(decision.size)
+    return (str(decision.dim), decision.label or EMPTY, size, _lies(decision), rule, place, _why(decision))
+
+
+def _why(decision: DimDecision) -> str:
+    """Return the decision's reasons, each once: a mesh axis that is absent is absent from every candidate."""
+    return "; ".join(dict.fromkeys(decision.why.split("; "))) or "first candidate fits"
+
+
+def _lies(decision: DimDecision) -> str:
+    if decision.outcome is Outcome.FAILED:
+        return "!"
+    return "?" if decision.outcome is Outcome.UNCONSTRAINED else "+".join(decision.mesh_axes) or "-"
+
+
+def _for_terminal(problem: Problem) -> Problem:
+    """Return a problem whose fix names the option of the command line."""
+    return dataclasses.replace(problem, fix="give the sizes: --shape") if problem.error is ShapeRequiredError else problem
+
+
+# A tree: a table per role, a column per group of modes that agree on every tensor.
+
+
+def tree_lines(answers: Sequence[Answer], *, width: int) -> list[str]:
+    """Return the report on a tree of tensors."""
+    lines: list[str] = []
+    for role in Role:
+        section = [answer for answer in answers if answer.role is role]
+        if section:
+            lines += [*([""] if lines else []), str(role), *_section(section, width=width)]
+    found = [problem for answer in answers for resolution in answer.modes.values() for problem in resolution.problems]
+    # Modes under one rule have one problem, not four.
+    problems = {(problem.path, problem.dim, problem.what, problem.fix): _for_terminal(problem) for problem in reversed(found)}
+    return lines + (["", *render(tuple(reversed(problems.values()))).splitlines()] if problems else [])
+
+
+def _section(answers: Sequence[Answer], *, width: int) -> list[str]:
+    columns = _columns(answers)
+    sized = any(count is not None for answer in answers for count in answer.bytes_per_device.values())
+    head = ["tensor", "axes", "shape"]
+    for names in columns:
+        head += [_modes_text(names, answers[0].modes), *(["per device"] if sized else [])]
+    rows = [tuple(head), *(_tensor_row(answer, columns, sized=sized) for answer in answers)]
+    return table(rows, indent="  ", width=width, prose=1) + (_totals(answers, columns) if sized else [])
+
+
+def _columns(answers: Sequence[Answer]) -> list[list[str]]:
+    groups: list[list[str]] = []
+    for name in answers[0].modes:
+        for names in groups:
+            if all(_cells(answer, names[0]) == _cells(answer, name) for answer in answers):
+                names.append(name)
+                break
+        else:
+            groups.append([name])
+    return groups
+
+
+def _cells(answer: Answer, mode: str) -> tuple[str, str]:
+    resolution, count = answer.modes[mode], answer.bytes_per_device[mode]
+    lies = ", ".join(_lies(decision) for decision in resolution.decisions) or ("()" if resolution.ok else "!")
+    return lies, "" if count is None else bytes_text(count)
+
+
+def _tensor_row(answer: Answer, columns: Sequence[Sequence[str]], *, sized: bool) -> tuple[str, ...]:
+    tensor = answer.tensor
+    shape = "" if tensor.shape is None else ",".join(map(str, tensor.shape)) or "()"
+    row = [tensor.path, describe(tensor.axes), shape]
+    first = _cells(answer, columns[0][0])
+    for at, names in enumerate(columns):
+        lies, count = _cells(answer, names[0])
+        same = at > 0 and (lies, count) == first
+        row += ["=" if same else lies, *(["=" if same and count else count] if sized else [])]
+    return tuple(row)
+
+
+def _totals(answers: Sequence[Answer], columns: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line with the bytes of all tensors per device, of those with a dtype and a spec."""
+    whole = sum(count for answer in answers if (count := answer.tensor.bytes_over(1)) is not None)
+    parts = []
+    for names in columns:
+        held = sum(count for answer in answers if (count := answer.bytes_per_device[names[0]]) is not None)
+        parts.append(f"{bytes_text(held)} in {_modes_text(names, answers[0].modes)}")
+    left = sum(1 for answer in answers if None in answer.bytes_per_device.values())
+    note = f" ({left} of {len(answers)} not counted)" if left else ""
+    return [f"  per device: {', '.join(parts)}; all together {bytes_text(whole)}{note}"]

@@ -1,0 +1,175 @@
+"""What people write on the command line, as values: axes, shapes, strategies, meshes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+from shardwright.annotations import merged, stacked
+from shardwright.axes import EMPTY, canonical_axis
+from shardwright.errors import MeshSpecError, StrategyError, did_you_mean
+from shardwright.layouts import LAYOUTS
+from shardwright.manager import PartitionManager
+from shardwright.mesh import INFER, abstract_mesh, mesh_sizes
+
+_AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LAYOUT = re.compile(r"(stacked\()?([A-Za-z]+)(\.bias)?(?(1)\))")
+_HOW = "write axes such as BATCH QUERY_LENGTH EMBED, _ for a dim that is not sharded, DP+FSDP, KV_HEAD:8*KV_HEAD_DIM:128, or a layout"
+
+
+def read_axes(words: Sequence[str]) -> Any:
+    """Return the annotation that words are: one dim each, or the name of a layout.
+
+    Raises:
+      StrategyError: a word that is neither.
+
+    >>> read_axes(["BATCH", "_", "dp+fsdp"])
+    ('__BATCH__', '_', ('__DATA_PARALLEL__', '__FULLY_SHARDED_DATA_PARALLEL__'))
+    """
+    dims = [word for text in words for word in text.replace(",", " ").split()]
+    if dims == ["()"]:
+        return ()
+    layout = _layout(dims[0]) if len(dims) == 1 else None
+    return layout if layout is not None else tuple(_dim(word) for word in dims)
+
+
+def _layout(word: str) -> Any:
+    found = _LAYOUT.fullmatch(word)
+    if found is None or found[2] not in LAYOUTS:
+        close = did_you_mean(found[2] if found else word, LAYOUTS)
+        # Axes are written in one case, layouts are not: a slip such as Columnwise would else be an unknown axis.
+        if close and not word.isupper() and not word.islower():
+            raise StrategyError(f"no layout {word!r}", fix=close)
+        return None
+    layout: Any = LAYOUTS[found[2]]
+    if found[3]:
+        if layout.bias is None:
+            named = ", ".join(f"{name}.bias" for name, one in LAYOUTS.items() if one.bias is not None)
+            raise StrategyError(f"layout {found[2]} has no bias", fix=f"biases are {named}")
+        layout = layout.bias
+    return stacked(layout) if found[1] else layout
+
+
+def _dim(word: str) -> Any:
+    if word in (EMPTY, "EMPTY"):
+        return EMPTY
+    if ":" in word or "*" in word:
+        return merged(*(_member(part, word) for part in word.split("*")))
+    names = word.split("+")
+    for name in names:
+        if not _AXIS.fullmatch(name):
+            raise StrategyError(f"{word!r} is not a dim", fix=_HOW)
+    axes = tuple(EMPTY if name in (EMPTY, "EMPTY") else canonical_axis(name) for name in names)
+    return axes if len(axes) > 1 else axes[0]
+
+
+def _member(part: str, word: str) -> tuple[str, int]:
+    name, _, size = part.partition(":")
+    if not _AXIS.fullmatch(name) or not re.fullmatch(r"[0-9]+", size) or int(size) < 1:
+        raise StrategyError(f"{word!r}: {part!r} is not AXIS:SIZE", fix="write a merged dim as KV_HEAD:8*KV_HEAD_DIM:128")
+    return canonical_axis(name), int(size)
+
+
+def read_shape(text: str) -> tuple[int, ...]:
+    """Return the shape that text such as `16,4096` is; `()` is a scalar's. An argparse type.
+
+    Raises:
+      argparse.ArgumentTypeError: anything else.
+    """
+    if text.strip() == "()":
+        return ()
+    parts = [part.strip() for part in re.split(r"[,x]", text)]
+    if not all(re.fullmatch(r"[0-9]+", part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write the sizes with commas, such as 16,4096,4096")
+    return tuple(map(int, parts))
+
+
+def read_count(text: str) -> int:
+    """Return a positive whole number. An argparse type.
+
+    Raises:
+      argparse.ArgumentTypeError: anything else.
+    """
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Where questions are asked: a manager on an abstract mesh, and what it was called on the command line."""
+
+    manager: PartitionManager
+    strategy: str
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each mesh axis."""
+        return mesh_sizes(self.manager.mesh)
+
+    def __str__(self) -> str:
+        sizes = ",".join(f"{name}:{size}" for name, size in self.sizes.items())
+        count = self.manager.mesh.size
+        return f"strategy {self.strategy} on {sizes} ({count} device{'' if count == 1 else 's'})"
+
+
+def read_setting(strategies: Sequence[str], *, mesh: str | None, devices: int | None) -> Setting:
+    """Load strategies, each over the one before, and put them on a mesh without devices.
+
+    Args:
+      strategies: names of presets, or paths of `.toml` and `.json` files.
+      mesh: text such as `dp:2,tp:4`; absent: the strategy's own.
+      devices: what a -1 is worked out from.
+
+    Raises:
+      ShardingError: a strategy or a mesh that cannot be read, or that do not fit each other.
+    """
+    loaded = [_strategy(name) for name in strategies]
+    combined = loaded[0]
+    for overlay in loaded[1:]:
+        combined = combined | overlay
+    label = " | ".join(os.path.basename(name) for name in strategies)
+    return Setting(manager=PartitionManager(combined, mesh=_mesh(combined, label, mesh, devices)), strategy=label)
+
+
+def _strategy(name: str) -> Any:
+    from shardwright.strategy.model import Strategy
+
+    if not name.endswith((".toml", ".json")) and os.sep not in name:
+        if name not in Strategy.presets():
+            hint = did_you_mean(name, Strategy.presets())
+            known = f"presets are {', '.join(Strategy.presets())}; a file ends in .toml or .json"
+            raise StrategyError(f"no preset {name!r}", fix=f"{hint} {known}".strip())
+        return Strategy.preset(name)
+    try:
+        return Strategy.load(name)
+    except OSError as error:
+        raise unreadable(name, error) from error
+
+
+def unreadable(name: str, error: OSError) -> StrategyError:
+    """Return the error for a file that the system does not let us read."""
+    return StrategyError(f"cannot read {name!r}: {(error.strerror or str(error)).lower()}", fix="check the path and its permissions")
+
+
+def _mesh(strategy: Any, label: str, text: str | None, devices: int | None) -> AbstractMesh:
+    if text is None and not strategy.mesh:
+        raise MeshSpecError(f"strategy {label} has no [mesh]", fix="say which mesh: --mesh dp:2,tp:4")
+    asked: Any = text if text is not None else dict(strategy.mesh)
+    if text is None and devices is None and INFER in strategy.mesh.values():
+        name = next(axis for axis, size in strategy.mesh.items() if size == INFER)
+        raise MeshSpecError(
+            f"mesh axis {name} = -1 in strategy {label} needs a number of devices", fix="--devices 8, or sizes: --mesh dp:2,tp:4"
+        )
+    try:
+        return abstract_mesh(asked, devices=devices)
+    except MeshSpecError as error:
+        if text is not None and devices is None and "needs a number of devices" in str(error):
+            raise MeshSpecError(error.problems[0].what, fix="--devices 8, or give the size") from error
+        raise

@@ -1,0 +1,69 @@
+"""`shardwright <command>`: find the command, run it, turn what goes wrong into a message and an exit code.
+
+0 answered; 1 the answer is a sharding problem; 2 the question cannot be asked (command line, file, mesh); 70 a defect of ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from shardwright.errors import ShardingError, did_you_mean
+
+OK, PROBLEM, USAGE, DEFECT = 0, 1, 2, 70
+
+# One line per command: each is the module of that name beside this file, with `parser()` and `run(arguments)`.
+COMMANDS: dict[str, str] = {
+    "explain": "say where each dim of an array lies on the mesh, and why",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except SystemExit as leaving:  # argparse has said what it had to say
+        return leaving.code if isinstance(leaving.code, int) else USAGE
+    except ShardingError as error:
+        print(f"shardwright: {error}", file=sys.stderr)
+        return USAGE
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        traceback.print_exc()
+        print("shardwright: this is a defect of shardwright, not of your input: please report the lines above", file=sys.stderr)
+        return DEFECT
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return OK if words else USAGE
+    if words[0] == "--version":
+        from shardwright import __version__
+
+        print(f"shardwright {__version__}")
+        return OK
+    if words[0] not in COMMANDS:
+        hint = did_you_mean(words[0], COMMANDS)
+        print(f"shardwright: no command {words[0]!r}" + (f", {hint}" if hint else "") + f"\n\n{_overview()}", file=sys.stderr)
+        return USAGE
+    command = importlib.import_module(f"shardwright.cli.{words[0]}")
+    arguments = command.parser().parse_intermixed_args(words[1:])
+    return int(command.run(arguments))
+
+
+def _overview() -> str:
+    lines = ["usage: shardwright <command> ...", "", "commands:"]
+    lines += [f"  {name:<10} {what}" for name, what in COMMANDS.items()]
+    return "\n".join([*lines, "", "shardwright <command> --help says more; shardwright --version names the version."])

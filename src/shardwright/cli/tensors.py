@@ -1,0 +1,142 @@
+"""Files of named tensors: a tree in TOML or JSON whose leaves say axes, shape, role and dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from shardwright.axes import Role
+from shardwright.cli.inputs import read_axes, unreadable
+from shardwright.errors import Problem, ShardingError, StrategyError, did_you_mean, raise_problems
+from shardwright.strategy import files
+
+_KEYS = ("axes", "shape", "role", "dtype")
+_SHARED = ("role", "dtype")
+_EXAMPLE = 'axes = "EMBED MLP_INTERMEDIATE", shape = [4096, 14336], role = "param", dtype = "bfloat16"'
+Where = dict[tuple[str, ...], str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A named tensor of a file.
+
+    Attributes:
+      path: its place in the tree, joined by "/".
+      axes: its annotation.
+      shape: global sizes, or None.
+      role: what it is, or None: param for weight layouts, else activation.
+      dtype: name of its dtype, or empty.
+    """
+
+    path: str
+    axes: Any
+    shape: tuple[int, ...] | None
+    role: Role | None
+    dtype: str
+
+    def bytes_over(self, shards: int) -> int | None:
+        """Return the bytes that each device holds, or None where shape or dtype was not given."""
+        if self.shape is None or not self.dtype:
+            return None
+        return math.prod(self.shape) // shards * int(jnp.dtype(self.dtype).itemsize)
+
+
+def read_tensors(name: str) -> tuple[Tensor, ...]:
+    """Read a file of named tensors, in the order written.
+
+    A table with `axes` is a tensor, any other a level of the tree; `role` and `dtype` hold for everything below them.
+
+    Raises:
+      StrategyError: every problem of the file at once, each with file, line and key path.
+    """
+    path = Path(name)
+    if path.suffix not in (".toml", ".json"):
+        raise StrategyError(f"{path.name!r} is neither a .toml nor a .json file", fix="give the file one of these endings")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise StrategyError(f"{path.name} is not UTF-8: {error.reason} at byte {error.start}", fix="save it as UTF-8") from error
+    except OSError as error:
+        raise unreadable(name, error) from error
+    if path.suffix == ".json" and text.lstrip()[:1] != "{":
+        raise StrategyError("a file of tensors is one object", path=path.name, fix='{"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}')
+    data, where = files.parse(text, format=path.suffix[1:], source=path.name)
+    problems: list[Problem] = []
+    tensors = tuple(_walk(data, (), {}, where, problems))
+    if not tensors and not problems:
+        problems.append(Problem(error=StrategyError, what="the file names no tensor", path=path.name, fix=f"[mlp.wi]: {_EXAMPLE}"))
+    raise_problems(problems)
+    return tensors
+
+
+def _walk(
+    table: Mapping[str, Any], path: tuple[str, ...], shared: Mapping[str, Any], where: Where, problems: list[Problem]
+) -> Iterator[Tensor]:
+    shared = {**shared, **{key: table[key] for key in _SHARED if key in table and not isinstance(table[key], Mapping)}}
+    if "axes" in table and not isinstance(table["axes"], Mapping):
+        tensor = _tensor({**shared, **table}, path, where, problems)
+        if tensor is not None:
+            yield tensor
+        return
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _walk(value, (*path, key), shared, where, problems)
+        elif key not in _SHARED:
+            what = "has no axes" if key in _KEYS else f"{key!r} is not a table"
+            problems.append(
+                _problem((*path, key), where, f"the tensor {what}" if key in _KEYS else what, f"a tensor is a table: {_EXAMPLE}")
+            )
+
+
+def _tensor(table: Mapping[str, Any], path: tuple[str, ...], where: Where, problems: list[Problem]) -> Tensor | None:
+    before = len(problems)
+    for key in (key for key in table if key not in _KEYS):
+        hint = did_you_mean(key, _KEYS)
+        problems.append(_problem((*path, key), where, f"unknown key {key!r}", hint or f"a tensor has {', '.join(_KEYS)}"))
+    axes = _axes(table["axes"], (*path, "axes"), where, problems)
+    shape, role, dtype = table.get("shape"), table.get("role"), table.get("dtype", "")
+    if shape is not None and not (isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)):
+        problems.append(_problem((*path, "shape"), where, f"{shape!r} is not a shape", "write a list of sizes, such as [4096, 14336]"))
+    if role is not None and role not in list(Role):
+        problems.append(_problem((*path, "role"), where, f"unknown role {role!r}", f"roles are {', '.join(Role)}"))
+    if dtype and not _is_dtype(dtype):
+        problems.append(_problem((*path, "dtype"), where, f"unknown dtype {dtype!r}", "write a name such as bfloat16 or float32"))
+    if len(problems) > before:
+        return None
+    sizes = None if shape is None else tuple(shape)
+    return Tensor(path="/".join(path), axes=axes, shape=sizes, role=None if role is None else Role(role), dtype=dtype)
+
+
+def _axes(value: Any, path: tuple[str, ...], where: Where, problems: list[Problem]) -> Any:
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        problems.append(_problem(path, where, f"{value!r} are not axes", 'write "EMBED HEAD HEAD_DIM" or ["EMBED", "HEAD", "HEAD_DIM"]'))
+        return None
+    try:
+        return read_axes(words)
+    except ShardingError as error:
+        problems += [dataclasses.replace(problem, path=_place(path, where)) for problem in error.problems]
+        return None
+
+
+def _is_dtype(name: Any) -> bool:
+    try:
+        jnp.dtype(name)
+    except TypeError:
+        return False
+    return isinstance(name, str)
+
+
+def _problem(path: tuple[str, ...], where: Where, what: str, fix: str) -> Problem:
+    return Problem(error=StrategyError, what=what, path=_place(path, where), fix=fix)
+
+
+def _place(path: tuple[str, ...], where: Where) -> str:
+    """Return `file:line key.path`, as far as they are known."""
+    source = next((where[path[:end]] for end in range(len(path), -1, -1) if path[:end] in where), "")
+    return f"{source} {'.'.join(path)}".strip()

@@ -1,0 +1,104 @@
+"""The command lines whose whole output is kept in `golden/`, and how to run one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shlex
+from pathlib import Path
+
+from shardwright.cli.main import main
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
+MESH = "--mesh dp:1,fsdp:2,sp:2,tp:2"
+
+CASES: dict[str, str] = {
+    "activation": "BATCH QUERY_LENGTH EMBED --strategy fsdp_tp --mesh dp:1,fsdp:2,tp:4 --shape 16,4096,4096",
+    "strategy_mesh": "BATCH --strategy ddp --devices 8 --mode train",
+    "weight_as_used": f"EMBED MLP_INTERMEDIATE --role use --strategy fsdp_tp {MESH} --mode train --shape 4096,14336",
+    "layout": f"ColumnWise --strategy fsdp_tp {MESH} --mode prefill",
+    "bias": f"ColumnWise.bias --strategy fsdp_tp {MESH} --mode train --shape 14336",
+    "stacked": f"stacked(RowWise) --strategy fsdp_tp {MESH} --mode train --shape 32,14336,4096",
+    "composite": f"DP+FSDP _ --strategy fsdp_tp {MESH} --mode train --shape 16,3",
+    "merged": f"EMBED KV_HEAD:3*KV_HEAD_DIM:128 --role param --strategy fsdp_tp {MESH} --mode insert --shape 4096,384",
+    "scalar": f"() --strategy fsdp_tp {MESH}",
+    "path": "EMBED VOCAB --role param --path lm_head/kernel --strategy fsdp_tp --strategy head.toml --mesh fsdp:2,tp:2 --shape 64,256",
+    "indivisible": "BATCH HEAD --strategy fsdp_tp --mesh tp:4 --shape 3,6",
+    "conflict": "BATCH EXPERT --strategy moe_ep --mesh fsdp:2,ep:2 --shape 8,8 --mode train",
+    "no_shape": "BATCH KV_HEAD --strategy fsdp_tp --mesh fsdp:2,tp:4",
+    "unknown_axis": "BATHC --strategy fsdp_tp --mesh fsdp:2,tp:4 --mode decode",
+    "rank": "BATCH EMBED --strategy fsdp_tp --mesh dp:2 --shape 4",
+    "long_context": "BATCH KV_LENGTH KV_HEAD KV_HEAD_DIM --strategy serve_long_context --mesh dp:2,sp:2,tp:2 --shape 1,8192,8,128",
+    "tree": f"--tensors tensors.toml --strategy fsdp_tp {MESH}",
+    "tree_one_mode": f"--tensors tensors.toml --strategy serve_tp {MESH} --mode decode",
+    "tree_problems": "--tensors tensors.toml --strategy fsdp_tp --mesh fsdp:3,tp:3",
+    "json": "BATCH KV_HEAD --strategy serve_tp --mesh dp:2,tp:4 --shape 1,8 --mode decode --json",
+    "tree_json": f"--tensors tensors.json --strategy fsdp_tp {MESH} --mode train --json",
+    "narrow": "BATCH QUERY_LENGTH --strategy fsdp_tp --mesh dp:1,fsdp:2,tp:4 --shape 16,4096 --mode train --width 80",
+}
+
+FILES: dict[str, str] = {
+    "head.toml": '[[tensors]]\nmatch = "lm_head/.*"\nembed = "-"\nvocab = "fsdp+tp"\n',
+    "tensors.toml": """\
+dtype = "bfloat16"
+
+[params]
+role = "param"
+
+[params.embed]
+axes = "VOCAB EMBED"
+shape = [128256, 4096]
+
+[params.blocks.q]
+axes = ["EMBED", "HEAD", "HEAD_DIM"]
+shape = [4096, 32, 128]
+
+[params.blocks.k]
+axes = "EMBED KV_HEAD:8*KV_HEAD_DIM:128"
+shape = [4096, 1024]
+
+[params.blocks.up]
+axes = "ColumnWise"
+shape = [4096, 14336]
+
+[params.blocks.norm]
+axes = "NORM"
+shape = [4096]
+dtype = "float32"
+
+[acts.q]
+axes = "BATCH QUERY_LENGTH HEAD HEAD_DIM"
+shape = [16, 4096, 32, 128]
+
+[acts.scores]
+axes = "BATCH HEAD QUERY_LENGTH BIAS_KV_SEQ"
+shape = [16, 32, 4096, 4096]
+""",
+    "tensors.json": """\
+{"wi": {"axes": "EMBED MLP_INTERMEDIATE", "shape": [64, 256], "role": "param", "dtype": "float32"}, "step": {"axes": "()", "shape": []}}
+""",
+}
+
+
+def run(line: str, folder: Path) -> tuple[int, str, str]:
+    """Run `shardwright <line>` in a folder that has FILES; return exit code, stdout and stderr."""
+    for name, text in FILES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    out, err = io.StringIO(), io.StringIO()
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(shlex.split(line))
+    finally:
+        os.chdir(before)
+    return code, out.getvalue(), err.getvalue()
+
+
+def golden(line: str, folder: Path) -> str:
+    """What a golden file holds: the command, its output and its exit code."""
+    command = "explain " + line.replace("stacked(RowWise)", "'stacked(RowWise)'").replace("() ", "'()' ")
+    code, out, err = run(command, folder)
+    return f"$ shardwright {command}\n{out}{err}exit {code}\n"

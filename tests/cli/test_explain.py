@@ -1,0 +1,213 @@
+"""`shardwright explain`: whole outputs against golden files, messages for bad input, and no backend ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.cli import main as main_module
+from tests.cli.cases import CASES, GOLDEN, MESH, golden, run
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_is_the_golden_one(name: str, tmp_path: Path) -> None:
+    kept = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+    assert golden(CASES[name], tmp_path) == kept, "read the difference; if it is right: python -m tests.cli.update"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "json" not in name])
+def test_lines_keep_to_the_width(name: str) -> None:
+    width = 80 if name == "narrow" else 120
+    lines = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8").splitlines()[1:]
+    assert [line for line in lines if len(line) > width] == []
+
+
+def test_golden_files_are_all_used() -> None:
+    assert sorted(path.stem for path in GOLDEN.iterdir()) == sorted(CASES)
+
+
+BAD = {
+    "": (2, "", "usage: shardwright <command>"),
+    "explian": (2, "no command 'explian', did you mean 'explain'?", ""),
+    "explain BATCH": (2, "required: --strategy", ""),
+    "explain --strategy fsdp_tp --devices 8": (2, "nothing to explain\n  fix   name an array's axes", ""),
+    "explain BATCH --strategy fsdp_pt --devices 8": (2, "no preset 'fsdp_pt'\n  fix   did you mean 'fsdp_tp'? presets are ddp,", ""),
+    "explain BATCH --strategy fsdp_tp": (2, "mesh axis fsdp = -1 in strategy fsdp_tp needs a number of devices\n  fix   --devices 8", ""),
+    "explain BATCH --strategy fsdp_tp --mesh dp:-1": (2, "mesh axis dp = -1 needs a number of devices\n  fix   --devices 8, or give", ""),
+    "explain BATCH --strategy fsdp_tp --mesh dp:2,tp": (2, "part 'tp' has no size\n  dp:2,tp\n       ^", ""),
+    "explain BATCH --strategy fsdp_tp --devices 6": (2, "6 devices cannot be divided by", ""),
+    "explain BATCH --strategy fsdp_tp --devices 0": (2, "'0' is not a positive whole number", ""),
+    "explain BATCH --strategy fsdp_tp --devices 8 --shape 4,x": (2, "'4,x' is not a shape", ""),
+    "explain BATCH --strategy fsdp_tp --devices 8 --mode serve": (2, "invalid choice: 'serve'", ""),
+    "explain BATCH --strategy head.toml": (2, "strategy head.toml has no [mesh]\n  fix   say which mesh: --mesh dp:2,tp:4", ""),
+    "explain BATCH --strategy none.toml --devices 8": (2, "no file 'none.toml'", ""),
+    "explain BATCH --strategy bad.toml --devices 8": (2, "bad.toml:2 rules.batch", ""),
+    "explain BATCH --strategy folder.toml --devices 8": (2, "cannot read 'folder.toml': is a directory", ""),
+    "explain BATCH --strategy ./x.yaml --devices 8": (2, "'x.yaml' is neither a .toml nor a .json file", ""),
+    "explain BATCH --strategy model.toml --mesh dp:2": (2, "a rule names the mesh axis 'model'", ""),
+    "explain Columnwise --strategy fsdp_tp --devices 8": (2, "no layout 'Columnwise'\n  fix   did you mean 'ColumnWise'?", ""),
+    "explain SRowWise.bias --strategy fsdp_tp --devices 8": (2, "layout SRowWise has no bias\n  fix   biases are ColumnWise.bias", ""),
+    "explain BATCH: --strategy fsdp_tp --devices 8": (2, "'BATCH:' is not AXIS:SIZE", ""),
+    "explain HEAD:0*KV_HEAD_DIM:2 --strategy fsdp_tp --devices 8": (2, "'HEAD:0' is not AXIS:SIZE", ""),
+    "explain DP+ --strategy fsdp_tp --devices 8": (2, "'DP+' is not a dim\n  fix   write axes such as", ""),
+    "explain BATCH --tensors tensors.toml --strategy ddp --devices 8": (2, "--tensors does not go with axes", ""),
+    "explain --tensors none.toml --strategy ddp --devices 8": (2, "cannot read 'none.toml': no such file", ""),
+    "explain --tensors x.txt --strategy ddp --devices 8": (2, "'x.txt' is neither a .toml nor a .json file", ""),
+    "explain --tensors empty.toml --strategy ddp --devices 8": (2, "empty.toml: the file names no tensor", ""),
+    "explain --tensors list.json --strategy ddp --devices 8": (2, "list.json: a file of tensors is one object", ""),
+    "explain --tensors latin.toml --strategy ddp --devices 8": (2, "latin.toml is not UTF-8", ""),
+    "explain BATCH HEAD --strategy fsdp_tp --mesh tp:4 --shape 3,6": (1, "", "dim 1 HEAD: size 6 does not divide over tp=4"),
+    "explain BATHC --strategy fsdp_tp --mesh tp:4": (1, "", "did you mean 'BATCH'?"),
+    "explain BATCH KV_HEAD --strategy fsdp_tp --mesh tp:4": (1, "", "fix   give the sizes: --shape"),
+}
+FILES = {
+    "bad.toml": '[rules]\nbatch = "dp |"\n',
+    "model.toml": '[mesh]\nmodel = 2\n[rules]\nhead = "model"\n',
+    "empty.toml": "",
+    "list.json": "[1]",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_is_told_and_never_a_traceback(line: str, tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "latin.toml").write_bytes(b"\xe9")
+    (tmp_path / "folder.toml").mkdir()
+    code, out, err = run(line, tmp_path)
+    wanted, says_err, says_out = BAD[line]
+    assert code == wanted, out + err
+    assert says_err in err
+    assert says_out in out
+    assert "Traceback" not in out + err
+    assert bool(err) == (code == 2 and bool(line))
+
+
+def test_every_problem_of_a_tensors_file_is_told_at_once(tmp_path: Path) -> None:
+    text = """\
+[a]
+axes = "BATCH"
+shape = "4"
+[b]
+axes = 3
+rule = "param"
+[c]
+shape = [3]
+[d]
+axes = "BATCH"
+role = "weight"
+dtype = "bf61"
+[e]
+axes = "DP+"
+"""
+    (tmp_path / "bad.toml").write_text(text, encoding="utf-8")
+    code, out, err = run("explain --tensors bad.toml --strategy ddp --devices 8", tmp_path)
+    assert (code, out) == (2, "")
+    for says in (
+        "7 problems",
+        "bad.toml:3 a.shape: '4' is not a shape",
+        "bad.toml:6 b.rule: unknown key 'rule'\n      fix   did you mean 'role'?",
+        "bad.toml:5 b.axes: 3 are not axes",
+        "bad.toml:8 c.shape: the tensor has no axes",
+        "bad.toml:11 d.role: unknown role 'weight'",
+        "bad.toml:12 d.dtype: unknown dtype 'bf61'",
+        "bad.toml:14 e.axes: 'DP+' is not a dim",
+    ):
+        assert says in err
+
+
+def test_json_says_what_the_manager_applies(tmp_path: Path) -> None:
+    code, out, _ = run(f"explain BATCH QUERY_LENGTH HEAD HEAD_DIM --strategy fsdp_tp {MESH} --shape 16,64,8,32 --json", tmp_path)
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["mesh"] == {"dp": 1, "fsdp": 2, "sp": 2, "tp": 2}
+    manager = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("dp:1,fsdp:2,sp:2,tp:2"))
+    axes = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
+    for mode in ("train", "prefill", "decode", "insert"):
+        entries = answer["modes"][mode]["spec"]
+        assert P(*_trim(entries)) == manager.resolve(axes, mode=mode, shape=(16, 64, 8, 32))
+
+
+def _trim(entries: list[list[str]]) -> list[object]:
+    found: list[object] = [None if not entry else entry[0] if len(entry) == 1 else tuple(entry) for entry in entries]
+    while found and found[-1] is None:
+        found.pop()
+    return found
+
+
+def test_bytes_per_device_are_those_of_the_shards(tmp_path: Path) -> None:
+    code, out, _ = run(f"explain --tensors tensors.json --strategy fsdp_tp {MESH} --json", tmp_path)
+    weight, step = json.loads(out)["tensors"]
+    manager = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("dp:1,fsdp:2,sp:2,tp:2"))
+    rows, columns = manager.sharding(sw.EMBED, sw.MLP_INTERMEDIATE, role="param", shape=(64, 256)).shard_shape((64, 256))
+    assert code == 0
+    assert weight["modes"]["train"]["bytes_per_device"] == rows * columns * 4 == 64 * 256 * 4 // 8
+    assert step["modes"]["train"]["bytes_per_device"] is None
+
+
+def test_the_mode_asked_for_is_the_mode_shown_where_the_annotation_is_refused(tmp_path: Path) -> None:
+    _, out, _ = run("explain BATCH EMBED --strategy ddp --devices 2 --shape 4 --mode decode --json", tmp_path)
+    assert json.loads(out)["modes"]["decode"]["mode"] == "decode"
+
+
+def test_a_defect_of_ours_is_called_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(words: list[str]) -> int:
+        raise RuntimeError("oops")
+
+    monkeypatch.setattr(main_module, "_run", broken)
+    code, _, err = run("explain", tmp_path)
+    assert code == 70
+    assert "RuntimeError: oops" in err
+    assert "this is a defect of shardwright" in err
+
+
+def test_help_and_version(tmp_path: Path) -> None:
+    assert run("--help", tmp_path)[:2] == (0, run("", tmp_path)[1])
+    assert run("--version", tmp_path)[:2] == (0, f"shardwright {sw.__version__}\n")
+    code, out, _ = run("explain --help", tmp_path)
+    assert code == 0
+    assert "exit codes: 0 resolved" in out
+
+
+# jax_num_cpu_devices can be set only while no backend exists, so it tells whether one was started.
+PROBE = """
+import sys
+from shardwright.cli.main import main
+code = main(sys.argv[1:])
+import jax
+jax.config.update("jax_num_cpu_devices", 3)
+sys.exit(code if len(jax.devices()) == 3 else 99)
+"""
+
+
+def _process(*words: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key not in {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SRC)}
+    return subprocess.run([sys.executable, *words], env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+
+
+def test_explain_starts_no_backend(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text('{"w": {"axes": "EMBED VOCAB", "shape": [8, 8], "dtype": "bfloat16"}}', encoding="utf-8")
+    done = _process("-c", PROBE, "explain", "--tensors", str(tmp_path / "t.json"), "--strategy", "fsdp_tp", "--mesh", "fsdp:2048,tp:8")
+    assert "16384 devices" in done.stdout, done.stderr
+    assert "-, tp" in done.stdout
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_m_is_the_command_and_a_reader_may_leave_early() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = _process("-m", "shardwright", "explain", "BATCH", "--strategy", "ddp", "--devices", "8", stdout=write)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
