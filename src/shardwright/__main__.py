@@ -1,0 +1,10 @@
+"""`python -m shardwright` is the command `shardwright`."""
+
+from __future__ import annotations
+
+import sys
+
+from shardwright.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
