@@ -1,0 +1,295 @@
+"""What an annotation is: tuples of axes, layouts, merged and stacked dims, and what is refused with which hint."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.annotations import Dim, as_annotation, describe, lower, mode_of_layout
+from shardwright.axes import SEMANTIC_AXES, axis_label, canonical_axis, file_name
+
+GOOD = [
+    (),
+    (sw.BATCH,),
+    (sw.BATCH, sw.EMPTY, (sw.HEAD, sw.HEAD_DIM)),
+    (sw.EMBED, sw.merged((sw.KV_HEAD, 8), (sw.KV_HEAD_DIM, 128))),
+    sw.ColumnWise,
+    sw.ColumnWise(),
+    sw.DynamicShardingAxes([sw.BATCH], 0),
+    sw.stacked(sw.ColumnWise),
+    sw.ArraySpec((4,), jnp.float32, (sw.NORM,)),
+    P("dp"),
+]
+BAD = [
+    [sw.BATCH],
+    [],
+    None,
+    "batch",
+    3,
+    {"a": (sw.BATCH,)},
+    (sw.BATCH, None),
+    (sw.BATCH, [sw.EMBED]),
+    (3,),
+    ((sw.BATCH,), 1),
+    int,
+    ("a", ((),)),
+]
+
+
+@pytest.mark.parametrize("value", GOOD, ids=repr)
+def test_is_annotation(value: Any) -> None:
+    assert sw.is_annotation(value)
+    assert as_annotation(value) == value
+
+
+@pytest.mark.parametrize("value", BAD, ids=repr)
+def test_is_no_annotation(value: Any) -> None:
+    assert not sw.is_annotation(value)
+
+
+def test_a_named_tuple_of_arrays_is_no_annotation_but_a_tree() -> None:
+    state = jax.tree.structure({"a": (sw.BATCH,), "b": [sw.ColumnWise, (sw.EMBED, (sw.HEAD, sw.HEAD_DIM))]}, is_leaf=sw.is_annotation)
+    assert state.num_leaves == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "means"),
+    [
+        ([sw.BATCH, sw.EMBED], (sw.BATCH, sw.EMBED)),
+        ([sw.BATCH, [sw.HEAD, sw.HEAD_DIM]], (sw.BATCH, (sw.HEAD, sw.HEAD_DIM))),
+        ((sw.BATCH, [sw.EMBED]), (sw.BATCH, (sw.EMBED,))),
+        ([], ()),
+    ],
+)
+def test_where_one_annotation_is_expected_a_list_does_too(given: Any, means: Any) -> None:
+    assert as_annotation(given) == means
+
+
+@pytest.mark.parametrize(
+    ("value", "says", "fix"),
+    [
+        ((sw.BATCH, None), "its entry None is not an axis", "write EMPTY for a dim that is not sharded"),
+        ((sw.BATCH, 3), "its entry 3 is not an axis", "use axis strings"),
+        ((sw.BATCH, (sw.EMBED, 4)), "is not an axis, a tuple of axes", "use axis strings"),
+        ("batch", "'batch' is not an annotation", "write a tuple of axes"),
+        (None, "None is not an annotation", "write a tuple of axes"),
+        ({"a": 1}, "is not an annotation", "write a tuple of axes"),
+        (int, "is not an annotation", "write a tuple of axes"),
+    ],
+)
+def test_what_is_no_annotation_is_refused_with_a_hint(value: Any, says: str, fix: str) -> None:
+    with pytest.raises(sw.StrategyError, match=says) as caught:
+        as_annotation(value)
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize("axis", SEMANTIC_AXES)
+def test_every_spelling_of_an_axis_is_the_same_axis(axis: str) -> None:
+    assert type(axis) is str
+    for spelling in (file_name(axis), file_name(axis).upper(), axis):
+        assert canonical_axis(spelling) == axis
+        assert lower((spelling,)) == lower((axis,))
+    assert axis_label(axis) == axis.strip("_")
+
+
+@pytest.mark.parametrize(("short", "axis"), [("dp", sw.DP), ("FSDP", sw.FSDP), ("tp", sw.TP), ("ep", sw.EP), ("sp", sw.SP), ("PP", sw.PP)])
+def test_parallelism_axes_have_short_names(short: str, axis: str) -> None:
+    assert canonical_axis(short) == axis
+    assert axis_label(axis) == short.upper()
+
+
+def test_not_given_is_one_object_for_ever() -> None:
+    assert pickle.loads(pickle.dumps(sw.NOT_GIVEN)) is sw.NOT_GIVEN
+    assert sw.EMPTY_VAL() is sw.NOT_GIVEN
+    assert not sw.NOT_GIVEN
+    assert repr(sw.NOT_GIVEN) == "NOT_GIVEN"
+
+
+def test_the_mask_value_is_large_finite_and_negative() -> None:
+    assert -0.7 * float(np.finfo(np.float32).max) == sw.DEFAULT_MASK_VALUE
+
+
+class TestMerged:
+    def test_its_size_is_the_product(self) -> None:
+        dim = sw.merged((sw.KV_HEAD, 8), (sw.KV_HEAD_DIM, 128))
+        assert dim.size == 1024
+        assert hash(dim) == hash(sw.merged(("kv_head", 8), ("KV_HEAD_DIM", 128)))
+        assert dim == sw.merged(("kv_head", 8), ("KV_HEAD_DIM", 128))
+        assert pickle.loads(pickle.dumps(dim)) == dim
+
+    def test_a_dim_that_is_not_the_product_is_refused(self) -> None:
+        with pytest.raises(sw.RankMismatchError, match=r"dim 1 KV_HEAD\*KV_HEAD_DIM: size 1000 is not KV_HEAD 8 \* KV_HEAD_DIM 128 = 1024"):
+            lower((sw.EMBED, sw.merged((sw.KV_HEAD, 8), (sw.KV_HEAD_DIM, 128))), (64, 1000))
+
+    @pytest.mark.parametrize(
+        "members",
+        [
+            (sw.HEAD,),
+            ((sw.HEAD,),),
+            ((sw.HEAD, 0),),
+            ((sw.HEAD, -1),),
+            ((sw.HEAD, 2.0),),
+            ((sw.HEAD, True),),
+            ((3, sw.HEAD),),
+            ((sw.HEAD, "8"),),
+        ],
+    )
+    def test_members_are_pairs_of_axis_and_size(self, members: Any) -> None:
+        with pytest.raises(sw.StrategyError, match=r"is not \(axis, size\)"):
+            sw.merged(*members)
+
+    def test_no_members_are_refused(self) -> None:
+        with pytest.raises(sw.StrategyError, match="merged needs at least one"):
+            sw.merged()
+
+    def test_an_axis_twice_is_found_inside_too(self) -> None:
+        with pytest.raises(sw.AxisConflictError, match="dim 1 HEAD_DIM: the axis stands twice"):
+            lower((sw.HEAD_DIM, sw.merged((sw.HEAD, 8), (sw.HEAD_DIM, 2))))
+
+
+class TestStacked:
+    def test_of_a_tuple(self) -> None:
+        assert sw.stacked((sw.EMBED, sw.VOCAB)) == (sw.LAYERS, sw.EMBED, sw.VOCAB)
+        assert sw.stacked([sw.EMBED]) == (sw.LAYERS, sw.EMBED)
+        assert sw.stacked(()) == (sw.LAYERS,)
+
+    @pytest.mark.parametrize("layout", [sw.ColumnWise, sw.ColumnWise(), sw.ColumnWise.bias, sw.HiddenStateSharding])
+    def test_of_a_layout(self, layout: Any) -> None:
+        one, many = lower(layout), lower(sw.stacked(layout))
+        assert many.dims == (Dim(axes=(sw.LAYERS,)), *one.dims)
+        assert (many.mode, many.role) == (one.mode, one.role)
+        assert sw.stacked(layout) == sw.stacked(layout)
+        assert hash(sw.stacked(layout)) == hash(sw.stacked(layout))
+
+    def test_of_an_array_spec(self) -> None:
+        spec = sw.ArraySpec((4, 8), jnp.bfloat16, sw.ColumnWise, jax.nn.initializers.normal())
+        many = sw.stacked(spec, layers=3)
+        assert many.shape == (3, 4, 8)
+        assert many.dtype == jnp.bfloat16
+        made = many.init(jax.random.key(0), many.shape, many.dtype)
+        assert made.shape == (3, 4, 8)
+        assert made.dtype == jnp.bfloat16
+        # One key per layer: layers differ, and each is what its key gives alone.
+        keys = jax.random.split(jax.random.key(0), 3)
+        np.testing.assert_array_equal(made[1], spec.init(keys[1], spec.shape, spec.dtype))
+        assert not np.array_equal(made[0], made[1])
+
+    def test_layers_go_with_an_array_spec_only(self) -> None:
+        with pytest.raises(sw.StrategyError, match="layers= goes with an ArraySpec"):
+            sw.stacked((sw.EMBED,), layers=3)
+        with pytest.raises(sw.StrategyError, match="layers= goes with an ArraySpec"):
+            sw.stacked(sw.ArraySpec((4,), jnp.float32, (sw.NORM,)))
+
+    def test_twice_is_refused(self) -> None:
+        with pytest.raises(sw.AxisConflictError, match="LAYERS: the axis stands twice"):
+            lower(sw.stacked(sw.stacked((sw.EMBED,))))
+
+
+class TestRank:
+    def test_a_weight_layout_takes_its_rank_or_one_more(self) -> None:
+        assert [dim.label for dim in lower(sw.ColumnWise, (4, 8)).dims] == ["FSDP+SP (EMBED)", "TP (MLP_INTERMEDIATE)"]
+        assert [dim.label for dim in lower(sw.ColumnWise, (2, 4, 8)).dims] == ["LAYERS", "FSDP+SP (EMBED)", "TP (MLP_INTERMEDIATE)"]
+
+    @pytest.mark.parametrize("shape", [(), (4,), (1, 2, 3, 4)])
+    def test_a_weight_layout_takes_no_other_rank(self, shape: tuple[int, ...]) -> None:
+        with pytest.raises(sw.RankMismatchError, match=rf"ColumnWise has 2 dims, the array has {len(shape)}"):
+            lower(sw.ColumnWise, shape)
+
+    def test_an_activation_layout_takes_its_rank_only(self) -> None:
+        with pytest.raises(sw.RankMismatchError, match="HiddenStateSharding has 3 dims, the array has 4"):
+            lower(sw.HiddenStateSharding, (1, 2, 3, 4))
+
+    @pytest.mark.parametrize("rank", range(5))
+    def test_replicated_takes_any_rank(self, rank: int) -> None:
+        assert lower(sw.Replicated, (2,) * rank).dims == (Dim(axes=()),) * rank
+
+    @pytest.mark.parametrize(
+        ("layout", "shape", "fix"),
+        [
+            (sw.ColumnWise, (8,), "for its bias use ColumnWise.bias; for a bias stacked over layers, stacked(ColumnWise.bias)"),
+            (sw.RowWise(), (8,), "for its bias use RowWise.bias"),
+            (sw.ExpertColumnWiseAlt, (2, 8), "for its bias use ExpertColumnWiseAlt.bias"),
+            (sw.HiddenStateSharding, (1, 2, 3, 4), "for a stack of layers use stacked(HiddenStateSharding)"),
+            ((sw.EMBED,), (2, 3), "for a stack of layers use stacked((EMBED))"),
+            ((sw.EMBED,), (), "write one axis per dim, EMPTY where a dim is not sharded"),
+        ],
+    )
+    def test_the_error_says_what_to_write(self, layout: Any, shape: tuple[int, ...], fix: str) -> None:
+        with pytest.raises(sw.RankMismatchError, match=r"dims, the array has") as caught:
+            lower(layout, shape)
+        assert fix in caught.value.fix
+
+    def test_a_literal_spec_may_be_short_but_not_long(self) -> None:
+        assert len(lower(P("dp"), (2, 3, 4)).dims) == 3
+        with pytest.raises(sw.RankMismatchError, match="has 2 entries, the array has 1 dims"):
+            lower(P("dp", "tp"), (2,))
+
+    def test_an_array_spec_checks_itself(self) -> None:
+        with pytest.raises(sw.RankMismatchError, match=r"\(EMBED\) has 1 dims, the array has 2"):
+            sw.ArraySpec((2, 3), jnp.float32, (sw.EMBED,))
+
+
+class TestLowering:
+    def test_empty_inside_a_composite_is_ignored(self) -> None:
+        assert lower(((sw.HEAD, sw.EMPTY),)) == lower((sw.HEAD,))
+        assert lower(((sw.EMPTY, sw.EMPTY),)) == lower((sw.EMPTY,))
+        assert lower(((),)) == lower((sw.EMPTY,))
+
+    def test_a_composite_keeps_the_order_of_its_members(self) -> None:
+        assert lower(((sw.HEAD, sw.EMBED),)).dims[0].axes == (sw.HEAD, sw.EMBED)
+
+    @pytest.mark.parametrize(
+        "axes", [(sw.HEAD, sw.HEAD), (sw.HEAD, (sw.EMBED, sw.HEAD)), ((sw.HEAD, sw.HEAD),), ("head", sw.HEAD), (sw.TP, "tp")]
+    )
+    def test_the_same_axis_twice_is_refused(self, axes: Any) -> None:
+        with pytest.raises(sw.AxisConflictError, match="the axis stands twice in one annotation"):
+            lower(axes)
+
+    def test_empty_may_stand_often(self) -> None:
+        assert lower((sw.EMPTY, sw.EMPTY, sw.EMPTY)).dims == (Dim(axes=()),) * 3
+
+    @pytest.mark.parametrize(
+        ("annotation", "text"),
+        [
+            ((sw.BATCH, sw.EMPTY, (sw.HEAD, sw.EMBED)), "(BATCH, _, HEAD+EMBED)"),
+            ((), "()"),
+            (sw.ColumnWise(), "ColumnWise"),
+            (sw.stacked(sw.ColumnWise), "stacked(ColumnWise)"),
+            ((sw.merged((sw.HEAD, 2), (sw.HEAD_DIM, 3)),), "(HEAD*HEAD_DIM)"),
+            (sw.ArraySpec((4,), jnp.float32, (sw.NORM,)), "(NORM)"),
+        ],
+    )
+    def test_describe(self, annotation: Any, text: str) -> None:
+        assert describe(annotation) == text
+
+
+class TestModeOfALayout:
+    @pytest.mark.parametrize(
+        ("mode", "shape", "found"),
+        [
+            (1, (4, 1, 8), sw.MODE_DECODE),
+            (1, (4, 2, 8), sw.MODE_TRAIN),
+            (1, (1, 2, 1), sw.MODE_TRAIN),
+            (-1, (4, 1), sw.MODE_DECODE),
+            (0, (0,), sw.MODE_TRAIN),
+            (sw.MODE_PREFILL, None, sw.MODE_PREFILL),
+        ],
+    )
+    def test_an_integer_means_decode_where_that_dim_is_one(self, mode: Any, shape: Any, found: str) -> None:
+        assert mode_of_layout(mode, shape) == found
+
+    def test_an_integer_needs_a_shape(self) -> None:
+        with pytest.raises(sw.ShapeRequiredError, match="the layout's mode is dim 1"):
+            mode_of_layout(1, None)
+
+    @pytest.mark.parametrize("mode", [2, -3])
+    def test_an_integer_needs_its_dim(self, mode: int) -> None:
+        with pytest.raises(sw.RankMismatchError, match=f"the layout's mode is dim {mode}"):
+            mode_of_layout(mode, (4, 8))
