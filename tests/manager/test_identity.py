@@ -1,0 +1,158 @@
+"""What jit's cache sees: the same question gives the identical object, and a manager is part of the key."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from tests.manager.programs import RULES, counting, lies_over, make_manager, make_mesh, numbers
+
+OTHER = RULES.replace('embed = "tp"', 'embed = "dp"').replace('batch = "dp"', 'batch = "tp"')
+
+
+def test_same_question_same_object() -> None:
+    pm = make_manager()
+    assert pm.sharding(sw.BATCH, sw.EMBED) is pm.sharding((sw.BATCH, sw.EMBED)) is pm.sharding("batch", "embed")
+    assert pm.sharding(sw.BATCH, sw.EMBED) is pm.sharding(sw.BATCH, sw.MLP_INTERMEDIATE), "one spec, one object"
+    assert pm.sharding(sw.BATCH) is pm.sharding(sw.BATCH, sw.LENGTH), "canonical: no trailing None"
+    assert pm.explain(sw.BATCH, sw.EMBED) is pm.explain(sw.BATCH, sw.EMBED)
+    assert pm.for_mode("decode") is pm.for_mode(sw.MODE_DECODE)
+    assert pm.for_mode("decode").for_mode("train") is pm.for_mode("train")
+    tree = {"a": numbers(8, 4), "b": numbers(8, 4)}
+    shardings = pm.shardings(tree, (sw.EMBED, sw.MLP_INTERMEDIATE))
+    assert shardings["a"] is shardings["b"] is pm.shardings(tree, (sw.EMBED, sw.MLP_INTERMEDIATE))["a"]
+
+
+def test_pinned_host_memory_is_another_object() -> None:
+    pm = make_manager()
+    host = pm.sharding(sw.BATCH, memory_kind="pinned_host")
+    assert host.memory_kind == "pinned_host"
+    assert host is pm.sharding(sw.BATCH, memory_kind="pinned_host") is not pm.sharding(sw.BATCH)
+
+
+def test_equality_covers_rules_policy_mode_and_mesh() -> None:
+    pm = make_manager()
+    assert pm == make_manager()
+    assert hash(pm) == hash(make_manager())
+    assert pm != make_manager(text=OTHER)
+    assert pm != make_manager("explicit")
+    assert pm != make_manager(sizes="dp:4,tp:2")
+    assert pm != pm.for_mode("train")
+    assert pm != make_manager(text=RULES.replace("[policy]", '[policy]\nindivisible = "replicate"'))
+    assert pm == make_manager(text="# another file, the same rules\n" + RULES)
+    assert pm != "pm"
+
+
+def test_frozen() -> None:
+    pm = make_manager()
+    for name in ("mode", "mesh", "rules", "anything"):
+        with pytest.raises(AttributeError, match=f"a PartitionManager is frozen: build another one instead of setting {name!r}"):
+            setattr(pm, name, None)
+
+
+def test_a_config_that_holds_a_manager_can_be_copied() -> None:
+    pm = make_manager()
+    for copied in (copy.copy(pm), copy.deepcopy({"manager": pm})["manager"]):
+        assert copied == pm
+        assert lies_over(copied.shard(numbers(8, 4), sw.BATCH, sw.EMBED), pm.mesh, "dp", "tp")
+
+
+@pytest.mark.parametrize("way", ["entered", "method"])
+def test_the_same_manager_never_retraces(way: str) -> None:
+    pm = make_manager()
+    body, traces = counting(lambda x: (sw if way == "entered" else pm).shard(x, sw.BATCH, sw.EMBED) * 2)
+    f = jax.jit(body)
+    x = jnp.asarray(numbers(8, 8))
+    for _ in range(3):
+        if way == "entered":
+            with pm:
+                f(x)
+        else:
+            f(x)
+    assert len(traces) == 1
+
+
+def test_equal_managers_from_one_file_never_retrace(tmp_path: Path) -> None:
+    path = sw.Strategy.loads(RULES).dump(tmp_path / "rules.toml")
+    body, traces = counting(lambda x: sw.shard(x, sw.BATCH, sw.EMBED) * 2)
+    f = jax.jit(body)
+    for _ in range(3):
+        with sw.PartitionManager(sw.Strategy.load(path), mesh=make_mesh()):
+            f(jnp.asarray(numbers(8, 8)))
+    assert len(traces) == 1
+
+
+def test_one_jitted_function_under_two_managers_gives_two_specs() -> None:
+    here, there = make_manager(), make_manager(text=OTHER)
+    body, traces = counting(lambda x: sw.shard(x, sw.BATCH, sw.EMBED) * 2)
+    f = jax.jit(body)
+    x = jnp.asarray(numbers(8, 8))
+    for manager, spec in [(here, ("dp", "tp")), (there, ("tp", "dp")), (here, ("dp", "tp")), (there, ("tp", "dp"))]:
+        with manager:
+            assert lies_over(f(x), manager.mesh, *spec)
+    assert len(traces) == 2
+
+
+def test_for_mode_changes_specs_and_retraces() -> None:
+    pm = make_manager()
+    body, traces = counting(lambda x: sw.shard(x, sw.BATCH, sw.EMBED) * 2)
+    f = jax.jit(body)
+    x = jnp.asarray(numbers(8, 8))
+    for _ in range(2):
+        with pm.for_mode("decode"):
+            assert lies_over(f(x), pm.mesh, "dp")
+        with pm.for_mode("train"):
+            assert lies_over(f(x), pm.mesh, "dp", "tp")
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize("wrapper", ["scan", "checkpoint", "jit"])
+def test_two_managers_inside_one_trace(wrapper: str) -> None:
+    """A body that JAX caches by function identity must not remember the first manager's specs."""
+    here, there = make_manager(), make_manager(text=OTHER)
+
+    def step(x: Any, _: Any = None) -> Any:
+        return sw.shard(x * 2, sw.BATCH, sw.EMBED), None
+
+    wrapped = {
+        "scan": lambda x: jax.lax.scan(step, x, None, length=2)[0],
+        "checkpoint": jax.checkpoint(lambda x: step(x)[0]),
+        "jit": jax.jit(lambda x: step(x)[0]),
+    }[wrapper]
+
+    def both(x: Any) -> Any:
+        with here:
+            first = wrapped(x)
+        with there:
+            return first, wrapped(x)
+
+    for outer in (None, here):
+        if outer is None:
+            first, second = jax.jit(both)(jnp.asarray(numbers(8, 8)))
+        else:
+            with outer:
+                first, second = jax.jit(both)(jnp.asarray(numbers(8, 8)))
+        assert lies_over(first, here.mesh, "dp", "tp")
+        assert lies_over(second, here.mesh, "tp", "dp")
+        np.testing.assert_array_equal(first, second)
+
+
+def test_constraints_cost_nothing_in_the_cache() -> None:
+    """1,000 constraints of a few kinds leave a few entries, not 1,000."""
+    pm = make_manager()
+    before = len(pm._cache)
+
+    def f(x: Any) -> Any:
+        for _ in range(100):
+            x = pm.shard(pm.shard(x, sw.BATCH, sw.EMBED), sw.BATCH, sw.EMPTY)
+        return x
+
+    jax.jit(f).trace(jax.ShapeDtypeStruct((8, 8), np.float32))
+    assert len(pm._cache) - before == 2

@@ -1,0 +1,166 @@
+"""What may be placed: JAX and NumPy arrays of any dtype and size, numbers, and trees of them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from tests.manager.programs import AXIS_TYPES, assert_like, lies_over, make_manager, numbers
+
+Pair = collections.namedtuple("Pair", ["first", "second"])  # noqa: PYI024  the tree type that JAX knows by itself
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    tokens: Any
+    weights: Any
+    step: Any = None
+
+
+LEAVES = {
+    "float32": numbers(8, 8),
+    "bfloat16": jnp.asarray(numbers(8, 8), jnp.bfloat16),
+    "int32": np.arange(64, dtype=np.int32).reshape(8, 8),
+    "uint8": np.arange(64, dtype=np.uint8).reshape(8, 8),
+    "bool": np.arange(64).reshape(8, 8) % 3 == 0,
+    "complex64": (numbers(8, 8) + 1j).astype(np.complex64),
+    "fortran order": np.asfortranarray(numbers(8, 8)),
+}
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("leaf", list(LEAVES))
+def test_every_kind_of_array(leaf: str, kind: str, jit: bool) -> None:
+    pm = make_manager(kind)
+    value = LEAVES[leaf]
+    with pm:
+
+        def place(x):
+            return sw.shard(x, sw.BATCH, sw.EMBED)
+
+        found = (jax.jit(place) if jit else place)(value)
+    assert found.dtype == value.dtype
+    assert lies_over(found, pm.mesh, "dp", "tp")
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(value))
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0)])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_arrays_without_elements(kind: str, shape: tuple[int, ...]) -> None:
+    """A dim of size 0 divides. What jit returns of such an array is XLA's affair, so the jitted part ends in a sum."""
+    pm = make_manager(kind)
+    found = pm.shard(np.zeros(shape, np.int32), sw.BATCH, sw.EMBED)
+    assert lies_over(found, pm.mesh, "dp", "tp")
+    assert np.asarray(found).shape == shape
+    with pm:
+        assert jax.jit(lambda x: sw.shard(x, sw.BATCH, sw.EMBED).sum())(found) == 0
+        assert jax.eval_shape(lambda x: sw.shard(x, sw.BATCH, sw.EMBED), found).shape == shape
+
+
+@pytest.mark.parametrize("operation", ["shard", "hint", "gather"])
+@pytest.mark.parametrize("value", [1.5, 3, True, np.float32(2.5), np.int8(4), np.array(7), jnp.asarray(1, jnp.bfloat16)], ids=repr)
+def test_scalars_and_numbers(value: Any, operation: str) -> None:
+    pm = make_manager()
+    place = getattr(pm, operation)
+    for found in (place(value, ()), jax.jit(lambda x: place(x, ()))(value)):
+        assert found.shape == ()
+        assert found == value
+    with pytest.raises(sw.RankMismatchError, match=r"\(BATCH\) has 1 dims, the array has 0"):
+        place(value, (sw.BATCH,))
+
+
+def test_numpy_leaf_is_not_changed_nor_aliased() -> None:
+    pm = make_manager()
+    value = numbers(8, 8)
+    kept = value.copy()
+    found = pm.shard(value, sw.BATCH, sw.EMBED)
+    value[:] = 0
+    np.testing.assert_array_equal(found, kept)
+
+
+@pytest.mark.parametrize("kind", list(AXIS_TYPES))
+def test_placed_array_is_returned_as_it_is(kind: str) -> None:
+    pm = make_manager(kind)
+    once = pm.shard(numbers(8, 8), sw.BATCH, sw.EMBED)
+    assert pm.shard(once, sw.BATCH, sw.EMBED) is once
+    assert pm.hint(once, sw.BATCH, sw.EMBED) is once
+    with pm:
+        assert sw.shard(once, sw.BATCH, sw.EMBED) is once
+    spelled_otherwise = jax.device_put(numbers(8, 8), jax.NamedSharding(pm.mesh, jax.P("dp", None)))
+    assert pm.shard(spelled_otherwise, sw.BATCH, sw.EMPTY) is spelled_otherwise
+
+
+TREES: dict[str, tuple[Any, Any]] = {
+    "dict": ({"a": numbers(8, 4), "b": numbers(4)}, {"a": (sw.BATCH, sw.EMBED), "b": (sw.EMBED,)}),
+    "list": ([numbers(8, 4), numbers(4)], [(sw.BATCH, sw.EMBED), (sw.EMBED,)]),
+    "tuple": ((numbers(8, 4), numbers(8, 8)), (sw.BATCH, sw.EMBED)),
+    "namedtuple": (Pair(numbers(8, 4), numbers(4)), Pair((sw.BATCH, sw.EMBED), (sw.EMBED,))),
+    "dataclass": (Batch(numbers(8, 4), numbers(4)), Batch((sw.BATCH, sw.EMBED), (sw.EMBED,))),
+    "one annotation for all": ({"a": numbers(8, 4), "b": [numbers(2, 8)]}, (sw.BATCH, sw.EMBED)),
+    "prefix": ({"a": [numbers(8, 4), numbers(2, 8)], "b": numbers(4)}, {"a": (sw.BATCH, sw.EMBED), "b": (sw.EMBED,)}),
+    "layout for all": ({"a": numbers(8, 4), "b": [numbers(2)]}, sw.Replicated),
+    "None leaves": ({"a": numbers(8, 4), "b": None}, {"a": (sw.BATCH, sw.EMBED), "b": None}),
+    "scalar beside arrays": (Batch(numbers(8, 4), numbers(4), np.int32(3)), Batch((sw.BATCH, sw.EMBED), (sw.EMBED,), ())),
+    "empty tree": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("case", list(TREES))
+def test_trees(case: str, kind: str, jit: bool) -> None:
+    tree, annotations = TREES[case]
+    pm = make_manager(kind)
+    with pm:
+
+        def place(tree):
+            return sw.shard(tree, annotations)
+
+        found = (jax.jit(place) if jit else place)(tree)
+    assert_like(found, jax.tree.map(jnp.asarray, tree))
+    for leaf in jax.tree.leaves(found):
+        spec = ((), ("tp",), ("dp", "tp"))[leaf.ndim] if annotations is not sw.Replicated else ()
+        assert lies_over(leaf, pm.mesh, *spec), leaf.sharding
+
+
+def test_prefix_annotation_over_axis_strings() -> None:
+    pm = make_manager()
+    found = pm.shard({"a": numbers(8, 4), "b": numbers(2, 8)}, sw.BATCH, sw.EMBED)
+    assert [leaf.sharding.spec for leaf in found.values()] == [jax.P("dp", "tp")] * 2
+
+
+def test_tree_reports_every_leaf_at_once() -> None:
+    pm = make_manager()
+    tree = {"good": numbers(8, 4), "odd": [numbers(8, 6), numbers(7, 4)], "flat": numbers(3)}
+    with pytest.raises(sw.ShardingError, match=r"^3 problems") as caught:
+        pm.shard(tree, (sw.BATCH, sw.EMBED))
+    assert [(p.path, p.error.__name__) for p in caught.value.problems] == [
+        ("flat", "RankMismatchError"),
+        ("odd/0", "IndivisibleError"),
+        ("odd/1", "IndivisibleError"),
+    ]
+
+
+def test_structures_must_agree() -> None:
+    pm = make_manager()
+    with pytest.raises(sw.StrategyError, match="the tree of annotations does not fit the tree"):
+        pm.shard({"a": numbers(8, 4)}, {"b": (sw.BATCH, sw.EMBED)})
+    with pytest.raises(sw.StrategyError, match=r"NoneType is not an annotation|annotations does not fit"):
+        pm.shard({"a": numbers(8, 4)}, {"a": None})
+
+
+def test_array_specs_bring_their_own_axes() -> None:
+    pm = make_manager()
+    spec = sw.ArraySpec((8, 4), np.float32, (sw.BATCH, sw.EMBED))
+    assert pm.shard(numbers(8, 4), spec).sharding.spec == jax.P("dp", "tp")
+    with pytest.raises(sw.RankMismatchError, match=r"array has shape \(8, 8\), its ArraySpec \(8, 4\)"):
+        pm.shard(numbers(8, 8), spec)

@@ -1,0 +1,120 @@
+"""Inside jax.shard_map: what is Manual there is applied already; what is not Manual is still constrained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from tests.manager.programs import assert_like, lies_over, make_manager, numbers
+
+P = jax.P
+
+
+def mapped(pm: sw.PartitionManager, f: Any, *, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+    return jax.jit(jax.shard_map(f, mesh=pm.mesh, in_specs=in_specs, out_specs=out_specs, **options))
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("operation", ["shard", "hint"])
+def test_fully_manual_and_varying_is_applied_already(kind: str, operation: str) -> None:
+    pm = make_manager(kind)
+
+    def inside(x):
+        return getattr(pm, operation)(x, sw.BATCH, sw.EMBED) * 2
+
+    f = mapped(pm, inside, in_specs=P("dp", "tp"), out_specs=P("dp", "tp"))
+    x = pm.shard(numbers(8, 8), sw.BATCH, sw.EMBED)
+    assert_like(f(x), jnp.asarray(numbers(8, 8) * 2))
+    assert lies_over(f(x), pm.mesh, "dp", "tp")
+
+
+def test_recorded_as_manual_and_never_a_reason_for_the_next_candidate() -> None:
+    pm = make_manager()
+    found = sw.resolve((sw.BATCH, sw.KV_HEAD), pm.rules, pm.mesh, shape=(4, 3), manual=frozenset({"tp"}))
+    assert found.spec == P("dp")
+    decision = found.decisions[1]
+    assert (decision.mesh_axes, decision.manual, decision.skipped) == (("tp",), ("tp",), ())
+    assert "tp already applied by shard_map" in decision.why
+
+
+def test_sizes_are_local_along_manual_axes() -> None:
+    """A local batch of 1 is right under a Manual dp of 2, and 6 is wrong over an Auto tp of 4 all the same."""
+    pm = make_manager()
+    f = mapped(pm, lambda x: pm.shard(x, sw.BATCH, sw.EMPTY), in_specs=P("dp"), out_specs=P("dp"))
+    assert_like(f(numbers(2, 8)), jnp.asarray(numbers(2, 8)))
+    half = mapped(pm, lambda x: pm.shard(x, sw.BATCH, sw.EMBED), in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+    with pytest.raises(sw.IndivisibleError, match="dim 1 EMBED: size 6 does not divide over tp=4"):
+        half(numbers(2, 6))
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit", "tp explicit"])
+def test_partly_manual_constrains_the_rest(kind: str) -> None:
+    pm = make_manager(kind)
+
+    def inside(x: Any) -> Any:
+        assert jax.sharding.get_abstract_mesh().manual_axes == ("dp",)
+        y = pm.shard(x * 2, sw.BATCH, sw.EMBED)
+        assert jax.typeof(y).sharding.spec == (P(None, None) if kind == "auto" else P(None, "tp"))
+        return y
+
+    f = mapped(pm, inside, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+    x = pm.shard(numbers(8, 8), sw.BATCH, sw.EMPTY)
+    assert_like(f(x), jnp.asarray(numbers(8, 8) * 2))
+    if kind != "tp explicit":  # there JAX forgets the Explicit axis on the way out, whoever resharded
+        assert lies_over(f(x), pm.mesh, "dp", "tp")
+    loss = mapped(pm, lambda x: jax.lax.psum((inside(x) ** 2).sum(), "dp"), in_specs=P("dp"), out_specs=P(), axis_names={"dp"})
+    with pm:
+        assert_like(jax.jit(jax.grad(loss))(x), jnp.asarray(numbers(8, 8) * 8))
+
+
+@pytest.mark.parametrize("axis_names", [{"dp"}, {"dp", "tp"}], ids=["partly", "fully"])
+def test_not_varying_is_refused_by_shard_and_dropped_by_hint(axis_names: set[str]) -> None:
+    pm = make_manager()
+
+    def run(f):
+        return mapped(pm, f, in_specs=P(), out_specs=P(), axis_names=axis_names)(numbers(8, 8))
+
+    with pytest.raises(sw.ManualAxisError, match="dim 0 BATCH: dp is Manual here, and the value does not vary over it"):
+        run(lambda x: pm.shard(x, sw.BATCH, sw.EMPTY))
+    assert_like(run(lambda x: pm.hint(x, sw.BATCH, sw.EMPTY) * 1), jnp.asarray(numbers(8, 8)))
+    assert_like(run(lambda x: pm.shard(x, sw.EMPTY, sw.EMPTY) * 1), jnp.asarray(numbers(8, 8)))
+
+
+def test_gather_inside_shard_map() -> None:
+    pm = make_manager()
+    with pytest.raises(sw.ManualAxisError, match="dim 0 EMBED: dp is Manual here"):
+        mapped(pm, lambda w: pm.gather(w, sw.EMBED, sw.EMPTY), in_specs=P(), out_specs=P(), axis_names={"dp"})(numbers(8, 8))
+    f = mapped(pm, lambda w: pm.gather(w, sw.EMPTY, sw.MLP_INTERMEDIATE) * 1, in_specs=P(), out_specs=P(), axis_names={"dp"})
+    assert_like(f(numbers(8, 8)), jnp.asarray(numbers(8, 8)))
+
+
+@pytest.mark.parametrize("axis_names", [{"dp"}, {"dp", "tp"}], ids=["partly", "fully"])
+def test_without_varying_types_the_manual_axes_are_trusted(axis_names: set[str]) -> None:
+    """`check_vma=False` leaves no trace of what varies, so shard cannot refuse."""
+    pm = make_manager()
+    spec = P("dp", "tp") if "tp" in axis_names else P("dp")
+    f = mapped(pm, lambda x: pm.shard(x * 3, sw.BATCH, sw.EMBED), in_specs=spec, out_specs=spec, axis_names=axis_names, check_vma=False)
+    x = pm.shard(numbers(8, 8), sw.BATCH, sw.EMPTY)
+    np.testing.assert_allclose(f(x), numbers(8, 8) * 3, rtol=1e-6)
+
+
+def test_entered_inside_shard_map() -> None:
+    pm = make_manager()
+
+    def inside(x: Any) -> Any:
+        with pm:
+            return sw.shard(x * 2, sw.BATCH, sw.EMBED)
+
+    f = mapped(pm, inside, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+    assert_like(f(pm.shard(numbers(8, 8), sw.BATCH, sw.EMPTY)), jnp.asarray(numbers(8, 8) * 2))
+
+
+def test_another_mesh_inside_is_refused() -> None:
+    pm, other = make_manager(), make_manager(sizes="dp:4,tp:2")
+    with pytest.raises(sw.MeshMismatchError, match=r"the ambient mesh is \{'dp': 2, 'tp': 4\}, the manager's \{'dp': 4, 'tp': 2\}"):
+        mapped(pm, lambda x: other.shard(x, sw.BATCH, sw.EMBED), in_specs=P("dp"), out_specs=P("dp"))(numbers(8, 8))

@@ -1,0 +1,236 @@
+"""shard, hint and gather: on every kind of mesh, under every transformation, entered and as methods."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from tests.manager.programs import AXIS_TYPES, TRANSFORMS, Body, assert_like, grad, lies_over, make_manager, numbers
+
+KINDS = list(AXIS_TYPES)
+
+
+def stand_in(operation: str, pm: sw.PartitionManager, *, entered: bool) -> Body:
+    """A non-linear function of one array with the operation in its middle."""
+    if operation == "none":
+
+        def place(x: Any) -> Any:
+            return x
+    elif operation == "gather":
+        free, method = sw.gather, pm.gather
+
+        def place(x):
+            return (free if entered else method)(x, sw.EMBED, sw.MLP_INTERMEDIATE)
+    else:
+        free, method = getattr(sw, operation), getattr(pm, operation)
+
+        def place(x):
+            return (free if entered else method)(x, sw.BATCH, sw.EMBED)
+
+    return lambda x: jnp.sin(place(x)) * 1.5
+
+
+def ambient(pm: sw.PartitionManager, *, entered: bool) -> Any:
+    return pm if entered else contextlib.nullcontext()
+
+
+# What could go wrong for `hint` alone is the same program twice: each mesh sees it in the longest one.
+PROGRAMS = [
+    *[("shard", transform, jit, entered) for transform in TRANSFORMS for jit in (True, False) for entered in (True, False)],
+    *[("hint", transform, True, entered) for transform in ("plain", "scan_remat_grad") for entered in (True, False)],
+]
+
+
+@pytest.mark.parametrize(("operation", "transform", "jit", "entered"), PROGRAMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_activation_lies_as_ruled(operation: str, kind: str, transform: str, jit: bool, entered: bool) -> None:
+    pm = make_manager(kind)
+    start = numbers(8, 12)
+    wanted = TRANSFORMS[transform](stand_in("none", pm, entered=False))(jnp.asarray(start))
+    f = TRANSFORMS[transform](stand_in(operation, pm, entered=entered))
+    with ambient(pm, entered=entered):
+        found = (jax.jit(f) if jit else f)(pm.shard(start, sw.BATCH, sw.EMBED))
+    assert_like(found, wanted)
+    assert lies_over(found, pm.mesh, *((None, "dp", "tp") if transform == "vmap" else ("dp", "tp")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("transform", ["plain", "vmap"])
+def test_activation_moves_from_elsewhere(kind: str, transform: str) -> None:
+    """The input lies replicated, so only the constraint can have moved it."""
+    pm = make_manager(kind)
+    start = numbers(8, 12)
+    with pm:
+        found = jax.jit(TRANSFORMS[transform](stand_in("shard", pm, entered=True)))(pm.shard(start, sw.Replicated))
+        still = jax.jit(stand_in("none", pm, entered=True))(pm.shard(start, sw.Replicated))
+    assert lies_over(found, pm.mesh, *((None, "dp", "tp") if transform == "vmap" else ("dp", "tp")))
+    assert still.sharding.is_fully_replicated
+    assert_like(found, TRANSFORMS[transform](stand_in("none", pm, entered=False))(jnp.asarray(start)))
+
+
+@pytest.mark.parametrize("entered", [True, False], ids=["entered", "method"])
+def test_uncommitted_arrays_are_fine_on_auto_meshes(entered: bool) -> None:
+    pm = make_manager("auto")
+    start = jnp.asarray(numbers(8, 12))
+    with ambient(pm, entered=entered):
+        for f in (stand_in("shard", pm, entered=entered), jax.jit(stand_in("shard", pm, entered=entered))):
+            assert lies_over(f(start), pm.mesh, "dp", "tp")
+            found = grad(f)(start)
+            assert lies_over(found, pm.mesh, "dp", "tp")
+            assert_like(found, grad(stand_in("none", pm, entered=False))(jnp.asarray(start)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+def test_grad_of_a_loss_inside_the_manager(kind: str, jit: bool) -> None:
+    pm = make_manager(kind)
+    start = numbers(8, 12)
+    f = grad(stand_in("shard", pm, entered=True))
+    with pm:
+        found = (jax.jit(f) if jit else f)(pm.shard(start, sw.BATCH, sw.EMBED))
+    assert_like(found, grad(stand_in("none", pm, entered=False))(jnp.asarray(start)))
+    assert lies_over(found, pm.mesh, "dp", "tp")
+
+
+@pytest.mark.parametrize("entered", [True, False], ids=["entered", "method"])
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("transform", ["plain", "pull_back", "remat", "vmap"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_is_gathered(kind: str, transform: str, jit: bool, entered: bool) -> None:
+    """Forward as used, (-, tp); its gradient as stored, (dp, tp)."""
+    pm = make_manager(kind)
+    start = numbers(8, 12)
+    wanted = TRANSFORMS[transform](stand_in("none", pm, entered=False))(jnp.asarray(start))
+    f = TRANSFORMS[transform](stand_in("gather", pm, entered=entered))
+    with ambient(pm, entered=entered):
+        found = (jax.jit(f) if jit else f)(pm.shard(start, sw.EMBED, sw.MLP_INTERMEDIATE, role="param"))
+    assert_like(found, wanted)
+    spec = {"plain": (None, "tp"), "vmap": (None, None, "tp")}.get(transform, ("dp", "tp"))
+    assert lies_over(found, pm.mesh, *spec)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_ways_to_say_axes_are_one(kind: str) -> None:
+    pm = make_manager(kind)
+    x = numbers(8, 12)
+    ways = [
+        pm.shard(x, sw.BATCH, sw.EMBED),
+        pm.shard(x, (sw.BATCH, sw.EMBED)),
+        pm.shard(x, [sw.BATCH, sw.EMBED]),
+        pm.shard(x, "batch", "EMBED"),
+    ]
+    for found in ways:
+        assert lies_over(found, pm.mesh, "dp", "tp")
+        np.testing.assert_array_equal(found, x)
+
+
+def test_composite_lies_over_two_mesh_axes_major_first() -> None:
+    pm = make_manager("auto")
+    found = pm.shard(numbers(8, 3), (sw.BATCH, sw.VOCAB), sw.EMPTY)
+    assert lies_over(found, pm.mesh, ("dp", "tp"), None)
+    assert pm.shard(numbers(3, 8), sw.EMPTY, (sw.EMPTY, sw.VOCAB)).sharding.spec == jax.P(None, "tp")
+
+
+def test_layout_classes_and_instances_place_alike() -> None:
+    pm = make_manager("auto")
+    x = numbers(8, 4, 12)
+    for layout in (sw.HiddenStateSharding, sw.HiddenStateSharding(), sw.HiddenStateSharding(mode="train")):
+        assert lies_over(pm.shard(x, layout), pm.mesh, "dp", None, "tp")
+    # Length 1 at dim 1 means decode, where EMBED is replicated.
+    assert lies_over(pm.shard(x[:, :1], sw.HiddenStateSharding), pm.mesh, "dp")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+def test_replicated_replicates(kind: str, jit: bool) -> None:
+    pm = make_manager(kind)
+    with pm:
+        x = pm.shard(numbers(8, 12), sw.BATCH, sw.EMBED)
+
+        def f(x):
+            return sw.shard(x, sw.Replicated) * 1
+
+        assert (jax.jit(f) if jit else f)(x).sharding.is_fully_replicated
+    assert_like(pm.shard(x, sw.Replicated), numbers(8, 12))
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+def test_mode_of_the_call_then_of_the_manager(jit: bool) -> None:
+    pm = make_manager("auto")
+    x = numbers(8, 12)
+
+    def run(manager: sw.PartitionManager, mode: str | None) -> Any:
+        def f(x):
+            return manager.shard(x, sw.BATCH, sw.EMBED, mode=mode) * 1
+
+        return (jax.jit(f) if jit else f)(x)
+
+    assert lies_over(run(pm, None), pm.mesh, "dp", "tp")
+    assert lies_over(run(pm, "decode"), pm.mesh, "dp")
+    assert lies_over(run(pm.for_mode("decode"), None), pm.mesh, "dp")
+    assert lies_over(run(pm.for_mode("decode"), "train"), pm.mesh, "dp", "tp")
+    assert lies_over(run(pm, "insert"), pm.mesh, "dp"), "insert inherits from decode"
+
+
+def test_constraint_is_in_the_program() -> None:
+    pm = make_manager("auto")
+    text = jax.jit(lambda x: pm.shard(x, sw.BATCH, sw.EMBED)).lower(jnp.zeros((8, 12))).as_text()
+    assert text.count("sdy.sharding_constraint") == 1
+    assert '[{"dp"}, {"tp"}]' in text
+
+
+def test_strict_and_best_effort_differ_where_a_size_does_not_divide() -> None:
+    pm = make_manager("auto")
+    x = pm.shard(numbers(8, 6), sw.BATCH, sw.EMPTY)
+    with pytest.raises(sw.IndivisibleError, match="dim 1 EMBED: size 6 does not divide over tp=4"):
+        pm.shard(x, sw.BATCH, sw.EMBED)
+    text = jax.jit(lambda x: pm.hint(x, sw.BATCH, sw.EMBED)).lower(x).as_text()
+    assert '[{"dp"}, {?}]' in text
+    assert lies_over(pm.hint(x, sw.BATCH, sw.EMBED), pm.mesh, "dp")
+    np.testing.assert_array_equal(pm.hint(x, sw.BATCH, sw.EMBED), numbers(8, 6))
+
+
+def test_hint_leaves_a_conflicting_dim_and_keeps_the_first() -> None:
+    pm = make_manager("auto")
+    x = numbers(8, 8)
+    with pytest.raises(sw.AxisConflictError, match="dim 1 HEAD: tp is taken by dim 0 EMBED"):
+        pm.shard(x, sw.EMBED, sw.HEAD)
+    text = jax.jit(lambda x: pm.hint(x, sw.EMBED, sw.HEAD)).lower(x).as_text()
+    assert '[{"tp"}, {?}]' in text
+
+
+def test_hint_still_refuses_unknown_axes_and_wrong_ranks() -> None:
+    pm = make_manager("auto")
+    with pytest.raises(sw.UnknownAxisError, match="unknown axis 'EMBEDD'"):
+        pm.hint(numbers(8, 8), sw.BATCH, "embedd")
+    with pytest.raises(sw.RankMismatchError, match=r"\(BATCH\) has 1 dims, the array has 2"):
+        pm.hint(numbers(8, 8), sw.BATCH)
+
+
+def test_hint_without_a_manager_does_nothing() -> None:
+    x = numbers(3, 5)
+    assert sw.hint(x, sw.BATCH, sw.EMBED) is x
+    assert jax.jit(lambda x: sw.hint(x, "nonsense"))(x).sharding.num_devices == 1
+
+
+def test_tensor_entries_are_told_apart_by_path() -> None:
+    """Two weights of one shape and one annotation, one of them covered by a [[tensors]] entry."""
+    text = 'version = 1\n[rules]\nembed = "tp"\n[params]\nembed = "dp"\n[policy]\ngather = "dp"\n[[tensors]]\nmatch = "head"\nembed = "-"\n'
+    pm = make_manager(text=text)
+    tree = {"block": numbers(8, 4), "head": numbers(8, 4)}
+    axes = (sw.EMBED, sw.EMPTY)
+    placed = pm.shard(tree, axes, role="param")
+    assert placed["block"].sharding.spec == jax.P("dp")
+    assert placed["head"].sharding.spec == jax.P(), "the entry for head must not lose to a cached answer"
+    both = pm.shardings(tree, axes)
+    assert (both["block"].spec, both["head"].spec) == (jax.P("dp"), jax.P())
+    grads = jax.jit(jax.grad(lambda tree: sum((leaf**2).sum() for leaf in pm.gather(tree, axes).values())))(placed)
+    assert lies_over(grads["block"], pm.mesh, "dp")
+    assert grads["head"].sharding.is_fully_replicated
+    assert pm.resolve(axes, role="param", path="head/kernel") == jax.P()

@@ -1,0 +1,179 @@
+"""What a manager answers without touching an array: specs, shardings, abstract trees, shard counts; and where its mesh comes from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from tests.manager.programs import RULES, lies_over, make_manager, make_mesh, numbers, rules
+
+P = jax.P
+
+
+def test_spec_of_roles_and_modes() -> None:
+    pm = make_manager()
+    axes = (sw.BATCH, sw.EMBED)
+    assert pm.resolve(*axes) == P("dp", "tp")
+    assert pm.resolve(*axes, mode="decode") == pm.for_mode("decode").resolve(*axes) == P("dp")
+    assert pm.resolve(sw.EMBED, sw.MLP_INTERMEDIATE, role="param") == P("dp", "tp")
+    assert pm.resolve(sw.EMBED, sw.MLP_INTERMEDIATE, role="param", mode="decode") == P("dp", "tp"), "modes leave parameters alone"
+    assert pm.resolve(sw.EMBED, sw.MLP_INTERMEDIATE, role="use", mode="decode") == P(None, "tp")
+    assert pm.resolve(sw.KV_HEAD, shape=(8,)) == P("tp")
+    assert pm.resolve(sw.KV_HEAD, shape=(6,)) == P()
+    assert pm.resolve() == P()
+
+
+@pytest.mark.parametrize(
+    ("annotation", "options", "said"),
+    [
+        ((sw.BATCH,), {"mode": "prefill"}, "call"),
+        ((sw.BATCH,), {}, "default"),
+        (sw.HiddenStateSharding, {"shape": (8, 1, 8)}, "layout_dim"),
+        (sw.HiddenStateSharding(mode="decode"), {}, "layout"),
+        (sw.HiddenStateSharding, {"mode": "train", "shape": (8, 1, 8)}, "call"),
+    ],
+)
+def test_who_said_the_mode(annotation: Any, options: dict[str, Any], said: str) -> None:
+    assert make_manager().explain(annotation, **options).mode_from == said
+
+
+def test_the_manager_s_mode_goes_before_the_layout_s() -> None:
+    found = make_manager().for_mode("train").explain(sw.HiddenStateSharding, shape=(8, 1, 8))
+    assert (found.mode, found.mode_from) == (sw.MODE_TRAIN, "manager")
+
+
+def test_mesh_axes_and_axis_size() -> None:
+    pm = make_manager()
+    assert pm.mesh_axes(sw.EMBED) == ("tp",)
+    assert (pm.axis_size(sw.EMBED), pm.axis_size(sw.BATCH), pm.axis_size(sw.LENGTH)) == (4, 2, 1)
+    assert pm.mesh_axes(sw.EMBED, mode="decode") == pm.for_mode("decode").mesh_axes(sw.EMBED) == ()
+    assert (pm.mesh_axes(sw.KV_HEAD, 8), pm.mesh_axes(sw.KV_HEAD, 6)) == (("tp",), ())
+    assert (pm.axis_size(sw.KV_HEAD, 8), pm.axis_size(sw.KV_HEAD, 6)) == (4, 1)
+    for ask in (pm.mesh_axes, pm.axis_size):
+        with pytest.raises(sw.ShapeRequiredError, match="dim 0 KV_HEAD: which candidate applies depends on the size"):
+            ask(sw.KV_HEAD)
+        with pytest.raises(sw.IndivisibleError, match="dim 0 EMBED: size 6 does not divide over tp=4"):
+            ask(sw.EMBED, 6)
+        with pytest.raises(sw.UnknownAxisError, match="unknown axis 'NONSENSE'"):
+            ask("nonsense")
+
+
+def test_size_one_mesh_axes_count_for_nothing() -> None:
+    pm = make_manager(sizes="dp:8,tp:1")
+    assert (pm.mesh_axes(sw.EMBED), pm.axis_size(sw.EMBED), pm.axis_size(sw.KV_HEAD)) == ((), 1, 1)
+
+
+def test_shardings_serve_jit_and_device_put() -> None:
+    pm = make_manager()
+    tree = {"w": numbers(8, 8), "b": numbers(8), "step": jnp.zeros((), jnp.int32)}
+    axes = {"w": (sw.EMBED, sw.MLP_INTERMEDIATE), "b": (sw.MLP_INTERMEDIATE,), "step": ()}
+    shardings = pm.shardings(tree, axes)
+    assert jax.tree.map(lambda sharding: sharding.spec, shardings) == {"w": P("dp", "tp"), "b": P("tp"), "step": P()}
+    placed = jax.device_put(tree, shardings)
+    out = jax.jit(lambda tree: tree, in_shardings=(shardings,), out_shardings=shardings)(placed)
+    assert jax.tree.map(lambda leaf: leaf.sharding.spec, out) == jax.tree.map(lambda sharding: sharding.spec, shardings)
+
+
+def test_shardings_of_a_tree_report_every_path() -> None:
+    pm = make_manager()
+    tree = {"a": {"w": numbers(7, 8)}, "b": {"w": numbers(8, 6)}, "c": numbers(8, 8)}
+    with pytest.raises(sw.IndivisibleError, match=r"^2 problems") as caught:
+        pm.shardings(tree, (sw.EMBED, sw.MLP_INTERMEDIATE))
+    assert [(problem.path, problem.dim) for problem in caught.value.problems] == [("a/w", 0), ("b/w", 1)]
+
+
+def test_abstract_tree_lowers_without_arrays() -> None:
+    pm = make_manager()
+    specs = {"w": sw.ArraySpec((8, 8), jnp.bfloat16, (sw.EMBED, sw.MLP_INTERMEDIATE))}
+    abstract = pm.abstract(specs)
+    assert (abstract["w"].shape, abstract["w"].dtype, abstract["w"].sharding.spec) == ((8, 8), jnp.bfloat16, P("dp", "tp"))
+    compiled = jax.jit(lambda tree: tree["w"] * 2).lower(abstract).compile()
+    assert compiled.output_shardings.spec == P("dp", "tp")
+
+
+def test_size_dependent_rules_on_an_abstract_mesh_of_any_size() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("fsdp:2048,tp:8"))
+    assert pm.resolve(sw.EMBED, sw.MLP_INTERMEDIATE, role="param", shape=(16384, 53248)) == P("fsdp", "tp")
+    assert pm.axis_size(sw.BATCH) == 2048
+
+
+# Not entered on an Explicit mesh is left out: there JAX itself lowers for one device and refuses.
+@pytest.mark.parametrize(("kind", "entered"), [("auto", True), ("auto", False), ("explicit", True)])
+def test_abstract_manager_traces_and_lowers(kind: str, entered: bool) -> None:
+    pm = sw.PartitionManager(rules(), mesh=sw.abstract_mesh("dp:2,tp:4", axis_types=kind))
+    shape = jax.ShapeDtypeStruct((8, 8), np.float32)
+
+    def run() -> Any:
+        def f(x):
+            return (sw if entered else pm).shard(x * 2, sw.BATCH, sw.EMBED)
+
+        jax.eval_shape(f, shape)
+        return jax.jit(f).trace(shape).lower(lowering_platforms=("cpu",)).as_text()
+
+    if entered:
+        with pm:
+            text = run()
+    else:
+        text = run()
+    assert '[{"dp"}, {"tp"}]' in text
+
+
+def test_abstract_manager_places_nothing() -> None:
+    pm = sw.PartitionManager(rules(), mesh=sw.abstract_mesh("dp:2,tp:4"))
+    for place in (pm.shard, pm.hint, pm.gather):
+        with pytest.raises(sw.MeshSpecError, match="the manager's mesh is abstract: there are no devices to place an array on"):
+            place(numbers(8, 8), (sw.EMPTY, sw.EMPTY))
+
+
+def test_where_the_mesh_comes_from() -> None:
+    strategy = sw.Strategy.loads(RULES + "[mesh]\ndp = 2\ntp = -1\n")
+    assert dict(sw.PartitionManager(strategy).mesh.shape) == {"dp": 2, "tp": 4}
+    assert sw.PartitionManager(strategy, mesh=make_mesh(sizes="dp:8,tp:1")).axis_size(sw.BATCH) == 8
+    with pytest.raises(sw.MeshSpecError, match="rules alone have no mesh"):
+        sw.PartitionManager(rules())
+    with jax.set_mesh(make_mesh()):
+        assert sw.PartitionManager(rules()) == make_manager()
+    with pytest.raises(sw.StrategyError, match=r"strategy 'manager_tests' has no \[mesh\]"):
+        sw.PartitionManager(sw.Strategy.loads(RULES))
+
+
+def test_rules_and_mesh_must_agree() -> None:
+    own = RULES.replace('vocab = "tp"', 'vocab = "columns"') + "[mesh]\ndp = 2\ntp = 2\ncolumns = 2\n"
+    strategy = sw.Strategy.loads(own)
+    assert sw.PartitionManager(strategy).mesh_axes(sw.VOCAB) == ("columns",)
+    with pytest.raises(sw.MeshMismatchError, match="a rule names the mesh axis 'columns'"):
+        sw.PartitionManager(strategy, mesh=make_mesh())
+    with jax.set_mesh(make_mesh(sizes="tp:4,dp:2")), pytest.raises(sw.MeshMismatchError, match="the ambient mesh is"):
+        make_manager().shard(numbers(8, 8), sw.BATCH, sw.EMBED)
+
+
+def test_ambient_mesh_of_other_axis_types_will_do() -> None:
+    """Names and sizes must agree; what is Explicit in the ambient mesh is resharded, what is Auto constrained."""
+    pm = make_manager("auto")
+    with jax.set_mesh(make_mesh("explicit")):
+        found = jax.jit(lambda x: pm.shard(x, sw.BATCH, sw.EMBED))(jnp.zeros((8, 8)))
+    assert found.sharding.spec == P("dp", "tp")
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_global_array_of_one_process(kind: str) -> None:
+    pm = make_manager(kind)
+    made = pm.global_array(numbers(8, 8), sw.BATCH, sw.EMBED)
+    assert lies_over(made, pm.mesh, "dp", "tp")
+    np.testing.assert_array_equal(made, numbers(8, 8))
+    assert lies_over(pm.global_array(numbers(8, 6), sw.BATCH, sw.KV_HEAD, global_shape=(8, 6)), pm.mesh, "dp")
+    assert lies_over(pm.global_array(numbers(8, 8), (sw.BATCH, sw.EMBED), mode="decode"), pm.mesh, "dp")
+    assert pm.global_array(np.int32(3), ()).sharding.is_fully_replicated
+    with pytest.raises(sw.ShapeRequiredError, match="dim 1 KV_HEAD: which candidate applies depends on the size"):
+        pm.global_array(numbers(8, 8), sw.BATCH, sw.KV_HEAD)
+    with pytest.raises(sw.RankMismatchError, match=r"\(BATCH\) has 1 dims, the local array has shape \(8, 8\)"):
+        pm.global_array(numbers(8, 8), sw.BATCH)
+    with pytest.raises(sw.IndivisibleError, match="dim 1 EMBED: size 6 does not divide over tp=4"):
+        pm.global_array(numbers(8, 6), sw.BATCH, sw.EMBED, global_shape=(8, 6))
+    with pytest.raises(sw.IndivisibleError, match="dim 1 EMBED"):
+        pm.global_array(numbers(8, 6), sw.BATCH, sw.EMBED)

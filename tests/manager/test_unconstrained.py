@@ -1,0 +1,99 @@
+"""Rules that say "?": the compiler decides, so they may constrain nothing and never stand where an answer is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from tests.manager.programs import AXIS_TYPES, lies_over, make_manager, numbers
+
+OPEN, OPEN_LAST = "open", "open_last"
+
+
+def test_the_program_leaves_the_dim_alone() -> None:
+    pm = make_manager()
+    text = jax.jit(lambda x: pm.shard(x, sw.BATCH, OPEN)).lower(jnp.zeros((8, 8))).as_text()
+    assert '[{"dp"}, {?}]' in text
+    text = jax.jit(lambda x: pm.shard(x, OPEN, sw.EMBED)).lower(jnp.zeros((8, 8))).as_text()
+    assert '[{?}, {"tp"}]' in text
+
+
+@pytest.mark.parametrize("kind", list(AXIS_TYPES))
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+def test_what_the_array_has_there_stays(kind: str, jit: bool) -> None:
+    pm = make_manager(kind)
+    with pm:
+        x = pm.shard(numbers(8, 8), sw.EMPTY, sw.EMBED)
+
+        def f(x):
+            return sw.shard(x, sw.BATCH, OPEN) * 1
+
+        found = (jax.jit(f) if jit else f)(x)
+    np.testing.assert_array_equal(found, numbers(8, 8))
+    if jit and kind == "dp explicit":  # over an Auto tp the compiler is free, and uses its freedom here
+        assert found.sharding.spec[0] == "dp"
+    else:
+        assert lies_over(found, pm.mesh, "dp", "tp")
+
+
+@pytest.mark.parametrize("kind", list(AXIS_TYPES))
+def test_what_the_array_has_there_gives_way_to_a_rule(kind: str) -> None:
+    """The open dim lies over dp; the other dim's rule wants dp: an array has each mesh axis once."""
+    pm = make_manager(kind)
+    x = pm.shard(numbers(8, 8), sw.EMPTY, sw.BATCH)
+    found = pm.shard(x, sw.BATCH, OPEN)
+    assert lies_over(found, pm.mesh, "dp")
+    np.testing.assert_array_equal(found, numbers(8, 8))
+
+
+def test_open_only_where_nothing_divides() -> None:
+    pm = make_manager()
+    assert pm.explain(OPEN_LAST, shape=(8,)).spec == jax.P("tp")
+    assert pm.explain(OPEN_LAST, shape=(6,)).spec == jax.P(jax.P.UNCONSTRAINED)
+    assert pm.sharding(OPEN_LAST, shape=(8,)).spec == jax.P("tp")
+
+
+REFUSALS: dict[str, Any] = {
+    "sharding": lambda pm: pm.sharding(sw.BATCH, OPEN),
+    "sharding with a size": lambda pm: pm.sharding(sw.BATCH, OPEN_LAST, shape=(8, 6)),
+    "shardings": lambda pm: pm.shardings({"x": numbers(8, 6)}, (sw.BATCH, OPEN), role="activation"),
+    "abstract": lambda pm: pm.abstract({"x": numbers(8, 6)}, (sw.BATCH, OPEN), role="activation"),
+    "global_array": lambda pm: pm.global_array(numbers(8, 6), sw.BATCH, OPEN),
+    "global_array with a shape": lambda pm: pm.global_array(numbers(8, 6), sw.BATCH, OPEN_LAST, global_shape=(8, 6)),
+    "literal spec": lambda pm: pm.sharding(jax.P("dp", jax.P.UNCONSTRAINED)),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSALS))
+def test_refused_where_an_array_must_lie_somewhere(case: str) -> None:
+    with pytest.raises(sw.StrategyError, match=r'"\?" leaves this dim to the compiler, but a sharding must say where it lies'):
+        REFUSALS[case](make_manager())
+
+
+@pytest.mark.parametrize("where", ["in", "out", "out and in", "sizes"])
+def test_refused_in_shard_map(where: str) -> None:
+    pm = make_manager()
+    axes = {
+        "in": {"in_axes": [(sw.BATCH, OPEN)], "out_axes": (sw.BATCH, sw.EMPTY)},
+        "out": {"in_axes": [(sw.BATCH, sw.EMPTY)], "out_axes": (sw.BATCH, OPEN)},
+        "out and in": {"in_axes": [(sw.BATCH, OPEN)], "out_axes": (sw.BATCH, OPEN)},
+        "sizes": {"in_axes": [(sw.BATCH, sw.EMPTY)], "out_axes": (sw.BATCH, OPEN_LAST), "sizes": {OPEN_LAST: 6}},
+    }[where]
+    with pytest.raises(sw.StrategyError, match=r'"\?" leaves this dim to the compiler, but shard_map must know where it lies'):
+        pm.shard_map(lambda x: x, **axes)(numbers(8, 8))
+
+
+def test_refused_for_parameters() -> None:
+    with pytest.raises(sw.StrategyError, match=r'"\?" is for activations: a parameter must lie somewhere'):
+        sw.Strategy.loads('version = 1\n[params]\nembed = "?"\n')
+    pm = make_manager(text='version = 1\n[rules]\nbatch = "dp"\nembed = "?"\n')
+    with pytest.raises(sw.StrategyError, match=r'"\?" cannot be the answer for a parameter'):
+        pm.gather(numbers(8, 8), sw.EMBED, sw.EMPTY)
+    with pytest.raises(sw.StrategyError, match=r'"\?" cannot be the answer for a parameter'):
+        pm.shardings({"w": numbers(8, 8)}, (sw.EMBED, sw.EMPTY))
+    assert '[{?}, {"dp"}]' in jax.jit(lambda x: pm.shard(x, sw.EMBED, sw.BATCH)).lower(numbers(8, 8)).as_text()
