@@ -1,0 +1,117 @@
+"""Shardings of a whole parameter tree, beside building the same `NamedSharding`s by hand.
+
+By hand is `[NamedSharding(mesh, P(*entries)) for entries in ...]` over a list of each leaf's entries, known beforehand:
+no tree, no rules, no checks. Ours is `pm.shardings(tree, annotations)`, flattening and unflattening included, which also
+checks every size. "First" starts with empty caches: rules freshly compiled, a new manager. "Again" asks the same manager
+about another tree of the same shapes. Every repetition gets trees built anew, down to each tuple.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+import shardwright as sw
+from benchmarks import timing, trees
+from benchmarks.timing import Row, Target
+from shardwright.testing.meshes import cpu_mesh
+
+BY_HAND = "by hand"
+TARGETS = {
+    "first": Target(at_most=1.0),
+    "again": Target(at_most=0.5),
+    "first, ArraySpecs": Target(at_most=1.0),
+    "again, ArraySpecs": Target(at_most=0.5),
+}
+PEER_TARGETS = {"flax logical_to_mesh_sharding": Target(at_least=8.0), "eformer": Target(at_least=4.0)}
+
+
+def run(*, peers: bool, repeats: int) -> list[Row]:
+    """Measure both models on a mesh of 8 devices and on a cluster's mesh without devices; peers on the former."""
+    rows = []
+    for model in trees.MODELS:
+        strategy = sw.Strategy.preset(model.preset) | sw.Strategy.loads(model.overlay)
+        for mesh in (cpu_mesh(model.devices8), sw.abstract_mesh(model.cluster)):
+            rows += _measure(model, strategy, mesh, peers=peers and isinstance(mesh, Mesh), repeats=repeats)
+    return rows
+
+
+def _measure(model: trees.Model, strategy: sw.Strategy, mesh: Mesh | AbstractMesh, *, peers: bool, repeats: int) -> list[Row]:
+    leaves = model.leaves()
+    warm = sw.PartitionManager(strategy, mesh=mesh)
+    expected = jax.tree.leaves(warm.shardings(trees.abstract_arrays(leaves), trees.annotations(leaves)))
+    assert len(expected) == len(leaves)
+    entries = [tuple(sharding.spec.partitions) for sharding in expected]
+    cases = {
+        BY_HAND: timing.always(lambda: [NamedSharding(mesh, PartitionSpec(*entry)) for entry in entries]),
+        "first": lambda: _annotated(_fresh(strategy, mesh), leaves),
+        "again": lambda: _annotated(warm, leaves),
+        "first, ArraySpecs": lambda: _specs(_fresh(strategy, mesh), leaves),
+        "again, ArraySpecs": lambda: _specs(warm, leaves),
+    }
+    _agree(cases, expected, model, prefix=("first", "again"))
+    with contextlib.ExitStack() as stack:
+        if peers:
+            cases |= _peers(leaves, model, strategy, mesh, expected, stack)
+        times = timing.interleave(cases, repeats=repeats if len(leaves) < 10_000 else max(5, repeats // 3))
+    case = f"{model.name}, {len(leaves):,} leaves, {_mesh_text(mesh)}"
+    rows = [timing.ratio(times, name, against=BY_HAND, subject="tree", case=case, target=TARGETS[name]) for name in TARGETS]
+    others = [name for name in cases if name not in TARGETS and name != BY_HAND]
+    return rows + [timing.ratio(times, name, against="first", subject="tree", case=case, target=PEER_TARGETS.get(name)) for name in others]
+
+
+def _fresh(strategy: sw.Strategy, mesh: Mesh | AbstractMesh) -> sw.PartitionManager:
+    timing.clear_module_caches()
+    return sw.PartitionManager(strategy.compile(), mesh=mesh)
+
+
+def _annotated(manager: sw.PartitionManager, leaves: trees.Leaves) -> Callable[[], Any]:
+    tree, annotations = trees.abstract_arrays(leaves), trees.annotations(leaves)
+    return lambda: manager.shardings(tree, annotations)
+
+
+def _specs(manager: sw.PartitionManager, leaves: trees.Leaves) -> Callable[[], Any]:
+    tree = trees.specs(leaves)
+    # Building ArraySpecs fills the package's caches, which "first" must find empty.
+    timing.clear_module_caches()
+    return lambda: manager.shardings(tree)
+
+
+def _peers(
+    leaves: trees.Leaves, model: trees.Model, strategy: sw.Strategy, mesh: Any, expected: list[Any], stack: contextlib.ExitStack
+) -> dict[str, Any]:
+    """Return the peers' cases, after checking that they give the shardings that ours gives."""
+    from benchmarks import peers
+
+    rules = strategy.compile()
+    eformer = stack.enter_context(peers.eformer_shardings(rules, mesh))
+    cases = {
+        "flax logical_to_mesh_sharding": peers.flax_shardings(rules, mesh, leaves),
+        "eformer": lambda: eformer(leaves, checked=False),
+        "eformer, sizes checked": lambda: eformer(leaves, checked=True),
+    }
+    _agree(cases, expected, model)
+    return cases
+
+
+def _agree(cases: dict[str, Any], expected: list[NamedSharding], model: trees.Model, prefix: tuple[str, ...] = ("",)) -> None:
+    """Check, outside the clock, that the cases compute the same thing."""
+    ranks = [len(shape) for _, shape in sorted_shapes(model.leaves())]
+    for name in (name for name in cases if name.startswith(prefix)):
+        found = jax.tree.leaves(cases[name]()(), is_leaf=lambda leaf: isinstance(leaf, NamedSharding))
+        same = [one.is_equivalent_to(other, rank) for one, other, rank in zip(found, expected, ranks, strict=True)]
+        assert all(same), f"{name} gives another sharding than ours for leaf {same.index(False)} of {model.name}"
+
+
+def sorted_shapes(leaves: trees.Leaves) -> list[tuple[str, tuple[int, ...]]]:
+    """Return shapes in the order in which JAX flattens the tree: by key, level by level."""
+    paths = trees.build({path: (shape, (path,)) for path, (shape, _) in leaves.items()}, lambda shape, path: (path[0], shape))
+    return jax.tree.leaves(paths, is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def _mesh_text(mesh: Mesh | AbstractMesh) -> str:
+    return "8 CPU devices" if isinstance(mesh, Mesh) else f"abstract mesh of {mesh.size:,}"
