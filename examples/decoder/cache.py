@@ -1,0 +1,70 @@
+"""A plain KV cache: two arrays per layer and the number of rows that each batch entry holds. That is its whole state.
+
+Each layer has leaves of its own, so that a donated cache is updated in place; stacked over layers and scanned, it would
+be copied at every step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import shardwright as sw
+from decoder.config import DecoderConfig
+
+CACHE_AXES = (sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)
+
+
+def cache_specs(config: DecoderConfig, *, batch: int, capacity: int) -> dict[str, Any]:
+    """Return the cache as a tree of `ArraySpec`s: `k` and `v` are `[batch, capacity, kv_heads, head_dim]`."""
+    shape = (batch, capacity, config.kv_heads, config.head_dim)
+    rows = sw.ArraySpec(shape, config.dtype, CACHE_AXES)
+    return {
+        "layers": [{"k": rows, "v": rows} for _ in range(config.layers)],
+        "length": sw.ArraySpec((batch,), jnp.int32, (sw.BATCH,)),
+    }
+
+
+def empty_cache(pm: sw.PartitionManager, specs: dict[str, Any]) -> dict[str, Any]:
+    """Return a cache without rows, each array born in its shards."""
+    shardings = pm.shardings(specs, role="activation")
+
+    def zeros() -> dict[str, Any]:
+        return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
+
+    return jax.jit(zeros, out_shardings=shardings)()
+
+
+def next_positions(cache: dict[str, Any] | None, tokens: jax.Array) -> jax.Array:
+    """Return the positions `[batch, q_length]` of new tokens: they follow the rows that the cache holds."""
+    steps = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return steps if cache is None else cache["length"][:, None] + steps
+
+
+def write_rows(rows: jax.Array, new: jax.Array, positions: jax.Array, real: jax.Array) -> jax.Array:
+    """Write new rows at their positions; of each batch entry only the first `real` ones, padding writes nothing.
+
+    Args:
+      rows: `[batch, capacity, kv_heads, head_dim]`.
+      new: `[batch, q_length, kv_heads, head_dim]`.
+      positions: `[batch, q_length]`.
+      real: `[batch]`.
+    """
+    capacity = rows.shape[1]
+    at = jnp.where(jnp.arange(new.shape[1]) < real[:, None], positions, capacity)
+    # One scatter per batch entry (vmap keeps the batch a parallel dim); an index past the end is dropped, never clamped.
+    written = jax.vmap(lambda row, values, index: row.at[index].set(values, mode="drop"))(rows, new, at)
+    return sw.shard(written, CACHE_AXES)
+
+
+def insert_rows(cache: dict[str, Any], prefix: dict[str, Any], slot: jax.Array) -> dict[str, Any]:
+    """Copy a prefilled cache of one prompt into a slot of a cache of many; the rest of the cache stays as it is."""
+
+    def copy(rows: jax.Array, prompt: jax.Array) -> jax.Array:
+        prompt = sw.shard(prompt, CACHE_AXES)
+        return sw.shard(rows.at[slot, : prompt.shape[1]].set(prompt[0], mode="drop"), CACHE_AXES)
+
+    layers = jax.tree.map(copy, cache["layers"], prefix["layers"])
+    return {"layers": layers, "length": cache["length"].at[slot].set(prefix["length"][0], mode="drop")}

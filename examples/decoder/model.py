@@ -1,0 +1,126 @@
+"""The decoder, written once for every mesh and every mode: weights are read through `sw.gather`, activations through `sw.shard`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import shardwright as sw
+from decoder.cache import CACHE_AXES, next_positions, write_rows
+from decoder.config import DecoderConfig, decoder_specs
+
+HIDDEN_AXES = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
+QUERY_AXES = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
+NEW_ROW_AXES = (sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)
+SCORE_AXES = (sw.BATCH, sw.HEAD, sw.QUERY_LENGTH, sw.BIAS_KV_SEQ)
+MLP_AXES = (sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)
+LOGIT_AXES = (sw.BATCH, sw.QUERY_LENGTH, sw.VOCAB)
+
+
+def forward(
+    params: dict[str, Any],
+    tokens: jax.Array,
+    config: DecoderConfig,
+    *,
+    cache: dict[str, Any] | None = None,
+    real: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, Any] | None]:
+    """Return logits `[batch, q_length, vocab]`, and the cache with the tokens' rows in it.
+
+    Args:
+      params: the tree that `decoder_specs` describes.
+      tokens: `[batch, q_length]`.
+      config: sizes.
+      cache: what came before the tokens; None to attend among the tokens alone.
+      real: `[batch]`, how many of the tokens are no padding; needed with a cache.
+    """
+    specs = decoder_specs(config)
+    positions = next_positions(cache, tokens)
+    table = sw.gather(params["embedding"], specs["embedding"], path="embedding")
+    # With 256 bytes a product with one-hot rows is cheap, and partitions like any other weight; an indexed lookup does not.
+    x = sw.shard(jnp.einsum("bqv,ve->bqe", jax.nn.one_hot(tokens, config.vocab, dtype=table.dtype), table), HIDDEN_AXES)
+    layers = []
+    for at, (stored, axes) in enumerate(zip(params["layers"], specs["layers"], strict=True)):
+        weights = sw.gather(stored, axes, path=f"layers/{at}")
+        held = None if cache is None else cache["layers"][at]
+        mixed, held = attention(weights["attention"], x, config, positions=positions, held=held, real=real)
+        x = sw.shard(x + mixed, HIDDEN_AXES)
+        x = sw.shard(x + mlp(weights["mlp"], x, config), HIDDEN_AXES)
+        layers.append(held)
+    x = rms_norm(x, sw.gather(params["norm"], specs["norm"], path="norm"), config)
+    head = sw.gather(params["lm_head"], specs["lm_head"], path="lm_head")
+    logits = sw.shard(jnp.einsum("bqe,ev->bqv", x, head), LOGIT_AXES)
+    return logits, None if cache is None else {"layers": layers, "length": cache["length"] + real}
+
+
+def attention(
+    weights: dict[str, Any],
+    x: jax.Array,
+    config: DecoderConfig,
+    *,
+    positions: jax.Array,
+    held: dict[str, Any] | None,
+    real: jax.Array | None,
+) -> tuple[jax.Array, dict[str, Any] | None]:
+    """Return what attention adds to `x` `[batch, q_length, embed]`, and this layer's rows of the cache."""
+    x = rms_norm(x, weights["norm"], config)
+    q = sw.shard(rope(jnp.einsum("bqe,ehd->bqhd", x, weights["q"]), positions, config), QUERY_AXES)
+    k = sw.shard(rope(jnp.einsum("bqe,ekd->bqkd", x, weights["k"]), positions, config), NEW_ROW_AXES)
+    v = sw.shard(jnp.einsum("bqe,ekd->bqkd", x, weights["v"]), NEW_ROW_AXES)
+    if held is not None:
+        held = {"k": write_rows(held["k"], k, positions, real), "v": write_rows(held["v"], v, positions, real)}
+        k, v = held["k"], held["v"]
+    out = sw.shard(attend(q, k, v, positions=positions), QUERY_AXES)
+    return jnp.einsum("bqhd,hde->bqe", out, weights["o"]), held
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, positions: jax.Array) -> jax.Array:
+    """Return causal grouped-query attention `[batch, q_length, heads, head_dim]`: the one call that a kernel replaces.
+
+    Args:
+      q: `[batch, q_length, heads, head_dim]`.
+      k: `[batch, kv_length, kv_heads, head_dim]`; row j stands at position j.
+      v: like `k`.
+      positions: of the queries, `[batch, q_length]`. A query sees the rows up to its own position, so rows that a
+        longer text left behind in the cache are never seen.
+    """
+    heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
+    # Query head h reads kv head h * kv_heads // heads.
+    k, v = (jnp.repeat(sw.shard(rows, CACHE_AXES), heads // kv_heads, axis=2) for rows in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * head_dim**-0.5
+    seen = jnp.arange(k.shape[1]) <= positions[:, None, :, None]
+    scores = sw.shard(jnp.where(seen, scores, sw.DEFAULT_MASK_VALUE), SCORE_AXES)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+
+
+def mlp(weights: dict[str, Any], x: jax.Array, config: DecoderConfig) -> jax.Array:
+    """Return what the SwiGLU block adds to `x` `[batch, q_length, embed]`."""
+    x = rms_norm(x, weights["norm"], config)
+    hidden = jax.nn.silu(jnp.einsum("bqe,em->bqm", x, weights["gate"])) * jnp.einsum("bqe,em->bqm", x, weights["up"])
+    return jnp.einsum("bqm,me->bqe", sw.shard(hidden, MLP_AXES), weights["down"])
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, config: DecoderConfig) -> jax.Array:
+    """Return `x` `[..., embed]` divided by its root mean square, times the scale."""
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + config.norm_eps) * scale
+
+
+def rope(x: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array:
+    """Rotate pairs of `x` `[batch, q_length, heads, head_dim]` by their positions `[batch, q_length]`."""
+    half = x.shape[-1] // 2
+    frequencies = config.rope_theta ** (-jnp.arange(half) / half)
+    angles = positions[:, :, None, None] * frequencies
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def next_byte_loss(params: dict[str, Any], batch: dict[str, jax.Array], config: DecoderConfig) -> jax.Array:
+    """Return the mean cross entropy of the next byte, in nats."""
+    logits, _ = forward(params, batch["inputs"], config)
+    # A comparison instead of an index: a sharded vocabulary then needs no gather across devices.
+    hit = jnp.arange(config.vocab) == batch["targets"][:, :, None]
+    chosen = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)

@@ -1,0 +1,190 @@
+"""What the demo prints: where tensors lie, what a device holds, how losses and texts compare."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+import shardwright as sw
+from decoder.cache import CACHE_AXES, cache_specs
+from decoder.config import DecoderConfig, decoder_specs
+from decoder.model import HIDDEN_AXES, LOGIT_AXES, MLP_AXES, NEW_ROW_AXES, QUERY_AXES, SCORE_AXES
+from shardwright.axes import axis_label
+
+
+def weights(config: DecoderConfig) -> dict[str, sw.ArraySpec]:
+    """Return one of each kind of weight, by name."""
+    specs = decoder_specs(config)
+    layer = specs["layers"][0]
+    kinds = {f"{part} {name}": spec for part in ("attention", "mlp") for name, spec in layer[part].items() if name != "norm"}
+    return {"embedding": specs["embedding"], **kinds, "norm": specs["norm"], "lm_head": specs["lm_head"]}
+
+
+def activations(config: DecoderConfig, *, batch: int, q_length: int, kv_length: int) -> dict[str, sw.ArraySpec]:
+    """Return every annotated activation of the model, by name, with its shape in one call."""
+    new, read = (batch, q_length), (batch, kv_length)
+    shapes = {
+        "tokens": (new, (sw.BATCH, sw.LENGTH)),
+        "hidden": ((*new, config.embed), HIDDEN_AXES),
+        "queries": ((*new, config.heads, config.head_dim), QUERY_AXES),
+        "new keys": ((*new, config.kv_heads, config.head_dim), NEW_ROW_AXES),
+        "keys read, cache": ((*read, config.kv_heads, config.head_dim), CACHE_AXES),
+        "scores": ((batch, config.heads, q_length, kv_length), SCORE_AXES),
+        "mlp hidden": ((*new, config.mlp), MLP_AXES),
+        "logits": ((*new, config.vocab), LOGIT_AXES),
+    }
+    return {name: sw.ArraySpec(shape, jnp.float32, axes) for name, (shape, axes) in shapes.items()}
+
+
+def lies(found: sw.Resolution) -> str:
+    """Return a resolution as one entry per dim: the mesh axes it lies over, or `-`."""
+    return ",".join("+".join(decision.mesh_axes) or "-" for decision in found.decisions)
+
+
+def training_table(config: DecoderConfig, managers: Mapping[str, sw.PartitionManager], *, batch: int, length: int) -> Table:
+    """Return where each tensor lies in training, a column per strategy."""
+    table = _columns("Training: the mesh axes that each dim lies over", [*managers])
+    kinds = weights(config)
+    _section(table, kinds, lambda spec: [lies(_explain(pm, spec, role="param")) for pm in managers.values()])
+    used = {f"{name}, used": kinds[name] for name in ("attention q", "mlp down")}
+    _section(table, used, lambda spec: [lies(_explain(pm, spec, role="use")) for pm in managers.values()])
+    tensors = activations(config, batch=batch, q_length=length, kv_length=length)
+    _section(table, tensors, lambda spec: [lies(_explain(pm, spec, role="activation")) for pm in managers.values()])
+    return table
+
+
+def serving_table(config: DecoderConfig, pm: sw.PartitionManager, *, slots: int, capacity: int, prompt_length: int) -> Table:
+    """Return where each tensor lies under a serving strategy, a column per mode."""
+    sizes = {
+        "train": {"batch": slots, "q_length": prompt_length, "kv_length": prompt_length},
+        "prefill": {"batch": 1, "q_length": prompt_length, "kv_length": prompt_length},
+        "insert": {"batch": 1, "q_length": prompt_length, "kv_length": prompt_length},
+        "decode": {"batch": slots, "q_length": 1, "kv_length": capacity},
+    }
+    titles = [f"{mode}\n{size['batch']} x {size['q_length']}" for mode, size in sizes.items()]
+    table = _columns(f"{pm.name}: the same tensors in each mode (texts x new positions)", titles)
+    _section(table, weights(config), lambda spec: [lies(_explain(pm, spec, mode=mode, role="param")) for mode in sizes])
+    in_mode = {mode: activations(config, **size) for mode, size in sizes.items()}
+    for name, spec in in_mode["train"].items():
+        cells = [lies(_explain(pm, in_mode[mode][name], mode=mode, role="activation")) for mode in sizes]
+        table.add_row(name, _axes(spec), *cells)
+    return table
+
+
+def _explain(pm: sw.PartitionManager, spec: sw.ArraySpec, **how: Any) -> sw.Resolution:
+    found = pm.explain(spec.axes, shape=spec.shape, **how)
+    if not found.ok:
+        raise found.problems[0].error(problems=found.problems, resolution=found)
+    return found
+
+
+def _columns(title: str, names: Sequence[str]) -> Table:
+    table = _table(title)
+    for name in ("tensor", "axes", *names):
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+
+
+def _section(table: Table, specs: Mapping[str, sw.ArraySpec], cells: Callable[[sw.ArraySpec], list[str]]) -> None:
+    for name, spec in specs.items():
+        table.add_row(name, _axes(spec), *cells(spec))
+    table.add_section()
+
+
+def _axes(spec: sw.ArraySpec) -> str:
+    return ", ".join(axis_label(axis) for axis in spec.axes)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Return the most bytes that any device holds of a tree of arrays, counted on the arrays themselves."""
+    held: collections.Counter[Any] = collections.Counter()
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    return max(held.values())
+
+
+def spec_bytes(specs: Any, shardings: Any) -> int:
+    """Return the bytes per device of arrays that need not exist, from their specs and shardings."""
+    leaves = zip(jax.tree.leaves(specs), jax.tree.leaves(shardings), strict=True)
+    return sum(int(np.prod(sharding.shard_shape(spec.shape))) * jnp.dtype(spec.dtype).itemsize for spec, sharding in leaves)
+
+
+def memory_table(states: Mapping[str, Any], managers: Mapping[str, sw.PartitionManager], seconds: Mapping[str, float]) -> Table:
+    """Return what one device holds under each strategy in training."""
+    table = _table("Training: bytes per device")
+    for name in ("strategy", "mesh", "parameters", "optimizer state", "together", "of single", "time"):
+        table.add_column(name, justify="left" if name in ("strategy", "mesh") else "right")
+    whole = None
+    for name, state in states.items():
+        params, opt = bytes_per_device(state["params"]), bytes_per_device(state["opt"])
+        whole = whole or params + opt
+        share = f"{(params + opt) / whole:.1%}"
+        table.add_row(name, mesh_text(managers[name]), f"{params:,}", f"{opt:,}", f"{params + opt:,}", share, f"{seconds[name]:.1f} s")
+    return table
+
+
+def serving_memory(pm: sw.PartitionManager, config: DecoderConfig, *, slots: int, capacity: int) -> str:
+    """Return in a line what one device holds when serving."""
+    specs, cache = decoder_specs(config), cache_specs(config, batch=slots, capacity=capacity)
+    held = spec_bytes(specs, pm.shardings(specs, mode="decode"))
+    rows = spec_bytes(cache, pm.shardings(cache, mode="decode", role="activation"))
+    return f"{pm.name} ({mesh_text(pm)}): weights {held:,} and cache {rows:,} bytes per device"
+
+
+def mesh_text(pm: sw.PartitionManager) -> str:
+    """Return a manager's mesh as people write it."""
+    return " ".join(f"{axis}:{size}" for axis, size in pm.mesh.shape.items())
+
+
+def loss_table(losses: Mapping[str, Sequence[float]], *, rows: int = 6) -> Table:
+    """Return the losses of each strategy at a few steps, and how far apart they are there."""
+    table = _table("Losses, nats per byte")
+    for name in ("step", *losses, "largest difference"):
+        table.add_column(name, justify="right")
+    steps = len(next(iter(losses.values())))
+    for step in sorted({round(at) for at in np.linspace(0, steps - 1, min(rows, steps))}):
+        values = [series[step] for series in losses.values()]
+        table.add_row(str(step + 1), *(f"{value:.7f}" for value in values), f"{max(values) - min(values):.1e}")
+    return table
+
+
+def largest_difference(losses: Mapping[str, Sequence[float]]) -> float:
+    """Return the largest relative difference of any strategy's loss from the first one's, over all steps."""
+    first, *others = (np.asarray(series, np.float64) for series in losses.values())
+    return max((float(np.max(np.abs(other - first) / np.abs(first))) for other in others), default=0.0)
+
+
+def text_table(prompts: Sequence[bytes], texts: Mapping[str, Sequence[bytes]]) -> Table:
+    """Return what each strategy wrote, and whether it is the same byte by byte."""
+    table = _table("Texts, greedy")
+    for name in ("slot", "bytes", "prompt", "continuation", "equal"):
+        table.add_column(name, justify="right" if name in ("slot", "bytes") else "left")
+    for slot, row in enumerate(differing(texts)):
+        written = next(iter(texts.values()))[slot]
+        table.add_row(
+            str(slot), str(len(prompts[slot])), _shown(prompts[slot][-32:]), _shown(written), "yes" if row is None else f"NO, byte {row}"
+        )
+    return table
+
+
+def differing(texts: Mapping[str, Sequence[bytes]]) -> Iterator[int | None]:
+    """Yield for each slot the first byte at which the strategies' texts differ, or None."""
+    for written in zip(*texts.values(), strict=True):
+        first = (at for at, values in enumerate(zip(*written, strict=True)) if len(set(values)) > 1)
+        yield next(first, None)
+
+
+def _shown(text: bytes) -> str:
+    return repr(text.decode("utf-8", errors="replace")).replace("[", r"\[")
