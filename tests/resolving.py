@@ -1,0 +1,34 @@
+"""Rules written as tables of text, for tests of what they resolve to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import PartitionSpec as P
+
+from shardwright.provenance import RuleRef
+from shardwright.resolver import resolve
+from shardwright.rules import AxisRules, Policy, TensorRules, build_rules, parse_rule
+
+
+def table(name: str, rules: dict[str, str]) -> dict[str, Any]:
+    return {
+        axis: parse_rule(text, ref=RuleRef(key=axis.strip("_").lower(), text=text, table=name, source="t.toml"))
+        for axis, text in rules.items()
+    }
+
+
+def made(policy: Policy | None = None, /, *, tensors: Any = (), user_axes: Any = (), **tables: dict[str, str]) -> AxisRules:
+    """Rules from tables; `decode_params={...}` stands for `[modes.decode.params]`."""
+    names = {"rules": "rules", "params": "params"}
+    named = {}
+    for key, rules in tables.items():
+        mode, _, params = key.partition("_")
+        name = names.get(key) or f"modes.{mode}" + (".params" if params else "")
+        named[name] = table(name, rules)
+    entries = [TensorRules(match=match, rules=tuple(table("tensors", rules).items())) for match, rules in tensors]
+    return build_rules(named, tensors=entries, user_axes=user_axes, policy=policy)
+
+
+def spec(axes: Any, rules: AxisRules, mesh: dict[str, int], **asked: Any) -> P:
+    return resolve(axes, rules, mesh, **asked).spec

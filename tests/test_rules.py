@@ -1,0 +1,214 @@
+"""The grammar of rules, with carets at faults, and the tables that they are layered into."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+
+import pytest
+
+import shardwright as sw
+from shardwright.axes import Role
+from shardwright.modes import MODES
+from shardwright.provenance import RuleRef
+from shardwright.rules import (
+    POLICY_PRESETS,
+    AxisRules,
+    Conflict,
+    Fallback,
+    Indivisible,
+    Missing,
+    Policy,
+    Rank,
+    TensorRules,
+    build_rules,
+    check_mesh_axes,
+    default_rule,
+    parse_rule,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "candidates", "fallback"),
+    [
+        ("tp", (("tp",),), Fallback.NONE),
+        ("dp+fsdp", (("dp", "fsdp"),), Fallback.NONE),
+        ("fsdp+dp", (("fsdp", "dp"),), Fallback.NONE),
+        ("dp+fsdp | dp | -", (("dp", "fsdp"), ("dp",)), Fallback.REPLICATED),
+        ("  dp  +  fsdp|dp|?  ", (("dp", "fsdp"), ("dp",)), Fallback.UNCONSTRAINED),
+        ("-", (), Fallback.REPLICATED),
+        ("?", (), Fallback.UNCONSTRAINED),
+        ("data_1", (("data_1",),), Fallback.NONE),
+        ("_x", (("_x",),), Fallback.NONE),
+        ("tp | tp", (("tp",), ("tp",)), Fallback.NONE),
+    ],
+)
+def test_a_rule_is_candidates_and_a_fallback(text: str, candidates: tuple[tuple[str, ...], ...], fallback: Fallback) -> None:
+    rule = parse_rule(text)
+    assert rule.candidates == candidates
+    assert rule.fallback is fallback
+    assert rule.ref.text == text
+    assert rule.mesh_axes == tuple(dict.fromkeys(axis for candidate in candidates for axis in candidate))
+
+
+@pytest.mark.parametrize(
+    ("text", "caret", "says"),
+    [
+        ("", 0, "a mesh axis is missing here"),
+        ("   ", 3, "a mesh axis is missing here"),
+        ("dp |", 4, "a mesh axis is missing here"),
+        ("| dp", 0, "a mesh axis is missing here"),
+        ("dp | | tp", 5, "a mesh axis is missing here"),
+        ("dp + + tp", 5, "a mesh axis is missing here"),
+        ("dp+", 3, "a mesh axis is missing here"),
+        ("+dp", 0, "a mesh axis is missing here"),
+        ("- | tp", 4, 'nothing may follow "-", which always fits'),
+        ("tp | ? | -", 9, 'nothing may follow "?", which always fits'),
+        ("- | -", 4, 'nothing may follow "-", which always fits'),
+        ("tp+-", 3, '"-" stands alone, never inside a candidate'),
+        ("?+tp", 0, '"?" stands alone, never inside a candidate'),
+        ("dp+dp", 3, "'dp' stands twice in one candidate"),
+        ("tp | dp + fsdp + dp", 17, "'dp' stands twice in one candidate"),
+        ("dp fsdp", 0, "'dp fsdp' is not the name of a mesh axis"),
+        ("dp, fsdp", 0, "'dp, fsdp' is not the name of a mesh axis"),
+        ("tp | dp:2", 5, "'dp:2' is not the name of a mesh axis"),
+        ("_", 0, "'_' is not the name of a mesh axis"),
+        ("--", 0, "'--' is not the name of a mesh axis"),
+    ],
+)
+def test_a_fault_has_a_caret(text: str, caret: int, says: str) -> None:
+    with pytest.raises(sw.StrategyError, match=re.escape(says)) as caught:
+        parse_rule(text, ref=RuleRef(key="batch", text=text, table="rules", source="my.toml:7"))
+    error = caught.value
+    shown, mark = error.snippet.split("\n")
+    assert shown == text
+    assert mark == " " * caret + "^"
+    assert error.axis == "batch"
+    assert "my.toml:7, [rules]" in error.rule
+    assert '"dp+fsdp | dp | -"' in error.fix
+
+
+def test_rules_are_equal_wherever_they_were_written() -> None:
+    one = parse_rule("tp | -", ref=RuleRef(key="head", text="tp | -", table="rules", source="a.toml:1"))
+    other = parse_rule("tp|-", ref=RuleRef(key="kv_head", text="tp|-", source="b.json:9"))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != parse_rule("tp")
+    assert one != parse_rule("tp | ?")
+
+
+def test_rules_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError, match="fallback"):
+        parse_rule("tp").fallback = Fallback.REPLICATED  # type: ignore[misc]
+
+
+TABLES = {
+    "rules": {sw.BATCH: parse_rule("dp"), sw.EMBED: parse_rule("-"), sw.HEAD: parse_rule("tp")},
+    "params": {sw.EMBED: parse_rule("fsdp")},
+    "modes.decode": {sw.BATCH: parse_rule("fsdp"), sw.HEAD: parse_rule("ep")},
+    "modes.decode.params": {sw.EMBED: parse_rule("sp")},
+    "modes.insert": {sw.HEAD: parse_rule("-")},
+    "modes.prefill": {sw.BATCH: parse_rule("sp")},
+    "modes.prefill.params": {sw.HEAD: parse_rule("fsdp")},
+}
+
+
+def stated(rules: AxisRules, axis: str, mode: str, role: Role) -> str:
+    rule = rules.stated(axis, mode=mode, role=role, path=None)
+    return "" if rule is None else rule.ref.text
+
+
+@pytest.mark.parametrize(
+    ("axis", "role", "by_mode"),
+    [
+        # train, prefill, decode, insert
+        (sw.BATCH, Role.ACTIVATION, ("dp", "sp", "fsdp", "fsdp")),
+        (sw.HEAD, Role.ACTIVATION, ("tp", "tp", "ep", "-")),
+        (sw.EMBED, Role.ACTIVATION, ("-", "-", "-", "-")),
+        (sw.BATCH, Role.PARAM, ("dp", "dp", "dp", "dp")),
+        (sw.EMBED, Role.PARAM, ("fsdp", "fsdp", "sp", "sp")),
+        (sw.HEAD, Role.PARAM, ("tp", "fsdp", "tp", "tp")),
+        (sw.HEAD, Role.USE, ("tp", "fsdp", "tp", "tp")),
+        (sw.VOCAB, Role.ACTIVATION, ("", "", "", "")),
+    ],
+)
+def test_the_table_of_each_mode_and_role(axis: str, role: Role, by_mode: tuple[str, ...]) -> None:
+    rules = build_rules(TABLES)
+    assert tuple(stated(rules, axis, mode, role) for mode in MODES) == by_mode
+
+
+def test_equality_and_hash_cover_rules_and_policy_only() -> None:
+    same = {table: {axis: parse_rule(f" {rule.ref.text} ") for axis, rule in rules.items()} for table, rules in reversed(TABLES.items())}
+    assert build_rules(TABLES) == build_rules(same)
+    assert hash(build_rules(TABLES)) == hash(build_rules(same))
+    assert build_rules(TABLES) != build_rules({**TABLES, "modes.insert": {}})
+    assert build_rules(TABLES) != build_rules(TABLES, policy=Policy(indivisible=Indivisible.PREFIX))
+    assert build_rules(TABLES) != build_rules(TABLES, user_axes=("__MINE__",))
+    assert build_rules(TABLES) != build_rules(TABLES, tensors=[TensorRules(match="x", rules=((sw.EMBED, parse_rule("-")),))])
+    assert build_rules(TABLES) != "rules"
+
+
+def test_a_mode_that_says_what_it_would_inherit_changes_nothing() -> None:
+    said = build_rules({**TABLES, "modes.insert": {sw.HEAD: parse_rule("-"), sw.BATCH: parse_rule("fsdp")}})
+    assert said == build_rules(TABLES)
+
+
+def test_compiled_rules_pickle() -> None:
+    rules = build_rules(TABLES, user_axes=("__MINE__",), policy=Policy(gather=("fsdp",)))
+    sw.resolve((sw.BATCH,), rules, {"dp": 2}, shape=(4,))  # fills the cache, which must not travel
+    again = pickle.loads(pickle.dumps(rules))
+    assert again == rules
+    assert hash(again) == hash(rules)
+    assert again.stated(sw.HEAD, mode=sw.MODE_INSERT, role=Role.ACTIVATION, path=None).ref.text == "-"  # type: ignore[union-attr]
+
+
+def test_named_mesh_axes_are_listed_once_in_order_and_with_gather() -> None:
+    tensors = [TensorRules(match="x", rules=((sw.EMBED, parse_rule("mine")),))]
+    rules = build_rules({"rules": {sw.BATCH: parse_rule("dp | a+dp")}}, tensors=tensors, policy=Policy(gather=("b",)))
+    assert rules.named_mesh_axes() == ("dp", "a", "mine", "b")
+    assert check_mesh_axes(rules.named_mesh_axes(), ("a",)) == ("mine", "b")
+    assert check_mesh_axes(rules.named_mesh_axes(), ("a", "b", "mine", "other")) == ()
+
+
+class TestTensors:
+    ENTRIES = (
+        TensorRules(match="lm_head/.*", rules=((sw.EMBED, parse_rule("-")),)),
+        TensorRules(match="head", rules=((sw.EMBED, parse_rule("tp")), (sw.VOCAB, parse_rule("fsdp+tp")))),
+    )
+
+    @pytest.mark.parametrize(
+        ("axis", "path", "found"),
+        [
+            (sw.EMBED, "lm_head/kernel", "-"),
+            (sw.EMBED, "head", "tp"),
+            (sw.VOCAB, "lm_head/kernel", "fsdp+tp"),
+            (sw.EMBED, "blocks/0/attn", None),
+            (sw.HEAD, "lm_head/kernel", None),
+            (sw.EMBED, None, None),
+        ],
+    )
+    def test_the_first_entry_that_matches_and_names_the_axis_wins(self, axis: str, path: str | None, found: str | None) -> None:
+        rules = build_rules({}, tensors=self.ENTRIES)
+        for role in (Role.PARAM, Role.USE):
+            rule = rules.tensor_rule(axis, role=role, path=path)
+            assert (None if rule is None else rule.ref.text) == found
+
+    def test_activations_are_left_alone(self) -> None:
+        rules = build_rules({}, tensors=self.ENTRIES)
+        assert rules.tensor_rule(sw.EMBED, role=Role.ACTIVATION, path="lm_head/kernel") is None
+
+
+def test_parallelism_axes_have_a_rule_without_being_stated() -> None:
+    found = default_rule(sw.TP)
+    assert found is not None
+    assert found.candidates == (("tp",),)
+    assert str(found.ref) == 'tensor_parallel = "tp"   (default)'
+    assert default_rule(sw.HEAD) is None
+
+
+def test_policy_presets() -> None:
+    assert POLICY_PRESETS["strict"] == Policy(
+        indivisible=Indivisible.ERROR, conflict=Conflict.ERROR, gather=(), missing=Missing.SKIP, rank=Rank.ERROR
+    )
+    assert POLICY_PRESETS["eformer"] == Policy(indivisible=Indivisible.REPLICATE, missing=Missing.REPLICATE, rank=Rank.FIT)
