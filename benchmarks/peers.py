@@ -14,11 +14,25 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import shardwright as sw
 from benchmarks import trees
 from shardwright import AxisRules, Role
 from shardwright.modes import MODE_TRAIN
 
 NAMES = ("flax", "eformer", "haliax")
+EFORMER_NAMES = {
+    sw.BATCH: "batch_axis",
+    sw.QUERY_LENGTH: "query_sequence_axis",
+    sw.EMBED: "hidden_state_axis",
+    sw.HEAD: "head_axis",
+    sw.KV_HEAD: "kv_head_axis",
+    sw.HEAD_DIM: "attention_dim_axis",
+    sw.KV_HEAD_DIM: "attention_kv_dim_axis",
+    sw.MLP_INTERMEDIATE: "mlp_intermediate_axis",
+    sw.VOCAB: "vocab_axis",
+    sw.EXPERT_GATE: "expert_gate_axis",
+    sw.BIAS_KV_SEQ: "bias_key_sequence_axis",
+}
 Kinds = tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
 
 
@@ -29,10 +43,18 @@ def missing() -> list[str]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
+                _supply_alias()
                 importlib.import_module(name)
         except ImportError as error:
             found.append(f"{name}: {error}")
     return found
+
+
+def _supply_alias() -> None:
+    """Supply the one name that haliax 1.3 imports and newer JAX lacks: an alias that only an annotation of it uses."""
+    tree_util = importlib.import_module("jax._src.tree_util")
+    if not hasattr(tree_util, "BuiltInKeyEntry"):
+        tree_util.BuiltInKeyEntry = Any
 
 
 def versions() -> dict[str, str]:
@@ -70,9 +92,13 @@ def flax_shardings(rules: AxisRules, mesh: Mesh, leaves: trees.Leaves) -> Callab
 def _eformer_manager(rules: AxisRules, role: Role, mesh: Mesh) -> Any:
     from eformer.escale import PartitionAxis, PartitionManager
 
-    for axis, candidates in _candidates(rules, role, mesh).items():
-        PartitionAxis.register(axis, (candidates[0] if candidates else None) or None, override=True)
-    return PartitionManager(PartitionAxis())
+    first = {axis: candidates[0] if candidates else None for axis, candidates in _candidates(rules, role, mesh).items()}
+    return PartitionManager(PartitionAxis(**{name: first[axis] for axis, name in EFORMER_NAMES.items()}))
+
+
+def _eformer_axes(axes: tuple[str, ...]) -> tuple[str | None, ...]:
+    """Return axes with None for those that eformer does not have, all of which are replicated here."""
+    return tuple(axis if axis in EFORMER_NAMES else None for axis in axes)
 
 
 @contextlib.contextmanager
@@ -93,7 +119,7 @@ def eformer_shardings(rules: AxisRules, mesh: Mesh) -> Iterator[Callable[..., Ca
         return get_corrected_named_sharding(value.shape, manager.resolve(axes, mode=MODE_TRAIN))
 
     def prepare(leaves: trees.Leaves, *, checked: bool) -> Callable[[], Any]:
-        tree, annotations = trees.abstract_arrays(leaves), trees.annotations(leaves)
+        tree, annotations = trees.abstract_arrays(leaves), trees.build(leaves, lambda _, axes: _eformer_axes(axes))
         return lambda: jax.tree.map(one_checked if checked else one, tree, annotations)
 
     with _legacy_mesh(mesh):
@@ -131,7 +157,10 @@ def _eformer_constrain(rules: AxisRules, mesh: Mesh) -> Callable[[Any, Any], Any
     from eformer.escale import apply_logical_sharding
 
     manager = _eformer_manager(rules, Role.ACTIVATION, mesh)
-    return lambda x, axes: apply_logical_sharding(x, manager, axes=axes, mode=MODE_TRAIN)
+    known: dict[Any, Any] = {}
+    return lambda x, axes: apply_logical_sharding(
+        x, manager, axes=known.get(axes) or known.setdefault(axes, _eformer_axes(axes)), mode=MODE_TRAIN
+    )
 
 
 def _trace(constrain: Callable[[Any, Any], Any], enter: Callable[[Mesh], Any], mesh: Mesh, kinds: Kinds, count: int) -> Callable[[], Any]:

@@ -8,6 +8,7 @@ has seen these annotations before, as from the second layer of a model on; "firs
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,10 +50,8 @@ def run(*, peers: bool, repeats: int) -> list[Row]:
         if peers:
             from benchmarks import peers as others
 
-            cases |= {
-                name: timing.always(lambda trace=trace: trace(KINDS, COUNT))
-                for name, trace in others.tracers(strategy.compile(), mesh, stack).items()
-            }
+            tracers = others.tracers(strategy.compile(), mesh, stack)
+            cases |= {name: functools.partial(trace, KINDS, COUNT) for name, trace in tracers.items()}
         for name, prepare in cases.items():
             _check(name, prepare(), mesh, specs)
         times = timing.interleave(cases, repeats=repeats)
