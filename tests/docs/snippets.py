@@ -1,0 +1,151 @@
+"""The pages of the documentation as blocks, and what running a page's blocks in order prints."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import shardwright as sw
+from shardwright.cli.main import main
+from shardwright.cli.tensors import read_tensors
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+
+_FENCE = re.compile(r"^```(\w*)[ \t]*(.*)$")
+_TITLE = re.compile(r'title="([^"]+)"')
+# What a reader types that needs a network, a clone or minutes: checked for its target or its name, not run.
+_NOT_RUN = ("git clone ", "cd ", "python -m pip install ", "pip install ")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A fenced block: its language, the rest of its first line, its text, and the line where the text starts (from 1)."""
+
+    lang: str
+    info: str
+    text: str
+    line: int
+
+    @property
+    def title(self) -> str:
+        found = _TITLE.search(self.info)
+        return found[1] if found else ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """An output that a page shows, and the one that running gave."""
+
+    block: Block
+    actual: str
+
+
+def blocks(text: str) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
+    found: list[Block] = []
+    lines = text.splitlines()
+    at = 0
+    while at < len(lines):
+        fence = _FENCE.match(lines[at])
+        at += 1
+        if fence:
+            start = at
+            while lines[at] != "```":
+                at += 1
+            found.append(Block(lang=fence[1], info=fence[2], text="\n".join(lines[start:at]), line=start + 1))
+            at += 1
+    return found
+
+
+def run_page(page: Path) -> Iterator[Shown]:
+    """Run a page's blocks in the current folder and yield each output shown; an output not shown is an AssertionError."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    name = page.relative_to(ROOT).as_posix()
+    sequence = blocks(page.read_text(encoding="utf-8"))
+    for block, after in zip(sequence, [*sequence[1:], None], strict=False):
+        place = f"{name}:{block.line}"
+        if block.lang == "python":
+            actual = _run_python(block, place, namespace)
+        elif block.lang == "console":
+            actual = _run_console(block, place)
+        else:
+            _check_file(block, place)
+            continue
+        if after is not None and after.lang == "text":
+            yield Shown(block=after, actual=actual)
+        else:
+            assert not actual, f"{place} prints, and the page does not show it:\n{actual}"
+
+
+def _run_python(block: Block, place: str, namespace: dict[str, object]) -> str:
+    out = io.StringIO()
+    code = compile("\n" * (block.line - 1) + block.text, place.partition(":")[0], "exec")
+    with contextlib.redirect_stdout(out):
+        exec(code, namespace)
+    return out.getvalue().rstrip("\n")
+
+
+def _run_console(block: Block, place: str) -> str:
+    out = io.StringIO()
+    for line in block.text.replace("\\\n", " ").splitlines():
+        assert line.startswith("$ "), f"{place}: {line!r} is no command; outputs go into a text block"
+        command = line.removeprefix("$ ").partition("  #")[0].strip()
+        if command.startswith("make "):
+            targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+            assert command.split()[1] in targets, f"{place}: no such target"
+        elif not command.startswith(_NOT_RUN):
+            words = shlex.split(command)
+            assert words[0] == "shardwright", f"{place}: {command!r} cannot be run here"
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                main(words[1:])
+    return out.getvalue().rstrip("\n")
+
+
+def _check_file(block: Block, place: str) -> None:
+    """Load a strategy or a file of tensors, and leave it in the folder under its title."""
+    if block.lang not in ("toml", "json"):
+        assert block.lang == "text", f"{place}: a block of {block.lang!r} is not checked by anything"
+        return
+    if block.title:
+        Path(block.title).write_text(block.text + "\n", encoding="utf-8")
+    if "tensors" in block.info:
+        assert read_tensors(block.title)
+    elif "wrong" in block.info:
+        (tomllib if block.lang == "toml" else json).loads(block.text)
+    else:
+        sw.Strategy.loads(block.text, format=block.lang, source=block.title or place)  # type: ignore[arg-type]
+
+
+def rewritten(page: Path) -> str:
+    """Return a page with every shown output replaced by what running gives."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    for shown in reversed(list(run_page(page))):
+        start = shown.block.line - 1
+        lines[start : start + len(shown.block.text.splitlines())] = shown.actual.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def script(page: Path) -> str:
+    """Return a page's Python as one script, as a reader would paste it."""
+    return "\n".join(block.text for block in blocks(page.read_text(encoding="utf-8")) if block.lang == "python")
+
+
+def links(text: str) -> list[str]:
+    """Return the targets of a page's links, outside fenced blocks."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose))
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a page's headings, spelled as on GitHub."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,0 +1,101 @@
+"""Every snippet of the documentation runs, every output that it shows is the one that running gives, every link leads somewhere."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwright as sw
+from shardwright import context
+from shardwright.axes import PARALLELISM_AXES, SEMANTIC_AXES, axis_label, file_name
+from tests.docs import snippets
+from tests.docs.snippets import PAGES, ROOT
+
+ids = [page.relative_to(ROOT).as_posix() for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_snippets_run_and_print_what_the_page_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for shown in snippets.run_page(page):
+        place = f"{page.name}:{shown.block.line}"
+        assert shown.actual == shown.block.text, f"{place}; if the new output is right: python -m tests.docs.update"
+    assert context.current() is None
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md"])
+def test_a_page_runs_as_a_script_of_its_own(name: str, tmp_path: Path) -> None:
+    """A reader has no test session that made virtual devices: the page itself must."""
+    page = ROOT / name
+    for block in snippets.blocks(page.read_text(encoding="utf-8")):
+        if block.title:
+            (tmp_path / block.title).write_text(block.text + "\n", encoding="utf-8")
+    env = {key: value for key, value in os.environ.items() if key not in {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-W", "error::DeprecationWarning:shardwright", "-c", snippets.script(page)]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    sequence = snippets.blocks(page.read_text(encoding="utf-8"))
+    shown = [after.text for block, after in itertools.pairwise(sequence) if block.lang == "python" and after.lang == "text"]
+    assert done.stdout.splitlines() == "\n".join(shown).splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in snippets.links(page.read_text(encoding="utf-8")):
+        if target.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{target}: no such file"
+        if anchor:
+            assert anchor in snippets.anchors(file.read_text(encoding="utf-8")), f"{target}: no such heading"
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        targets = [target.partition("#")[0] for target in snippets.links(page.read_text(encoding="utf-8"))]
+        waiting += [(page.parent / target).resolve() for target in targets if target.endswith(".md") and "://" not in target]
+    assert [page.name for page in PAGES if page not in reached] == []
+
+
+def test_the_pages_name_every_preset_axis_reason_and_error() -> None:
+    strategies = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
+    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    why = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
+    assert [name for name in sw.Strategy.presets() if f"| `{name}` |" not in strategies] == []
+    assert [axis for axis in SEMANTIC_AXES if f"`{axis_label(axis)}`" not in glossary] == []
+    assert [axis for axis in PARALLELISM_AXES if f"`{axis_label(axis)}`, `{file_name(axis)}`" not in glossary] == []
+    from shardwright import errors, provenance
+
+    assert [one.value for one in (*provenance.Reason, *provenance.Outcome) if f"`{one.value}`" not in why] == []
+    classes = [one.__name__ for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.ShardingError)]
+    assert [name for name in classes if name != "ShardingError" and f"`{name}`" not in why] == []
+
+
+def test_a_page_that_says_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snippets, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n", encoding="utf-8")
+    (shown,) = snippets.run_page(page)
+    assert (shown.block.text, shown.actual) == ("3", "2")
+    assert snippets.rewritten(page) == "```python\nprint(1 + 1)\n```\n\n```text\n2\n```\n"
+    page.write_text("```python\nprint(1)\n```\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"page\.md:2 prints, and the page does not show it"):
+        list(snippets.run_page(page))
+    page.write_text("```console\n$ rm -r /\n```\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match="cannot be run here"):
+        list(snippets.run_page(page))
+    page.write_text('```toml\n[rules]\nbathc = "dp |"\n```\n', encoding="utf-8")
+    with pytest.raises(sw.StrategyError, match="a mesh axis is missing here"):
+        list(snippets.run_page(page))
