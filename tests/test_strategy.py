@@ -245,6 +245,14 @@ def test_tensors_of_the_later_come_first_and_keep_their_lines() -> None:
     assert [ask("a/b"), ask("a/x"), ask("c")] == ["over.toml:6", "base.toml:4", "over.toml:9"]
 
 
+def test_what_python_overlays_is_not_said_to_come_from_the_file() -> None:
+    both = Strategy.loads(SMALL, source="small.toml") | Strategy(rules={"batch": "tp"})
+    found = sw.resolve((sw.BATCH, sw.HEAD), both.compile(), {"dp": 2, "tp": 1})
+    assert found.decisions[0].rule.text == "tp"
+    assert "small.toml" not in found.decisions[0].rule.source
+    assert found.decisions[1].rule.source == "small.toml:11"
+
+
 def test_overlay_changes_neither_side() -> None:
     base, over = Strategy.loads(SMALL), Strategy(rules={"head": "-"})
     both = base | over

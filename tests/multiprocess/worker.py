@@ -1,0 +1,188 @@
+"""One of two processes with four virtual CPU devices each: `python -m tests.multiprocess.worker PORT RANK`.
+
+Prints `ok NAME` for each case that passes. The first failure ends the process at once with its traceback: a process that
+merely raises would leave the other one waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+import shardwright as sw
+from shardwright.testing import virtual_devices
+
+RULES = 'version = 1\n[rules]\nbatch = "dp"\nembed = "tp"\nkv_head = "tp | -"\n[params]\nembed = "dp"\n[policy]\ngather = "dp"\n'
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.linspace(-1.0, 1.0, int(np.prod(shape)), dtype=np.float32).reshape(shape)
+
+
+def manager(mesh: str = "dp:2,tp:4", **options: Any) -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.loads(RULES), mesh=sw.create_mesh(mesh, **options))
+
+
+def whole(x: Any) -> np.ndarray:
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def half(x: np.ndarray, axis: int) -> np.ndarray:
+    """Return this process's part of a dim."""
+    return np.split(x, 2, axis=axis)[jax.process_index()]
+
+
+def global_array_by_rows() -> None:
+    pm = manager()
+    made = pm.global_array(half(numbers(8, 8), 0), sw.BATCH, sw.EMBED)
+    assert made.shape == (8, 8)
+    assert made.sharding.spec == jax.P("dp", "tp")
+    np.testing.assert_array_equal(whole(made), numbers(8, 8))
+    assert {shard.data.shape for shard in made.addressable_shards} == {(4, 2)}
+
+
+def global_array_by_columns() -> None:
+    """tp crosses the processes, so each brings half of the columns and all rows."""
+    pm = manager("tp:8,dp:1")
+    made = pm.global_array(half(numbers(4, 16), 1), sw.BATCH, sw.EMBED)
+    assert (made.shape, made.sharding.spec) == ((4, 16), jax.P(None, "tp"))
+    np.testing.assert_array_equal(whole(made), numbers(4, 16))
+
+
+def global_array_of_equal_parts() -> None:
+    """Nothing lies over what crosses the processes: both bring the whole."""
+    pm = manager()
+    made = pm.global_array(numbers(8, 8), sw.EMPTY, sw.EMBED)
+    assert (made.shape, made.sharding.spec) == ((8, 8), jax.P(None, "tp"))
+    np.testing.assert_array_equal(whole(made), numbers(8, 8))
+
+
+def global_array_that_depends_on_its_size() -> None:
+    pm = manager()
+    for heads, spec in ((8, jax.P("dp", "tp")), (6, jax.P("dp"))):
+        made = pm.global_array(half(numbers(8, heads), 0), sw.BATCH, sw.KV_HEAD, global_shape=(8, heads))
+        assert (made.shape, made.sharding.spec) == ((8, heads), spec)
+        np.testing.assert_array_equal(whole(made), numbers(8, heads))
+    try:
+        pm.global_array(half(numbers(8, 6), 0), sw.BATCH, sw.KV_HEAD)
+    except sw.ShapeRequiredError as error:
+        assert "pass global_shape=" in str(error)
+    else:
+        raise AssertionError("the size decides and was not given")
+
+
+def shard_of_equal_numpy_data() -> None:
+    pm = manager()
+    placed = pm.shard({"x": numbers(8, 8), "n": np.int32(3)}, {"x": (sw.BATCH, sw.EMBED), "n": ()})
+    assert placed["x"].sharding.spec == jax.P("dp", "tp")
+    np.testing.assert_array_equal(whole(placed["x"]), numbers(8, 8))
+    assert pm.shard(placed["x"], sw.BATCH, sw.EMBED) is placed["x"]
+
+
+def slices_are_processes_where_dcn_says_so() -> None:
+    mesh = sw.create_mesh("dp:2,fsdp:2,tp:2", dcn={"dp": 2})
+    owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    assert mesh.devices.shape == (2, 2, 2)
+    np.testing.assert_array_equal(owners, np.broadcast_to(np.arange(2)[:, None, None], (2, 2, 2)))
+    within = sw.create_mesh("fsdp:4,tp:2", dcn={"tp": 2})
+    owners = np.vectorize(lambda device: device.process_index)(within.devices)
+    np.testing.assert_array_equal(owners, np.broadcast_to(np.arange(2), (4, 2)))
+    try:
+        sw.create_mesh("dp:4,tp:2", dcn={"dp": 4})
+    except sw.MeshSpecError as error:
+        assert "dcn puts dp=4 across slices (4), the devices are 2 slices" in str(error)
+    else:
+        raise AssertionError("there are only two processes")
+
+
+def a_strategy_s_own_mesh_over_both() -> None:
+    text = RULES + "[mesh]\ndp = -1\ntp = 2\n[dcn]\ndp = 2\n"
+    pm = sw.PartitionManager(sw.Strategy.loads(text))
+    assert dict(pm.mesh.shape) == {"dp": 4, "tp": 2}
+    made = pm.global_array(half(numbers(8, 4), 0), sw.BATCH, sw.EMBED)
+    np.testing.assert_array_equal(whole(made), numbers(8, 4))
+
+
+def a_training_step_equals_the_unsharded_one() -> None:
+    pm = manager("dp:4,tp:2")
+    x, w = numbers(8, 16), numbers(16, 8)
+    kernel = (sw.EMBED, sw.EMPTY)
+
+    def loss(w: Any, x: Any, gather: Any, shard: Any) -> Any:
+        return (shard(jnp.tanh(x @ gather(w, *kernel)), sw.BATCH, sw.EMPTY) ** 2).mean()
+
+    specs = sw.ArraySpec((16, 8), jnp.float32, kernel, lambda key, shape, dtype: jnp.asarray(w))
+    with pm:
+        placed = pm.init(specs, jax.random.key(0))
+        assert placed.sharding.spec == jax.P("dp")
+        batch = pm.global_array(half(x, 0), sw.BATCH, sw.EMPTY)
+        found, grad = jax.jit(jax.value_and_grad(lambda w, x: loss(w, x, sw.gather, sw.shard)))(placed, batch)
+    wanted, wanted_grad = jax.value_and_grad(lambda w: loss(w, x, lambda w, *_: w, lambda x, *_: x))(w)
+    assert grad.sharding.is_equivalent_to(placed.sharding, 2)
+    np.testing.assert_allclose(whole(grad), wanted_grad, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(float(found), float(wanted), rtol=1e-6)
+
+
+def shard_map_sums_over_both() -> None:
+    pm = manager("dp:8,tp:1")
+    total = pm.shard_map(lambda x: jax.lax.psum(x.sum(), pm.mesh_axes(sw.BATCH)), in_axes=[(sw.BATCH,)], out_axes=())
+    found = jax.jit(total)(pm.global_array(half(np.arange(16, dtype=np.float32), 0), sw.BATCH))
+    assert float(found) == 120.0
+
+
+def both_resolve_alike() -> None:
+    """The same specs, in the same order: else the processes would compile different programs."""
+    lines = []
+    for name in sw.Strategy.presets():
+        pm = sw.PartitionManager(sw.Strategy.preset(name), mesh=sw.abstract_mesh("dp:2,fsdp:2,sp:2,ep:2,tp:2"))
+        for role in sw.Role:
+            lines.append(str(pm.explain(sw.BATCH, sw.VOCAB, role=role, shape=(32, 32)).to_json()))
+            lines.append(str(pm.explain(sw.EXPERT, sw.EMBED, sw.MLP_INTERMEDIATE, role=role, shape=(32, 64, 64)).to_json()))
+    digest = np.frombuffer(hashlib.sha256("\n".join(lines).encode()).digest(), np.uint8)
+    multihost_utils.assert_equal(digest, "the processes resolve differently")
+
+
+CASES = [
+    global_array_by_rows,
+    global_array_by_columns,
+    global_array_of_equal_parts,
+    global_array_that_depends_on_its_size,
+    shard_of_equal_numpy_data,
+    slices_are_processes_where_dcn_says_so,
+    a_strategy_s_own_mesh_over_both,
+    a_training_step_equals_the_unsharded_one,
+    shard_map_sums_over_both,
+    both_resolve_alike,
+]
+
+
+def run(port: int, rank: int) -> None:
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", 2, rank, initialization_timeout=30, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10
+    )
+    assert (jax.process_count(), jax.device_count(), len(virtual_devices(4))) == (2, 8, 4)
+    for case in CASES:
+        case()
+        print(f"ok {case.__name__}", flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    try:
+        run(int(sys.argv[1]), int(sys.argv[2]))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    # Not a return: an interpreter that exits by itself now and then waits for its peer for ever.
+    sys.stdout.flush()
+    os._exit(0)
