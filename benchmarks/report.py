@@ -48,7 +48,11 @@ def text(rows: Sequence[Row]) -> str:
 def markdown(rows: Sequence[Row], where: dict[str, str]) -> str:
     """Return a page with the context and a table."""
     lines = ["# Speed", "", *(f"- {key}: {value}" for key, value in where.items()), ""]
-    lines += ["Medians of interleaved repetitions in one run; `spread` is the interquartile range in parts of the median.", ""]
+    lines += [
+        "Medians of interleaved repetitions in one run, of processor time (import: of time passed).",
+        "`spread` is the interquartile range in parts of the median.",
+        "",
+    ]
     cells = [HEAD, tuple("---" for _ in HEAD), *map(_cells, rows)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells), ""])
 

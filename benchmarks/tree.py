@@ -108,7 +108,7 @@ def _agree(cases: dict[str, Any], expected: list[NamedSharding], model: trees.Mo
 
 
 def sorted_shapes(leaves: trees.Leaves) -> list[tuple[str, tuple[int, ...]]]:
-    """Return shapes in the order in which JAX flattens the tree: by key, level by level."""
+    """Return (path, shape) in the order in which JAX flattens the tree: by key, level by level."""
     paths = trees.build({path: (shape, (path,)) for path, (shape, _) in leaves.items()}, lambda shape, path: (path[0], shape))
     return jax.tree.leaves(paths, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
