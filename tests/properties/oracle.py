@@ -1,0 +1,117 @@
+"""Resolution once more, from the text of the rules, by search: slow, and written without a look at how it is done."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from shardwright.axes import EMPTY
+from shardwright.rules import Conflict, Indivisible, Missing
+from tests.properties.cases import Case
+
+OPEN = "?"
+Entry = tuple[str, ...] | str
+
+
+class RefusedError(Exception):
+    """The first problem, by the name of its class."""
+
+
+def table_order(mode: str, role: str) -> list[str]:
+    """Return the tables that may hold the rule, the first to say something wins."""
+    if role == "activation":
+        return {"insert": ["modes.insert", "modes.decode", "rules"]}.get(mode, [f"modes.{mode}", "rules"])
+    own = ["modes.insert.params", "modes.decode.params"] if mode == "insert" else [f"modes.{mode}.params"]
+    return [*own, "params", "rules"]
+
+
+def rule_of(case: Case, axis: str, role: str) -> str | None:
+    """Return the text of the rule, or None."""
+    said = [case.tables[name][axis] for name in table_order(case.mode, role) if axis in case.tables.get(name, {})]
+    return said[0] if said else None
+
+
+def split(text: str) -> tuple[list[list[str]], str]:
+    """Return candidates and the fallback of a rule's text."""
+    parts = [part.strip() for part in text.split("|")]
+    end = parts.pop() if parts[-1] in ("-", "?") else ""
+    return [[name.strip() for name in part.split("+")] for part in parts], end
+
+
+def shards(case: Case, names: Any) -> int:
+    """Return the product of mesh sizes."""
+    return math.prod(case.mesh[name] for name in names)
+
+
+def candidate_of(case: Case, text: str, size: int, used: set[str]) -> Entry:
+    """Return where one dim lies, given what earlier dims use."""
+    written, end = split(text)
+    live = []
+    for names in written:
+        if case.policy.missing is Missing.REPLICATE and not {*names} <= {*case.mesh}:
+            return ()
+        live.append([name for name in names if case.mesh.get(name, 1) != 1])
+        fits = live[-1] and used.isdisjoint(live[-1]) and len({*live[-1]}) == len(live[-1]) and size % shards(case, live[-1]) == 0
+        if fits:
+            return tuple(live[-1])
+    first = next((names for names in live if names), None)
+    if end:
+        return OPEN if end == "?" else ()
+    if first is None:
+        return ()
+    return policy_of(case, first, size, used)
+
+
+def policy_of(case: Case, names: list[str], size: int, used: set[str]) -> Entry:
+    """Return what the policy makes of the first candidate that is not empty."""
+    distinct = [name for at, name in enumerate(names) if name not in used and name not in names[:at]]
+    if distinct != names:
+        if case.policy.conflict is Conflict.ERROR:
+            raise RefusedError("AxisConflictError")
+        if size % shards(case, distinct) == 0:
+            return tuple(distinct)
+    if case.policy.indivisible is Indivisible.ERROR:
+        raise RefusedError("IndivisibleError")
+    if case.policy.indivisible is Indivisible.REPLICATE:
+        return ()
+    prefixes = itertools.accumulate(([name] for name in distinct), lambda one, other: one + other, initial=[])
+    return tuple(max((prefix for prefix in prefixes if size % shards(case, prefix) == 0), key=len))
+
+
+def composite_text(case: Case, members: tuple[str, ...], role: str) -> str | None:
+    """Return the one rule that a composite's members make together."""
+    rules = [text for axis in members if axis != EMPTY and (text := rule_of(case, axis, role)) is not None]
+    if any("|" in text or text == "?" for text in rules):
+        raise RefusedError("StrategyError")
+    named = [text for text in rules if text != "-"]
+    return "+".join(named) if named else "-" if rules else None
+
+
+def answer(case: Case) -> list[Entry]:
+    """Return the mesh axes of every dim.
+
+    Raises:
+      RefusedError: the request has no answer.
+    """
+    assert case.shape is not None
+    role = "activation" if case.role == "activation" else "param"
+    stored: list[Entry] = []
+    used: set[str] = set()
+    for dim, size in zip(case.axes, case.shape, strict=True):
+        members = dim if isinstance(dim, tuple) else (dim,)
+        text = None if dim == EMPTY else composite_text(case, members, role) if len(members) > 1 else rule_of(case, dim, role)
+        entry: Entry = () if text is None else candidate_of(case, text, size, used)
+        if entry == OPEN and role == "param":
+            raise RefusedError("StrategyError")
+        used.update(() if entry == OPEN else entry)
+        stored.append(entry)
+    return [gathered(case, dim, entry) for dim, entry in zip(case.axes, stored, strict=True)] if case.role == "use" else stored
+
+
+def gathered(case: Case, dim: Any, entry: Entry) -> Entry:
+    """Return a stored dim where it is used: without what is gathered and its activation rule does not name."""
+    members = dim if isinstance(dim, tuple) else (dim,)
+    texts = [rule_of(case, axis, "activation") or "" for axis in members]
+    named = {name.strip() for text in texts for part in text.split("|") for name in part.split("+")}
+    return tuple(name for name in entry if name in named or name not in case.policy.gather)

@@ -1,0 +1,133 @@
+"""What is written can be read back: rules, meshes, strategies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import shardwright as sw
+from shardwright.axes import SEMANTIC_AXES, STANDARD_MESH_AXES, canonical_axis, file_name
+from shardwright.mesh import parse_mesh
+from shardwright.rules import Fallback, Rule, parse_rule
+from tests.properties import cases
+
+SPACE = st.sampled_from(["", " ", "  ", "\t"])
+NAMES = st.from_regex(r"[A-Za-z][A-Za-z0-9_.]{0,8}", fullmatch=True)
+CANDIDATES = st.lists(NAMES, min_size=1, max_size=4, unique=True).map(tuple)
+
+
+@given(st.lists(CANDIDATES, max_size=4), st.sampled_from(list(Fallback)), st.data())
+def test_a_rule_is_read_as_it_was_written(candidates: list[tuple[str, ...]], fallback: Fallback, data: st.DataObject) -> None:
+    if not candidates and fallback is Fallback.NONE:
+        fallback = Fallback.REPLICATED
+    space = lambda: data.draw(SPACE)  # noqa: E731
+    parts = ["+".join(f"{space()}{name}{space()}" for name in candidate) for candidate in candidates]
+    parts += [f"{space()}{fallback.value}{space()}"] if fallback else []
+    rule = parse_rule("|".join(parts))
+    assert rule.candidates == tuple(candidates)
+    assert rule.fallback is fallback
+    canonical = " | ".join(["+".join(candidate) for candidate in rule.candidates] + ([rule.fallback.value] if rule.fallback else []))
+    assert parse_rule(canonical) == rule
+
+
+@settings(max_examples=500)
+@given(st.text(alphabet="dpt1_ +|-?:,.", max_size=12))
+def test_any_text_is_a_rule_or_an_error_with_a_caret_inside_it(text: str) -> None:
+    rule, error = parsed(text)
+    if error is not None:
+        shown, mark = error.snippet.split("\n")
+        assert shown == text
+        assert mark.strip() == "^"
+        assert 0 <= len(mark) - 1 <= len(text)
+        assert error.fix
+    if rule is not None:
+        assert rule.candidates or rule.fallback
+        assert all(len({*names}) == len(names) > 0 for names in rule.candidates)
+        again = " | ".join([*map("+".join, rule.candidates), *([rule.fallback.value] if rule.fallback else [])])
+        assert parse_rule(again) == rule
+
+
+def parsed(text: str) -> tuple[Rule | None, sw.StrategyError | None]:
+    try:
+        return parse_rule(text), None
+    except sw.StrategyError as error:
+        return None, error
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z][a-z0-9_]{0,5}", fullmatch=True), st.integers(1, 64), min_size=1, max_size=6))
+def test_a_mesh_is_read_as_it_was_written(sizes: dict[str, int]) -> None:
+    text = ",".join(f"{name}:{size}" for name, size in sizes.items())
+    assert parse_mesh(text) == parse_mesh(sizes) == parse_mesh(tuple(sizes.values()), tuple(sizes))
+    assert dict(zip(parse_mesh(text).names, parse_mesh(text).sizes, strict=True)) == sizes
+
+
+@given(st.sampled_from(SEMANTIC_AXES), st.sampled_from([str.lower, str.upper]))
+def test_every_spelling_of_an_axis_is_one_axis(axis: str, case: Any) -> None:
+    assert canonical_axis(case(file_name(axis))) == canonical_axis(canonical_axis(axis)) == axis
+
+
+AXIS_KEYS = st.sampled_from([file_name(axis) for axis in SEMANTIC_AXES])
+# No `?` and only standard mesh axes: what any strategy may say about parameters too.
+TEXTS = st.sampled_from([text for text in cases.PARAMETER_RULES if "model" not in text])
+RULE_TABLE = st.dictionaries(AXIS_KEYS, TEXTS, max_size=4)
+WORDS = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\x00"), max_size=12)
+
+
+@st.composite
+def strategies(draw: cases.Choose) -> sw.Strategy:
+    """A strategy that sets some of everything."""
+    own = draw(st.lists(st.from_regex(r"my_[a-z]{1,5}", fullmatch=True), max_size=2, unique=True))
+    mesh = draw(st.dictionaries(st.sampled_from(STANDARD_MESH_AXES), st.integers(1, 8), max_size=4))
+    data: dict[str, Any] = {
+        "version": 1,
+        "name": draw(WORDS),
+        "axes": {name: draw(WORDS) for name in own},
+        "rules": draw(RULE_TABLE) | dict.fromkeys(own, "tp | -"),
+        "params": draw(RULE_TABLE),
+        "modes": {
+            mode: draw(RULE_TABLE) | ({"params": draw(RULE_TABLE)} if draw(st.booleans()) else {})
+            for mode in draw(st.lists(st.sampled_from(cases.MODES), max_size=2, unique=True))
+        },
+        "policy": {
+            "indivisible": draw(st.sampled_from(["error", "prefix", "replicate"])),
+            "gather": draw(st.sampled_from(["-", "fsdp+sp"])),
+        },
+        "tensors": [{"match": draw(st.sampled_from(["lm_head/.*", r"\d+\.w$", 'a"b', "ü"])), "embed": draw(TEXTS)}],
+    }
+    if mesh:
+        data["mesh"] = mesh
+    kept = draw(st.lists(st.sampled_from(sorted(data)), unique=True)) if draw(st.booleans()) else sorted(data)
+    if "rules" in kept and "axes" not in kept:
+        data["rules"] = {key: text for key, text in data["rules"].items() if key not in own}
+    return sw.Strategy(**{key: data[key] for key in kept})
+
+
+@settings(max_examples=80)
+@given(strategies(), st.sampled_from(["toml", "json"]))
+@example(sw.Strategy(name="\U0001f600 \x7f \u2028 \x85"), "toml")
+def test_a_strategy_is_read_as_it_was_written(strategy: sw.Strategy, format: Any) -> None:
+    again = sw.Strategy.loads(strategy.dumps(format=format), format=format)
+    assert again == strategy
+    assert hash(again) == hash(strategy)
+    assert again.dumps(format=format) == strategy.dumps(format=format)
+    assert again.compile() == strategy.compile()
+
+
+@settings(max_examples=60)
+@given(strategies(), strategies())
+def test_an_overlay_says_what_the_later_says_and_keeps_the_rest(base: sw.Strategy, over: sw.Strategy) -> None:
+    both = base | over
+    assert both.rules == {**base.rules, **over.rules}
+    assert both.params == {**base.params, **over.params}
+    assert [entry.match for entry in both.tensors] == [entry.match for entry in (*over.tensors, *base.tensors)]
+    assert base | sw.Strategy() == base
+    assert (both | over).rules == both.rules
+
+
+@pytest.mark.parametrize("preset", sw.Strategy.presets())
+def test_a_preset_overlaid_with_itself_means_the_same(preset: str) -> None:
+    one = sw.Strategy.preset(preset)
+    assert (one | one).compile() == one.compile()
