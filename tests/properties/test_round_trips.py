@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -131,3 +132,20 @@ def test_an_overlay_says_what_the_later_says_and_keeps_the_rest(base: sw.Strateg
 def test_a_preset_overlaid_with_itself_means_the_same(preset: str) -> None:
     one = sw.Strategy.preset(preset)
     assert (one | one).compile() == one.compile()
+
+
+@settings(max_examples=60)
+@given(strategies(), st.randoms(use_true_random=False))
+@example(sw.Strategy(name="", rules={"batch": "dp", "head": "tp"}), Random(1))
+def test_equal_strategies_have_equal_hashes(strategy: sw.Strategy, random: Any) -> None:
+    data = strategy.model_dump(exclude_none=True)  # with every default spelled out
+    keys = [*data["rules"]]
+    random.shuffle(keys)
+    other = sw.Strategy(**{**data, "rules": {key: data["rules"][key] for key in keys}})
+    assert other == strategy
+    assert hash(other) == hash(strategy)
+
+
+def test_the_order_of_a_mesh_is_part_of_a_strategy() -> None:
+    # Slowest first: these two lay devices out in different ways.
+    assert sw.Strategy(mesh={"dp": 2, "tp": 4}) != sw.Strategy(mesh={"tp": 4, "dp": 2})
