@@ -28,19 +28,16 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f'The demo needs {error.name}: pip install "shardwright[demo]", or start it with make demo.')
 
+from decoder import report
+from decoder.cache import CACHE_AXES
+from decoder.config import DecoderConfig, decoder_specs
+from decoder.model import forward
+from decoder.serve import generate, make_server
+from decoder.text import stdlib_text, text_batches
+from decoder.train import Trained, Trainer, make_trainer, train
+
 import shardwright as sw
 from shardwright.testing.meshes import virtual_devices
-
-jax.config.update("jax_platforms", "cpu")
-virtual_devices(8)  # before anything starts JAX's backend
-
-from decoder import report  # noqa: E402
-from decoder.cache import CACHE_AXES  # noqa: E402
-from decoder.config import DecoderConfig, decoder_specs  # noqa: E402
-from decoder.model import forward  # noqa: E402
-from decoder.serve import generate, make_server  # noqa: E402
-from decoder.text import stdlib_text, text_batches  # noqa: E402
-from decoder.train import Trained, Trainer, make_trainer, train  # noqa: E402
 
 Tree = dict[str, Any]
 STRATEGIES = Path(__file__).parent / "strategies"
@@ -65,6 +62,8 @@ PROMPTS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
+    jax.config.update("jax_platforms", "cpu")
+    virtual_devices(8)  # first of all: the number is fixed once JAX has run anything
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
     try:
         failures = run(options, console)

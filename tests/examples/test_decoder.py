@@ -1,0 +1,179 @@
+"""The pieces of the demo, quickly: a tiny model under two strategies trains and writes the same."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from decoder import report
+from decoder.cache import cache_specs, empty_cache, insert_rows, write_rows
+from decoder.config import DecoderConfig, decoder_specs
+from decoder.model import attend, forward
+from decoder.serve import Server, check_fits, generate, make_server
+from decoder.text import stdlib_text, text_batches
+from decoder.train import make_trainer, train
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+
+STRATEGIES = Path(__file__).parents[2] / "examples" / "strategies"
+TINY = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
+PROMPTS = (b"def f(x):", b"import", b"    return self.name")
+
+
+def load(name: str) -> sw.Strategy:
+    return sw.Strategy.load(STRATEGIES / f"{name}.toml")
+
+
+@pytest.fixture(scope="module")
+def text() -> np.ndarray:
+    return stdlib_text(50_000)
+
+
+@pytest.fixture(scope="module")
+def trained(text: np.ndarray) -> dict[str, Any]:
+    """Three steps under two strategies."""
+    runs = {}
+    for name in ("single", "fsdp_tp"):
+        trainer = make_trainer(load(name), TINY, optax.adamw(1e-2))
+        batches = itertools.islice(text_batches(text, batch=8, length=32, seed=1), 3)
+        runs[name] = train(trainer, trainer.init(7), batches, on_step=lambda loss: None)
+    return runs
+
+
+def test_losses_agree_and_fall(trained: dict[str, Any]) -> None:
+    single, sharded = (np.array(trained[name].losses) for name in ("single", "fsdp_tp"))
+    np.testing.assert_allclose(sharded, single, rtol=2e-6)
+    assert single[-1] < single[0] - 0.1
+    assert report.largest_difference({"single": single, "fsdp_tp": sharded}) < 2e-6
+
+
+def test_state_lies_where_the_strategy_says_and_survives_the_step(trained: dict[str, Any]) -> None:
+    state = trained["fsdp_tp"].state
+    adam = state["opt"][0]
+    for tree in (state["params"], adam.mu, adam.nu):
+        layer = tree["layers"][0]
+        assert layer["attention"]["q"].sharding.spec == P("fsdp", "tp")
+        assert layer["attention"]["o"].sharding.spec == P("tp", None, "fsdp")
+        assert layer["mlp"]["down"].sharding.spec == P("tp", "fsdp")
+        assert tree["norm"].sharding.spec == P()
+    assert report.bytes_per_device(state["params"]) < report.bytes_per_device(trained["single"].state["params"]) / 6
+
+
+def test_sharded_parameters_equal_unsharded_ones_after_training(trained: dict[str, Any]) -> None:
+    for sharded, single in zip(*(jax.tree.leaves(trained[name].state["params"]) for name in ("fsdp_tp", "single")), strict=True):
+        np.testing.assert_allclose(np.asarray(sharded), np.asarray(single), atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def servers() -> dict[str, Server]:
+    return {name: make_server(load(name), TINY, slots=4, capacity=48, prompt_length=24) for name in ("single", "serve_tp")}
+
+
+def test_texts_are_equal_byte_by_byte(trained: dict[str, Any], servers: dict[str, Server]) -> None:
+    params, done = trained["fsdp_tp"].state["params"], []
+    texts = {name: generate(server, params, PROMPTS, new_bytes=12, on_step=done.append) for name, server in servers.items()}
+    assert [len(written) for written in texts["single"]] == [12, 12, 12]
+    assert texts["serve_tp"] == texts["single"]
+    assert list(report.differing(texts)) == [None, None, None]
+    assert done[:4] == ["prefill 9 bytes", "prefill 6 bytes", "prefill 20 bytes", "decode 3 slots"]
+
+
+def test_the_cache_changes_nothing(trained: dict[str, Any], servers: dict[str, Server]) -> None:
+    """Each byte written with a cache is what a forward pass over the whole text calls likeliest."""
+    pm = sw.PartitionManager(load("single"))
+    texts = generate(servers["serve_tp"], trained["single"].state["params"], PROMPTS, new_bytes=12, on_step=lambda said: None)
+    with pm:
+        weights = pm.shard(trained["single"].state["params"], decoder_specs(TINY), role="param")
+        for prompt, text in zip(PROMPTS, texts, strict=True):
+            row = np.frombuffer(prompt + text, np.uint8).astype(np.int32)
+            logits, cache = jax.jit(forward, static_argnums=2)(weights, row[None], TINY)
+            assert cache is None
+            assert np.argmax(np.asarray(logits)[0, len(prompt) - 1 : -1], axis=-1).tolist() == list(text)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new", "says"),
+    [
+        ((b"a" * 24,), 25, r"prompt 0: 24 bytes and 25 new ones exceed the slot's capacity 48"),
+        ((b"a", b"b" * 25), 1, r"prompt 1 has 25 bytes, this server takes 1 to 24"),
+        ((b"",), 1, r"prompt 0 has 0 bytes"),
+        ((b"a",) * 5, 1, r"5 prompts for 4 slots"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_runs(servers: dict[str, Server], prompts: Any, new: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        generate(servers["single"], {}, prompts, new_bytes=new)
+
+
+def test_what_just_fits_is_served(servers: dict[str, Server]) -> None:
+    check_fits(servers["single"], (b"a" * 24,) * 4, 24)
+
+
+def test_a_batch_that_does_not_divide_is_the_librarys_error(text: np.ndarray) -> None:
+    trainer = make_trainer(load("fsdp"), TINY, optax.adamw(1e-2))
+    batch = next(text_batches(text, batch=12, length=32, seed=0))
+    with pytest.raises(sw.IndivisibleError, match=r'BATCH: size 12 does not divide over fsdp=8\n  rule  batch = "fsdp" .*fsdp\.toml'):
+        trainer.place(batch)
+
+
+def test_a_model_that_does_not_divide_names_every_weight() -> None:
+    odd = DecoderConfig(layers=1, embed=36, heads=6, kv_heads=3, head_dim=8, mlp=64)
+    with pytest.raises(sw.IndivisibleError, match=r"layers/0/attention/o dim 0 HEAD: size 6 does not divide over tp=4") as caught:
+        make_trainer(load("fsdp_tp"), odd, optax.adamw(1e-2))
+    assert {problem.path for problem in caught.value.problems} == {"layers/0/attention/q", "layers/0/attention/o"}
+
+
+@pytest.fixture
+def serving() -> sw.PartitionManager:
+    return sw.PartitionManager(load("serve_tp")).for_mode("decode")
+
+
+def test_rows_past_the_end_and_padding_are_dropped(serving: sw.PartitionManager) -> None:
+    with serving:
+        rows = serving.shard(jnp.zeros((2, 4, 4, 1)), sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)
+        new = jnp.broadcast_to(jnp.array([[1.0, 2.0, 3.0]])[:, :, None, None], (2, 3, 4, 1))
+        at = jnp.array([[2, 3, 4], [0, 1, 2]])
+        written = jax.jit(write_rows)(rows, new, at, jnp.array([3, 2]))
+    np.testing.assert_array_equal(np.asarray(written)[:, :, 0, 0], [[0, 0, 1, 2], [1, 2, 0, 0]])
+    assert written.sharding.spec == P("dp", None, "tp")
+
+
+def test_an_insert_touches_one_slot(serving: sw.PartitionManager) -> None:
+    ones = jax.tree.map(lambda spec: jnp.ones(spec.shape, spec.dtype), cache_specs(TINY, batch=1, capacity=2))
+    with serving:
+        cache = empty_cache(serving, cache_specs(TINY, batch=4, capacity=3))
+        with serving.for_mode("insert"):
+            cache = jax.jit(insert_rows)(cache, ones, 2)
+    expected = np.zeros((4, 3))
+    expected[2, :2] = 1
+    np.testing.assert_array_equal(np.asarray(cache["layers"][0]["k"])[:, :, 0, 0], expected)
+    np.testing.assert_array_equal(np.asarray(cache["length"]), [0, 0, 1, 0])
+
+
+def test_attention_is_causal_and_grouped(serving: sw.PartitionManager) -> None:
+    """Against NumPy, head by head: query head h reads kv head h * 4 // 8, and positions after its own are not seen."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (np.asarray(jax.random.normal(key, (2, 5, heads, 8))) for key, heads in zip(keys, (8, 4, 4), strict=True))
+    positions = np.broadcast_to(np.arange(5), (2, 5))
+    with serving:
+        out = jax.jit(lambda *qkv: attend(*qkv, positions=jnp.asarray(positions)))(q, k, v)
+    for head in range(8):
+        scores = np.einsum("bqd,bkd->bqk", q[:, :, head], k[:, :, head // 2]) / np.sqrt(8)
+        scores = np.where(np.tril(np.ones((5, 5), bool)), scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(np.asarray(out)[:, :, head], weights @ v[:, :, head // 2], atol=1e-5)
+
+
+def test_batches_are_the_text_shifted_by_one(text: np.ndarray) -> None:
+    first, again = (next(text_batches(text, batch=4, length=16, seed=3)) for _ in range(2))
+    np.testing.assert_array_equal(first["inputs"][:, 1:], first["targets"][:, :-1])
+    np.testing.assert_array_equal(first["inputs"], again["inputs"])
+    assert bytes(first["inputs"][0].astype(np.uint8)) in text.tobytes()

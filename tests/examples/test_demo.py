@@ -1,0 +1,46 @@
+"""The main job as people start it: `python examples/demo.py`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_demo(*options: str) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [env.get("PYTHONPATH")])])
+    command = [sys.executable, "-W", "always", str(ROOT / "examples" / "demo.py"), *options]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.mark.slow
+def test_the_demo_runs_agrees_and_warns_of_nothing() -> None:
+    done = run_demo()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Everything agrees" in done.stdout
+    for said in ("single", "fsdp:8", "fsdp:2 tp:4", "fsdp:2 sp:4", "dp:2 tp:4", "prefill", "insert", "decode", "bytes per device"):
+        assert said in done.stdout
+    assert "0 of 8 texts contradicted" in done.stdout
+    assert "Warning" not in done.stderr
+    assert "rematerialization" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_demo_shows_a_batch_that_does_not_divide_as_the_librarys_error() -> None:
+    done = run_demo("--quick", "--batch", "12")
+    assert done.returncode == 2
+    assert "IndivisibleError  dim 0 BATCH: size 12 does not divide over fsdp=8" in done.stdout
+    assert 'rule  batch = "fsdp"   (fsdp.toml:' in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_wrong_option_says_what_is_right() -> None:
+    done = run_demo("--steps", "0")
+    assert done.returncode == 2
+    assert "--steps, --batch and --new-bytes are at least 1" in done.stderr
