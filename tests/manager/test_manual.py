@@ -118,3 +118,10 @@ def test_another_mesh_inside_is_refused() -> None:
     pm, other = make_manager(), make_manager(sizes="dp:4,tp:2")
     with pytest.raises(sw.MeshMismatchError, match=r"the ambient mesh is \{'dp': 2, 'tp': 4\}, the manager's \{'dp': 4, 'tp': 2\}"):
         mapped(pm, lambda x: other.shard(x, sw.BATCH, sw.EMBED), in_specs=P("dp"), out_specs=P("dp"))(numbers(8, 8))
+
+
+def test_each_leaf_of_a_tree_is_named() -> None:
+    pm = make_manager()
+    with pytest.raises(sw.ManualAxisError, match=r"^2 problems") as caught:
+        mapped(pm, lambda x: pm.shard({"a": x, "b": x}, (sw.BATCH, sw.EMPTY)), in_specs=P(), out_specs=P())(numbers(8, 8))
+    assert [problem.path for problem in caught.value.problems] == ["a", "b"]
