@@ -50,6 +50,7 @@ BAD = {
     "explain BATCH --strategy fsdp_tp --devices 8 --mode serve": (2, "invalid choice: 'serve'", ""),
     "explain BATCH --strategy head.toml": (2, "strategy head.toml has no [mesh]\n  fix   say which mesh: --mesh dp:2,tp:4", ""),
     "explain BATCH --strategy none.toml --devices 8": (2, "no file 'none.toml'", ""),
+    "explain BATCH --strategy fsdp.toml --devices 8": (2, "no file 'fsdp.toml'\n  fix   for the preset of that name: --strategy fsdp", ""),
     "explain BATCH --strategy bad.toml --devices 8": (2, "bad.toml:2 rules.batch", ""),
     "explain BATCH --strategy folder.toml --devices 8": (2, "cannot read 'folder.toml': is a directory", ""),
     "explain BATCH --strategy ./x.yaml --devices 8": (2, "'x.yaml' is neither a .toml nor a .json file", ""),

@@ -147,6 +147,9 @@ def _strategy(name: str) -> Any:
             known = f"presets are {', '.join(Strategy.presets())}; a file ends in .toml or .json"
             raise StrategyError(f"no preset {name!r}", fix=f"{hint} {known}".strip())
         return Strategy.preset(name)
+    stem = os.path.splitext(name)[0]
+    if stem in Strategy.presets() and not os.path.exists(name):
+        raise StrategyError(f"no file {name!r}", fix=f"for the preset of that name: --strategy {stem}")
     try:
         return Strategy.load(name)
     except OSError as error:
