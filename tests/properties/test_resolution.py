@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -184,6 +184,17 @@ def test_a_mesh_axis_that_no_rule_names_changes_nothing(case: Case) -> None:
 
 
 @given(cases.cases(composites=True, shaped=False))
+@example(
+    Case(
+        tables={"rules": {sw.BATCH: "dp | fsdp"}},
+        mesh={"dp": 2},
+        policy=sw.Policy(missing=Missing.REPLICATE),
+        axes=(sw.BATCH,),
+        shape=None,
+        mode="train",
+        role="activation",
+    )
+)
 def test_without_a_shape_the_answer_holds_for_every_size_that_divides(case: Case) -> None:
     unshaped = answer(dataclasses.replace(case, shape=None))
     if unshaped.spec is None:
