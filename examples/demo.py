@@ -26,7 +26,7 @@ try:
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 except ModuleNotFoundError as error:
-    sys.exit(f'The demo needs {error.name}: pip install "shardwright[demo]", or start it with make demo.')
+    sys.exit(f'The demo needs {(error.name or "").partition(".")[0]}: pip install "shardwright[demo]", or start it with make demo.')
 
 from decoder import report
 from decoder.cache import CACHE_AXES
@@ -122,7 +122,8 @@ def train_everywhere(options: argparse.Namespace, config: DecoderConfig, text: n
     console.print(report.loss_table(losses))
     difference = report.largest_difference(losses)
     console.print(f"Largest relative difference from {TRAINED_UNDER[0]} over all steps: {difference:.1e} (at most {TOLERANCE:.0e}).\n")
-    console.print(report.training_table(config, managers, batch=options.batch, length=LENGTH), "")
+    console.print(report.training_table(config, managers, batch=options.batch, length=LENGTH))
+    console.print()
     console.print(report.memory_table({name: run.state for name, run in trained.items()}, managers, seconds))
     failures = [] if difference <= TOLERANCE else [f"losses differ by {difference:.1e}, more than {TOLERANCE:.0e}"]
     return train_further(trainers[CONTINUED_UNDER], trained[CONTINUED_UNDER], options, batches, console), failures
@@ -159,9 +160,9 @@ def serve_everywhere(options: argparse.Namespace, config: DecoderConfig, params:
     for name in SERVED_UNDER:
         console.print(report.serving_memory(sw.PartitionManager(load(name)), config, slots=SLOTS, capacity=CAPACITY))
     console.print("\nWhy does one prompt not lie over dp, when decode slots do?", style="bold")
-    console.print(
-        escape(str(server.pm.explain(CACHE_AXES, mode="prefill", shape=(1, PROMPT_LENGTH, config.kv_heads, config.head_dim)))), ""
-    )
+    one_prompt = (1, PROMPT_LENGTH, config.kv_heads, config.head_dim)
+    console.print(escape(str(server.pm.explain(CACHE_AXES, mode="prefill", shape=one_prompt))))
+    console.print()
     console.print(report.text_table(PROMPTS, texts))
     failures = [
         f"slot {slot}: {' and '.join(SERVED_UNDER)} differ from byte {byte}"

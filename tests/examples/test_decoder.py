@@ -172,6 +172,11 @@ def test_attention_is_causal_and_grouped(serving: sw.PartitionManager) -> None:
         np.testing.assert_allclose(np.asarray(out)[:, :, head], weights @ v[:, :, head // 2], atol=1e-5)
 
 
+def test_differences_are_seen() -> None:
+    assert list(report.differing({"a": [b"same", b"text"], "b": [b"same", b"tent"]})) == [None, 2]
+    assert report.largest_difference({"a": [4.0, 2.0], "b": [4.0, 2.5], "c": [3.0, 2.0]}) == 0.25
+
+
 def test_batches_are_the_text_shifted_by_one(text: np.ndarray) -> None:
     first, again = (next(text_batches(text, batch=4, length=16, seed=3)) for _ in range(2))
     np.testing.assert_array_equal(first["inputs"][:, 1:], first["targets"][:, :-1])

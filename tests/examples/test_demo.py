@@ -12,10 +12,29 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+# The demo with one wrong byte in what the second server writes, and no tolerance for losses.
+SPOILT = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import demo
+right, served = demo.generate, []
+def spoilt(*args, **kwargs):
+    texts = right(*args, **kwargs)
+    served.append(texts)
+    return texts if len(served) == 1 else [*texts[:3], bytes([texts[3][0] ^ 1]) + texts[3][1:], *texts[4:]]
+demo.generate, demo.TOLERANCE = spoilt, 0.0
+sys.exit(demo.main(["--quick"]))
+"""
+
+
 def run_demo(*options: str) -> subprocess.CompletedProcess[str]:
+    return run_python(str(ROOT / "examples" / "demo.py"), *options)
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [env.get("PYTHONPATH")])])
-    command = [sys.executable, "-W", "always", str(ROOT / "examples" / "demo.py"), *options]
+    command = [sys.executable, "-W", "always", *arguments]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
@@ -38,6 +57,16 @@ def test_the_demo_shows_a_batch_that_does_not_divide_as_the_librarys_error() -> 
     assert "IndivisibleError  dim 0 BATCH: size 12 does not divide over fsdp=8" in done.stdout
     assert 'rule  batch = "fsdp"   (fsdp.toml:' in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_demo_fails_when_losses_or_texts_differ() -> None:
+    done = run_python("-c", SPOILT, str(ROOT / "examples"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED losses differ by" in done.stdout
+    assert "FAILED slot 3: single and serve_tp differ from byte 0" in done.stdout
+    assert "FAILED slot 3: without a cache the model writes another text" in done.stdout
+    assert "Everything agrees" not in done.stdout
 
 
 def test_a_wrong_option_says_what_is_right() -> None:
