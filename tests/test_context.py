@@ -96,7 +96,7 @@ def test_leaving_in_the_wrong_order_is_refused_and_can_be_put_right() -> None:
     pm, other = make_manager(), make_manager(text=RULES.replace('embed = "tp"', 'embed = "-"'))
     pm.__enter__()
     other.__enter__()
-    with pytest.raises(sw.NoManagerError, match="this manager is not the one entered last in this thread"):
+    with pytest.raises(sw.NoManagerError, match="is not the one entered last in this thread: that is"):
         pm.__exit__(None, None, None)
     assert context.current() is other, "nothing happened"
     other.__exit__(None, None, None)

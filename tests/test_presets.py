@@ -154,9 +154,9 @@ def test_serving_presets_shorten_the_batch_step_by_step(preset: str, batch: int,
 
 
 @pytest.mark.parametrize("preset", SERVING)
-@pytest.mark.parametrize(("capacity", "lies_over"), [(8, ("dp", "fsdp", "sp")), (4, ("dp", "fsdp")), (2, ("dp",)), (3, ())])
+@pytest.mark.parametrize(("capacity", "lies_over"), [(16, ("dp", "fsdp", "ep")), (4, ("dp", "fsdp")), (2, ("dp",)), (3, ())])
 def test_serving_presets_shorten_the_capacity_like_the_batch(preset: str, capacity: int, lies_over: tuple[str, ...]) -> None:
-    pm = manager(preset, "dp:2,fsdp:2,sp:2,tp:2")
+    pm = manager(preset, "dp:2,fsdp:2,ep:4,tp:2")
     for mode in GENERATION:
         assert pm.mesh_axes(sw.CAPACITY, capacity, mode=mode) == lies_over
 

@@ -337,7 +337,7 @@ class TestMerged:
         assert spec((sw.merged((D, 128), (K, 2)),), rules, self.MESH, shape=(256,)) == P("dp")
 
     def test_a_flat_projection_never_splits_a_head(self) -> None:
-        with pytest.raises(sw.IndivisibleError, match=r"dim 0 HEAD\*HEAD_DIM: size 6 does not divide over tp=4"):
+        with pytest.raises(sw.IndivisibleError, match=r"dim 0 HEAD\*HEAD_DIM: HEAD of size 6 does not divide over tp=4"):
             resolve((sw.merged((H, 6), (D, 128)),), made(rules={H: "tp"}), self.MESH, shape=(768,))
 
     def test_a_merged_dim_brings_its_own_size(self) -> None:

@@ -210,7 +210,12 @@ ERRORS: dict[str, tuple[Any, tuple[Any, ...], type[sw.ShardingError], str]] = {
     "wrong rank": ({"in_axes": [(sw.BATCH,)], "out_axes": X}, (8,), sw.RankMismatchError, r"argument 0: \(BATCH\) has 1 dims"),
     "unknown axis": ({"in_axes": [("nonsense", "_")], "out_axes": X}, (8,), sw.UnknownAxisError, "argument 0 dim 0 NONSENSE: unknown axis"),
     "unknown output axis": ({"in_axes": [X], "out_axes": ("nonsense",)}, (8,), sw.UnknownAxisError, "unknown axis 'NONSENSE'"),
-    "twice in an output": ({"in_axes": [X], "out_axes": (sw.EMBED, sw.HEAD)}, (8,), sw.AxisConflictError, "output: mesh axis tp twice"),
+    "twice in an output": (
+        {"in_axes": [X], "out_axes": (sw.EMBED, sw.HEAD)},
+        (8,),
+        sw.AxisConflictError,
+        "output dim 1 HEAD: mesh axis tp stands twice",
+    ),
     "no annotation": ({"in_axes": [3], "out_axes": X}, (8,), sw.StrategyError, "argument 0: int is not an annotation"),
 }
 

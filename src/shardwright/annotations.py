@@ -48,7 +48,8 @@ def merged(*members: tuple[str, int]) -> MergedDim:
     for member in members:
         good = isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str) and type(member[1]) is int
         if not good or member[1] < 1:
-            raise StrategyError(f"merged: {member!r} is not (axis, size)", fix="merged((KV_HEAD, 8), (KV_HEAD_DIM, 128))")
+            what = "has no positive size" if good else "is not (axis, size)"
+            raise StrategyError(f"merged: {member!r} {what}", fix="merged((KV_HEAD, 8), (KV_HEAD_DIM, 128))")
     if not members:
         raise StrategyError("merged needs at least one (axis, size)", fix="merged((KV_HEAD, 8), (KV_HEAD_DIM, 128))")
     return MergedDim(tuple((canonical_axis(axis), size) for axis, size in members))
@@ -305,7 +306,8 @@ def _rank_fix(annotation: Any, dims: int, rank: int) -> str:
     if bias is not None and rank == dims - 1:
         return f"for its bias use {name}.bias; for a bias stacked over layers, stacked({name}.bias)"
     if rank == dims + 1:
-        return f"for a stack of layers use stacked({name}); for another dim add its axis, or EMPTY"
+        one = name.removesuffix(")") + ",)" if dims == 1 and name.startswith("(") else name
+        return f"add the missing dim's axis, or EMPTY; for a stack of layers use stacked({one})"
     return "write one axis per dim, EMPTY where a dim is not sharded"
 
 

@@ -29,6 +29,7 @@ from shardwright.axes import (
     SP,
     TP,
     Role,
+    axis_label,
 )
 from shardwright.errors import StrategyError
 from shardwright.modes import MODE_TRAIN, parse_mode
@@ -48,12 +49,18 @@ class _Axes:
         dims = owner.default_axes if instance is None else instance[0]
         return [list(dim) if isinstance(dim, tuple) else dim for dim in dims]
 
+    def __set__(self, instance: Any, value: object) -> None:
+        raise AttributeError("a layout is frozen: make DynamicShardingAxes(axes, mode)")
+
 
 class _Mode:
     """`.mode`, from the instance if there is one, else from its class."""
 
     def __get__(self, instance: Any, owner: type[DynamicShardingAxes]) -> str | int:
         return owner.default_mode if instance is None else instance[1]
+
+    def __set__(self, instance: Any, value: object) -> None:
+        raise AttributeError("a layout is frozen: make another with the mode, for instance ColumnWise(mode='train')")
 
 
 class DynamicShardingAxes(_Fields):
@@ -108,7 +115,7 @@ class DynamicShardingAxes(_Fields):
         dims = cls.default_axes if isinstance(axes, EMPTY_VAL) else _freeze_dims(axes)
         if cls.named and dims != cls.default_axes:
             raise StrategyError(
-                f"{cls.__name__} has the axes {cls.axes}, not {list(dims)}",
+                f"{cls.__name__} has the axes {_spell(cls.default_axes)}, not {_spell(dims)}",
                 fix="for axes of your own write DynamicShardingAxes(axes, mode)",
             )
         if not cls.named and isinstance(axes, EMPTY_VAL):
@@ -123,6 +130,10 @@ class DynamicShardingAxes(_Fields):
 
     def __hash__(self) -> int:
         return hash((type(self), *self))
+
+
+def _spell(dims: tuple[LayoutDim, ...]) -> str:
+    return ", ".join("+".join(map(axis_label, (dim,) if isinstance(dim, str) else dim)) for dim in dims)
 
 
 def _freeze_dims(axes: Any) -> tuple[LayoutDim, ...]:

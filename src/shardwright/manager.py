@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, final
 
@@ -11,8 +12,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax, context, placement, resolver, tree
-from shardwright.annotations import ArraySpec, as_annotation
-from shardwright.axes import STANDARD_MESH_AXES, Role
+from shardwright.annotations import ArraySpec, as_annotation, is_annotation
+from shardwright.axes import Role, canonical_axis
 from shardwright.errors import (
     AxisConflictError,
     IndivisibleError,
@@ -20,11 +21,9 @@ from shardwright.errors import (
     MeshMismatchError,
     MeshSpecError,
     Problem,
-    RankMismatchError,
     ShapeRequiredError,
     ShardingError,
     StrategyError,
-    did_you_mean,
     raise_problems,
 )
 from shardwright.mapping import SemanticShardMap
@@ -32,6 +31,7 @@ from shardwright.mesh import mesh_sizes
 from shardwright.modes import mode_name, parse_mode
 from shardwright.partition_axis import PartitionAxis
 from shardwright.placement import Placement
+from shardwright.problems import local_rank, lost_mesh_axis, must_lie, not_varying, with_fix
 from shardwright.provenance import ModeFrom, Outcome, Resolution
 from shardwright.rules import AxisRules, check_mesh_axes
 
@@ -72,7 +72,7 @@ class PartitionManager:
         name = "" if isinstance(strategy, (AxisRules, PartitionAxis)) else strategy.name
         self._set(rules, found, None if mode is None else parse_mode(mode), name, {})
         lost = check_mesh_axes(rules.named_mesh_axes(), self._sizes)
-        raise_problems([_lost_mesh_axis(axis, self._sizes) for axis in lost])
+        raise_problems([lost_mesh_axis(axis, self._sizes) for axis in lost])
 
     def _set(self, rules: AxisRules, mesh: Mesh | AbstractMesh, mode: str | None, name: str, modes: dict[str, Any]) -> None:
         values = {"rules": rules, "mesh": mesh, "mode": mode, "name": name, "_sizes": mesh_sizes(mesh), "_cache": {}, "_modes": modes}
@@ -92,6 +92,12 @@ class PartitionManager:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __copy__(self) -> PartitionManager:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartitionManager:
+        return self
 
     def __repr__(self) -> str:
         sizes = ",".join(f"{axis}:{size}" for axis, size in self._sizes.items())
@@ -171,7 +177,7 @@ class PartitionManager:
         """
         shape = None if size is None else (size,)
         found = self.explain((axis,), mode=mode, shape=shape)
-        found.require()
+        raise_problems(with_fix(found, "pass size="), resolution=found)
         return found.decisions[0].mesh_axes
 
     def axis_size(self, axis: str, size: int | None = None, *, mode: str | None = None) -> int:
@@ -199,32 +205,30 @@ class PartitionManager:
         Raises:
           ShardingError: every leaf's problems at once, each with its path.
         """
-        paired = tree.pair(values, annotations)
         if not self.rules.tensors:
-            fast = self._known_shardings(paired, mode, role)
-            if fast is not None:
-                return jax.tree.unflatten(paired.structure, fast)
+            paired = tree.pair(values, annotations)
+            known = None if paired is None else self._known_shardings(paired, mode, role)
+            if paired is not None and known is not None:
+                return jax.tree.unflatten(paired.structure, known)
         return self._each(values, annotations, lambda leaf: self._leaf_sharding(leaf, mode, role))
 
     def _known_shardings(self, paired: tree.Paired, mode: str | None, role: Role | str) -> list[Any] | None:
-        """Look each leaf up by annotation and shape; None where a leaf is a subtree, or has a problem to report by path."""
+        """Look every leaf up by annotation and shape; None where one must be reported by its path."""
+        known = self._cache.setdefault(("shardings", mode, role), {})
         try:
-            shapes = [leaf.shape for leaf in paired.below]
-            known = self._cache.setdefault(("shardings", mode, role), {})
-            keys = list(zip(paired.annotations, shapes, strict=True))
-            for annotation, shape in dict.fromkeys(keys).keys() - known.keys():
-                found = resolver.explain(
-                    annotation,
-                    self.rules,
-                    self._sizes,
-                    mode=mode or self.mode,
-                    role=role,
-                    shape=shape,
-                )
-                known[annotation, shape] = self._sharding(found, None)
-        except (AttributeError, TypeError, ShardingError):
+            return list(map(known.__getitem__, paired.keys()))
+        except KeyError:
+            pass
+        except (AttributeError, TypeError):
             return None
-        return list(map(known.__getitem__, keys))
+        try:
+            for annotation, shape in set(paired.keys()).difference(known):
+                if not is_annotation(annotation):
+                    return None
+                known[annotation, shape] = self._sharding(self.explain(annotation, mode=mode, role=role, shape=shape), None)
+            return list(map(known.__getitem__, paired.keys()))
+        except (TypeError, ShardingError):
+            return None
 
     def _leaf_sharding(self, leaf: tree.Leaf, mode: str | None, role: Role | str) -> NamedSharding:
         found = self.explain(leaf.annotation, mode=mode, role=role, shape=np.shape(leaf.value), path=leaf.path)
@@ -304,11 +308,12 @@ class PartitionManager:
         annotation = _one(axes)
         found = self.explain(annotation, mode=mode, shape=global_shape)
         if ShapeRequiredError in {problem.error for problem in found.problems}:
-            raise_problems([dataclasses.replace(problem, fix="pass global_shape=") for problem in found.problems], resolution=found)
+            raise_problems(with_fix(found, "pass global_shape="), resolution=found)
         if len(found.decisions) != local.ndim:
-            raise_problems([_local_rank(found, local)], resolution=found)
+            raise_problems([local_rank(found, local)], resolution=found)
         sharding = self._sharding(found, None)
-        shape = None if global_shape is None else tuple(global_shape)
+        shape = _global_shape(sharding, local.shape) if global_shape is None else tuple(global_shape)
+        self.resolve(annotation, mode=mode, shape=shape)
         made: jax.Array = jax.make_array_from_process_local_data(sharding, local, shape)
         return made
 
@@ -371,36 +376,37 @@ class PartitionManager:
           AxisConflictError: one axis would lie differently in two arguments.
           StrategyError: a rule says `?`.
         """
-        return SemanticShardMap(self, f, tuple(in_axes), out_axes, dict(sizes or {}), mode)
+        by_axis = {canonical_axis(axis): size for axis, size in (sizes or {}).items()}
+        return SemanticShardMap(self, f, tuple(in_axes), out_axes, by_axis, mode)
 
     def _place(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, *, strict: bool) -> Any:
         if _jax.is_array(x):
-            return self._place_one(x, axes, mode, role, "", strict)
+            return self._place_one(x, axes, mode, role, None, strict)
         return self._each(x, _tree(axes), lambda leaf: self._place_one(leaf.value, (leaf.annotation,), mode, role, leaf.path, strict))
 
-    def _place_one(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, path: str, strict: bool) -> Any:
+    def _place_one(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, path: str | None, strict: bool) -> Any:
         ambient = _jax.ambient_mesh()
-        shape = np.shape(x)
-        key = (axes, shape, mode, role, strict, ambient)
+        # Only exceptions by path make the answer depend on the path.
+        key = (axes, _shape(x), mode, role, strict, ambient, path if self.rules.tensors else None)
         try:
             found = self._cache.get(key)
         except TypeError:  # a list among the axes
             return self._place_one(x, (_one(axes),), mode, role, path, strict)
         if found is None:
-            found = self._cache[key] = self._placement(_one(axes), shape, mode, role, path, strict, ambient)
+            found = self._cache[key] = self._placement(_one(axes), _shape(x), mode, role, path, strict, ambient)
         where, resolution = found
         if resolution is not None and strict:
-            self._check_varying(x, resolution)
+            self._check_varying(x, resolution, path)
         return x if where is None else placement.place(x, where)
 
     def _placement(
-        self, annotation: Any, shape: tuple[int, ...], mode: str | None, role: Any, path: str, strict: bool, ambient: Any
+        self, annotation: Any, shape: tuple[int, ...], mode: str | None, role: Any, path: str | None, strict: bool, ambient: Any
     ) -> tuple[Placement | None, Resolution | None]:
         """Return where an array of this shape goes, and the resolution if it names Manual mesh axes."""
         manual = self._check_ambient(ambient)
         said, said_by = (mode, ModeFrom.CALL) if mode is not None else (self.mode, ModeFrom.MANAGER)
         found = resolver.explain(
-            annotation, self.rules, self._sizes, mode=said, role=role, shape=shape, path=path or None, manual=manual, mode_from=said_by
+            annotation, self.rules, self._sizes, mode=said, role=role, shape=shape, path=path, manual=manual, mode_from=said_by
         )
         if not strict:
             found = _open(found)
@@ -410,10 +416,12 @@ class PartitionManager:
             return None, uses_manual
         return placement.make_placement(spec, self.mesh, ambient), uses_manual
 
-    def _check_varying(self, x: Any, found: Resolution) -> None:
+    def _check_varying(self, x: Any, found: Resolution, path: str | None) -> None:
         """Check that an array varies over every Manual mesh axis that its dims should lie over."""
         varying = _jax.varying_axes(x)
-        problems = [_not_varying(found, decision, axis) for decision in found.decisions for axis in decision.manual if axis not in varying]
+        problems = [
+            not_varying(found, decision, axis, path) for decision in found.decisions for axis in decision.manual if axis not in varying
+        ]
         raise_problems(problems, resolution=found)
 
     def _check_ambient(self, ambient: AbstractMesh | None) -> frozenset[str]:
@@ -429,25 +437,23 @@ class PartitionManager:
         return frozenset(axis for axis, kind in kinds if kind is AxisType.Manual)
 
     def _gather(self, w: Any, annotation: Any, path: str | None, mode: str | None) -> Any:
-        ambient = _jax.ambient_mesh()
-        key = ("gather", annotation, w.shape, mode, path if self.rules.tensors else None, ambient)
+        ambient, shape = _jax.ambient_mesh(), _shape(w)
+        key = ("gather", annotation, shape, mode, path if self.rules.tensors else None, ambient)
         found = self._cache.get(key)
         if found is None:
             found = self._cache[key] = tuple(
-                self._placement(annotation, w.shape, mode, role, path or "", True, ambient) for role in (Role.USE, Role.PARAM)
+                self._placement(annotation, shape, mode, role, path, True, ambient) for role in (Role.USE, Role.PARAM)
             )
         (use, use_manual), (stored, stored_manual) = found
         for resolution in (use_manual, stored_manual):
             if resolution is not None:
-                self._check_varying(w, resolution)
-        if use is None or stored is None:
-            return w
-        return placement.gather(w, use, stored)
+                self._check_varying(w, resolution, path)
+        return w if use is None or stored is None else placement.gather(w, use, stored)
 
     def _sharding(self, found: Resolution, memory_kind: str | None) -> NamedSharding:
         spec = found.require()
         open_dims = [decision for decision in found.decisions if decision.outcome is Outcome.UNCONSTRAINED]
-        raise_problems([_must_lie(found, decision) for decision in open_dims], resolution=found)
+        raise_problems([must_lie(found, decision) for decision in open_dims], resolution=found)
         key = ("sharding", spec, memory_kind)
         made = self._cache.get(key)
         if made is None:
@@ -475,6 +481,10 @@ def _own_mesh(strategy: Any) -> Mesh | AbstractMesh:
     if ambient is None or ambient.empty:
         raise MeshSpecError("rules alone have no mesh", fix='pass mesh=create_mesh("dp:2,tp:4")')
     return ambient
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return x.shape if isinstance(x, (jax.core.Tracer, jax.Array)) else np.shape(x)
 
 
 def _one(axes: tuple[Any, ...]) -> Any:
@@ -509,46 +519,15 @@ def _open(found: Resolution) -> Resolution:
     return dataclasses.replace(found, decisions=decisions, problems=left)
 
 
-def _lost_mesh_axis(axis: str, sizes: Mapping[str, int]) -> Problem:
-    return Problem(
-        error=MeshMismatchError,
-        what=f"a rule names the mesh axis {axis!r}, which the mesh {dict(sizes)} does not have",
-        mesh_axes=(axis,),
-        fix=did_you_mean(axis, sizes) or f"add it to the mesh, or name one of {', '.join(dict.fromkeys([*sizes, *STANDARD_MESH_AXES]))}",
-    )
-
-
-def _local_rank(found: Resolution, local: Any) -> Problem:
-    return Problem(
-        error=RankMismatchError,
-        what=f"{found.annotation} has {len(found.decisions)} dims, the local array has shape {local.shape}",
-        fix="annotate every dim; the local array has the rank of the global one",
-    )
-
-
-def _not_varying(found: Resolution, decision: Any, axis: str) -> Problem:
-    return Problem(
-        error=ManualAxisError,
-        what=f"{axis} is Manual here, and the value does not vary over it",
-        path=found.path,
-        dim=decision.dim,
-        axis=decision.label,
-        rule=str(decision.rule or ""),
-        mesh_axes=(axis,),
-        fix=f"give the value to shard_map split over {axis}, annotate the dim EMPTY, or use hint",
-    )
-
-
-def _must_lie(found: Resolution, decision: Any) -> Problem:
-    return Problem(
-        error=StrategyError,
-        what='"?" leaves this dim to the compiler, but a sharding must say where it lies',
-        path=found.path,
-        dim=decision.dim,
-        axis=decision.label,
-        rule=str(decision.rule or ""),
-        fix='use shard or hint inside jit, or give the axis a rule without "?"',
-    )
+def _global_shape(sharding: NamedSharding, local: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the whole array, of which this process has as many shards along each dim as it addresses."""
+    sizes = sharding.mesh.shape
+    spec = (*sharding.spec.partitions, *[None] * len(local))
+    shards = tuple(math.prod(sizes[axis] for axis in placement.entry_names(spec[dim])) for dim in range(len(local)))
+    # An array with one element per shard shows which of them are here.
+    here = sharding.addressable_devices_indices_map(shards).values()
+    mine = [len({index[dim].indices(count) for index in here if index is not None}) for dim, count in enumerate(shards)]
+    return tuple(size * count // own for size, count, own in zip(local, shards, mine, strict=True))
 
 
 jax.tree_util.register_static(PartitionManager)
@@ -584,4 +563,4 @@ def current_manager() -> PartitionManager:
     Raises:
       NoManagerError: no manager is entered in this thread.
     """
-    return context.require("current_manager")  # type: ignore[no-any-return]
+    return context.require("current_manager", method=False)  # type: ignore[no-any-return]

@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from shardwright import _jax, tree
-from shardwright.annotations import Dim, is_annotation, lower
+from shardwright.annotations import Dim, as_annotation, is_annotation, lower
 from shardwright.axes import Role, axis_label
-from shardwright.errors import AxisConflictError, Problem, ShapeRequiredError, StrategyError, raise_problems
+from shardwright.errors import AxisConflictError, Problem, ShapeRequiredError, ShardingError, StrategyError, raise_problems
 from shardwright.provenance import DimDecision, Outcome
 
 
@@ -49,7 +49,8 @@ class SemanticShardMap:
         mapped = self._made.get(key)
         if mapped is None:
             mesh = None if nested else self.manager.mesh
-            mapped = self._made[key] = _jax.call_shard_map(self.f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+            # Jitted, because shard_map by itself traces and compiles anew at every eager call.
+            mapped = self._made[key] = jax.jit(_jax.call_shard_map(self.f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
         return mapped(*args)
 
     def _nested(self) -> bool:
@@ -62,12 +63,17 @@ class SemanticShardMap:
         self, name: str, arg: Any, axes: Any, found: dict[str, tuple[str, ...]], owners: dict[str, str], problems: list[Problem]
     ) -> Any:
         specs = []
-        for leaf in tree.annotated_leaves(arg, axes if not isinstance(axes, list) else tuple(axes)):
+        try:
+            leaves = tree.annotated_leaves(arg, as_annotation(axes) if _is_axes_list(axes) else axes)
+        except ShardingError as error:
+            problems += [dataclasses.replace(problem, path=f"{name} {problem.path}".strip()) for problem in error.problems]
+            return None
+        for leaf in leaves:
             path = f"{name} {leaf.path}".strip()
             resolution = self.manager.explain(leaf.annotation, mode=self.mode, shape=np.shape(leaf.value), path=path)
             problems += resolution.problems or self._learn(path, leaf, resolution.decisions, found, owners)
             specs.append(resolution.spec)
-        return jax.tree.unflatten(jax.tree.structure(arg), specs)
+        return jax.tree.unflatten(jax.tree.structure(arg), specs) if len(specs) == len(leaves) else None
 
     def _learn(
         self, path: str, leaf: Any, decisions: tuple[DimDecision, ...], found: dict[str, tuple[str, ...]], owners: dict[str, str]
@@ -85,6 +91,8 @@ class SemanticShardMap:
         return problems
 
     def _out_specs(self, found: Mapping[str, tuple[str, ...]]) -> Any:
+        if _is_axes_list(self.out_axes):
+            return self._out_spec(as_annotation(self.out_axes), found)
         if isinstance(self.out_axes, tuple) and not any(isinstance(entry, str) for entry in self.out_axes) and self.out_axes:
             return tuple(self._out_tree(entry, found) for entry in self.out_axes)
         return self._out_tree(self.out_axes, found)
@@ -96,10 +104,12 @@ class SemanticShardMap:
         entries: list[Any] = []
         taken: set[str] = set()
         for at, dim in enumerate(lower(annotation).dims):
-            names = tuple(name for axis in dim.axes for name in self._out_axis(axis, dim, found))
+            names = dim.literal or tuple(name for axis in dim.axes for name in self._out_axis(axis, dim, found))
             clash = [name for name in names if name in taken]
             if clash:
-                raise AxisConflictError(f"output: mesh axis {clash[0]} twice", dim=at, axis=dim.label, fix="annotate one of the dims EMPTY")
+                raise AxisConflictError(
+                    f"mesh axis {clash[0]} stands twice", path="output", dim=at, axis=dim.label, fix="annotate one of the dims EMPTY"
+                )
             taken.update(names)
             entries.append(None if not names else names[0] if len(names) == 1 else names)
         while entries and entries[-1] is None:
@@ -113,13 +123,21 @@ class SemanticShardMap:
         try:
             resolution = self.manager.explain((axis,), mode=self.mode, shape=None if size is None else (size,), role=Role.ACTIVATION)
             resolution.require()
+            if resolution.decisions[0].outcome is Outcome.UNCONSTRAINED:
+                raise_problems([_open("output", resolution.decisions[0])], resolution=resolution)
         except ShapeRequiredError as error:
             raise ShapeRequiredError(
                 "the axis stands in no input, and where it lies depends on its size",
+                path="output",
                 axis=dim.label,
                 fix=f"pass sizes={{{axis_label(axis)}: ...}}",
             ) from error
         return resolution.decisions[0].mesh_axes  # type: ignore[no-any-return]
+
+
+def _is_axes_list(axes: Any) -> bool:
+    """Whether a list is one annotation, as other code writes them, and no list of annotations."""
+    return isinstance(axes, list) and any(isinstance(entry, str) for entry in axes)
 
 
 def _open(path: str, decision: DimDecision) -> Problem:

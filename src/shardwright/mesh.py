@@ -26,6 +26,7 @@ __all__ = [
     "DEFAULT_MESH_AXES",
     "INFER",
     "MeshLike",
+    "MeshSizes",
     "MeshSpec",
     "abstract_mesh",
     "arrange_devices",
@@ -109,7 +110,22 @@ def abstract_mesh(
     return AbstractMesh(spec.sizes, spec.names, axis_types=types)
 
 
-def mesh_sizes(mesh: Mesh | AbstractMesh | Mapping[str, int] | Sequence[tuple[str, int]]) -> dict[str, int]:
+class MeshSizes(dict[str, int]):
+    """Checked sizes by mesh axis, in mesh order; not changed once made.
+
+    Attributes:
+      pairs: the same as a tuple, to be part of a key.
+    """
+
+    __slots__ = ("pairs",)
+    pairs: tuple[tuple[str, int], ...]
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        super().__init__(sizes)
+        self.pairs = tuple(sizes.items())
+
+
+def mesh_sizes(mesh: Mesh | AbstractMesh | Mapping[str, int] | Sequence[tuple[str, int]]) -> MeshSizes:
     """Return axis name → size in mesh order, from a mesh, a mapping or (name, size) pairs.
 
     JAX lets two axes have one name, and names that no rule can write; here they are errors.
@@ -120,12 +136,14 @@ def mesh_sizes(mesh: Mesh | AbstractMesh | Mapping[str, int] | Sequence[tuple[st
     >>> mesh_sizes([("dp", 2), ("tp", 4)])
     {'dp': 2, 'tp': 4}
     """
+    if isinstance(mesh, MeshSizes):
+        return mesh
     if isinstance(mesh, Mesh | AbstractMesh):
-        return check_axes(list(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
+        return MeshSizes(check_axes(list(zip(mesh.axis_names, mesh.axis_sizes, strict=True))))
     if isinstance(mesh, Mapping):
-        return check_axes(list(mesh.items()))
+        return MeshSizes(check_axes(list(mesh.items())))
     if isinstance(mesh, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in mesh):
-        return check_axes([(name, size) for name, size in mesh])
+        return MeshSizes(check_axes([(name, size) for name, size in mesh]))
     raise MeshSpecError(
         f"{mesh!r} of type {type(mesh).__name__} is no mesh",
         fix='give a Mesh, an AbstractMesh, {"dp": 2, "tp": 4}, (("dp", 2), ("tp", 4)), or abstract_mesh("dp:2,tp:4")',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from shardwright.errors import StrategyError, did_you_mean
 
@@ -29,13 +29,15 @@ def parse_mode(mode: str) -> str:
     >>> parse_mode("decode")
     '__autoregressive__'
     """
-    found = _MODE.get(mode) if isinstance(mode, str) else None
-    if found is None:
-        raise StrategyError(
-            f"unknown mode {mode!r}",
-            fix=(did_you_mean(str(mode), _MODE) + " " if did_you_mean(str(mode), _MODE) else "") + f"modes are {', '.join(_SHORT)}",
-        )
-    return found
+    if not is_mode(mode):
+        hint = did_you_mean(str(mode), _MODE)
+        raise StrategyError(f"unknown mode {mode!r}", fix=f"{hint} modes are {', '.join(_SHORT)}".strip())
+    return _MODE[mode]
+
+
+def is_mode(mode: object) -> TypeGuard[str]:
+    """Tell whether a value names a mode, in either spelling."""
+    return isinstance(mode, str) and mode in _MODE
 
 
 def mode_name(mode: str) -> str:

@@ -26,6 +26,9 @@ class Placement:
       mesh: the manager's mesh.
       ambient: whether a mesh is ambient, so that bare specs have a meaning.
       manual: whether the ambient mesh is partly Manual.
+      sharding: what an Auto constraint carries: a `NamedSharding` of the manager's mesh where that is possible, else the
+        bare spec. (A bare spec is refused by an eager `grad` or `vmap` of an array made before the mesh was set; a sharding
+        of the whole mesh is refused inside `shard_map` and beside Explicit axes.)
     """
 
     spec: PartitionSpec
@@ -34,6 +37,7 @@ class Placement:
     mesh: Mesh | AbstractMesh
     ambient: bool
     manual: bool
+    sharding: NamedSharding | PartitionSpec
 
 
 def make_placement(spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: AbstractMesh | None) -> Placement:
@@ -47,8 +51,16 @@ def make_placement(spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: Abst
     explicit = _part(spec, [axis for axis, kind in types.items() if kind is AxisType.Explicit])
     if auto is not None and explicit is not None:
         _check_order(spec, types)
+    manual = AxisType.Manual in types.values()
+    bare = isinstance(mesh, AbstractMesh) or (ambient is not None and (manual or explicit is not None))
     return Placement(
-        spec=spec, auto=auto, explicit=explicit, mesh=mesh, ambient=ambient is not None, manual=AxisType.Manual in types.values()
+        spec=spec,
+        auto=auto,
+        explicit=explicit,
+        mesh=mesh,
+        ambient=ambient is not None,
+        manual=manual,
+        sharding=(auto or PartitionSpec()) if bare else NamedSharding(mesh, auto or PartitionSpec()),
     )
 
 
@@ -96,15 +108,10 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 
 def _constrain_auto(x: Any, placement: Placement) -> Any:
-    spec = placement.auto or PartitionSpec()
-    bare = placement.ambient and (placement.manual or placement.explicit is not None)
-    if isinstance(placement.mesh, Mesh) and not bare:
-        # Not the bare spec: an eager `grad` or `vmap` of an array made before the mesh was set refuses it.
-        return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, spec))
-    if isinstance(placement.mesh, Mesh) or placement.ambient:
-        return jax.lax.with_sharding_constraint(x, spec)
+    if placement.ambient or isinstance(placement.mesh, Mesh):
+        return jax.lax.with_sharding_constraint(x, placement.sharding)
     with jax.sharding.use_abstract_mesh(placement.mesh):
-        return jax.lax.with_sharding_constraint(x, spec)
+        return jax.lax.with_sharding_constraint(x, placement.sharding)
 
 
 def _reshard(x: Any, placement: Placement) -> Any:
@@ -131,16 +138,17 @@ def _fill_unconstrained(spec: Any, current: PartitionSpec) -> PartitionSpec:
     """Replace UNCONSTRAINED by what the array has there already, as far as the spec's own axes leave it free."""
     if UNCONSTRAINED not in spec.partitions:
         return spec  # type: ignore[no-any-return]
-    used = {axis for entry in spec.partitions for axis in _names(entry)}
+    used = {axis for entry in spec.partitions for axis in entry_names(entry)}
     old = (*current.partitions, *[None] * len(spec.partitions))
     entries = []
     for entry, had in zip(spec.partitions, old, strict=False):
-        kept = tuple(axis for axis in _names(had) if axis not in used)
+        kept = tuple(axis for axis in entry_names(had) if axis not in used)
         entries.append((kept[0] if len(kept) == 1 else kept or None) if entry is UNCONSTRAINED else entry)
     return PartitionSpec(*entries)
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def entry_names(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes that an entry of a spec names."""
     if entry is None or entry is UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)

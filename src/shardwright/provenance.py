@@ -149,7 +149,8 @@ class DimDecision:
             Outcome.POLICY_MISSING: 'policy missing = "replicate"',
             Outcome.FAILED: "failed",
         }[self.outcome]
-        parts = [str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY] + ([said] if said else [])
+        passed = dict.fromkeys(str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY)
+        parts = [*passed, *([said] if said else [])]
         if self.gathered:
             parts.append("gathered over " + "+".join(self.gathered))
         if self.manual:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwright.annotations import ArraySpec, Dim, Lowered, as_annotation, describe, is_layout, lower, mode_of_layout
+from shardwright.annotations import ArraySpec, Dim, Lowered, as_annotation, describe, is_annotation, lower, mode_of_layout
 from shardwright.axes import Role, axis_label
 from shardwright.errors import (
     AxisConflictError,
@@ -30,7 +30,7 @@ from shardwright.errors import (
     did_you_mean,
 )
 from shardwright.mesh import mesh_sizes
-from shardwright.modes import MODE_TRAIN, mode_name, parse_mode
+from shardwright.modes import MODE_TRAIN, is_mode, mode_name, parse_mode
 from shardwright.provenance import DimDecision, ModeFrom, Outcome, Reason, Resolution, RuleRef, Skip
 from shardwright.rules import AxisRules, Conflict, Fallback, Indivisible, Missing, Policy, Rank, Rule, default_rule
 
@@ -87,10 +87,10 @@ def explain(
     sizes = mesh_sizes(mesh_shape)
     dims = None if shape is None else tuple(shape)
     try:
-        annotation, dims = _unwrap(as_annotation(axes), dims)
+        annotation, dims, role = _unwrap(as_annotation(axes), dims, role)
     except ShardingError as error:
-        return _refused(axes, error, path=path)
-    request = (annotation, tuple(sizes.items()), mode, role, dims, path, manual, mode_from)
+        return _refused(axes, error, mode=mode, role=role, path=path)
+    request = (annotation, sizes.pairs, mode, role, dims, path, manual, mode_from)
     found = rules._cache.get(request)
     if found is None:
         found = rules._cache[request] = _explain(
@@ -99,13 +99,13 @@ def explain(
     return found
 
 
-def _unwrap(annotation: Any, shape: tuple[int, ...] | None) -> tuple[Any, tuple[int, ...] | None]:
-    """Return an `ArraySpec`'s axes and shape; anything else as it is."""
+def _unwrap(annotation: Any, shape: tuple[int, ...] | None, role: Any) -> tuple[Any, tuple[int, ...] | None, Any]:
+    """Return an `ArraySpec`'s axes, shape and role (a stored parameter unless said otherwise); anything else as it is."""
     if not isinstance(annotation, ArraySpec):
-        return annotation, shape
+        return annotation, shape, role
     if shape is not None and shape != annotation.shape:
         raise RankMismatchError(f"the array has shape {shape}, its ArraySpec {annotation.shape}", fix="make them agree")
-    return annotation.axes, annotation.shape
+    return annotation.axes, annotation.shape, Role.PARAM if role is None else role
 
 
 def _explain(
@@ -125,7 +125,7 @@ def _explain(
         said, said_by = _mode(lowered, mode, mode_from, shape)
         role_ = _role(lowered, role)
     except ShardingError as error:
-        return _refused(annotation, error, path=path)
+        return _refused(annotation, error, mode=mode, role=role, path=path)
     frame = _Frame(rules=rules, sizes=sizes, mode=said, role=role_, shape=shape, path=path, manual=manual)
     decisions = tuple(frame.decide(position, dim) for position, dim in enumerate(lowered.dims))
     if role_ is Role.USE:
@@ -142,15 +142,15 @@ def _explain(
     )
 
 
-def _refused(axes: Any, error: ShardingError, *, path: str | None) -> Resolution:
+def _refused(axes: Any, error: ShardingError, *, mode: str | None, role: Any, path: str | None) -> Resolution:
     """A request whose annotation, mode or role is wrong before any dim is looked at."""
     problems = tuple(dataclasses.replace(problem, path=path or problem.path) for problem in error.problems)
     return Resolution(
-        annotation=repr(axes) if not is_layout(axes) else describe(axes),
+        annotation=describe(axes) if is_annotation(axes) else repr(axes),
         decisions=(),
-        mode=MODE_TRAIN,
-        mode_from=ModeFrom.DEFAULT,
-        role=Role.ACTIVATION,
+        mode=parse_mode(mode) if is_mode(mode) else MODE_TRAIN,
+        mode_from=ModeFrom.CALL if is_mode(mode) else ModeFrom.DEFAULT,
+        role=Role(role) if role in tuple(Role) else Role.ACTIVATION,
         path=path or "",
         problems=problems,
     )
@@ -210,6 +210,34 @@ class _Trial:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
+class _Draft:
+    """A dim's decision while it is made: what is known of it before its outcome is."""
+
+    dim: int
+    label: str
+    size: int | None
+    judged_as: str = ""
+    rule: RuleRef | None = None
+    skipped: tuple[Skip, ...] = ()
+
+    def decided(
+        self, outcome: Outcome, *, mesh_axes: tuple[str, ...] = (), manual: tuple[str, ...] = (), unchecked: bool = False
+    ) -> DimDecision:
+        """Return the decision."""
+        return DimDecision(
+            dim=self.dim,
+            label=self.label,
+            size=self.size,
+            outcome=outcome,
+            mesh_axes=mesh_axes,
+            rule=self.rule,
+            skipped=self.skipped,
+            manual=manual,
+            unchecked=unchecked,
+        )
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Frame:
     """One request while its dims are decided; `taken` maps a mesh axis to the dim that holds it."""
 
@@ -225,40 +253,39 @@ class _Frame:
 
     def decide(self, position: int, dim: Dim) -> DimDecision:
         """Decide one dim and take its mesh axes."""
-        size = dim.size if dim.merged else None if self.shape is None else self.shape[position]
-        base = DimDecision(dim=position, label=dim.label, size=size, outcome=Outcome.EMPTY)
+        draft = _Draft(dim=position, label=dim.label, size=dim.size if dim.merged else None if self.shape is None else self.shape[position])
         if dim.literal is not None:
-            return self._literal(base, dim.literal)
-        if not dim.axes:
-            return base
-        unknown = self._unknown(dim, position)
-        if unknown:
-            return dataclasses.replace(base, outcome=Outcome.FAILED)
-        rule = self._rule_for(dim, position)
-        if rule is None:
-            failed = bool(self.problems) and self.problems[-1].dim == position
-            return dataclasses.replace(base, outcome=Outcome.FAILED if failed else Outcome.NO_RULE)
-        base = dataclasses.replace(base, rule=rule.ref)
-        judged = dim.merged[0][1] if dim.merged else size
-        decision = self._choose(base, rule, judged)
+            decision = self._literal(draft, dim.literal)
+        elif not dim.axes:
+            return draft.decided(Outcome.EMPTY)
+        elif self._unknown(dim, position):
+            return draft.decided(Outcome.FAILED)
+        else:
+            decision = self._by_rule(draft, dim)
         for axis in decision.mesh_axes:
-            self.taken[axis] = (position, dim.label)
+            self.taken[axis] = (position, draft.label)
         return decision
 
-    def _literal(self, base: DimDecision, names: tuple[str, ...]) -> DimDecision:
+    def _by_rule(self, draft: _Draft, dim: Dim) -> DimDecision:
+        rule = self._rule_for(dim, draft.dim)
+        if rule is None:
+            failed = bool(self.problems) and self.problems[-1].dim == draft.dim
+            return draft.decided(Outcome.FAILED if failed else Outcome.NO_RULE)
+        if dim.merged:
+            draft.judged_as = axis_label(dim.axes[0])
+        return self._choose(draft, rule, dim.merged[0][1] if dim.merged else draft.size)
+
+    def _literal(self, draft: _Draft, names: tuple[str, ...]) -> DimDecision:
         """Decide a dim of a literal spec: checked like a rule's candidate, but nothing is left out of it."""
-        text = "+".join(names) or "-"
-        ref = RuleRef(key=f"dim {base.dim}", text=text, source="literal spec")
+        ref = RuleRef(key=f"dim {draft.dim}", text="+".join(names) or "-", source="literal spec")
         for name in (name for name in names if name != Fallback.UNCONSTRAINED and name not in self.sizes):
             hint = did_you_mean(name, self.sizes) or f"the mesh has {', '.join(self.sizes)}"
-            self._problem(MissingMeshAxisError, f"mesh axis {name!r} is not in the mesh", base.dim, "", rule=ref, fix=hint)
-            return dataclasses.replace(base, outcome=Outcome.FAILED, rule=ref)
+            self._problem(MissingMeshAxisError, f"mesh axis {name!r} is not in the mesh", draft.dim, "", rule=ref, fix=hint)
+            draft.rule = ref
+            return draft.decided(Outcome.FAILED)
         fallback = Fallback.UNCONSTRAINED if names == (Fallback.UNCONSTRAINED,) else Fallback.NONE if names else Fallback.REPLICATED
-        decision = self._choose(
-            dataclasses.replace(base, rule=ref), Rule(candidates=(names,) if not fallback else (), fallback=fallback, ref=ref), base.size
-        )
-        self.taken.update(dict.fromkeys(decision.mesh_axes, (base.dim, base.label)))
-        return decision
+        rule = Rule(candidates=(names,) if not fallback else (), fallback=fallback, ref=ref)
+        return self._choose(draft, rule, draft.size)
 
     # Which rule.
 
@@ -329,30 +356,35 @@ class _Frame:
 
     # Which candidate.
 
-    def _choose(self, base: DimDecision, rule: Rule, size: int | None) -> DimDecision:
+    def _choose(self, draft: _Draft, rule: Rule, size: int | None) -> DimDecision:
         trial = self._try(rule, size)
-        base = dataclasses.replace(base, skipped=tuple(trial.skipped))
+        draft.rule, draft.skipped = rule.ref, tuple(trial.skipped)
         if trial.dropped_missing:
-            return dataclasses.replace(base, outcome=Outcome.POLICY_MISSING)
+            return draft.decided(Outcome.POLICY_MISSING)
         if size is None and self._needs_shape(trial, rule):
             self._problem(
                 ShapeRequiredError,
                 "which candidate applies depends on the size",
-                base.dim,
-                base.label,
+                draft.dim,
+                draft.label,
                 rule=rule.ref,
                 fix="pass shape=",
             )
-            return dataclasses.replace(base, outcome=Outcome.FAILED)
+            return draft.decided(Outcome.FAILED)
         if trial.chosen is not None:
-            return self._taken_by(base, trial.chosen, Outcome.CHOSEN, unchecked=size is None)
-        return self._fall_back(base, rule, trial, size)
+            return self._taken_by(draft, trial.chosen, Outcome.CHOSEN, unchecked=size is None)
+        return self._fall_back(draft, rule, trial, size)
 
     def _try(self, rule: Rule, size: int | None) -> _Trial:
         """Try the candidates in order; keep trying names after a choice so that no-shape requests see all of them."""
         trial = _Trial()
         for candidate in rule.candidates:
             live = self._live(candidate, trial)
+            if trial.dropped_missing and size is None and trial.lives:
+                # An earlier candidate would do for some sizes: without one, both are in play.
+                trial.dropped_missing = False
+                trial.lives.append(candidate)
+                return trial
             if trial.dropped_missing:
                 return trial
             if not live:
@@ -411,74 +443,75 @@ class _Frame:
         distinct = {*trial.lives, *([(rule.fallback.value,)] if rule.fallback else [])}
         return len(distinct) > 1 or (bool(trial.lives) and self.rules.policy.indivisible is not Indivisible.ERROR)
 
-    def _taken_by(self, base: DimDecision, live: tuple[str, ...], outcome: Outcome, *, unchecked: bool = False) -> DimDecision:
+    def _taken_by(self, draft: _Draft, live: tuple[str, ...], outcome: Outcome, *, unchecked: bool = False) -> DimDecision:
         manual = tuple(axis for axis in live if axis in self.manual)
-        return dataclasses.replace(base, outcome=outcome, mesh_axes=live, manual=manual, unchecked=unchecked)
+        return draft.decided(outcome, mesh_axes=live, manual=manual, unchecked=unchecked)
 
     # What if none fits.
 
-    def _fall_back(self, base: DimDecision, rule: Rule, trial: _Trial, size: int | None) -> DimDecision:
+    def _fall_back(self, draft: _Draft, rule: Rule, trial: _Trial, size: int | None) -> DimDecision:
         if rule.fallback is Fallback.REPLICATED:
-            return dataclasses.replace(base, outcome=Outcome.REPLICATED)
+            return draft.decided(Outcome.REPLICATED)
         if rule.fallback is Fallback.UNCONSTRAINED:
-            return self._unconstrained(base, rule)
+            return self._unconstrained(draft, rule)
         if trial.failure is None:
-            return dataclasses.replace(base, outcome=Outcome.NO_MESH_AXIS)
+            return draft.decided(Outcome.NO_MESH_AXIS)
         if trial.failure.reason is Reason.TAKEN:
-            return self._conflict(base, rule, trial.failure, size)
-        return self._indivisible(base, rule, trial.failure.live, size)
+            return self._conflict(draft, rule, trial.failure, size)
+        return self._indivisible(draft, rule, trial.failure.live, size)
 
-    def _unconstrained(self, base: DimDecision, rule: Rule) -> DimDecision:
+    def _unconstrained(self, draft: _Draft, rule: Rule) -> DimDecision:
         if self.role is Role.ACTIVATION:
-            return dataclasses.replace(base, outcome=Outcome.UNCONSTRAINED)
+            return draft.decided(Outcome.UNCONSTRAINED)
         self._problem(
             StrategyError,
             '"?" cannot be the answer for a parameter: it must lie somewhere',
-            base.dim,
-            base.label,
+            draft.dim,
+            draft.label,
             rule=rule.ref,
             fix=f'give it a rule of its own, [params] {rule.ref.key} = "-"',
         )
-        return dataclasses.replace(base, outcome=Outcome.FAILED)
+        return draft.decided(Outcome.FAILED)
 
-    def _conflict(self, base: DimDecision, rule: Rule, failure: _Failure, size: int | None) -> DimDecision:
+    def _conflict(self, draft: _Draft, rule: Rule, failure: _Failure, size: int | None) -> DimDecision:
         if self.rules.policy.conflict is Conflict.FIRST_DIM:
             rest = tuple(axis for axis in dict.fromkeys(failure.live) if axis not in self.taken)
             if not rest or size is None or size % self._shards(rest) == 0:
-                return self._taken_by(base, rest, Outcome.POLICY_FIRST_DIM, unchecked=bool(rest) and size is None)
-            return self._indivisible(base, rule, rest, size)
+                return self._taken_by(draft, rest, Outcome.POLICY_FIRST_DIM, unchecked=bool(rest) and size is None)
+            return self._indivisible(draft, rule, rest, size)
         self._problem(
             AxisConflictError,
             "; ".join(self._holder(axis) for axis in dict.fromkeys(failure.blocked_by)),
-            base.dim,
-            base.label,
+            draft.dim,
+            draft.label,
             rule=rule.ref,
             mesh_axes=failure.live,
             fix=f'an array has each mesh axis once: write EMPTY or another axis here, or end the rule in a fallback, "{rule.ref.text} | -"',
         )
-        return dataclasses.replace(base, outcome=Outcome.FAILED)
+        return draft.decided(Outcome.FAILED)
 
-    def _indivisible(self, base: DimDecision, rule: Rule, live: tuple[str, ...], size: int | None) -> DimDecision:
+    def _indivisible(self, draft: _Draft, rule: Rule, live: tuple[str, ...], size: int | None) -> DimDecision:
         assert size is not None
         if self.rules.policy.indivisible is Indivisible.REPLICATE:
-            return dataclasses.replace(base, outcome=Outcome.POLICY_REPLICATE)
+            return draft.decided(Outcome.POLICY_REPLICATE)
         if self.rules.policy.indivisible is Indivisible.PREFIX:
             best = next(live[:end] for end in range(len(live) - 1, -1, -1) if size % self._shards(live[:end]) == 0)
-            return self._taken_by(base, best, Outcome.POLICY_PREFIX)
+            return self._taken_by(draft, best, Outcome.POLICY_PREFIX)
         over = ", ".join(f"{axis}={self.sizes[axis]}" for axis in live)
         shards = self._shards(live)
+        count = f" ({shards} shards)" if len(live) > 1 else ""
         self._problem(
             IndivisibleError,
-            f"size {size} does not divide over {over}" + (f" ({shards} shards)" if len(live) > 1 else ""),
-            base.dim,
-            base.label,
+            f"{f'{draft.judged_as} of ' if draft.judged_as else ''}size {size} does not divide over {over}{count}",
+            draft.dim,
+            draft.label,
             rule=rule.ref,
             size=size,
             mesh_axes=live,
             shards=shards,
             fix=f'add a fallback, {rule.ref.key} = "{rule.ref.text} | -", or choose a size and a mesh that divide',
         )
-        return dataclasses.replace(base, outcome=Outcome.FAILED)
+        return draft.decided(Outcome.FAILED)
 
     def _problem(
         self,
@@ -490,11 +523,12 @@ class _Frame:
         rule: RuleRef | None = None,
         **fields: Any,
     ) -> None:
-        text = "" if rule is None else _with_mode(rule, self.mode)
+        text = "" if rule is None else rule_text(rule, self.mode)
         self.problems.append(Problem(error=error, what=what, path=self.path or "", dim=position, axis=label, rule=text, **fields))
 
 
-def _with_mode(rule: RuleRef, mode: str) -> str:
+def rule_text(rule: RuleRef, mode: str) -> str:
+    """Return a rule, where it is written, and the mode it was asked in."""
     text = str(rule)
     mark = f"mode {mode_name(mode)}"
     return f"{text[:-1]}, {mark})" if text.endswith(")") else f"{text}   ({mark})"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardwright.axes import KNOWN_AXES, PARALLELISM_AXES, REPLICATED, STANDARD_MESH_AXES, UNCONSTRAINED, Role, file_name
-from shardwright.errors import StrategyError
+from shardwright.errors import StrategyError, did_you_mean
 from shardwright.modes import MODES
 from shardwright.provenance import RuleRef
 
@@ -73,6 +73,21 @@ class Policy:
     gather: tuple[str, ...] = ()
     missing: Missing = Missing.SKIP
     rank: Rank = Rank.ERROR
+
+    def __post_init__(self) -> None:
+        for name, kind in (("indivisible", Indivisible), ("conflict", Conflict), ("missing", Missing), ("rank", Rank)):
+            object.__setattr__(self, name, _choice(name, kind, getattr(self, name)))
+        if not isinstance(self.gather, tuple) or not all(isinstance(axis, str) for axis in self.gather):
+            raise StrategyError(f"policy gather is {self.gather!r}, not a tuple of mesh axes", fix='write ("fsdp", "sp"), or () for none')
+
+
+def _choice(name: str, kind: type[enum.StrEnum], value: str) -> enum.StrEnum:
+    known = [str(known) for known in kind]
+    if value not in known:
+        hint = did_you_mean(str(value), known)
+        fix = f"{hint} write one of {', '.join(known)}".strip()
+        raise StrategyError(f"policy {name} is {value!r}", fix=fix)
+    return kind(value)
 
 
 POLICY_PRESETS: dict[str, Policy] = {
@@ -186,6 +201,7 @@ class AxisRules:
     user_axes: tuple[str, ...] = ()
     policy: Policy = Policy()
     _tables: dict[tuple[str, Role], dict[str, Rule]] = dataclasses.field(init=False, repr=False)
+    _values: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
     _hash: int = dataclasses.field(init=False, repr=False)
     _cache: dict[Any, Any] = dataclasses.field(init=False, repr=False)
 
@@ -194,22 +210,27 @@ class AxisRules:
         for mode, table in zip(MODES, self.params, strict=True):
             tables[mode, Role.PARAM] = tables[mode, Role.USE] = dict(table)
         object.__setattr__(self, "_tables", tables)
-        object.__setattr__(self, "_hash", hash(self._key()))
+        object.__setattr__(self, "_values", (self.activations, self.params, self.tensors, self.user_axes, self.policy))
+        object.__setattr__(self, "_hash", hash(self._values))
         object.__setattr__(self, "_cache", {})
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.activations, self.params, self.tensors, self.user_axes, self.policy
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, AxisRules) and self._hash == other._hash and self._key() == other._key()
+        if not isinstance(other, AxisRules) or self._hash != other._hash:
+            return False
+        if self._values is not other._values:
+            if self._values != other._values:
+                return False
+            # JAX compares ambient managers at every cached lookup: rules once found equal share their values from then on.
+            object.__setattr__(self, "_values", other._values)
+        return True
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, self._key()
+        return _rebuild, self._values
 
     @property
     def known_axes(self) -> frozenset[str]:

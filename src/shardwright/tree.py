@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,42 +21,50 @@ def path_text(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
+_SHAPE = operator.attrgetter("shape")
+_AXES_AND_SHAPE = operator.attrgetter("axes", "shape")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Paired:
-    """Annotations and what lies below each of them: an array, or a subtree that the annotation covers as a prefix.
+    """The arrays of a tree, each with what annotates it (not yet checked to be an annotation).
 
     Attributes:
-      structure: structure of the tree of annotations.
-      annotations: its leaves.
-      below: for each of them, the part of the other tree at its place.
+      structure: structure of the tree.
+      leaves: its arrays.
+      annotations: one per array; the same object as `leaves` where they are `ArraySpec`s.
     """
 
     structure: Any
+    leaves: list[Any]
     annotations: list[Any]
-    below: list[Any]
+
+    def keys(self) -> Iterator[tuple[Any, Any]]:
+        """Yield (annotation, shape) of each array.
+
+        Raises:
+          AttributeError: a leaf without a shape, or without axes where it must bring its own.
+        """
+        if self.annotations is self.leaves:
+            return map(_AXES_AND_SHAPE, self.leaves)
+        return zip(self.annotations, map(_SHAPE, self.leaves), strict=True)
 
 
-def pair(tree: Any, annotations: Any = None) -> Paired:
-    """Pair each annotation with the part of a tree that it covers; without annotations the leaves bring their own.
+def pair(tree: Any, annotations: Any = None) -> Paired | None:
+    """Pair each array with what stands at its place among the annotations; None where the structures differ.
 
-    Raises:
-      StrategyError: the structures differ, or a leaf is no annotation.
+    The tree's own structure comes first: a tuple node pairs with a tuple of annotations. `annotated_leaves` is for
+    everything else: annotations that cover a subtree, and errors by path. No predicate runs per leaf here, because it
+    would cost more than all the rest.
     """
+    leaves, structure = jax.tree.flatten(tree)
     if annotations is None:
-        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_spec)
-        own = [leaf.axes if isinstance(leaf, ArraySpec) else leaf for leaf in leaves]
-        return Paired(structure=structure, annotations=own, below=leaves)
-    if isinstance(annotations, list) and not isinstance(tree, (list, tuple, dict)):
-        annotations = as_annotation(annotations)
-    found, structure = jax.tree.flatten(annotations, is_leaf=is_annotation)
+        return Paired(structure=structure, leaves=leaves, annotations=leaves)
     try:
-        below = structure.flatten_up_to(tree)  # type: ignore[attr-defined]
-    except ValueError as error:
-        raise StrategyError(
-            f"the tree of annotations does not fit the tree: {str(error).splitlines()[0]}",
-            fix="annotate every leaf, or a whole subtree with one annotation; inside a tree annotations are tuples, not lists",
-        ) from error
-    return Paired(structure=structure, annotations=found, below=below)
+        found = structure.flatten_up_to(annotations)  # type: ignore[attr-defined]
+    except ValueError:
+        return None
+    return Paired(structure=structure, leaves=leaves, annotations=found)
 
 
 def _is_spec(value: Any) -> bool:
@@ -74,30 +83,57 @@ class Leaf:
 def annotated_leaves(tree: Any, annotations: Any = None) -> list[Leaf]:
     """Return every array of a tree with its path and the annotation that covers it, in flattening order.
 
+    An annotation stands for one array, or for every array below its place. Where a tuple of annotations meets a tuple of
+    arrays they pair one to one.
+
     Raises:
       StrategyError: the structures differ, or leaves have no annotation; all of them at once.
     """
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
     if annotations is None:
-        pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
-        leaves = [Leaf(path=path_text(path), value=value, annotation=value) for path, value in pairs]
+        found = [value for _, value in pairs]
     else:
-        paired = pair(tree, annotations)
-        paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(paired.structure, range(len(paired.below))))
-        leaves = []
-        for (path, _), annotation, part in zip(paths, paired.annotations, paired.below, strict=True):
-            for below, value in jax.tree_util.tree_flatten_with_path(part, is_leaf=_is_spec)[0]:
-                leaves.append(Leaf(path=path_text((*path, *below)), value=value, annotation=annotation))
+        found = _one_each(structure, annotations) or _covering(tree, annotations)
+    leaves = [Leaf(path=path_text(path), value=value, annotation=one) for (path, value), one in zip(pairs, found, strict=True)]
     raise_problems([_unannotated(leaf) for leaf in leaves if not is_annotation(leaf.annotation)])
     return leaves
+
+
+def _one_each(structure: Any, annotations: Any) -> list[Any] | None:
+    """Return the annotations of a tree of just this structure, or None."""
+    try:
+        found: list[Any] = structure.flatten_up_to(annotations)
+    except ValueError:
+        return None
+    return found if all(is_annotation(one) for one in found) else None
+
+
+def _covering(tree: Any, annotations: Any) -> list[Any]:
+    """Return the annotation of each leaf, where an annotation may cover a whole subtree."""
+    ones, structure = jax.tree.flatten(annotations, is_leaf=is_annotation)
+    try:
+        parts = structure.flatten_up_to(tree)  # type: ignore[attr-defined]
+    except ValueError as error:
+        raise StrategyError(
+            f"the tree of annotations does not fit the tree: {str(error).splitlines()[0].partition(', got')[0]}",
+            fix="annotate every leaf, or a whole subtree with one annotation; inside a tree annotations are tuples, not lists",
+        ) from error
+    return [one for one, part in zip(ones, parts, strict=True) for _ in jax.tree.leaves(part, is_leaf=_is_spec)]
 
 
 def _unannotated(leaf: Leaf) -> Problem:
     return Problem(
         error=StrategyError,
-        what=f"{type(leaf.annotation).__name__} is not an annotation",
+        what=f"{_kind(leaf.annotation)} is not an annotation",
         path=leaf.path,
         fix="pass annotations=, or make the leaf an ArraySpec; inside a tree annotations are tuples of axes or layouts",
     )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, str):
+        return f"the single axis {value!r}"
+    return type(value).__name__ + (f" of shape {np.shape(value)}" if isinstance(value, (jax.Array, np.ndarray)) else "")
 
 
 def abstract(specs: Any) -> Any:
@@ -214,7 +250,7 @@ def _unmatched(path: str, patterns: list[str]) -> Problem:
 
 
 def annotate_state(state: Any, params: Any, annotations: Any = None, *, overrides: Mapping[str, Any] | None = None) -> Any:
-    """Annotate an optimizer's state like the parameters that it follows.
+    """Return a tree like an optimizer's state, with the annotation of the parameter that each leaf follows.
 
     A leaf follows the parameter whose path ends its own (the longest such), if their shapes agree. Scalars need nothing.
 

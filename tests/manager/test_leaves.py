@@ -161,6 +161,8 @@ def test_structures_must_agree() -> None:
 def test_array_specs_bring_their_own_axes() -> None:
     pm = make_manager()
     spec = sw.ArraySpec((8, 4), np.float32, (sw.BATCH, sw.EMBED))
-    assert pm.shard(numbers(8, 4), spec).sharding.spec == jax.P("dp", "tp")
+    assert pm.shard(numbers(8, 4), spec, role="activation").sharding.spec == jax.P("dp", "tp")
+    stored = sw.ArraySpec((8, 4), np.float32, (sw.EMBED, sw.HEAD))
+    assert pm.shard(numbers(8, 4), stored).sharding.spec == pm.shardings(stored).spec, "a spec is a stored parameter"
     with pytest.raises(sw.RankMismatchError, match=r"array has shape \(8, 8\), its ArraySpec \(8, 4\)"):
         pm.shard(numbers(8, 8), spec)

@@ -123,7 +123,7 @@ def _parse_tables(data: Mapping[str, Any], origin: Origin) -> tuple[dict[KeyPath
             if not (isinstance(key, str) and isinstance(text, str)):
                 continue
             full = (*path, key)
-            ref = RuleRef(key=file_name(canonical_axis(key)), text=text, table=".".join(path), source=origin.get(full, ""))
+            ref = RuleRef(key=file_name(canonical_axis(key)), text=text, table=".".join(path), source=source_of(full, origin))
             try:
                 rule = parse_rule(text, ref=ref)
             except ShardingError as error:
@@ -154,7 +154,7 @@ def _gather(data: Mapping[str, Any], origin: Origin) -> tuple[tuple[str, ...], l
     """Return the mesh axes of `policy.gather`: one candidate, or "-" for none."""
     text, path = _gather_text(data), ("policy", "gather")
     try:
-        rule = parse_rule(text, ref=RuleRef(key="gather", text=text, table="policy", source=origin.get(path, "")))
+        rule = parse_rule(text, ref=RuleRef(key="gather", text=text, table="policy", source=source_of(path, origin)))
     except ShardingError as error:
         return (), [_at(problem, path, origin) for problem in error.problems]
     if len(rule.candidates) + bool(rule.fallback) != 1 or rule.fallback is Fallback.UNCONSTRAINED:
@@ -243,9 +243,12 @@ def _policy(table: Any, gather: tuple[str, ...]) -> Policy:
 
 def where(path: KeyPath, origin: Origin) -> str:
     """Return `file:line key.path`, as far as they are known."""
-    key = ".".join(path)
-    source = next((origin[path[:end]] for end in range(len(path), -1, -1) if path[:end] in origin), "")
-    return f"{source} {key}".strip()
+    return f"{source_of(path, origin)} {'.'.join(path)}".strip()
+
+
+def source_of(path: KeyPath, origin: Origin) -> str:
+    """Return the `file:line` of a key, or of the nearest table that holds it, or an empty string."""
+    return next((origin[path[:end]] for end in range(len(path), -1, -1) if path[:end] in origin), "")
 
 
 def _at(problem: Problem, path: KeyPath, origin: Origin) -> Problem:
@@ -268,37 +271,68 @@ def merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def merge_origin(base: Origin, other: Origin, shift: int) -> Origin:
-    """Overlay origins like `merge`: the base's `[[tensors]]` move back by `shift`."""
+def merge_origin(base: Origin, other: Origin, data: Mapping[str, Any]) -> Origin:
+    """Overlay origins like `merge`, `data` being what the other sets: the base's `[[tensors]]` move back behind the other's.
+
+    A key that the other sets without an origin has none, whatever the base's line was.
+    """
+    shift = len(data.get("tensors", ()))
     moved = {
         (path[0], str(int(path[1]) + shift), *path[2:]) if path[:1] == ("tensors",) and len(path) > 1 else path: source
         for path, source in base.items()
     }
-    return {**moved, **other}
+    return {**moved, **dict.fromkeys(_key_paths(data, ()), ""), **other}
+
+
+def _key_paths(data: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """Yield the key path of every value that is no table."""
+    entries = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in entries:
+        yield from _key_paths(value, (*path, str(key)))
+    if not isinstance(data, (Mapping, list)):
+        yield path
 
 
 _FIXES = {
-    "extra_forbidden": "drop it",
     "string_type": 'write text, such as "tp | -"',
     "int_type": "write a whole number",
     "missing": "add it",
+    "dict_type": "write a table",
+    "list_type": "write [[...]] entries",
 }
 
 
 def from_pydantic(error: ValidationError, model: type[BaseModel], origin: Origin) -> list[Problem]:
     """Return a pydantic error as problems with key path and fix."""
-    problems = []
+    problems: list[Problem] = []
     for entry in error.errors():
         path = tuple(str(part) for part in entry["loc"] if not str(part).startswith(("literal[", "dict[")))
-        what = {"extra_forbidden": "unknown key", "missing": "required key is missing"}.get(
-            entry["type"], entry["msg"].removeprefix("Value error, ")
-        )
-        if entry["type"] not in ("extra_forbidden", "missing", "value_error"):
-            what += f", got {entry['input']!r}"
-        hint = did_you_mean(path[-1], _known_keys(model, path)) if entry["type"] == "extra_forbidden" else ""
-        fix = hint or _FIXES.get(entry["type"], "")
-        problems.append(Problem(error=StrategyError, what=what, path=where(path, origin), fix=fix))
+        what, fix = _explained(entry, path, model)
+        if path and path[-1] == "[key]":
+            path = path[:-1]
+        problem = Problem(error=StrategyError, what=what, path=where(path, origin), fix=fix)
+        if problem not in problems:
+            problems.append(problem)
     return problems
+
+
+def _explained(entry: Any, path: KeyPath, model: type[BaseModel]) -> tuple[str, str]:
+    """Return what is wrong and how to fix it, in our words."""
+    given, kind = entry["input"], entry["type"]
+    if kind == "extra_forbidden":
+        return "unknown key", did_you_mean(path[-1], _known_keys(model, path)) or "drop it"
+    if kind == "missing":
+        return "required key is missing", _FIXES["missing"]
+    if kind == "value_error":
+        return entry["msg"].removeprefix("Value error, "), "keep one of them"
+    if kind != "literal_error":
+        return f"{entry['msg']}, got {given!r}", _FIXES.get(kind, "")
+    if path == ("version",):
+        return f"version {given!r} is not one that this shardwright reads", "write version = 1, or upgrade shardwright"
+    known = re.findall(r"'([^']*)'", entry["ctx"]["expected"])
+    hint = did_you_mean(str(given), known)
+    what = f"unknown mode {given!r}" if path[0] == "modes" else f"{given!r} is not a choice here"
+    return what, f"{hint} write one of {', '.join(known)}".strip()
 
 
 def _known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:

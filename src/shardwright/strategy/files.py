@@ -28,6 +28,10 @@ def read(path: Path) -> Parsed:
         raise StrategyError(
             f"no file {str(path)!r}", fix=f"Strategy.preset({path.stem!r})" if path.stem in preset_names() else hint or "check the path"
         ) from error
+    except OSError as error:
+        raise StrategyError(
+            f"cannot read {str(path)!r}: {(error.strerror or str(error)).lower()}", fix="check the path and its permissions"
+        ) from error
     except UnicodeDecodeError as error:
         raise StrategyError(f"{path.name} is not UTF-8: {error.reason} at byte {error.start}", fix="save it as UTF-8") from error
     return parse(text, format=format, source=path.name)
@@ -85,8 +89,11 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _syntax(text: str, source: str, message: str, line: int, column: int) -> StrategyError:
-    shown = text.splitlines()[line - 1] if 0 < line <= len(text.splitlines()) else ""
+    lines = text.split("\n")
+    shown = lines[line - 1] if 0 < line <= len(lines) else ""
     what = re.sub(r" \(at .*\)$", "", message)
+    if what == "Cannot overwrite a value":
+        what = "the key stands twice in one table"
     return StrategyError(what, path=f"{source}:{line}", snippet=f"{shown}\n{' ' * (column - 1)}^", fix="correct the syntax there")
 
 
@@ -94,7 +101,7 @@ def _toml_position(message: str, text: str) -> tuple[int, int]:
     found = re.search(r"at line (\d+), column (\d+)", message)
     if found:
         return int(found[1]), int(found[2])
-    lines = text.splitlines() or [""]
+    lines = text.rstrip("\n").split("\n")
     return len(lines), len(lines[-1]) + 1
 
 
@@ -107,7 +114,7 @@ def _toml_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yield each key path and its line. Inline tables and multi-line values count as one key."""
     table: tuple[str, ...] = ()
     counts: dict[tuple[str, ...], int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         header, key = _HEADER.match(line), _KEY.match(line)
         if header:
             table = _parts(header[2])
@@ -174,12 +181,15 @@ def _toml_key(key: str) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    return json.dumps(value).replace("\x7f", "\\u007f")
+    # TOML's escapes are JSON's but for two: it knows no surrogate pairs, and DEL must be escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def write(path: Path, data: Mapping[str, Any]) -> Path:
     """Write a file through a temporary neighbour, so that it is there whole or not at all."""
     text = render(data, format=_format(path))
+    if not path.parent.is_dir():
+        raise StrategyError(f"no folder {str(path.parent)!r} to write {path.name!r} in", fix="create it first")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

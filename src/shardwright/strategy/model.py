@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -168,13 +169,17 @@ class Strategy(BaseModel):
     def __or__(self, other: Strategy) -> Strategy:
         """Overlay: what `other` sets wins, key by key; its `[[tensors]]` come first."""
         data = check.merge(self.to_data(), other.to_data())
-        return type(self)._made(data, check.merge_origin(self._origin, other._origin, len(other.tensors)))
+        return type(self)._made(data, check.merge_origin(self._origin, other._origin, other.to_data()))
+
+    def _identity(self) -> tuple[str, tuple[str, ...]]:
+        """What equality and hash cover: everything said or defaulted; the order of mesh axes, because it is that of devices."""
+        return json.dumps(self.model_dump(), sort_keys=True), tuple(self.mesh)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Strategy) and self.model_dump() == other.model_dump()
+        return isinstance(other, Strategy) and self._identity() == other._identity()
 
     def __hash__(self) -> int:
-        return hash(self.dumps(format="json"))
+        return hash(self._identity())
 
     def compile(self) -> AxisRules:
         """Return the frozen, hashable rules.

@@ -1,0 +1,75 @@
+"""The problems that only a manager's calls can have, each in its words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from shardwright.axes import STANDARD_MESH_AXES
+from shardwright.errors import (
+    ManualAxisError,
+    MeshMismatchError,
+    Problem,
+    RankMismatchError,
+    ShapeRequiredError,
+    StrategyError,
+    did_you_mean,
+)
+from shardwright.provenance import DimDecision, Resolution
+from shardwright.resolver import rule_text
+
+
+def lost_mesh_axis(axis: str, sizes: Mapping[str, int]) -> Problem:
+    """A rule's mesh axis that is neither standard nor in the mesh."""
+    return Problem(
+        error=MeshMismatchError,
+        what=f"a rule names the mesh axis {axis!r}, which the mesh {dict(sizes)} does not have",
+        mesh_axes=(axis,),
+        fix=did_you_mean(axis, sizes) or f"add it to the mesh, or name one of {', '.join(dict.fromkeys([*sizes, *STANDARD_MESH_AXES]))}",
+    )
+
+
+def local_rank(found: Resolution, local: Any) -> Problem:
+    """A local array of another rank than its annotation."""
+    return Problem(
+        error=RankMismatchError,
+        what=f"{found.annotation} has {len(found.decisions)} dims, the local array has shape {local.shape}",
+        fix="annotate every dim; the local array has the rank of the global one",
+    )
+
+
+def with_fix(found: Resolution, fix: str) -> list[Problem]:
+    """Return the problems, with what to pass here where a size is missing."""
+    return [dataclasses.replace(one, fix=fix) if one.error is ShapeRequiredError else one for one in found.problems]
+
+
+def not_varying(found: Resolution, decision: DimDecision, axis: str, path: str | None) -> Problem:
+    """A Manual mesh axis that a value does not vary over."""
+    return Problem(
+        error=ManualAxisError,
+        what=f"{axis} is Manual here, and the value does not vary over it",
+        path=path or "",
+        dim=decision.dim,
+        axis=decision.label,
+        rule=_rule_text(found, decision),
+        mesh_axes=(axis,),
+        fix=f"give the value to shard_map split over {axis}, annotate the dim EMPTY, or use hint",
+    )
+
+
+def must_lie(found: Resolution, decision: DimDecision) -> Problem:
+    """A dim left to the compiler where a sharding is wanted."""
+    return Problem(
+        error=StrategyError,
+        what='"?" leaves this dim to the compiler, but a sharding must say where it lies',
+        path=found.path,
+        dim=decision.dim,
+        axis=decision.label,
+        rule=_rule_text(found, decision),
+        fix='use shard or hint inside jit, or give the axis a rule without "?"',
+    )
+
+
+def _rule_text(found: Resolution, decision: DimDecision) -> str:
+    return "" if decision.rule is None else rule_text(decision.rule, found.mode)
