@@ -105,6 +105,12 @@ def _once(run: Run) -> float:
     return taken
 
 
+def warmed(run: Run) -> Run:
+    """Return what has run once, so that its input is in the processor's caches."""
+    run()
+    return run
+
+
 def always(run: Run) -> Prepare:
     """Return what prepares a case that needs no preparation."""
     return lambda: run

@@ -128,15 +128,20 @@ MODELS = (
 )
 
 
-def build(leaves: Leaves, make: Callable[[tuple[int, ...], tuple[str, ...]], Any]) -> dict[str, Any]:
-    """Return a new nested dict with `make(shape, axes)` at each path; each call gets tuples of its own."""
+def build(leaves: Leaves, make: Callable[[tuple[int, ...], tuple[str, ...]], Any], *, share: bool = False) -> dict[str, Any]:
+    """Return a new nested dict with `make(shape, axes)` at each path.
+
+    Each call gets tuples of its own; with `share` equal axes are one tuple, as where a model names its annotations once.
+    """
     tree: dict[str, Any] = {}
+    named: dict[tuple[str, ...], tuple[str, ...]] = {}
     for path, (shape, axes) in leaves.items():
         *parents, last = path.split("/")
         node = tree
         for name in parents:
             node = node.setdefault(name, {})
-        node[last] = make((*list(shape),), (*list(axes),))
+        own = (*list(axes),)
+        node[last] = make((*list(shape),), named.setdefault(axes, own) if share else own)
     return tree
 
 
@@ -145,11 +150,11 @@ def abstract_arrays(leaves: Leaves) -> dict[str, Any]:
     return build(leaves, lambda shape, _: jax.ShapeDtypeStruct(shape, jnp.bfloat16))
 
 
-def annotations(leaves: Leaves) -> dict[str, Any]:
+def annotations(leaves: Leaves, *, share: bool = True) -> dict[str, Any]:
     """Return a new tree of annotations."""
-    return build(leaves, lambda _, axes: axes)
+    return build(leaves, lambda _, axes: axes, share=share)
 
 
 def specs(leaves: Leaves) -> dict[str, Any]:
-    """Return a new tree of `ArraySpec`s."""
-    return build(leaves, lambda shape, axes: ArraySpec(shape, jnp.bfloat16, axes))
+    """Return a new tree of `ArraySpec`s, equal axes being one tuple."""
+    return build(leaves, lambda shape, axes: ArraySpec(shape, jnp.bfloat16, axes), share=True)

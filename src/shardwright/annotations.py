@@ -121,6 +121,8 @@ def as_annotation(value: Any) -> Any:
     Raises:
       StrategyError: it is none.
     """
+    if type(value) is tuple and is_annotation(value):
+        return value
     if isinstance(value, (list, tuple)) and not is_layout(value):
         frozen = tuple(tuple(entry) if isinstance(entry, (list, tuple)) else entry for entry in value)
         for position, entry in enumerate(frozen):
@@ -177,19 +179,19 @@ class Dim:
       means: the semantic axis that a weight layout's parallelism axes stand for, or empty.
       merged: the members of a merged dim, or empty.
       literal: the mesh axes of a literal spec's entry (`("?",)` for unconstrained), or None.
+      label: the dim's axes as people read them.
     """
 
     axes: tuple[str, ...]
     means: str = ""
     merged: tuple[tuple[str, int], ...] = ()
     literal: tuple[str, ...] | None = None
+    label: str = dataclasses.field(init=False, compare=False)
 
-    @property
-    def label(self) -> str:
-        """The dim's axes as people read them."""
+    def __post_init__(self) -> None:
         names = [axis_label(axis) for axis, _ in self.merged] if self.merged else [axis_label(axis) for axis in self.axes]
         joined = ("*" if self.merged else "+").join(names) or EMPTY
-        return f"{joined} ({axis_label(self.means)})" if self.means else joined
+        object.__setattr__(self, "label", f"{joined} ({axis_label(self.means)})" if self.means else joined)
 
     @property
     def size(self) -> int | None:

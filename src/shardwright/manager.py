@@ -38,6 +38,20 @@ from shardwright.rules import AxisRules, check_mesh_axes
 _HINTABLE = (IndivisibleError, AxisConflictError, ManualAxisError)
 
 
+class _Shardings(dict[tuple[Any, tuple[int, ...]], NamedSharding]):
+    """Shardings by annotation and shape, each made when it is first asked for: one look-up per leaf, known or not."""
+
+    __slots__ = ("make",)
+
+    def __init__(self, make: Callable[[Any, tuple[int, ...]], NamedSharding]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, key: tuple[Any, tuple[int, ...]]) -> NamedSharding:
+        made = self[key] = self.make(*key)
+        return made
+
+
 @final
 class PartitionManager:
     """Resolve annotations on one mesh under one set of rules, and make arrays lie so.
@@ -214,21 +228,18 @@ class PartitionManager:
 
     def _known_shardings(self, paired: tree.Paired, mode: str | None, role: Role | str) -> list[Any] | None:
         """Look every leaf up by annotation and shape; None where one must be reported by its path."""
-        known = self._cache.setdefault(("shardings", mode, role), {})
+        known = self._cache.get(("shardings", mode, role))
+        if known is None:
+            known = self._cache["shardings", mode, role] = _Shardings(lambda one, shape: self._annotated_sharding(one, shape, mode, role))
         try:
             return list(map(known.__getitem__, paired.keys()))
-        except KeyError:
-            pass
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, ShardingError):
             return None
-        try:
-            for annotation, shape in set(paired.keys()).difference(known):
-                if not is_annotation(annotation):
-                    return None
-                known[annotation, shape] = self._sharding(self.explain(annotation, mode=mode, role=role, shape=shape), None)
-            return list(map(known.__getitem__, paired.keys()))
-        except (TypeError, ShardingError):
-            return None
+
+    def _annotated_sharding(self, annotation: Any, shape: tuple[int, ...], mode: str | None, role: Role | str) -> NamedSharding:
+        if not is_annotation(annotation):
+            raise TypeError
+        return self._sharding(self.explain(annotation, mode=mode, role=role, shape=shape), None)
 
     def _leaf_sharding(self, leaf: tree.Leaf, mode: str | None, role: Role | str) -> NamedSharding:
         found = self.explain(leaf.annotation, mode=mode, role=role, shape=np.shape(leaf.value), path=leaf.path)
@@ -385,24 +396,25 @@ class PartitionManager:
         return self._each(x, _tree(axes), lambda leaf: self._place_one(leaf.value, (leaf.annotation,), mode, role, leaf.path, strict))
 
     def _place_one(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, path: str | None, strict: bool) -> Any:
-        ambient = _jax.ambient_mesh()
-        # Only exceptions by path make the answer depend on the path.
-        key = (axes, _shape(x), mode, role, strict, ambient, path if self.rules.tensors else None)
+        shape = x.shape if isinstance(x, jax.core.Tracer) else np.shape(x)
+        # Only exceptions by path make the answer depend on the path. The ambient mesh may be the empty one.
+        key = (axes, shape, mode, role, strict, jax.sharding.get_abstract_mesh(), path and self.rules.tensors and path)
         try:
             found = self._cache.get(key)
         except TypeError:  # a list among the axes
             return self._place_one(x, (_one(axes),), mode, role, path, strict)
         if found is None:
-            found = self._cache[key] = self._placement(_one(axes), _shape(x), mode, role, path, strict, ambient)
+            found = self._cache[key] = self._placement(_one(axes), shape, mode, role, path, strict)
         where, resolution = found
         if resolution is not None and strict:
             self._check_varying(x, resolution, path)
         return x if where is None else placement.place(x, where)
 
     def _placement(
-        self, annotation: Any, shape: tuple[int, ...], mode: str | None, role: Any, path: str | None, strict: bool, ambient: Any
+        self, annotation: Any, shape: tuple[int, ...], mode: str | None, role: Any, path: str | None, strict: bool
     ) -> tuple[Placement | None, Resolution | None]:
         """Return where an array of this shape goes, and the resolution if it names Manual mesh axes."""
+        ambient = _jax.ambient_mesh()
         manual = self._check_ambient(ambient)
         said, said_by = (mode, ModeFrom.CALL) if mode is not None else (self.mode, ModeFrom.MANAGER)
         found = resolver.explain(
@@ -437,13 +449,11 @@ class PartitionManager:
         return frozenset(axis for axis, kind in kinds if kind is AxisType.Manual)
 
     def _gather(self, w: Any, annotation: Any, path: str | None, mode: str | None) -> Any:
-        ambient, shape = _jax.ambient_mesh(), _shape(w)
-        key = ("gather", annotation, shape, mode, path if self.rules.tensors else None, ambient)
+        shape = np.shape(w)
+        key = ("gather", annotation, shape, mode, path and self.rules.tensors and path, jax.sharding.get_abstract_mesh())
         found = self._cache.get(key)
         if found is None:
-            found = self._cache[key] = tuple(
-                self._placement(annotation, shape, mode, role, path, True, ambient) for role in (Role.USE, Role.PARAM)
-            )
+            found = self._cache[key] = tuple(self._placement(annotation, shape, mode, role, path, True) for role in (Role.USE, Role.PARAM))
         (use, use_manual), (stored, stored_manual) = found
         for resolution in (use_manual, stored_manual):
             if resolution is not None:
@@ -481,10 +491,6 @@ def _own_mesh(strategy: Any) -> Mesh | AbstractMesh:
     if ambient is None or ambient.empty:
         raise MeshSpecError("rules alone have no mesh", fix='pass mesh=create_mesh("dp:2,tp:4")')
     return ambient
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return x.shape if isinstance(x, (jax.core.Tracer, jax.Array)) else np.shape(x)
 
 
 def _one(axes: tuple[Any, ...]) -> Any:
@@ -539,7 +545,8 @@ def shard(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None =
     Raises:
       NoManagerError: no manager is entered in this thread.
     """
-    return context.require("shard").shard(x, *axes, mode=mode, role=role)
+    manager: PartitionManager = context.current() or context.require("shard")
+    return manager._place(x, axes, mode, role, strict=True)
 
 
 def hint(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:

@@ -29,6 +29,7 @@ class Placement:
       sharding: what an Auto constraint carries: a `NamedSharding` of the manager's mesh where that is possible, else the
         bare spec. (A bare spec is refused by an eager `grad` or `vmap` of an array made before the mesh was set; a sharding
         of the whole mesh is refused inside `shard_map` and beside Explicit axes.)
+      plain: whether inside a trace that constraint is all there is to do.
     """
 
     spec: PartitionSpec
@@ -38,6 +39,7 @@ class Placement:
     ambient: bool
     manual: bool
     sharding: NamedSharding | PartitionSpec
+    plain: bool
 
 
 def make_placement(spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: AbstractMesh | None) -> Placement:
@@ -61,6 +63,7 @@ def make_placement(spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: Abst
         ambient=ambient is not None,
         manual=manual,
         sharding=(auto or PartitionSpec()) if bare else NamedSharding(mesh, auto or PartitionSpec()),
+        plain=explicit is None and auto is not None and (ambient is not None or isinstance(mesh, Mesh)),
     )
 
 
@@ -93,9 +96,10 @@ def _check_order(spec: PartitionSpec, types: dict[str, AxisType]) -> None:
 
 def place(x: Any, placement: Placement) -> Any:
     """Make one array lie as placed: a constraint or a reshard while tracing, a transfer otherwise."""
-    if _jax.is_tracer(x) or _jax.in_trace():
-        return constrain(x, placement)
-    return put(x, placement)
+    if isinstance(x, jax.core.Tracer):
+        # Nearly every call ends here, thousands of times in a trace.
+        return jax.lax.with_sharding_constraint(x, placement.sharding) if placement.plain else constrain(x, placement)
+    return constrain(x, placement) if _jax.in_trace() else put(x, placement)
 
 
 def constrain(x: Any, placement: Placement) -> Any:
@@ -108,7 +112,7 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 
 def _constrain_auto(x: Any, placement: Placement) -> Any:
-    if placement.ambient or isinstance(placement.mesh, Mesh):
+    if placement.plain or placement.ambient or isinstance(placement.mesh, Mesh):
         return jax.lax.with_sharding_constraint(x, placement.sharding)
     with jax.sharding.use_abstract_mesh(placement.mesh):
         return jax.lax.with_sharding_constraint(x, placement.sharding)

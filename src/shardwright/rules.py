@@ -193,6 +193,7 @@ class AxisRules:
       tensors: exceptions by path, first match wins.
       user_axes: axes that the strategy declares.
       policy: what to do where a rule cannot be followed.
+      known_axes: every axis that may stand in an annotation.
     """
 
     activations: tuple[Table, ...]
@@ -200,6 +201,7 @@ class AxisRules:
     tensors: tuple[TensorRules, ...] = ()
     user_axes: tuple[str, ...] = ()
     policy: Policy = Policy()
+    known_axes: frozenset[str] = dataclasses.field(init=False, repr=False)
     _tables: dict[tuple[str, Role], dict[str, Rule]] = dataclasses.field(init=False, repr=False)
     _values: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
     _hash: int = dataclasses.field(init=False, repr=False)
@@ -209,6 +211,7 @@ class AxisRules:
         tables = {(mode, Role.ACTIVATION): dict(table) for mode, table in zip(MODES, self.activations, strict=True)}
         for mode, table in zip(MODES, self.params, strict=True):
             tables[mode, Role.PARAM] = tables[mode, Role.USE] = dict(table)
+        object.__setattr__(self, "known_axes", KNOWN_AXES | frozenset(self.user_axes))
         object.__setattr__(self, "_tables", tables)
         object.__setattr__(self, "_values", (self.activations, self.params, self.tensors, self.user_axes, self.policy))
         object.__setattr__(self, "_hash", hash(self._values))
@@ -231,11 +234,6 @@ class AxisRules:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, self._values
-
-    @property
-    def known_axes(self) -> frozenset[str]:
-        """Every axis that may stand in an annotation."""
-        return KNOWN_AXES | frozenset(self.user_axes)
 
     def stated(self, axis: str, *, mode: str, role: Role, path: str | None) -> Rule | None:
         """Return the rule that the strategy states for an axis, or None; `tensor_rule` is asked first for weights."""
