@@ -39,6 +39,18 @@ def test_local_shapes_values_and_place(kind: str, jit: bool) -> None:
     assert lies_over(found, pm.mesh, "dp", "tp")
 
 
+@pytest.mark.parametrize("kind", ["auto", "explicit", "tp explicit"])
+def test_arguments_need_not_lie_so_beforehand(kind: str) -> None:
+    pm = make_manager(kind)
+    f = pm.shard_map(lambda x: jax.lax.psum(x, "tp"), in_axes=[X], out_axes=(sw.BATCH, sw.EMPTY))
+    with pm:
+        for x in (jnp.asarray(numbers(8, 8)), pm.shard(numbers(8, 8), sw.EMPTY, sw.EMPTY)):
+            for run in (f, jax.jit(f)):
+                found = run(x)
+                np.testing.assert_allclose(found, numbers(8, 8).reshape(8, 4, 2).sum(1), rtol=1e-5, atol=1e-6)
+                assert lies_over(found, pm.mesh, "dp")
+
+
 def test_sum_over_the_mesh_axes_of_an_axis() -> None:
     """A contraction over EMBED, written by hand and the same under every strategy."""
     x, w = numbers(8, 16), numbers(16, 4)

@@ -415,7 +415,7 @@ class PartitionManager:
     ) -> tuple[Placement | None, Resolution | None]:
         """Return where an array of this shape goes, and the resolution if it names Manual mesh axes."""
         ambient = _jax.ambient_mesh()
-        manual = self._check_ambient(ambient)
+        manual = self.manual_axes(ambient)
         said, said_by = (mode, ModeFrom.CALL) if mode is not None else (self.mode, ModeFrom.MANAGER)
         found = resolver.explain(
             annotation, self.rules, self._sizes, mode=said, role=role, shape=shape, path=path, manual=manual, mode_from=said_by
@@ -436,8 +436,12 @@ class PartitionManager:
         ]
         raise_problems(problems, resolution=found)
 
-    def _check_ambient(self, ambient: AbstractMesh | None) -> frozenset[str]:
-        """Check that an ambient mesh is the manager's, and return its Manual axes."""
+    def manual_axes(self, ambient: AbstractMesh | None) -> frozenset[str]:
+        """Check that an ambient mesh is the manager's, and return its Manual axes.
+
+        Raises:
+          MeshMismatchError: its names or sizes are others.
+        """
         if ambient is None:
             return frozenset()
         if ambient.shape_tuple != self.mesh.shape_tuple:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from shardwright import _jax, tree
+from shardwright import _jax, placement, tree
 from shardwright.annotations import Dim, as_annotation, is_annotation, lower
 from shardwright.axes import Role, axis_label
 from shardwright.errors import AxisConflictError, Problem, ShapeRequiredError, ShardingError, StrategyError, raise_problems
@@ -44,7 +44,7 @@ class SemanticShardMap:
         )
         raise_problems(problems)
         out_specs = self._out_specs(found)
-        nested = self._nested()
+        args, nested = self._ready(args, in_specs)
         key = (jax.tree.structure((in_specs, out_specs)), tuple(jax.tree.leaves((in_specs, out_specs))), nested)
         mapped = self._made.get(key)
         if mapped is None:
@@ -53,11 +53,22 @@ class SemanticShardMap:
             mapped = self._made[key] = jax.jit(_jax.call_shard_map(self.f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
         return mapped(*args)
 
-    def _nested(self) -> bool:
-        """Whether an ambient mesh decides: `shard_map` refuses a mesh of its own where the ambient one is partly Manual."""
+    def _ready(self, args: tuple[Any, ...], in_specs: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
+        """Return the arguments as `shard_map` takes them, and whether it must use the ambient mesh.
+
+        It refuses a mesh of its own where the ambient one is partly Manual, and over Explicit axes an argument that does not
+        lie as its spec says.
+        """
         ambient = _jax.ambient_mesh()
-        self.manager._check_ambient(ambient)
-        return ambient is not None and AxisType.Manual in ambient.axis_types
+        manual = self.manager.manual_axes(ambient)
+        mesh = self.manager.mesh if ambient is None else ambient
+        if AxisType.Explicit in mesh.axis_types:
+
+            def placed(x: Any, spec: PartitionSpec) -> Any:
+                return placement.place(x, placement.make_placement(spec, self.manager.mesh, ambient))
+
+            args = tuple(jax.tree.map(placed, arg, specs) for arg, specs in zip(args, in_specs, strict=True))
+        return args, bool(manual)
 
     def _specs(
         self, name: str, arg: Any, axes: Any, found: dict[str, tuple[str, ...]], owners: dict[str, str], problems: list[Problem]
