@@ -140,7 +140,7 @@ def train_further(
         advance = bar(CONTINUED_UNDER, options.further)
         done = train(trainer, begun.state, itertools.islice(batches, options.further), on_step=advance)
     last = done.losses[-20:]
-    console.print(f"Loss {begun.losses[-1]:.2f} -> {sum(last) / len(last):.2f} nats per byte.")
+    console.print(f"Loss {begun.losses[-1]:.2f} -> {sum(last) / len(last):.2f} nats per byte (mean of the last {len(last)} steps).")
     return done.state["params"]
 
 
@@ -171,7 +171,8 @@ def serve_everywhere(options: argparse.Namespace, config: DecoderConfig, params:
     ]
     wrong = contradicted(config, params, texts[SERVED_UNDER[-1]])
     console.print(
-        f"Checked against the model without any cache, under {SERVED_UNDER[0]}: {len(wrong)} of {len(PROMPTS)} texts contradicted."
+        f"Checked against the model without any cache, under {SERVED_UNDER[0]}: "
+        f"{len(PROMPTS) - len(wrong)} of {len(PROMPTS)} texts confirmed."
     )
     return failures + [f"slot {slot}: without a cache the model writes another text" for slot in wrong]
 

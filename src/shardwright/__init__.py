@@ -106,13 +106,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    # pydantic costs more to import than everything else here: only those who touch a Strategy pay for it.
-    if name == "Strategy":
-        from shardwright.strategy.model import Strategy
+if not TYPE_CHECKING:  # a type checker must still see that sw.BACTH does not exist
 
-        return Strategy
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        # pydantic costs more to import than everything else here: only those who touch a Strategy pay for it.
+        if name == "Strategy":
+            from shardwright.strategy.model import Strategy
+
+            return Strategy
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

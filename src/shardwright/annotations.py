@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
+import jax
 from jax.sharding import PartitionSpec
 
 from shardwright.axes import EMPTY, LAYERS, UNCONSTRAINED, Role, axis_label, canonical_axis
@@ -55,6 +58,21 @@ def merged(*members: tuple[str, int]) -> MergedDim:
     return MergedDim(tuple((canonical_axis(axis), size) for axis, size in members))
 
 
+def as_shape(shape: Any) -> tuple[int, ...]:
+    """Return a shape as a tuple of whole numbers.
+
+    Raises:
+      RankMismatchError: it is something else, or has a negative size.
+    """
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError as error:
+        raise RankMismatchError(f"{_short(shape)} is not a shape", fix="pass x.shape, or a tuple of sizes such as (8, 128)") from error
+    if any(size < 0 for size in sizes):
+        raise RankMismatchError(f"{sizes} has a negative size", fix="pass x.shape, or a tuple of sizes such as (8, 128)")
+    return sizes
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArraySpec:
     """An array that does not exist yet: what `jax.ShapeDtypeStruct` is, plus its axes and its initialiser.
@@ -66,7 +84,8 @@ class ArraySpec:
       init: called as `init(key, shape, dtype)`, like `jax.nn.initializers`; None if it is never initialised.
 
     Raises:
-      RankMismatchError: the axes do not fit the shape's rank.
+      RankMismatchError: the shape is none, or the axes do not fit its rank.
+      StrategyError: the dtype is none.
     """
 
     shape: tuple[int, ...]
@@ -75,7 +94,11 @@ class ArraySpec:
     init: Initializer | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "shape", as_shape(self.shape))
+        try:
+            jax.ShapeDtypeStruct(self.shape, self.dtype)
+        except TypeError as error:
+            raise StrategyError(f"{_short(self.dtype)} is not a dtype", fix="write one such as jnp.float32") from error
         object.__setattr__(self, "axes", as_annotation(self.axes))
         lower(self.axes, self.shape)
 
@@ -128,7 +151,7 @@ def as_annotation(value: Any) -> Any:
         for position, entry in enumerate(frozen):
             if not _is_dim(entry):
                 raise StrategyError(
-                    f"{value!r} is not an annotation: its entry {entry!r} is not an axis, a tuple of axes or merged(...)",
+                    f"{_short(value)} is not an annotation: its entry {_short(entry)} is not an axis, a tuple of axes or merged(...)",
                     dim=position,
                     fix="write EMPTY for a dim that is not sharded" if entry is None else "use axis strings such as BATCH, or EMPTY",
                 )
@@ -136,9 +159,15 @@ def as_annotation(value: Any) -> Any:
     if is_annotation(value):
         return value
     raise StrategyError(
-        f"{value!r} is not an annotation",
-        fix="write a tuple of axes such as (BATCH, LENGTH, EMBED), a layout such as ColumnWise, or an ArraySpec",
+        f"{_short(value)} is not an annotation",
+        fix="of a tree ask shardings, or each leaf by itself"
+        if isinstance(value, dict)
+        else "write a tuple of axes such as (BATCH, LENGTH, EMBED), a layout such as ColumnWise, or an ArraySpec",
     )
+
+
+def _short(value: object) -> str:
+    return textwrap.shorten(repr(value), 80)
 
 
 def stacked(annotation: Any, layers: int | None = None) -> Any:
@@ -165,8 +194,6 @@ class _StackedInit:
     init: Initializer
 
     def __call__(self, key: Any, shape: Sequence[int], dtype: Any) -> Any:
-        import jax
-
         return jax.vmap(lambda one: self.init(one, tuple(shape[1:]), dtype))(jax.random.split(key, shape[0]))
 
 
@@ -225,6 +252,8 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
       AxisConflictError: the same axis stands twice.
     """
     if isinstance(annotation, ArraySpec):
+        if shape is not None and tuple(shape) != annotation.shape:
+            raise RankMismatchError(f"the array has shape {tuple(shape)}, its ArraySpec {annotation.shape}", fix="make them agree")
         return lower(annotation.axes, annotation.shape)
     if isinstance(annotation, PartitionSpec):
         return Lowered(dims=_lower_spec(annotation, shape))
@@ -289,6 +318,15 @@ def _check_rank(annotation: Any, dims: tuple[Dim, ...], shape: Sequence[int] | N
             f"{describe(annotation)} has {len(dims)} dims, the array has {len(shape)}: shape {tuple(shape)}",
             fix=_rank_fix(annotation, len(dims), len(shape)),
         )
+    check_merged(dims, shape)
+
+
+def check_merged(dims: tuple[Dim, ...], shape: Sequence[int]) -> None:
+    """Check that every merged dim is its members' product.
+
+    Raises:
+      RankMismatchError: one is not.
+    """
     for position, (dim, size) in enumerate(zip(dims, shape, strict=True)):
         if dim.merged and dim.size != size:
             product = " * ".join(f"{axis_label(axis)} {count}" for axis, count in dim.merged)

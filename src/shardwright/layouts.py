@@ -137,7 +137,15 @@ def _spell(dims: tuple[LayoutDim, ...]) -> str:
 
 
 def _freeze_dims(axes: Any) -> tuple[LayoutDim, ...]:
-    return tuple(EMPTY if dim is None else tuple(dim) if isinstance(dim, (list, tuple)) else dim for dim in axes)
+    if not isinstance(axes, (list, tuple)):  # a set, for instance, has no order
+        raise StrategyError(
+            f"the axes of a layout are {axes!r}, not a list", fix="write one entry per dim: an axis, EMPTY, None or a list of axes"
+        )
+    dims = tuple(EMPTY if dim is None else tuple(dim) if isinstance(dim, (list, tuple)) else dim for dim in axes)
+    for dim in dims:
+        if not all(isinstance(axis, str) for axis in (dim if isinstance(dim, tuple) else (dim,))):
+            raise StrategyError(f"{dim!r} is no dim of a layout", fix="write an axis, EMPTY, None or a list of axes")
+    return dims
 
 
 def _freeze_mode(mode: Any) -> str | int:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax, context, placement, resolver, tree
-from shardwright.annotations import ArraySpec, as_annotation, is_annotation
+from shardwright.annotations import ArraySpec, as_annotation, is_annotation, lower
 from shardwright.axes import Role, canonical_axis
 from shardwright.errors import (
     AxisConflictError,
@@ -31,9 +31,9 @@ from shardwright.mesh import mesh_sizes
 from shardwright.modes import mode_name, parse_mode
 from shardwright.partition_axis import PartitionAxis
 from shardwright.placement import Placement
-from shardwright.problems import local_rank, lost_mesh_axis, must_lie, not_varying, with_fix
+from shardwright.problems import idle_mesh_axis, local_rank, lost_mesh_axis, must_lie, not_varying, with_fix
 from shardwright.provenance import ModeFrom, Outcome, Resolution
-from shardwright.rules import AxisRules, check_mesh_axes
+from shardwright.rules import AxisRules, check_mesh_axes, unnamed_mesh_axes
 
 _HINTABLE = (IndivisibleError, AxisConflictError, ManualAxisError)
 
@@ -66,7 +66,8 @@ class PartitionManager:
 
     Raises:
       StrategyError: the strategy does not compile, or names no mesh where none is given.
-      MeshMismatchError: a rule names a mesh axis that is neither standard nor in the mesh.
+      MeshMismatchError: a rule names a mesh axis that is neither standard nor in the mesh, or the mesh has one (of more
+        than one device) that is neither standard nor named by any rule.
     """
 
     __slots__ = ("__weakref__", "_cache", "_hash", "_modes", "_sizes", "mesh", "mode", "name", "rules")
@@ -83,10 +84,17 @@ class PartitionManager:
     def __init__(self, strategy: Any, *, mesh: Mesh | AbstractMesh | None = None, mode: str | None = None) -> None:
         rules = _compiled(strategy)
         found = mesh if mesh is not None else _own_mesh(strategy)
+        if not isinstance(found, (Mesh, AbstractMesh)):
+            fix = 'pass create_mesh("dp:2,tp:4"), or abstract_mesh("dp:2,tp:4") to plan without devices'
+            raise MeshSpecError(f"mesh={mesh!r} is neither a Mesh nor an AbstractMesh", fix=fix)
         name = "" if isinstance(strategy, (AxisRules, PartitionAxis)) else strategy.name
         self._set(rules, found, None if mode is None else parse_mode(mode), name, {})
+        if self.mode is not None:
+            self._modes[self.mode] = self
         lost = check_mesh_axes(rules.named_mesh_axes(), self._sizes)
         raise_problems([lost_mesh_axis(axis, self._sizes) for axis in lost])
+        unnamed = unnamed_mesh_axes(rules, self._sizes)
+        raise_problems([idle_mesh_axis(axis, self._sizes, rules.named_mesh_axes()) for axis in unnamed])
 
     def _set(self, rules: AxisRules, mesh: Mesh | AbstractMesh, mode: str | None, name: str, modes: dict[str, Any]) -> None:
         values = {"rules": rules, "mesh": mesh, "mode": mode, "name": name, "_sizes": mesh_sizes(mesh), "_cache": {}, "_modes": modes}
@@ -136,7 +144,8 @@ class PartitionManager:
         if found is None:
             found = object.__new__(PartitionManager)
             found._set(self.rules, self.mesh, parsed, self.name, self._modes)
-            self._modes[parsed] = found
+            # Not an assignment: threads that ask at once get one object.
+            found = self._modes.setdefault(parsed, found)
         return found
 
     def explain(
@@ -219,6 +228,8 @@ class PartitionManager:
         Raises:
           ShardingError: every leaf's problems at once, each with its path.
         """
+        if isinstance(annotations, list):
+            annotations = _tree((annotations,))
         if not self.rules.tensors:
             paired = tree.pair(values, annotations)
             known = None if paired is None else self._known_shardings(paired, mode, role)
@@ -276,10 +287,18 @@ class PartitionManager:
 
         Raises:
           StrategyError: leaves without `init`.
+          MeshSpecError: the mesh is abstract.
           ShardingError: as `shardings` does.
         """
-        shardings = self.shardings(specs, mode=mode)
-        return jax.jit(tree.initialiser(specs), out_shardings=shardings)(key)
+        if isinstance(self.mesh, AbstractMesh):
+            raise placement.no_devices()
+        leaves, structure = jax.tree.flatten(specs)
+        asked = ("init", structure, tuple(leaves), mode)
+        made = self._cache.get(asked)
+        if made is None:
+            shardings = self.shardings(specs, mode=mode)
+            made = self._cache[asked] = jax.jit(tree.initialiser(specs), out_shardings=shardings)
+        return made(key)
 
     def state_shardings(
         self,
@@ -398,13 +417,15 @@ class PartitionManager:
     def _place_one(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, path: str | None, strict: bool) -> Any:
         shape = x.shape if isinstance(x, jax.core.Tracer) else np.shape(x)
         # Only exceptions by path make the answer depend on the path. The ambient mesh may be the empty one.
-        key = (axes, shape, mode, role, strict, jax.sharding.get_abstract_mesh(), path and self.rules.tensors and path)
+        key: Any = (axes, shape, mode, role, strict, jax.sharding.get_abstract_mesh(), path and self.rules.tensors and path)
         try:
             found = self._cache.get(key)
-        except TypeError:  # a list among the axes
-            return self._place_one(x, (_one(axes),), mode, role, path, strict)
+        except TypeError:  # something that cannot be a key, such as a list among the axes
+            found, key = None, None
         if found is None:
-            found = self._cache[key] = self._placement(_one(axes), shape, mode, role, path, strict)
+            found = self._placement(_one(axes), shape, mode, role, path, strict)
+            if key is not None:
+                self._cache[key] = found
         where, resolution = found
         if resolution is not None and strict:
             self._check_varying(x, resolution, path)
@@ -454,6 +475,9 @@ class PartitionManager:
 
     def _gather(self, w: Any, annotation: Any, path: str | None, mode: str | None) -> Any:
         shape = np.shape(w)
+        if isinstance(annotation, ArraySpec):
+            lower(annotation, shape)
+            annotation = annotation.axes
         key = ("gather", annotation, shape, mode, path and self.rules.tensors and path, jax.sharding.get_abstract_mesh())
         found = self._cache.get(key)
         if found is None:
@@ -471,8 +495,9 @@ class PartitionManager:
         key = ("sharding", spec, memory_kind)
         made = self._cache.get(key)
         if made is None:
-            made = self._cache[key] = NamedSharding(self.mesh, spec, memory_kind=memory_kind)
-        return made
+            made = self._cache.setdefault(key, NamedSharding(self.mesh, spec, memory_kind=memory_kind))
+        sharding: NamedSharding = made
+        return sharding
 
 
 def _compiled(strategy: Any) -> AxisRules:
@@ -517,12 +542,13 @@ def _tree(axes: tuple[Any, ...]) -> Any:
 
 
 def _open(found: Resolution) -> Resolution:
-    """Return a resolution whose indivisible and conflicting dims are left to the compiler; other problems stay."""
+    """Return a resolution whose indivisible, conflicting and Manual dims are left to the compiler; other problems stay."""
     dims = {problem.dim for problem in found.problems if issubclass(problem.error, _HINTABLE) and found.decisions}
+    dims |= {decision.dim for decision in found.decisions if decision.manual}
     if not dims:
         return found
     decisions = tuple(
-        dataclasses.replace(decision, outcome=Outcome.UNCONSTRAINED, mesh_axes=()) if decision.dim in dims else decision
+        dataclasses.replace(decision, outcome=Outcome.UNCONSTRAINED, mesh_axes=(), manual=()) if decision.dim in dims else decision
         for decision in found.decisions
     )
     left = tuple(problem for problem in found.problems if problem.dim not in dims or not issubclass(problem.error, _HINTABLE))
@@ -544,9 +570,13 @@ jax.tree_util.register_static(PartitionManager)
 
 
 def shard(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:
-    """`PartitionManager.shard` of the ambient manager.
+    """Make an array, or every array of a tree, lie as its annotation resolves under the ambient manager.
+
+    `shard(x, BATCH, LENGTH, EMBED)`, `shard(x, ColumnWise)`, or `shard(tree, annotations)`. Strict: what does not fit raises.
+    See `PartitionManager.shard` for the arguments.
 
     Raises:
+      ShardingError: the annotation does not fit the array, the rules or the mesh.
       NoManagerError: no manager is entered in this thread.
     """
     manager: PartitionManager = context.current() or context.require("shard")
@@ -554,15 +584,21 @@ def shard(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None =
 
 
 def hint(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:
-    """`PartitionManager.hint` of the ambient manager; without one, `x` as it is."""
+    """Like `shard`, best effort: a dim that is indivisible, in conflict or Manual is left to the compiler.
+
+    Without an ambient manager it returns `x` as it is. See `PartitionManager.hint`.
+    """
     manager = context.current()
     return x if manager is None else manager.hint(x, *axes, mode=mode, role=role)
 
 
 def gather(w: Any, *axes: Any, path: str | None = None, mode: str | None = None) -> Any:
-    """`PartitionManager.gather` of the ambient manager.
+    """Constrain a stored weight, or a tree of them, to where it is used, and its gradient back to where it is stored.
+
+    `gather(w, EMBED, MLP_INTERMEDIATE)`. See `PartitionManager.gather` for the arguments.
 
     Raises:
+      ShardingError: the annotation does not fit the array, the rules or the mesh.
       NoManagerError: no manager is entered in this thread.
     """
     return context.require("gather").gather(w, *axes, path=path, mode=mode)

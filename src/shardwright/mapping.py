@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from shardwright import _jax, placement, tree
+from shardwright import _jax, placement, resolver, tree
 from shardwright.annotations import Dim, as_annotation, is_annotation, lower
-from shardwright.axes import Role, axis_label
+from shardwright.axes import axis_label
 from shardwright.errors import AxisConflictError, Problem, ShapeRequiredError, ShardingError, StrategyError, raise_problems
-from shardwright.provenance import DimDecision, Outcome
+from shardwright.provenance import DimDecision, ModeFrom, Outcome, Resolution
+
+# Where each dim of the inputs lies, by its axes: several for a composite, which is decided as a whole.
+_Found = dict[tuple[str, ...], tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -35,8 +38,8 @@ class SemanticShardMap:
             raise StrategyError(
                 f"{len(args)} arguments, in_axes has {len(self.in_axes)} entries", fix="give in_axes one entry per argument"
             )
-        found: dict[str, tuple[str, ...]] = {}
-        owners: dict[str, str] = {}
+        found: _Found = {}
+        owners: dict[tuple[str, ...], str] = {}
         problems: list[Problem] = []
         in_specs = tuple(
             self._specs(f"argument {at}", arg, axes, found, owners, problems)
@@ -70,9 +73,7 @@ class SemanticShardMap:
             args = tuple(jax.tree.map(placed, arg, specs) for arg, specs in zip(args, in_specs, strict=True))
         return args, bool(manual)
 
-    def _specs(
-        self, name: str, arg: Any, axes: Any, found: dict[str, tuple[str, ...]], owners: dict[str, str], problems: list[Problem]
-    ) -> Any:
+    def _specs(self, name: str, arg: Any, axes: Any, found: _Found, owners: dict[tuple[str, ...], str], problems: list[Problem]) -> Any:
         specs = []
         try:
             leaves = tree.annotated_leaves(arg, as_annotation(axes) if _is_axes_list(axes) else axes)
@@ -81,41 +82,41 @@ class SemanticShardMap:
             return None
         for leaf in leaves:
             path = f"{name} {leaf.path}".strip()
-            resolution = self.manager.explain(leaf.annotation, mode=self.mode, shape=np.shape(leaf.value), path=path)
+            resolution = self._explain(leaf.annotation, shape=np.shape(leaf.value), path=path)
             problems += resolution.problems or self._learn(path, leaf, resolution.decisions, found, owners)
             specs.append(resolution.spec)
         return jax.tree.unflatten(jax.tree.structure(arg), specs) if len(specs) == len(leaves) else None
 
     def _learn(
-        self, path: str, leaf: Any, decisions: tuple[DimDecision, ...], found: dict[str, tuple[str, ...]], owners: dict[str, str]
+        self, path: str, leaf: Any, decisions: tuple[DimDecision, ...], found: _Found, owners: dict[tuple[str, ...], str]
     ) -> list[Problem]:
         """Note where each axis lies, and return the problems: an axis that lies in two ways, or nowhere."""
         problems = []
         for dim, decision in zip(lower(leaf.annotation, np.shape(leaf.value)).dims, decisions, strict=True):
             if decision.outcome is Outcome.UNCONSTRAINED:
                 problems.append(_open(path, decision))
-            elif len(dim.axes) == 1:
-                axis = dim.axes[0]
-                if found.setdefault(axis, decision.mesh_axes) != decision.mesh_axes:
-                    problems.append(_two_ways(path, decision, found[axis], owners[axis]))
-                owners.setdefault(axis, path)
+            elif dim.axes:
+                lies = tuple(axis for axis in decision.mesh_axes if axis not in decision.manual)
+                if found.setdefault(dim.axes, lies) != lies:
+                    problems.append(_two_ways(path, decision, found[dim.axes], owners[dim.axes]))
+                owners.setdefault(dim.axes, path)
         return problems
 
-    def _out_specs(self, found: Mapping[str, tuple[str, ...]]) -> Any:
+    def _out_specs(self, found: _Found) -> Any:
         if _is_axes_list(self.out_axes):
             return self._out_spec(as_annotation(self.out_axes), found)
         if isinstance(self.out_axes, tuple) and not any(isinstance(entry, str) for entry in self.out_axes) and self.out_axes:
             return tuple(self._out_tree(entry, found) for entry in self.out_axes)
         return self._out_tree(self.out_axes, found)
 
-    def _out_tree(self, axes: Any, found: Mapping[str, tuple[str, ...]]) -> Any:
+    def _out_tree(self, axes: Any, found: _Found) -> Any:
         return jax.tree.map(lambda annotation: self._out_spec(annotation, found), axes, is_leaf=is_annotation)
 
-    def _out_spec(self, annotation: Any, found: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
+    def _out_spec(self, annotation: Any, found: _Found) -> PartitionSpec:
         entries: list[Any] = []
         taken: set[str] = set()
         for at, dim in enumerate(lower(annotation).dims):
-            names = dim.literal or tuple(name for axis in dim.axes for name in self._out_axis(axis, dim, found))
+            names = dim.literal or self._out_dim(dim, found)
             clash = [name for name in names if name in taken]
             if clash:
                 raise AxisConflictError(
@@ -127,23 +128,44 @@ class SemanticShardMap:
             entries.pop()
         return PartitionSpec(*entries)
 
-    def _out_axis(self, axis: str, dim: Dim, found: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-        if axis in found:
-            return found[axis]
+    def _out_dim(self, dim: Dim, found: _Found) -> tuple[str, ...]:
+        """Return where an output's dim lies: as the inputs' dim of the same axes, else each of its axes by itself."""
+        if dim.axes in found:
+            return found[dim.axes]
+        inside = [axis for axis in dim.axes if (axis,) not in found and any(axis in axes for axes in found)]
+        if inside:
+            raise AxisConflictError(
+                f"{axis_label(inside[0])} stands in the inputs only inside a composite, so where it lies by itself is not decided",
+                path="output",
+                axis=dim.label,
+                fix="annotate the output's dim with the same composite, or an input's dim with the axis alone",
+            )
+        return tuple(name for axis in dim.axes for name in (found[axis,] if (axis,) in found else self._out_axis(axis, dim)))
+
+    def _out_axis(self, axis: str, dim: Dim) -> tuple[str, ...]:
         size = self.sizes.get(axis)
-        try:
-            resolution = self.manager.explain((axis,), mode=self.mode, shape=None if size is None else (size,), role=Role.ACTIVATION)
-            resolution.require()
-            if resolution.decisions[0].outcome is Outcome.UNCONSTRAINED:
-                raise_problems([_open("output", resolution.decisions[0])], resolution=resolution)
-        except ShapeRequiredError as error:
+        resolution = self._explain((axis,), shape=None if size is None else (size,), path=None)
+        if ShapeRequiredError in {problem.error for problem in resolution.problems}:
             raise ShapeRequiredError(
                 "the axis stands in no input, and where it lies depends on its size",
                 path="output",
                 axis=dim.label,
                 fix=f"pass sizes={{{axis_label(axis)}: ...}}",
-            ) from error
-        return resolution.decisions[0].mesh_axes  # type: ignore[no-any-return]
+            )
+        resolution.require()
+        decision = resolution.decisions[0]
+        if decision.outcome is Outcome.UNCONSTRAINED:
+            raise_problems([_open("output", decision)], resolution=resolution)
+        return tuple(name for name in decision.mesh_axes if name not in decision.manual)
+
+    def _explain(self, annotation: Any, *, shape: tuple[int, ...] | None, path: str | None) -> Resolution:
+        """Resolve with the mesh axes of a surrounding `shard_map` as already applied."""
+        manager = self.manager
+        said, said_by = (self.mode, ModeFrom.CALL) if self.mode is not None else (manager.mode, ModeFrom.MANAGER)
+        manual = manager.manual_axes(_jax.ambient_mesh())
+        return resolver.explain(
+            annotation, manager.rules, manager.mesh, mode=said, shape=shape, path=path, manual=manual, mode_from=said_by
+        )
 
 
 def _is_axes_list(axes: Any) -> bool:

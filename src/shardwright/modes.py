@@ -30,7 +30,7 @@ def parse_mode(mode: str) -> str:
     '__autoregressive__'
     """
     if not is_mode(mode):
-        hint = did_you_mean(str(mode), _MODE)
+        hint = did_you_mean(str(mode).lower(), _MODE)
         raise StrategyError(f"unknown mode {mode!r}", fix=f"{hint} modes are {', '.join(_SHORT)}".strip())
     return _MODE[mode]
 

@@ -140,20 +140,21 @@ class PartitionAxis:
         return parse_rule(text, ref=RuleRef(key=name, text=text, source="PartitionAxis"))
 
     def _text(self, name: str, value: Any) -> str:
-        if isinstance(value, str):
-            return self._mesh_name(value)
-        if isinstance(value, (tuple, list)) and value and all(isinstance(axis, str) for axis in value):
-            return "+".join(self._mesh_name(axis) for axis in value)
+        if isinstance(value, str) and value not in PARALLELISM_AXES:
+            return value
+        if isinstance(value, str) or (isinstance(value, (tuple, list)) and value and all(isinstance(axis, str) for axis in value)):
+            flat = _flat(tuple(self._mesh_name(axis) for axis in ((value,) if isinstance(value, str) else value)))
+            return "+".join(flat) if flat else REPLICATED
         raise StrategyError(
             f"{value!r} is not a rule", axis=name, fix='write a mesh axis, a tuple of them, a rule such as "tp | -", or None for replicated'
         )
 
-    def _mesh_name(self, value: str) -> str:
+    def _mesh_name(self, value: str) -> Any:
         """Return the mesh axis that a parallelism axis means here; other text as it is."""
         if value not in PARALLELISM_AXES:
             return value
         named = {canonical_axis(stem): getattr(self, name) for name, stem in _PARALLELISM.items()}
-        return str(named.get(value, PARALLELISM_AXES[value]))
+        return named.get(value, PARALLELISM_AXES[value])
 
     def _default(self, name: str) -> Any:
         fsdp, tp = self.fully_sharded_data_parallel_axis, self.tensor_parallel_axis

@@ -158,6 +158,14 @@ def entry_names(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def no_devices() -> MeshSpecError:
+    """Return the error of an array that is wanted on an abstract mesh."""
+    return MeshSpecError(
+        "the manager's mesh is abstract: there are no devices to place an array on",
+        fix="build the manager on create_mesh(...), or trace with jax.eval_shape or jax.jit(f).trace(...)",
+    )
+
+
 def put(x: Any, placement: Placement) -> Any:
     """Place a concrete array; the same object if it lies so already.
 
@@ -165,24 +173,28 @@ def put(x: Any, placement: Placement) -> Any:
       MeshSpecError: the mesh is abstract.
     """
     if isinstance(placement.mesh, AbstractMesh):
-        raise MeshSpecError(
-            "the manager's mesh is abstract: there are no devices to place an array on",
-            fix="build the manager on create_mesh(...), or trace with jax.eval_shape or jax.jit(f).trace(...)",
-        )
+        raise no_devices()
     current = x.sharding if isinstance(x, jax.Array) else None
     held = current.spec if isinstance(current, NamedSharding) and current.mesh == placement.mesh else PartitionSpec()
-    sharding = NamedSharding(placement.mesh, _fill_unconstrained(placement.spec, held))
+    # An array that was put aside in host memory stays there.
+    kind = None if current is None or current.memory_kind == "device" else current.memory_kind
+    sharding = NamedSharding(placement.mesh, _fill_unconstrained(placement.spec, held), memory_kind=kind)
     if current is not None and current.is_equivalent_to(sharding, x.ndim) and x.committed:
         return x
     return jax.device_put(x, sharding)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather(w: Any, use: Placement, stored: Placement) -> Any:
     """Constrain a stored weight to the spec of its use, and its cotangent back to the stored spec.
 
     Both placements are static: the backward pass never reads the ambient manager.
     """
+    # Over Explicit axes a cotangent has the type of its primal, so the weight must lie as stored to begin with.
+    return _gather(w if stored.explicit is None else place(w, stored), use, stored)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(w: Any, use: Placement, stored: Placement) -> Any:
     return place(w, use)
 
 
@@ -194,4 +206,4 @@ def _gather_backward(use: Placement, stored: Placement, _: None, cotangent: Any)
     return (place(cotangent, stored),)
 
 
-gather.defvjp(_gather_forward, _gather_backward)
+_gather.defvjp(_gather_forward, _gather_backward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright.axes import STANDARD_MESH_AXES
@@ -27,6 +27,17 @@ def lost_mesh_axis(axis: str, sizes: Mapping[str, int]) -> Problem:
         what=f"a rule names the mesh axis {axis!r}, which the mesh {dict(sizes)} does not have",
         mesh_axes=(axis,),
         fix=did_you_mean(axis, sizes) or f"add it to the mesh, or name one of {', '.join(dict.fromkeys([*sizes, *STANDARD_MESH_AXES]))}",
+    )
+
+
+def idle_mesh_axis(axis: str, sizes: Mapping[str, int], named: Sequence[str]) -> Problem:
+    """A mesh axis of the user's own that no rule names, so that everything would be replicated over it."""
+    names = f"the rules name {', '.join(named)}" if named else "the rules name no mesh axis"
+    return Problem(
+        error=MeshMismatchError,
+        what=f"no rule names the mesh axis {axis}={sizes[axis]}, so everything would be replicated over it; {names}",
+        mesh_axes=(axis,),
+        fix=f'use {axis} in a rule, for instance batch = "{axis}", or build the mesh with axes that the rules name',
     )
 
 

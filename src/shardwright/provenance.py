@@ -157,7 +157,7 @@ class DimDecision:
             parts.append("+".join(self.manual) + " already applied by shard_map")
         if self.unchecked:
             parts.append("size not given: not checked")
-        return "; ".join(parts)
+        return "; ".join(parts) or "first candidate fits"
 
     def to_json(self) -> dict[str, Any]:
         """Return the decision as plain data."""
@@ -237,7 +237,7 @@ class Resolution:
             "ok": self.ok,
             "spec": None if self.spec is None else [_entry_json(decision.entry) for decision in self.decisions],
             "dims": [decision.to_json() for decision in self.decisions],
-            "problems": [{"error": problem.error.__name__, "message": str(problem)} for problem in self.problems],
+            "problems": [_problem_json(problem) for problem in self.problems],
             "notes": list(self.notes),
         }
 
@@ -246,7 +246,7 @@ class Resolution:
         head = f"{name}{self.annotation} as {self.role} in {mode_name(self.mode)}"
         spec = f"  ->  {spec_text(self.spec)}" if self.spec is not None else "  ->  failed"
         lines = [head + spec]
-        lines += table([("dim", "axis", "size", "mesh axes", "rule", "why"), *map(_row, self.decisions)], indent="  ")
+        lines += table([HEAD, *map(row, self.decisions)], indent="  ")
         lines += [f"  note: {note}" for note in self.notes]
         for problem in self.problems:
             lines += [f"  {line}" for line in str(problem).splitlines()]
@@ -259,19 +259,34 @@ def spec_text(spec: PartitionSpec) -> str:
     return f"P({', '.join(entries)})"
 
 
+def _problem_json(problem: Problem) -> dict[str, Any]:
+    fields = {name: getattr(problem, name) for name in ("what", "path", "dim", "axis", "size", "shards", "rule", "fix")}
+    return {"error": problem.error.__name__, "message": str(problem), **fields, "mesh_axes": list(problem.mesh_axes)}
+
+
 def _entry_json(entry: Any) -> Any:
     if entry is PartitionSpec.UNCONSTRAINED:
         return "?"
     return [] if entry is None else [entry] if isinstance(entry, str) else list(entry)
 
 
-def _row(decision: DimDecision) -> tuple[str, ...]:
-    rule = "" if decision.rule is None else str(decision.rule)
-    mesh_axes = "?" if decision.outcome is Outcome.UNCONSTRAINED else "+".join(decision.mesh_axes) or "-"
-    if decision.outcome is Outcome.FAILED:
-        mesh_axes = "!"
+HEAD = ("dim", "axis", "size", "mesh axes", "rule", "written in", "why")
+
+
+def row(decision: DimDecision) -> tuple[str, ...]:
+    """Return a decision as cells under `HEAD`."""
+    ref = decision.rule
+    rule = "" if ref is None else f'{ref.key} = "{ref.text}"'
+    place = "" if ref is None else " ".join(part for part in (ref.source, f"[{ref.table}]" if ref.table else "") if part)
     size = "" if decision.size is None else str(decision.size)
-    return (str(decision.dim), decision.label or EMPTY, size, mesh_axes, " ".join(rule.split()), decision.why)
+    return (str(decision.dim), decision.label or EMPTY, size, lies_text(decision), rule, place, decision.why)
+
+
+def lies_text(decision: DimDecision) -> str:
+    """Return the mesh axes of a dim as people read them: `-` replicated, `?` unconstrained, `!` failed."""
+    if decision.outcome is Outcome.FAILED:
+        return "!"
+    return "?" if decision.outcome is Outcome.UNCONSTRAINED else "+".join(decision.mesh_axes) or "-"
 
 
 def table(rows: Sequence[Sequence[str]], *, indent: str = "") -> list[str]:

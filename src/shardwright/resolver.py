@@ -15,7 +15,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwright.annotations import ArraySpec, Dim, Lowered, as_annotation, describe, is_annotation, lower, mode_of_layout
+from shardwright.annotations import (
+    ArraySpec,
+    Dim,
+    Lowered,
+    as_annotation,
+    as_shape,
+    check_merged,
+    describe,
+    is_annotation,
+    lower,
+    mode_of_layout,
+)
 from shardwright.axes import Role, axis_label
 from shardwright.errors import (
     AxisConflictError,
@@ -28,11 +39,13 @@ from shardwright.errors import (
     StrategyError,
     UnknownAxisError,
     did_you_mean,
+    raise_problems,
 )
+from shardwright.layouts import LAYOUTS
 from shardwright.mesh import mesh_sizes
 from shardwright.modes import MODE_TRAIN, is_mode, mode_name, parse_mode
 from shardwright.provenance import DimDecision, ModeFrom, Outcome, Reason, Resolution, RuleRef, Skip
-from shardwright.rules import AxisRules, Conflict, Fallback, Indivisible, Missing, Policy, Rank, Rule, default_rule
+from shardwright.rules import AxisRules, Conflict, Fallback, Indivisible, Missing, Rank, Rule, default_rule
 
 
 def resolve(
@@ -85,18 +98,23 @@ def explain(
     The same question returns the identical object, as long as the rules live.
     """
     sizes = mesh_sizes(mesh_shape)
-    dims = None if shape is None else tuple(shape)
+    if not isinstance(rules, AxisRules):
+        raise StrategyError(f"rules is a {type(rules).__name__}", fix="pass strategy.compile()")
     try:
-        annotation, dims, role = _unwrap(as_annotation(axes), dims, role)
+        annotation, dims, role = _unwrap(as_annotation(axes), None if shape is None else as_shape(shape), role)
+        mode = None if mode is None else parse_mode(mode)
+        role = None if role is None else as_role(role)
     except ShardingError as error:
         return _refused(axes, error, mode=mode, role=role, path=path)
+    manual = frozenset(manual)
     request = (annotation, sizes.pairs, mode, role, dims, path, manual, mode_from)
     found = rules._cache.get(request)
     if found is None:
-        found = rules._cache[request] = _explain(
-            annotation, rules, sizes, mode=mode, role=role, shape=dims, path=path, manual=manual, mode_from=mode_from
-        )
-    return found
+        made = _explain(annotation, rules, sizes, mode=mode, role=role, shape=dims, path=path, manual=manual, mode_from=mode_from)
+        # Not an assignment: threads that ask at once get one object.
+        found = rules._cache.setdefault(request, made)
+    answer: Resolution = found
+    return answer
 
 
 def _unwrap(annotation: Any, shape: tuple[int, ...] | None, role: Any) -> tuple[Any, tuple[int, ...] | None, Any]:
@@ -121,9 +139,9 @@ def _explain(
     mode_from: ModeFrom,
 ) -> Resolution:
     try:
-        lowered, notes = _lower(annotation, shape, rules.policy)
+        lowered, notes = _lower(annotation, shape, rules)
         said, said_by = _mode(lowered, mode, mode_from, shape)
-        role_ = _role(lowered, role)
+        role_ = as_role(role or lowered.role or Role.ACTIVATION)
     except ShardingError as error:
         return _refused(annotation, error, mode=mode, role=role, path=path)
     frame = _Frame(rules=rules, sizes=sizes, mode=said, role=role_, shape=shape, path=path, manual=manual)
@@ -156,14 +174,22 @@ def _refused(axes: Any, error: ShardingError, *, mode: str | None, role: Any, pa
     )
 
 
-def _lower(annotation: Any, shape: tuple[int, ...] | None, policy: Policy) -> tuple[Lowered, tuple[str, ...]]:
+def _lower(annotation: Any, shape: tuple[int, ...] | None, rules: AxisRules) -> tuple[Lowered, tuple[str, ...]]:
     """Lower an annotation; under `rank = "fit"` cut or pad its dims to the array's rank, and say so."""
-    if policy.rank is Rank.ERROR or shape is None:
-        return lower(annotation, shape), ()
+    if rules.policy.rank is Rank.ERROR or shape is None:
+        try:
+            return lower(annotation, shape), ()
+        except RankMismatchError:
+            # A name that nobody knows explains a wrong rank better than the rank does: a layout's, for instance.
+            raise_problems(
+                [_unknown_axis(axis, rules) for dim in lower(annotation).dims for axis in dim.axes if axis not in rules.known_axes]
+            )
+            raise
     lowered = lower(annotation)
     if len(lowered.dims) == len(shape):
         return lower(annotation, shape), ()
     fitted = (*lowered.dims, *[Dim(axes=())] * len(shape))[: len(shape)]
+    check_merged(fitted, shape)
     note = f'policy rank = "fit": {len(lowered.dims)} dims fitted to the array\'s {len(shape)}'
     return dataclasses.replace(lowered, dims=fitted), (note,)
 
@@ -177,16 +203,16 @@ def _mode(lowered: Lowered, mode: str | None, mode_from: ModeFrom, shape: tuple[
     return MODE_TRAIN, ModeFrom.DEFAULT
 
 
-def _role(lowered: Lowered, role: Role | str | None) -> Role:
-    if role is None:
-        return lowered.role or Role.ACTIVATION
-    try:
-        return Role(role)
-    except ValueError:
-        known = [str(known) for known in Role]
-        raise StrategyError(
-            f"unknown role {role!r}", fix=f"{did_you_mean(str(role), known)} roles are {', '.join(known)}".strip()
-        ) from None
+def as_role(role: object) -> Role:
+    """Return the role that a value names.
+
+    Raises:
+      StrategyError: it names none.
+    """
+    known = [str(known) for known in Role]
+    if role not in known:
+        raise StrategyError(f"unknown role {role!r}", fix=f"{did_you_mean(str(role), known)} roles are {', '.join(known)}".strip())
+    return Role(str(role))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -239,7 +265,10 @@ class _Draft:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Frame:
-    """One request while its dims are decided; `taken` maps a mesh axis to the dim that holds it."""
+    """One request while its dims are decided.
+
+    `taken` maps a mesh axis to the dim that holds it; `stood_in` are the dims whose rule is that of the axis they mean.
+    """
 
     rules: AxisRules
     sizes: Mapping[str, int]
@@ -250,6 +279,7 @@ class _Frame:
     manual: frozenset[str]
     taken: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     problems: list[Problem] = dataclasses.field(default_factory=list)
+    stood_in: set[int] = dataclasses.field(default_factory=set)
 
     def decide(self, position: int, dim: Dim) -> DimDecision:
         """Decide one dim and take its mesh axes."""
@@ -292,12 +322,11 @@ class _Frame:
     def _unknown(self, dim: Dim, position: int) -> bool:
         known = self.rules.known_axes
         names = [axis for axis, _ in dim.merged] if dim.merged else dim.axes
-        for axis in (axis for axis in names if axis not in known):
-            name = axis_label(axis)
-            hint = did_you_mean(name, sorted(axis_label(other) for other in known))
-            declare = f'an axis of your own is declared in the strategy: [axes] {name.lower()} = "what it is"'
-            self._problem(UnknownAxisError, f"unknown axis {name!r}", position, dim.label, fix=f"{hint} {declare}".strip())
-        return any(axis not in known for axis in names)
+        unknown = [axis for axis in names if axis not in known]
+        for axis in unknown:
+            problem = _unknown_axis(axis, self.rules)
+            self.problems.append(dataclasses.replace(problem, path=self.path or "", dim=position, axis=dim.label))
+        return bool(unknown)
 
     def _stated(self, axis: str) -> Rule | None:
         return self.rules.stated(axis, mode=self.mode, role=self.role, path=self.path)
@@ -307,6 +336,7 @@ class _Frame:
         if dim.means and self.role is not Role.ACTIVATION:
             found = self._stand_in(dim)
             if found is not None:
+                self.stood_in.add(position)
                 return found
         members = [self._stated(axis) or default_rule(axis) for axis in dim.axes]
         if len(members) == 1:
@@ -527,6 +557,14 @@ class _Frame:
         self.problems.append(Problem(error=error, what=what, path=self.path or "", dim=position, axis=label, rule=text, **fields))
 
 
+def _unknown_axis(axis: str, rules: AxisRules) -> Problem:
+    name = axis_label(axis)
+    layout = next((layout for layout in LAYOUTS if layout.upper() == name), "")
+    hint = f"did you mean the layout {layout}?" if layout else did_you_mean(name, sorted(map(axis_label, rules.known_axes)))
+    declare = f'an axis of your own is declared in the strategy: [axes] {name.lower()} = "what it is"'
+    return Problem(error=UnknownAxisError, what=f"unknown axis {name!r}", axis=name, fix=f"{hint} {declare}".strip())
+
+
 def rule_text(rule: RuleRef, mode: str) -> str:
     """Return a rule, where it is written, and the mode it was asked in."""
     text = str(rule)
@@ -539,7 +577,7 @@ def _gathered(decision: DimDecision, dim: Dim, frame: _Frame) -> DimDecision:
     if not decision.mesh_axes:
         return decision
     names: set[str] = set()
-    for axis in (dim.means,) if dim.means else dim.axes:
+    for axis in (dim.means,) if decision.dim in frame.stood_in else dim.axes:
         rule = frame.rules.stated(axis, mode=frame.mode, role=Role.ACTIVATION, path=None) or default_rule(axis)
         names.update(rule.mesh_axes if rule is not None else ())
     gone = tuple(axis for axis in decision.mesh_axes if axis in frame.rules.policy.gather and axis not in names)

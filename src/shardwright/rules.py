@@ -292,6 +292,12 @@ def build_rules(
 _MODE_NAMES = ("train", "prefill", "decode", "insert")
 
 
+def unnamed_mesh_axes(rules: AxisRules, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the mesh axes of more than one device that are neither standard nor named by any rule."""
+    known = {*rules.named_mesh_axes(), *STANDARD_MESH_AXES}
+    return tuple(name for name, size in sizes.items() if size > 1 and name not in known)
+
+
 def check_mesh_axes(named: Iterable[str], mesh_axes: Iterable[str]) -> tuple[str, ...]:
     """Return the names that are neither in the mesh nor one of the standard mesh axes."""
     known = {*mesh_axes, *STANDARD_MESH_AXES}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import operator
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -160,10 +161,25 @@ def initialiser(specs: Any) -> Callable[[Any], Any]:
     raise_problems(missing)
 
     def init(key: Any) -> Any:
-        leaves = [spec.init(jax.random.fold_in(key, zlib.crc32(path_text(path).encode())), spec.shape, spec.dtype) for path, spec in pairs]
-        return jax.tree.unflatten(structure, leaves)
+        return jax.tree.unflatten(structure, [_initialised(key, path, spec) for path, spec in pairs])
 
     return init
+
+
+def _initialised(key: Any, path: Sequence[Any], spec: ArraySpec) -> Any:
+    assert spec.init is not None
+    # 64 bits of a digest of the path with its kinds of keys ("a/b" is not a, b): among a million leaves no two agree.
+    digest = hashlib.sha256(jax.tree_util.keystr(tuple(path)).encode()).digest()
+    for at in (0, 4):
+        key = jax.random.fold_in(key, int.from_bytes(digest[at : at + 4], "big"))
+    made = spec.init(key, spec.shape, spec.dtype)
+    if np.shape(made) != spec.shape or made.dtype != jax.numpy.dtype(spec.dtype):
+        raise RankMismatchError(
+            f"init made {made.dtype} of shape {np.shape(made)}, the ArraySpec says {jax.numpy.dtype(spec.dtype)} of shape {spec.shape}",
+            path=path_text(path),
+            fix="return an array of the shape and dtype that init is given",
+        )
+    return made
 
 
 def stack_specs(specs: Any, layers: int) -> Any:
@@ -252,7 +268,8 @@ def _unmatched(path: str, patterns: list[str]) -> Problem:
 def annotate_state(state: Any, params: Any, annotations: Any = None, *, overrides: Mapping[str, Any] | None = None) -> Any:
     """Return a tree like an optimizer's state, with the annotation of the parameter that each leaf follows.
 
-    A leaf follows the parameter whose path ends its own (the longest such), if their shapes agree. Scalars need nothing.
+    A leaf follows a parameter if it lies at that parameter's place in a part of the state with the parameters' structure
+    (places left out by a mask included), and if their shapes agree. Scalars need nothing.
 
     Args:
       state: the state, or `jax.eval_shape(tx.init, params)`.
@@ -264,6 +281,7 @@ def annotate_state(state: Any, params: Any, annotations: Any = None, *, override
       StrategyError, RankMismatchError: leaves that follow nothing, each with its path; all at once.
     """
     known = _by_path(params, annotations)
+    copies = _copies_of(set(known), state)
     pairs, structure = jax.tree_util.tree_flatten_with_path(state)
     patterns = [_compiled(at, pattern, one) for at, (pattern, one) in enumerate((overrides or {}).items())]
     found: list[Any] = []
@@ -274,13 +292,28 @@ def annotate_state(state: Any, params: Any, annotations: Any = None, *, override
         if override is not None or np.shape(leaf) == ():
             found.append(() if override is None else override)
             continue
-        owner = next((known[path[at:]] for at in range(len(path) + 1) if path[at:] in known), None)
+        owner = next((known[path[at:]] for at in range(len(path) + 1) if path[at:] in known and copies(path[:at])), None)
         if owner is None or np.shape(owner.value) != np.shape(leaf):
             problems.append(_follows_nothing(text, leaf, owner))
             continue
         found.append(owner.annotation.axes if isinstance(owner.annotation, ArraySpec) else owner.annotation)
     raise_problems(problems)
     return jax.tree.unflatten(structure, found)
+
+
+def _copies_of(params: set[tuple[Any, ...]], state: Any) -> Callable[[tuple[Any, ...]], bool]:
+    """Return whether the part of a state below a path has the parameters' structure.
+
+    Masks leave empty tuples where a parameter has no state, so those count as its places.
+    """
+    entries, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, tuple) and not node)
+    paths = [tuple(path) for path, _ in entries]
+
+    @functools.cache
+    def copies(prefix: tuple[Any, ...]) -> bool:
+        return {path[len(prefix) :] for path in paths if path[: len(prefix)] == prefix} == params
+
+    return copies
 
 
 def _by_path(params: Any, annotations: Any) -> dict[tuple[Any, ...], Leaf]:

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright.annotations import describe
-from shardwright.axes import EMPTY, Role
+from shardwright.axes import Role
 from shardwright.cli.inputs import Setting, read_axes, read_count, read_setting, read_shape
 from shardwright.cli.tensors import Tensor, read_tensors
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
 from shardwright.modes import MODES, mode_name
-from shardwright.provenance import DimDecision, Outcome, Resolution, spec_text
+from shardwright.provenance import HEAD, DimDecision, Resolution, lies_text, row, spec_text
 from shardwright.report.text import WIDTH, bytes_text, table
 
 _MODE_NAMES = tuple(mode_name(mode) for mode in MODES)
@@ -190,29 +190,10 @@ def _modes_text(names: Sequence[str], asked: Mapping[str, Any]) -> str:
 
 
 def _dims(decisions: Sequence[DimDecision], *, width: int) -> list[str]:
-    rows = [("dim", "axis", "size", "mesh axes", "rule", "written in", "why"), *map(_row, decisions)]
+    rows = [HEAD, *map(row, decisions)]
     if all(decision.size is None for decision in decisions):
-        rows = [(*row[:2], *row[3:]) for row in rows]
+        rows = [(*cells[:2], *cells[3:]) for cells in rows]
     return table(rows, indent="  ", width=width, prose=len(rows[0]) - 1)
-
-
-def _row(decision: DimDecision) -> tuple[str, ...]:
-    ref = decision.rule
-    rule = "" if ref is None else f'{ref.key} = "{ref.text}"'
-    place = "" if ref is None else " ".join(part for part in (ref.source, f"[{ref.table}]" if ref.table else "") if part)
-    size = "" if decision.size is None else str(decision.size)
-    return (str(decision.dim), decision.label or EMPTY, size, _lies(decision), rule, place, _why(decision))
-
-
-def _why(decision: DimDecision) -> str:
-    """Return the decision's reasons, each once: a mesh axis that is absent is absent from every candidate."""
-    return "; ".join(dict.fromkeys(decision.why.split("; "))) or "first candidate fits"
-
-
-def _lies(decision: DimDecision) -> str:
-    if decision.outcome is Outcome.FAILED:
-        return "!"
-    return "?" if decision.outcome is Outcome.UNCONSTRAINED else "+".join(decision.mesh_axes) or "-"
 
 
 def _for_terminal(problem: Problem) -> Problem:
@@ -260,7 +241,7 @@ def _columns(answers: Sequence[Answer]) -> list[list[str]]:
 
 def _cells(answer: Answer, mode: str) -> tuple[str, str]:
     resolution, count = answer.modes[mode], answer.bytes_per_device[mode]
-    lies = ", ".join(_lies(decision) for decision in resolution.decisions) or ("()" if resolution.ok else "!")
+    lies = ", ".join(lies_text(decision) for decision in resolution.decisions) or ("()" if resolution.ok else "!")
     return lies, "" if count is None else bytes_text(count)
 
 

@@ -108,7 +108,9 @@ def _check_mesh_names(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
                     what=f"mesh axis {name!r} is neither in [mesh] nor a standard one ({', '.join(STANDARD_MESH_AXES)})",
                     path=where((*path, ref.key), origin),
                     rule=str(ref),
-                    fix=did_you_mean(name, known) or f"add it to [mesh], {name} = 1, or name one of {', '.join(dict.fromkeys(known))}",
+                    fix='for replicated write "-"'
+                    if name.lower() in ("none", "null")
+                    else did_you_mean(name, known) or f"add it to [mesh], {name} = 1, or name one of {', '.join(dict.fromkeys(known))}",
                 )
             )
     return problems
@@ -170,13 +172,13 @@ def _check_patterns(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
         pattern = entry.get("match") if isinstance(entry, Mapping) else None
         try:
             re.compile(pattern if isinstance(pattern, str) else "")
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             path = where(("tensors", str(at), "match"), origin)
-            snippet = f"{pattern}\n{' ' * (error.pos or 0)}^"
+            at_fault = (error.pos or 0) if isinstance(error, re.error) else 0
+            snippet = f"{pattern}\n{' ' * at_fault}^"
+            said = error.msg if isinstance(error, re.error) else str(error)
             problems.append(
-                Problem(
-                    error=StrategyError, what=f"not a regular expression: {error.msg}", path=path, snippet=snippet, fix="see Python's re"
-                )
+                Problem(error=StrategyError, what=f"not a regular expression: {said}", path=path, snippet=snippet, fix="see Python's re")
             )
         else:
             if isinstance(entry, Mapping) and isinstance(pattern, str) and len(entry) == 1:
@@ -193,7 +195,10 @@ def _check_own_axes(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
         if isinstance(name, str) and canonical_axis(name) in KNOWN_AXES:
             what = f"{name!r} is an axis of the vocabulary already"
             problems.append(Problem(error=StrategyError, what=what, path=path, fix="drop the line, or choose another name"))
-        elif not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*|__[A-Z][A-Z0-9_]*__", str(name)) or name in ("params", "match"):
+        elif not re.fullmatch(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?|__[A-Z]([A-Z0-9_]*[A-Z0-9])?__", str(name)) or name in (
+            "params",
+            "match",
+        ):
             what = f"{name!r} cannot be the name of an axis"
             problems.append(Problem(error=StrategyError, what=what, path=path, fix="use letters, digits and _, for instance rotary_dim"))
     return problems

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwright.axes import canonical_axis, file_name
 from shardwright.errors import StrategyError, did_you_mean
 
 Origin = dict[tuple[str, ...], str]
@@ -39,6 +40,8 @@ def read(path: Path) -> Parsed:
 
 def _format(path: Path) -> str:
     format = path.suffix.lstrip(".")
+    if not format and path.name in preset_names():
+        raise StrategyError(f"{path.name!r} is a preset, not a file", fix=f"Strategy.preset({path.name!r})")
     if format not in ("toml", "json"):
         raise StrategyError(f"{path.name!r} is neither a .toml nor a .json file", fix="give the file one of these endings")
     return format
@@ -67,12 +70,20 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
         raise _syntax(text, source, str(error), *_toml_position(str(error), text)) from error
     except json.JSONDecodeError as error:
         raise _syntax(text, source, error.msg, error.lineno, error.colno) from error
+    except RecursionError as error:
+        raise StrategyError("the file is nested too deeply", path=source, fix="a strategy has tables of rules, no deeper") from error
     except _DuplicateKeyError as error:
         raise StrategyError(f"the key {str(error)!r} stands twice in one table", path=source, fix="drop one of them") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise StrategyError(str(error).partition(";")[0], path=source, fix="write a smaller number") from error
     if not isinstance(data, dict):
         raise StrategyError(f"a strategy is a table, not {type(data).__name__}", path=source, fix='start from {"version": 1}')
     lines = _toml_lines(text) if format == "toml" else _json_lines(text)
-    return data, {(): source, **{path: f"{source}:{line}" for path, line in lines}}
+    origin: Origin = {(): source}
+    for path, line in lines:
+        # Under the key as it is written, and as every spelling of an axis is read.
+        origin[path] = origin[(*path[:-1], file_name(canonical_axis(path[-1])))] = f"{source}:{line}"
+    return data, origin
 
 
 class _DuplicateKeyError(ValueError):
