@@ -80,7 +80,7 @@ def test_where_one_annotation_is_expected_a_list_does_too(given: Any, means: Any
         ((sw.BATCH, (sw.EMBED, 4)), "is not an axis, a tuple of axes", "use axis strings"),
         ("batch", "'batch' is not an annotation", "write a tuple of axes"),
         (None, "None is not an annotation", "write a tuple of axes"),
-        ({"a": 1}, "is not an annotation", "write a tuple of axes"),
+        ({"a": 1}, "is not an annotation", "of a tree ask shardings"),
         (int, "is not an annotation", "write a tuple of axes"),
     ],
 )

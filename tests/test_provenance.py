@@ -32,10 +32,10 @@ def test_the_table_that_people_read() -> None:
     found = explain((sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD, sw.EMPTY), RULES, MESH, shape=(8, 16, 6, 3), mode="decode", path="attn/k")
     assert words(str(found)) == [
         "attn/k (BATCH, QUERY_LENGTH, KV_HEAD, _) as activation in decode -> P(('dp', 'fsdp'))",
-        "dim axis size mesh axes rule why",
-        '0 BATCH 8 dp+fsdp batch = "dp+fsdp" (t.toml, [rules])',
-        '1 QUERY_LENGTH 16 - query_length = "sp" (t.toml, [rules]) sp has size 1; no mesh axis left: replicated',
-        '2 KV_HEAD 6 - kv_head = "tp | -" (t.toml, [rules]) tp: 6 % 4 != 0; replicated by rule',
+        "dim axis size mesh axes rule written in why",
+        '0 BATCH 8 dp+fsdp batch = "dp+fsdp" t.toml [rules] first candidate fits',
+        '1 QUERY_LENGTH 16 - query_length = "sp" t.toml [rules] sp has size 1; no mesh axis left: replicated',
+        '2 KV_HEAD 6 - kv_head = "tp | -" t.toml [rules] tp: 6 % 4 != 0; replicated by rule',
         "3 _ 3 - not sharded by annotation",
     ]
 
@@ -53,9 +53,9 @@ def test_a_failing_answer_shows_the_failure_and_the_dims_that_were_fine() -> Non
     found = explain((sw.BATCH, sw.HEAD), RULES, MESH, shape=(8, 6), path="attn/q")
     assert words(str(found)) == [
         "attn/q (BATCH, HEAD) as activation in train -> failed",
-        "dim axis size mesh axes rule why",
-        '0 BATCH 8 dp+fsdp batch = "dp+fsdp" (t.toml, [rules])',
-        '1 HEAD 6 ! head = "tp" (t.toml, [rules]) tp: 6 % 4 != 0; failed',
+        "dim axis size mesh axes rule written in why",
+        '0 BATCH 8 dp+fsdp batch = "dp+fsdp" t.toml [rules] first candidate fits',
+        '1 HEAD 6 ! head = "tp" t.toml [rules] tp: 6 % 4 != 0; failed',
         "attn/q dim 1 HEAD: size 6 does not divide over tp=4",
         'rule head = "tp" (t.toml, [rules], mode train)',
         'fix add a fallback, head = "tp | -", or choose a size and a mesh that divide',

@@ -166,6 +166,25 @@ def as_annotation(value: Any) -> Any:
     )
 
 
+def one_annotation(axes: tuple[Any, ...]) -> Any:
+    """Return the annotation that `*axes` is: axis strings and composites, or one annotation."""
+    if len(axes) == 1 and not isinstance(axes[0], str):
+        return as_annotation(axes[0])
+    return as_annotation(axes)
+
+
+def tree_of_annotations(axes: tuple[Any, ...]) -> Any:
+    """Return the tree of annotations that `*axes` is for a tree of arrays; axis strings are one annotation for all."""
+    if not axes:
+        return None
+    if len(axes) == 1 and not isinstance(axes[0], str):
+        one = axes[0]
+        if isinstance(one, list) and any(isinstance(entry, str) for entry in one):
+            return as_annotation(one)
+        return one
+    return as_annotation(axes)
+
+
 def _short(value: object) -> str:
     return textwrap.shorten(repr(value), 80)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, final
 
@@ -12,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax, context, placement, resolver, tree
-from shardwright.annotations import ArraySpec, as_annotation, is_annotation, lower
+from shardwright.annotations import ArraySpec, is_annotation, lower, one_annotation, tree_of_annotations
 from shardwright.axes import Role, canonical_axis
 from shardwright.errors import (
     AxisConflictError,
@@ -158,7 +157,9 @@ class PartitionManager:
     ) -> Resolution:
         """Return the spec of an annotation and why, dim by dim; a failing request too, with `problems` and no spec."""
         said, said_by = (mode, ModeFrom.CALL) if mode is not None else (self.mode, ModeFrom.MANAGER)
-        return resolver.explain(_one(axes), self.rules, self._sizes, mode=said, role=role, shape=shape, path=path, mode_from=said_by)
+        return resolver.explain(
+            one_annotation(axes), self.rules, self._sizes, mode=said, role=role, shape=shape, path=path, mode_from=said_by
+        )
 
     def resolve(
         self,
@@ -229,7 +230,7 @@ class PartitionManager:
           ShardingError: every leaf's problems at once, each with its path.
         """
         if isinstance(annotations, list):
-            annotations = _tree((annotations,))
+            annotations = tree_of_annotations((annotations,))
         if not self.rules.tensors:
             paired = tree.pair(values, annotations)
             known = None if paired is None else self._known_shardings(paired, mode, role)
@@ -293,11 +294,15 @@ class PartitionManager:
         if isinstance(self.mesh, AbstractMesh):
             raise placement.no_devices()
         leaves, structure = jax.tree.flatten(specs)
-        asked = ("init", structure, tuple(leaves), mode)
-        made = self._cache.get(asked)
+        asked: Any = ("init", structure, tuple(leaves), mode)
+        try:
+            made = self._cache.get(asked)
+        except TypeError:  # an initialiser without a hash: compiled anew each time
+            asked, made = None, None
         if made is None:
-            shardings = self.shardings(specs, mode=mode)
-            made = self._cache[asked] = jax.jit(tree.initialiser(specs), out_shardings=shardings)
+            made = jax.jit(tree.initialiser(specs), out_shardings=self.shardings(specs, mode=mode))
+            if asked is not None:
+                self._cache[asked] = made
         return made(key)
 
     def state_shardings(
@@ -335,14 +340,14 @@ class PartitionManager:
         Raises:
           ShapeRequiredError: the spec depends on sizes, and `global_shape` is absent.
         """
-        annotation = _one(axes)
+        annotation = one_annotation(axes)
         found = self.explain(annotation, mode=mode, shape=global_shape)
         if ShapeRequiredError in {problem.error for problem in found.problems}:
             raise_problems(with_fix(found, "pass global_shape="), resolution=found)
         if len(found.decisions) != local.ndim:
             raise_problems([local_rank(found, local)], resolution=found)
         sharding = self._sharding(found, None)
-        shape = _global_shape(sharding, local.shape) if global_shape is None else tuple(global_shape)
+        shape = placement.global_shape(sharding, local.shape) if global_shape is None else tuple(global_shape)
         self.resolve(annotation, mode=mode, shape=shape)
         made: jax.Array = jax.make_array_from_process_local_data(sharding, local, shape)
         return made
@@ -379,8 +384,8 @@ class PartitionManager:
           mode: runtime mode; absent: the manager's.
         """
         if _jax.is_array(w):
-            return self._gather(w, _one(axes), path, mode)
-        annotations = _tree(axes)
+            return self._gather(w, one_annotation(axes), path, mode)
+        annotations = tree_of_annotations(axes)
         prefix = f"{path}/" if path else ""
         return self._each(w, annotations, lambda leaf: self._gather(leaf.value, leaf.annotation, prefix + leaf.path, mode))
 
@@ -412,7 +417,9 @@ class PartitionManager:
     def _place(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, *, strict: bool) -> Any:
         if _jax.is_array(x):
             return self._place_one(x, axes, mode, role, None, strict)
-        return self._each(x, _tree(axes), lambda leaf: self._place_one(leaf.value, (leaf.annotation,), mode, role, leaf.path, strict))
+        return self._each(
+            x, tree_of_annotations(axes), lambda leaf: self._place_one(leaf.value, (leaf.annotation,), mode, role, leaf.path, strict)
+        )
 
     def _place_one(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, path: str | None, strict: bool) -> Any:
         shape = x.shape if isinstance(x, jax.core.Tracer) else np.shape(x)
@@ -423,7 +430,7 @@ class PartitionManager:
         except TypeError:  # something that cannot be a key, such as a list among the axes
             found, key = None, None
         if found is None:
-            found = self._placement(_one(axes), shape, mode, role, path, strict)
+            found = self._placement(one_annotation(axes), shape, mode, role, path, strict)
             if key is not None:
                 self._cache[key] = found
         where, resolution = found
@@ -522,25 +529,6 @@ def _own_mesh(strategy: Any) -> Mesh | AbstractMesh:
     return ambient
 
 
-def _one(axes: tuple[Any, ...]) -> Any:
-    """Return the annotation that `*axes` is: axis strings and composites, or one annotation."""
-    if len(axes) == 1 and not isinstance(axes[0], str):
-        return as_annotation(axes[0])
-    return as_annotation(axes)
-
-
-def _tree(axes: tuple[Any, ...]) -> Any:
-    """Return the tree of annotations that `*axes` is for a tree of arrays; axis strings are one annotation for all."""
-    if not axes:
-        return None
-    if len(axes) == 1 and not isinstance(axes[0], str):
-        one = axes[0]
-        if isinstance(one, list) and any(isinstance(entry, str) for entry in one):
-            return as_annotation(one)
-        return one
-    return as_annotation(axes)
-
-
 def _open(found: Resolution) -> Resolution:
     """Return a resolution whose indivisible, conflicting and Manual dims are left to the compiler; other problems stay."""
     dims = {problem.dim for problem in found.problems if issubclass(problem.error, _HINTABLE) and found.decisions}
@@ -553,17 +541,6 @@ def _open(found: Resolution) -> Resolution:
     )
     left = tuple(problem for problem in found.problems if problem.dim not in dims or not issubclass(problem.error, _HINTABLE))
     return dataclasses.replace(found, decisions=decisions, problems=left)
-
-
-def _global_shape(sharding: NamedSharding, local: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the whole array, of which this process has as many shards along each dim as it addresses."""
-    sizes = sharding.mesh.shape
-    spec = (*sharding.spec.partitions, *[None] * len(local))
-    shards = tuple(math.prod(sizes[axis] for axis in placement.entry_names(spec[dim])) for dim in range(len(local)))
-    # An array with one element per shard shows which of them are here.
-    here = sharding.addressable_devices_indices_map(shards).values()
-    mine = [len({index[dim].indices(count) for index in here if index is not None}) for dim, count in enumerate(shards)]
-    return tuple(size * count // own for size, count, own in zip(local, shards, mine, strict=True))
 
 
 jax.tree_util.register_static(PartitionManager)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -207,3 +209,14 @@ def _gather_backward(use: Placement, stored: Placement, _: None, cotangent: Any)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
+
+
+def global_shape(sharding: NamedSharding, local: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the whole array, of which this process has as many shards along each dim as it addresses."""
+    sizes = sharding.mesh.shape
+    spec = (*sharding.spec.partitions, *[None] * len(local))
+    shards = tuple(math.prod(sizes[axis] for axis in entry_names(spec[dim])) for dim in range(len(local)))
+    # An array with one element per shard shows which of them are here.
+    here = sharding.addressable_devices_indices_map(shards).values()
+    mine = [len({index[dim].indices(count) for index in here if index is not None}) for dim, count in enumerate(shards)]
+    return tuple(size * count // own for size, count, own in zip(local, shards, mine, strict=True))

@@ -1,0 +1,174 @@
+"""Faults that once were: each of these gave a wrong answer in silence, or an error that was none of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardwright as sw
+from shardwright.testing import cpu_mesh
+
+P = jax.P
+
+
+def manager(text: str, *, sizes: str = "dp:2,fsdp:2,tp:2", **kwargs: Any) -> sw.PartitionManager:
+    mesh = "[mesh]\n" + "".join(f"{part.replace(':', ' = ')}\n" for part in sizes.split(","))
+    return sw.PartitionManager(sw.Strategy.loads(mesh + text), mesh=cpu_mesh(sizes, **kwargs))
+
+
+def test_shard_map_reuses_a_composite_as_the_inputs_decided_it() -> None:
+    pm = manager('[policy]\nconflict = "first_dim"\n[rules]\nbatch = "dp"')
+    x = jnp.arange(32.0).reshape(4, 8)
+    axes = (sw.BATCH, (sw.DP, sw.FSDP))
+    found = pm.shard_map(lambda x: jax.lax.psum(x, "dp").sum(0, keepdims=True), in_axes=(axes,), out_axes=(sw.EMPTY, axes[1]))(x)
+    np.testing.assert_allclose(found, x.sum(0, keepdims=True))
+    with pytest.raises(sw.AxisConflictError, match="FSDP stands in the inputs only inside a composite"):
+        pm.shard_map(lambda x: x, in_axes=(axes,), out_axes=(sw.EMPTY, sw.FSDP))(x)
+
+
+def test_shard_map_inside_a_partly_manual_region() -> None:
+    pm = manager('[rules]\nbatch = "dp"\nhead = "tp"')
+    x = jnp.arange(32.0).reshape(4, 8)
+
+    def inner(x: Any) -> Any:
+        return pm.shard_map(lambda x: x * 2, in_axes=((sw.BATCH, sw.HEAD),), out_axes=(sw.BATCH, sw.HEAD))(x)
+
+    outer = jax.jit(jax.shard_map(inner, mesh=pm.mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}))
+    np.testing.assert_allclose(outer(x), x * 2)
+
+
+def test_no_two_parameters_share_a_key() -> None:
+    pm = manager("[rules]\n")
+    spec = sw.ArraySpec((8,), jnp.float32, (sw.NORM,), jax.nn.initializers.normal())
+    alike = pm.init({"plumless": spec, "buckeroo": spec, "a/b": spec, "a": {"b": spec}}, jax.random.key(0))
+    values = [tuple(np.asarray(leaf)) for leaf in jax.tree.leaves(alike)]
+    assert len(set(values)) == 4
+
+
+def test_an_init_of_another_shape_or_dtype_is_refused() -> None:
+    pm = manager("[rules]\n")
+    wrong = sw.ArraySpec((8,), jnp.float32, (sw.NORM,), lambda key, shape, dtype: jnp.zeros((16,), jnp.int32))
+    with pytest.raises(sw.RankMismatchError, match=r"init made int32 of shape \(16,\), the ArraySpec says float32 of shape \(8,\)"):
+        pm.init({"a": wrong}, jax.random.key(0))
+
+
+def test_state_follows_a_parameter_only_inside_a_copy_of_them_all() -> None:
+    params = [np.ones(8), np.ones(8), np.ones((8, 8))]
+    annotations = [(sw.HEAD,), (sw.NORM,), (sw.EMBED, sw.MLP_INTERMEDIATE)]
+    state = jax.eval_shape(optax.sm3(0.1).init, params)
+    with pytest.raises(sw.StrategyError, match="follows no parameter"):
+        sw.annotate_state(state, params, annotations)
+    both = {"w": np.ones((8, 4)), "enc": {"w": np.ones((8, 4))}}
+    axes = {"w": (sw.EMBED, sw.HEAD), "enc": {"w": (sw.HEAD, sw.EMBED)}}
+    with pytest.raises(sw.StrategyError, match=r"mu/dec/w: state of shape \(8, 4\) follows no parameter"):
+        sw.annotate_state({"mu": {"dec": {"w": np.ones((8, 4))}}}, both, axes)
+    assert sw.annotate_state({"mu": both}, both, axes) == {"mu": axes}
+
+
+def test_a_merged_dim_is_checked_where_the_rank_is_fitted() -> None:
+    pm = manager('[rules]\nkv_head = "tp"\nembed = "-"\n[policy]\npreset = "eformer"')
+    with pytest.raises(sw.RankMismatchError, match="size 7 is not KV_HEAD 8"):
+        pm.sharding((sw.EMBED, sw.merged((sw.KV_HEAD, 8), (sw.KV_HEAD_DIM, 128))), shape=(16, 7, 3))
+
+
+def test_a_layout_that_goes_by_its_own_rule_is_gathered_by_its_own_rule() -> None:
+    text = '[rules]\ntensor_parallel = "fsdp"\nmlp_intermediate = "tp"\nembed = "-"\n[params]\nembed = "dp"\n[policy]\ngather = "dp+fsdp"'
+    pm = manager(text)
+    assert pm.resolve(sw.ColumnWise, role="use", shape=(8, 8)) == pm.resolve(sw.EMBED, sw.TP, role="use", shape=(8, 8)) == P(None, "fsdp")
+
+
+def test_hint_leaves_a_manual_dim_open() -> None:
+    pm = manager('[rules]\nbatch = "dp"\nhead = "tp"')
+
+    def inner(x: Any) -> Any:
+        return pm.hint(x, sw.BATCH, sw.HEAD)
+
+    outer = jax.jit(jax.shard_map(inner, mesh=pm.mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}))
+    assert '[{?}, {"tp"}]' in outer.lower(jnp.ones((4, 8))).as_text()
+
+
+@pytest.mark.parametrize("kind", ["explicit", {"tp": "explicit"}])
+def test_gather_differentiates_a_weight_that_lies_elsewhere(kind: Any) -> None:
+    pm = manager('[rules]\nhead = "tp"\n[params]\nembed = "fsdp"\n[policy]\ngather = "fsdp"', axis_types=kind)
+    w = jnp.arange(32.0).reshape(4, 8)
+    with pm:
+        found = jax.jit(jax.grad(lambda w: (pm.gather(w, sw.EMBED, sw.HEAD) ** 2).sum()))(jnp.asarray(w))
+    np.testing.assert_allclose(found, 2 * w)
+
+
+def test_a_mesh_axis_of_ones_own_must_be_in_a_rule() -> None:
+    mesh = cpu_mesh("data:2,model:4")
+    with pytest.raises(
+        sw.MeshMismatchError, match=r"no rule names the mesh axis data=2, so everything would be replicated over it"
+    ) as caught:
+        sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh)
+    assert [problem.mesh_axes for problem in caught.value.problems] == [("data",), ("model",)]
+
+
+def test_spellings_are_not_repaired() -> None:
+    with pytest.raises(sw.UnknownAxisError, match="unknown axis 'batch_'"):
+        sw.Strategy.loads('[mesh]\ndp = 2\n[rules]\nbatch_ = "dp"')
+    with pytest.raises(sw.StrategyError, match="'rotary_' cannot be the name of an axis"):
+        sw.Strategy.loads('[axes]\nrotary_ = "x"')
+    with pytest.raises(sw.StrategyError, match=r"are .*, not a list"):
+        sw.DynamicShardingAxes({sw.BATCH, sw.HEAD}, "train")  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass
+class Scaled:
+    """An initialiser that cannot be hashed."""
+
+    scale: float = 2.0
+
+    def __call__(self, key: Any, shape: Any, dtype: Any) -> Any:
+        return jnp.full(shape, self.scale, dtype)
+
+
+def test_a_spec_whose_initialiser_has_no_hash() -> None:
+    pm = manager('[rules]\nhead = "tp"\n[params]\nembed = "fsdp"\n[policy]\ngather = "fsdp"')
+    spec = sw.ArraySpec((4, 8), jnp.float32, (sw.EMBED, sw.HEAD), Scaled())
+    assert pm.shard(np.ones((4, 8), np.float32), spec).sharding.spec == P("fsdp", "tp")
+    assert pm.gather(pm.shard(np.ones((4, 8), np.float32), spec), spec).sharding.spec == P(None, "tp")
+    assert float(pm.init({"a": spec}, jax.random.key(0))["a"][0, 0]) == 2.0
+
+
+@pytest.mark.parametrize("shape", [8, ("8",), (-8,), (8.5,), "84"])
+def test_what_is_no_shape_is_refused(shape: Any) -> None:
+    pm = manager('[rules]\nbatch = "dp"')
+    with pytest.raises(sw.RankMismatchError, match=r"is not a shape|has a negative size"):
+        pm.resolve(sw.BATCH, shape=shape)
+    with pytest.raises(sw.RankMismatchError, match=r"is not a shape|has a negative size"):
+        sw.ArraySpec(shape, jnp.float32, (sw.BATCH,))
+
+
+@pytest.mark.parametrize("arguments", [{"mode": ["train"]}, {"role": {}}, {"mode": "zz"}, {"role": "weight"}])
+def test_a_bad_mode_or_role_is_ours(arguments: dict[str, Any]) -> None:
+    pm = manager('[rules]\nbatch = "dp"')
+    assert not pm.explain(sw.BATCH, shape=(8,), **arguments).ok
+    with pytest.raises(sw.StrategyError, match=r"unknown (mode|role)"):
+        pm.shard(np.ones(8), sw.BATCH, **arguments)
+
+
+def test_what_is_put_aside_in_host_memory_stays_there() -> None:
+    pm = manager('[rules]\nbatch = "dp"')
+    aside = jax.device_put(np.ones((8, 4), np.float32), pm.sharding(sw.BATCH, sw.EMPTY, memory_kind="pinned_host"))
+    assert pm.shard(aside, sw.BATCH, sw.EMPTY).sharding.memory_kind == "pinned_host"
+    assert pm.shard(aside, sw.EMPTY, sw.BATCH).sharding.memory_kind == "pinned_host"
+
+
+def test_identical_answers_whatever_the_spelling() -> None:
+    pm = manager('[rules]\nbatch = "dp"')
+    assert pm.explain(sw.BATCH, mode="decode") is pm.explain(sw.BATCH, mode=sw.MODE_DECODE)
+    decode = pm.for_mode("decode")
+    assert decode.for_mode("train").for_mode("decode") is decode
+
+
+def test_parallelism_axes_of_a_partition_axis_may_be_replicated() -> None:
+    rules = sw.PartitionAxis(tensor_parallel_axis=None, head_axis=sw.TP, vocab_axis=(sw.FSDP, sw.TP)).compile()
+    assert sw.resolve((sw.HEAD, sw.VOCAB), rules, {"fsdp": 2, "tp": 4}, shape=(8, 8)).spec == P(None, "fsdp")
