@@ -10,11 +10,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 
-def is_tracer(value: object) -> bool:
-    """Tell whether a value is being traced."""
-    return isinstance(value, jax.core.Tracer)
-
-
 def is_array(value: object) -> bool:
     """Tell whether a value is one array: a JAX or NumPy array, a tracer, or a number."""
     # A tracer is a jax.Array too, but asking that first takes ten times as long.

@@ -114,7 +114,7 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 
 def _constrain_auto(x: Any, placement: Placement) -> Any:
-    if placement.plain or placement.ambient or isinstance(placement.mesh, Mesh):
+    if placement.ambient or isinstance(placement.mesh, Mesh):
         return jax.lax.with_sharding_constraint(x, placement.sharding)
     with jax.sharding.use_abstract_mesh(placement.mesh):
         return jax.lax.with_sharding_constraint(x, placement.sharding)

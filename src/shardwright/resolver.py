@@ -121,8 +121,7 @@ def _unwrap(annotation: Any, shape: tuple[int, ...] | None, role: Any) -> tuple[
     """Return an `ArraySpec`'s axes, shape and role (a stored parameter unless said otherwise); anything else as it is."""
     if not isinstance(annotation, ArraySpec):
         return annotation, shape, role
-    if shape is not None and shape != annotation.shape:
-        raise RankMismatchError(f"the array has shape {shape}, its ArraySpec {annotation.shape}", fix="make them agree")
+    lower(annotation, shape)
     return annotation.axes, annotation.shape, Role.PARAM if role is None else role
 
 
