@@ -1,0 +1,128 @@
+"""Bytes by path: exact, on paper, for every kind of leaf; and how they are shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+import shardwright as sw
+from shardwright.plan import bytes_by_path
+from shardwright.report.memory import memory_text
+from shardwright.testing import cpu_mesh
+
+P = jax.P
+MESH = sw.abstract_mesh("dp:2,fsdp:4")
+
+
+def leaf(shape: tuple[int, ...], spec: Any, dtype: Any = jnp.float32, mesh: Any = MESH) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize(
+    ("spec", "per_device", "replicated", "over"),
+    [
+        (P(), 512, 7 * 512, ("dp", "fsdp")),
+        (P("fsdp"), 128, 512, ("dp",)),
+        (P("dp"), 256, 3 * 512, ("fsdp",)),
+        (P("fsdp", "dp"), 64, 0, ()),
+        (P(None, ("dp", "fsdp")), 64, 0, ()),
+    ],
+)
+def test_copies_are_counted_in_bytes(spec: Any, per_device: int, replicated: int, over: tuple[str, ...]) -> None:
+    found = bytes_by_path({"w": leaf((8, 16), spec)}).leaves[0]
+    assert (found.path, found.shape, found.dtype, found.spec) == ("w", (8, 16), "float32", spec)
+    assert (found.total, found.per_device, found.replicated, found.replicated_over) == (512, per_device, replicated, over)
+    assert found.held == found.total + found.replicated == 8 * per_device
+    assert found.copies == found.held // found.total
+
+
+def test_a_mesh_axis_of_one_device_holds_no_copy() -> None:
+    found = bytes_by_path(leaf((8,), P("fsdp"), mesh=sw.abstract_mesh("dp:1,fsdp:4"))).leaves[0]
+    assert (found.path, found.replicated, found.replicated_over) == ("", 0, ())
+
+
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4, jnp.int2, jnp.bool_, jnp.int8, jnp.float8_e4m3fn, jnp.bfloat16, jnp.complex64])
+def test_bytes_are_what_the_compiler_allots(dtype: Any) -> None:
+    """Against the account of a compiled program, which knows nothing of this module."""
+    mesh = cpu_mesh("dp:2,fsdp:4")
+    sharding = NamedSharding(mesh, P("fsdp"))
+    compiled = jax.jit(lambda: jnp.zeros((64, 512), dtype), out_shardings=sharding).lower().compile()
+    found = bytes_by_path(jax.ShapeDtypeStruct((64, 512), dtype, sharding=sharding))
+    assert found.per_device == compiled.memory_analysis().output_size_in_bytes
+    assert found.total == 4 * found.per_device
+
+
+def test_odd_counts_of_small_elements_take_whole_bytes() -> None:
+    assert bytes_by_path(leaf((3,), P(), jnp.int4)).total == 2
+    assert bytes_by_path(leaf((), P(), jnp.int2)).total == 1
+
+
+def test_concrete_arrays_hold_what_their_shards_hold() -> None:
+    mesh = cpu_mesh("dp:2,fsdp:4")
+    arrays = {
+        "a": jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, P("fsdp"))),
+        "b": [jax.device_put(np.ones(6, np.int8), NamedSharding(mesh, P()))],
+        "key": jax.device_put(jax.random.key(0), NamedSharding(mesh, P())),
+        "alone": jnp.ones(5),
+    }
+    found = {one.path: one for one in bytes_by_path(arrays).leaves}
+    assert list(found) == ["a", "alone", "b/0", "key"]
+    for path in ("a", "alone", "b/0"):
+        array = arrays["b"][0] if path == "b/0" else arrays[path]
+        assert found[path].held == sum(shard.data.nbytes for shard in array.addressable_shards)
+    assert (found["key"].total, found["key"].dtype, found["key"].replicated) == (8, "key<fry>", 56)
+    assert (found["alone"].devices, found["alone"].replicated) == (1, 0)
+    assert found["alone"].spec is None
+
+
+def test_a_tree_beside_its_shardings() -> None:
+    """Where an optimizer keeps nothing there is nothing to count; one sharding may cover a part of the tree."""
+    specs = {"w": sw.ArraySpec((8, 8), jnp.bfloat16, (sw.EMBED, sw.MLP_INTERMEDIATE)), "none": None, "b": [np.ones(4, np.float32)] * 2}
+    everywhere, split = NamedSharding(MESH, P()), NamedSharding(MESH, P("dp", "fsdp"))
+    found = bytes_by_path(specs, {"w": split, "none": None, "b": everywhere})
+    assert [(one.path, one.total, one.per_device) for one in found.leaves] == [("b/0", 16, 16), ("b/1", 16, 16), ("w", 128, 16)]
+    assert (found.total, found.per_device, found.held, found.replicated) == (160, 48, 384, 224)
+    assert found.replicated_share == 224 / 384
+    assert [one.path for one in found.select("^b/").leaves] == ["b/0", "b/1"]
+    assert [one.path for one in found.most_replicated().leaves] == ["b/0", "b/1"]
+    assert bytes_by_path({}).replicated_share == 0.0
+
+
+def test_partial_sums_are_no_copies() -> None:
+    mesh = sw.abstract_mesh("dp:2,fsdp:4", axis_types="explicit")
+    found = bytes_by_path(leaf((8,), P("fsdp", unreduced={"dp"}), mesh=mesh)).leaves[0]
+    assert (found.replicated, found.replicated_over) == (0, ())
+
+
+def test_leaves_that_lie_nowhere_are_named_all_at_once() -> None:
+    with pytest.raises(sw.StrategyError, match=r"^2 problems\n 1. a: ndarray of shape \(2,\) has no sharding") as caught:
+        bytes_by_path({"a": np.ones(2), "b": leaf((8,), P()), "c": 3})
+    assert [problem.path for problem in caught.value.problems] == ["a", "c"]
+    with pytest.raises(sw.StrategyError, match="leaves a dim to the compiler"):
+        bytes_by_path(leaf((8,), P(P.UNCONSTRAINED)))
+    with pytest.raises(sw.StrategyError, match=r"^w: the sharding does not fit shape \(6,\)"):
+        bytes_by_path({"w": np.ones(6)}, NamedSharding(MESH, P("fsdp")))
+    with pytest.raises(sw.StrategyError, match="the tree of shardings does not fit the tree"):
+        bytes_by_path({"a": np.ones(2)}, {"b": NamedSharding(MESH, P())})
+
+
+def test_plain_data() -> None:
+    found = bytes_by_path({"w": leaf((8, 16), P(("dp", "fsdp")))}).to_json()
+    assert found["leaves"][0]["spec"] == [["dp", "fsdp"]]
+    assert found["leaves"][0]["shape"] == [8, 16]
+    assert (found["per_device"], found["replicated"]) == (64, 0)
+
+
+def test_the_table() -> None:
+    found = bytes_by_path({"embed": leaf((8, 16), P("fsdp")), "norm": leaf((4096,), P())})
+    assert memory_text(found.most_replicated(), rows=1).splitlines() == [
+        "path  shape  dtype    spec  bytes     per device  replicated  over",
+        "norm  4096   float32  P()   16.0 KiB  16.0 KiB    112.0 KiB   dp fsdp",
+        "and 1 more",
+        "2 arrays, 16.5 KiB; 16.1 KiB per device; 112.5 KiB of 129.0 KiB held on all devices are copies (87.2%)",
+    ]
