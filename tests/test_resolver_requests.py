@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 from shardwright.provenance import ModeFrom, Outcome
 from shardwright.resolver import explain, resolve
-from shardwright.rules import Indivisible, Missing, Policy, Rank
+from shardwright.rules import POLICY_PRESETS, Indivisible, Missing, Policy, Rank
 from tests.resolving import made, spec
 
 B, L, E, H, K, M = sw.BATCH, sw.LENGTH, sw.EMBED, sw.HEAD, sw.KV_HEAD, sw.MLP_INTERMEDIATE
@@ -267,3 +267,45 @@ class TestPartitionAxis:
         with pytest.raises(sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"):
             resolve(axes, rules, {"dp": 2, "sp": 2}, shape=(2, 2, 4, 4))
         assert spec(axes, rules, {"dp": 2, "sp": 2}, shape=(2, 2, 1, 4), mode="decode") == P("dp", None, None, "sp")
+
+
+class TestEformersPolicy:
+    MESH: ClassVar = {"dp": 2, "fsdp": 2, "tp": 2}
+    PERMISSIVE = sw.PartitionAxis().compile(policy=POLICY_PRESETS["eformer"])
+
+    def test_a_stack_of_layers_is_no_wrong_rank(self) -> None:
+        found = resolve(sw.ColumnWise, self.PERMISSIVE, {**self.MESH, "sp": 1}, shape=(6, 4, 4))
+        assert (found.spec, found.notes) == (P(None, "fsdp", "tp"), ())
+        assert resolve(sw.Replicated, self.PERMISSIVE, self.MESH, shape=(4, 4)).notes == ()
+
+    def test_a_bias_under_its_weight_s_layout_is_cut_and_noted(self) -> None:
+        found = resolve(sw.ColumnWise, self.PERMISSIVE, {**self.MESH, "sp": 1}, shape=(4,))
+        assert found.spec == P("fsdp")
+        assert found.notes == ('policy rank = "fit": 2 dims fitted to the array\'s 1',)
+
+    def test_a_literal_spec_loses_the_dims_that_do_not_fit_and_says_so(self) -> None:
+        found = resolve(P(("tp", "model"), "tp", "dp", "fsdp"), self.PERMISSIVE, self.MESH, shape=(4, 4, 3))
+        assert found.spec == P(None, "tp")
+        assert [str(one.outcome) for one in found.decisions] == ["policy_missing", "chosen", "policy_replicate"]
+        assert "model is not in the mesh" in found.decisions[0].why
+        assert found.notes == ('policy rank = "fit": 4 dims fitted to the array\'s 3',)
+        with pytest.raises(sw.MissingMeshAxisError, match="mesh axis 'model' is not in the mesh"):
+            resolve(P("model"), sw.PartitionAxis().compile(), self.MESH, shape=(4,))
+
+    def test_a_manager_takes_any_mesh_and_drops_what_it_lacks(self) -> None:
+        axis = sw.PartitionAxis(batch_axis="data")
+        mesh = sw.abstract_mesh("x:2,tp:2")
+        pm = sw.PartitionManager(axis.compile(policy=POLICY_PRESETS["eformer"]), mesh=mesh)
+        assert pm.resolve(sw.BATCH, sw.HEAD, shape=(4, 4)) == P(None, "tp")
+        with pytest.raises(sw.MeshMismatchError, match="names the mesh axis 'data'"):
+            sw.PartitionManager(axis, mesh=mesh)
+
+    def test_the_preset_in_a_file(self) -> None:
+        text = 'version = 1\n[rules]\nbatch = "fsdp+dp"\nhead = "tp"\n[policy]\npreset = "eformer"\n'
+        rules = sw.Strategy.loads(text, source="s.toml").compile()
+        found = resolve((B, H), rules, {"dp": 2, "tp": 4}, shape=(4, 6))
+        assert found.spec == P()
+        assert [one.why for one in found.decisions] == [
+            'fsdp is not in the mesh; policy missing = "replicate"',
+            'tp: 6 % 4 != 0; policy indivisible = "replicate"',
+        ]

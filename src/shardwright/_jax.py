@@ -31,6 +31,18 @@ def ambient_mesh() -> AbstractMesh | None:
     return None if mesh.empty else mesh
 
 
+def concrete_mesh() -> Mesh | None:
+    """Return the mesh of `jax.set_mesh` with its devices, inside a trace too, else that of a legacy `with mesh:`, or None.
+
+    Both are private: `get_mesh` refuses to answer inside a trace, and nothing public reads a `with mesh:` without warning.
+    """
+    from jax._src import mesh as private
+
+    read: Any = getattr(private, "get_concrete_mesh", lambda: None)
+    legacy: Any = getattr(getattr(getattr(private, "thread_resources", None), "env", None), "physical_mesh", None)
+    return next((mesh for mesh in (read(), legacy) if mesh is not None and not mesh.empty), None)
+
+
 def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
     """Return a fresh context manager that makes a mesh ambient.
 

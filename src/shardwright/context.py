@@ -24,12 +24,12 @@ _ENTERED = _Entered()
 
 
 def enter(manager: Any, mesh: Any) -> None:
-    """Make a manager ambient, and its mesh too unless something is tracing (a mesh cannot change inside a trace)."""
+    """Make a manager ambient, and its mesh, if it has one, unless something is tracing (a mesh cannot change inside a trace)."""
     # Not an ExitStack: that alone takes longer than both contexts.
     ambient = _AMBIENT(manager)
     ambient.__enter__()
     try:
-        within = None if _jax.in_trace() else _jax.enter_mesh(mesh)
+        within = None if mesh is None or _jax.in_trace() else _jax.enter_mesh(mesh)
         if within is not None:
             within.__enter__()
     except BaseException:

@@ -32,7 +32,7 @@ from shardwright.partition_axis import PartitionAxis
 from shardwright.placement import Placement
 from shardwright.problems import idle_mesh_axis, local_rank, lost_mesh_axis, must_lie, not_varying, with_fix
 from shardwright.provenance import ModeFrom, Outcome, Resolution
-from shardwright.rules import AxisRules, check_mesh_axes, unnamed_mesh_axes
+from shardwright.rules import AxisRules, Missing, check_mesh_axes, unnamed_mesh_axes
 
 _HINTABLE = (IndivisibleError, AxisConflictError, ManualAxisError)
 
@@ -66,7 +66,7 @@ class PartitionManager:
     Raises:
       StrategyError: the strategy does not compile, or names no mesh where none is given.
       MeshMismatchError: a rule names a mesh axis that is neither standard nor in the mesh, or the mesh has one (of more
-        than one device) that is neither standard nor named by any rule.
+        than one device) that is neither standard nor named by any rule; not under `missing = "replicate"`.
     """
 
     __slots__ = ("__weakref__", "_cache", "_hash", "_modes", "_sizes", "mesh", "mode", "name", "rules")
@@ -90,6 +90,8 @@ class PartitionManager:
         self._set(rules, found, None if mode is None else parse_mode(mode), name, {})
         if self.mode is not None:
             self._modes[self.mode] = self
+        if rules.policy.missing is Missing.REPLICATE:
+            return  # Such a dim is dropped, and each resolution says so.
         lost = check_mesh_axes(rules.named_mesh_axes(), self._sizes)
         raise_problems([lost_mesh_axis(axis, self._sizes) for axis in lost])
         unnamed = unnamed_mesh_axes(rules, self._sizes)

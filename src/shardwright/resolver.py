@@ -175,18 +175,14 @@ def _refused(axes: Any, error: ShardingError, *, mode: str | None, role: Any, pa
 
 def _lower(annotation: Any, shape: tuple[int, ...] | None, rules: AxisRules) -> tuple[Lowered, tuple[str, ...]]:
     """Lower an annotation; under `rank = "fit"` cut or pad its dims to the array's rank, and say so."""
-    if rules.policy.rank is Rank.ERROR or shape is None:
-        try:
-            return lower(annotation, shape), ()
-        except RankMismatchError:
-            # A name that nobody knows explains a wrong rank better than the rank does: a layout's, for instance.
-            raise_problems(
-                [_unknown_axis(axis, rules) for dim in lower(annotation).dims for axis in dim.axes if axis not in rules.known_axes]
-            )
-            raise
-    lowered = lower(annotation)
-    if len(lowered.dims) == len(shape):
+    try:
         return lower(annotation, shape), ()
+    except RankMismatchError:
+        lowered = lower(annotation)
+        if rules.policy.rank is Rank.ERROR or shape is None or len(lowered.dims) == len(shape):
+            # A name that nobody knows explains a wrong rank better than the rank does: a layout's, for instance.
+            raise_problems([_unknown_axis(axis, rules) for dim in lowered.dims for axis in dim.axes if axis not in rules.known_axes])
+            raise
     fitted = (*lowered.dims, *[Dim(axes=())] * len(shape))[: len(shape)]
     check_merged(fitted, shape)
     note = f'policy rank = "fit": {len(lowered.dims)} dims fitted to the array\'s {len(shape)}'
@@ -305,9 +301,10 @@ class _Frame:
         return self._choose(draft, rule, dim.merged[0][1] if dim.merged else draft.size)
 
     def _literal(self, draft: _Draft, names: tuple[str, ...]) -> DimDecision:
-        """Decide a dim of a literal spec: checked like a rule's candidate, but nothing is left out of it."""
+        """Decide a dim of a literal spec: checked like a rule's candidate, but only a policy leaves anything out of it."""
         ref = RuleRef(key=f"dim {draft.dim}", text="+".join(names) or "-", source="literal spec")
-        for name in (name for name in names if name != Fallback.UNCONSTRAINED and name not in self.sizes):
+        lost = [name for name in names if name != Fallback.UNCONSTRAINED and name not in self.sizes]
+        for name in lost if self.rules.policy.missing is Missing.SKIP else ():
             hint = did_you_mean(name, self.sizes) or f"the mesh has {', '.join(self.sizes)}"
             self._problem(MissingMeshAxisError, f"mesh axis {name!r} is not in the mesh", draft.dim, "", rule=ref, fix=hint)
             draft.rule = ref
