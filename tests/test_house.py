@@ -24,7 +24,7 @@ HERE = "tests/test_house.py"
 # sibling will do, without cycles. `shardwright` is the public face: only what comes after it may import from it.
 ORDER = (
     *("errors", "_jax", "axes", "modes", "layouts", "annotations", "mesh_text", "mesh"),
-    *("provenance", "rules", "partition_axis", "resolver", "problems", "context", "placement", "tree", "mapping", "strategy", "manager"),
+    *("provenance", "rules", "partition_axis", "resolver", "problems", "context", "placement", "tree", "mapping", "strategy", "manager", "ambient"),
     *("caches", "attention", "layers", "plan", "report", "interop"),
     *(PACKAGE, "testing", "cli", "__main__"),
 )

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardwright.ambient import current_manager as current_manager
+from shardwright.ambient import gather as gather
+from shardwright.ambient import hint as hint
+from shardwright.ambient import shard as shard
 from shardwright.annotations import ArraySpec as ArraySpec
 from shardwright.annotations import is_annotation as is_annotation
 from shardwright.annotations import merged as merged
@@ -47,6 +51,7 @@ from shardwright.axes import UNCONSTRAINED as UNCONSTRAINED
 from shardwright.axes import VOCAB as VOCAB
 from shardwright.axes import AxisType as AxisType
 from shardwright.axes import Role as Role
+from shardwright.errors import AttentionError as AttentionError
 from shardwright.errors import AxisConflictError as AxisConflictError
 from shardwright.errors import IndivisibleError as IndivisibleError
 from shardwright.errors import ManualAxisError as ManualAxisError
@@ -78,10 +83,6 @@ from shardwright.layouts import SRowWise as SRowWise
 from shardwright.layouts import UnifiedExpertColumnWise as UnifiedExpertColumnWise
 from shardwright.layouts import UnifiedExpertRowWise as UnifiedExpertRowWise
 from shardwright.manager import PartitionManager as PartitionManager
-from shardwright.manager import current_manager as current_manager
-from shardwright.manager import gather as gather
-from shardwright.manager import hint as hint
-from shardwright.manager import shard as shard
 from shardwright.mesh import abstract_mesh as abstract_mesh
 from shardwright.mesh import create_mesh as create_mesh
 from shardwright.modes import GENERATION_MODES as GENERATION_MODES

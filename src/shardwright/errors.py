@@ -126,6 +126,10 @@ class MeshSpecError(ShardingError):
     """A mesh that cannot be built: bad text, bad sizes, too few devices, a tensor axis across slices."""
 
 
+class AttentionError(ShardingError):
+    """An attention call that makes no sense, or that no implementation can serve as asked."""
+
+
 _PROBLEM_FIELDS = frozenset(f.name for f in dataclasses.fields(Problem))
 
 
