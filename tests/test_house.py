@@ -25,6 +25,7 @@ HERE = "tests/test_house.py"
 ORDER = (
     *("errors", "_jax", "axes", "modes", "layouts", "annotations", "mesh_text", "mesh"),
     *("provenance", "rules", "partition_axis", "resolver", "problems", "context", "placement", "tree", "mapping", "strategy", "manager", "ambient"),
+    *("tensors", "lints", "lint", "compare"),
     *("caches", "attention", "layers", "plan", "report", "interop"),
     *(PACKAGE, "testing", "cli", "__main__"),
 )

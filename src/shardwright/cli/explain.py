@@ -11,12 +11,13 @@ from typing import Any
 
 from shardwright.annotations import describe
 from shardwright.axes import Role
-from shardwright.cli.inputs import Setting, read_axes, read_count, read_setting, read_shape
-from shardwright.cli.tensors import Tensor, read_tensors
+from shardwright.cli.inputs import Setting, read_axes, read_count, read_name, read_setting, read_shape
+from shardwright.cli.tensors import read_tensors
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
 from shardwright.modes import MODES, mode_name
 from shardwright.provenance import HEAD, DimDecision, Resolution, lies_text, row, spec_text
 from shardwright.report.text import WIDTH, bytes_text, table
+from shardwright.tensors import Tensor
 
 _MODE_NAMES = tuple(mode_name(mode) for mode in MODES)
 _EPILOG = """\
@@ -54,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shape", type=read_shape, metavar="SIZES", help="global sizes, such as 16,4096,4096")
     made.add_argument("--mode", choices=(*_MODE_NAMES, "all"), default="all", help="runtime mode (default: all)")
     made.add_argument("--role", choices=list(map(str, Role)), help="absent: param for weight layouts, else activation")
-    made.add_argument("--path", metavar="PATH", help="the tensor's path, where a [[tensors]] entry may cover it")
+    made.add_argument("--path", type=read_name, metavar="PATH", help="the tensor's path, where a [[tensors]] entry may cover it")
     made.add_argument("--width", type=read_count, default=WIDTH, metavar="N", help=f"characters per line (default: {WIDTH})")
     made.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from shardwright.errors import MeshSpecError, StrategyError, did_you_mean
 from shardwright.layouts import LAYOUTS
 from shardwright.manager import PartitionManager
 from shardwright.mesh import INFER, abstract_mesh, mesh_sizes
+from shardwright.strategy.limits import is_text
+from shardwright.tensors import MOST_ELEMENTS
 
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LAYOUT = re.compile(r"(stacked\()?([A-Za-z]+)(\.bias)?(?(1)\))")
@@ -71,7 +74,7 @@ def _dim(word: str) -> Any:
 
 def _member(part: str, word: str) -> tuple[str, int]:
     name, _, size = part.partition(":")
-    if not _AXIS.fullmatch(name) or not re.fullmatch(r"[0-9]+", size) or int(size) < 1:
+    if not _AXIS.fullmatch(name) or _whole(size) is None or int(size) < 1:
         raise StrategyError(f"{word!r}: {part!r} is not AXIS:SIZE", fix="write a merged dim as KV_HEAD:8*KV_HEAD_DIM:128")
     return canonical_axis(name), int(size)
 
@@ -85,9 +88,19 @@ def read_shape(text: str) -> tuple[int, ...]:
     if text.strip() == "()":
         return ()
     parts = [part.strip() for part in re.split(r"[,x]", text)]
-    if not all(re.fullmatch(r"[0-9]+", part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write the sizes with commas, such as 16,4096,4096")
-    return tuple(map(int, parts))
+    sizes = [size for part in parts if (size := _whole(part)) is not None]
+    if len(sizes) < len(parts):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a shape; write the sizes with commas, such as 16,4096,4096")
+    if math.prod(sizes) > MOST_ELEMENTS:
+        raise argparse.ArgumentTypeError(f"no array has so many elements as {text!r:.80}; write sizes whose product is < 2^63")
+    return tuple(sizes)
+
+
+def _whole(text: str) -> int | None:
+    """Return a whole number that a size can be, or None. Python itself refuses to read numbers of thousands of digits."""
+    if not re.fullmatch(r"[0-9]{1,19}", text) or int(text) > MOST_ELEMENTS:
+        return None
+    return int(text)
 
 
 def read_count(text: str) -> int:
@@ -96,9 +109,21 @@ def read_count(text: str) -> int:
     Raises:
       argparse.ArgumentTypeError: anything else.
     """
-    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
+    count = _whole(text)
+    if count is None or count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a positive whole number")
+    return count
+
+
+def read_name(text: str) -> str:
+    """Return a name that can be shown. An argparse type.
+
+    Raises:
+      argparse.ArgumentTypeError: bytes that are no UTF-8.
+    """
+    if not is_text(text):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not UTF-8")
+    return text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +155,30 @@ def read_setting(strategies: Sequence[str], *, mesh: str | None, devices: int | 
     Raises:
       ShardingError: a strategy or a mesh that cannot be read, or that do not fit each other.
     """
-    loaded = [_strategy(name) for name in strategies]
-    combined = loaded[0]
-    for overlay in loaded[1:]:
-        combined = combined | overlay
-    label = " | ".join(os.path.basename(name) for name in strategies)
-    return Setting(manager=PartitionManager(combined, mesh=_mesh(combined, label, mesh, devices)), strategy=label)
+    combined, label = read_strategy(*strategies)
+    return Setting(manager=PartitionManager(combined, mesh=read_mesh(combined, label, mesh, devices)), strategy=label)
+
+
+def read_strategy(*texts: str) -> tuple[Any, str]:
+    """Load strategies, each over the one before, and say what the result is called.
+
+    Args:
+      *texts: `fsdp_tp`, `mine.toml`, or `fsdp_tp | mine.toml` for an overlay.
+
+    Raises:
+      ShardingError: a strategy that cannot be read, or that says something wrong.
+    """
+    names = [name for text in texts for name in strategy_names(text)]
+    combined = _strategy(names[0])
+    for overlay in names[1:]:
+        combined = combined | _strategy(overlay)
+    label = " | ".join(map(os.path.basename, names))
+    return combined, label.encode("utf-8", "backslashreplace").decode("utf-8")  # names of files may be no UTF-8
+
+
+def strategy_names(text: str) -> list[str]:
+    """Return the strategies that text puts one over the other."""
+    return [text] if os.path.exists(text) else [name.strip() for name in text.split("|")]
 
 
 def _strategy(name: str) -> Any:
@@ -161,9 +204,16 @@ def unreadable(name: str, error: OSError) -> StrategyError:
     return StrategyError(f"cannot read {name!r}: {(error.strerror or str(error)).lower()}", fix="check the path and its permissions")
 
 
-def _mesh(strategy: Any, label: str, text: str | None, devices: int | None) -> AbstractMesh:
+def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) -> AbstractMesh:
+    """Return the mesh that text or else a strategy describes, without devices.
+
+    Raises:
+      MeshSpecError: it cannot be read, or has no size yet.
+    """
     if text is None and not strategy.mesh:
         raise MeshSpecError(f"strategy {label} has no [mesh]", fix="say which mesh: --mesh dp:2,tp:4")
+    if text is not None and re.search(r"[0-9]{20}", text):
+        raise MeshSpecError(f"{text!r:.80} has a number that is no mesh size", fix="write sizes such as dp:2,tp:4")
     asked: Any = text if text is not None else dict(strategy.mesh)
     if text is None and devices is None and INFER in strategy.mesh.values():
         name = next(axis for axis, size in strategy.mesh.items() if size == INFER)
@@ -171,8 +221,11 @@ def _mesh(strategy: Any, label: str, text: str | None, devices: int | None) -> A
             f"mesh axis {name} = -1 in strategy {label} needs a number of devices", fix="--devices 8, or sizes: --mesh dp:2,tp:4"
         )
     try:
-        return abstract_mesh(asked, devices=devices)
+        made = abstract_mesh(asked, devices=devices)
     except MeshSpecError as error:
         if text is not None and devices is None and "needs a number of devices" in str(error):
             raise MeshSpecError(error.problems[0].what, fix="--devices 8, or give the size") from error
         raise
+    if made.size > MOST_ELEMENTS:
+        raise MeshSpecError("no machine has so many devices", fix="write sizes whose product is < 2^63")
+    return made

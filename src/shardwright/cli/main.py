@@ -1,11 +1,13 @@
 """`shardwright <command>`: find the command, run it, turn what goes wrong into a message and an exit code.
 
-0 answered; 1 the answer is a sharding problem; 2 the question cannot be asked (command line, file, mesh); 70 a defect of ours.
+0 answered; 1 answered, and the answer is bad news (a sharding problem; a finding; with --exit-code, a difference); 2 the question
+cannot be asked (command line, file, mesh); 70 a defect of ours. The same for every command.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -24,6 +26,9 @@ COMMANDS: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of files may be no UTF-8, and terminals may know ASCII only: escapes are better than no answer.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _run(words)
         sys.stdout.flush()

@@ -8,42 +8,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 from shardwright.axes import Role
 from shardwright.cli.inputs import read_axes, unreadable
 from shardwright.errors import Problem, ShardingError, StrategyError, did_you_mean, raise_problems
 from shardwright.strategy import files
+from shardwright.tensors import MOST_ELEMENTS, Tensor, is_dtype
 
 _KEYS = ("axes", "shape", "role", "dtype")
 _SHARED = ("role", "dtype")
 _EXAMPLE = 'axes = "EMBED MLP_INTERMEDIATE", shape = [4096, 14336], role = "param", dtype = "bfloat16"'
 Where = dict[tuple[str, ...], str]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
-    """A named tensor of a file.
-
-    Attributes:
-      path: its place in the tree, joined by "/".
-      axes: its annotation.
-      shape: global sizes, or None.
-      role: what it is, or None: param for weight layouts, else activation.
-      dtype: name of its dtype, or empty.
-    """
-
-    path: str
-    axes: Any
-    shape: tuple[int, ...] | None
-    role: Role | None
-    dtype: str
-
-    def bytes_over(self, shards: int) -> int | None:
-        """Return the bytes that each device holds, or None where shape or dtype was not given."""
-        if self.shape is None or not self.dtype:
-            return None
-        return math.prod(self.shape) // shards * int(jnp.dtype(self.dtype).itemsize)
 
 
 def read_tensors(name: str) -> tuple[Tensor, ...]:
@@ -99,17 +73,19 @@ def _tensor(table: Mapping[str, Any], path: tuple[str, ...], where: Where, probl
         hint = did_you_mean(key, _KEYS)
         problems.append(_problem((*path, key), where, f"unknown key {key!r}", hint or f"a tensor has {', '.join(_KEYS)}"))
     axes = _axes(table["axes"], (*path, "axes"), where, problems)
-    shape, role, dtype = table.get("shape"), table.get("role"), table.get("dtype", "")
+    shape, role, dtype = table.get("shape"), table.get("role"), table.get("dtype")
     if shape is not None and not (isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)):
         problems.append(_problem((*path, "shape"), where, f"{shape!r} is not a shape", "write a list of sizes, such as [4096, 14336]"))
+    elif shape is not None and math.prod(shape) > MOST_ELEMENTS:
+        problems.append(_problem((*path, "shape"), where, "no array has so many elements", "write smaller sizes: their product is < 2^63"))
     if role is not None and role not in list(Role):
         problems.append(_problem((*path, "role"), where, f"unknown role {role!r}", f"roles are {', '.join(Role)}"))
-    if dtype and not _is_dtype(dtype):
+    if dtype is not None and not is_dtype(dtype):
         problems.append(_problem((*path, "dtype"), where, f"unknown dtype {dtype!r}", "write a name such as bfloat16 or float32"))
     if len(problems) > before:
         return None
     sizes = None if shape is None else tuple(shape)
-    return Tensor(path="/".join(path), axes=axes, shape=sizes, role=None if role is None else Role(role), dtype=dtype)
+    return Tensor(path="/".join(path), axes=axes, shape=sizes, role=None if role is None else Role(role), dtype=dtype or "")
 
 
 def _axes(value: Any, path: tuple[str, ...], where: Where, problems: list[Problem]) -> Any:
@@ -122,14 +98,6 @@ def _axes(value: Any, path: tuple[str, ...], where: Where, problems: list[Proble
     except ShardingError as error:
         problems += [dataclasses.replace(problem, path=_place(path, where)) for problem in error.problems]
         return None
-
-
-def _is_dtype(name: Any) -> bool:
-    try:
-        jnp.dtype(name)
-    except TypeError:
-        return False
-    return isinstance(name, str)
 
 
 def _problem(path: tuple[str, ...], where: Where, what: str, fix: str) -> Problem:

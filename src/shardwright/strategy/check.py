@@ -116,6 +116,11 @@ def _check_mesh_names(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
     return problems
 
 
+def parse_tables(data: Mapping[str, Any], origin: Origin) -> dict[KeyPath, dict[str, Rule]]:
+    """Return the rules of every table as they are written, by key path and axis; those that do not parse are left out."""
+    return _parse_tables(data, origin)[0]
+
+
 def _parse_tables(data: Mapping[str, Any], origin: Origin) -> tuple[dict[KeyPath, dict[str, Rule]], list[Problem]]:
     tables: dict[KeyPath, dict[str, Rule]] = {}
     problems: list[Problem] = []

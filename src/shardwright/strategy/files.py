@@ -14,6 +14,7 @@ from typing import Any
 
 from shardwright.axes import canonical_axis, file_name
 from shardwright.errors import StrategyError, did_you_mean
+from shardwright.strategy.limits import check_limits
 
 Origin = dict[tuple[str, ...], str]
 Parsed = tuple[dict[str, Any], Origin]
@@ -58,8 +59,12 @@ def read_preset(name: str) -> Parsed:
     if name not in preset_names():
         hint = did_you_mean(name, preset_names())
         raise StrategyError(f"no preset {name!r}", fix=f"{hint + ' ' if hint else ''}presets are {', '.join(preset_names())}")
-    text = (importlib.resources.files("shardwright.strategy") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
-    return parse(text, format="toml", source=f"{name}.toml")
+    return parse(preset_text(name), format="toml", source=f"{name}.toml")
+
+
+def preset_text(name: str) -> str:
+    """Return a preset's file as it is written, comments included."""
+    return (importlib.resources.files("shardwright.strategy") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def parse(text: str, *, format: str, source: str) -> Parsed:
@@ -71,7 +76,7 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
     except json.JSONDecodeError as error:
         raise _syntax(text, source, error.msg, error.lineno, error.colno) from error
     except RecursionError as error:
-        raise StrategyError("the file is nested too deeply", path=source, fix="a strategy has tables of rules, no deeper") from error
+        raise StrategyError("the file is nested too deeply", path=source, fix="flatten it") from error
     except _DuplicateKeyError as error:
         raise StrategyError(f"the key {str(error)!r} stands twice in one table", path=source, fix="drop one of them") from error
     except ValueError as error:  # a number of thousands of digits
@@ -83,6 +88,7 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
     for path, line in lines:
         # Under the key as it is written, and as every spelling of an axis is read.
         origin[path] = origin[(*path[:-1], file_name(canonical_axis(path[-1])))] = f"{source}:{line}"
+    check_limits(data, origin, source=source)
     return data, origin
 
 
@@ -198,7 +204,16 @@ def _toml_value(value: Any) -> str:
 
 def write(path: Path, data: Mapping[str, Any]) -> Path:
     """Write a file through a temporary neighbour, so that it is there whole or not at all."""
-    text = render(data, format=_format(path))
+    return write_text(path, render(data, format=_format(path)))
+
+
+def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
+    """Write text through a temporary neighbour, so that it is there whole or not at all.
+
+    Raises:
+      StrategyError: there is no such folder.
+      FileExistsError: there is such a file, and `overwrite` is false.
+    """
     if not path.parent.is_dir():
         raise StrategyError(f"no folder {str(path.parent)!r} to write {path.name!r} in", fix="create it first")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -206,6 +221,9 @@ def write(path: Path, data: Mapping[str, Any]) -> Path:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.chmod(name, 0o666 & ~_umask())
+        if not overwrite:
+            # A link, unlike a rename, never takes the place of a file that somebody made a moment ago.
+            os.link(name, path)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

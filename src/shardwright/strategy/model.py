@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from shardwright.axes import Mesh, canonical_axis, file_name
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.mesh import create_mesh
-from shardwright.rules import AxisRules
+from shardwright.rules import AxisRules, Rule
 from shardwright.strategy import check, files
 
 RULE = 'Candidates of mesh axes in order: "dp+fsdp | dp | -". "+" joins mesh axes, "-" replicated, "?" unconstrained.'
@@ -188,6 +188,14 @@ class Strategy(BaseModel):
           StrategyError, UnknownAxisError, MissingMeshAxisError: every problem at once.
         """
         return check.compile_rules(self.to_data(), self._origin, self.policy)
+
+    def tables(self) -> dict[tuple[str, ...], dict[str, Rule]]:
+        """Return the rules of every table as they are written, by key path, such as `("modes", "decode")`, and axis."""
+        return check.parse_tables(self.to_data(), self._origin)
+
+    def source(self, *path: str) -> str:
+        """Return the `file:line` of a key, or of the nearest table that holds it, or an empty string."""
+        return check.source_of(path, self._origin)
 
     def make_mesh(self, *, devices: Sequence[Any] | None = None) -> Mesh:
         """Build the strategy's mesh; starts the backend.

@@ -1,0 +1,146 @@
+"""Input that no person writes: numbers of thousands of digits, tables without end, halves of characters, dtypes of no array.
+
+Each is an input error with a message, never a traceback, and never an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.cases import run
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+STRATEGY = "--strategy fsdp_tp --mesh fsdp:2,tp:2"
+DIGITS = "9" * 5000
+HEX = "0x" + "8" * 5000
+
+
+def tensor(**entries: object) -> str:
+    return json.dumps({"w": {"axes": "EMBED", "shape": [8], **entries}})
+
+
+TENSORS: dict[str, tuple[str, str, str]] = {
+    "digits": ("json", '{"w": {"axes": "EMBED", "shape": [' + DIGITS + "]}}", "value has 5000 digits"),
+    "fewer digits": (
+        "json",
+        '{"w": {"axes": "EMBED", "shape": [' + "8" * 400 + "]}}",
+        "t.json:1 w.shape.0: a number of 1329 bits is no size",
+    ),
+    "hexadecimal": ("toml", f'[w]\naxes = "EMBED"\nshape = [{HEX}]', "t.toml:3 w.shape.0: a number of 20000 bits is no size"),
+    "hexadecimal axes": ("toml", f"[w]\naxes = {HEX}", "t.toml:2 w.axes: a number of 20000 bits"),
+    "hexadecimal dtype": ("toml", f'[w]\naxes = "EMBED"\ndtype = {HEX}', "t.toml:3 w.dtype: a number of 20000 bits"),
+    "infinite": ("json", '{"w": {"axes": "EMBED", "shape": [1e999]}}', "[inf] is not a shape"),
+    "elements": ("json", tensor(axes="_ _", shape=[2**62, 2]), "t.json:1 w.shape: no array has so many elements"),
+    "rank": ("json", tensor(axes=" ".join("_" * 400), shape=[2**62] * 400), "no array has so many elements"),
+    "deep": ("json", '{"a": ' * 500 + "1" + "}" * 500, "t.json:1 a.a.a.a...: tables and lists are nested more than 64 deep"),
+    "very deep": ("json", '{"a": ' * 100_000 + "1" + "}" * 100_000, "t.json: the file is nested too deeply"),
+    "deep list": ("json", '{"w": {"axes": ' + "[" * 900 + "]" * 900 + "}}", "nested more than 64 deep"),
+    "deep table": ("toml", ".".join("a" * 2000) + " = 1", "t.toml a.a.a.a...: tables and lists are nested more than 64 deep"),
+    "surrogate path": ("json", '{"\\ud800": {"axes": "EMBED"}}', "the key '\\ud800' has a character that is no text"),
+    "surrogate axes": ("json", '{"w": {"axes": "\\ud800"}}', "t.json:1 w.axes: '\\ud800' has a character that is no text"),
+    "surrogate dtype": ("json", '{"w": {"axes": "EMBED", "dtype": "\\udfff"}}', "t.json:1 w.dtype: '\\udfff' has a character"),
+}
+DTYPES = [
+    *("O", "object", "V8", "S5", "U", "str", "bytes", "void", "datetime64", "M8[s]", "timedelta64", "i4,i4", "(2,2)f4", ">f4", "\x00"),
+    *("float128", "longdouble", "complex256", "clongdouble", "float0", "key<fry>", "{'names':['a'],'formats':['O']}", "", "bf16"),
+    *(0, 5, 1.5, False, True, [], [[1]], {"a": []}),
+]
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_an_absurd_file_of_tensors_is_an_input_error(name: str, tmp_path: Path) -> None:
+    ending, text, says = TENSORS[name]
+    (tmp_path / f"t.{ending}").write_text(text, encoding="utf-8")
+    code, out, err = run(f"explain --tensors t.{ending} {STRATEGY}", tmp_path)
+    assert (code, out) == (2, ""), err[-500:]
+    assert says in err
+    assert len(err) < 1000
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+def test_a_dtype_of_no_array_is_an_input_error(dtype: object, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(tensor(dtype=dtype), encoding="utf-8")
+    code, out, err = run(f"explain --tensors t.json {STRATEGY}", tmp_path)
+    assert (code, out) == (2, ""), err[-500:]
+    assert "t.json:1 w.dtype" in err
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("bfloat16", 16), ("float8_e4m3fn", 8), ("bool", 8), ("complex64", 64), ("int", 64), (None, None)]
+)
+def test_a_dtype_of_an_array_is_read(dtype: str | None, size: int | None, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(tensor(dtype=dtype), encoding="utf-8")
+    code, out, _ = run(f"explain --tensors t.json {STRATEGY} --mode train --json", tmp_path)
+    assert code == 0
+    assert json.loads(out)["tensors"][0]["modes"]["train"]["bytes_per_device"] == size
+
+
+ARGUMENTS = {
+    f"EMBED --shape {DIGITS}": "is not a shape",
+    f"EMBED --shape {'8' * 400}": "is not a shape",
+    "_ _ --shape 4611686018427387904,2": "no array has so many elements",
+    "EMBED --shape ٣": "is not a shape",
+    f"KV_HEAD:{DIGITS}*KV_HEAD_DIM:2": "is not AXIS:SIZE",
+    f"EMBED --devices {DIGITS}": "is not a positive whole number",
+    f"EMBED --width {'9' * 30}": "is not a positive whole number",
+    f"EMBED --mesh dp:{DIGITS}": "has a number that is no mesh size",
+    "EMBED --mesh dp:4611686018427387904,fsdp:2": "no machine has so many devices",
+}
+
+
+@pytest.mark.parametrize("words", ARGUMENTS)
+def test_absurd_numbers_on_the_command_line_are_usage_errors(words: str, tmp_path: Path) -> None:
+    code, out, err = run(f"explain {STRATEGY} {words}", tmp_path)
+    assert (code, out) == (2, ""), err[-500:]
+    assert ARGUMENTS[words] in err.replace("\n", " ")
+
+
+STRATEGIES = {
+    '{"rules": {"batch": "\\ud800"}}': "rules.batch: '\\ud800' has a character that is no text",
+    '{"\\ud800": 1}': "the key '\\ud800' has a character that is no text",
+    '{"rules": {"batch": ' + "[" * 900 + "]" * 900 + "}}": "nested more than 64 deep",
+    '{"mesh": {"dp": ' + "8" * 400 + "}}": "s.json:1 mesh.dp: a number of 1329 bits is no size",
+}
+
+
+@pytest.mark.parametrize("text", STRATEGIES, ids=STRATEGIES.values())
+def test_an_absurd_strategy_is_an_input_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text(text, encoding="utf-8")
+    code, out, err = run("explain EMBED --strategy s.json --mesh dp:2", tmp_path)
+    assert (code, out) == (2, ""), err[-500:]
+    assert STRATEGIES[text] in err
+
+
+def test_a_hexadecimal_number_in_a_strategy_is_an_input_error(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(f"[rules]\nbatch = {HEX}\n", encoding="utf-8")
+    code, _, err = run("explain EMBED --strategy s.toml --mesh dp:2", tmp_path)
+    assert code == 2
+    assert "s.toml:2 rules.batch: a number of 20000 bits is no size" in err
+
+
+def test_names_that_are_no_utf_8_are_shown_escaped_or_refused(tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/\xff.toml"
+    Path(os.fsdecode(name)).write_text("version = 1\n", encoding="utf-8")
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SRC)}
+    words = [sys.executable, "-m", "shardwright", "explain", "EMBED", "--mesh", "dp:2", "--strategy", name]
+    done = subprocess.run(words, env=env, capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"strategy \\udcff.toml on dp:2" in done.stdout
+    refused = subprocess.run([*words[:-1], "ddp", "--path", b"\xff"], env=env, capture_output=True, timeout=120, check=False)
+    assert refused.returncode == 2
+    assert b"is not UTF-8" in refused.stderr
+
+
+def test_a_terminal_that_knows_only_ascii_gets_escapes(tmp_path: Path) -> None:
+    (tmp_path / "schön.toml").write_text("version = 1\n", encoding="utf-8")
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SRC), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
+    words = [sys.executable, "-m", "shardwright", "explain", "EMBED", "--mesh", "dp:2", "--strategy", str(tmp_path / "schön.toml")]
+    done = subprocess.run(words, env=env, capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"strategy sch\\xf6n.toml on dp:2" in done.stdout
