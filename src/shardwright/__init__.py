@@ -85,6 +85,8 @@ from shardwright.layouts import UnifiedExpertRowWise as UnifiedExpertRowWise
 from shardwright.manager import PartitionManager as PartitionManager
 from shardwright.mesh import abstract_mesh as abstract_mesh
 from shardwright.mesh import create_mesh as create_mesh
+from shardwright.mesh import get_jax_mesh as get_jax_mesh
+from shardwright.mesh import get_ranks_and_size as get_ranks_and_size
 from shardwright.modes import GENERATION_MODES as GENERATION_MODES
 from shardwright.modes import MODE_DECODE as MODE_DECODE
 from shardwright.modes import MODE_INSERT as MODE_INSERT
@@ -97,9 +99,22 @@ from shardwright.resolver import explain as explain
 from shardwright.resolver import resolve as resolve
 from shardwright.rules import AxisRules as AxisRules
 from shardwright.rules import Policy as Policy
+from shardwright.spec_trees import get_names_from_partition_spec as get_names_from_partition_spec
+from shardwright.spec_trees import make_shard_and_gather_fns as make_shard_and_gather_fns
+from shardwright.spec_trees import match_partition_rules as match_partition_rules
+from shardwright.spec_trees import names_in_current_mesh as names_in_current_mesh
+from shardwright.spec_trees import names_in_mesh as names_in_mesh
+from shardwright.spec_trees import with_sharding_constraint as with_sharding_constraint
+from shardwright.train_loop import get_metrics as get_metrics
+from shardwright.train_loop import wrap_function_with_rng as wrap_function_with_rng
 from shardwright.tree import annotate_state as annotate_state
 from shardwright.tree import match_paths as match_paths
 from shardwright.tree import stack_specs as stack_specs
+from shardwright.tree_names import flatten_tree as flatten_tree
+from shardwright.tree_names import get_weight_decay_mask as get_weight_decay_mask
+from shardwright.tree_names import named_tree_map as named_tree_map
+from shardwright.tree_names import tree_apply as tree_apply
+from shardwright.tree_names import tree_path_to_string as tree_path_to_string
 
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy as Strategy

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from shardwright.errors import MeshSpecError, did_you_mean
+from shardwright.errors import MeshMismatchError, MeshSpecError, did_you_mean
 from shardwright.mesh_text import (
     DEFAULT_MESH_AXES,
     INFER,
@@ -31,6 +31,8 @@ __all__ = [
     "abstract_mesh",
     "arrange_devices",
     "create_mesh",
+    "get_jax_mesh",
+    "get_ranks_and_size",
     "mesh_axis_types",
     "mesh_sizes",
     "parse_mesh",
@@ -49,9 +51,9 @@ _AXIS_TYPES: Final = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 def create_mesh(
     axis_dims: MeshLike = (1, INFER, 1, 1),
     axis_names: Sequence[str] | None = None,
+    backend: str = "",
     *,
     devices: Sequence[Any] | None = None,
-    backend: str = "",
     axis_types: AxisTypes = "auto",
     dcn: Mapping[str, int] | None = None,
 ) -> Mesh:
@@ -62,8 +64,8 @@ def create_mesh(
         `{"dp": 2, "fsdp": -1, "tp": 4}`, which bring their names. Slowest first; total sizes, slices included; one may be
         -1. A leading `!` in text keeps the device order instead of following the topology inside each slice.
       axis_names: names for `axis_dims` without names; absent: ("dp", "fsdp", "tp", "sp").
-      devices: devices to use, a subset is fine; absent: all of the backend. Without a -1 the first ones that fit are used.
       backend: platform such as "cpu"; empty: the default one.
+      devices: devices to use, a subset is fine; absent: all of the backend. Without a -1 the first ones that fit are used.
       axis_types: "auto" or "explicit" for all axes, or by name, where the others are auto.
       dcn: the part of each axis that crosses slices, `{"dp": 2}`; absent or empty: slices go on the first of pp, dp, fsdp
         that they divide. Where the platform knows no slices, the processes are the slices.
@@ -77,6 +79,62 @@ def create_mesh(
     spec = resolve_sizes(spec, len(chosen), hint=_more_devices(spec, chosen))
     grid = arrange_devices(spec, chosen[: math.prod(spec.sizes)])
     return Mesh(grid, spec.names, axis_types=types)
+
+
+def get_jax_mesh(axis_dims: str, names: Sequence[str] = ("x", "y", "z")) -> Mesh:
+    """Build a mesh from text; starts the backend. `create_mesh` reads more forms.
+
+    Args:
+      axis_dims: `"2,-1,4"` in the order of `names`, sizes left out at the end are 1; or `"dp:2,fsdp:-1,tp:4"` in the order
+        written, each of `names` exactly once. A leading `!` keeps the device order instead of following the topology.
+      names: the mesh axes.
+
+    Raises:
+      MeshSpecError: text that cannot be read, more sizes than names, other names, or sizes that do not fit the devices.
+    """
+    if not isinstance(axis_dims, str):
+        raise MeshSpecError(f"axis_dims is {axis_dims!r}, not text", fix='write "2,-1,4", or call create_mesh, which takes sizes too')
+    if ":" in axis_dims:
+        spec = parse_mesh(axis_dims)
+        if sorted(spec.names) != sorted(names):
+            what = f"the text names {', '.join(spec.names)}, names is {', '.join(names)}"
+            raise MeshSpecError(what, fix="give every name exactly once, with the size 1 where it is not used")
+        return create_mesh(axis_dims)
+    missing = len(names) - (axis_dims.count(",") + 1)
+    return create_mesh(axis_dims + ",1" * missing, names)
+
+
+def get_ranks_and_size(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+    """Return where this process stands among those that hold one model (mp), and among the copies of it (dp).
+
+    A model is split over tp * sp devices (an axis that the mesh does not have counts 1). So
+    `mp_node_size = max(1, tp * sp // local devices)`, `dp_node_size = processes // mp_node_size`, and the ranks are
+    `dp_node_rank = process index // mp_node_size`, `mp_node_rank = process index % mp_node_size`.
+
+    Returns:
+      `mesh` and these four.
+
+    Raises:
+      MeshMismatchError: a model on a part of some process's devices, or processes left over: then there are no such ranks.
+    """
+    sizes = mesh_sizes(mesh)
+    # The default backend may be another than the mesh's.
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
+    local, processes, index = jax.local_device_count(platform), jax.process_count(platform), jax.process_index(platform)
+    split = sizes.get("tp", 1) * sizes.get("sp", 1)
+    nodes = max(1, split // local)
+    if processes > 1 and (max(split, local) % min(split, local) or processes % nodes):
+        raise MeshMismatchError(
+            f"tp * sp = {split} does not go evenly over {processes} processes with {local} devices each",
+            fix=f"choose tp * sp as a divisor or a multiple of {local} that leaves no process over",
+        )
+    return {
+        "mesh": mesh,
+        "mp_node_size": nodes,
+        "dp_node_size": processes // nodes,
+        "dp_node_rank": index // nodes,
+        "mp_node_rank": index % nodes,
+    }
 
 
 def abstract_mesh(

@@ -1,0 +1,299 @@
+"""Trees of `PartitionSpec`s written by hand, under the names that code for JAX already uses.
+
+`shard`, `match_paths` and `PartitionManager.shardings` are the stricter way; these functions let code move over line by line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardwright import _jax, context, placement, resolver
+from shardwright.errors import MeshSpecError, NoManagerError, Problem, RankMismatchError, StrategyError, raise_problems
+from shardwright.rules import build_rules
+from shardwright.tree import match_paths, path_text
+
+
+def current_mesh() -> Mesh | AbstractMesh | None:
+    """Return the mesh set by `jax.set_mesh`, a surrounding `shard_map` or an entered manager, or None."""
+    if not _jax.in_trace():
+        mesh = jax.sharding.get_mesh()
+        if not mesh.empty:
+            return mesh
+    ambient = _jax.ambient_mesh()
+    if ambient is not None:
+        return ambient
+    manager = context.current()
+    return None if manager is None else manager.mesh
+
+
+def names_in_current_mesh(*names: str) -> bool:
+    """Tell whether the current mesh has every one of these axes; without a mesh it has none.
+
+    The mesh is that of `jax.set_mesh`, of an entered manager or of a surrounding `shard_map`; a plain `with mesh:` is not seen.
+
+    Raises:
+      MeshSpecError: a name that is no text, such as a list of names.
+    """
+    for name in names:
+        if not isinstance(name, str):
+            raise MeshSpecError(f"{name!r} is not the name of a mesh axis", fix='pass the names one by one, as in ("dp", "tp")')
+    mesh = current_mesh()
+    return set(names) <= set(() if mesh is None else mesh.axis_names)
+
+
+names_in_mesh = names_in_current_mesh
+
+
+def get_names_from_partition_spec(specs: Any) -> list[str]:
+    """Return the mesh axes that a spec, or any nesting of dicts, lists and specs, names: each once, in order.
+
+    None and unconstrained dims are skipped.
+
+    Raises:
+      StrategyError: something that is no spec.
+
+    >>> get_names_from_partition_spec({"w": jax.P(("fsdp", "sp"), "tp"), "b": [jax.P("tp"), None]})
+    ['fsdp', 'sp', 'tp']
+    """
+    return list(dict.fromkeys(_names(specs)))
+
+
+def _names(specs: Any) -> Iterable[str]:
+    if specs is None or specs is PartitionSpec.UNCONSTRAINED:
+        return
+    if isinstance(specs, str):
+        yield specs
+    elif isinstance(specs, Mapping):
+        for one in specs.values():
+            yield from _names(one)
+    elif isinstance(specs, list | tuple):
+        for one in specs:
+            yield from _names(one)
+    elif isinstance(specs, PartitionSpec | NamedSharding):
+        yield from _names((specs.spec if isinstance(specs, NamedSharding) else specs).partitions)
+    elif jax.tree_util.all_leaves([specs]):
+        raise StrategyError(f"{specs!r} of type {type(specs).__name__} is no spec", fix="pass PartitionSpecs, or dicts and lists of them")
+    else:
+        yield from _names(jax.tree.leaves(specs))
+
+
+def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
+    """Constrain an array, or a tree of them, if the current mesh has every mesh axis of the specs; else return it as it is.
+
+    So one model runs on a mesh, on another with fewer axes, and on none; the price is that a mistyped name does nothing.
+    `shard` is strict about names. Everything else is checked here too: a spec longer than the array and a dim that does not
+    divide raise. Works on Auto and Explicit axes, eagerly and traced; inside `shard_map` the Manual axes are left out.
+
+    Args:
+      x: arrays.
+      partition_specs: a `PartitionSpec`, or a tree of them, each for all arrays below its place.
+
+    Raises:
+      StrategyError: something that is no spec, or trees that do not fit.
+      RankMismatchError, IndivisibleError, AxisConflictError: a spec that does not fit its array; all of them at once.
+    """
+    specs, structure = jax.tree.flatten(partition_specs)
+    for spec in specs:
+        if not isinstance(spec, PartitionSpec):
+            raise StrategyError(f"{spec!r} of type {type(spec).__name__} is no PartitionSpec", fix='write PartitionSpec("dp", None)')
+    mesh = current_mesh()
+    if mesh is None or not names_in_current_mesh(*get_names_from_partition_spec(specs)):
+        return x
+    try:
+        parts = structure.flatten_up_to(x)  # type: ignore[attr-defined]
+    except ValueError as error:
+        raise StrategyError(
+            f"the tree of specs does not fit: {str(error).splitlines()[0]}", fix="give a spec per array or subtree"
+        ) from error
+    covering = [spec for spec, part in zip(specs, parts, strict=True) for _ in jax.tree.leaves(part)]
+    leaves, whole = jax.tree_util.tree_flatten_with_path(x)
+    problems: list[Problem] = []
+    places = [
+        _placement(path_text(path), np.shape(leaf), spec, mesh, problems) for (path, leaf), spec in zip(leaves, covering, strict=True)
+    ]
+    raise_problems(problems)
+    placed = [leaf if where is None else placement.place(leaf, where) for (_, leaf), where in zip(leaves, places, strict=True)]
+    return jax.tree.unflatten(whole, placed)
+
+
+def _placement(
+    path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, problems: list[Problem]
+) -> placement.Placement | None:
+    """Return where an array goes; None if everything is Manual, or if the spec does not fit, which is noted."""
+    ambient = _jax.ambient_mesh()
+    kinds = {} if ambient is None else dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
+    manual = frozenset(axis for axis, kind in kinds.items() if kind is AxisType.Manual)
+    found = resolver.explain(spec, build_rules({}), mesh, shape=shape, path=path, manual=manual)
+    problems += found.problems
+    if found.problems or (kinds and len(manual) == len(kinds)):
+        return None
+    return placement.make_placement(found.require(), mesh, ambient)
+
+
+def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
+    """Return a tree of specs: of the first `(pattern, spec or axes)` whose pattern is found in the "/"-joined path.
+
+    Works for parameters, train states and optimizer states. **Scalars and arrays of one element are replicated whatever
+    matches them.** Semantic axes resolve, as parameters, with the entered manager; specs stay as they are written.
+
+    Args:
+      rules: in order of precedence; patterns are searched (`re.search`).
+      params: arrays or anything else with a shape.
+
+    Raises:
+      StrategyError: (a ValueError) paths that no rule matches, or a bad pattern; all paths at once.
+      RankMismatchError: a spec longer than its array, as for an optimizer's factored moments.
+      NoManagerError: a rule with semantic axes, and no manager is entered.
+      ShardingError: axes that do not resolve.
+    """
+    rules = list(rules)
+    matched = match_paths(params, rules, strict=False).annotations
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    each = structure.flatten_up_to(matched)  # type: ignore[attr-defined]
+    problems: list[Problem] = []
+    specs = [
+        PartitionSpec() if np.prod(np.shape(leaf), dtype=int) == 1 else _spec_of(path_text(path), np.shape(leaf), one, rules, problems)
+        for (path, leaf), one in zip(leaves, each, strict=True)
+    ]
+    raise_problems(problems)
+    return jax.tree.unflatten(structure, specs)
+
+
+def _spec_of(path: str, shape: tuple[int, ...], matched: Any, rules: list[tuple[str, Any]], problems: list[Problem]) -> Any:
+    """Return the spec of what a rule says, or note why there is none."""
+    if matched is None:
+        fix = 'add a rule for it, or (".*", PartitionSpec()) at the end to replicate the rest on purpose'
+        patterns = "patterns in order: " + ", ".join(pattern for pattern, _ in rules)
+        problems.append(Problem(error=StrategyError, what="no partition rule matches", path=path, rule=patterns, fix=fix))
+        return None
+    if not isinstance(matched, PartitionSpec):
+        found = context.require("match_partition_rules with semantic axes", method=False).explain(
+            matched, role="param", shape=shape, path=path
+        )
+        problems += found.problems
+        return found.spec
+    if len(matched.partitions) > len(shape):
+        what = f"the spec {matched} has {len(matched.partitions)} entries, the array has shape {shape}"
+        fix = "write a rule of its own before that one; PartitionManager.state_shardings follows the parameters of an optimizer's state"
+        problems.append(Problem(error=RankMismatchError, what=what, path=path, fix=fix))
+    return matched
+
+
+def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> tuple[Any, Any]:
+    """Return two trees of functions like a tree of specs: one places an array on the mesh, one brings it to the host.
+
+    Shard: cast, place as the spec says, wait; a JAX array on the mesh, whatever came in. Gather: cast, to a NumPy array with
+    all of the values; where several processes hold them every process must call it. `tree_apply(fns, tree)` calls them all.
+    The mesh is the current one when the functions are made, else the current one when they are called.
+
+    Args:
+      partition_specs: a tree of `PartitionSpec`s, or of `NamedSharding`s, which bring their mesh.
+      dtype_specs: None: nothing is cast. One float dtype: every float leaf is cast to it, integers are left alone. A tree like
+        the specs of dtypes, or of anything with a `dtype`: each leaf is cast to its own.
+
+    Raises:
+      StrategyError: something that is no spec or no dtype, or trees that differ.
+      NoManagerError: (from a call) there is no mesh.
+      ShardingError: (from a call) a spec that does not fit the array.
+    """
+    specs, structure = jax.tree.flatten(partition_specs)
+    for spec in specs:
+        if not isinstance(spec, PartitionSpec | NamedSharding):
+            fix = "write PartitionSpec() to replicate, or pass what match_partition_rules returns"
+            raise StrategyError(f"{spec!r} of type {type(spec).__name__} is no PartitionSpec", fix=fix)
+    mesh = current_mesh()
+    casts = _casts(structure, dtype_specs)
+    shards = [_shard_fn(spec, cast, mesh) for spec, cast in zip(specs, casts, strict=True)]
+    return jax.tree.unflatten(structure, shards), jax.tree.unflatten(structure, [_gather_fn(cast) for cast in casts])
+
+
+Cast = Callable[[Any], Any]
+
+
+def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
+    """Return the cast of each leaf, from None, one float dtype or a tree of dtypes."""
+    if dtype_specs is None:
+        return [_as_array] * structure.num_leaves
+    one = _dtype(dtype_specs)
+    if one is not None:
+        if not jax.numpy.issubdtype(one, jax.numpy.floating):
+            raise StrategyError(
+                f"dtype_specs is {one}, one dtype for all must be a float", fix="pass a float dtype, or a tree with one per leaf"
+            )
+        return [
+            lambda x: _cast(x, one) if jax.numpy.issubdtype(_as_array(x).dtype, jax.numpy.floating) else _as_array(x)
+        ] * structure.num_leaves
+    try:
+        given = structure.flatten_up_to(dtype_specs)
+    except ValueError as error:
+        raise StrategyError(
+            f"dtype_specs does not fit the tree of specs: {str(error).splitlines()[0]}", fix="give one dtype per spec"
+        ) from error
+    dtypes = [_dtype(getattr(leaf, "dtype", leaf)) for leaf in given]
+    for leaf, dtype in zip(given, dtypes, strict=True):
+        if dtype is None:
+            raise StrategyError(
+                f"{leaf!r} of type {type(leaf).__name__} has no dtype", fix="give a dtype or something with a dtype per spec"
+            )
+    return [lambda x, dtype=dtype: _cast(x, dtype) for dtype in dtypes]  # type: ignore[misc]
+
+
+def _dtype(value: Any) -> Any:
+    """Return a dtype from what names one, else None. (None would mean float64 to NumPy, a dict a structured dtype.)"""
+    if value is None or isinstance(value, Mapping | list | tuple):
+        return None
+    try:
+        return jax.numpy.dtype(value)
+    except TypeError:
+        return None
+
+
+def _as_array(x: Any) -> Any:
+    # A Python number gets JAX's dtype for it, not NumPy's 64 bits.
+    return x if hasattr(x, "dtype") else np.asarray(jax.numpy.asarray(x))
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    x = _as_array(x)
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+def _shard_fn(spec: PartitionSpec | NamedSharding, cast: Cast, made_with: Mesh | AbstractMesh | None) -> Callable[[Any], jax.Array]:
+    def shard_fn(x: Any) -> jax.Array:
+        x = cast(x)
+        if isinstance(spec, NamedSharding):
+            mesh: Any = spec.mesh
+        else:
+            mesh = made_with if isinstance(made_with, Mesh) else current_mesh()
+        if not isinstance(mesh, Mesh):
+            raise NoManagerError(
+                "there is no mesh with devices to place an array on",
+                fix="enter jax.set_mesh(mesh) or a manager where the functions are made, outside jit",
+            )
+        literal = spec.spec if isinstance(spec, NamedSharding) else spec
+        fitted = resolver.resolve(literal, build_rules({}), mesh, shape=np.shape(x)).require()
+        kind = spec.memory_kind if isinstance(spec, NamedSharding) else None
+        placed: jax.Array = jax.device_put(x, NamedSharding(mesh, fitted, memory_kind=kind))
+        if placed.dtype != x.dtype and x.dtype.kind in "iu" and (x.astype(placed.dtype) != x).any():
+            what = f"values of {x.dtype} do not fit {placed.dtype}, which JAX makes of it while jax_enable_x64 is off"
+            raise StrategyError(what, fix='jax.config.update("jax_enable_x64", True), or cast the leaf yourself')
+        return placed.block_until_ready()
+
+    return shard_fn
+
+
+def _gather_fn(cast: Cast) -> Callable[[Any], np.ndarray]:
+    def gather_fn(x: Any) -> np.ndarray:
+        x = cast(x)
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+            from jax.experimental import multihost_utils
+
+            x = multihost_utils.process_allgather(x, tiled=True)
+        return np.asarray(x)
+
+    return gather_fn

@@ -1,0 +1,106 @@
+"""What stands around a training step: a key per call, metrics on the host."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardwright.errors import StrategyError
+from shardwright.tree_names import flatten_tree
+
+
+def wrap_function_with_rng(rng: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that gives a function a new key as its first argument in every call.
+
+    Each call splits the key that is kept: `rng, key = jax.random.split(rng)`. Threads may call at once: each call gets a
+    key of its own, but which one depends on who comes first. All functions decorated by one result share its key.
+
+    Raises:
+      StrategyError: (from a call) the key is drawn inside a trace in which it was not made: it would be one and the same in
+        every run of the compiled program.
+
+    >>> @wrap_function_with_rng(jax.random.key(0))
+    ... def noise(key, shape):
+    ...     return jax.random.normal(key, shape)
+    >>> bool((noise((2,)) != noise((2,))).all())
+    True
+    """
+    lock = threading.Lock()
+    kept = rng
+
+    def next_key() -> Any:
+        nonlocal kept
+        with lock:
+            following, key = jax.random.split(kept)
+            if isinstance(following, jax.core.Tracer) and not isinstance(kept, jax.core.Tracer):
+                raise StrategyError(
+                    "a key per call was drawn inside a trace: every run of the compiled program would use the same one",
+                    fix="call the function outside jit, or pass it a key as an argument",
+                )
+            kept = following
+            return key
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def with_key(*args: Any, **kwargs: Any) -> Any:
+            return function(next_key(), *args, **kwargs)
+
+        return with_key
+
+    return decorate
+
+
+def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) -> Any:
+    """Bring metrics to the host: a dict of floats, or with `stack` a dict of NumPy arrays from a list of dicts.
+
+    Args:
+      metrics: a dict of scalars; with `stack` one such dict per step, which may be nested.
+      unreplicate: take the first along a leading axis of replicas.
+      stack: put the steps on a new leading axis.
+
+    Raises:
+      StrategyError: a metric that is no scalar, or that has no axis of replicas; steps with other metrics.
+
+    >>> get_metrics({"loss": jax.numpy.float32(0.5)})
+    {'loss': 0.5}
+    """
+    if stack:
+        return _stacked([jax.device_get(_first_replicas(one) if unreplicate else one) for one in _steps(metrics)])
+    if not isinstance(metrics, dict):
+        raise StrategyError(f"metrics is a {type(metrics).__name__}, not a dict", fix="pass one dict of scalars, or stack=True for a list")
+    return {name: _scalar(name, value) for name, value in jax.device_get(_first_replicas(metrics) if unreplicate else metrics).items()}
+
+
+def _steps(metrics: Any) -> list[Any]:
+    if isinstance(metrics, dict) or not isinstance(metrics, Sequence) or not metrics:
+        what = "an empty list" if metrics == [] else f"a {type(metrics).__name__}"
+        raise StrategyError(f"metrics to stack are {what}", fix="pass a list with one dict per step")
+    return list(metrics)
+
+
+def _stacked(steps: list[Any]) -> Any:
+    first: Any = jax.tree.structure(steps[0])
+    for at, step in enumerate(steps):
+        if jax.tree.structure(step) != first:
+            names = [", ".join(flatten_tree(one, sep="/")) or "nothing" for one in (step, steps[0])]
+            raise StrategyError(f"step {at} has the metrics {names[0]}, step 0 has {names[1]}", fix="stack steps with the same metrics")
+    return jax.tree.map(lambda *values: np.stack(values), *steps)
+
+
+def _first_replicas(metrics: Any) -> Any:
+    for name, value in flatten_tree(metrics, sep="/").items():
+        if np.ndim(value) == 0:
+            raise StrategyError(f"metric {name!r} is a scalar without an axis of replicas", fix="leave unreplicate out")
+    return jax.tree.map(lambda value: value[0], metrics)
+
+
+def _scalar(name: str, value: Any) -> float:
+    if np.size(value) != 1:
+        fix = "reduce it in the step" + (", or pass unreplicate=True" if np.ndim(value) == 1 else "")
+        raise StrategyError(f"metric {name!r} of shape {np.shape(value)} is no scalar", fix=fix)
+    return float(np.reshape(value, ()))
