@@ -415,11 +415,11 @@ def test_axis_types() -> None:
     assert resolve_axis_types(("a", "b"), auto) == (auto, auto)
 
 
-def test_the_default_axis_types_are_auto_on_every_kind_of_mesh(mesh_dp2_tp4: Mesh, mesh_dp4_tp2: Mesh, mesh_fsdp2_tp2_ep2: Mesh) -> None:
-    for mesh in (mesh_dp2_tp4, mesh_dp4_tp2, mesh_fsdp2_tp2_ep2, abstract_mesh("dp:2")):
+def test_the_default_axis_types_are_auto_on_every_kind_of_mesh() -> None:
+    for mesh in (cpu_mesh("dp:2,tp:4"), create_mesh("dp:4,tp:2"), abstract_mesh("dp:2")):
         assert set(mesh.axis_types) == {AxisType.Auto}
-    assert mesh_sizes(mesh_fsdp2_tp2_ep2) == {"fsdp": 2, "tp": 2, "ep": 2}
-    assert mesh_sizes(mesh_dp4_tp2) == {"dp": 4, "tp": 2}
+    assert mesh_sizes(cpu_mesh("fsdp:2,tp:2,ep:2")) == {"fsdp": 2, "tp": 2, "ep": 2}
+    assert mesh_sizes(cpu_mesh("dp:4,tp:2")) == {"dp": 4, "tp": 2}
 
 
 BAD_CALLS: list[tuple[Any, str]] = [

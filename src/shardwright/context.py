@@ -63,6 +63,11 @@ def current() -> Any:
     return _AMBIENT.value
 
 
+def depth() -> int:
+    """Return how many managers this thread has entered and not left."""
+    return len(_ENTERED.stack)
+
+
 def require(what: str, *, method: bool = True) -> Any:
     """Return the ambient manager.
 

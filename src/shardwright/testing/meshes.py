@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Sequence
 
 import jax
@@ -11,15 +13,16 @@ from jax.sharding import Mesh
 from shardwright.errors import MeshSpecError
 from shardwright.mesh import INFER, AxisTypes, MeshLike, create_mesh, parse_mesh
 
-_USUAL = 8
+USUAL = 8
 _OPTION = "jax_num_cpu_devices"
+_FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 def virtual_devices(count: int) -> list[jax.Device]:
     """Give this process at least `count` CPU devices and return the first `count`; again is harmless.
 
-    Starts the backend. Call it before JAX's first operation: later the number is fixed. It takes the place of a number in
-    XLA_FLAGS; a larger number in `jax_num_cpu_devices` stays.
+    Starts the backend. Call it before JAX's first operation: later the number is fixed. It takes the place of a
+    smaller number in XLA_FLAGS or `jax_num_cpu_devices`; a larger one stays.
 
     Raises:
       MeshSpecError: a count below 1, a backend that runs with fewer, or no CPU backend.
@@ -42,19 +45,33 @@ def cpu_mesh(axis_dims: MeshLike, axis_names: Sequence[str] | None = None, *, ax
     """
     spec = parse_mesh(axis_dims, axis_names)
     needed = math.prod(size for size in spec.sizes if size != INFER)
-    devices = _ensure(wanted=max(_USUAL, needed), needed=needed)
+    devices = _ensure(wanted=max(USUAL, needed), needed=needed)
     return create_mesh(axis_dims, axis_names, devices=devices, axis_types=axis_types)
+
+
+def asked_devices() -> int:
+    """Return the number of CPU devices that JAX was asked for so far; 1 where nobody said anything."""
+    option = getattr(jax.config, _OPTION, -1)
+    if option > 0:
+        return int(option)
+    flags = _FLAG.findall(os.environ.get("XLA_FLAGS", ""))
+    return int(flags[-1]) if flags else 1
+
+
+def try_for_devices(count: int) -> None:
+    """Ask for `count` CPU devices; what JAX then has is for the caller to see."""
+    try:
+        if asked_devices() < count:
+            jax.config.update(_OPTION, count)
+    except AttributeError:
+        pass  # A JAX without the option: only XLA_FLAGS sets the number.
+    except RuntimeError:
+        pass  # The backend runs: what it has must do.
 
 
 def _ensure(*, wanted: int, needed: int) -> list[jax.Device]:
     """Ask for `wanted` devices where the backend still listens, and return all of the process's, at least `needed`."""
-    try:
-        if getattr(jax.config, _OPTION) < wanted:
-            jax.config.update(_OPTION, wanted)
-    except AttributeError:
-        pass  # A JAX without the option: only XLA_FLAGS sets the number, and the count below says so.
-    except RuntimeError:
-        pass  # The backend runs: what it has must do, and the count below judges it.
+    try_for_devices(wanted)
     try:
         devices: list[jax.Device] = jax.local_devices(backend="cpu")
     except RuntimeError as err:

@@ -1,0 +1,48 @@
+"""What a thread has ambient, and taking back what a test leaves there: the next test must not depend on the last one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+from jax.sharding import Mesh
+
+from shardwright import context
+
+
+class AmbientLeftError(AssertionError):
+    """A block left a manager entered or a mesh set."""
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Run a block; the managers and the mesh that were ambient before it are ambient after it.
+
+    Raises:
+      AmbientLeftError: the block ended well and left something else, which is taken back first.
+    """
+    depth, mesh = context.depth(), jax.sharding.get_mesh()
+    try:
+        yield
+    except BaseException:
+        _take_back(depth, mesh)
+        raise
+    if left := _take_back(depth, mesh):
+        raise AmbientLeftError("left behind: " + "; and ".join(left))
+
+
+def _take_back(depth: int, mesh: Mesh) -> list[str]:
+    """Restore what was ambient and return what was found instead, with how to avoid it."""
+    left = []
+    while context.depth() > depth:
+        manager = context.current()
+        context.leave(manager)
+        left.append(f"{manager!r} is entered\n  fix   write `with manager:` around what needs it")
+    now, abstract = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
+    if now != mesh or (mesh.empty and not abstract.empty):
+        sizes = ",".join(f"{name}:{size}" for name, size in abstract.shape.items())
+        what = f"the mesh {sizes} is set" if sizes else "the mesh is unset"
+        left.append(f"{what}\n  fix   write `with jax.set_mesh(mesh):`; as a statement of its own `jax.set_mesh(mesh)` stays")
+        jax.set_mesh(None if mesh.empty else mesh)
+    return left

@@ -1,0 +1,212 @@
+"""Golden files: text that a person has read once, and that a test compares ever after.
+
+`pytest --update-golden` writes them; a missing one, a stale one, and one that no test uses are failures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardwright.mesh import mesh_sizes
+from shardwright.provenance import spec_text
+from shardwright.report.text import table
+from shardwright.tree import path_text
+
+_NAME = re.compile(r"[\w.,=+-]+")
+_BLANKS = re.compile(r"\s+")
+_CONTEXT = 2  # lines around a difference
+
+
+class GoldenError(AssertionError):
+    """A golden file is missing, or says something else."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Golden:
+    """The golden files of one test: `golden(text)`, or `golden(tree)` for the shardings of a tree.
+
+    Attributes:
+      folder: where the files of the test's module are.
+      test: the name of the file of a call without a name.
+      update: write instead of comparing.
+      command: what writes the test's files anew.
+      used: name → text of each file that the test used so far.
+      written: the names among them that were written.
+    """
+
+    folder: Path
+    test: str
+    update: bool = False
+    command: str = "pytest --update-golden"
+    used: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    written: list[str] = dataclasses.field(default_factory=list)
+
+    def __call__(self, value: Any, name: str = "") -> None:
+        """Compare a value with a file of the test's module.
+
+        Args:
+          value: text; or a tree of arrays, `ShapeDtypeStruct`s, shardings or specs, compared as `spec_table` shows it.
+          name: the file's name without `.txt`; absent: the test's own name. Tests may share a file.
+
+        Raises:
+          GoldenError: no such file, other contents, a name used twice in a test, or one that is no file's name.
+        """
+        __tracebackhide__ = True
+        name = name or self.test
+        if not _NAME.fullmatch(name):
+            raise GoldenError(f"{name!r} cannot name a golden file\n  fix   use letters, digits and any of . , = + - _")
+        if name in self.used:
+            raise GoldenError(f"the test uses golden {name!r} twice\n  fix   give each a name: golden(value, name)")
+        text = value if isinstance(value, str) else spec_table(value)
+        self.used[name] = text
+        if self._compare(self.folder / f"{name}.txt", text):
+            self.written.append(name)
+
+    def file(self, path: Path, text: str) -> None:
+        """Compare text with a file of your own that lies elsewhere, such as a page whose outputs are run.
+
+        Raises:
+          GoldenError: no such file, or other contents.
+        """
+        __tracebackhide__ = True
+        self._compare(path, text)
+
+    def _compare(self, path: Path, text: str) -> bool:
+        """Compare, or write and tell whether that changed anything."""
+        __tracebackhide__ = True
+        if not text.endswith("\n"):
+            text += "\n"
+        kept = path.read_text(encoding="utf-8") if path.exists() else None
+        if kept == text:
+            return False
+        if self.update:
+            write(path, text)
+            return True
+        if kept is None:
+            raise GoldenError(f"no golden file {_shown(path)}\n  fix   write it, read it, commit it: {self.command}")
+        raise GoldenError(
+            f"{_shown(path)} says something else (- golden, + now)\n{difference(kept, text)}\n"
+            f"  fix   if what is new is right, write it, read it, commit it: {self.command}"
+        )
+
+
+def _shown(path: Path) -> str:
+    """Return a path as one types it here."""
+    with contextlib.suppress(ValueError):
+        return path.relative_to(Path.cwd()).as_posix()
+    return str(path)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file in one step, so that a test of another process reads the old text or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def difference(golden: str, now: str) -> str:
+    """Return the lines that differ, with a few around them.
+
+    Blanks do not count where something else differs too: one longer cell moves the columns of a whole table.
+    """
+    before, after = golden.splitlines(), now.splitlines()
+    old, new = ([_BLANKS.sub(" ", line).strip() for line in lines] for lines in (before, after))
+    if old == new:
+        old, new = before, after
+    if old == new:
+        return "  only the end of the last line differs"
+    shown = []
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for group in matcher.get_grouped_opcodes(_CONTEXT):
+        shown.append(f"  line {group[0][1] + 1}")
+        for tag, first, last, start, stop in group:
+            if tag == "equal":
+                shown += [f"    {line}" for line in after[start:stop]]
+            else:
+                shown += [f"  - {line}" for line in before[first:last]] + [f"  + {line}" for line in after[start:stop]]
+    return "\n".join(line.rstrip() for line in shown)
+
+
+def spec_table(tree: Any) -> str:
+    """Return where each leaf of a tree lies as a table: path, shape, dtype, spec and the shape that one device holds.
+
+    Leaves are arrays, `ShapeDtypeStruct`s, `NamedSharding`s or `PartitionSpec`s. Specs that mean the same are shown the
+    same: without mesh axes of size 1 and without None at the end.
+
+    Raises:
+      GoldenError: an empty tree, or a leaf that is none of these.
+    """
+    __tracebackhide__ = True
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    if not leaves:
+        raise GoldenError("the tree has no leaves: there is nothing to compare")
+    meshes = list(dict.fromkeys(mesh for _, leaf in leaves if (mesh := _mesh_text(leaf))))
+    rows: list[tuple[str, ...]] = [("path", "shape", "dtype", "spec", "per device", "mesh")]
+    rows += [_row(path_text(path), leaf) for path, leaf in leaves]
+    if len(meshes) < 2:
+        rows = [row[:-1] for row in rows]
+    # A column that says nothing about any leaf is left out.
+    kept = [at for at in range(len(rows[0])) if any(row[at] for row in rows[1:])]
+    lines = table([tuple(row[at] for at in kept) for row in rows], width=10_000)
+    head = [f"mesh {meshes[0]}", ""] if len(meshes) == 1 else []
+    return "\n".join([*head, *lines]) + "\n"
+
+
+def _row(path: str, leaf: Any) -> tuple[str, ...]:
+    __tracebackhide__ = True
+    if isinstance(leaf, PartitionSpec):
+        return (path, "", "", spec_text(_canonical(leaf, {})), "", "")
+    sharding = leaf if isinstance(leaf, jax.sharding.Sharding) else getattr(leaf, "sharding", None)
+    shape = getattr(leaf, "shape", None)
+    if sharding is None and shape is None:
+        raise GoldenError(f"{path}: {type(leaf).__name__} has no sharding\n  fix   give arrays, ShapeDtypeStructs, shardings or specs")
+    held = "" if shape is None or sharding is None else _shape_text(sharding.shard_shape(shape))
+    return (path, "" if shape is None else _shape_text(shape), str(getattr(leaf, "dtype", "")), _spec(sharding), held, _mesh_text(leaf))
+
+
+def _shape_text(shape: tuple[int, ...]) -> str:
+    return " ".join(map(str, shape)) or "()"
+
+
+def _spec(sharding: Any) -> str:
+    if isinstance(sharding, NamedSharding):
+        kind = sharding.memory_kind
+        suffix = "" if kind in (None, "device") else f" in {kind}"
+        return spec_text(_canonical(sharding.spec, mesh_sizes(sharding.mesh))) + suffix
+    return "no sharding" if sharding is None else type(sharding).__name__
+
+
+def _canonical(spec: PartitionSpec, sizes: dict[str, int]) -> PartitionSpec:
+    """Return the shortest spec of the same meaning."""
+    entries: list[Any] = []
+    for entry in spec.partitions:
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        kept = tuple(axis for axis in axes if not isinstance(axis, str) or sizes.get(axis, 0) != 1)
+        entries.append(None if not kept or kept == (None,) else kept[0] if len(kept) == 1 else kept)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def _mesh_text(leaf: Any) -> str:
+    sharding = leaf if isinstance(leaf, jax.sharding.Sharding) else getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return ""
+    return " ".join(f"{name}={size}" for name, size in mesh_sizes(sharding.mesh).items())

@@ -1,0 +1,245 @@
+"""What the pytest plugin does once a test asks for a mesh: cases from markers, devices, meshes, and nothing left behind.
+
+The hooks and fixtures themselves are in `shardwright_pytest`, which is light enough to load in every pytest run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import Mesh
+
+from shardwright.errors import MeshSpecError, ShardingError, did_you_mean
+from shardwright.manager import PartitionManager
+from shardwright.mesh import INFER, MeshSpec, create_mesh, parse_mesh, resolve_axis_types
+from shardwright.modes import mode_name, parse_mode
+from shardwright.testing.ambient import AmbientLeftError, isolated
+from shardwright.testing.meshes import USUAL, asked_devices, try_for_devices
+
+_ARGUMENTS = ("axis_types", "strategy", "mode")
+_CASE = "_mesh_case"
+_EXAMPLE = '@pytest.mark.mesh("dp:2,tp:4")'
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MeshCase:
+    """One mesh of a marker.
+
+    Attributes:
+      spec: the mesh, or None for the strategy's own.
+      axis_types: as in `create_mesh`.
+      strategy: a preset's name, the path of a file from pytest's root, anything a manager takes, or None.
+      mode: the manager's mode, or None.
+    """
+
+    spec: MeshSpec | None
+    axis_types: Any
+    strategy: Any
+    mode: str | None
+
+    @property
+    def id(self) -> str:
+        """The case in a test's name: `dp2-tp4-explicit-fsdp_tp-decode`."""
+        return "-".join(part for part in (self._mesh_id(), self._types_id(), self._strategy_id(), self._mode_id()) if part)
+
+    def _mesh_id(self) -> str:
+        if self.spec is None:
+            return ""
+        return "-".join(f"{name}{'N' if size == INFER else size}" for name, size in zip(self.spec.names, self.spec.sizes, strict=True))
+
+    def _types_id(self) -> str:
+        if self.spec is None:
+            return ""
+        types = dict(zip(self.spec.names, resolve_axis_types(self.spec.names, self.axis_types), strict=True))
+        explicit = [name for name, kind in types.items() if kind == jax.sharding.AxisType.Explicit]
+        return "explicit" if len(explicit) == len(types) else "".join(f"explicit_{name}" for name in explicit)
+
+    def _strategy_id(self) -> str:
+        if isinstance(self.strategy, str | Path):
+            return Path(self.strategy).stem
+        return "" if self.strategy is None else str(getattr(self.strategy, "name", "") or "rules")
+
+    def _mode_id(self) -> str:
+        return "" if self.mode is None else mode_name(self.mode)
+
+
+def generate(metafunc: pytest.Metafunc) -> None:
+    """Make one test of each mesh that the nearest markers name.
+
+    Raises:
+      Collector.CollectError: a marker that cannot be read, or that stands above a test that takes neither mesh nor manager.
+    """
+    markers = _nearest_markers(metafunc.definition)
+    if _CASE not in metafunc.fixturenames:
+        if any(_is_ours(marker) for marker in metafunc.definition.own_markers) and "mesh" not in metafunc.fixturenames:
+            raise _refusal(metafunc, f"{_EXAMPLE} does nothing for a test that takes neither mesh nor manager", "add the argument mesh")
+        return
+    try:
+        cases = [case for marker in markers for case in cases_of(marker)]
+    except ShardingError as error:
+        raise _refusal(metafunc, str(error)) from error
+    if cases:
+        metafunc.parametrize(_CASE, cases, ids=[case.id for case in cases], indirect=True)
+
+
+def _nearest_markers(definition: Any) -> list[pytest.Mark]:
+    """Return the `mesh` markers of the function, else of its class, else of its module, in the order written."""
+    found = list(definition.iter_markers_with_node("mesh"))
+    nearest = [mark for node, mark in found if node is found[0][0]]
+    # Decorators apply from the bottom up; a module's `pytestmark` is a list as written.
+    return nearest if found and isinstance(found[0][0], pytest.Module) else nearest[::-1]
+
+
+def _is_ours(marker: pytest.Mark) -> bool:
+    """Tell our marker from another library's of the same name."""
+    return marker.name == "mesh" and any(isinstance(mesh, str) and ":" in mesh for mesh in marker.args)
+
+
+def _refusal(metafunc: pytest.Metafunc, what: str, fix: str = "") -> Exception:
+    return pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {what}" + (f"\n  fix   {fix}" if fix else ""))
+
+
+def cases_of(marker: pytest.Mark) -> list[MeshCase]:
+    """Return the cases of one marker; lists of axis types, strategies and modes multiply.
+
+    Raises:
+      MeshSpecError: a mesh that cannot be read, an unknown argument, or neither a mesh nor a strategy.
+      StrategyError: an unknown mode.
+    """
+    for name in marker.kwargs:
+        if name not in _ARGUMENTS:
+            hint = did_you_mean(name, _ARGUMENTS)
+            raise MeshSpecError(f"the marker mesh has no argument {name!r}", fix=f"{hint} it takes {', '.join(_ARGUMENTS)}".strip())
+    strategies = _several(marker.kwargs.get("strategy"))
+    if not marker.args and None in strategies:
+        raise MeshSpecError(
+            "the marker mesh names neither a mesh nor a strategy", fix=f'write {_EXAMPLE}, or (strategy="fsdp_tp") for its own'
+        )
+    specs: list[MeshSpec | None] = [parse_mesh(text) for text in marker.args] or [None]
+    axis_types = _several(marker.kwargs.get("axis_types", "auto"))
+    for spec, types in itertools.product(specs, axis_types):
+        resolve_axis_types(spec.names if spec else (), types if spec else "auto")
+    if not marker.args and "axis_types" in marker.kwargs:
+        raise MeshSpecError(
+            "axis_types is given without a mesh", fix="write the mesh too; a strategy's own mesh has the strategy's axis types"
+        )
+    modes = [None if mode is None else parse_mode(mode) for mode in _several(marker.kwargs.get("mode"))]
+    product = itertools.product(specs, axis_types, strategies, modes)
+    return [MeshCase(spec=spec, axis_types=types, strategy=strategy, mode=mode) for spec, types, strategy, mode in product]
+
+
+def _several(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def prepare(asked: int | None) -> None:
+    """Ask for the devices of the session while JAX may still listen.
+
+    Whoever set XLA_FLAGS or `jax_num_cpu_devices` is obeyed, unless the plugin's option asks for more.
+    """
+    already = asked_devices()
+    try_for_devices(max(asked, already) if asked else (already if already > 1 else USUAL))
+
+
+@contextlib.contextmanager
+def placed(case: MeshCase, asked: int | None, backend: str) -> Iterator[Mesh]:
+    """Build a case's mesh for one test; on a machine with accelerators the test computes on CPU devices too.
+
+    Yields the mesh. What the test leaves ambient is taken back, and is a failure.
+    """
+    devices = _devices(case, asked, backend)
+    try:
+        if case.spec is None:
+            made = _strategy(case.strategy, None).make_mesh(devices=devices)
+        else:
+            made = create_mesh(str(case.spec), devices=devices, axis_types=case.axis_types)
+    except ShardingError as error:
+        pytest.fail(str(error), pytrace=False)
+    with _nothing_left(), _computing_on(devices[0]):
+        yield made
+
+
+@contextlib.contextmanager
+def managed(case: MeshCase, mesh: Mesh, root: Path) -> Iterator[PartitionManager]:
+    """Enter the manager of a case's strategy on a mesh for one test."""
+    if case.strategy is None:
+        pytest.fail(f'the marker names no strategy for the manager: write {_EXAMPLE[:-1]}, strategy="fsdp_tp")', pytrace=False)
+    try:
+        made = PartitionManager(_strategy(case.strategy, root), mesh=mesh, mode=case.mode)
+    except ShardingError as error:
+        pytest.fail(str(error), pytrace=False)
+    with made, _nothing_left():
+        yield made
+
+
+@contextlib.contextmanager
+def _nothing_left() -> Iterator[None]:
+    left = ""
+    try:
+        with isolated():
+            yield
+    except AmbientLeftError as error:
+        left = str(error)
+    if left:
+        pytest.fail(left, pytrace=False)
+
+
+def _strategy(strategy: Any, root: Path | None) -> Any:
+    """Load what names a strategy; a path counts from pytest's root."""
+    from shardwright.strategy.model import Strategy
+
+    if isinstance(strategy, Path) or (isinstance(strategy, str) and strategy.endswith((".toml", ".json"))):
+        return Strategy.load((root or Path()) / strategy)
+    return Strategy.preset(strategy) if isinstance(strategy, str) else strategy
+
+
+@contextlib.contextmanager
+def _computing_on(device: jax.Device) -> Iterator[None]:
+    """Make uncommitted arrays land on the mesh's platform, where that is not JAX's default one."""
+    if device.platform == jax.default_backend():
+        yield
+    else:
+        with jax.default_device(device):
+            yield
+
+
+def _devices(case: MeshCase, asked: int | None, backend: str) -> list[jax.Device]:
+    """Return the devices of a backend, at least as many as a case needs, or fail the test."""
+    needed = math.prod(size for size in case.spec.sizes if size != INFER) if case.spec else 1
+    try:
+        devices: list[jax.Device] = jax.local_devices(backend=backend)
+    except RuntimeError as error:
+        pytest.fail(f"no {backend} devices here: {error}", pytrace=False)
+    if len(devices) < needed:
+        pytest.fail(_too_few(f"mesh {case.spec}", needed=needed, have=len(devices), asked=asked, backend=backend), pytrace=False)
+    return devices
+
+
+def _too_few(mesh: str, *, needed: int, have: int, asked: int | None, backend: str) -> str:
+    """Say why there are too few devices, and what changes that."""
+    label = f"{backend.upper()} device{'' if have == 1 else 's'}"
+    what = f"{mesh} needs {needed}, JAX runs with {have} {label}"
+    option = f"pytest --virtual-devices {needed}"
+    more = f"set virtual_devices = {needed} for pytest (in pyproject.toml under [tool.pytest.ini_options]), or run {option}"
+    if backend != "cpu":
+        return f"{what}\n  fix   run without --mesh-backend for virtual CPU devices, or select the tests that fit {have} {label}"
+    if asked and have < asked:
+        return (
+            f"{what}: something used JAX before virtual_devices = {asked} was read, such as another plugin\n"
+            f"  fix   start pytest with XLA_FLAGS=--xla_force_host_platform_device_count={needed}, or move that use of JAX into a fixture"
+        )
+    if asked or asked_devices() == have > 1:
+        source = f"virtual_devices = {asked}" if asked else f"that is what XLA_FLAGS or a conftest.py asks for, or the usual {USUAL}"
+        return f"{what}: {source}\n  fix   {more}"
+    return (
+        f"{what}: a module or a conftest.py used JAX while tests were collected\n"
+        f"  fix   {more}; it is then set before any of them is read; or move that use of JAX into a test or a fixture"
+    )

@@ -1,0 +1,189 @@
+"""The front of the pytest plugin: options, markers, fixtures.
+
+It loads in every pytest run where shardwright is installed, so it imports neither JAX nor shardwright: what it needs of
+them lies in `shardwright.testing.pytest_plugin` and is imported when a test uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+_MARKER = (
+    "mesh(*meshes, axis_types='auto', strategy=None, mode=None): run the test once on each mesh of virtual CPU devices, such as "
+    "'dp:2,tp:4'; the fixtures mesh and manager give it to the test (shardwright)"
+)
+_COUNT = "JAX_NUM_CPU_DEVICES"
+_BEFORE = pytest.StashKey[str | None]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    group = parser.getgroup("shardwright", "shardwright: tests on meshes, golden files")
+    group.addoption("--virtual-devices", type=int, metavar="N", help="virtual CPU devices, 8 where tests ask for a mesh")
+    group.addoption("--mesh-backend", default="cpu", metavar="NAME", help="build the tests' meshes of real devices: gpu, tpu")
+    group.addoption("--update-golden", action="store_true", help="write golden files anew, and remove those that no test uses")
+    parser.addini("virtual_devices", "virtual CPU devices, set before any conftest.py is read", default="")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Ask for the virtual devices before a conftest.py can start JAX."""
+    if count := devices_asked(early_config):
+        _ask_for(early_config, count)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker, and refuse a number that is none before anything runs."""
+    config.addinivalue_line("markers", _MARKER)
+    config.pluginmanager.register(_GoldenReports(config), "shardwright_golden_reports")
+    devices_asked(config)
+
+
+def devices_asked(config: pytest.Config) -> int | None:
+    """Return the number of virtual devices that an option or the ini file names, or None."""
+    option = getattr(config.known_args_namespace, "virtual_devices", None)
+    text = str(config.getini("virtual_devices") if option is None else option)
+    if text and (not text.isdecimal() or int(text) < 1):
+        raise pytest.UsageError(f"virtual_devices is {text!r}, not a positive whole number; write virtual_devices = 8")
+    return int(text) if text else None
+
+
+def _ask_for(config: pytest.Config, count: int) -> None:
+    # Not by importing JAX: a conftest.py may still set variables, such as JAX_PLATFORMS, that JAX reads at its import.
+    jax = sys.modules.get("jax")
+    if jax is None:
+        config.stash[_BEFORE] = os.environ.get(_COUNT)
+        os.environ[_COUNT] = str(max(count, int(os.environ.get(_COUNT, "-1"))))
+    elif jax.config.jax_num_cpu_devices < count:
+        # Where a backend runs already, the first test that needs more devices than it has says so.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
+
+
+def _restore(config: pytest.Config) -> None:
+    """Take the variable back once JAX has read it: a test's own processes should not inherit it."""
+    if _BEFORE not in config.stash:
+        return
+    before = config.stash[_BEFORE]
+    del config.stash[_BEFORE]
+    if before is None:
+        os.environ.pop(_COUNT, None)
+    else:
+        os.environ[_COUNT] = before
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test per mesh."""
+    if "_mesh_case" in metafunc.fixturenames or metafunc.definition.get_closest_marker("mesh"):
+        from shardwright.testing import pytest_plugin
+
+        pytest_plugin.generate(metafunc)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Count the tests that use golden files before others are deselected."""
+    if any("golden" in getattr(item, "fixturenames", ()) for item in items):
+        from shardwright.testing import golden_report
+
+        golden_report.count(config, items)
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Remember that a module's golden files are not all used in this run."""
+    if any("golden" in getattr(item, "fixturenames", ()) for item in items):
+        from shardwright.testing import golden_report
+
+        golden_report.deselect(items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Ask for the virtual devices if any test needs a mesh; collecting may have set XLA_FLAGS or imported JAX."""
+    if any("_mesh_case" in getattr(item, "fixturenames", ()) for item in session.items):
+        from shardwright.testing import pytest_plugin
+
+        pytest_plugin.prepare(devices_asked(session.config))
+    if "jax" in sys.modules:
+        _restore(session.config)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave the environment as it was."""
+    _restore(config)
+
+
+@pytest.fixture
+def _mesh_case(request: pytest.FixtureRequest) -> Any:
+    if hasattr(request, "param"):
+        return request.param
+    pytest.fail('no marker says which mesh: write @pytest.mark.mesh("dp:2,tp:4") above the test', pytrace=False)
+
+
+@pytest.fixture
+def mesh(_mesh_case: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The `jax.sharding.Mesh` of `@pytest.mark.mesh("dp:2,tp:4")`."""
+    from shardwright.testing import pytest_plugin
+
+    with pytest_plugin.placed(_mesh_case, devices_asked(request.config), request.config.getoption("mesh_backend")) as made:
+        yield made
+
+
+@pytest.fixture
+def manager(_mesh_case: Any, mesh: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The `PartitionManager` of `@pytest.mark.mesh("dp:2,tp:4", strategy="fsdp_tp")`, entered."""
+    from shardwright.testing import pytest_plugin
+
+    with pytest_plugin.managed(_mesh_case, mesh, request.config.rootpath) as entered:
+        yield entered
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Any:
+    """Compare text, or the shardings of a tree, with a file that a person has read; see `shardwright.testing.golden`."""
+    from shardwright.testing import golden_report
+
+    return golden_report.golden_of(request.node)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """Send what a test used of its golden files along with its report, as xdist's workers must."""
+    report = yield
+    if "golden" in getattr(item, "fixturenames", ()):
+        from shardwright.testing import golden_report
+
+        golden_report.attach(item, report)
+    return report
+
+
+class _GoldenReports:
+    """What the tests of a run, in whichever process, said about the golden files that they used."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.uses: list[dict[str, Any]] = []
+        self.lines: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        use = getattr(report, "golden_use", None)
+        if use:
+            self.uses.append(use)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.uses and not hasattr(self.config, "workerinput"):
+            from shardwright.testing import golden_report
+
+            self.lines = golden_report.judge(self.uses, session)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.lines:
+            terminalreporter.section("golden files")
+            for line in self.lines:
+                terminalreporter.line(line)
