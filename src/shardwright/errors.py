@@ -126,6 +126,10 @@ class MeshSpecError(ShardingError):
     """A mesh that cannot be built: bad text, bad sizes, too few devices, a tensor axis across slices."""
 
 
+class ProgramError(ShardingError):
+    """A compiled program that cannot be read, or that does not tell what is asked."""
+
+
 class AttentionError(ShardingError):
     """An attention call that makes no sense, or that no implementation can serve as asked."""
 
