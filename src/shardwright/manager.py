@@ -31,7 +31,7 @@ from shardwright.mesh import mesh_sizes
 from shardwright.modes import mode_name, parse_mode
 from shardwright.partition_axis import PartitionAxis
 from shardwright.placement import Placement
-from shardwright.problems import idle_mesh_axis, local_rank, lost_mesh_axis, must_lie, not_varying, with_fix
+from shardwright.problems import idle_mesh_axis, in_words_of, local_rank, lost_mesh_axis, must_lie, no_dtype, not_varying, with_fix
 from shardwright.provenance import ModeFrom, Outcome, Resolution
 from shardwright.rules import AxisRules, Missing, check_mesh_axes, unnamed_mesh_axes
 
@@ -123,6 +123,11 @@ class PartitionManager:
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionManager:
         return self
 
+    def __reduce__(self) -> Any:
+        if isinstance(self.mesh, Mesh):
+            raise TypeError("a PartitionManager on devices cannot be pickled: pickle the Strategy, and build the manager where it is used")
+        return _restored, (self.rules, self.mesh, self.mode, self.name)
+
     def __repr__(self) -> str:
         sizes = ",".join(f"{axis}:{size}" for axis, size in self._sizes.items())
         mode = "" if self.mode is None else f", mode={mode_name(self.mode)!r}"
@@ -160,9 +165,13 @@ class PartitionManager:
     ) -> Resolution:
         """Return the spec of an annotation and why, dim by dim; a failing request too, with `problems` and no spec."""
         said, said_by = (mode, ModeFrom.CALL) if mode is not None else (self.mode, ModeFrom.MANAGER)
-        return resolver.explain(
+        found = resolver.explain(
             one_annotation(axes), self.rules, self._sizes, mode=said, role=role, shape=shape, path=path, mode_from=said_by
         )
+        if found.spec is None or len(set(self.mesh.axis_types)) == 1:
+            return found
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        return dataclasses.replace(found, problems=tuple(in_words_of(found, placement.order_problems(found.spec, types))))
 
     def resolve(
         self,
@@ -201,10 +210,13 @@ class PartitionManager:
 
         Raises:
           ShapeRequiredError: that depends on the size.
+          StrategyError: the rule says `?`, so the compiler decides.
         """
         shape = None if size is None else (size,)
         found = self.explain((axis,), mode=mode, shape=shape)
         raise_problems(with_fix(found, "pass size="), resolution=found)
+        if found.decisions[0].outcome is Outcome.UNCONSTRAINED:
+            raise_problems([must_lie(found, found.decisions[0])], resolution=found)
         return found.decisions[0].mesh_axes
 
     def axis_size(self, axis: str, size: int | None = None, *, mode: str | None = None) -> int:
@@ -277,6 +289,7 @@ class PartitionManager:
     def abstract(self, values: Any, annotations: Any = None, *, mode: str | None = None, role: Role | str = Role.PARAM) -> Any:
         """Return a tree of `jax.ShapeDtypeStruct`s with shardings, to lower, compile ahead of time, or restore into."""
         shardings = self.shardings(values, annotations, mode=mode, role=role)
+        raise_problems(no_dtype(values))
         return jax.tree.map(
             lambda value, sharding: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding),
             values,
@@ -412,6 +425,8 @@ class PartitionManager:
           AxisConflictError: one axis would lie differently in two arguments.
           StrategyError: a rule says `?`.
         """
+        if not isinstance(in_axes, (tuple, list)):
+            raise StrategyError(f"in_axes={in_axes!r} is not a tuple", fix="write one annotation, or tree of them, per positional argument")
         by_axis = {canonical_axis(axis): size for axis, size in (sizes or {}).items()}
         return SemanticShardMap(self, f, tuple(in_axes), out_axes, by_axis, mode)
 
@@ -506,6 +521,12 @@ class PartitionManager:
             made = self._cache.setdefault(key, NamedSharding(self.mesh, spec, memory_kind=memory_kind))
         sharding: NamedSharding = made
         return sharding
+
+
+def _restored(rules: AxisRules, mesh: AbstractMesh, mode: str | None, name: str) -> PartitionManager:
+    manager = object.__new__(PartitionManager)
+    manager._set(rules, mesh, mode, name, {})
+    return manager
 
 
 def _compiled(strategy: Any) -> AxisRules:

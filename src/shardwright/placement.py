@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax
-from shardwright.errors import MeshMismatchError, MeshSpecError
+from shardwright.errors import MeshMismatchError, MeshSpecError, Problem, raise_problems
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
@@ -54,7 +54,7 @@ def make_placement(spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: Abst
     auto = _part(spec, [axis for axis, kind in types.items() if kind is AxisType.Auto])
     explicit = _part(spec, [axis for axis, kind in types.items() if kind is AxisType.Explicit])
     if auto is not None and explicit is not None:
-        _check_order(spec, types)
+        raise_problems(order_problems(spec, types))
     manual = AxisType.Manual in types.values()
     bare = isinstance(mesh, AbstractMesh) or (ambient is not None and (manual or explicit is not None))
     return Placement(
@@ -84,16 +84,21 @@ def _part(spec: PartitionSpec, axes: list[str]) -> PartitionSpec | None:
     return PartitionSpec(*entries)
 
 
-def _check_order(spec: PartitionSpec, types: dict[str, AxisType]) -> None:
+def order_problems(spec: PartitionSpec, types: Mapping[str, AxisType]) -> list[Problem]:
+    """Return the dims that would lie over an Auto mesh axis major to an Explicit one, which JAX cannot express."""
+    problems = []
     for dim, entry in enumerate(spec.partitions):
-        if isinstance(entry, tuple):
-            kinds = [types[axis] for axis in entry]
-            if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
-                raise MeshMismatchError(
-                    f"{'+'.join(entry)} puts an Auto mesh axis before an Explicit one in one dim, which JAX cannot express",
-                    dim=dim,
-                    fix="write the Explicit mesh axis first in the rule, or give both the same axis type",
-                )
+        kinds = [types[axis] for axis in entry_names(entry)]
+        if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
+            problem = Problem(
+                error=MeshMismatchError,
+                what=f"{'+'.join(entry)} puts an Auto mesh axis before an Explicit one in one dim, which JAX cannot express",
+                dim=dim,
+                mesh_axes=entry_names(entry),
+                fix="write the Explicit mesh axis first in the rule, or give both the same axis type",
+            )
+            problems.append(problem)
+    return problems
 
 
 def place(x: Any, placement: Placement) -> Any:
@@ -110,7 +115,7 @@ def constrain(x: Any, placement: Placement) -> Any:
         return x if placement.auto is None else _constrain_auto(x, placement)
     if placement.auto is None:
         return _reshard(x, placement)
-    return _mixed(placement)(x)
+    return _both(x, placement)
 
 
 def _constrain_auto(x: Any, placement: Placement) -> Any:
@@ -130,14 +135,10 @@ def _reshard(x: Any, placement: Placement) -> Any:
     return jax.reshard(x, NamedSharding(placement.mesh, spec))
 
 
-@functools.lru_cache(maxsize=1024)
-def _mixed(placement: Placement) -> Any:
+@functools.partial(jax.jit, static_argnums=1)
+def _both(x: Any, placement: Placement) -> Any:
     """Both halves in one jitted function: eagerly, either alone would undo the other."""
-
-    def both(x: Any) -> Any:
-        return _constrain_auto(_reshard(x, placement), placement)
-
-    return jax.jit(both)
+    return _constrain_auto(_reshard(x, placement), placement)
 
 
 def _fill_unconstrained(spec: Any, current: PartitionSpec) -> PartitionSpec:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from shardwright.axes import STANDARD_MESH_AXES
 from shardwright.errors import (
     ManualAxisError,
@@ -53,6 +55,31 @@ def local_rank(found: Resolution, local: Any) -> Problem:
 def with_fix(found: Resolution, fix: str) -> list[Problem]:
     """Return the problems, with what to pass here where a size is missing."""
     return [dataclasses.replace(one, fix=fix) if one.error is ShapeRequiredError else one for one in found.problems]
+
+
+def in_words_of(found: Resolution, problems: Sequence[Problem]) -> list[Problem]:
+    """Return problems of a spec's dims, with the path, axis and rule that the resolution knows of each."""
+    return [
+        dataclasses.replace(one, path=found.path, axis=decision.label, rule=_rule_text(found, decision))
+        for one in problems
+        for decision in found.decisions
+        if decision.dim == one.dim
+    ]
+
+
+def no_dtype(values: Any) -> list[Problem]:
+    """Leaves of a tree that have no dtype, where an array's shape and dtype are wanted."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(values)
+    return [
+        Problem(
+            error=StrategyError,
+            what=f"{type(leaf).__name__} has no shape and dtype",
+            path=jax.tree_util.keystr(path, simple=True, separator="/"),
+            fix="pass arrays, ShapeDtypeStructs or ArraySpecs, for instance jax.eval_shape(init, key)",
+        )
+        for path, leaf in leaves
+        if not hasattr(leaf, "dtype")
+    ]
 
 
 def not_varying(found: Resolution, decision: DimDecision, axis: str, path: str | None) -> Problem:

@@ -204,6 +204,12 @@ class PathMatch:
     shadowed: tuple[str, ...]
 
 
+def _pair_of(at: int, rule: Any) -> tuple[Any, Any]:
+    if not isinstance(rule, tuple | list) or len(rule) != 2:
+        raise StrategyError(f"rule {at}: {rule!r} is not a pair", fix='write [("pattern", annotation), …]; of a dict, its items()')
+    return rule[0], rule[1]
+
+
 def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = True) -> PathMatch:
     """Annotate a tree by its paths: the first `(pattern, annotation or spec)` whose pattern is found in the path wins.
 
@@ -217,7 +223,7 @@ def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = T
     Raises:
       StrategyError: unmatched paths (all at once), a bad pattern, a bad annotation.
     """
-    compiled = [_compiled(at, pattern, annotation) for at, (pattern, annotation) in enumerate(rules)]
+    compiled = [_compiled(at, *_pair_of(at, rule)) for at, rule in enumerate(rules)]
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
     hits, wins = [0] * len(compiled), [0] * len(compiled)
     found: list[Any] = []
@@ -283,6 +289,8 @@ def annotate_state(state: Any, params: Any, annotations: Any = None, *, override
     known = _by_path(params, annotations)
     copies = _copies_of(set(known), state)
     pairs, structure = jax.tree_util.tree_flatten_with_path(state)
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise StrategyError(f"overrides={overrides!r} is not a mapping", fix='write {"pattern": annotation}')
     patterns = [_compiled(at, pattern, one) for at, (pattern, one) in enumerate((overrides or {}).items())]
     found: list[Any] = []
     problems: list[Problem] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from typing import Any
 
 import jax
@@ -172,3 +173,47 @@ def test_identical_answers_whatever_the_spelling() -> None:
 def test_parallelism_axes_of_a_partition_axis_may_be_replicated() -> None:
     rules = sw.PartitionAxis(tensor_parallel_axis=None, head_axis=sw.TP, vocab_axis=(sw.FSDP, sw.TP)).compile()
     assert sw.resolve((sw.HEAD, sw.VOCAB), rules, {"fsdp": 2, "tp": 4}, shape=(8, 8)).spec == P(None, "fsdp")
+
+
+def test_explain_sees_an_order_that_a_mixed_mesh_cannot_express() -> None:
+    mesh = sw.create_mesh("fsdp:2,tp:4", axis_types={"fsdp": "auto", "tp": "explicit"})
+    strategy = sw.Strategy.loads('version = 1\n[mesh]\nfsdp = 2\ntp = 4\n[rules]\nvocab = "fsdp+tp"\n')
+    found = sw.PartitionManager(strategy, mesh=mesh).explain(sw.VOCAB, shape=(16,), path="lm_head")
+    assert not found.ok
+    assert found.spec is None
+    with pytest.raises(sw.MeshMismatchError, match=r"lm_head dim 0 VOCAB: fsdp\+tp puts an Auto mesh axis before an Explicit one"):
+        found.require()
+
+
+def test_an_axis_left_to_the_compiler_has_no_mesh_axes_to_tell() -> None:
+    strategy = sw.Strategy.loads('version = 1\n[mesh]\ndp = 8\n[rules]\nbatch = "dp"\nlength = "?"\n')
+    manager = sw.PartitionManager(strategy, mesh=sw.abstract_mesh("dp:8"))
+    for ask in (manager.mesh_axes, manager.axis_size):
+        with pytest.raises(sw.StrategyError, match=r'"\?" leaves this dim to the compiler'):
+            ask(sw.LENGTH)
+
+
+def test_a_manager_without_devices_pickles_and_one_with_devices_says_why_not() -> None:
+    strategy = sw.Strategy.preset("fsdp_tp")
+    planned = sw.PartitionManager(strategy, mesh=sw.abstract_mesh("dp:1,fsdp:2,sp:1,ep:1,tp:4"), mode="decode")
+    again = pickle.loads(pickle.dumps(planned))
+    assert again == planned
+    assert hash(again) == hash(planned)
+    assert again.resolve(sw.BATCH, sw.HEAD, shape=(8, 8)) == planned.resolve(sw.BATCH, sw.HEAD, shape=(8, 8))
+    with pytest.raises(TypeError, match="cannot be pickled: pickle the Strategy"):
+        pickle.dumps(sw.PartitionManager(strategy, mesh=cpu_mesh("dp:1,fsdp:2,sp:1,ep:1,tp:4")))
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda pm: pm.abstract({"a": {"b": 1.0}}, {"a": {"b": ()}}), "a/b: float has no shape and dtype"),
+        (lambda pm: pm.shard_map(lambda x: x, in_axes=None, out_axes=()), "in_axes=None is not a tuple"),
+        (lambda pm: pm.state_shardings({}, {}, {}, overrides=["x"]), r"overrides=\['x'\] is not a mapping"),
+        (lambda pm: sw.match_paths({}, {"kernel": (sw.EMBED,)}), "rule 0: 'kernel' is not a pair"),
+    ],
+)
+def test_a_call_of_the_wrong_kind_is_told_so(call: Any, says: str) -> None:
+    manager = sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=cpu_mesh("dp:8"))
+    with pytest.raises(sw.StrategyError, match=says):
+        call(manager)
