@@ -94,6 +94,7 @@ def test_as_data() -> None:
         "rule": {"key": "kv_head", "text": "tp | -", "table": "rules", "source": "t.toml"},
         "skipped": [{"reason": "indivisible", "candidate": ["tp"], "mesh_axis": "", "detail": "6 % 4 != 0"}],
         "gathered": [],
+        "zero1": [],
         "manual": [],
         "unchecked": False,
     }

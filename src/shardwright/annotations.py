@@ -1,7 +1,8 @@
 """What an annotation is, and its one lowered form: a tuple of `Dim`s.
 
 An annotation is a layout, an `ArraySpec`, or a tuple of axis strings, `EMPTY`, composites and `merged(...)` dims;
-`()` for scalars. A literal `PartitionSpec` may stand for one where the spec is already known.
+`()` for scalars. A literal `PartitionSpec` may stand for one where the spec is already known, a `PartOf` where an array
+lies as another one does.
 `is_annotation` is the `is_leaf` wherever a tree of them is walked.
 """
 
@@ -115,6 +116,42 @@ class StackedLayout:
     layout: Any
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PartOf:
+    """An array that lies as some dims of another one do: a moment, a scale, one half of a low-rank pair.
+
+    It stands wherever an annotation may. The whole array is resolved first, under its own path; its dims' mesh axes are then
+    taken over as they are, so that both always fit together.
+
+    Attributes:
+      annotation: the whole array's annotation.
+      shape: the whole array's shape.
+      dims: for each dim of the part, the dim of the whole that it follows; None for a dim that is not sharded. A dim may be
+        shorter than the one it follows, as the number of blocks is.
+      path: the whole array's path.
+
+    Raises:
+      RankMismatchError: the annotation does not fit the shape, or has no such dim.
+    """
+
+    annotation: Any
+    shape: tuple[int, ...]
+    dims: tuple[int | None, ...]
+    path: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "annotation", as_annotation(self.annotation))
+        object.__setattr__(self, "shape", as_shape(self.shape))
+        lower(self.annotation, self.shape)
+        followed = [dim for dim in self.dims if dim is not None]
+        if len(set(followed)) != len(followed) or any(not 0 <= dim < len(self.shape) for dim in followed):
+            raise RankMismatchError(
+                f"dims {self.dims} of {describe(self.annotation)}, which has {len(self.shape)}",
+                path=self.path,
+                fix="name each dim of the whole array at most once, None for a dim that is not sharded",
+            )
+
+
 def is_layout(value: object) -> bool:
     """Tell whether a value is a layout class or instance, or a stacked one."""
     return isinstance(value, (DynamicShardingAxes, StackedLayout)) or (isinstance(value, type) and issubclass(value, DynamicShardingAxes))
@@ -135,7 +172,7 @@ def is_annotation(value: object) -> TypeGuard[Any]:
             if type(entry) is not str and not _is_dim(entry):
                 return False
         return True
-    return isinstance(value, (ArraySpec, PartitionSpec)) or is_layout(value)
+    return isinstance(value, (ArraySpec, PartitionSpec, PartOf)) or is_layout(value)
 
 
 def as_annotation(value: Any) -> Any:
@@ -276,12 +313,25 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
         return lower(annotation.axes, annotation.shape)
     if isinstance(annotation, PartitionSpec):
         return Lowered(dims=_lower_spec(annotation, shape))
+    if isinstance(annotation, PartOf):
+        return _lower_part(annotation, shape)
     if is_layout(annotation):
         lowered = _lower_layout(annotation, None if shape is None else len(shape))
     else:
         lowered = Lowered(dims=tuple(_lower_dim(entry, "") for entry in annotation))
     _check_rank(annotation, lowered.dims, shape)
     _check_repeats(lowered.dims)
+    return lowered
+
+
+def _lower_part(part: PartOf, shape: Sequence[int] | None) -> Lowered:
+    whole = lower(part.annotation, part.shape)
+    lowered = Lowered(dims=tuple(Dim(axes=()) if of is None else whole.dims[of] for of in part.dims), mode=whole.mode, role=Role.PARAM)
+    if shape is not None and len(shape) != len(part.dims):
+        raise RankMismatchError(
+            f"{describe(part)} has {len(part.dims)} dims, the array has {len(shape)}: shape {tuple(shape)}",
+            fix="write one entry per dim, None for a dim that is not sharded",
+        )
     return lowered
 
 
@@ -326,6 +376,11 @@ def describe(annotation: Any) -> str:
         return describe(annotation.axes)
     if isinstance(annotation, PartitionSpec):
         return str(annotation)
+    if isinstance(annotation, PartOf):
+        whole = describe(annotation.annotation)
+        if annotation.dims == tuple(range(len(annotation.shape))):
+            return whole
+        return f"dims ({', '.join('-' if of is None else str(of) for of in annotation.dims)}) of {whole}"
     return "(" + ", ".join(_lower_dim(entry, "").label for entry in annotation) + ")"
 
 

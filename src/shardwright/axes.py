@@ -88,14 +88,19 @@ AxisType = tuple[str, ...] | str | Any | None
 
 
 class Role(enum.StrEnum):
-    """What an array is: the role picks the rule. A weight is stored as `PARAM` and computed with as `USE`."""
+    """What an array is: the role picks the rule.
+
+    A weight is stored as `PARAM` and computed with as `USE`; an optimizer's `STATE` lies like the stored weight, and beyond it
+    where the policy says so.
+    """
 
     ACTIVATION = "activation"
     PARAM = "param"
     USE = "use"
+    STATE = "state"
 
 
-RoleName = Role | Literal["activation", "param", "use"]
+RoleName = Role | Literal["activation", "param", "use", "state"]
 
 
 @final

@@ -110,6 +110,7 @@ class DimDecision:
       rule: the rule that decided, or None.
       skipped: what was passed over before, in order.
       gathered: mesh axes of the stored weight that its use drops.
+      zero1: mesh axes among `mesh_axes` that optimizer state has beyond its parameter.
       manual: mesh axes among `mesh_axes` that a surrounding `shard_map` has already applied.
       unchecked: no size was given, so divisibility was not checked.
     """
@@ -122,6 +123,7 @@ class DimDecision:
     rule: RuleRef | None = None
     skipped: tuple[Skip, ...] = ()
     gathered: tuple[str, ...] = ()
+    zero1: tuple[str, ...] = ()
     manual: tuple[str, ...] = ()
     unchecked: bool = False
 
@@ -153,6 +155,8 @@ class DimDecision:
         parts = [*passed, *([said] if said else [])]
         if self.gathered:
             parts.append("gathered over " + "+".join(self.gathered))
+        if self.zero1:
+            parts.append("+".join(self.zero1) + " by zero1")
         if self.manual:
             parts.append("+".join(self.manual) + " already applied by shard_map")
         if self.unchecked:
@@ -170,6 +174,7 @@ class DimDecision:
             "rule": None if self.rule is None else dataclasses.asdict(self.rule),
             "skipped": [{**dataclasses.asdict(skip), "candidate": list(skip.candidate)} for skip in self.skipped],
             "gathered": list(self.gathered),
+            "zero1": list(self.zero1),
             "manual": list(self.manual),
             "unchecked": self.unchecked,
         }

@@ -19,6 +19,7 @@ from shardwright.annotations import (
     ArraySpec,
     Dim,
     Lowered,
+    PartOf,
     as_annotation,
     as_shape,
     check_merged,
@@ -44,6 +45,7 @@ from shardwright.errors import (
 from shardwright.layouts import LAYOUTS
 from shardwright.mesh import mesh_sizes
 from shardwright.modes import MODE_TRAIN, is_mode, mode_name, parse_mode
+from shardwright.parts import Taken, add_zero1, take_part
 from shardwright.provenance import DimDecision, ModeFrom, Outcome, Reason, Resolution, RuleRef, Skip
 from shardwright.rules import AxisRules, Conflict, Fallback, Indivisible, Missing, Rank, Rule, default_rule
 
@@ -144,18 +146,24 @@ def _explain(
     except ShardingError as error:
         return _refused(annotation, error, mode=mode, role=role, path=path)
     frame = _Frame(rules=rules, sizes=sizes, mode=said, role=role_, shape=shape, path=path, manual=manual)
-    decisions = tuple(frame.decide(position, dim) for position, dim in enumerate(lowered.dims))
-    if role_ is Role.USE:
-        decisions = tuple(_gathered(decision, dim, frame) for decision, dim in zip(decisions, lowered.dims, strict=True))
+    if isinstance(annotation, PartOf):
+        taken = take_part(frame.whole(annotation, said_by), annotation, shape, path=path, fits=frame.fits, policy=rules.policy)
+    else:
+        decisions = tuple(frame.decide(position, dim) for position, dim in enumerate(lowered.dims))
+        if role_ is Role.USE:
+            decisions = tuple(_gathered(decision, dim, frame) for decision, dim in zip(decisions, lowered.dims, strict=True))
+        taken = Taken(decisions=decisions, problems=tuple(frame.problems), notes=notes)
+    if role_ is Role.STATE:
+        taken = add_zero1(taken, rules.policy.zero1, dims=lowered.dims, path=path, sizes=sizes, fits=frame.fits)
     return Resolution(
         annotation=describe(annotation),
-        decisions=decisions,
+        decisions=taken.decisions,
         mode=said,
         mode_from=said_by,
         role=role_,
         path=path or "",
-        problems=tuple(frame.problems),
-        notes=notes,
+        problems=taken.problems,
+        notes=taken.notes,
     )
 
 
@@ -275,6 +283,16 @@ class _Frame:
     taken: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     problems: list[Problem] = dataclasses.field(default_factory=list)
     stood_in: set[int] = dataclasses.field(default_factory=set)
+
+    def whole(self, part: PartOf, mode_from: ModeFrom) -> Resolution:
+        """Resolve the array that a part is of, under its own shape and path."""
+        role = Role.PARAM if self.role is Role.STATE else self.role
+        how: Any = {"mode": self.mode, "mode_from": mode_from, "role": role, "manual": self.manual}
+        return explain(part.annotation, self.rules, self.sizes, shape=part.shape, path=part.path or None, **how)
+
+    def fits(self, size: int, axes: tuple[str, ...]) -> bool:
+        """Tell whether a size divides over mesh axes."""
+        return size % self._shards(axes) == 0
 
     def decide(self, position: int, dim: Dim) -> DimDecision:
         """Decide one dim and take its mesh axes."""
@@ -420,7 +438,7 @@ class _Frame:
             blocked = self._blocked(live)
             if blocked:
                 self._fail(trial, candidate, _Failure(live=live, reason=Reason.TAKEN, blocked_by=blocked))
-            elif size is not None and size % self._shards(live):
+            elif size is not None and not self.fits(size, live):
                 self._fail(trial, candidate, _Failure(live=live, reason=Reason.INDIVISIBLE), size=size)
             elif size is None:
                 trial.chosen = trial.chosen or live
@@ -502,7 +520,7 @@ class _Frame:
     def _conflict(self, draft: _Draft, rule: Rule, failure: _Failure, size: int | None) -> DimDecision:
         if self.rules.policy.conflict is Conflict.FIRST_DIM:
             rest = tuple(axis for axis in dict.fromkeys(failure.live) if axis not in self.taken)
-            if not rest or size is None or size % self._shards(rest) == 0:
+            if not rest or size is None or self.fits(size, rest):
                 return self._taken_by(draft, rest, Outcome.POLICY_FIRST_DIM, unchecked=bool(rest) and size is None)
             return self._indivisible(draft, rule, rest, size)
         self._problem(
@@ -521,7 +539,7 @@ class _Frame:
         if self.rules.policy.indivisible is Indivisible.REPLICATE:
             return draft.decided(Outcome.POLICY_REPLICATE)
         if self.rules.policy.indivisible is Indivisible.PREFIX:
-            best = next(live[:end] for end in range(len(live) - 1, -1, -1) if size % self._shards(live[:end]) == 0)
+            best = next(live[:end] for end in range(len(live) - 1, -1, -1) if self.fits(size, live[:end]))
             return self._taken_by(draft, best, Outcome.POLICY_PREFIX)
         over = ", ".join(f"{axis}={self.sizes[axis]}" for axis in live)
         shards = self._shards(live)

@@ -64,6 +64,7 @@ class Policy:
       indivisible: error, the longest dividing prefix, or replicate the dim.
       conflict: error, or the earlier dim keeps the mesh axis.
       gather: mesh axes over which a weight is gathered where it is used.
+      zero1: candidates of mesh axes over which optimizer state is sharded beyond its parameter; None for none.
       missing: drop an absent mesh axis from its candidate, or replicate the whole dim.
       rank: error, or cut and pad the annotation to the array's rank.
     """
@@ -73,12 +74,17 @@ class Policy:
     gather: tuple[str, ...] = ()
     missing: Missing = Missing.SKIP
     rank: Rank = Rank.ERROR
+    zero1: Rule | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("indivisible", Indivisible), ("conflict", Conflict), ("missing", Missing), ("rank", Rank)):
             object.__setattr__(self, name, _choice(name, kind, getattr(self, name)))
         if not isinstance(self.gather, tuple) or not all(isinstance(axis, str) for axis in self.gather):
             raise StrategyError(f"policy gather is {self.gather!r}, not a tuple of mesh axes", fix='write ("fsdp", "sp"), or () for none')
+        if self.zero1 is not None and self.zero1.fallback is Fallback.UNCONSTRAINED:
+            raise StrategyError(
+                '"?" cannot be the answer for optimizer state: it must lie somewhere', rule=str(self.zero1.ref), fix='write "-"'
+            )
 
 
 def _choice(name: str, kind: type[enum.StrEnum], value: str) -> enum.StrEnum:
@@ -210,7 +216,7 @@ class AxisRules:
     def __post_init__(self) -> None:
         tables = {(mode, Role.ACTIVATION): dict(table) for mode, table in zip(MODES, self.activations, strict=True)}
         for mode, table in zip(MODES, self.params, strict=True):
-            tables[mode, Role.PARAM] = tables[mode, Role.USE] = dict(table)
+            tables[mode, Role.PARAM] = tables[mode, Role.USE] = tables[mode, Role.STATE] = dict(table)
         object.__setattr__(self, "known_axes", KNOWN_AXES | frozenset(self.user_axes))
         object.__setattr__(self, "_tables", tables)
         object.__setattr__(self, "_values", (self.activations, self.params, self.tensors, self.user_axes, self.policy))
@@ -249,7 +255,8 @@ class AxisRules:
         """Every mesh axis that any rule names, in order, once."""
         tables = [*self.activations, *self.params, *(entry.rules for entry in self.tensors)]
         named = [axis for table in tables for _, rule in table for axis in rule.mesh_axes]
-        return tuple(dict.fromkeys([*named, *self.policy.gather]))
+        zero1 = self.policy.zero1.mesh_axes if self.policy.zero1 is not None else ()
+        return tuple(dict.fromkeys([*named, *self.policy.gather, *zero1]))
 
 
 def _rebuild(activations: Any, params: Any, tensors: Any, user_axes: Any, policy: Policy) -> AxisRules:

@@ -97,7 +97,9 @@ def _check_mesh_names(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
     mesh = tuple(data.get("mesh") or ()) if isinstance(data.get("mesh"), Mapping) else ()
     tables, _ = _parse_tables(data, origin)
     named = [(path, rule.ref, rule.mesh_axes) for path, table in tables.items() for rule in table.values()]
-    named.append((("policy",), RuleRef(key="gather", text=_gather_text(data), table="policy"), _gather(data, origin)[0]))
+    named.append((("policy",), RuleRef(key="gather", text=_policy_text(data, "gather"), table="policy"), _gather(data, origin)[0]))
+    zero1, _ = _zero1(data, origin)
+    named += [] if zero1 is None else [(("policy",), zero1.ref, zero1.mesh_axes)]
     problems = []
     for path, ref, names in named:
         for name in check_mesh_axes(names, mesh):
@@ -148,18 +150,18 @@ def _parse_tables(data: Mapping[str, Any], origin: Origin) -> tuple[dict[KeyPath
                 )
             parsed[canonical_axis(key)] = rule
     _, gather_problems = _gather(data, origin)
-    return tables, problems + gather_problems
+    return tables, problems + gather_problems + _zero1(data, origin)[1]
 
 
-def _gather_text(data: Mapping[str, Any]) -> str:
+def _policy_text(data: Mapping[str, Any], key: str) -> str:
     policy = data.get("policy")
-    text = policy.get("gather", "-") if isinstance(policy, Mapping) else "-"
+    text = policy.get(key, "-") if isinstance(policy, Mapping) else "-"
     return text if isinstance(text, str) else "-"
 
 
 def _gather(data: Mapping[str, Any], origin: Origin) -> tuple[tuple[str, ...], list[Problem]]:
     """Return the mesh axes of `policy.gather`: one candidate, or "-" for none."""
-    text, path = _gather_text(data), ("policy", "gather")
+    text, path = _policy_text(data, "gather"), ("policy", "gather")
     try:
         rule = parse_rule(text, ref=RuleRef(key="gather", text=text, table="policy", source=source_of(path, origin)))
     except ShardingError as error:
@@ -168,6 +170,19 @@ def _gather(data: Mapping[str, Any], origin: Origin) -> tuple[tuple[str, ...], l
         what = f'"{text}" is not one set of mesh axes'
         return (), [Problem(error=StrategyError, what=what, path=where(path, origin), fix='write "fsdp+sp", or "-" to gather nothing')]
     return rule.mesh_axes, []
+
+
+def _zero1(data: Mapping[str, Any], origin: Origin) -> tuple[Rule | None, list[Problem]]:
+    """Return the rule of `policy.zero1`, or None for "-" alone."""
+    text, path = _policy_text(data, "zero1"), ("policy", "zero1")
+    try:
+        rule = parse_rule(text, ref=RuleRef(key="zero1", text=text, table="policy", source=source_of(path, origin)))
+    except ShardingError as error:
+        return None, [_at(problem, path, origin) for problem in error.problems]
+    if rule.fallback is Fallback.UNCONSTRAINED:
+        what = '"?" is for activations: optimizer state must lie somewhere'
+        return None, [Problem(error=StrategyError, what=what, path=where(path, origin), fix='write "-", or mesh axes such as "dp | -"')]
+    return rule if rule.candidates else None, []
 
 
 def _check_patterns(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
@@ -237,15 +252,16 @@ def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisR
     ]
     layered = {".".join(path): table for path, table in tables.items() if path[0] != "tensors"}
     own = sorted(canonical_axis(name) for name in data.get("axes", {}))
-    return build_rules(layered, tensors=tensors, user_axes=own, policy=_policy(policy, _gather(data, origin)[0]))
+    return build_rules(layered, tensors=tensors, user_axes=own, policy=_policy(policy, _gather(data, origin)[0], _zero1(data, origin)[0]))
 
 
-def _policy(table: Any, gather: tuple[str, ...]) -> Policy:
+def _policy(table: Any, gather: tuple[str, ...], zero1: Rule | None) -> Policy:
     base = POLICY_PRESETS[table.preset]
     return Policy(
         indivisible=Indivisible(table.indivisible or base.indivisible),
         conflict=Conflict(table.conflict or base.conflict),
         gather=gather,
+        zero1=zero1,
         missing=Missing(table.missing or base.missing),
         rank=Rank(table.rank or base.rank),
     )

@@ -65,6 +65,7 @@ class PolicyTable(BaseModel):
     indivisible: Literal["error", "prefix", "replicate"] | None = Field(default=None, description="A size that does not divide.")
     conflict: Literal["error", "first_dim"] | None = Field(default=None, description="Two dims that want one mesh axis.")
     gather: str = Field(default="-", description='Mesh axes over which a weight is gathered where it is used, "fsdp+sp".')
+    zero1: str = Field(default="-", description='Mesh axes that optimizer state is sharded over beyond its parameter, "dp | -".')
     missing: Literal["skip", "replicate"] | None = Field(default=None, description="A standard mesh axis that the mesh lacks.")
     rank: Literal["error", "fit"] | None = Field(default=None, description="An annotation of another rank than the array.")
 
