@@ -83,6 +83,7 @@ from shardwright.layouts import SRowWise as SRowWise
 from shardwright.layouts import UnifiedExpertColumnWise as UnifiedExpertColumnWise
 from shardwright.layouts import UnifiedExpertRowWise as UnifiedExpertRowWise
 from shardwright.manager import PartitionManager as PartitionManager
+from shardwright.lint import lint as lint
 from shardwright.mesh import abstract_mesh as abstract_mesh
 from shardwright.mesh import create_mesh as create_mesh
 from shardwright.mesh import get_jax_mesh as get_jax_mesh

@@ -1,0 +1,68 @@
+"""Lint a strategy: what is odd about the file, alone or against a mesh and a tree of tensors. Pure; needs no devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from shardwright.errors import ShardingError, StrategyError
+from shardwright.lints import placing, tables, trees
+from shardwright.lints.finding import Code, Finding, Severity, from_problem
+from shardwright.lints.subject import Subject, make_subject
+from shardwright.mesh import MeshSpec, mesh_sizes, parse_mesh
+from shardwright.tensors import as_tensors
+
+__all__ = ["LINTS", "Code", "Finding", "Severity", "lint"]
+
+# A lint is a function of a subject: one line here, one code in `lints/finding.py`, one section of the documentation.
+LINTS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
+    placing.lost_mesh_axes,
+    trees.unresolved,
+    trees.cut_heads,
+    tables.unreachable_candidates,
+    tables.shadowed_rules,
+    tables.shadowed_tensors,
+    tables.mode_changes_nothing,
+    tables.weights_move,
+    placing.gathered_in_decode,
+    placing.dcn_order,
+    placing.idle_mesh_axes,
+    trees.no_rule,
+    trees.unused_tensors,
+    trees.unused_rules,
+)
+_WORST_FIRST = tuple(Severity)
+
+
+def lint(strategy: Any, tensors: Any = None, *, mesh: Any = None) -> tuple[Finding, ...]:
+    """Return what looks wrong about a strategy, worst first.
+
+    Args:
+      strategy: a `Strategy`.
+      tensors: a tree of `ArraySpec`s or annotations, or a list of `Tensor`s; with it, rules are held against what a model uses.
+      mesh: a `Mesh`, an `AbstractMesh`, a mapping of mesh axis to size, a `MeshSpec`, or text such as `"dcn.dp:2,dp:4,tp:4"`; absent: the
+        strategy's own, as far as its sizes are known.
+
+    Raises:
+      StrategyError: it is no strategy, or the tree has leaves that are no annotations.
+      MeshSpecError: the mesh cannot be read.
+
+    >>> import shardwright as sw
+    >>> [one.message for one in lint(sw.Strategy(rules={"batch": "dp | dp"}))]
+    ['in "dp | dp" the candidate dp is never reached: wherever it fits, dp before it does']
+    """
+    from shardwright.strategy.model import Strategy
+
+    if not isinstance(strategy, Strategy):
+        raise StrategyError(f"{strategy!r:.80} is not a Strategy", fix="pass Strategy.load(path) or Strategy.preset(name)")
+    tree = None if tensors is None else as_tensors(tensors)
+    if isinstance(mesh, str):
+        mesh = parse_mesh(mesh)
+    elif mesh is not None and not isinstance(mesh, MeshSpec):
+        mesh = mesh_sizes(mesh)
+    try:
+        subject = make_subject(strategy, tree, mesh)
+    except ShardingError as error:  # the rules do not compile; the mesh and the tree have been read
+        return tuple(from_problem(problem) for problem in error.problems)
+    found = dict.fromkeys(finding for one in LINTS for finding in one(subject))
+    return tuple(sorted(found, key=lambda finding: _WORST_FIRST.index(finding.severity)))

@@ -1,0 +1,113 @@
+"""What a lint says: a code that stays, how bad it is, where, what, and how to fix it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from typing import Any
+
+from shardwright.errors import MissingMeshAxisError, Problem, UnknownAxisError
+
+
+class Severity(enum.StrEnum):
+    """How bad a finding is. Worst first."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+class Code(enum.StrEnum):
+    """What kind of finding it is. These names stay: scripts and pages refer to them."""
+
+    INVALID = "invalid"
+    UNKNOWN_AXIS = "unknown_axis"
+    UNKNOWN_MESH_AXIS = "unknown_mesh_axis"
+    UNRESOLVED = "unresolved"
+    MORE_SHARDS_THAN_HEADS = "more_shards_than_heads"
+    UNREACHABLE_CANDIDATE = "unreachable_candidate"
+    SHADOWED_RULE = "shadowed_rule"
+    SHADOWED_TENSORS = "shadowed_tensors"
+    MODE_CHANGES_NOTHING = "mode_changes_nothing"
+    WEIGHTS_MOVE = "weights_move"
+    GATHERED_IN_DECODE = "gathered_in_decode"
+    DCN_MINOR = "dcn_minor"
+    IDLE_MESH_AXIS = "idle_mesh_axis"
+    NO_RULE = "no_rule"
+    UNUSED_TENSORS = "unused_tensors"
+    UNUSED_RULE = "unused_rule"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that looks wrong.
+
+    Attributes:
+      code: which lint.
+      severity: error (it will fail), warning (it is not what you want), note (it does nothing).
+      source: `file:line`, or empty where nothing is written in a file.
+      key: key path in the file, or the path of a tensor and its dim.
+      message: what, in one line.
+      fix: how to fix it.
+    """
+
+    code: Code
+    severity: Severity
+    message: str
+    fix: str
+    source: str = ""
+    key: str = ""
+
+    @property
+    def where(self) -> str:
+        """File, line and key path, as far as they are known."""
+        return f"{self.source} {self.key}".strip()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the finding as plain data; the line is a number, or None."""
+        file, _, line = self.source.rpartition(":")
+        known = line.isdecimal() and bool(file)
+        return {
+            "code": str(self.code),
+            "severity": str(self.severity),
+            "file": (file if known else self.source) or None,
+            "line": int(line) if known else None,
+            "key": self.key or None,
+            "message": self.message,
+            "fix": self.fix,
+        }
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        return f"{place}{self.severity} {self.code}: {self.message}" + (f"\n  fix   {self.fix}" if self.fix else "")
+
+
+_PLACE = re.compile(r"(?P<source>(?:.*\.(?:toml|json)|<(?:toml|json)>)(?::[0-9]+)?)(?: (?P<key>.*))?")
+_MODE = re.compile(r", mode [a-z]+\)$")
+
+
+def from_problem(problem: Problem) -> Finding:
+    """Return a problem of a file, whose path is `file:line key.path`, as a finding."""
+    kinds = {UnknownAxisError: Code.UNKNOWN_AXIS, MissingMeshAxisError: Code.UNKNOWN_MESH_AXIS}
+    place = _PLACE.fullmatch(problem.path)
+    return Finding(
+        code=kinds.get(problem.error, Code.INVALID),
+        severity=Severity.ERROR,
+        message=problem_text(problem),
+        fix=problem.fix,
+        source=place["source"] if place else "",
+        key=(place["key"] or "") if place else problem.path,
+    )
+
+
+def problem_text(problem: Problem) -> str:
+    """Return what a problem says in one line, with the rule that decided and without the mode it was asked in."""
+    rule = _MODE.sub(")", problem.rule)
+    # A snippet's caret needs its own line: the words before it say enough.
+    return " ".join(f"{problem.what}{f'; rule {rule}' if rule else ''}".split())
+
+
+def dim_key(path: str, dim: int | None, label: str) -> str:
+    """Return the key of a finding about a dim of a tensor: `blocks/q dim 1 HEAD`."""
+    return " ".join(part for part in (path, "" if dim is None else f"dim {dim}", label) if part)

@@ -1,0 +1,216 @@
+"""Lints of a strategy against a tree: axes without rules, rules without tensors, heads that are cut, tensors that do not resolve."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from shardwright.annotations import lower
+from shardwright.axes import HEAD, HEAD_DIM, KV_HEAD, KV_HEAD_DIM, Role, axis_label, canonical_axis, file_name
+from shardwright.errors import IndivisibleError, Problem, ShapeRequiredError, ShardingError, UnknownAxisError
+from shardwright.lints.finding import Code, Finding, Severity, dim_key, problem_text
+from shardwright.lints.subject import Answer, Subject, axes_of, role_of
+from shardwright.modes import MODES, mode_name
+from shardwright.provenance import Outcome
+
+_HEADS = {HEAD: HEAD_DIM, KV_HEAD: KV_HEAD_DIM}
+_POLICY = (Outcome.POLICY_REPLICATE, Outcome.POLICY_PREFIX)
+
+
+def unresolved(subject: Subject) -> Iterator[Finding]:
+    """Yield tensors that have no spec, once for all modes in which the reason is the same."""
+    for problem, modes in _problems(subject).items():
+        if problem.error is ShapeRequiredError:
+            continue
+        yield Finding(
+            code=_code(problem),
+            severity=Severity.ERROR,
+            key=dim_key(problem.path, problem.dim, problem.axis),
+            message=problem_text(problem) + _in_modes(list(map(mode_name, modes))),
+            fix=problem.fix,
+        )
+
+
+def _in_modes(names: list[str]) -> str:
+    """Return in which modes something is so; nothing where it is in all of them."""
+    return "" if len(names) == len(MODES) else f" (in {', '.join(names)})"
+
+
+def _problems(subject: Subject) -> dict[Problem, list[str]]:
+    """Return every problem with the modes that have it: rules differ by mode, so they are no part of what makes one the same."""
+    first: dict[tuple[object, ...], Problem] = {}
+    modes: dict[Problem, list[str]] = {}
+    for answer in subject.answers:
+        for problem in answer.found.problems:
+            one = first.setdefault((answer.tensor.path, problem.error, problem.dim, problem.what), problem)
+            modes.setdefault(one, []).append(answer.mode)
+    return modes
+
+
+def _code(problem: Problem) -> Code:
+    if problem.error is UnknownAxisError:
+        return Code.UNKNOWN_AXIS
+    if problem.error is IndivisibleError and _axis_of(problem.axis) in _HEADS and (problem.shards or 0) > (problem.size or 0):
+        return Code.MORE_SHARDS_THAN_HEADS
+    return Code.UNRESOLVED
+
+
+def _axis_of(label: str) -> str:
+    """Return the axis that a dim's label names first: `KV_HEAD*KV_HEAD_DIM` is about key and value heads."""
+    return canonical_axis(label.partition("*")[0])
+
+
+def cut_heads(subject: Subject) -> Iterator[Finding]:
+    """Yield dims of heads that a policy quietly leaves whole, and flattened ones of which each shard has less than a head."""
+    if not subject.exact:
+        return
+    flat = _flattened(subject)
+    seen: set[tuple[str, int]] = set()
+    for answer in subject.answers:
+        for decision in answer.found.decisions:
+            key = (answer.tensor.path, decision.dim)
+            message = _cut(subject, answer, decision.dim, flat)
+            if message and key not in seen:
+                seen.add(key)
+                yield Finding(
+                    code=Code.MORE_SHARDS_THAN_HEADS,
+                    severity=Severity.WARNING,
+                    key=dim_key(answer.tensor.path, decision.dim, decision.label),
+                    message=message[0],
+                    fix=message[1],
+                )
+
+
+def _cut(subject: Subject, answer: Answer, position: int, flat: dict[str, dict[int, int]]) -> tuple[str, str] | None:
+    """Return what is wrong with a dim of heads and how to fix it, or None."""
+    decision = answer.found.decisions[position]
+    axis = _axis_of(decision.label)
+    if axis not in _HEADS or decision.size is None:
+        return None
+    if decision.outcome in _POLICY:
+        asked = next((skip for skip in decision.skipped if skip.detail and not skip.mesh_axis), None)
+        wanted = 1
+        for name in asked.candidate if asked is not None else ():
+            wanted *= subject.sizes.get(name, 1)
+        if wanted > decision.size:
+            fix = f'say that it is meant, {file_name(axis)} = "{"+".join(asked.candidate) if asked else "tp"} | -", or use fewer shards'
+            return f"{decision.size} heads for {wanted} shards: {decision.why}", fix
+        return None
+    shards = 1
+    for name in decision.mesh_axes:
+        shards *= subject.sizes[name]
+    heads = flat.get(axis, {}).get(decision.size) if "*" not in decision.label else None
+    if heads is None or heads % shards == 0:
+        return None
+    label = axis_label(axis)
+    fix = f"annotate the flat dim as merged(({label}, {heads}), ({axis_label(_HEADS[axis])}, {decision.size // heads}))"
+    return f"size {decision.size} is {heads} heads flattened, over {shards} shards: heads are cut", fix
+
+
+def _flattened(subject: Subject) -> dict[str, dict[int, int]]:
+    """Return, by axis of heads, what size a flat dim would have, and of how many heads: from tensors that have both dims apart."""
+    found: dict[str, dict[int, int]] = {}
+    for tensor in subject.tensors or ():
+        for axis, inner in _HEADS.items():
+            for heads, width in _pairs(tensor.axes, tensor.shape, axis, inner):
+                if width > 1:
+                    found.setdefault(axis, {})[heads * width] = heads
+    return found
+
+
+def _pairs(annotation: object, shape: tuple[int, ...] | None, axis: str, inner: str) -> Iterator[tuple[int, int]]:
+    try:
+        dims = lower(annotation, shape).dims
+    except ShardingError:
+        return
+    for dim in dims:
+        members = dict(dim.merged)
+        if axis in members and inner in members:
+            yield members[axis], members[inner]
+    by_axis = {dim.axes[0]: size for dim, size in zip(dims, shape or (), strict=False) if len(dim.axes) == 1 and not dim.merged}
+    if axis in by_axis and inner in by_axis:
+        yield by_axis[axis], by_axis[inner]
+
+
+def no_rule(subject: Subject) -> Iterator[Finding]:
+    """Yield axes that the tree uses and the strategy gives no rule: they are replicated without anybody having said so."""
+    used: dict[tuple[str, Role], dict[str, list[str]]] = {}
+    for answer in subject.answers:
+        for decision in answer.found.decisions:
+            if decision.outcome is Outcome.NO_RULE:
+                paths = used.setdefault((decision.label, role_of(answer.tensor)), {})
+                paths.setdefault(answer.tensor.path or "the tensor", []).append(mode_name(answer.mode))
+    for (label, role), paths in used.items():
+        shown = ", ".join([*list(paths)[:3], *(["..."] if len(paths) > 3 else [])])
+        table = "rules" if role is Role.ACTIVATION else "params"
+        axis = file_name(canonical_axis(re.split(r"[+*]", label)[0]))
+        yield subject.finding(
+            Code.NO_RULE,
+            Severity.WARNING,
+            (table,),
+            message=f"{label} of {shown} has no rule: replicated{_in_modes(next(iter(paths.values())))}",
+            fix=f'say so, [{table}] {axis} = "-", or give it mesh axes',
+        )
+
+
+def unused_tensors(subject: Subject) -> Iterator[Finding]:
+    """Yield `[[tensors]]` entries whose pattern matches no weight of the tree, or none that has the axis."""
+    weights = [tensor for tensor in subject.tensors or () if role_of(tensor) is Role.PARAM]
+    if not weights:
+        return
+    for at, pattern in enumerate(subject.patterns):
+        matched = [tensor for tensor in weights if re.search(pattern, tensor.path)]
+        if not matched:
+            example = f"; paths are such as {weights[0].path}" if weights[0].path else ""
+            yield subject.finding(
+                Code.UNUSED_TENSORS,
+                Severity.WARNING,
+                ("tensors", str(at), "match"),
+                message=f"match {pattern!r} matches no weight of the tree",
+                fix=f"correct the pattern{example}",
+            )
+            continue
+        for axis, rule in subject.tables.get(("tensors", str(at)), {}).items():
+            if not any(axis in axes_of(tensor) for tensor in matched):
+                yield subject.finding(
+                    Code.UNUSED_TENSORS,
+                    Severity.WARNING,
+                    ("tensors", str(at), rule.ref.key),
+                    message=f"no weight that match {pattern!r} matches has the axis {axis_label(axis)}",
+                    fix="drop the rule, or correct the pattern",
+                )
+
+
+def unused_rules(subject: Subject) -> Iterator[Finding]:
+    """Yield rules that name mesh axes for an axis that no tensor of the tree has, and axes of one's own that none has.
+
+    A rule that says replicated changes nothing by being unused. Tables of a role that the tree lacks are not judged.
+    """
+    if not subject.tensors:
+        return
+    everything = subject.axes_of(Role.ACTIVATION, Role.PARAM)
+    for path, axis, rule in subject.written():
+        roles = _roles(path)
+        if not rule.candidates or path[0] == "tensors" or not set(roles) <= subject.roles() or axis in subject.axes_of(*roles):
+            continue
+        yield _unused(subject, path, f'{rule.ref.key} = "{rule.ref.text}"', axis)
+    if len(subject.roles()) > 1:
+        for name in subject.axes:
+            if canonical_axis(name) not in everything:
+                yield _unused(subject, ("axes", name), name, canonical_axis(name))
+
+
+def _roles(path: tuple[str, ...]) -> tuple[Role, ...]:
+    if path[0] == "rules":
+        return (Role.ACTIVATION, Role.PARAM)
+    return (Role.PARAM,) if "params" in path[:-1] else (Role.ACTIVATION,)
+
+
+def _unused(subject: Subject, path: tuple[str, ...], what: str, axis: str) -> Finding:
+    return subject.finding(
+        Code.UNUSED_RULE,
+        Severity.NOTE,
+        path,
+        message=f"{what} is not used: no tensor of the tree has the axis {axis_label(axis)}",
+        fix="drop the line, or leave it for other models",
+    )
