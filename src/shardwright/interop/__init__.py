@@ -1,0 +1,1 @@
+"""Bridges to other libraries, one package or module each; nothing here is imported unless asked for."""

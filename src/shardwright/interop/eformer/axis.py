@@ -1,0 +1,394 @@
+"""`PartitionAxis` as eformer has it: rules as attributes that can be read back, and axes registered for the whole process."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from shardwright import partition_axis, resolver
+from shardwright.annotations import as_annotation
+from shardwright.axes import (
+    BATCH,
+    BIAS_HEAD_SEQ,
+    BIAS_KV_SEQ,
+    DATA_PARALLEL,
+    EMBED,
+    EMPTY,
+    EMPTY_VAL,
+    EXPERT,
+    EXPERT_GATE,
+    EXPERT_PARALLEL,
+    FULLY_SHARDED_DATA_PARALLEL,
+    HEAD,
+    HEAD_DIM,
+    KNOWN_AXES,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    KV_LENGTH,
+    LENGTH,
+    MLP_INTERMEDIATE,
+    NOT_GIVEN,
+    QUERY_LENGTH,
+    REPLICATED,
+    SEQUENCE_PARALLEL,
+    STANDARD_MESH_AXES,
+    TENSOR_PARALLEL,
+    VOCAB,
+    axis_label,
+    canonical_axis,
+)
+from shardwright.errors import StrategyError, UnknownAxisError, did_you_mean
+from shardwright.interop.eformer import registry
+from shardwright.interop.eformer.meshes import current_mesh
+from shardwright.modes import GENERATION_MODES, MODES, parse_mode
+from shardwright.provenance import RuleRef
+from shardwright.rules import AxisRules, Policy, Rule, parse_rule
+
+_MESH_NAMES = {
+    DATA_PARALLEL: "data_parallel_axis",
+    FULLY_SHARDED_DATA_PARALLEL: "fully_sharded_data_parallel_axis",
+    TENSOR_PARALLEL: "tensor_parallel_axis",
+    SEQUENCE_PARALLEL: "sequence_parallel_axis",
+    EXPERT_PARALLEL: "expert_parallel_axis",
+}
+_SEMANTIC_NAMES = {
+    BATCH: "batch_axis",
+    LENGTH: "sequence_axis",
+    QUERY_LENGTH: "query_sequence_axis",
+    KV_LENGTH: "key_sequence_axis",
+    EMBED: "hidden_state_axis",
+    HEAD: "head_axis",
+    KV_HEAD: "kv_head_axis",
+    MLP_INTERMEDIATE: "mlp_intermediate_axis",
+    VOCAB: "vocab_axis",
+    EXPERT: "expert_axis",
+    EXPERT_GATE: "expert_gate_axis",
+    HEAD_DIM: "attention_dim_axis",
+    KV_HEAD_DIM: "attention_kv_dim_axis",
+    BIAS_HEAD_SEQ: "bias_head_sequence_axis",
+    BIAS_KV_SEQ: "bias_key_sequence_axis",
+}
+_DECODE = (
+    "batch_axis",
+    "query_sequence_axis",
+    "key_sequence_axis",
+    "head_axis",
+    "kv_head_axis",
+    "attention_dim_axis",
+    "attention_kv_dim_axis",
+)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class PartitionAxis:
+    """Rules as attributes, each readable as the mesh axes that it stands for.
+
+    A value is a mesh axis, a tuple of them (one dim over several), a parallelism axis such as `TP`, a rule such as
+    `"tp | -"`, or None: replicated, also for `decode_*`. `NOT_GIVEN` is the default; for a `decode_*` attribute the value of
+    its base. The `decode_*` attributes serve insert too.
+
+    >>> PartitionAxis(tensor_parallel_axis="model").head_axis
+    'model'
+
+    Raises:
+      StrategyError: a value that is no rule; all of them at once.
+    """
+
+    data_parallel_axis: Any = "dp"
+    fully_sharded_data_parallel_axis: Any = "fsdp"
+    tensor_parallel_axis: Any = "tp"
+    sequence_parallel_axis: Any = "sp"
+    expert_parallel_axis: Any = "ep"
+    batch_axis: Any = NOT_GIVEN
+    sequence_axis: Any = NOT_GIVEN
+    query_sequence_axis: Any = NOT_GIVEN
+    head_axis: Any = NOT_GIVEN
+    kv_head_axis: Any = NOT_GIVEN
+    key_sequence_axis: Any = NOT_GIVEN
+    hidden_state_axis: Any = NOT_GIVEN
+    mlp_intermediate_axis: Any = NOT_GIVEN
+    vocab_axis: Any = NOT_GIVEN
+    expert_axis: Any = NOT_GIVEN
+    expert_gate_axis: Any = None
+    attention_dim_axis: Any = None
+    attention_kv_dim_axis: Any = None
+    bias_head_sequence_axis: Any = None
+    bias_key_sequence_axis: Any = None
+    decode_batch_axis: Any = NOT_GIVEN
+    decode_query_sequence_axis: Any = None
+    decode_head_axis: Any = NOT_GIVEN
+    decode_kv_head_axis: Any = NOT_GIVEN
+    decode_key_sequence_axis: Any = NOT_GIVEN
+    decode_attention_dim_axis: Any = None
+    decode_attention_kv_dim_axis: Any = None
+
+    _cache: dict[Any, AxisRules] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+
+    _SEMANTIC_MAP: ClassVar[Mapping[str, str | None]] = MappingProxyType({**_SEMANTIC_NAMES, EMPTY: None, **_MESH_NAMES})
+    _STANDARD_TO_GENERATION_ATTR_MAP: ClassVar[Mapping[str, str]] = MappingProxyType({name: f"decode_{name}" for name in _DECODE})
+
+    def __post_init__(self) -> None:
+        for name in _ATTRIBUTES:
+            object.__setattr__(self, name, self._clean(getattr(self, name)))
+        defaults = {
+            "batch_axis": _flat((self.fully_sharded_data_parallel_axis, self.data_parallel_axis)),
+            **dict.fromkeys(("sequence_axis", "query_sequence_axis", "key_sequence_axis"), self.sequence_parallel_axis),
+            **dict.fromkeys(("head_axis", "kv_head_axis", "hidden_state_axis"), self.tensor_parallel_axis),
+            **dict.fromkeys(("mlp_intermediate_axis", "vocab_axis"), self.tensor_parallel_axis),
+            "expert_axis": self.expert_parallel_axis,
+        }
+        for name in _ATTRIBUTES:
+            if isinstance(getattr(self, name), EMPTY_VAL):
+                base = name.removeprefix("decode_")
+                object.__setattr__(self, name, defaults.get(name) if name == base else getattr(self, base))
+        self.compile(registered=())
+
+    def __hash__(self) -> int:
+        # Of text: hash() of a str differs from process to process, and this one may be compared between hosts.
+        text = repr([getattr(self, name) for name in _ATTRIBUTES])
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PartitionAxis, tuple(getattr(self, name) for name in _ATTRIBUTES)
+
+    def _clean(self, value: Any) -> Any:
+        """Return a value with lists as tuples, parallelism axes as mesh axes, and every spelling of replicated as None."""
+        if isinstance(value, (list, tuple)):
+            return _flat(tuple(self._clean(one) for one in value)) if value else value
+        if not isinstance(value, str):
+            return value
+        if value in (EMPTY, REPLICATED):
+            return None
+        return getattr(self, _MESH_NAMES[value]) if value in _MESH_NAMES else value
+
+    def replace(self, **changes: Any) -> PartitionAxis:
+        """Return this with some attributes changed."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as plain data, such that `from_dict(to_dict(p)) == p`, through JSON too."""
+        return {name: list(value) if isinstance(value := getattr(self, name), tuple) else value for name in _ATTRIBUTES}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PartitionAxis:
+        """Return what `to_dict` was called on.
+
+        Raises:
+          StrategyError: a key that is no attribute.
+        """
+        for name in data:
+            if name not in _ATTRIBUTES:
+                raise StrategyError(f"{name!r} is no attribute of PartitionAxis", fix=did_you_mean(name, _ATTRIBUTES) or "drop it")
+        return cls(**data)
+
+    # Axes for the whole process.
+
+    @classmethod
+    def register(cls, semantic_axis: str, axis_rule: Any, *, generation_axis_rule: Any = NOT_GIVEN, override: bool = False) -> None:
+        """Register an axis for every manager that is built from now on. A strategy's `[axes]` is the stricter way.
+
+        Args:
+          semantic_axis: its name.
+          axis_rule: an attribute (`"head_axis"`) or an axis (`HEAD`): an alias of it, in every mode; a mesh axis; a tuple of
+            those; or None: replicated.
+          generation_axis_rule: likewise for decode and insert; absent: follows from `axis_rule`.
+          override: replace the rule of an axis that exists.
+
+        Raises:
+          StrategyError: the name is empty or exists.
+        """
+        name = _name(semantic_axis)
+        rules = [tuple(rule) if isinstance(rule, list) else rule for rule in (axis_rule, generation_axis_rule)]
+        axis = registry.RegisteredAxis(name=name, axis_rule=rules[0], generation_axis_rule=rules[1])
+        registry.add(axis, taken=canonical_axis(name) in cls._SEMANTIC_MAP, override=override)
+
+    @classmethod
+    def unregister(cls, semantic_axis: str, *, missing_ok: bool = True) -> None:
+        """Take a registered axis back.
+
+        Raises:
+          StrategyError: it is not registered, and `missing_ok` is False.
+        """
+        registry.remove(_name(semantic_axis), missing_ok=missing_ok)
+
+    @classmethod
+    def clear_registered_axes(cls) -> None:
+        """Take all registered axes back."""
+        registry.clear()
+
+    @classmethod
+    def get_registered_axes(cls) -> dict[str, dict[str, Any]]:
+        """Return what is registered now: `axis_rule` and `generation_axis_rule` by name."""
+        return {
+            axis.name: {"axis_rule": axis.axis_rule, "generation_axis_rule": axis.generation_axis_rule}
+            for axis in registry.registered_axes()
+        }
+
+    # Rules.
+
+    def compile(self, *, policy: Policy | None = None, registered: registry.Registered | None = None) -> AxisRules:
+        """Return the frozen rules, with the axes that are registered now unless a snapshot of them is given.
+
+        Raises:
+          StrategyError: a value that is no rule, or registered aliases in a circle.
+        """
+        axes = registry.registered_axes() if registered is None else registered
+        made = self._cache.get((policy, axes))
+        if made is None:
+            values = {name: getattr(self, name) for name in _ATTRIBUTES}
+            made = _with_registered(self, partition_axis.PartitionAxis(**values).compile(policy=policy), axes)
+            self._cache[policy, axes] = made
+        return made
+
+    def spelled(self, axes: Sequence[Any], rules: AxisRules) -> tuple[Any, ...]:
+        """Return a list of dims as an annotation: None as `EMPTY`, lists as tuples, mesh axes as parallelism axes.
+
+        Raises:
+          UnknownAxisError: a name that is neither; members of composites too.
+        """
+        named = {value: axis for axis, name in _MESH_NAMES.items() if isinstance(value := getattr(self, name), str)}
+
+        def one(axis: Any) -> Any:
+            found = EMPTY if axis is None else named.get(axis, axis) if isinstance(axis, str) else axis
+            if isinstance(found, str) and found != EMPTY and canonical_axis(found) not in rules.known_axes:
+                known = sorted({*map(axis_label, rules.known_axes)})
+                raise UnknownAxisError(
+                    f"Unknown semantic axis name: {found!r}",
+                    axis=axis_label(found),
+                    fix=f"{did_you_mean(axis_label(found), known)} an axis of your own is registered by PartitionAxis.register".strip(),
+                )
+            return found
+
+        return tuple(tuple(map(one, dim)) if isinstance(dim, (list, tuple)) else one(dim) for dim in axes)
+
+    def resolve_axis(self, axes: Sequence[Any], mode: str) -> list[Any]:
+        """Return the mesh axes that each entry stands for, whatever mesh there is: None, a name, a tuple, or a list of a list.
+
+        Raises:
+          UnknownAxisError, StrategyError: an unknown axis or mode.
+        """
+        rules = self.compile()
+        return [
+            list(_names(entry)) if isinstance(axis, list) else entry
+            for axis, entry in zip(axes, written(self.spelled(axes, rules), rules, mode), strict=True)
+        ]
+
+    def resolve_spec(self, axes: Sequence[Any], mode: str) -> PartitionSpec:
+        """Return the spec that the rules write, one entry per axis, sizes and divisibility unseen.
+
+        A mesh axis that two entries want stands in the first, if the mesh at hand has it with size 1.
+
+        Raises:
+          AxisConflictError: it is larger, or there is no mesh to tell.
+          UnknownAxisError, StrategyError: an unknown axis or mode.
+        """
+        rules = self.compile()
+        return written_spec(self.spelled(axes, rules), rules, mode, current_mesh())
+
+
+_ATTRIBUTES = tuple(field.name for field in dataclasses.fields(PartitionAxis) if field.init)
+
+
+def written(annotation: Sequence[Any], rules: AxisRules, mode: str) -> list[Any]:
+    """Return each dim's entry as its rule writes it, each by itself, as if the mesh had every mesh axis.
+
+    The rules must be strict: a policy looks at sizes.
+    """
+    sizes = _every_mesh_axis(rules)
+    mode = parse_mode(mode)
+    return [resolver.resolve((dim,), rules, sizes, mode=mode).decisions[0].entry for dim in as_annotation(tuple(annotation))]
+
+
+def written_spec(annotation: Sequence[Any], rules: AxisRules, mode: str, mesh: Mesh | AbstractMesh | None) -> PartitionSpec:
+    """Return the entries of `written` as a spec; see `PartitionAxis.resolve_spec`."""
+    entries = written(annotation, rules, mode)
+    # The resolver judges who may hold which mesh axis; what is left out below has size 1 then.
+    resolver.resolve(tuple(annotation), rules, _every_mesh_axis(rules) if mesh is None else mesh, mode=mode)
+    return PartitionSpec(*without_repeats(entries))
+
+
+def _every_mesh_axis(rules: AxisRules) -> dict[str, int]:
+    return dict.fromkeys([*rules.named_mesh_axes(), *STANDARD_MESH_AXES], 2)
+
+
+def without_repeats(entries: Sequence[Any]) -> list[Any]:
+    """Leave out of each entry the mesh axes that an earlier one holds."""
+    held: set[str] = set()
+    kept = []
+    for entry in entries:
+        names = tuple(name for name in _names(entry) if name not in held)
+        held.update(names)
+        kept.append(entry if entry is PartitionSpec.UNCONSTRAINED or names == _names(entry) else names or None)
+    return kept
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _name(semantic_axis: str) -> str:
+    name = str(semantic_axis).strip()
+    if not name:
+        raise StrategyError("`semantic_axis` must be a non-empty string", fix="give the axis a name")
+    return name
+
+
+def _flat(names: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return nested names as one tuple, without those that are replicated (None)."""
+    flat = [one for name in names if name is not None for one in (name if isinstance(name, tuple) else (name,))]
+    return tuple(flat) or None
+
+
+def _with_registered(axis: PartitionAxis, base: AxisRules, registered: registry.Registered) -> AxisRules:
+    """Return rules with the registered axes; as parameters these keep their train rule in every mode."""
+    if not registered:
+        return base
+    by_name = {canonical_axis(one.name): one for one in registered}
+    texts = {
+        generation: {name: _rule(one.name, _follow(axis, name, by_name, generation, ())) for name, one in by_name.items()}
+        for generation in (False, True)
+    }
+    activations = [dict(table) | texts[mode in GENERATION_MODES] for mode, table in zip(MODES, base.activations, strict=True)]
+    params = [dict(table) | texts[False] for table in base.params]
+    return AxisRules(
+        activations=tuple(tuple(sorted(table.items())) for table in activations),
+        params=tuple(tuple(sorted(table.items())) for table in params),
+        user_axes=tuple(sorted(name for name in by_name if name not in KNOWN_AXES)),
+        policy=base.policy,
+    )
+
+
+def _rule(name: str, value: Any) -> Rule:
+    text = REPLICATED if value is None else "+".join(_names(value))
+    return parse_rule(text, ref=RuleRef(key=name, text=text, source="PartitionAxis.register"))
+
+
+def _follow(axis: PartitionAxis, value: Any, registered: Mapping[str, registry.RegisteredAxis], generation: bool, seen: Any) -> Any:
+    """Return the mesh axes that a value stands for: an attribute, an axis, a registered axis, a mesh axis, or several."""
+    if isinstance(value, tuple):
+        return _flat(tuple(_follow(axis, one, registered, generation, seen) for one in value))
+    if not isinstance(value, str):
+        return value
+    # A mesh axis may be called like the short name of an axis ("tp"): that is no alias.
+    name = canonical_axis(value) if value.startswith("__") or value in {one.name for one in registered.values()} else ""
+    if name in registered:
+        if name in seen:
+            raise StrategyError(f"Cyclic semantic axis registration: {value!r} stands for itself", fix="let one of them name a mesh axis")
+        one = registered[name]
+        own = generation and not isinstance(one.generation_axis_rule, EMPTY_VAL)
+        return _follow(axis, one.generation_axis_rule if own else one.axis_rule, registered, generation, (*seen, name))
+    attribute = value if value in _ATTRIBUTES else PartitionAxis._SEMANTIC_MAP.get(value)
+    if attribute is None:
+        return axis._clean(value)
+    if generation and attribute in _DECODE:
+        attribute = f"decode_{attribute}"
+    return getattr(axis, attribute)

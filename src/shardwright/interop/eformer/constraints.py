@@ -1,0 +1,131 @@
+"""Constraints by literal `PartitionSpec`s, as eformer spells them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardwright import context, manager, resolver
+from shardwright.errors import StrategyError, did_you_mean
+from shardwright.interop.eformer.axis import without_repeats
+from shardwright.interop.eformer.environment import log_sharding_move
+from shardwright.interop.eformer.meshes import current_mesh, no_mesh
+from shardwright.provenance import DimDecision, Outcome, Reason, Resolution, RuleRef
+from shardwright.rules import POLICY_PRESETS, AxisRules, Policy, Rule, build_rules
+
+_CHANGED = (Outcome.POLICY_MISSING, Outcome.POLICY_PREFIX, Outcome.POLICY_REPLICATE, Outcome.POLICY_FIRST_DIM)
+
+
+def parse_policy(policy: Policy | str | None) -> Policy:
+    """Return a policy, a preset's by its name; None: that of the entered manager, else strict.
+
+    Raises:
+      StrategyError: no such preset.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if policy is None:
+        ambient = context.current()
+        return Policy() if ambient is None else ambient.rules.policy
+    if policy not in POLICY_PRESETS:
+        hint = did_you_mean(str(policy), POLICY_PRESETS)
+        raise StrategyError(f"policy {policy!r} is no preset", fix=f"{hint} presets are {', '.join(POLICY_PRESETS)}".strip())
+    return POLICY_PRESETS[policy]
+
+
+def with_sharding_constraint(arr: Any, sharding: PartitionSpec | NamedSharding, *, policy: Policy | str | None = None) -> Any:
+    """Make an array, or every array of a tree, lie as a spec says, on the mesh at hand or the sharding's own.
+
+    `P()` replicates and UNCONSTRAINED leaves a dim to the compiler. NumPy arrays are placed. Also named `lax_reshard`.
+
+    Args:
+      arr: arrays.
+      sharding: one for all of them.
+      policy: what is done with a dim that does not fit; absent: what the entered manager's policy says, else it is an error.
+
+    Raises:
+      NoMeshError: there is no mesh.
+      ShardingError: a spec that does not fit; every leaf's problems at once.
+    """
+    mesh, spec = _mesh_and_spec(sharding)
+    native = manager.PartitionManager(_rules_for(mesh, parse_policy(policy)), mesh=mesh)
+    warn_of_changes(native, arr, spec)
+    return native.shard(arr, spec)
+
+
+lax_reshard = with_sharding_constraint
+
+
+def _mesh_and_spec(sharding: Any) -> tuple[Mesh | AbstractMesh, PartitionSpec]:
+    if isinstance(sharding, NamedSharding):
+        if sharding.memory_kind not in (None, "device"):
+            raise StrategyError(f"a constraint carries no memory kind {sharding.memory_kind!r}", fix="use jax.device_put")
+        return sharding.mesh, sharding.spec
+    if not isinstance(sharding, PartitionSpec):
+        raise StrategyError(f"{sharding!r} is neither a PartitionSpec nor a NamedSharding", fix='write PartitionSpec("dp", None)')
+    mesh = current_mesh()
+    if mesh is None:
+        raise no_mesh()
+    return mesh, sharding
+
+
+def _rules_for(mesh: Mesh | AbstractMesh, policy: Policy) -> AxisRules:
+    """Return rules under which literal specs may name whatever axes a mesh has."""
+    names = Rule(candidates=tuple((name,) for name in mesh.axis_names), ref=RuleRef(key="mesh", text=" | ".join(mesh.axis_names)))
+    return build_rules({"rules": {"__MESH__": names}}, user_axes=("__MESH__",), policy=policy)
+
+
+def warn_of_changes(native: manager.PartitionManager, arrays: Any, annotation: Any, mode: str | None = None) -> None:
+    """Warn, if `LOG_SHARDING_MOVE` asks for it, of each array for which a permissive policy changes something."""
+    if log_sharding_move():
+        for leaf in jax.tree.leaves(arrays):
+            _warn(native.explain(annotation, mode=mode, shape=np.shape(leaf)))
+
+
+def _warn(found: Resolution) -> None:
+    if found.notes or any(decision.outcome in _CHANGED for decision in found.decisions):
+        warnings.warn(f"the policy changed a sharding: {found}", stacklevel=4)
+
+
+def get_corrected_named_sharding(
+    shape: Sequence[int], partition_spec: PartitionSpec, raise_mesh_error: bool = True, *, policy: Policy | str | None = None
+) -> NamedSharding:
+    """Return the sharding of a spec on the mesh at hand, as written: mesh axes of size 1 stay, one entry per dim.
+
+    Args:
+      shape: of the array.
+      partition_spec: a literal spec.
+      raise_mesh_error: False: without a mesh return a replicated sharding on the empty mesh.
+      policy: what is done with a dim that does not fit (`"eformer"`: it is replicated, which is what eformer calls corrected);
+        absent: what the entered manager's policy says, else it is an error.
+
+    Raises:
+      NoMeshError: there is no mesh.
+      ShardingError: a spec that does not fit.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        if raise_mesh_error:
+            raise no_mesh()
+        return NamedSharding(Mesh(np.empty((), dtype=object), ()), PartitionSpec())
+    found = resolver.resolve(partition_spec, _rules_for(mesh, parse_policy(policy)), mesh, shape=tuple(shape))
+    if log_sharding_move():
+        _warn(found)
+    entries = without_repeats([as_written(decision) for decision in found.decisions])
+    return NamedSharding(mesh, PartitionSpec(*entries) if any(entry is not None for entry in entries) else PartitionSpec())
+
+
+def as_written(decision: DimDecision) -> Any:
+    """Return the entry of a dim as the spec had it, mesh axes of size 1 included, or what a policy made of it."""
+    if decision.outcome in _CHANGED or decision.outcome is Outcome.UNCONSTRAINED:
+        return decision.entry
+    ones = {skip.mesh_axis for skip in decision.skipped if skip.reason is Reason.SIZE_ONE}
+    kept = {*decision.mesh_axes, *ones} - {*decision.manual}
+    text = "" if decision.rule is None else decision.rule.text
+    names = tuple(name for name in text.split("+") if name in kept)
+    return None if not names else names[0] if len(names) == 1 else names
