@@ -54,6 +54,7 @@ from shardwright.axes import Role as Role
 from shardwright.errors import AttentionError as AttentionError
 from shardwright.errors import AxisConflictError as AxisConflictError
 from shardwright.errors import IndivisibleError as IndivisibleError
+from shardwright.errors import LayerError as LayerError
 from shardwright.errors import ManualAxisError as ManualAxisError
 from shardwright.errors import MeshMismatchError as MeshMismatchError
 from shardwright.errors import MeshSpecError as MeshSpecError
@@ -82,8 +83,8 @@ from shardwright.layouts import SColumnWise as SColumnWise
 from shardwright.layouts import SRowWise as SRowWise
 from shardwright.layouts import UnifiedExpertColumnWise as UnifiedExpertColumnWise
 from shardwright.layouts import UnifiedExpertRowWise as UnifiedExpertRowWise
-from shardwright.manager import PartitionManager as PartitionManager
 from shardwright.lint import lint as lint
+from shardwright.manager import PartitionManager as PartitionManager
 from shardwright.mesh import abstract_mesh as abstract_mesh
 from shardwright.mesh import create_mesh as create_mesh
 from shardwright.mesh import get_jax_mesh as get_jax_mesh
@@ -106,9 +107,9 @@ from shardwright.spec_trees import match_partition_rules as match_partition_rule
 from shardwright.spec_trees import names_in_current_mesh as names_in_current_mesh
 from shardwright.spec_trees import names_in_mesh as names_in_mesh
 from shardwright.spec_trees import with_sharding_constraint as with_sharding_constraint
+from shardwright.state import annotate_state as annotate_state
 from shardwright.train_loop import get_metrics as get_metrics
 from shardwright.train_loop import wrap_function_with_rng as wrap_function_with_rng
-from shardwright.tree import annotate_state as annotate_state
 from shardwright.tree import match_paths as match_paths
 from shardwright.tree import stack_specs as stack_specs
 from shardwright.tree_names import flatten_tree as flatten_tree

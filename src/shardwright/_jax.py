@@ -67,6 +67,22 @@ def _tracks_varying() -> bool:
     return True if check is None else bool(check.value)
 
 
+def vary_together(values: Any) -> Any:
+    """Return a tree of arrays that all vary over whichever Manual mesh axes any of them varies over.
+
+    A scan's carry, the branches of a `cond` and the cotangents of a `custom_vjp` must have one type; and the transpose of
+    this cast is the sum over shards that a replicated operand's gradient needs.
+    """
+    leaves, structure = jax.tree.flatten(values)
+    axes = [frozenset(jax.typeof(leaf).manual_axis_type.varying) for leaf in leaves]
+    union = frozenset().union(*axes)
+    cast = [
+        leaf if own == union else jax.lax.pcast(leaf, tuple(sorted(union - own)), to="varying")
+        for leaf, own in zip(leaves, axes, strict=True)
+    ]
+    return jax.tree.unflatten(structure, cast)
+
+
 def call_shard_map(f: Callable[..., Any], *, mesh: Mesh | AbstractMesh | None, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Return `jax.shard_map` of a function; without a mesh it uses the ambient one, as nested use must."""
     if mesh is None:

@@ -134,6 +134,10 @@ class AttentionError(ShardingError):
     """An attention call that makes no sense, or that no implementation can serve as asked."""
 
 
+class LayerError(ShardingError):
+    """A layer or an operator that is asked for what it does not do."""
+
+
 _PROBLEM_FIELDS = frozenset(f.name for f in dataclasses.fields(Problem))
 
 

@@ -1,0 +1,20 @@
+"""Attention: one public call, many implementations, each correct under every sharding that it claims.
+
+How to add an implementation, in a module of its own here and one line in the tuple of modules in `choose.py`:
+
+1. Subclass `registry.AttentionImpl` under `@AttentionRegistry.register`: `get_impl_name`, `supports(call)`, and
+   `forward_native(operands, call)` (or `forward_tpu`, `forward_gpu`), all classmethods.
+2. `supports` gets an `AttentionCall`: sizes, mode, mask rules, specs, mesh, platform, no arrays. It returns reasons, one line
+   each, and traces nothing. What it does not refuse must equal `vanilla`, values and gradients: `tests/attention/conformance.py`.
+3. A forward gets `Operands`: global BTHD arrays in one pytree, with positions always there. It returns a `Result`.
+4. `_shards.run_on_shards(kernel, operands, call)` is the one `shard_map`: `kernel` gets local `Operands`, whose k and v already
+   hold the heads that the local query heads read. `call.specs` says over which mesh axes each dim lies.
+5. A kernel is made of pure local functions: `blockwise.forward` adds a set of keys to a running state (`_online.Running`:
+   float32 o, m, l), `_online.add_sinks` on exactly one shard (or after the merge), `_online.merge`, `_online.finish`;
+   backward: `blockwise.delta` once, `blockwise.backward` per set of keys, `blockwise.sinks_gradient` once. Masks, windows,
+   segments and dropout go by global positions, so a shard of keys is `operands.replace(k=…, v=…, kv_positions=…,
+   kv_segment_ids=…)` and nothing else (dense masks and biases are sliced by the kernel).
+6. A `custom_vjp` inside `shard_map` takes operands that all vary alike: `_jax.vary_together(operands)` before it, whose
+   transpose is the sum over shards that replicated operands need. No `psum` in a backward pass for that, with `check_vma`
+   or without. A scan's carry comes from `_online.start` or `zeros_like`.
+"""

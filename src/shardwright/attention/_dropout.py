@@ -1,0 +1,36 @@
+"""Dropout by counting: whether a weight is dropped is a hash of the seed and of where the weight stands globally.
+
+Batch row, head, positions and segment decide, so that the mask is the same on every mesh, under every permutation of the
+sequence and in every kernel, and a backward pass computes it again instead of keeping it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from shardwright.attention.call import Operands
+
+
+def keep_factors(block: Operands, rate: float) -> jax.Array:
+    """Return the factors of the weights, 0 where dropped and `1 / (1 - rate)` elsewhere, `[batch, heads, q_length, kv_length]`."""
+    q, kv = _rows(block.q_positions, block.q_segment_ids), _rows(block.kv_positions, block.kv_segment_ids)
+    heads = _mix(block.seed ^ (block.head_index.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)))
+    place = _mix(block.batch_index.astype(jnp.uint32)[:, None] + heads[None, :])
+    row = _mix(place[:, :, None] ^ q[:, None, :])
+    bits = _mix(row[:, :, :, None] + _mix(kv)[:, None, None, :])
+    threshold = jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
+    return jnp.where(bits >= threshold, jnp.float32(1.0 / (1.0 - rate)), jnp.float32(0.0))
+
+
+def _rows(positions: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    rows = positions.astype(jnp.uint32)
+    # Positions may start again in every segment.
+    return rows if segment_ids is None else rows + _mix(segment_ids.astype(jnp.uint32))
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """Mix 32 bits (Ellis, "lowbias32", 2018)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)

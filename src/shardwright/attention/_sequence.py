@@ -1,0 +1,108 @@
+"""What implementations that shard the length of the keys share: rows of the whole sequence, and k and v as one array."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwright.attention.call import AttentionCall, Operands, Recipe, default_positions
+
+# What is None in an Operands that only holds what is not differentiated.
+FLOATS = ("q", "k", "v", "bias", "sinks")
+
+
+def split_floats(operands: Operands) -> tuple[dict[str, Any], Operands]:
+    """Return the operands that have gradients, by name, and the rest."""
+    return {name: getattr(operands, name) for name in FLOATS}, operands.replace(**dict.fromkeys(FLOATS))
+
+
+def with_whole_rows(shard: Operands, call: AttentionCall) -> Operands:
+    """Return the local operands with the positions and segment ids of all keys, and with all columns of a mask and a bias.
+
+    Positions that count from an offset are computed. What is an array is gathered, once and small: `4 * kv_length` bytes per row.
+    """
+    axes = call.specs.kv_length
+    rows: dict[str, jax.Array] = {"kv_segment_ids": shard.kv_segment_ids} if call.segments else {}
+    changed: dict[str, jax.Array] = {}
+    if call.q_offset is None:
+        rows["kv_positions"] = shard.kv_positions
+    else:
+        changed["kv_positions"] = default_positions(call.kv_length)
+    changed |= {name: gather(array, axes, dim=1) for name, array in rows.items()}
+    for name, shape in (("mask", call.mask_shape), ("bias", call.bias_shape)):
+        # One row for all queries: its columns are the ones that are sharded.
+        if shape is not None and shape[2] == 1 and shape[3] > 1:
+            changed[name] = gather(getattr(shard, name), axes, dim=3)
+    return shard.replace(**changed)
+
+
+def gather(array: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
+    """Return the shards of all ranks, joined along a dim."""
+    return jax.lax.all_gather(array, axes, axis=dim, tiled=True)
+
+
+def keys_at(operands: Operands, start: Any, *, k: jax.Array, v: jax.Array) -> Operands:
+    """Return operands with whole rows, narrowed to the keys k and v that start at row `start`."""
+    length = k.shape[1]
+    dims = {"kv_positions": 1, "kv_segment_ids": 1, "mask": 3, "bias": 3}
+    changed = {}
+    for name, dim in dims.items():
+        array = getattr(operands, name)
+        if array is not None and array.shape[dim] > 1:
+            changed[name] = jax.lax.dynamic_slice_in_dim(array, start, length, dim)
+    return operands.replace(k=k, v=v, **changed)
+
+
+def pack(k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    """Return k and v as one array to send, where dtypes allow: one on top of the other, or head by head if sizes differ."""
+    if k.dtype != v.dtype:
+        return k, v
+    return (jnp.stack([k, v]) if k.shape == v.shape else jnp.concatenate([k, v], axis=-1),)
+
+
+def unpack(packed: Sequence[jax.Array], *, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Return k and v; see `pack`."""
+    if len(packed) == 2:
+        return packed[0], packed[1]
+    (both,) = packed
+    return (both[0], both[1]) if both.ndim == 5 else (both[..., :head_dim], both[..., head_dim:])
+
+
+def halved(recipe: Recipe, call: AttentionCall, *, q_length: int, kv_length: int) -> Recipe:
+    """Return a recipe none of whose blocks lies in two halves of a shard, where positions are arrays.
+
+    In zigzag order the halves of a shard stand far apart: a block with rows of both could never be skipped.
+    """
+    if call.q_offset is not None or not recipe.mask.positional:
+        return recipe
+    q_block, kv_block = _fitting(recipe.q_block, q_length), _fitting(recipe.kv_block, kv_length)
+    return dataclasses.replace(recipe, q_block=q_block, kv_block=kv_block)
+
+
+def _fitting(block: int, length: int) -> int:
+    half = max(1, -(-length // 2))
+    return -(-half // -(-half // block))
+
+
+def add_columns(whole: jax.Array | None, part: jax.Array | None, start: Any) -> jax.Array | None:
+    """Return a bias's gradient with that of the keys from row `start` added."""
+    if whole is None or part is None:
+        return None
+    if whole.shape == part.shape:
+        return whole + part
+    old = jax.lax.dynamic_slice_in_dim(whole, start, part.shape[3], 3)
+    return jax.lax.dynamic_update_slice_in_dim(whole, old + part, start, 3)
+
+
+def names(mesh_axes: tuple[str, ...]) -> str:
+    """Return mesh axes in words."""
+    return " and ".join(mesh_axes) if mesh_axes else "no mesh axis"
+
+
+def refusals(call: AttentionCall, name: str) -> list[str]:
+    """Return what no sequence-parallel implementation does."""
+    return [f"{name} never holds a row of attention weights, so it cannot return them"] if call.return_weights else []

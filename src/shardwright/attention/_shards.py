@@ -1,0 +1,80 @@
+"""Run a kernel on the shards of a call: one `shard_map` for every implementation, the kv heads picked per shard."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from shardwright import _jax, placement
+from shardwright.attention.call import AttentionCall, KVHeads, Operands, spec_of
+from shardwright.attention.registry import Result
+
+
+def run_on_shards(kernel: Callable[[Operands], Result], operands: Operands, call: AttentionCall) -> Result:
+    """Return `kernel(shards)` as global arrays; without a mesh, or over none of its axes, simply `kernel(operands)`.
+
+    The kernel's k and v hold the kv heads that its query heads read, so that local query head h reads local kv head
+    `h * kv_heads // heads`; collectives over `call.specs.kv_length` and the like are its own. Its output lies as
+    `specs.output` and `specs.lse` say. Gradients of what is replicated over a mesh axis are summed over it by themselves.
+
+    Args:
+      kernel: function of local operands.
+      operands: global arrays.
+      call: what they are and where they lie.
+    """
+    specs = call.specs
+    if call.mesh is None or not specs.mesh_axes:
+        return kernel(operands)
+    heads = (jnp.arange(call.heads, dtype=jnp.int32), jnp.arange(call.kv_heads, dtype=jnp.int32))
+    arguments, structure = jax.tree.flatten((operands, heads))
+    in_specs = jax.tree.leaves((specs.operands(operands), (spec_of(specs.heads), spec_of(specs.kv_heads))), is_leaf=_is_spec)
+    assert len(arguments) == len(in_specs)
+
+    def local(*leaves: Any) -> Result:
+        shard, (head_index, kv_head_index) = jax.tree.unflatten(structure, leaves)
+        return kernel(_pick_kv_heads(shard, call, head_index, kv_head_index))
+
+    lse = specs.lse if call.return_lse else None
+    out_specs = Result(o=specs.output, lse=lse, weights=weights_spec(call) if call.return_weights else None)
+    ambient = _jax.ambient_mesh()
+    if AxisType.Explicit in (ambient or call.mesh).axis_types:
+        placed = (placement.make_placement(spec, call.mesh, ambient) for spec in in_specs)
+        arguments = [placement.place(x, where) for x, where in zip(arguments, placed, strict=True)]
+    mesh = None if ambient is not None else call.mesh
+    result: Result = _jax.call_shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs)(*arguments)
+    return result
+
+
+def weights_spec(call: AttentionCall) -> PartitionSpec:
+    """Return the spec of the attention weights, `[batch, heads, q_length, kv_length]`."""
+    specs = call.specs
+    return spec_of(specs.batch, specs.heads, specs.q_length, tuple(axis for axis in specs.kv_length if axis not in specs.q_length))
+
+
+def asked(result: Result, call: AttentionCall) -> Result:
+    """Return a result with only what the call asks for."""
+    return dataclasses.replace(result, lse=result.lse if call.return_lse else None, weights=result.weights if call.return_weights else None)
+
+
+def _is_spec(value: object) -> bool:
+    return isinstance(value, PartitionSpec)
+
+
+def _pick_kv_heads(shard: Operands, call: AttentionCall, head_index: jax.Array, kv_head_index: jax.Array) -> Operands:
+    """Return the operands with the kv heads that the local query heads read, by the global map `h * kv_heads // heads`."""
+    if call.specs.grouping is KVHeads.SAME:
+        return shard
+    read = head_index * call.kv_heads // call.heads - kv_head_index[0]
+    group = call.heads // call.kv_heads
+    local = head_index.shape[0]
+    if group % local == 0:  # all of them read one
+        return shard.replace(**{name: jax.lax.dynamic_slice_in_dim(getattr(shard, name), read[0], 1, 2) for name in ("k", "v")})
+    if local % group == 0:  # whole groups
+        count = local // group
+        return shard.replace(**{name: jax.lax.dynamic_slice_in_dim(getattr(shard, name), read[0], count, 2) for name in ("k", "v")})
+    return shard.replace(**{name: jnp.take(getattr(shard, name), read, axis=2) for name in ("k", "v")})

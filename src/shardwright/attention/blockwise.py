@@ -1,0 +1,340 @@
+"""Attention in blocks of queries and keys: memory linear in length, forward and backward (Dao et al. 2022).
+
+What other kernels build on, as pure functions of local arrays, to be called per shard of keys inside `shard_map`:
+
+- `forward(operands, recipe, state=...) -> Running` adds a set of keys to a running state;
+- `_online.add_sinks`, `_online.merge`, `_online.finish` end it: output and logsumexp;
+- `delta(o, do, dlse)` once per row, then `backward(operands, recipe, lse=..., do=..., delta=...) -> Gradients`, the part that
+  this set of keys contributes, float32, to be summed over sets;
+- `sinks_gradient(sinks, lse, delta)` once;
+- `attend(operands, recipe) -> (o, lse)` is all of that for keys that are all here, differentiable.
+
+Tails are masked by position: a padded key stands at -1. Blocks that no pair of attends are skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwright import _jax
+from shardwright.attention import _online
+from shardwright.attention._dropout import keep_factors
+from shardwright.attention._online import Running
+from shardwright.attention.call import Operands, Recipe
+from shardwright.attention.masks import allowed, block_is_empty
+
+# The dim of each operand that counts queries, and the one that counts keys.
+_Q_DIM = {"q": 1, "q_positions": 1, "q_segment_ids": 1, "mask": 2, "bias": 2}
+_KV_DIM = {"k": 1, "v": 1, "kv_positions": 1, "kv_segment_ids": 1, "mask": 3, "bias": 3}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gradients:
+    """Cotangents of the operands, float32, in their shapes. `bias` is None without a bias."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    bias: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Grid:
+    """How many blocks of which size; the last of each may have rows that do not exist."""
+
+    q_length: int
+    kv_length: int
+    q_block: int
+    kv_block: int
+
+    @property
+    def q_count(self) -> int:
+        return -(-self.q_length // self.q_block)
+
+    @property
+    def kv_count(self) -> int:
+        return -(-self.kv_length // self.kv_block)
+
+
+def forward(operands: Operands, recipe: Recipe, *, state: Running | None = None) -> Running:
+    """Return the running state after the operands' keys.
+
+    Args:
+      operands: local arrays.
+      recipe: the static part.
+      state: what was attended before, of the same queries; None to start.
+    """
+    operands, state = _jax.vary_together((operands, state))
+    grid = _grid(operands, recipe)
+    padded = _pad(operands, grid)
+    before = None if state is None else _pad_running(state, grid)
+
+    def one_q(i: jax.Array) -> Any:
+        row = _q_rows(padded, i, grid)
+        init = _online.start(row.q, row.v) if before is None else _running_rows(before, i, grid)
+        return _over(grid.kv_count, lambda j, held: _visit(_kv_rows(row, j, grid), recipe, held, functools.partial(_add, recipe)), init)
+
+    if grid.q_count == 1:
+        only: Running = one_q(jnp.int32(0))
+        return only
+    _, rows = jax.lax.scan(lambda carry, i: (carry, one_q(i)), None, jnp.arange(grid.q_count, dtype=jnp.int32))
+    found: Running = jax.tree.map(lambda blocks: _join(blocks, dim=2)[:, :, : grid.q_length], rows)
+    return found
+
+
+def backward(operands: Operands, recipe: Recipe, *, lse: jax.Array, do: jax.Array, delta: jax.Array) -> Gradients:
+    """Return what the operands' keys contribute to the gradients of q, k, v and the bias.
+
+    Args:
+      operands: local arrays, as in the forward pass.
+      recipe: the static part.
+      lse: `[batch, heads, q_length]`, of all keys and the sinks.
+      do: `[batch, q_length, heads, v_dim]`, the cotangent of the output.
+      delta: `[batch, heads, q_length]`, see `delta`.
+    """
+    operands, lse, do, delta = _jax.vary_together((operands, lse, do, delta))
+    grid = _grid(operands, recipe)
+    padded = _pad(operands, grid)
+    lse, delta = (_pad_dim(rows, 2, grid.q_count * grid.q_block, 0) for rows in (lse, delta))
+    do = _pad_dim(do, 1, grid.q_count * grid.q_block, 0)
+    zero = functools.partial(jnp.zeros_like, dtype=jnp.float32)
+    bias = None if padded.bias is None else zero(padded.bias)
+
+    def one_kv(j: jax.Array, held: Any) -> tuple[Any, Any]:
+        column = _kv_rows(padded, j, grid)
+
+        def one_q(i: jax.Array, held: Any) -> Any:
+            block = _q_rows(column, i, grid)
+            at = i * grid.q_block
+            rows = (_slice(lse, 2, at, grid.q_block), _slice(do, 1, at, grid.q_block), _slice(delta, 2, at, grid.q_block))
+            return _visit(block, recipe, held, lambda block, held: _add_gradients(block, recipe, rows, held, i, j, grid))
+
+        dq, dbias, dk, dv = _over(grid.q_count, one_q, (*held, zero(column.k), zero(column.v)))
+        return (dq, dbias), (dk, dv)
+
+    held = (zero(padded.q), bias)
+    if grid.kv_count == 1:
+        (dq, dbias), (dk, dv) = one_kv(jnp.int32(0), held)
+    else:
+        numbers = jnp.arange(grid.kv_count, dtype=jnp.int32)
+        (dq, dbias), blocks = jax.lax.scan(lambda carry, j: one_kv(j, carry), held, numbers)
+        dk, dv = (_join(one, dim=1) for one in blocks)
+    if operands.bias is not None:
+        dbias = jax.lax.slice(dbias, (0,) * 4, operands.bias.shape)
+    return Gradients(q=dq[:, : grid.q_length], k=dk[:, : grid.kv_length], v=dv[:, : grid.kv_length], bias=dbias)
+
+
+def delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None = None) -> jax.Array:
+    """Return the sum over `v_dim` of output times cotangent, less the cotangent of the logsumexp, `[batch, heads, q_length]`.
+
+    Args:
+      o: `[batch, q_length, heads, v_dim]`.
+      do: its cotangent.
+      dlse: cotangent of the logsumexp `[batch, heads, q_length]`, or None.
+    """
+    rows: jax.Array = jnp.einsum("bthd,bthd->bht", o.astype(jnp.float32), do.astype(jnp.float32))
+    return rows if dlse is None else rows - dlse
+
+
+def sinks_gradient(sinks: jax.Array, *, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """Return the gradient of the sinks `[heads]`, float32."""
+    share = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - lse)
+    return -jnp.sum(share * delta, axis=(0, 2))
+
+
+def attend(operands: Operands, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
+    """Return the output `[batch, q_length, heads, v_dim]`, in v's dtype, and the logsumexp, of local arrays. Differentiable."""
+    operands = _jax.vary_together(operands)
+    floats = {name: getattr(operands, name) for name in ("q", "k", "v", "bias", "sinks")}
+    rest = operands.replace(**dict.fromkeys(floats))
+    return _attend(recipe, floats, rest)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(recipe: Recipe, floats: dict[str, Any], rest: Operands) -> tuple[jax.Array, jax.Array]:
+    operands = rest.replace(**floats)
+    state = forward(operands, recipe)
+    if operands.sinks is not None:
+        state = _online.add_sinks(state, operands.sinks)
+    o, lse = _online.finish(state)
+    return o.astype(operands.v.dtype), lse
+
+
+def _attend_forward(recipe: Recipe, floats: dict[str, Any], rest: Operands) -> Any:
+    o, lse = _attend(recipe, floats, rest)
+    return (o, lse), (floats, rest, o, lse)
+
+
+def _attend_backward(recipe: Recipe, kept: Any, cotangents: Any) -> Any:
+    floats, rest, o, lse = kept
+    do, dlse = cotangents
+    operands = rest.replace(**floats)
+    rows = delta(o, do, dlse)
+    found = backward(operands, recipe, lse=lse, do=do, delta=rows)
+    sinks = None if operands.sinks is None else sinks_gradient(operands.sinks, lse=lse, delta=rows)
+    grads = {"q": found.q, "k": found.k, "v": found.v, "bias": found.bias, "sinks": sinks}
+    return {name: None if one is None else one.astype(floats[name].dtype) for name, one in grads.items()}, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+# One block.
+
+
+def _visit(block: Operands, recipe: Recipe, held: Any, step: Any) -> Any:
+    """Return `step(block, held)`, or what was held where no pair of the block attends."""
+    if not recipe.mask.positional and block.lengths is None and block.q_segment_ids is None:
+        return step(block, held)
+    return jax.lax.cond(_empty(block, recipe), lambda: held, lambda: step(block, held))
+
+
+def _empty(block: Operands, recipe: Recipe) -> jax.Array:
+    kv = block.kv_positions
+    kv_low, kv_high = jnp.min(jnp.where(kv < 0, jnp.iinfo(jnp.int32).max, kv)), jnp.max(kv)
+    empty: jax.Array = block_is_empty(recipe.mask, (jnp.min(block.q_positions), jnp.max(block.q_positions)), (kv_low, kv_high))
+    if block.lengths is not None:
+        empty = empty | (kv_low >= jnp.max(block.lengths))
+    if block.q_segment_ids is not None:
+        q, kv = block.q_segment_ids, block.kv_segment_ids
+        empty = empty | (jnp.max(kv) < jnp.min(q)) | (jnp.min(kv) > jnp.max(q))
+    return empty
+
+
+def _seen(block: Operands, recipe: Recipe) -> jax.Array:
+    return allowed(
+        recipe.mask,
+        block.q_positions,
+        block.kv_positions,
+        q_segment_ids=block.q_segment_ids,
+        kv_segment_ids=block.kv_segment_ids,
+        lengths=block.lengths,
+        dense=block.mask,
+    )
+
+
+def _logits(block: Operands, recipe: Recipe) -> jax.Array:
+    return _online.logits_of(block.q, block.k, scale=recipe.scale, softcap=recipe.softcap, bias=block.bias)
+
+
+def _keep(block: Operands, recipe: Recipe) -> jax.Array | None:
+    return keep_factors(block, recipe.dropout) if recipe.dropout else None
+
+
+def _add(recipe: Recipe, block: Operands, state: Running) -> Running:
+    return _online.update(state, _logits(block, recipe), _seen(block, recipe), block.v, keep=_keep(block, recipe))
+
+
+def _add_gradients(block: Operands, recipe: Recipe, rows: Any, held: Any, i: jax.Array, j: jax.Array, grid: _Grid) -> Any:
+    lse, do, delta_rows = rows
+    dq, dbias, dk, dv = held
+    ds, weights = _logit_gradients(block, recipe, lse, do, delta_rows)
+    if dbias is not None:
+        dbias = _add_bias(dbias, ds, block.bias, i * grid.q_block, j * grid.kv_block)
+    scaled = ds * recipe.scale
+    at = i * grid.q_block
+    dq = jax.lax.dynamic_update_slice_in_dim(dq, _slice(dq, 1, at, grid.q_block) + _online.queries_of(scaled, block.k), at, 1)
+    kv_heads = block.k.shape[2]
+    return dq, dbias, dk + _online.keys_of(scaled, block.q, kv_heads), dv + _online.keys_of(weights, do, kv_heads)
+
+
+def _logit_gradients(block: Operands, recipe: Recipe, lse: jax.Array, do: jax.Array, delta_rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the cotangent of the biased logits, and the weights after dropout; `[batch, heads, q_length, kv_length]`."""
+    logits = _logits(block, recipe)
+    # A row without keys has lse = -inf, which depends on nothing: neither does its cotangent count.
+    none = jnp.isneginf(lse)
+    lse, delta_rows = jnp.where(none, 0.0, lse), jnp.where(none, 0.0, delta_rows)
+    p = jnp.where(_seen(block, recipe), jnp.exp(logits - lse[..., None]), 0.0)
+    dp = _online.products_of(do, block.v)
+    keep = _keep(block, recipe)
+    ds = p * ((dp if keep is None else dp * keep) - delta_rows[..., None])
+    if recipe.softcap is not None:
+        ds = ds * (1.0 - jnp.square(logits / recipe.softcap))
+    return ds, p if keep is None else p * keep
+
+
+def _add_bias(dbias: jax.Array, ds: jax.Array, bias: jax.Array, q_at: jax.Array, kv_at: jax.Array) -> Any:
+    shared = tuple(dim for dim in range(4) if bias.shape[dim] == 1 and ds.shape[dim] != 1)
+    part = jnp.sum(ds, axis=shared, keepdims=True) if shared else ds
+    at = (0, 0, q_at if dbias.shape[2] > 1 else 0, kv_at if dbias.shape[3] > 1 else 0)
+    old = jax.lax.dynamic_slice(dbias, at, part.shape)
+    return jax.lax.dynamic_update_slice(dbias, old + part, at)
+
+
+# Blocks of arrays.
+
+
+def _grid(operands: Operands, recipe: Recipe) -> _Grid:
+    q_length, kv_length = operands.q.shape[1], operands.k.shape[1]
+    return _Grid(
+        q_length=q_length,
+        kv_length=kv_length,
+        q_block=max(1, min(recipe.q_block, q_length)),
+        kv_block=max(1, min(recipe.kv_block, kv_length)),
+    )
+
+
+def _over(count: int, step: Any, init: Any) -> Any:
+    """Return `init` after `step(0, ·)`, `step(1, ·)`, …"""
+    if count == 1:
+        return step(jnp.int32(0), init)
+    return jax.lax.scan(lambda held, i: (step(i, held), None), init, jnp.arange(count, dtype=jnp.int32))[0]
+
+
+def _pad(operands: Operands, grid: _Grid) -> Operands:
+    """Return the operands with whole blocks: keys that do not exist stand at -1."""
+    changed: dict[str, Any] = {}
+    for dims, length, size in (
+        (_Q_DIM, grid.q_length, grid.q_count * grid.q_block),
+        (_KV_DIM, grid.kv_length, grid.kv_count * grid.kv_block),
+    ):
+        for name, dim in dims.items():
+            array = changed.get(name, getattr(operands, name))
+            if size != length and array is not None and array.shape[dim] == length:
+                value = -1 if name == "kv_positions" else "edge" if array.dtype == jnp.int32 else 0
+                changed[name] = _pad_dim(array, dim, size, value)
+    return operands.replace(**changed) if changed else operands
+
+
+def _pad_dim(array: jax.Array, dim: int, size: int, value: Any) -> jax.Array:
+    widths = [(0, size - have if at == dim else 0) for at, have in enumerate(array.shape)]
+    if size == array.shape[dim]:
+        return array
+    return jnp.pad(array, widths, mode="edge") if value == "edge" else jnp.pad(array, widths, constant_values=value)
+
+
+def _slice(array: jax.Array, dim: int, at: Any, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(array, at, size, dim) if array.shape[dim] > size else array
+
+
+def _q_rows(operands: Operands, i: jax.Array, grid: _Grid) -> Operands:
+    return _block(operands, _Q_DIM, i * grid.q_block, grid.q_block)
+
+
+def _kv_rows(operands: Operands, j: jax.Array, grid: _Grid) -> Operands:
+    return _block(operands, _KV_DIM, j * grid.kv_block, grid.kv_block)
+
+
+def _block(operands: Operands, dims: dict[str, int], at: jax.Array, size: int) -> Operands:
+    present = {name: (getattr(operands, name), dim) for name, dim in dims.items() if getattr(operands, name) is not None}
+    return operands.replace(**{name: _slice(array, dim, at, size) for name, (array, dim) in present.items()})
+
+
+def _join(blocks: jax.Array, *, dim: int) -> Any:
+    """Return blocks `[count, ...]` as one array, joined along a dim of a block."""
+    moved = jnp.moveaxis(blocks, 0, dim)
+    return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])
+
+
+def _pad_running(state: Running, grid: _Grid) -> Any:
+    return jax.tree.map(lambda rows: _pad_dim(rows, 2, grid.q_count * grid.q_block, 0), state)
+
+
+def _running_rows(state: Running, i: jax.Array, grid: _Grid) -> Any:
+    return jax.tree.map(lambda rows: _slice(rows, 2, i * grid.q_block, grid.q_block), state)

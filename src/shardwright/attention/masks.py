@@ -1,0 +1,256 @@
+"""Which pairs of query and key attend: structured values, evaluated by position on any block. True = attend.
+
+A query at position p and a key at position r attend to each other where all of these hold:
+
+- `r >= 0`: a negative position marks a row that does not exist (padding, an unfilled slot of a cache);
+- causal: `r <= p`;
+- window (left, right): `p - left <= r <= p + right`, None for no bound. W tokens counting itself is `(W - 1, 0)`;
+- chunk C: `p // C == r // C`;
+- segments: the two rows have equal ids;
+- lengths: `r < length` of the sequence;
+- a dense mask, if the caller gave one, says True.
+
+Positions and not row numbers, so that a permuted batch, a shard of a sequence and a cache need no rules of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.errors import AttentionError
+
+T = TypeVar("T", bool, jax.Array)
+Window = tuple[int | None, int | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MaskRules:
+    """The static part of a mask: what depends on positions alone. Hashable.
+
+    Attributes:
+      causal: no key after the query.
+      window: positions to the left and to the right that are seen, None for no bound; None for no window.
+      chunk: length of the chunks that do not see each other, or None.
+    """
+
+    causal: bool = False
+    window: Window | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            object.__setattr__(self, "window", _check_window(self.window))
+        if self.chunk is not None and (isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < 1):
+            raise AttentionError(f"chunk={self.chunk!r} is not a length", fix="pass the number of positions per chunk, such as 8192")
+
+    @property
+    def positional(self) -> bool:
+        """Whether it matters where a query stands."""
+        return self.causal or self.window is not None or self.chunk is not None
+
+    @property
+    def bounds(self) -> Window:
+        """How far to the left and to the right a query may see, None for no bound."""
+        left, right = self.window or (None, None)
+        return left, (0 if right is None else min(right, 0)) if self.causal else right
+
+    def __and__(self, other: MaskRules) -> MaskRules:
+        return MaskRules(
+            causal=self.causal or other.causal,
+            window=_both_windows(self.window, other.window),
+            chunk=_both_chunks(self.chunk, other.chunk),
+        )
+
+
+def _check_window(window: Any) -> Window:
+    good = isinstance(window, (tuple, list)) and len(window) == 2
+    if not good or any(side is not None and (isinstance(side, bool) or not isinstance(side, (int, np.integer))) for side in window):
+        fix = "pass (left, right): (w - 1, 0) sees w tokens counting itself, (w, w) w on both sides, None means no bound"
+        raise AttentionError(f"window={window!r} is not a pair of lengths", fix=fix)
+    left, right = (None if side is None else int(side) for side in window)
+    if (left is not None and left < 0) or (right is not None and right < 0):
+        raise AttentionError(f"window={window!r} has a negative side", fix="count positions to the left and to the right, each from 0")
+    if max(left or 0, right or 0) >= 2**30:
+        raise AttentionError(f"window={window!r} is longer than any position", fix="write None for a side without a bound")
+    return left, right
+
+
+def _both_windows(a: Window | None, b: Window | None) -> Window | None:
+    if a is None or b is None:
+        return a or b
+    left, right = (min((side for side in sides if side is not None), default=None) for sides in zip(a, b, strict=True))
+    return left, right
+
+
+def _both_chunks(a: int | None, b: int | None) -> int | None:
+    if a is None or b is None:
+        return a or b
+    if max(a, b) % min(a, b):
+        raise AttentionError(f"chunks of {a} and of {b} positions do not nest", fix="use lengths of which one divides the other")
+    return min(a, b)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("q_segment_ids", "kv_segment_ids", "lengths", "dense"),
+    meta_fields=("rules",),
+)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Mask:
+    """A mask as a value: rules by position, and the arrays that go with them. A pytree; combine with `&`.
+
+    >>> (causal() & window(left=3)).rules
+    MaskRules(causal=True, window=(3, None), chunk=None)
+
+    Attributes:
+      rules: the static part.
+      q_segment_ids: `[batch, q_length]` int, or None.
+      kv_segment_ids: `[batch, kv_length]` int, or None.
+      lengths: `[batch]` int, keys at this position and after are not seen; or None.
+      dense: bool, `[batch, heads, q_length, kv_length]`, each dim full or 1; or None.
+    """
+
+    rules: MaskRules = MaskRules()
+    q_segment_ids: Any = None
+    kv_segment_ids: Any = None
+    lengths: Any = None
+    dense: Any = None
+
+    def __and__(self, other: Mask) -> Mask:
+        if self.q_segment_ids is not None and other.q_segment_ids is not None:
+            raise AttentionError("both masks have segments", fix="number the segments once, so that rows attend where the ids are equal")
+        mine = self if self.q_segment_ids is not None else other
+        return Mask(
+            rules=self.rules & other.rules,
+            q_segment_ids=mine.q_segment_ids,
+            kv_segment_ids=mine.kv_segment_ids,
+            lengths=_either(jnp.minimum, self.lengths, other.lengths),
+            dense=_either(jnp.logical_and, self.dense, other.dense),
+        )
+
+
+def _either(both: Any, a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else both(a, b)
+
+
+def full() -> Mask:
+    """Return the mask that hides nothing."""
+    return Mask()
+
+
+def causal() -> Mask:
+    """Return the mask by which a query sees no later position."""
+    return Mask(rules=MaskRules(causal=True))
+
+
+def window(left: int | None = None, right: int | None = None) -> Mask:
+    """Return the mask by which a query sees `left` positions before and `right` after its own; None for no bound."""
+    return Mask(rules=MaskRules(window=(left, right)))
+
+
+def chunk(length: int) -> Mask:
+    """Return the mask by which a query sees only positions in its own chunk of `length`."""
+    return Mask(rules=MaskRules(chunk=length))
+
+
+def segments(q_segment_ids: Any, kv_segment_ids: Any = None) -> Mask:
+    """Return the mask by which rows see each other where their ids are equal; one array serves queries and keys.
+
+    Args:
+      q_segment_ids: `[batch, q_length]` int.
+      kv_segment_ids: `[batch, kv_length]` int; absent: those of the queries.
+    """
+    return Mask(q_segment_ids=q_segment_ids, kv_segment_ids=q_segment_ids if kv_segment_ids is None else kv_segment_ids)
+
+
+def lengths(valid: Any) -> Mask:
+    """Return the mask by which only keys at positions below `valid` `[batch]` are seen."""
+    return Mask(lengths=valid)
+
+
+def dense(attend: Any) -> Mask:
+    """Return a mask from a bool array `[batch, heads, q_length, kv_length]`, each dim full or 1, True = attend."""
+    return Mask(dense=attend)
+
+
+def allowed(
+    rules: MaskRules,
+    q_positions: jax.Array,
+    kv_positions: jax.Array,
+    *,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    dense: jax.Array | None = None,
+) -> jax.Array:
+    """Evaluate a mask on a block of rows.
+
+    Args:
+      rules: the static part.
+      q_positions: `[batch or 1, q_length]` of the block's queries.
+      kv_positions: `[batch or 1, kv_length]` of the block's keys.
+      q_segment_ids: `[batch, q_length]`, or None.
+      kv_segment_ids: `[batch, kv_length]`, or None.
+      lengths: `[batch]`, or None.
+      dense: the block of the dense mask, or None.
+
+    Returns:
+      Bool, broadcastable to `[batch, heads, q_length, kv_length]`.
+    """
+    q, kv = q_positions[:, None, :, None], kv_positions[:, None, None, :]
+    seen = kv >= 0
+    left, right = rules.bounds
+    if left is not None:
+        seen = seen & (kv >= q - left)
+    if right is not None:
+        seen = seen & (kv <= q + right)
+    if rules.chunk is not None:
+        seen = seen & (kv // rules.chunk == q // rules.chunk)
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        seen = seen & (q_segment_ids[:, None, :, None] == kv_segment_ids[:, None, None, :])
+    if lengths is not None:
+        seen = seen & (kv < lengths[:, None, None, None])
+    return seen if dense is None else seen & dense
+
+
+def block_is_empty(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
+    """Tell whether no pair of a block attends by the rules alone.
+
+    Args:
+      rules: the static part of the mask.
+      q: smallest and largest position of the block's queries: ints, or traced scalars for a traced answer.
+      kv: likewise of the block's keys.
+
+    True is a proof. False says nothing, for positions need not be contiguous and the arrays of a mask are not asked.
+    """
+    (q_low, q_high), (kv_low, kv_high) = q, kv
+    left, right = rules.bounds
+    empty = kv_high < 0
+    if left is not None:
+        empty = empty | (kv_high < q_low - left)
+    if right is not None:
+        empty = empty | (kv_low > q_high + right)
+    if rules.chunk is not None:
+        empty = empty | (kv_high // rules.chunk < q_low // rules.chunk) | (kv_low // rules.chunk > q_high // rules.chunk)
+    return empty
+
+
+def block_is_full(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
+    """Tell whether every pair of a block attends by the rules alone; see `block_is_empty`. True is a proof."""
+    (q_low, q_high), (kv_low, kv_high) = q, kv
+    left, right = rules.bounds
+    full = kv_low >= 0
+    if left is not None:
+        full = full & (kv_low >= q_high - left)
+    if right is not None:
+        full = full & (kv_high <= q_low + right)
+    if rules.chunk is not None:
+        same = (q_low // rules.chunk == q_high // rules.chunk) & (kv_low // rules.chunk == kv_high // rules.chunk)
+        full = full & same & (q_low // rules.chunk == kv_low // rules.chunk)
+    return full

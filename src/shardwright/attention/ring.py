@@ -1,0 +1,185 @@
+"""Ring attention: keys and values travel round the shards of the sequence, each rank adds what arrives (Liu et al. 2023).
+
+Of n ranks each sends its keys on n - 1 times forward; backward n - 1 times again, and their gradients n times, the last
+of them home. Masks go by position, so contiguous shards and the zigzag order need no code of their own: blocks that no
+pair of attends are skipped, which in zigzag order is the same half of the work on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwright import _jax
+from shardwright.attention import _online, _sequence, _shards, blockwise
+from shardwright.attention._online import Running
+from shardwright.attention.call import AttentionCall, Operands, Recipe
+from shardwright.attention.masks import block_is_empty
+from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
+
+KV = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Ring:
+    """The static part of a ring.
+
+    Attributes:
+      recipe: the arithmetic.
+      axes: the mesh axes that it goes round, major first.
+      size: number of ranks.
+      turns: the shards a rank reads, each as how many ranks back it lies; the own one, 0, first.
+      loop: whether the turns are a `lax.scan`.
+    """
+
+    recipe: Recipe
+    axes: tuple[str, ...]
+    size: int
+    turns: tuple[int, ...]
+    loop: bool
+
+    @property
+    def hops(self) -> tuple[int, ...]:
+        """How many ranks on the keys go between one turn and the next."""
+        return tuple(after - before for before, after in zip(self.turns, self.turns[1:], strict=False))
+
+    def send(self, arrays: Any, hop: int) -> Any:
+        """Return what the rank `hop` before this one has."""
+        if hop % self.size == 0:
+            return arrays
+        pairs = [(rank, (rank + hop) % self.size) for rank in range(self.size)]
+        return jax.tree.map(lambda array: jax.lax.ppermute(array, self.axes, pairs), arrays)
+
+    def read(self, operands: Operands, kv: KV, turn: Any) -> Operands:
+        """Return the operands of a turn, whose keys are those of the rank `turn` before this one."""
+        k, v = _sequence.unpack(kv, head_dim=operands.q.shape[-1])
+        rank = jax.lax.axis_index(self.axes)
+        return _sequence.keys_at(operands, (rank - turn) % self.size * k.shape[1], k=k, v=v)
+
+
+def turns_of(call: AttentionCall) -> tuple[int, ...]:
+    """Return which shards of keys any rank has to read, each as how many ranks back it lies; all unless the mask rules some out.
+
+    Only where positions count from an offset is that known before the program runs: a causal window of w over shards of s
+    rows leaves `1 + ceil(w / s)` turns.
+    """
+    ranks = call.shards(call.specs.kv_length)
+    if call.q_offset is None:
+        return tuple(range(ranks))
+    q_rows, kv_rows = call.q_length // ranks, call.kv_length // ranks
+    q_starts = [call.q_offset + rank * q_rows for rank in range(ranks)]
+
+    def nobody_reads(turn: int) -> bool:
+        pairs = ((q, (rank - turn) % ranks * kv_rows) for rank, q in enumerate(q_starts))
+        return all(block_is_empty(call.recipe.mask, (q, q + q_rows - 1), (kv, kv + kv_rows - 1)) for q, kv in pairs)
+
+    return (0, *(turn for turn in range(1, ranks) if not nobody_reads(turn)))
+
+
+@AttentionRegistry.register
+class RingAttention(AttentionImpl):
+    """Keys and values sent round the shards of the sequence: memory of a few shards, any number of ranks."""
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        """Return "ring"."""
+        return "ring"
+
+    @classmethod
+    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
+        """Return why a call cannot be served: queries and keys must lie over the same mesh axes."""
+        reasons = _sequence.refusals(call, "ring")
+        if call.specs.q_length != call.specs.kv_length:
+            q, kv = (_sequence.names(axes) for axes in (call.specs.q_length, call.specs.kv_length))
+            reasons.append(f"q_length lies over {q} and kv_length over {kv}: a ring needs both over the same mesh axes")
+        return tuple(reasons)
+
+    @classmethod
+    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Attend, one `shard_map` over all the axes of the call."""
+        return _shards.run_on_shards(functools.partial(_run, call=call), operands, call)
+
+
+def _run(shard: Operands, *, call: AttentionCall) -> Result:
+    axes = call.specs.kv_length
+    recipe = _sequence.halved(call.recipe, call, q_length=shard.q.shape[1], kv_length=shard.k.shape[1])
+    if call.shards(axes) == 1:
+        o, lse = blockwise.attend(shard, recipe)
+    else:
+        ring = _Ring(recipe=recipe, axes=axes, size=call.shards(axes), turns=turns_of(call), loop=call.loop)
+        o, lse = _attend(ring, *_sequence.split_floats(_jax.vary_together(_sequence.with_whole_rows(shard, call))))
+    return _shards.asked(Result(o=o, lse=lse), call)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: _Ring, floats: dict[str, Any], rest: Operands) -> tuple[jax.Array, jax.Array]:
+    operands = rest.replace(**floats)
+
+    def add(state: Running, kv: KV, turn: Any) -> Running:
+        return blockwise.forward(ring.read(operands, kv, turn), ring.recipe, state=state)
+
+    def turn_and_send(carry: tuple[Running, KV], turn: Any, hop: int) -> tuple[Running, KV]:
+        state, kv = carry
+        arriving = ring.send(kv, hop)  # before the work that hides it
+        return add(state, kv, turn), arriving
+
+    carry = (_online.start(operands.q, operands.v), _sequence.pack(operands.k, operands.v))
+    state, kv = _turn(ring, turn_and_send, carry)
+    state = add(state, kv, ring.turns[-1])
+    if operands.sinks is not None:
+        state = _online.add_sinks(state, operands.sinks)
+    o, lse = _online.finish(state)
+    return o.astype(operands.v.dtype), lse
+
+
+def _attend_forward(ring: _Ring, floats: dict[str, Any], rest: Operands) -> Any:
+    o, lse = _attend(ring, floats, rest)
+    return (o, lse), (floats, rest, o, lse)
+
+
+def _attend_backward(ring: _Ring, kept: Any, cotangents: Any) -> Any:
+    floats, rest, o, lse = kept
+    do, dlse = cotangents
+    operands = rest.replace(**floats)
+    delta = blockwise.delta(o, do, dlse)
+
+    def add(grads: Any, kv: KV, turn: Any) -> Any:
+        dq, dbias, dkv = grads
+        read = ring.read(operands, kv, turn)
+        found = blockwise.backward(read, ring.recipe, lse=lse, do=do, delta=delta)
+        dk, dv = _sequence.unpack(dkv, head_dim=operands.q.shape[-1])
+        dkv = _sequence.pack(dk + found.k, dv + found.v)
+        return dq + found.q, dbias, dkv
+
+    def turn_and_send(carry: Any, turn: Any, hop: int) -> Any:
+        grads, kv = carry
+        arriving = ring.send(kv, hop)
+        dq, dbias, dkv = add(grads, kv, turn)
+        return (dq, dbias, ring.send(dkv, hop)), arriving
+
+    zero = functools.partial(jnp.zeros_like, dtype=jnp.float32)
+    start = (zero(operands.q), None, _sequence.pack(zero(operands.k), zero(operands.v)))
+    grads, kv = _turn(ring, turn_and_send, (start, _sequence.pack(operands.k, operands.v)))
+    dq, dbias, dkv = add(grads, kv, ring.turns[-1])
+    dk, dv = _sequence.unpack(ring.send(dkv, -ring.turns[-1]), head_dim=operands.q.shape[-1])
+    sinks = None if operands.sinks is None else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta)
+    found = {"q": dq, "k": dk, "v": dv, "bias": dbias, "sinks": sinks}
+    return {name: None if one is None else one.astype(floats[name].dtype) for name, one in found.items()}, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _turn(ring: _Ring, step: Any, carry: Any) -> Any:
+    """Return the carry after all turns but the last, `step(carry, turn, hop)` each."""
+    hops = ring.hops
+    if not ring.loop or len(hops) < 2 or len(set(hops)) > 1:
+        for turn, hop in zip(ring.turns, hops, strict=False):
+            carry = step(carry, turn, hop)
+        return carry
+    turns = jnp.asarray(ring.turns[:-1], dtype=jnp.int32)
+    return jax.lax.scan(lambda held, turn: (step(held, turn, hops[0]), None), carry, turns)[0]
