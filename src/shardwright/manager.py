@@ -34,6 +34,7 @@ from shardwright.placement import Placement
 from shardwright.problems import idle_mesh_axis, in_words_of, local_rank, lost_mesh_axis, must_lie, no_dtype, not_varying, with_fix
 from shardwright.provenance import ModeFrom, Outcome, Resolution
 from shardwright.rules import AxisRules, Missing, check_mesh_axes, unnamed_mesh_axes
+from shardwright.state import annotate_state
 
 _HINTABLE = (IndivisibleError, AxisConflictError, ManualAxisError)
 
@@ -328,7 +329,7 @@ class PartitionManager:
         overrides: Mapping[str, Any] | None = None,
         mode: str | None = None,
     ) -> Any:
-        """Return the shardings of an optimizer's state: each leaf lies like the parameter that it follows.
+        """Return the shardings of an optimizer's state: each leaf lies like the parameter that it follows, and beyond by `zero1`.
 
         Args:
           state: the state, or `jax.eval_shape(tx.init, abstract_params)`.
@@ -340,7 +341,8 @@ class PartitionManager:
         Raises:
           StrategyError, RankMismatchError: leaves that follow no parameter; all of them at once.
         """
-        return self.shardings(state, tree.annotate_state(state, params, annotations, overrides=overrides), mode=mode)
+        annotated = annotate_state(state, params, annotations, overrides=overrides, by_path=bool(self.rules.tensors))
+        return self.shardings(state, annotated, mode=mode, role=Role.STATE)
 
     def global_array(self, local: Any, *axes: Any, global_shape: Sequence[int] | None = None, mode: str | None = None) -> jax.Array:
         """Build a global array from each process's part of it.

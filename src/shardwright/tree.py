@@ -1,19 +1,18 @@
-"""Trees: annotations beside arrays, path rules, stacks of layers, optimizer state."""
+"""Trees: annotations beside arrays, path rules, stacks of layers."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardwright.annotations import ArraySpec, as_annotation, describe, is_annotation, stacked
+from shardwright.annotations import ArraySpec, as_annotation, is_annotation, stacked
 from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
 
 
@@ -223,7 +222,7 @@ def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = T
     Raises:
       StrategyError: unmatched paths (all at once), a bad pattern, a bad annotation.
     """
-    compiled = [_compiled(at, *_pair_of(at, rule)) for at, rule in enumerate(rules)]
+    compiled = [compile_rule(at, *_pair_of(at, rule)) for at, rule in enumerate(rules)]
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
     hits, wins = [0] * len(compiled), [0] * len(compiled)
     found: list[Any] = []
@@ -252,7 +251,12 @@ def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = T
     )
 
 
-def _compiled(at: int, pattern: str, annotation: Any) -> tuple[re.Pattern[str], Any]:
+def compile_rule(at: int, pattern: str, annotation: Any) -> tuple[re.Pattern[str], Any]:
+    """Return the `at`-th of several rules `pattern -> annotation`, checked.
+
+    Raises:
+      StrategyError: a bad pattern or annotation.
+    """
     try:
         return re.compile(pattern), as_annotation(annotation)
     except re.error as error:
@@ -268,77 +272,4 @@ def _unmatched(path: str, patterns: list[str]) -> Problem:
         path=path,
         rule="patterns in order: " + ", ".join(patterns),
         fix='add a rule for it, or (".*", Replicated) at the end to replicate the rest on purpose',
-    )
-
-
-def annotate_state(state: Any, params: Any, annotations: Any = None, *, overrides: Mapping[str, Any] | None = None) -> Any:
-    """Return a tree like an optimizer's state, with the annotation of the parameter that each leaf follows.
-
-    A leaf follows a parameter if it lies at that parameter's place in a part of the state with the parameters' structure
-    (places left out by a mask included), and if their shapes agree. Scalars need nothing.
-
-    Args:
-      state: the state, or `jax.eval_shape(tx.init, params)`.
-      params: arrays, `ShapeDtypeStruct`s or `ArraySpec`s.
-      annotations: of the parameters; absent where they are `ArraySpec`s.
-      overrides: pattern -> annotation for state leaves that follow no parameter (`re.search` in the state's path).
-
-    Raises:
-      StrategyError, RankMismatchError: leaves that follow nothing, each with its path; all at once.
-    """
-    known = _by_path(params, annotations)
-    copies = _copies_of(set(known), state)
-    pairs, structure = jax.tree_util.tree_flatten_with_path(state)
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise StrategyError(f"overrides={overrides!r} is not a mapping", fix='write {"pattern": annotation}')
-    patterns = [_compiled(at, pattern, one) for at, (pattern, one) in enumerate((overrides or {}).items())]
-    found: list[Any] = []
-    problems: list[Problem] = []
-    for path, leaf in pairs:
-        text = path_text(path)
-        override = next((one for pattern, one in patterns if pattern.search(text)), None)
-        if override is not None or np.shape(leaf) == ():
-            found.append(() if override is None else override)
-            continue
-        owner = next((known[path[at:]] for at in range(len(path) + 1) if path[at:] in known and copies(path[:at])), None)
-        if owner is None or np.shape(owner.value) != np.shape(leaf):
-            problems.append(_follows_nothing(text, leaf, owner))
-            continue
-        found.append(owner.annotation.axes if isinstance(owner.annotation, ArraySpec) else owner.annotation)
-    raise_problems(problems)
-    return jax.tree.unflatten(structure, found)
-
-
-def _copies_of(params: set[tuple[Any, ...]], state: Any) -> Callable[[tuple[Any, ...]], bool]:
-    """Return whether the part of a state below a path has the parameters' structure.
-
-    Masks leave empty tuples where a parameter has no state, so those count as its places.
-    """
-    entries, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, tuple) and not node)
-    paths = [tuple(path) for path, _ in entries]
-
-    @functools.cache
-    def copies(prefix: tuple[Any, ...]) -> bool:
-        return {path[len(prefix) :] for path in paths if path[: len(prefix)] == prefix} == params
-
-    return copies
-
-
-def _by_path(params: Any, annotations: Any) -> dict[tuple[Any, ...], Leaf]:
-    leaves = annotated_leaves(params, annotations)
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_spec)[0]]
-    return {tuple(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
-
-
-def _follows_nothing(path: str, leaf: Any, owner: Leaf | None) -> Problem:
-    if owner is None:
-        what = f"state of shape {np.shape(leaf)} follows no parameter"
-    else:
-        follows = f"{owner.path} {describe(owner.annotation)} of shape {np.shape(owner.value)}"
-        what = f"state of shape {np.shape(leaf)} differs from its parameter {follows}"
-    return Problem(
-        error=StrategyError if owner is None else RankMismatchError,
-        what=what,
-        path=path,
-        fix=f"overrides={{{re.escape(path)!r}: (...)}} gives it an annotation of its own",
     )

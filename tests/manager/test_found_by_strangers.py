@@ -62,7 +62,7 @@ def test_an_init_of_another_shape_or_dtype_is_refused() -> None:
 def test_state_follows_a_parameter_only_inside_a_copy_of_them_all() -> None:
     params = [np.ones(8), np.ones(8), np.ones((8, 8))]
     annotations = [(sw.HEAD,), (sw.NORM,), (sw.EMBED, sw.MLP_INTERMEDIATE)]
-    state = jax.eval_shape(optax.sm3(0.1).init, params)
+    state = {"sums": jax.eval_shape(optax.sm3(0.1).init, params)[0].mu}
     with pytest.raises(sw.StrategyError, match="follows no parameter"):
         sw.annotate_state(state, params, annotations)
     both = {"w": np.ones((8, 4)), "enc": {"w": np.ones((8, 4))}}

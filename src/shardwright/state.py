@@ -1,0 +1,274 @@
+"""Optimizer state: which parameter each leaf of it follows, and with which dims.
+
+A leaf that has its parameter's place and shape is a copy. Where a transformation keeps something else (sums over a dim, a
+history, one statistic for all), the state's own type says what; a table here knows those types. Nothing is guessed from sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from shardwright.annotations import ArraySpec, PartOf, describe
+from shardwright.axes import EMPTY
+from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
+from shardwright.tree import Leaf, annotated_leaves, compile_rule, path_text
+
+Path = tuple[Any, ...]
+Dims = tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """One leaf of a state below a node of a known type.
+
+    Attributes:
+      shape: the leaf's shape.
+      rest: its path below the node's field.
+      param: the parameter whose path begins `rest`, or None.
+      below: what of `rest` lies below the parameter.
+      sibling: returns the shape at the same place of another field, or None.
+    """
+
+    shape: tuple[int, ...]
+    rest: Path
+    param: Leaf | None
+    below: Path
+    sibling: Callable[[str], tuple[int, ...] | None]
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The parameter's shape."""
+        assert self.param is not None
+        return tuple(np.shape(self.param.value))
+
+
+def _own(place: _Place) -> Dims | None:
+    """Mark what belongs to no parameter, such as one statistic for all: not sharded."""
+    return None
+
+
+def _copy(place: _Place) -> Dims | None:
+    return tuple(range(len(place.shape))) if not place.below and place.shape == place.whole else None
+
+
+def _history(place: _Place) -> Dims | None:
+    """Dims of a stack of the parameter's past values, the newest being anywhere."""
+    return (None, *range(len(place.whole))) if not place.below and place.shape[1:] == place.whole else None
+
+
+def _one_dim(place: _Place) -> Dims | None:
+    """Dims of the i-th of a list with one accumulator per dim of the parameter."""
+    at = place.below[0].idx if len(place.below) == 1 and isinstance(place.below[0], jax.tree_util.SequenceKey) else -1
+    return (at,) if 0 <= at < len(place.whole) and place.shape == (place.whole[at],) else None
+
+
+def _factored(field: str, place: _Place) -> Dims | None:
+    """Dims of Adafactor's moments: a factored parameter has sums over its largest dim in `v_row`, over the next in `v_col`.
+
+    Whether it is factored shows in `v`, which then holds one element; which dims, in the order that optax sorts them
+    (`optax.scale_by_factored_rms`), also where both have one size.
+    """
+    if place.below:
+        return None
+    unfactored = place.sibling("v") == place.whole
+    if unfactored == (field != "v"):
+        return (None,) if place.shape == (1,) else None
+    if unfactored:
+        return _copy(place)
+    if len(place.whole) < 2:
+        return None
+    second, largest = (int(dim) for dim in np.argsort(place.whole)[-2:])
+    gone = largest if field == "v_row" else second
+    kept = tuple(dim for dim in range(len(place.whole)) if dim != gone)
+    return kept if place.shape == tuple(place.whole[dim] for dim in kept) else None
+
+
+# The state types of optax whose fields are not copies of the parameters. A field that is not listed is looked at as any other.
+_KINDS: Final[Mapping[str, Mapping[str, Callable[[_Place], Dims | None]]]] = {
+    "FactoredState": {field: functools.partial(_factored, field) for field in ("v_row", "v_col", "v")},
+    "ScaleBySM3State": {"mu": _one_dim},
+    "ScaleByLBFGSState": {"diff_params_memory": _history, "diff_updates_memory": _history, "weights_memory": _own},
+    "MuonState": {"ns_coeffs": _own},
+    "MechanicState": dict.fromkeys(("r", "m", "v", "s"), _own),
+    "AddNoiseState": {"rng_key": _own},
+    "DifferentiallyPrivateAggregateState": {"rng_key": _own},
+    "HutchinsonState": {"key": _own},
+}
+
+
+def _kind(node: Any) -> Mapping[str, Callable[[_Place], Dims | None]] | None:
+    cls = type(node)
+    # By name, so that optax is never imported; only of optax, because other packages sort and stack in other ways.
+    return _KINDS.get(cls.__name__) if cls.__module__.partition(".")[0] == "optax" else None
+
+
+def _known_nodes(state: Any, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield every node of a known type with its path, outer ones first."""
+    if _kind(state) is not None:
+        yield prefix, state
+    found, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: node is not state and _kind(node) is not None)
+    for path, node in found:
+        if path and _kind(node) is not None:
+            yield from _known_nodes(node, (*prefix, *path))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Follower:
+    """One leaf of a state and what it lies like.
+
+    Attributes:
+      path: the leaf's path.
+      param: the parameter that it follows; None where it has an annotation of its own.
+      dims: for each dim of the leaf, the dim of the parameter that it follows, or None.
+      override: the annotation of its own.
+    """
+
+    path: str
+    param: Leaf | None = None
+    dims: Dims = ()
+    override: Any = None
+
+    def annotation(self, *, by_path: bool) -> Any:
+        """Return its annotation; with `by_path` one that carries the parameter's path too, for exceptions by path."""
+        if self.param is None:
+            return self.override
+        whole = tuple(np.shape(self.param.value))
+        axes = self.param.annotation.axes if isinstance(self.param.annotation, ArraySpec) else self.param.annotation
+        if self.dims == tuple(range(len(whole))) and not by_path:
+            return axes
+        return PartOf(annotation=axes, shape=whole, dims=self.dims, path=self.param.path)
+
+
+def annotate_state(
+    state: Any, params: Any, annotations: Any = None, *, overrides: Mapping[str, Any] | None = None, by_path: bool = False
+) -> Any:
+    """Return a tree like an optimizer's state, with what annotates each leaf: the parameter that it follows.
+
+    A leaf follows a parameter if it lies at that parameter's place in a part of the state with the parameters' structure
+    (places left out by a mask included), and if their shapes agree. Of the states that optax factors, stacks or lists, the
+    state's type says which dims are meant. Scalars need nothing.
+
+    Args:
+      state: the state, or `jax.eval_shape(tx.init, params)`.
+      params: arrays, `ShapeDtypeStruct`s or `ArraySpec`s.
+      annotations: of the parameters; absent where they are `ArraySpec`s.
+      overrides: pattern -> annotation for state leaves that follow no parameter (`re.search` in the state's path).
+      by_path: let each annotation carry its parameter's path, so that `[[tensors]]` rules mean the parameter's.
+
+    Raises:
+      StrategyError, RankMismatchError: leaves that follow nothing, each with its path; all at once.
+    """
+    pairs, structure = jax.tree_util.tree_flatten_with_path(state)
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise StrategyError(f"overrides={overrides!r} is not a mapping", fix='write {"pattern": annotation}')
+    patterns = [compile_rule(at, pattern, one) for at, (pattern, one) in enumerate((overrides or {}).items())]
+    search = _Search.of(state, params, annotations)
+    found: list[Any] = []
+    problems: list[Problem] = []
+    for path, leaf in pairs:
+        text = path_text(path)
+        override = next((one for pattern, one in patterns if pattern.search(text)), None)
+        if override is not None or np.shape(leaf) == ():
+            found.append(Follower(path=text, override=() if override is None else override))
+            continue
+        one = search.follow(tuple(path), np.shape(leaf))
+        if isinstance(one, Problem):
+            problems.append(one)
+        else:
+            found.append(one)
+    raise_problems(problems)
+    return jax.tree.unflatten(structure, [one.annotation(by_path=by_path) for one in found])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """What is known of a state while its leaves are looked up.
+
+    Attributes:
+      params: parameters by path.
+      nodes: nodes of known types by path.
+      shapes: shapes of the state's leaves by path.
+      copies: whether the part of the state below a path has the parameters' structure.
+    """
+
+    params: dict[Path, Leaf]
+    nodes: dict[Path, Any]
+    shapes: dict[Path, tuple[int, ...]]
+    copies: Callable[[Path], bool]
+
+    @classmethod
+    def of(cls, state: Any, params: Any, annotations: Any) -> _Search:
+        known = _by_path(params, annotations)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+        shapes = {tuple(path): tuple(np.shape(leaf)) for path, leaf in leaves}
+        return cls(params=known, nodes=dict(_known_nodes(state)), shapes=shapes, copies=_copies_of(set(known), state))
+
+    def follow(self, path: Path, shape: tuple[int, ...]) -> Follower | Problem:
+        text = path_text(path)
+        for at in range(len(path) - 1, -1, -1):
+            node = self.nodes.get(path[:at])
+            rule = None if node is None else (_kind(node) or {}).get(path[at].name)
+            if rule is not None:
+                place = self._place(path, at, shape)
+                if rule is _own and not place.rest:
+                    return Follower(path=text, override=(EMPTY,) * len(shape))
+                dims = None if place.param is None else rule(place)
+                if dims is None:
+                    return _follows_nothing(text, shape, place.param)
+                return Follower(path=text, param=place.param, dims=dims)
+        owner = next((self.params[path[at:]] for at in range(len(path) + 1) if path[at:] in self.params and self.copies(path[:at])), None)
+        if owner is None or np.shape(owner.value) != shape:
+            return _follows_nothing(text, shape, owner)
+        return Follower(path=text, param=owner, dims=tuple(range(len(shape))))
+
+    def _place(self, path: Path, at: int, shape: tuple[int, ...]) -> _Place:
+        node, rest = path[:at], path[at + 1 :]
+        end = next((end for end in range(len(rest), -1, -1) if rest[:end] in self.params), None)
+
+        def sibling(field: str) -> tuple[int, ...] | None:
+            return self.shapes.get((*node, jax.tree_util.GetAttrKey(field), *rest))
+
+        param = None if end is None else self.params[rest[:end]]
+        return _Place(shape=shape, rest=rest, param=param, below=() if end is None else rest[end:], sibling=sibling)
+
+
+def _copies_of(params: set[Path], state: Any) -> Callable[[Path], bool]:
+    """Return whether the part of a state below a path has the parameters' structure.
+
+    Masks leave empty tuples where a parameter has no state, so those count as its places.
+    """
+    entries, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, tuple) and not node)
+    paths = [tuple(path) for path, _ in entries]
+
+    @functools.cache
+    def copies(prefix: Path) -> bool:
+        return {path[len(prefix) :] for path in paths if path[: len(prefix)] == prefix} == params
+
+    return copies
+
+
+def _by_path(params: Any, annotations: Any) -> dict[Path, Leaf]:
+    leaves = annotated_leaves(params, annotations)
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda one: isinstance(one, ArraySpec))[0]]
+    return {tuple(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+
+
+def _follows_nothing(path: str, shape: tuple[int, ...], owner: Leaf | None) -> Problem:
+    if owner is None:
+        what = f"state of shape {shape} follows no parameter"
+    else:
+        follows = f"{owner.path} {describe(owner.annotation)} of shape {np.shape(owner.value)}"
+        what = f"state of shape {shape} differs from its parameter {follows}"
+    return Problem(
+        error=StrategyError if owner is None else RankMismatchError,
+        what=what,
+        path=path,
+        fix=f"overrides={{{re.escape(path)!r}: (...)}} gives it an annotation of its own",
+    )
