@@ -1,0 +1,16 @@
+"""What every test here must leave behind as it found it: the process-wide registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from shardwright.interop.eformer import PartitionAxis
+
+
+@pytest.fixture(autouse=True)
+def empty_registry() -> Iterator[None]:
+    assert PartitionAxis.get_registered_axes() == {}
+    yield
+    PartitionAxis.clear_registered_axes()

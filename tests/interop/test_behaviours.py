@@ -1,0 +1,365 @@
+"""Twenty-five behaviours of eformer that surprise its users, by number as in docs/eformer.md, and what happens here instead."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import threading
+import types
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.interop import eformer as ef
+from shardwright.interop.eformer import (
+    BATCH,
+    DP,
+    EMBED,
+    EMPTY,
+    FSDP,
+    HEAD,
+    KV_HEAD,
+    KV_LENGTH,
+    LENGTH,
+    MODE_DECODE,
+    MODE_INSERT,
+    MODE_PREFILL,
+    MODE_TRAIN,
+    QUERY_LENGTH,
+    SP,
+    TP,
+    ColumnWise,
+    PartitionAxis,
+    PartitionManager,
+    Replicated,
+    RowWise,
+)
+
+MODES = (MODE_TRAIN, MODE_PREFILL, MODE_DECODE, MODE_INSERT)
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+def lies(x: Any) -> P:
+    return x.sharding.spec
+
+
+@pytest.fixture
+def mesh() -> jax.sharding.Mesh:
+    return ef.create_mesh((2, 4), ("dp", "tp"))
+
+
+def test_01_none_in_decode_is_replicated_and_not_given_inherits() -> None:
+    asked = PartitionAxis(decode_kv_head_axis=None)
+    assert [asked.resolve_axis([KV_HEAD], mode) for mode in MODES] == [["tp"], ["tp"], [None], [None]]
+    assert PartitionAxis().resolve_axis([KV_HEAD], MODE_DECODE) == ["tp"]
+    assert PartitionAxis().resolve_axis([QUERY_LENGTH], MODE_DECODE) == [None]
+    assert PartitionAxis(decode_query_sequence_axis=sw.NOT_GIVEN).resolve_axis([QUERY_LENGTH], MODE_DECODE) == ["sp"]
+
+
+@pytest.mark.parametrize(("alias", "axis"), [("query_sequence_axis", QUERY_LENGTH), (QUERY_LENGTH, QUERY_LENGTH), (BATCH, BATCH)])
+def test_02_an_alias_is_its_axis_in_every_mode(alias: str, axis: str) -> None:
+    PartitionAxis.register("X", alias)
+    paxis = PartitionAxis(decode_batch_axis="dp")
+    assert [paxis.resolve_axis(["X"], mode) for mode in MODES] == [paxis.resolve_axis([axis], mode) for mode in MODES]
+
+
+def test_03_every_axis_has_every_mode_in_a_strategy_file() -> None:
+    text = 'version = 1\n[rules]\nembed = "tp"\nlength = "sp"\n[modes.decode]\nembed = "-"\n[modes.prefill]\nlength = "-"\n'
+    rules = sw.Strategy.loads(text).compile()
+    found = {mode: sw.resolve((LENGTH, EMBED), rules, {"tp": 2, "sp": 2}, mode=mode).spec for mode in MODES}
+    assert found == {MODE_TRAIN: P("sp", "tp"), MODE_PREFILL: P(None, "tp"), MODE_DECODE: P("sp"), MODE_INSERT: P("sp")}
+
+
+def test_04_a_mode_that_nobody_knows_is_an_error() -> None:
+    paxis = PartitionAxis(decode_head_axis=None)
+    assert paxis.resolve_axis([HEAD], "decode") == paxis.resolve_axis([HEAD], MODE_DECODE) == [None]
+    for call in (paxis.resolve_axis, paxis.resolve_spec, PartitionManager(paxis).resolve):
+        with pytest.raises(sw.StrategyError, match="unknown mode 'autoregressive'"):
+            call([HEAD], "autoregressive")
+
+
+def test_05_a_typo_inside_a_composite_is_an_error_and_empty_is_ignored() -> None:
+    with pytest.raises(sw.UnknownAxisError, match=r"(?s)Unknown semantic axis name: '__KV_HAED__'.*did you mean 'KV_HEAD'"):
+        PartitionAxis().resolve_axis([["__KV_HAED__", TP]], MODE_TRAIN)
+    assert PartitionAxis().resolve_axis([[EMPTY, TP]], MODE_TRAIN) == [["tp"]]
+
+
+def test_06_the_quickstart_shards_its_batch(mesh: jax.sharding.Mesh) -> None:
+    with jax.set_mesh(mesh):
+        x = PartitionManager(PartitionAxis()).shard(ones(4, 2, 8), [BATCH, LENGTH, EMBED], MODE_TRAIN)
+        permissive = PartitionManager(PartitionAxis(), policy="eformer")
+        dropped = permissive.shard(ones(4, 2, 8), [BATCH, LENGTH, EMBED], MODE_TRAIN)
+        found = permissive.explain([BATCH, LENGTH, EMBED], MODE_TRAIN, shape=(4, 2, 8))
+    assert lies(x) == P("dp", None, "tp")
+    assert lies(dropped) == found.spec == P(None, None, "tp")
+    assert 'fsdp is not in the mesh; policy missing = "replicate"' in str(found)
+
+
+def test_07_a_composite_that_does_not_divide_is_an_error_or_a_prefix() -> None:
+    mesh = ef.create_mesh((2, 2, 2), ("fsdp", "dp", "tp"))
+    with jax.set_mesh(mesh):
+        with pytest.raises(sw.IndivisibleError, match=r"size 2 does not divide over fsdp=2, dp=2 \(4 shards\)"):
+            PartitionManager(PartitionAxis()).shard(ones(2, 4), [BATCH, None], MODE_TRAIN)
+        prefix = PartitionManager(PartitionAxis(), policy=sw.Policy(indivisible="prefix"))
+        assert lies(prefix.shard(ones(2, 4), [BATCH, None], MODE_TRAIN)) == P("fsdp")
+        dropped = PartitionManager(PartitionAxis(), policy="eformer")
+        assert lies(dropped.shard(ones(2, 4), [BATCH, None], MODE_TRAIN)) == P()
+
+
+def test_08_an_empty_spec_replicates(mesh: jax.sharding.Mesh) -> None:
+    with jax.set_mesh(mesh):
+        pm = PartitionManager(PartitionAxis())
+        x = pm.shard(ones(4, 8), [BATCH, HEAD], MODE_TRAIN)
+        assert lies(x) == P("dp", "tp")
+        for y in (pm.shard(x, Replicated), ef.with_sharding_constraint(x, P()), jax.jit(lambda x: ef.with_sharding_constraint(x, P()))(x)):
+            assert y.sharding.is_fully_replicated
+            np.testing.assert_array_equal(y, x)
+
+
+def test_09_unconstrained_stays_open(mesh: jax.sharding.Mesh) -> None:
+    open_dim = P(P.UNCONSTRAINED, "tp")
+    with jax.set_mesh(mesh):
+        x = ef.with_sharding_constraint(ones(4, 8), P("dp"))
+        assert lies(jax.jit(lambda x: ef.with_sharding_constraint(x, open_dim))(x)) == P("dp", "tp")
+        assert '[{?}, {"tp"}]' in jax.jit(lambda x: ef.with_sharding_constraint(x, open_dim)).lower(x).as_text()
+
+
+def test_10_numpy_arrays_are_placed(mesh: jax.sharding.Mesh) -> None:
+    with jax.set_mesh(mesh):
+        assert lies(ef.with_sharding_constraint(ones(4, 8), P("dp", "tp"))) == P("dp", "tp")
+        shard_fns, gather_fns = ef.make_shard_and_gather_fns({"w": P("dp", "tp")})
+    placed = shard_fns["w"](np.arange(32.0, dtype=np.float32).reshape(4, 8))
+    assert lies(placed) == P("dp", "tp")
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 2)}
+    back = gather_fns["w"](placed)
+    assert isinstance(back, np.ndarray)
+    np.testing.assert_array_equal(back, np.arange(32.0).reshape(4, 8))
+
+
+def test_11_a_tree_is_sharded_on_explicit_meshes_and_its_errors_are_raised() -> None:
+    mesh = ef.create_mesh((2, 4), ("dp", "tp"), axis_types="explicit")
+    with jax.set_mesh(mesh):
+        placed = ef.with_sharding_constraint({"a": ones(4), "b": [jnp.ones((2, 8))]}, P("dp"))
+        traced = jax.jit(lambda tree: ef.with_sharding_constraint(tree, P("dp")))({"a": ones(4), "b": [ones(2, 8)]})
+        assert [lies(x)[0] for x in jax.tree.leaves((placed, traced))] == ["dp"] * 4
+        with pytest.raises(sw.IndivisibleError, match=r"(?s)2 problems.*a dim 0.*b/0 dim 0"):
+            ef.with_sharding_constraint({"a": ones(3), "b": [ones(5, 8)]}, P("dp"))
+
+
+@pytest.mark.filterwarnings("ignore:.*with mesh:DeprecationWarning")
+def test_12_set_mesh_is_seen_and_nothing_of_ours_warns(mesh: jax.sharding.Mesh) -> None:
+    pm = PartitionManager(PartitionAxis())
+
+    def f(x: Any) -> Any:
+        return ef.with_sharding_constraint(pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN), P("dp", "tp"))
+
+    for ambient in (jax.set_mesh(mesh), mesh):
+        with ambient, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert ef.get_incontext_mesh() is mesh
+            assert lies(jax.jit(f)(ones(4, 8))) == lies(f(ones(4, 8))) == P("dp", "tp")
+    for call in (f, lambda x: ef.with_sharding_constraint(x, P("dp"))):
+        with pytest.raises(AssertionError, match="No mesh found under this context manager"):
+            call(ones(4, 8))
+
+
+def test_13_meshes_are_auto_and_explicit_and_manual_axes_work() -> None:
+    pm = PartitionManager(PartitionAxis())
+    for use_jax in (False, True):
+        assert set(ef.create_mesh((2, 4), ("dp", "tp"), use_jax=use_jax).axis_types) == {AxisType.Auto}
+    explicit = ef.create_mesh((2, 4), ("dp", "tp"), axis_types=("auto", "explicit"))
+    with jax.set_mesh(explicit):
+        assert lies(jax.jit(lambda x: pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN))(ones(4, 8))) == P("dp", "tp")
+    with jax.set_mesh(ef.create_mesh((2, 4), ("dp", "tp"))):
+        inside = jax.shard_map(lambda x: pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN), in_specs=P("dp", "tp"), out_specs=P("dp", "tp"))
+        np.testing.assert_array_equal(jax.jit(inside)(ones(4, 8)), 2 * ones(4, 8))
+        outside = jax.shard_map(lambda x: pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN), in_specs=P("dp"), out_specs=P("dp"))
+        with pytest.raises(sw.ManualAxisError, match="dim 1 HEAD: tp is Manual here, and the value does not vary over it"):
+            jax.jit(outside)(ones(4, 8))
+
+
+def test_14_another_manager_is_another_program(mesh: jax.sharding.Mesh) -> None:
+    traces = []
+
+    @jax.jit
+    def f(x: Any) -> Any:
+        traces.append(None)
+        return ef.apply_logical_sharding(x, axes=[BATCH, "X"], mode=MODE_TRAIN)
+
+    PartitionAxis.register("X", "tp")
+    one = PartitionManager(PartitionAxis())
+    PartitionAxis.register("X", None, override=True)  # changes no manager that exists
+    other = PartitionManager(PartitionAxis())
+    PartitionAxis.register("X", "tp", override=True)
+    same = PartitionManager(PartitionAxis())
+    assert one == same != other
+    with jax.set_mesh(mesh):
+        found = []
+        for pm in (one, other, one, same):
+            with pm:
+                found.append(lies(f(ones(4, 8))))
+    assert found == [P("dp", "tp"), P("dp"), P("dp", "tp"), P("dp", "tp")]
+    assert len(traces) == 2
+
+
+def test_15_the_last_manager_built_is_nobody_s(mesh: jax.sharding.Mesh) -> None:
+    PartitionManager(PartitionAxis())
+    said = []
+
+    def call() -> None:
+        assert ef.get_partition_manager() is None
+        assert ef.get_current_partition_manager() is None
+        with pytest.raises(sw.NoManagerError, match="No PartitionManager is available"):
+            ef.apply_logical_sharding(ones(4), axes=[BATCH], mode=MODE_TRAIN)
+        said.append(True)
+
+    with jax.set_mesh(mesh):
+        call()
+        with PartitionManager(PartitionAxis()) as pm:
+            assert ef.get_partition_manager() is ef.get_current_partition_manager() is pm
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+    assert said == [True, True]
+
+
+def test_16_a_manager_entered_twice_is_left_twice() -> None:
+    outer, inner = PartitionManager(PartitionAxis()), PartitionManager(PartitionAxis(head_axis=None))
+    with outer:
+        with inner, inner:
+            assert ef.get_current_partition_manager() is inner
+        assert ef.get_current_partition_manager() is outer
+    assert ef.get_current_partition_manager() is None
+
+
+def test_17_two_dims_that_want_one_mesh_axis_are_named_and_size_one_is_no_conflict() -> None:
+    axes = [BATCH, HEAD, QUERY_LENGTH, KV_LENGTH]
+    pm = PartitionManager(PartitionAxis())
+    with jax.set_mesh(ef.create_mesh((2, 4, 1), ("fsdp", "tp", "sp"))):
+        assert lies(pm.shard(ones(2, 4, 3, 3), axes, MODE_TRAIN)) == P("fsdp", "tp")
+        assert pm.resolve(axes, MODE_TRAIN) == P(("fsdp", "dp"), "tp", "sp", None)
+    with jax.set_mesh(ef.create_mesh((2, 2, 2), ("fsdp", "tp", "sp"))):
+        for call in (lambda: pm.shard(ones(2, 4, 4, 4), axes, MODE_TRAIN), lambda: pm.resolve(axes, MODE_TRAIN)):
+            with pytest.raises(sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"):
+                call()
+    with pytest.raises(sw.AxisConflictError, match="sp is taken by dim 2 QUERY_LENGTH"):
+        PartitionAxis().resolve_spec(axes, MODE_TRAIN)
+
+
+def test_18_a_layout_s_fields_are_its_own_and_a_call_s_mode_and_axes_count(mesh: jax.sharding.Mesh) -> None:
+    scores = ef.DynamicShardingAxes([EMBED], MODE_DECODE)
+    assert (scores.axes, scores.mode) == ([EMBED], MODE_DECODE)
+    assert (ef.HiddenStateSharding.axes, ef.HiddenStateSharding.mode) == ([BATCH, QUERY_LENGTH, EMBED], 1)
+    with pytest.raises(sw.StrategyError, match="RowWise has the axes"):
+        RowWise([EMBED], MODE_DECODE)
+    pm = PartitionManager(PartitionAxis())
+    queries = ef.AttnQSharding
+    assert pm.resolve(queries, mode=MODE_DECODE) == P(("fsdp", "dp"), None, "tp", None)
+    assert pm.resolve(queries, mode=MODE_TRAIN) == P(("fsdp", "dp"), "sp", "tp", None)
+    assert pm.resolve([HEAD], MODE_TRAIN, None) == pm.resolve(None, MODE_TRAIN, scores.__class__([HEAD], MODE_TRAIN)) == P("tp")
+    with pytest.raises(sw.StrategyError, match="axes and dynamic_axes are both given"):
+        pm.resolve([HEAD], MODE_TRAIN, queries)
+    with pytest.raises(sw.StrategyError, match="neither axes nor dynamic_axes is given"):
+        pm.resolve(mode=MODE_TRAIN)
+
+
+def test_19_none_constants_and_any_text_are_what_they_say() -> None:
+    PartitionAxis.register("NOWHERE", None)
+    PartitionAxis.register("ELSEWHERE", "replace")
+    paxis = PartitionAxis(batch_axis=DP, decode_batch_axis=[FSDP, DP], data_parallel_axis="data")
+    assert paxis.resolve_axis(["NOWHERE", "ELSEWHERE"], MODE_TRAIN) == [None, "replace"]
+    assert (paxis.batch_axis, paxis.decode_batch_axis) == ("data", ("fsdp", "data"))
+    with pytest.raises(sw.StrategyError, match="head_axis: 3 is not a rule"):
+        PartitionAxis(head_axis=3)
+    with jax.set_mesh(ef.create_mesh((8,), ("tp",))), pytest.raises(sw.MeshMismatchError, match="a rule names the mesh axis 'replace'"):
+        PartitionManager(PartitionAxis()).shard(ones(4), ["ELSEWHERE"], MODE_TRAIN)
+
+
+def test_20_weight_layouts_know_layers_and_name_their_biases() -> None:
+    pm = PartitionManager(PartitionAxis(), mesh=ef.create_mesh((4, 2), ("fsdp", "tp")))
+    assert lies(pm.shard(ones(8, 4), ColumnWise)) == P("fsdp", "tp")
+    assert lies(pm.shard(ones(3, 8, 4), ColumnWise)) == P(None, "fsdp", "tp")
+    assert lies(pm.shard(ones(4), ColumnWise.bias)) == P("tp")
+    assert lies(pm.shard(ones(4), RowWise.bias)) == P()
+    with pytest.raises(sw.RankMismatchError, match=r"for its bias use ColumnWise\.bias"):
+        pm.shard(ones(4), ColumnWise)
+    rules = [("bias", P("tp")), ("", P("fsdp", "tp"))]
+    tree = {"kernel": ones(8, 4), "bias": ones(4), "scale": ones(8), "step": 3}
+    with pytest.raises(sw.RankMismatchError, match=r"scale: the spec P\('fsdp', 'tp'\) has 2 entries, the array has shape \(8,\)"):
+        ef.match_partition_rules(rules, tree)
+    cut = ef.match_partition_rules(rules, tree, policy="eformer")
+    assert cut == {"kernel": P("fsdp", "tp"), "bias": P("tp"), "scale": P("fsdp"), "step": P()}
+
+
+@pytest.mark.parametrize(
+    "name", ["AutoShardingRule", "ShardingAnalyzer", "analyze_sharding_strategy", "auto_partition_spec", "MeshPartitionHelper"]
+)
+def test_21_utilities_that_do_not_work_are_not_here_and_say_what_is(name: str) -> None:
+    for module in (ef, ef.escale):
+        with pytest.raises(ImportError, match=f"{name} of eformer is not provided here: "):
+            getattr(module, name)
+    with pytest.raises(AttributeError, match="no attribute 'parition_axis'"):
+        _ = ef.parition_axis
+
+
+def test_22_names_come_in_order() -> None:
+    specs = {"w": P(("sp", "fsdp"), "tp"), "b": [P("tp", P.UNCONSTRAINED), None, P("dp")]}
+    assert ef.get_names_from_partition_spec(specs) == ["sp", "fsdp", "tp", "dp"]
+
+
+class Device(types.SimpleNamespace):
+    """A device of one of two slices."""
+
+    def __hash__(self) -> int:
+        return int(self.id)
+
+
+def test_23_slices_keep_the_mesh_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [Device(id=i, platform="cpu", slice_index=i // 8, process_index=0) for i in range(16)]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    monkeypatch.setattr("shardwright.mesh.Mesh", lambda grid, names, axis_types: grid)  # a real one takes real devices only
+    slices = [[device.slice_index for device in row] for row in ef.create_mesh((4, 4), ("dp", "tp"), dcn_mesh_dims=(1, 2))]
+    assert slices == [[0, 0, 1, 1]] * 4
+    with pytest.raises(sw.MeshSpecError, match="over 2 slices: none of pp, dp, fsdp has a size that 2 divides"):
+        ef.create_mesh((1, 1, 16), ("dp", "fsdp", "tp"))
+
+
+def test_24_values_survive_text_pickle_and_copies_and_trees(mesh: jax.sharding.Mesh) -> None:
+    paxis = PartitionAxis(batch_axis=("dp", "fsdp"), decode_kv_head_axis=None)
+    assert PartitionAxis.from_dict(json.loads(json.dumps(paxis.to_dict()))) == paxis
+    assert pickle.loads(pickle.dumps(paxis)) == copy.deepcopy(paxis) == paxis
+    assert pickle.loads(pickle.dumps(ef.NOT_GIVEN)) is copy.deepcopy(ef.NOT_GIVEN) is ef.NOT_GIVEN
+    pm = PartitionManager(paxis)
+    assert jax.tree.leaves({"pm": pm, "paxis": paxis}) == []
+    assert jax.tree.map(lambda x: x, [pm]) == [pm]
+    with pytest.raises(sw.MeshSpecError, match="the text has the axes tp, dp, names has dp, tp"):
+        ef.parse_mesh_from_string("tp:4,dp:2", ["dp", "tp"])
+    assert ef.parse_mesh_from_string("dp:2,tp:4", ["dp", "tp"]) == mesh
+    assert ef.get_corrected_named_sharding((4,), P("tp"), raise_mesh_error=False).spec == P()
+    with pytest.raises(AssertionError, match="No mesh found"):
+        ef.get_corrected_named_sharding((4,), P("tp"))
+
+
+def test_25_nothing_is_swallowed_on_the_way(mesh: jax.sharding.Mesh) -> None:
+    pm = PartitionManager(PartitionAxis(), mesh=mesh)
+    for call in (
+        lambda: pm.resolve(["nobody"], MODE_TRAIN),
+        lambda: pm.shard({"a": {"b": ones(4)}}, ["nobody"], MODE_TRAIN),
+        lambda: ef.apply_logical_sharding(ones(4), pm, ["nobody"], MODE_TRAIN),
+    ):
+        with pytest.raises(sw.UnknownAxisError, match="Unknown semantic axis name: 'nobody'"):
+            call()
+    with pytest.raises(sw.ShardingError, match=r"(?s)^2 problems.* 1\. a dim 0 HEAD: size 6 .* 2\. c/0 dim 0 HEAD: size 2 "):
+        pm.shard({"a": ones(6), "b": ones(4), "c": [ones(2)]}, [HEAD], MODE_TRAIN)
+    assert set(PartitionAxis().resolve_axis([[FSDP, SP]], MODE_TRAIN)[0]) == {"fsdp", "sp"}
