@@ -38,7 +38,7 @@ class Row:
 
     Attributes:
       tensor: the tensor.
-      role: activation or param; a weight counts as it is stored.
+      role: activation, param or state; a weight counts as it is stored.
       mode: mode on the left, and in `mode_after` on the right.
       before: how it lies on the left.
       after: how it lies on the right.
@@ -96,7 +96,7 @@ class Comparison:
 
     def totals(self) -> tuple[Total, ...]:
         """Return the bytes per device of each role and mode."""
-        keys = dict.fromkeys((row.role, row.mode) for row in sorted(self.rows, key=lambda row: row.role is not Role.PARAM))
+        keys = dict.fromkeys((row.role, row.mode) for row in self.rows)
         return tuple(_total(role, mode, [row for row in self.rows if (row.role, row.mode) == (role, mode)]) for role, mode in keys)
 
 

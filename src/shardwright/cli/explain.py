@@ -11,16 +11,18 @@ from typing import Any
 
 from shardwright.annotations import describe
 from shardwright.axes import Role
+from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
 from shardwright.cli.inputs import Setting, read_axes, read_count, read_name, read_setting, read_shape
+from shardwright.cli.show import width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
 from shardwright.modes import MODES, mode_name
 from shardwright.provenance import HEAD, DimDecision, Resolution, lies_text, row, spec_text
-from shardwright.report.text import WIDTH, bytes_text, table
+from shardwright.report.text import bytes_text, table
 from shardwright.tensors import Tensor
 
 _MODE_NAMES = tuple(mode_name(mode) for mode in MODES)
-_EPILOG = """\
+_EPILOG = f"""\
 axes: one word per dim: BATCH or batch, _ for a dim that is not sharded, DP+FSDP for one dim over several axes,
 KV_HEAD:8*KV_HEAD_DIM:128 for axes flattened into one dim; or the name of a layout, such as ColumnWise.
 
@@ -29,25 +31,20 @@ examples:
   shardwright explain EMBED VOCAB --role param --path lm_head/kernel --strategy fsdp_tp --strategy mine.toml --devices 8
   shardwright explain --tensors model.toml --strategy serve_tp --mesh dp:2,tp:4
 
-exit codes: 0 resolved; 1 the answer is a sharding problem; 2 the question cannot be asked."""
+exit codes: 0 resolved; 1 the answer is a sharding problem;
+{EXIT_CODES}."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = argparse.ArgumentParser(
-        prog="shardwright explain",
-        description="Say where each dim of an array lies on the mesh, and why. Needs no devices.",
-        epilog=_EPILOG,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=WIDTH, max_help_position=24),
-        allow_abbrev=False,
-    )
+    made = make_parser("explain", "Say where each dim of an array lies on the mesh, and why. Needs no devices.", epilog=_EPILOG)
     made.add_argument("axes", nargs="*", metavar="AXIS", help="the array's axes, one per dim, or a layout")
     made.add_argument("--tensors", metavar="FILE", help="a .toml or .json file of named tensors, instead of axes")
     made.add_argument(
         "--strategy",
         action="append",
         required=True,
-        metavar="S",
+        metavar="STRATEGY",
         help="a preset, or a .toml or .json file; again: an overlay on the one before",
     )
     made.add_argument("--mesh", metavar="M", help="such as dp:1,fsdp:2,tp:4; absent: the strategy's own")
@@ -56,8 +53,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--mode", choices=(*_MODE_NAMES, "all"), default="all", help="runtime mode (default: all)")
     made.add_argument("--role", choices=list(map(str, Role)), help="absent: param for weight layouts, else activation")
     made.add_argument("--path", type=read_name, metavar="PATH", help="the tensor's path, where a [[tensors]] entry may cover it")
-    made.add_argument("--width", type=read_count, default=WIDTH, metavar="N", help=f"characters per line (default: {WIDTH})")
-    made.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_output(made)
     return made
 
 
@@ -79,12 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
     modes = MODES if arguments.mode == "all" else (MODES[_MODE_NAMES.index(arguments.mode)],)
     if arguments.tensors is not None:
         answers = [ask(tensor, setting, modes) for tensor in read_tensors(arguments.tensors)]
-        lines = tree_lines(answers, width=arguments.width)
+        lines = tree_lines(answers, width=width_of(arguments.width))
     else:
         role = None if arguments.role is None else Role(arguments.role)
         tensor = Tensor(path=arguments.path or "", axes=read_axes(arguments.axes), shape=arguments.shape, role=role, dtype="")
         answers = [ask(tensor, setting, modes)]
-        lines = array_lines(answers[0], width=arguments.width)
+        lines = array_lines(answers[0], width=width_of(arguments.width))
     ok = all(answer.ok for answer in answers)
     if arguments.json:
         tree = {"tensors": [answer.to_json(setting) for answer in answers]} if arguments.tensors else answers[0].to_json(setting)

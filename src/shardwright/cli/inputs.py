@@ -17,7 +17,7 @@ from shardwright.axes import EMPTY, canonical_axis
 from shardwright.errors import MeshSpecError, StrategyError, did_you_mean
 from shardwright.layouts import LAYOUTS
 from shardwright.manager import PartitionManager
-from shardwright.mesh import INFER, abstract_mesh, mesh_sizes
+from shardwright.mesh import INFER, MeshSpec, abstract_mesh, mesh_sizes, parse_mesh, resolve_sizes
 from shardwright.strategy.limits import is_text
 from shardwright.tensors import MOST_ELEMENTS
 
@@ -199,9 +199,27 @@ def _strategy(name: str) -> Any:
         raise unreadable(name, error) from error
 
 
-def unreadable(name: str, error: OSError) -> StrategyError:
-    """Return the error for a file that the system does not let us read."""
-    return StrategyError(f"cannot read {name!r}: {(error.strerror or str(error)).lower()}", fix="check the path and its permissions")
+def unreadable(name: str, error: OSError, *, verb: str = "read") -> StrategyError:
+    """Return the error for a file that the system does not let us read, or write."""
+    return StrategyError(f"cannot {verb} {name!r}: {(error.strerror or str(error)).lower()}", fix="check the path and its permissions")
+
+
+def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> MeshSpec | None:
+    """Return the mesh that text or else a strategy describes, as far as its sizes are known; None where there is none.
+
+    Raises:
+      MeshSpecError: it cannot be read, or does not fit the number of devices.
+    """
+    if text is None and (devices is None or not strategy.mesh):
+        return None
+    spec = parse_mesh(_checked(text)) if text is not None else parse_mesh(dict(strategy.mesh), dcn=dict(strategy.dcn) or None)
+    return spec if devices is None else resolve_sizes(spec, devices)
+
+
+def _checked(text: str) -> str:
+    if re.search(r"[0-9]{20}", text):
+        raise MeshSpecError(f"{text!r:.80} has a number that is no mesh size", fix="write sizes such as dp:2,tp:4")
+    return text
 
 
 def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) -> AbstractMesh:
@@ -212,9 +230,7 @@ def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) 
     """
     if text is None and not strategy.mesh:
         raise MeshSpecError(f"strategy {label} has no [mesh]", fix="say which mesh: --mesh dp:2,tp:4")
-    if text is not None and re.search(r"[0-9]{20}", text):
-        raise MeshSpecError(f"{text!r:.80} has a number that is no mesh size", fix="write sizes such as dp:2,tp:4")
-    asked: Any = text if text is not None else dict(strategy.mesh)
+    asked: Any = _checked(text) if text is not None else dict(strategy.mesh)
     if text is None and devices is None and INFER in strategy.mesh.values():
         name = next(axis for axis, size in strategy.mesh.items() if size == INFER)
         raise MeshSpecError(

@@ -20,6 +20,11 @@ OK, PROBLEM, USAGE, DEFECT = 0, 1, 2, 70
 # One line per command: each is the module of that name beside this file, with `parser()` and `run(arguments)`.
 COMMANDS: dict[str, str] = {
     "explain": "say where each dim of an array lies on the mesh, and why",
+    "check": "say what looks wrong about a strategy",
+    "diff": "say which tensors lie differently under another strategy, mesh or mode",
+    "presets": "list the strategies that come with the package, show or copy one",
+    "schema": "write the JSON Schema of strategy files",
+    "completion": "write the completion script of a shell",
 }
 
 

@@ -89,6 +89,8 @@ def _used(subject: Subject) -> set[str]:
     for role, tables in ((Role.ACTIVATION, subject.rules.activations), (Role.PARAM, subject.rules.params)):
         if role not in subject.roles():
             used.update(axis for table in tables for _, rule in table for axis in rule.mesh_axes)
+    if subject.rules.policy.zero1 is not None and not any(tensor.role is Role.STATE for tensor in subject.tensors or ()):
+        used.update(subject.rules.policy.zero1.mesh_axes)
     return used
 
 

@@ -71,6 +71,8 @@ class Subject:
         for table, rules in self.tables.items():
             for axis, rule in rules.items():
                 yield (*table, rule.ref.key), axis, rule
+        if self.rules.policy.zero1 is not None:
+            yield ("policy", "zero1"), "", self.rules.policy.zero1
 
     def live(self, candidate: tuple[str, ...]) -> tuple[str, ...]:
         """Return a candidate's mesh axes of more than one device; all of them where no mesh is known."""
@@ -92,10 +94,11 @@ class Subject:
 
 
 def role_of(tensor: Tensor) -> Role:
-    """Return activation or param: a weight that is used is a weight."""
-    role = tensor.role
-    if role is None:
-        role = lower(tensor.axes).role or Role.ACTIVATION
+    """Return activation or param: a weight that is used is a weight, and optimizer state lies like one."""
+    try:
+        role = tensor.role or lower(tensor.axes).role or Role.ACTIVATION
+    except ShardingError:  # a refused annotation: the lint of those says so
+        role = Role.ACTIVATION
     return Role.ACTIVATION if role is Role.ACTIVATION else Role.PARAM
 
 

@@ -191,7 +191,7 @@ def unused_rules(subject: Subject) -> Iterator[Finding]:
     everything = subject.axes_of(Role.ACTIVATION, Role.PARAM)
     for path, axis, rule in subject.written():
         roles = _roles(path)
-        if not rule.candidates or path[0] == "tensors" or not set(roles) <= subject.roles() or axis in subject.axes_of(*roles):
+        if not rule.candidates or path[0] in ("tensors", "policy") or not set(roles) <= subject.roles() or axis in subject.axes_of(*roles):
             continue
         yield _unused(subject, path, f'{rule.ref.key} = "{rule.ref.text}"', axis)
     if len(subject.roles()) > 1:

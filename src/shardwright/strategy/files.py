@@ -204,7 +204,12 @@ def _toml_value(value: Any) -> str:
 
 def write(path: Path, data: Mapping[str, Any]) -> Path:
     """Write a file through a temporary neighbour, so that it is there whole or not at all."""
-    return write_text(path, render(data, format=_format(path)))
+    return write_text(path, rendered(path, data))
+
+
+def rendered(path: Path, data: Mapping[str, Any]) -> str:
+    """Return data as the text of a file of this name: its ending says which format."""
+    return render(data, format=_format(path))
 
 
 def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:

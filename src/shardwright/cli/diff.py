@@ -1,0 +1,205 @@
+"""`shardwright diff`: which tensors lie differently under another strategy, mesh or mode, and what that does to bytes per device."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from shardwright.annotations import describe
+from shardwright.axes import Role
+from shardwright.cli.arguments import EXIT_CODES, STRATEGY_HELP, add_output, add_strategies, make_parser
+from shardwright.cli.inputs import Setting, read_count, read_setting
+from shardwright.cli.show import print_json, print_lines, width_of
+from shardwright.cli.tensors import read_tensors
+from shardwright.compare import Comparison, Placed, Row, Total, compare
+from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
+from shardwright.modes import MODES, mode_name
+from shardwright.report.text import bytes_text, table
+
+_MODE_NAMES = tuple(mode_name(mode) for mode in MODES)
+_GROWS = {r"\+[0-9][0-9,]*(?: \(.*\))?$": "red", r"-[0-9][0-9,]*(?: \(.*\))?$": "green"}
+_EPILOG = f"""\
+Two strategies, or one of them with --mesh, --devices or --mode given twice: first the left side, then the right.
+Weights count as they are stored. Bytes are exact, per device.
+
+examples:
+  shardwright diff fsdp fsdp_tp --tensors model.toml --mesh dp:1,fsdp:2,tp:4
+  shardwright diff fsdp_tp --tensors model.toml --mesh fsdp:4,tp:2 --mesh fsdp:2,tp:4
+  shardwright diff fsdp_tp --tensors model.toml --devices 8 --mode train --mode decode
+
+exit codes: 0 compared; 1 a tensor has no spec on one side, or with --exit-code there are differences;
+{EXIT_CODES}."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    made = make_parser("diff", "Say what another strategy, mesh or mode changes for a tree of tensors. Needs no devices.", epilog=_EPILOG)
+    add_strategies(made, "+", f"one or two; {STRATEGY_HELP}")
+    made.add_argument("--tensors", metavar="FILE", required=True, help="a .toml or .json file of named tensors")
+    made.add_argument("--mesh", action="append", metavar="M", help="such as dp:1,fsdp:2,tp:4; absent: each strategy's own")
+    made.add_argument("--devices", action="append", type=read_count, metavar="N", help="number of devices, where a mesh has a -1")
+    made.add_argument("--mode", action="append", choices=_MODE_NAMES, help="runtime mode (default: all, each with itself)")
+    made.add_argument("--exit-code", action="store_true", help="exit with 1 where there are differences")
+    add_output(made)
+    return made
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One side of the comparison: where it is asked, and in which mode (None: all)."""
+
+    setting: Setting
+    mode: str | None
+
+    def __str__(self) -> str:
+        return str(self.setting) + (f" in {self.mode}" if self.mode else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the side as plain data."""
+        return {"strategy": self.setting.strategy, "mesh": self.setting.sizes, "mode": self.mode}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare, print and return the exit code.
+
+    Raises:
+      ShardingError: the question cannot be asked.
+    """
+    strategies, meshes = _two("STRATEGY", arguments.strategies), _two("--mesh", arguments.mesh)
+    devices, modes = _two("--devices", arguments.devices), _two("--mode", arguments.mode)
+    if all(left == right for left, right in (strategies, meshes, devices, modes)):
+        raise StrategyError("both sides are the same", fix="give two strategies, or --mesh, --devices or --mode twice")
+    left, right = (Side(setting=read_setting([strategies[at]], mesh=meshes[at], devices=devices[at]), mode=modes[at]) for at in (0, 1))
+    managers = [side.setting.manager.for_mode(side.mode) if side.mode else side.setting.manager for side in (left, right)]
+    found = compare(managers[0], managers[1], tensors=read_tensors(arguments.tensors))
+    if arguments.json:
+        print_json(_json(found, left, right))
+    else:
+        print_lines(report(found, left, right, width=width_of(arguments.width)), marks=_GROWS)
+    return 1 if not found.ok or (arguments.exit_code and found.changed) else 0
+
+
+def _two(name: str, given: Sequence[Any] | None) -> tuple[Any, Any]:
+    """Return what holds on the left and on the right: one value holds on both sides."""
+    if not given:
+        return None, None
+    if len(given) > 2:
+        raise StrategyError(f"{name} is given {len(given)} times", fix="give one for both sides, or one for each")
+    return given[0], given[-1]
+
+
+# Plain data.
+
+
+def _json(found: Comparison, left: Side, right: Side) -> dict[str, Any]:
+    return {
+        "before": left.to_json(),
+        "after": right.to_json(),
+        "tensors": [_row_json(row) for row in found.rows],
+        "totals": [_total_json(total) for total in found.totals()],
+        "changed": len({row.tensor.path for row in found.changed}),
+        "ok": found.ok,
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    return {
+        "path": row.tensor.path,
+        "axes": describe(row.tensor.axes),
+        "role": str(row.role),
+        "mode": mode_name(row.mode),
+        "mode_after": mode_name(row.mode_after),
+        "changed": row.changed,
+        "before": _placed_json(row.before),
+        "after": _placed_json(row.after),
+    }
+
+
+def _placed_json(placed: Placed) -> dict[str, Any]:
+    spec = None if placed.mesh_axes is None else [list(axes) for axes in placed.mesh_axes]
+    problems = [str(problem) for problem in placed.found.problems]
+    return {"spec": spec, "shards": placed.shards, "bytes_per_device": placed.bytes, "problems": problems}
+
+
+def _total_json(total: Total) -> dict[str, Any]:
+    counts = {"bytes_before": total.before, "bytes_after": total.after, "uncounted": total.uncounted}
+    return {"role": str(total.role), "mode": mode_name(total.mode), **counts}
+
+
+# What people read: a table per role and group of modes in which the differences are the same.
+
+
+def report(found: Comparison, left: Side, right: Side, *, width: int) -> list[str]:
+    """Return the differences, the totals and the problems."""
+    lines = [f"- {left}", f"+ {right}"]
+    for role in (Role.PARAM, Role.STATE, Role.ACTIVATION):
+        for modes in _groups(found, role):
+            lines += ["", *_section(found, role, modes, width=width)]
+    problems = _problems(found)
+    return lines + (["", *render(problems).splitlines()] if problems else [])
+
+
+def _groups(found: Comparison, role: Role) -> list[list[str]]:
+    """Group the modes in which a role's tensors lie the same on both sides."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for mode in dict.fromkeys(row.mode for row in found.rows if row.role is role):
+        rows = [row for row in found.rows if row.role is role and row.mode == mode]
+        groups.setdefault(tuple((_lies(row.before), _lies(row.after)) for row in rows), []).append(mode)
+    return list(groups.values())
+
+
+def _section(found: Comparison, role: Role, modes: Sequence[str], *, width: int) -> list[str]:
+    rows = [row for row in found.rows if row.role is role and row.mode == modes[0]]
+    changed = [row for row in rows if row.changed]
+    names = "all modes" if len(modes) == len(MODES) else ", ".join(map(mode_name, modes))
+    if rows[0].mode != rows[0].mode_after:
+        names = f"{mode_name(rows[0].mode)} -> {mode_name(rows[0].mode_after)}"
+    head = f"{role}, {names}: {len(changed)} of {len(rows)} differ"
+    total = next(total for total in found.totals() if (total.role, total.mode) == (role, modes[0]))
+    sums = [("total", "", "", "", f"{total.before:,}", f"{total.after:,}", _signed(total.after - total.before))]
+    known = any(row.grows is not None for row in rows)
+    body = [_HEAD, *map(_cells, changed), *(sums if known else [])]
+    return [head, *(table(body, indent="  ", width=width, prose=1) if changed else []), *(_total_line(total) if known else [])]
+
+
+_HEAD = ("tensor", "axes", "before", "after", "bytes before", "bytes after", "change")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    counts = ["" if count is None else f"{count:,}" for count in (row.before.bytes, row.after.bytes)]
+    change = "" if row.grows is None else _signed(row.grows)
+    return (row.tensor.path, describe(row.tensor.axes), _lies(row.before), _lies(row.after), *counts, change)
+
+
+def _signed(count: int) -> str:
+    return f"{count:+,}" if count else "0"
+
+
+def _lies(placed: Placed) -> str:
+    if placed.mesh_axes is None:
+        return "!"
+    return ", ".join("+".join(axes) or "-" for axes in placed.mesh_axes) or "()"
+
+
+def _total_line(total: Total) -> list[str]:
+    """Return the bytes of all tensors, of the unchanged ones too, for people."""
+    grows = total.after - total.before
+    share = f" ({grows / total.before:+.1%})" if grows and total.before else ""
+    left = f", {total.uncounted} not counted" if total.uncounted else ""
+    sizes = f"{bytes_text(total.before)} -> {bytes_text(total.after)}{share}" if grows else f"{bytes_text(total.before)}, unchanged"
+    return [f"  per device: {sizes}{left}"]
+
+
+def _problems(found: Comparison) -> list[Problem]:
+    """Return the problems of both sides, once for all modes."""
+    # A file has no --shape: its sizes stand in it.
+    sizes = "give its shape in the file of tensors"
+    every = [
+        dataclasses.replace(problem, fix=sizes) if problem.error is ShapeRequiredError else problem
+        for row in found.rows
+        for one in (row.before, row.after)
+        for problem in one.found.problems
+    ]
+    return list({(problem.path, problem.dim, problem.what): problem for problem in reversed(every)}.values())[::-1]

@@ -1,0 +1,115 @@
+"""`shardwright presets`: list the strategies that come with the package, show one, or copy one to start from."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
+from shardwright.cli.inputs import read_name, unreadable
+from shardwright.cli.show import print_json, print_lines, width_of
+from shardwright.errors import StrategyError, did_you_mean
+from shardwright.report.text import table
+from shardwright.strategy import files
+
+_ACTIONS = ("list", "show", "copy")
+_EPILOG = f"""\
+examples:
+  shardwright presets list
+  shardwright presets show fsdp_tp
+  shardwright presets copy fsdp_tp mine.toml
+
+exit codes: 0 done;
+{EXIT_CODES}, or the file is there already."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    made = make_parser("presets", "List the strategies that come with the package, show one, or copy one to start from.", epilog=_EPILOG)
+    made.add_argument("action", choices=_ACTIONS, help="list them; show one as it is written; copy one to a file")
+    made.add_argument("preset", nargs="?", type=read_name, metavar="PRESET", help="which one to show or copy")
+    made.add_argument("file", nargs="?", type=read_name, metavar="FILE", help="where to copy it to (default: PRESET.toml)")
+    made.add_argument("--force", action="store_true", help="copy: replace a file that is there")
+    add_output(made)
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List, show or copy, and return the exit code.
+
+    Raises:
+      StrategyError: no such preset, arguments that do not go together, a file that is there or cannot be written.
+    """
+    action, preset, file = arguments.action, arguments.preset, arguments.file
+    if (preset is not None) != (action != "list") or (file is not None and action != "copy"):
+        fix = {
+            "list": "shardwright presets list",
+            "show": "shardwright presets show fsdp_tp",
+            "copy": "shardwright presets copy fsdp_tp mine.toml",
+        }
+        raise StrategyError(f"presets {action} {'takes no preset' if action == 'list' else 'takes a preset'}", fix=f"write {fix[action]}")
+    if preset is not None and preset not in files.preset_names():
+        hint = did_you_mean(preset, files.preset_names())
+        raise StrategyError(f"no preset {preset!r}", fix=f"{hint} presets are {', '.join(files.preset_names())}".strip())
+    if action == "list":
+        _list(arguments)
+    elif action == "show":
+        _show(preset, as_json=arguments.json)
+    else:
+        _copy(preset, Path(file or f"{preset}.toml"), force=arguments.force)
+    return 0
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    from shardwright.strategy.model import Strategy
+
+    found = [(name, Strategy.preset(name)) for name in files.preset_names()]
+    if arguments.json:
+        print_json({"presets": [{"name": name, "mesh": dict(strategy.mesh), "what": _what(name)} for name, strategy in found]})
+        return
+    rows = [("preset", "mesh", "what"), *((name, _mesh(strategy), _what(name)) for name, strategy in found)]
+    print_lines(table(rows, width=width_of(arguments.width), prose=2))
+
+
+def _mesh(strategy: Any) -> str:
+    return ",".join(f"{axis}:{size}" for axis, size in strategy.mesh.items())
+
+
+def _what(name: str) -> str:
+    """Return what a preset is for: the comment that its file begins with."""
+    lines = files.preset_text(name).splitlines()
+    comment = []
+    for line in lines:
+        if not line.startswith("#"):
+            break
+        comment.append(line.removeprefix("#").strip())
+    return " ".join(comment).partition(". ")[0].rstrip(".")
+
+
+def _show(name: str, *, as_json: bool) -> None:
+    if as_json:
+        from shardwright.strategy.model import Strategy
+
+        print_json(Strategy.preset(name).to_data())
+    else:
+        print_lines(files.preset_text(name).rstrip("\n").split("\n"))
+
+
+def _copy(name: str, path: Path, *, force: bool) -> None:
+    if path.is_dir():
+        path = path / f"{name}.toml"
+    try:
+        if path.suffix == ".toml":
+            # As it is written: the comments are half of what there is to learn from it.
+            files.write_text(path, files.preset_text(name), overwrite=force)
+        else:
+            from shardwright.strategy.model import Strategy
+
+            files.write_text(path, files.rendered(path, Strategy.preset(name).to_data()), overwrite=force)
+    except FileExistsError as error:
+        raise StrategyError(f"{os.fspath(path)!r} is there already", fix="choose another name, or replace it with --force") from error
+    except OSError as error:
+        raise unreadable(os.fspath(path), error, verb="write") from error
+    print_lines([f"{name} copied to {path}"])
