@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -88,3 +92,46 @@ def call_shard_map(f: Callable[..., Any], *, mesh: Mesh | AbstractMesh | None, i
     if mesh is None:
         return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs)
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+_EVENTS = {"/jax/core/compile/jaxpr_trace_duration": "traced", "/jax/core/compile/backend_compile_duration": "compiled"}
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Compilations:
+    """What JAX traced and compiled in this thread while it was watched, and why, in its own words."""
+
+    traced: list[str] = dataclasses.field(default_factory=list)
+    compiled: list[str] = dataclasses.field(default_factory=list)
+    reasons: list[str] = dataclasses.field(default_factory=list)
+
+
+@contextlib.contextmanager
+def watch_compilations() -> Iterator[Compilations]:
+    """Record every trace and compilation of this thread, and the reasons that JAX gives for them.
+
+    Raises:
+      RuntimeError: this JAX does not report what it compiles.
+    """
+    found, thread, log = Compilations(), threading.get_ident(), logging.getLogger("jax")
+
+    def note(event: str, duration_secs: float, **about: Any) -> None:
+        # The names of events are not promised, so entering checks that they come.
+        if threading.get_ident() == thread and event in _EVENTS:
+            getattr(found, _EVENTS[event]).append(str(about.get("fun_name", "?")))
+
+    handler = logging.Handler()
+    handler.emit = lambda record: found.reasons.append(record.getMessage()) if "CACHE MISS" in record.getMessage() else None  # type: ignore[method-assign]
+    jax.monitoring.register_event_duration_secs_listener(note)
+    log.addHandler(handler)
+    try:
+        with jax.explain_cache_misses(True):
+            jax.jit(lambda: 0)()
+            if not (found.traced and found.compiled):
+                raise RuntimeError("this version of JAX does not report what it traces and compiles")
+            for each in (found.traced, found.compiled, found.reasons):
+                each.clear()
+            yield found
+    finally:
+        log.removeHandler(handler)
+        jax.monitoring.unregister_event_duration_listener(note)

@@ -225,7 +225,10 @@ class _Reader:
                 continue
             once.add(channel)
             scatters = kind is Kind.ALL_REDUCE and _is_scattered(inner, found)
-            yield self._collective(inner, found, Kind.REDUCE_SCATTER if scatters else kind, times, maybe)
+            whole = self._collective(inner, found, Kind.REDUCE_SCATTER if scatters else kind, times, maybe)
+            # The compiler often leaves the operation's name on the fusion alone.
+            outer = one.attributes().get("metadata", "")
+            yield whole if whole.op_name else dataclasses.replace(whole, op_name=_op_name(outer), source=self._source(outer))
 
     def _collective(self, computation: Computation, one: Instruction, kind: Kind, times: int | None, maybe: bool) -> Collective:
         attributes = one.attributes()
@@ -254,7 +257,7 @@ class _Reader:
             logical_bytes=logical,
             wire_bytes=_sent(kind, wire, span.devices),
             name=one.name,
-            op_name=found[1] if (found := _OP_NAME.search(metadata)) else "",
+            op_name=_op_name(metadata),
             source=self._source(metadata),
         )
 
@@ -288,6 +291,11 @@ _HOLDERS = frozenset({"call", "conditional", "async-start", "custom-call"})
 
 def _times(outer: int | None, inner: int | None) -> int | None:
     return None if outer is None or inner is None else outer * inner
+
+
+def _op_name(metadata: str) -> str:
+    found = _OP_NAME.search(metadata)
+    return found[1] if found else ""
 
 
 def _kind(one: Instruction) -> Kind | None:

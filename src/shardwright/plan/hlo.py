@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from shardwright.errors import ProgramError
 
@@ -18,6 +19,7 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = ")
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 _OPERAND = re.compile(r"%([^\s,()]+)")
+_OWN = str(Path(__file__).parents[1]) + "/"
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 # Bits of one element. What is absent (token, opaque) holds no data.
@@ -264,13 +266,22 @@ def _frames(lines: list[str]) -> dict[str, str]:
         elif current is not None and line:
             key, _, value = line.partition(" ")
             current[key] = value
+    places = {key: _place(tables, value) for key, value in tables["StackFrames"].items()}
+    # Parents are written one too high, 1 for none. Our own frames say nothing to whoever called them.
+    parents = {key: str(int(_field(value, "parent_frame_id") or 1) - 1) for key, value in tables["StackFrames"].items()}
     frames = {}
-    for key, value in tables["StackFrames"].items():
-        location = tables["FileLocations"].get(_field(value, "file_location_id"), "")
-        file = tables["FileNames"].get(_field(location, "file_name_id"), "").strip('"')
-        if file:
-            frames[key] = f"{file}:{_field(location, 'line')}"
-    return frames
+    for key in places:
+        at = key
+        while places[at].startswith(_OWN) and int(parents[at]) in range(1, int(at)):
+            at = parents[at]
+        frames[key] = places[at]
+    return {key: place for key, place in frames.items() if place}
+
+
+def _place(tables: Mapping[str, Mapping[str, str]], frame: str) -> str:
+    location = tables["FileLocations"].get(_field(frame, "file_location_id"), "")
+    file = tables["FileNames"].get(_field(location, "file_name_id"), "").strip('"')
+    return f"{file}:{_field(location, 'line')}" if file else ""
 
 
 def _field(text: str, key: str) -> str:

@@ -1,4 +1,41 @@
 """What a test of sharded code needs on a machine without accelerators."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from shardwright.testing.meshes import cpu_mesh as cpu_mesh
 from shardwright.testing.meshes import virtual_devices as virtual_devices
+
+if TYPE_CHECKING:
+    from shardwright.testing.assertions import assert_collectives as assert_collectives
+    from shardwright.testing.assertions import assert_max_replicated as assert_max_replicated
+    from shardwright.testing.assertions import assert_no_collectives as assert_no_collectives
+    from shardwright.testing.assertions import assert_sharding as assert_sharding
+    from shardwright.testing.assertions import assert_spec as assert_spec
+    from shardwright.testing.equality import assert_same_as_unsharded as assert_same_as_unsharded
+    from shardwright.testing.retracing import assert_no_retrace as assert_no_retrace
+
+# Imported when they are first asked for: who only builds a mesh does not pay for reading programs.
+_LATER = {
+    "assert_collectives": "assertions",
+    "assert_max_replicated": "assertions",
+    "assert_no_collectives": "assertions",
+    "assert_no_retrace": "retracing",
+    "assert_same_as_unsharded": "equality",
+    "assert_sharding": "assertions",
+    "assert_spec": "assertions",
+}
+
+
+if not TYPE_CHECKING:  # a type checker must still see what does not exist
+
+    def __getattr__(name: str) -> Any:
+        if name in _LATER:
+            return getattr(importlib.import_module(f"shardwright.testing.{_LATER[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LATER])

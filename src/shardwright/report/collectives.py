@@ -1,0 +1,58 @@
+"""Collectives as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardwright.axes import axis_label
+from shardwright.plan.collectives import Collective
+from shardwright.report.text import WIDTH, bytes_text, table
+
+_HEAD = ("times", "collective", "over", "dtype", "bytes", "all times", "where")
+_LONG = 40  # characters of an operation's name: its end says most
+
+
+def collectives_text(
+    found: Sequence[Collective], *, carried: Mapping[str, Sequence[str]] | None = None, rows: int | None = None, width: int = WIDTH
+) -> str:
+    """Lay out collectives for people, those with most bytes first.
+
+    Args:
+      found: what `shardwright.plan.read_collectives` returns, or a part of it.
+      carried: mesh axis → semantic axes, as `shardwright.plan.carried_axes` returns them; added below.
+      rows: show only so many; absent: all.
+      width: characters per line.
+    """
+    ordered = sorted(found, key=lambda one: -(one.logical_bytes if one.total_bytes is None else one.total_bytes))
+    shown = ordered if rows is None else ordered[:rows]
+    if not shown:
+        return "no collectives"
+    lines = table([_HEAD, *map(_row, shown)], width=width)
+    if len(shown) < len(ordered):
+        lines.append(f"and {len(ordered) - len(shown)} more")
+    over = {axis for one in shown for axis in one.mesh_axes}
+    for axis, names in (carried or {}).items():
+        if axis in over:
+            lines.append(f"{axis} may carry {', '.join(map(axis_label, names)) or 'no axis'}")
+    return "\n".join(lines)
+
+
+def over_text(one: Collective) -> str:
+    """Return the mesh axes of a collective: `dp+tp`, `tp (2 devices)` for a part of an axis, `dp (dcn)` between slices."""
+    axes = "+".join(one.mesh_axes)
+    if one.between_slices:
+        return f"{axes} (dcn)"
+    return f"{axes} ({one.devices} devices)" if one.partial else axes
+
+
+def _row(one: Collective) -> tuple[str, ...]:
+    times = "?" if one.count is None else f"{'≤' if one.maybe else ''}{one.count}"
+    dtype = one.dtype if one.dtype == one.wire_dtype else f"{one.dtype} (as {one.wire_dtype})"
+    every = "?" if one.total_bytes is None else bytes_text(one.total_bytes)
+    return (times, str(one.kind), over_text(one), dtype, bytes_text(one.logical_bytes), every, _where(one))
+
+
+def _where(one: Collective) -> str:
+    name = one.op_name or one.name
+    name = name if len(name) <= _LONG else "…" + name[1 - _LONG :]
+    return f"{name} {one.source.rpartition('/')[2]}".strip()

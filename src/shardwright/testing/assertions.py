@@ -1,0 +1,243 @@
+"""Assertions about where arrays lie and what programs send.
+
+Each failure names the tensor, the axis and the bytes, and shows all that was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from shardwright import context
+from shardwright.manager import PartitionManager
+from shardwright.plan.collectives import Collective, Kind, total
+from shardwright.plan.memory import bytes_by_path
+from shardwright.report.collectives import collectives_text
+from shardwright.report.memory import memory_text
+from shardwright.report.text import bytes_text
+from shardwright.testing.placements import Wanted, wanted_by_annotation, wanted_by_sharding, wrong_placements
+from shardwright.testing.programs import Axis, Program, read_program
+
+_ROWS = 20  # of a table in a message
+
+Count = int | range
+
+
+def assert_sharding(x: Any, expected: Any) -> None:
+    """Assert that arrays lie as given shardings say; spellings that mean the same are equal.
+
+    `assert_sharding(step(params, batch), state_shardings)`, `assert_sharding(y, P("dp"))`.
+
+    Args:
+      x: an array or a tree; anything with a shape, a dtype and a sharding.
+      expected: a sharding, a `PartitionSpec` on the array's own mesh, or a tree of them, where one may cover a subtree.
+
+    Raises:
+      AssertionError: every tensor that lies elsewhere.
+    """
+    __tracebackhide__ = True
+    _judge(wanted_by_sharding(x, expected))
+
+
+def assert_spec(x: Any, *axes: Any, manager: PartitionManager | None = None, mode: str | None = None, role: str | None = None) -> None:
+    """Assert that arrays lie as their annotations resolve, or as literal specs say.
+
+    `assert_spec(q, BATCH, LENGTH, HEAD, HEAD_DIM)`, `assert_spec(params, annotations, role="param")`, `assert_spec(y, P("dp"))`.
+
+    Args:
+      x: an array or a tree; anything with a shape, a dtype and a sharding.
+      *axes: as for `shard`: axes, or one annotation, or a tree of annotations.
+      manager: absent: the ambient one; literal specs need none.
+      mode: runtime mode; absent: the manager's.
+      role: absent: param for weight layouts, else activation.
+
+    Raises:
+      AssertionError: every tensor that lies elsewhere, with the dims and axes that differ.
+      ShardingError: an annotation does not resolve.
+    """
+    __tracebackhide__ = True
+    known = manager if manager is not None else context.current()
+    _judge(wanted_by_annotation(x, axes, known, mode=mode, role=role))
+
+
+def _judge(wanted: Sequence[Wanted]) -> None:
+    __tracebackhide__ = True
+    message = wrong_placements(wanted, rows=_ROWS)
+    if message:
+        raise AssertionError(message)
+
+
+def assert_max_replicated(
+    x: Any,
+    shardings: Any = None,
+    *,
+    bytes: int | None = None,  # noqa: A002  what a test wants to say
+    fraction: float | None = None,
+) -> None:
+    """Assert that little of a tree is held more than once.
+
+    `assert_max_replicated(params, fraction=0.02)`: at most 2 % of the bytes on all devices are copies.
+
+    Args:
+      x: an array or a tree, or with `shardings` anything that has shapes and dtypes.
+      shardings: a tree of shardings, or of prefixes; absent: the arrays' own.
+      bytes: limit of the bytes that full sharding over all devices would save, on all devices together.
+      fraction: the same by all bytes held: 7/8 where eight devices hold the same.
+
+    Raises:
+      AssertionError: more is replicated; the arrays with most copies first.
+      StrategyError: leaves without a sharding.
+    """
+    __tracebackhide__ = True
+    if (bytes is None) == (fraction is None):
+        raise TypeError("assert_max_replicated needs one limit: bytes=, or fraction=")
+    found = bytes_by_path(x, shardings)
+    if bytes is not None:
+        good, limit = found.replicated <= bytes, f"{bytes_text(bytes)} may be"
+    else:
+        assert fraction is not None
+        good, limit = found.replicated_share <= fraction, f"{fraction:.1%} may be"
+    if not good:
+        worst = found.most_replicated()
+        held = f"{bytes_text(found.replicated)} of {bytes_text(found.held)} held on all devices are copies ({found.replicated_share:.1%})"
+        first = worst.leaves[0]
+        where = f"most by {first.path or 'the array'}, over {' and '.join(first.replicated_over) or 'its devices'}"
+        raise AssertionError(f"{held}, {limit}; {where}\n\n{memory_text(worst, rows=_ROWS)}")
+
+
+def assert_collectives(
+    program: Any,
+    *args: Any,
+    all_gather: Count | None = None,
+    all_reduce: Count | None = None,
+    reduce_scatter: Count | None = None,
+    all_to_all: Count | None = None,
+    permute: Count | None = None,
+    broadcast: Count | None = None,
+    ragged_all_to_all: Count | None = None,
+    only: bool = False,
+    axis: Axis | None = None,
+    bytes: Count | None = None,  # noqa: A002  what a test wants to say
+    mesh: Mesh | AbstractMesh | None = None,
+    manager: PartitionManager | None = None,
+    trips: int | None = None,
+) -> None:
+    """Assert which collectives a compiled program runs, how often, over which axis, and how many bytes they move.
+
+    `assert_collectives(step, params, batch, all_gather=2, reduce_scatter=1, axis="fsdp")`. Loops count as often as they run,
+    branches as if taken. Kinds that are not named may occur, unless `only`.
+
+    Args:
+      program: a function, jitted or not; what `lower` or `compile` returned; its text; or what `read_collectives` returned.
+      *args: arguments of a function: arrays or `ShapeDtypeStruct`s.
+      all_gather: how often, as a number or a `range`; likewise the others.
+      all_reduce: see `all_gather`. CPU has it where TPU and GPU reduce-scatter.
+      reduce_scatter: see `all_gather`.
+      all_to_all: see `all_gather`.
+      permute: see `all_gather`.
+      broadcast: see `all_gather`.
+      ragged_all_to_all: see `all_gather`.
+      only: no kind occurs that is not named.
+      axis: look at collectives over this mesh axis or semantic axis only; several mesh axes: over exactly these.
+      bytes: logical bytes of the named kinds (of all if none is named), loops included: a number or a `range`.
+      mesh: absent: the manager's, else that of the program's arguments and results.
+      manager: ambient while a function compiles; absent: the ambient one.
+      trips: taken for loops that end on data.
+
+    Raises:
+      AssertionError: the program does something else.
+      ProgramError, MeshSpecError, UnknownAxisError: the program, its mesh or the axis cannot be told.
+    """
+    __tracebackhide__ = True
+    counts = (all_gather, all_reduce, reduce_scatter, all_to_all, permute, broadcast, ragged_all_to_all)
+    wanted = {kind: count for kind, count in zip(Kind, counts, strict=True) if count is not None}
+    if not wanted and bytes is None:
+        raise TypeError("assert_collectives asserts nothing: name a kind, as in all_reduce=1, or bytes=; or use assert_no_collectives")
+    found = read_program(program, args, mesh=mesh, manager=manager, trips=trips)
+    over = found.over(axis)
+    problems = [text for kind, count in wanted.items() if (text := _wrong_count(kind, count, over))]
+    if only:
+        problems += [f"{kind}: none is expected, {_often(kind, over)} found" for kind in _kinds(over) if kind not in wanted]
+    if bytes is not None:
+        problems += _wrong_bytes(bytes, [one for one in over if one.kind in wanted or not wanted])
+    if problems:
+        raise AssertionError(_message(found, axis, problems))
+
+
+def assert_no_collectives(
+    program: Any,
+    *args: Any,
+    axis: Axis | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    manager: PartitionManager | None = None,
+) -> None:
+    """Assert that a compiled program sends nothing, or nothing over an axis.
+
+    `assert_no_collectives(decode_step, params, cache, token, axis="dp")`.
+
+    Args:
+      program: as for `assert_collectives`.
+      *args: arguments of a function.
+      axis: a mesh axis or a semantic axis; absent: any.
+      mesh: absent: the manager's, else that of the program's arguments and results.
+      manager: ambient while a function compiles; absent: the ambient one.
+
+    Raises:
+      AssertionError: it sends something.
+      ProgramError, MeshSpecError, UnknownAxisError: the program, its mesh or the axis cannot be told.
+    """
+    __tracebackhide__ = True
+    found = read_program(program, args, mesh=mesh, manager=manager)
+    over = found.over(axis)
+    if over:
+        problems = [f"{kind}: none is expected, {_often(kind, over)} found" for kind in _kinds(over)]
+        raise AssertionError(_message(found, axis, problems))
+
+
+def _kinds(found: Sequence[Collective]) -> list[Kind]:
+    return [kind for kind in Kind if any(one.kind is kind for one in found)]
+
+
+def _runs(kind: Kind, found: Sequence[Collective]) -> int | None:
+    counts = [one.count for one in found if one.kind is kind]
+    return None if None in counts else sum(count for count in counts if count is not None)
+
+
+def _often(kind: Kind, found: Sequence[Collective]) -> str:
+    runs = _runs(kind, found)
+    moved = total(one for one in found if one.kind is kind)
+    if runs is None or moved is None:
+        return "an unknown number"
+    return f"{runs} ({bytes_text(moved)})" if runs else "none"
+
+
+def _wrong_count(kind: Kind, wanted: Count, found: Sequence[Collective]) -> str:
+    runs = _runs(kind, found)
+    if runs is None:
+        return f"{kind}: {_expected(wanted)}, found in a loop that ends on data: pass trips= to say how often it runs"
+    fits = runs in wanted if isinstance(wanted, range) else runs == wanted
+    return "" if fits else f"{kind}: {_expected(wanted)}, {_often(kind, found)} found"
+
+
+def _expected(wanted: Count) -> str:
+    if not isinstance(wanted, range):
+        return f"{wanted} expected"
+    return f"{wanted[0]} to {wanted[-1]} expected" if len(wanted) else "nothing fits the empty range"
+
+
+def _wrong_bytes(wanted: Count, found: Sequence[Collective]) -> list[str]:
+    moved = total(found)
+    if moved is None:
+        return ["bytes: unknown, because a loop ends on data: pass trips= to say how often it runs"]
+    fits = moved in wanted if isinstance(wanted, range) else moved == wanted
+    return [] if fits else [f"bytes: {_expected(wanted)}, {moved} ({bytes_text(moved)}) found"]
+
+
+def _message(found: Program, axis: Axis | None, problems: Sequence[str]) -> str:
+    sizes = ", ".join(f"{name}={size}" for name, size in found.sizes.items())
+    over = "" if axis is None else f" over {axis if isinstance(axis, str) else '+'.join(axis)}"
+    place = f"{found.name}{f' on {sizes}' if sizes else ''}"
+    lines = [f"collectives of {place}{over}:", *(f"  {problem}" for problem in problems), ""]
+    return "\n".join([*lines, collectives_text(found.collectives, carried=found.carried, rows=_ROWS)])

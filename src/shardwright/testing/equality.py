@@ -1,0 +1,199 @@
+"""An assertion that sharding changes where numbers are computed, and not what they are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardwright import context
+from shardwright.errors import MeshSpecError, ProgramError, ShardingError
+from shardwright.manager import PartitionManager
+from shardwright.plan.memory import leaf_bytes
+from shardwright.report.text import bytes_text, table
+from shardwright.testing.placements import sharding_text
+from shardwright.testing.programs import function_name
+from shardwright.tree import path_text
+
+# Relative to the largest value of an array: other orders of summation, no more.
+_RTOL = {"float64": 1e-11, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+_HEAD = ("tensor", "shape", "dtype", "lies", "per device", "sharded", "unsharded", "at", "allowed")
+_ROWS = 20
+
+
+def assert_same_as_unsharded(
+    f: Callable[..., Any],
+    *args: Any,
+    manager: PartitionManager | None = None,
+    mesh: Mesh | None = None,
+    grad: bool = True,
+    reference: Callable[..., Any] | None = None,
+    rtol: float | None = None,
+    atol: float = 0.0,
+) -> None:
+    """Assert that a function of sharded arrays gives the values, and the gradients, that one device gives.
+
+    `assert_same_as_unsharded(loss, params, batch, manager=pm)`. The function runs jitted, on the arguments as they lie; then on
+    copies of them on one device, under the same rules on a mesh of that device. Gradients are those of every floating
+    result, along a fixed direction, in every floating argument.
+
+    Args:
+      f: the function; it asks the ambient manager or mesh where things lie.
+      *args: arrays and trees of them, placed as they should be.
+      manager: absent: the ambient one.
+      mesh: in place of a manager, the mesh to make ambient.
+      grad: compare gradients too.
+      reference: runs on one device in place of `f`, with no manager and no mesh: for a function bound to its mesh.
+      rtol: allowed difference by the largest value of the array; absent: by dtype, 2e-5 for float32 and 3e-2 for bfloat16.
+      atol: allowed difference beyond that.
+
+    Raises:
+      AssertionError: tensors that differ, or nothing that is sharded.
+      ProgramError: the function does not run on one device; pass `reference`.
+      MeshSpecError: neither a manager nor a mesh.
+    """
+    __tracebackhide__ = True
+    known = manager if manager is not None or mesh is not None else context.current()
+    one = _on_one_device(known, mesh, args, plain=reference is not None)
+    with known if known is not None else jax.set_mesh(mesh):
+        compiled = jax.jit(_run(f, grad)).lower(*args).compile()
+        _check_sharded(compiled, f)
+        sharded = compiled(*args)
+    with one.scope:
+        copies = jax.tree.map(lambda value: jax.device_put(value, one.place), args)
+        try:
+            unsharded = jax.jit(_run(reference or f, grad))(*copies)
+        except (ShardingError, ValueError) as err:
+            fix = "let it ask the ambient manager (sw.shard, not pm.shard), or pass reference= with the unsharded function"
+            raise ProgramError(f"{function_name(f)} does not run on one device", rule=str(err).splitlines()[0], fix=fix) from err
+    message = _differences(function_name(f), sharded, unsharded, rtol, atol)
+    if message:
+        raise AssertionError(message)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _OneDevice:
+    """Where the reference runs: what to enter, and where its arguments go."""
+
+    scope: Any
+    place: Any
+
+
+def _on_one_device(manager: PartitionManager | None, mesh: Mesh | None, args: Any, *, plain: bool) -> _OneDevice:
+    whole = mesh if mesh is not None else None if manager is None else manager.mesh
+    if not isinstance(whole, Mesh):
+        what = "the mesh is abstract" if whole is not None else "there is neither a manager nor a mesh"
+        raise MeshSpecError(f"{what}, so nothing can run", fix='pass manager=, or mesh=cpu_mesh("dp:2,tp:4")')
+    if plain:
+        return _OneDevice(scope=contextlib.nullcontext(), place=whole.devices.flat[0])
+    grid = np.asarray(whole.devices).reshape(-1)[:1].reshape((1,) * whole.devices.ndim)
+    one = Mesh(grid, whole.axis_names, axis_types=whole.axis_types)
+    scope = jax.set_mesh(one) if manager is None else PartitionManager(manager.rules, mesh=one, mode=manager.mode)
+    return _OneDevice(scope=scope, place=NamedSharding(one, PartitionSpec()))
+
+
+def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
+    """Return a function to (result, gradients by argument, None for those without)."""
+
+    def run(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        moving = [at for at, leaf in enumerate(leaves) if grad and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+
+        def of(values: list[Any]) -> Any:
+            merged = list(leaves)
+            for at, value in zip(moving, values, strict=True):
+                merged[at] = value
+            result = f(*jax.tree.unflatten(structure, merged))
+            return [one for one in jax.tree.leaves(result) if jnp.issubdtype(one.dtype, jnp.inexact)], result
+
+        if not grad:
+            return of([])[1], None
+        floats, pull_back, result = jax.vjp(of, [leaves[at] for at in moving], has_aux=True)
+        if not floats or not moving:
+            raise ProgramError("no floating argument or no floating result to differentiate", fix="pass grad=False")
+        (found,) = pull_back([_direction(one) for one in floats])
+        by_leaf = dict(zip(moving, found, strict=True))
+        return result, jax.tree.unflatten(structure, [by_leaf.get(at) for at in range(len(leaves))])
+
+    return run
+
+
+def _direction(one: Any) -> Any:
+    """Return distinct numbers between -1 and 1 in the shape, dtype and sharding of an array."""
+    # Of its own type: on Explicit meshes a cotangent must lie as its result does.
+    ones = jnp.ones_like(one)
+    for dim in range(one.ndim):
+        ones = ones * jnp.cos(1.0 + (dim + 1) * jax.lax.broadcasted_iota(jnp.float32, one.shape, dim)).astype(one.dtype)
+    return ones
+
+
+def _check_sharded(compiled: Any, f: Any) -> None:
+    """Check that there is something to compare: a program of several devices of which each does its own part."""
+    __tracebackhide__ = True
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    if all(one.is_fully_replicated for one in shardings) and "partition-id()" not in compiled.as_text():
+        devices = max((one.num_devices for one in shardings), default=1)
+        does = "runs on one device" if devices == 1 else f"does the same on each of {devices} devices"
+        raise AssertionError(f"{function_name(f)} {does}: nothing is sharded, so there is nothing to compare; place the arguments first")
+
+
+def _differences(name: str, sharded: Any, unsharded: Any, rtol: float | None, atol: float) -> str:
+    """Return what to say about the tensors that differ; nothing if none does."""
+    pairs = zip(_named(sharded), _named(unsharded), strict=True)
+    rows = [row for (path, one), (_, other) in pairs if (row := _row(path, one, other, rtol, atol))]
+    if not rows:
+        return ""
+    count = "1 tensor differs" if len(rows) == 1 else f"{len(rows)} tensors differ"
+    lines = [f"{count} between {name} sharded and on one device:", "", *table([_HEAD, *rows[:_ROWS]])]
+    return "\n".join([*lines, *[f"and {len(rows) - _ROWS} more"] * (len(rows) > _ROWS)])
+
+
+def _named(found: tuple[Any, Any]) -> list[tuple[str, Any]]:
+    named = []
+    for what, tree in zip(("result", "gradient"), found, strict=True):
+        for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            text = path_text(path)
+            named.append((f"{what} {text}" if text else what, value))
+    return named
+
+
+def _row(path: str, one: Any, other: Any, rtol: float | None, atol: float) -> tuple[str, ...] | None:
+    """Return the cells of a tensor that differs, at its worst place."""
+    shape = "x".join(map(str, one.shape)) or "scalar"
+    about = (path, shape, str(one.dtype), sharding_text(one.sharding), bytes_text(leaf_bytes(one, one.sharding).per_device))
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return (*about, "-", f"{other.dtype} {'x'.join(map(str, other.shape))}", "-", "-")
+    a, b = _numbers(one), _numbers(other)
+    if not a.size:
+        return None
+    allowed = atol
+    if jnp.issubdtype(one.dtype, jnp.inexact):
+        finite = np.abs(b[np.isfinite(b)])
+        allowed += (_rtol(one.dtype) if rtol is None else rtol) * float(finite.max(initial=0.0))
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        apart = np.where(same, 0.0, np.abs(a - b))
+    apart = np.where(np.isnan(apart), np.inf, apart)
+    worst = np.unravel_index(int(apart.argmax()), a.shape)
+    if apart[worst] <= allowed:
+        return None
+    place = ",".join(map(str, worst)) or "-"
+    return (*about, f"{a[worst]:.6g}", f"{b[worst]:.6g}", place, f"±{allowed:.1e}")
+
+
+def _rtol(dtype: Any) -> float:
+    name = str(np.finfo(dtype).dtype) if str(dtype).startswith("complex") else str(dtype)
+    return _RTOL.get(name, 0.1)  # what is smaller than bfloat16 has a bit or two
+
+
+def _numbers(value: Any) -> np.ndarray:
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        value = jax.random.key_data(value)
+    kind = np.complex128 if jnp.issubdtype(value.dtype, jnp.complexfloating) else np.float64
+    return np.asarray(value).astype(kind)

@@ -1,0 +1,200 @@
+"""Where arrays should lie, where they do, and the difference in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from shardwright import context
+from shardwright.annotations import is_annotation, tree_of_annotations
+from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
+from shardwright.manager import PartitionManager
+from shardwright.mesh import mesh_sizes
+from shardwright.placement import entry_names
+from shardwright.plan.memory import leaf_bytes
+from shardwright.provenance import DimDecision, spec_text
+from shardwright.report.text import bytes_text, table
+from shardwright.tree import annotated_leaves, path_text
+
+_HEAD = ("tensor", "shape", "found", "expected", "per device", "expected")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """An array and where it should lie.
+
+    Attributes:
+      path: the array's path; empty for a lone one.
+      value: anything with a shape and a dtype.
+      sharding: where it should lie.
+      decisions: of the annotation that says so, one per dim; empty for literal specs and shardings.
+    """
+
+    path: str
+    value: Any
+    sharding: Sharding
+    decisions: tuple[DimDecision, ...] = ()
+
+
+def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
+    """Pair arrays with shardings or specs; one may cover a subtree.
+
+    Raises:
+      StrategyError: the trees differ, something is neither a sharding nor a spec, or a spec meets an array without a mesh.
+    """
+    ones, structure = jax.tree.flatten(expected, is_leaf=lambda one: isinstance(one, (Sharding, PartitionSpec)))
+    try:
+        parts = structure.flatten_up_to(x)  # type: ignore[attr-defined]
+    except ValueError as error:
+        what = f"the tree of expected shardings does not fit the tree: {str(error).splitlines()[0]}"
+        raise StrategyError(what, fix="pass a tree of the same structure, or one sharding for a whole subtree") from error
+    each = [one for one, part in zip(ones, parts, strict=True) for _ in jax.tree.leaves(part)]
+    pairs = jax.tree_util.tree_flatten_with_path(x)[0]
+    wanted = []
+    problems: list[Problem] = []
+    for (path, value), one in zip(pairs, each, strict=True):
+        try:
+            wanted.append(Wanted(path=path_text(path), value=value, sharding=_as_sharding(one, value, path_text(path))))
+        except ShardingError as error:
+            problems += error.problems
+    raise_problems(problems)
+    return wanted
+
+
+def _as_sharding(one: Any, value: Any, path: str) -> Sharding:
+    if isinstance(one, Sharding):
+        return one
+    if not isinstance(one, PartitionSpec):
+        raise StrategyError(
+            f"{type(one).__name__} is neither a sharding nor a PartitionSpec", path=path, fix="for annotations use assert_spec"
+        )
+    own = getattr(value, "sharding", None)
+    if not isinstance(own, NamedSharding):
+        where = "lies on no mesh" if own is None else f"lies by {type(own).__name__}, which names no mesh axes"
+        fix = "place it first, or expect a NamedSharding"
+        raise StrategyError(f"{spec_text(one)} is expected of a {type(value).__name__} that {where}", path=path, fix=fix)
+    return NamedSharding(own.mesh, one)
+
+
+def wanted_by_annotation(
+    x: Any, axes: tuple[Any, ...], manager: PartitionManager | None, *, mode: str | None, role: str | None
+) -> list[Wanted]:
+    """Pair arrays with where their annotations resolve to; of literal specs without a manager, with themselves.
+
+    Raises:
+      ShardingError: what does not resolve, all at once.
+      NoManagerError: annotations without a manager.
+    """
+    annotations = tree_of_annotations(axes)
+    if manager is None:
+        if all(isinstance(one, PartitionSpec) for one in jax.tree.leaves(annotations, is_leaf=is_annotation)):
+            return wanted_by_sharding(x, annotations)
+        context.require("assert_spec", method=False)
+    assert manager is not None
+    wanted: list[Wanted] = []
+    problems: list[Problem] = []
+    for leaf in annotated_leaves(x, annotations):
+        shape = np.shape(leaf.value)
+        found = manager.explain(leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None)
+        if found.ok:
+            sharding = manager.sharding(leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None)
+            wanted.append(Wanted(path=leaf.path, value=leaf.value, sharding=sharding, decisions=found.decisions))
+        problems += found.problems
+    raise_problems(problems)
+    return wanted
+
+
+def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
+    """Return what to say about the arrays that lie elsewhere than wanted; nothing if none does."""
+    wrong = [one for one in wanted if not _lies(one)]
+    if not wrong:
+        return ""
+    count = "1 tensor lies" if len(wrong) == 1 else f"{len(wrong)} tensors lie"
+    of = "" if len(wanted) == 1 else f" (of {len(wanted)})"
+    lines = [f"{count} elsewhere than expected{of}:", *(f"  {_sentence(one)}" for one in wrong[:rows])]
+    lines += [f"  and {len(wrong) - rows} more"] * (len(wrong) > rows)
+    return "\n".join([*lines, "", *table([_HEAD, *map(_row, [*wrong, *(one for one in wanted if _lies(one))][:rows])])])
+
+
+def _lies(one: Wanted) -> bool:
+    own = getattr(one.value, "sharding", None)
+    if own is None:
+        return False
+    rank = np.ndim(one.value)
+    if isinstance(own, NamedSharding) and isinstance(one.sharding, NamedSharding) and own.mesh.shape_tuple == one.sharding.mesh.shape_tuple:
+        return _entries(own, rank) == _entries(one.sharding, rank) and own.memory_kind in (
+            None,
+            one.sharding.memory_kind or own.memory_kind,
+        )
+    try:
+        return bool(own.is_equivalent_to(one.sharding, rank))
+    except (TypeError, ValueError):  # one of them has no devices
+        return False
+
+
+def _memory(sharding: NamedSharding) -> str:
+    return sharding.memory_kind or "device"
+
+
+def _entries(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
+    """Return the mesh axes of each dim, without those of one device."""
+    sizes = mesh_sizes(sharding.mesh)
+    found = [tuple(axis for axis in entry_names(entry) if sizes[axis] > 1) for entry in sharding.spec.partitions]
+    return [*found, *[()] * (rank - len(found))]
+
+
+def _differences(one: Wanted) -> list[str]:
+    """Return the dims whose mesh axes differ, as `dim 1 HEAD: -, not tp`; else what differs about the shardings."""
+    own = getattr(one.value, "sharding", None)
+    if own is None:
+        return ["it lies nowhere"]
+    if not isinstance(own, NamedSharding) or not isinstance(one.sharding, NamedSharding):
+        return ["the kind of sharding"]
+    if own.mesh.shape_tuple != one.sharding.mesh.shape_tuple:
+        return [f"the mesh: {_mesh_text(own)}, not {_mesh_text(one.sharding)}"]
+    rank = np.ndim(one.value)
+    pairs = list(zip(_entries(own, rank), _entries(one.sharding, rank), strict=True))
+    found = []
+    for dim, (has, wants) in enumerate(pairs):
+        if has != wants:
+            label = f" {one.decisions[dim].label}" if dim < len(one.decisions) and one.decisions[dim].label else ""
+            found.append(f"dim {dim}{label}: {'+'.join(has) or '-'}, not {'+'.join(wants) or '-'}")
+    return found or [f"memory: {_memory(own)}, not {_memory(one.sharding)}"]
+
+
+def _mesh_text(sharding: NamedSharding) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh_sizes(sharding.mesh).items())
+
+
+def _sentence(one: Wanted) -> str:
+    has, wants = _bytes(one)
+    return f"{one.path or 'the array'}: {'; '.join(_differences(one))} ({has} per device, not {wants})"
+
+
+def _bytes(one: Wanted) -> tuple[str, str]:
+    """Return the bytes per device as found and as expected, as text."""
+    texts = []
+    for sharding in (getattr(one.value, "sharding", None), one.sharding):
+        try:
+            texts.append(bytes_text(leaf_bytes(one.value, sharding, path=one.path).per_device))
+        except ShardingError:
+            texts.append("?")
+    return texts[0], texts[1]
+
+
+def _row(one: Wanted) -> tuple[str, ...]:
+    own = getattr(one.value, "sharding", None)
+    shape = "x".join(map(str, np.shape(one.value))) or "scalar"
+    return (one.path or "-", shape, sharding_text(own), sharding_text(one.sharding), *_bytes(one))
+
+
+def sharding_text(sharding: Sharding | None) -> str:
+    """Return a sharding as a spec where it has one, else its kind."""
+    if isinstance(sharding, NamedSharding):
+        return spec_text(sharding.spec)
+    return "-" if sharding is None else type(sharding).__name__

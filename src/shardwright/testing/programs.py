@@ -1,0 +1,130 @@
+"""What an assertion about a program may be given, and the collectives found in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from shardwright import context
+from shardwright.axes import axis_label, canonical_axis
+from shardwright.errors import MeshSpecError, ProgramError, UnknownAxisError, did_you_mean
+from shardwright.manager import PartitionManager
+from shardwright.mesh import mesh_sizes
+from shardwright.plan.collectives import Collective, read_collectives
+from shardwright.plan.semantic_axes import carried_axes
+
+Axis = str | Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A compiled program's collectives, and what is known about it.
+
+    Attributes:
+      name: as people know it.
+      collectives: what it does.
+      sizes: mesh axis → size; empty where only collectives were given.
+      carried: mesh axis → the semantic axes that may lie over it; None without a manager.
+    """
+
+    name: str
+    collectives: tuple[Collective, ...]
+    sizes: Mapping[str, int]
+    carried: Mapping[str, Sequence[str]] | None
+
+    def over(self, axis: Axis | None) -> tuple[Collective, ...]:
+        """Return the collectives over a mesh axis or a semantic axis, or over exactly several mesh axes.
+
+        Raises:
+          UnknownAxisError: neither the mesh nor the rules know the axis.
+        """
+        if axis is None:
+            return self.collectives
+        if not isinstance(axis, str):
+            wanted = {name for one in axis for name in self._mesh_axes(one)}
+            return tuple(one for one in self.collectives if set(one.mesh_axes) == wanted)
+        names = self._mesh_axes(axis)
+        return tuple(one for one in self.collectives if not names.isdisjoint(one.mesh_axes))
+
+    def _mesh_axes(self, axis: str) -> frozenset[str]:
+        known = dict.fromkeys([*self.sizes, *(name for one in self.collectives for name in one.mesh_axes)])
+        if axis in known:
+            return frozenset({axis})
+        carried = self.carried or {}
+        wanted = canonical_axis(axis)
+        names = frozenset(name for name, axes in carried.items() if wanted in axes)
+        if names:
+            return names
+        everything = [*known, *dict.fromkeys(axis_label(one) for axes in carried.values() for one in axes)]
+        lies = "no rule puts it over a mesh axis of more than one device" if self.carried else "semantic axes need manager="
+        raise UnknownAxisError(
+            f"{axis!r} is no axis of the mesh {dict(self.sizes)}, and {lies}",
+            fix=did_you_mean(axis, everything) or f"name one of {', '.join(everything)}",
+        )
+
+
+def read_program(
+    program: Any,
+    args: Sequence[Any],
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    manager: PartitionManager | None = None,
+    trips: int | None = None,
+) -> Program:
+    """Compile what can be compiled, and read its collectives.
+
+    Args:
+      program: a function, jitted or not, for `args`; what `lower` or `compile` returned; HLO text; or `Collective`s.
+      args: arguments of a function: arrays or `ShapeDtypeStruct`s.
+      mesh: absent: the manager's, else that of the program's own arguments and results.
+      manager: ambient while a function is compiled; gives mesh axes their semantic axes. Absent: the ambient one.
+      trips: taken for loops that end on data.
+
+    Raises:
+      ProgramError: arguments for something that takes none, or a program that cannot be read.
+      MeshSpecError: the mesh cannot be told.
+    """
+    known = manager if manager is not None else context.current()
+    carried = None if known is None else carried_axes(known)
+    if isinstance(program, (tuple, list)) and all(isinstance(one, Collective) for one in program):
+        sizes = {} if mesh is None and known is None else mesh_sizes(mesh if mesh is not None else known.mesh)
+        return Program(name="the program", collectives=tuple(program), sizes=sizes, carried=carried)
+    if isinstance(program, str):
+        name, compiled = "the program", program
+    else:
+        with manager if manager is not None else contextlib.nullcontext():
+            name, compiled = _compiled(program, args)
+    found = mesh if mesh is not None else known.mesh if known is not None else _own_mesh(compiled)
+    return Program(name=name, collectives=read_collectives(compiled, found, trips=trips), sizes=mesh_sizes(found), carried=carried)
+
+
+def _compiled(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
+    """Return a program's name and its compiled form."""
+    if isinstance(program, (jax.stages.Lowered, jax.stages.Compiled)):
+        if args:
+            raise ProgramError(f"{len(args)} arguments for a program that is lowered already", fix="pass the function, or no arguments")
+        return "the program", program.compile() if isinstance(program, jax.stages.Lowered) else program
+    if not callable(program):
+        fix = "pass a function and its arguments, jitted.lower(...), jitted.lower(...).compile(), or its text"
+        raise ProgramError(f"{type(program).__name__} is no program", fix=fix)
+    jitted: Any = program if hasattr(program, "lower") else jax.jit(program)
+    return function_name(program), jitted.lower(*args).compile()
+
+
+def function_name(f: Callable[..., Any]) -> str:
+    """Return a function's name, or its type's."""
+    return getattr(f, "__name__", type(f).__name__)
+
+
+def _own_mesh(compiled: Any) -> Mesh | AbstractMesh:
+    """Return the mesh that a compiled program's arguments or results lie on."""
+    shardings = () if isinstance(compiled, str) else jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    meshes: Iterable[Any] = (one.mesh for one in shardings if isinstance(one, NamedSharding))
+    for mesh in meshes:
+        return mesh  # type: ignore[no-any-return]
+    raise MeshSpecError("no argument and no result of the program lies on a mesh", fix="pass mesh=, or manager=")

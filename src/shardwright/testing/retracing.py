@@ -1,0 +1,83 @@
+"""An assertion that a function is compiled once, however often it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardwright._jax import Compilations, watch_compilations
+from shardwright.errors import ShardingError
+from shardwright.plan.memory import leaf_bytes
+from shardwright.report.text import bytes_text, table
+from shardwright.testing.placements import sharding_text
+from shardwright.testing.programs import function_name
+from shardwright.tree import path_text
+
+_HEAD = ("argument", "in the first call", "now", "per device", "now")
+
+
+def assert_no_retrace(f: Callable[..., Any], *calls: Sequence[Any] | Callable[[Any], Sequence[Any]]) -> None:
+    """Call a function several times, and assert that only the first call traces or compiles anything.
+
+    `assert_no_retrace(step, (state, batch), lambda out: (out, batch))` feeds a step its own result: the state must come out
+    as it went in, or every second call compiles anew.
+
+    Args:
+      f: a jitted function, or one that calls some.
+      *calls: per call its arguments, or a function from the last result to them; at least two.
+
+    Raises:
+      AssertionError: a later call traced or compiled; with JAX's reasons and the arguments that changed.
+    """
+    __tracebackhide__ = True
+    if len(calls) < 2:
+        raise TypeError(f"assert_no_retrace got {len(calls)} calls: one alone may always trace; pass the arguments of two or more")
+    first: Sequence[Any] = ()
+    result = None
+    for number, call in enumerate(calls, 1):
+        args = call(result) if callable(call) else call
+        seen = _seen(args)
+        with watch_compilations() as found:
+            result = f(*args)
+        first = first or seen
+        if number > 1 and (found.traced or found.compiled):
+            raise AssertionError(_message(f, number, found, first, seen))
+
+
+def _seen(args: Sequence[Any]) -> list[tuple[str, str, str]]:
+    """Return (path, what it is, bytes per device) of each argument, before a call donates it."""
+    return [(path_text(path) or "-", _text(value), _bytes(value)) for path, value in jax.tree_util.tree_flatten_with_path(tuple(args))[0]]
+
+
+def _text(value: Any) -> str:
+    if not hasattr(value, "dtype"):
+        return type(value).__name__
+    shape = "x".join(map(str, np.shape(value))) or "scalar"
+    weak = " weak" if getattr(value, "weak_type", False) else ""
+    lies = f" {sharding_text(value.sharding)}" if isinstance(value, jax.Array) else " numpy"
+    return f"{value.dtype}{weak} {shape}{lies}"
+
+
+def _bytes(value: Any) -> str:
+    try:
+        return bytes_text(leaf_bytes(value, getattr(value, "sharding", None)).per_device)
+    except ShardingError:
+        return "-"
+
+
+def _message(f: Any, number: int, found: Compilations, first: Sequence[Any], now: Sequence[Any]) -> str:
+    did = [f"{verb} {', '.join(dict.fromkeys(names))}" for verb, names in (("traced", found.traced), ("compiled", found.compiled)) if names]
+    lines = [f"call {number} of {function_name(f)} {' and '.join(did)}"]
+    before = {path: (text, size) for path, text, size in first}
+    changed = [(path, before.get(path, ("absent", "-")), (text, size)) for path, text, size in now]
+    rows = [(path, old[0], new[0], old[1], new[1]) for path, old, new in changed if old != new]
+    rows += [(path, text, "absent", size, "-") for path, text, size in first if path not in {one for one, _, _ in now}]
+    if rows:
+        lines += ["", *table([_HEAD, *rows])]
+    else:
+        lines.append("  no argument changed its shape, dtype or sharding: look at static arguments, closures and the ambient context")
+    lines += [f"  {line}" for reason in found.reasons for line in ["", *reason.splitlines()]]
+    return "\n".join(lines)
