@@ -50,6 +50,17 @@ def run_on_shards(kernel: Callable[[Operands], Result], operands: Operands, call
     return result
 
 
+def lengths_are_whole(call: AttentionCall) -> tuple[str, ...]:
+    """Return the reasons of a kernel that needs all queries and keys of a sequence in one place."""
+    named = (("queries", call.specs.q_length), ("keys", call.specs.kv_length))
+    return tuple(f"the length of the {name} lies over {'+'.join(axes)}" for name, axes in named if axes)
+
+
+def no_weights(call: AttentionCall) -> tuple[str, ...]:
+    """Return the reason of a kernel that never has all weights at once."""
+    return ("it never has all weights at once, and they are asked for",) if call.return_weights else ()
+
+
 def weights_spec(call: AttentionCall) -> PartitionSpec:
     """Return the spec of the attention weights, `[batch, heads, q_length, kv_length]`."""
     specs = call.specs

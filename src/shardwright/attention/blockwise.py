@@ -25,8 +25,10 @@ from shardwright import _jax
 from shardwright.attention import _online
 from shardwright.attention._dropout import keep_factors
 from shardwright.attention._online import Running
-from shardwright.attention.call import Operands, Recipe
+from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
+from shardwright.attention.call import AttentionCall, Operands, Recipe
 from shardwright.attention.masks import allowed, block_is_empty
+from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
 # The dim of each operand that counts queries, and the one that counts keys.
 _Q_DIM = {"q": 1, "q_positions": 1, "q_segment_ids": 1, "mask": 2, "bias": 2}
@@ -88,7 +90,9 @@ def forward(operands: Operands, recipe: Recipe, *, state: Running | None = None)
     return found
 
 
-def backward(operands: Operands, recipe: Recipe, *, lse: jax.Array, do: jax.Array, delta: jax.Array) -> Gradients:
+def backward(
+    operands: Operands, recipe: Recipe, *, lse: jax.Array, do: jax.Array, delta: jax.Array, onto: Gradients | None = None
+) -> Gradients:
     """Return what the operands' keys contribute to the gradients of q, k, v and the bias.
 
     Args:
@@ -97,17 +101,21 @@ def backward(operands: Operands, recipe: Recipe, *, lse: jax.Array, do: jax.Arra
       lse: `[batch, heads, q_length]`, of all keys and the sinks.
       do: `[batch, q_length, heads, v_dim]`, the cotangent of the output.
       delta: `[batch, heads, q_length]`, see `delta`.
+      onto: what to add it to, in place where the compiler can; None for nothing.
     """
-    operands, lse, do, delta = _jax.vary_together((operands, lse, do, delta))
+    operands, lse, do, delta, onto = _jax.vary_together((operands, lse, do, delta, onto))
     grid = _grid(operands, recipe)
     padded = _pad(operands, grid)
     lse, delta = (_pad_dim(rows, 2, grid.q_count * grid.q_block, 0) for rows in (lse, delta))
     do = _pad_dim(do, 1, grid.q_count * grid.q_block, 0)
-    zero = functools.partial(jnp.zeros_like, dtype=jnp.float32)
-    bias = None if padded.bias is None else zero(padded.bias)
+    shapes = {name: array for name in ("q", "k", "v", "bias") if (array := getattr(padded, name)) is not None}
+    if onto is None:
+        held = Gradients(**{name: jnp.zeros_like(array, dtype=jnp.float32) for name, array in shapes.items()})
+    else:
+        held = Gradients(**{name: _pad_to(getattr(onto, name), array.shape) for name, array in shapes.items()})
 
-    def one_kv(j: jax.Array, held: Any) -> tuple[Any, Any]:
-        column = _kv_rows(padded, j, grid)
+    def one_kv(j: jax.Array, held: Gradients) -> Gradients:
+        column, first = _kv_rows(padded, j, grid), j * grid.kv_block
 
         def one_q(i: jax.Array, held: Any) -> Any:
             block = _q_rows(column, i, grid)
@@ -115,19 +123,14 @@ def backward(operands: Operands, recipe: Recipe, *, lse: jax.Array, do: jax.Arra
             rows = (_slice(lse, 2, at, grid.q_block), _slice(do, 1, at, grid.q_block), _slice(delta, 2, at, grid.q_block))
             return _visit(block, recipe, held, lambda block, held: _add_gradients(block, recipe, rows, held, i, j, grid))
 
-        dq, dbias, dk, dv = _over(grid.q_count, one_q, (*held, zero(column.k), zero(column.v)))
-        return (dq, dbias), (dk, dv)
+        dk, dv = (_slice(array, 1, first, grid.kv_block) for array in (held.k, held.v))
+        dq, dbias, dk, dv = _over(grid.q_count, one_q, (held.q, held.bias, dk, dv))
+        dk, dv = (jax.lax.dynamic_update_slice_in_dim(array, part, first, 1) for array, part in ((held.k, dk), (held.v, dv)))
+        return Gradients(q=dq, k=dk, v=dv, bias=dbias)
 
-    held = (zero(padded.q), bias)
-    if grid.kv_count == 1:
-        (dq, dbias), (dk, dv) = one_kv(jnp.int32(0), held)
-    else:
-        numbers = jnp.arange(grid.kv_count, dtype=jnp.int32)
-        (dq, dbias), blocks = jax.lax.scan(lambda carry, j: one_kv(j, carry), held, numbers)
-        dk, dv = (_join(one, dim=1) for one in blocks)
-    if operands.bias is not None:
-        dbias = jax.lax.slice(dbias, (0,) * 4, operands.bias.shape)
-    return Gradients(q=dq[:, : grid.q_length], k=dk[:, : grid.kv_length], v=dv[:, : grid.kv_length], bias=dbias)
+    found = _over(grid.kv_count, one_kv, held)
+    cut = {name: jax.lax.slice(getattr(found, name), (0,) * 4, getattr(operands, name).shape) for name in shapes}
+    return Gradients(**cut)
 
 
 def delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None = None) -> jax.Array:
@@ -183,6 +186,31 @@ def _attend_backward(recipe: Recipe, kept: Any, cotangents: Any) -> Any:
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+@AttentionRegistry.register
+class BlockwiseAttention(AttentionImpl):
+    """Blocks on every device by itself: the batch and the heads may be sharded, the lengths not."""
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        """Return "blockwise"."""
+        return "blockwise"
+
+    @classmethod
+    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
+        """Return why a call cannot be served: sharded lengths, or weights."""
+        return (*lengths_are_whole(call), *no_weights(call))
+
+    @classmethod
+    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Attend on every shard of batch and heads."""
+
+        def kernel(shard: Operands) -> Result:
+            o, lse = attend(shard, call.recipe)
+            return Result(o=o, lse=lse if call.return_lse else None)
+
+        return run_on_shards(kernel, operands, call)
 
 
 # One block.
@@ -307,6 +335,10 @@ def _pad_dim(array: jax.Array, dim: int, size: int, value: Any) -> jax.Array:
     if size == array.shape[dim]:
         return array
     return jnp.pad(array, widths, mode="edge") if value == "edge" else jnp.pad(array, widths, constant_values=value)
+
+
+def _pad_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return array if array.shape == shape else jnp.pad(array, [(0, size - have) for size, have in zip(shape, array.shape, strict=True)])
 
 
 def _slice(array: jax.Array, dim: int, at: Any, size: int) -> jax.Array:

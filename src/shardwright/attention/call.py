@@ -91,12 +91,14 @@ class KVHeads(enum.StrEnum):
     """How the heads of k and v lie, given those of q.
 
     SAME: over the same mesh axes. PREFIX: over the leading ones, and over the rest each shard picks the heads that its
-    queries read. INDEX: replicated, and each shard picks.
+    queries read. INDEX: replicated, and each shard picks. FACTOR: over the leading ones, if any, and the rest of them shard
+    the keys' length: a shard holds part of what its queries read.
     """
 
     SAME = "same"
     PREFIX = "prefix"
     INDEX = "index"
+    FACTOR = "factor"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

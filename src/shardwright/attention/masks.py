@@ -25,7 +25,7 @@ import numpy as np
 
 from shardwright.errors import AttentionError
 
-T = TypeVar("T", bool, jax.Array)
+T = TypeVar("T", int, jax.Array)
 Window = tuple[int | None, int | None]
 
 

@@ -1,0 +1,155 @@
+"""Which implementation serves a call, and why the others do not: a value that can be printed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from shardwright.attention.blockwise import BlockwiseAttention
+from shardwright.attention.call import AttentionCall
+from shardwright.attention.registry import AttentionImpl, AttentionRegistry, impl_names
+from shardwright.attention.vanilla import VanillaAttention
+from shardwright.errors import AttentionError
+from shardwright.modes import MODE_DECODE, mode_name
+
+AUTO = "auto"
+# One line for each implementation that comes with the package.
+SHIPPED: tuple[type[AttentionImpl], ...] = (
+    VanillaAttention,
+    BlockwiseAttention,
+)
+# All keys of a shard's sequences, up to this many bytes, are gathered without a thought.
+_GATHER_BYTES = 256 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """An implementation that cannot serve a call, and why."""
+
+    name: str
+    reasons: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What serves a call. Print it.
+
+    Attributes:
+      name: the implementation, or empty if none can.
+      why: what decided.
+      refusals: those that cannot, each with every reason.
+      passed_over: those that could too, in the order in which they would have come.
+      call: what was asked.
+    """
+
+    name: str
+    why: str
+    refusals: tuple[Refusal, ...]
+    passed_over: tuple[str, ...]
+    call: AttentionCall
+
+    def __str__(self) -> str:
+        call = self.call
+        lines = [
+            f"{self.name or 'no implementation'}   {self.why}",
+            f"  call  {_shape(call)}, {call.dtype}, {mode_name(call.mode)}, {call.platform}",
+        ]
+        if call.mesh is not None:
+            lines.append(f"  lies  {_lies(call)}; {call.specs.why}")
+        lines += [f"  also  {', '.join(self.passed_over)}"] if self.passed_over else []
+        lines += [f"  not   {refusal.name}: {reason}" for refusal in self.refusals for reason in refusal.reasons]
+        return "\n".join(lines)
+
+    def require(self) -> type[AttentionImpl]:
+        """Return the implementation.
+
+        Raises:
+          AttentionError: none can serve the call; with every reason.
+        """
+        if not self.name:
+            raise AttentionError(f"no attention implementation can serve this call: {self.why}", snippet=str(self).partition("\n")[2])
+        return AttentionRegistry.get(self.name)
+
+
+def choose(call: AttentionCall, *, implementation: str = AUTO) -> Choice:
+    """Choose an implementation, by name or by what suits the call best.
+
+    Args:
+      call: what is asked.
+      implementation: a name, or "auto".
+
+    Raises:
+      AttentionError: an unknown name.
+    """
+    if implementation != AUTO:
+        found = AttentionRegistry.get(implementation)
+        name, reasons = impl_names(found)[0], found.supports(call)
+        refusals = (Refusal(name=name, reasons=reasons),) if reasons else ()
+        why = "asked for by name" if not reasons else f"{name} was asked for by name and refuses"
+        return Choice(name="" if reasons else name, why=why, refusals=refusals, passed_over=(), call=call)
+    able, refusals_found, reasons_why = [], [], dict(_preference(call))
+    known = dict.fromkeys(impl_names(AttentionRegistry.get(name))[0] for name in AttentionRegistry.list_implementations())
+    for name in [*(name for name in reasons_why if name in known), *(name for name in known if name not in reasons_why)]:
+        reasons = AttentionRegistry.get(name).supports(call)
+        if reasons:
+            refusals_found.append(Refusal(name=name, reasons=reasons))
+        elif name in reasons_why:
+            able.append(name)
+    return Choice(
+        name=able[0] if able else "",
+        why=reasons_why[able[0]] if able else "all refuse",
+        refusals=tuple(refusals_found),
+        passed_over=tuple(able[1:]),
+        call=call,
+    )
+
+
+def _preference(call: AttentionCall) -> list[tuple[str, str]]:
+    """Return the implementations to try, best first, each with what speaks for it."""
+    last = [("vanilla", f"all {_logit_bytes(call) / 2**20:.1f} MiB of logits per device at once")]
+    if call.return_weights:
+        return [("vanilla", "only it returns weights")]
+    if call.mode == MODE_DECODE and call.specs.kv_length:
+        return [("flash_decode", f"the keys lie over {'+'.join(call.specs.kv_length)}: partial softmaxes are combined"), *last]
+    if call.specs.q_length or call.specs.kv_length:
+        return [*_sequence_parallel(call), *last]
+    fast = {
+        "tpu": [("splash", "the TPU's own kernel")],
+        "gpu": [("cudnn", "the GPU's own kernel"), ("sdpa", "XLA's own")],
+    }.get(call.platform, [])
+    return [*fast, ("blockwise", "memory linear in length"), *last]
+
+
+def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
+    """Rank the ways to attend over a sharded sequence, by bytes sent."""
+    shards = call.shards(call.specs.kv_length or call.specs.q_length)
+    local = call.kv_heads / call.shards(call.specs.kv_heads) * call.batch / call.shards(call.specs.batch)
+    gathered = int(local * call.kv_length * (call.head_dim + call.v_dim) * (4 if call.dtype == "float32" else 2))
+    even = 1 + call.heads / call.kv_heads
+    ulysses = ("ulysses", f"{shards} shards are more than 1 + heads / kv_heads = {even:g}: it sends fewer bytes than a ring")
+    ring = ("ring", f"{shards} shards are no more than 1 + heads / kv_heads = {even:g}: it sends no more bytes than all-to-alls")
+    gather = ("allgather_kv", f"the gathered keys take {gathered / 2**20:.1f} MiB per device: one collective, a ring's bytes")
+    rest = [ulysses, ring] if shards > even else [ring, ulysses]
+    return [gather, *rest] if gathered <= _GATHER_BYTES // 16 else [*rest, gather]
+
+
+def _logit_bytes(call: AttentionCall) -> int:
+    specs = call.specs
+    per = call.shards(specs.batch) * call.shards(specs.heads) * call.shards(tuple(dict.fromkeys((*specs.q_length, *specs.kv_length))))
+    return 4 * call.batch * call.heads * call.q_length * call.kv_length // per
+
+
+def _shape(call: AttentionCall) -> str:
+    dims = str(call.head_dim) if call.head_dim == call.v_dim else f"{call.head_dim}/{call.v_dim}"
+    return f"batch {call.batch}, {call.q_length} x {call.kv_length}, heads {call.heads}/{call.kv_heads}, head_dim {dims}"
+
+
+def _lies(call: AttentionCall) -> str:
+    specs = call.specs
+    named = {
+        "batch": specs.batch,
+        "q_length": specs.q_length,
+        "kv_length": specs.kv_length,
+        "heads": specs.heads,
+        "kv_heads": specs.kv_heads,
+    }
+    return ", ".join(f"{name} {'+'.join(axes)}" for name, axes in named.items() if axes) or "on every device whole"
