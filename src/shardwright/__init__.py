@@ -9,6 +9,7 @@ from shardwright.ambient import gather as gather
 from shardwright.ambient import hint as hint
 from shardwright.ambient import shard as shard
 from shardwright.annotations import ArraySpec as ArraySpec
+from shardwright.annotations import PartOf as PartOf
 from shardwright.annotations import is_annotation as is_annotation
 from shardwright.annotations import merged as merged
 from shardwright.annotations import stacked as stacked

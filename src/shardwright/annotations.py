@@ -237,11 +237,15 @@ def stacked(annotation: Any, layers: int | None = None) -> Any:
       StrategyError: an `ArraySpec` without `layers`, or anything else with it.
     """
     one = as_annotation(annotation)
-    if isinstance(one, ArraySpec) != (layers is not None):
+    if isinstance(one, (ArraySpec, PartOf)) != (layers is not None):
         raise StrategyError("layers= goes with an ArraySpec, and only with one", fix="stacked(spec, layers=32), or stacked(axes)")
+    if isinstance(one, PartOf):
+        dims = (0, *(None if of is None else of + 1 for of in one.dims))
+        return PartOf(annotation=stacked(one.annotation), shape=(int(layers or 0), *one.shape), dims=dims, path=one.path)
     if isinstance(one, ArraySpec):
         init = None if one.init is None else _StackedInit(one.init)
-        return ArraySpec((int(layers or 0), *one.shape), one.dtype, stacked(one.axes), init)
+        axes = stacked(one.axes, layers if isinstance(one.axes, PartOf) else None)
+        return ArraySpec((int(layers or 0), *one.shape), one.dtype, axes, init)
     return StackedLayout(one) if is_layout(one) else (LAYERS, *one)
 
 
