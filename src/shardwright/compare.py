@@ -22,13 +22,13 @@ class Placed:
     Attributes:
       found: its resolution; a problem is part of the answer.
       mesh_axes: mesh axes of each dim, major first, `("?",)` where it is left to the compiler; None where there is no spec.
-      shards: number of different shards, or None where it has no spec.
+      shards: number of shards of each dim, or None where it has no spec.
       bytes: bytes per device, or None where spec, shape or dtype is missing, or the compiler decides.
     """
 
     found: Resolution
     mesh_axes: tuple[tuple[str, ...], ...] | None
-    shards: int | None
+    shards: tuple[int, ...] | None
     bytes: int | None
 
 
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def changed(self) -> bool:
-        """Whether it moved, or holds other bytes: the same spec on another mesh."""
+        """Whether it moved, or its dims are cut into other numbers of shards: the same spec on another mesh."""
         return self.moved or self.before.shards != self.after.shards
 
     @property
@@ -148,7 +148,7 @@ def _placed(tensor: Tensor, manager: PartitionManager, mode: str) -> Placed:
     found = manager.explain(tensor.axes, mode=mode, role=role, shape=tensor.shape, path=tensor.path or None)
     if not found.ok:
         return Placed(found=found, mesh_axes=None, shards=None, bytes=None)
-    shards = math.prod(manager.mesh.shape[axis] for decision in found.decisions for axis in decision.mesh_axes)
+    shards = tuple(math.prod(manager.mesh.shape[axis] for axis in decision.mesh_axes) for decision in found.decisions)
     open_dims = any(decision.outcome is Outcome.UNCONSTRAINED for decision in found.decisions)
     lies = tuple((UNCONSTRAINED,) if one.outcome is Outcome.UNCONSTRAINED else one.mesh_axes for one in found.decisions)
-    return Placed(found=found, mesh_axes=lies, shards=shards, bytes=None if open_dims else tensor.bytes_over(shards))
+    return Placed(found=found, mesh_axes=lies, shards=shards, bytes=None if open_dims else tensor.bytes_over(math.prod(shards)))

@@ -120,4 +120,4 @@ def _block(finding: Finding, *, width: int) -> list[str]:
 def _counted(findings: Sequence[Finding]) -> str:
     counts = Counter(finding.severity for finding in findings)
     words = [f"{counts[one]} {one}{'' if counts[one] == 1 else 's'}" for one in Severity if counts[one]]
-    return ", ".join(words) or "nothing to say"
+    return ", ".join(words) or "no findings"

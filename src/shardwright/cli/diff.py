@@ -120,7 +120,8 @@ def _row_json(row: Row) -> dict[str, Any]:
 def _placed_json(placed: Placed) -> dict[str, Any]:
     spec = None if placed.mesh_axes is None else [list(axes) for axes in placed.mesh_axes]
     problems = [str(problem) for problem in placed.found.problems]
-    return {"spec": spec, "shards": placed.shards, "bytes_per_device": placed.bytes, "problems": problems}
+    shards = None if placed.shards is None else list(placed.shards)
+    return {"spec": spec, "shards": shards, "bytes_per_device": placed.bytes, "problems": problems}
 
 
 def _total_json(total: Total) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def _groups(found: Comparison, role: Role) -> list[list[str]]:
     groups: dict[tuple[Any, ...], list[str]] = {}
     for mode in dict.fromkeys(row.mode for row in found.rows if row.role is role):
         rows = [row for row in found.rows if row.role is role and row.mode == mode]
-        groups.setdefault(tuple((_lies(row.before), _lies(row.after)) for row in rows), []).append(mode)
+        groups.setdefault(tuple(_cells(row) for row in rows), []).append(mode)
     return list(groups.values())
 
 
@@ -158,19 +159,26 @@ def _section(found: Comparison, role: Role, modes: Sequence[str], *, width: int)
         names = f"{mode_name(rows[0].mode)} -> {mode_name(rows[0].mode_after)}"
     head = f"{role}, {names}: {len(changed)} of {len(rows)} differ"
     total = next(total for total in found.totals() if (total.role, total.mode) == (role, modes[0]))
-    sums = [("total", "", "", "", f"{total.before:,}", f"{total.after:,}", _signed(total.after - total.before))]
+    sums = ("total", "", "", "", f"{total.before:,}", f"{total.after:,}", _signed(total.after - total.before))
     known = any(row.grows is not None for row in rows)
-    body = [_HEAD, *map(_cells, changed), *(sums if known else [])]
-    return [head, *(table(body, indent="  ", width=width, prose=1) if changed else []), *(_total_line(total) if known else [])]
+    body = [_HEAD, *map(_cells, changed), *([sums] if known else [])]
+    if width < _ROOM:
+        body = [(cells[0], *cells[2:]) for cells in body]
+    lines = table(body, indent="  ", width=width, prose=1) if changed else []
+    return [head, *lines, *(_total_line(total) if known else [])]
 
 
 _HEAD = ("tensor", "axes", "before", "after", "bytes before", "bytes after", "change")
+_ROOM = 100  # characters: in a narrower terminal the axes, which the file of tensors says too, are left out
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     counts = ["" if count is None else f"{count:,}" for count in (row.before.bytes, row.after.bytes)]
     change = "" if row.grows is None else _signed(row.grows)
-    return (row.tensor.path, describe(row.tensor.axes), _lies(row.before), _lies(row.after), *counts, change)
+    lies = [_lies(row.before), _lies(row.after)]
+    if not row.moved:  # the same mesh axes, of other sizes
+        lies = [_counts(row.before), _counts(row.after)]
+    return (row.tensor.path, describe(row.tensor.axes), *lies, *counts, change)
 
 
 def _signed(count: int) -> str:
@@ -181,6 +189,12 @@ def _lies(placed: Placed) -> str:
     if placed.mesh_axes is None:
         return "!"
     return ", ".join("+".join(axes) or "-" for axes in placed.mesh_axes) or "()"
+
+
+def _counts(placed: Placed) -> str:
+    """Return where a tensor lies, with the number of shards of each dim: `fsdp/2, tp/4`."""
+    dims = zip(placed.mesh_axes or (), placed.shards or (), strict=True)
+    return ", ".join(f"{'+'.join(axes)}/{count}" if axes else "-" for axes, count in dims) or "()"
 
 
 def _total_line(total: Total) -> list[str]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from shardwright.annotations import lower
-from shardwright.axes import HEAD, HEAD_DIM, KV_HEAD, KV_HEAD_DIM, Role, axis_label, canonical_axis, file_name
+from shardwright.axes import HEAD, HEAD_DIM, KV_HEAD, KV_HEAD_DIM, SEMANTIC_AXES, Role, axis_label, canonical_axis, file_name
 from shardwright.errors import IndivisibleError, Problem, ShapeRequiredError, ShardingError, UnknownAxisError
 from shardwright.lints.finding import Code, Finding, Severity, dim_key, problem_text
 from shardwright.lints.subject import Answer, Subject, axes_of, role_of
@@ -184,12 +184,16 @@ def unused_tensors(subject: Subject) -> Iterator[Finding]:
 def unused_rules(subject: Subject) -> Iterator[Finding]:
     """Yield rules that name mesh axes for an axis that no tensor of the tree has, and axes of one's own that none has.
 
-    A rule that says replicated changes nothing by being unused. Tables of a role that the tree lacks are not judged.
+    A rule that says replicated changes nothing by being unused. Tables of a role that the tree lacks are not judged, and a file
+    that gives every axis of the vocabulary a rule is meant for any model: only its own axes are.
     """
     if not subject.tensors:
         return
     everything = subject.axes_of(Role.ACTIVATION, Role.PARAM)
+    complete = {*SEMANTIC_AXES} <= {*subject.tables.get(("rules",), {})}
     for path, axis, rule in subject.written():
+        if complete and axis in SEMANTIC_AXES:
+            continue
         roles = _roles(path)
         if not rule.candidates or path[0] in ("tensors", "policy") or not set(roles) <= subject.roles() or axis in subject.axes_of(*roles):
             continue
