@@ -80,10 +80,17 @@ def _restore(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per mesh."""
-    if "_mesh_case" in metafunc.fixturenames or metafunc.definition.get_closest_marker("mesh"):
+    names, markers = metafunc.fixturenames, metafunc.definition.own_markers
+    idle = "mesh" not in names and any(_is_ours(marker) for marker in markers)
+    if "_mesh_case" in names or idle:
         from shardwright.testing import pytest_plugin
 
         pytest_plugin.generate(metafunc)
+
+
+def _is_ours(marker: pytest.Mark) -> bool:
+    """Tell our marker from another project's of the same name."""
+    return marker.name == "mesh" and any(isinstance(mesh, str) and ":" in mesh for mesh in marker.args)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -130,7 +137,9 @@ def mesh(_mesh_case: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The `jax.sharding.Mesh` of `@pytest.mark.mesh("dp:2,tp:4")`."""
     from shardwright.testing import pytest_plugin
 
-    with pytest_plugin.placed(_mesh_case, devices_asked(request.config), request.config.getoption("mesh_backend")) as made:
+    config = request.config
+    backend = config.getoption("mesh_backend")
+    with pytest_plugin.placed(_mesh_case, config.rootpath, asked=devices_asked(config), backend=backend) as made:
         yield made
 
 

@@ -51,9 +51,12 @@ def cpu_mesh(axis_dims: MeshLike, axis_names: Sequence[str] | None = None, *, ax
 
 def asked_devices() -> int:
     """Return the number of CPU devices that JAX was asked for so far; 1 where nobody said anything."""
-    option = getattr(jax.config, _OPTION, -1)
-    if option > 0:
-        return int(option)
+    option = int(getattr(jax.config, _OPTION, -1))
+    return option if option > 0 else flagged_devices()
+
+
+def flagged_devices() -> int:
+    """Return the number of CPU devices that XLA_FLAGS asks for, 1 without; JAX's own option comes before it."""
     flags = _FLAG.findall(os.environ.get("XLA_FLAGS", ""))
     return int(flags[-1]) if flags else 1
 

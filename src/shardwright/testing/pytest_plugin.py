@@ -22,7 +22,7 @@ from shardwright.manager import PartitionManager
 from shardwright.mesh import INFER, MeshSpec, create_mesh, parse_mesh, resolve_axis_types
 from shardwright.modes import mode_name, parse_mode
 from shardwright.testing.ambient import AmbientLeftError, isolated
-from shardwright.testing.meshes import USUAL, asked_devices, try_for_devices
+from shardwright.testing.meshes import USUAL, asked_devices, flagged_devices, try_for_devices
 
 _ARGUMENTS = ("axis_types", "strategy", "mode")
 _CASE = "_mesh_case"
@@ -77,13 +77,10 @@ def generate(metafunc: pytest.Metafunc) -> None:
     Raises:
       Collector.CollectError: a marker that cannot be read, or that stands above a test that takes neither mesh nor manager.
     """
-    markers = _nearest_markers(metafunc.definition)
     if _CASE not in metafunc.fixturenames:
-        if any(_is_ours(marker) for marker in metafunc.definition.own_markers) and "mesh" not in metafunc.fixturenames:
-            raise _refusal(metafunc, f"{_EXAMPLE} does nothing for a test that takes neither mesh nor manager", "add the argument mesh")
-        return
+        raise _refusal(metafunc, f"{_EXAMPLE} does nothing for a test that takes neither mesh nor manager", "add the argument mesh")
     try:
-        cases = [case for marker in markers for case in cases_of(marker)]
+        cases = [case for marker in _nearest_markers(metafunc.definition) for case in cases_of(marker)]
     except ShardingError as error:
         raise _refusal(metafunc, str(error)) from error
     if cases:
@@ -96,11 +93,6 @@ def _nearest_markers(definition: Any) -> list[pytest.Mark]:
     nearest = [mark for node, mark in found if node is found[0][0]]
     # Decorators apply from the bottom up; a module's `pytestmark` is a list as written.
     return nearest if found and isinstance(found[0][0], pytest.Module) else nearest[::-1]
-
-
-def _is_ours(marker: pytest.Mark) -> bool:
-    """Tell our marker from another library's of the same name."""
-    return marker.name == "mesh" and any(isinstance(mesh, str) and ":" in mesh for mesh in marker.args)
 
 
 def _refusal(metafunc: pytest.Metafunc, what: str, fix: str = "") -> Exception:
@@ -145,12 +137,12 @@ def prepare(asked: int | None) -> None:
 
     Whoever set XLA_FLAGS or `jax_num_cpu_devices` is obeyed, unless the plugin's option asks for more.
     """
-    already = asked_devices()
+    already = max(asked_devices(), flagged_devices())
     try_for_devices(max(asked, already) if asked else (already if already > 1 else USUAL))
 
 
 @contextlib.contextmanager
-def placed(case: MeshCase, asked: int | None, backend: str) -> Iterator[Mesh]:
+def placed(case: MeshCase, root: Path, *, asked: int | None = None, backend: str = "cpu") -> Iterator[Mesh]:
     """Build a case's mesh for one test; on a machine with accelerators the test computes on CPU devices too.
 
     Yields the mesh. What the test leaves ambient is taken back, and is a failure.
@@ -158,11 +150,11 @@ def placed(case: MeshCase, asked: int | None, backend: str) -> Iterator[Mesh]:
     devices = _devices(case, asked, backend)
     try:
         if case.spec is None:
-            made = _strategy(case.strategy, None).make_mesh(devices=devices)
+            made = _strategy(case.strategy, root).make_mesh(devices=devices)
         else:
             made = create_mesh(str(case.spec), devices=devices, axis_types=case.axis_types)
     except ShardingError as error:
-        pytest.fail(str(error), pytrace=False)
+        raise _failure(str(error)) from None
     with _nothing_left(), _computing_on(devices[0]):
         yield made
 
@@ -171,33 +163,35 @@ def placed(case: MeshCase, asked: int | None, backend: str) -> Iterator[Mesh]:
 def managed(case: MeshCase, mesh: Mesh, root: Path) -> Iterator[PartitionManager]:
     """Enter the manager of a case's strategy on a mesh for one test."""
     if case.strategy is None:
-        pytest.fail(f'the marker names no strategy for the manager: write {_EXAMPLE[:-1]}, strategy="fsdp_tp")', pytrace=False)
+        raise _failure(f'the marker names no strategy for the manager: write {_EXAMPLE[:-1]}, strategy="fsdp_tp")')
     try:
         made = PartitionManager(_strategy(case.strategy, root), mesh=mesh, mode=case.mode)
     except ShardingError as error:
-        pytest.fail(str(error), pytrace=False)
+        raise _failure(str(error)) from None
     with made, _nothing_left():
         yield made
 
 
 @contextlib.contextmanager
 def _nothing_left() -> Iterator[None]:
-    left = ""
     try:
         with isolated():
             yield
     except AmbientLeftError as error:
-        left = str(error)
-    if left:
-        pytest.fail(left, pytrace=False)
+        raise _failure(str(error)) from None
 
 
-def _strategy(strategy: Any, root: Path | None) -> Any:
+def _failure(message: str) -> BaseException:
+    """Return a failure of the test itself: the message without a traceback through here."""
+    return pytest.fail.Exception(message, pytrace=False)
+
+
+def _strategy(strategy: Any, root: Path) -> Any:
     """Load what names a strategy; a path counts from pytest's root."""
     from shardwright.strategy.model import Strategy
 
     if isinstance(strategy, Path) or (isinstance(strategy, str) and strategy.endswith((".toml", ".json"))):
-        return Strategy.load((root or Path()) / strategy)
+        return Strategy.load(root / strategy)
     return Strategy.preset(strategy) if isinstance(strategy, str) else strategy
 
 
@@ -217,9 +211,9 @@ def _devices(case: MeshCase, asked: int | None, backend: str) -> list[jax.Device
     try:
         devices: list[jax.Device] = jax.local_devices(backend=backend)
     except RuntimeError as error:
-        pytest.fail(f"no {backend} devices here: {error}", pytrace=False)
+        raise _failure(f"no {backend} devices here: {error}") from None
     if len(devices) < needed:
-        pytest.fail(_too_few(f"mesh {case.spec}", needed=needed, have=len(devices), asked=asked, backend=backend), pytrace=False)
+        raise _failure(_too_few(f"mesh {case.spec}", needed=needed, have=len(devices), asked=asked, backend=backend))
     return devices
 
 
