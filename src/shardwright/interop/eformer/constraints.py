@@ -16,7 +16,7 @@ from shardwright.interop.eformer.axis import without_repeats
 from shardwright.interop.eformer.environment import log_sharding_move
 from shardwright.interop.eformer.meshes import current_mesh, no_mesh
 from shardwright.provenance import DimDecision, Outcome, Reason, Resolution, RuleRef
-from shardwright.rules import POLICY_PRESETS, AxisRules, Policy, Rule, build_rules
+from shardwright.rules import POLICY_PRESETS, AxisRules, Conflict, Indivisible, Missing, Policy, Rank, Rule, build_rules
 
 _CHANGED = (Outcome.POLICY_MISSING, Outcome.POLICY_PREFIX, Outcome.POLICY_REPLICATE, Outcome.POLICY_FIRST_DIM)
 
@@ -36,6 +36,16 @@ def parse_policy(policy: Policy | str | None) -> Policy:
         hint = did_you_mean(str(policy), POLICY_PRESETS)
         raise StrategyError(f"policy {policy!r} is no preset", fix=f"{hint} presets are {', '.join(POLICY_PRESETS)}".strip())
     return POLICY_PRESETS[policy]
+
+
+def is_strict(policy: Policy) -> bool:
+    """Tell whether everything that does not fit is an error."""
+    return (policy.indivisible, policy.conflict, policy.missing, policy.rank) == (
+        Indivisible.ERROR,
+        Conflict.ERROR,
+        Missing.SKIP,
+        Rank.ERROR,
+    )
 
 
 def with_sharding_constraint(arr: Any, sharding: PartitionSpec | NamedSharding, *, policy: Policy | str | None = None) -> Any:

@@ -14,7 +14,7 @@ from shardwright.axes import EMPTY_VAL, NOT_GIVEN
 from shardwright.errors import NoManagerError, ShapeRequiredError, StrategyError
 from shardwright.interop.eformer import registry
 from shardwright.interop.eformer.axis import PartitionAxis, written_spec
-from shardwright.interop.eformer.constraints import parse_policy, warn_of_changes
+from shardwright.interop.eformer.constraints import is_strict, parse_policy, warn_of_changes
 from shardwright.interop.eformer.meshes import current_mesh, no_mesh
 from shardwright.layouts import DynamicShardingAxes
 from shardwright.modes import MODE_TRAIN
@@ -253,7 +253,7 @@ def apply_logical_sharding(
         return manager.shard(x, axes, mode, dynamic_axes, auto_correct)
     if not isinstance(manager, native.PartitionManager):
         raise StrategyError(f"{manager!r} is no PartitionManager", fix="pass one of shardwright.interop.eformer, or of shardwright")
-    if not auto_correct and manager.rules.policy != Policy(gather=manager.rules.policy.gather):
+    if not auto_correct and not is_strict(manager.rules.policy):
         raise StrategyError("auto_correct=False needs a strict policy", fix="drop what [policy] of the strategy allows")
     annotation, said = asked(axes, mode, dynamic_axes)
     return manager.shard(x, annotation, mode=said)
