@@ -226,10 +226,12 @@ def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.chmod(name, 0o666 & ~_umask())
-        if not overwrite:
+        if overwrite:
+            os.replace(name, path)
+        else:
             # A link, unlike a rename, never takes the place of a file that somebody made a moment ago.
             os.link(name, path)
-        os.replace(name, path)
+            os.unlink(name)
     except BaseException:
         os.unlink(name)
         raise

@@ -1,0 +1,211 @@
+"""`check`, `diff`, `presets` and `schema`: exit codes, files, bad input. Whole outputs are golden files."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+import shardwright as sw
+from shardwright.cli.main import COMMANDS
+from shardwright.strategy import files
+from tests.cli.cases import MESH, run
+
+BAD = {
+    "check": "the following arguments are required: STRATEGY",
+    "check nope": "no preset 'nope'",
+    "check fsdp_pt": "did you mean 'fsdp_tp'?",
+    "check nope.toml": "no file 'nope.toml'",
+    "check fsdp.toml": "no file 'fsdp.toml'",
+    "check odd.txt": "no preset 'odd.txt'",
+    "check latin.toml": "latin.toml is not UTF-8",
+    "check fsdp --tensors nope.toml": "cannot read 'nope.toml'",
+    "check fsdp --mesh dp:x": "size 'x' is not a whole number",
+    "check fsdp --mesh dp:99999999999999999999": "has a number that is no mesh size",
+    "check fsdp_tp --devices 6": "6 devices cannot be divided by",
+    "check fsdp_tp --devices 0": "'0' is not a positive whole number",
+    "diff fsdp": "the following arguments are required: --tensors",
+    "diff fsdp --tensors tensors.toml": "both sides are the same\n  fix   give two strategies, or --mesh, --devices or --mode twice",
+    "diff fsdp fsdp --tensors tensors.toml --mesh dp:2": "both sides are the same",
+    "diff fsdp ddp tensor --tensors tensors.toml --mesh dp:2": "STRATEGY is given 3 times\n  fix   give one for both sides",
+    "diff fsdp --tensors tensors.toml --mesh dp:2 --mesh dp:4 --mesh dp:8": "--mesh is given 3 times",
+    "diff fsdp ddp --tensors tensors.toml": "mesh axis fsdp = -1 in strategy fsdp needs a number of devices",
+    "diff fsdp ddp --tensors tensors.toml --devices 8 --mode serve": "invalid choice: 'serve'",
+    "diff fsdp ddp --tensors odd.toml --devices 8": "odd.toml",
+    "presets": "the following arguments are required: action",
+    "presets lst": "invalid choice: 'lst'",
+    "presets list ddp": "presets list takes no preset\n  fix   write shardwright presets list",
+    "presets show": "presets show takes a preset\n  fix   write shardwright presets show fsdp_tp",
+    "presets show ddp x.toml": "presets show takes a preset",
+    "presets copy": "presets copy takes a preset\n  fix   write shardwright presets copy fsdp_tp mine.toml",
+    "presets show fdsp": "no preset 'fdsp'\n  fix   did you mean 'fsdp'? presets are ddp,",
+    "presets copy ddp mine.yaml": "'mine.yaml' is neither a .toml nor a .json file",
+    "presets copy ddp nowhere/mine.toml": "no folder 'nowhere' to write 'mine.toml' in",
+    "schema nowhere/schema.json": "no folder 'nowhere' to write 'schema.json' in",
+    "schema folder": "cannot write 'folder': is a directory",
+    "completion": "the following arguments are required: shell",
+    "completion tcsh": "invalid choice: 'tcsh'",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_is_told_and_never_a_traceback(line: str, tmp_path: Path) -> None:
+    (tmp_path / "latin.toml").write_bytes(b"\xe9")
+    (tmp_path / "folder").mkdir()
+    code, out, err = run(line, tmp_path)
+    assert (code, out) == (2, ""), err
+    assert BAD[line] in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_says_what_its_exit_codes_mean(command: str, tmp_path: Path) -> None:
+    code, out, _ = run(f"{command} --help", tmp_path)
+    assert code == 0
+    assert "exit codes: 0 " in out
+    assert "2 the question cannot be asked" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("check fsdp", 0),
+        ("check odd.toml", 0),
+        ("check odd.toml --strict", 1),
+        ("check fsdp odd.toml --strict", 1),
+        ("check broken.toml", 1),
+        ("check fsdp broken.toml", 1),
+        ("check odd.toml --json", 0),
+        ("check odd.toml --json --strict", 1),
+        (f"check odd.toml --tensors tensors.toml {MESH.replace('tp:2', 'tp:3')}", 1),
+        ("diff ddp fsdp --tensors tensors.json --mesh fsdp:2", 0),
+        ("diff ddp fsdp --tensors tensors.json --mesh fsdp:2 --exit-code", 1),
+        ("diff ddp single --tensors tensors.json --mesh fsdp:2 --exit-code", 0),
+        ("diff ddp fsdp --tensors tensors.json --mesh fsdp:3", 1),
+    ],
+)
+def test_exit_codes(line: str, code: int, tmp_path: Path) -> None:
+    assert run(line, tmp_path)[0] == code
+
+
+def test_check_finds_in_every_file_what_it_is_refused_for(tmp_path: Path) -> None:
+    (tmp_path / "two.toml").write_text('[mesh]\ndp = 2\n[rules]\nbatch = "dp |"\nbathc = "dp"\nhead = "dpp"\n', encoding="utf-8")
+    code, out, _ = run("check two.toml --json", tmp_path)
+    found = json.loads(out)["strategies"][0]["findings"]
+    assert code == 1
+    assert [(one["code"], one["file"], one["line"], one["key"]) for one in found] == [
+        ("invalid", "two.toml", 4, "rules.batch"),
+        ("unknown_axis", "two.toml", 5, "rules.bathc"),
+        ("unknown_mesh_axis", "two.toml", 6, "rules.head"),
+    ]
+
+
+def test_check_names_the_file_of_an_overlay(tmp_path: Path) -> None:
+    (tmp_path / "over.toml").write_text('[rules]\nbatch = "dp | dp"\n', encoding="utf-8")
+    code, out, _ = run('check "fsdp_tp | over.toml" --json', tmp_path)
+    (found,) = json.loads(out)["strategies"][0]["findings"]
+    assert (code, found["file"], found["line"]) == (0, "over.toml", 2)
+    (tmp_path / "wrong.toml").write_text('[rules]\nbatch = "dpp"\n', encoding="utf-8")
+    code, out, _ = run('check "fsdp_tp | wrong.toml" --json', tmp_path)
+    (found,) = json.loads(out)["strategies"][0]["findings"]
+    assert (code, found["code"], found["file"]) == (1, "unknown_mesh_axis", "wrong.toml")
+
+
+def test_a_file_with_a_bar_in_its_name_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a|b.toml").write_text('[rules]\nbatch = "dp"\n', encoding="utf-8")
+    assert run("check 'a|b.toml'", tmp_path)[:2] == (0, "a|b.toml\n  no findings\n")
+
+
+def test_explain_takes_overlays_in_one_word_too(tmp_path: Path) -> None:
+    line = "explain EMBED VOCAB --role param --path lm_head/kernel --mesh fsdp:2,tp:2 --shape 64,256 --mode train"
+    one = run(f'{line} --strategy "fsdp_tp | head.toml"', tmp_path)
+    assert one == run(f"{line} --strategy fsdp_tp --strategy head.toml", tmp_path)
+    assert one[1].startswith("strategy fsdp_tp | head.toml on")
+
+
+def test_diff_says_exact_bytes(tmp_path: Path) -> None:
+    code, out, _ = run("diff ddp fsdp_tp --tensors tensors.toml --mesh fsdp:2,tp:2 --json", tmp_path)
+    answer = json.loads(out)
+    embed = next(one for one in answer["tensors"] if one["path"] == "params/embed")
+    assert code == 0
+    assert embed["before"]["bytes_per_device"] == 128256 * 4096 * 2
+    assert embed["after"]["bytes_per_device"] == 128256 * 4096 * 2 // 4
+    assert embed["after"]["shards"] == [2, 2]
+    total = next(one for one in answer["totals"] if one["role"] == "param" and one["mode"] == "train")
+    in_train = [one for one in answer["tensors"] if one["role"] == "param" and one["mode"] == "train"]
+    assert total["bytes_after"] == sum(one["after"]["bytes_per_device"] for one in in_train)
+    assert answer["changed"] == 6
+
+
+def test_diff_of_one_strategy_for_two_numbers_of_devices(tmp_path: Path) -> None:
+    code, out, _ = run("diff fsdp --tensors tensors.json --devices 2 --devices 4 --mode train --json", tmp_path)
+    answer = json.loads(out)
+    assert code == 0
+    assert (answer["before"]["mesh"], answer["after"]["mesh"]) == ({"dp": 1, "fsdp": 2}, {"dp": 1, "fsdp": 4})
+    assert answer["totals"][0] == {"role": "param", "mode": "train", "bytes_before": 32768, "bytes_after": 16384, "uncounted": 0}
+
+
+def test_diff_tells_where_sizes_belong(tmp_path: Path) -> None:
+    (tmp_path / "t.toml").write_text('[k]\naxes = "KV_HEAD"\n', encoding="utf-8")
+    code, out, _ = run("diff fsdp_tp ddp --tensors t.toml --mesh tp:2", tmp_path)
+    assert code == 1
+    assert "fix   give its shape in the file of tensors" in out
+
+
+def test_presets_copy_keeps_comments_and_never_overwrites_unasked(tmp_path: Path) -> None:
+    assert run("presets copy fsdp_tp mine.toml", tmp_path)[:2] == (0, "fsdp_tp copied to mine.toml\n")
+    copied = (tmp_path / "mine.toml").read_text(encoding="utf-8")
+    assert copied == files.preset_text("fsdp_tp")
+    assert "# replicated on purpose" in copied
+    code, out, err = run("presets copy ddp mine.toml", tmp_path)
+    assert (code, out) == (2, "")
+    assert "'mine.toml' is there already\n  fix   choose another name, or replace it with --force" in err
+    assert (tmp_path / "mine.toml").read_text(encoding="utf-8") == copied
+    assert run("presets copy ddp mine.toml --force", tmp_path)[0] == 0
+    assert (tmp_path / "mine.toml").read_text(encoding="utf-8") == files.preset_text("ddp")
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def test_presets_copy_has_a_name_and_modes_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    assert run("presets copy ddp", tmp_path)[1] == "ddp copied to ddp.toml\n"
+    assert run("presets copy ddp folder", tmp_path)[1] == "ddp copied to folder/ddp.toml\n"
+    assert run("presets copy ddp mine.json", tmp_path)[0] == 0
+    assert sw.Strategy.load(tmp_path / "mine.json") == sw.Strategy.preset("ddp")
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "ddp.toml").stat().st_mode) == 0o666 & ~mask
+
+
+def test_nothing_is_left_where_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "link", broken)
+    code, _, err = run("presets copy ddp ddp2.toml", tmp_path)
+    assert code == 2
+    assert "cannot write 'ddp2.toml': no space left on device" in err
+    assert [name for name in os.listdir(tmp_path) if "ddp2" in name] == []
+
+
+def test_presets_list_and_show_are_data_too(tmp_path: Path) -> None:
+    listed = json.loads(run("presets list --json", tmp_path)[1])["presets"]
+    assert [one["name"] for one in listed] == list(sw.Strategy.presets())
+    assert all(one["what"] for one in listed)
+    assert json.loads(run("presets show serve_tp --json", tmp_path)[1]) == sw.Strategy.preset("serve_tp").to_data()
+    assert run("presets show serve_tp", tmp_path)[1] == files.preset_text("serve_tp")
+
+
+def test_the_schema_accepts_presets_and_refuses_slips(tmp_path: Path) -> None:
+    printed = run("schema", tmp_path)[1]
+    assert run("schema strategy.schema.json", tmp_path)[:2] == (0, "schema written to strategy.schema.json\n")
+    assert (tmp_path / "strategy.schema.json").read_text(encoding="utf-8") == printed
+    schema = json.loads(printed)
+    for name in sw.Strategy.presets():
+        jsonschema.validate(sw.Strategy.preset(name).to_data(), schema)
+    with pytest.raises(jsonschema.ValidationError, match="'ruls' was unexpected"):
+        jsonschema.validate({"ruls": {}}, schema)
