@@ -235,6 +235,36 @@ def test_factored_moments_of_some_parameters() -> None:
         assert isinstance(at(found).v_row["norm"], optax.MaskedNode)
 
 
+@pytest.mark.parametrize("tx", [adafactor(momentum=0.9), optax.sm3(0.1)], ids=["adafactor", "sm3"])
+def test_twenty_steps_are_those_of_one_device(tx: Any) -> None:
+    """Sharded sums equal unsharded ones, and stay where they were put."""
+    specs = {"up": sw.ArraySpec((16, 64), jnp.float32, KERNEL, normal), "down": sw.ArraySpec((64, 16), jnp.float32, KERNEL[::-1], normal)}
+    x = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
+    losses = {}
+    for preset, sizes in (("single", "dp:1"), ("fsdp_tp", "fsdp:4,tp:2")):
+        pm = manager(preset, sizes)
+        placed = pm.shardings(specs), pm.state_shardings(state_of(tx, specs), specs)
+
+        def loss(values: Any, x: Any) -> Any:
+            return jnp.mean((jnp.tanh(x @ values["up"]) @ values["down"] - x[:, ::-1]) ** 2)
+
+        def step(values: Any, state: Any, x: Any) -> Any:
+            found, gradients = jax.value_and_grad(loss)(values, x)
+            updates, state = tx.update(gradients, state, values)
+            return optax.apply_updates(values, updates), state, found
+
+        values = pm.init(specs, jax.random.key(0))
+        state = jax.jit(tx.init, out_shardings=placed[1])(values)
+        run = jax.jit(step, out_shardings=(*placed, None))
+        losses[preset] = []
+        for _ in range(20):
+            values, state, found = run(values, state, pm.shard(x, sw.BATCH, sw.EMPTY))
+            losses[preset].append(float(found))
+        assert jax.tree.map(lambda leaf: leaf.sharding, (values, state)) == placed
+    np.testing.assert_allclose(losses["fsdp_tp"], losses["single"], rtol=1e-5)
+    assert losses["single"][-1] < losses["single"][0]
+
+
 # Other kinds of state.
 
 

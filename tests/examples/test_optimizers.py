@@ -1,0 +1,127 @@
+"""Ten optimizers on the demo's parameters: no byte of a moment is a copy unless asked, and training is that of one device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from decoder.config import DecoderConfig, decoder_specs
+from decoder.text import stdlib_text, text_batches
+from decoder.train import Trained, make_trainer, train
+from optax import contrib
+
+import shardwright as sw
+from shardwright.plan import bytes_by_path
+from shardwright.testing import cpu_mesh
+
+STRATEGIES = Path(__file__).parents[2] / "examples" / "strategies"
+TINY = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
+
+
+def by_rank() -> Any:
+    labels = lambda params: jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "rest", params)  # noqa: E731
+    return optax.partition({"matrix": optax.sgd(0.1, momentum=0.9), "rest": optax.adam(1e-2)}, labels)
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "lion": lambda: optax.lion(1e-3),
+    "sgd momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adagrad": lambda: optax.adagrad(1e-2),
+    "rmsprop": lambda: optax.rmsprop(1e-3, momentum=0.9),
+    "lamb": lambda: optax.lamb(1e-2),
+    "schedule_free": lambda: contrib.schedule_free_adamw(1e-2),
+    "accumulated": lambda: optax.MultiSteps(optax.adamw(1e-2), every_k_schedule=2).gradient_transformation(),
+    "guarded": lambda: optax.apply_if_finite(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2), 3),
+    "by rank": by_rank,
+    "noisy": lambda: optax.chain(optax.add_noise(1e-6, 0.55, key=jax.random.key(0)), optax.adamw(1e-2)),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=32, momentum=0.9),
+    "sm3": lambda: optax.sm3(0.1),
+    "history": lambda: optax.chain(optax.scale_by_lbfgs(memory_size=3), optax.sgd(1e-2)),
+}
+SUMS = ("adafactor", "sm3")
+
+
+def held(name: str, strategy: sw.Strategy, mesh: Any, config: DecoderConfig) -> tuple[Any, Any]:
+    """Bytes of the parameters and of the optimizer's state, on paper."""
+    pm = sw.PartitionManager(strategy, mesh=mesh)
+    specs = decoder_specs(config)
+    state = jax.eval_shape(OPTIMIZERS[name]().init, pm.abstract(specs))
+    shardings = pm.state_shardings(state, specs)
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    return bytes_by_path(pm.abstract(specs)), bytes_by_path(state, shardings)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_no_byte_of_a_moment_is_a_copy_unless_its_parameter_is_one(name: str) -> None:
+    """Each leaf of the state is replicated over what its parameter is replicated over, and byte by byte as often."""
+    params, state = held(name, sw.Strategy.preset("fsdp_tp"), sw.abstract_mesh("fsdp:4,tp:2"), DecoderConfig())
+    by_path = {leaf.path: leaf for leaf in params.leaves}
+    assert {leaf.path for leaf in params.most_replicated().leaves} == {path for path in by_path if path.endswith("norm")}
+    copies, sums, others = 0, 0, 0
+    for leaf in state.leaves:
+        owner = next((one for path, one in by_path.items() if leaf.path.endswith("/" + path)), None)
+        if owner is not None and leaf.shape[-len(owner.shape) :] == owner.shape:
+            assert leaf.replicated * owner.total == owner.replicated * leaf.total
+            copies += leaf.replicated
+        elif leaf.total <= 16:
+            others += leaf.replicated  # counts, keys, learning rates, stand-ins
+        else:
+            assert name in SUMS
+            sums += leaf.replicated
+    assert others < 4096
+    norms = sum(leaf.total for leaf in state.leaves if leaf.path.endswith("norm"))
+    assert copies <= 7 * norms, "norms alone are replicated, by rule"
+    assert sums <= 0.05 * state.held, "sums over a dim are replicated over that dim's mesh axes"
+    assert state.replicated == copies + sums + others
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_asked_to_spread_no_moment_is_a_copy(name: str) -> None:
+    """Where the parameters are replicated, zero1 leaves only what has no dim: counts, keys, stand-ins and the like."""
+    spread = sw.Strategy.preset("ddp") | sw.Strategy(policy={"zero1": "dp"})
+    _, plain = held(name, sw.Strategy.preset("ddp"), sw.abstract_mesh("dp:4"), DecoderConfig())
+    _, state = held(name, spread, sw.abstract_mesh("dp:4"), DecoderConfig())
+    assert plain.replicated_share == pytest.approx(3 / 4)
+    assert all(leaf.total <= 16 for leaf in state.most_replicated().leaves)
+    assert state.replicated < 0.005 * state.held
+
+
+def trained(name: str, strategy: sw.Strategy, *, steps: int, mesh: Any = None) -> Trained:
+    trainer = make_trainer(strategy, TINY, OPTIMIZERS[name](), mesh=mesh)
+    batches = itertools.islice(text_batches(stdlib_text(50_000), batch=8, length=32, seed=1), steps)
+    state = trainer.init(7)
+    found = train(trainer, state, batches, on_step=lambda loss: None)
+    assert jax.tree.map(lambda leaf: leaf.sharding.spec, found.state) == jax.tree.map(lambda one: one.spec, trainer.shardings)
+    return found
+
+
+def agree(one: Trained, other: Trained, *, rtol: float) -> None:
+    np.testing.assert_allclose(one.losses, other.losses, rtol=rtol)
+    assert one.losses[-1] < one.losses[0]
+
+
+def load(name: str) -> sw.Strategy:
+    return sw.Strategy.load(STRATEGIES / f"{name}.toml")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_twenty_steps_are_those_of_one_device(name: str) -> None:
+    agree(trained(name, load("fsdp_tp"), steps=20), trained(name, load("single"), steps=20), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "sm3"])
+def test_twenty_steps_with_zero1_are_those_without(name: str) -> None:
+    ddp = sw.Strategy.preset("ddp")
+    mesh = cpu_mesh("dp:8")
+    spread = trained(name, ddp | sw.Strategy(policy={"zero1": "dp | -"}), steps=20, mesh=mesh)
+    agree(spread, trained(name, ddp, steps=20, mesh=mesh), rtol=1e-5)
+    assert bytes_by_path(spread.state["opt"]).replicated_share < 0.2
