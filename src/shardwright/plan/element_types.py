@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.plan.hlo import BITS, Computation, Instruction, Module
+from shardwright.plan.hlo import Computation, Instruction, Module, bits_of
 
 # What XLA widens in reductions, and to what.
 _PROMOTED = {"f32": "bf16", "s32": "s16", "u32": "u16"}
@@ -26,13 +26,13 @@ def program_type(module: Module, computation: Computation, one: Instruction, pos
     promoted = wire in _PROMOTED and reduction.endswith("_promoted")
     if promoted and lone:
         return _PROMOTED[wire]
-    if not wire.startswith(_FLOATS):
+    if not wire.startswith(_FLOATS) or (reduction and lone):
         return wire
     goes_to = set(_uses(module, computation, one, None if lone or not one.is_tuple else position))
     # Of several reductions in one, only some may be promoted; a dot's own result is never narrowed before them.
     if len(goes_to) == 1 and (promoted or goes_to == set(_sources(module, computation, operand))):
         narrow = goes_to.pop()
-        if narrow.startswith(_FLOATS) and 0 < BITS[narrow] < BITS[wire]:
+        if narrow.startswith(_FLOATS) and bits_of(narrow) < bits_of(wire):
             return narrow
     return wire
 

@@ -22,7 +22,7 @@ _OPERAND = re.compile(r"%([^\s,()]+)")
 _OWN = str(Path(__file__).parents[1]) + "/"
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
-# Bits of one element. What is absent (token, opaque) holds no data.
+# Bits of one element. Tokens and opaque values hold no data.
 BITS: Mapping[str, int] = {
     "pred": 8,
     "bf16": 16,
@@ -60,15 +60,24 @@ class Shape:
         return bytes_of(self.dtype, self.elements)
 
 
-def bytes_of(dtype: str, elements: int) -> int:
-    """Return the whole bytes of elements of a type.
+def bits_of(dtype: str) -> int:
+    """Return the bits of one element of a type.
 
     Raises:
       ProgramError: a type that HLO did not have when this was written.
     """
     if dtype not in BITS:
         raise ProgramError(f"element type {dtype!r} is not known", fix="report it; the bytes of a program that has it cannot be told")
-    return -(-elements * BITS[dtype] // 8)
+    return BITS[dtype]
+
+
+def bytes_of(dtype: str, elements: int) -> int:
+    """Return the whole bytes of elements of a type.
+
+    Raises:
+      ProgramError: as `bits_of` does.
+    """
+    return -(-elements * bits_of(dtype) // 8)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
