@@ -43,7 +43,8 @@ check: ## format, lint, types, import order, documentation
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
 	$(bin)/python -m mypy
-	$(bin)/python -m pytest -q tests/test_house.py $(wildcard tests/docs)
+	$(bin)/python -m pytest -q tests/test_house.py tests/docs
+	$(bin)/zensical build --strict
 
 bench: ## print the numbers that the documentation quotes
 	@$(ready) $(VENV) demo
@@ -53,10 +54,12 @@ bench-peers: ## the same next to flax, eformer and haliax, in an environment of 
 	@$(ready) $(VENV_PEERS) demo,peers
 	@$(VENV_PEERS)/bin/python -m benchmarks --peers $(ARGS)
 
-docs: ## run every snippet of the documentation
-	@$(ready) $(VENV) test
+docs: ## run every snippet of the documentation, then build it into site/; a broken link or any warning fails
+	@$(ready) $(VENV) test,docs
 	@$(bin)/python -m pytest -q tests/docs $(ARGS)
+	@$(bin)/zensical build --strict
+	@echo "open site/index.html"
 
 clean: ## remove caches, build outputs and the default environments
-	rm -rf .venv .venv-latest .venv-peers build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-peers .cache build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

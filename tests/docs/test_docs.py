@@ -13,6 +13,7 @@ import pytest
 import shardwright as sw
 from shardwright import context
 from shardwright.axes import PARALLELISM_AXES, SEMANTIC_AXES, axis_label, file_name
+from shardwright.testing.golden import Golden
 from tests.docs import snippets
 from tests.docs.snippets import PAGES, ROOT
 
@@ -20,11 +21,9 @@ ids = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
-def test_snippets_run_and_print_what_the_page_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snippets_run_and_print_what_the_page_shows(page: Path, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for shown in snippets.run_page(page):
-        place = f"{page.name}:{shown.block.line}"
-        assert shown.actual == shown.block.text, f"{place}; if the new output is right: python -m tests.docs.update"
+    golden.file(page, snippets.rewritten(page))
     assert context.current() is None
 
 

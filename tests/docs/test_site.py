@@ -1,0 +1,65 @@
+"""The site's navigation has every page, and its API pages have every public name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.docs.snippets import PAGES, ROOT
+
+DOCS = ROOT / "docs"
+# What users import from.
+PACKAGES = ("shardwright", "shardwright.attention", "shardwright.layers", "shardwright.plan", "shardwright.testing")
+
+
+def nav_pages(entry: Any) -> Iterator[str]:
+    """Return the pages of a navigation, in order."""
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for inner in entry.values() if isinstance(entry, dict) else entry:
+            yield from nav_pages(inner)
+
+
+def shown_on_api_pages() -> set[str]:
+    """Return what the API pages show: modules, and single names of modules."""
+    return {
+        name for page in (DOCS / "api").glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+
+
+def test_every_page_has_its_place_in_the_navigation() -> None:
+    nav = list(nav_pages(tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]))
+    there = [page.relative_to(DOCS).as_posix() for page in PAGES if page.is_relative_to(DOCS)]
+    assert [page for page in there if page not in nav] == [], "add each to nav in zensical.toml"
+    assert [page for page in nav if page not in there] == [], "no such page"
+    assert len(set(nav)) == len(nav)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_on_an_api_page(package: str) -> None:
+    module, shown = importlib.import_module(package), shown_on_api_pages()
+    missing = []
+    for name in (name for name in dir(module) if not name.startswith("_")):
+        value = getattr(module, name)
+        home = getattr(value, "__module__", "")
+        public = (inspect.isclass(value) or inspect.isroutine(value)) and home.startswith("shardwright.")
+        if public and not {home, f"{home}.{name}"} & shown:
+            missing.append(f"{package}.{name}: write `::: {home}` on a page of docs/api")
+    assert missing == []
+
+
+def test_an_api_page_shows_what_exists_and_each_thing_once() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
+    names = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    assert sorted(names) == sorted(set(names))
+    for name in names:
+        home, _, last = name.rpartition(".")
+        assert importlib.util.find_spec(name) if not last[0].isupper() else hasattr(importlib.import_module(home), last), name
