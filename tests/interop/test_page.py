@@ -1,0 +1,37 @@
+"""docs/eformer.md has a row for each of the twenty-five behaviours, and each row's last column is true after the page's examples."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from typing import Any
+
+import pytest
+
+from tests.docs.snippets import ROOT, blocks
+from tests.interop import test_behaviours
+
+TEXT = (ROOT / "docs" / "eformer.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| (\d+) \| .+ \| .+ \| `(.+)` \|$", TEXT, flags=re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def namespace() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for block in blocks(TEXT):
+            if block.lang == "python":
+                exec(block.text, found)
+    return found
+
+
+def test_every_behaviour_has_a_row_and_a_test() -> None:
+    assert [int(number) for number, _ in ROWS] == list(range(1, 26))
+    tests = re.findall(r"^test_(\d\d)_", "\n".join(vars(test_behaviours)), flags=re.MULTILINE)
+    assert [int(number) for number in tests] == list(range(1, 26))
+
+
+@pytest.mark.parametrize(("number", "line"), ROWS)
+def test_what_a_row_says_is_so(number: str, line: str, namespace: dict[str, Any]) -> None:
+    assert eval(line, namespace) is True, number
