@@ -269,7 +269,7 @@ def test_what_cannot_be_read_is_an_error(old: str, new: str, says: str) -> None:
 def test_a_collective_that_nothing_runs_is_an_error() -> None:
     text = texts()["cpu_nested_loops"]
     hidden = text.replace(" while(", " wile(")
-    with pytest.raises(ProgramError, match="nothing known runs .*, which holds collectives"):
+    with pytest.raises(ProgramError, match=r"nothing known runs .*, which holds collectives"):
         read_collectives(hidden, {"dp": 2, "tp": 4})
 
 

@@ -50,6 +50,9 @@ _BINARY: Mapping[str, Callable[[int, int], int]] = {
 }
 
 
+_UNARY: Mapping[str, Callable[[int], int]] = {"negate": operator.neg, "abs": abs, "sign": lambda a: (a > 0) - (a < 0)}
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Frame:
     """A computation as it is run from one place.
@@ -191,6 +194,8 @@ def _arithmetic(one: Instruction, found: list[int | None]) -> int | None:
         if one.opcode in ("divide", "remainder") and values[1] == 0:
             return None
         return _BINARY[one.opcode](values[0], values[1])
+    if one.opcode == "shift-right-logical":
+        return (values[0] & ((1 << BITS[one.shapes[0].dtype]) - 1)) >> values[1]
     if one.opcode == "compare":
         return int(_COMPARE[one.attributes()["direction"]](values[0], values[1]))
     if one.opcode == "select":
@@ -199,7 +204,8 @@ def _arithmetic(one: Instruction, found: list[int | None]) -> int | None:
         return max(values[0], min(values[1], values[2]))
     if one.opcode == "not":
         return int(not values[0]) if one.shapes[0].dtype == "pred" else ~values[0]
-    return -values[0] if one.opcode == "negate" else abs(values[0]) if one.opcode == "abs" else None
+    unary = _UNARY.get(one.opcode)
+    return None if unary is None else unary(values[0])
 
 
 def _constant(literal: str) -> int | None:

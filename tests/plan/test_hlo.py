@@ -1,0 +1,109 @@
+"""The text of a program as instructions, against XLA's own account of the same program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import NamedSharding
+
+from shardwright.errors import ProgramError
+from shardwright.plan.hlo import bytes_of, parse_hlo, split
+from tests.plan.programs import FIXTURES, OPS, in_loops, mapped
+
+P = jax.P
+
+
+def compiled(f: Any, mesh: Any, dtype: Any = jnp.float32) -> Any:
+    x = jax.ShapeDtypeStruct((64 * mesh.size, 16), dtype, sharding=NamedSharding(mesh, P(mesh.axis_names)))
+    return jax.jit(f).lower(x).compile()
+
+
+def branches(x: Any) -> Any:
+    return lax.cond(x.sum() > 0, lambda y: lax.psum(y, "tp"), lambda y: jnp.sort(y, axis=0) * 2, x)
+
+
+PROGRAMS = {**{name: in_loops(op, ("tp",)) for name, op in OPS.items()}, "branches": branches}
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_instructions_are_those_of_xla_s_own_module(name: str) -> None:
+    """XLA hands out the program as objects too: the same computations, opcodes and operands."""
+    mesh, f = mapped(PROGRAMS[name], "dp:2,tp:4")
+    program = compiled(f, mesh, jnp.bfloat16)
+    (own,) = program.runtime_executable().hlo_modules()
+    module = parse_hlo(program.as_text())
+    theirs = {one.name: {each.name: each for each in one.instructions()} for one in own.computations()}
+    assert {name: set(one.instructions) for name, one in module.computations.items()} == {name: set(one) for name, one in theirs.items()}
+    seen = 0
+    for name, computation in module.computations.items():
+        for one in computation.instructions.values():
+            each = theirs[name][one.name]
+            # kAllReduce is all-reduce, kSin sine.
+            assert one.opcode.replace("-", "").removesuffix("e") == str(each.opcode).rpartition(".k")[2].lower().removesuffix("e")
+            assert list(one.operands) == [operand.name for operand in each.operands()]
+            seen += 1
+    assert seen > 20
+
+
+def test_a_frame_is_the_caller_s_line_not_ours() -> None:
+    import shardwright as sw
+    from shardwright.plan import read_collectives
+    from shardwright.testing import cpu_mesh
+
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=cpu_mesh("dp:1,fsdp:8,sp:1,ep:1,tp:1"))
+    w = pm.abstract(sw.ArraySpec((64, 16), jnp.float32, (sw.EMBED, sw.EMPTY)))
+    (found,) = read_collectives(jax.jit(lambda w: pm.gather(w, sw.EMBED, sw.EMPTY) * 2).lower(w).compile(), pm.mesh)
+    assert found.source.partition(":")[0] == __file__
+
+
+def test_shapes_of_tuples_layouts_and_tiles() -> None:
+    text = (FIXTURES / "gpu_nested_tuple_starts.hlo").read_text(encoding="utf-8")
+    starts = [one for one in parse_hlo(text).entry.instructions.values() if one.opcode == "all-to-all-start"]
+    assert [(shape.dtype, shape.dims) for shape in starts[0].shapes] == [("bf16", (2, 64, 128))] * 2
+    text = (FIXTURES / "tpu_permute_start_done.hlo").read_text(encoding="utf-8")
+    (start,) = (
+        one
+        for computation in parse_hlo(text).computations.values()
+        for one in computation.instructions.values()
+        if one.opcode == "collective-permute-start"
+    )
+    assert [(shape.dtype, shape.bytes) for shape in start.shapes] == [("bf16", 2048), ("bf16", 2048), ("u32", 4), ("u32", 4)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "elements", "count"), [("pred", 3, 3), ("s4", 3, 2), ("f8e4m3fn", 5, 5), ("c128", 2, 32), ("token", 1, 0)]
+)
+def test_bytes(dtype: str, elements: int, count: int) -> None:
+    assert bytes_of(dtype, elements) == count
+
+
+def test_an_unknown_element_type_is_an_error() -> None:
+    with pytest.raises(ProgramError, match="element type 'f3' is not known"):
+        bytes_of("f3", 1)
+
+
+PIECES = st.sampled_from(
+    [
+        "channel_id=1",
+        "replica_groups={{0,1},{2,3}}",
+        "device_ids=([2,4]T(1,0)) {'a':(2)2}",
+        r'metadata={op_name="a, \"b\", {c" x=1}',
+        "slice={[0:1], [2:3]}",
+    ]
+)
+
+
+@given(st.lists(PIECES, max_size=6))
+def test_attributes_come_apart_as_they_were_joined(pieces: list[str]) -> None:
+    assert split(", ".join(pieces)) == pieces
+
+
+def test_a_computation_without_a_root_is_an_error() -> None:
+    with pytest.raises(ProgramError, match="computation main has no ROOT"):
+        parse_hlo("HloModule x\n\nENTRY %main () -> f32[] {\n  %a = f32[] constant(1)\n}\n")
