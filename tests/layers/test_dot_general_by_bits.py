@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from shardwright.layers import get_dot_general_by_bits, quantize, quantized_dot_general
+from shardwright.layers import get_dot_general_by_bits, quantise, quantised_dot_general
 from shardwright.testing import cpu_mesh
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -27,7 +27,7 @@ def test_training_needs_no_flax(bits: int) -> None:
     (name, made) = next(iter(get_dot_general_by_bits(bits).items()))
     assert name == "dot_general_cls"
     x, y = jax.random.normal(jax.random.key(0), (3, 8)), jax.random.normal(jax.random.key(1), (8, 5))
-    np.testing.assert_array_equal(made()(x, y, MATMUL, precision=None), quantized_dot_general(x, y, MATMUL, bits=bits))
+    np.testing.assert_array_equal(made()(x, y, MATMUL, precision=None), quantised_dot_general(x, y, MATMUL, bits=bits))
     assert made()(x, y, MATMUL, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
 
 
@@ -64,8 +64,8 @@ def test_other_bits_and_modes_are_refused(bits: Any, mode: Any, says: str) -> No
 
 def test_without_flax_the_error_says_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flax.linen", None)
-    monkeypatch.delitem(sys.modules, "shardwright.layers.quantized_module", raising=False)
-    with pytest.raises(sw.LayerError, match=r"flax is not installed\n  fix   pip install flax; without it, quantize\(w"):
+    monkeypatch.delitem(sys.modules, "shardwright.layers.quantised_module", raising=False)
+    with pytest.raises(sw.LayerError, match=r"flax is not installed\n  fix   pip install flax; without it, quantise\(w"):
         get_dot_general_by_bits(8, "serve")["dot_general_cls"]()
 
 
@@ -125,19 +125,19 @@ def test_nnx_takes_it_too() -> None:
 
 def converted(bits: int = 8) -> tuple[Any, Any, Any]:
     variables = model(None).init(jax.random.key(0), X)
-    y, stored = model(bits, "convert").apply(variables, X, mutable=["quantized"])
+    y, stored = model(bits, "convert").apply(variables, X, mutable=["quantised"])
     return variables, stored, y
 
 
 def test_convert_stores_what_serve_uses() -> None:
     variables, stored, y = converted()
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(stored)[0]}
-    assert sorted(name.rsplit("[")[-1] for name in leaves) == ["'scale']"] * 3 + ["'values']"] * 3
-    first = stored["quantized"]["layers_0"]["QuantizedDotGeneral_0"]
-    expected = quantize(variables["params"]["layers_0"]["kernel"], shared=(0,))
-    np.testing.assert_array_equal(first["values"], expected.values)
+    assert sorted(name.rsplit("[")[-1] for name in leaves) == ["'scale']"] * 3 + ["'value']"] * 3
+    first = stored["quantised"]["layers_0"]["QuantisedDotGeneral_0"]
+    expected = quantise(variables["params"]["layers_0"]["kernel"], shared=(0,))
+    np.testing.assert_array_equal(first["value"], expected.value)
     np.testing.assert_array_equal(first["scale"], expected.scale)
-    assert first["values"].dtype == jnp.int8
+    assert first["value"].dtype == jnp.int8
     served = model(8, "serve").apply({**variables, **stored}, X)
     np.testing.assert_allclose(served, y, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(served, model(8).apply(variables, X), rtol=1e-6, atol=1e-6)
@@ -163,7 +163,7 @@ def test_serve_sharded_equals_unsharded() -> None:
         return jax.device_put(leaf, jax.NamedSharding(mesh, spec))
 
     placed = jax.tree.map(place, {**variables, **stored})
-    assert placed["quantized"]["layers_0"]["QuantizedDotGeneral_0"]["values"].sharding.spec == jax.P("tp")
+    assert placed["quantised"]["layers_0"]["QuantisedDotGeneral_0"]["value"].sharding.spec == jax.P("tp")
     x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("dp")))
     np.testing.assert_allclose(jax.jit(model(8, "serve").apply)(placed, x), y, rtol=1e-5, atol=1e-5)
 
@@ -177,10 +177,10 @@ def test_serving_models_can_be_initialised() -> None:
 
 def test_what_is_not_stored_cannot_be_served() -> None:
     variables, stored, _ = converted()
-    with pytest.raises(sw.LayerError, match=r"layers_0/QuantizedDotGeneral_0: no quantised weights in the collection 'quantized'"):
+    with pytest.raises(sw.LayerError, match=r"layers_0/QuantisedDotGeneral_0: no quantised weights in the collection 'quantised'"):
         model(8, "serve").apply(variables, X)
     with pytest.raises(
-        sw.LayerError, match=r"convert stores quantised weights\n  fix   model.apply\(variables, x, mutable=\[.quantized.\]\)"
+        sw.LayerError, match=r"convert stores quantised weights\n  fix   model.apply\(variables, x, mutable=\[.quantised.\]\)"
     ):
         model(8, "convert").apply(variables, X)
     small = model(None).init(jax.random.key(0), X[:, :4])

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Final
 
 from shardwright.errors import LayerError, did_you_mean
-from shardwright.layers.quantized_dot import DimensionNumbers, check_bits, quantized_dot_general
+from shardwright.layers.quantised_dot import DimensionNumbers, check_bits, quantised_dot_general
 
 _MODES: Final = ("train", "serve", "eval", "convert")
 
@@ -30,8 +30,8 @@ class TrainDotGeneral:
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> Any:
-        """Compute it, see `quantized_dot_general`. `precision` has no meaning for integers."""
-        return quantized_dot_general(
+        """Compute it, see `quantised_dot_general`. `precision` has no meaning for integers."""
+        return quantised_dot_general(
             lhs, rhs, dimension_numbers, bits=self.bits, preferred_element_type=preferred_element_type, out_sharding=out_sharding
         )
 
@@ -53,11 +53,11 @@ class DotGeneralClass:
         if self.mode == "train":
             return TrainDotGeneral(bits=self.bits)
         try:
-            from shardwright.layers.quantized_module import QuantizedDotGeneral
+            from shardwright.layers.quantised_module import QuantisedDotGeneral
         except ModuleNotFoundError as error:
-            fix = "pip install flax; without it, quantize(w, shared=...) once and quantized_dot_general(x, quantized, ...)"
+            fix = "pip install flax; without it, quantise(w, shared=...) once and quantised_dot_general(x, quantised, ...)"
             raise LayerError(f"mode {self.mode!r} keeps weights in a flax module, and flax is not installed", fix=fix) from error
-        return QuantizedDotGeneral(bits=self.bits, convert=self.mode == "convert")
+        return QuantisedDotGeneral(bits=self.bits, convert=self.mode == "convert")
 
 
 def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dict[str, Any]:
@@ -65,7 +65,7 @@ def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dic
 
     In train both operands are quantised in every call, and so are the gradients' dots (straight-through); no flax is needed for
     that, and `get_dot_general_by_bits(8)["dot_general_cls"]()` is a `dot_general` for any library. Convert stores each layer's
-    quantised right operand, its kernel, in the collection "quantized"; serve uses what is stored, and then the program does
+    quantised right operand, its kernel, in the collection "quantised"; serve uses what is stored, and then the program does
     not read the float kernels. Both take a gradient by their left operand only.
 
     Args:

@@ -7,15 +7,16 @@ from typing import Any, Final
 import flax.linen
 
 from shardwright.errors import LayerError
-from shardwright.layers.quantized_dot import DimensionNumbers, QuantizedArray, quantize, quantized_dot_general
+from shardwright.layers.quantised_dot import DimensionNumbers, quantise, quantised_dot_general
+from shardwright.pairs import Quantised
 
-COLLECTION: Final = "quantized"
+COLLECTION: Final = "quantised"
 
 # One spelling for type checkers with and without flax.
 _Module: Any = flax.linen.Module
 
 
-class QuantizedDotGeneral(_Module):  # type: ignore[misc]
+class QuantisedDotGeneral(_Module):  # type: ignore[misc]
     """`jax.lax.dot_general` on integers whose right operand is stored quantised.
 
     Attributes:
@@ -42,24 +43,24 @@ class QuantizedDotGeneral(_Module):  # type: ignore[misc]
           LayerError: nothing is stored, it has another shape, or `convert` may not store it.
         """
         rhs = self._stored(rhs, dimension_numbers[0][1])
-        return quantized_dot_general(
+        return quantised_dot_general(
             lhs, rhs, dimension_numbers, bits=self.bits, preferred_element_type=preferred_element_type, out_sharding=out_sharding
         )
 
-    def _stored(self, rhs: Any, contract: Any) -> QuantizedArray:
+    def _stored(self, rhs: Any, contract: Any) -> Quantised:
         place = "/".join(self.path)
         write = self.convert or self.is_initializing()
         if write and not self.is_mutable_collection(COLLECTION):
             raise LayerError("convert stores quantised weights", path=place, fix=f'model.apply(variables, x, mutable=["{COLLECTION}"])')
-        if not write and not self.has_variable(COLLECTION, "values"):
+        if not write and not self.has_variable(COLLECTION, "value"):
             fix = f'store them with mode="convert": _, stored = model.apply(variables, x, mutable=["{COLLECTION}"])'
             raise LayerError(f"no quantised weights in the collection {COLLECTION!r}", path=place, fix=fix)
-        fresh = quantize(rhs, shared=contract, bits=self.bits) if write else QuantizedArray(values=None, scale=None)
-        values = self.variable(COLLECTION, "values", lambda: fresh.values)
+        fresh = quantise(rhs, shared=contract, bits=self.bits) if write else Quantised(value=None, scale=None)
+        value = self.variable(COLLECTION, "value", lambda: fresh.value)
         scale = self.variable(COLLECTION, "scale", lambda: fresh.scale)
         if write:
-            values.value, scale.value = fresh.values, fresh.scale
-        if values.value.shape != rhs.shape:
-            what = f"the stored weights have shape {values.value.shape}, the operand has {rhs.shape}"
+            value.value, scale.value = fresh.value, fresh.scale
+        if value.value.shape != rhs.shape:
+            what = f"the stored weights have shape {value.value.shape}, the operand has {rhs.shape}"
             raise LayerError(what, path=place, fix="convert the model that is served")
-        return QuantizedArray(values=values.value, scale=scale.value)
+        return Quantised(value=value.value, scale=scale.value)

@@ -1,14 +1,14 @@
 """Dot products on integers: operands rounded to a few bits with a scale per channel, exact integer sums.
 
-    x ~ values * scale,  scale = max|x| / (2^(bits-1) - 1) over the contracted dims,  values = round(x / scale)
-    dot(x, y) ~ dot(x.values, y.values) * x.scale * y.scale
+    x ~ value * scale,  scale = max|x| / (2^(bits-1) - 1) over the contracted dims,  value = round(x / scale)
+    dot(x, y) ~ dot(x.value, y.value) * x.scale * y.scale
 
 Symmetric (zero stays zero), to nearest, ties to even. What is contracted shares a scale, so the scales come out of the sum,
 which runs on the hardware's int8 unit and is exact, sharded or not (up to 133,144 products; more are added as floats). The
 error of an operand is at most scale / 2 per element.
 
 Training is straight-through (Bengio et al., arXiv:1308.3432): rounding counts as the identity, and the backward dots run on
-integers too. With z = x.values, w = y.values, the gradient of x is dot(g * y.scale, w), where g * y.scale is quantised
+integers too. The gradient of x is dot(g * y.scale, y.value), where g * y.scale is quantised
 over the dims that this dot contracts; so the forward pass keeps 8-bit operands, and nothing is quantised twice.
 """
 
@@ -26,35 +26,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardwright import _jax
 from shardwright.errors import LayerError
+from shardwright.pairs import Quantised
 
 MIN_BITS: Final = 4
 MAX_BITS: Final = 8
 
 # Contracting and batch dims of both operands, as `jax.lax.dot_general` takes them.
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[])
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedArray:
-    """An array as integers and scales; a pytree.
-
-    Attributes:
-      values: int8, whatever the bits: fewer bits are coarser, not smaller.
-      scale: float32 (float64 for float64), of the rank of `values`, with size 1 along the dims that share a scale.
-    """
-
-    values: Any
-    scale: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-        return tuple(self.values.shape)
-
-    def dequantize(self) -> Any:
-        """Return the floats that it stands for."""
-        return self.values.astype(self.scale.dtype) * self.scale
 
 
 def check_bits(bits: object) -> int:
@@ -69,10 +47,12 @@ def check_bits(bits: object) -> int:
     return bits
 
 
-def quantize(x: Any, *, shared: Sequence[int], bits: int = 8) -> QuantizedArray:
+def quantise(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantised:
     """Quantise a float array, with one scale along the `shared` dims and one each along the others.
 
-    Values that are not finite stay so: their channel's scale is not finite, and so is all that is computed from it.
+    The integers are int8 whatever the bits: fewer are coarser, not smaller. The scales are float32 (float64 for float64), with
+    size 1 along the shared dims. Values that are not finite stay so: their channel's scale is not finite, and so is all that is
+    computed from it.
 
     Args:
       x: floats.
@@ -82,7 +62,7 @@ def quantize(x: Any, *, shared: Sequence[int], bits: int = 8) -> QuantizedArray:
     Raises:
       LayerError: no floats, or other bits.
 
-    >>> quantize(jnp.array([[1.0, -4.0], [0.5, 2.0]]), shared=(0,)).values
+    >>> quantise(jnp.array([[1.0, -4.0], [0.5, 2.0]]), shared=(0,)).value
     Array([[ 127, -127],
            [  64,   64]], dtype=int8)
     """
@@ -94,15 +74,15 @@ def quantize(x: Any, *, shared: Sequence[int], bits: int = 8) -> QuantizedArray:
     amax = jnp.max(jnp.abs(wide), axis=tuple(shared), keepdims=True, initial=0)
     # A channel of zeros has the smallest scale rather than 0 / 0.
     scale = jnp.maximum(amax, largest * jnp.finfo(wide.dtype).tiny) / largest
-    values = jnp.clip(jnp.round(wide / scale), -largest, largest).astype(jnp.int8)
-    return QuantizedArray(values=values, scale=scale)
+    value = jnp.clip(jnp.round(wide / scale), -largest, largest).astype(jnp.int8)
+    return Quantised(value=value, scale=scale)
 
 
 def _largest(bits: int) -> int:
     return int(2 ** (bits - 1)) - 1
 
 
-def quantized_dot_general(
+def quantised_dot_general(
     lhs: Any,
     rhs: Any,
     dimension_numbers: DimensionNumbers,
@@ -113,28 +93,28 @@ def quantized_dot_general(
 ) -> Any:
     """Compute `jax.lax.dot_general` on integers.
 
-    Gradients are straight-through, and quantised to the same bits. A `QuantizedArray` as `rhs`, whose scales must be shared
+    Gradients are straight-through, and quantised to the same bits. A `Quantised` as `rhs`, whose scales must be shared
     along its contracted dims, is a constant: it is not rounded again and has no gradient; `lhs` has one.
 
     Args:
       lhs: floats.
-      rhs: floats, or what `quantize` made of them.
+      rhs: floats, or what `quantise` made of them.
       dimension_numbers: as in `jax.lax.dot_general`.
       bits: 4 to 8, forward and backward.
       preferred_element_type: dtype of the result; absent: that of the operands.
       out_sharding: as in `jax.lax.dot_general`, for meshes with Explicit axes.
 
     Raises:
-      LayerError: operands that are no floats, other bits, or scales that differ along a contracted dim.
+      LayerError: operands that are no floats, other bits, scales that differ along a contracted dim, or zero points.
     """
     (left_contract, right_contract), (left_batch, right_batch) = dimension_numbers
-    stored = isinstance(rhs, QuantizedArray)
+    stored = isinstance(rhs, Quantised)
     lhs = jnp.asarray(lhs)
     rhs = rhs if stored else jnp.asarray(rhs)
     dims = _Dims(
         contract=(tuple(left_contract), tuple(right_contract)),
         batch=(tuple(left_batch), tuple(right_batch)),
-        ranks=(len(lhs.shape), len(rhs.shape)),
+        ranks=(lhs.ndim, rhs.value.ndim if stored else rhs.ndim),
     )
     common = lhs.dtype if stored else jnp.result_type(lhs, rhs)
     call = _Call(
@@ -189,12 +169,14 @@ def _explicit_spec(x: Any) -> PartitionSpec | None:
     return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
-def _check_stored(rhs: QuantizedArray, dims: _Dims) -> None:
+def _check_stored(rhs: Quantised, dims: _Dims) -> None:
+    if rhs.zero_point is not None:
+        raise LayerError("the quantised operand has zero points, this dot is symmetric", fix="quantise(x, shared=...) makes none")
     wrong = [dim for dim in dims.contract[1] if rhs.scale.shape[dim] != 1]
     if wrong:
         raise LayerError(
             f"the scales of the quantised operand, of shape {tuple(rhs.scale.shape)}, differ along dim {wrong[0]}, which is contracted",
-            fix=f"quantize(x, shared={dims.contract[1]})",
+            fix=f"quantise(x, shared={dims.contract[1]})",
         )
 
 
@@ -203,13 +185,13 @@ def _dot(lhs: Any, rhs: Any, call: _Call) -> Any:
     return _forward(lhs, rhs, call)[0]
 
 
-def _forward(lhs: Any, rhs: Any, call: _Call) -> tuple[Any, tuple[QuantizedArray, QuantizedArray]]:
-    left = quantize(lhs, shared=call.dims.contract[0], bits=call.bits)
-    right = quantize(rhs, shared=call.dims.contract[1], bits=call.bits)
-    return _dot_quantized(left, right, call), (left, right)
+def _forward(lhs: Any, rhs: Any, call: _Call) -> tuple[Any, tuple[Quantised, Quantised]]:
+    left = quantise(lhs, shared=call.dims.contract[0], bits=call.bits)
+    right = quantise(rhs, shared=call.dims.contract[1], bits=call.bits)
+    return _dot_quantised(left, right, call), (left, right)
 
 
-def _backward(call: _Call, kept: tuple[QuantizedArray, QuantizedArray], g: Any) -> tuple[Any, Any]:
+def _backward(call: _Call, kept: tuple[Quantised, Quantised], g: Any) -> tuple[Any, Any]:
     left, right = kept
     return _gradient(g, right, 0, call), _gradient(g, left, 1, call)
 
@@ -218,24 +200,24 @@ _dot.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _dot_stored(lhs: Any, rhs: QuantizedArray, call: _Call) -> Any:
+def _dot_stored(lhs: Any, rhs: Quantised, call: _Call) -> Any:
     return _forward_stored(lhs, rhs, call)[0]
 
 
-def _forward_stored(lhs: Any, rhs: QuantizedArray, call: _Call) -> tuple[Any, QuantizedArray]:
-    left = quantize(lhs, shared=call.dims.contract[0], bits=call.bits)
-    return _dot_quantized(left, rhs, call), rhs
+def _forward_stored(lhs: Any, rhs: Quantised, call: _Call) -> tuple[Any, Quantised]:
+    left = quantise(lhs, shared=call.dims.contract[0], bits=call.bits)
+    return _dot_quantised(left, rhs, call), rhs
 
 
-def _backward_stored(call: _Call, rhs: QuantizedArray, g: Any) -> tuple[Any, None]:
+def _backward_stored(call: _Call, rhs: Quantised, g: Any) -> tuple[Any, None]:
     return _gradient(g, rhs, 0, call), None
 
 
 _dot_stored.defvjp(_forward_stored, _backward_stored)
 
 
-def _dot_quantized(left: QuantizedArray, right: QuantizedArray, call: _Call) -> Any:
-    total = _integer_dot(left.values, right.values, call.dims, call.out_sharding)
+def _dot_quantised(left: Quantised, right: Quantised, call: _Call) -> Any:
+    total = _integer_dot(left.value, right.value, call.dims, call.out_sharding)
     spec = call.out_sharding
     scales = _lying(_beside(left.scale, 0, call.dims), spec) * _lying(_beside(right.scale, 1, call.dims), spec)
     return (total.astype(scales.dtype) * scales).astype(call.dtype)
@@ -259,7 +241,7 @@ def _beside(scale: Any, side: int, dims: _Dims) -> Any:
     return jax.lax.expand_dims(moved, tuple(range(at, at + others)))
 
 
-def _gradient(g: Any, other: QuantizedArray, side: int, call: _Call) -> Any:
+def _gradient(g: Any, other: Quantised, side: int, call: _Call) -> Any:
     """Return the cotangent of one operand, from that of the result and the other operand."""
     dims = call.dims
     # The other's scales lie along the dims that are contracted now, so they go into g; its integers are used as they are.
@@ -270,15 +252,15 @@ def _gradient(g: Any, other: QuantizedArray, side: int, call: _Call) -> Any:
         batch=(batch, dims.batch[1 - side]),
         ranks=(g.ndim, dims.ranks[1 - side]),
     )
-    quantized = quantize(scaled, shared=back.contract[0], bits=call.bits)
+    quantised = quantise(scaled, shared=back.contract[0], bits=call.bits)
     # What is free of the other operand now are the dims that it was contracted over, in their order there.
     contracted = dims.contract[1 - side]
     meets = [dims.contract[side][contracted.index(dim)] for dim in sorted(contracted)]
     order = (*dims.batch[side], *dims.free(side), *meets)
     spec = call.specs[side]
     sharding = None if spec is None else PartitionSpec(*[(*spec.partitions, *[None] * len(order))[dim] for dim in order])
-    total = _integer_dot(quantized.values, other.values, back, sharding)
-    grad = total.astype(quantized.scale.dtype) * _lying(_beside(quantized.scale, 0, back), sharding)
+    total = _integer_dot(quantised.value, other.value, back, sharding)
+    grad = total.astype(quantised.scale.dtype) * _lying(_beside(quantised.scale, 0, back), sharding)
     return jax.lax.transpose(grad, [order.index(dim) for dim in range(len(order))]).astype(call.dtypes[side])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.layers import QuantizedArray, quantize, quantized_dot_general
+from shardwright.layers import quantise, quantised_dot_general
+from shardwright.pairs import Quantised, quantised
 from shardwright.testing import cpu_mesh
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -58,38 +60,38 @@ def as_integers(x: Any, shared: Sequence[int], bits: int) -> tuple[np.ndarray, n
 @pytest.mark.parametrize("bits", range(4, 9))
 def test_rounding_is_off_by_half_a_step_at_most(bits: int) -> None:
     x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32) * np.logspace(-3, 3, 8, dtype=np.float32)
-    found = quantize(x, shared=(0,), bits=bits)
-    assert (found.values.dtype, found.scale.dtype, found.scale.shape, found.shape) == (jnp.int8, jnp.float32, (1, 8), (16, 8))
+    found = quantise(x, shared=(0,), bits=bits)
+    assert (found.value.dtype, found.value.shape, found.scale.dtype, found.scale.shape) == (jnp.int8, (16, 8), jnp.float32, (1, 8))
     largest = 2 ** (bits - 1) - 1
-    np.testing.assert_array_equal(np.abs(found.values).max(axis=0), np.full(8, largest))
-    assert np.all(np.abs(found.dequantize() - x) <= 0.5001 * found.scale)
-    np.testing.assert_array_equal(found.values, as_integers(x, (0,), bits)[0])
+    np.testing.assert_array_equal(np.abs(found.value).max(axis=0), np.full(8, largest))
+    assert np.all(np.abs(found.value * found.scale - x) <= 0.5001 * found.scale)
+    np.testing.assert_array_equal(found.value, as_integers(x, (0,), bits)[0])
     # Symmetric: the negative is the negative.
-    np.testing.assert_array_equal(quantize(-x, shared=(0,), bits=bits).values, -found.values)
+    np.testing.assert_array_equal(quantise(-x, shared=(0,), bits=bits).value, -found.value)
 
 
 def test_zeros_stay_zeros_and_tiny_numbers_do_not_overflow() -> None:
     x = np.zeros((2, 4), np.float32)
     x[1] = [1e-38, -1e-40, 0, 1e-39]
-    found = quantize(x, shared=(1,))
+    found = quantise(x, shared=(1,))
     assert np.isfinite(found.scale).all()
-    assert not np.asarray(found.values[0]).any()
-    np.testing.assert_allclose(found.dequantize(), x, atol=1.2e-38)
-    assert not np.asarray(quantized_dot_general(jnp.zeros((2, 4)), jnp.ones((4, 3)), MATMUL)).any()
+    assert not np.asarray(found.value[0]).any()
+    np.testing.assert_allclose(found.value * found.scale, x, atol=1.2e-38)
+    assert not np.asarray(quantised_dot_general(jnp.zeros((2, 4)), jnp.ones((4, 3)), MATMUL)).any()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_never_hidden(bad: float) -> None:
     x = np.ones((3, 4), np.float32)
     x[1, 2] = bad
-    found = np.asarray(quantized_dot_general(x, jnp.ones((4, 2)), MATMUL))
+    found = np.asarray(quantised_dot_general(x, jnp.ones((4, 2)), MATMUL))
     assert not np.isfinite(found[1]).any()
     np.testing.assert_allclose(found[[0, 2]], 4.0, rtol=1e-6)
 
 
 def test_no_elements_are_no_trouble() -> None:
-    assert quantized_dot_general(jnp.ones((0, 4)), jnp.ones((4, 2)), MATMUL).shape == (0, 2)
-    np.testing.assert_array_equal(quantized_dot_general(jnp.ones((3, 0)), jnp.ones((0, 2)), MATMUL), np.zeros((3, 2)))
+    assert quantised_dot_general(jnp.ones((0, 4)), jnp.ones((4, 2)), MATMUL).shape == (0, 2)
+    np.testing.assert_array_equal(quantised_dot_general(jnp.ones((3, 0)), jnp.ones((0, 2)), MATMUL), np.zeros((3, 2)))
 
 
 # Values.
@@ -101,7 +103,7 @@ def test_a_dot_is_the_dot_of_the_integers(name: str, bits: int) -> None:
     (left, left_scale), (right, right_scale) = (as_integers(one, shared, bits) for one, shared in zip((x, y), dims[0], strict=True))
     float_dot = functools.partial(jax.lax.dot_general, dimension_numbers=dims, precision="highest")
     expected = float_dot((left * left_scale).astype(np.float32), (right * right_scale).astype(np.float32))
-    found = jax.jit(functools.partial(quantized_dot_general, dimension_numbers=dims, bits=bits))(x, y)
+    found = jax.jit(functools.partial(quantised_dot_general, dimension_numbers=dims, bits=bits))(x, y)
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -110,7 +112,7 @@ def test_a_dot_is_the_dot_of_the_integers(name: str, bits: int) -> None:
 def test_the_error_is_that_of_the_bits(bits: int, bound: float) -> None:
     x, y, dims = operands("dense_general")
     exact = jax.lax.dot_general(x, y, dims, precision="highest")
-    found = jax.jit(functools.partial(quantized_dot_general, dimension_numbers=dims, bits=bits))(x, y)
+    found = jax.jit(functools.partial(quantised_dot_general, dimension_numbers=dims, bits=bits))(x, y)
     assert 0 < relative(found, exact) < bound
     # And no element is off by more than the two roundings allow.
     count = np.prod([x.shape[dim] for dim in dims[0][0]])
@@ -124,7 +126,7 @@ def test_a_scale_per_channel_keeps_small_channels() -> None:
     x, y, dims = operands("matrix")
     x = x * jnp.logspace(-6, 6, 8)[:, None]
     exact = jax.lax.dot_general(x, y, dims, precision="highest")
-    found = quantized_dot_general(x, y, dims)
+    found = quantised_dot_general(x, y, dims)
     assert max(relative(found[row], exact[row]) for row in range(8)) < 0.03
 
 
@@ -141,17 +143,17 @@ def test_dtypes_are_those_of_a_float_dot(left: Any, right: Any, preferred: Any, 
     x, y = x.astype(left), y.astype(right)
 
     def loss(x: Any, y: Any) -> Any:
-        return quantized_dot_general(x, y, dims, preferred_element_type=preferred).astype(jnp.float32).sum()
+        return quantised_dot_general(x, y, dims, preferred_element_type=preferred).astype(jnp.float32).sum()
 
-    assert quantized_dot_general(x, y, dims, preferred_element_type=preferred).dtype == result
+    assert quantised_dot_general(x, y, dims, preferred_element_type=preferred).dtype == result
     assert [g.dtype for g in jax.grad(loss, (0, 1))(x, y)] == [left, right]
 
 
 def test_a_long_contraction_does_not_overflow() -> None:
     """127 * 127 * 140,000 is more than an int32 holds."""
     x, y = jnp.ones((1, 140_000)), jnp.ones((140_000, 1))
-    np.testing.assert_allclose(jax.jit(functools.partial(quantized_dot_general, dimension_numbers=MATMUL))(x, y), 140_000.0, rtol=1e-5)
-    np.testing.assert_allclose(quantized_dot_general(x[:, :133_000], y[:133_000], MATMUL), 133_000.0, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(functools.partial(quantised_dot_general, dimension_numbers=MATMUL))(x, y), 140_000.0, rtol=1e-5)
+    np.testing.assert_allclose(quantised_dot_general(x[:, :133_000], y[:133_000], MATMUL), 133_000.0, rtol=1e-6)
 
 
 # Gradients.
@@ -171,8 +173,9 @@ def test_gradients_are_straight_through_and_close_to_those_of_floats(name: str, 
 
     @jax.jit
     def run(x: Any, y: Any) -> tuple[Any, Any, Any]:
-        rounded = [quantize(one, shared=shared, bits=bits).dequantize() for one, shared in zip((x, y), dims[0], strict=True)]
-        ours = gradients(functools.partial(quantized_dot_general, dimension_numbers=dims, bits=bits), x, y, weight)
+        quantised = [quantise(one, shared=shared, bits=bits) for one, shared in zip((x, y), dims[0], strict=True)]
+        rounded = [one.value * one.scale for one in quantised]
+        ours = gradients(functools.partial(quantised_dot_general, dimension_numbers=dims, bits=bits), x, y, weight)
         return ours, gradients(float_dot, *rounded, weight), gradients(float_dot, x, y, weight)
 
     for ours, straight, exact in zip(*run(x, y), strict=True):
@@ -190,7 +193,7 @@ def test_training_converges_on_integers() -> None:
 
     @jax.jit
     def step(w: Any) -> Any:
-        loss, g = jax.value_and_grad(lambda w: jnp.mean((quantized_dot_general(x, w, MATMUL) - x @ target) ** 2))(w)
+        loss, g = jax.value_and_grad(lambda w: jnp.mean((quantised_dot_general(x, w, MATMUL) - x @ target) ** 2))(w)
         return w - 1.0 * g, loss
 
     losses = [float((out := step(w), w := out[0])[0][1]) for _ in range(60)]
@@ -199,7 +202,7 @@ def test_training_converges_on_integers() -> None:
 
 def test_vmap_and_checkpoint_and_scan_change_nothing() -> None:
     x, y, dims = operands("matrix")
-    dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
+    dot = functools.partial(quantised_dot_general, dimension_numbers=dims)
     expected = gradients(dot, x, y, 1.0)
     stacked = jax.vmap(lambda x: gradients(dot, x, y, 1.0))(jnp.stack([x, 2 * x]))
     np.testing.assert_allclose(stacked[0][0], expected[0], rtol=1e-6)
@@ -226,7 +229,7 @@ def dots(text: str) -> list[str]:
 
 def test_the_compiled_program_multiplies_int8() -> None:
     x, y, dims = operands("matrix")
-    dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
+    dot = functools.partial(quantised_dot_general, dimension_numbers=dims)
     assert dots(jax.jit(dot).lower(x, y).compile().as_text()) == ["s32(s8, s8)"]
     lowered = jax.jit(lambda x, y, g: jax.vjp(dot, x, y)[1](g)).lower(x, y, jnp.ones((8, 16)))
     assert re.findall(r"dot_general .* : \(tensor<\w+x(\w+)>, tensor<\w+x(\w+)>\) -> tensor<\w+x(\w+)>", lowered.as_text()) == [
@@ -242,7 +245,7 @@ def test_the_compiled_program_multiplies_int8() -> None:
 
 def test_the_forward_pass_keeps_integers_for_the_backward_pass() -> None:
     x, y, dims = operands("matrix")
-    _, pullback = jax.vjp(functools.partial(quantized_dot_general, dimension_numbers=dims), x, y)
+    _, pullback = jax.vjp(functools.partial(quantised_dot_general, dimension_numbers=dims), x, y)
     kept = {(leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(pullback) if hasattr(leaf, "dtype") and leaf.size > 1}
     assert kept == {("int8", (8, 32)), ("float32", (8, 1)), ("int8", (32, 16)), ("float32", (1, 16))}
 
@@ -262,7 +265,7 @@ LAYOUTS = {
 def test_sharded_equals_unsharded(layout: str) -> None:
     x, y, dims = operands("matrix")
     weight = jnp.asarray(np.random.default_rng(3).normal(size=(8, 16)), jnp.float32)
-    dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
+    dot = functools.partial(quantised_dot_general, dimension_numbers=dims)
 
     @jax.jit
     def run(x: Any, y: Any, weight: Any) -> tuple[Any, Any]:
@@ -278,7 +281,7 @@ def test_sharded_equals_unsharded(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["batch", "columns"])
 def test_explicit_axes_give_gradients_the_sharding_of_their_operands(layout: str) -> None:
     x, y, dims = operands("matrix")
-    dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
+    dot = functools.partial(quantised_dot_general, dimension_numbers=dims)
     expected = dot(x, y), gradients(dot, x, y, 1.0)
     mesh = cpu_mesh("dp:2,tp:4", axis_types="explicit")
     with jax.set_mesh(mesh):
@@ -293,10 +296,10 @@ def test_explicit_axes_that_are_contracted_take_an_out_sharding() -> None:
     mesh = cpu_mesh("dp:2,tp:4", axis_types="explicit")
     with jax.set_mesh(mesh):
         placed = [jax.device_put(one, jax.NamedSharding(mesh, spec)) for one, spec in zip((x, y), LAYOUTS["contracted"], strict=True)]
-        dot = functools.partial(quantized_dot_general, dimension_numbers=dims, out_sharding=P("dp", "tp"))
+        dot = functools.partial(quantised_dot_general, dimension_numbers=dims, out_sharding=P("dp", "tp"))
         found = jax.jit(dot)(*placed)
         grads = jax.jit(lambda x, y: gradients(dot, x, y, 1.0))(*placed)
-    np.testing.assert_allclose(found, quantized_dot_general(x, y, dims), rtol=1e-6)
+    np.testing.assert_allclose(found, quantised_dot_general(x, y, dims), rtol=1e-6)
     assert found.sharding.spec == P("dp", "tp")
     assert [g.sharding.is_equivalent_to(one.sharding, 2) for g, one in zip(grads, placed, strict=True)] == [True, True]
 
@@ -304,7 +307,7 @@ def test_explicit_axes_that_are_contracted_take_an_out_sharding() -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map_a_replicated_operand_gets_the_sum_of_its_gradients(check_vma: bool) -> None:
     x, y, dims = operands("matrix")
-    dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
+    dot = functools.partial(quantised_dot_general, dimension_numbers=dims)
     with jax.set_mesh(cpu_mesh("dp:8")):
         local = jax.shard_map(dot, in_specs=(P("dp"), P()), out_specs=P("dp"), check_vma=check_vma)
         np.testing.assert_allclose(jax.jit(local)(x, y), dot(x, y), rtol=1e-6)
@@ -319,18 +322,29 @@ def test_inside_shard_map_a_replicated_operand_gets_the_sum_of_its_gradients(che
 @pytest.mark.parametrize("name", DOTS)
 def test_a_stored_operand_gives_what_rounding_it_in_the_call_gives(name: str) -> None:
     x, y, dims = operands(name)
-    stored = jax.jit(functools.partial(quantize, shared=dims[0][1]))(y)
-    run = jax.jit(jax.value_and_grad(lambda x, y: (quantized_dot_general(x, y, dims) ** 2).sum()))
+    stored = jax.jit(functools.partial(quantise, shared=dims[0][1]))(y)
+    run = jax.jit(jax.value_and_grad(lambda x, y: (quantised_dot_general(x, y, dims) ** 2).sum()))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), run(x, stored), run(x, y))
 
 
 def test_a_stored_operand_goes_through_jit_and_shardings() -> None:
     x, y, dims = operands("matrix")
-    stored = quantize(y, shared=(0,))
+    stored = quantise(y, shared=(0,))
     mesh = cpu_mesh("dp:2,tp:4")
-    placed = jax.device_put(stored, QuantizedArray(values=jax.NamedSharding(mesh, P("tp")), scale=jax.NamedSharding(mesh, P())))
-    found = jax.jit(lambda x, y: quantized_dot_general(x, y, dims))(x, placed)
-    np.testing.assert_array_equal(found, quantized_dot_general(x, y, dims))
+    placed = jax.device_put(stored, Quantised(value=jax.NamedSharding(mesh, P("tp")), scale=jax.NamedSharding(mesh, P())))
+    found = jax.jit(lambda x, y: quantised_dot_general(x, y, dims))(x, placed)
+    np.testing.assert_array_equal(found, quantised_dot_general(x, y, dims))
+
+
+def test_a_stored_weight_is_annotated_like_the_weight() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:2,tp:4"))
+    x, y, dims = operands("matrix")
+    spec = sw.ArraySpec((32, 16), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))
+    shardings = pm.shardings(quantised(spec, (-1, 1)))
+    placed = jax.jit(functools.partial(quantise, shared=(0,)), out_shardings=shardings)(y)
+    assert (placed.value.sharding.spec, placed.scale.sharding.spec) == (P("fsdp", "tp"), P(None, "tp"))
+    found = jax.jit(functools.partial(quantised_dot_general, dimension_numbers=dims))(x, placed)
+    np.testing.assert_allclose(found, quantised_dot_general(x, y, dims), rtol=1e-6, atol=1e-6)
 
 
 # What it is not.
@@ -339,23 +353,29 @@ def test_a_stored_operand_goes_through_jit_and_shardings() -> None:
 @pytest.mark.parametrize("bits", [3, 9, 16, 0, -8, 8.0, "8", True])
 def test_other_bits_are_refused(bits: Any) -> None:
     with pytest.raises(sw.LayerError, match=re.escape(f"bits is {bits!r}: a quantised dot has 4 to 8")):
-        quantized_dot_general(jnp.ones((2, 2)), jnp.ones((2, 2)), MATMUL, bits=bits)
+        quantised_dot_general(jnp.ones((2, 2)), jnp.ones((2, 2)), MATMUL, bits=bits)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.bool, jnp.complex64])
 def test_operands_that_are_no_floats_are_refused(dtype: Any) -> None:
     with pytest.raises(sw.LayerError, match=f"a quantised dot of {jnp.dtype(dtype)}, not of floats"):
-        quantized_dot_general(jnp.ones((2, 2)), jnp.ones((2, 2), dtype), MATMUL)
+        quantised_dot_general(jnp.ones((2, 2)), jnp.ones((2, 2), dtype), MATMUL)
 
 
 def test_scales_along_a_contracted_dim_are_refused() -> None:
-    stored = quantize(jnp.ones((4, 2)), shared=(1,))
+    stored = quantise(jnp.ones((4, 2)), shared=(1,))
     with pytest.raises(
-        sw.LayerError, match=r"of shape \(4, 1\), differ along dim 0, which is contracted\n  fix   quantize\(x, shared=\(0,\)\)"
+        sw.LayerError, match=r"of shape \(4, 1\), differ along dim 0, which is contracted\n  fix   quantise\(x, shared=\(0,\)\)"
     ):
-        quantized_dot_general(jnp.ones((3, 4)), stored, MATMUL)
+        quantised_dot_general(jnp.ones((3, 4)), stored, MATMUL)
+
+
+def test_zero_points_are_refused() -> None:
+    stored = dataclasses.replace(quantise(jnp.ones((4, 2)), shared=(0,)), zero_point=jnp.zeros((1, 2)))
+    with pytest.raises(sw.LayerError, match="the quantised operand has zero points, this dot is symmetric"):
+        quantised_dot_general(jnp.ones((3, 4)), stored, MATMUL)
 
 
 def test_operands_that_do_not_meet_are_refused_as_by_a_float_dot() -> None:
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
-        quantized_dot_general(jnp.ones((2, 3)), jnp.ones((4, 2)), MATMUL)
+        quantised_dot_general(jnp.ones((2, 3)), jnp.ones((4, 2)), MATMUL)
