@@ -13,6 +13,7 @@ from shardwright.attention.call import AttentionCall, Operands, Recipe, default_
 
 # What is None in an Operands that only holds what is not differentiated.
 FLOATS = ("q", "k", "v", "bias", "sinks")
+_SMALL = 128
 
 
 def split_floats(operands: Operands) -> tuple[dict[str, Any], Operands]:
@@ -42,7 +43,8 @@ def with_whole_rows(shard: Operands, call: AttentionCall) -> Operands:
 
 def gather(array: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
     """Return the shards of all ranks, joined along a dim."""
-    return jax.lax.all_gather(array, axes, axis=dim, tiled=True)
+    whole: jax.Array = jax.lax.all_gather(array, axes, axis=dim, tiled=True)
+    return whole
 
 
 def keys_at(operands: Operands, start: Any, *, k: jax.Array, v: jax.Array) -> Operands:
@@ -72,19 +74,23 @@ def unpack(packed: Sequence[jax.Array], *, head_dim: int) -> tuple[jax.Array, ja
     return (both[0], both[1]) if both.ndim == 5 else (both[..., :head_dim], both[..., head_dim:])
 
 
-def halved(recipe: Recipe, call: AttentionCall, *, q_length: int, kv_length: int) -> Recipe:
-    """Return a recipe none of whose blocks lies in two halves of a shard, where positions are arrays.
+def blocks(recipe: Recipe, shard: Operands, call: AttentionCall) -> Recipe:
+    """Return a recipe whose blocks suit a shard: logits of a block no larger than its keys and values, down to 128 rows.
 
-    In zigzag order the halves of a shard stand far apart: a block with rows of both could never be skipped.
+    Where positions are arrays a block lies in one half of a shard: in zigzag order the halves stand far apart, and a block with
+    rows of both could never be skipped.
     """
-    if call.q_offset is not None or not recipe.mask.positional:
-        return recipe
-    q_block, kv_block = _fitting(recipe.q_block, q_length), _fitting(recipe.kv_block, kv_length)
+    limit = max(shard.k.nbytes + shard.v.nbytes, _SMALL * _SMALL)
+    q_block, kv_block = min(recipe.q_block, shard.q.shape[1]), min(recipe.kv_block, shard.k.shape[1])
+    while 4 * shard.q.shape[0] * shard.q.shape[2] * q_block * kv_block > limit and max(q_block, kv_block) > _SMALL:
+        q_block, kv_block = (-(-q_block // 2), kv_block) if q_block > kv_block else (q_block, -(-kv_block // 2))
+    if call.q_offset is None and recipe.mask.positional:
+        q_block, kv_block = _within_half(q_block, shard.q.shape[1]), _within_half(kv_block, shard.k.shape[1])
     return dataclasses.replace(recipe, q_block=q_block, kv_block=kv_block)
 
 
-def _fitting(block: int, length: int) -> int:
-    half = max(1, -(-length // 2))
+def _within_half(block: int, length: int) -> int:
+    half = -(-length // 2)
     return -(-half // -(-half // block))
 
 
@@ -98,11 +104,12 @@ def add_columns(whole: jax.Array | None, part: jax.Array | None, start: Any) -> 
     return jax.lax.dynamic_update_slice_in_dim(whole, old + part, start, 3)
 
 
-def names(mesh_axes: tuple[str, ...]) -> str:
-    """Return mesh axes in words."""
-    return " and ".join(mesh_axes) if mesh_axes else "no mesh axis"
+def cotangents(floats: dict[str, Any], **found: jax.Array | None) -> tuple[dict[str, Any], None]:
+    """Return gradients in the dtypes of what they are of, and none for the rest of the operands."""
+    return {name: None if one is None else one.astype(floats[name].dtype) for name, one in found.items()}, None
 
 
-def refusals(call: AttentionCall, name: str) -> list[str]:
-    """Return what no sequence-parallel implementation does."""
-    return [f"{name} never holds a row of attention weights, so it cannot return them"] if call.return_weights else []
+def apart(call: AttentionCall) -> tuple[str, ...]:
+    """Return the reason of a kernel that needs the lengths of queries and keys over the same mesh axes."""
+    q, kv = ("+".join(axes) or "no mesh axis" for axes in (call.specs.q_length, call.specs.kv_length))
+    return () if q == kv else (f"the length of the queries lies over {q}, that of the keys over {kv}; it needs both over the same",)

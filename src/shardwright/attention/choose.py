@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from shardwright.attention.allgather_kv import AllGatherKVAttention
 from shardwright.attention.blockwise import BlockwiseAttention
 from shardwright.attention.call import AttentionCall
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, impl_names
+from shardwright.attention.ring import RingAttention
+from shardwright.attention.ulysses import UlyssesAttention
 from shardwright.attention.vanilla import VanillaAttention
 from shardwright.errors import AttentionError
 from shardwright.modes import MODE_DECODE, mode_name
@@ -16,6 +19,9 @@ AUTO = "auto"
 SHIPPED: tuple[type[AttentionImpl], ...] = (
     VanillaAttention,
     BlockwiseAttention,
+    RingAttention,
+    UlyssesAttention,
+    AllGatherKVAttention,
 )
 # All keys of a shard's sequences, up to this many bytes, are gathered without a thought.
 _GATHER_BYTES = 256 * 2**20

@@ -54,11 +54,14 @@ class _Ring:
         pairs = [(rank, (rank + hop) % self.size) for rank in range(self.size)]
         return jax.tree.map(lambda array: jax.lax.ppermute(array, self.axes, pairs), arrays)
 
+    def start(self, operands: Operands, turn: Any) -> Any:
+        """Return at which row of the whole sequence the keys start that lie `turn` ranks back."""
+        return (jax.lax.axis_index(self.axes) - turn) % self.size * operands.k.shape[1]
+
     def read(self, operands: Operands, kv: KV, turn: Any) -> Operands:
-        """Return the operands of a turn, whose keys are those of the rank `turn` before this one."""
+        """Return the operands of a turn."""
         k, v = _sequence.unpack(kv, head_dim=operands.q.shape[-1])
-        rank = jax.lax.axis_index(self.axes)
-        return _sequence.keys_at(operands, (rank - turn) % self.size * k.shape[1], k=k, v=v)
+        return _sequence.keys_at(operands, self.start(operands, turn), k=k, v=v)
 
 
 def turns_of(call: AttentionCall) -> tuple[int, ...]:
@@ -92,11 +95,7 @@ class RingAttention(AttentionImpl):
     @classmethod
     def supports(cls, call: AttentionCall) -> tuple[str, ...]:
         """Return why a call cannot be served: queries and keys must lie over the same mesh axes."""
-        reasons = _sequence.refusals(call, "ring")
-        if call.specs.q_length != call.specs.kv_length:
-            q, kv = (_sequence.names(axes) for axes in (call.specs.q_length, call.specs.kv_length))
-            reasons.append(f"q_length lies over {q} and kv_length over {kv}: a ring needs both over the same mesh axes")
-        return tuple(reasons)
+        return (*_shards.no_weights(call), *_sequence.apart(call))
 
     @classmethod
     def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
@@ -106,13 +105,23 @@ class RingAttention(AttentionImpl):
 
 def _run(shard: Operands, *, call: AttentionCall) -> Result:
     axes = call.specs.kv_length
-    recipe = _sequence.halved(call.recipe, call, q_length=shard.q.shape[1], kv_length=shard.k.shape[1])
     if call.shards(axes) == 1:
-        o, lse = blockwise.attend(shard, recipe)
+        o, lse = blockwise.attend(shard, call.recipe)
     else:
+        recipe = _sequence.blocks(call.recipe, shard, call)
         ring = _Ring(recipe=recipe, axes=axes, size=call.shards(axes), turns=turns_of(call), loop=call.loop)
         o, lse = _attend(ring, *_sequence.split_floats(_jax.vary_together(_sequence.with_whole_rows(shard, call))))
     return _shards.asked(Result(o=o, lse=lse), call)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Grads:
+    """Gradients so far, float32: those of the own queries and bias, and those that travel with the keys."""
+
+    q: jax.Array
+    bias: jax.Array | None
+    kv: KV
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -147,28 +156,29 @@ def _attend_backward(ring: _Ring, kept: Any, cotangents: Any) -> Any:
     operands = rest.replace(**floats)
     delta = blockwise.delta(o, do, dlse)
 
-    def add(grads: Any, kv: KV, turn: Any) -> Any:
-        dq, dbias, dkv = grads
+    def add(grads: _Grads, kv: KV, turn: Any) -> _Grads:
         read = ring.read(operands, kv, turn)
-        found = blockwise.backward(read, ring.recipe, lse=lse, do=do, delta=delta)
-        dk, dv = _sequence.unpack(dkv, head_dim=operands.q.shape[-1])
-        dkv = _sequence.pack(dk + found.k, dv + found.v)
-        return dq + found.q, dbias, dkv
+        dk, dv = _sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
+        bias = None if read.bias is None else jnp.zeros_like(read.bias, dtype=jnp.float32)
+        onto = blockwise.Gradients(q=grads.q, k=dk, v=dv, bias=bias)
+        found = blockwise.backward(read, ring.recipe, lse=lse, do=do, delta=delta, onto=onto)
+        bias = _sequence.add_columns(grads.bias, found.bias, ring.start(operands, turn))
+        return _Grads(q=found.q, bias=bias, kv=_sequence.pack(found.k, found.v))
 
-    def turn_and_send(carry: Any, turn: Any, hop: int) -> Any:
+    def turn_and_send(carry: tuple[_Grads, KV], turn: Any, hop: int) -> tuple[_Grads, KV]:
         grads, kv = carry
         arriving = ring.send(kv, hop)
-        dq, dbias, dkv = add(grads, kv, turn)
-        return (dq, dbias, ring.send(dkv, hop)), arriving
+        grads = add(grads, kv, turn)
+        return dataclasses.replace(grads, kv=ring.send(grads.kv, hop)), arriving
 
-    zero = functools.partial(jnp.zeros_like, dtype=jnp.float32)
-    start = (zero(operands.q), None, _sequence.pack(zero(operands.k), zero(operands.v)))
+    zeros = functools.partial(jnp.zeros_like, dtype=jnp.float32)
+    bias = None if operands.bias is None else zeros(operands.bias)
+    start = _Grads(q=zeros(operands.q), bias=bias, kv=_sequence.pack(zeros(operands.k), zeros(operands.v)))
     grads, kv = _turn(ring, turn_and_send, (start, _sequence.pack(operands.k, operands.v)))
-    dq, dbias, dkv = add(grads, kv, ring.turns[-1])
-    dk, dv = _sequence.unpack(ring.send(dkv, -ring.turns[-1]), head_dim=operands.q.shape[-1])
+    grads = add(grads, kv, ring.turns[-1])
+    dk, dv = _sequence.unpack(ring.send(grads.kv, -ring.turns[-1]), head_dim=operands.q.shape[-1])  # home
     sinks = None if operands.sinks is None else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta)
-    found = {"q": dq, "k": dk, "v": dv, "bias": dbias, "sinks": sinks}
-    return {name: None if one is None else one.astype(floats[name].dtype) for name, one in found.items()}, None
+    return _sequence.cotangents(floats, q=grads.q, k=dk, v=dv, bias=grads.bias, sinks=sinks)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

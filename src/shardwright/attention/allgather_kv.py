@@ -1,0 +1,102 @@
+"""Keys and values gathered whole, queries left where they are: one collective, the bytes of a ring (Dubey et al. 2024, §3.3.2).
+
+Forward gathers once. Backward gathers again, so that only shards are kept between the two, and scatters the sum of the
+keys' gradients, in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from shardwright import _jax
+from shardwright.attention import _online, _sequence, _shards, blockwise
+from shardwright.attention.call import AttentionCall, Operands, Recipe
+from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Gathering:
+    """The static part: the arithmetic, and the mesh axes over which keys are gathered."""
+
+    recipe: Recipe
+    axes: tuple[str, ...]
+
+    def whole(self, operands: Operands) -> Operands:
+        """Return the operands with all keys and values."""
+        kv = _sequence.pack(operands.k, operands.v)
+        found = tuple(_sequence.gather(array, self.axes, dim=array.ndim - 3) for array in kv)
+        k, v = _sequence.unpack(found, head_dim=operands.q.shape[-1])
+        return operands.replace(k=k, v=v)
+
+    def scatter(self, dk: jax.Array, dv: jax.Array, *, head_dim: int) -> tuple[jax.Array, jax.Array]:
+        """Return the sums over ranks of the gradients of the own keys and values."""
+        add = functools.partial(jax.lax.psum_scatter, axis_name=self.axes, tiled=True)
+        found = tuple(add(array, scatter_dimension=array.ndim - 3) for array in _sequence.pack(dk, dv))
+        return _sequence.unpack(found, head_dim=head_dim)
+
+
+@AttentionRegistry.register
+class AllGatherKVAttention(AttentionImpl):
+    """Keys and values gathered over the shards of the sequence: one collective, memory of all keys."""
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        """Return "allgather_kv"."""
+        return "allgather_kv"
+
+    @classmethod
+    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
+        """Return why a call cannot be served: the keys' mesh axes must be among the queries'."""
+        rest = [axis for axis in call.specs.kv_length if axis not in call.specs.q_length]
+        if not rest:
+            return _shards.no_weights(call)
+        same = f"the length of the keys lies over {rest[0]} and that of the queries does not: all its devices would compute the same"
+        return (*_shards.no_weights(call), same)
+
+    @classmethod
+    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Attend, one `shard_map` over all the axes of the call."""
+        return _shards.run_on_shards(functools.partial(_run, call=call), operands, call)
+
+
+def _run(shard: Operands, *, call: AttentionCall) -> Result:
+    axes = call.specs.kv_length
+    if call.shards(axes) == 1:
+        o, lse = blockwise.attend(shard, call.recipe)
+    else:
+        gathering = _Gathering(recipe=_sequence.blocks(call.recipe, shard, call), axes=axes)
+        o, lse = _attend(gathering, *_sequence.split_floats(_jax.vary_together(_sequence.with_whole_rows(shard, call))))
+    return _shards.asked(Result(o=o, lse=lse), call)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(gathering: _Gathering, floats: dict[str, Any], rest: Operands) -> tuple[jax.Array, jax.Array]:
+    operands = rest.replace(**floats)
+    state = blockwise.forward(gathering.whole(operands), gathering.recipe)
+    if operands.sinks is not None:
+        state = _online.add_sinks(state, operands.sinks)
+    o, lse = _online.finish(state)
+    return o.astype(operands.v.dtype), lse
+
+
+def _attend_forward(gathering: _Gathering, floats: dict[str, Any], rest: Operands) -> Any:
+    o, lse = _attend(gathering, floats, rest)
+    return (o, lse), (floats, rest, o, lse)
+
+
+def _attend_backward(gathering: _Gathering, kept: Any, cotangents: Any) -> Any:
+    floats, rest, o, lse = kept
+    do, dlse = cotangents
+    operands = rest.replace(**floats)
+    delta = blockwise.delta(o, do, dlse)
+    found = blockwise.backward(gathering.whole(operands), gathering.recipe, lse=lse, do=do, delta=delta)
+    dk, dv = gathering.scatter(found.k, found.v, head_dim=operands.q.shape[-1])
+    sinks = None if operands.sinks is None else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta)
+    return _sequence.cotangents(floats, q=found.q, k=dk, v=dv, bias=found.bias, sinks=sinks)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
