@@ -151,6 +151,36 @@ def both_resolve_alike() -> None:
     multihost_utils.assert_equal(digest, "the processes resolve differently")
 
 
+def to_the_mesh_and_back_to_both() -> None:
+    """Every process gathers all values, also of what it holds in part only."""
+    params = {"w": numbers(8, 16), "n": np.arange(8, dtype=np.int32), "s": np.float32(2)}
+    specs = sw.match_partition_rules([("w", jax.P("dp", "tp")), ("n", jax.P("tp"))], params)
+    with jax.set_mesh(sw.create_mesh("dp:2,tp:4")):
+        shard_fns, gather_fns = sw.make_shard_and_gather_fns(specs, jnp.bfloat16)
+    placed = sw.tree_apply(shard_fns, params)
+    assert {shard.data.shape for shard in placed["w"].addressable_shards} == {(4, 4)}
+    assert not placed["w"].is_fully_addressable
+    back = sw.tree_apply(gather_fns, placed)
+    assert jax.tree.map(lambda leaf: (type(leaf), str(leaf.dtype)), back) == {
+        "w": (np.ndarray, "bfloat16"),
+        "n": (np.ndarray, "int32"),
+        "s": (np.ndarray, "bfloat16"),
+    }
+    np.testing.assert_array_equal(back["w"], params["w"].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(back["n"], params["n"])
+    assert sw.get_metrics({"s": placed["s"]}) == {"s": 2.0}
+
+
+def ranks_of_processes_that_share_a_model_or_not() -> None:
+    index = jax.process_index()
+    shared = sw.get_ranks_and_size(sw.create_mesh("dp:1,tp:8"))
+    assert [shared[name] for name in RANKS] == [2, 1, 0, index]
+    alone = sw.get_ranks_and_size(sw.create_mesh("dp:2,tp:2,sp:2"))
+    assert [alone[name] for name in RANKS] == [1, 2, index, 0]
+
+
+RANKS = ("mp_node_size", "dp_node_size", "dp_node_rank", "mp_node_rank")
+
 CASES = [
     global_array_by_rows,
     global_array_by_columns,
@@ -162,6 +192,8 @@ CASES = [
     a_training_step_equals_the_unsharded_one,
     shard_map_sums_over_both,
     both_resolve_alike,
+    to_the_mesh_and_back_to_both,
+    ranks_of_processes_that_share_a_model_or_not,
 ]
 
 
