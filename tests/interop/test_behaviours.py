@@ -253,8 +253,15 @@ def test_17_two_dims_that_want_one_mesh_axis_are_named_and_size_one_is_no_confli
         for call in (lambda: pm.shard(ones(2, 4, 4, 4), axes, MODE_TRAIN), lambda: pm.resolve(axes, MODE_TRAIN)):
             with pytest.raises(sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"):
                 call()
-    with pytest.raises(sw.AxisConflictError, match="sp is taken by dim 2 QUERY_LENGTH"):
-        PartitionAxis().resolve_spec(axes, MODE_TRAIN)
+    written = pm.resolve(axes, MODE_TRAIN)  # no mesh to tell: as the rules say, and judged where it is used
+    assert written == PartitionAxis().resolve_spec(axes, MODE_TRAIN) == P(("fsdp", "dp"), "tp", "sp", "sp")
+    with (
+        jax.set_mesh(ef.create_mesh((1, 2, 2, 2), ("fsdp", "dp", "tp", "sp"))),
+        pytest.raises(sw.AxisConflictError, match="sp is taken by dim 2"),
+    ):
+        ef.with_sharding_constraint(ones(4, 4, 4, 4), written)
+    with jax.set_mesh(ef.create_mesh((2, 2, 2, 1), ("fsdp", "dp", "tp", "sp"))):
+        assert lies(ef.with_sharding_constraint(ones(4, 4, 4, 4), written)) == P(("fsdp", "dp"), "tp")
 
 
 def test_18_a_layout_s_fields_are_its_own_and_a_call_s_mode_and_axes_count(mesh: jax.sharding.Mesh) -> None:

@@ -75,9 +75,11 @@ from shardwright.interop.eformer.common_types import UnifiedExpertRowWise as Uni
 from shardwright.interop.eformer.environment import log_sharding_move, min_sharding_size
 from shardwright.interop.eformer.escale import NamedSharding as NamedSharding
 from shardwright.interop.eformer.escale import NoMeshError as NoMeshError
+from shardwright.interop.eformer.escale import NotRegisteredError as NotRegisteredError
 from shardwright.interop.eformer.escale import PartitionAxis as PartitionAxis
 from shardwright.interop.eformer.escale import PartitionManager as PartitionManager
 from shardwright.interop.eformer.escale import PartitionSpec as PartitionSpec
+from shardwright.interop.eformer.escale import WrongTypeError as WrongTypeError
 from shardwright.interop.eformer.escale import apply_logical_sharding as apply_logical_sharding
 from shardwright.interop.eformer.escale import cpu_context as cpu_context
 from shardwright.interop.eformer.escale import create_cpu_mesh as create_cpu_mesh

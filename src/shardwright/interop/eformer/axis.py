@@ -214,7 +214,7 @@ class PartitionAxis:
         """Take a registered axis back.
 
         Raises:
-          StrategyError: it is not registered, and `missing_ok` is False.
+          NotRegisteredError: it is not registered, and `missing_ok` is False.
         """
         registry.remove(_name(semantic_axis), missing_ok=missing_ok)
 
@@ -225,11 +225,18 @@ class PartitionAxis:
 
     @classmethod
     def get_registered_axes(cls) -> dict[str, dict[str, Any]]:
-        """Return what is registered now: `axis_rule` and `generation_axis_rule` by name."""
-        return {
-            axis.name: {"axis_rule": axis.axis_rule, "generation_axis_rule": axis.generation_axis_rule}
-            for axis in registry.registered_axes()
-        }
+        """Return what is registered now: `axis_rule` and `generation_axis_rule` by name.
+
+        An alias of an attribute with a `decode_*` counterpart has that one for generation; otherwise what was not given is
+        `NOT_GIVEN`.
+        """
+        decode = cls._STANDARD_TO_GENERATION_ATTR_MAP
+
+        def generation(axis: registry.RegisteredAxis) -> Any:
+            own, rule = axis.generation_axis_rule, axis.axis_rule
+            return decode.get(rule, own) if isinstance(own, EMPTY_VAL) and isinstance(rule, str) else own
+
+        return {axis.name: {"axis_rule": axis.axis_rule, "generation_axis_rule": generation(axis)} for axis in registry.registered_axes()}
 
     # Rules.
 
@@ -283,10 +290,11 @@ class PartitionAxis:
     def resolve_spec(self, axes: Sequence[Any], mode: str) -> PartitionSpec:
         """Return the spec that the rules write, one entry per axis, sizes and divisibility unseen.
 
-        A mesh axis that two entries want stands in the first, if the mesh at hand has it with size 1.
+        A mesh axis that two entries want stands in the first alone if the mesh at hand has it with size 1; without a mesh it
+        stands in both, and a constraint is where that is judged.
 
         Raises:
-          AxisConflictError: it is larger, or there is no mesh to tell.
+          AxisConflictError: the mesh at hand has it with another size.
           UnknownAxisError, StrategyError: an unknown axis or mode.
         """
         rules = self.compile()
@@ -301,7 +309,7 @@ def written(annotation: Sequence[Any], rules: AxisRules, mode: str) -> list[Any]
 
     The rules must be strict: a policy looks at sizes.
     """
-    sizes = _every_mesh_axis(rules)
+    sizes = dict.fromkeys([*rules.named_mesh_axes(), *STANDARD_MESH_AXES], 2)
     mode = parse_mode(mode)
     return [resolver.resolve((dim,), rules, sizes, mode=mode).decisions[0].entry for dim in as_annotation(tuple(annotation))]
 
@@ -309,13 +317,11 @@ def written(annotation: Sequence[Any], rules: AxisRules, mode: str) -> list[Any]
 def written_spec(annotation: Sequence[Any], rules: AxisRules, mode: str, mesh: Mesh | AbstractMesh | None) -> PartitionSpec:
     """Return the entries of `written` as a spec; see `PartitionAxis.resolve_spec`."""
     entries = written(annotation, rules, mode)
+    if mesh is None:
+        return PartitionSpec(*entries)
     # The resolver judges who may hold which mesh axis; what is left out below has size 1 then.
-    resolver.resolve(tuple(annotation), rules, _every_mesh_axis(rules) if mesh is None else mesh, mode=mode)
+    resolver.resolve(tuple(annotation), rules, mesh, mode=mode)
     return PartitionSpec(*without_repeats(entries))
-
-
-def _every_mesh_axis(rules: AxisRules) -> dict[str, int]:
-    return dict.fromkeys([*rules.named_mesh_axes(), *STANDARD_MESH_AXES], 2)
 
 
 def without_repeats(entries: Sequence[Any]) -> list[Any]:

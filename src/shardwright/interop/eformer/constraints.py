@@ -14,6 +14,7 @@ from shardwright import context, manager, resolver
 from shardwright.errors import StrategyError, did_you_mean
 from shardwright.interop.eformer.axis import without_repeats
 from shardwright.interop.eformer.environment import log_sharding_move
+from shardwright.interop.eformer.errors import WrongTypeError
 from shardwright.interop.eformer.meshes import current_mesh, no_mesh
 from shardwright.provenance import DimDecision, Outcome, Reason, Resolution, RuleRef
 from shardwright.rules import POLICY_PRESETS, AxisRules, Conflict, Indivisible, Missing, Policy, Rank, Rule, build_rules
@@ -77,7 +78,7 @@ def _mesh_and_spec(sharding: Any) -> tuple[Mesh | AbstractMesh, PartitionSpec]:
             raise StrategyError(f"a constraint carries no memory kind {sharding.memory_kind!r}", fix="use jax.device_put")
         return sharding.mesh, sharding.spec
     if not isinstance(sharding, PartitionSpec):
-        raise StrategyError(f"{sharding!r} is neither a PartitionSpec nor a NamedSharding", fix='write PartitionSpec("dp", None)')
+        raise WrongTypeError(f"{sharding!r} is neither a PartitionSpec nor a NamedSharding", fix='write PartitionSpec("dp", None)')
     mesh = current_mesh()
     if mesh is None:
         raise no_mesh()

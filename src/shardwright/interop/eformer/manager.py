@@ -15,6 +15,7 @@ from shardwright.errors import NoManagerError, ShapeRequiredError, StrategyError
 from shardwright.interop.eformer import registry
 from shardwright.interop.eformer.axis import PartitionAxis, written_spec
 from shardwright.interop.eformer.constraints import is_strict, parse_policy, warn_of_changes
+from shardwright.interop.eformer.errors import WrongTypeError
 from shardwright.interop.eformer.meshes import current_mesh, no_mesh
 from shardwright.layouts import DynamicShardingAxes
 from shardwright.modes import MODE_TRAIN
@@ -37,7 +38,8 @@ class PartitionManager:
         `explain` returns; or any `Policy`.
 
     Raises:
-      StrategyError: no `PartitionAxis`, no such policy, or registered aliases in a circle.
+      WrongTypeError: no `PartitionAxis`.
+      StrategyError: no such policy, or registered aliases in a circle.
     """
 
     __slots__ = ("__weakref__", "_cache", "_hash", "mesh", "paxis", "registered", "rules")
@@ -51,7 +53,7 @@ class PartitionManager:
 
     def __init__(self, paxis: PartitionAxis, *, mesh: Mesh | AbstractMesh | None = None, policy: Policy | str = "strict") -> None:
         if not isinstance(paxis, PartitionAxis):
-            raise StrategyError(
+            raise WrongTypeError(
                 f"Expected PartitionAxis, got {type(paxis).__name__}",
                 fix="pass shardwright.interop.eformer.PartitionAxis(...); a Strategy goes to shardwright.PartitionManager",
             )
@@ -252,7 +254,7 @@ def apply_logical_sharding(
     if isinstance(manager, PartitionManager):
         return manager.shard(x, axes, mode, dynamic_axes, auto_correct)
     if not isinstance(manager, native.PartitionManager):
-        raise StrategyError(f"{manager!r} is no PartitionManager", fix="pass one of shardwright.interop.eformer, or of shardwright")
+        raise WrongTypeError(f"{manager!r} is no PartitionManager", fix="pass one of shardwright.interop.eformer, or of shardwright")
     if not auto_correct and not is_strict(manager.rules.policy):
         raise StrategyError("auto_correct=False needs a strict policy", fix="drop what [policy] of the strategy allows")
     annotation, said = asked(axes, mode, dynamic_axes)

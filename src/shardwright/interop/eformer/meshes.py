@@ -13,14 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardwright import _jax, context, mesh
 from shardwright.errors import MeshSpecError, MissingMeshAxisError, did_you_mean
+from shardwright.interop.eformer.errors import NoMeshError
 from shardwright.mesh_text import parse_mesh
 
 DEFAULT_SHARDING_STG = (1, -1, 1, 1, 1)
 DEFAULT_NAMED_SHARDING_STG = ("dp", "fsdp", "ep", "tp", "sp")
-
-
-class NoMeshError(MeshSpecError, AssertionError):
-    """No mesh is at hand. An `AssertionError` too, which is what eformer raises."""
 
 
 def no_mesh() -> NoMeshError:

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwright.axes import NOT_GIVEN, canonical_axis
 from shardwright.errors import StrategyError
+from shardwright.interop.eformer.errors import NotRegisteredError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +62,12 @@ def remove(name: str, *, missing_ok: bool) -> None:
     """Take an axis back.
 
     Raises:
-      StrategyError: it is not registered, and `missing_ok` is False.
+      NotRegisteredError: it is not registered, and `missing_ok` is False.
     """
     key = canonical_axis(name)
     with _PROCESS.lock:
         if key not in _PROCESS.axes and not missing_ok:
-            raise StrategyError(f"Semantic axis {name!r} is not registered", fix="pass missing_ok=True")
+            raise NotRegisteredError(f"Semantic axis {name!r} is not registered", fix="pass missing_ok=True")
         _PROCESS.axes = {other: axis for other, axis in _PROCESS.axes.items() if other != key}
 
 

@@ -11,11 +11,13 @@ from shardwright.interop.eformer.axis import PartitionAxis as PartitionAxis
 from shardwright.interop.eformer.constraints import get_corrected_named_sharding as get_corrected_named_sharding
 from shardwright.interop.eformer.constraints import lax_reshard as lax_reshard
 from shardwright.interop.eformer.constraints import with_sharding_constraint as with_sharding_constraint
+from shardwright.interop.eformer.errors import NoMeshError as NoMeshError
+from shardwright.interop.eformer.errors import NotRegisteredError as NotRegisteredError
+from shardwright.interop.eformer.errors import WrongTypeError as WrongTypeError
 from shardwright.interop.eformer.manager import PartitionManager as PartitionManager
 from shardwright.interop.eformer.manager import apply_logical_sharding as apply_logical_sharding
 from shardwright.interop.eformer.manager import get_current_partition_manager as get_current_partition_manager
 from shardwright.interop.eformer.manager import get_partition_manager as get_partition_manager
-from shardwright.interop.eformer.meshes import NoMeshError as NoMeshError
 from shardwright.interop.eformer.meshes import cpu_context as cpu_context
 from shardwright.interop.eformer.meshes import create_cpu_mesh as create_cpu_mesh
 from shardwright.interop.eformer.meshes import create_mesh as create_mesh
