@@ -469,6 +469,11 @@ def test_presets_are_clean_on_a_layer_but_for_what_does_not_fit(preset: str, mes
     assert {one.code for one in findings} <= {Code.IDLE_MESH_AXIS, Code.UNRESOLVED}
 
 
+def test_what_no_weight_has_is_not_gathered() -> None:
+    (one,) = lint(sw.Strategy.loads('[rules]\nbatch = "dp+fsdp"\n' + SERVING))
+    assert one.message == "in decode, weights with EMBED are gathered over fsdp for every token"
+
+
 def test_the_worst_comes_first() -> None:
     strategy = sw.Strategy.loads('[mesh]\nrow = 2\n[rules]\nbatch = "dp | dp"\n[modes.decode]\nbatch = "dp | dp"\nhead = "tp"\n')
     severities = [one.severity for one in lint(strategy)]

@@ -169,7 +169,7 @@ def _section(found: Comparison, role: Role, modes: Sequence[str], *, width: int)
 
 
 _HEAD = ("tensor", "axes", "before", "after", "bytes before", "bytes after", "change")
-_ROOM = 100  # characters: in a narrower terminal the axes, which the file of tensors says too, are left out
+_ROOM = 110  # characters: in a narrower terminal the axes, which the file of tensors says too, are left out
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from shardwright.axes import BATCH, CAPACITY, KV_LENGTH, PAGE, PARALLELISM_AXES, STANDARD_MESH_AXES, Role, axis_label
 from shardwright.errors import ShapeRequiredError
 from shardwright.lints.finding import Code, Finding, Severity, dim_key
-from shardwright.lints.subject import Subject
+from shardwright.lints.subject import NO_PARAMETER_HAS, Subject
 from shardwright.mesh import INFER
 from shardwright.modes import MODE_DECODE
 from shardwright.rules import default_rule
@@ -149,7 +149,7 @@ def gathered_in_decode(subject: Subject) -> Iterator[Finding]:
     for axis, rule in subject.rules.params[2]:
         used = subject.rules.stated(axis, mode=MODE_DECODE, role=Role.ACTIVATION, path=None) or default_rule(axis)
         stays = used.mesh_axes if used is not None else ()
-        if subject.tensors is not None and axis not in subject.axes_of(Role.PARAM):
+        if axis in NO_PARAMETER_HAS or (subject.tensors is not None and axis not in subject.axes_of(Role.PARAM)):
             continue
         for name in rule.mesh_axes:
             if name in subject.rules.policy.gather and name not in stays and subject.live((name,)) and _in_mesh(subject, name):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from shardwright.annotations import lower
-from shardwright.axes import Role
+from shardwright.axes import BATCH, BIAS_HEAD_SEQ, BIAS_KV_SEQ, CAPACITY, KV_LENGTH, PAGE, QUERY_LENGTH, Role
 from shardwright.errors import ShardingError
 from shardwright.lints.finding import Code, Finding, Severity
 from shardwright.mesh import INFER, MeshSpec
@@ -18,6 +18,8 @@ from shardwright.rules import AxisRules, Rule
 from shardwright.tensors import Tensor
 
 KeyPath = tuple[str, ...]
+# Axes that only activations and caches have: no weight keeps their [rules] alive, or is gathered by them.
+NO_PARAMETER_HAS = frozenset({BATCH, QUERY_LENGTH, KV_LENGTH, CAPACITY, BIAS_HEAD_SEQ, BIAS_KV_SEQ, PAGE})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from shardwright.axes import BATCH, BIAS_HEAD_SEQ, BIAS_KV_SEQ, CAPACITY, KV_LENGTH, PAGE, QUERY_LENGTH, Role, axis_label
+from shardwright.axes import Role, axis_label
 from shardwright.lints.finding import Code, Finding, Severity
-from shardwright.lints.subject import KeyPath, Subject, axes_of, role_of
+from shardwright.lints.subject import NO_PARAMETER_HAS, KeyPath, Subject, axes_of, role_of
 from shardwright.modes import MODES, mode_name
 from shardwright.rules import Rule, default_rule
 
 _MODES = ("train", "prefill", "decode", "insert")
-# Axes that only activations and caches have: no parameter keeps their [rules] alive.
-_NO_PARAMETER_HAS = frozenset({BATCH, QUERY_LENGTH, KV_LENGTH, CAPACITY, BIAS_HEAD_SEQ, BIAS_KV_SEQ, PAGE})
 _EVERYTHING = ("", ".", ".*", ".+", "^", "^.*", "^.*$")
 
 
@@ -56,7 +54,7 @@ def shadowed_rules(subject: Subject) -> Iterator[Finding]:
 
 
 def _has_parameters(subject: Subject, axis: str) -> bool:
-    return axis not in _NO_PARAMETER_HAS if subject.tensors is None else axis in subject.axes_of(Role.PARAM)
+    return axis not in NO_PARAMETER_HAS if subject.tensors is None else axis in subject.axes_of(Role.PARAM)
 
 
 def _in_every_mode(subject: Subject, axis: str, *inner: str) -> bool:
