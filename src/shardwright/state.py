@@ -143,7 +143,8 @@ class Follower:
         axes = self.param.annotation.axes if isinstance(self.param.annotation, ArraySpec) else self.param.annotation
         if self.dims == tuple(range(len(whole))) and not by_path:
             return axes
-        return PartOf(annotation=axes, shape=whole, dims=self.dims, path=self.param.path)
+        # Without a path the parts of equal layers are equal, and resolved once.
+        return PartOf(annotation=axes, shape=whole, dims=self.dims, path=self.param.path if by_path else "")
 
 
 def annotate_state(

@@ -85,6 +85,7 @@ def test_a_tree_beside_its_shardings() -> None:
     specs = {"w": sw.ArraySpec((8, 8), jnp.bfloat16, (sw.EMBED, sw.MLP_INTERMEDIATE)), "none": None, "b": [np.ones(4, np.float32)] * 2}
     everywhere, split = NamedSharding(MESH, P()), NamedSharding(MESH, P("dp", "fsdp"))
     found = bytes_by_path(specs, {"w": split, "none": None, "b": everywhere})
+    assert [one.dtype for one in found.leaves] == ["float32", "float32", "bfloat16"]
     assert [(one.path, one.total, one.per_device) for one in found.leaves] == [("b/0", 16, 16), ("b/1", 16, 16), ("w", 128, 16)]
     assert (found.total, found.per_device, found.held, found.replicated) == (160, 48, 384, 224)
     assert found.replicated_share == 224 / 384

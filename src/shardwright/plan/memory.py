@@ -160,7 +160,7 @@ def leaf_bytes(value: Any, sharding: Any, *, path: str = "") -> LeafBytes:
     return LeafBytes(
         path=path,
         shape=shape,
-        dtype=str(value.dtype),
+        dtype=_dtype_text(value.dtype),
         spec=spec,
         devices=sharding.num_devices,
         total=_whole_bytes(shape, bits),
@@ -217,6 +217,10 @@ def _bits(dtype: Any) -> int:
         return 8 * int(dtype.itemsize)
     # Exactly these bits on devices: a compiled program's own account packs int4 in pairs too.
     return int(jax.dtypes.itemsize_bits(dtype))
+
+
+def _dtype_text(dtype: Any) -> str:
+    return str(dtype if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else jax.numpy.dtype(dtype))
 
 
 def _whole_bytes(shape: tuple[int, ...], bits: int) -> int:
