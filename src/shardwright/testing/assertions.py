@@ -11,6 +11,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from shardwright import context
+from shardwright.axes import axis_label
 from shardwright.manager import PartitionManager
 from shardwright.plan.collectives import Collective, Kind, total
 from shardwright.plan.memory import bytes_by_path
@@ -163,7 +164,7 @@ def assert_collectives(
     if bytes is not None:
         problems += _wrong_bytes(bytes, [one for one in over if one.kind in wanted or not wanted])
     if problems:
-        raise AssertionError(_message(found, axis, problems))
+        raise AssertionError(_message(found, axis, over, problems))
 
 
 def assert_no_collectives(
@@ -193,7 +194,7 @@ def assert_no_collectives(
     over = found.over(axis)
     if over:
         problems = [f"{kind}: none is expected, {_often(kind, over)} found" for kind in _kinds(over)]
-        raise AssertionError(_message(found, axis, problems))
+        raise AssertionError(_message(found, axis, over, problems))
 
 
 def _kinds(found: Sequence[Collective]) -> list[Kind]:
@@ -232,12 +233,14 @@ def _wrong_bytes(wanted: Count, found: Sequence[Collective]) -> list[str]:
     if moved is None:
         return ["bytes: unknown, because a loop ends on data: pass trips= to say how often it runs"]
     fits = moved in wanted if isinstance(wanted, range) else moved == wanted
-    return [] if fits else [f"bytes: {_expected(wanted)}, {moved} ({bytes_text(moved)}) found"]
+    return [] if fits else [f"bytes: {_expected(wanted)}, {moved} found ({bytes_text(moved)})"]
 
 
-def _message(found: Program, axis: Axis | None, problems: Sequence[str]) -> str:
+def _message(found: Program, axis: Axis | None, over: Sequence[Collective], problems: Sequence[str]) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in found.sizes.items())
-    over = "" if axis is None else f" over {axis if isinstance(axis, str) else '+'.join(axis)}"
-    place = f"{found.name}{f' on {sizes}' if sizes else ''}"
-    lines = [f"collectives of {place}{over}:", *(f"  {problem}" for problem in problems), ""]
-    return "\n".join([*lines, collectives_text(found.collectives, carried=found.carried, rows=_ROWS)])
+    asked = "" if axis is None else f" over {axis_label(axis) if isinstance(axis, str) else '+'.join(axis)}"
+    lines = [f"collectives of {found.name}{f' on {sizes}' if sizes else ''}{asked}:", *(f"  {problem}" for problem in problems), ""]
+    others = [one for one in found.collectives if one not in over]
+    lines += [collectives_text(over, carried=found.carried, rows=_ROWS)] if over or not others else []
+    lines += ["", f"not{asked}:"] * bool(others and over) + [collectives_text(others, carried=found.carried, rows=_ROWS)] * bool(others)
+    return "\n".join(lines)

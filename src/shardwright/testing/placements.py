@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardwright import context
 from shardwright.annotations import is_annotation, tree_of_annotations
+from shardwright.axes import EMPTY
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
 from shardwright.manager import PartitionManager
 from shardwright.mesh import mesh_sizes
@@ -21,7 +22,7 @@ from shardwright.provenance import DimDecision, spec_text
 from shardwright.report.text import bytes_text, table
 from shardwright.tree import annotated_leaves, path_text
 
-_HEAD = ("tensor", "shape", "found", "expected", "per device", "expected")
+_HEAD = ("tensor", "shape", "found", "per device", "expected", "per device")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +155,7 @@ def _differences(one: Wanted) -> list[str]:
     if own is None:
         return ["it lies nowhere"]
     if not isinstance(own, NamedSharding) or not isinstance(one.sharding, NamedSharding):
-        return ["the kind of sharding"]
+        return [f"{type(own).__name__}, not {sharding_text(one.sharding)}"]
     if own.mesh.shape_tuple != one.sharding.mesh.shape_tuple:
         return [f"the mesh: {_mesh_text(own)}, not {_mesh_text(one.sharding)}"]
     rank = np.ndim(one.value)
@@ -162,7 +163,8 @@ def _differences(one: Wanted) -> list[str]:
     found = []
     for dim, (has, wants) in enumerate(pairs):
         if has != wants:
-            label = f" {one.decisions[dim].label}" if dim < len(one.decisions) and one.decisions[dim].label else ""
+            label = one.decisions[dim].label if dim < len(one.decisions) else ""
+            label = f" {label}" if label not in ("", EMPTY) else ""
             found.append(f"dim {dim}{label}: {'+'.join(has) or '-'}, not {'+'.join(wants) or '-'}")
     return found or [f"memory: {_memory(own)}, not {_memory(one.sharding)}"]
 
@@ -173,7 +175,8 @@ def _mesh_text(sharding: NamedSharding) -> str:
 
 def _sentence(one: Wanted) -> str:
     has, wants = _bytes(one)
-    return f"{one.path or 'the array'}: {'; '.join(_differences(one))} ({has} per device, not {wants})"
+    size = f"{has} per device either way" if has == wants else f"{has} per device, not {wants}"
+    return f"{one.path or 'the array'}: {'; '.join(_differences(one))} ({size})"
 
 
 def _bytes(one: Wanted) -> tuple[str, str]:
@@ -190,7 +193,8 @@ def _bytes(one: Wanted) -> tuple[str, str]:
 def _row(one: Wanted) -> tuple[str, ...]:
     own = getattr(one.value, "sharding", None)
     shape = "x".join(map(str, np.shape(one.value))) or "scalar"
-    return (one.path or "-", shape, sharding_text(own), sharding_text(one.sharding), *_bytes(one))
+    has, wants = _bytes(one)
+    return (one.path or "-", shape, sharding_text(own), has, sharding_text(one.sharding), wants)
 
 
 def sharding_text(sharding: Sharding | None) -> str:

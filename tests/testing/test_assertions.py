@@ -1,0 +1,284 @@
+"""Each assertion holds where it should, and fails with a message that says which tensor, which axis, how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+
+import shardwright as sw
+from shardwright.errors import MeshSpecError, NoManagerError, ProgramError, StrategyError, UnknownAxisError
+from shardwright.plan import read_collectives
+from shardwright.testing import (
+    assert_collectives,
+    assert_max_replicated,
+    assert_no_collectives,
+    assert_sharding,
+    assert_spec,
+    cpu_mesh,
+)
+from shardwright.testing.golden import Golden
+
+P = jax.P
+SIZES = "dp:1,fsdp:2,sp:1,ep:1,tp:4"
+AXES = {"mlp": {"up": (sw.EMBED, sw.MLP_INTERMEDIATE), "down": (sw.MLP_INTERMEDIATE, sw.EMBED)}, "norm": (sw.NORM,)}
+SHAPES = {"mlp": {"up": (8, 16), "down": (16, 8)}, "norm": (8,)}
+FIXTURES = Path(__file__).resolve().parents[1] / "plan" / "fixtures"
+
+
+def manager(mesh: Any = None) -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh(SIZES) if mesh is None else mesh)
+
+
+def placed(pm: sw.PartitionManager, axes: Any = AXES) -> Any:
+    values = jax.tree.map(lambda shape: np.zeros(shape, np.float32), SHAPES, is_leaf=lambda one: isinstance(one, tuple))
+    return pm.shard(values, axes, role="param")
+
+
+def failing(call: Callable[[], Any]) -> str:
+    with pytest.raises(AssertionError) as caught:
+        call()
+    return str(caught.value)
+
+
+def mlp(params: Any, x: Any) -> Any:
+    hidden = jnp.tanh(x @ sw.gather(params["mlp"]["up"], sw.EMBED, sw.MLP_INTERMEDIATE))
+    return sw.shard(hidden @ sw.gather(params["mlp"]["down"], sw.MLP_INTERMEDIATE, sw.EMBED), sw.BATCH, sw.EMBED)
+
+
+def batch(pm: sw.PartitionManager) -> Any:
+    return pm.shard(np.zeros((4, 8), np.float32), sw.BATCH, sw.EMBED)
+
+
+# assert_spec, assert_sharding
+
+
+def test_arrays_that_lie_right() -> None:
+    pm = manager()
+    params = placed(pm)
+    assert_spec(params, AXES, manager=pm, role="param")
+    assert_spec(params["mlp"]["up"], P("fsdp", "tp"))
+    assert_spec(params["norm"], P(None))
+    assert_sharding(params, pm.shardings(params, AXES))
+    assert_sharding(params["mlp"], {"up": P(("dp", "fsdp"), "tp"), "down": P("tp", "fsdp")})
+    with pm:
+        assert_spec(params["mlp"]["up"], sw.EMBED, sw.MLP_INTERMEDIATE, role="param")
+        assert_spec(params["mlp"]["up"], sw.ColumnWise)
+        assert_spec(jax.jit(mlp)(params, batch(pm)), sw.BATCH, sw.EMBED)
+
+
+def test_arrays_that_do_not_exist_yet() -> None:
+    pm = manager(sw.abstract_mesh("dp:1,fsdp:64,sp:1,ep:1,tp:4"))
+    specs = {"up": sw.ArraySpec((1024, 4096), jnp.bfloat16, AXES["mlp"]["up"])}
+    assert_spec(pm.abstract(specs), {"up": AXES["mlp"]["up"]}, manager=pm, role="param")
+    assert_sharding(pm.abstract(specs), P("fsdp", "tp"))
+
+
+def test_a_mode_and_a_role_are_asked_for() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("serve_tp"), mesh=cpu_mesh("dp:2,fsdp:1,sp:1,ep:1,tp:4"))
+    q = pm.shard(np.zeros((2, 8, 4, 16), np.float32), sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM, mode="decode")
+    assert_spec(q, sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM, manager=pm, mode="decode")
+
+
+def test_a_tensor_that_lies_elsewhere(golden: Golden) -> None:
+    pm = manager()
+    params = placed(pm)
+    params["mlp"]["down"] = pm.shard(params["mlp"]["down"], sw.EMPTY, sw.EMPTY)
+    golden(failing(lambda: assert_spec(params, AXES, manager=pm, role="param")))
+
+
+def test_several_tensors_that_lie_elsewhere(golden: Golden) -> None:
+    pm = manager()
+    golden(failing(lambda: assert_sharding(placed(pm), P("tp"))))
+
+
+def test_a_lone_array_that_lies_elsewhere(golden: Golden) -> None:
+    pm = manager()
+    golden(failing(lambda: assert_spec(batch(pm), sw.EMPTY, sw.BATCH, manager=pm)))
+
+
+def test_an_array_on_another_mesh(golden: Golden) -> None:
+    x = manager(cpu_mesh("dp:1,fsdp:4,sp:1,ep:1,tp:2")).shard(np.zeros((8, 8), np.float32), sw.BATCH, sw.EMBED)
+    golden(failing(lambda: assert_sharding(x, NamedSharding(cpu_mesh(SIZES), P("fsdp")))))
+
+
+def test_an_array_on_no_mesh(golden: Golden) -> None:
+    pm = manager()
+    tree = {"host": np.zeros((8, 16), np.float32), "device": jnp.zeros((8, 16))}
+    golden(failing(lambda: assert_spec(tree, (sw.EMBED, sw.MLP_INTERMEDIATE), manager=pm, role="param")))
+
+
+def test_other_memory_is_another_place() -> None:
+    pm = manager()
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(pm.mesh, P("tp"), memory_kind="pinned_host"))
+    assert "memory: pinned_host, not device" in failing(lambda: assert_sharding(x, P("tp")))
+
+
+def test_what_cannot_be_compared() -> None:
+    pm = manager()
+    x = batch(pm)
+    with pytest.raises(NoManagerError, match="assert_spec needs a PartitionManager"):
+        assert_spec(x, sw.BATCH, sw.EMBED)
+    with pytest.raises(StrategyError, match=r"P\('tp'\) is expected of a ndarray that lies on no mesh"):
+        assert_sharding(np.zeros(4), P("tp"))
+    with pytest.raises(StrategyError, match="does not fit the tree"):
+        assert_sharding({"x": x}, {"x": (sw.BATCH, sw.EMBED)})
+    with pytest.raises(StrategyError, match="the tree of expected shardings does not fit the tree"):
+        assert_sharding({"x": x}, {"y": P()})
+    with pytest.raises(sw.IndivisibleError, match="size 6 does not divide over tp=4"):
+        assert_spec(np.zeros((8, 6)), sw.EMPTY, sw.HEAD, manager=pm)
+
+
+# assert_max_replicated
+
+
+def test_copies_within_limits() -> None:
+    params = placed(manager())
+    assert_max_replicated(params["mlp"], bytes=0)
+    assert_max_replicated(params, fraction=0.2)
+    assert_max_replicated(params, bytes=7 * 32)  # the norm is on all eight
+
+
+@pytest.mark.parametrize("limit", [{"bytes": 7 * 32 - 1}, {"fraction": 0.17}], ids=["bytes", "fraction"])
+def test_too_many_copies(limit: dict[str, Any], golden: Golden) -> None:
+    golden(failing(lambda: assert_max_replicated(placed(manager()), **limit)))
+
+
+def test_shardings_beside_shapes() -> None:
+    pm = manager()
+    shapes = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    assert_max_replicated(shapes, pm.shardings(shapes, (sw.EMBED, sw.MLP_INTERMEDIATE)), bytes=0)
+    assert "most by w, over fsdp and tp" in failing(lambda: assert_max_replicated(shapes, NamedSharding(pm.mesh, P()), bytes=0))
+
+
+@pytest.mark.parametrize("limits", [{}, {"bytes": 1, "fraction": 0.1}])
+def test_one_limit_is_needed(limits: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"needs one limit: bytes=, or fraction="):
+        assert_max_replicated(placed(manager()), **limits)
+
+
+# assert_collectives, assert_no_collectives
+
+
+def test_a_program_s_collectives() -> None:
+    """A tensor-parallel MLP with sharded storage: two weights gathered, one sum."""
+    pm = manager()
+    params, x = placed(pm), batch(pm)
+    weights = 2 * 8 * 16 * 4 // 4
+    assert_collectives(mlp, params, x, all_gather=2, all_reduce=1, only=True, manager=pm)
+    assert_collectives(mlp, params, x, all_gather=2, axis="fsdp", bytes=weights, only=True, manager=pm)
+    assert_collectives(mlp, params, x, all_reduce=1, all_gather=0, axis="tp", bytes=4 // 2 * 8 * 4, manager=pm)
+    assert_collectives(mlp, params, x, all_reduce=range(1, 3), axis=sw.MLP_INTERMEDIATE, manager=pm)
+    assert_collectives(mlp, params, x, all_reduce=1, axis="head", manager=pm)
+    assert_collectives(mlp, params, x, all_gather=0, axis=("fsdp", "tp"), manager=pm)
+    assert_no_collectives(mlp, params, x, axis="dp", manager=pm)
+
+
+def test_a_program_in_every_form() -> None:
+    pm = manager()
+    params, x = placed(pm), batch(pm)
+    with pm:
+        lowered = jax.jit(mlp).lower(params, x)
+        compiled = lowered.compile()
+        forms: tuple[Any, ...] = (lowered, compiled, compiled.as_text(), read_collectives(compiled, pm.mesh))
+        for program in forms:
+            assert_collectives(program, all_gather=2, all_reduce=1, only=True)
+        assert_collectives(jax.jit(mlp), params, x, all_gather=2)
+        assert_collectives(mlp, *pm_abstract(pm), all_gather=2)
+    # The mesh of the program's own arrays will do, and so will an explicit one.
+    assert_collectives(compiled, all_reduce=1, axis="tp")
+    assert_collectives(compiled.as_text(), all_reduce=1, axis="tp", mesh=pm.mesh)
+    assert_collectives(forms[-1], all_reduce=1, axis="tp")
+
+
+def pm_abstract(pm: sw.PartitionManager) -> tuple[Any, Any]:
+    shapes = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=lambda one: isinstance(one, tuple))
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    return pm.abstract(shapes, AXES), pm.abstract(x, (sw.BATCH, sw.EMBED), role="activation")
+
+
+def test_nothing_is_sent_where_nothing_must_be() -> None:
+    pm = manager()
+    x = batch(pm)
+    assert_no_collectives(lambda x: jnp.sin(x) * 2, x)
+    assert_no_collectives(jax.jit(lambda x: sw.shard(x, sw.BATCH, sw.EMBED)), x, manager=pm)
+
+
+def test_loops_count_as_often_as_they_run() -> None:
+    mesh = cpu_mesh("dp:2,tp:4")
+    spec = P(("dp", "tp"))
+
+    def f(x: Any, limit: Any) -> Any:
+        once = lax.fori_loop(0, 6, lambda _, y: jnp.sin(lax.psum(y, "tp")), x)
+        return lax.while_loop(lambda s: s[0] < limit, lambda s: (s[0] + 1, lax.ppermute(s[1], "tp", [(0, 1)])), (0, once))[1]
+
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=(spec, P()), out_specs=spec, check_vma=False)
+    args = (jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, spec)), jax.ShapeDtypeStruct((), jnp.int32))
+    assert_collectives(mapped, *args, all_reduce=6, axis="tp")
+    assert_collectives(mapped, *args, all_reduce=6, permute=5, bytes=(6 + 5) * 4 * 4, only=True, trips=5)
+    message = failing(lambda: assert_collectives(mapped, *args, permute=5, bytes=80))
+    assert "permute: 5 expected, found in a loop that ends on data: pass trips= to say how often it runs" in message
+    assert "bytes: unknown, because a loop ends on data: pass trips= to say how often it runs" in message
+    assert "an unknown number found" in failing(lambda: assert_no_collectives(mapped, *args))
+
+
+def text(name: str) -> str:
+    return (FIXTURES / f"{name}.hlo").read_text(encoding="utf-8")
+
+
+FAILURES: dict[str, Callable[[], None]] = {
+    "count": lambda: assert_collectives(text("cpu_train_step"), all_gather=12, mesh=cpu_mesh("dp:2,tp:4")),
+    "range": lambda: assert_collectives(text("cpu_train_step"), all_gather=range(13), axis="dp", mesh=cpu_mesh("dp:2,tp:4")),
+    "none_found": lambda: assert_collectives(text("cpu_train_step"), reduce_scatter=1, mesh=cpu_mesh("dp:2,tp:4")),
+    "others_too": lambda: assert_collectives(text("cpu_train_step"), all_reduce=18, only=True, mesh=cpu_mesh("dp:2,tp:4")),
+    "bytes": lambda: assert_collectives(text("cpu_train_step"), all_reduce=12, axis="tp", bytes=16384, mesh=cpu_mesh("dp:2,tp:4")),
+    "all_bytes": lambda: assert_collectives(text("cpu_train_step"), bytes=range(2**20), mesh=cpu_mesh("dp:2,tp:4")),
+    "no_collectives": lambda: assert_no_collectives(
+        text("cpu_nested_loops"), axis=sw.HEAD, manager=sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("dp:2,tp:4"))
+    ),
+    "several_axes": lambda: assert_collectives(text("cpu_nested_loops"), all_reduce=1, axis=("dp", "tp"), mesh=cpu_mesh("dp:2,tp:4")),
+}
+
+
+@pytest.mark.parametrize("name", list(FAILURES))
+def test_a_program_that_does_something_else(name: str, golden: Golden) -> None:
+    golden(failing(FAILURES[name]), name)
+
+
+def test_only_looks_at_the_axis_that_is_named() -> None:
+    """Over dp the step gathers too; over tp it sums and does nothing else."""
+    assert_collectives(text("cpu_train_step"), all_reduce=12, axis="tp", only=True, mesh=cpu_mesh("dp:2,tp:4"))
+
+
+def test_a_live_failure_names_the_function_and_the_line() -> None:
+    pm = manager()
+    message = failing(lambda: assert_no_collectives(mlp, placed(pm), batch(pm), manager=pm))
+    assert message.startswith("collectives of mlp on dp=1, fsdp=2, sp=1, ep=1, tp=4:\n  all_gather: none is expected, 2 (256 B) found\n")
+    assert "test_assertions.py:" in message
+    assert "tp may carry HEAD, KV_HEAD, MLP_INTERMEDIATE, VOCAB" in message
+
+
+def test_what_cannot_be_asked_of_a_program() -> None:
+    pm = manager()
+    params, x = placed(pm), batch(pm)
+    with pytest.raises(TypeError, match=r"asserts nothing: name a kind, as in all_reduce=1, or bytes="):
+        assert_collectives(mlp, params, x, manager=pm)
+    with pytest.raises(UnknownAxisError, match=r"'hed' is no axis of the mesh .* did you mean 'HEAD'|'hed' is no axis"):
+        assert_no_collectives(mlp, params, x, axis="hed", manager=pm)
+    with pytest.raises(UnknownAxisError, match="semantic axes need manager="):
+        assert_no_collectives(lambda x: x * 2, x, axis=sw.HEAD)
+    with pytest.raises(ProgramError, match="int is no program"):
+        assert_no_collectives(3)
+    with pytest.raises(ProgramError, match="1 arguments for a program that is lowered already"):
+        assert_no_collectives(jax.jit(lambda x: x * 2).lower(x), x)
+    with pytest.raises(MeshSpecError, match="no argument and no result of the program lies on a mesh"):
+        assert_no_collectives(lambda x: x * 2, 1.0)
+    with pytest.raises(MeshSpecError, match="no argument and no result of the program lies on a mesh"):
+        assert_no_collectives(text("cpu_nested_loops"))
