@@ -6,8 +6,11 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +75,9 @@ def run_page(page: Path) -> Iterator[Shown]:
     sequence = blocks(page.read_text(encoding="utf-8"))
     for block, after in zip(sequence, [*sequence[1:], None], strict=False):
         place = f"{name}:{block.line}"
+        if block.lang == "python" and block.title:
+            Path(block.title).write_text(block.text + "\n", encoding="utf-8")
+            continue
         if block.lang == "python":
             actual = _run_python(block, place, namespace)
         elif block.lang == "console":
@@ -101,12 +107,31 @@ def _run_console(block: Block, place: str) -> str:
         if command.startswith("make "):
             targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
             assert command.split()[1] in targets, f"{place}: no such target"
+        elif command.startswith("pytest "):
+            out.write(_run_pytest(shlex.split(command)[1:]))
         elif not command.startswith(_NOT_RUN):
             words = shlex.split(command)
             assert words[0] == "shardwright", f"{place}: {command!r} cannot be run here"
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
                 main(words[1:])
     return out.getvalue().rstrip("\n")
+
+
+def _run_pytest(words: list[str]) -> str:
+    """Run pytest in the current folder, as a reader who installed the package does, and return what it prints."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "XLA_", "JAX_"))}
+    env |= {"PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu", "COLUMNS": "120", "PYTEST_ADDOPTS": "-p shardwright_pytest"}
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert not done.stderr, done.stderr
+    # What differs from run to run, and the lines of other libraries' files.
+    text = re.sub(r" in \d+\.\d+s", " in 8.60s", done.stdout).replace(f"{Path.cwd()}/", "")
+    return re.sub(r"\b(\w+\.py):\d+$", lambda place: place[0] if Path(place[1]).exists() else place[1], text, flags=re.MULTILINE)
+
+
+def needs(page: Path) -> set[str]:
+    """Return the packages that a page's code imports and that only `make docs` and `make check` install."""
+    code = "".join(block.text for block in blocks(page.read_text(encoding="utf-8")) if block.lang == "python")
+    return {name for name in ("flax",) if re.search(rf"^(from|import) {name}\b", code, re.MULTILINE)}
 
 
 def _check_file(block: Block, place: str) -> None:
