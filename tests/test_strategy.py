@@ -452,3 +452,21 @@ def test_overlay_is_what_overlaying_the_data_is(first: dict[str, Any], second: d
     assert both.rules == {**first.get("rules", {}), **second.get("rules", {})}
     assert [entry.match for entry in both.tensors] == [entry["match"] for part in (second, first) for entry in part.get("tensors", [])]
     assert both == Strategy(**both.to_data())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("version = true\n", r"<toml>:1 version: a whole number is wanted, not True\n  fix   write version = 1"),
+        ('version = 1\nrules = ["a"]\n', r"<toml>:2 rules: a table is wanted, not \['a'\]\n  fix   write a table: \[rules\]"),
+        ("version = 1\npolicy = 3\n", r"<toml>:2 policy: a table is wanted, not 3"),
+        ('version = 1\n[tensors]\nmatch = "a"\n', r"<toml>:2 tensors: entries are wanted, .*\n  fix   write \[\[tensors\]\]"),
+        (
+            'version = 1\n[modes.decode.rules]\nbatch = "dp"\n',
+            r"^<toml>:2 modes.decode.rules: a mode has no such table\n  fix   write its rules right under \[modes.decode\]",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_told_what_is_wanted(text: str, says: str) -> None:
+    with pytest.raises(sw.StrategyError, match=says):
+        sw.Strategy.loads(text)

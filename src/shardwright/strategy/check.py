@@ -64,6 +64,12 @@ def check_data(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
     A fragment (no `[mesh]`) is meant to overlay another strategy, so names that the other may declare are left to `compile`.
     """
     _, problems = _parse_tables(data, origin)
+    if data.get("version") is True:  # which Python calls equal to 1
+        problems.append(
+            Problem(
+                error=StrategyError, what="a whole number is wanted, not True", path=where(("version",), origin), fix="write version = 1"
+            )
+        )
     problems += _check_patterns(data, origin)
     problems += _check_own_axes(data, origin)
     if data.get("mesh"):
@@ -80,7 +86,8 @@ def check_names(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
     labels = sorted(file_name(axis) for axis in known)
     for path, table, _ in rule_tables(data):
         for key in table:
-            if isinstance(key, str) and canonical_axis(key) not in known:
+            # Where a table stands instead of a rule, its type is the problem.
+            if isinstance(key, str) and canonical_axis(key) not in known and not isinstance(table[key], Mapping):
                 hint = did_you_mean(key.lower(), labels)
                 problems.append(
                     Problem(
@@ -319,12 +326,12 @@ def _key_paths(data: Any, path: KeyPath) -> Iterator[KeyPath]:
         yield path
 
 
-_FIXES = {
-    "string_type": 'write text, such as "tp | -"',
-    "int_type": "write a whole number",
-    "missing": "add it",
-    "dict_type": "write a table",
-    "list_type": "write [[...]] entries",
+_TYPES = {
+    "string_type": ("text is wanted", 'write text, such as "tp | -"'),
+    "int_type": ("a whole number is wanted", "write a whole number"),
+    "dict_type": ("a table is wanted", "write a table: [{table}] and a line for each key"),
+    "model_type": ("a table is wanted", "write a table: [{table}] and a line for each key"),
+    "list_type": ("entries are wanted", "write [[{table}]] with two brackets above each entry"),
 }
 
 
@@ -348,11 +355,17 @@ def _explained(entry: Any, path: KeyPath, model: type[BaseModel]) -> tuple[str, 
     if kind == "extra_forbidden":
         return "unknown key", did_you_mean(path[-1], _known_keys(model, path)) or "drop it"
     if kind == "missing":
-        return "required key is missing", _FIXES["missing"]
+        return "required key is missing", "add it"
     if kind == "value_error":
         return entry["msg"].removeprefix("Value error, "), "keep one of them"
+    if kind == "string_type" and path[0] == "modes" and isinstance(given, Mapping):
+        return (
+            "a mode has no such table",
+            f"write its rules right under [{'.'.join(path[:2])}], those of parameters under [{'.'.join(path[:2])}.params]",
+        )
     if kind != "literal_error":
-        return f"{entry['msg']}, got {given!r}", _FIXES.get(kind, "")
+        wanted, fix = _TYPES.get(kind, (entry["msg"], ""))
+        return f"{wanted}, not {given!r}", fix.format(table=".".join(part for part in path if not part.isdigit()))
     if path == ("version",):
         return f"version {given!r} is not one that this shardwright reads", "write version = 1, or upgrade shardwright"
     known = re.findall(r"'([^']*)'", entry["ctx"]["expected"])
