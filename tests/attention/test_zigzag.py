@@ -1,0 +1,66 @@
+"""The zigzag order: where rows go, that they come back, and that it makes causal work equal."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardwright.attention import zigzag
+from shardwright.attention.masks import MaskRules, block_is_empty
+from shardwright.errors import AttentionError
+
+
+def test_a_shard_holds_an_early_and_a_late_chunk() -> None:
+    np.testing.assert_array_equal(zigzag.positions(12, shards=3), [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7])
+    np.testing.assert_array_equal(zigzag.positions(6, shards=1), np.arange(6))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+def test_rows_come_back(shards: int) -> None:
+    batch = {"tokens": np.arange(48).reshape(2, 24), "mask": jnp.arange(96.0).reshape(2, 24, 2)}
+    there = zigzag.permute(batch, shards=shards)
+    np.testing.assert_array_equal(there["tokens"][0], zigzag.positions(24, shards=shards))
+    assert isinstance(there["tokens"], np.ndarray)
+    back = zigzag.unpermute(there, shards=shards)
+    for name, array in batch.items():
+        np.testing.assert_array_equal(back[name], array)
+
+
+def test_another_dim() -> None:
+    np.testing.assert_array_equal(zigzag.permute(np.arange(4), shards=1, dim=0), np.arange(4))
+    np.testing.assert_array_equal(zigzag.permute(np.eye(8), shards=2, dim=-1)[0], np.eye(8)[0][zigzag.positions(8, shards=2)])
+
+
+@pytest.mark.parametrize("shards", [2, 3, 8])
+def test_every_rank_has_the_same_causal_work_in_every_turn(shards: int) -> None:
+    """In blocks of half a shard: two of the four on each turn, three on the own one. Contiguous ranks have from none to all."""
+    half = 4
+    places = zigzag.positions(2 * half * shards, shards=shards).reshape(shards, 2, half)
+
+    def work(rank: int, source: int) -> int:
+        pairs = ((q, kv) for q in places[rank] for kv in places[source])
+        return sum(
+            not block_is_empty(MaskRules(causal=True), (int(q.min()), int(q.max())), (int(kv.min()), int(kv.max()))) for q, kv in pairs
+        )
+
+    for turn in range(shards):
+        assert {work(rank, (rank - turn) % shards) for rank in range(shards)} == {3 if turn == 0 else 2}
+
+
+def test_a_length_that_does_not_divide() -> None:
+    message = r"a length of 10 does not divide into 2 \* 3 chunks, two per shard[\s\S]*pad it by 2 rows"
+    with pytest.raises(AttentionError, match=message):
+        zigzag.positions(10, shards=3)
+    with pytest.raises(AttentionError, match=message):
+        zigzag.permute({"tokens": np.zeros((1, 10))}, shards=3)
+
+
+def test_no_shards() -> None:
+    with pytest.raises(AttentionError, match="0 shards"):
+        zigzag.positions(10, shards=0)
+
+
+def test_an_array_without_a_length() -> None:
+    with pytest.raises(AttentionError, match=r"batch/weight[\s\S]*no dim 1 in shape \(3,\)"):
+        zigzag.permute({"batch": {"weight": np.zeros(3)}}, shards=3)
