@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.interop import eformer as ef
+from shardwright.interop.eformer.escale import partition
+from shardwright.interop.eformer.escale.partition import constraints, manager
 
 # Every name that code written for eformer may import, by where from.
 COMMON_TYPES = """
@@ -53,7 +55,13 @@ def test_every_name_is_where_eformer_has_it() -> None:
     for module, names in ((ef.common_types, COMMON_TYPES), (ef.escale, ESCALE)):
         assert [name for name in names.split() if getattr(module, name) is not getattr(ef, name)] == []
     assert ef.lax_reshard is ef.with_sharding_constraint
-    assert ef.MODE_DECODE == "__autoregressive__"
+    for module, names in ((constraints, constraints.__all__), (manager, manager.__all__), (partition, vars(partition))):
+        mine = [name for name in names if name in ESCALE.split()]
+        assert len(mine) >= 5
+        assert [name for name in mine if getattr(module, name) is not getattr(ef, name)] == []
+    assert constraints.MIN_SHARDING_SIZE == 16384
+    with pytest.raises(AttributeError, match="no attribute 'MAX_SHARDING_SIZE'"):
+        _ = constraints.MAX_SHARDING_SIZE
 
 
 def test_nothing_of_it_is_imported_unless_asked_for() -> None:

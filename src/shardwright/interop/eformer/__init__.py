@@ -72,7 +72,6 @@ from shardwright.interop.eformer.common_types import Shape as Shape
 from shardwright.interop.eformer.common_types import SRowWise as SRowWise
 from shardwright.interop.eformer.common_types import UnifiedExpertColumnWise as UnifiedExpertColumnWise
 from shardwright.interop.eformer.common_types import UnifiedExpertRowWise as UnifiedExpertRowWise
-from shardwright.interop.eformer.environment import log_sharding_move, min_sharding_size
 from shardwright.interop.eformer.escale import NamedSharding as NamedSharding
 from shardwright.interop.eformer.escale import NoMeshError as NoMeshError
 from shardwright.interop.eformer.escale import NotRegisteredError as NotRegisteredError
@@ -104,11 +103,9 @@ from shardwright.interop.eformer.escale import match_partition_rules as match_pa
 from shardwright.interop.eformer.escale import names_in_current_mesh as names_in_current_mesh
 from shardwright.interop.eformer.escale import parse_mesh_from_string as parse_mesh_from_string
 from shardwright.interop.eformer.escale import with_sharding_constraint as with_sharding_constraint
+from shardwright.interop.eformer.escale.partition import constraints as _constraints
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LOG_SHARDING_MOVE":
-        return log_sharding_move()
-    if name == "MIN_SHARDING_SIZE":
-        return min_sharding_size()
-    return getattr(escale, name)
+    # Read when asked for; escale knows what is not here, and what is instead.
+    return getattr(_constraints if name in ("LOG_SHARDING_MOVE", "MIN_SHARDING_SIZE") else escale, name)

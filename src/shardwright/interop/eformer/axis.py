@@ -129,7 +129,7 @@ class PartitionAxis:
     decode_attention_dim_axis: Any = None
     decode_attention_kv_dim_axis: Any = None
 
-    _cache: dict[Any, AxisRules] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    _cache: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     _SEMANTIC_MAP: ClassVar[Mapping[str, str | None]] = MappingProxyType({**_SEMANTIC_NAMES, EMPTY: None, **_MESH_NAMES})
     _STANDARD_TO_GENERATION_ATTR_MAP: ClassVar[Mapping[str, str]] = MappingProxyType({name: f"decode_{name}" for name in _DECODE})
@@ -247,7 +247,7 @@ class PartitionAxis:
           StrategyError: a value that is no rule, or registered aliases in a circle.
         """
         axes = registry.registered_axes() if registered is None else registered
-        made = self._cache.get((policy, axes))
+        made: AxisRules | None = self._cache.get((policy, axes))
         if made is None:
             values = {name: getattr(self, name) for name in _ATTRIBUTES}
             made = _with_registered(self, partition_axis.PartitionAxis(**values).compile(policy=policy), axes)

@@ -42,13 +42,12 @@ class PartitionManager:
       StrategyError: no such policy, or registered aliases in a circle.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_hash", "mesh", "paxis", "registered", "rules")
+    __slots__ = ("__weakref__", "_hash", "mesh", "paxis", "registered", "rules")
 
     paxis: PartitionAxis
     mesh: Mesh | AbstractMesh | None
     rules: AxisRules
     registered: registry.Registered
-    _cache: dict[Any, native.PartitionManager]
     _hash: int
 
     def __init__(self, paxis: PartitionAxis, *, mesh: Mesh | AbstractMesh | None = None, policy: Policy | str = "strict") -> None:
@@ -64,7 +63,6 @@ class PartitionManager:
             "mesh": mesh,
             "registered": registered,
             "rules": rules,
-            "_cache": {},
             "_hash": hash((rules, mesh)),
         }
         for name, value in values.items():
@@ -80,6 +78,12 @@ class PartitionManager:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __copy__(self) -> PartitionManager:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartitionManager:
+        return self
 
     def __repr__(self) -> str:
         return f"PartitionManager({self.paxis!r}, mesh={self.mesh!r}, policy={self.rules.policy!r})"
@@ -159,10 +163,11 @@ class PartitionManager:
         mesh = self.mesh if self.mesh is not None else current_mesh()
         if mesh is None:
             raise no_mesh()
-        made = self._cache.get((mesh, strict))
+        rules = self.paxis.compile(registered=self.registered) if strict else self.rules
+        # Kept with the rules: some code builds a manager for every call.
+        made: native.PartitionManager | None = self.paxis._cache.get((rules, mesh))
         if made is None:
-            rules = self.paxis.compile(registered=self.registered) if strict else self.rules
-            made = self._cache.setdefault((mesh, strict), native.PartitionManager(rules, mesh=mesh))
+            made = self.paxis._cache.setdefault((rules, mesh), native.PartitionManager(rules, mesh=mesh))
         return made
 
     def _asked(self, axes: Any, mode: Any, dynamic_axes: Any) -> tuple[Any, str | None]:
