@@ -264,6 +264,13 @@ def test_a_tree_of_dtypes_casts_each() -> None:
     assert [tree_apply(gather_fns, placed)[name].dtype for name in "abc"] == [jnp.bfloat16, jnp.float32, jnp.int8]
 
 
+def test_one_leaf_may_bring_its_dtype() -> None:
+    with jax.set_mesh(cpu_mesh("dp:8")):
+        shard_fn, gather_fn = make_shard_and_gather_fns(P("dp"), jax.ShapeDtypeStruct((8,), jnp.int8))
+    assert shard_fn(np.arange(8.0)).dtype == jnp.int8
+    assert gather_fn(np.arange(8.0)).dtype == np.int8
+
+
 def test_the_mesh_may_come_later_or_with_the_sharding() -> None:
     shard_fns, _ = make_shard_and_gather_fns({"w": P("dp")})
     with pytest.raises(sw.NoManagerError, match="there is no mesh with devices to place an array on"):

@@ -244,8 +244,8 @@ def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
 
 
 def _dtype(value: Any) -> Any:
-    """Return a dtype from what names one, else None. (None would mean float64 to NumPy, a dict a structured dtype.)"""
-    if value is None or isinstance(value, Mapping | list | tuple):
+    """Return the dtype that a value is or names, else None."""
+    if not isinstance(value, str | type | np.dtype):
         return None
     try:
         return jax.numpy.dtype(value)

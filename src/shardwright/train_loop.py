@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,13 +71,13 @@ def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) ->
     """
     if stack:
         return _stacked([jax.device_get(_first_replicas(one) if unreplicate else one) for one in _steps(metrics)])
-    if not isinstance(metrics, dict):
+    if not isinstance(metrics, Mapping):
         raise StrategyError(f"metrics is a {type(metrics).__name__}, not a dict", fix="pass one dict of scalars, or stack=True for a list")
     return {name: _scalar(name, value) for name, value in jax.device_get(_first_replicas(metrics) if unreplicate else metrics).items()}
 
 
 def _steps(metrics: Any) -> list[Any]:
-    if isinstance(metrics, dict) or not isinstance(metrics, Sequence) or not metrics:
+    if not isinstance(metrics, Sequence) or not metrics:
         what = "an empty list" if metrics == [] else f"a {type(metrics).__name__}"
         raise StrategyError(f"metrics to stack are {what}", fix="pass a list with one dict per step")
     return list(metrics)

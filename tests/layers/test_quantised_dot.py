@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 from shardwright.layers import quantise, quantised_dot_general
 from shardwright.pairs import Quantised, quantised
-from shardwright.testing import cpu_mesh
+from shardwright.testing import assert_collectives, assert_no_collectives, cpu_mesh
 
 MATMUL = (((1,), (0,)), ((), ()))
 
@@ -276,6 +276,20 @@ def test_sharded_equals_unsharded(layout: str) -> None:
     placed = [jax.device_put(one, jax.NamedSharding(mesh, spec)) for one, spec in zip((x, y), LAYOUTS[layout], strict=True)]
     # A float dot that is contracted over eight devices is off by 1e-5; sums of integers are not, only their scaling may round.
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), run(*placed, weight), expected)
+
+
+def test_only_a_contracted_mesh_axis_costs_collectives() -> None:
+    x, y, dims = operands("matrix")
+    mesh = cpu_mesh("dp:2,tp:4")
+    dot = functools.partial(quantised_dot_general, dimension_numbers=dims)
+
+    def placed(layout: str) -> list[Any]:
+        return [jax.device_put(one, jax.NamedSharding(mesh, spec)) for one, spec in zip((x, y), LAYOUTS[layout], strict=True)]
+
+    assert_no_collectives(dot, *placed("columns"))
+    # The sums, and the scales of both operands, which the compiler may send together.
+    assert_collectives(dot, *placed("contracted"), all_reduce=range(2, 4), only=True)
+    assert_no_collectives(dot, *placed("contracted"), axis="dp")
 
 
 @pytest.mark.parametrize("layout", ["batch", "columns"])

@@ -9,7 +9,10 @@ error of an operand is at most scale / 2 per element.
 
 Training is straight-through (Bengio et al., arXiv:1308.3432): rounding counts as the identity, and the backward dots run on
 integers too. The gradient of x is dot(g * y.scale, y.value), where g * y.scale is quantised
-over the dims that this dot contracts; so the forward pass keeps 8-bit operands, and nothing is quantised twice.
+over the dims that this dot contracts; so the forward pass keeps 8-bit operands, and nothing is quantised twice. Gradients are
+rounded to nearest too, not stochastically: the same step gives the same bits.
+
+A dim contracted over mesh axes costs an all-reduce of int32 (the bytes of float32) and one of each operand's scales.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from shardwright.pairs import Quantised
 
 COLLECTION: Final = "quantised"
 
-# One spelling for type checkers with and without flax.
+# Alike for type checkers with and without flax.
 _Module: Any = flax.linen.Module
+_compact: Any = flax.linen.compact
 
 
 class QuantisedDotGeneral(_Module):  # type: ignore[misc]
@@ -27,7 +28,7 @@ class QuantisedDotGeneral(_Module):  # type: ignore[misc]
     bits: int
     convert: bool = False
 
-    @flax.linen.compact
+    @_compact  # type: ignore[untyped-decorator]
     def __call__(
         self,
         lhs: Any,
