@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import shardwright as sw
@@ -178,6 +180,34 @@ def test_of_a_merged_dim_the_first_member_must_divide() -> None:
 def test_a_part_of_a_parameter_takes_them_too() -> None:
     assert explain(part((0,)), (16,), zero1="dp").spec == P(("fsdp", "dp"))
     assert explain(part((None, 0)), (2, 16), zero1="dp").spec == P(None, ("fsdp", "dp"))
+
+
+def test_laws_of_state_over_many_requests() -> None:
+    """State begins where its parameter lies, dim by dim, has each mesh axis once, and divides; else nothing or an error."""
+    draw = np.random.default_rng(0)
+    sizes = (1, 2, 3, 4, 6, 8, 12, 16, 48)
+    wider = 0
+    for _ in range(300):
+        candidates = [list(draw.permutation(["dp", "fsdp", "tp"]))[: draw.integers(1, 4)] for _ in range(draw.integers(1, 3))]
+        zero1 = " | ".join(["+".join(candidate) for candidate in candidates] + ["-"] * draw.integers(0, 2))
+        shape = tuple(int(size) for size in draw.choice(sizes, size=2))
+        params = {"embed": str(draw.choice(["fsdp | -", "dp | -", "-"])), "mlp_intermediate": str(draw.choice(["tp | -", "fsdp | tp | -"]))}
+        param = explain(KERNEL, shape, params=params, role="param")
+        state = explain(KERNEL, shape, params=params, zero1=zero1)
+        if not state.ok:
+            assert not zero1.endswith("-")
+            assert state.problems[0].error is sw.IndivisibleError
+            continue
+        held = [axis for decision in state.decisions for axis in decision.mesh_axes]
+        assert len(held) == len(set(held))
+        for size, one, other in zip(shape, param.decisions, state.decisions, strict=True):
+            assert other.mesh_axes == (*one.mesh_axes, *other.zero1)
+            assert size % math.prod(MESH[axis] for axis in other.mesh_axes) == 0
+        added = [decision.zero1 for decision in state.decisions if decision.zero1]
+        assert len(added) <= 1
+        wider += len(added)
+        assert bool(added) == (state.spec != param.spec)
+    assert wider > 50
 
 
 # In the file.
