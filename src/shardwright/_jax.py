@@ -125,12 +125,12 @@ def watch_compilations() -> Iterator[Compilations]:
     jax.monitoring.register_event_duration_secs_listener(note)
     log.addHandler(handler)
     try:
+        jax.jit(lambda: 0)()
+        if not (found.traced and found.compiled):
+            raise RuntimeError("this version of JAX does not report what it traces and compiles")
+        found.traced.clear()
+        found.compiled.clear()
         with jax.explain_cache_misses(True):
-            jax.jit(lambda: 0)()
-            if not (found.traced and found.compiled):
-                raise RuntimeError("this version of JAX does not report what it traces and compiles")
-            for each in (found.traced, found.compiled, found.reasons):
-                each.clear()
             yield found
     finally:
         log.removeHandler(handler)

@@ -16,7 +16,7 @@ from shardwright.testing.placements import sharding_text
 from shardwright.testing.programs import function_name
 from shardwright.tree import path_text
 
-_HEAD = ("argument", "in the first call", "now", "per device", "now")
+_HEAD = ("argument", "in the first call", "per device", "now", "per device")
 
 
 def assert_no_retrace(f: Callable[..., Any], *calls: Sequence[Any] | Callable[[Any], Sequence[Any]]) -> None:
@@ -73,8 +73,8 @@ def _message(f: Any, number: int, found: Compilations, first: Sequence[Any], now
     lines = [f"call {number} of {function_name(f)} {' and '.join(did)}"]
     before = {path: (text, size) for path, text, size in first}
     changed = [(path, before.get(path, ("absent", "-")), (text, size)) for path, text, size in now]
-    rows = [(path, old[0], new[0], old[1], new[1]) for path, old, new in changed if old != new]
-    rows += [(path, text, "absent", size, "-") for path, text, size in first if path not in {one for one, _, _ in now}]
+    rows = [(path, *old, *new) for path, old, new in changed if old != new]
+    rows += [(path, text, size, "absent", "-") for path, text, size in first if path not in {one for one, _, _ in now}]
     if rows:
         lines += ["", *table([_HEAD, *rows])]
     else:

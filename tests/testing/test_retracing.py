@@ -1,0 +1,129 @@
+"""assert_no_retrace: one compilation however often a function is called, and the reason where there is another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright._jax import watch_compilations
+from shardwright.testing import assert_no_retrace, cpu_mesh
+from shardwright.testing.golden import Golden
+
+P = jax.P
+
+
+def manager() -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=cpu_mesh("dp:1,fsdp:8,sp:1,ep:1,tp:1"))
+
+
+def failing(call: Callable[[], Any]) -> str:
+    with pytest.raises(AssertionError) as caught:
+        call()
+    return str(caught.value)
+
+
+def placed(pm: sw.PartitionManager, rows: int = 8) -> Any:
+    return pm.shard(np.ones((rows, 4), np.float32), sw.BATCH, sw.EMPTY)
+
+
+def double(x: Any) -> Any:
+    return x * 2
+
+
+def test_a_step_that_is_compiled_once() -> None:
+    pm = manager()
+    step = jax.jit(lambda state, batch: {"w": state["w"] + batch.sum(), "at": state["at"] + 1})
+    state = {"w": placed(pm), "at": jnp.int32(0)}
+    state = jax.device_put(state, {"w": state["w"].sharding, "at": jax.NamedSharding(pm.mesh, P())})
+    assert_no_retrace(step, (state, placed(pm)), lambda out: (out, placed(pm)), lambda out: (out, placed(pm)))
+
+
+def test_a_manager_is_no_reason() -> None:
+    """Two equal managers, entered by turns, are one entry of the cache."""
+    x = placed(manager())
+
+    @jax.jit
+    def f(x: Any) -> Any:
+        return sw.shard(x, sw.BATCH, sw.EMPTY) * 2
+
+    def call(x: Any) -> Any:
+        with manager():
+            return f(x)
+
+    assert_no_retrace(call, (x,), (x,), (x,))
+
+
+def test_a_result_that_lies_otherwise_than_its_argument(golden: Golden) -> None:
+    """The classic: a step whose state comes out whole compiles twice."""
+    pm = manager()
+    step = jax.jit(double, out_shardings=jax.NamedSharding(pm.mesh, P()))
+    golden(failing(lambda: assert_no_retrace(step, ({"w": placed(pm)}["w"],), lambda out: (out,))))
+
+
+def test_another_shape_another_dtype_a_missing_argument() -> None:
+    pm = manager()
+    step = jax.jit(lambda x, y=None: x * 2)
+    message = failing(lambda: assert_no_retrace(step, (placed(pm),), (placed(pm, 16),)))
+    assert message.splitlines()[0] == "call 2 of <lambda> traced <lambda> and compiled jit(<lambda>)"
+    assert "0         float32 8x4 P('fsdp')  16 B        float32 16x4 P('fsdp')  32 B" in message
+    assert "TRACING CACHE MISS" in message
+    assert "now f32[16,4]" in message
+    message = failing(lambda: assert_no_retrace(jax.jit(double), (jnp.ones(3),), (np.ones(3, np.float16),)))
+    assert "float32 3 SingleDeviceSharding  12 B        float16 3 numpy" in message
+    fresh = jax.jit(lambda x, y=None: x * 3)
+    message = failing(lambda: assert_no_retrace(fresh, (placed(pm), placed(pm)), (placed(pm),)))
+    assert "1         float32 8x4 P('fsdp')  16 B        absent" in message
+
+
+def test_a_function_jitted_anew_each_time() -> None:
+    x = jnp.ones(3)
+
+    def anew(x: Any) -> Any:
+        return jax.jit(lambda y: y + 1)(x)
+
+    message = failing(lambda: assert_no_retrace(anew, (x,), (x,)))
+    assert "no argument changed its shape, dtype or sharding: look at static arguments, closures and the ambient context" in message
+    assert "seen another function defined on the same line" in message
+
+
+def test_the_call_that_differs_is_named() -> None:
+    step = jax.jit(double)
+    calls = [(jnp.ones(3),), (jnp.ones(3),), (jnp.ones(4),)]
+    assert failing(lambda: assert_no_retrace(step, *calls)).startswith("call 3 of double traced double")
+
+
+def test_donated_arguments_can_be_described() -> None:
+    pm = manager()
+    step = jax.jit(double, donate_argnums=0)
+    whole = pm.shard(np.ones((8, 4), np.float32), sw.EMPTY, sw.EMPTY)
+    assert "float32 8x4 P('fsdp')  16 B        float32 8x4 P()" in failing(lambda: assert_no_retrace(step, (placed(pm),), (whole,)))
+
+
+@pytest.mark.parametrize("calls", [(), ((1,),)])
+def test_one_call_says_nothing(calls: Any) -> None:
+    with pytest.raises(TypeError, match=f"got {len(calls)} calls: one alone may always trace"):
+        assert_no_retrace(jax.jit(double), *calls)
+
+
+def test_only_this_thread_is_watched_and_nothing_stays() -> None:
+    def elsewhere() -> None:
+        jax.jit(lambda x: x - 3)(np.ones(5))
+
+    with watch_compilations() as found:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert (found.traced, found.compiled) == ([], [])
+    with watch_compilations() as first:
+        jax.jit(lambda x: x - 4)(np.ones(5))
+    assert first.compiled
+    before = list(first.compiled)
+    jax.jit(lambda x: x - 5)(np.ones(5))
+    assert first.compiled == before
