@@ -10,8 +10,6 @@ from pathlib import Path
 
 from shardwright.cli.main import main
 
-HERE = Path(__file__).parent
-GOLDEN = HERE / "golden"
 MESH = "--mesh dp:1,fsdp:2,sp:2,tp:2"
 
 CASES: dict[str, str] = {
@@ -146,7 +144,7 @@ def run(line: str, folder: Path) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def golden(line: str, folder: Path) -> str:
+def shown(line: str, folder: Path) -> str:
     """What a golden file holds: the command, its output and its exit code."""
     command = (
         line if line in OTHERS.values() else "explain " + line.replace("stacked(RowWise)", "'stacked(RowWise)'").replace("() ", "'()' ")

@@ -1,4 +1,4 @@
-"""`check`, `diff`, `presets` and `schema`: exit codes, files, bad input. Whole outputs are golden files."""
+"""`check`, `diff`, `presets` and `schema`: exit codes, files, bad input. Whole outputs are golden files, see test_outputs.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shardwright explain`: whole outputs against golden files, messages for bad input, and no backend ever."""
+"""`shardwright explain`: messages for bad input, and no backend ever. Whole outputs are golden files, see test_outputs.py."""
 
 from __future__ import annotations
 
@@ -13,26 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.cli import main as main_module
-from tests.cli.cases import CASES, GOLDEN, MESH, OTHERS, golden, run
+from tests.cli.cases import MESH, run
 
 SRC = Path(__file__).resolve().parents[2] / "src"
-
-
-@pytest.mark.parametrize("name", CASES | OTHERS)
-def test_output_is_the_golden_one(name: str, tmp_path: Path) -> None:
-    kept = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
-    assert golden((CASES | OTHERS)[name], tmp_path) == kept, "read the difference; if it is right: python -m tests.cli.update"
-
-
-@pytest.mark.parametrize("name", [name for name in CASES | OTHERS if "json" not in name and "completion" not in name])
-def test_lines_keep_to_the_width(name: str) -> None:
-    width = 80 if "80" in (CASES | OTHERS)[name] else 120
-    lines = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8").splitlines()[1:]
-    assert [line for line in lines if len(line) > width] == []
-
-
-def test_golden_files_are_all_used() -> None:
-    assert sorted(path.stem for path in GOLDEN.iterdir()) == sorted(CASES | OTHERS)
 
 
 BAD = {

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import shardwright as sw
 from shardwright.annotations import describe
 from shardwright.provenance import spec_text
 from tests.golden import layer
 
-FOLDER = Path(__file__).resolve().parent
 MESHES = ("dp:1,fsdp:2,tp:4", "dp:2,tp:4", "fsdp:2,tp:2,ep:2", "sp:2")
 MODES = ("train", "prefill", "decode", "insert")
 
@@ -20,11 +18,6 @@ NOTES = (
 )
 
 Row = tuple[str, ...]
-
-
-def path_of(preset: str) -> Path:
-    """Return where a preset's golden file lies."""
-    return FOLDER / f"{preset}.txt"
 
 
 def render(preset: str) -> str:
