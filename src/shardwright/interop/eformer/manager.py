@@ -175,10 +175,17 @@ class PartitionManager:
         annotation, said = asked(axes, mode, dynamic_axes)
         if not isinstance(annotation, DynamicShardingAxes):
             return annotation, said
-        dims = self.paxis.spelled(annotation.axes, self.rules)
-        # A mesh axis among the axes was spelled as a parallelism axis: then it is another layout.
-        same = dims == tuple(tuple(dim) if isinstance(dim, list) else dim for dim in annotation.axes)
-        return annotation if same else DynamicShardingAxes(dims, annotation.mode), said
+        key = (annotation, self.rules)
+        found = self.paxis._cache.get(key)
+        if found is None:
+            found = self.paxis._cache[key] = self._spelled(annotation)
+        return found, said
+
+    def _spelled(self, layout: DynamicShardingAxes) -> DynamicShardingAxes:
+        """Return a layout whose names are all known; another one where a mesh axis among them was spelled as a parallelism axis."""
+        dims = self.paxis.spelled(layout.axes, self.rules)
+        same = dims == tuple(tuple(dim) if isinstance(dim, list) else dim for dim in layout.axes)
+        return layout if same else DynamicShardingAxes(dims, layout.mode)
 
     # What `shardwright.shard`, `hint` and `gather` ask of the entered manager.
 
