@@ -9,7 +9,7 @@ from shardwright.axes import Role, axis_label
 from shardwright.lints.finding import Code, Finding, Severity
 from shardwright.lints.subject import NO_PARAMETER_HAS, KeyPath, Subject, axes_of, role_of
 from shardwright.modes import MODES, mode_name
-from shardwright.rules import Rule, default_rule
+from shardwright.rules import Missing, Rule, default_rule
 
 _MODES = ("train", "prefill", "decode", "insert")
 _EVERYTHING = ("", ".", ".*", ".+", "^", "^.*", "^.*$")
@@ -36,6 +36,8 @@ def unreachable_candidates(subject: Subject) -> Iterator[Finding]:
 def _beats(subject: Subject, earlier: tuple[str, ...], later: tuple[str, ...]) -> bool:
     if set(earlier) == set(later):
         return True
+    if subject.rules.policy.missing is Missing.REPLICATE:  # a longer candidate is replicated where the mesh lacks a part of it
+        return False
     # As written too: that a mesh makes two candidates of a chain equal is what chains are for.
     return set(earlier) < set(later) and bool(subject.sizes) and bool(subject.live(earlier))
 

@@ -1,0 +1,90 @@
+"""What a lint calls useless can be dropped: no request is answered otherwise without it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import event, given
+
+import shardwright as sw
+from shardwright.axes import Role, file_name
+from shardwright.lint import Code, Finding, lint
+from shardwright.tensors import Tensor
+from tests.properties import cases
+from tests.properties.cases import Case
+
+USELESS = (Code.UNREACHABLE_CANDIDATE, Code.SHADOWED_RULE, Code.MODE_CHANGES_NOTHING)
+
+
+def data_of(case: Case) -> dict[str, Any]:
+    """The case as a strategy's data."""
+    policy = {name: str(getattr(case.policy, name)) for name in ("indivisible", "conflict", "missing")}
+    made: dict[str, Any] = {"mesh": {"model": 1, **case.mesh}, "policy": {**policy, "gather": "+".join(case.policy.gather) or "-"}}
+    for name, table in case.tables.items():
+        if table:
+            at = made
+            for key in name.split("."):
+                at = at.setdefault(key, {})
+            at.update({file_name(axis): text for axis, text in table.items()})
+    return made
+
+
+def without(data: dict[str, Any], finding: Finding) -> dict[str, Any]:
+    """The data without what a finding calls useless."""
+    left = copy.deepcopy(data)
+    *parents, last = finding.key.split(".")
+    table = left
+    for key in parents:
+        table = table[key]
+    candidate = re.search(r"the candidate (\S+) is never reached", finding.message)
+    if candidate:
+        parts = table[last].split(" | ")
+        at = len(parts) - 1 - parts[::-1].index(candidate[1])  # the later one, where it stands twice
+        table[last] = " | ".join(parts[:at] + parts[at + 1 :])
+    elif isinstance(table[last], dict) and "params" in table[last]:
+        table[last] = {"params": table[last]["params"]}
+    else:
+        del table[last]
+    return left
+
+
+def answers(data: dict[str, Any], case: Case) -> Iterator[Any]:
+    """What every mode and role answers: the spec, or the problem without the words of the rule."""
+    rules = sw.Strategy(**data).compile()
+    for mode in cases.MODES:
+        for role in (case.role,):
+            found = sw.explain(case.axes, rules, data["mesh"], mode=mode, role=role, shape=case.shape)
+            yield found.spec, [(one.error, one.dim, one.what) for one in found.problems]
+
+
+@given(cases.cases())
+def test_what_is_called_useless_can_be_dropped(case: Case) -> None:
+    data = data_of(case)
+    try:
+        strategy = sw.Strategy(**data)
+    except sw.ShardingError:  # a mesh that the rules do not fit
+        event("refused")
+        return
+    tree = [Tensor(path="x", axes=case.axes, shape=case.shape, role=Role(case.role))]
+    for finding in lint(strategy, tree):
+        if finding.code in USELESS:
+            event(finding.code)
+            assert list(answers(without(data, finding), case)) == list(answers(data, case)), finding
+
+
+@given(cases.cases(composites=True, shaped=False))
+def test_lints_answer_every_strategy_that_loads(case: Case) -> None:
+    try:
+        strategy = sw.Strategy(**data_of(case))
+    except sw.ShardingError:
+        return
+    tree = [Tensor(path="x", axes=case.axes, shape=case.shape, role=Role(case.role))]
+    found = lint(strategy, tree)
+    assert found == lint(strategy, tree)
+    for one in found:
+        assert one.message
+        assert one.fix
+        assert "\n" not in one.message
