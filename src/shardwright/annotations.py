@@ -374,7 +374,7 @@ def describe(annotation: Any) -> str:
     if isinstance(annotation, StackedLayout):
         return f"stacked({describe(annotation.layout)})"
     if isinstance(annotation, DynamicShardingAxes) or (isinstance(annotation, type) and issubclass(annotation, DynamicShardingAxes)):
-        cls = annotation if isinstance(annotation, type) else type(annotation)
+        cls: type[DynamicShardingAxes] = annotation if isinstance(annotation, type) else type(annotation)
         return cls.__name__ if cls.named or isinstance(annotation, type) else describe(annotation[0])
     if isinstance(annotation, ArraySpec):
         return describe(annotation.axes)
