@@ -174,6 +174,9 @@ EXPECTED: dict[str, list[str]] = {
         "6 all_reduce tp bf16 16384 24576",
     ],
     "gpu_true_false_branches": ["1 all_reduce dp f32 4096 4096 maybe"] * 3,
+    "gpu_permute_as_send_and_recv": ["7 permute tp f32 4096 4096"],
+    "gpu_ragged_all_to_all": ["1 ragged_all_to_all tp f32 4096 3072"],
+    "gpu_broadcast": ["1 broadcast tp f32 4096 4096"],
     "gpu_reassociated": ["1 all_reduce tp f32 4096 6144"],
 }
 

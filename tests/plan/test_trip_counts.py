@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from shardwright.plan.hlo import parse_hlo
-from shardwright.plan.trip_counts import LIMIT, Frame, body_frame, trip_count
+from shardwright.plan.trip_counts import LIMIT, Frame, body_frame, called, trip_count
 
 KNOWN = re.compile(r',?"known_trip_count":\{"n":"\d+"\}')
 
@@ -27,7 +28,7 @@ def loop(start: int, goes_on: Callable[[Any], Any], following: Callable[[Any], A
 
 
 def counts(text: str) -> list[int | None]:
-    """Return the trip count of each loop of the main computation and of the loops inside, outermost first."""
+    """Return the trip count of each loop of a program, outermost first."""
     module = parse_hlo(text)
 
     def of(frame: Frame) -> list[int | None]:
@@ -35,11 +36,14 @@ def counts(text: str) -> list[int | None]:
         for one in frame.computation.instructions.values():
             if one.opcode == "while":
                 found += [trip_count(module, frame, one), *of(body_frame(module, frame, one))]
+            elif one.opcode == "call":
+                found += of(called(module, one.attributes()["to_apply"].lstrip("%"), frame, one.operands))
         return found
 
     return of(Frame(computation=module.entry))
 
 
+@functools.cache
 def text_of(program: Callable[[Any], Any]) -> str:
     return jax.jit(program).lower(jnp.ones((64, 64))).compile().as_text()
 

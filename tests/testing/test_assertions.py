@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 import shardwright as sw
-from shardwright.errors import MeshSpecError, NoManagerError, ProgramError, StrategyError, UnknownAxisError
+from shardwright.errors import MeshMismatchError, MeshSpecError, NoManagerError, ProgramError, StrategyError, UnknownAxisError
 from shardwright.plan import read_collectives
 from shardwright.testing import (
     assert_collectives,
@@ -282,3 +282,5 @@ def test_what_cannot_be_asked_of_a_program() -> None:
         assert_no_collectives(lambda x: x * 2, 1.0)
     with pytest.raises(MeshSpecError, match="no argument and no result of the program lies on a mesh"):
         assert_no_collectives(text("cpu_nested_loops"))
+    with pytest.raises(MeshMismatchError, match=r"lie on the mesh {'dp': 1, 'fsdp': 2, .*}, asked is {'dp': 2, 'tp': 4}"):
+        assert_no_collectives(lambda x: x * 2, x, mesh=cpu_mesh("dp:2,tp:4"))

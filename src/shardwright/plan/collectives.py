@@ -351,9 +351,9 @@ def _started(computation: Computation) -> Iterator[str]:
 
 def _is_scattered(computation: Computation, one: Instruction) -> bool:
     """Tell whether a fused all-reduce only hands on this device's slice of it, which is a reduce-scatter."""
-    following = [each for each in computation.instructions.values() if one.name in each.operands]
+    following = computation.users.get(one.name, ())
     while len(following) == 1 and following[0].opcode in ("bitcast", "copy", "convert", "reshape", "transpose"):
-        following = [each for each in computation.instructions.values() if following[0].name in each.operands]
+        following = computation.users.get(following[0].name, ())
     return len(following) == 1 and following[0].opcode == "dynamic-slice"
 
 

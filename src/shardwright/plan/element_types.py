@@ -57,10 +57,7 @@ def _uses(module: Module, computation: Computation, one: Instruction, index: int
     """Yield the types that a value is converted to by everything that reads it, `""` for any other use."""
     if one.is_root:
         yield ""
-    for user in computation.instructions.values():
-        places = [at for at, operand in enumerate(user.operands) if operand == one.name]
-        if not places:
-            continue
+    for user in computation.users.get(one.name, ()):
         if user.opcode == "get-tuple-element":
             if index is None or int(user.attributes()["index"]) == index:
                 yield from _uses(module, computation, user, None)
@@ -70,6 +67,7 @@ def _uses(module: Module, computation: Computation, one: Instruction, index: int
             yield from _uses(module, computation, user, index)
         elif user.opcode == "fusion":
             inner = module.computations[user.attributes()["calls"].lstrip("%")]
+            places = [at for at, operand in enumerate(user.operands) if operand == one.name]
             for parameter in inner.instructions.values():
                 if parameter.opcode == "parameter" and int(parameter.literal) in places:
                     yield from _uses(module, inner, parameter, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardwright.errors import ProgramError
@@ -114,11 +114,19 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """A named sequence of instructions: the program, a loop's body, a fusion."""
+    """A named sequence of instructions: the program, a loop's body, a fusion.
+
+    Attributes:
+      name: its name, without the percent sign.
+      instructions: by name, in the order of the text.
+      root: its result.
+      users: what reads each instruction's result.
+    """
 
     name: str
     instructions: Mapping[str, Instruction]
     root: Instruction
+    users: Mapping[str, Sequence[Instruction]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +184,7 @@ def _number(head: str, key: str) -> int:
 
 def _computation(name: str, lines: list[str], start: int) -> Computation:
     instructions = {}
+    users: dict[str, list[Instruction]] = {}
     root = None
     for number in range(start, len(lines)):
         line = lines[number]
@@ -184,9 +193,11 @@ def _computation(name: str, lines: list[str], start: int) -> Computation:
         one = _instruction(line, number + 1)
         instructions[one.name] = one
         root = one if one.is_root else root
+        for operand in dict.fromkeys(one.operands):
+            users.setdefault(operand, []).append(one)
     if root is None:
         raise ProgramError(f"computation {name} has no ROOT", fix="pass the whole text of compiled.as_text()")
-    return Computation(name=name, instructions=instructions, root=root)
+    return Computation(name=name, instructions=instructions, root=root, users=users)
 
 
 def _instruction(line: str, number: int) -> Instruction:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardwright import context
 from shardwright.axes import axis_label, canonical_axis
-from shardwright.errors import MeshSpecError, ProgramError, UnknownAxisError, did_you_mean
+from shardwright.errors import MeshMismatchError, MeshSpecError, ProgramError, UnknownAxisError, did_you_mean
 from shardwright.manager import PartitionManager
 from shardwright.mesh import mesh_sizes
 from shardwright.plan.collectives import Collective, read_collectives
@@ -88,6 +88,7 @@ def read_program(
     Raises:
       ProgramError: arguments for something that takes none, or a program that cannot be read.
       MeshSpecError: the mesh cannot be told.
+      MeshMismatchError: the program's arrays lie on another mesh.
     """
     known = manager if manager is not None else context.current()
     carried = None if known is None else carried_axes(known)
@@ -99,7 +100,7 @@ def read_program(
     else:
         with manager if manager is not None else contextlib.nullcontext():
             name, compiled = _compiled(program, args)
-    found = mesh if mesh is not None else known.mesh if known is not None else _own_mesh(compiled)
+    found = _checked_mesh(mesh if mesh is not None else None if known is None else known.mesh, compiled)
     return Program(name=name, collectives=read_collectives(compiled, found, trips=trips), sizes=mesh_sizes(found), carried=carried)
 
 
@@ -121,10 +122,15 @@ def function_name(f: Callable[..., Any]) -> str:
     return getattr(f, "__name__", type(f).__name__)
 
 
-def _own_mesh(compiled: Any) -> Mesh | AbstractMesh:
-    """Return the mesh that a compiled program's arguments or results lie on."""
+def _checked_mesh(asked: Mesh | AbstractMesh | None, compiled: Any) -> Mesh | AbstractMesh:
+    """Return the mesh that was asked for, else that of the program's arguments and results; they may not disagree."""
     shardings = () if isinstance(compiled, str) else jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    meshes: Iterable[Any] = (one.mesh for one in shardings if isinstance(one, NamedSharding))
-    for mesh in meshes:
-        return mesh  # type: ignore[no-any-return]
-    raise MeshSpecError("no argument and no result of the program lies on a mesh", fix="pass mesh=, or manager=")
+    own: list[Any] = [one.mesh for one in shardings if isinstance(one, NamedSharding) and one.mesh.size > 1]
+    if asked is None and not own:
+        raise MeshSpecError("no argument and no result of the program lies on a mesh", fix="pass mesh=, or manager=")
+    if asked is not None and own and own[0].shape_tuple != asked.shape_tuple:
+        raise MeshMismatchError(
+            f"the program's arrays lie on the mesh {dict(own[0].shape_tuple)}, asked is {dict(asked.shape_tuple)}",
+            fix="pass the mesh or the manager that the arrays were placed with",
+        )
+    return own[0] if asked is None else asked
