@@ -14,6 +14,7 @@ import pytest
 from shardwright.attention import _online, blockwise, vanilla
 from shardwright.attention.call import Operands, Recipe
 from shardwright.attention.masks import MaskRules
+from tests.attention.conformance import QUICK
 from tests.attention.operands import floats, make_operands, without
 
 RECIPES = {
@@ -41,7 +42,7 @@ def value_and_grads(attend: Callable[[Operands], Any], operands: Operands) -> An
         finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
         return jnp.sum(o.astype(jnp.float32) * weigh) + jnp.sum(jnp.sin(finite)), (o, lse)
 
-    (_, (o, lse)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(floats(operands))
+    (_, (o, lse)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(floats(operands))
     return {"o": o, "lse": lse}, grads
 
 

@@ -1,0 +1,59 @@
+"""Every implementation on its cells of the table; by default a few that see every case, the rest with the slow ones."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import pytest
+
+from shardwright.attention import choose
+from shardwright.attention.registry import impl_names
+from tests.attention.conformance import CASES, MESHES, ROWS, Cell, cells, check
+
+EVERY = [pytest.param(cell, id=str(cell), marks=() if fast else (pytest.mark.slow,)) for name in ROWS for cell, fast in cells(name)]
+
+
+@pytest.mark.parametrize("cell", EVERY)
+def test_equals_the_oracle_or_says_why_not(cell: Cell) -> None:
+    check(cell)
+
+
+def test_every_implementation_has_a_row() -> None:
+    assert set(ROWS) == {impl_names(one)[0] for one in choose.SHIPPED}
+
+
+def test_the_few_cells_that_run_by_default_see_every_case_and_every_mesh() -> None:
+    few = [cell for name in list(ROWS)[:2] for cell, fast in cells(name) if fast]
+    assert {cell.case for cell in few} == set(CASES)
+    assert {cell.mesh for cell in few} == set(MESHES)
+    assert {cell.axis_types for cell in few} == {"auto", "explicit"}
+    assert {cell.dtype for cell in few} == {"float32", "bfloat16"}
+
+
+def cell_of(case: str, mesh: str, implementation: str = "blockwise") -> Cell:
+    found = next(one for one in CASES if one.name == case)
+    return Cell(implementation=implementation, case=found, dtype="float32", mesh=mesh, axis_types="auto")
+
+
+def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = choose.BlockwiseAttention.forward_native
+    monkeypatch.setattr(
+        choose.BlockwiseAttention, "forward_native", classmethod(lambda cls, x, call: real(x.replace(q=x.q * 1.0001), call))
+    )
+    jax.clear_caches()
+    with pytest.raises(AssertionError, match=r"blockwise-full.*: o: .* is more than 2e-06"):
+        check(cell_of("full", "one"))
+    jax.clear_caches()
+
+
+def test_refusing_more_than_the_row_says_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose.BlockwiseAttention, "supports", classmethod(lambda cls, call: ("I am tired",)))
+    with pytest.raises(AssertionError, match=re.escape("blockwise-full-float32-one-auto: ['I am tired']")):
+        check(cell_of("full", "one"))
+
+
+def test_refusing_less_than_the_row_says_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose.BlockwiseAttention, "supports", classmethod(lambda cls, call: ()))
+    with pytest.raises(AssertionError, match=re.escape("blockwise-full-float32-sp-auto: not refused")):
+        check(cell_of("full", "sp"))
