@@ -228,7 +228,7 @@ class TestIdentity:
     def test_a_layout_is_not_mistaken_for_the_tuple_that_it_is(self) -> None:
         layout = sw.DynamicShardingAxes([B, H], "train")
         asked = {"shape": (4, 4), "mode": "train"}
-        assert explain(layout, self.RULES, self.MESH, **asked).annotation == "DynamicShardingAxes"
+        assert explain(layout, self.RULES, self.MESH, **asked).annotation == "DynamicShardingAxes(BATCH, HEAD)"
         assert explain((B, H), self.RULES, self.MESH, **asked).annotation == "(BATCH, HEAD)"
 
 

@@ -375,7 +375,7 @@ def describe(annotation: Any) -> str:
         return f"stacked({describe(annotation.layout)})"
     if isinstance(annotation, DynamicShardingAxes) or (isinstance(annotation, type) and issubclass(annotation, DynamicShardingAxes)):
         cls: type[DynamicShardingAxes] = annotation if isinstance(annotation, type) else type(annotation)
-        return cls.__name__ if cls.named or isinstance(annotation, type) else describe(annotation[0])
+        return cls.__name__ if cls.named or isinstance(annotation, type) else cls.__name__ + describe(annotation[0])
     if isinstance(annotation, ArraySpec):
         return describe(annotation.axes)
     if isinstance(annotation, PartitionSpec):
