@@ -7,7 +7,9 @@ be read is an error, never skipped.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -106,10 +108,15 @@ class Instruction:
     is_root: bool
     line: int
 
-    def attributes(self) -> dict[str, str]:
+    def attributes(self) -> Mapping[str, str]:
         """Return the attributes by name, values as text."""
-        pairs = (piece.partition("=") for piece in split(self.rest))
-        return {key.strip(): value for key, _, value in pairs if value}
+        return _attributes(self.rest)
+
+
+@functools.lru_cache(maxsize=4096)  # a loop's counter is asked for the same ones at every trip
+def _attributes(text: str) -> Mapping[str, str]:
+    pairs = (piece.partition("=") for piece in split(text))
+    return types.MappingProxyType({key.strip(): value for key, _, value in pairs if value})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
