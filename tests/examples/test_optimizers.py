@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -12,16 +14,19 @@ import numpy as np
 import optax
 import pytest
 from decoder.config import DecoderConfig, decoder_specs
+from decoder.model import next_byte_loss
 from decoder.text import stdlib_text, text_batches
-from decoder.train import Trained, make_trainer, train
 from optax import contrib
 
 import shardwright as sw
 from shardwright.plan import bytes_by_path
-from shardwright.testing import cpu_mesh
+from shardwright.rules import parse_rule
 
 STRATEGIES = Path(__file__).parents[2] / "examples" / "strategies"
 TINY = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
+SPECS = decoder_specs(TINY)
+STEPS = 20
+DDP = sw.Strategy.preset("ddp") | sw.Strategy(mesh={"dp": 8})
 
 
 def by_rank() -> Any:
@@ -93,35 +98,63 @@ def test_asked_to_spread_no_moment_is_a_copy(name: str) -> None:
     assert state.replicated < 0.005 * state.held
 
 
-def trained(name: str, strategy: sw.Strategy, *, steps: int, mesh: Any = None) -> Trained:
-    trainer = make_trainer(strategy, TINY, OPTIMIZERS[name](), mesh=mesh)
-    batches = itertools.islice(text_batches(stdlib_text(50_000), batch=8, length=32, seed=1), steps)
-    state = trainer.init(7)
-    found = train(trainer, state, batches, on_step=lambda loss: None)
-    assert jax.tree.map(lambda leaf: leaf.sharding.spec, found.state) == jax.tree.map(lambda one: one.spec, trainer.shardings)
-    return found
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The demo's model on one mesh: its gradient is compiled once, whatever the optimizer."""
+
+    pm: sw.PartitionManager
+    gradient: Callable[[Any, Any], Any]
+    batches: list[Any]
 
 
-def agree(one: Trained, other: Trained, *, rtol: float) -> None:
-    np.testing.assert_allclose(one.losses, other.losses, rtol=rtol)
-    assert one.losses[-1] < one.losses[0]
+@functools.cache
+def model(name: str) -> Model:
+    pm = sw.PartitionManager(sw.Strategy.load(STRATEGIES / f"{name}.toml")) if name != "ddp" else sw.PartitionManager(DDP)
+    shardings = pm.shardings(SPECS)
+    gradient = jax.jit(jax.value_and_grad(lambda params, batch: next_byte_loss(params, batch, TINY)), out_shardings=(None, shardings))
+    texts = itertools.islice(text_batches(stdlib_text(50_000), batch=8, length=32, seed=1), STEPS)
+    axes = sw.BATCH, sw.LENGTH
+    return Model(pm=pm, gradient=gradient, batches=[pm.shard(text, axes) for text in texts])
 
 
-def load(name: str) -> sw.Strategy:
-    return sw.Strategy.load(STRATEGIES / f"{name}.toml")
+def trained(name: str, on: str, *, zero1: str = "-") -> tuple[list[float], Any]:
+    """Losses and the last state, after which everything must lie where it was put."""
+    made, tx = model(on), OPTIMIZERS[name]()
+    policy = dataclasses.replace(made.pm.rules.policy, zero1=parse_rule(zero1))
+    spread = sw.PartitionManager(dataclasses.replace(made.pm.rules, policy=policy), mesh=made.pm.mesh)
+    placed = made.pm.shardings(SPECS), spread.state_shardings(jax.eval_shape(tx.init, made.pm.abstract(SPECS)), SPECS)
+
+    def update(gradients: Any, state: Any, params: Any) -> Any:
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    jitted = jax.jit(update, out_shardings=placed, donate_argnums=(1, 2))
+    losses = []
+    with made.pm:
+        params = made.pm.init(SPECS, jax.random.key(7))
+        state = jax.jit(tx.init, out_shardings=placed[1])(params)
+        for batch in made.batches:
+            loss, gradients = made.gradient(params, batch)
+            params, state = jitted(gradients, state, params)
+            losses.append(float(loss))
+    assert jax.tree.map(lambda leaf: leaf.sharding, (params, state)) == placed
+    assert losses[-1] < losses[0]
+    return losses, state
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+# Each pair of losses was seen to agree this well; a sign or a quotient of small numbers passes a last bit on.
+LOOSE = {"lion": 1e-3, "history": 1e-3}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "adafactor" else pytest.mark.slow) for name in OPTIMIZERS])
 def test_twenty_steps_are_those_of_one_device(name: str) -> None:
-    agree(trained(name, load("fsdp_tp"), steps=20), trained(name, load("single"), steps=20), rtol=1e-4)
+    sharded, single = trained(name, "fsdp_tp"), trained(name, "single")
+    np.testing.assert_allclose(sharded[0], single[0], rtol=LOOSE.get(name, 1e-5))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "sm3"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "sm3", "schedule_free"])
 def test_twenty_steps_with_zero1_are_those_without(name: str) -> None:
-    ddp = sw.Strategy.preset("ddp")
-    mesh = cpu_mesh("dp:8")
-    spread = trained(name, ddp | sw.Strategy(policy={"zero1": "dp | -"}), steps=20, mesh=mesh)
-    agree(spread, trained(name, ddp, steps=20, mesh=mesh), rtol=1e-5)
-    assert bytes_by_path(spread.state["opt"]).replicated_share < 0.2
+    spread, plain = trained(name, "ddp", zero1="dp | -"), trained(name, "ddp")
+    np.testing.assert_allclose(spread[0], plain[0], rtol=1e-5)
+    assert bytes_by_path(spread[1]).replicated_share < 0.2 < bytes_by_path(plain[1]).replicated_share
