@@ -124,6 +124,13 @@ def test_a_hexadecimal_number_in_a_strategy_is_an_input_error(tmp_path: Path) ->
     assert "s.toml:2 rules.batch: a number of 20000 bits is no size" in err
 
 
+@pytest.mark.parametrize("line", ["explain EMBED --strategy ddp", "check ddp", "diff ddp fsdp --tensors tensors.toml"])
+def test_a_mesh_that_is_no_utf_8_is_refused(line: str, tmp_path: Path) -> None:
+    code, out, err = run(f"{line} --mesh \udcff:2", tmp_path)
+    assert (code, out) == (2, "")
+    assert "'\\udcff:2' is not UTF-8" in err
+
+
 def test_names_that_are_no_utf_8_are_shown_escaped_or_refused(tmp_path: Path) -> None:
     name = os.fsencode(tmp_path) + b"/\xff.toml"
     Path(os.fsdecode(name)).write_text("version = 1\n", encoding="utf-8")
