@@ -45,6 +45,7 @@ class Subject:
       sizes: size of each mesh axis; -1 where it depends on the devices.
       crossing: mesh axes of which a part crosses slices.
       tensors: the tree, or None.
+      used: axes of the tree's tensors, by role: activation or param.
       answers: each tensor in each mode; on a mesh of one device where the sizes are not all known.
     """
 
@@ -57,6 +58,7 @@ class Subject:
     sizes: Mapping[str, int]
     crossing: frozenset[str]
     tensors: tuple[Tensor, ...] | None
+    used: Mapping[Role, frozenset[str]]
     answers: tuple[Answer, ...]
 
     @property
@@ -84,15 +86,11 @@ class Subject:
 
     def axes_of(self, *roles: Role) -> frozenset[str]:
         """Return the axes that the tree's tensors of these roles have, layouts' meanings and merged members included."""
-        found: set[str] = set()
-        for tensor in self.tensors or ():
-            if role_of(tensor) in roles:
-                found.update(axes_of(tensor))
-        return frozenset(found)
+        return frozenset().union(*(self.used[role] for role in roles if role in self.used))
 
     def roles(self) -> frozenset[Role]:
         """Return the roles that the tree has."""
-        return frozenset(role_of(tensor) for tensor in self.tensors or ())
+        return frozenset(self.used)
 
 
 def role_of(tensor: Tensor) -> Role:
@@ -134,8 +132,16 @@ def make_subject(strategy: Any, tensors: tuple[Tensor, ...] | None, mesh: MeshSp
         sizes=sizes,
         crossing=crossing,
         tensors=tensors,
+        used=_used(tensors or ()),
         answers=answers,
     )
+
+
+def _used(tensors: tuple[Tensor, ...]) -> dict[Role, frozenset[str]]:
+    found: dict[Role, set[str]] = {}
+    for tensor in tensors:
+        found.setdefault(role_of(tensor), set()).update(axes_of(tensor))
+    return {role: frozenset(axes) for role, axes in found.items()}
 
 
 def _ask(tensor: Tensor, rules: AxisRules, sizes: Mapping[str, int], mode: str) -> Resolution:
