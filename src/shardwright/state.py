@@ -49,11 +49,6 @@ class _Place:
         return tuple(np.shape(self.param.value))
 
 
-def _own(place: _Place) -> Dims | None:
-    """Mark what belongs to no parameter, such as one statistic for all: not sharded."""
-    return None
-
-
 def _copy(place: _Place) -> Dims | None:
     return tuple(range(len(place.shape))) if not place.below and place.shape == place.whole else None
 
@@ -94,28 +89,34 @@ def _factored(field: str, place: _Place) -> Dims | None:
 _KINDS: Final[Mapping[str, Mapping[str, Callable[[_Place], Dims | None]]]] = {
     "FactoredState": {field: functools.partial(_factored, field) for field in ("v_row", "v_col", "v")},
     "ScaleBySM3State": {"mu": _one_dim},
-    "ScaleByLBFGSState": {"diff_params_memory": _history, "diff_updates_memory": _history, "weights_memory": _own},
-    "MuonState": {"ns_coeffs": _own},
-    "MechanicState": dict.fromkeys(("r", "m", "v", "s"), _own),
-    "AddNoiseState": {"rng_key": _own},
-    "DifferentiallyPrivateAggregateState": {"rng_key": _own},
-    "HutchinsonState": {"key": _own},
+    "ScaleByLBFGSState": {"diff_params_memory": _history, "diff_updates_memory": _history},
+}
+# Fields that belong to no parameter: coefficients, one statistic for all, keys as raw words. They are not sharded.
+_OWN: Final[Mapping[str, tuple[str, ...]]] = {
+    "ScaleByLBFGSState": ("weights_memory",),
+    "MuonState": ("ns_coeffs",),
+    "MechanicState": ("r", "m", "v", "s"),
+    "AddNoiseState": ("rng_key",),
+    "DifferentiallyPrivateAggregateState": ("rng_key",),
+    "HutchinsonState": ("key",),
 }
 
 
-def _kind(node: Any) -> Mapping[str, Callable[[_Place], Dims | None]] | None:
+def _kind(node: Any) -> str:
+    """Return the name of a node's type if the tables know it, else an empty string."""
     cls = type(node)
     # By name, so that optax is never imported; only of optax, because other packages sort and stack in other ways.
-    return _KINDS.get(cls.__name__) if cls.__module__.partition(".")[0] == "optax" else None
+    known = cls.__module__.partition(".")[0] == "optax" and (cls.__name__ in _KINDS or cls.__name__ in _OWN)
+    return cls.__name__ if known else ""
 
 
-def _known_nodes(state: Any, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every node of a known type with its path, outer ones first."""
-    if _kind(state) is not None:
-        yield prefix, state
-    found, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: node is not state and _kind(node) is not None)
+def _known_nodes(state: Any, prefix: Path = ()) -> Iterator[tuple[Path, str]]:
+    """Yield the path and the name of every node of a known type, outer ones first."""
+    if _kind(state):
+        yield prefix, _kind(state)
+    found, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: node is not state and bool(_kind(node)))
     for path, node in found:
-        if path and _kind(node) is not None:
+        if path and _kind(node):
             yield from _known_nodes(node, (*prefix, *path))
 
 
@@ -194,13 +195,13 @@ class _Search:
 
     Attributes:
       params: parameters by path.
-      nodes: nodes of known types by path.
+      kinds: names of the nodes of known types by path.
       shapes: shapes of the state's leaves by path.
       copies: whether the part of the state below a path has the parameters' structure.
     """
 
     params: dict[Path, Leaf]
-    nodes: dict[Path, Any]
+    kinds: dict[Path, str]
     shapes: dict[Path, tuple[int, ...]]
     copies: Callable[[Path], bool]
 
@@ -209,17 +210,19 @@ class _Search:
         known = _by_path(params, annotations)
         leaves, _ = jax.tree_util.tree_flatten_with_path(state)
         shapes = {tuple(path): tuple(np.shape(leaf)) for path, leaf in leaves}
-        return cls(params=known, nodes=dict(_known_nodes(state)), shapes=shapes, copies=_copies_of(set(known), state))
+        return cls(params=known, kinds=dict(_known_nodes(state)), shapes=shapes, copies=_copies_of(set(known), state))
 
     def follow(self, path: Path, shape: tuple[int, ...]) -> Follower | Problem:
         text = path_text(path)
         for at in range(len(path) - 1, -1, -1):
-            node = self.nodes.get(path[:at])
-            rule = None if node is None else (_kind(node) or {}).get(path[at].name)
+            kind = self.kinds.get(path[:at])
+            if kind is None:
+                continue
+            if path[at].name in _OWN.get(kind, ()) and at + 1 == len(path):
+                return Follower(path=text, override=(EMPTY,) * len(shape))
+            rule = _KINDS.get(kind, {}).get(path[at].name)
             if rule is not None:
                 place = self._place(path, at, shape)
-                if rule is _own and not place.rest:
-                    return Follower(path=text, override=(EMPTY,) * len(shape))
                 dims = None if place.param is None else rule(place)
                 if dims is None:
                     return _follows_nothing(text, shape, place.param)
