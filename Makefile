@@ -44,7 +44,7 @@ check: ## format, lint, types, import order, documentation
 	$(bin)/ruff check .
 	$(bin)/python -m mypy
 	$(bin)/python -m pytest -q tests/test_house.py tests/docs
-	$(bin)/zensical build --strict
+	$(bin)/zensical build --strict --clean
 
 bench: ## print the numbers that the documentation quotes
 	@$(ready) $(VENV) demo
@@ -57,7 +57,7 @@ bench-peers: ## the same next to flax, eformer and haliax, in an environment of 
 docs: ## run every snippet of the documentation, then build it into site/; a broken link or any warning fails
 	@$(ready) $(VENV) test,docs
 	@$(bin)/python -m pytest -q tests/docs $(ARGS)
-	@$(bin)/zensical build --strict
+	@$(bin)/zensical build --strict --clean
 	@echo "open site/index.html"
 
 clean: ## remove caches, build outputs and the default environments
