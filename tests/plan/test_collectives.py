@@ -118,7 +118,8 @@ MESHES: dict[str, Any] = {
 def row(one: Collective) -> str:
     over = "+".join(one.mesh_axes) + (f" part {one.devices}" if one.partial else "") + (" dcn" if one.between_slices else "")
     dtype = one.dtype if one.dtype == one.wire_dtype else f"{one.dtype} as {one.wire_dtype}"
-    return f"{one.count} {one.kind} {over} {dtype} {one.logical_bytes} {one.wire_bytes}{' maybe' if one.maybe else ''}"
+    kind = f"{one.kind} as gather" if one.gathers else str(one.kind)
+    return f"{one.count} {kind} {over} {dtype} {one.logical_bytes} {one.wire_bytes}{' maybe' if one.maybe else ''}"
 
 
 def rows(name: str, **options: Any) -> list[str]:
@@ -163,7 +164,10 @@ EXPECTED: dict[str, list[str]] = {
         f"4 all_reduce tp bf16 {MLP} {MLP * 3 // 2}",
     ],
     # Here the compiler gathers by summing into zeros, which sends twice as much: as it is compiled, so it is read.
-    "tpu_gather_as_all_reduce": [f"4 all_reduce fsdp bf16 {4 * MLP} {2 * 4 * MLP * 63 // 64}"] * 6,
+    "tpu_gather_as_all_reduce": [
+        *[f"4 all_reduce as gather fsdp bf16 {4 * MLP} {2 * 4 * MLP * 63 // 64}"] * 4,
+        *[f"4 all_reduce fsdp bf16 {4 * MLP} {2 * 4 * MLP * 63 // 64}"] * 2,
+    ],
     "gpu_reduce_scatter_start": ["1 reduce_scatter tp bf16 32768 24576"],
     "gpu_nested_tuple_starts": ["1 all_to_all tp part 2 bf16 32768 16384", "1 permute dp+tp part 2 bf16 32768 32768"],
     "gpu_train_step_combined": [
@@ -291,6 +295,7 @@ def test_as_data() -> None:
         "partial": False,
         "count": 1,
         "maybe": False,
+        "gathers": False,
         "between_slices": False,
         "dtype": "f32",
         "wire_dtype": "f32",

@@ -64,6 +64,7 @@ class Collective:
       partial: whether that is fewer than the mesh axes have positions (a part of an axis).
       count: how often it runs, loops included; None where a loop ends on data.
       maybe: whether it stands in a branch, which may not be taken; `count` is then an upper bound.
+      gathers: whether it is an all-reduce that sums slices into zeros: a gather that sends twice what an all-gather would.
       between_slices: whether it crosses the network between slices.
       dtype: element type that the program had, as HLO writes it (`bf16`); several are joined by `+`.
       wire_dtype: element type that travels.
@@ -80,6 +81,7 @@ class Collective:
     partial: bool
     count: int | None
     maybe: bool
+    gathers: bool
     between_slices: bool
     dtype: str
     wire_dtype: str
@@ -251,6 +253,7 @@ class _Reader:
             partial=span.partial,
             count=times,
             maybe=maybe,
+            gathers=kind is Kind.ALL_REDUCE and not between and _is_gather(self.module, computation, one, span.devices),
             between_slices=between,
             dtype="+".join(dict.fromkeys(own)),
             wire_dtype="+".join(dict.fromkeys(wires)),
@@ -355,6 +358,20 @@ def _is_scattered(computation: Computation, one: Instruction) -> bool:
     while len(following) == 1 and following[0].opcode in ("bitcast", "copy", "convert", "reshape", "transpose"):
         following = computation.users.get(following[0].name, ())
     return len(following) == 1 and following[0].opcode == "dynamic-slice"
+
+
+def _is_gather(module: Module, computation: Computation, one: Instruction, devices: int) -> bool:
+    """Tell whether an all-reduce sums arrays in which each device has filled in its slice alone."""
+    made = computation.instructions[one.operands[0]]
+    inner = module.computations[made.attributes()["calls"].lstrip("%")] if made.opcode == "fusion" else computation
+    update = inner.root if made.opcode == "fusion" else made
+    if update.opcode != "dynamic-update-slice":
+        return False
+    base = inner.instructions[update.operands[0]]
+    if base.opcode == "parameter" and made.opcode == "fusion":
+        base = computation.instructions[made.operands[int(base.literal)]]
+    part = inner.instructions[update.operands[1]].shapes[0]
+    return base.opcode == "broadcast" and part.elements * devices == update.shapes[0].elements
 
 
 def _sent(kind: Kind, whole: int, devices: int) -> int:

@@ -52,7 +52,14 @@ def _alike(one: Collective) -> tuple[str, ...]:
     """Return the cells that say what a collective is; those of one line of a program, layer by layer, share a row."""
     dtype = one.dtype if one.dtype == one.wire_dtype else f"{one.dtype} (as {one.wire_dtype})"
     unsure = "?" if one.count is None else "≤" if one.maybe else ""
-    return (unsure, str(one.kind), over_text(one), dtype, bytes_text(one.logical_bytes), _where(one))
+    return (
+        unsure,
+        f"{one.kind} (a gather)" if one.gathers else str(one.kind),
+        over_text(one),
+        dtype,
+        bytes_text(one.logical_bytes),
+        _where(one),
+    )
 
 
 def _weight(ones: Sequence[Collective]) -> int:
