@@ -18,3 +18,20 @@ How to add an implementation, in a module of its own here and one line in the tu
    transpose is the sum over shards that replicated operands need. No `psum` in a backward pass for that, with `check_vma`
    or without. A scan's carry comes from `_online.start` or `zeros_like`.
 """
+
+from __future__ import annotations
+
+from shardwright.attention.api import dot_product_attention as dot_product_attention
+from shardwright.attention.api import explain as explain
+from shardwright.attention.call import AttentionCall as AttentionCall
+from shardwright.attention.call import JointSpecs as JointSpecs
+from shardwright.attention.call import KVHeads as KVHeads
+from shardwright.attention.call import Operands as Operands
+from shardwright.attention.choose import Choice as Choice
+from shardwright.attention.masks import Mask as Mask
+from shardwright.attention.metadata import AttentionMetadata as AttentionMetadata
+from shardwright.attention.metadata import AttentionOutput as AttentionOutput
+from shardwright.attention.metadata import AttentionSpecs as AttentionSpecs
+from shardwright.attention.registry import AttentionImpl as AttentionImpl
+from shardwright.attention.registry import AttentionRegistry as AttentionRegistry
+from shardwright.attention.registry import Result as Result

@@ -11,15 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from shardwright import _jax, placement
-from shardwright.attention.call import AttentionCall, KVHeads, Operands, spec_of
-from shardwright.attention.registry import Result
+from shardwright.attention.call import AttentionCall, KVHeads, Operands, Result, spec_of
 
 
 def run_on_shards(kernel: Callable[[Operands], Result], operands: Operands, call: AttentionCall) -> Result:
     """Return `kernel(shards)` as global arrays; without a mesh, or over none of its axes, simply `kernel(operands)`.
 
     The kernel's k and v hold the kv heads that its query heads read, so that local query head h reads local kv head
-    `h * kv_heads // heads`; collectives over `call.specs.kv_length` and the like are its own. Its output lies as
+    `h * kv_heads // heads` (grouping FACTOR: once the query heads are gathered over the keys' mesh axes); collectives over `call.specs.kv_length` and the like are its own. Its output lies as
     `specs.output` and `specs.lse` say. Gradients of what is replicated over a mesh axis are summed over it by themselves.
 
     Args:
@@ -72,6 +71,12 @@ def asked(result: Result, call: AttentionCall) -> Result:
     return dataclasses.replace(result, lse=result.lse if call.return_lse else None, weights=result.weights if call.return_weights else None)
 
 
+def first_of_all(head_index: jax.Array, shards: int) -> jax.Array:
+    """Return the first of the heads of all shards over the last mesh axes of the heads, of which there are `shards`."""
+    count = head_index.shape[0] * shards
+    return head_index[0] // count * count
+
+
 def _is_spec(value: object) -> bool:
     return isinstance(value, PartitionSpec)
 
@@ -80,6 +85,9 @@ def _pick_kv_heads(shard: Operands, call: AttentionCall, head_index: jax.Array, 
     """Return the operands with the kv heads that the local query heads read, by the global map `h * kv_heads // heads`."""
     if call.specs.grouping is KVHeads.SAME:
         return shard
+    if call.specs.grouping is KVHeads.FACTOR:  # the keys go to the queries of all shards that hold a part of them
+        shards = call.shards(tuple(axis for axis in call.specs.heads if axis in call.specs.kv_length))
+        head_index = first_of_all(head_index, shards) + jnp.arange(head_index.shape[0] * shards, dtype=jnp.int32)
     read = head_index * call.kv_heads // call.heads - kv_head_index[0]
     group = call.heads // call.kv_heads
     local = head_index.shape[0]

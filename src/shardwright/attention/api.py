@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from shardwright import _jax, placement
-from shardwright.attention._shards import asked
+from shardwright.attention._serve import serve
 from shardwright.attention.arguments import Options, describe, make_operands, make_options
-from shardwright.attention.call import AttentionCall, Layout, Operands
 from shardwright.attention.choose import AUTO, Choice, choose
-from shardwright.attention.registry import AttentionRegistry, Result
+from shardwright.attention.metadata import AttentionMetadata
 
 
 def dot_product_attention(
@@ -42,7 +35,7 @@ def dot_product_attention(
     layout: str = "BTHD",
     return_lse: bool = False,
     return_weights: bool = False,
-    metadata: Any = None,
+    metadata: AttentionMetadata | None = None,
 ) -> Any:
     """Attend: `softmax(softcap(scale * q k^T + bias))` over the keys that the mask lets through, times v.
 
@@ -100,7 +93,7 @@ def dot_product_attention(
     return attend(q, k, v, options=options, implementation=implementation)
 
 
-def explain(q: Any, k: Any, v: Any, *, implementation: str = AUTO, metadata: Any = None, **options: Any) -> Choice:
+def explain(q: Any, k: Any, v: Any, *, implementation: str = AUTO, metadata: AttentionMetadata | None = None, **options: Any) -> Choice:
     """Return which implementation `dot_product_attention` would take, and why not the others; print it.
 
     The arguments are those of `dot_product_attention`; arrays may be `jax.ShapeDtypeStruct`s.
@@ -115,27 +108,6 @@ def explain(q: Any, k: Any, v: Any, *, implementation: str = AUTO, metadata: Any
 def attend(q: Any, k: Any, v: Any, *, options: Options, implementation: str = AUTO) -> Any:
     """Attend as options say; see `dot_product_attention`."""
     call, mask = describe(q, k, v, options=options)
-    chosen = choose(call, implementation=implementation)
-    chosen.require()
-    operands = make_operands(q, k, v, options=options, call=call, mask=mask)
-    # shard_map by itself traces and compiles anew at every eager call.
-    run = _run if _jax.in_trace() else _jitted
-    found = run(operands, call, chosen.name)
+    chosen = choose(call, implementation=implementation).require()
+    found = serve(chosen, make_operands(q, k, v, options=options, call=call, mask=mask), call)
     return found if options.return_lse or options.return_weights else found.o
-
-
-def _run(operands: Operands, call: AttentionCall, name: str) -> Result:
-    found = asked(AttentionRegistry.get(name).run(operands, call), call)
-    o = _lay(found.o, call)
-    return dataclasses.replace(found, o=o if call.layout is Layout.BTHD else jnp.swapaxes(o, 1, 2))
-
-
-_jitted = functools.partial(jax.jit, static_argnums=(1, 2))(_run)
-
-
-def _lay(o: jax.Array, call: AttentionCall) -> jax.Array:
-    """Make the output lie as q does, whatever the partitioner would choose."""
-    if call.mesh is None or not call.specs.mesh_axes:
-        return o
-    laid: jax.Array = placement.place(o, placement.make_placement(call.specs.output, call.mesh, _jax.ambient_mesh()))
-    return laid

@@ -51,6 +51,7 @@ class Options:
     loop: bool = True
     platform: str | None = None
     manager: PartitionManager | None = None
+    dtype: Any = None
 
 
 def make_options(options: dict[str, Any]) -> Options:
@@ -85,20 +86,20 @@ def describe(q: Any, k: Any, v: Any, *, options: Options) -> tuple[AttentionCall
       ShardingError: the arrays do not lie on the manager's mesh as its rules say.
     """
     layout = _layout(options.layout)
-    sizes = _sizes(q, k, v, layout)
+    sizes = _sizes(q, k, v, layout, cast=options.dtype is not None)
     manager = options.manager if options.manager is not None else context.current()
     mode = _mode(options.mode, manager)
     mask = _mask(options, sizes)
     _check_arrays(options, mask, sizes)
     recipe = _recipe(options, mask.rules, sizes)
-    heads = {"q": (sizes.q_length, sizes.heads, sizes.head_dim), "k": (sizes.kv_length, sizes.kv_heads, sizes.head_dim)}
-    heads["v"] = (sizes.kv_length, sizes.kv_heads, sizes.v_dim)
     specs = JointSpecs()
     if manager is not None:
-        specs = resolve_joint(manager, **{name: (sizes.batch, *dims) for name, dims in heads.items()}, mode=mode)
+        rows = (sizes.batch, sizes.kv_length, sizes.kv_heads)
+        q_dims = (sizes.batch, sizes.q_length, sizes.heads, sizes.head_dim)
+        specs = resolve_joint(manager, q=q_dims, k=(*rows, sizes.head_dim), v=(*rows, sizes.v_dim), mode=mode)
     call = AttentionCall(
         **dataclasses.asdict(sizes),
-        dtype=str(jnp.dtype(q.dtype)),
+        dtype=str(jnp.dtype(q.dtype if options.dtype is None else options.dtype)),
         mode=mode,
         recipe=recipe,
         layout=layout,
@@ -120,7 +121,7 @@ def describe(q: Any, k: Any, v: Any, *, options: Options) -> tuple[AttentionCall
 
 def make_operands(q: Any, k: Any, v: Any, *, options: Options, call: AttentionCall, mask: Mask) -> Operands:
     """Return the arrays of a described call, BTHD, with positions."""
-    arrays = [jnp.asarray(x) for x in (q, k, v)]
+    arrays = [jnp.asarray(x).astype(call.dtype) for x in (q, k, v)]
     q, k, v = arrays if call.layout is Layout.BTHD else [jnp.swapaxes(x, 1, 2) for x in arrays]
     q_positions, kv_positions = _positions(options, mask, call)
     dropout = bool(call.recipe.dropout)
@@ -162,7 +163,7 @@ def _layout(layout: str) -> Layout:
     return Layout(layout)
 
 
-def _sizes(q: Any, k: Any, v: Any, layout: Layout) -> _Sizes:
+def _sizes(q: Any, k: Any, v: Any, layout: Layout, *, cast: bool) -> _Sizes:
     named = {"q": q, "k": k, "v": v}
     order = "[batch, length, heads, head_dim]" if layout is Layout.BTHD else "[batch, heads, length, head_dim]"
     for name, x in named.items():
@@ -171,7 +172,7 @@ def _sizes(q: Any, k: Any, v: Any, layout: Layout) -> _Sizes:
             raise AttentionError(f"{name} has shape {shape}, not 4 dims", path=name, fix=f"layout {layout} is {order}")
         if str(x.dtype) not in _DTYPES:
             raise AttentionError(f"{name} is {x.dtype}", path=name, fix=f"attention computes in {', '.join(_DTYPES)}: cast it")
-        if x.dtype != q.dtype:
+        if x.dtype != q.dtype and not cast:
             raise AttentionError(f"{name} is {x.dtype}, and q is {q.dtype}", path=name, fix="cast q, k and v to one dtype")
         if 0 in shape:
             raise AttentionError(f"{name} has shape {shape}: a dim is empty", path=name, fix="call it with at least one row")

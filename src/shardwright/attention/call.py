@@ -249,6 +249,22 @@ class AttentionCall:
         return count
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Result:
+    """What an implementation returns, of global arrays.
+
+    Attributes:
+      o: `[batch, q_length, heads, v_dim]`, in the call's dtype.
+      lse: `[batch, heads, q_length]` float32, -inf for a row without keys; required if `call.return_lse`.
+      weights: `[batch, heads, q_length, kv_length]`; required if `call.return_weights`.
+    """
+
+    o: Any
+    lse: Any = None
+    weights: Any = None
+
+
 def default_positions(length: int, *, offset: int = 0) -> jax.Array:
     """Return `[1, length]` positions that count from an offset."""
     return jnp.arange(offset, offset + length, dtype=jnp.int32)[None]

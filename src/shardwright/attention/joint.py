@@ -17,10 +17,11 @@ from shardwright.provenance import ModeFrom, Outcome, Resolution
 
 QUERY_AXES = (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM)
 KEY_AXES = (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM)
+REPEATED_KEY_AXES = (BATCH, KV_LENGTH, HEAD, HEAD_DIM)
 Dims = tuple[int, int, int, int]
 
 
-def resolve_joint(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode: str) -> JointSpecs:
+def resolve_joint(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode: str, repeated: bool = False) -> JointSpecs:
     """Return where a call's arrays lie under a manager; mesh axes that a `shard_map` around it has applied are left out.
 
     Args:
@@ -29,15 +30,17 @@ def resolve_joint(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode:
       k: `[batch, kv_length, kv_heads, head_dim]`.
       v: `[batch, kv_length, kv_heads, v_dim]`.
       mode: runtime mode.
+      repeated: whether k and v have q's heads already, and lie as HEAD says.
 
     Raises:
       ShardingError: what the rules say does not fit the sizes.
       AttentionError: what they say of q, of k and of v does not go together.
     """
+    key_axes = REPEATED_KEY_AXES if repeated else KEY_AXES
     resolved = {
-        name: _resolve(manager, axes, shape, mode=mode, name=name) for name, axes, shape in (("q", QUERY_AXES, q), ("k", KEY_AXES, k))
+        name: _resolve(manager, axes, shape, mode=mode, name=name) for name, axes, shape in (("q", QUERY_AXES, q), ("k", key_axes, k))
     }
-    _resolve(manager, KEY_AXES, v, mode=mode, name="v")
+    _resolve(manager, key_axes, v, mode=mode, name="v")
     (batch, q_length, heads, _), (kv_batch, kv_length, kv_heads, _) = (_mesh_axes(found) for found in resolved.values())
     if batch != kv_batch:
         raise _apart("batch", batch, kv_batch, resolved["k"], dim=0)

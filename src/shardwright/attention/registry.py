@@ -7,33 +7,22 @@ backend that takes global arrays. See the package's docstring for how to add one
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from shardwright.attention import metadata
+from shardwright.attention._serve import serve
+from shardwright.attention.arguments import describe, make_operands
 from shardwright.attention.call import AttentionCall, Operands
+from shardwright.attention.call import Result as Result  # noqa: PLC0414  implementations import it from here
+from shardwright.attention.metadata import AttentionMetadata, AttentionOutput
 from shardwright.errors import AttentionError, did_you_mean
 
 Implementation = TypeVar("Implementation", bound="type[AttentionImpl]")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Result:
-    """What an implementation returns, of global arrays.
-
-    Attributes:
-      o: `[batch, q_length, heads, v_dim]`, in the call's dtype.
-      lse: `[batch, heads, q_length]` float32, -inf for a row without keys; required if `call.return_lse`.
-      weights: `[batch, heads, q_length, kv_length]`; required if `call.return_weights`.
-    """
-
-    o: Any
-    lse: Any = None
-    weights: Any = None
 
 
 class AttentionImpl(abc.ABC):
@@ -43,7 +32,7 @@ class AttentionImpl(abc.ABC):
       metadata: how to run, for calls of the instance itself.
     """
 
-    def __init__(self, metadata: Any) -> None:
+    def __init__(self, metadata: AttentionMetadata) -> None:
         self.metadata = metadata
 
     @classmethod
@@ -88,7 +77,39 @@ class AttentionImpl(abc.ABC):
             raise AttentionError(f"unknown backend {call.platform!r}", fix="use cpu, gpu or tpu")
         return forward(operands, call)
 
-    def get_impl_metadata(self) -> Any:
+    def __call__(self, q: Any, k: Any, v: Any, **options: Any) -> AttentionOutput:
+        """Attend; the options are those of `dot_product_attention`, and a mode must be among them or the manager's."""
+        asked = self.metadata.options(options)
+        call, mask = describe(q, k, v, options=asked)
+        reasons = type(self).supports(call)
+        if reasons:
+            name = impl_names(type(self))[0]
+            raise AttentionError(f"{name} cannot serve this call: {'; '.join(reasons)}", fix='use another one, or implementation="auto"')
+        found = serve(type(self), make_operands(q, k, v, options=asked, call=call, mask=mask), call)
+        return AttentionOutput(attention_weights=found.weights, attention_outputs=found.o)
+
+    def get_mode(
+        self,
+        q: Any,
+        BTHD: bool = True,  # noqa: N803
+        *,
+        mode: str | None = None,
+    ) -> str:
+        """Return the mode of a call; see `metadata.get_mode`."""
+        return metadata.get_mode(q, BTHD, mode=mode)
+
+    def create_stable_sharding(
+        self,
+        state_ps: PartitionSpec | None = None,
+        preserved_indices: list[int] | None = None,
+        clone_ps: PartitionSpec | None = None,
+        dep: Any = True,
+        tensor: Any = None,
+    ) -> PartitionSpec | None:
+        """Return a spec that keeps some dims of another one; see `metadata.create_stable_sharding`."""
+        return metadata.create_stable_sharding(self.metadata.partition_manager, state_ps, preserved_indices, clone_ps, dep, tensor)
+
+    def get_impl_metadata(self) -> AttentionMetadata:
         """Return how the instance runs."""
         return self.metadata
 
@@ -159,7 +180,7 @@ class AttentionRegistry:
         return cls._known[name]
 
     @classmethod
-    def create(cls, name: str, metadata: Any) -> AttentionImpl:
+    def create(cls, name: str, metadata: AttentionMetadata) -> AttentionImpl:
         """Return an instance of an implementation; see `get`."""
         return cls.get(name)(metadata)
 

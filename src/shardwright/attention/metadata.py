@@ -1,0 +1,398 @@
+"""`AttentionMetadata`: how attention runs, as one value, and the specs of its arrays; `AttentionOutput`: what it returns.
+
+Names and defaults are those of EasyDeL's attention operators, so that code written for them ports by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from shardwright import _jax, context, resolver
+from shardwright.attention.arguments import Options, make_options
+from shardwright.attention.call import JointSpecs, spec_of
+from shardwright.attention.joint import resolve_joint
+from shardwright.axes import (
+    BATCH,
+    BIAS_HEAD_SEQ,
+    BIAS_KV_SEQ,
+    EMPTY,
+    EMPTY_VAL,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    KV_LENGTH,
+    NOT_GIVEN,
+    QUERY_LENGTH,
+    canonical_axis,
+)
+from shardwright.errors import AttentionError
+from shardwright.manager import PartitionManager
+from shardwright.mesh import create_mesh
+from shardwright.modes import MODE_DECODE, MODE_TRAIN, parse_mode
+from shardwright.partition_axis import PartitionAxis
+from shardwright.rules import POLICY_PRESETS, build_rules
+
+# Where a model's configuration says how long an axis is.
+_CONFIG_SIZES = {
+    HEAD: "num_attention_heads",
+    KV_HEAD: "num_key_value_heads",
+    HEAD_DIM: "head_dim",
+    KV_HEAD_DIM: "head_dim",
+}
+
+
+class AttentionSpecs(NamedTuple):
+    """The specs of attention's arrays, in the order that other code unpacks."""
+
+    query: PartitionSpec
+    key: PartitionSpec
+    value: PartitionSpec
+    bias: PartitionSpec
+    mask: PartitionSpec
+    output: PartitionSpec
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=False)
+class AttentionMetadata:
+    """How attention runs. Frozen, and a pytree without leaves; `replace` returns another.
+
+    What is not given is taken from `base_config` where that has it, else from a default.
+
+    Attributes:
+      runtime_dtype: dtype that q, k and v are cast to (`attn_dtype` of a configuration; float32).
+      runtime_softmax_dtype: what a configuration asks for (`attn_softmax_dtype`; float32). Softmax is always float32.
+      sequence_axis_name: mesh axis of the sequence, by name ("sp").
+      mesh: absent: the manager's that is entered, else the ambient one.
+      platform: whose kernels, by name; absent: the backend.
+      backend: "cpu", "gpu" or "tpu"; absent: the current one.
+      partition_axis: rules as attributes; absent: `PartitionAxis()`.
+      partition_manager: rules and mesh; absent: the one that is entered, unless `partition_axis` or a mesh is given; else of these.
+      base_config: any object with attributes.
+      scan_ring_attention: ring attention as a `lax.scan`, else unrolled (True).
+      softmax_scale: factor of the logits; None: `1 / sqrt(head_dim)`.
+      dropout_prob: probability with which a weight is dropped in training (0.0).
+      blocksize_q: rows of queries in a block (512).
+      blocksize_k: rows of keys in a block (1024).
+      blocksize_b: sequences in a block, for kernels that take several at once (1).
+
+    Raises:
+      AttentionError: (a ValueError) no mesh is given or ambient.
+    """
+
+    runtime_dtype: Any
+    runtime_softmax_dtype: Any = None
+    sequence_axis_name: Any = NOT_GIVEN
+    mesh: Any = NOT_GIVEN
+    platform: Any = NOT_GIVEN
+    backend: Any = NOT_GIVEN
+    partition_axis: Any = NOT_GIVEN
+    partition_manager: Any = NOT_GIVEN
+    base_config: Any = dataclasses.field(default=None, compare=False, repr=False)
+    scan_ring_attention: Any = NOT_GIVEN
+    softmax_scale: Any = NOT_GIVEN
+    dropout_prob: Any = NOT_GIVEN
+    blocksize_q: Any = NOT_GIVEN
+    blocksize_k: Any = NOT_GIVEN
+    blocksize_b: Any = NOT_GIVEN
+
+    def __post_init__(self) -> None:
+        if self.runtime_softmax_dtype is None:
+            object.__setattr__(self, "runtime_softmax_dtype", NOT_GIVEN)
+        for name, default, pickup_name in (
+            ("runtime_dtype", jnp.float32, "attn_dtype"),
+            ("runtime_softmax_dtype", jnp.float32, "attn_softmax_dtype"),
+            ("sequence_axis_name", "sp", None),
+            ("scan_ring_attention", True, None),
+            ("softmax_scale", None, None),
+            ("dropout_prob", 0.0, None),
+            ("blocksize_q", 512, None),
+            ("blocksize_k", 1024, None),
+            ("blocksize_b", 1, None),
+            ("backend", _backend(), None),
+        ):
+            self.set_attrs_carefully(name, default, pickup_name)
+        self.set_attrs_carefully("platform", self.backend)
+        for name in ("runtime_dtype", "runtime_softmax_dtype"):
+            object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
+        self._set_manager()
+
+    def _set_manager(self) -> None:
+        entered = context.current()
+        own = self._found("partition_axis", "partition_axis") or self._found("mesh", "mesh")
+        self.set_attrs_carefully("partition_manager", entered if entered is not None and not own else NOT_GIVEN)
+        self.set_attrs_carefully("partition_axis", PartitionAxis())
+        manager = self.partition_manager
+        self.set_attrs_carefully("mesh", manager.mesh if manager is not NOT_GIVEN else _ambient())
+        if self.mesh is NOT_GIVEN or self.mesh is None:
+            raise AttentionError("mesh is not given, and none is ambient", path="mesh", fix="pass mesh=, or enter a manager (with pm:)")
+        if manager is NOT_GIVEN:
+            object.__setattr__(self, "partition_manager", PartitionManager(self.partition_axis, mesh=self.mesh))
+
+    def _found(self, name: str, pickup_name: str) -> bool:
+        return getattr(self, name) is not NOT_GIVEN or getattr(self.base_config, pickup_name, NOT_GIVEN) is not NOT_GIVEN
+
+    def set_attrs_carefully(self, attr_name: str, default: Any, pickup_name: str | None = None, use_base_config: bool = True) -> None:
+        """Fill an attribute that was not given: from the configuration, else with a default. Acts while the value is made.
+
+        Args:
+          attr_name: the attribute.
+          default: what it is if nothing says; `NOT_GIVEN` leaves it open.
+          pickup_name: the configuration's name for it; absent: the same.
+          use_base_config: whether the configuration is asked.
+        """
+        if not isinstance(getattr(self, attr_name), EMPTY_VAL):
+            return
+        found = getattr(self.base_config, pickup_name or attr_name, NOT_GIVEN) if use_base_config else NOT_GIVEN
+        object.__setattr__(self, attr_name, default if isinstance(found, EMPTY_VAL) else found)
+
+    @classmethod
+    def from_config(cls, config: Any, softmax_scale: float | None, dropout_prob: float = 0.0) -> AttentionMetadata:
+        """Return metadata that takes the rest from a configuration."""
+        return cls(NOT_GIVEN, base_config=config, softmax_scale=softmax_scale, dropout_prob=dropout_prob)
+
+    # Specs.
+
+    def get_shardings(
+        self,
+        mode: str,
+        BTHD: bool = True,  # noqa: N803
+        qkv_mni_sharding: bool = False,
+        *,
+        sizes: Mapping[str, int] | None = None,
+    ) -> AttentionSpecs:
+        """Return the specs of query, key, value, bias, mask and output in a mode, resolved jointly.
+
+        Args:
+          mode: runtime mode.
+          BTHD: `[batch, length, heads, head_dim]`, else `[batch, heads, length, head_dim]`.
+          qkv_mni_sharding: k and v have as many heads as q: repeated already.
+          sizes: axis -> size; heads and head_dim are read from `base_config` where it has them. An axis of size 1 of the
+            bias or the mask is not sharded. What is not known is taken to divide.
+
+        Raises:
+          ShapeRequiredError: where an axis lies depends on a size that is not known.
+          AttentionError: where q, k and v lie does not go together.
+        """
+        mode = parse_mode(mode)
+        known = self._sizes(sizes)
+        joint = self.joint(mode, qkv_mni_sharding=qkv_mni_sharding, sizes=sizes)
+        query, key = spec_of(joint.batch, joint.q_length, joint.heads), spec_of(joint.batch, joint.kv_length, joint.kv_heads)
+        scores = (BATCH, BIAS_HEAD_SEQ, QUERY_LENGTH, BIAS_KV_SEQ)
+        known = {BIAS_HEAD_SEQ: known.get(HEAD, 0), BIAS_KV_SEQ: known.get(KV_LENGTH, 0), **known}
+        known = {axis: size for axis, size in known.items() if size}
+        bias, mask = (self._spec(axes, known, mode) for axes in (scores, (BATCH, EMPTY, QUERY_LENGTH, BIAS_KV_SEQ)))
+        if not BTHD:
+            query, key = (spec_of(*(dims[at] for at in (0, 2, 1))) for dims in _dims(joint))
+        return AttentionSpecs(query, key, key, bias, mask, query)
+
+    def joint(self, mode: str, *, qkv_mni_sharding: bool = False, sizes: Mapping[str, int] | None = None) -> JointSpecs:
+        """Return where q, k and v lie and how the kv heads follow the query heads; see `get_shardings`."""
+        mode = parse_mode(mode)
+        known = self._sizes(sizes)
+        query = tuple(self._size(axis, known, mode) for axis in (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM))
+        if qkv_mni_sharding:
+            length = self._size(KV_LENGTH, known, mode)
+            found = resolve_joint(
+                self.partition_manager,
+                q=query,
+                k=(query[0], length, *query[2:]),
+                v=(query[0], length, *query[2:]),
+                mode=mode,
+                repeated=True,
+            )
+        else:
+            key = tuple(self._size(axis, known, mode) for axis in (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM))
+            found = resolve_joint(self.partition_manager, q=query, k=key, v=key, mode=mode)
+        return found
+
+    def _sizes(self, sizes: Mapping[str, int] | None) -> dict[str, int]:
+        config = {axis: getattr(self.base_config, name, None) for axis, name in _CONFIG_SIZES.items()}
+        return {axis: size for axis, size in config.items() if size is not None} | {
+            canonical_axis(axis): size for axis, size in (sizes or {}).items()
+        }
+
+    def _size(self, axis: str, known: Mapping[str, int], mode: str) -> Any:
+        """Return an axis's size, or one that everything divides where it does not matter."""
+        if axis in known:
+            return known[axis]
+        self.partition_manager.mesh_axes(axis, mode=mode)  # raises where it does
+        return self.partition_manager.mesh.size
+
+    def _spec(self, axes: tuple[str, ...], known: Mapping[str, int], mode: str) -> PartitionSpec:
+        named = tuple(EMPTY if axis == EMPTY or known.get(axis) == 1 else axis for axis in axes)
+        shape = tuple(
+            known.get(axis, 1) if name == EMPTY else self._size(axis, known, mode) for axis, name in zip(axes, named, strict=True)
+        )
+        spec: PartitionSpec = self.partition_manager.resolve(named, mode=mode, shape=shape)
+        return spec
+
+    # Calls.
+
+    def options(self, given: Mapping[str, Any]) -> Options:
+        """Return the options of a call: what is said there, the rest from here."""
+        said = make_options(dict(given))
+        rate = said.dropout or (self.dropout_prob if said.mode is not None and parse_mode(said.mode) == MODE_TRAIN else 0.0)
+        return dataclasses.replace(
+            said,
+            scale=self.softmax_scale if said.scale is None else said.scale,
+            dropout=rate,
+            q_block=self.blocksize_q,
+            kv_block=self.blocksize_k,
+            loop=self.scan_ring_attention,
+            platform=self.backend,
+            manager=self.partition_manager,
+            dtype=self.runtime_dtype,
+        )
+
+    # Values.
+
+    def replace(self, **changes: Any) -> AttentionMetadata:
+        """Return the metadata with some attributes changed. Another mesh or `partition_axis` brings another manager."""
+        if {"mesh", "partition_axis"} & set(changes):
+            changes.setdefault("partition_manager", NOT_GIVEN)
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AttentionMetadata:
+        """Return the metadata of `to_dict`."""
+        return cls(**values)
+
+    def to_json(self, **kwargs: Any) -> str:
+        """Return JSON text; `kwargs` go to `json.dumps`. The configuration has done its work and is left out.
+
+        Raises:
+          AttentionError: the manager is not one of `partition_axis`: a strategy has a file of its own.
+        """
+        if self.partition_manager != PartitionManager(self.partition_axis, mesh=self.mesh):
+            what = "the manager has other rules than partition_axis, which is what JSON has room for"
+            raise AttentionError(what, path="partition_manager", fix="keep the strategy in its file, and give the manager after from_json")
+        axis = {name: value for name, value in dataclasses.asdict(self.partition_axis).items() if not isinstance(value, EMPTY_VAL)}
+        mesh = {"sizes": dict(self.mesh.shape), "types": [kind.name.lower() for kind in self.mesh.axis_types]}
+        plain = {name: value for name, value in self.to_dict().items() if name not in ("base_config", "partition_manager")}
+        plain |= {"partition_axis": axis, "mesh": mesh}
+        plain |= {name: str(getattr(self, name)) for name in ("runtime_dtype", "runtime_softmax_dtype")}
+        return json.dumps(plain, **kwargs)
+
+    @classmethod
+    def from_json(cls, text: str) -> AttentionMetadata:
+        """Return the metadata of `to_json`, on a mesh of this process's devices; starts the backend."""
+        values = json.loads(text)
+        axis = {name: tuple(value) if isinstance(value, list) else value for name, value in values["partition_axis"].items()}
+        mesh = values["mesh"]
+        types = dict(zip(mesh["sizes"], mesh["types"], strict=True))
+        return cls(**values | {"partition_axis": PartitionAxis(**axis), "mesh": create_mesh(mesh["sizes"], axis_types=types)})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionOutput:
+    """What an implementation returns. A pytree.
+
+    Attributes:
+      attention_weights: `[batch, heads, q_length, kv_length]`, or None.
+      attention_outputs: in the layout of the call, or None.
+    """
+
+    attention_weights: Any = None
+    attention_outputs: Any = None
+
+    def replace(self, **changes: Any) -> AttentionOutput:
+        """Return the output with some attributes changed."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes by name."""
+        return {"attention_weights": self.attention_weights, "attention_outputs": self.attention_outputs}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AttentionOutput:
+        """Return the output of `to_dict`."""
+        return cls(**values)
+
+    def to_json(self, **kwargs: Any) -> str:
+        """Return JSON text with dtypes, shapes and values; `kwargs` go to `json.dumps`."""
+        return json.dumps({name: _array_to_plain(value) for name, value in self.to_dict().items()}, **kwargs)
+
+    @classmethod
+    def from_json(cls, text: str) -> AttentionOutput:
+        """Return the output of `to_json`."""
+        return cls(**{name: _array_from_plain(value) for name, value in json.loads(text).items()})
+
+
+def create_stable_sharding(
+    manager: PartitionManager,
+    state_ps: PartitionSpec | None = None,
+    preserved_indices: list[int] | None = None,
+    clone_ps: PartitionSpec | None = None,
+    dep: Any = True,
+    tensor: Any = None,
+) -> PartitionSpec | None:
+    """Return a spec that keeps some dims of another one.
+
+    Args:
+      manager: whose mesh the specs are of.
+      state_ps: the spec to start from.
+      preserved_indices: dims to keep, a dim past the spec's end being replicated; None: all.
+      clone_ps: where to take these dims from; None: `state_ps`.
+      dep: what the spec is for; None: nothing, and so is the result.
+      tensor: fit the spec to this array's shape: a dim that does not divide is replicated, and a dim that it lacks is cut.
+    """
+    if dep is None or state_ps is None:
+        return None
+    found = state_ps
+    if preserved_indices is not None:
+        entries = tuple((clone_ps if clone_ps is not None else state_ps).partitions)
+        kept = [
+            entries[at] if at in preserved_indices and at < len(entries) else None for at in range(max(preserved_indices, default=-1) + 1)
+        ]
+        found = PartitionSpec(*kept)
+    if tensor is None:
+        return found
+    permissive = build_rules({}, policy=POLICY_PRESETS["eformer"])
+    return resolver.resolve(found, permissive, manager.mesh, mode=MODE_TRAIN, shape=tensor.shape).spec
+
+
+def get_mode(q: Any, BTHD: bool = True, *, mode: str | None = None) -> str:  # noqa: N803
+    """Return the mode of a call: an explicit one wins; else decode for one query, else train. Our own kernels never guess."""
+    if mode is not None:
+        return parse_mode(mode)
+    return MODE_DECODE if q.shape[1 if BTHD else 2] == 1 else MODE_TRAIN
+
+
+def _dims(joint: JointSpecs) -> Any:
+    return (joint.batch, joint.q_length, joint.heads), (joint.batch, joint.kv_length, joint.kv_heads)
+
+
+def _backend() -> str:
+    name = jax.default_backend()
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
+def _ambient() -> Mesh | AbstractMesh | EMPTY_VAL:
+    if not _jax.in_trace():
+        mesh = jax.sharding.get_mesh()
+        return NOT_GIVEN if mesh.empty else mesh
+    return _jax.ambient_mesh() or NOT_GIVEN
+
+
+def _array_to_plain(value: Any) -> Any:
+    if value is None:
+        return None
+    return {"dtype": str(value.dtype), "shape": list(value.shape), "values": jnp.ravel(value).astype(jnp.float32).tolist()}
+
+
+def _array_from_plain(value: Any) -> Any:
+    return None if value is None else jnp.array(value["values"], jnp.float32).reshape(value["shape"]).astype(value["dtype"])

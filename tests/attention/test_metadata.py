@@ -1,0 +1,197 @@
+"""The operator's metadata: where it gets each attribute, the specs that it resolves, its way to JSON and back."""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.attention import AttentionMetadata, AttentionOutput, AttentionRegistry, KVHeads
+from shardwright.attention.metadata import get_mode
+from shardwright.testing.meshes import cpu_mesh
+
+RULES = """[rules]
+batch = "dp"
+query_length = "sp"
+kv_length = "sp"
+head = "tp"
+kv_head = "tp | -"
+bias_head_seq = "tp | -"
+bias_kv_seq = "-"
+"""
+OTHER_HEADS = RULES.replace('kv_head = "tp | -"', 'kv_head = "sp"').replace('kv_length = "sp"', 'kv_length = "-"')
+DECODE = '[modes.decode]\nquery_length = "-"\nbias_kv_seq = "sp"\n'
+
+
+def manager(mesh: str = "dp:2,sp:2,tp:2", rules: str = RULES + DECODE) -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.loads(rules), mesh=cpu_mesh(mesh))
+
+
+def metadata(**given: Any) -> AttentionMetadata:
+    return AttentionMetadata(jnp.float32, **{"partition_manager": manager(), **given})
+
+
+def test_defaults() -> None:
+    found = AttentionMetadata(sw.NOT_GIVEN, mesh=cpu_mesh("dp:2,tp:2"))
+    assert (found.runtime_dtype, found.runtime_softmax_dtype) == (jnp.float32, jnp.float32)
+    assert (found.sequence_axis_name, found.backend, found.platform, found.scan_ring_attention) == ("sp", "cpu", "cpu", True)
+    assert (found.softmax_scale, found.dropout_prob) == (None, 0.0)
+    assert (found.blocksize_q, found.blocksize_k, found.blocksize_b) == (512, 1024, 1)
+    assert found.partition_axis == sw.PartitionAxis()
+    assert found.partition_manager == sw.PartitionManager(sw.PartitionAxis(), mesh=found.mesh)
+
+
+def test_what_is_not_given_comes_from_the_configuration() -> None:
+    config = types.SimpleNamespace(
+        attn_dtype=jnp.bfloat16, attn_softmax_dtype=jnp.float32, blocksize_q=64, mesh=cpu_mesh("dp:2"), dropout_prob=0.5
+    )
+    found = AttentionMetadata.from_config(config, softmax_scale=0.25)
+    assert (found.runtime_dtype, found.blocksize_q, found.blocksize_k) == (jnp.bfloat16, 64, 1024)
+    assert (found.mesh, found.softmax_scale, found.dropout_prob) == (config.mesh, 0.25, 0.0)
+    assert AttentionMetadata(jnp.float32, base_config=config, blocksize_q=8).blocksize_q == 8
+
+
+def test_the_entered_manager_serves_where_nothing_else_is_said() -> None:
+    pm = manager()
+    with pm:
+        assert AttentionMetadata(jnp.float32).partition_manager is pm
+        assert AttentionMetadata(jnp.float32, partition_axis=sw.PartitionAxis()).partition_manager != pm
+
+
+def test_without_a_mesh_the_field_is_named() -> None:
+    with pytest.raises(ValueError, match="mesh: mesh is not given, and none is ambient"):
+        AttentionMetadata(jnp.float32)
+
+
+def test_specs_by_mode_and_layout() -> None:
+    sizes = {"head": 8, "kv_head": 2}
+    train = metadata().get_shardings("train", sizes=sizes)
+    q = P("dp", "sp", "tp")
+    assert train == (q, q, q, P("dp", "tp", "sp"), P("dp", None, "sp"), q)
+    assert train._fields == ("query", "key", "value", "bias", "mask", "output")
+    decode = metadata().get_shardings("decode", BTHD=False, sizes=sizes)
+    assert decode.query == decode.output == P("dp", "tp")
+    assert decode.key == decode.value == P("dp", "tp", "sp")
+    assert (decode.bias, decode.mask) == (P("dp", "tp", None, "sp"), P("dp", None, None, "sp"))
+
+
+def test_kv_heads_follow_the_query_heads_and_the_answer_says_how() -> None:
+    many = metadata(partition_manager=manager("dp:2,tp:4"))
+    sizes = {sw.HEAD: 8, sw.KV_HEAD: 2}
+    found = many.get_shardings("train", sizes=sizes)
+    assert (found.query, found.key) == (P("dp", None, "tp"), P("dp"))
+    assert many.joint("train", sizes=sizes).grouping is KVHeads.INDEX
+    assert "over tp each shard picks what its queries read (tp: 2 % 4 != 0" in many.joint("train", sizes=sizes).why
+    repeated = many.get_shardings("train", qkv_mni_sharding=True, sizes=sizes)
+    assert repeated.key == P("dp", None, "tp")
+    parts = metadata(
+        partition_manager=manager(
+            "a:2,tp:2", RULES.replace('head = "tp"\nkv', 'head = "ep+tp"\nkv').replace('"tp | -"\nbias_head', '"ep"\nbias_head')
+        )
+    )
+    assert parts.get_shardings("train", sizes=sizes).key == P(None, None, "ep")
+    assert parts.joint("train", sizes=sizes).grouping is KVHeads.PREFIX
+
+
+def test_the_keys_length_may_take_what_the_kv_heads_leave() -> None:
+    rules = RULES.replace('kv_length = "sp"', 'kv_length = "tp"').replace('kv_head = "tp | -"', 'kv_head = "-"')
+    found = metadata(partition_manager=manager("dp:2,tp:2", rules)).joint("decode", sizes={"head": 8, "kv_head": 2})
+    assert (found.grouping, found.kv_length, found.heads) == (KVHeads.FACTOR, ("tp",), ("tp",))
+
+
+def test_sizes_come_from_the_configuration_and_a_missing_one_is_named() -> None:
+    config = types.SimpleNamespace(num_attention_heads=8, num_key_value_heads=3)
+    assert metadata(base_config=config).get_shardings("train").key == P("dp", "sp")
+    with pytest.raises(sw.ShapeRequiredError, match="KV_HEAD: which candidate applies depends on the size"):
+        metadata().get_shardings("train", sizes={"head": 8})
+
+
+def test_a_broadcast_dim_of_the_bias_is_not_sharded() -> None:
+    sizes = {"head": 8, "kv_head": 2, "bias_head_seq": 1}
+    assert metadata().get_shardings("train", sizes=sizes).bias == P("dp", None, "sp")
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        (OTHER_HEADS, "the heads of k and v lie over sp, those of q over tp"),
+        (RULES + 'head_dim = "ep"\n', "the dim of a head is sharded over ep"),
+        (RULES.replace('kv_length = "sp"', 'kv_length = "?"'), '"?" leaves this dim to the compiler, but a kernel must know where it lies'),
+    ],
+)
+def test_rules_that_do_not_go_together_are_refused(rules: str, says: str) -> None:
+    with pytest.raises(sw.AttentionError, match=re.escape(says)):
+        metadata(partition_manager=manager("dp:2,sp:2,tp:2,ep:1" if "ep" not in rules else "sp:2,tp:2,ep:2", rules)).get_shardings(
+            "train", sizes={"head": 8, "kv_head": 2, "head_dim": 8, "kv_length": 8}
+        )
+
+
+def test_it_is_a_value_and_a_pytree_and_goes_to_json_and_back() -> None:
+    made = AttentionMetadata(
+        jnp.bfloat16, mesh=cpu_mesh("dp:2,tp:2"), partition_axis=sw.PartitionAxis(batch_axis=("dp",)), softmax_scale=0.5
+    )
+    assert jax.tree.leaves(made) == []
+    assert AttentionMetadata.from_dict(made.to_dict()) == made
+    assert AttentionMetadata.from_json(made.to_json()) == made
+    assert json.loads(made.to_json(indent=1))["mesh"] == {"sizes": {"dp": 2, "tp": 2}, "types": ["auto", "auto"]}
+    other = made.replace(mesh=cpu_mesh("dp:4"), blocksize_q=8)
+    assert (other.partition_manager.mesh, other.blocksize_q) == (cpu_mesh("dp:4"), 8)
+    with pytest.raises(sw.AttentionError, match="the manager has other rules than partition_axis"):
+        metadata().to_json()
+
+
+def test_an_output_goes_to_json_and_back() -> None:
+    made = AttentionOutput(attention_outputs=jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 2, 1, 2))
+    back = AttentionOutput.from_json(made.to_json())
+    assert back.attention_weights is None
+    assert back.attention_outputs.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(back.attention_outputs, made.attention_outputs)
+    assert AttentionOutput.from_dict(made.to_dict()) == made.replace()
+    assert len(jax.tree.leaves(made)) == 1
+
+
+def test_an_instance_attends_as_its_metadata_says() -> None:
+    q, k, v = (jax.random.normal(jax.random.key(at), (2, 4, 2, 8)) for at in range(3))
+    held = AttentionMetadata(jnp.float32, mesh=cpu_mesh("dp:2"), softmax_scale=0.1)
+    found = AttentionRegistry.create("vanilla", held)(q, k, v, mode="train", causal=True, return_weights=True)
+    want = jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=0.1)
+    np.testing.assert_allclose(found.attention_outputs, want, atol=2e-6)
+    np.testing.assert_allclose(found.attention_weights.sum(axis=-1), 1.0, atol=1e-6)
+    with pytest.raises(sw.AttentionError, match="blockwise cannot serve this call: it never has all weights at once"):
+        AttentionRegistry.create("blockwise", held)(q, k, v, mode="train", return_weights=True)
+
+
+def test_helpers_that_other_code_calls_by_name() -> None:
+    made = AttentionRegistry.create("vanilla", metadata())
+    q = jnp.zeros((2, 1, 4, 8))
+    assert (made.get_mode(q), made.get_mode(q, BTHD=False), get_mode(q, mode="prefill")) == (sw.MODE_DECODE, sw.MODE_TRAIN, sw.MODE_PREFILL)
+    assert made.get_impl_metadata() is made.metadata
+    assert made.current_backend() == "cpu"
+    k, v = made.repeat_kv_heads(jnp.arange(2.0).reshape(1, 1, 2, 1), jnp.ones((1, 1, 2, 1)), 2)
+    np.testing.assert_array_equal(k[0, 0, :, 0], [0, 0, 1, 1])
+    assert v.shape == (1, 1, 4, 1)
+    mask = made._combine_query_kv_masks(jnp.array([True, False]), jnp.array([True, True, False]))
+    np.testing.assert_array_equal(mask, [[True, True, False], [False, False, False]])
+    np.testing.assert_array_equal(made._split_attention_mask(mask)[0], [True, False])
+    np.testing.assert_array_equal(made._split_attention_mask(mask)[1], [True, True, False])
+    np.testing.assert_array_equal(made._create_causal_mask(2), [[True, False], [True, True]])
+
+
+def test_a_stable_sharding_keeps_the_dims_that_it_is_told_to() -> None:
+    made = AttentionRegistry.create("vanilla", metadata())
+    state = P("dp", "sp", "tp")
+    assert made.create_stable_sharding(state) == state
+    assert made.create_stable_sharding() is None
+    assert made.create_stable_sharding(state, dep=None) is None
+    assert made.create_stable_sharding(state, [0, 2]) == P("dp", None, "tp")
+    assert made.create_stable_sharding(P("dp"), [0, 2]) == P("dp", None, None)
+    assert made.create_stable_sharding(state, [1], clone_ps=P(None, "tp")) == P(None, "tp")
+    assert made.create_stable_sharding(state, [0, 2], tensor=jnp.zeros((4, 1, 3, 8))) == P("dp")
