@@ -148,7 +148,7 @@ def manager(_mesh_case: Any, mesh: Any, request: pytest.FixtureRequest) -> Itera
     """The `PartitionManager` of `@pytest.mark.mesh("dp:2,tp:4", strategy="fsdp_tp")`, entered."""
     from shardwright.testing import pytest_plugin
 
-    with pytest_plugin.managed(_mesh_case, mesh, request.config.rootpath) as entered:
+    with pytest_plugin.managed(_mesh_case, mesh, root=request.config.rootpath) as entered:
         yield entered
 
 

@@ -15,10 +15,15 @@ if TYPE_CHECKING:
     from shardwright.testing.assertions import assert_sharding as assert_sharding
     from shardwright.testing.assertions import assert_spec as assert_spec
     from shardwright.testing.equality import assert_same_as_unsharded as assert_same_as_unsharded
+    from shardwright.testing.golden import Golden as Golden
+    from shardwright.testing.golden import GoldenError as GoldenError
+    from shardwright.testing.golden import spec_table as spec_table
     from shardwright.testing.retracing import assert_no_retrace as assert_no_retrace
 
 # Imported when they are first asked for: who only builds a mesh does not pay for reading programs.
 _LATER = {
+    "Golden": "golden",
+    "GoldenError": "golden",
     "assert_collectives": "assertions",
     "assert_max_replicated": "assertions",
     "assert_no_collectives": "assertions",
@@ -26,6 +31,7 @@ _LATER = {
     "assert_same_as_unsharded": "equality",
     "assert_sharding": "assertions",
     "assert_spec": "assertions",
+    "spec_table": "golden",
 }
 
 

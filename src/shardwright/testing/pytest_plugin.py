@@ -160,7 +160,7 @@ def placed(case: MeshCase, root: Path, *, asked: int | None = None, backend: str
 
 
 @contextlib.contextmanager
-def managed(case: MeshCase, mesh: Mesh, root: Path) -> Iterator[PartitionManager]:
+def managed(case: MeshCase, mesh: Mesh, *, root: Path) -> Iterator[PartitionManager]:
     """Enter the manager of a case's strategy on a mesh for one test."""
     if case.strategy is None:
         raise _failure(f'the marker names no strategy for the manager: write {_EXAMPLE[:-1]}, strategy="fsdp_tp")')

@@ -1,0 +1,47 @@
+"""What a block leaves ambient is taken back, and said."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from jax.sharding import Mesh
+
+import shardwright as sw
+from shardwright import context
+from shardwright.testing.ambient import AmbientLeftError, isolated
+
+
+@pytest.mark.mesh("dp:2", strategy="ddp")
+def test_every_manager_and_the_mesh_are_taken_back_at_once(manager: sw.PartitionManager) -> None:
+    def leave_two() -> None:
+        manager.__enter__()
+        manager.for_mode("decode").__enter__()
+
+    says = r"(?s)mode='decode'\) is entered.*and PartitionManager\('ddp', mesh='dp:2'\) is entered"
+    with pytest.raises(AmbientLeftError, match=says), isolated():
+        leave_two()
+    assert sw.current_manager() is manager
+    assert jax.sharding.get_mesh() == manager.mesh
+    assert context.depth() == 1
+
+
+@pytest.mark.mesh("dp:2")
+def test_an_error_of_the_block_is_the_one_that_is_raised(mesh: Mesh) -> None:
+    def fail() -> float:
+        jax.set_mesh(mesh)
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError, match="division"), isolated():
+        fail()
+    assert jax.sharding.get_mesh().empty
+
+
+def test_an_abstract_mesh_left_behind_is_seen_too() -> None:
+    with pytest.raises(AmbientLeftError, match="the mesh dp:2 is set"), isolated():
+        jax.sharding.use_abstract_mesh(sw.abstract_mesh("dp:2")).__enter__()
+    assert jax.sharding.get_abstract_mesh().empty
+
+
+def test_a_block_that_tidies_up_says_nothing() -> None:
+    with isolated(), sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=sw.create_mesh("dp:2")):
+        assert context.depth() == 1
