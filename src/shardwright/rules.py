@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwright.axes import KNOWN_AXES, PARALLELISM_AXES, REPLICATED, STANDARD_MESH_AXES, UNCONSTRAINED, Role, file_name
 from shardwright.errors import StrategyError, did_you_mean
-from shardwright.modes import MODES
+from shardwright.modes import MODES, parse_mode
 from shardwright.provenance import RuleRef
 
 _NAME = re.compile(r"[^\s+|:,\"'\-?_][^\s+|:,\"'?]*|_[^\s+|:,\"'?]+")
@@ -25,6 +25,22 @@ class Fallback(enum.StrEnum):
     NONE = ""
     REPLICATED = REPLICATED
     UNCONSTRAINED = UNCONSTRAINED
+
+
+class Attention(enum.StrEnum):
+    """The implementations of attention that a strategy may name; AUTO takes what suits the call."""
+
+    AUTO = "auto"
+    ALLGATHER_KV = "allgather_kv"
+    BLOCKWISE = "blockwise"
+    CUDNN = "cudnn"
+    FLASH_DECODE = "flash_decode"
+    PAGED = "paged"
+    RING = "ring"
+    SDPA = "sdpa"
+    SPLASH = "splash"
+    ULYSSES = "ulysses"
+    VANILLA = "vanilla"
 
 
 class Indivisible(enum.StrEnum):
@@ -199,6 +215,7 @@ class AxisRules:
       tensors: exceptions by path, first match wins.
       user_axes: axes that the strategy declares.
       policy: what to do where a rule cannot be followed.
+      attention: (mode, implementation) for each mode whose attention the strategy names, sorted.
       known_axes: every axis that may stand in an annotation.
     """
 
@@ -207,6 +224,7 @@ class AxisRules:
     tensors: tuple[TensorRules, ...] = ()
     user_axes: tuple[str, ...] = ()
     policy: Policy = Policy()
+    attention: tuple[tuple[str, Attention], ...] = ()
     known_axes: frozenset[str] = dataclasses.field(init=False, repr=False)
     _tables: dict[tuple[str, Role], dict[str, Rule]] = dataclasses.field(init=False, repr=False)
     _values: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
@@ -219,7 +237,7 @@ class AxisRules:
             tables[mode, Role.PARAM] = tables[mode, Role.USE] = tables[mode, Role.STATE] = dict(table)
         object.__setattr__(self, "known_axes", KNOWN_AXES | frozenset(self.user_axes))
         object.__setattr__(self, "_tables", tables)
-        object.__setattr__(self, "_values", (self.activations, self.params, self.tensors, self.user_axes, self.policy))
+        object.__setattr__(self, "_values", (self.activations, self.params, self.tensors, self.user_axes, self.policy, self.attention))
         object.__setattr__(self, "_hash", hash(self._values))
         object.__setattr__(self, "_cache", {})
 
@@ -251,6 +269,10 @@ class AxisRules:
             return None
         return next((rule for entry in self.tensors if (rule := entry.find(axis, path)) is not None), None)
 
+    def attention_in(self, mode: str) -> Attention:
+        """Return the implementation of attention that the strategy names for a mode, else AUTO."""
+        return dict(self.attention).get(mode, Attention.AUTO)
+
     def named_mesh_axes(self) -> tuple[str, ...]:
         """Every mesh axis that any rule names, in order, once."""
         tables = [*self.activations, *self.params, *(entry.rules for entry in self.tensors)]
@@ -259,8 +281,8 @@ class AxisRules:
         return tuple(dict.fromkeys([*named, *self.policy.gather, *zero1]))
 
 
-def _rebuild(activations: Any, params: Any, tensors: Any, user_axes: Any, policy: Policy) -> AxisRules:
-    return AxisRules(activations=activations, params=params, tensors=tensors, user_axes=user_axes, policy=policy)
+def _rebuild(activations: Any, params: Any, tensors: Any, user_axes: Any, policy: Policy, attention: Any) -> AxisRules:
+    return AxisRules(activations=activations, params=params, tensors=tensors, user_axes=user_axes, policy=policy, attention=attention)
 
 
 def default_rule(axis: str) -> Rule | None:
@@ -277,11 +299,12 @@ def build_rules(
     tensors: Iterable[TensorRules] = (),
     user_axes: Iterable[str] = (),
     policy: Policy | None = None,
+    attention: Mapping[str, str] | None = None,
 ) -> AxisRules:
     """Layer tables into the effective table of each mode and role.
 
     `tables` maps `rules`, `params`, `modes.<m>` and `modes.<m>.params` to axis -> rule. Insert inherits from decode;
-    `[modes.M]` never touches a parameter.
+    `[modes.M]` never touches a parameter. `attention` maps modes to implementations, and `default` to that of the others.
     """
 
     def layer(*names: str) -> Table:
@@ -293,7 +316,20 @@ def build_rules(
     chains = {mode: ("decode", "insert") if mode == "insert" else (mode,) for mode in _MODE_NAMES}
     activations = tuple(layer("rules", *(f"modes.{mode}" for mode in chains[name])) for name in _MODE_NAMES)
     params = tuple(layer("rules", "params", *(f"modes.{mode}.params" for mode in chains[name])) for name in _MODE_NAMES)
-    return AxisRules(activations=activations, params=params, tensors=tuple(tensors), user_axes=tuple(user_axes), policy=policy or Policy())
+    return AxisRules(
+        activations=activations,
+        params=params,
+        tensors=tuple(tensors),
+        user_axes=tuple(user_axes),
+        policy=policy or Policy(),
+        attention=_attention_by_mode(attention or {}),
+    )
+
+
+def _attention_by_mode(named: Mapping[str, str]) -> tuple[tuple[str, Attention], ...]:
+    """Return the implementation of each mode that attends and has one; canonical modes, sorted."""
+    modes = {parse_mode(name): named.get(name, named.get("default", Attention.AUTO)) for name in ("train", "prefill", "decode")}
+    return tuple(sorted((mode, Attention(name)) for mode, name in modes.items() if name != Attention.AUTO))
 
 
 _MODE_NAMES = ("train", "prefill", "decode", "insert")

@@ -94,7 +94,7 @@ def test_kv_heads_follow_the_query_heads_and_the_answer_says_how() -> None:
     assert repeated.key == P("dp", None, "tp")
     parts = metadata(
         partition_manager=manager(
-            "a:2,tp:2", RULES.replace('head = "tp"\nkv', 'head = "ep+tp"\nkv').replace('"tp | -"\nbias_head', '"ep"\nbias_head')
+            "ep:2,tp:2", RULES.replace('head = "tp"\nkv', 'head = "ep+tp"\nkv').replace('"tp | -"\nbias_head', '"ep"\nbias_head')
         )
     )
     assert parts.get_shardings("train", sizes=sizes).key == P(None, None, "ep")

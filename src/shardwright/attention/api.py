@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+from shardwright import context
 from shardwright.attention._serve import serve
 from shardwright.attention.arguments import Options, describe, make_operands, make_options
+from shardwright.attention.call import AttentionCall
 from shardwright.attention.choose import AUTO, Choice, choose
 from shardwright.attention.metadata import AttentionMetadata
+from shardwright.modes import mode_name
+from shardwright.rules import Attention
 
 
 def dot_product_attention(
@@ -16,7 +21,7 @@ def dot_product_attention(
     v: Any,
     *,
     mode: str | None = None,
-    implementation: str = AUTO,
+    implementation: str | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     chunk: int | None = None,
@@ -58,7 +63,8 @@ def dot_product_attention(
       k: `[batch, kv_length, kv_heads, head_dim]`; query head h reads kv head `h * kv_heads // heads`.
       v: `[batch, kv_length, kv_heads, v_dim]`.
       mode: runtime mode; absent: the manager's.
-      implementation: a name, or "auto"; `explain` shows the choice.
+      implementation: a name, or "auto"; absent: what the strategy names for the mode under `[attention]`, else "auto". `explain`
+        shows the choice.
       causal: no key after the query.
       window: (left, right), positions seen before and after the query; None for no bound. `(w - 1, 0)` is w tokens.
       chunk: length of chunks that do not see each other.
@@ -93,7 +99,9 @@ def dot_product_attention(
     return attend(q, k, v, options=options, implementation=implementation)
 
 
-def explain(q: Any, k: Any, v: Any, *, implementation: str = AUTO, metadata: AttentionMetadata | None = None, **options: Any) -> Choice:
+def explain(
+    q: Any, k: Any, v: Any, *, implementation: str | None = None, metadata: AttentionMetadata | None = None, **options: Any
+) -> Choice:
     """Return which implementation `dot_product_attention` would take, and why not the others; print it.
 
     The arguments are those of `dot_product_attention`; arrays may be `jax.ShapeDtypeStruct`s.
@@ -102,12 +110,25 @@ def explain(q: Any, k: Any, v: Any, *, implementation: str = AUTO, metadata: Att
       AttentionError: as there.
     """
     found = make_options(options) if metadata is None else metadata.options(options)
-    return choose(describe(q, k, v, options=found)[0], implementation=implementation)
+    return _choose(describe(q, k, v, options=found)[0], found, implementation)
 
 
-def attend(q: Any, k: Any, v: Any, *, options: Options, implementation: str = AUTO) -> Any:
+def attend(q: Any, k: Any, v: Any, *, options: Options, implementation: str | None = None) -> Any:
     """Attend as options say; see `dot_product_attention`."""
     call, mask = describe(q, k, v, options=options)
-    chosen = choose(call, implementation=implementation).require()
+    chosen = _choose(call, options, implementation).require()
     found = serve(chosen, make_operands(q, k, v, options=options, call=call, mask=mask), call)
     return found if options.return_lse or options.return_weights else found.o
+
+
+def _choose(call: AttentionCall, options: Options, implementation: str | None) -> Choice:
+    """Choose by what the call says, else by what the manager's strategy says of the mode."""
+    manager = options.manager if options.manager is not None else context.current()
+    if implementation is not None or manager is None:
+        return choose(call, implementation=implementation or AUTO)
+    named = manager.rules.attention_in(call.mode)
+    found = choose(call, implementation=str(named))
+    if named is Attention.AUTO:
+        return found
+    who = f"[attention] {mode_name(call.mode)} of the strategy names {named}"
+    return dataclasses.replace(found, why=who if found.name else f"{who}, which refuses")

@@ -259,7 +259,13 @@ def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisR
     ]
     layered = {".".join(path): table for path, table in tables.items() if path[0] != "tensors"}
     own = sorted(canonical_axis(name) for name in data.get("axes", {}))
-    return build_rules(layered, tensors=tensors, user_axes=own, policy=_policy(policy, _gather(data, origin)[0], _zero1(data, origin)[0]))
+    return build_rules(
+        layered,
+        tensors=tensors,
+        user_axes=own,
+        policy=_policy(policy, _gather(data, origin)[0], _zero1(data, origin)[0]),
+        attention=data.get("attention"),
+    )
 
 
 def _policy(table: Any, gather: tuple[str, ...], zero1: Rule | None) -> Policy:

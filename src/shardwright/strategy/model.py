@@ -70,6 +70,21 @@ class PolicyTable(BaseModel):
     rank: Literal["error", "fit"] | None = Field(default=None, description="An annotation of another rank than the array.")
 
 
+AttentionName = Literal[
+    "auto", "allgather_kv", "blockwise", "cudnn", "flash_decode", "paged", "ring", "sdpa", "splash", "ulysses", "vanilla"
+]
+
+
+class AttentionTable(BaseModel):
+    """Which implementation of attention serves each mode; insert attends to nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    default: AttentionName = Field(default="auto", description="In the modes that are not named.")
+    train: AttentionName | None = Field(default=None, description="In training.")
+    prefill: AttentionName | None = Field(default=None, description="In prefill.")
+    decode: AttentionName | None = Field(default=None, description="In decode.")
+
+
 class Strategy(BaseModel):
     """A mesh, rules and a policy as data: `load` it, start from a `preset`, overlay with `|`, `compile` it.
 
@@ -91,6 +106,7 @@ class Strategy(BaseModel):
         default_factory=dict, description="What differs in a mode; insert inherits from decode."
     )
     policy: PolicyTable = Field(default_factory=PolicyTable)
+    attention: AttentionTable = Field(default_factory=AttentionTable)
     tensors: list[TensorTable] = Field(default_factory=list, description="Exceptions by path, for stored and used weights.")
 
     _origin: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
