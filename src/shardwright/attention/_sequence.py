@@ -109,6 +109,15 @@ def cotangents(floats: dict[str, Any], **found: jax.Array | None) -> tuple[dict[
     return {name: None if one is None else one.astype(floats[name].dtype) for name, one in found.items()}, None
 
 
+def sent_again(operands: Operands, do: jax.Array) -> tuple[Operands, jax.Array]:
+    """Return the operands and the output's cotangent, so that a compiler keeps nothing of what the forward pass received.
+
+    What sends the same keys twice would else be merged, and every layer hold the keys of other ranks until its backward pass.
+    """
+    k, v, do = jax.lax.optimization_barrier((operands.k, operands.v, do))
+    return operands.replace(k=k, v=v), do
+
+
 def apart(call: AttentionCall) -> tuple[str, ...]:
     """Return the reason of a kernel that needs the lengths of queries and keys over the same mesh axes."""
     q, kv = ("+".join(axes) or "no mesh axis" for axes in (call.specs.q_length, call.specs.kv_length))

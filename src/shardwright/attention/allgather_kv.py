@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from shardwright import _jax
 from shardwright.attention import _online, _sequence, _shards, blockwise
@@ -20,10 +21,11 @@ from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Res
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Gathering:
-    """The static part: the arithmetic, and the mesh axes over which keys are gathered."""
+    """The static part: the arithmetic, the mesh axes over which keys are gathered, and the number of ranks."""
 
     recipe: Recipe
     axes: tuple[str, ...]
+    ranks: int
 
     def whole(self, operands: Operands) -> Operands:
         """Return the operands with all keys and values."""
@@ -34,9 +36,15 @@ class _Gathering:
 
     def scatter(self, dk: jax.Array, dv: jax.Array, *, head_dim: int) -> tuple[jax.Array, jax.Array]:
         """Return the sums over ranks of the gradients of the own keys and values."""
-        add = functools.partial(jax.lax.psum_scatter, axis_name=self.axes, tiled=True)
-        found = tuple(add(array, scatter_dimension=array.ndim - 3) for array in _sequence.pack(dk, dv))
+        found = tuple(self._scatter(array) for array in _sequence.pack(dk, dv))
         return _sequence.unpack(found, head_dim=head_dim)
+
+    def _scatter(self, array: jax.Array) -> jax.Array:
+        *first, length, heads, dim = array.shape
+        by_rank = jnp.moveaxis(array.reshape(*first, self.ranks, length // self.ranks, heads, dim), len(first), 0)
+        # Over the leading dim: over an inner one of stacked arrays XLA for TPUs reduces all of it, in bfloat16, and takes a part.
+        part: jax.Array = jax.lax.psum_scatter(by_rank, self.axes)
+        return part
 
 
 @AttentionRegistry.register
@@ -68,7 +76,7 @@ def _run(shard: Operands, *, call: AttentionCall) -> Result:
     if call.shards(axes) == 1:
         o, lse = blockwise.attend(shard, call.recipe)
     else:
-        gathering = _Gathering(recipe=_sequence.blocks(call.recipe, shard, call), axes=axes)
+        gathering = _Gathering(recipe=_sequence.blocks(call.recipe, shard, call), axes=axes, ranks=call.shards(axes))
         o, lse = _attend(gathering, *_sequence.split_floats(_jax.vary_together(_sequence.with_whole_rows(shard, call))))
     return _shards.asked(Result(o=o, lse=lse), call)
 
@@ -91,7 +99,7 @@ def _attend_forward(gathering: _Gathering, floats: dict[str, Any], rest: Operand
 def _attend_backward(gathering: _Gathering, kept: Any, cotangents: Any) -> Any:
     floats, rest, o, lse = kept
     do, dlse = cotangents
-    operands = rest.replace(**floats)
+    operands, do = _sequence.sent_again(rest.replace(**floats), do)
     delta = blockwise.delta(o, do, dlse)
     found = blockwise.backward(gathering.whole(operands), gathering.recipe, lse=lse, do=do, delta=delta)
     dk, dv = gathering.scatter(found.k, found.v, head_dim=operands.q.shape[-1])

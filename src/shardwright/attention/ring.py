@@ -153,7 +153,7 @@ def _attend_forward(ring: _Ring, floats: dict[str, Any], rest: Operands) -> Any:
 def _attend_backward(ring: _Ring, kept: Any, cotangents: Any) -> Any:
     floats, rest, o, lse = kept
     do, dlse = cotangents
-    operands = rest.replace(**floats)
+    operands, do = _sequence.sent_again(rest.replace(**floats), do)
     delta = blockwise.delta(o, do, dlse)
 
     def add(grads: _Grads, kv: KV, turn: Any) -> _Grads:
