@@ -160,6 +160,10 @@ def too_few_heads(call: AttentionCall) -> bool:
     return bool(call.heads % (call.shards(call.specs.heads) * call.shards(call.specs.q_length)))
 
 
+def both_sharded(call: AttentionCall) -> bool:
+    return bool(set(call.specs.q_length) & set(call.specs.kv_length))
+
+
 def explicit(call: AttentionCall) -> bool:
     return call.mesh is not None and "Explicit" in str(call.mesh.axis_types) and bool(call.specs.mesh_axes)
 
@@ -170,6 +174,7 @@ ROWS: dict[str, Row] = {
     "ring": Row(refuses=apart),
     "ulysses": Row(refuses=lambda call: apart(call) or too_few_heads(call)),
     "allgather_kv": Row(refuses=apart),
+    "flash_decode": Row(refuses=both_sharded),
 }
 
 

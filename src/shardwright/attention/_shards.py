@@ -18,8 +18,9 @@ def run_on_shards(kernel: Callable[[Operands], Result], operands: Operands, call
     """Return `kernel(shards)` as global arrays; without a mesh, or over none of its axes, simply `kernel(operands)`.
 
     The kernel's k and v hold the kv heads that its query heads read, so that local query head h reads local kv head
-    `h * kv_heads // heads` (grouping FACTOR: once the query heads are gathered over the keys' mesh axes); collectives over `call.specs.kv_length` and the like are its own. Its output lies as
-    `specs.output` and `specs.lse` say. Gradients of what is replicated over a mesh axis are summed over it by themselves.
+    `h * kv_heads // heads` (grouping FACTOR: once the query heads are gathered over the keys' mesh axes). Collectives over
+    `call.specs.kv_length` and the like are its own. Its output lies as `specs.output` and `specs.lse` say. Gradients of what
+    is replicated over a mesh axis are summed over it by themselves.
 
     Args:
       kernel: function of local operands.

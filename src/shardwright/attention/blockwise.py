@@ -151,30 +151,37 @@ def sinks_gradient(sinks: jax.Array, *, lse: jax.Array, delta: jax.Array) -> jax
     return -jnp.sum(share * delta, axis=(0, 2))
 
 
-def attend(operands: Operands, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
-    """Return the output `[batch, q_length, heads, v_dim]`, in v's dtype, and the logsumexp, of local arrays. Differentiable."""
+def attend(operands: Operands, recipe: Recipe, *, dtype: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """Return the output `[batch, q_length, heads, v_dim]` and the logsumexp of local arrays. Differentiable.
+
+    Args:
+      operands: local arrays.
+      recipe: the static part.
+      dtype: of the output; absent: that of v.
+    """
     operands = _jax.vary_together(operands)
     floats = {name: getattr(operands, name) for name in ("q", "k", "v", "bias", "sinks")}
     rest = operands.replace(**dict.fromkeys(floats))
-    return _attend(recipe, floats, rest)
+    return _attend(recipe, dtype or str(operands.v.dtype), floats, rest)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(recipe: Recipe, floats: dict[str, Any], rest: Operands) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(recipe: Recipe, dtype: str, floats: dict[str, Any], rest: Operands) -> tuple[jax.Array, jax.Array]:
     operands = rest.replace(**floats)
     state = forward(operands, recipe)
     if operands.sinks is not None:
         state = _online.add_sinks(state, operands.sinks)
     o, lse = _online.finish(state)
-    return o.astype(operands.v.dtype), lse
+    return o.astype(dtype), lse
 
 
-def _attend_forward(recipe: Recipe, floats: dict[str, Any], rest: Operands) -> Any:
-    o, lse = _attend(recipe, floats, rest)
+def _attend_forward(recipe: Recipe, dtype: str, floats: dict[str, Any], rest: Operands) -> Any:
+    o, lse = _attend(recipe, dtype, floats, rest)
     return (o, lse), (floats, rest, o, lse)
 
 
-def _attend_backward(recipe: Recipe, kept: Any, cotangents: Any) -> Any:
+def _attend_backward(recipe: Recipe, dtype: str, kept: Any, cotangents: Any) -> Any:
+    del dtype
     floats, rest, o, lse = kept
     do, dlse = cotangents
     operands = rest.replace(**floats)

@@ -7,6 +7,7 @@ import dataclasses
 from shardwright.attention.allgather_kv import AllGatherKVAttention
 from shardwright.attention.blockwise import BlockwiseAttention
 from shardwright.attention.call import AttentionCall
+from shardwright.attention.flash_decode import FlashDecodeAttention
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, impl_names
 from shardwright.attention.ring import RingAttention
 from shardwright.attention.ulysses import UlyssesAttention
@@ -22,6 +23,7 @@ SHIPPED: tuple[type[AttentionImpl], ...] = (
     RingAttention,
     UlyssesAttention,
     AllGatherKVAttention,
+    FlashDecodeAttention,
 )
 # All keys of a shard's sequences, up to this many bytes, are gathered without a thought.
 _GATHER_BYTES = 256 * 2**20
@@ -114,8 +116,9 @@ def _preference(call: AttentionCall) -> list[tuple[str, str]]:
     last = [("vanilla", f"all {_logit_bytes(call) / 2**20:.1f} MiB of logits per device at once")]
     if call.return_weights:
         return [("vanilla", "only it returns weights")]
-    if call.mode == MODE_DECODE and call.specs.kv_length:
-        return [("flash_decode", f"the keys lie over {'+'.join(call.specs.kv_length)}: partial softmaxes are combined"), *last]
+    combined = ("flash_decode", f"the keys lie over {'+'.join(call.specs.kv_length)}: partial softmaxes are combined")
+    if call.specs.kv_length and (call.mode == MODE_DECODE or not call.specs.q_length):
+        return [combined, *last]
     if call.specs.q_length or call.specs.kv_length:
         return [*_sequence_parallel(call), *last]
     fast = {
