@@ -27,7 +27,8 @@ def run_pytest(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     words = ("-p", "shardwright_pytest", "--strict-markers", *args)
-    return pytester.runpytest_inprocess(*words) if inline else pytester.runpytest_subprocess(*words)
+    # Collecting garbage takes longer than such a run.
+    return pytester.runpytest_inprocess(*words, "-p", "no:unraisableexception") if inline else pytester.runpytest_subprocess(*words)
 
 
 def said(result: pytest.RunResult) -> str:
