@@ -24,7 +24,20 @@ HERE = "tests/test_house.py"
 # sibling will do, without cycles. `shardwright` is the public face: only what comes after it may import from it.
 ORDER = (
     *("errors", "_jax", "axes", "modes", "layouts", "annotations", "mesh_text", "mesh"),
-    *("provenance", "rules", "partition_axis", "parts", "resolver", "problems", "context", "placement", "tree", "state", "pairs"),
+    *(
+        "provenance",
+        "rules",
+        "partition_axis",
+        "parts",
+        "deciding",
+        "resolver",
+        "problems",
+        "context",
+        "placement",
+        "tree",
+        "state",
+        "pairs",
+    ),
     *("tree_names", "spec_trees", "train_loop", "mapping", "strategy", "manager", "ambient"),
     *("tensors", "lints", "lint", "compare"),
     *("caches", "attention", "layers", "plan", "report", "interop"),

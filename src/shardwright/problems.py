@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from shardwright.axes import STANDARD_MESH_AXES
+from shardwright.deciding import rule_text
 from shardwright.errors import (
     ManualAxisError,
     MeshMismatchError,
@@ -19,7 +20,6 @@ from shardwright.errors import (
     did_you_mean,
 )
 from shardwright.provenance import DimDecision, Resolution
-from shardwright.resolver import rule_text
 
 
 def lost_mesh_axis(axis: str, sizes: Mapping[str, int]) -> Problem:

@@ -1,0 +1,409 @@
+"""How one dim is decided. This is the one place that decides divisibility, conflicts and fallbacks. Dims go left to right:
+
+1. the rule of the dim's axis (`_rule_for`), by mode, role and path;
+2. the first candidate whose mesh axes are free and whose product divides the dim (`_choose`);
+3. if none fits, the rule's own fallback, then the policy (`_fall_back`);
+4. for a weight where it is used, the mesh axes that it is gathered over (`gathered`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shardwright.annotations import Dim
+from shardwright.axes import Role, axis_label
+from shardwright.errors import (
+    AxisConflictError,
+    IndivisibleError,
+    MissingMeshAxisError,
+    Problem,
+    ShapeRequiredError,
+    ShardingError,
+    StrategyError,
+    UnknownAxisError,
+    did_you_mean,
+)
+from shardwright.layouts import LAYOUTS
+from shardwright.modes import mode_name
+from shardwright.provenance import DimDecision, Outcome, Reason, RuleRef, Skip
+from shardwright.rules import AxisRules, Conflict, Fallback, Indivisible, Missing, Rule, default_rule
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Failure:
+    """The first non-empty candidate that did not fit: what the policy acts on."""
+
+    live: tuple[str, ...]
+    reason: Reason
+    blocked_by: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Trial:
+    """What was learnt while a dim's candidates were tried in order."""
+
+    chosen: tuple[str, ...] | None = None
+    skipped: list[Skip] = dataclasses.field(default_factory=list)
+    failure: _Failure | None = None
+    lives: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+    dropped_missing: bool = False
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Draft:
+    """A dim's decision while it is made: what is known of it before its outcome is."""
+
+    dim: int
+    label: str
+    size: int | None
+    judged_as: str = ""
+    rule: RuleRef | None = None
+    skipped: tuple[Skip, ...] = ()
+
+    def decided(
+        self, outcome: Outcome, *, mesh_axes: tuple[str, ...] = (), manual: tuple[str, ...] = (), unchecked: bool = False
+    ) -> DimDecision:
+        """Return the decision."""
+        return DimDecision(
+            dim=self.dim,
+            label=self.label,
+            size=self.size,
+            outcome=outcome,
+            mesh_axes=mesh_axes,
+            rule=self.rule,
+            skipped=self.skipped,
+            manual=manual,
+            unchecked=unchecked,
+        )
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Frame:
+    """One request while its dims are decided.
+
+    `taken` maps a mesh axis to the dim that holds it; `stood_in` are the dims whose rule is that of the axis they mean.
+    """
+
+    rules: AxisRules
+    sizes: Mapping[str, int]
+    mode: str
+    role: Role
+    shape: tuple[int, ...] | None
+    path: str | None
+    manual: frozenset[str]
+    taken: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    stood_in: set[int] = dataclasses.field(default_factory=set)
+
+    def fits(self, size: int, axes: tuple[str, ...]) -> bool:
+        """Tell whether a size divides over mesh axes."""
+        return size % self._shards(axes) == 0
+
+    def decide(self, position: int, dim: Dim) -> DimDecision:
+        """Decide one dim and take its mesh axes."""
+        draft = _Draft(dim=position, label=dim.label, size=dim.size if dim.merged else None if self.shape is None else self.shape[position])
+        if dim.literal is not None:
+            decision = self._literal(draft, dim.literal)
+        elif not dim.axes:
+            return draft.decided(Outcome.EMPTY)
+        elif self._unknown(dim, position):
+            return draft.decided(Outcome.FAILED)
+        else:
+            decision = self._by_rule(draft, dim)
+        for axis in decision.mesh_axes:
+            self.taken[axis] = (position, draft.label)
+        return decision
+
+    def _by_rule(self, draft: _Draft, dim: Dim) -> DimDecision:
+        rule = self._rule_for(dim, draft.dim)
+        if rule is None:
+            failed = bool(self.problems) and self.problems[-1].dim == draft.dim
+            return draft.decided(Outcome.FAILED if failed else Outcome.NO_RULE)
+        if dim.merged:
+            draft.judged_as = axis_label(dim.axes[0])
+        return self._choose(draft, rule, dim.merged[0][1] if dim.merged else draft.size)
+
+    def _literal(self, draft: _Draft, names: tuple[str, ...]) -> DimDecision:
+        """Decide a dim of a literal spec: checked like a rule's candidate, but only a policy leaves anything out of it."""
+        ref = RuleRef(key=f"dim {draft.dim}", text="+".join(names) or "-", source="literal spec")
+        lost = [name for name in names if name != Fallback.UNCONSTRAINED and name not in self.sizes]
+        for name in lost if self.rules.policy.missing is Missing.SKIP else ():
+            hint = did_you_mean(name, self.sizes) or f"the mesh has {', '.join(self.sizes)}"
+            self._problem(MissingMeshAxisError, f"mesh axis {name!r} is not in the mesh", draft.dim, "", rule=ref, fix=hint)
+            draft.rule = ref
+            return draft.decided(Outcome.FAILED)
+        fallback = Fallback.UNCONSTRAINED if names == (Fallback.UNCONSTRAINED,) else Fallback.NONE if names else Fallback.REPLICATED
+        rule = Rule(candidates=(names,) if not fallback else (), fallback=fallback, ref=ref)
+        return self._choose(draft, rule, draft.size)
+
+    # Which rule.
+
+    def _unknown(self, dim: Dim, position: int) -> bool:
+        known = self.rules.known_axes
+        names = [axis for axis, _ in dim.merged] if dim.merged else dim.axes
+        unknown = [axis for axis in names if axis not in known]
+        for axis in unknown:
+            problem = unknown_axis(axis, self.rules)
+            self.problems.append(dataclasses.replace(problem, path=self.path or "", dim=position, axis=dim.label))
+        return bool(unknown)
+
+    def _stated(self, axis: str) -> Rule | None:
+        return self.rules.stated(axis, mode=self.mode, role=self.role, path=self.path)
+
+    def _rule_for(self, dim: Dim, position: int) -> Rule | None:
+        """Return the rule of a dim, or None: no rule, or a composite that makes none (then a problem is noted)."""
+        if dim.means and self.role is not Role.ACTIVATION:
+            found = self._stand_in(dim)
+            if found is not None:
+                self.stood_in.add(position)
+                return found
+        members = [self._stated(axis) or default_rule(axis) for axis in dim.axes]
+        if len(members) == 1:
+            return members[0]
+        return self._composite(dim, members, position)
+
+    def _stand_in(self, dim: Dim) -> Rule | None:
+        """Return the rule of the semantic axis that a weight layout's dim stands for.
+
+        Exceptions by path come before tables; on either level a rule stated for the parallelism axis itself wins.
+        """
+        for find in (self._tensor, self._stated):
+            if any(find(axis) is not None for axis in dim.axes):
+                return None
+            found = find(dim.means)
+            if found is not None:
+                return found
+        return None
+
+    def _tensor(self, axis: str) -> Rule | None:
+        return self.rules.tensor_rule(axis, role=self.role, path=self.path)
+
+    def _composite(self, dim: Dim, members: list[Rule | None], position: int) -> Rule | None:
+        stated = [(axis, rule) for axis, rule in zip(dim.axes, members, strict=True) if rule is not None]
+        for axis, rule in stated:
+            if len(rule.candidates) + bool(rule.fallback) > 1 or rule.fallback is Fallback.UNCONSTRAINED:
+                what = "several candidates" if len(rule.candidates) + bool(rule.fallback) > 1 else '"?"'
+                self._problem(
+                    StrategyError,
+                    f"the rule of {axis_label(axis)} has {what}, so it cannot be a member of a composite",
+                    position,
+                    dim.label,
+                    rule=rule.ref,
+                    fix="for axes flattened into one dim use merged((A, size), (B, size)); else give the member one candidate",
+                )
+                return None
+        if not stated:
+            return None
+        joined = tuple(axis for _, rule in stated for candidate in rule.candidates for axis in candidate)
+        ref = RuleRef(
+            key=" + ".join(rule.ref.key for _, rule in stated),
+            text=" + ".join(rule.ref.text for _, rule in stated),
+            table=", ".join(dict.fromkeys(rule.ref.table for _, rule in stated if rule.ref.table)),
+            source=", ".join(dict.fromkeys(rule.ref.source for _, rule in stated if rule.ref.source)),
+        )
+        return Rule(candidates=(joined,) if joined else (), fallback=Fallback.NONE if joined else Fallback.REPLICATED, ref=ref)
+
+    # Which candidate.
+
+    def _choose(self, draft: _Draft, rule: Rule, size: int | None) -> DimDecision:
+        trial = self._try(rule, size)
+        draft.rule, draft.skipped = rule.ref, tuple(trial.skipped)
+        if trial.dropped_missing:
+            return draft.decided(Outcome.POLICY_MISSING)
+        if size is None and self._needs_shape(trial, rule):
+            self._problem(
+                ShapeRequiredError,
+                "which candidate applies depends on the size",
+                draft.dim,
+                draft.label,
+                rule=rule.ref,
+                fix="pass shape=",
+            )
+            return draft.decided(Outcome.FAILED)
+        if trial.chosen is not None:
+            return self._taken_by(draft, trial.chosen, Outcome.CHOSEN, unchecked=size is None)
+        return self._fall_back(draft, rule, trial, size)
+
+    def _try(self, rule: Rule, size: int | None) -> _Trial:
+        """Try the candidates in order; keep trying names after a choice so that no-shape requests see all of them."""
+        trial = _Trial()
+        for candidate in rule.candidates:
+            live = self._live(candidate, trial)
+            if trial.dropped_missing and size is None and trial.lives:
+                # An earlier candidate would do for some sizes: without one, both are in play.
+                trial.dropped_missing = False
+                trial.lives.append(candidate)
+                return trial
+            if trial.dropped_missing:
+                return trial
+            if not live:
+                trial.skipped.append(Skip(reason=Reason.EMPTY, candidate=candidate))
+                continue
+            trial.lives.append(live)
+            blocked = self._blocked(live)
+            if blocked:
+                self._fail(trial, candidate, _Failure(live=live, reason=Reason.TAKEN, blocked_by=blocked))
+            elif size is not None and not self.fits(size, live):
+                self._fail(trial, candidate, _Failure(live=live, reason=Reason.INDIVISIBLE), size=size)
+            elif size is None:
+                trial.chosen = trial.chosen or live
+            else:
+                trial.chosen = live
+                return trial
+        return trial
+
+    def _live(self, candidate: tuple[str, ...], trial: _Trial) -> tuple[str, ...]:
+        """Return a candidate without mesh axes that are absent or of size 1, recording each."""
+        live = []
+        for axis in candidate:
+            size = self.sizes.get(axis)
+            if size is not None and size > 1:
+                live.append(axis)
+                continue
+            reason = Reason.MISSING if size is None else Reason.SIZE_ONE
+            trial.skipped.append(Skip(reason=reason, candidate=candidate, mesh_axis=axis))
+            if size is None and self.rules.policy.missing is Missing.REPLICATE:
+                trial.dropped_missing = True
+        return tuple(live)
+
+    def _blocked(self, live: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the mesh axes of a candidate that an earlier dim, or an earlier member, holds."""
+        return tuple(axis for at, axis in enumerate(live) if axis in self.taken or axis in live[:at])
+
+    def _shards(self, live: tuple[str, ...]) -> int:
+        """Shards along a candidate; sizes are already local along Manual mesh axes."""
+        return math.prod(self.sizes[axis] for axis in live if axis not in self.manual)
+
+    def _fail(self, trial: _Trial, candidate: tuple[str, ...], failure: _Failure, *, size: int | None = None) -> None:
+        if failure.reason is Reason.TAKEN:
+            detail = ", ".join(self._holder(axis) for axis in dict.fromkeys(failure.blocked_by))
+        else:
+            detail = f"{size} % {self._shards(failure.live)} != 0"
+        trial.skipped.append(Skip(reason=failure.reason, candidate=candidate, detail=detail))
+        trial.failure = trial.failure or failure
+
+    def _holder(self, axis: str) -> str:
+        if axis not in self.taken:
+            return f"{axis} stands twice"
+        position, label = self.taken[axis]
+        return f"{axis} is taken by dim {position} {label}"
+
+    def _needs_shape(self, trial: _Trial, rule: Rule) -> bool:
+        distinct = {*trial.lives, *([(rule.fallback.value,)] if rule.fallback else [])}
+        return len(distinct) > 1 or (bool(trial.lives) and self.rules.policy.indivisible is not Indivisible.ERROR)
+
+    def _taken_by(self, draft: _Draft, live: tuple[str, ...], outcome: Outcome, *, unchecked: bool = False) -> DimDecision:
+        manual = tuple(axis for axis in live if axis in self.manual)
+        return draft.decided(outcome, mesh_axes=live, manual=manual, unchecked=unchecked)
+
+    # What if none fits.
+
+    def _fall_back(self, draft: _Draft, rule: Rule, trial: _Trial, size: int | None) -> DimDecision:
+        if rule.fallback is Fallback.REPLICATED:
+            return draft.decided(Outcome.REPLICATED)
+        if rule.fallback is Fallback.UNCONSTRAINED:
+            return self._unconstrained(draft, rule)
+        if trial.failure is None:
+            return draft.decided(Outcome.NO_MESH_AXIS)
+        if trial.failure.reason is Reason.TAKEN:
+            return self._conflict(draft, rule, trial.failure, size)
+        return self._indivisible(draft, rule, trial.failure.live, size)
+
+    def _unconstrained(self, draft: _Draft, rule: Rule) -> DimDecision:
+        if self.role is Role.ACTIVATION:
+            return draft.decided(Outcome.UNCONSTRAINED)
+        self._problem(
+            StrategyError,
+            '"?" cannot be the answer for a parameter: it must lie somewhere',
+            draft.dim,
+            draft.label,
+            rule=rule.ref,
+            fix=f'give it a rule of its own, [params] {rule.ref.key} = "-"',
+        )
+        return draft.decided(Outcome.FAILED)
+
+    def _conflict(self, draft: _Draft, rule: Rule, failure: _Failure, size: int | None) -> DimDecision:
+        if self.rules.policy.conflict is Conflict.FIRST_DIM:
+            rest = tuple(axis for axis in dict.fromkeys(failure.live) if axis not in self.taken)
+            if not rest or size is None or self.fits(size, rest):
+                return self._taken_by(draft, rest, Outcome.POLICY_FIRST_DIM, unchecked=bool(rest) and size is None)
+            return self._indivisible(draft, rule, rest, size)
+        self._problem(
+            AxisConflictError,
+            "; ".join(self._holder(axis) for axis in dict.fromkeys(failure.blocked_by)),
+            draft.dim,
+            draft.label,
+            rule=rule.ref,
+            mesh_axes=failure.live,
+            fix=f'an array has each mesh axis once: write EMPTY or another axis here, or end the rule in a fallback, "{rule.ref.text} | -"',
+        )
+        return draft.decided(Outcome.FAILED)
+
+    def _indivisible(self, draft: _Draft, rule: Rule, live: tuple[str, ...], size: int | None) -> DimDecision:
+        assert size is not None
+        if self.rules.policy.indivisible is Indivisible.REPLICATE:
+            return draft.decided(Outcome.POLICY_REPLICATE)
+        if self.rules.policy.indivisible is Indivisible.PREFIX:
+            best = next(live[:end] for end in range(len(live) - 1, -1, -1) if self.fits(size, live[:end]))
+            return self._taken_by(draft, best, Outcome.POLICY_PREFIX)
+        over = ", ".join(f"{axis}={self.sizes[axis]}" for axis in live)
+        shards = self._shards(live)
+        count = f" ({shards} shards)" if len(live) > 1 else ""
+        self._problem(
+            IndivisibleError,
+            f"{f'{draft.judged_as} of ' if draft.judged_as else ''}size {size} does not divide over {over}{count}",
+            draft.dim,
+            draft.label,
+            rule=rule.ref,
+            size=size,
+            mesh_axes=live,
+            shards=shards,
+            fix=f'add a fallback, {rule.ref.key} = "{rule.ref.text} | -", or choose a size and a mesh that divide',
+        )
+        return draft.decided(Outcome.FAILED)
+
+    def _problem(
+        self,
+        error: type[ShardingError],
+        what: str,
+        position: int,
+        label: str,
+        *,
+        rule: RuleRef | None = None,
+        **fields: Any,
+    ) -> None:
+        text = "" if rule is None else rule_text(rule, self.mode)
+        self.problems.append(Problem(error=error, what=what, path=self.path or "", dim=position, axis=label, rule=text, **fields))
+
+
+def unknown_axis(axis: str, rules: AxisRules) -> Problem:
+    """Return the problem of an axis that nothing declares, with what was probably meant."""
+    name = axis_label(axis)
+    layout = next((layout for layout in LAYOUTS if layout.upper() == name), "")
+    hint = f"did you mean the layout {layout}?" if layout else did_you_mean(name, sorted(map(axis_label, rules.known_axes)))
+    declare = f'an axis of your own is declared in the strategy: [axes] {name.lower()} = "what it is"'
+    return Problem(error=UnknownAxisError, what=f"unknown axis {name!r}", axis=name, fix=f"{hint} {declare}".strip())
+
+
+def rule_text(rule: RuleRef, mode: str) -> str:
+    """Return a rule, where it is written, and the mode it was asked in."""
+    text = str(rule)
+    mark = f"mode {mode_name(mode)}"
+    return f"{text[:-1]}, {mark})" if text.endswith(")") else f"{text}   ({mark})"
+
+
+def gathered(decision: DimDecision, dim: Dim, frame: Frame) -> DimDecision:
+    """Drop from a stored dim the gather axes that its activation rule does not name."""
+    if not decision.mesh_axes:
+        return decision
+    names: set[str] = set()
+    for axis in (dim.means,) if decision.dim in frame.stood_in else dim.axes:
+        rule = frame.rules.stated(axis, mode=frame.mode, role=Role.ACTIVATION, path=None) or default_rule(axis)
+        names.update(rule.mesh_axes if rule is not None else ())
+    gone = tuple(axis for axis in decision.mesh_axes if axis in frame.rules.policy.gather and axis not in names)
+    left = tuple(axis for axis in decision.mesh_axes if axis not in gone)
+    manual = tuple(axis for axis in decision.manual if axis in left)
+    return dataclasses.replace(decision, mesh_axes=left, gathered=gone, manual=manual)
