@@ -1,0 +1,45 @@
+"""Attention over a sequence of 16,384 tokens on eight TPUs: memory of a few shards, where plain JAX takes gigabytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.attention.tpu_memory import BATCH, HEAD_DIM, HEADS, KV_HEADS, LENGTH, PLAIN, SHARDS, WHY_NOT, Compiled, available, measure
+
+pytestmark = [pytest.mark.tpu, pytest.mark.slow, pytest.mark.skipif(not available(), reason=WHY_NOT)]
+MB = 10**6
+SHARD = BATCH * LENGTH // SHARDS * KV_HEADS * 2 * HEAD_DIM  # elements of one rank's keys and values
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Compiled]:
+    found = measure("ring", "ulysses", "allgather_kv", PLAIN)
+    for one in found.values():
+        print(f"{one.name:30} {one.temporary / MB:8.1f} MB of temporary memory per device, forward and backward; {one.counts}")
+    return found
+
+
+def test_a_ring(compiled: dict[str, Compiled]) -> None:
+    ring = compiled["ring"]
+    assert ring.temporary <= 64 * MB
+    # Keys in bfloat16 seven times forward and seven backward; their gradients in float32 eight times.
+    assert ring.counts["permute"] == 22
+    assert ring.sent["permute"] == SHARD * (2 * 14 + 4 * 8)
+
+
+def test_ulysses(compiled: dict[str, Compiled]) -> None:
+    assert compiled["ulysses"].temporary <= 28 * MB
+    assert compiled["ulysses"].counts["all_to_all"] == 8
+    # q and o whole, k and v with one head per rank; in bfloat16, forward and backward.
+    assert compiled["ulysses"].sent["all_to_all"] == 2 * 2 * BATCH * LENGTH // SHARDS * HEAD_DIM * 2 * (HEADS + KV_HEADS)
+
+
+def test_gathered_keys(compiled: dict[str, Compiled]) -> None:
+    gathered = compiled["allgather_kv"]
+    # Keys and values forward, again backward, and the positions.
+    assert (gathered.counts["all_gather"], gathered.counts["reduce_scatter"]) == (3, 1)
+    assert gathered.sent["reduce_scatter"] == SHARD * SHARDS * 4
+
+
+def test_plain_jax_needs_fifty_times_more(compiled: dict[str, Compiled]) -> None:
+    assert compiled[PLAIN].temporary > 50 * compiled["ring"].temporary

@@ -1,0 +1,30 @@
+"""The example of long sequences, on short ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import long_context
+import pytest
+
+
+def test_a_ring_trains_as_one_device_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert long_context.main(["--length", "128", "--steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "long_context: ring   [attention] train of the strategy names ring" in said
+    assert "lies  q_length sp, kv_length sp" in said
+    assert "The losses agree" in said
+
+
+def test_losses_that_differ_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found: dict[int, list[float]] = {1: [2.0, 1.0], 8: [2.0, 1.001]}
+    monkeypatch.setattr(long_context, "train", lambda pm, *_: found[pm.mesh.size])
+    assert long_context.main(["--length", "128"]) == 1
+    assert "FAILED: largest relative difference 1.0e-03 (at most 2e-05)." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [["--length", "100"], ["--length", "0"], ["--steps", "0"]])
+def test_sizes_that_cannot_be(options: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        long_context.main(options)
+    assert "--length is a multiple of 16" in capsys.readouterr().err
