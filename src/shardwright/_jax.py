@@ -87,11 +87,13 @@ def vary_together(values: Any) -> Any:
     return jax.tree.unflatten(structure, cast)
 
 
-def call_shard_map(f: Callable[..., Any], *, mesh: Mesh | AbstractMesh | None, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def call_shard_map(
+    f: Callable[..., Any], *, mesh: Mesh | AbstractMesh | None, in_specs: Any, out_specs: Any, check_vma: bool = True
+) -> Callable[..., Any]:
     """Return `jax.shard_map` of a function; without a mesh it uses the ambient one, as nested use must."""
     if mesh is None:
-        return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs)
-    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 _EVENTS = {"/jax/core/compile/jaxpr_trace_duration": "traced", "/jax/core/compile/backend_compile_duration": "compiled"}

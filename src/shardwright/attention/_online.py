@@ -7,7 +7,9 @@ at `l = 0`, `o = 0` and never divides 0 by 0.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +148,11 @@ def keys_of(ds: jax.Array, q: jax.Array, kv_heads: int) -> jax.Array:
 def _by_kv_head(p: jax.Array, k: jax.Array) -> jax.Array:
     batch, heads, q_length, kv_length = p.shape
     return p.astype(k.dtype).reshape(batch, k.shape[2], heads // k.shape[2], q_length, kv_length)
+
+
+def full_precision(dtype: str) -> Any:
+    """Return a context in which products that name no precision have that of a dtype; for code that is not ours."""
+    return jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
 
 
 def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

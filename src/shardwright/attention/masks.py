@@ -179,6 +179,25 @@ def dense(attend: Any) -> Mask:
     return Mask(dense=attend)
 
 
+def pair_attends(rules: MaskRules, q: Any, kv: Any) -> Any:
+    """Tell which pairs attend by the rules alone: bool, in the shape to which q and kv broadcast, at most.
+
+    Args:
+      rules: the static part of the mask.
+      q: positions of queries, an integer array of JAX or NumPy.
+      kv: positions of keys, broadcast with those of the queries.
+    """
+    seen = kv >= 0
+    left, right = rules.bounds
+    if left is not None:
+        seen = seen & (kv >= q - left)
+    if right is not None:
+        seen = seen & (kv <= q + right)
+    if rules.chunk is not None:
+        seen = seen & (kv // rules.chunk == q // rules.chunk)
+    return seen
+
+
 def allowed(
     rules: MaskRules,
     q_positions: jax.Array,
@@ -203,19 +222,11 @@ def allowed(
     Returns:
       Bool, broadcastable to `[batch, heads, q_length, kv_length]`.
     """
-    q, kv = q_positions[:, None, :, None], kv_positions[:, None, None, :]
-    seen = kv >= 0
-    left, right = rules.bounds
-    if left is not None:
-        seen = seen & (kv >= q - left)
-    if right is not None:
-        seen = seen & (kv <= q + right)
-    if rules.chunk is not None:
-        seen = seen & (kv // rules.chunk == q // rules.chunk)
+    seen = pair_attends(rules, q_positions[:, None, :, None], kv_positions[:, None, None, :])
     if q_segment_ids is not None and kv_segment_ids is not None:
         seen = seen & (q_segment_ids[:, None, :, None] == kv_segment_ids[:, None, None, :])
     if lengths is not None:
-        seen = seen & (kv < lengths[:, None, None, None])
+        seen = seen & (kv_positions[:, None, None, :] < lengths[:, None, None, None])
     return seen if dense is None else seen & dense
 
 
