@@ -1,0 +1,124 @@
+"""What is refused, each with one clear error, before anything is traced."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright import attention
+from shardwright.testing.meshes import cpu_mesh
+
+Q, K = jax.ShapeDtypeStruct((2, 6, 4, 8), jnp.float32), jax.ShapeDtypeStruct((2, 6, 2, 8), jnp.float32)
+S10 = jax.ShapeDtypeStruct((2, 10, 2, 8), jnp.float32)
+
+
+def of(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"q": of(2, 6, 8)}, "q: q has shape (2, 6, 8), not 4 dims\n  fix   layout BTHD is [batch, length, heads, head_dim]"),
+    ({"q": [[1.0]]}, "q: q has shape None, not 4 dims"),
+    ({"k": of(2, 6, 2, 8, dtype=jnp.bfloat16)}, "k: k is bfloat16, and q is float32\n  fix   cast q, k and v to one dtype"),
+    ({"q": of(2, 6, 4, 8, dtype=jnp.int8)}, "q: q is int8\n  fix   attention computes in float32, bfloat16, float16: cast it"),
+    ({"k": of(3, 6, 2, 8)}, "k: batch 3 of k is not 2, that of q"),
+    ({"k": of(2, 6, 2, 4)}, "k: head_dim 4 of k is not 8, that of q"),
+    ({"v": of(2, 5, 2, 8)}, "v: length 5 of v is not 6, that of k"),
+    ({"v": of(2, 6, 4, 8)}, "v: heads 4 of v is not 2, that of k"),
+    ({"q": of(2, 6, 5, 8)}, "k: 5 query heads do not divide over 2 kv heads"),
+    ({"q": of(2, 0, 4, 8)}, "q: q has shape (2, 0, 4, 8): a dim is empty"),
+    (
+        {"layout": "BHTD", "v": of(2, 6, 3, 8)},
+        "v: length 3 of v is not 2, that of k\n  fix   layout BHTD is [batch, heads, length, head_dim]",
+    ),
+    ({"layout": "THD"}, "unknown layout 'THD'\n  fix   BTHD is [batch, length, heads, head_dim]"),
+    ({"mode": None}, "attention needs a mode, and neither the call nor a manager says one"),
+    ({"mode": "insert"}, "insert moves rows of a cache and attends to nothing"),
+    ({"window": 4}, "window=4 is not a pair of lengths"),
+    ({"chunk": 0}, "chunk=0 is not a length"),
+    (
+        {"mask": of(2, 6, 6, dtype=jnp.bool_)},
+        "mask: mask has shape (2, 6, 6), and the logits are [batch, heads, q_length, kv_length] = (2, 4, 6, 6)",
+    ),
+    ({"mask": of(2, 2, 6, 6, dtype=jnp.bool_)}, "mask: mask has shape (2, 2, 6, 6)"),
+    ({"mask": of(2, 1, 6, 6)}, "mask: mask is float32, not bool\n  fix   True means attend"),
+    ({"bias": of(6, 6)}, "bias: bias has shape (6, 6), and the logits are"),
+    ({"bias": of(1, 1, 6, 6, dtype=jnp.bool_)}, "bias: bias is bool, not floating point"),
+    ({"sinks": of(2)}, "sinks: sinks have shape (2,), not (4,)"),
+    ({"segment_ids": of(6, dtype=jnp.int32)}, "segment_ids: segment_ids has shape (6,), not (2, 6)"),
+    ({"segment_ids": of(2, 6)}, "segment_ids: segment_ids is float32, not integers"),
+    ({"k": S10, "v": S10, "segment_ids": of(2, 6, dtype=jnp.int32)}, "segment_ids: segment_ids are of 6 queries, and there are 10 keys"),
+    ({"kv_segment_ids": of(2, 6, dtype=jnp.int32)}, "kv_segment_ids: kv_segment_ids without segment_ids"),
+    ({"lengths": np.array([3, 7])}, "lengths: lengths has 7, outside 0 to 6"),
+    ({"lengths": np.array([3, -1])}, "lengths: lengths has -1, outside 0 to 6"),
+    ({"lengths": 3}, "lengths: lengths is int, not integers"),
+    ({"positions": np.arange(-1, 5)}, "positions: positions has -1, outside 0 to 1073741824"),
+    ({"positions": np.arange(5)}, "positions: positions has shape (5,), not (2, 6) or (1, 6) or (6,)"),
+    (
+        {"mode": "prefill", "positions": np.arange(6)},
+        "positions: in prefill, positions of 6 queries say nothing of 6 keys\n  fix   pass kv_positions too",
+    ),
+    ({"k": S10, "v": S10, "positions": np.arange(6)}, "positions: in train, positions of 6 queries say nothing of 10 keys"),
+    ({"causal": True, "kv_positions": np.arange(6)}, "kv_positions: kv_positions without positions"),
+    (
+        {"k": S10, "v": S10, "causal": True, "lengths": np.array([3, 4])},
+        "lengths: with lengths, where the 6 queries of 10 keys stand is not clear in train\n  fix   pass positions and kv_positions",
+    ),
+    ({"scale": float("nan")}, "scale: scale=nan is not a number"),
+    ({"softcap": 0.0}, "softcap: softcap=0.0\n  fix   pass a positive number"),
+    ({"dropout": 1.0, "dropout_key": 1}, "dropout: dropout=1.0\n"),
+    ({"dropout": 0.5}, "dropout_key: dropout=0.5 without a key"),
+    ({"implementation": "blokwise"}, "unknown attention implementation 'blokwise'\n  fix   did you mean 'blockwise'?"),
+    ({"casual": True}, "unknown option 'casual'\n  fix   did you mean 'causal'?"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), BAD, ids=[says[:40] for _, says in BAD])
+def test_a_bad_argument_is_named(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(sw.AttentionError, match=re.escape(says)):
+        attention.explain(**{"q": Q, "k": K, "v": K, "mode": "train", **given})
+
+
+def test_an_unknown_mode_is_a_mistyped_one() -> None:
+    with pytest.raises(sw.StrategyError, match="unknown mode 'trian'\n  fix   did you mean 'train'"):
+        attention.explain(Q, K, K, mode="trian")
+
+
+def test_the_mode_may_be_the_managers() -> None:
+    pm = sw.PartitionManager(sw.Strategy.loads('[rules]\nbatch = "dp"\n'), mesh=cpu_mesh("dp:2"))
+    with pm.for_mode("decode"):
+        assert attention.explain(Q, K, K).call.mode == sw.MODE_DECODE
+    with pm, pytest.raises(sw.AttentionError, match="attention needs a mode"):
+        attention.explain(Q, K, K)
+
+
+def test_part_of_a_sequence_is_not_taken_for_the_whole() -> None:
+    pm = sw.PartitionManager(
+        sw.Strategy.loads('[rules]\nbatch = "dp"\nquery_length = "sp"\nkv_length = "sp"\n'), mesh=cpu_mesh("dp:2,sp:2")
+    )
+    axes = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
+
+    def inside(x: jax.Array) -> Any:
+        return attention.dot_product_attention(x, x, x, mode="train", causal=True)
+
+    with pm, pytest.raises(sw.AttentionError, match="q dim 1 QUERY_LENGTH: a shard_map around the call has split the length over sp"):
+        pm.shard_map(inside, in_axes=(axes,), out_axes=axes)(jnp.zeros((2, 4, 2, 8)))
+
+
+def test_inside_a_shard_map_over_the_batch_it_attends_on_the_shard() -> None:
+    pm = sw.PartitionManager(sw.Strategy.loads('[rules]\nbatch = "dp"\n'), mesh=cpu_mesh("dp:2"))
+    x = jax.random.normal(jax.random.key(0), (2, 4, 2, 8))
+    axes = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
+
+    def inside(x: jax.Array) -> Any:
+        return attention.dot_product_attention(x, x, x, mode="train", causal=True)
+
+    with pm:
+        found = pm.shard_map(inside, in_axes=(axes,), out_axes=axes)(x)
+    np.testing.assert_allclose(found, inside(x), rtol=2e-6, atol=2e-6)
