@@ -75,22 +75,27 @@ def unpack(packed: Sequence[jax.Array], *, head_dim: int) -> tuple[jax.Array, ja
 
 
 def blocks(recipe: Recipe, shard: Operands, call: AttentionCall) -> Recipe:
-    """Return a recipe whose blocks suit a shard: logits of a block no larger than its keys and values, down to 128 rows.
-
-    Where positions are arrays a block lies in one half of a shard: in zigzag order the halves stand far apart, and a block with
-    rows of both could never be skipped.
-    """
-    limit = max(shard.k.nbytes + shard.v.nbytes, _SMALL * _SMALL)
+    """Return a recipe whose blocks suit a shard: logits of a block no larger than its keys and values, down to 128 rows."""
+    limit = shard.k.nbytes + shard.v.nbytes
     q_block, kv_block = min(recipe.q_block, shard.q.shape[1]), min(recipe.kv_block, shard.k.shape[1])
     while 4 * shard.q.shape[0] * shard.q.shape[2] * q_block * kv_block > limit and max(q_block, kv_block) > _SMALL:
         q_block, kv_block = (-(-q_block // 2), kv_block) if q_block > kv_block else (q_block, -(-kv_block // 2))
-    if call.q_offset is None and recipe.mask.positional:
-        q_block, kv_block = _within_half(q_block, shard.q.shape[1]), _within_half(kv_block, shard.k.shape[1])
+    return within_halves(dataclasses.replace(recipe, q_block=q_block, kv_block=kv_block), shard, call)
+
+
+def within_halves(recipe: Recipe, shard: Operands, call: AttentionCall) -> Recipe:
+    """Return a recipe none of whose blocks lies in two halves of a shard, where positions are arrays.
+
+    In zigzag order the halves stand far apart: a block with rows of both could never be skipped.
+    """
+    if call.q_offset is not None or not recipe.mask.positional:
+        return recipe
+    q_block, kv_block = _within_half(recipe.q_block, shard.q.shape[1]), _within_half(recipe.kv_block, shard.k.shape[1])
     return dataclasses.replace(recipe, q_block=q_block, kv_block=kv_block)
 
 
 def _within_half(block: int, length: int) -> int:
-    half = -(-length // 2)
+    half = -(-length // 2)  # of an odd length one half is a row longer
     return -(-half // -(-half // block))
 
 

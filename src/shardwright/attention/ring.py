@@ -176,7 +176,9 @@ def _attend_backward(ring: _Ring, kept: Any, cotangents: Any) -> Any:
     start = _Grads(q=zeros(operands.q), bias=bias, kv=_sequence.pack(zeros(operands.k), zeros(operands.v)))
     grads, kv = _turn(ring, turn_and_send, (start, _sequence.pack(operands.k, operands.v)))
     grads = add(grads, kv, ring.turns[-1])
-    dk, dv = _sequence.unpack(ring.send(grads.kv, -ring.turns[-1]), head_dim=operands.q.shape[-1])  # home
+    dk, dv = _sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
+    complete = _sequence.pack(dk.astype(operands.k.dtype), dv.astype(operands.v.dtype))
+    dk, dv = _sequence.unpack(ring.send(complete, -ring.turns[-1]), head_dim=operands.q.shape[-1])  # home
     sinks = None if operands.sinks is None else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta)
     return _sequence.cotangents(floats, q=grads.q, k=dk, v=dv, bias=grads.bias, sinks=sinks)
 

@@ -48,7 +48,7 @@ def _run(shard: Operands, *, call: AttentionCall) -> Result:
         o, lse = blockwise.attend(shard, call.recipe)
         return _shards.asked(Result(o=o, lse=lse), call)
     whole = _with_some_heads(_jax.vary_together(_with_all_rows(shard, call)), call)
-    o, lse = blockwise.attend(whole, call.recipe)
+    o, lse = blockwise.attend(whole, _sequence.within_halves(call.recipe, shard, call))
     return Result(
         o=_swap(o, axes, split=1, join=2),
         lse=_swap(lse, axes, split=2, join=1) if call.return_lse else None,
