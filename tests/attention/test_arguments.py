@@ -111,6 +111,20 @@ def test_part_of_a_sequence_is_not_taken_for_the_whole() -> None:
         pm.shard_map(inside, in_axes=(axes,), out_axes=axes)(jnp.zeros((2, 4, 2, 8)))
 
 
+def test_dropout_inside_a_shard_map_is_refused() -> None:
+    pm = sw.PartitionManager(sw.Strategy.loads('[rules]\nbatch = "dp"\n'), mesh=cpu_mesh("dp:2"))
+    axes = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
+
+    def inside(x: jax.Array) -> Any:
+        return attention.dot_product_attention(x, x, x, mode="train", dropout=0.5, dropout_key=1)
+
+    with (
+        pm,
+        pytest.raises(sw.AttentionError, match="dropout: dropout inside a shard_map over dp: which weights are dropped goes by global"),
+    ):
+        pm.shard_map(inside, in_axes=(axes,), out_axes=axes)(jnp.zeros((2, 4, 2, 8)))
+
+
 def test_inside_a_shard_map_over_the_batch_it_attends_on_the_shard() -> None:
     pm = sw.PartitionManager(sw.Strategy.loads('[rules]\nbatch = "dp"\n'), mesh=cpu_mesh("dp:2"))
     x = jax.random.normal(jax.random.key(0), (2, 4, 2, 8))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwright import context
+from shardwright import _jax, context
 from shardwright.attention import masks
 from shardwright.attention.call import AttentionCall, JointSpecs, Layout, Operands, Recipe, default_positions
 from shardwright.attention.joint import resolve_joint
@@ -78,8 +78,15 @@ class _Sizes:
     v_dim: int
 
 
-def describe(q: Any, k: Any, v: Any, *, options: Options) -> tuple[AttentionCall, Mask]:
+def describe(q: Any, k: Any, v: Any, *, options: Options, specs: JointSpecs | None = None) -> tuple[AttentionCall, Mask]:
     """Return a call as data, and its mask with all arrays in it. Reads shapes and dtypes; arrays may be `ShapeDtypeStruct`s.
+
+    Args:
+      q: like that of `dot_product_attention`; so are k and v.
+      k: see q.
+      v: see q.
+      options: its keywords.
+      specs: where the arrays lie; absent: as the manager's rules say.
 
     Raises:
       AttentionError: the arguments do not go together; see `dot_product_attention`.
@@ -92,8 +99,8 @@ def describe(q: Any, k: Any, v: Any, *, options: Options) -> tuple[AttentionCall
     mask = _mask(options, sizes)
     _check_arrays(options, mask, sizes)
     recipe = _recipe(options, mask.rules, sizes)
-    specs = JointSpecs()
-    if manager is not None:
+    _check_dropout(recipe, q)
+    if specs is None and manager is not None:
         rows = (sizes.batch, sizes.kv_length, sizes.kv_heads)
         q_dims = (sizes.batch, sizes.q_length, sizes.heads, sizes.head_dim)
         specs = resolve_joint(manager, q=q_dims, k=(*rows, sizes.head_dim), v=(*rows, sizes.v_dim), mode=mode)
@@ -111,7 +118,7 @@ def describe(q: Any, k: Any, v: Any, *, options: Options) -> tuple[AttentionCall
         bias_shape=None if options.bias is None else tuple(options.bias.shape),
         return_lse=options.return_lse,
         return_weights=options.return_weights,
-        specs=specs,
+        specs=JointSpecs() if specs is None else specs,
         mesh=None if manager is None else manager.mesh,
         platform=options.platform or _platform(manager),
         loop=options.loop,
@@ -327,6 +334,17 @@ def _recipe(options: Options, rules: MaskRules, sizes: _Sizes) -> Recipe:
         if getattr(options, name) < 1:
             raise AttentionError(f"{name}={getattr(options, name)}", path=name, fix="pass a number of rows")
     return Recipe(mask=rules, scale=scale, softcap=softcap, dropout=rate, q_block=options.q_block, kv_block=options.kv_block)
+
+
+def _check_dropout(recipe: Recipe, q: Any) -> None:
+    """Refuse dropout where rows and heads have local numbers: every shard would drop the same weights."""
+    manual = sorted(_jax.varying_axes(q)) if recipe.dropout and _jax.is_array(q) else []
+    if manual:
+        raise AttentionError(
+            f"dropout inside a shard_map over {'+'.join(manual)}: which weights are dropped goes by global rows and heads",
+            path="dropout",
+            fix="call attention outside of that shard_map",
+        )
 
 
 def _number(name: str, value: Any) -> float:
