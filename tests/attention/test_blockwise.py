@@ -122,6 +122,21 @@ def test_an_output_can_become_a_state_again() -> None:
     np.testing.assert_allclose(same, lse, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "mask", [MaskRules(causal=True), MaskRules(window=(3, 3)), MaskRules(causal=True, window=(5, 0)), MaskRules(chunk=8)], ids=str
+)
+def test_blocks_that_nobody_attends_to_are_never_read(mask: MaskRules) -> None:
+    operands, recipe = make_operands(q_length=32, kv_length=32), Recipe(scale=0.3, mask=mask, q_block=8, kv_block=8)
+    operands = without(operands, *LEFT_OUT["bare"])
+    first = operands.replace(q=operands.q[:, :8], q_positions=operands.q_positions[:, :8])
+    # 0 times NaN is NaN: were a block of these keys computed and masked, it would show.
+    poison = jnp.where(jnp.arange(32) < 16, 0.0, jnp.nan)[None, :, None, None]
+    out, grads = value_and_grads(lambda x: blockwise.attend(x, recipe), first.replace(k=first.k + poison, v=first.v + poison))
+    want, _ = value_and_grads(lambda x: blockwise.attend(x, recipe), first)
+    np.testing.assert_array_equal(out["o"], want["o"])
+    assert all(np.isfinite(grad).all() for grad in grads.values())
+
+
 def temporaries(attend: Callable[[Operands], Any], length: int) -> int:
     operands = without(make_operands(batch=1, q_length=length, kv_length=length), *LEFT_OUT["bare"])
     grad = jax.grad(lambda arrays: jnp.sum(attend(operands.replace(**arrays))[0]))
