@@ -168,6 +168,16 @@ def explicit(call: AttentionCall) -> bool:
     return call.mesh is not None and "Explicit" in str(call.mesh.axis_types) and bool(call.specs.mesh_axes)
 
 
+def not_in_jax(call: AttentionCall) -> bool:
+    recipe = call.recipe
+    return recipe.softcap is not None or call.sinks or recipe.dropout > 0 or call.head_dim != call.v_dim or call.return_lse
+
+
+def not_in_splash(call: AttentionCall) -> bool:
+    arrays = call.mask_shape is not None or call.bias_shape is not None or call.q_offset is None
+    return arrays or call.recipe.dropout > 0 or call.return_lse
+
+
 ROWS: dict[str, Row] = {
     "vanilla": Row(refuses=explicit),
     "blockwise": Row(refuses=sharded_length),
@@ -175,6 +185,9 @@ ROWS: dict[str, Row] = {
     "ulysses": Row(refuses=lambda call: apart(call) or too_few_heads(call)),
     "allgather_kv": Row(refuses=apart),
     "flash_decode": Row(refuses=both_sharded),
+    "sdpa": Row(refuses=lambda call: sharded_length(call) or not_in_jax(call)),
+    "cudnn": Row(refuses=lambda call: True),  # no GPU here; tests/attention/test_sdpa.py
+    "splash": Row(refuses=lambda call: sharded_length(call) or not_in_splash(call)),
 }
 
 

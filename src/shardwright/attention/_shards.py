@@ -14,7 +14,7 @@ from shardwright import _jax, placement
 from shardwright.attention.call import AttentionCall, KVHeads, Operands, Result, spec_of
 
 
-def run_on_shards(kernel: Callable[[Operands], Result], operands: Operands, call: AttentionCall) -> Result:
+def run_on_shards(kernel: Callable[[Operands], Result], operands: Operands, call: AttentionCall, *, opaque: bool = False) -> Result:
     """Return `kernel(shards)` as global arrays; without a mesh, or over none of its axes, simply `kernel(operands)`.
 
     The kernel's k and v hold the kv heads that its query heads read, so that local query head h reads local kv head
@@ -26,9 +26,11 @@ def run_on_shards(kernel: Callable[[Operands], Result], operands: Operands, call
       kernel: function of local operands.
       operands: global arrays.
       call: what they are and where they lie.
+      opaque: whether neither JAX's types nor the partitioner can look into the kernel, as with Pallas: `shard_map` then checks
+        nothing, and is there on every mesh.
     """
     specs = call.specs
-    if call.mesh is None or not specs.mesh_axes:
+    if call.mesh is None or not (specs.mesh_axes or opaque):
         return kernel(operands)
     heads = (jnp.arange(call.heads, dtype=jnp.int32), jnp.arange(call.kv_heads, dtype=jnp.int32))
     arguments, structure = jax.tree.flatten((operands, heads))
@@ -37,16 +39,33 @@ def run_on_shards(kernel: Callable[[Operands], Result], operands: Operands, call
 
     def local(*leaves: Any) -> Result:
         shard, (head_index, kv_head_index) = jax.tree.unflatten(structure, leaves)
-        return kernel(_pick_kv_heads(shard, call, head_index, kv_head_index))
+        return kernel(pick_kv_heads(shard, call, head_index, kv_head_index))
 
-    lse = specs.lse if call.return_lse else None
-    out_specs = Result(o=specs.output, lse=lse, weights=weights_spec(call) if call.return_weights else None)
+    return over_shards(local, arguments, in_specs, call, opaque=opaque)
+
+
+def over_shards(
+    local: Callable[..., Result], arguments: list[Any], in_specs: list[PartitionSpec], call: AttentionCall, *, opaque: bool = False
+) -> Result:
+    """Return `local(*shards)` as global arrays that lie as the call's output does.
+
+    Args:
+      local: function of local arrays.
+      arguments: global arrays.
+      in_specs: where each lies.
+      call: what they are.
+      opaque: see `run_on_shards`.
+    """
+    assert call.mesh is not None
+    lse = call.specs.lse if call.return_lse else None
+    out_specs = Result(o=call.specs.output, lse=lse, weights=weights_spec(call) if call.return_weights else None)
     ambient = _jax.ambient_mesh()
     if AxisType.Explicit in (ambient or call.mesh).axis_types:
         placed = (placement.make_placement(spec, call.mesh, ambient) for spec in in_specs)
         arguments = [placement.place(x, where) for x, where in zip(arguments, placed, strict=True)]
     mesh = None if ambient is not None else call.mesh
-    result: Result = _jax.call_shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs)(*arguments)
+    over = _jax.call_shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=not opaque)
+    result: Result = over(*arguments)
     return result
 
 
@@ -82,7 +101,7 @@ def _is_spec(value: object) -> bool:
     return isinstance(value, PartitionSpec)
 
 
-def _pick_kv_heads(shard: Operands, call: AttentionCall, head_index: jax.Array, kv_head_index: jax.Array) -> Operands:
+def pick_kv_heads(shard: Operands, call: AttentionCall, head_index: jax.Array, kv_head_index: jax.Array) -> Operands:
     """Return the operands with the kv heads that the local query heads read, by the global map `h * kv_heads // heads`."""
     if call.specs.grouping is KVHeads.SAME:
         return shard

@@ -10,6 +10,8 @@ from shardwright.attention.call import AttentionCall
 from shardwright.attention.flash_decode import FlashDecodeAttention
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, impl_names
 from shardwright.attention.ring import RingAttention
+from shardwright.attention.sdpa import CudnnAttention, SdpaAttention
+from shardwright.attention.splash import SplashAttention
 from shardwright.attention.ulysses import UlyssesAttention
 from shardwright.attention.vanilla import VanillaAttention
 from shardwright.errors import AttentionError
@@ -24,6 +26,9 @@ SHIPPED: tuple[type[AttentionImpl], ...] = (
     UlyssesAttention,
     AllGatherKVAttention,
     FlashDecodeAttention,
+    SdpaAttention,
+    CudnnAttention,
+    SplashAttention,
 )
 # All keys of a shard's sequences, up to this many bytes, are gathered without a thought.
 _GATHER_BYTES = 256 * 2**20

@@ -222,7 +222,7 @@ def allowed(
     Returns:
       Bool, broadcastable to `[batch, heads, q_length, kv_length]`.
     """
-    seen = pair_attends(rules, q_positions[:, None, :, None], kv_positions[:, None, None, :])
+    seen: jax.Array = pair_attends(rules, q_positions[:, None, :, None], kv_positions[:, None, None, :])
     if q_segment_ids is not None and kv_segment_ids is not None:
         seen = seen & (q_segment_ids[:, None, :, None] == kv_segment_ids[:, None, None, :])
     if lengths is not None:

@@ -1,0 +1,57 @@
+"""Splash attention, JAX's Pallas kernel for TPUs, on every shard of the batch and the heads.
+
+Its masks are made when the program is, from rules by position, so positions are row numbers. On a CPU the kernel is
+interpreted: correct and slow, for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from shardwright import _jax
+from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
+from shardwright.attention.call import AttentionCall, Operands
+from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
+
+
+@AttentionRegistry.register
+class SplashAttention(AttentionImpl):
+    """JAX's flash kernel for TPUs: memory linear in length, the batch and the heads may be sharded, the lengths not."""
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        """Return "splash"."""
+        return "splash"
+
+    @classmethod
+    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
+        """Return why a call cannot be served: a GPU, sharded lengths, or what the kernel does not know."""
+        recipe, ambient = call.recipe, _jax.ambient_mesh()
+        manual = "+".join(ambient.manual_axes) if ambient is not None else ""
+        found = {
+            "its kernel is for TPUs, and the platform is gpu": call.platform == "gpu",
+            "its logsumexp has no gradient": call.return_lse,
+            "positions are arrays, and its masks are made when the program is": call.q_offset is None,
+            "it takes no dense mask": call.mask_shape is not None,
+            "it takes no bias": call.bias_shape is not None,
+            f"it has no dropout, and dropout is {recipe.dropout}": bool(recipe.dropout),
+            "TPUs do not compute in float16": call.dtype == "float16",
+            f"a shard_map around the call has split {manual}, and its kernel needs one that checks nothing": bool(manual),
+        }
+        return (*lengths_are_whole(call), *no_weights(call), *(reason for reason, holds in found.items() if holds))
+
+    @classmethod
+    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Attend with the kernel interpreted."""
+        return _run(operands, call, interpret=True)
+
+    @classmethod
+    def forward_tpu(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Attend on every shard of batch and heads."""
+        return _run(operands, call, interpret=False)
+
+
+def _run(operands: Operands, call: AttentionCall, *, interpret: bool) -> Result:
+    from shardwright.attention import _splash_kernel  # brings Pallas, half a second
+
+    return run_on_shards(functools.partial(_splash_kernel.attend, call=call, interpret=interpret), operands, call, opaque=True)
