@@ -109,3 +109,21 @@ def test_attributes_come_apart_as_they_were_joined(pieces: list[str]) -> None:
 def test_a_computation_without_a_root_is_an_error() -> None:
     with pytest.raises(ProgramError, match="computation main has no ROOT"):
         parse_hlo("HloModule x\n\nENTRY %main () -> f32[] {\n  %a = f32[] constant(1)\n}\n")
+
+
+def test_what_a_pallas_kernel_says_of_itself_may_span_lines() -> None:
+    text = """HloModule x
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %kernel.1 = (f32[8]{0}, s32[]) custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}",
+"other":"x"
+}}, metadata={op_name="jit(f)/pallas_call" stack_frame_id=21}
+  ROOT %part = f32[8]{0} get-tuple-element(%kernel.1), index=0
+}
+"""
+    instructions = parse_hlo(text).entry.instructions
+    assert list(instructions) == ["a", "kernel.1", "part"]
+    assert 'metadata={op_name="jit(f)/pallas_call"' in instructions["kernel.1"].rest
+    assert instructions["part"].line == 9

@@ -16,6 +16,8 @@ from pathlib import Path
 from shardwright.errors import ProgramError
 
 _COMMENT = re.compile(r"/\*index=\d+\*/")
+# What a Pallas kernel says of itself: the only attribute that XLA prints on lines of its own.
+_BROKEN = re.compile(r'kernel_metadata=\{\n(?:"[^\n]*\n)*\}\}[^\n]*\n')
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = ")
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
@@ -163,7 +165,7 @@ def parse_hlo(text: str) -> Module:
     """
     if not text.startswith("HloModule"):
         raise ProgramError("the text is no compiled program: it does not start with HloModule", fix="pass jitted.lower(...).compile()")
-    lines = _COMMENT.sub("", text).splitlines()
+    lines = _BROKEN.sub(_joined, _COMMENT.sub("", text)).splitlines()
     head = lines[0]
     computations: dict[str, Computation] = {}
     entry = None
@@ -184,6 +186,11 @@ def parse_hlo(text: str) -> Module:
     )
 
 
+def _joined(broken: re.Match[str]) -> str:
+    # The line breaks go to the end, so that other lines keep their numbers.
+    return broken[0].replace("\n", "") + "\n" * broken[0].count("\n")
+
+
 def _number(head: str, key: str) -> int:
     found = re.search(rf"\b{key}=(\d+)", head)
     return int(found[1]) if found else 1
@@ -197,6 +204,8 @@ def _computation(name: str, lines: list[str], start: int) -> Computation:
         line = lines[number]
         if line.startswith("}"):
             break
+        if not line:
+            continue
         one = _instruction(line, number + 1)
         instructions[one.name] = one
         root = one if one.is_root else root
