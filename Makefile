@@ -2,6 +2,7 @@
 #
 #   VENV=path      where the environment goes (default .venv)
 #   PYTHON=path    the interpreter to make it with (default: the first suitable one found)
+#   WORKERS=n      how many processes run the tests (default auto: one per core)
 #   ARGS='...'     passed on to pytest, the demo or the benchmarks
 
 SHELL = /bin/sh
@@ -12,11 +13,13 @@ VENV ?= .venv
 VENV_LATEST ?= $(VENV)-latest
 VENV_PEERS ?= $(VENV)-peers
 PYTHON ?=
+WORKERS ?= auto
 ARGS ?=
 export PYTHON
 
 ready = sh tools/environment.sh
 bin = $(VENV)/bin
+pytest = -m pytest -q -n $(WORKERS) --dist worksteal
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -27,16 +30,16 @@ demo: ## train a small decoder under four strategy files, serve it under a fifth
 
 test: ## run the tests, without the slow ones
 	@$(ready) $(VENV) test
-	@$(bin)/python -m pytest -q $(ARGS)
+	@$(bin)/python $(pytest) $(ARGS)
 
 test-full: ## run all tests
 	@$(ready) $(VENV) test
-	@$(bin)/python -m pytest -q -m "" $(ARGS)
+	@$(bin)/python $(pytest) -m "" $(ARGS)
 
 test-latest: ## run the tests on the newest JAX (Python 3.12 or newer); looks for a newer one once a day
 	@$(ready) $(VENV_LATEST) test 3.12 `date +%Y-%m-%d`
 	@$(VENV_LATEST)/bin/python -c 'import jax, sys; print("JAX", jax.__version__, "on Python", sys.version.split()[0])'
-	@$(VENV_LATEST)/bin/python -m pytest -q $(ARGS)
+	@$(VENV_LATEST)/bin/python $(pytest) $(ARGS)
 
 check: ## format, lint, types, import order, documentation
 	@$(ready) $(VENV) dev
