@@ -32,6 +32,7 @@ from shardwright.attention.masks import Mask as Mask
 from shardwright.attention.metadata import AttentionMetadata as AttentionMetadata
 from shardwright.attention.metadata import AttentionOutput as AttentionOutput
 from shardwright.attention.metadata import AttentionSpecs as AttentionSpecs
+from shardwright.attention.paged import paged_attention as paged_attention
 from shardwright.attention.registry import AttentionImpl as AttentionImpl
 from shardwright.attention.registry import AttentionRegistry as AttentionRegistry
 from shardwright.attention.registry import Result as Result

@@ -157,7 +157,7 @@ def factored(call: AttentionCall) -> tuple[str, ...]:
 
 
 def _run(shard: Operands, *, call: AttentionCall) -> Result:
-    if call.shards(call.specs.kv_length) == 1:
+    if not call.specs.kv_length:
         o, lse = blockwise.attend(shard, call.recipe)
         return _shards.asked(Result(o=o, lse=lse), call)
     combine = combination(call.specs, call)

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwright import _jax, resolver
 from shardwright.attention.call import JointSpecs, KVHeads
-from shardwright.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_HEAD_DIM, KV_LENGTH, QUERY_LENGTH
+from shardwright.axes import BATCH, EMPTY, HEAD, HEAD_DIM, KV_HEAD, KV_HEAD_DIM, KV_LENGTH, PAGE, QUERY_LENGTH
 from shardwright.errors import AttentionError
 from shardwright.manager import PartitionManager
 from shardwright.provenance import ModeFrom, Outcome, Resolution
@@ -18,6 +18,7 @@ from shardwright.provenance import ModeFrom, Outcome, Resolution
 QUERY_AXES = (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM)
 KEY_AXES = (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM)
 REPEATED_KEY_AXES = (BATCH, KV_LENGTH, HEAD, HEAD_DIM)
+PAGE_AXES = (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM)
 Dims = tuple[int, int, int, int]
 
 
@@ -48,6 +49,45 @@ def resolve_joint(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode:
         raise _apart("heads", heads, kv_heads, resolved["k"], dim=2)
     grouping, why = _grouping(heads, kv_heads, kv_length, resolved["k"])
     return JointSpecs(batch=batch, q_length=q_length, kv_length=kv_length, heads=heads, kv_heads=kv_heads, grouping=grouping, why=why)
+
+
+def resolve_pages(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode: str) -> JointSpecs:
+    """Return where queries and pages of keys lie under a manager, `kv_length` being the mesh axes of the pages; see `resolve_joint`.
+
+    Args:
+      manager: rules and mesh.
+      q: `[batch, q_length, heads, head_dim]`.
+      k: `[pages, page_size, kv_heads, head_dim]`.
+      v: `[pages, page_size, kv_heads, v_dim]`.
+      mode: runtime mode.
+
+    Raises:
+      ShardingError: what the rules say does not fit the sizes.
+      AttentionError: what they say of q and of the pages does not go together.
+    """
+    queries = _resolve(manager, QUERY_AXES, q, mode=mode, name="q")
+    found = _resolve(manager, PAGE_AXES, k, mode=mode, name="k_pages")
+    _resolve(manager, PAGE_AXES, v, mode=mode, name="v_pages")
+    (batch, q_length, heads, _), (pages, _, kv_heads, _) = _mesh_axes(queries), _mesh_axes(found)
+    _check_pages(found, pages, batch=batch, q_length=q_length)
+    if kv_heads != heads[: len(kv_heads)]:
+        raise _apart("heads", heads, kv_heads, found, dim=2)
+    grouping, why = _grouping(heads, kv_heads, pages, found)
+    return JointSpecs(batch=batch, q_length=q_length, kv_length=pages, heads=heads, kv_heads=kv_heads, grouping=grouping, why=why)
+
+
+def _check_pages(found: Resolution, pages: tuple[str, ...], **queries: tuple[str, ...]) -> None:
+    decision = found.decisions[0]
+    where: dict[str, Any] = {"path": "k_pages", "dim": 0, "axis": decision.label, "rule": str(decision.rule or "")}
+    if decision.manual:
+        what = f"a shard_map around the call has split the pages over {'+'.join(decision.manual)}, and tables number them globally"
+        raise AttentionError(what, **where, fix="call attention outside of that shard_map")
+    for dim, over in queries.items():
+        both = [axis for axis in pages if axis in over]
+        if both:
+            what = f"the pages and the {dim} of the queries both lie over {both[0]}: a shard would lack pages that its queries read"
+            fix = 'page = "-" keeps every page on every shard of the queries; or shard pages over a mesh axis of their own'
+            raise AttentionError(what, **where, fix=fix)
 
 
 def _grouping(heads: tuple[str, ...], kv_heads: tuple[str, ...], kv_length: tuple[str, ...], found: Resolution) -> tuple[KVHeads, str]:

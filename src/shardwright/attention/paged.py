@@ -1,0 +1,280 @@
+"""Attention over a paged cache: each sequence reads the pages that its row of a table names, a few at a time (Kwon et al. 2023).
+
+Sequences are ragged in keys and in queries, so that one call serves prefill and decode together. The pages of a sequence are
+never gathered whole: a loop over its table holds some rows of keys per sequence. Pages may lie over mesh axes by kv head,
+where nothing is sent, or by page: each shard reads those it has, and partial softmaxes are combined as in `flash_decode`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardwright import _jax, context
+from shardwright.attention import _online, _shards, blockwise, flash_decode
+from shardwright.attention.arguments import describe, make_options
+from shardwright.attention.call import AttentionCall, JointSpecs, Operands, Result, spec_of
+from shardwright.attention.joint import resolve_pages
+from shardwright.errors import AttentionError
+from shardwright.modes import MODE_DECODE
+
+# Rows of keys per sequence that the loop holds, if a page is not larger.
+_ROWS = 128
+
+
+def paged_attention(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    *,
+    block_tables: Any,
+    lengths: Any,
+    q_lengths: Any = None,
+    mode: str | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    chunk: int | None = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attend to keys and values in pages; otherwise as `dot_product_attention` does. Has no gradient.
+
+    Row j of sequence b's keys is row `j % page_size` of page `block_tables[b, j // page_size]`, for j below `lengths[b]`. The
+    sequence's queries are its last tokens: row i stands at position `lengths[b] - q_lengths[b] + i`; the rows from
+    `q_lengths[b]` on are none, and get exactly 0.
+
+    Under an ambient manager q lies as (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM) resolves in the mode, the pages as (PAGE, EMPTY,
+    KV_HEAD, KV_HEAD_DIM); tables and lengths as the batch. Page numbers are global wherever the pages lie.
+
+    A NumPy array is checked: the numbers of used pages, the lengths. What only the running program knows is not: a page that
+    does not exist has no keys, keys beyond a table do not exist either. Unused entries of a table may hold anything.
+
+    Args:
+      q: `[batch, q_length, heads, head_dim]`.
+      k_pages: `[pages, page_size, kv_heads, head_dim]`; query head h reads kv head `h * kv_heads // heads`.
+      v_pages: `[pages, page_size, kv_heads, v_dim]`.
+      block_tables: `[batch, pages_per_sequence]` int.
+      lengths: `[batch]` int, keys of each sequence, those of its queries included.
+      q_lengths: `[batch]` int, queries of each sequence; absent: `q_length`.
+      mode: runtime mode, for where arrays lie; absent: the manager's.
+      causal: no key after the query.
+      window: as in `dot_product_attention`.
+      chunk: as in `dot_product_attention`.
+      sinks: `[heads]`, as in `dot_product_attention`.
+      softcap: as in `dot_product_attention`.
+      scale: factor of the products; absent: `1 / sqrt(head_dim)`.
+      return_lse: return a `Result` with the logsumexp too, `[batch, heads, q_length]` float32.
+
+    Returns:
+      The output `[batch, q_length, heads, v_dim]`, or a `Result`.
+
+    Raises:
+      AttentionError: the arguments do not go together; or the result is differentiated.
+      ShardingError: the arrays do not lie on the mesh as the rules say.
+    """
+    sizes = _check_pages(q, k_pages, v_pages)
+    _check_tables(block_tables, lengths, q_lengths, sizes)
+    manager = context.current()
+    given = {name: value for name, value in locals().items() if name in _ARITHMETIC}
+    mode = mode or (MODE_DECODE if manager is None else manager.mode)
+    batch, q_length = sizes.batch, sizes.q_length
+    positions = {"positions": _like((batch, q_length)), "kv_positions": _like((batch, sizes.capacity(block_tables)))}
+    options = make_options({**given, **positions, "mode": mode, "lengths": lengths})
+    specs = JointSpecs()
+    if manager is not None and mode is not None:
+        specs = resolve_pages(manager, q=q.shape, k=k_pages.shape, v=v_pages.shape, mode=mode)
+    keys, values = (jax.ShapeDtypeStruct((batch, sizes.capacity(block_tables), *x.shape[2:]), x.dtype) for x in (k_pages, v_pages))
+    call, _ = describe(q, keys, values, options=options, specs=specs)
+    reasons = flash_decode.factored(call)
+    if reasons:
+        raise AttentionError(
+            f"paged attention cannot serve this call: {reasons[0]}", path="k_pages", fix="put that axis last in head's rule"
+        )
+    operands = Operands(
+        q=jnp.asarray(q),
+        k=jnp.asarray(k_pages),
+        v=jnp.asarray(v_pages),
+        q_positions=_positions(lengths, q_lengths, sizes),
+        kv_positions=None,
+        lengths=_integers(lengths),
+        sinks=None if sinks is None else jnp.asarray(sinks),
+    )
+    found = (_run if _jax.in_trace() else _jitted)(operands, _integers(block_tables), call)
+    return found if return_lse else found.o
+
+
+_ARITHMETIC = ("causal", "window", "chunk", "sinks", "softcap", "scale", "return_lse")
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _run(operands: Operands, tables: jax.Array, call: AttentionCall) -> Result:
+    heads = (jnp.arange(call.heads, dtype=jnp.int32), jnp.arange(call.kv_heads, dtype=jnp.int32))
+    specs = call.specs
+    if call.mesh is None or not specs.mesh_axes:
+        return _attend(operands, tables, *heads, call=call)
+    pages = spec_of(specs.kv_length, (), specs.kv_heads)
+    by_operand = specs.operands(operands.replace(k=None, v=None)).replace(k=pages, v=pages)
+    arguments, structure = jax.tree.flatten((operands, tables, *heads))
+    wanted = (by_operand, spec_of(specs.batch), spec_of(specs.heads), spec_of(specs.kv_heads))
+    in_specs = jax.tree.leaves(wanted, is_leaf=lambda value: isinstance(value, PartitionSpec))
+    return _shards.over_shards(lambda *leaves: _attend(*jax.tree.unflatten(structure, leaves), call=call), arguments, in_specs, call)
+
+
+@_run.defjvp
+def _no_gradient(call: AttentionCall, primals: Any, tangents: Any) -> Any:
+    del call, primals, tangents
+    fix = "train with dot_product_attention; jax.lax.stop_gradient around the arguments if none is wanted"
+    raise AttentionError("paged attention reads a cache and has no gradient", fix=fix)
+
+
+_jitted = functools.partial(jax.jit, static_argnums=(2,))(_run)
+
+
+# On one shard.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Table:
+    """The pages that a shard has and its sequences use, those first: `[batch, columns]` each.
+
+    Attributes:
+      pages: local numbers.
+      ordinals: which page of its sequence each is.
+      here: whether there is one.
+    """
+
+    pages: jax.Array
+    ordinals: jax.Array
+    here: jax.Array
+
+
+def _attend(shard: Operands, tables: jax.Array, head_index: jax.Array, kv_head_index: jax.Array, *, call: AttentionCall) -> Result:
+    page_size = shard.k.shape[1]
+    combine = flash_decode.combination(call.specs, call)
+    apart = bool(combine.axes)
+    whole = combine.with_all_heads(shard) if apart else shard
+    first = jax.lax.axis_index(call.specs.kv_length) * shard.k.shape[0] if apart else 0
+    at_once = max(1, _ROWS // page_size)
+    whole, table = _jax.vary_together((whole.replace(sinks=None), _compact(tables - first, shard, at_once)))
+    recipe = dataclasses.replace(call.recipe, kv_block=at_once * page_size)
+
+    def add(i: jax.Array, state: Any) -> Any:
+        some = jax.tree.map(lambda column: jax.lax.dynamic_slice_in_dim(column, i * at_once, at_once, 1), table)
+        block = _shards.pick_kv_heads(_read(whole, some), call, head_index, kv_head_index)
+        return blockwise.forward(block, recipe, state=state)
+
+    count = jnp.max(jnp.sum(table.here, axis=1, dtype=jnp.int32))
+    state = jax.lax.fori_loop(0, (count + at_once - 1) // at_once, add, _online.start(whole.q, whole.v))
+    if apart:
+        found = combine(*_online.finish(state), sinks=shard.sinks, dtype=call.dtype)
+    else:
+        o, lse = _online.finish(state if shard.sinks is None else _online.add_sinks(state, shard.sinks))
+        found = Result(o=o.astype(call.dtype), lse=lse)
+    real = shard.q_positions >= 0
+    o = jnp.where(real[:, :, None, None], found.o, 0)
+    return Result(o=o, lse=jnp.where(real[:, None, :], found.lse, -jnp.inf) if call.return_lse else None)
+
+
+def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _Table:
+    count, page_size = shard.k.shape[:2]
+    ordinals = jnp.broadcast_to(jnp.arange(pages.shape[1], dtype=jnp.int32)[None], pages.shape)
+    here = (pages >= 0) & (pages < count) & (ordinals * page_size < shard.lengths[:, None])
+    order = jnp.argsort(~here, axis=1, stable=True)
+    table = (jnp.take_along_axis(column, order, axis=1) for column in (pages, ordinals, here))
+    padding = ((0, 0), (0, -pages.shape[1] % at_once))
+    pages, ordinals, here = (jnp.pad(column, padding) for column in table)
+    return _Table(pages=jnp.where(here, pages, 0), ordinals=ordinals, here=here)
+
+
+def _read(whole: Operands, some: _Table) -> Operands:
+    """Return the operands with the keys of some pages, `[batch, pages * page_size, kv_heads, head_dim]`."""
+    page_size = whole.k.shape[1]
+    positions = some.ordinals[:, :, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
+    positions = jnp.where(some.here[:, :, None], positions, -1).reshape(positions.shape[0], -1)
+    k, v = (pages[some.pages].reshape(*positions.shape, *pages.shape[2:]) for pages in (whole.k, whole.v))
+    # What another sequence left in a page may be anything: 0 times infinity would not be 0.
+    used = (positions >= 0) & (positions < whole.lengths[:, None])
+    return whole.replace(k=k, v=jnp.where(used[:, :, None, None], v, 0), kv_positions=positions)
+
+
+# Arguments.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    batch: int
+    q_length: int
+    pages: int
+    page_size: int
+
+    def capacity(self, block_tables: Any) -> int:
+        return int(block_tables.shape[1]) * self.page_size
+
+
+def _check_pages(q: Any, k_pages: Any, v_pages: Any) -> _Sizes:
+    for name, array, order in (
+        ("q", q, "[batch, q_length, heads, head_dim]"),
+        ("k_pages", k_pages, "[pages, page_size, kv_heads, head_dim]"),
+        ("v_pages", v_pages, "[pages, page_size, kv_heads, v_dim]"),
+    ):
+        shape = getattr(array, "shape", None)
+        if shape is None or len(shape) != 4 or 0 in shape:
+            raise AttentionError(f"{name} has shape {shape}", path=name, fix=f"it is {order}, and no dim is empty")
+    if k_pages.shape[:3] != v_pages.shape[:3]:
+        what = f"v_pages has shape {v_pages.shape}, and k_pages {k_pages.shape}"
+        raise AttentionError(what, path="v_pages", fix="they have the same pages, rows and heads")
+    return _Sizes(batch=q.shape[0], q_length=q.shape[1], pages=k_pages.shape[0], page_size=k_pages.shape[1])
+
+
+def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, sizes: _Sizes) -> None:
+    for name, array, dims in (("block_tables", block_tables, 2), ("lengths", lengths, 1), ("q_lengths", q_lengths, 1)):
+        if array is None and name == "q_lengths":
+            continue
+        shape = getattr(array, "shape", None)
+        if shape is None or len(shape) != dims or shape[0] != sizes.batch or 0 in shape or not jnp.issubdtype(array.dtype, jnp.integer):
+            want = f"({sizes.batch}, pages_per_sequence)" if dims == 2 else f"({sizes.batch},)"
+            kind = getattr(array, "dtype", type(array).__name__)
+            raise AttentionError(f"{name} is {kind} of shape {shape}", path=name, fix=f"pass integers of shape {want}")
+    _check_range("lengths", lengths, 0, sizes.capacity(block_tables), "a table holds pages_per_sequence * page_size keys")
+    _check_range("q_lengths", q_lengths, 0, sizes.q_length, "there are q_length rows of queries")
+    if isinstance(lengths, np.ndarray) and isinstance(q_lengths, np.ndarray) and (q_lengths > lengths).any():
+        b = int(np.argmax(q_lengths > lengths))
+        what = f"sequence {b} has {q_lengths[b]} queries and {lengths[b]} keys"
+        raise AttentionError(what, path="q_lengths", fix="lengths count the keys of the queries too: write them before attending")
+    if isinstance(block_tables, np.ndarray) and isinstance(lengths, np.ndarray):
+        used = np.arange(block_tables.shape[1])[None] * sizes.page_size < lengths[:, None]
+        wrong = used & ((block_tables < 0) | (block_tables >= sizes.pages))
+        if wrong.any():
+            b, j = (int(at) for at in np.argwhere(wrong)[0])
+            what = f"block_tables[{b}, {j}] is page {block_tables[b, j]}, and there are {sizes.pages}; sequence {b} has {lengths[b]} keys"
+            raise AttentionError(what, path="block_tables", fix=f"number pages from 0 to {sizes.pages - 1}")
+
+
+def _check_range(name: str, array: Any, low: int, high: int, fix: str) -> None:
+    if isinstance(array, np.ndarray) and (array.min() < low or array.max() > high):
+        worst = array.min() if array.min() < low else array.max()
+        raise AttentionError(f"{name} has {worst}, outside {low} to {high}", path=name, fix=fix)
+
+
+def _like(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _integers(array: Any) -> jax.Array:
+    return jnp.asarray(array).astype(jnp.int32)
+
+
+def _positions(lengths: Any, q_lengths: Any, sizes: _Sizes) -> jax.Array:
+    """Return `[batch, q_length]` positions of the queries, -1 for a row that is none."""
+    have = jnp.full((sizes.batch,), sizes.q_length, jnp.int32) if q_lengths is None else _integers(q_lengths)
+    rows = jnp.arange(sizes.q_length, dtype=jnp.int32)[None]
+    return jnp.where(rows < have[:, None], (_integers(lengths) - have)[:, None] + rows, -1)

@@ -1,0 +1,272 @@
+"""Decode over keys that are sharded: what is sent, that it does not grow with the keys, and that no kv head is repeated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.attention import dot_product_attention, explain
+from shardwright.errors import AttentionError
+from shardwright.testing import assert_collectives, assert_no_collectives, assert_spec, cpu_mesh
+
+RULES = """
+[rules]
+batch = "dp"
+head = "{head}"
+kv_head = "tp | -"
+kv_length = "{keys}"
+query_length = "{queries}"
+"""
+Q_AXES, KV_AXES = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM), (sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call in decode: sizes and rules."""
+
+    mesh: str = "sp:4"
+    head: str = "tp"
+    keys: str = "sp"
+    queries: str = "-"
+    batch: int = 2
+    drafts: int = 1
+    rows: int = 48
+    heads: int = 8
+    kv_heads: int = 2
+    dim: int = 8
+    v_dim: int = 8
+    dtype: str = "float32"
+
+    @property
+    def manager(self) -> sw.PartitionManager:
+        rules = sw.Strategy.loads(RULES.format(head=self.head, keys=self.keys, queries=self.queries))
+        return sw.PartitionManager(rules, mesh=cpu_mesh(self.mesh)).for_mode("decode")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        q = (self.batch, self.drafts, self.heads, self.dim)
+        return {"q": q, "k": (self.batch, self.rows, self.kv_heads, self.dim), "v": (self.batch, self.rows, self.kv_heads, self.v_dim)}
+
+    def abstract(self) -> list[jax.ShapeDtypeStruct]:
+        axes = {"q": Q_AXES, "k": KV_AXES, "v": KV_AXES}
+        sharding = self.manager.sharding
+        return [
+            jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding(axes[name], shape=shape)) for name, shape in self.shapes().items()
+        ]
+
+    def arrays(self) -> list[jax.Array]:
+        keys = jax.random.split(jax.random.key(3), 3)
+        return [jax.random.normal(key, shape, self.dtype) for key, shape in zip(keys, self.shapes().values(), strict=True)]
+
+    def compiled(self, **options: Any) -> Any:
+        with self.manager:
+            return jax.jit(attend(**options)).lower(*self.abstract()).compile()
+
+
+def attend(**options: Any) -> Callable[..., Any]:
+    return lambda q, k, v: dot_product_attention(q, k, v, **{"causal": True, "implementation": "flash_decode"} | options)
+
+
+@pytest.mark.parametrize("rows", [48, 192])
+def test_partial_results_are_swapped_once_and_heads_gathered_once_whatever_the_number_of_keys(rows: int) -> None:
+    call = Call(rows=rows)
+    compiled = call.compiled()
+    results = 4 * call.batch * call.heads
+    assert_collectives(compiled, all_to_all=1, bytes=results * (call.v_dim + 1), axis="sp", mesh=call.manager.mesh)
+    assert_collectives(compiled, all_gather=1, bytes=results * call.v_dim, axis="sp", mesh=call.manager.mesh)
+    assert_collectives(compiled, all_to_all=1, all_gather=1, only=True, mesh=call.manager.mesh)
+
+
+@pytest.mark.parametrize("rows", [48, 192])
+def test_heads_that_do_not_divide_take_a_maximum_and_a_sum(rows: int) -> None:
+    call = Call(rows=rows, mesh="sp:3", drafts=2)
+    rows_of_queries = 4 * call.batch * call.heads * call.drafts
+    assert_collectives(
+        call.compiled(), all_reduce=2, bytes=rows_of_queries * (call.v_dim + 2), axis="sp", mesh=call.manager.mesh, only=True
+    )
+
+
+def test_an_output_with_heads_over_the_keys_mesh_axis_needs_no_second_collective_but_the_queries_one() -> None:
+    call = Call(mesh="sp:2,tp:2", head="tp+sp", rows=48)
+    compiled = call.compiled()
+    local = 4 * call.batch * call.heads // 2
+    assert_collectives(compiled, all_gather=1, bytes=local * call.dim, axis="sp", mesh=call.manager.mesh)
+    assert_collectives(compiled, all_to_all=1, bytes=local * (call.v_dim + 1), axis="sp", mesh=call.manager.mesh)
+    assert_collectives(compiled, all_to_all=1, all_gather=1, only=True, mesh=call.manager.mesh)
+    with call.manager:
+        found = jax.jit(attend())(*call.arrays())
+        assert_spec(found, call.manager.resolve(Q_AXES, shape=found.shape))
+
+
+def test_keys_on_one_device_send_nothing() -> None:
+    call = Call(mesh="dp:2,tp:2")
+    assert_no_collectives(call.compiled(), mesh=call.manager.mesh)
+
+
+def test_the_logsumexp_travels_with_the_output() -> None:
+    call = Call()
+    assert_collectives(call.compiled(return_lse=True), all_to_all=1, all_gather=1, only=True, mesh=call.manager.mesh)
+
+
+@pytest.mark.parametrize("mesh", ["sp:4", "sp:3", "sp:2,tp:4"])
+def test_no_kv_head_is_repeated(mesh: str) -> None:
+    # 8 heads read one kv head of a shard's 512 keys or more: repeated, they would be the largest array by far.
+    call = Call(mesh=mesh, rows=1536, dim=32, v_dim=32, kv_heads=1)
+    text = call.compiled().as_text()
+    shapes = [math.prod(int(size) for size in dims.split(",")) for dims in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", text)]
+    shards = call.manager.mesh.shape
+    one = call.batch * call.rows // shards["sp"] * call.dim
+    heads = call.heads // shards.get("tp", 1)
+    assert max(shapes) == one  # the cache itself, and nothing larger
+    assert heads * one > one
+
+
+@pytest.mark.parametrize("shards", ["sp:4", "sp:3"])
+def test_some_drafts_at_once_equal_one_token_at_a_time(shards: str) -> None:
+    call = Call(mesh=shards, drafts=3)
+    q, k, v = call.arrays()
+    lengths = jnp.array([17, 48], jnp.int32)
+    with call.manager:
+        at_once = jax.jit(attend(lengths=lengths, window=(20, None)))(q, k, v)
+        one = jax.jit(lambda q, lengths: attend(lengths=lengths, window=(20, None))(q, k, v))
+        each = [one(q[:, i : i + 1], lengths - 2 + i) for i in range(3)]
+    np.testing.assert_allclose(at_once, jnp.concatenate(each, axis=1), rtol=2e-6, atol=2e-6)
+
+
+def test_keys_may_be_interleaved_over_the_shards() -> None:
+    call = Call(drafts=2)
+    q, k, v = call.arrays()
+    blocks = jnp.arange(48).reshape(3, 4, 4)  # position p lies on shard p // 4 % 4
+    kept = blocks.swapaxes(0, 1).reshape(-1)
+    positions = jnp.array([[20, 21], [40, 41]])
+    wanted = dot_product_attention(q, k, v, positions=positions, causal=True, mode="decode", implementation="vanilla")
+    with call.manager:
+        given = {"positions": positions, "kv_positions": kept}
+        found = jax.jit(attend(**given))(q, k[:, kept], v[:, kept])
+        compiled = call.compiled(**given)
+    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
+    assert_collectives(compiled, all_to_all=1, all_gather=1, only=True, mesh=call.manager.mesh)
+
+
+FACTORED = {
+    "the last mesh axis of the heads": Call(mesh="tp:2,sp:2", head="tp+sp", kv_heads=2),
+    "all of the heads": Call(mesh="sp:4", head="sp", kv_heads=2),
+    "and a mesh axis of its own": Call(mesh="tp:2,sp:2,dp:2", head="tp", keys="dp+tp", kv_heads=1),
+    "heads that do not divide": Call(mesh="tp:2,sp:3", head="tp", keys="sp+tp", kv_heads=1, heads=4),
+    "fewer heads than the keys' shards": Call(mesh="sp:2,ep:4", head="sp", keys="ep+sp", kv_heads=1, heads=4),
+}
+
+
+@pytest.mark.parametrize("name", FACTORED)
+def test_a_mesh_axis_that_shards_the_keys_and_the_heads_of_the_queries(name: str) -> None:
+    call = dataclasses.replace(FACTORED[name], drafts=2)
+    if "dp" in call.keys:
+        rules = RULES.format(head=call.head, keys=call.keys, queries="-").replace('batch = "dp"', 'batch = "-"')
+        manager = sw.PartitionManager(sw.Strategy.loads(rules.replace("tp | -", "-")), mesh=cpu_mesh(call.mesh)).for_mode("decode")
+    else:
+        manager = call.manager
+    keys = jax.random.split(jax.random.key(8), 2)
+    given = {
+        "sinks": jax.random.normal(keys[0], (call.heads,)),
+        "bias": jax.random.normal(keys[1], (call.batch, 1, 1, call.rows)),
+        "lengths": jnp.array([30, 3], jnp.int32),
+        "dropout": 0.2,
+        "dropout_key": 3,
+        "return_lse": True,
+    }
+    arrays = call.arrays()
+    wanted = jax.jit(attend(**given, implementation="vanilla", mode="decode"))(*arrays)
+    with manager:
+        assert explain(*arrays, implementation="flash_decode").call.specs.grouping == "factor"
+        found = jax.jit(attend(**given))(*arrays)
+    np.testing.assert_allclose(found.o, wanted.o, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(found.lse, wanted.lse, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("mesh", ["sp:4", "sp:3", "sp:2,tp:2"])
+def test_gradients(mesh: str) -> None:
+    call = Call(mesh=mesh, drafts=4, head="tp+sp" if "tp" in mesh else "tp")
+    keys = jax.random.split(jax.random.key(8), 2)
+    floats = {
+        **dict(zip("qkv", call.arrays(), strict=True)),
+        "sinks": jax.random.normal(keys[0], (call.heads,)),
+        "bias": jax.random.normal(keys[1], (1, 1, 4, call.rows)),
+    }
+    lengths = jnp.array([30, 0], jnp.int32)
+
+    def loss(floats: dict[str, jax.Array], implementation: str) -> jax.Array:
+        found = dot_product_attention(**floats, lengths=lengths, softcap=3.0, mode="decode", return_lse=True, implementation=implementation)
+        return jnp.sum(jnp.sin(found.o)) + jnp.sum(jnp.sin(jnp.where(jnp.isneginf(found.lse), 0.0, found.lse)))
+
+    wanted = jax.jit(jax.grad(loss), static_argnums=1)(floats, "vanilla")
+    with call.manager:
+        found = jax.jit(jax.grad(loss), static_argnums=1)(floats, "flash_decode")
+    for name in floats:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_a_mesh_axis_of_size_one_is_none() -> None:
+    call = Call(mesh="dp:1,sp:1,tp:1")
+    with call.manager:
+        found = jax.jit(attend())(*call.arrays())
+    wanted = jax.jit(attend(implementation="vanilla", mode="decode"))(*call.arrays())
+    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
+    assert_no_collectives(call.compiled(), mesh=call.manager.mesh)
+
+
+def test_partial_results_are_combined_in_float32() -> None:
+    call = Call(dtype="bfloat16", rows=64)
+    q, k, v = call.arrays()
+    wanted = dot_product_attention(*(x.astype(jnp.float32) for x in (q, k, v)), causal=True, mode="decode", implementation="vanilla")
+    with call.manager:
+        found = jax.jit(attend())(q, k, v)
+    assert found.dtype == jnp.bfloat16
+    error = np.linalg.norm(np.asarray(found, np.float32) - wanted) / np.linalg.norm(wanted)
+    assert error < 5e-3
+
+
+def test_decode_over_sharded_keys_takes_it_by_default() -> None:
+    call = Call()
+    with call.manager:
+        choice = explain(*call.abstract(), causal=True)
+    assert (choice.name, choice.passed_over) == ("flash_decode", ("vanilla",))
+    assert choice.why == "the keys lie over sp: partial softmaxes are combined"
+
+
+REFUSED = {
+    "queries over the same mesh axis": (
+        Call(queries="sp", drafts=4),
+        {},
+        "the lengths of the keys and of the queries both lie over sp: every shard needs all queries",
+    ),
+    "weights": (Call(), {"return_weights": True}, "it never has all weights at once, and they are asked for"),
+    "not the last of the heads' mesh axes": (
+        Call(mesh="sp:2,ep:2", head="sp+ep"),
+        {},
+        "sp shards the keys too, and is not the last of the heads' mesh axes sp+ep",
+    ),
+    "a bias for every head and key": (
+        Call(head="sp"),
+        {"bias": jax.ShapeDtypeStruct((1, 8, 1, 48), jnp.float32)},
+        "a bias for every head and key: sp shards both",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_refuses(name: str) -> None:
+    call, options, reason = REFUSED[name]
+    with call.manager:
+        (refusal,) = explain(*call.abstract(), implementation="flash_decode", **options).refusals
+        assert refusal.reasons == (reason,)
+        if "bias" not in options:
+            with pytest.raises(AttentionError, match="flash_decode was asked for by name and refuses"):
+                attend(**options)(*call.arrays())

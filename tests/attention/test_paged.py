@@ -1,0 +1,268 @@
+"""Pages: equal to references that others wrote, wherever the pages lie; what is sent, what is read, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.attention import Result, dot_product_attention, paged_attention
+from shardwright.errors import AttentionError
+from shardwright.testing import assert_collectives, assert_no_collectives, assert_spec, cpu_mesh
+
+RULES = """
+[rules]
+batch = "dp"
+head = "{head}"
+kv_head = "tp | -"
+page = "{page}"
+"""
+PAGES, PAGE_SIZE, COLUMNS = 24, 4, 6
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """Sequences that prefill and sequences that decode, their pages in no order, unused entries of the table nonsense."""
+
+    q_length: int = 5
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    v_dim: int = 8
+    lengths: tuple[int, ...] = (5, 23, 1, 12)
+    q_lengths: tuple[int, ...] = (5, 1, 1, 3)
+
+    def arrays(self) -> dict[str, Any]:
+        keys = jax.random.split(jax.random.key(0), 4)
+        tables = np.full((4, COLUMNS), 10**6, np.int32)
+        free = iter(np.random.default_rng(0).permutation(PAGES))
+        for b, length in enumerate(self.lengths):
+            for j in range(-(-length // PAGE_SIZE)):
+                tables[b, j] = next(free)
+        return {
+            "q": jax.random.normal(keys[0], (4, self.q_length, self.heads, self.head_dim)),
+            "k_pages": jax.random.normal(keys[1], (PAGES, PAGE_SIZE, self.kv_heads, self.head_dim)),
+            "v_pages": jax.random.normal(keys[2], (PAGES, PAGE_SIZE, self.kv_heads, self.v_dim)),
+            "block_tables": tables,
+            "lengths": np.asarray(self.lengths, np.int32),
+            "q_lengths": np.asarray(self.q_lengths, np.int32),
+        }
+
+
+def run(arrays: dict[str, Any], **options: Any) -> Any:
+    return jax.jit(lambda arrays: paged_attention(**arrays, **options))(arrays)
+
+
+def reference(arrays: dict[str, Any], **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Output and logsumexp of each sequence by itself, its keys in a row."""
+    q, tables = arrays["q"], arrays["block_tables"]
+    o = np.zeros((*q.shape[:3], arrays["v_pages"].shape[-1]), np.float32)
+    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf, np.float32)
+    for b, (length, count) in enumerate(zip(arrays["lengths"], arrays["q_lengths"], strict=True)):
+        used = tables[b, : -(-length // PAGE_SIZE)]
+        k, v = (arrays[name][used].reshape(1, -1, *arrays[name].shape[2:])[:, :length] for name in ("k_pages", "v_pages"))
+        one = q[b : b + 1, :count]
+        found = dot_product_attention(one, k, v, implementation="vanilla", mode="prefill", causal=True, return_lse=True, **options)
+        o[b, :count], lse[b, :, :count] = found.o[0], found.lse[0]
+    return o, lse
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (6, 2.0)])
+def test_prefill_and_decode_together_equal_the_ragged_reference_of_jax(window: int | None, softcap: float | None) -> None:
+    reference = pytest.importorskip("jax.experimental.pallas.ops.tpu.ragged_paged_attention").ref_ragged_paged_attention
+    arrays = Batch().arrays()
+    k, v = arrays["k_pages"], arrays["v_pages"]
+    both = jnp.stack([k, v], axis=3).reshape(PAGES, PAGE_SIZE, -1, k.shape[-1])  # k and v of a head side by side
+    counts = arrays["q_lengths"]
+    wanted = reference(
+        jnp.concatenate([arrays["q"][b, :count] for b, count in enumerate(counts)]),
+        both,
+        jnp.asarray(arrays["lengths"]),
+        jnp.where(arrays["block_tables"] < PAGES, arrays["block_tables"], 0),
+        jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)]).astype(jnp.int32),
+        jnp.array([4], jnp.int32),
+        sm_scale=0.3,
+        sliding_window=window,
+        soft_cap=softcap,
+    )
+    found = run(arrays, scale=0.3, softcap=softcap, window=None if window is None else (window - 1, None))
+    rows = jnp.concatenate([found[b, :count] for b, count in enumerate(counts)])
+    np.testing.assert_allclose(rows, wanted, rtol=2e-6, atol=2e-6)
+
+
+def test_decode_equals_the_paged_reference_of_jax() -> None:
+    reference = pytest.importorskip("jax.experimental.pallas.ops.gpu.paged_attention").paged_attention_reference
+    arrays = Batch(q_length=1, q_lengths=(1, 1, 1, 1)).arrays()
+    tables = np.where(arrays["block_tables"] < PAGES, arrays["block_tables"], 0)
+    k, v = (arrays[name][tables].reshape(4, COLUMNS * PAGE_SIZE, 2, 8) for name in ("k_pages", "v_pages"))
+    wanted = reference(arrays["q"][:, 0], k, v, jnp.asarray(arrays["lengths"]))
+    found = run({**arrays, "q_lengths": None}, scale=1.0)
+    np.testing.assert_allclose(found[:, 0], wanted, rtol=2e-6, atol=2e-6)
+
+
+# Name -> mesh, rule of the heads, rule of the pages, collectives.
+LAYOUTS: dict[str, tuple[str, str, str, dict[str, int]]] = {
+    "one device": ("dp:1,sp:1,tp:1", "tp", "sp", {}),
+    "batch and kv heads": ("dp:2,tp:2", "tp", "-", {}),
+    "more shards than kv heads": ("tp:4", "tp", "-", {}),
+    "pages": ("sp:4", "tp", "sp", {"all_to_all": 1, "all_gather": 1}),
+    "pages, heads that do not divide": ("sp:3", "tp", "sp", {"all_reduce": 2}),
+    "batch, pages and kv heads": ("dp:2,sp:2,tp:2", "tp", "sp", {"all_to_all": 1, "all_gather": 1}),
+    "heads over the pages' shards too": ("tp:2,sp:2", "tp+sp", "sp", {"all_to_all": 1, "all_gather": 1}),
+}
+
+
+def place(arrays: dict[str, Any], manager: sw.PartitionManager) -> dict[str, Any]:
+    pages = (sw.PAGE, sw.EMPTY, sw.KV_HEAD, sw.KV_HEAD_DIM)
+    axes = {"q": (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM), "k_pages": pages, "v_pages": pages}
+    axes |= {"block_tables": (sw.BATCH, sw.EMPTY), "lengths": (sw.BATCH,), "q_lengths": (sw.BATCH,)}
+    return {name: jax.device_put(x, manager.sharding(axes[name], shape=x.shape)) for name, x in arrays.items()}
+
+
+def manager_of(layout: str, axis_types: str = "auto") -> sw.PartitionManager:
+    mesh, head, page, _ = LAYOUTS[layout]
+    rules = sw.Strategy.loads(RULES.format(head=head, page=page))
+    return sw.PartitionManager(rules, mesh=cpu_mesh(mesh, axis_types=axis_types)).for_mode("decode")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_wherever_pages_lie_the_result_is_that_of_one_device(layout: str, axis_types: str) -> None:
+    arrays = Batch(v_dim=12).arrays()
+    sinks = jax.random.normal(jax.random.key(9), (4,))
+    manager = manager_of(layout, axis_types)
+    with manager:
+        placed = place(arrays, manager)
+        found: Result = run(placed, sinks=sinks, window=(9, None), softcap=3.0, return_lse=True)
+        assert_spec(found.o, manager.resolve((sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM), shape=found.o.shape))
+    o, lse = reference(arrays, sinks=sinks, window=(9, None), softcap=3.0)
+    np.testing.assert_allclose(found.o, o, rtol=2e-6, atol=2e-6)
+    np.testing.assert_array_equal(np.isneginf(found.lse), np.isneginf(lse))
+    np.testing.assert_allclose(np.where(np.isneginf(lse), 0, found.lse), np.where(np.isneginf(lse), 0, lse), rtol=2e-6, atol=2e-6)
+    np.testing.assert_array_equal(np.asarray(found.o)[1, 1:], 0.0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_sent(layout: str) -> None:
+    manager = manager_of(layout)
+    with manager:
+        compiled = jax.jit(lambda arrays: paged_attention(**arrays)).lower(place(Batch().arrays(), manager)).compile()
+    if LAYOUTS[layout][3]:
+        assert_collectives(compiled, **LAYOUTS[layout][3], only=True, mesh=manager.mesh)  # type: ignore[arg-type]
+    else:
+        assert_no_collectives(compiled, mesh=manager.mesh)
+
+
+def sizes_of(jaxpr: Any) -> list[int]:
+    """Sizes of every array that a program makes, loops and branches included."""
+    found = []
+    for equation in jaxpr.eqns:
+        found += [out.aval.size for out in equation.outvars]
+        for value in equation.params.values():
+            programs = (getattr(one, "jaxpr", one) for one in (value if isinstance(value, (tuple, list)) else [value]))
+            found += [size for inner in programs if hasattr(inner, "eqns") for size in sizes_of(inner)]
+    return found
+
+
+def test_no_sequence_is_ever_gathered_whole() -> None:
+    columns, page_size = 64, 16
+    shapes = {"q": (4, 1, 4, 8), "k_pages": (256, page_size, 2, 8), "v_pages": (256, page_size, 2, 8)}
+    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    arrays |= {"block_tables": jax.ShapeDtypeStruct((4, columns), jnp.int32), "lengths": jax.ShapeDtypeStruct((4,), jnp.int32)}
+    made = sizes_of(jax.make_jaxpr(lambda arrays: paged_attention(**arrays))(arrays).jaxpr)
+    whole = 4 * columns * page_size * 2 * 8
+    assert 0 < max(made) <= whole // 8
+
+
+def test_a_table_that_only_the_running_program_knows_may_name_pages_that_do_not_exist() -> None:
+    arrays = Batch(q_length=1, q_lengths=(1, 1, 1, 1)).arrays()
+    tables = arrays["block_tables"].copy()
+    tables[1, 2], tables[3] = PAGES, -7
+    found = run({**arrays, "block_tables": tables, "q_lengths": None})
+    v = arrays["v_pages"].at[arrays["block_tables"][1, 2]].set(1e9)  # is not read
+    np.testing.assert_array_equal(run({**arrays, "block_tables": tables, "q_lengths": None, "v_pages": v}), found)
+    np.testing.assert_array_equal(found[3], 0.0)
+    assert np.abs(found[1]).min() > 0.0
+
+
+def test_what_others_left_in_a_page_does_not_matter() -> None:
+    arrays = Batch().arrays()
+    wanted = run(arrays)
+    last = arrays["block_tables"][2, 0]  # a page of which one row is used
+    spoiled = {name: arrays[name].at[last, 1:].set(jnp.nan) for name in ("k_pages", "v_pages")}
+    np.testing.assert_array_equal(run({**arrays, **spoiled}), wanted)
+
+
+def test_bfloat16() -> None:
+    arrays = {name: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for name, x in Batch().arrays().items()}
+    wanted, _ = reference({name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in arrays.items()})
+    manager = manager_of("pages")
+    with manager:
+        found = run(place(arrays, manager))
+    assert found.dtype == jnp.bfloat16
+    assert np.linalg.norm(np.asarray(found, np.float32) - wanted) / np.linalg.norm(wanted) < 5e-3
+
+
+def test_it_has_no_gradient() -> None:
+    arrays = Batch().arrays()
+    with pytest.raises(AttentionError, match="paged attention reads a cache and has no gradient"):
+        jax.grad(lambda q: paged_attention(**{**arrays, "q": q}).sum())(arrays["q"])
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "page": ({"block_tables": np.full((4, COLUMNS), 24, np.int32)}, r"block_tables\[0, 0\] is page 24, and there are 24; sequence 0 has 5"),
+    "negative page": ({"block_tables": np.full((4, COLUMNS), -1, np.int32)}, r"block_tables\[0, 0\] is page -1"),
+    "length": ({"lengths": np.array([1, 25, 1, 3], np.int32)}, "lengths has 25, outside 0 to 24"),
+    "more queries": ({"q_lengths": np.array([1, 6, 1, 3], np.int32)}, "q_lengths has 6, outside 0 to 5"),
+    "more queries than keys": ({"q_lengths": np.array([1, 1, 2, 3], np.int32)}, "sequence 2 has 2 queries and 1 keys"),
+    "table of one sequence": ({"block_tables": np.zeros(COLUMNS, np.int32)}, r"block_tables is int32 of shape \(6,\)"),
+    "no integers": ({"lengths": np.ones(4)}, r"lengths is float64 of shape \(4,\)"),
+    "rank": ({"k_pages": np.ones((24, 4, 8), np.float32)}, r"k_pages has shape \(24, 4, 8\)"),
+    "values": ({"v_pages": np.ones((24, 8, 2, 8), np.float32)}, r"v_pages has shape \(24, 8, 2, 8\), and k_pages \(24, 4, 2, 8\)"),
+    "heads": ({"q": np.ones((4, 5, 3, 8), np.float32)}, "3 query heads do not divide over 2 kv heads"),
+    "head_dim": ({"q": np.ones((4, 5, 4, 4), np.float32)}, "head_dim 8 of k is not 4, that of q"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name: str) -> None:
+    changed, message = WRONG[name]
+    with pytest.raises(AttentionError, match=message):
+        paged_attention(**{**Batch().arrays(), **changed})
+
+
+def test_pages_over_the_shards_of_the_batch() -> None:
+    manager = sw.PartitionManager(sw.Strategy.loads(RULES.format(head="tp", page="dp")), mesh=cpu_mesh("dp:2")).for_mode("decode")
+    with manager, pytest.raises(AttentionError, match="the pages and the batch of the queries both lie over dp"):
+        paged_attention(**Batch().arrays())
+
+
+def test_pages_that_a_shard_map_has_split() -> None:
+    manager = manager_of("pages")
+    arrays = {name: jnp.asarray(x) for name, x in Batch().arrays().items()}
+    pages = P("sp")
+
+    def local(k_pages: Any, v_pages: Any) -> Any:
+        return paged_attention(**{**arrays, "k_pages": k_pages, "v_pages": v_pages})
+
+    split = jax.shard_map(local, mesh=manager.mesh, in_specs=(pages, pages), out_specs=P())
+    with manager, pytest.raises(AttentionError, match="a shard_map around the call has split the pages over sp"):
+        split(arrays["k_pages"], arrays["v_pages"])
+
+
+def test_heads_of_which_the_pages_take_a_part_that_is_not_the_last() -> None:
+    manager = sw.PartitionManager(sw.Strategy.loads(RULES.format(head="sp+tp", page="sp")), mesh=cpu_mesh("tp:2,sp:2")).for_mode("decode")
+    with manager, pytest.raises(AttentionError, match="lie over"):
+        paged_attention(**Batch().arrays())
+
+
+def test_specs_of_pages_are_theirs() -> None:
+    manager = manager_of("batch, pages and kv heads")
+    assert manager.resolve((sw.PAGE, sw.EMPTY, sw.KV_HEAD, sw.KV_HEAD_DIM), shape=(PAGES, 4, 2, 8)) == P("sp", None, "tp")
