@@ -7,6 +7,8 @@ from typing import Any
 import long_context
 import pytest
 
+from tests.examples.test_demo import ROOT, run_python
+
 
 def test_a_ring_trains_as_one_device_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert long_context.main(["--length", "128", "--steps", "2"]) == 0
@@ -28,3 +30,11 @@ def test_sizes_that_cannot_be(options: Any, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit, match="2"):
         long_context.main(options)
     assert "--length is a multiple of 16" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_runs_as_its_docstring_says() -> None:
+    done = run_python(str(ROOT / "examples" / "long_context.py"), "--length", "64", "--steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The losses agree" in done.stdout
+    assert "rematerialization" not in done.stderr
