@@ -390,6 +390,51 @@ def test_zero_points_are_refused() -> None:
         quantised_dot_general(jnp.ones((3, 4)), stored, MATMUL)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float32, jnp.int16, jnp.int32, jnp.uint8])
+def test_stored_values_that_int8_cannot_hold_are_refused(dtype: Any) -> None:
+    stored = Quantised(value=jnp.full((64, 2), 1.5, dtype), scale=jnp.ones((1, 2)))
+    says = rf"holds {jnp.dtype(dtype)}: this dot multiplies signed integers of 8 bits or fewer\n  fix   quantise\(x, shared=\(0,\)\)"
+    with pytest.raises(sw.LayerError, match=says):
+        quantised_dot_general(jnp.ones((1, 64)), stored, MATMUL)
+
+
+def test_stored_values_of_four_bits_are_multiplied() -> None:
+    stored = Quantised(value=jnp.full((64, 2), -3, jnp.int4), scale=jnp.ones((1, 2)))
+    np.testing.assert_allclose(quantised_dot_general(jnp.ones((1, 64)), stored, MATMUL), [[-192, -192]], rtol=1e-6)
+
+
+def test_the_smallest_stored_integer_does_not_overflow_a_long_contraction() -> None:
+    stored = Quantised(value=jnp.full((133_000, 1), -128, jnp.int8), scale=jnp.ones((1, 1)))
+    np.testing.assert_allclose(quantised_dot_general(jnp.ones((1, 133_000)), stored, MATMUL), [[-128 * 133_000.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scale", "says"),
+    [
+        (jnp.ones((1, 4)), r"scales of shape \(1, 4\) for a quantised operand of shape \(64, 8\)"),
+        (jnp.float32(1), r"scales of shape \(\) for a quantised operand of shape \(64, 8\)"),
+        (jnp.ones((1, 8), jnp.int32), "scales of the quantised operand are int32, not floats"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(scale: Any, says: str) -> None:
+    with pytest.raises(sw.LayerError, match=says):
+        quantised_dot_general(jnp.ones((3, 64)), Quantised(value=jnp.ones((64, 8), jnp.int8), scale=scale), MATMUL)
+
+
+def test_floats_of_eight_bits_are_quantised() -> None:
+    x, y = jnp.array([[1.5, -3.0]], jnp.float8_e4m3fn), jnp.array([[2.0], [0.5]], jnp.float8_e4m3fn)
+    assert quantise(x, shared=(1,)).value.tolist() == [[64, -127]]
+    assert quantise(x, shared=(1,)).scale.dtype == jnp.float32
+    out = quantised_dot_general(x, y, MATMUL)
+    assert (out.dtype, out.tolist()) == (jnp.float8_e4m3fn, [[1.5]])
+    wide = jnp.asarray(y, jnp.float32)
+    np.testing.assert_allclose(quantised_dot_general(x, wide, MATMUL, preferred_element_type=jnp.float32), [[1.5]], rtol=0.02)
+    with pytest.raises(sw.LayerError, match="a dot of float8_e4m3fn with float32, which JAX promotes to nothing"):
+        quantised_dot_general(x, wide, MATMUL)
+    grads = jax.grad(lambda x, y: quantised_dot_general(x, y, MATMUL).astype(jnp.float32).sum(), argnums=(0, 1))(x, y)
+    assert [one.dtype for one in grads] == [jnp.float8_e4m3fn] * 2
+
+
 def test_operands_that_do_not_meet_are_refused_as_by_a_float_dot() -> None:
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
         quantised_dot_general(jnp.ones((2, 3)), jnp.ones((4, 2)), MATMUL)

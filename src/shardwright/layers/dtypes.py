@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from shardwright.errors import LayerError
+from shardwright.errors import LayerError, did_you_mean
 
 
 def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> Any:
@@ -19,7 +20,8 @@ def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> A
       inexact: whether the answer must be a float or complex dtype, as a mean or a norm needs.
 
     Raises:
-      LayerError: (a ValueError) a given dtype that is not inexact, or neither arguments nor a dtype.
+      LayerError: (a ValueError) a given dtype that is not inexact or that nobody knows, arguments that have no common dtype, or
+        neither arguments nor a dtype.
 
     >>> canonicalize_dtype(jnp.ones(2, jnp.int32), None)
     dtype('float32')
@@ -27,13 +29,27 @@ def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> A
     'bfloat16'
     """
     if dtype is not None:
-        if inexact and not jnp.issubdtype(dtype, jnp.inexact):
-            raise LayerError(f"dtype {jnp.dtype(dtype)} is not inexact", fix="give a float or complex dtype, or inexact=False")
+        known = _known(dtype)
+        if inexact and not jnp.issubdtype(known, jnp.inexact):
+            raise LayerError(f"dtype {known} is not inexact", fix="give a float or complex dtype, or inexact=False")
         return dtype
     given = [arg for arg in args if arg is not None]
     if not given:
         raise LayerError("there is neither an argument nor a dtype to take the dtype of", fix="pass an array, or dtype=")
-    found = jnp.result_type(*given)
+    try:
+        found = jnp.result_type(*given)
+    except ValueError as error:
+        dtypes = ", ".join(dict.fromkeys(str(jnp.result_type(one)) for one in given))
+        raise LayerError(f"{dtypes} have no common dtype: JAX promotes none of them", fix="cast the arguments, or pass dtype=") from error
     if inexact and not jnp.issubdtype(found, jnp.inexact):
-        return jnp.promote_types(jnp.float32, found)
+        # Of integers smaller than int8 JAX knows no promotion.
+        return jnp.promote_types(jnp.float32, found) if jax.dtypes.itemsize_bits(found) >= 8 else jnp.dtype(jnp.float32)
     return found
+
+
+def _known(dtype: Any) -> Any:
+    try:
+        return jnp.dtype(dtype)
+    except TypeError as error:
+        hint = did_you_mean(str(dtype), ("bfloat16", "float16", "float32", "float64", "complex64"))
+        raise LayerError(f"{dtype!r} is no dtype", fix=hint or "give a dtype, such as jnp.bfloat16") from error

@@ -4,7 +4,7 @@
     dot(x, y) ~ dot(x.value, y.value) * x.scale * y.scale
 
 Symmetric (zero stays zero), to nearest, ties to even. What is contracted shares a scale, so the scales come out of the sum,
-which runs on the hardware's int8 unit and is exact, sharded or not (up to 133,144 products; more are added as floats). The
+which runs on the hardware's int8 unit and is exact, sharded or not (up to 132,104 products; more are added as floats). The
 error of an operand is at most scale / 2 per element.
 
 Training is straight-through (Bengio et al., arXiv:1308.3432): rounding counts as the identity, and the backward dots run on
@@ -73,12 +73,17 @@ def quantise(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantised:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise LayerError(f"a quantised dot of {x.dtype}, not of floats", fix="cast the operand, or use jax.lax.dot_general")
     largest = _largest(check_bits(bits))
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(_wide(x.dtype))
     amax = jnp.max(jnp.abs(wide), axis=tuple(shared), keepdims=True, initial=0)
     # A channel of zeros has the smallest scale rather than 0 / 0.
     scale = jnp.maximum(amax, largest * jnp.finfo(wide.dtype).tiny) / largest
     value = jnp.clip(jnp.round(wide / scale), -largest, largest).astype(jnp.int8)
     return Quantised(value=value, scale=scale)
+
+
+def _wide(dtype: Any) -> Any:
+    """Return the dtype that scales of such values have: JAX promotes the floats of 8 bits and less to no other."""
+    return jnp.dtype(dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32)
 
 
 def _largest(bits: int) -> int:
@@ -96,8 +101,9 @@ def quantised_dot_general(
 ) -> Any:
     """Compute `jax.lax.dot_general` on integers.
 
-    Gradients are straight-through, and quantised to the same bits. A `Quantised` as `rhs`, whose scales must be shared
-    along its contracted dims, is a constant: it is not rounded again and has no gradient; `lhs` has one.
+    Gradients are straight-through, and quantised to the same bits. A `Quantised` as `rhs`, integers of 8 bits or fewer
+    whose scales must be shared along its contracted dims, is a constant: it is not rounded again and has no gradient;
+    `lhs` has one.
 
     Args:
       lhs: floats.
@@ -108,28 +114,27 @@ def quantised_dot_general(
       out_sharding: as in `jax.lax.dot_general`, for meshes with Explicit axes.
 
     Raises:
-      LayerError: operands that are no floats, other bits, scales that differ along a contracted dim, or zero points.
+      LayerError: operands that are no floats, or of dtypes that JAX does not promote; other bits; a stored operand of other
+        values than signed integers of 8 bits or fewer, with zero points, or with scales that differ along a contracted dim
+        or do not fit the values.
     """
     (left_contract, right_contract), (left_batch, right_batch) = dimension_numbers
     stored = isinstance(rhs, Quantised)
     lhs = jnp.asarray(lhs)
-    rhs = rhs if stored else jnp.asarray(rhs)
+    rhs = _checked(rhs, right_contract) if stored else jnp.asarray(rhs)
     dims = _Dims(
         contract=(tuple(left_contract), tuple(right_contract)),
         batch=(tuple(left_batch), tuple(right_batch)),
         ranks=(lhs.ndim, rhs.value.ndim if stored else rhs.ndim),
     )
-    common = lhs.dtype if stored else jnp.result_type(lhs, rhs)
     call = _Call(
         dims=dims,
         bits=check_bits(bits),
-        dtype=jnp.dtype(common if preferred_element_type is None else preferred_element_type),
+        dtype=jnp.dtype(_common(lhs, None if stored else rhs) if preferred_element_type is None else preferred_element_type),
         dtypes=(lhs.dtype, None if stored else rhs.dtype),
         out_sharding=out_sharding,
         specs=(_explicit_spec(lhs), None if stored else _explicit_spec(rhs)),
     )
-    if stored:
-        _check_stored(rhs, dims)
     # Inside shard_map, gradients of what is replicated are summed by the transpose of this.
     lhs, rhs = _jax.vary_together((lhs, rhs))
     return _dot_stored(lhs, rhs, call) if stored else _dot(lhs, rhs, call)
@@ -172,15 +177,38 @@ def _explicit_spec(x: Any) -> PartitionSpec | None:
     return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
-def _check_stored(rhs: Quantised, dims: _Dims) -> None:
+def _common(lhs: Any, rhs: Any) -> Any:
+    if rhs is None:
+        return lhs.dtype
+    try:
+        return jnp.result_type(lhs, rhs)
+    except ValueError as error:
+        what = f"a dot of {lhs.dtype} with {rhs.dtype}, which JAX promotes to nothing"
+        raise LayerError(what, fix="pass preferred_element_type=, or cast an operand") from error
+
+
+def _checked(rhs: Quantised, contract: Sequence[int]) -> Quantised:
+    """Return a stored operand with its integers as int8."""
+    value, scale = jnp.asarray(rhs.value), jnp.asarray(rhs.scale)
+    fix = f"quantise(x, shared={tuple(contract)})"
+    # Wider integers would overflow the sum, floats would be cut to integers in it.
+    if not (jnp.issubdtype(value.dtype, jnp.signedinteger) and jax.dtypes.itemsize_bits(value.dtype) <= MAX_BITS):
+        what = f"the quantised operand holds {value.dtype}: this dot multiplies signed integers of {MAX_BITS} bits or fewer"
+        raise LayerError(what, fix=f"{fix}, or value * scale and a dot of floats")
     if rhs.zero_point is not None:
         raise LayerError("the quantised operand has zero points, this dot is symmetric", fix="quantise(x, shared=...) makes none")
-    wrong = [dim for dim in dims.contract[1] if rhs.scale.shape[dim] != 1]
+    if not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise LayerError(f"the scales of the quantised operand are {scale.dtype}, not floats", fix=fix)
+    if scale.ndim != value.ndim:
+        raise LayerError(f"scales of shape {scale.shape} for a quantised operand of shape {value.shape}", fix=fix)
+    wrong = [dim for dim in contract if scale.shape[dim] != 1]
     if wrong:
-        raise LayerError(
-            f"the scales of the quantised operand, of shape {tuple(rhs.scale.shape)}, differ along dim {wrong[0]}, which is contracted",
-            fix=f"quantise(x, shared={dims.contract[1]})",
-        )
+        what = f"the scales of the quantised operand, of shape {scale.shape}, differ along dim {wrong[0]}, which is contracted"
+        raise LayerError(what, fix=fix)
+    if any(one not in (1, size) for one, size in zip(scale.shape, value.shape, strict=True)):
+        what = f"scales of shape {scale.shape} for a quantised operand of shape {value.shape}"
+        raise LayerError(what, fix=f"{fix}: one scale along a dim, or one each")
+    return Quantised(value=value.astype(jnp.int8), scale=scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -248,7 +276,7 @@ def _gradient(g: Any, other: Quantised, side: int, call: _Call) -> Any:
     """Return the cotangent of one operand, from that of the result and the other operand."""
     dims = call.dims
     # The other's scales lie along the dims that are contracted now, so they go into g; its integers are used as they are.
-    scaled = g.astype(jnp.promote_types(g.dtype, other.scale.dtype)) * _beside(other.scale, 1 - side, dims)
+    scaled = g.astype(_wide(jnp.promote_types(_wide(g.dtype), _wide(other.scale.dtype)))) * _beside(other.scale, 1 - side, dims)
     batch = tuple(range(len(dims.batch[0])))
     back = _Dims(
         contract=(dims.placed(1 - side), dims.free(1 - side)),
@@ -268,9 +296,12 @@ def _gradient(g: Any, other: Quantised, side: int, call: _Call) -> Any:
 
 
 def _integer_dot(left: Any, right: Any, dims: _Dims, out_sharding: Any) -> Any:
-    """Sum products of int8: exactly in int32, or in float32 where so many products could overflow that."""
+    """Sum products of int8: exactly in int32, or in float32 where so many products could overflow that.
+
+    A stored operand may hold −128, what is quantised here at most ±127.
+    """
     products = math.prod(left.shape[dim] for dim in dims.contract[0])
-    exact = products * _largest(MAX_BITS) ** 2 <= jnp.iinfo(jnp.int32).max
+    exact = products * _largest(MAX_BITS) * 2 ** (MAX_BITS - 1) <= jnp.iinfo(jnp.int32).max
     return jax.lax.dot_general(
         left,
         right,
