@@ -252,3 +252,38 @@ def test_tests_that_share_a_file_must_agree_and_a_module_that_is_gone_is_told(ru
         "test_it.py::test_a and test_it.py::test_b share golden/test_it/shared.txt and want different contents; give each a name of its own"
     ) in result.outlines
     assert "no module test_gone.py beside golden/test_gone; remove the folder" in result.outlines
+    later = run({})
+    assert later.ret == pytest.ExitCode.TESTS_FAILED
+    assert "test_it.py::test_a and test_it.py::test_b share golden/test_it/shared.txt and want different" in said(later)
+
+
+MESHES = """
+import pytest
+
+@pytest.mark.mesh("dp:2", "dp:4")
+def test_it(mesh, golden):
+    golden(str(dict(mesh.shape)), "named")
+"""
+
+
+def test_a_name_has_the_mesh_of_its_test(run: Run, pytester: pytest.Pytester) -> None:
+    run({"test_a.py": MESHES}, "--update-golden").assert_outcomes(passed=2)
+    folder = pytester.path / "golden" / "test_a"
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"named-dp2.txt": "{'dp': 2}\n", "named-dp4.txt": "{'dp': 4}\n"}
+    run({}).assert_outcomes(passed=2)
+
+
+CASES = """
+import pytest
+
+@pytest.mark.parametrize("word", ["a", "b"])
+def test_it(golden, word):
+    golden(word, "one")
+"""
+
+
+def test_cases_that_share_a_name_are_told_so_when_they_fail(run: Run) -> None:
+    run({"test_a.py": CASES}, "--update-golden")
+    result = run({}, "-x")
+    result.assert_outcomes(failed=1)
+    assert "fix   the cases of this test share the file: where they differ, put what differs, [a], into the name" in said(result)

@@ -40,6 +40,8 @@ class Golden:
       test: the name of the file of a call without a name.
       update: write instead of comparing.
       command: what writes the test's files anew.
+      case: appended to the names that calls give, so that each mesh of a test has files of its own: `dp2-tp4`.
+      parameters: the test's parameters in its id, or empty: all of its cases use the files that calls name.
       used: name → text of each file that the test used so far.
       written: the names among them that were written.
     """
@@ -48,6 +50,8 @@ class Golden:
     test: str
     update: bool = False
     command: str = "pytest --update-golden"
+    case: str = ""
+    parameters: str = ""
     used: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
     written: list[str] = dataclasses.field(default_factory=list)
 
@@ -56,20 +60,22 @@ class Golden:
 
         Args:
           value: text; or a tree of arrays, `ShapeDtypeStruct`s, shardings or specs, compared as `spec_table` shows it.
-          name: the file's name without `.txt`; absent: the test's own name. Tests may share a file.
+          name: the file's name without `.txt`, to which a test on meshes adds its mesh; absent: the test's own name.
+            Tests may share a file.
 
         Raises:
           GoldenError: no such file, other contents, a name used twice in a test, or one that is no file's name.
         """
         __tracebackhide__ = True
-        name = name or self.test
+        shared = self.parameters if name and self.parameters != self.case and self.parameters not in name else ""
+        name = "-".join(part for part in (name, self.case) if part) if name else self.test
         if not _NAME.fullmatch(name):
             raise GoldenError(f"{name!r} cannot name a golden file\n  fix   use letters, digits and any of . , = + - _")
         if name in self.used:
             raise GoldenError(f"the test uses golden {name!r} twice\n  fix   give each a name: golden(value, name)")
         text = value if isinstance(value, str) else spec_table(value)
         self.used[name] = text
-        if self._compare(self.folder / f"{name}.txt", text):
+        if self._compare(self.folder / f"{name}.txt", text, shared=shared):
             self.written.append(name)
 
     def file(self, path: Path, text: str) -> None:
@@ -81,8 +87,8 @@ class Golden:
         __tracebackhide__ = True
         self._compare(path, text)
 
-    def _compare(self, path: Path, text: str) -> bool:
-        """Compare, or write and tell whether that changed anything."""
+    def _compare(self, path: Path, text: str, *, shared: str = "") -> bool:
+        """Compare, or write and tell whether that changed anything; `shared` are parameters that the file's name leaves out."""
         __tracebackhide__ = True
         if not text.endswith("\n"):
             text += "\n"
@@ -94,8 +100,9 @@ class Golden:
             return True
         if kept is None:
             raise GoldenError(f"no golden file {_shown(path)}\n  fix   write it, read it, commit it: {self.command}")
+        several = f"  fix   the cases of this test share the file: where they differ, put what differs, [{shared}], into the name\n"
         raise GoldenError(
-            f"{_shown(path)} says something else (- golden, + now)\n{difference(kept, text)}\n"
+            f"{_shown(path)} says something else (- golden, + now)\n{difference(kept, text)}\n{several if shared else ''}"
             f"  fix   if what is new is right, write it, read it, commit it: {self.command}"
         )
 

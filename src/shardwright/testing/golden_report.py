@@ -27,8 +27,15 @@ def golden_of(item: pytest.Item) -> Golden:
     """Return a test's golden files: `golden/<module>/<test>.txt` beside the module."""
     if _GOLDEN not in item.stash:
         name = _UNFIT.sub("-", item.name.removeprefix("test_")).strip("-")
-        update = bool(item.config.getoption("update_golden"))
-        item.stash[_GOLDEN] = Golden(folder=_folder(item), test=name, update=update, command=f"pytest '{item.nodeid}' {UPDATE}")
+        call = getattr(item, "callspec", None)
+        item.stash[_GOLDEN] = Golden(
+            folder=_folder(item),
+            test=name,
+            update=bool(item.config.getoption("update_golden")),
+            command=f"pytest '{item.nodeid}' {UPDATE}",
+            case="" if call is None else str(getattr(call.params.get("_mesh_case"), "id", "")),
+            parameters="" if call is None else call.id,
+        )
     return item.stash[_GOLDEN]
 
 
@@ -101,13 +108,13 @@ def judge(uses: Sequence[dict[str, Any]], session: pytest.Session) -> list[str]:
 
 
 def _clashes(uses: Sequence[dict[str, Any]], root: Path) -> list[str]:
-    """Say which tests write one file with different contents: the next run would fail one of them."""
+    """Say which tests want different contents of one file: whichever is written, the others fail."""
     seen: dict[tuple[str, str], dict[str, Any]] = {}
     found = []
     for use in uses:
         for name, text in use["used"].items():
             first = seen.setdefault((use["folder"], name), use)
-            if first["used"][name] != text and (use["written"] or first["written"]):
+            if first["used"][name] != text:
                 path = _shown(Path(use["folder"]) / f"{name}.txt", root)
                 found.append(f"{first['test']} and {use['test']} share {path} and want different contents; give each a name of its own")
     return found
