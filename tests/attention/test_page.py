@@ -1,0 +1,83 @@
+"""The page's table of features is what the registry answers: each implementation is asked about a call with each feature."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardwright as sw
+from shardwright.attention import AttentionCall, AttentionImpl, explain
+from shardwright.attention.choose import SHIPPED
+from shardwright.attention.registry import impl_names
+from shardwright.attention.sdpa import CudnnAttention
+from shardwright.testing import Golden, cpu_mesh
+from tests.docs.snippets import ROOT
+
+PAGE = ROOT / "docs" / "attention.md"
+START, END = "<!-- features -->\n", "<!-- /features -->"
+ROWS, HEADS = 128, 4
+# Where calls are asked about: mesh, rules, platform. An implementation has a feature if it has it in one place.
+PLACES = {
+    "heads": ("dp:2,tp:2", '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp"\n', "cpu"),
+    "heads, TPU": ("dp:2,tp:2", '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp"\n', "tpu"),
+    "heads, GPU": ("dp:2,tp:2", '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp"\n', "gpu"),
+    "sequence": ("sp:2", '[rules]\nquery_length = "sp"\nkv_length = "sp"\n', "cpu"),
+    "keys": ("sp:2", '[rules]\nkv_length = "sp"\n', "cpu"),
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (7, None)},
+    "window to both sides": {"window": (7, 7)},
+    "chunks": {"causal": True, "chunk": 16},
+    "segments": {"segment_ids": jnp.zeros((2, ROWS), jnp.int32)},
+    "lengths": {"lengths": jnp.full(2, ROWS)},
+    "positions as arrays (zigzag, caches)": {"causal": True, "positions": jnp.arange(ROWS)},
+    "more keys than queries": {"causal": True, "q_length": 8},
+    "dense mask": {"mask": jnp.ones((1, 1, ROWS, ROWS), bool)},
+    "bias": {"bias": jnp.zeros((1, 1, ROWS, ROWS))},
+    "sinks": {"sinks": jnp.zeros(HEADS)},
+    "softcap": {"softcap": 30.0},
+    "dropout": {"dropout": 0.1, "dropout_key": 0},
+    "`v_dim` other than `head_dim`": {"v_dim": 16},
+    "float32": {"dtype": "float32"},
+    "logsumexp": {"return_lse": True},
+    "weights": {"return_weights": True},
+}
+
+
+def call_of(place: str, *, q_length: int = ROWS, v_dim: int = 64, dtype: str = "bfloat16", **options: Any) -> AttentionCall:
+    mesh, rules, platform = PLACES[place]
+    shapes = ((2, q_length, HEADS, 64), (2, ROWS, 2, 64), (2, ROWS, 2, v_dim))
+    with sw.PartitionManager(sw.Strategy.loads(rules), mesh=cpu_mesh(mesh)):
+        call = explain(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), mode="train", implementation="vanilla", **options).call
+    return dataclasses.replace(call, platform=platform)
+
+
+def has(implementation: type[AttentionImpl], feature: str) -> bool:
+    return any(not implementation.supports(call_of(place, **FEATURES[feature])) for place in PLACES)
+
+
+def table() -> str:
+    names = [impl_names(one)[0] for one in SHIPPED]
+    lines = [f"| | {' | '.join(f'`{name}`' for name in names)} |", f"| --- |{' :-: |' * len(names)}"]
+    lines += [f"| {feature} | {' | '.join('✓' if has(one, feature) else '' for one in SHIPPED)} |" for feature in FEATURES]
+    return "\n".join(" ".join(line.split()) for line in lines) + "\n"
+
+
+def test_the_table_of_features(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudnnAttention, "_verdicts", {jax.local_devices()[0].device_kind: ""})  # as on a machine where it works
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(START)
+    golden.file(PAGE, f"{before}{START}\n{table()}\n{END}{rest.partition(END)[2]}")
+
+
+def test_every_implementation_has_a_row_that_says_what_it_is_for() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    rows = [
+        line.split("|")[1] for line in text[text.index("## Which implementation") : text.index("<!-- features")].splitlines() if "|" in line
+    ]
+    assert [impl_names(one)[0] for one in SHIPPED if not any(f"`{impl_names(one)[0]}`" in row for row in rows)] == []

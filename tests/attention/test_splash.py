@@ -1,0 +1,154 @@
+"""Splash on every shard: rows without keys, skipped blocks, what it refuses, what it sends; and its compilation for TPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.attention import explain
+from shardwright.attention.api import dot_product_attention
+from shardwright.attention.splash import SplashAttention
+from shardwright.testing import assert_collectives, assert_no_collectives, cpu_mesh
+from tests.attention.conformance import QUICK
+from tests.attention.tpu_memory import WHY_NOT, available
+from tests.attention.tpu_splash import PROGRAMS, Compiled, measure
+
+RULES = '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp | -"\n'
+
+
+def arrays(*, q_length: int = 128, kv_length: int = 128, kv_heads: int = 1, batch: int = 2) -> tuple[jax.Array, ...]:
+    shapes = ((batch, q_length, 2, 8), (batch, kv_length, kv_heads, 8), (batch, kv_length, kv_heads, 8))
+    return tuple(jax.random.normal(jax.random.key(at), shape) for at, shape in enumerate(shapes))
+
+
+def both(implementation: str, given: tuple[jax.Array, ...], **options: Any) -> Any:
+    def loss(given: tuple[jax.Array, ...]) -> Any:
+        o = dot_product_attention(*given, mode="train", implementation=implementation, **options)
+        return jnp.sum(jnp.sin(o)), o
+
+    (_, o), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(given)
+    return o, *grads
+
+
+# Several blocks each, some of which nobody sees; the first of each sequence's queries see no key.
+CASES: dict[str, dict[str, Any]] = {
+    "more queries than keys": {"q_length": 300, "kv_length": 140, "causal": True},
+    "a window over a longer past": {"q_length": 130, "kv_length": 500, "window": (20, 0)},
+    "nobody's segment": {"segment_ids": jnp.zeros((2, 128), jnp.int32).at[:, :9].set(-(2**30)), "kv_segment_ids": jnp.zeros((2, 128), int)},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_equals_the_oracle_where_blocks_are_skipped(name: str) -> None:
+    options = dict(CASES[name])
+    given = arrays(**{size: options.pop(size) for size in ("q_length", "kv_length") if size in options})
+    found, wanted = both("splash", given, **options), both("vanilla", given, **options)
+    for one, want, tolerance in zip(found, wanted, (2e-6, 1e-5, 1e-5, 1e-5), strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_allclose(one, want, rtol=tolerance, atol=tolerance)
+    nothing = ~np.any(wanted[0], axis=-1)  # queries that see no key
+    assert np.any(nothing) == (name != "a window over a longer past")
+    assert not np.any(found[0][nothing])
+    assert not np.any(found[1][nothing])
+
+
+def compiled(mesh: str, **options: Any) -> Any:
+    pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh))
+    axes = ((sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM), *[(sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)] * 2)
+
+    def run(given: tuple[jax.Array, ...], do: jax.Array) -> Any:
+        attend = functools.partial(dot_product_attention, mode="train", implementation="splash", **options)
+        o, pull_back = jax.vjp(attend, *given)
+        return o, pull_back(do)
+
+    with pm:
+        laid = tuple(pm.shard(x, *names) for x, names in zip(arrays(kv_heads=options.pop("kv_heads", 2)), axes, strict=True))
+        return jax.jit(run, compiler_options=QUICK).lower(laid, laid[0]).compile(), pm.mesh
+
+
+def test_nothing_is_sent_over_batch_and_heads() -> None:
+    program, mesh = compiled("dp:2,tp:2", causal=True)
+    assert_no_collectives(program, mesh=mesh)
+
+
+def test_kv_heads_that_are_read_by_several_shards_get_the_sum_of_their_gradients() -> None:
+    program, mesh = compiled("dp:2,tp:2", causal=True, kv_heads=1)
+    of_one = 4 * 1 * 128 * 8
+    assert_collectives(program, all_reduce=range(1, 3), bytes=2 * of_one, axis="tp", mesh=mesh, only=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"return_lse": True}, "its logsumexp has no gradient"),
+        ({"return_weights": True}, "it never has all weights at once, and they are asked for"),
+        ({"causal": True, "positions": jnp.arange(128)}, "positions are arrays, and its masks are made when the program is"),
+        ({"mask": jnp.ones((1, 1, 128, 128), bool)}, "it takes no dense mask"),
+        ({"bias": jnp.ones((1, 1, 128, 128))}, "it takes no bias"),
+        ({"dropout": 0.5, "dropout_key": 1}, "it has no dropout, and dropout is 0.5"),
+    ],
+)
+def test_what_it_refuses(options: dict[str, Any], says: str) -> None:
+    call = explain(*arrays(), mode="train", **options).call
+    assert SplashAttention.supports(call) == (says,)
+
+
+def test_it_is_for_tpus() -> None:
+    call = explain(*arrays(), mode="train").call
+    gpu, half = dataclasses.replace(call, platform="gpu"), dataclasses.replace(call, dtype="float16")
+    assert SplashAttention.supports(gpu) == ("its kernel is for TPUs, and the platform is gpu",)
+    assert SplashAttention.supports(half) == ("TPUs do not compute in float16",)
+
+
+def test_inside_a_shard_map_it_is_refused() -> None:
+    pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:2,tp:2"))
+    says = "a shard_map around the call has split dp, and its kernel needs one that checks nothing"
+    seen = []
+
+    def local(*given: jax.Array) -> jax.Array:
+        with pm:
+            seen.append(explain(*given, mode="train", implementation="splash").refusals[0].reasons)
+        return given[0]
+
+    spec = jax.P("dp")
+    run = jax.shard_map(local, mesh=pm.mesh, in_specs=(spec,) * 3, out_specs=spec, axis_names={"dp"})
+    jax.make_jaxpr(run)(*arrays(kv_heads=2))
+    assert seen == [(says,)]
+
+
+def test_auto_takes_it_on_tpus_and_blocks_where_it_refuses() -> None:
+    from shardwright.attention.choose import choose
+
+    call = dataclasses.replace(explain(*arrays(), mode="train", causal=True).call, platform="tpu")
+    assert choose(call).name == "splash"
+    refused = choose(dataclasses.replace(call, bias_shape=(1, 1, 128, 128)))
+    assert refused.name == "blockwise"
+    assert "not   splash: it takes no bias" in str(refused)
+
+
+@pytest.fixture(scope="module")
+def for_tpus() -> dict[str, Compiled]:
+    found = measure()
+    for one in found.values():
+        print(f"{one.name:24} {one.temporary / 1e6:8.1f} MB of temporary memory per device, forward and backward; {one.counts}")
+    return found
+
+
+@pytest.mark.tpu
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason=WHY_NOT)
+def test_it_compiles_for_tpus(for_tpus: dict[str, Compiled]) -> None:
+    own = {name: one for name, one in for_tpus.items() if PROGRAMS[name].implementation == "splash"}
+    assert {name: one.kernels for name, one in own.items()} == dict.fromkeys(own, 3)  # forward, queries, keys
+    sums = ("window, capped, sinks", "one kv head", "no mesh axis")
+    assert {name for name, one in own.items() if one.counts} == set(sums)
+    assert all(set(own[name].counts) == {"all_reduce"} for name in sums)
+    assert for_tpus["plain"].temporary * 25 < for_tpus["plain by sdpa"].temporary
+    assert for_tpus["plain"].temporary < for_tpus["plain by blockwise"].temporary
