@@ -75,6 +75,25 @@ def test_a_mesh_without_a_manager() -> None:
     assert_same_as_unsharded(lambda params, x: x @ params["up"], *inputs(pm), mesh=pm.mesh)
 
 
+def test_the_mesh_of_the_arguments_will_do() -> None:
+    _, x = inputs(manager())
+    assert_same_as_unsharded(lambda x: jax.lax.with_sharding_constraint(jnp.sin(x), P("fsdp")), x)
+    assert "result" in failing(lambda: assert_same_as_unsharded(per_shard(lambda one: one - one.sum()), x, grad=False))
+
+
+def test_no_mesh_stays_set_after_a_failure() -> None:
+    pm = manager()
+    copies = pm.shard(np.ones((4, 8), np.float32), sw.EMPTY, sw.EMPTY)
+
+    def raises(x: Any) -> Any:
+        raise RuntimeError("no")
+
+    for wrong, error in ((raises, RuntimeError), (lambda x: x * 2, AssertionError)):
+        with pytest.raises(error, match="no"):
+            assert_same_as_unsharded(wrong, copies, mesh=pm.mesh)
+        assert jax.sharding.get_mesh().empty
+
+
 def test_explicit_axes() -> None:
     pm = manager("explicit")
     _, x = inputs(pm)
@@ -90,6 +109,10 @@ def test_a_function_bound_to_its_mesh_has_a_reference() -> None:
 
     with pytest.raises(ProgramError, match=r"bound does not run on one device\n  rule  the ambient mesh is"):
         assert_same_as_unsharded(bound, params, x, manager=pm)
+    named = jax.NamedSharding(pm.mesh, P("fsdp"))
+    fix = r"a bare PartitionSpec, not a NamedSharding\), or pass reference= with the unsharded function"
+    with pytest.raises(ProgramError, match=rf"does not run on one device\n  rule  .*\n  fix   .*{fix}"):
+        assert_same_as_unsharded(lambda x: jax.lax.with_sharding_constraint(x * 2, named), x, mesh=pm.mesh)
     assert_same_as_unsharded(bound, params, x, manager=pm, reference=lambda params, x: x @ params["up"])
     assert "result" in failing(
         lambda: assert_same_as_unsharded(bound, params, x, manager=pm, reference=lambda params, x: x @ params["up"] + 1)
@@ -169,7 +192,8 @@ def test_nothing_sharded_is_no_comparison() -> None:
     copies = pm.shard(np.ones((4, 8), np.float32), sw.EMPTY, sw.EMPTY)
     message = failing(lambda: assert_same_as_unsharded(lambda x: x * 2, copies, manager=pm))
     assert message == (
-        "<lambda> does the same on each of 8 devices: nothing is sharded, so there is nothing to compare; place the arguments first"
+        "<lambda> does the same on each of 8 devices: nothing is sharded, so there is nothing to compare\n"
+        "  fix   place the arguments first, over mesh axes of more than one device"
     )
     # Inputs and outputs that are whole, and work in between that is not.
     assert_same_as_unsharded(lambda x: sw.shard(sw.shard(x, sw.BATCH, sw.EMBED) * 2, sw.EMPTY, sw.EMPTY), copies, manager=pm)
@@ -178,8 +202,13 @@ def test_nothing_sharded_is_no_comparison() -> None:
 def test_what_cannot_be_compared() -> None:
     pm = manager()
     _, x = inputs(pm)
-    with pytest.raises(MeshSpecError, match="there is neither a manager nor a mesh, so nothing can run"):
-        assert_same_as_unsharded(lambda x: x, x)
+    with pytest.raises(
+        MeshSpecError, match=r"neither a manager nor a mesh, and the arguments lie on no mesh.*\n  fix   .* the fixture mesh"
+    ):
+        assert_same_as_unsharded(lambda x: x, np.ones(4))
+    other = jax.device_put(np.ones(8, np.float32), jax.NamedSharding(cpu_mesh("dp:8"), P("dp")))
+    with pytest.raises(MeshSpecError, match="the arguments lie on several meshes"):
+        assert_same_as_unsharded(lambda x, y: x.sum() + y.sum(), x, other)
     with pytest.raises(MeshSpecError, match="the mesh is abstract, so nothing can run"):
         assert_same_as_unsharded(lambda x: x, x, manager=sw.PartitionManager(pm.rules, mesh=sw.abstract_mesh("fsdp:8")))
     with pytest.raises(ProgramError, match="no floating argument or no floating result to differentiate\n  fix   pass grad=False"):

@@ -47,30 +47,35 @@ def assert_same_as_unsharded(
       f: the function; it asks the ambient manager or mesh where things lie.
       *args: arrays and trees of them, placed as they should be.
       manager: absent: the ambient one.
-      mesh: in place of a manager, the mesh to make ambient.
+      mesh: in place of a manager, the mesh to make ambient; absent, and without a manager: the one that the arguments lie on.
       grad: compare gradients too.
-      reference: runs on one device in place of `f`, with no manager and no mesh: for a function bound to its mesh.
+      reference: runs on one device in place of `f`, with no manager and no mesh: for a function bound to its mesh, as by a
+        `NamedSharding` inside. A bare `PartitionSpec` goes by the ambient mesh and needs none.
       rtol: allowed difference by the largest value of the array; absent: by dtype, 2e-5 for float32 and 3e-2 for bfloat16.
       atol: allowed difference beyond that.
 
     Raises:
       AssertionError: tensors that differ, or nothing that is sharded.
       ProgramError: the function does not run on one device; pass `reference`.
-      MeshSpecError: neither a manager nor a mesh.
+      MeshSpecError: neither a manager nor a mesh, and the arguments lie on none, or on several.
     """
     __tracebackhide__ = True
     known = manager if manager is not None or mesh is not None else context.current()
-    one = _on_one_device(known, mesh, args, plain=reference is not None)
+    mesh = _mesh_of(args) if known is None and mesh is None else mesh
+    one = _on_one_device(known, mesh, plain=reference is not None)
     with known if known is not None else jax.set_mesh(mesh):
         compiled = jax.jit(_run(f, grad)).lower(*args).compile()
         _check_sharded(compiled, f)
         sharded = compiled(*args)
-    with one.scope:
+    with one.scope():
         copies = jax.tree.map(lambda value: jax.device_put(value, one.place), args)
         try:
             unsharded = jax.jit(_run(reference or f, grad))(*copies)
         except (ShardingError, ValueError) as err:
-            fix = "let it ask the ambient manager (sw.shard, not pm.shard), or pass reference= with the unsharded function"
+            fix = (
+                "let it ask what is ambient (sw.shard, not pm.shard; a bare PartitionSpec, not a NamedSharding), "
+                "or pass reference= with the unsharded function"
+            )
             raise ProgramError(f"{function_name(f)} does not run on one device", rule=str(err).splitlines()[0], fix=fix) from err
     message = _differences(function_name(f), sharded, unsharded, rtol, atol)
     if message:
@@ -79,22 +84,37 @@ def assert_same_as_unsharded(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _OneDevice:
-    """Where the reference runs: what to enter, and where its arguments go."""
+    """Where the reference runs: what makes the context to enter, and where its arguments go."""
 
-    scope: Any
+    scope: Callable[[], Any]  # `jax.set_mesh` sets the mesh when it is called, so not before the `with`
     place: Any
 
 
-def _on_one_device(manager: PartitionManager | None, mesh: Mesh | None, args: Any, *, plain: bool) -> _OneDevice:
+def _mesh_of(args: Any) -> Mesh:
+    """Return the one mesh that arguments lie on."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    found = list(dict.fromkeys(one.mesh for one in shardings if isinstance(one, NamedSharding) and isinstance(one.mesh, Mesh)))
+    if len(found) != 1:
+        on = "on no mesh" if not found else "on several meshes"
+        what = f"there is neither a manager nor a mesh, and the arguments lie {on}, so nothing can run"
+        raise MeshSpecError(what, fix='place the arguments, or pass manager= or mesh=: the fixture mesh, or cpu_mesh("dp:2,tp:4")')
+    return found[0]
+
+
+def _on_one_device(manager: PartitionManager | None, mesh: Mesh | None, *, plain: bool) -> _OneDevice:
     whole = mesh if mesh is not None else None if manager is None else manager.mesh
     if not isinstance(whole, Mesh):
-        what = "the mesh is abstract" if whole is not None else "there is neither a manager nor a mesh"
-        raise MeshSpecError(f"{what}, so nothing can run", fix='pass manager=, or mesh=cpu_mesh("dp:2,tp:4")')
+        raise MeshSpecError(
+            "the mesh is abstract, so nothing can run", fix='pass a manager or a mesh of devices: mesh=cpu_mesh("dp:2,tp:4")'
+        )
     if plain:
-        return _OneDevice(scope=contextlib.nullcontext(), place=whole.devices.flat[0])
+        return _OneDevice(scope=contextlib.nullcontext, place=whole.devices.flat[0])
     grid = np.asarray(whole.devices).reshape(-1)[:1].reshape((1,) * whole.devices.ndim)
     one = Mesh(grid, whole.axis_names, axis_types=whole.axis_types)
-    scope = jax.set_mesh(one) if manager is None else PartitionManager(manager.rules, mesh=one, mode=manager.mode)
+
+    def scope() -> Any:
+        return jax.set_mesh(one) if manager is None else PartitionManager(manager.rules, mesh=one, mode=manager.mode)
+
     return _OneDevice(scope=scope, place=NamedSharding(one, PartitionSpec()))
 
 
@@ -140,7 +160,10 @@ def _check_sharded(compiled: Any, f: Any) -> None:
     if all(one.is_fully_replicated for one in shardings) and "partition-id()" not in compiled.as_text():
         devices = max((one.num_devices for one in shardings), default=1)
         does = "runs on one device" if devices == 1 else f"does the same on each of {devices} devices"
-        raise AssertionError(f"{function_name(f)} {does}: nothing is sharded, so there is nothing to compare; place the arguments first")
+        raise AssertionError(
+            f"{function_name(f)} {does}: nothing is sharded, so there is nothing to compare\n"
+            "  fix   place the arguments first, over mesh axes of more than one device"
+        )
 
 
 def _differences(name: str, sharded: Any, unsharded: Any, rtol: float | None, atol: float) -> str:
