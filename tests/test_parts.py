@@ -129,6 +129,9 @@ def test_a_part_in_use_is_gathered_as_the_whole_is() -> None:
         ((sw.NORM,), (3,), "dp+fsdp | dp | -", P()),
         (KERNEL, (16, 32), "dp+fsdp", P(("fsdp", "dp"), "tp")),
         (KERNEL, (4, 2), "fsdp", P("fsdp", "tp")),
+        (KERNEL, (16, 32), "fsdp | dp", P(("fsdp", "dp"), "tp")),
+        (KERNEL, (16, 32), "sp | tp | dp", P(("fsdp", "dp"), "tp")),
+        (KERNEL, (4, 2), "fsdp | dp | -", P("fsdp", "tp")),
         ((sw.EMPTY, sw.EMBED), (16, 16), "dp", P(None, ("fsdp", "dp"))),
         ((sw.EMPTY,), (3,), "dp", P()),
         ((), (), "dp", P()),
@@ -151,6 +154,9 @@ def test_zero1_is_explained() -> None:
     assert found.to_json()["dims"][0]["zero1"] == ["dp"]
     assert explain(KERNEL, (4, 2), zero1="dp | -").notes == ('zero1 = "dp | -"   ([policy]): no dim divides over dp too',)
     assert explain(KERNEL, (4, 2), zero1="fsdp").notes == ('zero1 = "fsdp"   ([policy]): the parameter lies over fsdp already',)
+    taken, chosen = explain(KERNEL, (16, 32), zero1="fsdp | dp").notes
+    assert taken == 'zero1 = "fsdp | dp"   ([policy]): the parameter lies over fsdp already'
+    assert chosen == 'zero1 = "fsdp | dp"   ([policy]): dp on dim 0 EMBED'
     assert explain(KERNEL, (4, 2), zero1="sp").notes == ('zero1 = "sp"   ([policy]): of sp the mesh has no axis of more than one device',)
 
 

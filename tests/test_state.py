@@ -357,6 +357,82 @@ def test_what_mixes_dims_follows_nothing_until_it_is_annotated(tx: Callable[[], 
     assert specs_by_path(found)[path] == P()
 
 
+def test_projected_state_of_the_parameters_own_shape_is_not_taken_for_a_copy() -> None:
+    """GaLore's projection of a square weight mixes its dims, and what Adam keeps of the projected gradient has no dim of the weight."""
+    square = {"w": sw.ArraySpec((16, 16), jnp.float32, KERNEL, normal), "norm": sw.ArraySpec((16,), jnp.float32, (sw.EMBED,), ones)}
+    state = state_of(contrib.galore(1e-3, rank=16), square)
+    assert state[0].projector["w"].shape == state[0].base_optimizer_state.mu["w"].shape == (16, 16)
+    says = r"state of shape \(16, 16\) in a GaLoreState, which projects parameters: its dims are not theirs, even where sizes agree"
+    with pytest.raises(sw.StrategyError, match=says) as caught:
+        manager().state_shardings(state, square)
+    assert [problem.path for problem in caught.value.problems] == [
+        "0/base_optimizer_state/mu/w",
+        "0/base_optimizer_state/nu/w",
+        "0/projector/w",
+    ]
+    found = manager().state_shardings(state, square, overrides={"/w$": sw.Replicated})
+    specs = specs_by_path(found)
+    assert (specs["0/base_optimizer_state/mu/norm"], specs["0/projector/norm"]) == (P("fsdp"), P())
+
+
+def test_an_override_that_matches_nothing_is_named() -> None:
+    says = (
+        r"the override 'trase' matches no leaf of the state\n  fix   did you mean 'trace'\? "
+        r"the leaves are trace; a pattern is searched \(re.search\) in their paths"
+    )
+    one = {"trace": np.zeros((8,))}
+    with pytest.raises(sw.StrategyError, match=says):
+        manager().state_shardings(one, params(), overrides={"trace": (sw.EMBED,), "trase": (sw.EMBED,)})
+    state = state_of(optax.adam(1e-3), params())
+    with pytest.raises(sw.StrategyError, match=r"'2/nu' matches no leaf of the state\n  fix   .*0/count, 0/mu/.* and 6 more; a pattern"):
+        manager().state_shardings(state, params(), overrides={"2/nu": sw.Replicated})
+
+
+def nested_params() -> dict[str, Any]:
+    weight, bias = sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal), sw.ArraySpec((32,), jnp.float32, (sw.MLP_INTERMEDIATE,), ones)
+    return {"enc": {"a": weight, "b": bias}, "dec": {"a": weight}}
+
+
+def test_masks_may_cover_whole_subtrees() -> None:
+    specs = nested_params()
+    mu = manager().state_shardings(state_of(optax.masked(optax.adam(1e-3), {"enc": True, "dec": False}), specs), specs).inner_state[0].mu
+    assert spec_tree(mu["enc"]) == {"a": P("fsdp", "tp"), "b": P("tp")}
+    assert jax.tree.leaves(mu["dec"]) == []
+
+
+def test_labels_may_cover_whole_subtrees() -> None:
+    specs = nested_params()
+    tx = optax.multi_transform({"x": optax.adam(1e-3), "y": optax.sgd(1e-2, momentum=0.9)}, {"enc": "x", "dec": "y"})
+    found = specs_by_path(manager().state_shardings(state_of(tx, specs), specs))
+    assert {path: spec for path, spec in found.items() if spec != P()} == {
+        "inner_states/x/inner_state/0/mu/enc/a": P("fsdp", "tp"),
+        "inner_states/x/inner_state/0/mu/enc/b": P("tp"),
+        "inner_states/x/inner_state/0/nu/enc/a": P("fsdp", "tp"),
+        "inner_states/x/inner_state/0/nu/enc/b": P("tp"),
+        "inner_states/y/inner_state/0/trace/dec/a": P("fsdp", "tp"),
+    }
+
+
+def test_a_mask_of_everything_but_a_part_elsewhere_is_not_a_copy() -> None:
+    """What lies at a parameter's name in a part without the other parameters' places follows nothing."""
+    with pytest.raises(sw.StrategyError, match=r"extra/a: state of shape .* follows no parameter"):
+        manager().state_shardings({"extra": {"a": np.zeros((16, 32))}}, nested_params()["enc"])
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-3), optax.masked(optax.adam(1e-3), [True, (), False])], ids=["adam", "masked by prefix"])
+def test_parameters_with_empty_tuples_between_layers(tx: Any) -> None:
+    weight, bias = sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal), sw.ArraySpec((32,), jnp.float32, (sw.MLP_INTERMEDIATE,), ones)
+    specs = [(weight, bias), (), (weight, bias)]
+    found = manager().state_shardings(state_of(tx, specs), specs)
+    assert jax.tree.structure(found) == jax.tree.structure(state_of(tx, specs))
+    adam = (found.inner_state if hasattr(found, "inner_state") else found)[0]
+    assert [sharding.spec for sharding in adam.mu[0]] == [P("fsdp", "tp"), P("tp")]
+    beside = manager().state_shardings(
+        state_of(tx, specs), tree.abstract(specs), [(KERNEL, (sw.MLP_INTERMEDIATE,)), (), (KERNEL, (sw.MLP_INTERMEDIATE,))]
+    )
+    assert specs_by_path(beside) == specs_by_path(found)
+
+
 def test_the_suggested_override_is_accepted_as_it_stands() -> None:
     pm = manager()
     state = {"extra.[0]": np.zeros((8, 8))}

@@ -82,8 +82,8 @@ def _split_block(decision: DimDecision, whole: int) -> Problem:
 def add_zero1(param: Taken, rule: Rule | None, *, dims: Sequence[Dim], path: str | None, sizes: Mapping[str, int], fits: Fits) -> Taken:
     """Shard optimizer state over mesh axes that its parameter leaves free: by the first candidate that one dim takes whole.
 
-    The first dim that divides takes them, minor to what it has. Dims that the annotation keeps whole are left alone, and so is
-    an array that has no others.
+    A candidate of which the parameter leaves nothing free is passed over. The first dim that divides takes them, minor to what
+    it has. Dims that the annotation keeps whole are left alone, and so is an array that has no others.
 
     Args:
       param: where the parameter lies.
@@ -102,7 +102,8 @@ def add_zero1(param: Taken, rule: Rule | None, *, dims: Sequence[Dim], path: str
         live = tuple(axis for axis in candidate if sizes.get(axis, 1) > 1)
         free = tuple(axis for axis in live if axis not in taken)
         if live and not free:
-            return _noted(param, f"{rule.ref}: the parameter lies over {'+'.join(live)} already")
+            param = _noted(param, f"{rule.ref}: the parameter lies over {'+'.join(live)} already")
+            continue
         if not free:
             param = _noted(param, f"{rule.ref}: of {'+'.join(candidate)} the mesh has no axis of more than one device")
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwright.annotations import ArraySpec, PartOf, describe
 from shardwright.axes import EMPTY
-from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
+from shardwright.errors import Problem, RankMismatchError, StrategyError, did_you_mean, raise_problems
 from shardwright.tree import Leaf, annotated_leaves, compile_rule, path_text
 
 Path = tuple[Any, ...]
@@ -100,14 +100,20 @@ _OWN: Final[Mapping[str, tuple[str, ...]]] = {
     "DifferentiallyPrivateAggregateState": ("rng_key",),
     "HutchinsonState": ("key",),
 }
+# Types that keep state of a projected parameter: the field that holds the projection, a (0, 0) where there is none. What is
+# projected may by chance have the parameter's shape, and mixes its dims nevertheless.
+_PROJECTED: Final[Mapping[str, str]] = {"GaLoreState": "projector"}
 
 
 def _kind(node: Any) -> str:
     """Return the name of a node's type if the tables know it, else an empty string."""
     cls = type(node)
     # By name, so that optax is never imported; only of optax, because other packages sort and stack in other ways.
-    known = cls.__module__.partition(".")[0] == "optax" and (cls.__name__ in _KINDS or cls.__name__ in _OWN)
-    return cls.__name__ if known else ""
+    return cls.__name__ if _of_optax(cls) and any(cls.__name__ in table for table in (_KINDS, _OWN, _PROJECTED)) else ""
+
+
+def _of_optax(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "optax"
 
 
 def _known_nodes(state: Any, prefix: Path = ()) -> Iterator[tuple[Path, str]]:
@@ -154,8 +160,8 @@ def annotate_state(
     """Return a tree like an optimizer's state, with what annotates each leaf: the parameter that it follows.
 
     A leaf follows a parameter if it lies at that parameter's place in a part of the state with the parameters' structure
-    (places left out by a mask included), and if their shapes agree. Of the states that optax factors, stacks or lists, the
-    state's type says which dims are meant. Scalars need nothing.
+    (places and whole subtrees left out by a mask included), and if their shapes agree. Of the states that optax factors,
+    stacks or lists, the state's type says which dims are meant. Scalars need nothing.
 
     Args:
       state: the state, or `jax.eval_shape(tx.init, params)`.
@@ -165,7 +171,8 @@ def annotate_state(
       by_path: let each annotation carry its parameter's path, so that `[[tensors]]` rules mean the parameter's.
 
     Raises:
-      StrategyError, RankMismatchError: leaves that follow nothing, each with its path; all at once.
+      StrategyError, RankMismatchError: leaves that follow nothing, each with its path, and overrides that match none; all at
+        once.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(state)
     if overrides is not None and not isinstance(overrides, Mapping):
@@ -173,7 +180,7 @@ def annotate_state(
     patterns = [compile_rule(at, pattern, one) for at, (pattern, one) in enumerate((overrides or {}).items())]
     search = _Search.of(state, params, annotations)
     found: list[Any] = []
-    problems: list[Problem] = []
+    problems = _unused([pattern for pattern, _ in patterns], [path_text(path) for path, _ in pairs])
     for path, leaf in pairs:
         text = path_text(path)
         override = next((one for pattern, one in patterns if pattern.search(text)), None)
@@ -187,6 +194,20 @@ def annotate_state(
             found.append(one)
     raise_problems(problems)
     return jax.tree.unflatten(structure, [one.annotation(by_path=by_path) for one in found])
+
+
+def _unused(patterns: Sequence[re.Pattern[str]], paths: Sequence[str]) -> list[Problem]:
+    """Return the overrides that match no leaf: one that is mistyped would leave its leaf where it lies by default."""
+    unused = [pattern.pattern for pattern in patterns if not any(pattern.search(path) for path in paths)]
+    some = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    return [
+        Problem(
+            error=StrategyError,
+            what=f"the override {text!r} matches no leaf of the state",
+            fix=f"{did_you_mean(text, paths)} the leaves are {some or 'none'}; a pattern is searched (re.search) in their paths".strip(),
+        )
+        for text in unused
+    ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,10 +231,14 @@ class _Search:
         known = _by_path(params, annotations)
         leaves, _ = jax.tree_util.tree_flatten_with_path(state)
         shapes = {tuple(path): tuple(np.shape(leaf)) for path, leaf in leaves}
-        return cls(params=known, kinds=dict(_known_nodes(state)), shapes=shapes, copies=_copies_of(set(known), state))
+        return cls(params=known, kinds=dict(_known_nodes(state)), shapes=shapes, copies=_copies_of(set(known), params, state))
 
     def follow(self, path: Path, shape: tuple[int, ...]) -> Follower | Problem:
         text = path_text(path)
+        owner = self._owner(path)
+        projected = self._projected(path, shape, owner)
+        if projected is not None:
+            return projected
         for at in range(len(path) - 1, -1, -1):
             kind = self.kinds.get(path[:at])
             if kind is None:
@@ -227,10 +252,26 @@ class _Search:
                 if dims is None:
                     return _follows_nothing(text, shape, place.param)
                 return Follower(path=text, param=place.param, dims=dims)
-        owner = next((self.params[path[at:]] for at in range(len(path) + 1) if path[at:] in self.params and self.copies(path[:at])), None)
         if owner is None or np.shape(owner.value) != shape:
             return _follows_nothing(text, shape, owner)
         return Follower(path=text, param=owner, dims=tuple(range(len(shape))))
+
+    def _owner(self, path: Path) -> Leaf | None:
+        """Return the parameter at whose place in a copy of the parameters a leaf lies, or None."""
+        return next((self.params[path[at:]] for at in range(len(path) + 1) if path[at:] in self.params and self.copies(path[:at])), None)
+
+    def _projected(self, path: Path, shape: tuple[int, ...], owner: Leaf | None) -> Follower | Problem | None:
+        """Return what is known of a leaf below a type of `_PROJECTED`; None where it is a leaf like others."""
+        at = next((at for at in range(len(path)) if self.kinds.get(path[:at]) in _PROJECTED), None)
+        if at is None:
+            return None
+        kind = self.kinds[path[:at]]
+        field = jax.tree_util.GetAttrKey(_PROJECTED[kind])
+        place = next((key for key, leaf in self.params.items() if leaf is owner), ())
+        if owner is None or self.shapes.get((*path[:at], field, *place)) != (0, 0):
+            what = f"state of shape {shape} in a {kind}, which projects parameters: its dims are not theirs, even where sizes agree"
+            return Problem(error=StrategyError, what=what, path=path_text(path), fix=_own(path_text(path)))
+        return Follower(path=path_text(path), override=(EMPTY,) * len(shape)) if path[at] == field else None
 
     def _place(self, path: Path, at: int, shape: tuple[int, ...]) -> _Place:
         node, rest = path[:at], path[at + 1 :]
@@ -243,19 +284,35 @@ class _Search:
         return _Place(shape=shape, rest=rest, param=param, below=() if end is None else rest[end:], sibling=sibling)
 
 
-def _copies_of(params: set[Path], state: Any) -> Callable[[Path], bool]:
+def _copies_of(known: set[Path], params: Any, state: Any) -> Callable[[Path], bool]:
     """Return whether the part of a state below a path has the parameters' structure.
 
-    Masks leave empty tuples where a parameter has no state, so those count as its places.
+    Masks leave empty tuples where a parameter, or a whole subtree of them, has no state: those count as the places left out.
     """
-    entries, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, tuple) and not node)
-    paths = [tuple(path) for path, _ in entries]
+    places = {path for path, _ in _entries(params)}  # with the empty tuples that the parameters have themselves
+    inner = {place[:end] for place in known for end in range(len(place))}
+    entries = [(path, _masks(node)) for path, node in _entries(state)]
 
     @functools.cache
     def copies(prefix: Path) -> bool:
-        return {path[len(prefix) :] for path in paths if path[: len(prefix)] == prefix} == params
+        found = {path[len(prefix) :]: masks for path, masks in entries if path[: len(prefix)] == prefix}
+        if not all(path in places or (masks and path in inner) for path, masks in found.items()):
+            return False
+        return all(any(place[:end] in found for end in range(len(place) + 1)) for place in known)
 
     return copies
+
+
+def _entries(tree: Any) -> list[tuple[Path, Any]]:
+    """Return leaves and empty tuples by path."""
+    found, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, ArraySpec) or (isinstance(node, tuple) and not node)
+    )
+    return [(tuple(path), node) for path, node in found]
+
+
+def _masks(node: Any) -> bool:
+    return type(node).__name__ == "MaskedNode" and _of_optax(type(node))
 
 
 def _by_path(params: Any, annotations: Any) -> dict[Path, Leaf]:
@@ -274,5 +331,9 @@ def _follows_nothing(path: str, shape: tuple[int, ...], owner: Leaf | None) -> P
         error=StrategyError if owner is None else RankMismatchError,
         what=what,
         path=path,
-        fix=f"overrides={{{re.escape(path)!r}: (...)}} gives it an annotation of its own",
+        fix=_own(path),
     )
+
+
+def _own(path: str) -> str:
+    return f"overrides={{{re.escape(path)!r}: (...)}} gives it an annotation of its own"
