@@ -101,6 +101,11 @@ class TestLiteralSpecs:
         assert spec(P(P.UNCONSTRAINED, "tp"), made(), self.MESH, shape=(3, 4)) == P(P.UNCONSTRAINED, "tp")
         with pytest.raises(sw.IndivisibleError, match="size 3 does not divide over dp=2"):
             resolve(P("dp"), made(), self.MESH, shape=(3,))
+        with pytest.raises(sw.IndivisibleError, match=r"\n  fix   write None there, or choose a size and a mesh that divide$"):
+            resolve(P("dp"), made(), self.MESH, shape=(3,))
+        says = r"^dim 1: tp is taken by dim 0\n  .*\n  fix   an array has each mesh axis once: write None or another mesh axis here$"
+        with pytest.raises(sw.AxisConflictError, match=says):
+            resolve(P("tp", ("dp", "tp")), made(), self.MESH, shape=(4, 4))
         with pytest.raises(sw.MissingMeshAxisError, match="mesh axis 'ttp' is not in the mesh") as caught:
             resolve(P("ttp"), made(), self.MESH, shape=(4,))
         assert "did you mean 'tp'?" in caught.value.fix

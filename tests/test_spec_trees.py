@@ -295,7 +295,7 @@ def test_an_array_moves_from_another_sharding() -> None:
 @pytest.mark.parametrize(
     ("specs", "dtypes", "says"),
     [
-        ({"w": ("dp", None)}, None, "'dp' of type str is no PartitionSpec"),
+        ({"w": ("dp", None)}, None, "^w/0: 'dp' of type str is no PartitionSpec"),
         (P("dp"), jnp.int8, "dtype_specs is int8, one dtype for all must be a float"),
         ({"w": P("dp")}, {"v": jnp.float32}, "dtype_specs does not fit the tree of specs"),
         ({"w": P("dp")}, {"w": "no such"}, "'no such' of type str has no dtype"),
@@ -310,9 +310,10 @@ def test_what_cannot_be_made_into_functions(specs: Any, dtypes: Any, says: str) 
 def test_what_does_not_fit_the_mesh_is_not_placed() -> None:
     with jax.set_mesh(cpu_mesh("dp:8")):
         shard_fns, _ = make_shard_and_gather_fns({"w": P("dp"), "v": P("tp"), "n": P()})
-    with pytest.raises(sw.IndivisibleError, match="size 6 does not divide over dp=8"):
-        shard_fns["w"](np.ones(6))
-    with pytest.raises(sw.MissingMeshAxisError, match="mesh axis 'tp' is not in the mesh"):
+    says = r"^w dim 0: size 6 does not divide over dp=8\n  rule  .*literal spec.*\n  fix   write None there, or choose a size and"
+    with pytest.raises(sw.IndivisibleError, match=says):
+        tree_apply({"w": shard_fns["w"]}, {"w": np.ones(6)})
+    with pytest.raises(sw.MissingMeshAxisError, match=r"^v dim 0: mesh axis 'tp' is not in the mesh"):
         shard_fns["v"](np.ones(8))
     with pytest.raises(sw.StrategyError, match="values of int64 do not fit int32"):
         shard_fns["n"](np.array([1, 2**40]))

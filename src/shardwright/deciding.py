@@ -60,8 +60,14 @@ class _Draft:
     label: str
     size: int | None
     judged_as: str = ""
+    literal: bool = False
     rule: RuleRef | None = None
     skipped: tuple[Skip, ...] = ()
+
+    @property
+    def named(self) -> str:
+        """The dim's axes in a message; a literal spec names none."""
+        return "" if self.literal else self.label
 
     def decided(
         self, outcome: Outcome, *, mesh_axes: tuple[str, ...] = (), manual: tuple[str, ...] = (), unchecked: bool = False
@@ -114,7 +120,7 @@ class Frame:
         else:
             decision = self._by_rule(draft, dim)
         for axis in decision.mesh_axes:
-            self.taken[axis] = (position, draft.label)
+            self.taken[axis] = (position, draft.named)
         return decision
 
     def _by_rule(self, draft: _Draft, dim: Dim) -> DimDecision:
@@ -128,6 +134,7 @@ class Frame:
 
     def _literal(self, draft: _Draft, names: tuple[str, ...]) -> DimDecision:
         """Decide a dim of a literal spec: checked like a rule's candidate, but only a policy leaves anything out of it."""
+        draft.literal = True
         ref = RuleRef(key=f"dim {draft.dim}", text="+".join(names) or "-", source="literal spec")
         lost = [name for name in names if name != Fallback.UNCONSTRAINED and name not in self.sizes]
         for name in lost if self.rules.policy.missing is Missing.SKIP else ():
@@ -289,7 +296,7 @@ class Frame:
         if axis not in self.taken:
             return f"{axis} stands twice"
         position, label = self.taken[axis]
-        return f"{axis} is taken by dim {position} {label}"
+        return f"{axis} is taken by dim {position} {label}".rstrip()
 
     def _needs_shape(self, trial: _Trial, rule: Rule) -> bool:
         distinct = {*trial.lives, *([(rule.fallback.value,)] if rule.fallback else [])}
@@ -331,14 +338,16 @@ class Frame:
             if not rest or size is None or self.fits(size, rest):
                 return self._taken_by(draft, rest, Outcome.POLICY_FIRST_DIM, unchecked=bool(rest) and size is None)
             return self._indivisible(draft, rule, rest, size)
+        rather = "None or another mesh axis here" if draft.literal else "EMPTY or another axis here"
+        end = "" if draft.literal else f', or end the rule in a fallback, "{rule.ref.text} | -"'
         self._problem(
             AxisConflictError,
             "; ".join(self._holder(axis) for axis in dict.fromkeys(failure.blocked_by)),
             draft.dim,
-            draft.label,
+            draft.named,
             rule=rule.ref,
             mesh_axes=failure.live,
-            fix=f'an array has each mesh axis once: write EMPTY or another axis here, or end the rule in a fallback, "{rule.ref.text} | -"',
+            fix=f"an array has each mesh axis once: write {rather}{end}",
         )
         return draft.decided(Outcome.FAILED)
 
@@ -352,16 +361,17 @@ class Frame:
         over = ", ".join(f"{axis}={self.sizes[axis]}" for axis in live)
         shards = self._shards(live)
         count = f" ({shards} shards)" if len(live) > 1 else ""
+        fallback = "write None there" if draft.literal else f'add a fallback, {rule.ref.key} = "{rule.ref.text} | -"'
         self._problem(
             IndivisibleError,
             f"{f'{draft.judged_as} of ' if draft.judged_as else ''}size {size} does not divide over {over}{count}",
             draft.dim,
-            draft.label,
+            draft.named,
             rule=rule.ref,
             size=size,
             mesh_axes=live,
             shards=shards,
-            fix=f'add a fallback, {rule.ref.key} = "{rule.ref.text} | -", or choose a size and a mesh that divide',
+            fix=f"{fallback}, or choose a size and a mesh that divide",
         )
         return draft.decided(Outcome.FAILED)
 

@@ -201,14 +201,14 @@ def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> 
       NoManagerError: (from a call) there is no mesh.
       ShardingError: (from a call) a spec that does not fit the array.
     """
-    specs, structure = jax.tree.flatten(partition_specs)
-    for spec in specs:
+    specs, structure = jax.tree_util.tree_flatten_with_path(partition_specs)
+    for path, spec in specs:
         if not isinstance(spec, PartitionSpec | NamedSharding):
             fix = "write PartitionSpec() to replicate, or pass what match_partition_rules returns"
-            raise StrategyError(f"{spec!r} of type {type(spec).__name__} is no PartitionSpec", fix=fix)
+            raise StrategyError(f"{spec!r} of type {type(spec).__name__} is no PartitionSpec", path=path_text(path), fix=fix)
     mesh = current_mesh()
     casts = _casts(structure, dtype_specs)
-    shards = [_shard_fn(spec, cast, mesh) for spec, cast in zip(specs, casts, strict=True)]
+    shards = [_shard_fn(spec, cast, mesh, path_text(path)) for (path, spec), cast in zip(specs, casts, strict=True)]
     return jax.tree.unflatten(structure, shards), jax.tree.unflatten(structure, [_gather_fn(cast) for cast in casts])
 
 
@@ -263,7 +263,9 @@ def _cast(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-def _shard_fn(spec: PartitionSpec | NamedSharding, cast: Cast, made_with: Mesh | AbstractMesh | None) -> Callable[[Any], jax.Array]:
+def _shard_fn(
+    spec: PartitionSpec | NamedSharding, cast: Cast, made_with: Mesh | AbstractMesh | None, path: str
+) -> Callable[[Any], jax.Array]:
     def shard_fn(x: Any) -> jax.Array:
         x = cast(x)
         if isinstance(spec, NamedSharding):
@@ -276,12 +278,12 @@ def _shard_fn(spec: PartitionSpec | NamedSharding, cast: Cast, made_with: Mesh |
                 fix="enter jax.set_mesh(mesh) or a manager where the functions are made, outside jit",
             )
         literal = spec.spec if isinstance(spec, NamedSharding) else spec
-        fitted = resolver.resolve(literal, build_rules({}), mesh, shape=np.shape(x)).require()
+        fitted = resolver.resolve(literal, build_rules({}), mesh, shape=np.shape(x), path=path or None).require()
         kind = spec.memory_kind if isinstance(spec, NamedSharding) else None
         placed: jax.Array = jax.device_put(x, NamedSharding(mesh, fitted, memory_kind=kind))
         if placed.dtype != x.dtype and x.dtype.kind in "iu" and (x.astype(placed.dtype) != x).any():
             what = f"values of {x.dtype} do not fit {placed.dtype}, which JAX makes of it while jax_enable_x64 is off"
-            raise StrategyError(what, fix='jax.config.update("jax_enable_x64", True), or cast the leaf yourself')
+            raise StrategyError(what, path=path, fix='jax.config.update("jax_enable_x64", True), or cast the leaf yourself')
         return placed.block_until_ready()
 
     return shard_fn

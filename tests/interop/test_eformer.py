@@ -235,7 +235,7 @@ class TestConstraints:
                 for manager in (permissive, native):
                     with manager:
                         assert call() == P(None, "dp")
-                with pm, pytest.raises(sw.IndivisibleError, match="dim 0 _: size 6 does not divide over tp=4"):
+                with pm, pytest.raises(sw.IndivisibleError, match="dim 0: size 6 does not divide over tp=4"):
                     call()
                 assert call(policy="eformer") == P(None, "dp")
 
