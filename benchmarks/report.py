@@ -49,7 +49,7 @@ def markdown(rows: Sequence[Row], where: dict[str, str]) -> str:
     """Return a page with the context and a table."""
     lines = ["# Speed", "", *(f"- {key}: {value}" for key, value in where.items()), ""]
     lines += [
-        "Medians of interleaved repetitions in one run, of processor time (import: of time passed).",
+        "Medians of interleaved repetitions in one run, of processor time (attention: of all threads; import: of time passed).",
         "`spread` is the interquartile range in parts of the median.",
         "",
     ]

@@ -70,16 +70,17 @@ class Row:
         return {**dataclasses.asdict(self), "target": target, "verdict": self.verdict}
 
 
-def interleave(cases: Mapping[str, Prepare], *, repeats: int) -> dict[str, list[float]]:
+def interleave(cases: Mapping[str, Prepare], *, repeats: int, clock: Callable[[], float] = time.thread_time) -> dict[str, list[float]]:
     """Time every case once per repetition, in an order that rotates, so that a busy moment of the machine hits all alike.
 
     Args:
       cases: for each name, what prepares a repetition (untimed) and returns what is timed.
       repeats: repetitions; one more, untimed, comes first.
+      clock: what tells the time, in seconds.
 
     Returns:
-      Seconds of this thread's processor time, by name: on an idle machine the time that passes, on a busy one without the
-      waiting. The garbage collector stands still while the clock runs, as in `timeit`.
+      Seconds by name, by default of this thread's processor time: on an idle machine the time that passes, on a busy one
+      without the waiting. The garbage collector stands still while the clock runs, as in `timeit`.
     """
     names = list(cases)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -87,18 +88,18 @@ def interleave(cases: Mapping[str, Prepare], *, repeats: int) -> dict[str, list[
         turn = (repeat + 1) % len(names)
         gc.collect()
         for name in names[turn:] + names[:turn]:
-            taken = _once(cases[name]())
+            taken = _once(cases[name](), clock)
             if repeat >= 0:
                 times[name].append(taken)
     return times
 
 
-def _once(run: Run) -> float:
+def _once(run: Run, clock: Callable[[], float]) -> float:
     gc.disable()
     try:
-        start = time.thread_time()
+        start = clock()
         result = run()
-        taken = time.thread_time() - start
+        taken = clock() - start
     finally:
         gc.enable()
     del result
