@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,15 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 import shardwright as sw
-from shardwright.errors import MeshMismatchError, MeshSpecError, NoManagerError, ProgramError, StrategyError, UnknownAxisError
+from shardwright.errors import (
+    MeshMismatchError,
+    MeshSpecError,
+    MissingMeshAxisError,
+    NoManagerError,
+    ProgramError,
+    StrategyError,
+    UnknownAxisError,
+)
 from shardwright.plan import read_collectives
 from shardwright.testing import (
     assert_collectives,
@@ -128,10 +137,19 @@ def test_what_cannot_be_compared() -> None:
         assert_spec(x, sw.BATCH, sw.EMBED)
     with pytest.raises(StrategyError, match=r"P\('tp'\) is expected of a ndarray that lies on no mesh"):
         assert_sharding(np.zeros(4), P("tp"))
-    with pytest.raises(StrategyError, match="does not fit the tree"):
+    with pytest.raises(StrategyError, match=r"x/0: a sharding is expected, and the tree has no such tensor"):
         assert_sharding({"x": x}, {"x": (sw.BATCH, sw.EMBED)})
     with pytest.raises(StrategyError, match="the tree of expected shardings does not fit the tree"):
-        assert_sharding({"x": x}, {"y": P()})
+        assert_sharding([{"x": x}], ({"x": P()},))
+    with pytest.raises(StrategyError, match=r"mlp/upp: a sharding is .*\n.*fix   did you mean 'mlp/up'\?") as caught:
+        assert_sharding({"mlp": {"up": x, "down": x}}, {"mlp": {"upp": P()}})
+    assert [one.path for one in caught.value.problems] == ["mlp/upp", "mlp/down", "mlp/up"]
+    says = r"^a dim 0: mesh axis 'fdsp' is not in the mesh\n  rule  .*literal spec.*\n  fix   did you mean 'fsdp'\?"
+    with pytest.raises(MissingMeshAxisError, match=says):
+        assert_sharding({"a": x}, {"a": P("fdsp")})
+    six = pm.shard(np.zeros((6, 16), np.float32), sw.BATCH, sw.EMPTY)
+    with pytest.raises(sw.IndivisibleError, match=r"^dim 0: size 6 does not divide over tp=4\n"):
+        assert_sharding(six, P("tp"))
     with pytest.raises(sw.IndivisibleError, match="size 6 does not divide over tp=4"):
         assert_spec(np.zeros((8, 6)), sw.EMPTY, sw.HEAD, manager=pm)
 
@@ -162,6 +180,12 @@ def test_shardings_beside_shapes() -> None:
 def test_one_limit_is_needed(limits: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"needs one limit: bytes=, or fraction="):
         assert_max_replicated(placed(manager()), **limits)
+
+
+@pytest.mark.parametrize("fraction", [2, -0.1, 1.01, float("nan")])
+def test_a_fraction_is_a_part_of_the_whole(fraction: float) -> None:
+    with pytest.raises(ValueError, match=r"is no part of the whole: it lies between 0 and 1, .* for bytes write bytes="):
+        assert_max_replicated(placed(manager()), fraction=fraction)
 
 
 # assert_collectives, assert_no_collectives
@@ -250,6 +274,14 @@ FAILURES: dict[str, Callable[[], None]] = {
 @pytest.mark.parametrize("name", list(FAILURES))
 def test_a_program_that_does_something_else(name: str, golden: Golden) -> None:
     golden(failing(FAILURES[name]), name)
+
+
+@pytest.mark.parametrize("count", ["1", (1, 100), 1.0, True])
+@pytest.mark.parametrize("name", ["all_reduce", "bytes"])
+def test_a_count_is_a_whole_number_or_a_range(name: str, count: Any) -> None:
+    says = rf"{name}={re.escape(repr(count))} is neither a whole number nor a range: write {name}=1, or {name}=range\(1, 4\) for 1 to 3"
+    with pytest.raises(TypeError, match=says):
+        assert_collectives(text("cpu_nested_loops"), **{name: count}, mesh=cpu_mesh("dp:2,tp:4"))
 
 
 def test_only_looks_at_the_axis_that_is_named() -> None:

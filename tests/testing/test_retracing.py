@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,8 @@ def test_a_function_jitted_anew_each_time() -> None:
         return jax.jit(lambda y: y + 1)(x)
 
     message = failing(lambda: assert_no_retrace(anew, (x,), (x,)))
-    assert "no argument changed its shape, dtype or sharding: look at static arguments, closures and the ambient context" in message
+    assert "no argument changed its shape, dtype or sharding\n" in message
+    assert message.endswith("fix   jit once, outside the call; look at static arguments, closures and the ambient context")
     assert "seen another function defined on the same line" in message
 
 
@@ -110,6 +111,23 @@ def test_donated_arguments_can_be_described() -> None:
 def test_one_call_says_nothing(calls: Any) -> None:
     with pytest.raises(TypeError, match=f"got {len(calls)} calls: one alone may always trace"):
         assert_no_retrace(jax.jit(double), *calls)
+
+
+class State(NamedTuple):
+    w: Any
+    at: Any
+
+
+def test_arguments_that_are_not_in_a_tuple() -> None:
+    """An array would be unpacked into its rows, a state into its fields."""
+    x = jnp.ones((2, 3))
+    for calls, got in [
+        ((x, x), "call 1 is one ArrayImpl"),
+        (((x,), lambda out: out), "the function of call 2 returned one ArrayImpl"),
+        ((State(x, x), State(x, x)), "call 1 is one State"),
+    ]:
+        with pytest.raises(TypeError, match=rf"{got}, not the arguments of a call\n  fix   .*assert_no_retrace\(f, \(x,\), \(x,\)\)"):
+            assert_no_retrace(jax.jit(lambda *args: args[0]), *calls)
 
 
 def test_only_this_thread_is_watched_and_nothing_stays() -> None:

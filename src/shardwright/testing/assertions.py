@@ -5,7 +5,7 @@ Each failure names the tensor, the axis and the bytes, and shows all that was fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -89,11 +89,14 @@ def assert_max_replicated(
 
     Raises:
       AssertionError: more is replicated; the arrays with most copies first.
+      ValueError: a fraction below 0 or above 1.
       StrategyError: leaves without a sharding.
     """
     __tracebackhide__ = True
     if (bytes is None) == (fraction is None):
         raise TypeError("assert_max_replicated needs one limit: bytes=, or fraction=")
+    if fraction is not None and not 0 <= fraction <= 1:
+        raise ValueError(f"fraction={fraction} is no part of the whole: it lies between 0 and 1, 0.02 for 2 %; for bytes write bytes=")
     found = bytes_by_path(x, shardings)
     if bytes is not None:
         good, limit = found.replicated <= bytes, f"{bytes_text(bytes)} may be"
@@ -105,7 +108,8 @@ def assert_max_replicated(
         held = f"{bytes_text(found.replicated)} of {bytes_text(found.held)} held on all devices are copies ({found.replicated_share:.1%})"
         first = worst.leaves[0]
         where = f"most by {first.path or 'the array'}, over {' and '.join(first.replicated_over) or 'its devices'}"
-        raise AssertionError(f"{held}, {limit}; {where}\n\n{memory_text(worst, rows=_ROWS)}")
+        fix = "shard it over those mesh axes, or raise the limit if the copies are meant"
+        raise AssertionError(f"{held}, {limit}; {where}\n\n{memory_text(worst, rows=_ROWS)}\n  fix   {fix}")
 
 
 def assert_collectives(
@@ -149,6 +153,7 @@ def assert_collectives(
 
     Raises:
       AssertionError: the program does something else.
+      TypeError: nothing is named, or by something that is neither a whole number nor a range.
       ProgramError, MeshSpecError, UnknownAxisError: the program, its mesh or the axis cannot be told.
     """
     __tracebackhide__ = True
@@ -156,6 +161,7 @@ def assert_collectives(
     wanted = {kind: count for kind, count in zip(Kind, counts, strict=True) if count is not None}
     if not wanted and bytes is None:
         raise TypeError("assert_collectives asserts nothing: name a kind, as in all_reduce=1, or bytes=; or use assert_no_collectives")
+    _check_counts({**{str(kind): count for kind, count in wanted.items()}, "bytes": bytes})
     found = read_program(program, args, mesh=mesh, manager=manager, trips=trips)
     over = found.over(axis)
     problems = [text for kind, count in wanted.items() if (text := _wrong_count(kind, count, over))]
@@ -195,6 +201,13 @@ def assert_no_collectives(
     if over:
         problems = [f"{kind}: none is expected, {_often(kind, over)} found" for kind in _kinds(over)]
         raise AssertionError(_message(found, axis, over, problems))
+
+
+def _check_counts(wanted: Mapping[str, Any]) -> None:
+    __tracebackhide__ = True
+    for name, count in wanted.items():
+        if count is not None and (isinstance(count, bool) or not isinstance(count, Count)):
+            raise TypeError(f"{name}={count!r} is neither a whole number nor a range: write {name}=1, or {name}=range(1, 4) for 1 to 3")
 
 
 def _kinds(found: Sequence[Collective]) -> list[Kind]:
@@ -243,4 +256,7 @@ def _message(found: Program, axis: Axis | None, over: Sequence[Collective], prob
     others = [one for one in found.collectives if one not in over]
     lines += [collectives_text(over, carried=found.carried, rows=_ROWS)] if over or not others else []
     lines += ["", f"not{asked}:"] * bool(others and over) + [collectives_text(others, carried=found.carried, rows=_ROWS)] * bool(others)
-    return "\n".join(lines)
+    fix = "is anything sharded? assert_sharding tells where arguments lie"
+    if found.collectives:
+        fix = "place operands as the lines above need them, or constrain what goes in and out there; or expect these if they are meant"
+    return "\n".join([*lines, f"  fix   {fix}"])

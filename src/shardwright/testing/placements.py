@@ -10,18 +10,20 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardwright import context
+from shardwright import context, resolver
 from shardwright.annotations import is_annotation, tree_of_annotations
 from shardwright.axes import EMPTY
-from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
+from shardwright.errors import Problem, ShardingError, StrategyError, did_you_mean, raise_problems
 from shardwright.manager import PartitionManager
 from shardwright.mesh import mesh_sizes
 from shardwright.placement import entry_names
 from shardwright.plan.memory import leaf_bytes
 from shardwright.provenance import DimDecision, spec_text
 from shardwright.report.text import bytes_text, table
+from shardwright.rules import build_rules
 from shardwright.tree import annotated_leaves, path_text
 
+_SHOWN = 5  # names in a hint
 _HEAD = ("tensor", "shape", "found", "per device", "expected", "per device")
 
 
@@ -48,10 +50,11 @@ def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
     Raises:
       StrategyError: the trees differ, something is neither a sharding nor a spec, or a spec meets an array without a mesh.
     """
-    ones, structure = jax.tree.flatten(expected, is_leaf=lambda one: isinstance(one, (Sharding, PartitionSpec)))
+    ones, structure = jax.tree.flatten(expected, is_leaf=_covers)
     try:
         parts = structure.flatten_up_to(x)  # type: ignore[attr-defined]
     except ValueError as error:
+        raise_problems(_unpaired(x, expected))
         what = f"the tree of expected shardings does not fit the tree: {str(error).splitlines()[0]}"
         raise StrategyError(what, fix="pass a tree of the same structure, or one sharding for a whole subtree") from error
     each = [one for one, part in zip(ones, parts, strict=True) for _ in jax.tree.leaves(part)]
@@ -67,6 +70,31 @@ def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
     return wanted
 
 
+def _unpaired(x: Any, expected: Any) -> list[Problem]:
+    """Return a problem for each place below dicts that only one of two trees has."""
+    names, places = (
+        [path_text(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_covers)[0]] for tree in (x, expected)
+    )
+    found = []
+    for place in places:
+        if not any(_below(name, place) for name in names):
+            fix = did_you_mean(place, names) or f"the tree has {', '.join(names[:_SHOWN])}{', …' * (len(names) > _SHOWN)}"
+            found.append(Problem(error=StrategyError, what="a sharding is expected, and the tree has no such tensor", path=place, fix=fix))
+    for name in names:
+        if not any(_below(name, place) or _below(place, name) for place in places):
+            fix = did_you_mean(name, places) or "expect a sharding for it, or one for the whole subtree"
+            found.append(Problem(error=StrategyError, what="the tree of expected shardings says nothing about it", path=name, fix=fix))
+    return found
+
+
+def _below(name: str, place: str) -> bool:
+    return not place or name == place or name.startswith(f"{place}/")
+
+
+def _covers(one: Any) -> bool:
+    return isinstance(one, (Sharding, PartitionSpec))
+
+
 def _as_sharding(one: Any, value: Any, path: str) -> Sharding:
     if isinstance(one, Sharding):
         return one
@@ -79,6 +107,7 @@ def _as_sharding(one: Any, value: Any, path: str) -> Sharding:
         where = "lies on no mesh" if own is None else f"lies by {type(own).__name__}, which names no mesh axes"
         fix = "place it first, or expect a NamedSharding"
         raise StrategyError(f"{spec_text(one)} is expected of a {type(value).__name__} that {where}", path=path, fix=fix)
+    resolver.explain(one, build_rules({}), own.mesh, shape=np.shape(value), path=path or None).require()
     return NamedSharding(own.mesh, one)
 
 
@@ -119,7 +148,16 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
     of = "" if len(wanted) == 1 else f" (of {len(wanted)})"
     lines = [f"{count} elsewhere than expected{of}:", *(f"  {_sentence(one)}" for one in wrong[:rows])]
     lines += [f"  and {len(wrong) - rows} more"] * (len(wrong) > rows)
-    return "\n".join([*lines, "", *table([_HEAD, *map(_row, [*wrong, *(one for one in wanted if _lies(one))][:rows])])])
+    lines += ["", *table([_HEAD, *map(_row, [*wrong, *(one for one in wanted if _lies(one))][:rows])])]
+    by_rule = any(one.decisions for one in wrong)
+    fix = "place it so (sw.shard, jax.device_put, out_shardings=), or " + ("change the rule" if by_rule else "expect what is found")
+    return "\n".join([*lines, *_rules(wrong[:rows]), f"  fix   {fix}"])
+
+
+def _rules(wrong: Sequence[Wanted]) -> list[str]:
+    """Return the rules of the dims that lie elsewhere, each once, with where they are written."""
+    found = [rule for one in wrong for dim in _apart(one) if dim < len(one.decisions) and (rule := one.decisions[dim].rule) is not None]
+    return [f"  rule  {rule}" for rule in dict.fromkeys(found)]
 
 
 def _lies(one: Wanted) -> bool:
@@ -167,6 +205,17 @@ def _differences(one: Wanted) -> list[str]:
             label = f" {label}" if label not in ("", EMPTY) else ""
             found.append(f"dim {dim}{label}: {'+'.join(has) or '-'}, not {'+'.join(wants) or '-'}")
     return found or [f"memory: {_memory(own)}, not {_memory(one.sharding)}"]
+
+
+def _apart(one: Wanted) -> list[int]:
+    """Return the dims whose mesh axes differ; all of them where the shardings cannot be compared by dim."""
+    own, rank = getattr(one.value, "sharding", None), np.ndim(one.value)
+    if not isinstance(own, NamedSharding) or not isinstance(one.sharding, NamedSharding):
+        return list(range(rank))
+    if own.mesh.shape_tuple != one.sharding.mesh.shape_tuple:
+        return list(range(rank))
+    pairs = zip(_entries(own, rank), _entries(one.sharding, rank), strict=True)
+    return [dim for dim, (has, wants) in enumerate(pairs) if has != wants]
 
 
 def _mesh_text(sharding: NamedSharding) -> str:

@@ -31,6 +31,7 @@ def assert_no_retrace(f: Callable[..., Any], *calls: Sequence[Any] | Callable[[A
 
     Raises:
       AssertionError: a later call traced or compiled; with JAX's reasons and the arguments that changed.
+      TypeError: fewer than two calls, or one that is no tuple or list of arguments.
     """
     __tracebackhide__ = True
     if len(calls) < 2:
@@ -38,13 +39,26 @@ def assert_no_retrace(f: Callable[..., Any], *calls: Sequence[Any] | Callable[[A
     first: Sequence[Any] = ()
     result = None
     for number, call in enumerate(calls, 1):
-        args = call(result) if callable(call) else call
+        args = _arguments(call, result, number)
         seen = _seen(args)
         with watch_compilations() as found:
             result = f(*args)
         first = first or seen
         if number > 1 and (found.traced or found.compiled):
             raise AssertionError(_message(f, number, found, first, seen))
+
+
+def _arguments(call: Any, result: Any, number: int) -> Sequence[Any]:
+    """Return the arguments of a call; what could be unpacked by mistake, such as an array or a named tuple, is none."""
+    __tracebackhide__ = True
+    args = call(result) if callable(call) else call
+    if type(args) not in (tuple, list):
+        got = f"the function of call {number} returned" if callable(call) else f"call {number} is"
+        raise TypeError(
+            f"{got} one {type(args).__name__}, not the arguments of a call\n"
+            "  fix   write each call as a tuple: assert_no_retrace(f, (x,), (x,)), or lambda out: (out,)"
+        )
+    return args  # type: ignore[no-any-return]
 
 
 def _seen(args: Sequence[Any]) -> list[tuple[str, str, str]]:
@@ -77,7 +91,10 @@ def _message(f: Any, number: int, found: Compilations, first: Sequence[Any], now
     rows += [(path, text, size, "absent", "-") for path, text, size in first if path not in {one for one, _, _ in now}]
     if rows:
         lines += ["", *table([_HEAD, *rows])]
+        lines.append("  fix   call it with the same shapes, dtypes and shardings: where it gets its own result, give it out_shardings=")
     else:
-        lines.append("  no argument changed its shape, dtype or sharding: look at static arguments, closures and the ambient context")
-    lines += [f"  {line}" for reason in found.reasons for line in ["", *reason.splitlines()]]
-    return "\n".join(lines)
+        lines.append("  no argument changed its shape, dtype or sharding")
+        lines.append("  fix   jit once, outside the call; look at static arguments, closures and the ambient context")
+    reasons = [f"  {line}" for reason in found.reasons for line in ["", *reason.splitlines()]]
+    *lines, fix = lines
+    return "\n".join([*lines, *reasons, fix])
