@@ -80,12 +80,21 @@ def _restore(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per mesh."""
-    names, markers = metafunc.fixturenames, metafunc.definition.own_markers
-    idle = "mesh" not in names and any(_is_ours(marker) for marker in markers)
-    if "_mesh_case" in names or idle:
+    if "_mesh_case" in metafunc.fixturenames:
         from shardwright.testing import pytest_plugin
 
         pytest_plugin.generate(metafunc)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a test whose marker does nothing; not while tests are collected, which would keep its whole module from running."""
+    if "mesh" in getattr(item, "fixturenames", ("mesh",)):
+        return
+    for marker in filter(_is_ours, item.own_markers):
+        words = [*(f'"{mesh}"' for mesh in marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())]
+        what = f"@pytest.mark.mesh({', '.join(words)}) does nothing for a test that takes neither mesh nor manager"
+        pytest.fail(f"{what}\n  fix   add the argument mesh", pytrace=False)
 
 
 def _is_ours(marker: pytest.Mark) -> bool:

@@ -64,6 +64,22 @@ def test_a_frame_is_the_caller_s_line_not_ours() -> None:
     assert not [file for file in files if "/shardwright/" in file and file.endswith(("placement.py", "manager.py"))]
 
 
+def test_a_frame_is_outside_of_installed_libraries_where_one_is() -> None:
+    files = ["/home/me/model.py", "/env/lib/python3.11/site-packages/flax/linear.py", "/usr/lib/python3/dist-packages/numpy/core.py"]
+    files += ["/usr/lib/python3.11/contextlib.py", "<frozen runpy>"]
+    chains = {"1": (1, 1), "2": (4, 2), "3": (2, 3), "4": (5, 1), "5": (3, 5)}  # frame: its file, its caller plus one
+    tables = [
+        *("FileNames", *(f'{at} "{file}"' for at, file in enumerate(files, 1))),
+        *("", "FunctionNames", '1 "f"', ""),
+        *("FileLocations", *(f"{at} {{file_name_id={at} function_name_id=1 line={10 * at}}}" for at in range(1, len(files) + 1))),
+        *("", "StackFrames", *(f"{key} {{file_location_id={at} parent_frame_id={up}}}" for key, (at, up) in chains.items())),
+    ]
+    text = "\n".join(["HloModule m", "", *tables, "", "ENTRY main (a: f32[]) -> f32[] {", "  ROOT a = f32[] parameter(0)", "}"])
+    frames = parse_hlo(text).frames
+    assert {key: frames[key] for key in ("1", "2", "3")} == dict.fromkeys(("1", "2", "3"), "/home/me/model.py:10")
+    assert (frames["4"], frames["5"]) == ("<frozen runpy>:50", "/usr/lib/python3/dist-packages/numpy/core.py:30")
+
+
 def test_shapes_of_tuples_layouts_and_tiles() -> None:
     text = (FIXTURES / "gpu_nested_tuple_starts.hlo").read_text(encoding="utf-8")
     starts = [one for one in parse_hlo(text).entry.instructions.values() if one.opcode == "all-to-all-start"]

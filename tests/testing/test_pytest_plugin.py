@@ -196,7 +196,6 @@ MARKERS = {
     '@pytest.mark.mesh("dp:2", strategy="ddp", mode="serve")\ndef test_it(manager): ...': "unknown mode 'serve'",
     "@pytest.mark.mesh()\ndef test_it(mesh): ...": "names neither a mesh nor a strategy\n  fix   write @pytest.mark.mesh",
     '@pytest.mark.mesh(strategy="ddp", axis_types="auto")\ndef test_it(mesh): ...': "axis_types is given without a mesh",
-    '@pytest.mark.mesh("dp:2")\ndef test_it(): ...': "does nothing for a test that takes neither mesh nor manager\n  fix   add",
 }
 
 
@@ -207,6 +206,23 @@ def test_a_marker_that_cannot_be_read_is_told_while_tests_are_collected(run: Run
     for at, words in enumerate(MARKERS.values()):
         assert f"test_{at}.py::test_it: " in said(result)
         assert words in said(result)
+
+
+IDLE = """
+import pytest
+
+@pytest.mark.mesh("dp:2,tp:2", "dp:4", axis_types="explicit")
+def test_idle(): ...
+
+def test_other(): ...
+"""
+
+
+def test_a_marker_that_does_nothing_fails_its_test_alone(run: Run) -> None:
+    result = run({"test_it.py": IDLE})
+    result.assert_outcomes(errors=1, passed=1)
+    says = '@pytest.mark.mesh("dp:2,tp:2", "dp:4", axis_types=\'explicit\') does nothing for a test that takes neither mesh nor manager'
+    assert f"{says}\n  fix   add the argument mesh" in said(result)
 
 
 EARLY = "import jax.numpy as jnp\nONES = jnp.ones(3)\n"

@@ -24,6 +24,8 @@ _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 _OPERAND = re.compile(r"%([^\s,()]+)")
 _OWN = str(Path(__file__).parents[1]) + "/"
+# What comes with Python or was installed into it: a line of it says little to whoever wrote the program.
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 # Bits of one element. Tokens and opaque values hold no data.
@@ -147,7 +149,7 @@ class Module:
       entry: where it starts.
       partitions: number of devices that run it together, by position in the mesh.
       replicas: copies of the whole, as `pmap` of old made them; 1 for everything that `jit` compiles.
-      frames: `file.py:12` by stack frame id, where the text has that table.
+      frames: `file.py:12` by stack frame id, where the text has that table: the innermost line outside of installed libraries.
     """
 
     computations: Mapping[str, Computation]
@@ -305,13 +307,22 @@ def _frames(lines: list[str]) -> dict[str, str]:
     places = {key: _place(tables, value) for key, value in tables["StackFrames"].items()}
     # Parents are written one too high, 1 for none. Our own frames say nothing to whoever called them.
     parents = {key: str(int(_field(value, "parent_frame_id") or 1) - 1) for key, value in tables["StackFrames"].items()}
-    frames = {}
-    for key in places:
-        at = key
-        while places[at].startswith(_OWN) and int(parents[at]) in range(1, int(at)):
-            at = parents[at]
-        frames[key] = places[at]
+    frames = {key: _told([places[at] for at in _callers(key, parents)]) for key in places}
     return {key: place for key, place in frames.items() if place}
+
+
+def _callers(frame: str, parents: Mapping[str, str]) -> Iterator[str]:
+    """Yield a frame, its caller, and so on."""
+    yield frame
+    while int(parents[frame]) in range(1, int(frame)):
+        frame = parents[frame]
+        yield frame
+
+
+def _told(places: Sequence[str]) -> str:
+    """Return the first place outside of libraries; without one the first that is not ours, else the outermost."""
+    theirs = [place for place in places if place and not place.startswith(_OWN)]
+    return next((place for place in theirs if not _LIBRARY.search(place)), theirs[0] if theirs else places[-1])
 
 
 def _place(tables: Mapping[str, Mapping[str, str]], frame: str) -> str:

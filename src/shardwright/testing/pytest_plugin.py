@@ -75,14 +75,12 @@ def generate(metafunc: pytest.Metafunc) -> None:
     """Make one test of each mesh that the nearest markers name.
 
     Raises:
-      Collector.CollectError: a marker that cannot be read, or that stands above a test that takes neither mesh nor manager.
+      Collector.CollectError: a marker that cannot be read.
     """
-    if _CASE not in metafunc.fixturenames:
-        raise _refusal(metafunc, f"{_EXAMPLE} does nothing for a test that takes neither mesh nor manager", "add the argument mesh")
     try:
         cases = [case for marker in _nearest_markers(metafunc.definition) for case in cases_of(marker)]
     except ShardingError as error:
-        raise _refusal(metafunc, str(error)) from error
+        raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {error}") from error
     if cases:
         metafunc.parametrize(_CASE, cases, ids=[case.id for case in cases], indirect=True)
 
@@ -93,10 +91,6 @@ def _nearest_markers(definition: Any) -> list[pytest.Mark]:
     nearest = [mark for node, mark in found if node is found[0][0]]
     # Decorators apply from the bottom up; a module's `pytestmark` is a list as written.
     return nearest if found and isinstance(found[0][0], pytest.Module) else nearest[::-1]
-
-
-def _refusal(metafunc: pytest.Metafunc, what: str, fix: str = "") -> Exception:
-    return pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {what}" + (f"\n  fix   {fix}" if fix else ""))
 
 
 def cases_of(marker: pytest.Mark) -> list[MeshCase]:
