@@ -104,3 +104,13 @@ def test_what_is_left_to_the_compiler_has_no_bytes() -> None:
     )
     (row,) = compare(left, right, tensors=[Tensor(path="x", axes=(sw.BATCH,), shape=(8,), dtype="int8")]).changed
     assert (row.before.mesh_axes, row.before.bytes, row.after.bytes) == ((("?",),), None, 8)
+
+
+def test_a_dtype_without_bytes_is_named_and_keys_are_not_counted() -> None:
+    one = manager("ddp", "dp:2")
+    with pytest.raises(sw.StrategyError, match=r"^rng: 'key<fry>' is no dtype whose bytes are known"):
+        compare(one, one, tensors=[Tensor(path="rng", axes=(sw.BATCH,), shape=(8,), dtype="key<fry>")])
+    key = {"rng": sw.ArraySpec((8,), jax.random.key(0).dtype, (sw.BATCH,))}
+    assert {row.before.bytes for row in compare(one, one, tensors=key).rows} == {None}
+    packed = [Tensor(path="w", axes=(sw.EMPTY,), shape=(7,), dtype="int4")]
+    assert {row.before.bytes for row in compare(one, one, tensors=packed).rows} == {4}

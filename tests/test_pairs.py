@@ -111,6 +111,8 @@ def test_blocks_that_make_no_sense() -> None:
     with pytest.raises(sw.RankMismatchError, match=r"^2 problems\n 1. w dim 0: size 64 is no multiple of its block 24") as caught:
         quantised(weight(), (24, 0), path="w")
     assert [problem.dim for problem in caught.value.problems] == [0, 1]
+    with pytest.raises(sw.RankMismatchError, match=r"^w dim 0: size 64 is no multiple of its block None\n  fix   choose a block size"):
+        quantised(weight(), (None, 1), path="w")
 
 
 def test_exceptions_by_path_cover_every_part() -> None:
@@ -190,3 +192,16 @@ def test_pairs_that_make_no_sense() -> None:
             low_rank(weight(), 4, **how)
     with pytest.raises(sw.StrategyError, match="a pair of rank 0"):
         low_rank(weight(), 0)
+    with pytest.raises(
+        sw.StrategyError, match=r"\(EXPERT, EMBED, MLP_INTERMEDIATE\) is a stack of layers or experts along dim 0"
+    ) as caught:
+        low_rank(weight((4, 64, 96), (sw.EXPERT, *KERNEL)), 8)
+    assert "leading=1" in caught.value.fix
+    with pytest.raises(sw.StrategyError, match="along dim 1") as caught:
+        low_rank(weight((2, 4, 64, 96), (sw.LAYERS, sw.EXPERT, *KERNEL)), 8, leading=1)
+    assert "leading=2" in caught.value.fix
+    assert low_rank(weight((4, 64, 96), (sw.EXPERT, *KERNEL)), 8, leading=1).a.shape == (4, 64, 8)
+    assert low_rank(weight((64, 4), (sw.EMBED, sw.EXPERT)), 8).b.shape == (8, 4), "a router's outputs"
+    with pytest.raises(sw.StrategyError, match=r"w: a pair of int8 cannot be trained\n  fix   pass dtype=jnp.bfloat16"):
+        low_rank(weight(dtype=jnp.int8), 8, path="w")
+    assert low_rank(weight(dtype=jnp.int8), 8, dtype=jnp.bfloat16).a.dtype == jnp.bfloat16

@@ -300,6 +300,12 @@ def test_an_array_moves_from_another_sharding() -> None:
         ({"w": P("dp")}, {"v": jnp.float32}, "dtype_specs does not fit the tree of specs"),
         ({"w": P("dp")}, {"w": "no such"}, "'no such' of type str has no dtype"),
         ({"w": P("dp")}, {"w": object()}, "of type object has no dtype"),
+        (
+            {"w": P("dp")},
+            np.float64,
+            r"dtype_specs asks for float64, of which JAX makes float32 while jax_enable_x64 is off\n  fix   jax\.conf",
+        ),
+        ({"w": P("dp")}, {"w": jnp.int64}, "dtype_specs asks for int64, of which JAX makes int32"),
     ],
 )
 def test_what_cannot_be_made_into_functions(specs: Any, dtypes: Any, says: str) -> None:
@@ -318,3 +324,41 @@ def test_what_does_not_fit_the_mesh_is_not_placed() -> None:
     with pytest.raises(sw.StrategyError, match="values of int64 do not fit int32"):
         shard_fns["n"](np.array([1, 2**40]))
     assert shard_fns["n"](np.array([1, 2**20])).dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (np.full((8,), 1e300), "values of float64 do not fit float32"),
+        (np.full((8,), 2**40 + 7), "values of int64 do not fit int32"),
+        (2**40, "values of a Python int do not fit int32"),
+    ],
+)
+def test_values_that_jax_would_change_are_not_placed(value: Any, says: str) -> None:
+    with jax.set_mesh(cpu_mesh("dp:8")):
+        shard_fns, _ = make_shard_and_gather_fns({"w": P()})
+        with pytest.raises(sw.StrategyError, match=says):
+            shard_fns["w"](value)
+        if np.ndim(value):
+            with pytest.raises(sw.StrategyError, match=says):
+                with_sharding_constraint(value, P("dp"))
+        wide, _ = make_shard_and_gather_fns({"w": P()}, {"w": jnp.bfloat16})
+        if np.ndim(value) and value.dtype == np.int64:
+            assert wide["w"](value).dtype == jnp.bfloat16, "cast first"
+
+
+def test_a_key_is_placed_and_not_cast_or_gathered() -> None:
+    key = jax.random.key(0)
+    with jax.set_mesh(cpu_mesh("dp:8")):
+        shard_fns, gather_fns = make_shard_and_gather_fns({"k": P()})
+        placed = shard_fns["k"](key)
+        assert (placed.dtype, placed.sharding.spec) == (key.dtype, P())
+        says = r"a key \(key<fry>\) is no NumPy array\n  fix   gather jax.random.key_data\(key\)"
+        with pytest.raises(sw.StrategyError, match=says):
+            gather_fns["k"](placed)
+        same, _ = make_shard_and_gather_fns({"k": P()}, {"k": key})
+        assert same["k"](key).dtype == key.dtype
+        for dtypes in ({"k": jnp.float32}, {"k": key}):
+            other, _ = make_shard_and_gather_fns({"k": P()}, dtypes)
+            with pytest.raises(sw.StrategyError, match=r"cannot be cast to .*\n  fix   give the key's own dtype"):
+                other["k"](key if dtypes["k"] is jnp.float32 else np.float32(1))

@@ -112,6 +112,15 @@ def test_unreplicate_takes_the_first_replica() -> None:
         ({"loss": 1.0}, {"stack": True}, "metrics to stack are a dict"),
         ([], {"stack": True}, "metrics to stack are an empty list"),
         ([{"a": 1.0}, {"a": 1.0, "b": 2.0}], {"stack": True}, "step 1 has the metrics a, b, step 0 has a"),
+        ({"grad": {"norm": 1.0}}, {}, r"metric 'grad' is a dict, not a scalar\n  fix   flatten nested metrics first"),
+        ({"loss": None}, {}, r"metric 'loss' is None of type NoneType, not a number\n  fix   leave it out of the metrics"),
+        ({"loss": 1j}, {}, "metric 'loss' is complex: no float holds it"),
+        ({"rng": jax.random.key(0)}, {}, "metric 'rng' is of dtype key<fry>, not a number"),
+        ({"name": "run"}, {}, "metric 'name' is 'run' of type str, not a number"),
+        ([{"name": "run"}], {"stack": True}, "metric '0/name' is 'run' of type str, not a number"),
+        ([{"a": np.ones(2)}, {"a": np.ones(3)}], {"stack": True}, r"metric 'a' has shape \(3,\) in step 1, \(2,\) in step 0"),
+        ([{"a": jnp.bfloat16(1)}, {"a": 1}], {"stack": True}, "metric 'a' is bfloat16, int64 in different steps, which NumPy cannot stack"),
+        ({"loss": np.ones((0,))}, {"unreplicate": True}, r"metric 'loss' of shape \(0,\) has no replicas"),
     ],
 )
 def test_metrics_of_another_form_are_refused(metrics: Any, options: dict[str, bool], says: str) -> None:

@@ -362,6 +362,7 @@ class PartitionManager:
             raise_problems(with_fix(found, "pass global_shape="), resolution=found)
         if len(found.decisions) != local.ndim:
             raise_problems([local_rank(found, local)], resolution=found)
+        placement.check_kept(local)
         sharding = self._sharding(found, None)
         shape = placement.global_shape(sharding, local.shape) if global_shape is None else tuple(global_shape)
         self.resolve(annotation, mode=mode, shape=shape)

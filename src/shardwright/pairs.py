@@ -8,12 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardwright.annotations import ArraySpec, PartOf, as_shape, describe, lower
-from shardwright.axes import LAYERS
+from shardwright.axes import EXPERT, LAYERS
 from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
 
 WHOLE = -1
+# What stacks several weights into one.
+_STACKS = frozenset({LAYERS, EXPERT})
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +77,7 @@ def _counts(spec: ArraySpec, blocks: tuple[int, ...], path: str) -> tuple[int, .
     problems = [
         Problem(error=RankMismatchError, what=f"size {size} is no multiple of its block {block}", path=path, dim=at, size=size, fix=fix)
         for at, (size, block) in enumerate(zip(spec.shape, blocks, strict=True))
-        if block != WHOLE and (block < 1 or size % block)
+        if block != WHOLE and (not isinstance(block, int | np.integer) or block < 1 or size % block)
         for fix in ("choose a block size that divides, or -1 for one scale along the dim",)
     ]
     raise_problems(problems)
@@ -134,7 +137,8 @@ def low_rank(spec: ArraySpec, rank: int, *, inputs: int = 1, leading: int = 0, d
 
     Raises:
       RankMismatchError: the weight has no inputs or no outputs left.
-      StrategyError: the weight is a stack of layers, and `leading` does not say so; a rank below 1.
+      StrategyError: the weight is a stack of layers or experts, and `leading` does not say so; a rank below 1; a dtype that is no
+        float.
     """
     ends = leading + inputs
     if leading < 0 or inputs < 1 or ends >= spec.ndim:
@@ -142,14 +146,19 @@ def low_rank(spec: ArraySpec, rank: int, *, inputs: int = 1, leading: int = 0, d
         raise RankMismatchError(what, path=path, fix="inputs=2 is for a weight such as (HEAD, HEAD_DIM, EMBED)")
     if rank < 1:
         raise StrategyError(f"a pair of rank {rank}", path=path, fix="choose a positive rank, such as 8")
-    if leading == 0 and lower(spec.axes, spec.shape).dims[0].axes == (LAYERS,):
-        raise StrategyError(f"{describe(spec)} is a stack of layers", path=path, fix="pass leading=1: each layer has a pair of its own")
+    stacks = [at for at, dim in enumerate(lower(spec.axes, spec.shape).dims[:ends]) if at >= leading and _STACKS & {*dim.axes, dim.means}]
+    if stacks:
+        what = f"{describe(spec)} is a stack of layers or experts along dim {stacks[-1]}, which is no input"
+        raise StrategyError(what, path=path, fix=f"pass leading={stacks[-1] + 1}: each has a pair of its own")
+    made = jnp.dtype(spec.dtype if dtype is None else dtype)
+    if not jnp.issubdtype(made, jnp.floating):
+        raise StrategyError(f"a pair of {made} cannot be trained", path=path, fix="pass dtype=jnp.bfloat16, or another float")
     lead, ins, outs = tuple(range(leading)), tuple(range(leading, ends)), tuple(range(ends, spec.ndim))
 
     def part(dims: tuple[int | None, ...], init: Any) -> ArraySpec:
         shape = tuple(rank if dim is None else spec.shape[dim] for dim in dims)
         axes = PartOf(annotation=spec.axes, shape=spec.shape, dims=dims, path=path)
-        return ArraySpec(shape, spec.dtype if dtype is None else dtype, axes, init)
+        return ArraySpec(shape, made, axes, init)
 
     normal = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=ins, out_axis=-1, batch_axis=lead)
     return LowRank(a=part((*lead, *ins, None), normal), b=part((*lead, None, *outs), jax.nn.initializers.zeros))

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax
-from shardwright.errors import MeshMismatchError, MeshSpecError, Problem, raise_problems
+from shardwright.errors import MeshMismatchError, MeshSpecError, Problem, StrategyError, raise_problems
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
@@ -106,7 +107,48 @@ def place(x: Any, placement: Placement) -> Any:
     if isinstance(x, jax.core.Tracer):
         # Nearly every call ends here, thousands of times in a trace.
         return jax.lax.with_sharding_constraint(x, placement.sharding) if placement.plain else constrain(x, placement)
+    check_kept(x)
     return constrain(x, placement) if _jax.in_trace() else put(x, placement)
+
+
+def check_kept(x: Any, *, path: str = "") -> None:
+    """Check that JAX keeps the values of a NumPy array or a number: without x64 it makes 32 bits of 64.
+
+    Integers must fit; floats may be rounded, but a finite one must stay finite.
+
+    Raises:
+      StrategyError: values that do not.
+    """
+    if isinstance(x, (jax.Array, jax.core.Tracer)) or jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        return
+    whole = isinstance(x, int) and not isinstance(x, bool)
+    dtype = np.dtype(np.int64) if whole else getattr(x, "dtype", None)
+    if not isinstance(dtype, np.dtype) or dtype.name not in _HALVES or not np.size(x):
+        return
+    half = np.dtype(_HALVES[dtype.name])
+    if _survives(x, half):
+        return
+    what = f"values of {'a Python int' if whole else dtype} do not fit {half}, which JAX makes of it while jax_enable_x64 is off"
+    raise StrategyError(what, path=path, fix='jax.config.update("jax_enable_x64", True), or cast it yourself')
+
+
+_HALVES: Final = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
+
+
+def _survives(x: Any, half: np.dtype[Any]) -> bool:
+    if half.kind in "iu":
+        limits = np.iinfo(half)
+        return int(np.min(x)) >= limits.min and int(np.max(x)) <= limits.max
+    for part in (np.real(x), np.imag(x)) if half.kind == "c" else (x,):
+        # Two passes without a copy; only where something is not finite anyway are the others looked for.
+        ends = [np.fmin.reduce(part, axis=None), np.fmax.reduce(part, axis=None)]
+        if not np.isfinite(ends).all():
+            finite = np.asarray(part)[np.isfinite(part)]
+            ends = [finite.min(), finite.max()] if finite.size else []
+        with np.errstate(over="ignore"):
+            if not np.isfinite(np.asarray(ends).astype(np.float32)).all():
+                return False
+    return True
 
 
 def constrain(x: Any, placement: Placement) -> Any:
@@ -192,6 +234,7 @@ def gather(w: Any, use: Placement, stored: Placement) -> Any:
 
     Both placements are static: the backward pass never reads the ambient manager.
     """
+    check_kept(w)
     # Over Explicit axes a cotangent has the type of its primal, so the weight must lie as stored to begin with.
     return _gather(w if stored.explicit is None else place(w, stored), use, stored)
 

@@ -197,7 +197,8 @@ def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> 
         the specs of dtypes, or of anything with a `dtype`: each leaf is cast to its own.
 
     Raises:
-      StrategyError: something that is no spec or no dtype, or trees that differ.
+      StrategyError: something that is no spec or no dtype, a dtype of 64 bits without x64, or trees that differ; (from a call)
+        values that do not fit the 32 bits which JAX makes of 64, or a key that is to be cast or to become a NumPy array.
       NoManagerError: (from a call) there is no mesh.
       ShardingError: (from a call) a spec that does not fit the array.
     """
@@ -220,6 +221,7 @@ def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
     if dtype_specs is None:
         return [_as_array] * structure.num_leaves
     one = _dtype(dtype_specs)
+    _check_bits([one])
     if one is not None:
         if not jax.numpy.issubdtype(one, jax.numpy.floating):
             raise StrategyError(
@@ -240,11 +242,26 @@ def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
             raise StrategyError(
                 f"{leaf!r} of type {type(leaf).__name__} has no dtype", fix="give a dtype or something with a dtype per spec"
             )
+    _check_bits(dtypes)
     return [lambda x, dtype=dtype: _cast(x, dtype) for dtype in dtypes]  # type: ignore[misc]
+
+
+def _check_bits(dtypes: Iterable[Any]) -> None:
+    wide = [dtype for dtype in dtypes if isinstance(dtype, np.dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype]
+    if wide:
+        what = f"dtype_specs asks for {wide[0]}, of which JAX makes {jax.dtypes.canonicalize_dtype(wide[0])} while jax_enable_x64 is off"
+        raise StrategyError(what, fix='jax.config.update("jax_enable_x64", True), or ask for the dtype that you get')
+
+
+def _is_key(dtype: Any) -> bool:
+    kind = getattr(dtype, "type", None)
+    return isinstance(kind, type) and issubclass(kind, jax.dtypes.extended)
 
 
 def _dtype(value: Any) -> Any:
     """Return the dtype that a value is or names, else None."""
+    if _is_key(value):
+        return value
     if not isinstance(value, str | type | np.dtype):
         return None
     try:
@@ -255,11 +272,15 @@ def _dtype(value: Any) -> Any:
 
 def _as_array(x: Any) -> Any:
     # A Python number gets JAX's dtype for it, not NumPy's 64 bits.
+    if not hasattr(x, "dtype"):
+        placement.check_kept(x)
     return x if hasattr(x, "dtype") else np.asarray(jax.numpy.asarray(x))
 
 
 def _cast(x: Any, dtype: Any) -> Any:
     x = _as_array(x)
+    if x.dtype != dtype and (_is_key(x.dtype) or _is_key(dtype)):
+        raise StrategyError(f"{x.dtype} cannot be cast to {dtype}", fix="give the key's own dtype, or pass jax.random.key_data(key)")
     return x if x.dtype == dtype else x.astype(dtype)
 
 
@@ -280,10 +301,8 @@ def _shard_fn(
         literal = spec.spec if isinstance(spec, NamedSharding) else spec
         fitted = resolver.resolve(literal, build_rules({}), mesh, shape=np.shape(x), path=path or None).require()
         kind = spec.memory_kind if isinstance(spec, NamedSharding) else None
+        placement.check_kept(x, path=path)
         placed: jax.Array = jax.device_put(x, NamedSharding(mesh, fitted, memory_kind=kind))
-        if placed.dtype != x.dtype and x.dtype.kind in "iu" and (x.astype(placed.dtype) != x).any():
-            what = f"values of {x.dtype} do not fit {placed.dtype}, which JAX makes of it while jax_enable_x64 is off"
-            raise StrategyError(what, path=path, fix='jax.config.update("jax_enable_x64", True), or cast the leaf yourself')
         return placed.block_until_ready()
 
     return shard_fn
@@ -292,6 +311,9 @@ def _shard_fn(
 def _gather_fn(cast: Cast) -> Callable[[Any], np.ndarray]:
     def gather_fn(x: Any) -> np.ndarray:
         x = cast(x)
+        if _is_key(x.dtype):
+            what = f"a key ({x.dtype}) is no NumPy array"
+            raise StrategyError(what, fix="gather jax.random.key_data(key), and jax.random.wrap_key_data what comes back")
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
             from jax.experimental import multihost_utils
 

@@ -39,10 +39,26 @@ class Tensor:
     dtype: str = ""
 
     def bytes_over(self, shards: int) -> int | None:
-        """Return the bytes that each device holds, or None where shape or dtype was not given."""
+        """Return the bytes that each device holds, or None where shape or dtype was not given.
+
+        Raises:
+          StrategyError: the dtype is none.
+        """
         if self.shape is None or not self.dtype:
             return None
-        return math.prod(self.shape) // shards * int(jnp.dtype(self.dtype).itemsize)
+        if not is_dtype(self.dtype):
+            raise StrategyError(
+                f"{self.dtype!r} is no dtype whose bytes are known", path=self.path, fix='give one such as "float32", or none'
+            )
+        return whole_bytes(math.prod(self.shape) // shards, jnp.dtype(self.dtype))
+
+
+def whole_bytes(elements: int, dtype: Any) -> int:
+    """Return the bytes of so many elements as they are stored: an int4 takes four bits, a key all of its words."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return elements * int(dtype.itemsize)
+    # Exactly these bits on devices: a compiled program's own account packs int4 in pairs too.
+    return -(-elements * int(jax.dtypes.itemsize_bits(dtype)) // 8)
 
 
 def as_tensors(values: Any) -> tuple[Tensor, ...]:

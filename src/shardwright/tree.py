@@ -257,11 +257,22 @@ def compile_rule(at: int, pattern: str, annotation: Any) -> tuple[re.Pattern[str
     Raises:
       StrategyError: a bad pattern or annotation.
     """
+    return compile_pattern(pattern, where=f"rule {at}: "), as_annotation(annotation)
+
+
+def compile_pattern(text: str, *, where: str = "") -> re.Pattern[str]:
+    """Return a compiled pattern.
+
+    Raises:
+      StrategyError: it is no regular expression.
+    """
+    if not isinstance(text, str):
+        raise StrategyError(f"{where}{text!r} is not a pattern", fix="write a regular expression as text")
     try:
-        return re.compile(pattern), as_annotation(annotation)
+        return re.compile(text)
     except re.error as error:
         raise StrategyError(
-            f"rule {at}: not a regular expression: {error.msg}", snippet=f"{pattern}\n{' ' * (error.pos or 0)}^", fix="see Python's re"
+            f"{where}not a regular expression: {error.msg}", snippet=f"{text}\n{' ' * (error.pos or 0)}^", fix="see Python's re"
         ) from error
 
 

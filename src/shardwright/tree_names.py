@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from shardwright.errors import StrategyError
+from shardwright.tree import compile_pattern
 
 
 def tree_path_to_string(path: Sequence[Any], sep: str | None = None) -> Any:
@@ -96,18 +96,9 @@ def get_weight_decay_mask(exclusions: Sequence[str]) -> Callable[[Any], Any]:
     """
     if isinstance(exclusions, str):
         raise StrategyError(f"exclusions is the text {exclusions!r}, not patterns", fix=f"write [{exclusions!r}]")
-    patterns = [_pattern(one) for one in exclusions]
+    patterns = [compile_pattern(one) for one in exclusions]
 
     def weight_decay_mask(params: Any) -> Any:
         return named_tree_map(lambda name, _: not any(pattern.search(name) for pattern in patterns), params, sep="/")
 
     return weight_decay_mask
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise StrategyError(
-            f"not a regular expression: {error.msg}", snippet=f"{text}\n{' ' * (error.pos or 0)}^", fix="see Python's re"
-        ) from error

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import shardwright as sw
+from shardwright.testing import cpu_mesh
 from tests.manager.programs import AXIS_TYPES, TRANSFORMS, Body, assert_like, grad, lies_over, make_manager, numbers
 
 KINDS = list(AXIS_TYPES)
@@ -234,3 +235,31 @@ def test_tensor_entries_are_told_apart_by_path() -> None:
     assert lies_over(grads["block"], pm.mesh, "dp")
     assert grads["head"].sharding.is_fully_replicated
     assert pm.resolve(axes, role="param", path="head/kernel") == jax.P()
+
+
+@pytest.mark.parametrize("value", [2**40 + 7, -(2**40), 1e300, -1e300, complex(0, 1e300)])
+def test_values_that_32_bits_do_not_hold_are_refused(value: Any) -> None:
+    x = np.full((8, 8), value)
+    x[0, 0] = 0
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2"))
+    axes = (sw.BATCH, sw.EMPTY)
+    says = (
+        rf"values of {x.dtype} do not fit (\w+32|complex64), which JAX makes of it while jax_enable_x64 is off\n  fix   jax.config.update"
+    )
+    for call in (pm.shard, pm.hint, pm.global_array, pm.gather, jax.jit(lambda: pm.shard(x, *axes))):
+        with pytest.raises(sw.StrategyError, match=says):
+            call(*((x, *axes) if hasattr(call, "__self__") else ()))
+    with pytest.raises(sw.StrategyError, match=rf"^a/b: values of {x.dtype} do not fit"):
+        pm.shard({"a": {"b": x}}, {"a": {"b": axes}})
+
+
+def test_values_that_32_bits_hold_are_rounded_as_ever() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2"))
+    for x in (
+        np.full(8, 2**31 - 1),
+        np.full(8, -(2**31)),
+        np.full(8, 0.1),
+        np.array([np.inf, np.nan, 1e30, -np.inf] * 2),
+        np.full(8, np.inf),
+    ):
+        np.testing.assert_array_equal(pm.shard(x, sw.EMPTY), x.astype(np.int32 if x.dtype.kind == "i" else np.float32))

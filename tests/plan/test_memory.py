@@ -127,3 +127,9 @@ def test_the_table() -> None:
         "and 1 more",
         "2 arrays, 16.5 KiB; 16.1 KiB per device; 112.5 KiB of 129.0 KiB held on all devices are copies (87.2%)",
     ]
+
+
+def test_a_pattern_that_is_none_is_shown() -> None:
+    found = bytes_by_path({"w": leaf((8,), P())})
+    with pytest.raises(sw.StrategyError, match="not a regular expression"):
+        found.select("(")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from typing import Any
 
 import jax
@@ -16,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
 from shardwright.placement import UNCONSTRAINED, entry_names
-from shardwright.tree import path_text
+from shardwright.tensors import whole_bytes
+from shardwright.tree import compile_pattern, path_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +97,13 @@ class TreeBytes:
         return self.replicated / self.held if self.held else 0.0
 
     def select(self, pattern: str) -> TreeBytes:
-        """Return the arrays whose path a pattern is found in (`re.search`)."""
-        return TreeBytes(leaves=tuple(leaf for leaf in self.leaves if re.search(pattern, leaf.path)))
+        """Return the arrays whose path a pattern is found in (`re.search`).
+
+        Raises:
+          StrategyError: it is no regular expression.
+        """
+        compiled = compile_pattern(pattern)
+        return TreeBytes(leaves=tuple(leaf for leaf in self.leaves if compiled.search(leaf.path)))
 
     def most_replicated(self) -> TreeBytes:
         """Return the arrays that have copies, those with most replicated bytes first."""
@@ -152,7 +157,6 @@ def leaf_bytes(value: Any, sharding: Any, *, path: str = "") -> LeafBytes:
         fix = "pass shardings=pm.shardings(...), or arrays from pm.shard or pm.abstract"
         raise StrategyError(f"{type(value).__name__} of shape {tuple(value.shape)} has no sharding", path=path, fix=fix)
     shape = tuple(value.shape)
-    bits = _bits(value.dtype)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None
     if spec is not None and UNCONSTRAINED in spec.partitions:
         raise StrategyError(f"{spec} leaves a dim to the compiler, so its bytes are not known", path=path, fix="say where every dim lies")
@@ -163,8 +167,8 @@ def leaf_bytes(value: Any, sharding: Any, *, path: str = "") -> LeafBytes:
         dtype=_dtype_text(value.dtype),
         spec=spec,
         devices=sharding.num_devices,
-        total=_whole_bytes(shape, bits),
-        per_device=_whole_bytes(_shard_shape(sharding, shape, path), bits),
+        total=whole_bytes(math.prod(shape), value.dtype),
+        per_device=whole_bytes(math.prod(_shard_shape(sharding, shape, path)), value.dtype),
         copies=_copies(sharding, shape) if over is None else math.prod(sharding.mesh.shape[axis] for axis in over),  # type: ignore[attr-defined]
         replicated_over=over or (),
         memory_kind="" if sharding.memory_kind in (None, "device") else sharding.memory_kind,
@@ -211,17 +215,5 @@ def _shard_shape(sharding: Sharding, shape: tuple[int, ...], path: str) -> tuple
         ) from error
 
 
-def _bits(dtype: Any) -> int:
-    """Return the bits of one element as stored: four of an int4, all words of a key."""
-    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
-        return 8 * int(dtype.itemsize)
-    # Exactly these bits on devices: a compiled program's own account packs int4 in pairs too.
-    return int(jax.dtypes.itemsize_bits(dtype))
-
-
 def _dtype_text(dtype: Any) -> str:
     return str(dtype if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else jax.numpy.dtype(dtype))
-
-
-def _whole_bytes(shape: tuple[int, ...], bits: int) -> int:
-    return -(-math.prod(shape) * bits // 8)
