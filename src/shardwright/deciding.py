@@ -251,7 +251,9 @@ class Frame:
                 continue
             trial.lives.append(live)
             blocked = self._blocked(live)
-            if blocked:
+            # A dim that a policy replicates for its size wants no mesh axis, and conflicts with none.
+            dropped = self.rules.policy.indivisible is Indivisible.REPLICATE and size is not None and not self.fits(size, live)
+            if blocked and not dropped:
                 self._fail(trial, candidate, _Failure(live=live, reason=Reason.TAKEN, blocked_by=blocked))
             elif size is not None and not self.fits(size, live):
                 self._fail(trial, candidate, _Failure(live=live, reason=Reason.INDIVISIBLE), size=size)
@@ -361,7 +363,9 @@ class Frame:
         over = ", ".join(f"{axis}={self.sizes[axis]}" for axis in live)
         shards = self._shards(live)
         count = f" ({shards} shards)" if len(live) > 1 else ""
-        fallback = "write None there" if draft.literal else f'add a fallback, {rule.ref.key} = "{rule.ref.text} | -"'
+        parts = [part for end in range(1, len(live)) for part in (live[:-end], live[end:]) if self.fits(size, part)]
+        then = f"{'+'.join(max(parts, key=self._shards))} | -" if parts else "-"
+        fallback = "write None there" if draft.literal else f'add a fallback, {rule.ref.key} = "{rule.ref.text} | {then}"'
         self._problem(
             IndivisibleError,
             f"{f'{draft.judged_as} of ' if draft.judged_as else ''}size {size} does not divide over {over}{count}",

@@ -31,6 +31,7 @@ CASES: dict[str, Call] = {
     "TOML that ends too early": file('version = 1\n[rules]\nbatch = "dp'),
     "a key twice": file('version = 1\n[rules]\nbatch = "dp"\nbatch = "tp"\n'),
     "no JSON": file('{"version": 1,\n "rules": {"batch" "dp"}}', "bad.json"),
+    "a TOML text without quotes": file(HEAD + "[rules]\nkv_head = tp | -  # whole\n"),
     "a JSON key twice": file('{"version": 1, "version": 1}', "bad.json"),
     "a JSON list": file("[1, 2]", "bad.json"),
     "a table spelled wrong": file(HEAD + '[ruels]\nbatch = "dp"\n'),

@@ -101,6 +101,24 @@ def test_absurd_numbers_on_the_command_line_are_usage_errors(words: str, tmp_pat
     assert ARGUMENTS[words] in err.replace("\n", " ")
 
 
+def test_a_mesh_in_two_words_and_a_key_spelled_wrong_are_understood(tmp_path: Path) -> None:
+    code, _, err = run("check fsdp_tp --mesh fsdp:2 tp:4", tmp_path)
+    assert code == 2
+    assert "fix   a mesh is one word, its axes joined by commas: --mesh dp:2,tp:4" in err
+    (tmp_path / "t.toml").write_text('[w]\naxis = "EMBED HEAD"\n', encoding="utf-8")
+    code, _, err = run("check fsdp_tp --mesh fsdp:2,tp:4 --tensors t.toml", tmp_path)
+    assert code == 2
+    assert "t.toml:2 w.axis: 'axis' is not a table\n  fix   did you mean 'axes'?" in err
+
+
+@pytest.mark.parametrize("text", ['{"version": 1,\n "rules": {"batch": "dp",}}', '{"rules": {},\n}', '{"rules": [1, ]}'])
+def test_a_comma_too_many_in_json_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text(text, encoding="utf-8")
+    code, out, _ = run("check s.json", tmp_path)
+    assert code == 1
+    assert "fix  drop the comma before the bracket" in out
+
+
 STRATEGIES = {
     '{"rules": {"batch": "\\ud800"}}': "rules.batch: '\\ud800' has a character that is no text",
     '{"\\ud800": 1}': "the key '\\ud800' has a character that is no text",

@@ -133,3 +133,10 @@ def test_a_pattern_that_is_none_is_shown() -> None:
     found = bytes_by_path({"w": leaf((8,), P())})
     with pytest.raises(sw.StrategyError, match="not a regular expression"):
         found.select("(")
+
+
+def test_a_long_path_leaves_the_specs_in_one_piece() -> None:
+    path = "transformer/" + "decoder/" * 12 + "kernel"
+    sharding = NamedSharding(sw.abstract_mesh("dp:2,tp:4"), P(None, ("dp", "tp")))
+    lines = memory_text(bytes_by_path({path: jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=sharding)})).splitlines()
+    assert f"{path}  4x8    float32  P(None, ('dp', 'tp'))  128 B" in "\n".join(lines)

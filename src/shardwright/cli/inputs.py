@@ -185,6 +185,8 @@ def _strategy(name: str) -> Any:
     from shardwright.strategy.model import Strategy
 
     if not name.endswith((".toml", ".json")) and os.sep not in name:
+        if re.fullmatch(r"\w+:-?\d+", name):
+            raise StrategyError(f"{name!r} is no strategy", fix=f"a mesh is one word, its axes joined by commas: --mesh dp:2,{name}")
         if name not in Strategy.presets():
             hint = did_you_mean(name, Strategy.presets())
             known = f"presets are {', '.join(Strategy.presets())}; a file ends in .toml or .json"

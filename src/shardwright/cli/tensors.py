@@ -61,10 +61,9 @@ def _walk(
         if isinstance(value, Mapping):
             yield from _walk(value, (*path, key), shared, where, problems)
         elif key not in _SHARED:
-            what = "has no axes" if key in _KEYS else f"{key!r} is not a table"
-            problems.append(
-                _problem((*path, key), where, f"the tensor {what}" if key in _KEYS else what, f"a tensor is a table: {_EXAMPLE}")
-            )
+            what = "the tensor has no axes" if key in _KEYS else f"{key!r} is not a table"
+            hint = "" if key in _KEYS else did_you_mean(key, _KEYS)
+            problems.append(_problem((*path, key), where, what, f"{hint} a tensor is a table: {_EXAMPLE}".strip()))
 
 
 def _tensor(table: Mapping[str, Any], path: tuple[str, ...], where: Where, problems: list[Problem]) -> Tensor | None:

@@ -15,12 +15,12 @@ def memory_text(found: TreeBytes, *, rows: int | None = None, width: int = WIDTH
     Args:
       found: what `shardwright.plan.bytes_by_path` returns, or a part or another order of it.
       rows: show only so many arrays, the first ones; absent: all.
-      width: characters per line.
+      width: characters per line, exceeded where paths are long: neither they nor specs wrap.
     """
     shown = found.leaves if rows is None else found.leaves[:rows]
     kinds = any(leaf.memory_kind for leaf in shown)
     head = (*_HEAD, "memory") if kinds else _HEAD
-    lines = table([head, *(_row(leaf, kinds=kinds) for leaf in shown)], width=width)
+    lines = table([head, *(_row(leaf, kinds=kinds) for leaf in shown)], width=width, whole=[_HEAD.index("spec")])
     if len(shown) < len(found.leaves):
         lines.append(f"and {len(found.leaves) - len(shown)} more")
     return "\n".join([*lines, _sums(found)])

@@ -11,7 +11,9 @@ _PROSE = 24  # characters: prose in a narrower column is no longer readable
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def table(rows: Sequence[Sequence[str]], *, indent: str = "", width: int = WIDTH, prose: int | None = None) -> list[str]:
+def table(
+    rows: Sequence[Sequence[str]], *, indent: str = "", width: int = WIDTH, prose: int | None = None, whole: Sequence[int] = ()
+) -> list[str]:
     """Lay out rows as aligned columns, the first row being the head; cells wrap at spaces where the lines would get too long.
 
     Args:
@@ -19,11 +21,12 @@ def table(rows: Sequence[Sequence[str]], *, indent: str = "", width: int = WIDTH
       indent: put in front of every line.
       width: characters per line, indent included; exceeded only where single words do not fit.
       prose: the column that wraps before any other does.
+      whole: columns that never wrap.
 
     >>> table([("dim", "axis"), ("0", "BATCH")])
     ['dim  axis', '0    BATCH']
     """
-    widths = _fit([list(column) for column in zip(*rows, strict=True)], width - len(indent), prose)
+    widths = _fit([list(column) for column in zip(*rows, strict=True)], width - len(indent), prose, whole)
     lines = []
     for row in rows:
         cells = [_wrap(cell, room) for cell, room in zip(row, widths, strict=True)]
@@ -33,10 +36,11 @@ def table(rows: Sequence[Sequence[str]], *, indent: str = "", width: int = WIDTH
     return lines
 
 
-def _fit(columns: list[list[str]], width: int, prose: int | None) -> list[int]:
+def _fit(columns: list[list[str]], width: int, prose: int | None, whole: Sequence[int]) -> list[int]:
     """Return the width of each column: as long as its longest cell, shortened until the row fits."""
     widths = [max(map(len, column)) for column in columns]
     least = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    least = [widths[at] if at in whole else each for at, each in enumerate(least)]
     over = sum(widths) + _GAP * (len(widths) - 1) - width
     if prose is not None and over > 0:
         given = min(over, max(0, widths[prose] - max(least[prose], _PROSE)))

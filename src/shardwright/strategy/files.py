@@ -72,9 +72,11 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
     try:
         data = tomllib.loads(text) if format == "toml" else json.loads(text, object_pairs_hook=_no_duplicates)
     except tomllib.TOMLDecodeError as error:
-        raise _syntax(text, source, str(error), *_toml_position(str(error), text)) from error
+        line, column = _toml_position(str(error), text)
+        raise _syntax(text, source, str(error), line, column, fix=_quoted(text.split("\n")[line - 1]) or _CORRECT) from error
     except json.JSONDecodeError as error:
-        raise _syntax(text, source, error.msg, error.lineno, error.colno) from error
+        fix = "drop the comma before the bracket" if _is_trailing_comma(text, error.pos) else _CORRECT
+        raise _syntax(text, source, error.msg, error.lineno, error.colno, fix=fix) from error
     except RecursionError as error:
         raise StrategyError("the file is nested too deeply", path=source, fix="flatten it") from error
     except _DuplicateKeyError as error:
@@ -105,13 +107,30 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _syntax(text: str, source: str, message: str, line: int, column: int) -> StrategyError:
+_CORRECT = "correct the syntax there"
+_BARE = re.compile(r"^\s*([\w.-]+)\s*=\s*([A-Za-z?|-][\w+|? -]*?)\s*(?:#.*)?$")
+
+
+def _quoted(line: str) -> str:
+    """Return how to write a TOML line whose value is bare words: text stands in quotes. Empty for any other line."""
+    found = _BARE.match(line)
+    return f'quote the value: {found[1]} = "{found[2]}"' if found else ""
+
+
+def _is_trailing_comma(text: str, at: int) -> bool:
+    """Tell whether JSON ends at a comma before a closing bracket; Python versions point at either."""
+    before, after = text[:at].rstrip(), text[at:].lstrip()
+    rest = after.removeprefix(",").lstrip()
+    return (before.endswith(",") or after.startswith(",")) and rest.startswith(("}", "]"))
+
+
+def _syntax(text: str, source: str, message: str, line: int, column: int, *, fix: str) -> StrategyError:
     lines = text.split("\n")
     shown = lines[line - 1] if 0 < line <= len(lines) else ""
     what = re.sub(r" \(at .*\)$", "", message)
     if what == "Cannot overwrite a value":
         what = "the key stands twice in one table"
-    return StrategyError(what, path=f"{source}:{line}", snippet=f"{shown}\n{' ' * (column - 1)}^", fix="correct the syntax there")
+    return StrategyError(what, path=f"{source}:{line}", snippet=f"{shown}\n{' ' * (column - 1)}^", fix=fix)
 
 
 def _toml_position(message: str, text: str) -> tuple[int, int]:

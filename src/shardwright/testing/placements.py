@@ -25,6 +25,7 @@ from shardwright.tree import annotated_leaves, path_text
 
 _SHOWN = 5  # names in a hint
 _HEAD = ("tensor", "shape", "found", "per device", "expected", "per device")
+_SPECS = (_HEAD.index("found"), _HEAD.index("expected"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +149,7 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
     of = "" if len(wanted) == 1 else f" (of {len(wanted)})"
     lines = [f"{count} elsewhere than expected{of}:", *(f"  {_sentence(one)}" for one in wrong[:rows])]
     lines += [f"  and {len(wrong) - rows} more"] * (len(wrong) > rows)
-    lines += ["", *table([_HEAD, *map(_row, [*wrong, *(one for one in wanted if _lies(one))][:rows])])]
+    lines += ["", *table([_HEAD, *map(_row, [*wrong, *(one for one in wanted if _lies(one))][:rows])], whole=_SPECS)]
     by_rule = any(one.decisions for one in wrong)
     fix = "place it so (sw.shard, jax.device_put, out_shardings=), or " + ("change the rule" if by_rule else "expect what is found")
     return "\n".join([*lines, *_rules(wrong[:rows]), f"  fix   {fix}"])
