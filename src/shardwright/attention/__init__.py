@@ -9,6 +9,7 @@ How to add an implementation, in a module of its own here and one line in the tu
 3. A forward gets `Operands`: global BTHD arrays in one pytree, with positions always there. It returns a `Result`.
 4. `_shards.run_on_shards(kernel, operands, call)` is the one `shard_map`: `kernel` gets local `Operands`, whose k and v already
    hold the heads that the local query heads read. `call.specs` says over which mesh axes each dim lies.
+   A kernel that JAX cannot look into, as of Pallas, takes `opaque=True`.
 5. A kernel is made of pure local functions: `blockwise.forward` adds a set of keys to a running state (`_online.Running`:
    float32 o, m, l), `_online.add_sinks` on exactly one shard (or after the merge), `_online.merge`, `_online.finish`;
    backward: `blockwise.delta` once, `blockwise.backward` per set of keys, `blockwise.sinks_gradient` once. Masks, windows,
