@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardwright as sw
+from shardwright.plan import bytes_by_path
 from shardwright.tensors import Tensor, as_tensors, is_dtype
 
 
@@ -38,6 +39,15 @@ def test_bytes_are_exact() -> None:
     assert tensor.bytes_over(8) == 4096 * 128256 * 2 // 8
     assert Tensor(path="w", axes=(sw.EMBED,), shape=(4,)).bytes_over(1) is None
     assert Tensor(path="w", axes=(sw.EMBED,), dtype="float32").bytes_over(1) is None
+
+
+def test_bits_smaller_than_a_byte_are_packed_as_memory_is() -> None:
+    """Here and in the account of a tree's memory."""
+    for dtype, size in (("int4", 24 // 2), ("uint2", 24 // 4), ("int8", 24), ("bool", 24)):
+        tensor = Tensor(path="w", axes=(sw.EMBED, sw.VOCAB), shape=(8, 24), dtype=dtype)
+        lies = jax.NamedSharding(sw.abstract_mesh("tp:8"), jax.P("tp"))
+        assert tensor.bytes_over(8) == bytes_by_path(jax.ShapeDtypeStruct((8, 24), dtype), lies).per_device == size
+    assert Tensor(path="w", axes=(sw.EMBED,), shape=(3,), dtype="int4").bytes_over(1) == 2
 
 
 def test_keys_have_no_bytes_to_count() -> None:

@@ -246,7 +246,10 @@ def test_one_device_sends_nothing() -> None:
     f = jax.shard_map(lambda x: lax.psum(x, "tp"), mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", None))
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P("dp", "tp")))
     assert read_collectives(jax.jit(f).lower(x).compile(), mesh) == ()
-    assert read_collectives(jax.jit(lambda x: x + 1).lower(1.0).compile(), cpu_mesh("dp:8")) == ()
+    alone = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    assert read_collectives(alone, cpu_mesh("dp:1")) == ()
+    with pytest.raises(ProgramError, match=r"the program runs on one device, the mesh {'dp': 8} has 8"):
+        read_collectives(alone, cpu_mesh("dp:8"))
 
 
 LIST = "replica_groups={{0,1,2,3},{4,5,6,7}}"

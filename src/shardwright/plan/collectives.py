@@ -126,7 +126,7 @@ def read_collectives(
       dtypes: by element type that travels, the one that the program had (`{"f32": "bf16"}`), where conversions do not tell.
 
     Raises:
-      ProgramError: the program cannot be read.
+      ProgramError: the program cannot be read, or runs on one device of a larger mesh.
       MeshMismatchError: it was compiled for another number of devices.
 
     >>> read_collectives(jax.jit(f).lower(x).compile(), mesh)  # doctest: +SKIP
@@ -387,7 +387,7 @@ def _positions(module: Module, mesh: Any, sizes: Mapping[str, int]) -> tuple[Seq
     size = 1
     for one in sizes.values():
         size *= one
-    if module.partitions == size or module.partitions == 1:
+    if module.partitions == size:
         return range(size), None
     slices: dict[int, list[int]] = {}
     for position, device in enumerate(mesh.devices.flat if isinstance(mesh, Mesh) else ()):
@@ -396,6 +396,11 @@ def _positions(module: Module, mesh: Any, sizes: Mapping[str, int]) -> tuple[Seq
         members = list(slices.values())
         across = tuple(tuple(one[at] for one in members) for at in range(module.partitions))
         return members[0], span_of(across, sizes)
+    if module.partitions == 1:
+        raise ProgramError(
+            f"the program runs on one device, the mesh {dict(sizes)} has {size}: nothing is sharded, so nothing can be sent",
+            fix="shard the arguments (pm.shard, jax.device_put), or give ShapeDtypeStructs that have shardings",
+        )
     raise MeshMismatchError(
         f"the program is compiled for {module.partitions} devices, the mesh {dict(sizes)} has {size}",
         fix="pass the mesh that the program's arrays lie on",

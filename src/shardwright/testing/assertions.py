@@ -145,7 +145,7 @@ def assert_collectives(
       broadcast: see `all_gather`.
       ragged_all_to_all: see `all_gather`.
       only: no kind occurs that is not named.
-      axis: look at collectives over this mesh axis or semantic axis only; several mesh axes: over exactly these.
+      axis: look at collectives over this mesh axis or semantic axis only; several: over exactly these, but for axes of one device.
       bytes: logical bytes of the named kinds (of all if none is named), loops included: a number or a `range`.
       mesh: absent: the manager's, else that of the program's arguments and results.
       manager: ambient while a function compiles; absent: the ambient one.
@@ -187,17 +187,17 @@ def assert_no_collectives(
     Args:
       program: as for `assert_collectives`.
       *args: arguments of a function.
-      axis: a mesh axis or a semantic axis; absent: any.
+      axis: a mesh axis or a semantic axis, or several: over none of them is anything sent; absent: any.
       mesh: absent: the manager's, else that of the program's arguments and results.
       manager: ambient while a function compiles; absent: the ambient one.
 
     Raises:
       AssertionError: it sends something.
-      ProgramError, MeshSpecError, UnknownAxisError: the program, its mesh or the axis cannot be told.
+      ProgramError, MeshSpecError, UnknownAxisError: nothing is sharded, or the program, its mesh or the axis cannot be told.
     """
     __tracebackhide__ = True
     found = read_program(program, args, mesh=mesh, manager=manager)
-    over = found.over(axis)
+    over = found.over(axis, exactly=False)
     if over:
         problems = [f"{kind}: none is expected, {_often(kind, over)} found" for kind in _kinds(over)]
         raise AssertionError(_message(found, axis, over, problems))

@@ -18,7 +18,7 @@ from shardwright.manager import PartitionManager
 from shardwright.plan.memory import leaf_bytes
 from shardwright.report.text import bytes_text, table
 from shardwright.testing.placements import sharding_text
-from shardwright.testing.programs import function_name
+from shardwright.testing.programs import function_name, is_same_everywhere
 from shardwright.tree import path_text
 
 # Relative to the largest value of an array: other orders of summation, no more.
@@ -157,7 +157,7 @@ def _check_sharded(compiled: Any, f: Any) -> None:
     """Check that there is something to compare: a program of several devices of which each does its own part."""
     __tracebackhide__ = True
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    if all(one.is_fully_replicated for one in shardings) and "partition-id()" not in compiled.as_text():
+    if is_same_everywhere(compiled):
         devices = max((one.num_devices for one in shardings), default=1)
         does = "runs on one device" if devices == 1 else f"does the same on each of {devices} devices"
         raise AssertionError(

@@ -37,19 +37,24 @@ class Program:
     sizes: Mapping[str, int]
     carried: Mapping[str, Sequence[str]] | None
 
-    def over(self, axis: Axis | None) -> tuple[Collective, ...]:
-        """Return the collectives over a mesh axis or a semantic axis, or over exactly several mesh axes.
+    def over(self, axis: Axis | None, *, exactly: bool = True) -> tuple[Collective, ...]:
+        """Return the collectives over a mesh axis or a semantic axis; of several, over exactly these, or over any of them.
+
+        Mesh axes of one device do not count: nothing is sent along them.
 
         Raises:
           UnknownAxisError: neither the mesh nor the rules know the axis.
+          TypeError: no axis is named.
         """
         if axis is None:
             return self.collectives
-        if not isinstance(axis, str):
-            wanted = {name for one in axis for name in self._mesh_axes(one)}
+        if not len(axis):
+            raise TypeError(f"axis={axis!r} names no axis, so nothing is looked at: leave it out for all, or name one")
+        wanted = frozenset().union(*map(self._mesh_axes, [axis] if isinstance(axis, str) else axis))
+        wanted = frozenset(name for name in wanted if self.sizes.get(name) != 1)
+        if exactly and not isinstance(axis, str):
             return tuple(one for one in self.collectives if set(one.mesh_axes) == wanted)
-        names = self._mesh_axes(axis)
-        return tuple(one for one in self.collectives if not names.isdisjoint(one.mesh_axes))
+        return tuple(one for one in self.collectives if not wanted.isdisjoint(one.mesh_axes))
 
     def _mesh_axes(self, axis: str) -> frozenset[str]:
         known = dict.fromkeys([*self.sizes, *(name for one in self.collectives for name in one.mesh_axes)])
@@ -86,7 +91,7 @@ def read_program(
       trips: taken for loops that end on data.
 
     Raises:
-      ProgramError: arguments for something that takes none, or a program that cannot be read.
+      ProgramError: arguments for something that takes none, a program that cannot be read, or one in which nothing is sharded.
       MeshSpecError: the mesh cannot be told.
       MeshMismatchError: the program's arrays lie on another mesh.
     """
@@ -101,7 +106,13 @@ def read_program(
         with manager if manager is not None else contextlib.nullcontext():
             name, compiled = _compiled(program, args)
     found = _checked_mesh(mesh if mesh is not None else None if known is None else known.mesh, compiled)
-    return Program(name=name, collectives=read_collectives(compiled, found, trips=trips), sizes=mesh_sizes(found), carried=carried)
+    collectives = read_collectives(compiled, found, trips=trips)
+    if not collectives and found.size > 1 and not isinstance(compiled, str) and is_same_everywhere(compiled):
+        raise ProgramError(
+            f"{name} does the same on each of {found.size} devices: nothing is sharded, so nothing can be sent",
+            fix="shard the arguments (pm.shard, jax.device_put), or give ShapeDtypeStructs that have shardings",
+        )
+    return Program(name=name, collectives=collectives, sizes=mesh_sizes(found), carried=carried)
 
 
 def _compiled(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
@@ -115,6 +126,12 @@ def _compiled(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
         raise ProgramError(f"{type(program).__name__} is no program", fix=fix)
     jitted: Any = program if hasattr(program, "lower") else jax.jit(program)
     return function_name(program), jitted.lower(*args).compile()
+
+
+def is_same_everywhere(compiled: Any) -> bool:
+    """Tell whether each device of a compiled program does the whole of it: nothing comes, goes or is cut in parts."""
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return all(one.is_fully_replicated for one in shardings) and "partition-id()" not in compiled.as_text()
 
 
 def function_name(f: Callable[..., Any]) -> str:
