@@ -364,7 +364,8 @@ class Frame:
         shards = self._shards(live)
         count = f" ({shards} shards)" if len(live) > 1 else ""
         parts = [part for end in range(1, len(live)) for part in (live[:-end], live[end:]) if self.fits(size, part)]
-        then = f"{'+'.join(max(parts, key=self._shards))} | -" if parts else "-"
+        best = max(parts, key=self._shards, default=())
+        then = f"{'+'.join(best)} | -" if best else "-"
         fallback = "write None there" if draft.literal else f'add a fallback, {rule.ref.key} = "{rule.ref.text} | {then}"'
         self._problem(
             IndivisibleError,

@@ -124,7 +124,7 @@ def _run_pytest(words: list[str]) -> str:
     done = subprocess.run([sys.executable, "-m", "pytest", *words], env=env, capture_output=True, text=True, timeout=300, check=False)
     assert not done.stderr, done.stderr
     # What differs from run to run, and the lines of other libraries' files.
-    text = re.sub(r" in \d+\.\d+s", " in 8.60s", done.stdout).replace(f"{Path.cwd()}/", "")
+    text = re.sub(r" in \d+\.\d+s( \(\d:\d\d:\d\d\))?", "", done.stdout).replace(f"{Path.cwd()}/", "")
     return re.sub(r"\b(\w+\.py):\d+$", lambda place: place[0] if Path(place[1]).exists() else place[1], text, flags=re.MULTILINE)
 
 

@@ -43,6 +43,22 @@ def test_every_page_has_its_place_in_the_navigation() -> None:
     assert len(set(nav)) == len(nav)
 
 
+def titles(entry: Any) -> Iterator[tuple[str, str]]:
+    """Return each page of a navigation with its title there."""
+    for title, inner in entry.items():
+        if isinstance(inner, str):
+            yield inner, title
+        else:
+            for each in inner:
+                yield from titles(each)
+
+
+def test_a_page_is_called_the_same_in_the_navigation() -> None:
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+    named = {page: title for entry in nav for page, title in titles(entry) if not page.endswith("index.md") and not page.startswith("adr/")}
+    assert named == {page: (DOCS / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for page in named}
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_is_on_an_api_page(package: str) -> None:
     module, shown = importlib.import_module(package), shown_on_api_pages()
