@@ -352,6 +352,27 @@ CASES: dict[str, Case] = {
         fix="use it in a rule",
         quiet='[rules]\nbatch = "dp+tp"\n',
     ),
+    "a zero1 whose mesh axes every weight has": Case(
+        text='[params]\nembed = "fsdp"\nmlp_intermediate = "tp"\n[policy]\nzero1 = "fsdp | tp"\n',
+        tensors=[act("x", sw.BATCH), weight("up", sw.EMBED, sw.MLP_INTERMEDIATE, shape=(16, 32)), weight("norm", sw.EMPTY, shape=(16,))],
+        mesh="dp:2,fsdp:2,tp:2",
+        code=Code.IDLE_ZERO1,
+        severity=Severity.WARNING,
+        where="s.toml:5 policy.zero1",
+        says='zero1 = "fsdp | tp" shards nothing: of every weight of the tree, the parameter lies over fsdp already; '
+        "the parameter lies over tp already",
+        fix='name a mesh axis that parameters leave free, such as zero1 = "dp | -"',
+        quiet='[params]\nembed = "fsdp"\nmlp_intermediate = "tp"\n[policy]\nzero1 = "fsdp | dp"\n',
+    ),
+    "a zero1 over mesh axes that are not there": Case(
+        text='[mesh]\nfsdp = 4\n[rules]\nbatch = "fsdp"\n[policy]\nzero1 = "dp | -"\n',
+        code=Code.IDLE_ZERO1,
+        severity=Severity.NOTE,
+        where="s.toml:6 policy.zero1",
+        says='zero1 = "dp | -" shards nothing: the mesh has no axis of more than one device among dp',
+        fix="or drop the line",
+        quiet='[mesh]\nfsdp = 4\ndp = -1\n[rules]\nbatch = "fsdp"\n[policy]\nzero1 = "dp | -"\n',
+    ),
     "an axis without a rule": Case(
         text='[axes]\nrotary = "x"\n[rules]\nbatch = "dp"\n',
         tensors=[act("q", sw.BATCH, "rotary"), act("k", "rotary")],

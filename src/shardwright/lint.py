@@ -27,6 +27,7 @@ LINTS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     placing.gathered_in_decode,
     placing.dcn_order,
     placing.idle_mesh_axes,
+    placing.idle_zero1,
     trees.no_rule,
     trees.unused_tensors,
     trees.unused_rules,

@@ -93,6 +93,8 @@ def test_05_a_typo_inside_a_composite_is_an_error_and_empty_is_ignored() -> None
     with pytest.raises(sw.UnknownAxisError, match=r"(?s)Unknown semantic axis name: '__KV_HAED__'.*did you mean 'KV_HEAD'"):
         PartitionAxis().resolve_axis([["__KV_HAED__", TP]], MODE_TRAIN)
     assert PartitionAxis().resolve_axis([[EMPTY, TP]], MODE_TRAIN) == [["tp"]]
+    # So is an axis that is replicated: nothing and tp are tp.
+    assert PartitionAxis(head_axis=None).resolve_axis([[HEAD, TP]], MODE_TRAIN) == [["tp"]]
 
 
 def test_06_the_quickstart_shards_its_batch(mesh: jax.sharding.Mesh) -> None:
@@ -253,6 +255,12 @@ def test_17_two_dims_that_want_one_mesh_axis_are_named_and_size_one_is_no_confli
         for call in (lambda: pm.shard(ones(2, 4, 4, 4), axes, MODE_TRAIN), lambda: pm.resolve(axes, MODE_TRAIN)):
             with pytest.raises(sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"):
                 call()
+        permissive = PartitionManager(PartitionAxis(), policy="eformer")
+        found = permissive.explain(axes, MODE_TRAIN, shape=(2, 4, 4, 3))  # a dim that is dropped for its size wants no mesh axis
+        assert (found.spec, found.ok) == (P("fsdp", "tp", "sp"), True)
+        assert "sp: 3 % 2 != 0; policy indivisible" in found.decisions[3].why
+        with pytest.raises(sw.AxisConflictError, match="sp is taken by dim 2"):
+            permissive.shard(ones(2, 4, 4, 4), axes, MODE_TRAIN)
     written = pm.resolve(axes, MODE_TRAIN)  # no mesh to tell: as the rules say, and judged where it is used
     assert written == PartitionAxis().resolve_spec(axes, MODE_TRAIN) == P(("fsdp", "dp"), "tp", "sp", "sp")
     with (

@@ -34,6 +34,7 @@ class Code(enum.StrEnum):
     GATHERED_IN_DECODE = "gathered_in_decode"
     DCN_MINOR = "dcn_minor"
     IDLE_MESH_AXIS = "idle_mesh_axis"
+    IDLE_ZERO1 = "idle_zero1"
     NO_RULE = "no_rule"
     UNUSED_TENSORS = "unused_tensors"
     UNUSED_RULE = "unused_rule"

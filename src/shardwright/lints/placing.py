@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from shardwright.axes import BATCH, CAPACITY, KV_LENGTH, PAGE, PARALLELISM_AXES, STANDARD_MESH_AXES, Role, axis_label
 from shardwright.errors import ShapeRequiredError
 from shardwright.lints.finding import Code, Finding, Severity, dim_key
-from shardwright.lints.subject import NO_PARAMETER_HAS, Subject
+from shardwright.lints.subject import NO_PARAMETER_HAS, Subject, role_of
 from shardwright.mesh import INFER
 from shardwright.modes import MODE_DECODE
+from shardwright.provenance import Resolution
+from shardwright.resolver import explain
 from shardwright.rules import default_rule
 
 # A file that says where these lie in decode is one that serves.
@@ -59,6 +61,37 @@ def idle_mesh_axes(subject: Subject) -> Iterator[Finding]:
             message=f"{axis}{'' if size == INFER else f'={size}'} shards nothing: {what}, so {_repeated(size)} the same work",
             fix=f'use it in a rule, such as batch = "{axis}", or give its devices to another mesh axis',
         )
+
+
+def idle_zero1(subject: Subject) -> Iterator[Finding]:
+    """Yield a zero1 that shards no optimizer state: the mesh lacks its axes, or every parameter of the tree lies over them already."""
+    rule = subject.rules.policy.zero1
+    if rule is None or not rule.candidates or not subject.sizes:
+        return
+    if not any(subject.live(candidate) for candidate in rule.candidates):
+        names = ", ".join(dict.fromkeys(axis for candidate in rule.candidates for axis in candidate))
+        why, severity = f"the mesh has no axis of more than one device among {names}", Severity.NOTE
+    else:
+        answers = _states(subject)
+        if not answers or any(not one.ok or any(decision.zero1 for decision in one.decisions) for one in answers):
+            return
+        said = dict.fromkeys(note.partition("]): ")[2] for one in answers for note in one.notes if note.startswith(str(rule.ref)))
+        why, severity = f"of every weight of the tree, {'; '.join(said) or 'no dim may be sharded'}", Severity.WARNING
+    yield subject.finding(
+        Code.IDLE_ZERO1,
+        severity,
+        ("policy", "zero1"),
+        message=f'zero1 = "{rule.ref.text}" shards nothing: {why}',
+        fix='name a mesh axis that parameters leave free, such as zero1 = "dp | -", or drop the line',
+    )
+
+
+def _states(subject: Subject) -> list[Resolution]:
+    """Return where optimizer state of the tree's weights lies, of those whose sizes are known."""
+    if not subject.exact:
+        return []
+    weights = [one for one in subject.tensors or () if role_of(one) is Role.PARAM and one.shape is not None]
+    return [explain(one.axes, subject.rules, subject.sizes, role=Role.STATE, shape=one.shape, path=one.path or None) for one in weights]
 
 
 def _repeated(size: int) -> str:
