@@ -82,6 +82,39 @@ def test_names(one: Golden) -> None:
     assert sorted(path.name for path in one.folder.iterdir()) == ["it.txt", "second.txt"]
 
 
+@pytest.mark.parametrize("text", ["a\r\nb\r\n", "a\rb\n", "a\x85b\n", "caf\xe9 \N{GRINNING FACE}\n"], ids=["crlf", "cr", "nel", "unicode"])
+def test_bytes_are_written_and_compared_as_they_are(one: Golden, text: str) -> None:
+    updated(one)(text)
+    assert (one.folder / "it.txt").read_bytes() == text.encode()
+    one(text)
+
+
+def test_line_ends_and_bytes_that_differ_are_shown(one: Golden) -> None:
+    updated(one)("a\r\nb\n")
+    with pytest.raises(GoldenError) as caught:
+        one("a\nb\n")
+    assert "  - 'a\\r\\n'\n  + 'a\\n'\n    'b\\n'\n" in str(caught.value)
+    (one.folder / "it.txt").write_bytes(b"\xff\n")
+    with pytest.raises(GoldenError, match=r"  - \\xff\n  \+ b"):
+        Golden(folder=one.folder, test="it")("b")
+
+
+def test_what_cannot_be_a_file_is_told(one: Golden) -> None:
+    long = "n" * 300
+    with pytest.raises(GoldenError, match=r"is 300 bytes, a file's name holds 251\n  fix   give a shorter one: golden\(value, name\)"):
+        updated(one)("text", long)
+    updated(one)("text", long[:251])
+    with pytest.raises(GoldenError, match=r"the text has '\\udc80' in line 2, which UTF-8 cannot write\n  fix   spell it"):
+        updated(one)("fine\nbad \udc80")
+    assert not (one.folder / "it.txt").exists()
+    with pytest.raises(GoldenError, match=r"a bytes is neither text nor a tree of arrays\n  fix   decode it: golden\(value.decode\(\)\)"):
+        updated(one)(b"x")
+    with pytest.raises(GoldenError, match=r"a int is neither text nor a tree of arrays\n  fix   give arrays"):
+        updated(one)(3)
+    with pytest.raises(GoldenError, match=r"the name of a golden file is 3, not text"):
+        updated(one)("text", 3)  # type: ignore[arg-type]
+
+
 def test_a_file_of_ones_own(one: Golden, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     updated(one).file(page, "text\n")

@@ -25,6 +25,7 @@ from shardwright.tree import path_text
 _NAME = re.compile(r"[\w.,=+-]+")
 _BLANKS = re.compile(r"\s+")
 _CONTEXT = 2  # lines around a difference
+_LONGEST = 255 - len(".txt")  # bytes, on every usual file system
 
 
 class GoldenError(AssertionError):
@@ -67,10 +68,16 @@ class Golden:
           GoldenError: no such file, other contents, a name used twice in a test, or one that is no file's name.
         """
         __tracebackhide__ = True
+        if not isinstance(name, str):
+            raise GoldenError(f"the name of a golden file is {name!r}, not text\n  fix   golden(value, name)")
         shared = self.parameters if name and self.parameters != self.case and self.parameters not in name else ""
         name = "-".join(part for part in (name, self.case) if part) if name else self.test
         if not _NAME.fullmatch(name):
             raise GoldenError(f"{name!r} cannot name a golden file\n  fix   use letters, digits and any of . , = + - _")
+        if (size := len(name.encode())) > _LONGEST:
+            raise GoldenError(
+                f"golden {name!r} is {size} bytes, a file's name holds {_LONGEST}\n  fix   give a shorter one: golden(value, name)"
+            )
         if name in self.used:
             raise GoldenError(f"the test uses golden {name!r} twice\n  fix   give each a name: golden(value, name)")
         text = value if isinstance(value, str) else spec_table(value)
@@ -92,8 +99,9 @@ class Golden:
         __tracebackhide__ = True
         if not text.endswith("\n"):
             text += "\n"
-        kept = path.read_text(encoding="utf-8") if path.exists() else None
-        if kept == text:
+        now = _encoded(text)
+        kept = path.read_bytes() if path.exists() else None
+        if kept == now:
             return False
         if self.update:
             write(path, text)
@@ -101,8 +109,9 @@ class Golden:
         if kept is None:
             raise GoldenError(f"no golden file {_shown(path)}\n  fix   write it, read it, commit it: {self.command}")
         several = f"  fix   the cases of this test share the file: where they differ, put what differs, [{shared}], into the name\n"
+        changed = difference(kept.decode(errors="backslashreplace"), text)
         raise GoldenError(
-            f"{_shown(path)} says something else (- golden, + now)\n{difference(kept, text)}\n{several if shared else ''}"
+            f"{_shown(path)} says something else (- golden, + now)\n{changed}\n{several if shared else ''}"
             f"  fix   if what is new is right, write it, read it, commit it: {self.command}"
         )
 
@@ -114,13 +123,23 @@ def _shown(path: Path) -> str:
     return str(path)
 
 
+def _encoded(text: str) -> bytes:
+    __tracebackhide__ = True
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        what = f"the text has {text[error.start]!r} in line {text.count(chr(10), 0, error.start) + 1}, which UTF-8 cannot write"
+        raise GoldenError(f"{what}\n  fix   spell it: text.encode(errors='backslashreplace').decode()") from None
+
+
 def write(path: Path, text: str) -> None:
     """Write a file in one step, so that a test of another process reads the old text or the new one."""
+    data = _encoded(text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".golden.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
@@ -137,8 +156,11 @@ def difference(golden: str, now: str) -> str:
     old, new = ([_BLANKS.sub(" ", line).strip() for line in lines] for lines in (before, after))
     if old == new:
         old, new = before, after
-    if old == new:
+    if golden.rstrip("\n") == now.rstrip("\n"):
         return "  only the end of the last line differs"
+    if old == new:
+        before, after = ([repr(line) for line in text.splitlines(keepends=True)] for text in (golden, now))
+        old, new = before, after
     shown = []
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for group in matcher.get_grouped_opcodes(_CONTEXT):
@@ -183,7 +205,9 @@ def _row(path: str, leaf: Any) -> tuple[str, ...]:
     sharding = leaf if isinstance(leaf, jax.sharding.Sharding) else getattr(leaf, "sharding", None)
     shape = getattr(leaf, "shape", None)
     if sharding is None and shape is None:
-        raise GoldenError(f"{path}: {type(leaf).__name__} has no sharding\n  fix   give arrays, ShapeDtypeStructs, shardings or specs")
+        what = f"{path}: {type(leaf).__name__} has no sharding" if path else f"a {type(leaf).__name__} is neither text nor a tree of arrays"
+        fix = "decode it: golden(value.decode())" if isinstance(leaf, bytes) else "give arrays, ShapeDtypeStructs, shardings or specs"
+        raise GoldenError(f"{what}\n  fix   {fix}")
     held = "" if shape is None or sharding is None else _shape_text(sharding.shard_shape(shape))
     return (path, "" if shape is None else _shape_text(shape), str(getattr(leaf, "dtype", "")), _spec(sharding), held, _mesh_text(leaf))
 
@@ -209,7 +233,7 @@ def _canonical(spec: PartitionSpec, sizes: dict[str, int]) -> PartitionSpec:
         entries.append(None if not kept or kept == (None,) else kept[0] if len(kept) == 1 else kept)
     while entries and entries[-1] is None:
         entries.pop()
-    return PartitionSpec(*entries)
+    return PartitionSpec(*entries, unreduced={axis for axis in spec.unreduced if sizes.get(axis, 0) != 1})
 
 
 def _mesh_text(leaf: Any) -> str:
