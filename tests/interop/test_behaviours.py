@@ -257,7 +257,7 @@ def test_17_two_dims_that_want_one_mesh_axis_are_named_and_size_one_is_no_confli
                 call()
         permissive = PartitionManager(PartitionAxis(), policy="eformer")
         found = permissive.explain(axes, MODE_TRAIN, shape=(2, 4, 4, 3))  # a dim that is dropped for its size wants no mesh axis
-        assert (found.spec, found.ok) == (P("fsdp", "tp", "sp"), True)
+        assert (found.spec, found.ok) == (P(None, "tp", "sp"), True)  # dp is not in the mesh
         assert "sp: 3 % 2 != 0; policy indivisible" in found.decisions[3].why
         with pytest.raises(sw.AxisConflictError, match="sp is taken by dim 2"):
             permissive.shard(ones(2, 4, 4, 4), axes, MODE_TRAIN)
