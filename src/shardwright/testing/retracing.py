@@ -26,7 +26,7 @@ def assert_no_retrace(f: Callable[..., Any], *calls: Sequence[Any] | Callable[[A
     as it went in, or every second call compiles anew.
 
     Args:
-      f: a jitted function, or one that calls some.
+      f: a jitted function, or one that calls some; nothing is said of one that calls none, since JAX does not tell of its calls.
       *calls: per call its arguments, or a function from the last result to them; at least two.
 
     Raises:
