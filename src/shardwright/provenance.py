@@ -259,8 +259,10 @@ class Resolution:
 
 
 def spec_text(spec: PartitionSpec) -> str:
-    """Return a spec as people write it, for instance `P('dp', None, ('fsdp', 'sp'))`."""
-    entries = ("UNCONSTRAINED" if entry is PartitionSpec.UNCONSTRAINED else repr(entry) for entry in spec.partitions)
+    """Return a spec as people write it, for instance `P('dp', None, ('fsdp', 'sp'))` or `P('dp', unreduced={'tp'})`."""
+    entries = ["UNCONSTRAINED" if entry is PartitionSpec.UNCONSTRAINED else repr(entry) for entry in spec.partitions]
+    if spec.unreduced:
+        entries.append(f"unreduced={{{', '.join(map(repr, sorted(spec.unreduced)))}}}")
     return f"P({', '.join(entries)})"
 
 

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardwright import context
 from shardwright.axes import axis_label
+from shardwright.errors import StrategyError
 from shardwright.manager import PartitionManager
 from shardwright.plan.collectives import Collective, Kind, total
 from shardwright.plan.memory import bytes_by_path
@@ -22,6 +23,8 @@ from shardwright.testing.placements import Wanted, wanted_by_annotation, wanted_
 from shardwright.testing.programs import Axis, Program, read_program
 
 _ROWS = 20  # of a table in a message
+_NOTHING = "the tree has no arrays, so there is nothing to look at"
+_NOTHING_FIX = "pass the arrays that the test is about; a filter may have left none"
 
 Count = int | range
 
@@ -56,7 +59,7 @@ def assert_spec(x: Any, *axes: Any, manager: PartitionManager | None = None, mod
 
     Raises:
       AssertionError: every tensor that lies elsewhere, with the dims and axes that differ.
-      ShardingError: an annotation does not resolve.
+      ShardingError: an annotation does not resolve, or there are no arrays.
     """
     __tracebackhide__ = True
     known = manager if manager is not None else context.current()
@@ -65,6 +68,8 @@ def assert_spec(x: Any, *axes: Any, manager: PartitionManager | None = None, mod
 
 def _judge(wanted: Sequence[Wanted]) -> None:
     __tracebackhide__ = True
+    if not wanted:
+        raise StrategyError(_NOTHING, fix=_NOTHING_FIX)
     message = wrong_placements(wanted, rows=_ROWS)
     if message:
         raise AssertionError(message)
@@ -90,7 +95,7 @@ def assert_max_replicated(
     Raises:
       AssertionError: more is replicated; the arrays with most copies first.
       ValueError: a fraction below 0 or above 1.
-      StrategyError: leaves without a sharding.
+      StrategyError: leaves without a sharding, or no leaves.
     """
     __tracebackhide__ = True
     if (bytes is None) == (fraction is None):
@@ -98,6 +103,8 @@ def assert_max_replicated(
     if fraction is not None and not 0 <= fraction <= 1:
         raise ValueError(f"fraction={fraction} is no part of the whole: it lies between 0 and 1, 0.02 for 2 %; for bytes write bytes=")
     found = bytes_by_path(x, shardings)
+    if not found.leaves:
+        raise StrategyError(_NOTHING, fix=_NOTHING_FIX)
     if bytes is not None:
         good, limit = found.replicated <= bytes, f"{bytes_text(bytes)} may be"
     else:

@@ -43,6 +43,7 @@ class Golden:
       command: what writes the test's files anew.
       case: appended to the names that calls give, so that each mesh of a test has files of its own: `dp2-tp4`.
       parameters: the test's parameters in its id, or empty: all of its cases use the files that calls name.
+      rivals: the tests, this one among them, whose own names make the same file's name.
       used: name → text of each file that the test used so far.
       written: the names among them that were written.
     """
@@ -53,6 +54,7 @@ class Golden:
     command: str = "pytest --update-golden"
     case: str = ""
     parameters: str = ""
+    rivals: tuple[str, ...] = ()
     used: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
     written: list[str] = dataclasses.field(default_factory=list)
 
@@ -78,6 +80,8 @@ class Golden:
             raise GoldenError(
                 f"golden {name!r} is {size} bytes, a file's name holds {_LONGEST}\n  fix   give a shorter one: golden(value, name)"
             )
+        if name == self.test and self.rivals:
+            raise GoldenError(f"{' and '.join(self.rivals)} would share golden {name!r}\n  fix   give each a name: golden(value, name)")
         if name in self.used:
             raise GoldenError(f"the test uses golden {name!r} twice\n  fix   give each a name: golden(value, name)")
         text = value if isinstance(value, str) else spec_table(value)

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardwright import context, resolver
 from shardwright.annotations import is_annotation, tree_of_annotations
 from shardwright.axes import EMPTY
-from shardwright.errors import Problem, ShardingError, StrategyError, did_you_mean, raise_problems
+from shardwright.errors import Problem, RankMismatchError, ShardingError, StrategyError, did_you_mean, raise_problems
 from shardwright.manager import PartitionManager
 from shardwright.mesh import mesh_sizes
 from shardwright.placement import entry_names
@@ -24,6 +24,7 @@ from shardwright.rules import build_rules
 from shardwright.tree import annotated_leaves, path_text
 
 _SHOWN = 5  # names in a hint
+_DEVICES = 16  # ids of devices in a message
 _HEAD = ("tensor", "shape", "found", "per device", "expected", "per device")
 _SPECS = (_HEAD.index("found"), _HEAD.index("expected"))
 
@@ -98,6 +99,9 @@ def _covers(one: Any) -> bool:
 
 def _as_sharding(one: Any, value: Any, path: str) -> Sharding:
     if isinstance(one, Sharding):
+        if isinstance(one, NamedSharding) and len(one.spec.partitions) > np.ndim(value):
+            what = f"{spec_text(one.spec)} has {len(one.spec.partitions)} entries, the array {np.ndim(value)} dims"
+            raise RankMismatchError(what, path=path, fix="expect a spec of as many entries as there are dims, or fewer")
         return one
     if not isinstance(one, PartitionSpec):
         raise StrategyError(
@@ -167,10 +171,9 @@ def _lies(one: Wanted) -> bool:
         return False
     rank = np.ndim(one.value)
     if isinstance(own, NamedSharding) and isinstance(one.sharding, NamedSharding) and own.mesh.shape_tuple == one.sharding.mesh.shape_tuple:
-        return _entries(own, rank) == _entries(one.sharding, rank) and own.memory_kind in (
-            None,
-            one.sharding.memory_kind or own.memory_kind,
-        )
+        dims = _entries(own, rank) == _entries(one.sharding, rank) and _unreduced(own) == _unreduced(one.sharding)
+        memory = own.memory_kind in (None, one.sharding.memory_kind or own.memory_kind)
+        return dims and memory and not _other_devices(own, one.sharding)
     try:
         return bool(own.is_equivalent_to(one.sharding, rank))
     except (TypeError, ValueError):  # one of them has no devices
@@ -186,6 +189,26 @@ def _entries(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
     sizes = mesh_sizes(sharding.mesh)
     found = [tuple(axis for axis in entry_names(entry) if sizes[axis] > 1) for entry in sharding.spec.partitions]
     return [*found, *[()] * (rank - len(found))]
+
+
+def _unreduced(sharding: NamedSharding) -> list[str]:
+    """Return the mesh axes along which every device holds a summand, in mesh order, without those of one device."""
+    return [axis for axis, size in mesh_sizes(sharding.mesh).items() if size > 1 and axis in sharding.spec.unreduced]
+
+
+def _other_devices(own: NamedSharding, wanted: NamedSharding) -> bool:
+    """Tell whether the devices, or their order, differ; an abstract mesh does not speak of devices."""
+    meshes = (own.mesh, wanted.mesh)
+    return all(isinstance(mesh, Mesh) for mesh in meshes) and _devices(own) != _devices(wanted)
+
+
+def _devices(sharding: Sharding) -> list[Any]:
+    return list(sharding.mesh.devices.flat)  # type: ignore[attr-defined]
+
+
+def _devices_text(sharding: NamedSharding) -> str:
+    ids = [str(one.id) for one in _devices(sharding)]
+    return ",".join([*ids[:_DEVICES], *["…"] * (len(ids) > _DEVICES)])
 
 
 def _differences(one: Wanted) -> list[str]:
@@ -205,6 +228,12 @@ def _differences(one: Wanted) -> list[str]:
             label = one.decisions[dim].label if dim < len(one.decisions) else ""
             label = f" {label}" if label not in ("", EMPTY) else ""
             found.append(f"dim {dim}{label}: {'+'.join(has) or '-'}, not {'+'.join(wants) or '-'}")
+    summands = _unreduced(own), _unreduced(one.sharding)
+    if summands[0] != summands[1]:
+        has_sums, wants_sums = ("+".join(axes) or "-" for axes in summands)
+        found.append(f"not summed over: {has_sums}, not {wants_sums}")
+    if _other_devices(own, one.sharding):
+        found.append(f"devices: {_devices_text(own)}, not {_devices_text(one.sharding)}")
     return found or [f"memory: {_memory(own)}, not {_memory(one.sharding)}"]
 
 

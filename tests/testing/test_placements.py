@@ -1,0 +1,95 @@
+"""What counts as lying elsewhere: other devices, sums that are not finished, specs that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+
+import shardwright as sw
+from shardwright.errors import RankMismatchError, ShardingError, StrategyError
+from shardwright.testing import assert_max_replicated, assert_sharding, assert_spec, cpu_mesh
+from shardwright.testing.golden import spec_table
+
+P = jax.P
+ONES = np.ones((8, 8), np.float32)
+
+
+def failing(call: Callable[[], Any]) -> str:
+    with pytest.raises(AssertionError) as caught:
+        call()
+    return str(caught.value)
+
+
+def meshes() -> tuple[Mesh, Mesh, Mesh]:
+    """Return three meshes tp=4: of four devices, of the same backwards, of four others."""
+    devices = cpu_mesh("tp:8").devices
+    types = (jax.sharding.AxisType.Auto,)
+    one, other, rest = (Mesh(some, ("tp",), axis_types=types) for some in (devices[:4], devices[:4][::-1], devices[4:]))
+    return one, other, rest
+
+
+def test_other_devices_are_another_place() -> None:
+    mesh, backwards, others = meshes()
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=mesh)
+    for where, ids in ((backwards, "3,2,1,0"), (others, "4,5,6,7")):
+        x = jax.device_put(ONES, NamedSharding(where, P(None, "tp")))
+        says = f"devices: {ids}, not 0,1,2,3 (64 B per device either way)"
+        assert says in failing(lambda x=x: assert_sharding(x, NamedSharding(mesh, P(None, "tp"))))  # type: ignore[misc]
+        assert says in failing(lambda x=x: assert_spec(x, sw.EMPTY, sw.HEAD, manager=pm))  # type: ignore[misc]
+        assert_sharding(x, P(None, "tp"))
+        assert_sharding(x, NamedSharding(pm.mesh.abstract_mesh, P(None, "tp")))
+    assert_sharding(jax.device_put(ONES, NamedSharding(mesh, P(None, "tp"))), NamedSharding(mesh, P(None, "tp")))
+
+
+def test_a_sum_that_is_not_finished_is_another_place() -> None:
+    mesh = cpu_mesh("dp:2,tp:4,sp:1", axis_types="explicit")
+    x = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(mesh, P("dp", unreduced={"tp", "sp"})))
+    message = failing(lambda: assert_sharding(x, P("dp")))
+    assert "not summed over: tp, not -" in message
+    assert "P('dp', unreduced={'sp', 'tp'})" in message
+    assert "not summed over: tp, not -" in failing(lambda: assert_spec(x, P("dp", None)))
+    assert_sharding(x, NamedSharding(mesh, P("dp", unreduced={"tp"})))
+    assert_sharding(x, P("dp", None, unreduced={"tp"}))
+    assert "P('dp', unreduced={'tp'})" in spec_table({"x": x})
+    assert spec_table(P("dp", unreduced={"tp"})).splitlines()[-1].endswith("P('dp', unreduced={'tp'})")
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (P("tp", None, None, None), r"^a: .*4.*2"),
+        (P("tp", None, "dp"), r"^a: .*3.*2"),
+        (P("zz"), r"^a[ :].*zz"),
+    ],
+)
+def test_a_spec_that_does_not_fit_is_told_by_path(spec: Any, says: str) -> None:
+    mesh = cpu_mesh("dp:2,tp:4")
+    tree = {"a": jax.device_put(ONES, NamedSharding(mesh, P("dp")))}
+    with pytest.raises(ShardingError, match=says):
+        assert_sharding(tree, spec)
+    with pytest.raises(ShardingError, match=says):
+        assert_spec(tree, spec)
+    if "zz" not in str(spec):
+        with pytest.raises(RankMismatchError, match=rf"a: .* has {len(spec)} entries, the array 2 dims\n  fix   expect"):
+            assert_sharding(tree, {"a": NamedSharding(mesh, spec)})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pm: assert_sharding({}, {}),
+        lambda pm: assert_sharding({"a": []}, P()),
+        lambda pm: assert_spec({}, {}, manager=pm),
+        lambda pm: assert_spec({}, P()),
+        lambda pm: assert_max_replicated({}, bytes=0),
+    ],
+)
+def test_a_tree_without_arrays_is_no_question(call: Callable[[Any], None]) -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("tp:8"))
+    with pytest.raises(StrategyError, match="the tree has no arrays, so there is nothing to look at"):
+        call(pm)
