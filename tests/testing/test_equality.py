@@ -177,6 +177,16 @@ def test_whole_numbers_and_nan_and_infinity() -> None:
     assert "int32" in failing(lambda: assert_same_as_unsharded(counts, ones, manager=pm, grad=False))
 
 
+def test_other_trees_and_no_numbers_are_no_comparison() -> None:
+    pm = manager()
+    _, x = inputs(pm)
+    for reference in (lambda x: {"b": x, "c": x * 2}, lambda x: {"a": x}, lambda x: (x, x * 2)):
+        with pytest.raises(AssertionError, match=r"return other trees: .*\n  fix   return the same names"):
+            assert_same_as_unsharded(lambda x: {"a": x, "b": x * 2}, x, manager=pm, reference=reference, grad=False)
+    with pytest.raises(AssertionError, match="result of <lambda> has no finite value"):
+        assert_same_as_unsharded(lambda x: x * np.nan, x, manager=pm, grad=False)
+
+
 def test_tolerances() -> None:
     pm = manager()
     x = pm.shard(np.full((4, 8), 2.0, np.float32), sw.BATCH, sw.EMBED)

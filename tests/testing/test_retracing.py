@@ -113,6 +113,13 @@ def test_one_call_says_nothing(calls: Any) -> None:
         assert_no_retrace(jax.jit(double), *calls)
 
 
+def test_what_ran_before_does_not_count() -> None:
+    step = jax.jit(double)
+    step(jnp.ones(3))
+    step(jnp.ones(4))
+    assert failing(lambda: assert_no_retrace(step, (jnp.ones(3),), (jnp.ones(4),))).startswith("call 2 of double")
+
+
 class State(NamedTuple):
     w: Any
     at: Any

@@ -77,6 +77,7 @@ def assert_same_as_unsharded(
                 "or pass reference= with the unsharded function"
             )
             raise ProgramError(f"{function_name(f)} does not run on one device", rule=str(err).splitlines()[0], fix=fix) from err
+    _check_comparable(function_name(f), sharded, unsharded)
     message = _differences(function_name(f), sharded, unsharded, rtol, atol)
     if message:
         raise AssertionError(message)
@@ -164,6 +165,21 @@ def _check_sharded(compiled: Any, f: Any) -> None:
             f"{function_name(f)} {does}: nothing is sharded, so there is nothing to compare\n"
             "  fix   place the arguments first, over mesh axes of more than one device"
         )
+
+
+def _check_comparable(name: str, sharded: Any, unsharded: Any) -> None:
+    """Check that both have the same tree, and that there are numbers in it."""
+    __tracebackhide__ = True
+    has, wants = (jax.tree.structure(tree[0]) for tree in (sharded, unsharded))
+    if has != wants:
+        raise AssertionError(
+            f"{name} and its reference return other trees: {has}, not {wants}\n  fix   return the same names in the same order from both"
+        )
+    for path, value in _named(sharded):
+        if jnp.issubdtype(value.dtype, jnp.inexact) and value.size and not np.isfinite(_numbers(value)).any():
+            raise AssertionError(
+                f"{path} of {name} has no finite value, so there is nothing to compare\n  fix   choose arguments that give numbers"
+            )
 
 
 def _differences(name: str, sharded: Any, unsharded: Any, rtol: float | None, atol: float) -> str:
