@@ -170,7 +170,7 @@ def _check_sharded(compiled: Any, f: Any) -> None:
 def _check_comparable(name: str, sharded: Any, unsharded: Any) -> None:
     """Check that both have the same tree, and that there are numbers in it."""
     __tracebackhide__ = True
-    has, wants = (jax.tree.structure(tree[0]) for tree in (sharded, unsharded))
+    has, wants = (str(jax.tree.structure(tree[0])) for tree in (sharded, unsharded))
     if has != wants:
         raise AssertionError(
             f"{name} and its reference return other trees: {has}, not {wants}\n  fix   return the same names in the same order from both"
