@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ _MARKER = (
 )
 _COUNT = "JAX_NUM_CPU_DEVICES"
 _BEFORE = pytest.StashKey[str | None]()
+_ATTACH = pytest.StashKey[Callable[[pytest.Item, pytest.TestReport], None]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,23 +103,6 @@ def _is_ours(marker: pytest.Mark) -> bool:
     return marker.name == "mesh" and any(isinstance(mesh, str) and ":" in mesh for mesh in marker.args)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Count the tests that use golden files before others are deselected."""
-    if any("golden" in getattr(item, "fixturenames", ()) for item in items):
-        from shardwright.testing import golden_report
-
-        golden_report.count(config, items)
-
-
-def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    """Remember that a module's golden files are not all used in this run."""
-    if any("golden" in getattr(item, "fixturenames", ()) for item in items):
-        from shardwright.testing import golden_report
-
-        golden_report.deselect(items)
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Ask for the virtual devices if any test needs a mesh; collecting may have set XLA_FLAGS or imported JAX."""
     if any("_mesh_case" in getattr(item, "fixturenames", ()) for item in session.items):
@@ -166,18 +150,13 @@ def golden(request: pytest.FixtureRequest) -> Any:
     """Compare text, or the shardings of a tree, with a file that a person has read; see `shardwright.testing.golden`."""
     from shardwright.testing import golden_report
 
+    request.node.stash[_ATTACH] = golden_report.attach
     return golden_report.golden_of(request.node)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Any:
-    """Send what a test used of its golden files along with its report, as xdist's workers must."""
-    report = yield
-    if "golden" in getattr(item, "fixturenames", ()):
-        from shardwright.testing import golden_report
-
-        golden_report.attach(item, report)
-    return report
+def _may_use_golden(item: pytest.Item) -> bool:
+    """Tell whether a test may use golden files: also by `request.getfixturevalue`, and a doctest by `getfixture`."""
+    return not isinstance(item, pytest.Function) or not {"golden", "request"}.isdisjoint(item.fixturenames)
 
 
 class _GoldenReports:
@@ -185,12 +164,39 @@ class _GoldenReports:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
+        self.users: dict[str, list[pytest.Item]] = {}
+        self.partial: set[str] = set()
+        self.phases: dict[str, dict[str, set[str]]] = {}
         self.uses: list[dict[str, Any]] = []
         self.lines: list[str] = []
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Any:
+        # Before anything deselects.
+        for item in filter(_may_use_golden, items):
+            self.users.setdefault(str(item.path), []).append(item)
+        return (yield)
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        self.partial |= {str(item.path) for item in filter(_may_use_golden, items)}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
+        """Send what a test used of its golden files along with its report, as xdist's workers must."""
+        report = yield
+        if _may_use_golden(item):
+            report.golden_user = str(item.path)
+        if attach := item.stash.get(_ATTACH, None):
+            attach(item, report)
+        return report
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        use = getattr(report, "golden_use", None)
-        if use:
+        if module := getattr(report, "golden_user", ""):
+            phases = self.phases.setdefault(module, {}).setdefault(report.nodeid, set())
+            if report.when == "setup":  # of a test that runs again, the last run counts
+                phases.clear()
+            phases.add(str(report.when) if report.passed else "failed")
+        if use := getattr(report, "golden_use", None):
             self.uses.append(use)
 
     @pytest.hookimpl(tryfirst=True)
@@ -198,7 +204,7 @@ class _GoldenReports:
         if self.uses and not hasattr(self.config, "workerinput"):
             from shardwright.testing import golden_report
 
-            self.lines = golden_report.judge(self.uses, session)
+            self.lines = golden_report.judge(self.uses, self.phases, session)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.lines:

@@ -320,3 +320,87 @@ def test_cases_that_share_a_name_are_told_so_when_they_fail(run: Run) -> None:
     result = run({}, "-x")
     result.assert_outcomes(failed=1)
     assert "fix   the cases of this test share the file: where they differ, put what differs, [a], into the name" in said(result)
+
+
+HIDDEN = """
+import pytest
+
+@pytest.fixture
+def late(request):
+    yield
+    request.getfixturevalue("golden")("said at the end", "end")
+
+def test_plain(golden):
+    golden("plain")
+
+def test_asked(request):
+    request.getfixturevalue("golden")("asked")
+
+def test_late(golden, late): ...
+"""
+
+
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["one", "xdist"])
+def test_a_file_used_by_a_fixture_or_asked_for_by_name_is_not_removed(
+    run: Run, pytester: pytest.Pytester, workers: tuple[str, ...]
+) -> None:
+    old = {"test_a.py": HIDDEN, "golden/test_a/old.txt": "nobody wants it\n"}
+    result = run(old, "--update-golden", *workers, inline=not workers)
+    result.assert_outcomes(passed=3)
+    assert sorted(path.name for path in (pytester.path / "golden" / "test_a").iterdir()) == ["asked.txt", "end.txt", "plain.txt"]
+    assert [line for line in result.outlines if line.startswith("removed")] == ["removed, since no test uses it: golden/test_a/old.txt"]
+    result = run({}, "--update-golden", "-k", "plain or late")
+    assert (pytester.path / "golden" / "test_a" / "asked.txt").exists()
+
+
+def test_a_test_that_asks_for_it_and_did_not_pass_leaves_its_file(run: Run, pytester: pytest.Pytester) -> None:
+    run({"test_a.py": HIDDEN}, "--update-golden")
+    run({"test_a.py": HIDDEN.replace("(request):", "(request):\n    pytest.skip()")}, "--update-golden")
+    assert (pytester.path / "golden" / "test_a" / "asked.txt").exists()
+
+
+AGAIN = """
+import pytest
+from _pytest.runner import runtestprotocol
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    for _ in range(2):
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    return True
+"""
+
+
+def test_a_test_that_runs_again_starts_anew(run: Run) -> None:
+    files = {"conftest.py": AGAIN, "test_a.py": "def test_flaky(golden): golden('text')\n", "golden/test_a/old.txt": "\n"}
+    result = run(files, "--update-golden")
+    result.assert_outcomes(passed=1)
+    assert "removed, since no test uses it: golden/test_a/old.txt" in result.outlines
+    run({}).assert_outcomes(passed=1)
+
+
+ALIKE = """
+import pytest
+
+class TestA:
+    def test_x(self, golden): golden("a")
+class TestB:
+    def test_x(self, golden): golden("b")
+
+@pytest.mark.parametrize("text", ["a/b", "a-b"])
+def test_it(golden, text): golden("the same")
+
+@pytest.mark.parametrize("text", ["a/b", "a-b"])
+def test_named(golden, text): golden(text, f"named{len(text)}{text.count('/')}")
+"""
+
+
+def test_no_two_tests_have_one_file_by_their_names(run: Run, pytester: pytest.Pytester) -> None:
+    result = run({"test_a.py": ALIKE}, "--update-golden")
+    result.assert_outcomes(passed=4, failed=2)
+    says = "test_a.py::test_it[a/b] and test_a.py::test_it[a-b] would share golden 'it-a-b'\nE     fix   give each a name: golden("
+    assert said(result).count(says) == 2
+    found = sorted(path.name for path in (pytester.path / "golden" / "test_a").iterdir())
+    assert found == ["TestA-x.txt", "TestB-x.txt", "named30.txt", "named31.txt"]

@@ -72,6 +72,7 @@ class Golden:
         __tracebackhide__ = True
         if not isinstance(name, str):
             raise GoldenError(f"the name of a golden file is {name!r}, not text\n  fix   golden(value, name)")
+        given = name
         shared = self.parameters if name and self.parameters != self.case and self.parameters not in name else ""
         name = "-".join(part for part in (name, self.case) if part) if name else self.test
         if not _NAME.fullmatch(name):
@@ -80,7 +81,7 @@ class Golden:
             raise GoldenError(
                 f"golden {name!r} is {size} bytes, a file's name holds {_LONGEST}\n  fix   give a shorter one: golden(value, name)"
             )
-        if name == self.test and self.rivals:
+        if not given and self.rivals:
             raise GoldenError(f"{' and '.join(self.rivals)} would share golden {name!r}\n  fix   give each a name: golden(value, name)")
         if name in self.used:
             raise GoldenError(f"the test uses golden {name!r} twice\n  fix   give each a name: golden(value, name)")

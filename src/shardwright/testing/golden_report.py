@@ -6,7 +6,7 @@ Tests run in any process (pytest-xdist), so a test's report carries what it used
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +17,25 @@ from shardwright.testing.golden import Golden
 FOLDER = "golden"
 UPDATE = "--update-golden"
 
+_REPORTS = "shardwright_golden_reports"
+_PHASES = {"setup", "call", "teardown"}
 _GOLDEN = pytest.StashKey[Golden]()
-_COUNTS = pytest.StashKey[dict[Path, int]]()
-_PARTIAL = pytest.StashKey[set[Path]]()
+_NAMES = pytest.StashKey[dict[str, dict[str, list[str]]]]()
 _UNFIT = re.compile(r"[^\w.,=+-]+")
 
 
 def golden_of(item: pytest.Item) -> Golden:
-    """Return a test's golden files: `golden/<module>/<test>.txt` beside the module."""
-    if _GOLDEN not in item.stash:
-        name = _UNFIT.sub("-", item.name.removeprefix("test_")).strip("-")
-        call = getattr(item, "callspec", None)
-        item.stash[_GOLDEN] = Golden(
-            folder=_folder(item),
-            test=name,
-            update=bool(item.config.getoption("update_golden")),
-            command=f"pytest '{item.nodeid}' {UPDATE}",
-            case="" if call is None else str(getattr(call.params.get("_mesh_case"), "id", "")),
-            parameters="" if call is None else call.id,
-        )
+    """Return new golden files of a test, which may run again: `golden/<module>/<test>.txt` beside the module."""
+    call = getattr(item, "callspec", None)
+    item.stash[_GOLDEN] = Golden(
+        folder=_folder(item),
+        test=_name(item),
+        update=bool(item.config.getoption("update_golden")),
+        command=f"pytest '{item.nodeid}' {UPDATE}",
+        case="" if call is None else str(getattr(call.params.get("_mesh_case"), "id", "")),
+        parameters="" if call is None else call.id,
+        rivals=_rivals(item),
+    )
     return item.stash[_GOLDEN]
 
 
@@ -43,59 +43,67 @@ def _folder(item: pytest.Item) -> Path:
     return item.path.parent / FOLDER / item.path.stem
 
 
-def _users(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    return [item for item in items if "golden" in getattr(item, "fixturenames", ())]
+def _name(item: pytest.Item) -> str:
+    classes = [node.name for node in item.listchain() if isinstance(node, pytest.Class)]
+    return _UNFIT.sub("-", "-".join([*classes, item.name.removeprefix("test_")])).strip("-")
 
 
-def count(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Count the tests of each module that use golden files."""
-    counts = config.stash.setdefault(_COUNTS, {})
-    partial = config.stash.setdefault(_PARTIAL, set())
-    for item in _users(items):
-        counts[_folder(item)] = counts.get(_folder(item), 0) + 1
-        # `pytest module.py::test` and --lf collect a part of the module.
-        if config.getoption("lf", False) or any(_names_part_of(item.path, arg, config) for arg in config.args):
-            partial.add(_folder(item))
+def _rivals(item: pytest.Item) -> tuple[str, ...]:
+    """Return the tests of a module, if several, whose files would have the name of a test's own."""
+    modules = item.config.stash.setdefault(_NAMES, {})
+    if str(item.path) not in modules:
+        names = modules[str(item.path)] = {}
+        for user in _reports(item).users.get(str(item.path), []):
+            names.setdefault(_name(user), []).append(user.nodeid)
+    rivals = tuple(dict.fromkeys(modules[str(item.path)].get(_name(item), [])))
+    return rivals if len(rivals) > 1 else ()
+
+
+def _reports(item: pytest.Item) -> Any:
+    return item.config.pluginmanager.get_plugin(_REPORTS)
 
 
 def _names_part_of(path: Path, argument: str, config: pytest.Config) -> bool:
+    """Tell whether `pytest module.py::test` names a part of a module; `--pyargs package.module::test` may be of any."""
     file, part, _ = argument.partition("::")
-    return bool(part) and (config.invocation_params.dir / file).resolve() == path.resolve()
-
-
-def deselect(items: Sequence[pytest.Item]) -> None:
-    """Remember the modules of which only a part runs."""
-    for item in _users(items):
-        item.config.stash.setdefault(_PARTIAL, set()).add(_folder(item))
+    named = (config.invocation_params.dir / file).resolve()
+    return bool(part) and (named == path.resolve() or not named.exists())
 
 
 def attach(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Put what a test used into the report of its call, as plain data that crosses processes."""
-    if report.when != "call" or _GOLDEN not in item.stash:
+    """Put what a test used so far into a report, as plain data that crosses processes."""
+    if report.when == "setup" or _GOLDEN not in item.stash:
         return
-    folder, golden = _folder(item), item.stash[_GOLDEN]
-    whole = folder not in item.config.stash.get(_PARTIAL, set())
+    config, reports, module, golden = item.config, _reports(item), str(item.path), item.stash[_GOLDEN]
+    users = reports.users.get(module, [])
+    partial = module in reports.partial or config.getoption("lf", False) or item not in users
+    partial = partial or any(_names_part_of(item.path, argument, config) for argument in config.args)
     report.golden_use = {  # type: ignore[attr-defined]
         "test": item.nodeid,
-        "folder": str(folder),
+        "module": module,
+        "folder": str(_folder(item)),
         "used": dict(golden.used),
         "written": list(golden.written),
-        "tests": item.config.stash[_COUNTS].get(folder, 0) if whole else 0,
-        "passed": report.passed,
+        "tests": 0 if partial else len(users),
     }
 
 
-def judge(uses: Sequence[dict[str, Any]], session: pytest.Session) -> list[str]:
+def judge(uses: Sequence[dict[str, Any]], phases: Mapping[str, Mapping[str, set[str]]], session: pytest.Session) -> list[str]:
     """Return what to say at the end; fail the run for files that no test uses, or remove them with `--update-golden`.
 
-    A module is judged only if all of its tests that use golden files ran and passed: another run knows no more.
+    A module is judged only if all of its tests that may use golden files ran and passed: another run knows no more.
+
+    Args:
+      uses: what tests used, as `attach` put it.
+      phases: module → test → the phases that passed when it last ran, and `failed`.
+      session: the run.
     """
     root, update = session.config.rootpath, bool(session.config.getoption("update_golden"))
-    lines = [f"written: {_shown(Path(use['folder']) / f'{name}.txt', root)}" for use in uses for name in use["written"]]
+    lines = list(dict.fromkeys(f"written: {_shown(Path(use['folder']) / f'{name}.txt', root)}" for use in uses for name in use["written"]))
     problems = _clashes(uses, root)
     for folder in dict.fromkeys(Path(use["folder"]) for use in uses):
         of_folder = [use for use in uses if use["folder"] == str(folder)]
-        for path in _unused(folder, of_folder):
+        for path in _unused(folder, of_folder, phases):
             if update:
                 path.unlink()
                 lines.append(f"removed, since no test uses it: {_shown(path, root)}")
@@ -114,15 +122,17 @@ def _clashes(uses: Sequence[dict[str, Any]], root: Path) -> list[str]:
     for use in uses:
         for name, text in use["used"].items():
             first = seen.setdefault((use["folder"], name), use)
-            if first["used"][name] != text:
+            if first["used"][name] != text and first["test"] != use["test"]:
                 path = _shown(Path(use["folder"]) / f"{name}.txt", root)
                 found.append(f"{first['test']} and {use['test']} share {path} and want different contents; give each a name of its own")
     return found
 
 
-def _unused(folder: Path, uses: Sequence[dict[str, Any]]) -> list[Path]:
-    passed = {use["test"] for use in uses if use["passed"]}
-    if not uses or len(passed) != uses[0]["tests"]:
+def _unused(folder: Path, uses: Sequence[dict[str, Any]], phases: Mapping[str, Mapping[str, set[str]]]) -> list[Path]:
+    # A page with doctests may have a module's name, and then its folder too.
+    module, *others = [path for path in folder.parent.parent.iterdir() if path.is_file() and path.stem == folder.name]
+    passed = sum(done == _PHASES for done in phases.get(str(module), {}).values())
+    if others or {use["tests"] for use in uses} != {passed}:
         return []
     used = {f"{name}.txt" for use in uses for name in use["used"]}
     return [path for path in sorted(folder.glob("*.txt")) if path.name not in used]
@@ -132,7 +142,8 @@ def _orphans(folder: Path) -> list[Path]:
     """Return the folders of test modules that are gone."""
     if not folder.is_dir():
         return []
-    return [path for path in sorted(folder.glob("test_*")) if path.is_dir() and not (folder.parent / f"{path.name}.py").exists()]
+    modules = {path.stem for path in folder.parent.iterdir() if path.is_file()}
+    return [path for path in sorted(folder.glob("test_*")) if path.is_dir() and path.name not in modules]
 
 
 def _shown(path: Path, root: Path) -> str:
