@@ -251,9 +251,7 @@ class Frame:
                 continue
             trial.lives.append(live)
             blocked = self._blocked(live)
-            # A dim that a policy replicates for its size wants no mesh axis, and conflicts with none.
-            dropped = self.rules.policy.indivisible is Indivisible.REPLICATE and size is not None and not self.fits(size, live)
-            if blocked and not dropped:
+            if blocked and not (self._drops_first() and size is not None and not self.fits(size, live)):
                 self._fail(trial, candidate, _Failure(live=live, reason=Reason.TAKEN, blocked_by=blocked))
             elif size is not None and not self.fits(size, live):
                 self._fail(trial, candidate, _Failure(live=live, reason=Reason.INDIVISIBLE), size=size)
@@ -263,6 +261,10 @@ class Frame:
                 trial.chosen = live
                 return trial
         return trial
+
+    def _drops_first(self) -> bool:
+        """Whether a dim dropped for its size wants no mesh axis, and so conflicts with none: as eformer's policy has it."""
+        return self.rules.policy.missing is Missing.REPLICATE and self.rules.policy.indivisible is Indivisible.REPLICATE
 
     def _live(self, candidate: tuple[str, ...], trial: _Trial) -> tuple[str, ...]:
         """Return a candidate without mesh axes that are absent or of size 1, recording each."""

@@ -51,6 +51,7 @@ def test_equals_jax_nn(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["vanilla", "blockwise"])
+@pytest.mark.slow
 def test_equals_splash_with_sinks_segments_and_a_cap(implementation: str) -> None:
     x = arrays(batch=2, q_length=16, kv_length=16, heads=2, kv_heads=1)
     ids = jnp.sort(jax.random.randint(jax.random.key(1), (2, 16), 0, 3))
@@ -135,6 +136,7 @@ def test_dropout_drops_what_it_says_and_the_same_on_every_mesh() -> None:
     assert not np.allclose(attend(x, dropout=0.25, dropout_key=4), plain, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_weights_are_kept_at_the_rate_that_is_asked_for() -> None:
     found = attend(arrays(q_length=96, kv_length=96), implementation="vanilla", dropout=0.1, dropout_key=1, return_weights=True)
     kept = float((found.weights > 0).mean())

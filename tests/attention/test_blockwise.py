@@ -84,6 +84,7 @@ def test_a_row_without_keys_is_exactly_zero() -> None:
     assert np.any(out["o"][1])
 
 
+@pytest.mark.slow
 def test_keys_may_come_in_pieces() -> None:
     operands, recipe = make_operands(), RECIPES["causal dropped"]
     want = value_and_grads(lambda x: oracle(x, recipe), operands)
@@ -143,6 +144,7 @@ def temporaries(attend: Callable[[Operands], Any], length: int) -> int:
     return jax.jit(grad).lower(floats(operands)).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
     recipe = Recipe(scale=0.3, q_block=64, kv_block=64, mask=MaskRules(causal=True))
     blocks = functools.partial(blockwise.attend, recipe=recipe)

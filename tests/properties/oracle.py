@@ -65,6 +65,9 @@ def candidate_of(case: Case, text: str, size: int, used: set[str]) -> Entry:
 
 def policy_of(case: Case, names: list[str], size: int, used: set[str]) -> Entry:
     """Return what the policy makes of the first candidate that is not empty."""
+    permissive = case.policy.missing is Missing.REPLICATE and case.policy.indivisible is Indivisible.REPLICATE
+    if permissive and size % shards(case, names) != 0:
+        return ()
     distinct = [name for at, name in enumerate(names) if name not in used and name not in names[:at]]
     if distinct != names:
         if case.policy.conflict is Conflict.ERROR:
