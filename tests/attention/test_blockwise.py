@@ -17,6 +17,9 @@ from shardwright.attention.masks import MaskRules
 from tests.attention.conformance import QUICK
 from tests.attention.operands import floats, make_operands, without
 
+# Minutes of compiling: the conformance table has a few cells of every implementation by default.
+pytestmark = pytest.mark.slow
+
 RECIPES = {
     "full": Recipe(scale=0.3, q_block=4, kv_block=8),
     "causal window capped": Recipe(scale=0.3, softcap=2.0, mask=MaskRules(causal=True, window=(5, None)), q_block=4, kv_block=8),

@@ -16,6 +16,9 @@ from shardwright.attention import Result, dot_product_attention, paged_attention
 from shardwright.errors import AttentionError
 from shardwright.testing import assert_collectives, assert_no_collectives, assert_spec, cpu_mesh
 
+# Minutes of compiling: the conformance table has a few cells of every implementation by default.
+pytestmark = pytest.mark.slow
+
 RULES = """
 [rules]
 batch = "dp"

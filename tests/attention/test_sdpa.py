@@ -20,6 +20,9 @@ from shardwright.attention.call import AttentionCall
 from shardwright.testing import assert_no_collectives, cpu_mesh
 from tests.attention.conformance import QUICK
 
+# Minutes of compiling: the conformance table has a few cells of every implementation by default.
+pytestmark = pytest.mark.slow
+
 RULES = '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp | -"\n'
 
 

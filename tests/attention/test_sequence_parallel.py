@@ -16,6 +16,9 @@ from shardwright.attention import ring, zigzag
 from shardwright.attention.api import dot_product_attention, explain
 from shardwright.testing import assert_collectives, assert_no_collectives, cpu_mesh
 
+# Minutes of compiling: the conformance table has a few cells of every implementation by default.
+pytestmark = pytest.mark.slow
+
 RULES = """
 [rules]
 batch = "dp"

@@ -20,6 +20,9 @@ from tests.attention.conformance import QUICK
 from tests.attention.tpu_memory import WHY_NOT, available
 from tests.attention.tpu_splash import PROGRAMS, Compiled, measure
 
+# Minutes of compiling: the conformance table has a few cells of every implementation by default.
+pytestmark = pytest.mark.slow
+
 RULES = '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp | -"\n'
 
 
