@@ -11,7 +11,7 @@ How to add an implementation, in a module of its own here and one line in the tu
    hold the heads that the local query heads read. `call.specs` says over which mesh axes each dim lies.
    A kernel that JAX cannot look into, as of Pallas, takes `opaque=True`.
 5. A kernel is made of pure local functions: `blockwise.forward` adds a set of keys to a running state (`_online.Running`:
-   float32 o, m, l), `_online.add_sinks` on exactly one shard (or after the merge), `_online.merge`, `_online.finish`;
+   float32 o, m, l), `_online.merge`, `_online.finish` with the sinks, or `_online.add_sinks` on exactly one shard;
    backward: `blockwise.delta` once, `blockwise.backward` per set of keys, `blockwise.sinks_gradient` once. Masks, windows,
    segments and dropout go by global positions, so a shard of keys is `operands.replace(k=…, v=…, kv_positions=…,
    kv_segment_ids=…)` and nothing else (dense masks and biases are sliced by the kernel).

@@ -91,11 +91,17 @@ def add_sinks(state: Running, sinks: jax.Array) -> Running:
     return Running(o=state.o * shrink[..., None], m=top, l=state.l * shrink + jnp.exp(sink - top))
 
 
-def finish(state: Running) -> tuple[jax.Array, jax.Array]:
+def finish(state: Running, *, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Return the output `[batch, q_length, heads, v_dim]` and the logsumexp `[batch, heads, q_length]`, float32.
 
-    A row without keys is exactly 0, and its logsumexp -inf.
+    A row without keys is exactly 0, and its logsumexp -inf, or its sink.
+
+    Args:
+      state: after all keys.
+      sinks: `[heads]`, see `add_sinks`, unless the state has them already; or None.
     """
+    if sinks is not None:
+        state = add_sinks(state, sinks)
     none = state.l == 0.0
     total = jnp.where(none, 1.0, state.l)
     lse = jnp.where(none, -jnp.inf, state.m + jnp.log(total))

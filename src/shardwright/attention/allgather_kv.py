@@ -85,9 +85,7 @@ def _run(shard: Operands, *, call: AttentionCall) -> Result:
 def _attend(gathering: _Gathering, floats: dict[str, Any], rest: Operands) -> tuple[jax.Array, jax.Array]:
     operands = rest.replace(**floats)
     state = blockwise.forward(gathering.whole(operands), gathering.recipe)
-    if operands.sinks is not None:
-        state = _online.add_sinks(state, operands.sinks)
-    o, lse = _online.finish(state)
+    o, lse = _online.finish(state, sinks=operands.sinks)
     return o.astype(operands.v.dtype), lse
 
 

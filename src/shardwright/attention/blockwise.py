@@ -3,7 +3,7 @@
 What other kernels build on, as pure functions of local arrays, to be called per shard of keys inside `shard_map`:
 
 - `forward(operands, recipe, state=...) -> Running` adds a set of keys to a running state;
-- `_online.add_sinks`, `_online.merge`, `_online.finish` end it: output and logsumexp;
+- `_online.merge` and `_online.finish`, which adds the sinks, end it: output and logsumexp;
 - `delta(o, do, dlse)` once per row, then `backward(operands, recipe, lse=..., do=..., delta=...) -> Gradients`, the part that
   this set of keys contributes, float32, to be summed over sets;
 - `sinks_gradient(sinks, lse, delta)` once;
@@ -169,9 +169,7 @@ def attend(operands: Operands, recipe: Recipe, *, dtype: str | None = None) -> t
 def _attend(recipe: Recipe, dtype: str, floats: dict[str, Any], rest: Operands) -> tuple[jax.Array, jax.Array]:
     operands = rest.replace(**floats)
     state = forward(operands, recipe)
-    if operands.sinks is not None:
-        state = _online.add_sinks(state, operands.sinks)
-    o, lse = _online.finish(state)
+    o, lse = _online.finish(state, sinks=operands.sinks)
     return o.astype(dtype), lse
 
 

@@ -79,9 +79,7 @@ class Combination:
         top = _top(jnp.max(lse, axis=0))
         weights = jnp.exp(lse - top)
         state = Running(o=jnp.sum(o * weights[..., None], axis=0), m=top, l=jnp.sum(weights, axis=0))
-        if sinks is not None:
-            state = _online.add_sinks(state, _own(sinks, self.rest, heads // self.shards))
-        o, lse = _online.finish(state)
+        o, lse = _online.finish(state, sinks=None if sinks is None else _own(sinks, self.rest, heads // self.shards))
         return self._gathered(o, lse, dtype)
 
     def _gathered(self, o: jax.Array, lse: jax.Array, dtype: str) -> Result:
@@ -100,7 +98,7 @@ class Combination:
         heads = partial.shape[1] // self.head_shards
         total, top = (_own(array, self.head_axes, heads, dim=1) for array in (total, top))
         state = Running(o=total[..., :-1], m=top, l=total[..., -1])
-        o, lse = _online.finish(state if sinks is None else _online.add_sinks(state, sinks))
+        o, lse = _online.finish(state, sinks=sinks)
         return Result(o=o.astype(dtype), lse=lse)
 
 

@@ -177,7 +177,7 @@ def _attend(shard: Operands, tables: jax.Array, head_index: jax.Array, kv_head_i
     if apart:
         found = combine(*_online.finish(state), sinks=shard.sinks, dtype=call.dtype)
     else:
-        o, lse = _online.finish(state if shard.sinks is None else _online.add_sinks(state, shard.sinks))
+        o, lse = _online.finish(state, sinks=shard.sinks)
         found = Result(o=o.astype(call.dtype), lse=lse)
     real = shard.q_positions >= 0
     o = jnp.where(real[:, :, None, None], found.o, 0)

@@ -139,9 +139,7 @@ def _attend(ring: _Ring, floats: dict[str, Any], rest: Operands) -> tuple[jax.Ar
     carry = (_online.start(operands.q, operands.v), _sequence.pack(operands.k, operands.v))
     state, kv = _turn(ring, turn_and_send, carry)
     state = add(state, kv, ring.turns[-1])
-    if operands.sinks is not None:
-        state = _online.add_sinks(state, operands.sinks)
-    o, lse = _online.finish(state)
+    o, lse = _online.finish(state, sinks=operands.sinks)
     return o.astype(operands.v.dtype), lse
 
 
