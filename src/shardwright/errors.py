@@ -134,6 +134,10 @@ class AttentionError(ShardingError):
     """An attention call that makes no sense, or that no implementation can serve as asked."""
 
 
+class CacheError(ShardingError):
+    """A KV cache that is asked for what it cannot hold, or a refused change of one."""
+
+
 class LayerError(ShardingError):
     """A layer or an operator that is asked for what it does not do."""
 

@@ -1,0 +1,9 @@
+"""KV caches: pytrees whose specs come from the manager; see `base.KVCache`."""
+
+from shardwright.caches.base import CacheSpec as CacheSpec
+from shardwright.caches.base import Change as Change
+from shardwright.caches.base import KVCache as KVCache
+from shardwright.caches.base import Overflow as Overflow
+from shardwright.caches.base import Refusal as Refusal
+from shardwright.caches.base import View as View
+from shardwright.caches.row_order import RowOrder as RowOrder
