@@ -92,7 +92,7 @@ class CacheSpec:
     v_dim: int
     dtype: str
     overflow: Overflow = Overflow.REPORT
-    order: RowOrder = RowOrder()
+    order: RowOrder = dataclasses.field(default_factory=RowOrder)
     window: int | None = None
 
 
