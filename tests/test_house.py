@@ -39,7 +39,7 @@ ORDER = (
         "pairs",
     ),
     *("tree_names", "spec_trees", "train_loop", "mapping", "strategy", "manager", "ambient"),
-    *("tensors", "lints", "lint", "compare"),
+    *("tensors", "lints", "compare"),
     *("caches", "attention", "layers", "plan", "report", "interop"),
     *(PACKAGE, "testing", "cli", "__main__"),
 )

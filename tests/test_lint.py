@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardwright as sw
-from shardwright.lint import Code, Finding, Severity, lint
+from shardwright.lints.catalogue import Code, Finding, Severity, lint
 from shardwright.lints.finding import from_problem
 from shardwright.tensors import Tensor
 from tests.golden import layer

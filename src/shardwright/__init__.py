@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from shardwright.ambient import current_manager as current_manager
@@ -84,7 +85,6 @@ from shardwright.layouts import SColumnWise as SColumnWise
 from shardwright.layouts import SRowWise as SRowWise
 from shardwright.layouts import UnifiedExpertColumnWise as UnifiedExpertColumnWise
 from shardwright.layouts import UnifiedExpertRowWise as UnifiedExpertRowWise
-from shardwright.lint import lint as lint
 from shardwright.manager import PartitionManager as PartitionManager
 from shardwright.mesh import abstract_mesh as abstract_mesh
 from shardwright.mesh import create_mesh as create_mesh
@@ -102,39 +102,56 @@ from shardwright.resolver import explain as explain
 from shardwright.resolver import resolve as resolve
 from shardwright.rules import AxisRules as AxisRules
 from shardwright.rules import Policy as Policy
-from shardwright.spec_trees import get_names_from_partition_spec as get_names_from_partition_spec
-from shardwright.spec_trees import make_shard_and_gather_fns as make_shard_and_gather_fns
-from shardwright.spec_trees import match_partition_rules as match_partition_rules
-from shardwright.spec_trees import names_in_current_mesh as names_in_current_mesh
-from shardwright.spec_trees import names_in_mesh as names_in_mesh
-from shardwright.spec_trees import with_sharding_constraint as with_sharding_constraint
 from shardwright.state import annotate_state as annotate_state
-from shardwright.train_loop import get_metrics as get_metrics
-from shardwright.train_loop import wrap_function_with_rng as wrap_function_with_rng
 from shardwright.tree import match_paths as match_paths
 from shardwright.tree import stack_specs as stack_specs
-from shardwright.tree_names import flatten_tree as flatten_tree
-from shardwright.tree_names import get_weight_decay_mask as get_weight_decay_mask
-from shardwright.tree_names import named_tree_map as named_tree_map
-from shardwright.tree_names import tree_apply as tree_apply
-from shardwright.tree_names import tree_path_to_string as tree_path_to_string
 
 if TYPE_CHECKING:
+    from shardwright.lints.catalogue import lint as lint
+    from shardwright.spec_trees import get_names_from_partition_spec as get_names_from_partition_spec
+    from shardwright.spec_trees import make_shard_and_gather_fns as make_shard_and_gather_fns
+    from shardwright.spec_trees import match_partition_rules as match_partition_rules
+    from shardwright.spec_trees import names_in_current_mesh as names_in_current_mesh
+    from shardwright.spec_trees import names_in_mesh as names_in_mesh
+    from shardwright.spec_trees import with_sharding_constraint as with_sharding_constraint
     from shardwright.strategy.model import Strategy as Strategy
+    from shardwright.train_loop import get_metrics as get_metrics
+    from shardwright.train_loop import wrap_function_with_rng as wrap_function_with_rng
+    from shardwright.tree_names import flatten_tree as flatten_tree
+    from shardwright.tree_names import get_weight_decay_mask as get_weight_decay_mask
+    from shardwright.tree_names import named_tree_map as named_tree_map
+    from shardwright.tree_names import tree_apply as tree_apply
+    from shardwright.tree_names import tree_path_to_string as tree_path_to_string
 
 __version__ = "0.1.0"
 
 
+# What most programs never call costs nothing at the import: pydantic above all, which only a Strategy needs.
+_ON_DEMAND = {
+    "lint": "shardwright.lints.catalogue",
+    "get_names_from_partition_spec": "shardwright.spec_trees",
+    "make_shard_and_gather_fns": "shardwright.spec_trees",
+    "match_partition_rules": "shardwright.spec_trees",
+    "names_in_current_mesh": "shardwright.spec_trees",
+    "names_in_mesh": "shardwright.spec_trees",
+    "with_sharding_constraint": "shardwright.spec_trees",
+    "Strategy": "shardwright.strategy.model",
+    "get_metrics": "shardwright.train_loop",
+    "wrap_function_with_rng": "shardwright.train_loop",
+    "flatten_tree": "shardwright.tree_names",
+    "get_weight_decay_mask": "shardwright.tree_names",
+    "named_tree_map": "shardwright.tree_names",
+    "tree_apply": "shardwright.tree_names",
+    "tree_path_to_string": "shardwright.tree_names",
+}
+
 if not TYPE_CHECKING:  # a type checker must still see that sw.BACTH does not exist
 
     def __getattr__(name: str) -> Any:
-        # pydantic costs more to import than everything else here: only those who touch a Strategy pay for it.
-        if name == "Strategy":
-            from shardwright.strategy.model import Strategy
-
-            return Strategy
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _ON_DEMAND:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_ON_DEMAND[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), "Strategy"])
+    return sorted([*globals(), *_ON_DEMAND])

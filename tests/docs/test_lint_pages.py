@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwright.cli.main import COMMANDS
-from shardwright.lint import Code
+from shardwright.lints.catalogue import Code
 from tests.docs.snippets import ROOT, anchors
 
 

@@ -11,7 +11,7 @@ from hypothesis import event, given
 
 import shardwright as sw
 from shardwright.axes import Role, file_name
-from shardwright.lint import Code, Finding, lint
+from shardwright.lints.catalogue import Code, Finding, lint
 from shardwright.tensors import Tensor
 from tests.properties import cases
 from tests.properties.cases import Case

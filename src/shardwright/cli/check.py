@@ -15,7 +15,7 @@ from shardwright.cli.inputs import read_count, read_mesh_text, read_strategy, st
 from shardwright.cli.show import SEVERITIES, print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.errors import ShardingError
-from shardwright.lint import Finding, Severity, lint
+from shardwright.lints.catalogue import Finding, Severity, lint
 from shardwright.lints.finding import from_problem
 
 _EPILOG = f"""\
