@@ -6,4 +6,6 @@ from shardwright.caches.base import KVCache as KVCache
 from shardwright.caches.base import Overflow as Overflow
 from shardwright.caches.base import Refusal as Refusal
 from shardwright.caches.base import View as View
+from shardwright.caches.dense import DenseCache as DenseCache
+from shardwright.caches.making import init as init
 from shardwright.caches.row_order import RowOrder as RowOrder

@@ -60,8 +60,8 @@ class Overflow(enum.StrEnum):
     """What happens to tokens that exceed a slot's capacity.
 
     REPORT: none of the call's tokens is written to that slot, and the change says so. RING: they take the rows of the
-    oldest. ERROR: like REPORT, and raise: at once outside `jit`; inside it by `jax.experimental.checkify`, which the
-    caller then has to apply.
+    oldest. ERROR: like REPORT, and whatever an operation refuses raises: at once outside `jit`; inside it by
+    `jax.experimental.checkify`, which the caller then has to apply.
     """
 
     REPORT = "report"
@@ -82,7 +82,8 @@ class CacheSpec:
       dtype: of keys and values as callers give and, but for a quantised cache, as they are stored.
       overflow: what happens to tokens that do not fit.
       order: which row of a slot holds which position.
-      window: positions that attention sees, itself included; None for all.
+      window: positions that attention sees, the query's own included; None for all.
+      mode: runtime mode in whose layout the arrays lie under a manager; None: made without one, and left where they are.
     """
 
     batch: int
@@ -94,6 +95,7 @@ class CacheSpec:
     overflow: Overflow = Overflow.REPORT
     order: RowOrder = dataclasses.field(default_factory=RowOrder)
     window: int | None = None
+    mode: str | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +107,7 @@ class Change(Generic[C]):
       cache: after the operation; slots that were refused are as they were, in content and length.
       refused: int8 codes of `Refusal`, 0 where done: by slot for `append`, `rewind` and `reorder`, by entry of the argument for
         operations that name slots.
-      positions: `[batch, q_length]` int32 of an append's tokens, -1 for those that were not written; else None.
+      positions: `[batch, q_length]` int32 of an append's tokens, -1 for those that were refused or no tokens; else None.
     """
 
     cache: C
