@@ -1,7 +1,8 @@
 """The element type that the program had, where a backend widened a collective.
 
-XLA for CPU runs bfloat16 collectives as float32, between conversions. Two marks tell: a reduction's `_promoted` computation,
-and conversions right before and right after. A program that itself widens, moves and narrows again looks the same as the second.
+XLA for CPU runs bfloat16 collectives as float32, 8-bit and 4-bit floats as float16 (float8_e8m0fnu as float32), and int4 as int8,
+between conversions. Three marks tell: a reduction's `_promoted` computation; one that still adds the narrow type; and
+conversions right before and right after. A program that itself widens, moves and narrows again looks the same as the third.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from shardwright.plan.hlo import Computation, Instruction, Module, bits_of
 
 # What XLA widens in reductions, and to what.
 _PROMOTED = {"f32": "bf16", "s32": "s16", "u32": "u16"}
+# Integers that it widens around any collective. A program may widen int8 itself, to add in int32.
+_UNPACKED = {"s8": "s4", "u8": "u4"}
 _MOVES = frozenset({"bitcast", "copy", "reshape", "transpose", "slice", "dynamic-slice", "broadcast"})
 _FLOATS = ("f", "bf")
 
@@ -21,20 +24,33 @@ def program_type(module: Module, computation: Computation, one: Instruction, pos
     operand = computation.instructions[one.operands[position]]
     wire = operand.shapes[0].dtype
     lone = len(one.operands) == 1
+    reduction = one.attributes().get("to_apply", "")
     # Re-associated sums are promoted by themselves: what they add may be wide.
-    reduction = one.attributes().get("to_apply", "").removesuffix("_reassoc_promoted")
-    promoted = wire in _PROMOTED and reduction.endswith("_promoted")
-    if promoted and lone:
-        return _PROMOTED[wire]
-    if not wire.startswith(_FLOATS) or (reduction and lone):
-        return wire
+    promoted = wire in _PROMOTED and reduction.removesuffix("_reassoc_promoted").endswith("_promoted")
+    if lone and reduction:
+        return _PROMOTED[wire] if promoted else _reduced_type(module, reduction, wire)
     goes_to = set(_uses(module, computation, one, None if lone or not one.is_tuple else position))
     # Of several reductions in one, only some may be promoted; a dot's own result is never narrowed before them.
     if len(goes_to) == 1 and (promoted or goes_to == set(_sources(module, computation, operand))):
         narrow = goes_to.pop()
-        if narrow.startswith(_FLOATS) and bits_of(narrow) < bits_of(wire):
+        if _widens(narrow, wire):
             return narrow
     return wire
+
+
+def _reduced_type(module: Module, reduction: str, wire: str) -> str:
+    """Return the type that a reduction's computation adds if the backend widened what goes through it, else the wire's."""
+    computation = module.computations.get(reduction.lstrip("%"))  # absent where someone cut the text
+    adds = wire if computation is None else computation.root.shapes[0].dtype
+    # Wider ones come with computations of their own (`_promoted`); other backends may mix precisions.
+    return adds if bits_of(adds) <= 8 and _widens(adds, wire) else wire
+
+
+def _widens(narrow: str, wire: str) -> bool:
+    """Tell whether a backend may have widened one type to another."""
+    if wire.startswith(_FLOATS):
+        return narrow.startswith(_FLOATS) and bits_of(narrow) < bits_of(wire)
+    return _UNPACKED.get(wire) == narrow
 
 
 def _sources(module: Module, computation: Computation, one: Instruction) -> Iterator[str]:

@@ -153,7 +153,8 @@ def assert_collectives(
       ragged_all_to_all: see `all_gather`.
       only: no kind occurs that is not named.
       axis: look at collectives over this mesh axis or semantic axis only; several: over exactly these, but for axes of one device.
-      bytes: logical bytes of the named kinds (of all if none is named), loops included: a number or a `range`.
+      bytes: logical bytes of the named kinds (of all if none is named), loops included: a number or a `range`. In the element
+        types that the program has, which CPU widens; of an already compiled program not all of them can be told.
       mesh: absent: the manager's, else that of the program's arguments and results.
       manager: ambient while a function compiles; absent: the ambient one.
       trips: taken for loops that end on data.
@@ -169,7 +170,7 @@ def assert_collectives(
     if not wanted and bytes is None:
         raise TypeError("assert_collectives asserts nothing: name a kind, as in all_reduce=1, or bytes=; or use assert_no_collectives")
     _check_counts({**{str(kind): count for kind, count in wanted.items()}, "bytes": bytes})
-    found = read_program(program, args, mesh=mesh, manager=manager, trips=trips)
+    found = read_program(program, args, mesh=mesh, manager=manager, trips=trips, own_types=bytes is not None)
     over = found.over(axis)
     problems = [text for kind, count in wanted.items() if (text := _wrong_count(kind, count, over))]
     if only:

@@ -20,6 +20,9 @@ from shardwright.plan.semantic_axes import carried_axes
 
 Axis = str | Sequence[str]
 
+# By default XLA drops a conversion to bfloat16 and back, so that a float32 collective between two of them looks like any other.
+_ALL_CONVERSIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
@@ -80,6 +83,7 @@ def read_program(
     mesh: Mesh | AbstractMesh | None = None,
     manager: PartitionManager | None = None,
     trips: int | None = None,
+    own_types: bool = False,
 ) -> Program:
     """Compile what can be compiled, and read its collectives.
 
@@ -89,6 +93,7 @@ def read_program(
       mesh: absent: the manager's, else that of the program's own arguments and results.
       manager: ambient while a function is compiled; gives mesh axes their semantic axes. Absent: the ambient one.
       trips: taken for loops that end on data.
+      own_types: compile once more where only that tells the element types that the program has.
 
     Raises:
       ProgramError: arguments for something that takes none, a program that cannot be read, or one in which nothing is sharded.
@@ -100,13 +105,15 @@ def read_program(
     if isinstance(program, (tuple, list)) and all(isinstance(one, Collective) for one in program):
         sizes = {} if mesh is None and known is None else mesh_sizes(mesh if mesh is not None else known.mesh)
         return Program(name="the program", collectives=tuple(program), sizes=sizes, carried=carried)
-    if isinstance(program, str):
-        name, compiled = "the program", program
-    else:
-        with manager if manager is not None else contextlib.nullcontext():
-            name, compiled = _compiled(program, args)
+    with manager if manager is not None else contextlib.nullcontext():
+        name, lowered = ("the program", program) if isinstance(program, str) else _lowered(program, args)
+        compiled = lowered.compile() if isinstance(lowered, jax.stages.Lowered) else lowered
     found = _checked_mesh(mesh if mesh is not None else None if known is None else known.mesh, compiled)
     collectives = read_collectives(compiled, found, trips=trips)
+    if own_types and isinstance(lowered, jax.stages.Lowered) and _may_hide_bfloat16(lowered, compiled, collectives):
+        told = read_collectives(lowered.compile(compiler_options=_ALL_CONVERSIONS), found, trips=trips)
+        # Only what differs in nothing else says something about the program that runs.
+        collectives = told if list(map(_send, told)) == list(map(_send, collectives)) else collectives
     if not collectives and found.size > 1 and not isinstance(compiled, str) and is_same_everywhere(compiled):
         raise ProgramError(
             f"{name} does the same on each of {found.size} devices: nothing is sharded, so nothing can be sent",
@@ -115,17 +122,29 @@ def read_program(
     return Program(name=name, collectives=collectives, sizes=mesh_sizes(found), carried=carried)
 
 
-def _compiled(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
-    """Return a program's name and its compiled form."""
+def _lowered(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
+    """Return a program's name, and what is compiled of it, or is to be."""
     if isinstance(program, (jax.stages.Lowered, jax.stages.Compiled)):
         if args:
             raise ProgramError(f"{len(args)} arguments for a program that is lowered already", fix="pass the function, or no arguments")
-        return "the program", program.compile() if isinstance(program, jax.stages.Lowered) else program
+        return "the program", program
     if not callable(program):
         fix = "pass a function and its arguments, jitted.lower(...), jitted.lower(...).compile(), or its text"
         raise ProgramError(f"{type(program).__name__} is no program", fix=fix)
     jitted: Any = program if hasattr(program, "lower") else jax.jit(program)
-    return function_name(program), jitted.lower(*args).compile()
+    return function_name(program), jitted.lower(*args)
+
+
+def _may_hide_bfloat16(lowered: Any, compiled: Any, found: Sequence[Collective]) -> bool:
+    """Tell whether XLA for CPU may have left out the conversions by which bfloat16 collectives are known."""
+    if not any(one.dtype == one.wire_dtype == "f32" for one in found) or "bf16" not in lowered.as_text():
+        return False
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return all(device.platform == "cpu" for one in shardings for device in one.device_set)
+
+
+def _send(one: Collective) -> tuple[Any, ...]:
+    return (one.kind, one.mesh_axes, one.devices, one.count, one.wire_dtype, one.wire_bytes)
 
 
 def is_same_everywhere(compiled: Any) -> bool:
