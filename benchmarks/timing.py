@@ -1,4 +1,8 @@
-"""How time is taken here, and what a measurement says: medians of interleaved repetitions, as a ratio beside something else."""
+"""How time is taken here, and what a measurement says: medians of interleaved repetitions, as a ratio beside something else.
+
+A ratio is the median of the repetitions' own ratios: the two times of one repetition are taken within moments of each
+other, so a machine that is slower for a while is slower for both.
+"""
 
 from __future__ import annotations
 
@@ -126,14 +130,15 @@ def ratio(
     case: str,
     target: Target | None = None,
 ) -> Row:
-    """Return the ratio of two medians as a row."""
+    """Return the median ratio of two cases as a row."""
     top, bottom = statistics.median(times[what]), statistics.median(times[against])
+    ratios = [one / other for one, other in zip(times[what], times[against], strict=True)]
     return Row(
         subject=subject,
         case=case,
         what=what,
         against=against,
-        value=top / bottom,
+        value=statistics.median(ratios),
         seconds=top,
         against_seconds=bottom,
         spread=spread(times[what]),

@@ -66,10 +66,10 @@ def as_shape(shape: Any) -> tuple[int, ...]:
       RankMismatchError: it is something else, or has a negative size.
     """
     try:
-        sizes = tuple(operator.index(size) for size in shape)
+        sizes = tuple(map(operator.index, shape))
     except TypeError as error:
         raise RankMismatchError(f"{_short(shape)} is not a shape", fix="pass x.shape, or a tuple of sizes such as (8, 128)") from error
-    if any(size < 0 for size in sizes):
+    if sizes and min(sizes) < 0:
         raise RankMismatchError(f"{sizes} has a negative size", fix="pass x.shape, or a tuple of sizes such as (8, 128)")
     return sizes
 
@@ -322,7 +322,7 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
     if is_layout(annotation):
         lowered = _lower_layout(annotation, None if shape is None else len(shape))
     else:
-        lowered = Lowered(dims=tuple(_lower_dim(entry, "") for entry in annotation))
+        lowered = Lowered(dims=tuple([_lower_dim(entry, "") for entry in annotation]))
     _check_rank(annotation, lowered.dims, shape)
     _check_repeats(lowered.dims)
     return lowered
@@ -371,6 +371,8 @@ def _lower_layout(annotation: Any, rank: int | None) -> Lowered:
 
 def describe(annotation: Any) -> str:
     """Return an annotation as people write it: `ColumnWise`, `(BATCH, LENGTH)`."""
+    if type(annotation) is tuple:
+        return "(" + ", ".join([_lower_dim(entry, "").label for entry in annotation]) + ")"
     if isinstance(annotation, StackedLayout):
         return f"stacked({describe(annotation.layout)})"
     if isinstance(annotation, DynamicShardingAxes) or (isinstance(annotation, type) and issubclass(annotation, DynamicShardingAxes)):
@@ -380,12 +382,10 @@ def describe(annotation: Any) -> str:
         return describe(annotation.axes)
     if isinstance(annotation, PartitionSpec):
         return str(annotation)
-    if isinstance(annotation, PartOf):
-        whole = describe(annotation.annotation)
-        if annotation.dims == tuple(range(len(annotation.shape))):
-            return whole
-        return f"dims ({', '.join('-' if of is None else str(of) for of in annotation.dims)}) of {whole}"
-    return "(" + ", ".join(_lower_dim(entry, "").label for entry in annotation) + ")"
+    whole = describe(annotation.annotation)
+    if annotation.dims == tuple(range(len(annotation.shape))):
+        return whole
+    return f"dims ({', '.join('-' if of is None else str(of) for of in annotation.dims)}) of {whole}"
 
 
 def _check_rank(annotation: Any, dims: tuple[Dim, ...], shape: Sequence[int] | None) -> None:

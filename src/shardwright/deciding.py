@@ -282,11 +282,13 @@ class Frame:
 
     def _blocked(self, live: tuple[str, ...]) -> tuple[str, ...]:
         """Return the mesh axes of a candidate that an earlier dim, or an earlier member, holds."""
+        if len(live) == 1:
+            return live if live[0] in self.taken else ()
         return tuple(axis for at, axis in enumerate(live) if axis in self.taken or axis in live[:at])
 
     def _shards(self, live: tuple[str, ...]) -> int:
         """Shards along a candidate; sizes are already local along Manual mesh axes."""
-        return math.prod(self.sizes[axis] for axis in live if axis not in self.manual)
+        return math.prod([self.sizes[axis] for axis in live if axis not in self.manual])
 
     def _fail(self, trial: _Trial, candidate: tuple[str, ...], failure: _Failure, *, size: int | None = None) -> None:
         if failure.reason is Reason.TAKEN:
@@ -307,7 +309,7 @@ class Frame:
         return len(distinct) > 1 or (bool(trial.lives) and self.rules.policy.indivisible is not Indivisible.ERROR)
 
     def _taken_by(self, draft: _Draft, live: tuple[str, ...], outcome: Outcome, *, unchecked: bool = False) -> DimDecision:
-        manual = tuple(axis for axis in live if axis in self.manual)
+        manual = tuple(axis for axis in live if axis in self.manual) if self.manual else ()
         return draft.decided(outcome, mesh_axes=live, manual=manual, unchecked=unchecked)
 
     # What if none fits.

@@ -132,7 +132,7 @@ class DimDecision:
         """The dim's entry in the spec: None, one mesh axis, a tuple of them, or `UNCONSTRAINED`."""
         if self.outcome is Outcome.UNCONSTRAINED:
             return PartitionSpec.UNCONSTRAINED
-        left = tuple(axis for axis in self.mesh_axes if axis not in self.manual)
+        left = tuple(axis for axis in self.mesh_axes if axis not in self.manual) if self.manual else self.mesh_axes
         return None if not left else left[0] if len(left) == 1 else left
 
     @property

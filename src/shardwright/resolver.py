@@ -202,6 +202,8 @@ def as_role(role: object) -> Role:
     Raises:
       StrategyError: it names none.
     """
+    if isinstance(role, Role):
+        return role
     known = [str(known) for known in Role]
     if role not in known:
         raise StrategyError(f"unknown role {role!r}", fix=f"{did_you_mean(str(role), known)} roles are {', '.join(known)}".strip())
