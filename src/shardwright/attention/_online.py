@@ -47,7 +47,15 @@ def start(q: jax.Array, v: jax.Array) -> Running:
     return Running(o=row[..., None] * jnp.zeros_like(row, shape=(v.shape[-1],)), m=row + DEFAULT_MASK_VALUE, l=row)
 
 
-def update(state: Running, logits: jax.Array, seen: jax.Array, v: jax.Array, *, keep: jax.Array | None = None) -> Running:
+def update(
+    state: Running,
+    logits: jax.Array,
+    seen: jax.Array,
+    v: jax.Array,
+    *,
+    v_scale: jax.Array | None = None,
+    keep: jax.Array | None = None,
+) -> Running:
     """Return the state after a piece of keys.
 
     Args:
@@ -55,13 +63,16 @@ def update(state: Running, logits: jax.Array, seen: jax.Array, v: jax.Array, *, 
       logits: `[batch, heads, q_length, kv_length]` float32.
       seen: the mask, broadcastable to the logits.
       v: `[batch, kv_length, kv_heads, v_dim]`.
+      v_scale: `[batch, kv_length, kv_heads]`, a value is `v * v_scale`; or None.
       keep: factors of the weights under dropout, like the logits; or None.
     """
     top = jnp.maximum(state.m, jnp.max(jnp.where(seen, logits, DEFAULT_MASK_VALUE), axis=-1, initial=DEFAULT_MASK_VALUE))
     p = jnp.where(seen, jnp.exp(logits - top[..., None]), 0.0)
     shrink = jnp.exp(state.m - top)
     dropped = p if keep is None else p * keep
-    return Running(o=state.o * shrink[..., None] + weighted_sum(dropped, v), m=top, l=state.l * shrink + jnp.sum(p, axis=-1))
+    return Running(
+        o=state.o * shrink[..., None] + weighted_sum(dropped, v, v_scale=v_scale), m=top, l=state.l * shrink + jnp.sum(p, axis=-1)
+    )
 
 
 def merge(a: Running, b: Running) -> Running:
@@ -108,7 +119,15 @@ def finish(state: Running, *, sinks: jax.Array | None = None) -> tuple[jax.Array
     return jnp.swapaxes(state.o / total[..., None], 1, 2), lse
 
 
-def logits_of(q: jax.Array, k: jax.Array, *, scale: float, softcap: float | None = None, bias: jax.Array | None = None) -> jax.Array:
+def logits_of(
+    q: jax.Array,
+    k: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+) -> jax.Array:
     """Return the logits `[batch, heads, q_length, kv_length]`, float32: scaled, then biased, then capped.
 
     Args:
@@ -117,8 +136,11 @@ def logits_of(q: jax.Array, k: jax.Array, *, scale: float, softcap: float | None
       scale: factor of the products.
       softcap: c in `c * tanh(logits / c)`, or None.
       bias: broadcastable to the logits, or None.
+      k_scale: `[batch, kv_length, kv_heads]`, a key is `k * k_scale`; or None.
     """
     logits = products_of(q, k) * scale
+    if k_scale is not None:
+        logits = logits * by_head(k_scale, q.shape[2])
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
@@ -132,10 +154,17 @@ def products_of(q: jax.Array, k: jax.Array) -> jax.Array:
     return _einsum("btkgd,bskd->bkgts", grouped, k).reshape(batch, heads, q_length, kv_length)
 
 
-def weighted_sum(p: jax.Array, v: jax.Array) -> jax.Array:
-    """Return `p v`, `[batch, heads, q_length, v_dim]`, for weights p `[batch, heads, q_length, kv_length]`."""
+def weighted_sum(p: jax.Array, v: jax.Array, *, v_scale: jax.Array | None = None) -> jax.Array:
+    """Return `p v`, `[batch, heads, q_length, v_dim]`, for weights p `[batch, heads, q_length, kv_length]`, of values `v * v_scale`."""
+    if v_scale is not None:
+        p = p * by_head(v_scale, p.shape[1])
     out = _einsum("bkgts,bskd->bkgtd", _by_kv_head(p, v), v)
     return out.reshape(*p.shape[:3], v.shape[-1])
+
+
+def by_head(scale: jax.Array, heads: int) -> jax.Array:
+    """Return scales `[batch, kv_length, kv_heads]` as factors of logits or weights, `[batch, heads, 1, kv_length]`."""
+    return jnp.repeat(jnp.swapaxes(scale, 1, 2), heads // scale.shape[2], axis=1)[:, :, None]
 
 
 def queries_of(ds: jax.Array, k: jax.Array) -> jax.Array:

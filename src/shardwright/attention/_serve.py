@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from shardwright import _jax, placement
 from shardwright.attention._shards import asked
 from shardwright.attention.call import AttentionCall, Layout, Operands, Result
+from shardwright.errors import AttentionError
 
 
 def serve(implementation: Any, operands: Operands, call: AttentionCall) -> Result:
@@ -23,8 +24,8 @@ def serve(implementation: Any, operands: Operands, call: AttentionCall) -> Resul
       call: what they are.
     """
     # shard_map by itself traces and compiles anew at every eager call.
-    run = _run if _jax.in_trace() else _jitted
-    found: Result = run(implementation, operands, call)
+    eager, traced = (_jitted, _run) if call.kv_dtype is None else (_jitted_quantised, _run_quantised)
+    found: Result = (traced if _jax.in_trace() else eager)(implementation, operands, call)
     return found
 
 
@@ -35,6 +36,21 @@ def _run(implementation: Any, operands: Operands, call: AttentionCall) -> Result
 
 
 _jitted = functools.partial(jax.jit, static_argnums=(0, 2))(_run)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
+def _run_quantised(implementation: Any, operands: Operands, call: AttentionCall) -> Result:
+    return _run(implementation, operands, call)
+
+
+@_run_quantised.defjvp
+def _no_gradient(implementation: Any, call: AttentionCall, primals: Any, tangents: Any) -> Any:
+    del implementation, primals, tangents
+    what = f"attention to {call.kv_dtype} keys and values reads a cache and has no gradient"
+    raise AttentionError(what, fix="train with keys that are not quantised; jax.lax.stop_gradient around the arguments if none is wanted")
+
+
+_jitted_quantised = functools.partial(jax.jit, static_argnums=(0, 2))(_run_quantised)
 
 
 def _lay(o: jax.Array, call: AttentionCall) -> jax.Array:

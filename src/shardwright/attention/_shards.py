@@ -17,7 +17,7 @@ from shardwright.attention.call import AttentionCall, KVHeads, Operands, Result,
 def run_on_shards(kernel: Callable[[Operands], Result], operands: Operands, call: AttentionCall, *, opaque: bool = False) -> Result:
     """Return `kernel(shards)` as global arrays; without a mesh, or over none of its axes, simply `kernel(operands)`.
 
-    The kernel's k and v hold the kv heads that its query heads read, so that local query head h reads local kv head
+    The kernel's k and v, and their scales, hold the kv heads that its query heads read, so that local query head h reads local kv head
     `h * kv_heads // heads` (grouping FACTOR: once the query heads are gathered over the keys' mesh axes). Collectives over
     `call.specs.kv_length` and the like are its own. Its output lies as `specs.output` and `specs.lse` say. Gradients of what
     is replicated over a mesh axis are summed over it by themselves.
@@ -108,12 +108,13 @@ def pick_kv_heads(shard: Operands, call: AttentionCall, head_index: jax.Array, k
     if call.specs.grouping is KVHeads.FACTOR:  # the keys go to the queries of all shards that hold a part of them
         shards = call.shards(tuple(axis for axis in call.specs.heads if axis in call.specs.kv_length))
         head_index = first_of_all(head_index, shards) + jnp.arange(head_index.shape[0] * shards, dtype=jnp.int32)
+    names = [name for name in ("k", "v", "k_scale", "v_scale") if getattr(shard, name) is not None]
     read = head_index * call.kv_heads // call.heads - kv_head_index[0]
     group = call.heads // call.kv_heads
     local = head_index.shape[0]
     if group % local == 0:  # all of them read one
-        return shard.replace(**{name: jax.lax.dynamic_slice_in_dim(getattr(shard, name), read[0], 1, 2) for name in ("k", "v")})
+        return shard.replace(**{name: jax.lax.dynamic_slice_in_dim(getattr(shard, name), read[0], 1, 2) for name in names})
     if local % group == 0:  # whole groups
         count = local // group
-        return shard.replace(**{name: jax.lax.dynamic_slice_in_dim(getattr(shard, name), read[0], count, 2) for name in ("k", "v")})
-    return shard.replace(**{name: jnp.take(getattr(shard, name), read, axis=2) for name in ("k", "v")})
+        return shard.replace(**{name: jax.lax.dynamic_slice_in_dim(getattr(shard, name), read[0], count, 2) for name in names})
+    return shard.replace(**{name: jnp.take(getattr(shard, name), read, axis=2) for name in names})

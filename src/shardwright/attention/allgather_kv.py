@@ -86,7 +86,7 @@ def _attend(gathering: _Gathering, floats: dict[str, Any], rest: Operands) -> tu
     operands = rest.replace(**floats)
     state = blockwise.forward(gathering.whole(operands), gathering.recipe)
     o, lse = _online.finish(state, sinks=operands.sinks)
-    return o.astype(operands.v.dtype), lse
+    return o.astype(operands.q.dtype), lse
 
 
 def _attend_forward(gathering: _Gathering, floats: dict[str, Any], rest: Operands) -> Any:

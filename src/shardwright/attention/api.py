@@ -33,6 +33,8 @@ def dot_product_attention(
     mask: Any = None,
     bias: Any = None,
     sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     softcap: float | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
@@ -76,6 +78,9 @@ def dot_product_attention(
       mask: a `masks.Mask`, or bool `[batch, heads, q_length, kv_length]`, each dim full or 1.
       bias: added to the scaled logits, `[batch, heads, q_length, kv_length]`, each dim full or 1.
       sinks: `[heads]`, a logit per head that takes weight and gives nothing.
+      k_scale: `[batch, kv_length, kv_heads]` float32 (layout "BHTD": `[batch, kv_heads, kv_length]`) of int8 or float8 keys, each
+        of which is `k * k_scale`; logits are multiplied by it, and no copy of the keys is made. Has no gradient.
+      v_scale: likewise of the values, which then have k's dtype; weights are multiplied by it.
       softcap: c in `c * tanh(logits / c)`.
       scale: factor of the products; absent: `1 / sqrt(head_dim)`.
       dropout: probability with which a weight is dropped; which ones is the same on every mesh.

@@ -20,6 +20,7 @@ from shardwright.manager import PartitionManager
 from shardwright.modes import MODE_DECODE, MODE_INSERT, MODE_TRAIN, mode_name, parse_mode
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
 _MOST = 2**30
 
 
@@ -39,6 +40,8 @@ class Options:
     mask: Any = None
     bias: Any = None
     sinks: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
     softcap: float | None = None
     scale: float | None = None
     dropout: float = 0.0
@@ -94,6 +97,7 @@ def describe(q: Any, k: Any, v: Any, *, options: Options, specs: JointSpecs | No
     """
     layout = _layout(options.layout)
     sizes = _sizes(q, k, v, layout, cast=options.dtype is not None)
+    _check_scales(k, v, options, sizes, layout)
     manager = options.manager if options.manager is not None else context.current()
     mode = _mode(options.mode, manager)
     mask = _mask(options, sizes)
@@ -108,6 +112,7 @@ def describe(q: Any, k: Any, v: Any, *, options: Options, specs: JointSpecs | No
     call = AttentionCall(
         **dataclasses.asdict(sizes),
         dtype=str(jnp.dtype(q.dtype if options.dtype is None else options.dtype)),
+        kv_dtype=str(k.dtype) if _is_quantised(k) else None,
         mode=mode,
         recipe=recipe,
         layout=layout,
@@ -129,14 +134,19 @@ def describe(q: Any, k: Any, v: Any, *, options: Options, specs: JointSpecs | No
 
 def make_operands(q: Any, k: Any, v: Any, *, options: Options, call: AttentionCall, mask: Mask) -> Operands:
     """Return the arrays of a described call, BTHD, with positions."""
-    arrays = [jnp.asarray(x).astype(call.dtype) for x in (q, k, v)]
-    q, k, v = arrays if call.layout is Layout.BTHD else [jnp.swapaxes(x, 1, 2) for x in arrays]
+    kv_dtype = call.kv_dtype or call.dtype
+    arrays = [jnp.asarray(x).astype(dtype) for x, dtype in ((q, call.dtype), (k, kv_dtype), (v, kv_dtype))]
+    arrays += [jnp.asarray(x) for x in (options.k_scale, options.v_scale) if x is not None]
+    q, k, v, *scales = arrays if call.layout is Layout.BTHD else [jnp.swapaxes(x, 1, 2) for x in arrays]
+    k_scale, v_scale = scales or (None, None)
     q_positions, kv_positions = _positions(options, mask, call)
     dropout = bool(call.recipe.dropout)
     return Operands(
         q=q,
         k=k,
         v=v,
+        k_scale=k_scale,
+        v_scale=v_scale,
         q_positions=q_positions,
         kv_positions=kv_positions,
         q_segment_ids=_integers(mask.q_segment_ids),
@@ -178,12 +188,14 @@ def _sizes(q: Any, k: Any, v: Any, layout: Layout, *, cast: bool) -> _Sizes:
         shape = getattr(x, "shape", None)
         if shape is None or len(shape) != 4:
             raise AttentionError(f"{name} has shape {shape}, not 4 dims", path=name, fix=f"layout {layout} is {order}")
+        if 0 in shape:
+            raise AttentionError(f"{name} has shape {shape}: a dim is empty", path=name, fix="call it with at least one row")
+        if name != "q" and _is_quantised(x):
+            continue
         if str(x.dtype) not in _DTYPES:
             raise AttentionError(f"{name} is {x.dtype}", path=name, fix=f"attention computes in {', '.join(_DTYPES)}: cast it")
         if x.dtype != q.dtype and not cast:
             raise AttentionError(f"{name} is {x.dtype}, and q is {q.dtype}", path=name, fix="cast q, k and v to one dtype")
-        if 0 in shape:
-            raise AttentionError(f"{name} has shape {shape}: a dim is empty", path=name, fix="call it with at least one row")
     at = (0, 1, 2, 3) if layout is Layout.BTHD else (0, 2, 1, 3)
     (batch, q_length, heads, head_dim), ks, vs = ([x.shape[dim] for dim in at] for x in named.values())
     for name, dim, found, wanted, of in (
@@ -199,6 +211,34 @@ def _sizes(q: Any, k: Any, v: Any, layout: Layout, *, cast: bool) -> _Sizes:
         fix = "query head h reads kv head h * kv_heads // heads, so kv_heads divides heads; check the layout too"
         raise AttentionError(f"{heads} query heads do not divide over {ks[2]} kv heads", path="k", fix=fix)
     return _Sizes(batch=batch, q_length=q_length, kv_length=ks[1], heads=heads, kv_heads=ks[2], head_dim=head_dim, v_dim=vs[3])
+
+
+def _is_quantised(x: Any) -> bool:
+    return str(x.dtype) in _QUANTISED
+
+
+def _check_scales(k: Any, v: Any, options: Options, sizes: _Sizes, layout: Layout) -> None:
+    """Raise unless quantised keys and values, and none but those, have scales."""
+    if k.dtype != v.dtype and (_is_quantised(k) or _is_quantised(v)):
+        raise AttentionError(f"v is {v.dtype}, and k is {k.dtype}", path="v", fix="quantise both to one dtype, or neither")
+    dims = (sizes.batch, sizes.kv_length, sizes.kv_heads)
+    dims = dims if layout is Layout.BTHD else (dims[0], dims[2], dims[1])
+    check_scale("k_scale", options.k_scale, dims, of="k", dtype=k.dtype)
+    check_scale("v_scale", options.v_scale, dims, of="v", dtype=v.dtype)
+
+
+def check_scale(name: str, scale: Any, dims: tuple[int, ...], *, of: str, dtype: Any) -> None:
+    """Raise AttentionError unless there is a scale, float32 of these dims, for a quantised array, and none for another."""
+    quantised = str(dtype) in _QUANTISED
+    if scale is None and quantised:
+        raise AttentionError(f"{of} is {dtype} and has no scale", path=name, fix=f"pass {name}=, float32 of shape {dims}")
+    if scale is not None and not quantised:
+        fix = f"scales go with keys and values in {', '.join(_QUANTISED)}"
+        raise AttentionError(f"{name} is given, and {of} is {dtype}", path=name, fix=fix)
+    kind, shape = str(getattr(scale, "dtype", type(scale).__name__)), getattr(scale, "shape", None)
+    if scale is not None and (kind != "float32" or shape != dims):
+        what = f"{name} is {kind} of shape {shape}"
+        raise AttentionError(what, path=name, fix=f"pass float32 of shape {dims}, one scale for each row and head")
 
 
 def _mode(mode: str | None, manager: PartitionManager | None) -> str:

@@ -9,7 +9,8 @@ What other kernels build on, as pure functions of local arrays, to be called per
 - `sinks_gradient(sinks, lse, delta)` once;
 - `attend(operands, recipe) -> (o, lse)` is all of that for keys that are all here, differentiable.
 
-Tails are masked by position: a padded key stands at -1. Blocks that no pair of attends are skipped.
+Tails are masked by position: a key that does not exist, or that an earlier block had, stands at -1. Blocks that no pair of
+attends are skipped. Quantised keys and values are converted one block at a time, and have no backward pass.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Res
 
 # The dim of each operand that counts queries, and the one that counts keys.
 _Q_DIM = {"q": 1, "q_positions": 1, "q_segment_ids": 1, "mask": 2, "bias": 2}
-_KV_DIM = {"k": 1, "v": 1, "kv_positions": 1, "kv_segment_ids": 1, "mask": 3, "bias": 3}
+_KV_DIM = {"k": 1, "v": 1, "k_scale": 1, "v_scale": 1, "kv_positions": 1, "kv_segment_ids": 1, "mask": 3, "bias": 3}
 
 
 @jax.tree_util.register_dataclass
@@ -74,13 +75,15 @@ def forward(operands: Operands, recipe: Recipe, *, state: Running | None = None)
     """
     operands, state = _jax.vary_together((operands, state))
     grid = _grid(operands, recipe)
-    padded = _pad(operands, grid)
+    padded = _pad(operands, grid, keys=False)
     before = None if state is None else _pad_running(state, grid)
 
     def one_q(i: jax.Array) -> Any:
         row = _q_rows(padded, i, grid)
         init = _online.start(row.q, row.v) if before is None else _running_rows(before, i, grid)
-        return _over(grid.kv_count, lambda j, held: _visit(_kv_rows(row, j, grid), recipe, held, functools.partial(_add, recipe)), init)
+        return _over(
+            grid.kv_count, lambda j, held: _visit(_kv_rows_once(row, j, grid), recipe, held, functools.partial(_add, recipe)), init
+        )
 
     if grid.q_count == 1:
         only: Running = one_q(jnp.int32(0))
@@ -162,7 +165,7 @@ def attend(operands: Operands, recipe: Recipe, *, dtype: str | None = None) -> t
     operands = _jax.vary_together(operands)
     floats = {name: getattr(operands, name) for name in ("q", "k", "v", "bias", "sinks")}
     rest = operands.replace(**dict.fromkeys(floats))
-    return _attend(recipe, dtype or str(operands.v.dtype), floats, rest)
+    return _attend(recipe, dtype or str(operands.q.dtype), floats, rest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -196,6 +199,8 @@ _attend.defvjp(_attend_forward, _attend_backward)
 @AttentionRegistry.register
 class BlockwiseAttention(AttentionImpl):
     """Blocks on every device by itself: the batch and the heads may be sharded, the lengths not."""
+
+    takes_scales = True
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -253,7 +258,7 @@ def _seen(block: Operands, recipe: Recipe) -> jax.Array:
 
 
 def _logits(block: Operands, recipe: Recipe) -> jax.Array:
-    return _online.logits_of(block.q, block.k, scale=recipe.scale, softcap=recipe.softcap, bias=block.bias)
+    return _online.logits_of(block.q, block.k, scale=recipe.scale, softcap=recipe.softcap, bias=block.bias, k_scale=block.k_scale)
 
 
 def _keep(block: Operands, recipe: Recipe) -> jax.Array | None:
@@ -261,7 +266,18 @@ def _keep(block: Operands, recipe: Recipe) -> jax.Array | None:
 
 
 def _add(recipe: Recipe, block: Operands, state: Running) -> Running:
-    return _online.update(state, _logits(block, recipe), _seen(block, recipe), block.v, keep=_keep(block, recipe))
+    block = _converted(block)
+    keep = _keep(block, recipe)
+    return _online.update(state, _logits(block, recipe), _seen(block, recipe), block.v, v_scale=block.v_scale, keep=keep)
+
+
+def _converted(block: Operands) -> Operands:
+    """Return a block with its quantised keys and values in a dtype that multiplies, still to be scaled."""
+    if block.k_scale is None:
+        return block
+    # The weights times the scales of values can be smaller than float16 holds.
+    wide = jnp.float32 if block.q.dtype == jnp.float16 else block.q.dtype
+    return block.replace(k=block.k.astype(block.q.dtype), v=block.v.astype(wide))
 
 
 def _add_gradients(block: Operands, recipe: Recipe, rows: Any, held: Any, i: jax.Array, j: jax.Array, grid: _Grid) -> Any:
@@ -320,13 +336,12 @@ def _over(count: int, step: Any, init: Any) -> Any:
     return jax.lax.scan(lambda held, i: (step(i, held), None), init, jnp.arange(count, dtype=jnp.int32))[0]
 
 
-def _pad(operands: Operands, grid: _Grid) -> Operands:
-    """Return the operands with whole blocks: keys that do not exist stand at -1."""
+def _pad(operands: Operands, grid: _Grid, *, keys: bool = True) -> Operands:
+    """Return the operands with whole blocks of queries, and of keys: those that do not exist stand at -1."""
     changed: dict[str, Any] = {}
-    for dims, length, size in (
-        (_Q_DIM, grid.q_length, grid.q_count * grid.q_block),
-        (_KV_DIM, grid.kv_length, grid.kv_count * grid.kv_block),
-    ):
+    tails = [(_Q_DIM, grid.q_length, grid.q_count * grid.q_block)]
+    tails += [(_KV_DIM, grid.kv_length, grid.kv_count * grid.kv_block)] if keys else []
+    for dims, length, size in tails:
         for name, dim in dims.items():
             array = changed.get(name, getattr(operands, name))
             if size != length and array is not None and array.shape[dim] == length:
@@ -356,6 +371,17 @@ def _q_rows(operands: Operands, i: jax.Array, grid: _Grid) -> Operands:
 
 def _kv_rows(operands: Operands, j: jax.Array, grid: _Grid) -> Operands:
     return _block(operands, _KV_DIM, j * grid.kv_block, grid.kv_block)
+
+
+def _kv_rows_once(operands: Operands, j: jax.Array, grid: _Grid) -> Operands:
+    """Return a block of keys as they lie: the last starts early, so that nothing is copied, and hides what was there before."""
+    if grid.kv_length % grid.kv_block == 0:
+        return _kv_rows(operands, j, grid)
+    first = j * grid.kv_block
+    start = jnp.minimum(first, grid.kv_length - grid.kv_block)
+    block = _block(operands, _KV_DIM, start, grid.kv_block)
+    again = start + jnp.arange(grid.kv_block, dtype=jnp.int32) < first
+    return block.replace(kv_positions=jnp.where(again[None], -1, block.kv_positions))
 
 
 def _block(operands: Operands, dims: dict[str, int], at: jax.Array, size: int) -> Operands:

@@ -33,6 +33,8 @@ class Operands:
       q: `[batch, q_length, heads, head_dim]`.
       k: `[batch, kv_length, kv_heads, head_dim]`; query head h reads kv head `h * kv_heads // heads`.
       v: `[batch, kv_length, kv_heads, v_dim]`.
+      k_scale: `[batch, kv_length, kv_heads]` float32, a key is `k * k_scale`; None but for quantised keys.
+      v_scale: likewise of the values.
       q_positions: `[batch or 1, q_length]` int32, global.
       kv_positions: `[batch or 1, kv_length]` int32, global; negative for a row that does not exist.
       q_segment_ids: `[batch, q_length]` int32, or None.
@@ -51,6 +53,8 @@ class Operands:
     v: Any
     q_positions: Any
     kv_positions: Any
+    k_scale: Any = None
+    v_scale: Any = None
     q_segment_ids: Any = None
     kv_segment_ids: Any = None
     lengths: Any = None
@@ -69,6 +73,8 @@ class Operands:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """The static part of the arithmetic. Logits are `softcap(scale * q.k + bias)`, then masked; softmax, then dropout.
+
+    Quantised products are multiplied by k's scale first, weights by v's last.
 
     Attributes:
       mask: what attends by position.
@@ -134,6 +140,8 @@ class JointSpecs:
             "q": (self.batch, self.q_length, self.heads),
             "k": (self.batch, self.kv_length, self.kv_heads),
             "v": (self.batch, self.kv_length, self.kv_heads),
+            "k_scale": (self.batch, self.kv_length, self.kv_heads),
+            "v_scale": (self.batch, self.kv_length, self.kv_heads),
             "q_positions": (self.batch, self.q_length),
             "kv_positions": (self.batch, self.kv_length),
             "q_segment_ids": (self.batch, self.q_length),
@@ -199,6 +207,7 @@ class AttentionCall:
       head_dim: size of queries and keys.
       v_dim: size of values.
       dtype: of q, k and v; the output's too.
+      kv_dtype: of k and v if they are quantised, and then there are scales; else None.
       mode: runtime mode.
       recipe: the static part of the arithmetic.
       layout: of the caller's q, k, v and output; operands are BTHD in any case.
@@ -228,6 +237,7 @@ class AttentionCall:
     mode: str
     recipe: Recipe
     layout: Layout = Layout.BTHD
+    kv_dtype: str | None = None
     q_offset: int | None = None
     segments: bool = False
     lengths: bool = False

@@ -64,7 +64,7 @@ class Choice:
         call = self.call
         lines = [
             f"{self.name or 'no implementation'}   {self.why}",
-            f"  call  {_shape(call)}, {call.dtype}, {mode_name(call.mode)}, {call.platform}",
+            f"  call  {_shape(call)}, {_dtypes(call)}, {mode_name(call.mode)}, {call.platform}",
         ]
         if call.mesh is not None:
             lines.append(f"  lies  {_lies(call)}; {call.specs.why}")
@@ -95,14 +95,14 @@ def choose(call: AttentionCall, *, implementation: str = AUTO) -> Choice:
     """
     if implementation != AUTO:
         found = AttentionRegistry.get(implementation)
-        name, reasons = impl_names(found)[0], found.supports(call)
+        name, reasons = impl_names(found)[0], found.refusals(call)
         refusals = (Refusal(name=name, reasons=reasons),) if reasons else ()
         why = "asked for by name" if not reasons else f"{name} was asked for by name and refuses"
         return Choice(name="" if reasons else name, why=why, refusals=refusals, passed_over=(), call=call)
     able, refusals_found, reasons_why = [], [], dict(_preference(call))
     known = dict.fromkeys(impl_names(AttentionRegistry.get(name))[0] for name in AttentionRegistry.list_implementations())
     for name in [*(name for name in reasons_why if name in known), *(name for name in known if name not in reasons_why)]:
-        reasons = AttentionRegistry.get(name).supports(call)
+        reasons = AttentionRegistry.get(name).refusals(call)
         if reasons:
             refusals_found.append(Refusal(name=name, reasons=reasons))
         elif name in reasons_why:
@@ -155,6 +155,10 @@ def _logit_bytes(call: AttentionCall) -> int:
 def _shape(call: AttentionCall) -> str:
     dims = str(call.head_dim) if call.head_dim == call.v_dim else f"{call.head_dim}/{call.v_dim}"
     return f"batch {call.batch}, {call.q_length} x {call.kv_length}, heads {call.heads}/{call.kv_heads}, head_dim {dims}"
+
+
+def _dtypes(call: AttentionCall) -> str:
+    return call.dtype if call.kv_dtype is None else f"{call.dtype} with {call.kv_dtype} keys"
 
 
 def _lies(call: AttentionCall) -> str:

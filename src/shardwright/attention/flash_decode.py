@@ -15,11 +15,9 @@ import jax.numpy as jnp
 
 from shardwright.attention import _online, _sequence, _shards, blockwise
 from shardwright.attention._online import Running
-from shardwright.attention.call import AttentionCall, JointSpecs, KVHeads, Operands, Recipe
+from shardwright.attention.call import AttentionCall, JointSpecs, KVHeads, Operands
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 from shardwright.axes import DEFAULT_MASK_VALUE
-
-_SMALL = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +116,8 @@ def combination(specs: JointSpecs, call: AttentionCall) -> Combination:
 class FlashDecodeAttention(AttentionImpl):
     """Partial softmaxes of shards of the keys, combined: the queries are whole on every shard, and few."""
 
+    takes_scales = True
+
     @classmethod
     def get_impl_name(cls) -> str:
         """Return "flash_decode"."""
@@ -160,15 +160,8 @@ def _run(shard: Operands, *, call: AttentionCall) -> Result:
         return _shards.asked(Result(o=o, lse=lse), call)
     combine = combination(call.specs, call)
     whole = combine.with_all_heads(shard).replace(sinks=None)
-    o, lse = blockwise.attend(whole, _blocks(call.recipe, shard), dtype="float32")
+    o, lse = blockwise.attend(whole, call.recipe, dtype="float32")
     return _shards.asked(combine(o, lse, sinks=shard.sinks, dtype=call.dtype), call)
-
-
-def _blocks(recipe: Recipe, shard: Operands) -> Recipe:
-    """Return a recipe whose blocks divide the shard's keys, so that a cache is not copied to be padded at every token."""
-    length = shard.k.shape[1]
-    whole = max(size for size in range(1, min(recipe.kv_block, length) + 1) if length % size == 0)
-    return dataclasses.replace(recipe, kv_block=whole if whole >= min(_SMALL, length) else length)
 
 
 def _top(lse: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from shardwright import _jax, context
 from shardwright.attention import _online, _shards, blockwise, flash_decode
-from shardwright.attention.arguments import describe, make_options
+from shardwright.attention.arguments import check_scale, describe, make_options
 from shardwright.attention.call import AttentionCall, JointSpecs, Operands, Result, spec_of
 from shardwright.attention.joint import resolve_pages
 from shardwright.errors import AttentionError
@@ -36,6 +36,8 @@ def paged_attention(
     block_tables: Any,
     lengths: Any,
     q_lengths: Any = None,
+    k_scale_pages: Any = None,
+    v_scale_pages: Any = None,
     mode: str | None = None,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
@@ -64,6 +66,8 @@ def paged_attention(
       block_tables: `[batch, pages_per_sequence]` int.
       lengths: `[batch]` int, keys of each sequence, those of its queries included.
       q_lengths: `[batch]` int, queries of each sequence; absent: `q_length`.
+      k_scale_pages: `[pages, page_size, kv_heads]` float32 of int8 or float8 pages, as k_scale of `dot_product_attention`.
+      v_scale_pages: likewise of the values.
       mode: runtime mode, for where arrays lie; absent: the manager's.
       causal: no key after the query.
       window: as in `dot_product_attention`.
@@ -87,12 +91,15 @@ def paged_attention(
     mode = mode or (MODE_DECODE if manager is None else manager.mode)
     batch, q_length = sizes.batch, sizes.q_length
     positions = {"positions": _like((batch, q_length)), "kv_positions": _like((batch, sizes.capacity(block_tables)))}
-    options = make_options({**given, **positions, "mode": mode, "lengths": lengths})
+    check_scale("k_scale_pages", k_scale_pages, k_pages.shape[:3], of="k_pages", dtype=k_pages.dtype)
+    check_scale("v_scale_pages", v_scale_pages, v_pages.shape[:3], of="v_pages", dtype=v_pages.dtype)
+    in_rows = functools.partial(_in_rows, batch=batch, capacity=sizes.capacity(block_tables))
+    scales = {"k_scale": in_rows(k_scale_pages), "v_scale": in_rows(v_scale_pages)}
+    options = make_options({**given, **positions, **scales, "mode": mode, "lengths": lengths})
     specs = JointSpecs()
     if manager is not None and mode is not None:
         specs = resolve_pages(manager, q=q.shape, k=k_pages.shape, v=v_pages.shape, mode=mode)
-    keys, values = (jax.ShapeDtypeStruct((batch, sizes.capacity(block_tables), *x.shape[2:]), x.dtype) for x in (k_pages, v_pages))
-    call, _ = describe(q, keys, values, options=options, specs=specs)
+    call, _ = describe(q, in_rows(k_pages), in_rows(v_pages), options=options, specs=specs)
     reasons = flash_decode.factored(call)
     if reasons:
         raise AttentionError(
@@ -102,6 +109,8 @@ def paged_attention(
         q=jnp.asarray(q),
         k=jnp.asarray(k_pages),
         v=jnp.asarray(v_pages),
+        k_scale=None if k_scale_pages is None else jnp.asarray(k_scale_pages),
+        v_scale=None if v_scale_pages is None else jnp.asarray(v_scale_pages),
         q_positions=_positions(lengths, q_lengths, sizes),
         kv_positions=None,
         lengths=_integers(lengths),
@@ -121,7 +130,8 @@ def _run(operands: Operands, tables: jax.Array, call: AttentionCall) -> Result:
     if call.mesh is None or not specs.mesh_axes:
         return _attend(operands, tables, *heads, call=call)
     pages = spec_of(specs.kv_length, (), specs.kv_heads)
-    by_operand = specs.operands(operands.replace(k=None, v=None)).replace(k=pages, v=pages)
+    paged = {name: pages for name in ("k", "v", "k_scale", "v_scale") if getattr(operands, name) is not None}
+    by_operand = specs.operands(operands.replace(**dict.fromkeys(paged))).replace(**paged)
     arguments, structure = jax.tree.flatten((operands, tables, *heads))
     wanted = (by_operand, spec_of(specs.batch), spec_of(specs.heads), spec_of(specs.kv_heads))
     in_specs = jax.tree.leaves(wanted, is_leaf=lambda value: isinstance(value, PartitionSpec))
@@ -200,10 +210,16 @@ def _read(whole: Operands, some: _Table) -> Operands:
     page_size = whole.k.shape[1]
     positions = some.ordinals[:, :, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
     positions = jnp.where(some.here[:, :, None], positions, -1).reshape(positions.shape[0], -1)
-    k, v = (pages[some.pages].reshape(*positions.shape, *pages.shape[2:]) for pages in (whole.k, whole.v))
+    names = [name for name in ("k", "v", "k_scale", "v_scale") if getattr(whole, name) is not None]
+    rows = {name: _rows_of(getattr(whole, name), some.pages) for name in names}
     # What another sequence left in a page may be anything: 0 times infinity would not be 0.
     used = (positions >= 0) & (positions < whole.lengths[:, None])
-    return whole.replace(k=k, v=jnp.where(used[:, :, None, None], v, 0), kv_positions=positions)
+    rows |= {name: jnp.where(used.reshape(*used.shape, *[1] * (rows[name].ndim - 2)), rows[name], 0) for name in names if name[0] == "v"}
+    return whole.replace(kv_positions=positions, **rows)
+
+
+def _rows_of(array: jax.Array, pages: jax.Array) -> jax.Array:
+    return array[pages].reshape(pages.shape[0], -1, *array.shape[2:])
 
 
 # Arguments.
@@ -263,6 +279,10 @@ def _check_range(name: str, array: Any, low: int, high: int, fix: str) -> None:
     if isinstance(array, np.ndarray) and (array.min() < low or array.max() > high):
         worst = array.min() if array.min() < low else array.max()
         raise AttentionError(f"{name} has {worst}, outside {low} to {high}", path=name, fix=fix)
+
+
+def _in_rows(pages: Any, *, batch: int, capacity: int) -> Any:
+    return None if pages is None else jax.ShapeDtypeStruct((batch, capacity, *pages.shape[2:]), pages.dtype)
 
 
 def _like(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

@@ -32,6 +32,9 @@ class AttentionImpl(abc.ABC):
       metadata: how to run, for calls of the instance itself.
     """
 
+    # Whether it multiplies by the scales of quantised keys and values; a call with them is refused where not.
+    takes_scales: ClassVar[bool] = False
+
     def __init__(self, metadata: AttentionMetadata) -> None:
         self.metadata = metadata
 
@@ -44,6 +47,12 @@ class AttentionImpl(abc.ABC):
     @abc.abstractmethod
     def supports(cls, call: AttentionCall) -> tuple[str, ...]:
         """Return why a call cannot be served, each reason one line that names the value; empty if it can. Traces nothing."""
+
+    @classmethod
+    def refusals(cls, call: AttentionCall) -> tuple[str, ...]:
+        """Return why a call cannot be served: what `supports` says, and quantised keys where there are no scales."""
+        no_scales = (f"it takes no scales, and k and v are {call.kv_dtype}",) if call.kv_dtype and not cls.takes_scales else ()
+        return (*no_scales, *cls.supports(call))
 
     @classmethod
     @abc.abstractmethod
@@ -81,7 +90,7 @@ class AttentionImpl(abc.ABC):
         """Attend; the options are those of `dot_product_attention`, and a mode must be among them or the manager's."""
         asked = self.metadata.options(options)
         call, mask = describe(q, k, v, options=asked)
-        reasons = type(self).supports(call)
+        reasons = type(self).refusals(call)
         if reasons:
             name = impl_names(type(self))[0]
             raise AttentionError(f"{name} cannot serve this call: {'; '.join(reasons)}", fix='use another one, or implementation="auto"')

@@ -140,7 +140,7 @@ def _attend(ring: _Ring, floats: dict[str, Any], rest: Operands) -> tuple[jax.Ar
     state, kv = _turn(ring, turn_and_send, carry)
     state = add(state, kv, ring.turns[-1])
     o, lse = _online.finish(state, sinks=operands.sinks)
-    return o.astype(operands.v.dtype), lse
+    return o.astype(operands.q.dtype), lse
 
 
 def _attend_forward(ring: _Ring, floats: dict[str, Any], rest: Operands) -> Any:

@@ -16,9 +16,9 @@ from shardwright.axes import DEFAULT_MASK_VALUE
 
 def attend(operands: Operands, recipe: Recipe) -> Result:
     """Return the output, the logsumexp and the weights of arrays that are all here. Differentiable by JAX itself."""
-    dtype = operands.v.dtype
+    dtype = operands.q.dtype
     x = operands.replace(**{name: getattr(operands, name).astype(jnp.float32) for name in ("q", "k", "v")})
-    logits = _online.logits_of(x.q, x.k, scale=recipe.scale, softcap=recipe.softcap, bias=x.bias)
+    logits = _online.logits_of(x.q, x.k, scale=recipe.scale, softcap=recipe.softcap, bias=x.bias, k_scale=x.k_scale)
     seen = allowed(
         recipe.mask,
         x.q_positions,
@@ -43,13 +43,15 @@ def attend(operands: Operands, recipe: Recipe) -> Result:
     weights = p / total
     lse = jnp.where(none, -jnp.inf, top + jnp.log(total))[..., 0]
     dropped = weights * keep_factors(x, recipe.dropout) if recipe.dropout else weights
-    o = jnp.swapaxes(_online.weighted_sum(dropped, x.v), 1, 2)
+    o = jnp.swapaxes(_online.weighted_sum(dropped, x.v, v_scale=x.v_scale), 1, 2)
     return Result(o=o.astype(dtype), lse=lse, weights=dropped.astype(dtype))
 
 
 @AttentionRegistry.register
 class VanillaAttention(AttentionImpl):
     """All logits at once, float32: memory quadratic in length. On Auto meshes it runs under any sharding."""
+
+    takes_scales = True
 
     @classmethod
     def get_impl_name(cls) -> str:
