@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -47,6 +49,8 @@ BAD = {
     "presets copy ddp nowhere/mine.toml": "no folder 'nowhere' to write 'mine.toml' in",
     "schema nowhere/schema.json": "no folder 'nowhere' to write 'schema.json' in",
     "schema folder": "cannot write 'folder': is a directory",
+    "schema pipe": "'pipe' is no file, and would be replaced by one\n  fix   choose another name, or print and redirect (>)",
+    "check 'fsdp |'": "no preset ''",
     "completion": "the following arguments are required: shell",
     "completion tcsh": "invalid choice: 'tcsh'",
 }
@@ -56,8 +60,10 @@ BAD = {
 def test_bad_input_is_told_and_never_a_traceback(line: str, tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b"\xe9")
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     code, out, err = run(line, tmp_path)
     assert (code, out) == (2, ""), err
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     assert BAD[line] in err
     assert "Traceback" not in err
 
@@ -192,12 +198,40 @@ def test_nothing_is_left_where_writing_fails(tmp_path: Path, monkeypatch: pytest
     assert [name for name in os.listdir(tmp_path) if "ddp2" in name] == []
 
 
-def test_presets_list_and_show_are_data_too(tmp_path: Path) -> None:
+def test_what_a_link_points_to_is_written_and_the_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "real.toml").write_text("old", encoding="utf-8")
+    (tmp_path / "link.toml").symlink_to("folder/real.toml")
+    assert run("presets copy ddp link.toml", tmp_path)[0] == 2
+    assert run("presets copy ddp link.toml --force", tmp_path)[0] == 0
+    assert (tmp_path / "link.toml").is_symlink()
+    assert (tmp_path / "folder" / "real.toml").read_text(encoding="utf-8") == files.preset_text("ddp")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"),
+    [(">/dev/full", 2, "shardwright: cannot write the answer: no space left on device\n"), (">&-", 0, "")],
+)
+def test_output_that_cannot_be_written_is_told_and_never_a_traceback(redirection: str, code: int, said: str) -> None:
+    line = f"{sys.executable} -m shardwright schema {redirection}"
+    done = subprocess.run(line, shell=True, stderr=subprocess.PIPE, encoding="utf-8", check=False)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_presets_list_show_and_copy_are_data_too(tmp_path: Path) -> None:
     listed = json.loads(run("presets list --json", tmp_path)[1])["presets"]
     assert [one["name"] for one in listed] == list(sw.Strategy.presets())
     assert all(one["what"] for one in listed)
     assert json.loads(run("presets show serve_tp --json", tmp_path)[1]) == sw.Strategy.preset("serve_tp").to_data()
     assert run("presets show serve_tp", tmp_path)[1] == files.preset_text("serve_tp")
+    assert json.loads(run("presets copy ddp mine.toml --json", tmp_path)[1]) == {"preset": "ddp", "file": "mine.toml"}
+
+
+def test_all_together_counts_only_what_is_counted(tmp_path: Path) -> None:
+    text = 'dtype = "int8"\n[a]\naxes = "HEAD"\nshape = [8]\n[b]\naxes = "HEAD"\nshape = [3]\n'
+    (tmp_path / "two.toml").write_text(text, encoding="utf-8")
+    out = run("explain --tensors two.toml --strategy fsdp_tp --mesh tp:2", tmp_path)[1]
+    assert "per device: 4 B in all modes; all together 8 B (1 of 2 not counted)" in out
 
 
 def test_the_schema_accepts_presets_and_refuses_slips(tmp_path: Path) -> None:

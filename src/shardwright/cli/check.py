@@ -86,7 +86,7 @@ def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Ch
 
 def _inside(error: ShardingError, text: str) -> bool:
     """Tell whether an error is about what stands in a file: its problems then name the file."""
-    names = [os.path.basename(name) for name in strategy_names(text)]
+    names = [os.path.basename(name) for name in strategy_names(text) if name]
     return all(problem.path.startswith(tuple(names)) for problem in error.problems)
 
 

@@ -256,7 +256,8 @@ def _tensor_row(answer: Answer, columns: Sequence[Sequence[str]], *, sized: bool
 
 def _totals(answers: Sequence[Answer], columns: Sequence[Sequence[str]]) -> list[str]:
     """Return a line with the bytes of all tensors per device, of those with a dtype and a spec."""
-    whole = sum(count for answer in answers if (count := answer.tensor.bytes_over(1)) is not None)
+    seen = [answer for answer in answers if any(count is not None for count in answer.bytes_per_device.values())]
+    whole = sum(answer.tensor.bytes_over(1) or 0 for answer in seen)
     parts = []
     for names in columns:
         held = sum(count for answer in answers if (count := answer.bytes_per_device[names[0]]) is not None)

@@ -31,6 +31,8 @@ COMMANDS: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:  # closed by the shell (`>&-`): the exit code is still an answer
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  for as long as the process runs
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
         # Names of files may be no UTF-8, and terminals may know ASCII only: escapes are better than no answer.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -44,15 +46,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"shardwright: {error}", file=sys.stderr)
         return USAGE
     except BrokenPipeError:
-        # The reader (`| head`) has seen enough. Python would complain again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the reader (`| head`) has seen enough
         return OK
+    except OSError as error:
+        if error.filename is not None:  # a file that some command should have spoken of
+            return _defect()
+        _drop_output()
+        print(f"shardwright: cannot write the answer: {(error.strerror or str(error)).lower()}", file=sys.stderr)
+        return USAGE
     except KeyboardInterrupt:
         return 130
     except Exception:
-        traceback.print_exc()
-        print("shardwright: this is a defect of shardwright, not of your input: please report the lines above", file=sys.stderr)
-        return DEFECT
+        return _defect()
+
+
+def _defect() -> int:
+    traceback.print_exc()
+    print("shardwright: this is a defect of shardwright, not of your input: please report the lines above", file=sys.stderr)
+    return DEFECT
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere: Python would complain again when it closes stdout."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(words: list[str]) -> int:

@@ -58,7 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     elif action == "show":
         _show(preset, as_json=arguments.json)
     else:
-        _copy(preset, Path(file or f"{preset}.toml"), force=arguments.force)
+        path = _copy(preset, Path(file or f"{preset}.toml"), force=arguments.force)
+        if arguments.json:
+            print_json({"preset": preset, "file": os.fspath(path)})
+        else:
+            print_lines([f"{preset} copied to {path}"])
     return 0
 
 
@@ -97,7 +101,8 @@ def _show(name: str, *, as_json: bool) -> None:
         print_lines(files.preset_text(name).rstrip("\n").split("\n"))
 
 
-def _copy(name: str, path: Path, *, force: bool) -> None:
+def _copy(name: str, path: Path, *, force: bool) -> Path:
+    """Copy a preset to a file, or into a folder under its own name; return where it is."""
     if path.is_dir():
         path = path / f"{name}.toml"
     try:
@@ -112,4 +117,4 @@ def _copy(name: str, path: Path, *, force: bool) -> None:
         raise StrategyError(f"{os.fspath(path)!r} is there already", fix="choose another name, or replace it with --force") from error
     except OSError as error:
         raise unreadable(os.fspath(path), error, verb="write") from error
-    print_lines([f"{name} copied to {path}"])
+    return path

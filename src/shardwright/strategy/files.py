@@ -235,18 +235,22 @@ def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
     """Write text through a temporary neighbour, so that it is there whole or not at all.
 
     Raises:
-      StrategyError: there is no such folder.
+      StrategyError: there is no such folder, or what has the name is no file: a device, a pipe.
       FileExistsError: there is such a file, and `overwrite` is false.
     """
     if not path.parent.is_dir():
         raise StrategyError(f"no folder {str(path.parent)!r} to write {path.name!r} in", fix="create it first")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        # The rename below would put a file in place of the device itself.
+        raise StrategyError(f"{str(path)!r} is no file, and would be replaced by one", fix="choose another name, or print and redirect (>)")
+    target = Path(os.path.realpath(path)) if overwrite else path  # behind a link, the file changes and the link stays
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.chmod(name, 0o666 & ~_umask())
         if overwrite:
-            os.replace(name, path)
+            os.replace(name, target)
         else:
             # A link, unlike a rename, never takes the place of a file that somebody made a moment ago.
             os.link(name, path)
