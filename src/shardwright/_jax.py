@@ -101,11 +101,19 @@ _EVENTS = {"/jax/core/compile/jaxpr_trace_duration": "traced", "/jax/core/compil
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Compilations:
-    """What JAX traced and compiled in this thread while it was watched, and why, in its own words."""
+    """What JAX traced and compiled in this thread while it was watched, and why, in its own words.
+
+    Attributes:
+      traced: names of functions, JAX's own included.
+      compiled: names of programs.
+      reasons: what JAX says of each function that it traced, but for its own.
+      explained: whether it says so at all: who turns JAX's log off turns reasons off.
+    """
 
     traced: list[str] = dataclasses.field(default_factory=list)
     compiled: list[str] = dataclasses.field(default_factory=list)
     reasons: list[str] = dataclasses.field(default_factory=list)
+    explained: bool = False
 
 
 @contextlib.contextmanager
@@ -127,12 +135,13 @@ def watch_compilations() -> Iterator[Compilations]:
     jax.monitoring.register_event_duration_secs_listener(note)
     log.addHandler(handler)
     try:
-        jax.jit(lambda: 0)()
-        if not (found.traced and found.compiled):
-            raise RuntimeError("this version of JAX does not report what it traces and compiles")
-        found.traced.clear()
-        found.compiled.clear()
         with jax.explain_cache_misses(True):
+            jax.jit(lambda: 0)()
+            if not (found.traced and found.compiled):
+                raise RuntimeError("this version of JAX does not report what it traces and compiles")
+            found.explained = bool(found.reasons)
+            for said in (found.traced, found.compiled, found.reasons):
+                said.clear()
             yield found
     finally:
         log.removeHandler(handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from shardwright import _jax
 from shardwright.errors import NoManagerError
 
 _AMBIENT = jax.make_user_context(default_value=None)
+_APART = jax.make_user_context(default_value=None)
 
 
 class _Entered(threading.local):
@@ -81,3 +83,9 @@ def require(what: str, *, method: bool = True) -> Any:
             fix="with pm: ... around the call (each thread enters its own)" + (f", or pm.{what}(...)" if method else ""),
         )
     return manager
+
+
+def apart() -> AbstractContextManager[object]:
+    """Return a context in which JAX has compiled nothing yet: what is jitted there is traced anew, once."""
+    found: AbstractContextManager[object] = _APART(object())
+    return found

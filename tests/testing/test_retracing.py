@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -118,6 +120,60 @@ def test_what_ran_before_does_not_count() -> None:
     step(jnp.ones(3))
     step(jnp.ones(4))
     assert failing(lambda: assert_no_retrace(step, (jnp.ones(3),), (jnp.ones(4),))).startswith("call 2 of double")
+
+
+def test_what_ran_before_does_not_count_in_a_function_that_calls_it_either() -> None:
+    step = jax.jit(double)
+
+    def call(x: Any) -> Any:
+        return step(x) + 1
+
+    for x in (jnp.ones(3), jnp.ones(4)):
+        call(x)
+    assert_no_retrace(call, (jnp.ones(3),), (jnp.ones(3),))
+    assert failing(lambda: assert_no_retrace(call, (jnp.ones(3),), (jnp.ones(4),))).startswith("call 2 of call traced double")
+    with watch_compilations() as found:
+        call(jnp.ones(4))
+    assert (found.traced, found.compiled) == ([], []), "what was compiled before still is"
+
+
+def plain(x: Any) -> Any:
+    return jnp.where(x > 0, x, 0)
+
+
+@pytest.mark.parametrize(
+    ("f", "says"),
+    [
+        (plain, r"plain is not jitted and calls nothing that is: it ran .*, _where one by one\n  fix   pass jax.jit\(f\), made once"),
+        (lambda x: x, r"<lambda> is not jitted and calls nothing that is\n  fix   pass jax.jit"),
+        (lambda x: np.sin(x) + 1, r"<lambda> is not jitted and calls nothing that is\n"),
+    ],
+    ids=["operations", "nothing", "numpy"],
+)
+def test_where_nothing_is_jitted_there_is_nothing_to_count(f: Any, says: str) -> None:
+    for _ in range(2):  # whether or not its operations were compiled before
+        with pytest.raises(TypeError, match=f"^assert_no_retrace has nothing to count: {says}"):
+            assert_no_retrace(f, (jnp.ones(3),), (jnp.ones(3),))
+
+
+def test_a_compiled_program_never_traces() -> None:
+    compiled = jax.jit(double).lower(jnp.ones(3)).compile()
+    with pytest.raises(TypeError, match=r"Compiled is compiled already and never traces again\n  fix   pass the jitted function"):
+        assert_no_retrace(compiled, (jnp.ones(3),), (jnp.ones(3),))
+
+
+def test_what_counts_as_jitted() -> None:
+    step = jax.jit(double)
+    for f in (step, jax.jit(jnp.sin), functools.partial(step), jax.vmap(step), jax.value_and_grad(lambda x: step(x).sum())):
+        assert_no_retrace(f, (jnp.ones(3),), (jnp.ones(3),))
+
+
+def test_where_the_log_is_off_what_was_compiled_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = jax.jit(double)
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
+    assert_no_retrace(lambda x: step(x) + 1, (jnp.ones(3),), (jnp.ones(3),))
+    with pytest.raises(TypeError, match="nothing to count: <lambda> is not jitted"):
+        assert_no_retrace(lambda x: x, (jnp.ones(3),), (jnp.ones(3),))
 
 
 class State(NamedTuple):

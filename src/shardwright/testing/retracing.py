@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardwright import context
 from shardwright._jax import Compilations, watch_compilations
 from shardwright.errors import ShardingError
 from shardwright.plan.memory import leaf_bytes
@@ -26,30 +27,44 @@ def assert_no_retrace(f: Callable[..., Any], *calls: Sequence[Any] | Callable[[A
     as it went in, or every second call compiles anew.
 
     Args:
-      f: a jitted function, or one that calls some; nothing is said of one that calls none, since JAX does not tell of its calls.
+      f: a jitted function, or one that calls some.
       *calls: per call its arguments, or a function from the last result to them; at least two.
 
     Raises:
       AssertionError: a later call traced or compiled; with JAX's reasons and the arguments that changed.
-      TypeError: fewer than two calls, or one that is no tuple or list of arguments.
+      TypeError: fewer than two calls, one that is no tuple or list of arguments, or nothing that is jitted.
     """
     __tracebackhide__ = True
     if len(calls) < 2:
         raise TypeError(f"assert_no_retrace got {len(calls)} calls: one alone may always trace; pass the arguments of two or more")
-    # What another test has compiled must not count for this one.
-    clear = getattr(f, "clear_cache", None)
-    if callable(clear):
-        clear()
     first: Sequence[Any] = ()
     result = None
-    for number, call in enumerate(calls, 1):
-        args = _arguments(call, result, number)
-        seen = _seen(args)
-        with watch_compilations() as found:
-            result = f(*args)
-        first = first or seen
-        if number > 1 and (found.traced or found.compiled):
-            raise AssertionError(_message(f, number, found, first, seen))
+    with context.apart():  # what another test has compiled does not count for this one
+        for number, call in enumerate(calls, 1):
+            args = _arguments(call, result, number)
+            seen = _seen(args)
+            with watch_compilations() as found:
+                result = f(*args)
+            if number == 1:
+                first = seen
+                _check_jitted(f, found)
+            elif found.traced or found.compiled:
+                raise AssertionError(_message(f, number, found, first, seen))
+
+
+def _check_jitted(f: Callable[..., Any], found: Compilations) -> None:
+    """Check that a first call came through `jit`, so that there is something to count in the next."""
+    __tracebackhide__ = True
+    # Operations of JAX are jitted too, by JAX itself, which explains only what others jit.
+    if hasattr(f, "clear_cache") or (found.reasons if found.explained else found.traced or found.compiled):
+        return
+    if isinstance(f, jax.stages.Compiled):
+        what, fix = "is compiled already and never traces again", "pass the jitted function"
+    else:
+        ran = ", ".join(dict.fromkeys(found.traced))
+        what = f"is not jitted and calls nothing that is{f': it ran {ran} one by one' if ran else ''}"
+        fix = "pass jax.jit(f), made once, or a function that calls it in this thread"
+    raise TypeError(f"assert_no_retrace has nothing to count: {function_name(f)} {what}\n  fix   {fix}")
 
 
 def _arguments(call: Any, result: Any, number: int) -> Sequence[Any]:
