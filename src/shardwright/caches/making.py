@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from shardwright import _jax, context, placement
-from shardwright.caches import dense
+from shardwright.caches import dense, quantized
 from shardwright.caches.base import CacheSpec, KVCache, Overflow
 from shardwright.caches.row_order import RowOrder
 from shardwright.caches.shards import ambient_shards
@@ -20,7 +20,9 @@ from shardwright.errors import CacheError, did_you_mean
 from shardwright.modes import parse_mode
 
 # Kind -> function of a spec and the kind's own options, which returns a cache without tokens.
-KINDS: Mapping[str, Callable[..., KVCache]] = MappingProxyType({"dense": dense.make, "sliding": dense.make_sliding})
+KINDS: Mapping[str, Callable[..., KVCache]] = MappingProxyType(
+    {"dense": dense.make, "sliding": dense.make_sliding, "quantized": quantized.make}
+)
 
 
 def init(
@@ -44,7 +46,7 @@ def init(
     and every operation leaves them there; without one they are not sharded.
 
     Args:
-      kind: "dense" or "sliding".
+      kind: "dense", "sliding" or "quantized".
       batch: number of slots.
       capacity: rows per slot; absent: of a sliding cache, its window.
       kv_heads: heads of keys and values.
@@ -55,7 +57,7 @@ def init(
       window: positions that attention sees, the query's own included; absent: all.
       order: which row holds which position; absent: one after the other.
       mode: runtime mode in whose layout the arrays lie; absent: the manager's.
-      **options: of the kind.
+      **options: of the kind: `stored`, the dtype of a quantized cache's rows, "int8" if absent.
 
     Raises:
       CacheError: sizes or options that make no sense.

@@ -154,7 +154,7 @@ def _held(view: View, shards: Shards) -> jax.Array:
 
 def _rows_of(cache: RowCache, source: KVCache, view: View) -> Buffers:
     """Return what a source holds, as the rows of a cache do."""
-    if type(source) is type(cache):
+    if type(source) is type(cache) and source.buffers["k"].dtype == cache.buffers["k"].dtype:
         return source.buffers
     k, v = view.k, view.v
     if view.k_scale is not None and view.v_scale is not None:
