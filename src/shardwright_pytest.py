@@ -18,6 +18,7 @@ _MARKER = (
     "mesh(*meshes, axis_types='auto', strategy=None, mode=None): run the test once on each mesh of virtual CPU devices, such as "
     "'dp:2,tp:4'; the fixtures mesh and manager give it to the test (shardwright)"
 )
+_WATCH = "_nothing_left"
 _COUNT = "JAX_NUM_CPU_DEVICES"
 _BEFORE = pytest.StashKey[str | None]()
 _ATTACH = pytest.StashKey[Callable[[pytest.Item, pytest.TestReport], None]]()
@@ -100,7 +101,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def _is_ours(marker: pytest.Mark) -> bool:
     """Tell our marker from another project's of the same name."""
-    return marker.name == "mesh" and any(isinstance(mesh, str) and ":" in mesh for mesh in marker.args)
+    ours = any(isinstance(mesh, str) and ":" in mesh for mesh in marker.args) or (not marker.args and "strategy" in marker.kwargs)
+    return marker.name == "mesh" and ours
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -109,8 +111,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from shardwright.testing import pytest_plugin
 
         pytest_plugin.prepare(devices_asked(session.config))
+    else:
+        _watch_nothing(session.items)
     if "jax" in sys.modules:
         _restore(session.config)
+
+
+def _watch_nothing(items: Sequence[pytest.Item]) -> None:
+    """Spare each test a fixture in a run that has no meshes. Tests of one function share the list of names."""
+    for item in items:
+        if _WATCH in (names := getattr(item, "fixturenames", [])):
+            names.remove(_WATCH)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -123,6 +134,15 @@ def _mesh_case(request: pytest.FixtureRequest) -> Any:
     if hasattr(request, "param"):
         return request.param
     pytest.fail('no marker says which mesh: write @pytest.mark.mesh("dp:2,tp:4") above the test', pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """Take back a mesh or a manager that any test of a run with meshes leaves set, and fail it: the next one would have it too."""
+    from shardwright.testing import pytest_plugin
+
+    with pytest_plugin.nothing_left():
+        yield
 
 
 @pytest.fixture

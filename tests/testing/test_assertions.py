@@ -188,6 +188,20 @@ def test_a_fraction_is_a_part_of_the_whole(fraction: float) -> None:
         assert_max_replicated(placed(manager()), fraction=fraction)
 
 
+def test_no_array_has_fewer_than_no_copies() -> None:
+    with pytest.raises(ValueError, match=r"bytes=-1 is no number of bytes: nothing has fewer than 0"):
+        assert_max_replicated(placed(manager())["mlp"], bytes=-1)
+
+
+def test_what_was_never_placed_has_no_copies_to_count() -> None:
+    loose = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+    with pytest.raises(StrategyError, match=r"every array lies on one device and on no mesh(.|\n)*fix   place them first"):
+        assert_max_replicated(loose, fraction=0.0)
+    one = cpu_mesh("fsdp:1,tp:1")  # on purpose, as one of several meshes
+    assert_max_replicated(jax.device_put(loose, NamedSharding(one, P())), fraction=0.0)
+    assert_max_replicated({**loose, **placed(manager())["mlp"]}, bytes=0)
+
+
 # assert_collectives, assert_no_collectives
 
 

@@ -197,6 +197,13 @@ def test_tolerances() -> None:
     assert failing(lambda: assert_same_as_unsharded(off, x, manager=pm, grad=False, rtol=1e-5))
 
 
+@pytest.mark.parametrize("nothing", [lambda x: x[:0], lambda x: {}], ids=["size 0", "no arrays"])
+def test_a_result_without_numbers_is_no_comparison(nothing: Callable[[Any], Any]) -> None:
+    _, x = inputs(pm := manager())
+    message = failing(lambda: assert_same_as_unsharded(nothing, x, manager=pm, grad=False))
+    assert "there is nothing to compare" in message
+
+
 def test_nothing_sharded_is_no_comparison() -> None:
     pm = manager()
     copies = pm.shard(np.ones((4, 8), np.float32), sw.EMPTY, sw.EMPTY)

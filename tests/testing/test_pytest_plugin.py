@@ -153,8 +153,22 @@ def test_leaves_a_manager(manager):
 def test_unsets_the_mesh(manager):
     jax.set_mesh(None)
 
+def test_unmarked_leaves_a_mesh():
+    jax.set_mesh(sw.create_mesh("tp:2"))
+
+@pytest.fixture
+def untidy():
+    jax.set_mesh(sw.create_mesh("sp:2"))
+
+@pytest.mark.parametrize("size", [1])
+def test_a_fixture_leaves_a_mesh(untidy, size): ...
+
+def test_leaves_a_legacy_mesh():
+    sw.create_mesh("ep:2").__enter__()
+
 def test_nothing_is_left():
     assert jax.sharding.get_abstract_mesh().empty and sw.context.current() is None and sw.context.depth() == 0
+    assert jax.jit(lambda x: x)(1.0).sharding.device_set == {jax.devices()[0]}
 """
 SAYS = {
     "test_no_marker": 'no marker says which mesh: write @pytest.mark.mesh("dp:2,tp:4") above the test',
@@ -174,18 +188,63 @@ SAYS = {
     "test_leaves_a_manager[dp2-ddp]": (
         "left behind: PartitionManager('ddp', mesh='dp:2', mode='decode') is entered\n  fix   write `with manager:` around what needs it"
     ),
+    "test_unmarked_leaves_a_mesh": "left behind: the mesh tp:2 is set\n  fix   write `with jax.set_mesh(mesh):`",
+    "test_a_fixture_leaves_a_mesh[1]": "left behind: the mesh sp:2 is set\n  fix   write `with jax.set_mesh(mesh):`",
+    "test_leaves_a_legacy_mesh": "left behind: the mesh ep:2 is entered\n  fix   write `with jax.set_mesh(mesh):` around what needs it",
     "test_unsets_the_mesh[dp2-ddp]": "left behind: the mesh is unset\n  fix   write `with jax.set_mesh(mesh):`",
 }
 
 
 def test_what_does_not_fit_is_told_and_nothing_leaks_into_the_next_test(run: Run) -> None:
-    result = run({"test_it.py": REFUSED}, "-p", "no:randomly")
-    result.assert_outcomes(errors=len(SAYS), passed=4)
+    result = run({"test_it.py": REFUSED}, "-p", "no:randomly", "-W", "ignore::DeprecationWarning")
+    result.assert_outcomes(errors=len(SAYS), passed=7)
     text = said(result)
     for test, words in SAYS.items():
         assert words in text.partition(f" of {test} ")[2], test
     assert "site-packages" not in text, "a message needs no traceback"
     assert "During handling" not in text
+
+
+SET_FOR_LONGER = """
+import unittest
+import jax, pytest
+import shardwright as sw
+
+@pytest.fixture(scope="module", autouse=True)
+def of_the_module():
+    with jax.set_mesh(sw.create_mesh("dp:2")):
+        yield
+
+@pytest.fixture
+def tidy():
+    with jax.set_mesh(sw.create_mesh("dp:4")):
+        yield
+
+def test_first():
+    assert jax.sharding.get_mesh().shape == {"dp": 2}
+
+def test_inside(tidy):
+    assert jax.sharding.get_mesh().shape == {"dp": 4}
+
+@pytest.mark.mesh("tp:8")
+def test_marked(mesh):
+    assert jax.sharding.get_mesh().shape == {"dp": 2}
+
+class TestOfUnittest(unittest.TestCase):
+    def setUp(self):
+        self.set = jax.set_mesh(sw.create_mesh("dp:8"))
+        self.set.__enter__()
+
+    def tearDown(self):
+        self.set.__exit__(None, None, None)
+
+    def test_it(self):
+        assert jax.sharding.get_mesh().shape == {"dp": 8}
+"""
+
+
+def test_a_mesh_that_is_set_for_longer_than_a_test_is_nobody_s_fault(run: Run) -> None:
+    run({"test_it.py": SET_FOR_LONGER}).assert_outcomes(passed=4)
 
 
 MARKERS = {
@@ -214,13 +273,17 @@ import pytest
 @pytest.mark.mesh("dp:2,tp:2", "dp:4", axis_types="explicit")
 def test_idle(): ...
 
+@pytest.mark.mesh(strategy="fsdp_tp")
+def test_idle_too(): ...
+
 def test_other(): ...
 """
 
 
 def test_a_marker_that_does_nothing_fails_its_test_alone(run: Run) -> None:
     result = run({"test_it.py": IDLE})
-    result.assert_outcomes(errors=1, passed=1)
+    result.assert_outcomes(errors=2, passed=1)
+    assert "@pytest.mark.mesh(strategy='fsdp_tp') does nothing for a test" in said(result)
     says = '@pytest.mark.mesh("dp:2,tp:2", "dp:4", axis_types=\'explicit\') does nothing for a test that takes neither mesh nor manager'
     assert f"{says}\n  fix   add the argument mesh" in said(result)
 

@@ -94,17 +94,22 @@ def assert_max_replicated(
 
     Raises:
       AssertionError: more is replicated; the arrays with most copies first.
-      ValueError: a fraction below 0 or above 1.
-      StrategyError: leaves without a sharding, or no leaves.
+      ValueError: a fraction below 0 or above 1, bytes below 0.
+      StrategyError: leaves without a sharding, no leaves, or none that was ever placed on a mesh.
     """
     __tracebackhide__ = True
     if (bytes is None) == (fraction is None):
         raise TypeError("assert_max_replicated needs one limit: bytes=, or fraction=")
     if fraction is not None and not 0 <= fraction <= 1:
         raise ValueError(f"fraction={fraction} is no part of the whole: it lies between 0 and 1, 0.02 for 2 %; for bytes write bytes=")
+    if bytes is not None and not bytes >= 0:
+        raise ValueError(f"bytes={bytes!r} is no number of bytes: nothing has fewer than 0")
     found = bytes_by_path(x, shardings)
     if not found.leaves:
         raise StrategyError(_NOTHING, fix=_NOTHING_FIX)
+    if all(leaf.devices == 1 and leaf.spec is None for leaf in found.leaves):
+        what = "every array lies on one device and on no mesh, so none has copies, however it will be placed"
+        raise StrategyError(what, fix="place them first (pm.shard, pm.init), or pass shardings=pm.shardings(...)")
     if bytes is not None:
         good, limit = found.replicated <= bytes, f"{bytes_text(bytes)} may be"
     else:

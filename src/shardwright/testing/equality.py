@@ -175,6 +175,8 @@ def _check_comparable(name: str, sharded: Any, unsharded: Any) -> None:
         raise AssertionError(
             f"{name} and its reference return other trees: {has}, not {wants}\n  fix   return the same names in the same order from both"
         )
+    if not any(value.size for value in jax.tree.leaves(sharded[0])):
+        raise AssertionError(f"{name} returns no numbers, so there is nothing to compare\n  fix   return what should be the same")
     for path, value in _named(sharded):
         if jnp.issubdtype(value.dtype, jnp.inexact) and value.size and not np.isfinite(_numbers(value)).any():
             raise AssertionError(
