@@ -47,6 +47,14 @@ def concrete_mesh() -> Mesh | None:
     return next((mesh for mesh in (read(), legacy) if mesh is not None and not mesh.empty), None)
 
 
+def legacy_meshes() -> tuple[Mesh, ...]:
+    """Return the meshes of the legacy `with mesh:` that this thread is in, outermost first; private, as in `concrete_mesh`."""
+    from jax._src import mesh as private
+
+    stack: Any = getattr(getattr(private, "thread_resources", None), "stack", ())
+    return tuple(env.physical_mesh for env in stack if not env.physical_mesh.empty)
+
+
 def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
     """Return a fresh context manager that makes a mesh ambient.
 

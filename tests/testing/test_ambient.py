@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 import shardwright as sw
 from shardwright import context
+from shardwright._jax import legacy_meshes
 from shardwright.testing.ambient import AmbientLeftError, isolated
 
 
@@ -40,6 +41,19 @@ def test_an_abstract_mesh_left_behind_is_seen_too() -> None:
     with pytest.raises(AmbientLeftError, match="the mesh dp:2 is set"), isolated():
         jax.sharding.use_abstract_mesh(sw.abstract_mesh("dp:2")).__enter__()
     assert jax.sharding.get_abstract_mesh().empty
+
+
+@pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
+def test_legacy_meshes_left_behind_are_left() -> None:
+    def leave_two() -> None:
+        mesh.__enter__()
+        sw.create_mesh("tp:2").__enter__()
+
+    mesh = sw.create_mesh("dp:2")
+    with mesh:
+        with pytest.raises(AmbientLeftError, match=r"(?s)the mesh tp:2 is entered\n.*; and the mesh dp:2 is entered"), isolated():
+            leave_two()
+        assert legacy_meshes() == (mesh,)
 
 
 def test_a_block_that_tidies_up_says_nothing() -> None:

@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from shardwright import context
+from shardwright._jax import legacy_meshes
 
 
 class AmbientLeftError(AssertionError):
@@ -22,27 +23,33 @@ def isolated() -> Iterator[None]:
     Raises:
       AmbientLeftError: the block ended well and left something else, which is taken back first.
     """
-    depth, mesh = context.depth(), jax.sharding.get_mesh()
+    depth, mesh, legacy = context.depth(), jax.sharding.get_mesh(), len(legacy_meshes())
     try:
         yield
     except BaseException:
-        _take_back(depth, mesh)
+        _take_back(depth, mesh, legacy)
         raise
-    if left := _take_back(depth, mesh):
+    if left := _take_back(depth, mesh, legacy):
         raise AmbientLeftError("left behind: " + "; and ".join(left))
 
 
-def _take_back(depth: int, mesh: Mesh) -> list[str]:
+def _take_back(depth: int, mesh: Mesh, legacy: int) -> list[str]:
     """Restore what was ambient and return what was found instead, with how to avoid it."""
     left = []
     while context.depth() > depth:
         manager = context.current()
         context.leave(manager)
         left.append(f"{manager!r} is entered\n  fix   write `with manager:` around what needs it")
+    for entered in reversed(legacy_meshes()[legacy:]):
+        entered.__exit__(None, None, None)
+        left.append(f"the mesh {_sizes(entered)} is entered\n  fix   write `with jax.set_mesh(mesh):` around what needs it")
     now, abstract = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
     if now != mesh or (mesh.empty and not abstract.empty):
-        sizes = ",".join(f"{name}:{size}" for name, size in abstract.shape.items())
-        what = f"the mesh {sizes} is set" if sizes else "the mesh is unset"
+        what = "the mesh is unset" if abstract.empty else f"the mesh {_sizes(abstract)} is set"
         left.append(f"{what}\n  fix   write `with jax.set_mesh(mesh):`; as a statement of its own `jax.set_mesh(mesh)` stays")
         jax.set_mesh(None if mesh.empty else mesh)
     return left
+
+
+def _sizes(mesh: Mesh | AbstractMesh) -> str:
+    return ",".join(f"{name}:{size}" for name, size in mesh.shape.items())

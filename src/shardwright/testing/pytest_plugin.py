@@ -149,7 +149,7 @@ def placed(case: MeshCase, root: Path, *, asked: int | None = None, backend: str
             made = create_mesh(str(case.spec), devices=devices, axis_types=case.axis_types)
     except ShardingError as error:
         raise _failure(str(error)) from None
-    with _nothing_left(), _computing_on(devices[0]):
+    with nothing_left(), _computing_on(devices[0]):
         yield made
 
 
@@ -162,12 +162,13 @@ def managed(case: MeshCase, mesh: Mesh, *, root: Path) -> Iterator[PartitionMana
         made = PartitionManager(_strategy(case.strategy, root), mesh=mesh, mode=case.mode)
     except ShardingError as error:
         raise _failure(str(error)) from None
-    with made, _nothing_left():
+    with made, nothing_left():
         yield made
 
 
 @contextlib.contextmanager
-def _nothing_left() -> Iterator[None]:
+def nothing_left() -> Iterator[None]:
+    """Take back what a test leaves ambient, and fail it."""
     try:
         with isolated():
             yield
