@@ -1,0 +1,165 @@
+"""What the compiled operations send, hold and copy: appends send nothing, and write in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright import caches
+from shardwright.caches import RowOrder
+from shardwright.testing import assert_collectives, assert_no_collectives, assert_sharding, cpu_mesh
+
+RULES = """
+[rules]
+batch = "dp"
+query_length = "-"
+kv_length = "sp"
+head = "tp"
+kv_head = "tp | -"
+[modes.prefill]
+query_length = "sp"
+"""
+BATCH, CAPACITY, HEADS, DIM = 8, 1024, 4, 16
+MESHES = {
+    "batch": "dp:8,sp:1,tp:1",
+    "heads": "dp:1,sp:1,tp:4",
+    "length": "dp:1,sp:8,tp:1",
+    "batch and length": "dp:2,sp:4,tp:1",
+    "batch, length and heads": "dp:2,sp:2,tp:2",
+}
+QUICK = {("batch, length and heads", 1), ("length", 4), ("batch, length and heads", 256)}
+CACHES: dict[str, dict[str, Any]] = {
+    "dense": {"kind": "dense"},
+    "sliding": {"kind": "sliding", "window": 512},
+    "interleaved": {"kind": "dense", "order": RowOrder(block=16, shards=8)},
+}
+
+
+def manager_of(mesh: str, axis_types: Any = "auto", mode: str = "decode") -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types)).for_mode(mode)
+
+
+def make(name: str = "dense", *, batch: int = BATCH, capacity: int = CAPACITY) -> Any:
+    # On a CPU a scatter of bfloat16 is one of a copy in float32.
+    return caches.init(batch=batch, capacity=capacity, kv_heads=HEADS, head_dim=DIM, dtype="float32", **CACHES[name])
+
+
+def tokens(count: int, manager: sw.PartitionManager | None = None, *, batch: int = BATCH) -> Any:
+    """Keys of new tokens; as a layer has them under a manager, whose query length may be sharded."""
+    shape = (batch, count, HEADS, DIM)
+    sharding = None if manager is None else manager.sharding((sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM), shape=shape)
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+
+def append(cache: Any, k: Any, v: Any, valid: Any = None) -> Any:
+    return cache.append(k, v, valid=valid)
+
+
+def bytes_per_device(tree: Any) -> int:
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+# A few cells by default, all of them in the slow suite.
+CELLS = [
+    pytest.param(mesh, types, count, marks=[] if (mesh, count) in QUICK else pytest.mark.slow)
+    for mesh in MESHES
+    for types in ("auto", "explicit")
+    for count in (1, 4, 256)
+]
+
+
+@pytest.mark.parametrize(("mesh", "axis_types", "count"), CELLS)
+def test_an_append_sends_nothing_and_writes_in_place(mesh: str, axis_types: str, count: int) -> None:
+    manager = manager_of(MESHES[mesh], axis_types)
+    temporary = []
+    with manager:
+        for capacity in (CAPACITY, 4 * CAPACITY):
+            cache, new = make(capacity=capacity), tokens(count, manager)
+            compiled = jax.jit(append, donate_argnums=0).lower(cache, new, new, jax.ShapeDtypeStruct((BATCH, count), bool)).compile()
+            assert_no_collectives(compiled)
+            memory = compiled.memory_analysis()
+            assert memory.alias_size_in_bytes == bytes_per_device(cache)
+            temporary.append(memory.temp_size_in_bytes)
+    assert temporary[0] == temporary[1]
+    assert temporary[0] <= 1.1 * 2 * new.dtype.itemsize * np.prod(new.sharding.shard_shape(new.shape)) + 1024
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.parametrize("name", ["sliding", "interleaved"])
+def test_so_does_an_append_to_a_ring_and_to_interleaved_rows(name: str, axis_types: str) -> None:
+    manager = manager_of("dp:1,sp:8,tp:1", axis_types)
+    with manager:
+        cache, new = make(name), tokens(4, manager)
+        compiled = jax.jit(append, donate_argnums=0).lower(cache, new, new).compile()
+    assert_no_collectives(compiled)
+    assert compiled.memory_analysis().alias_size_in_bytes == bytes_per_device(cache)
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_of_tokens_that_lie_over_the_length_only_they_move(axis_types: str) -> None:
+    manager = manager_of("dp:2,sp:4,tp:1", axis_types, mode="prefill")
+    with manager:
+        cache, new = make(), tokens(256, manager)
+        assert new.sharding.spec == P("dp", "sp")
+        step = jax.jit(append, donate_argnums=0)
+        moved = 2 * BATCH // 2 * 256 * HEADS * DIM * 4  # keys and values of a batch shard, whole
+        assert_collectives(step, cache, new, new, all_gather=2, only=True, bytes=moved, axis="sp")
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_arrays_stay_where_they_are(axis_types: str, count: int = 40) -> None:
+    random = np.random.default_rng(0)
+    k = random.standard_normal((BATCH, count, HEADS, DIM)).astype(np.float32)
+    alone = make("sliding").append(k, -k).cache.append(-k, k).cache
+    with manager_of("dp:2,sp:2,tp:2", axis_types):
+        cache = make("sliding")
+        placed = jax.tree.map(lambda x: x.sharding, cache)
+        for step in (append, jax.jit(append)):
+            after = step(step(cache, k, -k).cache, -k, k).cache
+            assert_sharding(after, placed)
+            jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(after), jax.tree.leaves(alone))
+        moved = after.rewind(after.length - 1).cache.free([0, 1]).cache.reorder(list(range(BATCH))).cache
+        moved = moved.insert(make("sliding", batch=2).append(k[:2], k[:2]).cache, [0, 1]).require()
+        assert_sharding(moved, placed)
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_beams_that_stay_on_their_shard_send_nothing(axis_types: str) -> None:
+    parents = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    with manager_of("dp:2,sp:2,tp:2", axis_types):
+        cache = make()
+        assert_no_collectives(jax.jit(lambda cache, parents: cache.reorder(parents, group=4)), cache, parents)
+        shard = 2 * BATCH * CAPACITY // 2 * HEADS // 2 * DIM * 4
+        small = range(shard, shard + 1024)
+        assert_collectives(
+            jax.jit(lambda cache, parents: cache.reorder(parents)), cache, parents, all_gather=range(1, 9), only=True, bytes=small
+        )
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_an_insert_sends_the_new_rows_and_writes_in_place(axis_types: str) -> None:
+    with manager_of("dp:2,sp:2,tp:2", axis_types):
+        cache, source = make(), make(batch=2, capacity=64)
+        insert = jax.jit(lambda cache, source, slots: cache.insert(source, slots), donate_argnums=0)
+        slots = jax.ShapeDtypeStruct((2,), jnp.int32)
+        compiled = insert.lower(cache, source, slots).compile()
+        rows = 2 * 2 * 64 * HEADS // 2 * DIM * 4  # those of all slots, of a shard's heads
+        assert_collectives(compiled, bytes=range(rows, 2 * rows + 4096))
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == bytes_per_device(cache)
+    assert memory.temp_size_in_bytes < bytes_per_device(cache) / 4
+
+
+def test_freeing_and_rewinding_touch_no_rows() -> None:
+    with manager_of("dp:2,sp:2,tp:2"):
+        cache = make()
+        for operation in (lambda cache, numbers: cache.free(numbers), lambda cache, numbers: cache.rewind(numbers)):
+            compiled = jax.jit(operation, donate_argnums=0).lower(cache, jax.ShapeDtypeStruct((BATCH,), jnp.int32)).compile()
+            assert compiled.memory_analysis().alias_size_in_bytes == bytes_per_device(cache)
+            assert compiled.memory_analysis().temp_size_in_bytes < 4096
