@@ -111,6 +111,40 @@ def test_a_mesh_in_two_words_and_a_key_spelled_wrong_are_understood(tmp_path: Pa
     assert "t.toml:2 w.axis: 'axis' is not a table\n  fix   did you mean 'axes'?" in err
 
 
+LISTED = {
+    '[[tensors]]\npath = "mlp/wi"\naxes = "EMBED"\n': (
+        "t.toml:1 tensors: tensors are not listed: each has a table of its own, named by its path\n"
+        '  fix   write [mlp.wi], and below it axes = "EMBED MLP_INTERMEDIATE", shape = ['
+    ),
+    '[mlp]\n[[mlp.up]]\naxes = "EMBED"\n[[mlp.up]]\naxes = "EMBED"\n': (
+        "t.toml:2 mlp.up: tensors are not listed: … fix   write [mlp.up.0], [mlp.up.1], and"
+    ),
+    '[[tensors]]\nname = "a.b/0 c"\n': 'fix   write ["a.b"."0 c"], and below it',
+    '[[tensors]]\nmatch = "lm_head/.*"\nembed = "-"\n': (
+        "t.toml:1 tensors: entries with match= are a strategy's: its file says by them where tensors lie; this one names the tensors\n"
+        "  fix   write [lm_head.kernel], and below it axes ="
+    ),
+    '{"tensors": [{"axes": "EMBED"}]}': (
+        'tensors are not listed: … fix   {"mlp": {"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}}, a level for each "/"'
+    ),
+    'version = 1\n[rules]\nembed = "fsdp"\n': (
+        "t.toml: this is a strategy file: it says where axes lie, not which tensors a model has\n"
+        "  fix   name it as the strategy; a file of tensors has one table for each, such as [mlp.wi]: axes ="
+    ),
+}
+
+
+@pytest.mark.parametrize("text", LISTED)
+def test_a_file_of_another_form_than_tensors_have_says_how_to_write_it(text: str, tmp_path: Path) -> None:
+    name = "t.json" if text.startswith("{") else "t.toml"
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    code, _, err = run(f"check fsdp_tp --mesh fsdp:2,tp:4 --tensors {name}", tmp_path)
+    assert code == 2
+    for words in LISTED[text].split(" … "):
+        assert words in err, err
+    assert len(err.splitlines()) == 2, "one problem"
+
+
 @pytest.mark.parametrize("text", ['{"version": 1,\n "rules": {"batch": "dp",}}', '{"rules": {},\n}', '{"rules": [1, ]}'])
 def test_a_comma_too_many_in_json_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text(text, encoding="utf-8")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from shardwright.tensors import MOST_ELEMENTS, Tensor, is_dtype
 _KEYS = ("axes", "shape", "role", "dtype")
 _SHARED = ("role", "dtype")
 _EXAMPLE = 'axes = "EMBED MLP_INTERMEDIATE", shape = [4096, 14336], role = "param", dtype = "bfloat16"'
+_JSON_EXAMPLE = '{"mlp": {"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}}'
 Where = dict[tuple[str, ...], str]
 
 
@@ -38,14 +41,27 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
     except OSError as error:
         raise unreadable(name, error) from error
     if path.suffix == ".json" and text.lstrip()[:1] != "{":
-        raise StrategyError("a file of tensors is one object", path=path.name, fix='{"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}')
+        raise StrategyError("a file of tensors is one object", path=path.name, fix=_JSON_EXAMPLE)
     data, where = files.parse(text, format=path.suffix[1:], source=path.name)
+    if any(_is_table_of_rules(data.get(name)) for name in ("mesh", "rules")):
+        raise StrategyError(
+            "this is a strategy file: it says where axes lie, not which tensors a model has",
+            path=path.name,
+            fix=f"name it as the strategy; a file of tensors has one table for each, such as [mlp.wi]: {_EXAMPLE}",
+        )
     problems: list[Problem] = []
     tensors = tuple(_walk(data, (), {}, where, problems))
     if not tensors and not problems:
         problems.append(Problem(error=StrategyError, what="the file names no tensor", path=path.name, fix=f"[mlp.wi]: {_EXAMPLE}"))
     raise_problems(problems)
     return tensors
+
+
+def _is_table_of_rules(table: Any) -> bool:
+    """Tell a strategy's `[mesh]` or `[rules]` from a level of a tree, which holds tables, and from a tensor, which has axes."""
+    return (
+        isinstance(table, Mapping) and bool(table) and "axes" not in table and not any(isinstance(one, Mapping) for one in table.values())
+    )
 
 
 def _walk(
@@ -60,10 +76,35 @@ def _walk(
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _walk(value, (*path, key), shared, where, problems)
+        elif isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+            problems.append(_listed((*path, key), value, where))
         elif key not in _SHARED:
             what = "the tensor has no axes" if key in _KEYS else f"{key!r} is not a table"
             hint = "" if key in _KEYS else did_you_mean(key, _KEYS)
             problems.append(_problem((*path, key), where, what, f"{hint} a tensor is a table: {_EXAMPLE}".strip()))
+
+
+def _listed(path: tuple[str, ...], entries: Sequence[Mapping[str, Any]], where: Where) -> Problem:
+    """Return the problem of `[[tensors]]`: tensors are named by the headers of their tables, not listed."""
+    first = entries[0]
+    name = next((first[key] for key in ("path", "name") if isinstance(first.get(key), str) and first[key]), "")
+    what, headers = "tensors are not listed: each has a table of its own, named by its path", _header([*path, "0"])
+    if "match" in first:
+        what = "entries with match= are a strategy's: its file says by them where tensors lie; this one names the tensors"
+        headers = _header(["lm_head", "kernel"])
+    elif name:
+        headers = _header(name.split("/"))
+    elif len(entries) > 1:
+        headers += f", {_header([*path, '1'])}"
+    place = next((found for found in ((*path, "0"), path) if found in where), path)
+    in_json = where.get((), "").endswith(".json")
+    fix = f'{_JSON_EXAMPLE}, a level for each "/"' if in_json else f"write {headers}, and below it {_EXAMPLE}"
+    return dataclasses.replace(_problem(place, where, what, fix), path=f"{where.get(place, '')} {'.'.join(path)}".strip())
+
+
+def _header(parts: Sequence[str]) -> str:
+    """Return the header of a TOML table."""
+    return f"[{'.'.join(part if re.fullmatch(r'[A-Za-z0-9_-]+', part) else json.dumps(part) for part in parts)}]"
 
 
 def _tensor(table: Mapping[str, Any], path: tuple[str, ...], where: Where, problems: list[Problem]) -> Tensor | None:
