@@ -34,7 +34,7 @@ test: ## run the tests, without the slow ones
 
 test-full: ## run all tests
 	@$(ready) $(VENV) test
-	@$(bin)/python $(pytest) -m "" $(ARGS)
+	@$(bin)/python $(pytest) -m "not product" $(ARGS)
 
 test-latest: ## run the tests on the newest JAX (Python 3.12 or newer); looks for a newer one once a day
 	@$(ready) $(VENV_LATEST) test 3.12 `date +%Y-%m-%d`
