@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from shardwright import _jax, context, placement
-from shardwright.caches import dense, quantized
+from shardwright.caches import dense, paged, quantized
 from shardwright.caches.base import CacheSpec, KVCache, Overflow
 from shardwright.caches.row_order import RowOrder
 from shardwright.caches.shards import ambient_shards
@@ -21,7 +22,7 @@ from shardwright.modes import parse_mode
 
 # Kind -> function of a spec and the kind's own options, which returns a cache without tokens.
 KINDS: Mapping[str, Callable[..., KVCache]] = MappingProxyType(
-    {"dense": dense.make, "sliding": dense.make_sliding, "quantized": quantized.make}
+    {"dense": dense.make, "sliding": dense.make_sliding, "quantized": quantized.make, "paged": paged.make}
 )
 
 
@@ -46,7 +47,7 @@ def init(
     and every operation leaves them there; without one they are not sharded.
 
     Args:
-      kind: "dense", "sliding" or "quantized".
+      kind: "dense", "sliding", "quantized" or "paged".
       batch: number of slots.
       capacity: rows per slot; absent: of a sliding cache, its window.
       kv_heads: heads of keys and values.
@@ -57,13 +58,14 @@ def init(
       window: positions that attention sees, the query's own included; absent: all.
       order: which row holds which position; absent: one after the other.
       mode: runtime mode in whose layout the arrays lie; absent: the manager's.
-      **options: of the kind: `stored`, the dtype of a quantized cache's rows, "int8" if absent.
+      **options: of the kind: `stored`, the dtype of a quantized cache's rows, "int8" if absent; of a paged one `page_size`, rows of a page,
+        and `pages`, of all slots together.
 
     Raises:
       CacheError: sizes or options that make no sense.
       ShardingError: what the rules say does not fit the sizes.
     """
-    make = _kind(kind)
+    make = _kind(kind, options)
     manager = context.current()
     said = mode if mode is not None else None if manager is None else manager.mode
     if manager is not None and said is None:
@@ -89,10 +91,16 @@ def init(
     return made
 
 
-def _kind(kind: str) -> Callable[..., KVCache]:
+def _kind(kind: str, options: Mapping[str, Any]) -> Callable[..., KVCache]:
     if kind not in KINDS:
         raise CacheError(f"{kind!r} is no kind of cache", path="kind", fix=did_you_mean(kind, KINDS) or f"kinds are {', '.join(KINDS)}")
-    return KINDS[kind]
+    make = KINDS[kind]
+    known = list(inspect.signature(make).parameters)[1:]
+    for name in options:
+        if name not in known:
+            fix = did_you_mean(name, known) or (f"its own options are {', '.join(known)}" if known else "leave it out")
+            raise CacheError(f"a {kind} cache has no option {name!r}", path="init", fix=fix)
+    return make
 
 
 def _dtype(dtype: Any) -> str:
@@ -110,7 +118,7 @@ def _overflow(overflow: str | None, kind: str) -> Overflow:
     if overflow is None:
         return Overflow.RING if kind == "sliding" else Overflow.REPORT
     if overflow not in tuple(Overflow):
-        fix = did_you_mean(str(overflow), tuple(Overflow)) or f"say one of {', '.join(Overflow)}"
+        fix = did_you_mean(str(overflow), [str(policy) for policy in Overflow]) or f"say one of {', '.join(Overflow)}"
         raise CacheError(f"{overflow!r} is not what overflow can do", path="overflow", fix=fix)
     return Overflow(overflow)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright.axes import BATCH, EMPTY, KV_LENGTH
-from shardwright.caches import arguments, slots, writing
+from shardwright.caches import arguments, pages, slots, writing
 from shardwright.caches.base import Change, KVCache, Refusal, View
 from shardwright.caches.operating import operate
 from shardwright.caches.shards import Axes, Shards, ambient_shards, specs_of
@@ -122,7 +122,7 @@ def _append(cache: RowCache, k: jax.Array, v: jax.Array, valid: jax.Array | None
 
 def _insert(cache: RowCache, source: KVCache, into: jax.Array) -> Change[Any]:
     spec, shards = cache.spec, ambient_shards(cache.spec.mode)
-    view = source.view()
+    view = pages.in_rows(source.view(), ambient_shards(source.spec.mode))
     lengths, into, held = shards.place(view.lengths, (EMPTY,)), shards.place(jnp.asarray(into), (EMPTY,)), _held(view, shards)
     first = jnp.min(jnp.where(held >= 0, held, lengths[:, None]), axis=1)
     needed = needed_from(spec, lengths)
@@ -156,10 +156,8 @@ def _rows_of(cache: RowCache, source: KVCache, view: View) -> Buffers:
     """Return what a source holds, as the rows of a cache do."""
     if type(source) is type(cache) and source.buffers["k"].dtype == cache.buffers["k"].dtype:
         return source.buffers
-    k, v = view.k, view.v
-    if view.k_scale is not None and view.v_scale is not None:
-        k, v = ((x.astype(jnp.float32) * scale[..., None]).astype(cache.spec.dtype) for x, scale in ((k, view.k_scale), (v, view.v_scale)))
-    return cache.encode(k, v)
+    dtype = cache.spec.dtype
+    return cache.encode(pages.plain(view.k, view.k_scale, dtype), pages.plain(view.v, view.v_scale, dtype))
 
 
 def _free(cache: RowCache, which: jax.Array) -> Change[Any]:

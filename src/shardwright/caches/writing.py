@@ -100,7 +100,7 @@ def take_slots(buffers: Buffers, parents: jax.Array, *, group: int, shards: Shar
             parents = parents - jax.lax.axis_index(axes) * size
         elif axes:
             buffers = {name: jax.lax.all_gather(buffer, axes, tiled=True) for name, buffer in buffers.items()}
-        return {name: buffer[parents] for name, buffer in buffers.items()}
+        return {name: buffer.at[parents].get(mode="promise_in_bounds") for name, buffer in buffers.items()}
 
     batch = spec_of([axes])
     taken: Buffers = shards.run(local, (buffers, parents), (dict(specs), batch), out_specs=dict(specs))
