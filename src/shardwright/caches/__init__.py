@@ -8,6 +8,7 @@ from shardwright.caches.base import Refusal as Refusal
 from shardwright.caches.base import View as View
 from shardwright.caches.dense import DenseCache as DenseCache
 from shardwright.caches.making import init as init
+from shardwright.caches.paged import PagedCache as PagedCache
 from shardwright.caches.quantized import Quantized as Quantized
 from shardwright.caches.quantized import QuantizedCache as QuantizedCache
 from shardwright.caches.quantized import quantize as quantize
