@@ -40,7 +40,7 @@ ORDER = (
     ),
     *("tree_names", "spec_trees", "train_loop", "mapping", "strategy", "manager", "ambient"),
     *("tensors", "lints", "compare"),
-    *("caches", "attention", "layers", "plan", "report", "interop"),
+    *("caches", "attention", "layers", "serving", "plan", "report", "interop"),
     *(PACKAGE, "testing", "cli", "__main__"),
 )
 MAX_FILE_LINES = 600

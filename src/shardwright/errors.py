@@ -142,6 +142,14 @@ class LayerError(ShardingError):
     """A layer or an operator that is asked for what it does not do."""
 
 
+class ServingError(ShardingError):
+    """A request that can never be served, or an engine that is asked for what it does not do."""
+
+
+class QueueFullError(ServingError):
+    """A request that came while as many wait as may: it can come again later."""
+
+
 _PROBLEM_FIELDS = frozenset(f.name for f in dataclasses.fields(Problem))
 
 

@@ -1,0 +1,143 @@
+"""What a caller asks for, and what becomes of it. Values alone: no arrays, no devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardwright.errors import Problem, ServingError, raise_problems
+
+MOST_SEED = 2**32 - 1
+MOST_TOKEN = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn. Absent: the likeliest, always.
+
+    What is drawn depends on the logits, the seed and how many tokens the request has written, on nothing else.
+
+    Attributes:
+      temperature: what logits are divided by; 0: the likeliest token, the lowest number among equals.
+      top_k: draw among so many of the likeliest; None: among all.
+      top_p: draw among the likeliest whose probabilities first sum to this or more; 1: among all.
+      seed: of the request, from 0 to 2**32 - 1.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not _number(self.temperature) or not 0 <= self.temperature < float("inf"):
+            problems.append(_problem("temperature", self.temperature, "pass 0 for the likeliest token, or a number above it"))
+        if self.top_k is not None and (not _whole(self.top_k) or not 1 <= self.top_k <= MOST_TOKEN):
+            problems.append(_problem("top_k", self.top_k, "pass a whole number from 1 on, or None for all tokens"))
+        if not _number(self.top_p) or not 0 < self.top_p <= 1:
+            problems.append(_problem("top_p", self.top_p, "pass a probability above 0 and up to 1"))
+        if not _whole(self.seed) or not 0 <= self.seed <= MOST_SEED:
+            problems.append(_problem("seed", self.seed, "pass a whole number from 0 to 2**32 - 1"))
+        raise_problems(problems)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt, and how to go on after it.
+
+    Attributes:
+      prompt: token numbers, at least one.
+      max_new_tokens: tokens to write at most; those of a stop sequence count.
+      sampling: how they are drawn.
+      stop: tokens, and sequences of tokens, that end the text; they do not become part of it.
+      on_token: called with each token as soon as it can no longer be part of a stop sequence. What it raises fails this
+        request and no other.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    stop: Sequence[int | Sequence[int]] = ()
+    on_token: Callable[[int], object] | None = None
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        object.__setattr__(self, "prompt", _tokens("prompt", self.prompt, problems))
+        stop = self.stop
+        if isinstance(stop, (str, bytes)) or not isinstance(stop, Sequence):
+            problems.append(_problem("stop", stop, "pass a list of tokens, or of lists of tokens"))
+        else:
+            entries = (_tokens("stop", (entry,) if _whole(entry) else entry, problems) for entry in stop)
+            object.__setattr__(self, "stop", tuple(entries))
+        if not _whole(self.max_new_tokens) or self.max_new_tokens < 1:
+            problems.append(_problem("max_new_tokens", self.max_new_tokens, "pass a whole number from 1 on"))
+        if not isinstance(self.sampling, Sampling):
+            problems.append(_problem("sampling", self.sampling, "pass serving.Sampling(temperature=..., seed=...)"))
+        if self.on_token is not None and not callable(self.on_token):
+            problems.append(_problem("on_token", self.on_token, "pass a function of one token, or None"))
+        raise_problems(problems)
+
+    @property
+    def rows(self) -> int:
+        """The rows of a cache that it may need: the last token written is never read."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+
+class Finish(enum.StrEnum):
+    """Why a request ended."""
+
+    LENGTH = "length"
+    STOP = "stop"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A request that has ended.
+
+    Attributes:
+      tokens: what was written, without the stop sequence that ended it.
+      finish: why it ended.
+      error: what made it fail, or None.
+    """
+
+    tokens: tuple[int, ...]
+    finish: Finish
+    error: Exception | None = None
+
+
+def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:
+    """Return token numbers as a tuple of ints; note what is wrong with them."""
+    fix = "pass token numbers, whole and not negative, as the tokenizer gives them"
+    if isinstance(given, (str, dict, set)):
+        problems.append(_problem(name, given, fix))
+        return ()
+    try:
+        tokens = tuple(-1 if isinstance(token, bool) else operator.index(token) for token in given)
+    except TypeError:
+        problems.append(_problem(name, given, fix))
+        return ()
+    wrong = next((at for at, token in enumerate(tokens) if not 0 <= token <= MOST_TOKEN), None)
+    if wrong is not None:
+        what = f"token {wrong} is {given[wrong]!r}"
+        problems.append(Problem(error=ServingError, what=what, path=name, fix=fix))
+    if not tokens:
+        problems.append(Problem(error=ServingError, what="no tokens", path=name, fix="pass at least one"))
+    return tokens
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _problem(name: str, value: Any, fix: str) -> Problem:
+    return Problem(error=ServingError, what=f"{name}={value!r}", path=name, fix=fix)
