@@ -22,7 +22,7 @@ RULES = '[rules]\nbatch = "dp"\nkv_length = "sp"\n'
 
 
 def make(kind: str = "dense", *, batch: int = 3, **options: Any) -> Any:
-    return caches.init(kind, batch=batch, **({"capacity": 6} if kind == "dense" else {}), **SIZES, **options)
+    return caches.init(kind, batch=batch, **({"capacity": 6} if kind == "dense" else {}) | SIZES | options)
 
 
 def append(cache: Any, tokens: Any, valid: Any = None) -> Any:
@@ -65,15 +65,16 @@ def test_of_a_slot_that_overflows_nothing_is_written() -> None:
     assert held(change.cache)[1:] == [[10, 11, 12, 13, 100, 101], [100, 101]]
 
 
-@pytest.mark.parametrize("options", [{}, {"order": RowOrder(block=2, shards=3)}])
 @pytest.mark.parametrize("count", [1, 3, 7, 20])
-def test_a_ring_keeps_the_latest(count: int, options: dict[str, Any]) -> None:
-    at_once = append(make(overflow="ring", **options), np.arange(count)[None] + 100 * np.arange(3)[:, None])
-    assert held(at_once.cache)[1] == [100 + token for token in range(count)][-6:]
+@pytest.mark.parametrize("options", [{"overflow": "ring"}, {"overflow": "ring", "order": RowOrder(block=2, shards=3)}, {"capacity": 20}])
+def test_tokens_at_once_are_tokens_one_by_one(options: dict[str, Any], count: int) -> None:
+    tokens = np.arange(count)[None] + 100 * np.arange(3)[:, None]
+    at_once = append(make(**options), tokens)
+    assert held(at_once.cache)[1] == [100 + token for token in range(count)][-at_once.cache.spec.capacity :]
     np.testing.assert_array_equal(at_once.positions[0], np.arange(count))
-    single = make(overflow="ring", **options)
-    for token in range(count):
-        single = append(single, token + 100 * np.arange(3)[:, None]).cache
+    single = make(**options)
+    for at in range(count):
+        single = append(single, tokens[:, at : at + 1]).cache
     assert_same_bits(single, at_once.cache)
 
 
@@ -161,9 +162,12 @@ class TestErrorPolicy:
 
     def test_outside_jit(self) -> None:
         cache = filled([5, 2, 6], overflow="error")
-        with pytest.raises(CacheError, match="entry 0 was refused: the tokens exceed the capacity of the slot, and 1 more"):
+        with pytest.raises(CacheError, match="entry 0 was refused: the tokens exceed the capacity of the slot; 1 more were"):
             append(cache, [[1, 2]] * 3)
-        with pytest.raises(CacheError, match="entry 1 was refused: the slot is named twice"):
+        with pytest.raises(
+            CacheError,
+            match=r"entry 1 was refused: the slot is named twice; 1 more were\n  fix   with overflow=.report. refusals are values",
+        ):
             cache.free([0, 1, 1])
         assert held(append(cache, [[1]] * 3, np.array([[True], [True], [False]])).cache)[0] == [0, 1, 2, 3, 4, 1]
 

@@ -1,9 +1,9 @@
 """What every KV cache is: a frozen pytree of buffers and of how many tokens each slot holds, and what may be done with it.
 
 A slot is a row of the batch: room for one sequence. Position p of a sequence is its p-th token, from 0; a slot holds the
-positions below its `length`, and nothing else says what is valid. Buffers are written by dropping scatters: nothing is
-ever clamped, shifted or written over another token, and what cannot be done is a value, per slot, in the `Change` that
-every operation returns. Everything here runs inside `jit` and outside.
+positions below its `length`, a ring those from its `start` on, and nothing else says what is valid. Buffers are written by
+dropping scatters: nothing is ever clamped, shifted or written over another token, and what cannot be done is a value, per slot,
+in the `Change` that every operation returns. Everything here runs inside `jit` and outside.
 """
 
 from __future__ import annotations
@@ -128,17 +128,21 @@ class Change(Generic[C]):
         """Return the refusals by entry, outside `jit`."""
         return {int(at): Refusal(int(code)) for at, code in enumerate(np.asarray(self.refused)) if code}
 
+    def check(self, *, fix: str) -> None:
+        """Raise CacheError if something was refused, outside `jit`."""
+        reasons = self.reasons()
+        if reasons:
+            at, first = next(iter(reasons.items()))
+            more = f"; {len(reasons) - 1} more were" if len(reasons) > 1 else ""
+            raise CacheError(f"entry {at} was refused: {first.meaning}{more}", fix=fix)
+
     def require(self) -> C:
         """Return the cache, outside `jit`.
 
         Raises:
           CacheError: something was refused.
         """
-        reasons = self.reasons()
-        if reasons:
-            at, first = next(iter(reasons.items()))
-            more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
-            raise CacheError(f"entry {at} was refused: {first.meaning}{more}", path="refused", fix="look at `reasons()` of the change")
+        self.check(fix="look at `reasons()` of the change")
         return self.cache
 
 
@@ -168,7 +172,7 @@ class View:
 
 
 class KVCache(abc.ABC):
-    """A cache of keys and values: buffers and `length`, nothing else. Subclasses are frozen, registered dataclasses.
+    """A cache of keys and values: buffers, and numbers that say what of them is held. Subclasses are frozen, registered dataclasses.
 
     Attributes:
       spec: the static part.

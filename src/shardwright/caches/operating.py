@@ -40,7 +40,7 @@ def operate(operation: Callable[..., Change[C]], cache: C, *arrays: Any, **stati
         meanings = ", ".join(f"{code} {code.meaning}" for code in Refusal if code)
         checkify.check(jnp.all(change.ok), f"a cache refused entries, by these codes: {{codes}} ({meanings})", codes=change.refused)
     else:
-        change.require()
+        change.check(fix='with overflow="report" refusals are values, in the change that is returned')
     return change
 
 

@@ -1,0 +1,48 @@
+"""Orders of rows are permutations, and interleaved ones fill the shards evenly."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardwright.caches import RowOrder
+from shardwright.errors import CacheError
+
+ORDERS = [RowOrder(), RowOrder(block=1, shards=4), RowOrder(block=3, shards=2), RowOrder(block=12, shards=1), RowOrder(block=2, shards=3)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_row_for_every_place_and_back(order: RowOrder) -> None:
+    order.check(12)
+    places = np.arange(12)
+    rows = np.asarray(order.row(jnp.asarray(places), 12))
+    assert sorted(rows) == list(places)
+    np.testing.assert_array_equal(order.place(jnp.asarray(rows), 12), places)
+    assert [order.row(place, 12) for place in range(12)] == rows.tolist()
+
+
+def test_contiguous_rows_are_positions() -> None:
+    assert [RowOrder().row(place, 5) for place in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_blocks_go_to_the_shards_in_turn() -> None:
+    order = RowOrder(block=2, shards=3)
+    assert [order.row(place, 12) // 4 for place in range(12)] == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2]
+    for length in range(13):
+        rows = np.array([order.row(place, 12) for place in range(length)], int)
+        on_shards = np.bincount(rows // 4, minlength=3)
+        assert on_shards.max() - on_shards.min() <= 2
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (RowOrder(block=5, shards=2), "12 rows cannot be dealt out to 2 shards in blocks of 5\n  fix   make the rows a multiple of 5"),
+        (RowOrder(block=0, shards=2), "in blocks of 0"),
+        (RowOrder(block=1, shards=0), "to 0 shards"),
+    ],
+)
+def test_rows_that_cannot_be_dealt_out(order: RowOrder, message: str) -> None:
+    with pytest.raises(CacheError, match=message):
+        order.check(12)
