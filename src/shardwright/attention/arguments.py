@@ -104,6 +104,8 @@ def describe(q: Any, k: Any, v: Any, *, options: Options, specs: JointSpecs | No
     _check_arrays(options, mask, sizes)
     platform = options.platform or _platform(manager)
     recipe = _recipe(options, mask.rules, sizes, platform)
+    if platform == "tpu" and (mode == MODE_DECODE or _is_quantised(k)):
+        recipe = dataclasses.replace(recipe, cached=layout)
     _check_dropout(recipe, q)
     if specs is None and manager is not None:
         rows = (sizes.batch, sizes.kv_length, sizes.kv_heads)
@@ -374,7 +376,7 @@ def _recipe(options: Options, rules: MaskRules, sizes: _Sizes, platform: str) ->
     return Recipe(mask=rules, scale=scale, softcap=softcap, dropout=rate, **_blocks(options, platform))
 
 
-def _blocks(options: Options, platform: str) -> dict[str, int]:
+def _blocks(options: Options, platform: str) -> dict[str, Any]:
     # On a CPU a block that stays in its caches, and leaves out more of a causal mask, takes half the time of a larger one
     # (benchmarks/attention.py).
     found = {"q_block": 256, "kv_block": 512} if platform == "cpu" else {"q_block": 512, "kv_block": 1024}

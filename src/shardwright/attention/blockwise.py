@@ -21,16 +21,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import layout as layouts
 
 from shardwright import _jax
 from shardwright.attention import _online
 from shardwright.attention._dropout import keep_factors
 from shardwright.attention._online import Running
 from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
-from shardwright.attention.call import AttentionCall, Operands, Recipe
+from shardwright.attention.call import AttentionCall, Layout, Operands, Recipe
 from shardwright.attention.masks import allowed, block_is_empty
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
+# A dim that is no multiple of the lanes is not the minor one in a TPU's memory by default, nor the next one where it fills no sublane.
+_LANES, _SUBLANE_BYTES = 128, 4
 # The dim of each operand that counts queries, and the one that counts keys.
 _Q_DIM = {"q": 1, "q_positions": 1, "q_segment_ids": 1, "mask": 2, "bias": 2}
 _KV_DIM = {"k": 1, "v": 1, "k_scale": 1, "v_scale": 1, "kv_positions": 1, "kv_segment_ids": 1, "mask": 3, "bias": 3}
@@ -80,10 +83,9 @@ def forward(operands: Operands, recipe: Recipe, *, state: Running | None = None)
 
     def one_q(i: jax.Array) -> Any:
         row = _q_rows(padded, i, grid)
+        read = functools.partial(_read_keys, row, recipe=recipe, grid=grid)
         init = _online.start(row.q, row.v) if before is None else _running_rows(before, i, grid)
-        return _over(
-            grid.kv_count, lambda j, held: _visit(_kv_rows_once(row, j, grid), recipe, held, functools.partial(_add, recipe)), init
-        )
+        return _over(grid.kv_count, lambda j, held: _visit(read(j), recipe, held, functools.partial(_add, recipe)), init)
 
     if grid.q_count == 1:
         only: Running = one_q(jnp.int32(0))
@@ -373,15 +375,36 @@ def _kv_rows(operands: Operands, j: jax.Array, grid: _Grid) -> Operands:
     return _block(operands, _KV_DIM, j * grid.kv_block, grid.kv_block)
 
 
-def _kv_rows_once(operands: Operands, j: jax.Array, grid: _Grid) -> Operands:
-    """Return a block of keys as they lie: the last starts early, so that nothing is copied, and hides what was there before."""
-    if grid.kv_length % grid.kv_block == 0:
-        return _kv_rows(operands, j, grid)
+def _read_keys(operands: Operands, j: jax.Array, *, recipe: Recipe, grid: _Grid) -> Operands:
+    """Return a block of keys without a copy of all: the last starts early, and hides the rows that an earlier block had."""
     first = j * grid.kv_block
     start = jnp.minimum(first, grid.kv_length - grid.kv_block)
     block = _block(operands, _KV_DIM, start, grid.kv_block)
-    again = start + jnp.arange(grid.kv_block, dtype=jnp.int32) < first
-    return block.replace(kv_positions=jnp.where(again[None], -1, block.kv_positions))
+    if grid.kv_length % grid.kv_block:
+        again = start + jnp.arange(grid.kv_block, dtype=jnp.int32) < first
+        block = block.replace(kv_positions=jnp.where(again[None], -1, block.kv_positions))
+    return block if recipe.cached is None else _as_it_lies(block, recipe.cached)
+
+
+def _as_it_lies(block: Operands, layout: Layout) -> Operands:
+    """Return a block of a cache in the order in which TPUs hold one unless told otherwise.
+
+    XLA would make a copy of the whole cache, in every call, in the order that the product of one block prefers.
+    """
+    changed: dict[str, Any] = {}
+    for name in ("k", "v"):
+        rows = getattr(block, name)
+        heads, dim = rows.shape[2:]
+        order = (0, 1, 2, 3)
+        if dim % _LANES:
+            order = (0, 2, 3, 1)
+        elif layout is Layout.BHTD or heads * rows.dtype.itemsize % _SUBLANE_BYTES:
+            order = (0, 2, 1, 3)
+        changed[name] = layouts.with_layout_constraint(rows, layouts.Layout(order))
+    for name in ("k_scale", "v_scale"):
+        if (scale := getattr(block, name)) is not None:
+            changed[name] = layouts.with_layout_constraint(scale, layouts.Layout((0, 2, 1)))
+    return block.replace(**changed)
 
 
 def _block(operands: Operands, dims: dict[str, int], at: jax.Array, size: int) -> Operands:

@@ -83,6 +83,7 @@ class Recipe:
       dropout: probability with which a weight is dropped; the others are divided by `1 - dropout`.
       q_block: rows of queries that a blockwise kernel holds at a time.
       kv_block: rows of keys likewise.
+      cached: the caller's layout of k and v if they are a cache on TPUs, of which no copy in another order is made; else None.
     """
 
     mask: MaskRules = dataclasses.field(default_factory=MaskRules)
@@ -91,6 +92,7 @@ class Recipe:
     dropout: float = 0.0
     q_block: int = 512
     kv_block: int = 1024
+    cached: Layout | None = None
 
 
 class KVHeads(enum.StrEnum):
