@@ -1,8 +1,15 @@
 """A few queries over keys that are sharded: each shard attends to its own, and partial softmaxes are combined (Dao et al. 2023).
 
-What is sent grows with the queries and never with the keys: one all-to-all of float32 outputs and logsumexps that trades the
-shards' partial results for whole results of some heads, and, where the output is not sharded like that, one gather of it.
-Heads that do not divide over the shards take a maximum and a sum instead. Differentiable by JAX itself.
+What is sent grows with the queries and never with the keys, in one collective or two:
+
+- few queries take one all-gather of the shards' float32 outputs and logsumexps, which every shard combines: more bytes than
+  two collectives send, and less time than the second would take to start;
+- many take an all-to-all that trades the shards' partial results for whole results of some heads, `(n - 1) / n` of a part,
+  and a gather of the output, which is to be whole on each shard. One collective that sends as little cannot be: a whole sum
+  is a reduce-scatter and an all-gather. Heads that do not divide over the shards take a maximum and a sum instead;
+- an output whose heads lie over the keys' mesh axes needs the all-to-all alone, and before it the queries of those heads.
+
+Differentiable by JAX itself.
 """
 
 from __future__ import annotations
@@ -18,6 +25,10 @@ from shardwright.attention._online import Running
 from shardwright.attention.call import AttentionCall, JointSpecs, KVHeads, Operands
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 from shardwright.axes import DEFAULT_MASK_VALUE
+
+# So many bytes more per device are sent in less time than a second collective takes to start: about a microsecond, at the
+# 50 GB/s or more of a link between accelerators.
+_FEW_BYTES = 64 * 2**10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,20 +75,28 @@ class Combination:
           dtype: of the output.
         """
         partial = jnp.concatenate([jnp.swapaxes(o, 1, 2), lse[..., None]], axis=-1)
+        if self._in_one(partial, dtype):
+            every = jax.lax.all_gather(partial, self.axes, to="invarying")
+            o, lse = _online.finish(_combined(every), sinks=sinks)
+            return Result(o=o.astype(dtype), lse=lse)
         if partial.shape[1] % self.shards:
             return self._summed(partial, sinks, dtype)
         return self._swapped(partial, sinks, dtype)
+
+    def _in_one(self, partial: jax.Array, dtype: str) -> bool:
+        """Tell whether a gather of partial results sends at most a few bytes more than an all-to-all and a gather of the output."""
+        if self.head_axes:
+            return False
+        output = partial.size // partial.shape[-1] * (partial.shape[-1] - 1) * jnp.dtype(dtype).itemsize
+        parts = self.shards - 1
+        return parts * partial.nbytes - parts * (partial.nbytes + output) // self.shards <= _FEW_BYTES
 
     def _swapped(self, partial: jax.Array, sinks: jax.Array | None, dtype: str) -> Result:
         batch, heads, *row = partial.shape
         by_rank = jnp.moveaxis(partial.reshape(batch, self.shards, heads // self.shards, *row), 1, 0)
         # Over a leading dim: over an inner one XLA for TPUs copies before and after.
         pieces = jax.lax.all_to_all(by_rank, self.axes, split_axis=0, concat_axis=0)
-        o, lse = pieces[..., :-1], pieces[..., -1]
-        top = _top(jnp.max(lse, axis=0))
-        weights = jnp.exp(lse - top)
-        state = Running(o=jnp.sum(o * weights[..., None], axis=0), m=top, l=jnp.sum(weights, axis=0))
-        o, lse = _online.finish(state, sinks=None if sinks is None else _own(sinks, self.rest, heads // self.shards))
+        o, lse = _online.finish(_combined(pieces), sinks=None if sinks is None else _own(sinks, self.rest, heads // self.shards))
         return self._gathered(o, lse, dtype)
 
     def _gathered(self, o: jax.Array, lse: jax.Array, dtype: str) -> Result:
@@ -162,6 +181,14 @@ def _run(shard: Operands, *, call: AttentionCall) -> Result:
     whole = combine.with_all_heads(shard).replace(sinks=None)
     o, lse = blockwise.attend(whole, call.recipe, dtype="float32")
     return _shards.asked(combine(o, lse, sinks=shard.sinks, dtype=call.dtype), call)
+
+
+def _combined(pieces: jax.Array) -> Running:
+    """Return the state of all keys from outputs and logsumexps `[shards, batch, heads, q_length, v_dim + 1]`."""
+    o, lse = pieces[..., :-1], pieces[..., -1]
+    top = _top(jnp.max(lse, axis=0))
+    weights = jnp.exp(lse - top)
+    return Running(o=jnp.sum(o * weights[..., None], axis=0), m=top, l=jnp.sum(weights, axis=0))
 
 
 def _top(lse: jax.Array) -> jax.Array:
