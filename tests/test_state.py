@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -335,6 +336,63 @@ def test_what_mixes_dims_follows_nothing_until_it_is_annotated(tx: Callable[[], 
     assert path in [problem.path for problem in caught.value.problems]
     found = manager().state_shardings(state, params(), overrides={problem.path: sw.Replicated for problem in caught.value.problems})
     assert specs_by_path(found)[path] == P()
+
+
+def test_joined_state_says_what_joins_it_and_what_to_do() -> None:
+    """Of one parameter alone, what `optax.flatten` keeps is not told from any other state."""
+    flat = optax.flatten(optax.sgd(1e-2, momentum=0.9))
+    sizes = sum(math.prod(one.shape) for one in jax.tree.leaves(params(), is_leaf=lambda one: isinstance(one, sw.ArraySpec)))
+    says = (
+        rf"^0/trace: state of shape \({sizes},\) follows no parameter: it is as long as all of them end to end, as optax.flatten keeps "
+        r"it, which has no dims of theirs\n  fix   leave optax.flatten out, and it lies like the parameters; "
+        r"or overrides={'0/trace': \(...\)} gives it an annotation of its own$"
+    )
+    with pytest.raises(sw.StrategyError, match=says):
+        manager().state_shardings(state_of(flat, params()), params())
+    alone = {"w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)}
+    with pytest.raises(sw.StrategyError, match=r"state of shape \(512,\) follows no parameter\n  fix   overrides="):
+        manager().state_shardings(state_of(flat, alone), alone)
+
+
+def test_scalars_of_every_kind_are_replicated() -> None:
+    """Counts and rates come as JAX arrays, as NumPy's, and as Python's own numbers, which have no dtype."""
+    scalars = {
+        "count": np.int64(3),
+        "rate": 1e-3,
+        "steps": 7,
+        "skip": True,
+        "loss": np.float64(0.5),
+        "at": jnp.int32(1),
+        "zero_d": np.zeros(()),
+    }
+    found = manager().state_shardings(scalars, params())
+    assert specs_by_path(found) == dict.fromkeys(scalars, P())
+    placed = manager().shard(scalars, dict.fromkeys(scalars, ()), role="state")
+    assert {name: (one.shape, one.dtype.name) for name, one in placed.items()} == {
+        "count": ((), "int32"),
+        "rate": ((), "float32"),
+        "steps": ((), "int32"),
+        "skip": ((), "bool"),
+        "loss": ((), "float32"),
+        "at": ((), "int32"),
+        "zero_d": ((), "float32"),
+    }
+
+
+def test_moments_in_64_bits_lie_like_their_parameters_and_are_refused_where_32_bits_lose_them() -> None:
+    """Without x64 JAX halves them: rounding, to zero at the very least, is what it does everywhere; infinity is not."""
+    pm, weight = manager(), {"w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)}
+    moments = {"nu": {"w": np.full((16, 32), 0.1)}}
+    assert specs_by_path(pm.state_shardings(moments, weight)) == {"nu/w": P("fsdp", "tp")}
+    placed = pm.shard(moments, {"nu": {"w": KERNEL}}, role="state")["nu"]["w"]
+    assert (placed.dtype, placed.sharding.spec) == (jnp.float32, P("fsdp", "tp"))
+    with pytest.raises(
+        sw.StrategyError, match=r"^nu/w: values of float64 do not fit float32, which JAX makes of it while jax_enable_x64 is off"
+    ):
+        pm.shard({"nu": {"w": np.full((16, 32), 1e300)}}, {"nu": {"w": KERNEL}}, role="state")
+    with jax.enable_x64(True):
+        whole = pm.shard({"nu": {"w": np.full((16, 32), 1e-300)}}, {"nu": {"w": KERNEL}}, role="state")["nu"]["w"]
+        assert (whole.dtype, whole.sharding.spec, float(whole[0, 0])) == (jnp.float64, P("fsdp", "tp"), 1e-300)
 
 
 def test_projected_state_of_the_parameters_own_shape_is_not_taken_for_a_copy() -> None:

@@ -114,7 +114,7 @@ def place(x: Any, placement: Placement) -> Any:
 def check_kept(x: Any, *, path: str = "") -> None:
     """Check that JAX keeps the values of a NumPy array or a number: without x64 it makes 32 bits of 64.
 
-    Integers must fit; floats may be rounded, but a finite one must stay finite.
+    Integers must fit; floats may be rounded, to zero where they are tiny, but a finite one must stay finite.
 
     Raises:
       StrategyError: values that do not.

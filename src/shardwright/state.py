@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -250,10 +251,10 @@ class _Search:
                 place = self._place(path, at, shape)
                 dims = None if place.param is None else rule(place)
                 if dims is None:
-                    return _follows_nothing(text, shape, place.param)
+                    return self._follows_nothing(text, shape, place.param)
                 return Follower(path=text, param=place.param, dims=dims)
         if owner is None or np.shape(owner.value) != shape:
-            return _follows_nothing(text, shape, owner)
+            return self._follows_nothing(text, shape, owner)
         return Follower(path=text, param=owner, dims=tuple(range(len(shape))))
 
     def _owner(self, path: Path) -> Leaf | None:
@@ -272,6 +273,17 @@ class _Search:
             what = f"state of shape {shape} in a {kind}, which projects parameters: its dims are not theirs, even where sizes agree"
             return Problem(error=StrategyError, what=what, path=path_text(path), fix=_own(path_text(path)))
         return Follower(path=path_text(path), override=(EMPTY,) * len(shape)) if path[at] == field else None
+
+    def _follows_nothing(self, path: str, shape: tuple[int, ...], owner: Leaf | None) -> Problem:
+        if owner is not None:
+            follows = f"{owner.path} {describe(owner.annotation)} of shape {np.shape(owner.value)}"
+            what = f"state of shape {shape} differs from its parameter {follows}"
+            return Problem(error=RankMismatchError, what=what, path=path, fix=_own(path))
+        what, fix = f"state of shape {shape} follows no parameter", _own(path)
+        if len(self.params) > 1 and shape == (sum(math.prod(np.shape(leaf.value)) for leaf in self.params.values()),):
+            what += ": it is as long as all of them end to end, as optax.flatten keeps it, which has no dims of theirs"
+            fix = f"leave optax.flatten out, and it lies like the parameters; or {fix}"
+        return Problem(error=StrategyError, what=what, path=path, fix=fix)
 
     def _place(self, path: Path, at: int, shape: tuple[int, ...]) -> _Place:
         node, rest = path[:at], path[at + 1 :]
@@ -319,20 +331,6 @@ def _by_path(params: Any, annotations: Any) -> dict[Path, Leaf]:
     leaves = annotated_leaves(params, annotations)
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda one: isinstance(one, ArraySpec))[0]]
     return {tuple(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
-
-
-def _follows_nothing(path: str, shape: tuple[int, ...], owner: Leaf | None) -> Problem:
-    if owner is None:
-        what = f"state of shape {shape} follows no parameter"
-    else:
-        follows = f"{owner.path} {describe(owner.annotation)} of shape {np.shape(owner.value)}"
-        what = f"state of shape {shape} differs from its parameter {follows}"
-    return Problem(
-        error=StrategyError if owner is None else RankMismatchError,
-        what=what,
-        path=path,
-        fix=_own(path),
-    )
 
 
 def _own(path: str) -> str:
