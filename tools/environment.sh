@@ -90,6 +90,20 @@ install() {
   "$python" -m pip install "$@" -e ".[$extras]" || die "pip could not install shardwright[$extras] into $venv, see above"
 }
 
+# flax and eformer, which some tests compare with, and what they import: 17 MB. Not an extra, since eformer also asks for ray and
+# cloud clients, which its sharding does not import, and neither may decide which JAX is tested. pip need not know of them.
+oracles() {
+  place=$(cd "$venv" && pwd)/oracles
+  rm -rf "$place"
+  for names in "flax treescope pyyaml msgpack chex toolz contextlib2" eformer; do
+    # shellcheck disable=SC2086  # several names
+    "$python" -m pip install -qq --disable-pip-version-check --no-input --no-deps --target "$place" $names ||
+      say "could not install ${names%% *}, see above; the tests that compare with it are skipped"
+  done
+  rm -rf "$place"/*.dist-info
+  echo "$place" > "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shardwright-oracles.pth"
+}
+
 if [ -n "${PYTHON:-}" ]; then
   why=$(complaint "$PYTHON")
   [ -z "$why" ] || die "PYTHON=$PYTHON $why"
@@ -105,5 +119,6 @@ wanted="$(cksum < pyproject.toml) $freshness"
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
   rm -f "$stamp"
   install
+  case ",$extras," in *,test,*) oracles ;; esac
   echo "$wanted" > "$stamp"
 fi

@@ -23,7 +23,7 @@ ids = [page.relative_to(ROOT).as_posix() for page in PAGES]
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_snippets_run_and_print_what_the_page_shows(page: Path, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in snippets.needs(page):
-        pytest.importorskip(name, reason=f"the page uses {name}, which make docs and make check install")
+        pytest.importorskip(name, reason=f"the page uses {name}, which make test installs")
     monkeypatch.chdir(tmp_path)
     golden.file(page, snippets.rewritten(page))
     assert context.current() is None
