@@ -24,6 +24,9 @@ from __future__ import annotations
 
 from shardwright.attention.api import dot_product_attention as dot_product_attention
 from shardwright.attention.api import explain as explain
+from shardwright.attention.cached import CachedAttention as CachedAttention
+from shardwright.attention.cached import append_and_attend as append_and_attend
+from shardwright.attention.cached import next_positions as next_positions
 from shardwright.attention.call import AttentionCall as AttentionCall
 from shardwright.attention.call import JointSpecs as JointSpecs
 from shardwright.attention.call import KVHeads as KVHeads

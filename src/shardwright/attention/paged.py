@@ -36,6 +36,7 @@ def paged_attention(
     block_tables: Any,
     lengths: Any,
     q_lengths: Any = None,
+    positions: Any = None,
     k_scale_pages: Any = None,
     v_scale_pages: Any = None,
     mode: str | None = None,
@@ -66,6 +67,7 @@ def paged_attention(
       block_tables: `[batch, pages_per_sequence]` int.
       lengths: `[batch]` int, keys of each sequence, those of its queries included.
       q_lengths: `[batch]` int, queries of each sequence; absent: `q_length`.
+      positions: `[batch, q_length]` int, in place of `q_lengths`: where each row of the queries stands; negative: it is none.
       k_scale_pages: `[pages, page_size, kv_heads]` float32 of int8 or float8 pages, as k_scale of `dot_product_attention`.
       v_scale_pages: likewise of the values.
       mode: runtime mode, for where arrays lie; absent: the manager's.
@@ -86,16 +88,17 @@ def paged_attention(
     """
     sizes = _check_pages(q, k_pages, v_pages)
     _check_tables(block_tables, lengths, q_lengths, sizes)
+    _check_positions(positions, q_lengths, sizes)
     manager = context.current()
     given = {name: value for name, value in locals().items() if name in _ARITHMETIC}
     mode = mode or (MODE_DECODE if manager is None else manager.mode)
     batch, q_length = sizes.batch, sizes.q_length
-    positions = {"positions": _like((batch, q_length)), "kv_positions": _like((batch, sizes.capacity(block_tables)))}
+    stand = {"positions": _like((batch, q_length)), "kv_positions": _like((batch, sizes.capacity(block_tables)))}
     check_scale("k_scale_pages", k_scale_pages, k_pages.shape[:3], of="k_pages", dtype=k_pages.dtype)
     check_scale("v_scale_pages", v_scale_pages, v_pages.shape[:3], of="v_pages", dtype=v_pages.dtype)
     in_rows = functools.partial(_in_rows, batch=batch, capacity=sizes.capacity(block_tables))
     scales = {"k_scale": in_rows(k_scale_pages), "v_scale": in_rows(v_scale_pages)}
-    options = make_options({**given, **positions, **scales, "mode": mode, "lengths": lengths})
+    options = make_options({**given, **stand, **scales, "mode": mode, "lengths": lengths})
     specs = JointSpecs()
     if manager is not None and mode is not None:
         specs = resolve_pages(manager, q=q.shape, k=k_pages.shape, v=v_pages.shape, mode=mode)
@@ -111,7 +114,7 @@ def paged_attention(
         v=jnp.asarray(v_pages),
         k_scale=None if k_scale_pages is None else jnp.asarray(k_scale_pages),
         v_scale=None if v_scale_pages is None else jnp.asarray(v_scale_pages),
-        q_positions=_positions(lengths, q_lengths, sizes),
+        q_positions=_positions(lengths, q_lengths, sizes) if positions is None else _integers(positions),
         kv_positions=None,
         lengths=_integers(lengths),
         sinks=None if sinks is None else jnp.asarray(sinks),
@@ -273,6 +276,17 @@ def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, sizes: _Sizes
             b, j = (int(at) for at in np.argwhere(wrong)[0])
             what = f"block_tables[{b}, {j}] is page {block_tables[b, j]}, and there are {sizes.pages}; sequence {b} has {lengths[b]} keys"
             raise AttentionError(what, path="block_tables", fix=f"number pages from 0 to {sizes.pages - 1}")
+
+
+def _check_positions(positions: Any, q_lengths: Any, sizes: _Sizes) -> None:
+    if positions is None:
+        return
+    if q_lengths is not None:
+        raise AttentionError("positions and q_lengths both say where queries stand", path="positions", fix="pass one of them")
+    shape, kind = getattr(positions, "shape", None), getattr(positions, "dtype", type(positions).__name__)
+    if shape != (sizes.batch, sizes.q_length) or not jnp.issubdtype(kind, jnp.integer):
+        want = f"pass integers of shape ({sizes.batch}, {sizes.q_length})"
+        raise AttentionError(f"positions is {kind} of shape {shape}", path="positions", fix=want)
 
 
 def _check_range(name: str, array: Any, low: int, high: int, fix: str) -> None:
