@@ -283,6 +283,13 @@ def test_a_collective_that_nothing_runs_is_an_error() -> None:
         read_collectives(hidden, {"dp": 2, "tp": 4})
 
 
+@pytest.mark.parametrize("opcode", ["all-broadcast", "collective-reduce-start", "all-reduce-scatter"])
+def test_a_collective_of_another_name_is_an_error(opcode: str) -> None:
+    text = texts()["cpu_list_groups_promoted"].replace(" all-reduce(", f" {opcode}(")
+    with pytest.raises(ProgramError, match=rf"\(line [0-9]+\): {opcode} is no collective that is known"):
+        read_collectives(text, {"dp": 2, "tp": 4})
+
+
 def test_an_unknown_transfer_between_slices_is_an_error() -> None:
     text = texts()["tpu_two_slices"].replace('transfer_type="ALL_GATHER"', 'transfer_type="GOSSIP"')
     with pytest.raises(ProgramError, match="a transfer GOSSIP between slices is not known"):

@@ -112,7 +112,7 @@ def test_positions_of_a_part_of_the_mesh() -> None:
     ],
 )
 def test_axes_that_sends_go_along(pairs: str, axes: tuple[str, ...], devices: int, partial: bool) -> None:
-    assert span_of_pairs(parse_pairs(pairs), EIGHT) == Span(mesh_axes=axes, devices=devices, partial=partial)
+    assert span_of_pairs(parse_pairs(pairs, devices=8), EIGHT) == Span(mesh_axes=axes, devices=devices, partial=partial)
 
 
 def test_a_ring_of_many_devices_is_quick() -> None:
@@ -125,6 +125,7 @@ def test_a_ring_of_many_devices_is_quick() -> None:
     ("text", "says"),
     [
         ("[2,2]<=", "groups of devices in an unknown form"),
+        ("[2,2]<=[5]", "groups of devices in an unknown form"),
         ("mesh['a'=4] {'b'}", "groups of devices in an unknown form"),
         ("mesh['a'=4] {'a':(3)2}", "groups of devices in an unknown form"),
         ("mesh['a'=4], device_ids=(0,0,1,2) {'a'}", "groups of devices in an unknown form"),
@@ -138,4 +139,9 @@ def test_other_forms_are_errors(text: str, says: str) -> None:
 
 def test_a_pair_of_three_is_an_error() -> None:
     with pytest.raises(ProgramError, match="unknown form"):
-        parse_pairs("{{0,1,2}}")
+        parse_pairs("{{0,1,2}}", devices=4)
+
+
+def test_a_pair_of_a_device_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ProgramError, match=r"pairs '\{\{0,4\}\}' do not fit a program for 4 devices"):
+        parse_pairs("{{0,4}}", devices=4)

@@ -45,6 +45,9 @@ _BETWEEN_SLICES: Mapping[str, Kind] = {
     "REDUCE_SCATTER": Kind.REDUCE_SCATTER,
     "ALL_TO_ALL": Kind.ALL_TO_ALL,
 }
+# Collectives that XLA may have one day: better an error than a program that seems to send less.
+_LIKE_ONE = re.compile(r"all-|collective-|reduce-scatter|ragged-all")
+_HALF = re.compile(r"-(start|update|done)$")
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="?([A-Za-z_]+)')
 _SEND_PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{\{.*?\}\})')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
@@ -277,7 +280,7 @@ class _Reader:
         pairs = _SEND_PAIRS.search(one.rest)
         if pairs or "source_target_pairs" in attributes:
             text = pairs[1] if pairs else attributes["source_target_pairs"]
-            return span_of_pairs(parse_pairs(text), self.sizes, positions=self.positions)
+            return span_of_pairs(parse_pairs(text, devices=self.module.partitions), self.sizes, positions=self.positions)
         text = attributes["replica_groups"] + (f", device_ids={ids}" if (ids := attributes.get("device_ids")) else "")
         groups = parse_groups(text, devices=self.module.partitions)
         return span_of(groups, self.sizes, positions=self.positions)
@@ -309,7 +312,10 @@ def _kind(one: Instruction) -> Kind | None:
                 raise ProgramError(f"{one.name} (line {one.line}): a transfer {found[1]} between slices is not known", fix="report it")
             return _BETWEEN_SLICES[found[1]]
         return Kind.PERMUTE if _SEND_PAIRS.search(one.rest) else None
-    return _OPCODES.get(one.opcode.removesuffix("-start"))
+    kind = _OPCODES.get(one.opcode.removesuffix("-start"))
+    if kind is None and _LIKE_ONE.match(one.opcode) and _HALF.sub("", one.opcode) not in _OPCODES:
+        raise ProgramError(f"{one.name} (line {one.line}): {one.opcode} is no collective that is known", fix="report it")
+    return kind
 
 
 def _calls(one: Instruction) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -41,7 +41,10 @@ def parse_groups(text: str, *, devices: int) -> Groups:
     """
     text = text.strip()
     if found := _IOTA.fullmatch(text):
-        groups = _rows(_iota(_ints(found[2]), found[3]).reshape(_ints(found[1])))
+        positions, shape = _iota(_ints(found[2]), found[3]), _ints(found[1])
+        if positions.size != math.prod(shape):
+            raise _unknown(text)
+        groups = _rows(positions.reshape(shape))
     elif found := _MESH.fullmatch(text):
         groups = _by_axes(found, text)
     elif found := _LIST.fullmatch(text):
@@ -54,15 +57,20 @@ def parse_groups(text: str, *, devices: int) -> Groups:
     return groups
 
 
-def parse_pairs(text: str) -> Groups:
+def parse_pairs(text: str, *, devices: int) -> Groups:
     """Return the (source, target) positions of a `source_target_pairs` attribute.
 
-    >>> parse_pairs("{{0,1},{1,0}}")
+    Raises:
+      ProgramError: no pairs, or a position that does not exist.
+
+    >>> parse_pairs("{{0,1},{1,0}}", devices=2)
     ((0, 1), (1, 0))
     """
     pairs = tuple(tuple(_ints(one)) for one in re.findall(r"\{([\d,\s]+)\}", text))
     if any(len(pair) != 2 for pair in pairs):
         raise _unknown(text)
+    if any(max(pair) >= devices for pair in pairs):
+        raise ProgramError(f"pairs {text!r} do not fit a program for {devices} devices", fix="pass the program as it was compiled")
     return pairs
 
 
