@@ -1,4 +1,4 @@
-"""What runs on devices: five compiled functions, with the caches donated, and the arrays that they pass on.
+"""What runs on devices: five functions to be compiled, with the caches donated, and the arrays that they pass on.
 
 Prefill reads a chunk of every prompt in a cache of its own, insert moves those that are read into slots, decode gives every
 active slot its next token, clear empties rows or slots. None depends on how many sequences there are: nothing is compiled twice.
@@ -6,28 +6,23 @@ active slot its next token, clear empties rows or slots. None depends on how man
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from shardwright import caches, context
+from shardwright import caches
 from shardwright.axes import BATCH, EMPTY
-from shardwright.caches.base import Change, KVCache
+from shardwright.caches.base import KVCache
 from shardwright.caches.shards import ambient_shards
-from shardwright.manager import PartitionManager
-from shardwright.modes import MODE_DECODE, MODE_INSERT, MODE_PREFILL
 from shardwright.serving.sampling import Draw, sample
 
 Caches = tuple[KVCache, ...]
-# What a token array says where there is no token, beside -1 for logits that are not numbers: REFUSED minus the code.
-REFUSED = -1000
+# What stands for a token where there is none: the logits are not numbers, or a cache did not take what it was given.
+NO_NUMBER, REFUSED = -1, -2
 
 
 class Model(Protocol):
@@ -73,8 +68,8 @@ class Slots:
     Attributes:
       caches: one per layer.
       last: `[slots]` int32, the token that each has just been given.
-      active: `[slots]` bool, which hold a sequence.
-      draw: how each draws.
+      active: `[slots]` bool, which hold a sequence; the same everywhere.
+      draw: how each draws; the same everywhere.
     """
 
     caches: Caches
@@ -90,38 +85,38 @@ def make_caches(kind: str, shape: CacheShape, *, batch: int, capacity: int | Non
 
 
 def make_slots(held: Caches) -> Slots:
-    """Return slots without sequences."""
-    batch = held[0].batch
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def born(mode: str | None) -> tuple[jax.Array, jax.Array, Draw]:
-        zeros = jnp.zeros(batch, jnp.int32)
-        draw = Draw(temperature=jnp.zeros(batch), top_k=zeros + 1, top_p=jnp.ones(batch), seed=jnp.zeros(batch, jnp.uint32), index=zeros)
-        laid: tuple[jax.Array, jax.Array, Draw] = _by_slot((zeros, jnp.zeros(batch, bool), draw), mode)
-        return laid
-
-    last, active, draw = born(held[0].spec.mode)
+    """Return slots without sequences, around empty caches."""
+    last, active, draw = _born(held[0].batch, held[0].spec.mode)
     return Slots(caches=held, last=last, active=active, draw=draw)
 
 
-def prefill(model: Model, params: Any, held: Caches, tokens: Any, counts: Any, draw: Draw) -> tuple[Caches, jax.Array]:
+def _nothing(batch: int, mode: str | None) -> tuple[jax.Array, jax.Array, Draw]:
+    zeros, ones = jnp.zeros(batch, jnp.int32), jnp.ones(batch)
+    draw = Draw(temperature=jnp.zeros(batch), top_k=zeros + 1, top_p=ones, seed=zeros.astype(jnp.uint32), index=zeros)
+    return _by_slot(zeros, mode), *_everywhere((zeros.astype(bool), draw), mode)
+
+
+_born = jax.jit(_nothing, static_argnums=(0, 1))
+
+
+def prefill(model: Model, rows: Caches, params: Any, tokens: jax.Array, counts: jax.Array, draw: Draw) -> tuple[Caches, jax.Array]:
     """Read the next tokens of prompts, and draw what would follow the last one.
 
     Args:
       model: what is served.
-      params: its weights.
-      held: a cache per layer, of the rows of the prefill batch.
+      rows: a cache per layer, of the rows of the prefill batch; donated.
+      params: weights.
       tokens: `[rows, chunk]` int32.
       counts: `[rows]` int32, how many of them are tokens.
       draw: how the rows draw.
 
     Returns:
-      The caches, and `[rows]` int32 tokens, or what was refused.
+      The caches, and `[rows]` int32 tokens, NO_NUMBER or REFUSED; anything for a row without tokens.
     """
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
-    logits, new = model(params, tokens, held, valid)
+    logits, new = model(params, tokens, rows, valid)
     last = jnp.take_along_axis(logits, jnp.maximum(counts, 1)[:, None, None] - 1, axis=1)[:, 0]
-    return tuple(new), _drawn(last, held, tuple(new), counts, draw)
+    return tuple(new), _next(last, rows, tuple(new), counts, draw)
 
 
 def insert(slots: Slots, source: Caches, into: jax.Array, first: jax.Array, draw: Draw) -> tuple[Slots, jax.Array]:
@@ -132,44 +127,63 @@ def insert(slots: Slots, source: Caches, into: jax.Array, first: jax.Array, draw
       source: of the prefill batch.
       into: `[rows]` int32 slots; their number or more: nowhere.
       first: `[rows]` int32, the first token of each.
-      draw: how they draw; they have drawn one.
+      draw: how they draw, which they have done once.
 
     Returns:
       The slots, and `[rows]` int8 codes of `Refusal`.
     """
     mode = slots.caches[0].spec.mode
     changes = [cache.insert(one, into) for cache, one in zip(slots.caches, source, strict=True)]
-    refused = functools.reduce(jnp.maximum, (change.refused for change in changes))
-    into = jnp.where(refused == 0, into, slots.last.shape[0])
-    first, draw = _everywhere((first, draw), mode)
-    draw = dataclasses.replace(draw, index=jnp.ones_like(draw.index))
-    old = _everywhere((slots.last, slots.active, slots.draw), mode)
-    given = (first, jnp.ones_like(into, dtype=bool), draw)
-    last, active, drawing = _by_slot(jax.tree.map(lambda x, new: x.at[into].set(new, mode="drop"), old, given), mode)
-    return Slots(caches=tuple(change.cache for change in changes), last=last, active=active, draw=drawing), refused
+    refused = _everywhere(functools.reduce(jnp.maximum, (change.refused for change in changes)), mode)
+    into = jnp.where(refused == 0, into, slots.active.shape[0])
+    given = (first, jnp.ones_like(into, dtype=bool), dataclasses.replace(draw, index=jnp.ones_like(draw.index)))
+    old = (_everywhere(slots.last, mode), slots.active, slots.draw)
+    last, active, drawing = jax.tree.map(lambda x, new: x.at[into].set(new, mode="drop"), old, _everywhere(given, mode))
+    held = tuple(change.cache for change in changes)
+    return Slots(caches=held, last=_by_slot(last, mode), active=active, draw=drawing), refused
 
 
 def decode(model: Model, slots: Slots, params: Any) -> tuple[Slots, jax.Array]:
     """Give every active slot its next token.
 
+    Args:
+      model: what is served.
+      slots: donated.
+      params: weights.
+
     Returns:
-      The slots, and `[slots]` int32 tokens, or what was refused; anything for a slot that is not active.
+      The slots, and `[slots]` int32 tokens, NO_NUMBER or REFUSED; anything for a slot that is not active.
     """
     mode = slots.caches[0].spec.mode
-    logits, held = model(params, slots.last[:, None], slots.caches, slots.active[:, None])
     counts = slots.active.astype(jnp.int32)
-    tokens = _by_slot(_drawn(logits[:, 0], slots.caches, tuple(held), counts, slots.draw), mode)
+    logits, new = model(params, slots.last[:, None], slots.caches, _by_slot(slots.active, mode)[:, None])
+    tokens = _next(logits[:, 0], slots.caches, tuple(new), counts, slots.draw)
     draw = dataclasses.replace(slots.draw, index=slots.draw.index + counts)
-    return Slots(caches=tuple(held), last=jnp.where(slots.active, jnp.maximum(tokens, 0), 0), active=slots.active, draw=draw), tokens
+    return Slots(caches=tuple(new), last=jnp.maximum(tokens, 0), active=slots.active, draw=draw), tokens
 
 
 def clear(held: Caches, which: jax.Array) -> Caches:
-    """Empty rows of caches; `[n]` int32, their number or more stands for none."""
+    """Empty rows of caches, which are donated; `which` is `[n]` int32, where their number or more stands for none."""
     return tuple(cache.free(which).cache for cache in held)
 
 
 def clear_slots(slots: Slots, which: jax.Array) -> Slots:
-    """Empty slots; see `clear`."""
-    mode = slots.caches[0].spec.mode
-    active = _everywhere(slots.active, mode).at[which].set(False, mode="drop")
-    return dataclasses.replace(slots, caches=clear(slots.caches, which), active=_by_slot(active, mode))
+    """Empty slots, which are donated; see `clear`."""
+    return dataclasses.replace(slots, caches=clear(slots.caches, which), active=slots.active.at[which].set(False, mode="drop"))
+
+
+def _next(logits: jax.Array, old: Caches, new: Caches, counts: jax.Array, draw: Draw) -> jax.Array:
+    mode = old[0].spec.mode
+    drawn = sample(ambient_shards(mode).place(logits, (BATCH, EMPTY)), draw)
+    counts = _by_slot(counts, mode)
+    # Whatever the model does with a refusal, a cache that refuses keeps its length.
+    refused = functools.reduce(jnp.logical_or, (after.length != before.length + counts for before, after in zip(old, new, strict=True)))
+    return _by_slot(jnp.where(refused, REFUSED, drawn), mode)
+
+
+def _by_slot(x: jax.Array, mode: str | None) -> jax.Array:
+    return ambient_shards(mode).place(x, (BATCH,))
+
+
+def _everywhere(x: Any, mode: str | None) -> Any:
+    return jax.tree.map(lambda leaf: ambient_shards(mode).place(leaf, (EMPTY,)), x)

@@ -60,7 +60,7 @@ class Request:
 
     prompt: Sequence[int]
     max_new_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop: Sequence[int | Sequence[int]] = ()
     on_token: Callable[[int], object] | None = None
 

@@ -93,10 +93,20 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """The next part of a prompt, and the job whose it is."""
+    """The next part of a prompt, the job whose it is, and its row."""
 
     job: Job
+    row: int
     tokens: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A job that has read its prompt, the row that it leaves and the slot that it takes."""
+
+    job: Job
+    row: int
+    slot: int
 
 
 class Scheduler:
@@ -120,6 +130,7 @@ class Scheduler:
         self.slots: dict[int, Job] = {}
         self.dirty_rows: set[int] = set()
         self.dirty_slots: dict[int, int] = {}
+        self._ended: list[Job] = []
 
     @property
     def free_pages(self) -> int:
@@ -160,17 +171,19 @@ class Scheduler:
 
     def chunks(self) -> list[Chunk]:
         """Return the next part of every prompt that is not read to its end."""
-        waiting = (job for _, job in sorted(self.rows.items()) if job.read < len(job.request.prompt))
-        return [Chunk(job=job, tokens=job.request.prompt[job.read : job.read + self.limits.chunk]) for job in waiting]
+        waiting = ((row, job) for row, job in sorted(self.rows.items()) if job.read < len(job.request.prompt))
+        return [Chunk(job=job, row=row, tokens=job.request.prompt[job.read : job.read + self.limits.chunk]) for row, job in waiting]
 
     def advance(self, chunks: Sequence[Chunk]) -> None:
         """Note that parts of prompts have been read."""
         for chunk in chunks:
             chunk.job.read += len(chunk.tokens)
 
-    def ready(self) -> list[Job]:
+    def ready(self) -> list[Move]:
         """Return the jobs that have read their prompts, and have yet to move to their slots."""
-        return [job for _, job in sorted(self.rows.items()) if job.read == len(job.request.prompt)]
+        slots = {id(job): slot for slot, job in self.slots.items()}
+        done = ((row, job) for row, job in sorted(self.rows.items()) if job.read == len(job.request.prompt))
+        return [Move(job=job, row=row, slot=slots[id(job)]) for row, job in done]
 
     def move(self, jobs: Sequence[Job]) -> None:
         """Note that jobs are in their slots now; their rows wait to be emptied."""
@@ -178,9 +191,9 @@ class Scheduler:
             job.phase = Phase.DECODING
             self._leave_row(job)
 
-    def decoding(self) -> list[Job]:
+    def decoding(self) -> dict[int, Job]:
         """Return the jobs that write, by slot."""
-        return [job for _, job in sorted(self.slots.items()) if job.phase is Phase.DECODING]
+        return {slot: job for slot, job in sorted(self.slots.items()) if job.phase is Phase.DECODING}
 
     def write(self, job: Job, token: int) -> list[int]:
         """Add a token to a job's text, end the job if that is its last, and return the tokens that may be handed out now."""
@@ -188,7 +201,7 @@ class Scheduler:
         stop = [one for one in job.request.stop if isinstance(one, Sequence)]
         length = stopped_by(job.written, stop)
         done = length > 0 or len(job.written) == job.request.max_new_tokens
-        held = length if length else 0 if done else may_begin(job.written, stop)
+        held = length or (0 if done else may_begin(job.written, stop))
         fresh = job.written[len(job.text) : len(job.written) - held]
         job.text += fresh
         if done:
@@ -208,6 +221,22 @@ class Scheduler:
             del self.slots[job.slot]
         job.phase = Phase.DONE
         job.completion = Completion(tokens=tuple(job.text), finish=finish, error=error)
+        self._ended.append(job)
+
+    def fail(self, job: Job, error: Exception) -> None:
+        """End a job with an error, also one that has just ended well."""
+        self.end(job, Finish.FAILED, error)
+        job.completion = Completion(tokens=tuple(job.text), finish=Finish.FAILED, error=error)
+
+    def holding(self, part: str) -> list[Job]:
+        """Return the jobs that have something in the "rows" of the prefill batch, or in "slots"."""
+        return list((self.rows if part == "rows" else self.decoding()).values())
+
+    def take_ended(self) -> list[tuple[Job, Finish]]:
+        """Return the jobs that have ended since it was asked last, and why."""
+        ended = [(job, job.completion.finish) for job in self._ended if job.completion is not None]
+        self._ended.clear()
+        return ended
 
     def clean(self, *, rows: Sequence[int] = (), slots: Sequence[int] = ()) -> None:
         """Note that the device has emptied rows and slots."""

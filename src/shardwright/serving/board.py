@@ -1,0 +1,217 @@
+"""An engine's arrays, and the compiled functions that change them. Whatever fails, the arrays are those before it or new ones."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardwright.caches.paged import PagedCache
+from shardwright.errors import ServingError
+from shardwright.manager import PartitionManager
+from shardwright.modes import MODE_DECODE, MODE_INSERT, MODE_PREFILL
+from shardwright.serving import device
+from shardwright.serving.device import Caches, CacheShape, Model, Slots
+from shardwright.serving.request import Sampling
+from shardwright.serving.sampling import draws
+
+# Compiled once for all engines of a model and its sizes.
+_prefill = jax.jit(device.prefill, static_argnums=0, donate_argnums=1)
+_decode = jax.jit(device.decode, static_argnums=0, donate_argnums=1)
+_insert = jax.jit(device.insert, donate_argnums=0)
+_clear = jax.jit(device.clear, donate_argnums=0)
+_clear_slots = jax.jit(device.clear_slots, donate_argnums=0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is made, and where.
+
+    Attributes:
+      model: what is served.
+      params: its weights.
+      manager: for insert and decode; None: nothing is sharded.
+      prefill_manager: for prefill.
+      prefill_params: the weights where prefill has them.
+      shape: what the model keeps of a token.
+      kind: of the cache of the slots.
+      options: of that kind.
+      slots: sequences that are decoded together.
+      capacity: rows per slot.
+      prefill_rows: prompts that are read together.
+      chunk: tokens that are read in one step.
+    """
+
+    model: Model
+    params: Any
+    manager: PartitionManager | None
+    prefill_manager: PartitionManager | None
+    prefill_params: Any
+    shape: CacheShape
+    kind: str
+    options: Mapping[str, Any]
+    slots: int
+    capacity: int | None
+    prefill_rows: int
+    chunk: int
+
+    def under(self, mode: str) -> contextlib.AbstractContextManager[Any]:
+        """Return the manager of a mode, to be entered."""
+        manager = self.prefill_manager if mode == MODE_PREFILL else self.manager
+        return contextlib.nullcontext() if manager is None else manager.for_mode(mode)
+
+    def make_rows(self) -> Caches:
+        """Make the caches of the prefill batch. Pages are for slots: a prompt is read into rows."""
+        kind, options = ("dense", {}) if self.kind == "paged" else (self.kind, self.options)
+        with self.under(MODE_PREFILL):
+            return device.make_caches(kind, self.shape, batch=self.prefill_rows, capacity=self.capacity, options=options)
+
+    def make_slots(self) -> Slots:
+        """Make the slots."""
+        with self.under(MODE_DECODE):
+            return device.make_slots(
+                device.make_caches(self.kind, self.shape, batch=self.slots, capacity=self.capacity, options=self.options)
+            )
+
+
+class Board:
+    """The arrays.
+
+    Attributes:
+      rows: caches of the prefill batch, one per layer.
+      slots: what decoding carries.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.rows = plan.make_rows()
+        self.slots = plan.make_slots()
+
+    def prefill(self, chunks: Mapping[int, Sequence[int]], sampling: Mapping[int, Sampling]) -> Any:
+        """Read chunks of prompts by row; return `[rows]` tokens that would follow."""
+        plan = self._plan
+        tokens, counts = np.zeros((plan.prefill_rows, plan.chunk), np.int32), np.zeros(plan.prefill_rows, np.int32)
+        for row, chunk in chunks.items():
+            tokens[row, : len(chunk)] = chunk
+            counts[row] = len(chunk)
+        with plan.under(MODE_PREFILL):
+            self.rows, found = _prefill(plan.model, self.rows, plan.prefill_params, tokens, counts, draws(plan.prefill_rows, sampling))
+        return found
+
+    def insert(self, into: Mapping[int, int], first: Mapping[int, int], sampling: Mapping[int, Sampling]) -> Any:
+        """Move rows into slots; return `[rows]` codes of `Refusal`.
+
+        Args:
+          into: slot by row.
+          first: first token by row.
+          sampling: by row.
+        """
+        plan = self._plan
+        slots, tokens = np.full(plan.prefill_rows, plan.slots, np.int32), np.zeros(plan.prefill_rows, np.int32)
+        for row, slot in into.items():
+            slots[row], tokens[row] = slot, first[row]
+        source = self._moved()
+        with plan.under(MODE_INSERT):
+            self.slots, refused = _insert(self.slots, source, slots, tokens, draws(plan.prefill_rows, sampling))
+        return refused
+
+    def decode(self) -> Any:
+        """Give every active slot its next token; return `[slots]` of them."""
+        with self._plan.under(MODE_DECODE):
+            self.slots, tokens = _decode(self._plan.model, self.slots, self._plan.params)
+        return tokens
+
+    def clear_rows(self, rows: Sequence[int]) -> None:
+        """Empty rows of the prefill batch."""
+        with self._plan.under(MODE_PREFILL):
+            self.rows = _clear(self.rows, _padded(rows, self._plan.prefill_rows))
+
+    def clear_slots(self, slots: Sequence[int]) -> None:
+        """Empty slots."""
+        with self._plan.under(MODE_DECODE):
+            self.slots = _clear_slots(self.slots, _padded(slots, self._plan.slots))
+
+    def renew(self, part: str) -> None:
+        """Make empty "rows" or "slots" in the place of what is there."""
+        if part == "rows":
+            self.rows = self._plan.make_rows()
+        else:
+            self.slots = self._plan.make_slots()
+
+    def size(self, part: str) -> int:
+        """Return how many "rows" or "slots" there are."""
+        return self._plan.prefill_rows if part == "rows" else self._plan.slots
+
+    def vocabulary(self) -> int:
+        """Return the number of tokens that the model tells apart, without running it.
+
+        Raises:
+          ServingError: the model does not return what `Model` says.
+        """
+        plan = self._plan
+        tokens, valid = np.zeros((plan.slots, 1), np.int32), np.zeros((plan.slots, 1), bool)
+        with plan.under(MODE_DECODE):
+            found = jax.eval_shape(plan.model, plan.params, tokens, self.slots.caches, valid)
+        return _check_model(found, self.slots.caches)
+
+    def _moved(self) -> Caches:
+        """Return the prefill batch where insert wants it."""
+        plan = self._plan
+        if plan.manager is None or plan.prefill_manager is None or plan.manager.mesh == plan.prefill_manager.mesh:
+            return self.rows
+        there = plan.manager.for_mode(MODE_PREFILL)
+        return tuple(jax.device_put(cache, there.shardings(cache, cache.axes(), role="activation")) for cache in self.rows)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What the arrays say is held, read from the devices: for tests and for people who look for leaks.
+
+    Attributes:
+      row_lengths: tokens of each row of the prefill batch, the most of any layer.
+      slot_lengths: likewise of each slot.
+      pages: pages that are referred to, the most of any layer; 0 for a cache without pages.
+    """
+
+    row_lengths: tuple[int, ...]
+    slot_lengths: tuple[int, ...]
+    pages: int
+
+
+def read_held(board: Board) -> Held:
+    """Return what is held."""
+    paged = [cache for cache in board.slots.caches if isinstance(cache, PagedCache)]
+    return Held(
+        row_lengths=_lengths(board.rows),
+        slot_lengths=_lengths(board.slots.caches),
+        pages=max((int(np.count_nonzero(np.asarray(cache.references))) for cache in paged), default=0),
+    )
+
+
+def _lengths(held: Caches) -> tuple[int, ...]:
+    return tuple(int(length) for length in np.max([np.asarray(cache.length) for cache in held], axis=0))
+
+
+def _padded(numbers: Sequence[int], size: int) -> np.ndarray:
+    return np.asarray([*numbers, *[size] * (size - len(numbers))], np.int32)
+
+
+def is_gone(tree: Any) -> bool:
+    """Tell whether a compiled function has taken arrays of a tree."""
+    return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+
+
+def _check_model(found: Any, held: Caches) -> int:
+    batch = held[0].batch
+    fix = "return (logits [batch, q_length, vocab], one cache per layer, as append_and_attend gives them)"
+    if not isinstance(found, tuple) or len(found) != 2 or getattr(found[0], "shape", ())[:2] != (batch, 1) or len(found[0].shape) != 3:
+        said = jax.tree.map(lambda leaf: leaf.shape, found[0]) if isinstance(found, tuple) and found else type(found).__name__
+        raise ServingError(f"the model returned {said} for {batch} slots and one token", path="model", fix=fix)
+    theirs, ours = ([leaf.shape for leaf in jax.tree.leaves(part)] for part in (found[1], held))
+    if theirs != ours or [type(one) for one in found[1]] != [type(one) for one in held]:
+        raise ServingError("the model returned other caches than it was given", path="model", fix=fix)
+    return int(found[0].shape[2])

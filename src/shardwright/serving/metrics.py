@@ -1,0 +1,145 @@
+"""What an engine has done, and how long it took: counts and percentiles."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardwright.provenance import table
+from shardwright.serving.request import Finish
+
+# Of each kind of time, the latest so many are kept: an engine may run for months.
+KEPT = 10_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Percentiles:
+    """Seconds that half, 90 % and 99 % of the samples do not exceed."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What an engine has done since it was made.
+
+    Attributes:
+      requests: that were taken on; those that were turned away do not count.
+      refused: that could never fit, or came while the queue was full.
+      finished: how many ended, by why.
+      prompt_tokens: that were read.
+      new_tokens: that were written.
+      prefill_steps: chunks of the prefill batch that were read.
+      decode_steps: steps of all slots.
+      slots: that there are.
+      slots_in_use: mean over the decode steps.
+      busy: seconds within `step`.
+      tokens_per_second: new tokens by busy second.
+      first_token: seconds from `submit` to the first token, waiting included; None before there is one.
+      per_token: seconds from one token of a request to its next; likewise.
+    """
+
+    requests: int
+    refused: int
+    finished: dict[str, int]
+    prompt_tokens: int
+    new_tokens: int
+    prefill_steps: int
+    decode_steps: int
+    slots: int
+    slots_in_use: float
+    busy: float
+    tokens_per_second: float
+    first_token: Percentiles | None
+    per_token: Percentiles | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        ended = ", ".join(f"{count} {why}" for why, count in self.finished.items() if count) or "none"
+        rows = [
+            ("requests", f"{self.requests} taken on, {self.refused} refused"),
+            ("ended", ended),
+            ("tokens", f"{self.prompt_tokens} read in {self.prefill_steps} chunks, {self.new_tokens} written in {self.decode_steps} steps"),
+            ("slots in use", f"{self.slots_in_use:.1f} of {self.slots}"),
+            ("speed", f"{self.tokens_per_second:.0f} tokens/s over {self.busy:.2f} s"),
+            ("first token", _said(self.first_token)),
+            ("per token", _said(self.per_token)),
+        ]
+        return "\n".join(table(rows))
+
+
+class Meter:
+    """Counts while an engine runs."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since: dict[int, float] = {}
+        self._begun: set[int] = set()
+        self._first: collections.deque[float] = collections.deque(maxlen=KEPT)
+        self._gaps: collections.deque[float] = collections.deque(maxlen=KEPT)
+        self.requests = self.refused = self.prompt_tokens = self.new_tokens = self.prefill_steps = self.decode_steps = self.slot_steps = 0
+        self.finished = dict.fromkeys(Finish, 0)
+        self.busy = 0.0
+
+    def now(self) -> float:
+        """Return the time in seconds, from anywhere."""
+        return self._clock()
+
+    def submitted(self, number: int) -> None:
+        """Note that a request was taken on."""
+        self.requests += 1
+        self._since[number] = self._clock()
+
+    def wrote(self, number: int) -> None:
+        """Note that a request has got a token."""
+        now = self._clock()
+        (self._gaps if number in self._begun else self._first).append(now - self._since[number])
+        self._begun.add(number)
+        self._since[number] = now
+        self.new_tokens += 1
+
+    def ended(self, number: int, finish: Finish) -> None:
+        """Note that a request has ended."""
+        self._since.pop(number, None)
+        self._begun.discard(number)
+        self.finished[finish] += 1
+
+    def report(self, slots: int) -> Report:
+        """Return what was counted, for an engine of so many slots."""
+        return Report(
+            requests=self.requests,
+            refused=self.refused,
+            finished={str(why): count for why, count in self.finished.items()},
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            prefill_steps=self.prefill_steps,
+            decode_steps=self.decode_steps,
+            slots=slots,
+            slots_in_use=self.slot_steps / self.decode_steps if self.decode_steps else 0.0,
+            busy=self.busy,
+            tokens_per_second=self.new_tokens / self.busy if self.busy else 0.0,
+            first_token=percentiles(self._first),
+            per_token=percentiles(self._gaps),
+        )
+
+
+def percentiles(samples: Sequence[float]) -> Percentiles | None:
+    """Return the smallest samples that so many do not exceed, or None without samples."""
+    if not samples:
+        return None
+    ordered = sorted(samples)
+    p50, p90, p99 = (ordered[-(-len(ordered) * percent // 100) - 1] for percent in (50, 90, 99))
+    return Percentiles(p50=p50, p90=p90, p99=p99)
+
+
+def _said(found: Percentiles | None) -> str:
+    if found is None:
+        return "none"
+    return ", ".join(f"{name} {getattr(found, name) * 1e3:.1f} ms" for name in ("p50", "p90", "p99"))
