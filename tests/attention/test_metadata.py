@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import types
@@ -14,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.attention import AttentionMetadata, AttentionOutput, AttentionRegistry, KVHeads
+from shardwright.attention import AttentionMetadata, AttentionOutput, AttentionRegistry, KVHeads, dot_product_attention
 from shardwright.attention.metadata import get_mode
 from shardwright.testing.meshes import cpu_mesh
 
@@ -167,6 +168,32 @@ def test_an_instance_attends_as_its_metadata_says() -> None:
     np.testing.assert_allclose(found.attention_weights.sum(axis=-1), 1.0, atol=1e-6)
     with pytest.raises(sw.AttentionError, match="blockwise cannot serve this call: it never has all weights at once"):
         AttentionRegistry.create("blockwise", held)(q, k, v, mode="train", return_weights=True)
+
+
+def test_what_a_call_says_counts_before_the_metadata() -> None:
+    manager = sw.PartitionManager(sw.Strategy.loads('[rules]\nbatch = "dp"\n'), mesh=cpu_mesh("dp:2"))
+    held = AttentionMetadata(
+        jnp.float32, partition_manager=manager, softmax_scale=0.1, dropout_prob=0.5, blocksize_q=64, scan_ring_attention=False
+    )
+    own = held.options({"mode": "train", "dropout_key": 1})
+    assert (own.dropout, own.scale, own.q_block, own.loop, own.dtype) == (0.5, 0.1, 64, False, jnp.float32)
+    said = {"scale": 0.3, "dropout": 0.0, "q_block": 8, "kv_block": 16, "loop": True, "dtype": jnp.bfloat16, "platform": "tpu"}
+    found = held.options({"mode": "train", **said})
+    assert {name: getattr(found, name) for name in said} == said
+    # Dropout of the metadata is for training, whoever says that it is.
+    assert held.options({"mode": "prefill"}).dropout is None
+    assert held.replace(partition_manager=manager.for_mode("train")).options({}).dropout == 0.5
+    assert held.replace(partition_manager=manager.for_mode("decode")).options({}).dropout is None
+
+
+def test_no_dropout_at_a_call_is_no_dropout() -> None:
+    x = jax.random.normal(jax.random.key(0), (2, 4, 2, 8))
+    held = AttentionMetadata(jnp.float32, mesh=cpu_mesh("dp:2"), dropout_prob=0.5)
+    attend = functools.partial(dot_product_attention, x, x, x, mode="train", implementation="vanilla")
+    np.testing.assert_allclose(attend(metadata=held, dropout=0.0), attend(), atol=2e-6)
+    assert np.abs(attend(metadata=held, dropout_key=1) - attend()).max() > 0.1
+    with pytest.raises(sw.AttentionError, match=r"dropout_key: dropout=0\.5 without a key"):
+        attend(metadata=held)
 
 
 def test_helpers_that_other_code_calls_by_name() -> None:

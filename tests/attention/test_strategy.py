@@ -68,6 +68,30 @@ def test_the_strategys_word_counts_unless_the_call_has_its_own() -> None:
             attention.explain(q, k, v, mode="prefill", return_weights=True).require()
 
 
+def test_one_that_was_named_and_refuses_is_told_with_what_auto_takes() -> None:
+    q, k, v = shapes()
+    with sw.PartitionManager(sw.Strategy.loads(TEXT), mesh=cpu_mesh("dp:2")):
+        refused = attention.explain(q, k, v, mode="train", implementation="blockwise", return_weights=True)
+        assert str(refused).splitlines()[0] == "refused   blockwise was asked for by name and refuses"
+        assert str(refused).splitlines()[-1] == "  auto  vanilla: only it returns weights"
+        says = r'^blockwise was asked for by name.*\n(.*\n)* *not   blockwise: it never(.*\n)* *fix   implementation="auto" takes vanilla$'
+        with pytest.raises(sw.AttentionError, match=says):
+            refused.require()
+        with pytest.raises(sw.AttentionError, match=r'names blockwise, which refuses\n(.*\n)*.*"auto" takes vanilla'):
+            attention.explain(q, k, v, mode="prefill", return_weights=True).require()
+
+
+def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for one in SHIPPED:
+        monkeypatch.setattr(one, "supports", classmethod(lambda cls, call: ("it rests",)))
+    named = attention.explain(*shapes(), mode="train", implementation="ring")
+    assert str(named).splitlines()[-1] == "  auto  no implementation: all refuse"
+    with pytest.raises(sw.AttentionError, match=r"ring was asked for by name and refuses\n(.*\n)*.*nothing else serves it either"):
+        named.require()
+    with pytest.raises(sw.AttentionError, match="no attention implementation can serve this call: all refuse"):
+        attention.explain(*shapes(), mode="train").require()
+
+
 def test_a_strategy_may_name_every_implementation_that_is_shipped() -> None:
     assert {impl_names(one)[0] for one in SHIPPED} <= set(Attention)
     names = sw.Strategy.json_schema()["$defs"]["AttentionTable"]["properties"]["default"]["enum"]

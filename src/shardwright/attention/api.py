@@ -37,7 +37,7 @@ def dot_product_attention(
     v_scale: Any = None,
     softcap: float | None = None,
     scale: float | None = None,
-    dropout: float = 0.0,
+    dropout: float | None = None,
     dropout_key: Any = None,
     layout: str = "BTHD",
     return_lse: bool = False,
@@ -83,7 +83,8 @@ def dot_product_attention(
       v_scale: likewise of the values, which then have k's dtype; weights are multiplied by it.
       softcap: c in `c * tanh(logits / c)`.
       scale: factor of the products; absent: `1 / sqrt(head_dim)`.
-      dropout: probability with which a weight is dropped; which ones is the same on every mesh.
+      dropout: probability with which a weight is dropped; which ones is the same on every mesh. Absent: the metadata's in
+        training, else 0; 0 is none in any case.
       dropout_key: a JAX key, or an integer seed.
       layout: of q, k, v and the output: "BTHD", or "BHTD" `[batch, heads, length, head_dim]`.
       return_lse: return a `Result` with the logsumexp too, `[batch, heads, q_length]` float32.

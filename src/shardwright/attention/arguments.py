@@ -44,14 +44,14 @@ class Options:
     v_scale: Any = None
     softcap: float | None = None
     scale: float | None = None
-    dropout: float = 0.0
+    dropout: float | None = None
     dropout_key: Any = None
     layout: str = "BTHD"
     return_lse: bool = False
     return_weights: bool = False
     q_block: int | None = None
     kv_block: int | None = None
-    loop: bool = True
+    loop: bool | None = None
     platform: str | None = None
     manager: PartitionManager | None = None
     dtype: Any = None
@@ -129,7 +129,7 @@ def describe(q: Any, k: Any, v: Any, *, options: Options, specs: JointSpecs | No
         specs=JointSpecs() if specs is None else specs,
         mesh=None if manager is None else manager.mesh,
         platform=platform,
-        loop=options.loop,
+        loop=options.loop is not False,
     )
     return call, mask
 
@@ -368,7 +368,7 @@ def _recipe(options: Options, rules: MaskRules, sizes: _Sizes, platform: str) ->
     softcap = None if options.softcap is None else _number("softcap", options.softcap)
     if softcap is not None and softcap <= 0:
         raise AttentionError(f"softcap={softcap}", path="softcap", fix="pass a positive number, or None for no cap")
-    rate = _number("dropout", options.dropout)
+    rate = 0.0 if options.dropout is None else _number("dropout", options.dropout)
     if not 0.0 <= rate < 1.0:
         raise AttentionError(f"dropout={rate}", path="dropout", fix="pass the probability of dropping a weight, from 0 to below 1")
     if rate and options.dropout_key is None:

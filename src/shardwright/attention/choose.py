@@ -52,6 +52,7 @@ class Choice:
       refusals: those that cannot, each with every reason.
       passed_over: those that could too, in the order in which they would have come.
       call: what was asked.
+      instead: where one was named and refuses, what "auto" says of the call; else None.
     """
 
     name: str
@@ -59,28 +60,35 @@ class Choice:
     refusals: tuple[Refusal, ...]
     passed_over: tuple[str, ...]
     call: AttentionCall
+    instead: Choice | None = None
 
     def __str__(self) -> str:
         call = self.call
         lines = [
-            f"{self.name or 'no implementation'}   {self.why}",
+            f"{self.name or ('no implementation' if self.instead is None else 'refused')}   {self.why}",
             f"  call  {_shape(call)}, {_dtypes(call)}, {mode_name(call.mode)}, {call.platform}",
         ]
         if call.mesh is not None:
             lines.append(f"  lies  {_lies(call)}; {call.specs.why}")
         lines += [f"  also  {', '.join(self.passed_over)}"] if self.passed_over else []
         lines += [f"  not   {refusal.name}: {reason}" for refusal in self.refusals for reason in refusal.reasons]
+        if self.instead is not None:
+            lines.append(f"  auto  {self.instead.name or 'no implementation'}: {self.instead.why}")
         return "\n".join(lines)
 
     def require(self) -> type[AttentionImpl]:
         """Return the implementation.
 
         Raises:
-          AttentionError: none can serve the call; with every reason.
+          AttentionError: the one that was named refuses, or none can serve the call; with every reason.
         """
-        if not self.name:
-            raise AttentionError(f"no attention implementation can serve this call: {self.why}", snippet=str(self).partition("\n")[2])
-        return AttentionRegistry.get(self.name)
+        if self.name:
+            return AttentionRegistry.get(self.name)
+        about = str(self).partition("\n")[2]
+        if self.instead is None:
+            raise AttentionError(f"no attention implementation can serve this call: {self.why}", snippet=about)
+        fix = f'implementation="auto" takes {self.instead.name}' if self.instead.name else "change the call: nothing else serves it either"
+        raise AttentionError(self.why, snippet=about, fix=fix)
 
 
 def choose(call: AttentionCall, *, implementation: str = AUTO) -> Choice:
@@ -98,7 +106,8 @@ def choose(call: AttentionCall, *, implementation: str = AUTO) -> Choice:
         name, reasons = impl_names(found)[0], found.refusals(call)
         refusals = (Refusal(name=name, reasons=reasons),) if reasons else ()
         why = "asked for by name" if not reasons else f"{name} was asked for by name and refuses"
-        return Choice(name="" if reasons else name, why=why, refusals=refusals, passed_over=(), call=call)
+        instead = choose(call) if reasons else None
+        return Choice(name="" if reasons else name, why=why, refusals=refusals, passed_over=(), call=call, instead=instead)
     able, refusals_found, reasons_why = [], [], dict(_preference(call))
     known = dict.fromkeys(impl_names(AttentionRegistry.get(name))[0] for name in AttentionRegistry.list_implementations())
     for name in [*(name for name in reasons_why if name in known), *(name for name in known if name not in reasons_why)]:

@@ -240,18 +240,19 @@ class AttentionMetadata:
     def options(self, given: Mapping[str, Any]) -> Options:
         """Return the options of a call: what is said there, the rest from here."""
         said = make_options(dict(given))
-        rate = said.dropout or (self.dropout_prob if said.mode is not None and parse_mode(said.mode) == MODE_TRAIN else 0.0)
-        return dataclasses.replace(
-            said,
-            scale=self.softmax_scale if said.scale is None else said.scale,
-            dropout=rate,
-            q_block=self.blocksize_q,
-            kv_block=self.blocksize_k,
-            loop=self.scan_ring_attention,
-            platform=self.backend,
-            manager=self.partition_manager,
-            dtype=self.runtime_dtype,
-        )
+        manager = self.partition_manager if said.manager is None else said.manager
+        mode = manager.mode if said.mode is None else said.mode
+        here = {
+            "scale": self.softmax_scale,
+            "dropout": self.dropout_prob if mode is not None and parse_mode(mode) == MODE_TRAIN else None,
+            "q_block": self.blocksize_q,
+            "kv_block": self.blocksize_k,
+            "loop": self.scan_ring_attention,
+            "platform": self.backend,
+            "manager": manager,
+            "dtype": self.runtime_dtype,
+        }
+        return dataclasses.replace(said, **{name: value for name, value in here.items() if getattr(said, name) is None})
 
     # Values.
 
