@@ -71,6 +71,7 @@ class Case:
     v_dim: int = 8
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     arrays: tuple[str, ...] = ()
+    stored: str | None = None  # dtype of quantised k and v
 
     @functools.cache  # noqa: B019  a case lives as long as the tests
     def values(self, dtype: str) -> dict[str, np.ndarray]:
@@ -97,12 +98,20 @@ class Case:
             "sinks": lambda: random.standard_normal(h, np.float32),
             "dropout_key": lambda: np.uint32(5),
         }
+        if self.stored is not None:
+            made |= {key: x for name in ("k", "v") for key, x in quantised(name, made[name], self.stored).items()}
         return made | {name.removeprefix("row_"): known[name]() for name in self.arrays}
 
     def weights(self) -> np.ndarray:
         """What the elements of the output count in the loss."""
         weights = np.random.default_rng(1).standard_normal((self.batch, self.q_length, self.heads, self.v_dim), np.float32)
         return np.swapaxes(weights, 1, 2) if self.options.get("layout") == "BHTD" else weights
+
+
+def quantised(name: str, x: np.ndarray, dtype: str) -> dict[str, np.ndarray]:
+    """Keys or values in a dtype of 8 bits, and their scales; whatever these are, they are to be multiplied."""
+    scale = np.abs(x.astype(np.float32)).max(axis=-1) / 100
+    return {name: np.round(x.astype(np.float32) / scale[..., None]).astype(dtype), f"{name}_scale": scale}
 
 
 CASES = (
@@ -140,6 +149,19 @@ CASES = (
         name="decode slots", mode="decode", q_length=1, options={"causal": True, "return_lse": True}, arrays=("positions", "kv_positions")
     ),
     Case(name="decode one kv head", mode="decode", q_length=1, kv_heads=1, options={"softcap": 2.0}, arrays=("lengths", "row_bias")),
+    Case(name="decode int8", mode="decode", q_length=1, stored="int8", options={"causal": True}, arrays=("lengths",)),
+    Case(
+        name="decode float8, drafts, bhtd",
+        mode="decode",
+        q_length=3,
+        stored="float8_e4m3fn",
+        options={"causal": True, "window": (8, None), "softcap": 2.0, "layout": "BHTD", "return_lse": True},
+        arrays=("lengths", "sinks", "bias"),
+    ),
+    Case(
+        name="decode float8_e5m2, one kv head", mode="decode", q_length=1, kv_heads=1, stored="float8_e5m2", arrays=("lengths", "row_mask")
+    ),
+    Case(name="prefill int8", mode="prefill", stored="int8", v_dim=12, options={"causal": True}, arrays=("segment_ids",)),
 )
 
 
@@ -190,17 +212,21 @@ def not_in_splash(call: AttentionCall) -> bool:
     return arrays or call.recipe.dropout > 0 or call.return_lse
 
 
+def scales(call: AttentionCall) -> bool:
+    return call.kv_dtype is not None
+
+
 ROWS: dict[str, Row] = {
     "vanilla": Row(refuses=explicit),
     "blockwise": Row(refuses=sharded_length),
-    "ring": Row(refuses=apart),
-    "ulysses": Row(refuses=lambda call: apart(call) or too_few_heads(call)),
-    "allgather_kv": Row(refuses=apart),
+    "ring": Row(refuses=lambda call: apart(call) or scales(call)),
+    "ulysses": Row(refuses=lambda call: apart(call) or too_few_heads(call) or scales(call)),
+    "allgather_kv": Row(refuses=lambda call: apart(call) or scales(call)),
     "flash_decode": Row(refuses=both_sharded),
-    "sdpa": Row(refuses=lambda call: sharded_length(call) or not_in_jax(call)),
+    "sdpa": Row(refuses=lambda call: sharded_length(call) or not_in_jax(call) or scales(call)),
     "cudnn": Row(refuses=lambda call: True),  # no GPU here; tests/attention/test_sdpa.py
     # Its gradients of a kv head that several shards read are rounded before they are summed.
-    "splash": Row(refuses=lambda call: sharded_length(call) or not_in_splash(call), relative=6e-3),
+    "splash": Row(refuses=lambda call: sharded_length(call) or not_in_splash(call) or scales(call), relative=6e-3),
 }
 
 
@@ -315,6 +341,8 @@ def _found(program: _Program) -> dict[str, np.ndarray]:
 def _wanted(case: Case, dtype: str) -> dict[str, np.ndarray]:
     """What the oracle finds, unsharded, in float32, of the inputs as they are in their dtype."""
     values = {name: x.astype(np.float32) if name in ("q", "k", "v") else x for name, x in case.values(dtype).items()}
+    if case.stored is not None:
+        values |= {name: values[name] * values.pop(f"{name}_scale")[..., None] for name in ("k", "v")}
 
     def attend(q: Any, k: Any, v: Any, **rest: Any) -> Any:
         options = make_options({**rest, **case.options, "mode": case.mode})

@@ -22,6 +22,8 @@ def of(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+I8 = of(2, 6, 2, 8, dtype=jnp.int8)
+INT8 = {"k": I8, "v": I8, "k_scale": of(2, 6, 2), "v_scale": of(2, 6, 2)}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"q": of(2, 6, 8)}, "q: q has shape (2, 6, 8), not 4 dims\n  fix   layout BTHD is [batch, length, heads, head_dim]"),
     ({"q": [[1.0]]}, "q: q has shape None, not 4 dims"),
@@ -74,6 +76,27 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"softcap": 0.0}, "softcap: softcap=0.0\n  fix   pass a positive number"),
     ({"dropout": 1.0, "dropout_key": 1}, "dropout: dropout=1.0\n"),
     ({"dropout": 0.5}, "dropout_key: dropout=0.5 without a key"),
+    ({"k": I8, "v": I8}, "k_scale: k is int8 and has no scale\n  fix   pass k_scale=, float32 of shape (2, 6, 2)"),
+    ({"k": I8, "v": I8, "k_scale": of(2, 6, 2)}, "v_scale: v is int8 and has no scale"),
+    ({"k": I8, "k_scale": of(2, 6, 2)}, "v: v is float32, and k is int8\n  fix   quantise both to one dtype, or neither"),
+    ({"v": of(2, 6, 2, 8, dtype=jnp.float8_e4m3fn)}, "v: v is float8_e4m3fn, and k is float32"),
+    (
+        {"k_scale": of(2, 6, 2)},
+        "k_scale: k_scale is given, and k is float32\n  fix   scales go with keys and values in int8, float8_e4m3fn",
+    ),
+    (
+        {**INT8, "v_scale": of(2, 6, 2, dtype=jnp.bfloat16)},
+        "v_scale: v_scale is bfloat16 of shape (2, 6, 2)\n  fix   pass float32 of shape",
+    ),
+    (
+        {**INT8, "k_scale": of(2, 6, 4)},
+        "k_scale: k_scale is float32 of shape (2, 6, 4)\n  fix   pass float32 of shape (2, 6, 2), one scale",
+    ),
+    ({**INT8, "k_scale": 2.0}, "k_scale: k_scale is float of shape None"),
+    (
+        {**INT8, "layout": "BHTD", "q": of(2, 4, 6, 8), "k": of(2, 2, 6, 8, dtype=jnp.int8), "v": of(2, 2, 6, 8, dtype=jnp.int8)},
+        "k_scale: k_scale is float32 of shape (2, 6, 2)\n  fix   pass float32 of shape (2, 2, 6)",
+    ),
     ({"implementation": "blokwise"}, "unknown attention implementation 'blokwise'\n  fix   did you mean 'blockwise'?"),
     ({"casual": True}, "unknown option 'casual'\n  fix   did you mean 'causal'?"),
 ]
@@ -136,3 +159,25 @@ def test_inside_a_shard_map_over_the_batch_it_attends_on_the_shard() -> None:
     with pm:
         found = pm.shard_map(inside, in_axes=(axes,), out_axes=axes)(x)
     np.testing.assert_allclose(found, inside(x), rtol=2e-6, atol=2e-6)
+
+
+def test_quantised_keys_have_no_gradient() -> None:
+    q, k, scale = jnp.ones((2, 6, 4, 8)), jnp.ones((2, 6, 2, 8), jnp.int8), jnp.ones((2, 6, 2))
+
+    def loss(q: jax.Array, scale: jax.Array) -> jax.Array:
+        return jnp.sum(attention.dot_product_attention(q, k, k, k_scale=scale, v_scale=scale, mode="decode"))
+
+    says = "attention to int8 keys and values reads a cache and has no gradient\n  fix   train with keys that are not quantised"
+    for differentiate in (jax.grad(loss), jax.jit(jax.grad(loss, argnums=1))):
+        with pytest.raises(sw.AttentionError, match=says):
+            differentiate(q, scale)
+
+
+def test_what_knows_no_scales_refuses_quantised_keys() -> None:
+    choice = attention.explain(Q, mode="decode", **INT8)
+    assert choice.name == "blockwise"
+    assert "float32 with int8 keys, decode" in str(choice)
+    refused = {one.name: one.reasons for one in choice.refusals}
+    assert all(
+        "it takes no scales, and k and v are int8" in refused[name] for name in ("ring", "ulysses", "allgather_kv", "sdpa", "splash")
+    )

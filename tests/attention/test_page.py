@@ -44,21 +44,24 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.1, "dropout_key": 0},
     "`v_dim` other than `head_dim`": {"v_dim": 16},
     "float32": {"dtype": "float32"},
+    "int8 and float8 keys": {"kv_dtype": "int8", "k_scale": jnp.ones((2, ROWS, 2)), "v_scale": jnp.ones((2, ROWS, 2))},
     "logsumexp": {"return_lse": True},
     "weights": {"return_weights": True},
 }
 
 
-def call_of(place: str, *, q_length: int = ROWS, v_dim: int = 64, dtype: str = "bfloat16", **options: Any) -> AttentionCall:
+def call_of(
+    place: str, *, q_length: int = ROWS, v_dim: int = 64, dtype: str = "bfloat16", kv_dtype: str | None = None, **options: Any
+) -> AttentionCall:
     mesh, rules, platform = PLACES[place]
-    shapes = ((2, q_length, HEADS, 64), (2, ROWS, 2, 64), (2, ROWS, 2, v_dim))
+    arrays = (((2, q_length, HEADS, 64), dtype), ((2, ROWS, 2, 64), kv_dtype or dtype), ((2, ROWS, 2, v_dim), kv_dtype or dtype))
     with sw.PartitionManager(sw.Strategy.loads(rules), mesh=cpu_mesh(mesh)):
-        call = explain(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), mode="train", implementation="vanilla", **options).call
+        call = explain(*(jax.ShapeDtypeStruct(*array) for array in arrays), mode="train", implementation="vanilla", **options).call
     return dataclasses.replace(call, platform=platform)
 
 
 def has(implementation: type[AttentionImpl], feature: str) -> bool:
-    return any(not implementation.supports(call_of(place, **FEATURES[feature])) for place in PLACES)
+    return any(not implementation.refusals(call_of(place, **FEATURES[feature])) for place in PLACES)
 
 
 def table() -> str:
