@@ -163,3 +163,58 @@ def test_freeing_and_rewinding_touch_no_rows() -> None:
             compiled = jax.jit(operation, donate_argnums=0).lower(cache, jax.ShapeDtypeStruct((BATCH,), jnp.int32)).compile()
             assert compiled.memory_analysis().alias_size_in_bytes == bytes_per_device(cache)
             assert compiled.memory_analysis().temp_size_in_bytes < 4096
+
+
+PREFILL = """
+[rules]
+batch = "dp"
+kv_length = "-"
+kv_head = "tp"
+[modes.prefill]
+batch = "-"
+kv_length = "dp+tp"
+kv_head = "-"
+"""
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.parametrize("kind", ["dense", "sliding", "quantized"])
+def test_what_prefill_filled_in_its_layout_goes_into_the_slots_of_decode(kind: str, axis_types: Any) -> None:
+    random = np.random.default_rng(0)
+    k, v = (random.standard_normal((3, 16, HEADS, DIM)).astype(np.float32) for _ in range(2))
+    valid = np.arange(16) < np.array([[16], [5], [9]])
+    sizes = {"kv_heads": HEADS, "head_dim": DIM, "dtype": "float32"}
+    kept = {"window": 8} if kind == "sliding" else {"capacity": 32}
+
+    def both(at: str | None, into: str | None) -> Any:
+        source = caches.init("dense", batch=3, capacity=16, mode=at, **sizes).append(k, v, valid=valid).cache
+        return source, caches.init(kind, batch=4, mode=into, **kept, **sizes).insert(source, [3, 0, 1])
+
+    alone = both(None, None)[1].require()
+    pm = sw.PartitionManager(sw.Strategy.loads(PREFILL), mesh=cpu_mesh("dp:2,tp:2", axis_types=axis_types))
+    with pm:
+        for run in (both, jax.jit(both, static_argnums=(0, 1))):
+            source, change = run("prefill", "decode")
+            cache = change.require()
+            assert_sharding((source.k, cache.k, cache.length), (P(None, ("dp", "tp")), P("dp", None, "tp"), P("dp")))
+            jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(cache), jax.tree.leaves(alone))
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_the_caches_of_all_layers_as_one_tree(axis_types: Any) -> None:
+    k = np.random.default_rng(0).standard_normal((3, BATCH, 2, HEADS, DIM)).astype(np.float32)
+    with manager_of("dp:2,sp:2,tp:2", axis_types):
+        layers = [make(capacity=8) for _ in range(3)]
+        one_by_one = [cache.append(new, -new).cache for cache, new in zip(layers, k, strict=True)]
+        stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
+
+        @jax.jit
+        def scan(stacked: Any, k: Any) -> Any:
+            return jax.lax.scan(lambda total, layer: (total + 1, layer[0].append(layer[1], -layer[1]).cache), 0, (stacked, k))[1]
+
+        after = scan(stacked, k)
+        mapped = jax.jit(jax.vmap(lambda cache, k: cache.append(k, -k).cache))(stacked, k)
+    for at, cache in enumerate(one_by_one):
+        for found in (after, mapped):
+            layer = [x[at] for x in jax.tree.leaves(found)]
+            jax.tree.map(np.testing.assert_array_equal, layer, jax.tree.leaves(cache))

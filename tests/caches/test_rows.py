@@ -199,6 +199,11 @@ def test_require_says_what_was_refused() -> None:
         filled([1, 0]).free([0, 1]).require()
 
 
+def test_while_tracing_nobody_knows_what_is_refused() -> None:
+    with pytest.raises(CacheError, match="not known while a function is traced\n  fix   return the change"):
+        jax.jit(lambda cache: cache.free([0]).require())(make())
+
+
 def test_an_empty_slot_shows_nothing() -> None:
     view = make("sliding", window=4).view()
     np.testing.assert_array_equal(view.positions, -1)

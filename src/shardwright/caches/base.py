@@ -125,7 +125,14 @@ class Change(Generic[C]):
         return self.refused == Refusal.OVERFLOW
 
     def reasons(self) -> dict[int, Refusal]:
-        """Return the refusals by entry, outside `jit`."""
+        """Return the refusals by entry, outside `jit`.
+
+        Raises:
+          CacheError: inside, where nobody knows them yet.
+        """
+        if isinstance(self.refused, jax.core.Tracer):
+            fix = "return the change, or `ok`, from the compiled function, and ask outside"
+            raise CacheError("what is refused is not known while a function is traced", path="refused", fix=fix)
         return {int(at): Refusal(int(code)) for at, code in enumerate(np.asarray(self.refused)) if code}
 
     def check(self, *, fix: str) -> None:
