@@ -87,6 +87,20 @@ def test_kv_heads_that_are_read_by_several_shards_get_the_sum_of_their_gradients
     assert_collectives(program, all_reduce=range(1, 3), bytes=2 * of_one, axis="tp", mesh=mesh, only=True)
 
 
+@pytest.mark.parametrize("mesh", ["ep:2", "ep:2,tp:2"])
+def test_gradients_over_a_mesh_axis_that_the_call_does_not_use_are_sent_and_are_what_they_should_be(mesh: str) -> None:
+    # The page on attention says so: shard_map cannot see into a kernel, and sums the parts of a gradient that it has cut itself.
+    given, sinks = arrays(kv_heads=2), jnp.array([0.5, -0.5])
+    wanted = both("vanilla", given, causal=True, sinks=sinks)
+    with sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh)):
+        found = both("splash", given, causal=True, sinks=sinks)
+    for one, want, tolerance in zip(found, wanted, (2e-6, 1e-5, 1e-5, 1e-5), strict=True):
+        np.testing.assert_allclose(one, want, rtol=tolerance, atol=tolerance)
+    program, where = compiled(mesh, causal=True)
+    of_each = 4 * 2 * 128 * 2 * 8 // where.shape.get("tp", 1)
+    assert_collectives(program, all_reduce=range(1, 4), bytes=3 * of_each, axis="ep", mesh=where, only=True)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
