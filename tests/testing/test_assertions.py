@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 import shardwright as sw
 from shardwright.errors import (
+    IndivisibleError,
     MeshMismatchError,
     MeshSpecError,
     MissingMeshAxisError,
@@ -152,6 +153,17 @@ def test_what_cannot_be_compared() -> None:
         assert_sharding(six, P("tp"))
     with pytest.raises(sw.IndivisibleError, match="size 6 does not divide over tp=4"):
         assert_spec(np.zeros((8, 6)), sw.EMPTY, sw.HEAD, manager=pm)
+
+
+@pytest.mark.parametrize("policy", [{"indivisible": "replicate"}, {"preset": "eformer"}], ids=str)
+def test_a_literal_spec_is_asserted_as_it_stands_whatever_a_policy_drops(policy: dict[str, Any]) -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp") | sw.Strategy(policy=policy), mesh=cpu_mesh(SIZES))
+    copies = pm.shard(jnp.ones((6, 8)), P("tp"))
+    assert copies.sharding.is_fully_replicated
+    assert_spec(copies, sw.HEAD, sw.EMPTY, manager=pm)  # the annotation means what the policy makes of it
+    with pytest.raises(IndivisibleError, match=r"size 6 does not divide over tp=4"):
+        assert_spec(copies, P("tp"), manager=pm)
+    assert "dim 1: -, not tp" in failing(lambda: assert_spec(copies, P(None, "tp"), manager=pm))
 
 
 # assert_max_replicated

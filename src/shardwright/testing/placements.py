@@ -131,13 +131,16 @@ def wanted_by_annotation(
             return wanted_by_sharding(x, annotations)
         context.require("assert_spec", method=False)
     assert manager is not None
+    literal = PartitionManager(build_rules({}), mesh=manager.mesh)
     wanted: list[Wanted] = []
     problems: list[Problem] = []
     for leaf in annotated_leaves(x, annotations):
         shape = np.shape(leaf.value)
-        found = manager.explain(leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None)
+        # A literal spec is asserted as it stands: what a policy drops where it places would make a wrong place right here.
+        judge = literal if isinstance(leaf.annotation, PartitionSpec) else manager
+        found = judge.explain(leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None)
         if found.ok:
-            sharding = manager.sharding(leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None)
+            sharding = judge.sharding(leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None)
             wanted.append(Wanted(path=leaf.path, value=leaf.value, sharding=sharding, decisions=found.decisions))
         problems += found.problems
     raise_problems(problems)
