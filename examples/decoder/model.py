@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,23 +37,46 @@ def forward(
       cache: what came before the tokens; None to attend among the tokens alone.
       real: `[batch]`, how many of the tokens are no padding; needed with a cache.
     """
-    specs = decoder_specs(config)
     positions = next_positions(cache, tokens)
+
+    def mix(q: jax.Array, k: jax.Array, v: jax.Array, held: dict[str, Any] | None) -> tuple[jax.Array, dict[str, Any] | None]:
+        if held is not None:
+            held = {"k": write_rows(held["k"], k, positions, real), "v": write_rows(held["v"], v, positions, real)}
+            k, v = held["k"], held["v"]
+        return attend(q, k, v, positions=positions), held
+
+    before = [None] * config.layers if cache is None else cache["layers"]
+    logits, layers = blocks(params, tokens, config, positions=positions, held=before, mix=mix)
+    return logits, None if cache is None else {"layers": layers, "length": cache["length"] + real}
+
+
+def blocks(
+    params: dict[str, Any], tokens: jax.Array, config: DecoderConfig, *, positions: jax.Array, held: Sequence[Any], mix: Callable[..., Any]
+) -> tuple[jax.Array, list[Any]]:
+    """Return logits `[batch, q_length, vocab]`, and what each layer holds now.
+
+    Args:
+      params: the tree that `decoder_specs` describes.
+      tokens: `[batch, q_length]`.
+      config: sizes.
+      positions: of the tokens, `[batch, q_length]`.
+      held: what each layer held.
+      mix: `(q, k, v, held) -> (out, held)`: attention, and the cache, if there is one.
+    """
+    specs = decoder_specs(config)
     table = sw.gather(params["embedding"], specs["embedding"], path="embedding")
     # With 256 bytes a product with one-hot rows is cheap, and partitions like any other weight; an indexed lookup does not.
     x = sw.shard(jnp.einsum("bqv,ve->bqe", jax.nn.one_hot(tokens, config.vocab, dtype=table.dtype), table), HIDDEN_AXES)
     layers = []
     for at, (stored, axes) in enumerate(zip(params["layers"], specs["layers"], strict=True)):
         weights = sw.gather(stored, axes, path=f"layers/{at}")
-        held = None if cache is None else cache["layers"][at]
-        mixed, held = attention(weights["attention"], x, config, positions=positions, held=held, real=real)
+        mixed, after = attention(weights["attention"], x, config, positions=positions, held=held[at], mix=mix)
         x = sw.shard(x + mixed, HIDDEN_AXES)
         x = sw.shard(x + mlp(weights["mlp"], x, config), HIDDEN_AXES)
-        layers.append(held)
+        layers.append(after)
     x = rms_norm(x, sw.gather(params["norm"], specs["norm"], path="norm"), config)
     head = sw.gather(params["lm_head"], specs["lm_head"], path="lm_head")
-    logits = sw.shard(jnp.einsum("bqe,ev->bqv", x, head), LOGIT_AXES)
-    return logits, None if cache is None else {"layers": layers, "length": cache["length"] + real}
+    return sw.shard(jnp.einsum("bqe,ev->bqv", x, head), LOGIT_AXES), layers
 
 
 def attention(
@@ -61,19 +85,16 @@ def attention(
     config: DecoderConfig,
     *,
     positions: jax.Array,
-    held: dict[str, Any] | None,
-    real: jax.Array | None,
-) -> tuple[jax.Array, dict[str, Any] | None]:
-    """Return what attention adds to `x` `[batch, q_length, embed]`, and this layer's rows of the cache."""
+    held: Any,
+    mix: Callable[..., Any],
+) -> tuple[jax.Array, Any]:
+    """Return what attention adds to `x` `[batch, q_length, embed]`, and what this layer holds now."""
     x = rms_norm(x, weights["norm"], config)
     q = sw.shard(rope(jnp.einsum("bqe,ehd->bqhd", x, weights["q"]), positions, config), QUERY_AXES)
     k = sw.shard(rope(jnp.einsum("bqe,ekd->bqkd", x, weights["k"]), positions, config), NEW_ROW_AXES)
     v = sw.shard(jnp.einsum("bqe,ekd->bqkd", x, weights["v"]), NEW_ROW_AXES)
-    if held is not None:
-        held = {"k": write_rows(held["k"], k, positions, real), "v": write_rows(held["v"], v, positions, real)}
-        k, v = held["k"], held["v"]
-    out = sw.shard(attend(q, k, v, positions=positions), QUERY_AXES)
-    return jnp.einsum("bqhd,hde->bqe", out, weights["o"]), held
+    out, held = mix(q, k, v, held)
+    return jnp.einsum("bqhd,hde->bqe", sw.shard(out, QUERY_AXES), weights["o"]), held
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, positions: jax.Array) -> jax.Array:

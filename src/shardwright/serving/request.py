@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,7 +72,7 @@ class Request:
         if isinstance(stop, (str, bytes)) or not isinstance(stop, Sequence):
             problems.append(_problem("stop", stop, "pass a list of tokens, or of lists of tokens"))
         else:
-            entries = (_tokens("stop", (entry,) if _whole(entry) else entry, problems) for entry in stop)
+            entries = (_tokens("stop", (entry,) if isinstance(entry, numbers.Integral) else entry, problems) for entry in stop)
             object.__setattr__(self, "stop", tuple(entries))
         if not _whole(self.max_new_tokens) or self.max_new_tokens < 1:
             problems.append(_problem("max_new_tokens", self.max_new_tokens, "pass a whole number from 1 on"))
@@ -118,13 +119,14 @@ def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:
         problems.append(_problem(name, given, fix))
         return ()
     try:
-        tokens = tuple(-1 if isinstance(token, bool) else operator.index(token) for token in given)
+        listed = list(given)
+        tokens = tuple(-1 if isinstance(token, bool) else operator.index(token) for token in listed)
     except TypeError:
         problems.append(_problem(name, given, fix))
         return ()
     wrong = next((at for at, token in enumerate(tokens) if not 0 <= token <= MOST_TOKEN), None)
     if wrong is not None:
-        what = f"token {wrong} is {given[wrong]!r}"
+        what = f"token {wrong} is {listed[wrong]!r}"
         problems.append(Problem(error=ServingError, what=what, path=name, fix=fix))
     if not tokens:
         problems.append(Problem(error=ServingError, what="no tokens", path=name, fix="pass at least one"))

@@ -1,0 +1,130 @@
+"""Serve the demo's decoder: 64 requests of all lengths share 16 slots on eight virtual devices.
+
+    python examples/serving.py [--quick] [--strategy NAME] [--cache KIND] [--json]
+
+Prompts are pieces of Python's standard library. Half of the requests are greedy, half draw with a seed of their own; some are
+cancelled on the way. At the end: a check that each text is what the request gives alone, and the engine's figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+try:
+    import optax
+except ModuleNotFoundError as error:
+    sys.exit(f'The example needs {error.name}: pip install "shardwright[demo]", or start it with make demo.')
+
+from decoder.config import DecoderConfig, decoder_specs
+from decoder.served import cache_shape, served
+from decoder.text import stdlib_text, text_batches
+from decoder.train import make_trainer, train
+
+import shardwright as sw
+from shardwright.serving import Completion, Engine, Finish, Request, Sampling
+from shardwright.testing.meshes import cpu_mesh, virtual_devices
+
+MESHES = {"single": "dp:1", "serve_tp": "dp:2,tp:4", "serve_long_context": "dp:2,sp:2,tp:2"}
+CAPACITY, CHUNK, WINDOW = 128, 16, 32
+CACHES: dict[str, dict[str, Any]] = {
+    "dense": {"capacity": CAPACITY},
+    "sliding": {"capacity": WINDOW},
+    "quantized": {"capacity": CAPACITY},
+    "paged": {"capacity": CAPACITY, "cache_options": {"page_size": 16, "pages": 64}},
+}
+STREAMED, CANCELLED = (0, 1), 5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    jax.config.update("jax_platforms", "cpu")
+    virtual_devices(8)  # first of all: the number is fixed once JAX has run anything
+    text = stdlib_text(200_000)
+    config = DecoderConfig(layers=1, embed=64, heads=8, kv_heads=4, head_dim=8, mlp=128) if options.quick else DecoderConfig()
+    params = trained(config, text, options.steps)
+    requests = make_requests(text, options.requests)
+    engine = make_engine(config, params, options.strategy, options.cache, slots=options.slots)
+    say = (lambda *said: None) if options.json else print
+    say(f"{len(requests)} requests, {options.slots} slots, {options.cache} caches, {options.strategy} on {MESHES[options.strategy]}\n")
+    done = serve(engine, requests, say)
+    alone = make_engine(config, params, "single", options.cache, slots=1)
+    different = differing(alone, requests, done)
+    say(f"\n{len(done) - len(different)} of {len(done)} texts are what the request writes alone, on one device.\n")
+    report = engine.report()
+    print(json.dumps({"report": report.to_json(), "different": different}, indent=1) if options.json else report)
+    return 1 if different else 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Serve 64 requests of all lengths together.")
+    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer requests, no training")
+    parser.add_argument("--strategy", choices=MESHES, default="serve_tp")
+    parser.add_argument("--cache", choices=CACHES, default="dense")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, nothing else")
+    options = parser.parse_args(argv)
+    options.steps, options.requests, options.slots = (0, 12, 4) if options.quick else (60, 64, 16)
+    return options
+
+
+def trained(config: DecoderConfig, text: np.ndarray, steps: int) -> Any:
+    """Return weights after a few steps of training on one device, on the host."""
+    trainer = make_trainer(sw.Strategy.preset("single"), config, optax.adamw(3e-3), mesh=cpu_mesh(MESHES["single"]))
+    batches = itertools.islice(text_batches(text, batch=16, length=64, seed=0), steps)
+    state = train(trainer, trainer.init(0), batches, on_step=lambda loss: None).state
+    return jax.tree.map(np.asarray, state["params"])
+
+
+def make_requests(text: np.ndarray, count: int) -> list[Request]:
+    """Return prompts of 1 to 80 bytes, with 1 to 40 to follow; a blank line ends a text."""
+    draw = np.random.default_rng(0)
+    made = []
+    for at in range(count):
+        start, length = int(draw.integers(0, len(text) - 80)), int(draw.integers(1, 81))
+        sampling = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=at) if at % 2 else Sampling()
+        made.append(
+            Request(prompt=text[start : start + length], max_new_tokens=int(draw.integers(1, 41)), sampling=sampling, stop=[b"\n\n"])
+        )
+    return made
+
+
+def make_engine(config: DecoderConfig, params: Any, strategy: str, cache: str, *, slots: int) -> Engine:
+    """Return an engine under a preset, with the weights where that wants them."""
+    pm = sw.PartitionManager(sw.Strategy.preset(strategy), mesh=cpu_mesh(MESHES[strategy]))
+    weights = pm.shard(params, decoder_specs(config), role="param")
+    shape = cache_shape(config, window=WINDOW if cache == "sliding" else None)
+    return Engine(served(config), weights, shape=shape, slots=slots, cache=cache, manager=pm, prefill_chunk=CHUNK, **CACHES[cache])
+
+
+def serve(engine: Engine, requests: Sequence[Request], say: Any) -> list[Completion]:
+    """Serve all, show the first ones byte by byte as they come, and cancel one on the way."""
+    handles = [engine.submit(request) for request in requests]
+    for at in STREAMED:
+        said = bytearray()
+        for token in handles[at]:
+            said.append(token)
+            if at == STREAMED[0] and len(said) == 2:
+                handles[CANCELLED].cancel()
+        say(f"request {at}: {bytes(requests[at].prompt)[-24:]!r} -> {bytes(said)!r}")
+    return [handle.result() for handle in handles]
+
+
+def differing(alone: Engine, requests: Sequence[Request], done: Sequence[Completion]) -> list[int]:
+    """Return the requests that write something else alone; of a cancelled one as far as it got."""
+    found = []
+    for at, (request, completion) in enumerate(zip(requests, done, strict=True)):
+        tokens = alone.submit(request).result().tokens
+        if completion.tokens != (tokens[: len(completion.tokens)] if completion.finish is Finish.CANCELLED else tokens):
+            found.append(at)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

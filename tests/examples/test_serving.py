@@ -1,0 +1,27 @@
+"""The serving example, in its short form."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import serving
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", serving.CACHES)
+def test_every_text_is_what_the_request_gives_alone(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serving.main(["--quick", "--json", "--cache", cache]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["different"] == []
+    assert (said["report"]["requests"], said["report"]["finished"]["cancelled"]) == (12, 1)
+    assert said["report"]["slots_in_use"] > 2
+
+
+def test_texts_are_streamed_and_figures_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serving.main(["--quick"]) == 0
+    said = capsys.readouterr().out
+    assert "12 requests, 4 slots, dense caches, serve_tp on dp:2,tp:4" in said
+    assert "12 of 12 texts are what the request writes alone" in said
+    assert "request 1: " in said
+    assert "first token  p50 " in said

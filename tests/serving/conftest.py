@@ -1,0 +1,20 @@
+"""The examples' decoder, and programs that compile fast: what is asserted here does not depend on how well they run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+
+@pytest.fixture(autouse=True)
+def _quick_programs() -> Iterator[None]:
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -1,0 +1,42 @@
+"""A model that needs no weights: what it writes is arithmetic on all tokens before, read from its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwright import serving
+from shardwright.caches import pages
+from shardwright.caches.shards import ambient_shards
+
+VOCAB = 13
+SHAPE = serving.CacheShape(layers=2, kv_heads=1, head_dim=1, dtype="float32")
+
+
+def stub(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> tuple[jax.Array, Any]:
+    """Call `3 * sum + params` modulo VOCAB likeliest, where the sum is that of all tokens, in every cache."""
+    rows = tokens[:, :, None, None].astype(jnp.float32)
+    before = [held_sum(cache) for cache in held]
+    new = [cache.append(rows, rows, valid=valid).cache for cache in held]
+    sums = jnp.stack([one[:, None] + jnp.cumsum(jnp.where(valid, tokens, 0), axis=1) for one in before])
+    found = jnp.where(jnp.all(sums == sums[0], axis=0), (3 * sums[0] + params) % VOCAB, 0)
+    return 4.0 * jax.nn.one_hot(found, VOCAB), new
+
+
+def held_sum(cache: Any) -> jax.Array:
+    """Return the sums of the tokens that slots hold, `[batch]` int32."""
+    view = pages.in_rows(cache.view(), ambient_shards(cache.spec.mode))
+    assert view.positions is not None
+    held = (view.positions >= 0) & (view.positions < view.lengths[:, None])
+    return jnp.sum(jnp.where(held, view.k[:, :, 0, 0], 0), axis=1).astype(jnp.int32)
+
+
+def text_of(prompt: Sequence[int], count: int, *, shift: int) -> list[int]:
+    """Return what the model writes, greedily."""
+    written: list[int] = []
+    for _ in range(count):
+        written.append((3 * (sum(prompt) + sum(written)) + shift) % VOCAB)
+    return written

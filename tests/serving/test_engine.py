@@ -1,0 +1,238 @@
+"""The engine around a model of arithmetic: who is served, in which order, what is streamed, how requests end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from shardwright import serving
+from shardwright.errors import QueueFullError, ServingError
+from shardwright.serving import Finish, Phase, Request
+from tests.serving.stub import SHAPE, VOCAB, stub, text_of
+
+SHIFT = 5
+TEXT = [8, 6, 11, 5, 7, 2]  # after [1]
+PAGED: dict[str, Any] = {"cache": "paged", "cache_options": {"page_size": 4, "pages": 5}}
+
+
+def make(model: Any = stub, **options: Any) -> serving.Engine:
+    given: dict[str, Any] = {"slots": 2, "capacity": 16, "prefill_chunk": 3, "shape": SHAPE} | options
+    return serving.Engine(model, np.int32(SHIFT), **given)
+
+
+def assert_empty(engine: serving.Engine) -> None:
+    held = engine.held()
+    assert engine.idle
+    assert set(held.slot_lengths) == {0}
+    assert set(held.row_lengths) == {0}
+    assert held.pages == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_rows": 2}, PAGED, PAGED | {"prefill_rows": 2}], ids=["one", "two", "paged", "paged two"])
+def test_ragged_requests_each_get_their_text(options: dict[str, Any]) -> None:
+    engine = make(**options)
+    draw = np.random.default_rng(0)
+    requests = [Request(prompt=draw.integers(0, VOCAB, draw.integers(1, 12)), max_new_tokens=int(draw.integers(1, 6))) for _ in range(12)]
+    for request, done in zip(requests, engine.run(requests), strict=True):
+        assert list(done.tokens) == text_of(request.prompt, request.max_new_tokens, shift=SHIFT)
+        assert done.finish is Finish.LENGTH
+    assert_empty(engine)
+
+
+def test_tokens_stream_while_others_are_prefilled() -> None:
+    engine, seen = make(), []
+    first = engine.submit(Request(prompt=[1], max_new_tokens=6, on_token=lambda token: seen.append(("first", token))))
+    second = engine.submit(Request(prompt=[1] * 9, max_new_tokens=2, on_token=lambda token: seen.append(("second", token))))
+    while engine.step():
+        pass
+    order = [name for name, _ in seen]
+    # The second prompt takes three chunks; the first request writes a token beside each of them.
+    assert order == ["first", "first", "first", "first", "second", "first", "second", "first"]
+    assert [token for name, token in seen if name == "first"] == TEXT == list(first)
+    assert second.result().tokens == tuple(text_of([1] * 9, 2, shift=SHIFT))
+    assert_empty(engine)
+
+
+def test_a_handle_is_an_iterator_that_drives_the_engine() -> None:
+    engine = make()
+    other = engine.submit(Request(prompt=[2], max_new_tokens=3))
+    handle = engine.submit(Request(prompt=[3, 4], max_new_tokens=4))
+    assert (handle.phase, handle.tokens, handle.completion) == (Phase.QUEUED, (), None)
+    assert list(handle) == text_of([3, 4], 4, shift=SHIFT) == list(handle.tokens)
+    assert other.result().tokens == tuple(text_of([2], 3, shift=SHIFT))
+    assert not engine.step()
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("stop", "kept"),
+    [
+        ((), 6),
+        ((0,), 6),
+        ((8,), 0),
+        ((5,), 3),
+        (([8, 6],), 0),
+        (([6, 11, 5],), 1),
+        (([8, 0], [6, 5]), 6),
+        (([11, 5, 7, 1], 7), 4),
+        (([7, 2, 0],), 6),
+    ],
+)
+def test_a_stop_sequence_ends_the_text_and_is_no_part_of_it(stop: Any, kept: int) -> None:
+    engine, seen = make(), []
+    done = engine.submit(Request(prompt=[1], max_new_tokens=6, stop=stop, on_token=seen.append)).result()
+    assert list(done.tokens) == TEXT[:kept] == seen
+    assert done.finish is (Finish.STOP if kept < 6 else Finish.LENGTH)
+    assert_empty(engine)
+
+
+def test_requests_are_cancelled_wherever_they_are() -> None:
+    engine = make()
+    decoding, prefilling, queued, last = (engine.submit(Request(prompt=[at] * 5, max_new_tokens=9)) for at in (1, 2, 3, 4))
+    for _ in range(3):
+        engine.step()
+    assert [one.phase for one in (decoding, prefilling, queued)] == [Phase.DECODING, Phase.PREFILLING, Phase.QUEUED]
+    assert [one.cancel() for one in (decoding, prefilling, queued, queued)] == [True, True, True, False]
+    assert set(engine.held().slot_lengths) | set(engine.held().row_lengths) == {0}
+    assert decoding.result().tokens == tuple(text_of([1] * 5, 9, shift=SHIFT)[: len(decoding.tokens)])
+    assert (len(decoding.tokens), queued.result().finish) == (3, Finish.CANCELLED)
+    assert list(last) == text_of([4] * 5, 9, shift=SHIFT)
+    assert_empty(engine)
+
+
+def test_a_callback_may_cancel_and_submit() -> None:
+    engine, more = make(), []
+
+    def on_token(token: int) -> None:
+        if token == TEXT[2]:
+            handle.cancel()
+            more.append(engine.submit(Request(prompt=[1], max_new_tokens=2)))
+
+    handle = engine.submit(Request(prompt=[1], max_new_tokens=6, on_token=on_token))
+    assert handle.result().finish is Finish.CANCELLED
+    assert handle.tokens == tuple(TEXT[:3])
+    assert list(more[0]) == TEXT[:2]
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("at", [0, 3, 5])
+def test_a_callback_that_fails_fails_its_request_alone(at: int) -> None:
+    engine, error = make(), KeyError("theirs")
+
+    def on_token(token: int) -> None:
+        if token == TEXT[at]:
+            raise error
+
+    failing = engine.submit(Request(prompt=[1], max_new_tokens=6, on_token=on_token))
+    other = engine.submit(Request(prompt=[1], max_new_tokens=6))
+    assert list(other) == TEXT
+    assert failing.completion is not None
+    assert (failing.completion.finish, failing.completion.error) == (Finish.FAILED, error)
+    assert engine.report().finished == {"length": 1, "stop": 0, "cancelled": 0, "failed": 1}
+    assert_empty(engine)
+
+
+def test_a_callback_that_steps_is_told_not_to() -> None:
+    engine = make()
+    done = engine.submit(Request(prompt=[1], max_new_tokens=2, on_token=lambda token: engine.step())).result()
+    assert done.finish is Finish.FAILED
+    with pytest.raises(ServingError, match="called from within a step"):
+        raise done.error or AssertionError
+    assert_empty(engine)
+
+
+def test_the_queue_is_bounded_and_run_waits_for_it() -> None:
+    engine = make(queue=2)
+    for _ in range(2):
+        engine.submit(Request(prompt=[1], max_new_tokens=2))
+    with pytest.raises(QueueFullError, match="2 requests wait, and the queue holds 2"):
+        engine.submit(Request(prompt=[1], max_new_tokens=2))
+    assert [done.tokens for done in engine.run([Request(prompt=[1], max_new_tokens=2)] * 5)] == [tuple(TEXT[:2])] * 5
+    assert engine.report().refused == 1
+    assert_empty(engine)
+
+
+def test_what_can_never_be_served_is_refused() -> None:
+    engine = make(**PAGED)
+    for request, says in (
+        (Request(prompt=[1] * 10, max_new_tokens=8), "10 tokens of prompt and 8 new ones need 17 rows, and a slot has 16"),
+        (Request(prompt=[1, VOCAB], max_new_tokens=1), "prompt: token 13, and the model has 13 tokens"),
+        (Request(prompt=[1], max_new_tokens=1, stop=[[2, 40]]), "stop: token 40, and the model has 13 tokens"),
+    ):
+        with pytest.raises(ServingError, match=says):
+            engine.submit(request)
+        with pytest.raises(ServingError, match=says):
+            engine.run([Request(prompt=[1], max_new_tokens=1), request])
+    assert (engine.report().requests, engine.report().refused) == (0, 3)
+    assert_empty(engine)
+
+
+def test_the_report_counts() -> None:
+    now = iter(range(10_000))
+    engine = make(clock=lambda: float(next(now)))
+    engine.run([Request(prompt=[1] * 4, max_new_tokens=6), Request(prompt=[2], max_new_tokens=1)])
+    report = engine.report()
+    assert (report.requests, report.prompt_tokens, report.new_tokens, report.prefill_steps, report.decode_steps) == (2, 5, 7, 3, 5)
+    assert (report.slots_in_use, report.slots, report.tokens_per_second) == (1.0, 2, 7 / report.busy)
+    assert report.first_token is not None
+    assert report.per_token is not None
+    assert report.per_token.p50 <= report.per_token.p90 <= report.per_token.p99
+    assert "2 taken on, 0 refused" in str(report)
+    assert report.to_json()["finished"]["length"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"slots": 0}, "slots=0"),
+        ({"slots": True, "queue": 1.5}, "(?s)2 problems.*slots=True.*queue=1.5"),
+        ({"prefill_chunk": -1}, "prefill_chunk=-1"),
+        ({"cache_options": {"overflow": "error"}}, 'overflow="error" raises inside a compiled step'),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ServingError, match=says):
+        make(**options)
+
+
+def one_logit(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
+    logits, new = stub(params, tokens, held, valid)
+    return logits[:, 0], new
+
+
+def half(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
+    logits, new = stub(params, tokens, held, valid)
+    return logits, new[:1]
+
+
+@pytest.mark.parametrize(
+    ("model", "says"), [(one_logit, "the model returned .2, 13. for 2 slots"), (half, "other caches than it was given")]
+)
+def test_a_model_that_returns_something_else_is_refused(model: Any, says: str) -> None:
+    with pytest.raises(ServingError, match=says):
+        make(model)
+
+
+def forgets(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
+    """Append to the first cache only."""
+    logits, new = stub(params, tokens, held, valid)
+    return logits, [new[0], *held[1:]]
+
+
+def divides(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
+    """Return logits that are not numbers, for the prompts that hold a 12."""
+    logits, new = stub(params, tokens, held, valid)
+    return logits / (tokens != 12)[:, :, None] * 0 + logits, new
+
+
+@pytest.mark.parametrize(("model", "says"), [(forgets, "a cache refused its tokens"), (divides, "the logits are not numbers")])
+def test_what_goes_wrong_on_the_device_fails_the_request(model: Any, says: str) -> None:
+    engine = make(model)
+    done = engine.submit(Request(prompt=[12], max_new_tokens=2)).result()
+    assert done.finish is Finish.FAILED
+    with pytest.raises(ServingError, match=says):
+        raise done.error or AssertionError
+    assert_empty(engine)

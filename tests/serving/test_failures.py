@@ -1,0 +1,172 @@
+"""Random requests, cancels and failures at every place where an engine can fail: nothing leaks, and no text is ever wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwright import serving
+from shardwright.errors import QueueFullError
+from shardwright.serving import Finish, Handle, Request
+from tests.serving.stub import SHAPE, VOCAB, stub, text_of
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {"cache": "dense", "prefill_rows": 2},
+    "paged": {"cache": "paged", "cache_options": {"page_size": 4, "pages": 6}},
+}
+PARTS = ("prefill", "insert", "decode", "clear_rows", "clear_slots")
+
+
+class Injected(Exception):
+    """What is raised on purpose."""
+
+
+class Faults:
+    """Makes the device side of an engine fail, before an operation or after it, where the arrays have changed and no one knows."""
+
+    def __init__(self, engine: serving.Engine, draw: random.Random) -> None:
+        self.draw, self.chance, self.raised = draw, 0.0, 0
+        for name in PARTS:
+            board: Any = engine._board
+            setattr(board, name, self.around(getattr(board, name)))
+
+    def around(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(*args: Any) -> Any:
+            self.maybe()
+            found = operation(*args)
+            self.maybe()
+            return found
+
+        return failing
+
+    def maybe(self) -> None:
+        if self.draw.random() < self.chance:
+            self.raised += 1
+            raise Injected
+
+
+def request(draw: random.Random, faults: Faults) -> Request:
+    def on_token(token: int) -> None:
+        faults.maybe()
+
+    prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 10))]
+    stop = [draw.randrange(VOCAB)] if draw.random() < 0.3 else []
+    return Request(prompt=prompt, max_new_tokens=draw.randint(1, 7), stop=stop, on_token=on_token)
+
+
+def expected(asked: Request) -> list[int]:
+    """Return the whole text, without its stop."""
+    text = text_of(asked.prompt, asked.max_new_tokens, shift=1)
+    ends = [text.index(stop[0]) for stop in asked.stop if not isinstance(stop, int) and stop[0] in text]
+    return text[: min(ends, default=len(text))]
+
+
+def assert_right(handle: Handle) -> None:
+    done, text = handle.completion, expected(handle.request)
+    assert done is not None
+    if done.finish in (Finish.LENGTH, Finish.STOP):
+        assert list(done.tokens) == text
+    else:
+        assert list(done.tokens) == text[: len(done.tokens)]
+    assert (done.error is None) == (done.finish is not Finish.FAILED)
+
+
+def run(kind: str, operations: int, *, seed: int, chance: float) -> tuple[list[Handle], Faults]:
+    engine = serving.Engine(stub, np.int32(1), shape=SHAPE, slots=3, capacity=16, prefill_chunk=4, queue=4, **KINDS[kind])
+    draw = random.Random(seed)
+    faults, handles = Faults(engine, draw), []
+    for _ in range(operations):
+        what = draw.choice(["submit", "submit", "step", "step", "step", "step", "cancel"])
+        faults.chance = chance
+        try:
+            if what == "submit":
+                handles.append(engine.submit(request(draw, faults)))
+            elif what == "step":
+                engine.step()
+            elif handles:
+                draw.choice(handles).cancel()
+        except (Injected, QueueFullError):
+            pass
+        faults.chance = 0.0
+        if draw.random() < 0.02:
+            assert_held_is_known(engine)
+    while engine.step():
+        pass
+    for handle in handles:
+        assert_right(handle)
+    held = engine.held()
+    assert (set(held.slot_lengths), set(held.row_lengths), held.pages) == ({0}, {0}, 0)
+    assert sum(engine.report().finished.values()) == engine.report().requests == len(handles)
+    return handles, faults
+
+
+def assert_held_is_known(engine: serving.Engine) -> None:
+    """What the devices hold is what the books say, and what waits to be emptied."""
+    held, books = engine.held(), engine._scheduler
+    for slot, length in enumerate(held.slot_lengths):
+        job = books.decoding().get(slot)
+        if job is not None:
+            assert length == len(job.request.prompt) + len(job.written) - 1
+        else:
+            assert length == 0 or slot in books.dirty_slots
+    for row, length in enumerate(held.row_lengths):
+        assert length == (books.rows[row].read if row in books.rows else length if row in books.dirty_rows else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_operations_with_failures_leak_nothing(kind: str) -> None:
+    handles, faults = run(kind, 300, seed=1, chance=0.03)
+    whys = [handle.completion.finish for handle in handles if handle.completion]
+    assert set(whys) == set(Finish)
+    assert faults.raised > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_failures_none_fails(kind: str) -> None:
+    handles, _ = run(kind, 200, seed=2, chance=0.0)
+    whys = [handle.completion.finish for handle in handles if handle.completion]
+    assert set(whys) == {Finish.LENGTH, Finish.STOP, Finish.CANCELLED}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_thousand_random_operations_leak_nothing(kind: str) -> None:
+    handles, faults = run(kind, 10_000, seed=3, chance=0.01)
+    assert len(handles) > 500
+    assert faults.raised > 100
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_one_failure_costs_at_most_those_whose_state_it_took(part: str, after: bool) -> None:
+    engine = serving.Engine(stub, np.int32(1), shape=SHAPE, slots=3, capacity=16, prefill_chunk=4, queue=4, **KINDS["dense"])
+    asked = [Request(prompt=[at] * 6, max_new_tokens=5) for at in range(5)]
+    handles = [engine.submit(one) for one in asked[:4]]
+    board: Any = engine._board
+    operation, raised = getattr(board, part), []
+
+    def failing(*args: Any) -> Any:
+        if raised:
+            return operation(*args)
+        raised.append(part)
+        if after:
+            operation(*args)
+        raise Injected
+
+    setattr(board, part, failing)
+    with pytest.raises(Injected):
+        while engine.step():
+            pass
+    handles.append(engine.submit(asked[4]))
+    while engine.step():
+        pass
+    for handle in handles:
+        assert_right(handle)
+    failed = [handle for handle in handles if handle.completion and handle.completion.finish is Finish.FAILED]
+    assert bool(failed) == (after and part in ("prefill", "decode"))
+    assert all("lost what it had" in str(handle.completion.error) for handle in failed if handle.completion)
+    assert handles[4] not in failed

@@ -1,0 +1,115 @@
+"""Whatever is served beside it, and on whatever mesh: a request gets the text that it gets alone and unsharded."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from decoder.config import DecoderConfig, decoder_specs
+from decoder.model import forward
+from decoder.served import cache_shape, served
+
+import shardwright as sw
+from shardwright import serving
+from shardwright.serving import Finish, Request, Sampling
+from shardwright.testing import cpu_mesh
+
+TINY = DecoderConfig(layers=2, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
+MODEL = served(TINY)
+CAPACITY, WINDOW = 64, 16
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {"cache": "dense", "capacity": CAPACITY},
+    "sliding": {"cache": "sliding", "capacity": 24},
+    "quantized": {"cache": "quantized", "capacity": CAPACITY},
+    "paged": {"cache": "paged", "capacity": CAPACITY, "cache_options": {"page_size": 8, "pages": 24}},
+}
+MESHES = {"single": "dp:1", "serve_tp": "dp:2,tp:4", "serve_long_context": "dp:2,sp:2,tp:2"}
+QUICK = {("dense", "serve_tp"), ("sliding", "serve_long_context"), ("quantized", "serve_long_context"), ("paged", "serve_tp")}
+
+
+@functools.cache
+def weights() -> Any:
+    pm = sw.PartitionManager(sw.Strategy.preset("single"), mesh=cpu_mesh("dp:1"))
+    # Wide logits: no two tokens are so alike that the order of a sum decides.
+    return jax.tree.map(lambda x: 1.5 * np.asarray(x), pm.init(decoder_specs(TINY), jax.random.key(3)))
+
+
+def requests(count: int) -> list[Request]:
+    """Ragged prompts, greedy ones and drawn ones, some with stops."""
+    draw = np.random.default_rng(7)
+    made = []
+    for at in range(count):
+        sampling = Sampling(temperature=0.8, top_k=40 if at % 4 == 1 else None, top_p=0.9, seed=at) if at % 2 else Sampling()
+        prompt = draw.integers(0, 256, int(draw.integers(1, 40)))
+        made.append(Request(prompt=prompt, max_new_tokens=int(draw.integers(1, 14)), sampling=sampling, stop=[at, [at, at]]))
+    return made
+
+
+def engine(kind: str, manager: sw.PartitionManager, **options: Any) -> serving.Engine:
+    shape = cache_shape(TINY, window=WINDOW if kind == "sliding" else None)
+    params = manager.shard(weights(), decoder_specs(TINY), role="param")
+    return serving.Engine(MODEL, params, shape=shape, manager=manager, prefill_chunk=8, **KINDS[kind], **options)
+
+
+@functools.cache
+def alone(kind: str, count: int) -> list[serving.Completion]:
+    one = engine(kind, manager_of("single"), slots=1)
+    return [one.run([request])[0] for request in requests(count)]
+
+
+def manager_of(strategy: str) -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.preset(strategy), mesh=cpu_mesh(MESHES[strategy]))
+
+
+def assert_same(kind: str, strategy: str, count: int, *, slots: int) -> None:
+    together = engine(kind, manager_of(strategy), slots=slots, prefill_rows=2)
+    found = together.run(requests(count))
+    assert [done.tokens for done in found] == [done.tokens for done in alone(kind, count)]
+    assert [done.finish for done in found] == [done.finish for done in alone(kind, count)]
+    held = together.held()
+    assert (set(held.slot_lengths), set(held.row_lengths), held.pages) == ({0}, {0}, 0)
+
+
+def cells(*, quick: bool) -> list[tuple[str, str]]:
+    return [(kind, strategy) for kind in KINDS for strategy in MESHES if ((kind, strategy) in QUICK) == quick]
+
+
+@pytest.mark.parametrize(("kind", "strategy"), cells(quick=True))
+def test_texts_are_those_of_requests_alone(kind: str, strategy: str) -> None:
+    assert_same(kind, strategy, 12, slots=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "strategy"), cells(quick=False))
+def test_texts_are_those_of_requests_alone_everywhere(kind: str, strategy: str) -> None:
+    assert_same(kind, strategy, 12, slots=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", MESHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sixty_four_texts_are_those_of_requests_alone(kind: str, strategy: str) -> None:
+    assert_same(kind, strategy, 64, slots=16)
+
+
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+def test_greedy_texts_are_what_the_model_calls_likeliest_without_a_cache(kind: str) -> None:
+    tokens = np.zeros((12, CAPACITY), np.int32)
+    given = requests(12)
+    for row, request, done in zip(tokens, given, alone(kind, 12), strict=True):
+        row[: len(request.prompt)] = request.prompt
+        row[len(request.prompt) :][: len(done.tokens)] = done.tokens
+    pm = manager_of("single")
+    with pm:
+        logits, _ = jax.jit(forward, static_argnums=2)(pm.shard(weights(), decoder_specs(TINY), role="param"), tokens, TINY)
+    likeliest = np.argmax(np.asarray(logits), axis=-1)
+    checked = 0
+    for row, request, done in zip(likeliest, given, alone(kind, 12), strict=True):
+        if not request.sampling.temperature:
+            assert row[len(request.prompt) - 1 :][: len(done.tokens)].tolist() == list(done.tokens)
+            checked += len(done.tokens)
+    assert checked > 20
+    assert {done.finish for done in alone(kind, 12)} <= {Finish.LENGTH, Finish.STOP}

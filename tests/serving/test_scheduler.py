@@ -1,0 +1,124 @@
+"""The scheduler, without any device: random operations never lose a slot, a row or a page, and no one is overtaken."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shardwright.errors import QueueFullError, ServingError
+from shardwright.serving.request import Finish, Request
+from shardwright.serving.scheduler import Job, Limits, Phase, Scheduler
+
+LIMITS = Limits(slots=3, capacity=20, prefill_rows=2, chunk=4, queue=5, pages=9, page_size=4)
+
+
+def job(number: int, prompt: int, new: int) -> Job:
+    return Job(number=number, request=Request(prompt=[1] * prompt, max_new_tokens=new, stop=[7]))
+
+
+def assert_consistent(scheduler: Scheduler, jobs: list[Job]) -> None:
+    """Everything belongs to one job, to no one, or waits to be emptied."""
+    assert scheduler.rows.keys().isdisjoint(scheduler.dirty_rows)
+    assert scheduler.slots.keys().isdisjoint(scheduler.dirty_slots)
+    for number, phases in ((scheduler.rows, (Phase.PREFILLING,)), (scheduler.slots, (Phase.PREFILLING, Phase.DECODING))):
+        assert all(held.phase in phases for held in number.values())
+        assert len(set(map(id, number.values()))) == len(number)
+    assert len(scheduler.slots) + len(scheduler.dirty_slots) <= LIMITS.slots
+    assert len(scheduler.rows) + len(scheduler.dirty_rows) <= LIMITS.prefill_rows
+    assert 0 <= scheduler.free_pages <= 9
+    assert [one.number for one in scheduler.queue] == sorted(one.number for one in scheduler.queue)
+    assert all((one.completion is None) == (one.phase is not Phase.DONE) for one in jobs)
+
+
+def operate(scheduler: Scheduler, draw: random.Random, jobs: list[Job]) -> None:
+    """Do one thing that an engine may do, at any time that it may."""
+    what = draw.choice(["submit", "submit", "admit", "read", "move", "write", "write", "write", "cancel", "fail", "clean", "lose"])
+    if what == "submit":
+        new = job(len(jobs), draw.randint(1, 12), draw.randint(1, 8))
+        if len(scheduler.queue) < LIMITS.queue:
+            scheduler.submit(new)
+            jobs.append(new)
+        else:
+            with pytest.raises(QueueFullError, match="5 requests wait, and the queue holds 5"):
+                scheduler.submit(new)
+    elif what == "admit":
+        scheduler.admit()
+    elif what == "read":
+        chunks = scheduler.chunks()
+        assert all(0 < len(chunk.tokens) <= LIMITS.chunk for chunk in chunks)
+        scheduler.advance(chunks)
+        for move in scheduler.ready():
+            if not move.job.written:
+                scheduler.write(move.job, draw.randint(0, 7))
+    elif what == "move":
+        scheduler.move([move.job for move in scheduler.ready() if move.job.written])
+    elif what == "write":
+        for one in scheduler.decoding().values():
+            scheduler.write(one, draw.randint(0, 7))
+    elif what in ("cancel", "fail") and jobs:
+        one = draw.choice(jobs)
+        scheduler.end(one, Finish.CANCELLED) if what == "cancel" else scheduler.fail(one, RuntimeError("injected"))
+    elif what == "clean":
+        scheduler.clean(rows=list(scheduler.dirty_rows), slots=list(scheduler.dirty_slots))
+    elif what == "lose" and draw.random() < 0.2:
+        for one in scheduler.holding(draw.choice(["rows", "slots"])):
+            scheduler.end(one, Finish.FAILED, RuntimeError("injected"))
+
+
+def run(operations: int, seed: int) -> None:
+    scheduler, draw, jobs = Scheduler(LIMITS), random.Random(seed), []
+    for _ in range(operations):
+        operate(scheduler, draw, jobs)
+        assert_consistent(scheduler, jobs)
+    for one in jobs:
+        scheduler.end(one, Finish.CANCELLED)
+    scheduler.clean(rows=range(2), slots=range(3))
+    assert scheduler.idle
+    assert scheduler.free_pages == 9
+    assert {one.phase for one in jobs} == {Phase.DONE}
+    assert len(scheduler.take_ended()) == len(jobs)
+    whys = {one.completion.finish for one in jobs if one.completion}
+    assert whys == set(Finish)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_operations_lose_nothing(seed: int) -> None:
+    run(1_000, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3, 13))
+def test_ten_thousand_random_operations_lose_nothing(seed: int) -> None:
+    run(10_000, seed)
+
+
+def test_the_first_that_waits_for_pages_is_not_overtaken() -> None:
+    scheduler = Scheduler(LIMITS)
+    large, larger, small = job(0, 12, 8), job(1, 13, 8), job(2, 1, 1)
+    for one in (large, larger, small):
+        scheduler.submit(one)
+    assert scheduler.admit() == [large]  # 5 pages of 9: the next needs 5 too
+    assert scheduler.free_pages == 4
+    scheduler.end(large, Finish.CANCELLED)
+    assert scheduler.admit() == []  # until the device has emptied what it had
+    scheduler.clean(rows=[0], slots=[0])
+    assert scheduler.admit() == [larger, small]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "limits", "says"),
+    [
+        (13, 9, LIMITS, r"13 tokens of prompt and 9 new ones need 21 rows, and a slot has 20"),
+        (
+            30,
+            8,
+            Limits(slots=1, capacity=None, prefill_rows=1, chunk=4, queue=1, pages=9, page_size=4),
+            r"37 rows, 10 pages of 4, and there are 9",
+        ),
+    ],
+)
+def test_what_can_never_fit_is_refused(prompt: int, new: int, limits: Limits, says: str) -> None:
+    with pytest.raises(ServingError, match=says):
+        Scheduler(limits).submit(job(0, prompt, new))
+    Scheduler(limits).submit(job(0, prompt - 1, new))
