@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -193,5 +194,12 @@ def full_precision(dtype: str) -> Any:
 def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     # A float32 call means float32: by default an accelerator would multiply in bfloat16.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    out: jax.Array = jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
-    return out
+    product = functools.partial(jnp.einsum, subscripts, precision=precision, preferred_element_type=jnp.float32)
+    if a.dtype == jnp.float32 and b.dtype == jnp.float32:
+        out: jax.Array = product(a, b)
+        return out
+    # XLA for CPUs widens such operands itself, but not in every layout: "Unsupported element type for DotThunk: BF16 x BF16 = F32".
+    found: jax.Array = jax.lax.platform_dependent(
+        a, b, cpu=lambda a, b: product(a.astype(jnp.float32), b.astype(jnp.float32)), default=product
+    )
+    return found
