@@ -7,11 +7,11 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks import attention, enter, imports, peers, report, trace, tree
+from benchmarks import attention, enter, imports, peers, report, serving, trace, tree
 from benchmarks.timing import Row
 from shardwright.testing.meshes import virtual_devices
 
-SUBJECTS = {"tree": tree, "trace": trace, "enter": enter, "import": imports, "attention": attention}
+SUBJECTS = {"tree": tree, "trace": trace, "enter": enter, "import": imports, "attention": attention, "serving": serving}
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

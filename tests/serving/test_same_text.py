@@ -17,7 +17,7 @@ from shardwright import serving
 from shardwright.serving import Finish, Request, Sampling
 from shardwright.testing import cpu_mesh
 
-TINY = DecoderConfig(layers=2, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
+TINY = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
 MODEL = served(TINY)
 CAPACITY, WINDOW = 64, 16
 KINDS: dict[str, dict[str, Any]] = {
@@ -93,6 +93,14 @@ def test_texts_are_those_of_requests_alone_everywhere(kind: str, strategy: str) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sixty_four_texts_are_those_of_requests_alone(kind: str, strategy: str) -> None:
     assert_same(kind, strategy, 64, slots=16)
+
+
+@pytest.mark.parametrize("kind", ["dense", pytest.param("paged", marks=pytest.mark.slow), pytest.param("sliding", marks=pytest.mark.slow)])
+def test_prefill_on_a_mesh_of_its_own_changes_no_text(kind: str) -> None:
+    first = manager_of("single")
+    params = first.shard(weights(), decoder_specs(TINY), role="param")
+    apart = engine(kind, manager_of("serve_tp"), slots=4, prefill_manager=first, prefill_params=params)
+    assert [done.tokens for done in apart.run(requests(12))] == [done.tokens for done in alone(kind, 12)]
 
 
 @pytest.mark.parametrize("kind", ["dense", "paged"])

@@ -1,0 +1,128 @@
+"""Serving on 8 CPU devices: the engine beside one request after the other, its decode step beside one with a hand-written cache."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import shardwright as sw
+from benchmarks import timing
+from benchmarks.timing import Row, Target
+from shardwright.serving import Engine, Request
+from shardwright.testing.meshes import cpu_mesh
+
+SLOTS, CAPACITY, PROMPT, NEW, CHUNK = 8, 1024, 32, 16, 32
+REQUESTS, STEPS = 16, 8
+STEP, TOGETHER = Target(at_most=1.05), Target(at_most=0.5)
+ENGINE, WRITTEN, LOOP = "engine", "hand-written cache", "one after the other"
+
+
+def run(*, peers: bool, repeats: int) -> list[Row]:
+    """Measure decode steps with all slots in use, and requests that are served to their ends."""
+    del peers
+    examples = str(Path(__file__).parents[1] / "examples")
+    sys.path.insert(0, examples)
+    try:
+        return [_steps(repeats=repeats), _requests(repeats=max(3, repeats // 3))]
+    finally:
+        sys.path.remove(examples)
+
+
+def _steps(*, repeats: int) -> Row:
+    engine, server, weights = _engine(SLOTS), _server(SLOTS), _weights()
+    for _ in range(SLOTS):
+        engine.submit(Request(prompt=_prompt(PROMPT), max_new_tokens=CAPACITY - PROMPT))
+    for _ in range(SLOTS + 1):
+        engine.step()
+    cases = {ENGINE: timing.always(_times(engine.step)), WRITTEN: timing.always(_times(_written_step(server, weights)))}
+    times = timing.interleave(cases, repeats=repeats, clock=time.process_time)
+    case = f"{STEPS} steps of {SLOTS} slots of {CAPACITY} tokens, serve_tp on dp:2,tp:4"
+    return timing.ratio(times, ENGINE, against=WRITTEN, subject="serving", case=case, target=STEP)
+
+
+def _requests(*, repeats: int) -> Row:
+    from decoder.serve import generate
+
+    engine, server, weights = _engine(SLOTS), _server(1), _weights()
+    prompts = [_prompt(length) for length in np.random.default_rng(0).integers(1, PROMPT + 1, REQUESTS)]
+
+    def together() -> Any:
+        return engine.run(Request(prompt=prompt, max_new_tokens=NEW) for prompt in prompts)
+
+    def loop() -> Any:
+        return [generate(server, weights, [prompt.astype(np.uint8).tobytes()], new_bytes=NEW, on_step=_ignore) for prompt in prompts]
+
+    cases = {ENGINE: timing.always(together), LOOP: timing.always(loop)}
+    times = timing.interleave(cases, repeats=repeats, clock=time.process_time)
+    case = f"{REQUESTS} prompts of up to {PROMPT} tokens, {NEW} new ones each, {SLOTS} slots, serve_tp on dp:2,tp:4"
+    return timing.ratio(times, ENGINE, against=LOOP, subject="serving", case=case, target=TOGETHER)
+
+
+def _manager() -> sw.PartitionManager:
+    return sw.PartitionManager(_strategy(), mesh=cpu_mesh("dp:2,tp:4"))
+
+
+def _strategy() -> sw.Strategy:
+    return sw.Strategy.preset("serve_tp")
+
+
+def _weights() -> Any:
+    from decoder.config import DecoderConfig, decoder_specs
+
+    return _manager().init(decoder_specs(DecoderConfig()), jax.random.key(0))
+
+
+def _engine(slots: int) -> Engine:
+    from decoder.config import DecoderConfig
+    from decoder.served import cache_shape, served
+
+    config = DecoderConfig()
+    sizes = {"slots": slots, "capacity": CAPACITY, "prefill_chunk": CHUNK}
+    return Engine(served(config), _weights(), shape=cache_shape(config), manager=_manager(), **sizes)
+
+
+def _server(slots: int) -> Any:
+    from decoder.config import DecoderConfig
+    from decoder.serve import make_server
+
+    return make_server(_strategy(), DecoderConfig(), slots=slots, capacity=CAPACITY, prompt_length=PROMPT, mesh=cpu_mesh("dp:2,tp:4"))
+
+
+def _written_step(server: Any, weights: Any) -> Callable[[], Any]:
+    """Return what decodes every slot once and reads the tokens, as the engine does."""
+    from decoder.cache import cache_specs, empty_cache
+
+    with server.pm.for_mode("decode") as decoding:
+        cache = empty_cache(decoding, cache_specs(server.config, batch=server.slots, capacity=server.capacity))
+        cache["length"] = cache["length"] + PROMPT
+        last = decoding.shard(np.zeros(server.slots, np.int32), sw.BATCH)
+
+    def step() -> Any:
+        nonlocal cache, last
+        with server.pm.for_mode("decode"):
+            cache, last = server.decode(weights, cache, last)
+        return np.asarray(last)
+
+    return step
+
+
+def _times(step: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> None:
+        for _ in range(STEPS):
+            step()
+
+    return run
+
+
+def _prompt(length: int) -> np.ndarray:
+    return np.arange(length) % 256
+
+
+def _ignore(said: str) -> None:
+    del said

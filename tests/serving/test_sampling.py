@@ -1,0 +1,72 @@
+"""Drawing tokens: by the chances that the logits give, by a key of each request's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardwright.serving import Sampling
+from shardwright.serving.sampling import Draw, draws, sample
+
+LOGITS = np.log(np.array([0.05, 0.4, 0.15, 0.3, 0.1], np.float32))
+DRAWN = 4000
+
+
+def drawn(sampling: Sampling, logits: Any = LOGITS) -> np.ndarray:
+    """Return the first tokens of one text of which only the position differs."""
+    one = draws(DRAWN, dict.fromkeys(range(DRAWN), sampling))
+    draw = Draw(temperature=one.temperature, top_k=one.top_k, top_p=one.top_p, seed=one.seed, index=jnp.arange(DRAWN))
+    return np.asarray(jax.jit(sample)(jnp.broadcast_to(logits, (DRAWN, logits.size)), draw))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "chances"),
+    [
+        (Sampling(temperature=1.0), [0.05, 0.4, 0.15, 0.3, 0.1]),
+        (Sampling(temperature=1.0, top_k=2), [0, 4 / 7, 0, 3 / 7, 0]),
+        (Sampling(temperature=1.0, top_k=1), [0, 1, 0, 0, 0]),
+        (Sampling(temperature=1.0, top_k=99, seed=2**32 - 1), [0.05, 0.4, 0.15, 0.3, 0.1]),
+        (Sampling(temperature=1.0, top_p=0.65), [0, 4 / 7, 0, 3 / 7, 0]),
+        (Sampling(temperature=1.0, top_p=0.75), [0, 8 / 17, 3 / 17, 6 / 17, 0]),
+        (Sampling(temperature=1.0, top_p=1e-6), [0, 1, 0, 0, 0]),
+        (Sampling(temperature=0.5), [0.0025 / 0.285, 0.16 / 0.285, 0.0225 / 0.285, 0.09 / 0.285, 0.01 / 0.285]),
+        (Sampling(), [0, 1, 0, 0, 0]),
+    ],
+)
+def test_tokens_come_as_often_as_they_should(sampling: Sampling, chances: list[float]) -> None:
+    found = np.bincount(drawn(sampling), minlength=5) / DRAWN
+    # Four standard deviations of a share of so many draws are at most 0.032.
+    np.testing.assert_allclose(found, chances, atol=0.032)
+    assert all(share == 0 for share, chance in zip(found, chances, strict=True) if chance == 0)
+
+
+def test_a_token_depends_on_its_own_logits_seed_and_index_alone() -> None:
+    logits = jax.random.normal(jax.random.key(0), (6, 40))
+    sampling = {at: Sampling(temperature=0.5 + at, top_k=5 * at + 1, top_p=0.9, seed=at) for at in range(1, 6)}
+    together = np.asarray(sample(logits, draws(6, sampling)))
+    for at in range(6):
+        given = {} if at == 0 else {0: sampling[at]}
+        assert np.asarray(sample(logits[at : at + 1], draws(1, given))).tolist() == [together[at]]
+    assert together[0] == np.argmax(logits[0])
+
+
+def test_seeds_and_positions_draw_differently() -> None:
+    flat = np.zeros(1000, np.float32)
+    one, other = (drawn(Sampling(temperature=1.0, seed=seed), flat) for seed in (1, 2))
+    assert len(set(one.tolist())) > 900
+    assert np.mean(one == other) < 0.01
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("row", "token"), [([np.nan, 1, 2], -1), ([-np.inf] * 3, -1), ([np.inf, 0, 1], -1), ([-np.inf, 0, -np.inf], 1)])
+def test_what_is_no_number_is_told(row: list[float], token: int, temperature: float) -> None:
+    given = draws(1, {0: Sampling(temperature=temperature)})
+    assert np.asarray(sample(jnp.asarray([row], jnp.float32), given)).tolist() == [token]
+
+
+def test_the_likeliest_is_the_lowest_among_equals() -> None:
+    assert np.asarray(sample(jnp.zeros((2, 4)), draws(2, {}))).tolist() == [0, 0]
