@@ -178,7 +178,7 @@ kv_head = "-"
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-@pytest.mark.parametrize("kind", ["dense", "sliding", "quantized"])
+@pytest.mark.parametrize("kind", ["sliding", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "quantized"))])
 def test_what_prefill_filled_in_its_layout_goes_into_the_slots_of_decode(kind: str, axis_types: Any) -> None:
     random = np.random.default_rng(0)
     k, v = (random.standard_normal((3, 16, HEADS, DIM)).astype(np.float32) for _ in range(2))

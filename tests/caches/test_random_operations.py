@@ -126,8 +126,15 @@ def test_sources_that_are_rings(name: str) -> None:
     run(Run(source="sliding", **CACHES[name]), 200)
 
 
-@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-@pytest.mark.parametrize("name", ["dense", "interleaved ring"])
+SHARDED = [
+    ("dense", "auto"),
+    ("interleaved ring", "explicit"),
+    pytest.param("dense", "explicit", marks=pytest.mark.slow),
+    pytest.param("interleaved ring", "auto", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "axis_types"), SHARDED)
 def test_sharded_over_batch_length_and_heads(name: str, axis_types: Any) -> None:
     manager = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:2,sp:2,tp:2", axis_types=axis_types)).for_mode("decode")
     with manager:
