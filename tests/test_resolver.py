@@ -275,15 +275,27 @@ class TestPolicies:
         with pytest.raises(sw.IndivisibleError, match="dim 1 EMBED: size 2 does not divide over fsdp=4"):
             resolve((B, E), made(FIRST_DIM, rules={B: "dp", E: "dp+fsdp"}), self.MESH, shape=(4, 2))
 
+    def test_a_dim_that_is_dropped_for_its_size_conflicts_with_nothing(self) -> None:
+        """Replicated, it is asked for its mesh axes first; of the rest, `first_dim` leaves it what divides."""
+        mesh, wants = {"fsdp": 4}, {B: "fsdp", E: "fsdp"}
+        found = resolve((B, E), made(Policy(indivisible=Indivisible.DROP), rules=wants), mesh, shape=(4, 6))
+        assert (found.spec, found.decisions[1].outcome) == (P("fsdp"), Outcome.POLICY_DROP)
+        assert found.decisions[1].why == 'fsdp: 6 % 4 != 0; policy indivisible = "drop"'
+        for policy, size in ((REPLICATE, 6), (Policy(indivisible=Indivisible.REPLICATE, missing=Missing.REPLICATE), 6)):
+            with pytest.raises(sw.AxisConflictError, match="fsdp is taken by dim 0 BATCH"):
+                resolve((B, E), made(policy, rules=wants), mesh, shape=(4, size))
+        with pytest.raises(sw.AxisConflictError, match="fsdp is taken by dim 0 BATCH"):
+            resolve((B, E), made(Policy(indivisible=Indivisible.DROP), rules=wants), mesh, shape=(4, 8))
+
     def test_eformers_policy_drops_and_truncates_and_says_so(self) -> None:
-        policy = Policy(indivisible=Indivisible.REPLICATE, missing=Missing.REPLICATE, rank=Rank.FIT)
+        policy = Policy(indivisible=Indivisible.DROP, missing=Missing.REPLICATE, rank=Rank.FIT)
         rules = made(policy, rules={B: "fsdp+dp", H: "tp", E: "pp"})
         mesh = {"dp": 2, "tp": 2}
         found = resolve((B, H), rules, mesh, shape=(4, 4))
         assert found.spec == P(None, "tp")
         assert found.decisions[0].outcome is Outcome.POLICY_MISSING
         assert "fsdp is not in the mesh" in found.decisions[0].why
-        assert resolve((H,), rules, mesh, shape=(3,)).decisions[0].outcome is Outcome.POLICY_REPLICATE
+        assert resolve((H,), rules, mesh, shape=(3,)).decisions[0].outcome is Outcome.POLICY_DROP
         for axes, shape, wanted in (((H, sw.EMPTY, L), (4, 4), P("tp")), ((H,), (4, 4, 4), P("tp"))):
             found = resolve(axes, rules, mesh, shape=shape)
             assert found.spec == wanted

@@ -260,7 +260,7 @@ class TestPartitionAxis:
         assert "fsdp is not in the mesh" in found.decisions[0].why
 
     def test_under_eformers_policy_it_drops_the_dim(self) -> None:
-        policy = Policy(indivisible=Indivisible.REPLICATE, missing=Missing.REPLICATE, rank=Rank.FIT)
+        policy = Policy(indivisible=Indivisible.DROP, missing=Missing.REPLICATE, rank=Rank.FIT)
         found = resolve((B,), sw.PartitionAxis().compile(policy=policy), self.MESH, shape=(4,))
         assert found.spec == P()
         assert "fsdp is not in the mesh" in found.decisions[0].why
@@ -291,7 +291,7 @@ class TestEformersPolicy:
     def test_a_literal_spec_loses_the_dims_that_do_not_fit_and_says_so(self) -> None:
         found = resolve(P(("tp", "model"), "tp", "dp", "fsdp"), self.PERMISSIVE, self.MESH, shape=(4, 4, 3))
         assert found.spec == P(None, "tp")
-        assert [str(one.outcome) for one in found.decisions] == ["policy_missing", "chosen", "policy_replicate"]
+        assert [str(one.outcome) for one in found.decisions] == ["policy_missing", "chosen", "policy_drop"]
         assert "model is not in the mesh" in found.decisions[0].why
         assert found.notes == ('policy rank = "fit": 4 dims fitted to the array\'s 3',)
         with pytest.raises(sw.MissingMeshAxisError, match="mesh axis 'model' is not in the mesh"):
@@ -312,5 +312,5 @@ class TestEformersPolicy:
         assert found.spec == P()
         assert [one.why for one in found.decisions] == [
             'fsdp is not in the mesh; policy missing = "replicate"',
-            'tp: 6 % 4 != 0; policy indivisible = "replicate"',
+            'tp: 6 % 4 != 0; policy indivisible = "drop"',
         ]

@@ -211,4 +211,4 @@ def test_policy_presets() -> None:
     assert POLICY_PRESETS["strict"] == Policy(
         indivisible=Indivisible.ERROR, conflict=Conflict.ERROR, gather=(), missing=Missing.SKIP, rank=Rank.ERROR
     )
-    assert POLICY_PRESETS["eformer"] == Policy(indivisible=Indivisible.REPLICATE, missing=Missing.REPLICATE, rank=Rank.FIT)
+    assert POLICY_PRESETS["eformer"] == Policy(indivisible=Indivisible.DROP, missing=Missing.REPLICATE, rank=Rank.FIT)

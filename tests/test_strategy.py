@@ -341,7 +341,7 @@ def test_explain_shows_file_and_line() -> None:
     [
         ("", sw.Policy()),
         ('preset = "strict"', sw.Policy()),
-        ('preset = "eformer"', ("replicate", "error", "replicate", "fit")),
+        ('preset = "eformer"', ("drop", "error", "replicate", "fit")),
         ('preset = "eformer"\nindivisible = "prefix"\nrank = "error"', ("prefix", "error", "replicate", "error")),
         ('conflict = "first_dim"\nmissing = "replicate"', ("error", "first_dim", "replicate", "error")),
     ],
@@ -356,7 +356,7 @@ def test_the_permissive_preset_is_recorded() -> None:
     rules = Strategy.loads('version = 1\n[rules]\nbatch = "dp"\nhead = "tp"\n[policy]\npreset = "eformer"\n').compile()
     found = sw.resolve((sw.BATCH, sw.HEAD, sw.EMBED), rules, {"dp": 2, "tp": 4}, shape=(8, 6))
     assert found.spec == P("dp")
-    assert found.decisions[1].outcome == "policy_replicate"
+    assert found.decisions[1].outcome == "policy_drop"
     assert "3 dims fitted to the array's 2" in str(found)
 
 

@@ -251,7 +251,7 @@ class Frame:
                 continue
             trial.lives.append(live)
             blocked = self._blocked(live)
-            if blocked and not (self._drops_first() and size is not None and not self.fits(size, live)):
+            if blocked and not self._dropped(size, live):
                 self._fail(trial, candidate, _Failure(live=live, reason=Reason.TAKEN, blocked_by=blocked))
             elif size is not None and not self.fits(size, live):
                 self._fail(trial, candidate, _Failure(live=live, reason=Reason.INDIVISIBLE), size=size)
@@ -262,9 +262,9 @@ class Frame:
                 return trial
         return trial
 
-    def _drops_first(self) -> bool:
-        """Whether a dim dropped for its size wants no mesh axis, and so conflicts with none: as eformer's policy has it."""
-        return self.rules.policy.missing is Missing.REPLICATE and self.rules.policy.indivisible is Indivisible.REPLICATE
+    def _dropped(self, size: int | None, live: tuple[str, ...]) -> bool:
+        """Tell whether a dim is dropped for its size, and so wants no mesh axis that another dim could hold."""
+        return self.rules.policy.indivisible is Indivisible.DROP and size is not None and not self.fits(size, live)
 
     def _live(self, candidate: tuple[str, ...], trial: _Trial) -> tuple[str, ...]:
         """Return a candidate without mesh axes that are absent or of size 1, recording each."""
@@ -359,8 +359,9 @@ class Frame:
 
     def _indivisible(self, draft: _Draft, rule: Rule, live: tuple[str, ...], size: int | None) -> DimDecision:
         assert size is not None
-        if self.rules.policy.indivisible is Indivisible.REPLICATE:
-            return draft.decided(Outcome.POLICY_REPLICATE)
+        if self.rules.policy.indivisible in (Indivisible.REPLICATE, Indivisible.DROP):
+            dropped = self.rules.policy.indivisible is Indivisible.DROP
+            return draft.decided(Outcome.POLICY_DROP if dropped else Outcome.POLICY_REPLICATE)
         if self.rules.policy.indivisible is Indivisible.PREFIX:
             best = next(live[:end] for end in range(len(live) - 1, -1, -1) if self.fits(size, live[:end]))
             return self._taken_by(draft, best, Outcome.POLICY_PREFIX)

@@ -56,12 +56,18 @@ def take_part(whole: Resolution, part: PartOf, shape: Sequence[int] | None, *, p
     return Taken(decisions=tuple(decisions), problems=tuple(problems), notes=whole.notes + notes)
 
 
+_SHORTENED = {
+    Indivisible.PREFIX: Outcome.POLICY_PREFIX,
+    Indivisible.REPLICATE: Outcome.POLICY_REPLICATE,
+    Indivisible.DROP: Outcome.POLICY_DROP,
+}
+
+
 def _shortened(decision: DimDecision, fits: Fits, policy: Indivisible) -> DimDecision:
     axes = decision.mesh_axes
     ends = range(len(axes) - 1, -1, -1) if policy is Indivisible.PREFIX else (0,)
     best = next(axes[:end] for end in ends if not end or fits(decision.size or 0, axes[:end]))
-    outcome = Outcome.POLICY_PREFIX if policy is Indivisible.PREFIX else Outcome.POLICY_REPLICATE
-    return dataclasses.replace(decision, outcome=outcome, mesh_axes=best)
+    return dataclasses.replace(decision, outcome=_SHORTENED[policy], mesh_axes=best)
 
 
 def _split_block(decision: DimDecision, whole: int) -> Problem:

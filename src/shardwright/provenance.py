@@ -38,6 +38,7 @@ class Outcome(enum.StrEnum):
     NO_MESH_AXIS = "no_mesh_axis"
     POLICY_PREFIX = "policy_prefix"
     POLICY_REPLICATE = "policy_replicate"
+    POLICY_DROP = "policy_drop"
     POLICY_FIRST_DIM = "policy_first_dim"
     POLICY_MISSING = "policy_missing"
     FAILED = "failed"
@@ -147,6 +148,7 @@ class DimDecision:
             Outcome.NO_MESH_AXIS: "no mesh axis left: replicated",
             Outcome.POLICY_PREFIX: 'policy indivisible = "prefix"',
             Outcome.POLICY_REPLICATE: 'policy indivisible = "replicate"',
+            Outcome.POLICY_DROP: 'policy indivisible = "drop"',
             Outcome.POLICY_FIRST_DIM: 'policy conflict = "first_dim"',
             Outcome.POLICY_MISSING: 'policy missing = "replicate"',
             Outcome.FAILED: "failed",

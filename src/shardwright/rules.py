@@ -49,6 +49,7 @@ class Indivisible(enum.StrEnum):
     ERROR = "error"
     PREFIX = "prefix"
     REPLICATE = "replicate"
+    DROP = "drop"
 
 
 class Conflict(enum.StrEnum):
@@ -77,7 +78,8 @@ class Policy:
     """What is done where a rule cannot be followed to the letter. Every choice but an error is recorded.
 
     Attributes:
-      indivisible: error, the longest dividing prefix, or replicate the dim.
+      indivisible: error, the longest dividing prefix, replicate the dim, or drop it: replicate it before its mesh axes are
+        looked at, so that it conflicts with nothing.
       conflict: error, or the earlier dim keeps the mesh axis.
       gather: mesh axes over which a weight is gathered where it is used.
       zero1: candidates of mesh axes over which optimizer state is sharded beyond its parameter; None for none.
@@ -114,7 +116,7 @@ def _choice(name: str, kind: type[enum.StrEnum], value: str) -> enum.StrEnum:
 
 POLICY_PRESETS: dict[str, Policy] = {
     "strict": Policy(),
-    "eformer": Policy(indivisible=Indivisible.REPLICATE, missing=Missing.REPLICATE, rank=Rank.FIT),
+    "eformer": Policy(indivisible=Indivisible.DROP, missing=Missing.REPLICATE, rank=Rank.FIT),
 }
 
 

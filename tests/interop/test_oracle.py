@@ -201,7 +201,7 @@ def test_what_is_dropped_for_its_size_conflicts_with_nothing() -> None:
     assert theirs_of(es.PartitionManager(other), mesh, axes, ours.MODE_TRAIN, shape) == P(None, "sp", None)
     found = ours.PartitionManager(paxis, mesh=mesh, policy="eformer").explain(axes, ours.MODE_TRAIN, shape=shape)
     assert found.spec == P(None, "sp")
-    assert 'sp: 3 % 2 != 0; policy indivisible = "replicate"' in str(found)
+    assert 'sp: 3 % 2 != 0; policy indivisible = "drop"' in str(found)
 
 
 def test_a_composite_with_a_replicated_member_is_where_we_differ() -> None:

@@ -65,8 +65,7 @@ def candidate_of(case: Case, text: str, size: int, used: set[str]) -> Entry:
 
 def policy_of(case: Case, names: list[str], size: int, used: set[str]) -> Entry:
     """Return what the policy makes of the first candidate that is not empty."""
-    permissive = case.policy.missing is Missing.REPLICATE and case.policy.indivisible is Indivisible.REPLICATE
-    if permissive and size % shards(case, names) != 0:
+    if case.policy.indivisible is Indivisible.DROP and size % shards(case, names) != 0:
         return ()
     distinct = [name for at, name in enumerate(names) if name not in used and name not in names[:at]]
     if distinct != names:
@@ -76,7 +75,7 @@ def policy_of(case: Case, names: list[str], size: int, used: set[str]) -> Entry:
             return tuple(distinct)
     if case.policy.indivisible is Indivisible.ERROR:
         raise RefusedError("IndivisibleError")
-    if case.policy.indivisible is Indivisible.REPLICATE:
+    if case.policy.indivisible in (Indivisible.REPLICATE, Indivisible.DROP):
         return ()
     prefixes = itertools.accumulate(([name] for name in distinct), lambda one, other: one + other, initial=[])
     return tuple(max((prefix for prefix in prefixes if size % shards(case, prefix) == 0), key=len))

@@ -93,7 +93,7 @@ def strategies(draw: cases.Choose) -> sw.Strategy:
             for mode in draw(st.lists(st.sampled_from(cases.MODES), max_size=2, unique=True))
         },
         "policy": {
-            "indivisible": draw(st.sampled_from(["error", "prefix", "replicate"])),
+            "indivisible": draw(st.sampled_from(["error", "prefix", "replicate", "drop"])),
             "gather": draw(st.sampled_from(["-", "fsdp+sp"])),
         },
         "tensors": [{"match": draw(st.sampled_from(["lm_head/.*", r"\d+\.w$", 'a"b', "ü"])), "embed": draw(TEXTS)}],

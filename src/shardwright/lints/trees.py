@@ -14,7 +14,7 @@ from shardwright.modes import MODES, mode_name
 from shardwright.provenance import Outcome
 
 _HEADS = {HEAD: HEAD_DIM, KV_HEAD: KV_HEAD_DIM}
-_POLICY = (Outcome.POLICY_REPLICATE, Outcome.POLICY_PREFIX)
+_POLICY = (Outcome.POLICY_REPLICATE, Outcome.POLICY_DROP, Outcome.POLICY_PREFIX)
 
 
 def unresolved(subject: Subject) -> Iterator[Finding]:

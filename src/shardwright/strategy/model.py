@@ -62,7 +62,7 @@ class PolicyTable(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     preset: Literal["strict", "eformer"] = Field(default="strict", description="Where the other settings start from.")
-    indivisible: Literal["error", "prefix", "replicate"] | None = Field(default=None, description="A size that does not divide.")
+    indivisible: Literal["error", "prefix", "replicate", "drop"] | None = Field(default=None, description="A size that does not divide.")
     conflict: Literal["error", "first_dim"] | None = Field(default=None, description="Two dims that want one mesh axis.")
     gather: str = Field(default="-", description='Mesh axes over which a weight is gathered where it is used, "fsdp+sp".')
     zero1: str = Field(default="-", description='Mesh axes that optimizer state is sharded over beyond its parameter, "dp | -".')

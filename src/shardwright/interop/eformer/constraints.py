@@ -19,7 +19,7 @@ from shardwright.interop.eformer.meshes import current_mesh, no_mesh
 from shardwright.provenance import DimDecision, Outcome, Reason, Resolution, RuleRef
 from shardwright.rules import POLICY_PRESETS, AxisRules, Conflict, Indivisible, Missing, Policy, Rank, Rule, build_rules
 
-_CHANGED = (Outcome.POLICY_MISSING, Outcome.POLICY_PREFIX, Outcome.POLICY_REPLICATE, Outcome.POLICY_FIRST_DIM)
+_CHANGED = (Outcome.POLICY_MISSING, Outcome.POLICY_PREFIX, Outcome.POLICY_REPLICATE, Outcome.POLICY_DROP, Outcome.POLICY_FIRST_DIM)
 
 
 def parse_policy(policy: Policy | str | None) -> Policy:
