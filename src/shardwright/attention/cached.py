@@ -21,6 +21,7 @@ from shardwright.caches.shards import Shards, ambient_shards, entries, specs_of
 from shardwright.caches.sliding import is_ring
 from shardwright.errors import AttentionError
 from shardwright.modes import MODE_DECODE, mode_name, parse_mode
+from shardwright.provenance import spec_text
 
 C = TypeVar("C", bound=KVCache)
 
@@ -95,8 +96,9 @@ def append_and_attend(
     seen = _window(cache, window)
     options = {"causal": causal, "window": seen, "chunk": chunk, "sinks": sinks, "softcap": softcap, "scale": scale, "mode": mode}
     change = cache.append(k, v, valid=valid)
-    positions = change.positions
-    assert positions is not None
+    assert change.positions is not None
+    # Said here, or the partitioner would spread them as the keys' length, and gather them.
+    positions = ambient_shards(cache.spec.mode).place(change.positions, (BATCH, EMPTY))
     view = change.cache.view()
     if view.tables is not None:
         o = _attend_to_pages(q, view, positions, options, implementation)
@@ -143,7 +145,8 @@ def _mode(cache: KVCache, mode: str | None) -> str:
     for name, axes, array in _placed(cache):
         made, wanted = (ambient_shards(which).spec(axes, array.shape) for which in (own, said))
         if made != wanted:
-            what = f"the cache lies as {mode_name(own)} says, {name} {made}, and {mode_name(said)} says {wanted}"
+            lies, wants = spec_text(made), spec_text(wanted)
+            what = f"the cache lies as {mode_name(own)} says, {name} {lies}, and {mode_name(said)} says {wants}"
             raise AttentionError(what, path="mode", fix="move it once, with caches.reshard, or leave mode out")
     return said
 
