@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.attention import Result, dot_product_attention, paged_attention
+from shardwright.caches import quantize
 from shardwright.errors import AttentionError
 from shardwright.testing import assert_collectives, assert_no_collectives, assert_spec, cpu_mesh
 
@@ -269,3 +271,45 @@ def test_heads_of_which_the_pages_take_a_part_that_is_not_the_last() -> None:
 def test_specs_of_pages_are_theirs() -> None:
     manager = manager_of("batch, pages and kv heads")
     assert manager.resolve((sw.PAGE, sw.EMPTY, sw.KV_HEAD, sw.KV_HEAD_DIM), shape=(PAGES, 4, 2, 8)) == P("sp", None, "tp")
+
+
+@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("layout", ["one device", "batch, pages and kv heads"])
+def test_quantised_pages_are_read_as_they_are_with_their_scales(stored: str, layout: str) -> None:
+    arrays = Batch().arrays()
+    quantised = {name: quantize(arrays[name], stored) for name in ("k_pages", "v_pages")}
+    plain = {**arrays, **{name: one.values.astype(jnp.float32) * one.scale[..., None] for name, one in quantised.items()}}
+    given = {**arrays, **{name: one.values for name, one in quantised.items()}}
+    scales = {"k_scale_pages": quantised["k_pages"].scale, "v_scale_pages": quantised["v_pages"].scale}
+    wanted = run(plain, window=(9, None))
+    manager = manager_of(layout)
+    with manager:
+        axes = (sw.PAGE, sw.EMPTY, sw.KV_HEAD)
+        scales = {name: jax.device_put(x, manager.sharding(axes, shape=x.shape)) for name, x in scales.items()}
+        found = run(place(given, manager), window=(9, None), **scales)
+    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
+
+
+def test_what_another_sequence_left_in_a_scale_is_not_read() -> None:
+    arrays = Batch().arrays()
+    quantised = {name: quantize(arrays[name]) for name in ("k_pages", "v_pages")}
+    given = {**arrays, **{name: one.values for name, one in quantised.items()}}
+    used = np.zeros((PAGES, PAGE_SIZE), bool)
+    for row, length in zip(arrays["block_tables"], arrays["lengths"], strict=True):
+        for position in range(length):
+            used[row[position // PAGE_SIZE], position % PAGE_SIZE] = True
+    assert not used.all()
+    clean = {f"{name[0]}_scale_pages": one.scale for name, one in quantised.items()}
+    dirty = {name: jnp.where(used[..., None], scale, jnp.inf) for name, scale in clean.items()}
+    np.testing.assert_array_equal(run(given, **dirty), run(given, **clean))
+
+
+def test_scales_of_pages_are_checked() -> None:
+    arrays = Batch().arrays()
+    shape = arrays["k_pages"].shape[:3]
+    given = {**arrays, "k_pages": arrays["k_pages"].astype(jnp.int8), "v_pages": arrays["v_pages"].astype(jnp.int8)}
+    says = f"k_scale_pages: k_pages is int8 and has no scale\n  fix   pass k_scale_pages=, float32 of shape {shape}"
+    with pytest.raises(AttentionError, match=re.escape(says)):
+        run(given)
+    with pytest.raises(AttentionError, match="v_scale_pages: v_scale_pages is given, and v_pages is float32"):
+        run(arrays, v_scale_pages=jnp.ones(shape))
