@@ -78,6 +78,10 @@ def test_init(name: str) -> None:
         caches.init(**{"kind": "dense", **SIZES, **changed})
 
 
+def test_a_window_beyond_the_capacity_of_what_is_no_ring() -> None:
+    assert caches.init("dense", window=9, **SIZES).spec.window == 9
+
+
 RULES = '[rules]\nbatch = "dp"\nkv_length = "sp"\nkv_head = "tp | -"\n'
 
 
@@ -91,7 +95,7 @@ def test_a_manager_without_a_mode() -> None:
 
 
 def test_a_capacity_that_does_not_divide() -> None:
-    with manager_of("sp:8", mode="decode"), pytest.raises(IndivisibleError, match="size 4 does not divide over sp=8"):
+    with manager_of("sp:8", mode="decode"), pytest.raises(IndivisibleError, match="k dim 1 KV_LENGTH: size 4 does not divide over sp=8"):
         caches.init("dense", **SIZES)
 
 

@@ -157,12 +157,18 @@ def test_an_insert_sends_the_new_rows_and_writes_in_place(axis_types: str) -> No
 
 
 def test_freeing_and_rewinding_touch_no_rows() -> None:
+    numbers = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     with manager_of("dp:2,sp:2,tp:2"):
         cache = make()
-        for operation in (lambda cache, numbers: cache.free(numbers), lambda cache, numbers: cache.rewind(numbers)):
-            compiled = jax.jit(operation, donate_argnums=0).lower(cache, jax.ShapeDtypeStruct((BATCH,), jnp.int32)).compile()
-            assert compiled.memory_analysis().alias_size_in_bytes == bytes_per_device(cache)
-            assert compiled.memory_analysis().temp_size_in_bytes < 4096
+        freed, rewound = (
+            jax.jit(operation, donate_argnums=0).lower(cache, numbers).compile()
+            for operation in (lambda cache, slots: cache.free(slots), lambda cache, lengths: cache.rewind(lengths))
+        )
+    for compiled in (freed, rewound):
+        assert compiled.memory_analysis().alias_size_in_bytes == bytes_per_device(cache)
+        assert compiled.memory_analysis().temp_size_in_bytes < 4096
+    assert_collectives(freed, bytes=range(256))  # lengths
+    assert_no_collectives(rewound)
 
 
 PREFILL = """

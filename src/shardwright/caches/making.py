@@ -128,7 +128,7 @@ def _check(spec: CacheSpec) -> None:
         size = getattr(spec, name)
         if (size is None and name != "window") or (size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1)):
             raise CacheError(f"{name}={size!r}", path=name, fix="pass a whole number from 1 on")
-    if spec.window is not None and spec.window > spec.capacity:
+    if spec.overflow is Overflow.RING and spec.window is not None and spec.window > spec.capacity:
         what = f"a window of {spec.window} positions needs as many rows, and there are {spec.capacity}"
         raise CacheError(what, path="window", fix="let capacity be the window or more; what is more allows longer chunks and rewinds")
     spec.order.check(spec.capacity)
@@ -137,7 +137,11 @@ def _check(spec: CacheSpec) -> None:
 def _born(make: Callable[..., KVCache], spec: CacheSpec, options: tuple[tuple[str, Any], ...]) -> KVCache:
     cache = make(spec, **dict(options))
     shards = ambient_shards(spec.mode)
-    laid: KVCache = jax.tree.map(shards.place, cache, cache.axes())
+
+    def lay(path: Any, x: jax.Array, axes: Any) -> jax.Array:
+        return shards.lay(x, shards.spec(axes, x.shape, name=jax.tree_util.keystr(path, simple=True)))
+
+    laid: KVCache = jax.tree_util.tree_map_with_path(lay, cache, cache.axes())
     return laid
 
 

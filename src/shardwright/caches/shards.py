@@ -29,8 +29,13 @@ class Shards:
     manager: PartitionManager | None
     mode: str | None
 
-    def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
+    def spec(self, axes: Axes, shape: Sequence[int], *, name: str | None = None) -> PartitionSpec:
         """Return where an array lies.
+
+        Args:
+          axes: its annotation.
+          shape: its shape.
+          name: what errors call it.
 
         Raises:
           ShardingError: what the rules say does not fit the sizes, or is `?`.
@@ -38,7 +43,7 @@ class Shards:
         """
         if self.manager is None:
             return PartitionSpec()
-        spec: PartitionSpec = self.manager.sharding(axes, mode=self.mode, role=Role.ACTIVATION, shape=tuple(shape)).spec
+        spec: PartitionSpec = self.manager.sharding(axes, mode=self.mode, role=Role.ACTIVATION, shape=tuple(shape), path=name).spec
         manual = self.manager.manual_axes(_jax.ambient_mesh())
         split = [name for entry in spec.partitions for name in placement.entry_names(entry) if name in manual]
         if split:
