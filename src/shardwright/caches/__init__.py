@@ -12,4 +12,7 @@ from shardwright.caches.paged import PagedCache as PagedCache
 from shardwright.caches.quantized import Quantized as Quantized
 from shardwright.caches.quantized import QuantizedCache as QuantizedCache
 from shardwright.caches.quantized import quantize as quantize
+from shardwright.caches.relayout import Relayout as Relayout
+from shardwright.caches.relayout import plan_reshard as plan_reshard
+from shardwright.caches.relayout import reshard as reshard
 from shardwright.caches.row_order import RowOrder as RowOrder
