@@ -176,8 +176,7 @@ def plain(x: jax.Array, scale: jax.Array | None, dtype: str) -> jax.Array:
 
 
 def _read(buffer: jax.Array, pages: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    own = _local(pages, axes, buffer)
-    found = buffer.at[own].get(mode="fill", fill_value=0)
+    found = buffer.at[_rows(_local(pages, axes, buffer), buffer)].get(mode="fill", fill_value=0)
     if not axes:
         return found
     # As integers, so that what is summed with zeros stays what it is, bit by bit.
@@ -187,7 +186,12 @@ def _read(buffer: jax.Array, pages: jax.Array, axes: tuple[str, ...]) -> jax.Arr
 
 
 def _copy(buffer: jax.Array, sources: jax.Array, targets: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    return buffer.at[_local(targets, axes, buffer)].set(_read(buffer, sources, axes), mode="drop")
+    return buffer.at[_rows(_local(targets, axes, buffer), buffer)].set(_read(buffer, sources, axes), mode="drop")
+
+
+def _rows(pages: jax.Array, buffer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # Row by row, as tokens are written: for whole pages XLA would lay out the buffer differently on a TPU, and copy all of it.
+    return pages[..., None], jnp.arange(buffer.shape[1], dtype=jnp.int32)
 
 
 def _local(pages: jax.Array, axes: tuple[str, ...], shard: jax.Array) -> jax.Array:
