@@ -6,6 +6,7 @@ How to add an implementation, in a module of its own here and one line in the tu
    `forward_native(operands, call)` (or `forward_tpu`, `forward_gpu`), all classmethods.
 2. `supports` gets an `AttentionCall`: sizes, mode, mask rules, specs, mesh, platform, no arrays. It returns reasons, one line
    each, and traces nothing. What it does not refuse must equal `vanilla`, values and gradients: `tests/attention/conformance.py`.
+   Calls with quantised keys are refused for it, unless it says `takes_scales = True` and multiplies by `k_scale` and `v_scale`.
 3. A forward gets `Operands`: global BTHD arrays in one pytree, with positions always there. It returns a `Result`.
 4. `_shards.run_on_shards(kernel, operands, call)` is the one `shard_map`: `kernel` gets local `Operands`, whose k and v already
    hold the heads that the local query heads read. `call.specs` says over which mesh axes each dim lies.
