@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     engine = make_engine(config, params, options.strategy, options.cache, slots=options.slots)
     say = (lambda *said: None) if options.json else print
     say(f"{len(requests)} requests, {options.slots} slots, {options.cache} caches, {options.strategy} on {MESHES[options.strategy]}\n")
+    engine.compile()
     done = serve(engine, requests, say)
     alone = make_engine(config, params, "single", options.cache, slots=1)
     different = differing(alone, requests, done)

@@ -24,4 +24,4 @@ def test_texts_are_streamed_and_figures_shown(capsys: pytest.CaptureFixture[str]
     assert "12 requests, 4 slots, dense caches, serve_tp on dp:2,tp:4" in said
     assert "12 of 12 texts are what the request writes alone" in said
     assert "request 1: " in said
-    assert "first token  p50 " in said
+    assert "first token   p50 " in said

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from shardwright import serving
+from shardwright import _jax, serving
 from shardwright.errors import QueueFullError, ServingError
 from shardwright.serving import Finish, Phase, Request
 from tests.serving.stub import SHAPE, VOCAB, stub, text_of
@@ -167,6 +167,17 @@ def test_what_can_never_be_served_is_refused() -> None:
         with pytest.raises(ServingError, match=says):
             engine.run([Request(prompt=[1], max_new_tokens=1), request])
     assert (engine.report().requests, engine.report().refused) == (0, 3)
+    assert_empty(engine)
+
+
+def test_compiling_ahead_changes_nothing_and_leaves_nothing_to_compile() -> None:
+    engine = make(slots=3)
+    engine.compile()
+    assert_empty(engine)
+    with _jax.watch_compilations() as found:
+        done = engine.run([Request(prompt=[1], max_new_tokens=6), Request(prompt=[2] * 7, max_new_tokens=2, stop=[[1, 2]])])
+    assert found.compiled == []
+    assert list(done[0].tokens) == TEXT
     assert_empty(engine)
 
 

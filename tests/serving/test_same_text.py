@@ -13,7 +13,7 @@ from decoder.model import forward
 from decoder.served import cache_shape, served
 
 import shardwright as sw
-from shardwright import serving
+from shardwright import _jax, serving
 from shardwright.serving import Finish, Request, Sampling
 from shardwright.testing import cpu_mesh
 
@@ -66,7 +66,10 @@ def manager_of(strategy: str) -> sw.PartitionManager:
 
 def assert_same(kind: str, strategy: str, count: int, *, slots: int) -> None:
     together = engine(kind, manager_of(strategy), slots=slots, prefill_rows=2)
-    found = together.run(requests(count))
+    together.compile()
+    with _jax.watch_compilations() as compilations:
+        found = together.run(requests(count))
+    assert compilations.compiled == []
     assert [done.tokens for done in found] == [done.tokens for done in alone(kind, count)]
     assert [done.finish for done in found] == [done.finish for done in alone(kind, count)]
     held = together.held()

@@ -135,6 +135,14 @@ class Board:
         with self._plan.under(MODE_DECODE):
             self.slots = _clear_slots(self.slots, _padded(slots, self._plan.slots))
 
+    def compile(self) -> None:
+        """Run everything once, on nothing: no row and no slot changes."""
+        self.prefill({}, {})
+        self.insert({}, {}, {})
+        self.decode()
+        self.clear_rows(())
+        self.clear_slots(())
+
     def renew(self, part: str) -> None:
         """Make empty "rows" or "slots" in the place of what is there."""
         if part == "rows":

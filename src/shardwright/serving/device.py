@@ -140,7 +140,7 @@ def insert(slots: Slots, source: Caches, into: jax.Array, first: jax.Array, draw
     old = (_everywhere(slots.last, mode), slots.active, slots.draw)
     last, active, drawing = jax.tree.map(lambda x, new: x.at[into].set(new, mode="drop"), old, _everywhere(given, mode))
     held = tuple(change.cache for change in changes)
-    return Slots(caches=held, last=_by_slot(last, mode), active=active, draw=drawing), refused
+    return _laid(Slots(caches=held, last=last, active=active, draw=drawing)), refused
 
 
 def decode(model: Model, slots: Slots, params: Any) -> tuple[Slots, jax.Array]:
@@ -159,7 +159,7 @@ def decode(model: Model, slots: Slots, params: Any) -> tuple[Slots, jax.Array]:
     logits, new = model(params, slots.last[:, None], slots.caches, _by_slot(slots.active, mode)[:, None])
     tokens = _next(logits[:, 0], slots.caches, tuple(new), counts, slots.draw)
     draw = dataclasses.replace(slots.draw, index=slots.draw.index + counts)
-    return Slots(caches=tuple(new), last=jnp.maximum(tokens, 0), active=slots.active, draw=draw), tokens
+    return _laid(Slots(caches=tuple(new), last=jnp.maximum(tokens, 0), active=slots.active, draw=draw)), tokens
 
 
 def clear(held: Caches, which: jax.Array) -> Caches:
@@ -169,7 +169,7 @@ def clear(held: Caches, which: jax.Array) -> Caches:
 
 def clear_slots(slots: Slots, which: jax.Array) -> Slots:
     """Empty slots, which are donated; see `clear`."""
-    return dataclasses.replace(slots, caches=clear(slots.caches, which), active=slots.active.at[which].set(False, mode="drop"))
+    return _laid(dataclasses.replace(slots, caches=clear(slots.caches, which), active=slots.active.at[which].set(False, mode="drop")))
 
 
 def _next(logits: jax.Array, old: Caches, new: Caches, counts: jax.Array, draw: Draw) -> jax.Array:
@@ -179,6 +179,13 @@ def _next(logits: jax.Array, old: Caches, new: Caches, counts: jax.Array, draw: 
     # Whatever the model does with a refusal, a cache that refuses keeps its length.
     refused = functools.reduce(jnp.logical_or, (after.length != before.length + counts for before, after in zip(old, new, strict=True)))
     return _by_slot(jnp.where(refused, REFUSED, drawn), mode)
+
+
+def _laid(slots: Slots) -> Slots:
+    # What the partitioner would choose may differ from function to function, and each would be compiled for each.
+    mode = slots.caches[0].spec.mode
+    active, draw = _everywhere((slots.active, slots.draw), mode)
+    return Slots(caches=slots.caches, last=_by_slot(slots.last, mode), active=active, draw=draw)
 
 
 def _by_slot(x: jax.Array, mode: str | None) -> jax.Array:

@@ -98,7 +98,7 @@ class Engine:
         queue: int = 1024,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Make the caches; nothing is compiled before the first request.
+        """Make the caches; the rest is compiled by the first request, or by `compile`.
 
         Args:
           model: what is served; see `Model`. Under a manager it is called in prefill mode and in decode mode.
@@ -227,6 +227,17 @@ class Engine:
             self._stepping = False
             self._meter.busy += self._meter.now() - begun
         return not self.idle
+
+    def compile(self) -> None:
+        """Compile everything now, so that the first request does not wait for it, as it otherwise does.
+
+        Raises:
+          ServingError: it was called from a callback of a request.
+        """
+        if self._stepping:
+            raise ServingError("compile() was called from within a step", path="on_token", fix="compile before the first request")
+        with self._changing("rows"), self._changing("slots"):
+            self._board.compile()
 
     def report(self) -> Report:
         """Return what was done so far."""
