@@ -1,0 +1,21 @@
+"""On eight TPUs a decode step over bfloat16 pages writes in place, and neither the append nor attention copies a pool."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.attention.tpu_memory import WHY_NOT, available
+from tests.caches.tpu_paged_programs import COUNTS, MESHES, measure
+
+pytestmark = [pytest.mark.tpu, pytest.mark.slow, pytest.mark.skipif(not available(), reason=WHY_NOT)]
+
+
+def test_steps() -> None:
+    found = measure()
+    assert len(found) == len(MESHES) * len(COUNTS)
+    for one in found:
+        print(f"{one.mesh:26} {one.count:4} tokens: {one.temporary} bytes of temporary memory, {one.held} of the cache")
+        assert one.copies == 0
+        assert one.alias >= one.held  # arrays are padded to tiles
+        assert one.alias < 1.01 * one.held
+        assert one.temporary < one.held / 2  # a pool of keys, or of values
