@@ -16,3 +16,5 @@ from shardwright.caches.relayout import Relayout as Relayout
 from shardwright.caches.relayout import plan_reshard as plan_reshard
 from shardwright.caches.relayout import reshard as reshard
 from shardwright.caches.row_order import RowOrder as RowOrder
+from shardwright.caches.storage import restore as restore
+from shardwright.caches.storage import save as save

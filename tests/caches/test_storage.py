@@ -1,0 +1,115 @@
+"""Saved and restored: the same content, on any mesh and in any mode; never half of it, never as what it is not."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from shardwright import caches
+from shardwright.caches import restore, save
+from shardwright.errors import CacheError, IndivisibleError
+from shardwright.testing import assert_spec
+from tests.caches.test_relayout import filled, make, manager_of
+
+pytest.importorskip("orbax.checkpoint")
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "sliding": {"window": 8, "capacity": 16},
+    "quantized": {"stored": "float8_e4m3fn"},
+    "paged": {"page_size": 4},
+}
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert type(a) is type(b)
+    assert dataclasses.replace(a.spec, mode=None) == dataclasses.replace(b.spec, mode=None)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_restored_on_another_mesh_and_in_another_mode(kind: str, tmp_path: Path) -> None:
+    with manager_of():
+        cache = filled(kind, **KINDS[kind])
+    save(cache, tmp_path / "cache")
+    alone = restore(tmp_path / "cache")
+    assert_same(alone, cache)
+    assert alone.spec.mode is None
+    other = manager_of(mesh="dp:1,tp:2")
+    found = restore(tmp_path / "cache", manager=other, mode="decode")
+    assert_same(found, cache)
+    assert_spec(found, found.axes(), manager=other, mode="decode")
+    with other.for_mode("decode"):
+        assert_same(restore(tmp_path / "cache"), cache)
+        like = jax.eval_shape(lambda: make(kind, **KINDS[kind]))
+        assert_same(restore(tmp_path / "cache", like=like), cache)
+        placed = restore(tmp_path / "cache", like=found)
+        assert_spec(placed, placed.axes())
+        assert found.append(np.ones((8, 1, 4, 4), np.float32), np.ones((8, 1, 4, 4), np.float32)).ok.all()
+
+
+def test_another_cache_than_was_saved_is_refused(tmp_path: Path) -> None:
+    save(filled(), tmp_path / "cache")
+    with pytest.raises(CacheError, match="a DenseCache was saved, and like is a QuantizedCache"):
+        restore(tmp_path / "cache", like=make("quantized"))
+    with pytest.raises(
+        CacheError, match=r"(?s)capacity was saved as 16, and like has 32.*overflow was saved as 'report', and like has 'ring'"
+    ):
+        restore(tmp_path / "cache", like=make(capacity=32, overflow="ring"))
+    with pytest.raises(CacheError, match="like says where the cache shall lie, and so do manager and mode"):
+        restore(tmp_path / "cache", like=make(), mode="decode")
+    save(filled("quantized"), tmp_path / "eight")
+    with pytest.raises(CacheError, match=r"k was saved as int8\[8, 16, 4, 4\], and like has float8_e5m2"):
+        restore(tmp_path / "eight", like=make("quantized", stored="float8_e5m2"))
+    with pytest.raises(IndivisibleError, match="size 8 does not divide over dp=3"):
+        restore(tmp_path / "cache", manager=manager_of(batch="dp", length="-", mesh="dp:3,tp:1"))
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_nothing_is_half_written_and_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import orbax.checkpoint as orbax
+
+    with monkeypatch.context() as patch:
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise OSError("disk full")
+
+        patch.setattr(orbax.JsonCheckpointHandler, "save", fail, raising=True)
+        patch.setattr(orbax.JsonCheckpointHandler, "async_save", fail, raising=False)
+        with pytest.raises(OSError, match="disk full"):
+            save(filled(), tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(CacheError, match="no cache is saved at"):
+        restore(tmp_path / "cache")
+    save(filled(), tmp_path / "cache")
+    with pytest.raises(CacheError, match="exists"):
+        save(make(), tmp_path / "cache")
+    assert restore(tmp_path / "cache").length.tolist() == [1, 2, 3, 4, 5, 5, 5, 5]
+
+
+def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CacheError, match="no cache is saved at"):
+        restore(tmp_path / "empty")
+    with pytest.raises(CacheError, match=r"outside of jit"):
+        jax.jit(lambda cache: save(cache, tmp_path / "traced"))(make())
+    with pytest.raises(CacheError, match="is no kind of cache that can be restored"):
+        save(caches.Quantized(values=make().k, scale=make().k), tmp_path / "other")  # type: ignore[arg-type]
+    load = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("orbax"):
+            raise ImportError(name)
+        return load(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(CacheError, match=r'pip install "shardwright\[checkpoint\]"'):
+        save(make(), tmp_path / "cache")
