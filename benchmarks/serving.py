@@ -17,6 +17,7 @@ from benchmarks.timing import Row, Target
 from shardwright.serving import Engine, Request
 from shardwright.testing.meshes import cpu_mesh
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 SLOTS, CAPACITY, PROMPT, NEW, CHUNK = 8, 1024, 32, 16, 32
 REQUESTS, STEPS = 16, 8
 STEP, TOGETHER = Target(at_most=1.05), Target(at_most=0.5)
@@ -26,12 +27,11 @@ ENGINE, WRITTEN, LOOP = "engine", "hand-written cache", "one after the other"
 def run(*, peers: bool, repeats: int) -> list[Row]:
     """Measure decode steps with all slots in use, and requests that are served to their ends."""
     del peers
-    examples = str(Path(__file__).parents[1] / "examples")
-    sys.path.insert(0, examples)
+    sys.path.insert(0, str(EXAMPLES))
     try:
         return [_steps(repeats=repeats), _requests(repeats=max(3, repeats // 3))]
     finally:
-        sys.path.remove(examples)
+        sys.path.remove(str(EXAMPLES))
 
 
 def _steps(*, repeats: int) -> Row:
@@ -69,7 +69,7 @@ def _manager() -> sw.PartitionManager:
 
 
 def _strategy() -> sw.Strategy:
-    return sw.Strategy.preset("serve_tp")
+    return sw.Strategy.load(EXAMPLES / "strategies" / "serve_tp.toml")
 
 
 def _weights() -> Any:
