@@ -17,7 +17,7 @@ from shardwright import _jax, caches
 from shardwright.caches import plan_reshard, reshard
 from shardwright.caches.moves import MoveKind, find_moves, run_moves
 from shardwright.caches.shards import entries
-from shardwright.errors import CacheError, IndivisibleError
+from shardwright.errors import CacheError, IndivisibleError, MeshSpecError
 from shardwright.plan.collectives import read_collectives
 from shardwright.testing import assert_sharding, assert_spec, cpu_mesh
 
@@ -188,3 +188,14 @@ def test_what_cannot_be_is_said() -> None:
             reshard(odd, "decode")
     with pytest.raises(CacheError, match="neither the call nor the manager names a mode"):
         reshard(make(), manager=sw.PartitionManager(sw.Strategy.loads(RULES.format(batch="-", length="-", head="-")), mesh=cpu_mesh(MESH)))
+
+
+def test_a_plan_needs_no_devices() -> None:
+    rules = sw.Strategy.loads(RULES.format(batch="-", length="dp+tp", head="-"))
+    with manager_of():
+        wanted = plan_reshard(make(), "decode")
+    with sw.PartitionManager(rules, mesh=sw.abstract_mesh(MESH)).for_mode("prefill"):
+        shapes = jax.eval_shape(make)
+        assert plan_reshard(shapes, "decode") == wanted
+        with pytest.raises(MeshSpecError, match="the manager's mesh is abstract"):
+            reshard(shapes, "decode")
