@@ -101,7 +101,9 @@ def make_engine(config: DecoderConfig, params: Any, strategy: str, cache: str, *
     pm = sw.PartitionManager(sw.Strategy.preset(strategy), mesh=cpu_mesh(MESHES[strategy]))
     weights = pm.shard(params, decoder_specs(config), role="param")
     shape = cache_shape(config, window=WINDOW if cache == "sliding" else None)
-    return Engine(served(config), weights, shape=shape, slots=slots, cache=cache, manager=pm, prefill_chunk=CHUNK, **CACHES[cache])
+    rows = max(1, slots // 2)
+    sizes = {"slots": slots, "prefill_rows": rows, "prefill_chunk": CHUNK} | CACHES[cache]
+    return Engine(served(config), weights, shape=shape, cache=cache, manager=pm, **sizes)
 
 
 def serve(engine: Engine, requests: Sequence[Request], say: Any) -> list[Completion]:

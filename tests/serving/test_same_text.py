@@ -106,6 +106,18 @@ def test_prefill_on_a_mesh_of_its_own_changes_no_text(kind: str) -> None:
     assert [done.tokens for done in apart.run(requests(12))] == [done.tokens for done in alone(kind, 12)]
 
 
+def test_a_ring_of_a_window_alone_changes_no_text() -> None:
+    """Chunks overwrite what their own queries see, in a batch of one prompt."""
+    given = requests(12)
+    shape, pm = cache_shape(TINY, window=WINDOW), manager_of("single")
+    params = pm.shard(weights(), decoder_specs(TINY), role="param")
+    sizes = {"slots": 1, "prefill_chunk": 8}
+    tight, wide = (
+        serving.Engine(MODEL, params, shape=shape, manager=pm, cache="sliding", capacity=capacity, **sizes) for capacity in (None, CAPACITY)
+    )
+    assert [done.tokens for done in tight.run(given)] == [done.tokens for done in wide.run(given)]
+
+
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 def test_greedy_texts_are_what_the_model_calls_likeliest_without_a_cache(kind: str) -> None:
     tokens = np.zeros((12, CAPACITY), np.int32)

@@ -228,7 +228,8 @@ def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> V
         k=both["k"],
         v=both["v"],
         positions=both["positions"],
-        lengths=cache.length,
+        # With the new tokens: of one slot, lengths are read, and would hide them.
+        lengths=cache.length + jnp.sum(positions >= 0, axis=1, dtype=jnp.int32),
         k_scale=both.get("k_scale"),
         v_scale=both.get("v_scale"),
     )
