@@ -261,6 +261,21 @@ def test_rows_that_are_no_tokens_may_hold_anything() -> None:
         assert (np.asarray(found.o)[~RAGGED] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [(name, None) for name in ("dense", "sliding", "quantized", "paged")]
+    + [("dense", "vanilla"), ("sliding", "vanilla"), ("quantized", "vanilla"), ("dense", "sdpa"), ("sliding", "sdpa")],
+)
+def test_what_an_earlier_sequence_left_behind_is_never_seen(name: str, implementation: str | None) -> None:
+    q, k, v = (jnp.asarray(x) for x in tokens(6))
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, DIM - V_DIM)))
+    cache = make(name, v_dim=DIM).append(k, jnp.full_like(v, jnp.nan)).require().free(np.arange(BATCH)).require()
+    found = append_and_attend(q[:, :2], k[:, :2], v[:, :2], cache, implementation=implementation)
+    fresh = append_and_attend(q[:, :2], k[:, :2], v[:, :2], make(name, v_dim=DIM), implementation=implementation)
+    np.testing.assert_array_equal(found.o, fresh.o)
+    assert np.isfinite(found.o).all()
+
+
 def test_of_attention_that_is_not_causal_rows_without_a_token_get_zeros() -> None:
     here = session("dense", jitted=False, causal=False)
     here.step(4, seed=1, valid=RAGGED)

@@ -118,7 +118,7 @@ LAYOUTS: dict[str, tuple[str, str, str, dict[str, int]]] = {
     "batch and kv heads": ("dp:2,tp:2", "tp", "-", {}),
     "more shards than kv heads": ("tp:4", "tp", "-", {}),
     "pages": ("sp:4", "tp", "sp", {"all_gather": 1}),
-    "pages, heads that do not divide": ("sp:3", "tp", "sp", {"all_reduce": 2}),
+    "pages, heads that do not divide": ("sp:3", "tp", "sp", {"all_gather": 1}),
     "batch, pages and kv heads": ("dp:2,sp:2,tp:2", "tp", "sp", {"all_gather": 1}),
     "heads over the pages' shards too": ("tp:2,sp:2", "tp+sp", "sp", {"all_to_all": 1, "all_gather": 1}),
 }

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardwright.attention.call import Operands
 from shardwright.axes import DEFAULT_MASK_VALUE
 
 
@@ -118,6 +119,24 @@ def finish(state: Running, *, sinks: jax.Array | None = None) -> tuple[jax.Array
     total = jnp.where(none, 1.0, state.l)
     lse = jnp.where(none, -jnp.inf, state.m + jnp.log(total))
     return jnp.swapaxes(state.o / total[..., None], 1, 2), lse
+
+
+def without_remains(operands: Operands) -> Operands:
+    """Return operands whose values are 0 in rows that hold no key: what another sequence left there may be NaN, and 0 times NaN is not 0.
+
+    Only where rows may be left over: with lengths, or where each sequence has positions of its own.
+    """
+    lengths, positions = operands.lengths, operands.kv_positions
+    if lengths is None and positions.shape[0] == 1:
+        return operands
+    held = positions >= 0
+    if lengths is not None:
+        held = held & (positions < lengths[:, None])
+    v, v_scale = operands.v, operands.v_scale
+    return operands.replace(
+        v=jnp.where(held[:, :, None, None], v, jnp.zeros((), v.dtype)),
+        v_scale=None if v_scale is None else jnp.where(held[:, :, None], v_scale, 0),
+    )
 
 
 def logits_of(
