@@ -41,12 +41,12 @@ test-latest: ## run the tests on the newest JAX (Python 3.12 or newer); looks fo
 	@$(VENV_LATEST)/bin/python -c 'import jax, sys; print("JAX", jax.__version__, "on Python", sys.version.split()[0])'
 	@$(VENV_LATEST)/bin/python $(pytest) $(ARGS)
 
-check: ## format, lint, types, import order, documentation
+check: ## format, lint, types, import order, the site of the documentation
 	@$(ready) $(VENV) dev
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
 	$(bin)/python -m mypy
-	$(bin)/python -m pytest -q tests/test_house.py tests/docs
+	$(bin)/python -m pytest -q tests/test_house.py
 	$(bin)/zensical build --strict --clean
 
 bench: ## print the numbers that the documentation quotes

@@ -93,7 +93,8 @@ install() {
 # flax and eformer, which some tests compare with, and what they import: 17 MB. Not an extra, since eformer also asks for ray and
 # cloud clients, which its sharding does not import, and neither may decide which JAX is tested. pip need not know of them.
 oracles() {
-  place=$(cd "$venv" && pwd)/oracles
+  # Named like a folder of installed packages: what reads stack frames passes over such.
+  place=$(cd "$venv" && pwd)/oracles/site-packages
   rm -rf "$place"
   for names in "flax treescope pyyaml msgpack chex toolz contextlib2" eformer; do
     # shellcheck disable=SC2086  # several names

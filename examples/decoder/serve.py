@@ -74,7 +74,7 @@ def prefill_step(config: DecoderConfig, capacity: int) -> Callable[..., Any]:
 
     def prefill(params: Tree, tokens: jax.Array, real: jax.Array) -> tuple[jax.Array, Tree]:
         specs = cache_specs(config, batch=tokens.shape[0], capacity=capacity)
-        cache = jax.tree.map(lambda spec: sw.shard(jnp.zeros(spec.shape, spec.dtype), spec), specs)
+        cache = jax.tree.map(lambda spec: sw.shard(jnp.zeros(spec.shape, spec.dtype), spec.axes), specs)
         logits, cache = forward(params, tokens, config, cache=cache, real=real)
         last = jnp.take_along_axis(logits, real[:, None, None] - 1, axis=1)[:, 0]
         return jnp.argmax(last, axis=-1).astype(jnp.int32), cache

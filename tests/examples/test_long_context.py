@@ -10,6 +10,7 @@ import pytest
 from tests.examples.test_demo import ROOT, run_python
 
 
+@pytest.mark.slow
 def test_a_ring_trains_as_one_device_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert long_context.main(["--length", "128", "--steps", "2"]) == 0
     said = capsys.readouterr().out

@@ -142,7 +142,8 @@ def trained(name: str, on: str, *, zero1: str = "-") -> tuple[list[float], Any]:
     return losses, state
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "adafactor" else pytest.mark.slow) for name in OPTIMIZERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_twenty_steps_are_those_of_one_device(name: str) -> None:
     sharded, single = trained(name, "fsdp_tp"), trained(name, "single")
     np.testing.assert_allclose(sharded[0], single[0], rtol=1e-5)

@@ -18,6 +18,7 @@ def test_every_text_is_what_the_request_gives_alone(cache: str, capsys: pytest.C
     assert said["report"]["slots_in_use"] > 2
 
 
+@pytest.mark.slow
 def test_texts_are_streamed_and_figures_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert serving.main(["--quick"]) == 0
     said = capsys.readouterr().out

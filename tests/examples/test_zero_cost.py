@@ -64,7 +64,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
     ("name", "config"),
     [
         pytest.param("fsdp2_tp4", TINY, id="fsdp2_tp4"),
-        pytest.param("dp2_tp4", TINY, id="dp2_tp4"),
+        pytest.param("dp2_tp4", TINY, id="dp2_tp4", marks=pytest.mark.slow),
         pytest.param("fsdp2_tp4", DEMO, id="demo-fsdp2_tp4", marks=pytest.mark.slow),
         pytest.param("dp2_tp4", DEMO, id="demo-dp2_tp4", marks=pytest.mark.slow),
         pytest.param("fsdp2_sp2_tp2", DEMO, id="demo-fsdp2_sp2_tp2", marks=pytest.mark.slow),

@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "paged": {"cache": "paged", "capacity": CAPACITY, "cache_options": {"page_size": 8, "pages": 24}},
 }
 MESHES = {"single": "dp:1", "serve_tp": "dp:2,tp:4", "serve_long_context": "dp:2,sp:2,tp:2"}
-QUICK = {("dense", "serve_tp"), ("sliding", "serve_long_context"), ("quantized", "serve_long_context"), ("paged", "serve_tp")}
+QUICK = {("dense", "serve_tp"), ("sliding", "serve_long_context"), ("paged", "serve_tp")}
 
 
 @functools.cache
@@ -106,6 +106,7 @@ def test_prefill_on_a_mesh_of_its_own_changes_no_text(kind: str) -> None:
     assert [done.tokens for done in apart.run(requests(12))] == [done.tokens for done in alone(kind, 12)]
 
 
+@pytest.mark.slow
 def test_a_ring_of_a_window_alone_changes_no_text() -> None:
     """Chunks overwrite what their own queries see, in a batch of one prompt."""
     given = requests(12)
