@@ -20,6 +20,8 @@ export PYTHON
 ready = sh tools/environment.sh
 bin = $(VENV)/bin
 pytest = -m pytest -q -n $(WORKERS) --dist worksteal
+# Compiling is most of what the tests do, and each program runs once or twice.
+quick = XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -30,16 +32,16 @@ demo: ## train a small decoder under four strategy files, serve it under a fifth
 
 test: ## run the tests, without the slow ones
 	@$(ready) $(VENV) test
-	@$(bin)/python $(pytest) $(ARGS)
+	@$(quick) $(bin)/python $(pytest) $(ARGS)
 
 test-full: ## run all tests
 	@$(ready) $(VENV) test
-	@$(bin)/python $(pytest) -m "not product" $(ARGS)
+	@$(quick) $(bin)/python $(pytest) -m "not product" $(ARGS)
 
 test-latest: ## run the tests on the newest JAX (Python 3.12 or newer); looks for a newer one once a day
 	@$(ready) $(VENV_LATEST) test 3.12 `date +%Y-%m-%d`
 	@$(VENV_LATEST)/bin/python -c 'import jax, sys; print("JAX", jax.__version__, "on Python", sys.version.split()[0])'
-	@$(VENV_LATEST)/bin/python $(pytest) $(ARGS)
+	@$(quick) $(VENV_LATEST)/bin/python $(pytest) $(ARGS)
 
 check: ## format, lint, types, import order, the site of the documentation
 	@$(ready) $(VENV) dev
