@@ -155,7 +155,7 @@ def test_an_output_goes_to_json_and_back() -> None:
     assert back.attention_weights is None
     assert back.attention_outputs.dtype == jnp.bfloat16
     np.testing.assert_array_equal(back.attention_outputs, made.attention_outputs)
-    assert AttentionOutput.from_dict(made.to_dict()) == made.replace()
+    assert AttentionOutput.from_dict(made.to_dict()).attention_outputs is made.attention_outputs
     assert len(jax.tree.leaves(made)) == 1
 
 
