@@ -203,6 +203,14 @@ def entry_names(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def spec_of(*dims: tuple[str, ...]) -> PartitionSpec:
+    """Return the canonical spec of mesh axes by dim."""
+    entries: list[Any] = [None if not names else names[0] if len(names) == 1 else names for names in dims]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
 def no_devices() -> MeshSpecError:
     """Return the error of an array that is wanted on an abstract mesh."""
     return MeshSpecError(

@@ -276,6 +276,16 @@ def test_what_an_earlier_sequence_left_behind_is_never_seen(name: str, implement
     assert np.isfinite(found.o).all()
 
 
+@pytest.mark.parametrize("implementation", ["vanilla", "blockwise", "sdpa"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_that_do_not_exist_may_hold_nan(batch: int, implementation: str) -> None:
+    q, k, v = (jax.random.normal(jax.random.key(at), (batch, 4, 2, 8)) for at in range(3))
+    options = {"positions": jnp.arange(4), "kv_positions": jnp.array([0, -1, 1, 2]), "mode": "decode", "implementation": implementation}
+    found = dot_product_attention(q, k, v.at[:, 1].set(jnp.nan), **options)
+    np.testing.assert_array_equal(found, dot_product_attention(q, k, v.at[:, 1].set(0.0), **options))
+    assert np.isfinite(found).all()
+
+
 def test_of_attention_that_is_not_causal_rows_without_a_token_get_zeros() -> None:
     here = session("dense", jitted=False, causal=False)
     here.step(4, seed=1, valid=RAGGED)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwright.attention.call import Operands
+from shardwright.attention.call import Operands, Recipe
 from shardwright.axes import DEFAULT_MASK_VALUE
 
 
@@ -121,14 +121,11 @@ def finish(state: Running, *, sinks: jax.Array | None = None) -> tuple[jax.Array
     return jnp.swapaxes(state.o / total[..., None], 1, 2), lse
 
 
-def without_remains(operands: Operands) -> Operands:
-    """Return operands whose values are 0 in rows that hold no key: what another sequence left there may be NaN, and 0 times NaN is not 0.
-
-    Only where rows may be left over: with lengths, or where each sequence has positions of its own.
-    """
-    lengths, positions = operands.lengths, operands.kv_positions
-    if lengths is None and positions.shape[0] == 1:
+def without_remains(operands: Operands, recipe: Recipe) -> Operands:
+    """Return operands whose values are 0 in rows that hold no key: what was left there may be NaN, and 0 times NaN is not 0."""
+    if not recipe.partly_filled:
         return operands
+    lengths, positions = operands.lengths, operands.kv_positions
     held = positions >= 0
     if lengths is not None:
         held = held & (positions < lengths[:, None])

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from shardwright import _jax, placement
-from shardwright.attention.call import AttentionCall, KVHeads, Operands, Result, spec_of
+from shardwright.attention.call import AttentionCall, KVHeads, Operands, Result
+from shardwright.placement import spec_of
 
 
 def run_on_shards(kernel: Callable[[Operands], Result], operands: Operands, call: AttentionCall, *, opaque: bool = False) -> Result:

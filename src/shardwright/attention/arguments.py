@@ -106,6 +106,8 @@ def describe(q: Any, k: Any, v: Any, *, options: Options, specs: JointSpecs | No
     recipe = _recipe(options, mask.rules, sizes, platform)
     if platform == "tpu" and (mode == MODE_DECODE or _is_quantised(k)):
         recipe = dataclasses.replace(recipe, cached=layout)
+    given = (options.positions, options.kv_positions, mask.lengths)
+    recipe = dataclasses.replace(recipe, partly_filled=any(one is not None for one in given))
     _check_dropout(recipe, q)
     if specs is None and manager is not None:
         rows = (sizes.batch, sizes.kv_length, sizes.kv_heads)

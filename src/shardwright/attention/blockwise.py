@@ -383,7 +383,7 @@ def _read_keys(operands: Operands, j: jax.Array, *, recipe: Recipe, grid: _Grid)
     if grid.kv_length % grid.kv_block:
         again = start + jnp.arange(grid.kv_block, dtype=jnp.int32) < first
         block = block.replace(kv_positions=jnp.where(again[None], -1, block.kv_positions))
-    return _online.without_remains(block if recipe.cached is None else _as_it_lies(block, recipe.cached))
+    return _online.without_remains(block if recipe.cached is None else _as_it_lies(block, recipe.cached), recipe)
 
 
 def _as_it_lies(block: Operands, layout: Layout) -> Operands:

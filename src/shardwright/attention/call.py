@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardwright.attention.masks import MaskRules
+from shardwright.placement import spec_of
 
 
 class Layout(enum.StrEnum):
@@ -84,6 +85,7 @@ class Recipe:
       q_block: rows of queries that a blockwise kernel holds at a time.
       kv_block: rows of keys likewise.
       cached: the caller's layout of k and v if they are a cache on TPUs, of which no copy in another order is made; else None.
+      partly_filled: whether rows of k and v may hold no key, as positions or lengths say: what they hold may be anything.
     """
 
     mask: MaskRules = dataclasses.field(default_factory=MaskRules)
@@ -93,6 +95,7 @@ class Recipe:
     q_block: int = 512
     kv_block: int = 1024
     cached: Layout | None = None
+    partly_filled: bool = False
 
 
 class KVHeads(enum.StrEnum):
@@ -186,14 +189,6 @@ def _spec(dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], *, broadcas
         taken.update(free)
         entries.append(free)
     return spec_of(*entries)
-
-
-def spec_of(*dims: tuple[str, ...]) -> PartitionSpec:
-    """Return the canonical spec of mesh axes by dim."""
-    entries: list[Any] = [None if not names else names[0] if len(names) == 1 else names for names in dims]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardwright import _jax, context, resolver
 from shardwright.attention.arguments import Options, make_options
-from shardwright.attention.call import JointSpecs, spec_of
+from shardwright.attention.call import JointSpecs
 from shardwright.attention.joint import resolve_joint
 from shardwright.axes import (
     BATCH,
@@ -38,6 +38,7 @@ from shardwright.manager import PartitionManager
 from shardwright.mesh import create_mesh
 from shardwright.modes import MODE_DECODE, MODE_TRAIN, parse_mode
 from shardwright.partition_axis import PartitionAxis
+from shardwright.placement import spec_of
 from shardwright.rules import POLICY_PRESETS, build_rules
 
 # Where a model's configuration says how long an axis is.

@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec
 from shardwright import _jax, context
 from shardwright.attention import _online, _shards, blockwise, flash_decode
 from shardwright.attention.arguments import check_scale, describe, make_options
-from shardwright.attention.call import AttentionCall, JointSpecs, Operands, Result, spec_of
+from shardwright.attention.call import AttentionCall, JointSpecs, Operands, Result
 from shardwright.attention.joint import resolve_pages
 from shardwright.errors import AttentionError
 from shardwright.modes import MODE_DECODE
+from shardwright.placement import spec_of
 
 # Rows of keys per sequence that the loop holds, if a page is not larger.
 _ROWS = 128
@@ -215,9 +216,6 @@ def _read(whole: Operands, some: _Table) -> Operands:
     positions = jnp.where(some.here[:, :, None], positions, -1).reshape(positions.shape[0], -1)
     names = [name for name in ("k", "v", "k_scale", "v_scale") if getattr(whole, name) is not None]
     rows = {name: _rows_of(getattr(whole, name), some.pages) for name in names}
-    # What another sequence left in a page may be anything: 0 times infinity would not be 0.
-    used = (positions >= 0) & (positions < whole.lengths[:, None])
-    rows |= {name: jnp.where(used.reshape(*used.shape, *[1] * (rows[name].ndim - 2)), rows[name], 0) for name in names if name[0] == "v"}
     return whole.replace(kv_positions=positions, **rows)
 
 

@@ -117,7 +117,7 @@ def _not_in_cudnn(call: AttentionCall) -> tuple[str, ...]:
 
 def _by_xla(shard: Operands, *, call: AttentionCall) -> Result:
     seen = _seen(shard, call)
-    shard = _online.without_remains(shard)
+    shard = _online.without_remains(shard, call.recipe)
     with _online.full_precision(call.dtype):
         o = jax.nn.dot_product_attention(
             shard.q, shard.k, shard.v, bias=shard.bias, mask=seen, scale=call.recipe.scale, implementation="xla"

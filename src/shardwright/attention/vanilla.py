@@ -17,7 +17,7 @@ from shardwright.axes import DEFAULT_MASK_VALUE
 def attend(operands: Operands, recipe: Recipe) -> Result:
     """Return the output, the logsumexp and the weights of arrays that are all here. Differentiable by JAX itself."""
     dtype = operands.q.dtype
-    x = _online.without_remains(operands.replace(**{name: getattr(operands, name).astype(jnp.float32) for name in ("q", "k", "v")}))
+    x = _online.without_remains(operands.replace(**{name: getattr(operands, name).astype(jnp.float32) for name in ("q", "k", "v")}), recipe)
     logits = _online.logits_of(x.q, x.k, scale=recipe.scale, softcap=recipe.softcap, bias=x.bias, k_scale=x.k_scale)
     seen = allowed(
         recipe.mask,

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from shardwright.caches.shards import spec_of
+from shardwright.placement import spec_of
 from shardwright.provenance import spec_text
 
 Dims = tuple[tuple[str, ...], ...]
@@ -61,7 +61,7 @@ class Move:
             MoveKind.SLICE: f"- -> dim {self.target}",
             MoveKind.PERMUTE: "who has what",
         }[self.kind]
-        return f"{self.kind} {over}, {where}, {self.bytes:,} B sent, {spec_text(spec_of(self.after))}"
+        return f"{self.kind} {over}, {where}, {self.bytes:,} B sent, {spec_text(spec_of(*self.after))}"
 
 
 def find_moves(source: Dims, target: Dims, *, shape: Sequence[int], itemsize: int, mesh: Mapping[str, int]) -> tuple[Move, ...]:

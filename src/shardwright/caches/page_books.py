@@ -148,7 +148,7 @@ def share(books: Books, sources: jax.Array, into: jax.Array, lengths: jax.Array 
         *slots.naming_reasons(named),
         (slots.of_entries(named, books.length > 0), Refusal.SLOT_IN_USE),
         (held == 0, Refusal.SLOT_EMPTY),
-        ((wanted < 0) | (wanted > held), Refusal.LENGTH_OUT_OF_RANGE),
+        slots.length_reason(wanted, held),
     )
     done = refused == Refusal.NONE
     rows = books.tables[jnp.where(done, sources, 0)]
@@ -164,14 +164,14 @@ def share(books: Books, sources: jax.Array, into: jax.Array, lengths: jax.Array 
 def free(books: Books, which: jax.Array, *, page_size: int) -> Decision:
     """Decide on slots to empty, `[n]`."""
     named = slots.which(which, books.length.shape[0])
-    refused = slots.first_reason(*slots.naming_reasons(named), (slots.of_entries(named, books.length == 0), Refusal.SLOT_EMPTY))
+    refused = slots.freeing(named, books.length)
     length = slots.to_slots(named, refused == Refusal.NONE, 0, books.length)
     return Decision(books=_shorten(books, length, page_size), refused=refused)
 
 
 def rewind(books: Books, lengths: jax.Array, *, page_size: int) -> Decision:
     """Decide on lengths to go back to, `[batch]`."""
-    refused = slots.first_reason(((lengths < 0) | (lengths > books.length), Refusal.LENGTH_OUT_OF_RANGE))
+    refused = slots.first_reason(slots.length_reason(lengths, books.length))
     length = jnp.where(refused == Refusal.NONE, lengths, books.length)
     return Decision(books=_shorten(books, length, page_size), refused=refused)
 
@@ -179,7 +179,7 @@ def rewind(books: Books, lengths: jax.Array, *, page_size: int) -> Decision:
 def reorder(books: Books, parents: jax.Array, *, group: int, page_size: int) -> Decision:
     """Decide on the slots that every slot continues, `[batch]`."""
     own = jnp.arange(parents.shape[0], dtype=jnp.int32)
-    outside = (parents < 0) | (parents >= parents.shape[0]) | (parents // group != own // group)
+    outside = slots.outside_group(parents, own, batch=parents.shape[0], group=group)
     parents = jnp.where(outside, own, parents)
     after = dataclasses.replace(books, length=books.length[parents], tables=books.tables[parents])
     references = refer(refer(books.references, after.held(page_size), 1), books.held(page_size), -1)

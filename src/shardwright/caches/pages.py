@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 
 from shardwright.axes import EMPTY, KV_HEAD, KV_HEAD_DIM, PAGE
 from shardwright.caches.base import View
-from shardwright.caches.shards import Shards, entries, spec_of, specs_of
+from shardwright.caches.shards import Shards, entries, specs_of
 from shardwright.caches.writing import Buffers, Specs
+from shardwright.placement import spec_of
 
 PAGE_AXES = (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM)
 
@@ -164,7 +165,7 @@ def in_rows(view: View, shards: Shards) -> View:
     page_size, pages = view.k.shape[1], view.k.shape[0]
     tables = used_entries(tables, jnp.zeros_like(lengths), count_pages(lengths, page_size), pages=pages)
     everywhere = PartitionSpec()
-    found = {name: spec_of(((), (), *entries(spec, 4)[1:])) for name, spec in specs.items()}
+    found = {name: spec_of((), (), *entries(spec, 4)[1:]) for name, spec in specs.items()}
     read: Buffers = shards.run(local, (buffers, tables), (specs, everywhere), out_specs=found)
     rows = {name: x.reshape(x.shape[0], -1, *x.shape[3:]) for name, x in read.items()}
     return View(**rows, positions=jnp.arange(tables.shape[1] * page_size, dtype=jnp.int32)[None], lengths=lengths)

@@ -13,10 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from shardwright import _jax, context, placement
 from shardwright.caches.base import KVCache
 from shardwright.caches.moves import Move, MoveKind, find_moves, run_moves
-from shardwright.caches.shards import Shards, entries, spec_of
+from shardwright.caches.shards import Shards, entries
 from shardwright.errors import CacheError
 from shardwright.manager import PartitionManager
 from shardwright.modes import mode_name, parse_mode
+from shardwright.placement import spec_of
 from shardwright.provenance import spec_text
 
 C = TypeVar("C", bound=KVCache)
@@ -165,7 +166,7 @@ def _same_mesh(a: Mesh | AbstractMesh, b: Mesh | AbstractMesh) -> bool:
 
 
 def _without_ones(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
-    return spec_of([tuple(name for name in placement.entry_names(entry) if sizes[name] > 1) for entry in spec.partitions])
+    return spec_of(*(tuple(name for name in placement.entry_names(entry) if sizes[name] > 1) for entry in spec.partitions))
 
 
 def _copied(cache: KVCache, manager: PartitionManager, mode: str, *, donate: bool) -> dict[str, jax.Array]:

@@ -164,7 +164,7 @@ def _free(cache: RowCache, which: jax.Array) -> Change[Any]:
     shards = ambient_shards(cache.spec.mode)
     length = shards.place(cache.length, (EMPTY,))
     named = slots.which(shards.place(jnp.asarray(which), (EMPTY,)), cache.spec.batch)
-    refused = slots.first_reason(*slots.naming_reasons(named), (slots.of_entries(named, length == 0), Refusal.SLOT_EMPTY))
+    refused = slots.freeing(named, length)
     done = refused == Refusal.NONE
     start = None if cache.start is None else slots.to_slots(named, done, 0, shards.place(cache.start, (EMPTY,)))
     return _changed(cache, shards, refused, length=slots.to_slots(named, done, 0, length), start=start)
@@ -173,7 +173,7 @@ def _free(cache: RowCache, which: jax.Array) -> Change[Any]:
 def _rewind(cache: RowCache, lengths: jax.Array) -> Change[Any]:
     shards = ambient_shards(cache.spec.mode)
     wanted = shards.place(jnp.asarray(lengths), (BATCH,))
-    reasons = [((wanted < 0) | (wanted > cache.length), Refusal.LENGTH_OUT_OF_RANGE)]
+    reasons = [slots.length_reason(wanted, cache.length)]
     start = cache.start
     if start is not None:
         reasons.append((needed_from(cache.spec, wanted) < jnp.minimum(start, wanted), Refusal.OVERWRITTEN))
@@ -186,7 +186,7 @@ def _reorder(cache: RowCache, parents: jax.Array, *, group: int) -> Change[Any]:
     spec, shards = cache.spec, ambient_shards(cache.spec.mode)
     own = shards.place(jnp.arange(spec.batch, dtype=jnp.int32), (BATCH,))
     wanted = shards.place(jnp.asarray(parents), (BATCH,))
-    outside = (wanted < 0) | (wanted >= spec.batch) | (wanted // group != own // group)
+    outside = slots.outside_group(wanted, own, batch=spec.batch, group=group)
     per_slot = {"length": cache.length} | ({} if cache.start is None else {"start": cache.start})
     buffers = cache.buffers | per_slot
     specs = specs_of(shards, buffers, cache.buffer_axes | dict.fromkeys(per_slot, (BATCH,)))

@@ -92,14 +92,6 @@ def entries(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
     return given + ((),) * (rank - len(given))
 
 
-def spec_of(dims: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """Return the canonical spec of mesh axes by dim."""
-    given: list[Any] = [None if not names else names[0] if len(names) == 1 else names for names in dims]
-    while given and given[-1] is None:
-        given.pop()
-    return PartitionSpec(*given)
-
-
 def specs_of(shards: Shards, buffers: Mapping[str, jax.Array], axes: Mapping[str, Axes]) -> dict[str, PartitionSpec]:
     """Return the specs of buffers by name."""
     return {name: shards.spec(axes[name], buffer.shape) for name, buffer in buffers.items()}

@@ -42,6 +42,21 @@ def first_reason(*reasons: tuple[jax.Array, Refusal]) -> jax.Array:
     return codes
 
 
+def freeing(named: jax.Array, held: jax.Array) -> jax.Array:
+    """Return `[n]` codes of entries that empty slots, which hold `[batch]` tokens."""
+    return first_reason(*naming_reasons(named), (of_entries(named, held == 0), Refusal.SLOT_EMPTY))
+
+
+def length_reason(wanted: jax.Array, held: jax.Array) -> tuple[jax.Array, Refusal]:
+    """Return the reason against lengths that are negative, or more than is held."""
+    return (wanted < 0) | (wanted > held), Refusal.LENGTH_OUT_OF_RANGE
+
+
+def outside_group(parents: jax.Array, own: jax.Array, *, batch: int, group: int) -> jax.Array:
+    """Return `[batch]` bool: whether the parent of each slot, `own`, lies outside its aligned group of slots, or does not exist."""
+    return (parents < 0) | (parents >= batch) | (parents // group != own // group)
+
+
 def naming_reasons(named: jax.Array) -> Sequence[tuple[jax.Array, Refusal]]:
     """Return the reasons against the names themselves: every entry that names a slot that another one names too is refused."""
     twice = jnp.sum(named, axis=0) > 1

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardwright.caches.shards import Shards, entries, spec_of
+from shardwright.caches.shards import Shards, entries
+from shardwright.placement import spec_of
 
 Buffers = dict[str, jax.Array]
 Specs = Mapping[str, PartitionSpec]
@@ -34,7 +35,7 @@ def append_rows(buffers: Buffers, new: Buffers, rows: jax.Array, *, shards: Shar
         return {name: _write(buffer, new[name], _local(rows, specs[name], 1, buffer)) for name, buffer in buffers.items()}
 
     arrive = {name: _with(specs[name], new[name].ndim, 1, ()) for name in buffers}
-    batch = spec_of([next(entries(spec, 1)[0] for spec in specs.values())])
+    batch = spec_of(next(entries(spec, 1)[0] for spec in specs.values()))
     written: Buffers = shards.run(local, (buffers, new, rows), (dict(specs), arrive, batch), out_specs=dict(specs))
     return written
 
@@ -79,7 +80,7 @@ def _local(numbers: jax.Array, spec: PartitionSpec, dim: int, shard: jax.Array) 
 def _with(spec: PartitionSpec, rank: int, dim: int, axes: tuple[str, ...]) -> PartitionSpec:
     dims = list(entries(spec, rank))
     dims[dim] = axes
-    return spec_of(dims)
+    return spec_of(*dims)
 
 
 def take_slots(buffers: Buffers, parents: jax.Array, *, group: int, shards: Shards, specs: Specs) -> Buffers:
@@ -102,6 +103,6 @@ def take_slots(buffers: Buffers, parents: jax.Array, *, group: int, shards: Shar
             buffers = {name: jax.lax.all_gather(buffer, axes, tiled=True) for name, buffer in buffers.items()}
         return {name: buffer.at[parents].get(mode="promise_in_bounds") for name, buffer in buffers.items()}
 
-    batch = spec_of([axes])
+    batch = spec_of(axes)
     taken: Buffers = shards.run(local, (buffers, parents), (dict(specs), batch), out_specs=dict(specs))
     return taken
