@@ -54,7 +54,7 @@ def run(*, peers: bool, repeats: int) -> list[Row]:
             cases |= {name: functools.partial(trace, KINDS, COUNT) for name, trace in tracers.items()}
         for name, prepare in cases.items():
             _check(name, prepare(), mesh, specs)
-        times = timing.interleave(cases, repeats=repeats)
+        times = timing.interleave(cases, repeats=3 * repeats)
     case = f"{COUNT:,} constraints, 8 CPU devices"
     names = [name for name in cases if name != RAW]
     return [timing.ratio(times, name, against=RAW, subject="trace", case=case, target=TARGETS.get(name)) for name in names]

@@ -99,6 +99,9 @@ class Role(enum.StrEnum):
     USE = "use"
     STATE = "state"
 
+    # A role equals its text, and so must hash like it; it is also hashed in every look-up of a rule.
+    __hash__ = str.__hash__
+
 
 RoleName = Role | Literal["activation", "param", "use", "state"]
 

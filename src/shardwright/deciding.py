@@ -149,13 +149,14 @@ class Frame:
     # Which rule.
 
     def _unknown(self, dim: Dim, position: int) -> bool:
-        known = self.rules.known_axes
         names = [axis for axis, _ in dim.merged] if dim.merged else dim.axes
-        unknown = [axis for axis in names if axis not in known]
-        for axis in unknown:
-            problem = unknown_axis(axis, self.rules)
-            self.problems.append(dataclasses.replace(problem, path=self.path or "", dim=position, axis=dim.label))
-        return bool(unknown)
+        if self.rules.known_axes.issuperset(names):
+            return False
+        for axis in names:
+            if axis not in self.rules.known_axes:
+                problem = unknown_axis(axis, self.rules)
+                self.problems.append(dataclasses.replace(problem, path=self.path or "", dim=position, axis=dim.label))
+        return True
 
     def _stated(self, axis: str) -> Rule | None:
         return self.rules.stated(axis, mode=self.mode, role=self.role, path=self.path)
@@ -167,10 +168,9 @@ class Frame:
             if found is not None:
                 self.stood_in.add(position)
                 return found
-        members = [self._stated(axis) or default_rule(axis) for axis in dim.axes]
-        if len(members) == 1:
-            return members[0]
-        return self._composite(dim, members, position)
+        if len(dim.axes) == 1:
+            return self._stated(dim.axes[0]) or default_rule(dim.axes[0])
+        return self._composite(dim, [self._stated(axis) or default_rule(axis) for axis in dim.axes], position)
 
     def _stand_in(self, dim: Dim) -> Rule | None:
         """Return the rule of the semantic axis that a weight layout's dim stands for.
@@ -288,6 +288,8 @@ class Frame:
 
     def _shards(self, live: tuple[str, ...]) -> int:
         """Shards along a candidate; sizes are already local along Manual mesh axes."""
+        if len(live) == 1 and not self.manual:
+            return self.sizes[live[0]]
         return math.prod([self.sizes[axis] for axis in live if axis not in self.manual])
 
     def _fail(self, trial: _Trial, candidate: tuple[str, ...], failure: _Failure, *, size: int | None = None) -> None:

@@ -71,7 +71,7 @@ class PartitionManager:
         than one device) that is neither standard nor named by any rule; not under `missing = "replicate"`.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_hash", "_modes", "_sizes", "mesh", "mode", "name", "rules")
+    __slots__ = ("__weakref__", "_cache", "_hash", "_modes", "_sizes", "_values", "mesh", "mode", "name", "rules")
 
     mesh: Mesh | AbstractMesh
     mode: str | None
@@ -80,6 +80,7 @@ class PartitionManager:
     _sizes: dict[str, int]
     _cache: dict[Any, Any]
     _modes: dict[str, PartitionManager]
+    _values: tuple[AxisRules, Mesh | AbstractMesh, str | None]
     _hash: int
 
     def __init__(self, strategy: Any, *, mesh: Mesh | AbstractMesh | None = None, mode: str | None = None) -> None:
@@ -103,7 +104,8 @@ class PartitionManager:
         values = {"rules": rules, "mesh": mesh, "mode": mode, "name": name, "_sizes": mesh_sizes(mesh), "_cache": {}, "_modes": modes}
         for key, value in values.items():
             object.__setattr__(self, key, value)
-        object.__setattr__(self, "_hash", hash((rules, mesh, mode)))
+        object.__setattr__(self, "_values", (rules, mesh, mode))
+        object.__setattr__(self, "_hash", hash(self._values))
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"a PartitionManager is frozen: build another one instead of setting {name!r}")
@@ -113,7 +115,12 @@ class PartitionManager:
             return True
         if not isinstance(other, PartitionManager) or self._hash != other._hash:
             return False
-        return (self.mode, self.mesh, self.rules) == (other.mode, other.mesh, other.rules)
+        if self._values is not other._values:
+            if self._values != other._values:
+                return False
+            # As rules do: what JAX compares at every look-up is compared in full once.
+            object.__setattr__(self, "_values", other._values)
+        return True
 
     def __hash__(self) -> int:
         return self._hash
@@ -165,10 +172,13 @@ class PartitionManager:
         path: str | None = None,
     ) -> Resolution:
         """Return the spec of an annotation and why, dim by dim; a failing request too, with `problems` and no spec."""
+        return self._explain(one_annotation(axes), mode, role, shape, path)
+
+    def _explain(
+        self, annotation: Any, mode: str | None, role: Role | str | None, shape: Sequence[int] | None, path: str | None
+    ) -> Resolution:
         said, said_by = (mode, ModeFrom.CALL) if mode is not None else (self.mode, ModeFrom.MANAGER)
-        found = resolver.explain(
-            one_annotation(axes), self.rules, self._sizes, mode=said, role=role, shape=shape, path=path, mode_from=said_by
-        )
+        found = resolver.explain(annotation, self.rules, self._sizes, mode=said, role=role, shape=shape, path=path, mode_from=said_by)
         if found.spec is None or len(set(self.mesh.axis_types)) == 1:
             return found
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
@@ -265,7 +275,7 @@ class PartitionManager:
     def _annotated_sharding(self, annotation: Any, shape: tuple[int, ...], mode: str | None, role: Role | str) -> NamedSharding:
         if not is_annotation(annotation):
             raise TypeError
-        return self._sharding(self.explain(annotation, mode=mode, role=role, shape=shape), None)
+        return self._sharding(self._explain(annotation, mode, role, shape, None), None)
 
     def _leaf_sharding(self, leaf: tree.Leaf, mode: str | None, role: Role | str) -> NamedSharding:
         found = self.explain(leaf.annotation, mode=mode, role=role, shape=np.shape(leaf.value), path=leaf.path)

@@ -53,6 +53,8 @@ class ModeFrom(enum.StrEnum):
     LAYOUT_DIM = "layout_dim"
     DEFAULT = "default"
 
+    __hash__ = str.__hash__
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RuleRef:

@@ -132,7 +132,7 @@ def _explain(
     if isinstance(annotation, PartOf):
         taken = take_part(_whole(annotation, frame, said_by), annotation, shape, path=path, fits=frame.fits, policy=rules.policy)
     else:
-        decisions = tuple(frame.decide(position, dim) for position, dim in enumerate(lowered.dims))
+        decisions = tuple([frame.decide(position, dim) for position, dim in enumerate(lowered.dims)])
         if role_ is Role.USE:
             decisions = tuple(gathered(decision, dim, frame) for decision, dim in zip(decisions, lowered.dims, strict=True))
         taken = Taken(decisions=decisions, problems=tuple(frame.problems), notes=notes)
