@@ -110,10 +110,10 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, positions: jax.Array) ->
     heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
     # Query head h reads kv head h * kv_heads // heads.
     k, v = (jnp.repeat(sw.shard(rows, CACHE_AXES), heads // kv_heads, axis=2) for rows in (k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * head_dim**-0.5
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
     seen = jnp.arange(k.shape[1]) <= positions[:, None, :, None]
     scores = sw.shard(jnp.where(seen, scores, sw.DEFAULT_MASK_VALUE), SCORE_AXES)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
 
 
 def mlp(weights: dict[str, Any], x: jax.Array, config: DecoderConfig) -> jax.Array:
@@ -124,23 +124,24 @@ def mlp(weights: dict[str, Any], x: jax.Array, config: DecoderConfig) -> jax.Arr
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, config: DecoderConfig) -> jax.Array:
-    """Return `x` `[..., embed]` divided by its root mean square, times the scale."""
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + config.norm_eps) * scale
+    """Return `x` `[..., embed]` divided by its root mean square, in float32, times the scale."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + config.norm_eps)).astype(x.dtype) * scale
 
 
 def rope(x: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array:
-    """Rotate pairs of `x` `[batch, q_length, heads, head_dim]` by their positions `[batch, q_length]`."""
+    """Rotate pairs of `x` `[batch, q_length, heads, head_dim]` by their positions `[batch, q_length]`, in float32."""
     half = x.shape[-1] // 2
     frequencies = config.rope_theta ** (-jnp.arange(half) / half)
     angles = positions[:, :, None, None] * frequencies
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def next_byte_loss(params: dict[str, Any], batch: dict[str, jax.Array], config: DecoderConfig) -> jax.Array:
     """Return the mean cross entropy of the next byte, in nats."""
-    logits, _ = forward(params, batch["inputs"], config)
+    logits = forward(params, batch["inputs"], config)[0].astype(jnp.float32)
     # A comparison instead of an index: a sharded vocabulary then needs no gather across devices.
     hit = jnp.arange(config.vocab) == batch["targets"][:, :, None]
     chosen = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)

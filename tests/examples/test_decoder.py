@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -182,3 +183,21 @@ def test_batches_are_the_text_shifted_by_one(text: np.ndarray) -> None:
     np.testing.assert_array_equal(first["inputs"][:, 1:], first["targets"][:, :-1])
     np.testing.assert_array_equal(first["inputs"], again["inputs"])
     assert bytes(first["inputs"][0].astype(np.uint8)) in text.tobytes()
+
+
+def test_in_bfloat16_everything_stays_so_and_near_float32(text: np.ndarray) -> None:
+    low = dataclasses.replace(TINY, dtype=jnp.bfloat16)
+    trainer = make_trainer(load("fsdp_tp"), low, optax.adamw(1e-2))
+    batches = list(itertools.islice(text_batches(text, batch=8, length=32, seed=1), 3))
+    done = train(trainer, trainer.init(7), batches, on_step=lambda loss: None)
+    assert {str(x.dtype) for x in jax.tree.leaves(done.state["params"])} == {"bfloat16"}
+    assert done.losses[-1] < done.losses[0] - 0.1
+    params = jax.tree.map(np.asarray, done.state["params"])
+    wide = jax.tree.map(lambda x: x.astype(np.float32), params)
+    with sw.PartitionManager(load("single")):
+        logits, exact = (forward(given, batches[0]["inputs"], config)[0] for given, config in ((params, low), (wide, TINY)))
+    assert logits.dtype == jnp.bfloat16
+    assert jnp.linalg.norm(logits.astype(jnp.float32) - exact) < 0.02 * jnp.linalg.norm(exact)
+    server = make_server(load("serve_tp"), low, slots=4, capacity=48, prompt_length=24)
+    texts = generate(server, params, PROMPTS, new_bytes=4, on_step=lambda said: None)
+    assert [len(written) for written in texts] == [4, 4, 4]
