@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardwright.testing.assertions import assert_no_collectives as assert_no_collectives
     from shardwright.testing.assertions import assert_sharding as assert_sharding
     from shardwright.testing.assertions import assert_spec as assert_spec
+    from shardwright.testing.attention_conformance import AttentionConformance as AttentionConformance
     from shardwright.testing.equality import assert_same_as_unsharded as assert_same_as_unsharded
     from shardwright.testing.golden import Golden as Golden
     from shardwright.testing.golden import GoldenError as GoldenError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 # Imported when they are first asked for: who only builds a mesh does not pay for reading programs.
 _LATER = {
+    "AttentionConformance": "attention_conformance",
     "Golden": "golden",
     "GoldenError": "golden",
     "assert_collectives": "assertions",

@@ -1,0 +1,28 @@
+"""What an implementation of your own is built of; the package's docstring says how.
+
+- refusals: `lengths_are_whole`, `no_weights`, each a tuple of reasons for `supports`;
+- `run_on_shards(kernel, operands, call)`: the one `shard_map`;
+- a running softmax, float32: `start`, `forward` (adds a set of keys), `merge` (joins two), `add_sinks`, `finish`;
+- its gradients: `delta` once, `backward` per set of keys, `sinks_gradient` once.
+"""
+
+from __future__ import annotations
+
+from shardwright.attention._online import Running, add_sinks, finish, merge, start
+from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
+from shardwright.attention.blockwise import backward, delta, forward, sinks_gradient
+
+__all__ = [
+    "Running",
+    "add_sinks",
+    "backward",
+    "delta",
+    "finish",
+    "forward",
+    "lengths_are_whole",
+    "merge",
+    "no_weights",
+    "run_on_shards",
+    "sinks_gradient",
+    "start",
+]

@@ -1,0 +1,264 @@
+"""A table for every implementation of attention: on each cell it equals the oracle, or `supports` says why not. No third outcome.
+
+A cell is an implementation × a case × a dtype × a mesh × axis types × a mode. `AttentionConformance` is the table of one
+implementation as a test class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.attention import vanilla
+from shardwright.attention.api import dot_product_attention, explain
+from shardwright.attention.arguments import describe, make_operands, make_options
+from shardwright.attention.call import AttentionCall
+from shardwright.manager import PartitionManager
+from shardwright.strategy.model import Strategy
+from shardwright.testing.attention_cases import CASES, COMBINATIONS, MESHES, STRATEGY, Case
+from shardwright.testing.meshes import cpu_mesh
+
+# Optimising a program on a CPU takes five times as long as all the rest, and each of these runs once. In one piece it is
+# compiled with less work; older JAX has a way to generate code that takes half the time again.
+QUICK: Final[dict[str, bool | int]] = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
+}
+OUTPUTS: Final = ("o", "lse")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerances:
+    """How near an implementation comes to the oracle.
+
+    Attributes:
+      forward: of outputs in float32, the largest difference, in parts of the largest value if that is above 1.
+      backward: of gradients in float32, likewise.
+      relative: in bfloat16, the norm of the error in parts of the norm.
+    """
+
+    forward: float = 2e-6
+    backward: float = 1e-5
+    relative: float = 5e-3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cell:
+    """One comparison: a case in a dtype, by an implementation, on a mesh, in a mode."""
+
+    implementation: str
+    case: Case
+    dtype: str
+    mesh: str
+    axis_types: str
+    mode: str
+
+    def __str__(self) -> str:
+        mode = f"-{self.mode}" if self.mode != self.case.mode else ""
+        return f"{self.implementation}-{self.case.name}-{self.dtype}-{self.mesh}-{self.axis_types}{mode}"
+
+
+def product(case: Case, mesh: str, implementations: tuple[str, ...]) -> Iterator[Cell]:
+    """Yield every cell of a case on a mesh: all dtypes, axis types, modes in which it makes sense, and implementations."""
+    for dtype, axis_types in COMBINATIONS:
+        for mode in ("train", "prefill") if case.mode == "train" else (case.mode,):
+            for name in implementations:
+                yield Cell(implementation=name, case=case, dtype=dtype, mesh=mesh, axis_types=axis_types, mode=mode)
+
+
+class AttentionConformance:
+    """The tests of an implementation of attention, for a subclass in a test module of yours:
+
+        class TestHalves(AttentionConformance):
+            implementation = "halves"
+
+    A cell that the implementation refuses is a skipped test with the reasons; one that it serves equals the oracle, values
+    and gradients.
+
+    Attributes:
+      implementation: the name that it is registered under.
+      refuses: of a call, whether it must be refused; refusing more, or less, then fails. None takes `supports` at its word.
+      tolerances: how near it must come.
+      every: every cell of the table, some 1,600, instead of each case on two meshes.
+    """
+
+    implementation: ClassVar[str] = ""
+    refuses: ClassVar[Callable[[AttentionCall], bool] | None] = None
+    tolerances: ClassVar[Tolerances] = Tolerances()
+    every: ClassVar[bool] = False
+
+    @classmethod
+    def cells(cls) -> list[Cell]:
+        """Return the cells that are its tests; by default meshes, dtypes and axis types go round."""
+        if cls.every:
+            return [cell for case in CASES for mesh in MESHES for cell in product(case, mesh, (cls.implementation,))]
+        names = list(MESHES)
+        found = []
+        for number, case in enumerate(CASES):
+            for which in range(2):
+                at = (2 * number + which + 1) % len(names)
+                dtype, axis_types = COMBINATIONS[(number + 3 * which) % len(COMBINATIONS)]
+                found.append(
+                    Cell(implementation=cls.implementation, case=case, dtype=dtype, mesh=names[at], axis_types=axis_types, mode=case.mode)
+                )
+        return found
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Make a test of each cell: pytest's hook for a class."""
+        if "cell" in metafunc.fixturenames:
+            metafunc.parametrize("cell", self.cells(), ids=str)
+
+    def test_equals_the_oracle_or_says_why_not(self, cell: Cell) -> None:
+        """The values and the gradients of one cell."""
+        refused = check(cell, refuses=type(self).refuses, tolerances=self.tolerances)
+        if refused:
+            raise unittest.SkipTest(f"refused: {'; '.join(refused)}")
+
+    def test_serves_something(self) -> None:
+        """An implementation that refuses every cell has shown nothing."""
+        _must(any(not _choose(cell, _values(cell))[1] for cell in self.cells()), f"{self.implementation} refuses every cell")
+
+
+def check(cell: Cell, *, refuses: Callable[[AttentionCall], bool] | None, tolerances: Tolerances) -> tuple[str, ...]:
+    """Assert that an implementation does on a cell what the oracle does, or says why not.
+
+    Args:
+      cell: the cell.
+      refuses: of a call, whether it must be refused; None takes the implementation at its word.
+      tolerances: how near it must come.
+
+    Returns:
+      The reasons why it is refused; none if it was compared.
+
+    Raises:
+      AssertionError: it differs, or refuses more or less than it should.
+    """
+    case, values = cell.case, _values(cell)
+    call, refused = _choose(cell, values)
+    if refuses is not None:
+        _must(bool(refused) == refuses(call), f"{cell}: {list(refused) or 'not refused'}")
+    _must(all(reason and "\n" not in reason for reason in refused), f"{cell}: a reason is one line: {refused}")
+    if refused:
+        return refused
+    with _manager(cell):
+        attend = functools.partial(dot_product_attention, **_said(cell))
+        found = _found(_program(attend, case, cell.dtype, values, mesh=cell.mesh, gradients=cell.mode == "train"))
+    wanted = _wanted(case, cell.dtype)
+    names = {name for name in wanted if cell.mode == "train" or name in OUTPUTS}
+    _must(set(found) == names, f"{cell}: it returns {sorted(found)}, not {sorted(names)}")
+    for name in sorted(found, key=lambda name: (name not in OUTPUTS, name)):
+        _compare(f"{cell}: {name}", found[name], wanted[name], tolerances, cell.dtype)
+    return ()
+
+
+def _must(holds: bool, what: str) -> None:
+    if not holds:
+        raise AssertionError(what)
+
+
+def _values(cell: Cell) -> dict[str, Any]:
+    return cell.case.values(cell.dtype)
+
+
+def _said(cell: Cell) -> dict[str, Any]:
+    return {**cell.case.options, "mode": cell.mode, "implementation": cell.implementation}
+
+
+def _manager(cell: Cell) -> PartitionManager:
+    mesh = cpu_mesh(MESHES[cell.mesh], axis_types=cell.axis_types)  # type: ignore[arg-type]
+    return PartitionManager(Strategy.loads(STRATEGY), mesh=mesh)
+
+
+def _choose(cell: Cell, values: dict[str, Any]) -> tuple[AttentionCall, tuple[str, ...]]:
+    """Return the call that a cell is, and the reasons why the implementation refuses it."""
+    with _manager(cell):
+        choice = explain(**values, **_said(cell))
+    return choice.call, tuple(reason for refusal in choice.refusals for reason in refusal.reasons)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Program:
+    """A lowered program and what it gets.
+
+    Two with the same text do the same, and the second is not compiled: where no length is sharded, several implementations are one.
+    """
+
+    text: bytes
+    inputs: tuple[str, str]
+    mesh: str
+    lowered: Any = dataclasses.field(compare=False)
+    given: Any = dataclasses.field(compare=False)
+
+
+def _program(attend: Callable[..., Any], case: Case, dtype: str, values: dict[str, Any], *, mesh: str, gradients: bool) -> _Program:
+    """Lower outputs by name and, if asked, the gradient of a loss that weighs each of them by each float input."""
+    floats = {name: x for name, x in values.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    rest = {name: x for name, x in values.items() if name not in floats}
+
+    def outputs(floats: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+        found = attend(**floats, **rest)
+        return {"o": found} if isinstance(found, jax.Array) else {"o": found.o, "lse": found.lse}
+
+    def loss(floats: dict[str, Any], rest: dict[str, Any], weights: Any) -> Any:
+        found = outputs(floats, rest)
+        weighed = jnp.sum(found["o"].astype(jnp.float32) * weights)
+        if "lse" in found:
+            weighed += jnp.sum(jnp.where(jnp.isneginf(found["lse"]), 0.0, jnp.sin(found["lse"])))
+        return weighed, found
+
+    def everything(floats: dict[str, Any], rest: dict[str, Any], weights: Any) -> dict[str, Any]:
+        (_, found), grads = jax.value_and_grad(loss, has_aux=True)(floats, rest, weights)
+        return {**found, **{f"d{name}": grad for name, grad in grads.items()}}
+
+    given = (floats, rest, case.weights()) if gradients else (floats, rest)
+    lowered = jax.jit(everything if gradients else outputs).lower(*given)
+    text = hashlib.sha256(lowered.as_text().encode()).digest()
+    return _Program(text=text, inputs=(case.name, dtype), mesh=mesh, lowered=lowered, given=given)
+
+
+@functools.lru_cache(maxsize=32)
+def _found(program: _Program) -> dict[str, Any]:
+    found = program.lowered.compile(compiler_options=QUICK)(*program.given)
+    return {name: np.asarray(x, np.float32) for name, x in found.items()}
+
+
+@functools.cache
+def _wanted(case: Case, dtype: str) -> dict[str, Any]:
+    """What the oracle finds, unsharded, in float32, of the inputs as they are in their dtype."""
+    values = {name: x.astype(np.float32) if name in ("q", "k", "v") else x for name, x in case.values(dtype).items()}
+    if case.stored is not None:
+        values |= {name: values[name] * values.pop(f"{name}_scale")[..., None] for name in ("k", "v")}
+
+    def attend(q: Any, k: Any, v: Any, **rest: Any) -> Any:
+        options = make_options({**rest, **case.options, "mode": case.mode})
+        call, mask = describe(q, k, v, options=options)
+        found = vanilla.attend(make_operands(q, k, v, options=options, call=call, mask=mask), call.recipe)
+        o = jnp.swapaxes(found.o, 1, 2) if call.layout == "BHTD" else found.o
+        return dataclasses.replace(found, o=o) if call.return_lse else o
+
+    return _found(_program(attend, case, dtype, values, mesh="", gradients=case.mode == "train"))
+
+
+def _compare(what: str, found: Any, want: Any, tolerances: Tolerances, dtype: str) -> None:
+    _must(found.shape == want.shape, f"{what}: shape {found.shape}, not {want.shape}")
+    np.testing.assert_array_equal(np.isneginf(found), np.isneginf(want), err_msg=what)
+    found, want = (np.where(np.isneginf(want), 0.0, x) for x in (found, want))
+    _must(bool(np.isfinite(found).all()), f"{what}: NaN or infinite")
+    gradient = what.rpartition(" ")[2].startswith("d")
+    if not gradient:  # a row without keys
+        np.testing.assert_array_equal(found[want == 0.0], 0.0, err_msg=what)
+    if dtype == "float32":
+        tolerance = tolerances.backward if gradient else tolerances.forward
+        error = np.abs(found - want).max() / max(1.0, np.abs(want).max())
+    else:
+        tolerance, error = tolerances.relative, np.linalg.norm(found - want) / max(float(np.linalg.norm(want)), 1e-6)
+    _must(bool(error <= tolerance), f"{what}: {error:.2e} is more than {tolerance:.0e}")
