@@ -444,14 +444,20 @@ class PartitionManager:
         return SemanticShardMap(self, f, tuple(in_axes), out_axes, by_axis, mode)
 
     def _place(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, *, strict: bool) -> Any:
-        if _jax.is_array(x):
-            return self._place_one(x, axes, mode, role, None, strict)
-        return self._each(
-            x, tree_of_annotations(axes), lambda leaf: self._place_one(leaf.value, (leaf.annotation,), mode, role, leaf.path, strict)
-        )
+        # Nearly every call has a tracer, thousands of times in a trace: it is asked for once.
+        traced = isinstance(x, jax.core.Tracer)
+        if traced or _jax.is_array(x):
+            return self._place_one(x, axes, mode, role, None, strict, traced)
 
-    def _place_one(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, path: str | None, strict: bool) -> Any:
-        shape = x.shape if isinstance(x, jax.core.Tracer) else np.shape(x)
+        def one(leaf: tree.Leaf) -> Any:
+            return self._place_one(leaf.value, (leaf.annotation,), mode, role, leaf.path, strict, isinstance(leaf.value, jax.core.Tracer))
+
+        return self._each(x, tree_of_annotations(axes), one)
+
+    def _place_one(
+        self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, path: str | None, strict: bool, traced: bool
+    ) -> Any:
+        shape = x.shape if traced else np.shape(x)
         # Only exceptions by path make the answer depend on the path. The ambient mesh may be the empty one.
         key: Any = (axes, shape, mode, role, strict, jax.sharding.get_abstract_mesh(), path and self.rules.tensors and path)
         try:
@@ -465,7 +471,9 @@ class PartitionManager:
         where, resolution = found
         if resolution is not None and strict:
             self._check_varying(x, resolution, path)
-        return x if where is None else placement.place(x, where)
+        if where is None:
+            return x
+        return placement.constrain(x, where) if traced else placement.place(x, where)
 
     def _placement(
         self, annotation: Any, shape: tuple[int, ...], mode: str | None, role: Any, path: str | None, strict: bool

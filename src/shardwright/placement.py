@@ -105,8 +105,7 @@ def order_problems(spec: PartitionSpec, types: Mapping[str, AxisType]) -> list[P
 def place(x: Any, placement: Placement) -> Any:
     """Make one array lie as placed: a constraint or a reshard while tracing, a transfer otherwise."""
     if isinstance(x, jax.core.Tracer):
-        # Nearly every call ends here, thousands of times in a trace.
-        return jax.lax.with_sharding_constraint(x, placement.sharding) if placement.plain else constrain(x, placement)
+        return constrain(x, placement)
     check_kept(x)
     return constrain(x, placement) if _jax.in_trace() else put(x, placement)
 
@@ -153,6 +152,9 @@ def _survives(x: Any, half: np.dtype[Any]) -> bool:
 
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrain an array inside a trace."""
+    if placement.plain:
+        # Nearly every call ends here, thousands of times in a trace.
+        return jax.lax.with_sharding_constraint(x, placement.sharding)
     if placement.explicit is None:
         return x if placement.auto is None else _constrain_auto(x, placement)
     if placement.auto is None:
