@@ -33,7 +33,7 @@ from shardwright.partition_axis import PartitionAxis
 from shardwright.placement import Placement
 from shardwright.problems import idle_mesh_axis, in_words_of, local_rank, lost_mesh_axis, must_lie, no_dtype, not_varying, with_fix
 from shardwright.provenance import ModeFrom, Outcome, Resolution
-from shardwright.rules import AxisRules, Missing, check_mesh_axes, unnamed_mesh_axes
+from shardwright.rules import AxisRules, Missing, check_mesh_axes, share_values, unnamed_mesh_axes
 from shardwright.state import annotate_state
 
 _HINTABLE = (IndivisibleError, AxisConflictError, ManualAxisError)
@@ -111,16 +111,7 @@ class PartitionManager:
         raise AttributeError(f"a PartitionManager is frozen: build another one instead of setting {name!r}")
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, PartitionManager) or self._hash != other._hash:
-            return False
-        if self._values is not other._values:
-            if self._values != other._values:
-                return False
-            # As rules do: what JAX compares at every look-up is compared in full once.
-            object.__setattr__(self, "_values", other._values)
-        return True
+        return self is other or (isinstance(other, PartitionManager) and share_values(self, other))
 
     def __hash__(self) -> int:
         return self._hash

@@ -244,16 +244,7 @@ class AxisRules:
         object.__setattr__(self, "_cache", {})
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, AxisRules) or self._hash != other._hash:
-            return False
-        if self._values is not other._values:
-            if self._values != other._values:
-                return False
-            # JAX compares ambient managers at every cached lookup: rules once found equal share their values from then on.
-            object.__setattr__(self, "_values", other._values)
-        return True
+        return self is other or (isinstance(other, AxisRules) and share_values(self, other))
 
     def __hash__(self) -> int:
         return self._hash
@@ -281,6 +272,19 @@ class AxisRules:
         named = [axis for table in tables for _, rule in table for axis in rule.mesh_axes]
         zero1 = self.policy.zero1.mesh_axes if self.policy.zero1 is not None else ()
         return tuple(dict.fromkeys([*named, *self.policy.gather, *zero1]))
+
+
+def share_values(one: Any, other: Any) -> bool:
+    """Tell whether two frozen objects are equal, by their `_hash` and `_values`; equal ones share their values from then on.
+
+    JAX compares the ambient manager at every cached look-up: what is compared in full once is then one object.
+    """
+    if one._values is other._values:
+        return True
+    if one._hash != other._hash or one._values != other._values:
+        return False
+    object.__setattr__(one, "_values", other._values)
+    return True
 
 
 def _rebuild(activations: Any, params: Any, tensors: Any, user_axes: Any, policy: Policy, attention: Any) -> AxisRules:
