@@ -59,6 +59,18 @@ def test_the_last_query_stands_at_the_last_key() -> None:
     assert np.abs(o - jax.nn.dot_product_attention(*given, is_causal=True)).max() > 0.1, "JAX counts from the first key"
 
 
+@pytest.mark.parametrize("layout", ["BTHD", "BHTD"])
+def test_sums_of_bfloat16_are_float32_in_every_layout(layout: str) -> None:
+    shape = {"BTHD": (4, 200, 2, 8), "BHTD": (4, 2, 200, 8)}[layout]
+    given = tuple(jax.random.normal(jax.random.key(at), shape, "bfloat16") for at in range(3))
+    (_, o), grads = value_and_grads(implementation="sdpa", given=given, causal=True, layout=layout)
+    exact = tuple(x.astype(jnp.float32) for x in given)
+    (_, want), want_grads = value_and_grads(implementation="vanilla", given=exact, causal=True, layout=layout)
+    for found, wanted in zip((o, *grads), (want, *want_grads), strict=True):
+        assert found.dtype == jnp.bfloat16
+        assert np.linalg.norm(found.astype(jnp.float32) - wanted) <= 4e-3 * np.linalg.norm(wanted)
+
+
 @pytest.mark.parametrize(("mesh", "kv_heads"), [("dp:2,tp:2", 2), ("dp:4", 1)])
 def test_nothing_is_sent_over_batch_and_heads(mesh: str, kv_heads: int) -> None:
     pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh))

@@ -11,7 +11,7 @@ How to add an implementation, in a module of its own here and one line in the tu
 3. A forward gets `Operands`: global BTHD arrays in one pytree, with positions always there. It returns a `Result`.
 4. Build on `extend`. Its `run_on_shards(kernel, operands, call)` is the one `shard_map`: `kernel` gets local `Operands`,
    whose k and v already hold the heads that the local query heads read. `call.specs` says over which mesh axes each dim lies.
-   A kernel that JAX cannot look into, as of Pallas, takes `opaque=True`.
+   A kernel that JAX cannot look into, as of Pallas, goes to `run_opaque`.
 5. A kernel is made of pure local functions: `forward` adds a set of keys to a running state (`Running`: float32 o, m, l),
    `merge`, `finish` with the sinks, or `add_sinks` on exactly one shard; backward: `delta` once, `backward` per set of keys,
    `sinks_gradient` once. Masks, windows, segments and dropout go by global positions, so a shard of keys is

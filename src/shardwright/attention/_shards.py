@@ -15,7 +15,7 @@ from shardwright.attention.call import AttentionCall, KVHeads, Operands, Result
 from shardwright.placement import spec_of
 
 
-def run_on_shards(kernel: Callable[[Operands], Result], operands: Operands, call: AttentionCall, *, opaque: bool = False) -> Result:
+def run_on_shards(kernel: Callable[[Operands], Result], operands: Operands, call: AttentionCall) -> Result:
     """Return `kernel(shards)` as global arrays; without a mesh, or over none of its axes, simply `kernel(operands)`.
 
     The kernel's k and v, and their scales, hold the kv heads that its query heads read, so that local query head h reads local kv head
@@ -27,27 +27,29 @@ def run_on_shards(kernel: Callable[[Operands], Result], operands: Operands, call
       kernel: function of local operands.
       operands: global arrays.
       call: what they are and where they lie.
-      opaque: whether neither JAX's types nor the partitioner can look into the kernel, as with Pallas: `shard_map` then checks
-        nothing, and is there on every mesh.
     """
-    specs = call.specs
-    if call.mesh is None or not (specs.mesh_axes or opaque):
+    if call.mesh is None or not call.specs.mesh_axes:
         return kernel(operands)
+    arguments, in_specs, structure = flat_with_heads(operands, call)
+
+    def local(*leaves: Any) -> Result:
+        shard, heads = jax.tree.unflatten(structure, leaves)
+        return kernel(pick_kv_heads(shard, call, *heads))
+
+    return over_shards(local, arguments, in_specs, call)
+
+
+def flat_with_heads(operands: Operands, call: AttentionCall) -> tuple[list[Any], list[PartitionSpec], Any]:
+    """Return operands and the global numbers of the query heads and of the kv heads: arrays, where each lies, the structure."""
+    specs = call.specs
     heads = (jnp.arange(call.heads, dtype=jnp.int32), jnp.arange(call.kv_heads, dtype=jnp.int32))
     arguments, structure = jax.tree.flatten((operands, heads))
     in_specs = jax.tree.leaves((specs.operands(operands), (spec_of(specs.heads), spec_of(specs.kv_heads))), is_leaf=_is_spec)
     assert len(arguments) == len(in_specs)
-
-    def local(*leaves: Any) -> Result:
-        shard, (head_index, kv_head_index) = jax.tree.unflatten(structure, leaves)
-        return kernel(pick_kv_heads(shard, call, head_index, kv_head_index))
-
-    return over_shards(local, arguments, in_specs, call, opaque=opaque)
+    return arguments, in_specs, structure
 
 
-def over_shards(
-    local: Callable[..., Result], arguments: list[Any], in_specs: list[PartitionSpec], call: AttentionCall, *, opaque: bool = False
-) -> Result:
+def over_shards(local: Callable[..., Result], arguments: list[Any], in_specs: list[PartitionSpec], call: AttentionCall) -> Result:
     """Return `local(*shards)` as global arrays that lie as the call's output does.
 
     Args:
@@ -55,19 +57,37 @@ def over_shards(
       arguments: global arrays.
       in_specs: where each lies.
       call: what they are.
-      opaque: see `run_on_shards`.
     """
-    assert call.mesh is not None
     lse = call.specs.lse if call.return_lse else None
     out_specs = Result(o=call.specs.output, lse=lse, weights=weights_spec(call) if call.return_weights else None)
-    ambient = _jax.ambient_mesh()
-    if AxisType.Explicit in (ambient or call.mesh).axis_types:
-        placed = (placement.make_placement(spec, call.mesh, ambient) for spec in in_specs)
-        arguments = [placement.place(x, where) for x, where in zip(arguments, placed, strict=True)]
-    mesh = None if ambient is not None else call.mesh
-    over = _jax.call_shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=not opaque)
-    result: Result = over(*arguments)
+    result: Result = shard_over(local, tuple(in_specs), out_specs, call)(*place_all(arguments, in_specs, call))
     return result
+
+
+def place_all(arguments: list[Any], in_specs: list[PartitionSpec], call: AttentionCall) -> list[Any]:
+    """Return global arrays that lie as `shard_map` wants them: over Explicit mesh axes it moves nothing by itself."""
+    ambient = _jax.ambient_mesh()
+    assert call.mesh is not None
+    if AxisType.Explicit not in (ambient or call.mesh).axis_types:
+        return arguments
+    placed = (placement.make_placement(spec, call.mesh, ambient) for spec in in_specs)
+    return [placement.place(x, where) for x, where in zip(arguments, placed, strict=True)]
+
+
+def shard_over(
+    local: Callable[..., Any], in_specs: Any, out_specs: Any, call: AttentionCall, *, checked: bool = True
+) -> Callable[..., Any]:
+    """Return a function of global arrays, on the call's mesh, from one of local arrays.
+
+    Args:
+      local: function of local arrays.
+      in_specs: where each of its arguments lies.
+      out_specs: where its results lie.
+      call: what they are.
+      checked: whether `shard_map` tracks what varies over which mesh axis; it cannot look into Pallas.
+    """
+    mesh = None if _jax.ambient_mesh() is not None else call.mesh
+    return _jax.call_shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked)
 
 
 def lengths_are_whole(call: AttentionCall) -> tuple[str, ...]:

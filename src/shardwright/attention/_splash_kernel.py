@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -93,8 +94,7 @@ def _by_kernel(floats: dict[str, Any], rest: Operands, *, call: AttentionCall, i
     q, k, v = (floats[name] for name in ("q", "k", "v"))
     length, keys, heads = q.shape[1], k.shape[1], q.shape[2]
     rows, columns = (-(-size // _LANES) * _LANES for size in (length, keys))
-    # The kernel has no scale. A product in float32, rounded once.
-    q = (q.astype(jnp.float32) * call.recipe.scale).astype(q.dtype)
+    q, k = _scaled(q, k, call.recipe.scale)
     sinks = floats["sinks"]
     kernel = splash_attention.make_splash_mha(
         splash_attention.MultiHeadMask([_mask(call, rows, columns)] * heads),
@@ -106,10 +106,31 @@ def _by_kernel(floats: dict[str, Any], rest: Operands, *, call: AttentionCall, i
     )
     sinks = jnp.full((heads,), _NO_SINK) if sinks is None else sinks
     # One row per sequence, so that their gradients are summed here, in float32.
-    sinks = jnp.broadcast_to(sinks.astype(jnp.float32), (q.shape[0], heads))
+    sinks = _widen_gradient(jnp.broadcast_to(sinks.astype(jnp.float32), (q.shape[0], heads)))
     by_head = (jnp.swapaxes(_pad(x, size), 1, 2) for x, size in ((q, rows), (k, columns), (v, columns)))
     o = jax.vmap(kernel)(*by_head, _segments(rest, call, rows, columns), sinks)
     return jnp.swapaxes(o, 1, 2)[:, :length]
+
+
+@jax.custom_vjp
+def _widen_gradient(x: jax.Array) -> jax.Array:
+    """Return a float32 array, to whose gradient the kernel gives the dtype of its queries."""
+    return x
+
+
+_widen_gradient.defvjp(lambda x: (x, None), lambda kept, grad: (grad.astype(jnp.float32),))
+
+
+def _scaled(q: jax.Array, k: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+    """Return queries and keys whose products are scaled, as the kernel has no scale: queries by a power of two, keys by what is left.
+
+    Only keys are rounded, if anything: their gradients are sums over queries that are exact. With queries rounded, in bfloat16
+    with one kv head on four shards, gradients of keys were off by 5.2e-3 and not 4.7e-3, in relative norm.
+    """
+    rest, exponent = math.frexp(scale)
+    if abs(rest) in (0.0, 0.5):
+        return q * jnp.asarray(scale, q.dtype), k
+    return q * jnp.asarray(2.0**exponent, q.dtype), (k.astype(jnp.float32) * rest).astype(k.dtype)
 
 
 def _mask(call: AttentionCall, rows: int, columns: int) -> Any:

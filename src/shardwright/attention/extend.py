@@ -1,7 +1,7 @@
 """What an implementation of your own is built of; the package's docstring says how.
 
 - refusals: `lengths_are_whole`, `no_weights`, each a tuple of reasons for `supports`;
-- `run_on_shards(kernel, operands, call)`: the one `shard_map`;
+- `run_on_shards(kernel, operands, call)`: the one `shard_map`; `run_opaque`, for a kernel that JAX cannot look into;
 - a running softmax, float32: `start`, `forward` (adds a set of keys), `merge` (joins two), `add_sinks`, `finish`;
 - its gradients: `delta` once, `backward` per set of keys, `sinks_gradient` once.
 """
@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from shardwright.attention._online import Running, add_sinks, finish, merge, start
+from shardwright.attention._opaque import run_opaque
 from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
 from shardwright.attention.blockwise import backward, delta, forward, sinks_gradient
 
@@ -23,6 +24,7 @@ __all__ = [
     "merge",
     "no_weights",
     "run_on_shards",
+    "run_opaque",
     "sinks_gradient",
     "start",
 ]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 
 from shardwright import _jax
-from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
+from shardwright.attention._opaque import run_opaque
+from shardwright.attention._shards import lengths_are_whole, no_weights
 from shardwright.attention.call import AttentionCall, Operands
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
@@ -54,4 +55,4 @@ class SplashAttention(AttentionImpl):
 def _run(operands: Operands, call: AttentionCall, *, interpret: bool) -> Result:
     from shardwright.attention import _splash_kernel  # brings Pallas, half a second
 
-    return run_on_shards(functools.partial(_splash_kernel.attend, call=call, interpret=interpret), operands, call, opaque=True)
+    return run_opaque(functools.partial(_splash_kernel.attend, call=call, interpret=interpret), operands, call)
