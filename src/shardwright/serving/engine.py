@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import itertools
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +28,11 @@ from shardwright.serving.scheduler import Job, Limits, Phase, Scheduler
 
 
 class Handle:
-    """A request that an engine has taken on. Iterate over it for its tokens, as they come; that drives the engine."""
+    """A request that an engine has taken on.
+
+    Iterate over it for its tokens, as they come; that drives the engine. Where the request fails, so does the iteration, with a
+    ServingError after the tokens that were written.
+    """
 
     def __init__(self, engine: Engine, job: Job) -> None:
         self._engine, self._job = engine, job
@@ -56,8 +62,13 @@ class Handle:
             while at >= len(self._job.text) and self._job.completion is None:
                 self._engine.step()
             if at >= len(self._job.text):
-                return
+                break
             yield self._job.text[at]
+        error = None if self._job.completion is None else self._job.completion.error
+        if error is not None:
+            # A text that stops short must not look like one that has ended.
+            what = f"request {self._job.number} failed after {len(self._job.text)} tokens: {type(error).__name__}: {error}"
+            raise ServingError(what, path="request", fix="result() returns what was written, and the error, without raising") from error
 
     def result(self) -> Completion:
         """Drive the engine until the request has ended, and return what became of it."""
@@ -71,7 +82,7 @@ class Handle:
 
 
 class Engine:
-    """Serves a model. One thread at a time may use it.
+    """Serves a model. One thread at a time may use it; a second one that comes while the first is in a call gets a ServingError.
 
     What a request writes depends on its prompt, its sampling and the weights, never on the requests beside it. Every `step` reads
     one chunk of each prompt in the prefill batch, moves those that are read into slots, and gives every slot its next token.
@@ -121,6 +132,7 @@ class Engine:
           CacheError: sizes or options that the cache does not take.
           ShardingError: what the rules say does not fit the sizes.
         """
+        _check_kinds(model=model, shape=shape, cache_options=cache_options, clock=clock, manager=manager, prefill_manager=prefill_manager)
         counts = {"slots": slots, "prefill_rows": prefill_rows, "prefill_chunk": prefill_chunk, "queue": queue, "layers": shape.layers}
         _check(counts, manager, prefill_manager)
         manager = context.current() if manager is None else manager
@@ -145,6 +157,7 @@ class Engine:
         self._numbers = itertools.count()
         self._outbox: collections.deque[tuple[Job, int]] = collections.deque()
         self._stepping = False
+        self._turn = threading.RLock()
 
     @property
     def idle(self) -> bool:
@@ -160,28 +173,37 @@ class Engine:
         """Take a request on.
 
         Raises:
-          ServingError: it could never be served.
+          ServingError: it could never be served, or another thread is in a call.
           QueueFullError: as many wait as may; try again after a `step`.
         """
-        job = Job(number=next(self._numbers), request=request)
-        try:
-            self._check(request)
-            self._scheduler.submit(job)
-        except ServingError:
-            self._meter.refused += 1
-            raise
-        self._meter.submitted(job.number)
-        return Handle(self, job)
+        with self._alone("submit"):
+            job = Job(number=next(self._numbers), request=request)
+            try:
+                self._check(request)
+                self._scheduler.submit(job)
+            except ServingError:
+                self._meter.refused += 1
+                raise
+            self._meter.submitted(job.number)
+            return Handle(self, job)
 
     def cancel(self, handle: Handle) -> bool:
-        """End a request wherever it is; return False if it had ended already."""
-        job = handle._job
-        if job.completion is not None:
-            return False
-        self._scheduler.end(job, Finish.CANCELLED)
-        if not self._stepping:
-            self._clean()
-        return True
+        """End a request wherever it is; return False if it had ended already.
+
+        Raises:
+          ServingError: it is no handle of this engine, or another thread is in a call.
+        """
+        if not isinstance(handle, Handle) or handle._engine is not self:
+            what = "it is of another engine" if isinstance(handle, Handle) else f"it is {type(handle).__name__}, not a handle"
+            raise ServingError(what, path="handle", fix="call cancel() of the handle, which knows its engine")
+        with self._alone("cancel"):
+            job = handle._job
+            if job.completion is not None:
+                return False
+            self._scheduler.end(job, Finish.CANCELLED)
+            if not self._stepping:
+                self._clean()
+            return True
 
     def run(self, requests: Iterable[Request]) -> list[Completion]:
         """Serve requests to their ends; return what became of each.
@@ -189,6 +211,8 @@ class Engine:
         Raises:
           ServingError: one of them could never be served; before any is taken on.
         """
+        if not isinstance(requests, Iterable) or isinstance(requests, (str, bytes)):
+            raise ServingError(f"requests is {type(requests).__name__}", path="requests", fix="pass a list of serving.Request(...)")
         given = list(requests)
         for request in given:
             self._check(request)
@@ -208,36 +232,39 @@ class Engine:
         Raises:
           ServingError: it was called from a callback of a request.
         """
-        if self._stepping:
-            raise ServingError(
-                "step() was called from within a step", path="on_token", fix="submit and cancel from a callback, do not step"
-            )
-        self._stepping, begun = True, self._meter.now()
-        try:
-            self._hand_out()
-            self._clean()
-            self._scheduler.admit()
-            self._read()
-            self._fill()
-            self._hand_out()
-            self._write()
-            self._hand_out()
-            self._clean()
-        finally:
-            self._stepping = False
-            self._meter.busy += self._meter.now() - begun
-        return not self.idle
+        with self._alone("step"):
+            if self._stepping:
+                fix = "submit and cancel from a callback, do not step"
+                raise ServingError("step() was called from within a step", path="on_token", fix=fix)
+            self._stepping, begun = True, self._meter.now()
+            try:
+                self._hand_out()
+                self._clean()
+                self._scheduler.admit()
+                self._read()
+                self._fill()
+                self._hand_out()
+                self._write()
+                self._hand_out()
+                self._clean()
+            finally:
+                self._stepping = False
+                self._meter.busy += self._meter.now() - begun
+            return not self.idle
 
     def compile(self) -> None:
         """Compile everything now, so that the first request does not wait for it, as it otherwise does.
 
         Raises:
-          ServingError: it was called from a callback of a request.
+          ServingError: requests have slots already, or another thread is in a call.
         """
-        if self._stepping:
-            raise ServingError("compile() was called from within a step", path="on_token", fix="compile before the first request")
-        with self._changing("rows"), self._changing("slots"):
-            self._board.compile()
+        with self._alone("compile"):
+            if self._stepping or self._scheduler.slots or self._scheduler.dirty_slots:
+                # What is run to be compiled would give active slots a token, which no request would get.
+                what = f"compile() was called while {len(self._scheduler.slots)} requests are on their way"
+                raise ServingError(what, path="compile", fix="compile before the first step, or when the engine is idle")
+            with self._changing("rows"), self._changing("slots"):
+                self._board.compile()
 
     def report(self) -> Report:
         """Return what was done so far."""
@@ -245,9 +272,24 @@ class Engine:
 
     def held(self) -> Held:
         """Return what the caches hold now, read from the devices."""
-        return read_held(self._board)
+        with self._alone("held"):
+            return read_held(self._board)
+
+    @contextlib.contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        """Refuse a second thread: books and arrays change together, and half a step is no state to be seen."""
+        if not self._turn.acquire(blocking=False):
+            fix = "let one thread own the engine and hand it requests through a queue.Queue, or guard every call with one lock"
+            raise ServingError(f"{call}() was called while another thread is in a call of this engine", path="engine", fix=fix)
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def _check(self, request: Request) -> None:
+        if not isinstance(request, Request):
+            what = f"it is {type(request).__name__}, not a request"
+            raise ServingError(what, path="request", fix="pass serving.Request(prompt=..., max_new_tokens=...)")
         for name, tokens in (("prompt", request.prompt), ("stop", [token for one in request.stop for token in _sequence(one)])):
             wrong = next((token for token in tokens if token >= self.vocabulary), None)
             if wrong is not None:
@@ -313,7 +355,7 @@ class Engine:
                 continue
             try:
                 job.request.on_token(token)
-            except Exception as error:  # noqa: BLE001  # it is the caller's: whatever it raises concerns that request alone
+            except Exception as error:  # it is the caller's: whatever it raises concerns that request alone
                 self._scheduler.fail(job, error)
         for job, finish in self._scheduler.take_ended():
             self._meter.ended(job.number, finish)
@@ -365,6 +407,23 @@ def _limits(plan: Plan, board: Board, queue: int) -> Limits:
         pages=pages,
         page_size=first.page_size if isinstance(first, PagedCache) else 1,
     )
+
+
+def _check_kinds(*, model: Any, shape: Any, cache_options: Any, clock: Any, manager: Any, prefill_manager: Any) -> None:
+    sizes = [field.name for field in dataclasses.fields(CacheShape) if field.name != "layers"]
+    own = [name for name in ("batch", "capacity", "mode", *sizes) if isinstance(cache_options, Mapping) and name in cache_options]
+    checks = (
+        ("model", callable(model), model, "pass a function of (params, tokens, caches, valid); see serving.Model"),
+        ("model", isinstance(model, Hashable), model, "pass a function, or an object that can be hashed: compiled steps are found by it"),
+        ("shape", isinstance(shape, CacheShape), shape, "pass serving.CacheShape(layers=..., kv_heads=..., head_dim=...)"),
+        ("cache_options", isinstance(cache_options, Mapping), cache_options, 'pass a mapping, such as {"page_size": 16}'),
+        ("cache_options", not own, own, "they are said by slots, capacity and shape, and each cache's mode by the engine: leave them out"),
+        ("clock", callable(clock), clock, "pass a function that returns seconds, such as time.perf_counter"),
+        ("manager", manager is None or isinstance(manager, PartitionManager), manager, "pass a PartitionManager"),
+        ("prefill_manager", prefill_manager is None or isinstance(prefill_manager, PartitionManager), prefill_manager, "likewise"),
+    )
+    problems = [Problem(error=ServingError, what=f"{name}={given!r}", path=name, fix=fix) for name, fits, given, fix in checks if not fits]
+    raise_problems(problems)
 
 
 def _check(counts: Mapping[str, Any], manager: PartitionManager | None, prefill_manager: PartitionManager | None) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 from shardwright.errors import Problem, ServingError, raise_problems
 
 MOST_SEED = 2**32 - 1
+# Of float32, in which tokens are drawn: the least normal number, and the largest.
+LEAST_FLOAT, MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 MOST_TOKEN = 2**31 - 1
 
 
@@ -35,8 +37,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         problems = []
-        if not _number(self.temperature) or not 0 <= self.temperature < float("inf"):
-            problems.append(_problem("temperature", self.temperature, "pass 0 for the likeliest token, or a number above it"))
+        if not _number(self.temperature) or not (self.temperature == 0 or LEAST_FLOAT <= self.temperature <= MOST_FLOAT):
+            fix = f"pass 0 for the likeliest token, or a float from {LEAST_FLOAT:.3g} to {MOST_FLOAT:.3g}, what float32 holds"
+            problems.append(_problem("temperature", self.temperature, fix))
         if self.top_k is not None and (not _whole(self.top_k) or not 1 <= self.top_k <= MOST_TOKEN):
             problems.append(_problem("top_k", self.top_k, "pass a whole number from 1 on, or None for all tokens"))
         if not _number(self.top_p) or not 0 < self.top_p <= 1:

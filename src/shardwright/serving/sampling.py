@@ -68,11 +68,17 @@ def sample(logits: jax.Array, draw: Draw) -> jax.Array:
 
 
 def _draw(logits: jax.Array, draw: Draw) -> jax.Array:
-    scaled = logits / jnp.where(draw.temperature > 0, draw.temperature, 1.0)
+    # From the likeliest on, which then stays 0: however small the temperature, its own quotient cannot overflow.
+    scaled = (logits - jnp.max(logits)) / jnp.where(draw.temperature > 0, draw.temperature, 1.0)
     order = jnp.argsort(-scaled, stable=True)
-    chances = jax.nn.softmax(scaled[order])
-    # The first is kept whatever its chance: those before it sum to 0, which is below top_p.
-    kept = (jnp.arange(order.size) < draw.top_k) & (jnp.cumsum(chances) - chances < draw.top_p)
+    kept = keep(jax.nn.softmax(scaled[order]), top_k=draw.top_k, top_p=draw.top_p)
     masked = jnp.where(jnp.zeros(order.size, bool).at[order].set(kept), scaled, -jnp.inf)
     key = jax.random.fold_in(jax.random.key(draw.seed), draw.index)
     return jnp.argmax(masked + jax.random.gumbel(key, masked.shape), axis=-1).astype(jnp.int32)
+
+
+def keep(chances: jax.Array, *, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Return `[vocab]` bool, which tokens may be drawn, given their chances from the likeliest down; the first always."""
+    rank = jnp.arange(chances.size)
+    # The first also below a top_p that float32 makes 0; and where top_p is 1, sums that round up to it cut nothing.
+    return (rank < top_k) & ((rank == 0) | (top_p >= 1) | (jnp.cumsum(chances) - chances < top_p))

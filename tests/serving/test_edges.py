@@ -1,0 +1,166 @@
+"""At the edges: no text is silently cut, mixed up or drawn from nothing, and what an engine cannot do is said in one clear error."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardwright import serving
+from shardwright.errors import ServingError
+from shardwright.serving import Finish, Request, Sampling
+from shardwright.serving.sampling import draws, keep, sample
+from tests.serving.stub import SHAPE, VOCAB, stub, text_of
+
+PROMPT = [1, 2, 3]
+TEXT = text_of(PROMPT, 5, shift=1)
+
+
+def make(model: Any = stub, **options: Any) -> serving.Engine:
+    given: dict[str, Any] = {"slots": 3, "capacity": 16, "prefill_chunk": 4, "shape": SHAPE} | options
+    return serving.Engine(model, np.int32(1), **given)
+
+
+def ask(**options: Any) -> Request:
+    return Request(**{"prompt": PROMPT, "max_new_tokens": 5, **options})
+
+
+def test_to_compile_takes_no_token_from_those_who_write() -> None:
+    engine = make()
+    queued = engine.submit(ask())
+    engine.compile()
+    engine.step()
+    with pytest.raises(ServingError, match=r"compile\(\) was called while 1 requests are on their way\n  fix   compile before the first"):
+        engine.compile()
+    assert list(queued) == TEXT
+    engine.compile()
+    assert [list(done.tokens) for done in engine.run([ask()])] == [TEXT]
+
+
+def test_a_handle_of_another_engine_ends_nothing_here() -> None:
+    one, other = make(), make()
+    theirs, ours = one.submit(ask()), other.submit(ask())
+    one.step()
+    other.step()
+    with pytest.raises(ServingError, match="handle: it is of another engine"):
+        other.cancel(theirs)
+    with pytest.raises(ServingError, match="handle: it is int, not a handle"):
+        other.cancel(0)  # type: ignore[arg-type]
+    assert list(theirs) == list(ours) == TEXT
+    assert [engine.report().finished["length"] for engine in (one, other)] == [1, 1]
+
+
+def test_two_engines_take_turns() -> None:
+    one, other = make(), make(cache="paged", cache_options={"page_size": 8, "pages": 1}, slots=1)
+    handles = [engine.submit(ask(max_new_tokens=4)) for engine in (one, other) for _ in range(3)]
+    for texts in zip(*handles, strict=True):
+        assert len(set(texts)) == 1
+    assert [list(handle.tokens) for handle in handles] == [TEXT[:4]] * 6
+    assert other.held().pages == 0
+
+
+def test_a_text_that_a_failure_cuts_short_does_not_look_whole() -> None:
+    def stop_at_third(token: int) -> None:
+        if token == TEXT[2]:
+            raise KeyError("no such listener")
+
+    handle, seen = make().submit(ask(on_token=stop_at_third)), []
+
+    def read() -> None:
+        for token in handle:
+            seen.append(token)  # noqa: PERF402  # what was read before the error counts
+
+    with pytest.raises(ServingError, match=r"(?s)request 0 failed after 3 tokens: KeyError: 'no such listener'.*result\(\)") as caught:
+        read()
+    assert seen == TEXT[:3] == list(handle.result().tokens)
+    assert caught.value.__cause__ is handle.result().error
+
+
+def test_a_second_thread_is_told_and_disturbs_nothing() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait(token: int) -> None:
+        entered.set()
+        assert leave.wait(60)
+
+    engine = make()
+    handle = engine.submit(ask(on_token=wait))
+    driver = threading.Thread(target=handle.result)
+    driver.start()
+    assert entered.wait(60)
+    for call in (engine.step, lambda: engine.submit(ask()), handle.cancel, engine.held, engine.compile):
+        with pytest.raises(ServingError, match="while another thread is in a call of this engine\n  fix   let one thread own the engine"):
+            call()
+    leave.set()
+    driver.join(60)
+    assert handle.result().finish is Finish.LENGTH
+    assert list(engine.submit(ask())) == TEXT
+
+
+@pytest.mark.parametrize("top_p", [1e-40, 1e-46])
+def test_a_top_p_that_float32_makes_nothing_leaves_the_likeliest(top_p: float) -> None:
+    given = draws(1, {0: Sampling(temperature=1.0, top_p=top_p)})
+    assert np.asarray(sample(jnp.asarray([[1.0, 2.0, 9.0, 3.0]]), given)).tolist() == [2]
+
+
+def test_a_small_temperature_does_not_overflow() -> None:
+    given = draws(1, {0: Sampling(temperature=2e-38)})
+    assert np.asarray(sample(jnp.asarray([[1.0, 20.0, 30.0, -jnp.inf]]), given)).tolist() == [2]
+
+
+def test_a_top_p_of_one_cuts_nothing_though_sums_round() -> None:
+    # A likely token and many unlikely ones: in float32 their running sum reaches 1 before the last.
+    chances = jax.nn.softmax(jnp.concatenate([jnp.zeros(1), jnp.full(50_000, -20.0)]))
+    assert not np.all(np.asarray(jnp.cumsum(chances) - chances < 1))
+    assert np.all(np.asarray(keep(chances, top_k=jnp.int32(2**31 - 1), top_p=jnp.float32(1))))
+
+
+@pytest.mark.parametrize("temperature", [1e-39, 1e39, float("nan"), float("inf"), -1.0, True])
+def test_a_temperature_that_float32_does_not_hold_is_refused(temperature: Any) -> None:
+    with pytest.raises(ServingError, match=r"temperature=.*\n  fix   pass 0 for the likeliest token, or a float from 1.18e-38 to 3.4e\+38"):
+        Sampling(temperature=temperature)
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, *args: Any) -> Any:
+        return stub(*args)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": None}, "model: model=None\n  fix   pass a function of"),
+        ({"model": Unhashable()}, "model: model=.*\n  fix   pass a function, or an object that can be hashed"),
+        ({"shape": None}, "shape: shape=None\n  fix   pass serving.CacheShape"),
+        ({"cache_options": None}, "cache_options: cache_options=None\n  fix   pass a mapping"),
+        ({"cache_options": {"window": 4}}, r"cache_options=\['window'\]\n  fix   they are said by slots, capacity and shape"),
+        ({"cache_options": {"batch": 4, "mode": "decode"}}, r"cache_options=\['batch', 'mode'\]"),
+        ({"clock": None}, "clock: clock=None\n  fix   pass a function that returns seconds"),
+        ({"manager": "fsdp"}, "manager: manager='fsdp'\n  fix   pass a PartitionManager"),
+    ],
+)
+def test_an_engine_of_what_it_is_not_made_of(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ServingError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([PROMPT], "request: it is list, not a request\n  fix   pass serving.Request"),
+        ("hello", "requests: requests is str\n  fix   pass a list"),
+        (ask(), "requests: requests is Request\n  fix   pass a list"),
+    ],
+)
+def test_what_is_no_request_is_refused_before_any_is_taken_on(given: Any, message: str) -> None:
+    engine = make()
+    with pytest.raises(ServingError, match=message):
+        engine.run(given)
+    assert engine.report().requests == 0
+    assert engine.vocabulary == VOCAB
