@@ -135,6 +135,19 @@ def test_what_cudnn_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch, option
     assert sdpa.CudnnAttention.supports(dataclasses.replace(call_of(**options), platform="gpu")) == (says,)
 
 
+def test_inside_a_shard_map_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
+    call, mesh = dataclasses.replace(call_of(), platform="gpu"), cpu_mesh("dp:2")
+    seen = []
+
+    def local(x: jax.Array) -> jax.Array:
+        seen.append(sdpa.CudnnAttention.supports(call))
+        return x
+
+    jax.make_jaxpr(jax.shard_map(local, mesh=mesh, in_specs=jax.P("dp"), out_specs=jax.P("dp")))(jnp.zeros(2))
+    assert seen == [("a shard_map around the call has split dp, and its kernel needs one that checks nothing",)]
+
+
 @pytest.mark.parametrize("dim", [4, 136])
 def test_what_cudnn_takes_as_the_size_of_a_head(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
     on_gpu(monkeypatch)

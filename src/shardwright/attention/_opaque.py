@@ -58,8 +58,6 @@ def run_opaque(kernel: Callable[[Operands], Result], operands: Operands, call: A
     if call.mesh is None:
         return kernel(operands)
     assert call.bias_shape is None
-    # A surrounding shard_map that tracks what varies sums over its own mesh axes where this cast is transposed.
-    operands = _jax.vary_together(operands)
     named, rest = split_floats(operands)
     floats = {name: x if name in _HALF else x.astype(jnp.float32) for name, x in named.items() if x is not None}
     others, others_specs, structure = flat_with_heads(rest, call)
@@ -67,6 +65,13 @@ def run_opaque(kernel: Callable[[Operands], Result], operands: Operands, call: A
     job = _Job(kernel=kernel, call=call, floats={name: getattr(specs, name) for name in floats}, others=others_specs, structure=structure)
     placed = place_all([*floats.values(), *others], [*job.floats.values(), *job.others], call)
     return Result(o=_run(job, dict(zip(floats, placed, strict=False)), placed[len(floats) :]))
+
+
+def inside_shard_map() -> tuple[str, ...]:
+    """Return the reason of a kernel that JAX cannot look into where a `shard_map` is around the call: it tracks what varies."""
+    ambient = _jax.ambient_mesh()
+    manual = "+".join(ambient.manual_axes) if ambient is not None else ""
+    return (f"a shard_map around the call has split {manual}, and its kernel needs one that checks nothing",) if manual else ()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright.attention import _online
-from shardwright.attention._opaque import run_opaque
+from shardwright.attention._opaque import inside_shard_map, run_opaque
 from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
 from shardwright.attention.call import AttentionCall, Operands
 from shardwright.attention.masks import allowed
@@ -69,7 +69,7 @@ class CudnnAttention(AttentionImpl):
         """Return why a call cannot be served: another platform, what cuDNN cannot do, or that it does not work on this machine."""
         if call.platform != "gpu":
             return (f"it runs on GPUs, and the platform is {call.platform}",)
-        reasons = (*lengths_are_whole(call), *no_weights(call), *_no_argument(call), *_not_in_cudnn(call))
+        reasons = (*lengths_are_whole(call), *no_weights(call), *_no_argument(call), *_not_in_cudnn(call), *inside_shard_map())
         if reasons:  # the rest starts a backend and compiles
             return reasons
         verdict = cls.probe()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from shardwright import _jax
-from shardwright.attention._opaque import run_opaque
+from shardwright.attention._opaque import inside_shard_map, run_opaque
 from shardwright.attention._shards import lengths_are_whole, no_weights
 from shardwright.attention.call import AttentionCall, Operands
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
@@ -27,8 +26,7 @@ class SplashAttention(AttentionImpl):
     @classmethod
     def supports(cls, call: AttentionCall) -> tuple[str, ...]:
         """Return why a call cannot be served: a GPU, sharded lengths, or what the kernel does not know."""
-        recipe, ambient = call.recipe, _jax.ambient_mesh()
-        manual = "+".join(ambient.manual_axes) if ambient is not None else ""
+        recipe = call.recipe
         found = {
             "its kernel is for TPUs, and the platform is gpu": call.platform == "gpu",
             "its logsumexp has no gradient": call.return_lse,
@@ -37,9 +35,8 @@ class SplashAttention(AttentionImpl):
             "it takes no bias": call.bias_shape is not None,
             f"it has no dropout, and dropout is {recipe.dropout}": bool(recipe.dropout),
             "TPUs do not compute in float16": call.dtype == "float16",
-            f"a shard_map around the call has split {manual}, and its kernel needs one that checks nothing": bool(manual),
         }
-        return (*lengths_are_whole(call), *no_weights(call), *(reason for reason, holds in found.items() if holds))
+        return (*lengths_are_whole(call), *no_weights(call), *(reason for reason, holds in found.items() if holds), *inside_shard_map())
 
     @classmethod
     def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
