@@ -89,6 +89,7 @@ def append_and_attend(
       CacheError: keys and values do not go with the cache.
       ShardingError: the arrays do not lie on the mesh as the rules say.
     """
+    _check_cache(cache)
     if getattr(q, "ndim", None) == 4 and getattr(k, "ndim", None) == 4 and q.shape[:2] != k.shape[:2]:
         what = f"q has [batch, q_length] {q.shape[:2]}, and k {k.shape[:2]}"
         raise AttentionError(what, path="q", fix="pass the queries of the tokens that are appended, row by row")
@@ -119,8 +120,11 @@ def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> j
       valid: `[batch, q_length]` bool, which of them are tokens; absent: all.
 
     Raises:
-      AttentionError: `valid` has another shape.
+      AttentionError: `valid` has another shape, `q_length` is no number of rows, or the cache is none.
     """
+    _check_cache(cache)
+    if isinstance(q_length, bool) or not isinstance(q_length, int) or q_length < 1:
+        raise AttentionError(f"q_length={q_length!r}", path="q_length", fix="pass the number of rows that are appended, from 1 on")
     shape = (cache.batch, q_length)
     if valid is not None and (getattr(valid, "shape", None) != shape or valid.dtype != bool):
         what = f"valid is {getattr(valid, 'dtype', type(valid).__name__)} of shape {getattr(valid, 'shape', None)}"
@@ -132,6 +136,11 @@ def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> j
 
 
 # What is asked.
+
+
+def _check_cache(cache: Any) -> None:
+    if not isinstance(cache, KVCache):
+        raise AttentionError(f"cache is {type(cache).__name__}, not a cache", path="cache", fix="make one with caches.init")
 
 
 def _mode(cache: KVCache, mode: str | None) -> str:

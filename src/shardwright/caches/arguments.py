@@ -53,6 +53,9 @@ def check_group(spec: CacheSpec, group: int | None) -> None:
     Raises:
       CacheError: the slots do not divide into groups of that size.
     """
+    if group is not None and (isinstance(group, bool) or not isinstance(group, int)):
+        fix = "it is static: pass a Python int, the number of beams of a sequence"
+        raise CacheError(f"group is {type(group).__name__}, not a whole number", path="group", fix=fix)
     if group is not None and (group < 1 or spec.batch % group):
         fix = "name the number of beams of a sequence, which divides the number of slots"
         raise CacheError(f"{spec.batch} slots do not divide into groups of {group}", path="group", fix=fix)
@@ -69,7 +72,7 @@ def integers(name: str, values: Any, *, size: int | None = None) -> Any:
     Raises:
       CacheError: no integers, or another shape.
     """
-    array = values if isinstance(values, (jax.Array, np.ndarray)) else np.asarray(values)
+    array = values if isinstance(values, (jax.Array, np.ndarray)) else _listed(name, values)
     want = f"({'n' if size is None else size},)"
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise CacheError(f"{name} is {array.dtype}, not integers", path=name, fix=f"pass int32 of shape {want}")
@@ -80,6 +83,21 @@ def integers(name: str, values: Any, *, size: int | None = None) -> Any:
     # A plain cast would make 0 of 2**32.
     least = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -_MOST
     return (np if isinstance(array, np.ndarray) else jnp).clip(array, least, _MOST).astype(np.int32)
+
+
+def _listed(name: str, values: Any) -> Any:
+    try:
+        # One by one they may be known only to the running program, and then are nothing to NumPy.
+        inside = isinstance(values, (list, tuple)) and any(isinstance(value, jax.Array) for value in values)
+        return jnp.asarray(values) if inside else np.asarray(values)
+    except (TypeError, ValueError, OverflowError) as err:
+        raise CacheError(f"{name}={values!r} is no list of integers", path=name, fix="pass an array of int32, or a list of ints") from err
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise CacheError unless a size is a whole number from 1 on."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CacheError(f"{name}={value!r}", path=name, fix="pass a whole number from 1 on")
 
 
 def _dim(array: Any, dim: int) -> int:

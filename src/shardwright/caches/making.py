@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -13,11 +15,12 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from shardwright import _jax, context, placement
-from shardwright.caches import dense, paged, quantized
+from shardwright.caches import arguments, dense, paged, quantized
 from shardwright.caches.base import CacheSpec, KVCache, Overflow
 from shardwright.caches.row_order import RowOrder
-from shardwright.caches.shards import ambient_shards
+from shardwright.caches.shards import ambient_shards, entries
 from shardwright.errors import CacheError, did_you_mean
+from shardwright.manager import PartitionManager
 from shardwright.modes import parse_mode
 
 # Kind -> function of a spec and the kind's own options, which returns a cache without tokens.
@@ -81,9 +84,13 @@ def init(
         overflow=_overflow(overflow, kind),
         order=RowOrder() if order is None else order,
         window=window,
-        mode=None if manager is None or said is None else parse_mode(said),
+        mode=None if said is None else parse_mode(said),
     )
     _check(spec)
+    if manager is None:
+        spec = dataclasses.replace(spec, mode=None)
+    elif spec.order.block is not None:
+        _check_order(spec, manager)
     known = tuple(sorted(options.items()))
     if manager is not None and isinstance(manager.mesh, AbstractMesh) and not _jax.in_trace():
         raise placement.no_devices()
@@ -92,14 +99,17 @@ def init(
 
 
 def _kind(kind: str, options: Mapping[str, Any]) -> Callable[..., KVCache]:
-    if kind not in KINDS:
-        raise CacheError(f"{kind!r} is no kind of cache", path="kind", fix=did_you_mean(kind, KINDS) or f"kinds are {', '.join(KINDS)}")
+    if not isinstance(kind, str) or kind not in KINDS:
+        fix = did_you_mean(str(kind), KINDS) or f"kinds are {', '.join(KINDS)}"
+        raise CacheError(f"{kind!r} is no kind of cache", path="kind", fix=fix)
     make = KINDS[kind]
     known = list(inspect.signature(make).parameters)[1:]
     for name in options:
         if name not in known:
             fix = did_you_mean(name, known) or (f"its own options are {', '.join(known)}" if known else "leave it out")
             raise CacheError(f"a {kind} cache has no option {name!r}", path="init", fix=fix)
+        if not isinstance(options[name], Hashable):
+            raise CacheError(f"{name}={options[name]!r}", path=name, fix="pass one value, not a collection of them")
     return make
 
 
@@ -111,6 +121,9 @@ def _dtype(dtype: Any) -> str:
     if not jnp.issubdtype(known, jnp.floating):
         fix = 'pass that in which keys and values come, such as "bfloat16"; init("quantized", ...) stores fewer bits'
         raise CacheError(f"{known} holds no keys and values", path="dtype", fix=fix)
+    if jax.dtypes.canonicalize_dtype(known) != known:
+        fix = 'pass "float32", or jax.config.update("jax_enable_x64", True) before anything else'
+        raise CacheError(f"without x64 JAX would keep {jax.dtypes.canonicalize_dtype(known)} of {known}", path="dtype", fix=fix)
     return str(known)
 
 
@@ -124,14 +137,24 @@ def _overflow(overflow: str | None, kind: str) -> Overflow:
 
 
 def _check(spec: CacheSpec) -> None:
-    for name in ("batch", "capacity", "kv_heads", "head_dim", "v_dim", "window"):
-        size = getattr(spec, name)
-        if (size is None and name != "window") or (size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1)):
-            raise CacheError(f"{name}={size!r}", path=name, fix="pass a whole number from 1 on")
+    for name in ("batch", "capacity", "kv_heads", "head_dim", "v_dim", *(("window",) if spec.window is not None else ())):
+        arguments.check_count(name, getattr(spec, name))
     if spec.overflow is Overflow.RING and spec.window is not None and spec.window > spec.capacity:
         what = f"a window of {spec.window} positions needs as many rows, and there are {spec.capacity}"
         raise CacheError(what, path="window", fix="let capacity be the window or more; what is more allows longer chunks and rewinds")
+    if not isinstance(spec.order, RowOrder):
+        raise CacheError(f"order={spec.order!r}", path="order", fix="pass caches.RowOrder(block=..., shards=...), or leave it out")
     spec.order.check(spec.capacity)
+
+
+def _check_order(spec: CacheSpec, manager: PartitionManager) -> None:
+    """Refuse an order that deals rows out to fewer shards than they lie in: some of those would fill before others."""
+    rows = ambient_shards(spec.mode).spec(dense.ROW_AXES, (spec.batch, spec.capacity, spec.kv_heads, spec.head_dim), name="k")
+    axes = entries(rows, 4)[1]
+    parts = math.prod(manager.mesh.shape[name] for name in axes)
+    if spec.order.shards % parts:
+        what = f"order deals rows out to {spec.order.shards} shards, and they lie in {parts}, over {'+'.join(axes)}"
+        raise CacheError(what, path="order", mesh_axes=axes, fix=f"pass RowOrder(block={spec.order.block}, shards={parts})")
 
 
 def _born(make: Callable[..., KVCache], spec: CacheSpec, options: tuple[tuple[str, Any], ...]) -> KVCache:

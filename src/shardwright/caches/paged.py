@@ -134,8 +134,9 @@ def make(spec: CacheSpec, *, page_size: int = 16, pages: int | None = None) -> P
     Raises:
       CacheError: no such pages, or a spec that pages do not do.
     """
-    if page_size < 1 or (pages is not None and pages < 1):
-        raise CacheError(f"page_size is {page_size} and pages {pages}", path="pages", fix="pass numbers of at least 1")
+    arguments.check_count("page_size", page_size)
+    if pages is not None:
+        arguments.check_count("pages", pages)
     if spec.overflow is Overflow.RING:
         fix = 'kind "sliding" keeps the latest tokens; overflow="report" refuses what does not fit'
         raise CacheError("pages do not go round: a paged cache cannot be a ring", path="overflow", fix=fix)

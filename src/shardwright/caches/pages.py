@@ -73,7 +73,7 @@ def claim_pages(references: jax.Array, last: jax.Array, *, lengths: jax.Array, c
         """Return what is needed, the first column of it, and who needs a copy, if all that ask are served."""
         left_it = jnp.sum(before & asking[None, :], axis=1, dtype=jnp.int32)
         copies = asking & (holders - left_it > 1)
-        first = count_pages(lengths, page_size) - copies
+        first = count_pages(lengths, page_size) - copies.astype(jnp.int32)
         need = count_pages(lengths + counts, page_size) - first
         return jnp.where(asking, need, 0), first, copies
 

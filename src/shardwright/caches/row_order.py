@@ -22,7 +22,7 @@ class RowOrder:
 
     Attributes:
       block: positions that stay together, or None for contiguous.
-      shards: parts of equal size in which the rows lie, those of the mesh axes of KV_LENGTH.
+      shards: parts of equal size in which the rows lie, those of the mesh axes of KV_LENGTH, or a multiple of their number.
     """
 
     block: int | None = None
@@ -30,7 +30,13 @@ class RowOrder:
 
     def check(self, rows: int) -> None:
         """Raise CacheError unless that many rows can be dealt out evenly."""
+        for name, count in (("block", self.block), ("shards", self.shards)):
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
+                raise CacheError(f"{name}={count!r} of a RowOrder", path="order", fix="pass a whole number from 1 on")
         if self.block is None:
+            if self.shards != 1:
+                what = f"RowOrder(shards={self.shards}) does not say in blocks of how many rows"
+                raise CacheError(what, path="order", fix=f"pass RowOrder(block=1, shards={self.shards}), or a larger block")
             return
         if self.block < 1 or self.shards < 1 or rows % (self.block * self.shards):
             what = f"{rows} rows cannot be dealt out to {self.shards} shards in blocks of {self.block}"

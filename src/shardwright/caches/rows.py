@@ -107,7 +107,8 @@ def _append(cache: RowCache, k: jax.Array, v: jax.Array, valid: jax.Array | None
     is_token = shards.place(is_token, (BATCH, EMPTY))
     positions = cache.length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
     after = cache.length + jnp.sum(is_token, axis=1, dtype=jnp.int32)
-    over = jnp.zeros_like(after, dtype=bool) if is_ring(spec) else after > spec.capacity
+    # A ring goes round until its positions exceed 32 bits, and wrap.
+    over = after < cache.length if is_ring(spec) else after > spec.capacity
     taken = is_token & ~over[:, None]
     # Of a chunk longer than a ring only the last rows: in one scatter, which of two writes of a row is last is not defined.
     kept = taken & (positions >= after[:, None] - spec.capacity)

@@ -23,6 +23,7 @@ from shardwright.manager import PartitionManager
 from shardwright.modes import parse_mode
 
 _FORMAT = 1
+_BROKEN = "it was changed or damaged after it was saved: the error above says where; restore another one"
 _CLASSES: Mapping[str, Any] = MappingProxyType({cls.__name__: cls for cls in (DenseCache, QuantizedCache, PagedCache)})
 
 
@@ -34,7 +35,8 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
       path: of the directory.
 
     Raises:
-      CacheError: the path exists, something traces, the cache is of no kind that is known here, or orbax is not installed.
+      CacheError: the path exists, something traces, the cache is of no kind that is known here, its arrays are gone, or orbax is not
+        installed.
     """
     orbax, place = _orbax(), _path(path)
     if _jax.in_trace():
@@ -42,6 +44,9 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
     if type(cache).__name__ not in _CLASSES:
         fix = f"kinds are {', '.join(_CLASSES)}; save the arrays of another one yourself"
         raise CacheError(f"{type(cache).__name__} is no kind of cache that can be restored", path="cache", fix=fix)
+    if any(not isinstance(array, jax.Array) or array.is_deleted() for array in _arrays(cache).values()):
+        fix = "save the cache that the last operation returned, not one that was donated, and not its shapes"
+        raise CacheError("it has arrays that hold nothing", path="cache", fix=fix)
     if os.path.exists(place):
         raise CacheError(f"{place} exists", path="path", fix="save to a new path, for instance one per step, then delete the old one")
     arrays = _arrays(cache)
@@ -68,15 +73,18 @@ def restore(
       mode: runtime mode; absent: the manager's, else that in which the cache lay.
 
     Raises:
-      CacheError: no cache was saved there, or of another kind, sizes or policy than `like`; or orbax is not installed.
+      CacheError: no cache was saved there, one that cannot be read, or one of another kind, sizes or policy than `like`; something
+        traces; or orbax is not installed.
       ShardingError: what the rules say does not fit the sizes.
     """
     if like is not None and (manager is not None or mode is not None):
         raise CacheError("like says where the cache shall lie, and so do manager and mode", path="like", fix="pass one or the other")
+    if _jax.in_trace():
+        raise CacheError("a cache is restored outside of jit", path="path", fix="restore it, then pass it to the compiled step")
     orbax, place = _orbax(), _path(path)
     with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
         about = _read_about(orbax, checkpointer, place)
-        kind, spec = _CLASSES[about["kind"]], _spec(about["spec"])
+        kind, spec = _CLASSES[about["kind"]], _spec(about["spec"], place)
         shapes = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in about["arrays"].items()}
         empty = {field.name: None for field in dataclasses.fields(kind)}
         if like is not None:
@@ -89,7 +97,10 @@ def restore(
             axes = kind(**{**empty, "spec": spec, **shapes}).axes()
             wanted = {name: _struct(x, _sharding(manager, spec.mode, getattr(axes, name), x)) for name, x in shapes.items()}
         how = orbax.checkpoint_utils.construct_restore_args(wanted)
-        read = checkpointer.restore(place, args=orbax.args.Composite(arrays=orbax.args.PyTreeRestore(item=wanted, restore_args=how)))
+        try:
+            read = checkpointer.restore(place, args=orbax.args.Composite(arrays=orbax.args.PyTreeRestore(item=wanted, restore_args=how)))
+        except (KeyError, ValueError, OSError) as err:
+            raise CacheError(f"the arrays saved at {place} cannot be read", path="path", fix=_BROKEN) from err
     return kind(**{**empty, "spec": spec, **read["arrays"]})
 
 
@@ -103,6 +114,8 @@ def _orbax() -> Any:
 
 
 def _path(path: str | os.PathLike[str]) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise CacheError(f"path is {type(path).__name__}", path="path", fix="pass the path of a directory")
     text = os.fspath(path)
     return text if "://" in text else os.path.abspath(text)
 
@@ -125,8 +138,11 @@ def _read_about(orbax: Any, checkpointer: Any, place: str) -> dict[str, Any]:
     return about
 
 
-def _spec(saved: Mapping[str, Any]) -> CacheSpec:
-    return CacheSpec(**{**saved, "overflow": Overflow(saved["overflow"]), "order": RowOrder(**saved["order"])})
+def _spec(saved: Mapping[str, Any], place: str) -> CacheSpec:
+    try:
+        return CacheSpec(**{**saved, "overflow": Overflow(saved["overflow"]), "order": RowOrder(**saved["order"])})
+    except (KeyError, TypeError, ValueError) as err:
+        raise CacheError(f"what {place} says of its cache cannot be read", path="path", fix=_BROKEN) from err
 
 
 def _check_like(like: KVCache, kind: type, spec: CacheSpec, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
@@ -157,6 +173,8 @@ def _text(value: Any) -> str:
 
 def _mode(spec: CacheSpec, manager: PartitionManager | None, mode: str | None) -> str | None:
     if manager is None:
+        if mode is not None:
+            parse_mode(mode)
         return None
     said = mode or manager.mode or spec.mode
     if said is None:

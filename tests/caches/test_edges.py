@@ -1,0 +1,234 @@
+"""At the edges of what a cache is given: nothing is silently another dtype, another mesh or another order, and what cannot be is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright import caches
+from shardwright.attention import append_and_attend, next_positions
+from shardwright.caches import Refusal, RowOrder
+from shardwright.errors import AttentionError, CacheError, StrategyError
+from shardwright.testing import assert_spec, cpu_mesh
+
+SIZES: dict[str, Any] = {"batch": 2, "capacity": 4, "kv_heads": 1, "head_dim": 2, "dtype": "float32"}
+K = np.arange(8, dtype=np.float32).reshape(2, 2, 1, 2)
+RULES = '[rules]\nbatch = "dp"\nkv_length = "sp"\nkv_head = "-"\n[modes.prefill]\nkv_length = "-"'
+
+
+def make(kind: str = "dense", **options: Any) -> Any:
+    return caches.init(kind, **SIZES | options)
+
+
+def manager_of(mesh: str) -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh))
+
+
+MAKING: dict[str, tuple[dict[str, Any], str]] = {
+    "no kind": ({"kind": None}, "kind: None is no kind of cache\n  fix   kinds are dense"),
+    "order": ({"order": "interleaved"}, r"order='interleaved'\n  fix   pass caches.RowOrder"),
+    "order of fractions": ({"order": RowOrder(block=2.0, shards=2)}, "block=2.0 of a RowOrder"),  # type: ignore[arg-type]
+    "order of truth": ({"order": RowOrder(block=True)}, "block=True of a RowOrder"),
+    "order without a block": ({"order": RowOrder(shards=2)}, r"RowOrder\(shards=2\) does not say in blocks of how many rows"),
+    "page_size of text": ({"kind": "paged", "page_size": "4"}, "page_size: page_size='4'"),
+    "page_size of truth": ({"kind": "paged", "page_size": True}, "page_size: page_size=True"),
+    "half a page": ({"kind": "paged", "page_size": 2, "pages": 2.5}, "pages: pages=2.5"),
+    "a list": ({"kind": "quantized", "stored": ["int8"]}, r"stored: stored=\['int8'\]"),
+}
+
+
+@pytest.mark.parametrize("name", MAKING)
+def test_what_makes_no_cache(name: str) -> None:
+    options, message = MAKING[name]
+    with pytest.raises(CacheError, match=message):
+        make(**options)
+
+
+def test_a_dtype_that_jax_would_narrow_is_refused() -> None:
+    with pytest.raises(CacheError, match='without x64 JAX would keep float32 of float64\n  fix   pass "float32"'):
+        make(dtype="float64")
+    with jax.enable_x64(True):
+        cache = make(dtype="float64").append(K.astype(np.float64) + 1e-12, K.astype(np.float64)).require()
+        assert cache.k.dtype == np.float64
+        assert cache.k[0, 0, 0, 0] == 1e-12
+
+
+def test_a_mode_is_checked_also_where_nothing_lies_by_it() -> None:
+    with pytest.raises(StrategyError, match="unknown mode 'decoding'"):
+        make(mode="decoding")
+    assert make(mode="decode").spec.mode is None
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_rows_are_not_dealt_out_to_other_shards_than_they_lie_in(shards: int) -> None:
+    order = RowOrder(block=1, shards=shards)
+    with manager_of("dp:1,sp:2"):
+        message = rf"order deals rows out to {shards} shards, and they lie in 2, over sp\n  fix   pass RowOrder\(block=1, shards=2\)"
+        with pytest.raises(CacheError, match=message):
+            make(capacity=12, mode="decode", order=order)
+        assert make(capacity=12, mode="prefill", order=order).spec.order == order
+        cache = make(capacity=12, mode="decode", order=RowOrder(block=1, shards=4))
+        assert_spec(cache, cache.axes(), mode="decode")
+    assert make(capacity=12, order=order).spec.order == order
+
+
+NUMBERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "ragged": (lambda cache: cache.free([[0], [1, 2]]), r"slots=\[\[0\], \[1, 2\]\] is no list of integers"),
+    "too long a number": (lambda cache: cache.rewind([2**70, 0]), "lengths is object, not integers"),
+    "group of a fraction": (lambda cache: cache.reorder([0, 0], group=2.0), "group is float, not a whole number"),
+    "group of truth": (lambda cache: cache.reorder([0, 0], group=True), "group is bool, not a whole number"),
+    "group as text": (lambda cache: cache.reorder([0, 0], group="2"), "group is str, not a whole number"),
+    "group of the program's": (lambda cache: cache.reorder([0, 0], group=cache.length[0]), "not a whole number\n  fix   it is static"),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_is_no_number_of_slots(name: str) -> None:
+    operation, message = NUMBERS[name]
+    for run in (operation, jax.jit(operation)):
+        with pytest.raises(CacheError, match=message):
+            run(make())
+
+
+def test_slots_may_be_listed_inside_a_program() -> None:
+    cache = make().append(K, K).require()
+    change = jax.jit(lambda cache, slot: cache.free([slot, 1]))(cache, 0)
+    assert change.cache.length.tolist() == [0, 0]
+    assert cache.free([jnp.int32(1), 5]).reasons() == {1: Refusal.SLOT_OUT_OF_RANGE}
+
+
+def test_a_cache_that_was_donated_says_so() -> None:
+    cache, source = make(), make()
+    jax.jit(lambda cache: cache.append(K, K), donate_argnums=0)(cache)
+    with pytest.raises(CacheError, match="cache: its arrays are gone: a compiled function took them"):
+        cache.append(K, K)
+    jax.tree.map(lambda x: x.delete(), source)
+    with pytest.raises(CacheError, match="source: its arrays are gone"):
+        make().insert(source, [0, 1])
+
+
+def test_a_cache_on_another_mesh_says_so() -> None:
+    small, large = manager_of("dp:2,sp:1").for_mode("decode"), manager_of("dp:2,sp:2").for_mode("decode")
+    with large:
+        cache = make().append(K, K).require()
+    with small:
+        message = (
+            r"it lies on the mesh \{'dp': 2, 'sp': 2\}, and the manager has \{'dp': 2, 'sp': 1\}, of other devices\n  fix   move it with"
+        )
+        with pytest.raises(CacheError, match="cache: " + message):
+            cache.free([0])
+        with pytest.raises(CacheError, match="source: " + message):
+            make().insert(cache, [0, 1])
+        moved = caches.reshard(cache)
+        assert moved.append(K, K).require().length.tolist() == [4, 4]
+        assert make().insert(moved, [1, 0]).ok.all()
+
+
+@pytest.mark.parametrize("kind", ["sliding", "quantized"])
+def test_positions_of_a_ring_do_not_wrap(kind: str) -> None:
+    ring = make(kind, overflow="ring", window=3)
+    most = 2**31 - 1
+    ring = dataclasses.replace(ring, length=jnp.array([most - 1, most - 2], jnp.int32), start=jnp.array([most - 5, most - 6], jnp.int32))
+    change = ring.append(K, K)
+    assert change.reasons() == {0: Refusal.OVERFLOW}
+    assert change.cache.length.tolist() == [most - 1, most]
+    assert change.positions is not None
+    assert change.positions.tolist() == [[-1, -1], [most - 2, most - 1]]
+
+
+@pytest.mark.parametrize("kind", ["dense", "sliding", "quantized", "paged"])
+def test_operations_need_no_implicit_promotion(kind: str) -> None:
+    options = {"sliding": {"window": 3}, "paged": {"page_size": 3}}.get(kind, {})
+    with jax.numpy_dtype_promotion("strict"):
+        cache = make(kind, **options).append(K, K).require()
+        cache = make(kind, **options).insert(cache, [1, 0]).cache.reorder([1, 1]).cache.rewind([1, 2]).cache
+        found = append_and_attend(K, K, K, cache).cache
+    assert found.length.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("cache", [None, {"k": K}])
+def test_attention_to_what_is_no_cache(cache: Any) -> None:
+    with pytest.raises(AttentionError, match=r"cache is .*, not a cache\n  fix   make one with caches.init"):
+        append_and_attend(K, K, K, cache)
+    with pytest.raises(AttentionError, match=r"cache is .*, not a cache"):
+        next_positions(cache)
+
+
+@pytest.mark.parametrize("q_length", [0, -1, 2.0, True])
+def test_positions_of_no_rows(q_length: Any) -> None:
+    with pytest.raises(AttentionError, match=f"q_length={q_length}\n  fix   pass the number of rows"):
+        next_positions(make(), q_length=q_length)
+
+
+# Saved and restored.
+
+
+def damage(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    about = json.loads((path / "cache" / "metadata").read_text())
+    change(about)
+    (path / "cache" / "metadata").write_text(json.dumps(about))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no arrays": (lambda path: shutil.rmtree(path / "arrays"), "the arrays saved at .* cannot be read"),
+    "no data": (lambda path: [shutil.rmtree(part) for part in (path / "arrays").iterdir() if part.is_dir()], "the arrays saved at"),
+    "unknown field": (lambda path: damage(path, lambda about: about["spec"].update(future=1)), "what .* says of its cache cannot be read"),
+    "missing field": (lambda path: damage(path, lambda about: about["spec"].pop("batch")), "what .* says of its cache cannot be read"),
+    "other shape": (lambda path: damage(path, lambda about: about["arrays"].update(k=[[2, 8, 1, 2], "float32"])), "the arrays saved at"),
+    "lost array": (lambda path: damage(path, lambda about: about["arrays"].pop("v")), "the arrays saved at"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_was_damaged_is_not_restored(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    harm, message = DAMAGE[name]
+    caches.save(make(), tmp_path / "cache")
+    harm(tmp_path / "cache")
+    with pytest.raises(CacheError, match=f"(?s){message}.*restore another one"):
+        caches.restore(tmp_path / "cache")
+
+
+def test_what_cannot_be_saved_leaves_nothing_behind(tmp_path: Path) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    gone = make()
+    jax.tree.map(lambda x: x.delete(), gone)
+    for cache in (gone, jax.eval_shape(make)):
+        with pytest.raises(CacheError, match="cache: it has arrays that hold nothing"):
+            caches.save(cache, tmp_path / "cache")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CacheError, match="path is NoneType"):
+        caches.save(make(), None)  # type: ignore[arg-type]
+    caches.save(make().append(K, K).require(), tmp_path / "cache")
+    with pytest.raises(StrategyError, match="unknown mode 'decoding'"):
+        caches.restore(tmp_path / "cache", mode="decoding")
+    with pytest.raises(CacheError, match="a cache is restored outside of jit"):
+        jax.jit(lambda: caches.restore(tmp_path / "cache"))()
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_a_save_that_failed_may_be_tried_again_at_the_same_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orbax = pytest.importorskip("orbax.checkpoint")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(orbax.PyTreeCheckpointHandler, "save", fail, raising=True)
+        patch.setattr(orbax.PyTreeCheckpointHandler, "async_save", fail, raising=False)
+        with pytest.raises(OSError, match="disk full"):
+            caches.save(make(), tmp_path / "cache")
+    caches.save(make().append(K, K).require(), tmp_path / "cache")
+    assert caches.restore(tmp_path / "cache").length.tolist() == [2, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
