@@ -76,8 +76,7 @@ ROWS: dict[str, Row] = {
     "flash_decode": Row(refuses=both_sharded),
     "sdpa": Row(refuses=lambda call: sharded_length(call) or not_in_jax(call) or scales(call)),
     "cudnn": Row(refuses=lambda call: True),  # no GPU here; tests/attention/test_sdpa.py
-    # Its gradients of a kv head that several shards read are rounded before they are summed.
-    "splash": Row(refuses=lambda call: sharded_length(call) or not_in_splash(call) or scales(call), tolerances=Tolerances(relative=6e-3)),
+    "splash": Row(refuses=lambda call: sharded_length(call) or not_in_splash(call) or scales(call)),
 }
 
 
