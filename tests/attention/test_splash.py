@@ -1,4 +1,4 @@
-"""Splash on every shard: rows without keys, skipped blocks, what it refuses, what it sends; and its compilation for TPUs."""
+"""Splash on every shard: rows without keys, skipped blocks, what it refuses, what it sends."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from shardwright.attention.api import dot_product_attention
 from shardwright.attention.splash import SplashAttention
 from shardwright.testing import assert_collectives, assert_no_collectives, cpu_mesh
 from tests.attention.conformance import QUICK
-from tests.attention.tpu_memory import WHY_NOT, available
-from tests.attention.tpu_splash import PROGRAMS, Compiled, measure
 
 # Minutes of compiling: the conformance table has a few cells of every implementation by default.
 pytestmark = pytest.mark.slow
@@ -150,24 +148,3 @@ def test_auto_takes_it_on_tpus_and_blocks_where_it_refuses() -> None:
     refused = choose(dataclasses.replace(call, bias_shape=(1, 1, 128, 128)))
     assert refused.name == "blockwise"
     assert "not   splash: it takes no bias" in str(refused)
-
-
-@pytest.fixture(scope="module")
-def for_tpus() -> dict[str, Compiled]:
-    found = measure()
-    for one in found.values():
-        print(f"{one.name:24} {one.temporary / 1e6:8.1f} MB of temporary memory per device, forward and backward; {one.counts}")
-    return found
-
-
-@pytest.mark.tpu
-@pytest.mark.slow
-@pytest.mark.skipif(not available(), reason=WHY_NOT)
-def test_it_compiles_for_tpus(for_tpus: dict[str, Compiled]) -> None:
-    own = {name: one for name, one in for_tpus.items() if PROGRAMS[name].implementation == "splash"}
-    assert {name: one.kernels for name, one in own.items()} == dict.fromkeys(own, 3)  # forward, queries, keys
-    sums = ("window, capped, sinks", "one kv head", "no mesh axis")
-    assert {name for name, one in own.items() if one.counts} == set(sums)
-    assert all(set(own[name].counts) == {"all_reduce"} for name in sums)
-    assert for_tpus["plain"].temporary * 25 < for_tpus["plain by sdpa"].temporary
-    assert for_tpus["plain"].temporary < for_tpus["plain by blockwise"].temporary

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests import tpu_compile
 from tests.attention.tpu_decode import CAPACITIES, KINDS, SHAPES, measure
-from tests.attention.tpu_memory import WHY_NOT, available
 
-pytestmark = [pytest.mark.tpu, pytest.mark.slow, pytest.mark.skipif(not available(), reason=WHY_NOT)]
+pytestmark = tpu_compile.MARKS
 
 
 def test_temporary_memory_does_not_grow_with_the_cache() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.attention.tpu_memory import BATCH, HEAD_DIM, HEADS, KV_HEADS, LENGTH, PLAIN, SHARDS, WHY_NOT, Compiled, available, measure
+from tests import tpu_compile
+from tests.attention.tpu_memory import BATCH, HEAD_DIM, HEADS, KV_HEADS, LENGTH, PLAIN, SHARDS, Compiled, measure
 
-pytestmark = [pytest.mark.tpu, pytest.mark.slow, pytest.mark.skipif(not available(), reason=WHY_NOT)]
+pytestmark = tpu_compile.MARKS
 MB = 10**6
 SHARD = BATCH * LENGTH // SHARDS * KV_HEADS * 2 * HEAD_DIM  # elements of one rank's keys and values
 

@@ -2,20 +2,16 @@
 
     python -m tests.attention.tpu_decode
 
-prints one line of JSON per program. Needs libtpu, which `pip install "jax[tpu]"` brings.
+prints one line of JSON per program; see `tests.tpu_compile`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
-from tests.attention.tpu_memory import ROOT, SETTINGS, TOPOLOGY
+from tests import tpu_compile
 
 BATCH, HEADS, RULES = 8, 8, '[rules]\nbatch = "dp"\n'
 KINDS: dict[str, dict[str, Any]] = {
@@ -42,30 +38,18 @@ class Compiled:
 
 
 def measure() -> list[Compiled]:
-    """Compile in a process of its own, whose settings libtpu reads when it is loaded."""
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "tests.attention.tpu_decode"]
-    done = subprocess.run(
-        command, env={**os.environ, **SETTINGS, "PYTHONPATH": paths}, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    return tpu_compile.measure("tests.attention.tpu_decode", Compiled)
 
 
-def compile_for_tpus(kind: str, kv_heads: int, head_dim: int, capacity: int) -> Compiled:
+def compiled(kind: str, kv_heads: int, head_dim: int, capacity: int) -> Compiled:
     import jax
     import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import AxisType, Mesh
 
     import shardwright as sw
     from shardwright import caches
     from shardwright.attention import dot_product_attention
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices
-    mesh = Mesh(np.array(devices), ("dp",), axis_types=(AxisType.Auto,))
-    pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=mesh).for_mode("decode")
+    pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=tpu_compile.tpu_mesh(dp=8)).for_mode("decode")
 
     def abstract(x: Any, axes: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pm.sharding(axes, shape=x.shape))
@@ -83,14 +67,19 @@ def compile_for_tpus(kind: str, kv_heads: int, head_dim: int, capacity: int) -> 
             abstract(jax.ShapeDtypeStruct((BATCH, 1, heads, head_dim), jnp.bfloat16), (sw.BATCH, sw.EMPTY, sw.EMPTY, sw.EMPTY))
             for heads in (kv_heads, HEADS)
         )
-        append = jax.jit(lambda cache, k, v: cache.append(k, v), donate_argnums=0).trace(cache, new, new)
-        programs = {"append": append, "attend": jax.jit(attend).trace(q, cache)}
-        memory = {name: traced.lower(lowering_platforms=("tpu",)).compile().memory_analysis() for name, traced in programs.items()}
-    held = sum(x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape))) for x in jax.tree.leaves(cache))
-    temporary = {name: one.temp_size_in_bytes for name, one in memory.items()}
-    return Compiled(kind=kind, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity, held=held, **temporary)
+        append = tpu_compile.compile_for_tpus(lambda cache, k, v: cache.append(k, v), cache, new, new, donate_argnums=0)
+        attended = tpu_compile.compile_for_tpus(attend, q, cache)
+    return Compiled(
+        kind=kind,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        capacity=capacity,
+        held=tpu_compile.held(cache),
+        append=tpu_compile.temporary(append),
+        attend=tpu_compile.temporary(attended),
+    )
 
 
 if __name__ == "__main__":
     for kind, (kv_heads, head_dim), capacity in itertools.product(KINDS, SHAPES, CAPACITIES):
-        print(json.dumps(dataclasses.asdict(compile_for_tpus(kind, kv_heads, head_dim, capacity))), flush=True)
+        tpu_compile.tell(compiled(kind, kv_heads, head_dim, capacity))

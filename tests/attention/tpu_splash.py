@@ -2,21 +2,17 @@
 
     python -m tests.attention.tpu_splash [program ...]
 
-prints a table, or with --json one line per program. Needs libtpu, which `pip install "jax[tpu]"` brings.
+prints one line of JSON per program; see `tests.tpu_compile`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from tests.attention.tpu_memory import ROOT, SETTINGS, TOPOLOGY
+from tests import tpu_compile
 
 RULES = '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp | -"\n'
 UNSHARDED = '[rules]\nbatch = "-"\n'
@@ -67,6 +63,7 @@ class Compiled:
       temporary: bytes per device beside arguments and results.
       kernels: calls of Mosaic kernels.
       counts: how often each kind of collective runs.
+      sent: logical bytes of each kind, all runs together.
       seconds: to trace and compile.
     """
 
@@ -74,36 +71,24 @@ class Compiled:
     temporary: int
     kernels: int
     counts: dict[str, int]
+    sent: dict[str, int]
     seconds: float
 
 
 def measure(*names: str) -> dict[str, Compiled]:
-    """Compile in a process of its own, whose settings libtpu reads when it is loaded."""
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "tests.attention.tpu_splash", "--json", *names]
-    done = subprocess.run(
-        command, env={**os.environ, **SETTINGS, "PYTHONPATH": paths}, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = [Compiled(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {one.name: one for one in found}
+    return {one.name: one for one in tpu_compile.measure("tests.attention.tpu_splash", Compiled, *names)}
 
 
-def compile_for_tpus(name: str) -> Compiled:
+def compiled(name: str) -> Compiled:
     """Compile a forward and a backward pass."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import AxisType, Mesh
 
     import shardwright as sw
     from shardwright.attention.api import dot_product_attention
-    from shardwright.plan.collectives import read_collectives
 
     program = PROGRAMS[name]
-    devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices).reshape(2, 4)
-    pm = sw.PartitionManager(sw.Strategy.loads(program.rules), mesh=Mesh(devices, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2))
+    pm = sw.PartitionManager(sw.Strategy.loads(program.rules), mesh=tpu_compile.tpu_mesh(dp=2, tp=4))
 
     def array(axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=pm.sharding(axes, shape=shape))
@@ -131,25 +116,13 @@ def compile_for_tpus(name: str) -> Compiled:
 
     start = time.perf_counter()
     with pm:
-        compiled = jax.jit(both).trace(floats, rest, do).lower(lowering_platforms=("tpu",)).compile()
+        found = tpu_compile.compile_for_tpus(both, floats, rest, do)
     seconds = time.perf_counter() - start
-    counts: dict[str, int] = {}
-    for one in read_collectives(compiled, pm.mesh):
-        counts[str(one.kind)] = counts.get(str(one.kind), 0) + (one.count or 0)
-    kernels = compiled.as_text().count('custom_call_target="tpu_custom_call"')
-    temporary = compiled.memory_analysis().temp_size_in_bytes
-    return Compiled(name=name, temporary=temporary, kernels=kernels, counts=counts, seconds=seconds)
-
-
-def main(arguments: Sequence[str]) -> None:
-    names = [name for name in arguments if name != "--json"] or list(PROGRAMS)
-    if "--json" in arguments:
-        for name in names:
-            print(json.dumps(dataclasses.asdict(compile_for_tpus(name))), flush=True)
-        return
-    for one in measure(*names).values():
-        print(f"{one.name:24} {one.temporary / 1e6:8.1f} MB   {one.kernels} kernels   {one.counts}   {one.seconds:.1f} s")
+    counts, sent = tpu_compile.collectives(found, pm.mesh)
+    kernels = found.as_text().count('custom_call_target="tpu_custom_call"')
+    return Compiled(name=name, temporary=tpu_compile.temporary(found), kernels=kernels, counts=counts, sent=sent, seconds=seconds)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    for name in sys.argv[1:] or PROGRAMS:
+        tpu_compile.tell(compiled(name))

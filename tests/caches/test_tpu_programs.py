@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.attention.tpu_memory import WHY_NOT, available
+from tests import tpu_compile
 from tests.caches.tpu_programs import COUNTS, MESHES, measure
 
-pytestmark = [pytest.mark.tpu, pytest.mark.slow, pytest.mark.skipif(not available(), reason=WHY_NOT)]
+pytestmark = tpu_compile.MARKS
 
 
 def test_appends() -> None:

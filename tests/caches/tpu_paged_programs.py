@@ -2,24 +2,24 @@
 
     python -m tests.caches.tpu_paged_programs
 
-prints one line of JSON per program. Needs libtpu, which `pip install "jax[tpu]"` brings.
+prints one line of JSON per program; see `tests.tpu_compile`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
-from tests.attention.tpu_memory import ROOT, SETTINGS, TOPOLOGY
+from tests import tpu_compile
 
 BATCH, CAPACITY, KV_HEADS, HEADS, DIM, PAGES, PAGE_SIZE = 8, 8192, 8, 16, 128, 8192, 16
 COUNTS = (1, 256)
-MESHES = {"kv heads": (1, 1, 8), "pages": (1, 8, 1), "batch, pages and kv heads": (2, 2, 2)}
+MESHES = {
+    "kv heads": {"dp": 1, "sp": 1, "tp": 8},
+    "pages": {"dp": 1, "sp": 8, "tp": 1},
+    "batch, pages and kv heads": {"dp": 2, "sp": 2, "tp": 2},
+}
 RULES = '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp"\npage = "sp"\n'
 
 
@@ -45,29 +45,18 @@ class Compiled:
 
 
 def measure() -> list[Compiled]:
-    """Compile in a process of its own, whose settings libtpu reads when it is loaded."""
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "tests.caches.tpu_paged_programs"]
-    done = subprocess.run(
-        command, env={**os.environ, **SETTINGS, "PYTHONPATH": paths}, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    return tpu_compile.measure("tests.caches.tpu_paged_programs", Compiled)
 
 
-def compile_for_tpus(name: str, count: int) -> Compiled:
+def compiled(name: str, count: int) -> Compiled:
     import jax
     import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import AxisType, Mesh
 
     import shardwright as sw
     from shardwright import caches
     from shardwright.attention import paged_attention
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices
-    mesh = Mesh(np.array(devices).reshape(MESHES[name]), ("dp", "sp", "tp"), axis_types=(AxisType.Auto,) * 3)
+    mesh = tpu_compile.tpu_mesh(**MESHES[name])
     pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=mesh).for_mode("decode")
 
     def abstract(x: Any, axes: Any) -> jax.ShapeDtypeStruct:
@@ -84,22 +73,20 @@ def compile_for_tpus(name: str, count: int) -> Compiled:
         cache = jax.tree.map(abstract, cache, cache.axes())
         new = abstract(jax.ShapeDtypeStruct((BATCH, count, KV_HEADS, DIM), jnp.bfloat16), (sw.BATCH, sw.EMPTY, sw.KV_HEAD, sw.EMPTY))
         q = abstract(jax.ShapeDtypeStruct((BATCH, count, HEADS, DIM), jnp.bfloat16), (sw.BATCH, sw.EMPTY, sw.HEAD, sw.EMPTY))
-        traced = jax.jit(step, donate_argnums=0).trace(cache, q, new, new)
-        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+        program = tpu_compile.compile_for_tpus(step, cache, q, new, new, donate_argnums=0)
     shape = ",".join(str(size) for size in cache.k_pages.sharding.shard_shape(cache.k_pages.shape))
     copy = re.compile(rf"= \(?bf16\[{shape}\].* (copy|copy-start|transpose)\(")
-    memory = compiled.memory_analysis()
     return Compiled(
         mesh=name,
         count=count,
-        copies=sum(1 for line in compiled.as_text().splitlines() if copy.search(line)),
-        alias=memory.alias_size_in_bytes,
-        temporary=memory.temp_size_in_bytes,
-        held=sum(x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape))) for x in jax.tree.leaves(cache)),
+        copies=sum(1 for line in program.as_text().splitlines() if copy.search(line)),
+        alias=program.memory_analysis().alias_size_in_bytes,
+        temporary=tpu_compile.temporary(program),
+        held=tpu_compile.held(cache),
     )
 
 
 if __name__ == "__main__":
     for name in MESHES:
         for count in COUNTS:
-            print(json.dumps(dataclasses.asdict(compile_for_tpus(name, count))), flush=True)
+            tpu_compile.tell(compiled(name, count))
