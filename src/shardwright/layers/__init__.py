@@ -9,10 +9,11 @@ from shardwright.layers.dot_general_by_bits import get_dot_general_by_bits as ge
 from shardwright.layers.dtypes import canonicalize_dtype as canonicalize_dtype
 from shardwright.layers.quantised_dot import quantise as quantise
 from shardwright.layers.quantised_dot import quantised_dot_general as quantised_dot_general
-from shardwright.layers.rope import apply_rotary_pos_emb as apply_rotary_pos_emb
-from shardwright.layers.rope import repeat_kv_bnsh as repeat_kv_bnsh
-from shardwright.layers.rope import repeat_kv_bsnh as repeat_kv_bsnh
-from shardwright.layers.rope import rotate_half as rotate_half
+from shardwright.layers.rotary import apply_rotary_pos_emb as apply_rotary_pos_emb
+from shardwright.layers.rotary import repeat_kv_bnsh as repeat_kv_bnsh
+from shardwright.layers.rotary import repeat_kv_bsnh as repeat_kv_bsnh
+from shardwright.layers.rotary import rope as rope
+from shardwright.layers.rotary import rotate_half as rotate_half
 
 if not TYPE_CHECKING:  # a type checker must still see what does not exist
 

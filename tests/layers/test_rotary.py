@@ -1,0 +1,132 @@
+"""Rotary embeddings of given tables, and repeated kv heads, against loops."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.layers import apply_rotary_pos_emb, repeat_kv_bnsh, repeat_kv_bsnh, rope, rotate_half
+from shardwright.testing import assert_no_collectives, cpu_mesh
+
+
+def tables(length: int, dim: int) -> tuple[jax.Array, jax.Array]:
+    angles = jnp.arange(length)[:, None] * 10000.0 ** (-jnp.arange(dim // 2) / (dim // 2))
+    both = jnp.concatenate([angles, angles], axis=-1)[None, None]
+    return jnp.sin(both), jnp.cos(both)
+
+
+def test_half_is_rotated() -> None:
+    np.testing.assert_array_equal(rotate_half(jnp.array([1.0, 2.0, 3.0, 4.0])), [-3.0, -4.0, 1.0, 2.0])
+
+
+def test_rotation_is_that_of_complex_numbers_and_tables_are_cut() -> None:
+    x = np.asarray(jax.random.normal(jax.random.key(0), (2, 3, 5, 8)))
+    sin, cos = tables(9, 8)
+    found = apply_rotary_pos_emb(jnp.asarray(x), sin, cos)
+    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * np.arange(5)[:, None] * 10000.0 ** (-np.arange(4) / 4))
+    np.testing.assert_allclose(found, np.concatenate([turned.real, turned.imag], axis=-1), atol=1e-5)
+
+
+def turned(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
+    """Return `x` `[batch, length, heads, head_dim]` turned as complex numbers, in float64."""
+    half = x.shape[-1] // 2
+    angles = np.maximum(positions, 0)[:, :, None, None] * theta ** (-np.arange(half) / half)
+    points = (x[..., :half] + 1j * x[..., half:].astype(np.float64)) * np.exp(1j * angles)
+    return np.concatenate([points.real, points.imag], axis=-1)
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000])
+@pytest.mark.parametrize("alike", [False, True])
+def test_tokens_are_turned_by_their_own_positions(theta: float, alike: bool) -> None:
+    x = np.asarray(jax.random.normal(jax.random.key(0), (2, 5, 3, 8)))
+    positions = np.array([[0, 1, 700, 3, -1], [4, -1, 2, 1, 0]], np.int32)[: 1 if alike else 2]
+    np.testing.assert_allclose(rope(jnp.asarray(x), positions, theta=theta), turned(x, positions, theta), atol=2e-4)
+
+
+def test_a_row_that_is_no_token_is_as_at_position_0() -> None:
+    x = jax.random.normal(jax.random.key(0), (1, 2, 3, 4))
+    np.testing.assert_array_equal(rope(x, jnp.array([[-1, 0]])), x)
+
+
+def test_rope_is_what_tables_are_with_heads_second() -> None:
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+    tabled = jnp.swapaxes(apply_rotary_pos_emb(jnp.swapaxes(x, 1, 2), *tables(5, 8)), 1, 2)
+    np.testing.assert_allclose(rope(x, jnp.arange(5)[None]), tabled, atol=1e-5)
+
+
+def test_bfloat16_is_turned_in_float32_and_rounded_once() -> None:
+    x, positions = jax.random.normal(jax.random.key(0), (1, 4, 2, 8), jnp.bfloat16), jnp.array([[0, 3, 900, 70_001]])
+    found = rope(x, positions)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found, rope(x.astype(jnp.float32), positions).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_a_sharded_array_is_turned_where_it_lies(axis_types: str) -> None:
+    rules = sw.Strategy.loads('[rules]\nbatch = "dp"\nquery_length = "sp"\nhead = "tp"\nhead_dim = "-"\n')
+    pm = sw.PartitionManager(rules, mesh=cpu_mesh("dp:2,sp:2,tp:2", axis_types=axis_types)).for_mode("train")
+    x, positions = jax.random.normal(jax.random.key(0), (2, 4, 2, 8)), jnp.array([[3, 1, 2, 0], [5, 4, -1, 0]])
+    axes = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
+    with pm:
+        placed, at = pm.shard(x, *axes), pm.shard(positions, sw.BATCH, sw.QUERY_LENGTH)
+        found = jax.jit(rope)(placed, at)
+        assert_no_collectives(jax.jit(rope), placed, at)
+        np.testing.assert_allclose(rope(placed, positions), rope(x, positions), atol=1e-6)
+    assert found.sharding.is_equivalent_to(placed.sharding, 4)
+    assert placed.sharding.spec == P("dp", "sp", "tp")
+    np.testing.assert_allclose(found, rope(x, positions), atol=1e-6)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_copies_of_kv_heads_are_adjacent(repeats: int) -> None:
+    x = jnp.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
+    for repeat, dim in ((repeat_kv_bnsh, 1), (repeat_kv_bsnh, 2)):
+        found = repeat(x, repeats)
+        assert found.shape[dim] == x.shape[dim] * repeats
+        for head in range(found.shape[dim]):
+            np.testing.assert_array_equal(found.take(head, axis=dim), x.take(head // repeats, axis=dim))
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda x: rotate_half(x[..., :3]), "the last dim of (1, 2, 4, 3) is odd"),
+        (lambda x: apply_rotary_pos_emb(x, *tables(3, 8)), "sin_: sin_ has shape (1, 1, 3, 8), the tensor (1, 2, 4, 8)"),
+        (lambda x: apply_rotary_pos_emb(x, tables(4, 8)[0], tables(4, 6)[1]), "cos_: cos_ has shape (1, 1, 4, 6)"),
+        (lambda x: apply_rotary_pos_emb(x, *(jnp.tile(one, (1, 3, 1, 1)) for one in tables(4, 8))), "sin_: sin_ has shape (1, 3, 4, 8)"),
+        (lambda x: apply_rotary_pos_emb(x, *(jnp.tile(one, (2, 1, 1, 1)) for one in tables(4, 8))), "sin_: sin_ has shape (2, 1, 4, 8)"),
+        (lambda x: apply_rotary_pos_emb(x, tables(4, 8)[0], tables(9, 8)[1]), "cos_: sin_ has shape (1, 1, 4, 8), and cos_ (1, 1, 9, 8)"),
+        (lambda x: apply_rotary_pos_emb(jnp.swapaxes(x, 1, 2), *tables(4, 8)), "[batch, length, heads, head_dim] use layers.rope"),
+        (lambda x: rope(x[0], jnp.arange(2)[None]), "x: it has shape (2, 4, 8)"),
+        (lambda x: rope(x[..., :3], jnp.arange(2)[None]), "x: it has shape (1, 2, 4, 3)"),
+        (lambda x: rope(x, jnp.arange(4)[None]), "positions: shape (1, 4), and x has (1, 2, 4, 8)"),
+        (lambda x: rope(x, jnp.arange(2)), "positions: shape (2,), and x has"),
+        (lambda x: repeat_kv_bnsh(x[0], 2), "the array has shape (2, 4, 8), not 4 dims"),
+        (lambda x: repeat_kv_bsnh(x, 0), "n_rep=0 copies"),
+    ],
+)
+def test_bad_arrays_are_named(call: Any, says: str) -> None:
+    with pytest.raises(sw.RankMismatchError, match=re.escape(says)):
+        call(jnp.zeros((1, 2, 4, 8)))
+
+
+@pytest.mark.parametrize(
+    ("positions", "theta", "says"),
+    [
+        (jnp.ones((1, 2)), 1e4, "positions: it is float32, not an array of integers"),
+        ([[0, 1]], 1e4, "positions: it is list, not an array of integers"),
+        (jnp.array([[0, 1]]), 0, "theta: theta=0"),
+        (jnp.array([[0, 1]]), True, "theta: theta=True"),
+        (jnp.array([[0, 1]]), float("nan"), "theta: theta=nan"),
+    ],
+)
+def test_what_rope_cannot_turn_by_is_named(positions: Any, theta: Any, says: str) -> None:
+    with pytest.raises(sw.LayerError, match=re.escape(says)):
+        rope(jnp.zeros((1, 2, 4, 8)), positions, theta=theta)
