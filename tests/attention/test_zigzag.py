@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from shardwright.attention import zigzag
 from shardwright.attention.masks import MaskRules, block_is_empty
 from shardwright.errors import AttentionError
+from shardwright.testing import cpu_mesh
 
 
 def test_a_shard_holds_an_early_and_a_late_chunk() -> None:
@@ -30,6 +34,34 @@ def test_rows_come_back(shards: int) -> None:
 def test_another_dim() -> None:
     np.testing.assert_array_equal(zigzag.permute(np.arange(4), shards=1, dim=0), np.arange(4))
     np.testing.assert_array_equal(zigzag.permute(np.eye(8), shards=2, dim=-1)[0], np.eye(8)[0][zigzag.positions(8, shards=2)])
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_sharded_rows_come_back_and_lie_as_before(axis_types: str) -> None:
+    mesh = cpu_mesh("dp:2,sp:4", axis_types=axis_types)
+    sharding, plain = NamedSharding(mesh, P("dp", "sp")), np.arange(2 * 16 * 3.0, dtype=np.float32).reshape(2, 16, 3)
+    placed = jax.device_put(plain, sharding)
+    there = zigzag.permute({"k": placed}, shards=4)["k"]
+    np.testing.assert_array_equal(there, zigzag.permute(plain, shards=4))
+    back = zigzag.unpermute(there, shards=4)
+    np.testing.assert_array_equal(back, plain)
+    assert there.sharding.is_equivalent_to(sharding, 3)
+    assert back.sharding.is_equivalent_to(sharding, 3)
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_a_loss_of_rows_put_in_order_has_its_gradient(axis_types: str) -> None:
+    mesh = cpu_mesh("dp:2,sp:4", axis_types=axis_types)
+    weights = np.arange(16, dtype=np.float32)[:, None]
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(zigzag.unpermute(x, shards=4) ** 2 * weights)
+
+    x = zigzag.permute(np.arange(2 * 16 * 3.0, dtype=np.float32).reshape(2, 16, 3), shards=4)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P("dp", "sp")))
+        for taken in (jax.grad(loss), jax.jit(jax.grad(loss))):
+            np.testing.assert_allclose(taken(placed), 2 * x * zigzag.permute(weights, shards=4, dim=0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("shards", [2, 3, 8])

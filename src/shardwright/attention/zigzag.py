@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from shardwright.errors import AttentionError
 
@@ -44,7 +45,8 @@ def positions(length: int, *, shards: int) -> np.ndarray:
 def permute(batch: Any, *, shards: int, dim: int = 1) -> Any:
     """Return a tree of arrays whose rows are in zigzag order: tokens, targets, positions, segment ids alike.
 
-    NumPy arrays stay NumPy arrays. Do it before the batch is sharded: moving rows of a sharded array sends them.
+    NumPy arrays stay NumPy arrays, and sharded arrays lie as before; inside `jit`, on Auto mesh axes, as the compiler decides. Do
+    it before the batch is sharded: moving rows of a sharded array sends them.
 
     Args:
       batch: arrays of which dim `dim` is the length of the sequence.
@@ -58,7 +60,7 @@ def permute(batch: Any, *, shards: int, dim: int = 1) -> Any:
 
 
 def unpermute(batch: Any, *, shards: int, dim: int = 1) -> Any:
-    """Return a tree of arrays whose rows are in order again; the inverse of `permute`.
+    """Return a tree of arrays whose rows are in order again, and lie as before; the inverse of `permute`.
 
     Args:
       batch: arrays in zigzag order.
@@ -77,6 +79,19 @@ def _reorder(batch: Any, dim: int, order_of: Any) -> Any:
         if not -len(shape) <= dim < len(shape):
             where = jax.tree_util.keystr(path, simple=True, separator="/")
             raise AttentionError(f"no dim {dim} in shape {shape}", path=where, fix="leave what has no sequence out, or pass dim=")
-        return (np if isinstance(array, np.ndarray) else jnp).take(array, order_of(shape[dim]), axis=dim)
+        return _take(array, order_of(shape[dim]), dim % len(shape))
 
     return jax.tree_util.tree_map_with_path(one, batch)
+
+
+def _take(array: Any, order: np.ndarray, dim: int) -> Any:
+    """Return rows in another order, which lie as they did, where that is known."""
+    if isinstance(array, np.ndarray):
+        return array.take(order, axis=dim)
+    array = jnp.asarray(array)
+    sharding = jax.typeof(array).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        return array.at[(*[slice(None)] * dim, order)].get(out_sharding=sharding)
+    taken = jnp.take(array, order, axis=dim)
+    # Auto axes: the partitioner leaves the length whole, and inside a trace nobody knows how it lay.
+    return taken if isinstance(array, jax.core.Tracer) else jax.device_put(taken, array.sharding)
