@@ -234,7 +234,7 @@ class KVCache(abc.ABC):
 
     @abc.abstractmethod
     def rewind(self, lengths: Any) -> Change[Self]:
-        """Take tokens back: the next append follows the `lengths[b]`-th token. For drafts that were not accepted.
+        """Cut each slot to `lengths[b]` tokens, which the next append follows; two drafts back: `jnp.maximum(cache.length - 2, 0)`.
 
         Args:
           lengths: `[batch]` int, each from 0 to the slot's length.

@@ -105,7 +105,7 @@ class PagedCache(KVCache):
         return operate(_settle, self, arguments.integers("slots", slots), rule=page_books.free)
 
     def rewind(self, lengths: Any) -> Change[Self]:
-        """Take tokens back; see `KVCache.rewind`. Pages without a token that is left are given back."""
+        """Cut each slot to a length; see `KVCache.rewind`. Pages without a token that is left are given back."""
         return operate(_settle, self, arguments.integers("lengths", lengths, size=self.batch), rule=page_books.rewind)
 
     def reorder(self, parents: Any, *, group: int | None = None) -> Change[Self]:

@@ -66,7 +66,7 @@ class RowCache(KVCache):
         return operate(_free, self, arguments.integers("slots", slots))
 
     def rewind(self, lengths: Any) -> Change[Self]:
-        """Take tokens back; see `KVCache.rewind`."""
+        """Cut each slot to a length; see `KVCache.rewind`."""
         return operate(_rewind, self, arguments.integers("lengths", lengths, size=self.batch))
 
     def reorder(self, parents: Any, *, group: int | None = None) -> Change[Self]:
