@@ -35,7 +35,10 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "lengths": (lambda cache: cache.rewind([1]), r"lengths has shape \(1,\), not \(2,\)"),
     "parents": (lambda cache: cache.reorder([1, 0, 1]), r"parents has shape \(3,\), not \(2,\)"),
     "group": (lambda cache: cache.reorder([1, 0], group=3), "2 slots do not divide into groups of 3"),
-    "a slot too few": (lambda cache: cache.insert(cache, [0]), r"slots has shape \(1,\), not \(2,\)"),
+    "a slot too few": (
+        lambda cache: cache.insert(cache, [0]),
+        r"(?s)slots has shape \(1,\), not \(2,\).*one integer per sequence of the source; 2, which is no slot, leaves a sequence out",
+    ),
     "no cache": (lambda cache: cache.insert(K, [0]), "source is ndarray, not a cache"),
     "other heads": (
         lambda cache: cache.insert(caches.init("dense", **SIZES | {"kv_heads": 1, "dtype": "bfloat16"}), [0, 1]),
@@ -67,6 +70,11 @@ MAKING: dict[str, tuple[dict[str, Any], str]] = {
     "no dtype": ({"dtype": "floaty"}, "'floaty' is no dtype"),
     "order": ({"order": RowOrder(block=3, shards=2)}, "4 rows cannot be dealt out to 2 shards in blocks of 3"),
     "option": ({"page_size": 4}, "a dense cache has no option 'page_size'\n  fix   leave it out"),
+    "another name": (
+        {"capacity": None, "max_length": 8},
+        "a dense cache has no option 'max_length'\n  fix   rows per slot are called capacity",
+    ),
+    "mistyped argument": ({"overflows": "ring"}, "no option 'overflows'\n  fix   did you mean 'overflow'"),
     "mistyped option": ({"kind": "paged", "pagesize": 4}, "a paged cache has no option 'pagesize'\n  fix   did you mean 'page_size'"),
 }
 
@@ -97,6 +105,12 @@ def test_a_manager_without_a_mode() -> None:
 def test_a_capacity_that_does_not_divide() -> None:
     with manager_of("sp:8", mode="decode"), pytest.raises(IndivisibleError, match="k dim 1 KV_LENGTH: size 4 does not divide over sp=8"):
         caches.init("dense", **SIZES)
+
+
+def test_pages_over_the_shards_of_the_batch() -> None:
+    manager = sw.PartitionManager(sw.Strategy.loads(RULES + 'page = "dp"\n'), mesh=cpu_mesh("dp:2,sp:2"), mode="decode")
+    with manager, pytest.raises(CacheError, match=r"k_pages dim 0 PAGE: the pages and the batch both lie over dp[\s\S]*page = \"-\" keeps"):
+        caches.init("paged", **SIZES, page_size=2)
 
 
 def test_an_abstract_mesh() -> None:

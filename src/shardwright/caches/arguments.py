@@ -61,13 +61,14 @@ def check_group(spec: CacheSpec, group: int | None) -> None:
         raise CacheError(f"{spec.batch} slots do not divide into groups of {group}", path="group", fix=fix)
 
 
-def integers(name: str, values: Any, *, size: int | None = None) -> Any:
+def integers(name: str, values: Any, *, size: int | None = None, per: str = "slot") -> Any:
     """Return `[n]` int32 that are what the caller said, or, beyond 32 bits, as far out of range as can be said.
 
     Args:
       name: of the argument.
       values: integers, as an array or a list of them.
       size: n; absent: any but 0.
+      per: what each of them belongs to.
 
     Raises:
       CacheError: no integers, or another shape.
@@ -77,12 +78,22 @@ def integers(name: str, values: Any, *, size: int | None = None) -> Any:
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise CacheError(f"{name} is {array.dtype}, not integers", path=name, fix=f"pass int32 of shape {want}")
     if array.ndim != 1 or not array.size or (size is not None and array.size != size):
-        raise CacheError(f"{name} has shape {array.shape}, not {want}", path=name, fix="give one integer per slot")
+        raise CacheError(f"{name} has shape {array.shape}, not {want}", path=name, fix=f"give one integer per {per}")
     if array.dtype.itemsize < 4 or array.dtype == np.int32:
         return array.astype(np.int32)
     # A plain cast would make 0 of 2**32.
     least = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -_MOST
     return (np if isinstance(array, np.ndarray) else jnp).clip(array, least, _MOST).astype(np.int32)
+
+
+def destinations(spec: CacheSpec, source: KVCache, slots: Any) -> Any:
+    """Return the slots that `insert` names, `[n]` int32; see `integers`.
+
+    Raises:
+      CacheError: no integers, or not one for each sequence.
+    """
+    per = f"sequence of the source; {spec.batch}, which is no slot, leaves a sequence out"
+    return integers("slots", slots, size=source.batch, per=per)
 
 
 def _listed(name: str, values: Any) -> Any:

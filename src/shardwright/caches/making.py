@@ -98,6 +98,11 @@ def init(
     return made
 
 
+_COMMON = ("capacity", "v_dim", "dtype", "overflow", "window", "order", "mode")
+# What others call it.
+_CALLED = MappingProxyType(dict.fromkeys(("max_length", "max_len", "max_seq_len", "length", "size"), "rows per slot are called capacity"))
+
+
 def _kind(kind: str, options: Mapping[str, Any]) -> Callable[..., KVCache]:
     if not isinstance(kind, str) or kind not in KINDS:
         fix = did_you_mean(str(kind), KINDS) or f"kinds are {', '.join(KINDS)}"
@@ -106,7 +111,11 @@ def _kind(kind: str, options: Mapping[str, Any]) -> Callable[..., KVCache]:
     known = list(inspect.signature(make).parameters)[1:]
     for name in options:
         if name not in known:
-            fix = did_you_mean(name, known) or (f"its own options are {', '.join(known)}" if known else "leave it out")
+            fix = (
+                _CALLED.get(name, "")
+                or did_you_mean(name, [*known, *_COMMON])
+                or (f"its own options are {', '.join(known)}" if known else "leave it out")
+            )
             raise CacheError(f"a {kind} cache has no option {name!r}", path="init", fix=fix)
         if not isinstance(options[name], Hashable):
             raise CacheError(f"{name}={options[name]!r}", path=name, fix="pass one value, not a collection of them")

@@ -17,7 +17,7 @@ from shardwright.caches.base import CacheSpec, Change, KVCache, Overflow, View
 from shardwright.caches.operating import operate
 from shardwright.caches.page_books import Books, Decision, Rows
 from shardwright.caches.pages import PAGE_AXES
-from shardwright.caches.shards import Axes, Shards, ambient_shards, specs_of
+from shardwright.caches.shards import Axes, Shards, ambient_shards, entries, specs_of
 from shardwright.caches.writing import Buffers
 from shardwright.errors import CacheError
 
@@ -79,7 +79,7 @@ class PagedCache(KVCache):
     def insert(self, source: KVCache, slots: Any) -> Change[Self]:
         """Copy sequences into free slots; see `KVCache.insert`. Pages are taken in the order of the sequences, as by `append`."""
         arguments.check_source(self.spec, source)
-        return operate(_insert, self, source, arguments.integers("slots", slots, size=source.batch))
+        return operate(_insert, self, source, arguments.destinations(self.spec, source, slots))
 
     def share(self, sources: Any, slots: Any, *, lengths: Any = None) -> Change[Self]:
         """Let free slots begin as others do: the same pages, also one that is partly filled. No row is copied until one writes.
@@ -144,6 +144,7 @@ def make(spec: CacheSpec, *, page_size: int = 16, pages: int | None = None) -> P
         raise CacheError("pages hold rows in order", path="order", fix='leave order away; the rule of "page" spreads pages')
     columns = -(-spec.capacity // page_size)
     pages = spec.batch * columns if pages is None else pages
+    _check_pages((pages, page_size, spec.kv_heads, spec.head_dim), spec)
     k, v = (jnp.zeros((pages, page_size, spec.kv_heads, dim), spec.dtype) for dim in (spec.head_dim, spec.v_dim))
     return PagedCache(
         spec=spec,
@@ -153,6 +154,18 @@ def make(spec: CacheSpec, *, page_size: int = 16, pages: int | None = None) -> P
         tables=jnp.full((spec.batch, columns), pages, jnp.int32),
         references=jnp.zeros(pages, jnp.int32),
     )
+
+
+def _check_pages(shape: tuple[int, ...], spec: CacheSpec) -> None:
+    """Refuse pages over what the batch lies over: any slot may use any page, and attention looks for them on its own shards."""
+    shards = ambient_shards(spec.mode)
+    found = shards.spec(PAGE_AXES, shape, name="k_pages")
+    batch = entries(shards.spec((BATCH,), (spec.batch,), name="length"), 1)[0]
+    both = [axis for axis in entries(found, len(shape))[0] if axis in batch]
+    if both:
+        what = f"the pages and the batch both lie over {both[0]}: attention to a slot would lack pages that the slot uses"
+        fix = 'page = "-" keeps every page on every shard of the batch; or shard pages over a mesh axis of their own'
+        raise CacheError(what, path="k_pages", dim=0, axis="PAGE", mesh_axes=tuple(both), fix=fix)
 
 
 def _decide(cache: PagedCache, shards: Shards, rule: Callable[..., Decision], *arrays: Any, **static: Any) -> Decision:

@@ -59,7 +59,7 @@ class RowCache(KVCache):
     def insert(self, source: KVCache, slots: Any) -> Change[Self]:
         """Copy sequences into free slots; see `KVCache.insert`."""
         arguments.check_source(self.spec, source)
-        return operate(_insert, self, source, arguments.integers("slots", slots, size=source.batch))
+        return operate(_insert, self, source, arguments.destinations(self.spec, source, slots))
 
     def free(self, slots: Any) -> Change[Self]:
         """Empty slots; see `KVCache.free`."""
