@@ -2,6 +2,10 @@
 
 Its masks are made when the program is, from rules by position, so positions are row numbers. On a CPU the kernel is
 interpreted: correct and slow, for tests.
+
+The kernel takes multiples of 128 rows and its operands by head, forward and backward. Such lengths cost nothing; others are
+padded on the way. With 4000 rows in place of 4096 what surrounds the kernel moves 16% more bytes and a step holds 43% more
+temporary memory (batch 8, 8 heads of 128 and 2 kv heads per device, as compiled for a TPU).
 """
 
 from __future__ import annotations
