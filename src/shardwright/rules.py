@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from shardwright.axes import KNOWN_AXES, PARALLELISM_AXES, REPLICATED, STANDARD_MESH_AXES, UNCONSTRAINED, Role, file_name
 from shardwright.errors import StrategyError, did_you_mean
@@ -28,19 +28,21 @@ class Fallback(enum.StrEnum):
 
 
 class Attention(enum.StrEnum):
-    """The implementations of attention that a strategy may name; AUTO takes what suits the call."""
+    """The implementations of attention that a strategy may name, besides `own:NAME`; AUTO takes what suits the call."""
 
     AUTO = "auto"
     ALLGATHER_KV = "allgather_kv"
     BLOCKWISE = "blockwise"
     CUDNN = "cudnn"
     FLASH_DECODE = "flash_decode"
-    PAGED = "paged"
     RING = "ring"
     SDPA = "sdpa"
     SPLASH = "splash"
     ULYSSES = "ulysses"
     VANILLA = "vanilla"
+
+
+OWN_ATTENTION: Final = "own:"
 
 
 class Indivisible(enum.StrEnum):
@@ -217,7 +219,7 @@ class AxisRules:
       tensors: exceptions by path, first match wins.
       user_axes: axes that the strategy declares.
       policy: what to do where a rule cannot be followed.
-      attention: (mode, implementation) for each mode whose attention the strategy names, sorted.
+      attention: (mode, the line that names an implementation) for each mode whose attention the strategy names, sorted.
       known_axes: every axis that may stand in an annotation.
     """
 
@@ -226,7 +228,7 @@ class AxisRules:
     tensors: tuple[TensorRules, ...] = ()
     user_axes: tuple[str, ...] = ()
     policy: Policy = Policy()
-    attention: tuple[tuple[str, Attention], ...] = ()
+    attention: tuple[tuple[str, RuleRef], ...] = ()
     known_axes: frozenset[str] = dataclasses.field(init=False, repr=False)
     _tables: dict[tuple[str, Role], dict[str, Rule]] = dataclasses.field(init=False, repr=False)
     _values: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
@@ -239,7 +241,8 @@ class AxisRules:
             tables[mode, Role.PARAM] = tables[mode, Role.USE] = tables[mode, Role.STATE] = dict(table)
         object.__setattr__(self, "known_axes", KNOWN_AXES | frozenset(self.user_axes))
         object.__setattr__(self, "_tables", tables)
-        object.__setattr__(self, "_values", (self.activations, self.params, self.tensors, self.user_axes, self.policy, self.attention))
+        named = tuple((mode, line.text) for mode, line in self.attention)  # where it is written does not count
+        object.__setattr__(self, "_values", (self.activations, self.params, self.tensors, self.user_axes, self.policy, named))
         object.__setattr__(self, "_hash", hash(self._values))
         object.__setattr__(self, "_cache", {})
 
@@ -250,7 +253,7 @@ class AxisRules:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, self._values
+        return _rebuild, (*self._values[:-1], self.attention)
 
     def stated(self, axis: str, *, mode: str, role: Role, path: str | None) -> Rule | None:
         """Return the rule that the strategy states for an axis, or None; `tensor_rule` is asked first for weights."""
@@ -262,9 +265,9 @@ class AxisRules:
             return None
         return next((rule for entry in self.tensors if (rule := entry.find(axis, path)) is not None), None)
 
-    def attention_in(self, mode: str) -> Attention:
-        """Return the implementation of attention that the strategy names for a mode, else AUTO."""
-        return dict(self.attention).get(mode, Attention.AUTO)
+    def attention_in(self, mode: str) -> RuleRef | None:
+        """Return the line of the strategy that names the implementation of attention in a mode, or None for AUTO."""
+        return dict(self.attention).get(mode)
 
     def named_mesh_axes(self) -> tuple[str, ...]:
         """Every mesh axis that any rule names, in order, once."""
@@ -305,12 +308,12 @@ def build_rules(
     tensors: Iterable[TensorRules] = (),
     user_axes: Iterable[str] = (),
     policy: Policy | None = None,
-    attention: Mapping[str, str] | None = None,
+    attention: Mapping[str, RuleRef] | None = None,
 ) -> AxisRules:
     """Layer tables into the effective table of each mode and role.
 
     `tables` maps `rules`, `params`, `modes.<m>` and `modes.<m>.params` to axis -> rule. Insert inherits from decode;
-    `[modes.M]` never touches a parameter. `attention` maps modes to implementations, and `default` to that of the others.
+    `[modes.M]` never touches a parameter. `attention` maps modes to lines that name one, and `default` to that of the others.
     """
 
     def layer(*names: str) -> Table:
@@ -332,10 +335,10 @@ def build_rules(
     )
 
 
-def _attention_by_mode(named: Mapping[str, str]) -> tuple[tuple[str, Attention], ...]:
-    """Return the implementation of each mode that attends and has one; canonical modes, sorted."""
-    modes = {parse_mode(name): named.get(name, named.get("default", Attention.AUTO)) for name in ("train", "prefill", "decode")}
-    return tuple(sorted((mode, Attention(name)) for mode, name in modes.items() if name != Attention.AUTO))
+def _attention_by_mode(named: Mapping[str, RuleRef]) -> tuple[tuple[str, RuleRef], ...]:
+    """Return the line for each mode that attends and has one; canonical modes, sorted."""
+    found = [(parse_mode(name), named.get(name, named.get("default"))) for name in ("train", "prefill", "decode")]
+    return tuple(sorted([(mode, line) for mode, line in found if line is not None and line.text != Attention.AUTO], key=lambda one: one[0]))
 
 
 _MODE_NAMES = ("train", "prefill", "decode", "insert")

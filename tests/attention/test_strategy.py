@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 
 import jax
+import jax.numpy as jnp
 import jsonschema
 import pytest
 
 import shardwright as sw
 from shardwright import attention
+from shardwright.attention.blockwise import BlockwiseAttention
 from shardwright.attention.choose import AUTO, SHIPPED
 from shardwright.attention.registry import impl_names
 from shardwright.rules import Attention
@@ -25,7 +28,17 @@ def shapes(length: int = 8) -> list[jax.ShapeDtypeStruct]:
 def test_each_mode_has_its_own_and_the_rest_the_default() -> None:
     rules = sw.Strategy.loads(TEXT).compile()
     found = {mode: str(rules.attention_in(mode)) for mode in (sw.MODE_TRAIN, sw.MODE_PREFILL, sw.MODE_DECODE)}
-    assert found == {sw.MODE_TRAIN: "vanilla", sw.MODE_PREFILL: "blockwise", sw.MODE_DECODE: "auto"}
+    assert found == {
+        sw.MODE_TRAIN: 'train = "vanilla"   (<toml>:5, [attention])',
+        sw.MODE_PREFILL: 'default = "blockwise"   (<toml>:4, [attention])',
+        sw.MODE_DECODE: "None",
+    }
+    elsewhere = sw.Strategy.loads("\n" + TEXT, source="my.toml").compile()
+    assert elsewhere == rules
+    assert hash(elsewhere) == hash(rules)
+    again = pickle.loads(pickle.dumps(elsewhere))
+    assert again == rules
+    assert str(again.attention_in(sw.MODE_TRAIN)) == 'train = "vanilla"   (my.toml:6, [attention])'
     assert rules != sw.Strategy.loads(TEXT.replace("vanilla", "ring")).compile()
     assert sw.Strategy.loads('[rules]\nbatch = "dp"\n').compile().attention == ()
 
@@ -38,14 +51,18 @@ def test_round_trip_overlay_and_schema(format: str) -> None:
     assert both.attention.model_dump() == {"default": "blockwise", "train": "vanilla", "prefill": None, "decode": "flash_decode"}
     schema = sw.Strategy.json_schema()
     jsonschema.validate(strategy.to_data(), schema)
-    with pytest.raises(jsonschema.ValidationError, match="'rings' is not one of"):
-        jsonschema.validate({"attention": {"train": "rings"}}, schema)
+    jsonschema.validate({"attention": {"train": "own:mine"}}, schema)
+    for wrong in ("rings", "own:", "own:a b", "paged"):
+        with pytest.raises(jsonschema.ValidationError, match=f"'{wrong}' is not valid under any"):
+            jsonschema.validate({"attention": {"train": wrong}}, schema)
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
         ('train = "rings"', "my.toml:2 attention.train: 'rings' is not a choice here\n  fix   did you mean 'ring'?"),
+        ('train = "own:"', "my.toml:2 attention.train: 'own:' is not a choice here\n  fix   write one of auto, allgather_kv,"),
+        ('decode = "paged"', "vanilla, or own:NAME for one that you register"),
         ('insert = "ring"', "my.toml:2 attention.insert: unknown key"),
         ("train = 3", "my.toml:2 attention.train: "),
     ],
@@ -59,11 +76,12 @@ def test_the_strategys_word_counts_unless_the_call_has_its_own() -> None:
     q, k, v = shapes()
     with sw.PartitionManager(sw.Strategy.loads(TEXT), mesh=cpu_mesh("dp:2")):
         found = attention.explain(q, k, v, mode="train")
-        assert (found.name, found.why) == ("vanilla", "[attention] train of the strategy names vanilla")
+        assert (found.name, found.why) == ("vanilla", 'the strategy says train = "vanilla"   (<toml>:5, [attention])')
         assert attention.explain(q, k, v, mode="train", implementation="auto").name == "blockwise"
         assert attention.explain(q, k, v, mode="decode").name == "blockwise"
         with pytest.raises(
-            sw.AttentionError, match=r"prefill of the strategy names blockwise, which refuses\n(.*\n)*.*blockwise: it never has all"
+            sw.AttentionError,
+            match=r'says default = "blockwise"   \(<toml>:4, \[attention\]\), and it refuses\n(.*\n)*.*blockwise: it never has all',
         ):
             attention.explain(q, k, v, mode="prefill", return_weights=True).require()
 
@@ -77,7 +95,9 @@ def test_one_that_was_named_and_refuses_is_told_with_what_auto_takes() -> None:
         says = r'^blockwise was asked for by name.*\n(.*\n)* *not   blockwise: it never(.*\n)* *fix   implementation="auto" takes vanilla$'
         with pytest.raises(sw.AttentionError, match=says):
             refused.require()
-        with pytest.raises(sw.AttentionError, match=r'names blockwise, which refuses\n(.*\n)*.*"auto" takes vanilla'):
+        with pytest.raises(
+            sw.AttentionError, match=r'says default = "blockwise".*\n(.*\n)*.*"auto" takes vanilla, and so does default = "auto" there'
+        ):
             attention.explain(q, k, v, mode="prefill", return_weights=True).require()
 
 
@@ -93,7 +113,31 @@ def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_strategy_may_name_every_implementation_that_is_shipped() -> None:
-    assert {impl_names(one)[0] for one in SHIPPED} <= set(Attention)
-    names = sw.Strategy.json_schema()["$defs"]["AttentionTable"]["properties"]["default"]["enum"]
+    assert {impl_names(one)[0] for one in SHIPPED} | {AUTO} == set(Attention)
+    names = sw.Strategy.json_schema()["$defs"]["AttentionTable"]["properties"]["default"]["anyOf"][0]["enum"]
     assert names == [str(name) for name in Attention]
     assert names[0] == AUTO
+
+
+def test_one_of_your_own_has_a_prefix_so_that_typing_errors_are_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = shapes()
+    strategy = sw.Strategy.loads('[attention]\ntrain = "own:mine"\n', source="my.toml")
+    with sw.PartitionManager(strategy, mesh=cpu_mesh("dp:2")):
+        says = (
+            r"unknown attention implementation 'mine'\n  rule  train = \"own:mine\"   \(my.toml:2, .*\n"
+            r"  fix   .*import what registers your own"
+        )
+        with pytest.raises(sw.AttentionError, match=says):
+            attention.explain(q, k, v, mode="train")
+        monkeypatch.setattr(attention.AttentionRegistry, "_known", {**attention.AttentionRegistry._known, "mine": Mine})
+        found = attention.explain(q, k, v, mode="train")
+        assert (found.name, found.why) == ("mine", 'the strategy says train = "own:mine"   (my.toml:2, [attention])')
+        assert attention.dot_product_attention(
+            jnp.ones((2, 8, 4, 8)), k=jnp.ones((2, 8, 2, 8)), v=jnp.ones((2, 8, 2, 8)), mode="train"
+        ).shape
+
+
+class Mine(BlockwiseAttention):
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "mine"

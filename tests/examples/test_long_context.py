@@ -14,7 +14,7 @@ from tests.examples.test_demo import ROOT, run_python
 def test_a_ring_trains_as_one_device_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert long_context.main(["--length", "128", "--steps", "2"]) == 0
     said = capsys.readouterr().out
-    assert "long_context: ring   [attention] train of the strategy names ring" in said
+    assert 'long_context: ring   the strategy says train = "ring"' in said
     assert "lies  q_length sp, kv_length sp" in said
     assert "The losses agree" in said
 

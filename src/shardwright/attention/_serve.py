@@ -30,9 +30,35 @@ def serve(implementation: Any, operands: Operands, call: AttentionCall) -> Resul
 
 
 def _run(implementation: Any, operands: Operands, call: AttentionCall) -> Result:
-    found = asked(implementation.run(operands, call), call)
+    found = implementation.run(operands, call)
+    _check(found, implementation, call)
+    found = asked(found, call)
     o = _lay(found.o, call)
     return dataclasses.replace(found, o=o if call.layout is Layout.BTHD else jnp.swapaxes(o, 1, 2))
+
+
+def _check(found: Any, implementation: Any, call: AttentionCall) -> None:
+    """Check that an implementation returned what was asked of it: it may be the user's own.
+
+    Raises:
+      AttentionError: it is no `Result`, or an array of it is missing or has another shape or dtype.
+    """
+    name = implementation.__name__
+    if not isinstance(found, Result):
+        raise AttentionError(
+            f"{name} returned a {type(found).__name__}", fix="return attention.Result(o=o), o as [batch, length, heads, v_dim]"
+        )
+    rows, heads = (call.batch, call.q_length), (call.batch, call.heads, call.q_length)
+    wanted: dict[str, tuple[tuple[int, ...], str]] = {"o": ((*rows, call.heads, call.v_dim), call.dtype)}
+    if call.return_lse:
+        wanted["lse"] = (heads, "float32")
+    if call.return_weights:
+        wanted["weights"] = ((*heads, call.kv_length), "")
+    for field, (shape, dtype) in wanted.items():
+        array = getattr(found, field)
+        if array is None or array.shape != shape or (dtype and array.dtype != dtype):
+            has = "no" if array is None else f"{array.dtype} {array.shape} as"
+            raise AttentionError(f"{name} returned {has} {field}", fix=f"the call asks for {dtype} {shape}".replace("  ", " "))
 
 
 _jitted = functools.partial(jax.jit, static_argnums=(0, 2))(_run)

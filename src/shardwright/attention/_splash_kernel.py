@@ -64,6 +64,7 @@ class _ByRules(splash_attention.Mask):
 
 def attend(shard: Operands, *, call: AttentionCall, interpret: bool) -> Result:
     """Return the output of local operands. Differentiable."""
+    shard = _online.without_remains(shard, call.recipe)
     floats = {name: getattr(shard, name) for name in ("q", "k", "v", "sinks")}
     kernel = functools.partial(_by_kernel, call=call, interpret=interpret)
     return Result(o=_attend(kernel, call.dtype, floats, shard.replace(**dict.fromkeys(floats))))

@@ -11,8 +11,6 @@ from shardwright.attention.arguments import Options, describe, make_operands, ma
 from shardwright.attention.call import AttentionCall
 from shardwright.attention.choose import AUTO, Choice, choose
 from shardwright.attention.metadata import AttentionMetadata
-from shardwright.modes import mode_name
-from shardwright.rules import Attention
 
 
 def dot_product_attention(
@@ -132,9 +130,9 @@ def _choose(call: AttentionCall, options: Options, implementation: str | None) -
     manager = options.manager if options.manager is not None else context.current()
     if implementation is not None or manager is None:
         return choose(call, implementation=implementation or AUTO)
-    named = manager.rules.attention_in(call.mode)
-    found = choose(call, implementation=str(named))
-    if named is Attention.AUTO:
-        return found
-    who = f"[attention] {mode_name(call.mode)} of the strategy names {named}"
-    return dataclasses.replace(found, why=who if found.name else f"{who}, which refuses")
+    line = manager.rules.attention_in(call.mode)
+    if line is None:
+        return choose(call)
+    found = choose(call, implementation=line.text, line=str(line))
+    who = f"the strategy says {line}"
+    return dataclasses.replace(found, why=who if found.name else f"{who}, and it refuses", line=line)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from shardwright import _jax, context
 from shardwright.attention import masks
@@ -258,8 +259,7 @@ def _mode(mode: str | None, manager: PartitionManager | None) -> str:
 
 def _platform(manager: PartitionManager | None) -> str:
     mesh = None if manager is None else manager.mesh
-    devices = getattr(mesh, "devices", None)
-    name = jax.default_backend() if devices is None else devices.flat[0].platform
+    name = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
     return "gpu" if name in ("cuda", "rocm") else str(name)
 
 
@@ -301,7 +301,11 @@ def _check_arrays(options: Options, mask: Mask, sizes: _Sizes) -> None:
         full = (b, h, t, s)
         if len(array.shape) != 4 or any(have not in (1, want) for have, want in zip(array.shape, full, strict=True)):
             what = f"{name} has shape {tuple(array.shape)}, and the logits are [batch, heads, q_length, kv_length] = {full}"
-            raise AttentionError(what, path=name, fix="give it 4 dims, each full or 1: mask[:, None] puts one in for the heads")
+            dims = {
+                2: f"; of one of [q_length, kv_length], {name}[None, None]",
+                3: f"; of one of [batch, q_length, kv_length], {name}[:, None]",
+            }
+            raise AttentionError(what, path=name, fix=f"give it 4 dims, each full or 1{dims.get(len(array.shape), '')}")
     if options.sinks is not None and tuple(options.sinks.shape) != (h,):
         raise AttentionError(
             f"sinks have shape {tuple(options.sinks.shape)}, not ({h},)", path="sinks", fix="give one logit per query head"

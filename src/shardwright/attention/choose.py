@@ -16,6 +16,8 @@ from shardwright.attention.ulysses import UlyssesAttention
 from shardwright.attention.vanilla import VanillaAttention
 from shardwright.errors import AttentionError
 from shardwright.modes import MODE_DECODE, mode_name
+from shardwright.provenance import RuleRef
+from shardwright.rules import OWN_ATTENTION
 
 AUTO = "auto"
 # One line for each implementation that comes with the package.
@@ -53,6 +55,7 @@ class Choice:
       passed_over: those that could too, in the order in which they would have come.
       call: what was asked.
       instead: where one was named and refuses, what "auto" says of the call; else None.
+      line: the line of the strategy that named it, or None.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Choice:
     passed_over: tuple[str, ...]
     call: AttentionCall
     instead: Choice | None = None
+    line: RuleRef | None = None
 
     def __str__(self) -> str:
         call = self.call
@@ -87,22 +91,26 @@ class Choice:
         about = str(self).partition("\n")[2]
         if self.instead is None:
             raise AttentionError(f"no attention implementation can serve this call: {self.why}", snippet=about)
-        fix = f'implementation="auto" takes {self.instead.name}' if self.instead.name else "change the call: nothing else serves it either"
+        fix = "change the call: nothing else serves it either"
+        if self.instead.name:
+            there = "" if self.line is None else f', and so does {self.line.key} = "auto" there'
+            fix = f'implementation="auto" takes {self.instead.name}{there}'
         raise AttentionError(self.why, snippet=about, fix=fix)
 
 
-def choose(call: AttentionCall, *, implementation: str = AUTO) -> Choice:
+def choose(call: AttentionCall, *, implementation: str = AUTO, line: str = "") -> Choice:
     """Choose an implementation, by name or by what suits the call best.
 
     Args:
       call: what is asked.
       implementation: a name, or "auto".
+      line: what named it, for messages.
 
     Raises:
       AttentionError: an unknown name.
     """
     if implementation != AUTO:
-        found = AttentionRegistry.get(implementation)
+        found = AttentionRegistry.get(implementation.removeprefix(OWN_ATTENTION), line=line)
         name, reasons = impl_names(found)[0], found.refusals(call)
         refusals = (Refusal(name=name, reasons=reasons),) if reasons else ()
         why = "asked for by name" if not reasons else f"{name} was asked for by name and refuses"
@@ -150,7 +158,13 @@ def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
     even = 1 + call.heads / call.kv_heads
     ulysses = ("ulysses", f"{shards} shards are more than 1 + heads / kv_heads = {even:g}: it sends fewer bytes than a ring")
     ring = ("ring", f"{shards} shards are no more than 1 + heads / kv_heads = {even:g}: it sends no more bytes than all-to-alls")
-    gather = ("allgather_kv", f"the gathered keys take {gathered / 2**20:.1f} MiB per device: one collective, a ring's bytes")
+    whole = not call.specs.kv_length
+    gather = (
+        "allgather_kv",
+        "every device has all keys already: nothing is gathered"
+        if whole
+        else f"the gathered keys take {gathered / 2**20:.1f} MiB per device: one collective, a ring's bytes",
+    )
     rest = [ulysses, ring] if shards > even else [ring, ulysses]
     return [gather, *rest] if gathered <= _GATHER_BYTES // 16 else [*rest, gather]
 

@@ -52,7 +52,11 @@ class AttentionImpl(abc.ABC):
     def refusals(cls, call: AttentionCall) -> tuple[str, ...]:
         """Return why a call cannot be served: what `supports` says, and quantised keys where there are no scales."""
         no_scales = (f"it takes no scales, and k and v are {call.kv_dtype}",) if call.kv_dtype and not cls.takes_scales else ()
-        return (*no_scales, *cls.supports(call))
+        reasons = cls.supports(call)
+        if not isinstance(reasons, (tuple, list)) or not all(isinstance(reason, str) for reason in reasons):
+            what = f"{cls.__qualname__}.supports returned {reasons!r}"
+            raise AttentionError(what, fix="return a tuple of reasons why the call cannot be served, () where it can")
+        return (*no_scales, *reasons)
 
     @classmethod
     @abc.abstractmethod
@@ -165,8 +169,15 @@ class AttentionRegistry:
         """Add an implementation under all its names, and return it: a class decorator.
 
         Raises:
-          AttentionError: a name that another class has.
+          AttentionError: a name that another class has; it is no `AttentionImpl`, or lacks a method.
         """
+        if not (isinstance(implementation, type) and issubclass(implementation, AttentionImpl)):
+            raise AttentionError(f"{implementation!r} is no AttentionImpl", fix="class Mine(AttentionImpl): ...")
+        if implementation.__abstractmethods__:
+            lacks = ", ".join(sorted(implementation.__abstractmethods__))
+            raise AttentionError(
+                f"{implementation.__qualname__} lacks {lacks}", fix="write them as classmethods, as the package's docstring says"
+            )
         names = impl_names(implementation)
         for name in names:
             other = cls._known.get(name)
@@ -176,16 +187,16 @@ class AttentionRegistry:
         return implementation
 
     @classmethod
-    def get(cls, name: str) -> type[AttentionImpl]:
-        """Return the implementation of a name.
+    def get(cls, name: str, *, line: str = "") -> type[AttentionImpl]:
+        """Return the implementation of a name; `line` is what named it, for the message.
 
         Raises:
           AttentionError: (a ValueError) an unknown name, with what was probably meant.
         """
         if name not in cls._known:
             known = cls.list_implementations()
-            fix = f"{did_you_mean(str(name), known)} implementations are {', '.join(known)}".strip()
-            raise AttentionError(f"unknown attention implementation {name!r}", fix=fix)
+            fix = f"{did_you_mean(str(name), known)} implementations are {', '.join(known)}; import what registers your own".strip()
+            raise AttentionError(f"unknown attention implementation {name!r}", rule=line, fix=fix)
         return cls._known[name]
 
     @classmethod

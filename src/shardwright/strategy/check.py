@@ -19,6 +19,7 @@ from shardwright.errors import (
 from shardwright.mesh import parse_mesh
 from shardwright.provenance import RuleRef
 from shardwright.rules import (
+    OWN_ATTENTION,
     POLICY_PRESETS,
     AxisRules,
     Conflict,
@@ -264,7 +265,10 @@ def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisR
         tensors=tensors,
         user_axes=own,
         policy=_policy(policy, _gather(data, origin)[0], _zero1(data, origin)[0]),
-        attention=data.get("attention"),
+        attention={
+            key: RuleRef(key=key, text=name, table="attention", source=source_of(("attention", key), origin))
+            for key, name in data.get("attention", {}).items()
+        },
     )
 
 
@@ -345,6 +349,8 @@ def from_pydantic(error: ValidationError, model: type[BaseModel], origin: Origin
     """Return a pydantic error as problems with key path and fix."""
     problems: list[Problem] = []
     for entry in error.errors():
+        if "constrained-str" in entry["loc"]:
+            continue  # the other half of a union, whose first half tells
         path = tuple(str(part) for part in entry["loc"] if not str(part).startswith(("literal[", "dict[")))
         what, fix = _explained(entry, path, model)
         if path and path[-1] == "[key]":
@@ -377,7 +383,8 @@ def _explained(entry: Any, path: KeyPath, model: type[BaseModel]) -> tuple[str, 
     known = re.findall(r"'([^']*)'", entry["ctx"]["expected"])
     hint = did_you_mean(str(given), known)
     what = f"unknown mode {given!r}" if path[0] == "modes" else f"{given!r} is not a choice here"
-    return what, f"{hint} write one of {', '.join(known)}".strip()
+    own = f", or {OWN_ATTENTION}NAME for one that you register" if path[0] == "attention" else ""
+    return what, f"{hint} write one of {', '.join(known)}{own}".strip()
 
 
 def _known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:

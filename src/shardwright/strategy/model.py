@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from shardwright.axes import Mesh, canonical_axis, file_name
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.mesh import create_mesh
-from shardwright.rules import AxisRules, Rule
+from shardwright.rules import OWN_ATTENTION, AxisRules, Rule
 from shardwright.strategy import check, files
 
 RULE = 'Candidates of mesh axes in order: "dp+fsdp | dp | -". "+" joins mesh axes, "-" replicated, "?" unconstrained.'
@@ -70,9 +70,9 @@ class PolicyTable(BaseModel):
     rank: Literal["error", "fit"] | None = Field(default=None, description="An annotation of another rank than the array.")
 
 
-AttentionName = Literal[
-    "auto", "allgather_kv", "blockwise", "cudnn", "flash_decode", "paged", "ring", "sdpa", "splash", "ulysses", "vanilla"
-]
+Shipped = Literal["auto", "allgather_kv", "blockwise", "cudnn", "flash_decode", "ring", "sdpa", "splash", "ulysses", "vanilla"]
+Own = Annotated[str, Field(pattern=rf"^{OWN_ATTENTION}[A-Za-z_][A-Za-z0-9_-]*$")]
+AttentionName = Shipped | Own
 
 
 class AttentionTable(BaseModel):

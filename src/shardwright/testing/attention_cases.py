@@ -86,7 +86,21 @@ class Case:
         }
         if self.stored is not None:
             made |= {key: x for name in ("k", "v") for key, x in quantised(name, made[name], self.stored).items()}
-        return made | {name.removeprefix("row_"): known[name]() for name in self.arrays}
+        made |= {name.removeprefix("row_"): known[name]() for name in self.arrays}
+        return made if self.mode == "train" else self._with_remains(made)
+
+    def _with_remains(self, made: dict[str, Any]) -> dict[str, Any]:
+        """Put NaN where there is no key: what an earlier sequence left in a cache may be anything. A cache has no gradient."""
+        positions = np.broadcast_to(made.get("kv_positions", np.arange(self.kv_length)), (self.batch, self.kv_length))
+        held = positions >= 0
+        if "lengths" in made:
+            held = held & (positions < made["lengths"][:, None])
+        for name in ("k_scale", "v_scale") if self.stored is not None else ("k", "v"):
+            x = made[name].copy()
+            rows = np.swapaxes(x, 1, 2) if self.options.get("layout") == "BHTD" else x
+            rows[~held] = np.nan
+            made[name] = x
+        return made
 
     def weights(self) -> Any:
         """What the elements of the output count in the loss."""
