@@ -126,6 +126,8 @@ def _problems(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> list
         found.append(Problem(error=CacheError, what=f"shape {tuple(given)}, not {shape}", path=name, fix=_ORDER[name]))
     if jnp.dtype(array.dtype) != jnp.dtype(dtype):
         fix = f"cast it where that is meant: {name}.astype({dtype!r})"
+        if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            fix += f'; or make the cache, of an engine CacheShape(...), with dtype="{array.dtype}"'
         found.append(Problem(error=CacheError, what=f"dtype {array.dtype}, not {dtype}", path=name, fix=fix))
     return found
 

@@ -71,7 +71,8 @@ def make_sliding(spec: CacheSpec) -> DenseCache:
       CacheError: there is no window, or the policy is not that of a ring.
     """
     if spec.window is None:
-        raise CacheError("a sliding cache without a window", path="window", fix='pass window=, or take init("dense", overflow="ring")')
+        fix = 'pass window=, of an engine CacheShape(window=...), or take init("dense", overflow="ring")'
+        raise CacheError("a sliding cache without a window", path="window", fix=fix)
     if spec.overflow is not Overflow.RING:
         fix = 'leave overflow out, or take init("dense", window=...), which holds all positions'
         raise CacheError(f"a sliding cache is a ring, and overflow={str(spec.overflow)!r}", path="overflow", fix=fix)
