@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import shardwright as sw
 from shardwright import caches
-from shardwright.attention import append_and_attend, next_positions
+from shardwright.attention import append_and_attend, next_positions, paged_attention
 from shardwright.caches import Refusal, RowOrder
 from shardwright.errors import AttentionError, CacheError, StrategyError
 from shardwright.testing import assert_spec, cpu_mesh
@@ -168,6 +169,62 @@ def test_attention_to_what_is_no_cache(cache: Any) -> None:
 def test_positions_of_no_rows(q_length: Any) -> None:
     with pytest.raises(AttentionError, match=f"q_length={q_length}\n  fix   pass the number of rows"):
         next_positions(make(), q_length=q_length)
+
+
+def test_a_position_beyond_32_bits_is_not_another_one() -> None:
+    pages = np.ones((2, 2, 1, 2), np.float32)
+    given: dict[str, Any] = {"block_tables": np.zeros((2, 1), np.int32), "lengths": np.ones(2, np.int32)}
+    with pytest.raises(AttentionError, match="positions has 4294967296, outside -2147483648 to 2147483647"):
+        paged_attention(K[:, :1], pages, pages, positions=np.array([[2**32], [0]]), **given)
+
+
+# Moved.
+
+
+def relayout() -> sw.PartitionManager:
+    rules = '[rules]\nbatch = "-"\nkv_length = "dp+tp"\nkv_head = "-"\n[modes.decode]\nbatch = "dp"\nkv_length = "-"\nkv_head = "tp"'
+    return sw.PartitionManager(sw.Strategy.loads(rules), mesh=cpu_mesh("dp:2,tp:2"))
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_donated_cache_holds_nothing_and_the_new_one_everything(mode: str) -> None:
+    pm = relayout()
+    keys = np.concatenate([K, K + 1], axis=2)
+    with pm.for_mode("prefill"):
+        cache = make(batch=2, capacity=8, kv_heads=2).append(keys, keys).require()
+        moved = caches.reshard(cache, mode, donate=True)
+    assert all(array.is_deleted() for array in jax.tree.leaves(cache))
+    assert moved.length.tolist() == [2, 2]
+    np.testing.assert_array_equal(np.asarray(moved.k)[:, :2], keys)
+    assert_spec(moved, moved.axes(), manager=pm, mode=mode)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_cache_moves_to_another_mesh_also_under_the_manager_that_it_leaves(donate: bool, tmp_path: Path) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    large, small = manager_of("dp:2,sp:2"), manager_of("dp:2,sp:1")
+    apart = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=Mesh(np.array(jax.devices()[6:]).reshape(2, 1), ("dp", "sp")))
+    with large.for_mode("decode"):
+        cache = make().append(K, K).require()
+        caches.save(cache, tmp_path / "cache")
+        found = [
+            caches.reshard(cache, manager=small, mode="decode", donate=donate),
+            caches.restore(tmp_path / "cache", manager=small, mode="decode"),
+            caches.reshard(cache, manager=apart, mode="decode", donate=donate),
+        ]
+    assert all(array.is_deleted() == donate for array in jax.tree.leaves(cache))
+    for moved, manager in zip(found, (small, small, apart), strict=True):
+        assert_spec(moved, moved.axes(), manager=manager, mode="decode")
+        np.testing.assert_array_equal(np.asarray(moved.k)[:, :2], K)
+
+
+def test_what_cannot_move() -> None:
+    for move in (caches.reshard, caches.plan_reshard):
+        with pytest.raises(CacheError, match="cache is NoneType, not a cache"):
+            move(None, "decode", manager=relayout())  # type: ignore[type-var]
+        with pytest.raises(CacheError, match="manager is str\n  fix   pass a PartitionManager"):
+            move(make(), "decode", manager="fsdp")  # type: ignore[arg-type]
 
 
 # Saved and restored.

@@ -153,8 +153,8 @@ def test_the_policy_error_raises_whatever_is_refused() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no rows": ({"page_size": 0}, "page_size is 0 and pages 6"),
-    "no pages": ({"pages": 0}, "page_size is 4 and pages 0"),
+    "no rows": ({"page_size": 0}, "page_size: page_size=0\n  fix   pass a whole number"),
+    "no pages": ({"pages": 0}, "pages: pages=0\n  fix   pass a whole number"),
     "ring": ({"overflow": "ring"}, "a paged cache cannot be a ring"),
     "order": ({"order": RowOrder(block=2, shards=2)}, "pages hold rows in order"),
 }

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import shardwright as sw
 from shardwright import serving
 from shardwright.errors import ServingError
 from shardwright.serving import Finish, Request, Sampling
 from shardwright.serving.sampling import draws, keep, sample
+from shardwright.testing import cpu_mesh
 from tests.serving.stub import SHAPE, VOCAB, stub, text_of
 
 PROMPT = [1, 2, 3]
@@ -164,3 +166,46 @@ def test_what_is_no_request_is_refused_before_any_is_taken_on(given: Any, messag
         engine.run(given)
     assert engine.report().requests == 0
     assert engine.vocabulary == VOCAB
+
+
+def shortened(params: Any, tokens: Any, held: Any, valid: Any) -> Any:
+    logits, new = stub(params, tokens, held, valid)
+    return logits[:, :1], new
+
+
+def unlisted(params: Any, tokens: Any, held: Any, valid: Any) -> Any:
+    logits, new = stub(params, tokens, held, valid)
+    return logits, new[0]
+
+
+def rounded(params: Any, tokens: Any, held: Any, valid: Any) -> Any:
+    logits, new = stub(params, tokens, held, valid)
+    return logits.astype(jnp.int32), new
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (shortened, r"the model returned \(1, 1, 13\) for tokens of shape \(1, 4\)"),
+        (unlisted, "the model returned other caches than it was given"),
+        (rounded, "the model returned logits of int32\n  fix   return floating point"),
+    ],
+)
+def test_what_a_model_returns_is_looked_at_in_every_step(model: Any, message: str) -> None:
+    shape = serving.CacheShape(layers=1, kv_heads=1, head_dim=1, dtype="float32")
+    with pytest.raises(ServingError, match=message):
+        make(model, shape=shape).run([ask()])
+
+
+def test_an_engine_without_a_manager_stays_off_its_mesh() -> None:
+    engine = make()
+    handle = engine.submit(ask())
+    engine.step()
+    pm = sw.PartitionManager(sw.Strategy.preset("serve_tp"), mesh=cpu_mesh("dp:2,tp:1"))
+    for call in (engine.step, make().compile):
+        with (
+            pm.for_mode("decode"),
+            pytest.raises(ServingError, match="manager: the engine was made without a manager, and is called under one"),
+        ):
+            call()
+    assert list(handle) == TEXT

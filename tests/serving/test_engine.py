@@ -220,7 +220,7 @@ def half(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "says"), [(one_logit, "the model returned .2, 13. for 2 slots"), (half, "other caches than it was given")]
+    ("model", "says"), [(one_logit, "the model returned .2, 13. for tokens of shape .2, 1."), (half, "other caches than it was given")]
 )
 def test_a_model_that_returns_something_else_is_refused(model: Any, says: str) -> None:
     with pytest.raises(ServingError, match=says):

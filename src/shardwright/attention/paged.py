@@ -285,6 +285,7 @@ def _check_positions(positions: Any, q_lengths: Any, sizes: _Sizes) -> None:
     if shape != (sizes.batch, sizes.q_length) or not jnp.issubdtype(kind, jnp.integer):
         want = f"pass integers of shape ({sizes.batch}, {sizes.q_length})"
         raise AttentionError(f"positions is {kind} of shape {shape}", path="positions", fix=want)
+    _check_range("positions", positions, -(2**31), 2**31 - 1, "positions are int32; negative for a row that is none")
 
 
 def _check_range(name: str, array: Any, low: int, high: int, fix: str) -> None:

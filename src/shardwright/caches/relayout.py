@@ -80,7 +80,7 @@ def plan_reshard(cache: KVCache, mode: str | None = None, *, manager: PartitionM
       CacheError: as there; or the cache lies on another mesh, between which JAX copies.
       ShardingError: as there.
     """
-    manager, mode = _wanted(mode, manager)
+    manager, mode = _wanted(cache, mode, manager)
     found = []
     for name, axes, array in _arrays(cache):
         source = _source(array, axes, cache.spec.mode, manager)
@@ -105,13 +105,14 @@ def reshard(cache: C, mode: str | None = None, *, manager: PartitionManager | No
       cache: of any kind.
       mode: runtime mode; absent: the manager's.
       manager: whose rules and mesh; absent: the ambient one. Under the other operations it must be the ambient one.
-      donate: whether the old cache may be given up, which then holds no memory. Inside `jit`, donate it there.
+      donate: whether the old cache may be given up, which then holds no memory; where meshes have devices in common, JAX may share what
+        stays on them, and the old arrays go when nothing refers to them. Inside `jit`, donate it there.
 
     Raises:
       CacheError: no mode, no manager, an abstract mesh, or another mesh inside a trace.
       ShardingError: what the rules say does not fit the sizes.
     """
-    manager, mode = _wanted(mode, manager)
+    manager, mode = _wanted(cache, mode, manager)
     sources = [_source(array, axes, cache.spec.mode, manager) for _, axes, array in _arrays(cache)]
     spec = dataclasses.replace(cache.spec, mode=mode)
     if None in sources:
@@ -123,12 +124,21 @@ def reshard(cache: C, mode: str | None = None, *, manager: PartitionManager | No
             raise placement.no_devices()
         run = _run if _jax.in_trace() else _donating if donate else _jitted
         moved = run(plan, manager.mesh, arrays)
+        if run is _donating:
+            # What XLA could not write into, as shards of other sizes, it left alone.
+            for name, array in arrays.items():
+                if array is not moved[name] and not array.is_deleted():
+                    array.delete()
     anything: Any = cache
     laid: C = dataclasses.replace(anything, spec=spec, **moved)
     return laid
 
 
-def _wanted(mode: str | None, manager: PartitionManager | None) -> tuple[PartitionManager, str]:
+def _wanted(cache: Any, mode: str | None, manager: PartitionManager | None) -> tuple[PartitionManager, str]:
+    if not isinstance(cache, KVCache):
+        raise CacheError(f"cache is {type(cache).__name__}, not a cache", path="cache", fix="make one with caches.init")
+    if manager is not None and not isinstance(manager, PartitionManager):
+        raise CacheError(f"manager is {type(manager).__name__}", path="manager", fix="pass a PartitionManager")
     manager = context.current() if manager is None else manager
     if manager is None:
         raise CacheError("no manager says where a cache lies", path="manager", fix="pass manager=, or call it within `with manager:`")
@@ -176,11 +186,15 @@ def _copied(cache: KVCache, manager: PartitionManager, mode: str, *, donate: boo
     if isinstance(manager.mesh, AbstractMesh):
         raise placement.no_devices()
     shards = Shards(manager=manager, mode=mode)
-    found = {}
-    for name, axes, array in _arrays(cache):
-        where = NamedSharding(manager.mesh, shards.spec(axes, array.shape))
-        found[name] = jax.device_put(array, where, donate=donate)
-    return found
+    with manager:  # the cache comes from under another one, which may be the ambient one
+        specs = {name: shards.spec(axes, array.shape) for name, axes, array in _arrays(cache)}
+    copied = {}
+    for name, _, array in _arrays(cache):
+        copied[name] = jax.device_put(array, NamedSharding(manager.mesh, specs[name]))
+        # On a device that both have, the copy may be the array itself.
+        if donate and isinstance(array, jax.Array) and array.sharding.device_set.isdisjoint(copied[name].sharding.device_set):
+            array.delete()
+    return copied
 
 
 def _run(plan: Relayout, mesh: Mesh | AbstractMesh, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:

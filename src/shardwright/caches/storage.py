@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -95,7 +96,8 @@ def restore(
             manager = context.current() if manager is None else manager
             spec = dataclasses.replace(spec, mode=_mode(spec, manager, mode))
             axes = kind(**{**empty, "spec": spec, **shapes}).axes()
-            wanted = {name: _struct(x, _sharding(manager, spec.mode, getattr(axes, name), x)) for name, x in shapes.items()}
+            with contextlib.nullcontext() if manager is None else manager:  # which need not be the ambient one
+                wanted = {name: _struct(x, _sharding(manager, spec.mode, getattr(axes, name), x)) for name, x in shapes.items()}
         how = orbax.checkpoint_utils.construct_restore_args(wanted)
         try:
             read = checkpointer.restore(place, args=orbax.args.Composite(arrays=orbax.args.PyTreeRestore(item=wanted, restore_args=how)))

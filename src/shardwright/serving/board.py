@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from shardwright import context
 from shardwright.caches.paged import PagedCache
 from shardwright.errors import ServingError
 from shardwright.manager import PartitionManager
@@ -60,8 +62,15 @@ class Plan:
     chunk: int
 
     def under(self, mode: str) -> contextlib.AbstractContextManager[Any]:
-        """Return the manager of a mode, to be entered."""
+        """Return the manager of a mode, to be entered.
+
+        Raises:
+          ServingError: there is none, and the caller is under one, which would move everything onto its mesh.
+        """
         manager = self.prefill_manager if mode == MODE_PREFILL else self.manager
+        if manager is None and context.current() is not None:
+            fix = "make the engine under the manager, or with manager=, or call it outside"
+            raise ServingError("the engine was made without a manager, and is called under one", path="manager", fix=fix)
         return contextlib.nullcontext() if manager is None else manager.for_mode(mode)
 
     def make_rows(self) -> Caches:
@@ -163,8 +172,8 @@ class Board:
         plan = self._plan
         tokens, valid = np.zeros((plan.slots, 1), np.int32), np.zeros((plan.slots, 1), bool)
         with plan.under(MODE_DECODE):
-            found = jax.eval_shape(plan.model, plan.params, tokens, self.slots.caches, valid)
-        return _check_model(found, self.slots.caches)
+            logits, _ = jax.eval_shape(functools.partial(device.read, plan.model), plan.params, tokens, self.slots.caches, valid)
+        return int(logits.shape[2])
 
     def _moved(self) -> Caches:
         """Return the prefill batch where insert wants it."""
@@ -211,15 +220,3 @@ def _padded(numbers: Sequence[int], size: int) -> np.ndarray:
 def is_gone(tree: Any) -> bool:
     """Tell whether a compiled function has taken arrays of a tree."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
-
-
-def _check_model(found: Any, held: Caches) -> int:
-    batch = held[0].batch
-    fix = "return (logits [batch, q_length, vocab], one cache per layer, as append_and_attend gives them)"
-    if not isinstance(found, tuple) or len(found) != 2 or getattr(found[0], "shape", ())[:2] != (batch, 1) or len(found[0].shape) != 3:
-        said = jax.tree.map(lambda leaf: leaf.shape, found[0]) if isinstance(found, tuple) and found else type(found).__name__
-        raise ServingError(f"the model returned {said} for {batch} slots and one token", path="model", fix=fix)
-    theirs, ours = ([leaf.shape for leaf in jax.tree.leaves(part)] for part in (found[1], held))
-    if theirs != ours or [type(one) for one in found[1]] != [type(one) for one in held]:
-        raise ServingError("the model returned other caches than it was given", path="model", fix=fix)
-    return int(found[0].shape[2])

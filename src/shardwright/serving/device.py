@@ -18,6 +18,7 @@ from shardwright import caches
 from shardwright.axes import BATCH, EMPTY
 from shardwright.caches.base import KVCache
 from shardwright.caches.shards import ambient_shards
+from shardwright.errors import ServingError
 from shardwright.serving.sampling import Draw, sample
 
 Caches = tuple[KVCache, ...]
@@ -99,6 +100,27 @@ def _nothing(batch: int, mode: str | None) -> tuple[jax.Array, jax.Array, Draw]:
 _born = jax.jit(_nothing, static_argnums=(0, 1))
 
 
+def read(model: Model, params: Any, tokens: Any, held: Caches, valid: Any) -> tuple[jax.Array, Caches]:
+    """Return what a model does: logits `[batch, q_length, vocab]`, and the caches.
+
+    Raises:
+      ServingError: it does not return what `Model` says.
+    """
+    found: Any = model(params, tokens, held, valid)
+    fix = "return (logits [batch, q_length, vocab], one cache per layer, as append_and_attend gives them)"
+    shapes = [getattr(part, "shape", None) for part in found] if isinstance(found, tuple) and len(found) == 2 else [None]
+    if shapes[0] is None or len(shapes[0]) != 3 or shapes[0][:2] != tokens.shape or not shapes[0][2]:
+        said = type(found).__name__ if shapes[0] is None else shapes[0]
+        raise ServingError(f"the model returned {said} for tokens of shape {tokens.shape}", path="model", fix=fix)
+    logits, new = found
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ServingError(f"the model returned logits of {logits.dtype}", path="model", fix="return floating point, one logit per token")
+    theirs, ours = ([(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(part)] for part in (new, held))
+    if not isinstance(new, (list, tuple)) or theirs != ours or [type(one) for one in new] != [type(one) for one in held]:
+        raise ServingError("the model returned other caches than it was given", path="model", fix=fix)
+    return logits, tuple(new)
+
+
 def prefill(model: Model, rows: Caches, params: Any, tokens: jax.Array, counts: jax.Array, draw: Draw) -> tuple[Caches, jax.Array]:
     """Read the next tokens of prompts, and draw what would follow the last one.
 
@@ -114,9 +136,9 @@ def prefill(model: Model, rows: Caches, params: Any, tokens: jax.Array, counts: 
       The caches, and `[rows]` int32 tokens, NO_NUMBER or REFUSED; anything for a row without tokens.
     """
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
-    logits, new = model(params, tokens, rows, valid)
+    logits, new = read(model, params, tokens, rows, valid)
     last = jnp.take_along_axis(logits, jnp.maximum(counts, 1)[:, None, None] - 1, axis=1)[:, 0]
-    return tuple(new), _next(last, rows, tuple(new), counts, draw)
+    return new, _next(last, rows, new, counts, draw)
 
 
 def insert(slots: Slots, source: Caches, into: jax.Array, first: jax.Array, draw: Draw) -> tuple[Slots, jax.Array]:
@@ -156,10 +178,10 @@ def decode(model: Model, slots: Slots, params: Any) -> tuple[Slots, jax.Array]:
     """
     mode = slots.caches[0].spec.mode
     counts = slots.active.astype(jnp.int32)
-    logits, new = model(params, slots.last[:, None], slots.caches, _by_slot(slots.active, mode)[:, None])
-    tokens = _next(logits[:, 0], slots.caches, tuple(new), counts, slots.draw)
+    logits, new = read(model, params, slots.last[:, None], slots.caches, _by_slot(slots.active, mode)[:, None])
+    tokens = _next(logits[:, 0], slots.caches, new, counts, slots.draw)
     draw = dataclasses.replace(slots.draw, index=slots.draw.index + counts)
-    return _laid(Slots(caches=tuple(new), last=jnp.maximum(tokens, 0), active=slots.active, draw=draw)), tokens
+    return _laid(Slots(caches=new, last=jnp.maximum(tokens, 0), active=slots.active, draw=draw)), tokens
 
 
 def clear(held: Caches, which: jax.Array) -> Caches:

@@ -341,7 +341,7 @@ class Engine:
     def _take(self, job: Job, token: int, *, last: bool) -> None:
         """Give a job what was found for it: a token, if it is that after all it has read, or what went wrong."""
         if token < 0:
-            what = "the logits are not numbers" if token == NO_NUMBER else "a cache refused its tokens"
+            what = "the logits are not numbers" if token == NO_NUMBER else "a cache refused its tokens, or the model did not pass valid="
             self._scheduler.end(job, Finish.FAILED, ServingError(f"request {job.number}, after {len(job.written)} tokens: {what}"))
         elif last:
             self._meter.wrote(job.number)
