@@ -121,6 +121,14 @@ def test_check_names_the_file_of_an_overlay(tmp_path: Path) -> None:
     assert (code, found["code"], found["file"]) == (1, "unknown_mesh_axis", "wrong.toml")
 
 
+def test_check_takes_strategies_as_explain_does(tmp_path: Path) -> None:
+    (tmp_path / "wrong.toml").write_text('[rules]\nbatch = "dpp"\n', encoding="utf-8")
+    for words in ("fsdp", "'fsdp_tp | wrong.toml'", "odd.toml"):
+        assert run(f"check --strategy {words}", tmp_path) == run(f"check {words}", tmp_path)
+    assert run("check --strategy fsdp_tp --strategy wrong.toml", tmp_path) == run("check 'fsdp_tp | wrong.toml'", tmp_path)
+    assert run("check fsdp --strategy wrong.toml", tmp_path) == run("check fsdp wrong.toml", tmp_path)
+
+
 def test_a_file_with_a_bar_in_its_name_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "a|b.toml").write_text('[rules]\nbatch = "dp"\n', encoding="utf-8")
     assert run("check 'a|b.toml'", tmp_path)[:2] == (0, "a|b.toml\n  no findings\n")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwright.cli.arguments import EXIT_CODES, STRATEGY_HELP, add_output, add_strategies, make_parser
-from shardwright.cli.inputs import read_count, read_mesh_text, read_strategy, strategy_names
+from shardwright.cli.inputs import read_count, read_mesh_text, read_name, read_strategy, strategy_names
 from shardwright.cli.show import SEVERITIES, print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.errors import ShardingError
@@ -34,7 +34,14 @@ exit codes: 0 nothing, or only warnings and notes; 1 errors, with --strict also 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     made = make_parser("check", "Say what looks wrong about a strategy. Needs no devices.", epilog=_EPILOG)
-    add_strategies(made, "+", STRATEGY_HELP)
+    add_strategies(made, "*", STRATEGY_HELP)
+    made.add_argument(
+        "--strategy",
+        action="append",
+        type=read_name,
+        metavar="STRATEGY",
+        help="a strategy, as explain takes it; again: an overlay on the one before",
+    )
     made.add_argument("--tensors", metavar="FILE", help="a .toml or .json file of named tensors to hold the strategies against")
     made.add_argument("--mesh", metavar="M", help="such as dp:1,fsdp:2,tp:4 or dcn.dp:2,dp:4,tp:4; absent: each strategy's own")
     made.add_argument("--devices", type=read_count, metavar="N", help="number of devices, where a mesh has a -1")
@@ -62,8 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ShardingError: the question cannot be asked.
     """
+    strategies = [*arguments.strategies, *([" | ".join(arguments.strategy)] if arguments.strategy else [])]
+    if not strategies:
+        parser().error("the following arguments are required: STRATEGY")
     tensors = None if arguments.tensors is None else read_tensors(arguments.tensors)
-    results = [_check(text, tensors, arguments.mesh, arguments.devices) for text in arguments.strategies]
+    results = [_check(text, tensors, arguments.mesh, arguments.devices) for text in strategies]
     failed = any(result.fails(strict=arguments.strict) for result in results)
     if arguments.json:
         print_json({"strategies": [_json(result, strict=arguments.strict) for result in results], "ok": not failed})
