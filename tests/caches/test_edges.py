@@ -157,6 +157,26 @@ def test_operations_need_no_implicit_promotion(kind: str) -> None:
     assert found.length.tolist() == [3, 4]
 
 
+@pytest.mark.parametrize("kind", ["dense", "sliding", "quantized", "paged"])
+def test_stacked_caches_are_those_that_stand_alone(kind: str) -> None:
+    options = {"sliding": {"window": 3}, "paged": {"page_size": 3, "pages": 3}}.get(kind, {})
+    caches_, keys = [make(kind, **options)] * 3, jnp.stack([K, K + 1, K + 2]).astype(jnp.float32)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *caches_)
+
+    def twice(cache: Any, keys: Any) -> Any:
+        change = cache.append(keys, keys).cache.append(keys, keys)
+        return change.cache.rewind(jnp.array([1, 4])).cache.reorder(jnp.array([1, 0])).cache.append(keys, keys)
+
+    together = jax.vmap(twice)(stacked, keys)
+    with pytest.raises(CacheError, match=r"refused has shape \(3, 2\): these are changes of several caches"):
+        together.reasons()
+    for at in range(3):
+        one, alone = jax.tree.map(lambda x, at=at: x[at], together), twice(caches_[at], keys[at])
+        assert one.reasons() == alone.reasons()
+        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("cache", [None, {"k": K}])
 def test_attention_to_what_is_no_cache(cache: Any) -> None:
     with pytest.raises(AttentionError, match=r"cache is .*, not a cache\n  fix   make one with caches.init"):
