@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 import shardwright as sw
 from shardwright import serving
-from shardwright.errors import ServingError
+from shardwright.errors import CacheError, ServingError
 from shardwright.serving import Finish, Request, Sampling
 from shardwright.serving.sampling import draws, keep, sample
 from shardwright.testing import cpu_mesh
@@ -127,6 +128,16 @@ def test_a_temperature_that_float32_does_not_hold_is_refused(temperature: Any) -
         Sampling(temperature=temperature)
 
 
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """It has `__hash__`, which fails: a list is in it."""
+
+    layers: list[int]
+
+    def __call__(self, *args: Any) -> Any:
+        return stub(*args)
+
+
 class Unhashable:
     __hash__ = None  # type: ignore[assignment]
 
@@ -138,7 +149,8 @@ class Unhashable:
     ("options", "message"),
     [
         ({"model": None}, "model: model=None\n  fix   pass a function of"),
-        ({"model": Unhashable()}, "model: model=.*\n  fix   pass a function, or an object that can be hashed"),
+        ({"model": Unhashable()}, "model: model=.*\n  fix   the model must be hashable, .*: a function or a frozen dataclass"),
+        ({"model": Listed(layers=[1])}, "model: model=.*\n  fix   the model must be hashable"),
         ({"shape": None}, "shape: shape=None\n  fix   pass serving.CacheShape"),
         ({"cache_options": None}, "cache_options: cache_options=None\n  fix   pass a mapping"),
         ({"cache_options": {"window": 4}}, r"cache_options=\['window'\]\n  fix   they are said by slots, capacity and shape"),
@@ -195,6 +207,50 @@ def test_what_a_model_returns_is_looked_at_in_every_step(model: Any, message: st
     shape = serving.CacheShape(layers=1, kv_heads=1, head_dim=1, dtype="float32")
     with pytest.raises(ServingError, match=message):
         make(model, shape=shape).run([ask()])
+
+
+def blind(params: Any, tokens: Any, held: Any, valid: Any) -> Any:
+    return stub(params, tokens, held, jnp.ones(tokens.shape, bool))
+
+
+def stale(params: Any, tokens: Any, held: Any, valid: Any) -> Any:
+    logits, new = stub(params, tokens, held, valid)
+    return logits, [new[0], held[1]]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (blind, r"model: the model does not look at valid, .*\n  fix   pass it on: append_and_attend\(\.\.\., valid=valid\)"),
+        (stale, "model: the model returned the cache of layer 1 as it was given, without the tokens\n  fix   return done.cache"),
+    ],
+)
+def test_a_model_that_no_request_would_survive_is_refused_at_once(model: Any, message: str) -> None:
+    with pytest.raises(ServingError, match=message):
+        make(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"slots": 4},
+            r"BATCH: prefill_rows=1 does not divide over dp=2\n  rule .*\n  fix   pass prefill_rows=2, or add",
+        ),
+        ({"slots": 3, "prefill_rows": 2}, "slots=3 does not divide over dp=2\n  rule .*\n  fix   pass slots=4, or"),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_named_as_the_engine_names_it(options: dict[str, Any], message: str) -> None:
+    pm = sw.PartitionManager(sw.Strategy.loads('[rules]\nbatch = "dp"\nkv_length = "-"\nkv_head = "-"\n'), mesh=cpu_mesh("dp:2"))
+    with pytest.raises(sw.IndivisibleError, match=message):
+        make(manager=pm, **options)
+
+
+def test_a_window_is_said_by_the_shape() -> None:
+    with pytest.raises(CacheError, match=r"a sliding cache without a window\n  fix   .*CacheShape\(window=...\)"):
+        make(cache="sliding")
+    with pytest.raises(CacheError, match=r'dtype float32, not bfloat16\n .*CacheShape\(...\), with dtype="float32"'):
+        make(shape=dataclasses.replace(SHAPE, dtype="bfloat16"))
 
 
 def test_an_engine_without_a_manager_stays_off_its_mesh() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -230,7 +232,13 @@ def test_a_model_that_returns_something_else_is_refused(model: Any, says: str) -
 def forgets(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
     """Append to the first cache only."""
     logits, new = stub(params, tokens, held, valid)
-    return logits, [new[0], *held[1:]]
+    return logits, [new[0], *(dataclasses.replace(cache, length=cache.length + 0) for cache in held[1:])]
+
+
+def fills(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
+    """Append what is no token too."""
+    logits, _ = stub(params, tokens, held, valid)
+    return logits, stub(params, tokens, held, jnp.ones_like(valid))[1]
 
 
 def divides(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
@@ -239,7 +247,14 @@ def divides(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
     return logits / (tokens != 12)[:, :, None] * 0 + logits, new
 
 
-@pytest.mark.parametrize(("model", "says"), [(forgets, "a cache refused its tokens"), (divides, "the logits are not numbers")])
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (forgets, "a cache refused its tokens\n  fix   return done.cache"),
+        (fills, "the caches grew by other than the tokens read\n  fix   pass valid= on to append_and_attend, and return done.cache"),
+        (divides, "the logits are not numbers"),
+    ],
+)
 def test_what_goes_wrong_on_the_device_fails_the_request(model: Any, says: str) -> None:
     engine = make(model)
     done = engine.submit(Request(prompt=[12], max_new_tokens=2)).result()

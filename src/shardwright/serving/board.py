@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwright import context
 from shardwright.caches.paged import PagedCache
-from shardwright.errors import ServingError
+from shardwright.errors import IndivisibleError, Problem, ServingError, ShardingError
 from shardwright.manager import PartitionManager
 from shardwright.modes import MODE_DECODE, MODE_INSERT, MODE_PREFILL
 from shardwright.serving import device
@@ -76,12 +76,12 @@ class Plan:
     def make_rows(self) -> Caches:
         """Make the caches of the prefill batch. Pages are for slots: a prompt is read into rows."""
         kind, options = ("dense", {}) if self.kind == "paged" else (self.kind, self.options)
-        with self.under(MODE_PREFILL):
+        with self.under(MODE_PREFILL), _named("prefill_rows", self.prefill_rows):
             return device.make_caches(kind, self.shape, batch=self.prefill_rows, capacity=self.capacity, options=options)
 
     def make_slots(self) -> Slots:
         """Make the slots."""
-        with self.under(MODE_DECODE):
+        with self.under(MODE_DECODE), _named("slots", self.slots):
             return device.make_slots(
                 device.make_caches(self.kind, self.shape, batch=self.slots, capacity=self.capacity, options=self.options)
             )
@@ -167,12 +167,16 @@ class Board:
         """Return the number of tokens that the model tells apart, without running it.
 
         Raises:
-          ServingError: the model does not return what `Model` says.
+          ServingError: the model does not return what `Model` says, or does not look at `valid`.
         """
         plan = self._plan
         tokens, valid = np.zeros((plan.slots, 1), np.int32), np.zeros((plan.slots, 1), bool)
         with plan.under(MODE_DECODE):
-            logits, _ = jax.eval_shape(functools.partial(device.read, plan.model), plan.params, tokens, self.slots.caches, valid)
+            read = jax.make_jaxpr(functools.partial(device.read, plan.model), return_shape=True)
+            traced, (logits, _) = read(plan.params, tokens, self.slots.caches, valid)
+        if not any(one is traced.jaxpr.invars[-1] for equation in traced.jaxpr.eqns for one in equation.invars):
+            what = "the model does not look at valid, so what is no token would fill its caches"
+            raise ServingError(what, path="model", fix="pass it on: append_and_attend(..., valid=valid)")
         return int(logits.shape[2])
 
     def _moved(self) -> Caches:
@@ -220,3 +224,22 @@ def _padded(numbers: Sequence[int], size: int) -> np.ndarray:
 def is_gone(tree: Any) -> bool:
     """Tell whether a compiled function has taken arrays of a tree."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+
+
+@contextlib.contextmanager
+def _named(argument: str, size: int) -> Iterator[None]:
+    """Say of a batch that does not divide which argument of the engine it is, and what would divide."""
+    try:
+        yield
+    except ShardingError as error:
+        problems = [_reworded(problem, argument, size) for problem in error.problems]
+        if tuple(problems) == error.problems:
+            raise
+        raise type(error)(problems=problems, resolution=error.resolution) from error
+
+
+def _reworded(problem: Problem, argument: str, size: int) -> Problem:
+    if problem.error is not IndivisibleError or problem.axis != "BATCH" or not problem.shards:
+        return problem
+    what = problem.what.replace(f"size {size}", f"{argument}={size}", 1)
+    return dataclasses.replace(problem, what=what, fix=f"pass {argument}={-(-size // problem.shards) * problem.shards}, or {problem.fix}")

@@ -22,8 +22,8 @@ from shardwright.errors import ServingError
 from shardwright.serving.sampling import Draw, sample
 
 Caches = tuple[KVCache, ...]
-# What stands for a token where there is none: the logits are not numbers, or a cache did not take what it was given.
-NO_NUMBER, REFUSED = -1, -2
+# What stands for a token where there is none: the logits are not numbers; a cache took nothing of what it was given, or other than that.
+NO_NUMBER, REFUSED, MISCOUNTED = -1, -2, -3
 
 
 class Model(Protocol):
@@ -118,6 +118,10 @@ def read(model: Model, params: Any, tokens: Any, held: Caches, valid: Any) -> tu
     theirs, ours = ([(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(part)] for part in (new, held))
     if not isinstance(new, (list, tuple)) or theirs != ours or [type(one) for one in new] != [type(one) for one in held]:
         raise ServingError("the model returned other caches than it was given", path="model", fix=fix)
+    for layer, (one, before) in enumerate(zip(new, held, strict=True)):
+        if one.length is before.length:
+            what = f"the model returned the cache of layer {layer} as it was given, without the tokens"
+            raise ServingError(what, path="model", fix="return done.cache, where done is what append_and_attend gives")
     return logits, tuple(new)
 
 
@@ -133,7 +137,7 @@ def prefill(model: Model, rows: Caches, params: Any, tokens: jax.Array, counts: 
       draw: how the rows draw.
 
     Returns:
-      The caches, and `[rows]` int32 tokens, NO_NUMBER or REFUSED; anything for a row without tokens.
+      The caches, and `[rows]` int32 tokens, NO_NUMBER, REFUSED or MISCOUNTED; anything for a row without tokens.
     """
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
     logits, new = read(model, params, tokens, rows, valid)
@@ -174,7 +178,7 @@ def decode(model: Model, slots: Slots, params: Any) -> tuple[Slots, jax.Array]:
       params: weights.
 
     Returns:
-      The slots, and `[slots]` int32 tokens, NO_NUMBER or REFUSED; anything for a slot that is not active.
+      The slots, and `[slots]` int32 tokens, NO_NUMBER, REFUSED or MISCOUNTED; anything for a slot that is not active.
     """
     mode = slots.caches[0].spec.mode
     counts = slots.active.astype(jnp.int32)
@@ -199,8 +203,9 @@ def _next(logits: jax.Array, old: Caches, new: Caches, counts: jax.Array, draw: 
     drawn = sample(ambient_shards(mode).place(logits, (BATCH, EMPTY)), draw)
     counts = _by_slot(counts, mode)
     # Whatever the model does with a refusal, a cache that refuses keeps its length.
-    refused = functools.reduce(jnp.logical_or, (after.length != before.length + counts for before, after in zip(old, new, strict=True)))
-    return _by_slot(jnp.where(refused, REFUSED, drawn), mode)
+    grown = jnp.stack([after.length - before.length for before, after in zip(old, new, strict=True)])
+    code = jnp.where(jnp.all((grown == counts) | (grown == 0), axis=0), REFUSED, MISCOUNTED)
+    return _by_slot(jnp.where(jnp.all(grown == counts, axis=0), drawn, code), mode)
 
 
 def _laid(slots: Slots) -> Slots:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,10 +17,11 @@ from shardwright import context
 from shardwright.caches.base import Overflow, Refusal
 from shardwright.caches.paged import PagedCache
 from shardwright.caches.sliding import is_ring
-from shardwright.errors import Problem, ServingError, raise_problems
+from shardwright.errors import ServingError
 from shardwright.manager import PartitionManager
+from shardwright.serving.arguments import check_counts, check_kinds
 from shardwright.serving.board import Board, Held, Plan, is_gone, read_held
-from shardwright.serving.device import NO_NUMBER, CacheShape, Model
+from shardwright.serving.device import MISCOUNTED, NO_NUMBER, REFUSED, CacheShape, Model
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Completion, Finish, Request
 from shardwright.serving.scheduler import Job, Limits, Phase, Scheduler
@@ -132,9 +132,9 @@ class Engine:
           CacheError: sizes or options that the cache does not take.
           ShardingError: what the rules say does not fit the sizes.
         """
-        _check_kinds(model=model, shape=shape, cache_options=cache_options, clock=clock, manager=manager, prefill_manager=prefill_manager)
+        check_kinds(model=model, shape=shape, cache_options=cache_options, clock=clock, manager=manager, prefill_manager=prefill_manager)
         counts = {"slots": slots, "prefill_rows": prefill_rows, "prefill_chunk": prefill_chunk, "queue": queue, "layers": shape.layers}
-        _check(counts, manager, prefill_manager)
+        check_counts(counts, manager=manager, prefill_manager=prefill_manager)
         manager = context.current() if manager is None else manager
         plan = Plan(
             model=model,
@@ -324,7 +324,8 @@ class Engine:
             for move in moves:
                 if codes[move.row]:
                     what = f"slot {move.slot} took no prompt: {Refusal(int(codes[move.row])).meaning}"
-                    self._scheduler.end(move.job, Finish.FAILED, ServingError(what))
+                    fix = "let the model pass valid= on: what is no token must not fill a slot"
+                    self._scheduler.end(move.job, Finish.FAILED, ServingError(what, fix=fix))
             self._scheduler.move([move.job for move in moves if not codes[move.row]])
 
     def _write(self) -> None:
@@ -341,8 +342,9 @@ class Engine:
     def _take(self, job: Job, token: int, *, last: bool) -> None:
         """Give a job what was found for it: a token, if it is that after all it has read, or what went wrong."""
         if token < 0:
-            what = "the logits are not numbers" if token == NO_NUMBER else "a cache refused its tokens, or the model did not pass valid="
-            self._scheduler.end(job, Finish.FAILED, ServingError(f"request {job.number}, after {len(job.written)} tokens: {what}"))
+            what, fix = _WRONG[token]
+            said = ServingError(f"request {job.number}, after {len(job.written)} tokens: {what}", fix=fix)
+            self._scheduler.end(job, Finish.FAILED, said)
         elif last:
             self._meter.wrote(job.number)
             self._outbox.extend((job, one) for one in self._scheduler.write(job, token))
@@ -393,6 +395,13 @@ class Engine:
         self._scheduler.clean(**{part: range(self._board.size(part))})
 
 
+_WRONG = {
+    NO_NUMBER: ("the logits are not numbers", "look at the weights, and at what the model does for these tokens"),
+    REFUSED: ("a cache refused its tokens", "return done.cache, where done is what append_and_attend gives, of every layer"),
+    MISCOUNTED: ("the caches grew by other than the tokens read", "pass valid= on to append_and_attend, and return done.cache"),
+}
+
+
 def _limits(plan: Plan, board: Board, queue: int) -> Limits:
     first = board.slots.caches[0]
     if first.spec.overflow is Overflow.ERROR:
@@ -407,35 +416,6 @@ def _limits(plan: Plan, board: Board, queue: int) -> Limits:
         pages=pages,
         page_size=first.page_size if isinstance(first, PagedCache) else 1,
     )
-
-
-def _check_kinds(*, model: Any, shape: Any, cache_options: Any, clock: Any, manager: Any, prefill_manager: Any) -> None:
-    sizes = [field.name for field in dataclasses.fields(CacheShape) if field.name != "layers"]
-    own = [name for name in ("batch", "capacity", "mode", *sizes) if isinstance(cache_options, Mapping) and name in cache_options]
-    checks = (
-        ("model", callable(model), model, "pass a function of (params, tokens, caches, valid); see serving.Model"),
-        ("model", isinstance(model, Hashable), model, "pass a function, or an object that can be hashed: compiled steps are found by it"),
-        ("shape", isinstance(shape, CacheShape), shape, "pass serving.CacheShape(layers=..., kv_heads=..., head_dim=...)"),
-        ("cache_options", isinstance(cache_options, Mapping), cache_options, 'pass a mapping, such as {"page_size": 16}'),
-        ("cache_options", not own, own, "they are said by slots, capacity and shape, and each cache's mode by the engine: leave them out"),
-        ("clock", callable(clock), clock, "pass a function that returns seconds, such as time.perf_counter"),
-        ("manager", manager is None or isinstance(manager, PartitionManager), manager, "pass a PartitionManager"),
-        ("prefill_manager", prefill_manager is None or isinstance(prefill_manager, PartitionManager), prefill_manager, "likewise"),
-    )
-    problems = [Problem(error=ServingError, what=f"{name}={given!r}", path=name, fix=fix) for name, fits, given, fix in checks if not fits]
-    raise_problems(problems)
-
-
-def _check(counts: Mapping[str, Any], manager: PartitionManager | None, prefill_manager: PartitionManager | None) -> None:
-    problems = [
-        Problem(error=ServingError, what=f"{name}={count!r}", path=name, fix="pass a whole number from 1 on")
-        for name, count in counts.items()
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1
-    ]
-    if prefill_manager is not None and manager is None:
-        what = "prefill has a manager, and the slots have none"
-        problems.append(Problem(error=ServingError, what=what, path="manager", fix="pass manager= too"))
-    raise_problems(problems)
 
 
 def _sequence(one: int | Sequence[int]) -> Sequence[int]:
