@@ -48,7 +48,7 @@ def run_opaque(kernel: Callable[[Operands], Result], operands: Operands, call: A
     """Return `kernel(shards)` as global arrays; without a mesh simply `kernel(operands)`. Differentiable if the kernel is.
 
     What the kernel gets is as in `_shards.run_on_shards`; it returns an output and nothing else. Nothing is sent but, backward,
-    the gradients of kv heads that several shards read, and those of sinks over the batch.
+    the gradients of kv heads that several shards read, and of sinks and biases that several parts of the batch share.
 
     Args:
       kernel: function of local operands.
@@ -57,7 +57,6 @@ def run_opaque(kernel: Callable[[Operands], Result], operands: Operands, call: A
     """
     if call.mesh is None:
         return kernel(operands)
-    assert call.bias_shape is None
     named, rest = split_floats(operands)
     floats = {name: x if name in _HALF else x.astype(jnp.float32) for name, x in named.items() if x is not None}
     others, others_specs, structure = flat_with_heads(rest, call)
