@@ -33,7 +33,7 @@ SHIPPED: tuple[type[AttentionImpl], ...] = (
     SplashAttention,
 )
 # All keys of a shard's sequences, up to this many bytes, are gathered without a thought.
-_GATHER_BYTES = 256 * 2**20
+_GATHER_BYTES = 16 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,7 @@ def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
         else f"the gathered keys take {gathered / 2**20:.1f} MiB per device: one collective, a ring's bytes",
     )
     rest = [ulysses, ring] if shards > even else [ring, ulysses]
-    return [gather, *rest] if gathered <= _GATHER_BYTES // 16 else [*rest, gather]
+    return [gather, *rest] if gathered <= _GATHER_BYTES else [*rest, gather]
 
 
 def _logit_bytes(call: AttentionCall) -> int:
