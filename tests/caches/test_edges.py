@@ -70,17 +70,30 @@ def test_a_mode_is_checked_also_where_nothing_lies_by_it() -> None:
     assert make(mode="decode").spec.mode is None
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_rows_are_not_dealt_out_to_other_shards_than_they_lie_in(shards: int) -> None:
-    order = RowOrder(block=1, shards=shards)
-    with manager_of("dp:1,sp:2"):
-        message = rf"order deals rows out to {shards} shards, and they lie in 2, over sp\n  fix   pass RowOrder\(block=1, shards=2\)"
+@pytest.mark.parametrize(("shards", "fitting"), [(1, 2), (3, 6)])
+def test_rows_are_not_dealt_out_to_other_shards_than_they_lie_in(shards: int, fitting: int, tmp_path: Path) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    order, pm = RowOrder(block=1, shards=shards), manager_of("dp:1,sp:2")
+    message = (
+        rf"order deals rows out to {shards} shards, and they lie in 2, over sp\n"
+        rf"  fix   make the cache with RowOrder\(block=1, shards={fitting}\)"
+    )
+    with pm:
         with pytest.raises(CacheError, match=message):
             make(capacity=12, mode="decode", order=order)
-        assert make(capacity=12, mode="prefill", order=order).spec.order == order
+        filled = make(capacity=12, mode="prefill", order=order)
+        for move in (caches.reshard, caches.plan_reshard):
+            with pytest.raises(CacheError, match=message):
+                move(filled, "decode")
         cache = make(capacity=12, mode="decode", order=RowOrder(block=1, shards=4))
         assert_spec(cache, cache.axes(), mode="decode")
-    assert make(capacity=12, order=order).spec.order == order
+    alone = make(capacity=12, order=order)
+    caches.save(alone, tmp_path / "cache")
+    with pytest.raises(CacheError, match=message):
+        caches.reshard(alone, "decode", manager=pm)
+    with pytest.raises(CacheError, match=message):
+        caches.restore(tmp_path / "cache", manager=pm, mode="decode")
+    assert caches.restore(tmp_path / "cache", manager=pm, mode="prefill").spec.order == order
 
 
 NUMBERS: dict[str, tuple[Callable[[Any], Any], str]] = {

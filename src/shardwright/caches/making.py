@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -18,9 +17,8 @@ from shardwright import _jax, context, placement
 from shardwright.caches import arguments, dense, paged, quantized
 from shardwright.caches.base import CacheSpec, KVCache, Overflow
 from shardwright.caches.row_order import RowOrder
-from shardwright.caches.shards import ambient_shards, entries
+from shardwright.caches.shards import ambient_shards
 from shardwright.errors import CacheError, did_you_mean
-from shardwright.manager import PartitionManager
 from shardwright.modes import parse_mode
 
 # Kind -> function of a spec and the kind's own options, which returns a cache without tokens.
@@ -89,8 +87,9 @@ def init(
     _check(spec)
     if manager is None:
         spec = dataclasses.replace(spec, mode=None)
-    elif spec.order.block is not None:
-        _check_order(spec, manager)
+    else:
+        rows = (spec.batch, spec.capacity, spec.kv_heads, spec.head_dim)
+        ambient_shards(spec.mode).check_order(spec.order, dense.ROW_AXES, rows)
     known = tuple(sorted(options.items()))
     if manager is not None and isinstance(manager.mesh, AbstractMesh) and not _jax.in_trace():
         raise placement.no_devices()
@@ -154,16 +153,6 @@ def _check(spec: CacheSpec) -> None:
     if not isinstance(spec.order, RowOrder):
         raise CacheError(f"order={spec.order!r}", path="order", fix="pass caches.RowOrder(block=..., shards=...), or leave it out")
     spec.order.check(spec.capacity)
-
-
-def _check_order(spec: CacheSpec, manager: PartitionManager) -> None:
-    """Refuse an order that deals rows out to fewer shards than they lie in: some of those would fill before others."""
-    rows = ambient_shards(spec.mode).spec(dense.ROW_AXES, (spec.batch, spec.capacity, spec.kv_heads, spec.head_dim), name="k")
-    axes = entries(rows, 4)[1]
-    parts = math.prod(manager.mesh.shape[name] for name in axes)
-    if spec.order.shards % parts:
-        what = f"order deals rows out to {spec.order.shards} shards, and they lie in {parts}, over {'+'.join(axes)}"
-        raise CacheError(what, path="order", mesh_axes=axes, fix=f"pass RowOrder(block={spec.order.block}, shards={parts})")
 
 
 def _born(make: Callable[..., KVCache], spec: CacheSpec, options: tuple[tuple[str, Any], ...]) -> KVCache:

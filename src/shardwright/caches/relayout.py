@@ -87,7 +87,9 @@ def plan_reshard(cache: KVCache, mode: str | None = None, *, manager: PartitionM
         if source is None:
             what = "it lies on another mesh, or on none: it is copied to where it shall lie, and no collective is planned"
             raise CacheError(what, path=name, fix="call reshard; or make the cache under this manager")
-        target = Shards(manager=manager, mode=mode).spec(axes, array.shape)
+        shards = Shards(manager=manager, mode=mode)
+        shards.check_order(cache.spec.order, axes, array.shape)
+        target = shards.spec(axes, array.shape)
         sizes: Mapping[str, int] = dict(manager.mesh.shape)
         dims = [entries(_without_ones(spec, sizes), len(array.shape)) for spec in (source, target)]
         moves = find_moves(*dims, shape=array.shape, itemsize=array.dtype.itemsize, mesh=sizes)
@@ -109,7 +111,7 @@ def reshard(cache: C, mode: str | None = None, *, manager: PartitionManager | No
         stays on them, and the old arrays go when nothing refers to them. Inside `jit`, donate it there.
 
     Raises:
-      CacheError: no mode, no manager, an abstract mesh, or another mesh inside a trace.
+      CacheError: no mode, no manager, an abstract mesh, another mesh inside a trace, or an order of rows for other shards.
       ShardingError: what the rules say does not fit the sizes.
     """
     manager, mode = _wanted(cache, mode, manager)
@@ -187,7 +189,10 @@ def _copied(cache: KVCache, manager: PartitionManager, mode: str, *, donate: boo
         raise placement.no_devices()
     shards = Shards(manager=manager, mode=mode)
     with manager:  # the cache comes from under another one, which may be the ambient one
-        specs = {name: shards.spec(axes, array.shape) for name, axes, array in _arrays(cache)}
+        specs = {}
+        for name, axes, array in _arrays(cache):
+            shards.check_order(cache.spec.order, axes, array.shape)
+            specs[name] = shards.spec(axes, array.shape)
     copied = {}
     for name, _, array in _arrays(cache):
         copied[name] = jax.device_put(array, NamedSharding(manager.mesh, specs[name]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from shardwright import _jax, context, placement
-from shardwright.axes import Role
+from shardwright.axes import KV_LENGTH, Role
+from shardwright.caches.row_order import RowOrder
 from shardwright.errors import CacheError
 from shardwright.manager import PartitionManager
 
@@ -50,6 +52,26 @@ class Shards:
             what = f"a shard_map around the call has split it over {split[0]}, and a cache numbers slots and rows globally"
             raise CacheError(what, mesh_axes=tuple(split), fix="call the cache outside of that shard_map")
         return spec
+
+    def check_order(self, order: RowOrder, axes: Axes, shape: Sequence[int]) -> None:
+        """Refuse an order that deals rows out to fewer shards than they lie in: some of those would fill before others.
+
+        Args:
+          order: of the rows.
+          axes: the annotation of an array; one without KV_LENGTH has no rows.
+          shape: its shape.
+
+        Raises:
+          CacheError: the number of shards that the rows lie in does not divide that of the order.
+        """
+        if self.manager is None or order.block is None or KV_LENGTH not in axes:
+            return
+        over = entries(self.spec(axes, shape), len(axes))[axes.index(KV_LENGTH)]
+        parts = math.prod(self.manager.mesh.shape[name] for name in over)
+        if order.shards % parts:
+            what = f"order deals rows out to {order.shards} shards, and they lie in {parts}, over {'+'.join(over)}"
+            fix = f"make the cache with RowOrder(block={order.block}, shards={math.lcm(order.shards, parts)})"
+            raise CacheError(what, path="order", mesh_axes=over, fix=fix)
 
     def place(self, x: jax.Array, axes: Axes) -> jax.Array:
         """Make an array lie as its annotation resolves."""

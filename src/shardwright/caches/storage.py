@@ -97,7 +97,7 @@ def restore(
             spec = dataclasses.replace(spec, mode=_mode(spec, manager, mode))
             axes = kind(**{**empty, "spec": spec, **shapes}).axes()
             with contextlib.nullcontext() if manager is None else manager:  # which need not be the ambient one
-                wanted = {name: _struct(x, _sharding(manager, spec.mode, getattr(axes, name), x)) for name, x in shapes.items()}
+                wanted = {name: _struct(x, _sharding(manager, spec.mode, getattr(axes, name), x, spec.order)) for name, x in shapes.items()}
         how = orbax.checkpoint_utils.construct_restore_args(wanted)
         try:
             read = checkpointer.restore(place, args=orbax.args.Composite(arrays=orbax.args.PyTreeRestore(item=wanted, restore_args=how)))
@@ -185,12 +185,14 @@ def _mode(spec: CacheSpec, manager: PartitionManager | None, mode: str | None) -
     return parse_mode(said)
 
 
-def _sharding(manager: PartitionManager | None, mode: str | None, axes: Any, x: jax.ShapeDtypeStruct) -> Any:
+def _sharding(manager: PartitionManager | None, mode: str | None, axes: Any, x: jax.ShapeDtypeStruct, order: RowOrder) -> Any:
     if manager is None:
         return None
     if isinstance(manager.mesh, AbstractMesh):
         raise placement.no_devices()
-    return NamedSharding(manager.mesh, Shards(manager=manager, mode=mode).spec(axes, x.shape))
+    shards = Shards(manager=manager, mode=mode)
+    shards.check_order(order, axes, x.shape)
+    return NamedSharding(manager.mesh, shards.spec(axes, x.shape))
 
 
 def _struct(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
