@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -57,9 +59,9 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
         "spec": dataclasses.asdict(cache.spec),
         "arrays": {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()},
     }
-    with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
+    with _beside(place) as staged, orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
         # Into a directory beside it, which is then renamed.
-        checkpointer.save(place, args=orbax.args.Composite(cache=orbax.args.JsonSave(about), arrays=orbax.args.PyTreeSave(arrays)))
+        checkpointer.save(staged, args=orbax.args.Composite(cache=orbax.args.JsonSave(about), arrays=orbax.args.PyTreeSave(arrays)))
 
 
 def restore(
@@ -120,6 +122,24 @@ def _path(path: str | os.PathLike[str]) -> str:
         raise CacheError(f"path is {type(path).__name__}", path="path", fix="pass the path of a directory")
     text = os.fspath(path)
     return text if "://" in text else os.path.abspath(text)
+
+
+@contextlib.contextmanager
+def _beside(place: str) -> Iterator[str]:
+    """Give a path that no earlier save knows: what is left of one that failed may still be writing. Rename it at the end.
+
+    Several processes have to write to one path, and a bucket has no renaming: there it is orbax that writes beside it and moves.
+    """
+    if "://" in place or jax.process_count() > 1:
+        yield place
+        return
+    os.makedirs(os.path.dirname(place), exist_ok=True)
+    folder = tempfile.mkdtemp(prefix=f"{os.path.basename(place)}.saving-", dir=os.path.dirname(place))
+    try:
+        yield os.path.join(folder, "cache")
+        os.rename(os.path.join(folder, "cache"), place)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _arrays(cache: Any) -> dict[str, Any]:
