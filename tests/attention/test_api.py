@@ -161,6 +161,18 @@ def test_the_output_lies_as_the_queries_do_and_nothing_is_sent(axis_types: Any) 
     assert sent == []
 
 
+@pytest.mark.parametrize("implementation", ["vanilla", "blockwise", "flash_decode", "sdpa"])
+def test_nothing_is_promoted_in_silence(implementation: str) -> None:
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        grads = jax.grad(lambda x: jnp.sum(attend(x, causal=True, window=(5, 0), implementation=implementation)))(arrays())
+        pages = jnp.ones((6, 4, 2, 8))
+        o = attention.paged_attention(
+            jnp.ones((2, 1, 4, 8)), pages, pages, block_tables=jnp.array([[4, 0], [5, 0]]), lengths=jnp.array([7, 2])
+        )
+    assert all(np.isfinite(grad).all() for grad in grads.values())
+    np.testing.assert_allclose(o, 1.0, rtol=1e-6)
+
+
 def test_an_eager_call_compiles_once() -> None:
     traced = []
 

@@ -46,7 +46,7 @@ def start(q: jax.Array, v: jax.Array) -> Running:
     batch, length, heads, _ = q.shape
     row = jnp.zeros_like(q, shape=(batch, heads, length), dtype=jnp.float32)
     row = row + jnp.zeros_like(v, shape=(), dtype=jnp.float32)
-    return Running(o=row[..., None] * jnp.zeros_like(row, shape=(v.shape[-1],)), m=row + DEFAULT_MASK_VALUE, l=row)
+    return Running(o=jnp.broadcast_to(row[..., None], (*row.shape, v.shape[-1])), m=row + DEFAULT_MASK_VALUE, l=row)
 
 
 def update(

@@ -212,7 +212,7 @@ def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _Table:
 def _read(whole: Operands, some: _Table) -> Operands:
     """Return the operands with the keys of some pages, `[batch, pages * page_size, kv_heads, head_dim]`."""
     page_size = whole.k.shape[1]
-    positions = some.ordinals[:, :, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
+    positions = some.ordinals[:, :, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None]
     positions = jnp.where(some.here[:, :, None], positions, -1).reshape(positions.shape[0], -1)
     names = [name for name in ("k", "v", "k_scale", "v_scale") if getattr(whole, name) is not None]
     rows = {name: _rows_of(getattr(whole, name), some.pages) for name in names}

@@ -35,7 +35,7 @@ def rope(x: jax.Array, positions: Any, *, theta: float = 10_000.0) -> jax.Array:
     """
     raise_problems(_problems(x, positions, theta))
     half = x.shape[-1] // 2
-    frequencies = np.float32(theta ** (-np.arange(half) / half))
+    frequencies = np.float32(theta ** (-np.arange(half) / half)).reshape(1, 1, 1, half)
     angles = jnp.maximum(jnp.asarray(positions), 0).astype(jnp.float32)[:, :, None, None] * frequencies
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
