@@ -61,7 +61,7 @@ def _measure(model: trees.Model, strategy: sw.Strategy, mesh: Mesh | AbstractMes
     with contextlib.ExitStack() as stack:
         if peers:
             cases |= _peers(leaves, model, strategy, mesh, expected, stack)
-        times = timing.interleave(cases, repeats=3 * repeats if len(leaves) < 10_000 else max(5, repeats // 3))
+        times = timing.interleave(cases, repeats=3 * repeats if len(leaves) < 10_000 else repeats)
     case = f"{model.name}, {len(leaves):,} leaves, {_mesh_text(mesh)}"
     ours = [name for name in cases if name.startswith(("first", "again"))]
     rows = [timing.ratio(times, name, against=BY_HAND, subject="tree", case=case, target=TARGETS.get(name)) for name in ours]
