@@ -50,6 +50,7 @@ def markdown(rows: Sequence[Row], where: dict[str, str]) -> str:
     lines = ["# Speed", "", *(f"- {key}: {value}" for key, value in where.items()), ""]
     lines += [
         "Medians of interleaved repetitions in one run, of processor time (attention: of all threads; import: of time passed).",
+        "A ratio is the median of the repetitions' own ratios: not that of the two times beside it, which are medians by themselves.",
         "`spread` is the interquartile range in parts of the median.",
         "",
     ]
