@@ -276,8 +276,12 @@ class Dim:
     label: str = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        names = [axis_label(axis) for axis, _ in self.merged] if self.merged else [axis_label(axis) for axis in self.axes]
-        joined = ("*" if self.merged else "+").join(names) or EMPTY
+        if self.merged:
+            joined = "*".join([axis_label(axis) for axis, _ in self.merged])
+        elif len(self.axes) == 1:
+            joined = axis_label(self.axes[0])
+        else:
+            joined = "+".join([axis_label(axis) for axis in self.axes]) or EMPTY
         object.__setattr__(self, "label", f"{joined} ({axis_label(self.means)})" if self.means else joined)
 
     @property
@@ -300,7 +304,7 @@ def _lower_dim(entry: Any, means: str) -> Dim:
     if isinstance(entry, MergedDim):
         return Dim(axes=(entry.members[0][0],), merged=entry.members)
     names = (entry,) if isinstance(entry, str) else entry
-    axes = tuple(canonical_axis(name) for name in names if name != EMPTY)
+    axes = tuple([canonical_axis(name) for name in names if name != EMPTY])
     return Dim(axes=axes, means="" if means == EMPTY else means)
 
 

@@ -71,7 +71,7 @@ class PartitionManager:
         than one device) that is neither standard nor named by any rule; not under `missing = "replicate"`.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_hash", "_modes", "_sizes", "_values", "mesh", "mode", "name", "rules")
+    __slots__ = ("__weakref__", "_cache", "_hash", "_mixed", "_modes", "_sizes", "_values", "mesh", "mode", "name", "rules")
 
     mesh: Mesh | AbstractMesh
     mode: str | None
@@ -82,6 +82,7 @@ class PartitionManager:
     _modes: dict[str, PartitionManager]
     _values: tuple[AxisRules, Mesh | AbstractMesh, str | None]
     _hash: int
+    _mixed: bool
 
     def __init__(self, strategy: Any, *, mesh: Mesh | AbstractMesh | None = None, mode: str | None = None) -> None:
         rules = _compiled(strategy)
@@ -106,6 +107,7 @@ class PartitionManager:
             object.__setattr__(self, key, value)
         object.__setattr__(self, "_values", (rules, mesh, mode))
         object.__setattr__(self, "_hash", hash(self._values))
+        object.__setattr__(self, "_mixed", len(set(mesh.axis_types)) > 1)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"a PartitionManager is frozen: build another one instead of setting {name!r}")
@@ -170,7 +172,7 @@ class PartitionManager:
     ) -> Resolution:
         said, said_by = (mode, ModeFrom.CALL) if mode is not None else (self.mode, ModeFrom.MANAGER)
         found = resolver.explain(annotation, self.rules, self._sizes, mode=said, role=role, shape=shape, path=path, mode_from=said_by)
-        if found.spec is None or len(set(self.mesh.axis_types)) == 1:
+        if not self._mixed or found.spec is None:
             return found
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         return dataclasses.replace(found, problems=tuple(in_words_of(found, placement.order_problems(found.spec, types))))
@@ -525,8 +527,9 @@ class PartitionManager:
 
     def _sharding(self, found: Resolution, memory_kind: str | None) -> NamedSharding:
         spec = found.require()
-        open_dims = [decision for decision in found.decisions if decision.outcome is Outcome.UNCONSTRAINED]
-        raise_problems([must_lie(found, decision) for decision in open_dims], resolution=found)
+        if PartitionSpec.UNCONSTRAINED in spec.partitions:
+            open_dims = [decision for decision in found.decisions if decision.outcome is Outcome.UNCONSTRAINED]
+            raise_problems([must_lie(found, decision) for decision in open_dims], resolution=found)
         key = ("sharding", spec, memory_kind)
         made = self._cache.get(key)
         if made is None:
