@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from shardwright import context
@@ -131,8 +130,4 @@ def _choose(call: AttentionCall, options: Options, implementation: str | None) -
     if implementation is not None or manager is None:
         return choose(call, implementation=implementation or AUTO)
     line = manager.rules.attention_in(call.mode)
-    if line is None:
-        return choose(call)
-    found = choose(call, implementation=line.text, line=str(line))
-    who = f"the strategy says {line}"
-    return dataclasses.replace(found, why=who if found.name else f"{who}, and it refuses", line=line)
+    return choose(call) if line is None else choose(call, implementation=line.text, line=line)

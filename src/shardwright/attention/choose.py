@@ -98,24 +98,27 @@ class Choice:
         raise AttentionError(self.why, snippet=about, fix=fix)
 
 
-def choose(call: AttentionCall, *, implementation: str = AUTO, line: str = "") -> Choice:
+def choose(call: AttentionCall, *, implementation: str = AUTO, line: RuleRef | None = None) -> Choice:
     """Choose an implementation, by name or by what suits the call best.
 
     Args:
       call: what is asked.
       implementation: a name, or "auto".
-      line: what named it, for messages.
+      line: the line of the strategy that names it, or None: the call does.
 
     Raises:
       AttentionError: an unknown name.
     """
     if implementation != AUTO:
-        found = AttentionRegistry.get(implementation.removeprefix(OWN_ATTENTION), line=line)
+        found = AttentionRegistry.get(implementation.removeprefix(OWN_ATTENTION), line="" if line is None else str(line))
         name, reasons = impl_names(found)[0], found.refusals(call)
         refusals = (Refusal(name=name, reasons=reasons),) if reasons else ()
-        why = "asked for by name" if not reasons else f"{name} was asked for by name and refuses"
+        if line is None:
+            why = f"{name} was asked for by name and refuses" if reasons else "asked for by name"
+        else:
+            why = f"the strategy says {line}{', and it refuses' if reasons else ''}"
         instead = choose(call) if reasons else None
-        return Choice(name="" if reasons else name, why=why, refusals=refusals, passed_over=(), call=call, instead=instead)
+        return Choice(name="" if reasons else name, why=why, refusals=refusals, passed_over=(), call=call, instead=instead, line=line)
     able, refusals_found, reasons_why = [], [], dict(_preference(call))
     known = dict.fromkeys(impl_names(AttentionRegistry.get(name))[0] for name in AttentionRegistry.list_implementations())
     for name in [*(name for name in reasons_why if name in known), *(name for name in known if name not in reasons_why)]:
