@@ -3,10 +3,10 @@
 By hand is `[NamedSharding(mesh, P(*entries)) for entries in ...]` over a list of each leaf's entries, known beforehand:
 no tree, no rules, no checks. Ours is `pm.shardings(tree, annotations)`, flattening and unflattening included, which also
 checks every size. "First" starts with empty caches: rules freshly compiled, a new manager. "Again" asks the same manager
-about the same tree, at once. Every repetition gets its input built anew; equal annotations are one tuple, as where a model
-names them once. All run once before the clock starts, "first" with a manager and caches that are thrown away then. "Again,
-rebuilt" does not run before, and has a tuple of its own for every leaf: it shows that nothing is remembered by identity, and
-what it costs to fetch the whole tree from memory.
+about the same tree, at once. Every repetition gets its input built anew; equal annotations are one tuple and equal names one
+string, as where a model's source names them once. All run once before the clock starts, "first" with a manager and caches that
+are thrown away then. "Again, rebuilt" does not run before, and has a tuple of its own for every leaf and a string for every
+key: it shows that nothing is remembered by identity, and what it costs to fetch the whole tree from memory.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _by_hand(mesh: Mesh | AbstractMesh, expected: list[NamedSharding]) -> Callab
 
 
 def _annotated(manager: sw.PartitionManager, leaves: trees.Leaves, *, share: bool = True) -> Callable[[], Any]:
-    tree, annotations = trees.abstract_arrays(leaves), trees.annotations(leaves, share=share)
+    tree, annotations = trees.abstract_arrays(leaves, share=share), trees.annotations(leaves, share=share)
     return lambda: manager.shardings(tree, annotations)
 
 

@@ -7,6 +7,7 @@ remembered by a tree's identity.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -128,15 +129,16 @@ MODELS = (
 )
 
 
-def build(leaves: Leaves, make: Callable[[tuple[int, ...], tuple[str, ...]], Any], *, share: bool = False) -> dict[str, Any]:
+def build(leaves: Leaves, make: Callable[[tuple[int, ...], tuple[str, ...]], Any], *, share: bool = True) -> dict[str, Any]:
     """Return a new nested dict with `make(shape, axes)` at each path.
 
-    Each call gets tuples of its own; with `share` equal axes are one tuple, as where a model names its annotations once.
+    Each call gets a shape of its own. With `share` equal axes are one tuple, as where a model names its annotations once, and
+    equal names are one string, as Python makes of the names in a model's source; without it every leaf and key has its own.
     """
     tree: dict[str, Any] = {}
     named: dict[tuple[str, ...], tuple[str, ...]] = {}
     for path, (shape, axes) in leaves.items():
-        *parents, last = path.split("/")
+        *parents, last = map(sys.intern, path.split("/")) if share else path.split("/")
         node = tree
         for name in parents:
             node = node.setdefault(name, {})
@@ -145,16 +147,16 @@ def build(leaves: Leaves, make: Callable[[tuple[int, ...], tuple[str, ...]], Any
     return tree
 
 
-def abstract_arrays(leaves: Leaves) -> dict[str, Any]:
-    """Return a new tree of `jax.ShapeDtypeStruct`s."""
-    return build(leaves, lambda shape, _: jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+def abstract_arrays(leaves: Leaves, *, share: bool = True) -> dict[str, Any]:
+    """Return a new tree of `jax.ShapeDtypeStruct`s; `share` as in `build`."""
+    return build(leaves, lambda shape, _: jax.ShapeDtypeStruct(shape, jnp.bfloat16), share=share)
 
 
 def annotations(leaves: Leaves, *, share: bool = True) -> dict[str, Any]:
-    """Return a new tree of annotations."""
+    """Return a new tree of annotations; `share` as in `build`."""
     return build(leaves, lambda _, axes: axes, share=share)
 
 
 def specs(leaves: Leaves) -> dict[str, Any]:
-    """Return a new tree of `ArraySpec`s, equal axes being one tuple."""
-    return build(leaves, lambda shape, axes: ArraySpec(shape, jnp.bfloat16, axes), share=True)
+    """Return a new tree of `ArraySpec`s."""
+    return build(leaves, lambda shape, axes: ArraySpec(shape, jnp.bfloat16, axes))
