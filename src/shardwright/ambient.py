@@ -20,7 +20,7 @@ def shard(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None =
       NoManagerError: no manager is entered in this thread.
     """
     manager: PartitionManager = context.current() or context.require("shard")
-    return manager._place(x, axes, mode, role, strict=True)
+    return manager._place(x, axes, mode, role, True)
 
 
 def hint(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:

@@ -388,11 +388,11 @@ class PartitionManager:
           ManualAxisError: inside `shard_map`, over a Manual mesh axis that the value does not vary over.
           MeshMismatchError: the ambient mesh is not the manager's.
         """
-        return self._place(x, axes, mode, role, strict=True)
+        return self._place(x, axes, mode, role, True)
 
     def hint(self, x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:
         """Like `shard`, best effort: a dim that is indivisible, in conflict or Manual is left to the compiler."""
-        return self._place(x, axes, mode, role, strict=False)
+        return self._place(x, axes, mode, role, False)
 
     def gather(self, w: Any, *axes: Any, path: str | None = None, mode: str | None = None) -> Any:
         """Constrain a stored weight, or a tree of them, to where it is used, and its gradient back to where it is stored.
@@ -436,20 +436,14 @@ class PartitionManager:
         by_axis = {canonical_axis(axis): size for axis, size in (sizes or {}).items()}
         return SemanticShardMap(self, f, tuple(in_axes), out_axes, by_axis, mode)
 
-    def _place(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, *, strict: bool) -> Any:
-        # Nearly every call has a tracer, thousands of times in a trace: it is asked for once.
-        traced = isinstance(x, jax.core.Tracer)
-        if traced or _jax.is_array(x):
-            return self._place_one(x, axes, mode, role, None, strict, traced)
-
-        def one(leaf: tree.Leaf) -> Any:
-            return self._place_one(leaf.value, (leaf.annotation,), mode, role, leaf.path, strict, isinstance(leaf.value, jax.core.Tracer))
-
-        return self._each(x, tree_of_annotations(axes), one)
-
-    def _place_one(
-        self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, path: str | None, strict: bool, traced: bool
+    def _place(
+        self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, strict: bool, path: str | None = None
     ) -> Any:
+        """Place an array; or, where no path is given, a tree, each of its leaves under its path."""
+        # Nearly every call has a tracer, thousands of times in a trace: it is asked for once, and little else is called.
+        traced = isinstance(x, jax.core.Tracer)
+        if not traced and path is None and not _jax.is_array(x):
+            return self._place_tree(x, axes, mode, role, strict)
         shape = x.shape if traced else np.shape(x)
         # Only exceptions by path make the answer depend on the path. The ambient mesh may be the empty one.
         key: Any = (axes, shape, mode, role, strict, jax.sharding.get_abstract_mesh(), path and self.rules.tensors and path)
@@ -467,6 +461,10 @@ class PartitionManager:
         if where is None:
             return x
         return placement.constrain(x, where) if traced else placement.place(x, where)
+
+    def _place_tree(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, strict: bool) -> Any:
+        annotations = tree_of_annotations(axes)
+        return self._each(x, annotations, lambda leaf: self._place(leaf.value, (leaf.annotation,), mode, role, strict, leaf.path))
 
     def _placement(
         self, annotation: Any, shape: tuple[int, ...], mode: str | None, role: Any, path: str | None, strict: bool

@@ -189,8 +189,8 @@ class PartitionManager:
 
     # What `shardwright.shard`, `hint` and `gather` ask of the entered manager.
 
-    def _place(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Any, *, strict: bool) -> Any:
-        return self.native()._place(x, axes, mode, role, strict=strict)
+    def _place(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Any, strict: bool) -> Any:
+        return self.native()._place(x, axes, mode, role, strict)
 
     def hint(self, x: Any, *axes: Any, mode: str | None = None, role: Any = None) -> Any:
         """See `shardwright.PartitionManager.hint`."""
