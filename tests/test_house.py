@@ -25,6 +25,7 @@ HERE = "tests/test_house.py"
 ORDER = (
     *("errors", "_jax", "axes", "modes", "layouts", "annotations", "mesh_text", "mesh"),
     *(
+        "specs",
         "provenance",
         "rules",
         "partition_axis",

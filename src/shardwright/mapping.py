@@ -15,6 +15,7 @@ from shardwright.annotations import Dim, as_annotation, is_annotation, lower
 from shardwright.axes import axis_label
 from shardwright.errors import AxisConflictError, Problem, ShapeRequiredError, ShardingError, StrategyError, raise_problems
 from shardwright.provenance import DimDecision, ModeFrom, Outcome, Resolution
+from shardwright.specs import canonical_spec, entry_of
 
 # Where each dim of the inputs lies, by its axes: several for a composite, which is decided as a whole.
 _Found = dict[tuple[str, ...], tuple[str, ...]]
@@ -123,10 +124,8 @@ class SemanticShardMap:
                     f"mesh axis {clash[0]} stands twice", path="output", dim=at, axis=dim.label, fix="annotate one of the dims EMPTY"
                 )
             taken.update(names)
-            entries.append(None if not names else names[0] if len(names) == 1 else names)
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
+            entries.append(entry_of(names))
+        return canonical_spec(entries)
 
     def _out_dim(self, dim: Dim, found: _Found) -> tuple[str, ...]:
         """Return where an output's dim lies: as the inputs' dim of the same axes, else each of its axes by itself."""

@@ -14,8 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardwright import _jax
 from shardwright.errors import MeshMismatchError, MeshSpecError, Problem, StrategyError, raise_problems
-
-UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+from shardwright.specs import UNCONSTRAINED, canonical_spec, entry_names, entry_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +77,8 @@ def _part(spec: PartitionSpec, axes: list[str]) -> PartitionSpec | None:
         if entry is UNCONSTRAINED or entry is None:
             entries.append(entry)
         else:
-            kept = tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry) if axis in axes)
-            entries.append(None if not kept else kept[0] if len(kept) == 1 else kept)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
+            entries.append(entry_of(tuple(axis for axis in entry_names(entry) if axis in axes)))
+    return canonical_spec(entries)
 
 
 def order_problems(spec: PartitionSpec, types: Mapping[str, AxisType]) -> list[Problem]:
@@ -193,23 +189,7 @@ def _fill_unconstrained(spec: Any, current: PartitionSpec) -> PartitionSpec:
     old = (*current.partitions, *[None] * len(spec.partitions))
     entries = []
     for entry, had in zip(spec.partitions, old, strict=False):
-        kept = tuple(axis for axis in entry_names(had) if axis not in used)
-        entries.append((kept[0] if len(kept) == 1 else kept or None) if entry is UNCONSTRAINED else entry)
-    return PartitionSpec(*entries)
-
-
-def entry_names(entry: Any) -> tuple[str, ...]:
-    """Return the mesh axes that an entry of a spec names."""
-    if entry is None or entry is UNCONSTRAINED:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def spec_of(*dims: tuple[str, ...]) -> PartitionSpec:
-    """Return the canonical spec of mesh axes by dim."""
-    entries: list[Any] = [None if not names else names[0] if len(names) == 1 else names for names in dims]
-    while entries and entries[-1] is None:
-        entries.pop()
+        entries.append(entry_of(tuple(axis for axis in entry_names(had) if axis not in used)) if entry is UNCONSTRAINED else entry)
     return PartitionSpec(*entries)
 
 

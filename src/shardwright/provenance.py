@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from shardwright.axes import EMPTY, Role
 from shardwright.errors import Problem, raise_problems
 from shardwright.modes import mode_name
+from shardwright.specs import UNCONSTRAINED, canonical_spec, entry_names, entry_of, spec_text
 
 
 class Reason(enum.StrEnum):
@@ -134,9 +135,8 @@ class DimDecision:
     def entry(self) -> Any:
         """The dim's entry in the spec: None, one mesh axis, a tuple of them, or `UNCONSTRAINED`."""
         if self.outcome is Outcome.UNCONSTRAINED:
-            return PartitionSpec.UNCONSTRAINED
-        left = tuple(axis for axis in self.mesh_axes if axis not in self.manual) if self.manual else self.mesh_axes
-        return None if not left else left[0] if len(left) == 1 else left
+            return UNCONSTRAINED
+        return entry_of(tuple(axis for axis in self.mesh_axes if axis not in self.manual) if self.manual else self.mesh_axes)
 
     @property
     def why(self) -> str:
@@ -184,14 +184,6 @@ class DimDecision:
         }
 
 
-def spec_of(decisions: Iterable[DimDecision]) -> PartitionSpec:
-    """Return the canonical spec that decisions amount to: no trailing None."""
-    entries = [decision.entry for decision in decisions]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution:
     """A spec and why, dim by dim.
@@ -218,7 +210,7 @@ class Resolution:
     spec: PartitionSpec | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "spec", None if self.problems else spec_of(self.decisions))
+        object.__setattr__(self, "spec", None if self.problems else canonical_spec([decision.entry for decision in self.decisions]))
 
     @property
     def ok(self) -> bool:
@@ -262,23 +254,13 @@ class Resolution:
         return "\n".join(lines)
 
 
-def spec_text(spec: PartitionSpec) -> str:
-    """Return a spec as people write it, for instance `P('dp', None, ('fsdp', 'sp'))` or `P('dp', unreduced={'tp'})`."""
-    entries = ["UNCONSTRAINED" if entry is PartitionSpec.UNCONSTRAINED else repr(entry) for entry in spec.partitions]
-    if spec.unreduced:
-        entries.append(f"unreduced={{{', '.join(map(repr, sorted(spec.unreduced)))}}}")
-    return f"P({', '.join(entries)})"
-
-
 def _problem_json(problem: Problem) -> dict[str, Any]:
     fields = {name: getattr(problem, name) for name in ("what", "path", "dim", "axis", "size", "shards", "rule", "fix")}
     return {"error": problem.error.__name__, "message": str(problem), **fields, "mesh_axes": list(problem.mesh_axes)}
 
 
 def _entry_json(entry: Any) -> Any:
-    if entry is PartitionSpec.UNCONSTRAINED:
-        return "?"
-    return [] if entry is None else [entry] if isinstance(entry, str) else list(entry)
+    return "?" if entry is UNCONSTRAINED else list(entry_names(entry))
 
 
 HEAD = ("dim", "axis", "size", "mesh axes", "rule", "written in", "why")

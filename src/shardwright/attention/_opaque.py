@@ -20,7 +20,7 @@ from shardwright import _jax
 from shardwright.attention._sequence import split_floats
 from shardwright.attention._shards import flat_with_heads, pick_kv_heads, place_all, shard_over
 from shardwright.attention.call import AttentionCall, Operands, Result
-from shardwright.placement import spec_of
+from shardwright.specs import spec_of
 
 _HALF = ("q", "k", "v")  # in the call's dtype; what else has gradients is float32
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from shardwright import _jax, placement
 from shardwright.attention.call import AttentionCall, KVHeads, Operands, Result
-from shardwright.placement import spec_of
+from shardwright.specs import spec_of
 
 
 def run_on_shards(kernel: Callable[[Operands], Result], operands: Operands, call: AttentionCall) -> Result:

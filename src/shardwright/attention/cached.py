@@ -21,7 +21,7 @@ from shardwright.caches.shards import Shards, ambient_shards, entries, specs_of
 from shardwright.caches.sliding import is_ring
 from shardwright.errors import AttentionError
 from shardwright.modes import MODE_DECODE, mode_name, parse_mode
-from shardwright.provenance import spec_text
+from shardwright.specs import spec_text
 
 C = TypeVar("C", bound=KVCache)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardwright.attention.masks import MaskRules
-from shardwright.placement import spec_of
+from shardwright.specs import spec_of
 
 
 class Layout(enum.StrEnum):

@@ -38,8 +38,8 @@ from shardwright.manager import PartitionManager
 from shardwright.mesh import create_mesh
 from shardwright.modes import MODE_DECODE, MODE_TRAIN, parse_mode
 from shardwright.partition_axis import PartitionAxis
-from shardwright.placement import spec_of
 from shardwright.rules import POLICY_PRESETS, build_rules
+from shardwright.specs import spec_of
 
 # Where a model's configuration says how long an axis is.
 _CONFIG_SIZES = {

@@ -23,7 +23,7 @@ from shardwright.attention.call import AttentionCall, JointSpecs, Operands, Resu
 from shardwright.attention.joint import resolve_pages
 from shardwright.errors import AttentionError
 from shardwright.modes import MODE_DECODE
-from shardwright.placement import spec_of
+from shardwright.specs import spec_of
 
 # Rows of keys per sequence that the loop holds, if a page is not larger.
 _ROWS = 128

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from shardwright.placement import spec_of
-from shardwright.provenance import spec_text
+from shardwright.specs import spec_of, spec_text
 
 Dims = tuple[tuple[str, ...], ...]
 

@@ -18,7 +18,7 @@ from shardwright.axes import EMPTY, KV_HEAD, KV_HEAD_DIM, PAGE
 from shardwright.caches.base import View
 from shardwright.caches.shards import Shards, entries, specs_of
 from shardwright.caches.writing import Buffers, Specs
-from shardwright.placement import spec_of
+from shardwright.specs import spec_of
 
 PAGE_AXES = (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM)
 

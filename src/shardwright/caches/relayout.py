@@ -17,8 +17,7 @@ from shardwright.caches.shards import Shards, entries
 from shardwright.errors import CacheError
 from shardwright.manager import PartitionManager
 from shardwright.modes import mode_name, parse_mode
-from shardwright.placement import spec_of
-from shardwright.provenance import spec_text
+from shardwright.specs import entry_names, spec_of, spec_text
 
 C = TypeVar("C", bound=KVCache)
 
@@ -178,7 +177,7 @@ def _same_mesh(a: Mesh | AbstractMesh, b: Mesh | AbstractMesh) -> bool:
 
 
 def _without_ones(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
-    return spec_of(*(tuple(name for name in placement.entry_names(entry) if sizes[name] > 1) for entry in spec.partitions))
+    return spec_of(*(tuple(name for name in entry_names(entry) if sizes[name] > 1) for entry in spec.partitions))
 
 
 def _copied(cache: KVCache, manager: PartitionManager, mode: str, *, donate: bool) -> dict[str, jax.Array]:

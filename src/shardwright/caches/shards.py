@@ -15,6 +15,7 @@ from shardwright.axes import KV_LENGTH, Role
 from shardwright.caches.row_order import RowOrder
 from shardwright.errors import CacheError
 from shardwright.manager import PartitionManager
+from shardwright.specs import entry_names
 
 Axes = tuple[str, ...]
 
@@ -47,7 +48,7 @@ class Shards:
             return PartitionSpec()
         spec: PartitionSpec = self.manager.sharding(axes, mode=self.mode, role=Role.ACTIVATION, shape=tuple(shape), path=name).spec
         manual = self.manager.manual_axes(_jax.ambient_mesh())
-        split = [name for entry in spec.partitions for name in placement.entry_names(entry) if name in manual]
+        split = [name for entry in spec.partitions for name in entry_names(entry) if name in manual]
         if split:
             what = f"a shard_map around the call has split it over {split[0]}, and a cache numbers slots and rows globally"
             raise CacheError(what, mesh_axes=tuple(split), fix="call the cache outside of that shard_map")
@@ -110,7 +111,7 @@ def ambient_shards(mode: str | None) -> Shards:
 
 def entries(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
     """Return the mesh axes of every dim."""
-    given = tuple(placement.entry_names(entry) for entry in spec.partitions)
+    given = tuple(entry_names(entry) for entry in spec.partitions)
     return given + ((),) * (rank - len(given))
 
 

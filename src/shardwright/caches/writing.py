@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardwright.caches.shards import Shards, entries
-from shardwright.placement import spec_of
+from shardwright.specs import spec_of
 
 Buffers = dict[str, jax.Array]
 Specs = Mapping[str, PartitionSpec]

@@ -17,8 +17,9 @@ from shardwright.cli.show import width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
 from shardwright.modes import MODES, mode_name
-from shardwright.provenance import HEAD, DimDecision, Resolution, lies_text, row, spec_text
+from shardwright.provenance import HEAD, DimDecision, Resolution, lies_text, row
 from shardwright.report.text import bytes_text, table
+from shardwright.specs import spec_text
 from shardwright.tensors import Tensor
 
 _MODE_NAMES = tuple(mode_name(mode) for mode in MODES)

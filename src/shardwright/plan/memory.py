@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
-from shardwright.placement import UNCONSTRAINED, entry_names
+from shardwright.specs import UNCONSTRAINED, entry_names
 from shardwright.tensors import whole_bytes
 from shardwright.tree import compile_pattern, path_text
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardwright.plan.memory import LeafBytes, TreeBytes
-from shardwright.provenance import spec_text
 from shardwright.report.text import WIDTH, bytes_text, table
+from shardwright.specs import spec_text
 
 _HEAD = ("path", "shape", "dtype", "spec", "bytes", "per device", "replicated", "over")
 

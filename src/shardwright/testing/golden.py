@@ -18,8 +18,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.mesh import mesh_sizes
-from shardwright.provenance import spec_text
 from shardwright.report.text import table
+from shardwright.specs import UNCONSTRAINED, canonical_spec, entry_names, entry_of, spec_text
 from shardwright.tree import path_text
 
 _NAME = re.compile(r"[\w.,=+-]+")
@@ -233,12 +233,9 @@ def _canonical(spec: PartitionSpec, sizes: dict[str, int]) -> PartitionSpec:
     """Return the shortest spec of the same meaning."""
     entries: list[Any] = []
     for entry in spec.partitions:
-        axes = entry if isinstance(entry, tuple) else (entry,)
-        kept = tuple(axis for axis in axes if not isinstance(axis, str) or sizes.get(axis, 0) != 1)
-        entries.append(None if not kept or kept == (None,) else kept[0] if len(kept) == 1 else kept)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries, unreduced={axis for axis in spec.unreduced if sizes.get(axis, 0) != 1})
+        kept = tuple(axis for axis in entry_names(entry) if sizes.get(axis, 0) != 1)
+        entries.append(entry if entry is UNCONSTRAINED else entry_of(kept))
+    return PartitionSpec(*canonical_spec(entries).partitions, unreduced={axis for axis in spec.unreduced if sizes.get(axis, 0) != 1})
 
 
 def _mesh_text(leaf: Any) -> str:

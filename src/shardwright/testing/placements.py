@@ -16,11 +16,11 @@ from shardwright.axes import EMPTY
 from shardwright.errors import Problem, RankMismatchError, ShardingError, StrategyError, did_you_mean, raise_problems
 from shardwright.manager import PartitionManager
 from shardwright.mesh import mesh_sizes
-from shardwright.placement import entry_names
 from shardwright.plan.memory import leaf_bytes
-from shardwright.provenance import DimDecision, spec_text
+from shardwright.provenance import DimDecision
 from shardwright.report.text import bytes_text, table
 from shardwright.rules import build_rules
+from shardwright.specs import entry_names, spec_text
 from shardwright.tree import annotated_leaves, path_text
 
 _SHOWN = 5  # names in a hint

@@ -18,6 +18,7 @@ from shardwright.interop.eformer.errors import WrongTypeError
 from shardwright.interop.eformer.meshes import current_mesh, no_mesh
 from shardwright.provenance import DimDecision, Outcome, Reason, Resolution, RuleRef
 from shardwright.rules import POLICY_PRESETS, AxisRules, Conflict, Indivisible, Missing, Policy, Rank, Rule, build_rules
+from shardwright.specs import entry_of
 
 _CHANGED = (Outcome.POLICY_MISSING, Outcome.POLICY_PREFIX, Outcome.POLICY_REPLICATE, Outcome.POLICY_DROP, Outcome.POLICY_FIRST_DIM)
 
@@ -139,4 +140,4 @@ def as_written(decision: DimDecision) -> Any:
     kept = {*decision.mesh_axes, *ones} - {*decision.manual}
     text = "" if decision.rule is None else decision.rule.text
     names = tuple(name for name in text.split("+") if name in kept)
-    return None if not names else names[0] if len(names) == 1 else names
+    return entry_of(names)

@@ -1,0 +1,43 @@
+"""Partition specs as values: from the mesh axes of each dim to the one canonical spec, and back, and as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+
+
+def entry_of(names: tuple[str, ...]) -> Any:
+    """Return a dim's entry: None, one mesh axis, or a tuple of several."""
+    return None if not names else names[0] if len(names) == 1 else names
+
+
+def entry_names(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes that an entry of a spec names."""
+    if entry is None or entry is UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def canonical_spec(entries: Iterable[Any]) -> PartitionSpec:
+    """Return the spec of some entries, without trailing Nones: specs of one meaning are equal."""
+    kept = list(entries)
+    while kept and kept[-1] is None:
+        kept.pop()
+    return PartitionSpec(*kept)
+
+
+def spec_of(*dims: tuple[str, ...]) -> PartitionSpec:
+    """Return the canonical spec of mesh axes by dim."""
+    return canonical_spec(map(entry_of, dims))
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """Return a spec as people write it, for instance `P('dp', None, ('fsdp', 'sp'))` or `P('dp', unreduced={'tp'})`."""
+    entries = ["UNCONSTRAINED" if entry is UNCONSTRAINED else repr(entry) for entry in spec.partitions]
+    if spec.unreduced:
+        entries.append(f"unreduced={{{', '.join(map(repr, sorted(spec.unreduced)))}}}")
+    return f"P({', '.join(entries)})"
