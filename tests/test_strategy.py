@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -89,6 +90,51 @@ def test_frozen() -> None:
         strategy.name = "other"
     strategy.to_data()["rules"]["batch"] = "tp"
     assert strategy.rules["batch"] == "dp"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda strategy: strategy.rules.update(batch="tp"),
+        lambda strategy: strategy.rules.__setitem__("batch", "tp"),
+        lambda strategy: strategy.params.pop("embed"),
+        lambda strategy: strategy.mesh.clear(),
+        lambda strategy: strategy.modes.__delitem__("decode"),
+        lambda strategy: strategy.modes["decode"].params.setdefault("embed", "tp"),
+        lambda strategy: strategy.tensors.append(strategy.tensors[0]),
+        lambda strategy: strategy.tensors.sort(),
+    ],
+)
+def test_tables_are_frozen(change: Any) -> None:
+    strategy = Strategy.loads(FROZEN)
+    before = strategy.dumps(), hash(strategy)
+    with pytest.raises(sw.StrategyError, match="a Strategy is frozen"):
+        change(strategy)
+    assert (strategy.dumps(), hash(strategy)) == before
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), lambda one: one | one])
+def test_copies_are_frozen_and_their_data_is_not(again: Any) -> None:
+    strategy = Strategy.loads(FROZEN.partition("[[")[0])
+    copied = again(strategy)
+    assert copied == strategy
+    with pytest.raises(sw.StrategyError, match="a Strategy is frozen"):
+        copied.rules["batch"] = "tp"
+    data = copied.to_data()
+    data["rules"]["batch"] = "tp"
+    assert Strategy(**data).rules["batch"] == "tp"
+
+
+FROZEN = """
+version = 1
+mesh = { fsdp = 2, tp = 4 }
+rules = { batch = "fsdp", embed = "-" }
+params = { embed = "fsdp" }
+modes = { decode = { batch = "-", params = { embed = "-" } } }
+[[tensors]]
+match = "router"
+embed = "-"
+"""
 
 
 def test_pickles_compiled_rules() -> None:

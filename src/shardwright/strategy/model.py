@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from shardwright.axes import Mesh, canonical_axis, file_name
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.mesh import create_mesh
 from shardwright.rules import OWN_ATTENTION, AxisRules, Rule
 from shardwright.strategy import check, files
+from shardwright.strategy.read_only import ReadOnlyDict, ReadOnlyList
 
 RULE = 'Candidates of mesh axes in order: "dp+fsdp | dp | -". "+" joins mesh axes, "-" replicated, "?" unconstrained.'
 AxisTypeName = Literal["auto", "explicit"]
-Rules = dict[str, str]
+# Frozen all the way down. Who writes a Strategy in Python gives plain dicts and lists.
+_T = TypeVar("_T")
+Table = Annotated[dict[str, _T], AfterValidator(ReadOnlyDict)]
+Rules = Table[str]
 
 
 def _lower_keys(table: Any) -> Any:
@@ -46,7 +50,7 @@ class _Table(BaseModel):
 class ModeTable(_Table):
     """What differs in one mode: rules of activations and caches, and under `params` those of parameters."""
 
-    params: Rules = Field(default_factory=dict, description="What differs for parameters in this mode.")
+    params: Rules = Field(default_factory=ReadOnlyDict, description="What differs for parameters in this mode.")
 
     _lower = field_validator("params", mode="before")(_lower_keys)
 
@@ -96,18 +100,22 @@ class Strategy(BaseModel):
 
     version: Literal[1] = Field(default=1, description="Version of this format.")
     name: str = Field(default="", description="Name shown in reports.")
-    axis_types: AxisTypeName | dict[str, AxisTypeName] = Field(default="auto", description="Axis type of all mesh axes, or by mesh axis.")
-    mesh: dict[str, int] = Field(default_factory=dict, description="Mesh axes, slowest first: total sizes, slices included; one may be -1.")
-    dcn: dict[str, int] = Field(default_factory=dict, description="The part of a total that crosses slices.")
-    axes: dict[str, str] = Field(default_factory=dict, description="Axes of your own, each with a line that says what it is.")
-    rules: Rules = Field(default_factory=dict, description=f"Rule of each axis. {RULE}")
-    params: Rules = Field(default_factory=dict, description="What differs for parameters, as they are stored.")
-    modes: dict[Literal["train", "prefill", "decode", "insert"], ModeTable] = Field(
-        default_factory=dict, description="What differs in a mode; insert inherits from decode."
+    axis_types: AxisTypeName | Table[AxisTypeName] = Field(default="auto", description="Axis type of all mesh axes, or by mesh axis.")
+    mesh: Table[int] = Field(
+        default_factory=ReadOnlyDict, description="Mesh axes, slowest first: total sizes, slices included; one may be -1."
+    )
+    dcn: Table[int] = Field(default_factory=ReadOnlyDict, description="The part of a total that crosses slices.")
+    axes: Table[str] = Field(default_factory=ReadOnlyDict, description="Axes of your own, each with a line that says what it is.")
+    rules: Rules = Field(default_factory=ReadOnlyDict, description=f"Rule of each axis. {RULE}")
+    params: Rules = Field(default_factory=ReadOnlyDict, description="What differs for parameters, as they are stored.")
+    modes: Annotated[dict[Literal["train", "prefill", "decode", "insert"], ModeTable], AfterValidator(ReadOnlyDict)] = Field(
+        default_factory=ReadOnlyDict, description="What differs in a mode; insert inherits from decode."
     )
     policy: PolicyTable = Field(default_factory=PolicyTable)
     attention: AttentionTable = Field(default_factory=AttentionTable)
-    tensors: list[TensorTable] = Field(default_factory=list, description="Exceptions by path, for stored and used weights.")
+    tensors: Annotated[list[TensorTable], AfterValidator(ReadOnlyList)] = Field(
+        default_factory=ReadOnlyList, description="Exceptions by path, for stored and used weights."
+    )
 
     _origin: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
 
