@@ -160,6 +160,7 @@ BAD_TEXTS = [
     ("dp:-1,tp:-1", "mesh axes 'dp' and 'tp' are both -1, only one can be inferred\n  dp:-1,tp:-1\n           ^\n"),
     ("dp:2,tp:0", "mesh axis 'tp': size 0 is not positive\n  dp:2,tp:0\n          ^\n"),
     ("dp:2,tp: -3", "mesh axis 'tp': size -3 is not positive\n  dp:2,tp: -3\n           ^\n"),
+    ("tp:4,dp:" + "9" * 5000, "mesh axis 'dp': no mesh has a size of 20 digits\n  tp:4,dp:" + "9" * 72 + "\n          ^\n"),
     ("dp:2.5", "mesh axis 'dp': size '2.5' is not a whole number\n  dp:2.5\n     ^\n"),
     ("dp:2:3", "mesh axis 'dp': size '2:3' is not a whole number\n  dp:2:3\n     ^\n"),
     ("dp:", "mesh axis 'dp': size '' is not a whole number\n  dp:\n     ^\n"),

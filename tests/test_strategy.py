@@ -71,6 +71,13 @@ def test_load_takes_text_and_path(tmp_path: Path) -> None:
     assert Strategy.load(path) == Strategy.load(str(path)) == Strategy.loads(SMALL)
 
 
+def test_what_is_no_text_or_no_strategy_is_refused() -> None:
+    with pytest.raises(sw.StrategyError, match="3 is no text"):
+        Strategy.loads(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        Strategy() | 3  # type: ignore[operator]
+
+
 def test_what_was_not_set_is_not_written() -> None:
     text = Strategy.loads(SMALL).dumps()
     assert text == SMALL

@@ -19,6 +19,8 @@ INFER: Final = -1
 _DCN = "dcn."
 _CONTIGUOUS = "!"
 _WHOLE_NUMBER = re.compile(r"-?[0-9]+")
+# No mesh has more devices; and Python refuses to read or write a number of thousands of digits.
+_MOST = 10**19
 _FORBIDDEN = re.compile(r"[\s+|:,]")
 _RULE_WORDS = (REPLICATED, UNCONSTRAINED, EMPTY)
 
@@ -200,7 +202,7 @@ def _read_part(word: str, column: int) -> _Part:
 
 
 def _read_size(word: str) -> int | str:
-    return int(word) if _WHOLE_NUMBER.fullmatch(word) else word
+    return (int(word) if len(word) < 1000 else _MOST) if _WHOLE_NUMBER.fullmatch(word) else word
 
 
 def _checked(parts: Sequence[_Part], crossing: Sequence[_Part], *, contiguous: bool, text: str = "", dcn_text: str = "") -> MeshSpec:
@@ -243,6 +245,10 @@ def _size_problems(part: _Part, *, text: str, what: str, infer: bool) -> list[Pr
     if not _is_whole(part.size):
         return [
             _fault(f"{what}: size {part.size!r} is not a whole number", text=text, at=part.size_at, fix="write a whole number, such as 4")
+        ]
+    if abs(part.size) >= _MOST:
+        return [
+            _fault(f"{what}: no mesh has a size of 20 digits", text=f"{text:.80}", at=min(part.size_at, 80), fix="write a size such as 4")
         ]
     if part.size < 1:
         fix = "give a size of 1 or more" + (", or -1 for what the other axes leave" if infer else "")

@@ -27,7 +27,7 @@ BAD = {
     "check latin.toml": "latin.toml is not UTF-8",
     "check fsdp --tensors nope.toml": "cannot read 'nope.toml'",
     "check fsdp --mesh dp:x": "size 'x' is not a whole number",
-    "check fsdp --mesh dp:99999999999999999999": "has a number that is no mesh size",
+    "check fsdp --mesh dp:99999999999999999999": "no mesh has a size of 20 digits",
     "check fsdp_tp --devices 6": "6 devices cannot be divided by",
     "check fsdp_tp --devices 0": "'0' is not a positive whole number",
     "diff fsdp": "the following arguments are required: --tensors",

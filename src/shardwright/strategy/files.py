@@ -69,6 +69,8 @@ def preset_text(name: str) -> str:
 
 def parse(text: str, *, format: str, source: str) -> Parsed:
     """Parse TOML or JSON text; the origin maps each key path to `source:line`."""
+    if not isinstance(text, str):
+        raise StrategyError(f"{text!r} is no text", path=source, fix="pass the text of a file; Strategy.load(path) reads one")
     try:
         data = tomllib.loads(text) if format == "toml" else json.loads(text, object_pairs_hook=_no_duplicates)
     except tomllib.TOMLDecodeError as error:

@@ -193,6 +193,8 @@ class Strategy(BaseModel):
 
     def __or__(self, other: Strategy) -> Strategy:
         """Overlay: what `other` sets wins, key by key; its `[[tensors]]` come first."""
+        if not isinstance(other, Strategy):
+            return NotImplemented
         data = check.merge(self.to_data(), other.to_data())
         return type(self)._made(data, check.merge_origin(self._origin, other._origin, other.to_data()))
 
