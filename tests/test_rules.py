@@ -23,8 +23,8 @@ from shardwright.rules import (
     Rank,
     TensorRules,
     build_rules,
-    check_mesh_axes,
     default_rule,
+    foreign_mesh_axes,
     parse_rule,
 )
 
@@ -167,8 +167,8 @@ def test_named_mesh_axes_are_listed_once_in_order_and_with_gather() -> None:
     tensors = [TensorRules(match="x", rules=((sw.EMBED, parse_rule("mine")),))]
     rules = build_rules({"rules": {sw.BATCH: parse_rule("dp | a+dp")}}, tensors=tensors, policy=Policy(gather=("b",)))
     assert rules.named_mesh_axes() == ("dp", "a", "mine", "b")
-    assert check_mesh_axes(rules.named_mesh_axes(), ("a",)) == ("mine", "b")
-    assert check_mesh_axes(rules.named_mesh_axes(), ("a", "b", "mine", "other")) == ()
+    assert foreign_mesh_axes(rules.named_mesh_axes(), ("a",)) == ("mine", "b")
+    assert foreign_mesh_axes(rules.named_mesh_axes(), ("a", "b", "mine", "other")) == ()
 
 
 class TestTensors:

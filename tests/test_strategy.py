@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
 import re
 from pathlib import Path
@@ -155,48 +154,6 @@ def test_compiling_twice_gives_equal_rules() -> None:
     strategy = Strategy.preset("moe_ep")
     assert strategy.compile() == strategy.compile()
     assert hash(strategy.compile()) == hash(strategy.compile())
-
-
-# A failed write.
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Strategy.loads(SMALL).dump(tmp_path / "s.toml")
-    before = path.read_bytes()
-
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space left on device"):
-        Strategy.preset("fsdp").dump(path)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["s.toml"], "no temporary file stays"
-
-
-def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "chmod", broken)
-    with pytest.raises(KeyboardInterrupt):
-        Strategy.loads(SMALL).dump(tmp_path / "s.toml")
-    assert os.listdir(tmp_path) == []
-
-
-def test_another_ending_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(sw.StrategyError, match=r"'s.yaml' is neither a .toml nor a .json file"):
-        Strategy.loads(SMALL).dump(tmp_path / "s.yaml")
-    assert os.listdir(tmp_path) == []
-
-
-def test_permissions_follow_the_umask(tmp_path: Path) -> None:
-    old = os.umask(0o027)
-    try:
-        path = Strategy.loads(SMALL).dump(tmp_path / "s.json")
-    finally:
-        os.umask(old)
-    assert path.stat().st_mode & 0o777 == 0o640
 
 
 # Spelling, axes of one's own, renamed parallelism axes, exceptions by path.

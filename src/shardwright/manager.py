@@ -33,7 +33,7 @@ from shardwright.partition_axis import PartitionAxis
 from shardwright.placement import Placement
 from shardwright.problems import idle_mesh_axis, in_words_of, local_rank, lost_mesh_axis, must_lie, no_dtype, not_varying, with_fix
 from shardwright.provenance import ModeFrom, Outcome, Resolution
-from shardwright.rules import AxisRules, Missing, check_mesh_axes, share_values, unnamed_mesh_axes
+from shardwright.rules import AxisRules, Missing, foreign_mesh_axes, share_values, unnamed_mesh_axes
 from shardwright.state import annotate_state
 
 _HINTABLE = (IndivisibleError, AxisConflictError, ManualAxisError)
@@ -96,7 +96,7 @@ class PartitionManager:
             self._modes[self.mode] = self
         if rules.policy.missing is Missing.REPLICATE:
             return  # Such a dim is dropped, and each resolution says so.
-        lost = check_mesh_axes(rules.named_mesh_axes(), self._sizes)
+        lost = foreign_mesh_axes(rules.named_mesh_axes(), self._sizes)
         raise_problems([lost_mesh_axis(axis, self._sizes) for axis in lost])
         unnamed = unnamed_mesh_axes(rules, self._sizes)
         raise_problems([idle_mesh_axis(axis, self._sizes, rules.named_mesh_axes()) for axis in unnamed])

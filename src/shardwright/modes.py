@@ -18,6 +18,8 @@ RUNTIME_MODE_TYPES = Literal["__autoregressive__", "__prefill__", "__train__", "
 _SHORT = {"train": MODE_TRAIN, "prefill": MODE_PREFILL, "decode": MODE_DECODE, "insert": MODE_INSERT}
 _MODE = {**_SHORT, **{mode: mode for mode in MODES}}
 _NAME = {mode: short for short, mode in _SHORT.items()}
+# What people and files call the modes, in the order of MODES.
+MODE_NAMES: tuple[str, ...] = tuple(_SHORT)
 
 
 def parse_mode(mode: str) -> str:

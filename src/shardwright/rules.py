@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from shardwright.axes import KNOWN_AXES, PARALLELISM_AXES, REPLICATED, STANDARD_MESH_AXES, UNCONSTRAINED, Role, file_name
 from shardwright.errors import StrategyError, did_you_mean
-from shardwright.modes import MODES, parse_mode
+from shardwright.modes import MODE_NAMES, MODES, parse_mode
 from shardwright.provenance import RuleRef
 
 _NAME = re.compile(r"[^\s+|:,\"'\-?_][^\s+|:,\"'?]*|_[^\s+|:,\"'?]+")
@@ -322,9 +322,9 @@ def build_rules(
             effective.update(tables.get(name, {}))
         return tuple(sorted(effective.items()))
 
-    chains = {mode: ("decode", "insert") if mode == "insert" else (mode,) for mode in _MODE_NAMES}
-    activations = tuple(layer("rules", *(f"modes.{mode}" for mode in chains[name])) for name in _MODE_NAMES)
-    params = tuple(layer("rules", "params", *(f"modes.{mode}.params" for mode in chains[name])) for name in _MODE_NAMES)
+    chains = {mode: ("decode", "insert") if mode == "insert" else (mode,) for mode in MODE_NAMES}
+    activations = tuple(layer("rules", *(f"modes.{mode}" for mode in chains[name])) for name in MODE_NAMES)
+    params = tuple(layer("rules", "params", *(f"modes.{mode}.params" for mode in chains[name])) for name in MODE_NAMES)
     return AxisRules(
         activations=activations,
         params=params,
@@ -341,16 +341,13 @@ def _attention_by_mode(named: Mapping[str, RuleRef]) -> tuple[tuple[str, RuleRef
     return tuple(sorted([(mode, line) for mode, line in found if line is not None and line.text != Attention.AUTO], key=lambda one: one[0]))
 
 
-_MODE_NAMES = ("train", "prefill", "decode", "insert")
-
-
 def unnamed_mesh_axes(rules: AxisRules, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the mesh axes of more than one device that are neither standard nor named by any rule."""
     known = {*rules.named_mesh_axes(), *STANDARD_MESH_AXES}
     return tuple(name for name, size in sizes.items() if size > 1 and name not in known)
 
 
-def check_mesh_axes(named: Iterable[str], mesh_axes: Iterable[str]) -> tuple[str, ...]:
+def foreign_mesh_axes(named: Iterable[str], mesh_axes: Iterable[str]) -> tuple[str, ...]:
     """Return the names that are neither in the mesh nor one of the standard mesh axes."""
     known = {*mesh_axes, *STANDARD_MESH_AXES}
     return tuple(name for name in named if name not in known)

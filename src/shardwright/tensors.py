@@ -16,9 +16,6 @@ from shardwright.axes import Role
 from shardwright.errors import StrategyError
 from shardwright.tree import path_text
 
-# What a dim can be at most, in JAX and in XLA; an array of more elements than this has no address.
-MOST_ELEMENTS = 2**63 - 1
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:

@@ -15,10 +15,9 @@ from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.compare import Comparison, Placed, Row, Total, compare
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
-from shardwright.modes import MODES, mode_name
+from shardwright.modes import MODE_NAMES, mode_name
 from shardwright.report.text import bytes_text, table
 
-_MODE_NAMES = tuple(mode_name(mode) for mode in MODES)
 _GROWS = {r"\+[0-9][0-9,]*(?: \(.*\))?$": "red", r"-[0-9][0-9,]*(?: \(.*\))?$": "green"}
 _EPILOG = f"""\
 Two strategies, or one of them with --mesh, --devices or --mode given twice: first the left side, then the right.
@@ -40,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tensors", metavar="FILE", required=True, help="a .toml or .json file of named tensors")
     made.add_argument("--mesh", action="append", metavar="M", help="such as dp:1,fsdp:2,tp:4; absent: each strategy's own")
     made.add_argument("--devices", action="append", type=read_count, metavar="N", help="number of devices, where a mesh has a -1")
-    made.add_argument("--mode", action="append", choices=_MODE_NAMES, help="runtime mode (default: all, each with itself)")
+    made.add_argument("--mode", action="append", choices=MODE_NAMES, help="runtime mode (default: all, each with itself)")
     made.add_argument("--exit-code", action="store_true", help="exit with 1 where there are differences")
     add_output(made)
     return made
@@ -154,7 +153,7 @@ def _groups(found: Comparison, role: Role) -> list[list[str]]:
 def _section(found: Comparison, role: Role, modes: Sequence[str], *, width: int) -> list[str]:
     rows = [row for row in found.rows if row.role is role and row.mode == modes[0]]
     changed = [row for row in rows if row.changed]
-    names = "all modes" if len(modes) == len(MODES) else ", ".join(map(mode_name, modes))
+    names = "all modes" if len(modes) == len(MODE_NAMES) else ", ".join(map(mode_name, modes))
     if rows[0].mode != rows[0].mode_after:
         names = f"{mode_name(rows[0].mode)} -> {mode_name(rows[0].mode_after)}"
     head = f"{role}, {names}: {len(changed)} of {len(rows)} differ"

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardwright.annotations import describe
 from shardwright.axes import Role
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
 from shardwright.cli.inputs import Setting, read_axes, read_count, read_name, read_setting, read_shape
-from shardwright.cli.show import width_of
+from shardwright.cli.show import print_json, width_of
 from shardwright.cli.tensors import read_tensors
+from shardwright.compare import bytes_on_device
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
-from shardwright.modes import MODES, mode_name
+from shardwright.modes import MODE_NAMES, MODES, mode_name
 from shardwright.provenance import HEAD, DimDecision, Resolution, lies_text, row
 from shardwright.report.text import bytes_text, table
 from shardwright.specs import spec_text
 from shardwright.tensors import Tensor
 
-_MODE_NAMES = tuple(mode_name(mode) for mode in MODES)
 _EPILOG = f"""\
 axes: one word per dim: BATCH or batch, _ for a dim that is not sharded, DP+FSDP for one dim over several axes,
 KV_HEAD:8*KV_HEAD_DIM:128 for axes flattened into one dim; or the name of a layout, such as ColumnWise.
@@ -51,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--mesh", metavar="M", help="such as dp:1,fsdp:2,tp:4; absent: the strategy's own")
     made.add_argument("--devices", type=read_count, metavar="N", help="number of devices, where the mesh has a -1")
     made.add_argument("--shape", type=read_shape, metavar="SIZES", help="global sizes, such as 16,4096,4096")
-    made.add_argument("--mode", choices=(*_MODE_NAMES, "all"), default="all", help="runtime mode (default: all)")
+    made.add_argument("--mode", choices=(*MODE_NAMES, "all"), default="all", help="runtime mode (default: all)")
     made.add_argument("--role", choices=list(map(str, Role)), help="absent: param for weight layouts, else activation")
     made.add_argument("--path", type=read_name, metavar="PATH", help="the tensor's path, where a [[tensors]] entry may cover it")
     add_output(made)
@@ -73,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         said = ", ".join(name for name, given in single.items() if given)
         raise StrategyError(f"--tensors does not go with {said}", fix="say them in the file, or leave --tensors out")
     setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=arguments.devices)
-    modes = MODES if arguments.mode == "all" else (MODES[_MODE_NAMES.index(arguments.mode)],)
+    modes = MODES if arguments.mode == "all" else (MODES[MODE_NAMES.index(arguments.mode)],)
     if arguments.tensors is not None:
         answers = [ask(tensor, setting, modes) for tensor in read_tensors(arguments.tensors)]
         lines = tree_lines(answers, width=width_of(arguments.width))
@@ -84,8 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         lines = array_lines(answers[0], width=width_of(arguments.width))
     ok = all(answer.ok for answer in answers)
     if arguments.json:
-        tree = {"tensors": [answer.to_json(setting) for answer in answers]} if arguments.tensors else answers[0].to_json(setting)
-        print(json.dumps({"strategy": setting.strategy, "mesh": setting.sizes, **tree, "ok": ok}, indent=2))
+        tree = {"tensors": [answer.to_json() for answer in answers]} if arguments.tensors else answers[0].to_json()
+        print_json({"strategy": setting.strategy, "mesh": setting.sizes, **tree, "ok": ok})
     else:
         print("\n".join([str(setting), "", *lines]))
     return 0 if ok else 1
@@ -110,7 +108,7 @@ class Answer:
         found = next((resolution.role for resolution in self.modes.values() if resolution.decisions), None)
         return found or self.tensor.role or Role.ACTIVATION
 
-    def to_json(self, setting: Setting) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the answer as plain data."""
         shape = None if self.tensor.shape is None else list(self.tensor.shape)
         modes = {
@@ -136,15 +134,8 @@ def ask(tensor: Tensor, setting: Setting, modes: Sequence[str]) -> Answer:
     return Answer(
         tensor=tensor,
         modes=found,
-        bytes_per_device={
-            name: tensor.bytes_over(_shards(resolution.decisions, setting.sizes)) if resolution.ok else None
-            for name, resolution in found.items()
-        },
+        bytes_per_device={name: bytes_on_device(tensor, resolution, setting.manager) for name, resolution in found.items()},
     )
-
-
-def _shards(decisions: Sequence[DimDecision], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[axis] for decision in decisions for axis in decision.mesh_axes)
 
 
 # One array: a table per group of modes that agree.
@@ -161,7 +152,8 @@ def array_lines(answer: Answer, *, width: int) -> list[str]:
         if resolution.decisions:
             lines += _dims(resolution.decisions, width=width)
         lines += [f"  note: {note}" for note in resolution.notes]
-        lines += [f"  {line}" for line in render(tuple(map(_for_terminal, resolution.problems))).splitlines() if resolution.problems]
+        problems = _in_words(resolution.problems, sizes="give the sizes: --shape")
+        lines += [f"  {line}" for line in render(problems).splitlines() if problems]
     return lines
 
 
@@ -184,7 +176,7 @@ def _same(one: Resolution, other: Resolution) -> bool:
 
 
 def _modes_text(names: Sequence[str], asked: Mapping[str, Any]) -> str:
-    return "all modes" if len(names) == len(_MODE_NAMES) and len(names) == len(asked) else ", ".join(names)
+    return "all modes" if len(names) == len(MODE_NAMES) and len(names) == len(asked) else ", ".join(names)
 
 
 def _dims(decisions: Sequence[DimDecision], *, width: int) -> list[str]:
@@ -194,9 +186,9 @@ def _dims(decisions: Sequence[DimDecision], *, width: int) -> list[str]:
     return table(rows, indent="  ", width=width, prose=len(rows[0]) - 1)
 
 
-def _for_terminal(problem: Problem) -> Problem:
-    """Return a problem whose fix names the option of the command line."""
-    return dataclasses.replace(problem, fix="give the sizes: --shape") if problem.error is ShapeRequiredError else problem
+def _in_words(problems: Iterable[Problem], *, sizes: str) -> tuple[Problem, ...]:
+    """Return problems whose fix says where the sizes are given."""
+    return tuple(dataclasses.replace(one, fix=sizes) if one.error is ShapeRequiredError else one for one in problems)
 
 
 # A tree: a table per role, a column per group of modes that agree on every tensor.
@@ -211,8 +203,9 @@ def tree_lines(answers: Sequence[Answer], *, width: int) -> list[str]:
             lines += [*([""] if lines else []), str(role), *_section(section, width=width)]
     found = [problem for answer in answers for resolution in answer.modes.values() for problem in resolution.problems]
     # Modes under one rule have one problem, not four.
-    problems = {(problem.path, problem.dim, problem.what, problem.fix): _for_terminal(problem) for problem in reversed(found)}
-    return lines + (["", *render(tuple(reversed(problems.values()))).splitlines()] if problems else [])
+    problems = {(problem.path, problem.dim, problem.what, problem.fix): problem for problem in reversed(found)}
+    said = _in_words(reversed(problems.values()), sizes="give its shape in the file of tensors")
+    return lines + (["", *render(said).splitlines()] if said else [])
 
 
 def _section(answers: Sequence[Answer], *, width: int) -> list[str]:

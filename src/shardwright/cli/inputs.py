@@ -18,8 +18,7 @@ from shardwright.errors import MeshSpecError, StrategyError, did_you_mean
 from shardwright.layouts import LAYOUTS
 from shardwright.manager import PartitionManager
 from shardwright.mesh import INFER, MeshSpec, abstract_mesh, mesh_sizes, parse_mesh, resolve_sizes
-from shardwright.strategy.limits import is_text
-from shardwright.tensors import MOST_ELEMENTS
+from shardwright.strategy.limits import MOST_ELEMENTS, is_text
 
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LAYOUT = re.compile(r"(stacked\()?([A-Za-z]+)(\.bias)?(?(1)\))")

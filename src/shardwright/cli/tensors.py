@@ -14,13 +14,14 @@ from shardwright.axes import Role
 from shardwright.cli.inputs import read_axes, unreadable
 from shardwright.errors import Problem, ShardingError, StrategyError, did_you_mean, raise_problems
 from shardwright.strategy import files
-from shardwright.tensors import MOST_ELEMENTS, Tensor, is_dtype
+from shardwright.strategy.limits import MOST_ELEMENTS
+from shardwright.strategy.origin import KeyPath, Origin, source_of, where
+from shardwright.tensors import Tensor, is_dtype
 
 _KEYS = ("axes", "shape", "role", "dtype")
 _SHARED = ("role", "dtype")
 _EXAMPLE = 'axes = "EMBED MLP_INTERMEDIATE", shape = [4096, 14336], role = "param", dtype = "bfloat16"'
 _JSON_EXAMPLE = '{"mlp": {"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}}'
-Where = dict[tuple[str, ...], str]
 
 
 def read_tensors(name: str) -> tuple[Tensor, ...]:
@@ -42,7 +43,7 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
         raise unreadable(name, error) from error
     if path.suffix == ".json" and text.lstrip()[:1] != "{":
         raise StrategyError("a file of tensors is one object", path=path.name, fix=_JSON_EXAMPLE)
-    data, where = files.parse(text, format=path.suffix[1:], source=path.name)
+    data, origin = files.parse(text, format=path.suffix[1:], source=path.name)
     if any(_is_table_of_rules(data.get(name)) for name in ("mesh", "rules")):
         raise StrategyError(
             "this is a strategy file: it says where axes lie, not which tensors a model has",
@@ -50,7 +51,7 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
             fix=f"name it as the strategy; a file of tensors has one table for each, such as [mlp.wi]: {_EXAMPLE}",
         )
     problems: list[Problem] = []
-    tensors = tuple(_walk(data, (), {}, where, problems))
+    tensors = tuple(_walk(data, (), {}, origin, problems))
     if not tensors and not problems:
         problems.append(Problem(error=StrategyError, what="the file names no tensor", path=path.name, fix=f"[mlp.wi]: {_EXAMPLE}"))
     raise_problems(problems)
@@ -64,27 +65,25 @@ def _is_table_of_rules(table: Any) -> bool:
     )
 
 
-def _walk(
-    table: Mapping[str, Any], path: tuple[str, ...], shared: Mapping[str, Any], where: Where, problems: list[Problem]
-) -> Iterator[Tensor]:
+def _walk(table: Mapping[str, Any], path: KeyPath, shared: Mapping[str, Any], origin: Origin, problems: list[Problem]) -> Iterator[Tensor]:
     shared = {**shared, **{key: table[key] for key in _SHARED if key in table and not isinstance(table[key], Mapping)}}
     if "axes" in table and not isinstance(table["axes"], Mapping):
-        tensor = _tensor({**shared, **table}, path, where, problems)
+        tensor = _tensor({**shared, **table}, path, origin, problems)
         if tensor is not None:
             yield tensor
         return
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from _walk(value, (*path, key), shared, where, problems)
+            yield from _walk(value, (*path, key), shared, origin, problems)
         elif isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
-            problems.append(_listed((*path, key), value, where))
+            problems.append(_listed((*path, key), value, origin))
         elif key not in _SHARED:
             what = "the tensor has no axes" if key in _KEYS else f"{key!r} is not a table"
             hint = "" if key in _KEYS else did_you_mean(key, _KEYS)
-            problems.append(_problem((*path, key), where, what, f"{hint} a tensor is a table: {_EXAMPLE}".strip()))
+            problems.append(_problem((*path, key), origin, what, f"{hint} a tensor is a table: {_EXAMPLE}".strip()))
 
 
-def _listed(path: tuple[str, ...], entries: Sequence[Mapping[str, Any]], where: Where) -> Problem:
+def _listed(path: KeyPath, entries: Sequence[Mapping[str, Any]], origin: Origin) -> Problem:
     """Return the problem of `[[tensors]]`: tensors are named by the headers of their tables, not listed."""
     first = entries[0]
     name = next((first[key] for key in ("path", "name") if isinstance(first.get(key), str) and first[key]), "")
@@ -96,10 +95,10 @@ def _listed(path: tuple[str, ...], entries: Sequence[Mapping[str, Any]], where: 
         headers = _header(name.split("/"))
     elif len(entries) > 1:
         headers += f", {_header([*path, '1'])}"
-    place = next((found for found in ((*path, "0"), path) if found in where), path)
-    in_json = where.get((), "").endswith(".json")
+    place = next((found for found in ((*path, "0"), path) if found in origin), path)
+    in_json = origin.get((), "").endswith(".json")
     fix = f'{_JSON_EXAMPLE}, a level for each "/"' if in_json else f"write {headers}, and below it {_EXAMPLE}"
-    return dataclasses.replace(_problem(place, where, what, fix), path=f"{where.get(place, '')} {'.'.join(path)}".strip())
+    return dataclasses.replace(_problem(place, origin, what, fix), path=f"{source_of(place, origin)} {'.'.join(path)}".strip())
 
 
 def _header(parts: Sequence[str]) -> str:
@@ -107,44 +106,38 @@ def _header(parts: Sequence[str]) -> str:
     return f"[{'.'.join(part if re.fullmatch(r'[A-Za-z0-9_-]+', part) else json.dumps(part) for part in parts)}]"
 
 
-def _tensor(table: Mapping[str, Any], path: tuple[str, ...], where: Where, problems: list[Problem]) -> Tensor | None:
+def _tensor(table: Mapping[str, Any], path: KeyPath, origin: Origin, problems: list[Problem]) -> Tensor | None:
     before = len(problems)
     for key in (key for key in table if key not in _KEYS):
         hint = did_you_mean(key, _KEYS)
-        problems.append(_problem((*path, key), where, f"unknown key {key!r}", hint or f"a tensor has {', '.join(_KEYS)}"))
-    axes = _axes(table["axes"], (*path, "axes"), where, problems)
+        problems.append(_problem((*path, key), origin, f"unknown key {key!r}", hint or f"a tensor has {', '.join(_KEYS)}"))
+    axes = _axes(table["axes"], (*path, "axes"), origin, problems)
     shape, role, dtype = table.get("shape"), table.get("role"), table.get("dtype")
     if shape is not None and not (isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)):
-        problems.append(_problem((*path, "shape"), where, f"{shape!r} is not a shape", "write a list of sizes, such as [4096, 14336]"))
+        problems.append(_problem((*path, "shape"), origin, f"{shape!r} is not a shape", "write a list of sizes, such as [4096, 14336]"))
     elif shape is not None and math.prod(shape) > MOST_ELEMENTS:
-        problems.append(_problem((*path, "shape"), where, "no array has so many elements", "write smaller sizes: their product is < 2^63"))
+        problems.append(_problem((*path, "shape"), origin, "no array has so many elements", "write smaller sizes: their product is < 2^63"))
     if role is not None and role not in list(Role):
-        problems.append(_problem((*path, "role"), where, f"unknown role {role!r}", f"roles are {', '.join(Role)}"))
+        problems.append(_problem((*path, "role"), origin, f"unknown role {role!r}", f"roles are {', '.join(Role)}"))
     if dtype is not None and not is_dtype(dtype):
-        problems.append(_problem((*path, "dtype"), where, f"unknown dtype {dtype!r}", "write a name such as bfloat16 or float32"))
+        problems.append(_problem((*path, "dtype"), origin, f"unknown dtype {dtype!r}", "write a name such as bfloat16 or float32"))
     if len(problems) > before:
         return None
     sizes = None if shape is None else tuple(shape)
     return Tensor(path="/".join(path), axes=axes, shape=sizes, role=None if role is None else Role(role), dtype=dtype or "")
 
 
-def _axes(value: Any, path: tuple[str, ...], where: Where, problems: list[Problem]) -> Any:
+def _axes(value: Any, path: KeyPath, origin: Origin, problems: list[Problem]) -> Any:
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        problems.append(_problem(path, where, f"{value!r} are not axes", 'write "EMBED HEAD HEAD_DIM" or ["EMBED", "HEAD", "HEAD_DIM"]'))
+        problems.append(_problem(path, origin, f"{value!r} are not axes", 'write "EMBED HEAD HEAD_DIM" or ["EMBED", "HEAD", "HEAD_DIM"]'))
         return None
     try:
         return read_axes(words)
     except ShardingError as error:
-        problems += [dataclasses.replace(problem, path=_place(path, where)) for problem in error.problems]
+        problems += [dataclasses.replace(problem, path=where(path, origin)) for problem in error.problems]
         return None
 
 
-def _problem(path: tuple[str, ...], where: Where, what: str, fix: str) -> Problem:
-    return Problem(error=StrategyError, what=what, path=_place(path, where), fix=fix)
-
-
-def _place(path: tuple[str, ...], where: Where) -> str:
-    """Return `file:line key.path`, as far as they are known."""
-    source = next((where[path[:end]] for end in range(len(path), -1, -1) if path[:end] in where), "")
-    return f"{source} {'.'.join(path)}".strip()
+def _problem(path: KeyPath, origin: Origin, what: str, fix: str) -> Problem:
+    return Problem(error=StrategyError, what=what, path=where(path, origin), fix=fix)

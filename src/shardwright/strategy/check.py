@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardwright.axes import KNOWN_AXES, STANDARD_MESH_AXES, Role, canonical_axis, file_name
+from shardwright.axes import KNOWN_AXES, REPLICATED, STANDARD_MESH_AXES, Role, canonical_axis, file_name
 from shardwright.errors import (
     MissingMeshAxisError,
     Problem,
@@ -31,15 +32,30 @@ from shardwright.rules import (
     Rule,
     TensorRules,
     build_rules,
-    check_mesh_axes,
+    foreign_mesh_axes,
     parse_rule,
 )
+from shardwright.strategy.origin import KeyPath, Origin, source_of, where
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
-Origin = dict[tuple[str, ...], str]
-KeyPath = tuple[str, ...]
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What the texts of a strategy's data say, parsed once.
+
+    Attributes:
+      tables: the rules of every table by key path and axis; those that do not parse are left out.
+      gather: the rule of `policy.gather`, one candidate or "-"; None where it is no such rule.
+      zero1: the rule of `policy.zero1`; None where it does not parse.
+      problems: what is wrong with them.
+    """
+
+    tables: dict[KeyPath, dict[str, Rule]]
+    gather: Rule | None
+    zero1: Rule | None
+    problems: tuple[Problem, ...]
 
 
 def rule_tables(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Mapping[str, Any], Role]]:
@@ -59,27 +75,28 @@ def rule_tables(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Mapping[str,
             yield ("tensors", str(at)), {key: rule for key, rule in entry.items() if key != "match"}, Role.PARAM
 
 
-def check_data(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
+def data_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
     """Return every problem of a strategy's data that its types do not show.
 
     A fragment (no `[mesh]`) is meant to overlay another strategy, so names that the other may declare are left to `compile`.
     """
-    _, problems = _parse_tables(data, origin)
+    written = parse_rules(data, origin)
+    problems = [*written.problems]
     if data.get("version") is True:  # which Python calls equal to 1
         problems.append(
             Problem(
                 error=StrategyError, what="a whole number is wanted, not True", path=where(("version",), origin), fix="write version = 1"
             )
         )
-    problems += _check_patterns(data, origin)
-    problems += _check_own_axes(data, origin)
+    problems += _pattern_problems(data, origin)
+    problems += _own_axis_problems(data, origin)
     if data.get("mesh"):
-        problems += _check_mesh(data, origin)
-        problems += check_names(data, origin)
+        problems += _mesh_problems(data, origin)
+        problems += name_problems(data, written, origin=origin)
     return problems
 
 
-def check_names(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
+def name_problems(data: Mapping[str, Any], written: Written, *, origin: Origin) -> list[Problem]:
     """Return the axes and the mesh axes that nothing declares."""
     problems: list[Problem] = []
     own = data.get("axes")
@@ -98,26 +115,23 @@ def check_names(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
                         fix=f'{hint + " " if hint else ""}an axis of your own is declared by [axes] {key} = "what it is"',
                     )
                 )
-    return problems + _check_mesh_names(data, origin)
+    return problems + _mesh_name_problems(data, written, origin)
 
 
-def _check_mesh_names(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
+def _mesh_name_problems(data: Mapping[str, Any], written: Written, origin: Origin) -> list[Problem]:
     mesh = tuple(data.get("mesh") or ()) if isinstance(data.get("mesh"), Mapping) else ()
-    tables, _ = _parse_tables(data, origin)
-    named = [(path, rule.ref, rule.mesh_axes) for path, table in tables.items() for rule in table.values()]
-    named.append((("policy",), RuleRef(key="gather", text=_policy_text(data, "gather"), table="policy"), _gather(data, origin)[0]))
-    zero1, _ = _zero1(data, origin)
-    named += [] if zero1 is None else [(("policy",), zero1.ref, zero1.mesh_axes)]
+    rules = [(path, rule) for path, table in written.tables.items() for rule in table.values()]
+    rules += [(("policy",), rule) for rule in (written.gather, written.zero1) if rule is not None]
     problems = []
-    for path, ref, names in named:
-        for name in check_mesh_axes(names, mesh):
+    for path, rule in rules:
+        for name in foreign_mesh_axes(rule.mesh_axes, mesh):
             known = [*mesh, *STANDARD_MESH_AXES]
             problems.append(
                 Problem(
                     error=MissingMeshAxisError,
                     what=f"mesh axis {name!r} is neither in [mesh] nor a standard one ({', '.join(STANDARD_MESH_AXES)})",
-                    path=where((*path, ref.key), origin),
-                    rule=str(ref),
+                    path=where((*path, rule.ref.key), origin),
+                    rule=str(rule.ref),
                     fix='for replicated write "-"'
                     if name.lower() in ("none", "null")
                     else did_you_mean(name, known) or f"add it to [mesh], {name} = 1, or name one of {', '.join(dict.fromkeys(known))}",
@@ -126,12 +140,8 @@ def _check_mesh_names(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
     return problems
 
 
-def parse_tables(data: Mapping[str, Any], origin: Origin) -> dict[KeyPath, dict[str, Rule]]:
-    """Return the rules of every table as they are written, by key path and axis; those that do not parse are left out."""
-    return _parse_tables(data, origin)[0]
-
-
-def _parse_tables(data: Mapping[str, Any], origin: Origin) -> tuple[dict[KeyPath, dict[str, Rule]], list[Problem]]:
+def parse_rules(data: Mapping[str, Any], origin: Origin) -> Written:
+    """Return the rules of every table and those of the policy, with every problem of their texts."""
     tables: dict[KeyPath, dict[str, Rule]] = {}
     problems: list[Problem] = []
     for path, table, role in rule_tables(data):
@@ -140,11 +150,8 @@ def _parse_tables(data: Mapping[str, Any], origin: Origin) -> tuple[dict[KeyPath
             if not (isinstance(key, str) and isinstance(text, str)):
                 continue
             full = (*path, key)
-            ref = RuleRef(key=file_name(canonical_axis(key)), text=text, table=".".join(path), source=source_of(full, origin))
-            try:
-                rule = parse_rule(text, ref=ref)
-            except ShardingError as error:
-                problems += [_at(problem, full, origin) for problem in error.problems]
+            rule = _parsed(text, full, origin, problems, key=file_name(canonical_axis(key)))
+            if rule is None:
                 continue
             if role is Role.PARAM and rule.fallback is Fallback.UNCONSTRAINED:
                 problems.append(
@@ -152,48 +159,44 @@ def _parse_tables(data: Mapping[str, Any], origin: Origin) -> tuple[dict[KeyPath
                         error=StrategyError,
                         what='"?" is for activations: a parameter must lie somewhere',
                         path=where(full, origin),
-                        rule=str(ref),
+                        rule=str(rule.ref),
                         fix='write "-" for replicated, or mesh axes',
                     )
                 )
             parsed[canonical_axis(key)] = rule
-    _, gather_problems = _gather(data, origin)
-    return tables, problems + gather_problems + _zero1(data, origin)[1]
+    gather, zero1 = (_policy_rule(key, data, origin, problems) for key in ("gather", "zero1"))
+    return Written(tables=tables, gather=gather, zero1=zero1, problems=tuple(problems))
 
 
-def _policy_text(data: Mapping[str, Any], key: str) -> str:
+def _parsed(text: str, path: KeyPath, origin: Origin, problems: list[Problem], *, key: str) -> Rule | None:
+    """Return the rule of a key, or None after its problems were added."""
+    try:
+        return parse_rule(text, ref=RuleRef(key=key, text=text, table=".".join(path[:-1]), source=source_of(path, origin)))
+    except ShardingError as error:
+        problems += [_at(problem, path, origin) for problem in error.problems]
+        return None
+
+
+def _policy_rule(key: str, data: Mapping[str, Any], origin: Origin, problems: list[Problem]) -> Rule | None:
+    """Return the rule of a key of `[policy]`, "-" where it has none, or None after its problems were added."""
     policy = data.get("policy")
-    text = policy.get(key, "-") if isinstance(policy, Mapping) else "-"
-    return text if isinstance(text, str) else "-"
+    text = policy.get(key, REPLICATED) if isinstance(policy, Mapping) else REPLICATED
+    path = ("policy", key)
+    rule = _parsed(text if isinstance(text, str) else REPLICATED, path, origin, problems, key=key)
+    if rule is None:
+        return None
+    what = fix = ""
+    if key == "gather" and (len(rule.candidates) + bool(rule.fallback) != 1 or rule.fallback is Fallback.UNCONSTRAINED):
+        what, fix = f'"{text}" is not one set of mesh axes', 'write "fsdp+sp", or "-" to gather nothing'
+    elif rule.fallback is Fallback.UNCONSTRAINED:
+        what, fix = '"?" is for activations: optimizer state must lie somewhere', 'write "-", or mesh axes such as "dp | -"'
+    if what:
+        problems.append(Problem(error=StrategyError, what=what, path=where(path, origin), fix=fix))
+        return None
+    return rule
 
 
-def _gather(data: Mapping[str, Any], origin: Origin) -> tuple[tuple[str, ...], list[Problem]]:
-    """Return the mesh axes of `policy.gather`: one candidate, or "-" for none."""
-    text, path = _policy_text(data, "gather"), ("policy", "gather")
-    try:
-        rule = parse_rule(text, ref=RuleRef(key="gather", text=text, table="policy", source=source_of(path, origin)))
-    except ShardingError as error:
-        return (), [_at(problem, path, origin) for problem in error.problems]
-    if len(rule.candidates) + bool(rule.fallback) != 1 or rule.fallback is Fallback.UNCONSTRAINED:
-        what = f'"{text}" is not one set of mesh axes'
-        return (), [Problem(error=StrategyError, what=what, path=where(path, origin), fix='write "fsdp+sp", or "-" to gather nothing')]
-    return rule.mesh_axes, []
-
-
-def _zero1(data: Mapping[str, Any], origin: Origin) -> tuple[Rule | None, list[Problem]]:
-    """Return the rule of `policy.zero1`, or None for "-" alone."""
-    text, path = _policy_text(data, "zero1"), ("policy", "zero1")
-    try:
-        rule = parse_rule(text, ref=RuleRef(key="zero1", text=text, table="policy", source=source_of(path, origin)))
-    except ShardingError as error:
-        return None, [_at(problem, path, origin) for problem in error.problems]
-    if rule.fallback is Fallback.UNCONSTRAINED:
-        what = '"?" is for activations: optimizer state must lie somewhere'
-        return None, [Problem(error=StrategyError, what=what, path=where(path, origin), fix='write "-", or mesh axes such as "dp | -"')]
-    return rule if rule.candidates else None, []
-
-
-def _check_patterns(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
+def _pattern_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
     problems = []
     tensors = data.get("tensors")
     for at, entry in enumerate(tensors if isinstance(tensors, list) else ()):
@@ -215,7 +218,7 @@ def _check_patterns(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
     return problems
 
 
-def _check_own_axes(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
+def _own_axis_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
     own = data.get("axes")
     problems = []
     for name in own if isinstance(own, Mapping) else ():
@@ -232,7 +235,7 @@ def _check_own_axes(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
     return problems
 
 
-def _check_mesh(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
+def _mesh_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
     mesh, dcn, types = data.get("mesh"), data.get("dcn") or {}, data.get("axis_types")
     sizes_good = isinstance(mesh, Mapping) and all(type(size) is int for size in mesh.values())
     if not (sizes_good and isinstance(dcn, Mapping) and all(type(size) is int for size in dcn.values())):
@@ -252,19 +255,19 @@ def _check_mesh(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
 
 def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisRules:
     """Compile a strategy's data; raises every problem at once."""
-    tables, problems = _parse_tables(data, origin)
-    raise_problems([*problems, *check_names(data, origin)])
+    written = parse_rules(data, origin)
+    raise_problems([*written.problems, *name_problems(data, written, origin=origin)])
     tensors = [
-        TensorRules(match=entry["match"], rules=tuple(sorted(tables["tensors", str(at)].items())))
+        TensorRules(match=entry["match"], rules=tuple(sorted(written.tables["tensors", str(at)].items())))
         for at, entry in enumerate(data.get("tensors", ()))
     ]
-    layered = {".".join(path): table for path, table in tables.items() if path[0] != "tensors"}
+    layered = {".".join(path): table for path, table in written.tables.items() if path[0] != "tensors"}
     own = sorted(canonical_axis(name) for name in data.get("axes", {}))
     return build_rules(
         layered,
         tensors=tensors,
         user_axes=own,
-        policy=_policy(policy, _gather(data, origin)[0], _zero1(data, origin)[0]),
+        policy=_policy(policy, written),
         attention={
             key: RuleRef(key=key, text=name, table="attention", source=source_of(("attention", key), origin))
             for key, name in data.get("attention", {}).items()
@@ -272,31 +275,20 @@ def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisR
     )
 
 
-def _policy(table: Any, gather: tuple[str, ...], zero1: Rule | None) -> Policy:
+def _policy(table: Any, written: Written) -> Policy:
+    """Return what `[policy]` says: "-" gathers nothing, and shards no optimizer state."""
     base = POLICY_PRESETS[table.preset]
     return Policy(
         indivisible=Indivisible(table.indivisible or base.indivisible),
         conflict=Conflict(table.conflict or base.conflict),
-        gather=gather,
-        zero1=zero1,
+        gather=written.gather.mesh_axes if written.gather is not None else (),
+        zero1=written.zero1 if written.zero1 is not None and written.zero1.candidates else None,
         missing=Missing(table.missing or base.missing),
         rank=Rank(table.rank or base.rank),
     )
 
 
-def where(path: KeyPath, origin: Origin) -> str:
-    """Return `file:line key.path`, as far as they are known."""
-    return f"{source_of(path, origin)} {'.'.join(path)}".strip()
-
-
-def source_of(path: KeyPath, origin: Origin) -> str:
-    """Return the `file:line` of a key, or of the nearest table that holds it, or an empty string."""
-    return next((origin[path[:end]] for end in range(len(path), -1, -1) if path[:end] in origin), "")
-
-
 def _at(problem: Problem, path: KeyPath, origin: Origin) -> Problem:
-    import dataclasses
-
     return dataclasses.replace(problem, path=where(path, origin), axis="")
 
 

@@ -6,7 +6,8 @@ import importlib.resources
 import json
 import os
 import re
-import tempfile
+import secrets
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any
 from shardwright.axes import canonical_axis, file_name
 from shardwright.errors import StrategyError, did_you_mean
 from shardwright.strategy.limits import check_limits
+from shardwright.strategy.origin import Origin
 
-Origin = dict[tuple[str, ...], str]
 Parsed = tuple[dict[str, Any], Origin]
 
 
@@ -92,7 +93,7 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
     for path, line in lines:
         # Under the key as it is written, and as every spelling of an axis is read.
         origin[path] = origin[(*path[:-1], file_name(canonical_axis(path[-1])))] = f"{source}:{line}"
-    check_limits(data, origin, source=source)
+    check_limits(data, origin)
     return data, origin
 
 
@@ -236,34 +237,39 @@ def rendered(path: Path, data: Mapping[str, Any]) -> str:
 def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
     """Write text through a temporary neighbour, so that it is there whole or not at all.
 
+    A new file gets the permissions that the umask leaves; one that is overwritten keeps its own.
+
     Raises:
-      StrategyError: there is no such folder, or what has the name is no file: a device, a pipe.
+      StrategyError: there is no such folder, or what has the name is no file: a folder, a device, a pipe.
       FileExistsError: there is such a file, and `overwrite` is false.
     """
-    if not path.parent.is_dir():
-        raise StrategyError(f"no folder {str(path.parent)!r} to write {path.name!r} in", fix="create it first")
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        # The rename below would put a file in place of the device itself.
-        raise StrategyError(f"{str(path)!r} is no file, and would be replaced by one", fix="choose another name, or print and redirect (>)")
     target = Path(os.path.realpath(path)) if overwrite else path  # behind a link, the file changes and the link stays
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    _check_target(path, target)
+    temporary = target.with_name(f".{target.name:.40}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        # "x" creates it, and the kernel applies the umask: to ask for the umask is to change it, for every thread.
+        with open(temporary, "x", encoding="utf-8") as file:
+            if overwrite and target.exists():
+                os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
             file.write(text)
-        os.chmod(name, 0o666 & ~_umask())
         if overwrite:
-            os.replace(name, target)
+            os.replace(temporary, target)
         else:
             # A link, unlike a rename, never takes the place of a file that somebody made a moment ago.
-            os.link(name, path)
-            os.unlink(name)
+            os.link(temporary, path)
+            os.unlink(temporary)
     except BaseException:
-        os.unlink(name)
+        temporary.unlink(missing_ok=True)
         raise
     return path
 
 
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+def _check_target(path: Path, target: Path) -> None:
+    for folder in (path.parent, target.parent):
+        if not folder.is_dir():
+            raise StrategyError(f"no folder {str(folder)!r} to write {path.name!r} in", fix="create it first")
+    if path.is_dir():
+        raise StrategyError(f"cannot write {str(path)!r}: is a directory", fix="name a file in it, or choose another name")
+    if path.exists() and not path.is_file():
+        # The rename would put a file in place of the device itself.
+        raise StrategyError(f"{str(path)!r} is no file, and would be replaced by one", fix="choose another name, or print and redirect (>)")

@@ -9,42 +9,43 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwright.errors import Problem, StrategyError, raise_problems
+from shardwright.strategy.origin import KeyPath, Origin, source_of
 
 DEEPEST = 64
-LARGEST = 2**63 - 1
+# What a dim can be at most, in JAX and in XLA; an array of more elements than this has no address.
+MOST_ELEMENTS = 2**63 - 1
 
 
-def check_limits(data: Mapping[str, Any], origin: Mapping[tuple[str, ...], str], *, source: str) -> None:
+def check_limits(data: Mapping[str, Any], origin: Origin) -> None:
     """Check data from a file.
 
     Raises:
       StrategyError: every value that is beyond a limit, each with its line and key path.
     """
-    raise_problems(list(_problems(data, origin, source)))
+    raise_problems(list(_problems(data, origin)))
 
 
-def _problems(data: Mapping[str, Any], origin: Mapping[tuple[str, ...], str], source: str) -> Iterator[Problem]:
-    waiting: list[tuple[tuple[str, ...], Any]] = [((), data)]
+def _problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
+    waiting: list[tuple[KeyPath, Any]] = [((), data)]
     while waiting:
         path, value = waiting.pop()
         what, fix = _fault(path, value)
         if what:
             # A path of a thousand keys, or of keys that cannot be shown, is no help.
             shown = ".".join(key for key in path[:4] if is_text(key)) + ("..." if len(path) > 4 else "")
-            line = next((origin[path[:end]] for end in range(len(path), -1, -1) if path[:end] in origin), source)
-            yield Problem(error=StrategyError, what=what, path=f"{line} {shown}".strip(), fix=fix)
+            yield Problem(error=StrategyError, what=what, path=f"{source_of(path, origin)} {shown}".strip(), fix=fix)
         elif isinstance(value, Mapping):
             waiting += reversed([((*path, str(key)), entry) for key, entry in value.items()])
         elif isinstance(value, list):
             waiting += reversed([((*path, str(at)), entry) for at, entry in enumerate(value)])
 
 
-def _fault(path: tuple[str, ...], value: Any) -> tuple[str, str]:
+def _fault(path: KeyPath, value: Any) -> tuple[str, str]:
     if path and not is_text(path[-1]):
         return f"the key {path[-1]!r} has a character that is no text (half of a surrogate pair)", "use letters, digits and _"
     if isinstance(value, str) and not is_text(value):
         return f"{value!r:.80} has a character that is no text (half of a surrogate pair)", "use letters, digits and _"
-    if isinstance(value, int) and abs(value) > LARGEST:
+    if isinstance(value, int) and abs(value) > MOST_ELEMENTS:
         return f"a number of {value.bit_length()} bits is no size", "write a smaller number: at most 2^63 - 1"
     if isinstance(value, (Mapping, list)) and len(path) >= DEEPEST:
         return f"tables and lists are nested more than {DEEPEST} deep", "flatten the file"

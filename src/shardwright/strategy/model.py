@@ -14,6 +14,7 @@ from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.mesh import create_mesh
 from shardwright.rules import OWN_ATTENTION, AxisRules, Rule
 from shardwright.strategy import check, files
+from shardwright.strategy.origin import KeyPath, Origin, source_of
 from shardwright.strategy.read_only import ReadOnlyDict, ReadOnlyList
 
 RULE = 'Candidates of mesh axes in order: "dp+fsdp | dp | -". "+" joins mesh axes, "-" replicated, "?" unconstrained.'
@@ -117,7 +118,7 @@ class Strategy(BaseModel):
         default_factory=ReadOnlyList, description="Exceptions by path, for stored and used weights."
     )
 
-    _origin: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
+    _origin: Origin = PrivateAttr(default_factory=dict)
 
     _lower = field_validator("axes", "rules", "params", mode="before")(_lower_keys)
 
@@ -134,18 +135,18 @@ class Strategy(BaseModel):
     def __init__(self, **data: Any) -> None:
         self._build(data, {})
 
-    def _build(self, data: Mapping[str, Any], origin: dict[tuple[str, ...], str]) -> None:
+    def _build(self, data: Mapping[str, Any], origin: Origin) -> None:
         problems: list[Problem] = []
         try:
             super().__init__(**data)
         except ValidationError as error:
             problems = check.from_pydantic(error, type(self), origin)
-        problems += check.check_data(data, origin)
+        problems += check.data_problems(data, origin)
         raise_problems(problems)
         self._origin = origin
 
     @classmethod
-    def _made(cls, data: Mapping[str, Any], origin: dict[tuple[str, ...], str]) -> Strategy:
+    def _made(cls, data: Mapping[str, Any], origin: Origin) -> Strategy:
         made = cls.__new__(cls)
         made._build(data, origin)
         return made
@@ -216,13 +217,13 @@ class Strategy(BaseModel):
         """
         return check.compile_rules(self.to_data(), self._origin, self.policy)
 
-    def tables(self) -> dict[tuple[str, ...], dict[str, Rule]]:
+    def tables(self) -> dict[KeyPath, dict[str, Rule]]:
         """Return the rules of every table as they are written, by key path, such as `("modes", "decode")`, and axis."""
-        return check.parse_tables(self.to_data(), self._origin)
+        return check.parse_rules(self.to_data(), self._origin).tables
 
     def source(self, *path: str) -> str:
         """Return the `file:line` of a key, or of the nearest table that holds it, or an empty string."""
-        return check.source_of(path, self._origin)
+        return source_of(path, self._origin)
 
     def make_mesh(self, *, devices: Sequence[Any] | None = None) -> Mesh:
         """Build the strategy's mesh; starts the backend.

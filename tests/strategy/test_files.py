@@ -1,0 +1,104 @@
+"""Writing strategy files: whole or not at all, with the permissions that a file should have, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwright as sw
+from shardwright.strategy import files
+
+SMALL = sw.Strategy(version=1, mesh={"dp": 2, "tp": -1}, rules={"batch": "dp"})
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(("call", "overwrite"), [("replace", True), ("chmod", True), ("link", False)])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt("stopped")])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    call: str, overwrite: bool, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = SMALL.dump(tmp_path / "old.toml").read_bytes()
+    path = tmp_path / ("old.toml" if overwrite else "new.toml")
+
+    def broken(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(files.os, call, broken)
+    with pytest.raises(type(error), match=str(error.args[-1])):
+        files.write_text(path, "text", overwrite=overwrite)
+    assert (tmp_path / "old.toml").read_bytes() == old
+    assert os.listdir(tmp_path) == ["old.toml"]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_text_that_cannot_be_written_leaves_nothing(overwrite: bool, tmp_path: Path) -> None:
+    with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+        files.write_text(tmp_path / "s.toml", "a" * 100_000 + "\ud800", overwrite=overwrite)
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_ending_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(sw.StrategyError, match=r"'s.yaml' is neither a .toml nor a .json file"):
+        SMALL.dump(tmp_path / "s.yaml")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_permissions_follow_the_umask_which_nothing_changes(overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(mask: int) -> int:
+        raise AssertionError("the umask is the whole process's: another thread may be making a file")
+
+    old = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "umask", changed)
+            path = files.write_text(tmp_path / "s.toml", SMALL.dumps(), overwrite=overwrite)
+    finally:
+        os.umask(old)
+    assert mode_of(path) == 0o640
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o444, 0o664])
+def test_a_file_that_is_overwritten_keeps_its_permissions(mode: int, tmp_path: Path) -> None:
+    path = SMALL.dump(tmp_path / "s.toml")
+    path.chmod(mode)
+    (tmp_path / "link.toml").symlink_to("s.toml")
+    sw.Strategy.preset("fsdp").dump(path)
+    assert (mode_of(path), sw.Strategy.load(path)) == (mode, sw.Strategy.preset("fsdp"))
+    sw.Strategy.preset("ddp").dump(tmp_path / "link.toml")
+    assert (mode_of(path), sw.Strategy.load(path)) == (mode, sw.Strategy.preset("ddp"))
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_folder_is_no_file_to_write(overwrite: bool, tmp_path: Path) -> None:
+    (tmp_path / "s.toml").mkdir()
+    with pytest.raises(sw.StrategyError, match=r"cannot write '.*s\.toml': is a directory\n  fix   name a file in it"):
+        files.write_text(tmp_path / "s.toml", "text", overwrite=overwrite)
+    assert os.listdir(tmp_path) == ["s.toml"]
+    assert os.listdir(tmp_path / "s.toml") == []
+
+
+def test_a_link_into_no_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "link.toml").symlink_to("nowhere/s.toml")
+    with pytest.raises(sw.StrategyError, match=r"no folder '.*nowhere' to write 'link.toml' in\n  fix   create it first"):
+        SMALL.dump(tmp_path / "link.toml")
+
+
+def test_a_file_that_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    path = SMALL.dump(tmp_path / "s.toml")
+    with pytest.raises(FileExistsError, match="File exists"):
+        files.write_text(path, "text", overwrite=False)
+    assert sw.Strategy.load(path) == SMALL
+    assert os.listdir(tmp_path) == ["s.toml"]
+
+
+def test_the_longest_name_that_a_file_can_have(tmp_path: Path) -> None:
+    path = SMALL.dump(tmp_path / ("s" * 250 + ".toml"))
+    assert sw.Strategy.load(path) == SMALL
