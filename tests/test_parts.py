@@ -161,7 +161,7 @@ def test_zero1_is_explained() -> None:
 
 
 def test_state_that_no_dim_can_take_is_an_error_with_the_fallback_to_write() -> None:
-    with pytest.raises(sw.IndivisibleError) as caught:
+    with pytest.raises(sw.IndivisibleError, match="no dim of this optimizer state divides over dp too") as caught:
         explain(KERNEL, (4, 2), zero1="dp", path="0/mu/w").require()
     assert str(caught.value).splitlines() == [
         "0/mu/w: no dim of this optimizer state divides over dp too: 4 over fsdp=4, dp=2; 2 over tp=2, dp=2",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
+from typing import Any
 
 import pytest
 
@@ -70,11 +71,15 @@ def test_a_rule_is_candidates_and_a_fallback(text: str, candidates: tuple[tuple[
         ("?+tp", 0, '"?" stands alone, never inside a candidate'),
         ("dp+dp", 3, "'dp' stands twice in one candidate"),
         ("tp | dp + fsdp + dp", 17, "'dp' stands twice in one candidate"),
-        ("dp fsdp", 0, "'dp fsdp' is not the name of a mesh axis"),
-        ("dp, fsdp", 0, "'dp, fsdp' is not the name of a mesh axis"),
-        ("tp | dp:2", 5, "'dp:2' is not the name of a mesh axis"),
-        ("_", 0, "'_' is not the name of a mesh axis"),
-        ("--", 0, "'--' is not the name of a mesh axis"),
+        ("dp fsdp", 0, "'dp fsdp' is not the name of a mesh axis: it contains ' ', which rules and mesh texts use"),
+        ("dp, fsdp", 0, "'dp, fsdp' is not the name of a mesh axis: it contains ',', which rules and mesh texts use"),
+        ("tp | dp:2", 5, "'dp:2' is not the name of a mesh axis: it contains ':', which rules and mesh texts use"),
+        ("tp?", 0, "'tp?' is not the name of a mesh axis: it contains '?', which rules and mesh texts use"),
+        ("_", 0, "'_' is not the name of a mesh axis: it is a word of the rule grammar"),
+        ("--", 0, "'--' is not the name of a mesh axis: it starts with '-', which says replicated in a rule"),
+        ("dp + 'tp'", 5, """"'tp'" is not the name of a mesh axis: it contains "'", which begins and ends a text"""),
+        ("dp | !tp", 5, "'!tp' is not the name of a mesh axis: it starts with '!', which mesh texts use"),
+        ("dcn.dp", 0, "'dcn.dp' is not the name of a mesh axis: it starts with 'dcn.', which mesh texts use"),
     ],
 )
 def test_a_fault_has_a_caret(text: str, caret: int, says: str) -> None:
@@ -205,6 +210,29 @@ def test_parallelism_axes_have_a_rule_without_being_stated() -> None:
     assert found.candidates == (("tp",),)
     assert str(found.ref) == 'tensor_parallel = "tp"   (default)'
     assert default_rule(sw.HEAD) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (
+            {"zero1": "dp | -"},
+            "policy zero1 is 'dp | -', not a Rule\n  fix   write shardwright.rules.parse_rule('dp | -'), or None for none",
+        ),
+        ({"zero1": ("dp",)}, "policy zero1 is ('dp',), not a Rule\n  fix   write shardwright.rules.parse_rule('dp | -')"),
+        ({"zero1": parse_rule("dp | ?")}, '"?" cannot be the answer for optimizer state'),
+        ({"gather": ["fsdp"]}, "policy gather is ['fsdp'], not a tuple of mesh axes"),
+        ({"gather": ("fsdp", 3)}, "policy gather is ('fsdp', 3), not a tuple of mesh axes"),
+        ({"gather": ("fsdp+sp",)}, "policy gather has 'fsdp+sp', which is not the name of a mesh axis: it contains '+'"),
+        ({"gather": ("fsdp", "")}, "policy gather has '', which is not the name of a mesh axis: it is empty"),
+        ({"gather": ("-",)}, "policy gather has '-', which is not the name of a mesh axis: it is a word of the rule grammar"),
+        ({"gather": ("fsdp", "sp", "fsdp")}, "policy gather has 'fsdp' twice\n  fix   name every mesh axis once"),
+        ({"missing": "skipp"}, "policy missing is 'skipp'\n  fix   did you mean 'skip'?"),
+    ],
+)
+def test_a_policy_checks_what_it_is_given(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(sw.StrategyError, match=f"^{re.escape(says)}"):
+        Policy(**fields)
 
 
 def test_policy_presets() -> None:

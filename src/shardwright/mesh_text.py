@@ -21,7 +21,8 @@ _CONTIGUOUS = "!"
 _WHOLE_NUMBER = re.compile(r"-?[0-9]+")
 # No mesh has more devices; and Python refuses to read or write a number of thousands of digits.
 _MOST = 10**19
-_FORBIDDEN = re.compile(r"[\s+|:,]")
+_FORBIDDEN = re.compile(r"[\s+|:,?]")
+_QUOTE = re.compile("[\"']")
 _RULE_WORDS = (REPLICATED, UNCONSTRAINED, EMPTY)
 
 MeshLike = str | Mapping[str, int] | Sequence[int]
@@ -129,7 +130,11 @@ def resolve_sizes(spec: MeshSpec, count: int, *, hint: str = "") -> MeshSpec:
 
 
 def name_fault(name: object) -> str:
-    """Return why `name` cannot name a mesh axis, or an empty string."""
+    """Return why `name` cannot name a mesh axis, or an empty string: what a mesh may have, a rule and a mesh text can write.
+
+    >>> name_fault("d p")
+    "contains ' ', which rules and mesh texts use"
+    """
     if not isinstance(name, str):
         return f"is of type {type(name).__name__}, not a string"
     if not name:
@@ -138,6 +143,10 @@ def name_fault(name: object) -> str:
         return "is a word of the rule grammar"
     if bad := _FORBIDDEN.search(name):
         return f"contains {bad.group()!r}, which rules and mesh texts use"
+    if bad := _QUOTE.search(name):
+        return f"contains {bad.group()!r}, which begins and ends a text"
+    if name.startswith(REPLICATED):
+        return f"starts with {REPLICATED!r}, which says replicated in a rule"
     if name.startswith((_CONTIGUOUS, _DCN)):
         return f"starts with {_CONTIGUOUS if name[0] == _CONTIGUOUS else _DCN!r}, which mesh texts use"
     return ""

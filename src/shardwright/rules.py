@@ -13,10 +13,9 @@ from typing import Any, Final
 
 from shardwright.axes import KNOWN_AXES, PARALLELISM_AXES, REPLICATED, STANDARD_MESH_AXES, UNCONSTRAINED, Role, file_name
 from shardwright.errors import StrategyError, did_you_mean
+from shardwright.mesh_text import name_fault
 from shardwright.modes import MODE_NAMES, MODES, parse_mode
 from shardwright.provenance import RuleRef
-
-_NAME = re.compile(r"[^\s+|:,\"'\-?_][^\s+|:,\"'?]*|_[^\s+|:,\"'?]+")
 
 
 class Fallback(enum.StrEnum):
@@ -101,6 +100,16 @@ class Policy:
             object.__setattr__(self, name, _choice(name, kind, getattr(self, name)))
         if not isinstance(self.gather, tuple) or not all(isinstance(axis, str) for axis in self.gather):
             raise StrategyError(f"policy gather is {self.gather!r}, not a tuple of mesh axes", fix='write ("fsdp", "sp"), or () for none')
+        for at, axis in enumerate(self.gather):
+            if fault := name_fault(axis):
+                what = f"policy gather has {axis!r}, which is not the name of a mesh axis: it {fault}"
+                raise StrategyError(what, fix='write each name by itself, ("fsdp", "sp"), or () for none')
+            if axis in self.gather[:at]:
+                raise StrategyError(f"policy gather has {axis!r} twice", fix="name every mesh axis once")
+        if self.zero1 is not None and not isinstance(self.zero1, Rule):
+            text = self.zero1 if isinstance(self.zero1, str) else "dp | -"
+            fix = f"write shardwright.rules.parse_rule({text!r}), or None for none"
+            raise StrategyError(f"policy zero1 is {self.zero1!r}, not a Rule", fix=fix)
         if self.zero1 is not None and self.zero1.fallback is Fallback.UNCONSTRAINED:
             raise StrategyError(
                 '"?" cannot be the answer for optimizer state: it must lie somewhere', rule=str(self.zero1.ref), fix='write "-"'
@@ -168,8 +177,8 @@ def _parse_candidate(text: str, part: str, start: int, ref: RuleRef) -> tuple[st
             raise _grammar(text, min(column, len(text)), "a mesh axis is missing here", ref)
         if name in (REPLICATED, UNCONSTRAINED):
             raise _grammar(text, column, f'"{name}" stands alone, never inside a candidate', ref)
-        if not _NAME.fullmatch(name):
-            raise _grammar(text, column, f"{name!r} is not the name of a mesh axis", ref)
+        if fault := name_fault(name):
+            raise _grammar(text, column, f"{name!r} is not the name of a mesh axis: it {fault}", ref)
         if name in names:
             raise _grammar(text, column, f"{name!r} stands twice in one candidate", ref)
         names.append(name)

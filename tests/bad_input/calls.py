@@ -17,6 +17,7 @@ KERNEL = (sw.EMBED, sw.MLP_INTERMEDIATE)
 MESHES: dict[str, Call] = {
     "mesh text with a hole": lambda scene: sw.create_mesh("dp:2,,tp:4"),
     "mesh text without a size": lambda scene: sw.create_mesh("dp:2,tp"),
+    "mesh axis that no rule can name": lambda scene: sw.create_mesh({"it's": 2, "-tp": 4}),
     "mesh axis twice": lambda scene: sw.create_mesh("dp:2,dp:4"),
     "mesh too large": lambda scene: sw.create_mesh({"dp": 4, "tp": 4}, devices=jax.devices()[:8]),
     "mesh that does not divide": lambda scene: sw.create_mesh((3, -1), ("dp", "tp"), devices=jax.devices()[:8]),
@@ -149,6 +150,11 @@ CALLS: dict[str, Call] = {
     "an Auto axis before an Explicit one": mixed_order,
     "an attribute that is no rule": lambda scene: sw.PartitionAxis(head_axis=3, batch_axis=("dp", None)).compile(),
     "a policy that is none": lambda scene: sw.Policy(indivisible="ignore"),
+    "a policy with a text for a rule": lambda scene: sw.Policy(zero1="dp | -"),
+    "a policy that gathers over a text": lambda scene: sw.Policy(gather="fsdp"),
+    "a policy that gathers over joined names": lambda scene: sw.Policy(gather=("fsdp+sp",)),
+    "a policy that gathers over no name": lambda scene: sw.Policy(gather=("fsdp", "")),
+    "a policy that gathers over one mesh axis twice": lambda scene: sw.Policy(gather=("fsdp", "sp", "fsdp")),
     "rules that an array does not survive": lambda scene: sw.PartitionManager(
         sw.Strategy.loads(RULES.replace('"dp"', '"tp"')), mesh=scene.pm.mesh
     ).shard(scene.placed, *X),

@@ -45,6 +45,7 @@ CASES: dict[str, Call] = {
     "a candidate after the last word": file(HEAD + '[rules]\nbatch = "- | dp"\n'),
     "replicated inside a candidate": file(HEAD + '[rules]\nbatch = "dp+-"\n'),
     "one mesh axis twice": file(HEAD + '[rules]\nbatch = "dp+tp+dp"\n'),
+    "a mesh axis that no mesh may have": file(HEAD + '[rules]\nbatch = "dp+dcn.dp"\n'),
     "a comma for a plus": file(HEAD + '[rules]\nbatch = "dp,tp"\n'),
     "an open parameter": file(HEAD + '[params]\nembed = "dp | ?"\n'),
     "one axis in two spellings": file(HEAD + '[rules]\nkv_head = "tp"\nKV_HEAD = "dp"\n'),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
 
 import shardwright as sw
 from shardwright.axes import SEMANTIC_AXES, STANDARD_MESH_AXES, canonical_axis, file_name
-from shardwright.mesh import parse_mesh
+from shardwright.mesh import mesh_sizes, parse_mesh
 from shardwright.rules import Fallback, Rule, parse_rule
 from tests.properties import cases
 
@@ -56,6 +58,39 @@ def parsed(text: str) -> tuple[Rule | None, sw.StrategyError | None]:
         return parse_rule(text), None
     except sw.StrategyError as error:
         return None, error
+
+
+# Names as people misspell them, then any text at all.
+MESH_NAMES = st.one_of(st.text(alphabet="dcn.x_-+|:,?! '\"4", max_size=6), st.text(max_size=6))
+
+
+@settings(max_examples=500)
+@given(MESH_NAMES)
+@example("a?b")
+@example("it's")
+@example("-x")
+@example("!x")
+@example("dcn.x")
+@example("x-y.z")
+@example("__")
+def test_what_a_mesh_may_have_a_rule_can_name_and_nothing_else(name: str) -> None:
+    """One rule of names, for meshes of JAX, for texts of meshes, for rules and for policies."""
+    rule, _ = parsed(name)
+    nameable = rule is not None and rule.candidates == ((name,),)
+    assert nameable == accepted(lambda: mesh_sizes({name: 2})) == accepted(lambda: mesh_sizes([(name, 2)]))
+    assert nameable == accepted(lambda: mesh_sizes(AbstractMesh((2,), (name,), axis_types=(AxisType.Auto,))))
+    assert nameable == accepted(lambda: parse_mesh({name: 2})) == accepted(lambda: sw.Policy(gather=(name,)))
+    if nameable:
+        assert parse_mesh(f"{name}:2") == parse_mesh(f" {name} : 2 ") == parse_mesh({name: 2})
+        assert parsed(f"{name}x|{name}+{name}x|-")[0] == parsed(f" {name}x | {name} + {name}x | - ")[0] is not None
+
+
+def accepted(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except sw.ShardingError:
+        return False
+    return True
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z][a-z0-9_]{0,5}", fullmatch=True), st.integers(1, 64), min_size=1, max_size=6))

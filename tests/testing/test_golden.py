@@ -51,7 +51,7 @@ def test_missing_then_written_then_compared(one: Golden) -> None:
 
 def test_a_stale_file_shows_what_changed(one: Golden) -> None:
     updated(one)("a\nb\nc\nd\ne\nf\ng")
-    with pytest.raises(GoldenError) as caught:
+    with pytest.raises(GoldenError, match="says something else") as caught:
         one("a\nb\nc\nD\ne\nf\ng")
     path = one.folder / "it.txt"
     assert str(caught.value) == (
@@ -91,7 +91,7 @@ def test_bytes_are_written_and_compared_as_they_are(one: Golden, text: str) -> N
 
 def test_line_ends_and_bytes_that_differ_are_shown(one: Golden) -> None:
     updated(one)("a\r\nb\n")
-    with pytest.raises(GoldenError) as caught:
+    with pytest.raises(GoldenError, match="says something else") as caught:
         one("a\nb\n")
     assert "  - 'a\\r\\n'\n  + 'a\\n'\n    'b\\n'\n" in str(caught.value)
     (one.folder / "it.txt").write_bytes(b"\xff\n")

@@ -1,0 +1,35 @@
+"""What the file format may say, against what the rules know: pydantic needs its choices written out."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, get_args
+
+import pytest
+
+from shardwright.modes import MODE_NAMES
+from shardwright.rules import POLICY_PRESETS, Attention, Conflict, Indivisible, Missing, Rank
+from shardwright.strategy.model import AttentionTable, PolicyTable, Shipped, Strategy
+
+
+def choices(annotation: Any) -> tuple[str, ...]:
+    """The texts of a Literal, or of `Literal[...] | None`."""
+    found = get_args(annotation)
+    return found if all(isinstance(one, str) for one in found) else choices(found[0])
+
+
+def test_a_file_may_name_every_implementation_of_attention() -> None:
+    assert choices(Shipped) == tuple(Attention)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"), [("indivisible", Indivisible), ("conflict", Conflict), ("missing", Missing), ("rank", Rank)], ids=str
+)
+def test_a_file_may_say_every_choice_of_the_policy(key: str, kind: type[StrEnum]) -> None:
+    assert choices(PolicyTable.model_fields[key].annotation) == tuple(kind)
+
+
+def test_a_file_may_name_every_policy_and_every_mode() -> None:
+    assert choices(PolicyTable.model_fields["preset"].annotation) == tuple(POLICY_PRESETS)
+    assert choices(get_args(Strategy.model_fields["modes"].annotation)[0]) == MODE_NAMES
+    assert set(AttentionTable.model_fields) == {"default", *MODE_NAMES} - {"insert"}
