@@ -271,6 +271,15 @@ class TestPolicies:
         policy = Policy(conflict=Conflict.FIRST_DIM, indivisible=indivisible)
         assert spec((B, E), made(policy, rules={B: "dp", E: "tp+dp+fsdp"}), self.MESH, shape=(4, 2)) == wanted
 
+    @pytest.mark.parametrize("indivisible", [Indivisible.PREFIX, Indivisible.REPLICATE])
+    def test_under_first_dim_both_reasons_are_recorded(self, indivisible: Indivisible) -> None:
+        policy = Policy(conflict=Conflict.FIRST_DIM, indivisible=indivisible)
+        found = resolve((H, E), made(policy, rules={H: "tp", E: "tp+dp"}), {"dp": 2, "tp": 4}, shape=(8, 3))
+        assert [(skip.reason, skip.detail) for skip in found.decisions[1].skipped] == [
+            (Reason.TAKEN, "tp is taken by dim 0 HEAD"),
+            (Reason.INDIVISIBLE, "3 % 2 != 0"),
+        ]
+
     def test_under_first_dim_the_rest_may_still_be_an_error(self) -> None:
         with pytest.raises(sw.IndivisibleError, match="dim 1 EMBED: size 2 does not divide over fsdp=4"):
             resolve((B, E), made(FIRST_DIM, rules={B: "dp", E: "dp+fsdp"}), self.MESH, shape=(4, 2))

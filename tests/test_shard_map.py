@@ -14,6 +14,7 @@ from tests.manager.programs import RULES, assert_like, counting, lies_over, make
 
 P = jax.P
 X = (sw.BATCH, sw.EMBED)
+ROWS = (sw.BATCH, sw.EMPTY)
 
 
 def local_shapes(seen: list[Any], f: Any) -> Any:
@@ -229,6 +230,20 @@ ERRORS: dict[str, tuple[Any, tuple[Any, ...], type[sw.ShardingError], str]] = {
         "output dim 1 HEAD: mesh axis tp stands twice",
     ),
     "no annotation": ({"in_axes": [3], "out_axes": X}, (8,), sw.StrategyError, "argument 0: int is not an annotation"),
+    "an axis as output": ({"in_axes": [X], "out_axes": sw.BATCH}, (8,), sw.StrategyError, "output: '__BATCH__' is not an annotation"),
+    "None in an output": ({"in_axes": [X], "out_axes": (sw.BATCH, None)}, (8,), sw.StrategyError, "output dim 1: .* its entry None is not"),
+    "a number in an output": ({"in_axes": [X], "out_axes": {"a": (sw.BATCH, 5)}}, (8,), sw.StrategyError, "output a dim 1: .* its entry 5"),
+    "two bad outputs": ({"in_axes": [X], "out_axes": ((sw.BATCH, 5), 3)}, (8,), sw.StrategyError, "(?s)^2 problems.*output 0.*output 1"),
+    "a literal output": ({"in_axes": [X], "out_axes": P("nope")}, (8,), sw.MissingMeshAxisError, "output dim 0: mesh axis 'nope' is not"),
+    "an open output": ({"in_axes": [X], "out_axes": P(P.UNCONSTRAINED)}, (8,), sw.StrategyError, "output dim 0: UNCONSTRAINED leaves"),
+    "a size of no axis": ({"in_axes": [X], "out_axes": X, "sizes": {"bacth": 8}}, (8,), sw.UnknownAxisError, "unknown axis 'BACTH'"),
+    "a size that is none": ({"in_axes": [X], "out_axes": X, "sizes": {"head": -1}}, (8,), sw.RankMismatchError, "has a negative size"),
+    "another size": (
+        {"in_axes": [X], "out_axes": X, "sizes": {"embed": 16}},
+        (8,),
+        sw.RankMismatchError,
+        "dim 1 EMBED: .* size 8 here, and 16",
+    ),
 }
 
 
@@ -237,6 +252,24 @@ def test_errors_name_the_argument(case: str) -> None:
     axes, sizes, error, message = ERRORS[case]
     with pytest.raises(error, match=message):
         make_manager().shard_map(lambda *args: args[0], **axes)(*(numbers(8, size) for size in sizes))
+
+
+@pytest.mark.parametrize(
+    ("in_axes", "out_axes", "result"),
+    [
+        (X, [sw.BATCH, sw.EMBED], lambda x: x),
+        (X, (sw.BATCH, sw.merged((sw.HEAD, 4), (sw.HEAD_DIM, 2))), lambda x: x),
+        (X, P("dp", "tp"), lambda x: x),
+        (ROWS, (sw.merged((sw.BATCH, 8), (sw.LENGTH, 1)),), lambda x: x[:, 0]),
+        (ROWS, (((sw.BATCH, sw.LENGTH),),), lambda x: (x[:, 0],)),
+        (ROWS, ((sw.BATCH,), (), None), lambda x: (x[:, 0], jnp.float32(1), None)),
+        (ROWS, [(sw.BATCH,), {"a": ROWS}], lambda x: [x[:, 0], {"a": x}]),
+    ],
+)
+def test_what_an_output_may_be(in_axes: Any, out_axes: Any, result: Any) -> None:
+    pm = make_manager()
+    found = pm.shard_map(result, in_axes=[in_axes], out_axes=out_axes)(numbers(8, 8))
+    jax.tree.map(np.testing.assert_array_equal, found, result(numbers(8, 8)))
 
 
 def test_problems_of_all_arguments_at_once() -> None:

@@ -163,7 +163,8 @@ def loss_table(losses: Mapping[str, Sequence[float]], *, rows: int = 6) -> Table
 def largest_difference(losses: Mapping[str, Sequence[float]]) -> float:
     """Return the largest relative difference of any strategy's loss from the first one's, over all steps."""
     first, *others = (np.asarray(series, np.float64) for series in losses.values())
-    return max((float(np.max(np.abs(other - first) / np.abs(first))) for other in others), default=0.0)
+    # np.max keeps a NaN, which max drops: a loss that is no number agrees with nothing.
+    return float(np.max([np.max(np.abs(other - first) / np.abs(first)) for other in others])) if others else 0.0
 
 
 def text_table(prompts: Sequence[bytes], texts: Mapping[str, Sequence[bytes]]) -> Table:

@@ -204,8 +204,8 @@ def as_annotation(value: Any) -> Any:
 
 
 def one_annotation(axes: tuple[Any, ...]) -> Any:
-    """Return the annotation that `*axes` is: axis strings and composites, or one annotation."""
-    if len(axes) == 1 and not isinstance(axes[0], str):
+    """Return the annotation that `*axes` is: axis strings, composites and merged dims, or one annotation."""
+    if len(axes) == 1 and not isinstance(axes[0], (str, MergedDim)):
         return as_annotation(axes[0])
     return as_annotation(axes)
 
@@ -214,12 +214,14 @@ def tree_of_annotations(axes: tuple[Any, ...]) -> Any:
     """Return the tree of annotations that `*axes` is for a tree of arrays; axis strings are one annotation for all."""
     if not axes:
         return None
-    if len(axes) == 1 and not isinstance(axes[0], str):
-        one = axes[0]
-        if isinstance(one, list) and any(isinstance(entry, str) for entry in one):
-            return as_annotation(one)
-        return one
+    if len(axes) == 1 and not isinstance(axes[0], (str, MergedDim)):
+        return as_annotation(axes[0]) if is_axes_list(axes[0]) else axes[0]
     return as_annotation(axes)
+
+
+def is_axes_list(value: object) -> bool:
+    """Tell whether a list is one annotation, as other code writes them, and no list of annotations."""
+    return isinstance(value, list) and any(isinstance(entry, (str, MergedDim)) for entry in value)
 
 
 def _short(value: object) -> str:

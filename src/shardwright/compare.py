@@ -149,6 +149,12 @@ def _placed(tensor: Tensor, manager: PartitionManager, mode: str) -> Placed:
     if not found.ok:
         return Placed(found=found, mesh_axes=None, shards=None, bytes=None)
     shards = tuple(math.prod(manager.mesh.shape[axis] for axis in decision.mesh_axes) for decision in found.decisions)
-    open_dims = any(decision.outcome is Outcome.UNCONSTRAINED for decision in found.decisions)
     lies = tuple((UNCONSTRAINED,) if one.outcome is Outcome.UNCONSTRAINED else one.mesh_axes for one in found.decisions)
-    return Placed(found=found, mesh_axes=lies, shards=shards, bytes=None if open_dims else tensor.bytes_over(math.prod(shards)))
+    return Placed(found=found, mesh_axes=lies, shards=shards, bytes=bytes_on_device(tensor, found, manager))
+
+
+def bytes_on_device(tensor: Tensor, found: Resolution, manager: PartitionManager) -> int | None:
+    """Return the bytes that each device holds; None where the spec, a size or the dtype is not known, or a dim is the compiler's."""
+    if not found.ok or any(decision.outcome is Outcome.UNCONSTRAINED for decision in found.decisions):
+        return None
+    return tensor.bytes_over(math.prod(manager.mesh.shape[axis] for decision in found.decisions for axis in decision.mesh_axes))

@@ -296,9 +296,13 @@ class Frame:
         if failure.reason is Reason.TAKEN:
             detail = ", ".join(self._holder(axis) for axis in dict.fromkeys(failure.blocked_by))
         else:
-            detail = f"{size} % {self._shards(failure.live)} != 0"
+            assert size is not None
+            detail = self._remainder(size, failure.live)
         trial.skipped.append(Skip(reason=failure.reason, candidate=candidate, detail=detail))
         trial.failure = trial.failure or failure
+
+    def _remainder(self, size: int, live: tuple[str, ...]) -> str:
+        return f"{size} % {self._shards(live)} != 0"
 
     def _holder(self, axis: str) -> str:
         if axis not in self.taken:
@@ -345,6 +349,8 @@ class Frame:
             rest = tuple(axis for axis in dict.fromkeys(failure.live) if axis not in self.taken)
             if not rest or size is None or self.fits(size, rest):
                 return self._taken_by(draft, rest, Outcome.POLICY_FIRST_DIM, unchecked=bool(rest) and size is None)
+            left = Skip(reason=Reason.INDIVISIBLE, candidate=rest, detail=self._remainder(size, rest))
+            draft.skipped = (*draft.skipped, left)
             return self._indivisible(draft, rule, rest, size)
         rather = "None or another mesh axis here" if draft.literal else "EMPTY or another axis here"
         end = "" if draft.literal else f', or end the rule in a fallback, "{rule.ref.text} | -"'

@@ -13,11 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardwright import _jax, context, placement, resolver, tree
 from shardwright.annotations import ArraySpec, is_annotation, lower, one_annotation, tree_of_annotations
-from shardwright.axes import Role, canonical_axis
+from shardwright.axes import Role
 from shardwright.errors import (
-    AxisConflictError,
-    IndivisibleError,
-    ManualAxisError,
     MeshMismatchError,
     MeshSpecError,
     Problem,
@@ -26,7 +23,7 @@ from shardwright.errors import (
     StrategyError,
     raise_problems,
 )
-from shardwright.mapping import SemanticShardMap
+from shardwright.mapping import SemanticShardMap, checked_outputs, known_sizes
 from shardwright.mesh import mesh_sizes
 from shardwright.modes import mode_name, parse_mode
 from shardwright.partition_axis import PartitionAxis
@@ -35,8 +32,6 @@ from shardwright.problems import idle_mesh_axis, in_words_of, local_rank, lost_m
 from shardwright.provenance import ModeFrom, Outcome, Resolution
 from shardwright.rules import AxisRules, Missing, foreign_mesh_axes, share_values, unnamed_mesh_axes
 from shardwright.state import annotate_state
-
-_HINTABLE = (IndivisibleError, AxisConflictError, ManualAxisError)
 
 
 class _Shardings(dict[tuple[Any, tuple[int, ...]], NamedSharding]):
@@ -71,7 +66,7 @@ class PartitionManager:
         than one device) that is neither standard nor named by any rule; not under `missing = "replicate"`.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_hash", "_mixed", "_modes", "_sizes", "_values", "mesh", "mode", "name", "rules")
+    __slots__ = ("__weakref__", "_cache", "_hash", "_modes", "_sizes", "_values", "mesh", "mode", "name", "rules")
 
     mesh: Mesh | AbstractMesh
     mode: str | None
@@ -82,7 +77,6 @@ class PartitionManager:
     _modes: dict[str, PartitionManager]
     _values: tuple[AxisRules, Mesh | AbstractMesh, str | None]
     _hash: int
-    _mixed: bool
 
     def __init__(self, strategy: Any, *, mesh: Mesh | AbstractMesh | None = None, mode: str | None = None) -> None:
         rules = _compiled(strategy)
@@ -107,7 +101,6 @@ class PartitionManager:
             object.__setattr__(self, key, value)
         object.__setattr__(self, "_values", (rules, mesh, mode))
         object.__setattr__(self, "_hash", hash(self._values))
-        object.__setattr__(self, "_mixed", len(set(mesh.axis_types)) > 1)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"a PartitionManager is frozen: build another one instead of setting {name!r}")
@@ -170,12 +163,32 @@ class PartitionManager:
     def _explain(
         self, annotation: Any, mode: str | None, role: Role | str | None, shape: Sequence[int] | None, path: str | None
     ) -> Resolution:
+        return self._resolution(annotation, mode, role, shape, path, self.mesh, frozenset())
+
+    def _resolution(
+        self,
+        annotation: Any,
+        mode: str | None,
+        role: Role | str | None,
+        shape: Sequence[int] | None,
+        path: str | None,
+        mesh: Mesh | AbstractMesh,
+        manual: frozenset[str],
+    ) -> Resolution:
+        """Resolve, on this manager's mesh or the ambient one of its shape; what JAX cannot express there is a problem too."""
         said, said_by = (mode, ModeFrom.CALL) if mode is not None else (self.mode, ModeFrom.MANAGER)
-        found = resolver.explain(annotation, self.rules, self._sizes, mode=said, role=role, shape=shape, path=path, mode_from=said_by)
-        if not self._mixed or found.spec is None:
+        found = resolver.explain(
+            annotation, self.rules, self._sizes, mode=said, role=role, shape=shape, path=path, manual=manual, mode_from=said_by
+        )
+        if len(set(mesh.axis_types)) == 1 or found.spec is None:
             return found
-        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        return dataclasses.replace(found, problems=tuple(in_words_of(found, placement.order_problems(found.spec, types))))
+        problems = placement.order_problems(found.spec, dict(zip(mesh.axis_names, mesh.axis_types, strict=True)))
+        if not problems:
+            return found
+        refused: Resolution = self._cache.setdefault(
+            ("refused", found), dataclasses.replace(found, problems=tuple(in_words_of(found, problems)))
+        )
+        return refused
 
     def resolve(
         self,
@@ -311,16 +324,12 @@ class PartitionManager:
         """
         if isinstance(self.mesh, AbstractMesh):
             raise placement.no_devices()
-        leaves, structure = jax.tree.flatten(specs)
-        asked: Any = ("init", structure, tuple(leaves), mode)
-        try:
-            made = self._cache.get(asked)
-        except TypeError:  # an initialiser without a hash: compiled anew each time
-            asked, made = None, None
-        if made is None:
+        asked = (*jax.tree.flatten(specs), mode)
+        before, made = self._cache.get("init", (None, None))
+        # Only the last one is kept: jax.nn.initializers makes functions that are equal to no other, call by call.
+        if before != asked:
             made = jax.jit(tree.initialiser(specs), out_shardings=self.shardings(specs, mode=mode))
-            if asked is not None:
-                self._cache[asked] = made
+            self._cache["init"] = asked, made
         return made(key)
 
     def state_shardings(
@@ -433,8 +442,13 @@ class PartitionManager:
         """
         if not isinstance(in_axes, (tuple, list)):
             raise StrategyError(f"in_axes={in_axes!r} is not a tuple", fix="write one annotation, or tree of them, per positional argument")
-        by_axis = {canonical_axis(axis): size for axis, size in (sizes or {}).items()}
-        return SemanticShardMap(self, f, tuple(in_axes), out_axes, by_axis, mode)
+
+        def explain(annotation: Any, shape: Sequence[int] | None, path: str | None) -> Resolution:
+            ambient = _jax.ambient_mesh()
+            return self._resolution(annotation, mode, None, shape, path, ambient or self.mesh, self.manual_axes(ambient))
+
+        by_axis = known_sizes(sizes or {}, self.rules)
+        return SemanticShardMap(f, tuple(in_axes), checked_outputs(out_axes), by_axis, self.mesh, explain, self.manual_axes)
 
     def _place(
         self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, strict: bool, path: str | None = None
@@ -472,12 +486,9 @@ class PartitionManager:
         """Return where an array of this shape goes, and the resolution if it names Manual mesh axes."""
         ambient = _jax.ambient_mesh()
         manual = self.manual_axes(ambient)
-        said, said_by = (mode, ModeFrom.CALL) if mode is not None else (self.mode, ModeFrom.MANAGER)
-        found = resolver.explain(
-            annotation, self.rules, self._sizes, mode=said, role=role, shape=shape, path=path, manual=manual, mode_from=said_by
-        )
+        found = self._resolution(annotation, mode, role, shape, path, ambient or self.mesh, manual)
         if not strict:
-            found = _open(found)
+            found = resolver.left_open(found)
         spec = found.require()
         uses_manual = found if any(decision.manual for decision in found.decisions) else None
         if manual == frozenset(self._sizes):
@@ -490,7 +501,8 @@ class PartitionManager:
         problems = [
             not_varying(found, decision, axis, path) for decision in found.decisions for axis in decision.manual if axis not in varying
         ]
-        raise_problems(problems, resolution=found)
+        # The resolution is kept for every path that it holds for; the error is about this one.
+        raise_problems(problems, resolution=dataclasses.replace(found, path=path or found.path) if problems else None)
 
     def manual_axes(self, ambient: AbstractMesh | None) -> frozenset[str]:
         """Check that an ambient mesh is the manager's, and return its Manual axes.
@@ -562,20 +574,6 @@ def _own_mesh(strategy: Any) -> Mesh | AbstractMesh:
     if ambient is None or ambient.empty:
         raise MeshSpecError("rules alone have no mesh", fix='pass mesh=create_mesh("dp:2,tp:4")')
     return ambient
-
-
-def _open(found: Resolution) -> Resolution:
-    """Return a resolution whose indivisible, conflicting and Manual dims are left to the compiler; other problems stay."""
-    dims = {problem.dim for problem in found.problems if issubclass(problem.error, _HINTABLE) and found.decisions}
-    dims |= {decision.dim for decision in found.decisions if decision.manual}
-    if not dims:
-        return found
-    decisions = tuple(
-        dataclasses.replace(decision, outcome=Outcome.UNCONSTRAINED, mesh_axes=(), manual=()) if decision.dim in dims else decision
-        for decision in found.decisions
-    )
-    left = tuple(problem for problem in found.problems if problem.dim not in dims or not issubclass(problem.error, _HINTABLE))
-    return dataclasses.replace(found, decisions=decisions, problems=left)
 
 
 jax.tree_util.register_static(PartitionManager)

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from shardwright import _jax, placement, resolver, tree
-from shardwright.annotations import Dim, as_annotation, is_annotation, lower
-from shardwright.axes import axis_label
-from shardwright.errors import AxisConflictError, Problem, ShapeRequiredError, ShardingError, StrategyError, raise_problems
-from shardwright.provenance import DimDecision, ModeFrom, Outcome, Resolution
+from shardwright import _jax, placement, tree
+from shardwright.annotations import Dim, MergedDim, as_annotation, as_shape, is_annotation, is_axes_list, lower
+from shardwright.axes import UNCONSTRAINED, axis_label, canonical_axis
+from shardwright.deciding import unknown_axis
+from shardwright.errors import (
+    AxisConflictError,
+    MissingMeshAxisError,
+    Problem,
+    RankMismatchError,
+    ShapeRequiredError,
+    ShardingError,
+    StrategyError,
+    did_you_mean,
+    raise_problems,
+)
+from shardwright.provenance import DimDecision, Outcome, Resolution
+from shardwright.rules import AxisRules
 from shardwright.specs import canonical_spec, entry_of
 
 # Where each dim of the inputs lies, by its axes: several for a composite, which is decided as a whole.
@@ -23,14 +35,25 @@ _Found = dict[tuple[str, ...], tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class SemanticShardMap:
-    """What `PartitionManager.shard_map` returns: a function of global arrays; see there."""
+    """What `PartitionManager.shard_map` returns: a function of global arrays; see there.
 
-    manager: Any
+    Attributes:
+      f: function of local arrays.
+      in_axes: one annotation, or tree of them, per positional argument.
+      out_axes: the outputs' annotations, as `checked_outputs` returns them.
+      sizes: global size of axes that stand in no input.
+      mesh: the manager's.
+      explain: resolves (annotation, shape, path) where it is called: what a surrounding `shard_map` has applied is Manual.
+      manual_axes: returns the Manual mesh axes of the ambient mesh, after checking that it is the manager's.
+    """
+
     f: Callable[..., Any]
     in_axes: tuple[Any, ...]
     out_axes: Any
     sizes: dict[str, int]
-    mode: str | None
+    mesh: Mesh | AbstractMesh
+    explain: Callable[[Any, Sequence[int] | None, str | None], Resolution]
+    manual_axes: Callable[[AbstractMesh | None], frozenset[str]]
     _made: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, *args: Any) -> Any:
@@ -47,12 +70,12 @@ class SemanticShardMap:
             for at, (arg, axes) in enumerate(zip(args, self.in_axes, strict=True))
         )
         raise_problems(problems)
-        out_specs = self._out_specs(found)
+        out_specs = jax.tree.map(lambda output: self._out_spec(output.annotation, found), self.out_axes)
         args, nested = self._ready(args, in_specs)
         key = (jax.tree.structure((in_specs, out_specs)), tuple(jax.tree.leaves((in_specs, out_specs))), nested)
         mapped = self._made.get(key)
         if mapped is None:
-            mesh = None if nested else self.manager.mesh
+            mesh = None if nested else self.mesh
             # Jitted, because shard_map by itself traces and compiles anew at every eager call.
             mapped = self._made[key] = jax.jit(_jax.call_shard_map(self.f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
         return mapped(*args)
@@ -64,12 +87,12 @@ class SemanticShardMap:
         lie as its spec says.
         """
         ambient = _jax.ambient_mesh()
-        manual = self.manager.manual_axes(ambient)
-        mesh = self.manager.mesh if ambient is None else ambient
+        manual = self.manual_axes(ambient)
+        mesh = self.mesh if ambient is None else ambient
         if AxisType.Explicit in mesh.axis_types:
 
             def placed(x: Any, spec: PartitionSpec) -> Any:
-                return placement.place(x, placement.make_placement(spec, self.manager.mesh, ambient))
+                return placement.place(x, placement.make_placement(spec, self.mesh, ambient))
 
             args = tuple(jax.tree.map(placed, arg, specs) for arg, specs in zip(args, in_specs, strict=True))
         return args, bool(manual)
@@ -77,13 +100,13 @@ class SemanticShardMap:
     def _specs(self, name: str, arg: Any, axes: Any, found: _Found, owners: dict[tuple[str, ...], str], problems: list[Problem]) -> Any:
         specs = []
         try:
-            leaves = tree.annotated_leaves(arg, as_annotation(axes) if _is_axes_list(axes) else axes)
+            leaves = tree.annotated_leaves(arg, as_annotation(axes) if is_axes_list(axes) else axes)
         except ShardingError as error:
             problems += [dataclasses.replace(problem, path=f"{name} {problem.path}".strip()) for problem in error.problems]
             return None
         for leaf in leaves:
             path = f"{name} {leaf.path}".strip()
-            resolution = self._explain(leaf.annotation, shape=np.shape(leaf.value), path=path)
+            resolution = self.explain(leaf.annotation, np.shape(leaf.value), path)
             problems += resolution.problems or self._learn(path, leaf, resolution.decisions, found, owners)
             specs.append(resolution.spec)
         return jax.tree.unflatten(jax.tree.structure(arg), specs) if len(specs) == len(leaves) else None
@@ -97,27 +120,20 @@ class SemanticShardMap:
             if decision.outcome is Outcome.UNCONSTRAINED:
                 problems.append(_open(path, decision))
             elif dim.axes:
+                said = None if decision.manual or len(dim.axes) > 1 else self.sizes.get(dim.axes[0])
+                if said is not None and said != decision.size:
+                    problems.append(_two_sizes(path, decision, said))
                 lies = tuple(axis for axis in decision.mesh_axes if axis not in decision.manual)
                 if found.setdefault(dim.axes, lies) != lies:
                     problems.append(_two_ways(path, decision, found[dim.axes], owners[dim.axes]))
                 owners.setdefault(dim.axes, path)
         return problems
 
-    def _out_specs(self, found: _Found) -> Any:
-        if _is_axes_list(self.out_axes):
-            return self._out_spec(as_annotation(self.out_axes), found)
-        if isinstance(self.out_axes, tuple) and not any(isinstance(entry, str) for entry in self.out_axes) and self.out_axes:
-            return tuple(self._out_tree(entry, found) for entry in self.out_axes)
-        return self._out_tree(self.out_axes, found)
-
-    def _out_tree(self, axes: Any, found: _Found) -> Any:
-        return jax.tree.map(lambda annotation: self._out_spec(annotation, found), axes, is_leaf=is_annotation)
-
     def _out_spec(self, annotation: Any, found: _Found) -> PartitionSpec:
         entries: list[Any] = []
         taken: set[str] = set()
         for at, dim in enumerate(lower(annotation).dims):
-            names = dim.literal or self._out_dim(dim, found)
+            names = self._out_dim(dim, found) if dim.literal is None else self._literal(at, dim.literal)
             clash = [name for name in names if name in taken]
             if clash:
                 raise AxisConflictError(
@@ -126,6 +142,18 @@ class SemanticShardMap:
             taken.update(names)
             entries.append(entry_of(names))
         return canonical_spec(entries)
+
+    def _literal(self, at: int, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the mesh axes of an entry of a literal spec, checked."""
+        for name in names:
+            if name == UNCONSTRAINED:
+                raise StrategyError(
+                    "UNCONSTRAINED leaves this dim to the compiler", path="output", dim=at, fix="write None, or a mesh axis"
+                )
+            if name not in self.mesh.shape:
+                hint = did_you_mean(name, self.mesh.shape) or f"the mesh has {', '.join(self.mesh.shape)}"
+                raise MissingMeshAxisError(f"mesh axis {name!r} is not in the mesh", path="output", dim=at, fix=hint)
+        return names
 
     def _out_dim(self, dim: Dim, found: _Found) -> tuple[str, ...]:
         """Return where an output's dim lies: as the inputs' dim of the same axes, else each of its axes by itself."""
@@ -143,7 +171,7 @@ class SemanticShardMap:
 
     def _out_axis(self, axis: str, dim: Dim) -> tuple[str, ...]:
         size = self.sizes.get(axis)
-        resolution = self._explain((axis,), shape=None if size is None else (size,), path=None)
+        resolution = self.explain((axis,), None if size is None else (size,), "output")
         if ShapeRequiredError in {problem.error for problem in resolution.problems}:
             raise ShapeRequiredError(
                 "the axis stands in no input, and where it lies depends on its size",
@@ -157,19 +185,50 @@ class SemanticShardMap:
             raise_problems([_open("output", decision)], resolution=resolution)
         return tuple(name for name in decision.mesh_axes if name not in decision.manual)
 
-    def _explain(self, annotation: Any, *, shape: tuple[int, ...] | None, path: str | None) -> Resolution:
-        """Resolve with the mesh axes of a surrounding `shard_map` as already applied."""
-        manager = self.manager
-        said, said_by = (self.mode, ModeFrom.CALL) if self.mode is not None else (manager.mode, ModeFrom.MANAGER)
-        manual = manager.manual_axes(_jax.ambient_mesh())
-        return resolver.explain(
-            annotation, manager.rules, manager.mesh, mode=said, shape=shape, path=path, manual=manual, mode_from=said_by
-        )
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Output:
+    """An output's annotation as a leaf: a tuple of axes by itself is a node to JAX."""
+
+    annotation: Any
 
 
-def _is_axes_list(axes: Any) -> bool:
-    """Whether a list is one annotation, as other code writes them, and no list of annotations."""
-    return isinstance(axes, list) and any(isinstance(entry, str) for entry in axes)
+def checked_outputs(out_axes: Any) -> Any:
+    """Return a tree of outputs' annotations, each checked and made a leaf.
+
+    A tuple or list with an axis or a merged dim among its entries is one annotation; any other has an entry per output.
+
+    Raises:
+      StrategyError: what stands for an output is no annotation.
+    """
+    several = type(out_axes) is tuple and bool(out_axes) and not _is_dims(out_axes)
+    pairs, structure = jax.tree_util.tree_flatten_with_path(
+        out_axes, is_leaf=lambda one: not (several and one is out_axes) and (is_annotation(one) or _is_dims(one))
+    )
+    problems: list[Problem] = []
+    outputs = []
+    for path, one in pairs:
+        try:
+            outputs.append(_Output(as_annotation((one,) if isinstance(one, MergedDim) else one)))
+        except ShardingError as error:
+            problems += [dataclasses.replace(problem, path=f"output {tree.path_text(path)}".strip()) for problem in error.problems]
+    raise_problems(problems)
+    return jax.tree.unflatten(structure, outputs)
+
+
+def _is_dims(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and any(isinstance(entry, (str, MergedDim)) for entry in value)
+
+
+def known_sizes(sizes: Mapping[str, int], rules: AxisRules) -> dict[str, int]:
+    """Return `sizes` by canonical axis.
+
+    Raises:
+      UnknownAxisError, RankMismatchError: an axis that nobody knows, or what is no size of one.
+    """
+    by_axis = {canonical_axis(axis): as_shape((size,))[0] for axis, size in sizes.items()}
+    raise_problems([dataclasses.replace(unknown_axis(axis, rules), path="sizes") for axis in by_axis if axis not in rules.known_axes])
+    return by_axis
 
 
 def _open(path: str, decision: DimDecision) -> Problem:
@@ -181,6 +240,17 @@ def _open(path: str, decision: DimDecision) -> Problem:
         axis=decision.label,
         rule=str(decision.rule or ""),
         fix='give the axis a rule without "?"',
+    )
+
+
+def _two_sizes(path: str, decision: DimDecision, said: int) -> Problem:
+    return Problem(
+        error=RankMismatchError,
+        what=f"the axis has size {decision.size} here, and {said} in sizes=",
+        path=path,
+        dim=decision.dim,
+        axis=decision.label,
+        fix="sizes= is for axes that stand in no input: leave this one out",
     )
 
 

@@ -192,7 +192,7 @@ class Resolution:
       annotation: the annotation as people write it.
       decisions: one per dim, in order.
       mode: the mode it was resolved in, and in `mode_from` who said so.
-      role: activation, param or use.
+      role: activation, param, use or state.
       path: the tensor's path, or empty.
       problems: what is wrong; empty if all went well.
       notes: what a permissive policy changed about the annotation as a whole.

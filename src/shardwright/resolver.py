@@ -25,12 +25,23 @@ from shardwright.annotations import (
 )
 from shardwright.axes import Role
 from shardwright.deciding import Frame, gathered, unknown_axis
-from shardwright.errors import RankMismatchError, ShardingError, StrategyError, did_you_mean, raise_problems
+from shardwright.errors import (
+    AxisConflictError,
+    IndivisibleError,
+    ManualAxisError,
+    RankMismatchError,
+    ShardingError,
+    StrategyError,
+    did_you_mean,
+    raise_problems,
+)
 from shardwright.mesh import mesh_sizes
 from shardwright.modes import MODE_TRAIN, is_mode, parse_mode
 from shardwright.parts import Taken, add_zero1, take_part
-from shardwright.provenance import ModeFrom, Resolution
+from shardwright.provenance import ModeFrom, Outcome, Resolution
 from shardwright.rules import AxisRules, Rank
+
+_LEFT_OPEN = (IndivisibleError, AxisConflictError, ManualAxisError)
 
 
 def resolve(
@@ -52,7 +63,7 @@ def resolve(
       rules: compiled rules.
       mesh_shape: a mapping of mesh axis to size, pairs of them, a `Mesh` or an `AbstractMesh`.
       mode: runtime mode; None means the layout's own, else train.
-      role: activation, param or use; None means param for weight layouts, else activation.
+      role: activation, param, use or state; None means param for weight layouts, else activation.
       shape: global sizes; local ones along the mesh axes in `manual`.
       path: the tensor's path, for `[[tensors]]` and for messages.
       manual: mesh axes that a surrounding `shard_map` has already applied.
@@ -80,7 +91,7 @@ def explain(
 ) -> Resolution:
     """Resolve like `resolve`, but return what went wrong as `problems` instead of raising it.
 
-    The same question returns the identical object, as long as the rules live.
+    The same question returns the identical object, as long as the rules live and where it can be read at all.
     """
     sizes = mesh_sizes(mesh_shape)
     if not isinstance(rules, AxisRules):
@@ -208,3 +219,17 @@ def as_role(role: object) -> Role:
     if role not in known:
         raise StrategyError(f"unknown role {role!r}", fix=f"{did_you_mean(str(role), known)} roles are {', '.join(known)}".strip())
     return Role(str(role))
+
+
+def left_open(found: Resolution) -> Resolution:
+    """Return what `hint` makes of a resolution: indivisible, conflicting and Manual dims are the compiler's; other problems stay."""
+    dims = {problem.dim for problem in found.problems if issubclass(problem.error, _LEFT_OPEN) and found.decisions}
+    dims |= {decision.dim for decision in found.decisions if decision.manual}
+    if not dims:
+        return found
+    decisions = tuple(
+        dataclasses.replace(decision, outcome=Outcome.UNCONSTRAINED, mesh_axes=(), manual=()) if decision.dim in dims else decision
+        for decision in found.decisions
+    )
+    left = tuple(problem for problem in found.problems if problem.dim not in dims or not issubclass(problem.error, _LEFT_OPEN))
+    return dataclasses.replace(found, decisions=decisions, problems=left)

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.cli import main as main_module
+from shardwright.specs import spec_of
 from tests.cli.cases import MESH, run
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -118,14 +118,7 @@ def test_json_says_what_the_manager_applies(tmp_path: Path) -> None:
     axes = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
     for mode in ("train", "prefill", "decode", "insert"):
         entries = answer["modes"][mode]["spec"]
-        assert P(*_trim(entries)) == manager.resolve(axes, mode=mode, shape=(16, 64, 8, 32))
-
-
-def _trim(entries: list[list[str]]) -> list[object]:
-    found: list[object] = [None if not entry else entry[0] if len(entry) == 1 else tuple(entry) for entry in entries]
-    while found and found[-1] is None:
-        found.pop()
-    return found
+        assert spec_of(*map(tuple, entries)) == manager.resolve(axes, mode=mode, shape=(16, 64, 8, 32))
 
 
 def test_bytes_per_device_are_those_of_the_shards(tmp_path: Path) -> None:
@@ -136,6 +129,22 @@ def test_bytes_per_device_are_those_of_the_shards(tmp_path: Path) -> None:
     assert code == 0
     assert weight["modes"]["train"]["bytes_per_device"] == rows * columns * 4 == 64 * 256 * 4 // 8
     assert step["modes"]["train"]["bytes_per_device"] is None
+
+
+def test_what_the_compiler_decides_has_no_bytes(tmp_path: Path) -> None:
+    (tmp_path / "open.toml").write_text('version = 1\nmesh = { tp = 4 }\n[rules]\nembed = "?"\nvocab = "tp"\n')
+    tensors = '{"h": {"axes": "VOCAB EMBED", "shape": [8, 8], "dtype": "float32"}, "s": {"axes": "VOCAB EMBED", "dtype": "float32"}}'
+    (tmp_path / "open.json").write_text(tensors)
+    code, out, _ = run("explain --tensors open.json --strategy open.toml --json", tmp_path)
+    assert (code, [one["modes"]["train"]["bytes_per_device"] for one in json.loads(out)["tensors"]]) == (0, [None, None])
+
+
+def test_a_shape_that_is_missing_in_a_file_belongs_into_the_file(tmp_path: Path) -> None:
+    (tmp_path / "sizes.json").write_text('{"h": {"axes": "KV_HEAD"}}')
+    code, out, _ = run(f"explain --tensors sizes.json --strategy fsdp_tp {MESH}", tmp_path)
+    assert code == 1
+    assert "fix   give its shape in the file of tensors" in out
+    assert "--shape" not in out
 
 
 def test_the_mode_asked_for_is_the_mode_shown_where_the_annotation_is_refused(tmp_path: Path) -> None:

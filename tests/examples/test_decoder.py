@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,14 @@ def test_attention_is_causal_and_grouped(serving: sw.PartitionManager) -> None:
 def test_differences_are_seen() -> None:
     assert list(report.differing({"a": [b"same", b"text"], "b": [b"same", b"tent"]})) == [None, 2]
     assert report.largest_difference({"a": [4.0, 2.0], "b": [4.0, 2.5], "c": [3.0, 2.0]}) == 0.25
+    assert report.largest_difference({"a": [4.0, 2.0]}) == 0.0
+
+
+@pytest.mark.parametrize("series", [[math.nan, 4.0], [5.0, math.nan], [math.inf, 4.0]])
+def test_a_loss_that_is_no_number_agrees_with_nothing(series: list[float]) -> None:
+    good = [5.0, 4.0]
+    for losses in ({"a": good, "b": series, "c": good}, {"a": good, "b": good, "c": series}):
+        assert not report.largest_difference(losses) <= 1e6
 
 
 def test_batches_are_the_text_shifted_by_one(text: np.ndarray) -> None:

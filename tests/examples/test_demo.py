@@ -50,6 +50,13 @@ def test_the_demo_runs_agrees_and_warns_of_nothing() -> None:
     assert "rematerialization" not in done.stderr
 
 
+def test_the_demo_in_short_agrees() -> None:
+    done = run_demo("--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Everything agrees" in done.stdout
+    assert "8 of 8 texts confirmed" in done.stdout
+
+
 @pytest.mark.slow
 def test_the_demo_shows_a_batch_that_does_not_divide_as_the_librarys_error() -> None:
     done = run_demo("--quick", "--batch", "12")

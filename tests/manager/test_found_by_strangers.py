@@ -183,6 +183,11 @@ def test_explain_sees_an_order_that_a_mixed_mesh_cannot_express() -> None:
     assert found.spec is None
     with pytest.raises(sw.MeshMismatchError, match=r"lm_head dim 0 VOCAB: fsdp\+tp puts an Auto mesh axis before an Explicit one"):
         found.require()
+    manager = sw.PartitionManager(strategy, mesh=mesh)
+    with pytest.raises(sw.MeshMismatchError, match=r"head dim 0 VOCAB: fsdp\+tp puts an Auto mesh axis before") as caught:
+        manager.shard({"head": np.ones(16, np.float32)}, (sw.VOCAB,))
+    assert caught.value.resolution.path == "head"
+    assert 'vocab = "fsdp+tp"' in caught.value.rule
 
 
 def test_an_axis_left_to_the_compiler_has_no_mesh_axes_to_tell() -> None:

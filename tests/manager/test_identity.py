@@ -12,9 +12,17 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from tests.manager.programs import RULES, counting, lies_over, make_manager, make_mesh, numbers
+from tests.manager.programs import AXIS_TYPES, RULES, counting, lies_over, make_manager, make_mesh, numbers
 
 OTHER = RULES.replace('embed = "tp"', 'embed = "dp"').replace('batch = "dp"', 'batch = "tp"')
+
+
+@pytest.mark.parametrize("kind", list(AXIS_TYPES))
+def test_same_question_same_resolution(kind: str) -> None:
+    pm = make_manager(kind, text=RULES.replace('vocab = "tp"', 'vocab = "dp+tp"'))
+    for axes in ((sw.BATCH, sw.EMBED), (sw.VOCAB,)):
+        assert pm.explain(*axes) is pm.explain(*axes)
+    assert pm.explain(sw.VOCAB).ok == (kind != "tp explicit")
 
 
 def test_same_question_same_object() -> None:
@@ -22,7 +30,6 @@ def test_same_question_same_object() -> None:
     assert pm.sharding(sw.BATCH, sw.EMBED) is pm.sharding((sw.BATCH, sw.EMBED)) is pm.sharding("batch", "embed")
     assert pm.sharding(sw.BATCH, sw.EMBED) is pm.sharding(sw.BATCH, sw.MLP_INTERMEDIATE), "one spec, one object"
     assert pm.sharding(sw.BATCH) is pm.sharding(sw.BATCH, sw.LENGTH), "canonical: no trailing None"
-    assert pm.explain(sw.BATCH, sw.EMBED) is pm.explain(sw.BATCH, sw.EMBED)
     assert pm.for_mode("decode") is pm.for_mode(sw.MODE_DECODE)
     assert pm.for_mode("decode").for_mode("train") is pm.for_mode("train")
     tree = {"a": numbers(8, 4), "b": numbers(8, 4)}

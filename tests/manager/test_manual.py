@@ -125,3 +125,11 @@ def test_each_leaf_of_a_tree_is_named() -> None:
     with pytest.raises(sw.ManualAxisError, match=r"^2 problems") as caught:
         mapped(pm, lambda x: pm.shard({"a": x, "b": x}, (sw.BATCH, sw.EMPTY)), in_specs=P(), out_specs=P())(numbers(8, 8))
     assert [problem.path for problem in caught.value.problems] == ["a", "b"]
+
+
+def test_the_resolution_of_an_error_is_of_its_leaf() -> None:
+    pm = make_manager()
+    for name in ("first", "second"):
+        with pytest.raises(sw.ManualAxisError) as caught:
+            mapped(pm, lambda x, name=name: pm.shard({name: x}, (sw.BATCH, sw.EMPTY)), in_specs=P(), out_specs=P())(numbers(8, 8))
+        assert (caught.value.path, caught.value.resolution.path) == (name, name)

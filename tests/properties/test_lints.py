@@ -55,7 +55,7 @@ def answers(data: dict[str, Any], case: Case) -> Iterator[Any]:
     """What every mode and role answers: the spec, or the problem without the words of the rule."""
     rules = sw.Strategy(**data).compile()
     for mode in cases.MODES:
-        for role in (case.role,):
+        for role in sw.Role:
             found = sw.explain(case.axes, rules, data["mesh"], mode=mode, role=role, shape=case.shape)
             yield found.spec, [(one.error, one.dim, one.what) for one in found.problems]
 

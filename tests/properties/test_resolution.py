@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.provenance import Outcome, Resolution
+from shardwright.provenance import Outcome, Reason, Resolution
 from shardwright.resolver import explain, resolve
 from shardwright.rules import Conflict, Indivisible, Missing
 from shardwright.specs import canonical_spec
@@ -127,6 +127,16 @@ def text_of(spec: P) -> str:
     return "P(" + ", ".join("UNCONSTRAINED" if entry is P.UNCONSTRAINED else repr(entry) for entry in spec.partitions) + ")"
 
 
+# What a policy acts on stands among the reasons.
+BY_POLICY = {
+    Outcome.POLICY_PREFIX: Reason.INDIVISIBLE,
+    Outcome.POLICY_REPLICATE: Reason.INDIVISIBLE,
+    Outcome.POLICY_DROP: Reason.INDIVISIBLE,
+    Outcome.POLICY_FIRST_DIM: Reason.TAKEN,
+    Outcome.POLICY_MISSING: Reason.MISSING,
+}
+
+
 @given(cases.cases(composites=True, shaped=False))
 def test_every_decision_says_why(case: Case) -> None:
     found = answer(case)
@@ -136,7 +146,9 @@ def test_every_decision_says_why(case: Case) -> None:
         if decision.outcome not in (Outcome.EMPTY, Outcome.NO_RULE, Outcome.FAILED):
             assert decision.rule is not None
         if not decision.mesh_axes and not decision.gathered:
-            assert decision.why
+            assert decision.why != "first candidate fits"
+        if decision.outcome in BY_POLICY:
+            assert BY_POLICY[decision.outcome] in {skip.reason for skip in decision.skipped}
         written = {name for skip in decision.skipped for name in skip.candidate}
         assert written <= {*cases.MESH_AXES}
 

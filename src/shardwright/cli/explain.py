@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardwright.annotations import describe
 from shardwright.axes import Role
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
 from shardwright.cli.inputs import Setting, read_axes, read_count, read_name, read_setting, read_shape
-from shardwright.cli.show import width_of
+from shardwright.cli.show import print_json, width_of
 from shardwright.cli.tensors import read_tensors
+from shardwright.compare import bytes_on_device
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
 from shardwright.modes import MODE_NAMES, MODES, mode_name
 from shardwright.provenance import HEAD, DimDecision, Resolution, lies_text, row
@@ -83,8 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         lines = array_lines(answers[0], width=width_of(arguments.width))
     ok = all(answer.ok for answer in answers)
     if arguments.json:
-        tree = {"tensors": [answer.to_json(setting) for answer in answers]} if arguments.tensors else answers[0].to_json(setting)
-        print(json.dumps({"strategy": setting.strategy, "mesh": setting.sizes, **tree, "ok": ok}, indent=2))
+        tree = {"tensors": [answer.to_json() for answer in answers]} if arguments.tensors else answers[0].to_json()
+        print_json({"strategy": setting.strategy, "mesh": setting.sizes, **tree, "ok": ok})
     else:
         print("\n".join([str(setting), "", *lines]))
     return 0 if ok else 1
@@ -109,7 +108,7 @@ class Answer:
         found = next((resolution.role for resolution in self.modes.values() if resolution.decisions), None)
         return found or self.tensor.role or Role.ACTIVATION
 
-    def to_json(self, setting: Setting) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the answer as plain data."""
         shape = None if self.tensor.shape is None else list(self.tensor.shape)
         modes = {
@@ -135,15 +134,8 @@ def ask(tensor: Tensor, setting: Setting, modes: Sequence[str]) -> Answer:
     return Answer(
         tensor=tensor,
         modes=found,
-        bytes_per_device={
-            name: tensor.bytes_over(_shards(resolution.decisions, setting.sizes)) if resolution.ok else None
-            for name, resolution in found.items()
-        },
+        bytes_per_device={name: bytes_on_device(tensor, resolution, setting.manager) for name, resolution in found.items()},
     )
-
-
-def _shards(decisions: Sequence[DimDecision], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[axis] for decision in decisions for axis in decision.mesh_axes)
 
 
 # One array: a table per group of modes that agree.
@@ -160,7 +152,8 @@ def array_lines(answer: Answer, *, width: int) -> list[str]:
         if resolution.decisions:
             lines += _dims(resolution.decisions, width=width)
         lines += [f"  note: {note}" for note in resolution.notes]
-        lines += [f"  {line}" for line in render(tuple(map(_for_terminal, resolution.problems))).splitlines() if resolution.problems]
+        problems = _in_words(resolution.problems, sizes="give the sizes: --shape")
+        lines += [f"  {line}" for line in render(problems).splitlines() if problems]
     return lines
 
 
@@ -193,9 +186,9 @@ def _dims(decisions: Sequence[DimDecision], *, width: int) -> list[str]:
     return table(rows, indent="  ", width=width, prose=len(rows[0]) - 1)
 
 
-def _for_terminal(problem: Problem) -> Problem:
-    """Return a problem whose fix names the option of the command line."""
-    return dataclasses.replace(problem, fix="give the sizes: --shape") if problem.error is ShapeRequiredError else problem
+def _in_words(problems: Iterable[Problem], *, sizes: str) -> tuple[Problem, ...]:
+    """Return problems whose fix says where the sizes are given."""
+    return tuple(dataclasses.replace(one, fix=sizes) if one.error is ShapeRequiredError else one for one in problems)
 
 
 # A tree: a table per role, a column per group of modes that agree on every tensor.
@@ -210,8 +203,9 @@ def tree_lines(answers: Sequence[Answer], *, width: int) -> list[str]:
             lines += [*([""] if lines else []), str(role), *_section(section, width=width)]
     found = [problem for answer in answers for resolution in answer.modes.values() for problem in resolution.problems]
     # Modes under one rule have one problem, not four.
-    problems = {(problem.path, problem.dim, problem.what, problem.fix): _for_terminal(problem) for problem in reversed(found)}
-    return lines + (["", *render(tuple(reversed(problems.values()))).splitlines()] if problems else [])
+    problems = {(problem.path, problem.dim, problem.what, problem.fix): problem for problem in reversed(found)}
+    said = _in_words(reversed(problems.values()), sizes="give its shape in the file of tensors")
+    return lines + (["", *render(said).splitlines()] if said else [])
 
 
 def _section(answers: Sequence[Answer], *, width: int) -> list[str]:
