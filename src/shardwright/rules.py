@@ -86,6 +86,10 @@ class Policy:
       zero1: candidates of mesh axes over which optimizer state is sharded beyond its parameter; None for none.
       missing: drop an absent mesh axis from its candidate, or replicate the whole dim.
       rank: error, or cut and pad the annotation to the array's rank.
+
+    Raises:
+      StrategyError: a choice that there is not, a name in `gather` that no mesh axis can have or that stands twice, or a
+        `zero1` that is no rule or ends in "?".
     """
 
     indivisible: Indivisible = Indivisible.ERROR

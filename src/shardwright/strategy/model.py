@@ -184,7 +184,13 @@ class Strategy(BaseModel):
         return files.render(self.to_data(), format=format)
 
     def dump(self, path: str | Path) -> Path:
-        """Write a `.toml` or `.json` file, whole or not at all, and return its path: `load(dump(path)) == self`."""
+        """Write a `.toml` or `.json` file, whole or not at all, and return its path: `load(dump(path)) == self`.
+
+        A file that is overwritten keeps its permissions.
+
+        Raises:
+          StrategyError: another ending, no such folder, or what has the name is no file.
+        """
         return files.write(Path(path), self.to_data())
 
     @classmethod
