@@ -28,7 +28,7 @@ from shardwright.mesh import mesh_sizes
 from shardwright.modes import mode_name, parse_mode
 from shardwright.partition_axis import PartitionAxis
 from shardwright.placement import Placement
-from shardwright.problems import idle_mesh_axis, in_words_of, local_rank, lost_mesh_axis, must_lie, no_dtype, not_varying, with_fix
+from shardwright.problems import idle_mesh_axis, in_words_of, local_rank, lost_mesh_axis, must_lie, no_dtype, not_varying, path_wanted, with_fix
 from shardwright.provenance import ModeFrom, Outcome, Resolution
 from shardwright.rules import AxisRules, Missing, foreign_mesh_axes, share_values, unnamed_mesh_axes
 from shardwright.state import annotate_state
@@ -409,14 +409,23 @@ class PartitionManager:
         Args:
           w: a weight, or a tree.
           *axes: its annotation, as for `shard`.
-          path: the weight's path, where a `[[tensors]]` entry may cover it; of a tree, the path in front of it.
+          path: the weight's path, where a `[[tensors]]` entry may cover it; of a tree, the path in front of it, "" at the root.
           mode: runtime mode; absent: the manager's.
+
+        It has no forward-mode derivative: `jax.jvp` and `jax.jacfwd` of it raise; of its gradient (a Hessian times a vector) they work.
+
+        Raises:
+          ShardingError: the annotation does not fit the weight, the rules or the mesh.
+          StrategyError: no `path`, and a `[[tensors]]` entry names an axis of the weight.
         """
         if _jax.is_array(w):
             return self._gather(w, one_annotation(axes), path, mode)
-        annotations = tree_of_annotations(axes)
         prefix = f"{path}/" if path else ""
-        return self._each(w, annotations, lambda leaf: self._gather(leaf.value, leaf.annotation, prefix + leaf.path, mode))
+
+        def one(leaf: tree.Leaf) -> Any:
+            return self._gather(leaf.value, leaf.annotation, None if path is None else prefix + leaf.path, mode)
+
+        return self._each(w, tree_of_annotations(axes), one)
 
     def shard_map(
         self,
@@ -490,6 +499,8 @@ class PartitionManager:
         if not strict:
             found = resolver.left_open(found)
         spec = found.require()
+        if strict and path is None and found.role is not Role.ACTIVATION:
+            raise_problems(path_wanted(annotation, shape, self.rules), resolution=found)
         uses_manual = found if any(decision.manual for decision in found.decisions) else None
         if manual == frozenset(self._sizes):
             return None, uses_manual

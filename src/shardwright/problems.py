@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from shardwright.annotations import PartOf, lower
 from shardwright.axes import STANDARD_MESH_AXES
 from shardwright.deciding import rule_text
 from shardwright.errors import (
@@ -20,6 +21,7 @@ from shardwright.errors import (
     did_you_mean,
 )
 from shardwright.provenance import DimDecision, Resolution
+from shardwright.rules import AxisRules
 
 
 def lost_mesh_axis(axis: str, sizes: Mapping[str, int]) -> Problem:
@@ -94,6 +96,23 @@ def not_varying(found: Resolution, decision: DimDecision, axis: str, path: str |
         mesh_axes=(axis,),
         fix=f"give the value to shard_map split over {axis}, annotate the dim EMPTY, or use hint",
     )
+
+
+def path_wanted(annotation: Any, shape: Sequence[int], rules: AxisRules) -> list[Problem]:
+    """A weight that an exception by path may cover, where nothing says which path it has."""
+    if not rules.tensors or (isinstance(annotation, PartOf) and annotation.path):
+        return []
+    names = {name for dim in lower(annotation, shape).dims for name in (*dim.axes, dim.means)}
+    covering = [(entry, rule) for entry in rules.tensors for axis, rule in entry.rules if axis in names]
+    return [
+        Problem(
+            error=StrategyError,
+            what=f"[[tensors]] match = {entry.match!r} may cover this weight, and its path is not known here",
+            rule=str(rule.ref),
+            fix='gather(..., path="layers/mlp/up") says it, path="" at the root; shard knows the paths of a tree\'s leaves',
+        )
+        for entry, rule in covering[:1]
+    ]
 
 
 def must_lie(found: Resolution, decision: DimDecision) -> Problem:

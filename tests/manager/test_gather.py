@@ -112,13 +112,31 @@ def test_trees_and_paths() -> None:
     text = RULES + '[[tensors]]\nmatch = "lm_head/.*"\nembed = "-"\n'
     pm = make_manager(text=text)
     tree = {"mlp": {"kernel": numbers(8, 8)}, "lm_head": {"kernel": numbers(8, 8)}}
-    found = jax.jit(jax.grad(lambda tree: sum((leaf**2).sum() for leaf in jax.tree.leaves(pm.gather(tree, KERNEL)))))(tree)
+    found = jax.jit(jax.grad(lambda tree: sum((leaf**2).sum() for leaf in jax.tree.leaves(pm.gather(tree, KERNEL, path="")))))(tree)
     assert lies_over(found["mlp"]["kernel"], pm.mesh, "dp", "tp")
     assert lies_over(found["lm_head"]["kernel"], pm.mesh, None, "tp")
     one = jax.jit(jax.grad(lambda w: (pm.gather(w, *KERNEL, path="lm_head/kernel") ** 2).sum()))
     assert lies_over(one(numbers(8, 8)), pm.mesh, None, "tp")
     under = jax.jit(jax.grad(lambda tree: (pm.gather(tree, KERNEL, path="lm_head")["kernel"] ** 2).sum()))
     assert lies_over(under({"kernel": numbers(8, 8)})["kernel"], pm.mesh, None, "tp")
+
+
+def test_a_weight_that_an_entry_may_cover_must_say_its_path() -> None:
+    """Without, it would lie elsewhere than `shardings` put it, and its gradient too."""
+    pm = make_manager(text=RULES + '[[tensors]]\nmatch = "lm_head"\nembed = "-"\n')
+    says = r"\[\[tensors\]\] match = 'lm_head' may cover this weight"
+    for place in (
+        lambda: pm.gather(numbers(8, 8), *KERNEL),
+        lambda: pm.gather({"kernel": numbers(8, 8)}, KERNEL),
+        lambda: pm.gather(numbers(8, 8), sw.ColumnWise),
+        lambda: pm.shard(numbers(8, 8), *KERNEL, role="param"),
+    ):
+        with pytest.raises(sw.StrategyError, match=says) as caught:
+            place()
+        assert 'embed = "-"' in caught.value.rule
+    assert pm.shard(numbers(8, 8), sw.BATCH, sw.EMBED).sharding.spec == jax.P("dp", "tp"), "an activation is covered by no entry"
+    assert pm.gather(numbers(8, 8), sw.VOCAB, sw.EMPTY).sharding.spec == jax.P("tp"), "the entry names no axis of it"
+    assert pm.hint(numbers(8, 8), *KERNEL, role="param").sharding.spec == jax.P("dp", "tp"), "a hint does its best"
 
 
 def test_weight_that_is_used_as_it_is_stored() -> None:

@@ -231,7 +231,7 @@ def test_tensor_entries_are_told_apart_by_path() -> None:
     assert placed["head"].sharding.spec == jax.P(), "the entry for head must not lose to a cached answer"
     both = pm.shardings(tree, axes)
     assert (both["block"].spec, both["head"].spec) == (jax.P("dp"), jax.P())
-    grads = jax.jit(jax.grad(lambda tree: sum((leaf**2).sum() for leaf in pm.gather(tree, axes).values())))(placed)
+    grads = jax.jit(jax.grad(lambda tree: sum((leaf**2).sum() for leaf in pm.gather(tree, axes, path="").values())))(placed)
     assert lies_over(grads["block"], pm.mesh, "dp")
     assert grads["head"].sharding.is_fully_replicated
     assert pm.resolve(axes, role="param", path="head/kernel") == jax.P()
