@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,17 +94,91 @@ def test_exceptions_inside_a_trace_restore() -> None:
         jax.jit(broken)(numbers(8, 8))
 
 
-def test_leaving_in_the_wrong_order_is_refused_and_can_be_put_right() -> None:
+def test_leaving_in_the_wrong_order_is_told_and_leaves_nothing_entered() -> None:
     pm, other = make_manager(), make_manager(text=RULES.replace('embed = "tp"', 'embed = "-"'))
-    pm.__enter__()
-    other.__enter__()
-    with pytest.raises(sw.NoManagerError, match="is not the one entered last in this thread: that is"):
-        pm.__exit__(None, None, None)
-    assert context.current() is other, "nothing happened"
-    other.__exit__(None, None, None)
-    pm.__exit__(None, None, None)
-    with pytest.raises(sw.NoManagerError, match="leave managers in the reverse order, in the thread that entered them"):
-        pm.__exit__(None, None, None)
+    with make_manager() as outer:
+        before = state()
+        pm.__enter__()
+        other.__enter__()
+        with pytest.raises(sw.NoManagerError, match=r"is not the one entered last in this thread: that was .*; both are left now"):
+            pm.__exit__(None, None, None)
+        assert state() == before
+        assert context.current() is outer
+        for left in (other, pm):
+            with pytest.raises(sw.NoManagerError, match="is not entered in this thread"):
+                left.__exit__(None, None, None)
+        assert state() == before
+
+
+def test_a_generator_that_holds_a_manager_is_told_and_leaves_nothing_behind() -> None:
+    pm = make_manager()
+
+    def held() -> Iterator[None]:
+        with pm.for_mode("decode"):
+            yield
+
+    before, holding = state(), held()
+    with pytest.raises(sw.NoManagerError, match="do not await or yield inside"), pm:
+        next(holding)
+    assert state() == before
+    with pytest.raises(sw.NoManagerError, match="is not entered in this thread"):
+        holding.close()
+    assert state() == before
+
+
+async def places_later(pm: sw.PartitionManager, before: float, after: float) -> Any:
+    with pm:
+        await asyncio.sleep(before)
+        found = sw.shard(numbers(8, 8), sw.BATCH, sw.EMBED).sharding.spec
+        await asyncio.sleep(after)
+    return found
+
+
+@pytest.mark.parametrize("times", [((0.06, 0.06), (0.03, 0.06)), ((0.03, 0.0), (0.09, 0.03)), ((0.0, 0.06), (0.03, 0.0))])
+def test_a_task_never_places_under_another_tasks_manager(times: Any) -> None:
+    managers = [make_manager(), make_manager().for_mode("decode")]
+    wanted = [jax.P("dp", "tp"), jax.P("dp")]
+
+    async def both() -> list[Any]:
+        tasks = [places_later(pm, *waits) for pm, waits in zip(managers, times, strict=True)]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    before = state()
+    found = asyncio.run(both())
+    assert state() == before
+    assert any(isinstance(one, sw.NoManagerError) for one in found), "they overlap"
+    for one, spec in zip(found, wanted, strict=True):
+        assert isinstance(one, sw.NoManagerError) or one == spec
+
+
+def test_tasks_may_share_what_was_entered_around_them() -> None:
+    pm = make_manager()
+
+    async def place() -> Any:
+        await asyncio.sleep(0)
+        return sw.shard(numbers(8, 8), sw.BATCH, sw.EMBED).sharding.spec
+
+    async def both() -> list[Any]:
+        with pm:
+            return await asyncio.gather(place(), place())
+
+    with pm:
+        assert asyncio.run(place()) == jax.P("dp", "tp")
+    assert asyncio.run(both()) == [jax.P("dp", "tp")] * 2
+
+
+def test_entered_in_one_cell_of_a_notebook_and_used_in_the_next() -> None:
+    """Each cell may run in a context of its own, so that what a cell notes is lost with it."""
+    pm, other = make_manager(), make_manager(sizes="dp:4,tp:2")
+    cell = contextvars.copy_context
+    cell().run(pm.__enter__)
+    assert cell().run(sw.shard, numbers(8, 8), sw.BATCH, sw.EMBED).sharding.spec == jax.P("dp", "tp")
+    cell().run(other.__enter__)
+    assert cell().run(context.current) is other
+    cell().run(other.__exit__, None, None, None)
+    assert cell().run(context.current) is pm
+    cell().run(pm.__exit__, None, None, None)
+    assert cell().run(context.current) is None
 
 
 def test_no_manager() -> None:
@@ -138,7 +214,7 @@ def test_threads_do_not_inherit_and_enter_their_own() -> None:
         assert lies_over(in_thread(enters), other.mesh, "dp", "tp")
         assert lies_over(in_thread(lambda: pm.shard(x, sw.BATCH, sw.EMBED)), pm.mesh, "dp", "tp"), "a method needs nobody entered"
         assert context.current() is pm
-        with pytest.raises(sw.NoManagerError, match="not the one entered last in this thread"):
+        with pytest.raises(sw.NoManagerError, match="is not entered in this thread"):
             in_thread(lambda: pm.__exit__(None, None, None))
 
 

@@ -1,7 +1,12 @@
-"""The ambient manager. A jax user-context, so that it is part of every jit's cache key, in each thread by itself."""
+"""The ambient manager. A jax user-context, so that it is part of every jit's cache key, in each thread by itself.
+
+Tasks and generators of one thread share it: who awaits or yields inside `with pm:` hands it to whoever runs meanwhile. What
+each of them entered itself is noted beside it, so that a task that finds another's manager is told.
+"""
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +18,7 @@ from shardwright.errors import NoManagerError
 
 _AMBIENT = jax.make_user_context(default_value=None)
 _APART = jax.make_user_context(default_value=None)
+_OWN: contextvars.ContextVar[Any] = contextvars.ContextVar("shardwright_manager", default=None)
 
 
 class _Entered(threading.local):
@@ -38,31 +44,60 @@ def enter(manager: Any, mesh: Any) -> None:
         ambient.__exit__(None, None, None)
         raise
     _ENTERED.stack.append((manager, ambient, within))
+    _OWN.set(manager)
 
 
 def leave(manager: Any) -> None:
-    """Undo the innermost `enter`.
+    """Undo the manager's `enter`, and whatever was entered after it and not left.
 
     Raises:
-      NoManagerError: the manager is not the one entered last in this thread.
+      NoManagerError: the manager is not the one entered last in this thread; it is left, if it was entered at all.
     """
-    if not _ENTERED.stack or _ENTERED.stack[-1][0] is not manager:
-        last = f"that is {_ENTERED.stack[-1][0]!r}" if _ENTERED.stack else "none is entered"
+    stack = _ENTERED.stack
+    last = stack[-1][0] if stack else None
+    if last is not manager and all(entry[0] is not manager for entry in stack):
         raise NoManagerError(
-            f"{manager!r} is not the one entered last in this thread: {last}",
-            fix="leave managers in the reverse order, in the thread that entered them",
+            f"{manager!r} is not entered in this thread", fix="leave managers in the reverse order, in the thread that entered them"
         )
-    _, ambient, within = _ENTERED.stack.pop()
+    while _undo(stack.pop()) is not manager:
+        pass
+    _OWN.set(stack[-1][0] if stack else None)
+    if last is not manager:
+        raise NoManagerError(
+            f"{manager!r} is not the one entered last in this thread: that was {last!r}; both are left now",
+            fix="leave managers in the reverse order; do not await or yield inside `with pm:`, use the manager's methods there",
+        )
+
+
+def _undo(entry: tuple[Any, Any, Any]) -> Any:
+    manager, ambient, within = entry
     try:
         if within is not None:
             within.__exit__(None, None, None)
     finally:
         ambient.__exit__(None, None, None)
+    return manager
 
 
 def current() -> Any:
-    """Return the ambient manager, or None."""
-    return _AMBIENT.value
+    """Return the ambient manager, or None.
+
+    Raises:
+      NoManagerError: another task of this thread entered it, after this one had entered a manager of its own.
+    """
+    manager = _AMBIENT.value
+    own = _OWN.get()
+    if own is not None and own is not manager and manager is not None:
+        raise NoManagerError(
+            f"the ambient manager is {manager!r}, entered by another task of this thread; this one entered {own!r}",
+            fix="do not await or yield inside `with pm:`: tasks of a thread share what is ambient; use pm.shard(...) and the like",
+        )
+    return manager
+
+
+def entered_last() -> Any:
+    """Return the manager that this thread entered last and has not left, or None."""
+    return _ENTERED.stack[-1][0] if _ENTERED.stack else None
 
 
 def depth() -> int:
@@ -76,7 +111,7 @@ def require(what: str, *, method: bool = True) -> Any:
     Raises:
       NoManagerError: there is none in this thread.
     """
-    manager = _AMBIENT.value
+    manager = current()
     if manager is None:
         raise NoManagerError(
             f"{what} needs a PartitionManager, and none is entered in this thread",
