@@ -51,7 +51,7 @@ check: ## format, lint, types, import order, the site of the documentation
 	$(bin)/python -m pytest -q tests/test_house.py
 	$(bin)/zensical build --strict --clean
 
-bench: ## print the numbers that the documentation quotes
+bench: ## print the numbers of docs/speed.md
 	@$(ready) $(VENV) demo
 	@$(bin)/python -m benchmarks $(ARGS)
 
