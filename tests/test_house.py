@@ -39,7 +39,7 @@ ORDER = (
         "state",
         "pairs",
     ),
-    *("tree_names", "spec_trees", "train_loop", "mapping", "strategy", "manager", "ambient"),
+    *("tree_names", "spec_trees", "train_loop", "mapping", "strategy", "manager_arguments", "manager", "ambient"),
     *("tensors", "lints", "compare"),
     *("caches", "attention", "layers", "serving", "plan", "report", "interop"),
     *(PACKAGE, "testing", "cli", "__main__"),

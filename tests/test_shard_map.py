@@ -272,6 +272,12 @@ def test_what_an_output_may_be(in_axes: Any, out_axes: Any, result: Any) -> None
     jax.tree.map(np.testing.assert_array_equal, found, result(numbers(8, 8)))
 
 
+def test_values_that_32_bits_do_not_hold_are_refused() -> None:
+    f = make_manager().shard_map(lambda x, y: x, in_axes=[X, X], out_axes=X)
+    with pytest.raises(sw.StrategyError, match="argument 1: values of int64 do not fit int32"):
+        f(numbers(8, 8), np.full((8, 8), 2**40))
+
+
 def test_problems_of_all_arguments_at_once() -> None:
     f = make_manager().shard_map(lambda x, y: x, in_axes=[X, X], out_axes=X)
     with pytest.raises(sw.IndivisibleError, match=r"^2 problems") as caught:

@@ -23,14 +23,24 @@ from shardwright.errors import (
     StrategyError,
     raise_problems,
 )
+from shardwright.manager_arguments import check_rules_on_mesh, compiled_rules, own_mesh
 from shardwright.mapping import SemanticShardMap, checked_outputs, known_sizes
 from shardwright.mesh import mesh_sizes
 from shardwright.modes import mode_name, parse_mode
 from shardwright.partition_axis import PartitionAxis
 from shardwright.placement import Placement
-from shardwright.problems import idle_mesh_axis, in_words_of, local_rank, lost_mesh_axis, must_lie, no_dtype, not_varying, path_wanted, with_fix
+from shardwright.problems import (
+    in_words_of,
+    late_manual,
+    local_rank,
+    must_lie,
+    no_dtype,
+    not_varying,
+    path_wanted,
+    with_fix,
+)
 from shardwright.provenance import ModeFrom, Outcome, Resolution
-from shardwright.rules import AxisRules, Missing, foreign_mesh_axes, share_values, unnamed_mesh_axes
+from shardwright.rules import AxisRules, share_values
 from shardwright.state import annotate_state
 
 
@@ -79,8 +89,8 @@ class PartitionManager:
     _hash: int
 
     def __init__(self, strategy: Any, *, mesh: Mesh | AbstractMesh | None = None, mode: str | None = None) -> None:
-        rules = _compiled(strategy)
-        found = mesh if mesh is not None else _own_mesh(strategy)
+        rules = compiled_rules(strategy)
+        found = mesh if mesh is not None else own_mesh(strategy)
         if not isinstance(found, (Mesh, AbstractMesh)):
             fix = 'pass create_mesh("dp:2,tp:4"), or abstract_mesh("dp:2,tp:4") to plan without devices'
             raise MeshSpecError(f"mesh={mesh!r} is neither a Mesh nor an AbstractMesh", fix=fix)
@@ -88,12 +98,7 @@ class PartitionManager:
         self._set(rules, found, None if mode is None else parse_mode(mode), name, {})
         if self.mode is not None:
             self._modes[self.mode] = self
-        if rules.policy.missing is Missing.REPLICATE:
-            return  # Such a dim is dropped, and each resolution says so.
-        lost = foreign_mesh_axes(rules.named_mesh_axes(), self._sizes)
-        raise_problems([lost_mesh_axis(axis, self._sizes) for axis in lost])
-        unnamed = unnamed_mesh_axes(rules, self._sizes)
-        raise_problems([idle_mesh_axis(axis, self._sizes, rules.named_mesh_axes()) for axis in unnamed])
+        check_rules_on_mesh(rules, self._sizes)
 
     def _set(self, rules: AxisRules, mesh: Mesh | AbstractMesh, mode: str | None, name: str, modes: dict[str, Any]) -> None:
         values = {"rules": rules, "mesh": mesh, "mode": mode, "name": name, "_sizes": mesh_sizes(mesh), "_cache": {}, "_modes": modes}
@@ -183,11 +188,10 @@ class PartitionManager:
         if len(set(mesh.axis_types)) == 1 or found.spec is None:
             return found
         problems = placement.order_problems(found.spec, dict(zip(mesh.axis_names, mesh.axis_types, strict=True)))
+        problems = [*in_words_of(found, problems), *late_manual(found)]
         if not problems:
             return found
-        refused: Resolution = self._cache.setdefault(
-            ("refused", found), dataclasses.replace(found, problems=tuple(in_words_of(found, problems)))
-        )
+        refused: Resolution = self._cache.setdefault(("refused", found), dataclasses.replace(found, problems=tuple(problems)))
         return refused
 
     def resolve(
@@ -436,7 +440,7 @@ class PartitionManager:
         sizes: Mapping[str, int] | None = None,
         mode: str | None = None,
     ) -> Callable[..., Any]:
-        """Return `jax.shard_map` of a function, in semantic axes: each axis resolves once, from the inputs' sizes.
+        """Return `jax.shard_map` of a function, jitted, in semantic axes: each axis resolves once, from the inputs' sizes.
 
         Args:
           f: function of local arrays.
@@ -563,28 +567,6 @@ def _restored(rules: AxisRules, mesh: AbstractMesh, mode: str | None, name: str)
     manager = object.__new__(PartitionManager)
     manager._set(rules, mesh, mode, name, {})
     return manager
-
-
-def _compiled(strategy: Any) -> AxisRules:
-    if isinstance(strategy, AxisRules):
-        return strategy
-    if isinstance(strategy, PartitionAxis):
-        return strategy.compile()
-    from shardwright.strategy.model import Strategy
-
-    if not isinstance(strategy, Strategy):
-        fix = "pass Strategy.load(path), Strategy.preset(name), AxisRules or a PartitionAxis"
-        raise StrategyError(f"{strategy!r} is not a strategy", fix=fix)
-    return strategy.compile()
-
-
-def _own_mesh(strategy: Any) -> Mesh | AbstractMesh:
-    if not isinstance(strategy, (AxisRules, PartitionAxis)):
-        return strategy.make_mesh()  # type: ignore[no-any-return]
-    ambient = None if _jax.in_trace() else jax.sharding.get_mesh()
-    if ambient is None or ambient.empty:
-        raise MeshSpecError("rules alone have no mesh", fix='pass mesh=create_mesh("dp:2,tp:4")')
-    return ambient
 
 
 jax.tree_util.register_static(PartitionManager)

@@ -71,31 +71,30 @@ class SemanticShardMap:
         )
         raise_problems(problems)
         out_specs = jax.tree.map(lambda output: self._out_spec(output.annotation, found), self.out_axes)
-        args, nested = self._ready(args, in_specs)
-        key = (jax.tree.structure((in_specs, out_specs)), tuple(jax.tree.leaves((in_specs, out_specs))), nested)
+        args, mesh = self._ready(args, in_specs)
+        key = (jax.tree.structure((in_specs, out_specs)), tuple(jax.tree.leaves((in_specs, out_specs))), mesh)
         mapped = self._made.get(key)
         if mapped is None:
-            mesh = None if nested else self.mesh
             # Jitted, because shard_map by itself traces and compiles anew at every eager call.
             mapped = self._made[key] = jax.jit(_jax.call_shard_map(self.f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
         return mapped(*args)
 
-    def _ready(self, args: tuple[Any, ...], in_specs: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
-        """Return the arguments as `shard_map` takes them, and whether it must use the ambient mesh.
+    def _ready(self, args: tuple[Any, ...], in_specs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Mesh | AbstractMesh | None]:
+        """Return the arguments as `shard_map` takes them, and the mesh to give it, or None for the ambient one.
 
         It refuses a mesh of its own where the ambient one is partly Manual, and over Explicit axes an argument that does not
         lie as its spec says.
         """
         ambient = _jax.ambient_mesh()
         manual = self.manual_axes(ambient)
-        mesh = self.mesh if ambient is None else ambient
-        if AxisType.Explicit in mesh.axis_types:
+        mesh = placement.mesh_here(self.mesh, ambient)
+        if AxisType.Explicit in (mesh if ambient is None else ambient).axis_types:
 
             def placed(x: Any, spec: PartitionSpec) -> Any:
-                return placement.place(x, placement.make_placement(spec, self.mesh, ambient))
+                return placement.place(x, placement.make_placement(spec, mesh, ambient))
 
             args = tuple(jax.tree.map(placed, arg, specs) for arg, specs in zip(args, in_specs, strict=True))
-        return args, bool(manual)
+        return args, None if manual else mesh
 
     def _specs(self, name: str, arg: Any, axes: Any, found: _Found, owners: dict[tuple[str, ...], str], problems: list[Problem]) -> Any:
         specs = []
@@ -106,6 +105,7 @@ class SemanticShardMap:
             return None
         for leaf in leaves:
             path = f"{name} {leaf.path}".strip()
+            placement.check_kept(leaf.value, path=path)
             resolution = self.explain(leaf.annotation, np.shape(leaf.value), path)
             problems += resolution.problems or self._learn(path, leaf, resolution.decisions, found, owners)
             specs.append(resolution.spec)

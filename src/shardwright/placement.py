@@ -25,9 +25,8 @@ class Placement:
       spec: the whole spec, without Manual mesh axes.
       auto: its part over Auto mesh axes, or None if the mesh has none.
       explicit: its part over Explicit mesh axes, or None if the mesh has none.
-      mesh: the manager's mesh.
+      mesh: the manager's mesh, of the ambient one's axis types.
       ambient: whether a mesh is ambient, so that bare specs have a meaning.
-      manual: whether the ambient mesh is partly Manual.
       sharding: what an Auto constraint carries: a `NamedSharding` of the manager's mesh where that is possible, else the
         bare spec. (A bare spec is refused by an eager `grad` or `vmap` of an array made before the mesh was set; a sharding
         of the whole mesh is refused inside `shard_map` and beside Explicit axes.)
@@ -39,7 +38,6 @@ class Placement:
     explicit: PartitionSpec | None
     mesh: Mesh | AbstractMesh
     ambient: bool
-    manual: bool
     sharding: NamedSharding | PartitionSpec
     plain: bool
 
@@ -50,6 +48,7 @@ def make_placement(spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: Abst
     Raises:
       MeshMismatchError: one dim would lie over an Auto axis major to an Explicit one, which JAX cannot express.
     """
+    mesh = mesh_here(mesh, ambient)
     types = dict(zip((ambient or mesh).axis_names, (ambient or mesh).axis_types, strict=True))
     auto = _part(spec, [axis for axis, kind in types.items() if kind is AxisType.Auto])
     explicit = _part(spec, [axis for axis, kind in types.items() if kind is AxisType.Explicit])
@@ -63,10 +62,16 @@ def make_placement(spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: Abst
         explicit=explicit,
         mesh=mesh,
         ambient=ambient is not None,
-        manual=manual,
         sharding=(auto or PartitionSpec()) if bare else NamedSharding(mesh, auto or PartitionSpec()),
         plain=explicit is None and auto is not None and (ambient is not None or isinstance(mesh, Mesh)),
     )
+
+
+def mesh_here(mesh: Mesh | AbstractMesh, ambient: AbstractMesh | None) -> Mesh | AbstractMesh:
+    """Return a mesh with the axis types of the ambient one, which arrays and constraints must have; as it is where parts are Manual."""
+    if ambient is None or isinstance(mesh, AbstractMesh) or ambient.axis_types == mesh.axis_types or ambient.manual_axes:
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=ambient.axis_types)
 
 
 def _part(spec: PartitionSpec, axes: list[str]) -> PartitionSpec | None:
@@ -116,17 +121,19 @@ def check_kept(x: Any, *, path: str = "") -> None:
     """
     if isinstance(x, (jax.Array, jax.core.Tracer)) or jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         return
-    whole = isinstance(x, int) and not isinstance(x, bool)
-    dtype = np.dtype(np.int64) if whole else getattr(x, "dtype", None)
+    plain = next((dtype for kind, dtype in _PYTHON.items() if type(x) is kind), None)
+    dtype = getattr(x, "dtype", None) if plain is None else np.dtype(plain)
     if not isinstance(dtype, np.dtype) or dtype.name not in _HALVES or not np.size(x):
         return
     half = np.dtype(_HALVES[dtype.name])
     if _survives(x, half):
         return
-    what = f"values of {'a Python int' if whole else dtype} do not fit {half}, which JAX makes of it while jax_enable_x64 is off"
+    kind = dtype if plain is None else f"a Python {type(x).__name__}"
+    what = f"values of {kind} do not fit {half}, which JAX makes of it while jax_enable_x64 is off"
     raise StrategyError(what, path=path, fix='jax.config.update("jax_enable_x64", True), or cast it yourself')
 
 
+_PYTHON: Final = {int: "int64", float: "float64", complex: "complex128"}
 _HALVES: Final = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
 
@@ -206,9 +213,14 @@ def put(x: Any, placement: Placement) -> Any:
 
     Raises:
       MeshSpecError: the mesh is abstract.
+      StrategyError: what is to be placed is no array.
     """
     if isinstance(placement.mesh, AbstractMesh):
         raise no_devices()
+    if not _jax.is_array(x):
+        raise StrategyError(
+            f"a {type(x).__name__} holds no values to place", fix="ask pm.shardings or pm.abstract of what has only a shape"
+        )
     current = x.sharding if isinstance(x, jax.Array) else None
     held = current.spec if isinstance(current, NamedSharding) and current.mesh == placement.mesh else PartitionSpec()
     # An array that was put aside in host memory stays there.

@@ -69,6 +69,24 @@ def in_words_of(found: Resolution, problems: Sequence[Problem]) -> list[Problem]
     ]
 
 
+def late_manual(found: Resolution) -> list[Problem]:
+    """Dims whose rule names a Manual mesh axis after another: `shard_map` has split over it first, so that it is major."""
+    late = [decision for decision in found.decisions if decision.mesh_axes[: len(decision.manual)] != decision.manual]
+    return [
+        Problem(
+            error=ManualAxisError,
+            what=f"{'+'.join(decision.manual)} is Manual here and so comes first, where {'+'.join(decision.mesh_axes)} puts it later",
+            path=found.path,
+            dim=decision.dim,
+            axis=decision.label,
+            rule=_rule_text(found, decision),
+            mesh_axes=decision.mesh_axes,
+            fix=f"shard_map over {'+'.join(decision.mesh_axes)}, write {'+'.join(decision.manual)} first in the rule, or use hint",
+        )
+        for decision in late
+    ]
+
+
 def no_dtype(values: Any) -> list[Problem]:
     """Leaves of a tree that have no dtype, where an array's shape and dtype are wanted."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(values)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from tests.manager.programs import assert_like, lies_over, make_manager, numbers
+from tests.manager.programs import RULES, assert_like, lies_over, make_manager, numbers
 
 P = jax.P
 
@@ -127,9 +127,25 @@ def test_each_leaf_of_a_tree_is_named() -> None:
     assert [problem.path for problem in caught.value.problems] == ["a", "b"]
 
 
+@pytest.mark.parametrize(("manual", "spec"), [("dp", jax.P(("dp", "tp"))), ("tp", None)])
+def test_a_manual_axis_cannot_come_after_another(manual: str, spec: Any) -> None:
+    """`shard_map` has split over it first: it is major, whatever the rule says."""
+    pm = make_manager(text=RULES.replace('embed = "tp"', 'embed = "dp+tp"'))
+
+    def run(place: Any) -> Any:
+        return mapped(pm, lambda x: place(x * 1, sw.EMBED), in_specs=P(manual), out_specs=P(manual), axis_names={manual})(numbers(16))
+
+    if spec is not None:
+        assert run(pm.shard).sharding.spec == spec
+        return
+    with pytest.raises(sw.ManualAxisError, match=r"dim 0 EMBED: tp is Manual here and so comes first, where dp\+tp puts it later"):
+        run(pm.shard)
+    np.testing.assert_array_equal(run(pm.hint), numbers(16))
+
+
 def test_the_resolution_of_an_error_is_of_its_leaf() -> None:
     pm = make_manager()
     for name in ("first", "second"):
-        with pytest.raises(sw.ManualAxisError) as caught:
+        with pytest.raises(sw.ManualAxisError, match=f"^{name} dim 0 BATCH: ") as caught:
             mapped(pm, lambda x, name=name: pm.shard({name: x}, (sw.BATCH, sw.EMPTY)), in_specs=P(), out_specs=P())(numbers(8, 8))
         assert (caught.value.path, caught.value.resolution.path) == (name, name)

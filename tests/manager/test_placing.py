@@ -253,6 +253,19 @@ def test_values_that_32_bits_do_not_hold_are_refused(value: Any) -> None:
         pm.shard({"a": {"b": x}}, {"a": {"b": axes}})
 
 
+@pytest.mark.parametrize("value", [2**40, 1e300, complex(0, 1e300)])
+def test_numbers_that_32_bits_do_not_hold_are_refused(value: Any) -> None:
+    pm = make_manager()
+    with pytest.raises(sw.StrategyError, match=rf"values of a Python {type(value).__name__} do not fit"):
+        pm.shard(value)
+    assert pm.shard(type(value)(3)) == 3
+
+
+def test_what_has_only_a_shape_is_not_placed() -> None:
+    with pytest.raises(sw.StrategyError, match="a ShapeDtypeStruct holds no values to place"):
+        make_manager().shard(jax.ShapeDtypeStruct((8, 8), jnp.float32), sw.BATCH, sw.EMBED)
+
+
 def test_values_that_32_bits_hold_are_rounded_as_ever() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2"))
     for x in (

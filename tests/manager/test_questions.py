@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from tests.manager.programs import RULES, lies_over, make_manager, make_mesh, numbers, rules
+from tests.manager.programs import AXIS_TYPES, RULES, lies_over, make_manager, make_mesh, numbers, rules
 
 P = jax.P
 
@@ -152,12 +152,22 @@ def test_rules_and_mesh_must_agree() -> None:
         make_manager().shard(numbers(8, 8), sw.BATCH, sw.EMBED)
 
 
-def test_ambient_mesh_of_other_axis_types_will_do() -> None:
+@pytest.mark.parametrize("ambient", list(AXIS_TYPES))
+@pytest.mark.parametrize("kind", list(AXIS_TYPES))
+def test_ambient_mesh_of_other_axis_types_will_do(kind: str, ambient: str) -> None:
     """Names and sizes must agree; what is Explicit in the ambient mesh is resharded, what is Auto constrained."""
-    pm = make_manager("auto")
-    with jax.set_mesh(make_mesh("explicit")):
-        found = jax.jit(lambda x: pm.shard(x, sw.BATCH, sw.EMBED))(jnp.zeros((8, 8)))
-    assert found.sharding.spec == P("dp", "tp")
+    pm, x = make_manager(kind), numbers(8, 8)
+    doubled = pm.shard_map(lambda x: x * 2, in_axes=[(sw.BATCH, sw.EMBED)], out_axes=(sw.BATCH, sw.EMBED))
+    with jax.set_mesh(make_mesh(ambient)):
+        placed = pm.shard(x, sw.BATCH, sw.EMBED)
+        weight = pm.shard(x, sw.EMBED, sw.MLP_INTERMEDIATE, role="param")
+        used = jax.grad(lambda w: (pm.gather(w, sw.EMBED, sw.MLP_INTERMEDIATE) ** 2).sum())
+        for found in (placed, jax.jit(lambda x: pm.shard(x, sw.BATCH, sw.EMBED))(x), jax.jit(used)(weight)):
+            assert found.sharding.spec == P("dp", "tp")
+        for found in (doubled(x), doubled(placed), jax.jit(doubled)(x)):
+            np.testing.assert_array_equal(found, x * 2)
+            assert found.sharding.spec == P("dp", "tp")
+    assert placed.sharding.mesh.axis_types == make_mesh(ambient).axis_types
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
