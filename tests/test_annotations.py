@@ -190,6 +190,34 @@ class TestStacked:
     def test_twice_is_refused(self) -> None:
         with pytest.raises(sw.AxisConflictError, match="LAYERS: the axis stands twice"):
             lower(sw.stacked(sw.stacked((sw.EMBED,))))
+        with pytest.raises(sw.AxisConflictError, match=r"^LAYERS: stacked\(ColumnWise\) has LAYERS in front already\n  fix   for a stack"):
+            sw.stacked(sw.stacked(sw.ColumnWise))
+
+    def test_of_a_literal_spec_is_a_literal_spec(self) -> None:
+        """Its entries are mesh axes: as axes they would be looked up in the rules, or be names that nobody knows."""
+        assert sw.stacked(P("tp")) == P(None, "tp")
+        assert sw.stacked(P()) == P(None)
+        assert sw.stacked(P(("dp", "tp"), P.UNCONSTRAINED, None)) == P(None, ("dp", "tp"), P.UNCONSTRAINED, None)
+        assert sw.stack_specs({"w": sw.ArraySpec((8,), jnp.float32, P("tp"))}, 3)["w"].axes == P(None, "tp")
+        rules = sw.Strategy(mesh={"tp": 2, "model": 4}, rules={"tensor_parallel": "model"}).compile()
+        assert sw.resolve(sw.stacked(P("tp")), rules, {"tp": 2, "model": 4}, shape=(3, 8)).spec == P(None, "tp")
+        with pytest.raises(sw.MissingMeshAxisError, match="dim 1: mesh axis 'dp' is not in the mesh"):
+            sw.resolve(sw.stacked(P("dp")), rules, {"tp": 2, "model": 4}, shape=(3, 8))
+
+    @pytest.mark.parametrize("use", [sw.stacked, lower])
+    def test_what_is_unreduced_is_no_annotation(self, use: Any) -> None:
+        with pytest.raises(sw.StrategyError, match="is unreduced along mesh axes, which no annotation can say\n  fix   annotate the array"):
+            use(P("tp", unreduced={"dp"}))
+        with pytest.raises(sw.StrategyError, match="is reduced along mesh axes"):
+            use(P("tp", reduced={"dp"}))
+
+    @pytest.mark.parametrize("layers", [2.9, "3", 0, -1, True, [3]])
+    def test_layers_are_counted_in_whole_numbers(self, layers: Any) -> None:
+        spec = sw.ArraySpec((4,), jnp.float32, (sw.NORM,))
+        for call in (lambda: sw.stacked(spec, layers), lambda: sw.stack_specs({"a": spec}, layers)):
+            with pytest.raises(sw.StrategyError, match=r"is not a number of layers\n  fix   write a positive whole number"):
+                call()
+        assert sw.stacked(spec, np.int32(3)).shape == (3, 4)
 
 
 class TestRank:

@@ -105,7 +105,16 @@ def test_scales_of_values_that_exist_already() -> None:
         assert "keepdims=True" in caught.value.fix
 
 
+@pytest.mark.parametrize("make", [lambda axes: quantised(axes, (1, 1), path="w"), lambda axes: low_rank(axes, 4, path="w")])
+def test_the_parts_of_a_weight_need_its_shape(make: Any) -> None:
+    for axes in (KERNEL, sw.ColumnWise, np.zeros((4, 4))):
+        with pytest.raises(sw.StrategyError, match=r"^w: the weight is of type \w+, not an ArraySpec: .*\n  fix   pass ArraySpec\("):
+            make(axes)
+
+
 def test_blocks_that_make_no_sense() -> None:
+    with pytest.raises(sw.RankMismatchError, match="1 blocks for"):
+        quantised(weight(), 16)  # type: ignore[arg-type]
     with pytest.raises(sw.RankMismatchError, match="1 blocks for"):
         quantised(weight(), (16,))
     with pytest.raises(sw.RankMismatchError, match=r"^2 problems\n 1. w dim 0: size 64 is no multiple of its block 24") as caught:

@@ -54,6 +54,31 @@ def test_a_part_lies_as_the_dims_that_it_follows(dims: Any, shape: Any, spec: An
             assert explain(part(dims, axes=axes), shape, role=role).spec == spec
 
 
+@pytest.mark.parametrize("rank", ["error", "fit"])
+def test_a_part_is_never_longer_than_the_whole(rank: str) -> None:
+    says = r"^w dim 1: size 320 is more than the 32 of dim 1 of \(EMBED, MLP_INTERMEDIATE\), which it follows\n  fix   a part has"
+    with pytest.raises(sw.RankMismatchError, match=says):
+        explain(part((0, 1)), (16, 320), path="w", rank=rank).require()
+    with pytest.raises(sw.RankMismatchError, match=says.replace("w dim", "dim")):
+        sw.ArraySpec((16, 320), np.float32, part((0, 1)))
+    assert explain(part((0, None)), (16, 320), rank=rank).spec == P("fsdp")
+
+
+@pytest.mark.parametrize("rank", ["error", "fit"])
+def test_a_part_of_another_rank_is_not_cut_to_fit(rank: str) -> None:
+    with pytest.raises(sw.RankMismatchError, match=r"^w: dims \(0\) of .* has 1 dims, the array has 2: shape \(16, 4\)\n  fix   write one"):
+        explain(part((0,)), (16, 4), path="w", rank=rank).require()
+
+
+def test_dims_may_be_a_list_and_are_numbers() -> None:
+    dims: Any
+    assert part(dims=[1, 0]) == part((1, 0))  # type: ignore[arg-type]
+    assert hash(part(dims=[1, 0])) == hash(part((1, 0)))  # type: ignore[arg-type]
+    for dims in (0, ("0",), [[0]], (2,), (0, 0), (-1,), None):
+        with pytest.raises(sw.RankMismatchError, match=r"^dims .* of \(EMBED, MLP_INTERMEDIATE\), which has 2\n  fix   name each dim"):
+            part(dims)
+
+
 def test_the_whole_decides_and_not_what_the_part_could_have_had() -> None:
     """Alone the second dim would take its first candidate; in the weight an earlier dim holds that."""
     both = {"embed": "tp | fsdp"}

@@ -92,6 +92,18 @@ class TestWhichRule:
             resolve(axes, made(), {"dp": 2}, shape=(4,))
         assert "[axes] mine =" in caught.value.fix
 
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("BATCH QUERY_LENGTH EMBED", 'each dim is a string of its own: "BATCH", "QUERY_LENGTH", "EMBED"'),
+            ("batch, embed", 'each dim is a string of its own: "BATCH", "EMBED"'),
+            ("DP+FSDP", r'a dim over several axes is a tuple of them: \("DP", "FSDP"\)'),
+        ],
+    )
+    def test_several_axes_in_one_text_are_told_how_they_are_written(self, text: str, says: str) -> None:
+        with pytest.raises(sw.UnknownAxisError, match=rf"unknown axis [^\n]*\n  fix   {says}$"):
+            resolve((text,), made(), {"dp": 2}, shape=(4,))
+
     def test_a_typo_inside_a_composite_has_a_suggestion(self) -> None:
         with pytest.raises(sw.UnknownAxisError, match="unknown axis 'EMBD'") as caught:
             resolve(((B, "EMBD"),), made(rules={B: "dp"}), {"dp": 2}, shape=(4,))

@@ -109,6 +109,9 @@ def test_frozen() -> None:
         lambda strategy: strategy.modes["decode"].params.setdefault("embed", "tp"),
         lambda strategy: strategy.tensors.append(strategy.tensors[0]),
         lambda strategy: strategy.tensors.sort(),
+        lambda strategy: strategy.rules.__init__(batch="tp"),
+        lambda strategy: strategy.params.__init__({}),
+        lambda strategy: strategy.tensors.__init__([]),
     ],
 )
 def test_tables_are_frozen(change: Any) -> None:
@@ -129,6 +132,15 @@ def test_copies_are_frozen_and_their_data_is_not(again: Any) -> None:
     data = copied.to_data()
     data["rules"]["batch"] = "tp"
     assert Strategy(**data).rules["batch"] == "tp"
+
+
+def test_a_copy_takes_no_update_that_nobody_checks() -> None:
+    strategy = Strategy.loads(SMALL)
+    assert strategy.model_copy() == strategy.model_copy(deep=True) == strategy
+    with pytest.raises(
+        sw.StrategyError, match=r"^model_copy\(update=\.\.\.\) would put rules, name in without a check\n  fix   lay the change"
+    ):
+        strategy.model_copy(update={"rules": {"nonsense": 3}, "name": "x"})
 
 
 FROZEN = """
@@ -458,10 +470,65 @@ def test_what_is_written_is_read_again(data: dict[str, Any], format: Any, tmp_pa
 @given(first=data, second=data)
 def test_overlay_is_what_overlaying_the_data_is(first: dict[str, Any], second: dict[str, Any]) -> None:
     second = {**second, "mesh": {}}
+    kinds = [type(part["axis_types"]) for part in (first, second) if "axis_types" in part]
+    if len(set(kinds)) > 1:
+        with pytest.raises(sw.StrategyError, match=r"axis_types: .* by mesh axis.*: what holds for the axes that the table does not name"):
+            _ = Strategy(**first) | Strategy(**second)
+        return
     both = Strategy(**first) | Strategy(**second)
     assert both.rules == {**first.get("rules", {}), **second.get("rules", {})}
     assert [entry.match for entry in both.tensors] == [entry["match"] for part in (second, first) for entry in part.get("tensors", [])]
     assert both == Strategy(**both.to_data())
+
+
+def test_a_word_and_a_table_of_axis_types_do_not_overlay() -> None:
+    """Else dp would be explicit below, auto above, and another thing again where three are laid over each other."""
+    word = Strategy.loads('axis_types = "explicit"\n[mesh]\ndp = 2\ntp = 4\n', source="base.toml")
+    table = Strategy.loads('\naxis_types = {tp = "auto"}\n', source="over.toml")
+    with pytest.raises(
+        sw.StrategyError, match=r'^over.toml:2 axis_types: a table by mesh axis over "explicit" \(base.toml:1\): '
+    ) as caught:
+        _ = word | table
+    assert 'axis_types = {dp = "explicit", tp = "explicit"}' in caught.value.fix
+    with pytest.raises(sw.StrategyError, match=r'^base.toml:1 axis_types: "explicit" over a table by mesh axis \(over.toml:2\): '):
+        _ = table | word
+    tables = Strategy(mesh={"dp": 2, "tp": 4}, axis_types={"dp": "explicit"}) | table
+    assert tables.axis_types == {"dp": "explicit", "tp": "auto"}
+    assert (word | Strategy(axis_types="auto")).axis_types == "auto"
+
+
+@pytest.mark.parametrize("format", ["toml", "json"])
+def test_a_byte_order_mark_is_no_part_of_a_file(format: str, tmp_path: Path) -> None:
+    path = tmp_path / f"s.{format}"
+    path.write_text(Strategy.loads(SMALL).dumps(format=format), encoding="utf-8-sig")  # type: ignore[arg-type]
+    assert path.read_bytes().startswith(b"\xef\xbb\xbf")
+    assert Strategy.load(path) == Strategy.loads(SMALL)
+    assert Strategy.load(path).source("rules", "head").startswith(path.name)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"rules": {"batch": "dp*fsdp"}}, r'\n  fix   mesh axes are joined by "\+": did you mean "dp\+fsdp"\?$'),
+        ({"rules": {"batch": "DP"}}, r"\n  fix   did you mean 'dp'\?$"),
+        ({"rules": {"batch": "Data"}}, r"\n  fix   add it to \[mesh\], Data = 1, or name one of dp, fsdp, tp, ep, sp, pp$"),
+        (
+            {"rules": {"batch": ["dp", "fsdp"]}},
+            r'\n  fix   write "dp\+fsdp" for all of them at once, "dp \| fsdp" for the first that fits$',
+        ),
+        ({"modes": {"decode": {"params": {"embed": ["dp", "-"]}}}}, r'\n  fix   write "dp \| -" for the first that fits$'),
+        ({"policy": {"gather": ["dp", "fsdp"]}}, r'\n  fix   write "dp\+fsdp" for all of them at once$'),
+        ({"rules": {"batch": 3}}, r'\n  fix   write text, such as "tp \| -"$'),
+        ({"name": ["x"]}, r"text is wanted, not \['x'\]\n  fix   write text in quotes$"),
+        ({"axis_types": "manual"}, r"^axis_types: 'manual' is not a choice here\n  fix   write one of auto, explicit$"),
+        ({"axis_types": {"dp": "manual"}}, r"^axis_types.dp: 'manual' is not a choice here\n  fix   write one of auto, explicit$"),
+        ({"axis_types": 3}, r"^axis_types: 3 is not a choice here\n  fix   write one of auto, explicit$"),
+    ],
+)
+def test_one_mistake_is_one_problem_that_says_what_was_meant(data: dict[str, Any], says: str) -> None:
+    with pytest.raises(sw.ShardingError, match=says) as caught:
+        Strategy(mesh={"dp": 2, "fsdp": 2, "tp": 2}, **data)
+    assert len(caught.value.problems) == 1
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,9 @@ def test_one_pattern_twice_is_reported_once_each() -> None:
 
 
 def test_bad_path_rules() -> None:
+    for pattern, says in (("a{99999999999}", "the repetition number is too large"), ("(" * 5000 + ")" * 5000, "")):
+        with pytest.raises(sw.StrategyError, match=f"^rule 0: not a regular expression: {says}"):
+            sw.match_paths({"a": 1}, [(pattern, P())])
     with pytest.raises(sw.StrategyError, match=r"rule 1: not a regular expression: unterminated character set"):
         sw.match_paths({"a": np.zeros(4)}, [("a", (sw.NORM,)), ("[a", (sw.NORM,))])
     with pytest.raises(sw.StrategyError, match="3 is not an annotation"):
@@ -162,6 +165,19 @@ class Box:
     w: Any
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
+def test_what_jax_makes_narrower_is_told_with_its_cause() -> None:
+    """The initialiser does return the dtype that it is given: JAX itself narrows it."""
+    wide = {"w": sw.ArraySpec((8,), jnp.float64, (sw.NORM,), zeros), "v": sw.ArraySpec((8,), jnp.float32, (sw.NORM,), zeros)}
+    with pytest.raises(
+        sw.StrategyError, match=r"^w: the ArraySpec says float64, which JAX makes float32 while jax_enable_x64 is off\n  fix"
+    ):
+        manager().init(wide, jax.random.key(0))
+    with jax.enable_x64(True):
+        made = manager().init(wide, jax.random.key(0))
+    assert (made["w"].dtype, made["v"].dtype) == (jnp.float64, jnp.float32)
+
+
 # Annotated trees.
 
 
@@ -171,12 +187,58 @@ def test_prefixes_cover_whole_subtrees() -> None:
     assert spec_tree(manager().shardings(shapes, annotations)) == spec_tree(manager().shardings(specs()))
 
 
+LEAF = r"the tree has a leaf \(ndarray of shape \(4,\)\) here, the tree of annotations "
+MISFITS: dict[str, tuple[Any, Any, str]] = {
+    "one missing": ({"x": {"k": 4, "q": 4}}, {"x": {"q": (sw.NORM,)}}, "x/k: the tree has this place, the tree of annotations does not"),
+    "one too many": (
+        {"x": {"q": 4}},
+        {"x": {"q": (sw.NORM,), "qq": ()}},
+        "x/qq: the tree of annotations has this place, the tree does not",
+    ),
+    "one mistyped": (
+        {"gate": 4},
+        {"gaet": (sw.NORM,)},
+        r"^2 problems\n 1. gate: [^\n]*\n[^\n]*\n 2. gaet: [^\n]*\n      fix   did you mean 'gate'\? drop",
+    ),
+    "a list too long": ({"x": [4]}, {"x": [(sw.NORM,), (sw.NORM,)]}, "^x/1: the tree of annotations has this place"),
+    "a level too deep": ({"x": 4}, {"x": {"w": (sw.NORM,)}}, f"^x: {LEAF}a dict\n  fix   annotate every leaf"),
+    "an empty level": ({"x": 4}, {"x": {}}, f"^x: {LEAF}a dict"),
+    "nothing": ({"x": {"y": 4}}, {"x": {"y": None}}, f"^x/y: {LEAF}None"),
+    "another container": ({"x": {"y": 4}}, {"x": [(sw.NORM,)]}, "^x: the tree has a dict here, the tree of annotations a list"),
+    "a list of axes": ({"x": 4}, {"x": [sw.NORM]}, f"^x: {LEAF}a list\n  fix   write the axes as a tuple"),
+    "the whole": (4, {"x": (sw.NORM,)}, f"^{LEAF}a dict"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_misfit_is_named_by_its_path(name: str) -> None:
+    sizes, annotations, says = MISFITS[name]
+    with pytest.raises(sw.StrategyError, match=says):
+        manager().shardings(jax.tree.map(np.zeros, sizes), annotations)
+
+
+def test_containers_that_differ_in_their_own_data_are_told_in_jax_words() -> None:
+    Module = jax.tree_util.register_dataclass(dataclasses.make_dataclass("Module", ["w", "name"]), data_fields=["w"], meta_fields=["name"])
+    with pytest.raises(sw.StrategyError, match=r"the tree of annotations does not fit the tree: .*\n  fix   annotate every leaf"):
+        manager().shardings(Module(np.zeros(4), "a"), Module((sw.NORM,), "b"))
+
+
+def test_a_path_match_is_not_its_annotations() -> None:
+    arrays = {"a": np.zeros(4), "b": np.zeros(4)}
+    found = sw.match_paths(arrays, [(".*", (sw.NORM,))])
+    with pytest.raises(
+        sw.StrategyError, match=r"^a PathMatch is not a tree of annotations, .*\n  fix   pass match_paths\(...\).annotations$"
+    ):
+        manager().shardings(arrays, found)
+    assert spec_tree(manager().shardings(arrays, found.annotations)) == {"a": P(), "b": P()}
+
+
 def test_bad_annotations_are_named_all_at_once() -> None:
     shapes = {"a": np.zeros(4), "b": {"c": np.zeros(4)}, "d": np.zeros(4)}
     with pytest.raises(sw.StrategyError, match=r"^2 problems\n 1. a: int is not an annotation") as caught:
         manager().shardings(shapes, {"a": 3, "b": (sw.NORM,), "d": 4.5})
     assert [problem.path for problem in caught.value.problems] == ["a", "d"]
-    with pytest.raises(sw.StrategyError, match="the tree of annotations does not fit the tree"):
+    with pytest.raises(sw.StrategyError, match=r"^2 problems\n 1. b: the tree has this place, the tree of annotations does not\n"):
         manager().shardings(shapes, {"a": (sw.NORM,)})
     with pytest.raises(sw.StrategyError, match=r"ndarray of shape \(4,\) is not an annotation"):
         manager().shardings(shapes)

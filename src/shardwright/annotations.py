@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardwright.axes import EMPTY, LAYERS, UNCONSTRAINED, Role, axis_label, canonical_axis
@@ -127,7 +128,7 @@ class PartOf:
       annotation: the whole array's annotation.
       shape: the whole array's shape.
       dims: for each dim of the part, the dim of the whole that it follows; None for a dim that is not sharded. A dim may be
-        shorter than the one it follows, as the number of blocks is.
+        shorter than the one it follows, as the number of blocks is, never longer.
       path: the whole array's path.
 
     Raises:
@@ -143,10 +144,13 @@ class PartOf:
         object.__setattr__(self, "annotation", as_annotation(self.annotation))
         object.__setattr__(self, "shape", as_shape(self.shape))
         lower(self.annotation, self.shape)
-        followed = [dim for dim in self.dims if dim is not None]
-        if len(set(followed)) != len(followed) or any(not 0 <= dim < len(self.shape) for dim in followed):
+        if isinstance(self.dims, list):
+            object.__setattr__(self, "dims", tuple(self.dims))
+        followed = [dim for dim in self.dims if dim is not None] if isinstance(self.dims, tuple) else [self.dims]
+        good = isinstance(self.dims, tuple) and all(type(dim) is int and 0 <= dim < len(self.shape) for dim in followed)
+        if not good or len(set(followed)) != len(followed):
             raise RankMismatchError(
-                f"dims {self.dims} of {describe(self.annotation)}, which has {len(self.shape)}",
+                f"dims {_short(self.dims)} of {describe(self.annotation)}, which has {len(self.shape)}",
                 path=self.path,
                 fix="name each dim of the whole array at most once, None for a dim that is not sharded",
             )
@@ -235,20 +239,43 @@ def stacked(annotation: Any, layers: int | None = None) -> Any:
     >>> stacked((EMBED, "_"))
     ('__LAYERS__', '__EMBED__', '_')
 
+    A literal `PartitionSpec` names mesh axes, not axes: its stack is not sharded over layers.
+
     Raises:
-      StrategyError: an `ArraySpec` without `layers`, or anything else with it.
+      StrategyError: an `ArraySpec` without `layers`, or anything else with it; a number of layers that is none; a literal spec
+        that leaves its array unreduced.
+      AxisConflictError: a layout that is stacked already.
     """
     one = as_annotation(annotation)
     if isinstance(one, (ArraySpec, PartOf)) != (layers is not None):
         raise StrategyError("layers= goes with an ArraySpec, and only with one", fix="stacked(spec, layers=32), or stacked(axes)")
     if isinstance(one, PartOf):
         dims = (0, *(None if of is None else of + 1 for of in one.dims))
-        return PartOf(annotation=stacked(one.annotation), shape=(int(layers or 0), *one.shape), dims=dims, path=one.path)
+        return PartOf(annotation=stacked(one.annotation), shape=(_count(layers), *one.shape), dims=dims, path=one.path)
     if isinstance(one, ArraySpec):
         init = None if one.init is None else _StackedInit(one.init)
         axes = stacked(one.axes, layers if isinstance(one.axes, PartOf) else None)
-        return ArraySpec((int(layers or 0), *one.shape), one.dtype, axes, init)
+        return ArraySpec((_count(layers), *one.shape), one.dtype, axes, init)
+    if isinstance(one, PartitionSpec):
+        return PartitionSpec(None, *_entries(one))
+    if isinstance(one, StackedLayout):
+        raise AxisConflictError(
+            f"{describe(one)} has LAYERS in front already",
+            axis=axis_label(LAYERS),
+            fix="for a stack of stacks write its axes out, with an axis of your own in front, declared in the strategy under [axes]",
+        )
     return StackedLayout(one) if is_layout(one) else (LAYERS, *one)
+
+
+def _count(layers: Any) -> int:
+    """Return a number of layers, NumPy's integers included."""
+    try:
+        count = 0 if isinstance(layers, (bool, np.bool_)) else operator.index(layers)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise StrategyError(f"{_short(layers)} is not a number of layers", fix="write a positive whole number, stacked(spec, layers=32)")
+    return count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -314,8 +341,9 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
     """Lower an annotation to one `Dim` per array dimension, checking its rank against `shape` where given.
 
     Raises:
-      RankMismatchError: the ranks differ, or a merged dim is not its members' product.
+      RankMismatchError: the ranks differ, a merged dim is not its members' product, or a part is longer than its whole.
       AxisConflictError: the same axis stands twice.
+      StrategyError: a literal spec that leaves its array unreduced.
     """
     if isinstance(annotation, ArraySpec):
         if shape is not None and tuple(shape) != annotation.shape:
@@ -342,11 +370,20 @@ def _lower_part(part: PartOf, shape: Sequence[int] | None) -> Lowered:
             f"{describe(part)} has {len(part.dims)} dims, the array has {len(shape)}: shape {tuple(shape)}",
             fix="write one entry per dim, None for a dim that is not sharded",
         )
+    for at, (of, size) in enumerate(zip(part.dims, shape or (), strict=False)):
+        if of is not None and size > part.shape[of]:
+            raise RankMismatchError(
+                f"size {size} is more than the {part.shape[of]} of dim {of} of {describe(part.annotation)}, which it follows",
+                path=part.path,
+                dim=at,
+                size=size,
+                fix="a part has as many as the whole or fewer: pass the whole array's shape, or None for a dim that is not sharded",
+            )
     return lowered
 
 
 def _lower_spec(spec: PartitionSpec, shape: Sequence[int] | None) -> tuple[Dim, ...]:
-    entries = list(spec.partitions)
+    entries = _entries(spec)
     if shape is not None and len(entries) > len(shape):
         raise RankMismatchError(
             f"the spec {spec} has {len(entries)} entries, the array has {len(shape)} dims: shape {tuple(shape)}",
@@ -354,6 +391,17 @@ def _lower_spec(spec: PartitionSpec, shape: Sequence[int] | None) -> tuple[Dim, 
         )
     entries += [None] * (len(shape or ()) - len(entries))
     return tuple(Dim(axes=(), literal=_literal(entry)) for entry in entries)
+
+
+def _entries(spec: PartitionSpec) -> list[Any]:
+    """Return the entries of a literal spec, which is nothing beyond them."""
+    if spec.unreduced or spec.reduced:
+        kind = "unreduced" if spec.unreduced else "reduced"
+        raise StrategyError(
+            f"the spec {spec} is {kind} along mesh axes, which no annotation can say",
+            fix="annotate the array with its entries alone, and let JAX carry what is unreduced: jax.reshard takes such a spec as it is",
+        )
+    return list(spec.partitions)
 
 
 def _literal(entry: Any) -> tuple[str, ...]:

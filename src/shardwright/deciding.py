@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -410,6 +411,12 @@ class Frame:
 def unknown_axis(axis: str, rules: AxisRules) -> Problem:
     """Return the problem of an axis that nothing declares, with what was probably meant."""
     name = axis_label(axis)
+    several, flattened = re.split(r"[\s,]+", name.strip(" ,")), name.split("+")
+    if len(several) > 1 or len(flattened) > 1:
+        fix = "each dim is a string of its own: " if len(several) > 1 else "a dim over several axes is a tuple of them: "
+        words = ", ".join(f'"{word}"' for word in (several if len(several) > 1 else flattened))
+        fix += words if len(several) > 1 else f"({words})"
+        return Problem(error=UnknownAxisError, what=f"unknown axis {name!r}", axis=name, fix=fix)
     layout = next((layout for layout in LAYOUTS if layout.upper() == name), "")
     hint = f"did you mean the layout {layout}?" if layout else did_you_mean(name, sorted(map(axis_label, rules.known_axes)))
     declare = f'an axis of your own is declared in the strategy: [axes] {name.lower()} = "what it is"'

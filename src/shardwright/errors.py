@@ -175,6 +175,7 @@ def raise_problems(problems: Sequence[Problem], *, resolution: Any = None) -> No
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean 'x'?` for the closest known name, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    """Return `did you mean 'x'?` for the closest known name, or an empty string; one that differs in case alone is the closest."""
+    names = list(known)
+    close = [one for one in names if one.lower() == name.lower()] or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import jax
@@ -332,9 +332,23 @@ def _devices(devices: Sequence[Any] | None, backend: str) -> list[Any]:
         if isinstance(devices, int):
             fix = f"pass jax.devices()[:{devices}], or use abstract_mesh, which takes a number"
             raise MeshSpecError(f"devices is {devices}, not a sequence of devices", fix=fix)
+        if isinstance(devices, str) or not isinstance(devices, Iterable):
+            fix = (
+                f"write backend={devices!r} for the devices of a platform"
+                if isinstance(devices, str)
+                else "pass jax.devices(), or some of them"
+            )
+            raise MeshSpecError(f"devices is {devices!r}, not a sequence of devices", fix=fix)
         if np.ndim(devices) > 1:
             raise MeshSpecError(f"devices is an array of shape {np.shape(devices)}", fix="pass a flat sequence, such as devices.ravel()")
-        return list(devices)
+        chosen = list(devices)
+        wrong = next((one for one in chosen if not isinstance(one, jax.Device)), None)
+        if wrong is not None:
+            fix = (
+                f"pass the devices themselves, such as [jax.devices()[{wrong}]]" if isinstance(wrong, int) else "pass some of jax.devices()"
+            )
+            raise MeshSpecError(f"{wrong!r} of type {type(wrong).__name__} in devices= is no device", fix=fix)
+        return chosen
     try:
         return jax.devices(backend or None)
     except RuntimeError as err:

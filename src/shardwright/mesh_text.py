@@ -83,7 +83,7 @@ def parse_mesh(spec: MeshLike, axis_names: Sequence[str] | None = None, *, dcn: 
     if isinstance(spec, Mapping):
         _refuse_names(axis_names, "the mapping")
         parts = [_Part(name=name, size=size) for name, size in spec.items()]
-    elif isinstance(spec, Sequence):
+    elif isinstance(spec, Sequence) and not isinstance(spec, bytes | bytearray | memoryview):
         names = _given_names(axis_names)
         _check_count(len(spec), names, given=axis_names is not None)
         parts = [_Part(name=name, size=size) for name, size in zip(names, spec, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -55,12 +55,14 @@ def quantised(
 
     Raises:
       RankMismatchError: not one entry per dim, or a size that is no multiple of its block.
+      StrategyError: the weight is no `ArraySpec`.
 
     >>> from shardwright.axes import EMBED, MLP_INTERMEDIATE
     >>> quantised(ArraySpec((64, 96), jnp.bfloat16, (EMBED, MLP_INTERMEDIATE)), (32, 1)).scale.shape
     (2, 96)
     """
-    counts = _counts(spec, tuple(blocks), path)
+    _require_spec(spec, path)
+    counts = _counts(spec, tuple(blocks) if isinstance(blocks, Iterable) else (blocks,), path)
     axes = scale_axes(spec.axes, spec.shape, scale_shape=counts, path=path)
     value = PartOf(annotation=spec.axes, shape=spec.shape, dims=tuple(range(spec.ndim)), path=path) if path else spec.axes
     return Quantised(
@@ -68,6 +70,14 @@ def quantised(
         scale=ArraySpec(counts, scale_dtype, axes),
         zero_point=None if zero_point is None else ArraySpec(counts, zero_point, axes),
     )
+
+
+def _require_spec(spec: Any, path: str) -> None:
+    if not isinstance(spec, ArraySpec):
+        what = f"the weight is of type {type(spec).__name__}, not an ArraySpec: its parts need its shape"
+        raise StrategyError(
+            what, path=path, fix="pass ArraySpec(shape, dtype, axes); of values that exist, annotate the scales by scale_axes"
+        )
 
 
 def _counts(spec: ArraySpec, blocks: tuple[int, ...], path: str) -> tuple[int, ...]:
@@ -137,9 +147,10 @@ def low_rank(spec: ArraySpec, rank: int, *, inputs: int = 1, leading: int = 0, d
 
     Raises:
       RankMismatchError: the weight has no inputs or no outputs left.
-      StrategyError: the weight is a stack of layers or experts, and `leading` does not say so; a rank below 1; a dtype that is no
-        float.
+      StrategyError: the weight is no `ArraySpec`, or is a stack of layers or experts and `leading` does not say so; a rank below 1;
+        a dtype that is no float.
     """
+    _require_spec(spec, path)
     ends = leading + inputs
     if leading < 0 or inputs < 1 or ends >= spec.ndim:
         what = f"{describe(spec)} has {spec.ndim} dims: {leading} leading and {inputs} inputs leave no outputs"

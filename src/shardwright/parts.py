@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from shardwright.annotations import Dim, PartOf
-from shardwright.errors import IndivisibleError, Problem, ShapeRequiredError
+from shardwright.annotations import Dim, PartOf, describe
+from shardwright.errors import IndivisibleError, Problem, RankMismatchError, ShapeRequiredError
 from shardwright.provenance import DimDecision, Outcome, Resolution
 from shardwright.rules import Fallback, Indivisible, Policy, Rule
 
@@ -36,6 +36,10 @@ def take_part(whole: Resolution, part: PartOf, shape: Sequence[int] | None, *, p
     if shape is None:
         what = "a part of an array has a size of its own"
         return Taken(decisions=(), problems=(Problem(error=ShapeRequiredError, what=what, path=path or "", fix="pass shape="),))
+    if len(shape) != len(part.dims):  # which the policy rank = "fit" lets through: a part is not cut to fit
+        what = f"{describe(part)} has {len(part.dims)} dims, the array has {len(shape)}: shape {tuple(shape)}"
+        fix = "write one entry per dim, None for a dim that is not sharded"
+        return Taken(decisions=(), problems=(Problem(error=RankMismatchError, what=what, path=path or "", fix=fix),))
     decisions: list[DimDecision] = []
     problems: list[Problem] = []
     for at, (of, size) in enumerate(zip(part.dims, shape, strict=True)):

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwright.annotations import ArraySpec, as_annotation, is_annotation, stacked
-from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
+from shardwright.annotations import ArraySpec, as_annotation, is_annotation, is_axes_list, stacked
+from shardwright.errors import Problem, RankMismatchError, StrategyError, did_you_mean, raise_problems
 
 
 def path_text(path: Sequence[Any]) -> str:
@@ -89,6 +89,8 @@ def annotated_leaves(tree: Any, annotations: Any = None) -> list[Leaf]:
     Raises:
       StrategyError: the structures differ, or leaves have no annotation; all of them at once.
     """
+    if isinstance(annotations, PathMatch):
+        raise StrategyError("a PathMatch is not a tree of annotations, it holds one", fix="pass match_paths(...).annotations")
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
     if annotations is None:
         found = [value for _, value in pairs]
@@ -114,11 +116,51 @@ def _covering(tree: Any, annotations: Any) -> list[Any]:
     try:
         parts = structure.flatten_up_to(tree)  # type: ignore[attr-defined]
     except ValueError as error:
-        raise StrategyError(
-            f"the tree of annotations does not fit the tree: {str(error).splitlines()[0].partition(', got')[0]}",
-            fix="annotate every leaf, or a whole subtree with one annotation; inside a tree annotations are tuples, not lists",
-        ) from error
+        raise_problems(list(_misfits(tree, annotations, ())))
+        # The places agree: the containers' own data differ, which only JAX's words tell.
+        said = str(error).splitlines()[0].partition(", got")[0]
+        raise StrategyError(f"the tree of annotations does not fit the tree: {said}", fix=_EACH_LEAF) from error
     return [one for one, part in zip(ones, parts, strict=True) for _ in jax.tree.leaves(part, is_leaf=_is_spec)]
+
+
+def _misfits(tree: Any, annotations: Any, path: tuple[Any, ...]) -> Iterator[Problem]:
+    """Yield the places below `path` where the annotations have another structure than the tree."""
+    mine, theirs = _below(tree), _below(annotations)
+    if is_annotation(annotations) or theirs is None:
+        return  # It covers all below, or is no annotation: `_unannotated` then tells.
+    if mine is None or type(tree) is not type(annotations):
+        here = f"a leaf ({_kind(tree)})" if mine is None else _container(tree)
+        is_list = mine is None and is_axes_list(annotations)
+        fix = "write the axes as a tuple: inside a tree a list is a level of it" if is_list else _EACH_LEAF
+        yield _misfit(f"the tree has {here} here, the tree of annotations {_container(annotations)}", path, fix)
+        return
+    for key in [key for key in mine if key not in theirs]:
+        yield _misfit("the tree has this place, the tree of annotations does not", (*path, key), _EACH_LEAF)
+    for key in [key for key in theirs if key not in mine]:
+        hint = did_you_mean(path_text([key]), [path_text([one]) for one in mine if one not in theirs])
+        yield _misfit("the tree of annotations has this place, the tree does not", (*path, key), f"{hint} drop it".strip())
+    for key in [key for key in mine if key in theirs]:
+        yield from _misfits(mine[key], theirs[key], (*path, key))
+
+
+def _below(node: Any) -> dict[Any, Any] | None:
+    """Return what stands right below a node by key; None for a leaf."""
+    if _is_spec(node) or is_annotation(node):
+        return None
+    found, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda one: one is not node)
+    leaf: Any = jax.tree.structure(0)
+    return None if leaf == structure else {path[0]: one for path, one in found}
+
+
+def _container(node: Any) -> str:
+    return "None" if node is None else f"a {type(node).__name__}"
+
+
+def _misfit(what: str, path: tuple[Any, ...], fix: str) -> Problem:
+    return Problem(error=StrategyError, what=what, path=path_text(path), fix=fix)
+
+
+_EACH_LEAF = "annotate every leaf, or a whole subtree with one annotation; inside a tree annotations are tuples, not lists"
 
 
 def _unannotated(leaf: Leaf) -> Problem:
@@ -172,6 +214,13 @@ def _initialised(key: Any, path: Sequence[Any], spec: ArraySpec) -> Any:
     for at in (0, 4):
         key = jax.random.fold_in(key, int.from_bytes(digest[at : at + 4], "big"))
     made = spec.init(key, spec.shape, spec.dtype)
+    narrowed = jax.dtypes.canonicalize_dtype(spec.dtype)
+    if made.dtype == narrowed != jax.numpy.dtype(spec.dtype):
+        raise StrategyError(
+            f"the ArraySpec says {jax.numpy.dtype(spec.dtype)}, which JAX makes {narrowed} while jax_enable_x64 is off",
+            path=path_text(path),
+            fix=f'write {narrowed}, or call jax.config.update("jax_enable_x64", True) before the first array is made',
+        )
     if np.shape(made) != spec.shape or made.dtype != jax.numpy.dtype(spec.dtype):
         raise RankMismatchError(
             f"init made {made.dtype} of shape {np.shape(made)}, the ArraySpec says {jax.numpy.dtype(spec.dtype)} of shape {spec.shape}",
@@ -182,7 +231,11 @@ def _initialised(key: Any, path: Sequence[Any], spec: ArraySpec) -> Any:
 
 
 def stack_specs(specs: Any, layers: int) -> Any:
-    """Put `LAYERS` in front of every `ArraySpec` of a tree: the parameters of `layers` equal layers, for `jax.lax.scan`."""
+    """Put `LAYERS` in front of every `ArraySpec` of a tree: the parameters of `layers` equal layers, for `jax.lax.scan`.
+
+    Raises:
+      StrategyError: a leaf that is no `ArraySpec`, or a number of layers that is not positive and whole.
+    """
     return jax.tree.map(lambda spec: stacked(spec, layers), specs, is_leaf=_is_spec)
 
 
@@ -270,10 +323,9 @@ def compile_pattern(text: str, *, where: str = "") -> re.Pattern[str]:
         raise StrategyError(f"{where}{text!r} is not a pattern", fix="write a regular expression as text")
     try:
         return re.compile(text)
-    except re.error as error:
-        raise StrategyError(
-            f"{where}not a regular expression: {error.msg}", snippet=f"{text}\n{' ' * (error.pos or 0)}^", fix="see Python's re"
-        ) from error
+    except (re.error, OverflowError, RecursionError) as error:
+        said, at = (error.msg, error.pos or 0) if isinstance(error, re.error) else (str(error), 0)
+        raise StrategyError(f"{where}not a regular expression: {said}", snippet=f"{text}\n{' ' * at}^", fix="see Python's re") from error
 
 
 def _unmatched(path: str, patterns: list[str]) -> Problem:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import shardwright as sw
+from shardwright.annotations import PartOf
+from shardwright.pairs import quantised
 from shardwright.testing import cpu_mesh
 from tests.bad_input.scene import RULES, Call, Scene
 
@@ -23,6 +25,8 @@ MESHES: dict[str, Call] = {
     "mesh that does not divide": lambda scene: sw.create_mesh((3, -1), ("dp", "tp"), devices=jax.devices()[:8]),
     "mesh with a name too few": lambda scene: sw.create_mesh((2, 4), ("dp",)),
     "mesh of a bad axis type": lambda scene: sw.create_mesh("dp:2", devices=jax.devices()[:2], axis_types="Explict"),
+    "mesh of bytes": lambda scene: sw.abstract_mesh(b"dp:2"),
+    "mesh of the numbers of devices": lambda scene: sw.create_mesh("dp:2", devices=[0, 1]),
     "mesh of nothing": lambda scene: sw.create_mesh(None),
     "abstract mesh to infer": lambda scene: sw.abstract_mesh("dp:-1,tp:4"),
     "manager without a mesh": lambda scene: sw.PartitionManager(scene.strategy),
@@ -106,6 +110,13 @@ ANNOTATIONS: dict[str, Call] = {
     "a literal spec of no mesh axis": lambda scene: scene.pm.shard(scene.host, jax.P("data")),
     "a literal spec too long": lambda scene: scene.pm.shard(scene.host, jax.P("dp", "tp", None)),
     "an ArraySpec of another rank": lambda scene: sw.ArraySpec((8, 8, 8), jnp.float32, KERNEL),
+    "several dims in one text": lambda scene: scene.pm.shard(scene.host, "BATCH EMBED"),
+    "a literal spec that is unreduced": lambda scene: scene.pm.shard(scene.host, jax.P("dp", unreduced={"tp"})),
+    "a stack of a stack": lambda scene: sw.stacked(sw.stacked(sw.ColumnWise)),
+    "a number of layers that is none": lambda scene: sw.stacked(sw.ArraySpec((8,), jnp.float32, (sw.EMBED,)), 2.9),
+    "a part that is longer than the whole": lambda scene: scene.pm.shard(scene.array(160), PartOf(annotation=X, shape=(8, 16), dims=(1,))),
+    "a part of no dims": lambda scene: PartOf(annotation=X, shape=(8, 8), dims=0),
+    "a quantised weight without a shape": lambda scene: quantised(KERNEL, (1, 1)),
     "an ArraySpec of another shape": lambda scene: scene.pm.shard(scene.host, sw.ArraySpec((8, 4), jnp.float32, X)),
 }
 
@@ -128,6 +139,8 @@ CALLS: dict[str, Call] = {
     "a sharding that is left open": lambda scene: scene.pm.sharding(sw.BATCH, "open"),
     "a manager that is assigned to": lambda scene: setattr(scene.pm, "mode", "train"),
     "a tree of another structure": lambda scene: scene.pm.shard(scene.tree, {"up": X}),
+    "a tree of a deeper structure": lambda scene: scene.pm.shard({"up": scene.tree}, {"up": {"up": X, "wo": X}}),
+    "a PathMatch for its annotations": lambda scene: scene.pm.shardings(scene.tree, sw.match_paths(scene.tree, [(".*", KERNEL)])),
     "a tree of lists": lambda scene: scene.pm.shard(scene.tree, {"up": list(X), "down": list(X)}),
     "a tree without annotations": lambda scene: scene.pm.shardings(scene.tree),
     "a tree with two bad leaves": lambda scene: scene.pm.shardings({"a": scene.array(7, 8), "b": {"c": scene.array(8, 6)}}, KERNEL),
@@ -135,6 +148,7 @@ CALLS: dict[str, Call] = {
     "state that follows nothing": state_of_another_shape,
     "paths that no rule matches": lambda scene: sw.match_paths(scene.tree, [("^up$", KERNEL)]),
     "a path rule that is no pattern": lambda scene: sw.match_paths(scene.tree, [("(", KERNEL)]),
+    "a pattern that no machine holds": lambda scene: sw.match_paths(scene.tree, [("a{99999999999}", KERNEL)]),
     "layers without an ArraySpec": lambda scene: sw.stacked(KERNEL, 3),
     "shard_map with an argument too many": mapped(X, count=2),
     "shard_map of a wrong rank": mapped((sw.BATCH,)),

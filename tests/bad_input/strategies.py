@@ -37,6 +37,14 @@ CASES: dict[str, Call] = {
     "a table spelled wrong": file(HEAD + '[ruels]\nbatch = "dp"\n'),
     "a table of a mode spelled wrong": file(HEAD + '[modes.decoding]\nbatch = "dp"\n'),
     "a rule that is no text": file(HEAD + '[rules]\nbatch = ["dp", "tp"]\n'),
+    "a list for a file's text": file('version = 1\nname = ["x"]\n'),
+    "a mesh axis in capitals": file(HEAD + '[rules]\nbatch = "DP"\n'),
+    "a star for a plus": file(HEAD + '[rules]\nbatch = "dp*tp"\n'),
+    "a word for an axis type that is none": file('version = 1\naxis_types = "manual"\n'),
+    "a word and a table of axis types": lambda scene: (
+        sw.Strategy(mesh={"dp": 2, "tp": 4}, axis_types="explicit") | sw.Strategy.load(scene.write('axis_types = {tp = "auto"}\n'))
+    ),
+    "a copy with an update": lambda scene: scene.strategy.model_copy(update={"rules": {"batch": 3}}),
     "a version of the future": file("version = 2\n"),
     "a rule for no axis": file(HEAD + '[rules]\nbacth = "dp"\n'),
     "a mesh axis spelled wrong": file(HEAD + '[rules]\nbatch = "dp+fdsp"\n'),

@@ -23,6 +23,8 @@ BAD = {
     "explian": (2, "no command 'explian', did you mean 'explain'?", ""),
     "explain BATCH": (2, "required: --strategy", ""),
     "explain --strategy fsdp_tp --devices 8": (2, "nothing to explain\n  fix   name an array's axes", ""),
+    "explain '' --strategy fsdp_tp --devices 8": (2, "the axes are empty text\n  fix   of a scalar write (); else name its axes", ""),
+    "explain ' , ' --strategy fsdp_tp --devices 8": (2, "the axes are empty text", ""),
     "explain BATCH --strategy fsdp_pt --devices 8": (2, "no preset 'fsdp_pt'\n  fix   did you mean 'fsdp_tp'? presets are ddp,", ""),
     "explain BATCH --strategy fsdp_tp": (2, "mesh axis fsdp = -1 in strategy fsdp_tp needs a number of devices\n  fix   --devices 8", ""),
     "explain BATCH --strategy fsdp_tp --mesh dp:-1": (2, "mesh axis dp = -1 needs a number of devices\n  fix   --devices 8, or give", ""),

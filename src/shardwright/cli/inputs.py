@@ -29,7 +29,7 @@ def read_axes(words: Sequence[str]) -> Any:
     """Return the annotation that words are: one dim each, or the name of a layout.
 
     Raises:
-      StrategyError: a word that is neither.
+      StrategyError: a word that is neither, or words that are empty text.
 
     >>> read_axes(["BATCH", "_", "dp+fsdp"])
     ('__BATCH__', '_', ('__DATA_PARALLEL__', '__FULLY_SHARDED_DATA_PARALLEL__'))
@@ -37,6 +37,8 @@ def read_axes(words: Sequence[str]) -> Any:
     dims = [word for text in words for word in text.replace(",", " ").split()]
     if dims == ["()"]:
         return ()
+    if words and not dims:  # an unset variable of the shell; no word at all is a scalar, `axes = []` in a file
+        raise StrategyError("the axes are empty text", fix="of a scalar write (); else name its axes, such as BATCH QUERY_LENGTH EMBED")
     layout = _layout(dims[0]) if len(dims) == 1 else None
     return layout if layout is not None else tuple(_dim(word) for word in dims)
 

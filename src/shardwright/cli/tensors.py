@@ -36,7 +36,7 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
     if path.suffix not in (".toml", ".json"):
         raise StrategyError(f"{path.name!r} is neither a .toml nor a .json file", fix="give the file one of these endings")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark in front
     except UnicodeDecodeError as error:
         raise StrategyError(f"{path.name} is not UTF-8: {error.reason} at byte {error.start}", fix="save it as UTF-8") from error
     except OSError as error:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwright.axes import KNOWN_AXES, REPLICATED, STANDARD_MESH_AXES, Role, canonical_axis, file_name
+from shardwright.axes import KNOWN_AXES, REPLICATED, STANDARD_MESH_AXES, UNCONSTRAINED, Role, canonical_axis, file_name
 from shardwright.errors import (
     MissingMeshAxisError,
     Problem,
@@ -36,6 +36,7 @@ from shardwright.rules import (
     parse_rule,
 )
 from shardwright.strategy.origin import KeyPath, Origin, source_of, where
+from shardwright.tree import compile_pattern
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -132,12 +133,20 @@ def _mesh_name_problems(data: Mapping[str, Any], written: Written, origin: Origi
                     what=f"mesh axis {name!r} is neither in [mesh] nor a standard one ({', '.join(STANDARD_MESH_AXES)})",
                     path=where((*path, rule.ref.key), origin),
                     rule=str(rule.ref),
-                    fix='for replicated write "-"'
-                    if name.lower() in ("none", "null")
-                    else did_you_mean(name, known) or f"add it to [mesh], {name} = 1, or name one of {', '.join(dict.fromkeys(known))}",
+                    fix=_meant(name, list(dict.fromkeys(known))),
                 )
             )
     return problems
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """Return how to fix a mesh axis that is none: what was probably meant."""
+    if name.lower() in ("none", "null"):
+        return 'for replicated write "-"'
+    words = [word for word in re.split(r"\W+", name) if word]
+    if len(words) > 1 and all(word in known for word in words):
+        return f'mesh axes are joined by "+": did you mean "{"+".join(words)}"?'
+    return did_you_mean(name, known) or f"add it to [mesh], {name} = 1, or name one of {', '.join(known)}"
 
 
 def parse_rules(data: Mapping[str, Any], origin: Origin) -> Written:
@@ -202,15 +211,9 @@ def _pattern_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
     for at, entry in enumerate(tensors if isinstance(tensors, list) else ()):
         pattern = entry.get("match") if isinstance(entry, Mapping) else None
         try:
-            re.compile(pattern if isinstance(pattern, str) else "")
-        except (re.error, OverflowError, RecursionError) as error:
-            path = where(("tensors", str(at), "match"), origin)
-            at_fault = (error.pos or 0) if isinstance(error, re.error) else 0
-            snippet = f"{pattern}\n{' ' * at_fault}^"
-            said = error.msg if isinstance(error, re.error) else str(error)
-            problems.append(
-                Problem(error=StrategyError, what=f"not a regular expression: {said}", path=path, snippet=snippet, fix="see Python's re")
-            )
+            compile_pattern(pattern if isinstance(pattern, str) else "")
+        except StrategyError as error:
+            problems += [_at(problem, ("tensors", str(at), "match"), origin) for problem in error.problems]
         else:
             if isinstance(entry, Mapping) and isinstance(pattern, str) and len(entry) == 1:
                 path = where(("tensors", str(at)), origin)
@@ -292,6 +295,25 @@ def _at(problem: Problem, path: KeyPath, origin: Origin) -> Problem:
     return dataclasses.replace(problem, path=where(path, origin), axis="")
 
 
+def overlay_problems(base: Mapping[str, Any], other: Mapping[str, Any], *, below: Origin, above: Origin) -> list[Problem]:
+    """Return what an overlay leaves open: whether one word for all mesh axes still holds for those that a table does not name."""
+    low, high = base.get("axis_types"), other.get("axis_types")
+    if low is None or high is None or isinstance(low, Mapping) == isinstance(high, Mapping):
+        return []
+    word = high if isinstance(low, Mapping) else low
+    example = ", ".join(f'{name} = "{word}"' for name in merge(base, other).get("mesh") or ("dp",))
+    source = source_of(("axis_types",), below)
+    texts = [f'"{one}"' if isinstance(one, str) else "a table by mesh axis" for one in (high, low)]
+    return [
+        Problem(
+            error=StrategyError,
+            what=f"{texts[0]} over {texts[1]}{f' ({source})' if source else ''}: what holds for the axes that the table does not name?",
+            path=where(("axis_types",), above),
+            fix=f"write both the same way: as tables, axis_types = {{{example}}}, or each as one word for all mesh axes",
+        )
+    ]
+
+
 def merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Overlay plain data, key by key; lists of `other` come first."""
     merged = dict(base)
@@ -329,7 +351,6 @@ def _key_paths(data: Any, path: KeyPath) -> Iterator[KeyPath]:
 
 
 _TYPES = {
-    "string_type": ("text is wanted", 'write text, such as "tp | -"'),
     "int_type": ("a whole number is wanted", "write a whole number"),
     "dict_type": ("a table is wanted", "write a table: [{table}] and a line for each key"),
     "model_type": ("a table is wanted", "write a table: [{table}] and a line for each key"),
@@ -341,9 +362,9 @@ def from_pydantic(error: ValidationError, model: type[BaseModel], origin: Origin
     """Return a pydantic error as problems with key path and fix."""
     problems: list[Problem] = []
     for entry in error.errors():
-        if "constrained-str" in entry["loc"]:
-            continue  # the other half of a union, whose first half tells
-        path = tuple(str(part) for part in entry["loc"] if not str(part).startswith(("literal[", "dict[")))
+        if "constrained-str" in entry["loc"] or _other_half(entry):
+            continue  # of a union, whose other half tells
+        path = tuple(str(part) for part in entry["loc"] if not str(part).startswith(("literal[", "dict[", "function-after[")))
         what, fix = _explained(entry, path, model)
         if path and path[-1] == "[key]":
             path = path[:-1]
@@ -351,6 +372,13 @@ def from_pydantic(error: ValidationError, model: type[BaseModel], origin: Origin
         if problem not in problems:
             problems.append(problem)
     return problems
+
+
+def _other_half(entry: Any) -> bool:
+    """Tell whether an entry judges `axis_types` as what it was not meant to be: one word for all, or a table."""
+    if entry["loc"][:1] != ("axis_types",) or len(entry["loc"]) < 2:
+        return False
+    return isinstance(entry["input"], Mapping) if str(entry["loc"][1]).startswith("literal[") else entry["type"] == "dict_type"
 
 
 def _explained(entry: Any, path: KeyPath, model: type[BaseModel]) -> tuple[str, str]:
@@ -367,6 +395,8 @@ def _explained(entry: Any, path: KeyPath, model: type[BaseModel]) -> tuple[str, 
             "a mode has no such table",
             f"write its rules right under [{'.'.join(path[:2])}], those of parameters under [{'.'.join(path[:2])}.params]",
         )
+    if kind == "string_type":
+        return f"text is wanted, not {given!r}", _as_text(given, path)
     if kind != "literal_error":
         wanted, fix = _TYPES.get(kind, (entry["msg"], ""))
         return f"{wanted}, not {given!r}", fix.format(table=".".join(part for part in path if not part.isdigit()))
@@ -377,6 +407,19 @@ def _explained(entry: Any, path: KeyPath, model: type[BaseModel]) -> tuple[str, 
     what = f"unknown mode {given!r}" if path[0] == "modes" else f"{given!r} is not a choice here"
     own = f", or {OWN_ATTENTION}NAME for one that you register" if path[0] == "attention" else ""
     return what, f"{hint} write one of {', '.join(known)}{own}".strip()
+
+
+def _as_text(given: Any, path: KeyPath) -> str:
+    """Return how to write as text what was given in its place: a list of mesh axes as the rules that it may mean."""
+    gather = path == ("policy", "gather")
+    is_rule = gather or path == ("policy", "zero1") or (path[0] in ("rules", "params", "modes", "tensors") and path[-1] != "match")
+    if not is_rule:
+        return "write text in quotes"
+    if not isinstance(given, (list, tuple)) or not given or not all(isinstance(one, str) for one in given):
+        return 'write text, such as "fsdp+sp"' if gather else 'write text, such as "tp | -"'
+    joined = "" if {REPLICATED, UNCONSTRAINED} & {*given} else f'"{"+".join(given)}" for all of them at once'
+    either = "" if gather else f'"{" | ".join(given)}" for the first that fits'
+    return f"write {', '.join(part for part in (joined, either) if part)}"
 
 
 def _known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:

@@ -25,7 +25,7 @@ def read(path: Path) -> Parsed:
     """Return a file's data and where each key stands."""
     format = _format(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark in front
     except FileNotFoundError as error:
         hint = did_you_mean(path.stem, preset_names())
         raise StrategyError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
@@ -199,11 +199,30 @@ class Strategy(BaseModel):
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema()}
 
     def __or__(self, other: Strategy) -> Strategy:
-        """Overlay: what `other` sets wins, key by key; its `[[tensors]]` come first."""
+        """Overlay: what `other` sets wins, key by key; its `[[tensors]]` come first.
+
+        Raises:
+          StrategyError: (or the class of the first problem) what the two do not say together; `axis_types` as one word over or
+            under a table of them, which leaves open what holds for the mesh axes that it does not name.
+        """
         if not isinstance(other, Strategy):
             return NotImplemented
-        data = check.merge(self.to_data(), other.to_data())
-        return type(self)._made(data, check.merge_origin(self._origin, other._origin, other.to_data()))
+        base, over = self.to_data(), other.to_data()
+        raise_problems(check.overlay_problems(base, over, below=self._origin, above=other._origin))
+        return type(self)._made(check.merge(base, over), check.merge_origin(self._origin, other._origin, over))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy.
+
+        Raises:
+          StrategyError: an `update`, which pydantic would take unchecked.
+        """
+        if update:
+            raise StrategyError(
+                f"model_copy(update=...) would put {', '.join(map(str, update))} in without a check",
+                fix="lay the change over it, strategy | Strategy(rules={...}), which checks the whole",
+            )
+        return super().model_copy(deep=deep)
 
     def _identity(self) -> tuple[str, tuple[str, ...]]:
         """What equality and hash cover: everything said or defaulted; the order of mesh axes, because it is that of devices."""
