@@ -36,7 +36,7 @@ def mlp(params: Any, x: Any) -> Any:
 
 
 def failing(call: Callable[[], Any]) -> str:
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(AssertionError, match=r"\S") as caught:
         call()
     return str(caught.value)
 

@@ -20,7 +20,7 @@ ONES = np.ones((8, 8), np.float32)
 
 
 def failing(call: Callable[[], Any]) -> str:
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(AssertionError, match=r"\S") as caught:
         call()
     return str(caught.value)
 
