@@ -78,6 +78,26 @@ def test_bad_input_is_told_and_never_a_traceback(line: str, tmp_path: Path) -> N
     assert bool(err) == (code == 2 and bool(line))
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    answers = []
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "marked.toml").write_text('[mesh]\ndp = 2\n[rules]\nbatch = "dp"\n', encoding=encoding)
+        for name, text in {"arrays.toml": '[x]\naxes = "BATCH"\n', "arrays.json": '{"x": {"axes": "BATCH"}}'}.items():
+            (tmp_path / name).write_text(text, encoding=encoding)
+            answers.append(run(f"explain --tensors {name} --strategy marked.toml", tmp_path))
+    assert answers[0][0] == 0, answers[0]
+    assert answers.count(answers[0]) == 4
+
+
+def test_text_without_axes_is_refused_where_a_list_of_none_is_a_scalar(tmp_path: Path) -> None:
+    (tmp_path / "empty_text.toml").write_text('[x]\naxes = ""\n', encoding="utf-8")
+    code, out, err = run("explain --tensors empty_text.toml --strategy ddp --devices 8", tmp_path)
+    assert (code, out) == (2, "")
+    assert "empty_text.toml:2 x.axes: the axes are empty text" in err
+    (tmp_path / "none.toml").write_text("[x]\naxes = []\n", encoding="utf-8")
+    assert run("explain --tensors none.toml --strategy ddp --devices 8", tmp_path)[0] == 0
+
+
 def test_every_problem_of_a_tensors_file_is_told_at_once(tmp_path: Path) -> None:
     text = """\
 [a]

@@ -112,7 +112,8 @@ def _as_sharding(one: Any, value: Any, path: str) -> Sharding:
         where = "lies on no mesh" if own is None else f"lies by {type(own).__name__}, which names no mesh axes"
         fix = "place it first, or expect a NamedSharding"
         raise StrategyError(f"{spec_text(one)} is expected of a {type(value).__name__} that {where}", path=path, fix=fix)
-    resolver.explain(one, build_rules({}), own.mesh, shape=np.shape(value), path=path or None).require()
+    # Its entries are what a mesh and a shape must fit; what is unreduced is not placed, only compared.
+    resolver.explain(PartitionSpec(*one.partitions), build_rules({}), own.mesh, shape=np.shape(value), path=path or None).require()
     return NamedSharding(own.mesh, one)
 
 
