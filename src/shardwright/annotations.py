@@ -209,9 +209,12 @@ def as_annotation(value: Any) -> Any:
 
 def one_annotation(axes: tuple[Any, ...]) -> Any:
     """Return the annotation that `*axes` is: axis strings, composites and merged dims, or one annotation."""
-    if len(axes) == 1 and not isinstance(axes[0], (str, MergedDim)):
-        return as_annotation(axes[0])
-    return as_annotation(axes)
+    return as_annotation(asked_annotation(axes))
+
+
+def asked_annotation(axes: tuple[Any, ...]) -> Any:
+    """Return what `*axes` gives as an annotation, not yet checked to be one."""
+    return axes[0] if len(axes) == 1 and not isinstance(axes[0], (str, MergedDim)) else axes
 
 
 def tree_of_annotations(axes: tuple[Any, ...]) -> Any:
@@ -397,8 +400,9 @@ def _entries(spec: PartitionSpec) -> list[Any]:
     """Return the entries of a literal spec, which is nothing beyond them."""
     if spec.unreduced or spec.reduced:
         kind = "unreduced" if spec.unreduced else "reduced"
+        names = ", ".join(sorted(spec.unreduced or spec.reduced))
         raise StrategyError(
-            f"the spec {spec} is {kind} along mesh axes, which no annotation can say",
+            f"the literal spec is {kind} along {names}, which no annotation can say",
             fix="annotate the array with its entries alone, and let JAX carry what is unreduced: jax.reshard takes such a spec as it is",
         )
     return list(spec.partitions)
