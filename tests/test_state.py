@@ -132,6 +132,8 @@ def test_exceptions_by_path_are_those_of_the_parameter() -> None:
     specs = {"w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal), "v": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)}
     found = pm.state_shardings(state_of(optax.adam(1e-3), specs), specs)
     assert spec_tree(found[0].mu) == spec_tree(pm.shardings(specs)) == {"w": P("tp", "fsdp"), "v": P("fsdp", "tp")}
+    state = state_of(optax.adam(1e-3), specs)
+    assert pm.shardings(state, sw.annotate_state(state, specs), role="state") == found
     found = pm.state_shardings(state_of(optax.sm3(1e-3), specs), specs)
     assert spec_tree(found[0].mu) == {"w": [P("tp"), P("fsdp")], "v": [P("fsdp"), P("tp")]}
 
@@ -193,7 +195,7 @@ def test_the_dims_of_factored_moments_are_those_that_optax_keeps(shape: tuple[in
 def test_one_element_stand_ins_are_told_from_parameters_of_one_element() -> None:
     """A (1, 1) kernel that is factored has moments of one element too, and so has a norm of one element that is not."""
     tiny = {"w": sw.ArraySpec((1, 1), jnp.float32, (sw.EMPTY, sw.EMPTY), ones), "b": sw.ArraySpec((1,), jnp.float32, (sw.NORM,), ones)}
-    found = sw.annotate_state(state_of(adafactor(min_dim_size_to_factor=1), tiny), tiny)[0]
+    found = sw.annotate_state(state_of(adafactor(min_dim_size_to_factor=1), tiny), tiny, by_path=False)[0]
     assert (found.v_row["w"].dims, found.v_col["w"].dims, found.v["w"].dims) == ((0,), (1,), (None,))
     assert (found.v_row["b"].dims, found.v_col["b"].dims, found.v["b"]) == ((None,), (None,), (sw.NORM,))
 

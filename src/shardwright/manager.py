@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax, context, placement, resolver, tree
-from shardwright.annotations import ArraySpec, is_annotation, lower, one_annotation, tree_of_annotations
+from shardwright.annotations import ArraySpec, asked_annotation, is_annotation, lower, one_annotation, tree_of_annotations
 from shardwright.axes import Role
 from shardwright.errors import (
     MeshMismatchError,
@@ -163,7 +163,7 @@ class PartitionManager:
         path: str | None = None,
     ) -> Resolution:
         """Return the spec of an annotation and why, dim by dim; a failing request too, with `problems` and no spec."""
-        return self._explain(one_annotation(axes), mode, role, shape, path)
+        return self._explain(asked_annotation(axes), mode, role, shape, path)
 
     def _explain(
         self, annotation: Any, mode: str | None, role: Role | str | None, shape: Sequence[int] | None, path: str | None

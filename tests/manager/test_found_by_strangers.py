@@ -69,7 +69,7 @@ def test_state_follows_a_parameter_only_inside_a_copy_of_them_all() -> None:
     axes = {"w": (sw.EMBED, sw.HEAD), "enc": {"w": (sw.HEAD, sw.EMBED)}}
     with pytest.raises(sw.StrategyError, match=r"mu/dec/w: state of shape \(8, 4\) follows no parameter"):
         sw.annotate_state({"mu": {"dec": {"w": np.ones((8, 4))}}}, both, axes)
-    assert sw.annotate_state({"mu": both}, both, axes) == {"mu": axes}
+    assert sw.annotate_state({"mu": both}, both, axes, by_path=False) == {"mu": axes}
 
 
 def test_a_merged_dim_is_checked_where_the_rank_is_fitted() -> None:

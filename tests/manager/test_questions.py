@@ -152,6 +152,15 @@ def test_rules_and_mesh_must_agree() -> None:
         make_manager().shard(numbers(8, 8), sw.BATCH, sw.EMBED)
 
 
+@pytest.mark.parametrize("axes", [(5,), ((None,),), ((sw.BATCH, 5),), ({"a": (sw.BATCH,)},)])
+def test_explain_tells_a_request_that_cannot_be_read(axes: Any) -> None:
+    pm = make_manager()
+    found = pm.explain(*axes)
+    assert not found.ok
+    with pytest.raises(sw.StrategyError, match="is not an annotation"):
+        pm.resolve(*axes)
+
+
 @pytest.mark.parametrize("ambient", list(AXIS_TYPES))
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
 def test_ambient_mesh_of_other_axis_types_will_do(kind: str, ambient: str) -> None:
