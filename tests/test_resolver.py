@@ -426,6 +426,10 @@ class TestNoShape:
 class TestManual:
     MESH: ClassVar = {"dp": 2, "tp": 2}
 
+    def test_one_name_is_no_set_of_manual_axes(self) -> None:
+        with pytest.raises(sw.StrategyError, match="manual='dp' is one name, not a set of them"):
+            resolve((B,), made(rules={B: "dp"}), self.MESH, shape=(2,), manual="dp")  # type: ignore[arg-type]
+
     def test_a_manual_axis_is_already_applied_and_sizes_are_local(self) -> None:
         found = resolve((B, H), made(rules={B: "dp+tp", H: "-"}), self.MESH, shape=(2, 4), manual=frozenset({"dp"}))
         assert found.spec == P("tp")

@@ -102,6 +102,8 @@ def explain(
         role = None if role is None else as_role(role)
     except ShardingError as error:
         return _refused(axes, error, mode=mode, role=role, path=path)
+    if isinstance(manual, str):
+        raise StrategyError(f"manual={manual!r} is one name, not a set of them", fix=f"manual={{{manual!r}}}")
     manual = frozenset(manual)
     request = (annotation, sizes.pairs, mode, role, dims, path, manual, mode_from)
     found = rules._cache.get(request)
