@@ -152,9 +152,11 @@ def test_tree_reports_every_leaf_at_once() -> None:
 
 def test_structures_must_agree() -> None:
     pm = make_manager()
-    with pytest.raises(sw.StrategyError, match="the tree of annotations does not fit the tree"):
+    with pytest.raises(sw.StrategyError, match=r"^2 problems\n 1. a: the tree has this place, the tree of annotations does not\n"):
         pm.shard({"a": numbers(8, 4)}, {"b": (sw.BATCH, sw.EMBED)})
-    with pytest.raises(sw.StrategyError, match=r"NoneType is not an annotation|annotations does not fit"):
+    with pytest.raises(
+        sw.StrategyError, match=r"^a: NoneType is not an annotation|^a: the tree has a leaf .* here, the tree of annotations None\n"
+    ):
         pm.shard({"a": numbers(8, 4)}, {"a": None})
 
 
