@@ -58,7 +58,7 @@ WANTED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*as a context manager is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*with mesh:DeprecationWarning")
 @pytest.mark.parametrize("ambient", [jax.set_mesh, lambda mesh: mesh], ids=["set_mesh", "with mesh"])
 @pytest.mark.parametrize("policy", ["strict", "eformer"])
 def test_trained_sharded_is_trained_unsharded(ambient: Any, policy: str, unsharded: tuple[list[float], Any]) -> None:
