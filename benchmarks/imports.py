@@ -46,5 +46,7 @@ def _environment() -> dict[str, str]:
     assert shardwright.__file__ is not None
     source = str(Path(shardwright.__file__).parents[1])
     paths = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    kept = {key: value for key, value in os.environ.items() if key not in {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}}
+    # Without bytecode every import compiles the package anew, while jax may have been installed with its own.
+    dropped = {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "PYTHONDONTWRITEBYTECODE"}
+    kept = {key: value for key, value in os.environ.items() if key not in dropped}
     return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}

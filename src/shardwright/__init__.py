@@ -102,7 +102,6 @@ from shardwright.resolver import explain as explain
 from shardwright.resolver import resolve as resolve
 from shardwright.rules import AxisRules as AxisRules
 from shardwright.rules import Policy as Policy
-from shardwright.state import annotate_state as annotate_state
 from shardwright.tree import match_paths as match_paths
 from shardwright.tree import stack_specs as stack_specs
 
@@ -114,6 +113,7 @@ if TYPE_CHECKING:
     from shardwright.spec_trees import names_in_current_mesh as names_in_current_mesh
     from shardwright.spec_trees import names_in_mesh as names_in_mesh
     from shardwright.spec_trees import with_sharding_constraint as with_sharding_constraint
+    from shardwright.state import annotate_state as annotate_state
     from shardwright.strategy.model import Strategy as Strategy
     from shardwright.train_loop import get_metrics as get_metrics
     from shardwright.train_loop import wrap_function_with_rng as wrap_function_with_rng
@@ -135,6 +135,7 @@ _ON_DEMAND = {
     "names_in_current_mesh": "shardwright.spec_trees",
     "names_in_mesh": "shardwright.spec_trees",
     "with_sharding_constraint": "shardwright.spec_trees",
+    "annotate_state": "shardwright.state",
     "Strategy": "shardwright.strategy.model",
     "get_metrics": "shardwright.train_loop",
     "wrap_function_with_rng": "shardwright.train_loop",

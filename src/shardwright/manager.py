@@ -24,7 +24,6 @@ from shardwright.errors import (
     raise_problems,
 )
 from shardwright.manager_arguments import check_rules_on_mesh, compiled_rules, own_mesh
-from shardwright.mapping import SemanticShardMap, checked_outputs, known_sizes
 from shardwright.mesh import mesh_sizes
 from shardwright.modes import mode_name, parse_mode
 from shardwright.partition_axis import PartitionAxis
@@ -41,7 +40,6 @@ from shardwright.problems import (
 )
 from shardwright.provenance import ModeFrom, Outcome, Resolution
 from shardwright.rules import AxisRules, share_values
-from shardwright.state import annotate_state
 
 
 class _Shardings(dict[tuple[Any, tuple[int, ...]], NamedSharding]):
@@ -357,6 +355,8 @@ class PartitionManager:
         Raises:
           StrategyError, RankMismatchError: leaves that follow no parameter; all of them at once.
         """
+        from shardwright.state import annotate_state
+
         annotated = annotate_state(state, params, annotations, overrides=overrides, by_path=bool(self.rules.tensors))
         return self.shardings(state, annotated, mode=mode, role=Role.STATE)
 
@@ -455,6 +455,8 @@ class PartitionManager:
         """
         if not isinstance(in_axes, (tuple, list)):
             raise StrategyError(f"in_axes={in_axes!r} is not a tuple", fix="write one annotation, or tree of them, per positional argument")
+
+        from shardwright.mapping import SemanticShardMap, checked_outputs, known_sizes
 
         def explain(annotation: Any, shape: Sequence[int] | None, path: str | None) -> Resolution:
             ambient = _jax.ambient_mesh()
