@@ -100,7 +100,7 @@ def test_leaving_in_the_wrong_order_is_told_and_leaves_nothing_entered() -> None
         before = state()
         pm.__enter__()
         other.__enter__()
-        with pytest.raises(sw.NoManagerError, match=r"is not the one entered last in this thread: that was .*; both are left now"):
+        with pytest.raises(sw.NoManagerError, match=r"is not the one entered last in this thread: that was .*; all since it are left now"):
             pm.__exit__(None, None, None)
         assert state() == before
         assert context.current() is outer

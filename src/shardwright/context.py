@@ -64,7 +64,7 @@ def leave(manager: Any) -> None:
     _OWN.set(stack[-1][0] if stack else None)
     if last is not manager:
         raise NoManagerError(
-            f"{manager!r} is not the one entered last in this thread: that was {last!r}; both are left now",
+            f"{manager!r} is not the one entered last in this thread: that was {last!r}; all since it are left now",
             fix="leave managers in the reverse order; do not await or yield inside `with pm:`, use the manager's methods there",
         )
 

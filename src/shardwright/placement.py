@@ -121,7 +121,7 @@ def check_kept(x: Any, *, path: str = "") -> None:
     """
     if isinstance(x, (jax.Array, jax.core.Tracer)) or jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         return
-    plain = next((dtype for kind, dtype in _PYTHON.items() if type(x) is kind), None)
+    plain = _PYTHON.get(type(x))
     dtype = getattr(x, "dtype", None) if plain is None else np.dtype(plain)
     if not isinstance(dtype, np.dtype) or dtype.name not in _HALVES or not np.size(x):
         return
@@ -133,7 +133,7 @@ def check_kept(x: Any, *, path: str = "") -> None:
     raise StrategyError(what, path=path, fix='jax.config.update("jax_enable_x64", True), or cast it yourself')
 
 
-_PYTHON: Final = {int: "int64", float: "float64", complex: "complex128"}
+_PYTHON: Final[dict[type, str]] = {int: "int64", float: "float64", complex: "complex128"}
 _HALVES: Final = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
 

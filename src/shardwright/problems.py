@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from shardwright.annotations import PartOf, lower
+from shardwright.annotations import PartOf
 from shardwright.axes import STANDARD_MESH_AXES
 from shardwright.deciding import rule_text
 from shardwright.errors import (
@@ -21,6 +21,7 @@ from shardwright.errors import (
     did_you_mean,
 )
 from shardwright.provenance import DimDecision, Resolution
+from shardwright.resolver import lower_fitted
 from shardwright.rules import AxisRules
 
 
@@ -120,7 +121,8 @@ def path_wanted(annotation: Any, shape: Sequence[int], rules: AxisRules) -> list
     """A weight that an exception by path may cover, where nothing says which path it has."""
     if not rules.tensors or (isinstance(annotation, PartOf) and annotation.path):
         return []
-    names = {name for dim in lower(annotation, shape).dims for name in (*dim.axes, dim.means)}
+    lowered, _ = lower_fitted(annotation, tuple(shape), rules)
+    names = {name for dim in lowered.dims for name in (*dim.axes, dim.means)}
     covering = [(entry, rule) for entry in rules.tensors for axis, rule in entry.rules if axis in names]
     return [
         Problem(

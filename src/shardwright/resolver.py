@@ -136,7 +136,7 @@ def _explain(
     mode_from: ModeFrom,
 ) -> Resolution:
     try:
-        lowered, notes = _lower(annotation, shape, rules)
+        lowered, notes = lower_fitted(annotation, shape, rules)
         said, said_by = _mode(lowered, mode, mode_from, shape)
         role_ = as_role(role or lowered.role or Role.ACTIVATION)
     except ShardingError as error:
@@ -184,7 +184,7 @@ def _refused(axes: Any, error: ShardingError, *, mode: str | None, role: Any, pa
     )
 
 
-def _lower(annotation: Any, shape: tuple[int, ...] | None, rules: AxisRules) -> tuple[Lowered, tuple[str, ...]]:
+def lower_fitted(annotation: Any, shape: tuple[int, ...] | None, rules: AxisRules) -> tuple[Lowered, tuple[str, ...]]:
     """Lower an annotation; under `rank = "fit"` cut or pad its dims to the array's rank, and say so."""
     try:
         return lower(annotation, shape), ()

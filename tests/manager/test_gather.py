@@ -139,6 +139,13 @@ def test_a_weight_that_an_entry_may_cover_must_say_its_path() -> None:
     assert pm.hint(numbers(8, 8), *KERNEL, role="param").sharding.spec == jax.P("dp", "tp"), "a hint does its best"
 
 
+def test_a_weight_whose_rank_is_fitted_is_asked_for_its_path_only_where_an_entry_covers_it() -> None:
+    pm = make_manager(text=RULES + 'rank = "fit"\n[[tensors]]\nmatch = "lm_head"\nvocab = "-"\n')
+    assert pm.gather(numbers(8), *KERNEL).sharding.spec == jax.P()
+    with pytest.raises(sw.StrategyError, match="may cover this weight"):
+        pm.gather(numbers(8), sw.VOCAB, sw.EMPTY)
+
+
 def test_weight_that_is_used_as_it_is_stored() -> None:
     """`gather = "-"`: still a constraint both ways, to one spec."""
     pm = make_manager(text=RULES.replace('gather = "dp"', 'gather = "-"'))
