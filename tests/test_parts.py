@@ -65,6 +65,17 @@ def test_a_part_is_never_longer_than_the_whole(rank: str) -> None:
 
 
 @pytest.mark.parametrize("rank", ["error", "fit"])
+def test_a_part_may_be_as_long_as_the_whole(rank: str) -> None:
+    """The limit is the whole's size: one more is refused, the size itself and less are not."""
+    for size in (30, 32):
+        assert explain(part((1,)), (size,), rank=rank).spec == P("tp")
+    with pytest.raises(sw.RankMismatchError, match=r"^w dim 0: size 33 is more than the 32 of dim 1 of"):
+        explain(part((1,)), (33,), path="w", rank=rank).require()
+    with pytest.raises(sw.RankMismatchError, match=r"^dim 0: size 33 is more than the 32 of dim 1 of"):
+        lower(part((1,)), (33,))
+
+
+@pytest.mark.parametrize("rank", ["error", "fit"])
 def test_a_part_of_another_rank_is_not_cut_to_fit(rank: str) -> None:
     with pytest.raises(sw.RankMismatchError, match=r"^w: dims \(0\) of .* has 1 dims, the array has 2: shape \(16, 4\)\n  fix   write one"):
         explain(part((0,)), (16, 4), path="w", rank=rank).require()
@@ -270,5 +281,15 @@ def test_bad_zero1_is_named_by_its_line(text: str, error: type[Exception], says:
 def test_zero1_names_mesh_axes_that_the_mesh_must_have() -> None:
     own = sw.Strategy(mesh={"data": 8}, rules={"batch": "data"}, policy={"zero1": "data"})
     assert sw.PartitionManager(own, mesh=sw.abstract_mesh("data:8")).rules.policy.zero1 is not None
+    with pytest.raises(sw.MeshMismatchError, match="a rule names the mesh axis 'data'"):
+        sw.PartitionManager(own, mesh=sw.abstract_mesh("dp:8"))
+
+
+def test_zero1_alone_may_name_a_mesh_axis() -> None:
+    """A mesh axis that only zero1 names is in use, and must be in the mesh."""
+    own = sw.Strategy(mesh={"data": 8}, rules={"embed": "-"}, policy={"zero1": "data"})
+    assert own.compile().named_mesh_axes() == ("data",)
+    manager = sw.PartitionManager(own, mesh=sw.abstract_mesh("data:8"))
+    assert manager.resolve(sw.EMBED, role="state", shape=(16,)) == P("data")
     with pytest.raises(sw.MeshMismatchError, match="a rule names the mesh axis 'data'"):
         sw.PartitionManager(own, mesh=sw.abstract_mesh("dp:8"))

@@ -87,6 +87,14 @@ class TestLayouts:
         assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4), path="odd") == P("fsdp")
         assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4), path="mlp") == P("fsdp", "tp")
 
+    def test_an_exception_by_path_comes_before_tables(self) -> None:
+        """An entry by path for the axis that a layout means beats a table that names the layout's parallelism axis."""
+        rules = made(rules={M: "tp"}, params={E: "fsdp", sw.FSDP: "sp", sw.SP: "-"}, tensors=[("lm_head", {E: "fsdp"})])
+        for role in ("param", "use"):
+            asked = {"shape": (4, 4), "role": role}
+            assert spec(sw.ColumnWise, rules, self.MESH, path="lm_head", **asked) == P("fsdp", "tp")
+            assert spec(sw.ColumnWise, rules, self.MESH, path="mlp", **asked) == P("sp", "tp")
+
     @pytest.mark.parametrize("rank", range(4))
     def test_replicated_fits_any_rank(self, rank: int) -> None:
         assert spec(sw.Replicated, made(), self.MESH, shape=(3,) * rank) == P()

@@ -157,6 +157,15 @@ def test_beams_over_several_shards(group: int | None) -> None:
         assert held(filled([1, 2, 3, 4, 5, 6, 1, 2]).reorder(parents, group=group).require()) == wanted
 
 
+def test_beams_in_a_group_that_two_shards_hold() -> None:
+    """Three slots per shard: slots 2 and 3 are one group, so a shard needs a slot that it does not hold."""
+    parents = [1, 0, 3, 2, 5, 4]
+    manager = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:2")).for_mode("decode")
+    with manager:
+        change = filled([1, 2, 3, 4, 5, 6]).reorder(parents, group=2)
+    assert held(change.require()) == [[10 * parent + at for at in range(parent + 1)] for parent in parents]
+
+
 class TestErrorPolicy:
     """`overflow="error"`: what is refused raises."""
 

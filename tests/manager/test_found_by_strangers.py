@@ -112,6 +112,15 @@ def test_a_mesh_axis_of_ones_own_must_be_in_a_rule() -> None:
     assert [problem.mesh_axes for problem in caught.value.problems] == [("data",), ("model",)]
 
 
+def test_an_own_mesh_axis_of_size_one_may_be_idle() -> None:
+    """Nothing can be replicated over one device, so no rule needs to name its mesh axis."""
+    mesh = sw.abstract_mesh("data:1,fsdp:8,model:1")
+    assert sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh).resolve(sw.EMBED, role="param", shape=(16,)) == P("fsdp")
+    with pytest.raises(sw.MeshMismatchError, match="no rule names the mesh axis model=2") as caught:
+        sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh("data:1,fsdp:4,model:2"))
+    assert [problem.mesh_axes for problem in caught.value.problems] == [("model",)]
+
+
 def test_spellings_are_not_repaired() -> None:
     with pytest.raises(sw.UnknownAxisError, match="unknown axis 'batch_'"):
         sw.Strategy.loads('[mesh]\ndp = 2\n[rules]\nbatch_ = "dp"')
