@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     given = _arguments(argv)
     lacking = peers.missing() if given.peers else []
     if lacking:
-        print("peers are missing:", *lacking, 'install them with pip install "shardwright[peers]"', sep="\n  ", file=sys.stderr)
+        print("peers are missing:", *lacking, 'run python -m pip install -e ".[peers]" in the clone', sep="\n  ", file=sys.stderr)
         return 2
     virtual_devices(8)
     where = report.context(peers=peers.versions() if given.peers else {})

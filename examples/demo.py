@@ -26,7 +26,7 @@ try:
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 except ModuleNotFoundError as error:
-    sys.exit(f'The demo needs {(error.name or "").partition(".")[0]}: pip install "shardwright[demo]", or start it with make demo.')
+    sys.exit(f'The demo needs {(error.name or "").partition(".")[0]}: run python -m pip install -e ".[demo]" in the clone, or make demo.')
 
 from decoder import report
 from decoder.cache import CACHE_AXES

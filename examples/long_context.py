@@ -22,7 +22,7 @@ import numpy as np
 try:
     import optax
 except ModuleNotFoundError:
-    sys.exit('This example needs optax: pip install "shardwright[optax]".')
+    sys.exit('This example needs optax: run python -m pip install -e ".[optax]" in the clone.')
 
 from decoder.config import DecoderConfig, decoder_specs
 from decoder.model import HIDDEN_AXES, LOGIT_AXES, NEW_ROW_AXES, QUERY_AXES, mlp, rms_norm, rope

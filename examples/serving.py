@@ -21,7 +21,7 @@ import numpy as np
 try:
     import optax
 except ModuleNotFoundError as error:
-    sys.exit(f'The example needs {error.name}: pip install "shardwright[demo]", or start it with make demo.')
+    sys.exit(f'The example needs {error.name}: run python -m pip install -e ".[demo]" in the clone, or make demo.')
 
 from decoder.config import DecoderConfig, decoder_specs
 from decoder.served import cache_shape, served

@@ -112,5 +112,5 @@ def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return load(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(CacheError, match=r'pip install "shardwright\[checkpoint\]"'):
+    with pytest.raises(CacheError, match=r'pip install orbax-checkpoint, or python -m pip install -e "\.\[checkpoint\]" in a clone'):
         save(make(), tmp_path / "cache")

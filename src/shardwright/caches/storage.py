@@ -112,7 +112,7 @@ def _orbax() -> Any:
     try:
         import orbax.checkpoint as orbax
     except ImportError as err:
-        fix = 'pip install "shardwright[checkpoint]", or orbax-checkpoint'
+        fix = 'pip install orbax-checkpoint, or python -m pip install -e ".[checkpoint]" in a clone of shardwright'
         raise CacheError("caches are saved and restored with orbax, which is not installed", fix=fix) from err
     return orbax
 
