@@ -48,7 +48,7 @@ class Pair(NamedTuple):
     ],
 )
 def test_names_come_in_order_and_once(specs: Any, names: list[str]) -> None:
-    assert get_names_from_partition_spec(specs) == names
+    assert get_names_from_partition_spec(specs) == get_names_from_partition_spec(partition_specs=specs) == names
 
 
 def test_a_sharding_names_what_its_spec_names() -> None:

@@ -142,6 +142,17 @@ def test_one_pattern_twice_is_reported_once_each() -> None:
     assert found.shadowed == ("a",)
 
 
+def test_loose_path_rules_give_annotations() -> None:
+    tree = {"w": np.zeros((8, 4)), "norm": np.zeros(8), "step": np.zeros(())}
+    found = sw.match_paths(tree, [("w", (sw.EMBED, sw.MLP_INTERMEDIATE))], strict=False)
+    assert (found.unmatched, found.annotations["norm"]) == (("norm",), sw.Replicated)
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.create_mesh("fsdp:8"))
+    specs = jax.tree.map(lambda sharding: sharding.spec, pm.shardings(tree, found.annotations))
+    assert specs == {"w": P("fsdp"), "norm": P(), "step": P()}
+    with pytest.raises(sw.StrategyError, match="norm: no partition rule matches"):
+        sw.match_partition_rules([("w", P("fsdp"))], tree)
+
+
 def test_bad_path_rules() -> None:
     for pattern, says in (("a{99999999999}", "the repetition number is too large"), ("(" * 5000 + ")" * 5000, "")):
         with pytest.raises(sw.StrategyError, match=f"^rule 0: not a regular expression: {says}"):

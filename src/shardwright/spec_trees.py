@@ -49,7 +49,7 @@ def names_in_current_mesh(*names: str) -> bool:
 names_in_mesh = names_in_current_mesh
 
 
-def get_names_from_partition_spec(specs: Any) -> list[str]:
+def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
     """Return the mesh axes that a spec, or any nesting of dicts, lists and specs, names: each once, in order.
 
     None and unconstrained dims are skipped.
@@ -60,7 +60,7 @@ def get_names_from_partition_spec(specs: Any) -> list[str]:
     >>> get_names_from_partition_spec({"w": jax.P(("fsdp", "sp"), "tp"), "b": [jax.P("tp"), None]})
     ['fsdp', 'sp', 'tp']
     """
-    return list(dict.fromkeys(_names(specs)))
+    return list(dict.fromkeys(_names(partition_specs)))
 
 
 def _names(specs: Any) -> Iterable[str]:
@@ -152,25 +152,32 @@ def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
       ShardingError: axes that do not resolve.
     """
     rules = list(rules)
-    matched = match_paths(params, rules, strict=False).annotations
+    found = match_paths(params, rules, strict=False)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    each = structure.flatten_up_to(matched)  # type: ignore[attr-defined]
+    each = structure.flatten_up_to(found.annotations)  # type: ignore[attr-defined]
+    unmatched = {*found.unmatched}
     problems: list[Problem] = []
-    specs = [
-        PartitionSpec() if np.prod(np.shape(leaf), dtype=int) == 1 else _spec_of(path_text(path), np.shape(leaf), one, rules, problems)
-        for (path, leaf), one in zip(leaves, each, strict=True)
-    ]
+    specs: list[Any] = []
+    for (key_path, leaf), annotation in zip(leaves, each, strict=True):
+        path, shape = path_text(key_path), np.shape(leaf)
+        if np.prod(shape, dtype=int) == 1:
+            specs.append(PartitionSpec())
+        elif path in unmatched:
+            problems.append(_no_rule(path, rules))
+        else:
+            specs.append(_spec_of(path, shape, annotation, problems))
     raise_problems(problems)
     return jax.tree.unflatten(structure, specs)
 
 
-def _spec_of(path: str, shape: tuple[int, ...], matched: Any, rules: list[tuple[str, Any]], problems: list[Problem]) -> Any:
+def _no_rule(path: str, rules: list[tuple[str, Any]]) -> Problem:
+    fix = 'add a rule for it, or (".*", PartitionSpec()) at the end to replicate the rest on purpose'
+    patterns = "patterns in order: " + ", ".join(pattern for pattern, _ in rules)
+    return Problem(error=StrategyError, what="no partition rule matches", path=path, rule=patterns, fix=fix)
+
+
+def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Problem]) -> Any:
     """Return the spec of what a rule says, or note why there is none."""
-    if matched is None:
-        fix = 'add a rule for it, or (".*", PartitionSpec()) at the end to replicate the rest on purpose'
-        patterns = "patterns in order: " + ", ".join(pattern for pattern, _ in rules)
-        problems.append(Problem(error=StrategyError, what="no partition rule matches", path=path, rule=patterns, fix=fix))
-        return None
     if not isinstance(matched, PartitionSpec):
         found = context.require("match_partition_rules with semantic axes", method=False).explain(
             matched, role="param", shape=shape, path=path

@@ -14,6 +14,7 @@ import numpy as np
 
 from shardwright.annotations import ArraySpec, as_annotation, is_annotation, is_axes_list, stacked
 from shardwright.errors import Problem, RankMismatchError, StrategyError, did_you_mean, raise_problems
+from shardwright.layouts import Replicated
 
 
 def path_text(path: Sequence[Any]) -> str:
@@ -244,7 +245,7 @@ class PathMatch:
     """What path rules made of a tree.
 
     Attributes:
-      annotations: the tree of annotations or specs; None where no rule matched.
+      annotations: the tree of annotations or specs, as `shardings` takes it; `Replicated` where no rule matched.
       unmatched: paths that no rule matched.
       unused: patterns that match no path.
       shadowed: patterns that match paths, all of which earlier patterns took.
@@ -270,7 +271,7 @@ def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = T
     Args:
       tree: arrays or anything else with a shape.
       rules: pairs in order of precedence.
-      strict: raise for unmatched paths; else leave None there.
+      strict: raise for unmatched paths; else replicate those arrays, and list them in `unmatched`.
 
     Raises:
       StrategyError: unmatched paths (all at once), a bad pattern, a bad annotation.
@@ -292,7 +293,7 @@ def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = T
             found.append(())
         else:
             unmatched.append(text)
-            found.append(None)
+            found.append(Replicated)
     if strict:
         raise_problems([_unmatched(text, [pattern.pattern for pattern, _ in compiled]) for text in unmatched])
     names = [pattern.pattern for pattern, _ in compiled]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import warnings
@@ -62,6 +63,44 @@ def test_every_name_is_where_eformer_has_it() -> None:
     assert constraints.MIN_SHARDING_SIZE == 16384
     with pytest.raises(AttributeError, match="no attribute 'MAX_SHARDING_SIZE'"):
         _ = constraints.MAX_SHARDING_SIZE
+
+
+SUBMODULES = {
+    "escale.mesh": ("create_mesh create_cpu_mesh parse_mesh_from_string force_cpu cpu_context", "MeshPartitionHelper"),
+    "escale.mesh.creation": ("create_mesh create_cpu_mesh parse_mesh_from_string force_cpu cpu_context", "calculate_host_mesh_shape"),
+    "escale.mesh.mesh_helpers": ("", "MeshPartitionHelper"),
+    "escale.helpers": (
+        "",
+        """
+        AutoShardingRule CompositeShardingRule MemoryConstrainedShardingRule ShapeBasedShardingRule ShardingAnalyzer ShardingRule
+        barrier_sync
+        """,
+    ),
+    "escale.helpers.base": ("", "ShardingRule create_monitored_function barrier_sync"),
+    "escale.partition": ("", "analyze_sharding_strategy auto_namedsharding convert_sharding_strategy"),
+    "escale.partition.auto_spec": (
+        "",
+        """
+        auto_partition_spec vrn_auto_partition_spec auto_shard_array auto_namedsharding optimize_sharding_for_memory
+        validate_sharding_config convert_sharding_strategy
+        """,
+    ),
+    "escale.partition.constraints": ("", "analyze_sharding_strategy create_pattern_based_partition_spec"),
+    "escale.partition.manager": ("", "get_safe_hash_int hash_fn"),
+}
+
+
+@pytest.mark.parametrize("name", SUBMODULES)
+def test_submodules_give_their_names_or_say_why_not(name: str) -> None:
+    module = importlib.import_module(f"shardwright.interop.eformer.{name}")
+    given, absent = SUBMODULES[name]
+    for one in given.split():
+        assert getattr(module, one) is getattr(ef, one)
+    for one in absent.split():
+        with pytest.raises(ImportError, match=rf"^{one} of eformer is not provided here: \w+"):
+            getattr(module, one)
+    with pytest.raises(AttributeError, match="has no attribute 'nobody'"):
+        _ = module.nobody
 
 
 def test_nothing_of_it_is_imported_unless_asked_for() -> None:

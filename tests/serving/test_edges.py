@@ -83,6 +83,33 @@ def test_a_text_that_a_failure_cuts_short_does_not_look_whole() -> None:
     assert caught.value.__cause__ is handle.result().error
 
 
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_deleted_weights_free_every_request(steps: int) -> None:
+    weights = jax.numpy.int32(1)
+    engine = serving.Engine(stub, weights, shape=SHAPE, slots=2, capacity=16, prefill_chunk=2)
+    handles = [engine.submit(ask(prompt=[*PROMPT, at])) for at in range(4)]
+    for _ in range(steps):
+        engine.step()
+    weights.delete()
+    with pytest.raises(ServingError, match=r"(?s)params: arrays of the weights were deleted.*fix   .*make another engine"):
+        handles[0].result()
+    for handle in handles:
+        assert handle.completion is not None
+        assert (handle.completion.finish, type(handle.completion.error)) == (Finish.FAILED, ServingError)
+    held = engine.held()
+    assert (engine.idle, set(held.slot_lengths), set(held.row_lengths)) == (True, {0}, {0})
+    assert engine.report().finished["failed"] == 4
+    with pytest.raises(ServingError, match="params: arrays of the weights were deleted"):
+        engine.run([ask()])
+
+
+def test_an_engine_of_deleted_weights_is_refused() -> None:
+    weights = jax.numpy.int32(1)
+    weights.delete()
+    with pytest.raises(ServingError, match="params: arrays of the weights were deleted"):
+        serving.Engine(stub, weights, shape=SHAPE, slots=2, capacity=16)
+
+
 def test_a_second_thread_is_told_and_disturbs_nothing() -> None:
     entered, leave = threading.Event(), threading.Event()
 

@@ -38,6 +38,14 @@ def check_kinds(*, model: Any, shape: Any, cache_options: Any, clock: Any, manag
     raise_problems(problems)
 
 
+def deleted_weights() -> ServingError:
+    """Return the error of weights whose arrays are gone."""
+    fix = "keep the arrays while the engine is in use: donate a copy to the training step, or make another engine with the new weights"
+    return ServingError(
+        "arrays of the weights were deleted, by delete() or by a function that they were donated to", path="params", fix=fix
+    )
+
+
 def _hashable(model: Any) -> bool:
     try:
         hash(model)

@@ -163,6 +163,10 @@ class Board:
         """Return how many "rows" or "slots" there are."""
         return self._plan.prefill_rows if part == "rows" else self._plan.slots
 
+    def weights_are_gone(self) -> bool:
+        """Tell whether somebody has deleted arrays of the weights, or donated them to another function."""
+        return is_gone((self._plan.params, self._plan.prefill_params))
+
     def vocabulary(self) -> int:
         """Return the number of tokens that the model tells apart, without running it.
 
@@ -222,8 +226,8 @@ def _padded(numbers: Sequence[int], size: int) -> np.ndarray:
 
 
 def is_gone(tree: Any) -> bool:
-    """Tell whether a compiled function has taken arrays of a tree."""
-    return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+    """Tell whether arrays of a tree were deleted, as a compiled function does with arrays that are donated to it."""
+    return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
 
 
 @contextlib.contextmanager

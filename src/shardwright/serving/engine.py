@@ -19,7 +19,7 @@ from shardwright.caches.paged import PagedCache
 from shardwright.caches.sliding import is_ring
 from shardwright.errors import ServingError
 from shardwright.manager import PartitionManager
-from shardwright.serving.arguments import check_counts, check_kinds
+from shardwright.serving.arguments import check_counts, check_kinds, deleted_weights
 from shardwright.serving.board import Board, Held, Plan, is_gone, read_held
 from shardwright.serving.device import MISCOUNTED, NO_NUMBER, REFUSED, CacheShape, Model
 from shardwright.serving.metrics import Meter, Report
@@ -150,6 +150,8 @@ class Engine:
             prefill_rows=prefill_rows,
             chunk=prefill_chunk,
         )
+        if is_gone((plan.params, plan.prefill_params)):
+            raise deleted_weights()
         self._board = Board(plan)
         self._scheduler = Scheduler(_limits(plan, self._board, queue))
         self.vocabulary = self._board.vocabulary()
@@ -384,7 +386,20 @@ class Engine:
         except BaseException as error:
             if getattr(self._board, part) is not before or is_gone(before):
                 self._give_up(part, error)
+            if self._board.weights_are_gone():
+                self._end_all(error)
+                raise deleted_weights() from error
             raise
+
+    def _end_all(self, cause: BaseException) -> None:
+        """End every request, since no later step can serve one without weights, and empty what they held."""
+        jobs = self._scheduler.jobs()
+        for job in jobs:
+            lost = deleted_weights()
+            lost.__cause__ = cause
+            self._scheduler.end(job, Finish.FAILED, lost)
+        if jobs:
+            self._clean()
 
     def _give_up(self, part: str, cause: BaseException) -> None:
         for job in self._scheduler.holding(part):

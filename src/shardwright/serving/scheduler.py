@@ -228,6 +228,10 @@ class Scheduler:
         self.end(job, Finish.FAILED, error)
         job.completion = Completion(tokens=tuple(job.text), finish=Finish.FAILED, error=error)
 
+    def jobs(self) -> list[Job]:
+        """Return every job that has not ended: those that wait, then those that have a slot."""
+        return [*self.queue, *self.slots.values()]
+
     def holding(self, part: str) -> list[Job]:
         """Return the jobs that have something in the "rows" of the prefill batch, or in "slots"."""
         return list((self.rows if part == "rows" else self.decoding()).values())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NoReturn
 
 from jax.sharding import NamedSharding as NamedSharding
 from jax.sharding import PartitionSpec as PartitionSpec
 
+from shardwright.interop.eformer.absent import refuse
 from shardwright.interop.eformer.axis import PartitionAxis as PartitionAxis
 from shardwright.interop.eformer.constraints import get_corrected_named_sharding as get_corrected_named_sharding
 from shardwright.interop.eformer.constraints import lax_reshard as lax_reshard
@@ -37,29 +38,6 @@ from shardwright.interop.eformer.trees import get_shardings_with_structure as ge
 from shardwright.interop.eformer.trees import make_shard_and_gather_fns as make_shard_and_gather_fns
 from shardwright.interop.eformer.trees import match_partition_rules as match_partition_rules
 
-_INSTEAD = {
-    **dict.fromkeys(
-        ("AutoShardingRule", "CompositeShardingRule", "MemoryConstrainedShardingRule", "ShapeBasedShardingRule", "ShardingRule"),
-        "write a Strategy, whose rules go by axes and not by shapes, or match paths with match_partition_rules",
-    ),
-    **dict.fromkeys(
-        ("auto_partition_spec", "vrn_auto_partition_spec", "auto_namedsharding", "auto_shard_array", "MeshPartitionHelper"),
-        "annotate the array, and let PartitionManager.shardings of shardwright say where it lies",
-    ),
-    **dict.fromkeys(
-        ("convert_sharding_strategy", "optimize_sharding_for_memory", "create_pattern_based_partition_spec"),
-        "load another strategy file: the annotations stay",
-    ),
-    **dict.fromkeys(
-        ("ShardingAnalyzer", "analyze_sharding_strategy", "validate_sharding_config"),
-        "explain says what does not fit, and PartitionManager.shardings raises it for a whole tree at once",
-    ),
-    "barrier_sync": "call jax.experimental.multihost_utils.sync_global_devices",
-}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _INSTEAD:
-        # An AttributeError would reach `from ... import name` without its text.
-        raise ImportError(f"{name} of eformer is not provided here: {_INSTEAD[name]}", name=name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> NoReturn:
+    refuse(__name__, name)

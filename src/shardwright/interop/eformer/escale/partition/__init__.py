@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+from shardwright.interop.eformer.absent import refuse
 from shardwright.interop.eformer.escale.partition.constraints import extract_sharding_structure as extract_sharding_structure
 from shardwright.interop.eformer.escale.partition.constraints import extract_shardings as extract_shardings
 from shardwright.interop.eformer.escale.partition.constraints import get_axes_size_in_mesh as get_axes_size_in_mesh
@@ -22,3 +25,7 @@ from shardwright.interop.eformer.escale.partition.manager import PartitionManage
 from shardwright.interop.eformer.escale.partition.manager import apply_logical_sharding as apply_logical_sharding
 from shardwright.interop.eformer.escale.partition.manager import get_current_partition_manager as get_current_partition_manager
 from shardwright.interop.eformer.escale.partition.manager import get_partition_manager as get_partition_manager
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse(__name__, name)

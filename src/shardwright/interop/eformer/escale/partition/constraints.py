@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.axes import AxisType
+from shardwright.interop.eformer.absent import refuse
 from shardwright.interop.eformer.constraints import (
     get_corrected_named_sharding,
     with_sharding_constraint,
@@ -56,4 +57,4 @@ def __getattr__(name: str) -> Any:
         return log_sharding_move()
     if name == "MIN_SHARDING_SIZE":
         return min_sharding_size()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return refuse(__name__, name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+from shardwright.interop.eformer.absent import refuse
 from shardwright.interop.eformer.axis import PartitionAxis
 from shardwright.interop.eformer.manager import (
     PartitionManager,
@@ -11,3 +14,7 @@ from shardwright.interop.eformer.manager import (
 )
 
 __all__ = ["PartitionAxis", "PartitionManager", "apply_logical_sharding", "get_current_partition_manager", "get_partition_manager"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse(__name__, name)

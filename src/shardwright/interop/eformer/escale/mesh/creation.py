@@ -1,0 +1,20 @@
+"""The names of `eformer.escale.mesh.creation`."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from shardwright.interop.eformer.absent import refuse
+from shardwright.interop.eformer.meshes import (
+    cpu_context,
+    create_cpu_mesh,
+    create_mesh,
+    force_cpu,
+    parse_mesh_from_string,
+)
+
+__all__ = ["cpu_context", "create_cpu_mesh", "create_mesh", "force_cpu", "parse_mesh_from_string"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse(__name__, name)
