@@ -132,7 +132,7 @@ def test_unmatched_unused_and_shadowed() -> None:
     loose = sw.match_paths(shapes, [("embed", (sw.VOCAB, sw.EMBED)), ("nowhere", ()), ("^emb", ())], strict=False)
     assert loose.unmatched == ("blocks/0/up", "blocks/1/up", "norm")
     assert (loose.unused, loose.shadowed) == (("nowhere",), ("^emb",))
-    assert loose.annotations["norm"] is None
+    assert loose.annotations["norm"] is sw.Replicated
     assert loose.annotations["step"] == (), "scalars need no rule"
 
 
