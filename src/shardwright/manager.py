@@ -416,7 +416,7 @@ class PartitionManager:
           path: the weight's path, where a `[[tensors]]` entry may cover it; of a tree, the path in front of it, "" at the root.
           mode: runtime mode; absent: the manager's.
 
-        It has no forward-mode derivative: `jax.jvp` and `jax.jacfwd` of it raise; of its gradient (a Hessian times a vector) they work.
+        It has derivatives of any order, forward and reverse. Tangents are constrained as the weight is stored.
 
         Raises:
           ShardingError: the annotation does not fit the weight, the rules or the mesh.

@@ -237,24 +237,35 @@ def gather(w: Any, use: Placement, stored: Placement) -> Any:
     Both placements are static: the backward pass never reads the ambient manager.
     """
     check_kept(w)
-    # Over Explicit axes a cotangent has the type of its primal, so the weight must lie as stored to begin with.
-    return _gather(w if stored.explicit is None else place(w, stored), use, stored)
+    if stored.explicit is None:
+        return _gather_auto(w, use, stored)
+    # A cotangent over Explicit axes has the type of its primal, so the weight is placed as stored first.
+    w = place(w, stored)
+    if stored.auto is None or not (isinstance(w, jax.core.Tracer) or _jax.in_trace()):
+        return place(w, use)
+    return _gather_mixed(w, use, stored)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(w: Any, use: Placement, stored: Placement) -> Any:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _gather_auto(w: Any, use: Placement, stored: Placement) -> Any:
     return place(w, use)
 
 
-def _gather_forward(w: Any, use: Placement, stored: Placement) -> tuple[Any, None]:
-    return place(w, use), None
+@_gather_auto.defjvp
+def _gather_auto_jvp(use: Placement, stored: Placement, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    """Constrain the tangent as stored: a constraint transposes to itself, so the cotangent is constrained so too."""
+    return _gather_auto(*primals, use, stored), place(*tangents, stored)
 
 
-def _gather_backward(use: Placement, stored: Placement, _: None, cotangent: Any) -> tuple[Any]:
-    return (place(cotangent, stored),)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _gather_mixed(w: Any, use: Placement, stored: Placement) -> Any:
+    """One jitted function, as in `_both`. A reshard transposes to the sharding of its input, which is the stored one."""
+    return _gather_auto(_reshard(w, use), auto_part(use), auto_part(stored))
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+def auto_part(placement: Placement) -> Placement:
+    """Return a placement's constraint over Auto mesh axes alone."""
+    return dataclasses.replace(placement, explicit=None)
 
 
 def global_shape(sharding: NamedSharding, local: Sequence[int]) -> tuple[int, ...]:
