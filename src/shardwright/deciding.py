@@ -11,11 +11,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardwright.annotations import Dim
-from shardwright.axes import Role, axis_label
+from shardwright.axes import EXPERT, PARALLELISM_AXES, Role, axis_label, canonical_axis
 from shardwright.errors import (
     AxisConflictError,
     IndivisibleError,
@@ -139,8 +139,8 @@ class Frame:
         ref = RuleRef(key=f"dim {draft.dim}", text="+".join(names) or "-", source="literal spec")
         lost = [name for name in names if name != Fallback.UNCONSTRAINED and name not in self.sizes]
         for name in lost if self.rules.policy.missing is Missing.SKIP else ():
-            hint = did_you_mean(name, self.sizes) or f"the mesh has {', '.join(self.sizes)}"
-            self._problem(MissingMeshAxisError, f"mesh axis {name!r} is not in the mesh", draft.dim, "", rule=ref, fix=hint)
+            fix = lost_entry_fix(name, self.sizes)
+            self._problem(MissingMeshAxisError, f"mesh axis {name!r} is not in the mesh", draft.dim, "", rule=ref, fix=fix)
             draft.rule = ref
             return draft.decided(Outcome.FAILED)
         fallback = Fallback.UNCONSTRAINED if names == (Fallback.UNCONSTRAINED,) else Fallback.NONE if names else Fallback.REPLICATED
@@ -355,6 +355,8 @@ class Frame:
             return self._indivisible(draft, rule, rest, size)
         rather = "None or another mesh axis here" if draft.literal else "EMPTY or another axis here"
         end = "" if draft.literal else f', or end the rule in a fallback, "{rule.ref.text} | -"'
+        holders = [self.taken.get(axis, (0, ""))[1] for axis in failure.blocked_by]
+        is_router = axis_label(EXPERT) in (draft.named, *holders)
         self._problem(
             AxisConflictError,
             "; ".join(self._holder(axis) for axis in dict.fromkeys(failure.blocked_by)),
@@ -362,7 +364,7 @@ class Frame:
             draft.named,
             rule=rule.ref,
             mesh_axes=failure.live,
-            fix=f"an array has each mesh axis once: write {rather}{end}",
+            fix=_ROUTER if is_router else f"an array has each mesh axis once: write {rather}{end}",
         )
         return draft.decided(Outcome.FAILED)
 
@@ -408,9 +410,24 @@ class Frame:
         self.problems.append(Problem(error=error, what=what, path=self.path or "", dim=position, axis=label, rule=text, **fields))
 
 
+_ROUTER = "router weights and logits end in EXPERT_GATE: write it in place of EXPERT, or EMPTY here"
+
+
+def lost_entry_fix(name: str, sizes: Iterable[str]) -> str:
+    """Return how to fix an entry of a literal spec that is not a mesh axis: a slip, or the name of an axis."""
+    names = list(sizes)
+    hint = did_you_mean(PARALLELISM_AXES.get(name, name), names)
+    logical = "write the axes themselves, such as (EMBED, MLP_INTERMEDIATE), or translate flax's with flax.linen.logical_to_mesh"
+    return hint or f"name a mesh axis: the mesh has {', '.join(names)}. For logical names {logical}"
+
+
 def unknown_axis(axis: str, rules: AxisRules) -> Problem:
     """Return the problem of an axis that nothing declares, with what was probably meant."""
     name = axis_label(axis)
+    meant = canonical_axis(name)
+    if meant in rules.known_axes:  # only the underscores or the case are wrong
+        fix = f"write {axis_label(meant)}, whose value is {meant!r}"
+        return Problem(error=UnknownAxisError, what=f"unknown axis {axis!r}", axis=name, fix=fix)
     several, flattened = re.split(r"[\s,]+", name.strip(" ,")), name.split("+")
     if len(several) > 1 or len(flattened) > 1:
         fix = "each dim is a string of its own: " if len(several) > 1 else "a dim over several axes is a tuple of them: "

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from shardwright import _jax, placement, tree
 from shardwright.annotations import Dim, MergedDim, as_annotation, as_shape, is_annotation, is_axes_list, lower
 from shardwright.axes import UNCONSTRAINED, axis_label, canonical_axis
-from shardwright.deciding import unknown_axis
+from shardwright.deciding import lost_entry_fix, unknown_axis
 from shardwright.errors import (
     AxisConflictError,
     MissingMeshAxisError,
@@ -22,7 +22,6 @@ from shardwright.errors import (
     ShapeRequiredError,
     ShardingError,
     StrategyError,
-    did_you_mean,
     raise_problems,
 )
 from shardwright.provenance import DimDecision, Outcome, Resolution
@@ -151,8 +150,8 @@ class SemanticShardMap:
                     "UNCONSTRAINED leaves this dim to the compiler", path="output", dim=at, fix="write None, or a mesh axis"
                 )
             if name not in self.mesh.shape:
-                hint = did_you_mean(name, self.mesh.shape) or f"the mesh has {', '.join(self.mesh.shape)}"
-                raise MissingMeshAxisError(f"mesh axis {name!r} is not in the mesh", path="output", dim=at, fix=hint)
+                fix = lost_entry_fix(name, self.mesh.shape)
+                raise MissingMeshAxisError(f"mesh axis {name!r} is not in the mesh", path="output", dim=at, fix=fix)
         return names
 
     def _out_dim(self, dim: Dim, found: _Found) -> tuple[str, ...]:

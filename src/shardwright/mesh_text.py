@@ -189,8 +189,18 @@ def _word_faults(word: str, named: bool) -> list[tuple[str, str]]:
         return []
     if _WHOLE_NUMBER.fullmatch(word):
         return [(f"part {word!r} has no name, others have one", f'write "name:{word}"')] if named else []
-    fix = f'write "{word.replace("=", ":")}"' if "=" in word else f'write "{word}:2"'
-    return [(f"part {word!r} has no size", fix)]
+    return [(f"part {word!r} has no size", f'write "{_with_colons(word) or f"{word}:2"}"')]
+
+
+# A name and a size, with anything or nothing in between that people write for the colon.
+_PAIR = re.compile(r"([A-Za-z_.]{1,40})[\s=:]*(-?[0-9]{1,18})")
+
+
+def _with_colons(word: str) -> str:
+    """Return `dp:2,tp:4` for `dp 2 tp 4`, `dp=2 tp=4` or `dp2 tp4`; an empty string where there is more than names and sizes."""
+    if len(word) > 200 or _PAIR.sub("", word).strip(" ,"):
+        return ""
+    return ",".join(f"{name}:{size}" for name, size in _PAIR.findall(word))
 
 
 def _words(text: str, start: int) -> list[tuple[int, str]]:
@@ -252,9 +262,9 @@ def _part_problems(parts: Sequence[_Part], *, text: str, infer: bool) -> list[Pr
 
 def _size_problems(part: _Part, *, text: str, what: str, infer: bool) -> list[Problem]:
     if not _is_whole(part.size):
-        return [
-            _fault(f"{what}: size {part.size!r} is not a whole number", text=text, at=part.size_at, fix="write a whole number, such as 4")
-        ]
+        meant = _with_colons(f"{part.name}:{part.size}") if isinstance(part.size, str) else ""
+        fix = f'write "{meant}"' if meant else "write a whole number, such as 4"
+        return [_fault(f"{what}: size {part.size!r} is not a whole number", text=text, at=part.size_at, fix=fix)]
     if abs(part.size) >= _MOST:
         return [
             _fault(f"{what}: no mesh has a size of 20 digits", text=f"{text:.80}", at=min(part.size_at, 80), fix="write a size such as 4")

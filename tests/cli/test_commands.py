@@ -38,7 +38,6 @@ BAD = {
     "diff fsdp ddp --tensors tensors.toml": "mesh axis fsdp = -1 in strategy fsdp needs a number of devices",
     "diff fsdp ddp --tensors tensors.toml --devices 8 --mode serve": "invalid choice: 'serve'",
     "diff fsdp ddp --tensors odd.toml --devices 8": "odd.toml",
-    "presets": "the following arguments are required: action",
     "presets lst": "invalid choice: 'lst'",
     "presets list ddp": "presets list takes no preset\n  fix   write shardwright presets list",
     "presets show": "presets show takes a preset\n  fix   write shardwright presets show fsdp_tp",
@@ -73,7 +72,7 @@ def test_every_command_says_what_its_exit_codes_mean(command: str, tmp_path: Pat
     code, out, _ = run(f"{command} --help", tmp_path)
     assert code == 0
     assert "exit codes: 0 " in out
-    assert "2 the question cannot be asked" in out
+    assert "2 the question cannot be asked" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

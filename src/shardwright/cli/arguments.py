@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import textwrap
 
 from shardwright.cli.inputs import read_count, read_name
+from shardwright.cli.show import LEAST_WIDTH
 from shardwright.report.text import WIDTH
 
 STRATEGY_HELP = 'a preset, or a .toml or .json file; "base | overlay" puts one over another'
@@ -12,14 +15,34 @@ EXIT_CODES = "2 the question cannot be asked (command line, file, mesh)"
 
 
 def make_parser(name: str, what: str, *, epilog: str) -> argparse.ArgumentParser:
-    """Return the parser of a command; the epilog keeps its lines."""
+    """Return the parser of a command; its help is as wide as the terminal, and indented lines of the epilog keep their form."""
+    width = help_width()
     return argparse.ArgumentParser(
         prog=f"shardwright {name}",
-        description=what,
-        epilog=epilog,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=WIDTH, max_help_position=24),
+        description=wrapped(what, width),
+        epilog=wrapped(epilog, width),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=width, max_help_position=24),
         allow_abbrev=False,
     )
+
+
+def help_width() -> int:
+    """Return the characters per line of help: COLUMNS, else the terminal's, else the same as for other answers."""
+    return max(LEAST_WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return text whose paragraphs are filled to a width; indented lines, which are examples to copy, stay as they are."""
+    lines: list[str] = []
+    paragraph: list[str] = []
+    for line in [*text.split("\n"), ""]:
+        if line and not line.startswith(" "):
+            paragraph.append(line)
+            continue
+        lines += textwrap.wrap(" ".join(paragraph), width, break_long_words=False, break_on_hyphens=False)
+        lines.append(line)
+        paragraph = []
+    return "\n".join(lines[:-1])
 
 
 def add_strategies(parser: argparse.ArgumentParser, nargs: str, what: str) -> None:

@@ -10,6 +10,7 @@ import importlib
 import io
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 
@@ -90,6 +91,10 @@ def _run(words: list[str]) -> int:
 
 
 def _overview() -> str:
+    from shardwright.cli.arguments import help_width, wrapped
+
     lines = ["usage: shardwright <command> ...", "", "commands:"]
-    lines += [f"  {name:<10} {what}" for name, what in COMMANDS.items()]
-    return "\n".join([*lines, "", "shardwright <command> --help says more; shardwright --version names the version."])
+    for name, what in COMMANDS.items():
+        lines += textwrap.wrap(f"  {name:<10} {what}", help_width(), subsequent_indent=" " * 13)
+    lines += ["", "shardwright <command> --help says more; shardwright --version names the version."]
+    return wrapped("\n".join(lines), help_width())

@@ -17,7 +17,7 @@ from shardwright.strategy import files
 _ACTIONS = ("list", "show", "copy")
 _EPILOG = f"""\
 examples:
-  shardwright presets list
+  shardwright presets
   shardwright presets show fsdp_tp
   shardwright presets copy fsdp_tp mine.toml
 
@@ -28,7 +28,8 @@ exit codes: 0 done;
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     made = make_parser("presets", "List the strategies that come with the package, show one, or copy one to start from.", epilog=_EPILOG)
-    made.add_argument("action", choices=_ACTIONS, help="list them; show one as it is written; copy one to a file")
+    actions = "list them (the default); show one as it is written; copy one to a file"
+    made.add_argument("action", nargs="?", choices=_ACTIONS, default="list", help=actions)
     made.add_argument("preset", nargs="?", type=read_name, metavar="PRESET", help="which one to show or copy")
     made.add_argument("file", nargs="?", type=read_name, metavar="FILE", help="where to copy it to (default: PRESET.toml)")
     made.add_argument("--force", action="store_true", help="copy: replace a file that is there")

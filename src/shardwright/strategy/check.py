@@ -7,7 +7,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwright.axes import KNOWN_AXES, REPLICATED, STANDARD_MESH_AXES, UNCONSTRAINED, Role, canonical_axis, file_name
+from shardwright.axes import (
+    KNOWN_AXES,
+    PARALLELISM_AXES,
+    REPLICATED,
+    STANDARD_MESH_AXES,
+    UNCONSTRAINED,
+    Role,
+    axis_label,
+    canonical_axis,
+    file_name,
+)
 from shardwright.errors import (
     MissingMeshAxisError,
     Problem,
@@ -102,20 +112,17 @@ def name_problems(data: Mapping[str, Any], written: Written, *, origin: Origin) 
     problems: list[Problem] = []
     own = data.get("axes")
     known = KNOWN_AXES | {canonical_axis(name) for name in (own if isinstance(own, Mapping) else ()) if isinstance(name, str)}
-    labels = sorted(file_name(axis) for axis in known)
+    labels = [*sorted(file_name(axis) for axis in known), *PARALLELISM_AXES.values()]
     for path, table, _ in rule_tables(data):
         for key in table:
             # Where a table stands instead of a rule, its type is the problem.
             if isinstance(key, str) and canonical_axis(key) not in known and not isinstance(table[key], Mapping):
-                hint = did_you_mean(key.lower(), labels)
-                problems.append(
-                    Problem(
-                        error=UnknownAxisError,
-                        what=f"unknown axis {key!r}",
-                        path=where((*path, key), origin),
-                        fix=f'{hint + " " if hint else ""}an axis of your own is declared by [axes] {key} = "what it is"',
-                    )
-                )
+                bare = axis_label(key).lower()
+                hint = did_you_mean(bare, labels)
+                declare = f'an axis of your own is declared by [axes] {key} = "what it is"'
+                # Only the underscores or the case are wrong: it is no axis of the user's own.
+                fix = hint if canonical_axis(bare) in known else f"{hint} {declare}".strip()
+                problems.append(Problem(error=UnknownAxisError, what=f"unknown axis {key!r}", path=where((*path, key), origin), fix=fix))
     return problems + _mesh_name_problems(data, written, origin)
 
 
@@ -146,7 +153,8 @@ def _meant(name: str, known: Sequence[str]) -> str:
     words = [word for word in re.split(r"\W+", name) if word]
     if len(words) > 1 and all(word in known for word in words):
         return f'mesh axes are joined by "+": did you mean "{"+".join(words)}"?'
-    return did_you_mean(name, known) or f"add it to [mesh], {name} = 1, or name one of {', '.join(known)}"
+    meant = PARALLELISM_AXES.get(name) or axis_label(name).lower()
+    return did_you_mean(meant, known) or f"add it to [mesh], {name} = 1, or name one of {', '.join(known)}"
 
 
 def parse_rules(data: Mapping[str, Any], origin: Origin) -> Written:

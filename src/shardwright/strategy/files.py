@@ -57,8 +57,11 @@ def preset_names() -> tuple[str, ...]:
 
 def read_preset(name: str) -> Parsed:
     """Return a preset's data and where each key stands."""
+    if not isinstance(name, str):
+        path = "; Strategy.load reads a file" if isinstance(name, os.PathLike) else ""
+        raise StrategyError(f"the name of a preset is text, not {name!r}", fix=f"presets are {', '.join(preset_names())}{path}")
     if name not in preset_names():
-        hint = did_you_mean(name, preset_names())
+        hint = did_you_mean(name.removesuffix(".toml"), preset_names())
         raise StrategyError(f"no preset {name!r}", fix=f"{hint + ' ' if hint else ''}presets are {', '.join(preset_names())}")
     return parse(preset_text(name), format="toml", source=f"{name}.toml")
 
@@ -72,13 +75,17 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
     """Parse TOML or JSON text; the origin maps each key path to `source:line`."""
     if not isinstance(text, str):
         raise StrategyError(f"{text!r} is no text", path=source, fix="pass the text of a file; Strategy.load(path) reads one")
+    if format not in ("toml", "json"):
+        raise StrategyError(f"format is {format!r}", path=source, fix='write "toml" or "json"')
     try:
         data = tomllib.loads(text) if format == "toml" else json.loads(text, object_pairs_hook=_no_duplicates)
     except tomllib.TOMLDecodeError as error:
         line, column = _toml_position(str(error), text)
-        raise _syntax(text, source, str(error), line, column, fix=_quoted(text.split("\n")[line - 1]) or _CORRECT) from error
+        raise _syntax(text, source, str(error), line, column, fix=_toml_fix(text, line)) from error
     except json.JSONDecodeError as error:
         fix = "drop the comma before the bracket" if _is_trailing_comma(text, error.pos) else _CORRECT
+        if error.pos == 0:
+            fix = 'if this is TOML, pass format="toml" to loads, or name the file .toml'
         raise _syntax(text, source, error.msg, error.lineno, error.colno, fix=fix) from error
     except RecursionError as error:
         raise StrategyError("the file is nested too deeply", path=source, fix="flatten it") from error
@@ -112,6 +119,14 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 _CORRECT = "correct the syntax there"
 _BARE = re.compile(r"^\s*([\w.-]+)\s*=\s*([A-Za-z?|-][\w+|? -]*?)\s*(?:#.*)?$")
+
+
+def _toml_fix(text: str, line: int) -> str:
+    if text.lstrip().startswith("{"):
+        return 'this is JSON: pass format="json" to loads, or name the file .json'
+    if text.endswith((".toml", ".json")) and len(text.split()) == 1:
+        return f"Strategy.load({text!r}) reads a file"
+    return _quoted(text.split("\n")[line - 1]) or _CORRECT
 
 
 def _quoted(line: str) -> str:
