@@ -267,9 +267,12 @@ class TestRank:
 
 
 class TestLowering:
-    def test_empty_inside_a_composite_is_ignored(self) -> None:
-        assert lower(((sw.HEAD, sw.EMPTY),)) == lower((sw.HEAD,))
-        assert lower(((sw.EMPTY, sw.EMPTY),)) == lower((sw.EMPTY,))
+    @pytest.mark.parametrize("dim", [(sw.HEAD, sw.EMPTY), (sw.EMPTY, sw.EMPTY), (sw.EMPTY,)])
+    def test_empty_inside_a_composite_is_refused(self, dim: Any) -> None:
+        with pytest.raises(sw.StrategyError, match=r"dim 1 .*_.*: a composite may not contain EMPTY"):
+            lower((sw.BATCH, dim))
+
+    def test_a_composite_of_nothing_is_empty(self) -> None:
         assert lower(((),)) == lower((sw.EMPTY,))
 
     def test_a_composite_keeps_the_order_of_its_members(self) -> None:

@@ -28,6 +28,7 @@ ORDER = (
         "specs",
         "provenance",
         "rules",
+        "composites",
         "partition_axis",
         "parts",
         "deciding",

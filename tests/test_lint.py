@@ -383,6 +383,28 @@ CASES: dict[str, Case] = {
         fix='[rules] rotary = "-"',
         quiet='[axes]\nrotary = "x"\n[rules]\nbatch = "dp"\nrotary = "-"\n',
     ),
+    "an axis of a composite without a rule": Case(
+        text='[axes]\nrotary = "x"\n[rules]\nbatch = "dp"\n',
+        tensors=[Tensor(path="q", axes=((sw.BATCH, "rotary"),))],
+        code=Code.NO_RULE,
+        severity=Severity.WARNING,
+        where="s.toml:3 rules",
+        says="ROTARY of q has no rule: replicated",
+        fix='[rules] rotary = "-"',
+        quiet='[axes]\nrotary = "x"\n[rules]\nbatch = "dp"\nrotary = "-"\n',
+    ),
+    "a composite that does not divide": Case(
+        text='[rules]\nbatch = "dp"\nlength = "sp"\n',
+        tensors=[Tensor(path="x", axes=((sw.BATCH, sw.LENGTH),), shape=(6,))],
+        mesh="dp:2,sp:2",
+        code=Code.UNRESOLVED,
+        severity=Severity.ERROR,
+        where="x dim 0 BATCH+LENGTH",
+        says="size 6 does not divide over dp=2, sp=2 (4 shards); "
+        'rule batch = "dp" (s.toml:2, [rules]) and length = "sp" (s.toml:3, [rules])',
+        fix='length = "sp | -"',
+        quiet='[rules]\nbatch = "dp"\nlength = "sp | -"\n',
+    ),
     "an axis without a rule in some modes": Case(
         text='[axes]\nrotary = "x"\n[modes.decode]\nrotary = "-"\n',
         tensors=[act("q", "rotary")],

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 from shardwright.axes import PARALLELISM_AXES, SEMANTIC_AXES, Role
 from shardwright.layouts import LAYOUTS
-from shardwright.modes import MODES
+from shardwright.modes import MODE_DECODE, MODES
 from shardwright.provenance import Outcome
 from tests.golden.specs import MESHES
 
@@ -265,3 +265,40 @@ def test_scores_annotated_with_both_lengths_are_refused_where_sp_is_more_than_on
     assert manager("fsdp_tp", "fsdp:2,sp:1,tp:4").resolve(axes, shape=(2, 4, 64, 64)) == P("fsdp", "tp")
     with pytest.raises(sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"):
         manager("fsdp_tp", "fsdp:2,sp:2,tp:2").resolve(axes, shape=(2, 4, 64, 64))
+
+
+TOKENS = {
+    "hidden": ((sw.BATCH, sw.QUERY_LENGTH), sw.EMBED),
+    "residual": ((sw.BATCH, sw.LENGTH), sw.EMBED),
+    "feed-forward": ((sw.BATCH, sw.QUERY_LENGTH), sw.MLP_INTERMEDIATE),
+    "logits": ((sw.BATCH, sw.QUERY_LENGTH), sw.VOCAB),
+    "router logits": ((sw.BATCH, sw.QUERY_LENGTH), sw.EXPERT_GATE),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("mesh", [*MESHES, "dp:2,fsdp:2,sp:2,ep:2,tp:2"])
+def test_flattened_tokens_lie_like_their_dims(preset: str, mesh: str) -> None:
+    pm = manager(preset, mesh)
+    for mode in MODES:
+        length = 1 if mode == MODE_DECODE else 4096
+        for name, axes in TOKENS.items():
+            apart = pm.resolve(*axes[0], axes[1], shape=(16, length, 64), mode=mode)
+            entries = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in apart]
+            batch, tokens, last = [*entries, (), (), ()][:3]
+            flat = pm.explain(*axes, shape=(16 * length, 64), mode=mode)
+            assert [decision.mesh_axes for decision in flat.decisions] == [(*batch, *tokens), last], (name, mode)
+
+
+@pytest.mark.parametrize("preset", SERVING)
+@pytest.mark.parametrize("mode", GENERATION)
+@pytest.mark.parametrize("mesh", [*MESHES, "dp:2,fsdp:2,ep:2,sp:2,tp:2"])
+def test_serving_presets_take_one_flat_prompt(preset: str, mode: str, mesh: str) -> None:
+    pm = manager(preset, mesh)
+    for length in (1, 7, 4096):
+        for name, axes in TOKENS.items():
+            found = pm.explain(*axes, shape=(length, 64), mode=mode)
+            if preset == "serve_long_context" and mode == "prefill" and "sp" in mesh and length < 4096:
+                assert [problem.error for problem in found.problems] == [sw.IndivisibleError]
+            else:
+                assert found.ok, (name, found)

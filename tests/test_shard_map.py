@@ -229,6 +229,12 @@ ERRORS: dict[str, tuple[Any, tuple[Any, ...], type[sw.ShardingError], str]] = {
         sw.AxisConflictError,
         "output dim 1 HEAD: mesh axis tp stands twice",
     ),
+    "twice in a composite": (
+        {"in_axes": [X], "out_axes": (sw.BATCH, (sw.EMBED, sw.HEAD))},
+        (8,),
+        sw.AxisConflictError,
+        r"output dim 1 EMBED\+HEAD: mesh axis tp stands twice",
+    ),
     "no annotation": ({"in_axes": [3], "out_axes": X}, (8,), sw.StrategyError, "argument 0: int is not an annotation"),
     "an axis as output": ({"in_axes": [X], "out_axes": sw.BATCH}, (8,), sw.StrategyError, "output: '__BATCH__' is not an annotation"),
     "None in an output": ({"in_axes": [X], "out_axes": (sw.BATCH, None)}, (8,), sw.StrategyError, "output dim 1: .* its entry None is not"),

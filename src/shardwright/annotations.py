@@ -19,7 +19,18 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardwright.axes import EMPTY, LAYERS, UNCONSTRAINED, Role, axis_label, canonical_axis
+from shardwright.axes import (
+    EMPTY,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    LAYERS,
+    UNCONSTRAINED,
+    Role,
+    axis_label,
+    canonical_axis,
+)
 from shardwright.errors import AxisConflictError, RankMismatchError, ShapeRequiredError, StrategyError
 from shardwright.layouts import DynamicShardingAxes
 from shardwright.modes import MODE_DECODE, MODE_TRAIN
@@ -335,9 +346,8 @@ class Lowered:
 def _lower_dim(entry: Any, means: str) -> Dim:
     if isinstance(entry, MergedDim):
         return Dim(axes=(entry.members[0][0],), merged=entry.members)
-    names = (entry,) if isinstance(entry, str) else entry
-    axes = tuple([canonical_axis(name) for name in names if name != EMPTY])
-    return Dim(axes=axes, means="" if means == EMPTY else means)
+    names = entry if isinstance(entry, tuple) else () if entry == EMPTY else (entry,)
+    return Dim(axes=tuple(map(canonical_axis, names)), means="" if means == EMPTY else means)
 
 
 def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
@@ -346,7 +356,7 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
     Raises:
       RankMismatchError: the ranks differ, a merged dim is not its members' product, or a part is longer than its whole.
       AxisConflictError: the same axis stands twice.
-      StrategyError: a literal spec that leaves its array unreduced.
+      StrategyError: a composite that has `EMPTY`, or a head beside its dim; a literal spec that leaves its array unreduced.
     """
     if isinstance(annotation, ArraySpec):
         if shape is not None and tuple(shape) != annotation.shape:
@@ -360,6 +370,7 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
         lowered = _lower_layout(annotation, None if shape is None else len(shape))
     else:
         lowered = Lowered(dims=tuple([_lower_dim(entry, "") for entry in annotation]))
+    _check_composites(lowered.dims)
     _check_rank(annotation, lowered.dims, shape)
     _check_repeats(lowered.dims)
     return lowered
@@ -485,6 +496,32 @@ def _rank_fix(annotation: Any, dims: int, rank: int) -> str:
         one = name.removesuffix(")") + ",)" if dims == 1 and name.startswith("(") else name
         return f"add the missing dim's axis, or EMPTY; for a stack of layers use stacked({one})"
     return "write one axis per dim, EMPTY where a dim is not sharded"
+
+
+_HEADS = {HEAD: HEAD_DIM, KV_HEAD: KV_HEAD_DIM}
+_HEAD_DIMS = frozenset(_HEADS.values())
+
+
+def _check_composites(dims: tuple[Dim, ...]) -> None:
+    """Check that no composite has `EMPTY`, or may cut within a head."""
+    for position, dim in enumerate(dims):
+        if dim.axes == (EMPTY,) or (len(dim.axes) > 1 and EMPTY in dim.axes):
+            raise StrategyError(
+                "a composite may not contain EMPTY: it is one dim over several axes",
+                dim=position,
+                axis=dim.label,
+                fix="write EMPTY for a whole dim, or leave it out of the composite; for one annotation per array of a "
+                "tuple, pass the arrays as a tuple",
+            )
+        heads = [axis for axis in dim.axes if axis in _HEADS] if len(dim.axes) > 1 else []
+        if heads and not _HEAD_DIMS.isdisjoint(dim.axes):
+            head, width = axis_label(heads[0]), next(axis_label(axis) for axis in dim.axes if axis in _HEAD_DIMS)
+            raise StrategyError(
+                f"a composite of {head} and {width} may split a head: its parts need not be whole heads",
+                dim=position,
+                axis=dim.label,
+                fix=f"annotate the flat dim as merged(({head}, heads), ({width}, head_dim)): the heads must then divide",
+            )
 
 
 def _check_repeats(dims: tuple[Dim, ...]) -> None:

@@ -1,6 +1,6 @@
 """How one dim is decided. This is the one place that decides divisibility, conflicts and fallbacks. Dims go left to right:
 
-1. the rule of the dim's axis (`_rule_for`), by mode, role and path;
+1. the rule of the dim's axis (`_rule_for`), by mode, role and path; of a composite, the members' rules together;
 2. the first candidate whose mesh axes are free and whose product divides the dim (`_choose`);
 3. if none fits, the rule's own fallback, then the policy (`_fall_back`);
 4. for a weight where it is used, the mesh axes that it is gathered over (`gathered`).
@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shardwright.annotations import Dim
 from shardwright.axes import EXPERT, PARALLELISM_AXES, Role, axis_label, canonical_axis
+from shardwright.composites import Candidate, Composite, make_composite, reduced
 from shardwright.errors import (
     AxisConflictError,
     IndivisibleError,
@@ -32,14 +33,21 @@ from shardwright.modes import mode_name
 from shardwright.provenance import DimDecision, Outcome, Reason, RuleRef, Skip
 from shardwright.rules import AxisRules, Conflict, Fallback, Indivisible, Missing, Rule, default_rule
 
+_Chain = Rule | Composite
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Failure:
     """The first non-empty candidate that did not fit: what the policy acts on."""
 
-    live: tuple[str, ...]
+    candidate: Candidate
     reason: Reason
     blocked_by: tuple[str, ...] = ()
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """The candidate's mesh axes of more than one device."""
+        return self.candidate.live
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -162,7 +170,7 @@ class Frame:
     def _stated(self, axis: str) -> Rule | None:
         return self.rules.stated(axis, mode=self.mode, role=self.role, path=self.path)
 
-    def _rule_for(self, dim: Dim, position: int) -> Rule | None:
+    def _rule_for(self, dim: Dim, position: int) -> _Chain | None:
         """Return the rule of a dim, or None: no rule, or a composite that makes none (then a problem is noted)."""
         if dim.means and self.role is not Role.ACTIVATION:
             found = self._stand_in(dim)
@@ -189,34 +197,16 @@ class Frame:
     def _tensor(self, axis: str) -> Rule | None:
         return self.rules.tensor_rule(axis, role=self.role, path=self.path)
 
-    def _composite(self, dim: Dim, members: list[Rule | None], position: int) -> Rule | None:
-        stated = [(axis, rule) for axis, rule in zip(dim.axes, members, strict=True) if rule is not None]
-        for axis, rule in stated:
-            if len(rule.candidates) + bool(rule.fallback) > 1 or rule.fallback is Fallback.UNCONSTRAINED:
-                what = "several candidates" if len(rule.candidates) + bool(rule.fallback) > 1 else '"?"'
-                self._problem(
-                    StrategyError,
-                    f"the rule of {axis_label(axis)} has {what}, so it cannot be a member of a composite",
-                    position,
-                    dim.label,
-                    rule=rule.ref,
-                    fix="for axes flattened into one dim use merged((A, size), (B, size)); else give the member one candidate",
-                )
-                return None
-        if not stated:
+    def _composite(self, dim: Dim, rules: list[Rule | None], position: int) -> Composite | None:
+        found = make_composite(dim.axes, rules, self.sizes, self.rules.policy.missing)
+        if isinstance(found, Problem):
+            self.problems.append(dataclasses.replace(found, path=self.path or "", dim=position, axis=dim.label))
             return None
-        joined = tuple(axis for _, rule in stated for candidate in rule.candidates for axis in candidate)
-        ref = RuleRef(
-            key=" + ".join(rule.ref.key for _, rule in stated),
-            text=" + ".join(rule.ref.text for _, rule in stated),
-            table=", ".join(dict.fromkeys(rule.ref.table for _, rule in stated if rule.ref.table)),
-            source=", ".join(dict.fromkeys(rule.ref.source for _, rule in stated if rule.ref.source)),
-        )
-        return Rule(candidates=(joined,) if joined else (), fallback=Fallback.NONE if joined else Fallback.REPLICATED, ref=ref)
+        return found
 
     # Which candidate.
 
-    def _choose(self, draft: _Draft, rule: Rule, size: int | None) -> DimDecision:
+    def _choose(self, draft: _Draft, rule: _Chain, size: int | None) -> DimDecision:
         trial = self._try(rule, size)
         draft.rule, draft.skipped = rule.ref, tuple(trial.skipped)
         if trial.dropped_missing:
@@ -235,27 +225,27 @@ class Frame:
             return self._taken_by(draft, trial.chosen, Outcome.CHOSEN, unchecked=size is None)
         return self._fall_back(draft, rule, trial, size)
 
-    def _try(self, rule: Rule, size: int | None) -> _Trial:
+    def _try(self, rule: _Chain, size: int | None) -> _Trial:
         """Try the candidates in order; keep trying names after a choice so that no-shape requests see all of them."""
         trial = _Trial()
-        for candidate in rule.candidates:
-            live = self._live(candidate, trial)
-            if trial.dropped_missing and size is None and trial.lives:
+        for candidate in self._candidates(rule):
+            trial.skipped += candidate.passed
+            if candidate.lost and size is None and trial.lives:
                 # An earlier candidate would do for some sizes: without one, both are in play.
-                trial.dropped_missing = False
-                trial.lives.append(candidate)
+                trial.lives.append(candidate.written)
                 return trial
-            if trial.dropped_missing:
+            if candidate.lost:
+                trial.dropped_missing = True
                 return trial
+            live = candidate.live
             if not live:
-                trial.skipped.append(Skip(reason=Reason.EMPTY, candidate=candidate))
                 continue
             trial.lives.append(live)
             blocked = self._blocked(live)
             if blocked and not self._dropped(size, live):
-                self._fail(trial, candidate, _Failure(live=live, reason=Reason.TAKEN, blocked_by=blocked))
+                self._fail(trial, _Failure(candidate=candidate, reason=Reason.TAKEN, blocked_by=blocked))
             elif size is not None and not self.fits(size, live):
-                self._fail(trial, candidate, _Failure(live=live, reason=Reason.INDIVISIBLE), size=size)
+                self._fail(trial, _Failure(candidate=candidate, reason=Reason.INDIVISIBLE), size=size)
             elif size is None:
                 trial.chosen = trial.chosen or live
             else:
@@ -263,23 +253,14 @@ class Frame:
                 return trial
         return trial
 
+    def _candidates(self, rule: _Chain) -> Iterator[Candidate]:
+        if isinstance(rule, Composite):
+            return rule.candidates()
+        return (reduced(written, self.sizes, self.rules.policy.missing) for written in rule.candidates)
+
     def _dropped(self, size: int | None, live: tuple[str, ...]) -> bool:
         """Tell whether a dim is dropped for its size, and so wants no mesh axis that another dim could hold."""
         return self.rules.policy.indivisible is Indivisible.DROP and size is not None and not self.fits(size, live)
-
-    def _live(self, candidate: tuple[str, ...], trial: _Trial) -> tuple[str, ...]:
-        """Return a candidate without mesh axes that are absent or of size 1, recording each."""
-        live = []
-        for axis in candidate:
-            size = self.sizes.get(axis)
-            if size is not None and size > 1:
-                live.append(axis)
-                continue
-            reason = Reason.MISSING if size is None else Reason.SIZE_ONE
-            trial.skipped.append(Skip(reason=reason, candidate=candidate, mesh_axis=axis))
-            if size is None and self.rules.policy.missing is Missing.REPLICATE:
-                trial.dropped_missing = True
-        return tuple(live)
 
     def _blocked(self, live: tuple[str, ...]) -> tuple[str, ...]:
         """Return the mesh axes of a candidate that an earlier dim, or an earlier member, holds."""
@@ -293,13 +274,13 @@ class Frame:
             return self.sizes[live[0]]
         return math.prod([self.sizes[axis] for axis in live if axis not in self.manual])
 
-    def _fail(self, trial: _Trial, candidate: tuple[str, ...], failure: _Failure, *, size: int | None = None) -> None:
+    def _fail(self, trial: _Trial, failure: _Failure, *, size: int | None = None) -> None:
         if failure.reason is Reason.TAKEN:
             detail = ", ".join(self._holder(axis) for axis in dict.fromkeys(failure.blocked_by))
         else:
             assert size is not None
             detail = self._remainder(size, failure.live)
-        trial.skipped.append(Skip(reason=failure.reason, candidate=candidate, detail=detail))
+        trial.skipped.append(Skip(reason=failure.reason, candidate=failure.candidate.written, detail=detail))
         trial.failure = trial.failure or failure
 
     def _remainder(self, size: int, live: tuple[str, ...]) -> str:
@@ -311,7 +292,7 @@ class Frame:
         position, label = self.taken[axis]
         return f"{axis} is taken by dim {position} {label}".rstrip()
 
-    def _needs_shape(self, trial: _Trial, rule: Rule) -> bool:
+    def _needs_shape(self, trial: _Trial, rule: _Chain) -> bool:
         distinct = {*trial.lives, *([(rule.fallback.value,)] if rule.fallback else [])}
         return len(distinct) > 1 or (bool(trial.lives) and self.rules.policy.indivisible is not Indivisible.ERROR)
 
@@ -321,7 +302,7 @@ class Frame:
 
     # What if none fits.
 
-    def _fall_back(self, draft: _Draft, rule: Rule, trial: _Trial, size: int | None) -> DimDecision:
+    def _fall_back(self, draft: _Draft, rule: _Chain, trial: _Trial, size: int | None) -> DimDecision:
         if rule.fallback is Fallback.REPLICATED:
             return draft.decided(Outcome.REPLICATED)
         if rule.fallback is Fallback.UNCONSTRAINED:
@@ -330,9 +311,9 @@ class Frame:
             return draft.decided(Outcome.NO_MESH_AXIS)
         if trial.failure.reason is Reason.TAKEN:
             return self._conflict(draft, rule, trial.failure, size)
-        return self._indivisible(draft, rule, trial.failure.live, size)
+        return self._indivisible(draft, rule, trial.failure, trial.failure.live, size)
 
-    def _unconstrained(self, draft: _Draft, rule: Rule) -> DimDecision:
+    def _unconstrained(self, draft: _Draft, rule: _Chain) -> DimDecision:
         if self.role is Role.ACTIVATION:
             return draft.decided(Outcome.UNCONSTRAINED)
         self._problem(
@@ -345,18 +326,20 @@ class Frame:
         )
         return draft.decided(Outcome.FAILED)
 
-    def _conflict(self, draft: _Draft, rule: Rule, failure: _Failure, size: int | None) -> DimDecision:
+    def _conflict(self, draft: _Draft, rule: _Chain, failure: _Failure, size: int | None) -> DimDecision:
         if self.rules.policy.conflict is Conflict.FIRST_DIM:
             rest = tuple(axis for axis in dict.fromkeys(failure.live) if axis not in self.taken)
             if not rest or size is None or self.fits(size, rest):
                 return self._taken_by(draft, rest, Outcome.POLICY_FIRST_DIM, unchecked=bool(rest) and size is None)
             left = Skip(reason=Reason.INDIVISIBLE, candidate=rest, detail=self._remainder(size, rest))
             draft.skipped = (*draft.skipped, left)
-            return self._indivisible(draft, rule, rest, size)
+            return self._indivisible(draft, rule, failure, rest, size)
         rather = "None or another mesh axis here" if draft.literal else "EMPTY or another axis here"
         end = "" if draft.literal else f', or end the rule in a fallback, "{rule.ref.text} | -"'
         holders = [self.taken.get(axis, (0, ""))[1] for axis in failure.blocked_by]
         is_router = axis_label(EXPERT) in (draft.named, *holders)
+        if isinstance(rule, Composite):
+            end = f", or end a member's rule in a fallback, {self._fallback_of(rule, failure, size)}"
         self._problem(
             AxisConflictError,
             "; ".join(self._holder(axis) for axis in dict.fromkeys(failure.blocked_by)),
@@ -368,7 +351,7 @@ class Frame:
         )
         return draft.decided(Outcome.FAILED)
 
-    def _indivisible(self, draft: _Draft, rule: Rule, live: tuple[str, ...], size: int | None) -> DimDecision:
+    def _indivisible(self, draft: _Draft, rule: _Chain, failure: _Failure, live: tuple[str, ...], size: int | None) -> DimDecision:
         assert size is not None
         if self.rules.policy.indivisible in (Indivisible.REPLICATE, Indivisible.DROP):
             dropped = self.rules.policy.indivisible is Indivisible.DROP
@@ -379,10 +362,7 @@ class Frame:
         over = ", ".join(f"{axis}={self.sizes[axis]}" for axis in live)
         shards = self._shards(live)
         count = f" ({shards} shards)" if len(live) > 1 else ""
-        parts = [part for end in range(1, len(live)) for part in (live[:-end], live[end:]) if self.fits(size, part)]
-        best = max(parts, key=self._shards, default=())
-        then = f"{'+'.join(best)} | -" if best else "-"
-        fallback = "write None there" if draft.literal else f'add a fallback, {rule.ref.key} = "{rule.ref.text} | {then}"'
+        fallback = "write None there" if draft.literal else f"add a fallback, {self._fallback_for(rule, failure, live, size)}"
         self._problem(
             IndivisibleError,
             f"{f'{draft.judged_as} of ' if draft.judged_as else ''}size {size} does not divide over {over}{count}",
@@ -395,6 +375,21 @@ class Frame:
             fix=f"{fallback}, or choose a size and a mesh that divide",
         )
         return draft.decided(Outcome.FAILED)
+
+    def _fallback_for(self, rule: _Chain, failure: _Failure, live: tuple[str, ...], size: int) -> str:
+        """Return the rule with a fallback that this size would have taken."""
+        if isinstance(rule, Composite):
+            return self._fallback_of(rule, failure, size)
+        parts = [part for end in range(1, len(live)) for part in (live[:-end], live[end:]) if self.fits(size, part)]
+        best = max(parts, key=self._shards, default=())
+        then = f"{'+'.join(best)} | -" if best else "-"
+        return f'{rule.ref.key} = "{rule.ref.text} | {then}"'
+
+    def _fallback_of(self, rule: Composite, failure: _Failure, size: int | None) -> str:
+        def fits(live: tuple[str, ...]) -> bool:
+            return not self._blocked(live) and (size is None or self.fits(size, live))
+
+        return rule.with_fallback(failure.candidate.parts, fits)
 
     def _problem(
         self,
@@ -441,7 +436,9 @@ def unknown_axis(axis: str, rules: AxisRules) -> Problem:
 
 
 def rule_text(rule: RuleRef, mode: str) -> str:
-    """Return a rule, where it is written, and the mode it was asked in."""
+    """Return a rule, where it is written, and the mode it was asked in; of a composite one line per member."""
+    if rule.members:
+        return "\n".join(rule_text(member, mode) for member in rule.members)
     text = str(rule)
     mark = f"mode {mode_name(mode)}"
     return f"{text[:-1]}, {mark})" if text.endswith(")") else f"{text}   ({mark})"

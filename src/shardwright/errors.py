@@ -26,7 +26,7 @@ class Problem:
       size: number of elements of the dimension, or None.
       mesh_axes: the mesh axes concerned.
       shards: product of their sizes, or None.
-      rule: the rule that decided, as text with its source, or empty.
+      rule: the rule that decided, as text with its source, or empty; of a composite one line per member.
       fix: how to fix it, or empty.
       snippet: source lines with a caret, or empty.
     """
@@ -48,8 +48,8 @@ class Problem:
         place = " ".join(part for part in (self.path, dim, self.axis) if part)
         lines = [f"{place}: {self.what}" if place else self.what]
         lines += [f"  {line}" for line in self.snippet.splitlines()]
-        if self.rule:
-            lines.append(f"  rule  {self.rule}")
+        for at, line in enumerate(self.rule.splitlines()):
+            lines.append(f"        {line}" if at else f"  rule  {line}")
         if self.fix:
             lines.append(f"  fix   {self.fix}")
         return "\n".join(lines)

@@ -133,7 +133,7 @@ class SemanticShardMap:
         taken: set[str] = set()
         for at, dim in enumerate(lower(annotation).dims):
             names = self._out_dim(dim, found) if dim.literal is None else self._literal(at, dim.literal)
-            clash = [name for name in names if name in taken]
+            clash = [name for at_name, name in enumerate(names) if name in taken or name in names[:at_name]]
             if clash:
                 raise AxisConflictError(
                     f"mesh axis {clash[0]} stands twice", path="output", dim=at, axis=dim.label, fix="annotate one of the dims EMPTY"

@@ -26,6 +26,7 @@ class Reason(enum.StrEnum):
     EMPTY = "empty"
     TAKEN = "taken"
     INDIVISIBLE = "indivisible"
+    NO_RULE = "no_rule"
 
 
 class Outcome(enum.StrEnum):
@@ -66,16 +67,36 @@ class RuleRef:
       text: the rule itself, for instance `tp | -`.
       table: the table's key path, for instance `modes.decode`.
       source: file and line, or whatever made the rule.
+      members: of a composite, the rules of its members; the other fields then join theirs.
     """
 
     key: str
     text: str
     table: str = ""
     source: str = ""
+    members: tuple[RuleRef, ...] = ()
+
+    @property
+    def written(self) -> str:
+        """The rule as a file has it; of a composite, each member's."""
+        return "; ".join(f'{ref.key} = "{ref.text}"' for ref in self.members or (self,))
+
+    @property
+    def place(self) -> str:
+        """File, line and table; of a composite, each member's."""
+        places = [" ".join(part for part in (ref.source, f"[{ref.table}]" if ref.table else "") if part) for ref in self.members or (self,)]
+        return "; ".join(places if len({*places}) > 1 else places[:1])
 
     def __str__(self) -> str:
+        if self.members:
+            return "\n".join(map(str, self.members))
         place = ", ".join(part for part in (self.source, f"[{self.table}]" if self.table else "") if part)
         return f'{self.key} = "{self.text}"' + (f"   ({place})" if place else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the rule as plain data; `members` only of a composite."""
+        made = {"key": self.key, "text": self.text, "table": self.table, "source": self.source}
+        return {**made, "members": [ref.to_json() for ref in self.members]} if self.members else made
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +105,9 @@ class Skip:
 
     Attributes:
       reason: why.
-      candidate: the candidate as written.
+      candidate: the candidate as written; empty where a member of a composite has no rule.
       mesh_axis: the mesh axis that was removed from it, or empty if the whole candidate was passed over.
-      detail: the values, for instance `6 % 4`.
+      detail: the values, for instance `6 % 4`; of `NO_RULE` the member.
     """
 
     reason: Reason
@@ -97,6 +118,8 @@ class Skip:
     def __str__(self) -> str:
         if self.mesh_axis:
             return f"{self.mesh_axis} {'is not in the mesh' if self.reason is Reason.MISSING else 'has size 1'}"
+        if self.reason is Reason.NO_RULE:
+            return f"{self.detail} has no rule"
         name = "+".join(self.candidate)
         return f"{name}: {self.detail or 'no mesh axis left'}"
 
@@ -175,7 +198,7 @@ class DimDecision:
             "size": self.size,
             "mesh_axes": list(self.mesh_axes),
             "outcome": str(self.outcome),
-            "rule": None if self.rule is None else dataclasses.asdict(self.rule),
+            "rule": None if self.rule is None else self.rule.to_json(),
             "skipped": [{**dataclasses.asdict(skip), "candidate": list(skip.candidate)} for skip in self.skipped],
             "gathered": list(self.gathered),
             "zero1": list(self.zero1),
@@ -269,8 +292,8 @@ HEAD = ("dim", "axis", "size", "mesh axes", "rule", "written in", "why")
 def row(decision: DimDecision) -> tuple[str, ...]:
     """Return a decision as cells under `HEAD`."""
     ref = decision.rule
-    rule = "" if ref is None else f'{ref.key} = "{ref.text}"'
-    place = "" if ref is None else " ".join(part for part in (ref.source, f"[{ref.table}]" if ref.table else "") if part)
+    rule = "" if ref is None else ref.written
+    place = "" if ref is None else ref.place
     size = "" if decision.size is None else str(decision.size)
     return (str(decision.dim), decision.label or EMPTY, size, lies_text(decision), rule, place, decision.why)
 

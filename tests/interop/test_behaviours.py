@@ -89,11 +89,13 @@ def test_04_a_mode_that_nobody_knows_is_an_error() -> None:
             call([HEAD], "autoregressive")
 
 
-def test_05_a_typo_inside_a_composite_is_an_error_and_empty_is_ignored() -> None:
+def test_05_a_typo_or_empty_inside_a_composite_is_an_error() -> None:
     with pytest.raises(sw.UnknownAxisError, match=r"(?s)Unknown semantic axis name: '__KV_HAED__'.*did you mean 'KV_HEAD'"):
         PartitionAxis().resolve_axis([["__KV_HAED__", TP]], MODE_TRAIN)
-    assert PartitionAxis().resolve_axis([[EMPTY, TP]], MODE_TRAIN) == [["tp"]]
-    # So is an axis that is replicated: nothing and tp are tp.
+    for empty in (EMPTY, None):
+        with pytest.raises(sw.StrategyError, match="a composite may not contain EMPTY"):
+            PartitionAxis().resolve_axis([[empty, TP]], MODE_TRAIN)
+    # An axis that is replicated adds nothing: nothing and tp are tp.
     assert PartitionAxis(head_axis=None).resolve_axis([[HEAD, TP]], MODE_TRAIN) == [["tp"]]
 
 

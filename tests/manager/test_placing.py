@@ -135,7 +135,7 @@ def test_composite_lies_over_two_mesh_axes_major_first() -> None:
     pm = make_manager("auto")
     found = pm.shard(numbers(8, 3), (sw.BATCH, sw.VOCAB), sw.EMPTY)
     assert lies_over(found, pm.mesh, ("dp", "tp"), None)
-    assert pm.shard(numbers(3, 8), sw.EMPTY, (sw.EMPTY, sw.VOCAB)).sharding.spec == jax.P(None, "tp")
+    assert pm.shard(numbers(3, 8), sw.EMPTY, (sw.LENGTH, sw.VOCAB)).sharding.spec == jax.P(None, "tp")
 
 
 def test_layout_classes_and_instances_place_alike() -> None:

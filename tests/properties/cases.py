@@ -112,12 +112,14 @@ def annotated(dims: Sequence[Any]) -> list[str]:
 
 @st.composite
 def annotations(draw: Choose, *, composites: bool = False) -> tuple[Any, ...]:
-    """Distinct axes with EMPTY between them; optionally pairs of them in one dim."""
+    """Distinct axes with EMPTY between them; optionally two or three of them in one dim."""
     axes = list(AXES[: draw(st.integers(0, 4))])
     dims: list[Any] = []
     while axes:
         if composites and len(axes) > 1 and draw(st.integers(0, 3)) == 3:
-            dims.append((axes.pop(0), axes.pop(0)))
+            count = draw(st.integers(2, min(3, len(axes))))
+            dims.append(tuple(axes[:count]))
+            del axes[:count]
         else:
             dims.append(axes.pop(0))
     if draw(st.integers(0, 3)) == 3:

@@ -44,23 +44,42 @@ def shards(case: Case, names: Any) -> int:
     return math.prod(case.mesh[name] for name in names)
 
 
-def candidate_of(case: Case, text: str, size: int, used: set[str]) -> Entry:
-    """Return where one dim lies, given what earlier dims use."""
-    written, end = split(text)
-    live = []
-    for names in written:
-        if case.policy.missing is Missing.REPLICATE and not {*names} <= {*case.mesh}:
+def candidate_of(case: Case, texts: list[str], size: int, used: set[str]) -> Entry:
+    """Return where one dim lies, given its members' rules and what earlier dims use."""
+    first: list[str] | None = None
+    for names in product_of(case, texts):
+        if names is None:
             return ()
-        live.append([name for name in names if case.mesh.get(name, 1) != 1])
-        fits = live[-1] and used.isdisjoint(live[-1]) and len({*live[-1]}) == len(live[-1]) and size % shards(case, live[-1]) == 0
-        if fits:
-            return tuple(live[-1])
-    first = next((names for names in live if names), None)
-    if end:
-        return OPEN if end == "?" else ()
-    if first is None:
+        if not names:
+            continue
+        if used.isdisjoint(names) and len({*names}) == len(names) and size % shards(case, names) == 0:
+            return tuple(names)
+        first = first or names
+    ends = [split(text)[1] for text in texts]
+    if OPEN in ends:
+        return OPEN
+    if first is None or all(nothing(case, text) for text in texts):
         return ()
     return policy_of(case, first, size, used)
+
+
+def nothing(case: Case, text: str) -> bool:
+    """Tell whether a rule lets its dim be replicated: it ends in `-`, or no candidate is left."""
+    written, end = split(text)
+    return end == "-" or not any(case.mesh.get(name, 1) > 1 for names in written for name in names)
+
+
+def product_of(case: Case, texts: list[str]) -> list[list[str] | None]:
+    """Return the joined candidates in order; None where one names a mesh axis for whose absence the dim is dropped."""
+    chains: list[list[list[str] | None]] = []
+    for text in texts:
+        chain: list[list[str] | None] = []
+        for names in split(text)[0]:
+            lost = case.policy.missing is Missing.REPLICATE and not {*names} <= {*case.mesh}
+            live = [name for name in names if case.mesh.get(name, 1) != 1]
+            chain += [None] if lost else [live] if live else []
+        chains.append(chain + ([[]] if nothing(case, text) else []))
+    return [None if None in picks else [name for names in picks for name in names or ()] for picks in itertools.product(*chains)]
 
 
 def policy_of(case: Case, names: list[str], size: int, used: set[str]) -> Entry:
@@ -81,13 +100,13 @@ def policy_of(case: Case, names: list[str], size: int, used: set[str]) -> Entry:
     return tuple(max((prefix for prefix in prefixes if size % shards(case, prefix) == 0), key=len))
 
 
-def composite_text(case: Case, members: tuple[str, ...], role: str) -> str | None:
-    """Return the one rule that a composite's members make together."""
-    rules = [text for axis in members if axis != EMPTY and (text := rule_of(case, axis, role)) is not None]
-    if any("|" in text or text == "?" for text in rules):
+def rules_of(case: Case, dim: Any, role: str) -> list[str]:
+    """Return the rules of a dim's axes; of a composite, none of which may be open."""
+    members = dim if isinstance(dim, tuple) else (dim,)
+    texts = [text for axis in members if axis != EMPTY and (text := rule_of(case, axis, role)) is not None]
+    if len(members) > 1 and any(split(text)[1] == OPEN for text in texts):
         raise RefusedError("StrategyError")
-    named = [text for text in rules if text != "-"]
-    return "+".join(named) if named else "-" if rules else None
+    return texts
 
 
 def answer(case: Case) -> list[Entry]:
@@ -101,9 +120,8 @@ def answer(case: Case) -> list[Entry]:
     stored: list[Entry] = []
     used: set[str] = set()
     for dim, size in zip(case.axes, case.shape, strict=True):
-        members = dim if isinstance(dim, tuple) else (dim,)
-        text = None if dim == EMPTY else composite_text(case, members, role) if len(members) > 1 else rule_of(case, dim, role)
-        entry: Entry = () if text is None else candidate_of(case, text, size, used)
+        texts = rules_of(case, dim, role)
+        entry: Entry = candidate_of(case, texts, size, used) if texts else ()
         if entry == OPEN and role == "param":
             raise RefusedError("StrategyError")
         used.update(() if entry == OPEN else entry)

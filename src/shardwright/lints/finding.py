@@ -85,7 +85,7 @@ class Finding:
 
 
 _PLACE = re.compile(r"(?P<source>(?:.*\.(?:toml|json)|<(?:toml|json)>)(?::[0-9]+)?)(?: (?P<key>.*))?")
-_MODE = re.compile(r", mode [a-z]+\)$")
+_MODE = re.compile(r", mode [a-z]+\)$", re.MULTILINE)
 
 
 def from_problem(problem: Problem) -> Finding:
@@ -104,7 +104,7 @@ def from_problem(problem: Problem) -> Finding:
 
 def problem_text(problem: Problem) -> str:
     """Return what a problem says in one line, with the rule that decided and without the mode it was asked in."""
-    rule = _MODE.sub(")", problem.rule)
+    rule = " and ".join(_MODE.sub(")", problem.rule).splitlines())
     # A snippet's caret needs its own line: the words before it say enough.
     return " ".join(f"{problem.what}{f'; rule {rule}' if rule else ''}".split())
 

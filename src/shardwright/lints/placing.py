@@ -118,7 +118,7 @@ def _used(subject: Subject) -> set[str]:
             used.update(problem.mesh_axes)
             if problem.error is ShapeRequiredError and problem.dim is not None:
                 rule = answer.found.decisions[problem.dim].rule
-                used.update(re.findall(r"[^\s+|]+", rule.text if rule is not None else ""))
+                used.update(re.findall(r"[^\s+|()]+", rule.text if rule is not None else ""))
     for role, tables in ((Role.ACTIVATION, subject.rules.activations), (Role.PARAM, subject.rules.params)):
         if role not in subject.roles():
             used.update(axis for table in tables for _, rule in table for axis in rule.mesh_axes)
@@ -147,7 +147,7 @@ def dcn_order(subject: Subject) -> Iterator[Finding]:
     seen: set[tuple[str, int]] = set()
     for answer in subject.answers:
         for decision in answer.found.decisions:
-            composed = decision.rule is not None and " + " in decision.rule.key
+            composed = decision.rule is not None and len(decision.rule.members) > 1
             pair = _minor(subject, decision.mesh_axes) if composed else ()
             if pair and (answer.tensor.path, decision.dim) not in seen:
                 seen.add((answer.tensor.path, decision.dim))

@@ -11,7 +11,7 @@ from shardwright.errors import IndivisibleError, Problem, ShapeRequiredError, Sh
 from shardwright.lints.finding import Code, Finding, Severity, dim_key, problem_text
 from shardwright.lints.subject import Answer, Subject, axes_of, role_of
 from shardwright.modes import MODES, mode_name
-from shardwright.provenance import Outcome
+from shardwright.provenance import DimDecision, Outcome, Reason
 
 _HEADS = {HEAD: HEAD_DIM, KV_HEAD: KV_HEAD_DIM}
 _POLICY = (Outcome.POLICY_REPLICATE, Outcome.POLICY_DROP, Outcome.POLICY_PREFIX)
@@ -137,13 +137,13 @@ def no_rule(subject: Subject) -> Iterator[Finding]:
     used: dict[tuple[str, Role], dict[str, list[str]]] = {}
     for answer in subject.answers:
         for decision in answer.found.decisions:
-            if decision.outcome is Outcome.NO_RULE:
-                paths = used.setdefault((decision.label, role_of(answer.tensor)), {})
+            for label in _without_rule(decision):
+                paths = used.setdefault((label, role_of(answer.tensor)), {})
                 paths.setdefault(answer.tensor.path or "the tensor", []).append(mode_name(answer.mode))
     for (label, role), paths in used.items():
         shown = ", ".join([*list(paths)[:3], *(["..."] if len(paths) > 3 else [])])
         table = "rules" if role is Role.ACTIVATION else "params"
-        axis = file_name(canonical_axis(re.split(r"[+*]", label)[0]))
+        axis = file_name(_axis_of(label))
         yield subject.finding(
             Code.NO_RULE,
             Severity.WARNING,
@@ -151,6 +151,13 @@ def no_rule(subject: Subject) -> Iterator[Finding]:
             message=f"{label} of {shown} has no rule: replicated{_in_modes(next(iter(paths.values())))}",
             fix=f'say so, [{table}] {axis} = "-", or give it mesh axes',
         )
+
+
+def _without_rule(decision: DimDecision) -> list[str]:
+    """Return the labels of a dim's axes that have no rule: of a composite, each by itself."""
+    if decision.outcome is Outcome.NO_RULE:
+        return [decision.label] if "*" in decision.label else decision.label.split("+")
+    return [skip.detail for skip in decision.skipped if skip.reason is Reason.NO_RULE]
 
 
 def unused_tensors(subject: Subject) -> Iterator[Finding]:
