@@ -1,0 +1,46 @@
+"""The pictures of the pages are what `python -m tools.pictures` draws."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import jax
+import pytest
+from jax.sharding import NamedSharding
+
+from shardwright.testing import cpu_mesh
+from shardwright.testing.golden import Golden
+from tests.docs.snippets import ROOT
+from tools.pictures.__main__ import FOLDER, PICTURES
+from tools.pictures.parts import holders
+from tools.pictures.svg import Picture
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_what_its_script_draws(name: str, golden: Golden) -> None:
+    drawn = PICTURES[name]()
+    golden.file(FOLDER / f"{name}.svg", drawn)
+    ET.fromstring(drawn)
+    assert "prefers-color-scheme: dark" in drawn
+
+
+def test_every_picture_has_a_script() -> None:
+    assert FOLDER == ROOT / "docs" / "pictures"
+    assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(PICTURES)
+
+
+def test_the_devices_of_each_part_are_numbered() -> None:
+    sharding = NamedSharding(cpu_mesh("fsdp:2,tp:4"), jax.P("fsdp"))
+    assert holders(sharding, (4, 8)) == {
+        ((0, 2), (0, 8)): [0, 1, 2, 3],
+        ((2, 4), (0, 8)): [4, 5, 6, 7],
+    }
+
+
+def test_a_text_that_is_too_long_is_an_error() -> None:
+    picture = Picture(title="a & b", width=100, height=20)
+    picture.text(0, 10, "x < y")
+    assert "<title>a &amp; b</title>" in picture.render()
+    assert ">x &lt; y</text>" in picture.render()
+    with pytest.raises(ValueError, match="is too long for a picture 100 pixels wide"):
+        picture.text(0, 10, "a line that does not fit")
