@@ -5,7 +5,7 @@ How to add an implementation, in a module of its own here and one line in the tu
 1. Subclass `registry.AttentionImpl` under `@AttentionRegistry.register`: `get_impl_name`, `supports(call)`, and
    `forward_native(operands, call)` (or `forward_tpu`, `forward_gpu`), all classmethods.
 2. `supports` gets an `AttentionCall`: sizes, mode, mask rules, specs, mesh, platform, no arrays. It returns reasons, one line
-   each, and traces nothing. What it does not refuse must equal `vanilla`, values and gradients:
+   each, and traces nothing. What it does not refuse must equal attention in float64, values and gradients:
    `shardwright.testing.AttentionConformance`. Calls with quantised keys are refused for it, unless it says
    `takes_scales = True` and multiplies by `k_scale` and `v_scale`.
 3. A forward gets `Operands`: global BTHD arrays in one pytree, with positions always there. It returns a `Result`.

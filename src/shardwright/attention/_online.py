@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright.attention.call import Operands, Recipe
+from shardwright.attention.masks import MaskRules, allowed
 from shardwright.axes import DEFAULT_MASK_VALUE
 
 
@@ -121,6 +122,20 @@ def finish(state: Running, *, sinks: jax.Array | None = None) -> tuple[jax.Array
     return jnp.swapaxes(state.o / total[..., None], 1, 2), lse
 
 
+def lse_error_of(state: Running, lse: jax.Array) -> jax.Array:
+    """Return what float32 lost of a logsumexp, `[batch, heads, q_length]`, to be added to it at the end; 0 for a row without keys.
+
+    Of a largest logit of -1e9 and a logarithm of 3 nothing but -1e9 is left, and weights relative to it would sum to 20.
+
+    Args:
+      state: after all keys, and the sinks if there are any.
+      lse: what `finish` made of it.
+    """
+    none = state.l == 0.0
+    lost = (state.m - jnp.where(none, 0.0, lse)) + jnp.log(jnp.where(none, 1.0, state.l))
+    return jax.lax.stop_gradient(jnp.where(none, 0.0, lost))
+
+
 def without_remains(operands: Operands, recipe: Recipe) -> Operands:
     """Return operands whose values are 0 in rows that hold no key: what was left there may be NaN, and 0 times NaN is not 0."""
     if not recipe.partly_filled:
@@ -134,6 +149,32 @@ def without_remains(operands: Operands, recipe: Recipe) -> Operands:
         v=jnp.where(held[:, :, None, None], v, jnp.zeros((), v.dtype)),
         v_scale=None if v_scale is None else jnp.where(held[:, :, None], v_scale, 0),
     )
+
+
+def visible(operands: Operands, rules: MaskRules) -> tuple[jax.Array, jax.Array | None]:
+    """Return which pairs attend, and the bias to add: 0 where a pair does not, so that nothing that is hidden reaches a gradient.
+
+    Every kernel takes both from here, so that a bias hides the same pairs in all of them.
+
+    Args:
+      operands: local arrays, or a block of them.
+      rules: the static part of the mask.
+
+    Returns:
+      Bool, broadcastable to `[batch, heads, q_length, kv_length]`, and the bias likewise, None without one.
+    """
+    seen = allowed(
+        rules,
+        operands.q_positions,
+        operands.kv_positions,
+        q_segment_ids=operands.q_segment_ids,
+        kv_segment_ids=operands.kv_segment_ids,
+        lengths=operands.lengths,
+        dense=operands.mask,
+        bias=operands.bias,
+    )
+    bias = operands.bias
+    return seen, None if bias is None else jnp.where(seen, bias, jnp.zeros((), bias.dtype))
 
 
 def logits_of(

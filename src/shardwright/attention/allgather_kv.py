@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.attention import _online, _sequence, _shards, blockwise
+from shardwright.attention import _sequence, _shards, blockwise
 from shardwright.attention.call import AttentionCall, Operands, Recipe
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
@@ -77,31 +77,35 @@ def _run(shard: Operands, *, call: AttentionCall) -> Result:
         o, lse = blockwise.attend(shard, call.recipe)
     else:
         gathering = _Gathering(recipe=_sequence.blocks(call.recipe, shard, call), axes=axes, ranks=call.shards(axes))
-        o, lse = _attend(gathering, *_sequence.split_floats(_jax.vary_together(_sequence.with_whole_rows(shard, call))))
+        o, lse, _ = _attend(gathering, *_sequence.split_floats(_jax.vary_together(_sequence.with_whole_rows(shard, call))))
     return _shards.asked(Result(o=o, lse=lse), call)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(gathering: _Gathering, floats: dict[str, Any], rest: Operands) -> tuple[jax.Array, jax.Array]:
-    operands = rest.replace(**floats)
+def _attend(gathering: _Gathering, floats: dict[str, Any], others: Operands) -> Any:
+    return _values(gathering, floats, others)
+
+
+def _values(gathering: _Gathering, floats: dict[str, Any], others: Operands) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    operands = others.replace(**floats)
     state = blockwise.forward(gathering.whole(operands), gathering.recipe)
-    o, lse = _online.finish(state, sinks=operands.sinks)
-    return o.astype(operands.q.dtype), lse
+    o, lse, lse_error = blockwise.finish(state, operands)
+    return o.astype(operands.q.dtype), lse, lse_error
 
 
-def _attend_forward(gathering: _Gathering, floats: dict[str, Any], rest: Operands) -> Any:
-    o, lse = _attend(gathering, floats, rest)
-    return (o, lse), (floats, rest, o, lse)
+def _attend_forward(gathering: _Gathering, floats: dict[str, Any], others: Operands) -> Any:
+    found = _values(gathering, floats, others)
+    return found, (floats, others, *found)
 
 
 def _attend_backward(gathering: _Gathering, kept: Any, cotangents: Any) -> Any:
-    floats, rest, o, lse = kept
-    do, dlse = cotangents
-    operands, do = _sequence.sent_again(rest.replace(**floats), do)
+    floats, others, o, lse, lse_error = kept
+    do, dlse, _ = cotangents
+    operands, do = _sequence.sent_again(others.replace(**floats), do)
     delta = blockwise.delta(o, do, dlse)
-    found = blockwise.backward(gathering.whole(operands), gathering.recipe, lse=lse, do=do, delta=delta)
+    found = blockwise.backward(gathering.whole(operands), gathering.recipe, lse=lse, do=do, delta=delta, lse_error=lse_error)
     dk, dv = gathering.scatter(found.k, found.v, head_dim=operands.q.shape[-1])
-    sinks = None if operands.sinks is None else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta)
+    sinks = None if operands.sinks is None else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta, lse_error=lse_error)
     return _sequence.cotangents(floats, q=found.q, k=dk, v=dv, bias=found.bias, sinks=sinks)
 
 

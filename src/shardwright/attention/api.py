@@ -73,7 +73,7 @@ def dot_product_attention(
       kv_positions: `[batch, kv_length]` or `[kv_length]` int; see the table.
       lengths: `[batch]` int; keys at positions below are seen.
       mask: a `masks.Mask`, or bool `[batch, heads, q_length, kv_length]`, each dim full or 1.
-      bias: added to the scaled logits, `[batch, heads, q_length, kv_length]`, each dim full or 1.
+      bias: added to the scaled logits, `[batch, heads, q_length, kv_length]`, each dim full or 1. At most -2e38 hides the pair.
       sinks: `[heads]`, a logit per head that takes weight and gives nothing.
       k_scale: `[batch, kv_length, kv_heads]` float32 (layout "BHTD": `[batch, kv_heads, kv_length]`) of int8 or float8 keys, each
         of which is `k * k_scale`; logits are multiplied by it, and no copy of the keys is made. Has no gradient.

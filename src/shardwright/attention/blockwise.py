@@ -29,7 +29,7 @@ from shardwright.attention._dropout import keep_factors
 from shardwright.attention._online import Running
 from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
 from shardwright.attention.call import AttentionCall, Layout, Operands, Recipe
-from shardwright.attention.masks import allowed, block_is_empty
+from shardwright.attention.masks import block_is_empty
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
 # A dim that is no multiple of the lanes is not the minor one in a TPU's memory by default, nor the next one where it fills no sublane.
@@ -96,7 +96,14 @@ def forward(operands: Operands, recipe: Recipe, *, state: Running | None = None)
 
 
 def backward(
-    operands: Operands, recipe: Recipe, *, lse: jax.Array, do: jax.Array, delta: jax.Array, onto: Gradients | None = None
+    operands: Operands,
+    recipe: Recipe,
+    *,
+    lse: jax.Array,
+    do: jax.Array,
+    delta: jax.Array,
+    onto: Gradients | None = None,
+    lse_error: jax.Array | None = None,
 ) -> Gradients:
     """Return what the operands' keys contribute to the gradients of q, k, v and the bias.
 
@@ -107,11 +114,12 @@ def backward(
       do: `[batch, q_length, heads, v_dim]`, the cotangent of the output.
       delta: `[batch, heads, q_length]`, see `delta`.
       onto: what to add it to, in place where the compiler can; None for nothing.
+      lse_error: what float32 lost of the logsumexp, see `_online.lse_error_of`; None for nothing, as where no bias is large.
     """
-    operands, lse, do, delta, onto = _jax.vary_together((operands, lse, do, delta, onto))
+    operands, lse, do, delta, onto, lse_error = _jax.vary_together((operands, lse, do, delta, onto, lse_error))
     grid = _grid(operands, recipe)
     padded = _pad(operands, grid)
-    lse, delta = (_pad_dim(rows, 2, grid.q_count * grid.q_block, 0) for rows in (lse, delta))
+    by_row = [rows if rows is None else _pad_dim(rows, 2, grid.q_count * grid.q_block, 0) for rows in (lse, lse_error, delta)]
     do = _pad_dim(do, 1, grid.q_count * grid.q_block, 0)
     shapes = {name: array for name in ("q", "k", "v", "bias") if (array := getattr(padded, name)) is not None}
     if onto is None:
@@ -125,7 +133,8 @@ def backward(
         def one_q(i: jax.Array, held: Any) -> Any:
             block = _q_rows(column, i, grid)
             at = i * grid.q_block
-            rows = (_slice(lse, 2, at, grid.q_block), _slice(do, 1, at, grid.q_block), _slice(delta, 2, at, grid.q_block))
+            rows = [one if one is None else _slice(one, 2, at, grid.q_block) for one in by_row]
+            rows.append(_slice(do, 1, at, grid.q_block))
             return _visit(block, recipe, held, lambda block, held: _add_gradients(block, recipe, rows, held, i, j, grid))
 
         dk, dv = (_slice(array, 1, first, grid.kv_block) for array in (held.k, held.v))
@@ -150,9 +159,10 @@ def delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None = None) -> jax.Arr
     return rows if dlse is None else rows - dlse
 
 
-def sinks_gradient(sinks: jax.Array, *, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """Return the gradient of the sinks `[heads]`, float32."""
-    share = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - lse)
+def sinks_gradient(sinks: jax.Array, *, lse: jax.Array, delta: jax.Array, lse_error: jax.Array | None = None) -> jax.Array:
+    """Return the gradient of the sinks `[heads]`, float32; see `backward`."""
+    above = sinks.astype(jnp.float32)[None, :, None] - lse
+    share = jnp.exp(above if lse_error is None else above - lse_error)
     return -jnp.sum(share * delta, axis=(0, 2))
 
 
@@ -164,33 +174,52 @@ def attend(operands: Operands, recipe: Recipe, *, dtype: str | None = None) -> t
       recipe: the static part.
       dtype: of the output; absent: that of v.
     """
+    o, lse, _ = attend_exactly(operands, recipe, dtype=dtype)
+    return o, lse
+
+
+def attend_exactly(operands: Operands, recipe: Recipe, *, dtype: str | None = None) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return what `attend` does and, where there is a bias, what float32 lost of the logsumexp; see `_online.lse_error_of`."""
     operands = _jax.vary_together(operands)
     floats = {name: getattr(operands, name) for name in ("q", "k", "v", "bias", "sinks")}
-    rest = operands.replace(**dict.fromkeys(floats))
-    return _attend(recipe, dtype or str(operands.q.dtype), floats, rest)
+    others = operands.replace(**dict.fromkeys(floats))
+    found: tuple[jax.Array, jax.Array, jax.Array | None] = _attend(recipe, dtype or str(operands.q.dtype), floats, others)
+    return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(recipe: Recipe, dtype: str, floats: dict[str, Any], rest: Operands) -> tuple[jax.Array, jax.Array]:
-    operands = rest.replace(**floats)
-    state = forward(operands, recipe)
-    o, lse = _online.finish(state, sinks=operands.sinks)
-    return o.astype(dtype), lse
+def _attend(recipe: Recipe, dtype: str, floats: dict[str, Any], others: Operands) -> Any:
+    return _values(recipe, dtype, floats, others)
 
 
-def _attend_forward(recipe: Recipe, dtype: str, floats: dict[str, Any], rest: Operands) -> Any:
-    o, lse = _attend(recipe, dtype, floats, rest)
-    return (o, lse), (floats, rest, o, lse)
+def _values(recipe: Recipe, dtype: str, floats: dict[str, Any], others: Operands) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    operands = others.replace(**floats)
+    o, lse, lse_error = finish(forward(operands, recipe), operands)
+    return o.astype(dtype), lse, lse_error
+
+
+def finish(state: Running, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return the output, the logsumexp and, where there is a bias, what float32 lost of it; see `_online.lse_error_of`."""
+    if operands.sinks is not None:
+        state = _online.add_sinks(state, operands.sinks)
+    o, lse = _online.finish(state)
+    return o, lse, None if operands.bias is None else _online.lse_error_of(state, lse)
+
+
+def _attend_forward(recipe: Recipe, dtype: str, floats: dict[str, Any], others: Operands) -> Any:
+    # Not `_attend`: what a forward pass calls must be open to forward mode, for derivatives of gradients.
+    found = _values(recipe, dtype, floats, others)
+    return found, (floats, others, *found)
 
 
 def _attend_backward(recipe: Recipe, dtype: str, kept: Any, cotangents: Any) -> Any:
     del dtype
-    floats, rest, o, lse = kept
-    do, dlse = cotangents
-    operands = rest.replace(**floats)
+    floats, others, o, lse, lse_error = kept
+    do, dlse, _ = cotangents
+    operands = others.replace(**floats)
     rows = delta(o, do, dlse)
-    found = backward(operands, recipe, lse=lse, do=do, delta=rows)
-    sinks = None if operands.sinks is None else sinks_gradient(operands.sinks, lse=lse, delta=rows)
+    found = backward(operands, recipe, lse=lse, do=do, delta=rows, lse_error=lse_error)
+    sinks = None if operands.sinks is None else sinks_gradient(operands.sinks, lse=lse, delta=rows, lse_error=lse_error)
     grads = {"q": found.q, "k": found.k, "v": found.v, "bias": found.bias, "sinks": sinks}
     return {name: None if one is None else one.astype(floats[name].dtype) for name, one in grads.items()}, None
 
@@ -247,20 +276,10 @@ def _empty(block: Operands, recipe: Recipe) -> jax.Array:
     return empty
 
 
-def _seen(block: Operands, recipe: Recipe) -> jax.Array:
-    return allowed(
-        recipe.mask,
-        block.q_positions,
-        block.kv_positions,
-        q_segment_ids=block.q_segment_ids,
-        kv_segment_ids=block.kv_segment_ids,
-        lengths=block.lengths,
-        dense=block.mask,
-    )
-
-
-def _logits(block: Operands, recipe: Recipe) -> jax.Array:
-    return _online.logits_of(block.q, block.k, scale=recipe.scale, softcap=recipe.softcap, bias=block.bias, k_scale=block.k_scale)
+def _logits(block: Operands, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
+    """Return the logits of a block, and which of them are seen."""
+    seen, bias = _online.visible(block, recipe.mask)
+    return _online.logits_of(block.q, block.k, scale=recipe.scale, softcap=recipe.softcap, bias=bias, k_scale=block.k_scale), seen
 
 
 def _keep(block: Operands, recipe: Recipe) -> jax.Array | None:
@@ -269,8 +288,7 @@ def _keep(block: Operands, recipe: Recipe) -> jax.Array | None:
 
 def _add(recipe: Recipe, block: Operands, state: Running) -> Running:
     block = _converted(block)
-    keep = _keep(block, recipe)
-    return _online.update(state, _logits(block, recipe), _seen(block, recipe), block.v, v_scale=block.v_scale, keep=keep)
+    return _online.update(state, *_logits(block, recipe), block.v, v_scale=block.v_scale, keep=_keep(block, recipe))
 
 
 def _converted(block: Operands) -> Operands:
@@ -283,9 +301,9 @@ def _converted(block: Operands) -> Operands:
 
 
 def _add_gradients(block: Operands, recipe: Recipe, rows: Any, held: Any, i: jax.Array, j: jax.Array, grid: _Grid) -> Any:
-    lse, do, delta_rows = rows
+    lse, lse_error, delta_rows, do = rows
     dq, dbias, dk, dv = held
-    ds, weights = _logit_gradients(block, recipe, lse, do, delta_rows)
+    ds, weights = _logit_gradients(block, recipe, lse, do, delta_rows, lse_error)
     if dbias is not None:
         dbias = _add_bias(dbias, ds, block.bias, i * grid.q_block, j * grid.kv_block)
     scaled = ds * recipe.scale
@@ -295,13 +313,16 @@ def _add_gradients(block: Operands, recipe: Recipe, rows: Any, held: Any, i: jax
     return dq, dbias, dk + _online.keys_of(scaled, block.q, kv_heads), dv + _online.keys_of(weights, do, kv_heads)
 
 
-def _logit_gradients(block: Operands, recipe: Recipe, lse: jax.Array, do: jax.Array, delta_rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _logit_gradients(
+    block: Operands, recipe: Recipe, lse: jax.Array, do: jax.Array, delta_rows: jax.Array, lse_error: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """Return the cotangent of the biased logits, and the weights after dropout; `[batch, heads, q_length, kv_length]`."""
-    logits = _logits(block, recipe)
+    logits, seen = _logits(block, recipe)
     # A row without keys has lse = -inf, which depends on nothing: neither does its cotangent count.
     none = jnp.isneginf(lse)
     lse, delta_rows = jnp.where(none, 0.0, lse), jnp.where(none, 0.0, delta_rows)
-    p = jnp.where(_seen(block, recipe), jnp.exp(logits - lse[..., None]), 0.0)
+    above = logits - lse[..., None]
+    p = jnp.where(seen, jnp.exp(above if lse_error is None else above - lse_error[..., None]), 0.0)
     dp = _online.products_of(do, block.v)
     keep = _keep(block, recipe)
     ds = p * ((dp if keep is None else dp * keep) - delta_rows[..., None])

@@ -5,12 +5,13 @@
 - a running softmax, float32: `start`, `forward` (adds a set of keys), `merge` (joins two), `add_sinks`, `finish`;
 - `without_remains(shard, call.recipe)`: values as zeros where there is no key. What an earlier sequence left in a cache may be
   NaN, and 0 times NaN is not 0; `forward` does it by itself;
+- `visible(shard, call.recipe.mask)`: which pairs attend, and the bias to add. A bias of at most -2e38 hides its pair;
 - its gradients: `delta` once, `backward` per set of keys, `sinks_gradient` once.
 """
 
 from __future__ import annotations
 
-from shardwright.attention._online import Running, add_sinks, finish, merge, start, without_remains
+from shardwright.attention._online import Running, add_sinks, finish, merge, start, visible, without_remains
 from shardwright.attention._opaque import run_opaque
 from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
 from shardwright.attention.blockwise import backward, delta, forward, sinks_gradient
@@ -29,5 +30,6 @@ __all__ = [
     "run_opaque",
     "sinks_gradient",
     "start",
+    "visible",
     "without_remains",
 ]

@@ -65,7 +65,7 @@ class Combination:
         head_index = None if first is None else first + jnp.arange(q.shape[2], dtype=jnp.int32)
         return shard.replace(q=q, head_index=head_index, **changed)
 
-    def __call__(self, o: jax.Array, lse: jax.Array, *, sinks: jax.Array | None, dtype: str) -> Result:
+    def __call__(self, o: jax.Array, lse: jax.Array, *, sinks: jax.Array | None, dtype: str, lse_error: jax.Array | None = None) -> Result:
         """Return the output and the logsumexp of all keys.
 
         Args:
@@ -73,30 +73,34 @@ class Combination:
           lse: `[batch, heads, q_length]` float32.
           sinks: of the heads that the shard returns; or None.
           dtype: of the output.
+          lse_error: where there is a bias, what float32 lost of the logsumexp: one column more to send; else None.
         """
-        partial = jnp.concatenate([jnp.swapaxes(o, 1, 2), lse[..., None]], axis=-1)
-        if self._in_one(partial, dtype):
+        columns = [column[..., None] for column in (lse, lse_error) if column is not None]
+        partial = jnp.concatenate([jnp.swapaxes(o, 1, 2), *columns], axis=-1)
+        v_dim = o.shape[-1]
+        if self._in_one(partial, v_dim, dtype):
             every = jax.lax.all_gather(partial, self.axes, to="invarying")
-            o, lse = _online.finish(_combined(every), sinks=sinks)
+            o, lse = _online.finish(_combined(every, v_dim), sinks=sinks)
             return Result(o=o.astype(dtype), lse=lse)
         if partial.shape[1] % self.shards:
-            return self._summed(partial, sinks, dtype)
-        return self._swapped(partial, sinks, dtype)
+            return self._summed(partial, v_dim, sinks, dtype)
+        return self._swapped(partial, v_dim, sinks, dtype)
 
-    def _in_one(self, partial: jax.Array, dtype: str) -> bool:
+    def _in_one(self, partial: jax.Array, v_dim: int, dtype: str) -> bool:
         """Tell whether a gather of partial results sends at most a few bytes more than an all-to-all and a gather of the output."""
         if self.head_axes:
             return False
-        output = partial.size // partial.shape[-1] * (partial.shape[-1] - 1) * jnp.dtype(dtype).itemsize
+        output = partial.size // partial.shape[-1] * v_dim * jnp.dtype(dtype).itemsize
         parts = self.shards - 1
         return parts * partial.nbytes - parts * (partial.nbytes + output) // self.shards <= _FEW_BYTES
 
-    def _swapped(self, partial: jax.Array, sinks: jax.Array | None, dtype: str) -> Result:
+    def _swapped(self, partial: jax.Array, v_dim: int, sinks: jax.Array | None, dtype: str) -> Result:
         batch, heads, *row = partial.shape
         by_rank = jnp.moveaxis(partial.reshape(batch, self.shards, heads // self.shards, *row), 1, 0)
         # Over a leading dim: over an inner one XLA for TPUs copies before and after.
         pieces = jax.lax.all_to_all(by_rank, self.axes, split_axis=0, concat_axis=0)
-        o, lse = _online.finish(_combined(pieces), sinks=None if sinks is None else _own(sinks, self.rest, heads // self.shards))
+        own_sinks = None if sinks is None else _own(sinks, self.rest, heads // self.shards)
+        o, lse = _online.finish(_combined(pieces, v_dim), sinks=own_sinks)
         return self._gathered(o, lse, dtype)
 
     def _gathered(self, o: jax.Array, lse: jax.Array, dtype: str) -> Result:
@@ -107,10 +111,10 @@ class Combination:
         both = _gather(jnp.concatenate([o, jnp.swapaxes(lse, 1, 2)[..., None]], axis=-1), self.rest, dim=2)
         return Result(o=both[..., :-1].astype(dtype), lse=jnp.swapaxes(both[..., -1], 1, 2))
 
-    def _summed(self, partial: jax.Array, sinks: jax.Array | None, dtype: str) -> Result:
-        o, lse = partial[..., :-1], partial[..., -1]
+    def _summed(self, partial: jax.Array, v_dim: int, sinks: jax.Array | None, dtype: str) -> Result:
+        o, lse = partial[..., :v_dim], partial[..., v_dim]
         top = _top(jax.lax.pmax(jax.lax.stop_gradient(lse), self.axes))
-        weights = jnp.exp(lse - top)[..., None]
+        weights = _weights(partial, top, v_dim)[..., None]
         total = jax.lax.psum(jnp.concatenate([o * weights, weights], axis=-1), self.axes)
         heads = partial.shape[1] // self.head_shards
         total, top = (_own(array, self.head_axes, heads, dim=1) for array in (total, top))
@@ -179,16 +183,22 @@ def _run(shard: Operands, *, call: AttentionCall) -> Result:
         return _shards.asked(Result(o=o, lse=lse), call)
     combine = combination(call.specs, call)
     whole = combine.with_all_heads(shard).replace(sinks=None)
-    o, lse = blockwise.attend(whole, call.recipe, dtype="float32")
-    return _shards.asked(combine(o, lse, sinks=shard.sinks, dtype=call.dtype), call)
+    o, lse, lse_error = blockwise.attend_exactly(whole, call.recipe, dtype="float32")
+    return _shards.asked(combine(o, lse, sinks=shard.sinks, dtype=call.dtype, lse_error=lse_error), call)
 
 
-def _combined(pieces: jax.Array) -> Running:
-    """Return the state of all keys from outputs and logsumexps `[shards, batch, heads, q_length, v_dim + 1]`."""
-    o, lse = pieces[..., :-1], pieces[..., -1]
-    top = _top(jnp.max(lse, axis=0))
-    weights = jnp.exp(lse - top)
+def _combined(pieces: jax.Array, v_dim: int) -> Running:
+    """Return the state of all keys from outputs, logsumexps and their errors `[shards, batch, heads, q_length, v_dim + 1 or 2]`."""
+    o = pieces[..., :v_dim]
+    top = _top(jnp.max(pieces[..., v_dim], axis=0))
+    weights = _weights(pieces, top, v_dim)
     return Running(o=jnp.sum(o * weights[..., None], axis=0), m=top, l=jnp.sum(weights, axis=0))
+
+
+def _weights(pieces: jax.Array, top: jax.Array, v_dim: int) -> jax.Array:
+    """Return what each piece counts, relative to a logsumexp."""
+    above = pieces[..., v_dim] - top
+    return jnp.exp(above + pieces[..., v_dim + 1] if pieces.shape[-1] > v_dim + 1 else above)
 
 
 def _top(lse: jax.Array) -> jax.Array:

@@ -8,7 +8,8 @@ A query at position p and a key at position r attend to each other where all of 
 - chunk C: `p // C == r // C`;
 - segments: the two rows have equal ids;
 - lengths: `r < length` of the sequence;
-- a dense mask, if the caller gave one, says True.
+- a dense mask, if the caller gave one, says True;
+- the bias, if there is one, is more than -2e38: what is less is there to hide, whichever number it is (`bias_hides`).
 
 Positions and not row numbers, so that a permuted batch, a shard of a sequence and a cache need no rules of their own.
 """
@@ -25,6 +26,9 @@ import numpy as np
 
 from shardwright.errors import AttentionError
 
+# What other code writes into a bias to hide a key is less: -inf, finfo.min of float32 and bfloat16, DEFAULT_MASK_VALUE. Numbers
+# that only weigh, such as -1e9, are far above.
+_HIDING_BIAS = -2e38
 T = TypeVar("T", int, jax.Array)
 Window = tuple[int | None, int | None]
 
@@ -207,6 +211,7 @@ def allowed(
     kv_segment_ids: jax.Array | None = None,
     lengths: jax.Array | None = None,
     dense: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """Evaluate a mask on a block of rows.
 
@@ -218,6 +223,7 @@ def allowed(
       kv_segment_ids: `[batch, kv_length]`, or None.
       lengths: `[batch]`, or None.
       dense: the block of the dense mask, or None.
+      bias: the block of the bias, or None.
 
     Returns:
       Bool, broadcastable to `[batch, heads, q_length, kv_length]`.
@@ -227,7 +233,14 @@ def allowed(
         seen = seen & (q_segment_ids[:, None, :, None] == kv_segment_ids[:, None, None, :])
     if lengths is not None:
         seen = seen & (kv_positions[:, None, None, :] < lengths[:, None, None, None])
-    return seen if dense is None else seen & dense
+    if dense is not None:
+        seen = seen & dense
+    return seen if bias is None else seen & ~bias_hides(bias)
+
+
+def bias_hides(bias: jax.Array) -> jax.Array:
+    """Tell where a bias hides its pair, as False in a mask does: where it is at most -2e38 in float32. NaN hides nothing."""
+    return bias.astype(jnp.float32) <= _HIDING_BIAS
 
 
 def block_is_empty(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:

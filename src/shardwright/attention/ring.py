@@ -110,7 +110,7 @@ def _run(shard: Operands, *, call: AttentionCall) -> Result:
     else:
         recipe = _sequence.blocks(call.recipe, shard, call)
         ring = _Ring(recipe=recipe, axes=axes, size=call.shards(axes), turns=turns_of(call), loop=call.loop)
-        o, lse = _attend(ring, *_sequence.split_floats(_jax.vary_together(_sequence.with_whole_rows(shard, call))))
+        o, lse, _ = _attend(ring, *_sequence.split_floats(_jax.vary_together(_sequence.with_whole_rows(shard, call))))
     return _shards.asked(Result(o=o, lse=lse), call)
 
 
@@ -125,8 +125,12 @@ class _Grads:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: _Ring, floats: dict[str, Any], rest: Operands) -> tuple[jax.Array, jax.Array]:
-    operands = rest.replace(**floats)
+def _attend(ring: _Ring, floats: dict[str, Any], others: Operands) -> Any:
+    return _values(ring, floats, others)
+
+
+def _values(ring: _Ring, floats: dict[str, Any], others: Operands) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    operands = others.replace(**floats)
 
     def add(state: Running, kv: KV, turn: Any) -> Running:
         return blockwise.forward(ring.read(operands, kv, turn), ring.recipe, state=state)
@@ -139,19 +143,19 @@ def _attend(ring: _Ring, floats: dict[str, Any], rest: Operands) -> tuple[jax.Ar
     carry = (_online.start(operands.q, operands.v), _sequence.pack(operands.k, operands.v))
     state, kv = _turn(ring, turn_and_send, carry)
     state = add(state, kv, ring.turns[-1])
-    o, lse = _online.finish(state, sinks=operands.sinks)
-    return o.astype(operands.q.dtype), lse
+    o, lse, lse_error = blockwise.finish(state, operands)
+    return o.astype(operands.q.dtype), lse, lse_error
 
 
-def _attend_forward(ring: _Ring, floats: dict[str, Any], rest: Operands) -> Any:
-    o, lse = _attend(ring, floats, rest)
-    return (o, lse), (floats, rest, o, lse)
+def _attend_forward(ring: _Ring, floats: dict[str, Any], others: Operands) -> Any:
+    found = _values(ring, floats, others)
+    return found, (floats, others, *found)
 
 
 def _attend_backward(ring: _Ring, kept: Any, cotangents: Any) -> Any:
-    floats, rest, o, lse = kept
-    do, dlse = cotangents
-    operands, do = _sequence.sent_again(rest.replace(**floats), do)
+    floats, others, o, lse, lse_error = kept
+    do, dlse, _ = cotangents
+    operands, do = _sequence.sent_again(others.replace(**floats), do)
     delta = blockwise.delta(o, do, dlse)
 
     def add(grads: _Grads, kv: KV, turn: Any) -> _Grads:
@@ -159,7 +163,7 @@ def _attend_backward(ring: _Ring, kept: Any, cotangents: Any) -> Any:
         dk, dv = _sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
         bias = None if read.bias is None else jnp.zeros_like(read.bias, dtype=jnp.float32)
         onto = blockwise.Gradients(q=grads.q, k=dk, v=dv, bias=bias)
-        found = blockwise.backward(read, ring.recipe, lse=lse, do=do, delta=delta, onto=onto)
+        found = blockwise.backward(read, ring.recipe, lse=lse, do=do, delta=delta, onto=onto, lse_error=lse_error)
         bias = _sequence.add_columns(grads.bias, found.bias, ring.start(operands, turn))
         return _Grads(q=found.q, bias=bias, kv=_sequence.pack(found.k, found.v))
 
@@ -177,7 +181,7 @@ def _attend_backward(ring: _Ring, kept: Any, cotangents: Any) -> Any:
     dk, dv = _sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
     complete = _sequence.pack(dk.astype(operands.k.dtype), dv.astype(operands.v.dtype))
     dk, dv = _sequence.unpack(ring.send(complete, -ring.turns[-1]), head_dim=operands.q.shape[-1])  # home
-    sinks = None if operands.sinks is None else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta)
+    sinks = None if operands.sinks is None else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta, lse_error=lse_error)
     return _sequence.cotangents(floats, q=grads.q, k=dk, v=dv, bias=grads.bias, sinks=sinks)
 
 

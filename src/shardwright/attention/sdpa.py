@@ -16,7 +16,6 @@ from shardwright.attention import _online
 from shardwright.attention._opaque import inside_shard_map, run_opaque
 from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
 from shardwright.attention.call import AttentionCall, Operands
-from shardwright.attention.masks import allowed
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
 
@@ -126,27 +125,21 @@ def _not_in_cudnn(call: AttentionCall) -> tuple[str, ...]:
 
 
 def _by_xla(shard: Operands, *, call: AttentionCall, dtype: str) -> Result:
-    seen = _seen(shard, call)
+    seen, bias = _visible(shard, call)
     shard = _online.without_remains(shard, call.recipe)
     q, k, v = (x.astype(dtype) for x in (shard.q, shard.k, shard.v))
     with _online.full_precision(call.dtype):
-        o = jax.nn.dot_product_attention(q, k, v, bias=shard.bias, mask=seen, scale=call.recipe.scale, implementation="xla")
+        o = jax.nn.dot_product_attention(q, k, v, bias=bias, mask=seen, scale=call.recipe.scale, implementation="xla")
     o = o.astype(call.dtype)
     return Result(o=o if seen is None else _or_zero(o, jnp.any(seen, axis=-1)))
 
 
-def _seen(shard: Operands, call: AttentionCall) -> jax.Array | None:
-    if call.q_offset is not None and not (call.recipe.mask.positional or call.segments or call.lengths or call.mask_shape):
-        return None
-    return allowed(
-        call.recipe.mask,
-        shard.q_positions,
-        shard.kv_positions,
-        q_segment_ids=shard.q_segment_ids,
-        kv_segment_ids=shard.kv_segment_ids,
-        lengths=shard.lengths,
-        dense=shard.mask,
-    )
+def _visible(shard: Operands, call: AttentionCall) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return which pairs attend, None for all of them, and the bias to add."""
+    arrays = call.segments or call.lengths or call.mask_shape or call.bias_shape
+    if call.q_offset is not None and not (call.recipe.mask.positional or arrays):
+        return None, None
+    return _online.visible(shard, call.recipe.mask)
 
 
 def _by_cudnn(shard: Operands, *, call: AttentionCall) -> Result:

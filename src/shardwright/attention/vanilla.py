@@ -1,4 +1,4 @@
-"""The oracle: attention as it is written down, in float32, with all logits at once."""
+"""Attention as it is written down, in float32, with all logits at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from jax.sharding import AxisType
 from shardwright.attention import _online
 from shardwright.attention._dropout import keep_factors
 from shardwright.attention.call import AttentionCall, Operands, Recipe
-from shardwright.attention.masks import allowed
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 from shardwright.axes import DEFAULT_MASK_VALUE
 
@@ -18,18 +17,10 @@ def attend(operands: Operands, recipe: Recipe) -> Result:
     """Return the output, the logsumexp and the weights of arrays that are all here. Differentiable by JAX itself."""
     dtype = operands.q.dtype
     x = _online.without_remains(operands.replace(**{name: getattr(operands, name).astype(jnp.float32) for name in ("q", "k", "v")}), recipe)
-    logits = _online.logits_of(x.q, x.k, scale=recipe.scale, softcap=recipe.softcap, bias=x.bias, k_scale=x.k_scale)
-    seen = allowed(
-        recipe.mask,
-        x.q_positions,
-        x.kv_positions,
-        q_segment_ids=x.q_segment_ids,
-        kv_segment_ids=x.kv_segment_ids,
-        lengths=x.lengths,
-        dense=x.mask,
-    )
+    seen, bias = _online.visible(x, recipe.mask)
+    logits = _online.logits_of(x.q, x.k, scale=recipe.scale, softcap=recipe.softcap, bias=bias, k_scale=x.k_scale)
     logits = jnp.where(seen, logits, DEFAULT_MASK_VALUE)
-    top = jnp.max(logits, axis=-1, keepdims=True)
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=DEFAULT_MASK_VALUE)
     if x.sinks is not None:
         sinks = x.sinks.astype(jnp.float32)[None, :, None, None]
         top = jnp.maximum(top, sinks)

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from shardwright.axes import DEFAULT_MASK_VALUE
+
 STRATEGY = """
 [rules]
 batch = "dp"
@@ -44,6 +46,7 @@ class Case:
       options: static arguments of `dot_product_attention`.
       arrays: names of the arrays that it gets beside q, k and v.
       stored: dtype of quantised k and v, or None.
+      coarse: q and k are multiples of 1/4, so that a bias added to their products rounds alike everywhere.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Case:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     arrays: tuple[str, ...] = ()
     stored: str | None = None
+    coarse: bool = False
 
     @functools.cache  # noqa: B019  a case lives as long as the module
     def values(self, dtype: str) -> dict[str, Any]:
@@ -65,7 +69,10 @@ class Case:
         random = np.random.default_rng(len(self.name))
         b, t, s, h = self.batch, self.q_length, self.kv_length, self.heads
         shapes = {"q": (b, t, h, self.head_dim), "k": (b, s, self.kv_heads, self.head_dim), "v": (b, s, self.kv_heads, self.v_dim)}
-        made: dict[str, Any] = {name: random.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+        made: dict[str, Any] = {name: random.standard_normal(shape) for name, shape in shapes.items()}
+        if self.coarse:
+            made |= {name: np.round(4 * made[name]) / 4 for name in ("q", "k")}
+        made = {name: x.astype(dtype) for name, x in made.items()}
         if self.options.get("layout") == "BHTD":
             made = {name: np.swapaxes(x, 1, 2) for name, x in made.items()}
         # A permutation that puts neighbours far apart, as a balanced ring does, and then some.
@@ -81,12 +88,16 @@ class Case:
             "row_mask": lambda: random.random((b, 1, 1, s)) < 0.7,
             "bias": lambda: random.standard_normal((1, h, t, s), np.float32),
             "row_bias": lambda: random.standard_normal((b, 1, 1, s), np.float32),
+            "hiding_bias": lambda: _rows_of_biases(_HIDING_ROWS, h, t, s),
+            "bfloat16_hiding_bias": lambda: _rows_of_biases(_HIDING_ROWS, h, t, s).astype("bfloat16"),
+            "hiding_row_bias": lambda: np.swapaxes(_rows_of_biases(_HIDING_ROWS, b, 1, s), 0, 1),
+            "large_bias": lambda: _rows_of_biases(_LARGE_ROWS, h, t, s),
             "sinks": lambda: random.standard_normal(h, np.float32),
             "dropout_key": lambda: np.uint32(5),
         }
         if self.stored is not None:
             made |= {key: x for name in ("k", "v") for key, x in quantised(name, made[name], self.stored).items()}
-        made |= {name.removeprefix("row_"): known[name]() for name in self.arrays}
+        made |= {"bias" if name.endswith("bias") else name.removeprefix("row_"): known[name]() for name in self.arrays}
         return made if self.mode == "train" else self._with_remains(made)
 
     def _with_remains(self, made: dict[str, Any]) -> dict[str, Any]:
@@ -106,6 +117,37 @@ class Case:
         """What the elements of the output count in the loss."""
         weights = np.random.default_rng(1).standard_normal((self.batch, self.q_length, self.heads, self.v_dim), np.float32)
         return np.swapaxes(weights, 1, 2) if self.options.get("layout") == "BHTD" else weights
+
+
+# What other code writes into a bias in place of a mask. Each of these is at most -2e38, in bfloat16 too, and hides.
+_HIDING = np.array([-np.inf, DEFAULT_MASK_VALUE, np.finfo(np.float32).min, -3.3895314e38, -2.01e38], np.float32)
+# Rows of biases by how they hide keys: with one value everywhere, with several, some keys, all but the last (which a causal mask
+# hides from most queries), none.
+_HIDING_ROWS: tuple[Callable[[Any], Any], ...] = (
+    *(functools.partial(lambda column, value: np.full(column.shape, value), value=value) for value in _HIDING),
+    lambda column: _HIDING[column % 5],
+    lambda column: np.where(column % 2 == 0, _HIDING[column % 5], 0.5),
+    lambda column: np.where(column % 3 == 0, -0.25, -np.inf),
+    lambda column: np.where(column < column.max(), DEFAULT_MASK_VALUE, 1.0),
+    lambda column: column % 4 / 4,
+)
+# Rows of numbers that hide nothing by themselves, however large: alone in their row they cancel.
+_LARGE_ROWS: tuple[Callable[[Any], Any], ...] = (
+    lambda column: np.full(column.shape, -1e9),
+    lambda column: np.full(column.shape, -65504.0),
+    lambda column: np.full(column.shape, -1.9e38),
+    lambda column: np.where(column % 2 == 0, -1e9, 0.5),
+    lambda column: np.where(column % 3 == 0, -65504.0, -1e9),
+    lambda column: np.where(column % 2 == 0, -65504.0, 0.25),
+    lambda column: np.where(column % 4 == 0, -1e9, -np.inf),
+    lambda column: column % 4 / 4,
+)
+
+
+def _rows_of_biases(rows: tuple[Callable[[Any], Any], ...], heads: int, q_length: int, kv_length: int) -> Any:
+    """Return a bias `[1, heads, q_length, kv_length]` float32 whose rows go round, other ones in each head."""
+    made = [[rows[(3 * head + row) % len(rows)](np.arange(kv_length)) for row in range(q_length)] for head in range(heads)]
+    return np.asarray(made, np.float32)[None]
 
 
 def quantised(name: str, x: Any, dtype: str) -> dict[str, Any]:
@@ -162,4 +204,26 @@ CASES = (
         name="decode float8_e5m2, one kv head", mode="decode", q_length=1, kv_heads=1, stored="float8_e5m2", arrays=("lengths", "row_mask")
     ),
     Case(name="prefill int8", mode="prefill", stored="int8", v_dim=12, options={"causal": True}, arrays=("segment_ids",)),
+    Case(name="hidden by a bias", arrays=("hiding_bias",)),
+    Case(name="hidden by a bias, causal, sinks", options={"causal": True, "return_lse": True}, arrays=("hiding_bias", "sinks")),
+    Case(name="hidden by a bias in bfloat16, bhtd", options={"causal": True, "layout": "BHTD"}, arrays=("bfloat16_hiding_bias",)),
+    Case(name="hidden by a bias for all queries", arrays=("hiding_row_bias", "row_mask")),
+    Case(
+        name="hidden by a bias, everything",
+        options={"causal": True, "window": (11, 0), "softcap": 3.0, "dropout": 0.2, "return_lse": True},
+        arrays=("segment_ids", "lengths", "mask", "hiding_bias", "sinks", "dropout_key"),
+    ),
+    Case(name="large biases", coarse=True, options={"scale": 0.25}, arrays=("large_bias",)),
+    Case(name="large biases and sinks, causal", coarse=True, options={"scale": 0.25, "causal": True}, arrays=("large_bias", "sinks")),
+    Case(name="decode hidden by a bias", mode="decode", q_length=1, options={"causal": True}, arrays=("lengths", "hiding_bias")),
+    Case(
+        name="decode hidden by a bias for all queries, sinks",
+        mode="decode",
+        q_length=3,
+        stored="int8",
+        options={"return_lse": True},
+        arrays=("lengths", "hiding_row_bias", "sinks"),
+    ),
+    Case(name="decode large biases", mode="decode", q_length=3, coarse=True, options={"scale": 0.25}, arrays=("lengths", "large_bias")),
+    Case(name="prefill hidden by a bias", mode="prefill", options={"causal": True}, arrays=("hiding_bias",)),
 )

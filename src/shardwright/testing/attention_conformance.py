@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwright.attention import vanilla
 from shardwright.attention.api import dot_product_attention, explain
 from shardwright.attention.arguments import describe, make_operands, make_options
 from shardwright.attention.call import AttentionCall
 from shardwright.manager import PartitionManager
 from shardwright.strategy.model import Strategy
+from shardwright.testing import attention_oracle as oracle
 from shardwright.testing.attention_cases import CASES, COMBINATIONS, MESHES, STRATEGY, Case
 from shardwright.testing.meshes import cpu_mesh
 
@@ -156,7 +156,8 @@ def check(cell: Cell, *, refuses: Callable[[AttentionCall], bool] | None, tolera
     names = {name for name in wanted if cell.mode == "train" or name in OUTPUTS}
     _must(set(found) == names, f"{cell}: it returns {sorted(found)}, not {sorted(names)}")
     for name in sorted(found, key=lambda name: (name not in OUTPUTS, name)):
-        _compare(f"{cell}: {name}", found[name], wanted[name], tolerances, cell.dtype)
+        dtypes = {cell.dtype, cell.dtype if name in OUTPUTS else str(values[name.removeprefix("d")].dtype)}
+        _compare(f"{cell}: {name}", found[name], wanted[name], tolerances, "float32" if dtypes == {"float32"} else "bfloat16")
     return ()
 
 
@@ -233,19 +234,23 @@ def _found(program: _Program) -> dict[str, Any]:
 
 @functools.cache
 def _wanted(case: Case, dtype: str) -> dict[str, Any]:
-    """What the oracle finds, unsharded, in float32, of the inputs as they are in their dtype."""
-    values = {name: x.astype(np.float32) if name in ("q", "k", "v") else x for name, x in case.values(dtype).items()}
-    if case.stored is not None:
-        values |= {name: values[name] * values.pop(f"{name}_scale")[..., None] for name in ("k", "v")}
-
-    def attend(q: Any, k: Any, v: Any, **rest: Any) -> Any:
-        options = make_options({**rest, **case.options, "mode": case.mode})
-        call, mask = describe(q, k, v, options=options)
-        found = vanilla.attend(make_operands(q, k, v, options=options, call=call, mask=mask), call.recipe)
-        o = jnp.swapaxes(found.o, 1, 2) if call.layout == "BHTD" else found.o
-        return dataclasses.replace(found, o=o) if call.return_lse else o
-
-    return _found(_program(attend, case, dtype, values, mesh="", gradients=case.mode == "train"))
+    """What the oracle finds, unsharded, in float64, of the inputs as they are in their dtype."""
+    arrays = dict(case.values(dtype))
+    q, k, v = (arrays.pop(name) for name in ("q", "k", "v"))
+    q, k, v = (x if case.stored is not None and name != "q" else x.astype(np.float32) for name, x in (("q", q), ("k", k), ("v", v)))
+    options = make_options({**arrays, **case.options, "mode": case.mode})
+    call, mask = describe(q, k, v, options=options)
+    operands = make_operands(q, k, v, options=options, call=call, mask=mask)
+    turned = functools.partial(np.swapaxes, axis1=1, axis2=2) if call.layout == "BHTD" else np.asarray
+    found = oracle.forward(operands, call.recipe)
+    wanted = {"o": turned(found["o"]), **({"lse": found["lse"]} if call.return_lse else {})}
+    if case.mode == "train":
+        # Of the loss of `_program`.
+        some = ~np.isneginf(found["lse"]) & call.return_lse
+        dlse = np.where(some, np.cos(np.where(some, found["lse"], 0.0)), 0.0)
+        grads = oracle.backward(operands, call.recipe, do=turned(case.weights()), dlse=dlse)
+        wanted |= {f"d{name}": turned(grad) if name in ("q", "k", "v") else grad for name, grad in grads.items()}
+    return {name: x.astype(np.float32) for name, x in wanted.items()}
 
 
 def _compare(what: str, found: Any, want: Any, tolerances: Tolerances, dtype: str) -> None:

@@ -1,0 +1,142 @@
+"""The oracle of attention: the definition in NumPy and float64, forward and backward, without JAX's help and without blocks.
+
+Logits are the one exception from float64: a bias is added to them in float32, as everywhere, so that of -1e9 and a product
+-1e9 is left. A bias of at most -2e38 hides its pair, as False in a mask does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from shardwright.attention._dropout import keep_factors
+from shardwright.attention.call import Operands, Recipe
+
+# Said once more, independently of `masks`.
+_HIDING = np.float32(-2e38)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Softmax:
+    """What both passes need: everything is `[batch, heads, q_length, kv_length]`, or less the last dim.
+
+    Attributes:
+      logits: after the softcap.
+      p: weights before dropout.
+      lse: -inf for a row without keys.
+      keep: factors of the weights under dropout, or 1.
+    """
+
+    logits: Any
+    p: Any
+    lse: Any
+    keep: Any
+
+
+def forward(operands: Operands, recipe: Recipe) -> dict[str, Any]:
+    """Return the output `o`, `[batch, q_length, heads, v_dim]`, and `lse`, `[batch, heads, q_length]`.
+
+    Args:
+      operands: arrays of a call, BTHD, as NumPy can read them.
+      recipe: the static part.
+    """
+    found = _softmax(operands, recipe)
+    _, v = _keys_and_values(operands)
+    return {"o": np.einsum("bhts,bshd->bthd", found.p * found.keep, v), "lse": found.lse}
+
+
+def backward(operands: Operands, recipe: Recipe, *, do: Any, dlse: Any) -> dict[str, Any]:
+    """Return the cotangents of q, k, v, and of the bias and the sinks if there are any.
+
+    Args:
+      operands: as in `forward`.
+      recipe: the static part.
+      do: cotangent of the output.
+      dlse: cotangent of the logsumexp, 0 in rows whose logsumexp is -inf.
+    """
+    found = _softmax(operands, recipe)
+    q, (k, v) = np.asarray(operands.q, np.float64), _keys_and_values(operands)
+    dp = np.einsum("bthd,bshd->bhts", do, v) * found.keep
+    delta = np.sum(found.p * dp, axis=-1) - dlse
+    dlogits = found.p * (dp - delta[..., None])
+    if recipe.softcap is not None:
+        dlogits = dlogits * (1.0 - np.square(found.logits / recipe.softcap))
+    products = dlogits * recipe.scale
+    grads = {
+        "q": np.einsum("bhts,bshd->bthd", products, k),
+        "k": _by_kv_head(np.einsum("bhts,bthd->bshd", products, q), operands),
+        "v": _by_kv_head(np.einsum("bhts,bthd->bshd", found.p * found.keep, do), operands),
+    }
+    if operands.bias is not None:
+        shared = tuple(dim for dim, size in enumerate(operands.bias.shape) if size == 1)
+        grads["bias"] = np.sum(dlogits, axis=shared, keepdims=True)
+    if operands.sinks is not None:
+        share = np.exp(np.asarray(operands.sinks, np.float64)[None, :, None] - found.lse)
+        grads["sinks"] = -np.sum(share * delta, axis=(0, 2))
+    return grads
+
+
+def _softmax(operands: Operands, recipe: Recipe) -> _Softmax:
+    k, _ = _keys_and_values(operands)
+    seen = _seen(operands, recipe)
+    logits = np.einsum("bthd,bshd->bhts", np.asarray(operands.q, np.float64), k) * recipe.scale
+    seen = np.broadcast_to(seen, logits.shape)
+    if operands.bias is not None:
+        bias = np.broadcast_to(np.asarray(operands.bias, np.float32), logits.shape)
+        seen = seen & ~(bias <= _HIDING)
+        logits = (logits + np.where(seen, bias, 0.0)).astype(np.float32).astype(np.float64)
+    if recipe.softcap is not None:
+        logits = recipe.softcap * np.tanh(logits / recipe.softcap)
+    top = np.max(np.where(seen, logits, -np.inf), axis=-1)
+    if operands.sinks is not None:
+        top = np.maximum(top, np.asarray(operands.sinks, np.float64)[None, :, None])
+    top = np.where(np.isneginf(top), 0.0, top)
+    p = np.exp(np.where(seen, logits, -np.inf) - top[..., None])
+    total = np.sum(p, axis=-1)
+    if operands.sinks is not None:
+        total = total + np.exp(np.asarray(operands.sinks, np.float64)[None, :, None] - top)
+    some = total > 0.0
+    total = np.where(some, total, 1.0)
+    keep = np.asarray(keep_factors(operands, recipe.dropout), np.float64) if recipe.dropout else 1.0
+    return _Softmax(logits=logits, p=p / total[..., None], lse=np.where(some, top + np.log(total), -np.inf), keep=keep)
+
+
+def _seen(operands: Operands, recipe: Recipe) -> Any:
+    """Return which pairs attend, by the sentences in which `masks` says it."""
+    q = np.asarray(operands.q_positions)[:, None, :, None]
+    kv = np.asarray(operands.kv_positions)[:, None, None, :]
+    rules, seen = recipe.mask, kv >= 0
+    if rules.causal:
+        seen = seen & (kv <= q)
+    if rules.window is not None:
+        left, right = rules.window
+        seen = seen & (True if left is None else kv >= q - left) & (True if right is None else kv <= q + right)
+    if rules.chunk is not None:
+        seen = seen & (kv // rules.chunk == q // rules.chunk)
+    if operands.q_segment_ids is not None:
+        seen = seen & (np.asarray(operands.q_segment_ids)[:, None, :, None] == np.asarray(operands.kv_segment_ids)[:, None, None, :])
+    if operands.lengths is not None:
+        seen = seen & (kv < np.asarray(operands.lengths)[:, None, None, None])
+    return seen if operands.mask is None else seen & np.asarray(operands.mask)
+
+
+def _keys_and_values(operands: Operands) -> tuple[Any, Any]:
+    """Return k and v for every query head, with zeros in rows that hold no key: what was left there may be NaN."""
+    held = np.asarray(operands.kv_positions) >= 0
+    if operands.lengths is not None:
+        held = held & (np.asarray(operands.kv_positions) < np.asarray(operands.lengths)[:, None])
+    found = []
+    for name in ("k", "v"):
+        x = np.asarray(getattr(operands, name), np.float64)
+        scale = getattr(operands, f"{name}_scale")
+        x = x if scale is None else x * np.asarray(scale, np.float64)[..., None]
+        found.append(np.repeat(np.where(held[:, :, None, None], x, 0.0), operands.q.shape[2] // x.shape[2], axis=2))
+    return found[0], found[1]
+
+
+def _by_kv_head(grad: Any, operands: Operands) -> Any:
+    batch, length, heads, dim = grad.shape
+    kv_heads = operands.k.shape[2]
+    return np.sum(grad.reshape(batch, length, kv_heads, heads // kv_heads, dim), axis=3)
