@@ -12,6 +12,7 @@ import pytest
 
 import shardwright as sw
 from shardwright import attention
+from shardwright.attention.masks import Mask
 from shardwright.testing.meshes import cpu_mesh
 
 Q, K = jax.ShapeDtypeStruct((2, 6, 4, 8), jnp.float32), jax.ShapeDtypeStruct((2, 6, 2, 8), jnp.float32)
@@ -57,6 +58,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"segment_ids": of(2, 6)}, "segment_ids: segment_ids is float32, not integers"),
     ({"k": S10, "v": S10, "segment_ids": of(2, 6, dtype=jnp.int32)}, "segment_ids: segment_ids are of 6 queries, and there are 10 keys"),
     ({"kv_segment_ids": of(2, 6, dtype=jnp.int32)}, "kv_segment_ids: kv_segment_ids without segment_ids"),
+    ({"mask": Mask(q_segment_ids=of(2, 6, dtype=jnp.int32))}, "mask: a mask has q_segment_ids without kv_segment_ids\n  fix   give both"),
+    ({"mask": Mask(kv_segment_ids=of(2, 6, dtype=jnp.int32))}, "mask: a mask has kv_segment_ids without q_segment_ids\n  fix   give both"),
     ({"lengths": np.array([3, 7])}, "lengths: lengths has 7, outside 0 to 6"),
     ({"lengths": np.array([3, -1])}, "lengths: lengths has -1, outside 0 to 6"),
     ({"lengths": 3}, "lengths: lengths is int, not integers"),

@@ -55,7 +55,8 @@ def test_what_is_said_of_a_block_holds_for_each_of_its_pairs(rules: MaskRules) -
         assert isinstance(full, bool)
         assert not (empty and any(pairs))
         assert full == all(pairs)
-        if rules.chunk is None and kv[0] >= 0:  # where nothing but the bounds decides, the answer is exact
+        # Where only bounds or only chunks decide, the answer is exact.
+        if kv[1] < 0 or (kv[0] >= 0 and (rules.chunk is None or rules.bounds == (None, None))):
             assert empty == (not any(pairs))
         said["empty"] += empty
         said["full"] += full
@@ -83,6 +84,15 @@ def test_segments_lengths_and_a_dense_mask_all_must_agree() -> None:
     np.testing.assert_array_equal(seen[0, 1].astype(int), [[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]])
 
 
+def test_segments_in_any_order_and_lengths_far_away() -> None:
+    rows = jnp.arange(4)[None]
+    ids, kv_ids = jnp.array([[2, 1, 1, 0]]), jnp.array([[0, 2, 1, 1]])
+    seen = masks.allowed(MaskRules(), rows, rows, q_segment_ids=ids, kv_segment_ids=kv_ids)
+    np.testing.assert_array_equal(seen[0, 0].astype(int), [[0, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1], [1, 0, 0, 0]])
+    seen = masks.allowed(MaskRules(), rows, rows, lengths=jnp.array([1]))
+    np.testing.assert_array_equal(np.broadcast_to(seen, (1, 1, 4, 4))[0, 0].astype(int), [[1, 0, 0, 0]] * 4)
+
+
 def test_masks_combine() -> None:
     both = masks.causal() & masks.window(left=5) & masks.window(left=3, right=7) & masks.chunk(8) & masks.chunk(4)
     assert both.rules == MaskRules(causal=True, window=(3, 7), chunk=4)
@@ -94,15 +104,74 @@ def test_masks_combine() -> None:
 
 
 @pytest.mark.parametrize(
+    ("one", "other", "both"),
+    [
+        ((2, 9), (3, 7), (2, 7)),
+        ((5, None), (3, None), (3, None)),
+        ((None, 4), (None, 0), (None, 0)),
+        ((None, None), (3, 7), (3, 7)),
+        (None, (3, 7), (3, 7)),
+        (None, None, None),
+    ],
+)
+def test_windows_combine_side_by_side(one: Any, other: Any, both: Any) -> None:
+    assert (MaskRules(window=one) & MaskRules(window=other)).window == both
+    assert (MaskRules(window=other) & MaskRules(window=one)).window == both
+
+
+def test_arrays_combine_from_either_side() -> None:
+    """A field that one mask has is taken from it; a field that both have is combined."""
+    q, kv = jnp.array([[1, 1, 2]]), jnp.array([[1, 2]])
+    for ids in (masks.segments(q, kv) & masks.causal(), masks.causal() & masks.segments(q, kv)):
+        assert ids.q_segment_ids is q
+        assert ids.kv_segment_ids is kv
+        assert ids.rules == MaskRules(causal=True)
+    one, other = jnp.array([[[[True, True, False, False]]]]), jnp.array([[[[True, False, True, False]]]])
+    for first, second in ((one, other), (other, one)):
+        np.testing.assert_array_equal((masks.dense(first) & masks.dense(second)).dense, [[[[True, False, False, False]]]])
+    for mask in (masks.full() & masks.dense(one), masks.dense(one) & masks.full()):
+        assert mask.dense is one
+        assert mask.lengths is None
+    for mask in (masks.full() & masks.lengths(q), masks.lengths(q) & masks.full()):
+        assert mask.lengths is q
+        assert mask.dense is None
+
+
+def test_positional_rules() -> None:
+    assert not MaskRules().positional
+    for rules in (MaskRules(causal=True), MaskRules(window=(0, 0)), MaskRules(chunk=4)):
+        assert rules.positional is True
+
+
+def test_limits_of_lengths() -> None:
+    """The smallest and the largest length that is taken."""
+    assert MaskRules(chunk=1).chunk == 1
+    for window in ((0, 0), (2**30 - 1, 2**30 - 1), [np.int32(2), None]):
+        assert MaskRules(window=window).window == tuple(window)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: masks.window(left=-1), "window=(-1, None) has a negative side"),
+        (lambda: masks.window(left=-1), "window=(-1, None) has a negative side\n  fix   count positions to the left and to the right"),
+        (lambda: masks.window(right=-1), "window=(None, -1) has a negative side"),
         (lambda: MaskRules(window=4), "window=4 is not a pair of lengths\n  fix   pass (left, right): (w - 1, 0) sees w tokens"),  # type: ignore[arg-type]
         (lambda: MaskRules(window=(1.5, 0)), "window=(1.5, 0) is not a pair of lengths"),  # type: ignore[arg-type]
-        (lambda: MaskRules(window=(2**31, 0)), "window=(2147483648, 0) is longer than any position"),
-        (lambda: masks.chunk(0), "chunk=0 is not a length"),
-        (lambda: masks.chunk(4) & masks.chunk(6), "chunks of 4 and of 6 positions do not nest"),
-        (lambda: masks.segments(1) & masks.segments(2), "both masks have segments"),
+        (lambda: MaskRules(window=(1,)), "window=(1,) is not a pair of lengths"),  # type: ignore[arg-type]
+        (lambda: MaskRules(window=(1, 2, 3)), "window=(1, 2, 3) is not a pair of lengths"),  # type: ignore[arg-type]
+        (lambda: MaskRules(window=(True, 0)), "window=(True, 0) is not a pair of lengths"),
+        (lambda: MaskRules(window=(2**30, 0)), "window=(1073741824, 0) is longer than any position\n  fix   write None for a side"),
+        (lambda: MaskRules(window=(0, 2**31)), "window=(0, 2147483648) is longer than any position"),
+        (lambda: masks.chunk(0), "chunk=0 is not a length\n  fix   pass the number of positions per chunk, such as 8192"),
+        (lambda: masks.chunk(True), "chunk=True is not a length"),
+        (lambda: masks.chunk(4.0), "chunk=4.0 is not a length"),  # type: ignore[arg-type]
+        (lambda: masks.chunk(4) & masks.chunk(6), "chunks of 4 and of 6 positions do not nest\n  fix   use lengths of which one divides"),
+        (lambda: masks.segments(1) & masks.segments(2), "both masks have segments\n  fix   number the segments once, so that rows attend"),
+        (
+            lambda: masks.Mask(kv_segment_ids=1) & masks.segments(2),
+            "mask: a mask has kv_segment_ids without q_segment_ids\n  fix   give both",
+        ),
+        (lambda: masks.full() & masks.Mask(q_segment_ids=1), "mask: a mask has q_segment_ids without kv_segment_ids\n  fix   give both"),
     ],
 )
 def test_a_mask_that_makes_no_sense_is_refused(make: Any, says: str) -> None:

@@ -18,6 +18,7 @@ from shardwright.testing import cpu_mesh
 def test_a_shard_holds_an_early_and_a_late_chunk() -> None:
     np.testing.assert_array_equal(zigzag.positions(12, shards=3), [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7])
     np.testing.assert_array_equal(zigzag.positions(6, shards=1), np.arange(6))
+    assert zigzag.positions(12, shards=3).dtype == np.int32
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])
@@ -34,6 +35,7 @@ def test_rows_come_back(shards: int) -> None:
 def test_another_dim() -> None:
     np.testing.assert_array_equal(zigzag.permute(np.arange(4), shards=1, dim=0), np.arange(4))
     np.testing.assert_array_equal(zigzag.permute(np.eye(8), shards=2, dim=-1)[0], np.eye(8)[0][zigzag.positions(8, shards=2)])
+    np.testing.assert_array_equal(zigzag.permute(np.eye(8)[:, :3], shards=2, dim=-2), np.eye(8)[zigzag.positions(8, shards=2), :3])
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
@@ -88,11 +90,18 @@ def test_a_length_that_does_not_divide() -> None:
         zigzag.permute({"tokens": np.zeros((1, 10))}, shards=3)
 
 
+def test_a_chunk_per_shard_is_not_enough() -> None:
+    with pytest.raises(AttentionError, match=r"a length of 9 does not divide into 2 \* 3 chunks, two per shard\n  fix   pad it by 3 rows"):
+        zigzag.positions(9, shards=3)
+
+
 def test_no_shards() -> None:
-    with pytest.raises(AttentionError, match="0 shards"):
+    with pytest.raises(AttentionError, match=r"^shards: 0 shards\n  fix   pass how many parts the sequence is sharded into$"):
         zigzag.positions(10, shards=0)
 
 
-def test_an_array_without_a_length() -> None:
-    with pytest.raises(AttentionError, match=r"batch/weight[\s\S]*no dim 1 in shape \(3,\)"):
-        zigzag.permute({"batch": {"weight": np.zeros(3)}}, shards=3)
+@pytest.mark.parametrize("dim", [1, 2, -2, -3])
+def test_an_array_without_a_length(dim: int) -> None:
+    message = rf"^batch/weight: no dim {dim} in shape \(3,\)\n  fix   leave what has no sequence out, or pass dim=$"
+    with pytest.raises(AttentionError, match=message):
+        zigzag.permute({"batch": {"weight": np.zeros(3)}}, shards=3, dim=dim)

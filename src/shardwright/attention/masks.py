@@ -62,7 +62,7 @@ class MaskRules:
     def bounds(self) -> Window:
         """How far to the left and to the right a query may see, None for no bound."""
         left, right = self.window or (None, None)
-        return left, (0 if right is None else min(right, 0)) if self.causal else right
+        return left, 0 if self.causal else right
 
     def __and__(self, other: MaskRules) -> MaskRules:
         return MaskRules(
@@ -78,9 +78,10 @@ def _check_window(window: Any) -> Window:
         fix = "pass (left, right): (w - 1, 0) sees w tokens counting itself, (w, w) w on both sides, None means no bound"
         raise AttentionError(f"window={window!r} is not a pair of lengths", fix=fix)
     left, right = (None if side is None else int(side) for side in window)
-    if (left is not None and left < 0) or (right is not None and right < 0):
+    sides = [side for side in (left, right) if side is not None]
+    if any(side < 0 for side in sides):
         raise AttentionError(f"window={window!r} has a negative side", fix="count positions to the left and to the right, each from 0")
-    if max(left or 0, right or 0) >= 2**30:
+    if any(side >= 2**30 for side in sides):
         raise AttentionError(f"window={window!r} is longer than any position", fix="write None for a side without a bound")
     return left, right
 
@@ -115,7 +116,7 @@ class Mask:
     Attributes:
       rules: the static part.
       q_segment_ids: `[batch, q_length]` int, or None.
-      kv_segment_ids: `[batch, kv_length]` int, or None.
+      kv_segment_ids: `[batch, kv_length]` int; None exactly where `q_segment_ids` is None.
       lengths: `[batch]` int, keys at this position and after are not seen; or None.
       dense: bool, `[batch, heads, q_length, kv_length]`, each dim full or 1; or None.
     """
@@ -126,7 +127,21 @@ class Mask:
     lengths: Any = None
     dense: Any = None
 
+    def check_segments(self) -> None:
+        """Check that queries and keys both have segment ids, or neither. (A pytree may hold anything, so the constructor cannot.)
+
+        Raises:
+          AttentionError: only one of the two has them.
+        """
+        if (self.q_segment_ids is None) == (self.kv_segment_ids is None):
+            return
+        has, lacks = ("q", "kv") if self.kv_segment_ids is None else ("kv", "q")
+        what = f"a mask has {has}_segment_ids without {lacks}_segment_ids"
+        raise AttentionError(what, path="mask", fix="give both, or build the mask with segments(q_segment_ids, kv_segment_ids)")
+
     def __and__(self, other: Mask) -> Mask:
+        self.check_segments()
+        other.check_segments()
         if self.q_segment_ids is not None and other.q_segment_ids is not None:
             raise AttentionError("both masks have segments", fix="number the segments once, so that rows attend where the ids are equal")
         mine = self if self.q_segment_ids is not None else other
@@ -140,7 +155,9 @@ class Mask:
 
 
 def _either(both: Any, a: Any, b: Any) -> Any:
-    return b if a is None else a if b is None else both(a, b)
+    if a is None or b is None:
+        return b if a is None else a
+    return both(a, b)
 
 
 def full() -> Mask:
@@ -220,7 +237,7 @@ def allowed(
       q_positions: `[batch or 1, q_length]` of the block's queries.
       kv_positions: `[batch or 1, kv_length]` of the block's keys.
       q_segment_ids: `[batch, q_length]`, or None.
-      kv_segment_ids: `[batch, kv_length]`, or None.
+      kv_segment_ids: `[batch, kv_length]`; None exactly where `q_segment_ids` is None.
       lengths: `[batch]`, or None.
       dense: the block of the dense mask, or None.
       bias: the block of the bias, or None.
@@ -229,7 +246,8 @@ def allowed(
       Bool, broadcastable to `[batch, heads, q_length, kv_length]`.
     """
     seen: jax.Array = pair_attends(rules, q_positions[:, None, :, None], kv_positions[:, None, None, :])
-    if q_segment_ids is not None and kv_segment_ids is not None:
+    if q_segment_ids is not None:
+        assert kv_segment_ids is not None, "queries and keys both have segment ids, or neither"
         seen = seen & (q_segment_ids[:, None, :, None] == kv_segment_ids[:, None, None, :])
     if lengths is not None:
         seen = seen & (kv_positions[:, None, None, :] < lengths[:, None, None, None])
