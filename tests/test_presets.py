@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 from shardwright.axes import PARALLELISM_AXES, SEMANTIC_AXES, Role
 from shardwright.layouts import LAYOUTS
-from shardwright.modes import MODE_DECODE, MODES
+from shardwright.modes import MODE_DECODE, MODES, parse_mode
 from shardwright.provenance import Outcome
 from tests.golden.specs import MESHES
 
@@ -246,6 +247,47 @@ class TestMoeEp:
         pm = manager("moe_ep", self.MESH)
         assert pm.resolve((sw.BATCH, sw.QUERY_LENGTH, sw.EXPERT_GATE), shape=(16, 64, 8)) == P(("dp", "fsdp", "ep"), "sp")
         assert pm.resolve((sw.EMBED, sw.EXPERT_GATE), shape=(64, 8), role="use") == P()
+
+    @pytest.mark.parametrize(
+        ("mesh", "stored"),
+        [
+            ("ep:8", P("ep")),
+            ("dp:2,ep:4", P("ep")),
+            ("ep:2,tp:4", P("ep", None, "tp")),
+            ("sp:2,ep:4", P("ep", "sp")),
+        ],
+    )
+    def test_expert_weights_need_no_fsdp(self, mesh: str, stored: P) -> None:
+        """Only the experts lie over ep, and the mesh has nothing else to store the rest over."""
+        pm = manager("moe_ep", mesh)
+        axes = (sw.EXPERT, sw.EMBED, sw.MLP_INTERMEDIATE)
+        assert pm.resolve(axes, shape=(8, 64, 64), role="param") == stored
+        assert pm.resolve(sw.ExpertColumnWiseAlt, shape=(8, 64, 64)) == stored
+
+    def test_its_rules_are_those_of_the_page(self) -> None:
+        preset = sw.Strategy.preset("moe_ep")
+        named = {name: preset.rules[name] for name in ("batch", "expert", "expert_gate", "capacity")}
+        assert named == {"batch": "dp+fsdp+ep", "expert": "ep", "expert_gate": "-", "capacity": "dp+fsdp+sp"}
+        assert preset.params["embed"] == "fsdp+sp+ep | fsdp+sp | -"
+        assert preset.compile().policy.gather == ("fsdp", "sp", "ep")
+
+
+@pytest.mark.parametrize("preset", SERVING)
+@pytest.mark.parametrize("mode", GENERATION)
+def test_serving_presets_have_one_chain_for_tokens(preset: str, mode: str) -> None:
+    rules = sw.Strategy.preset(preset).compile()
+    for axis in (sw.BATCH, sw.CAPACITY):
+        rule = rules.stated(axis, mode=parse_mode(mode), role=Role.ACTIVATION, path=None)
+        assert rule is not None
+        assert rule.ref.text == "dp+fsdp+ep | dp+fsdp | dp | -"
+
+
+def test_long_context_decode_lies_over_what_is_free() -> None:
+    rules = sw.Strategy.preset("serve_long_context").compile()
+    for axis, mode in itertools.product((sw.KV_LENGTH, sw.BIAS_KV_SEQ), ("decode", "insert")):
+        rule = rules.stated(axis, mode=parse_mode(mode), role=Role.ACTIVATION, path=None)
+        assert rule is not None
+        assert rule.ref.text == "dp+fsdp+sp | sp"
 
 
 @pytest.mark.parametrize("preset", ["fsdp_tp", "moe_ep", "sequence", "serve_long_context"])
