@@ -36,6 +36,7 @@ ORDER = (
         "problems",
         "context",
         "placement",
+        "manual_gather",
         "tree",
         "state",
         "pairs",

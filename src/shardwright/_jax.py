@@ -65,13 +65,14 @@ def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
 
 def varying_axes(value: Any) -> frozenset[str]:
     """Return the Manual mesh axes that a value varies over; all of them where `shard_map` does not track it."""
-    if not _tracks_varying():
+    if not tracks_varying():
         mesh = ambient_mesh()
         return frozenset(mesh.manual_axes) if mesh is not None else frozenset()
     return frozenset(jax.typeof(value).manual_axis_type.varying)
 
 
-def _tracks_varying() -> bool:
+def tracks_varying() -> bool:
+    """Tell whether `shard_map` tracks which Manual mesh axes a value varies over."""
     # shard_map(check_vma=False) leaves every type without varying axes, and nothing public tells that it does.
     from jax._src import config
 

@@ -18,6 +18,7 @@ from shardwright.errors import NoManagerError
 
 _AMBIENT = jax.make_user_context(default_value=None)
 _APART = jax.make_user_context(default_value=None)
+_INPUTS = jax.make_user_context(default_value=None)
 _OWN: contextvars.ContextVar[Any] = contextvars.ContextVar("shardwright_manager", default=None)
 
 
@@ -124,3 +125,14 @@ def apart() -> AbstractContextManager[object]:
     """Return a context in which JAX has compiled nothing yet: what is jitted there is traced anew, once."""
     found: AbstractContextManager[object] = _APART(object())
     return found
+
+
+def mapped(inputs: Any) -> AbstractContextManager[object]:
+    """Return a context in which the function of a `pm.shard_map` is traced; what is jitted inside is traced for these inputs."""
+    entered: AbstractContextManager[object] = _INPUTS(inputs)
+    return entered
+
+
+def mapped_inputs() -> Any:
+    """Return the inputs of the innermost `mapped`, or None."""
+    return _INPUTS.value

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardwright import _jax, context, placement, resolver, tree
-from shardwright.annotations import ArraySpec, asked_annotation, is_annotation, lower, one_annotation, tree_of_annotations
+from shardwright import _jax, context, manual_gather, placement, resolver, tree
+from shardwright.annotations import ArraySpec, as_shape, asked_annotation, is_annotation, lower, one_annotation, tree_of_annotations
 from shardwright.axes import Role
 from shardwright.errors import (
     MeshMismatchError,
@@ -35,6 +35,7 @@ from shardwright.problems import (
     must_lie,
     no_dtype,
     not_varying,
+    other_shape,
     path_wanted,
     with_fix,
 )
@@ -407,27 +408,29 @@ class PartitionManager:
         """Like `shard`, best effort: a dim that is indivisible, in conflict or Manual is left to the compiler."""
         return self._place(x, axes, mode, role, False)
 
-    def gather(self, w: Any, *axes: Any, path: str | None = None, mode: str | None = None) -> Any:
+    def gather(self, w: Any, *axes: Any, path: str | None = None, mode: str | None = None, shape: Any = None) -> Any:
         """Constrain a stored weight, or a tree of them, to where it is used, and its gradient back to where it is stored.
+
+        Inside `shard_map` it is an all-gather of the shard, whose transpose is a reduce-scatter. Derivatives exist of any order.
 
         Args:
           w: a weight, or a tree.
           *axes: its annotation, as for `shard`.
           path: the weight's path, where a `[[tensors]]` entry may cover it; of a tree, the path in front of it, "" at the root.
           mode: runtime mode; absent: the manager's.
-
-        It has derivatives of any order, forward and reverse. Tangents are constrained as the weight is stored.
+          shape: the global shape (of a tree, a tree of them), needed inside `shard_map` where the value does not show it.
 
         Raises:
           ShardingError: the annotation does not fit the weight, the rules or the mesh.
           StrategyError: no `path`, and a `[[tensors]]` entry names an axis of the weight.
+          ShapeRequiredError, ManualAxisError: inside `shard_map`, `w` does not show its shard, or is not split as its use is.
         """
         if _jax.is_array(w):
-            return self._gather(w, one_annotation(axes), path, mode)
-        prefix = f"{path}/" if path else ""
+            return self._gather(w, one_annotation(axes), path, mode, shape)
+        prefix, shapes = f"{path}/" if path else "", iter(tree.shapes_like(w, shape))
 
         def one(leaf: tree.Leaf) -> Any:
-            return self._gather(leaf.value, leaf.annotation, None if path is None else prefix + leaf.path, mode)
+            return self._gather(leaf.value, leaf.annotation, None if path is None else prefix + leaf.path, mode, next(shapes))
 
         return self._each(w, tree_of_annotations(axes), one)
 
@@ -439,6 +442,7 @@ class PartitionManager:
         out_axes: Any,
         sizes: Mapping[str, int] | None = None,
         mode: str | None = None,
+        check_vma: bool = True,
     ) -> Callable[..., Any]:
         """Return `jax.shard_map` of a function, jitted, in semantic axes: each axis resolves once, from the inputs' sizes.
 
@@ -448,6 +452,7 @@ class PartitionManager:
           out_axes: one annotation, or a tuple, list or dict of them.
           sizes: global size of axes that stand in no input.
           mode: runtime mode; absent: the manager's.
+          check_vma: as for `jax.shard_map`: whether JAX tracks which mesh axes values vary over.
 
         Raises:
           AxisConflictError: one axis would lie differently in two arguments.
@@ -463,7 +468,8 @@ class PartitionManager:
             return self._resolution(annotation, mode, None, shape, path, ambient or self.mesh, self.manual_axes(ambient))
 
         by_axis = known_sizes(sizes or {}, self.rules)
-        return SemanticShardMap(f, tuple(in_axes), checked_outputs(out_axes), by_axis, self.mesh, explain, self.manual_axes)
+        outputs = checked_outputs(out_axes)
+        return SemanticShardMap(f, tuple(in_axes), outputs, by_axis, self.mesh, explain, self.manual_axes, check_vma)
 
     def _place(
         self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, strict: bool, path: str | None = None
@@ -506,7 +512,8 @@ class PartitionManager:
             found = resolver.left_open(found)
         spec = found.require()
         if strict and path is None and found.role is not Role.ACTIVATION:
-            raise_problems(path_wanted(annotation, shape, self.rules), resolution=found)
+            dims = resolver.lower_fitted(annotation, shape, self.rules)[0].dims
+            raise_problems(path_wanted(annotation, dims, self.rules), resolution=found)
         uses_manual = found if any(decision.manual for decision in found.decisions) else None
         if manual == frozenset(self._sizes):
             return None, uses_manual
@@ -514,10 +521,7 @@ class PartitionManager:
 
     def _check_varying(self, x: Any, found: Resolution, path: str | None) -> None:
         """Check that an array varies over every Manual mesh axis that its dims should lie over."""
-        varying = _jax.varying_axes(x)
-        problems = [
-            not_varying(found, decision, axis, path) for decision in found.decisions for axis in decision.manual if axis not in varying
-        ]
+        problems = not_varying(found, _jax.varying_axes(x), path)
         # The resolution is kept for every path that it holds for; the error is about this one.
         raise_problems(problems, resolution=dataclasses.replace(found, path=path or found.path) if problems else None)
 
@@ -537,20 +541,42 @@ class PartitionManager:
         kinds = zip(ambient.axis_names, ambient.axis_types, strict=True)
         return frozenset(axis for axis, kind in kinds if kind is AxisType.Manual)
 
-    def _gather(self, w: Any, annotation: Any, path: str | None, mode: str | None) -> Any:
-        shape = np.shape(w)
+    def _gather(self, w: Any, annotation: Any, path: str | None, mode: str | None, shape: Any) -> Any:
+        local, ambient = np.shape(w), jax.sharding.get_abstract_mesh()
         if isinstance(annotation, ArraySpec):
-            lower(annotation, shape)
+            shape = annotation.shape if shape is None else shape
+            lower(annotation, as_shape(shape) if ambient.manual_axes else local)
             annotation = annotation.axes
-        key = ("gather", annotation, shape, mode, path and self.rules.tensors and path, jax.sharding.get_abstract_mesh())
+        shape = None if shape is None else as_shape(shape)
+        key: Any = ("gather", annotation, local, shape, mode, path and self.rules.tensors and path, ambient)
+        if ambient.manual_axes:
+            varying = _jax.varying_axes(w) if _jax.tracks_varying() else None
+            key = (*key, varying, context.mapped_inputs())
+            if (plan := self._cache.get(key)) is None:
+                plan = self._cache[key] = self._plan_gather(annotation, local, shape, path, mode, varying)
+            return plan(w)
+        raise_problems([other_shape(local, shape, path)] if shape not in (None, local) else ())
         found = self._cache.get(key)
         if found is None:
-            found = self._cache[key] = tuple(self._placement(annotation, shape, mode, role, path, True) for role in (Role.USE, Role.PARAM))
-        (use, use_manual), (stored, stored_manual) = found
-        for resolution in (use_manual, stored_manual):
-            if resolution is not None:
-                self._check_varying(w, resolution, path)
-        return w if use is None or stored is None else placement.gather(w, use, stored)
+            found = self._cache[key] = [self._placement(annotation, local, mode, role, path, True)[0] for role in (Role.USE, Role.PARAM)]
+        return placement.gather(w, *found)
+
+    def _plan_gather(
+        self, annotation: Any, local: tuple[int, ...], shape: Any, path: str | None, mode: str | None, varying: frozenset[str] | None
+    ) -> manual_gather.ManualGather:
+        manual = self.manual_axes(_jax.ambient_mesh())
+        dims = resolver.lower_local(annotation, local, self.rules)
+        raise_problems(path_wanted(annotation, dims, self.rules) if path is None else ())
+        weight = manual_gather.Weight(
+            resolve=lambda role, whole: self._explain(annotation, mode, role, whole, path),
+            dims=dims,
+            local=local,
+            shape=shape,
+            varying=varying,
+            manual={axis: size for axis, size in self._sizes.items() if axis in manual and size > 1},
+            path=path or "",
+        )
+        return manual_gather.plan_gather(weight, context.mapped_inputs(), mesh=self.mesh)
 
     def _sharding(self, found: Resolution, memory_kind: str | None) -> NamedSharding:
         spec = found.require()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from shardwright import _jax, placement, tree
+from shardwright import _jax, context, placement, tree
 from shardwright.annotations import Dim, MergedDim, as_annotation, as_shape, is_annotation, is_axes_list, lower
-from shardwright.axes import UNCONSTRAINED, axis_label, canonical_axis
+from shardwright.axes import LAYERS, UNCONSTRAINED, axis_label, canonical_axis
 from shardwright.deciding import lost_entry_fix, unknown_axis
 from shardwright.errors import (
     AxisConflictError,
@@ -24,9 +26,10 @@ from shardwright.errors import (
     StrategyError,
     raise_problems,
 )
+from shardwright.manual_gather import Input, Inputs
 from shardwright.provenance import DimDecision, Outcome, Resolution
 from shardwright.rules import AxisRules
-from shardwright.specs import canonical_spec, entry_of
+from shardwright.specs import canonical_spec, entry_names, entry_of
 
 # Where each dim of the inputs lies, by its axes: several for a composite, which is decided as a whole.
 _Found = dict[tuple[str, ...], tuple[str, ...]]
@@ -44,6 +47,7 @@ class SemanticShardMap:
       mesh: the manager's.
       explain: resolves (annotation, shape, path) where it is called: what a surrounding `shard_map` has applied is Manual.
       manual_axes: returns the Manual mesh axes of the ambient mesh, after checking that it is the manager's.
+      check_vma: as for `jax.shard_map`.
     """
 
     f: Callable[..., Any]
@@ -53,6 +57,7 @@ class SemanticShardMap:
     mesh: Mesh | AbstractMesh
     explain: Callable[[Any, Sequence[int] | None, str | None], Resolution]
     manual_axes: Callable[[AbstractMesh | None], frozenset[str]]
+    check_vma: bool = True
     _made: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, *args: Any) -> Any:
@@ -64,19 +69,38 @@ class SemanticShardMap:
         found: _Found = {}
         owners: dict[tuple[str, ...], str] = {}
         problems: list[Problem] = []
+        dims: list[tuple[Dim, ...]] = []
         in_specs = tuple(
-            self._specs(f"argument {at}", arg, axes, found, owners, problems)
+            self._specs(f"argument {at}", arg, axes, found, owners, problems, dims)
             for at, (arg, axes) in enumerate(zip(args, self.in_axes, strict=True))
         )
         raise_problems(problems)
         out_specs = jax.tree.map(lambda output: self._out_spec(output.annotation, found), self.out_axes)
         args, mesh = self._ready(args, in_specs)
-        key = (jax.tree.structure((in_specs, out_specs)), tuple(jax.tree.leaves((in_specs, out_specs))), mesh)
+        key = (jax.tree.structure((in_specs, out_specs)), tuple(jax.tree.leaves((in_specs, out_specs))), mesh, tuple(dims))
         mapped = self._made.get(key)
         if mapped is None:
+            f = self._noted(in_specs, tuple(dims)) if mesh is not None else self.f
+            made = _jax.call_shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma)
             # Jitted, because shard_map by itself traces and compiles anew at every eager call.
-            mapped = self._made[key] = jax.jit(_jax.call_shard_map(self.f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+            mapped = self._made[key] = jax.jit(made)
         return mapped(*args)
+
+    def _noted(self, in_specs: tuple[Any, ...], dims: tuple[tuple[Dim, ...], ...]) -> Callable[..., Any]:
+        """Return the function, which tells `gather` inside it how its inputs are split.
+
+        Not so inside another `shard_map`: there the inputs' shapes are not global.
+        """
+        specs = jax.tree.leaves(in_specs)
+
+        @functools.wraps(self.f)
+        def noted(*local: Any) -> Any:
+            leaves = zip(dims, jax.tree.leaves(local), specs, strict=True)
+            inputs = [one for leaf, value, spec in leaves for one in _inputs(leaf, jnp.shape(value), spec)]
+            with context.mapped(Inputs(mesh=_jax.ambient_mesh(), leaves=tuple(dict.fromkeys(inputs)))):
+                return self.f(*local)
+
+        return noted
 
     def _ready(self, args: tuple[Any, ...], in_specs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Mesh | AbstractMesh | None]:
         """Return the arguments as `shard_map` takes them, and the mesh to give it, or None for the ambient one.
@@ -95,7 +119,16 @@ class SemanticShardMap:
             args = tuple(jax.tree.map(placed, arg, specs) for arg, specs in zip(args, in_specs, strict=True))
         return args, None if manual else mesh
 
-    def _specs(self, name: str, arg: Any, axes: Any, found: _Found, owners: dict[tuple[str, ...], str], problems: list[Problem]) -> Any:
+    def _specs(
+        self,
+        name: str,
+        arg: Any,
+        axes: Any,
+        found: _Found,
+        owners: dict[tuple[str, ...], str],
+        problems: list[Problem],
+        dims: list[tuple[Dim, ...]],
+    ) -> Any:
         specs = []
         try:
             leaves = tree.annotated_leaves(arg, as_annotation(axes) if is_axes_list(axes) else axes)
@@ -106,16 +139,20 @@ class SemanticShardMap:
             path = f"{name} {leaf.path}".strip()
             placement.check_kept(leaf.value, path=path)
             resolution = self.explain(leaf.annotation, np.shape(leaf.value), path)
-            problems += resolution.problems or self._learn(path, leaf, resolution.decisions, found, owners)
+            if resolution.problems:
+                problems += resolution.problems
+                continue
+            dims.append(lower(leaf.annotation, np.shape(leaf.value)).dims)
+            problems += self._learn(path, dims[-1], resolution.decisions, found, owners)
             specs.append(resolution.spec)
         return jax.tree.unflatten(jax.tree.structure(arg), specs) if len(specs) == len(leaves) else None
 
     def _learn(
-        self, path: str, leaf: Any, decisions: tuple[DimDecision, ...], found: _Found, owners: dict[tuple[str, ...], str]
+        self, path: str, dims: tuple[Dim, ...], decisions: tuple[DimDecision, ...], found: _Found, owners: dict[tuple[str, ...], str]
     ) -> list[Problem]:
         """Note where each axis lies, and return the problems: an axis that lies in two ways, or nowhere."""
         problems = []
-        for dim, decision in zip(lower(leaf.annotation, np.shape(leaf.value)).dims, decisions, strict=True):
+        for dim, decision in zip(dims, decisions, strict=True):
             if decision.outcome is Outcome.UNCONSTRAINED:
                 problems.append(_open(path, decision))
             elif dim.axes:
@@ -183,6 +220,15 @@ class SemanticShardMap:
         if decision.outcome is Outcome.UNCONSTRAINED:
             raise_problems([_open("output", decision)], resolution=resolution)
         return tuple(name for name in decision.mesh_axes if name not in decision.manual)
+
+
+def _inputs(dims: tuple[Dim, ...], shape: tuple[int, ...], spec: PartitionSpec) -> list[Input]:
+    """Return an input as the function sees it, and each layer of one that is stacked."""
+    entries = (*spec.partitions, *[None] * len(shape))[: len(shape)]
+    whole = Input(dims=dims, shape=shape, split=tuple(map(entry_names, entries)))
+    if not shape or whole.split[0] or (dims[0].axes != (LAYERS,) and dims[0].literal is None):
+        return [whole]
+    return [whole, Input(dims=dims[1:], shape=shape[1:], split=whole.split[1:])]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

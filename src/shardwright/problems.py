@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from shardwright.annotations import PartOf
+from shardwright.annotations import Dim, PartOf
 from shardwright.axes import STANDARD_MESH_AXES
 from shardwright.deciding import rule_text
 from shardwright.errors import (
@@ -21,7 +21,6 @@ from shardwright.errors import (
     did_you_mean,
 )
 from shardwright.provenance import DimDecision, Resolution
-from shardwright.resolver import lower_fitted
 from shardwright.rules import AxisRules
 
 
@@ -103,26 +102,99 @@ def no_dtype(values: Any) -> list[Problem]:
     ]
 
 
-def not_varying(found: Resolution, decision: DimDecision, axis: str, path: str | None) -> Problem:
-    """A Manual mesh axis that a value does not vary over."""
+def not_varying(found: Resolution, varying: Collection[str], path: str | None) -> list[Problem]:
+    """Manual mesh axes of a resolution that a value does not vary over."""
+    return [
+        Problem(
+            error=ManualAxisError,
+            what=f"{axis} is Manual here, and the value does not vary over it",
+            path=path or "",
+            dim=decision.dim,
+            axis=decision.label,
+            rule=_rule_text(found, decision),
+            mesh_axes=(axis,),
+            fix=f"give the value to shard_map split over {axis}, annotate the dim EMPTY, or use hint",
+        )
+        for decision in found.decisions
+        for axis in decision.manual
+        if axis not in varying
+    ]
+
+
+def not_split(found: Resolution, decision: DimDecision, axis: str, path: str) -> Problem:
+    """A weight whose use lies over a Manual mesh axis, and a value that is not split over it."""
     return Problem(
         error=ManualAxisError,
-        what=f"{axis} is Manual here, and the value does not vary over it",
-        path=path or "",
+        what=f"{axis} is Manual here, and the value does not vary over it, but the weight is used in shards over it",
+        path=path,
         dim=decision.dim,
         axis=decision.label,
         rule=_rule_text(found, decision),
         mesh_axes=(axis,),
-        fix=f"give the value to shard_map split over {axis}, annotate the dim EMPTY, or use hint",
+        fix=f"give the weight to shard_map split over {axis}, or annotate the dim EMPTY",
     )
 
 
-def path_wanted(annotation: Any, shape: Sequence[int], rules: AxisRules) -> list[Problem]:
+def not_a_shard(found: Resolution, decision: DimDecision, local: int, over: Sequence[str], fits: Sequence[Sequence[str]]) -> Problem:
+    """A local size that is not one shard of the size that `shape=` gives, or one in several ways."""
+    if fits:
+        what = f"local size {local} of {decision.size} is a shard over {' or '.join('+'.join(axes) for axes in fits)}"
+        fix = "give the weight to shard_map split over all mesh axes that store it, or use check_vma=True"
+    else:
+        what = f"local size {local} is neither size {decision.size} nor a shard of it"
+        what += f" over {'+'.join(over)}" if over else ""
+        fix = "pass the weight's global shape as shape=, and give the weight to shard_map split as it is stored"
+    return Problem(
+        error=RankMismatchError,
+        what=what,
+        path=found.path,
+        dim=decision.dim,
+        axis=decision.label,
+        size=local,
+        rule=_rule_text(found, decision),
+        fix=fix,
+    )
+
+
+def split_elsewhere(found: Resolution, decision: DimDecision, axes: Sequence[str]) -> Problem:
+    """An input of `pm.shard_map` that is split over other mesh axes than the weight is stored over."""
+    return Problem(
+        error=ManualAxisError,
+        what=f"the input is split over {'+'.join(axes)}, the weight is stored over {'+'.join(decision.mesh_axes) or '-'}",
+        path=found.path,
+        dim=decision.dim,
+        axis=decision.label,
+        rule=_rule_text(found, decision),
+        mesh_axes=tuple(axes),
+        fix="annotate the input of shard_map as a weight: with a weight layout, an ArraySpec, or the stored spec",
+    )
+
+
+def other_shape(local: Sequence[int], shape: Sequence[int], path: str | None) -> Problem:
+    """A weight outside `shard_map` whose shape is not what `shape=` gives."""
+    return Problem(
+        error=RankMismatchError,
+        what=f"the weight has shape {tuple(local)}, shape= says {tuple(shape)}",
+        path=path or "",
+        fix="leave shape= out, or pass the weight's own shape: outside shard_map every shape is global",
+    )
+
+
+def unknown_shard(local: Sequence[int], path: str) -> Problem:
+    """A value inside `shard_map` that may be a shard of a weight, or the weight."""
+    return Problem(
+        error=ShapeRequiredError,
+        what=f"nothing tells which shard of the weight this value of shape {tuple(local)} is",
+        path=path,
+        fix="gather(..., shape=) takes the weight's global shape; with check_vma=True JAX may tell",
+    )
+
+
+def path_wanted(annotation: Any, dims: Sequence[Dim], rules: AxisRules) -> list[Problem]:
     """A weight that an exception by path may cover, where nothing says which path it has."""
     if not rules.tensors or (isinstance(annotation, PartOf) and annotation.path):
         return []
-    lowered, _ = lower_fitted(annotation, tuple(shape), rules)
-    names = {name for dim in lowered.dims for name in (*dim.axes, dim.means)}
+    names = {name for dim in dims for name in (*dim.axes, dim.means)}
     covering = [(entry, rule) for entry in rules.tensors for axis, rule in entry.rules if axis in names]
     return [
         Problem(

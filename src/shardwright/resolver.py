@@ -200,6 +200,21 @@ def lower_fitted(annotation: Any, shape: tuple[int, ...] | None, rules: AxisRule
     return dataclasses.replace(lowered, dims=fitted), (note,)
 
 
+def lower_local(annotation: Any, local: tuple[int, ...], rules: AxisRules) -> tuple[Dim, ...]:
+    """Return the dims of an annotation for a local array: of its rank, whatever its sizes.
+
+    Raises:
+      RankMismatchError: the ranks differ.
+    """
+    try:
+        return lower_fitted(annotation, local, rules)[0].dims
+    except RankMismatchError:
+        dims = lower(annotation).dims
+        if len(dims) != len(local):
+            raise
+        return dims
+
+
 def _mode(lowered: Lowered, mode: str | None, mode_from: ModeFrom, shape: tuple[int, ...] | None) -> tuple[str, ModeFrom]:
     if mode is not None:
         return parse_mode(mode), mode_from

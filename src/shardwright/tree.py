@@ -68,6 +68,23 @@ def pair(tree: Any, annotations: Any = None) -> Paired | None:
     return Paired(structure=structure, leaves=leaves, annotations=found)
 
 
+def shapes_like(tree: Any, shapes: Any) -> list[Any]:
+    """Return one shape per leaf of a tree, from a tree of shapes or of whatever has a shape; None for each where none are given.
+
+    Raises:
+      StrategyError: the two differ in structure.
+    """
+    structure: Any = jax.tree.structure(tree)
+    if shapes is None:
+        return [None] * structure.num_leaves
+    try:
+        leaves = structure.flatten_up_to(shapes)
+    except ValueError as error:
+        fix = "give one shape per array, in the same structure, for instance jax.eval_shape(init, key)"
+        raise StrategyError("shape= has another structure than the tree", fix=fix) from error
+    return [getattr(leaf, "shape", leaf) for leaf in leaves]
+
+
 def _is_spec(value: Any) -> bool:
     return isinstance(value, ArraySpec)
 

@@ -85,14 +85,6 @@ def test_not_varying_is_refused_by_shard_and_dropped_by_hint(axis_names: set[str
     assert_like(run(lambda x: pm.shard(x, sw.EMPTY, sw.EMPTY) * 1), jnp.asarray(numbers(8, 8)))
 
 
-def test_gather_inside_shard_map() -> None:
-    pm = make_manager()
-    with pytest.raises(sw.ManualAxisError, match="dim 0 EMBED: dp is Manual here"):
-        mapped(pm, lambda w: pm.gather(w, sw.EMBED, sw.EMPTY), in_specs=P(), out_specs=P(), axis_names={"dp"})(numbers(8, 8))
-    f = mapped(pm, lambda w: pm.gather(w, sw.EMPTY, sw.MLP_INTERMEDIATE) * 1, in_specs=P(), out_specs=P(), axis_names={"dp"})
-    assert_like(f(numbers(8, 8)), jnp.asarray(numbers(8, 8)))
-
-
 @pytest.mark.parametrize("axis_names", [{"dp"}, {"dp", "tp"}], ids=["partly", "fully"])
 def test_without_varying_types_the_manual_axes_are_trusted(axis_names: set[str]) -> None:
     """`check_vma=False` leaves no trace of what varies, so shard cannot refuse."""

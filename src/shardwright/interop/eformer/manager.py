@@ -196,9 +196,9 @@ class PartitionManager:
         """See `shardwright.PartitionManager.hint`."""
         return self.native().hint(x, *axes, mode=mode, role=role)
 
-    def gather(self, w: Any, *axes: Any, path: str | None = None, mode: str | None = None) -> Any:
+    def gather(self, w: Any, *axes: Any, path: str | None = None, mode: str | None = None, shape: Any = None) -> Any:
         """See `shardwright.PartitionManager.gather`."""
-        return self.native().gather(w, *axes, path=path, mode=mode)
+        return self.native().gather(w, *axes, path=path, mode=mode, shape=shape)
 
 
 def _absent(value: Any) -> bool:
