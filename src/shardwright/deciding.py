@@ -78,9 +78,7 @@ class _Draft:
         """The dim's axes in a message; a literal spec names none."""
         return "" if self.literal else self.label
 
-    def decided(
-        self, outcome: Outcome, *, mesh_axes: tuple[str, ...] = (), manual: tuple[str, ...] = (), unchecked: bool = False
-    ) -> DimDecision:
+    def decided(self, outcome: Outcome, *, mesh_axes: tuple[str, ...] = (), unchecked: bool = False) -> DimDecision:
         """Return the decision."""
         return DimDecision(
             dim=self.dim,
@@ -90,7 +88,6 @@ class _Draft:
             mesh_axes=mesh_axes,
             rule=self.rule,
             skipped=self.skipped,
-            manual=manual,
             unchecked=unchecked,
         )
 
@@ -297,8 +294,7 @@ class Frame:
         return len(distinct) > 1 or (bool(trial.lives) and self.rules.policy.indivisible is not Indivisible.ERROR)
 
     def _taken_by(self, draft: _Draft, live: tuple[str, ...], outcome: Outcome, *, unchecked: bool = False) -> DimDecision:
-        manual = tuple(axis for axis in live if axis in self.manual) if self.manual else ()
-        return draft.decided(outcome, mesh_axes=live, manual=manual, unchecked=unchecked)
+        return draft.decided(outcome, mesh_axes=live, unchecked=unchecked)
 
     # What if none fits.
 
@@ -454,5 +450,4 @@ def gathered(decision: DimDecision, dim: Dim, frame: Frame) -> DimDecision:
         names.update(rule.mesh_axes if rule is not None else ())
     gone = tuple(axis for axis in decision.mesh_axes if axis in frame.rules.policy.gather and axis not in names)
     left = tuple(axis for axis in decision.mesh_axes if axis not in gone)
-    manual = tuple(axis for axis in decision.manual if axis in left)
-    return dataclasses.replace(decision, mesh_axes=left, gathered=gone, manual=manual)
+    return dataclasses.replace(decision, mesh_axes=left, gathered=gone)

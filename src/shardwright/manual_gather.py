@@ -30,6 +30,7 @@ from shardwright.errors import raise_problems
 from shardwright.placement import Placement
 from shardwright.problems import late_manual, not_a_shard, not_split, split_elsewhere, unknown_shard
 from shardwright.provenance import DimDecision, Outcome, Resolution
+from shardwright.resolver import marked_manual
 from shardwright.specs import canonical_spec
 
 # Mesh axes by dim, major first: over which Manual ones a value is split.
@@ -373,7 +374,7 @@ def plan_gather(weight: Weight, inputs: Inputs | None, *, mesh: Mesh | AbstractM
 
 def _marked(found: Resolution, weight: Weight) -> Resolution:
     """Return a resolution whose Manual mesh axes are marked as applied, so that its spec has the others."""
-    return dataclasses.replace(found, decisions=tuple(dataclasses.replace(one, manual=weight.over(one)) for one in found.decisions))
+    return dataclasses.replace(found, decisions=marked_manual(found.decisions, weight.manual))
 
 
 def _all_gather_of(weight: Weight, decision: DimDecision, axes: tuple[str, ...]) -> AllGather:

@@ -7,7 +7,7 @@ whole, and what optimizer state takes besides, is `parts.py`'s. Answers are kept
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from shardwright.annotations import (
@@ -38,7 +38,7 @@ from shardwright.errors import (
 from shardwright.mesh import mesh_sizes
 from shardwright.modes import MODE_TRAIN, is_mode, parse_mode
 from shardwright.parts import Taken, add_zero1, take_part
-from shardwright.provenance import ModeFrom, Outcome, Resolution
+from shardwright.provenance import DimDecision, ModeFrom, Outcome, Resolution
 from shardwright.rules import AxisRules, Rank
 
 _LEFT_OPEN = (IndivisibleError, AxisConflictError, ManualAxisError)
@@ -153,13 +153,22 @@ def _explain(
         taken = add_zero1(taken, rules.policy.zero1, dims=lowered.dims, path=path, sizes=sizes, fits=frame.fits)
     return Resolution(
         annotation=describe(annotation),
-        decisions=taken.decisions,
+        decisions=marked_manual(taken.decisions, manual),
         mode=said,
         mode_from=said_by,
         role=role_,
         path=path or "",
         problems=taken.problems,
         notes=taken.notes,
+    )
+
+
+def marked_manual(decisions: tuple[DimDecision, ...], manual: Collection[str]) -> tuple[DimDecision, ...]:
+    """Mark the Manual mesh axes of each decision. It is done once, after the last change of a decision's mesh axes."""
+    if not manual:
+        return decisions
+    return tuple(
+        dataclasses.replace(decision, manual=tuple(axis for axis in decision.mesh_axes if axis in manual)) for decision in decisions
     )
 
 

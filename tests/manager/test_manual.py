@@ -141,3 +141,58 @@ def test_the_resolution_of_an_error_is_of_its_leaf() -> None:
         with pytest.raises(sw.ManualAxisError, match=f"^{name} dim 0 BATCH: ") as caught:
             mapped(pm, lambda x, name=name: pm.shard({name: x}, (sw.BATCH, sw.EMPTY)), in_specs=P(), out_specs=P())(numbers(8, 8))
         assert (caught.value.path, caught.value.resolution.path) == (name, name)
+
+
+STATE = RULES.replace("[policy]", '[policy]\nzero1 = "dp"').replace('[params]\nembed = "dp"', '[params]\nembed = "tp"')
+
+
+@pytest.mark.parametrize("role", ["activation", "param", "use", "state"])
+@pytest.mark.parametrize("manual", [set(), {"dp"}, {"tp"}, {"dp", "tp"}])
+@pytest.mark.parametrize("indivisible", ["error", "prefix", "replicate", "drop"])
+def test_manual_axes_are_marked_in_every_role(role: str, manual: set[str], indivisible: str) -> None:
+    """Whatever is done to a decision after it is made: its spec names no Manual mesh axis, its mesh axes do."""
+    text = STATE.replace("[policy]", f'[policy]\nindivisible = "{indivisible}"').replace('gather = "dp"', 'gather = "tp"')
+    rules = sw.Strategy.loads(text.replace('vocab = "tp"', 'vocab = "dp+tp"'), format="toml").compile()
+    mesh = {"dp": 2, "tp": 4}
+    wholes = {(sw.EMBED, sw.EMPTY): (16, 3), (sw.VOCAB, sw.EMBED): (8, 3), (sw.MLP_INTERMEDIATE, sw.NORM): (8, 4)}
+    parts = [sw.PartOf(annotation=axes, shape=shape, dims=dims) for axes, shape in wholes.items() for dims in ((0, 1), (0, None))]
+    seen = set()
+    for annotation, shape in [*wholes.items(), *((part, (2, 3)) for part in parts)]:
+        found = sw.explain(annotation, rules, mesh, role=role, shape=shape, manual=frozenset(manual))
+        for decision in found.decisions:
+            assert decision.manual == tuple(axis for axis in decision.mesh_axes if axis in manual), found
+            seen |= set(decision.manual)
+        if found.spec is not None:
+            assert not manual & {name for entry in found.spec.partitions for name in np.ravel([entry]) if name}, found
+    assert seen == manual or role == "use"
+
+
+@pytest.mark.parametrize("axis_names", [{"dp"}, {"dp", "tp"}], ids=["partly", "fully"])
+def test_zero1_over_a_manual_axis(axis_names: set[str]) -> None:
+    """Optimizer state that lies over dp by zero1 alone: recorded, applied and refused as a rule's dp would be."""
+    pm = make_manager(text=STATE.replace('embed = "tp"', 'embed = "-"'))
+    axes = (sw.EMBED, sw.EMPTY)
+    assert pm.resolve(*axes, role="state", shape=(8, 12)) == P("dp")
+    found = sw.explain(axes, pm.rules, pm.mesh, role="state", shape=(4, 12), manual=frozenset(axis_names))
+    assert found.spec == P()
+    assert found.decisions[0].manual == ("dp",)
+    assert "dp by zero1; dp already applied by shard_map" in found.decisions[0].why
+
+    def place(x: Any) -> Any:
+        return pm.shard(x, *axes, role="state") * 2
+
+    split = mapped(pm, place, in_specs=P("dp"), out_specs=P("dp"), axis_names=axis_names)
+    assert_like(split(numbers(8, 12)), jnp.asarray(numbers(8, 12) * 2))
+    whole = mapped(pm, place, in_specs=P(), out_specs=P(), axis_names=axis_names)
+    with pytest.raises(sw.ManualAxisError, match="dim 0 EMBED: dp is Manual here, and the value does not vary over it"):
+        whole(numbers(8, 12))
+    hint = mapped(pm, lambda x: pm.hint(x, *axes, role="state") * 2, in_specs=P(), out_specs=P(), axis_names=axis_names)
+    assert_like(hint(numbers(8, 12)), jnp.asarray(numbers(8, 12) * 2))
+
+
+def test_zero1_cannot_come_after_an_axis_that_is_not_manual() -> None:
+    pm = make_manager(text=STATE)
+    assert pm.resolve(sw.EMBED, sw.EMPTY, role="state", shape=(16, 12)) == P(("tp", "dp"))
+    f = mapped(pm, lambda x: pm.shard(x, sw.EMBED, sw.EMPTY, role="state"), in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+    with pytest.raises(sw.ManualAxisError, match=r"dp is Manual here and so comes first, where tp\+dp puts it later"):
+        f(numbers(16, 12))
