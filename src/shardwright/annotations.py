@@ -190,6 +190,23 @@ def is_annotation(value: object) -> TypeGuard[Any]:
     return isinstance(value, (ArraySpec, PartitionSpec, PartOf)) or is_layout(value)
 
 
+def is_tuple_of_annotations(value: object) -> bool:
+    """Tell whether a tuple may be one annotation of composites, and a tuple of annotations too.
+
+    >>> is_tuple_of_annotations((("__BATCH__", "__EMBED__"), ("__EMBED__",))), is_tuple_of_annotations(("__BATCH__", "__EMBED__"))
+    (True, False)
+    """
+    return type(value) is tuple and bool(value) and all(type(entry) is tuple and _is_dim(entry) for entry in value)
+
+
+def spelled(annotation: Any) -> str:
+    """Return axes as code has them: `((BATCH, QUERY_LENGTH), EMBED)`."""
+    if type(annotation) is not tuple:
+        return axis_label(annotation) if isinstance(annotation, str) else describe(annotation)
+    inner = ", ".join(map(spelled, annotation))
+    return f"({inner},)" if len(annotation) == 1 else f"({inner})"
+
+
 def as_annotation(value: Any) -> Any:
     """Return the one annotation that a value is, lists included (other code writes lists).
 

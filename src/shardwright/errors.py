@@ -27,7 +27,7 @@ class Problem:
       mesh_axes: the mesh axes concerned.
       shards: product of their sizes, or None.
       rule: the rule that decided, as text with its source, or empty; of a composite one line per member.
-      fix: how to fix it, or empty.
+      fix: how to fix it, or empty; one line per way to do it.
       snippet: source lines with a caret, or empty.
     """
 
@@ -48,10 +48,9 @@ class Problem:
         place = " ".join(part for part in (self.path, dim, self.axis) if part)
         lines = [f"{place}: {self.what}" if place else self.what]
         lines += [f"  {line}" for line in self.snippet.splitlines()]
-        for at, line in enumerate(self.rule.splitlines()):
-            lines.append(f"        {line}" if at else f"  rule  {line}")
-        if self.fix:
-            lines.append(f"  fix   {self.fix}")
+        for mark, text in (("rule", self.rule), ("fix", self.fix)):
+            for at, line in enumerate(text.splitlines()):
+                lines.append(f"        {line}" if at else f"  {mark:4}  {line}")
         return "\n".join(lines)
 
 

@@ -13,7 +13,16 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from shardwright import _jax, context, placement, tree
-from shardwright.annotations import Dim, MergedDim, as_annotation, as_shape, is_annotation, is_axes_list, lower
+from shardwright.annotations import (
+    Dim,
+    MergedDim,
+    as_annotation,
+    as_shape,
+    is_annotation,
+    is_axes_list,
+    is_tuple_of_annotations,
+    lower,
+)
 from shardwright.axes import LAYERS, UNCONSTRAINED, axis_label, canonical_axis
 from shardwright.deciding import lost_entry_fix, unknown_axis
 from shardwright.errors import (
@@ -58,7 +67,7 @@ class SemanticShardMap:
     explain: Callable[[Any, Sequence[int] | None, str | None], Resolution]
     manual_axes: Callable[[AbstractMesh | None], frozenset[str]]
     check_vma: bool = True
-    _made: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _made: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, *args: Any) -> Any:
         """Resolve the axes from the arguments' shapes and run the function on their shards."""
@@ -75,12 +84,13 @@ class SemanticShardMap:
             for at, (arg, axes) in enumerate(zip(args, self.in_axes, strict=True))
         )
         raise_problems(problems)
-        out_specs = jax.tree.map(lambda output: self._out_spec(output.annotation, found), self.out_axes)
         args, mesh = self._ready(args, in_specs)
+        f = self._noted(in_specs, tuple(dims)) if mesh is not None else self.f
+        outputs = self._outputs(f, args, in_specs, mesh)
+        out_specs = jax.tree.map(lambda output: self._out_spec(output.annotation, found), outputs)
         key = (jax.tree.structure((in_specs, out_specs)), tuple(jax.tree.leaves((in_specs, out_specs))), mesh, tuple(dims))
         mapped = self._made.get(key)
         if mapped is None:
-            f = self._noted(in_specs, tuple(dims)) if mesh is not None else self.f
             made = _jax.call_shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma)
             # Jitted, because shard_map by itself traces and compiles anew at every eager call.
             mapped = self._made[key] = jax.jit(made)
@@ -118,6 +128,38 @@ class SemanticShardMap:
 
             args = tuple(jax.tree.map(placed, arg, specs) for arg, specs in zip(args, in_specs, strict=True))
         return args, None if manual else mesh
+
+    def _outputs(self, f: Callable[..., Any], args: tuple[Any, ...], in_specs: tuple[Any, ...], mesh: Mesh | AbstractMesh | None) -> Any:
+        """Return the outputs' annotations; where one may be a tuple of them, as the function's own outputs say.
+
+        They are traced for that, once per shapes of the arguments.
+        """
+        if not any(is_tuple_of_annotations(output.annotation) for output in jax.tree.leaves(self.out_axes)):
+            return self.out_axes
+        leaves, structure = jax.tree.flatten((jax.eval_shape(lambda *given: given, *args), in_specs))
+        key = ("outputs", structure, mesh, *leaves)
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = self._paired_outputs(f, args, in_specs, mesh)
+        return found
+
+    def _paired_outputs(
+        self, f: Callable[..., Any], args: tuple[Any, ...], in_specs: tuple[Any, ...], mesh: Mesh | AbstractMesh | None
+    ) -> Any:
+        made: list[Any] = []
+
+        def traced(*local: Any) -> tuple[()]:
+            # Only ranks are looked at, so any dtype will do.
+            made.append(jax.tree.map(lambda one: jax.ShapeDtypeStruct(np.shape(one), np.bool_), f(*local)))
+            return ()
+
+        jax.eval_shape(_jax.call_shard_map(traced, mesh=mesh, in_specs=in_specs, out_specs=(), check_vma=self.check_vma), *args)
+        try:
+            leaves = tree.annotated_leaves(made[0], jax.tree.map(lambda output: output.annotation, self.out_axes))
+        except ShardingError as error:
+            raise_problems([dataclasses.replace(problem, path=f"output {problem.path}".strip()) for problem in error.problems])
+            raise
+        return jax.tree.unflatten(jax.tree.structure(made[0]), [_Output(leaf.annotation) for leaf in leaves])
 
     def _specs(
         self,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwright.annotations import ArraySpec, is_annotation
+from shardwright.annotations import ArraySpec, is_annotation, is_tuple_of_annotations, spelled
 from shardwright.axes import Role
 from shardwright.errors import StrategyError
 from shardwright.tree import path_text
@@ -65,7 +65,8 @@ def as_tensors(values: Any) -> tuple[Tensor, ...]:
     ['mlp/up']
 
     Raises:
-      StrategyError: a leaf that is none of these.
+      StrategyError: a leaf that is none of these, or a tuple of several tuples of axes, which is one annotation of composites
+        or one annotation each.
     """
     if isinstance(values, (tuple, list)) and not values:
         return ()
@@ -83,6 +84,10 @@ def _tensor(path: str, leaf: Any) -> Tensor:
     if not is_annotation(leaf):
         fix = "give ArraySpecs, annotations (tuples of axes, layouts), or Tensor(path=..., axes=..., shape=...)"
         raise StrategyError(f"{type(leaf).__name__} is neither an ArraySpec nor an annotation", path=path, fix=fix)
+    if is_tuple_of_annotations(leaf) and len(leaf) > 1:
+        each = ", ".join(map(spelled, leaf))
+        fix = f"one annotation each: [{each}]\none of composites: Tensor(path={path or 'x'!r}, axes={spelled(leaf)})"
+        raise StrategyError(f"a tuple of {len(leaf)} annotations reads in two ways", path=path, fix=fix)
     if not isinstance(leaf, ArraySpec):
         return Tensor(path=path, axes=leaf)
     name = np.dtype(leaf.dtype).name if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else ""

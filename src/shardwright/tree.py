@@ -12,7 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwright.annotations import ArraySpec, as_annotation, is_annotation, is_axes_list, stacked
+from shardwright.annotations import (
+    ArraySpec,
+    as_annotation,
+    is_annotation,
+    is_axes_list,
+    is_tuple_of_annotations,
+    spelled,
+    stacked,
+)
 from shardwright.errors import Problem, RankMismatchError, StrategyError, did_you_mean, raise_problems
 from shardwright.layouts import Replicated
 
@@ -102,10 +110,11 @@ def annotated_leaves(tree: Any, annotations: Any = None) -> list[Leaf]:
     """Return every array of a tree with its path and the annotation that covers it, in flattening order.
 
     An annotation stands for one array, or for every array below its place. Where a tuple of annotations meets a tuple of
-    arrays they pair one to one.
+    values they pair one to one.
 
     Raises:
-      StrategyError: the structures differ, or leaves have no annotation; all of them at once.
+      StrategyError: the structures differ, leaves have no annotation, or a tuple of annotations meets another container of
+        as many arrays of their ranks; all of them at once.
     """
     if isinstance(annotations, PathMatch):
         raise StrategyError("a PathMatch is not a tree of annotations, it holds one", fix="pass match_paths(...).annotations")
@@ -130,7 +139,7 @@ def _one_each(structure: Any, annotations: Any) -> list[Any] | None:
 
 def _covering(tree: Any, annotations: Any) -> list[Any]:
     """Return the annotation of each leaf, where an annotation may cover a whole subtree."""
-    ones, structure = jax.tree.flatten(annotations, is_leaf=is_annotation)
+    ones, structure = jax.tree_util.tree_flatten_with_path(annotations, is_leaf=is_annotation)
     try:
         parts = structure.flatten_up_to(tree)  # type: ignore[attr-defined]
     except ValueError as error:
@@ -138,7 +147,60 @@ def _covering(tree: Any, annotations: Any) -> list[Any]:
         # The places agree: the containers' own data differ, which only JAX's words tell.
         said = str(error).splitlines()[0].partition(", got")[0]
         raise StrategyError(f"the tree of annotations does not fit the tree: {said}", fix=_EACH_LEAF) from error
-    return [one for one, part in zip(ones, parts, strict=True) for _ in jax.tree.leaves(part, is_leaf=_is_spec)]
+    problems: list[Problem] = []
+    found: list[Any] = []
+    for (path, one), part in zip(ones, parts, strict=True):
+        if is_tuple_of_annotations(one):
+            found += _paired(one, part, path, problems)
+        else:
+            found += [one] * len(jax.tree.leaves(part, is_leaf=_is_spec))
+    raise_problems(problems)
+    return found
+
+
+def _paired(several: tuple[Any, ...], part: Any, path: tuple[Any, ...], problems: list[Problem]) -> list[Any]:
+    """Return the annotation of each leaf below a tuple of tuples of axes: one by one over a tuple of as many values.
+
+    Elsewhere it is one annotation of composites, unless the container has as many arrays whose ranks fit one by one.
+    """
+    counts = [len(jax.tree.leaves(child, is_leaf=_is_spec)) for child in part] if type(part) is tuple else []
+    if len(counts) == len(several):
+        return [one for one, count in zip(several, counts, strict=True) for _ in range(count)]
+    below = _below(part) or {}
+    children = list(below.values())
+    if len(children) == len(several) and all(map(_has_rank, children, several)):
+        problems.append(_two_readings(several, part, list(below), path))
+    return [several] * len(jax.tree.leaves(part, is_leaf=_is_spec))
+
+
+def _has_rank(part: Any, annotation: tuple[Any, ...]) -> bool:
+    leaves = jax.tree.leaves(part, is_leaf=_is_spec)
+    return bool(leaves) and all(np.ndim(leaf) == len(annotation) for leaf in leaves)
+
+
+def _two_readings(several: tuple[Any, ...], part: Any, keys: list[Any], path: tuple[Any, ...]) -> Problem:
+    each, whole = [spelled(one) for one in several], [spelled(several)] * len(several)
+    return Problem(
+        error=StrategyError,
+        what=f"a tuple of {len(several)} annotations over {_container(part)} of {len(keys)} reads in two ways",
+        path=path_text(path),
+        fix=f"one annotation each: {_like(part, keys, each)}\none annotation of composites for every array: {_like(part, keys, whole)}",
+    )
+
+
+def _like(part: Any, keys: list[Any], texts: list[str]) -> str:
+    """Return texts in the container's own notation; of a long one the first three."""
+    names = [path_text([key]) for key in keys]
+    if isinstance(part, list):
+        shown = texts
+    elif isinstance(part, dict):
+        shown = [f"{name!r}: {text}" for name, text in zip(names, texts, strict=True)]
+    else:
+        shown = [f"{name}={text}" for name, text in zip(names, texts, strict=True)]
+    inner = ", ".join([*shown[:3], *(["..."] if len(shown) > 3 else [])])
+    if isinstance(part, list):
+        return f"[{inner}]"
+    return f"{{{inner}}}" if isinstance(part, dict) else f"{type(part).__name__}({inner})"
 
 
 def _misfits(tree: Any, annotations: Any, path: tuple[Any, ...]) -> Iterator[Problem]:

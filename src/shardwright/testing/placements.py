@@ -166,7 +166,7 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
 def _rules(wrong: Sequence[Wanted]) -> list[str]:
     """Return the rules of the dims that lie elsewhere, each once, with where they are written."""
     found = [rule for one in wrong for dim in _apart(one) if dim < len(one.decisions) and (rule := one.decisions[dim].rule) is not None]
-    return [f"  rule  {rule}" for rule in dict.fromkeys(found)]
+    return [f"  rule  {rule}".replace("\n", "\n        ") for rule in dict.fromkeys(found)]
 
 
 def _lies(one: Wanted) -> bool:
