@@ -118,7 +118,7 @@ def test_a_generator_that_holds_a_manager_is_told_and_leaves_nothing_behind() ->
             yield
 
     before, holding = state(), held()
-    with pytest.raises(sw.NoManagerError, match="do not await or yield inside"), pm:
+    with pytest.raises(sw.NoManagerError, match="do not yield inside"), pm:
         next(holding)
     assert state() == before
     with pytest.raises(sw.NoManagerError, match="is not entered in this thread"):
@@ -141,14 +141,11 @@ def test_a_task_never_places_under_another_tasks_manager(times: Any) -> None:
 
     async def both() -> list[Any]:
         tasks = [places_later(pm, *waits) for pm, waits in zip(managers, times, strict=True)]
-        return await asyncio.gather(*tasks, return_exceptions=True)
+        return await asyncio.gather(*tasks)
 
     before = state()
-    found = asyncio.run(both())
+    assert asyncio.run(both()) == wanted
     assert state() == before
-    assert any(isinstance(one, sw.NoManagerError) for one in found), "they overlap"
-    for one, spec in zip(found, wanted, strict=True):
-        assert isinstance(one, sw.NoManagerError) or one == spec
 
 
 def test_tasks_may_share_what_was_entered_around_them() -> None:

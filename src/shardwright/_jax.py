@@ -56,11 +56,22 @@ def legacy_meshes() -> tuple[Mesh, ...]:
 
 
 def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
-    """Return a fresh context manager that makes a mesh ambient.
+    """Make a mesh ambient and return what `__exit__` takes back, or None inside a trace, where a mesh cannot change.
 
-    `jax.set_mesh` takes effect when it is called, so the result must be entered at once and never stored for later.
+    `jax.set_mesh` takes effect when it is called. It refuses inside a trace; to ask it first would take longer than the rest.
     """
-    return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
+    if isinstance(mesh, Mesh):
+        try:
+            return jax.set_mesh(mesh)
+        except ValueError:
+            if in_trace():
+                return None
+            raise
+    if in_trace():
+        return None
+    entered = jax.sharding.use_abstract_mesh(mesh)
+    entered.__enter__()
+    return entered
 
 
 def varying_axes(value: Any) -> frozenset[str]:

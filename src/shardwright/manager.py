@@ -23,7 +23,7 @@ from shardwright.errors import (
     StrategyError,
     raise_problems,
 )
-from shardwright.manager_arguments import check_rules_on_mesh, compiled_rules, own_mesh
+from shardwright.manager_arguments import check_rules_on_mesh, compiled_rules, jit_key, own_mesh
 from shardwright.mesh import mesh_sizes
 from shardwright.modes import mode_name, parse_mode
 from shardwright.partition_axis import PartitionAxis
@@ -75,7 +75,7 @@ class PartitionManager:
         than one device) that is neither standard nor named by any rule; not under `missing = "replicate"`.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_hash", "_modes", "_sizes", "_values", "mesh", "mode", "name", "rules")
+    __slots__ = ("__weakref__", "_cache", "_hash", "_key", "_modes", "_sizes", "_values", "mesh", "mode", "name", "rules")
 
     mesh: Mesh | AbstractMesh
     mode: str | None
@@ -86,6 +86,7 @@ class PartitionManager:
     _modes: dict[str, PartitionManager]
     _values: tuple[AxisRules, Mesh | AbstractMesh, str | None]
     _hash: int
+    _key: context.Key | None
 
     def __init__(self, strategy: Any, *, mesh: Mesh | AbstractMesh | None = None, mode: str | None = None) -> None:
         rules = compiled_rules(strategy)
@@ -105,6 +106,7 @@ class PartitionManager:
             object.__setattr__(self, key, value)
         object.__setattr__(self, "_values", (rules, mesh, mode))
         object.__setattr__(self, "_hash", hash(self._values))
+        object.__setattr__(self, "_key", None)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"a PartitionManager is frozen: build another one instead of setting {name!r}")
@@ -132,7 +134,7 @@ class PartitionManager:
         return f"PartitionManager({self.name or 'rules'!r}, mesh={sizes!r}{mode})"
 
     def __enter__(self) -> PartitionManager:
-        context.enter(self, self.mesh)
+        context.enter(self, self.mesh, self._key or jit_key(self))
         return self
 
     def __exit__(self, *exc: object) -> None:

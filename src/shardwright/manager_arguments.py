@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from shardwright import _jax
+from shardwright import _jax, context
 from shardwright.errors import MeshSpecError, StrategyError, raise_problems
 from shardwright.partition_axis import PartitionAxis
 from shardwright.problems import idle_mesh_axis, lost_mesh_axis
@@ -58,3 +58,10 @@ def check_rules_on_mesh(rules: AxisRules, sizes: Mapping[str, int]) -> None:
         return  # Such a dim is dropped, and each resolution says so.
     raise_problems([lost_mesh_axis(axis, sizes) for axis in foreign_mesh_axes(rules.named_mesh_axes(), sizes)])
     raise_problems([idle_mesh_axis(axis, sizes, rules.named_mesh_axes()) for axis in unnamed_mesh_axes(rules, sizes)])
+
+
+def jit_key(manager: Any) -> context.Key:
+    """Return what JAX's caches know of a manager that is entered, made when it is first entered: equal for equal managers."""
+    key = context.Key((manager.rules.fingerprint(), manager.mesh, manager.mode), repr(manager))
+    object.__setattr__(manager, "_key", key)
+    return key

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -247,6 +248,7 @@ class AxisRules:
     _values: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
     _hash: int = dataclasses.field(init=False, repr=False)
     _cache: dict[Any, Any] = dataclasses.field(init=False, repr=False)
+    _fingerprint: bytes = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         tables = {(mode, Role.ACTIVATION): dict(table) for mode, table in zip(MODES, self.activations, strict=True)}
@@ -258,6 +260,7 @@ class AxisRules:
         object.__setattr__(self, "_values", (self.activations, self.params, self.tensors, self.user_axes, self.policy, named))
         object.__setattr__(self, "_hash", hash(self._values))
         object.__setattr__(self, "_cache", {})
+        object.__setattr__(self, "_fingerprint", b"")
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, AxisRules) and share_values(self, other))
@@ -267,6 +270,13 @@ class AxisRules:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (*self._values[:-1], self.attention)
+
+    def fingerprint(self) -> bytes:
+        """Return 32 bytes that are equal for equal rules, for those who may keep neither the rules nor what they have resolved."""
+        if not self._fingerprint:
+            digest = hashlib.blake2b(repr(_plain(self._values, {})).encode(), digest_size=32).digest()
+            object.__setattr__(self, "_fingerprint", digest)
+        return self._fingerprint
 
     def stated(self, axis: str, *, mode: str, role: Role, path: str | None) -> Rule | None:
         """Return the rule that the strategy states for an axis, or None; `tensor_rule` is asked first for weights."""
@@ -288,6 +298,19 @@ class AxisRules:
         named = [axis for table in tables for _, rule in table for axis in rule.mesh_axes]
         zero1 = self.policy.zero1.mesh_axes if self.policy.zero1 is not None else ()
         return tuple(dict.fromkeys([*named, *self.policy.gather, *zero1]))
+
+
+def _plain(value: Any, known: dict[int, Any]) -> Any:
+    """Return nested tuples of what counts for equality, whose text differs where the values do; `known` by rule, as tables share them."""
+    if isinstance(value, (str, type(None))):
+        return value if type(value) is str else str(value)
+    if isinstance(value, tuple):
+        return tuple([_plain(one, known) for one in value])
+    found = known.get(id(value))
+    if found is None:
+        fields = [field.name for field in dataclasses.fields(value) if field.compare]
+        found = known[id(value)] = tuple([_plain(getattr(value, name), known) for name in fields])
+    return found
 
 
 def share_values(one: Any, other: Any) -> bool:

@@ -37,9 +37,7 @@ def _take_back(depth: int, mesh: Mesh, legacy: int) -> list[str]:
     """Restore what was ambient and return what was found instead, with how to avoid it."""
     left = []
     while context.depth() > depth:
-        manager = context.entered_last()
-        context.leave(manager)
-        left.append(f"{manager!r} is entered\n  fix   write `with manager:` around what needs it")
+        left.append(f"{context.take_back()!r} is entered\n  fix   write `with manager:` around what needs it")
     for entered in reversed(legacy_meshes()[legacy:]):
         entered.__exit__(None, None, None)
         left.append(f"the mesh {_sizes(entered)} is entered\n  fix   write `with jax.set_mesh(mesh):` around what needs it")

@@ -42,13 +42,14 @@ class PartitionManager:
       StrategyError: no such policy, or registered aliases in a circle.
     """
 
-    __slots__ = ("__weakref__", "_hash", "mesh", "paxis", "registered", "rules")
+    __slots__ = ("__weakref__", "_hash", "_key", "mesh", "paxis", "registered", "rules")
 
     paxis: PartitionAxis
     mesh: Mesh | AbstractMesh | None
     rules: AxisRules
     registered: registry.Registered
     _hash: int
+    _key: context.Key
 
     def __init__(self, paxis: PartitionAxis, *, mesh: Mesh | AbstractMesh | None = None, policy: Policy | str = "strict") -> None:
         if not isinstance(paxis, PartitionAxis):
@@ -64,6 +65,8 @@ class PartitionManager:
             "registered": registered,
             "rules": rules,
             "_hash": hash((rules, mesh)),
+            # What JAX keeps must not keep the manager; the text of paxis has every field that counts for equality.
+            "_key": context.Key((rules.fingerprint(), mesh, repr(paxis)), f"PartitionManager({paxis!r})"),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -89,7 +92,7 @@ class PartitionManager:
         return f"PartitionManager({self.paxis!r}, mesh={self.mesh!r}, policy={self.rules.policy!r})"
 
     def __enter__(self) -> PartitionManager:
-        context.enter(self, self.mesh)
+        context.enter(self, self.mesh, self._key)
         return self
 
     def __exit__(self, *exc: object) -> None:

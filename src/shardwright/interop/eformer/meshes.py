@@ -154,7 +154,7 @@ def force_cpu() -> Iterator[jax.Device]:
 @contextlib.contextmanager
 def cpu_context() -> Iterator[Mesh]:
     """Make a mesh of all CPU devices ambient, by `jax.set_mesh`."""
-    with force_cpu(), _jax.enter_mesh(created := create_cpu_mesh()):
+    with force_cpu(), jax.set_mesh(created := create_cpu_mesh()):
         yield created
 
 

@@ -1,0 +1,76 @@
+"""What the tests of flows share: two managers, what a flow sees of them, and a task that holds one while others run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardwright as sw
+from shardwright import context
+from tests.manager.programs import make_manager, numbers
+
+OWN, OTHER = jax.P("dp", "tp"), jax.P("dp")  # what the two managers below make of (BATCH, EMBED)
+NONE = "none"  # no manager: `hint` returns the array as it is, `shard` raises
+
+
+def own() -> sw.PartitionManager:
+    return make_manager()
+
+
+def other() -> sw.PartitionManager:
+    return make_manager().for_mode("decode")
+
+
+def seen() -> Any:
+    """Return the spec that this flow's manager gives an array, or NONE; `shard`, `hint` and `current_manager` must agree."""
+    x = numbers(8, 8)
+    manager = context.current()
+    if manager is None:
+        with pytest.raises(sw.NoManagerError, match="shard needs a PartitionManager, and none is entered"):
+            sw.shard(x, sw.BATCH, sw.EMBED)
+        assert sw.hint(x, sw.BATCH, sw.EMBED) is x
+        return NONE
+    assert sw.current_manager() is manager
+    spec = sw.shard(x, sw.BATCH, sw.EMBED).sharding.spec
+    assert spec == manager.resolve(sw.BATCH, sw.EMBED) == sw.hint(x, sw.BATCH, sw.EMBED).sharding.spec
+    return spec
+
+
+def jitted() -> Any:
+    """Return a new jitted function, and with it the specs that its traces gave."""
+    return jax.jit(lambda x: sw.shard(x * 2, sw.BATCH, sw.EMBED))
+
+
+def spec_of(f: Any) -> Any:
+    return f(jnp.asarray(numbers(8, 8))).sharding.spec
+
+
+async def turn(times: int = 3) -> None:
+    """Let other tasks run."""
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
+async def holds(pm: sw.PartitionManager, entered: asyncio.Event, release: asyncio.Event) -> Any:
+    """Enter a manager, await with it, and tell what is seen then."""
+    with pm:
+        entered.set()
+        await release.wait()
+        return seen()
+
+
+async def beside(pm: sw.PartitionManager, what: Callable[[], Awaitable[Any]]) -> Any:
+    """Run what is given while another task awaits inside `with pm:`; that task still has its own manager afterwards."""
+    entered, release = asyncio.Event(), asyncio.Event()
+    holding = asyncio.create_task(holds(pm, entered, release))
+    await entered.wait()
+    try:
+        return await what()
+    finally:
+        release.set()
+        assert await holding == pm.resolve(sw.BATCH, sw.EMBED)
