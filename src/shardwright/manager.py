@@ -102,11 +102,9 @@ class PartitionManager:
 
     def _set(self, rules: AxisRules, mesh: Mesh | AbstractMesh, mode: str | None, name: str, modes: dict[str, Any]) -> None:
         values = {"rules": rules, "mesh": mesh, "mode": mode, "name": name, "_sizes": mesh_sizes(mesh), "_cache": {}, "_modes": modes}
-        for key, value in values.items():
+        identity = (rules, mesh, mode)
+        for key, value in {**values, "_values": identity, "_hash": hash(identity), "_key": None}.items():
             object.__setattr__(self, key, value)
-        object.__setattr__(self, "_values", (rules, mesh, mode))
-        object.__setattr__(self, "_hash", hash(self._values))
-        object.__setattr__(self, "_key", None)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"a PartitionManager is frozen: build another one instead of setting {name!r}")
