@@ -1,0 +1,116 @@
+"""Scatters and gathers of rows, over shards and without, against loops of NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.caches import writing
+from shardwright.caches.shards import Shards
+from shardwright.testing import cpu_mesh
+
+SLOTS, ROWS = 4, 6
+# Of one cache: the batch lies alike everywhere, rows and heads need not.
+SPECS = {"k": P("dp", "sp", "tp"), "v": P("dp", None, None, "tp"), "scale": P("dp", "sp")}
+EVERYWHERE = dict.fromkeys(SPECS, P())
+SPECS_BY_KIND = {
+    "no manager": EVERYWHERE,
+    "auto": SPECS,
+    "explicit": SPECS,
+    "whole": EVERYWHERE,
+    "two mesh axes": {"k": P(("sp", "dp"), "tp"), "v": P(("sp", "dp")), "scale": P(("sp", "dp"))},
+}
+KINDS = list(SPECS_BY_KIND)
+
+
+def shards_of(kind: str) -> Shards:
+    """The shards of a cache on eight devices; without a manager nothing is sharded."""
+    if kind == "no manager":
+        return Shards(manager=None, mode=None)
+    mesh = cpu_mesh("dp:2,sp:2,tp:2", axis_types="explicit" if kind == "explicit" else "auto")
+    return Shards(manager=sw.PartitionManager(sw.Strategy(rules={"batch": "dp"}), mesh=mesh), mode=sw.MODE_DECODE)
+
+
+def arrays(*leading: int, first: float) -> dict[str, np.ndarray]:
+    """Buffers of all ranks, each number once."""
+    shapes = {"k": (*leading, 2, 3), "v": (*leading, 2, 2), "scale": (*leading, 2)}
+    return {name: first + np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in shapes.items()}
+
+
+def run(kind: str, write: Any, *arguments: Any, **options: Any) -> dict[str, np.ndarray]:
+    """The buffers after one jitted write, where they lie as before."""
+    shards, specs = shards_of(kind), SPECS_BY_KIND[kind]
+
+    def program(*arguments: Any) -> Any:
+        return write(*arguments, shards=shards, specs=specs, **options)
+
+    buffers, *rest = (jax.tree.map(jnp.asarray, one) for one in arguments)
+    if shards.manager is None:
+        return {name: np.asarray(buffer) for name, buffer in program(buffers, *rest).items()}
+    with shards.manager:
+        laid = {name: shards.lay(buffer, specs[name]) for name, buffer in buffers.items()}
+        written = jax.jit(program)(laid, *rest)
+        for name, buffer in written.items():
+            assert buffer.sharding.is_equivalent_to(laid[name].sharding, buffer.ndim), name
+    return {name: np.asarray(buffer) for name, buffer in written.items()}
+
+
+def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_slot_appends_its_own_rows(kind: str) -> None:
+    """A row number of `ROWS` or more is dropped; rows may go to any shard of the rows."""
+    buffers, new = arrays(SLOTS, ROWS, first=0.0), arrays(SLOTS, 3, first=-1000.0)
+    rows = np.array([[0, 5, 3], [6, 2, 7], [3, 6, 0], [13, 6, 9]], np.int32)
+    wanted = {name: array.copy() for name, array in buffers.items()}
+    for name, array in wanted.items():
+        for slot, at in np.ndindex(rows.shape):
+            if rows[slot, at] < ROWS:
+                array[slot, rows[slot, at]] = new[name][slot, at]
+    assert_equal(run(kind, writing.append_rows, buffers, new, rows), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("slots", [[[3], [7], [0]], [[3, 3, 0, 1], [4, 2, 2, 9], [0, 1, 3, 1]]], ids=["a slot per entry", "a slot per row"])
+def test_rows_go_into_any_slots(kind: str, slots: Any) -> None:
+    buffers, new = arrays(SLOTS, ROWS, first=0.0), arrays(3, 4, first=-1000.0)
+    numbers, rows = np.array(slots, np.int32), np.array([[1, 5, 0, 6], [0, 1, 2, 3], [4, 5, 9, 2]], np.int32)
+    wanted = {name: array.copy() for name, array in buffers.items()}
+    for name, array in wanted.items():
+        for (entry, at), slot in np.ndenumerate(np.broadcast_to(numbers, rows.shape)):
+            if slot < SLOTS and rows[entry, at] < ROWS:
+                array[slot, rows[entry, at]] = new[name][entry, at]
+    assert_equal(run(kind, writing.scatter_rows, buffers, new, numbers, rows), wanted)
+
+
+@pytest.mark.parametrize("kind", ["no manager", "auto", "two mesh axes"])
+@pytest.mark.parametrize(
+    ("group", "parents"),
+    [(1, [0, 1, 2, 3, 4, 5, 6, 7]), (2, [1, 1, 2, 2, 5, 4, 7, 6]), (4, [3, 0, 0, 2, 7, 4, 5, 5]), (8, [7, 0, 3, 3, 2, 1, 5, 6])],
+)
+def test_a_slot_becomes_what_its_parent_was(kind: str, group: int, parents: list[int]) -> None:
+    """Groups within a shard and over several, on two shards of four slots and on four shards of two slots."""
+    buffers = arrays(8, ROWS, first=0.0)
+    wanted = {name: array[parents] for name, array in buffers.items()}
+    assert_equal(run(kind, writing.take_slots, buffers, np.array(parents, np.int32), group=group), wanted)
+
+
+@pytest.mark.parametrize(("group", "gathers"), [(1, False), (2, False), (4, False), (8, True)])
+def test_slots_are_sent_only_where_a_group_lies_on_two_shards(group: int, gathers: bool) -> None:
+    shards = shards_of("auto")
+    assert shards.manager is not None
+    with shards.manager:
+        buffers = {name: shards.lay(jnp.asarray(array), SPECS[name]) for name, array in arrays(8, ROWS, first=0.0).items()}
+        program = jax.jit(lambda buffers, parents: writing.take_slots(buffers, parents, group=group, shards=shards, specs=SPECS))
+        text = program.lower(buffers, jnp.arange(8, dtype=jnp.int32)).as_text()
+    assert ("all_gather" in text) == gathers
