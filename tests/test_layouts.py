@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -127,7 +129,7 @@ def test_layouts_of_one_content_but_two_names_differ() -> None:
 class Scores(sw.DynamicShardingAxes):
     """As a user would write it."""
 
-    axes = [sw.BATCH, sw.HEAD, None, [sw.KV_LENGTH, EMPTY]]  # noqa: RUF012  lists are what other code writes
+    axes = [sw.BATCH, sw.HEAD, None, [sw.KV_LENGTH, sw.HEAD_DIM]]  # noqa: RUF012  lists are what other code writes
     mode = "prefill"
 
 
@@ -141,7 +143,7 @@ class DecodedScores(Scores):
 
 def test_a_users_class_reads_like_ours() -> None:
     for one in (Scores, Scores(), StoredScores, StoredScores()):
-        assert one.axes == [sw.BATCH, sw.HEAD, EMPTY, [sw.KV_LENGTH, EMPTY]]
+        assert one.axes == [sw.BATCH, sw.HEAD, EMPTY, [sw.KV_LENGTH, sw.HEAD_DIM]]
         assert one.mode == sw.MODE_PREFILL
     assert Scores.role is None
     assert StoredScores.role is Role.PARAM
@@ -186,6 +188,55 @@ def test_a_layout_takes_another_mode_but_keeps_its_axes() -> None:
 def test_an_unknown_mode_is_refused(mode: Any) -> None:
     with pytest.raises(sw.StrategyError, match="unknown mode"):
         sw.DynamicShardingAxes([sw.BATCH], mode)
+    with pytest.raises(sw.StrategyError, match="unknown mode"):
+        sw.DynamicShardingAxes([sw.BATCH])._replace(mode=mode)
+
+
+ROWS = sw.DynamicShardingAxes([sw.BATCH, sw.EMBED], "train")
+CHANGES: list[tuple[dict[str, Any], sw.DynamicShardingAxes]] = [
+    ({"mode": "decode"}, sw.DynamicShardingAxes([sw.BATCH, sw.EMBED], "decode")),
+    ({"axes": [sw.BATCH, None]}, sw.DynamicShardingAxes([sw.BATCH, None], "train")),
+    ({"axes": [[FSDP, SP], TP], "mode": 1}, sw.DynamicShardingAxes([[FSDP, SP], TP], 1)),
+    ({}, ROWS),
+]
+
+
+@pytest.mark.parametrize(("change", "wanted"), CHANGES)
+def test_replace_and_make_normalize(change: dict[str, Any], wanted: sw.DynamicShardingAxes) -> None:
+    found = [ROWS._replace(**change), sw.DynamicShardingAxes._make({"axes": ROWS[0], "mode": ROWS[1], **change}.values())]
+    if sys.version_info >= (3, 13):
+        found.append(copy.replace(ROWS, **change))
+    for one in found:
+        assert (type(one), tuple(one), hash(one)) == (type(wanted), tuple(wanted), hash(wanted))
+        assert sw.explain(one, sw.PartitionAxis().compile(), {"tp": 2}, shape=(8, 8)).ok
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "says"),
+    [
+        (ROWS, {"axes": sw.BATCH}, "the axes of a layout are '__BATCH__', not a list"),
+        (ROWS, {"axes": [sw.BATCH, 3]}, "3 is no dim of a layout"),
+        (ROWS, {"axes": [[sw.BATCH, EMPTY]]}, "a composite may not contain EMPTY"),
+        (ROWS, {"mode": "training"}, "unknown mode 'training'"),
+        (sw.ColumnWise(), {"axes": [TP, FSDP]}, "ColumnWise has the axes FSDP"),
+    ],
+)
+def test_replace_and_make_raise_like_a_call(layout: Any, change: dict[str, Any], says: str) -> None:
+    values = {"axes": layout[0], "mode": layout[1], **change}
+    for call in (lambda: type(layout)(**values), lambda: layout._replace(**change), lambda: layout._make(values.values())):
+        with pytest.raises(sw.StrategyError, match=says):
+            call()
+
+
+@pytest.mark.parametrize("values", [(), ([sw.BATCH],), ([sw.BATCH], "train", "more")])
+def test_make_takes_axes_and_a_mode(values: Any) -> None:
+    with pytest.raises(sw.StrategyError, match=f"_make takes axes and a mode, got {len(values)} values"):
+        sw.DynamicShardingAxes._make(values)
+
+
+def test_a_named_layout_keeps_its_class() -> None:
+    made = sw.ColumnWise()._replace(mode="decode")
+    assert (type(made), made.mode) == (sw.ColumnWise, sw.MODE_DECODE)
 
 
 def test_a_class_of_unknown_mode_is_refused_where_it_is_written() -> None:

@@ -7,7 +7,8 @@ A layout is a tuple of dims and a mode, and reads the same as a class and as an 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple, Self
 
 from shardwright.axes import (
     BATCH,
@@ -110,7 +111,7 @@ class DynamicShardingAxes(_Fields):
             cls.default_mode = _freeze_mode(cls.__dict__["mode"])
             cls.mode = _Mode()
 
-    def __new__(cls, axes: Any = NOT_GIVEN, mode: Any = NOT_GIVEN) -> DynamicShardingAxes:
+    def __new__(cls, axes: Any = NOT_GIVEN, mode: Any = NOT_GIVEN) -> Self:
         """Make an instance; a layout that is named by its class has its own axes."""
         dims = cls.default_axes if isinstance(axes, EMPTY_VAL) else _freeze_dims(axes)
         if cls.named and dims != cls.default_axes:
@@ -121,6 +122,19 @@ class DynamicShardingAxes(_Fields):
         if not cls.named and isinstance(axes, EMPTY_VAL):
             raise StrategyError("DynamicShardingAxes needs axes", fix="DynamicShardingAxes([BATCH, EMBED], mode='train')")
         return super().__new__(cls, dims, cls.default_mode if isinstance(mode, EMPTY_VAL) else _freeze_mode(mode))
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # of any named tuple, not of this one
+        """Make an instance of axes and a mode, normalized as a call does; `_replace` goes through this too.
+
+        Raises:
+          StrategyError: other than two values, or what a call refuses.
+        """
+        values = tuple(iterable)
+        if len(values) != 2:
+            fix = "write DynamicShardingAxes(axes, mode), or layout._replace(mode=...)"
+            raise StrategyError(f"_make takes axes and a mode, got {len(values)} values", fix=fix)
+        return cls(*values)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and tuple(self) == tuple(other)
@@ -145,6 +159,11 @@ def _freeze_dims(axes: Any) -> tuple[LayoutDim, ...]:
     for dim in dims:
         if not all(isinstance(axis, str) for axis in (dim if isinstance(dim, tuple) else (dim,))):
             raise StrategyError(f"{dim!r} is no dim of a layout", fix="write an axis, EMPTY, None or a list of axes")
+        if isinstance(dim, tuple) and EMPTY in dim:
+            raise StrategyError(
+                f"{_spell((dim,))}: a composite may not contain EMPTY: it is one dim over several axes",
+                fix="write EMPTY for a whole dim, or leave it out of the composite",
+            )
     return dims
 
 
