@@ -23,7 +23,7 @@ HERE = "tests/test_house.py"
 # A module imports only from those before it. A name may stand for a module or for a package; inside a package any
 # sibling will do, without cycles. `shardwright` is the public face: only what comes after it may import from it.
 ORDER = (
-    *("errors", "_jax", "axes", "modes", "layouts", "annotations", "mesh_text", "mesh"),
+    *("errors", "_jax", "axes", "modes", "layouts", "annotations", "mesh_text", "mesh", "path_patterns"),
     *(
         "specs",
         "provenance",

@@ -10,7 +10,14 @@ import dataclasses
 import difflib
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
+
+# A message quotes what is wrong. It does not repeat a line of 100 kB.
+LONGEST_TEXT: Final = 1000
+LONGEST_LINE: Final = 160
+# Names beyond these are not compared: the comparison of two names takes time that grows with the product of their lengths.
+LONGEST_NAME: Final = 64
+MOST_NAMES: Final = 2000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +49,14 @@ class Problem:
     rule: str = ""
     fix: str = ""
     snippet: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("what", "path", "rule", "fix"):
+            text = getattr(self, name)
+            if len(text) > LONGEST_TEXT:
+                object.__setattr__(self, name, shortened(text, LONGEST_TEXT))
+        if len(self.snippet) > LONGEST_LINE:
+            object.__setattr__(self, "snippet", _window(self.snippet))
 
     def __str__(self) -> str:
         dim = "" if self.dim is None else f"dim {self.dim}"
@@ -174,13 +189,35 @@ def raise_problems(problems: Sequence[Problem], *, resolution: Any = None) -> No
         raise problems[0].error(problems=problems, resolution=resolution)
 
 
+def shortened(text: str, most: int) -> str:
+    """Return text of at most about `most` characters: its beginning and its end, and how much is left out."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
+
+
+def _window(snippet: str) -> str:
+    """Return a snippet whose lines are cut around the caret, which is the end of the last line."""
+    *lines, caret = snippet.split("\n")
+    if caret.strip() != "^":
+        return "\n".join(shortened(line, LONGEST_LINE) for line in (*lines, caret))
+    at = len(caret) - 1
+    start = max(0, at - LONGEST_LINE // 2)
+    front = "..." if start else ""
+    cut = [f"{front}{line[start : start + LONGEST_LINE]}{'...' if len(line) > start + LONGEST_LINE else ''}" for line in lines]
+    return "\n".join([*cut, " " * (at - start + len(front)) + "^"])
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the closest known name, or an empty string.
 
     A name that differs in case alone is the closest. Of equally close names the one with the longer common beginning counts,
     because people rarely mistype the first letter.
     """
-    names = list(known)
+    names = [one for one in itertools.islice(known, MOST_NAMES) if len(one) <= LONGEST_NAME]
+    if len(name) > LONGEST_NAME:
+        return ""
     close = next((one for one in names if one.lower() == name.lower()), None) or _closest(name, names)
     return f"did you mean {close!r}?" if close else ""
 
@@ -191,7 +228,7 @@ def _closest(name: str, names: Sequence[str]) -> str:
     for one in names:
         matcher.set_seq1(one)
         # The cheap upper bounds first, as `difflib.get_close_matches` does.
-        if min(matcher.real_quick_ratio(), matcher.quick_ratio()) >= best[0]:
+        if matcher.real_quick_ratio() >= best[0] and matcher.quick_ratio() >= best[0]:
             alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name, one, strict=False)))
             best = max(best, (matcher.ratio(), alike, one))
     return best[2]

@@ -21,6 +21,8 @@ _CONTIGUOUS = "!"
 _WHOLE_NUMBER = re.compile(r"-?[0-9]+")
 # No mesh has more devices; and Python refuses to read or write a number of thousands of digits.
 _MOST = 10**19
+# An array of devices is a NumPy array, which has at most this many dims.
+MOST_MESH_AXES: Final = 64
 _FORBIDDEN = re.compile(r"[\s+|:,?]")
 _QUOTE = re.compile("[\"']")
 _RULE_WORDS = (REPLICATED, UNCONSTRAINED, EMPTY)
@@ -78,7 +80,10 @@ def parse_mesh(spec: MeshLike, axis_names: Sequence[str] | None = None, *, dcn: 
     MeshSpec(names=('dp', 'tp'), sizes=(4, -1), dcn=(2, 1), contiguous=False)
     """
     if isinstance(spec, str):
+        _check_number(spec.count(",") + 1, "parts", 2 * MOST_MESH_AXES)  # each axis may come again as dcn.axis
         return _parse_text(spec, axis_names, dcn)
+    if isinstance(spec, Mapping | Sequence):
+        _check_number(len(spec), "axes", MOST_MESH_AXES)
     crossing = _dcn_parts(dcn)
     if isinstance(spec, Mapping):
         _refuse_names(axis_names, "the mapping")
@@ -159,6 +164,7 @@ def check_axes(axes: Sequence[tuple[object, object]]) -> dict[str, int]:
       MeshSpecError: a bad or repeated name, or a size below 1.
     """
     parts = [_Part(name=name, size=size) for name, size in axes]
+    _check_number(len(parts), "axes", MOST_MESH_AXES)
     raise_problems(_part_problems(parts, text="", infer=False))
     return {_exact(part.name): int(part.size) for part in parts}
 
@@ -170,6 +176,7 @@ def _parse_text(text: str, axis_names: Sequence[str] | None, dcn: Mapping[str, i
     raise_problems([_fault(what, text=text, at=at, fix=fix) for at, word in words for what, fix in _word_faults(word, named)])
     crossing = [_read_part(word.removeprefix(_DCN), at + len(_DCN)) for at, word in words if word.startswith(_DCN)]
     parts = [_read_part(word, at) for at, word in words if not word.startswith(_DCN)]
+    _check_number(len(parts), "axes", MOST_MESH_AXES)
     if named:
         _refuse_names(axis_names, f"the text {text!r}")
     else:
@@ -303,7 +310,14 @@ def _dcn_divides(name: str, total: int, part: int, *, text: str = "", at: int = 
 def _dcn_parts(dcn: Mapping[str, int] | None) -> list[_Part]:
     if dcn is not None and not isinstance(dcn, Mapping):
         raise MeshSpecError(f"dcn is of type {type(dcn).__name__}, not a mapping of axis to size", fix='write dcn={"dp": 2}')
+    _check_number(len(dcn or {}), "axes in dcn", MOST_MESH_AXES)
     return [_Part(name=name, size=size) for name, size in (dcn or {}).items()]
+
+
+def _check_number(count: int, things: str, most: int) -> None:
+    if count > most:
+        fix = "leave out axes of size 1: an axis that is absent counts as one of size 1"
+        raise MeshSpecError(f"the mesh has {count} {things}, at most {most} are read", fix=fix)
 
 
 def _given_names(axis_names: Sequence[str] | None) -> tuple[str, ...]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from shardwright.axes import KNOWN_AXES, PARALLELISM_AXES, REPLICATED, STANDARD_MESH_AXES, UNCONSTRAINED, Role, file_name
 from shardwright.errors import StrategyError, did_you_mean
-from shardwright.mesh_text import name_fault
+from shardwright.mesh_text import MOST_MESH_AXES, name_fault
 from shardwright.modes import MODE_NAMES, MODES, parse_mode
+from shardwright.path_patterns import PathPattern
 from shardwright.provenance import RuleRef
 
 
@@ -43,6 +43,7 @@ class Attention(enum.StrEnum):
 
 
 OWN_ATTENTION: Final = "own:"
+MOST_CANDIDATES: Final = 64
 
 
 class Indivisible(enum.StrEnum):
@@ -162,6 +163,9 @@ def parse_rule(text: str, *, ref: RuleRef | None = None) -> Rule:
     ref = ref or RuleRef(key="rule", text=text)
     candidates: list[tuple[str, ...]] = []
     fallback = Fallback.NONE
+    if (count := text.count("|") + 1) > MOST_CANDIDATES:
+        what = f"the rule has {count} candidates, at most {MOST_CANDIDATES} are read"
+        raise StrategyError(what, axis=ref.key, rule=str(ref), fix="keep the candidates that can apply; the first that fits wins")
     for start, part in _split(text, "|", 0):
         word = part.strip()
         at = start + len(part) - len(part.lstrip())
@@ -176,6 +180,9 @@ def parse_rule(text: str, *, ref: RuleRef | None = None) -> Rule:
 
 def _parse_candidate(text: str, part: str, start: int, ref: RuleRef) -> tuple[str, ...]:
     names: list[str] = []
+    if (count := part.count("+") + 1) > MOST_MESH_AXES:
+        what = f"the candidate names {count} mesh axes, and a mesh has at most {MOST_MESH_AXES}"
+        raise StrategyError(what, axis=ref.key, rule=str(ref), fix='name the mesh axes of one dim, such as "dp+fsdp"')
     for at, piece in _split(part, "+", start):
         name, column = piece.strip(), at + len(piece) - len(piece.lstrip())
         if not name:
@@ -208,16 +215,34 @@ def _grammar(text: str, column: int, what: str, ref: RuleRef) -> StrategyError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRules:
-    """Rules for the tensors whose path a pattern matches (`re.search`)."""
+    """Rules for the tensors whose path a pattern matches.
+
+    Raises:
+      StrategyError: the pattern is not one of `path_patterns`.
+    """
 
     match: str
     rules: tuple[tuple[str, Rule], ...]
+    _pattern: PathPattern = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_pattern", PathPattern(self.match))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_tensors, (self.match, self.rules)
+
+    def matches(self, path: str) -> bool:
+        """Tell whether the pattern is found in a path."""
+        return self._pattern.matches(path)
 
     def find(self, axis: str, path: str) -> Rule | None:
         """Return the rule of an axis if the pattern matches the path and the entry names the axis."""
-        if re.search(self.match, path) is None:
-            return None
-        return next((rule for name, rule in self.rules if name == axis), None)
+        rule = next((rule for name, rule in self.rules if name == axis), None)
+        return rule if rule is not None and self.matches(path) else None
+
+
+def _rebuild_tensors(match: str, rules: tuple[tuple[str, Rule], ...]) -> TensorRules:
+    return TensorRules(match=match, rules=rules)
 
 
 Table = tuple[tuple[str, Rule], ...]

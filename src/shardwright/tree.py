@@ -345,7 +345,8 @@ def _pair_of(at: int, rule: Any) -> tuple[Any, Any]:
 def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = True) -> PathMatch:
     """Annotate a tree by its paths: the first `(pattern, annotation or spec)` whose pattern is found in the path wins.
 
-    Scalars need no rule. A pattern is searched (`re.search`) in the "/"-joined path.
+    Scalars need no rule. A pattern is searched (`re.search`) in the "/"-joined path. It comes from the program, so it may use
+    all of Python's `re`, and takes as long as that does; patterns in strategy files are limited, see `path_patterns`.
 
     Args:
       tree: arrays or anything else with a shape.

@@ -41,7 +41,7 @@ TENSORS: dict[str, tuple[str, str, str]] = {
     "deep": ("json", '{"a": ' * 500 + "1" + "}" * 500, "t.json:1 a.a.a.a...: tables and lists are nested more than 64 deep"),
     "very deep": ("json", '{"a": ' * 100_000 + "1" + "}" * 100_000, "t.json: the file is nested too deeply"),
     "deep list": ("json", '{"w": {"axes": ' + "[" * 900 + "]" * 900 + "}}", "nested more than 64 deep"),
-    "deep table": ("toml", ".".join("a" * 2000) + " = 1", "t.toml a.a.a.a...: tables and lists are nested more than 64 deep"),
+    "deep table": ("toml", ".".join("a" * 2000) + " = 1", "t.toml:1: the key has more than 64 parts: tables are nested more than 64 deep"),
     "surrogate path": ("json", '{"\\ud800": {"axes": "EMBED"}}', "the key '\\ud800' has a character that is no text"),
     "surrogate axes": ("json", '{"w": {"axes": "\\ud800"}}', "t.json:1 w.axes: '\\ud800' has a character that is no text"),
     "surrogate dtype": ("json", '{"w": {"axes": "EMBED", "dtype": "\\udfff"}}', "t.json:1 w.dtype: '\\udfff' has a character"),

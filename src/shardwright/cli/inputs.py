@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from shardwright.errors import MeshSpecError, StrategyError, did_you_mean
 from shardwright.layouts import LAYOUTS
 from shardwright.manager import PartitionManager
 from shardwright.mesh import INFER, MeshSpec, abstract_mesh, mesh_sizes, parse_mesh, resolve_sizes
-from shardwright.strategy.limits import MOST_ELEMENTS, is_text
+from shardwright.strategy.limits import MOST_ELEMENTS, has_too_many_elements, is_text
 
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LAYOUT = re.compile(r"(stacked\()?([A-Za-z]+)(\.bias)?(?(1)\))")
@@ -46,9 +45,10 @@ def read_axes(words: Sequence[str]) -> Any:
 def _layout(word: str) -> Any:
     found = _LAYOUT.fullmatch(word)
     if found is None or found[2] not in LAYOUTS:
-        close = did_you_mean(found[2] if found else word, LAYOUTS)
         # Axes are written in one case, layouts are not: a slip such as Columnwise would else be an unknown axis.
-        if close and not word.isupper() and not word.islower():
+        one_case = word.isupper() or word.islower()
+        close = "" if one_case else did_you_mean(found[2] if found else word, LAYOUTS)
+        if close:
             raise StrategyError(f"no layout {word!r}", fix=close)
         return None
     layout: Any = LAYOUTS[found[2]]
@@ -92,7 +92,7 @@ def read_shape(text: str) -> tuple[int, ...]:
     sizes = [size for part in parts if (size := _whole(part)) is not None]
     if len(sizes) < len(parts):
         raise argparse.ArgumentTypeError(f"{text!r:.80} is not a shape; write the sizes with commas, such as 16,4096,4096")
-    if math.prod(sizes) > MOST_ELEMENTS:
+    if has_too_many_elements(sizes):
         raise argparse.ArgumentTypeError(f"no array has so many elements as {text!r:.80}; write sizes whose product is < 2^63")
     return tuple(sizes)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from shardwright.axes import Role
 from shardwright.cli.inputs import read_axes, unreadable
 from shardwright.errors import Problem, ShardingError, StrategyError, did_you_mean, raise_problems
 from shardwright.strategy import files
-from shardwright.strategy.limits import MOST_ELEMENTS
+from shardwright.strategy.limits import has_too_many_elements
 from shardwright.strategy.origin import KeyPath, Origin, source_of, where
 from shardwright.tensors import Tensor, is_dtype
 
@@ -115,7 +114,7 @@ def _tensor(table: Mapping[str, Any], path: KeyPath, origin: Origin, problems: l
     shape, role, dtype = table.get("shape"), table.get("role"), table.get("dtype")
     if shape is not None and not (isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)):
         problems.append(_problem((*path, "shape"), origin, f"{shape!r} is not a shape", "write a list of sizes, such as [4096, 14336]"))
-    elif shape is not None and math.prod(shape) > MOST_ELEMENTS:
+    elif shape is not None and has_too_many_elements(shape):
         problems.append(_problem((*path, "shape"), origin, "no array has so many elements", "write smaller sizes: their product is < 2^63"))
     if role is not None and role not in list(Role):
         problems.append(_problem((*path, "role"), origin, f"unknown role {role!r}", f"roles are {', '.join(Role)}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 
 from shardwright.axes import Role, axis_label
@@ -104,8 +103,8 @@ def _shadower(subject: Subject, at: int, axis: str) -> int | None:
         if subject.patterns[one] == subject.patterns[at] or subject.patterns[one] in _EVERYTHING:
             return one
     having = [tensor for tensor in subject.tensors or () if role_of(tensor) is Role.PARAM and axis in axes_of(tensor)]
-    mine = [tensor.path for tensor in having if re.search(subject.patterns[at], tensor.path)]
-    taken = {path: next((one for one in earlier if re.search(subject.patterns[one], path)), None) for path in mine}
+    mine = [tensor.path for tensor in having if subject.rules.tensors[at].matches(tensor.path)]
+    taken = {path: next((one for one in earlier if subject.rules.tensors[one].matches(path)), None) for path in mine}
     return None if not mine or None in taken.values() else taken[mine[0]]
 
 

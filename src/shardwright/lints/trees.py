@@ -166,7 +166,7 @@ def unused_tensors(subject: Subject) -> Iterator[Finding]:
     if not weights:
         return
     for at, pattern in enumerate(subject.patterns):
-        matched = [tensor for tensor in weights if re.search(pattern, tensor.path)]
+        matched = [tensor for tensor in weights if subject.rules.tensors[at].matches(tensor.path)]
         if not matched:
             example = f"; paths are such as {weights[0].path}" if weights[0].path else ""
             yield subject.finding(

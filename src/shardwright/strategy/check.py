@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardwright.axes import (
     KNOWN_AXES,
@@ -28,6 +29,7 @@ from shardwright.errors import (
     raise_problems,
 )
 from shardwright.mesh import parse_mesh
+from shardwright.path_patterns import PathPattern
 from shardwright.provenance import RuleRef
 from shardwright.rules import (
     OWN_ATTENTION,
@@ -45,11 +47,15 @@ from shardwright.rules import (
     foreign_mesh_axes,
     parse_rule,
 )
+from shardwright.strategy.limits import MOST_PROBLEMS, first_problems
 from shardwright.strategy.origin import KeyPath, Origin, source_of, where
-from shardwright.tree import compile_pattern
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
+
+
+# Of all patterns of a strategy together: what a look-up by path costs at most for each character.
+MOST_STEPS: Final = 20_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,30 +92,25 @@ def rule_tables(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Mapping[str,
             yield ("tensors", str(at)), {key: rule for key, rule in entry.items() if key != "match"}, Role.PARAM
 
 
-def data_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
-    """Return every problem of a strategy's data that its types do not show.
+def data_problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
+    """Yield every problem of a strategy's data that its types do not show.
 
     A fragment (no `[mesh]`) is meant to overlay another strategy, so names that the other may declare are left to `compile`.
     """
     written = parse_rules(data, origin)
-    problems = [*written.problems]
+    yield from written.problems
     if data.get("version") is True:  # which Python calls equal to 1
-        problems.append(
-            Problem(
-                error=StrategyError, what="a whole number is wanted, not True", path=where(("version",), origin), fix="write version = 1"
-            )
-        )
-    problems += _pattern_problems(data, origin)
-    problems += _own_axis_problems(data, origin)
+        path = where(("version",), origin)
+        yield Problem(error=StrategyError, what="a whole number is wanted, not True", path=path, fix="write version = 1")
+    yield from _pattern_problems(data, origin)
+    yield from _own_axis_problems(data, origin)
     if data.get("mesh"):
-        problems += _mesh_problems(data, origin)
-        problems += name_problems(data, written, origin=origin)
-    return problems
+        yield from _mesh_problems(data, origin)
+        yield from name_problems(data, written, origin=origin)
 
 
-def name_problems(data: Mapping[str, Any], written: Written, *, origin: Origin) -> list[Problem]:
-    """Return the axes and the mesh axes that nothing declares."""
-    problems: list[Problem] = []
+def name_problems(data: Mapping[str, Any], written: Written, *, origin: Origin) -> Iterator[Problem]:
+    """Yield the axes and the mesh axes that nothing declares."""
     own = data.get("axes")
     known = KNOWN_AXES | {canonical_axis(name) for name in (own if isinstance(own, Mapping) else ()) if isinstance(name, str)}
     labels = [*sorted(file_name(axis) for axis in known), *PARALLELISM_AXES.values()]
@@ -122,28 +123,24 @@ def name_problems(data: Mapping[str, Any], written: Written, *, origin: Origin) 
                 declare = f'an axis of your own is declared by [axes] {key} = "what it is"'
                 # Only the underscores or the case are wrong: it is no axis of the user's own.
                 fix = hint if canonical_axis(bare) in known else f"{hint} {declare}".strip()
-                problems.append(Problem(error=UnknownAxisError, what=f"unknown axis {key!r}", path=where((*path, key), origin), fix=fix))
-    return problems + _mesh_name_problems(data, written, origin)
+                yield Problem(error=UnknownAxisError, what=f"unknown axis {key!r}", path=where((*path, key), origin), fix=fix)
+    yield from _mesh_name_problems(data, written, origin)
 
 
-def _mesh_name_problems(data: Mapping[str, Any], written: Written, origin: Origin) -> list[Problem]:
+def _mesh_name_problems(data: Mapping[str, Any], written: Written, origin: Origin) -> Iterator[Problem]:
     mesh = tuple(data.get("mesh") or ()) if isinstance(data.get("mesh"), Mapping) else ()
     rules = [(path, rule) for path, table in written.tables.items() for rule in table.values()]
     rules += [(("policy",), rule) for rule in (written.gather, written.zero1) if rule is not None]
-    problems = []
     for path, rule in rules:
         for name in foreign_mesh_axes(rule.mesh_axes, mesh):
             known = [*mesh, *STANDARD_MESH_AXES]
-            problems.append(
-                Problem(
-                    error=MissingMeshAxisError,
-                    what=f"mesh axis {name!r} is neither in [mesh] nor a standard one ({', '.join(STANDARD_MESH_AXES)})",
-                    path=where((*path, rule.ref.key), origin),
-                    rule=str(rule.ref),
-                    fix=_meant(name, list(dict.fromkeys(known))),
-                )
+            yield Problem(
+                error=MissingMeshAxisError,
+                what=f"mesh axis {name!r} is neither in [mesh] nor a standard one ({', '.join(STANDARD_MESH_AXES)})",
+                path=where((*path, rule.ref.key), origin),
+                rule=str(rule.ref),
+                fix=_meant(name, list(dict.fromkeys(known))),
             )
-    return problems
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
@@ -214,19 +211,25 @@ def _policy_rule(key: str, data: Mapping[str, Any], origin: Origin, problems: li
 
 
 def _pattern_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
-    problems = []
+    problems: list[Problem] = []
+    steps = 0
     tensors = data.get("tensors")
     for at, entry in enumerate(tensors if isinstance(tensors, list) else ()):
         pattern = entry.get("match") if isinstance(entry, Mapping) else None
         try:
-            compile_pattern(pattern if isinstance(pattern, str) else "")
+            steps += PathPattern(pattern if isinstance(pattern, str) else "").steps
         except StrategyError as error:
             problems += [_at(problem, ("tensors", str(at), "match"), origin) for problem in error.problems]
         else:
             if isinstance(entry, Mapping) and isinstance(pattern, str) and len(entry) == 1:
                 path = where(("tensors", str(at)), origin)
                 problems.append(Problem(error=StrategyError, what="the entry has no rule", path=path, fix='add one, such as embed = "-"'))
-    return problems
+    return problems if steps <= MOST_STEPS else [*problems, _steps_problem(steps, origin)]
+
+
+def _steps_problem(steps: int, origin: Origin) -> Problem:
+    what = f"the patterns have {steps} steps together, at most {MOST_STEPS} are searched for each path"
+    return Problem(error=StrategyError, what=what, path=where(("tensors",), origin), fix="use fewer entries, or shorter patterns")
 
 
 def _own_axis_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
@@ -267,7 +270,7 @@ def _mesh_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
 def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisRules:
     """Compile a strategy's data; raises every problem at once."""
     written = parse_rules(data, origin)
-    raise_problems([*written.problems, *name_problems(data, written, origin=origin)])
+    raise_problems(first_problems(itertools.chain(written.problems, name_problems(data, written, origin=origin))))
     tensors = [
         TensorRules(match=entry["match"], rules=tuple(sorted(written.tables["tensors", str(at)].items())))
         for at, entry in enumerate(data.get("tensors", ()))
@@ -368,8 +371,10 @@ _TYPES = {
 
 def from_pydantic(error: ValidationError, model: type[BaseModel], origin: Origin) -> list[Problem]:
     """Return a pydantic error as problems with key path and fix."""
-    problems: list[Problem] = []
+    problems: dict[Problem, None] = {}
     for entry in error.errors():
+        if len(problems) > MOST_PROBLEMS:
+            break
         if "constrained-str" in entry["loc"] or _other_half(entry):
             continue  # of a union, whose other half tells
         path = tuple(str(part) for part in entry["loc"] if not str(part).startswith(("literal[", "dict[", "function-after[")))
@@ -377,9 +382,8 @@ def from_pydantic(error: ValidationError, model: type[BaseModel], origin: Origin
         if path and path[-1] == "[key]":
             path = path[:-1]
         problem = Problem(error=StrategyError, what=what, path=where(path, origin), fix=fix)
-        if problem not in problems:
-            problems.append(problem)
-    return problems
+        problems.setdefault(problem)
+    return list(problems)
 
 
 def _other_half(entry: Any) -> bool:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.axes import canonical_axis, file_name
-from shardwright.errors import StrategyError, did_you_mean
-from shardwright.strategy.limits import check_limits
+from shardwright.errors import LONGEST_LINE, StrategyError, did_you_mean
+from shardwright.strategy.limits import DEEPEST, LONGEST_FILE, check_keys, check_limits
 from shardwright.strategy.origin import Origin
 
 Parsed = tuple[dict[str, Any], Origin]
@@ -37,7 +37,7 @@ def read(path: Path) -> Parsed:
         ) from error
     except UnicodeDecodeError as error:
         raise StrategyError(f"{path.name} is not UTF-8: {error.reason} at byte {error.start}", fix="save it as UTF-8") from error
-    return parse(text, format=format, source=path.name)
+    return parse_strategy(text, format=format, source=path.name)
 
 
 def _format(path: Path) -> str:
@@ -71,12 +71,22 @@ def preset_text(name: str) -> str:
     return (importlib.resources.files("shardwright.strategy") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
 
 
+def parse_strategy(text: str, *, format: str, source: str) -> Parsed:
+    """Parse the text of a strategy; one of bounded length, since each table takes a fraction of a millisecond."""
+    if isinstance(text, str) and len(text) > LONGEST_FILE:
+        what = f"the file has {len(text)} characters, at most {LONGEST_FILE} are read"
+        raise StrategyError(what, path=source, fix="keep what the strategy needs")
+    return parse(text, format=format, source=source)
+
+
 def parse(text: str, *, format: str, source: str) -> Parsed:
     """Parse TOML or JSON text; the origin maps each key path to `source:line`."""
     if not isinstance(text, str):
         raise StrategyError(f"{text!r} is no text", path=source, fix="pass the text of a file; Strategy.load(path) reads one")
     if format not in ("toml", "json"):
         raise StrategyError(f"format is {format!r}", path=source, fix='write "toml" or "json"')
+    if format == "toml":
+        check_keys(text, source)
     try:
         data = tomllib.loads(text) if format == "toml" else json.loads(text, object_pairs_hook=_no_duplicates)
     except tomllib.TOMLDecodeError as error:
@@ -131,7 +141,7 @@ def _toml_fix(text: str, line: int) -> str:
 
 def _quoted(line: str) -> str:
     """Return how to write a TOML line whose value is bare words: text stands in quotes. Empty for any other line."""
-    found = _BARE.match(line)
+    found = _BARE.match(line) if len(line) <= LONGEST_LINE else None
     return f'quote the value: {found[1]} = "{found[2]}"' if found else ""
 
 
@@ -159,7 +169,8 @@ def _toml_position(message: str, text: str) -> tuple[int, int]:
     return len(lines), len(lines[-1]) + 1
 
 
-_HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?$")
+# Each of these reads a line in linear time, whatever the line: no two neighbors can match the same characters.
+_HEADER = re.compile(r"^\s*(\[\[?)([^\[\]]+)\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
 _PART = re.compile(r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'""")
 
@@ -191,7 +202,7 @@ def _json_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yield each key path of JSON text that parses, and its line."""
     owners: list[str] = []
     counts: list[int] = []
-    key = ""
+    key, line, counted = "", 1, 0
     for match in _JSON_TOKEN.finditer(text):
         token = match[0]
         if token in ("{", "["):
@@ -205,7 +216,10 @@ def _json_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
             key = str(counts[-1])
         elif match["key"]:
             key = json.loads(match["key"])
-            yield (*filter(None, owners), key), text.count("\n", 0, match.start()) + 1
+            line += text.count("\n", counted, match.start())
+            counted = match.start()
+            if len(owners) <= DEEPEST:
+                yield (*filter(None, owners), key), line
 
 
 def render(data: Mapping[str, Any], *, format: str) -> str:

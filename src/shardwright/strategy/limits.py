@@ -1,19 +1,38 @@
-"""What no file needs: numbers that no array has, tables within tables without end, text that no terminal can show.
+"""Limits on what a file may hold: oversized numbers and texts, deep nesting, too many entries.
 
-Checked before anything else looks at a file, so that whatever comes later may print, compare and walk what it is given.
+They are checked before anything else looks at a file, so that later steps may print, compare and walk what they are given.
+Each limit is far beyond what a strategy needs, and its error names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.strategy.origin import KeyPath, Origin, source_of
+from shardwright.mesh_text import MOST_MESH_AXES
+from shardwright.strategy.origin import KeyPath, Origin, source_of, where
 
 DEEPEST = 64
 # What a dim can be at most, in JAX and in XLA; an array of more elements than this has no address.
 MOST_ELEMENTS = 2**63 - 1
+_SURROGATE = re.compile("[\ud800-\udfff]")
+LONGEST_FILE = 1_000_000
+LONGEST_KEY = 256
+LONGEST_VALUE = 10_000
+MOST_PROBLEMS = 100
+# Entries of the tables that a strategy may fill with names of its own.
+MOST_ENTRIES = {"mesh": MOST_MESH_AXES, "dcn": MOST_MESH_AXES, "axis_types": MOST_MESH_AXES, "axes": 1000, "tensors": 1000}
+
+# A string, a comment, a part of a key, a dot, blanks, or any other character; a string without an end reads to the end.
+_TOKEN = re.compile(
+    r"""(?P<text>"{3}(?:[^\\]|\\.)*?"{3}|'{3}.*?'{3})|(?P<open>"{3}|'{3})|"""
+    r"""(?P<part>"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[A-Za-z0-9_-]+)|#[^\n]*|(?P<dot>\.)|(?P<blank>[ \t]+)|.""",
+    re.DOTALL,
+)
 
 
 def check_limits(data: Mapping[str, Any], origin: Origin) -> None:
@@ -22,7 +41,62 @@ def check_limits(data: Mapping[str, Any], origin: Origin) -> None:
     Raises:
       StrategyError: every value that is beyond a limit, each with its line and key path.
     """
-    raise_problems(list(_problems(data, origin)))
+    raise_problems(first_problems(_problems(data, origin)))
+
+
+def first_problems(problems: Iterable[Problem]) -> list[Problem]:
+    """Return the first problems, and where there are more, one that says so: a file may hold a million of them."""
+    waiting = iter(problems)
+    first = list(itertools.islice(waiting, MOST_PROBLEMS))
+    if next(waiting, None) is not None:
+        what = f"there are more problems than these {MOST_PROBLEMS}"
+        first.append(Problem(error=StrategyError, what=what, fix="correct these first"))
+    return first
+
+
+def check_entries(data: Mapping[str, Any], origin: Origin) -> None:
+    """Check how many entries the tables of a strategy have.
+
+    Raises:
+      StrategyError: every table that has too many.
+    """
+    raise_problems(
+        [
+            Problem(
+                error=StrategyError,
+                what=f"there are {len(data[name])} entries, at most {most} are read",
+                path=where((name,), origin),
+                fix="keep those that the model needs",
+            )
+            for name, most in MOST_ENTRIES.items()
+            if isinstance(data.get(name), Mapping | list | tuple) and len(data[name]) > most
+        ]
+    )
+
+
+def check_keys(text: str, source: str) -> None:
+    """Check that no key of TOML text has too many parts, before the parser of TOML takes time quadratic in their number.
+
+    Raises:
+      StrategyError: the first such key, with its line.
+    """
+    if text.count(".") < DEEPEST:
+        return
+    parts, dotted = 0, False
+    for token in _TOKEN.finditer(text):
+        kind = token.lastgroup
+        if kind == "open":
+            return  # the string has no end: the parser will say so
+        if kind == "part":
+            parts, dotted = (parts + 1 if dotted else 1), False
+            if parts > DEEPEST:
+                line = text.count("\n", 0, token.start()) + 1
+                what = f"the key has more than {DEEPEST} parts: tables are nested more than {DEEPEST} deep"
+                raise StrategyError(what, path=f"{source}:{line}", fix="flatten the file")
+        elif kind == "dot":
+            dotted = parts > 0
+        elif kind != "blank":
+            parts, dotted = 0, False
 
 
 def _problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
@@ -32,7 +106,7 @@ def _problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
         what, fix = _fault(path, value)
         if what:
             # A path of a thousand keys, or of keys that cannot be shown, is no help.
-            shown = ".".join(key for key in path[:4] if is_text(key)) + ("..." if len(path) > 4 else "")
+            shown = ".".join(key[:LONGEST_KEY] for key in path[:4] if is_text(key)) + ("..." if len(path) > 4 else "")
             yield Problem(error=StrategyError, what=what, path=f"{source_of(path, origin)} {shown}".strip(), fix=fix)
         elif isinstance(value, Mapping):
             waiting += reversed([((*path, str(key)), entry) for key, entry in value.items()])
@@ -42,7 +116,11 @@ def _problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
 
 def _fault(path: KeyPath, value: Any) -> tuple[str, str]:
     if path and not is_text(path[-1]):
-        return f"the key {path[-1]!r} has a character that is no text (half of a surrogate pair)", "use letters, digits and _"
+        return f"the key {path[-1]!r:.80} has a character that is no text (half of a surrogate pair)", "use letters, digits and _"
+    if path and len(path[-1]) > LONGEST_KEY:
+        return f"a key has {len(path[-1])} characters, at most {LONGEST_KEY} are read", "use a shorter name"
+    if isinstance(value, str) and len(value) > LONGEST_VALUE:
+        return f"a text has {len(value)} characters, at most {LONGEST_VALUE} are read", "use a shorter text"
     if isinstance(value, str) and not is_text(value):
         return f"{value!r:.80} has a character that is no text (half of a surrogate pair)", "use letters, digits and _"
     if isinstance(value, int) and abs(value) > MOST_ELEMENTS:
@@ -52,6 +130,13 @@ def _fault(path: KeyPath, value: Any) -> tuple[str, str]:
     return "", ""
 
 
+def has_too_many_elements(shape: Iterable[int]) -> bool:
+    """Tell whether an array of a shape has more elements than there are addresses. The product is never longer than two sizes."""
+    sizes = list(shape)
+    products = itertools.accumulate(sizes, operator.mul)
+    return 0 not in sizes and any(product > MOST_ELEMENTS for product in products)
+
+
 def is_text(text: str) -> bool:
     """Tell whether text can be written as UTF-8: JSON's escapes and undecodable arguments may hold halves of surrogate pairs."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    return _SURROGATE.search(text) is None

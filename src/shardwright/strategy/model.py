@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.mesh import create_mesh
 from shardwright.rules import OWN_ATTENTION, AxisRules, Rule
 from shardwright.strategy import check, files
+from shardwright.strategy.limits import check_entries, first_problems
 from shardwright.strategy.origin import KeyPath, Origin, source_of
 from shardwright.strategy.read_only import ReadOnlyDict, ReadOnlyList
 
@@ -59,7 +61,7 @@ class ModeTable(_Table):
 class TensorTable(_Table):
     """Rules for the parameters whose path a pattern matches (`re.search`); the first entry naming an axis wins."""
 
-    match: str = Field(description="Regular expression searched in the '/'-joined path.")
+    match: str = Field(description="Regular expression searched in the '/'-joined path; one whose search takes linear time.")
 
 
 class PolicyTable(BaseModel):
@@ -136,13 +138,13 @@ class Strategy(BaseModel):
         self._build(data, {})
 
     def _build(self, data: Mapping[str, Any], origin: Origin) -> None:
+        check_entries(data, origin)
         problems: list[Problem] = []
         try:
             super().__init__(**data)
         except ValidationError as error:
             problems = check.from_pydantic(error, type(self), origin)
-        problems += check.data_problems(data, origin)
-        raise_problems(problems)
+        raise_problems(first_problems(itertools.chain(problems, check.data_problems(data, origin))))
         self._origin = origin
 
     @classmethod
@@ -163,7 +165,7 @@ class Strategy(BaseModel):
     @classmethod
     def loads(cls, text: str, *, format: Literal["toml", "json"] = "toml", source: str = "") -> Strategy:
         """Read a strategy from text; `source` is the name that messages use."""
-        return cls._made(*files.parse(text, format=format, source=source or f"<{format}>"))
+        return cls._made(*files.parse_strategy(text, format=format, source=source or f"<{format}>"))
 
     @classmethod
     def preset(cls, name: str) -> Strategy:

@@ -1,0 +1,218 @@
+"""A file cannot take unbounded time: each part has a limit, far beyond what a strategy needs, and its error names the limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import shardwright as sw
+from shardwright.cli.tensors import read_tensors
+from shardwright.errors import LONGEST_LINE, MOST_NAMES, Problem, did_you_mean
+from shardwright.strategy import limits
+from shardwright.strategy.files import parse
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+HEAD = "version = 1\n[mesh]\ndp = 2\n"
+N = 3000
+
+
+def lines(pattern: str, count: int = N) -> str:
+    return "".join(pattern.format(at) for at in range(count))
+
+
+def rule(text: str) -> str:
+    return f'{HEAD}[rules]\nbatch = "{text}"\n'
+
+
+TOML: dict[str, tuple[str, str]] = {
+    "axes": (HEAD + "[axes]\n" + lines('a{} = "x"\n'), r"^<toml>:4 axes: there are 3000 entries, at most 1000 are read\n  fix   "),
+    "mesh": ("[mesh]\n" + lines("a{} = 1\n"), r"^<toml>:1 mesh: there are 3000 entries, at most 64 are read"),
+    "dcn": (HEAD + "[dcn]\n" + lines("a{} = 1\n"), r"<toml>:4 dcn: there are 3000 entries, at most 64"),
+    "axis types": (
+        "axis_types = {" + lines('a{} = "auto", ').rstrip(", ") + "}\n" + HEAD,
+        "axis_types: there are 3000 entries, at most 64",
+    ),
+    "tensors": (HEAD + lines('[[tensors]]\nmatch = "w{}"\nembed = "dp"\n'), "tensors: there are 3000 entries, at most 1000 are read"),
+    "patterns": (
+        HEAD + lines(f'[[tensors]]\nmatch = "w{{}}{"a" * 900}"\nembed = "dp"\n', 30),
+        r"^<toml> tensors: the patterns have \d+ steps together, at most 20000 are searched for each path",
+    ),
+    "candidates": (rule(" | ".join(["dp"] * 65)), r"batch: the rule has 65 candidates, at most 64 are read\n  rule  "),
+    "mesh axes of a candidate": (rule("+".join(["dp"] * 65)), r"the candidate names 65 mesh axes, and a mesh has at most 64"),
+    "a long rule": (rule("a" * 10_001), r"^<toml>:5 rules\.batch: a text has 10001 characters, at most 10000 are read"),
+    "a long key": (f'{HEAD}[rules]\n{"a" * 257} = "dp"', r"^<toml>:5 rules\.a+: a key has 257 characters, at most 256 are read"),
+    "a dotted key": (".".join("a" * 50_000) + " = 1", r"^<toml>:1: the key has more than 64 parts: tables are nested more than 64 deep"),
+    "a dotted header": ("\n[" + ".".join("a" * 50_000) + "]", r"^<toml>:2: the key has more than 64 parts"),
+    "a dotted inline key": ('x = "]" # "\ny = {' + '. "b" .'.join("a" * 50_000) + " = 1}", r"^<toml>:2: the key has more than 64 parts"),
+    "unknown keys": (lines("a{} = 1\n"), r"^101 problems\n(.|\n)*101\. there are more problems than these 100\n"),
+    "unknown axes": (HEAD + "[rules]\n" + lines('a{} = "dp"\n'), r"^101 problems\n(.|\n)*there are more problems than these 100\n"),
+    "unknown modes": (lines('[modes.m{}]\nbatch = "dp"\n'), r"^101 problems\n(.|\n)*there are more problems than these 100\n"),
+    "rules that are no text": (HEAD + "[rules]\n" + lines("a{} = 1\n"), r"^101 problems\n"),
+    "a long file": ("# " + "x" * 1_000_000, r"^<toml>: the file has 1000002 characters, at most 1000000 are read"),
+    "a deep array": ("x = " + "[" * 50_000, r"^<toml>: the file is nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("name", TOML)
+def test_a_limit_is_named(name: str) -> None:
+    text, says = TOML[name]
+    with pytest.raises(sw.ShardingError, match=says) as caught:
+        sw.Strategy.loads(text).compile()
+    assert len(str(caught.value)) < 20_000
+
+
+def test_what_is_within_the_limits_is_read() -> None:
+    own = lines('a{} = "x"\n', 1000)
+    entries = lines('[[tensors]]\nmatch = "w{}/.*"\nembed = "dp"\n', 1000)
+    chain = 'batch = "' + " | ".join(["dp"] * 64) + '"\n'
+    text = HEAD + lines("b{} = 1\n", 63) + f"[axes]\n{own}[rules]\n" + lines('a{} = "dp"\n', 1000) + chain + entries
+    rules = sw.Strategy.loads(text).compile()
+    assert (len(rules.tensors), len(rules.user_axes)) == (1000, 1000)
+
+
+def test_limits_hold_for_python_and_for_overlays() -> None:
+    half = sw.Strategy(version=1, tensors=[{"match": f"w{at}", "embed": "-"} for at in range(600)])
+    with pytest.raises(sw.StrategyError, match="tensors: there are 1200 entries, at most 1000 are read"):
+        half | half
+    with pytest.raises(sw.StrategyError, match="axes: there are 1001 entries, at most 1000"):
+        sw.Strategy(axes={f"a{at}": "x" for at in range(1001)})
+
+
+MESHES: dict[str, tuple[object, str]] = {
+    "text": (",".join(["a:1"] * N), "the mesh has 3000 parts, at most 128 are read"),
+    "no sizes": (",".join(["a"] * N), "the mesh has 3000 parts, at most 128 are read"),
+    "names": (",".join(f"a{at}:1" for at in range(65)), "the mesh has 65 axes, at most 64 are read"),
+    "a mapping": ({f"a{at}": 1 for at in range(65)}, "the mesh has 65 axes, at most 64 are read"),
+    "a word": ("a" * 100_000, r"part 'a{100,}.* characters \.\.\.\] .*' has no size"),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_has_at_most_64_axes(name: str) -> None:
+    spec, says = MESHES[name]
+    with pytest.raises(sw.MeshSpecError, match=says) as caught:
+        sw.abstract_mesh(spec)
+    assert len(str(caught.value)) < 5000
+    assert len(sw.abstract_mesh(",".join(f"a{at}:1" for at in range(64))).axis_names) == 64
+
+
+# A bad line is shown around its fault.
+
+LONG_LINES: dict[str, tuple[Callable[[], object], str]] = {
+    "TOML": (lambda: sw.Strategy.loads("name = " + "x" * 100_000), r"^<toml>:1: Invalid value\n  name = x+\.\.\.\n         \^\n"),
+    "TOML, at the end": (lambda: sw.Strategy.loads(f'name = "{"x" * 100_000}" y'), r"\n  \.\.\.x+\" y\n {10,}\^\n"),
+    "JSON": (lambda: sw.Strategy.loads('{"a": ' + "x" * 100_000, format="json"), r"^<json>:1: Expecting value\n"),
+    "rule": (lambda: sw.Strategy(rules={"batch": f"dp + {'x' * 9000} ! | dp"}), "is not the name of a mesh axis"),
+    "mesh": (lambda: sw.abstract_mesh("dp:2,tp:" + "x" * 100_000), "is not a whole number"),
+    "pattern": (lambda: sw.match_paths({}, [("(" * 100_000, ())]), "not a regular expression"),
+    "choice": (lambda: sw.Strategy(policy={"indivisible": "x" * 100_000}), r"policy\.indivisible: 'x{100,}.* is not a choice here"),
+    "list": (lambda: sw.Strategy(rules={"batch": ["dp"] * 100_000}), r"rules\.batch: text is wanted, not \['dp', 'dp'"),
+}
+
+
+@pytest.mark.parametrize("name", LONG_LINES)
+def test_a_long_line_is_cut(name: str) -> None:
+    call, says = LONG_LINES[name]
+    with pytest.raises(sw.ShardingError, match=says) as caught:
+        call()
+    assert len(str(caught.value)) < 5000
+    assert max(map(len, caught.value.snippet.splitlines()), default=0) <= LONGEST_LINE + 10
+
+
+def test_the_caret_of_a_cut_line_points_at_the_fault() -> None:
+    text = "x" * 5000 + "FAULT" + "x" * 5000
+    shown, caret = Problem(error=sw.StrategyError, what="bad", snippet=f"{text}\n{' ' * 5000}^").snippet.splitlines()
+    assert shown[caret.index("^") :].startswith("FAULT")
+    assert shown.startswith("...x")
+    assert shown.endswith("x...")
+
+
+# Work that must not grow faster than the input.
+
+
+def test_line_numbers_of_json_are_counted_once() -> None:
+    """`str.count` sees every character of the text once, not once for each key."""
+
+    class Counted(str):
+        __slots__ = ()
+        seen = 0
+
+        def count(self, sub: str, start: int = 0, end: int | None = None) -> int:  # type: ignore[override]
+            Counted.seen += (len(self) if end is None else end) - start
+            return super().count(sub, start, len(self) if end is None else end)
+
+    text = Counted("{" + ",\n".join(f'"a{at}": 1' for at in range(N)) + "}")
+    _, origin = parse(text, format="json", source="s")
+    assert origin[f"a{N - 1}",] == f"s:{N}"
+    assert 0 < Counted.seen <= 2 * len(text)
+
+
+def test_few_names_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr("shardwright.errors.difflib.SequenceMatcher.set_seq1", lambda self, name: compared.append(name))
+    monkeypatch.setattr("shardwright.errors.difflib.SequenceMatcher.real_quick_ratio", lambda self: 0.0)
+    did_you_mean("batch", (f"a{at}" for at in range(10 * MOST_NAMES)))
+    assert len([name for name in compared if name]) == MOST_NAMES
+    compared.clear()
+    did_you_mean("b" * 1000, ["batch"])
+    did_you_mean("batch", ["b" * 1000])
+    assert not any(compared)
+
+
+def test_products_of_shapes_stay_short() -> None:
+    assert limits.has_too_many_elements([2**62, 2])
+    assert not limits.has_too_many_elements([2**62] * 100_000 + [0])
+    assert not limits.has_too_many_elements([2**40, 2**22])
+    assert limits.has_too_many_elements([2**62] * 100_000)
+
+
+def test_keys_are_counted_outside_of_strings_and_comments() -> None:
+    dots = ".".join("a" * 100)
+    texts = [f'name = "{dots}"', f"name = '{dots}'", f'name = """\n{dots}"""', f"name = '''\n{dots}'''", f"version = 1 # {dots}", "#." * 99]
+    assert [sw.Strategy.loads(text).compile() for text in texts] == [sw.Strategy().compile()] * len(texts)
+    with pytest.raises(sw.StrategyError, match=r"Unterminated string|Illegal character|Expected"):
+        sw.Strategy.loads(f'name = """\n{dots}')
+
+
+# Inputs that took from seconds to centuries, in one process of their own that must end.
+SLOW = """
+import shardwright as sw, sys, json
+from shardwright.path_patterns import PathPattern
+from shardwright.strategy.files import parse
+PathPattern("(a|aa)+$").matches("a" * 10_000 + "b")
+for text in json.load(sys.stdin):
+    try:
+        sw.Strategy.loads(text).compile()
+    except sw.ShardingError:
+        pass
+parse("[" + " " * 20_000 + "x]", format="toml", source="s")
+"""
+
+
+def test_hostile_files_end(tmp_path: Path) -> None:
+    texts = [
+        *(text for text, _ in TOML.values()),
+        HEAD + "[axes]\n" + lines('a{} = "x"\n', 30_000),
+        'name = """\n[' + " " * 9_000 + 'x\n"""',
+        "name = a" + " " * 100_000 + "!",
+        "x" + " " * 100_000,
+        '"""' + '\\"""' * 30_000,
+    ]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SRC)}
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW], env=env, input=json.dumps(texts), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-1000:]
+
+
+def test_a_shape_of_many_sizes_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"w": {"axes": "EMBED", "shape": [2**62] * 100_000}}), encoding="utf-8")
+    with pytest.raises(sw.StrategyError, match="no array has so many elements"):
+        read_tensors(str(path))
