@@ -288,15 +288,16 @@ def _all_gather_beside_explicit(w: Any, one: AllGather) -> Any:
 
 @_all_gather_beside_explicit.defjvp
 def _all_gather_jvp(one: AllGather, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    (w,), (tangent,) = primals, tangents
-    size = tangent.shape[one.dim]
-    zeros = jnp.concatenate([jnp.zeros_like(tangent)] * math.prod(one.sizes), axis=one.dim)
-    start = jax.lax.axis_index(one.axes) * size
-    padded = jax.lax.dynamic_update_slice_in_dim(zeros, tangent, start, axis=one.dim)
-    summed = jax.lax.psum(padded, one.axes)
-    if _jax.tracks_varying():
-        summed = jax.lax.pcast(summed, one.axes, to="varying")
-    return _all_gather_beside_explicit(w, one), summed
+    return _all_gather_beside_explicit(*primals, one), _sum_of_padded(*tangents, one)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sum_of_padded(x: Any, one: AllGather) -> Any:
+    """Gather a value by a sum. Jitted, since an eager `zeros_like` loses the type over Explicit axes."""
+    zeros = jnp.concatenate([jnp.zeros_like(x)] * math.prod(one.sizes), axis=one.dim)
+    start = jax.lax.axis_index(one.axes) * x.shape[one.dim]
+    summed = jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, x, start, axis=one.dim), one.axes)
+    return jax.lax.pcast(summed, one.axes, to="varying") if _jax.tracks_varying() else summed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
