@@ -47,6 +47,15 @@ def concrete_mesh() -> Mesh | None:
     return next((mesh for mesh in (read(), legacy) if mesh is not None and not mesh.empty), None)
 
 
+def mesh_at_hand() -> Mesh | AbstractMesh | None:
+    """Return the mesh of `jax.set_mesh`, of a surrounding `shard_map` or of a legacy `with mesh:`, or None.
+
+    With its devices where they can be known, which is nearly always.
+    """
+    ambient, concrete = ambient_mesh(), concrete_mesh()
+    return concrete if concrete is not None and (ambient is None or ambient.shape_tuple == concrete.shape_tuple) else ambient
+
+
 def legacy_meshes() -> tuple[Mesh, ...]:
     """Return the meshes of the legacy `with mesh:` that this thread is in, outermost first; private, as in `concrete_mesh`."""
     from jax._src import mesh as private

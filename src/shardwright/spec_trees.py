@@ -19,14 +19,10 @@ from shardwright.tree import match_paths, path_text
 
 
 def current_mesh() -> Mesh | AbstractMesh | None:
-    """Return the mesh set by `jax.set_mesh`, a surrounding `shard_map` or an entered manager, or None."""
-    if not _jax.in_trace():
-        mesh = jax.sharding.get_mesh()
-        if not mesh.empty:
-            return mesh
-    ambient = _jax.ambient_mesh()
-    if ambient is not None:
-        return ambient
+    """Return the mesh of `jax.set_mesh`, a surrounding `shard_map`, a legacy `with mesh:` or the entered manager, or None."""
+    found = _jax.mesh_at_hand()
+    if found is not None:
+        return found
     manager = context.current()
     return None if manager is None else manager.mesh
 
@@ -34,7 +30,7 @@ def current_mesh() -> Mesh | AbstractMesh | None:
 def names_in_current_mesh(*names: str) -> bool:
     """Tell whether the current mesh has every one of these axes; without a mesh it has none.
 
-    The mesh is that of `jax.set_mesh`, of an entered manager or of a surrounding `shard_map`; a plain `with mesh:` is not seen.
+    The mesh is that of `jax.set_mesh`, of an entered manager, of a surrounding `shard_map` or of a legacy `with mesh:`.
 
     Raises:
       MeshSpecError: a name that is no text, such as a list of names.

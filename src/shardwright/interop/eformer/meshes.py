@@ -33,12 +33,9 @@ def current_mesh() -> Mesh | AbstractMesh | None:
 
     With its devices where they can be known, which is nearly always.
     """
-    ambient = _jax.ambient_mesh()
-    concrete = _jax.concrete_mesh()
-    if concrete is not None and (ambient is None or ambient.shape_tuple == concrete.shape_tuple):
-        return concrete
-    if ambient is not None:
-        return ambient
+    found = _jax.mesh_at_hand()
+    if found is not None:
+        return found
     manager = context.current()
     return None if manager is None else manager.mesh
 
