@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.attention import AttentionMetadata, AttentionOutput, AttentionRegistry, KVHeads, dot_product_attention
+from shardwright.attention import AttentionMetadata, AttentionOutput, AttentionRegistry, KVHeads, dot_product_attention, explain
 from shardwright.attention.metadata import get_mode
 from shardwright.testing.meshes import cpu_mesh
 
@@ -48,6 +48,38 @@ def test_defaults() -> None:
     assert (found.blocksize_q, found.blocksize_k, found.blocksize_b) == (512, 1024, 1)
     assert found.partition_axis == sw.PartitionAxis()
     assert found.partition_manager == sw.PartitionManager(sw.PartitionAxis(), mesh=found.mesh)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"blocksize_b": 2}, "blocksize_b=2: no kernel takes several sequences in a block"),
+        ({"sequence_axis_name": "seq"}, "sequence_axis_name='seq' is not an axis of the mesh dp, tp"),
+        ({"platform": "triton"}, "platform='triton' is not the backend 'cpu'"),
+        ({"runtime_softmax_dtype": jnp.float64}, "runtime_softmax_dtype=float64: softmax is float32"),
+    ],
+)
+def test_what_no_kernel_reads_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(sw.AttentionError, match=re.escape(says)):
+        metadata(**{"partition_manager": manager(mesh="dp:2,tp:2"), **given})
+
+
+def test_float64_is_refused_as_a_runtime_dtype() -> None:
+    q = jnp.ones((2, 4, 2, 4))
+    wide = AttentionMetadata(jnp.float64, mesh=cpu_mesh("dp:2"))
+    with pytest.raises(sw.AttentionError, match="runtime_dtype is float64"):
+        dot_product_attention(q, q, q, mode="train", metadata=wide)
+
+
+def test_the_sequence_axis_is_where_the_rules_put_it() -> None:
+    pm = manager(mesh="dp:2,fsdp:2", rules='[rules]\nquery_length = "fsdp"\nkv_length = "fsdp"\n')
+    q = jnp.ones((2, 4, 2, 4))
+    for name in ("fsdp", sw.NOT_GIVEN):
+        found = explain(q, q, q, mode="train", metadata=metadata(partition_manager=pm, sequence_axis_name=name))
+        assert found.call.specs.q_length == ("fsdp",)
+    wrong = metadata(partition_manager=pm, sequence_axis_name="dp")
+    with pytest.raises(sw.AttentionError, match="the length of the queries lies over fsdp, not over sequence_axis_name='dp'"):
+        explain(q, q, q, mode="train", metadata=wrong)
 
 
 def test_what_is_not_given_comes_from_the_configuration() -> None:

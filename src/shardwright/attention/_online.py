@@ -70,7 +70,7 @@ def update(
       keep: factors of the weights under dropout, like the logits; or None.
     """
     top = jnp.maximum(state.m, jnp.max(jnp.where(seen, logits, DEFAULT_MASK_VALUE), axis=-1, initial=DEFAULT_MASK_VALUE))
-    p = jnp.where(seen, jnp.exp(logits - top[..., None]), 0.0)
+    p = jnp.exp(jnp.where(seen, logits - top[..., None], -jnp.inf))
     shrink = jnp.exp(state.m - top)
     dropped = p if keep is None else p * keep
     return Running(

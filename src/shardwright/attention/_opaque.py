@@ -17,11 +17,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardwright import _jax
+from shardwright.attention._derivatives import refuse_tangents, without_tangents
 from shardwright.attention._sequence import split_floats
 from shardwright.attention._shards import flat_with_heads, pick_kv_heads, place_all, shard_over
 from shardwright.attention.call import AttentionCall, Operands, Result
 from shardwright.specs import spec_of
 
+_WHAT = "a kernel that JAX cannot look into, such as splash or cudnn,"
 _HALF = ("q", "k", "v")  # in the call's dtype; what else has gradients is float32
 
 
@@ -45,7 +47,8 @@ class _Job:
 
 
 def run_opaque(kernel: Callable[[Operands], Result], operands: Operands, call: AttentionCall) -> Result:
-    """Return `kernel(shards)` as global arrays; without a mesh simply `kernel(operands)`. Differentiable if the kernel is.
+    """Return `kernel(shards)` as global arrays; without a mesh simply `kernel(operands)`. Differentiable if the kernel is,
+    in reverse mode; forward mode is refused.
 
     What the kernel gets is as in `_shards.run_on_shards`; it returns an output and nothing else. Nothing is sent but, backward,
     the gradients of kv heads that several shards read, and of sinks and biases that several parts of the batch share.
@@ -55,9 +58,10 @@ def run_opaque(kernel: Callable[[Operands], Result], operands: Operands, call: A
       operands: global arrays.
       call: what they are and where they lie.
     """
-    if call.mesh is None:
-        return kernel(operands)
     named, rest = split_floats(operands)
+    named = refuse_tangents(named, _WHAT)
+    if call.mesh is None:
+        return Result(o=_alone(kernel, named, rest))
     floats = {name: x if name in _HALF else x.astype(jnp.float32) for name, x in named.items() if x is not None}
     others, others_specs, structure = flat_with_heads(rest, call)
     specs = call.specs.operands(operands)
@@ -79,6 +83,26 @@ def _run(job: _Job, floats: dict[str, Any], others: list[Any]) -> Any:
         return job.kernel(_read(job, floats, others)).o
 
     return _over(job, local, (job.floats, job.others), job.call.specs.output)(floats, others)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _alone(kernel: Callable[[Operands], Result], floats: dict[str, Any], rest: Operands) -> Any:
+    return kernel(rest.replace(**floats)).o
+
+
+def _alone_forward(kernel: Callable[[Operands], Result], floats: dict[str, Any], rest: Operands) -> Any:
+    def both(floats: dict[str, Any], rest: Operands) -> Any:
+        return jax.vjp(lambda floats: kernel(rest.replace(**floats)).o, floats)
+
+    return without_tangents(both, _WHAT)(floats, rest)
+
+
+def _alone_backward(kernel: Callable[[Operands], Result], pull_back: Any, do: jax.Array) -> Any:
+    del kernel
+    return (*without_tangents(lambda pull_back, do: pull_back(do), _WHAT)(pull_back, do), None)
+
+
+_alone.defvjp(_alone_forward, _alone_backward)
 
 
 def _run_forward(job: _Job, floats: dict[str, Any], others: list[Any]) -> Any:
@@ -108,7 +132,7 @@ _run.defvjp(_run_forward, _run_backward)
 
 
 def _over(job: _Job, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    return shard_over(local, in_specs, out_specs, job.call, checked=False)
+    return without_tangents(shard_over(local, in_specs, out_specs, job.call, checked=False), _WHAT)
 
 
 def _by_shard(job: _Job) -> PartitionSpec:

@@ -109,9 +109,9 @@ def add_columns(whole: jax.Array | None, part: jax.Array | None, start: Any) -> 
     return jax.lax.dynamic_update_slice_in_dim(whole, old + part, start, 3)
 
 
-def cotangents(floats: dict[str, Any], **found: jax.Array | None) -> tuple[dict[str, Any], None]:
-    """Return gradients in the dtypes of what they are of, and none for the rest of the operands."""
-    return {name: None if one is None else one.astype(floats[name].dtype) for name, one in found.items()}, None
+def cotangents(floats: dict[str, Any], **found: jax.Array | None) -> dict[str, Any]:
+    """Return gradients in the dtypes of what they are of."""
+    return {name: None if one is None else one.astype(floats[name].dtype) for name, one in found.items()}
 
 
 def sent_again(operands: Operands, do: jax.Array) -> tuple[Operands, jax.Array]:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from shardwright import _jax
 from shardwright.attention import _sequence, _shards, blockwise
-from shardwright.attention.call import AttentionCall, Operands, Recipe
+from shardwright.attention._derivatives import differentiable
+from shardwright.attention.call import LSE_NAME, OUTPUT_NAME, AttentionCall, Operands, Recipe
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
 
@@ -81,11 +82,6 @@ def _run(shard: Operands, *, call: AttentionCall) -> Result:
     return _shards.asked(Result(o=o, lse=lse), call)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(gathering: _Gathering, floats: dict[str, Any], others: Operands) -> Any:
-    return _values(gathering, floats, others)
-
-
 def _values(gathering: _Gathering, floats: dict[str, Any], others: Operands) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     operands = others.replace(**floats)
     state = blockwise.forward(gathering.whole(operands), gathering.recipe)
@@ -93,13 +89,8 @@ def _values(gathering: _Gathering, floats: dict[str, Any], others: Operands) -> 
     return o.astype(operands.q.dtype), lse, lse_error
 
 
-def _attend_forward(gathering: _Gathering, floats: dict[str, Any], others: Operands) -> Any:
-    found = _values(gathering, floats, others)
-    return found, (floats, others, *found)
-
-
-def _attend_backward(gathering: _Gathering, kept: Any, cotangents: Any) -> Any:
-    floats, others, o, lse, lse_error = kept
+def _backward_pass(gathering: _Gathering, kept: Any, cotangents: Any) -> dict[str, Any]:
+    floats, others, (o, lse, lse_error) = kept
     do, dlse, _ = cotangents
     operands, do = _sequence.sent_again(others.replace(**floats), do)
     delta = blockwise.delta(o, do, dlse)
@@ -109,4 +100,4 @@ def _attend_backward(gathering: _Gathering, kept: Any, cotangents: Any) -> Any:
     return _sequence.cotangents(floats, q=found.q, k=dk, v=dv, bias=found.bias, sinks=sinks)
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+_attend = differentiable(_values, _backward_pass, names=(OUTPUT_NAME, LSE_NAME))

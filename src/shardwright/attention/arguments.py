@@ -56,6 +56,7 @@ class Options:
     platform: str | None = None
     manager: PartitionManager | None = None
     dtype: Any = None
+    sequence_axis: str | None = None
 
 
 def make_options(options: dict[str, Any]) -> Options:
@@ -114,9 +115,11 @@ def describe(q: Any, k: Any, v: Any, *, options: Options, specs: JointSpecs | No
         rows = (sizes.batch, sizes.kv_length, sizes.kv_heads)
         q_dims = (sizes.batch, sizes.q_length, sizes.heads, sizes.head_dim)
         specs = resolve_joint(manager, q=q_dims, k=(*rows, sizes.head_dim), v=(*rows, sizes.v_dim), mode=mode)
+    specs = JointSpecs() if specs is None else specs
+    _check_sequence_axis(options.sequence_axis, specs)
     call = AttentionCall(
         **dataclasses.asdict(sizes),
-        dtype=str(jnp.dtype(q.dtype if options.dtype is None else options.dtype)),
+        dtype=_dtype(q, options),
         kv_dtype=str(k.dtype) if _is_quantised(k) else None,
         mode=mode,
         recipe=recipe,
@@ -129,12 +132,32 @@ def describe(q: Any, k: Any, v: Any, *, options: Options, specs: JointSpecs | No
         bias_shape=None if options.bias is None else tuple(options.bias.shape),
         return_lse=options.return_lse,
         return_weights=options.return_weights,
-        specs=JointSpecs() if specs is None else specs,
+        specs=specs,
         mesh=None if manager is None else manager.mesh,
         platform=platform,
         loop=options.loop is not False,
     )
     return call, mask
+
+
+def _dtype(q: Any, options: Options) -> str:
+    """Return the dtype that the call computes in: that of q, or the metadata's."""
+    found = str(jnp.dtype(q.dtype if options.dtype is None else options.dtype))
+    if found not in _DTYPES:
+        fix = f"attention computes in {', '.join(_DTYPES)}: pass one of them"
+        raise AttentionError(f"runtime_dtype is {found}", path="runtime_dtype", fix=fix)
+    return found
+
+
+def _check_sequence_axis(name: str | None, specs: JointSpecs) -> None:
+    """Refuse a sequence that the rules shard over other mesh axes than the one that the caller names."""
+    for what, axes in (("queries", specs.q_length), ("keys", specs.kv_length)):
+        if name is not None and axes and axes != (name,):
+            raise AttentionError(
+                f"the length of the {what} lies over {'+'.join(axes)}, not over sequence_axis_name={name!r}",
+                path="sequence_axis_name",
+                fix=f"name {'+'.join(axes)}, or change the rules of query_length and kv_length",
+            )
 
 
 def make_operands(q: Any, k: Any, v: Any, *, options: Options, call: AttentionCall, mask: Mask) -> Operands:

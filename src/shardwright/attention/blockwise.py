@@ -25,10 +25,11 @@ from jax.experimental import layout as layouts
 
 from shardwright import _jax
 from shardwright.attention import _online
+from shardwright.attention._derivatives import differentiable
 from shardwright.attention._dropout import keep_factors
 from shardwright.attention._online import Running
 from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
-from shardwright.attention.call import AttentionCall, Layout, Operands, Recipe
+from shardwright.attention.call import LSE_NAME, OUTPUT_NAME, AttentionCall, Layout, Operands, Recipe
 from shardwright.attention.masks import block_is_empty
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
@@ -183,17 +184,12 @@ def attend_exactly(operands: Operands, recipe: Recipe, *, dtype: str | None = No
     operands = _jax.vary_together(operands)
     floats = {name: getattr(operands, name) for name in ("q", "k", "v", "bias", "sinks")}
     others = operands.replace(**dict.fromkeys(floats))
-    found: tuple[jax.Array, jax.Array, jax.Array | None] = _attend(recipe, dtype or str(operands.q.dtype), floats, others)
+    found: tuple[jax.Array, jax.Array, jax.Array | None] = _attend((recipe, dtype or str(operands.q.dtype)), floats, others)
     return found
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(recipe: Recipe, dtype: str, floats: dict[str, Any], others: Operands) -> Any:
-    return _values(recipe, dtype, floats, others)
-
-
-def _values(recipe: Recipe, dtype: str, floats: dict[str, Any], others: Operands) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    operands = others.replace(**floats)
+def _values(static: tuple[Recipe, str], floats: dict[str, Any], others: Operands) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    (recipe, dtype), operands = static, others.replace(**floats)
     o, lse, lse_error = finish(forward(operands, recipe), operands)
     return o.astype(dtype), lse, lse_error
 
@@ -206,25 +202,19 @@ def finish(state: Running, operands: Operands) -> tuple[jax.Array, jax.Array, ja
     return o, lse, None if operands.bias is None else _online.lse_error_of(state, lse)
 
 
-def _attend_forward(recipe: Recipe, dtype: str, floats: dict[str, Any], others: Operands) -> Any:
-    # Not `_attend`: what a forward pass calls must be open to forward mode, for derivatives of gradients.
-    found = _values(recipe, dtype, floats, others)
-    return found, (floats, others, *found)
-
-
-def _attend_backward(recipe: Recipe, dtype: str, kept: Any, cotangents: Any) -> Any:
-    del dtype
-    floats, others, o, lse, lse_error = kept
+def _backward_pass(static: tuple[Recipe, str], kept: Any, cotangents: Any) -> dict[str, Any]:
+    recipe, _ = static
+    floats, others, (o, lse, lse_error) = kept
     do, dlse, _ = cotangents
     operands = others.replace(**floats)
     rows = delta(o, do, dlse)
     found = backward(operands, recipe, lse=lse, do=do, delta=rows, lse_error=lse_error)
     sinks = None if operands.sinks is None else sinks_gradient(operands.sinks, lse=lse, delta=rows, lse_error=lse_error)
     grads = {"q": found.q, "k": found.k, "v": found.v, "bias": found.bias, "sinks": sinks}
-    return {name: None if one is None else one.astype(floats[name].dtype) for name, one in grads.items()}, None
+    return {name: None if one is None else one.astype(floats[name].dtype) for name, one in grads.items()}
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+_attend = differentiable(_values, _backward_pass, names=(OUTPUT_NAME, LSE_NAME))
 
 
 @AttentionRegistry.register
@@ -322,7 +312,8 @@ def _logit_gradients(
     none = jnp.isneginf(lse)
     lse, delta_rows = jnp.where(none, 0.0, lse), jnp.where(none, 0.0, delta_rows)
     above = logits - lse[..., None]
-    p = jnp.where(seen, jnp.exp(above if lse_error is None else above - lse_error[..., None]), 0.0)
+    # The exponent and not the exponential is masked: the derivative of what overflows would be NaN.
+    p = jnp.exp(jnp.where(seen, above if lse_error is None else above - lse_error[..., None], -jnp.inf))
     dp = _online.products_of(do, block.v)
     keep = _keep(block, recipe)
     ds = p * ((dp if keep is None else dp * keep) - delta_rows[..., None])

@@ -17,6 +17,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from shardwright.attention.masks import MaskRules
 from shardwright.specs import spec_of
 
+# What a remat policy saves them by: `jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME, LSE_NAME)`.
+OUTPUT_NAME, LSE_NAME = "attention_output", "attention_lse"
+
 
 class Layout(enum.StrEnum):
     """The order of the dims of q, k, v and the output: batch, length (T), heads, head_dim."""

@@ -48,6 +48,8 @@ _CONFIG_SIZES = {
     HEAD_DIM: "head_dim",
     KV_HEAD_DIM: "head_dim",
 }
+# The default of code that this ports: whoever leaves it leaves the sequence to the rules.
+_ANY_SEQUENCE_AXIS = "sp"
 
 
 class AttentionSpecs(NamedTuple):
@@ -71,9 +73,10 @@ class AttentionMetadata:
     Attributes:
       runtime_dtype: dtype that q, k and v are cast to (`attn_dtype` of a configuration; float32).
       runtime_softmax_dtype: what a configuration asks for (`attn_softmax_dtype`; float32). Softmax is always float32.
-      sequence_axis_name: mesh axis of the sequence, by name ("sp").
+      sequence_axis_name: the mesh axis that the rules shard the sequence over, where they do. Another one
+        is refused. "sp", the default, says nothing.
       mesh: absent: the manager's that is entered, else the ambient one.
-      platform: whose kernels, by name; absent: the backend.
+      platform: the backend, by another name; `implementation` names kernels. Absent: the backend.
       backend: "cpu", "gpu" or "tpu"; absent: the current one.
       partition_axis: rules as attributes; absent: `PartitionAxis()`.
       partition_manager: rules and mesh; absent: the one that is entered, unless `partition_axis` or a mesh is given; else of these.
@@ -83,10 +86,10 @@ class AttentionMetadata:
       dropout_prob: probability with which a weight is dropped in training (0.0).
       blocksize_q: rows of queries in a block (512).
       blocksize_k: rows of keys in a block (1024).
-      blocksize_b: sequences in a block, for kernels that take several at once (1).
+      blocksize_b: sequences in a block: 1, as no kernel takes several.
 
     Raises:
-      AttentionError: (a ValueError) no mesh is given or ambient.
+      AttentionError: (a ValueError) no mesh is given or ambient; or a value that nothing here can honor.
     """
 
     runtime_dtype: Any
@@ -111,7 +114,7 @@ class AttentionMetadata:
         for name, default, pickup_name in (
             ("runtime_dtype", jnp.float32, "attn_dtype"),
             ("runtime_softmax_dtype", jnp.float32, "attn_softmax_dtype"),
-            ("sequence_axis_name", "sp", None),
+            ("sequence_axis_name", _ANY_SEQUENCE_AXIS, None),
             ("scan_ring_attention", True, None),
             ("softmax_scale", None, None),
             ("dropout_prob", 0.0, None),
@@ -125,6 +128,34 @@ class AttentionMetadata:
         for name in ("runtime_dtype", "runtime_softmax_dtype"):
             object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
         self._set_manager()
+        self._check_honored()
+
+    def _check_honored(self) -> None:
+        """Refuse what no kernel reads, instead of ignoring it."""
+        if self.blocksize_b != 1:
+            raise AttentionError(
+                f"blocksize_b={self.blocksize_b!r}: no kernel takes several sequences in a block",
+                path="blocksize_b",
+                fix="leave it at 1; blocksize_q and blocksize_k are the rows of a block",
+            )
+        if self.platform != self.backend:
+            raise AttentionError(
+                f"platform={self.platform!r} is not the backend {self.backend!r}",
+                path="platform",
+                fix='pass backend="cpu", "gpu" or "tpu"; a kernel is asked for by implementation=',
+            )
+        if jnp.finfo(self.runtime_softmax_dtype).bits > 32:
+            raise AttentionError(
+                f"runtime_softmax_dtype={self.runtime_softmax_dtype}: softmax is float32",
+                path="runtime_softmax_dtype",
+                fix="pass float32, or nothing",
+            )
+        if self.sequence_axis_name != _ANY_SEQUENCE_AXIS and self.sequence_axis_name not in self.mesh.axis_names:
+            raise AttentionError(
+                f"sequence_axis_name={self.sequence_axis_name!r} is not an axis of the mesh {', '.join(self.mesh.axis_names)}",
+                path="sequence_axis_name",
+                fix="name the mesh axis that query_length and kv_length resolve to, or leave it out",
+            )
 
     def _set_manager(self) -> None:
         entered = context.current()
@@ -252,6 +283,7 @@ class AttentionMetadata:
             "platform": self.backend,
             "manager": manager,
             "dtype": self.runtime_dtype,
+            "sequence_axis": None if self.sequence_axis_name == _ANY_SEQUENCE_AXIS else self.sequence_axis_name,
         }
         return dataclasses.replace(said, **{name: value for name, value in here.items() if getattr(said, name) is None})
 

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from shardwright import _jax
 from shardwright.attention import _online, _sequence, _shards, blockwise
+from shardwright.attention._derivatives import differentiable
 from shardwright.attention._online import Running
-from shardwright.attention.call import AttentionCall, Operands, Recipe
+from shardwright.attention.call import LSE_NAME, OUTPUT_NAME, AttentionCall, Operands, Recipe
 from shardwright.attention.masks import block_is_empty
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
@@ -124,11 +125,6 @@ class _Grads:
     kv: KV
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: _Ring, floats: dict[str, Any], others: Operands) -> Any:
-    return _values(ring, floats, others)
-
-
 def _values(ring: _Ring, floats: dict[str, Any], others: Operands) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     operands = others.replace(**floats)
 
@@ -147,13 +143,8 @@ def _values(ring: _Ring, floats: dict[str, Any], others: Operands) -> tuple[jax.
     return o.astype(operands.q.dtype), lse, lse_error
 
 
-def _attend_forward(ring: _Ring, floats: dict[str, Any], others: Operands) -> Any:
-    found = _values(ring, floats, others)
-    return found, (floats, others, *found)
-
-
-def _attend_backward(ring: _Ring, kept: Any, cotangents: Any) -> Any:
-    floats, others, o, lse, lse_error = kept
+def _backward_pass(ring: _Ring, kept: Any, cotangents: Any) -> dict[str, Any]:
+    floats, others, (o, lse, lse_error) = kept
     do, dlse, _ = cotangents
     operands, do = _sequence.sent_again(others.replace(**floats), do)
     delta = blockwise.delta(o, do, dlse)
@@ -185,7 +176,7 @@ def _attend_backward(ring: _Ring, kept: Any, cotangents: Any) -> Any:
     return _sequence.cotangents(floats, q=grads.q, k=dk, v=dv, bias=grads.bias, sinks=sinks)
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+_attend = differentiable(_values, _backward_pass, names=(OUTPUT_NAME, LSE_NAME))
 
 
 def _turn(ring: _Ring, step: Any, carry: Any) -> Any:

@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from shardwright.attention import _online
 from shardwright.attention._opaque import inside_shard_map, run_opaque
 from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
-from shardwright.attention.call import AttentionCall, Operands
+from shardwright.attention.call import OUTPUT_NAME, AttentionCall, Operands
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
 
@@ -131,7 +132,8 @@ def _by_xla(shard: Operands, *, call: AttentionCall, dtype: str) -> Result:
     with _online.full_precision(call.dtype):
         o = jax.nn.dot_product_attention(q, k, v, bias=bias, mask=seen, scale=call.recipe.scale, implementation="xla")
     o = o.astype(call.dtype)
-    return Result(o=o if seen is None else _or_zero(o, jnp.any(seen, axis=-1)))
+    o = o if seen is None else _or_zero(o, jnp.any(seen, axis=-1))
+    return Result(o=checkpoint_name(o, OUTPUT_NAME))
 
 
 def _visible(shard: Operands, call: AttentionCall) -> tuple[jax.Array | None, jax.Array | None]:

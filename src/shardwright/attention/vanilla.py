@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 from shardwright.attention import _online
 from shardwright.attention._dropout import keep_factors
-from shardwright.attention.call import AttentionCall, Operands, Recipe
+from shardwright.attention.call import LSE_NAME, OUTPUT_NAME, AttentionCall, Operands, Recipe
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 from shardwright.axes import DEFAULT_MASK_VALUE
 
@@ -35,7 +36,8 @@ def attend(operands: Operands, recipe: Recipe) -> Result:
     lse = jnp.where(none, -jnp.inf, top + jnp.log(total))[..., 0]
     dropped = weights * keep_factors(x, recipe.dropout) if recipe.dropout else weights
     o = jnp.swapaxes(_online.weighted_sum(dropped, x.v, v_scale=x.v_scale), 1, 2)
-    return Result(o=o.astype(dtype), lse=lse, weights=dropped.astype(dtype))
+    o, lse = checkpoint_name(o.astype(dtype), OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
+    return Result(o=o, lse=lse, weights=dropped.astype(dtype))
 
 
 @AttentionRegistry.register

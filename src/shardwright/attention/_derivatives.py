@@ -1,0 +1,182 @@
+"""Derivatives of kernels in both modes: a backward pass that is written down, and tangents by JAX.
+
+`jax.custom_vjp` gives a function a backward pass and takes its tangents away: `jax.jvp`, `jax.jacfwd` and `jax.linearize` raise.
+`jax.custom_jvp` alone would let JAX transpose the tangents of a loop over blocks, and keep all of its weights. Here the rule of a
+`custom_jvp` calls one linear primitive. Evaluated, it is the tangent of the plain function; transposed, the backward pass. Both
+are ordinary JAX code, so that derivatives nest in every order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad, batching, mlir
+
+from shardwright.errors import AttentionError
+
+Values = Callable[[Any, dict[str, Any], Any], Any]
+# The kept operands and results, and the cotangents of the results -> those of the floats, by name, None for what is not there.
+Backward = Callable[[Any, Any, Any], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Job:
+    """What the primitive is to do, on flat lists of arrays.
+
+    Attributes:
+      tangents: `(operands, results, tangents of the floats) -> tangents of the results`.
+      backward: `(operands, results, cotangents of the results) -> cotangents of the floats`.
+      results: number of results, which come first among the arguments.
+      operands: number of operands, which come next; the tangents are the rest.
+    """
+
+    tangents: Callable[..., list[Any]]
+    backward: Callable[..., list[Any]]
+    results: int
+    operands: int
+
+    def split(self, arguments: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return the results, the operands and the tangents among the arguments."""
+        middle = self.results + self.operands
+        return list(arguments[: self.results]), list(arguments[self.results : middle]), list(arguments[middle:])
+
+
+def differentiable(values: Values, backward: Backward, *, names: tuple[str, ...] = ()) -> Values:
+    """Return `values` with a backward pass of its own.
+
+    Args:
+      values: function of `(static, floats, others)`: something hashable, arrays by name that have gradients, and the rest, a pytree.
+        It returns a tree of floating-point arrays.
+      backward: function of `(static, (floats, others, results), cotangents)` that returns the cotangents of the floats.
+      names: of the results, for `checkpoint_name`, the last one for all that follow. What a remat policy saves by these names the
+        backward pass reads, and the forward pass is not run again.
+    """
+
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def call(static: Any, floats: dict[str, Any], others: Any) -> Any:
+        return values(static, floats, others)
+
+    @call.defjvp
+    def rule(static: Any, primals: Any, tangents: Any) -> Any:
+        floats, others = primals
+        results = call(static, floats, others)
+        flat, structure = jax.tree.flatten(results)
+        flat = [checkpoint_name(x, names[min(at, len(names) - 1)]) if names else x for at, x in enumerate(flat)]
+        results = jax.tree.unflatten(structure, flat)
+        operands, operands_structure = jax.tree.flatten((floats, others))
+        float_tangents, floats_structure = jax.tree.flatten(tangents[0])
+
+        def push(operands: list[Any], results: list[Any], float_tangents: list[Any]) -> list[Any]:
+            del results
+            floats, others = jax.tree.unflatten(operands_structure, operands)
+            moved = jax.tree.unflatten(floats_structure, float_tangents)
+            return jax.tree.leaves(jax.jvp(lambda floats: values(static, floats, others), (floats,), (moved,))[1])
+
+        def pull(operands: list[Any], results: list[Any], cotangents: list[Any]) -> list[Any]:
+            floats, others = jax.tree.unflatten(operands_structure, operands)
+            kept = (floats, others, jax.tree.unflatten(structure, results))
+            return jax.tree.leaves(backward(static, kept, jax.tree.unflatten(structure, cotangents)))
+
+        job = _Job(tangents=push, backward=pull, results=len(flat), operands=len(operands))
+        found = _tangents.bind(*flat, *operands, *float_tangents, job=job)
+        return results, jax.tree.unflatten(structure, found)
+
+    return call
+
+
+def refuse_tangents(arrays: dict[str, Any], what: str) -> dict[str, Any]:
+    """Return arrays as they are; gradients pass, and forward mode raises AttentionError, when it is evaluated or compiled.
+
+    Args:
+      arrays: by name, with gradients; None for what is not there.
+      what: what has no forward mode, for the message.
+    """
+
+    def refuse(*_: Any) -> list[Any]:
+        raise _no_forward_mode(what)
+
+    @jax.custom_jvp
+    def same(arrays: dict[str, Any]) -> dict[str, Any]:
+        return arrays
+
+    @same.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        flat, structure = jax.tree.flatten(primals[0])
+        job = _Job(tangents=refuse, backward=lambda operands, results, cotangents: cotangents, results=len(flat), operands=0)
+        return primals[0], jax.tree.unflatten(structure, _tangents.bind(*flat, *jax.tree.leaves(tangents[0]), job=job))
+
+    found: dict[str, Any] = same(arrays)
+    return found
+
+
+def without_tangents(f: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """Return a function that raises AttentionError where it is differentiated at all, as a pass of a kernel; see `refuse_tangents`."""
+    found = jax.custom_jvp(f)
+
+    @found.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        raise _no_forward_mode(what)
+
+    return found
+
+
+def _no_forward_mode(what: str) -> AttentionError:
+    fix = 'pass implementation="vanilla", "sdpa" or "blockwise"; over a sharded sequence "ring", "ulysses" or "allgather_kv"'
+    return AttentionError(f"{what} has no forward-mode derivatives (jvp, jacfwd, linearize, hessian)", path="implementation", fix=fix)
+
+
+_tangents = jax.extend.core.Primitive("attention_tangents")
+_tangents.multiple_results = True
+
+
+def _evaluate(*arguments: Any, job: _Job) -> list[Any]:
+    results, operands, tangents = job.split(arguments)
+    return job.tangents(operands, results, tangents)
+
+
+def _abstract(*arguments: Any, job: _Job) -> list[Any]:
+    return job.split(arguments)[0]  # a tangent is what its result is: shape, dtype, sharding, the mesh axes it varies over
+
+
+def _nested(primals: Any, tangents: Any, *, job: _Job) -> Any:
+    moved = [ad.instantiate_zeros(tangent) for tangent in tangents]
+    return jax.jvp(functools.partial(_evaluate, job=job), tuple(primals), tuple(moved))
+
+
+def _transpose(cotangents: Any, *arguments: Any, job: _Job) -> list[Any]:
+    results, operands, tangents = job.split(arguments)
+    found = job.backward(operands, results, [ad.instantiate_zeros(cotangent) for cotangent in cotangents])
+    wanted = [grad if ad.is_undefined_primal(tangent) else None for grad, tangent in zip(found, tangents, strict=True)]
+    return [None] * (len(results) + len(operands)) + wanted
+
+
+def _batch(arguments: Any, dims: Any, *, job: _Job) -> Any:
+    size = next(x.shape[dim] for x, dim in zip(arguments, dims, strict=True) if dim is not None)
+
+    def first(x: Any, dim: Any) -> Any:
+        return jnp.broadcast_to(x[None], (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+
+    results, operands, tangents = job.split(arguments)
+    results_dims, operands_dims, tangents_dims = job.split(dims)
+    results, tangents = (
+        [first(x, dim) for x, dim in zip(xs, of, strict=True)] for xs, of in ((results, results_dims), (tangents, tangents_dims))
+    )
+    in_axes = (operands_dims, 0, 0)
+    batched = dataclasses.replace(job, tangents=jax.vmap(job.tangents, in_axes=in_axes), backward=jax.vmap(job.backward, in_axes=in_axes))
+    found = _tangents.bind(*results, *operands, *tangents, job=batched)
+    return found, [0] * len(found)
+
+
+_tangents.def_impl(_evaluate)
+_tangents.def_abstract_eval(_abstract)
+mlir.register_lowering(_tangents, mlir.lower_fun(_evaluate, multiple_results=True))
+ad.primitive_jvps[_tangents] = _nested
+ad.primitive_transposes[_tangents] = _transpose
+batching.primitive_batchers[_tangents] = _batch

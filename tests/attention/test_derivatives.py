@@ -1,0 +1,116 @@
+"""Every kind of derivative through every implementation: forward mode, derivatives of gradients, batches; or a clear refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.attention import dot_product_attention
+from shardwright.testing import cpu_mesh
+from shardwright.testing.attention_cases import STRATEGY
+from tests.attention.conformance import QUICK
+
+Arrays = tuple[jax.Array, ...]
+MESHES = {"ring": "sp:2", "ulysses": "sp:2", "allgather_kv": "sp:2", "flash_decode": "sp:2", "blockwise": "dp:2"}
+
+
+def arrays() -> Arrays:
+    shapes = ((2, 4, 2, 4), (2, 4, 2, 4), (2, 4, 2, 4), (1, 2, 4, 4), (2,))
+    return tuple(jax.random.normal(jax.random.key(at), shape) for at, shape in enumerate(shapes))
+
+
+def loss(given: Arrays, *, implementation: str) -> jax.Array:
+    *qkv, bias, sinks = given
+    mode = "decode" if implementation == "flash_decode" else "train"
+    more = {} if implementation == "sdpa" else {"sinks": sinks}
+    return jnp.sum(jnp.sin(dot_product_attention(*qkv, bias=bias, causal=True, mode=mode, implementation=implementation, **more)))
+
+
+def derivatives(f: Callable[[Arrays], jax.Array], given: Arrays) -> Any:
+    """A directional derivative, and a product of the Hessian with a direction."""
+    along = tuple(jnp.cos(3 * x) for x in given)
+    return jax.jvp(f, (given,), (along,)), jax.jvp(jax.grad(f), (given,), (along,))[1]
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "ring", "ulysses", "allgather_kv", "flash_decode", "sdpa"])
+def test_forward_mode_and_derivatives_of_gradients(implementation: str) -> None:
+    pm = sw.PartitionManager(sw.Strategy.loads(STRATEGY), mesh=cpu_mesh(MESHES.get(implementation, "dp:1")))
+    f = functools.partial(loss, implementation=implementation)
+    with pm:
+        found = jax.jit(lambda given: derivatives(f, given), compiler_options=QUICK)(arrays())
+    reference = functools.partial(loss, implementation="vanilla")
+    if implementation == "sdpa":
+
+        def reference(given: Arrays) -> jax.Array:
+            return loss((*given[:4], jnp.full(2, -jnp.inf)), implementation="vanilla")
+
+    want = jax.jit(lambda given: derivatives(reference, given), compiler_options=QUICK)(arrays())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, want)
+
+
+def test_a_hessian_and_batches_of_gradients() -> None:
+    q, *rest = arrays()
+
+    def of_q(q: jax.Array, implementation: str) -> jax.Array:
+        return loss((q, *rest), implementation=implementation)
+
+    def everything(q: jax.Array, implementation: str) -> Any:
+        f = functools.partial(of_q, implementation=implementation)
+        batch = jnp.stack([q, 2 * q])
+        return jax.vmap(jax.grad(f))(batch), jax.grad(lambda batch: jnp.sum(jax.vmap(f)(batch)))(batch), jax.jacfwd(f)(q)
+
+    found, want = (jax.jit(everything, static_argnums=1, compiler_options=QUICK)(q, name) for name in ("blockwise", "vanilla"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, want)
+    found, want = (
+        jax.jit(lambda row, name=name: jax.hessian(lambda row: of_q(q.at[0, 1].set(row), name))(row), compiler_options=QUICK)(q[0, 1])
+        for name in ("blockwise", "vanilla")
+    )
+    np.testing.assert_allclose(found, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "ring", "allgather_kv", "ulysses"])
+def test_saved_names_spare_the_forward_pass(implementation: str) -> None:
+    """Products are counted in the program: two of a forward pass for each time that keys are read, and it runs once or twice."""
+    pm = sw.PartitionManager(sw.Strategy.loads(STRATEGY), mesh=cpu_mesh(MESHES[implementation]))
+    q, k, v, _, _ = arrays()
+
+    def products(policy: Any) -> int:
+        def attend(q: jax.Array) -> jax.Array:
+            return dot_product_attention(q, k, v, mode="train", implementation=implementation)
+
+        with pm:
+            return str(jax.make_jaxpr(jax.grad(lambda q: jnp.sum(jnp.sin(jax.checkpoint(attend, policy=policy)(q)))))(q)).count(
+                "dot_general"
+            )
+
+    save = jax.checkpoint_policies
+    again, once = products(save.nothing_saveable), products(save.save_only_these_names("attention_output", "attention_lse"))
+    with pm:
+        forward = str(jax.make_jaxpr(lambda q: dot_product_attention(q, k, v, mode="train", implementation=implementation))(q))
+    assert again - once == forward.count("dot_general") > 0
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("mesh", [None, "dp:2"])
+def test_splash_refuses_forward_mode(mesh: str | None, jitted: bool) -> None:
+    q, k, v = (jnp.ones((2, 128, 1, 128)) for _ in range(3))
+
+    def f(q: jax.Array) -> jax.Array:
+        return jnp.sum(dot_product_attention(q, k, v, causal=True, mode="train", implementation="splash"))
+
+    f = jax.jit(f) if jitted else f
+    says = re.escape("has no forward-mode derivatives (jvp, jacfwd, linearize, hessian)")
+    pm = None if mesh is None else sw.PartitionManager(sw.Strategy.loads(STRATEGY), mesh=cpu_mesh(mesh))
+    with contextlib.nullcontext() if pm is None else pm:
+        for derivative in (lambda: jax.jvp(f, (q,), (q,)), lambda: jax.jvp(jax.grad(f), (q,), (q,))):
+            with pytest.raises(sw.AttentionError, match=says):
+                derivative()
