@@ -21,6 +21,11 @@ def test_a_shard_holds_an_early_and_a_late_chunk() -> None:
     assert zigzag.positions(12, shards=3).dtype == np.int32
 
 
+def test_one_shard_keeps_its_order_at_any_length() -> None:
+    np.testing.assert_array_equal(zigzag.positions(7, shards=1), np.arange(7))
+    np.testing.assert_array_equal(zigzag.permute(np.eye(5), shards=1), np.eye(5))
+
+
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])
 def test_rows_come_back(shards: int) -> None:
     batch = {"tokens": np.arange(48).reshape(2, 24), "mask": jnp.arange(96.0).reshape(2, 24, 2)}

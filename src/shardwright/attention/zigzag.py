@@ -26,13 +26,16 @@ def positions(length: int, *, shards: int) -> np.ndarray:
 
     Args:
       length: of the sequence.
-      shards: number of shards of it, odd ones too; `manager.axis_size(QUERY_LENGTH)`.
+      shards: number of shards of it, odd ones too; `manager.axis_size(QUERY_LENGTH)`. With one shard
+        nothing moves, and any length will do.
 
     Raises:
-      AttentionError: the length is not a multiple of `2 * shards`.
+      AttentionError: there are several shards, and the length is not a multiple of `2 * shards`.
     """
     if shards < 1:
         raise AttentionError(f"{shards} shards", path="shards", fix="pass how many parts the sequence is sharded into")
+    if shards == 1:
+        return np.arange(length, dtype=np.int32)
     if length % (2 * shards):
         more = -length % (2 * shards)
         fix = f"pad it by {more} rows (with segment id 0, or a loss weight of 0), or keep the order as it is"
