@@ -11,6 +11,9 @@ import pytest
 import shardwright as sw
 from shardwright.lints.catalogue import Code, Finding, Severity, lint
 from shardwright.lints.finding import from_problem
+from shardwright.lints.subject import make_subject
+from shardwright.lints.tables import shadowed_tensors
+from shardwright.rules import TensorRules
 from shardwright.tensors import Tensor
 from tests.golden import layer
 from tests.golden.specs import MESHES
@@ -580,3 +583,14 @@ def test_what_is_no_strategy_or_mesh_is_refused() -> None:
         lint(sw.Strategy.preset("fsdp"), mesh="dp:x")
     with pytest.raises(sw.StrategyError, match="str is neither an ArraySpec nor an annotation"):
         lint(sw.Strategy.preset("fsdp"), {"w": "EMBED"})
+
+
+def test_each_pattern_is_searched_once_in_each_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each pair of entries, which a file of 1,000 entries would make a million of."""
+    entries = [{"match": f"^w{at}|w", "embed": "-"} for at in range(20)]
+    tree = tuple(Tensor(path=f"w{at}", axes=(sw.EMBED,), shape=(8,), role=sw.Role.PARAM, dtype="float32") for at in range(30))
+    subject = make_subject(sw.Strategy(version=1, mesh={"dp": 2}, tensors=entries), tree, None)
+    searches: list[str] = []
+    monkeypatch.setattr(TensorRules, "matches", lambda self, path: searches.append(path) is None)
+    assert len(list(shadowed_tensors(subject))) == len(entries) - 1
+    assert len(searches) == len(entries) * len(tree)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardwright.axes import Role, axis_label
 from shardwright.lints.finding import Code, Finding, Severity
@@ -75,13 +75,22 @@ def _shadowed(subject: Subject, table: str, rule: Rule) -> Finding:
 
 def shadowed_tensors(subject: Subject) -> Iterator[Finding]:
     """Yield rules of `[[tensors]]` that an earlier entry of the same file takes from every tensor."""
+    weights = [tensor for tensor in subject.tensors or () if role_of(tensor) is Role.PARAM]
+    # The first entry of each pattern, and the one that decides each weight: each pattern is searched once in each path.
+    first: dict[tuple[str, str], int] = {}
+    deciding: dict[tuple[str, str], int] = {}
     for at, pattern in enumerate(subject.patterns):
+        matched = [tensor for tensor in weights if subject.rules.tensors[at].matches(tensor.path)]
         for axis, rule in subject.tables.get(("tensors", str(at)), {}).items():
-            by = _shadower(subject, at, axis)
+            mine = [tensor.path for tensor in matched if axis in axes_of(tensor)]
+            by = _shadower(axis, pattern, mine, first, deciding)
+            first.setdefault((axis, pattern), at)
+            for path in mine:
+                deciding.setdefault((axis, path), at)
             # That an overlay's entries go before those below them is what overlays are for.
             if by is not None and _file(subject, by) == _file(subject, at):
-                first = subject.source("tensors", str(by))
-                where = f" ({first})" if first else ""
+                source = subject.source("tensors", str(by))
+                where = f" ({source})" if source else ""
                 earlier = f"the earlier match {subject.patterns[by]!r}{where} goes first"
                 yield subject.finding(
                     Code.SHADOWED_TENSORS,
@@ -96,16 +105,15 @@ def _file(subject: Subject, at: int) -> str:
     return subject.source("tensors", str(at)).rpartition(":")[0]
 
 
-def _shadower(subject: Subject, at: int, axis: str) -> int | None:
-    """Return the first earlier entry that decides an axis wherever this one would, or None."""
-    earlier = [one for one in range(at) if axis in subject.tables.get(("tensors", str(one)), {})]
-    for one in earlier:
-        if subject.patterns[one] == subject.patterns[at] or subject.patterns[one] in _EVERYTHING:
-            return one
-    having = [tensor for tensor in subject.tensors or () if role_of(tensor) is Role.PARAM and axis in axes_of(tensor)]
-    mine = [tensor.path for tensor in having if subject.rules.tensors[at].matches(tensor.path)]
-    taken = {path: next((one for one in earlier if subject.rules.tensors[one].matches(path)), None) for path in mine}
-    return None if not mine or None in taken.values() else taken[mine[0]]
+def _shadower(
+    axis: str, pattern: str, mine: Sequence[str], first: Mapping[tuple[str, str], int], deciding: Mapping[tuple[str, str], int]
+) -> int | None:
+    """Return the first earlier entry that decides an axis wherever this one would, or None; `mine` are the paths it matches."""
+    same = [first[axis, one] for one in (pattern, *_EVERYTHING) if (axis, one) in first]
+    if same:
+        return min(same)
+    takers = [deciding.get((axis, path)) for path in mine]
+    return None if not mine or None in takers else takers[0]
 
 
 def mode_changes_nothing(subject: Subject) -> Iterator[Finding]:
