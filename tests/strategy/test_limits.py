@@ -216,3 +216,10 @@ def test_a_shape_of_many_sizes_is_refused_at_once(tmp_path: Path) -> None:
     path.write_text(json.dumps({"w": {"axes": "EMBED", "shape": [2**62] * 100_000}}), encoding="utf-8")
     with pytest.raises(sw.StrategyError, match="no array has so many elements"):
         read_tensors(str(path))
+
+
+def test_a_file_of_tensors_lists_100_problems(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({f"w{at}": {"axis": "EMBED"} for at in range(300)}), encoding="utf-8")
+    with pytest.raises(sw.StrategyError, match=r"^101 problems\n(.|\n)*there are more problems than these 100"):
+        read_tensors(str(path))

@@ -13,7 +13,7 @@ from shardwright.axes import Role
 from shardwright.cli.inputs import read_axes, unreadable
 from shardwright.errors import Problem, ShardingError, StrategyError, did_you_mean, raise_problems
 from shardwright.strategy import files
-from shardwright.strategy.limits import has_too_many_elements
+from shardwright.strategy.limits import first_problems, has_too_many_elements
 from shardwright.strategy.origin import KeyPath, Origin, source_of, where
 from shardwright.tensors import Tensor, is_dtype
 
@@ -53,7 +53,7 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
     tensors = tuple(_walk(data, (), {}, origin, problems))
     if not tensors and not problems:
         problems.append(Problem(error=StrategyError, what="the file names no tensor", path=path.name, fix=f"[mlp.wi]: {_EXAMPLE}"))
-    raise_problems(problems)
+    raise_problems(first_problems(problems))
     return tensors
 
 
