@@ -52,11 +52,12 @@ def check_rules_on_mesh(rules: AxisRules, sizes: Mapping[str, int]) -> None:
 
     Raises:
       MeshMismatchError: a rule names a mesh axis that is neither standard nor in the mesh, or the mesh has one (of more than
-        one device) that is neither standard nor named by any rule; not under `missing = "replicate"`.
+        one device) that is neither standard nor idle nor named by any rule; not under `missing = "replicate"`.
     """
     if rules.policy.missing is Missing.REPLICATE:
         return  # Such a dim is dropped, and each resolution says so.
-    raise_problems([lost_mesh_axis(axis, sizes) for axis in foreign_mesh_axes(rules.named_mesh_axes(), sizes)])
+    named = (*rules.named_mesh_axes(), *rules.policy.idle)
+    raise_problems([lost_mesh_axis(axis, sizes) for axis in foreign_mesh_axes(named, sizes)])
     raise_problems([idle_mesh_axis(axis, sizes, rules.named_mesh_axes()) for axis in unnamed_mesh_axes(rules, sizes)])
 
 

@@ -41,7 +41,8 @@ def idle_mesh_axis(axis: str, sizes: Mapping[str, int], named: Sequence[str]) ->
         error=MeshMismatchError,
         what=f"no rule names the mesh axis {axis}={sizes[axis]}, so everything would be replicated over it; {names}",
         mesh_axes=(axis,),
-        fix=f'use {axis} in a rule, for instance batch = "{axis}", or build the mesh with axes that the rules name',
+        fix=f'use {axis} in a rule, for instance batch = "{axis}", build the mesh with axes that the rules name, '
+        f'or say that it is idle, [policy] idle = "{axis}"',
     )
 
 

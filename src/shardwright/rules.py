@@ -85,12 +85,13 @@ class Policy:
         looked at, so that it conflicts with nothing.
       conflict: error, or the earlier dim keeps the mesh axis.
       gather: mesh axes over which a weight is gathered where it is used.
+      idle: mesh axes that no rule names, on purpose: everything is replicated over them.
       zero1: candidates of mesh axes over which optimizer state is sharded beyond its parameter; None for none.
       missing: drop an absent mesh axis from its candidate, or replicate the whole dim.
       rank: error, or cut and pad the annotation to the array's rank.
 
     Raises:
-      StrategyError: a choice that there is not, a name in `gather` that no mesh axis can have or that stands twice, or a
+      StrategyError: a choice that there is not, a name in `gather` or `idle` that no mesh axis can have or that stands twice, or a
         `zero1` that is no rule or ends in "?".
     """
 
@@ -100,18 +101,13 @@ class Policy:
     missing: Missing = Missing.SKIP
     rank: Rank = Rank.ERROR
     zero1: Rule | None = None
+    idle: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, kind in (("indivisible", Indivisible), ("conflict", Conflict), ("missing", Missing), ("rank", Rank)):
             object.__setattr__(self, name, _choice(name, kind, getattr(self, name)))
-        if not isinstance(self.gather, tuple) or not all(isinstance(axis, str) for axis in self.gather):
-            raise StrategyError(f"policy gather is {self.gather!r}, not a tuple of mesh axes", fix='write ("fsdp", "sp"), or () for none')
-        for at, axis in enumerate(self.gather):
-            if fault := name_fault(axis):
-                what = f"policy gather has {axis!r}, which is not the name of a mesh axis: it {fault}"
-                raise StrategyError(what, fix='write each name by itself, ("fsdp", "sp"), or () for none')
-            if axis in self.gather[:at]:
-                raise StrategyError(f"policy gather has {axis!r} twice", fix="name every mesh axis once")
+        _check_mesh_axes("gather", self.gather)
+        _check_mesh_axes("idle", self.idle)
         if self.zero1 is not None and not isinstance(self.zero1, Rule):
             text = self.zero1 if isinstance(self.zero1, str) else "dp | -"
             fix = f"write shardwright.rules.parse_rule({text!r}), or None for none"
@@ -120,6 +116,17 @@ class Policy:
             raise StrategyError(
                 '"?" cannot be the answer for optimizer state: it must lie somewhere', rule=str(self.zero1.ref), fix='write "-"'
             )
+
+
+def _check_mesh_axes(key: str, value: object) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(axis, str) for axis in value):
+        raise StrategyError(f"policy {key} is {value!r}, not a tuple of mesh axes", fix='write ("fsdp", "sp"), or () for none')
+    for at, axis in enumerate(value):
+        if fault := name_fault(axis):
+            what = f"policy {key} has {axis!r}, which is not the name of a mesh axis: it {fault}"
+            raise StrategyError(what, fix='write each name by itself, ("fsdp", "sp"), or () for none')
+        if axis in value[:at]:
+            raise StrategyError(f"policy {key} has {axis!r} twice", fix="name every mesh axis once")
 
 
 def _choice(name: str, kind: type[enum.StrEnum], value: str) -> enum.StrEnum:
@@ -403,8 +410,8 @@ def _attention_by_mode(named: Mapping[str, RuleRef]) -> tuple[tuple[str, RuleRef
 
 
 def unnamed_mesh_axes(rules: AxisRules, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes of more than one device that are neither standard nor named by any rule."""
-    known = {*rules.named_mesh_axes(), *STANDARD_MESH_AXES}
+    """Return the mesh axes of more than one device that are neither standard nor idle nor named by any rule."""
+    known = {*rules.named_mesh_axes(), *rules.policy.idle, *STANDARD_MESH_AXES}
     return tuple(name for name, size in sizes.items() if size > 1 and name not in known)
 
 

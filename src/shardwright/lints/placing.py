@@ -25,8 +25,9 @@ def lost_mesh_axes(subject: Subject) -> Iterator[Finding]:
         return
     known = {*subject.sizes, *STANDARD_MESH_AXES}
     named = [(path, rule.ref.text, rule.mesh_axes) for path, _, rule in subject.written()]
-    gather = subject.rules.policy.gather
-    for path, text, names in [*named, (("policy", "gather"), "+".join(gather), gather)]:
+    policy = subject.rules.policy
+    named += [(("policy", key), "+".join(names), names) for key, names in (("gather", policy.gather), ("idle", policy.idle))]
+    for path, text, names in named:
         for axis in (name for name in names if name not in known):
             yield subject.finding(
                 Code.UNKNOWN_MESH_AXIS,
@@ -42,7 +43,7 @@ def idle_mesh_axes(subject: Subject) -> Iterator[Finding]:
     named = set(subject.rules.named_mesh_axes())
     used = _used(subject) if subject.exact and subject.tensors else None
     for axis, size in subject.sizes.items():
-        if size == 1:
+        if size == 1 or axis in subject.rules.policy.idle:
             continue
         own = axis not in STANDARD_MESH_AXES
         if own and axis not in named:
@@ -59,7 +60,7 @@ def idle_mesh_axes(subject: Subject) -> Iterator[Finding]:
             source=subject.source("mesh", axis) if subject.own_mesh else "",
             key=f"mesh.{axis}" if subject.own_mesh else f"mesh axis {axis}",
             message=f"{axis}{'' if size == INFER else f'={size}'} shards nothing: {what}, so {_repeated(size)} the same work",
-            fix=f'use it in a rule, such as batch = "{axis}", or give its devices to another mesh axis',
+            fix=f'use it in a rule, such as batch = "{axis}", give its devices to another mesh axis, or say [policy] idle = "{axis}"',
         )
 
 

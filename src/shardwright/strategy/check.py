@@ -66,12 +66,14 @@ class Written:
       tables: the rules of every table by key path and axis; those that do not parse are left out.
       gather: the rule of `policy.gather`, one candidate or "-"; None where it is no such rule.
       zero1: the rule of `policy.zero1`; None where it does not parse.
+      idle: the rule of `policy.idle`, one candidate or "-"; None where it is no such rule.
       problems: what is wrong with them.
     """
 
     tables: dict[KeyPath, dict[str, Rule]]
     gather: Rule | None
     zero1: Rule | None
+    idle: Rule | None
     problems: tuple[Problem, ...]
 
 
@@ -131,7 +133,8 @@ def _mesh_name_problems(data: Mapping[str, Any], written: Written, origin: Origi
     mesh = tuple(data.get("mesh") or ()) if isinstance(data.get("mesh"), Mapping) else ()
     rules = [(path, rule) for path, table in written.tables.items() for rule in table.values()]
     rules += [(("policy",), rule) for rule in (written.gather, written.zero1) if rule is not None]
-    for path, rule in rules:
+    idle = [(("policy",), written.idle)] if written.idle is not None else []
+    for path, rule in [*rules, *idle]:
         for name in foreign_mesh_axes(rule.mesh_axes, mesh):
             known = [*mesh, *STANDARD_MESH_AXES]
             yield Problem(
@@ -141,6 +144,12 @@ def _mesh_name_problems(data: Mapping[str, Any], written: Written, origin: Origi
                 rule=str(rule.ref),
                 fix=_meant(name, list(dict.fromkeys(known))),
             )
+    for name in written.idle.mesh_axes if written.idle is not None else ():
+        rule = next((rule for _, rule in rules if name in rule.mesh_axes), None)
+        if rule is not None:
+            path = where(("policy", "idle"), origin)
+            fix = f"take {name} out of idle, or out of the rule"
+            yield Problem(error=StrategyError, what=f"{name!r} is idle, and a rule names it", path=path, rule=str(rule.ref), fix=fix)
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
@@ -178,8 +187,8 @@ def parse_rules(data: Mapping[str, Any], origin: Origin) -> Written:
                     )
                 )
             parsed[canonical_axis(key)] = rule
-    gather, zero1 = (_policy_rule(key, data, origin, problems) for key in ("gather", "zero1"))
-    return Written(tables=tables, gather=gather, zero1=zero1, problems=tuple(problems))
+    gather, zero1, idle = (_policy_rule(key, data, origin, problems) for key in ("gather", "zero1", "idle"))
+    return Written(tables=tables, gather=gather, zero1=zero1, idle=idle, problems=tuple(problems))
 
 
 def _parsed(text: str, path: KeyPath, origin: Origin, problems: list[Problem], *, key: str) -> Rule | None:
@@ -200,8 +209,11 @@ def _policy_rule(key: str, data: Mapping[str, Any], origin: Origin, problems: li
     if rule is None:
         return None
     what = fix = ""
-    if key == "gather" and (len(rule.candidates) + bool(rule.fallback) != 1 or rule.fallback is Fallback.UNCONSTRAINED):
-        what, fix = f'"{text}" is not one set of mesh axes', 'write "fsdp+sp", or "-" to gather nothing'
+    if key != "zero1" and (len(rule.candidates) + bool(rule.fallback) != 1 or rule.fallback is Fallback.UNCONSTRAINED):
+        what = f'"{text}" is not one set of mesh axes'
+        fix = 'write "fsdp+sp", or "-" to gather nothing'
+        if key == "idle":
+            fix = 'write "replica", "replica+other" for several, or "-" for none'
     elif rule.fallback is Fallback.UNCONSTRAINED:
         what, fix = '"?" is for activations: optimizer state must lie somewhere', 'write "-", or mesh axes such as "dp | -"'
     if what:
@@ -296,6 +308,7 @@ def _policy(table: Any, written: Written) -> Policy:
         indivisible=Indivisible(table.indivisible or base.indivisible),
         conflict=Conflict(table.conflict or base.conflict),
         gather=written.gather.mesh_axes if written.gather is not None else (),
+        idle=written.idle.mesh_axes if written.idle is not None else (),
         zero1=written.zero1 if written.zero1 is not None and written.zero1.candidates else None,
         missing=Missing(table.missing or base.missing),
         rank=Rank(table.rank or base.rank),
@@ -423,7 +436,7 @@ def _explained(entry: Any, path: KeyPath, model: type[BaseModel]) -> tuple[str, 
 
 def _as_text(given: Any, path: KeyPath) -> str:
     """Return how to write as text what was given in its place: a list of mesh axes as the rules that it may mean."""
-    gather = path == ("policy", "gather")
+    gather = path in (("policy", "gather"), ("policy", "idle"))
     is_rule = gather or path == ("policy", "zero1") or (path[0] in ("rules", "params", "modes", "tensors") and path[-1] != "match")
     if not is_rule:
         return "write text in quotes"

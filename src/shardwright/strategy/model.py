@@ -73,6 +73,7 @@ class PolicyTable(BaseModel):
     conflict: Literal["error", "first_dim"] | None = Field(default=None, description="Two dims that want one mesh axis.")
     gather: str = Field(default="-", description='Mesh axes over which a weight is gathered where it is used, "fsdp+sp".')
     zero1: str = Field(default="-", description='Mesh axes that optimizer state is sharded over beyond its parameter, "dp | -".')
+    idle: str = Field(default="-", description='Mesh axes that no rule names, on purpose, "replica+other".')
     missing: Literal["skip", "replicate"] | None = Field(default=None, description="A standard mesh axis that the mesh lacks.")
     rank: Literal["error", "fit"] | None = Field(default=None, description="An annotation of another rank than the array.")
 

@@ -1,0 +1,129 @@
+"""`[policy] idle`: mesh axes over which everything is replicated on purpose, so that no rule has to name them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.errors import MissingMeshAxisError
+from shardwright.lints.finding import Code
+from shardwright.rules import Policy
+from shardwright.testing import cpu_mesh
+
+FILE = """
+version = 1
+[mesh]
+replica = 2
+autoregressive = 2
+dp = 2
+[rules]
+batch = "dp"
+[policy]
+idle = "replica+autoregressive"
+"""
+
+
+def loaded(text: str = FILE) -> sw.Strategy:
+    return sw.Strategy.loads(text, source="idle.toml")
+
+
+def test_a_mesh_axis_that_is_idle_needs_no_rule() -> None:
+    strategy = loaded()
+    pm = sw.PartitionManager(strategy, mesh=cpu_mesh("replica:2,autoregressive:2,dp:2"))
+    assert pm.rules.policy.idle == ("replica", "autoregressive")
+    x = pm.shard(np.ones((8, 8), np.float32), sw.BATCH, sw.EMBED)
+    assert x.sharding.spec == sw.PartitionManager(strategy, mesh=pm.mesh).resolve(sw.BATCH, sw.EMBED)
+    assert {shard.data.shape for shard in x.addressable_shards} == {(4, 8)}
+    assert len({shard.replica_id for shard in x.addressable_shards}) == 4
+
+
+def test_other_unnamed_mesh_axes_are_refused() -> None:
+    with pytest.raises(sw.MeshMismatchError, match="no rule names the mesh axis other=2") as caught:
+        sw.PartitionManager(loaded(), mesh=cpu_mesh("replica:1,autoregressive:2,dp:2,other:2"))
+    assert 'or say that it is idle, [policy] idle = "other"' in str(caught.value)
+
+
+def test_an_idle_mesh_axis_must_be_in_the_mesh() -> None:
+    with pytest.raises(sw.MeshMismatchError, match="names the mesh axis 'autoregressive', which the mesh"):
+        sw.PartitionManager(loaded(), mesh=cpu_mesh("replica:2,dp:4"))
+    with pytest.raises(MissingMeshAxisError, match=r"mesh axis 'replca' is neither in .mesh. nor a standard one") as caught:
+        loaded(FILE.replace('"replica+autoregressive"', '"replca"'))
+    assert "idle.toml:10" in str(caught.value)
+    assert "did you mean 'replica'?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    ['[params]\nembed = "replica"', '[modes.decode]\nbatch = "dp | replica"', '[[tensors]]\nmatch = "w"\nembed = "replica+dp"'],
+)
+def test_a_rule_that_names_an_idle_mesh_axis(lines: str) -> None:
+    with pytest.raises(sw.StrategyError, match="'replica' is idle, and a rule names it") as caught:
+        loaded(FILE + lines)
+    assert "idle.toml:10" in str(caught.value)
+    assert "idle.toml:1" in str(caught.value.problems[0].rule)
+
+
+@pytest.mark.parametrize("key", ["gather", "zero1"])
+def test_a_policy_that_names_an_idle_mesh_axis(key: str) -> None:
+    with pytest.raises(sw.StrategyError, match="'replica' is idle, and a rule names it"):
+        loaded(FILE + f'{key} = "replica"')
+
+
+@pytest.mark.parametrize("text", ["a | b", "a | -", "?"])
+def test_idle_is_one_set_of_mesh_axes(text: str) -> None:
+    with pytest.raises(sw.StrategyError, match="is not one set of mesh axes") as caught:
+        sw.Strategy(policy={"idle": text})
+    assert 'write "replica", "replica+other" for several, or "-" for none' in str(caught.value)
+
+
+def test_idle_written_as_a_list() -> None:
+    with pytest.raises(sw.StrategyError, match="text is wanted") as caught:
+        sw.Strategy(policy={"idle": ["a", "b"]})  # type: ignore[dict-item]
+    assert '"a+b" for all of them at once' in str(caught.value)
+
+
+@pytest.mark.parametrize("format", ["toml", "json"])
+def test_round_trip(tmp_path: Path, format: str) -> None:
+    strategy = loaded()
+    assert sw.Strategy.load(strategy.dump(tmp_path / f"idle.{format}")) == strategy
+    jsonschema.validate(strategy.to_data(), sw.Strategy.json_schema())
+    assert "idle" in sw.Strategy.json_schema()["$defs"]["PolicyTable"]["properties"]
+
+
+def test_overlay() -> None:
+    fragment = sw.Strategy(policy={"idle": "replica"})
+    both = sw.Strategy.preset("ddp") | sw.Strategy(mesh={"replica": 2}) | fragment
+    assert both.compile().policy.idle == ("replica",)
+    assert (both | sw.Strategy(policy={"idle": "-"})).compile().policy.idle == ()
+
+
+def test_idle_is_part_of_equality() -> None:
+    one, other = loaded().compile(), loaded(FILE.replace("replica+autoregressive", "-")).compile()
+    assert one != other
+    assert one.fingerprint() != other.fingerprint()
+    assert one == loaded().compile()
+
+
+def test_the_lint_is_silent_about_it() -> None:
+    def codes(strategy: sw.Strategy) -> list[tuple[str, str]]:
+        return [(finding.code, finding.key) for finding in sw.lint(strategy) if finding.code == Code.IDLE_MESH_AXIS]
+
+    assert codes(loaded()) == []
+    assert codes(loaded(FILE.replace("replica+", ""))) == [(Code.IDLE_MESH_AXIS, "mesh.replica")]
+
+
+@pytest.mark.parametrize(
+    ("idle", "message"),
+    [
+        (["a"], r"policy idle is \['a'\], not a tuple of mesh axes"),
+        (("a b",), "policy idle has 'a b', which is not the name of a mesh axis"),
+        (("a", "a"), "policy idle has 'a' twice"),
+    ],
+)
+def test_a_policy_in_python(idle: object, message: str) -> None:
+    with pytest.raises(sw.StrategyError, match=message):
+        Policy(idle=idle)  # type: ignore[arg-type]
