@@ -27,6 +27,7 @@ ORDER = (
     *(
         "specs",
         "provenance",
+        "recent",
         "rules",
         "composites",
         "partition_axis",

@@ -40,21 +40,8 @@ from shardwright.problems import (
     with_fix,
 )
 from shardwright.provenance import ModeFrom, Outcome, Resolution
+from shardwright.recent import Recent, Shardings
 from shardwright.rules import AxisRules, share_values
-
-
-class _Shardings(dict[tuple[Any, tuple[int, ...]], NamedSharding]):
-    """Shardings by annotation and shape, each made when it is first asked for: one look-up per leaf, known or not."""
-
-    __slots__ = ("make",)
-
-    def __init__(self, make: Callable[[Any, tuple[int, ...]], NamedSharding]) -> None:
-        super().__init__()
-        self.make = make
-
-    def __missing__(self, key: tuple[Any, tuple[int, ...]]) -> NamedSharding:
-        made = self[key] = self.make(*key)
-        return made
 
 
 @final
@@ -82,7 +69,7 @@ class PartitionManager:
     name: str
     rules: AxisRules
     _sizes: dict[str, int]
-    _cache: dict[Any, Any]
+    _cache: Recent
     _modes: dict[str, PartitionManager]
     _values: tuple[AxisRules, Mesh | AbstractMesh, str | None]
     _hash: int
@@ -101,7 +88,7 @@ class PartitionManager:
         check_rules_on_mesh(rules, self._sizes)
 
     def _set(self, rules: AxisRules, mesh: Mesh | AbstractMesh, mode: str | None, name: str, modes: dict[str, Any]) -> None:
-        values = {"rules": rules, "mesh": mesh, "mode": mode, "name": name, "_sizes": mesh_sizes(mesh), "_cache": {}, "_modes": modes}
+        values = {"rules": rules, "mesh": mesh, "mode": mode, "name": name, "_sizes": mesh_sizes(mesh), "_cache": Recent(), "_modes": modes}
         identity = (rules, mesh, mode)
         for key, value in {**values, "_values": identity, "_hash": hash(identity), "_key": None}.items():
             object.__setattr__(self, key, value)
@@ -190,7 +177,7 @@ class PartitionManager:
         problems = [*in_words_of(found, problems), *late_manual(found)]
         if not problems:
             return found
-        refused: Resolution = self._cache.setdefault(("refused", found), dataclasses.replace(found, problems=tuple(problems)))
+        refused: Resolution = self._cache.keep(("refused", found), dataclasses.replace(found, problems=tuple(problems)))
         return refused
 
     def resolve(
@@ -274,11 +261,12 @@ class PartitionManager:
                     return jax.tree.unflatten(paired.structure, map(self._by_annotation(mode, role).__getitem__, paired.keys()))
         return self._each(values, annotations, lambda leaf: self._leaf_sharding(leaf, mode, role))
 
-    def _by_annotation(self, mode: str | None, role: Role | str) -> _Shardings:
-        known = self._cache.get(("shardings", mode, role))
+    def _by_annotation(self, mode: str | None, role: Role | str) -> Shardings:
+        key = ("shardings", mode, role)
+        known = self._cache.get(key) or self._cache.recall(key)
         if known is None:
-            known = self._cache["shardings", mode, role] = _Shardings(lambda one, shape: self._annotated_sharding(one, shape, mode, role))
-        shardings: _Shardings = known
+            known = self._cache.keep(key, Shardings(lambda one, shape: self._annotated_sharding(one, shape, mode, role)))
+        shardings: Shardings = known
         return shardings
 
     def _annotated_sharding(self, annotation: Any, shape: tuple[int, ...], mode: str | None, role: Role | str) -> NamedSharding:
@@ -328,11 +316,12 @@ class PartitionManager:
         if isinstance(self.mesh, AbstractMesh):
             raise placement.no_devices()
         asked = (*jax.tree.flatten(specs), mode)
-        before, made = self._cache.get("init", (None, None))
+        kept: tuple[Any, Any] = self._cache.recall("init") or (None, None)
+        before, made = kept
         # Only the last one is kept: jax.nn.initializers makes functions that are equal to no other, call by call.
         if before != asked:
             made = jax.jit(tree.initialiser(specs), out_shardings=self.shardings(specs, mode=mode))
-            self._cache["init"] = asked, made
+            self._cache.replace("init", (asked, made))
         return made(key)
 
     def state_shardings(
@@ -483,13 +472,13 @@ class PartitionManager:
         # Only exceptions by path make the answer depend on the path. The ambient mesh may be the empty one.
         key: Any = (axes, shape, mode, role, strict, jax.sharding.get_abstract_mesh(), path and self.rules.tensors and path)
         try:
-            found = self._cache.get(key)
+            found = self._cache.get(key) or self._cache.recall(key)
         except TypeError:  # something that cannot be a key, such as a list among the axes
             found, key = None, None
         if found is None:
             found = self._placement(one_annotation(axes), shape, mode, role, path, strict)
             if key is not None:
-                self._cache[key] = found
+                self._cache.keep(key, found)
         where, resolution = found
         if resolution is not None and strict:
             self._check_varying(x, resolution, path)
@@ -552,13 +541,14 @@ class PartitionManager:
         if ambient.manual_axes:
             varying = _jax.varying_axes(w) if _jax.tracks_varying() else None
             key = (*key, varying, context.mapped_inputs())
-            if (plan := self._cache.get(key)) is None:
-                plan = self._cache[key] = self._plan_gather(annotation, local, shape, path, mode, varying)
+            if (plan := self._cache.get(key) or self._cache.recall(key)) is None:
+                plan = self._cache.keep(key, self._plan_gather(annotation, local, shape, path, mode, varying))
             return plan(w)
         raise_problems([other_shape(local, shape, path)] if shape not in (None, local) else ())
-        found = self._cache.get(key)
+        found = self._cache.get(key) or self._cache.recall(key)
         if found is None:
-            found = self._cache[key] = [self._placement(annotation, local, mode, role, path, True)[0] for role in (Role.USE, Role.PARAM)]
+            found = [self._placement(annotation, local, mode, role, path, True)[0] for role in (Role.USE, Role.PARAM)]
+            self._cache.keep(key, found)
         return placement.gather(w, *found)
 
     def _plan_gather(
@@ -584,9 +574,9 @@ class PartitionManager:
             open_dims = [decision for decision in found.decisions if decision.outcome is Outcome.UNCONSTRAINED]
             raise_problems([must_lie(found, decision) for decision in open_dims], resolution=found)
         key = ("sharding", spec, memory_kind)
-        made = self._cache.get(key)
+        made = self._cache.get(key) or self._cache.recall(key)
         if made is None:
-            made = self._cache.setdefault(key, NamedSharding(self.mesh, spec, memory_kind=memory_kind))
+            made = self._cache.keep(key, NamedSharding(self.mesh, spec, memory_kind=memory_kind))
         sharding: NamedSharding = made
         return sharding
 

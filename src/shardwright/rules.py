@@ -17,6 +17,7 @@ from shardwright.mesh_text import MOST_MESH_AXES, name_fault
 from shardwright.modes import MODE_NAMES, MODES, parse_mode
 from shardwright.path_patterns import PathPattern
 from shardwright.provenance import RuleRef
+from shardwright.recent import Recent
 
 
 class Fallback(enum.StrEnum):
@@ -279,7 +280,7 @@ class AxisRules:
     _tables: dict[tuple[str, Role], dict[str, Rule]] = dataclasses.field(init=False, repr=False)
     _values: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
     _hash: int = dataclasses.field(init=False, repr=False)
-    _cache: dict[Any, Any] = dataclasses.field(init=False, repr=False)
+    _cache: Recent = dataclasses.field(init=False, repr=False)
     _fingerprint: bytes = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -291,7 +292,7 @@ class AxisRules:
         named = tuple((mode, line.text) for mode, line in self.attention)  # where it is written does not count
         object.__setattr__(self, "_values", (self.activations, self.params, self.tensors, self.user_axes, self.policy, named))
         object.__setattr__(self, "_hash", hash(self._values))
-        object.__setattr__(self, "_cache", {})
+        object.__setattr__(self, "_cache", Recent())
         object.__setattr__(self, "_fingerprint", b"")
 
     def __eq__(self, other: object) -> bool:

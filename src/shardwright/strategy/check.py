@@ -144,12 +144,13 @@ def _mesh_name_problems(data: Mapping[str, Any], written: Written, origin: Origi
                 rule=str(rule.ref),
                 fix=_meant(name, list(dict.fromkeys(known))),
             )
+    at = where(("policy", "idle"), origin)
     for name in written.idle.mesh_axes if written.idle is not None else ():
-        rule = next((rule for _, rule in rules if name in rule.mesh_axes), None)
-        if rule is not None:
-            path = where(("policy", "idle"), origin)
+        namers = [rule for _, rule in rules if name in rule.mesh_axes]
+        if namers:
             fix = f"take {name} out of idle, or out of the rule"
-            yield Problem(error=StrategyError, what=f"{name!r} is idle, and a rule names it", path=path, rule=str(rule.ref), fix=fix)
+            what = f"{name!r} is idle, and a rule names it"
+            yield Problem(error=StrategyError, what=what, path=at, rule=str(namers[0].ref), fix=fix)
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
