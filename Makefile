@@ -7,10 +7,11 @@
 
 SHELL = /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-latest check bench bench-peers docs clean
+.PHONY: help demo test test-full test-latest test-tpu check bench bench-peers docs clean
 
 VENV ?= .venv
 VENV_LATEST ?= $(VENV)-latest
+VENV_TPU ?= $(VENV)-tpu
 VENV_PEERS ?= $(VENV)-peers
 PYTHON ?=
 WORKERS ?= auto
@@ -43,6 +44,10 @@ test-latest: ## run the tests on the newest JAX (Python 3.12 or newer); looks fo
 	@$(VENV_LATEST)/bin/python -c 'import jax, sys; print("JAX", jax.__version__, "on Python", sys.version.split()[0])'
 	@$(quick) $(VENV_LATEST)/bin/python $(pytest) $(ARGS)
 
+test-tpu: ## compile for eight TPUs that are not there: kernels, memory, what is sent; libtpu has 200 MB
+	@$(ready) $(VENV_TPU) test,tpu-aot
+	@$(VENV_TPU)/bin/python -m pytest -q -m tpu $(ARGS)
+
 check: ## format, lint, types, import order, the site of the documentation
 	@$(ready) $(VENV) dev
 	$(bin)/ruff format --check .
@@ -66,5 +71,5 @@ docs: ## run every snippet of the documentation, then build it into site/; a bro
 	@echo "open site/index.html"
 
 clean: ## remove caches, build outputs and the default environments
-	rm -rf .venv .venv-latest .venv-peers .cache build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-tpu .venv-peers .cache build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,7 @@
 
     python -m tests.attention.tpu_memory
 
-Needs libtpu, which `pip install "jax[tpu]"` brings.
+Needs libtpu, which the extra `tpu-aot` brings; `make test-tpu` runs all of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOPOLOGY = "v5e:2x4"
 MARKS = [
     pytest.mark.tpu,
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='libtpu is not installed: pip install "jax[tpu]"'),
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: make test-tpu"),
 ]
 
 Found = TypeVar("Found")

@@ -59,8 +59,7 @@ def not_in_jax(call: AttentionCall) -> bool:
 
 
 def not_in_splash(call: AttentionCall) -> bool:
-    arrays = call.mask_shape is not None or call.bias_shape is not None or call.q_offset is None
-    return arrays or call.recipe.dropout > 0 or call.return_lse
+    return call.mask_shape is not None or call.bias_shape is not None or call.recipe.dropout > 0
 
 
 def scales(call: AttentionCall) -> bool:

@@ -50,8 +50,9 @@ def run_opaque(kernel: Callable[[Operands], Result], operands: Operands, call: A
     """Return `kernel(shards)` as global arrays; without a mesh simply `kernel(operands)`. Differentiable if the kernel is,
     in reverse mode; forward mode is refused.
 
-    What the kernel gets is as in `_shards.run_on_shards`; it returns an output and nothing else. Nothing is sent but, backward,
-    the gradients of kv heads that several shards read, and of sinks and biases that several parts of the batch share.
+    What the kernel gets is as in `_shards.run_on_shards`; it returns an output, and the logsumexp if the call asks for it. Beside
+    what the kernel sends, nothing is sent but, backward, the gradients of kv heads that several shards read, and of sinks and
+    biases that several shards of the batch or the sequence share.
 
     Args:
       kernel: function of local operands.
@@ -61,13 +62,15 @@ def run_opaque(kernel: Callable[[Operands], Result], operands: Operands, call: A
     named, rest = split_floats(operands)
     named = refuse_tangents(named, _WHAT)
     if call.mesh is None:
-        return Result(o=_alone(kernel, named, rest))
+        alone: Result = _alone(kernel, named, rest)
+        return alone
     floats = {name: x if name in _HALF else x.astype(jnp.float32) for name, x in named.items() if x is not None}
     others, others_specs, structure = flat_with_heads(rest, call)
     specs = call.specs.operands(operands)
     job = _Job(kernel=kernel, call=call, floats={name: getattr(specs, name) for name in floats}, others=others_specs, structure=structure)
     placed = place_all([*floats.values(), *others], [*job.floats.values(), *job.others], call)
-    return Result(o=_run(job, dict(zip(floats, placed, strict=False)), placed[len(floats) :]))
+    found: Result = _run(job, dict(zip(floats, placed, strict=False)), placed[len(floats) :])
+    return found
 
 
 def inside_shard_map() -> tuple[str, ...]:
@@ -80,19 +83,19 @@ def inside_shard_map() -> tuple[str, ...]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(job: _Job, floats: dict[str, Any], others: list[Any]) -> Any:
     def local(floats: dict[str, Any], others: list[Any]) -> Any:
-        return job.kernel(_read(job, floats, others)).o
+        return job.kernel(_read(job, floats, others))
 
-    return _over(job, local, (job.floats, job.others), job.call.specs.output)(floats, others)
+    return _over(job, local, (job.floats, job.others), _out_specs(job))(floats, others)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _alone(kernel: Callable[[Operands], Result], floats: dict[str, Any], rest: Operands) -> Any:
-    return kernel(rest.replace(**floats)).o
+    return kernel(rest.replace(**floats))
 
 
 def _alone_forward(kernel: Callable[[Operands], Result], floats: dict[str, Any], rest: Operands) -> Any:
     def both(floats: dict[str, Any], rest: Operands) -> Any:
-        return jax.vjp(lambda floats: kernel(rest.replace(**floats)).o, floats)
+        return jax.vjp(lambda floats: kernel(rest.replace(**floats)), floats)
 
     return without_tangents(both, _WHAT)(floats, rest)
 
@@ -112,20 +115,20 @@ def _run_forward(job: _Job, floats: dict[str, Any], others: list[Any]) -> Any:
         read, rest = split_floats(_read(job, floats, others))
         # Gradients in float32, as far as the kernel gives them, until they are summed; the casts of the operands cancel.
         wide = {name: x if x is None else x.astype(jnp.float32) for name, x in read.items()}
-        o, pull_back = jax.vjp(lambda wide: job.kernel(rest.replace(**_as(wide, read))).o, wide)
-        return o, jax.tree.map(lambda kept: kept[None], pull_back)
+        found, pull_back = jax.vjp(lambda wide: job.kernel(rest.replace(**_as(wide, read))), wide)
+        return found, jax.tree.map(lambda kept: kept[None], pull_back)
 
-    o, pull_back = _over(job, local, (job.floats, job.others), (job.call.specs.output, _by_shard(job)))(floats, others)
-    return o, (pull_back, others)
+    found, pull_back = _over(job, local, (job.floats, job.others), (_out_specs(job), _by_shard(job)))(floats, others)
+    return found, (pull_back, others)
 
 
-def _run_backward(job: _Job, kept: Any, do: jax.Array) -> Any:
-    def local(pull_back: Any, others: list[Any], do: jax.Array) -> Any:
-        (read,) = jax.tree.map(lambda kept: kept[0], pull_back)(do)
+def _run_backward(job: _Job, kept: Any, cotangents: Result) -> Any:
+    def local(pull_back: Any, others: list[Any], cotangents: Result) -> Any:
+        (read,) = jax.tree.map(lambda kept: kept[0], pull_back)(cotangents)
         grads = _of_all_kv_heads(job, read, others)
         return {name: _sum(job, name, grads[name]) for name in job.floats}
 
-    return _over(job, local, (_by_shard(job), job.others, job.call.specs.output), job.floats)(*kept, do), None
+    return _over(job, local, (_by_shard(job), job.others, _out_specs(job)), job.floats)(*kept, cotangents), None
 
 
 _run.defvjp(_run_forward, _run_backward)
@@ -133,6 +136,11 @@ _run.defvjp(_run_forward, _run_backward)
 
 def _over(job: _Job, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     return without_tangents(shard_over(local, in_specs, out_specs, job.call, checked=False), _WHAT)
+
+
+def _out_specs(job: _Job) -> Result:
+    specs = job.call.specs
+    return Result(o=specs.output, lse=specs.lse if job.call.return_lse else None)
 
 
 def _by_shard(job: _Job) -> PartitionSpec:
