@@ -34,6 +34,8 @@ SHIPPED: tuple[type[AttentionImpl], ...] = (
 )
 # All keys of a shard's sequences, up to this many bytes, are gathered without a thought.
 _GATHER_BYTES = 16 * 2**20
+# On a GPU, float32 logits of one device up to this many bytes are computed at once.
+_LOGIT_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +150,23 @@ def _preference(call: AttentionCall) -> list[tuple[str, str]]:
         return [*_sequence_parallel(call), *last]
     fast = {
         "tpu": [("splash", "the TPU's own kernel")],
-        "gpu": [("cudnn", "the GPU's own kernel"), ("sdpa", "XLA's own")],
+        "gpu": [("cudnn", "the GPU's own kernel")],
     }.get(call.platform, [])
+    if call.recipe.cached is not None:  # the TPU's kernel wants it in another order
+        return [("blockwise", "it reads a cache in the order in which it lies"), *fast, *last]
+    if call.platform == "gpu":
+        return [*fast, *_without_cudnn(call), *last]
     return [*fast, ("blockwise", "memory linear in length"), *last]
+
+
+def _without_cudnn(call: AttentionCall) -> list[tuple[str, str]]:
+    """Rank what XLA makes of a call for a GPU: all logits at once are faster while they are few."""
+    logits = _logit_bytes(call)
+    if logits > _LOGIT_BYTES:
+        many = f"all logits at once would take {logits / 2**20:.1f} MiB per device, more than {_LOGIT_BYTES // 2**20}"
+        return [("blockwise", f"memory linear in length: {many}"), ("sdpa", "XLA's own")]
+    few = f"XLA's own: all {logits / 2**20:.1f} MiB of logits per device at once"
+    return [("sdpa", few), ("blockwise", "memory linear in length")]
 
 
 def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:

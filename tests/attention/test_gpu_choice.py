@@ -1,0 +1,42 @@
+"""On a GPU, where cuDNN refuses, blocks come before all logits at once as soon as these are many."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+
+import shardwright as sw
+from shardwright.attention import explain
+from shardwright.attention.choose import Choice, choose
+from shardwright.testing import cpu_mesh
+
+RULES = '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp"\n'
+
+
+def chosen(length: int, *, batch: int = 1, heads: int = 16, mesh: str = "dp:1") -> Choice:
+    """Choose for packed sequences, which cuDNN refuses."""
+    shapes = ((batch, length, heads, 64), *[(batch, length, heads, 64)] * 2)
+    ids = jax.ShapeDtypeStruct((batch, length), "int32")
+    with sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh)):
+        arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+        call = explain(*arrays, mode="train", causal=True, segment_ids=ids).call
+    return choose(dataclasses.replace(call, platform="gpu"))
+
+
+def test_many_logits_are_not_made_at_once() -> None:
+    choice = chosen(16384)
+    assert (choice.name, choice.passed_over[0]) == ("blockwise", "sdpa")
+    assert choice.why == ("memory linear in length: all logits at once would take 16384.0 MiB per device, more than 64")
+
+
+def test_few_logits_are_made_at_once() -> None:
+    choice = chosen(1024)  # 16 heads of 4 MiB
+    assert (choice.name, choice.passed_over[0]) == ("sdpa", "blockwise")
+    assert choice.why == "XLA's own: all 64.0 MiB of logits per device at once"
+
+
+@pytest.mark.parametrize(("mesh", "name"), [("dp:1", "blockwise"), ("dp:2", "blockwise"), ("tp:4", "sdpa"), ("dp:2,tp:2", "sdpa")])
+def test_the_limit_counts_per_device(mesh: str, name: str) -> None:
+    assert chosen(1024, batch=4, mesh=mesh).name == name  # 256 MiB in all
