@@ -26,12 +26,14 @@ class Compiled:
     Attributes:
       name: the implementation.
       temporary: bytes per device beside arguments and results.
+      kernels: calls of Mosaic kernels.
       counts: how often each kind of collective runs.
       sent: logical bytes of each kind, all runs together.
     """
 
     name: str
     temporary: int
+    kernels: int
     counts: dict[str, int]
     sent: dict[str, int]
 
@@ -69,7 +71,8 @@ def compiled(name: str) -> Compiled:
     with pm:
         program = tpu_compile.compile_for_tpus(both, q, k, k, positions, q)
     counts, sent = tpu_compile.collectives(program, pm.mesh)
-    return Compiled(name=name, temporary=tpu_compile.temporary(program), counts=counts, sent=sent)
+    kernels = program.as_text().count('custom_call_target="tpu_custom_call"')
+    return Compiled(name=name, temporary=tpu_compile.temporary(program), kernels=kernels, counts=counts, sent=sent)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,10 @@ def without_tangents(f: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 def _no_forward_mode(what: str) -> AttentionError:
-    fix = 'pass implementation="vanilla", "sdpa" or "blockwise"; over a sharded sequence "ring", "ulysses" or "allgather_kv"'
+    fix = (
+        'pass implementation="vanilla", "sdpa" or "blockwise"; over a sharded sequence "ring", "ulysses" or '
+        '"allgather_kv", on TPUs and GPUs with backend="cpu" in the metadata'
+    )
     return AttentionError(f"{what} has no forward-mode derivatives (jvp, jacfwd, linearize, hessian)", path="implementation", fix=fix)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.attention import _sequence, _shards, blockwise
+from shardwright.attention import _inner, _sequence, _shards, blockwise
 from shardwright.attention._derivatives import differentiable
 from shardwright.attention.call import LSE_NAME, OUTPUT_NAME, AttentionCall, Operands, Recipe
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
@@ -22,11 +22,12 @@ from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Res
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Gathering:
-    """The static part: the arithmetic, the mesh axes over which keys are gathered, and the number of ranks."""
+    """The static part: the arithmetic, the mesh axes over which keys are gathered, the number of ranks, and the kernel."""
 
     recipe: Recipe
     axes: tuple[str, ...]
     ranks: int
+    kernel: Any
 
     def whole(self, operands: Operands) -> Operands:
         """Return the operands with all keys and values."""
@@ -67,25 +68,38 @@ class AllGatherKVAttention(AttentionImpl):
         return (*_shards.no_weights(call), same)
 
     @classmethod
+    def inner(cls, call: AttentionCall) -> str:
+        """Return which kernel runs on each shard."""
+        return _inner.explained(_inner_of(call), call)
+
+    @classmethod
     def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
         """Attend, one `shard_map` over all the axes of the call."""
-        return _shards.run_on_shards(functools.partial(_run, call=call), operands, call)
+        inner = _inner_of(call)
+        return _inner.run_inner(inner, functools.partial(_run, call=call, inner=inner), operands, call)
 
 
-def _run(shard: Operands, *, call: AttentionCall) -> Result:
+def _inner_of(call: AttentionCall) -> _inner.Inner:
+    return _inner.inner_kernel(call, q_shards=call.shards(call.specs.q_length))
+
+
+def _run(shard: Operands, *, call: AttentionCall, inner: _inner.Inner) -> Result:
     axes = call.specs.kv_length
+    rows = _inner.first_rows(call, shards=call.shards(call.specs.q_length))
+    kernel = _inner.blocks_of(inner, call, first_rows=rows)
     if call.shards(axes) == 1:
-        o, lse = blockwise.attend(shard, call.recipe)
+        o, lse = kernel.attend(shard, call.recipe)
     else:
-        gathering = _Gathering(recipe=_sequence.blocks(call.recipe, shard, call), axes=axes, ranks=call.shards(axes))
+        recipe = _inner.recipe_of(inner, shard, call)
+        gathering = _Gathering(recipe=recipe, axes=axes, ranks=call.shards(axes), kernel=kernel)
         o, lse, _ = _attend(gathering, *_sequence.split_floats(_jax.vary_together(_sequence.with_whole_rows(shard, call))))
     return _shards.asked(Result(o=o, lse=lse), call)
 
 
 def _values(gathering: _Gathering, floats: dict[str, Any], others: Operands) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     operands = others.replace(**floats)
-    state = blockwise.forward(gathering.whole(operands), gathering.recipe)
-    o, lse, lse_error = blockwise.finish(state, operands)
+    state = gathering.kernel.forward(gathering.whole(operands), gathering.recipe)
+    o, lse, lse_error = gathering.kernel.finish(state, operands)
     return o.astype(operands.q.dtype), lse, lse_error
 
 
@@ -94,7 +108,8 @@ def _backward_pass(gathering: _Gathering, kept: Any, cotangents: Any) -> dict[st
     do, dlse, _ = cotangents
     operands, do = _sequence.sent_again(others.replace(**floats), do)
     delta = blockwise.delta(o, do, dlse)
-    found = blockwise.backward(gathering.whole(operands), gathering.recipe, lse=lse, do=do, delta=delta, lse_error=lse_error)
+    whole = gathering.whole(operands)
+    found = gathering.kernel.backward(whole, gathering.recipe, lse=lse, do=do, delta=delta, lse_error=lse_error)
     dk, dv = gathering.scatter(found.k, found.v, head_dim=operands.q.shape[-1])
     sinks = None if operands.sinks is None else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta, lse_error=lse_error)
     return _sequence.cotangents(floats, q=found.q, k=dk, v=dv, bias=found.bias, sinks=sinks)

@@ -58,6 +58,7 @@ class Choice:
       call: what was asked.
       instead: where one was named and refuses, what "auto" says of the call; else None.
       line: the line of the strategy that named it, or None.
+      inner: which kernel runs on each shard, and why not the platform's own; empty where there is no choice.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Choice:
     call: AttentionCall
     instead: Choice | None = None
     line: RuleRef | None = None
+    inner: str = ""
 
     def __str__(self) -> str:
         call = self.call
@@ -76,6 +78,7 @@ class Choice:
         ]
         if call.mesh is not None:
             lines.append(f"  lies  {_lies(call)}; {call.specs.why}")
+        lines += [f"  runs  {self.inner}"] if self.inner else []
         lines += [f"  also  {', '.join(self.passed_over)}"] if self.passed_over else []
         lines += [f"  not   {refusal.name}: {reason}" for refusal in self.refusals for reason in refusal.reasons]
         if self.instead is not None:
@@ -120,7 +123,17 @@ def choose(call: AttentionCall, *, implementation: str = AUTO, line: RuleRef | N
         else:
             why = f"the strategy says {line}{', and it refuses' if reasons else ''}"
         instead = choose(call) if reasons else None
-        return Choice(name="" if reasons else name, why=why, refusals=refusals, passed_over=(), call=call, instead=instead, line=line)
+        inner = "" if reasons else found.inner(call)
+        return Choice(
+            name="" if reasons else name,
+            why=why,
+            refusals=refusals,
+            passed_over=(),
+            call=call,
+            instead=instead,
+            line=line,
+            inner=inner,
+        )
     able, refusals_found, reasons_why = [], [], dict(_preference(call))
     known = dict.fromkeys(impl_names(AttentionRegistry.get(name))[0] for name in AttentionRegistry.list_implementations())
     for name in [*(name for name in reasons_why if name in known), *(name for name in known if name not in reasons_why)]:
@@ -135,6 +148,7 @@ def choose(call: AttentionCall, *, implementation: str = AUTO, line: RuleRef | N
         refusals=tuple(refusals_found),
         passed_over=tuple(able[1:]),
         call=call,
+        inner=AttentionRegistry.get(able[0]).inner(call) if able else "",
     )
 
 

@@ -59,6 +59,12 @@ class AttentionImpl(abc.ABC):
         return (*no_scales, *reasons)
 
     @classmethod
+    def inner(cls, call: AttentionCall) -> str:
+        """Return which kernel runs on each shard of a call, and why not the platform's own; empty where there is no choice."""
+        del call
+        return ""
+
+    @classmethod
     @abc.abstractmethod
     def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
         """Run on any backend, with global arrays."""

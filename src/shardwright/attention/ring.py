@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.attention import _online, _sequence, _shards, blockwise
+from shardwright.attention import _inner, _online, _sequence, _shards, blockwise
 from shardwright.attention._derivatives import differentiable
 from shardwright.attention._online import Running
 from shardwright.attention.call import LSE_NAME, OUTPUT_NAME, AttentionCall, Operands, Recipe
@@ -35,6 +35,7 @@ class _Ring:
       size: number of ranks.
       turns: the shards a rank reads, each as how many ranks back it lies; the own one, 0, first.
       loop: whether the turns are a `lax.scan`.
+      kernel: the functions of `blockwise`, or others of their kind.
     """
 
     recipe: Recipe
@@ -42,6 +43,7 @@ class _Ring:
     size: int
     turns: tuple[int, ...]
     loop: bool
+    kernel: Any
 
     @property
     def hops(self) -> tuple[int, ...]:
@@ -99,18 +101,35 @@ class RingAttention(AttentionImpl):
         return (*_shards.no_weights(call), *_sequence.apart(call))
 
     @classmethod
+    def inner(cls, call: AttentionCall) -> str:
+        """Return which kernel runs on each shard."""
+        return _inner.explained(_inner_of(call), call)
+
+    @classmethod
     def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
         """Attend, one `shard_map` over all the axes of the call."""
-        return _shards.run_on_shards(functools.partial(_run, call=call), operands, call)
+        inner = _inner_of(call)
+        return _inner.run_inner(inner, functools.partial(_run, call=call, inner=inner), operands, call)
 
 
-def _run(shard: Operands, *, call: AttentionCall) -> Result:
+def _inner_of(call: AttentionCall) -> _inner.Inner:
+    shards = call.shards(call.specs.kv_length)
+    return _inner.inner_kernel(call, q_shards=shards, kv_shards=shards)
+
+
+def _run(shard: Operands, *, call: AttentionCall, inner: _inner.Inner) -> Result:
     axes = call.specs.kv_length
     if call.shards(axes) == 1:
-        o, lse = blockwise.attend(shard, call.recipe)
+        o, lse = _inner.attend_whole(inner, call)(shard, call.recipe)
     else:
-        recipe = _sequence.blocks(call.recipe, shard, call)
-        ring = _Ring(recipe=recipe, axes=axes, size=call.shards(axes), turns=turns_of(call), loop=call.loop)
+        ring = _Ring(
+            recipe=_inner.recipe_of(inner, shard, call),
+            axes=axes,
+            size=call.shards(axes),
+            turns=turns_of(call),
+            loop=call.loop,
+            kernel=_inner.blocks_of(inner, call),
+        )
         o, lse, _ = _attend(ring, *_sequence.split_floats(_jax.vary_together(_sequence.with_whole_rows(shard, call))))
     return _shards.asked(Result(o=o, lse=lse), call)
 
@@ -129,7 +148,8 @@ def _values(ring: _Ring, floats: dict[str, Any], others: Operands) -> tuple[jax.
     operands = others.replace(**floats)
 
     def add(state: Running, kv: KV, turn: Any) -> Running:
-        return blockwise.forward(ring.read(operands, kv, turn), ring.recipe, state=state)
+        found: Running = ring.kernel.forward(ring.read(operands, kv, turn), ring.recipe, state=state)
+        return found
 
     def turn_and_send(carry: tuple[Running, KV], turn: Any, hop: int) -> tuple[Running, KV]:
         state, kv = carry
@@ -139,7 +159,7 @@ def _values(ring: _Ring, floats: dict[str, Any], others: Operands) -> tuple[jax.
     carry = (_online.start(operands.q, operands.v), _sequence.pack(operands.k, operands.v))
     state, kv = _turn(ring, turn_and_send, carry)
     state = add(state, kv, ring.turns[-1])
-    o, lse, lse_error = blockwise.finish(state, operands)
+    o, lse, lse_error = ring.kernel.finish(state, operands)
     return o.astype(operands.q.dtype), lse, lse_error
 
 
@@ -154,7 +174,7 @@ def _backward_pass(ring: _Ring, kept: Any, cotangents: Any) -> dict[str, Any]:
         dk, dv = _sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
         bias = None if read.bias is None else jnp.zeros_like(read.bias, dtype=jnp.float32)
         onto = blockwise.Gradients(q=grads.q, k=dk, v=dv, bias=bias)
-        found = blockwise.backward(read, ring.recipe, lse=lse, do=do, delta=delta, onto=onto, lse_error=lse_error)
+        found = ring.kernel.backward(read, ring.recipe, lse=lse, do=do, delta=delta, onto=onto, lse_error=lse_error)
         bias = _sequence.add_columns(grads.bias, found.bias, ring.start(operands, turn))
         return _Grads(q=found.q, bias=bias, kv=_sequence.pack(found.k, found.v))
 

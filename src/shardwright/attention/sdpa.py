@@ -69,11 +69,7 @@ class CudnnAttention(AttentionImpl):
         """Return why a call cannot be served: another platform, what cuDNN cannot do, or that it does not work on this machine."""
         if call.platform != "gpu":
             return (f"it runs on GPUs, and the platform is {call.platform}",)
-        reasons = (*lengths_are_whole(call), *no_weights(call), *_no_argument(call), *_not_in_cudnn(call), *inside_shard_map())
-        if reasons:  # the rest starts a backend and compiles
-            return reasons
-        verdict = cls.probe()
-        return (verdict,) if verdict else ()
+        return not_in_cudnn(call, (*lengths_are_whole(call), *no_weights(call)))
 
     @classmethod
     def probe(cls) -> str:
@@ -88,7 +84,16 @@ class CudnnAttention(AttentionImpl):
     @classmethod
     def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
         """Attend on every shard of batch and heads."""
-        return run_opaque(functools.partial(_by_cudnn, call=call), operands, call)
+        return run_opaque(functools.partial(attend_by_cudnn, call=call), operands, call)
+
+
+def not_in_cudnn(call: AttentionCall, before: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return why cuDNN cannot serve a call for a GPU whose sequences are whole where it runs, after what is known before."""
+    reasons = (*before, *_no_argument(call), *_not_in_cudnn(call), *inside_shard_map())
+    if reasons:  # the rest starts a backend and compiles
+        return reasons
+    verdict = CudnnAttention.probe()
+    return (verdict,) if verdict else ()
 
 
 def _no_argument(call: AttentionCall) -> tuple[str, ...]:
@@ -144,7 +149,8 @@ def _visible(shard: Operands, call: AttentionCall) -> tuple[jax.Array | None, ja
     return _online.visible(shard, call.recipe.mask)
 
 
-def _by_cudnn(shard: Operands, *, call: AttentionCall) -> Result:
+def attend_by_cudnn(shard: Operands, *, call: AttentionCall) -> Result:
+    """Return the output of local operands whose sequences are whole."""
     left, right = call.recipe.mask.bounds
     lengths = shard.lengths
     o = jax.nn.dot_product_attention(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.attention import _sequence, _shards, blockwise
+from shardwright.attention import _inner, _sequence, _shards
 from shardwright.attention.call import AttentionCall, Operands, default_positions
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
@@ -37,18 +37,28 @@ class UlyssesAttention(AttentionImpl):
         return reasons
 
     @classmethod
+    def inner(cls, call: AttentionCall) -> str:
+        """Return which kernel runs on each shard."""
+        return _inner.explained(_inner_of(call), call)
+
+    @classmethod
     def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
         """Attend, one `shard_map` over all the axes of the call."""
-        return _shards.run_on_shards(functools.partial(_run, call=call), operands, call)
+        inner = _inner_of(call)
+        return _inner.run_inner(inner, functools.partial(_run, call=call, inner=inner), operands, call)
 
 
-def _run(shard: Operands, *, call: AttentionCall) -> Result:
-    axes = call.specs.kv_length
+def _inner_of(call: AttentionCall) -> _inner.Inner:
+    return _inner.inner_kernel(call, whole=True)
+
+
+def _run(shard: Operands, *, call: AttentionCall, inner: _inner.Inner) -> Result:
+    axes, attend = call.specs.kv_length, _inner.attend_whole(inner, call)
     if call.shards(axes) == 1:
-        o, lse = blockwise.attend(shard, call.recipe)
+        o, lse = attend(shard, call.recipe)
         return _shards.asked(Result(o=o, lse=lse), call)
     whole = _with_some_heads(_jax.vary_together(_with_all_rows(shard, call)), call)
-    o, lse = blockwise.attend(whole, _sequence.within_halves(call.recipe, shard, call))
+    o, lse = attend(whole, _sequence.within_halves(call.recipe, shard, call))
     return Result(
         o=_swap(o, axes, split=1, join=2),
         lse=_swap(lse, axes, split=2, join=1) if call.return_lse else None,

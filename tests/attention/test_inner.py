@@ -1,0 +1,169 @@
+"""Over a sharded sequence the platform's own kernel runs on each shard, or blocks do and `explain` says why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.attention import explain, sdpa, zigzag
+from shardwright.attention.api import dot_product_attention
+from shardwright.attention.arguments import describe, make_operands, make_options
+from shardwright.attention.choose import choose
+from shardwright.attention.registry import AttentionRegistry
+from shardwright.testing import cpu_mesh
+from tests.attention.conformance import QUICK
+
+# Minutes of interpreting.
+slow = pytest.mark.slow
+
+RULES = """
+[rules]
+batch = "dp"
+query_length = "sp"
+kv_length = "sp"
+head = "tp"
+kv_head = "tp | -"
+"""
+NAMES = ("ring", "ulysses", "allgather_kv")
+
+
+def arrays(rows: int = 256, *, kv_heads: int = 2, dtype: str = "float32") -> tuple[jax.Array, ...]:
+    shapes = ((2, rows, 4, 16), (2, rows, kv_heads, 16), (2, rows, kv_heads, 16))
+    return tuple(jax.random.normal(jax.random.key(at), shape, dtype) for at, shape in enumerate(shapes))
+
+
+def manager(mesh: str, axis_types: Any = "auto") -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types)).for_mode("train")
+
+
+def as_on(platform: str, name: str, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Run an implementation as it does on another platform; kernels for TPUs are interpreted."""
+    asked = make_options({**options, "mode": "train"})
+    call, mask = describe(*given, options=asked)
+    call = dataclasses.replace(call, platform=platform)
+    inner = choose(call, implementation=name).inner
+    assert inner == {"tpu": "splash on each shard", "gpu": "cudnn on each shard"}[platform]
+    operands = make_operands(*given, options=asked, call=call, mask=mask)
+    return AttentionRegistry.get(name).run(operands, call)
+
+
+def value_and_grads(run: Callable[[tuple[Any, ...]], Any], given: tuple[Any, ...]) -> Any:
+    def loss(given: tuple[Any, ...]) -> Any:
+        found = run(given)
+        o = found if isinstance(found, jax.Array) else found.o
+        total = jnp.sum(jnp.sin(o.astype(jnp.float32)))
+        if o is not found and found.lse is not None:
+            total += jnp.sum(jnp.where(jnp.isneginf(found.lse), 0.0, jnp.cos(found.lse)))
+        return total, o
+
+    (_, o), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(given)
+    return o, *grads
+
+
+def check(
+    platform: str,
+    name: str,
+    mesh: str,
+    given: tuple[Any, ...],
+    *,
+    axis_types: Any = "auto",
+    tolerance: float = 1e-5,
+    **options: Any,
+) -> None:
+    """Compare values and gradients, of sinks too, with those of one device."""
+    given = (*given, options.pop("sinks")) if "sinks" in options else given
+
+    def with_sinks(rest: tuple[Any, ...]) -> dict[str, Any]:
+        return {**options, "sinks": rest[0]} if rest else options
+
+    def oracle(given: tuple[Any, ...]) -> Any:
+        q, k, v, *rest = given
+        return dot_product_attention(q, k, v, mode="train", implementation="vanilla", **with_sinks(tuple(rest)))
+
+    def sharded(given: tuple[Any, ...]) -> Any:
+        return as_on(platform, name, given[:3], with_sinks(given[3:]))
+
+    wanted = value_and_grads(oracle, given)
+    with manager(mesh, axis_types):
+        found = value_and_grads(sharded, given)
+    pairs = zip(found, wanted, strict=True)
+    for one, want in ((np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in pairs):
+        assert np.isfinite(one).all()
+        assert np.linalg.norm(one - want) <= tolerance * max(1.0, float(np.linalg.norm(want)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_splash_runs_on_each_shard(name: str) -> None:
+    check("tpu", name, "sp:2", arrays(), causal=True)
+
+
+SEGMENTS = np.sort(np.random.default_rng(0).integers(0, 3, (2, 256), np.int32))
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window, capped": {"causal": True, "window": (40, 0), "softcap": 5.0},
+    "packed": {"causal": True, "segment_ids": SEGMENTS},
+    "lengths": {"lengths": np.array([0, 131], np.int32)},
+    "zigzag": {"causal": True, "positions": np.asarray(zigzag.positions(256, shards=4))},
+    "sinks, logsumexp": {"causal": True, "sinks": jnp.array([1.0, 0, 2, -1]), "return_lse": True},
+}
+
+
+@slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_equals_one_device(name: str, case: str) -> None:
+    check("tpu", name, "sp:4", arrays(), **CASES[case])
+
+
+@slow
+@pytest.mark.parametrize("name", NAMES)
+def test_one_kv_head_over_three_mesh_axes(name: str) -> None:
+    check("tpu", name, "dp:2,sp:2,tp:2", arrays(kv_heads=1), axis_types="explicit", causal=True)
+
+
+@slow
+@pytest.mark.parametrize("name", ["ring", "allgather_kv"])
+def test_shards_of_odd_length(name: str) -> None:
+    check("tpu", name, "sp:3", arrays(3 * 67), causal=True)
+
+
+def test_cudnn_runs_in_ulysses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA's attention stands in for cuDNN's, whose meaning it has."""
+    kind = jax.local_devices()[0].device_kind
+    monkeypatch.setattr(sdpa.CudnnAttention, "_verdicts", {kind: ""})
+    real, asked = jax.nn.dot_product_attention, []
+
+    def by_xla(*given: Any, implementation: str, **rest: Any) -> Any:
+        asked.append(implementation)
+        return real(*given, implementation="xla", **rest)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    check("gpu", "ulysses", "sp:2", arrays(32, dtype="bfloat16"), tolerance=1e-2, causal=True)
+    assert set(asked) == {"cudnn"}
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "says"),
+    [
+        ("tpu", {"bias": jnp.zeros((1, 1, 256, 256))}, "splash cannot: it takes no bias"),
+        ("tpu", {"dropout": 0.5, "dropout_key": 1}, "splash cannot: it has no dropout"),
+        ("gpu", {"softcap": 3.0}, "cudnn cannot: it has no softcap"),
+    ],
+)
+def test_what_it_cannot_do_blocks_do(platform: str, options: dict[str, Any], says: str) -> None:
+    with manager("sp:2"):
+        call = explain(*arrays(dtype="bfloat16"), implementation="ulysses", **options).call
+    text = str(choose(dataclasses.replace(call, platform=platform), implementation="ulysses"))
+    assert f"  runs  blockwise on each shard; {says}" in text
+
+
+def test_on_cpus_there_is_no_choice() -> None:
+    with manager("sp:2"):
+        assert "runs" not in str(explain(*arrays(), implementation="ring"))
