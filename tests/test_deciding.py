@@ -6,7 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.provenance import Outcome
+from shardwright.deciding import rule_text
+from shardwright.provenance import Outcome, RuleRef
 from shardwright.resolver import explain
 from shardwright.rules import Conflict, Indivisible, Missing, Policy
 from tests.resolving import made, spec
@@ -41,7 +42,8 @@ def test_entries_of_a_literal_spec() -> None:
 @pytest.mark.parametrize("path", [None, "mlp/up"])
 def test_unknown_axes_of_a_composite(path: str | None) -> None:
     """Each unknown member is a problem of the whole dim; the dims beside it are decided."""
-    found = explain((B, (E, "mine", "yours")), made(rules={B: "dp"}), {"dp": 2}, shape=(4, 4), path=path)
+    rules = made(rules={B: "dp", E: "fsdp"})
+    found = explain((B, (E, "mine", "yours")), rules, {"dp": 2, "fsdp": 2}, shape=(4, 4), path=path)
     assert outcomes(found) == [Outcome.CHOSEN, Outcome.FAILED]
     assert [problem.what for problem in found.problems] == ["unknown axis 'MINE'", "unknown axis 'YOURS'"]
     assert {(problem.path, problem.dim, problem.axis) for problem in found.problems} == {(path or "", 1, "EMBED+MINE+YOURS")}
@@ -131,6 +133,8 @@ def test_a_size_that_does_not_divide_over_several() -> None:
     (problem,) = found.problems
     assert (problem.size, problem.mesh_axes, problem.shards) == (12, ("dp", "fsdp"), 8)
     assert 'batch = "dp+fsdp | dp | -"' in message(explain((B,), made(rules={B: "dp+fsdp"}), mesh, shape=(6,)))
+    three = message(explain((B,), made(rules={B: "dp+fsdp+tp"}), {**mesh, "tp": 3}, shape=(12,)))
+    assert 'batch = "dp+fsdp+tp | fsdp+tp | -"' in three, "of the parts that fit the one with the most shards"
     assert 'batch = "dp+fsdp | -"' in message(explain((B,), made(rules={B: "dp+fsdp"}), mesh, shape=(3,)))
     assert message(explain(P("fsdp"), made(), mesh, shape=(6,), path="x")) == (
         "x dim 0: size 6 does not divide over fsdp=4\n"
@@ -149,3 +153,31 @@ def test_a_prefix_is_the_longest_that_divides(size: int, prefix: tuple[str, ...]
 def test_a_conflict_with_experts_suggests_the_gate(axes: tuple[str, ...]) -> None:
     text = message(explain(axes, made(rules={sw.EXPERT: "ep", E: "ep"}), {"ep": 2}, shape=(4, 4)))
     assert text.endswith("fix   router weights and logits end in EXPERT_GATE: write it in place of EXPERT, or EMPTY here")
+
+
+@pytest.mark.parametrize(
+    ("axis", "label", "fix"),
+    [
+        ("mine", "MINE", '[axes] mine = "what it is"'),
+        ("__batch__", "batch", "write BATCH, whose value is '__BATCH__'"),
+        ("batch length", "BATCH LENGTH", 'each dim is a string of its own: "BATCH", "LENGTH"'),
+        ("dp+tp", "DP+TP", 'a dim over several axes is a tuple of them: ("DP", "TP")'),
+        ("columnwise", "COLUMNWISE", "did you mean the layout ColumnWise?"),
+    ],
+)
+def test_an_unknown_axis_of_the_wrong_rank(axis: str, label: str, fix: str) -> None:
+    """The unknown name explains more than the rank does: the error is about the name."""
+    with pytest.raises(sw.UnknownAxisError, match="unknown axis") as caught:
+        explain((axis,), made(), {"dp": 2}, shape=(4, 4)).require()
+    assert caught.value.axis == label
+    assert fix in caught.value.fix
+
+
+def test_the_rule_of_a_composite_is_its_members() -> None:
+    text = message(explain(((B, E),), made(rules={B: "dp", E: "fsdp"}), {"dp": 2, "fsdp": 2}, shape=(6,), path="x"))
+    assert '\n  rule  batch = "dp"   (t.toml, [rules], mode train)\n        embed = "fsdp"   (t.toml, [rules], mode train)\n' in text
+
+
+def test_a_rule_that_stands_in_no_file_has_a_mode_alone() -> None:
+    assert rule_text(RuleRef(key="batch", text="dp"), sw.MODE_TRAIN) == 'batch = "dp"   (mode train)'
+    assert rule_text(RuleRef(key="batch", text="dp", source="default"), sw.MODE_DECODE) == 'batch = "dp"   (default, mode decode)'

@@ -394,10 +394,10 @@ class Frame:
         position: int,
         label: str,
         *,
-        rule: RuleRef | None = None,
+        rule: RuleRef,
         **fields: Any,
     ) -> None:
-        text = "" if rule is None else rule_text(rule, self.mode)
+        text = rule_text(rule, self.mode)
         self.problems.append(Problem(error=error, what=what, path=self.path or "", dim=position, axis=label, rule=text, **fields))
 
 
