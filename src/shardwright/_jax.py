@@ -20,6 +20,17 @@ def is_array(value: object) -> bool:
     return isinstance(value, (jax.core.Tracer, jax.Array, np.ndarray, np.generic, bool, int, float, complex))
 
 
+# What JAX raises where symbolic sizes of `jax.export` do not say whether something holds.
+Inconclusive = jax.errors.InconclusiveDimensionOperation
+
+
+def is_symbolic(size: Any) -> bool:
+    """Tell whether a size is a symbolic one of `jax.export`."""
+    from jax import export
+
+    return bool(export.is_symbolic_dim(size))
+
+
 def in_trace() -> bool:
     """Tell whether some transformation is tracing. `get_mesh` refuses to answer exactly there."""
     try:

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from shardwright import _jax
 from shardwright.axes import (
     EMPTY,
     HEAD,
@@ -72,7 +73,7 @@ def merged(*members: tuple[str, int]) -> MergedDim:
 
 
 def as_shape(shape: Any) -> tuple[int, ...]:
-    """Return a shape as a tuple of whole numbers.
+    """Return a shape as a tuple of whole numbers, and of symbolic sizes of `jax.export` as they are.
 
     Raises:
       RankMismatchError: it is something else, or has a negative size.
@@ -80,8 +81,11 @@ def as_shape(shape: Any) -> tuple[int, ...]:
     try:
         sizes = tuple(map(operator.index, shape))
     except TypeError as error:
-        raise RankMismatchError(f"{_short(shape)} is not a shape", fix="pass x.shape, or a tuple of sizes such as (8, 128)") from error
-    if sizes and min(sizes) < 0:
+        try:
+            sizes = tuple(size if _jax.is_symbolic(size) else operator.index(size) for size in shape)
+        except TypeError:
+            raise RankMismatchError(f"{_short(shape)} is not a shape", fix="pass x.shape, or a tuple of sizes such as (8, 128)") from error
+    if any(type(size) is int and size < 0 for size in sizes):
         raise RankMismatchError(f"{sizes} has a negative size", fix="pass x.shape, or a tuple of sizes such as (8, 128)")
     return sizes
 
@@ -568,4 +572,9 @@ def mode_of_layout(mode: str | int, shape: Sequence[int] | None) -> str:
         raise ShapeRequiredError(f"the layout's mode is dim {mode}: its size picks the mode", fix="pass mode= or shape=")
     if not -len(shape) <= mode < len(shape):
         raise RankMismatchError(f"the layout's mode is dim {mode}, the array has shape {tuple(shape)}", fix="pass mode=")
-    return MODE_DECODE if shape[mode] == 1 else MODE_TRAIN
+    size = shape[mode]
+    try:
+        return MODE_TRAIN if size >= 2 or size < 1 else MODE_DECODE
+    except _jax.Inconclusive as error:
+        what = f"the layout's mode is dim {mode}, and whether its size {size} is 1 is not known"
+        raise ShapeRequiredError(what, fix="pass mode=") from error

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from shardwright import _jax
 from shardwright.annotations import Dim
 from shardwright.axes import EXPERT, PARALLELISM_AXES, Role, axis_label, canonical_axis
 from shardwright.composites import Candidate, Composite, make_composite, reduced
@@ -111,8 +112,12 @@ class Frame:
     stood_in: set[int] = dataclasses.field(default_factory=set)
 
     def fits(self, size: int, axes: tuple[str, ...]) -> bool:
-        """Tell whether a size divides over mesh axes."""
-        return size % self._shards(axes) == 0
+        """Tell whether a size divides over mesh axes.
+
+        Raises:
+          _jax.Inconclusive: it is symbolic, and that depends on its value.
+        """
+        return not size % self._shards(axes) >= 1
 
     def decide(self, position: int, dim: Dim) -> DimDecision:
         """Decide one dim and take its mesh axes."""
@@ -204,6 +209,12 @@ class Frame:
     # Which candidate.
 
     def _choose(self, draft: _Draft, rule: _Chain, size: int | None) -> DimDecision:
+        try:
+            return self._chosen(draft, rule, size)
+        except _jax.Inconclusive:
+            return self._chosen(draft, rule, None)
+
+    def _chosen(self, draft: _Draft, rule: _Chain, size: int | None) -> DimDecision:
         trial = self._try(rule, size)
         draft.rule, draft.skipped = rule.ref, tuple(trial.skipped)
         if trial.dropped_missing:
@@ -215,7 +226,7 @@ class Frame:
                 draft.dim,
                 draft.label,
                 rule=rule.ref,
-                fix="pass shape=",
+                fix="pass shape=" if draft.size is None else f"say more of {draft.size}, such as 8*b, or give the rule one candidate",
             )
             return draft.decided(Outcome.FAILED)
         if trial.chosen is not None:

@@ -37,6 +37,7 @@ from shardwright.problems import (
     not_varying,
     other_shape,
     path_wanted,
+    refused_by_jax,
     with_fix,
 )
 from shardwright.provenance import ModeFrom, Outcome, Resolution
@@ -295,9 +296,14 @@ class PartitionManager:
         return jax.tree.unflatten(structure, results)
 
     def abstract(self, values: Any, annotations: Any = None, *, mode: str | None = None, role: Role | str = Role.PARAM) -> Any:
-        """Return a tree of `jax.ShapeDtypeStruct`s with shardings, to lower, compile ahead of time, or restore into."""
+        """Return a tree of `jax.ShapeDtypeStruct`s with shardings, to lower, compile ahead of time, or restore into.
+
+        Raises:
+          IndivisibleError: a symbolic size of `jax.export` that may not divide, which JAX refuses for an input.
+          ShardingError: as `shardings` does.
+        """
         shardings = self.shardings(values, annotations, mode=mode, role=role)
-        raise_problems(no_dtype(values))
+        raise_problems([*no_dtype(values), *refused_by_jax(values, shardings)])
         return jax.tree.map(
             lambda value, sharding: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding),
             values,

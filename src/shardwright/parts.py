@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from shardwright import _jax
 from shardwright.annotations import Dim, PartOf, describe
 from shardwright.errors import IndivisibleError, Problem, RankMismatchError, ShapeRequiredError
 from shardwright.provenance import DimDecision, Outcome, Resolution
@@ -47,7 +48,15 @@ def take_part(whole: Resolution, part: PartOf, shape: Sequence[int] | None, *, p
             decisions.append(DimDecision(dim=at, label="", size=size, outcome=Outcome.EMPTY))
             continue
         made = dataclasses.replace(whole.decisions[of], dim=at, size=size)
-        if size != part.shape[of] and not fits(size, made.mesh_axes):
+        try:
+            split = size != part.shape[of] and not fits(size, made.mesh_axes)
+        except _jax.Inconclusive:
+            what = f"whether {size} parts divide over {'+'.join(made.mesh_axes)} is not known"
+            fix = "say more of the size, such as 8*b, or annotate the dim EMPTY"
+            problems.append(Problem(error=ShapeRequiredError, what=what, path=path or "", dim=at, axis=made.label, fix=fix))
+            decisions.append(dataclasses.replace(made, outcome=Outcome.FAILED, mesh_axes=()))
+            continue
+        if split:
             if policy.indivisible is Indivisible.ERROR:
                 problems.append(dataclasses.replace(_split_block(made, part.shape[of]), path=path or ""))
                 made = dataclasses.replace(made, outcome=Outcome.FAILED, mesh_axes=())
@@ -123,7 +132,14 @@ def add_zero1(param: Taken, rule: Rule | None, *, dims: Sequence[Dim], path: str
             return dataclasses.replace(param, problems=(problem,))
         for decision in able:
             size = _judged(decision, dims)
-            if size is not None and fits(size, (*decision.mesh_axes, *free)):
+            try:
+                fitting = size is not None and fits(size, (*decision.mesh_axes, *free))
+            except _jax.Inconclusive:
+                what = f"which dim zero1 shards depends on the size {size}"
+                fix = "say more of it, such as 8*b"
+                problem = Problem(error=ShapeRequiredError, what=what, path=path or "", dim=decision.dim, rule=str(rule.ref), fix=fix)
+                return dataclasses.replace(param, problems=(problem,))
+            if fitting:
                 return _widened(param, decision, free, rule)
         tried.append(free)
     if not tried or rule.fallback is Fallback.REPLICATED:

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 
-from shardwright.annotations import Dim, PartOf
+from shardwright.annotations import ArraySpec, Dim, PartOf
 from shardwright.axes import STANDARD_MESH_AXES
 from shardwright.deciding import rule_text
 from shardwright.errors import (
+    IndivisibleError,
     ManualAxisError,
     MeshMismatchError,
     Problem,
@@ -101,6 +102,23 @@ def no_dtype(values: Any) -> list[Problem]:
         for path, leaf in leaves
         if not hasattr(leaf, "dtype")
     ]
+
+
+def refused_by_jax(values: Any, shardings: Any) -> list[Problem]:
+    """Arrays of symbolic sizes for which JAX refuses their sharding as that of an input, since it cannot tell whether they divide."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(values, is_leaf=lambda leaf: isinstance(leaf, ArraySpec))
+    problems = []
+    for (path, value), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
+        if all(type(size) is int for size in value.shape):
+            continue
+        try:
+            sharding.shard_shape(value.shape)
+        except ValueError as error:
+            what = f"JAX refuses {sharding.spec} for the shape {value.shape}: {str(error).splitlines()[0]}"
+            at = jax.tree_util.keystr(path, simple=True, separator="/")
+            fix = "say more of the size, such as 8*b, or give the axis a rule that leaves it whole"
+            problems.append(Problem(error=IndivisibleError, what=what, path=at, fix=fix))
+    return problems
 
 
 def not_varying(found: Resolution, varying: Collection[str], path: str | None) -> list[Problem]:

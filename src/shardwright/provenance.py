@@ -195,7 +195,7 @@ class DimDecision:
         return {
             "dim": self.dim,
             "axis": self.label,
-            "size": self.size,
+            "size": self.size if self.size is None or type(self.size) is int else str(self.size),
             "mesh_axes": list(self.mesh_axes),
             "outcome": str(self.outcome),
             "rule": None if self.rule is None else self.rule.to_json(),

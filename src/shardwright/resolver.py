@@ -106,9 +106,7 @@ def explain(
         raise StrategyError(f"manual={manual!r} is one name, not a set of them", fix=f"manual={{{manual!r}}}")
     manual = frozenset(manual)
     request = (annotation, sizes.pairs, mode, role, dims, path, manual, mode_from)
-    found = rules._cache.get(request)
-    if found is None:
-        found = rules._cache.recall(request)
+    found = rules._cache.get(request) or rules._cache.recall(request)
     if found is None:
         made = _explain(annotation, rules, sizes, mode=mode, role=role, shape=dims, path=path, manual=manual, mode_from=mode_from)
         found = rules._cache.keep(request, made)
