@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ from shardwright.rules import (
     default_rule,
     foreign_mesh_axes,
     parse_rule,
+    share_values,
+    unnamed_mesh_axes,
 )
 
 
@@ -220,10 +223,22 @@ def test_parallelism_axes_have_a_rule_without_being_stated() -> None:
             "policy zero1 is 'dp | -', not a Rule\n  fix   write shardwright.rules.parse_rule('dp | -'), or None for none",
         ),
         ({"zero1": ("dp",)}, "policy zero1 is ('dp',), not a Rule\n  fix   write shardwright.rules.parse_rule('dp | -')"),
-        ({"zero1": parse_rule("dp | ?")}, '"?" cannot be the answer for optimizer state'),
-        ({"gather": ["fsdp"]}, "policy gather is ['fsdp'], not a tuple of mesh axes"),
+        ({"zero1": "fsdp"}, "policy zero1 is 'fsdp', not a Rule\n  fix   write shardwright.rules.parse_rule('fsdp'), or None for none"),
+        (
+            {"zero1": parse_rule("dp | ?")},
+            '"?" cannot be the answer for optimizer state: it must lie somewhere\n  rule  rule = "dp | ?"\n  fix   write "-"',
+        ),
+        (
+            {"gather": ["fsdp"]},
+            'policy gather is [\'fsdp\'], not a tuple of mesh axes\n  fix   write ("fsdp", "sp"), or () for none',
+        ),
+        ({"idle": ["replica"]}, "policy idle is ['replica'], not a tuple of mesh axes"),
+        ({"idle": ("replica", "replica")}, "policy idle has 'replica' twice"),
         ({"gather": ("fsdp", 3)}, "policy gather is ('fsdp', 3), not a tuple of mesh axes"),
-        ({"gather": ("fsdp+sp",)}, "policy gather has 'fsdp+sp', which is not the name of a mesh axis: it contains '+'"),
+        (
+            {"gather": ("fsdp+sp",)},
+            "policy gather has 'fsdp+sp', which is not the name of a mesh axis: it contains '+', which rules and mesh texts use\n  fix   write each",
+        ),
         ({"gather": ("fsdp", "")}, "policy gather has '', which is not the name of a mesh axis: it is empty"),
         ({"gather": ("-",)}, "policy gather has '-', which is not the name of a mesh axis: it is a word of the rule grammar"),
         ({"gather": ("fsdp", "sp", "fsdp")}, "policy gather has 'fsdp' twice\n  fix   name every mesh axis once"),
@@ -240,3 +255,102 @@ def test_policy_presets() -> None:
         indivisible=Indivisible.ERROR, conflict=Conflict.ERROR, gather=(), missing=Missing.SKIP, rank=Rank.ERROR
     )
     assert POLICY_PRESETS["eformer"] == Policy(indivisible=Indivisible.DROP, missing=Missing.REPLICATE, rank=Rank.FIT)
+
+
+@pytest.mark.parametrize(
+    ("mark", "says", "fix"),
+    [
+        ("|", "rule: the rule has 65 candidates, at most 64 are read", "keep the candidates that can apply; the first that fits wins"),
+        ("+", "rule: the candidate names 65 mesh axes, and a mesh has at most 64", 'name the mesh axes of one dim, such as "dp+fsdp"'),
+    ],
+)
+def test_the_length_of_a_rule_is_limited(mark: str, says: str, fix: str) -> None:
+    longest = mark.join(f"m{at}" for at in range(64))
+    assert len(parse_rule(longest).mesh_axes) == 64
+    with pytest.raises(sw.StrategyError, match=f"^{re.escape(says)}") as caught:
+        parse_rule(longest + mark + "m64")
+    assert caught.value.fix == fix
+    assert caught.value.rule.startswith('rule = "m0')
+
+
+def test_a_rule_without_a_place_is_called_rule() -> None:
+    ref = parse_rule("dp | -").ref
+    assert (ref.key, ref.text) == ("rule", "dp | -")
+
+
+def strategy_rules(text: str = "", source: str = "a.toml") -> AxisRules:
+    common = '[params]\nembed = "fsdp"\n[[tensors]]\nmatch = "head"\nembed = "-"\n[attention]\ntrain = "ring"\n'
+    return sw.Strategy.loads(common + text, source=source).compile()
+
+
+def test_rules_survive_pickling_whole() -> None:
+    rules = strategy_rules()
+    again = pickle.loads(pickle.dumps(rules))
+    assert again == rules
+    assert again.tensors == rules.tensors != ()
+    assert again.attention == rules.attention != ()
+    assert pickle.loads(pickle.dumps(rules.tensors[0])) == rules.tensors[0]
+    assert pickle.loads(pickle.dumps(rules.tensors[0])).find(sw.EMBED, "lm_head") == rules.tensors[0].find(sw.EMBED, "head") is not None
+
+
+def test_a_fingerprint_tells_rules_apart() -> None:
+    """Equal where rules are equal, wherever they are written; different where any part differs."""
+    rules = strategy_rules()
+    assert len(rules.fingerprint()) == 32
+    assert rules.fingerprint() is rules.fingerprint()
+    for equal in (strategy_rules(source="b.toml"), strategy_rules("\n"), pickle.loads(pickle.dumps(rules))):
+        assert equal.fingerprint() == rules.fingerprint()
+    others = [
+        strategy_rules('decode = "ring"\n'),
+        strategy_rules('[[tensors]]\nmatch = "tail"\nembed = "-"\n'),
+        strategy_rules('[policy]\nindivisible = "prefix"\n'),
+        strategy_rules('[policy]\nzero1 = "dp"\n'),
+        strategy_rules('[policy]\nzero1 = "dp | -"\n'),
+        strategy_rules('[policy]\ngather = "fsdp"\n'),
+        strategy_rules('[axes]\nmine = "an axis"\n'),
+        strategy_rules('[rules]\nbatch = "dp"\n'),
+        strategy_rules('[rules]\nbatch = "dp | -"\n'),
+        strategy_rules('[rules]\nbatch = "dp | ?"\n'),
+        strategy_rules('[rules]\nbatch = "fsdp"\n'),
+        strategy_rules('[rules]\nhead = "dp"\n'),
+        strategy_rules('[modes.decode]\nbatch = "dp"\n'),
+    ]
+    assert len({rules.fingerprint(), *(other.fingerprint() for other in others)}) == 1 + len(others)
+
+
+def test_equal_values_become_one_object() -> None:
+    one, other = strategy_rules(), strategy_rules(source="b.toml")
+    assert one._values is not other._values
+    assert one == other
+    assert one._values is other._values
+    assert one == other
+    assert (one == strategy_rules('[rules]\nbatch = "dp"\n')) is False
+
+
+def test_values_are_compared_where_hashes_agree() -> None:
+    def frozen(value: int, code: int) -> Any:
+        return SimpleNamespace(_values=[value], _hash=code)
+
+    one = frozen(1, 5)
+    assert share_values(one, one) is True
+    assert share_values(one, frozen(1, 5)) is True
+    for value, other in ((1, 2), (2, 1)):
+        assert share_values(frozen(value, 5), frozen(other, 5)) is False
+        assert share_values(frozen(1, value), frozen(1, other)) is False
+
+
+def test_tables_of_every_mode_are_needed() -> None:
+    rules = build_rules({})
+    for name in ("activations", "params"):
+        with pytest.raises(ValueError, match="shorter than argument 1"):
+            dataclasses.replace(rules, **{name: getattr(rules, name)[1:]})
+
+
+def test_unnamed_mesh_axes() -> None:
+    """Mesh axes of one device are left out, standard ones and named ones too."""
+    rules = build_rules({"rules": {sw.BATCH: parse_rule("data")}})
+    sizes = {"dp": 4, "x": 2, "one": 1, "data": 3, "y": 3, "tp": 2}
+    assert unnamed_mesh_axes(rules, sizes) == ("x", "y")
+    zero1 = build_rules({}, policy=Policy(zero1=parse_rule("x")))
+    assert zero1.named_mesh_axes() == ("x",)
+    assert unnamed_mesh_axes(zero1, sizes) == ("data", "y")
