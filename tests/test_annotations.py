@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.annotations import Dim, as_annotation, describe, lower, mode_of_layout
+from shardwright.annotations import Dim, PartOf, as_annotation, describe, lower, mode_of_layout, one_annotation
 from shardwright.axes import SEMANTIC_AXES, axis_label, canonical_axis, file_name
 
 GOOD = [
@@ -326,3 +327,114 @@ class TestModeOfALayout:
     def test_an_integer_needs_its_dim(self, mode: int) -> None:
         with pytest.raises(sw.RankMismatchError, match=f"the layout's mode is dim {mode}"):
             mode_of_layout(mode, (4, 8))
+
+
+class TestWhatIsChecked:
+    """Annotations check what they are given, and say what is wrong with it and how to write it."""
+
+    @pytest.mark.parametrize(
+        ("member", "says"),
+        [
+            ((sw.HEAD, 8, 2), "merged: ('__HEAD__', 8, 2) is not (axis, size)"),
+            ([sw.HEAD, 8], "merged: ['__HEAD__', 8] is not (axis, size)"),
+            ((sw.HEAD, "8"), "merged: ('__HEAD__', '8') is not (axis, size)"),
+            ((sw.HEAD, 0), "merged: ('__HEAD__', 0) has no positive size"),
+            ((sw.HEAD, -2), "merged: ('__HEAD__', -2) has no positive size"),
+        ],
+    )
+    def test_members_of_a_merged_dim(self, member: Any, says: str) -> None:
+        with pytest.raises(sw.StrategyError, match=f"^{re.escape(says)}\n  fix   merged"):
+            sw.merged(member)
+        with pytest.raises(sw.StrategyError, match=r"^merged needs at least one \(axis, size\)\n  fix   merged\(\(KV_HEAD, 8\)"):
+            sw.merged()
+        assert sw.merged((sw.HEAD, 1)).size == 1
+        assert lower((sw.BATCH,)).dims[0].size is None
+
+    @pytest.mark.parametrize(
+        ("shape", "says"),
+        [("ab", "'ab' is not a shape"), ((4, None), r"\(4, None\) is not a shape"), ((4, -1), r"\(4, -1\) has a negative size")],
+    )
+    def test_shapes(self, shape: Any, says: str) -> None:
+        for make in (
+            lambda: sw.ArraySpec(shape, jnp.float32, (sw.BATCH, sw.EMBED)),
+            lambda: PartOf(annotation=(sw.BATCH, sw.EMBED), shape=shape, dims=(0,)),
+        ):
+            with pytest.raises(sw.RankMismatchError, match=rf"^{says}\n  fix   pass x.shape, or a tuple of sizes such as \(8, 128\)$"):
+                make()
+
+    def test_fields_of_an_array_spec(self) -> None:
+        spec = sw.ArraySpec([np.int64(4), 0], jnp.float32, [sw.EMBED, [sw.BATCH, sw.LENGTH]])
+        assert (spec.shape, spec.ndim, spec.axes) == ((4, 0), 2, (sw.EMBED, (sw.BATCH, sw.LENGTH)))
+        assert type(spec.shape[0]) is int
+        with pytest.raises(sw.StrategyError, match=r"^'float33' is not a dtype\n  fix   write one such as jnp.float32$"):
+            sw.ArraySpec((4,), "float33", (sw.EMBED,))
+
+    def test_an_array_spec_has_the_shape_of_its_array(self) -> None:
+        spec = sw.ArraySpec((4, 8), jnp.float32, (sw.EMBED, sw.VOCAB))
+        assert lower(spec) == lower(spec, (4, 8)) == lower((sw.EMBED, sw.VOCAB))
+        for shape in ((4, 7), (4, 9), (4,)):
+            with pytest.raises(
+                sw.RankMismatchError, match=rf"^the array has shape {re.escape(str(shape))}, its ArraySpec \(4, 8\)\n  fix   make"
+            ):
+                lower(spec, shape)
+        merged = sw.ArraySpec((4, 8), jnp.float32, (sw.EMBED, sw.merged((sw.HEAD, 2), (sw.HEAD_DIM, 4))))
+        assert lower(merged).dims[1].size == 8
+
+    def test_fields_of_a_part(self) -> None:
+        part = PartOf(annotation=[sw.EMBED, sw.VOCAB], shape=[np.int32(4), 8], dims=[1])
+        assert (part.annotation, part.shape, part.dims) == ((sw.EMBED, sw.VOCAB), (4, 8), (1,))
+        assert type(part.shape[0]) is int
+        with pytest.raises(sw.RankMismatchError, match=r"^\(EMBED, VOCAB\) has 2 dims, the array has 1: shape \(4,\)\n"):
+            PartOf(annotation=(sw.EMBED, sw.VOCAB), shape=(4,), dims=(0,))
+        for dims in ((3,), (2,), (0, 0), (-1,)):
+            with pytest.raises(sw.RankMismatchError, match=r"^w: dims .* of \(EMBED, VOCAB\), which has 2\n  fix   name each dim"):
+                PartOf(annotation=(sw.EMBED, sw.VOCAB), shape=(4, 8), dims=dims, path="w")
+
+    def test_a_part_keeps_the_mode_and_is_stored(self) -> None:
+        part = PartOf(annotation=sw.DynamicShardingAxes([sw.BATCH, sw.EMBED], "decode"), shape=(4, 8), dims=(1,), path="w")
+        assert (lower(part).mode, lower(part).role) == (sw.MODE_DECODE, sw.Role.PARAM)
+        for shape in ((), (8, 1)):
+            with pytest.raises(sw.RankMismatchError, match=rf"has 1 dims, the array has {len(shape)}"):
+                lower(part, shape)
+        with pytest.raises(sw.RankMismatchError, match=r"^w dim 0: size 9 is more than the 8 of dim 1") as caught:
+            lower(part, (9,))
+        assert caught.value.size == 9
+
+    def test_a_stack_of_parts(self) -> None:
+        part = PartOf(annotation=(sw.EMBED, sw.VOCAB), shape=(4, 8), dims=(1, None, 0), path="w")
+        many = sw.stacked(part, 3)
+        assert many == PartOf(annotation=(sw.LAYERS, sw.EMBED, sw.VOCAB), shape=(3, 4, 8), dims=(0, 2, None, 1), path="w")
+        spec = sw.stacked(sw.ArraySpec((8, 1, 4), jnp.float32, part), 3)
+        assert (spec.axes, spec.shape, spec.init) == (many, (3, 8, 1, 4), None)
+
+    def test_a_stack_of_one_layer(self) -> None:
+        spec = sw.ArraySpec((4,), jnp.float32, (sw.NORM,))
+        assert sw.stacked(spec, 1).shape == (1, 4)
+        with pytest.raises(
+            sw.StrategyError, match=r"^layers= goes with an ArraySpec, and only with one\n  fix   stacked\(spec, layers=32\)"
+        ):
+            sw.stacked((sw.EMBED,), 1)
+
+    def test_labels(self) -> None:
+        assert [dim.label for dim in lower((sw.BATCH, (sw.HEAD, sw.EMBED), sw.EMPTY)).dims] == ["BATCH", "HEAD+EMBED", "_"]
+        assert [dim.means for dim in lower(sw.ColumnWise).dims] == [sw.EMBED, sw.MLP_INTERMEDIATE]
+        assert [dim.means for dim in lower((sw.BATCH, sw.EMPTY)).dims] == ["", ""]
+        assert {dim.means for dim in lower(sw.ExpertTensorParallel).dims} == {""}
+
+    def test_a_wrong_entry_has_its_dim(self) -> None:
+        with pytest.raises(sw.StrategyError, match="its entry 3 is not an axis") as caught:
+            as_annotation((sw.BATCH, sw.EMBED, 3))
+        assert caught.value.dim == 2
+        with pytest.raises(
+            sw.RankMismatchError, match=r"has 2 entries, the array has 1 dims: shape \(2,\)\n  fix   write at most one entry"
+        ):
+            lower(P("dp", "tp"), (2,))
+
+    def test_one_annotation_from_arguments(self) -> None:
+        axes = (sw.BATCH, (sw.HEAD, sw.EMBED))
+        assert one_annotation(axes) == one_annotation((axes,)) == one_annotation((list(axes),)) == axes
+        assert one_annotation((sw.BATCH,)) == (sw.BATCH,)
+        merged = sw.merged((sw.HEAD, 2), (sw.HEAD_DIM, 4))
+        assert one_annotation((merged,)) == (merged,)
+        assert one_annotation((sw.ColumnWise,)) is sw.ColumnWise
+        assert one_annotation(()) == ()
