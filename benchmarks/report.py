@@ -12,7 +12,7 @@ from typing import Any
 
 import shardwright
 from benchmarks.timing import Row
-from shardwright.provenance import table
+from shardwright.tables import table
 
 HEAD = ("subject", "case", "measured", "beside", "value", "target", "", "time", "its time", "spread")
 
@@ -42,7 +42,7 @@ def _cpu() -> str:
 
 def text(rows: Sequence[Row]) -> str:
     """Return an aligned table."""
-    return "\n".join(table([HEAD, *map(_cells, rows)]))
+    return "\n".join(table([HEAD, *map(_cells, rows)], width=10_000))
 
 
 def markdown(rows: Sequence[Row], where: dict[str, str]) -> str:

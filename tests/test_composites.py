@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.composites import MOST_CANDIDATES
-from shardwright.provenance import Outcome, Reason
+from shardwright.provenance import Outcome, Reason, row
 from shardwright.resolver import explain, resolve
 from shardwright.rules import Conflict, Indivisible, Missing, Policy
 from tests.resolving import made, spec
@@ -60,10 +60,11 @@ class TestProduct:
 
     def test_explain_shows_the_rules_of_all_members(self) -> None:
         rules = made(rules={Q: "sp | -"}, decode={B: "dp | -"})
-        text = str(explain(((B, Q), E), rules, MESH, shape=(8, 4), mode="decode"))
-        assert 'batch = "dp | -"; query_length = "sp | -"' in text
-        assert "t.toml [modes.decode]; t.toml [rules]" in text
-        found = explain(((B, Q), E), rules, MESH, shape=(8, 4), mode="decode").to_json()
+        resolution = explain(((B, Q), E), rules, MESH, shape=(8, 4), mode="decode")
+        cells = row(resolution.decisions[0])
+        assert 'batch = "dp | -"; query_length = "sp | -"' in cells
+        assert "t.toml [modes.decode]; t.toml [rules]" in cells
+        found = resolution.to_json()
         members = found["dims"][0]["rule"]["members"]
         assert [(one["key"], one["table"]) for one in members] == [
             ("batch", "modes.decode"),

@@ -26,6 +26,7 @@ ORDER = (
     *("errors", "_jax", "axes", "modes", "layouts", "annotations", "mesh_text", "mesh", "path_patterns"),
     *(
         "specs",
+        "tables",
         "provenance",
         "recent",
         "rules",

@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.errors import Problem
-from shardwright.provenance import DimDecision, ModeFrom, Outcome, Reason, Resolution, RuleRef, Skip, table
+from shardwright.provenance import DimDecision, ModeFrom, Outcome, Reason, Resolution, RuleRef, Skip
 from shardwright.resolver import explain
 from shardwright.rules import Policy
 from shardwright.specs import canonical_spec
+from shardwright.tables import WIDTH, remarked_table, table
 from tests.resolving import made
 
 RULES = made(
@@ -33,11 +34,16 @@ def test_the_table_that_people_read() -> None:
     found = explain((sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD, sw.EMPTY), RULES, MESH, shape=(8, 16, 6, 3), mode="decode", path="attn/k")
     assert words(str(found)) == [
         "attn/k (BATCH, QUERY_LENGTH, KV_HEAD, _) as activation in decode -> P(('dp', 'fsdp'))",
-        "dim axis size mesh axes rule written in why",
-        '0 BATCH 8 dp+fsdp batch = "dp+fsdp" t.toml [rules] first candidate fits',
-        '1 QUERY_LENGTH 16 - query_length = "sp" t.toml [rules] sp has size 1; no mesh axis left: replicated',
-        '2 KV_HEAD 6 - kv_head = "tp | -" t.toml [rules] tp: 6 % 4 != 0; replicated by rule',
-        "3 _ 3 - not sharded by annotation",
+        "dim axis size mesh axes rule written in",
+        "why",
+        '0 BATCH 8 dp+fsdp batch = "dp+fsdp" t.toml [rules]',
+        "first candidate fits",
+        '1 QUERY_LENGTH 16 - query_length = "sp" t.toml [rules]',
+        "sp has size 1; no mesh axis left: replicated",
+        '2 KV_HEAD 6 - kv_head = "tp | -" t.toml [rules]',
+        "tp: 6 % 4 != 0; replicated by rule",
+        "3 _ 3 -",
+        "not sharded by annotation",
     ]
 
 
@@ -46,8 +52,20 @@ def test_the_columns_of_the_table_are_aligned() -> None:
     _, head, *rows = str(found).splitlines()
     for column in ("axis", "size", "mesh axes", "rule"):
         at = head.index(column)
-        assert all(row[at - 1] == " " and row[at] != " " for row in rows)
+        cells = [row for row in rows if row.strip()[0].isdigit()]
+        assert len(cells) == 3
+        assert all(row[at - 1] == " " and row[at] != " " for row in cells)
     assert not any(line != line.rstrip() for line in str(found).splitlines())
+
+
+def test_a_long_why_is_below_its_row() -> None:
+    axes = (sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD, sw.HEAD_DIM)
+    resolution = explain(axes, RULES, {"tp": 4, "sp": 1}, shape=(8, 16, 6, 128), mode="prefill")
+    _, *lines = str(resolution).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert lines[:2] == ["  dim  axis          size  mesh axes  rule                 written in", "       why"]
+    for decision in resolution.decisions:
+        assert f"       {decision.why}" in lines
 
 
 def test_a_failing_answer_shows_the_failure_and_the_dims_that_were_fine() -> None:
@@ -158,6 +176,29 @@ def test_a_skip_says_what_was_passed_over() -> None:
     assert str(Skip(reason=Reason.SIZE_ONE, candidate=("a",), mesh_axis="a")) == "a has size 1"
     assert str(Skip(reason=Reason.TAKEN, candidate=("a", "b"), detail="a is taken by dim 0 X")) == "a+b: a is taken by dim 0 X"
     assert str(Skip(reason=Reason.EMPTY, candidate=("a",))) == "a: no mesh axis left"
+
+
+def test_remarks_are_the_last_column_where_there_is_room() -> None:
+    rows = [("dim", "rule", "why"), ("0", "dp", "dp has size 1, and sp is not in the mesh")]
+    assert remarked_table(rows, width=36) == [
+        "dim  rule  why",
+        "0    dp    dp has size 1, and sp is",
+        "           not in the mesh",
+    ]
+    assert remarked_table(rows, width=32) == [
+        "dim  rule",
+        "     why",
+        "0    dp",
+        "     dp has size 1, and sp is",
+        "     not in the mesh",
+    ]
+
+
+def test_a_column_that_wraps_is_as_wide_as_its_words() -> None:
+    rows = [("place", "why"), ("fsdp_tp.toml:35 [params]", "first candidate fits")]
+    head, *lines = table(rows, width=40)
+    assert lines == ["fsdp_tp.toml:35  first candidate fits", "[params]"]
+    assert head == "place            why"
 
 
 def test_table_pads_columns_and_strips_ends() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -16,6 +15,7 @@ from shardwright.axes import EMPTY, Role
 from shardwright.errors import Problem, raise_problems
 from shardwright.modes import mode_name
 from shardwright.specs import UNCONSTRAINED, canonical_spec, entry_names, entry_of, spec_text
+from shardwright.tables import remarked_table
 
 
 class Reason(enum.StrEnum):
@@ -270,7 +270,7 @@ class Resolution:
         head = f"{name}{self.annotation} as {self.role} in {mode_name(self.mode)}"
         spec = f"  ->  {spec_text(self.spec)}" if self.spec is not None else "  ->  failed"
         lines = [head + spec]
-        lines += table([HEAD, *map(row, self.decisions)], indent="  ")
+        lines += remarked_table([HEAD, *map(row, self.decisions)], indent="  ")
         lines += [f"  note: {note}" for note in self.notes]
         for problem in self.problems:
             lines += [f"  {line}" for line in str(problem).splitlines()]
@@ -303,9 +303,3 @@ def lies_text(decision: DimDecision) -> str:
     if decision.outcome is Outcome.FAILED:
         return "!"
     return "?" if decision.outcome is Outcome.UNCONSTRAINED else "+".join(decision.mesh_axes) or "-"
-
-
-def table(rows: Sequence[Sequence[str]], *, indent: str = "") -> list[str]:
-    """Lay out rows as aligned columns, the first row being the head."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return [indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

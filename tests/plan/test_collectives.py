@@ -331,16 +331,20 @@ def test_as_a_table() -> None:
 
 
 TABLE = """\
-times  collective  over            dtype          bytes     all times  where
-4      all_gather  fsdp (dcn)      bf16           8.0 MiB   32.0 MiB   send.16
-1      all_to_all  tp (2 devices)  f32            64.0 KiB  64.0 KiB   jit(<lambda>)/mul model.py:55
-12     all_reduce  tp              f32            4.0 KiB   48.0 KiB   …y/eval_jaxpr/while/body/eval_jaxpr/psum
-                                                                       model.py:36
-3      all_gather  dp              f32            8.0 KiB   24.0 KiB   …rd_map/while/body/eval_jaxpr/all_gather
-                                                                       model.py:36
-?      all_reduce  tp              f32            4.0 KiB   ?          jit(<lambda>)/shard_map/while/body/pmax
-                                                                       model.py:38
-≤1     all_reduce  dp              f32            4.0 KiB   4.0 KiB    …mbda>)/shard_map/cond/branch_0_fun/psum
-                                                                       model.py:37
-1      all_reduce  tp              bf16 (as f32)  2.0 KiB   2.0 KiB    jit(<lambda>)/shard_map/psum model.py:27
+times  collective  over            dtype          bytes     all times
+       where
+4      all_gather  fsdp (dcn)      bf16           8.0 MiB   32.0 MiB
+       send.16
+1      all_to_all  tp (2 devices)  f32            64.0 KiB  64.0 KiB
+       jit(<lambda>)/mul model.py:55
+12     all_reduce  tp              f32            4.0 KiB   48.0 KiB
+       …y/eval_jaxpr/while/body/eval_jaxpr/psum model.py:36
+3      all_gather  dp              f32            8.0 KiB   24.0 KiB
+       …rd_map/while/body/eval_jaxpr/all_gather model.py:36
+?      all_reduce  tp              f32            4.0 KiB   ?
+       jit(<lambda>)/shard_map/while/body/pmax model.py:38
+≤1     all_reduce  dp              f32            4.0 KiB   4.0 KiB
+       …mbda>)/shard_map/cond/branch_0_fun/psum model.py:37
+1      all_reduce  tp              bf16 (as f32)  2.0 KiB   2.0 KiB
+       jit(<lambda>)/shard_map/psum model.py:27
 tp may carry HEAD, VOCAB"""

@@ -16,7 +16,8 @@ from shardwright.cli.tensors import read_tensors
 from shardwright.compare import Comparison, Placed, Row, Total, compare
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
 from shardwright.modes import MODE_NAMES, mode_name
-from shardwright.report.text import bytes_text, table
+from shardwright.report.text import bytes_text
+from shardwright.tables import table
 
 _GROWS = {r"\+[0-9][0-9,]*(?: \(.*\))?$": "red", r"-[0-9][0-9,]*(?: \(.*\))?$": "green"}
 _EPILOG = f"""\

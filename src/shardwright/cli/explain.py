@@ -17,8 +17,9 @@ from shardwright.compare import bytes_on_device
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
 from shardwright.modes import MODE_NAMES, MODES, mode_name
 from shardwright.provenance import HEAD, DimDecision, Resolution, lies_text, row
-from shardwright.report.text import bytes_text, table
+from shardwright.report.text import bytes_text
 from shardwright.specs import spec_text
+from shardwright.tables import remarked_table, table
 from shardwright.tensors import Tensor
 
 _EPILOG = f"""\
@@ -183,7 +184,7 @@ def _dims(decisions: Sequence[DimDecision], *, width: int) -> list[str]:
     rows = [HEAD, *map(row, decisions)]
     if all(decision.size is None for decision in decisions):
         rows = [(*cells[:2], *cells[3:]) for cells in rows]
-    return table(rows, indent="  ", width=width, prose=len(rows[0]) - 1)
+    return remarked_table(rows, indent="  ", width=width)
 
 
 def _in_words(problems: Iterable[Problem], *, sizes: str) -> tuple[Problem, ...]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardwright.report.text import WIDTH
+from shardwright.tables import WIDTH
 
 LEAST_WIDTH = 40
 SEVERITIES: Mapping[str, str] = {

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from shardwright.axes import axis_label
 from shardwright.plan.collectives import Collective
-from shardwright.report.text import WIDTH, bytes_text, table
+from shardwright.report.text import bytes_text
+from shardwright.tables import WIDTH, remarked_table
 
 _HEAD = ("times", "collective", "over", "dtype", "bytes", "all times", "where")
 _LONG = 40  # characters of an operation's name: its end says most
@@ -30,7 +31,7 @@ def collectives_text(
     shown = ordered if rows is None else ordered[:rows]
     if not shown:
         return "no collectives"
-    lines = table([_HEAD, *map(_row, shown)], width=width)
+    lines = remarked_table([_HEAD, *map(_row, shown)], width=width)
     if len(shown) < len(ordered):
         lines.append(f"and {len(ordered) - len(shown)} more")
     over = {axis for ones in shown for one in ones for axis in one.mesh_axes}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from shardwright.plan.memory import LeafBytes, TreeBytes
-from shardwright.report.text import WIDTH, bytes_text, table
+from shardwright.report.text import bytes_text
 from shardwright.specs import spec_text
+from shardwright.tables import WIDTH, table
 
 _HEAD = ("path", "shape", "dtype", "spec", "bytes", "per device", "replicated", "over")
 

@@ -16,7 +16,8 @@ from shardwright import context
 from shardwright.errors import MeshSpecError, ProgramError, ShardingError
 from shardwright.manager import PartitionManager
 from shardwright.plan.memory import leaf_bytes
-from shardwright.report.text import bytes_text, table
+from shardwright.report.text import bytes_text
+from shardwright.tables import table
 from shardwright.testing.placements import sharding_text
 from shardwright.testing.programs import function_name, is_same_everywhere
 from shardwright.tree import path_text

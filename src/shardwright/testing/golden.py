@@ -18,8 +18,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.mesh import mesh_sizes
-from shardwright.report.text import table
 from shardwright.specs import UNCONSTRAINED, canonical_spec, entry_names, entry_of, spec_text
+from shardwright.tables import table
 from shardwright.tree import path_text
 
 _NAME = re.compile(r"[\w.,=+-]+")

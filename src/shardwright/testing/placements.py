@@ -18,9 +18,10 @@ from shardwright.manager import PartitionManager
 from shardwright.mesh import mesh_sizes
 from shardwright.plan.memory import leaf_bytes
 from shardwright.provenance import DimDecision
-from shardwright.report.text import bytes_text, table
+from shardwright.report.text import bytes_text
 from shardwright.rules import build_rules
 from shardwright.specs import entry_names, spec_text
+from shardwright.tables import table
 from shardwright.tree import annotated_leaves, path_text
 
 _SHOWN = 5  # names in a hint

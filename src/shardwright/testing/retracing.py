@@ -12,7 +12,8 @@ from shardwright import context
 from shardwright._jax import Compilations, watch_compilations
 from shardwright.errors import ShardingError
 from shardwright.plan.memory import leaf_bytes
-from shardwright.report.text import bytes_text, table
+from shardwright.report.text import bytes_text
+from shardwright.tables import table
 from shardwright.testing.placements import sharding_text
 from shardwright.testing.programs import function_name
 from shardwright.tree import path_text

@@ -1,0 +1,100 @@
+"""Tables as plain text that keep to a width. Pure, and the same on every terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+WIDTH = 90  # characters per line: what a page of the documentation shows without scrolling
+_GAP = 2
+_PROSE = 24  # characters: prose in a narrower column is no longer readable
+
+
+def table(
+    rows: Sequence[Sequence[str]],
+    *,
+    indent: str = "",
+    width: int = WIDTH,
+    prose: int | None = None,
+    whole: Sequence[int] = (),
+) -> list[str]:
+    """Lay out rows as aligned columns, the first row being the head.
+
+    Where lines would get too long, cells wrap at spaces.
+
+    Args:
+      rows: rows of equally many cells.
+      indent: put in front of every line.
+      width: characters per line, indent included; exceeded only where single words do not fit.
+      prose: the column that wraps before any other does.
+      whole: columns that never wrap.
+
+    >>> table([("dim", "axis"), ("0", "BATCH")])
+    ['dim  axis', '0    BATCH']
+    """
+    widths = _fit(_columns(rows), width - len(indent), prose, whole)
+    return [indent + line for row in rows for line in _row_lines(row, widths)]
+
+
+def remarked_table(rows: Sequence[Sequence[str]], *, indent: str = "", width: int = WIDTH) -> list[str]:
+    r"""Lay out rows whose last cell is a remark.
+
+    Remarks are the last column while there is room for prose and their longest word. Otherwise each
+    is below its row, under the second column, and has the rest of the width.
+
+    >>> print(
+    ...     *remarked_table([("dim", "axis", "why"), ("0", "BATCH", "dp has size 1")], width=20),
+    ...     sep="\n",
+    ... )
+    dim  axis
+         why
+    0    BATCH
+         dp has size 1
+    """
+    *others, remarks = [max(map(len, column)) for column in _columns(rows)]
+    room = width - len(indent) - sum(others) - _GAP * len(others)
+    words = [word for row in rows for word in row[-1].split()]
+    if room >= min(remarks, max(_PROSE, *map(len, words))):
+        return table(rows, indent=indent, width=width, prose=len(others))
+    widths = _fit(_columns([row[:-1] for row in rows]), width - len(indent), None, ())
+    margin = " " * (widths[0] + _GAP)
+    lines = []
+    for row in rows:
+        lines += _row_lines(row[:-1], widths)
+        lines += [margin + part for part in _wrap(row[-1], width - len(indent) - len(margin))]
+    return [indent + line for line in lines]
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _row_lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """Return the lines of one row, each cell wrapped to the width of its column."""
+    cells = [_wrap(cell, room) for cell, room in zip(row, widths, strict=True)]
+    height = max(map(len, cells))
+    padded = [[*cell, *[""] * (height - len(cell))] for cell in cells]
+    lines = zip(*padded, strict=True)
+    return [(" " * _GAP).join(part.ljust(room) for part, room in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _fit(columns: list[list[str]], width: int, prose: int | None, whole: Sequence[int]) -> list[int]:
+    """Return the width of each column: as long as its longest cell, shortened until the row fits."""
+    widths = [max(map(len, column)) for column in columns]
+    least = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    least = [widths[at] if at in whole else each for at, each in enumerate(least)]
+    over = sum(widths) + _GAP * (len(widths) - 1) - width
+    if prose is not None and over > 0:
+        given = min(over, max(0, widths[prose] - max(least[prose], _PROSE)))
+        widths[prose], over = widths[prose] - given, over - given
+    while over > 0 and widths != least:
+        widest = max((at for at in range(len(widths)) if widths[at] > least[at]), key=lambda at: widths[at])
+        # Wrapped at one character less, a cell of two words may need much less.
+        needed = max(len(line) for cell in columns[widest] for line in _wrap(cell, widths[widest] - 1))
+        over -= widths[widest] - needed
+        widths[widest] = needed
+    return widths
+
+
+def _wrap(cell: str, width: int) -> list[str]:
+    return textwrap.wrap(cell, max(width, 1), break_long_words=False, break_on_hyphens=False) or [""]
