@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 _FENCE = re.compile(r"^```(\w*)[ \t]*(.*)$")
 _TITLE = re.compile(r'title="([^"]+)"')
+# What the site shows of a line without scrolling.
+COLUMNS = 90
 # What a reader types that needs a network, a clone or minutes: checked for its target or its name, not run.
 _NOT_RUN = ("git clone ", "cd ", "python -m pip install ", "pip install ")
 
@@ -86,9 +89,23 @@ def run_page(page: Path) -> Iterator[Shown]:
             _check_file(block, place)
             continue
         if after is not None and after.lang == "text":
-            yield Shown(block=after, actual=actual)
+            yield Shown(block=after, actual=folded(actual))
         else:
             assert not actual, f"{place} prints, and the page does not show it:\n{actual}"
+
+
+def folded(text: str) -> str:
+    """Return text with its long lines folded between words, as a page shows messages; tables keep to the width themselves."""
+    return "\n".join(part for line in text.splitlines() for part in _fold(line))
+
+
+def _fold(line: str) -> list[str]:
+    if len(line) <= COLUMNS:
+        return [line]
+    indent = len(line) - len(line.lstrip())
+    label = re.match(r"\s*(\d+\. |fix +|rule +|- )", line)
+    hanging = " " * (len(label[0]) if label else indent + 2)
+    return textwrap.wrap(line, COLUMNS, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False, drop_whitespace=True)
 
 
 def _run_python(block: Block, place: str, namespace: dict[str, object]) -> str:
@@ -122,7 +139,7 @@ def _run_pytest(words: list[str]) -> str:
     # Under CI, pytest prints whole messages in its summary; a page shows what a reader sees at a terminal.
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "XLA_", "JAX_"))}
     env = {key: value for key, value in env.items() if key not in ("CI", "BUILD_NUMBER", "NO_COLOR", "FORCE_COLOR", "PY_COLORS")}
-    env |= {"PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu", "COLUMNS": "120", "PYTEST_ADDOPTS": "-p shardwright_pytest"}
+    env |= {"PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu", "COLUMNS": "90", "PYTEST_ADDOPTS": "-p shardwright_pytest"}
     done = subprocess.run([sys.executable, "-m", "pytest", *words], env=env, capture_output=True, text=True, timeout=300, check=False)
     assert not done.stderr, done.stderr
     # What differs from run to run, and the lines of other libraries' files.

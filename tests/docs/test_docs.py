@@ -46,7 +46,20 @@ def test_a_page_runs_as_a_script_of_its_own(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     sequence = snippets.blocks(page.read_text(encoding="utf-8"))
     shown = [after.text for block, after in itertools.pairwise(sequence) if block.lang == "python" and after.lang == "text"]
-    assert done.stdout.splitlines() == "\n".join(shown).splitlines()
+    assert snippets.folded(done.stdout).splitlines() == "\n".join(shown).splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_code_fits_the_page(page: Path) -> None:
+    found = snippets.blocks(page.read_text(encoding="utf-8"))
+    lines = [(block.line + at, line) for block in found for at, line in enumerate(block.text.splitlines())]
+    assert [f"line {at}: {line}" for at, line in lines if len(line) > snippets.COLUMNS] == []
+
+
+def test_long_lines_of_an_output_are_folded() -> None:
+    words = " ".join(["words"] * 16)
+    assert snippets.folded(f"  fix   {words}") == f"  fix   {words[:77]}\n        words words words"
+    assert snippets.folded(f"short\n{words}") == f"short\n{words[:89]}\n  words"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
