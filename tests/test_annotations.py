@@ -438,3 +438,38 @@ class TestWhatIsChecked:
         assert one_annotation((merged,)) == (merged,)
         assert one_annotation((sw.ColumnWise,)) is sw.ColumnWise
         assert one_annotation(()) == ()
+
+    def test_what_layouts_and_literal_specs_lower_to(self) -> None:
+        for layout, role in ((sw.ColumnWise, sw.Role.PARAM), (sw.HiddenStateSharding(mode="prefill"), None), (sw.Replicated, None)):
+            assert lower(layout).role is role
+            assert lower(layout).mode == layout.mode
+        assert lower(sw.Replicated).dims == ()
+        literal = lower(P("dp", None, ("dp2", "tp"), P.UNCONSTRAINED), (1, 2, 3, 4, 5)).dims
+        assert [dim.literal for dim in literal] == [("dp",), (), ("dp2", "tp"), ("?",), ()]
+        assert [describe(one) for one in (P("dp", None), sw.DynamicShardingAxes([sw.BATCH]))] == [
+            str(P("dp", None)),
+            "DynamicShardingAxes(BATCH)",
+        ]
+
+    @pytest.mark.parametrize("size", [1000, 2000])
+    def test_a_merged_dim_of_another_size(self, size: int) -> None:
+        with pytest.raises(sw.RankMismatchError, match=rf"size {size} is not HEAD 8 \* HEAD_DIM 128 = 1024\n  fix   give merged") as caught:
+            lower((sw.merged((sw.HEAD, 8), (sw.HEAD_DIM, 128)),), (size,))
+        assert (caught.value.dim, caught.value.axis, caught.value.size) == (0, "HEAD*HEAD_DIM", size)
+
+    @pytest.mark.parametrize(
+        ("annotation", "rank", "fix"),
+        [
+            (sw.stacked(sw.ColumnWise), 2, "for its bias use ColumnWise.bias; for a bias stacked over layers, stacked(ColumnWise.bias)"),
+            (sw.ColumnWise, 0, "write one axis per dim, EMPTY where a dim is not sharded"),
+            (sw.ColumnWise, 4, "write one axis per dim, EMPTY where a dim is not sharded"),
+            (sw.HiddenStateSharding, 5, "write one axis per dim, EMPTY where a dim is not sharded"),
+            ((), 1, "add the missing dim's axis, or EMPTY; for a stack of layers use stacked(())"),
+            ((sw.EMBED,), 2, "add the missing dim's axis, or EMPTY; for a stack of layers use stacked((EMBED,))"),
+            ((sw.EMBED, sw.VOCAB), 3, "add the missing dim's axis, or EMPTY; for a stack of layers use stacked((EMBED, VOCAB))"),
+        ],
+    )
+    def test_the_fix_for_another_rank(self, annotation: Any, rank: int, fix: str) -> None:
+        with pytest.raises(sw.RankMismatchError, match="dims, the array has") as caught:
+            lower(annotation, (2,) * rank)
+        assert caught.value.fix == fix
