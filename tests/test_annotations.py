@@ -283,7 +283,7 @@ class TestLowering:
         "axes", [(sw.HEAD, sw.HEAD), (sw.HEAD, (sw.EMBED, sw.HEAD)), ((sw.HEAD, sw.HEAD),), ("head", sw.HEAD), (sw.TP, "tp")]
     )
     def test_the_same_axis_twice_is_refused(self, axes: Any) -> None:
-        with pytest.raises(sw.AxisConflictError, match="the axis stands twice in one annotation"):
+        with pytest.raises(sw.AxisConflictError, match=r"the axis stands twice in one annotation, .*\n  fix   give each dim its own axis"):
             lower(axes)
 
     def test_empty_may_stand_often(self) -> None:
@@ -320,13 +320,14 @@ class TestModeOfALayout:
         assert mode_of_layout(mode, shape) == found
 
     def test_an_integer_needs_a_shape(self) -> None:
-        with pytest.raises(sw.ShapeRequiredError, match="the layout's mode is dim 1"):
+        with pytest.raises(sw.ShapeRequiredError, match=r"the layout's mode is dim 1.*\n  fix   pass mode= or shape="):
             mode_of_layout(1, None)
 
-    @pytest.mark.parametrize("mode", [2, -3])
+    @pytest.mark.parametrize("mode", [2, 5, -3, -5])
     def test_an_integer_needs_its_dim(self, mode: int) -> None:
-        with pytest.raises(sw.RankMismatchError, match=f"the layout's mode is dim {mode}"):
+        with pytest.raises(sw.RankMismatchError, match=f"the layout's mode is dim {mode}, .*\n  fix   pass mode="):
             mode_of_layout(mode, (4, 8))
+        assert mode_of_layout(-2, (1, 8)) == sw.MODE_DECODE
 
 
 class TestWhatIsChecked:

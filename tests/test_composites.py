@@ -168,11 +168,22 @@ class TestRefusals:
             with pytest.raises(sw.StrategyError, match=r"dim 1 .*: a composite of .* may split a head") as caught:
                 resolve((E, axes), rules, MESH, shape=(8, 768))
             assert "merged((" in caught.value.fix
+            assert caught.value.dim == 1
+
+    def test_which_head_and_which_dim(self) -> None:
+        """The first head is named, and the dim that stands with it; other members do not matter."""
+        with pytest.raises(sw.StrategyError, match=r"^dim 0 EMBED\+HEAD_DIM\+KV_HEAD\+HEAD: a composite of KV_HEAD and HEAD_DIM") as caught:
+            resolve(((E, sw.HEAD_DIM, sw.KV_HEAD, H),), made(), MESH, shape=(8,))
+        assert caught.value.fix == "annotate the flat dim as merged((KV_HEAD, heads), (HEAD_DIM, head_dim)): the heads must then divide"
+        assert resolve(((E, H), (B, sw.HEAD_DIM)), made(), MESH, shape=(8, 8)).spec == P()
 
     @pytest.mark.parametrize("axes", [((H, sw.EMPTY),), ((sw.EMPTY,),), (B, (sw.EMPTY, Q))])
     def test_empty_in_a_composite(self, axes: Any) -> None:
-        with pytest.raises(sw.StrategyError, match="a composite may not contain EMPTY"):
+        with pytest.raises(sw.StrategyError, match="a composite may not contain EMPTY") as caught:
             resolve(axes, made(rules={H: "tp"}), MESH)
+        assert caught.value.dim == len(axes) - 1
+        assert caught.value.axis
+        assert caught.value.fix.startswith("write EMPTY for a whole dim, or leave it out of the composite")
 
 
 class TestPolicies:

@@ -526,7 +526,7 @@ _HEAD_DIMS = frozenset(_HEADS.values())
 def _check_composites(dims: tuple[Dim, ...]) -> None:
     """Check that no composite has `EMPTY`, or may cut within a head."""
     for position, dim in enumerate(dims):
-        if dim.axes == (EMPTY,) or (len(dim.axes) > 1 and EMPTY in dim.axes):
+        if EMPTY in dim.axes:
             raise StrategyError(
                 "a composite may not contain EMPTY: it is one dim over several axes",
                 dim=position,
@@ -534,7 +534,7 @@ def _check_composites(dims: tuple[Dim, ...]) -> None:
                 fix="write EMPTY for a whole dim, or leave it out of the composite; for one annotation per array of a "
                 "tuple, pass the arrays as a tuple",
             )
-        heads = [axis for axis in dim.axes if axis in _HEADS] if len(dim.axes) > 1 else []
+        heads = [axis for axis in dim.axes if axis in _HEADS]
         if heads and not _HEAD_DIMS.isdisjoint(dim.axes):
             head, width = axis_label(heads[0]), next(axis_label(axis) for axis in dim.axes if axis in _HEAD_DIMS)
             raise StrategyError(
