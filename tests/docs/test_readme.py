@@ -17,6 +17,8 @@ from tests.docs.snippets import ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmarks" / "results" / "jax-0.10.2-peers.json"
 
+on_the_jax_of_the_table = pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="the README says what JAX 0.10.2 does")
+
 
 def cells(start: str) -> dict[str, str]:
     """Return a row of the table by column."""
@@ -71,6 +73,7 @@ def test_versions_are_those_of_the_results() -> None:
     assert f"JAX {context['jax']} with flax" in text
 
 
+@on_the_jax_of_the_table
 def test_jax_replicates_a_size_that_does_not_divide() -> None:
     mesh = cpu_mesh("tp:4")
     sharding = NamedSharding(mesh, P("tp"))
@@ -82,6 +85,7 @@ def test_jax_replicates_a_size_that_does_not_divide() -> None:
         NamedSharding(mesh, P("tp", "tp"))
 
 
+@on_the_jax_of_the_table
 def test_flax_behaves_as_the_table_says() -> None:
     spmd = pytest.importorskip("flax.linen", reason="make docs installs flax")
     rules = (("embed", "tp"), ("mlp", "tp"))
