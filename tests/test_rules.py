@@ -343,6 +343,15 @@ def test_tables_of_every_mode_are_needed() -> None:
             dataclasses.replace(rules, **{name: getattr(rules, name)[1:]})
 
 
+@pytest.mark.parametrize("name", ["allgather_kv", "ring", "zz_own"])
+def test_attention_is_auto_or_named(name: str) -> None:
+    """Every name but `auto` is kept, whatever its place in the alphabet; modes without a line have the default's."""
+    lines = {"default": RuleRef(key="default", text=name), "decode": RuleRef(key="decode", text="auto")}
+    rules = build_rules({}, attention=lines)
+    assert [rules.attention_in(mode) for mode in (sw.MODE_TRAIN, sw.MODE_PREFILL, sw.MODE_DECODE)] == [lines["default"]] * 2 + [None]
+    assert [mode for mode, _ in rules.attention] == sorted([sw.MODE_TRAIN, sw.MODE_PREFILL])
+
+
 def test_unnamed_mesh_axes() -> None:
     """Mesh axes of one device are left out, standard ones and named ones too."""
     rules = build_rules({"rules": {sw.BATCH: parse_rule("data")}})

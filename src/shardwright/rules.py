@@ -336,7 +336,7 @@ class AxisRules:
 def _plain(value: Any, known: dict[int, Any]) -> Any:
     """Return nested tuples of what counts for equality, whose text differs where the values do; `known` by rule, as tables share them."""
     if isinstance(value, (str, type(None))):
-        return value if type(value) is str else str(value)
+        return str(value)
     if isinstance(value, tuple):
         return tuple([_plain(one, known) for one in value])
     found = known.get(id(value))
