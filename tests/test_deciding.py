@@ -58,6 +58,11 @@ def test_a_composite_that_makes_no_rule(path: str | None) -> None:
     assert (problem.error, problem.path, problem.dim, problem.axis) == (sw.StrategyError, path or "", 1, "BATCH+EMBED")
 
 
+def test_two_dims_that_fail() -> None:
+    found = explain(("mine", (B, E), L), made(rules={B: "dp", E: "?"}), {"dp": 2}, shape=(4, 4, 4))
+    assert outcomes(found) == [Outcome.FAILED, Outcome.FAILED, Outcome.NO_RULE]
+
+
 def test_a_merged_dim_is_judged_by_its_first_member() -> None:
     rules, mesh = made(rules={H: "tp"}), {"tp": 4}
     one = message(explain((sw.merged((H, 6), (D, 128)),), rules, mesh, shape=(768,), path="q"))
