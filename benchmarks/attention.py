@@ -22,7 +22,11 @@ OURS, THEIRS, REPEATED = "blockwise", "jax.nn", "repeated keys"
 def run(*, peers: bool, repeats: int) -> list[Row]:
     """Measure forward and backward of causal attention at two lengths, and one decoded token."""
     del peers
-    rows = [row for length, target in TRAIN.items() for row in _train(length, target, repeats=max(3, repeats // (length // 1024)))]
+    rows = [
+        row
+        for length, target in TRAIN.items()
+        for row in _train(length, target, repeats=max(3, repeats // (length // 1024)))
+    ]
     return [*rows, _decode(repeats=repeats)]
 
 
@@ -39,7 +43,16 @@ def _train(length: int, target: Target, *, repeats: int) -> list[Row]:
     for what, change in (("forward", _same), ("forward and backward", _gradient)):
         cases = {OURS: change(ours), THEIRS: change(theirs)}
         case = f"{length} tokens, {HEADS}/{KV_HEADS} heads of {DIM}, {what}"
-        rows.append(_beside(cases, (q, k, v), THEIRS, case=case, repeats=repeats, target=target if change is _gradient else None))
+        rows.append(
+            _beside(
+                cases,
+                (q, k, v),
+                THEIRS,
+                case=case,
+                repeats=repeats,
+                target=target if change is _gradient else None,
+            )
+        )
     return rows
 
 
@@ -47,7 +60,9 @@ def _decode(*, repeats: int) -> Row:
     q, k, v = _arrays(DECODE["batch"], 1, DECODE["length"], DECODE["heads"], DECODE["kv_heads"])
 
     def ours(q: Any, k: Any, v: Any) -> Any:
-        return dot_product_attention(q, k, v, mode="decode", causal=True, implementation="blockwise")
+        return dot_product_attention(
+            q, k, v, mode="decode", causal=True, implementation="blockwise"
+        )
 
     def repeated(q: Any, k: Any, v: Any) -> Any:
         k, v = (jnp.repeat(x, DECODE["heads"] // DECODE["kv_heads"], axis=2) for x in (k, v))
@@ -56,11 +71,19 @@ def _decode(*, repeats: int) -> Row:
 
     case = f"one token, {DECODE['length']} keys, batch {DECODE['batch']}, {DECODE['heads']}/{DECODE['kv_heads']} heads of {DIM}"
     cases = {OURS: ours, REPEATED: repeated}
-    return _beside(cases, (q, k, v), REPEATED, case=case, repeats=repeats, target=Target(at_most=1.0))
+    return _beside(
+        cases, (q, k, v), REPEATED, case=case, repeats=repeats, target=Target(at_most=1.0)
+    )
 
 
 def _beside(
-    cases: Mapping[str, Callable[..., Any]], arrays: tuple[jax.Array, ...], against: str, *, case: str, repeats: int, target: Target | None
+    cases: Mapping[str, Callable[..., Any]],
+    arrays: tuple[jax.Array, ...],
+    against: str,
+    *,
+    case: str,
+    repeats: int,
+    target: Target | None,
 ) -> Row:
     # Kernels run in threads of their own: the processor time of all of them counts.
     prepared = {name: timing.always(_call(jax.jit(f), arrays)) for name, f in cases.items()}
@@ -80,7 +103,13 @@ def _gradient(attend: Callable[..., Any]) -> Callable[..., Any]:
     return jax.grad(lambda q, k, v: jnp.sum(jnp.sin(attend(q, k, v))), argnums=(0, 1, 2))
 
 
-def _arrays(batch: int, q_length: int, kv_length: int, heads: int, kv_heads: int) -> tuple[jax.Array, ...]:
+def _arrays(
+    batch: int, q_length: int, kv_length: int, heads: int, kv_heads: int
+) -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(0), 3)
-    shapes = ((batch, q_length, heads, DIM), (batch, kv_length, kv_heads, DIM), (batch, kv_length, kv_heads, DIM))
+    shapes = (
+        (batch, q_length, heads, DIM),
+        (batch, kv_length, kv_heads, DIM),
+        (batch, kv_length, kv_heads, DIM),
+    )
     return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))

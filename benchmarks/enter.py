@@ -25,7 +25,10 @@ def run(*, peers: bool, repeats: int) -> list[Row]:
         "with pm": timing.always(lambda: _enter(manager)),
         "with jax.set_mesh": timing.always(lambda: _set_mesh(mesh)),
     }
-    times = {name: [taken / TIMES for taken in found] for name, found in timing.interleave(cases, repeats=repeats).items()}
+    times = {
+        name: [taken / TIMES for taken in found]
+        for name, found in timing.interleave(cases, repeats=repeats).items()
+    }
     return [_row(times, "with pm", TARGET), _row(times, "with jax.set_mesh", None)]
 
 

@@ -25,7 +25,13 @@ def run(*, peers: bool, repeats: int) -> list[Row]:
       AssertionError: the import starts a backend.
     """
     del peers
-    probe = subprocess.run([sys.executable, "-c", PROBE], env=_environment(), capture_output=True, text=True, check=False)
+    probe = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert probe.returncode == 0, f"import shardwright starts a backend: {probe.stderr}"
     times: dict[str, list[float]] = {JAX: [], OURS: []}
     for repeat in range(-1, repeats):
@@ -33,12 +39,25 @@ def run(*, peers: bool, repeats: int) -> list[Row]:
             taken = _seconds(statement)
             if repeat >= 0:
                 times[statement].append(taken)
-    return [timing.ratio(times, OURS, against=JAX, subject="import", case="fresh processes, no backend started", target=TARGET)]
+    return [
+        timing.ratio(
+            times,
+            OURS,
+            against=JAX,
+            subject="import",
+            case="fresh processes, no backend started",
+            target=TARGET,
+        )
+    ]
 
 
 def _seconds(statement: str) -> float:
     command = [sys.executable, "-c", CLOCK.format(statement=statement)]
-    return float(subprocess.run(command, env=_environment(), capture_output=True, text=True, check=True).stdout)
+    return float(
+        subprocess.run(
+            command, env=_environment(), capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 def _environment() -> dict[str, str]:

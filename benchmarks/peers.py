@@ -65,7 +65,10 @@ def versions() -> dict[str, str]:
 def _candidates(rules: AxisRules, role: Role, mesh: Mesh) -> dict[str, list[tuple[str, ...]]]:
     """Return each axis's candidates in train mode, in order; empty for replicated."""
     table = dict((rules.params if role is Role.PARAM else rules.activations)[0])
-    return {axis: [tuple(name for name in names if name in mesh.shape) for names in rule.candidates] for axis, rule in table.items()}
+    return {
+        axis: [tuple(name for name in names if name in mesh.shape) for names in rule.candidates]
+        for axis, rule in table.items()
+    }
 
 
 def _flax_rules(rules: AxisRules, role: Role, mesh: Mesh) -> list[tuple[str, Any]]:
@@ -76,7 +79,9 @@ def _flax_rules(rules: AxisRules, role: Role, mesh: Mesh) -> list[tuple[str, Any
     return pairs
 
 
-def flax_shardings(rules: AxisRules, mesh: Mesh, leaves: trees.Leaves) -> Callable[[], Callable[[], Any]]:
+def flax_shardings(
+    rules: AxisRules, mesh: Mesh, leaves: trees.Leaves
+) -> Callable[[], Callable[[], Any]]:
     """Return a case: `logical_to_mesh_sharding` of a new tree of logical specs."""
     from flax import linen
 
@@ -92,8 +97,13 @@ def flax_shardings(rules: AxisRules, mesh: Mesh, leaves: trees.Leaves) -> Callab
 def _eformer_manager(rules: AxisRules, role: Role, mesh: Mesh) -> Any:
     from eformer.escale import PartitionAxis, PartitionManager
 
-    first = {axis: candidates[0] if candidates else None for axis, candidates in _candidates(rules, role, mesh).items()}
-    return PartitionManager(PartitionAxis(**{name: first[axis] for axis, name in EFORMER_NAMES.items()}))
+    first = {
+        axis: candidates[0] if candidates else None
+        for axis, candidates in _candidates(rules, role, mesh).items()
+    }
+    return PartitionManager(
+        PartitionAxis(**{name: first[axis] for axis, name in EFORMER_NAMES.items()})
+    )
 
 
 def _eformer_axes(axes: tuple[str, ...]) -> tuple[str | None, ...]:
@@ -119,7 +129,10 @@ def eformer_shardings(rules: AxisRules, mesh: Mesh) -> Iterator[Callable[..., Ca
         return get_corrected_named_sharding(value.shape, manager.resolve(axes, mode=MODE_TRAIN))
 
     def prepare(leaves: trees.Leaves, *, checked: bool) -> Callable[[], Any]:
-        tree, annotations = trees.abstract_arrays(leaves), trees.build(leaves, lambda _, axes: _eformer_axes(axes))
+        tree, annotations = (
+            trees.abstract_arrays(leaves),
+            trees.build(leaves, lambda _, axes: _eformer_axes(axes)),
+        )
         return lambda: jax.tree.map(one_checked if checked else one, tree, annotations)
 
     with _legacy_mesh(mesh):
@@ -135,13 +148,19 @@ def _legacy_mesh(mesh: Mesh) -> Iterator[None]:
             yield
 
 
-def tracers(rules: AxisRules, mesh: Mesh, stack: contextlib.ExitStack) -> dict[str, Callable[[Kinds, int], Callable[[], Any]]]:
+def tracers(
+    rules: AxisRules, mesh: Mesh, stack: contextlib.ExitStack
+) -> dict[str, Callable[[Kinds, int], Callable[[], Any]]]:
     """Return, for each peer, what prepares the tracing of a number of constraints."""
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
     return {
-        "flax with_logical_constraint": functools.partial(_trace, _flax_constrain(rules, mesh), jax.set_mesh, mesh),
-        "eformer apply_logical_sharding": functools.partial(_trace, _eformer_constrain(rules, mesh), _legacy_mesh, mesh),
+        "flax with_logical_constraint": functools.partial(
+            _trace, _flax_constrain(rules, mesh), jax.set_mesh, mesh
+        ),
+        "eformer apply_logical_sharding": functools.partial(
+            _trace, _eformer_constrain(rules, mesh), _legacy_mesh, mesh
+        ),
         "haliax auto_sharded": functools.partial(_trace_haliax, rules, mesh),
     }
 
@@ -159,11 +178,20 @@ def _eformer_constrain(rules: AxisRules, mesh: Mesh) -> Callable[[Any, Any], Any
     manager = _eformer_manager(rules, Role.ACTIVATION, mesh)
     known: dict[Any, Any] = {}
     return lambda x, axes: apply_logical_sharding(
-        x, manager, axes=known.get(axes) or known.setdefault(axes, _eformer_axes(axes)), mode=MODE_TRAIN
+        x,
+        manager,
+        axes=known.get(axes) or known.setdefault(axes, _eformer_axes(axes)),
+        mode=MODE_TRAIN,
     )
 
 
-def _trace(constrain: Callable[[Any, Any], Any], enter: Callable[[Mesh], Any], mesh: Mesh, kinds: Kinds, count: int) -> Callable[[], Any]:
+def _trace(
+    constrain: Callable[[Any, Any], Any],
+    enter: Callable[[Mesh], Any],
+    mesh: Mesh,
+    kinds: Kinds,
+    count: int,
+) -> Callable[[], Any]:
     def constrained(arrays: list[Any]) -> list[Any]:
         arrays = list(arrays)
         for step in range(count):
@@ -173,7 +201,9 @@ def _trace(constrain: Callable[[Any, Any], Any], enter: Callable[[Mesh], Any], m
 
     def trace() -> Any:
         with enter(mesh):
-            return jax.make_jaxpr(constrained)([jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape, _ in kinds])
+            return jax.make_jaxpr(constrained)(
+                [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape, _ in kinds]
+            )
 
     return trace
 
@@ -182,7 +212,12 @@ def _trace_haliax(rules: AxisRules, mesh: Mesh, kinds: Kinds, count: int) -> Cal
     """Trace `auto_sharded` of named arrays, which carry their axes: nothing is annotated at the call."""
     import haliax
 
-    mapping = {axis: names for axis, candidates in _candidates(rules, Role.ACTIVATION, mesh).items() for names in candidates[:1] if names}
+    mapping = {
+        axis: names
+        for axis, candidates in _candidates(rules, Role.ACTIVATION, mesh).items()
+        for names in candidates[:1]
+        if names
+    }
 
     def constrained(arrays: list[Any]) -> list[Any]:
         named = [haliax.named(array, axes) for array, (_, axes) in zip(arrays, kinds, strict=True)]
@@ -193,6 +228,8 @@ def _trace_haliax(rules: AxisRules, mesh: Mesh, kinds: Kinds, count: int) -> Cal
 
     def trace() -> Any:
         with jax.set_mesh(mesh), haliax.axis_mapping(mapping):
-            return jax.make_jaxpr(constrained)([jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape, _ in kinds])
+            return jax.make_jaxpr(constrained)(
+                [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape, _ in kinds]
+            )
 
     return trace

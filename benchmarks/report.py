@@ -14,7 +14,18 @@ import shardwright
 from benchmarks.timing import Row
 from shardwright.tables import table
 
-HEAD = ("subject", "case", "measured", "beside", "value", "target", "", "time", "its time", "spread")
+HEAD = (
+    "subject",
+    "case",
+    "measured",
+    "beside",
+    "value",
+    "target",
+    "",
+    "time",
+    "its time",
+    "spread",
+)
 
 
 def context(*, peers: dict[str, str]) -> dict[str, str]:
@@ -67,7 +78,18 @@ def _cells(row: Row) -> tuple[str, ...]:
     value = f"{row.value:.2f} {row.unit}"
     target = "" if row.target is None else f"{row.target} {row.unit}"
     beside = "" if row.against_seconds is None else _time(row.against_seconds)
-    return (row.subject, row.case, row.what, row.against, value, target, row.verdict, _time(row.seconds), beside, f"{row.spread:.0%}")
+    return (
+        row.subject,
+        row.case,
+        row.what,
+        row.against,
+        value,
+        target,
+        row.verdict,
+        _time(row.seconds),
+        beside,
+        f"{row.spread:.0%}",
+    )
 
 
 def _time(seconds: float) -> str:

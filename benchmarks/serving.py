@@ -40,7 +40,10 @@ def _steps(*, repeats: int) -> Row:
         engine.submit(Request(prompt=_prompt(PROMPT), max_new_tokens=CAPACITY - PROMPT))
     for _ in range(SLOTS + 1):
         engine.step()
-    cases = {ENGINE: timing.always(_times(engine.step)), WRITTEN: timing.always(_times(_written_step(server, weights)))}
+    cases = {
+        ENGINE: timing.always(_times(engine.step)),
+        WRITTEN: timing.always(_times(_written_step(server, weights))),
+    }
     times = timing.interleave(cases, repeats=repeats, clock=time.process_time)
     case = f"{STEPS} steps of {SLOTS} slots of {CAPACITY} tokens, serve_tp on dp:2,tp:4"
     return timing.ratio(times, ENGINE, against=WRITTEN, subject="serving", case=case, target=STEP)
@@ -50,13 +53,20 @@ def _requests(*, repeats: int) -> Row:
     from decoder.serve import generate
 
     engine, server, weights = _engine(SLOTS), _server(1), _weights()
-    prompts = [_prompt(length) for length in np.random.default_rng(0).integers(1, PROMPT + 1, REQUESTS)]
+    prompts = [
+        _prompt(length) for length in np.random.default_rng(0).integers(1, PROMPT + 1, REQUESTS)
+    ]
 
     def together() -> Any:
         return engine.run(Request(prompt=prompt, max_new_tokens=NEW) for prompt in prompts)
 
     def loop() -> Any:
-        return [generate(server, weights, [prompt.astype(np.uint8).tobytes()], new_bytes=NEW, on_step=_ignore) for prompt in prompts]
+        return [
+            generate(
+                server, weights, [prompt.astype(np.uint8).tobytes()], new_bytes=NEW, on_step=_ignore
+            )
+            for prompt in prompts
+        ]
 
     cases = {ENGINE: timing.always(together), LOOP: timing.always(loop)}
     times = timing.interleave(cases, repeats=repeats, clock=time.process_time)
@@ -84,14 +94,23 @@ def _engine(slots: int) -> Engine:
 
     config = DecoderConfig()
     sizes = {"slots": slots, "capacity": CAPACITY, "prefill_chunk": CHUNK}
-    return Engine(served(config), _weights(), shape=cache_shape(config), manager=_manager(), **sizes)
+    return Engine(
+        served(config), _weights(), shape=cache_shape(config), manager=_manager(), **sizes
+    )
 
 
 def _server(slots: int) -> Any:
     from decoder.config import DecoderConfig
     from decoder.serve import make_server
 
-    return make_server(_strategy(), DecoderConfig(), slots=slots, capacity=CAPACITY, prompt_length=PROMPT, mesh=cpu_mesh("dp:2,tp:4"))
+    return make_server(
+        _strategy(),
+        DecoderConfig(),
+        slots=slots,
+        capacity=CAPACITY,
+        prompt_length=PROMPT,
+        mesh=cpu_mesh("dp:2,tp:4"),
+    )
 
 
 def _written_step(server: Any, weights: Any) -> Callable[[], Any]:
@@ -99,7 +118,9 @@ def _written_step(server: Any, weights: Any) -> Callable[[], Any]:
     from decoder.cache import cache_specs, empty_cache
 
     with server.pm.for_mode("decode") as decoding:
-        cache = empty_cache(decoding, cache_specs(server.config, batch=server.slots, capacity=server.capacity))
+        cache = empty_cache(
+            decoding, cache_specs(server.config, batch=server.slots, capacity=server.capacity)
+        )
         cache["length"] = cache["length"] + PROMPT
         last = decoding.shard(np.zeros(server.slots, np.int32), sw.BATCH)
 

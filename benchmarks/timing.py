@@ -27,7 +27,9 @@ class Target:
 
     def met(self, value: float) -> bool:
         """Tell whether a measured value will do."""
-        return (self.at_most is None or value <= self.at_most) and (self.at_least is None or value >= self.at_least)
+        return (self.at_most is None or value <= self.at_most) and (
+            self.at_least is None or value >= self.at_least
+        )
 
     def __str__(self) -> str:
         return f"<= {self.at_most:g}" if self.at_most is not None else f">= {self.at_least:g}"
@@ -74,7 +76,9 @@ class Row:
         return {**dataclasses.asdict(self), "target": target, "verdict": self.verdict}
 
 
-def interleave(cases: Mapping[str, Prepare], *, repeats: int, clock: Callable[[], float] = time.thread_time) -> dict[str, list[float]]:
+def interleave(
+    cases: Mapping[str, Prepare], *, repeats: int, clock: Callable[[], float] = time.thread_time
+) -> dict[str, list[float]]:
     """Time every case once per repetition, in an order that rotates, so that a busy moment of the machine hits all alike.
 
     Args:

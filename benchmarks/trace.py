@@ -41,23 +41,34 @@ def run(*, peers: bool, repeats: int) -> list[Row]:
     specs = {axes: warm.resolve(axes, shape=shape) for shape, axes in KINDS}
     made = {axes: NamedSharding(mesh, spec) for axes, spec in specs.items()}
     cases = {
-        RAW: lambda: _entered(warm, lambda x, axes: jax.lax.with_sharding_constraint(x, made[axes])),
-        "bare specs": lambda: _entered(warm, lambda x, axes: jax.lax.with_sharding_constraint(x, specs[axes])),
+        RAW: lambda: _entered(
+            warm, lambda x, axes: jax.lax.with_sharding_constraint(x, made[axes])
+        ),
+        "bare specs": lambda: _entered(
+            warm, lambda x, axes: jax.lax.with_sharding_constraint(x, specs[axes])
+        ),
         "shard": lambda: _entered(warm, lambda x, axes: sw.shard(x, *axes)),
-        "shard, first": lambda: _entered(_fresh(strategy, mesh), lambda x, axes: sw.shard(x, *axes)),
+        "shard, first": lambda: _entered(
+            _fresh(strategy, mesh), lambda x, axes: sw.shard(x, *axes)
+        ),
     }
     with contextlib.ExitStack() as stack:
         if peers:
             from benchmarks import peers as others
 
             tracers = others.tracers(strategy.compile(), mesh, stack)
-            cases |= {name: functools.partial(trace, KINDS, COUNT) for name, trace in tracers.items()}
+            cases |= {
+                name: functools.partial(trace, KINDS, COUNT) for name, trace in tracers.items()
+            }
         for name, prepare in cases.items():
             _check(name, prepare(), mesh, specs)
         times = timing.interleave(cases, repeats=3 * repeats)
     case = f"{COUNT:,} constraints, 8 CPU devices"
     names = [name for name in cases if name != RAW]
-    return [timing.ratio(times, name, against=RAW, subject="trace", case=case, target=TARGETS.get(name)) for name in names]
+    return [
+        timing.ratio(times, name, against=RAW, subject="trace", case=case, target=TARGETS.get(name))
+        for name in names
+    ]
 
 
 def _fresh(strategy: sw.Strategy, mesh: Mesh) -> sw.PartitionManager:
@@ -83,15 +94,25 @@ def trace_constraints(constrain: Constrain) -> Any:
             arrays[at] = constrain(arrays[at], KINDS[at][1])
         return arrays
 
-    return jax.make_jaxpr(constrained)([jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape, _ in KINDS])
+    return jax.make_jaxpr(constrained)(
+        [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape, _ in KINDS]
+    )
 
 
-def _check(name: str, trace: Callable[[], Any], mesh: Mesh, specs: dict[tuple[str, ...], PartitionSpec]) -> None:
+def _check(
+    name: str, trace: Callable[[], Any], mesh: Mesh, specs: dict[tuple[str, ...], PartitionSpec]
+) -> None:
     """Check, outside the clock, that a case traces every constraint, with the same shardings."""
-    found = [equation for equation in trace().jaxpr.eqns if equation.primitive.name == "sharding_constraint"]
+    found = [
+        equation
+        for equation in trace().jaxpr.eqns
+        if equation.primitive.name == "sharding_constraint"
+    ]
     assert len(found) == COUNT, f"{name} traces {len(found)} constraints instead of {COUNT}"
     for step, equation in enumerate(found):
         shape, axes = KINDS[step % len(KINDS)]
         spec = equation.params["sharding"].spec
-        same = NamedSharding(mesh, spec).is_equivalent_to(NamedSharding(mesh, specs[axes]), len(shape))
+        same = NamedSharding(mesh, spec).is_equivalent_to(
+            NamedSharding(mesh, specs[axes]), len(shape)
+        )
         assert same, f"{name} constrains {axes} to {spec}, ours to {specs[axes]}"

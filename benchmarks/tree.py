@@ -31,7 +31,10 @@ TARGETS = {
     "again, ArraySpecs": Target(at_most=0.5),
 }
 # eformer does what we do only with its size check; without, it resolves names alone.
-PEER_TARGETS = {"flax logical_to_mesh_sharding": Target(at_least=8.0), "eformer, sizes checked": Target(at_least=4.0)}
+PEER_TARGETS = {
+    "flax logical_to_mesh_sharding": Target(at_least=8.0),
+    "eformer, sizes checked": Target(at_least=4.0),
+}
 
 
 def run(*, peers: bool, repeats: int) -> list[Row]:
@@ -40,14 +43,25 @@ def run(*, peers: bool, repeats: int) -> list[Row]:
     for model in trees.MODELS:
         strategy = sw.Strategy.preset(model.preset) | sw.Strategy.loads(model.overlay)
         for mesh in (cpu_mesh(model.devices8), sw.abstract_mesh(model.cluster)):
-            rows += _measure(model, strategy, mesh, peers=peers and isinstance(mesh, Mesh), repeats=repeats)
+            rows += _measure(
+                model, strategy, mesh, peers=peers and isinstance(mesh, Mesh), repeats=repeats
+            )
     return rows
 
 
-def _measure(model: trees.Model, strategy: sw.Strategy, mesh: Mesh | AbstractMesh, *, peers: bool, repeats: int) -> list[Row]:
+def _measure(
+    model: trees.Model,
+    strategy: sw.Strategy,
+    mesh: Mesh | AbstractMesh,
+    *,
+    peers: bool,
+    repeats: int,
+) -> list[Row]:
     leaves = model.leaves()
     warm = sw.PartitionManager(strategy, mesh=mesh)
-    expected = jax.tree.leaves(warm.shardings(trees.abstract_arrays(leaves), trees.annotations(leaves)))
+    expected = jax.tree.leaves(
+        warm.shardings(trees.abstract_arrays(leaves), trees.annotations(leaves))
+    )
     assert len(expected) == len(leaves)
     cases = {
         BY_HAND: lambda: timing.warmed(_by_hand(mesh, expected)),
@@ -64,9 +78,19 @@ def _measure(model: trees.Model, strategy: sw.Strategy, mesh: Mesh | AbstractMes
         times = timing.interleave(cases, repeats=3 * repeats if len(leaves) < 10_000 else repeats)
     case = f"{model.name}, {len(leaves):,} leaves, {_mesh_text(mesh)}"
     ours = [name for name in cases if name.startswith(("first", "again"))]
-    rows = [timing.ratio(times, name, against=BY_HAND, subject="tree", case=case, target=TARGETS.get(name)) for name in ours]
+    rows = [
+        timing.ratio(
+            times, name, against=BY_HAND, subject="tree", case=case, target=TARGETS.get(name)
+        )
+        for name in ours
+    ]
     others = [name for name in cases if name not in ours and name != BY_HAND]
-    return rows + [timing.ratio(times, name, against="first", subject="tree", case=case, target=PEER_TARGETS.get(name)) for name in others]
+    return rows + [
+        timing.ratio(
+            times, name, against="first", subject="tree", case=case, target=PEER_TARGETS.get(name)
+        )
+        for name in others
+    ]
 
 
 def _fresh(strategy: sw.Strategy, mesh: Mesh | AbstractMesh) -> sw.PartitionManager:
@@ -85,8 +109,13 @@ def _by_hand(mesh: Mesh | AbstractMesh, expected: list[NamedSharding]) -> Callab
     return lambda: [NamedSharding(mesh, PartitionSpec(*entry)) for entry in entries]
 
 
-def _annotated(manager: sw.PartitionManager, leaves: trees.Leaves, *, share: bool = True) -> Callable[[], Any]:
-    tree, annotations = trees.abstract_arrays(leaves, share=share), trees.annotations(leaves, share=share)
+def _annotated(
+    manager: sw.PartitionManager, leaves: trees.Leaves, *, share: bool = True
+) -> Callable[[], Any]:
+    tree, annotations = (
+        trees.abstract_arrays(leaves, share=share),
+        trees.annotations(leaves, share=share),
+    )
     return lambda: manager.shardings(tree, annotations)
 
 
@@ -98,7 +127,12 @@ def _specs(manager: sw.PartitionManager, leaves: trees.Leaves) -> Callable[[], A
 
 
 def _peers(
-    leaves: trees.Leaves, model: trees.Model, strategy: sw.Strategy, mesh: Any, expected: list[Any], stack: contextlib.ExitStack
+    leaves: trees.Leaves,
+    model: trees.Model,
+    strategy: sw.Strategy,
+    mesh: Any,
+    expected: list[Any],
+    stack: contextlib.ExitStack,
 ) -> dict[str, Any]:
     """Return the peers' cases, after checking that they give the shardings that ours gives."""
     from benchmarks import peers
@@ -114,18 +148,33 @@ def _peers(
     return cases
 
 
-def _agree(cases: dict[str, Any], expected: list[NamedSharding], model: trees.Model, prefix: tuple[str, ...] = ("",)) -> None:
+def _agree(
+    cases: dict[str, Any],
+    expected: list[NamedSharding],
+    model: trees.Model,
+    prefix: tuple[str, ...] = ("",),
+) -> None:
     """Check, outside the clock, that the cases compute the same thing."""
     ranks = [len(shape) for _, shape in sorted_shapes(model.leaves())]
     for name in (name for name in cases if name.startswith(prefix)):
-        found = jax.tree.leaves(cases[name]()(), is_leaf=lambda leaf: isinstance(leaf, NamedSharding))
-        same = [one.is_equivalent_to(other, rank) for one, other, rank in zip(found, expected, ranks, strict=True)]
-        assert all(same), f"{name} gives another sharding than ours for leaf {same.index(False)} of {model.name}"
+        found = jax.tree.leaves(
+            cases[name]()(), is_leaf=lambda leaf: isinstance(leaf, NamedSharding)
+        )
+        same = [
+            one.is_equivalent_to(other, rank)
+            for one, other, rank in zip(found, expected, ranks, strict=True)
+        ]
+        assert all(same), (
+            f"{name} gives another sharding than ours for leaf {same.index(False)} of {model.name}"
+        )
 
 
 def sorted_shapes(leaves: trees.Leaves) -> list[tuple[str, tuple[int, ...]]]:
     """Return (path, shape) in the order in which JAX flattens the tree: by key, level by level."""
-    paths = trees.build({path: (shape, (path,)) for path, (shape, _) in leaves.items()}, lambda shape, path: (path[0], shape))
+    paths = trees.build(
+        {path: (shape, (path,)) for path, (shape, _) in leaves.items()},
+        lambda shape, path: (path[0], shape),
+    )
     return jax.tree.leaves(paths, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 

@@ -14,7 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwright import EMBED, EXPERT_GATE, HEAD, HEAD_DIM, KV_HEAD, KV_HEAD_DIM, MLP_INTERMEDIATE, NORM, VOCAB, ArraySpec
+from shardwright import (
+    EMBED,
+    EXPERT_GATE,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    MLP_INTERMEDIATE,
+    NORM,
+    VOCAB,
+    ArraySpec,
+)
 
 Q_LORA = "__Q_LORA__"
 KV_LORA = "__KV_LORA__"
@@ -78,7 +89,10 @@ def deepseek_v3() -> Leaves:
         if layer < 3:
             leaves |= _mlp(at, embed, 18432)
             continue
-        leaves |= {f"{at}/router": ((embed, 256), (EMBED, EXPERT_GATE)), f"{at}/router_bias": ((256,), (EXPERT_GATE,))}
+        leaves |= {
+            f"{at}/router": ((embed, 256), (EMBED, EXPERT_GATE)),
+            f"{at}/router_bias": ((256,), (EXPERT_GATE,)),
+        }
         leaves |= _mlp(f"{at}/shared", embed, 2048)
         for expert in range(256):
             leaves |= _mlp(f"{at}/experts/{expert}", embed, 2048)
@@ -129,7 +143,9 @@ MODELS = (
 )
 
 
-def build(leaves: Leaves, make: Callable[[tuple[int, ...], tuple[str, ...]], Any], *, share: bool = True) -> dict[str, Any]:
+def build(
+    leaves: Leaves, make: Callable[[tuple[int, ...], tuple[str, ...]], Any], *, share: bool = True
+) -> dict[str, Any]:
     """Return a new nested dict with `make(shape, axes)` at each path.
 
     Each call gets a shape of its own. With `share` equal axes are one tuple, as where a model names its annotations once, and

@@ -26,7 +26,9 @@ try:
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 except ModuleNotFoundError as error:
-    sys.exit(f'The demo needs {(error.name or "").partition(".")[0]}: run python -m pip install -e ".[demo]" in the clone, or make demo.')
+    sys.exit(
+        f'The demo needs {(error.name or "").partition(".")[0]}: run python -m pip install -e ".[demo]" in the clone, or make demo.'
+    )
 
 from decoder import report
 from decoder.cache import CACHE_AXES
@@ -76,15 +78,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a decoder under four strategy files, serve it under a fifth.")
+    parser = argparse.ArgumentParser(
+        description="Train a decoder under four strategy files, serve it under a fifth."
+    )
     parser.add_argument("--steps", type=int, default=None, help="steps under every strategy (40)")
-    parser.add_argument("--further", type=int, default=None, help=f"more steps under {CONTINUED_UNDER} before serving (200)")
+    parser.add_argument(
+        "--further",
+        type=int,
+        default=None,
+        help=f"more steps under {CONTINUED_UNDER} before serving (200)",
+    )
     parser.add_argument("--batch", type=int, default=8, help="windows per step (8)")
-    parser.add_argument("--new-bytes", type=int, default=48, help="bytes to write after each prompt (48)")
+    parser.add_argument(
+        "--new-bytes", type=int, default=48, help="bytes to write after each prompt (48)"
+    )
     parser.add_argument("--quick", action="store_true", help="5 steps, none further")
     options = parser.parse_args(argv)
     options.steps = options.steps if options.steps is not None else 5 if options.quick else 40
-    options.further = options.further if options.further is not None else 0 if options.quick else 200
+    options.further = (
+        options.further if options.further is not None else 0 if options.quick else 200
+    )
     if min(options.steps, options.batch, options.new_bytes) < 1 or options.further < 0:
         parser.error("--steps, --batch and --new-bytes are at least 1, --further at least 0")
     return options
@@ -101,50 +114,90 @@ def run(options: argparse.Namespace, console: Console) -> list[str]:
     )
     params, failures = train_everywhere(options, config, text, console)
     failures += serve_everywhere(options, config, params, console)
-    console.print(f"\n{'Everything agrees' if not failures else 'Ended'}, {time.perf_counter() - started:.0f} s.", style="bold")
+    console.print(
+        f"\n{'Everything agrees' if not failures else 'Ended'}, {time.perf_counter() - started:.0f} s.",
+        style="bold",
+    )
     return failures
 
 
-def train_everywhere(options: argparse.Namespace, config: DecoderConfig, text: np.ndarray, console: Console) -> tuple[Tree, list[str]]:
+def train_everywhere(
+    options: argparse.Namespace, config: DecoderConfig, text: np.ndarray, console: Console
+) -> tuple[Tree, list[str]]:
     """Train from one seed under each strategy, compare, and return the weights of the one that is trained further."""
-    console.print(f"\n[bold]Train[/]  {options.steps} steps of {options.batch} x {LENGTH} bytes from seed {SEED}, under each strategy")
-    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 20, max(21, options.steps + options.further)), b2=0.95)
+    console.print(
+        f"\n[bold]Train[/]  {options.steps} steps of {options.batch} x {LENGTH} bytes from seed {SEED}, under each strategy"
+    )
+    optimizer = optax.adamw(
+        optax.warmup_cosine_decay_schedule(0.0, 1e-2, 20, max(21, options.steps + options.further)),
+        b2=0.95,
+    )
     trainers = {name: make_trainer(load(name), config, optimizer) for name in TRAINED_UNDER}
     trained, seconds = {}, {}
     with progress(console) as bar:
         for name, trainer in trainers.items():
-            begun, advance = time.perf_counter(), bar(f"{name}: {report.mesh_text(trainer.pm)}", options.steps)
+            begun, advance = (
+                time.perf_counter(),
+                bar(f"{name}: {report.mesh_text(trainer.pm)}", options.steps),
+            )
             batches = text_batches(text, batch=options.batch, length=LENGTH, seed=SEED)
-            trained[name] = train(trainer, trainer.init(SEED), itertools.islice(batches, options.steps), on_step=advance)
+            trained[name] = train(
+                trainer,
+                trainer.init(SEED),
+                itertools.islice(batches, options.steps),
+                on_step=advance,
+            )
             seconds[name] = time.perf_counter() - begun
     managers = {name: trainer.pm for name, trainer in trainers.items()}
     losses = {name: run.losses for name, run in trained.items()}
     console.print(report.loss_table(losses))
     difference = report.largest_difference(losses)
-    console.print(f"Largest relative difference from {TRAINED_UNDER[0]} over all steps: {difference:.1e} (at most {TOLERANCE:.0e}).\n")
+    console.print(
+        f"Largest relative difference from {TRAINED_UNDER[0]} over all steps: {difference:.1e} (at most {TOLERANCE:.0e}).\n"
+    )
     console.print(report.training_table(config, managers, batch=options.batch, length=LENGTH))
     console.print()
-    console.print(report.memory_table({name: run.state for name, run in trained.items()}, managers, seconds))
-    failures = [] if difference <= TOLERANCE else [f"losses differ by {difference:.1e}, more than {TOLERANCE:.0e}"]
-    return train_further(trainers[CONTINUED_UNDER], trained[CONTINUED_UNDER], options, batches, console), failures
+    console.print(
+        report.memory_table({name: run.state for name, run in trained.items()}, managers, seconds)
+    )
+    failures = (
+        []
+        if difference <= TOLERANCE
+        else [f"losses differ by {difference:.1e}, more than {TOLERANCE:.0e}"]
+    )
+    return train_further(
+        trainers[CONTINUED_UNDER], trained[CONTINUED_UNDER], options, batches, console
+    ), failures
 
 
 def train_further(
-    trainer: Trainer, begun: Trained, options: argparse.Namespace, batches: Iterator[dict[str, np.ndarray]], console: Console
+    trainer: Trainer,
+    begun: Trained,
+    options: argparse.Namespace,
+    batches: Iterator[dict[str, np.ndarray]],
+    console: Console,
 ) -> Tree:
     """Train one strategy's run further, so that there is something to serve, and return its weights."""
     if not options.further:
         return begun.state["params"]
-    console.print(f"\n[bold]Train on[/]  {options.further} more steps under {CONTINUED_UNDER}, for weights worth serving")
+    console.print(
+        f"\n[bold]Train on[/]  {options.further} more steps under {CONTINUED_UNDER}, for weights worth serving"
+    )
     with progress(console) as bar:
         advance = bar(CONTINUED_UNDER, options.further)
-        done = train(trainer, begun.state, itertools.islice(batches, options.further), on_step=advance)
+        done = train(
+            trainer, begun.state, itertools.islice(batches, options.further), on_step=advance
+        )
     last = done.losses[-20:]
-    console.print(f"Loss {begun.losses[-1]:.2f} -> {sum(last) / len(last):.2f} nats per byte (mean of the last {len(last)} steps).")
+    console.print(
+        f"Loss {begun.losses[-1]:.2f} -> {sum(last) / len(last):.2f} nats per byte (mean of the last {len(last)} steps)."
+    )
     return done.state["params"]
 
 
-def serve_everywhere(options: argparse.Namespace, config: DecoderConfig, params: Tree, console: Console) -> list[str]:
+def serve_everywhere(
+    options: argparse.Namespace, config: DecoderConfig, params: Tree, console: Console
+) -> list[str]:
     """Serve the same weights under each serving strategy and return how their texts differ, if they do."""
     console.print(
         f"\n[bold]Serve[/]  the weights of {CONTINUED_UNDER}: {len(PROMPTS)} prompts are prefilled one by one, "
@@ -153,12 +206,26 @@ def serve_everywhere(options: argparse.Namespace, config: DecoderConfig, params:
     texts = {}
     with progress(console) as bar:
         for name in SERVED_UNDER:
-            server = make_server(load(name), config, slots=SLOTS, capacity=CAPACITY, prompt_length=PROMPT_LENGTH)
-            advance = bar(f"{name}: {report.mesh_text(server.pm)}", len(PROMPTS) + options.new_bytes - 1)
-            texts[name] = generate(server, params, PROMPTS, new_bytes=options.new_bytes, on_step=advance)
-    console.print(report.serving_table(config, server.pm, slots=SLOTS, capacity=CAPACITY, prompt_length=PROMPT_LENGTH))
+            server = make_server(
+                load(name), config, slots=SLOTS, capacity=CAPACITY, prompt_length=PROMPT_LENGTH
+            )
+            advance = bar(
+                f"{name}: {report.mesh_text(server.pm)}", len(PROMPTS) + options.new_bytes - 1
+            )
+            texts[name] = generate(
+                server, params, PROMPTS, new_bytes=options.new_bytes, on_step=advance
+            )
+    console.print(
+        report.serving_table(
+            config, server.pm, slots=SLOTS, capacity=CAPACITY, prompt_length=PROMPT_LENGTH
+        )
+    )
     for name in SERVED_UNDER:
-        console.print(report.serving_memory(sw.PartitionManager(load(name)), config, slots=SLOTS, capacity=CAPACITY))
+        console.print(
+            report.serving_memory(
+                sw.PartitionManager(load(name)), config, slots=SLOTS, capacity=CAPACITY
+            )
+        )
     console.print("\nWhy does one prompt not lie over dp, when decode slots do?", style="bold")
     one_prompt = (1, PROMPT_LENGTH, config.kv_heads, config.head_dim)
     console.print(escape(str(server.pm.explain(CACHE_AXES, mode="prefill", shape=one_prompt))))
@@ -174,13 +241,17 @@ def serve_everywhere(options: argparse.Namespace, config: DecoderConfig, params:
         f"Checked against the model without any cache, under {SERVED_UNDER[0]}: "
         f"{len(PROMPTS) - len(wrong)} of {len(PROMPTS)} texts confirmed."
     )
-    return failures + [f"slot {slot}: without a cache the model writes another text" for slot in wrong]
+    return failures + [
+        f"slot {slot}: without a cache the model writes another text" for slot in wrong
+    ]
 
 
 def contradicted(config: DecoderConfig, params: Tree, texts: Sequence[bytes]) -> list[int]:
     """Return the slots whose text is not what a plain forward pass over the whole of it, on one device, calls likeliest."""
     pm = sw.PartitionManager(load(SERVED_UNDER[0]))
-    rows = [np.frombuffer(prompt + text, np.uint8) for prompt, text in zip(PROMPTS, texts, strict=True)]
+    rows = [
+        np.frombuffer(prompt + text, np.uint8) for prompt, text in zip(PROMPTS, texts, strict=True)
+    ]
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for at, row in enumerate(rows):
         tokens[at, : len(row)] = row
@@ -190,7 +261,9 @@ def contradicted(config: DecoderConfig, params: Tree, texts: Sequence[bytes]) ->
     likeliest = np.argmax(np.asarray(logits), axis=-1)
     ends = [slice(len(prompt) - 1, len(row) - 1) for prompt, row in zip(PROMPTS, rows, strict=True)]
     return [
-        at for at, (row, part) in enumerate(zip(rows, ends, strict=True)) if not np.array_equal(likeliest[at, part], row[part.start + 1 :])
+        at
+        for at, (row, part) in enumerate(zip(rows, ends, strict=True))
+        if not np.array_equal(likeliest[at, part], row[part.start + 1 :])
     ]
 
 
@@ -212,7 +285,9 @@ def progress(console: Console) -> Iterator[Callable[[str, int], Callable[[Any], 
 
         def start(name: str, total: int) -> Callable[[Any], None]:
             task = bars.add_task(name, total=total, said="")
-            return lambda said: bars.update(task, advance=1, said=said if isinstance(said, str) else f"loss {said:.4f}")
+            return lambda said: bars.update(
+                task, advance=1, said=said if isinstance(said, str) else f"loss {said:.4f}"
+            )
 
         yield start
 

@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     virtual_devices(8)  # first of all: the number is fixed once JAX has run anything
     config = DecoderConfig(layers=2, embed=64, heads=4, kv_heads=2, mlp=128)
-    print(f"{options.steps} steps of one sequence of {options.length} bytes, a decoder of {config.layers} layers")
+    print(
+        f"{options.steps} steps of one sequence of {options.length} bytes, a decoder of {config.layers} layers"
+    )
     losses = {}
     for name in TRAINED_UNDER:
         pm = sw.PartitionManager(sw.Strategy.load(STRATEGIES / f"{name}.toml")).for_mode("train")
@@ -57,17 +59,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     one, many = (losses[name] for name in TRAINED_UNDER)
     difference = max(abs(a - b) / abs(a) for a, b in zip(one, many, strict=True))
     agree = difference <= TOLERANCE
-    print(f"\n{'The losses agree' if agree else 'FAILED'}: largest relative difference {difference:.1e} (at most {TOLERANCE:.0e}).")
+    print(
+        f"\n{'The losses agree' if agree else 'FAILED'}: largest relative difference {difference:.1e} (at most {TOLERANCE:.0e})."
+    )
     return 0 if agree else 1
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train on long sequences with ring attention.")
-    parser.add_argument("--length", type=int, default=4096, help="bytes of a sequence, a multiple of 16 (4096)")
+    parser.add_argument(
+        "--length", type=int, default=4096, help="bytes of a sequence, a multiple of 16 (4096)"
+    )
     parser.add_argument("--steps", type=int, default=5, help="steps under each strategy (5)")
     options = parser.parse_args(argv)
     if options.length < 16 or options.length % 16 or options.steps < 1:
-        parser.error("--length is a multiple of 16, two chunks for each of eight devices; --steps at least 1")
+        parser.error(
+            "--length is a multiple of 16, two chunks for each of eight devices; --steps at least 1"
+        )
     return options
 
 
@@ -80,11 +88,16 @@ def choice(pm: sw.PartitionManager, config: DecoderConfig, length: int) -> atten
         return attention.explain(q, k, k, causal=True, positions=positions)
 
 
-def train(pm: sw.PartitionManager, config: DecoderConfig, options: argparse.Namespace) -> list[float]:
+def train(
+    pm: sw.PartitionManager, config: DecoderConfig, options: argparse.Namespace
+) -> list[float]:
     """Train from one seed on the same sequences, and return the loss of each step in nats per byte."""
     optimizer, specs = optax.adamw(3e-3), decoder_specs(config)
     stored = pm.shardings(specs)
-    placed = {"params": stored, "opt": pm.state_shardings(jax.eval_shape(optimizer.init, pm.abstract(specs)), specs)}
+    placed = {
+        "params": stored,
+        "opt": pm.state_shardings(jax.eval_shape(optimizer.init, pm.abstract(specs)), specs),
+    }
 
     def step(state: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
         loss, gradients = jax.value_and_grad(next_byte_loss)(state["params"], batch, config)
@@ -94,7 +107,10 @@ def train(pm: sw.PartitionManager, config: DecoderConfig, options: argparse.Name
     losses = []
     with pm:
         params = pm.init(specs, jax.random.key(SEED))
-        state = {"params": params, "opt": jax.jit(optimizer.init, out_shardings=placed["opt"])(params)}
+        state = {
+            "params": params,
+            "opt": jax.jit(optimizer.init, out_shardings=placed["opt"])(params),
+        }
         jitted = jax.jit(step, out_shardings=(placed, pm.sharding(())), donate_argnums=0)
         for batch in itertools.islice(batches(pm, options.length), options.steps):
             state, loss = jitted(state, batch)
@@ -107,32 +123,48 @@ def batches(pm: sw.PartitionManager, length: int) -> Iterator[Tree]:
     shards = pm.axis_size(sw.QUERY_LENGTH)
     for batch in text_batches(stdlib_text(), batch=1, length=length, seed=SEED):
         batch["positions"] = np.arange(length, dtype=np.int32)[None]
-        yield {name: pm.shard(array, BATCH_AXES) for name, array in zigzag.permute(batch, shards=shards).items()}
+        yield {
+            name: pm.shard(array, BATCH_AXES)
+            for name, array in zigzag.permute(batch, shards=shards).items()
+        }
 
 
 def next_byte_loss(params: Tree, batch: Tree, config: DecoderConfig) -> jax.Array:
     """Return the mean cross entropy of the next byte, in nats; a mean does not mind the order."""
     logits = forward(params, batch["inputs"], batch["positions"], config)
     hit = jnp.arange(config.vocab) == batch["targets"][:, :, None]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1))
+    return jnp.mean(
+        jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+    )
 
 
-def forward(params: Tree, tokens: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array:
+def forward(
+    params: Tree, tokens: jax.Array, positions: jax.Array, config: DecoderConfig
+) -> jax.Array:
     """Return logits `[batch, length, vocab]` of tokens in any order, each at its position, both `[batch, length]`."""
     weights = sw.gather(params, decoder_specs(config))
-    x = jnp.einsum("bqv,ve->bqe", jax.nn.one_hot(tokens, config.vocab, dtype=config.dtype), weights["embedding"])
+    x = jnp.einsum(
+        "bqv,ve->bqe",
+        jax.nn.one_hot(tokens, config.vocab, dtype=config.dtype),
+        weights["embedding"],
+    )
     x = sw.shard(x, HIDDEN_AXES)
     for layer in weights["layers"]:
         x = sw.shard(x + attend(layer["attention"], x, positions, config), HIDDEN_AXES)
         x = sw.shard(x + mlp(layer["mlp"], x, config), HIDDEN_AXES)
-    return sw.shard(jnp.einsum("bqe,ev->bqv", rms_norm(x, weights["norm"], config), weights["lm_head"]), LOGIT_AXES)
+    return sw.shard(
+        jnp.einsum("bqe,ev->bqv", rms_norm(x, weights["norm"], config), weights["lm_head"]),
+        LOGIT_AXES,
+    )
 
 
 def attend(weights: Tree, x: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array:
     """Return what attention adds to `x` `[batch, length, embed]`. Who sees whom goes by position, not by row."""
     x = rms_norm(x, weights["norm"], config)
     q = sw.shard(rope(jnp.einsum("bqe,ehd->bqhd", x, weights["q"]), positions, config), QUERY_AXES)
-    k = sw.shard(rope(jnp.einsum("bqe,ekd->bqkd", x, weights["k"]), positions, config), NEW_ROW_AXES)
+    k = sw.shard(
+        rope(jnp.einsum("bqe,ekd->bqkd", x, weights["k"]), positions, config), NEW_ROW_AXES
+    )
     v = sw.shard(jnp.einsum("bqe,ekd->bqkd", x, weights["v"]), NEW_ROW_AXES)
     out = attention.dot_product_attention(q, k, v, causal=True, positions=positions)
     return jnp.einsum("bqhd,hde->bqe", sw.shard(out, QUERY_AXES), weights["o"])

@@ -21,7 +21,9 @@ import numpy as np
 try:
     import optax
 except ModuleNotFoundError as error:
-    sys.exit(f'The example needs {error.name}: run python -m pip install -e ".[demo]" in the clone, or make demo.')
+    sys.exit(
+        f'The example needs {error.name}: run python -m pip install -e ".[demo]" in the clone, or make demo.'
+    )
 
 from decoder.config import DecoderConfig, decoder_specs
 from decoder.served import cache_shape, served
@@ -48,28 +50,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     virtual_devices(8)  # first of all: the number is fixed once JAX has run anything
     text = stdlib_text(200_000)
-    config = DecoderConfig(layers=1, embed=64, heads=8, kv_heads=4, head_dim=8, mlp=128) if options.quick else DecoderConfig()
+    config = (
+        DecoderConfig(layers=1, embed=64, heads=8, kv_heads=4, head_dim=8, mlp=128)
+        if options.quick
+        else DecoderConfig()
+    )
     params = trained(config, text, options.steps)
     requests = make_requests(text, options.requests)
     engine = make_engine(config, params, options.strategy, options.cache, slots=options.slots)
     say = (lambda *said: None) if options.json else print
-    say(f"{len(requests)} requests, {options.slots} slots, {options.cache} caches, {options.strategy} on {MESHES[options.strategy]}\n")
+    say(
+        f"{len(requests)} requests, {options.slots} slots, {options.cache} caches, {options.strategy} on {MESHES[options.strategy]}\n"
+    )
     engine.compile()
     done = serve(engine, requests, say)
     alone = make_engine(config, params, "single", options.cache, slots=1)
     different = differing(alone, requests, done)
-    say(f"\n{len(done) - len(different)} of {len(done)} texts are what the request writes alone, on one device.\n")
+    say(
+        f"\n{len(done) - len(different)} of {len(done)} texts are what the request writes alone, on one device.\n"
+    )
     report = engine.report()
-    print(json.dumps({"report": report.to_json(), "different": different}, indent=1) if options.json else report)
+    print(
+        json.dumps({"report": report.to_json(), "different": different}, indent=1)
+        if options.json
+        else report
+    )
     return 1 if different else 0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Serve 64 requests of all lengths together.")
-    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer requests, no training")
+    parser.add_argument(
+        "--quick", action="store_true", help="a smaller model, fewer requests, no training"
+    )
     parser.add_argument("--strategy", choices=MESHES, default="serve_tp")
     parser.add_argument("--cache", choices=CACHES, default="dense")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, nothing else")
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON, nothing else"
+    )
     options = parser.parse_args(argv)
     options.steps, options.requests, options.slots = (0, 12, 4) if options.quick else (60, 64, 16)
     return options
@@ -77,7 +95,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def trained(config: DecoderConfig, text: np.ndarray, steps: int) -> Any:
     """Return weights after a few steps of training on one device, on the host."""
-    trainer = make_trainer(sw.Strategy.preset("single"), config, optax.adamw(3e-3), mesh=cpu_mesh(MESHES["single"]))
+    trainer = make_trainer(
+        sw.Strategy.preset("single"), config, optax.adamw(3e-3), mesh=cpu_mesh(MESHES["single"])
+    )
     batches = itertools.islice(text_batches(text, batch=16, length=64, seed=0), steps)
     state = train(trainer, trainer.init(0), batches, on_step=lambda loss: None).state
     return jax.tree.map(np.asarray, state["params"])
@@ -89,14 +109,23 @@ def make_requests(text: np.ndarray, count: int) -> list[Request]:
     made = []
     for at in range(count):
         start, length = int(draw.integers(0, len(text) - 80)), int(draw.integers(1, 81))
-        sampling = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=at) if at % 2 else Sampling()
+        sampling = (
+            Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=at) if at % 2 else Sampling()
+        )
         made.append(
-            Request(prompt=text[start : start + length], max_new_tokens=int(draw.integers(1, 41)), sampling=sampling, stop=[b"\n\n"])
+            Request(
+                prompt=text[start : start + length],
+                max_new_tokens=int(draw.integers(1, 41)),
+                sampling=sampling,
+                stop=[b"\n\n"],
+            )
         )
     return made
 
 
-def make_engine(config: DecoderConfig, params: Any, strategy: str, cache: str, *, slots: int) -> Engine:
+def make_engine(
+    config: DecoderConfig, params: Any, strategy: str, cache: str, *, slots: int
+) -> Engine:
     """Return an engine under a preset, with the weights where that wants them."""
     pm = sw.PartitionManager(sw.Strategy.preset(strategy), mesh=cpu_mesh(MESHES[strategy]))
     weights = pm.shard(params, decoder_specs(config), role="param")
@@ -124,7 +153,9 @@ def differing(alone: Engine, requests: Sequence[Request], done: Sequence[Complet
     found = []
     for at, (request, completion) in enumerate(zip(requests, done, strict=True)):
         tokens = alone.submit(request).result().tokens
-        if completion.tokens != (tokens[: len(completion.tokens)] if completion.finish is Finish.CANCELLED else tokens):
+        if completion.tokens != (
+            tokens[: len(completion.tokens)] if completion.finish is Finish.CANCELLED else tokens
+        ):
             found.append(at)
     return found
 

@@ -27,10 +27,26 @@ _ATTACH = pytest.StashKey[Callable[[pytest.Item, pytest.TestReport], None]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options."""
     group = parser.getgroup("shardwright", "shardwright: tests on meshes, golden files")
-    group.addoption("--virtual-devices", type=int, metavar="N", help="virtual CPU devices, 8 where tests ask for a mesh")
-    group.addoption("--mesh-backend", default="cpu", metavar="NAME", help="build the tests' meshes of real devices: gpu, tpu")
-    group.addoption("--update-golden", action="store_true", help="write golden files anew, and remove those that no test uses")
-    parser.addini("virtual_devices", "virtual CPU devices, set before any conftest.py is read", default="")
+    group.addoption(
+        "--virtual-devices",
+        type=int,
+        metavar="N",
+        help="virtual CPU devices, 8 where tests ask for a mesh",
+    )
+    group.addoption(
+        "--mesh-backend",
+        default="cpu",
+        metavar="NAME",
+        help="build the tests' meshes of real devices: gpu, tpu",
+    )
+    group.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write golden files anew, and remove those that no test uses",
+    )
+    parser.addini(
+        "virtual_devices", "virtual CPU devices, set before any conftest.py is read", default=""
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -52,7 +68,9 @@ def devices_asked(config: pytest.Config) -> int | None:
     option = getattr(config.known_args_namespace, "virtual_devices", None)
     text = str(config.getini("virtual_devices") if option is None else option)
     if text and (not text.isdecimal() or int(text) < 1):
-        raise pytest.UsageError(f"virtual_devices is {text!r}, not a positive whole number; write virtual_devices = 8")
+        raise pytest.UsageError(
+            f"virtual_devices is {text!r}, not a positive whole number; write virtual_devices = 8"
+        )
     return int(text) if text else None
 
 
@@ -94,14 +112,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "mesh" in getattr(item, "fixturenames", ("mesh",)):
         return
     for marker in filter(_is_ours, item.own_markers):
-        words = [*(f'"{mesh}"' for mesh in marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())]
+        words = [
+            *(f'"{mesh}"' for mesh in marker.args),
+            *(f"{name}={value!r}" for name, value in marker.kwargs.items()),
+        ]
         what = f"@pytest.mark.mesh({', '.join(words)}) does nothing for a test that takes neither mesh nor manager"
         pytest.fail(f"{what}\n  fix   add the argument mesh", pytrace=False)
 
 
 def _is_ours(marker: pytest.Mark) -> bool:
     """Tell our marker from another project's of the same name."""
-    ours = any(isinstance(mesh, str) and ":" in mesh for mesh in marker.args) or (not marker.args and "strategy" in marker.kwargs)
+    ours = any(isinstance(mesh, str) and ":" in mesh for mesh in marker.args) or (
+        not marker.args and "strategy" in marker.kwargs
+    )
     return marker.name == "mesh" and ours
 
 
@@ -133,7 +156,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def _mesh_case(request: pytest.FixtureRequest) -> Any:
     if hasattr(request, "param"):
         return request.param
-    pytest.fail('no marker says which mesh: write @pytest.mark.mesh("dp:2,tp:4") above the test', pytrace=False)
+    pytest.fail(
+        'no marker says which mesh: write @pytest.mark.mesh("dp:2,tp:4") above the test',
+        pytrace=False,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +178,9 @@ def mesh(_mesh_case: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
 
     config = request.config
     backend = config.getoption("mesh_backend")
-    with pytest_plugin.placed(_mesh_case, config.rootpath, asked=devices_asked(config), backend=backend) as made:
+    with pytest_plugin.placed(
+        _mesh_case, config.rootpath, asked=devices_asked(config), backend=backend
+    ) as made:
         yield made
 
 
@@ -176,7 +204,9 @@ def golden(request: pytest.FixtureRequest) -> Any:
 
 def _may_use_golden(item: pytest.Item) -> bool:
     """Tell whether a test may use golden files: also by `request.getfixturevalue`, and a doctest by `getfixture`."""
-    return not isinstance(item, pytest.Function) or not {"golden", "request"}.isdisjoint(item.fixturenames)
+    return not isinstance(item, pytest.Function) or not {"golden", "request"}.isdisjoint(
+        item.fixturenames
+    )
 
 
 class _GoldenReports:

@@ -13,12 +13,21 @@ from shardwright.rules import AxisRules, Policy, TensorRules, build_rules, parse
 
 def table(name: str, rules: dict[str, str]) -> dict[str, Any]:
     return {
-        axis: parse_rule(text, ref=RuleRef(key=axis.strip("_").lower(), text=text, table=name, source="t.toml"))
+        axis: parse_rule(
+            text, ref=RuleRef(key=axis.strip("_").lower(), text=text, table=name, source="t.toml")
+        )
         for axis, text in rules.items()
     }
 
 
-def made(policy: Policy | None = None, /, *, tensors: Any = (), user_axes: Any = (), **tables: dict[str, str]) -> AxisRules:
+def made(
+    policy: Policy | None = None,
+    /,
+    *,
+    tensors: Any = (),
+    user_axes: Any = (),
+    **tables: dict[str, str],
+) -> AxisRules:
     """Rules from tables; `decode_params={...}` stands for `[modes.decode.params]`."""
     names = {"rules": "rules", "params": "params"}
     named = {}
@@ -26,7 +35,10 @@ def made(policy: Policy | None = None, /, *, tensors: Any = (), user_axes: Any =
         mode, _, params = key.partition("_")
         name = names.get(key) or f"modes.{mode}" + (".params" if params else "")
         named[name] = table(name, rules)
-    entries = [TensorRules(match=match, rules=tuple(table("tensors", rules).items())) for match, rules in tensors]
+    entries = [
+        TensorRules(match=match, rules=tuple(table("tensors", rules).items()))
+        for match, rules in tensors
+    ]
     return build_rules(named, tensors=entries, user_axes=user_axes, policy=policy)
 
 

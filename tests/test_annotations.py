@@ -13,7 +13,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.annotations import Dim, PartOf, as_annotation, describe, lower, mode_of_layout, one_annotation
+from shardwright.annotations import (
+    Dim,
+    PartOf,
+    as_annotation,
+    describe,
+    lower,
+    mode_of_layout,
+    one_annotation,
+)
 from shardwright.axes import SEMANTIC_AXES, axis_label, canonical_axis, file_name
 
 GOOD = [
@@ -56,7 +64,10 @@ def test_is_no_annotation(value: Any) -> None:
 
 
 def test_a_named_tuple_of_arrays_is_no_annotation_but_a_tree() -> None:
-    state = jax.tree.structure({"a": (sw.BATCH,), "b": [sw.ColumnWise, (sw.EMBED, (sw.HEAD, sw.HEAD_DIM))]}, is_leaf=sw.is_annotation)
+    state = jax.tree.structure(
+        {"a": (sw.BATCH,), "b": [sw.ColumnWise, (sw.EMBED, (sw.HEAD, sw.HEAD_DIM))]},
+        is_leaf=sw.is_annotation,
+    )
     assert state.num_leaves == 3
 
 
@@ -76,7 +87,11 @@ def test_where_one_annotation_is_expected_a_list_does_too(given: Any, means: Any
 @pytest.mark.parametrize(
     ("value", "says", "fix"),
     [
-        ((sw.BATCH, None), "its entry None is not an axis", "write EMPTY for a dim that is not sharded"),
+        (
+            (sw.BATCH, None),
+            "its entry None is not an axis",
+            "write EMPTY for a dim that is not sharded",
+        ),
         ((sw.BATCH, 3), "its entry 3 is not an axis", "use axis strings"),
         ((sw.BATCH, (sw.EMBED, 4)), "is not an axis, a tuple of axes", "use axis strings"),
         ("batch", "'batch' is not an annotation", "write a tuple of axes"),
@@ -100,7 +115,10 @@ def test_every_spelling_of_an_axis_is_the_same_axis(axis: str) -> None:
     assert axis_label(axis) == axis.strip("_")
 
 
-@pytest.mark.parametrize(("short", "axis"), [("dp", sw.DP), ("FSDP", sw.FSDP), ("tp", sw.TP), ("ep", sw.EP), ("sp", sw.SP), ("PP", sw.PP)])
+@pytest.mark.parametrize(
+    ("short", "axis"),
+    [("dp", sw.DP), ("FSDP", sw.FSDP), ("tp", sw.TP), ("ep", sw.EP), ("sp", sw.SP), ("PP", sw.PP)],
+)
 def test_parallelism_axes_have_short_names(short: str, axis: str) -> None:
     assert canonical_axis(short) == axis
     assert axis_label(axis) == short.upper()
@@ -126,7 +144,10 @@ class TestMerged:
         assert pickle.loads(pickle.dumps(dim)) == dim
 
     def test_a_dim_that_is_not_the_product_is_refused(self) -> None:
-        with pytest.raises(sw.RankMismatchError, match=r"dim 1 KV_HEAD\*KV_HEAD_DIM: size 1000 is not KV_HEAD 8 \* KV_HEAD_DIM 128 = 1024"):
+        with pytest.raises(
+            sw.RankMismatchError,
+            match=r"dim 1 KV_HEAD\*KV_HEAD_DIM: size 1000 is not KV_HEAD 8 \* KV_HEAD_DIM 128 = 1024",
+        ):
             lower((sw.EMBED, sw.merged((sw.KV_HEAD, 8), (sw.KV_HEAD_DIM, 128))), (64, 1000))
 
     @pytest.mark.parametrize(
@@ -161,7 +182,9 @@ class TestStacked:
         assert sw.stacked([sw.EMBED]) == (sw.LAYERS, sw.EMBED)
         assert sw.stacked(()) == (sw.LAYERS,)
 
-    @pytest.mark.parametrize("layout", [sw.ColumnWise, sw.ColumnWise(), sw.ColumnWise.bias, sw.HiddenStateSharding])
+    @pytest.mark.parametrize(
+        "layout", [sw.ColumnWise, sw.ColumnWise(), sw.ColumnWise.bias, sw.HiddenStateSharding]
+    )
     def test_of_a_layout(self, layout: Any) -> None:
         one, many = lower(layout), lower(sw.stacked(layout))
         assert many.dims == (Dim(axes=(sw.LAYERS,)), *one.dims)
@@ -191,24 +214,38 @@ class TestStacked:
     def test_twice_is_refused(self) -> None:
         with pytest.raises(sw.AxisConflictError, match="LAYERS: the axis stands twice"):
             lower(sw.stacked(sw.stacked((sw.EMBED,))))
-        with pytest.raises(sw.AxisConflictError, match=r"^LAYERS: stacked\(ColumnWise\) has LAYERS in front already\n  fix   for a stack"):
+        with pytest.raises(
+            sw.AxisConflictError,
+            match=r"^LAYERS: stacked\(ColumnWise\) has LAYERS in front already\n  fix   for a stack",
+        ):
             sw.stacked(sw.stacked(sw.ColumnWise))
 
     def test_of_a_literal_spec_is_a_literal_spec(self) -> None:
         """Its entries are mesh axes: as axes they would be looked up in the rules, or be names that nobody knows."""
         assert sw.stacked(P("tp")) == P(None, "tp")
         assert sw.stacked(P()) == P(None)
-        assert sw.stacked(P(("dp", "tp"), P.UNCONSTRAINED, None)) == P(None, ("dp", "tp"), P.UNCONSTRAINED, None)
-        assert sw.stack_specs({"w": sw.ArraySpec((8,), jnp.float32, P("tp"))}, 3)["w"].axes == P(None, "tp")
-        rules = sw.Strategy(mesh={"tp": 2, "model": 4}, rules={"tensor_parallel": "model"}).compile()
-        assert sw.resolve(sw.stacked(P("tp")), rules, {"tp": 2, "model": 4}, shape=(3, 8)).spec == P(None, "tp")
-        with pytest.raises(sw.MissingMeshAxisError, match="dim 1: mesh axis 'dp' is not in the mesh"):
+        assert sw.stacked(P(("dp", "tp"), P.UNCONSTRAINED, None)) == P(
+            None, ("dp", "tp"), P.UNCONSTRAINED, None
+        )
+        assert sw.stack_specs({"w": sw.ArraySpec((8,), jnp.float32, P("tp"))}, 3)["w"].axes == P(
+            None, "tp"
+        )
+        rules = sw.Strategy(
+            mesh={"tp": 2, "model": 4}, rules={"tensor_parallel": "model"}
+        ).compile()
+        assert sw.resolve(
+            sw.stacked(P("tp")), rules, {"tp": 2, "model": 4}, shape=(3, 8)
+        ).spec == P(None, "tp")
+        with pytest.raises(
+            sw.MissingMeshAxisError, match="dim 1: mesh axis 'dp' is not in the mesh"
+        ):
             sw.resolve(sw.stacked(P("dp")), rules, {"tp": 2, "model": 4}, shape=(3, 8))
 
     @pytest.mark.parametrize("use", [sw.stacked, lower])
     def test_what_is_unreduced_is_no_annotation(self, use: Any) -> None:
         with pytest.raises(
-            sw.StrategyError, match=r"^the literal spec is unreduced along dp, which no annotation can say\n  fix   annotate the array"
+            sw.StrategyError,
+            match=r"^the literal spec is unreduced along dp, which no annotation can say\n  fix   annotate the array",
         ):
             use(P("tp", unreduced={"dp"}))
         with pytest.raises(sw.StrategyError, match=r"^the literal spec is reduced along dp, "):
@@ -218,23 +255,37 @@ class TestStacked:
     def test_layers_are_counted_in_whole_numbers(self, layers: Any) -> None:
         spec = sw.ArraySpec((4,), jnp.float32, (sw.NORM,))
         for call in (lambda: sw.stacked(spec, layers), lambda: sw.stack_specs({"a": spec}, layers)):
-            with pytest.raises(sw.StrategyError, match=r"is not a number of layers\n  fix   write a positive whole number"):
+            with pytest.raises(
+                sw.StrategyError,
+                match=r"is not a number of layers\n  fix   write a positive whole number",
+            ):
                 call()
         assert sw.stacked(spec, np.int32(3)).shape == (3, 4)
 
 
 class TestRank:
     def test_a_weight_layout_takes_its_rank_or_one_more(self) -> None:
-        assert [dim.label for dim in lower(sw.ColumnWise, (4, 8)).dims] == ["FSDP+SP (EMBED)", "TP (MLP_INTERMEDIATE)"]
-        assert [dim.label for dim in lower(sw.ColumnWise, (2, 4, 8)).dims] == ["LAYERS", "FSDP+SP (EMBED)", "TP (MLP_INTERMEDIATE)"]
+        assert [dim.label for dim in lower(sw.ColumnWise, (4, 8)).dims] == [
+            "FSDP+SP (EMBED)",
+            "TP (MLP_INTERMEDIATE)",
+        ]
+        assert [dim.label for dim in lower(sw.ColumnWise, (2, 4, 8)).dims] == [
+            "LAYERS",
+            "FSDP+SP (EMBED)",
+            "TP (MLP_INTERMEDIATE)",
+        ]
 
     @pytest.mark.parametrize("shape", [(), (4,), (1, 2, 3, 4)])
     def test_a_weight_layout_takes_no_other_rank(self, shape: tuple[int, ...]) -> None:
-        with pytest.raises(sw.RankMismatchError, match=rf"ColumnWise has 2 dims, the array has {len(shape)}"):
+        with pytest.raises(
+            sw.RankMismatchError, match=rf"ColumnWise has 2 dims, the array has {len(shape)}"
+        ):
             lower(sw.ColumnWise, shape)
 
     def test_an_activation_layout_takes_its_rank_only(self) -> None:
-        with pytest.raises(sw.RankMismatchError, match="HiddenStateSharding has 3 dims, the array has 4"):
+        with pytest.raises(
+            sw.RankMismatchError, match="HiddenStateSharding has 3 dims, the array has 4"
+        ):
             lower(sw.HiddenStateSharding, (1, 2, 3, 4))
 
     @pytest.mark.parametrize("rank", range(5))
@@ -244,15 +295,25 @@ class TestRank:
     @pytest.mark.parametrize(
         ("layout", "shape", "fix"),
         [
-            (sw.ColumnWise, (8,), "for its bias use ColumnWise.bias; for a bias stacked over layers, stacked(ColumnWise.bias)"),
+            (
+                sw.ColumnWise,
+                (8,),
+                "for its bias use ColumnWise.bias; for a bias stacked over layers, stacked(ColumnWise.bias)",
+            ),
             (sw.RowWise(), (8,), "for its bias use RowWise.bias"),
             (sw.ExpertColumnWiseAlt, (2, 8), "for its bias use ExpertColumnWiseAlt.bias"),
-            (sw.HiddenStateSharding, (1, 2, 3, 4), "for a stack of layers use stacked(HiddenStateSharding)"),
+            (
+                sw.HiddenStateSharding,
+                (1, 2, 3, 4),
+                "for a stack of layers use stacked(HiddenStateSharding)",
+            ),
             ((sw.EMBED,), (2, 3), "for a stack of layers use stacked((EMBED,))"),
             ((sw.EMBED,), (), "write one axis per dim, EMPTY where a dim is not sharded"),
         ],
     )
-    def test_the_error_says_what_to_write(self, layout: Any, shape: tuple[int, ...], fix: str) -> None:
+    def test_the_error_says_what_to_write(
+        self, layout: Any, shape: tuple[int, ...], fix: str
+    ) -> None:
         with pytest.raises(sw.RankMismatchError, match=r"dims, the array has") as caught:
             lower(layout, shape)
         assert fix in caught.value.fix
@@ -270,7 +331,9 @@ class TestRank:
 class TestLowering:
     @pytest.mark.parametrize("dim", [(sw.HEAD, sw.EMPTY), (sw.EMPTY, sw.EMPTY), (sw.EMPTY,)])
     def test_empty_inside_a_composite_is_refused(self, dim: Any) -> None:
-        with pytest.raises(sw.StrategyError, match=r"dim 1 .*_.*: a composite may not contain EMPTY"):
+        with pytest.raises(
+            sw.StrategyError, match=r"dim 1 .*_.*: a composite may not contain EMPTY"
+        ):
             lower((sw.BATCH, dim))
 
     def test_a_composite_of_nothing_is_empty(self) -> None:
@@ -280,10 +343,20 @@ class TestLowering:
         assert lower(((sw.HEAD, sw.EMBED),)).dims[0].axes == (sw.HEAD, sw.EMBED)
 
     @pytest.mark.parametrize(
-        "axes", [(sw.HEAD, sw.HEAD), (sw.HEAD, (sw.EMBED, sw.HEAD)), ((sw.HEAD, sw.HEAD),), ("head", sw.HEAD), (sw.TP, "tp")]
+        "axes",
+        [
+            (sw.HEAD, sw.HEAD),
+            (sw.HEAD, (sw.EMBED, sw.HEAD)),
+            ((sw.HEAD, sw.HEAD),),
+            ("head", sw.HEAD),
+            (sw.TP, "tp"),
+        ],
     )
     def test_the_same_axis_twice_is_refused(self, axes: Any) -> None:
-        with pytest.raises(sw.AxisConflictError, match=r"the axis stands twice in one annotation, .*\n  fix   give each dim its own axis"):
+        with pytest.raises(
+            sw.AxisConflictError,
+            match=r"the axis stands twice in one annotation, .*\n  fix   give each dim its own axis",
+        ):
             lower(axes)
 
     def test_empty_may_stand_often(self) -> None:
@@ -316,16 +389,23 @@ class TestModeOfALayout:
             (sw.MODE_PREFILL, None, sw.MODE_PREFILL),
         ],
     )
-    def test_an_integer_means_decode_where_that_dim_is_one(self, mode: Any, shape: Any, found: str) -> None:
+    def test_an_integer_means_decode_where_that_dim_is_one(
+        self, mode: Any, shape: Any, found: str
+    ) -> None:
         assert mode_of_layout(mode, shape) == found
 
     def test_an_integer_needs_a_shape(self) -> None:
-        with pytest.raises(sw.ShapeRequiredError, match=r"the layout's mode is dim 1.*\n  fix   pass mode= or shape="):
+        with pytest.raises(
+            sw.ShapeRequiredError,
+            match=r"the layout's mode is dim 1.*\n  fix   pass mode= or shape=",
+        ):
             mode_of_layout(1, None)
 
     @pytest.mark.parametrize("mode", [2, 5, -3, -5])
     def test_an_integer_needs_its_dim(self, mode: int) -> None:
-        with pytest.raises(sw.RankMismatchError, match=f"the layout's mode is dim {mode}, .*\n  fix   pass mode="):
+        with pytest.raises(
+            sw.RankMismatchError, match=f"the layout's mode is dim {mode}, .*\n  fix   pass mode="
+        ):
             mode_of_layout(mode, (4, 8))
         assert mode_of_layout(-2, (1, 8)) == sw.MODE_DECODE
 
@@ -346,28 +426,41 @@ class TestWhatIsChecked:
     def test_members_of_a_merged_dim(self, member: Any, says: str) -> None:
         with pytest.raises(sw.StrategyError, match=f"^{re.escape(says)}\n  fix   merged"):
             sw.merged(member)
-        with pytest.raises(sw.StrategyError, match=r"^merged needs at least one \(axis, size\)\n  fix   merged\(\(KV_HEAD, 8\)"):
+        with pytest.raises(
+            sw.StrategyError,
+            match=r"^merged needs at least one \(axis, size\)\n  fix   merged\(\(KV_HEAD, 8\)",
+        ):
             sw.merged()
         assert sw.merged((sw.HEAD, 1)).size == 1
         assert lower((sw.BATCH,)).dims[0].size is None
 
     @pytest.mark.parametrize(
         ("shape", "says"),
-        [("ab", "'ab' is not a shape"), ((4, None), r"\(4, None\) is not a shape"), ((4, -1), r"\(4, -1\) has a negative size")],
+        [
+            ("ab", "'ab' is not a shape"),
+            ((4, None), r"\(4, None\) is not a shape"),
+            ((4, -1), r"\(4, -1\) has a negative size"),
+        ],
     )
     def test_shapes(self, shape: Any, says: str) -> None:
         for make in (
             lambda: sw.ArraySpec(shape, jnp.float32, (sw.BATCH, sw.EMBED)),
             lambda: PartOf(annotation=(sw.BATCH, sw.EMBED), shape=shape, dims=(0,)),
         ):
-            with pytest.raises(sw.RankMismatchError, match=rf"^{says}\n  fix   pass x.shape, or a tuple of sizes such as \(8, 128\)$"):
+            with pytest.raises(
+                sw.RankMismatchError,
+                match=rf"^{says}\n  fix   pass x.shape, or a tuple of sizes such as \(8, 128\)$",
+            ):
                 make()
 
     def test_fields_of_an_array_spec(self) -> None:
         spec = sw.ArraySpec([np.int64(4), 0], jnp.float32, [sw.EMBED, [sw.BATCH, sw.LENGTH]])
         assert (spec.shape, spec.ndim, spec.axes) == ((4, 0), 2, (sw.EMBED, (sw.BATCH, sw.LENGTH)))
         assert type(spec.shape[0]) is int
-        with pytest.raises(sw.StrategyError, match=r"^'float33' is not a dtype\n  fix   write one such as jnp.float32$"):
+        with pytest.raises(
+            sw.StrategyError,
+            match=r"^'float33' is not a dtype\n  fix   write one such as jnp.float32$",
+        ):
             sw.ArraySpec((4,), "float33", (sw.EMBED,))
 
     def test_an_array_spec_has_the_shape_of_its_array(self) -> None:
@@ -375,36 +468,59 @@ class TestWhatIsChecked:
         assert lower(spec) == lower(spec, (4, 8)) == lower((sw.EMBED, sw.VOCAB))
         for shape in ((4, 7), (4, 9), (4,)):
             with pytest.raises(
-                sw.RankMismatchError, match=rf"^the array has shape {re.escape(str(shape))}, its ArraySpec \(4, 8\)\n  fix   make"
+                sw.RankMismatchError,
+                match=rf"^the array has shape {re.escape(str(shape))}, its ArraySpec \(4, 8\)\n  fix   make",
             ):
                 lower(spec, shape)
-        merged = sw.ArraySpec((4, 8), jnp.float32, (sw.EMBED, sw.merged((sw.HEAD, 2), (sw.HEAD_DIM, 4))))
+        merged = sw.ArraySpec(
+            (4, 8), jnp.float32, (sw.EMBED, sw.merged((sw.HEAD, 2), (sw.HEAD_DIM, 4)))
+        )
         assert lower(merged).dims[1].size == 8
 
     def test_fields_of_a_part(self) -> None:
         part = PartOf(annotation=[sw.EMBED, sw.VOCAB], shape=[np.int32(4), 8], dims=[1])
         assert (part.annotation, part.shape, part.dims) == ((sw.EMBED, sw.VOCAB), (4, 8), (1,))
         assert type(part.shape[0]) is int
-        with pytest.raises(sw.RankMismatchError, match=r"^\(EMBED, VOCAB\) has 2 dims, the array has 1: shape \(4,\)\n"):
+        with pytest.raises(
+            sw.RankMismatchError,
+            match=r"^\(EMBED, VOCAB\) has 2 dims, the array has 1: shape \(4,\)\n",
+        ):
             PartOf(annotation=(sw.EMBED, sw.VOCAB), shape=(4,), dims=(0,))
         for dims in ((3,), (2,), (0, 0), (-1,)):
-            with pytest.raises(sw.RankMismatchError, match=r"^w: dims .* of \(EMBED, VOCAB\), which has 2\n  fix   name each dim"):
+            with pytest.raises(
+                sw.RankMismatchError,
+                match=r"^w: dims .* of \(EMBED, VOCAB\), which has 2\n  fix   name each dim",
+            ):
                 PartOf(annotation=(sw.EMBED, sw.VOCAB), shape=(4, 8), dims=dims, path="w")
 
     def test_a_part_keeps_the_mode_and_is_stored(self) -> None:
-        part = PartOf(annotation=sw.DynamicShardingAxes([sw.BATCH, sw.EMBED], "decode"), shape=(4, 8), dims=(1,), path="w")
+        part = PartOf(
+            annotation=sw.DynamicShardingAxes([sw.BATCH, sw.EMBED], "decode"),
+            shape=(4, 8),
+            dims=(1,),
+            path="w",
+        )
         assert (lower(part).mode, lower(part).role) == (sw.MODE_DECODE, sw.Role.PARAM)
         for shape in ((), (8, 1)):
-            with pytest.raises(sw.RankMismatchError, match=rf"has 1 dims, the array has {len(shape)}"):
+            with pytest.raises(
+                sw.RankMismatchError, match=rf"has 1 dims, the array has {len(shape)}"
+            ):
                 lower(part, shape)
-        with pytest.raises(sw.RankMismatchError, match=r"^w dim 0: size 9 is more than the 8 of dim 1") as caught:
+        with pytest.raises(
+            sw.RankMismatchError, match=r"^w dim 0: size 9 is more than the 8 of dim 1"
+        ) as caught:
             lower(part, (9,))
         assert caught.value.size == 9
 
     def test_a_stack_of_parts(self) -> None:
         part = PartOf(annotation=(sw.EMBED, sw.VOCAB), shape=(4, 8), dims=(1, None, 0), path="w")
         many = sw.stacked(part, 3)
-        assert many == PartOf(annotation=(sw.LAYERS, sw.EMBED, sw.VOCAB), shape=(3, 4, 8), dims=(0, 2, None, 1), path="w")
+        assert many == PartOf(
+            annotation=(sw.LAYERS, sw.EMBED, sw.VOCAB),
+            shape=(3, 4, 8),
+            dims=(0, 2, None, 1),
+            path="w",
+        )
         spec = sw.stacked(sw.ArraySpec((8, 1, 4), jnp.float32, part), 3)
         assert (spec.axes, spec.shape, spec.init) == (many, (3, 8, 1, 4), None)
 
@@ -412,12 +528,17 @@ class TestWhatIsChecked:
         spec = sw.ArraySpec((4,), jnp.float32, (sw.NORM,))
         assert sw.stacked(spec, 1).shape == (1, 4)
         with pytest.raises(
-            sw.StrategyError, match=r"^layers= goes with an ArraySpec, and only with one\n  fix   stacked\(spec, layers=32\)"
+            sw.StrategyError,
+            match=r"^layers= goes with an ArraySpec, and only with one\n  fix   stacked\(spec, layers=32\)",
         ):
             sw.stacked((sw.EMBED,), 1)
 
     def test_labels(self) -> None:
-        assert [dim.label for dim in lower((sw.BATCH, (sw.HEAD, sw.EMBED), sw.EMPTY)).dims] == ["BATCH", "HEAD+EMBED", "_"]
+        assert [dim.label for dim in lower((sw.BATCH, (sw.HEAD, sw.EMBED), sw.EMPTY)).dims] == [
+            "BATCH",
+            "HEAD+EMBED",
+            "_",
+        ]
         assert [dim.means for dim in lower(sw.ColumnWise).dims] == [sw.EMBED, sw.MLP_INTERMEDIATE]
         assert [dim.means for dim in lower((sw.BATCH, sw.EMPTY)).dims] == ["", ""]
         assert {dim.means for dim in lower(sw.ExpertTensorParallel).dims} == {""}
@@ -427,13 +548,16 @@ class TestWhatIsChecked:
             as_annotation((sw.BATCH, sw.EMBED, 3))
         assert caught.value.dim == 2
         with pytest.raises(
-            sw.RankMismatchError, match=r"has 2 entries, the array has 1 dims: shape \(2,\)\n  fix   write at most one entry"
+            sw.RankMismatchError,
+            match=r"has 2 entries, the array has 1 dims: shape \(2,\)\n  fix   write at most one entry",
         ):
             lower(P("dp", "tp"), (2,))
 
     def test_one_annotation_from_arguments(self) -> None:
         axes = (sw.BATCH, (sw.HEAD, sw.EMBED))
-        assert one_annotation(axes) == one_annotation((axes,)) == one_annotation((list(axes),)) == axes
+        assert (
+            one_annotation(axes) == one_annotation((axes,)) == one_annotation((list(axes),)) == axes
+        )
         assert one_annotation((sw.BATCH,)) == (sw.BATCH,)
         merged = sw.merged((sw.HEAD, 2), (sw.HEAD_DIM, 4))
         assert one_annotation((merged,)) == (merged,)
@@ -441,7 +565,11 @@ class TestWhatIsChecked:
         assert one_annotation(()) == ()
 
     def test_what_layouts_and_literal_specs_lower_to(self) -> None:
-        for layout, role in ((sw.ColumnWise, sw.Role.PARAM), (sw.HiddenStateSharding(mode="prefill"), None), (sw.Replicated, None)):
+        for layout, role in (
+            (sw.ColumnWise, sw.Role.PARAM),
+            (sw.HiddenStateSharding(mode="prefill"), None),
+            (sw.Replicated, None),
+        ):
             assert lower(layout).role is role
             assert lower(layout).mode == layout.mode
         assert lower(sw.Replicated).dims == ()
@@ -454,20 +582,39 @@ class TestWhatIsChecked:
 
     @pytest.mark.parametrize("size", [1000, 2000])
     def test_a_merged_dim_of_another_size(self, size: int) -> None:
-        with pytest.raises(sw.RankMismatchError, match=rf"size {size} is not HEAD 8 \* HEAD_DIM 128 = 1024\n  fix   give merged") as caught:
+        with pytest.raises(
+            sw.RankMismatchError,
+            match=rf"size {size} is not HEAD 8 \* HEAD_DIM 128 = 1024\n  fix   give merged",
+        ) as caught:
             lower((sw.merged((sw.HEAD, 8), (sw.HEAD_DIM, 128)),), (size,))
-        assert (caught.value.dim, caught.value.axis, caught.value.size) == (0, "HEAD*HEAD_DIM", size)
+        assert (caught.value.dim, caught.value.axis, caught.value.size) == (
+            0,
+            "HEAD*HEAD_DIM",
+            size,
+        )
 
     @pytest.mark.parametrize(
         ("annotation", "rank", "fix"),
         [
-            (sw.stacked(sw.ColumnWise), 2, "for its bias use ColumnWise.bias; for a bias stacked over layers, stacked(ColumnWise.bias)"),
+            (
+                sw.stacked(sw.ColumnWise),
+                2,
+                "for its bias use ColumnWise.bias; for a bias stacked over layers, stacked(ColumnWise.bias)",
+            ),
             (sw.ColumnWise, 0, "write one axis per dim, EMPTY where a dim is not sharded"),
             (sw.ColumnWise, 4, "write one axis per dim, EMPTY where a dim is not sharded"),
             (sw.HiddenStateSharding, 5, "write one axis per dim, EMPTY where a dim is not sharded"),
             ((), 1, "add the missing dim's axis, or EMPTY; for a stack of layers use stacked(())"),
-            ((sw.EMBED,), 2, "add the missing dim's axis, or EMPTY; for a stack of layers use stacked((EMBED,))"),
-            ((sw.EMBED, sw.VOCAB), 3, "add the missing dim's axis, or EMPTY; for a stack of layers use stacked((EMBED, VOCAB))"),
+            (
+                (sw.EMBED,),
+                2,
+                "add the missing dim's axis, or EMPTY; for a stack of layers use stacked((EMBED,))",
+            ),
+            (
+                (sw.EMBED, sw.VOCAB),
+                3,
+                "add the missing dim's axis, or EMPTY; for a stack of layers use stacked((EMBED, VOCAB))",
+            ),
         ],
     )
     def test_the_fix_for_another_rank(self, annotation: Any, rank: int, fix: str) -> None:

@@ -15,11 +15,22 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     env.pop("XLA_FLAGS", None)
     command = [sys.executable, "-m", "benchmarks", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_a_subject_is_measured_printed_and_written(tmp_path: Path) -> None:
-    done = run("enter", "--repeats", "3", "--no-fail", "--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md"))
+    done = run(
+        "enter",
+        "--repeats",
+        "3",
+        "--no-fail",
+        "--json",
+        str(tmp_path / "r.json"),
+        "--markdown",
+        str(tmp_path / "r.md"),
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert [row["what"] for row in rows] == ["with pm", "with jax.set_mesh"]
@@ -29,7 +40,10 @@ def test_a_subject_is_measured_printed_and_written(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
-    for arguments, says in ((["entr"], "unknown subject 'entr'"), (["enter", "--repeats", "2"], "a median needs at least 3")):
+    for arguments, says in (
+        (["entr"], "unknown subject 'entr'"),
+        (["enter", "--repeats", "2"], "a median needs at least 3"),
+    ):
         done = run(*arguments)
         assert done.returncode == 2
         assert says in done.stderr

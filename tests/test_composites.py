@@ -86,15 +86,21 @@ class TestProduct:
 
     def test_nothing_left_is_no_mesh_axis(self) -> None:
         rules = made(rules={B: "pp", Q: "ep"})
-        assert explain(((B, Q),), rules, MESH, shape=(3,)).decisions[0].outcome is Outcome.NO_MESH_AXIS
+        assert (
+            explain(((B, Q),), rules, MESH, shape=(3,)).decisions[0].outcome is Outcome.NO_MESH_AXIS
+        )
         rules = made(rules={B: "pp", Q: "ep | -"})
-        assert explain(((B, Q),), rules, MESH, shape=(3,)).decisions[0].outcome is Outcome.REPLICATED
+        assert (
+            explain(((B, Q),), rules, MESH, shape=(3,)).decisions[0].outcome is Outcome.REPLICATED
+        )
 
     def test_members_that_meet_fail_that_candidate_alone(self) -> None:
         rules = made(rules={B: "dp", H: "dp | tp"})
         found = explain(((B, H),), rules, MESH, shape=(8,)).decisions[0]
         assert found.mesh_axes == ("dp", "tp")
-        assert [(skip.reason, skip.detail) for skip in found.skipped] == [(Reason.TAKEN, "dp stands twice")]
+        assert [(skip.reason, skip.detail) for skip in found.skipped] == [
+            (Reason.TAKEN, "dp stands twice")
+        ]
 
     def test_a_taken_mesh_axis_moves_on(self) -> None:
         rules = made(rules={E: "sp", B: "dp", Q: "sp | -"})
@@ -103,7 +109,9 @@ class TestProduct:
         assert found.decisions[1].skipped[0].detail == "sp is taken by dim 0 EMBED"
 
     def test_weights_gather_what_no_member_names(self) -> None:
-        rules = made(Policy(gather=("fsdp", "dp")), rules={E: "-", M: "dp | tp"}, params={E: "fsdp | -"})
+        rules = made(
+            Policy(gather=("fsdp", "dp")), rules={E: "-", M: "dp | tp"}, params={E: "fsdp | -"}
+        )
         found = explain(((E, M),), rules, MESH, shape=(16,), role="use").decisions[0]
         assert (found.mesh_axes, found.gathered) == (("dp",), ("fsdp",))
 
@@ -124,21 +132,29 @@ class TestNoShape:
         assert found.spec == wanted
         assert found.decisions[0].unchecked is bool(wanted.partitions)
 
-    @pytest.mark.parametrize(("batch", "length"), [("dp | -", "sp"), ("dp", "sp | -"), ("dp | -", "-")])
+    @pytest.mark.parametrize(
+        ("batch", "length"), [("dp | -", "sp"), ("dp", "sp | -"), ("dp | -", "-")]
+    )
     def test_refused_where_the_size_picks(self, batch: str, length: str) -> None:
-        with pytest.raises(sw.ShapeRequiredError, match=r"dim 0 BATCH\+QUERY_LENGTH: which candidate applies"):
+        with pytest.raises(
+            sw.ShapeRequiredError, match=r"dim 0 BATCH\+QUERY_LENGTH: which candidate applies"
+        ):
             resolve(((B, Q),), made(rules={B: batch, Q: length}), MESH)
 
     def test_a_policy_needs_the_size(self) -> None:
         rules = made(Policy(indivisible=Indivisible.PREFIX), rules={B: "dp", Q: "sp"})
-        with pytest.raises(sw.ShapeRequiredError, match="which candidate applies depends on the size"):
+        with pytest.raises(
+            sw.ShapeRequiredError, match="which candidate applies depends on the size"
+        ):
             resolve(((B, Q),), rules, MESH)
 
 
 class TestRefusals:
     @pytest.mark.parametrize("rule", ["?", "tp | ?"])
     def test_unconstrained_member(self, rule: str) -> None:
-        with pytest.raises(sw.StrategyError, match=r'the rule of KV_HEAD has "\?", so it cannot be a member') as caught:
+        with pytest.raises(
+            sw.StrategyError, match=r'the rule of KV_HEAD has "\?", so it cannot be a member'
+        ) as caught:
             resolve(((B, K),), made(rules={B: "dp", K: rule}), MESH, shape=(8,))
         assert "kv_head" in caught.value.rule
         assert 'without "?"' in caught.value.fix
@@ -149,7 +165,9 @@ class TestRefusals:
         assert MOST_CANDIDATES == 4**3
         assert explain(((B, Q, M),), three, MESH, shape=(3,)).spec == P()
         more = made(rules={B: four, Q: four, M: four, E: "tp | -"})
-        with pytest.raises(sw.StrategyError, match="128 candidates, more than the 64 that are tried") as caught:
+        with pytest.raises(
+            sw.StrategyError, match="128 candidates, more than the 64 that are tried"
+        ) as caught:
             resolve(((B, Q, M, E),), more, MESH, shape=(1024,))
         assert "fewer candidates" in caught.value.fix
 
@@ -160,21 +178,34 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         "axes",
-        [(sw.HEAD, sw.HEAD_DIM), (sw.HEAD_DIM, sw.HEAD), (sw.KV_HEAD, sw.KV_HEAD_DIM), ("head", sw.KV_HEAD_DIM)],
+        [
+            (sw.HEAD, sw.HEAD_DIM),
+            (sw.HEAD_DIM, sw.HEAD),
+            (sw.KV_HEAD, sw.KV_HEAD_DIM),
+            ("head", sw.KV_HEAD_DIM),
+        ],
     )
     def test_a_head_beside_its_dim(self, axes: Any) -> None:
         """A flat dim that is cut in equal parts cuts heads where the parts are not whole heads."""
         for rules in (made(rules={H: "tp"}), made()):
-            with pytest.raises(sw.StrategyError, match=r"dim 1 .*: a composite of .* may split a head") as caught:
+            with pytest.raises(
+                sw.StrategyError, match=r"dim 1 .*: a composite of .* may split a head"
+            ) as caught:
                 resolve((E, axes), rules, MESH, shape=(8, 768))
             assert "merged((" in caught.value.fix
             assert caught.value.dim == 1
 
     def test_which_head_and_which_dim(self) -> None:
         """The first head is named, and the dim that stands with it; other members do not matter."""
-        with pytest.raises(sw.StrategyError, match=r"^dim 0 EMBED\+HEAD_DIM\+KV_HEAD\+HEAD: a composite of KV_HEAD and HEAD_DIM") as caught:
+        with pytest.raises(
+            sw.StrategyError,
+            match=r"^dim 0 EMBED\+HEAD_DIM\+KV_HEAD\+HEAD: a composite of KV_HEAD and HEAD_DIM",
+        ) as caught:
             resolve(((E, sw.HEAD_DIM, sw.KV_HEAD, H),), made(), MESH, shape=(8,))
-        assert caught.value.fix == "annotate the flat dim as merged((KV_HEAD, heads), (HEAD_DIM, head_dim)): the heads must then divide"
+        assert (
+            caught.value.fix
+            == "annotate the flat dim as merged((KV_HEAD, heads), (HEAD_DIM, head_dim)): the heads must then divide"
+        )
         assert resolve(((E, H), (B, sw.HEAD_DIM)), made(), MESH, shape=(8, 8)).spec == P()
 
     @pytest.mark.parametrize("axes", [((H, sw.EMPTY),), ((sw.EMPTY,),), (B, (sw.EMPTY, Q))])
@@ -183,13 +214,17 @@ class TestRefusals:
             resolve(axes, made(rules={H: "tp"}), MESH)
         assert caught.value.dim == len(axes) - 1
         assert caught.value.axis
-        assert caught.value.fix.startswith("write EMPTY for a whole dim, or leave it out of the composite")
+        assert caught.value.fix.startswith(
+            "write EMPTY for a whole dim, or leave it out of the composite"
+        )
 
 
 class TestPolicies:
     def test_indivisible_names_a_fallback_that_helps(self) -> None:
         rules = made(rules={B: "dp", H: "tp"})
-        with pytest.raises(sw.IndivisibleError, match=r"size 6 does not divide over dp=2, tp=4 \(8 shards\)") as caught:
+        with pytest.raises(
+            sw.IndivisibleError, match=r"size 6 does not divide over dp=2, tp=4 \(8 shards\)"
+        ) as caught:
             resolve(((B, H),), rules, MESH, shape=(6,))
         assert 'head = "tp | -"' in caught.value.fix
         assert "batch" not in caught.value.fix
@@ -200,7 +235,9 @@ class TestPolicies:
 
     def test_conflict_names_a_fallback_that_helps(self) -> None:
         rules = made(rules={E: "dp", B: "dp", H: "tp"})
-        with pytest.raises(sw.AxisConflictError, match=r"dim 1 BATCH\+HEAD: dp is taken by dim 0 EMBED") as caught:
+        with pytest.raises(
+            sw.AxisConflictError, match=r"dim 1 BATCH\+HEAD: dp is taken by dim 0 EMBED"
+        ) as caught:
             resolve((E, (B, H)), rules, MESH, shape=(8, 8))
         assert 'batch = "dp | -"' in caught.value.fix
         assert "head" not in caught.value.fix
@@ -222,12 +259,16 @@ class TestPolicies:
 
 
 RULES = st.lists(
-    st.lists(st.sampled_from(["dp", "fsdp", "sp", "tp", "pp", "ep"]), min_size=1, max_size=2, unique=True),
+    st.lists(
+        st.sampled_from(["dp", "fsdp", "sp", "tp", "pp", "ep"]), min_size=1, max_size=2, unique=True
+    ),
     max_size=3,
 )
 
 
-def reference(rules: list[tuple[list[list[str]], bool]], mesh: dict[str, int], size: int, taken: set[str]) -> Any:
+def reference(
+    rules: list[tuple[list[list[str]], bool]], mesh: dict[str, int], size: int, taken: set[str]
+) -> Any:
     """Return the composite's mesh axes, "conflict" or "indivisible", straight from the contract."""
     chains: list[list[list[str]]] = []
     for candidates, replicated in rules:
@@ -258,7 +299,9 @@ class TestAgainstAReference:
         st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 48]),
         st.sampled_from(["", "dp", "tp"]),
     )
-    def test_the_product_is_the_references(self, members: Any, mesh: dict[str, int], size: int, held: str) -> None:
+    def test_the_product_is_the_references(
+        self, members: Any, mesh: dict[str, int], size: int, held: str
+    ) -> None:
         members = [(candidates, replicated or not candidates) for candidates, replicated in members]
         axes = (B, Q, M)[: len(members)]
         text = {

@@ -100,7 +100,10 @@ def test_leaving_in_the_wrong_order_is_told_and_leaves_nothing_entered() -> None
         before = state()
         pm.__enter__()
         other.__enter__()
-        with pytest.raises(sw.NoManagerError, match=r"is not the one entered last in this thread: that was .*; all since it are left now"):
+        with pytest.raises(
+            sw.NoManagerError,
+            match=r"is not the one entered last in this thread: that was .*; all since it are left now",
+        ):
             pm.__exit__(None, None, None)
         assert state() == before
         assert context.current() is outer
@@ -134,7 +137,9 @@ async def places_later(pm: sw.PartitionManager, before: float, after: float) -> 
     return found
 
 
-@pytest.mark.parametrize("times", [((0.06, 0.06), (0.03, 0.06)), ((0.03, 0.0), (0.09, 0.03)), ((0.0, 0.06), (0.03, 0.0))])
+@pytest.mark.parametrize(
+    "times", [((0.06, 0.06), (0.03, 0.06)), ((0.03, 0.0), (0.09, 0.03)), ((0.0, 0.06), (0.03, 0.0))]
+)
 def test_a_task_never_places_under_another_tasks_manager(times: Any) -> None:
     managers = [make_manager(), make_manager().for_mode("decode")]
     wanted = [jax.P("dp", "tp"), jax.P("dp")]
@@ -169,7 +174,9 @@ def test_entered_in_one_cell_of_a_notebook_and_used_in_the_next() -> None:
     pm, other = make_manager(), make_manager(sizes="dp:4,tp:2")
     cell = contextvars.copy_context
     cell().run(pm.__enter__)
-    assert cell().run(sw.shard, numbers(8, 8), sw.BATCH, sw.EMBED).sharding.spec == jax.P("dp", "tp")
+    assert cell().run(sw.shard, numbers(8, 8), sw.BATCH, sw.EMBED).sharding.spec == jax.P(
+        "dp", "tp"
+    )
     cell().run(other.__enter__)
     assert cell().run(context.current) is other
     cell().run(other.__exit__, None, None, None)
@@ -180,10 +187,19 @@ def test_entered_in_one_cell_of_a_notebook_and_used_in_the_next() -> None:
 
 def test_no_manager() -> None:
     x = numbers(8, 8)
-    for name, call in {"shard": lambda: sw.shard(x, sw.BATCH, sw.EMBED), "gather": lambda: sw.gather(x, sw.EMBED, sw.EMPTY)}.items():
-        with pytest.raises(sw.NoManagerError, match=rf"{name} needs a PartitionManager, and none is entered in this thread"):
+    for name, call in {
+        "shard": lambda: sw.shard(x, sw.BATCH, sw.EMBED),
+        "gather": lambda: sw.gather(x, sw.EMBED, sw.EMPTY),
+    }.items():
+        with pytest.raises(
+            sw.NoManagerError,
+            match=rf"{name} needs a PartitionManager, and none is entered in this thread",
+        ):
             call()
-        with pytest.raises(sw.NoManagerError, match=rf"with pm: ... around the call \(each thread enters its own\), or pm.{name}"):
+        with pytest.raises(
+            sw.NoManagerError,
+            match=rf"with pm: ... around the call \(each thread enters its own\), or pm.{name}",
+        ):
             jax.jit(lambda x, call=call: call())(x)
     with pytest.raises(sw.NoManagerError, match="current_manager needs a PartitionManager"):
         sw.current_manager()
@@ -209,7 +225,9 @@ def test_threads_do_not_inherit_and_enter_their_own() -> None:
             in_thread(lambda: sw.shard(x, sw.BATCH, sw.EMBED))
         assert in_thread(lambda: sw.hint(x, sw.BATCH)) is x
         assert lies_over(in_thread(enters), other.mesh, "dp", "tp")
-        assert lies_over(in_thread(lambda: pm.shard(x, sw.BATCH, sw.EMBED)), pm.mesh, "dp", "tp"), "a method needs nobody entered"
+        assert lies_over(in_thread(lambda: pm.shard(x, sw.BATCH, sw.EMBED)), pm.mesh, "dp", "tp"), (
+            "a method needs nobody entered"
+        )
         assert context.current() is pm
         with pytest.raises(sw.NoManagerError, match="is not entered in this thread"):
             in_thread(lambda: pm.__exit__(None, None, None))
@@ -217,7 +235,9 @@ def test_threads_do_not_inherit_and_enter_their_own() -> None:
 
 def test_threads_interleave() -> None:
     """Four threads, each under its own manager, on one jitted function, in step with one another."""
-    managers = [make_manager(sizes=sizes) for sizes in ("dp:2,tp:4", "dp:4,tp:2", "dp:8,tp:1", "dp:1,tp:8")]
+    managers = [
+        make_manager(sizes=sizes) for sizes in ("dp:2,tp:4", "dp:4,tp:2", "dp:8,tp:1", "dp:1,tp:8")
+    ]
     barrier = threading.Barrier(len(managers), timeout=60)
     f = jax.jit(lambda x: sw.shard(x, sw.BATCH, sw.EMBED) * 2)
 
@@ -261,9 +281,15 @@ def test_entered_inside_a_trace_under_another_mesh_is_refused_by_shard() -> None
         with pm:
             return sw.shard(x, sw.BATCH, sw.EMBED)
 
-    with jax.set_mesh(make_mesh(sizes="dp:4,tp:2")), pytest.raises(sw.MeshMismatchError, match="the ambient mesh is") as caught:
+    with (
+        jax.set_mesh(make_mesh(sizes="dp:4,tp:2")),
+        pytest.raises(sw.MeshMismatchError, match="the ambient mesh is") as caught,
+    ):
         jax.jit(f)(numbers(8, 8))
-    assert "enter the manager (with pm:) instead of another mesh, or build the manager on that mesh" in str(caught.value)
+    assert (
+        "enter the manager (with pm:) instead of another mesh, or build the manager on that mesh"
+        in str(caught.value)
+    )
 
 
 def test_ambient_mesh_of_another_order_is_refused() -> None:
@@ -271,7 +297,10 @@ def test_ambient_mesh_of_another_order_is_refused() -> None:
     for sizes in ("tp:4,dp:2", "dp:2,tp:2", "dp:2,tp:4,sp:1", "data:2,tp:4"):
         with (
             jax.set_mesh(make_mesh(sizes=sizes)),
-            pytest.raises(sw.MeshMismatchError, match=r"the ambient mesh is .*, the manager's \{'dp': 2, 'tp': 4\}"),
+            pytest.raises(
+                sw.MeshMismatchError,
+                match=r"the ambient mesh is .*, the manager's \{'dp': 2, 'tp': 4\}",
+            ),
         ):
             pm.shard(numbers(8, 8), sw.BATCH, sw.EMBED)
 

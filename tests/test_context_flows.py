@@ -20,7 +20,19 @@ import pytest
 import shardwright as sw
 from shardwright import context
 from shardwright.testing.ambient import isolated
-from tests.manager.flows import NONE, OTHER, OWN, beside, holds, jitted, other, own, seen, spec_of, turn
+from tests.manager.flows import (
+    NONE,
+    OTHER,
+    OWN,
+    beside,
+    holds,
+    jitted,
+    other,
+    own,
+    seen,
+    spec_of,
+    turn,
+)
 from tests.manager.programs import make_manager, numbers
 
 
@@ -98,7 +110,9 @@ async def task_made_inside_beside_another() -> Any:
 
 async def task_of_a_task_made_inside() -> Any:
     async def child() -> Any:
-        return await asyncio.create_task(asyncio.sleep(0, None)) or await asyncio.create_task(grandchild())
+        return await asyncio.create_task(asyncio.sleep(0, None)) or await asyncio.create_task(
+            grandchild()
+        )
 
     async def grandchild() -> Any:
         await turn()
@@ -202,9 +216,17 @@ def test_tasks_that_overlap_leave_in_any_order() -> None:
         return found
 
     async def both(*turns: tuple[int, int]) -> Any:
-        return await asyncio.gather(*[held(pm, *one) for pm, one in zip((own(), other()), turns, strict=True)])
+        return await asyncio.gather(
+            *[held(pm, *one) for pm, one in zip((own(), other()), turns, strict=True)]
+        )
 
-    for turns in (((0, 4), (2, 4)), ((0, 6), (2, 2)), ((2, 4), (0, 4)), ((2, 2), (0, 6)), ((0, 0), (0, 0))):
+    for turns in (
+        ((0, 4), (2, 4)),
+        ((0, 6), (2, 2)),
+        ((2, 4), (0, 4)),
+        ((2, 2), (0, 6)),
+        ((0, 0), (0, 0)),
+    ):
         assert asyncio.run(both(*turns)) == [OWN, OTHER], turns
         assert context.depth() == 0
         assert jax.sharding.get_mesh().empty
@@ -240,7 +262,9 @@ class Notebook:
         self.loop = asyncio.new_event_loop()
         self.context = contextvars.copy_context()
         self.lasting = lasting
-        self.background = [self.loop.create_task(asyncio.sleep(1e6)) for _ in range(2 if background else 0)]
+        self.background = [
+            self.loop.create_task(asyncio.sleep(1e6)) for _ in range(2 if background else 0)
+        ]
 
     def cell(self, code: Callable[[], Any]) -> Any:
         async def run() -> Any:
@@ -292,7 +316,9 @@ def test_a_background_task_keeps_its_manager_from_later_cells(lasting: bool) -> 
     running: list[Any] = []
     notebook.cell(lambda: running.append(asyncio.get_running_loop().create_task(background())))
     assert notebook.cell(seen) == NONE
-    with pytest.raises(sw.NoManagerError, match="entered by another task of this thread; this one has none"):
+    with pytest.raises(
+        sw.NoManagerError, match="entered by another task of this thread; this one has none"
+    ):
         notebook.cell(lambda: spec_of(f))
     stop.append(True)
     assert notebook.loop.run_until_complete(running[0]) == OTHER

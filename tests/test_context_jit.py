@@ -33,7 +33,8 @@ def test_jit_beside_another_task() -> None:
 
     async def what() -> None:
         with pytest.raises(
-            sw.NoManagerError, match=r"the ambient manager is .*, entered by another task of this thread; this one has none"
+            sw.NoManagerError,
+            match=r"the ambient manager is .*, entered by another task of this thread; this one has none",
         ):
             f(numbers(8, 8))
 
@@ -62,7 +63,9 @@ def test_jit_of_what_another_task_compiled_meanwhile() -> None:
     async def main() -> None:
         running = asyncio.create_task(compiles())
         await entered.wait()
-        with pytest.raises(sw.NoManagerError, match="entered by another task of this thread; this one has none"):
+        with pytest.raises(
+            sw.NoManagerError, match="entered by another task of this thread; this one has none"
+        ):
             f(jnp.asarray(numbers(8, 8)))
         with own():
             assert spec_of(f) == OWN
@@ -78,7 +81,10 @@ def test_jit_in_a_task_that_awaited() -> None:
 
     async def main() -> None:
         async def what() -> None:
-            with pytest.raises(sw.NoManagerError, match=r"which JAX does not know of here; it knows of .*, entered by another task"):
+            with pytest.raises(
+                sw.NoManagerError,
+                match=r"which JAX does not know of here; it knows of .*, entered by another task",
+            ):
                 f(jnp.asarray(numbers(8, 8)))
             assert seen() == OWN
             with sw.current_manager():
@@ -134,9 +140,13 @@ def test_jit_where_only_the_context_has_the_manager(where: str) -> None:
     f = jitted()
 
     def refused_then_entered() -> Any:
-        with pytest.raises(sw.NoManagerError, match=r"it is .*, which JAX does not know of here") as caught:
+        with pytest.raises(
+            sw.NoManagerError, match=r"it is .*, which JAX does not know of here"
+        ) as caught:
             f(jnp.asarray(numbers(8, 8)))
-        assert "with sw.current_manager(): ... around the call of the jitted function" in str(caught.value)
+        assert "with sw.current_manager(): ... around the call of the jitted function" in str(
+            caught.value
+        )
         with sw.current_manager():
             return spec_of(f)
 
@@ -158,7 +168,11 @@ def test_jit_where_only_the_context_has_the_manager(where: str) -> None:
             held = contextvars.copy_context()
         return held.run(refused_then_entered)
 
-    runs = {"task made inside": lambda: asyncio.run(task()), "to_thread": lambda: asyncio.run(thread()), "copied context": copied}
+    runs = {
+        "task made inside": lambda: asyncio.run(task()),
+        "to_thread": lambda: asyncio.run(thread()),
+        "copied context": copied,
+    }
     assert runs[where]() == OWN
 
 

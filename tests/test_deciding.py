@@ -28,7 +28,9 @@ def message(found: sw.Resolution) -> str:
 
 
 def test_entries_of_a_literal_spec() -> None:
-    found = explain(P(("dp", "tp"), None, P.UNCONSTRAINED), made(), {"dp": 2, "tp": 2}, shape=(4, 4, 4))
+    found = explain(
+        P(("dp", "tp"), None, P.UNCONSTRAINED), made(), {"dp": 2, "tp": 2}, shape=(4, 4, 4)
+    )
     assert outcomes(found) == [Outcome.CHOSEN, Outcome.REPLICATED, Outcome.UNCONSTRAINED]
     assert [decision.skipped for decision in found.decisions] == [()] * 3
     rules = [decision.rule for decision in found.decisions if decision.rule is not None]
@@ -45,17 +47,29 @@ def test_unknown_axes_of_a_composite(path: str | None) -> None:
     rules = made(rules={B: "dp", E: "fsdp"})
     found = explain((B, (E, "mine", "yours")), rules, {"dp": 2, "fsdp": 2}, shape=(4, 4), path=path)
     assert outcomes(found) == [Outcome.CHOSEN, Outcome.FAILED]
-    assert [problem.what for problem in found.problems] == ["unknown axis 'MINE'", "unknown axis 'YOURS'"]
-    assert {(problem.path, problem.dim, problem.axis) for problem in found.problems} == {(path or "", 1, "EMBED+MINE+YOURS")}
+    assert [problem.what for problem in found.problems] == [
+        "unknown axis 'MINE'",
+        "unknown axis 'YOURS'",
+    ]
+    assert {(problem.path, problem.dim, problem.axis) for problem in found.problems} == {
+        (path or "", 1, "EMBED+MINE+YOURS")
+    }
 
 
 @pytest.mark.parametrize("path", [None, "mlp/up"])
 def test_a_composite_that_makes_no_rule(path: str | None) -> None:
     """A refused composite has failed; a dim without a rule beside it has not."""
-    found = explain((L, (B, E), M), made(rules={B: "dp", E: "?"}), {"dp": 2}, shape=(4, 4, 4), path=path)
+    found = explain(
+        (L, (B, E), M), made(rules={B: "dp", E: "?"}), {"dp": 2}, shape=(4, 4, 4), path=path
+    )
     assert outcomes(found) == [Outcome.NO_RULE, Outcome.FAILED, Outcome.NO_RULE]
     (problem,) = found.problems
-    assert (problem.error, problem.path, problem.dim, problem.axis) == (sw.StrategyError, path or "", 1, "BATCH+EMBED")
+    assert (problem.error, problem.path, problem.dim, problem.axis) == (
+        sw.StrategyError,
+        path or "",
+        1,
+        "BATCH+EMBED",
+    )
 
 
 def test_two_dims_that_fail() -> None:
@@ -89,12 +103,18 @@ def test_without_a_shape_a_lost_candidate_counts() -> None:
         "  fix   pass shape="
     )
     assert spec((B,), rules, {"dp": 2}, shape=(4,)) == P("dp")
-    assert explain((B,), rules, {"dp": 2}, shape=(3,)).decisions[0].outcome is Outcome.POLICY_MISSING
-    assert explain((B,), made(Policy(missing=Missing.REPLICATE), rules={B: "model | dp"}), {"dp": 2}).ok
+    assert (
+        explain((B,), rules, {"dp": 2}, shape=(3,)).decisions[0].outcome is Outcome.POLICY_MISSING
+    )
+    assert explain(
+        (B,), made(Policy(missing=Missing.REPLICATE), rules={B: "model | dp"}), {"dp": 2}
+    ).ok
 
 
 def test_unconstrained_is_refused_for_a_parameter() -> None:
-    text = message(explain((E,), made(rules={E: "?"}), {"dp": 2}, shape=(4,), role="param", path="w"))
+    text = message(
+        explain((E,), made(rules={E: "?"}), {"dp": 2}, shape=(4,), role="param", path="w")
+    )
     assert text == (
         'w dim 0 EMBED: "?" cannot be the answer for a parameter: it must lie somewhere\n'
         '  rule  embed = "?"   (t.toml, [rules], mode train)\n'
@@ -102,8 +122,13 @@ def test_unconstrained_is_refused_for_a_parameter() -> None:
     )
 
 
-@pytest.mark.parametrize(("rule", "shape", "unchecked"), [("dp+tp", None, True), ("dp+tp", (4, 4), False), ("dp", None, False)])
-def test_first_dim_marks_what_no_size_checked(rule: str, shape: tuple[int, ...] | None, unchecked: bool) -> None:
+@pytest.mark.parametrize(
+    ("rule", "shape", "unchecked"),
+    [("dp+tp", None, True), ("dp+tp", (4, 4), False), ("dp", None, False)],
+)
+def test_first_dim_marks_what_no_size_checked(
+    rule: str, shape: tuple[int, ...] | None, unchecked: bool
+) -> None:
     rules = made(Policy(conflict=Conflict.FIRST_DIM), rules={B: "dp", E: rule})
     decision = explain((B, E), rules, {"dp": 2, "tp": 2}, shape=shape).decisions[1]
     assert decision.outcome is Outcome.POLICY_FIRST_DIM
@@ -137,10 +162,16 @@ def test_a_size_that_does_not_divide_over_several() -> None:
     )
     (problem,) = found.problems
     assert (problem.size, problem.mesh_axes, problem.shards) == (12, ("dp", "fsdp"), 8)
-    assert 'batch = "dp+fsdp | dp | -"' in message(explain((B,), made(rules={B: "dp+fsdp"}), mesh, shape=(6,)))
+    assert 'batch = "dp+fsdp | dp | -"' in message(
+        explain((B,), made(rules={B: "dp+fsdp"}), mesh, shape=(6,))
+    )
     three = message(explain((B,), made(rules={B: "dp+fsdp+tp"}), {**mesh, "tp": 3}, shape=(12,)))
-    assert 'batch = "dp+fsdp+tp | fsdp+tp | -"' in three, "of the parts that fit the one with the most shards"
-    assert 'batch = "dp+fsdp | -"' in message(explain((B,), made(rules={B: "dp+fsdp"}), mesh, shape=(3,)))
+    assert 'batch = "dp+fsdp+tp | fsdp+tp | -"' in three, (
+        "of the parts that fit the one with the most shards"
+    )
+    assert 'batch = "dp+fsdp | -"' in message(
+        explain((B,), made(rules={B: "dp+fsdp"}), mesh, shape=(3,))
+    )
     assert message(explain(P("fsdp"), made(), mesh, shape=(6,), path="x")) == (
         "x dim 0: size 6 does not divide over fsdp=4\n"
         '  rule  dim 0 = "fsdp"   (literal spec, mode train)\n'
@@ -148,16 +179,23 @@ def test_a_size_that_does_not_divide_over_several() -> None:
     )
 
 
-@pytest.mark.parametrize(("size", "prefix"), [(16, ("dp", "fsdp", "tp")), (8, ("dp", "fsdp")), (4, ("dp",)), (3, ())])
+@pytest.mark.parametrize(
+    ("size", "prefix"), [(16, ("dp", "fsdp", "tp")), (8, ("dp", "fsdp")), (4, ("dp",)), (3, ())]
+)
 def test_a_prefix_is_the_longest_that_divides(size: int, prefix: tuple[str, ...]) -> None:
     rules = made(Policy(indivisible=Indivisible.PREFIX), rules={B: "dp+fsdp+tp"})
-    assert explain((B,), rules, {"dp": 2, "fsdp": 4, "tp": 2}, shape=(size,)).decisions[0].mesh_axes == prefix
+    assert (
+        explain((B,), rules, {"dp": 2, "fsdp": 4, "tp": 2}, shape=(size,)).decisions[0].mesh_axes
+        == prefix
+    )
 
 
 @pytest.mark.parametrize("axes", [(sw.EXPERT, E), (E, sw.EXPERT)])
 def test_a_conflict_with_experts_suggests_the_gate(axes: tuple[str, ...]) -> None:
     text = message(explain(axes, made(rules={sw.EXPERT: "ep", E: "ep"}), {"ep": 2}, shape=(4, 4)))
-    assert text.endswith("fix   router weights and logits end in EXPERT_GATE: write it in place of EXPERT, or EMPTY here")
+    assert text.endswith(
+        "fix   router weights and logits end in EXPERT_GATE: write it in place of EXPERT, or EMPTY here"
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,10 +217,22 @@ def test_an_unknown_axis_of_the_wrong_rank(axis: str, label: str, fix: str) -> N
 
 
 def test_the_rule_of_a_composite_is_its_members() -> None:
-    text = message(explain(((B, E),), made(rules={B: "dp", E: "fsdp"}), {"dp": 2, "fsdp": 2}, shape=(6,), path="x"))
-    assert '\n  rule  batch = "dp"   (t.toml, [rules], mode train)\n        embed = "fsdp"   (t.toml, [rules], mode train)\n' in text
+    text = message(
+        explain(
+            ((B, E),), made(rules={B: "dp", E: "fsdp"}), {"dp": 2, "fsdp": 2}, shape=(6,), path="x"
+        )
+    )
+    assert (
+        '\n  rule  batch = "dp"   (t.toml, [rules], mode train)\n        embed = "fsdp"   (t.toml, [rules], mode train)\n'
+        in text
+    )
 
 
 def test_a_rule_that_stands_in_no_file_has_a_mode_alone() -> None:
-    assert rule_text(RuleRef(key="batch", text="dp"), sw.MODE_TRAIN) == 'batch = "dp"   (mode train)'
-    assert rule_text(RuleRef(key="batch", text="dp", source="default"), sw.MODE_DECODE) == 'batch = "dp"   (default, mode decode)'
+    assert (
+        rule_text(RuleRef(key="batch", text="dp"), sw.MODE_TRAIN) == 'batch = "dp"   (mode train)'
+    )
+    assert (
+        rule_text(RuleRef(key="batch", text="dp", source="default"), sw.MODE_DECODE)
+        == 'batch = "dp"   (default, mode decode)'
+    )

@@ -18,4 +18,7 @@ def test_modes_of_one_answer_share_a_row_and_others_do_not() -> None:
     tensor = next(tensor for tensor in layer.ACTIVATIONS if tensor.name == "tokens")
     answers = {"train": ("a",), "prefill": ("a",), "decode": ("b",), "insert": ("a",)}
     rows = specs.collapsed(tensor, answers)
-    assert rows == [("tokens", "16 4096", "(BATCH, LENGTH)", "train prefill insert", "a"), ("", "16 1", "", "decode", "b")]
+    assert rows == [
+        ("tokens", "16 4096", "(BATCH, LENGTH)", "train prefill insert", "a"),
+        ("", "16 1", "", "decode", "b"),
+    ]

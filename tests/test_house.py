@@ -23,7 +23,17 @@ HERE = "tests/test_house.py"
 # A module imports only from those before it. A name may stand for a module or for a package; inside a package any
 # sibling will do, without cycles. `shardwright` is the public face: only what comes after it may import from it.
 ORDER = (
-    *("errors", "_jax", "axes", "modes", "layouts", "annotations", "mesh_text", "mesh", "path_patterns"),
+    *(
+        "errors",
+        "_jax",
+        "axes",
+        "modes",
+        "layouts",
+        "annotations",
+        "mesh_text",
+        "mesh",
+        "path_patterns",
+    ),
     *(
         "specs",
         "tables",
@@ -43,7 +53,16 @@ ORDER = (
         "state",
         "pairs",
     ),
-    *("tree_names", "spec_trees", "train_loop", "mapping", "strategy", "manager_arguments", "manager", "ambient"),
+    *(
+        "tree_names",
+        "spec_trees",
+        "train_loop",
+        "mapping",
+        "strategy",
+        "manager_arguments",
+        "manager",
+        "ambient",
+    ),
     *("tensors", "lints", "compare"),
     *("caches", "attention", "layers", "serving", "plan", "report", "interop"),
     *(PACKAGE, "testing", "cli", "__main__"),
@@ -64,7 +83,10 @@ class Import:
 
 
 def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+    return isinstance(node, ast.If) and ast.unparse(node.test) in {
+        "TYPE_CHECKING",
+        "typing.TYPE_CHECKING",
+    }
 
 
 def imports(node: ast.AST, *, types: bool = False) -> Iterator[Import]:
@@ -73,8 +95,15 @@ def imports(node: ast.AST, *, types: bool = False) -> Iterator[Import]:
         yield from (Import(line=node.lineno, module=alias.name) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         module = node.module or ""
-        yield from (Import(line=node.lineno, module=module, name=alias.name, level=node.level) for alias in node.names)
-    children = node.orelse if isinstance(node, ast.If) and is_type_checking(node) and not types else ast.iter_child_nodes(node)
+        yield from (
+            Import(line=node.lineno, module=module, name=alias.name, level=node.level)
+            for alias in node.names
+        )
+    children = (
+        node.orelse
+        if isinstance(node, ast.If) and is_type_checking(node) and not types
+        else ast.iter_child_nodes(node)
+    )
     for child in children:
         yield from imports(child, types=types)
 
@@ -106,7 +135,11 @@ def import_problems(src: Path) -> list[str]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
             targets = list(own_imports(tree, files))
             graph[module] = {target for _, target in targets}
-            problems += [f"{where}:{line}: {why}" for line, target in targets if (why := complaint(module, target))]
+            problems += [
+                f"{where}:{line}: {why}"
+                for line, target in targets
+                if (why := complaint(module, target))
+            ]
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as err:
@@ -133,7 +166,11 @@ def complaint(module: str, target: str) -> str:
     if imported not in ORDER:
         return unknown(target, imported)
     if importer == imported:
-        return f"{module} imports its own package; import the sibling module" if module.startswith(f"{target}.") else ""
+        return (
+            f"{module} imports its own package; import the sibling module"
+            if module.startswith(f"{target}.")
+            else ""
+        )
     if ORDER.index(imported) > ORDER.index(importer):
         return f"{importer} imports {imported}, which comes after it in the import order (ORDER in {HERE}); move the code that needs it"
     return ""
@@ -150,16 +187,30 @@ def foreign_problems(src: Path) -> list[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         where = path.relative_to(src.parent).as_posix()
         if module != f"{PACKAGE}._jax":
-            problems += [f"{where}:{line}: jax._src is private; only {PACKAGE}/_jax.py may use it" for line in private_jax(tree)]
+            problems += [
+                f"{where}:{line}: jax._src is private; only {PACKAGE}/_jax.py may use it"
+                for line in private_jax(tree)
+            ]
         if unit(module) != "strategy":
-            lines = [found.line for found in imports(tree, types=True) if found.module.split(".")[0] == "pydantic"]
-            problems += [f"{where}:{line}: pydantic is imported; it stays inside {PACKAGE}/strategy/" for line in lines]
+            lines = [
+                found.line
+                for found in imports(tree, types=True)
+                if found.module.split(".")[0] == "pydantic"
+            ]
+            problems += [
+                f"{where}:{line}: pydantic is imported; it stays inside {PACKAGE}/strategy/"
+                for line in lines
+            ]
     return problems
 
 
 def private_jax(tree: ast.AST) -> list[int]:
     """Lines that import `jax._src`, reach it as an attribute, or name it in a string for importlib."""
-    lines = [found.line for found in imports(tree, types=True) if f"{found.module}.{found.name}.".startswith("jax._src.")]
+    lines = [
+        found.line
+        for found in imports(tree, types=True)
+        if f"{found.module}.{found.name}.".startswith("jax._src.")
+    ]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             lines += [node.lineno] * (ast.unparse(node) == "jax._src")
@@ -176,7 +227,11 @@ def size_problems(files: Iterable[Path], root: Path) -> list[str]:
         where = path.relative_to(root).as_posix()
         if (count := len(text.splitlines())) > MAX_FILE_LINES:
             problems.append(f"{where}: {count} lines, at most {MAX_FILE_LINES}; split it by reader")
-        functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        functions = [
+            node
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
         problems += [
             f"{where}:{node.lineno}: {node.name} has {count} lines, at most {MAX_FUNCTION_LINES}"
             for node in functions
@@ -229,10 +284,19 @@ assert len(jax.devices()) == 3
 
 
 def run_probe(first: str) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key not in {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [env.get("PYTHONPATH")])])}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}
+    }
+    env |= {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [env.get("PYTHONPATH")])]),
+    }
     command = [sys.executable, "-c", PROBE.format(first=first)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_import_is_light_and_starts_no_backend() -> None:
@@ -242,7 +306,10 @@ def test_import_is_light_and_starts_no_backend() -> None:
 
 @pytest.mark.parametrize(
     ("first", "says"),
-    [("import jax; jax.devices()", "a backend was started"), ("import pydantic", "imported: pydantic")],
+    [
+        ("import jax; jax.devices()", "a backend was started"),
+        ("import pydantic", "imported: pydantic"),
+    ],
 )
 def test_the_import_probe_sees_what_it_looks_for(first: str, says: str) -> None:
     done = run_probe(first)
@@ -262,20 +329,47 @@ def write_tree(root: Path, **files: str) -> Path:
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({"axes": "from shardwright.manager import x"}, "src/shardwright/axes.py:1: axes imports manager, which comes after it"),
-        ({"axes": "def f():\n    import shardwright.cli.main"}, "src/shardwright/axes.py:2: axes imports cli"),
-        ({"axes": "from shardwright import manager", "manager": ""}, "axes imports manager"),
-        ({"axes": "from shardwright import manager, errors", "manager": "", "errors": ""}, "axes imports manager"),
-        ({"axes": "from shardwright import shard"}, "axes imports shardwright, which comes after it"),
-        ({"axes": "from .errors import x"}, "relative import; write `from shardwright.… import …`"),
-        ({"axes": "if TYPE_CHECKING:\n    pass\nelse:\n    from shardwright.mesh import x"}, "axes.py:4: axes imports mesh"),
-        ({"banana": ""}, "src/shardwright/banana.py: 'banana' has no place in the import order; add it to ORDER in tests/test_house.py"),
-        ({"manager": "import shardwright.banana"}, "shardwright.banana: 'banana' has no place in the import order"),
         (
-            {"caches__a": "from shardwright.caches.b import x", "caches__b": "from shardwright.caches import a"},
+            {"axes": "from shardwright.manager import x"},
+            "src/shardwright/axes.py:1: axes imports manager, which comes after it",
+        ),
+        (
+            {"axes": "def f():\n    import shardwright.cli.main"},
+            "src/shardwright/axes.py:2: axes imports cli",
+        ),
+        ({"axes": "from shardwright import manager", "manager": ""}, "axes imports manager"),
+        (
+            {"axes": "from shardwright import manager, errors", "manager": "", "errors": ""},
+            "axes imports manager",
+        ),
+        (
+            {"axes": "from shardwright import shard"},
+            "axes imports shardwright, which comes after it",
+        ),
+        ({"axes": "from .errors import x"}, "relative import; write `from shardwright.… import …`"),
+        (
+            {"axes": "if TYPE_CHECKING:\n    pass\nelse:\n    from shardwright.mesh import x"},
+            "axes.py:4: axes imports mesh",
+        ),
+        (
+            {"banana": ""},
+            "src/shardwright/banana.py: 'banana' has no place in the import order; add it to ORDER in tests/test_house.py",
+        ),
+        (
+            {"manager": "import shardwright.banana"},
+            "shardwright.banana: 'banana' has no place in the import order",
+        ),
+        (
+            {
+                "caches__a": "from shardwright.caches.b import x",
+                "caches__b": "from shardwright.caches import a",
+            },
             "import cycle: shardwright.caches.",
         ),
-        ({"caches__a": "from shardwright.caches import Dense"}, "shardwright.caches.a imports its own package"),
+        (
+            {"caches__a": "from shardwright.caches import Dense"},
+            "shardwright.caches.a imports its own package",
+        ),
     ],
 )
 def test_a_wrong_import_is_reported(tmp_path: Path, files: dict[str, str], says: str) -> None:
@@ -293,7 +387,9 @@ def test_right_imports_are_not_reported(tmp_path: Path) -> None:
         strategy__files="from shardwright.errors import x",
         cli__main="from shardwright import shard",
     )
-    (src / PACKAGE / "__init__.py").write_text("from shardwright.manager import x", encoding="utf-8")
+    (src / PACKAGE / "__init__.py").write_text(
+        "from shardwright.manager import x", encoding="utf-8"
+    )
     assert import_problems(src) == []
 
 
@@ -303,8 +399,14 @@ def test_right_imports_are_not_reported(tmp_path: Path) -> None:
         ({"axes": "import jax._src.mesh"}, "axes.py:1: jax._src is private"),
         ({"axes": "from jax import _src"}, "axes.py:1: jax._src is private"),
         ({"axes": "import jax\nx = jax._src.mesh.y"}, "axes.py:2: jax._src is private"),
-        ({"axes": "import importlib\nimportlib.import_module('jax._src.mesh')"}, "axes.py:2: jax._src is private"),
-        ({"manager": "def f():\n    from pydantic import BaseModel"}, "manager.py:2: pydantic is imported"),
+        (
+            {"axes": "import importlib\nimportlib.import_module('jax._src.mesh')"},
+            "axes.py:2: jax._src is private",
+        ),
+        (
+            {"manager": "def f():\n    from pydantic import BaseModel"},
+            "manager.py:2: pydantic is imported",
+        ),
     ],
 )
 def test_a_foreign_import_is_reported(tmp_path: Path, files: dict[str, str], says: str) -> None:
@@ -315,13 +417,17 @@ def test_a_foreign_import_is_reported(tmp_path: Path, files: dict[str, str], say
 
 def test_foreign_imports_in_their_place_are_not_reported(tmp_path: Path) -> None:
     said = '"""No jax._src here."""\nimport jax'
-    src = write_tree(tmp_path, _jax="from jax._src import mesh", strategy__model="import pydantic", axes=said)
+    src = write_tree(
+        tmp_path, _jax="from jax._src import mesh", strategy__model="import pydantic", axes=said
+    )
     assert foreign_problems(src) == []
 
 
 def test_long_files_and_functions_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "long.py"
-    path.write_text("def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES + "\n" * MAX_FILE_LINES, encoding="utf-8")
+    path.write_text(
+        "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES + "\n" * MAX_FILE_LINES, encoding="utf-8"
+    )
     assert size_problems([path], tmp_path) == [
         f"long.py: {1 + MAX_FUNCTION_LINES + MAX_FILE_LINES} lines, at most {MAX_FILE_LINES}; split it by reader",
         f"long.py:1: f has {MAX_FUNCTION_LINES + 1} lines, at most {MAX_FUNCTION_LINES}",
@@ -330,5 +436,8 @@ def test_long_files_and_functions_are_reported(tmp_path: Path) -> None:
 
 def test_a_docstring_does_not_make_a_function_long(tmp_path: Path) -> None:
     path = tmp_path / "documented.py"
-    path.write_text('def f():\n    """One.\n' + "\n" * MAX_FUNCTION_LINES + '    """\n    return 1\n', encoding="utf-8")
+    path.write_text(
+        'def f():\n    """One.\n' + "\n" * MAX_FUNCTION_LINES + '    """\n    return 1\n',
+        encoding="utf-8",
+    )
     assert size_problems([path], tmp_path) == []

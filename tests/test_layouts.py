@@ -45,7 +45,9 @@ ids = [layout.__name__ for layout, _, _ in TABLE]
 
 
 @pytest.mark.parametrize(("layout", "axes", "mode"), TABLE, ids=ids)
-def test_axes_and_mode_read_the_same_on_class_and_instance(layout: Any, axes: list[Any], mode: str | int) -> None:
+def test_axes_and_mode_read_the_same_on_class_and_instance(
+    layout: Any, axes: list[Any], mode: str | int
+) -> None:
     for one in (layout, layout()):
         assert one.axes == axes
         assert type(one.axes) is list
@@ -64,7 +66,9 @@ def test_axes_is_a_fresh_list_each_time(layout: Any, axes: list[Any], mode: str 
 
 
 @pytest.mark.parametrize(("layout", "axes", "mode"), TABLE, ids=ids)
-def test_an_instance_is_a_named_tuple_of_axes_and_mode(layout: Any, axes: list[Any], mode: str | int) -> None:
+def test_an_instance_is_a_named_tuple_of_axes_and_mode(
+    layout: Any, axes: list[Any], mode: str | int
+) -> None:
     made = layout()
     assert isinstance(made, tuple)
     assert len(made) == 2
@@ -103,7 +107,14 @@ def test_biases_are_layouts(bias: Any, axes: list[Any]) -> None:
 
 def test_layouts_without_a_bias_have_none() -> None:
     assert [layout for layout in LAYOUTS.values() if layout.bias is not None] == [
-        *(sw.ColumnWise, sw.RowWise, sw.ExpertColumnWise, sw.ExpertColumnWiseAlt, sw.ExpertRowWise, sw.ExpertRowWiseAlt),
+        *(
+            sw.ColumnWise,
+            sw.RowWise,
+            sw.ExpertColumnWise,
+            sw.ExpertColumnWiseAlt,
+            sw.ExpertRowWise,
+            sw.ExpertRowWiseAlt,
+        ),
     ]
 
 
@@ -203,7 +214,10 @@ CHANGES: list[tuple[dict[str, Any], sw.DynamicShardingAxes]] = [
 
 @pytest.mark.parametrize(("change", "wanted"), CHANGES)
 def test_replace_and_make_normalize(change: dict[str, Any], wanted: sw.DynamicShardingAxes) -> None:
-    found = [ROWS._replace(**change), sw.DynamicShardingAxes._make({"axes": ROWS[0], "mode": ROWS[1], **change}.values())]
+    found = [
+        ROWS._replace(**change),
+        sw.DynamicShardingAxes._make({"axes": ROWS[0], "mode": ROWS[1], **change}.values()),
+    ]
     if sys.version_info >= (3, 13):
         found.append(copy.replace(ROWS, **change))
     for one in found:
@@ -223,14 +237,20 @@ def test_replace_and_make_normalize(change: dict[str, Any], wanted: sw.DynamicSh
 )
 def test_replace_and_make_raise_like_a_call(layout: Any, change: dict[str, Any], says: str) -> None:
     values = {"axes": layout[0], "mode": layout[1], **change}
-    for call in (lambda: type(layout)(**values), lambda: layout._replace(**change), lambda: layout._make(values.values())):
+    for call in (
+        lambda: type(layout)(**values),
+        lambda: layout._replace(**change),
+        lambda: layout._make(values.values()),
+    ):
         with pytest.raises(sw.StrategyError, match=says):
             call()
 
 
 @pytest.mark.parametrize("values", [(), ([sw.BATCH],), ([sw.BATCH], "train", "more")])
 def test_make_takes_axes_and_a_mode(values: Any) -> None:
-    with pytest.raises(sw.StrategyError, match=f"_make takes axes and a mode, got {len(values)} values"):
+    with pytest.raises(
+        sw.StrategyError, match=f"_make takes axes and a mode, got {len(values)} values"
+    ):
         sw.DynamicShardingAxes._make(values)
 
 

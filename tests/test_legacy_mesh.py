@@ -45,7 +45,9 @@ def gradient(x: Any) -> Any:
 
 
 def scanned(x: Any) -> Any:
-    return jax.jit(lambda x: jax.lax.scan(lambda c, _: (constrained(c), None), x, None, length=2)[0])(x)
+    return jax.jit(
+        lambda x: jax.lax.scan(lambda c, _: (constrained(c), None), x, None, length=2)[0]
+    )(x)
 
 
 @pytest.mark.parametrize("program", [eager, jitted, gradient, scanned])
@@ -84,7 +86,10 @@ def test_names_under_a_legacy_mesh() -> None:
 
 
 def test_specs_that_do_not_fit_are_told() -> None:
-    with cpu_mesh("dp:2,tp:4"), pytest.raises(sw.IndivisibleError, match="size 7 does not divide over dp=2"):
+    with (
+        cpu_mesh("dp:2,tp:4"),
+        pytest.raises(sw.IndivisibleError, match="size 7 does not divide over dp=2"),
+    ):
         constrained(np.ones((7, 8)))
 
 
@@ -117,7 +122,9 @@ def test_inside_shard_map_under_a_legacy_mesh() -> None:
         return constrained(x) * 2
 
     with mesh:
-        f = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", "tp")))
+        f = jax.jit(
+            jax.shard_map(local, mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", "tp"))
+        )
         np.testing.assert_array_equal(f(X), X * 2)
 
 

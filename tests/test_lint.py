@@ -131,7 +131,14 @@ CASES: dict[str, Case] = {
     ),
     "fewer heads than shards, merged": Case(
         text=HEADS.format("tp"),
-        tensors=[Tensor(path="k", axes=(sw.merged((sw.KV_HEAD, 2), (sw.KV_HEAD_DIM, 8)),), shape=(16,), role=sw.Role.PARAM)],
+        tensors=[
+            Tensor(
+                path="k",
+                axes=(sw.merged((sw.KV_HEAD, 2), (sw.KV_HEAD_DIM, 8)),),
+                shape=(16,),
+                role=sw.Role.PARAM,
+            )
+        ],
         mesh="tp:4",
         code=Code.MORE_SHARDS_THAN_HEADS,
         severity=Severity.ERROR,
@@ -153,7 +160,10 @@ CASES: dict[str, Case] = {
     ),
     "heads that are cut": Case(
         text=HEADS.format("tp | -"),
-        tensors=[act("cache", sw.KV_HEAD, sw.KV_HEAD_DIM, shape=(2, 128)), weight("k", sw.EMBED, sw.KV_HEAD, shape=(512, 256))],
+        tensors=[
+            act("cache", sw.KV_HEAD, sw.KV_HEAD_DIM, shape=(2, 128)),
+            weight("k", sw.EMBED, sw.KV_HEAD, shape=(512, 256)),
+        ],
         mesh="tp:4",
         code=Code.MORE_SHARDS_THAN_HEADS,
         severity=Severity.WARNING,
@@ -357,7 +367,11 @@ CASES: dict[str, Case] = {
     ),
     "a zero1 whose mesh axes every weight has": Case(
         text='[params]\nembed = "fsdp"\nmlp_intermediate = "tp"\n[policy]\nzero1 = "fsdp | tp"\n',
-        tensors=[act("x", sw.BATCH), weight("up", sw.EMBED, sw.MLP_INTERMEDIATE, shape=(16, 32)), weight("norm", sw.EMPTY, shape=(16,))],
+        tensors=[
+            act("x", sw.BATCH),
+            weight("up", sw.EMBED, sw.MLP_INTERMEDIATE, shape=(16, 32)),
+            weight("norm", sw.EMPTY, shape=(16,)),
+        ],
         mesh="dp:2,fsdp:2,tp:2",
         code=Code.IDLE_ZERO1,
         severity=Severity.WARNING,
@@ -459,14 +473,20 @@ CASES: dict[str, Case] = {
 
 
 def found(case: Case, text: str, mesh: Any) -> list[Finding]:
-    return [one for one in lint(sw.Strategy.loads(text, source="s.toml"), case.tensors, mesh=mesh) if one.code is case.code]
+    return [
+        one
+        for one in lint(sw.Strategy.loads(text, source="s.toml"), case.tensors, mesh=mesh)
+        if one.code is case.code
+    ]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_lint_fires_on_its_case_and_not_on_its_neighbour(name: str) -> None:
     case = CASES[name]
     # A strategy that names an unknown axis in [rules] beside a mesh is refused when it is loaded: the command line's test.
-    first = next((one for one in found(case, case.text, case.mesh) if one.where == case.where), None)
+    first = next(
+        (one for one in found(case, case.text, case.mesh) if one.where == case.where), None
+    )
     assert first is not None, found(case, case.text, case.mesh)
     assert case.says in first.message
     assert case.fix in first.fix
@@ -480,10 +500,22 @@ def test_every_code_has_a_case() -> None:
 
 
 TREE = [
-    *(Tensor(path=f"params/{one.name}", axes=one.axes, shape=one.shape("train"), role=sw.Role.PARAM) for one in layer.WEIGHTS),
-    *(Tensor(path=f"acts/{one.name}", axes=one.axes, shape=one.shape("train")) for one in layer.ACTIVATIONS),
+    *(
+        Tensor(
+            path=f"params/{one.name}", axes=one.axes, shape=one.shape("train"), role=sw.Role.PARAM
+        )
+        for one in layer.WEIGHTS
+    ),
+    *(
+        Tensor(path=f"acts/{one.name}", axes=one.axes, shape=one.shape("train"))
+        for one in layer.ACTIVATIONS
+    ),
 ]
-DENSE = [one for one in TREE if "expert" not in one.path and "router" not in one.path and "by layout" not in one.path]
+DENSE = [
+    one
+    for one in TREE
+    if "expert" not in one.path and "router" not in one.path and "by layout" not in one.path
+]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -505,13 +537,21 @@ def test_presets_are_clean_on_a_layer_but_for_what_does_not_fit(preset: str, mes
         for one in TREE
         for mode in ("train", "decode", "prefill")
     ]
-    named = {axis for answer in answers for decision in answer.decisions for axis in decision.mesh_axes}
-    named |= {axis for answer in answers for problem in answer.problems for axis in problem.mesh_axes}
+    named = {
+        axis for answer in answers for decision in answer.decisions for axis in decision.mesh_axes
+    }
+    named |= {
+        axis for answer in answers for problem in answer.problems for axis in problem.mesh_axes
+    }
     idle = [axis for axis, size in manager.mesh.shape.items() if size > 1 and axis not in named]
     failing = {answer.path for answer in answers if not answer.ok}
     findings = lint(sw.Strategy.preset(preset), TREE, mesh=mesh)
-    assert [one.key for one in findings if one.code is Code.IDLE_MESH_AXIS] == [f"mesh axis {axis}" for axis in idle]
-    assert {one.key.partition(" dim ")[0] for one in findings if one.code is Code.UNRESOLVED} == failing
+    assert [one.key for one in findings if one.code is Code.IDLE_MESH_AXIS] == [
+        f"mesh axis {axis}" for axis in idle
+    ]
+    assert {
+        one.key.partition(" dim ")[0] for one in findings if one.code is Code.UNRESOLVED
+    } == failing
     assert {one.code for one in findings} <= {Code.IDLE_MESH_AXIS, Code.UNRESOLVED}
 
 
@@ -521,7 +561,9 @@ def test_what_no_weight_has_is_not_gathered() -> None:
 
 
 def test_the_worst_comes_first() -> None:
-    strategy = sw.Strategy.loads('[mesh]\nrow = 2\n[rules]\nbatch = "dp | dp"\n[modes.decode]\nbatch = "dp | dp"\nhead = "tp"\n')
+    strategy = sw.Strategy.loads(
+        '[mesh]\nrow = 2\n[rules]\nbatch = "dp | dp"\n[modes.decode]\nbatch = "dp | dp"\nhead = "tp"\n'
+    )
     severities = [one.severity for one in lint(strategy)]
     assert severities == sorted(severities, key=list(Severity).index)
     assert {*severities} == {*Severity}
@@ -547,9 +589,16 @@ def test_sizes_that_are_not_given_are_no_finding() -> None:
 
 
 def test_an_annotation_that_is_refused_is_one_finding() -> None:
-    (one,) = lint(sw.Strategy.loads('[rules]\nbatch = "dp"\n'), [Tensor(path="x", axes=(sw.BATCH, sw.BATCH))], mesh="dp:2")
+    (one,) = lint(
+        sw.Strategy.loads('[rules]\nbatch = "dp"\n'),
+        [Tensor(path="x", axes=(sw.BATCH, sw.BATCH))],
+        mesh="dp:2",
+    )
     assert one.code is Code.UNRESOLVED
-    assert (one.key, one.message.partition(",")[0]) == ("x dim 1 BATCH", "the axis stands twice in one annotation")
+    assert (one.key, one.message.partition(",")[0]) == (
+        "x dim 1 BATCH",
+        "the axis stands twice in one annotation",
+    )
 
 
 def test_a_finding_is_data() -> None:
@@ -577,7 +626,9 @@ def test_what_a_file_gets_wrong_has_a_place() -> None:
 
 
 def test_what_is_no_strategy_or_mesh_is_refused() -> None:
-    with pytest.raises(sw.StrategyError, match=r"'fsdp' is not a Strategy\n  fix   pass Strategy.load\(path\)"):
+    with pytest.raises(
+        sw.StrategyError, match=r"'fsdp' is not a Strategy\n  fix   pass Strategy.load\(path\)"
+    ):
         lint("fsdp")
     with pytest.raises(sw.MeshSpecError, match="size 'x' is not a whole number"):
         lint(sw.Strategy.preset("fsdp"), mesh="dp:x")
@@ -588,7 +639,10 @@ def test_what_is_no_strategy_or_mesh_is_refused() -> None:
 def test_each_pattern_is_searched_once_in_each_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once for each pair of entries, which a file of 1,000 entries would make a million of."""
     entries = [{"match": f"^w{at}|w", "embed": "-"} for at in range(20)]
-    tree = tuple(Tensor(path=f"w{at}", axes=(sw.EMBED,), shape=(8,), role=sw.Role.PARAM, dtype="float32") for at in range(30))
+    tree = tuple(
+        Tensor(path=f"w{at}", axes=(sw.EMBED,), shape=(8,), role=sw.Role.PARAM, dtype="float32")
+        for at in range(30)
+    )
     subject = make_subject(sw.Strategy(version=1, mesh={"dp": 2}, tensors=entries), tree, None)
     searches: list[str] = []
     monkeypatch.setattr(TensorRules, "matches", lambda self, path: searches.append(path) is None)

@@ -34,11 +34,19 @@ def test_a_mesh_from_text(text: str, names: Any, expected: dict[str, int]) -> No
     ("text", "names", "says"),
     [
         ("2,2,2,1", ("x", "y", "z"), "4 sizes for 3 axes: axis_names is x, y, z"),
-        ("dp:2,tp:4", ("dp", "fsdp", "tp"), "the text names dp, tp, names is dp, fsdp, tp\n  fix   give every name exactly once"),
+        (
+            "dp:2,tp:4",
+            ("dp", "fsdp", "tp"),
+            "the text names dp, tp, names is dp, fsdp, tp\n  fix   give every name exactly once",
+        ),
         ("dp:2,dp:4", ("dp", "tp"), "mesh axis 'dp' stands twice"),
         ("dp:8", ("dp", "dp"), "the text names dp, names is dp, dp"),
         ("2,four", ("dp", "tp"), "part 'four' has no size"),
-        ("3,-1", ("dp", "tp"), "mesh axis tp = -1 has no size: 8 devices cannot be divided by dp=3"),
+        (
+            "3,-1",
+            ("dp", "tp"),
+            "mesh axis tp = -1 has no size: 8 devices cannot be divided by dp=3",
+        ),
         ((2, 4), ("dp", "tp"), "axis_dims is (2, 4), not text"),
     ],
 )
@@ -48,7 +56,9 @@ def test_a_text_that_is_no_mesh(text: Any, names: Any, says: str) -> None:
 
 
 def test_the_backend_may_come_third() -> None:
-    assert create_mesh((2, -1), ("dp", "tp"), "cpu") == create_mesh((2, -1), ("dp", "tp"), backend="cpu")
+    assert create_mesh((2, -1), ("dp", "tp"), "cpu") == create_mesh(
+        (2, -1), ("dp", "tp"), backend="cpu"
+    )
     with pytest.raises(MeshSpecError, match="no devices of backend 'nonesuch'"):
         create_mesh((2, -1), ("dp", "tp"), "nonesuch")
 
@@ -63,17 +73,52 @@ def processes(monkeypatch: pytest.MonkeyPatch, *, count: int, index: int, local:
     ("sizes", "count", "local", "index", "expected"),
     [
         # A model within a process: every process is a copy.
-        ("dp:4,fsdp:2,tp:4,sp:1", 4, 8, 3, {"mp_node_size": 1, "dp_node_size": 4, "dp_node_rank": 3, "mp_node_rank": 0}),
+        (
+            "dp:4,fsdp:2,tp:4,sp:1",
+            4,
+            8,
+            3,
+            {"mp_node_size": 1, "dp_node_size": 4, "dp_node_rank": 3, "mp_node_rank": 0},
+        ),
         # A model over two processes: ranks 0 and 1 are its halves.
-        ("dp:2,tp:4,sp:4", 4, 8, 3, {"mp_node_size": 2, "dp_node_size": 2, "dp_node_rank": 1, "mp_node_rank": 1}),
-        ("dp:2,tp:4,sp:4", 4, 8, 2, {"mp_node_size": 2, "dp_node_size": 2, "dp_node_rank": 1, "mp_node_rank": 0}),
+        (
+            "dp:2,tp:4,sp:4",
+            4,
+            8,
+            3,
+            {"mp_node_size": 2, "dp_node_size": 2, "dp_node_rank": 1, "mp_node_rank": 1},
+        ),
+        (
+            "dp:2,tp:4,sp:4",
+            4,
+            8,
+            2,
+            {"mp_node_size": 2, "dp_node_size": 2, "dp_node_rank": 1, "mp_node_rank": 0},
+        ),
         # One model over all of them.
-        ("dp:1,tp:16", 4, 4, 1, {"mp_node_size": 4, "dp_node_size": 1, "dp_node_rank": 0, "mp_node_rank": 1}),
-        ("dp:4,fsdp:8", 4, 8, 2, {"mp_node_size": 1, "dp_node_size": 4, "dp_node_rank": 2, "mp_node_rank": 0}),
+        (
+            "dp:1,tp:16",
+            4,
+            4,
+            1,
+            {"mp_node_size": 4, "dp_node_size": 1, "dp_node_rank": 0, "mp_node_rank": 1},
+        ),
+        (
+            "dp:4,fsdp:8",
+            4,
+            8,
+            2,
+            {"mp_node_size": 1, "dp_node_size": 4, "dp_node_rank": 2, "mp_node_rank": 0},
+        ),
     ],
 )
 def test_ranks_follow_from_how_a_model_is_split(
-    sizes: str, count: int, local: int, index: int, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    sizes: str,
+    count: int,
+    local: int,
+    index: int,
+    expected: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     processes(monkeypatch, count=count, index=index, local=local)
     mesh = abstract_mesh(sizes)
@@ -82,11 +127,24 @@ def test_ranks_follow_from_how_a_model_is_split(
 
 def test_one_process_is_the_only_rank_whatever_it_uses() -> None:
     mesh = cpu_mesh("dp:1,tp:3")
-    assert get_ranks_and_size(mesh) == {"mesh": mesh, "mp_node_size": 1, "dp_node_size": 1, "dp_node_rank": 0, "mp_node_rank": 0}
+    assert get_ranks_and_size(mesh) == {
+        "mesh": mesh,
+        "mp_node_size": 1,
+        "dp_node_size": 1,
+        "dp_node_rank": 0,
+        "mp_node_rank": 0,
+    }
 
 
-@pytest.mark.parametrize(("sizes", "count", "local"), [("dp:8,tp:3", 3, 8), ("dp:1,tp:12", 2, 8), ("dp:1,tp:16", 3, 8)])
-def test_a_model_on_a_part_of_a_process_has_no_rank(sizes: str, count: int, local: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "count", "local"), [("dp:8,tp:3", 3, 8), ("dp:1,tp:12", 2, 8), ("dp:1,tp:16", 3, 8)]
+)
+def test_a_model_on_a_part_of_a_process_has_no_rank(
+    sizes: str, count: int, local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     processes(monkeypatch, count=count, index=0, local=local)
-    with pytest.raises(MeshMismatchError, match=f"does not go evenly over {count} processes with {local} devices each"):
+    with pytest.raises(
+        MeshMismatchError,
+        match=f"does not go evenly over {count} processes with {local} devices each",
+    ):
         get_ranks_and_size(abstract_mesh(sizes))

@@ -36,43 +36,97 @@ FLAX = (
 )
 
 SLIPS: dict[str, tuple[Callable[[], object], str]] = {
-    "preset of None": (lambda: sw.Strategy.preset(None), r"^the name of a preset is text, not None\n  fix   presets are ddp, fsdp, "),
+    "preset of None": (
+        lambda: sw.Strategy.preset(None),
+        r"^the name of a preset is text, not None\n  fix   presets are ddp, fsdp, ",
+    ),
     "preset of a path": (
         lambda: sw.Strategy.preset(Path("fsdp")),
         r"is text, not PosixPath\('fsdp'\)\n  fix   .*Strategy\.load reads a file",
     ),
-    "preset with an ending": (lambda: sw.Strategy.preset("fsdp.toml"), r"no preset 'fsdp\.toml'\n  fix   did you mean 'fsdp'\?"),
+    "preset with an ending": (
+        lambda: sw.Strategy.preset("fsdp.toml"),
+        r"no preset 'fsdp\.toml'\n  fix   did you mean 'fsdp'\?",
+    ),
     "dpp in a rule": (lambda: strategy(rules={"batch": "dpp"}), r"fix   did you mean 'dp'\?"),
-    "dpp for an axis": (lambda: manager().resolve(("dpp",)), r"unknown axis 'DPP'\n  fix   did you mean 'DP'\?"),
-    "dpp as a key": (lambda: strategy(rules={"dpp": "dp"}), r"rules\.dpp: unknown axis 'dpp'\n  fix   did you mean 'dp'\?"),
+    "dpp for an axis": (
+        lambda: manager().resolve(("dpp",)),
+        r"unknown axis 'DPP'\n  fix   did you mean 'DP'\?",
+    ),
+    "dpp as a key": (
+        lambda: strategy(rules={"dpp": "dp"}),
+        r"rules\.dpp: unknown axis 'dpp'\n  fix   did you mean 'dp'\?",
+    ),
     "dpp in a spec": (
         lambda: manager(mesh="dp:8").resolve(P("dpp"), shape=(8,)),
         r"'dpp' is not in the mesh\n.*\n  fix   did you mean 'dp'\?",
     ),
-    "dp 2": (lambda: sw.abstract_mesh("dp 2"), r'part \'dp 2\' has no size\n  dp 2\n  \^\n  fix   write "dp:2"$'),
-    "dp 2,tp 4": (lambda: sw.abstract_mesh("dp 2,tp 4"), r'fix   write "dp:2"\n(.|\n)*fix   write "tp:4"$'),
+    "dp 2": (
+        lambda: sw.abstract_mesh("dp 2"),
+        r'part \'dp 2\' has no size\n  dp 2\n  \^\n  fix   write "dp:2"$',
+    ),
+    "dp 2,tp 4": (
+        lambda: sw.abstract_mesh("dp 2,tp 4"),
+        r'fix   write "dp:2"\n(.|\n)*fix   write "tp:4"$',
+    ),
     "dp 2 tp 4": (lambda: sw.abstract_mesh("dp 2 tp 4"), r'fix   write "dp:2,tp:4"$'),
-    "dp:2 tp:4": (lambda: sw.abstract_mesh("dp:2 tp:4"), r"size '2 tp:4' is not a whole number\n.*\n.*\n  fix   write \"dp:2,tp:4\"$"),
+    "dp:2 tp:4": (
+        lambda: sw.abstract_mesh("dp:2 tp:4"),
+        r"size '2 tp:4' is not a whole number\n.*\n.*\n  fix   write \"dp:2,tp:4\"$",
+    ),
     "dp2": (lambda: sw.abstract_mesh("dp2"), r'fix   write "dp:2"$'),
     "dp = 2": (lambda: sw.abstract_mesh("dp = 2"), r'fix   write "dp:2"$'),
     "dp": (lambda: sw.abstract_mesh("dp"), r'fix   write "dp:2"$'),
-    "__DP__": (lambda: manager().resolve(("__DP__",)), r"unknown axis '__DP__'\n  fix   write DP, whose value is '__DATA_PARALLEL__'$"),
-    "__batch__": (lambda: manager().resolve(("__batch__",)), r"unknown axis '__batch__'\n  fix   write BATCH, whose value is '__BATCH__'$"),
-    "__DP__ as a key": (lambda: strategy(rules={"__DP__": "dp"}), r"unknown axis '__DP__'\n  fix   did you mean 'dp'\?$"),
-    "__batch__ as a key": (lambda: strategy(rules={"__batch__": "dp"}), r"unknown axis '__batch__'\n  fix   did you mean 'batch'\?$"),
+    "__DP__": (
+        lambda: manager().resolve(("__DP__",)),
+        r"unknown axis '__DP__'\n  fix   write DP, whose value is '__DATA_PARALLEL__'$",
+    ),
+    "__batch__": (
+        lambda: manager().resolve(("__batch__",)),
+        r"unknown axis '__batch__'\n  fix   write BATCH, whose value is '__BATCH__'$",
+    ),
+    "__DP__ as a key": (
+        lambda: strategy(rules={"__DP__": "dp"}),
+        r"unknown axis '__DP__'\n  fix   did you mean 'dp'\?$",
+    ),
+    "__batch__ as a key": (
+        lambda: strategy(rules={"__batch__": "dp"}),
+        r"unknown axis '__batch__'\n  fix   did you mean 'batch'\?$",
+    ),
     "__DP__ in a rule": (lambda: strategy(rules={"batch": "__DP__"}), r"fix   did you mean 'dp'\?"),
-    "__DATA_PARALLEL__ in a rule": (lambda: strategy(rules={"batch": "__DATA_PARALLEL__"}), r"fix   did you mean 'dp'\?"),
+    "__DATA_PARALLEL__ in a rule": (
+        lambda: strategy(rules={"batch": "__DATA_PARALLEL__"}),
+        r"fix   did you mean 'dp'\?",
+    ),
     "JSON for TOML": (
         lambda: sw.Strategy.loads('{"version": 1}'),
         r'fix   this is JSON: pass format="json" to loads, or name the file \.json$',
     ),
-    "JSON in lines": (lambda: sw.Strategy.loads('\n{\n "version": 1\n}\n'), r'fix   this is JSON: pass format="json"'),
-    "TOML for JSON": (lambda: sw.Strategy.loads("version = 1", format="json"), r'fix   if this is TOML, pass format="toml" to loads'),
-    "YAML": (lambda: sw.Strategy.loads("version: 1", format="yaml"), r"format is 'yaml'\n  fix   write \"toml\" or \"json\""),
-    "a path for a text": (lambda: sw.Strategy.loads("fsdp.toml"), r"fix   Strategy\.load\('fsdp\.toml'\) reads a file"),
+    "JSON in lines": (
+        lambda: sw.Strategy.loads('\n{\n "version": 1\n}\n'),
+        r'fix   this is JSON: pass format="json"',
+    ),
+    "TOML for JSON": (
+        lambda: sw.Strategy.loads("version = 1", format="json"),
+        r'fix   if this is TOML, pass format="toml" to loads',
+    ),
+    "YAML": (
+        lambda: sw.Strategy.loads("version: 1", format="yaml"),
+        r"format is 'yaml'\n  fix   write \"toml\" or \"json\"",
+    ),
+    "a path for a text": (
+        lambda: sw.Strategy.loads("fsdp.toml"),
+        r"fix   Strategy\.load\('fsdp\.toml'\) reads a file",
+    ),
     "flax in a spec": (lambda: manager().resolve(P("embed", "mlp"), shape=(8, 8)), FLAX),
-    "flax in shard": (lambda: manager().shard(np.ones((8, 8), np.float32), P("embed", "mlp")), FLAX),
-    "flax in a tree": (lambda: manager().shardings({"w": np.ones((8, 8))}, {"w": P("embed", "mlp")}), FLAX),
+    "flax in shard": (
+        lambda: manager().shard(np.ones((8, 8), np.float32), P("embed", "mlp")),
+        FLAX,
+    ),
+    "flax in a tree": (
+        lambda: manager().shardings({"w": np.ones((8, 8))}, {"w": P("embed", "mlp")}),
+        FLAX,
+    ),
     "router logits": (
         lambda: router(sw.BATCH, sw.QUERY_LENGTH, sw.EXPERT),
         r"fix   router weights and logits end in EXPERT_GATE: write it in place of EXPERT",
@@ -127,9 +181,13 @@ def test_presets_without_an_action_lists_them(tmp_path: Path) -> None:
     assert run("presets --json", tmp_path) == run("presets list --json", tmp_path)
 
 
-@pytest.mark.parametrize("command", ["", "explain", "check", "diff", "presets", "schema", "completion"])
+@pytest.mark.parametrize(
+    "command", ["", "explain", "check", "diff", "presets", "schema", "completion"]
+)
 @pytest.mark.parametrize("columns", [60, 100])
-def test_help_follows_the_width_of_the_terminal(command: str, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_follows_the_width_of_the_terminal(
+    command: str, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     code, out, _ = run(f"{command} --help", tmp_path)
     prose = [line for line in out.splitlines() if not line.startswith("  ")]

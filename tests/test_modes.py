@@ -15,5 +15,8 @@ def test_every_mode_has_one_name_in_the_order_of_the_modes() -> None:
 
 @pytest.mark.parametrize("mode", ["decoding", "Decode", "", None, 1])
 def test_what_is_no_mode_is_refused(mode: object) -> None:
-    with pytest.raises(sw.StrategyError, match=r"unknown mode .*\n  fix   .*modes are train, prefill, decode, insert"):
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"unknown mode .*\n  fix   .*modes are train, prefill, decode, insert",
+    ):
         parse_mode(mode)  # type: ignore[arg-type]

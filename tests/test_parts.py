@@ -18,16 +18,33 @@ KERNEL = (sw.EMBED, sw.MLP_INTERMEDIATE)
 MESH = {"dp": 2, "fsdp": 4, "tp": 2}
 
 
-def rules(params: dict[str, str] | None = None, *, tensors: Any = (), **policy: str) -> sw.AxisRules:
-    given = {"embed": "fsdp", "mlp_intermediate": "tp", "vocab": "tp", "head": "tp", "norm": "-"} | (params or {})
-    return sw.Strategy(rules={"embed": "-"}, params=given, policy=policy, tensors=list(tensors)).compile()
+def rules(
+    params: dict[str, str] | None = None, *, tensors: Any = (), **policy: str
+) -> sw.AxisRules:
+    given = {
+        "embed": "fsdp",
+        "mlp_intermediate": "tp",
+        "vocab": "tp",
+        "head": "tp",
+        "norm": "-",
+    } | (params or {})
+    return sw.Strategy(
+        rules={"embed": "-"}, params=given, policy=policy, tensors=list(tensors)
+    ).compile()
 
 
-def explain(annotation: Any, shape: Any, *, role: str | None = "state", path: str | None = None, **how: Any) -> sw.Resolution:
+def explain(
+    annotation: Any, shape: Any, *, role: str | None = "state", path: str | None = None, **how: Any
+) -> sw.Resolution:
     return sw.explain(annotation, rules(**how), MESH, role=role, shape=shape, path=path)
 
 
-def part(dims: tuple[int | None, ...], shape: tuple[int, ...] = (16, 32), axes: Any = KERNEL, path: str = "") -> PartOf:
+def part(
+    dims: tuple[int | None, ...],
+    shape: tuple[int, ...] = (16, 32),
+    axes: Any = KERNEL,
+    path: str = "",
+) -> PartOf:
     return PartOf(annotation=axes, shape=shape, dims=dims, path=path)
 
 
@@ -69,15 +86,22 @@ def test_a_part_may_be_as_long_as_the_whole(rank: str) -> None:
     """The limit is the whole's size: one more is refused, the size itself and less are not."""
     for size in (30, 32):
         assert explain(part((1,)), (size,), rank=rank).spec == P("tp")
-    with pytest.raises(sw.RankMismatchError, match=r"^w dim 0: size 33 is more than the 32 of dim 1 of"):
+    with pytest.raises(
+        sw.RankMismatchError, match=r"^w dim 0: size 33 is more than the 32 of dim 1 of"
+    ):
         explain(part((1,)), (33,), path="w", rank=rank).require()
-    with pytest.raises(sw.RankMismatchError, match=r"^dim 0: size 33 is more than the 32 of dim 1 of"):
+    with pytest.raises(
+        sw.RankMismatchError, match=r"^dim 0: size 33 is more than the 32 of dim 1 of"
+    ):
         lower(part((1,)), (33,))
 
 
 @pytest.mark.parametrize("rank", ["error", "fit"])
 def test_a_part_of_another_rank_is_not_cut_to_fit(rank: str) -> None:
-    with pytest.raises(sw.RankMismatchError, match=r"^w: dims \(0\) of .* has 1 dims, the array has 2: shape \(16, 4\)\n  fix   write one"):
+    with pytest.raises(
+        sw.RankMismatchError,
+        match=r"^w: dims \(0\) of .* has 1 dims, the array has 2: shape \(16, 4\)\n  fix   write one",
+    ):
         explain(part((0,)), (16, 4), path="w", rank=rank).require()
 
 
@@ -86,7 +110,10 @@ def test_dims_may_be_a_list_and_are_numbers() -> None:
     assert part(dims=[1, 0]) == part((1, 0))  # type: ignore[arg-type]
     assert hash(part(dims=[1, 0])) == hash(part((1, 0)))  # type: ignore[arg-type]
     for dims in (0, ("0",), [[0]], (2,), (0, 0), (-1,), None):
-        with pytest.raises(sw.RankMismatchError, match=r"^dims .* of \(EMBED, MLP_INTERMEDIATE\), which has 2\n  fix   name each dim"):
+        with pytest.raises(
+            sw.RankMismatchError,
+            match=r"^dims .* of \(EMBED, MLP_INTERMEDIATE\), which has 2\n  fix   name each dim",
+        ):
             part(dims)
 
 
@@ -103,13 +130,20 @@ def test_the_whole_decides_and_not_what_the_part_could_have_had() -> None:
 
 def test_exceptions_by_path_are_those_of_the_whole() -> None:
     exceptions = [{"match": "^head$", "embed": "-", "mlp_intermediate": "fsdp"}]
-    assert explain(part((0, 1), path="head"), (16, 32), path="0/mu/head", tensors=exceptions).spec == P(None, "fsdp")
-    assert explain(part((0, 1), path="other"), (16, 32), path="head", tensors=exceptions).spec == P("fsdp", "tp")
+    assert explain(
+        part((0, 1), path="head"), (16, 32), path="0/mu/head", tensors=exceptions
+    ).spec == P(None, "fsdp")
+    assert explain(part((0, 1), path="other"), (16, 32), path="head", tensors=exceptions).spec == P(
+        "fsdp", "tp"
+    )
 
 
 def test_a_block_is_never_split() -> None:
     """Six blocks of eight rows over four shards: twelve rows each, which is a block and a half."""
-    with pytest.raises(sw.IndivisibleError, match=r"^s dim 0 EMBED: 6 blocks of 8 do not divide over fsdp, .*: a block may not be split"):
+    with pytest.raises(
+        sw.IndivisibleError,
+        match=r"^s dim 0 EMBED: 6 blocks of 8 do not divide over fsdp, .*: a block may not be split",
+    ):
         explain(part((0, 1), (48, 32)), (6, 32), path="s").require()
     assert explain(part((0, 1), (48, 32)), (12, 32)).spec == P("fsdp", "tp")
     with pytest.raises(sw.IndivisibleError, match=r"size 5 \(of 16\) do not divide over fsdp"):
@@ -125,14 +159,21 @@ def test_a_permissive_policy_says_what_it_did_to_a_part() -> None:
 
 
 def test_what_is_wrong_with_the_whole_is_wrong_with_the_part() -> None:
-    with pytest.raises(sw.IndivisibleError, match=r"^0/mu/w dim 0 EMBED: size 6 does not divide over fsdp=4"):
+    with pytest.raises(
+        sw.IndivisibleError, match=r"^0/mu/w dim 0 EMBED: size 6 does not divide over fsdp=4"
+    ):
         explain(part((1,), (6, 32), path="w"), (32,), path="0/mu/w").require()
     with pytest.raises(sw.ShapeRequiredError, match="a part of an array has a size of its own"):
         explain(part((0,)), None).require()
-    with pytest.raises(sw.RankMismatchError, match=r"dims \(0\) of \(EMBED, MLP_INTERMEDIATE\) has 1 dims, the array has 2"):
+    with pytest.raises(
+        sw.RankMismatchError,
+        match=r"dims \(0\) of \(EMBED, MLP_INTERMEDIATE\) has 1 dims, the array has 2",
+    ):
         explain(part((0,)), (16, 1)).require()
     for dims in ((2,), (0, 0), (-1,)):
-        with pytest.raises(sw.RankMismatchError, match=r"dims .* of \(EMBED, MLP_INTERMEDIATE\), which has 2"):
+        with pytest.raises(
+            sw.RankMismatchError, match=r"dims .* of \(EMBED, MLP_INTERMEDIATE\), which has 2"
+        ):
             part(dims)
 
 
@@ -141,7 +182,10 @@ def test_a_part_is_an_annotation() -> None:
     assert sw.is_annotation(one)
     assert sw.ArraySpec((16, 4), "float32", one).axes == one
     assert [dim.label for dim in lower(one).dims] == ["EMBED", "_"]
-    assert (describe(one), describe(part((0, 1)))) == ("dims (0, -) of (EMBED, MLP_INTERMEDIATE)", "(EMBED, MLP_INTERMEDIATE)")
+    assert (describe(one), describe(part((0, 1)))) == (
+        "dims (0, -) of (EMBED, MLP_INTERMEDIATE)",
+        "(EMBED, MLP_INTERMEDIATE)",
+    )
     assert hash(one) == hash(part((0, None)))
 
 
@@ -176,10 +220,15 @@ def test_a_part_in_use_is_gathered_as_the_whole_is() -> None:
         (KERNEL, (16, 32), "sp", P("fsdp", "tp")),
     ],
 )
-def test_state_takes_mesh_axes_that_its_parameter_leaves_free(axes: Any, shape: Any, zero1: str, spec: Any) -> None:
+def test_state_takes_mesh_axes_that_its_parameter_leaves_free(
+    axes: Any, shape: Any, zero1: str, spec: Any
+) -> None:
     assert explain(axes, shape, zero1=zero1).spec == spec
     for role in ("param", "use", "activation"):
-        assert explain(axes, shape, zero1=zero1, role=role).spec == explain(axes, shape, role=role).spec, "state alone"
+        assert (
+            explain(axes, shape, zero1=zero1, role=role).spec
+            == explain(axes, shape, role=role).spec
+        ), "state alone"
 
 
 def test_zero1_is_explained() -> None:
@@ -188,16 +237,24 @@ def test_zero1_is_explained() -> None:
     assert found.decisions[0].why == "dp by zero1"
     assert found.notes == ('zero1 = "dp | -"   ([policy]): dp on dim 0 EMBED',)
     assert found.to_json()["dims"][0]["zero1"] == ["dp"]
-    assert explain(KERNEL, (4, 2), zero1="dp | -").notes == ('zero1 = "dp | -"   ([policy]): no dim divides over dp too',)
-    assert explain(KERNEL, (4, 2), zero1="fsdp").notes == ('zero1 = "fsdp"   ([policy]): the parameter lies over fsdp already',)
+    assert explain(KERNEL, (4, 2), zero1="dp | -").notes == (
+        'zero1 = "dp | -"   ([policy]): no dim divides over dp too',
+    )
+    assert explain(KERNEL, (4, 2), zero1="fsdp").notes == (
+        'zero1 = "fsdp"   ([policy]): the parameter lies over fsdp already',
+    )
     taken, chosen = explain(KERNEL, (16, 32), zero1="fsdp | dp").notes
     assert taken == 'zero1 = "fsdp | dp"   ([policy]): the parameter lies over fsdp already'
     assert chosen == 'zero1 = "fsdp | dp"   ([policy]): dp on dim 0 EMBED'
-    assert explain(KERNEL, (4, 2), zero1="sp").notes == ('zero1 = "sp"   ([policy]): of sp the mesh has no axis of more than one device',)
+    assert explain(KERNEL, (4, 2), zero1="sp").notes == (
+        'zero1 = "sp"   ([policy]): of sp the mesh has no axis of more than one device',
+    )
 
 
 def test_state_that_no_dim_can_take_is_an_error_with_the_fallback_to_write() -> None:
-    with pytest.raises(sw.IndivisibleError, match="no dim of this optimizer state divides over dp too") as caught:
+    with pytest.raises(
+        sw.IndivisibleError, match="no dim of this optimizer state divides over dp too"
+    ) as caught:
         explain(KERNEL, (4, 2), zero1="dp", path="0/mu/w").require()
     assert str(caught.value).splitlines() == [
         "0/mu/w: no dim of this optimizer state divides over dp too: 4 over fsdp=4, dp=2; 2 over tp=2, dp=2",
@@ -230,10 +287,18 @@ def test_laws_of_state_over_many_requests() -> None:
     sizes = (1, 2, 3, 4, 6, 8, 12, 16, 48)
     wider = 0
     for _ in range(300):
-        candidates = [list(draw.permutation(["dp", "fsdp", "tp"]))[: draw.integers(1, 4)] for _ in range(draw.integers(1, 3))]
-        zero1 = " | ".join(["+".join(candidate) for candidate in candidates] + ["-"] * draw.integers(0, 2))
+        candidates = [
+            list(draw.permutation(["dp", "fsdp", "tp"]))[: draw.integers(1, 4)]
+            for _ in range(draw.integers(1, 3))
+        ]
+        zero1 = " | ".join(
+            ["+".join(candidate) for candidate in candidates] + ["-"] * draw.integers(0, 2)
+        )
         shape = tuple(int(size) for size in draw.choice(sizes, size=2))
-        params = {"embed": str(draw.choice(["fsdp | -", "dp | -", "-"])), "mlp_intermediate": str(draw.choice(["tp | -", "fsdp | tp | -"]))}
+        params = {
+            "embed": str(draw.choice(["fsdp | -", "dp | -", "-"])),
+            "mlp_intermediate": str(draw.choice(["tp | -", "fsdp | tp | -"])),
+        }
         param = explain(KERNEL, shape, params=params, role="param")
         state = explain(KERNEL, shape, params=params, zero1=zero1)
         if not state.ok:
@@ -268,9 +333,17 @@ def test_zero1_in_a_file() -> None:
 @pytest.mark.parametrize(
     ("text", "error", "says"),
     [
-        ("dp | ?", sw.StrategyError, r"z.toml:2 policy.zero1: \"\?\" is for activations: optimizer state must lie somewhere"),
+        (
+            "dp | ?",
+            sw.StrategyError,
+            r"z.toml:2 policy.zero1: \"\?\" is for activations: optimizer state must lie somewhere",
+        ),
         ("dp + | -", sw.StrategyError, "a mesh axis is missing here"),
-        ("data", sw.MissingMeshAxisError, "mesh axis 'data' is neither in \\[mesh\\] nor a standard one"),
+        (
+            "data",
+            sw.MissingMeshAxisError,
+            "mesh axis 'data' is neither in \\[mesh\\] nor a standard one",
+        ),
     ],
 )
 def test_bad_zero1_is_named_by_its_line(text: str, error: type[Exception], says: str) -> None:

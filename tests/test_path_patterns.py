@@ -13,10 +13,41 @@ from shardwright import path_patterns
 from shardwright.path_patterns import MOST_STEPS, PathPattern
 from shardwright.rules import TensorRules, parse_rule
 
-PATHS = ["", "lm_head/kernel", "blocks/0/attn/q_proj/kernel", "blocks/12/mlp/up/bias", "ünïcode/é", "a\n", "a\nb", "A", "x{2}"]
+PATHS = [
+    "",
+    "lm_head/kernel",
+    "blocks/0/attn/q_proj/kernel",
+    "blocks/12/mlp/up/bias",
+    "ünïcode/é",
+    "a\n",
+    "a\nb",
+    "A",
+    "x{2}",
+]
 USUAL = [
-    *("lm_head/.*", "lm_head", ".*", "", "^embed", "kernel$", r"\Ablocks", r"bias\Z", r"blocks/\d+/(attn|mlp)/", "(q|k|v)_proj/kernel$"),
-    *(r"\bq_proj\b", r"\Battn", "[a-z_]+/[^/]*$", "[]a]", "[^]]", r"[\w-]+", "blocks/(0|1[0-2])/", "(?i)LM_HEAD", "(?P<n>up|down)/"),
+    *(
+        "lm_head/.*",
+        "lm_head",
+        ".*",
+        "",
+        "^embed",
+        "kernel$",
+        r"\Ablocks",
+        r"bias\Z",
+        r"blocks/\d+/(attn|mlp)/",
+        "(q|k|v)_proj/kernel$",
+    ),
+    *(
+        r"\bq_proj\b",
+        r"\Battn",
+        "[a-z_]+/[^/]*$",
+        "[]a]",
+        "[^]]",
+        r"[\w-]+",
+        "blocks/(0|1[0-2])/",
+        "(?i)LM_HEAD",
+        "(?P<n>up|down)/",
+    ),
     *(
         "(?:attn|mlp)/.*?kernel",
         "a$",
@@ -39,13 +70,30 @@ USUAL = [
 @pytest.mark.parametrize("pattern", USUAL)
 def test_a_usual_pattern_means_what_re_means(pattern: str) -> None:
     compiled = PathPattern(pattern)
-    assert [compiled.matches(path) for path in PATHS] == [re.search(pattern, path) is not None for path in PATHS]
+    assert [compiled.matches(path) for path in PATHS] == [
+        re.search(pattern, path) is not None for path in PATHS
+    ]
 
 
 def random_pattern(draw: random.Random, depth: int) -> str:
     kind = draw.random()
     if depth == 0 or kind < 0.35:
-        return draw.choice([*"ab/.^$A", "[ab]", "[^a]", r"\w", r"\d", r"\.", r"\b", r"\B", "ab", "[a-c]", r"\Z", r"\s"])
+        return draw.choice(
+            [
+                *"ab/.^$A",
+                "[ab]",
+                "[^a]",
+                r"\w",
+                r"\d",
+                r"\.",
+                r"\b",
+                r"\B",
+                "ab",
+                "[a-c]",
+                r"\Z",
+                r"\s",
+            ]
+        )
     if kind < 0.6:
         return random_pattern(draw, depth - 1) + random_pattern(draw, depth - 1)
     if kind < 0.75:
@@ -69,7 +117,17 @@ def test_random_patterns_mean_what_re_means() -> None:
 
 # Each takes `re` seconds to centuries.
 HOSTILE = [
-    *("(a+)+b", "(a|a)*b", "(a*)*b", "(.*)*x", "(a|aa)+$", "(a?){24}a{24}b", "(.*.*.*.*)=", ".*.*.*.*.*.*.*.*x", "(a|b|ab)*c"),
+    *(
+        "(a+)+b",
+        "(a|a)*b",
+        "(a*)*b",
+        "(.*)*x",
+        "(a|aa)+$",
+        "(a?){24}a{24}b",
+        "(.*.*.*.*)=",
+        ".*.*.*.*.*.*.*.*x",
+        "(a|b|ab)*c",
+    ),
     *("(?:(?:a?){9}){9}b", "([a-z]+)*!", "^(a|a?)+$", "(x+x+)+y"),
 ]
 
@@ -100,7 +158,9 @@ def test_what_is_remembered_is_bounded() -> None:
         path = "x" + "".join(draw.choice("ab") for _ in range(40)) + chr(draw.randint(200, 60000))
         assert not compiled.matches(path)
     assert len(compiled._states) <= path_patterns._MOST_STATES
-    assert all(len(state.following) <= path_patterns._MOST_SYMBOLS for state in compiled._states.values())
+    assert all(
+        len(state.following) <= path_patterns._MOST_SYMBOLS for state in compiled._states.values()
+    )
     assert all(len(known) <= path_patterns._MOST_SYMBOLS for known in compiled._taken)
     assert compiled.matches("a" * 10 + "x")
 
@@ -144,7 +204,9 @@ def test_empty_parts_may_be_counted() -> None:
 
 
 def test_patterns_of_a_program_are_those_of_re() -> None:
-    found = sw.match_paths({"embed": 0, "up": 0}, [("^(?!embed)", (sw.EMBED,)), ("embed", (sw.VOCAB,))])
+    found = sw.match_paths(
+        {"embed": 0, "up": 0}, [("^(?!embed)", (sw.EMBED,)), ("embed", (sw.VOCAB,))]
+    )
     assert found.annotations == {"embed": (sw.VOCAB,), "up": (sw.EMBED,)}
 
 

@@ -26,7 +26,17 @@ def manager(preset: str, mesh: str) -> sw.PartitionManager:
 
 
 def test_these_are_the_presets() -> None:
-    wanted = ("ddp", "fsdp", "fsdp_tp", "moe_ep", "sequence", "serve_long_context", "serve_tp", "single", "tensor")
+    wanted = (
+        "ddp",
+        "fsdp",
+        "fsdp_tp",
+        "moe_ep",
+        "sequence",
+        "serve_long_context",
+        "serve_tp",
+        "single",
+        "tensor",
+    )
     assert wanted == PRESETS
 
 
@@ -48,7 +58,11 @@ def test_every_axis_of_the_vocabulary_has_a_rule(preset: str) -> None:
     rules = sw.Strategy.preset(preset).compile()
     for mode in MODES:
         for role in Role:
-            missing = [axis for axis in SEMANTIC_AXES if rules.stated(axis, mode=mode, role=role, path=None) is None]
+            missing = [
+                axis
+                for axis in SEMANTIC_AXES
+                if rules.stated(axis, mode=mode, role=role, path=None) is None
+            ]
             assert not missing, (mode, role)
 
 
@@ -89,20 +103,33 @@ def test_weight_layouts_lie_like_the_axes_that_they_mean(preset: str, mesh: str)
                 assert pm.resolve(layout, shape=shape, mode=mode, role=role) == meant
                 assert pm.resolve(layout(), shape=shape, mode=mode, role=role) == meant
                 stack = pm.resolve((sw.LAYERS, *axes), shape=(32, *shape), mode=mode, role=role)
-                assert pm.resolve(sw.stacked(layout), shape=(32, *shape), mode=mode, role=role) == stack
+                assert (
+                    pm.resolve(sw.stacked(layout), shape=(32, *shape), mode=mode, role=role)
+                    == stack
+                )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_bias_of_a_row_wise_weight_is_replicated(preset: str) -> None:
-    assert manager(preset, "dp:2,fsdp:2,sp:2,ep:2,tp:2").resolve(sw.RowWise.bias, shape=(64,)) == P()
+    assert (
+        manager(preset, "dp:2,fsdp:2,sp:2,ep:2,tp:2").resolve(sw.RowWise.bias, shape=(64,)) == P()
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("layout", [sw.UnifiedExpertColumnWise, sw.UnifiedExpertRowWise], ids=lambda layout: layout.__name__)
-def test_the_unified_family_is_never_gathered(preset: str, layout: type[sw.DynamicShardingAxes]) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [sw.UnifiedExpertColumnWise, sw.UnifiedExpertRowWise],
+    ids=lambda layout: layout.__name__,
+)
+def test_the_unified_family_is_never_gathered(
+    preset: str, layout: type[sw.DynamicShardingAxes]
+) -> None:
     for mesh in (*MESHES, "dp:2,fsdp:2,sp:2,ep:2,tp:2"):
         pm = manager(preset, mesh)
-        stored, used = (pm.explain(layout, shape=(64, 64, 64), role=role) for role in ("param", "use"))
+        stored, used = (
+            pm.explain(layout, shape=(64, 64, 64), role=role) for role in ("param", "use")
+        )
         assert used.spec == stored.spec
         assert all(decision.gathered == () for decision in used.decisions)
 
@@ -148,15 +175,22 @@ def test_serving_presets_take_one_prompt(preset: str, mode: str, mesh: str) -> N
     ("batch", "lies_over"),
     [(16, ("dp", "fsdp", "ep")), (4, ("dp", "fsdp")), (2, ("dp",)), (3, ())],
 )
-def test_serving_presets_shorten_the_batch_step_by_step(preset: str, batch: int, lies_over: tuple[str, ...]) -> None:
+def test_serving_presets_shorten_the_batch_step_by_step(
+    preset: str, batch: int, lies_over: tuple[str, ...]
+) -> None:
     pm = manager(preset, "dp:2,fsdp:2,ep:4,tp:2")
     for mode in GENERATION:
         assert pm.mesh_axes(sw.BATCH, batch, mode=mode) == lies_over
 
 
 @pytest.mark.parametrize("preset", SERVING)
-@pytest.mark.parametrize(("capacity", "lies_over"), [(16, ("dp", "fsdp", "ep")), (4, ("dp", "fsdp")), (2, ("dp",)), (3, ())])
-def test_serving_presets_shorten_the_capacity_like_the_batch(preset: str, capacity: int, lies_over: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("capacity", "lies_over"),
+    [(16, ("dp", "fsdp", "ep")), (4, ("dp", "fsdp")), (2, ("dp",)), (3, ())],
+)
+def test_serving_presets_shorten_the_capacity_like_the_batch(
+    preset: str, capacity: int, lies_over: tuple[str, ...]
+) -> None:
     pm = manager(preset, "dp:2,fsdp:2,ep:4,tp:2")
     for mode in GENERATION:
         assert pm.mesh_axes(sw.CAPACITY, capacity, mode=mode) == lies_over
@@ -165,8 +199,12 @@ def test_serving_presets_shorten_the_capacity_like_the_batch(preset: str, capaci
 @pytest.mark.parametrize("preset", [preset for preset in TRAINING if preset != "single"])
 @pytest.mark.parametrize("mode", ["train", *GENERATION])
 @pytest.mark.parametrize("mesh", ["fsdp:2,tp:4", "dp:2,tp:4"])
-def test_training_presets_refuse_one_prompt_where_it_does_not_divide(preset: str, mode: str, mesh: str) -> None:
-    with pytest.raises(sw.IndivisibleError, match=r"dim 0 BATCH: size 1 does not divide over (dp|fsdp)=2") as caught:
+def test_training_presets_refuse_one_prompt_where_it_does_not_divide(
+    preset: str, mode: str, mesh: str
+) -> None:
+    with pytest.raises(
+        sw.IndivisibleError, match=r"dim 0 BATCH: size 1 does not divide over (dp|fsdp)=2"
+    ) as caught:
         manager(preset, mesh).resolve(PROMPT["hidden"], shape=(1, 64, 64), mode=mode)
     assert f"{preset}.toml:" in caught.value.rule
 
@@ -180,8 +218,14 @@ def test_serving_presets_are_strict_in_train(preset: str) -> None:
 @pytest.mark.parametrize("preset", SERVING)
 def test_serving_presets_keep_weights_as_they_are_used(preset: str) -> None:
     pm = manager(preset, "dp:2,fsdp:2,sp:2,tp:2")
-    for axes in ((sw.EMBED, sw.MLP_INTERMEDIATE), (sw.VOCAB, sw.EMBED), (sw.EMBED, sw.HEAD, sw.HEAD_DIM)):
-        stored, used = (pm.explain(axes, shape=(64,) * len(axes), role=role) for role in ("param", "use"))
+    for axes in (
+        (sw.EMBED, sw.MLP_INTERMEDIATE),
+        (sw.VOCAB, sw.EMBED),
+        (sw.EMBED, sw.HEAD, sw.HEAD_DIM),
+    ):
+        stored, used = (
+            pm.explain(axes, shape=(64,) * len(axes), role=role) for role in ("param", "use")
+        )
         assert stored.spec == used.spec
         assert {axis for decision in stored.decisions for axis in decision.mesh_axes} == {"tp"}
 
@@ -192,26 +236,40 @@ class TestServeLongContext:
     @pytest.mark.parametrize("mode", ["decode", "insert"])
     def test_one_prompt_lies_over_all_data_axes_in_decode(self, mode: str) -> None:
         pm = manager("serve_long_context", self.MESH)
-        assert pm.resolve(PROMPT["cache"], shape=(1, 4096, 8, 128), mode=mode) == P(None, ("dp", "fsdp", "sp"), "tp")
-        assert pm.resolve(PROMPT["scores"], shape=(1, 32, 1, 4096), mode=mode) == P(None, "tp", None, ("dp", "fsdp", "sp"))
+        assert pm.resolve(PROMPT["cache"], shape=(1, 4096, 8, 128), mode=mode) == P(
+            None, ("dp", "fsdp", "sp"), "tp"
+        )
+        assert pm.resolve(PROMPT["scores"], shape=(1, 32, 1, 4096), mode=mode) == P(
+            None, "tp", None, ("dp", "fsdp", "sp")
+        )
 
     def test_more_prompts_leave_sp_to_the_cache(self) -> None:
         pm = manager("serve_long_context", self.MESH)
-        assert pm.resolve(PROMPT["cache"], shape=(4, 4096, 8, 128), mode="decode") == P(("dp", "fsdp"), "sp", "tp")
-        assert pm.resolve(PROMPT["scores"], shape=(4, 32, 1, 4096), mode="decode") == P(("dp", "fsdp"), "tp", None, "sp")
+        assert pm.resolve(PROMPT["cache"], shape=(4, 4096, 8, 128), mode="decode") == P(
+            ("dp", "fsdp"), "sp", "tp"
+        )
+        assert pm.resolve(PROMPT["scores"], shape=(4, 32, 1, 4096), mode="decode") == P(
+            ("dp", "fsdp"), "tp", None, "sp"
+        )
 
     def test_a_length_that_divides_over_sp_alone_lies_over_sp(self) -> None:
         pm = manager("serve_long_context", self.MESH)
-        assert pm.resolve(PROMPT["cache"], shape=(1, 4098, 8, 128), mode="decode") == P(None, "sp", "tp")
+        assert pm.resolve(PROMPT["cache"], shape=(1, 4098, 8, 128), mode="decode") == P(
+            None, "sp", "tp"
+        )
 
     def test_nothing_left_for_the_cache_is_an_error(self) -> None:
         with pytest.raises(sw.AxisConflictError, match="KV_LENGTH: dp is taken by dim 0 BATCH"):
-            manager("serve_long_context", "dp:2,tp:4").resolve(PROMPT["cache"], shape=(16, 4096, 8, 128), mode="decode")
+            manager("serve_long_context", "dp:2,tp:4").resolve(
+                PROMPT["cache"], shape=(16, 4096, 8, 128), mode="decode"
+            )
 
     def test_prefill_splits_the_prompt_over_sp(self) -> None:
         pm = manager("serve_long_context", self.MESH)
         assert pm.resolve(PROMPT["hidden"], shape=(1, 4096, 64), mode="prefill") == P(None, "sp")
-        assert pm.resolve(PROMPT["scores"], shape=(1, 32, 4096, 4096), mode="prefill") == P(None, "tp", "sp")
+        assert pm.resolve(PROMPT["scores"], shape=(1, 32, 4096, 4096), mode="prefill") == P(
+            None, "tp", "sp"
+        )
 
 
 class TestMoeEp:
@@ -238,14 +296,18 @@ class TestMoeEp:
 
     def test_dispatched_tokens_lie_over_ep_and_the_data_axes(self) -> None:
         pm = manager("moe_ep", self.MESH)
-        assert pm.resolve((sw.EXPERT, sw.CAPACITY, sw.EMBED), shape=(8, 64, 64)) == P("ep", ("dp", "fsdp", "sp"))
+        assert pm.resolve((sw.EXPERT, sw.CAPACITY, sw.EMBED), shape=(8, 64, 64)) == P(
+            "ep", ("dp", "fsdp", "sp")
+        )
         assert pm.axis_size(sw.CAPACITY) == 8
         with pytest.raises(sw.IndivisibleError, match="CAPACITY: size 12 does not divide"):
             pm.resolve((sw.EXPERT, sw.CAPACITY, sw.EMBED), shape=(8, 12, 64))
 
     def test_router_logits_are_split_like_the_tokens_and_not_by_expert(self) -> None:
         pm = manager("moe_ep", self.MESH)
-        assert pm.resolve((sw.BATCH, sw.QUERY_LENGTH, sw.EXPERT_GATE), shape=(16, 64, 8)) == P(("dp", "fsdp", "ep"), "sp")
+        assert pm.resolve((sw.BATCH, sw.QUERY_LENGTH, sw.EXPERT_GATE), shape=(16, 64, 8)) == P(
+            ("dp", "fsdp", "ep"), "sp"
+        )
         assert pm.resolve((sw.EMBED, sw.EXPERT_GATE), shape=(64, 8), role="use") == P()
 
     @pytest.mark.parametrize(
@@ -266,8 +328,15 @@ class TestMoeEp:
 
     def test_its_rules_are_those_of_the_page(self) -> None:
         preset = sw.Strategy.preset("moe_ep")
-        named = {name: preset.rules[name] for name in ("batch", "expert", "expert_gate", "capacity")}
-        assert named == {"batch": "dp+fsdp+ep", "expert": "ep", "expert_gate": "-", "capacity": "dp+fsdp+sp"}
+        named = {
+            name: preset.rules[name] for name in ("batch", "expert", "expert_gate", "capacity")
+        }
+        assert named == {
+            "batch": "dp+fsdp+ep",
+            "expert": "ep",
+            "expert_gate": "-",
+            "capacity": "dp+fsdp+sp",
+        }
         assert preset.params["embed"] == "fsdp+sp+ep | fsdp+sp | -"
         assert preset.compile().policy.gather == ("fsdp", "sp", "ep")
 
@@ -297,15 +366,21 @@ def test_lengths_are_split_over_sp_where_the_preset_splits_them(preset: str) -> 
         assert pm.resolve(PROMPT["scores"], shape=(2, 4, 64, 64), mode=mode) == P(None, None, "sp")
         assert pm.resolve((sw.BATCH, sw.LENGTH), shape=(2, 64), mode=mode) == P(None, "sp")
     for mode in ("decode", "insert"):
-        assert pm.resolve(PROMPT["scores"], shape=(2, 4, 1, 64), mode=mode) == P(None, None, None, "sp")
+        assert pm.resolve(PROMPT["scores"], shape=(2, 4, 1, 64), mode=mode) == P(
+            None, None, None, "sp"
+        )
         assert pm.resolve((sw.BATCH, sw.LENGTH), shape=(2, 1), mode=mode) == P()
         assert pm.resolve(PROMPT["cache"], shape=(2, 64, 4, 16), mode=mode) == P(None, "sp")
 
 
 def test_scores_annotated_with_both_lengths_are_refused_where_sp_is_more_than_one() -> None:
     axes = (sw.BATCH, sw.HEAD, sw.QUERY_LENGTH, sw.KV_LENGTH)
-    assert manager("fsdp_tp", "fsdp:2,sp:1,tp:4").resolve(axes, shape=(2, 4, 64, 64)) == P("fsdp", "tp")
-    with pytest.raises(sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"):
+    assert manager("fsdp_tp", "fsdp:2,sp:1,tp:4").resolve(axes, shape=(2, 4, 64, 64)) == P(
+        "fsdp", "tp"
+    )
+    with pytest.raises(
+        sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"
+    ):
         manager("fsdp_tp", "fsdp:2,sp:2,tp:2").resolve(axes, shape=(2, 4, 64, 64))
 
 
@@ -326,10 +401,16 @@ def test_flattened_tokens_lie_like_their_dims(preset: str, mesh: str) -> None:
         length = 1 if mode == MODE_DECODE else 4096
         for name, axes in TOKENS.items():
             apart = pm.resolve(*axes[0], axes[1], shape=(16, length, 64), mode=mode)
-            entries = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in apart]
+            entries = [
+                () if entry is None else (entry,) if isinstance(entry, str) else entry
+                for entry in apart
+            ]
             batch, tokens, last = [*entries, (), (), ()][:3]
             flat = pm.explain(*axes, shape=(16 * length, 64), mode=mode)
-            assert [decision.mesh_axes for decision in flat.decisions] == [(*batch, *tokens), last], (name, mode)
+            assert [decision.mesh_axes for decision in flat.decisions] == [
+                (*batch, *tokens),
+                last,
+            ], (name, mode)
 
 
 @pytest.mark.parametrize("preset", SERVING)
@@ -340,7 +421,12 @@ def test_serving_presets_take_one_flat_prompt(preset: str, mode: str, mesh: str)
     for length in (1, 7, 4096):
         for name, axes in TOKENS.items():
             found = pm.explain(*axes, shape=(length, 64), mode=mode)
-            if preset == "serve_long_context" and mode == "prefill" and "sp" in mesh and length < 4096:
+            if (
+                preset == "serve_long_context"
+                and mode == "prefill"
+                and "sp" in mesh
+                and length < 4096
+            ):
                 assert [problem.error for problem in found.problems] == [sw.IndivisibleError]
             else:
                 assert found.ok, (name, found)

@@ -20,7 +20,15 @@ from tests.resolving import made
 
 RULES = made(
     Policy(gather=("fsdp",)),
-    rules={sw.BATCH: "dp+fsdp", sw.QUERY_LENGTH: "sp", sw.HEAD: "tp", sw.KV_HEAD: "tp | -", sw.HEAD_DIM: "-", sw.VOCAB: "?", sw.EMBED: "-"},
+    rules={
+        sw.BATCH: "dp+fsdp",
+        sw.QUERY_LENGTH: "sp",
+        sw.HEAD: "tp",
+        sw.KV_HEAD: "tp | -",
+        sw.HEAD_DIM: "-",
+        sw.VOCAB: "?",
+        sw.EMBED: "-",
+    },
     params={sw.EMBED: "fsdp+sp"},
 )
 MESH = {"dp": 2, "fsdp": 2, "sp": 1, "tp": 4}
@@ -31,7 +39,14 @@ def words(text: str) -> list[str]:
 
 
 def test_the_table_that_people_read() -> None:
-    found = explain((sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD, sw.EMPTY), RULES, MESH, shape=(8, 16, 6, 3), mode="decode", path="attn/k")
+    found = explain(
+        (sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD, sw.EMPTY),
+        RULES,
+        MESH,
+        shape=(8, 16, 6, 3),
+        mode="decode",
+        path="attn/k",
+    )
     assert words(str(found)) == [
         "attn/k (BATCH, QUERY_LENGTH, KV_HEAD, _) as activation in decode -> P(('dp', 'fsdp'))",
         "dim axis size mesh axes rule written in",
@@ -63,7 +78,10 @@ def test_a_long_why_is_below_its_row() -> None:
     resolution = explain(axes, RULES, {"tp": 4, "sp": 1}, shape=(8, 16, 6, 128), mode="prefill")
     _, *lines = str(resolution).splitlines()
     assert max(map(len, lines)) <= WIDTH
-    assert lines[:2] == ["  dim  axis          size  mesh axes  rule                 written in", "       why"]
+    assert lines[:2] == [
+        "  dim  axis          size  mesh axes  rule                 written in",
+        "       why",
+    ]
     for decision in resolution.decisions:
         assert f"       {decision.why}" in lines
 
@@ -82,18 +100,31 @@ def test_a_failing_answer_shows_the_failure_and_the_dims_that_were_fine() -> Non
 
 
 def test_what_is_open_gathered_unchecked_or_applied_is_said() -> None:
-    assert explain((sw.VOCAB,), RULES, MESH, shape=(7,)).decisions[0].why == "left to the compiler by rule"
-    assert words(str(explain((sw.VOCAB,), RULES, MESH, shape=(7,))))[2].startswith("0 VOCAB 7 ? vocab =")
-    assert explain((sw.EMBED,), RULES, MESH, shape=(8,), role="use").decisions[0].why == "sp has size 1; gathered over fsdp"
+    assert (
+        explain((sw.VOCAB,), RULES, MESH, shape=(7,)).decisions[0].why
+        == "left to the compiler by rule"
+    )
+    assert words(str(explain((sw.VOCAB,), RULES, MESH, shape=(7,))))[2].startswith(
+        "0 VOCAB 7 ? vocab ="
+    )
+    assert (
+        explain((sw.EMBED,), RULES, MESH, shape=(8,), role="use").decisions[0].why
+        == "sp has size 1; gathered over fsdp"
+    )
     assert explain((sw.HEAD,), RULES, MESH).decisions[0].why == "size not given: not checked"
     applied = explain((sw.BATCH,), RULES, MESH, shape=(2,), manual=frozenset({"dp"}))
     assert applied.decisions[0].why == "dp already applied by shard_map"
 
 
 def test_as_data() -> None:
-    found = explain((sw.VOCAB, sw.BATCH, sw.KV_HEAD), RULES, MESH, shape=(7, 8, 6), mode="prefill", path="x")
+    found = explain(
+        (sw.VOCAB, sw.BATCH, sw.KV_HEAD), RULES, MESH, shape=(7, 8, 6), mode="prefill", path="x"
+    )
     data = json.loads(json.dumps(found.to_json()))
-    assert {key: data[key] for key in ("annotation", "path", "mode", "mode_from", "role", "ok", "problems", "notes")} == {
+    assert {
+        key: data[key]
+        for key in ("annotation", "path", "mode", "mode_from", "role", "ok", "problems", "notes")
+    } == {
         "annotation": "(VOCAB, BATCH, KV_HEAD)",
         "path": "x",
         "mode": "prefill",
@@ -111,7 +142,9 @@ def test_as_data() -> None:
         "mesh_axes": [],
         "outcome": "replicated",
         "rule": {"key": "kv_head", "text": "tp | -", "table": "rules", "source": "t.toml"},
-        "skipped": [{"reason": "indivisible", "candidate": ["tp"], "mesh_axis": "", "detail": "6 % 4 != 0"}],
+        "skipped": [
+            {"reason": "indivisible", "candidate": ["tp"], "mesh_axis": "", "detail": "6 % 4 != 0"}
+        ],
         "gathered": [],
         "zero1": [],
         "manual": [],
@@ -126,8 +159,12 @@ def test_a_failure_as_data() -> None:
     assert data["problems"][0]["message"].startswith("dim 0 HEAD: size 6 does not divide over tp=4")
 
 
-def decision(dim: int, *mesh_axes: str, outcome: Outcome = Outcome.CHOSEN, manual: tuple[str, ...] = ()) -> DimDecision:
-    return DimDecision(dim=dim, label="X", size=8, outcome=outcome, mesh_axes=mesh_axes, manual=manual)
+def decision(
+    dim: int, *mesh_axes: str, outcome: Outcome = Outcome.CHOSEN, manual: tuple[str, ...] = ()
+) -> DimDecision:
+    return DimDecision(
+        dim=dim, label="X", size=8, outcome=outcome, mesh_axes=mesh_axes, manual=manual
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,9 +179,17 @@ def decision(dim: int, *mesh_axes: str, outcome: Outcome = Outcome.CHOSEN, manua
         ((decision(0, outcome=Outcome.UNCONSTRAINED),), P(P.UNCONSTRAINED)),
     ],
 )
-def test_a_spec_is_what_its_decisions_amount_to(decisions: tuple[DimDecision, ...], spec: P) -> None:
+def test_a_spec_is_what_its_decisions_amount_to(
+    decisions: tuple[DimDecision, ...], spec: P
+) -> None:
     assert canonical_spec(decision.entry for decision in decisions) == spec
-    found = Resolution(annotation="x", decisions=decisions, mode=sw.MODE_TRAIN, mode_from=ModeFrom.CALL, role=sw.Role.PARAM)
+    found = Resolution(
+        annotation="x",
+        decisions=decisions,
+        mode=sw.MODE_TRAIN,
+        mode_from=ModeFrom.CALL,
+        role=sw.Role.PARAM,
+    )
     assert found.ok
     assert found.spec == spec
 
@@ -172,9 +217,15 @@ def test_a_rule_says_where_it_was_written() -> None:
 
 
 def test_a_skip_says_what_was_passed_over() -> None:
-    assert str(Skip(reason=Reason.MISSING, candidate=("a", "b"), mesh_axis="a")) == "a is not in the mesh"
+    assert (
+        str(Skip(reason=Reason.MISSING, candidate=("a", "b"), mesh_axis="a"))
+        == "a is not in the mesh"
+    )
     assert str(Skip(reason=Reason.SIZE_ONE, candidate=("a",), mesh_axis="a")) == "a has size 1"
-    assert str(Skip(reason=Reason.TAKEN, candidate=("a", "b"), detail="a is taken by dim 0 X")) == "a+b: a is taken by dim 0 X"
+    assert (
+        str(Skip(reason=Reason.TAKEN, candidate=("a", "b"), detail="a is taken by dim 0 X"))
+        == "a+b: a is taken by dim 0 X"
+    )
     assert str(Skip(reason=Reason.EMPTY, candidate=("a",))) == "a: no mesh axis left"
 
 

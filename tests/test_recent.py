@@ -28,7 +28,9 @@ def test_the_last_values_are_identical() -> None:
     for more in range(KEPT - 1):
         cache.keep(("more", more), object())
         assert cache.recall(0) is values[0], "asked for again and again, it stays"
-    assert all(cache.recall(at) is None or cache.recall(at) is value for at, value in enumerate(values))
+    assert all(
+        cache.recall(at) is None or cache.recall(at) is value for at, value in enumerate(values)
+    )
     assert cache.keep(0, object()) is values[0]
 
 
@@ -46,7 +48,9 @@ def test_threads_get_one_object() -> None:
     cache = Recent()
 
     def ask(_: int) -> list[Any]:
-        return [cache.get(key) or cache.recall(key) or cache.keep(key, object()) for key in range(2000)]
+        return [
+            cache.get(key) or cache.recall(key) or cache.keep(key, object()) for key in range(2000)
+        ]
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         first, *others = pool.map(ask, range(4))
@@ -64,7 +68,11 @@ def test_many_shapes_take_bounded_memory(what: str, monkeypatch: pytest.MonkeyPa
         if what == "shardings":
             return pm.shardings(jax.ShapeDtypeStruct(shape, jnp.float32), x)
         if what == "shard":
-            return pm._place(jnp.zeros(shape), x, None, None, True) if size < 0 else pm._placement(x, shape, None, None, None, True)
+            return (
+                pm._place(jnp.zeros(shape), x, None, None, True)
+                if size < 0
+                else pm._placement(x, shape, None, None, None, True)
+            )
         return getattr(pm, what)(*x, shape=shape)
 
     first = ask(1)

@@ -27,16 +27,28 @@ class TestModeOfACall:
         ("axes", "asked", "mode", "mode_from"),
         [
             ((B,), {"mode": "decode"}, sw.MODE_DECODE, ModeFrom.CALL),
-            ((B,), {"mode": sw.MODE_PREFILL, "mode_from": ModeFrom.MANAGER}, sw.MODE_PREFILL, ModeFrom.MANAGER),
+            (
+                (B,),
+                {"mode": sw.MODE_PREFILL, "mode_from": ModeFrom.MANAGER},
+                sw.MODE_PREFILL,
+                ModeFrom.MANAGER,
+            ),
             ((B,), {}, sw.MODE_TRAIN, ModeFrom.DEFAULT),
             ((B,), {"mode_from": ModeFrom.MANAGER}, sw.MODE_TRAIN, ModeFrom.DEFAULT),
             (sw.DynamicShardingAxes([B], "prefill"), {}, sw.MODE_PREFILL, ModeFrom.LAYOUT),
-            (sw.DynamicShardingAxes([B], "prefill"), {"mode": "train"}, sw.MODE_TRAIN, ModeFrom.CALL),
+            (
+                sw.DynamicShardingAxes([B], "prefill"),
+                {"mode": "train"},
+                sw.MODE_TRAIN,
+                ModeFrom.CALL,
+            ),
             (sw.DynamicShardingAxes([B], 0), {}, sw.MODE_TRAIN, ModeFrom.LAYOUT_DIM),
             (sw.DynamicShardingAxes([B], 0), {"mode": "decode"}, sw.MODE_DECODE, ModeFrom.CALL),
         ],
     )
-    def test_call_then_layout_then_train(self, axes: Any, asked: Any, mode: str, mode_from: ModeFrom) -> None:
+    def test_call_then_layout_then_train(
+        self, axes: Any, asked: Any, mode: str, mode_from: ModeFrom
+    ) -> None:
         found = resolve(axes, self.RULES, self.MESH, shape=(4,), **asked)
         assert (found.mode, found.mode_from) == (mode, mode_from)
 
@@ -59,7 +71,9 @@ class TestModeOfACall:
         rules = made(rules={E: "-", M: "tp"}, params={E: "dp"})
         assert resolve(sw.ColumnWise, rules, self.MESH, shape=(4, 4)).role is sw.Role.PARAM
         assert resolve((E, M), rules, self.MESH, shape=(4, 4)).role is sw.Role.ACTIVATION
-        assert resolve(sw.ColumnWise, rules, self.MESH, shape=(4, 4), role="use").role is sw.Role.USE
+        assert (
+            resolve(sw.ColumnWise, rules, self.MESH, shape=(4, 4), role="use").role is sw.Role.USE
+        )
 
 
 class TestLayouts:
@@ -71,25 +85,37 @@ class TestLayouts:
         assert spec(sw.RowWise, rules, self.MESH, shape=(4, 4)) == P("sp", "tp")
 
     def test_a_table_that_names_the_parallelism_axis_wins(self) -> None:
-        rules = made(rules={M: "tp", E: "-"}, params={E: "fsdp", sw.FSDP: "fsdp", sw.SP: "sp", sw.TP: "-"})
+        rules = made(
+            rules={M: "tp", E: "-"}, params={E: "fsdp", sw.FSDP: "fsdp", sw.SP: "sp", sw.TP: "-"}
+        )
         assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4)) == P(("fsdp", "sp"))
 
     def test_as_an_activation_it_means_its_own_axes(self) -> None:
         rules = made(rules={M: "-", E: "-"})
-        assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4), role="activation") == P(("fsdp", "sp"), "tp")
+        assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4), role="activation") == P(
+            ("fsdp", "sp"), "tp"
+        )
 
     def test_without_any_rule_it_means_its_own_axes(self) -> None:
         assert spec(sw.ColumnWise, made(), self.MESH, shape=(4, 4)) == P(("fsdp", "sp"), "tp")
 
     def test_exceptions_by_path_apply_to_layouts(self) -> None:
-        rules = made(rules={M: "tp"}, params={E: "fsdp"}, tensors=[("lm_head", {E: "-"}), ("odd", {sw.TP: "-"})])
+        rules = made(
+            rules={M: "tp"},
+            params={E: "fsdp"},
+            tensors=[("lm_head", {E: "-"}), ("odd", {sw.TP: "-"})],
+        )
         assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4), path="lm_head") == P(None, "tp")
         assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4), path="odd") == P("fsdp")
         assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4), path="mlp") == P("fsdp", "tp")
 
     def test_an_exception_by_path_comes_before_tables(self) -> None:
         """An entry by path for the axis that a layout means beats a table that names the layout's parallelism axis."""
-        rules = made(rules={M: "tp"}, params={E: "fsdp", sw.FSDP: "sp", sw.SP: "-"}, tensors=[("lm_head", {E: "fsdp"})])
+        rules = made(
+            rules={M: "tp"},
+            params={E: "fsdp", sw.FSDP: "sp", sw.SP: "-"},
+            tensors=[("lm_head", {E: "fsdp"})],
+        )
         for role in ("param", "use"):
             asked = {"shape": (4, 4), "role": role}
             assert spec(sw.ColumnWise, rules, self.MESH, path="lm_head", **asked) == P("fsdp", "tp")
@@ -106,15 +132,22 @@ class TestLiteralSpecs:
     def test_a_literal_spec_is_checked_like_a_rule(self) -> None:
         assert spec(P("dp", None), made(), self.MESH, shape=(4, 3)) == P("dp")
         assert spec(P(None, ("tp", "dp")), made(), self.MESH, shape=(3, 4)) == P(None, ("tp", "dp"))
-        assert spec(P(P.UNCONSTRAINED, "tp"), made(), self.MESH, shape=(3, 4)) == P(P.UNCONSTRAINED, "tp")
+        assert spec(P(P.UNCONSTRAINED, "tp"), made(), self.MESH, shape=(3, 4)) == P(
+            P.UNCONSTRAINED, "tp"
+        )
         with pytest.raises(sw.IndivisibleError, match="size 3 does not divide over dp=2"):
             resolve(P("dp"), made(), self.MESH, shape=(3,))
-        with pytest.raises(sw.IndivisibleError, match=r"\n  fix   write None there, or choose a size and a mesh that divide$"):
+        with pytest.raises(
+            sw.IndivisibleError,
+            match=r"\n  fix   write None there, or choose a size and a mesh that divide$",
+        ):
             resolve(P("dp"), made(), self.MESH, shape=(3,))
         says = r"^dim 1: tp is taken by dim 0\n  .*\n  fix   an array has each mesh axis once: write None or another mesh axis here$"
         with pytest.raises(sw.AxisConflictError, match=says):
             resolve(P("tp", ("dp", "tp")), made(), self.MESH, shape=(4, 4))
-        with pytest.raises(sw.MissingMeshAxisError, match="mesh axis 'ttp' is not in the mesh") as caught:
+        with pytest.raises(
+            sw.MissingMeshAxisError, match="mesh axis 'ttp' is not in the mesh"
+        ) as caught:
             resolve(P("ttp"), made(), self.MESH, shape=(4,))
         assert "did you mean 'tp'?" in caught.value.fix
         with pytest.raises(sw.AxisConflictError, match="tp is taken by dim 0"):
@@ -128,14 +161,18 @@ class TestArraySpecs:
         assert spec(one, made(rules={K: "tp | -"}), {"tp": 2}, shape=(3,)) == P()
 
     def test_another_shape_is_refused(self) -> None:
-        with pytest.raises(sw.RankMismatchError, match=r"array has shape \(4,\), its ArraySpec \(3,\)"):
+        with pytest.raises(
+            sw.RankMismatchError, match=r"array has shape \(4,\), its ArraySpec \(3,\)"
+        ):
             resolve(sw.ArraySpec((3,), jnp.float32, (K,)), made(), {"tp": 2}, shape=(4,))
 
 
 class TestUnconstrainedParameters:
     def test_it_must_lie_somewhere(self) -> None:
         for role in ("param", "use"):
-            with pytest.raises(sw.StrategyError, match=r'"\?" cannot be the answer for a parameter') as caught:
+            with pytest.raises(
+                sw.StrategyError, match=r'"\?" cannot be the answer for a parameter'
+            ) as caught:
                 resolve((L,), made(rules={L: "tp | ?"}), {"tp": 2}, role=role, shape=(3,))
             assert '[params] length = "-"' in caught.value.fix
 
@@ -148,7 +185,9 @@ class TestErrors:
     MESH: ClassVar = {"dp": 2, "tp": 4}
 
     def test_an_error_says_what_where_which_rule_and_how_to_fix_it(self) -> None:
-        with pytest.raises(sw.IndivisibleError, match=r"^attn/q dim 1 HEAD: size 6 does not divide over tp=4") as caught:
+        with pytest.raises(
+            sw.IndivisibleError, match=r"^attn/q dim 1 HEAD: size 6 does not divide over tp=4"
+        ) as caught:
             resolve((B, H), self.RULES, self.MESH, shape=(4, 6), path="attn/q")
         error = caught.value
         assert str(error).splitlines() == [
@@ -156,14 +195,25 @@ class TestErrors:
             '  rule  head = "tp"   (t.toml, [rules], mode train)',
             '  fix   add a fallback, head = "tp | -", or choose a size and a mesh that divide',
         ]
-        assert (error.path, error.dim, error.axis, error.size, error.mesh_axes, error.shards) == ("attn/q", 1, "HEAD", 6, ("tp",), 4)
+        assert (error.path, error.dim, error.axis, error.size, error.mesh_axes, error.shards) == (
+            "attn/q",
+            1,
+            "HEAD",
+            6,
+            ("tp",),
+            4,
+        )
         with pytest.raises(AttributeError, match="no attribute 'colour'"):
             _ = error.colour
 
     def test_all_problems_are_collected_and_the_first_names_the_class(self) -> None:
         with pytest.raises(sw.IndivisibleError, match=r"3 problems") as caught:
             resolve((B, "mine", H), self.RULES, self.MESH, shape=(3, 4, 6))
-        assert [problem.error for problem in caught.value.problems] == [sw.IndivisibleError, sw.UnknownAxisError, sw.IndivisibleError]
+        assert [problem.error for problem in caught.value.problems] == [
+            sw.IndivisibleError,
+            sw.UnknownAxisError,
+            sw.IndivisibleError,
+        ]
         assert [problem.dim for problem in caught.value.problems] == [0, 1, 2]
 
     def test_an_error_carries_the_resolution_that_explain_gives(self) -> None:
@@ -193,7 +243,9 @@ class TestErrors:
         ],
         ids=str,
     )
-    def test_every_error_is_a_sharding_error_that_pickles(self, axes: Any, asked: Any, error: type[sw.ShardingError]) -> None:
+    def test_every_error_is_a_sharding_error_that_pickles(
+        self, axes: Any, asked: Any, error: type[sw.ShardingError]
+    ) -> None:
         found = explain(axes, self.RULES, self.MESH, **asked)
         assert not found.ok
         with pytest.raises(sw.ShardingError, match=r".") as caught:
@@ -232,16 +284,25 @@ class TestIdentity:
         other = made(rules={B: "dp", H: "tp | -"})
         assert other == self.RULES
         asked = {"shape": (4, 4)}
-        assert explain((B, H), other, self.MESH, **asked) is not explain((B, H), self.RULES, self.MESH, **asked)
-        assert explain((B, H), other, self.MESH, **asked) == explain((B, H), self.RULES, self.MESH, **asked)
+        assert explain((B, H), other, self.MESH, **asked) is not explain(
+            (B, H), self.RULES, self.MESH, **asked
+        )
+        assert explain((B, H), other, self.MESH, **asked) == explain(
+            (B, H), self.RULES, self.MESH, **asked
+        )
 
     def test_the_order_of_a_mesh_changes_no_spec(self) -> None:
-        assert spec((B, H), self.RULES, {"tp": 2, "dp": 2}, shape=(4, 4)) == spec((B, H), self.RULES, self.MESH, shape=(4, 4))
+        assert spec((B, H), self.RULES, {"tp": 2, "dp": 2}, shape=(4, 4)) == spec(
+            (B, H), self.RULES, self.MESH, shape=(4, 4)
+        )
 
     def test_a_layout_is_not_mistaken_for_the_tuple_that_it_is(self) -> None:
         layout = sw.DynamicShardingAxes([B, H], "train")
         asked = {"shape": (4, 4), "mode": "train"}
-        assert explain(layout, self.RULES, self.MESH, **asked).annotation == "DynamicShardingAxes(BATCH, HEAD)"
+        assert (
+            explain(layout, self.RULES, self.MESH, **asked).annotation
+            == "DynamicShardingAxes(BATCH, HEAD)"
+        )
         assert explain((B, H), self.RULES, self.MESH, **asked).annotation == "(BATCH, HEAD)"
 
 
@@ -253,7 +314,9 @@ class TestPartitionAxis:
     def test_decode_attributes_apply_in_decode_and_insert_only(self) -> None:
         rules = sw.PartitionAxis(decode_kv_head_axis=sw.REPLICATED).compile()
         wanted = {"train": P("tp"), "prefill": P("tp"), "decode": P(), "insert": P()}
-        assert {mode: spec((K,), rules, self.MESH, mode=mode, shape=(4,)) for mode in wanted} == wanted
+        assert {
+            mode: spec((K,), rules, self.MESH, mode=mode, shape=(4,)) for mode in wanted
+        } == wanted
 
     def test_a_parallelism_axis_means_the_same_as_its_mesh_axis_in_every_mode(self) -> None:
         alias = sw.PartitionAxis(head_axis=sw.TP, tensor_parallel_axis="model").compile()
@@ -277,9 +340,13 @@ class TestPartitionAxis:
         rules = sw.PartitionAxis().compile()
         axes = (B, H, sw.QUERY_LENGTH, sw.KV_LENGTH)
         assert spec(axes, rules, {"dp": 2, "sp": 1}, shape=(2, 2, 4, 4)) == P("dp")
-        with pytest.raises(sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"):
+        with pytest.raises(
+            sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"
+        ):
             resolve(axes, rules, {"dp": 2, "sp": 2}, shape=(2, 2, 4, 4))
-        assert spec(axes, rules, {"dp": 2, "sp": 2}, shape=(2, 2, 1, 4), mode="decode") == P("dp", None, None, "sp")
+        assert spec(axes, rules, {"dp": 2, "sp": 2}, shape=(2, 2, 1, 4), mode="decode") == P(
+            "dp", None, None, "sp"
+        )
 
 
 class TestEformersPolicy:
@@ -297,9 +364,15 @@ class TestEformersPolicy:
         assert found.notes == ('policy rank = "fit": 2 dims fitted to the array\'s 1',)
 
     def test_a_literal_spec_loses_the_dims_that_do_not_fit_and_says_so(self) -> None:
-        found = resolve(P(("tp", "model"), "tp", "dp", "fsdp"), self.PERMISSIVE, self.MESH, shape=(4, 4, 3))
+        found = resolve(
+            P(("tp", "model"), "tp", "dp", "fsdp"), self.PERMISSIVE, self.MESH, shape=(4, 4, 3)
+        )
         assert found.spec == P(None, "tp")
-        assert [str(one.outcome) for one in found.decisions] == ["policy_missing", "chosen", "policy_drop"]
+        assert [str(one.outcome) for one in found.decisions] == [
+            "policy_missing",
+            "chosen",
+            "policy_drop",
+        ]
         assert "model is not in the mesh" in found.decisions[0].why
         assert found.notes == ('policy rank = "fit": 4 dims fitted to the array\'s 3',)
         with pytest.raises(sw.MissingMeshAxisError, match="mesh axis 'model' is not in the mesh"):
@@ -314,7 +387,9 @@ class TestEformersPolicy:
             sw.PartitionManager(axis, mesh=mesh)
 
     def test_the_preset_in_a_file(self) -> None:
-        text = 'version = 1\n[rules]\nbatch = "fsdp+dp"\nhead = "tp"\n[policy]\npreset = "eformer"\n'
+        text = (
+            'version = 1\n[rules]\nbatch = "fsdp+dp"\nhead = "tp"\n[policy]\npreset = "eformer"\n'
+        )
         rules = sw.Strategy.loads(text, source="s.toml").compile()
         found = resolve((B, H), rules, {"dp": 2, "tp": 4}, shape=(4, 6))
         assert found.spec == P()

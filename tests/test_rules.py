@@ -48,12 +48,16 @@ from shardwright.rules import (
         ("tp | tp", (("tp",), ("tp",)), Fallback.NONE),
     ],
 )
-def test_a_rule_is_candidates_and_a_fallback(text: str, candidates: tuple[tuple[str, ...], ...], fallback: Fallback) -> None:
+def test_a_rule_is_candidates_and_a_fallback(
+    text: str, candidates: tuple[tuple[str, ...], ...], fallback: Fallback
+) -> None:
     rule = parse_rule(text)
     assert rule.candidates == candidates
     assert rule.fallback is fallback
     assert rule.ref.text == text
-    assert rule.mesh_axes == tuple(dict.fromkeys(axis for candidate in candidates for axis in candidate))
+    assert rule.mesh_axes == tuple(
+        dict.fromkeys(axis for candidate in candidates for axis in candidate)
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,15 +78,47 @@ def test_a_rule_is_candidates_and_a_fallback(text: str, candidates: tuple[tuple[
         ("?+tp", 0, '"?" stands alone, never inside a candidate'),
         ("dp+dp", 3, "'dp' stands twice in one candidate"),
         ("tp | dp + fsdp + dp", 17, "'dp' stands twice in one candidate"),
-        ("dp fsdp", 0, "'dp fsdp' is not the name of a mesh axis: it contains ' ', which rules and mesh texts use"),
-        ("dp, fsdp", 0, "'dp, fsdp' is not the name of a mesh axis: it contains ',', which rules and mesh texts use"),
-        ("tp | dp:2", 5, "'dp:2' is not the name of a mesh axis: it contains ':', which rules and mesh texts use"),
-        ("tp?", 0, "'tp?' is not the name of a mesh axis: it contains '?', which rules and mesh texts use"),
+        (
+            "dp fsdp",
+            0,
+            "'dp fsdp' is not the name of a mesh axis: it contains ' ', which rules and mesh texts use",
+        ),
+        (
+            "dp, fsdp",
+            0,
+            "'dp, fsdp' is not the name of a mesh axis: it contains ',', which rules and mesh texts use",
+        ),
+        (
+            "tp | dp:2",
+            5,
+            "'dp:2' is not the name of a mesh axis: it contains ':', which rules and mesh texts use",
+        ),
+        (
+            "tp?",
+            0,
+            "'tp?' is not the name of a mesh axis: it contains '?', which rules and mesh texts use",
+        ),
         ("_", 0, "'_' is not the name of a mesh axis: it is a word of the rule grammar"),
-        ("--", 0, "'--' is not the name of a mesh axis: it starts with '-', which says replicated in a rule"),
-        ("dp + 'tp'", 5, """"'tp'" is not the name of a mesh axis: it contains "'", which begins and ends a text"""),
-        ("dp | !tp", 5, "'!tp' is not the name of a mesh axis: it starts with '!', which mesh texts use"),
-        ("dcn.dp", 0, "'dcn.dp' is not the name of a mesh axis: it starts with 'dcn.', which mesh texts use"),
+        (
+            "--",
+            0,
+            "'--' is not the name of a mesh axis: it starts with '-', which says replicated in a rule",
+        ),
+        (
+            "dp + 'tp'",
+            5,
+            """"'tp'" is not the name of a mesh axis: it contains "'", which begins and ends a text""",
+        ),
+        (
+            "dp | !tp",
+            5,
+            "'!tp' is not the name of a mesh axis: it starts with '!', which mesh texts use",
+        ),
+        (
+            "dcn.dp",
+            0,
+            "'dcn.dp' is not the name of a mesh axis: it starts with 'dcn.', which mesh texts use",
+        ),
     ],
 )
 def test_a_fault_has_a_caret(text: str, caret: int, says: str) -> None:
@@ -98,7 +134,9 @@ def test_a_fault_has_a_caret(text: str, caret: int, says: str) -> None:
 
 
 def test_rules_are_equal_wherever_they_were_written() -> None:
-    one = parse_rule("tp | -", ref=RuleRef(key="head", text="tp | -", table="rules", source="a.toml:1"))
+    one = parse_rule(
+        "tp | -", ref=RuleRef(key="head", text="tp | -", table="rules", source="a.toml:1")
+    )
     other = parse_rule("tp|-", ref=RuleRef(key="kv_head", text="tp|-", source="b.json:9"))
     assert one == other
     assert hash(one) == hash(other)
@@ -147,18 +185,25 @@ def test_the_table_of_each_mode_and_role(axis: str, role: Role, by_mode: tuple[s
 
 
 def test_equality_and_hash_cover_rules_and_policy_only() -> None:
-    same = {table: {axis: parse_rule(f" {rule.ref.text} ") for axis, rule in rules.items()} for table, rules in reversed(TABLES.items())}
+    same = {
+        table: {axis: parse_rule(f" {rule.ref.text} ") for axis, rule in rules.items()}
+        for table, rules in reversed(TABLES.items())
+    }
     assert build_rules(TABLES) == build_rules(same)
     assert hash(build_rules(TABLES)) == hash(build_rules(same))
     assert build_rules(TABLES) != build_rules({**TABLES, "modes.insert": {}})
     assert build_rules(TABLES) != build_rules(TABLES, policy=Policy(indivisible=Indivisible.PREFIX))
     assert build_rules(TABLES) != build_rules(TABLES, user_axes=("__MINE__",))
-    assert build_rules(TABLES) != build_rules(TABLES, tensors=[TensorRules(match="x", rules=((sw.EMBED, parse_rule("-")),))])
+    assert build_rules(TABLES) != build_rules(
+        TABLES, tensors=[TensorRules(match="x", rules=((sw.EMBED, parse_rule("-")),))]
+    )
     assert build_rules(TABLES) != "rules"
 
 
 def test_a_mode_that_says_what_it_would_inherit_changes_nothing() -> None:
-    said = build_rules({**TABLES, "modes.insert": {sw.HEAD: parse_rule("-"), sw.BATCH: parse_rule("fsdp")}})
+    said = build_rules(
+        {**TABLES, "modes.insert": {sw.HEAD: parse_rule("-"), sw.BATCH: parse_rule("fsdp")}}
+    )
     assert said == build_rules(TABLES)
 
 
@@ -168,12 +213,18 @@ def test_compiled_rules_pickle() -> None:
     again = pickle.loads(pickle.dumps(rules))
     assert again == rules
     assert hash(again) == hash(rules)
-    assert again.stated(sw.HEAD, mode=sw.MODE_INSERT, role=Role.ACTIVATION, path=None).ref.text == "-"  # type: ignore[union-attr]
+    assert (
+        again.stated(sw.HEAD, mode=sw.MODE_INSERT, role=Role.ACTIVATION, path=None).ref.text == "-"
+    )  # type: ignore[union-attr]
 
 
 def test_named_mesh_axes_are_listed_once_in_order_and_with_gather() -> None:
     tensors = [TensorRules(match="x", rules=((sw.EMBED, parse_rule("mine")),))]
-    rules = build_rules({"rules": {sw.BATCH: parse_rule("dp | a+dp")}}, tensors=tensors, policy=Policy(gather=("b",)))
+    rules = build_rules(
+        {"rules": {sw.BATCH: parse_rule("dp | a+dp")}},
+        tensors=tensors,
+        policy=Policy(gather=("b",)),
+    )
     assert rules.named_mesh_axes() == ("dp", "a", "mine", "b")
     assert foreign_mesh_axes(rules.named_mesh_axes(), ("a",)) == ("mine", "b")
     assert foreign_mesh_axes(rules.named_mesh_axes(), ("a", "b", "mine", "other")) == ()
@@ -182,7 +233,9 @@ def test_named_mesh_axes_are_listed_once_in_order_and_with_gather() -> None:
 class TestTensors:
     ENTRIES = (
         TensorRules(match="lm_head/.*", rules=((sw.EMBED, parse_rule("-")),)),
-        TensorRules(match="head", rules=((sw.EMBED, parse_rule("tp")), (sw.VOCAB, parse_rule("fsdp+tp")))),
+        TensorRules(
+            match="head", rules=((sw.EMBED, parse_rule("tp")), (sw.VOCAB, parse_rule("fsdp+tp")))
+        ),
     )
 
     @pytest.mark.parametrize(
@@ -196,7 +249,9 @@ class TestTensors:
             (sw.EMBED, None, None),
         ],
     )
-    def test_the_first_entry_that_matches_and_names_the_axis_wins(self, axis: str, path: str | None, found: str | None) -> None:
+    def test_the_first_entry_that_matches_and_names_the_axis_wins(
+        self, axis: str, path: str | None, found: str | None
+    ) -> None:
         rules = build_rules({}, tensors=self.ENTRIES)
         for role in (Role.PARAM, Role.USE):
             rule = rules.tensor_rule(axis, role=role, path=path)
@@ -222,8 +277,14 @@ def test_parallelism_axes_have_a_rule_without_being_stated() -> None:
             {"zero1": "dp | -"},
             "policy zero1 is 'dp | -', not a Rule\n  fix   write shardwright.rules.parse_rule('dp | -'), or None for none",
         ),
-        ({"zero1": ("dp",)}, "policy zero1 is ('dp',), not a Rule\n  fix   write shardwright.rules.parse_rule('dp | -')"),
-        ({"zero1": "fsdp"}, "policy zero1 is 'fsdp', not a Rule\n  fix   write shardwright.rules.parse_rule('fsdp'), or None for none"),
+        (
+            {"zero1": ("dp",)},
+            "policy zero1 is ('dp',), not a Rule\n  fix   write shardwright.rules.parse_rule('dp | -')",
+        ),
+        (
+            {"zero1": "fsdp"},
+            "policy zero1 is 'fsdp', not a Rule\n  fix   write shardwright.rules.parse_rule('fsdp'), or None for none",
+        ),
         (
             {"zero1": parse_rule("dp | ?")},
             '"?" cannot be the answer for optimizer state: it must lie somewhere\n  rule  rule = "dp | ?"\n  fix   write "-"',
@@ -235,10 +296,22 @@ def test_parallelism_axes_have_a_rule_without_being_stated() -> None:
         ({"idle": ["replica"]}, "policy idle is ['replica'], not a tuple of mesh axes"),
         ({"idle": ("replica", "replica")}, "policy idle has 'replica' twice"),
         ({"gather": ("fsdp", 3)}, "policy gather is ('fsdp', 3), not a tuple of mesh axes"),
-        ({"gather": ("fsdp+sp",)}, "policy gather has 'fsdp+sp', which is not the name of a mesh axis: it contains '+'"),
-        ({"gather": ("",)}, "policy gather has '', which is not the name of a mesh axis: it is empty\n  fix   write each name by itself"),
-        ({"gather": ("-",)}, "policy gather has '-', which is not the name of a mesh axis: it is a word of the rule grammar"),
-        ({"gather": ("fsdp", "sp", "fsdp")}, "policy gather has 'fsdp' twice\n  fix   name every mesh axis once"),
+        (
+            {"gather": ("fsdp+sp",)},
+            "policy gather has 'fsdp+sp', which is not the name of a mesh axis: it contains '+'",
+        ),
+        (
+            {"gather": ("",)},
+            "policy gather has '', which is not the name of a mesh axis: it is empty\n  fix   write each name by itself",
+        ),
+        (
+            {"gather": ("-",)},
+            "policy gather has '-', which is not the name of a mesh axis: it is a word of the rule grammar",
+        ),
+        (
+            {"gather": ("fsdp", "sp", "fsdp")},
+            "policy gather has 'fsdp' twice\n  fix   name every mesh axis once",
+        ),
         ({"missing": "skipp"}, "policy missing is 'skipp'\n  fix   did you mean 'skip'?"),
     ],
 )
@@ -249,16 +322,30 @@ def test_a_policy_checks_what_it_is_given(fields: dict[str, Any], says: str) -> 
 
 def test_policy_presets() -> None:
     assert POLICY_PRESETS["strict"] == Policy(
-        indivisible=Indivisible.ERROR, conflict=Conflict.ERROR, gather=(), missing=Missing.SKIP, rank=Rank.ERROR
+        indivisible=Indivisible.ERROR,
+        conflict=Conflict.ERROR,
+        gather=(),
+        missing=Missing.SKIP,
+        rank=Rank.ERROR,
     )
-    assert POLICY_PRESETS["eformer"] == Policy(indivisible=Indivisible.DROP, missing=Missing.REPLICATE, rank=Rank.FIT)
+    assert POLICY_PRESETS["eformer"] == Policy(
+        indivisible=Indivisible.DROP, missing=Missing.REPLICATE, rank=Rank.FIT
+    )
 
 
 @pytest.mark.parametrize(
     ("mark", "says", "fix"),
     [
-        ("|", "rule: the rule has 65 candidates, at most 64 are read", "keep the candidates that can apply; the first that fits wins"),
-        ("+", "rule: the candidate names 65 mesh axes, and a mesh has at most 64", 'name the mesh axes of one dim, such as "dp+fsdp"'),
+        (
+            "|",
+            "rule: the rule has 65 candidates, at most 64 are read",
+            "keep the candidates that can apply; the first that fits wins",
+        ),
+        (
+            "+",
+            "rule: the candidate names 65 mesh axes, and a mesh has at most 64",
+            'name the mesh axes of one dim, such as "dp+fsdp"',
+        ),
     ],
 )
 def test_the_length_of_a_rule_is_limited(mark: str, says: str, fix: str) -> None:
@@ -287,7 +374,11 @@ def test_rules_survive_pickling_whole() -> None:
     assert again.tensors == rules.tensors != ()
     assert again.attention == rules.attention != ()
     assert pickle.loads(pickle.dumps(rules.tensors[0])) == rules.tensors[0]
-    assert pickle.loads(pickle.dumps(rules.tensors[0])).find(sw.EMBED, "lm_head") == rules.tensors[0].find(sw.EMBED, "head") is not None
+    assert (
+        pickle.loads(pickle.dumps(rules.tensors[0])).find(sw.EMBED, "lm_head")
+        == rules.tensors[0].find(sw.EMBED, "head")
+        is not None
+    )
 
 
 def test_a_fingerprint_tells_rules_apart() -> None:
@@ -295,7 +386,11 @@ def test_a_fingerprint_tells_rules_apart() -> None:
     rules = strategy_rules()
     assert len(rules.fingerprint()) == 32
     assert rules.fingerprint() is rules.fingerprint()
-    for equal in (strategy_rules(source="b.toml"), strategy_rules("\n"), pickle.loads(pickle.dumps(rules))):
+    for equal in (
+        strategy_rules(source="b.toml"),
+        strategy_rules("\n"),
+        pickle.loads(pickle.dumps(rules)),
+    ):
         assert equal.fingerprint() == rules.fingerprint()
     others = [
         strategy_rules('decode = "ring"\n'),
@@ -346,9 +441,14 @@ def test_tables_of_every_mode_are_needed() -> None:
 @pytest.mark.parametrize("name", ["allgather_kv", "ring", "zz_own"])
 def test_attention_is_auto_or_named(name: str) -> None:
     """Every name but `auto` is kept, whatever its place in the alphabet; modes without a line have the default's."""
-    lines = {"default": RuleRef(key="default", text=name), "decode": RuleRef(key="decode", text="auto")}
+    lines = {
+        "default": RuleRef(key="default", text=name),
+        "decode": RuleRef(key="decode", text="auto"),
+    }
     rules = build_rules({}, attention=lines)
-    assert [rules.attention_in(mode) for mode in (sw.MODE_TRAIN, sw.MODE_PREFILL, sw.MODE_DECODE)] == [lines["default"]] * 2 + [None]
+    assert [
+        rules.attention_in(mode) for mode in (sw.MODE_TRAIN, sw.MODE_PREFILL, sw.MODE_DECODE)
+    ] == [lines["default"]] * 2 + [None]
     assert [mode for mode, _ in rules.attention] == sorted([sw.MODE_TRAIN, sw.MODE_PREFILL])
 
 

@@ -48,7 +48,9 @@ def test_arguments_need_not_lie_so_beforehand(kind: str) -> None:
         for x in (jnp.asarray(numbers(8, 8)), pm.shard(numbers(8, 8), sw.EMPTY, sw.EMPTY)):
             for run in (f, jax.jit(f)):
                 found = run(x)
-                np.testing.assert_allclose(found, numbers(8, 8).reshape(8, 4, 2).sum(1), rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(
+                    found, numbers(8, 8).reshape(8, 4, 2).sum(1), rtol=1e-5, atol=1e-6
+                )
                 assert lies_over(found, pm.mesh, "dp")
 
 
@@ -69,14 +71,20 @@ def test_sum_over_the_mesh_axes_of_an_axis() -> None:
         f = pm.shard_map(contract, in_axes=[X, (sw.EMBED, sw.EMPTY)], out_axes=(sw.BATCH, sw.EMPTY))
         np.testing.assert_allclose(jax.jit(f)(x, w), x @ w, rtol=2e-5, atol=2e-6)
         found = jax.jit(jax.grad(lambda w, f=f: (f(x, w) ** 2).sum()))(w)
-        np.testing.assert_allclose(found, jax.grad(lambda w: ((x @ w) ** 2).sum())(w), rtol=2e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            found, jax.grad(lambda w: ((x @ w) ** 2).sum())(w), rtol=2e-4, atol=1e-5
+        )
 
 
 def test_outputs_reuse_what_the_inputs_resolved_to() -> None:
     """kv_head = "tp | -": with 6 heads it is replicated, and so it must be in the output, whatever its rule would say."""
     pm = make_manager()
     for heads, spec in ((8, P(None, "tp")), (6, P())):
-        f = pm.shard_map(lambda x: x.sum(0), in_axes=[(sw.LENGTH, sw.EMPTY, sw.KV_HEAD)], out_axes=(sw.EMPTY, sw.KV_HEAD))
+        f = pm.shard_map(
+            lambda x: x.sum(0),
+            in_axes=[(sw.LENGTH, sw.EMPTY, sw.KV_HEAD)],
+            out_axes=(sw.EMPTY, sw.KV_HEAD),
+        )
         found = jax.jit(f)(numbers(4, 3, heads))
         assert lies_over(found, pm.mesh, *spec)
         np.testing.assert_allclose(found, numbers(4, 3, heads).sum(0), rtol=1e-5, atol=1e-6)
@@ -85,7 +93,10 @@ def test_outputs_reuse_what_the_inputs_resolved_to() -> None:
 def test_an_axis_that_lies_in_two_ways_is_refused() -> None:
     pm = make_manager()
     f = pm.shard_map(lambda x, y: x, in_axes=[(sw.KV_HEAD,), (sw.KV_HEAD,)], out_axes=(sw.KV_HEAD,))
-    with pytest.raises(sw.AxisConflictError, match="argument 1 dim 0 KV_HEAD: the axis lies over - here, and over tp in argument 0"):
+    with pytest.raises(
+        sw.AxisConflictError,
+        match="argument 1 dim 0 KV_HEAD: the axis lies over - here, and over tp in argument 0",
+    ):
         f(numbers(8), numbers(6))
     np.testing.assert_array_equal(f(numbers(8), numbers(8)), numbers(8))
 
@@ -98,11 +109,14 @@ def test_sizes_of_axes_that_stand_in_no_input(key: str) -> None:
         return jnp.ones((2, 2)) * jax.lax.pcast(x.sum() * 0 + 1, ("tp",), to="varying")
 
     with pytest.raises(
-        sw.ShapeRequiredError, match="KV_HEAD: the axis stands in no input, and where it lies depends on its size"
+        sw.ShapeRequiredError,
+        match="KV_HEAD: the axis stands in no input, and where it lies depends on its size",
     ) as caught:
         pm.shard_map(spread, in_axes=[(sw.LENGTH,)], out_axes=(sw.EMPTY, sw.KV_HEAD))(numbers(4))
     assert "pass sizes={KV_HEAD: ...}" in str(caught.value)
-    found = pm.shard_map(spread, in_axes=[(sw.LENGTH,)], out_axes=(sw.EMPTY, sw.KV_HEAD), sizes={key: 8})(numbers(4))
+    found = pm.shard_map(
+        spread, in_axes=[(sw.LENGTH,)], out_axes=(sw.EMPTY, sw.KV_HEAD), sizes={key: 8}
+    )(numbers(4))
     assert found.shape == (2, 8)
     assert lies_over(found, pm.mesh, None, "tp")
 
@@ -121,15 +135,22 @@ def test_trees_of_arguments_and_results() -> None:
     pm = make_manager()
     batch = {"x": numbers(8, 8), "scale": numbers(8), "step": jnp.int32(2)}
     axes = {"x": X, "scale": (sw.EMBED,), "step": ()}
-    f = pm.shard_map(lambda b, y: ({"x": b["x"] * b["scale"]}, y * b["step"]), in_axes=[axes, X], out_axes=({"x": X}, X))
+    f = pm.shard_map(
+        lambda b, y: ({"x": b["x"] * b["scale"]}, y * b["step"]),
+        in_axes=[axes, X],
+        out_axes=({"x": X}, X),
+    )
     first, second = jax.jit(f)(batch, numbers(8, 8))
     assert_like(first, {"x": jnp.asarray(batch["x"] * batch["scale"])})
     assert_like(second, jnp.asarray(numbers(8, 8) * 2))
     prefix = pm.shard_map(lambda tree: tree, in_axes=[X], out_axes=X)
     assert_like(
-        jax.jit(prefix)({"a": numbers(8, 8), "b": [numbers(2, 4)]}), {"a": jnp.asarray(numbers(8, 8)), "b": [jnp.asarray(numbers(2, 4))]}
+        jax.jit(prefix)({"a": numbers(8, 8), "b": [numbers(2, 4)]}),
+        {"a": jnp.asarray(numbers(8, 8)), "b": [jnp.asarray(numbers(2, 4))]},
     )
-    listed = pm.shard_map(lambda x: x, in_axes=[[sw.BATCH, sw.EMBED]], out_axes=[sw.BATCH, sw.EMBED])
+    listed = pm.shard_map(
+        lambda x: x, in_axes=[[sw.BATCH, sw.EMBED]], out_axes=[sw.BATCH, sw.EMBED]
+    )
     assert_like(jax.jit(listed)(numbers(8, 8)), jnp.asarray(numbers(8, 8)))
 
 
@@ -139,11 +160,24 @@ def test_literal_specs_and_layouts() -> None:
     def same(x):
         return x * 1
 
-    assert lies_over(pm.shard_map(same, in_axes=[sw.Replicated], out_axes=sw.Replicated)(numbers(8, 8)), pm.mesh)
     assert lies_over(
-        pm.shard_map(same, in_axes=[sw.HiddenStateSharding], out_axes=sw.HiddenStateSharding)(numbers(8, 2, 8)), pm.mesh, "dp", None, "tp"
+        pm.shard_map(same, in_axes=[sw.Replicated], out_axes=sw.Replicated)(numbers(8, 8)), pm.mesh
     )
-    assert lies_over(pm.shard_map(same, in_axes=[P("dp", "tp")], out_axes=P("dp", "tp"))(numbers(8, 8)), pm.mesh, "dp", "tp")
+    assert lies_over(
+        pm.shard_map(same, in_axes=[sw.HiddenStateSharding], out_axes=sw.HiddenStateSharding)(
+            numbers(8, 2, 8)
+        ),
+        pm.mesh,
+        "dp",
+        None,
+        "tp",
+    )
+    assert lies_over(
+        pm.shard_map(same, in_axes=[P("dp", "tp")], out_axes=P("dp", "tp"))(numbers(8, 8)),
+        pm.mesh,
+        "dp",
+        "tp",
+    )
 
 
 def test_modes() -> None:
@@ -159,7 +193,9 @@ def test_policy_applies_here_too() -> None:
     pm = make_manager(text=RULES.replace("[policy]", '[policy]\nindivisible = "replicate"'))
     found = pm.shard_map(lambda x: x * 2, in_axes=[X], out_axes=X)(numbers(8, 6))
     assert lies_over(found, pm.mesh, "dp")
-    with pytest.raises(sw.IndivisibleError, match="argument 0 dim 1 EMBED: size 6 does not divide over tp=4"):
+    with pytest.raises(
+        sw.IndivisibleError, match="argument 0 dim 1 EMBED: size 6 does not divide over tp=4"
+    ):
         make_manager().shard_map(lambda x: x, in_axes=[X], out_axes=X)(numbers(8, 6))
 
 
@@ -180,8 +216,14 @@ def test_the_same_call_never_retraces(jit: bool) -> None:
 def test_nested_over_the_remaining_axes() -> None:
     """The outer map is plain JAX over dp alone; the inner one, in semantic axes, over what is left."""
     pm = make_manager()
-    inner = pm.shard_map(lambda x: jax.lax.psum(x, "tp"), in_axes=[(sw.EMPTY, sw.EMBED)], out_axes=(sw.EMPTY, sw.EMPTY))
-    outer = jax.shard_map(inner, mesh=pm.mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+    inner = pm.shard_map(
+        lambda x: jax.lax.psum(x, "tp"),
+        in_axes=[(sw.EMPTY, sw.EMBED)],
+        out_axes=(sw.EMPTY, sw.EMPTY),
+    )
+    outer = jax.shard_map(
+        inner, mesh=pm.mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}
+    )
     found = jax.jit(outer)(numbers(8, 4))
     np.testing.assert_allclose(found, numbers(8, 4).sum(1, keepdims=True), rtol=1e-5, atol=1e-6)
 
@@ -189,18 +231,28 @@ def test_nested_over_the_remaining_axes() -> None:
 def test_inside_a_manager_and_inside_jit() -> None:
     pm = make_manager()
     with pm:
-        f = jax.jit(lambda x: sw.shard(pm.shard_map(lambda x: x * 2, in_axes=[X], out_axes=X)(sw.shard(x, *X)), sw.Replicated))
+        f = jax.jit(
+            lambda x: sw.shard(
+                pm.shard_map(lambda x: x * 2, in_axes=[X], out_axes=X)(sw.shard(x, *X)),
+                sw.Replicated,
+            )
+        )
         found = f(numbers(8, 8))
         assert found.sharding.is_fully_replicated
         assert_like(found, jnp.asarray(numbers(8, 8) * 2))
-    with jax.set_mesh(make_manager(sizes="dp:4,tp:2").mesh), pytest.raises(sw.MeshMismatchError, match="the ambient mesh is"):
+    with (
+        jax.set_mesh(make_manager(sizes="dp:4,tp:2").mesh),
+        pytest.raises(sw.MeshMismatchError, match="the ambient mesh is"),
+    ):
         pm.shard_map(lambda x: x, in_axes=[X], out_axes=X)(numbers(8, 8))
 
 
 def test_under_scan_vmap_and_remat() -> None:
     pm = make_manager()
     f = pm.shard_map(
-        lambda x, w: jnp.tanh(jax.lax.all_gather(x, "tp", axis=1, tiled=True) @ w), in_axes=[X, (sw.EMPTY, sw.EMBED)], out_axes=X
+        lambda x, w: jnp.tanh(jax.lax.all_gather(x, "tp", axis=1, tiled=True) @ w),
+        in_axes=[X, (sw.EMPTY, sw.EMBED)],
+        out_axes=X,
     )
 
     def plain(x, w):
@@ -213,16 +265,40 @@ def test_under_scan_vmap_and_remat() -> None:
 
     with pm:
         found = jax.jit(jax.grad(lambda ws: loss(f, ws)))(ws)
-    np.testing.assert_allclose(found, jax.grad(lambda ws: loss(plain, ws))(ws), rtol=2e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        found, jax.grad(lambda ws: loss(plain, ws))(ws), rtol=2e-4, atol=1e-5
+    )
     batched = jax.jit(jax.vmap(f, in_axes=(None, 0)))(x, ws)
-    np.testing.assert_allclose(batched, jax.vmap(plain, in_axes=(None, 0))(x, ws), rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        batched, jax.vmap(plain, in_axes=(None, 0))(x, ws), rtol=2e-5, atol=1e-5
+    )
 
 
 ERRORS: dict[str, tuple[Any, tuple[Any, ...], type[sw.ShardingError], str]] = {
-    "too many arguments": ({"in_axes": [X], "out_axes": X}, (8, 8), sw.StrategyError, "2 arguments, in_axes has 1 entries"),
-    "wrong rank": ({"in_axes": [(sw.BATCH,)], "out_axes": X}, (8,), sw.RankMismatchError, r"argument 0: \(BATCH\) has 1 dims"),
-    "unknown axis": ({"in_axes": [("nonsense", "_")], "out_axes": X}, (8,), sw.UnknownAxisError, "argument 0 dim 0 NONSENSE: unknown axis"),
-    "unknown output axis": ({"in_axes": [X], "out_axes": ("nonsense",)}, (8,), sw.UnknownAxisError, "unknown axis 'NONSENSE'"),
+    "too many arguments": (
+        {"in_axes": [X], "out_axes": X},
+        (8, 8),
+        sw.StrategyError,
+        "2 arguments, in_axes has 1 entries",
+    ),
+    "wrong rank": (
+        {"in_axes": [(sw.BATCH,)], "out_axes": X},
+        (8,),
+        sw.RankMismatchError,
+        r"argument 0: \(BATCH\) has 1 dims",
+    ),
+    "unknown axis": (
+        {"in_axes": [("nonsense", "_")], "out_axes": X},
+        (8,),
+        sw.UnknownAxisError,
+        "argument 0 dim 0 NONSENSE: unknown axis",
+    ),
+    "unknown output axis": (
+        {"in_axes": [X], "out_axes": ("nonsense",)},
+        (8,),
+        sw.UnknownAxisError,
+        "unknown axis 'NONSENSE'",
+    ),
     "twice in an output": (
         {"in_axes": [X], "out_axes": (sw.EMBED, sw.HEAD)},
         (8,),
@@ -235,15 +311,60 @@ ERRORS: dict[str, tuple[Any, tuple[Any, ...], type[sw.ShardingError], str]] = {
         sw.AxisConflictError,
         r"output dim 1 EMBED\+HEAD: mesh axis tp stands twice",
     ),
-    "no annotation": ({"in_axes": [3], "out_axes": X}, (8,), sw.StrategyError, "argument 0: int is not an annotation"),
-    "an axis as output": ({"in_axes": [X], "out_axes": sw.BATCH}, (8,), sw.StrategyError, "output: '__BATCH__' is not an annotation"),
-    "None in an output": ({"in_axes": [X], "out_axes": (sw.BATCH, None)}, (8,), sw.StrategyError, "output dim 1: .* its entry None is not"),
-    "a number in an output": ({"in_axes": [X], "out_axes": {"a": (sw.BATCH, 5)}}, (8,), sw.StrategyError, "output a dim 1: .* its entry 5"),
-    "two bad outputs": ({"in_axes": [X], "out_axes": ((sw.BATCH, 5), 3)}, (8,), sw.StrategyError, "(?s)^2 problems.*output 0.*output 1"),
-    "a literal output": ({"in_axes": [X], "out_axes": P("nope")}, (8,), sw.MissingMeshAxisError, "output dim 0: mesh axis 'nope' is not"),
-    "an open output": ({"in_axes": [X], "out_axes": P(P.UNCONSTRAINED)}, (8,), sw.StrategyError, "output dim 0: UNCONSTRAINED leaves"),
-    "a size of no axis": ({"in_axes": [X], "out_axes": X, "sizes": {"bacth": 8}}, (8,), sw.UnknownAxisError, "unknown axis 'BACTH'"),
-    "a size that is none": ({"in_axes": [X], "out_axes": X, "sizes": {"head": -1}}, (8,), sw.RankMismatchError, "has a negative size"),
+    "no annotation": (
+        {"in_axes": [3], "out_axes": X},
+        (8,),
+        sw.StrategyError,
+        "argument 0: int is not an annotation",
+    ),
+    "an axis as output": (
+        {"in_axes": [X], "out_axes": sw.BATCH},
+        (8,),
+        sw.StrategyError,
+        "output: '__BATCH__' is not an annotation",
+    ),
+    "None in an output": (
+        {"in_axes": [X], "out_axes": (sw.BATCH, None)},
+        (8,),
+        sw.StrategyError,
+        "output dim 1: .* its entry None is not",
+    ),
+    "a number in an output": (
+        {"in_axes": [X], "out_axes": {"a": (sw.BATCH, 5)}},
+        (8,),
+        sw.StrategyError,
+        "output a dim 1: .* its entry 5",
+    ),
+    "two bad outputs": (
+        {"in_axes": [X], "out_axes": ((sw.BATCH, 5), 3)},
+        (8,),
+        sw.StrategyError,
+        "(?s)^2 problems.*output 0.*output 1",
+    ),
+    "a literal output": (
+        {"in_axes": [X], "out_axes": P("nope")},
+        (8,),
+        sw.MissingMeshAxisError,
+        "output dim 0: mesh axis 'nope' is not",
+    ),
+    "an open output": (
+        {"in_axes": [X], "out_axes": P(P.UNCONSTRAINED)},
+        (8,),
+        sw.StrategyError,
+        "output dim 0: UNCONSTRAINED leaves",
+    ),
+    "a size of no axis": (
+        {"in_axes": [X], "out_axes": X, "sizes": {"bacth": 8}},
+        (8,),
+        sw.UnknownAxisError,
+        "unknown axis 'BACTH'",
+    ),
+    "a size that is none": (
+        {"in_axes": [X], "out_axes": X, "sizes": {"head": -1}},
+        (8,),
+        sw.RankMismatchError,
+        "has a negative size",
+    ),
     "another size": (
         {"in_axes": [X], "out_axes": X, "sizes": {"embed": 16}},
         (8,),
@@ -257,7 +378,9 @@ ERRORS: dict[str, tuple[Any, tuple[Any, ...], type[sw.ShardingError], str]] = {
 def test_errors_name_the_argument(case: str) -> None:
     axes, sizes, error, message = ERRORS[case]
     with pytest.raises(error, match=message):
-        make_manager().shard_map(lambda *args: args[0], **axes)(*(numbers(8, size) for size in sizes))
+        make_manager().shard_map(lambda *args: args[0], **axes)(
+            *(numbers(8, size) for size in sizes)
+        )
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,11 @@ class Pair(NamedTuple):
     ],
 )
 def test_names_come_in_order_and_once(specs: Any, names: list[str]) -> None:
-    assert get_names_from_partition_spec(specs) == get_names_from_partition_spec(partition_specs=specs) == names
+    assert (
+        get_names_from_partition_spec(specs)
+        == get_names_from_partition_spec(partition_specs=specs)
+        == names
+    )
 
 
 def test_a_sharding_names_what_its_spec_names() -> None:
@@ -106,7 +110,11 @@ def test_a_constraint_places_on_every_kind_of_axis(axis_types: Any, jit: bool) -
 
 def test_a_constraint_is_in_the_program() -> None:
     with jax.set_mesh(cpu_mesh("dp:2,tp:4")):
-        lowered = jax.jit(lambda x: 2 * with_sharding_constraint(x, P("tp"))).lower(jnp.ones((8, 8))).as_text()
+        lowered = (
+            jax.jit(lambda x: 2 * with_sharding_constraint(x, P("tp")))
+            .lower(jnp.ones((8, 8)))
+            .as_text()
+        )
     assert re.search(r'sharding_constraint .*\[\{"tp"\}, \{\}\]', lowered)
 
 
@@ -116,7 +124,9 @@ def test_without_the_axes_nothing_is_constrained() -> None:
     with jax.set_mesh(cpu_mesh("dp:8")):
         assert with_sharding_constraint(x, P("tp")) is x
         assert with_sharding_constraint(x, {"never": P("dp", "tp")}) is x
-        lowered = jax.jit(lambda x: 2 * with_sharding_constraint(x, P("dp", "tp"))).lower(x).as_text()
+        lowered = (
+            jax.jit(lambda x: 2 * with_sharding_constraint(x, P("dp", "tp"))).lower(x).as_text()
+        )
     assert "sharding_constraint" not in lowered
 
 
@@ -124,7 +134,10 @@ def test_a_tree_of_specs_covers_a_tree_of_arrays() -> None:
     tree = {"a": jnp.ones((8, 8)), "b": [jnp.ones(8), jnp.ones((8, 2))]}
     with jax.set_mesh(cpu_mesh("dp:2,tp:4")):
         found = with_sharding_constraint(tree, {"a": P("dp", "tp"), "b": P("tp")})
-        assert jax.tree.map(lambda leaf: leaf.sharding.spec, found) == {"a": P("dp", "tp"), "b": [P("tp"), P("tp")]}
+        assert jax.tree.map(lambda leaf: leaf.sharding.spec, found) == {
+            "a": P("dp", "tp"),
+            "b": [P("tp"), P("tp")],
+        }
         with pytest.raises(sw.StrategyError, match="the tree of specs does not fit"):
             with_sharding_constraint(tree, {"c": P("dp")})
         with pytest.raises(sw.StrategyError, match=r"'dp' of type str is no PartitionSpec"):
@@ -135,7 +148,9 @@ def test_what_jax_would_pad_or_drop_is_an_error_with_its_path() -> None:
     tree = {"a": jnp.ones((6, 8)), "b": jnp.ones(8)}
     with jax.set_mesh(cpu_mesh("dp:2,tp:4")):
         with pytest.raises(sw.IndivisibleError, match="2 problems") as caught:
-            jax.jit(lambda tree: with_sharding_constraint(tree, {"a": P("tp"), "b": P("dp", None)}))(tree)
+            jax.jit(
+                lambda tree: with_sharding_constraint(tree, {"a": P("tp"), "b": P("dp", None)})
+            )(tree)
         assert [(problem.path, problem.error) for problem in caught.value.problems] == [
             ("a", sw.IndivisibleError),
             ("b", sw.RankMismatchError),
@@ -150,7 +165,9 @@ def test_inside_shard_map_the_manual_axes_are_left_out() -> None:
     x = jnp.arange(64.0).reshape(8, 8)
     with jax.set_mesh(mesh):
         full = jax.jit(jax.shard_map(constrain, in_specs=P("dp", "tp"), out_specs=P("dp", "tp")))(x)
-        part = jax.jit(jax.shard_map(constrain, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}))(x)
+        part = jax.jit(
+            jax.shard_map(constrain, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+        )(x)
     np.testing.assert_array_equal(full, 2 * x)
     np.testing.assert_array_equal(part, 2 * x)
     assert part.sharding.spec == P("dp", "tp")
@@ -163,8 +180,17 @@ PARAMS = {
     "blocks": [{"up": {"kernel": np.ones((16, 32), np.float32), "bias": np.ones(32, np.float32)}}],
     "temperature": np.ones((1,), np.float32),
 }
-RULES = (("embed", P("tp", "fsdp")), ("kernel", P("fsdp", "tp")), ("blocks/0", P("tp")), (".*", P()))
-SPECS = {"embed": P("tp", "fsdp"), "blocks": [{"up": {"kernel": P("fsdp", "tp"), "bias": P("tp")}}], "temperature": P()}
+RULES = (
+    ("embed", P("tp", "fsdp")),
+    ("kernel", P("fsdp", "tp")),
+    ("blocks/0", P("tp")),
+    (".*", P()),
+)
+SPECS = {
+    "embed": P("tp", "fsdp"),
+    "blocks": [{"up": {"kernel": P("fsdp", "tp"), "bias": P("tp")}}],
+    "temperature": P(),
+}
 
 
 def test_the_first_rule_found_in_the_path_wins() -> None:
@@ -189,11 +215,15 @@ def test_a_train_state_is_matched_like_its_parameters() -> None:
 
 def test_axes_resolve_with_the_manager() -> None:
     rules = [("kernel", (sw.EMBED, sw.MLP_INTERMEDIATE)), ("embed", sw.RowWise), ("bias", P("tp"))]
-    with pytest.raises(sw.NoManagerError, match="match_partition_rules with semantic axes needs a PartitionManager"):
+    with pytest.raises(
+        sw.NoManagerError, match="match_partition_rules with semantic axes needs a PartitionManager"
+    ):
         match_partition_rules(rules, PARAMS)
     with sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2")):
         assert match_partition_rules(rules, PARAMS) == SPECS
-        with pytest.raises(sw.IndivisibleError, match="kernel dim 0 EMBED: size 6 does not divide over fsdp=4"):
+        with pytest.raises(
+            sw.IndivisibleError, match="kernel dim 0 EMBED: size 6 does not divide over fsdp=4"
+        ):
             match_partition_rules(rules, {"kernel": np.ones((6, 4))})
 
 
@@ -207,7 +237,8 @@ def test_what_no_rule_matches_is_named_all_at_once() -> None:
 
 def test_a_spec_longer_than_its_array_is_found_before_anything_is_placed() -> None:
     with pytest.raises(
-        sw.RankMismatchError, match=r"blocks/0/up/bias: the spec P\('fsdp', 'tp'\) has 2 entries, the array has shape \(32,\)"
+        sw.RankMismatchError,
+        match=r"blocks/0/up/bias: the spec P\('fsdp', 'tp'\) has 2 entries, the array has shape \(32,\)",
     ):
         match_partition_rules([(".*", P("fsdp", "tp"))], PARAMS)
     with pytest.raises(sw.StrategyError, match="rule 0: not a regular expression"):
@@ -243,9 +274,18 @@ def test_one_float_dtype_casts_floats_only_on_both_ways() -> None:
     with jax.set_mesh(cpu_mesh("dp:8")):
         shard_fns, gather_fns = make_shard_and_gather_fns(specs, jnp.bfloat16)
         placed = tree_apply(shard_fns, MIXED)
-    expected = {"f4": jnp.bfloat16, "f2": jnp.bfloat16, "ids": jnp.int32, "on": jnp.bool, "x": jnp.bfloat16}
+    expected = {
+        "f4": jnp.bfloat16,
+        "f2": jnp.bfloat16,
+        "ids": jnp.int32,
+        "on": jnp.bool,
+        "x": jnp.bfloat16,
+    }
     assert jax.tree.map(lambda leaf: leaf.dtype, placed) == jax.tree.map(jnp.dtype, expected)
-    assert all(isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) == 8 for leaf in jax.tree.leaves(placed))
+    assert all(
+        isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) == 8
+        for leaf in jax.tree.leaves(placed)
+    )
     plain = jax.tree.map(jnp.asarray, MIXED)
     for source in (plain, MIXED, placed):
         gathered = tree_apply(gather_fns, source)
@@ -256,24 +296,36 @@ def test_one_float_dtype_casts_floats_only_on_both_ways() -> None:
 
 def test_a_tree_of_dtypes_casts_each() -> None:
     specs = {"a": P("dp"), "b": P("dp"), "c": P("dp")}
-    dtypes = {"a": jnp.bfloat16, "b": jax.ShapeDtypeStruct((8,), jnp.float32), "c": np.zeros(1, np.int8)}
+    dtypes = {
+        "a": jnp.bfloat16,
+        "b": jax.ShapeDtypeStruct((8,), jnp.float32),
+        "c": np.zeros(1, np.int8),
+    }
     with jax.set_mesh(cpu_mesh("dp:8")):
         shard_fns, gather_fns = make_shard_and_gather_fns(specs, dtypes)
         placed = tree_apply(shard_fns, {name: np.arange(8.0, dtype=np.float16) for name in specs})
     assert [placed[name].dtype for name in "abc"] == [jnp.bfloat16, jnp.float32, jnp.int8]
-    assert [tree_apply(gather_fns, placed)[name].dtype for name in "abc"] == [jnp.bfloat16, jnp.float32, jnp.int8]
+    assert [tree_apply(gather_fns, placed)[name].dtype for name in "abc"] == [
+        jnp.bfloat16,
+        jnp.float32,
+        jnp.int8,
+    ]
 
 
 def test_one_leaf_may_bring_its_dtype() -> None:
     with jax.set_mesh(cpu_mesh("dp:8")):
-        shard_fn, gather_fn = make_shard_and_gather_fns(P("dp"), jax.ShapeDtypeStruct((8,), jnp.int8))
+        shard_fn, gather_fn = make_shard_and_gather_fns(
+            P("dp"), jax.ShapeDtypeStruct((8,), jnp.int8)
+        )
     assert shard_fn(np.arange(8.0)).dtype == jnp.int8
     assert gather_fn(np.arange(8.0)).dtype == np.int8
 
 
 def test_the_mesh_may_come_later_or_with_the_sharding() -> None:
     shard_fns, _ = make_shard_and_gather_fns({"w": P("dp")})
-    with pytest.raises(sw.NoManagerError, match="there is no mesh with devices to place an array on"):
+    with pytest.raises(
+        sw.NoManagerError, match="there is no mesh with devices to place an array on"
+    ):
         tree_apply(shard_fns, {"w": np.ones(8)})
     with sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=cpu_mesh("dp:4")):
         assert len(tree_apply(shard_fns, {"w": np.ones(8)})["w"].sharding.device_set) == 4
@@ -319,7 +371,9 @@ def test_what_does_not_fit_the_mesh_is_not_placed() -> None:
     says = r"^w dim 0: size 6 does not divide over dp=8\n  rule  .*literal spec.*\n  fix   write None there, or choose a size and"
     with pytest.raises(sw.IndivisibleError, match=says):
         tree_apply({"w": shard_fns["w"]}, {"w": np.ones(6)})
-    with pytest.raises(sw.MissingMeshAxisError, match=r"^v dim 0: mesh axis 'tp' is not in the mesh"):
+    with pytest.raises(
+        sw.MissingMeshAxisError, match=r"^v dim 0: mesh axis 'tp' is not in the mesh"
+    ):
         shard_fns["v"](np.ones(8))
     with pytest.raises(sw.StrategyError, match="values of int64 do not fit int32"):
         shard_fns["n"](np.array([1, 2**40]))
@@ -360,5 +414,7 @@ def test_a_key_is_placed_and_not_cast_or_gathered() -> None:
         assert same["k"](key).dtype == key.dtype
         for dtypes in ({"k": jnp.float32}, {"k": key}):
             other, _ = make_shard_and_gather_fns({"k": P()}, dtypes)
-            with pytest.raises(sw.StrategyError, match=r"cannot be cast to .*\n  fix   give the key's own dtype"):
+            with pytest.raises(
+                sw.StrategyError, match=r"cannot be cast to .*\n  fix   give the key's own dtype"
+            ):
                 other["k"](key if dtypes["k"] is jnp.float32 else np.float32(1))

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardwright.specs import UNCONSTRAINED, canonical_spec, entry_names, entry_of, spec_of, spec_text
+from shardwright.specs import (
+    UNCONSTRAINED,
+    canonical_spec,
+    entry_names,
+    entry_of,
+    spec_of,
+    spec_text,
+)
 
 
 @pytest.mark.parametrize(("names", "entry"), [((), None), (("a",), "a"), (("a", "b"), ("a", "b"))])
@@ -40,5 +47,8 @@ def test_a_spec_of_mesh_axes_by_dim() -> None:
 
 def test_a_spec_as_text() -> None:
     assert spec_text(P()) == "P()"
-    assert spec_text(P(None, ("a", "b"), "c", P.UNCONSTRAINED)) == "P(None, ('a', 'b'), 'c', UNCONSTRAINED)"
+    assert (
+        spec_text(P(None, ("a", "b"), "c", P.UNCONSTRAINED))
+        == "P(None, ('a', 'b'), 'c', UNCONSTRAINED)"
+    )
     assert spec_text(P("dp", unreduced={"tp", "ep"})) == "P('dp', unreduced={'ep', 'tp'})"

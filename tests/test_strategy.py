@@ -55,7 +55,17 @@ def test_presets_survive_a_round_trip(name: str, format: str, tmp_path: Path) ->
 
 
 def test_presets_are_all_there() -> None:
-    assert PRESETS == ("ddp", "fsdp", "fsdp_tp", "moe_ep", "sequence", "serve_long_context", "serve_tp", "single", "tensor")
+    assert PRESETS == (
+        "ddp",
+        "fsdp",
+        "fsdp_tp",
+        "moe_ep",
+        "sequence",
+        "serve_long_context",
+        "serve_tp",
+        "single",
+        "tensor",
+    )
     assert all(Strategy.preset(name).name == name for name in PRESETS)
 
 
@@ -84,7 +94,10 @@ def test_what_was_not_set_is_not_written() -> None:
 
 
 def test_equal_strategies_hash_alike() -> None:
-    said, unsaid = Strategy(version=1, name="", mesh={"dp": 2}, tensors=[]), Strategy(mesh={"dp": 2})
+    said, unsaid = (
+        Strategy(version=1, name="", mesh={"dp": 2}, tensors=[]),
+        Strategy(mesh={"dp": 2}),
+    )
     assert said == unsaid
     assert hash(said) == hash(unsaid)
     assert len({said, unsaid}) == 1
@@ -122,7 +135,10 @@ def test_tables_are_frozen(change: Any) -> None:
     assert (strategy.dumps(), hash(strategy)) == before
 
 
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), lambda one: one | one])
+@pytest.mark.parametrize(
+    "again",
+    [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), lambda one: one | one],
+)
 def test_copies_are_frozen_and_their_data_is_not(again: Any) -> None:
     strategy = Strategy.loads(FROZEN.partition("[[")[0])
     copied = again(strategy)
@@ -138,7 +154,8 @@ def test_a_copy_takes_no_update_that_nobody_checks() -> None:
     strategy = Strategy.loads(SMALL)
     assert strategy.model_copy() == strategy.model_copy(deep=True) == strategy
     with pytest.raises(
-        sw.StrategyError, match=r"^model_copy\(update=\.\.\.\) would put rules, name in without a check\n  fix   lay the change"
+        sw.StrategyError,
+        match=r"^model_copy\(update=\.\.\.\) would put rules, name in without a check\n  fix   lay the change",
     ):
         strategy.model_copy(update={"rules": {"nonsense": 3}, "name": "x"})
 
@@ -159,7 +176,9 @@ def test_pickles_compiled_rules() -> None:
     rules = Strategy.preset("fsdp_tp").compile()
     again = pickle.loads(pickle.dumps(rules))
     assert again == rules
-    assert again.stated(sw.EMBED, mode=sw.MODE_TRAIN, role=sw.Role.PARAM, path=None).candidates == (("fsdp", "sp"),)
+    assert again.stated(sw.EMBED, mode=sw.MODE_TRAIN, role=sw.Role.PARAM, path=None).candidates == (
+        ("fsdp", "sp"),
+    )
 
 
 def test_compiling_twice_gives_equal_rules() -> None:
@@ -220,16 +239,30 @@ sequence_parallel = "-"
 
 
 def test_exceptions_by_path() -> None:
-    text = SMALL + '[[tensors]]\nmatch = "lm_head/.*"\nembed = "-"\nvocab = "tp"\n[[tensors]]\nmatch = "head"\nembed = "tp"\n'
+    text = (
+        SMALL
+        + '[[tensors]]\nmatch = "lm_head/.*"\nembed = "-"\nvocab = "tp"\n[[tensors]]\nmatch = "head"\nembed = "tp"\n'
+    )
     rules = Strategy.loads(text, source="small.toml").compile()
     mesh = {"dp": 2, "tp": 4}
-    ask = lambda path, role="param": sw.resolve((sw.EMBED, sw.VOCAB), rules, mesh, role=role, path=path)  # noqa: E731
+    def ask(path, role="param"):
+        return sw.resolve(
+            (sw.EMBED, sw.VOCAB), rules, mesh, role=role, path=path
+        )
     assert ask("lm_head/kernel").spec == P(None, "tp")
-    assert ask("other/head").spec == P("tp"), "the first entry that names the axis; vocab has no rule there"
+    assert ask("other/head").spec == P("tp"), (
+        "the first entry that names the axis; vocab has no rule there"
+    )
     assert ask("mlp/up").spec == P("dp")
     assert ask("lm_head/kernel", "activation").spec == P(), "entries are for weights"
-    assert [decision.rule.source for decision in ask("lm_head/kernel").decisions] == ["small.toml:17", "small.toml:18"]
-    assert [decision.rule.table for decision in ask("lm_head/kernel").decisions] == ["tensors.0", "tensors.0"]
+    assert [decision.rule.source for decision in ask("lm_head/kernel").decisions] == [
+        "small.toml:17",
+        "small.toml:18",
+    ]
+    assert [decision.rule.table for decision in ask("lm_head/kernel").decisions] == [
+        "tensors.0",
+        "tensors.0",
+    ]
 
 
 # Overlay.
@@ -237,7 +270,8 @@ def test_exceptions_by_path() -> None:
 
 def test_later_wins_key_by_key() -> None:
     fragment = Strategy.loads(
-        'version = 1\nname = "wide"\n[mesh]\ntp = 4\n[rules]\nhead = "-"\n[policy]\nindivisible = "prefix"\n', source="wide.toml"
+        'version = 1\nname = "wide"\n[mesh]\ntp = 4\n[rules]\nhead = "-"\n[policy]\nindivisible = "prefix"\n',
+        source="wide.toml",
     )
     both = Strategy.loads(SMALL, source="small.toml") | fragment
     assert (both.name, both.mesh) == ("wide", {"dp": 2, "tp": 4})
@@ -250,20 +284,32 @@ def test_later_wins_key_by_key() -> None:
 
 def test_a_fragment_may_use_what_the_other_declares() -> None:
     fragment = Strategy.loads('version = 1\n[rules]\nrotary_dim = "columns"\n')
-    base = Strategy.loads('version = 1\n[mesh]\ncolumns = 2\n[axes]\nrotary_dim = "half of a head"\n')
-    assert sw.resolve(("rotary_dim",), (base | fragment).compile(), {"columns": 2}).spec == P("columns")
+    base = Strategy.loads(
+        'version = 1\n[mesh]\ncolumns = 2\n[axes]\nrotary_dim = "half of a head"\n'
+    )
+    assert sw.resolve(("rotary_dim",), (base | fragment).compile(), {"columns": 2}).spec == P(
+        "columns"
+    )
     with pytest.raises(sw.UnknownAxisError, match=r"^2 problems"):
         fragment.compile()
 
 
 def test_tensors_of_the_later_come_first_and_keep_their_lines() -> None:
-    base = Strategy.loads('version = 1\n[[tensors]]\nmatch = "a"\nembed = "dp"\n', source="base.toml")
+    base = Strategy.loads(
+        'version = 1\n[[tensors]]\nmatch = "a"\nembed = "dp"\n', source="base.toml"
+    )
     over = Strategy.loads(
-        'version = 1\n\n\n[[tensors]]\nmatch = "a/b"\nembed = "tp"\n[[tensors]]\nmatch = "c"\nembed = "-"\n', source="over.toml"
+        'version = 1\n\n\n[[tensors]]\nmatch = "a/b"\nembed = "tp"\n[[tensors]]\nmatch = "c"\nembed = "-"\n',
+        source="over.toml",
     )
     rules = (base | over).compile()
     assert [entry.match for entry in rules.tensors] == ["a/b", "c", "a"]
-    ask = lambda path: sw.resolve((sw.EMBED,), rules, {"dp": 2, "tp": 2}, role="param", path=path).decisions[0].rule.source  # noqa: E731
+    def ask(path):
+        return (
+            sw.resolve((sw.EMBED,), rules, {"dp": 2, "tp": 2}, role="param", path=path)
+            .decisions[0]
+            .rule.source
+        )
     assert [ask("a/b"), ask("a/x"), ask("c")] == ["over.toml:6", "base.toml:4", "over.toml:9"]
 
 
@@ -287,7 +333,9 @@ def test_overlay_changes_neither_side() -> None:
 
 @pytest.mark.parametrize("format", ["toml", "json"])
 @pytest.mark.parametrize("name", ["fsdp_tp", "moe_ep", "serve_long_context"])
-def test_every_rule_names_the_line_that_it_stands_on(name: str, format: str, tmp_path: Path) -> None:
+def test_every_rule_names_the_line_that_it_stands_on(
+    name: str, format: str, tmp_path: Path
+) -> None:
     path = Strategy.preset(name).dump(tmp_path / f"{name}.{format}")
     lines = path.read_text().splitlines()
     rules = Strategy.load(path).compile()
@@ -322,33 +370,66 @@ embed = "dp"
 """
     text = text.replace('\nmodes.decode.head = "-"\n', "")
     rules = Strategy.loads(text, source="awkward.toml").compile()
-    ask = lambda axis, **options: sw.resolve((axis,), rules, {"dp": 2, "tp": 2}, shape=(8,), **options).decisions[0].rule.source  # noqa: E731
-    assert [ask(sw.BATCH), ask(sw.EMBED), ask(sw.HEAD)] == ["awkward.toml:5", "awkward.toml:6", "awkward.toml:7"]
+    def ask(axis, **options):
+        return (
+            sw.resolve((axis,), rules, {"dp": 2, "tp": 2}, shape=(8,), **options)
+            .decisions[0]
+            .rule.source
+        )
+    assert [ask(sw.BATCH), ask(sw.EMBED), ask(sw.HEAD)] == [
+        "awkward.toml:5",
+        "awkward.toml:6",
+        "awkward.toml:7",
+    ]
     assert ask(sw.BATCH, mode="prefill") == "awkward.toml:10"
     assert ask(sw.EMBED, mode="prefill", role="param") == "awkward.toml:13"
 
 
 def test_dotted_and_inline_tables_still_name_the_file() -> None:
-    dotted = Strategy.loads('version = 1\nmodes.decode.head = "-"\nrules.batch = "dp"\n', source="d.toml").compile()
+    dotted = Strategy.loads(
+        'version = 1\nmodes.decode.head = "-"\nrules.batch = "dp"\n', source="d.toml"
+    ).compile()
     assert sw.resolve((sw.BATCH,), dotted, {"dp": 2}).decisions[0].rule.source == "d.toml:3"
-    assert sw.resolve((sw.HEAD,), dotted, {"dp": 2}, mode="decode").decisions[0].rule.source == "d.toml:2"
-    inline = Strategy.loads('version = 1\n\nrules = { batch = "dp", head = "tp" }\n', source="i.toml")
-    assert sw.resolve((sw.BATCH,), inline.compile(), {"dp": 2}).decisions[0].rule.source == "i.toml:3", "the line of the inline table"
+    assert (
+        sw.resolve((sw.HEAD,), dotted, {"dp": 2}, mode="decode").decisions[0].rule.source
+        == "d.toml:2"
+    )
+    inline = Strategy.loads(
+        'version = 1\n\nrules = { batch = "dp", head = "tp" }\n', source="i.toml"
+    )
+    assert (
+        sw.resolve((sw.BATCH,), inline.compile(), {"dp": 2}).decisions[0].rule.source == "i.toml:3"
+    ), "the line of the inline table"
 
 
 def test_lines_of_compact_and_awkward_json() -> None:
-    one_line = Strategy.loads('{"version": 1, "rules": {"batch": "dp"}, "name": "a \\"rules\\": {"}', format="json", source="s.json")
-    assert sw.resolve((sw.BATCH,), one_line.compile(), {"dp": 2}).decisions[0].rule.source == "s.json:1"
-    text = (
-        '{\n  "name": "x, [y]: {z}",\n  "tensors": [\n    {"match": "a", "embed": "dp"},\n    {"match": "b",\n     "embed": "tp"}\n  ]\n}\n'
+    one_line = Strategy.loads(
+        '{"version": 1, "rules": {"batch": "dp"}, "name": "a \\"rules\\": {"}',
+        format="json",
+        source="s.json",
     )
+    assert (
+        sw.resolve((sw.BATCH,), one_line.compile(), {"dp": 2}).decisions[0].rule.source
+        == "s.json:1"
+    )
+    text = '{\n  "name": "x, [y]: {z}",\n  "tensors": [\n    {"match": "a", "embed": "dp"},\n    {"match": "b",\n     "embed": "tp"}\n  ]\n}\n'
     rules = Strategy.loads(text, format="json", source="s.json").compile()
-    ask = lambda path: sw.resolve((sw.EMBED,), rules, {"dp": 2, "tp": 2}, role="param", path=path).decisions[0].rule.source  # noqa: E731
+    def ask(path):
+        return (
+            sw.resolve((sw.EMBED,), rules, {"dp": 2, "tp": 2}, role="param", path=path)
+            .decisions[0]
+            .rule.source
+        )
     assert [ask("a"), ask("b")] == ["s.json:4", "s.json:6"]
 
 
 def test_explain_shows_file_and_line() -> None:
-    found = sw.resolve((sw.BATCH, sw.HEAD), Strategy.loads(SMALL, source="small.toml").compile(), {"dp": 2, "tp": 4}, shape=(8, 6))
+    found = sw.resolve(
+        (sw.BATCH, sw.HEAD),
+        Strategy.loads(SMALL, source="small.toml").compile(),
+        {"dp": 2, "tp": 4},
+        shape=(8, 6),
+    )
     lines = [" ".join(line.split()) for line in str(found).splitlines()]
     assert lines[3:] == [
         '0 BATCH 8 dp batch = "dp" small.toml:9 [rules]',
@@ -367,18 +448,30 @@ def test_explain_shows_file_and_line() -> None:
         ("", sw.Policy()),
         ('preset = "strict"', sw.Policy()),
         ('preset = "eformer"', ("drop", "error", "replicate", "fit")),
-        ('preset = "eformer"\nindivisible = "prefix"\nrank = "error"', ("prefix", "error", "replicate", "error")),
-        ('conflict = "first_dim"\nmissing = "replicate"', ("error", "first_dim", "replicate", "error")),
+        (
+            'preset = "eformer"\nindivisible = "prefix"\nrank = "error"',
+            ("prefix", "error", "replicate", "error"),
+        ),
+        (
+            'conflict = "first_dim"\nmissing = "replicate"',
+            ("error", "first_dim", "replicate", "error"),
+        ),
     ],
 )
 def test_policy_presets_and_what_overrides_them(text: str, wanted: Any) -> None:
     policy = Strategy.loads(f"version = 1\n[policy]\n{text}\n").compile().policy
     found = (policy.indivisible, policy.conflict, policy.missing, policy.rank)
-    assert found == (wanted if isinstance(wanted, tuple) else (wanted.indivisible, wanted.conflict, wanted.missing, wanted.rank))
+    assert found == (
+        wanted
+        if isinstance(wanted, tuple)
+        else (wanted.indivisible, wanted.conflict, wanted.missing, wanted.rank)
+    )
 
 
 def test_the_permissive_preset_is_recorded() -> None:
-    rules = Strategy.loads('version = 1\n[rules]\nbatch = "dp"\nhead = "tp"\n[policy]\npreset = "eformer"\n').compile()
+    rules = Strategy.loads(
+        'version = 1\n[rules]\nbatch = "dp"\nhead = "tp"\n[policy]\npreset = "eformer"\n'
+    ).compile()
     found = sw.resolve((sw.BATCH, sw.HEAD, sw.EMBED), rules, {"dp": 2, "tp": 4}, shape=(8, 6))
     assert found.spec == P("dp")
     assert found.decisions[1].outcome == "policy_drop"
@@ -395,8 +488,17 @@ def test_schema_accepts_every_preset_and_refuses_bad_data() -> None:
     validator.check_schema(schema)
     for name in PRESETS:
         validator.validate(json.loads(Strategy.preset(name).dumps(format="json")))
-    full = SMALL + '[dcn]\ndp = 2\n[axes]\nmine = "x"\n[modes.decode.params]\nembed = "-"\n[[tensors]]\nmatch = "a"\nembed = "-"\n'
-    validator.validate(json.loads(Strategy.loads(full.replace("[mesh]", 'axis_types = {tp = "explicit"}\n[mesh]')).dumps(format="json")))
+    full = (
+        SMALL
+        + '[dcn]\ndp = 2\n[axes]\nmine = "x"\n[modes.decode.params]\nembed = "-"\n[[tensors]]\nmatch = "a"\nembed = "-"\n'
+    )
+    validator.validate(
+        json.loads(
+            Strategy.loads(full.replace("[mesh]", 'axis_types = {tp = "explicit"}\n[mesh]')).dumps(
+                format="json"
+            )
+        )
+    )
     bad = [
         {"version": 2},
         {"version": "1"},
@@ -420,7 +522,9 @@ def test_schema_accepts_every_preset_and_refuses_bad_data() -> None:
 def test_schema_describes_every_key() -> None:
     schema = Strategy.json_schema()
     assert schema["additionalProperties"] is False
-    assert all(entry.get("description") or "$ref" in entry for entry in schema["properties"].values())
+    assert all(
+        entry.get("description") or "$ref" in entry for entry in schema["properties"].values()
+    )
     json.dumps(schema)
 
 
@@ -433,12 +537,33 @@ any_rule = (
     .filter(lambda rule: rule[0] or rule[1])
     .map(lambda rule: " | ".join([*rule[0], *([rule[1]] if rule[1] else [])]))
 )
-table = st.dictionaries(st.sampled_from([file_name(axis) for axis in SEMANTIC_AXES]), any_rule, max_size=4)
+table = st.dictionaries(
+    st.sampled_from([file_name(axis) for axis in SEMANTIC_AXES]), any_rule, max_size=4
+)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-pattern = st.sampled_from([".*", "lm_head/.*", r"(a|b)\.w$", 'quote"d', "back\\\\slash", "tab\tnew\nline", "ünï/💡", "[]]", "#"])
-mode_table = st.builds(lambda rules, params: {**rules, **({"params": params} if params else {})}, table, table)
-entries = st.lists(st.builds(lambda match, rules: {"match": match, **rules}, pattern, table.filter(bool)), max_size=3)
-mesh = st.dictionaries(st.sampled_from(MESH_AXES[:-1]), st.sampled_from([1, 2, 4]), max_size=4).map(lambda sizes: {**sizes, "columns": -1})
+pattern = st.sampled_from(
+    [
+        ".*",
+        "lm_head/.*",
+        r"(a|b)\.w$",
+        'quote"d',
+        "back\\\\slash",
+        "tab\tnew\nline",
+        "ünï/💡",
+        "[]]",
+        "#",
+    ]
+)
+mode_table = st.builds(
+    lambda rules, params: {**rules, **({"params": params} if params else {})}, table, table
+)
+entries = st.lists(
+    st.builds(lambda match, rules: {"match": match, **rules}, pattern, table.filter(bool)),
+    max_size=3,
+)
+mesh = st.dictionaries(st.sampled_from(MESH_AXES[:-1]), st.sampled_from([1, 2, 4]), max_size=4).map(
+    lambda sizes: {**sizes, "columns": -1}
+)
 data = st.fixed_dictionaries(
     {"mesh": mesh},
     optional={
@@ -448,14 +573,25 @@ data = st.fixed_dictionaries(
         "axes": st.dictionaries(st.sampled_from(["rotary_dim", "patch", "x9"]), text, max_size=2),
         "rules": table,
         "params": table,
-        "modes": st.dictionaries(st.sampled_from(["train", "prefill", "decode", "insert"]), mode_table, max_size=3),
-        "policy": st.fixed_dictionaries({}, optional={"preset": st.just("eformer"), "gather": candidate, "conflict": st.just("first_dim")}),
+        "modes": st.dictionaries(
+            st.sampled_from(["train", "prefill", "decode", "insert"]), mode_table, max_size=3
+        ),
+        "policy": st.fixed_dictionaries(
+            {},
+            optional={
+                "preset": st.just("eformer"),
+                "gather": candidate,
+                "conflict": st.just("first_dim"),
+            },
+        ),
         "tensors": entries,
     },
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=data, format=st.sampled_from(["toml", "json"]))
 @example(data={"mesh": {}, "name": "\U0001f4a1"}, format="toml")
 @example(data={"mesh": {"a.b": 2, "ü": 1}, "rules": {"batch": "a.b+ü"}}, format="toml")
@@ -471,16 +607,23 @@ def test_what_is_written_is_read_again(data: dict[str, Any], format: Any, tmp_pa
 
 @settings(max_examples=60, deadline=None)
 @given(first=data, second=data)
-def test_overlay_is_what_overlaying_the_data_is(first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_overlay_is_what_overlaying_the_data_is(
+    first: dict[str, Any], second: dict[str, Any]
+) -> None:
     second = {**second, "mesh": {}}
     kinds = [type(part["axis_types"]) for part in (first, second) if "axis_types" in part]
     if len(set(kinds)) > 1:
-        with pytest.raises(sw.StrategyError, match=r"axis_types: .* by mesh axis.*: what holds for the axes that the table does not name"):
+        with pytest.raises(
+            sw.StrategyError,
+            match=r"axis_types: .* by mesh axis.*: what holds for the axes that the table does not name",
+        ):
             _ = Strategy(**first) | Strategy(**second)
         return
     both = Strategy(**first) | Strategy(**second)
     assert both.rules == {**first.get("rules", {}), **second.get("rules", {})}
-    assert [entry.match for entry in both.tensors] == [entry["match"] for part in (second, first) for entry in part.get("tensors", [])]
+    assert [entry.match for entry in both.tensors] == [
+        entry["match"] for part in (second, first) for entry in part.get("tensors", [])
+    ]
     assert both == Strategy(**both.to_data())
 
 
@@ -489,11 +632,15 @@ def test_a_word_and_a_table_of_axis_types_do_not_overlay() -> None:
     word = Strategy.loads('axis_types = "explicit"\n[mesh]\ndp = 2\ntp = 4\n', source="base.toml")
     table = Strategy.loads('\naxis_types = {tp = "auto"}\n', source="over.toml")
     with pytest.raises(
-        sw.StrategyError, match=r'^over.toml:2 axis_types: a table by mesh axis over "explicit" \(base.toml:1\): '
+        sw.StrategyError,
+        match=r'^over.toml:2 axis_types: a table by mesh axis over "explicit" \(base.toml:1\): ',
     ) as caught:
         _ = word | table
     assert 'axis_types = {dp = "explicit", tp = "explicit"}' in caught.value.fix
-    with pytest.raises(sw.StrategyError, match=r'^base.toml:1 axis_types: "explicit" over a table by mesh axis \(over.toml:2\): '):
+    with pytest.raises(
+        sw.StrategyError,
+        match=r'^base.toml:1 axis_types: "explicit" over a table by mesh axis \(over.toml:2\): ',
+    ):
         _ = table | word
     tables = Strategy(mesh={"dp": 2, "tp": 4}, axis_types={"dp": "explicit"}) | table
     assert tables.axis_types == {"dp": "explicit", "tp": "auto"}
@@ -512,23 +659,46 @@ def test_a_byte_order_mark_is_no_part_of_a_file(format: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ({"rules": {"batch": "dp*fsdp"}}, r'\n  fix   mesh axes are joined by "\+": did you mean "dp\+fsdp"\?$'),
+        (
+            {"rules": {"batch": "dp*fsdp"}},
+            r'\n  fix   mesh axes are joined by "\+": did you mean "dp\+fsdp"\?$',
+        ),
         ({"rules": {"batch": "DP"}}, r"\n  fix   did you mean 'dp'\?$"),
-        ({"rules": {"batch": "Data"}}, r"\n  fix   add it to \[mesh\], Data = 1, or name one of dp, fsdp, tp, ep, sp, pp$"),
+        (
+            {"rules": {"batch": "Data"}},
+            r"\n  fix   add it to \[mesh\], Data = 1, or name one of dp, fsdp, tp, ep, sp, pp$",
+        ),
         (
             {"rules": {"batch": ["dp", "fsdp"]}},
             r'\n  fix   write "dp\+fsdp" for all of them at once, "dp \| fsdp" for the first that fits$',
         ),
-        ({"modes": {"decode": {"params": {"embed": ["dp", "-"]}}}}, r'\n  fix   write "dp \| -" for the first that fits$'),
-        ({"policy": {"gather": ["dp", "fsdp"]}}, r'\n  fix   write "dp\+fsdp" for all of them at once$'),
+        (
+            {"modes": {"decode": {"params": {"embed": ["dp", "-"]}}}},
+            r'\n  fix   write "dp \| -" for the first that fits$',
+        ),
+        (
+            {"policy": {"gather": ["dp", "fsdp"]}},
+            r'\n  fix   write "dp\+fsdp" for all of them at once$',
+        ),
         ({"rules": {"batch": 3}}, r'\n  fix   write text, such as "tp \| -"$'),
         ({"name": ["x"]}, r"text is wanted, not \['x'\]\n  fix   write text in quotes$"),
-        ({"axis_types": "manual"}, r"^axis_types: 'manual' is not a choice here\n  fix   write one of auto, explicit$"),
-        ({"axis_types": {"dp": "manual"}}, r"^axis_types.dp: 'manual' is not a choice here\n  fix   write one of auto, explicit$"),
-        ({"axis_types": 3}, r"^axis_types: 3 is not a choice here\n  fix   write one of auto, explicit$"),
+        (
+            {"axis_types": "manual"},
+            r"^axis_types: 'manual' is not a choice here\n  fix   write one of auto, explicit$",
+        ),
+        (
+            {"axis_types": {"dp": "manual"}},
+            r"^axis_types.dp: 'manual' is not a choice here\n  fix   write one of auto, explicit$",
+        ),
+        (
+            {"axis_types": 3},
+            r"^axis_types: 3 is not a choice here\n  fix   write one of auto, explicit$",
+        ),
     ],
 )
-def test_one_mistake_is_one_problem_that_says_what_was_meant(data: dict[str, Any], says: str) -> None:
+def test_one_mistake_is_one_problem_that_says_what_was_meant(
+    data: dict[str, Any], says: str
+) -> None:
     with pytest.raises(sw.ShardingError, match=says) as caught:
         Strategy(mesh={"dp": 2, "fsdp": 2, "tp": 2}, **data)
     assert len(caught.value.problems) == 1
@@ -537,10 +707,19 @@ def test_one_mistake_is_one_problem_that_says_what_was_meant(data: dict[str, Any
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("version = true\n", r"<toml>:1 version: a whole number is wanted, not True\n  fix   write version = 1"),
-        ('version = 1\nrules = ["a"]\n', r"<toml>:2 rules: a table is wanted, not \['a'\]\n  fix   write a table: \[rules\]"),
+        (
+            "version = true\n",
+            r"<toml>:1 version: a whole number is wanted, not True\n  fix   write version = 1",
+        ),
+        (
+            'version = 1\nrules = ["a"]\n',
+            r"<toml>:2 rules: a table is wanted, not \['a'\]\n  fix   write a table: \[rules\]",
+        ),
         ("version = 1\npolicy = 3\n", r"<toml>:2 policy: a table is wanted, not 3"),
-        ('version = 1\n[tensors]\nmatch = "a"\n', r"<toml>:2 tensors: entries are wanted, .*\n  fix   write \[\[tensors\]\]"),
+        (
+            'version = 1\n[tensors]\nmatch = "a"\n',
+            r"<toml>:2 tensors: entries are wanted, .*\n  fix   write \[\[tensors\]\]",
+        ),
         (
             'version = 1\n[modes.decode.rules]\nbatch = "dp"\n',
             r"^<toml>:2 modes.decode.rules: a mode has no such table\n  fix   write its rules right under \[modes.decode\]",

@@ -12,7 +12,13 @@ import optax
 import pytest
 
 import shardwright as sw
-from shardwright.tree_names import flatten_tree, get_weight_decay_mask, named_tree_map, tree_apply, tree_path_to_string
+from shardwright.tree_names import (
+    flatten_tree,
+    get_weight_decay_mask,
+    named_tree_map,
+    tree_apply,
+    tree_path_to_string,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -35,14 +41,24 @@ def test_a_path_is_named_by_every_kind_of_key() -> None:
     ]
     assert tree_path_to_string(paths[1], sep="/") == "params/blocks/0/q"
     assert tree_path_to_string(paths[1], ".") == "params.blocks.0.q"
-    assert tree_path_to_string((jax.tree_util.FlattenedIndexKey(2), jax.tree_util.DictKey(7))) == ("2", "7")
+    assert tree_path_to_string((jax.tree_util.FlattenedIndexKey(2), jax.tree_util.DictKey(7))) == (
+        "2",
+        "7",
+    )
     assert tree_path_to_string((), sep="/") == ""
 
 
 def test_a_flat_tree_keeps_every_leaf_by_its_name() -> None:
-    assert flatten_tree(TREE, sep="/") == {"step": 0, "params/blocks/0/q": 1, "params/blocks/1/q": 2, "params/norm": 3}
+    assert flatten_tree(TREE, sep="/") == {
+        "step": 0,
+        "params/blocks/0/q": 1,
+        "params/blocks/1/q": 2,
+        "params/norm": 3,
+    }
     assert flatten_tree({"a": {"b": 1}}) == {("a", "b"): 1}
-    assert flatten_tree({"a": (1, 2)}, is_leaf=lambda node: isinstance(node, tuple), sep="/") == {"a": (1, 2)}
+    assert flatten_tree({"a": (1, 2)}, is_leaf=lambda node: isinstance(node, tuple), sep="/") == {
+        "a": (1, 2)
+    }
 
 
 def test_two_leaves_of_one_name_are_an_error_and_not_one_leaf() -> None:
@@ -53,15 +69,23 @@ def test_two_leaves_of_one_name_are_an_error_and_not_one_leaf() -> None:
 
 
 def test_a_map_with_names_gets_the_other_trees_too() -> None:
-    found = named_tree_map(lambda name, x, y: (name, x + y), {"a": 1, "b": [2]}, {"a": 10, "b": [20]}, sep="/")
+    found = named_tree_map(
+        lambda name, x, y: (name, x + y), {"a": 1, "b": [2]}, {"a": 10, "b": [20]}, sep="/"
+    )
     assert found == {"a": ("a", 11), "b": [("b/0", 22)]}
     assert named_tree_map(lambda name, x: name, {"a": [1]}) == {"a": [("a", "0")]}
-    assert named_tree_map(lambda name, x: len(x), {"a": [1, 2]}, is_leaf=lambda node: isinstance(node, list)) == {"a": 2}
+    assert named_tree_map(
+        lambda name, x: len(x), {"a": [1, 2]}, is_leaf=lambda node: isinstance(node, list)
+    ) == {"a": 2}
 
 
 def test_functions_are_applied_place_by_place() -> None:
-    fns = State(step=lambda x: x + 1, params={"blocks": [{"q": str}, {"q": float}], "norm": lambda x: -x})
-    assert tree_apply(fns, TREE) == State(step=1, params={"blocks": [{"q": "1"}, {"q": 2.0}], "norm": -3})
+    fns = State(
+        step=lambda x: x + 1, params={"blocks": [{"q": str}, {"q": float}], "norm": lambda x: -x}
+    )
+    assert tree_apply(fns, TREE) == State(
+        step=1, params={"blocks": [{"q": "1"}, {"q": 2.0}], "norm": -3}
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,17 +98,25 @@ def test_functions_are_applied_place_by_place() -> None:
     ],
 )
 def test_trees_that_differ_are_refused(fns: Any, tree: Any, says: str) -> None:
-    with pytest.raises(sw.StrategyError, match=f"the tree of functions does not fit the tree: {says}"):
+    with pytest.raises(
+        sw.StrategyError, match=f"the tree of functions does not fit the tree: {says}"
+    ):
         tree_apply(fns, tree)
 
 
-PARAMS = {"dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "norm": {"scale": jnp.ones(2)}}
+PARAMS = {
+    "dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)},
+    "norm": {"scale": jnp.ones(2)},
+}
 
 
 def test_weight_decay_leaves_out_what_a_pattern_finds() -> None:
     mask = get_weight_decay_mask(["bias$", "norm/.*scale"])
     assert mask(PARAMS) == {"dense": {"kernel": True, "bias": False}, "norm": {"scale": False}}
-    assert get_weight_decay_mask([])(PARAMS) == {"dense": {"kernel": True, "bias": True}, "norm": {"scale": True}}
+    assert get_weight_decay_mask([])(PARAMS) == {
+        "dense": {"kernel": True, "bias": True},
+        "norm": {"scale": True},
+    }
 
 
 def test_optax_decays_only_where_the_mask_says_so() -> None:
@@ -96,7 +128,10 @@ def test_optax_decays_only_where_the_mask_says_so() -> None:
 
 
 def test_bad_exclusions_are_refused_when_they_are_written() -> None:
-    with pytest.raises(sw.StrategyError, match=r"exclusions is the text 'bias', not patterns\n  fix   write \['bias'\]"):
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"exclusions is the text 'bias', not patterns\n  fix   write \['bias'\]",
+    ):
         get_weight_decay_mask("bias")
     with pytest.raises(sw.StrategyError, match=r"not a regular expression: missing \)"):
         get_weight_decay_mask(["bias", "(norm"])

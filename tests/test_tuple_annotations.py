@@ -62,7 +62,9 @@ CALLS = {
     "hint": lambda pm, x: pm.hint(x, PAIR),
     "gather": lambda pm, x: pm.gather(x, PAIR),
     "in_axes": lambda pm, x: pm.shard_map(lambda y: y, in_axes=[PAIR], out_axes=())(x),
-    "state_shardings": lambda pm, x: pm.state_shardings(jax.eval_shape(optax.sgd(1e-2, momentum=0.9).init, x), x, PAIR),
+    "state_shardings": lambda pm, x: pm.state_shardings(
+        jax.eval_shape(optax.sgd(1e-2, momentum=0.9).init, x), x, PAIR
+    ),
     "assert_spec": lambda pm, x: assert_spec(x, PAIR, manager=pm),
     "nested": lambda pm, x: pm.shardings({"w": x, "n": array(8)}, {"w": PAIR, "n": (sw.EMBED,)}),
 }
@@ -76,7 +78,9 @@ def specs(tree: Any) -> list[P]:
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("call", CALLS)
 def test_refused_over_other_containers(container: str, call: str) -> None:
-    with pytest.raises(sw.StrategyError, match=f"a tuple of 2 annotations over a {container_name(container)} of 2") as caught:
+    with pytest.raises(
+        sw.StrategyError, match=f"a tuple of 2 annotations over a {container_name(container)} of 2"
+    ) as caught:
         CALLS[call](manager(), CONTAINERS[container]())
     fix = caught.value.problems[0].fix
     assert "one annotation each" in fix
@@ -113,7 +117,9 @@ def test_both_spellings_are_taken() -> None:
     assert specs(pm.shardings([array(), array()], [two, two])) == [P("dp", ("fsdp", "tp"))] * 2
 
 
-@pytest.mark.parametrize("other", [array(8), {"c": array(8), "d": array(8)}], ids=["exact", "prefix"])
+@pytest.mark.parametrize(
+    "other", [array(8), {"c": array(8), "d": array(8)}], ids=["exact", "prefix"]
+)
 def test_a_tuple_of_values_pairs_at_any_place(other: Any) -> None:
     """Another place's prefix must not change what a tuple means."""
     pm = manager()
@@ -161,16 +167,22 @@ class TestOutputs:
 
     def call(self, f: Any, out_axes: Any) -> Any:
         x = np.arange(16, dtype=np.float32).reshape(4, 4)
-        mapped = manager().shard_map(f, in_axes=[(sw.BATCH, sw.EMPTY), (sw.EMBED, sw.EMPTY)], out_axes=out_axes)
+        mapped = manager().shard_map(
+            f, in_axes=[(sw.BATCH, sw.EMPTY), (sw.EMBED, sw.EMPTY)], out_axes=out_axes
+        )
         return mapped(x, x + 16)
 
     def test_a_tuple_of_outputs_pairs_below_the_top(self) -> None:
-        found = self.call(lambda x, y: {"a": (x, y), "b": x}, {"a": self.AXES, "b": (sw.BATCH, sw.EMPTY)})
+        found = self.call(
+            lambda x, y: {"a": (x, y), "b": x}, {"a": self.AXES, "b": (sw.BATCH, sw.EMPTY)}
+        )
         assert [one.sharding.spec for one in found["a"]] == [P("dp"), P("fsdp")]
         np.testing.assert_array_equal(found["a"][1], np.arange(16, 32).reshape(4, 4))
 
     def test_a_list_of_outputs_is_refused(self) -> None:
-        with pytest.raises(sw.StrategyError, match="output a: a tuple of 2 annotations over a list of 2"):
+        with pytest.raises(
+            sw.StrategyError, match="output a: a tuple of 2 annotations over a list of 2"
+        ):
             self.call(lambda x, y: {"a": [x, y]}, {"a": self.AXES})
 
     def test_one_output_of_composites(self) -> None:
@@ -185,8 +197,14 @@ class TestTreesOfAnnotationsAlone:
     @pytest.mark.parametrize("tree", [PAIR, {"w": PAIR}], ids=["root", "below"])
     def test_a_tuple_of_annotations_is_refused(self, tree: Any) -> None:
         pm = manager()
-        for call in (lambda: as_tensors(tree), lambda: lint(sw.Strategy.loads(RULES), tree), lambda: compare(pm, pm, tensors=tree)):
-            with pytest.raises(sw.StrategyError, match="a tuple of 2 annotations reads in two ways") as caught:
+        for call in (
+            lambda: as_tensors(tree),
+            lambda: lint(sw.Strategy.loads(RULES), tree),
+            lambda: compare(pm, pm, tensors=tree),
+        ):
+            with pytest.raises(
+                sw.StrategyError, match="a tuple of 2 annotations reads in two ways"
+            ) as caught:
                 call()
             assert "[(HEAD, BATCH), (EMBED, VOCAB)]" in caught.value.fix
             assert "Tensor(path=" in caught.value.fix

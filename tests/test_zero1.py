@@ -27,7 +27,9 @@ SPECS = {
 
 
 def manager(preset: str, sizes: str, zero1: str = "-") -> sw.PartitionManager:
-    return sw.PartitionManager(sw.Strategy.preset(preset) | sw.Strategy(policy={"zero1": zero1}), mesh=cpu_mesh(sizes))
+    return sw.PartitionManager(
+        sw.Strategy.preset(preset) | sw.Strategy(policy={"zero1": zero1}), mesh=cpu_mesh(sizes)
+    )
 
 
 def updated(pm: sw.PartitionManager, tx: Any, *, steps: int = 3) -> tuple[Any, Any, Any]:
@@ -41,10 +43,17 @@ def updated(pm: sw.PartitionManager, tx: Any, *, steps: int = 3) -> tuple[Any, A
         updates, state = tx.update(gradients, state, values)
         return optax.apply_updates(values, updates), state
 
-    jitted = jax.jit(update, in_shardings=(shardings, state_shardings, shardings), out_shardings=(shardings, state_shardings))
+    jitted = jax.jit(
+        update,
+        in_shardings=(shardings, state_shardings, shardings),
+        out_shardings=(shardings, state_shardings),
+    )
     draw = np.random.default_rng(0)
     for _ in range(steps):
-        gradients = jax.device_put({name: draw.normal(size=spec.shape).astype(np.float32) for name, spec in SPECS.items()}, shardings)
+        gradients = jax.device_put(
+            {name: draw.normal(size=spec.shape).astype(np.float32) for name, spec in SPECS.items()},
+            shardings,
+        )
         values, state = jitted(gradients, state, values)
     return values, state, jitted.lower(gradients, state, values).compile()
 
@@ -58,18 +67,36 @@ def collectives(compiled: Any) -> collections.Counter[str]:
     ("preset", "sizes", "zero1", "specs"),
     [
         ("ddp", "dp:8", "dp", {"up": P("dp"), "down": P("dp"), "norm": P("dp")}),
-        ("tensor", "dp:2,tp:4", "dp", {"up": P("dp", "tp"), "down": P(("tp", "dp")), "norm": P("dp")}),
-        ("fsdp_tp", "dp:2,fsdp:2,tp:2", "dp", {"up": P(("fsdp", "dp"), "tp"), "down": P(("tp", "dp"), "fsdp"), "norm": P("dp")}),
+        (
+            "tensor",
+            "dp:2,tp:4",
+            "dp",
+            {"up": P("dp", "tp"), "down": P(("tp", "dp")), "norm": P("dp")},
+        ),
+        (
+            "fsdp_tp",
+            "dp:2,fsdp:2,tp:2",
+            "dp",
+            {"up": P(("fsdp", "dp"), "tp"), "down": P(("tp", "dp"), "fsdp"), "norm": P("dp")},
+        ),
         (
             "fsdp_tp",
             "dp:2,fsdp:2,tp:2",
             "dp+fsdp+tp",
-            {"up": P(("fsdp", "dp"), "tp"), "down": P(("tp", "dp"), "fsdp"), "norm": P(("dp", "fsdp", "tp"))},
+            {
+                "up": P(("fsdp", "dp"), "tp"),
+                "down": P(("tp", "dp"), "fsdp"),
+                "norm": P(("dp", "fsdp", "tp")),
+            },
         ),
     ],
 )
-@pytest.mark.parametrize("tx", [optax.adamw(1e-2), optax.sgd(1e-2, momentum=0.9)], ids=["adamw", "momentum"])
-def test_moments_stay_sharded_and_nothing_else_changes(preset: str, sizes: str, zero1: str, specs: Any, tx: Any) -> None:
+@pytest.mark.parametrize(
+    "tx", [optax.adamw(1e-2), optax.sgd(1e-2, momentum=0.9)], ids=["adamw", "momentum"]
+)
+def test_moments_stay_sharded_and_nothing_else_changes(
+    preset: str, sizes: str, zero1: str, specs: Any, tx: Any
+) -> None:
     pm, plain = manager(preset, sizes, zero1), manager(preset, sizes)
     values, state, compiled = updated(pm, tx)
     wanted, wanted_state, plain_compiled = updated(plain, tx)
@@ -78,7 +105,11 @@ def test_moments_stay_sharded_and_nothing_else_changes(preset: str, sizes: str, 
             assert {name: leaf.sharding.spec for name, leaf in part.items()} == specs
     # The parameters lie and are as without.
     assert jax.tree.map(lambda leaf: leaf.sharding, values) == pm.shardings(SPECS)
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8), (values, state), (wanted, wanted_state))
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8),
+        (values, state),
+        (wanted, wanted_state),
+    )
     # The program takes and returns shards of moments, holds no whole one, and gathers each parameter's update once.
     held = bytes_by_path({"gradients": values, "state": state, "values": values})
     memory, plain_memory = compiled.memory_analysis(), plain_compiled.memory_analysis()
@@ -87,7 +118,10 @@ def test_moments_stay_sharded_and_nothing_else_changes(preset: str, sizes: str, 
     assert compiled.output_shardings[1] == jax.tree.map(lambda leaf: leaf.sharding, state)
     assert collectives(compiled) == {"all-gather": len(SPECS)}
     assert collectives(plain_compiled) == {}
-    assert bytes_by_path(state).select("mu|nu|trace").replicated < bytes_by_path(wanted_state).select("mu|nu|trace").replicated
+    assert (
+        bytes_by_path(state).select("mu|nu|trace").replicated
+        < bytes_by_path(wanted_state).select("mu|nu|trace").replicated
+    )
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
@@ -107,25 +141,41 @@ def test_gradients_may_be_sharded_like_the_state(axis_types: str) -> None:
         placed = pm.state_shardings(jax.eval_shape(tx.init, pm.abstract(SPECS)), SPECS)
         state = jax.jit(tx.init, out_shardings=placed)(values)
         gradients = jax.tree.map(jnp.ones_like, values)
-        values, state = jax.jit(update, out_shardings=(pm.shardings(SPECS), placed))(gradients, state, values)
+        values, state = jax.jit(update, out_shardings=(pm.shardings(SPECS), placed))(
+            gradients, state, values
+        )
     assert {leaf.sharding.spec for leaf in state[0].mu.values()} == {P("dp")}
     assert {leaf.sharding.spec for leaf in values.values()} == {P()}
-    alone = jax.tree.map(np.asarray, sw.PartitionManager(ddp, mesh=cpu_mesh("dp:1")).init(SPECS, jax.random.key(0)))
+    alone = jax.tree.map(
+        np.asarray, sw.PartitionManager(ddp, mesh=cpu_mesh("dp:1")).init(SPECS, jax.random.key(0))
+    )
     updates, _ = tx.update(jax.tree.map(np.ones_like, alone), tx.init(alone), alone)
     jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-8), values, optax.apply_updates(alone, updates)
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-8),
+        values,
+        optax.apply_updates(alone, updates),
     )
 
 
 def test_every_byte_of_the_moments_is_held_once_or_the_leaf_is_named() -> None:
     """What cannot be sharded further is an error, or with a fallback stays where its parameter lies."""
     odd = SPECS | {"odd": sw.ArraySpec((6,), jnp.float32, (sw.NORM,), ones)}
-    state = jax.eval_shape(optax.adamw(1e-2).init, jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), odd))
-    with pytest.raises(sw.IndivisibleError, match=r"0/mu/odd: no dim of this optimizer state divides over dp too: 6 over dp=8") as caught:
+    state = jax.eval_shape(
+        optax.adamw(1e-2).init,
+        jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), odd),
+    )
+    with pytest.raises(
+        sw.IndivisibleError,
+        match=r"0/mu/odd: no dim of this optimizer state divides over dp too: 6 over dp=8",
+    ) as caught:
         manager("ddp", "dp:8", "dp").state_shardings(state, odd)
     assert [problem.path for problem in caught.value.problems] == ["0/mu/odd", "0/nu/odd"]
     found = bytes_by_path(state, manager("ddp", "dp:8", "dp | -").state_shardings(state, odd))
-    assert {leaf.path for leaf in found.most_replicated().leaves} == {"0/count", "0/mu/odd", "0/nu/odd"}
+    assert {leaf.path for leaf in found.most_replicated().leaves} == {
+        "0/count",
+        "0/mu/odd",
+        "0/nu/odd",
+    }
     assert found.replicated == 7 * (4 + 2 * 6 * 4)
     plain = bytes_by_path(state, manager("ddp", "dp:8").state_shardings(state, odd))
     assert plain.replicated == 7 * plain.total
@@ -139,10 +189,17 @@ def test_sums_over_a_dim_can_be_sharded_over_that_dims_mesh_axes() -> None:
     for zero1 in ("-", "tp+fsdp | -"):
         found = manager("fsdp_tp", "fsdp:4,tp:2", zero1).state_shardings(state, SPECS)[0]
         rows[zero1] = found.v_row["up"].spec, found.v_col["up"].spec
-    assert rows == {"-": (P("fsdp"), P("tp")), "tp+fsdp | -": (P(("fsdp", "tp")), P(("tp", "fsdp")))}
+    assert rows == {
+        "-": (P("fsdp"), P("tp")),
+        "tp+fsdp | -": (P(("fsdp", "tp")), P(("tp", "fsdp"))),
+    }
 
 
 def test_the_explanation_names_the_rule_and_the_dim() -> None:
-    found = manager("ddp", "dp:8", "dp | -").explain(sw.EMBED, sw.MLP_INTERMEDIATE, role="state", shape=(16, 64))
+    found = manager("ddp", "dp:8", "dp | -").explain(
+        sw.EMBED, sw.MLP_INTERMEDIATE, role="state", shape=(16, 64)
+    )
     assert str(found).splitlines()[-1] == '  note: zero1 = "dp | -"   ([policy]): dp on dim 0 EMBED'
-    assert manager("ddp", "dp:8", "dp | -").sharding(sw.NORM, role="state", shape=(16,)).spec == P("dp")
+    assert manager("ddp", "dp:8", "dp | -").sharding(sw.NORM, role="state", shape=(16,)).spec == P(
+        "dp"
+    )

@@ -30,7 +30,9 @@ TOPOLOGY = "v5e:2x4"
 MARKS = [
     pytest.mark.tpu,
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: make test-tpu"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: make test-tpu"
+    ),
 ]
 
 Found = TypeVar("Found")
@@ -44,10 +46,14 @@ def measure(module: str, into: type[Found], *names: str) -> list[Found]:
       into: the class of what it prints.
       names: its arguments; none for everything.
     """
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     environment = {**os.environ, **SETTINGS, "PYTHONPATH": paths}
     command = [sys.executable, "-m", module, *names]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return [into(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -64,14 +70,18 @@ def tpu_mesh(**sizes: int) -> Any:
     from jax.sharding import AxisType, Mesh
 
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices)
-    return Mesh(devices.reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return Mesh(
+        devices.reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
 
 
 def compile_for_tpus(function: Any, *arguments: Any, **options: Any) -> Any:
     """Return the program of a function of shapes; the options are those of `jax.jit`."""
     import jax
 
-    return jax.jit(function, **options).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+    return (
+        jax.jit(function, **options).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+    )
 
 
 def temporary(compiled: Any) -> int:
@@ -85,7 +95,10 @@ def held(tree: Any) -> int:
     import jax
     import numpy as np
 
-    return sum(x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape))) for x in jax.tree.leaves(tree))
+    return sum(
+        x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape)))
+        for x in jax.tree.leaves(tree)
+    )
 
 
 def collectives(compiled: Any, mesh: Any) -> tuple[dict[str, int], dict[str, int]]:

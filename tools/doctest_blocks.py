@@ -16,4 +16,6 @@ class DoctestBlocks(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rewrite one docstring."""
         if obj.docstring:
-            obj.docstring.value = _EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
+            obj.docstring.value = _EXAMPLE.sub(
+                lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value
+            )

@@ -55,7 +55,9 @@ def write_rows(rows: jax.Array, new: jax.Array, positions: jax.Array, real: jax.
     capacity = rows.shape[1]
     at = jnp.where(jnp.arange(new.shape[1]) < real[:, None], positions, capacity)
     # One scatter per batch entry (vmap keeps the batch a parallel dim); an index past the end is dropped, never clamped.
-    written = jax.vmap(lambda row, values, index: row.at[index].set(values, mode="drop"))(rows, new, at)
+    written = jax.vmap(lambda row, values, index: row.at[index].set(values, mode="drop"))(
+        rows, new, at
+    )
     return sw.shard(written, CACHE_AXES)
 
 
@@ -67,4 +69,7 @@ def insert_rows(cache: dict[str, Any], prefix: dict[str, Any], slot: jax.Array) 
         return sw.shard(rows.at[slot, : prompt.shape[1]].set(prompt[0], mode="drop"), CACHE_AXES)
 
     layers = jax.tree.map(copy, cache["layers"], prefix["layers"])
-    return {"layers": layers, "length": cache["length"].at[slot].set(prefix["length"][0], mode="drop")}
+    return {
+        "layers": layers,
+        "length": cache["length"].at[slot].set(prefix["length"][0], mode="drop"),
+    }

@@ -31,22 +31,39 @@ class DecoderConfig:
 @functools.cache
 def decoder_specs(config: DecoderConfig) -> dict[str, Any]:
     """Return the parameters as a tree of `ArraySpec`s: nothing is allocated, and each dim is named once."""
-    embedding = jax.nn.initializers.variance_scaling(0.1, "fan_out", "uniform", in_axis=0, out_axis=1)
+    embedding = jax.nn.initializers.variance_scaling(
+        0.1, "fan_out", "uniform", in_axis=0, out_axis=1
+    )
     return {
-        "embedding": sw.ArraySpec((config.vocab, config.embed), config.dtype, (sw.VOCAB, sw.EMBED), embedding),
+        "embedding": sw.ArraySpec(
+            (config.vocab, config.embed), config.dtype, (sw.VOCAB, sw.EMBED), embedding
+        ),
         "layers": [layer_specs(config) for _ in range(config.layers)],
         "norm": norm_spec(config),
-        "lm_head": sw.ArraySpec((config.embed, config.vocab), config.dtype, (sw.EMBED, sw.VOCAB), jax.nn.initializers.lecun_uniform()),
+        "lm_head": sw.ArraySpec(
+            (config.embed, config.vocab),
+            config.dtype,
+            (sw.EMBED, sw.VOCAB),
+            jax.nn.initializers.lecun_uniform(),
+        ),
     }
 
 
 def layer_specs(config: DecoderConfig) -> dict[str, Any]:
     """Return the parameters of one layer."""
-    embed, heads, kv_heads, head_dim, mlp = config.embed, config.heads, config.kv_heads, config.head_dim, config.mlp
+    embed, heads, kv_heads, head_dim, mlp = (
+        config.embed,
+        config.heads,
+        config.kv_heads,
+        config.head_dim,
+        config.mlp,
+    )
 
     def kernel(shape: tuple[int, ...], axes: tuple[str, ...], *, inputs: int = 1) -> sw.ArraySpec:
         dims = range(len(shape))
-        init = jax.nn.initializers.lecun_uniform(in_axis=tuple(dims[:inputs]), out_axis=tuple(dims[inputs:]))
+        init = jax.nn.initializers.lecun_uniform(
+            in_axis=tuple(dims[:inputs]), out_axis=tuple(dims[inputs:])
+        )
         return sw.ArraySpec(shape, config.dtype, axes, init)
 
     return {

@@ -39,9 +39,14 @@ def forward(
     """
     positions = next_positions(cache, tokens)
 
-    def mix(q: jax.Array, k: jax.Array, v: jax.Array, held: dict[str, Any] | None) -> tuple[jax.Array, dict[str, Any] | None]:
+    def mix(
+        q: jax.Array, k: jax.Array, v: jax.Array, held: dict[str, Any] | None
+    ) -> tuple[jax.Array, dict[str, Any] | None]:
         if held is not None:
-            held = {"k": write_rows(held["k"], k, positions, real), "v": write_rows(held["v"], v, positions, real)}
+            held = {
+                "k": write_rows(held["k"], k, positions, real),
+                "v": write_rows(held["v"], v, positions, real),
+            }
             k, v = held["k"], held["v"]
         return attend(q, k, v, positions=positions), held
 
@@ -51,7 +56,13 @@ def forward(
 
 
 def blocks(
-    params: dict[str, Any], tokens: jax.Array, config: DecoderConfig, *, positions: jax.Array, held: Sequence[Any], mix: Callable[..., Any]
+    params: dict[str, Any],
+    tokens: jax.Array,
+    config: DecoderConfig,
+    *,
+    positions: jax.Array,
+    held: Sequence[Any],
+    mix: Callable[..., Any],
 ) -> tuple[jax.Array, list[Any]]:
     """Return logits `[batch, q_length, vocab]`, and what each layer holds now.
 
@@ -66,11 +77,16 @@ def blocks(
     specs = decoder_specs(config)
     table = sw.gather(params["embedding"], specs["embedding"], path="embedding")
     # With 256 bytes a product with one-hot rows is cheap, and partitions like any other weight; an indexed lookup does not.
-    x = sw.shard(jnp.einsum("bqv,ve->bqe", jax.nn.one_hot(tokens, config.vocab, dtype=table.dtype), table), HIDDEN_AXES)
+    x = sw.shard(
+        jnp.einsum("bqv,ve->bqe", jax.nn.one_hot(tokens, config.vocab, dtype=table.dtype), table),
+        HIDDEN_AXES,
+    )
     layers = []
     for at, (stored, axes) in enumerate(zip(params["layers"], specs["layers"], strict=True)):
         weights = sw.gather(stored, axes, path=f"layers/{at}")
-        mixed, after = attention(weights["attention"], x, config, positions=positions, held=held[at], mix=mix)
+        mixed, after = attention(
+            weights["attention"], x, config, positions=positions, held=held[at], mix=mix
+        )
         x = sw.shard(x + mixed, HIDDEN_AXES)
         x = sw.shard(x + mlp(weights["mlp"], x, config), HIDDEN_AXES)
         layers.append(after)
@@ -91,7 +107,9 @@ def attention(
     """Return what attention adds to `x` `[batch, q_length, embed]`, and what this layer holds now."""
     x = rms_norm(x, weights["norm"], config)
     q = sw.shard(rope(jnp.einsum("bqe,ehd->bqhd", x, weights["q"]), positions, config), QUERY_AXES)
-    k = sw.shard(rope(jnp.einsum("bqe,ekd->bqkd", x, weights["k"]), positions, config), NEW_ROW_AXES)
+    k = sw.shard(
+        rope(jnp.einsum("bqe,ekd->bqkd", x, weights["k"]), positions, config), NEW_ROW_AXES
+    )
     v = sw.shard(jnp.einsum("bqe,ekd->bqkd", x, weights["v"]), NEW_ROW_AXES)
     out, held = mix(q, k, v, held)
     return jnp.einsum("bqhd,hde->bqe", sw.shard(out, QUERY_AXES), weights["o"]), held
@@ -110,7 +128,9 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, positions: jax.Array) ->
     heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
     # Query head h reads kv head h * kv_heads // heads.
     k, v = (jnp.repeat(sw.shard(rows, CACHE_AXES), heads // kv_heads, axis=2) for rows in (k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+    scores = (
+        jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+    )
     seen = jnp.arange(k.shape[1]) <= positions[:, None, :, None]
     scores = sw.shard(jnp.where(seen, scores, sw.DEFAULT_MASK_VALUE), SCORE_AXES)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
@@ -119,14 +139,18 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, positions: jax.Array) ->
 def mlp(weights: dict[str, Any], x: jax.Array, config: DecoderConfig) -> jax.Array:
     """Return what the SwiGLU block adds to `x` `[batch, q_length, embed]`."""
     x = rms_norm(x, weights["norm"], config)
-    hidden = jax.nn.silu(jnp.einsum("bqe,em->bqm", x, weights["gate"])) * jnp.einsum("bqe,em->bqm", x, weights["up"])
+    hidden = jax.nn.silu(jnp.einsum("bqe,em->bqm", x, weights["gate"])) * jnp.einsum(
+        "bqe,em->bqm", x, weights["up"]
+    )
     return jnp.einsum("bqm,me->bqe", sw.shard(hidden, MLP_AXES), weights["down"])
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, config: DecoderConfig) -> jax.Array:
     """Return `x` `[..., embed]` divided by its root mean square, in float32, times the scale."""
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + config.norm_eps)).astype(x.dtype) * scale
+    return (
+        wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + config.norm_eps)
+    ).astype(x.dtype) * scale
 
 
 def rope(x: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array:
@@ -136,10 +160,14 @@ def rope(x: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array
     angles = positions[:, :, None, None] * frequencies
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
 
 
-def next_byte_loss(params: dict[str, Any], batch: dict[str, jax.Array], config: DecoderConfig) -> jax.Array:
+def next_byte_loss(
+    params: dict[str, Any], batch: dict[str, jax.Array], config: DecoderConfig
+) -> jax.Array:
     """Return the mean cross entropy of the next byte, in nats."""
     logits = forward(params, batch["inputs"], config)[0].astype(jnp.float32)
     # A comparison instead of an index: a sharded vocabulary then needs no gather across devices.

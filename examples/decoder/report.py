@@ -23,11 +23,23 @@ def weights(config: DecoderConfig) -> dict[str, sw.ArraySpec]:
     """Return one of each kind of weight, by name."""
     specs = decoder_specs(config)
     layer = specs["layers"][0]
-    kinds = {f"{part} {name}": spec for part in ("attention", "mlp") for name, spec in layer[part].items() if name != "norm"}
-    return {"embedding": specs["embedding"], **kinds, "norm": specs["norm"], "lm_head": specs["lm_head"]}
+    kinds = {
+        f"{part} {name}": spec
+        for part in ("attention", "mlp")
+        for name, spec in layer[part].items()
+        if name != "norm"
+    }
+    return {
+        "embedding": specs["embedding"],
+        **kinds,
+        "norm": specs["norm"],
+        "lm_head": specs["lm_head"],
+    }
 
 
-def activations(config: DecoderConfig, *, batch: int, q_length: int, kv_length: int) -> dict[str, sw.ArraySpec]:
+def activations(
+    config: DecoderConfig, *, batch: int, q_length: int, kv_length: int
+) -> dict[str, sw.ArraySpec]:
     """Return every annotated activation of the model, by name, with its shape in one call."""
     new, read = (batch, q_length), (batch, kv_length)
     shapes = {
@@ -48,19 +60,33 @@ def lies(found: sw.Resolution) -> str:
     return ",".join("+".join(decision.mesh_axes) or "-" for decision in found.decisions)
 
 
-def training_table(config: DecoderConfig, managers: Mapping[str, sw.PartitionManager], *, batch: int, length: int) -> Table:
+def training_table(
+    config: DecoderConfig, managers: Mapping[str, sw.PartitionManager], *, batch: int, length: int
+) -> Table:
     """Return where each tensor lies in training, a column per strategy."""
     table = _columns("Training: the mesh axes that each dim lies over", [*managers])
     kinds = weights(config)
-    _section(table, kinds, lambda spec: [lies(_explain(pm, spec, role="param")) for pm in managers.values()])
+    _section(
+        table,
+        kinds,
+        lambda spec: [lies(_explain(pm, spec, role="param")) for pm in managers.values()],
+    )
     used = {f"{name}, used": kinds[name] for name in ("attention q", "mlp down")}
-    _section(table, used, lambda spec: [lies(_explain(pm, spec, role="use")) for pm in managers.values()])
+    _section(
+        table, used, lambda spec: [lies(_explain(pm, spec, role="use")) for pm in managers.values()]
+    )
     tensors = activations(config, batch=batch, q_length=length, kv_length=length)
-    _section(table, tensors, lambda spec: [lies(_explain(pm, spec, role="activation")) for pm in managers.values()])
+    _section(
+        table,
+        tensors,
+        lambda spec: [lies(_explain(pm, spec, role="activation")) for pm in managers.values()],
+    )
     return table
 
 
-def serving_table(config: DecoderConfig, pm: sw.PartitionManager, *, slots: int, capacity: int, prompt_length: int) -> Table:
+def serving_table(
+    config: DecoderConfig, pm: sw.PartitionManager, *, slots: int, capacity: int, prompt_length: int
+) -> Table:
     """Return where each tensor lies under a serving strategy, a column per mode."""
     sizes = {
         "train": {"batch": slots, "q_length": prompt_length, "kv_length": prompt_length},
@@ -70,10 +96,16 @@ def serving_table(config: DecoderConfig, pm: sw.PartitionManager, *, slots: int,
     }
     titles = [f"{mode}\n{size['batch']} x {size['q_length']}" for mode, size in sizes.items()]
     table = _columns(f"{pm.name}: the same tensors in each mode (texts x new positions)", titles)
-    _section(table, weights(config), lambda spec: [lies(_explain(pm, spec, mode=mode, role="param")) for mode in sizes])
+    _section(
+        table,
+        weights(config),
+        lambda spec: [lies(_explain(pm, spec, mode=mode, role="param")) for mode in sizes],
+    )
     in_mode = {mode: activations(config, **size) for mode, size in sizes.items()}
     for name, spec in in_mode["train"].items():
-        cells = [lies(_explain(pm, in_mode[mode][name], mode=mode, role="activation")) for mode in sizes]
+        cells = [
+            lies(_explain(pm, in_mode[mode][name], mode=mode, role="activation")) for mode in sizes
+        ]
         table.add_row(name, _axes(spec), *cells)
     return table
 
@@ -96,7 +128,9 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
 
 
-def _section(table: Table, specs: Mapping[str, sw.ArraySpec], cells: Callable[[sw.ArraySpec], list[str]]) -> None:
+def _section(
+    table: Table, specs: Mapping[str, sw.ArraySpec], cells: Callable[[sw.ArraySpec], list[str]]
+) -> None:
     for name, spec in specs.items():
         table.add_row(name, _axes(spec), *cells(spec))
     table.add_section()
@@ -118,24 +152,49 @@ def bytes_per_device(tree: Any) -> int:
 def spec_bytes(specs: Any, shardings: Any) -> int:
     """Return the bytes per device of arrays that need not exist, from their specs and shardings."""
     leaves = zip(jax.tree.leaves(specs), jax.tree.leaves(shardings), strict=True)
-    return sum(int(np.prod(sharding.shard_shape(spec.shape))) * jnp.dtype(spec.dtype).itemsize for spec, sharding in leaves)
+    return sum(
+        int(np.prod(sharding.shard_shape(spec.shape))) * jnp.dtype(spec.dtype).itemsize
+        for spec, sharding in leaves
+    )
 
 
-def memory_table(states: Mapping[str, Any], managers: Mapping[str, sw.PartitionManager], seconds: Mapping[str, float]) -> Table:
+def memory_table(
+    states: Mapping[str, Any],
+    managers: Mapping[str, sw.PartitionManager],
+    seconds: Mapping[str, float],
+) -> Table:
     """Return what one device holds under each strategy in training."""
     table = _table("Training: bytes per device")
-    for name in ("strategy", "mesh", "parameters", "optimizer state", "together", "of single", "time"):
+    for name in (
+        "strategy",
+        "mesh",
+        "parameters",
+        "optimizer state",
+        "together",
+        "of single",
+        "time",
+    ):
         table.add_column(name, justify="left" if name in ("strategy", "mesh") else "right")
     whole = None
     for name, state in states.items():
         params, opt = bytes_per_device(state["params"]), bytes_per_device(state["opt"])
         whole = whole or params + opt
         share = f"{(params + opt) / whole:.1%}"
-        table.add_row(name, mesh_text(managers[name]), f"{params:,}", f"{opt:,}", f"{params + opt:,}", share, f"{seconds[name]:.1f} s")
+        table.add_row(
+            name,
+            mesh_text(managers[name]),
+            f"{params:,}",
+            f"{opt:,}",
+            f"{params + opt:,}",
+            share,
+            f"{seconds[name]:.1f} s",
+        )
     return table
 
 
-def serving_memory(pm: sw.PartitionManager, config: DecoderConfig, *, slots: int, capacity: int) -> str:
+def serving_memory(
+    pm: sw.PartitionManager, config: DecoderConfig, *, slots: int, capacity: int
+) -> str:
     """Return in a line what one device holds when serving."""
     specs, cache = decoder_specs(config), cache_specs(config, batch=slots, capacity=capacity)
     held = spec_bytes(specs, pm.shardings(specs, mode="decode"))
@@ -156,7 +215,9 @@ def loss_table(losses: Mapping[str, Sequence[float]], *, rows: int = 6) -> Table
     steps = len(next(iter(losses.values())))
     for step in sorted({round(at) for at in np.linspace(0, steps - 1, min(rows, steps))}):
         values = [series[step] for series in losses.values()]
-        table.add_row(str(step + 1), *(f"{value:.7f}" for value in values), f"{max(values) - min(values):.1e}")
+        table.add_row(
+            str(step + 1), *(f"{value:.7f}" for value in values), f"{max(values) - min(values):.1e}"
+        )
     return table
 
 
@@ -164,7 +225,11 @@ def largest_difference(losses: Mapping[str, Sequence[float]]) -> float:
     """Return the largest relative difference of any strategy's loss from the first one's, over all steps."""
     first, *others = (np.asarray(series, np.float64) for series in losses.values())
     # np.max keeps a NaN, which max drops: a loss that is no number agrees with nothing.
-    return float(np.max([np.max(np.abs(other - first) / np.abs(first)) for other in others])) if others else 0.0
+    return (
+        float(np.max([np.max(np.abs(other - first) / np.abs(first)) for other in others]))
+        if others
+        else 0.0
+    )
 
 
 def text_table(prompts: Sequence[bytes], texts: Mapping[str, Sequence[bytes]]) -> Table:
@@ -175,7 +240,11 @@ def text_table(prompts: Sequence[bytes], texts: Mapping[str, Sequence[bytes]]) -
     for slot, row in enumerate(differing(texts)):
         written = next(iter(texts.values()))[slot]
         table.add_row(
-            str(slot), str(len(prompts[slot])), _shown(prompts[slot][-32:]), _shown(written), "yes" if row is None else f"NO, byte {row}"
+            str(slot),
+            str(len(prompts[slot])),
+            _shown(prompts[slot][-32:]),
+            _shown(written),
+            "yes" if row is None else f"NO, byte {row}",
         )
     return table
 

@@ -43,7 +43,15 @@ class Server:
     decode: Callable[..., Any]
 
 
-def make_server(strategy: sw.Strategy, config: DecoderConfig, *, slots: int, capacity: int, prompt_length: int, mesh: Any = None) -> Server:
+def make_server(
+    strategy: sw.Strategy,
+    config: DecoderConfig,
+    *,
+    slots: int,
+    capacity: int,
+    prompt_length: int,
+    mesh: Any = None,
+) -> Server:
     """Build the serving functions of a strategy, on its own mesh unless another is given.
 
     Raises:
@@ -53,9 +61,13 @@ def make_server(strategy: sw.Strategy, config: DecoderConfig, *, slots: int, cap
     if prompt_length > capacity:
         raise ValueError(f"prompt_length {prompt_length} exceeds the capacity {capacity} of a slot")
     pm = sw.PartitionManager(strategy, mesh=mesh)
-    held = pm.shardings(cache_specs(config, batch=slots, capacity=capacity), mode="decode", role="activation")
+    held = pm.shardings(
+        cache_specs(config, batch=slots, capacity=capacity), mode="decode", role="activation"
+    )
     last = pm.sharding(sw.BATCH, shape=(slots,), mode="decode")
-    prefix = pm.shardings(cache_specs(config, batch=1, capacity=prompt_length), mode="prefill", role="activation")
+    prefix = pm.shardings(
+        cache_specs(config, batch=1, capacity=prompt_length), mode="prefill", role="activation"
+    )
     first = pm.sharding(sw.BATCH, shape=(1,), mode="prefill")
     return Server(
         pm=pm,
@@ -74,7 +86,9 @@ def prefill_step(config: DecoderConfig, capacity: int) -> Callable[..., Any]:
 
     def prefill(params: Tree, tokens: jax.Array, real: jax.Array) -> tuple[jax.Array, Tree]:
         specs = cache_specs(config, batch=tokens.shape[0], capacity=capacity)
-        cache = jax.tree.map(lambda spec: sw.shard(jnp.zeros(spec.shape, spec.dtype), spec.axes), specs)
+        cache = jax.tree.map(
+            lambda spec: sw.shard(jnp.zeros(spec.shape, spec.dtype), spec.axes), specs
+        )
         logits, cache = forward(params, tokens, config, cache=cache, real=real)
         last = jnp.take_along_axis(logits, real[:, None, None] - 1, axis=1)[:, 0]
         return jnp.argmax(last, axis=-1).astype(jnp.int32), cache
@@ -82,7 +96,9 @@ def prefill_step(config: DecoderConfig, capacity: int) -> Callable[..., Any]:
     return prefill
 
 
-def insert_step(cache: Tree, last: jax.Array, prefix: Tree, first: jax.Array, slot: jax.Array) -> tuple[Tree, jax.Array]:
+def insert_step(
+    cache: Tree, last: jax.Array, prefix: Tree, first: jax.Array, slot: jax.Array
+) -> tuple[Tree, jax.Array]:
     """Put a prefilled prompt and its first new byte into a slot."""
     return insert_rows(cache, prefix, slot), last.at[slot].set(first[0], mode="drop")
 
@@ -99,7 +115,12 @@ def decode_step(config: DecoderConfig) -> Callable[..., Any]:
 
 
 def generate(
-    server: Server, params: Tree, prompts: Sequence[bytes], *, new_bytes: int, on_step: Callable[[str], None] = print
+    server: Server,
+    params: Tree,
+    prompts: Sequence[bytes],
+    *,
+    new_bytes: int,
+    on_step: Callable[[str], None] = print,
 ) -> list[bytes]:
     """Return what the model writes after each prompt, greedily.
 
@@ -117,7 +138,9 @@ def generate(
     pm = server.pm
     weights = pm.shard(params, decoder_specs(server.config), role="param")
     with pm.for_mode("decode") as decoding:
-        cache = empty_cache(decoding, cache_specs(server.config, batch=server.slots, capacity=server.capacity))
+        cache = empty_cache(
+            decoding, cache_specs(server.config, batch=server.slots, capacity=server.capacity)
+        )
         last = decoding.shard(np.zeros(server.slots, np.int32), sw.BATCH)
     for slot, prompt in enumerate(prompts):
         with pm.for_mode("prefill"):
@@ -137,10 +160,14 @@ def generate(
 def check_fits(server: Server, prompts: Sequence[bytes], new_bytes: int) -> None:
     """Raise ValueError for the first thing that would not fit the slots."""
     if len(prompts) > server.slots:
-        raise ValueError(f"{len(prompts)} prompts for {server.slots} slots: serve them in turns, or make more slots")
+        raise ValueError(
+            f"{len(prompts)} prompts for {server.slots} slots: serve them in turns, or make more slots"
+        )
     for at, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= server.prompt_length:
-            raise ValueError(f"prompt {at} has {len(prompt)} bytes, this server takes 1 to {server.prompt_length}")
+            raise ValueError(
+                f"prompt {at} has {len(prompt)} bytes, this server takes 1 to {server.prompt_length}"
+            )
         if len(prompt) + new_bytes > server.capacity:
             raise ValueError(
                 f"prompt {at}: {len(prompt)} bytes and {new_bytes} new ones exceed the slot's capacity {server.capacity}: "

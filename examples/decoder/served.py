@@ -16,7 +16,13 @@ from shardwright.attention import append_and_attend, next_positions
 
 def cache_shape(config: DecoderConfig, *, window: int | None = None) -> serving.CacheShape:
     """Return what the model keeps of a token."""
-    return serving.CacheShape(layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=config.dtype, window=window)
+    return serving.CacheShape(
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=config.dtype,
+        window=window,
+    )
 
 
 def served(config: DecoderConfig, *, implementation: str | None = None) -> Callable[..., Any]:
@@ -27,13 +33,17 @@ def served(config: DecoderConfig, *, implementation: str | None = None) -> Calla
       implementation: of attention; absent: what the strategy names, else the best.
     """
 
-    def model(params: dict[str, Any], tokens: jax.Array, caches: Any, valid: jax.Array) -> tuple[jax.Array, list[Any]]:
+    def model(
+        params: dict[str, Any], tokens: jax.Array, caches: Any, valid: jax.Array
+    ) -> tuple[jax.Array, list[Any]]:
         positions = next_positions(caches[0], q_length=tokens.shape[1], valid=valid)
 
         def mix(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
             done = append_and_attend(q, k, v, cache, valid=valid, implementation=implementation)
             return done.o, done.cache
 
-        return blocks(params, tokens, config, positions=jnp.maximum(positions, 0), held=caches, mix=mix)
+        return blocks(
+            params, tokens, config, positions=jnp.maximum(positions, 0), held=caches, mix=mix
+        )
 
     return model

@@ -27,7 +27,9 @@ def stdlib_text(limit: int = 4_000_000) -> np.ndarray:
     return np.frombuffer(b"\n".join(parts), dtype=np.uint8)[:limit]
 
 
-def text_batches(text: np.ndarray, *, batch: int, length: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
+def text_batches(
+    text: np.ndarray, *, batch: int, length: int, seed: int
+) -> Iterator[dict[str, np.ndarray]]:
     """Yield random windows for ever: `inputs` and `targets` `[batch, length]`, where each target is the byte after its input."""
     draw = np.random.default_rng(seed)
     while True:

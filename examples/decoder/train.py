@@ -40,17 +40,29 @@ class Trainer:
         """Return fresh parameters and optimizer state; the values depend on the seed alone, not on the mesh."""
         with self.pm:
             params = self.pm.init(decoder_specs(self.config), jax.random.key(seed))
-            return {"params": params, "opt": jax.jit(self.optimizer.init, out_shardings=self.shardings["opt"])(params)}
+            return {
+                "params": params,
+                "opt": jax.jit(self.optimizer.init, out_shardings=self.shardings["opt"])(params),
+            }
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Build the global batch from what each process has loaded."""
         rows = jax.process_count()
         return {
-            name: self.pm.global_array(part, BATCH_AXES, global_shape=(rows * part.shape[0], part.shape[1])) for name, part in batch.items()
+            name: self.pm.global_array(
+                part, BATCH_AXES, global_shape=(rows * part.shape[0], part.shape[1])
+            )
+            for name, part in batch.items()
         }
 
 
-def make_trainer(strategy: sw.Strategy, config: DecoderConfig, optimizer: optax.GradientTransformation, *, mesh: Any = None) -> Trainer:
+def make_trainer(
+    strategy: sw.Strategy,
+    config: DecoderConfig,
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Any = None,
+) -> Trainer:
     """Build the training step of a strategy, on its own mesh unless another is given.
 
     Raises:
@@ -70,7 +82,9 @@ def make_trainer(strategy: sw.Strategy, config: DecoderConfig, optimizer: optax.
     return Trainer(pm=pm, config=config, optimizer=optimizer, shardings=shardings, step=step)
 
 
-def train_step(config: DecoderConfig, optimizer: optax.GradientTransformation) -> Callable[[State, Any], tuple[State, jax.Array]]:
+def train_step(
+    config: DecoderConfig, optimizer: optax.GradientTransformation
+) -> Callable[[State, Any], tuple[State, jax.Array]]:
     """Return the step as a plain function, to be jitted under a manager."""
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, jax.Array]:
@@ -89,7 +103,13 @@ class Trained:
     losses: tuple[float, ...]
 
 
-def train(trainer: Trainer, state: State, batches: Iterable[dict[str, np.ndarray]], *, on_step: Callable[[float], None] = print) -> Trained:
+def train(
+    trainer: Trainer,
+    state: State,
+    batches: Iterable[dict[str, np.ndarray]],
+    *,
+    on_step: Callable[[float], None] = print,
+) -> Trained:
     """Train a step per batch, from a state that is used up.
 
     Raises:

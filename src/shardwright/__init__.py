@@ -107,7 +107,9 @@ from shardwright.tree import stack_specs as stack_specs
 
 if TYPE_CHECKING:
     from shardwright.lints.catalogue import lint as lint
-    from shardwright.spec_trees import get_names_from_partition_spec as get_names_from_partition_spec
+    from shardwright.spec_trees import (
+        get_names_from_partition_spec as get_names_from_partition_spec,
+    )
     from shardwright.spec_trees import make_shard_and_gather_fns as make_shard_and_gather_fns
     from shardwright.spec_trees import match_partition_rules as match_partition_rules
     from shardwright.spec_trees import names_in_current_mesh as names_in_current_mesh

@@ -17,7 +17,9 @@ from jax.sharding import AbstractMesh, Mesh
 def is_array(value: object) -> bool:
     """Tell whether a value is one array: a JAX or NumPy array, a tracer, or a number."""
     # A tracer is a jax.Array too, but asking that first takes ten times as long.
-    return isinstance(value, (jax.core.Tracer, jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+    return isinstance(
+        value, (jax.core.Tracer, jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    )
 
 
 # What JAX raises where symbolic sizes of `jax.export` do not say whether something holds.
@@ -54,7 +56,9 @@ def concrete_mesh() -> Mesh | None:
     from jax._src import mesh as private
 
     read: Any = getattr(private, "get_concrete_mesh", lambda: None)
-    legacy: Any = getattr(getattr(getattr(private, "thread_resources", None), "env", None), "physical_mesh", None)
+    legacy: Any = getattr(
+        getattr(getattr(private, "thread_resources", None), "env", None), "physical_mesh", None
+    )
     return next((mesh for mesh in (read(), legacy) if mesh is not None and not mesh.empty), None)
 
 
@@ -64,7 +68,11 @@ def mesh_at_hand() -> Mesh | AbstractMesh | None:
     With its devices where they can be known, which is nearly always.
     """
     ambient, concrete = ambient_mesh(), concrete_mesh()
-    return concrete if concrete is not None and (ambient is None or ambient.shape_tuple == concrete.shape_tuple) else ambient
+    return (
+        concrete
+        if concrete is not None and (ambient is None or ambient.shape_tuple == concrete.shape_tuple)
+        else ambient
+    )
 
 
 def legacy_meshes() -> tuple[Mesh, ...]:
@@ -128,7 +136,12 @@ def vary_together(values: Any) -> Any:
 
 
 def call_shard_map(
-    f: Callable[..., Any], *, mesh: Mesh | AbstractMesh | None, in_specs: Any, out_specs: Any, check_vma: bool = True
+    f: Callable[..., Any],
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    in_specs: Any,
+    out_specs: Any,
+    check_vma: bool = True,
 ) -> Callable[..., Any]:
     """Return `jax.shard_map` of a function; without a mesh it uses the ambient one, as nested use must."""
     if mesh is None:
@@ -136,7 +149,10 @@ def call_shard_map(
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
-_EVENTS = {"/jax/core/compile/jaxpr_trace_duration": "traced", "/jax/core/compile/backend_compile_duration": "compiled"}
+_EVENTS = {
+    "/jax/core/compile/jaxpr_trace_duration": "traced",
+    "/jax/core/compile/backend_compile_duration": "compiled",
+}
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -171,14 +187,18 @@ def watch_compilations() -> Iterator[Compilations]:
             getattr(found, _EVENTS[event]).append(str(about.get("fun_name", "?")))
 
     handler = logging.Handler()
-    handler.emit = lambda record: found.reasons.append(record.getMessage()) if "CACHE MISS" in record.getMessage() else None  # type: ignore[method-assign]
+    handler.emit = lambda record: (
+        found.reasons.append(record.getMessage()) if "CACHE MISS" in record.getMessage() else None
+    )  # type: ignore[method-assign]
     jax.monitoring.register_event_duration_secs_listener(note)
     log.addHandler(handler)
     try:
         with jax.explain_cache_misses(True):
             jax.jit(lambda: 0)()
             if not (found.traced and found.compiled):
-                raise RuntimeError("this version of JAX does not report what it traces and compiles")
+                raise RuntimeError(
+                    "this version of JAX does not report what it traces and compiles"
+                )
             found.explained = bool(found.reasons)
             for said in (found.traced, found.compiled, found.reasons):
                 said.clear()

@@ -32,7 +32,9 @@ def hint(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = 
     return x if manager is None else manager.hint(x, *axes, mode=mode, role=role)
 
 
-def gather(w: Any, *axes: Any, path: str | None = None, mode: str | None = None, shape: Any = None) -> Any:
+def gather(
+    w: Any, *axes: Any, path: str | None = None, mode: str | None = None, shape: Any = None
+) -> Any:
     """Constrain a stored weight, or a tree of them, to where it is used, and its gradient back to where it is stored.
 
     `gather(w, EMBED, MLP_INTERMEDIATE)`. Inside `shard_map` it is an all-gather. See `PartitionManager.gather` for the arguments.

@@ -32,7 +32,12 @@ from shardwright.axes import (
     axis_label,
     canonical_axis,
 )
-from shardwright.errors import AxisConflictError, RankMismatchError, ShapeRequiredError, StrategyError
+from shardwright.errors import (
+    AxisConflictError,
+    RankMismatchError,
+    ShapeRequiredError,
+    StrategyError,
+)
 from shardwright.layouts import DynamicShardingAxes
 from shardwright.modes import MODE_DECODE, MODE_TRAIN
 
@@ -63,12 +68,21 @@ def merged(*members: tuple[str, int]) -> MergedDim:
       StrategyError: no members, or a member that is not (axis, positive size).
     """
     for member in members:
-        good = isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str) and type(member[1]) is int
+        good = (
+            isinstance(member, tuple)
+            and len(member) == 2
+            and isinstance(member[0], str)
+            and type(member[1]) is int
+        )
         if not good or member[1] < 1:
             what = "has no positive size" if good else "is not (axis, size)"
-            raise StrategyError(f"merged: {member!r} {what}", fix="merged((KV_HEAD, 8), (KV_HEAD_DIM, 128))")
+            raise StrategyError(
+                f"merged: {member!r} {what}", fix="merged((KV_HEAD, 8), (KV_HEAD_DIM, 128))"
+            )
     if not members:
-        raise StrategyError("merged needs at least one (axis, size)", fix="merged((KV_HEAD, 8), (KV_HEAD_DIM, 128))")
+        raise StrategyError(
+            "merged needs at least one (axis, size)", fix="merged((KV_HEAD, 8), (KV_HEAD_DIM, 128))"
+        )
     return MergedDim(tuple((canonical_axis(axis), size) for axis, size in members))
 
 
@@ -82,11 +96,18 @@ def as_shape(shape: Any) -> tuple[int, ...]:
         sizes = tuple(map(operator.index, shape))
     except TypeError as error:
         try:
-            sizes = tuple(size if _jax.is_symbolic(size) else operator.index(size) for size in shape)
+            sizes = tuple(
+                size if _jax.is_symbolic(size) else operator.index(size) for size in shape
+            )
         except TypeError:
-            raise RankMismatchError(f"{_short(shape)} is not a shape", fix="pass x.shape, or a tuple of sizes such as (8, 128)") from error
+            raise RankMismatchError(
+                f"{_short(shape)} is not a shape",
+                fix="pass x.shape, or a tuple of sizes such as (8, 128)",
+            ) from error
     if any(type(size) is int and size < 0 for size in sizes):
-        raise RankMismatchError(f"{sizes} has a negative size", fix="pass x.shape, or a tuple of sizes such as (8, 128)")
+        raise RankMismatchError(
+            f"{sizes} has a negative size", fix="pass x.shape, or a tuple of sizes such as (8, 128)"
+        )
     return sizes
 
 
@@ -115,7 +136,9 @@ class ArraySpec:
         try:
             jax.ShapeDtypeStruct(self.shape, self.dtype)
         except TypeError as error:
-            raise StrategyError(f"{_short(self.dtype)} is not a dtype", fix="write one such as jnp.float32") from error
+            raise StrategyError(
+                f"{_short(self.dtype)} is not a dtype", fix="write one such as jnp.float32"
+            ) from error
         object.__setattr__(self, "axes", as_annotation(self.axes))
         lower(self.axes, self.shape)
 
@@ -161,8 +184,14 @@ class PartOf:
         lower(self.annotation, self.shape)
         if isinstance(self.dims, list):
             object.__setattr__(self, "dims", tuple(self.dims))
-        followed = [dim for dim in self.dims if dim is not None] if isinstance(self.dims, tuple) else [self.dims]
-        good = isinstance(self.dims, tuple) and all(type(dim) is int and 0 <= dim < len(self.shape) for dim in followed)
+        followed = (
+            [dim for dim in self.dims if dim is not None]
+            if isinstance(self.dims, tuple)
+            else [self.dims]
+        )
+        good = isinstance(self.dims, tuple) and all(
+            type(dim) is int and 0 <= dim < len(self.shape) for dim in followed
+        )
         if not good or len(set(followed)) != len(followed):
             raise RankMismatchError(
                 f"dims {_short(self.dims)} of {describe(self.annotation)}, which has {len(self.shape)}",
@@ -173,11 +202,15 @@ class PartOf:
 
 def is_layout(value: object) -> bool:
     """Tell whether a value is a layout class or instance, or a stacked one."""
-    return isinstance(value, (DynamicShardingAxes, StackedLayout)) or (isinstance(value, type) and issubclass(value, DynamicShardingAxes))
+    return isinstance(value, (DynamicShardingAxes, StackedLayout)) or (
+        isinstance(value, type) and issubclass(value, DynamicShardingAxes)
+    )
 
 
 def _is_dim(entry: object) -> bool:
-    return isinstance(entry, (str, MergedDim)) or (type(entry) is tuple and all(isinstance(axis, str) for axis in entry))
+    return isinstance(entry, (str, MergedDim)) or (
+        type(entry) is tuple and all(isinstance(axis, str) for axis in entry)
+    )
 
 
 def is_annotation(value: object) -> TypeGuard[Any]:
@@ -197,10 +230,17 @@ def is_annotation(value: object) -> TypeGuard[Any]:
 def is_tuple_of_annotations(value: object) -> bool:
     """Tell whether a tuple may be one annotation of composites, and a tuple of annotations too.
 
-    >>> is_tuple_of_annotations((("__BATCH__", "__EMBED__"), ("__EMBED__",))), is_tuple_of_annotations(("__BATCH__", "__EMBED__"))
+    >>> (
+    ...     is_tuple_of_annotations((("__BATCH__", "__EMBED__"), ("__EMBED__",))),
+    ...     is_tuple_of_annotations(("__BATCH__", "__EMBED__")),
+    ... )
     (True, False)
     """
-    return type(value) is tuple and bool(value) and all(type(entry) is tuple and _is_dim(entry) for entry in value)
+    return (
+        type(value) is tuple
+        and bool(value)
+        and all(type(entry) is tuple and _is_dim(entry) for entry in value)
+    )
 
 
 def spelled(annotation: Any) -> str:
@@ -220,13 +260,17 @@ def as_annotation(value: Any) -> Any:
     if type(value) is tuple and is_annotation(value):
         return value
     if isinstance(value, (list, tuple)) and not is_layout(value):
-        frozen = tuple(tuple(entry) if isinstance(entry, (list, tuple)) else entry for entry in value)
+        frozen = tuple(
+            tuple(entry) if isinstance(entry, (list, tuple)) else entry for entry in value
+        )
         for position, entry in enumerate(frozen):
             if not _is_dim(entry):
                 raise StrategyError(
                     f"{_short(value)} is not an annotation: its entry {_short(entry)} is not an axis, a tuple of axes or merged(...)",
                     dim=position,
-                    fix="write EMPTY for a dim that is not sharded" if entry is None else "use axis strings such as BATCH, or EMPTY",
+                    fix="write EMPTY for a dim that is not sharded"
+                    if entry is None
+                    else "use axis strings such as BATCH, or EMPTY",
                 )
         return frozen
     if is_annotation(value):
@@ -283,10 +327,18 @@ def stacked(annotation: Any, layers: int | None = None) -> Any:
     """
     one = as_annotation(annotation)
     if isinstance(one, (ArraySpec, PartOf)) != (layers is not None):
-        raise StrategyError("layers= goes with an ArraySpec, and only with one", fix="stacked(spec, layers=32), or stacked(axes)")
+        raise StrategyError(
+            "layers= goes with an ArraySpec, and only with one",
+            fix="stacked(spec, layers=32), or stacked(axes)",
+        )
     if isinstance(one, PartOf):
         dims = (0, *(None if of is None else of + 1 for of in one.dims))
-        return PartOf(annotation=stacked(one.annotation), shape=(_count(layers), *one.shape), dims=dims, path=one.path)
+        return PartOf(
+            annotation=stacked(one.annotation),
+            shape=(_count(layers), *one.shape),
+            dims=dims,
+            path=one.path,
+        )
     if isinstance(one, ArraySpec):
         init = None if one.init is None else _StackedInit(one.init)
         axes = stacked(one.axes, layers if isinstance(one.axes, PartOf) else None)
@@ -309,7 +361,10 @@ def _count(layers: Any) -> int:
     except TypeError:
         count = 0
     if count < 1:
-        raise StrategyError(f"{_short(layers)} is not a number of layers", fix="write a positive whole number, stacked(spec, layers=32)")
+        raise StrategyError(
+            f"{_short(layers)} is not a number of layers",
+            fix="write a positive whole number, stacked(spec, layers=32)",
+        )
     return count
 
 
@@ -318,7 +373,9 @@ class _StackedInit:
     init: Initializer
 
     def __call__(self, key: Any, shape: Sequence[int], dtype: Any) -> Any:
-        return jax.vmap(lambda one: self.init(one, tuple(shape[1:]), dtype))(jax.random.split(key, shape[0]))
+        return jax.vmap(lambda one: self.init(one, tuple(shape[1:]), dtype))(
+            jax.random.split(key, shape[0])
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,7 +403,9 @@ class Dim:
             joined = axis_label(self.axes[0])
         else:
             joined = "+".join([axis_label(axis) for axis in self.axes]) or EMPTY
-        object.__setattr__(self, "label", f"{joined} ({axis_label(self.means)})" if self.means else joined)
+        object.__setattr__(
+            self, "label", f"{joined} ({axis_label(self.means)})" if self.means else joined
+        )
 
     @property
     def size(self) -> int | None:
@@ -381,7 +440,10 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
     """
     if isinstance(annotation, ArraySpec):
         if shape is not None and tuple(shape) != annotation.shape:
-            raise RankMismatchError(f"the array has shape {tuple(shape)}, its ArraySpec {annotation.shape}", fix="make them agree")
+            raise RankMismatchError(
+                f"the array has shape {tuple(shape)}, its ArraySpec {annotation.shape}",
+                fix="make them agree",
+            )
         return lower(annotation.axes, annotation.shape)
     if isinstance(annotation, PartitionSpec):
         return Lowered(dims=_lower_spec(annotation, shape))
@@ -399,7 +461,11 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
 
 def _lower_part(part: PartOf, shape: Sequence[int] | None) -> Lowered:
     whole = lower(part.annotation, part.shape)
-    lowered = Lowered(dims=tuple(Dim(axes=()) if of is None else whole.dims[of] for of in part.dims), mode=whole.mode, role=Role.PARAM)
+    lowered = Lowered(
+        dims=tuple(Dim(axes=()) if of is None else whole.dims[of] for of in part.dims),
+        mode=whole.mode,
+        role=Role.PARAM,
+    )
     if shape is not None and len(shape) != len(part.dims):
         raise RankMismatchError(
             f"{describe(part)} has {len(part.dims)} dims, the array has {len(shape)}: shape {tuple(shape)}",
@@ -449,7 +515,11 @@ def _literal(entry: Any) -> tuple[str, ...]:
 def _lower_layout(annotation: Any, rank: int | None) -> Lowered:
     front = isinstance(annotation, StackedLayout)
     layout = annotation.layout if front else annotation
-    dims, mode = (layout[0], layout[1]) if isinstance(layout, DynamicShardingAxes) else (layout.default_axes, layout.default_mode)
+    dims, mode = (
+        (layout[0], layout[1])
+        if isinstance(layout, DynamicShardingAxes)
+        else (layout.default_axes, layout.default_mode)
+    )
     if layout.any_rank:
         return Lowered(dims=(Dim(axes=()),) * (rank or 0), mode=mode, role=layout.role)
     means = layout.means or (EMPTY,) * len(dims)
@@ -465,9 +535,17 @@ def describe(annotation: Any) -> str:
         return "(" + ", ".join([_lower_dim(entry, "").label for entry in annotation]) + ")"
     if isinstance(annotation, StackedLayout):
         return f"stacked({describe(annotation.layout)})"
-    if isinstance(annotation, DynamicShardingAxes) or (isinstance(annotation, type) and issubclass(annotation, DynamicShardingAxes)):
-        cls: type[DynamicShardingAxes] = annotation if isinstance(annotation, type) else type(annotation)
-        return cls.__name__ if cls.named or isinstance(annotation, type) else cls.__name__ + describe(annotation[0])
+    if isinstance(annotation, DynamicShardingAxes) or (
+        isinstance(annotation, type) and issubclass(annotation, DynamicShardingAxes)
+    ):
+        cls: type[DynamicShardingAxes] = (
+            annotation if isinstance(annotation, type) else type(annotation)
+        )
+        return (
+            cls.__name__
+            if cls.named or isinstance(annotation, type)
+            else cls.__name__ + describe(annotation[0])
+        )
     if isinstance(annotation, ArraySpec):
         return describe(annotation.axes)
     if isinstance(annotation, PartitionSpec):
@@ -475,7 +553,9 @@ def describe(annotation: Any) -> str:
     whole = describe(annotation.annotation)
     if annotation.dims == tuple(range(len(annotation.shape))):
         return whole
-    return f"dims ({', '.join('-' if of is None else str(of) for of in annotation.dims)}) of {whole}"
+    return (
+        f"dims ({', '.join('-' if of is None else str(of) for of in annotation.dims)}) of {whole}"
+    )
 
 
 def _check_rank(annotation: Any, dims: tuple[Dim, ...], shape: Sequence[int] | None) -> None:
@@ -536,7 +616,10 @@ def _check_composites(dims: tuple[Dim, ...]) -> None:
             )
         heads = [axis for axis in dim.axes if axis in _HEADS]
         if heads and not _HEAD_DIMS.isdisjoint(dim.axes):
-            head, width = axis_label(heads[0]), next(axis_label(axis) for axis in dim.axes if axis in _HEAD_DIMS)
+            head, width = (
+                axis_label(heads[0]),
+                next(axis_label(axis) for axis in dim.axes if axis in _HEAD_DIMS),
+            )
             raise StrategyError(
                 f"a composite of {head} and {width} may split a head: its parts need not be whole heads",
                 dim=position,
@@ -569,9 +652,13 @@ def mode_of_layout(mode: str | int, shape: Sequence[int] | None) -> str:
     if isinstance(mode, str):
         return mode
     if shape is None:
-        raise ShapeRequiredError(f"the layout's mode is dim {mode}: its size picks the mode", fix="pass mode= or shape=")
+        raise ShapeRequiredError(
+            f"the layout's mode is dim {mode}: its size picks the mode", fix="pass mode= or shape="
+        )
     if not -len(shape) <= mode < len(shape):
-        raise RankMismatchError(f"the layout's mode is dim {mode}, the array has shape {tuple(shape)}", fix="pass mode=")
+        raise RankMismatchError(
+            f"the layout's mode is dim {mode}, the array has shape {tuple(shape)}", fix="pass mode="
+        )
     size = shape[mode]
     try:
         return MODE_TRAIN if size >= 2 or size < 1 else MODE_DECODE

@@ -157,7 +157,9 @@ def axis_label(axis: str) -> str:
 
 def file_name(axis: str) -> str:
     """Return the name that strategy files use: `kv_head`, `tensor_parallel`."""
-    return (axis[2:-2] if axis.startswith("__") and axis.endswith("__") and len(axis) > 4 else axis).lower()
+    return (
+        axis[2:-2] if axis.startswith("__") and axis.endswith("__") and len(axis) > 4 else axis
+    ).lower()
 
 
 _SHORT: dict[str, str] = {"DP": DP, "FSDP": FSDP, "TP": TP, "EP": EP, "SP": SP, "PP": PP}

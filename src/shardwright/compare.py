@@ -64,7 +64,11 @@ class Row:
     @property
     def grows(self) -> int | None:
         """Bytes per device that it gains, or None where one side's are unknown."""
-        return None if self.before.bytes is None or self.after.bytes is None else self.after.bytes - self.before.bytes
+        return (
+            None
+            if self.before.bytes is None or self.after.bytes is None
+            else self.after.bytes - self.before.bytes
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +101,10 @@ class Comparison:
     def totals(self) -> tuple[Total, ...]:
         """Return the bytes per device of each role and mode."""
         keys = dict.fromkeys((row.role, row.mode) for row in self.rows)
-        return tuple(_total(role, mode, [row for row in self.rows if (row.role, row.mode) == (role, mode)]) for role, mode in keys)
+        return tuple(
+            _total(role, mode, [row for row in self.rows if (row.role, row.mode) == (role, mode)])
+            for role, mode in keys
+        )
 
 
 def _total(role: Role, mode: str, rows: Sequence[Row]) -> Total:
@@ -124,37 +131,68 @@ def compare(before: PartitionManager, after: PartitionManager, *, tensors: Any) 
       StrategyError: one side has a mode and the other none, or the tree has leaves that are no annotations.
 
     >>> import shardwright as sw
-    >>> fsdp, ddp = (sw.PartitionManager(sw.Strategy.preset(name), mesh=sw.abstract_mesh("fsdp:8")) for name in ("fsdp", "ddp"))
+    >>> fsdp, ddp = (
+    ...     sw.PartitionManager(sw.Strategy.preset(name), mesh=sw.abstract_mesh("fsdp:8"))
+    ...     for name in ("fsdp", "ddp")
+    ... )
     >>> tree = {"up": sw.ArraySpec((64, 256), "float32", (sw.EMBED, sw.MLP_INTERMEDIATE))}
     >>> row = compare(fsdp, ddp, tensors=tree).changed[0]
     >>> row.before.bytes, row.after.bytes
     (8192, 65536)
     """
     if (before.mode is None) != (after.mode is None):
-        raise StrategyError("one side has a mode and the other has none", fix='give both one, pm.for_mode("decode"), or neither')
-    pairs = [(mode, mode) for mode in MODES] if before.mode is None or after.mode is None else [(before.mode, after.mode)]
+        raise StrategyError(
+            "one side has a mode and the other has none",
+            fix='give both one, pm.for_mode("decode"), or neither',
+        )
+    pairs = (
+        [(mode, mode) for mode in MODES]
+        if before.mode is None or after.mode is None
+        else [(before.mode, after.mode)]
+    )
     rows = [_row(tensor, before, after, *pair) for tensor in as_tensors(tensors) for pair in pairs]
     return Comparison(rows=tuple(rows))
 
 
-def _row(tensor: Tensor, before: PartitionManager, after: PartitionManager, mode: str, mode_after: str) -> Row:
+def _row(
+    tensor: Tensor, before: PartitionManager, after: PartitionManager, mode: str, mode_after: str
+) -> Row:
     left, right = _placed(tensor, before, mode), _placed(tensor, after, mode_after)
-    role = next((one.found.role for one in (left, right) if one.found.decisions), tensor.role or Role.ACTIVATION)
+    role = next(
+        (one.found.role for one in (left, right) if one.found.decisions),
+        tensor.role or Role.ACTIVATION,
+    )
     return Row(tensor=tensor, role=role, mode=mode, mode_after=mode_after, before=left, after=right)
 
 
 def _placed(tensor: Tensor, manager: PartitionManager, mode: str) -> Placed:
     role = Role.PARAM if tensor.role is Role.USE else tensor.role
-    found = manager.explain(tensor.axes, mode=mode, role=role, shape=tensor.shape, path=tensor.path or None)
+    found = manager.explain(
+        tensor.axes, mode=mode, role=role, shape=tensor.shape, path=tensor.path or None
+    )
     if not found.ok:
         return Placed(found=found, mesh_axes=None, shards=None, bytes=None)
-    shards = tuple(math.prod(manager.mesh.shape[axis] for axis in decision.mesh_axes) for decision in found.decisions)
-    lies = tuple((UNCONSTRAINED,) if one.outcome is Outcome.UNCONSTRAINED else one.mesh_axes for one in found.decisions)
-    return Placed(found=found, mesh_axes=lies, shards=shards, bytes=bytes_on_device(tensor, found, manager))
+    shards = tuple(
+        math.prod(manager.mesh.shape[axis] for axis in decision.mesh_axes)
+        for decision in found.decisions
+    )
+    lies = tuple(
+        (UNCONSTRAINED,) if one.outcome is Outcome.UNCONSTRAINED else one.mesh_axes
+        for one in found.decisions
+    )
+    return Placed(
+        found=found, mesh_axes=lies, shards=shards, bytes=bytes_on_device(tensor, found, manager)
+    )
 
 
 def bytes_on_device(tensor: Tensor, found: Resolution, manager: PartitionManager) -> int | None:
     """Return the bytes that each device holds; None where the spec, a size or the dtype is not known, or a dim is the compiler's."""
-    if not found.ok or any(decision.outcome is Outcome.UNCONSTRAINED for decision in found.decisions):
+    if not found.ok or any(
+        decision.outcome is Outcome.UNCONSTRAINED for decision in found.decisions
+    ):
         return None
-    return tensor.bytes_over(math.prod(manager.mesh.shape[axis] for decision in found.decisions for axis in decision.mesh_axes))
+    return tensor.bytes_over(
+        math.prod(
+            manager.mesh.shape[axis] for decision in found.decisions for axis in decision.mesh_axes
+        )
+    )

@@ -101,14 +101,22 @@ class Composite:
                 parts=tuple(pick.live for pick in picks),
             )
 
-    def with_fallback(self, parts: Sequence[tuple[str, ...]], fits: Callable[[tuple[str, ...]], bool]) -> str:
+    def with_fallback(
+        self, parts: Sequence[tuple[str, ...]], fits: Callable[[tuple[str, ...]], bool]
+    ) -> str:
         """Return the change of members' rules that lets a failed candidate fit without their part of it.
 
         One member is enough where the rest then fits, the later one first.
         """
-        able = [at for at, rule in enumerate(self.members) if rule.fallback is Fallback.NONE and parts[at]]
+        able = [
+            at
+            for at, rule in enumerate(self.members)
+            if rule.fallback is Fallback.NONE and parts[at]
+        ]
         for at in reversed(able):
-            if fits(tuple(axis for other, part in enumerate(parts) if other != at for axis in part)):
+            if fits(
+                tuple(axis for other, part in enumerate(parts) if other != at for axis in part)
+            ):
                 return _with_dash(self.members[at])
         return " and ".join(_with_dash(self.members[at]) for at in able)
 

@@ -54,7 +54,9 @@ class Key:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Key) or (self.values is not other.values and self.values != other.values):
+        if not isinstance(other, Key) or (
+            self.values is not other.values and self.values != other.values
+        ):
             return False
         if not (self.asked or other.asked):
             return True
@@ -103,7 +105,9 @@ class _Thread(threading.local):
 _AMBIENT = jax.make_user_context(default_value=Key(None))
 _APART = jax.make_user_context(default_value=None)
 _INPUTS = jax.make_user_context(default_value=None)
-_FLOW: contextvars.ContextVar[_Entry | None] = contextvars.ContextVar("shardwright_manager", default=None)
+_FLOW: contextvars.ContextVar[_Entry | None] = contextvars.ContextVar(
+    "shardwright_manager", default=None
+)
 _ENTERED = _Thread()
 _NUMBERS = itertools.count()
 
@@ -145,7 +149,13 @@ def leave(manager: Any) -> None:
     """
     thread, entry = _ENTERED, _FLOW.get()
     stack = thread.stack
-    if not stack or entry is None or stack[-1] is not entry or entry.manager is not manager or entry.task is not _current_task():
+    if (
+        not stack
+        or entry is None
+        or stack[-1] is not entry
+        or entry.manager is not manager
+        or entry.task is not _current_task()
+    ):
         _leave_another(manager)
         return
     _undo_last(stack)
@@ -160,7 +170,8 @@ def _leave_another(manager: Any) -> None:
     entries = _since(manager, _chain(_FLOW.get())) or _since(manager, ended)
     if not entries:
         raise NoManagerError(
-            f"{manager!r} is not entered in this thread", fix="leave managers in the reverse order, in the thread that entered them"
+            f"{manager!r} is not entered in this thread",
+            fix="leave managers in the reverse order, in the thread that entered them",
         )
     last, task = entries[0].manager, _current_task()
     for entry in entries:
@@ -290,7 +301,11 @@ def _live(entry: _Entry | None) -> _Entry | None:
 def _of_this_flow() -> _Entry | None:
     """Return what this flow entered or inherited, else what the thread has from a flow before it."""
     own = _live(_FLOW.get())
-    return own if own is not None else next((entry for entry in reversed(_ENTERED.stack) if _may_see(entry)), None)
+    return (
+        own
+        if own is not None
+        else next((entry for entry in reversed(_ENTERED.stack) if _may_see(entry)), None)
+    )
 
 
 def current() -> Any:
@@ -325,7 +340,12 @@ def _reconciled(key: Key) -> _Entry | None:
     """
     entry = _of_this_flow()
     last = next((one for one in reversed(_ENTERED.stack) if _may_see(one)), None)
-    if entry is not None and last is not None and last.number > entry.number and last.manager is not entry.manager:
+    if (
+        entry is not None
+        and last is not None
+        and last.number > entry.number
+        and last.manager is not entry.manager
+    ):
         raise NoManagerError(
             f"the ambient manager is {last.manager!r}, entered by another flow of this thread; this one entered {entry.manager!r}",
             fix="leave managers where they were entered, or enter the one that is meant here: with pm: ...",
@@ -370,7 +390,8 @@ def require(what: str, *, method: bool = True) -> Any:
     if manager is None:
         raise NoManagerError(
             f"{what} needs a PartitionManager, and none is entered in this thread",
-            fix="with pm: ... around the call (each thread enters its own)" + (f", or pm.{what}(...)" if method else ""),
+            fix="with pm: ... around the call (each thread enters its own)"
+            + (f", or pm.{what}(...)" if method else ""),
         )
     return manager
 

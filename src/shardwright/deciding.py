@@ -32,7 +32,15 @@ from shardwright.errors import (
 from shardwright.layouts import LAYOUTS
 from shardwright.modes import mode_name
 from shardwright.provenance import DimDecision, Outcome, Reason, RuleRef, Skip
-from shardwright.rules import AxisRules, Conflict, Fallback, Indivisible, Missing, Rule, default_rule
+from shardwright.rules import (
+    AxisRules,
+    Conflict,
+    Fallback,
+    Indivisible,
+    Missing,
+    Rule,
+    default_rule,
+)
 
 _Chain = Rule | Composite
 
@@ -79,7 +87,9 @@ class _Draft:
         """The dim's axes in a message; a literal spec names none."""
         return "" if self.literal else self.label
 
-    def decided(self, outcome: Outcome, *, mesh_axes: tuple[str, ...] = (), unchecked: bool = False) -> DimDecision:
+    def decided(
+        self, outcome: Outcome, *, mesh_axes: tuple[str, ...] = (), unchecked: bool = False
+    ) -> DimDecision:
         """Return the decision."""
         return DimDecision(
             dim=self.dim,
@@ -121,7 +131,11 @@ class Frame:
 
     def decide(self, position: int, dim: Dim) -> DimDecision:
         """Decide one dim and take its mesh axes."""
-        draft = _Draft(dim=position, label=dim.label, size=dim.size if dim.merged else None if self.shape is None else self.shape[position])
+        draft = _Draft(
+            dim=position,
+            label=dim.label,
+            size=dim.size if dim.merged else None if self.shape is None else self.shape[position],
+        )
         if dim.literal is not None:
             decision = self._literal(draft, dim.literal)
         elif not dim.axes:
@@ -150,10 +164,23 @@ class Frame:
         lost = [name for name in names if name != Fallback.UNCONSTRAINED and name not in self.sizes]
         for name in lost if self.rules.policy.missing is Missing.SKIP else ():
             fix = lost_entry_fix(name, self.sizes)
-            self._problem(MissingMeshAxisError, f"mesh axis {name!r} is not in the mesh", draft.dim, "", rule=ref, fix=fix)
+            self._problem(
+                MissingMeshAxisError,
+                f"mesh axis {name!r} is not in the mesh",
+                draft.dim,
+                "",
+                rule=ref,
+                fix=fix,
+            )
             draft.rule = ref
             return draft.decided(Outcome.FAILED)
-        fallback = Fallback.UNCONSTRAINED if names == (Fallback.UNCONSTRAINED,) else Fallback.NONE if names else Fallback.REPLICATED
+        fallback = (
+            Fallback.UNCONSTRAINED
+            if names == (Fallback.UNCONSTRAINED,)
+            else Fallback.NONE
+            if names
+            else Fallback.REPLICATED
+        )
         rule = Rule(candidates=(names,) if not fallback else (), fallback=fallback, ref=ref)
         return self._choose(draft, rule, draft.size)
 
@@ -166,7 +193,9 @@ class Frame:
         for axis in names:
             if axis not in self.rules.known_axes:
                 problem = unknown_axis(axis, self.rules)
-                self.problems.append(dataclasses.replace(problem, path=self.path or "", dim=position, axis=dim.label))
+                self.problems.append(
+                    dataclasses.replace(problem, path=self.path or "", dim=position, axis=dim.label)
+                )
         return True
 
     def _stated(self, axis: str) -> Rule | None:
@@ -181,7 +210,9 @@ class Frame:
                 return found
         if len(dim.axes) == 1:
             return self._stated(dim.axes[0]) or default_rule(dim.axes[0])
-        return self._composite(dim, [self._stated(axis) or default_rule(axis) for axis in dim.axes], position)
+        return self._composite(
+            dim, [self._stated(axis) or default_rule(axis) for axis in dim.axes], position
+        )
 
     def _stand_in(self, dim: Dim) -> Rule | None:
         """Return the rule of the semantic axis that a weight layout's dim stands for.
@@ -202,7 +233,9 @@ class Frame:
     def _composite(self, dim: Dim, rules: list[Rule | None], position: int) -> Composite | None:
         found = make_composite(dim.axes, rules, self.sizes, self.rules.policy.missing)
         if isinstance(found, Problem):
-            self.problems.append(dataclasses.replace(found, path=self.path or "", dim=position, axis=dim.label))
+            self.problems.append(
+                dataclasses.replace(found, path=self.path or "", dim=position, axis=dim.label)
+            )
             return None
         return found
 
@@ -226,7 +259,9 @@ class Frame:
                 draft.dim,
                 draft.label,
                 rule=rule.ref,
-                fix="pass shape=" if draft.size is None else f"say more of {draft.size}, such as 8*b, or give the rule one candidate",
+                fix="pass shape="
+                if draft.size is None
+                else f"say more of {draft.size}, such as 8*b, or give the rule one candidate",
             )
             return draft.decided(Outcome.FAILED)
         if trial.chosen is not None:
@@ -251,9 +286,13 @@ class Frame:
             trial.lives.append(live)
             blocked = self._blocked(live)
             if blocked and not self._dropped(size, live):
-                self._fail(trial, _Failure(candidate=candidate, reason=Reason.TAKEN, blocked_by=blocked))
+                self._fail(
+                    trial, _Failure(candidate=candidate, reason=Reason.TAKEN, blocked_by=blocked)
+                )
             elif size is not None and not self.fits(size, live):
-                self._fail(trial, _Failure(candidate=candidate, reason=Reason.INDIVISIBLE), size=size)
+                self._fail(
+                    trial, _Failure(candidate=candidate, reason=Reason.INDIVISIBLE), size=size
+                )
             elif size is None:
                 trial.chosen = trial.chosen or live
             else:
@@ -264,17 +303,25 @@ class Frame:
     def _candidates(self, rule: _Chain) -> Iterator[Candidate]:
         if isinstance(rule, Composite):
             return rule.candidates()
-        return (reduced(written, self.sizes, self.rules.policy.missing) for written in rule.candidates)
+        return (
+            reduced(written, self.sizes, self.rules.policy.missing) for written in rule.candidates
+        )
 
     def _dropped(self, size: int | None, live: tuple[str, ...]) -> bool:
         """Tell whether a dim is dropped for its size, and so wants no mesh axis that another dim could hold."""
-        return self.rules.policy.indivisible is Indivisible.DROP and size is not None and not self.fits(size, live)
+        return (
+            self.rules.policy.indivisible is Indivisible.DROP
+            and size is not None
+            and not self.fits(size, live)
+        )
 
     def _blocked(self, live: tuple[str, ...]) -> tuple[str, ...]:
         """Return the mesh axes of a candidate that an earlier dim, or an earlier member, holds."""
         if len(live) == 1:
             return live if live[0] in self.taken else ()
-        return tuple(axis for at, axis in enumerate(live) if axis in self.taken or axis in live[:at])
+        return tuple(
+            axis for at, axis in enumerate(live) if axis in self.taken or axis in live[:at]
+        )
 
     def _shards(self, live: tuple[str, ...]) -> int:
         """Shards along a candidate; sizes are already local along Manual mesh axes."""
@@ -288,7 +335,9 @@ class Frame:
         else:
             assert size is not None
             detail = self._remainder(size, failure.live)
-        trial.skipped.append(Skip(reason=failure.reason, candidate=failure.candidate.written, detail=detail))
+        trial.skipped.append(
+            Skip(reason=failure.reason, candidate=failure.candidate.written, detail=detail)
+        )
         trial.failure = trial.failure or failure
 
     def _remainder(self, size: int, live: tuple[str, ...]) -> str:
@@ -302,14 +351,20 @@ class Frame:
 
     def _needs_shape(self, trial: _Trial, rule: _Chain) -> bool:
         distinct = {*trial.lives, *([(rule.fallback.value,)] if rule.fallback else [])}
-        return len(distinct) > 1 or (bool(trial.lives) and self.rules.policy.indivisible is not Indivisible.ERROR)
+        return len(distinct) > 1 or (
+            bool(trial.lives) and self.rules.policy.indivisible is not Indivisible.ERROR
+        )
 
-    def _taken_by(self, draft: _Draft, live: tuple[str, ...], outcome: Outcome, *, unchecked: bool = False) -> DimDecision:
+    def _taken_by(
+        self, draft: _Draft, live: tuple[str, ...], outcome: Outcome, *, unchecked: bool = False
+    ) -> DimDecision:
         return draft.decided(outcome, mesh_axes=live, unchecked=unchecked)
 
     # What if none fits.
 
-    def _fall_back(self, draft: _Draft, rule: _Chain, trial: _Trial, size: int | None) -> DimDecision:
+    def _fall_back(
+        self, draft: _Draft, rule: _Chain, trial: _Trial, size: int | None
+    ) -> DimDecision:
         if rule.fallback is Fallback.REPLICATED:
             return draft.decided(Outcome.REPLICATED)
         if rule.fallback is Fallback.UNCONSTRAINED:
@@ -333,12 +388,18 @@ class Frame:
         )
         return draft.decided(Outcome.FAILED)
 
-    def _conflict(self, draft: _Draft, rule: _Chain, failure: _Failure, size: int | None) -> DimDecision:
+    def _conflict(
+        self, draft: _Draft, rule: _Chain, failure: _Failure, size: int | None
+    ) -> DimDecision:
         if self.rules.policy.conflict is Conflict.FIRST_DIM:
             rest = tuple(axis for axis in dict.fromkeys(failure.live) if axis not in self.taken)
             if not rest or size is None or self.fits(size, rest):
-                return self._taken_by(draft, rest, Outcome.POLICY_FIRST_DIM, unchecked=bool(rest) and size is None)
-            left = Skip(reason=Reason.INDIVISIBLE, candidate=rest, detail=self._remainder(size, rest))
+                return self._taken_by(
+                    draft, rest, Outcome.POLICY_FIRST_DIM, unchecked=bool(rest) and size is None
+                )
+            left = Skip(
+                reason=Reason.INDIVISIBLE, candidate=rest, detail=self._remainder(size, rest)
+            )
             draft.skipped = (*draft.skipped, left)
             return self._indivisible(draft, rule, failure, rest, size)
         rather = "None or another mesh axis here" if draft.literal else "EMPTY or another axis here"
@@ -346,7 +407,9 @@ class Frame:
         holders = [self.taken.get(axis, (0, ""))[1] for axis in failure.blocked_by]
         is_router = axis_label(EXPERT) in (draft.named, *holders)
         if isinstance(rule, Composite):
-            end = f", or end a member's rule in a fallback, {self._fallback_of(rule, failure, size)}"
+            end = (
+                f", or end a member's rule in a fallback, {self._fallback_of(rule, failure, size)}"
+            )
         self._problem(
             AxisConflictError,
             "; ".join(self._holder(axis) for axis in dict.fromkeys(failure.blocked_by)),
@@ -358,18 +421,31 @@ class Frame:
         )
         return draft.decided(Outcome.FAILED)
 
-    def _indivisible(self, draft: _Draft, rule: _Chain, failure: _Failure, live: tuple[str, ...], size: int | None) -> DimDecision:
+    def _indivisible(
+        self,
+        draft: _Draft,
+        rule: _Chain,
+        failure: _Failure,
+        live: tuple[str, ...],
+        size: int | None,
+    ) -> DimDecision:
         assert size is not None
         if self.rules.policy.indivisible in (Indivisible.REPLICATE, Indivisible.DROP):
             dropped = self.rules.policy.indivisible is Indivisible.DROP
             return draft.decided(Outcome.POLICY_DROP if dropped else Outcome.POLICY_REPLICATE)
         if self.rules.policy.indivisible is Indivisible.PREFIX:
-            best = next(live[:end] for end in range(len(live) - 1, -1, -1) if self.fits(size, live[:end]))
+            best = next(
+                live[:end] for end in range(len(live) - 1, -1, -1) if self.fits(size, live[:end])
+            )
             return self._taken_by(draft, best, Outcome.POLICY_PREFIX)
         over = ", ".join(f"{axis}={self.sizes[axis]}" for axis in live)
         shards = self._shards(live)
         count = f" ({shards} shards)" if len(live) > 1 else ""
-        fallback = "write None there" if draft.literal else f"add a fallback, {self._fallback_for(rule, failure, live, size)}"
+        fallback = (
+            "write None there"
+            if draft.literal
+            else f"add a fallback, {self._fallback_for(rule, failure, live, size)}"
+        )
         self._problem(
             IndivisibleError,
             f"{f'{draft.judged_as} of ' if draft.judged_as else ''}size {size} does not divide over {over}{count}",
@@ -383,11 +459,18 @@ class Frame:
         )
         return draft.decided(Outcome.FAILED)
 
-    def _fallback_for(self, rule: _Chain, failure: _Failure, live: tuple[str, ...], size: int) -> str:
+    def _fallback_for(
+        self, rule: _Chain, failure: _Failure, live: tuple[str, ...], size: int
+    ) -> str:
         """Return the rule with a fallback that this size would have taken."""
         if isinstance(rule, Composite):
             return self._fallback_of(rule, failure, size)
-        parts = [part for end in range(1, len(live)) for part in (live[:-end], live[end:]) if self.fits(size, part)]
+        parts = [
+            part
+            for end in range(1, len(live))
+            for part in (live[:-end], live[end:])
+            if self.fits(size, part)
+        ]
         best = max(parts, key=self._shards, default=())
         then = f"{'+'.join(best)} | -" if best else "-"
         return f'{rule.ref.key} = "{rule.ref.text} | {then}"'
@@ -409,7 +492,17 @@ class Frame:
         **fields: Any,
     ) -> None:
         text = rule_text(rule, self.mode)
-        self.problems.append(Problem(error=error, what=what, path=self.path or "", dim=position, axis=label, rule=text, **fields))
+        self.problems.append(
+            Problem(
+                error=error,
+                what=what,
+                path=self.path or "",
+                dim=position,
+                axis=label,
+                rule=text,
+                **fields,
+            )
+        )
 
 
 _ROUTER = "router weights and logits end in EXPERT_GATE: write it in place of EXPERT, or EMPTY here"
@@ -432,14 +525,29 @@ def unknown_axis(axis: str, rules: AxisRules) -> Problem:
         return Problem(error=UnknownAxisError, what=f"unknown axis {axis!r}", axis=name, fix=fix)
     several, flattened = re.split(r"[\s,]+", name.strip(" ,")), name.split("+")
     if len(several) > 1 or len(flattened) > 1:
-        fix = "each dim is a string of its own: " if len(several) > 1 else "a dim over several axes is a tuple of them: "
+        fix = (
+            "each dim is a string of its own: "
+            if len(several) > 1
+            else "a dim over several axes is a tuple of them: "
+        )
         words = ", ".join(f'"{word}"' for word in (several if len(several) > 1 else flattened))
         fix += words if len(several) > 1 else f"({words})"
         return Problem(error=UnknownAxisError, what=f"unknown axis {name!r}", axis=name, fix=fix)
     layout = next((layout for layout in LAYOUTS if layout.upper() == name), "")
-    hint = f"did you mean the layout {layout}?" if layout else did_you_mean(name, sorted(map(axis_label, rules.known_axes)))
-    declare = f'an axis of your own is declared in the strategy: [axes] {name.lower()} = "what it is"'
-    return Problem(error=UnknownAxisError, what=f"unknown axis {name!r}", axis=name, fix=f"{hint} {declare}".strip())
+    hint = (
+        f"did you mean the layout {layout}?"
+        if layout
+        else did_you_mean(name, sorted(map(axis_label, rules.known_axes)))
+    )
+    declare = (
+        f'an axis of your own is declared in the strategy: [axes] {name.lower()} = "what it is"'
+    )
+    return Problem(
+        error=UnknownAxisError,
+        what=f"unknown axis {name!r}",
+        axis=name,
+        fix=f"{hint} {declare}".strip(),
+    )
 
 
 def rule_text(rule: RuleRef, mode: str) -> str:
@@ -457,8 +565,14 @@ def gathered(decision: DimDecision, dim: Dim, frame: Frame) -> DimDecision:
         return decision
     names: set[str] = set()
     for axis in (dim.means,) if decision.dim in frame.stood_in else dim.axes:
-        rule = frame.rules.stated(axis, mode=frame.mode, role=Role.ACTIVATION, path=None) or default_rule(axis)
+        rule = frame.rules.stated(
+            axis, mode=frame.mode, role=Role.ACTIVATION, path=None
+        ) or default_rule(axis)
         names.update(rule.mesh_axes if rule is not None else ())
-    gone = tuple(axis for axis in decision.mesh_axes if axis in frame.rules.policy.gather and axis not in names)
+    gone = tuple(
+        axis
+        for axis in decision.mesh_axes
+        if axis in frame.rules.policy.gather and axis not in names
+    )
     left = tuple(axis for axis in decision.mesh_axes if axis not in gone)
     return dataclasses.replace(decision, mesh_axes=left, gathered=gone)

@@ -168,7 +168,9 @@ class QueueFullError(ServingError):
 _PROBLEM_FIELDS = frozenset(f.name for f in dataclasses.fields(Problem))
 
 
-def _rebuild(cls: type[ShardingError], problems: tuple[Problem, ...], resolution: Any) -> ShardingError:
+def _rebuild(
+    cls: type[ShardingError], problems: tuple[Problem, ...], resolution: Any
+) -> ShardingError:
     return cls(problems=problems, resolution=resolution)
 
 
@@ -205,7 +207,10 @@ def _window(snippet: str) -> str:
     at = len(caret) - 1
     start = max(0, at - LONGEST_LINE // 2)
     front = "..." if start else ""
-    cut = [f"{front}{line[start : start + LONGEST_LINE]}{'...' if len(line) > start + LONGEST_LINE else ''}" for line in lines]
+    cut = [
+        f"{front}{line[start : start + LONGEST_LINE]}{'...' if len(line) > start + LONGEST_LINE else ''}"
+        for line in lines
+    ]
     return "\n".join([*cut, " " * (at - start + len(front)) + "^"])
 
 
@@ -218,7 +223,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = [one for one in itertools.islice(known, MOST_NAMES) if len(one) <= LONGEST_NAME]
     if len(name) > LONGEST_NAME:
         return ""
-    close = next((one for one in names if one.lower() == name.lower()), None) or _closest(name, names)
+    close = next((one for one in names if one.lower() == name.lower()), None) or _closest(
+        name, names
+    )
     return f"did you mean {close!r}?" if close else ""
 
 
@@ -229,6 +236,11 @@ def _closest(name: str, names: Sequence[str]) -> str:
         matcher.set_seq1(one)
         # The cheap upper bounds first, as `difflib.get_close_matches` does.
         if matcher.real_quick_ratio() >= best[0] and matcher.quick_ratio() >= best[0]:
-            alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name, one, strict=False)))
+            alike = sum(
+                1
+                for _ in itertools.takewhile(
+                    lambda pair: pair[0] == pair[1], zip(name, one, strict=False)
+                )
+            )
             best = max(best, (matcher.ratio(), alike, one))
     return best[2]

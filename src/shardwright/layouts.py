@@ -61,7 +61,9 @@ class _Mode:
         return owner.default_mode if instance is None else instance[1]
 
     def __set__(self, instance: Any, value: object) -> None:
-        raise AttributeError("a layout is frozen: make another with the mode, for instance ColumnWise(mode='train')")
+        raise AttributeError(
+            "a layout is frozen: make another with the mode, for instance ColumnWise(mode='train')"
+        )
 
 
 class DynamicShardingAxes(_Fields):
@@ -120,8 +122,13 @@ class DynamicShardingAxes(_Fields):
                 fix="for axes of your own write DynamicShardingAxes(axes, mode)",
             )
         if not cls.named and isinstance(axes, EMPTY_VAL):
-            raise StrategyError("DynamicShardingAxes needs axes", fix="DynamicShardingAxes([BATCH, EMBED], mode='train')")
-        return super().__new__(cls, dims, cls.default_mode if isinstance(mode, EMPTY_VAL) else _freeze_mode(mode))
+            raise StrategyError(
+                "DynamicShardingAxes needs axes",
+                fix="DynamicShardingAxes([BATCH, EMBED], mode='train')",
+            )
+        return super().__new__(
+            cls, dims, cls.default_mode if isinstance(mode, EMPTY_VAL) else _freeze_mode(mode)
+        )
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # of any named tuple, not of this one
@@ -147,18 +154,26 @@ class DynamicShardingAxes(_Fields):
 
 
 def _spell(dims: tuple[LayoutDim, ...]) -> str:
-    return ", ".join("+".join(map(axis_label, (dim,) if isinstance(dim, str) else dim)) for dim in dims)
+    return ", ".join(
+        "+".join(map(axis_label, (dim,) if isinstance(dim, str) else dim)) for dim in dims
+    )
 
 
 def _freeze_dims(axes: Any) -> tuple[LayoutDim, ...]:
     if not isinstance(axes, (list, tuple)):  # a set, for instance, has no order
         raise StrategyError(
-            f"the axes of a layout are {axes!r}, not a list", fix="write one entry per dim: an axis, EMPTY, None or a list of axes"
+            f"the axes of a layout are {axes!r}, not a list",
+            fix="write one entry per dim: an axis, EMPTY, None or a list of axes",
         )
-    dims = tuple(EMPTY if dim is None else tuple(dim) if isinstance(dim, (list, tuple)) else dim for dim in axes)
+    dims = tuple(
+        EMPTY if dim is None else tuple(dim) if isinstance(dim, (list, tuple)) else dim
+        for dim in axes
+    )
     for dim in dims:
         if not all(isinstance(axis, str) for axis in (dim if isinstance(dim, tuple) else (dim,))):
-            raise StrategyError(f"{dim!r} is no dim of a layout", fix="write an axis, EMPTY, None or a list of axes")
+            raise StrategyError(
+                f"{dim!r} is no dim of a layout", fix="write an axis, EMPTY, None or a list of axes"
+            )
         if isinstance(dim, tuple) and EMPTY in dim:
             raise StrategyError(
                 f"{_spell((dim,))}: a composite may not contain EMPTY: it is one dim over several axes",
@@ -317,5 +332,7 @@ class ExpertTensorParallel(DynamicShardingAxes, role=Role.PARAM):
 
 
 LAYOUTS: dict[str, type[DynamicShardingAxes]] = {
-    layout.__name__: layout for layout in DynamicShardingAxes.__subclasses__() if layout.__module__ == __name__
+    layout.__name__: layout
+    for layout in DynamicShardingAxes.__subclasses__()
+    if layout.__module__ == __name__
 }

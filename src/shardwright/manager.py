@@ -12,7 +12,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax, context, manual_gather, placement, resolver, tree
-from shardwright.annotations import ArraySpec, as_shape, asked_annotation, is_annotation, lower, one_annotation, tree_of_annotations
+from shardwright.annotations import (
+    ArraySpec,
+    as_shape,
+    asked_annotation,
+    is_annotation,
+    lower,
+    one_annotation,
+    tree_of_annotations,
+)
 from shardwright.axes import Role
 from shardwright.errors import (
     MeshMismatchError,
@@ -63,7 +71,19 @@ class PartitionManager:
         than one device) that is neither standard nor named by any rule; not under `missing = "replicate"`.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_hash", "_key", "_modes", "_sizes", "_values", "mesh", "mode", "name", "rules")
+    __slots__ = (
+        "__weakref__",
+        "_cache",
+        "_hash",
+        "_key",
+        "_modes",
+        "_sizes",
+        "_values",
+        "mesh",
+        "mode",
+        "name",
+        "rules",
+    )
 
     mesh: Mesh | AbstractMesh
     mode: str | None
@@ -76,7 +96,9 @@ class PartitionManager:
     _hash: int
     _key: context.Key | None
 
-    def __init__(self, strategy: Any, *, mesh: Mesh | AbstractMesh | None = None, mode: str | None = None) -> None:
+    def __init__(
+        self, strategy: Any, *, mesh: Mesh | AbstractMesh | None = None, mode: str | None = None
+    ) -> None:
         rules = compiled_rules(strategy)
         found = mesh if mesh is not None else own_mesh(strategy)
         if not isinstance(found, (Mesh, AbstractMesh)):
@@ -88,14 +110,36 @@ class PartitionManager:
             self._modes[self.mode] = self
         check_rules_on_mesh(rules, self._sizes)
 
-    def _set(self, rules: AxisRules, mesh: Mesh | AbstractMesh, mode: str | None, name: str, modes: dict[str, Any]) -> None:
-        values = {"rules": rules, "mesh": mesh, "mode": mode, "name": name, "_sizes": mesh_sizes(mesh), "_cache": Recent(), "_modes": modes}
+    def _set(
+        self,
+        rules: AxisRules,
+        mesh: Mesh | AbstractMesh,
+        mode: str | None,
+        name: str,
+        modes: dict[str, Any],
+    ) -> None:
+        values = {
+            "rules": rules,
+            "mesh": mesh,
+            "mode": mode,
+            "name": name,
+            "_sizes": mesh_sizes(mesh),
+            "_cache": Recent(),
+            "_modes": modes,
+        }
         identity = (rules, mesh, mode)
-        for key, value in {**values, "_values": identity, "_hash": hash(identity), "_key": None}.items():
+        for key, value in {
+            **values,
+            "_values": identity,
+            "_hash": hash(identity),
+            "_key": None,
+        }.items():
             object.__setattr__(self, key, value)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"a PartitionManager is frozen: build another one instead of setting {name!r}")
+        raise AttributeError(
+            f"a PartitionManager is frozen: build another one instead of setting {name!r}"
+        )
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, PartitionManager) and share_values(self, other))
@@ -111,7 +155,9 @@ class PartitionManager:
 
     def __reduce__(self) -> Any:
         if isinstance(self.mesh, Mesh):
-            raise TypeError("a PartitionManager on devices cannot be pickled: pickle the Strategy, and build the manager where it is used")
+            raise TypeError(
+                "a PartitionManager on devices cannot be pickled: pickle the Strategy, and build the manager where it is used"
+            )
         return _restored, (self.rules, self.mesh, self.mode, self.name)
 
     def __repr__(self) -> str:
@@ -153,7 +199,12 @@ class PartitionManager:
         return self._explain(asked_annotation(axes), mode, role, shape, path)
 
     def _explain(
-        self, annotation: Any, mode: str | None, role: Role | str | None, shape: Sequence[int] | None, path: str | None
+        self,
+        annotation: Any,
+        mode: str | None,
+        role: Role | str | None,
+        shape: Sequence[int] | None,
+        path: str | None,
     ) -> Resolution:
         return self._resolution(annotation, mode, role, shape, path, self.mesh, frozenset())
 
@@ -170,15 +221,27 @@ class PartitionManager:
         """Resolve, on this manager's mesh or the ambient one of its shape; what JAX cannot express there is a problem too."""
         said, said_by = (mode, ModeFrom.CALL) if mode is not None else (self.mode, ModeFrom.MANAGER)
         found = resolver.explain(
-            annotation, self.rules, self._sizes, mode=said, role=role, shape=shape, path=path, manual=manual, mode_from=said_by
+            annotation,
+            self.rules,
+            self._sizes,
+            mode=said,
+            role=role,
+            shape=shape,
+            path=path,
+            manual=manual,
+            mode_from=said_by,
         )
         if len(set(mesh.axis_types)) == 1 or found.spec is None:
             return found
-        problems = placement.order_problems(found.spec, dict(zip(mesh.axis_names, mesh.axis_types, strict=True)))
+        problems = placement.order_problems(
+            found.spec, dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        )
         problems = [*in_words_of(found, problems), *late_manual(found)]
         if not problems:
             return found
-        refused: Resolution = self._cache.keep(("refused", found), dataclasses.replace(found, problems=tuple(problems)))
+        refused: Resolution = self._cache.keep(
+            ("refused", found), dataclasses.replace(found, problems=tuple(problems))
+        )
         return refused
 
     def resolve(
@@ -213,7 +276,9 @@ class PartitionManager:
         found = self.explain(*axes, mode=mode, role=role, shape=shape, path=path)
         return self._sharding(found, memory_kind)
 
-    def mesh_axes(self, axis: str, size: int | None = None, *, mode: str | None = None) -> tuple[str, ...]:
+    def mesh_axes(
+        self, axis: str, size: int | None = None, *, mode: str | None = None
+    ) -> tuple[str, ...]:
         """Return the mesh axes that an axis of an activation lies over.
 
         Raises:
@@ -240,7 +305,14 @@ class PartitionManager:
 
     # Trees.
 
-    def shardings(self, values: Any, annotations: Any = None, *, mode: str | None = None, role: Role | str = Role.PARAM) -> Any:
+    def shardings(
+        self,
+        values: Any,
+        annotations: Any = None,
+        *,
+        mode: str | None = None,
+        role: Role | str = Role.PARAM,
+    ) -> Any:
         """Return a tree of shardings for `jit`, `device_put` or a checkpoint.
 
         Args:
@@ -256,27 +328,38 @@ class PartitionManager:
             annotations = tree_of_annotations((annotations,))
         if not self.rules.tensors:
             paired = tree.pair(values, annotations)
-            with contextlib.suppress(AttributeError, TypeError, ShardingError):  # leaves that must be reported by their paths
+            with contextlib.suppress(
+                AttributeError, TypeError, ShardingError
+            ):  # leaves that must be reported by their paths
                 if paired is not None:
                     # No list between look-up and tree: of 45,000 leaves it is worth 4 %.
-                    return jax.tree.unflatten(paired.structure, map(self._by_annotation(mode, role).__getitem__, paired.keys()))
+                    return jax.tree.unflatten(
+                        paired.structure,
+                        map(self._by_annotation(mode, role).__getitem__, paired.keys()),
+                    )
         return self._each(values, annotations, lambda leaf: self._leaf_sharding(leaf, mode, role))
 
     def _by_annotation(self, mode: str | None, role: Role | str) -> Shardings:
         key = ("shardings", mode, role)
         known = self._cache.get(key) or self._cache.recall(key)
         if known is None:
-            known = self._cache.keep(key, Shardings(lambda one, shape: self._annotated_sharding(one, shape, mode, role)))
+            known = self._cache.keep(
+                key, Shardings(lambda one, shape: self._annotated_sharding(one, shape, mode, role))
+            )
         shardings: Shardings = known
         return shardings
 
-    def _annotated_sharding(self, annotation: Any, shape: tuple[int, ...], mode: str | None, role: Role | str) -> NamedSharding:
+    def _annotated_sharding(
+        self, annotation: Any, shape: tuple[int, ...], mode: str | None, role: Role | str
+    ) -> NamedSharding:
         if not is_annotation(annotation):
             raise TypeError
         return self._sharding(self._explain(annotation, mode, role, shape, None), None)
 
     def _leaf_sharding(self, leaf: tree.Leaf, mode: str | None, role: Role | str) -> NamedSharding:
-        found = self.explain(leaf.annotation, mode=mode, role=role, shape=np.shape(leaf.value), path=leaf.path)
+        found = self.explain(
+            leaf.annotation, mode=mode, role=role, shape=np.shape(leaf.value), path=leaf.path
+        )
         return self._sharding(found, None)
 
     def _each(self, values: Any, annotations: Any, make: Callable[[tree.Leaf], Any]) -> Any:
@@ -288,14 +371,23 @@ class PartitionManager:
             try:
                 results.append(make(leaf))
             except ShardingError as error:
-                found = [p if p.path else dataclasses.replace(p, path=leaf.path) for p in error.problems]
+                found = [
+                    p if p.path else dataclasses.replace(p, path=leaf.path) for p in error.problems
+                ]
                 problems += found
                 resolution = resolution or error.resolution
         raise_problems(problems, resolution=resolution)
         structure = jax.tree.structure(values, is_leaf=lambda leaf: isinstance(leaf, ArraySpec))
         return jax.tree.unflatten(structure, results)
 
-    def abstract(self, values: Any, annotations: Any = None, *, mode: str | None = None, role: Role | str = Role.PARAM) -> Any:
+    def abstract(
+        self,
+        values: Any,
+        annotations: Any = None,
+        *,
+        mode: str | None = None,
+        role: Role | str = Role.PARAM,
+    ) -> Any:
         """Return a tree of `jax.ShapeDtypeStruct`s with shardings, to lower, compile ahead of time, or restore into.
 
         Raises:
@@ -305,7 +397,9 @@ class PartitionManager:
         shardings = self.shardings(values, annotations, mode=mode, role=role)
         raise_problems([*no_dtype(values), *refused_by_jax(values, shardings)])
         return jax.tree.map(
-            lambda value, sharding: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding),
+            lambda value, sharding: jax.ShapeDtypeStruct(
+                value.shape, value.dtype, sharding=sharding
+            ),
             values,
             shardings,
             is_leaf=lambda leaf: isinstance(leaf, ArraySpec),
@@ -353,10 +447,18 @@ class PartitionManager:
         """
         from shardwright.state import annotate_state
 
-        annotated = annotate_state(state, params, annotations, overrides=overrides, by_path=bool(self.rules.tensors))
+        annotated = annotate_state(
+            state, params, annotations, overrides=overrides, by_path=bool(self.rules.tensors)
+        )
         return self.shardings(state, annotated, mode=mode, role=Role.STATE)
 
-    def global_array(self, local: Any, *axes: Any, global_shape: Sequence[int] | None = None, mode: str | None = None) -> jax.Array:
+    def global_array(
+        self,
+        local: Any,
+        *axes: Any,
+        global_shape: Sequence[int] | None = None,
+        mode: str | None = None,
+    ) -> jax.Array:
         """Build a global array from each process's part of it.
 
         Args:
@@ -376,14 +478,20 @@ class PartitionManager:
             raise_problems([local_rank(found, local)], resolution=found)
         placement.check_kept(local)
         sharding = self._sharding(found, None)
-        shape = placement.global_shape(sharding, local.shape) if global_shape is None else tuple(global_shape)
+        shape = (
+            placement.global_shape(sharding, local.shape)
+            if global_shape is None
+            else tuple(global_shape)
+        )
         self.resolve(annotation, mode=mode, shape=shape)
         made: jax.Array = jax.make_array_from_process_local_data(sharding, local, shape)
         return made
 
     # Placing.
 
-    def shard(self, x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:
+    def shard(
+        self, x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None
+    ) -> Any:
         """Make an array, or every array of a tree, lie as its annotation resolves. Strict: what does not fit raises.
 
         Args:
@@ -399,11 +507,20 @@ class PartitionManager:
         """
         return self._place(x, axes, mode, role, True)
 
-    def hint(self, x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:
+    def hint(
+        self, x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None
+    ) -> Any:
         """Like `shard`, best effort: a dim that is indivisible, in conflict or Manual is left to the compiler."""
         return self._place(x, axes, mode, role, False)
 
-    def gather(self, w: Any, *axes: Any, path: str | None = None, mode: str | None = None, shape: Any = None) -> Any:
+    def gather(
+        self,
+        w: Any,
+        *axes: Any,
+        path: str | None = None,
+        mode: str | None = None,
+        shape: Any = None,
+    ) -> Any:
         """Constrain a stored weight, or a tree of them, to where it is used, and its gradient back to where it is stored.
 
         Inside `shard_map` it is an all-gather of the shard, whose transpose is a reduce-scatter. Derivatives exist of any order.
@@ -425,7 +542,13 @@ class PartitionManager:
         prefix, shapes = f"{path}/" if path else "", iter(tree.shapes_like(w, shape))
 
         def one(leaf: tree.Leaf) -> Any:
-            return self._gather(leaf.value, leaf.annotation, None if path is None else prefix + leaf.path, mode, next(shapes))
+            return self._gather(
+                leaf.value,
+                leaf.annotation,
+                None if path is None else prefix + leaf.path,
+                mode,
+                next(shapes),
+            )
 
         return self._each(w, tree_of_annotations(axes), one)
 
@@ -454,20 +577,33 @@ class PartitionManager:
           StrategyError: a rule says `?`.
         """
         if not isinstance(in_axes, (tuple, list)):
-            raise StrategyError(f"in_axes={in_axes!r} is not a tuple", fix="write one annotation, or tree of them, per positional argument")
+            raise StrategyError(
+                f"in_axes={in_axes!r} is not a tuple",
+                fix="write one annotation, or tree of them, per positional argument",
+            )
 
         from shardwright.mapping import SemanticShardMap, checked_outputs, known_sizes
 
         def explain(annotation: Any, shape: Sequence[int] | None, path: str | None) -> Resolution:
             ambient = _jax.ambient_mesh()
-            return self._resolution(annotation, mode, None, shape, path, ambient or self.mesh, self.manual_axes(ambient))
+            return self._resolution(
+                annotation, mode, None, shape, path, ambient or self.mesh, self.manual_axes(ambient)
+            )
 
         by_axis = known_sizes(sizes or {}, self.rules)
         outputs = checked_outputs(out_axes)
-        return SemanticShardMap(f, tuple(in_axes), outputs, by_axis, self.mesh, explain, self.manual_axes, check_vma)
+        return SemanticShardMap(
+            f, tuple(in_axes), outputs, by_axis, self.mesh, explain, self.manual_axes, check_vma
+        )
 
     def _place(
-        self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, strict: bool, path: str | None = None
+        self,
+        x: Any,
+        axes: tuple[Any, ...],
+        mode: str | None,
+        role: Role | str | None,
+        strict: bool,
+        path: str | None = None,
     ) -> Any:
         """Place an array; or, where no path is given, a tree, each of its leaves under its path."""
         # Nearly every call has a tracer, thousands of times in a trace: it is asked for once, and little else is called.
@@ -476,7 +612,15 @@ class PartitionManager:
             return self._place_tree(x, axes, mode, role, strict)
         shape = x.shape if traced else np.shape(x)
         # Only exceptions by path make the answer depend on the path. The ambient mesh may be the empty one.
-        key: Any = (axes, shape, mode, role, strict, jax.sharding.get_abstract_mesh(), path and self.rules.tensors and path)
+        key: Any = (
+            axes,
+            shape,
+            mode,
+            role,
+            strict,
+            jax.sharding.get_abstract_mesh(),
+            path and self.rules.tensors and path,
+        )
         try:
             found = self._cache.get(key) or self._cache.recall(key)
         except TypeError:  # something that cannot be a key, such as a list among the axes
@@ -492,12 +636,24 @@ class PartitionManager:
             return x
         return placement.constrain(x, where) if traced else placement.place(x, where)
 
-    def _place_tree(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, strict: bool) -> Any:
+    def _place_tree(
+        self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Role | str | None, strict: bool
+    ) -> Any:
         annotations = tree_of_annotations(axes)
-        return self._each(x, annotations, lambda leaf: self._place(leaf.value, (leaf.annotation,), mode, role, strict, leaf.path))
+        return self._each(
+            x,
+            annotations,
+            lambda leaf: self._place(leaf.value, (leaf.annotation,), mode, role, strict, leaf.path),
+        )
 
     def _placement(
-        self, annotation: Any, shape: tuple[int, ...], mode: str | None, role: Any, path: str | None, strict: bool
+        self,
+        annotation: Any,
+        shape: tuple[int, ...],
+        mode: str | None,
+        role: Any,
+        path: str | None,
+        strict: bool,
     ) -> tuple[Placement | None, Resolution | None]:
         """Return where an array of this shape goes, and the resolution if it names Manual mesh axes."""
         ambient = _jax.ambient_mesh()
@@ -518,7 +674,10 @@ class PartitionManager:
         """Check that an array varies over every Manual mesh axis that its dims should lie over."""
         problems = not_varying(found, _jax.varying_axes(x), path)
         # The resolution is kept for every path that it holds for; the error is about this one.
-        raise_problems(problems, resolution=dataclasses.replace(found, path=path or found.path) if problems else None)
+        raise_problems(
+            problems,
+            resolution=dataclasses.replace(found, path=path or found.path) if problems else None,
+        )
 
     def manual_axes(self, ambient: AbstractMesh | None) -> frozenset[str]:
         """Check that an ambient mesh is the manager's, and return its Manual axes.
@@ -536,29 +695,50 @@ class PartitionManager:
         kinds = zip(ambient.axis_names, ambient.axis_types, strict=True)
         return frozenset(axis for axis, kind in kinds if kind is AxisType.Manual)
 
-    def _gather(self, w: Any, annotation: Any, path: str | None, mode: str | None, shape: Any) -> Any:
+    def _gather(
+        self, w: Any, annotation: Any, path: str | None, mode: str | None, shape: Any
+    ) -> Any:
         local, ambient = np.shape(w), jax.sharding.get_abstract_mesh()
         if isinstance(annotation, ArraySpec):
             shape = annotation.shape if shape is None else shape
             lower(annotation, as_shape(shape) if ambient.manual_axes else local)
             annotation = annotation.axes
         shape = None if shape is None else as_shape(shape)
-        key: Any = ("gather", annotation, local, shape, mode, path and self.rules.tensors and path, ambient)
+        key: Any = (
+            "gather",
+            annotation,
+            local,
+            shape,
+            mode,
+            path and self.rules.tensors and path,
+            ambient,
+        )
         if ambient.manual_axes:
             varying = _jax.varying_axes(w) if _jax.tracks_varying() else None
             key = (*key, varying, context.mapped_inputs())
             if (plan := self._cache.get(key) or self._cache.recall(key)) is None:
-                plan = self._cache.keep(key, self._plan_gather(annotation, local, shape, path, mode, varying))
+                plan = self._cache.keep(
+                    key, self._plan_gather(annotation, local, shape, path, mode, varying)
+                )
             return plan(w)
         raise_problems([other_shape(local, shape, path)] if shape not in (None, local) else ())
         found = self._cache.get(key) or self._cache.recall(key)
         if found is None:
-            found = [self._placement(annotation, local, mode, role, path, True)[0] for role in (Role.USE, Role.PARAM)]
+            found = [
+                self._placement(annotation, local, mode, role, path, True)[0]
+                for role in (Role.USE, Role.PARAM)
+            ]
             self._cache.keep(key, found)
         return placement.gather(w, *found)
 
     def _plan_gather(
-        self, annotation: Any, local: tuple[int, ...], shape: Any, path: str | None, mode: str | None, varying: frozenset[str] | None
+        self,
+        annotation: Any,
+        local: tuple[int, ...],
+        shape: Any,
+        path: str | None,
+        mode: str | None,
+        varying: frozenset[str] | None,
     ) -> manual_gather.ManualGather:
         manual = self.manual_axes(_jax.ambient_mesh())
         dims = resolver.lower_local(annotation, local, self.rules)
@@ -569,7 +749,9 @@ class PartitionManager:
             local=local,
             shape=shape,
             varying=varying,
-            manual={axis: size for axis, size in self._sizes.items() if axis in manual and size > 1},
+            manual={
+                axis: size for axis, size in self._sizes.items() if axis in manual and size > 1
+            },
             path=path or "",
         )
         return manual_gather.plan_gather(weight, context.mapped_inputs(), mesh=self.mesh)
@@ -577,7 +759,11 @@ class PartitionManager:
     def _sharding(self, found: Resolution, memory_kind: str | None) -> NamedSharding:
         spec = found.require()
         if PartitionSpec.UNCONSTRAINED in spec.partitions:
-            open_dims = [decision for decision in found.decisions if decision.outcome is Outcome.UNCONSTRAINED]
+            open_dims = [
+                decision
+                for decision in found.decisions
+                if decision.outcome is Outcome.UNCONSTRAINED
+            ]
             raise_problems([must_lie(found, decision) for decision in open_dims], resolution=found)
         key = ("sharding", spec, memory_kind)
         made = self._cache.get(key) or self._cache.recall(key)
@@ -587,7 +773,9 @@ class PartitionManager:
         return sharding
 
 
-def _restored(rules: AxisRules, mesh: AbstractMesh, mode: str | None, name: str) -> PartitionManager:
+def _restored(
+    rules: AxisRules, mesh: AbstractMesh, mode: str | None, name: str
+) -> PartitionManager:
     manager = object.__new__(PartitionManager)
     manager._set(rules, mesh, mode, name, {})
     return manager

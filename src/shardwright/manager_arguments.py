@@ -58,7 +58,12 @@ def check_rules_on_mesh(rules: AxisRules, sizes: Mapping[str, int]) -> None:
         return  # Such a dim is dropped, and each resolution says so.
     named = (*rules.named_mesh_axes(), *rules.policy.idle)
     raise_problems([lost_mesh_axis(axis, sizes) for axis in foreign_mesh_axes(named, sizes)])
-    raise_problems([idle_mesh_axis(axis, sizes, rules.named_mesh_axes()) for axis in unnamed_mesh_axes(rules, sizes)])
+    raise_problems(
+        [
+            idle_mesh_axis(axis, sizes, rules.named_mesh_axes())
+            for axis in unnamed_mesh_axes(rules, sizes)
+        ]
+    )
 
 
 def jit_key(manager: Any) -> context.Key:

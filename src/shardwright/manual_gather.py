@@ -155,7 +155,11 @@ def _split_of_shape(weight: Weight, shape: tuple[int, ...]) -> Split:
     for decision, size, local in zip(stored.decisions, shape, weight.local, strict=True):
         over = weight.over(decision)
         if weight.varying is None:
-            parts = [part for count in range(len(over), -1, -1) for part in itertools.combinations(over, count)]
+            parts = [
+                part
+                for count in range(len(over), -1, -1)
+                for part in itertools.combinations(over, count)
+            ]
         else:
             parts = [tuple(axis for axis in over if axis in weight.varying), ()]
         fits = [part for part in dict.fromkeys(parts) if local * weight.shards(part) == size]
@@ -167,7 +171,9 @@ def _split_of_shape(weight: Weight, shape: tuple[int, ...]) -> Split:
     return tuple(split)
 
 
-def _split_of_input(weight: Weight, inputs: Inputs | None, *, among: Sequence[Split] | None = None) -> Split:
+def _split_of_input(
+    weight: Weight, inputs: Inputs | None, *, among: Sequence[Split] | None = None
+) -> Split:
     """Return how the inputs of `pm.shard_map` with the weight's axes and local shape are split, if all agree."""
     known = {one.split for one in _like(weight, inputs) if among is None or one.split in among}
     if len(known) != 1:
@@ -187,7 +193,9 @@ def _split_of_input(weight: Weight, inputs: Inputs | None, *, among: Sequence[Sp
 def _like(weight: Weight, inputs: Inputs | None) -> list[Input]:
     """Return the inputs with the weight's local shape and axes; those of literal specs only if no other has them."""
     same = [one for one in _here(inputs) if one.shape == weight.local]
-    return _of_axes(weight, same) or [one for one in same if any(dim.literal is not None for dim in one.dims)]
+    return _of_axes(weight, same) or [
+        one for one in same if any(dim.literal is not None for dim in one.dims)
+    ]
 
 
 def _here(inputs: Inputs | None) -> tuple[Input, ...]:
@@ -208,9 +216,14 @@ def _gathered_before(weight: Weight, inputs: Inputs | None) -> Split | None:
     if any(one.shape == weight.local for one in alike):
         return None
     for one in alike:
-        shape = tuple(size * weight.shards(axes) for size, axes in zip(one.shape, one.split, strict=True))
+        shape = tuple(
+            size * weight.shards(axes) for size, axes in zip(one.shape, one.split, strict=True)
+        )
         used = weight.use(shape).decisions
-        kept = tuple(tuple(axis for axis in axes if axis in use.mesh_axes) for axes, use in zip(one.split, used, strict=True))
+        kept = tuple(
+            tuple(axis for axis in axes if axis in use.mesh_axes)
+            for axes, use in zip(one.split, used, strict=True)
+        )
         if weight.whole(kept) == shape:
             return kept
     return None
@@ -228,23 +241,33 @@ def _fitting(weight: Weight, axes: list[str]) -> list[Split]:
       ShardingError: no global shape resolves.
     """
     here = weight.stored(weight.local).decisions
-    dims = [at for at in range(len(weight.local)) if not here or here[at].outcome is not Outcome.EMPTY]
+    dims = [
+        at for at in range(len(weight.local)) if not here or here[at].outcome is not Outcome.EMPTY
+    ]
     if (len(dims) + 1) ** len(axes) > _MAX_TRIALS:
         raise_problems([unknown_shard(weight.local, weight.path)])
     fitting: list[Split] = []
     failed: list[Resolution] = []
     for homes in itertools.product([*dims, None], repeat=len(axes)):
         placed = list(zip(axes, homes, strict=True))
-        trial = tuple(tuple(axis for axis, home in placed if home == at) for at in range(len(weight.local)))
+        trial = tuple(
+            tuple(axis for axis, home in placed if home == at) for at in range(len(weight.local))
+        )
         found = weight.stored(weight.whole(trial))
-        split = tuple(tuple(axis for axis in decision.mesh_axes if axis in axes) for decision in found.decisions)
+        split = tuple(
+            tuple(axis for axis in decision.mesh_axes if axis in axes)
+            for decision in found.decisions
+        )
         if found.problems:
             failed.append(found)
         elif list(map(sorted, split)) == list(map(sorted, trial)):
             fitting.append(split)
     if not fitting:
         best = min(failed, key=lambda found: len(found.problems), default=None)
-        raise_problems([unknown_shard(weight.local, weight.path)] if best is None else best.problems, resolution=best)
+        raise_problems(
+            [unknown_shard(weight.local, weight.path)] if best is None else best.problems,
+            resolution=best,
+        )
     return fitting
 
 
@@ -296,7 +319,9 @@ def _sum_of_padded(x: Any, one: AllGather) -> Any:
     """Gather a value by a sum. Jitted, since an eager `zeros_like` loses the type over Explicit axes."""
     zeros = jnp.concatenate([jnp.zeros_like(x)] * math.prod(one.sizes), axis=one.dim)
     start = jax.lax.axis_index(one.axes) * x.shape[one.dim]
-    summed = jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, x, start, axis=one.dim), one.axes)
+    summed = jax.lax.psum(
+        jax.lax.dynamic_update_slice_in_dim(zeros, x, start, axis=one.dim), one.axes
+    )
     return jax.lax.pcast(summed, one.axes, to="varying") if _jax.tracks_varying() else summed
 
 
@@ -329,7 +354,9 @@ class ManualGather:
         return placement.place(w, self.use) if self.use is not None and self.gathers else w
 
 
-def plan_gather(weight: Weight, inputs: Inputs | None, *, mesh: Mesh | AbstractMesh) -> ManualGather:
+def plan_gather(
+    weight: Weight, inputs: Inputs | None, *, mesh: Mesh | AbstractMesh
+) -> ManualGather:
     """Return how a value becomes the weight as it is used.
 
     Raises:
@@ -355,11 +382,15 @@ def plan_gather(weight: Weight, inputs: Inputs | None, *, mesh: Mesh | AbstractM
     ambient = _jax.ambient_mesh()
     kinds = set(() if ambient is None else ambient.axis_types)
     if kinds == {AxisType.Manual}:
-        return ManualGather(gathers=gathers, stored=None, between=None, use=None, beside_explicit=False)
+        return ManualGather(
+            gathers=gathers, stored=None, between=None, use=None, beside_explicit=False
+        )
     raise_problems(late_manual(_marked(use, weight)), resolution=use)
     rest = _marked(use, weight).require()
     whole = {one.dim for one in gathers}
-    between = canonical_spec([None if at in whole else entry for at, entry in enumerate(rest.partitions)])
+    between = canonical_spec(
+        [None if at in whole else entry for at, entry in enumerate(rest.partitions)]
+    )
 
     def placed(spec: PartitionSpec) -> Placement:
         return placement.make_placement(spec, mesh, ambient)

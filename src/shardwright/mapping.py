@@ -73,7 +73,8 @@ class SemanticShardMap:
         """Resolve the axes from the arguments' shapes and run the function on their shards."""
         if len(args) != len(self.in_axes):
             raise StrategyError(
-                f"{len(args)} arguments, in_axes has {len(self.in_axes)} entries", fix="give in_axes one entry per argument"
+                f"{len(args)} arguments, in_axes has {len(self.in_axes)} entries",
+                fix="give in_axes one entry per argument",
             )
         found: _Found = {}
         owners: dict[tuple[str, ...], str] = {}
@@ -88,15 +89,24 @@ class SemanticShardMap:
         f = self._noted(in_specs, tuple(dims)) if mesh is not None else self.f
         outputs = self._outputs(f, args, in_specs, mesh)
         out_specs = jax.tree.map(lambda output: self._out_spec(output.annotation, found), outputs)
-        key = (jax.tree.structure((in_specs, out_specs)), tuple(jax.tree.leaves((in_specs, out_specs))), mesh, tuple(dims))
+        key = (
+            jax.tree.structure((in_specs, out_specs)),
+            tuple(jax.tree.leaves((in_specs, out_specs))),
+            mesh,
+            tuple(dims),
+        )
         mapped = self._made.get(key)
         if mapped is None:
-            made = _jax.call_shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma)
+            made = _jax.call_shard_map(
+                f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
+            )
             # Jitted, because shard_map by itself traces and compiles anew at every eager call.
             mapped = self._made[key] = jax.jit(made)
         return mapped(*args)
 
-    def _noted(self, in_specs: tuple[Any, ...], dims: tuple[tuple[Dim, ...], ...]) -> Callable[..., Any]:
+    def _noted(
+        self, in_specs: tuple[Any, ...], dims: tuple[tuple[Dim, ...], ...]
+    ) -> Callable[..., Any]:
         """Return the function, which tells `gather` inside it how its inputs are split.
 
         Not so inside another `shard_map`: there the inputs' shapes are not global.
@@ -106,13 +116,19 @@ class SemanticShardMap:
         @functools.wraps(self.f)
         def noted(*local: Any) -> Any:
             leaves = zip(dims, jax.tree.leaves(local), specs, strict=True)
-            inputs = [one for leaf, value, spec in leaves for one in _inputs(leaf, jnp.shape(value), spec)]
-            with context.mapped(Inputs(mesh=_jax.ambient_mesh(), leaves=tuple(dict.fromkeys(inputs)))):
+            inputs = [
+                one for leaf, value, spec in leaves for one in _inputs(leaf, jnp.shape(value), spec)
+            ]
+            with context.mapped(
+                Inputs(mesh=_jax.ambient_mesh(), leaves=tuple(dict.fromkeys(inputs)))
+            ):
                 return self.f(*local)
 
         return noted
 
-    def _ready(self, args: tuple[Any, ...], in_specs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Mesh | AbstractMesh | None]:
+    def _ready(
+        self, args: tuple[Any, ...], in_specs: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], Mesh | AbstractMesh | None]:
         """Return the arguments as `shard_map` takes them, and the mesh to give it, or None for the ambient one.
 
         It refuses a mesh of its own where the ambient one is partly Manual, and over Explicit axes an argument that does not
@@ -126,17 +142,29 @@ class SemanticShardMap:
             def placed(x: Any, spec: PartitionSpec) -> Any:
                 return placement.place(x, placement.make_placement(spec, mesh, ambient))
 
-            args = tuple(jax.tree.map(placed, arg, specs) for arg, specs in zip(args, in_specs, strict=True))
+            args = tuple(
+                jax.tree.map(placed, arg, specs) for arg, specs in zip(args, in_specs, strict=True)
+            )
         return args, None if manual else mesh
 
-    def _outputs(self, f: Callable[..., Any], args: tuple[Any, ...], in_specs: tuple[Any, ...], mesh: Mesh | AbstractMesh | None) -> Any:
+    def _outputs(
+        self,
+        f: Callable[..., Any],
+        args: tuple[Any, ...],
+        in_specs: tuple[Any, ...],
+        mesh: Mesh | AbstractMesh | None,
+    ) -> Any:
         """Return the outputs' annotations; where one may be a tuple of them, as the function's own outputs say.
 
         They are traced for that, once per shapes of the arguments.
         """
-        if not any(is_tuple_of_annotations(output.annotation) for output in jax.tree.leaves(self.out_axes)):
+        if not any(
+            is_tuple_of_annotations(output.annotation) for output in jax.tree.leaves(self.out_axes)
+        ):
             return self.out_axes
-        leaves, structure = jax.tree.flatten((jax.eval_shape(lambda *given: given, *args), in_specs))
+        leaves, structure = jax.tree.flatten(
+            (jax.eval_shape(lambda *given: given, *args), in_specs)
+        )
         key = ("outputs", structure, mesh, *leaves)
         found = self._made.get(key)
         if found is None:
@@ -144,22 +172,42 @@ class SemanticShardMap:
         return found
 
     def _paired_outputs(
-        self, f: Callable[..., Any], args: tuple[Any, ...], in_specs: tuple[Any, ...], mesh: Mesh | AbstractMesh | None
+        self,
+        f: Callable[..., Any],
+        args: tuple[Any, ...],
+        in_specs: tuple[Any, ...],
+        mesh: Mesh | AbstractMesh | None,
     ) -> Any:
         made: list[Any] = []
 
         def traced(*local: Any) -> tuple[()]:
             # Only ranks are looked at, so any dtype will do.
-            made.append(jax.tree.map(lambda one: jax.ShapeDtypeStruct(np.shape(one), np.bool_), f(*local)))
+            made.append(
+                jax.tree.map(lambda one: jax.ShapeDtypeStruct(np.shape(one), np.bool_), f(*local))
+            )
             return ()
 
-        jax.eval_shape(_jax.call_shard_map(traced, mesh=mesh, in_specs=in_specs, out_specs=(), check_vma=self.check_vma), *args)
+        jax.eval_shape(
+            _jax.call_shard_map(
+                traced, mesh=mesh, in_specs=in_specs, out_specs=(), check_vma=self.check_vma
+            ),
+            *args,
+        )
         try:
-            leaves = tree.annotated_leaves(made[0], jax.tree.map(lambda output: output.annotation, self.out_axes))
+            leaves = tree.annotated_leaves(
+                made[0], jax.tree.map(lambda output: output.annotation, self.out_axes)
+            )
         except ShardingError as error:
-            raise_problems([dataclasses.replace(problem, path=f"output {problem.path}".strip()) for problem in error.problems])
+            raise_problems(
+                [
+                    dataclasses.replace(problem, path=f"output {problem.path}".strip())
+                    for problem in error.problems
+                ]
+            )
             raise
-        return jax.tree.unflatten(jax.tree.structure(made[0]), [_Output(leaf.annotation) for leaf in leaves])
+        return jax.tree.unflatten(
+            jax.tree.structure(made[0]), [_Output(leaf.annotation) for leaf in leaves]
+        )
 
     def _specs(
         self,
@@ -175,7 +223,10 @@ class SemanticShardMap:
         try:
             leaves = tree.annotated_leaves(arg, as_annotation(axes) if is_axes_list(axes) else axes)
         except ShardingError as error:
-            problems += [dataclasses.replace(problem, path=f"{name} {problem.path}".strip()) for problem in error.problems]
+            problems += [
+                dataclasses.replace(problem, path=f"{name} {problem.path}".strip())
+                for problem in error.problems
+            ]
             return None
         for leaf in leaves:
             path = f"{name} {leaf.path}".strip()
@@ -187,10 +238,19 @@ class SemanticShardMap:
             dims.append(lower(leaf.annotation, np.shape(leaf.value)).dims)
             problems += self._learn(path, dims[-1], resolution.decisions, found, owners)
             specs.append(resolution.spec)
-        return jax.tree.unflatten(jax.tree.structure(arg), specs) if len(specs) == len(leaves) else None
+        return (
+            jax.tree.unflatten(jax.tree.structure(arg), specs)
+            if len(specs) == len(leaves)
+            else None
+        )
 
     def _learn(
-        self, path: str, dims: tuple[Dim, ...], decisions: tuple[DimDecision, ...], found: _Found, owners: dict[tuple[str, ...], str]
+        self,
+        path: str,
+        dims: tuple[Dim, ...],
+        decisions: tuple[DimDecision, ...],
+        found: _Found,
+        owners: dict[tuple[str, ...], str],
     ) -> list[Problem]:
         """Note where each axis lies, and return the problems: an axis that lies in two ways, or nowhere."""
         problems = []
@@ -211,11 +271,21 @@ class SemanticShardMap:
         entries: list[Any] = []
         taken: set[str] = set()
         for at, dim in enumerate(lower(annotation).dims):
-            names = self._out_dim(dim, found) if dim.literal is None else self._literal(at, dim.literal)
-            clash = [name for at_name, name in enumerate(names) if name in taken or name in names[:at_name]]
+            names = (
+                self._out_dim(dim, found) if dim.literal is None else self._literal(at, dim.literal)
+            )
+            clash = [
+                name
+                for at_name, name in enumerate(names)
+                if name in taken or name in names[:at_name]
+            ]
             if clash:
                 raise AxisConflictError(
-                    f"mesh axis {clash[0]} stands twice", path="output", dim=at, axis=dim.label, fix="annotate one of the dims EMPTY"
+                    f"mesh axis {clash[0]} stands twice",
+                    path="output",
+                    dim=at,
+                    axis=dim.label,
+                    fix="annotate one of the dims EMPTY",
                 )
             taken.update(names)
             entries.append(entry_of(names))
@@ -226,18 +296,27 @@ class SemanticShardMap:
         for name in names:
             if name == UNCONSTRAINED:
                 raise StrategyError(
-                    "UNCONSTRAINED leaves this dim to the compiler", path="output", dim=at, fix="write None, or a mesh axis"
+                    "UNCONSTRAINED leaves this dim to the compiler",
+                    path="output",
+                    dim=at,
+                    fix="write None, or a mesh axis",
                 )
             if name not in self.mesh.shape:
                 fix = lost_entry_fix(name, self.mesh.shape)
-                raise MissingMeshAxisError(f"mesh axis {name!r} is not in the mesh", path="output", dim=at, fix=fix)
+                raise MissingMeshAxisError(
+                    f"mesh axis {name!r} is not in the mesh", path="output", dim=at, fix=fix
+                )
         return names
 
     def _out_dim(self, dim: Dim, found: _Found) -> tuple[str, ...]:
         """Return where an output's dim lies: as the inputs' dim of the same axes, else each of its axes by itself."""
         if dim.axes in found:
             return found[dim.axes]
-        inside = [axis for axis in dim.axes if (axis,) not in found and any(axis in axes for axes in found)]
+        inside = [
+            axis
+            for axis in dim.axes
+            if (axis,) not in found and any(axis in axes for axes in found)
+        ]
         if inside:
             raise AxisConflictError(
                 f"{axis_label(inside[0])} stands in the inputs only inside a composite, so where it lies by itself is not decided",
@@ -245,7 +324,11 @@ class SemanticShardMap:
                 axis=dim.label,
                 fix="annotate the output's dim with the same composite, or an input's dim with the axis alone",
             )
-        return tuple(name for axis in dim.axes for name in (found[axis,] if (axis,) in found else self._out_axis(axis, dim)))
+        return tuple(
+            name
+            for axis in dim.axes
+            for name in (found[axis,] if (axis,) in found else self._out_axis(axis, dim))
+        )
 
     def _out_axis(self, axis: str, dim: Dim) -> tuple[str, ...]:
         size = self.sizes.get(axis)
@@ -290,7 +373,10 @@ def checked_outputs(out_axes: Any) -> Any:
     """
     several = type(out_axes) is tuple and bool(out_axes) and not _is_dims(out_axes)
     pairs, structure = jax.tree_util.tree_flatten_with_path(
-        out_axes, is_leaf=lambda one: not (several and one is out_axes) and (is_annotation(one) or _is_dims(one))
+        out_axes,
+        is_leaf=lambda one: (
+            not (several and one is out_axes) and (is_annotation(one) or _is_dims(one))
+        ),
     )
     problems: list[Problem] = []
     outputs = []
@@ -298,13 +384,18 @@ def checked_outputs(out_axes: Any) -> Any:
         try:
             outputs.append(_Output(as_annotation((one,) if isinstance(one, MergedDim) else one)))
         except ShardingError as error:
-            problems += [dataclasses.replace(problem, path=f"output {tree.path_text(path)}".strip()) for problem in error.problems]
+            problems += [
+                dataclasses.replace(problem, path=f"output {tree.path_text(path)}".strip())
+                for problem in error.problems
+            ]
     raise_problems(problems)
     return jax.tree.unflatten(structure, outputs)
 
 
 def _is_dims(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and any(isinstance(entry, (str, MergedDim)) for entry in value)
+    return isinstance(value, (tuple, list)) and any(
+        isinstance(entry, (str, MergedDim)) for entry in value
+    )
 
 
 def known_sizes(sizes: Mapping[str, int], rules: AxisRules) -> dict[str, int]:
@@ -314,7 +405,13 @@ def known_sizes(sizes: Mapping[str, int], rules: AxisRules) -> dict[str, int]:
       UnknownAxisError, RankMismatchError: an axis that nobody knows, or what is no size of one.
     """
     by_axis = {canonical_axis(axis): as_shape((size,))[0] for axis, size in sizes.items()}
-    raise_problems([dataclasses.replace(unknown_axis(axis, rules), path="sizes") for axis in by_axis if axis not in rules.known_axes])
+    raise_problems(
+        [
+            dataclasses.replace(unknown_axis(axis, rules), path="sizes")
+            for axis in by_axis
+            if axis not in rules.known_axes
+        ]
+    )
     return by_axis
 
 

@@ -93,12 +93,17 @@ def get_jax_mesh(axis_dims: str, names: Sequence[str] = ("x", "y", "z")) -> Mesh
       MeshSpecError: text that cannot be read, more sizes than names, other names, or sizes that do not fit the devices.
     """
     if not isinstance(axis_dims, str):
-        raise MeshSpecError(f"axis_dims is {axis_dims!r}, not text", fix='write "2,-1,4", or call create_mesh, which takes sizes too')
+        raise MeshSpecError(
+            f"axis_dims is {axis_dims!r}, not text",
+            fix='write "2,-1,4", or call create_mesh, which takes sizes too',
+        )
     if ":" in axis_dims:
         spec = parse_mesh(axis_dims)
         if sorted(spec.names) != sorted(names):
             what = f"the text names {', '.join(spec.names)}, names is {', '.join(names)}"
-            raise MeshSpecError(what, fix="give every name exactly once, with the size 1 where it is not used")
+            raise MeshSpecError(
+                what, fix="give every name exactly once, with the size 1 where it is not used"
+            )
         return create_mesh(axis_dims)
     missing = len(names) - (axis_dims.count(",") + 1)
     return create_mesh(axis_dims + ",1" * missing, names)
@@ -120,7 +125,11 @@ def get_ranks_and_size(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
     sizes = mesh_sizes(mesh)
     # The default backend may be another than the mesh's.
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
-    local, processes, index = jax.local_device_count(platform), jax.process_count(platform), jax.process_index(platform)
+    local, processes, index = (
+        jax.local_device_count(platform),
+        jax.process_count(platform),
+        jax.process_index(platform),
+    )
     split = sizes.get("tp", 1) * sizes.get("sp", 1)
     nodes = max(1, split // local)
     if processes > 1 and (max(split, local) % min(split, local) or processes % nodes):
@@ -164,7 +173,11 @@ def abstract_mesh(
         spec = resolve_sizes(spec, devices)
     elif INFER in spec.sizes:
         name = spec.names[spec.sizes.index(INFER)]
-        raise MeshSpecError(f"mesh axis {name} = -1 needs a number of devices", fix="pass devices=8, or give the size", mesh_axes=(name,))
+        raise MeshSpecError(
+            f"mesh axis {name} = -1 needs a number of devices",
+            fix="pass devices=8, or give the size",
+            mesh_axes=(name,),
+        )
     return AbstractMesh(spec.sizes, spec.names, axis_types=types)
 
 
@@ -183,7 +196,9 @@ class MeshSizes(dict[str, int]):
         self.pairs = tuple(sizes.items())
 
 
-def mesh_sizes(mesh: Mesh | AbstractMesh | Mapping[str, int] | Sequence[tuple[str, int]]) -> MeshSizes:
+def mesh_sizes(
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | Sequence[tuple[str, int]],
+) -> MeshSizes:
     """Return axis name → size in mesh order, from a mesh, a mapping or (name, size) pairs.
 
     JAX lets two axes have one name, and names that no rule can write; here they are errors.
@@ -200,7 +215,9 @@ def mesh_sizes(mesh: Mesh | AbstractMesh | Mapping[str, int] | Sequence[tuple[st
         return MeshSizes(check_axes(list(zip(mesh.axis_names, mesh.axis_sizes, strict=True))))
     if isinstance(mesh, Mapping):
         return MeshSizes(check_axes(list(mesh.items())))
-    if isinstance(mesh, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in mesh):
+    if isinstance(mesh, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in mesh
+    ):
         return MeshSizes(check_axes([(name, size) for name, size in mesh]))
     raise MeshSpecError(
         f"{mesh!r} of type {type(mesh).__name__} is no mesh",
@@ -225,7 +242,9 @@ def resolve_axis_types(names: Sequence[str], axis_types: AxisTypes) -> tuple[Axi
         if name not in names:
             fix = did_you_mean(str(name), names) or f"name some of {', '.join(names)}"
             raise MeshSpecError(f"axis_types names {name!r}, which is no axis of the mesh", fix=fix)
-    return tuple(_axis_type(axis_types.get(name, "auto"), f"axis_types[{name!r}]") for name in names)
+    return tuple(
+        _axis_type(axis_types.get(name, "auto"), f"axis_types[{name!r}]") for name in names
+    )
 
 
 def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
@@ -258,7 +277,10 @@ def _check_devices(spec: MeshSpec, devices: Sequence[Any]) -> None:
         raise MeshSpecError(f"device {twice} is listed twice", fix="give every device once")
     platforms = sorted({device.platform for device in devices})
     if len(platforms) > 1:
-        raise MeshSpecError(f"devices of several platforms: {', '.join(platforms)}", fix="give devices of one platform")
+        raise MeshSpecError(
+            f"devices of several platforms: {', '.join(platforms)}",
+            fix="give devices of one platform",
+        )
 
 
 def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
@@ -269,8 +291,12 @@ def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
         by_slice = _grouped(devices, "process_index")
     counts = {len(members) for members in by_slice.values()}
     if len(counts) > 1:
-        listing = ", ".join(f"slice {index} has {len(members)}" for index, members in by_slice.items())
-        raise MeshSpecError(f"slices of unequal size: {listing}", fix="pass devices= with as many of each slice")
+        listing = ", ".join(
+            f"slice {index} has {len(members)}" for index, members in by_slice.items()
+        )
+        raise MeshSpecError(
+            f"slices of unequal size: {listing}", fix="pass devices= with as many of each slice"
+        )
     return by_slice
 
 
@@ -287,10 +313,20 @@ def _dcn(spec: MeshSpec, slices: Mapping[int, Sequence[Any]]) -> tuple[int, ...]
     count = len(slices)
     if spec.dcn:
         if math.prod(spec.dcn) != count:
-            asked = " * ".join(f"{name}={part}" for name, part in zip(spec.names, spec.dcn, strict=True) if part > 1) or "nothing"
+            asked = (
+                " * ".join(
+                    f"{name}={part}"
+                    for name, part in zip(spec.names, spec.dcn, strict=True)
+                    if part > 1
+                )
+                or "nothing"
+            )
             fix = "leave dcn out" if count == 1 else f"make the product of dcn {count}"
             have = "1 slice" if count == 1 else f"{count} slices"
-            raise MeshSpecError(f"dcn puts {asked} across slices ({math.prod(spec.dcn)}), the devices are {have}", fix=fix)
+            raise MeshSpecError(
+                f"dcn puts {asked} across slices ({math.prod(spec.dcn)}), the devices are {have}",
+                fix=fix,
+            )
         return spec.dcn
     if count == 1:
         return (1,) * len(spec.sizes)
@@ -321,14 +357,18 @@ def _arrange_slice(spec: MeshSpec, shape: tuple[int, ...], devices: Sequence[Any
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     except (NotImplementedError, AssertionError, ValueError) as err:
         what = f"mesh {spec}: the torus of {len(devices)} TPU devices has no {'x'.join(map(str, shape))} arrangement"
-        fix = f'write "!{spec}" to take the devices in their order, or pass devices= that form a box'
+        fix = (
+            f'write "!{spec}" to take the devices in their order, or pass devices= that form a box'
+        )
         raise MeshSpecError(what, rule=textwrap.shorten(str(err), 200), fix=fix) from err
 
 
 def _devices(devices: Sequence[Any] | None, backend: str) -> list[Any]:
     if devices is not None:
         if backend:
-            raise MeshSpecError(f"devices and backend {backend!r} are both given", fix="give one of them")
+            raise MeshSpecError(
+                f"devices and backend {backend!r} are both given", fix="give one of them"
+            )
         if isinstance(devices, int):
             fix = f"pass jax.devices()[:{devices}], or use abstract_mesh, which takes a number"
             raise MeshSpecError(f"devices is {devices}, not a sequence of devices", fix=fix)
@@ -340,20 +380,29 @@ def _devices(devices: Sequence[Any] | None, backend: str) -> list[Any]:
             )
             raise MeshSpecError(f"devices is {devices!r}, not a sequence of devices", fix=fix)
         if np.ndim(devices) > 1:
-            raise MeshSpecError(f"devices is an array of shape {np.shape(devices)}", fix="pass a flat sequence, such as devices.ravel()")
+            raise MeshSpecError(
+                f"devices is an array of shape {np.shape(devices)}",
+                fix="pass a flat sequence, such as devices.ravel()",
+            )
         chosen = list(devices)
         wrong = next((one for one in chosen if not isinstance(one, jax.Device)), None)
         if wrong is not None:
             fix = (
-                f"pass the devices themselves, such as [jax.devices()[{wrong}]]" if isinstance(wrong, int) else "pass some of jax.devices()"
+                f"pass the devices themselves, such as [jax.devices()[{wrong}]]"
+                if isinstance(wrong, int)
+                else "pass some of jax.devices()"
             )
-            raise MeshSpecError(f"{wrong!r} of type {type(wrong).__name__} in devices= is no device", fix=fix)
+            raise MeshSpecError(
+                f"{wrong!r} of type {type(wrong).__name__} in devices= is no device", fix=fix
+            )
         return chosen
     try:
         return jax.devices(backend or None)
     except RuntimeError as err:
         raise MeshSpecError(
-            f"no devices of backend {backend or 'default'!r}", rule=str(err), fix='name an installed one, such as "cpu"'
+            f"no devices of backend {backend or 'default'!r}",
+            rule=str(err),
+            fix='name an installed one, such as "cpu"',
         ) from err
 
 
@@ -374,4 +423,7 @@ def _axis_type(value: object, place: str) -> AxisType:
     if isinstance(value, str) and value in _AXIS_TYPES:
         return _AXIS_TYPES[value]
     near = did_you_mean(value.lower(), _AXIS_TYPES) if isinstance(value, str) else ""
-    raise MeshSpecError(f"{place} is {value!r}, neither auto nor explicit", fix=near or 'write "auto", "explicit" or {"tp": "explicit"}')
+    raise MeshSpecError(
+        f"{place} is {value!r}, neither auto nor explicit",
+        fix=near or 'write "auto", "explicit" or {"tp": "explicit"}',
+    )

@@ -48,7 +48,11 @@ class MeshSpec:
 
     def __str__(self) -> str:
         parts = [f"{name}:{size}" for name, size in zip(self.names, self.sizes, strict=True)]
-        crossing = [f"{_DCN}{name}:{size}" for name, size in zip(self.names, self.dcn, strict=False) if size > 1]
+        crossing = [
+            f"{_DCN}{name}:{size}"
+            for name, size in zip(self.names, self.dcn, strict=False)
+            if size > 1
+        ]
         if self.dcn and not crossing:
             crossing = [f"{_DCN}{self.names[0]}:1"]
         return (_CONTIGUOUS if self.contiguous else "") + ",".join(crossing + parts)
@@ -64,7 +68,9 @@ class _Part:
     size_at: int = 0
 
 
-def parse_mesh(spec: MeshLike, axis_names: Sequence[str] | None = None, *, dcn: Mapping[str, int] | None = None) -> MeshSpec:
+def parse_mesh(
+    spec: MeshLike, axis_names: Sequence[str] | None = None, *, dcn: Mapping[str, int] | None = None
+) -> MeshSpec:
     """Read a mesh and check everything that can be checked without devices.
 
     Args:
@@ -80,7 +86,9 @@ def parse_mesh(spec: MeshLike, axis_names: Sequence[str] | None = None, *, dcn: 
     MeshSpec(names=('dp', 'tp'), sizes=(4, -1), dcn=(2, 1), contiguous=False)
     """
     if isinstance(spec, str):
-        _check_number(spec.count(",") + 1, "parts", 2 * MOST_MESH_AXES)  # each axis may come again as dcn.axis
+        _check_number(
+            spec.count(",") + 1, "parts", 2 * MOST_MESH_AXES
+        )  # each axis may come again as dcn.axis
         return _parse_text(spec, axis_names, dcn)
     if isinstance(spec, Mapping | Sequence):
         _check_number(len(spec), "axes", MOST_MESH_AXES)
@@ -112,25 +120,42 @@ def resolve_sizes(spec: MeshSpec, count: int, *, hint: str = "") -> MeshSpec:
     'dp:2,fsdp:2,tp:2'
     """
     if not _is_whole(count) or count < 1:
-        raise MeshSpecError(f"a mesh needs a positive number of devices, not {count!r}", fix="give the number of devices, such as 8")
+        raise MeshSpecError(
+            f"a mesh needs a positive number of devices, not {count!r}",
+            fix="give the number of devices, such as 8",
+        )
     known = {name: size for name, size in zip(spec.names, spec.sizes, strict=True) if size != INFER}
     needed = math.prod(known.values())
     listing = ", ".join(f"{name}={size}" for name, size in known.items())
     devices = "1 device" if count == 1 else f"{count} devices"
     if INFER not in spec.sizes:
         if needed > count:
-            fix = _join(f"choose sizes whose product is at most {count}, or give one axis the size -1", hint)
-            raise MeshSpecError(f"mesh {listing} needs {needed} devices, there {'is' if count == 1 else 'are'} {count}", fix=fix)
+            fix = _join(
+                f"choose sizes whose product is at most {count}, or give one axis the size -1", hint
+            )
+            raise MeshSpecError(
+                f"mesh {listing} needs {needed} devices, there {'is' if count == 1 else 'are'} {count}",
+                fix=fix,
+            )
         return spec
     inferred = spec.names[spec.sizes.index(INFER)]
     if count % needed:
         raise MeshSpecError(
-            f"mesh axis {inferred} = -1 has no size: {devices} cannot be divided by {listing}" + (f" ({needed})" if len(known) > 1 else ""),
+            f"mesh axis {inferred} = -1 has no size: {devices} cannot be divided by {listing}"
+            + (f" ({needed})" if len(known) > 1 else ""),
             fix=_join(f"choose sizes of the other axes whose product divides {count}", hint),
             mesh_axes=(inferred,),
         )
-    filled = dataclasses.replace(spec, sizes=tuple(int(count) // needed if size == INFER else size for size in spec.sizes))
-    raise_problems([p for axis in zip(spec.names, filled.sizes, spec.dcn, strict=False) for p in _dcn_divides(*axis)])
+    filled = dataclasses.replace(
+        spec, sizes=tuple(int(count) // needed if size == INFER else size for size in spec.sizes)
+    )
+    raise_problems(
+        [
+            p
+            for axis in zip(spec.names, filled.sizes, spec.dcn, strict=False)
+            for p in _dcn_divides(*axis)
+        ]
+    )
     return filled
 
 
@@ -153,7 +178,9 @@ def name_fault(name: object) -> str:
     if name.startswith(REPLICATED):
         return f"starts with {REPLICATED!r}, which says replicated in a rule"
     if name.startswith((_CONTIGUOUS, _DCN)):
-        return f"starts with {_CONTIGUOUS if name[0] == _CONTIGUOUS else _DCN!r}, which mesh texts use"
+        return (
+            f"starts with {_CONTIGUOUS if name[0] == _CONTIGUOUS else _DCN!r}, which mesh texts use"
+        )
     return ""
 
 
@@ -169,12 +196,24 @@ def check_axes(axes: Sequence[tuple[object, object]]) -> dict[str, int]:
     return {_exact(part.name): int(part.size) for part in parts}
 
 
-def _parse_text(text: str, axis_names: Sequence[str] | None, dcn: Mapping[str, int] | None) -> MeshSpec:
+def _parse_text(
+    text: str, axis_names: Sequence[str] | None, dcn: Mapping[str, int] | None
+) -> MeshSpec:
     contiguous = text.lstrip().startswith(_CONTIGUOUS)
     words = _words(text, text.index(_CONTIGUOUS) + 1 if contiguous else 0)
     named = ":" in text
-    raise_problems([_fault(what, text=text, at=at, fix=fix) for at, word in words for what, fix in _word_faults(word, named)])
-    crossing = [_read_part(word.removeprefix(_DCN), at + len(_DCN)) for at, word in words if word.startswith(_DCN)]
+    raise_problems(
+        [
+            _fault(what, text=text, at=at, fix=fix)
+            for at, word in words
+            for what, fix in _word_faults(word, named)
+        ]
+    )
+    crossing = [
+        _read_part(word.removeprefix(_DCN), at + len(_DCN))
+        for at, word in words
+        if word.startswith(_DCN)
+    ]
     parts = [_read_part(word, at) for at, word in words if not word.startswith(_DCN)]
     _check_number(len(parts), "axes", MOST_MESH_AXES)
     if named:
@@ -182,10 +221,22 @@ def _parse_text(text: str, axis_names: Sequence[str] | None, dcn: Mapping[str, i
     else:
         names = _given_names(axis_names)
         _check_count(len(parts), names, given=axis_names is not None, text=text)
-        parts = [dataclasses.replace(part, name=name) for part, name in zip(parts, names, strict=True)]
+        parts = [
+            dataclasses.replace(part, name=name) for part, name in zip(parts, names, strict=True)
+        ]
     if dcn and crossing:
-        raise MeshSpecError("slices are given twice: in the text and in dcn=", snippet=_caret(text, crossing[0].name_at), fix="keep one")
-    return _checked(parts, crossing or _dcn_parts(dcn), contiguous=contiguous, text=text, dcn_text=text if crossing else "")
+        raise MeshSpecError(
+            "slices are given twice: in the text and in dcn=",
+            snippet=_caret(text, crossing[0].name_at),
+            fix="keep one",
+        )
+    return _checked(
+        parts,
+        crossing or _dcn_parts(dcn),
+        contiguous=contiguous,
+        text=text,
+        dcn_text=text if crossing else "",
+    )
 
 
 def _word_faults(word: str, named: bool) -> list[tuple[str, str]]:
@@ -195,7 +246,11 @@ def _word_faults(word: str, named: bool) -> list[tuple[str, str]]:
     if ":" in word:
         return []
     if _WHOLE_NUMBER.fullmatch(word):
-        return [(f"part {word!r} has no name, others have one", f'write "name:{word}"')] if named else []
+        return (
+            [(f"part {word!r} has no name, others have one", f'write "name:{word}"')]
+            if named
+            else []
+        )
     return [(f"part {word!r} has no size", f'write "{_with_colons(word) or f"{word}:2"}"')]
 
 
@@ -231,9 +286,20 @@ def _read_size(word: str) -> int | str:
     return (int(word) if len(word) < 1000 else _MOST) if _WHOLE_NUMBER.fullmatch(word) else word
 
 
-def _checked(parts: Sequence[_Part], crossing: Sequence[_Part], *, contiguous: bool, text: str = "", dcn_text: str = "") -> MeshSpec:
+def _checked(
+    parts: Sequence[_Part],
+    crossing: Sequence[_Part],
+    *,
+    contiguous: bool,
+    text: str = "",
+    dcn_text: str = "",
+) -> MeshSpec:
     if not parts:
-        raise MeshSpecError("a mesh needs at least one axis", snippet=_caret(text, 0), fix='write for instance "dp:-1"')
+        raise MeshSpecError(
+            "a mesh needs at least one axis",
+            snippet=_caret(text, 0),
+            fix='write for instance "dp:-1"',
+        )
     problems = _part_problems(parts, text=text, infer=True)
     problems += _dcn_problems(parts, crossing, text=dcn_text)
     raise_problems(problems)
@@ -253,14 +319,37 @@ def _part_problems(parts: Sequence[_Part], *, text: str, infer: bool) -> list[Pr
     inferred = ""
     for part in parts:
         if reason := name_fault(part.name):
-            found.append(_fault(f"mesh axis name {part.name!r} {reason}", text=text, at=part.name_at, fix=_NAME_FIX))
+            found.append(
+                _fault(
+                    f"mesh axis name {part.name!r} {reason}",
+                    text=text,
+                    at=part.name_at,
+                    fix=_NAME_FIX,
+                )
+            )
         elif part.name in seen:
-            found.append(_fault(f"mesh axis {part.name!r} stands twice", text=text, at=part.name_at, fix="give every axis once"))
+            found.append(
+                _fault(
+                    f"mesh axis {part.name!r} stands twice",
+                    text=text,
+                    at=part.name_at,
+                    fix="give every axis once",
+                )
+            )
         seen.append(part.name)
         if infer and _is_whole(part.size) and part.size == INFER:
             if inferred:
-                what = f"mesh axes {inferred} and {part.name!r} are both -1, only one can be inferred"
-                found.append(_fault(what, text=text, at=part.size_at, fix=f"give {part.name!r} a size, such as 1"))
+                what = (
+                    f"mesh axes {inferred} and {part.name!r} are both -1, only one can be inferred"
+                )
+                found.append(
+                    _fault(
+                        what,
+                        text=text,
+                        at=part.size_at,
+                        fix=f"give {part.name!r} a size, such as 1",
+                    )
+                )
             inferred = repr(part.name)
         else:
             found += _size_problems(part, text=text, what=f"mesh axis {part.name!r}", infer=infer)
@@ -271,14 +360,30 @@ def _size_problems(part: _Part, *, text: str, what: str, infer: bool) -> list[Pr
     if not _is_whole(part.size):
         meant = _with_colons(f"{part.name}:{part.size}") if isinstance(part.size, str) else ""
         fix = f'write "{meant}"' if meant else "write a whole number, such as 4"
-        return [_fault(f"{what}: size {part.size!r} is not a whole number", text=text, at=part.size_at, fix=fix)]
+        return [
+            _fault(
+                f"{what}: size {part.size!r} is not a whole number",
+                text=text,
+                at=part.size_at,
+                fix=fix,
+            )
+        ]
     if abs(part.size) >= _MOST:
         return [
-            _fault(f"{what}: no mesh has a size of 20 digits", text=f"{text:.80}", at=min(part.size_at, 80), fix="write a size such as 4")
+            _fault(
+                f"{what}: no mesh has a size of 20 digits",
+                text=f"{text:.80}",
+                at=min(part.size_at, 80),
+                fix="write a size such as 4",
+            )
         ]
     if part.size < 1:
-        fix = "give a size of 1 or more" + (", or -1 for what the other axes leave" if infer else "")
-        return [_fault(f"{what}: size {part.size} is not positive", text=text, at=part.size_at, fix=fix)]
+        fix = "give a size of 1 or more" + (
+            ", or -1 for what the other axes leave" if infer else ""
+        )
+        return [
+            _fault(f"{what}: size {part.size} is not positive", text=text, at=part.size_at, fix=fix)
+        ]
     return []
 
 
@@ -289,13 +394,29 @@ def _dcn_problems(parts: Sequence[_Part], crossing: Sequence[_Part], *, text: st
     for part in crossing:
         if not isinstance(part.name, str) or part.name not in totals:
             fix = did_you_mean(str(part.name), totals) or f"name one of {', '.join(totals)}"
-            found.append(_fault(f"dcn names {part.name!r}, which is no axis of the mesh", text=text, at=part.name_at, fix=fix))
+            found.append(
+                _fault(
+                    f"dcn names {part.name!r}, which is no axis of the mesh",
+                    text=text,
+                    at=part.name_at,
+                    fix=fix,
+                )
+            )
         elif part.name in seen:
-            found.append(_fault(f"dcn names {part.name!r} twice", text=text, at=part.name_at, fix="give every axis once"))
+            found.append(
+                _fault(
+                    f"dcn names {part.name!r} twice",
+                    text=text,
+                    at=part.name_at,
+                    fix="give every axis once",
+                )
+            )
         elif bad := _size_problems(part, text=text, what=f"dcn part of {part.name!r}", infer=False):
             found += bad
         elif _is_whole(totals[part.name]) and totals[part.name] > 0:
-            found += _dcn_divides(part.name, totals[part.name], part.size, text=text, at=part.size_at)
+            found += _dcn_divides(
+                part.name, totals[part.name], part.size, text=text, at=part.size_at
+            )
         seen.append(part.name)
     return found
 
@@ -304,12 +425,22 @@ def _dcn_divides(name: str, total: int, part: int, *, text: str = "", at: int = 
     if total % part == 0:
         return []
     what = f"dcn part {part} does not divide {name} = {total} (totals include the slices)"
-    return [_fault(what, text=text, at=at, fix=f"make {name} a multiple of {part}, as in {name} = {part * max(1, total // part)}")]
+    return [
+        _fault(
+            what,
+            text=text,
+            at=at,
+            fix=f"make {name} a multiple of {part}, as in {name} = {part * max(1, total // part)}",
+        )
+    ]
 
 
 def _dcn_parts(dcn: Mapping[str, int] | None) -> list[_Part]:
     if dcn is not None and not isinstance(dcn, Mapping):
-        raise MeshSpecError(f"dcn is of type {type(dcn).__name__}, not a mapping of axis to size", fix='write dcn={"dp": 2}')
+        raise MeshSpecError(
+            f"dcn is of type {type(dcn).__name__}, not a mapping of axis to size",
+            fix='write dcn={"dp": 2}',
+        )
     _check_number(len(dcn or {}), "axes in dcn", MOST_MESH_AXES)
     return [_Part(name=name, size=size) for name, size in (dcn or {}).items()]
 
@@ -324,13 +455,19 @@ def _given_names(axis_names: Sequence[str] | None) -> tuple[str, ...]:
     if axis_names is None:
         return DEFAULT_MESH_AXES
     if isinstance(axis_names, str) or not isinstance(axis_names, Sequence):
-        raise MeshSpecError(f"axis_names is {axis_names!r}, not a sequence of names", fix='write axis_names=("dp", "tp")')
+        raise MeshSpecError(
+            f"axis_names is {axis_names!r}, not a sequence of names",
+            fix='write axis_names=("dp", "tp")',
+        )
     return tuple(axis_names)
 
 
 def _refuse_names(axis_names: Sequence[str] | None, source: str) -> None:
     if axis_names is not None:
-        raise MeshSpecError(f"axis_names is given, but {source} names its axes", fix="leave axis_names out, or give sizes alone")
+        raise MeshSpecError(
+            f"axis_names is given, but {source} names its axes",
+            fix="leave axis_names out, or give sizes alone",
+        )
 
 
 def _check_count(count: int, names: Sequence[str], *, given: bool, text: str = "") -> None:
@@ -338,7 +475,11 @@ def _check_count(count: int, names: Sequence[str], *, given: bool, text: str = "
         origin = "axis_names" if given else "the default axis names"
         sizes = "1 size" if count == 1 else f"{count} sizes"
         what = f"{sizes} for {len(names)} axes: {origin} {'are' if not given else 'is'} {', '.join(map(str, names))}"
-        raise MeshSpecError(what, snippet=_caret(text, len(text)), fix='give one size per name, or name them: "dp:2,tp:4"')
+        raise MeshSpecError(
+            what,
+            snippet=_caret(text, len(text)),
+            fix='give one size per name, or name them: "dp:2,tp:4"',
+        )
 
 
 def _fault(what: str, *, text: str, at: int, fix: str) -> Problem:
@@ -347,7 +488,9 @@ def _fault(what: str, *, text: str, at: int, fix: str) -> Problem:
 
 def _caret(text: str, at: int) -> str:
     """Return the text with a `^` under column `at`; control characters become spaces, so that columns match."""
-    return "".join(c if c.isprintable() else " " for c in text) + "\n" + " " * at + "^" if text else ""
+    return (
+        "".join(c if c.isprintable() else " " for c in text) + "\n" + " " * at + "^" if text else ""
+    )
 
 
 def _is_whole(size: object) -> bool:

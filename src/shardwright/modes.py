@@ -15,7 +15,12 @@ MODES: tuple[str, ...] = (MODE_TRAIN, MODE_PREFILL, MODE_DECODE, MODE_INSERT)
 GENERATION_MODES: frozenset[str] = frozenset({MODE_DECODE, MODE_INSERT})
 RUNTIME_MODE_TYPES = Literal["__autoregressive__", "__prefill__", "__train__", "__insert__"]
 
-_SHORT = {"train": MODE_TRAIN, "prefill": MODE_PREFILL, "decode": MODE_DECODE, "insert": MODE_INSERT}
+_SHORT = {
+    "train": MODE_TRAIN,
+    "prefill": MODE_PREFILL,
+    "decode": MODE_DECODE,
+    "insert": MODE_INSERT,
+}
 _MODE = {**_SHORT, **{mode: mode for mode in MODES}}
 _NAME = {mode: short for short, mode in _SHORT.items()}
 # What people and files call the modes, in the order of MODES.
@@ -33,7 +38,9 @@ def parse_mode(mode: str) -> str:
     """
     if not is_mode(mode):
         hint = did_you_mean(str(mode).lower(), _MODE)
-        raise StrategyError(f"unknown mode {mode!r}", fix=f"{hint} modes are {', '.join(_SHORT)}".strip())
+        raise StrategyError(
+            f"unknown mode {mode!r}", fix=f"{hint} modes are {', '.join(_SHORT)}".strip()
+        )
     return _MODE[mode]
 
 

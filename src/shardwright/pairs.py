@@ -38,7 +38,13 @@ class Quantised:
 
 
 def quantised(
-    spec: ArraySpec, blocks: Sequence[int], *, dtype: Any = jnp.int8, scale_dtype: Any = jnp.float32, zero_point: Any = None, path: str = ""
+    spec: ArraySpec,
+    blocks: Sequence[int],
+    *,
+    dtype: Any = jnp.int8,
+    scale_dtype: Any = jnp.float32,
+    zero_point: Any = None,
+    path: str = "",
 ) -> Quantised:
     """Annotate the parts of a quantised weight: scales and zero points lie over the mesh axes of the values that they scale.
 
@@ -64,7 +70,11 @@ def quantised(
     _require_spec(spec, path)
     counts = _counts(spec, tuple(blocks) if isinstance(blocks, Iterable) else (blocks,), path)
     axes = scale_axes(spec.axes, spec.shape, scale_shape=counts, path=path)
-    value = PartOf(annotation=spec.axes, shape=spec.shape, dims=tuple(range(spec.ndim)), path=path) if path else spec.axes
+    value = (
+        PartOf(annotation=spec.axes, shape=spec.shape, dims=tuple(range(spec.ndim)), path=path)
+        if path
+        else spec.axes
+    )
     return Quantised(
         value=ArraySpec(spec.shape, dtype, value),
         scale=ArraySpec(counts, scale_dtype, axes),
@@ -76,25 +86,43 @@ def _require_spec(spec: Any, path: str) -> None:
     if not isinstance(spec, ArraySpec):
         what = f"the weight is of type {type(spec).__name__}, not an ArraySpec: its parts need its shape"
         raise StrategyError(
-            what, path=path, fix="pass ArraySpec(shape, dtype, axes); of values that exist, annotate the scales by scale_axes"
+            what,
+            path=path,
+            fix="pass ArraySpec(shape, dtype, axes); of values that exist, annotate the scales by scale_axes",
         )
 
 
 def _counts(spec: ArraySpec, blocks: tuple[int, ...], path: str) -> tuple[int, ...]:
     if len(blocks) != spec.ndim:
         what = f"{len(blocks)} blocks for {describe(spec)} of {spec.ndim} dims"
-        raise RankMismatchError(what, path=path, fix="write one entry per dim: 1 for a scale each, -1 for one scale, or a block size")
+        raise RankMismatchError(
+            what,
+            path=path,
+            fix="write one entry per dim: 1 for a scale each, -1 for one scale, or a block size",
+        )
     problems = [
-        Problem(error=RankMismatchError, what=f"size {size} is no multiple of its block {block}", path=path, dim=at, size=size, fix=fix)
+        Problem(
+            error=RankMismatchError,
+            what=f"size {size} is no multiple of its block {block}",
+            path=path,
+            dim=at,
+            size=size,
+            fix=fix,
+        )
         for at, (size, block) in enumerate(zip(spec.shape, blocks, strict=True))
         if block != WHOLE and (not isinstance(block, int | np.integer) or block < 1 or size % block)
         for fix in ("choose a block size that divides, or -1 for one scale along the dim",)
     ]
     raise_problems(problems)
-    return tuple(1 if block == WHOLE else size // block for size, block in zip(spec.shape, blocks, strict=True))
+    return tuple(
+        1 if block == WHOLE else size // block
+        for size, block in zip(spec.shape, blocks, strict=True)
+    )
 
 
-def scale_axes(axes: Any, shape: Sequence[int], *, scale_shape: Sequence[int], path: str = "") -> PartOf:
+def scale_axes(
+    axes: Any, shape: Sequence[int], *, scale_shape: Sequence[int], path: str = ""
+) -> PartOf:
     """Annotate the scales of values that exist already, from both shapes.
 
     Args:
@@ -107,7 +135,9 @@ def scale_axes(axes: Any, shape: Sequence[int], *, scale_shape: Sequence[int], p
       RankMismatchError: the ranks differ, or a size of the values is no multiple of the scales'.
     """
     values, scales = as_shape(shape), as_shape(scale_shape)
-    fits = len(values) == len(scales) and all(scale and value % scale == 0 for value, scale in zip(values, scales, strict=False))
+    fits = len(values) == len(scales) and all(
+        scale and value % scale == 0 for value, scale in zip(values, scales, strict=False)
+    )
     if not fits:
         raise RankMismatchError(
             f"scales of shape {scales} for values of shape {values}",
@@ -132,7 +162,15 @@ class LowRank:
     b: Any
 
 
-def low_rank(spec: ArraySpec, rank: int, *, inputs: int = 1, leading: int = 0, dtype: Any = None, path: str = "") -> LowRank:
+def low_rank(
+    spec: ArraySpec,
+    rank: int,
+    *,
+    inputs: int = 1,
+    leading: int = 0,
+    dtype: Any = None,
+    path: str = "",
+) -> LowRank:
     """Annotate a low-rank pair by its weight: `a` lies as the weight's inputs do, `b` as its outputs, the rank is not sharded.
 
     `a` is drawn from a normal distribution of variance 1 / inputs, `b` is zero, so the pair adds nothing at first.
@@ -154,22 +192,44 @@ def low_rank(spec: ArraySpec, rank: int, *, inputs: int = 1, leading: int = 0, d
     ends = leading + inputs
     if leading < 0 or inputs < 1 or ends >= spec.ndim:
         what = f"{describe(spec)} has {spec.ndim} dims: {leading} leading and {inputs} inputs leave no outputs"
-        raise RankMismatchError(what, path=path, fix="inputs=2 is for a weight such as (HEAD, HEAD_DIM, EMBED)")
+        raise RankMismatchError(
+            what, path=path, fix="inputs=2 is for a weight such as (HEAD, HEAD_DIM, EMBED)"
+        )
     if rank < 1:
-        raise StrategyError(f"a pair of rank {rank}", path=path, fix="choose a positive rank, such as 8")
-    stacks = [at for at, dim in enumerate(lower(spec.axes, spec.shape).dims[:ends]) if at >= leading and _STACKS & {*dim.axes, dim.means}]
+        raise StrategyError(
+            f"a pair of rank {rank}", path=path, fix="choose a positive rank, such as 8"
+        )
+    stacks = [
+        at
+        for at, dim in enumerate(lower(spec.axes, spec.shape).dims[:ends])
+        if at >= leading and _STACKS & {*dim.axes, dim.means}
+    ]
     if stacks:
         what = f"{describe(spec)} is a stack of layers or experts along dim {stacks[-1]}, which is no input"
-        raise StrategyError(what, path=path, fix=f"pass leading={stacks[-1] + 1}: each has a pair of its own")
+        raise StrategyError(
+            what, path=path, fix=f"pass leading={stacks[-1] + 1}: each has a pair of its own"
+        )
     made = jnp.dtype(spec.dtype if dtype is None else dtype)
     if not jnp.issubdtype(made, jnp.floating):
-        raise StrategyError(f"a pair of {made} cannot be trained", path=path, fix="pass dtype=jnp.bfloat16, or another float")
-    lead, ins, outs = tuple(range(leading)), tuple(range(leading, ends)), tuple(range(ends, spec.ndim))
+        raise StrategyError(
+            f"a pair of {made} cannot be trained",
+            path=path,
+            fix="pass dtype=jnp.bfloat16, or another float",
+        )
+    lead, ins, outs = (
+        tuple(range(leading)),
+        tuple(range(leading, ends)),
+        tuple(range(ends, spec.ndim)),
+    )
 
     def part(dims: tuple[int | None, ...], init: Any) -> ArraySpec:
         shape = tuple(rank if dim is None else spec.shape[dim] for dim in dims)
         axes = PartOf(annotation=spec.axes, shape=spec.shape, dims=dims, path=path)
         return ArraySpec(shape, made, axes, init)
 
-    normal = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=ins, out_axis=-1, batch_axis=lead)
-    return LowRank(a=part((*lead, *ins, None), normal), b=part((*lead, None, *outs), jax.nn.initializers.zeros))
+    normal = jax.nn.initializers.variance_scaling(
+        1.0, "fan_in", "normal", in_axis=ins, out_axis=-1, batch_axis=lead
+    )
+    return LowRank(
+        a=part((*lead, *ins, None), normal), b=part((*lead, None, *outs), jax.nn.initializers.zeros)
+    )

@@ -76,7 +76,9 @@ class PartitionAxis:
 
     The defaults differ from the preset files: hidden states lie over tp, and the batch over fsdp first.
 
-    >>> PartitionAxis(kv_head_axis="tp | -").compile() == PartitionAxis(kv_head_axis="tp | -").compile()
+    >>> PartitionAxis(kv_head_axis="tp | -").compile() == PartitionAxis(
+    ...     kv_head_axis="tp | -"
+    ... ).compile()
     True
     """
 
@@ -115,14 +117,22 @@ class PartitionAxis:
           StrategyError: a value that is no rule; all of them at once.
         """
         problems: list[Any] = []
-        rules = self._table({name: getattr(self, name) for name in (*_PARALLELISM, *_ATTRIBUTES)}, problems)
-        decode = self._table({name: getattr(self, f"decode_{name}") for name in _DECODE}, problems, prefix="decode_")
+        rules = self._table(
+            {name: getattr(self, name) for name in (*_PARALLELISM, *_ATTRIBUTES)}, problems
+        )
+        decode = self._table(
+            {name: getattr(self, f"decode_{name}") for name in _DECODE}, problems, prefix="decode_"
+        )
         stored = (self.fully_sharded_data_parallel_axis, self.sequence_parallel_axis)
         params = self._table({"hidden_state_axis": _flat(stored)}, problems)
         raise_problems(problems)
-        return build_rules({"rules": rules, "modes.decode": decode, "params": params}, policy=policy)
+        return build_rules(
+            {"rules": rules, "modes.decode": decode, "params": params}, policy=policy
+        )
 
-    def _table(self, values: dict[str, Any], problems: list[Any], *, prefix: str = "") -> dict[str, Rule]:
+    def _table(
+        self, values: dict[str, Any], problems: list[Any], *, prefix: str = ""
+    ) -> dict[str, Rule]:
         table = {}
         for name, value in values.items():
             given = self._default(name) if isinstance(value, EMPTY_VAL) and not prefix else value
@@ -142,11 +152,22 @@ class PartitionAxis:
     def _text(self, name: str, value: Any) -> str:
         if isinstance(value, str) and value not in PARALLELISM_AXES:
             return value
-        if isinstance(value, str) or (isinstance(value, (tuple, list)) and value and all(isinstance(axis, str) for axis in value)):
-            flat = _flat(tuple(self._mesh_name(axis) for axis in ((value,) if isinstance(value, str) else value)))
+        if isinstance(value, str) or (
+            isinstance(value, (tuple, list))
+            and value
+            and all(isinstance(axis, str) for axis in value)
+        ):
+            flat = _flat(
+                tuple(
+                    self._mesh_name(axis)
+                    for axis in ((value,) if isinstance(value, str) else value)
+                )
+            )
             return "+".join(flat) if flat else REPLICATED
         raise StrategyError(
-            f"{value!r} is not a rule", axis=name, fix='write a mesh axis, a tuple of them, a rule such as "tp | -", or None for replicated'
+            f"{value!r} is not a rule",
+            axis=name,
+            fix='write a mesh axis, a tuple of them, a rule such as "tp | -", or None for replicated',
         )
 
     def _mesh_name(self, value: str) -> Any:
@@ -164,10 +185,26 @@ class PartitionAxis:
             return self.sequence_parallel_axis
         if name == "expert_axis":
             return self.expert_parallel_axis
-        return tp if name in ("head_axis", "kv_head_axis", "hidden_state_axis", "mlp_intermediate_axis", "vocab_axis") else NOT_GIVEN
+        return (
+            tp
+            if name
+            in (
+                "head_axis",
+                "kv_head_axis",
+                "hidden_state_axis",
+                "mlp_intermediate_axis",
+                "vocab_axis",
+            )
+            else NOT_GIVEN
+        )
 
 
 def _flat(names: tuple[Any, ...]) -> tuple[str, ...] | None:
     """Return nested names as one tuple, without those that are replicated (None)."""
-    flat = [one for name in names if name is not None for one in (name if isinstance(name, (tuple, list)) else (name,))]
+    flat = [
+        one
+        for name in names
+        if name is not None
+        for one in (name if isinstance(name, (tuple, list)) else (name,))
+    ]
     return tuple(flat) or None

@@ -26,21 +26,44 @@ class Taken:
     notes: tuple[str, ...] = ()
 
 
-def take_part(whole: Resolution, part: PartOf, shape: Sequence[int] | None, *, path: str | None, fits: Fits, policy: Policy) -> Taken:
+def take_part(
+    whole: Resolution,
+    part: PartOf,
+    shape: Sequence[int] | None,
+    *,
+    path: str | None,
+    fits: Fits,
+    policy: Policy,
+) -> Taken:
     """Take the decisions of a whole array's dims for a part of it.
 
     A dim that is shorter than the one it follows, such as a number of blocks, must divide over the same mesh axes: a block is
     never split.
     """
     if whole.problems:
-        return Taken(decisions=(), problems=tuple(dataclasses.replace(one, path=path or one.path) for one in whole.problems))
+        return Taken(
+            decisions=(),
+            problems=tuple(
+                dataclasses.replace(one, path=path or one.path) for one in whole.problems
+            ),
+        )
     if shape is None:
         what = "a part of an array has a size of its own"
-        return Taken(decisions=(), problems=(Problem(error=ShapeRequiredError, what=what, path=path or "", fix="pass shape="),))
-    if len(shape) != len(part.dims):  # which the policy rank = "fit" lets through: a part is not cut to fit
+        return Taken(
+            decisions=(),
+            problems=(
+                Problem(error=ShapeRequiredError, what=what, path=path or "", fix="pass shape="),
+            ),
+        )
+    if len(shape) != len(
+        part.dims
+    ):  # which the policy rank = "fit" lets through: a part is not cut to fit
         what = f"{describe(part)} has {len(part.dims)} dims, the array has {len(shape)}: shape {tuple(shape)}"
         fix = "write one entry per dim, None for a dim that is not sharded"
-        return Taken(decisions=(), problems=(Problem(error=RankMismatchError, what=what, path=path or "", fix=fix),))
+        return Taken(
+            decisions=(),
+            problems=(Problem(error=RankMismatchError, what=what, path=path or "", fix=fix),),
+        )
     decisions: list[DimDecision] = []
     problems: list[Problem] = []
     for at, (of, size) in enumerate(zip(part.dims, shape, strict=True)):
@@ -53,19 +76,34 @@ def take_part(whole: Resolution, part: PartOf, shape: Sequence[int] | None, *, p
         except _jax.Inconclusive:
             what = f"whether {size} parts divide over {'+'.join(made.mesh_axes)} is not known"
             fix = "say more of the size, such as 8*b, or annotate the dim EMPTY"
-            problems.append(Problem(error=ShapeRequiredError, what=what, path=path or "", dim=at, axis=made.label, fix=fix))
+            problems.append(
+                Problem(
+                    error=ShapeRequiredError,
+                    what=what,
+                    path=path or "",
+                    dim=at,
+                    axis=made.label,
+                    fix=fix,
+                )
+            )
             decisions.append(dataclasses.replace(made, outcome=Outcome.FAILED, mesh_axes=()))
             continue
         if split:
             if policy.indivisible is Indivisible.ERROR:
-                problems.append(dataclasses.replace(_split_block(made, part.shape[of]), path=path or ""))
+                problems.append(
+                    dataclasses.replace(_split_block(made, part.shape[of]), path=path or "")
+                )
                 made = dataclasses.replace(made, outcome=Outcome.FAILED, mesh_axes=())
             else:
                 made = _shortened(made, fits, policy.indivisible)
         decisions.append(made)
     followed = [str(of) for of in part.dims if of is not None]
     name = whole.path or whole.annotation
-    notes = () if len(followed) == len(part.dims) == len(part.shape) or not followed else (f"dims {', '.join(followed)} of {name}",)
+    notes = (
+        ()
+        if len(followed) == len(part.dims) == len(part.shape) or not followed
+        else (f"dims {', '.join(followed)} of {name}",)
+    )
     return Taken(decisions=tuple(decisions), problems=tuple(problems), notes=whole.notes + notes)
 
 
@@ -85,7 +123,11 @@ def _shortened(decision: DimDecision, fits: Fits, policy: Indivisible) -> DimDec
 
 def _split_block(decision: DimDecision, whole: int) -> Problem:
     size, over = decision.size or 0, "+".join(decision.mesh_axes)
-    blocks = f"{size} blocks of {whole // size}" if size and whole % size == 0 else f"size {size} (of {whole})"
+    blocks = (
+        f"{size} blocks of {whole // size}"
+        if size and whole % size == 0
+        else f"size {size} (of {whole})"
+    )
     return Problem(
         error=IndivisibleError,
         what=f"{blocks} do not divide over {over}, where the whole dim lies: a block may not be split",
@@ -98,7 +140,15 @@ def _split_block(decision: DimDecision, whole: int) -> Problem:
     )
 
 
-def add_zero1(param: Taken, rule: Rule | None, *, dims: Sequence[Dim], path: str | None, sizes: Mapping[str, int], fits: Fits) -> Taken:
+def add_zero1(
+    param: Taken,
+    rule: Rule | None,
+    *,
+    dims: Sequence[Dim],
+    path: str | None,
+    sizes: Mapping[str, int],
+    fits: Fits,
+) -> Taken:
     """Shard optimizer state over mesh axes that its parameter leaves free: by the first candidate that one dim takes whole.
 
     A candidate of which the parameter leaves nothing free is passed over. The first dim that divides takes them, minor to what
@@ -124,11 +174,20 @@ def add_zero1(param: Taken, rule: Rule | None, *, dims: Sequence[Dim], path: str
             param = _noted(param, f"{rule.ref}: the parameter lies over {'+'.join(live)} already")
             continue
         if not free:
-            param = _noted(param, f"{rule.ref}: of {'+'.join(candidate)} the mesh has no axis of more than one device")
+            param = _noted(
+                param,
+                f"{rule.ref}: of {'+'.join(candidate)} the mesh has no axis of more than one device",
+            )
             continue
         if any(_judged(decision, dims) is None for decision in able):
             what = "which dim zero1 shards depends on the sizes"
-            problem = Problem(error=ShapeRequiredError, what=what, path=path or "", rule=str(rule.ref), fix="pass shape=")
+            problem = Problem(
+                error=ShapeRequiredError,
+                what=what,
+                path=path or "",
+                rule=str(rule.ref),
+                fix="pass shape=",
+            )
             return dataclasses.replace(param, problems=(problem,))
         for decision in able:
             size = _judged(decision, dims)
@@ -137,15 +196,26 @@ def add_zero1(param: Taken, rule: Rule | None, *, dims: Sequence[Dim], path: str
             except _jax.Inconclusive:
                 what = f"which dim zero1 shards depends on the size {size}"
                 fix = "say more of it, such as 8*b"
-                problem = Problem(error=ShapeRequiredError, what=what, path=path or "", dim=decision.dim, rule=str(rule.ref), fix=fix)
+                problem = Problem(
+                    error=ShapeRequiredError,
+                    what=what,
+                    path=path or "",
+                    dim=decision.dim,
+                    rule=str(rule.ref),
+                    fix=fix,
+                )
                 return dataclasses.replace(param, problems=(problem,))
             if fitting:
                 return _widened(param, decision, free, rule)
         tried.append(free)
     if not tried or rule.fallback is Fallback.REPLICATED:
-        return _noted(param, *(f"{rule.ref}: no dim divides over {'+'.join(free)} too" for free in tried))
+        return _noted(
+            param, *(f"{rule.ref}: no dim divides over {'+'.join(free)} too" for free in tried)
+        )
     tries = [(_judged(decision, dims), (*decision.mesh_axes, *tried[0])) for decision in able]
-    return dataclasses.replace(param, problems=(_none_fits(tries, tried[0], rule, sizes, path or ""),))
+    return dataclasses.replace(
+        param, problems=(_none_fits(tries, tried[0], rule, sizes, path or ""),)
+    )
 
 
 def _judged(decision: DimDecision, dims: Sequence[Dim]) -> int | None:
@@ -161,13 +231,22 @@ def _noted(taken: Taken, *notes: str) -> Taken:
 def _widened(param: Taken, one: DimDecision, free: tuple[str, ...], rule: Rule) -> Taken:
     wider = dataclasses.replace(one, mesh_axes=(*one.mesh_axes, *free), zero1=free)
     found = tuple(wider if decision.dim == one.dim else decision for decision in param.decisions)
-    return _noted(dataclasses.replace(param, decisions=found), f"{rule.ref}: {'+'.join(free)} on dim {one.dim} {one.label}")
+    return _noted(
+        dataclasses.replace(param, decisions=found),
+        f"{rule.ref}: {'+'.join(free)} on dim {one.dim} {one.label}",
+    )
 
 
 def _none_fits(
-    tries: Sequence[tuple[int | None, tuple[str, ...]]], free: tuple[str, ...], rule: Rule, sizes: Mapping[str, int], path: str
+    tries: Sequence[tuple[int | None, tuple[str, ...]]],
+    free: tuple[str, ...],
+    rule: Rule,
+    sizes: Mapping[str, int],
+    path: str,
 ) -> Problem:
-    said = [f"{size} over {', '.join(f'{axis}={sizes[axis]}' for axis in axes)}" for size, axes in tries]
+    said = [
+        f"{size} over {', '.join(f'{axis}={sizes[axis]}' for axis in axes)}" for size, axes in tries
+    ]
     return Problem(
         error=IndivisibleError,
         what=f"no dim of this optimizer state divides over {'+'.join(free)} too: {'; '.join(said)}",

@@ -24,23 +24,39 @@ _MOST_SYMBOLS: Final = 300
 _TAKE, _SPLIT, _JUMP, _REQUIRE, _MATCH = range(5)
 _FLAGS: Final = {"a": re.ASCII, "i": re.IGNORECASE, "s": re.DOTALL, "u": re.UNICODE}
 _COUNT: Final = re.compile(r"\{([0-9]*)(,?)([0-9]*)\}")
-_ESCAPE: Final = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|N\{[^}]*\}|0[0-7]{0,2}|[0-3][0-7]{2}|.)", re.DOTALL)
+_ESCAPE: Final = re.compile(
+    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|N\{[^}]*\}|0[0-7]{0,2}|[0-3][0-7]{2}|.)",
+    re.DOTALL,
+)
 _OPENING: Final = re.compile(r"\((?:\?:|\?P<[^>]*>|(?!\?))")
 _GLOBAL_FLAGS: Final = re.compile(r"\(\?([a-zA-Z]+)\)")
-_ASSERTIONS: Final = {"^": "start", "$": "end", "\\A": "start", "\\Z": "very end", "\\b": "edge", "\\B": "no edge"}
+_ASSERTIONS: Final = {
+    "^": "start",
+    "$": "end",
+    "\\A": "start",
+    "\\Z": "very end",
+    "\\b": "edge",
+    "\\B": "no edge",
+}
 _REQUIREMENTS: Final = ("start", "end", "very end", "edge", "no edge")
 # The final newline of a path: `$` holds before it, and so it is another symbol than a newline elsewhere.
 _LAST_NEWLINE: Final = "\n$"
 _AT_START, _AFTER_WORD, _AFTER_OTHER = range(3)
 
 _EARLIER = "write the exception as a [[tensors]] entry of its own before this one: the first that matches and names the axis wins"
-_SUBSET = 'a pattern has characters, ".", classes, groups, "|", "*", "+", "?", counts, "^", "$" and "\\b"'
+_SUBSET = (
+    'a pattern has characters, ".", classes, groups, "|", "*", "+", "?", counts, "^", "$" and "\\b"'
+)
 _REFUSED: Final = (
     (re.compile(r"\(\?<?[=!]"), "looks ahead or behind", _EARLIER),
     (re.compile(r"\(\?P=|\(\?\(|\\[1-9]"), "refers back to a group", _SUBSET),
     (re.compile(r"\(\?>"), "has an atomic group", "write (?:...)"),
     (re.compile(r"\(\?#"), "has a comment", "write the comment in the file, after a #"),
-    (re.compile(r"\(\?"), "changes flags", "write (?i) at the very start of the pattern, or a class such as [Aa]"),
+    (
+        re.compile(r"\(\?"),
+        "changes flags",
+        "write (?i) at the very start of the pattern, or a class such as [Aa]",
+    ),
 )
 
 
@@ -133,7 +149,10 @@ class PathPattern:
     def _add(self, operation: int, first: int = 0, second: int = 0) -> int:
         if len(self._code) >= MOST_STEPS:
             what = f"the pattern has more than {MOST_STEPS} steps, counted with its repetitions written out"
-            raise StrategyError(what, fix='write "*" or "+" for large counts, or split the pattern into several [[tensors]] entries')
+            raise StrategyError(
+                what,
+                fix='write "*" or "+" for large counts, or split the pattern into several [[tensors]] entries',
+            )
         self._code.append((operation, first, second))
         return len(self._code) - 1
 
@@ -256,12 +275,18 @@ def check_syntax(text: object) -> None:
         raise StrategyError(f"{text!r} is not a pattern", fix="write a regular expression as text")
     if len(text) > MOST_CHARACTERS:
         fix = "split it into several [[tensors]] entries"
-        raise StrategyError(f"the pattern has {len(text)} characters, at most {MOST_CHARACTERS} are read", fix=fix)
+        raise StrategyError(
+            f"the pattern has {len(text)} characters, at most {MOST_CHARACTERS} are read", fix=fix
+        )
     try:
         re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
         said, at = (error.msg, error.pos or 0) if isinstance(error, re.error) else (str(error), 0)
-        raise StrategyError(f"not a regular expression: {said}", snippet=f"{text}\n{' ' * at}^", fix="see Python's re") from error
+        raise StrategyError(
+            f"not a regular expression: {said}",
+            snippet=f"{text}\n{' ' * at}^",
+            fix="see Python's re",
+        ) from error
 
 
 class _Parser:
@@ -275,7 +300,9 @@ class _Parser:
         flags = re.NOFLAG
         while found := _GLOBAL_FLAGS.match(self.text, self.at):
             if not set(found[1]) <= _FLAGS.keys():
-                raise self._refused("changes flags", "of the flags only (?a), (?i), (?s) and (?u) can be set")
+                raise self._refused(
+                    "changes flags", "of the flags only (?a), (?i), (?s) and (?u) can be set"
+                )
             for letter in found[1]:
                 flags |= _FLAGS[letter]
             self.at = found.end()
@@ -331,7 +358,10 @@ class _Parser:
                     raise self._refused(what, fix)
             raise self._refused("has a group of its own kind", _SUBSET)
         if self.depth >= DEEPEST:
-            raise self._refused(f"has more than {DEEPEST} groups within each other", "write it without some of the groups")
+            raise self._refused(
+                f"has more than {DEEPEST} groups within each other",
+                "write it without some of the groups",
+            )
         self.at, self.depth = opening.end(), self.depth + 1
         inner = self._choice()
         self.at, self.depth = self.at + 1, self.depth - 1
@@ -351,7 +381,9 @@ class _Parser:
             return item
         if self.text.startswith("+", self.at):
             raise self._refused("has a possessive repetition", "leave out the second +")
-        self.at += self.text.startswith("?", self.at)  # lazy: where a match ends does not matter here
+        self.at += self.text.startswith(
+            "?", self.at
+        )  # lazy: where a match ends does not matter here
         return _Node("repetition", parts=(item,), least=least, most=most)
 
     def _refused(self, what: str, fix: str) -> StrategyError:

@@ -13,7 +13,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax
-from shardwright.errors import MeshMismatchError, MeshSpecError, Problem, StrategyError, raise_problems
+from shardwright.errors import (
+    MeshMismatchError,
+    MeshSpecError,
+    Problem,
+    StrategyError,
+    raise_problems,
+)
 from shardwright.specs import UNCONSTRAINED, canonical_spec, entry_names, entry_of
 
 
@@ -42,7 +48,9 @@ class Placement:
     plain: bool
 
 
-def make_placement(spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: AbstractMesh | None) -> Placement:
+def make_placement(
+    spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: AbstractMesh | None
+) -> Placement:
     """Split a spec by the axis types of the ambient mesh, or of the manager's where none is ambient.
 
     Raises:
@@ -55,21 +63,32 @@ def make_placement(spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: Abst
     if auto is not None and explicit is not None:
         raise_problems(order_problems(spec, types))
     manual = AxisType.Manual in types.values()
-    bare = isinstance(mesh, AbstractMesh) or (ambient is not None and (manual or explicit is not None))
+    bare = isinstance(mesh, AbstractMesh) or (
+        ambient is not None and (manual or explicit is not None)
+    )
     return Placement(
         spec=spec,
         auto=auto,
         explicit=explicit,
         mesh=mesh,
         ambient=ambient is not None,
-        sharding=(auto or PartitionSpec()) if bare else NamedSharding(mesh, auto or PartitionSpec()),
-        plain=explicit is None and auto is not None and (ambient is not None or isinstance(mesh, Mesh)),
+        sharding=(auto or PartitionSpec())
+        if bare
+        else NamedSharding(mesh, auto or PartitionSpec()),
+        plain=explicit is None
+        and auto is not None
+        and (ambient is not None or isinstance(mesh, Mesh)),
     )
 
 
 def mesh_here(mesh: Mesh | AbstractMesh, ambient: AbstractMesh | None) -> Mesh | AbstractMesh:
     """Return a mesh with the axis types of the ambient one, which arrays and constraints must have; as it is where parts are Manual."""
-    if ambient is None or isinstance(mesh, AbstractMesh) or ambient.axis_types == mesh.axis_types or ambient.manual_axes:
+    if (
+        ambient is None
+        or isinstance(mesh, AbstractMesh)
+        or ambient.axis_types == mesh.axis_types
+        or ambient.manual_axes
+    ):
         return mesh
     return Mesh(mesh.devices, mesh.axis_names, axis_types=ambient.axis_types)
 
@@ -130,11 +149,18 @@ def check_kept(x: Any, *, path: str = "") -> None:
         return
     kind = dtype if plain is None else f"a Python {type(x).__name__}"
     what = f"values of {kind} do not fit {half}, which JAX makes of it while jax_enable_x64 is off"
-    raise StrategyError(what, path=path, fix='jax.config.update("jax_enable_x64", True), or cast it yourself')
+    raise StrategyError(
+        what, path=path, fix='jax.config.update("jax_enable_x64", True), or cast it yourself'
+    )
 
 
 _PYTHON: Final[dict[type, str]] = {int: "int64", float: "float64", complex: "complex128"}
-_HALVES: Final = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
+_HALVES: Final = {
+    "int64": "int32",
+    "uint64": "uint32",
+    "float64": "float32",
+    "complex128": "complex64",
+}
 
 
 def _survives(x: Any, half: np.dtype[Any]) -> bool:
@@ -196,7 +222,11 @@ def _fill_unconstrained(spec: Any, current: PartitionSpec) -> PartitionSpec:
     old = (*current.partitions, *[None] * len(spec.partitions))
     entries = []
     for entry, had in zip(spec.partitions, old, strict=False):
-        entries.append(entry_of(tuple(axis for axis in entry_names(had) if axis not in used)) if entry is UNCONSTRAINED else entry)
+        entries.append(
+            entry_of(tuple(axis for axis in entry_names(had) if axis not in used))
+            if entry is UNCONSTRAINED
+            else entry
+        )
     return PartitionSpec(*entries)
 
 
@@ -219,13 +249,20 @@ def put(x: Any, placement: Placement) -> Any:
         raise no_devices()
     if not _jax.is_array(x):
         raise StrategyError(
-            f"a {type(x).__name__} holds no values to place", fix="ask pm.shardings or pm.abstract of what has only a shape"
+            f"a {type(x).__name__} holds no values to place",
+            fix="ask pm.shardings or pm.abstract of what has only a shape",
         )
     current = x.sharding if isinstance(x, jax.Array) else None
-    held = current.spec if isinstance(current, NamedSharding) and current.mesh == placement.mesh else PartitionSpec()
+    held = (
+        current.spec
+        if isinstance(current, NamedSharding) and current.mesh == placement.mesh
+        else PartitionSpec()
+    )
     # An array that was put aside in host memory stays there.
     kind = None if current is None or current.memory_kind == "device" else current.memory_kind
-    sharding = NamedSharding(placement.mesh, _fill_unconstrained(placement.spec, held), memory_kind=kind)
+    sharding = NamedSharding(
+        placement.mesh, _fill_unconstrained(placement.spec, held), memory_kind=kind
+    )
     if current is not None and current.is_equivalent_to(sharding, x.ndim) and x.committed:
         return x
     return jax.device_put(x, sharding)
@@ -252,7 +289,9 @@ def _gather_auto(w: Any, use: Placement, stored: Placement) -> Any:
 
 
 @_gather_auto.defjvp
-def _gather_auto_jvp(use: Placement, stored: Placement, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+def _gather_auto_jvp(
+    use: Placement, stored: Placement, primals: tuple[Any], tangents: tuple[Any]
+) -> tuple[Any, Any]:
     """Constrain the tangent as stored: a constraint transposes to itself, so the cotangent is constrained so too."""
     return _gather_auto(*primals, use, stored), place(*tangents, stored)
 
@@ -272,8 +311,13 @@ def global_shape(sharding: NamedSharding, local: Sequence[int]) -> tuple[int, ..
     """Return the shape of the whole array, of which this process has as many shards along each dim as it addresses."""
     sizes = sharding.mesh.shape
     spec = (*sharding.spec.partitions, *[None] * len(local))
-    shards = tuple(math.prod(sizes[axis] for axis in entry_names(spec[dim])) for dim in range(len(local)))
+    shards = tuple(
+        math.prod(sizes[axis] for axis in entry_names(spec[dim])) for dim in range(len(local))
+    )
     # An array with one element per shard shows which of them are here.
     here = sharding.addressable_devices_indices_map(shards).values()
-    mine = [len({index[dim].indices(count) for index in here if index is not None}) for dim, count in enumerate(shards)]
+    mine = [
+        len({index[dim].indices(count) for index in here if index is not None})
+        for dim, count in enumerate(shards)
+    ]
     return tuple(size * count // own for size, count, own in zip(local, shards, mine, strict=True))

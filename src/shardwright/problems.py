@@ -31,7 +31,8 @@ def lost_mesh_axis(axis: str, sizes: Mapping[str, int]) -> Problem:
         error=MeshMismatchError,
         what=f"a rule names the mesh axis {axis!r}, which the mesh {dict(sizes)} does not have",
         mesh_axes=(axis,),
-        fix=did_you_mean(axis, sizes) or f"add it to the mesh, or name one of {', '.join(dict.fromkeys([*sizes, *STANDARD_MESH_AXES]))}",
+        fix=did_you_mean(axis, sizes)
+        or f"add it to the mesh, or name one of {', '.join(dict.fromkeys([*sizes, *STANDARD_MESH_AXES]))}",
     )
 
 
@@ -58,13 +59,18 @@ def local_rank(found: Resolution, local: Any) -> Problem:
 
 def with_fix(found: Resolution, fix: str) -> list[Problem]:
     """Return the problems, with what to pass here where a size is missing."""
-    return [dataclasses.replace(one, fix=fix) if one.error is ShapeRequiredError else one for one in found.problems]
+    return [
+        dataclasses.replace(one, fix=fix) if one.error is ShapeRequiredError else one
+        for one in found.problems
+    ]
 
 
 def in_words_of(found: Resolution, problems: Sequence[Problem]) -> list[Problem]:
     """Return problems of a spec's dims, with the path, axis and rule that the resolution knows of each."""
     return [
-        dataclasses.replace(one, path=found.path, axis=decision.label, rule=_rule_text(found, decision))
+        dataclasses.replace(
+            one, path=found.path, axis=decision.label, rule=_rule_text(found, decision)
+        )
         for one in problems
         for decision in found.decisions
         if decision.dim == one.dim
@@ -73,7 +79,11 @@ def in_words_of(found: Resolution, problems: Sequence[Problem]) -> list[Problem]
 
 def late_manual(found: Resolution) -> list[Problem]:
     """Dims whose rule names a Manual mesh axis after another: `shard_map` has split over it first, so that it is major."""
-    late = [decision for decision in found.decisions if decision.mesh_axes[: len(decision.manual)] != decision.manual]
+    late = [
+        decision
+        for decision in found.decisions
+        if decision.mesh_axes[: len(decision.manual)] != decision.manual
+    ]
     return [
         Problem(
             error=ManualAxisError,
@@ -106,7 +116,9 @@ def no_dtype(values: Any) -> list[Problem]:
 
 def refused_by_jax(values: Any, shardings: Any) -> list[Problem]:
     """Arrays of symbolic sizes for which JAX refuses their sharding as that of an input, since it cannot tell whether they divide."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(values, is_leaf=lambda leaf: isinstance(leaf, ArraySpec))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        values, is_leaf=lambda leaf: isinstance(leaf, ArraySpec)
+    )
     problems = []
     for (path, value), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
         if all(type(size) is int for size in value.shape):
@@ -154,7 +166,13 @@ def not_split(found: Resolution, decision: DimDecision, axis: str, path: str) ->
     )
 
 
-def not_a_shard(found: Resolution, decision: DimDecision, local: int, over: Sequence[str], fits: Sequence[Sequence[str]]) -> Problem:
+def not_a_shard(
+    found: Resolution,
+    decision: DimDecision,
+    local: int,
+    over: Sequence[str],
+    fits: Sequence[Sequence[str]],
+) -> Problem:
     """A local size that is not one shard of the size that `shape=` gives, or one in several ways."""
     if fits:
         what = f"local size {local} of {decision.size} is a shard over {' or '.join('+'.join(axes) for axes in fits)}"
@@ -214,7 +232,9 @@ def path_wanted(annotation: Any, dims: Sequence[Dim], rules: AxisRules) -> list[
     if not rules.tensors or (isinstance(annotation, PartOf) and annotation.path):
         return []
     names = {name for dim in dims for name in (*dim.axes, dim.means)}
-    covering = [(entry, rule) for entry in rules.tensors for axis, rule in entry.rules if axis in names]
+    covering = [
+        (entry, rule) for entry in rules.tensors for axis, rule in entry.rules if axis in names
+    ]
     return [
         Problem(
             error=StrategyError,

@@ -84,19 +84,26 @@ class RuleRef:
     @property
     def place(self) -> str:
         """File, line and table; of a composite, each member's."""
-        places = [" ".join(part for part in (ref.source, f"[{ref.table}]" if ref.table else "") if part) for ref in self.members or (self,)]
+        places = [
+            " ".join(part for part in (ref.source, f"[{ref.table}]" if ref.table else "") if part)
+            for ref in self.members or (self,)
+        ]
         return "; ".join(places if len({*places}) > 1 else places[:1])
 
     def __str__(self) -> str:
         if self.members:
             return "\n".join(map(str, self.members))
-        place = ", ".join(part for part in (self.source, f"[{self.table}]" if self.table else "") if part)
+        place = ", ".join(
+            part for part in (self.source, f"[{self.table}]" if self.table else "") if part
+        )
         return f'{self.key} = "{self.text}"' + (f"   ({place})" if place else "")
 
     def to_json(self) -> dict[str, Any]:
         """Return the rule as plain data; `members` only of a composite."""
         made = {"key": self.key, "text": self.text, "table": self.table, "source": self.source}
-        return {**made, "members": [ref.to_json() for ref in self.members]} if self.members else made
+        return (
+            {**made, "members": [ref.to_json() for ref in self.members]} if self.members else made
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +166,11 @@ class DimDecision:
         """The dim's entry in the spec: None, one mesh axis, a tuple of them, or `UNCONSTRAINED`."""
         if self.outcome is Outcome.UNCONSTRAINED:
             return UNCONSTRAINED
-        return entry_of(tuple(axis for axis in self.mesh_axes if axis not in self.manual) if self.manual else self.mesh_axes)
+        return entry_of(
+            tuple(axis for axis in self.mesh_axes if axis not in self.manual)
+            if self.manual
+            else self.mesh_axes
+        )
 
     @property
     def why(self) -> str:
@@ -178,7 +189,9 @@ class DimDecision:
             Outcome.POLICY_MISSING: 'policy missing = "replicate"',
             Outcome.FAILED: "failed",
         }[self.outcome]
-        passed = dict.fromkeys(str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY)
+        passed = dict.fromkeys(
+            str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY
+        )
         parts = [*passed, *([said] if said else [])]
         if self.gathered:
             parts.append("gathered over " + "+".join(self.gathered))
@@ -199,7 +212,10 @@ class DimDecision:
             "mesh_axes": list(self.mesh_axes),
             "outcome": str(self.outcome),
             "rule": None if self.rule is None else self.rule.to_json(),
-            "skipped": [{**dataclasses.asdict(skip), "candidate": list(skip.candidate)} for skip in self.skipped],
+            "skipped": [
+                {**dataclasses.asdict(skip), "candidate": list(skip.candidate)}
+                for skip in self.skipped
+            ],
             "gathered": list(self.gathered),
             "zero1": list(self.zero1),
             "manual": list(self.manual),
@@ -233,7 +249,13 @@ class Resolution:
     spec: PartitionSpec | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "spec", None if self.problems else canonical_spec([decision.entry for decision in self.decisions]))
+        object.__setattr__(
+            self,
+            "spec",
+            None
+            if self.problems
+            else canonical_spec([decision.entry for decision in self.decisions]),
+        )
 
     @property
     def ok(self) -> bool:
@@ -259,7 +281,9 @@ class Resolution:
             "mode_from": str(self.mode_from),
             "role": str(self.role),
             "ok": self.ok,
-            "spec": None if self.spec is None else [_entry_json(decision.entry) for decision in self.decisions],
+            "spec": None
+            if self.spec is None
+            else [_entry_json(decision.entry) for decision in self.decisions],
             "dims": [decision.to_json() for decision in self.decisions],
             "problems": [_problem_json(problem) for problem in self.problems],
             "notes": list(self.notes),
@@ -278,8 +302,16 @@ class Resolution:
 
 
 def _problem_json(problem: Problem) -> dict[str, Any]:
-    fields = {name: getattr(problem, name) for name in ("what", "path", "dim", "axis", "size", "shards", "rule", "fix")}
-    return {"error": problem.error.__name__, "message": str(problem), **fields, "mesh_axes": list(problem.mesh_axes)}
+    fields = {
+        name: getattr(problem, name)
+        for name in ("what", "path", "dim", "axis", "size", "shards", "rule", "fix")
+    }
+    return {
+        "error": problem.error.__name__,
+        "message": str(problem),
+        **fields,
+        "mesh_axes": list(problem.mesh_axes),
+    }
 
 
 def _entry_json(entry: Any) -> Any:
@@ -295,7 +327,15 @@ def row(decision: DimDecision) -> tuple[str, ...]:
     rule = "" if ref is None else ref.written
     place = "" if ref is None else ref.place
     size = "" if decision.size is None else str(decision.size)
-    return (str(decision.dim), decision.label or EMPTY, size, lies_text(decision), rule, place, decision.why)
+    return (
+        str(decision.dim),
+        decision.label or EMPTY,
+        size,
+        lies_text(decision),
+        rule,
+        place,
+        decision.why,
+    )
 
 
 def lies_text(decision: DimDecision) -> str:

@@ -72,7 +72,17 @@ def resolve(
     Raises:
       ShardingError: the class of the first problem, with all of them in `.problems` and the `.resolution`.
     """
-    resolution = explain(axes, rules, mesh_shape, mode=mode, role=role, shape=shape, path=path, manual=manual, mode_from=mode_from)
+    resolution = explain(
+        axes,
+        rules,
+        mesh_shape,
+        mode=mode,
+        role=role,
+        shape=shape,
+        path=path,
+        manual=manual,
+        mode_from=mode_from,
+    )
     resolution.require()
     return resolution
 
@@ -97,24 +107,40 @@ def explain(
     if not isinstance(rules, AxisRules):
         raise StrategyError(f"rules is a {type(rules).__name__}", fix="pass strategy.compile()")
     try:
-        annotation, dims, role = _unwrap(as_annotation(axes), None if shape is None else as_shape(shape), role)
+        annotation, dims, role = _unwrap(
+            as_annotation(axes), None if shape is None else as_shape(shape), role
+        )
         mode = None if mode is None else parse_mode(mode)
         role = None if role is None else as_role(role)
     except ShardingError as error:
         return _refused(axes, error, mode=mode, role=role, path=path)
     if isinstance(manual, str):
-        raise StrategyError(f"manual={manual!r} is one name, not a set of them", fix=f"manual={{{manual!r}}}")
+        raise StrategyError(
+            f"manual={manual!r} is one name, not a set of them", fix=f"manual={{{manual!r}}}"
+        )
     manual = frozenset(manual)
     request = (annotation, sizes.pairs, mode, role, dims, path, manual, mode_from)
     found = rules._cache.get(request) or rules._cache.recall(request)
     if found is None:
-        made = _explain(annotation, rules, sizes, mode=mode, role=role, shape=dims, path=path, manual=manual, mode_from=mode_from)
+        made = _explain(
+            annotation,
+            rules,
+            sizes,
+            mode=mode,
+            role=role,
+            shape=dims,
+            path=path,
+            manual=manual,
+            mode_from=mode_from,
+        )
         found = rules._cache.keep(request, made)
     answer: Resolution = found
     return answer
 
 
-def _unwrap(annotation: Any, shape: tuple[int, ...] | None, role: Any) -> tuple[Any, tuple[int, ...] | None, Any]:
+def _unwrap(
+    annotation: Any, shape: tuple[int, ...] | None, role: Any
+) -> tuple[Any, tuple[int, ...] | None, Any]:
     """Return an `ArraySpec`'s axes, shape and role (a stored parameter unless said otherwise); anything else as it is."""
     if not isinstance(annotation, ArraySpec):
         return annotation, shape, role
@@ -140,16 +166,32 @@ def _explain(
         role_ = as_role(role or lowered.role or Role.ACTIVATION)
     except ShardingError as error:
         return _refused(annotation, error, mode=mode, role=role, path=path)
-    frame = Frame(rules=rules, sizes=sizes, mode=said, role=role_, shape=shape, path=path, manual=manual)
+    frame = Frame(
+        rules=rules, sizes=sizes, mode=said, role=role_, shape=shape, path=path, manual=manual
+    )
     if isinstance(annotation, PartOf):
-        taken = take_part(_whole(annotation, frame, said_by), annotation, shape, path=path, fits=frame.fits, policy=rules.policy)
+        taken = take_part(
+            _whole(annotation, frame, said_by),
+            annotation,
+            shape,
+            path=path,
+            fits=frame.fits,
+            policy=rules.policy,
+        )
     else:
-        decisions = tuple([frame.decide(position, dim) for position, dim in enumerate(lowered.dims)])
+        decisions = tuple(
+            [frame.decide(position, dim) for position, dim in enumerate(lowered.dims)]
+        )
         if role_ is Role.USE:
-            decisions = tuple(gathered(decision, dim, frame) for decision, dim in zip(decisions, lowered.dims, strict=True))
+            decisions = tuple(
+                gathered(decision, dim, frame)
+                for decision, dim in zip(decisions, lowered.dims, strict=True)
+            )
         taken = Taken(decisions=decisions, problems=tuple(frame.problems), notes=notes)
     if role_ is Role.STATE:
-        taken = add_zero1(taken, rules.policy.zero1, dims=lowered.dims, path=path, sizes=sizes, fits=frame.fits)
+        taken = add_zero1(
+            taken, rules.policy.zero1, dims=lowered.dims, path=path, sizes=sizes, fits=frame.fits
+        )
     return Resolution(
         annotation=describe(annotation),
         decisions=marked_manual(taken.decisions, manual),
@@ -162,12 +204,17 @@ def _explain(
     )
 
 
-def marked_manual(decisions: tuple[DimDecision, ...], manual: Collection[str]) -> tuple[DimDecision, ...]:
+def marked_manual(
+    decisions: tuple[DimDecision, ...], manual: Collection[str]
+) -> tuple[DimDecision, ...]:
     """Mark the Manual mesh axes of each decision. It is done once, after the last change of a decision's mesh axes."""
     if not manual:
         return decisions
     return tuple(
-        dataclasses.replace(decision, manual=tuple(axis for axis in decision.mesh_axes if axis in manual)) for decision in decisions
+        dataclasses.replace(
+            decision, manual=tuple(axis for axis in decision.mesh_axes if axis in manual)
+        )
+        for decision in decisions
     )
 
 
@@ -175,12 +222,18 @@ def _whole(part: PartOf, frame: Frame, mode_from: ModeFrom) -> Resolution:
     """Resolve the array that a part is of, under its own shape and path."""
     role = Role.PARAM if frame.role is Role.STATE else frame.role
     how: Any = {"mode": frame.mode, "mode_from": mode_from, "role": role, "manual": frame.manual}
-    return explain(part.annotation, frame.rules, frame.sizes, shape=part.shape, path=part.path or None, **how)
+    return explain(
+        part.annotation, frame.rules, frame.sizes, shape=part.shape, path=part.path or None, **how
+    )
 
 
-def _refused(axes: Any, error: ShardingError, *, mode: str | None, role: Any, path: str | None) -> Resolution:
+def _refused(
+    axes: Any, error: ShardingError, *, mode: str | None, role: Any, path: str | None
+) -> Resolution:
     """A request whose annotation, mode or role is wrong before any dim is looked at."""
-    problems = tuple(dataclasses.replace(problem, path=path or problem.path) for problem in error.problems)
+    problems = tuple(
+        dataclasses.replace(problem, path=path or problem.path) for problem in error.problems
+    )
     return Resolution(
         annotation=describe(axes) if is_annotation(axes) else repr(axes),
         decisions=(),
@@ -192,7 +245,9 @@ def _refused(axes: Any, error: ShardingError, *, mode: str | None, role: Any, pa
     )
 
 
-def lower_fitted(annotation: Any, shape: tuple[int, ...] | None, rules: AxisRules) -> tuple[Lowered, tuple[str, ...]]:
+def lower_fitted(
+    annotation: Any, shape: tuple[int, ...] | None, rules: AxisRules
+) -> tuple[Lowered, tuple[str, ...]]:
     """Lower an annotation; under `rank = "fit"` cut or pad its dims to the array's rank, and say so."""
     try:
         return lower(annotation, shape), ()
@@ -200,7 +255,14 @@ def lower_fitted(annotation: Any, shape: tuple[int, ...] | None, rules: AxisRule
         lowered = lower(annotation)
         if rules.policy.rank is Rank.ERROR or shape is None or len(lowered.dims) == len(shape):
             # A name that nobody knows explains a wrong rank better than the rank does: a layout's, for instance.
-            raise_problems([unknown_axis(axis, rules) for dim in lowered.dims for axis in dim.axes if axis not in rules.known_axes])
+            raise_problems(
+                [
+                    unknown_axis(axis, rules)
+                    for dim in lowered.dims
+                    for axis in dim.axes
+                    if axis not in rules.known_axes
+                ]
+            )
             raise
     fitted = (*lowered.dims, *[Dim(axes=())] * len(shape))[: len(shape)]
     check_merged(fitted, shape)
@@ -223,7 +285,9 @@ def lower_local(annotation: Any, local: tuple[int, ...], rules: AxisRules) -> tu
         return dims
 
 
-def _mode(lowered: Lowered, mode: str | None, mode_from: ModeFrom, shape: tuple[int, ...] | None) -> tuple[str, ModeFrom]:
+def _mode(
+    lowered: Lowered, mode: str | None, mode_from: ModeFrom, shape: tuple[int, ...] | None
+) -> tuple[str, ModeFrom]:
     if mode is not None:
         return parse_mode(mode), mode_from
     if lowered.mode is not None:
@@ -242,19 +306,32 @@ def as_role(role: object) -> Role:
         return role
     known = [str(known) for known in Role]
     if role not in known:
-        raise StrategyError(f"unknown role {role!r}", fix=f"{did_you_mean(str(role), known)} roles are {', '.join(known)}".strip())
+        raise StrategyError(
+            f"unknown role {role!r}",
+            fix=f"{did_you_mean(str(role), known)} roles are {', '.join(known)}".strip(),
+        )
     return Role(str(role))
 
 
 def left_open(found: Resolution) -> Resolution:
     """Return what `hint` makes of a resolution: indivisible, conflicting and Manual dims are the compiler's; other problems stay."""
-    dims = {problem.dim for problem in found.problems if issubclass(problem.error, _LEFT_OPEN) and found.decisions}
+    dims = {
+        problem.dim
+        for problem in found.problems
+        if issubclass(problem.error, _LEFT_OPEN) and found.decisions
+    }
     dims |= {decision.dim for decision in found.decisions if decision.manual}
     if not dims:
         return found
     decisions = tuple(
-        dataclasses.replace(decision, outcome=Outcome.UNCONSTRAINED, mesh_axes=(), manual=()) if decision.dim in dims else decision
+        dataclasses.replace(decision, outcome=Outcome.UNCONSTRAINED, mesh_axes=(), manual=())
+        if decision.dim in dims
+        else decision
         for decision in found.decisions
     )
-    left = tuple(problem for problem in found.problems if problem.dim not in dims or not issubclass(problem.error, _LEFT_OPEN))
+    left = tuple(
+        problem
+        for problem in found.problems
+        if problem.dim not in dims or not issubclass(problem.error, _LEFT_OPEN)
+    )
     return dataclasses.replace(found, decisions=decisions, problems=left)

@@ -11,7 +11,15 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from shardwright.axes import KNOWN_AXES, PARALLELISM_AXES, REPLICATED, STANDARD_MESH_AXES, UNCONSTRAINED, Role, file_name
+from shardwright.axes import (
+    KNOWN_AXES,
+    PARALLELISM_AXES,
+    REPLICATED,
+    STANDARD_MESH_AXES,
+    UNCONSTRAINED,
+    Role,
+    file_name,
+)
 from shardwright.errors import StrategyError, did_you_mean
 from shardwright.mesh_text import MOST_MESH_AXES, name_fault
 from shardwright.modes import MODE_NAMES, MODES, parse_mode
@@ -105,7 +113,12 @@ class Policy:
     idle: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, kind in (("indivisible", Indivisible), ("conflict", Conflict), ("missing", Missing), ("rank", Rank)):
+        for name, kind in (
+            ("indivisible", Indivisible),
+            ("conflict", Conflict),
+            ("missing", Missing),
+            ("rank", Rank),
+        ):
             object.__setattr__(self, name, _choice(name, kind, getattr(self, name)))
         _check_mesh_axes("gather", self.gather)
         _check_mesh_axes("idle", self.idle)
@@ -115,17 +128,24 @@ class Policy:
             raise StrategyError(f"policy zero1 is {self.zero1!r}, not a Rule", fix=fix)
         if self.zero1 is not None and self.zero1.fallback is Fallback.UNCONSTRAINED:
             raise StrategyError(
-                '"?" cannot be the answer for optimizer state: it must lie somewhere', rule=str(self.zero1.ref), fix='write "-"'
+                '"?" cannot be the answer for optimizer state: it must lie somewhere',
+                rule=str(self.zero1.ref),
+                fix='write "-"',
             )
 
 
 def _check_mesh_axes(key: str, value: object) -> None:
     if not isinstance(value, tuple) or not all(isinstance(axis, str) for axis in value):
-        raise StrategyError(f"policy {key} is {value!r}, not a tuple of mesh axes", fix='write ("fsdp", "sp"), or () for none')
+        raise StrategyError(
+            f"policy {key} is {value!r}, not a tuple of mesh axes",
+            fix='write ("fsdp", "sp"), or () for none',
+        )
     for at, axis in enumerate(value):
         if fault := name_fault(axis):
             what = f"policy {key} has {axis!r}, which is not the name of a mesh axis: it {fault}"
-            raise StrategyError(what, fix='write each name by itself, ("fsdp", "sp"), or () for none')
+            raise StrategyError(
+                what, fix='write each name by itself, ("fsdp", "sp"), or () for none'
+            )
         if axis in value[:at]:
             raise StrategyError(f"policy {key} has {axis!r} twice", fix="name every mesh axis once")
 
@@ -173,7 +193,12 @@ def parse_rule(text: str, *, ref: RuleRef | None = None) -> Rule:
     fallback = Fallback.NONE
     if (count := text.count("|") + 1) > MOST_CANDIDATES:
         what = f"the rule has {count} candidates, at most {MOST_CANDIDATES} are read"
-        raise StrategyError(what, axis=ref.key, rule=str(ref), fix="keep the candidates that can apply; the first that fits wins")
+        raise StrategyError(
+            what,
+            axis=ref.key,
+            rule=str(ref),
+            fix="keep the candidates that can apply; the first that fits wins",
+        )
     for start, part in _split(text, "|", 0):
         word = part.strip()
         at = start + len(part) - len(part.lstrip())
@@ -190,7 +215,12 @@ def _parse_candidate(text: str, part: str, start: int, ref: RuleRef) -> tuple[st
     names: list[str] = []
     if (count := part.count("+") + 1) > MOST_MESH_AXES:
         what = f"the candidate names {count} mesh axes, and a mesh has at most {MOST_MESH_AXES}"
-        raise StrategyError(what, axis=ref.key, rule=str(ref), fix='name the mesh axes of one dim, such as "dp+fsdp"')
+        raise StrategyError(
+            what,
+            axis=ref.key,
+            rule=str(ref),
+            fix='name the mesh axes of one dim, such as "dp+fsdp"',
+        )
     for at, piece in _split(part, "+", start):
         name, column = piece.strip(), at + len(piece) - len(piece.lstrip())
         if not name:
@@ -198,7 +228,9 @@ def _parse_candidate(text: str, part: str, start: int, ref: RuleRef) -> tuple[st
         if name in (REPLICATED, UNCONSTRAINED):
             raise _grammar(text, column, f'"{name}" stands alone, never inside a candidate', ref)
         if fault := name_fault(name):
-            raise _grammar(text, column, f"{name!r} is not the name of a mesh axis: it {fault}", ref)
+            raise _grammar(
+                text, column, f"{name!r} is not the name of a mesh axis: it {fault}", ref
+            )
         if name in names:
             raise _grammar(text, column, f"{name!r} stands twice in one candidate", ref)
         names.append(name)
@@ -284,13 +316,24 @@ class AxisRules:
     _fingerprint: bytes = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        tables = {(mode, Role.ACTIVATION): dict(table) for mode, table in zip(MODES, self.activations, strict=True)}
+        tables = {
+            (mode, Role.ACTIVATION): dict(table)
+            for mode, table in zip(MODES, self.activations, strict=True)
+        }
         for mode, table in zip(MODES, self.params, strict=True):
-            tables[mode, Role.PARAM] = tables[mode, Role.USE] = tables[mode, Role.STATE] = dict(table)
+            tables[mode, Role.PARAM] = tables[mode, Role.USE] = tables[mode, Role.STATE] = dict(
+                table
+            )
         object.__setattr__(self, "known_axes", KNOWN_AXES | frozenset(self.user_axes))
         object.__setattr__(self, "_tables", tables)
-        named = tuple((mode, line.text) for mode, line in self.attention)  # where it is written does not count
-        object.__setattr__(self, "_values", (self.activations, self.params, self.tensors, self.user_axes, self.policy, named))
+        named = tuple(
+            (mode, line.text) for mode, line in self.attention
+        )  # where it is written does not count
+        object.__setattr__(
+            self,
+            "_values",
+            (self.activations, self.params, self.tensors, self.user_axes, self.policy, named),
+        )
         object.__setattr__(self, "_hash", hash(self._values))
         object.__setattr__(self, "_cache", Recent())
         object.__setattr__(self, "_fingerprint", b"")
@@ -307,7 +350,9 @@ class AxisRules:
     def fingerprint(self) -> bytes:
         """Return 32 bytes that are equal for equal rules, for those who may keep neither the rules nor what they have resolved."""
         if not self._fingerprint:
-            digest = hashlib.blake2b(repr(_plain(self._values, {})).encode(), digest_size=32).digest()
+            digest = hashlib.blake2b(
+                repr(_plain(self._values, {})).encode(), digest_size=32
+            ).digest()
             object.__setattr__(self, "_fingerprint", digest)
         return self._fingerprint
 
@@ -319,7 +364,9 @@ class AxisRules:
         """Return the rule of the first `[[tensors]]` entry that matches the path and names the axis, or None."""
         if path is None or role is Role.ACTIVATION:
             return None
-        return next((rule for entry in self.tensors if (rule := entry.find(axis, path)) is not None), None)
+        return next(
+            (rule for entry in self.tensors if (rule := entry.find(axis, path)) is not None), None
+        )
 
     def attention_in(self, mode: str) -> RuleRef | None:
         """Return the line of the strategy that names the implementation of attention in a mode, or None for AUTO."""
@@ -359,8 +406,17 @@ def share_values(one: Any, other: Any) -> bool:
     return True
 
 
-def _rebuild(activations: Any, params: Any, tensors: Any, user_axes: Any, policy: Policy, attention: Any) -> AxisRules:
-    return AxisRules(activations=activations, params=params, tensors=tensors, user_axes=user_axes, policy=policy, attention=attention)
+def _rebuild(
+    activations: Any, params: Any, tensors: Any, user_axes: Any, policy: Policy, attention: Any
+) -> AxisRules:
+    return AxisRules(
+        activations=activations,
+        params=params,
+        tensors=tensors,
+        user_axes=user_axes,
+        policy=policy,
+        attention=attention,
+    )
 
 
 def default_rule(axis: str) -> Rule | None:
@@ -368,7 +424,9 @@ def default_rule(axis: str) -> Rule | None:
     name = PARALLELISM_AXES.get(axis)
     if name is None:
         return None
-    return Rule(candidates=((name,),), ref=RuleRef(key=file_name(axis), text=name, source="default"))
+    return Rule(
+        candidates=((name,),), ref=RuleRef(key=file_name(axis), text=name, source="default")
+    )
 
 
 def build_rules(
@@ -392,8 +450,13 @@ def build_rules(
         return tuple(sorted(effective.items()))
 
     chains = {mode: ("decode", "insert") if mode == "insert" else (mode,) for mode in MODE_NAMES}
-    activations = tuple(layer("rules", *(f"modes.{mode}" for mode in chains[name])) for name in MODE_NAMES)
-    params = tuple(layer("rules", "params", *(f"modes.{mode}.params" for mode in chains[name])) for name in MODE_NAMES)
+    activations = tuple(
+        layer("rules", *(f"modes.{mode}" for mode in chains[name])) for name in MODE_NAMES
+    )
+    params = tuple(
+        layer("rules", "params", *(f"modes.{mode}.params" for mode in chains[name]))
+        for name in MODE_NAMES
+    )
     return AxisRules(
         activations=activations,
         params=params,
@@ -406,8 +469,20 @@ def build_rules(
 
 def _attention_by_mode(named: Mapping[str, RuleRef]) -> tuple[tuple[str, RuleRef], ...]:
     """Return the line for each mode that attends and has one; canonical modes, sorted."""
-    found = [(parse_mode(name), named.get(name, named.get("default"))) for name in ("train", "prefill", "decode")]
-    return tuple(sorted([(mode, line) for mode, line in found if line is not None and line.text != Attention.AUTO], key=lambda one: one[0]))
+    found = [
+        (parse_mode(name), named.get(name, named.get("default")))
+        for name in ("train", "prefill", "decode")
+    ]
+    return tuple(
+        sorted(
+            [
+                (mode, line)
+                for mode, line in found
+                if line is not None and line.text != Attention.AUTO
+            ],
+            key=lambda one: one[0],
+        )
+    )
 
 
 def unnamed_mesh_axes(rules: AxisRules, sizes: Mapping[str, int]) -> tuple[str, ...]:

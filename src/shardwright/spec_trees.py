@@ -13,7 +13,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax, context, placement, resolver
-from shardwright.errors import MeshSpecError, NoManagerError, Problem, RankMismatchError, StrategyError, raise_problems
+from shardwright.errors import (
+    MeshSpecError,
+    NoManagerError,
+    Problem,
+    RankMismatchError,
+    StrategyError,
+    raise_problems,
+)
 from shardwright.rules import build_rules
 from shardwright.tree import match_paths, path_text
 
@@ -37,7 +44,10 @@ def names_in_current_mesh(*names: str) -> bool:
     """
     for name in names:
         if not isinstance(name, str):
-            raise MeshSpecError(f"{name!r} is not the name of a mesh axis", fix='pass the names one by one, as in ("dp", "tp")')
+            raise MeshSpecError(
+                f"{name!r} is not the name of a mesh axis",
+                fix='pass the names one by one, as in ("dp", "tp")',
+            )
     mesh = current_mesh()
     return set(names) <= set(() if mesh is None else mesh.axis_names)
 
@@ -73,7 +83,10 @@ def _names(specs: Any) -> Iterable[str]:
     elif isinstance(specs, PartitionSpec | NamedSharding):
         yield from _names((specs.spec if isinstance(specs, NamedSharding) else specs).partitions)
     elif jax.tree_util.all_leaves([specs]):
-        raise StrategyError(f"{specs!r} of type {type(specs).__name__} is no spec", fix="pass PartitionSpecs, or dicts and lists of them")
+        raise StrategyError(
+            f"{specs!r} of type {type(specs).__name__} is no spec",
+            fix="pass PartitionSpecs, or dicts and lists of them",
+        )
     else:
         yield from _names(jax.tree.leaves(specs))
 
@@ -96,7 +109,10 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
     specs, structure = jax.tree.flatten(partition_specs)
     for spec in specs:
         if not isinstance(spec, PartitionSpec):
-            raise StrategyError(f"{spec!r} of type {type(spec).__name__} is no PartitionSpec", fix='write PartitionSpec("dp", None)')
+            raise StrategyError(
+                f"{spec!r} of type {type(spec).__name__} is no PartitionSpec",
+                fix='write PartitionSpec("dp", None)',
+            )
     mesh = current_mesh()
     if mesh is None or not names_in_current_mesh(*get_names_from_partition_spec(specs)):
         return x
@@ -104,25 +120,38 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
         parts = structure.flatten_up_to(x)  # type: ignore[attr-defined]
     except ValueError as error:
         raise StrategyError(
-            f"the tree of specs does not fit: {str(error).splitlines()[0]}", fix="give a spec per array or subtree"
+            f"the tree of specs does not fit: {str(error).splitlines()[0]}",
+            fix="give a spec per array or subtree",
         ) from error
-    covering = [spec for spec, part in zip(specs, parts, strict=True) for _ in jax.tree.leaves(part)]
+    covering = [
+        spec for spec, part in zip(specs, parts, strict=True) for _ in jax.tree.leaves(part)
+    ]
     leaves, whole = jax.tree_util.tree_flatten_with_path(x)
     problems: list[Problem] = []
     places = [
-        _placement(path_text(path), np.shape(leaf), spec, mesh, problems) for (path, leaf), spec in zip(leaves, covering, strict=True)
+        _placement(path_text(path), np.shape(leaf), spec, mesh, problems)
+        for (path, leaf), spec in zip(leaves, covering, strict=True)
     ]
     raise_problems(problems)
-    placed = [leaf if where is None else placement.place(leaf, where) for (_, leaf), where in zip(leaves, places, strict=True)]
+    placed = [
+        leaf if where is None else placement.place(leaf, where)
+        for (_, leaf), where in zip(leaves, places, strict=True)
+    ]
     return jax.tree.unflatten(whole, placed)
 
 
 def _placement(
-    path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh, problems: list[Problem]
+    path: str,
+    shape: tuple[int, ...],
+    spec: PartitionSpec,
+    mesh: Mesh | AbstractMesh,
+    problems: list[Problem],
 ) -> placement.Placement | None:
     """Return where an array goes; None if everything is Manual, or if the spec does not fit, which is noted."""
     ambient = _jax.ambient_mesh()
-    kinds = {} if ambient is None else dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
+    kinds = (
+        {} if ambient is None else dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
+    )
     manual = frozenset(axis for axis, kind in kinds.items() if kind is AxisType.Manual)
     found = resolver.explain(spec, build_rules({}), mesh, shape=shape, path=path, manual=manual)
     problems += found.problems
@@ -167,9 +196,13 @@ def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
 
 
 def _no_rule(path: str, rules: list[tuple[str, Any]]) -> Problem:
-    fix = 'add a rule for it, or (".*", PartitionSpec()) at the end to replicate the rest on purpose'
+    fix = (
+        'add a rule for it, or (".*", PartitionSpec()) at the end to replicate the rest on purpose'
+    )
     patterns = "patterns in order: " + ", ".join(pattern for pattern, _ in rules)
-    return Problem(error=StrategyError, what="no partition rule matches", path=path, rule=patterns, fix=fix)
+    return Problem(
+        error=StrategyError, what="no partition rule matches", path=path, rule=patterns, fix=fix
+    )
 
 
 def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Problem]) -> Any:
@@ -181,7 +214,9 @@ def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Pro
         problems += found.problems
         return found.spec
     if len(matched.partitions) > len(shape):
-        what = f"the spec {matched} has {len(matched.partitions)} entries, the array has shape {shape}"
+        what = (
+            f"the spec {matched} has {len(matched.partitions)} entries, the array has shape {shape}"
+        )
         fix = "write a rule of its own before that one; PartitionManager.state_shardings follows the parameters of an optimizer's state"
         problems.append(Problem(error=RankMismatchError, what=what, path=path, fix=fix))
     return matched
@@ -209,11 +244,20 @@ def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> 
     for path, spec in specs:
         if not isinstance(spec, PartitionSpec | NamedSharding):
             fix = "write PartitionSpec() to replicate, or pass what match_partition_rules returns"
-            raise StrategyError(f"{spec!r} of type {type(spec).__name__} is no PartitionSpec", path=path_text(path), fix=fix)
+            raise StrategyError(
+                f"{spec!r} of type {type(spec).__name__} is no PartitionSpec",
+                path=path_text(path),
+                fix=fix,
+            )
     mesh = current_mesh()
     casts = _casts(structure, dtype_specs)
-    shards = [_shard_fn(spec, cast, mesh, path_text(path)) for (path, spec), cast in zip(specs, casts, strict=True)]
-    return jax.tree.unflatten(structure, shards), jax.tree.unflatten(structure, [_gather_fn(cast) for cast in casts])
+    shards = [
+        _shard_fn(spec, cast, mesh, path_text(path))
+        for (path, spec), cast in zip(specs, casts, strict=True)
+    ]
+    return jax.tree.unflatten(structure, shards), jax.tree.unflatten(
+        structure, [_gather_fn(cast) for cast in casts]
+    )
 
 
 Cast = Callable[[Any], Any]
@@ -228,32 +272,45 @@ def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
     if one is not None:
         if not jax.numpy.issubdtype(one, jax.numpy.floating):
             raise StrategyError(
-                f"dtype_specs is {one}, one dtype for all must be a float", fix="pass a float dtype, or a tree with one per leaf"
+                f"dtype_specs is {one}, one dtype for all must be a float",
+                fix="pass a float dtype, or a tree with one per leaf",
             )
         return [
-            lambda x: _cast(x, one) if jax.numpy.issubdtype(_as_array(x).dtype, jax.numpy.floating) else _as_array(x)
+            lambda x: (
+                _cast(x, one)
+                if jax.numpy.issubdtype(_as_array(x).dtype, jax.numpy.floating)
+                else _as_array(x)
+            )
         ] * structure.num_leaves
     try:
         given = structure.flatten_up_to(dtype_specs)
     except ValueError as error:
         raise StrategyError(
-            f"dtype_specs does not fit the tree of specs: {str(error).splitlines()[0]}", fix="give one dtype per spec"
+            f"dtype_specs does not fit the tree of specs: {str(error).splitlines()[0]}",
+            fix="give one dtype per spec",
         ) from error
     dtypes = [_dtype(getattr(leaf, "dtype", leaf)) for leaf in given]
     for leaf, dtype in zip(given, dtypes, strict=True):
         if dtype is None:
             raise StrategyError(
-                f"{leaf!r} of type {type(leaf).__name__} has no dtype", fix="give a dtype or something with a dtype per spec"
+                f"{leaf!r} of type {type(leaf).__name__} has no dtype",
+                fix="give a dtype or something with a dtype per spec",
             )
     _check_bits(dtypes)
     return [lambda x, dtype=dtype: _cast(x, dtype) for dtype in dtypes]  # type: ignore[misc]
 
 
 def _check_bits(dtypes: Iterable[Any]) -> None:
-    wide = [dtype for dtype in dtypes if isinstance(dtype, np.dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype]
+    wide = [
+        dtype
+        for dtype in dtypes
+        if isinstance(dtype, np.dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype
+    ]
     if wide:
         what = f"dtype_specs asks for {wide[0]}, of which JAX makes {jax.dtypes.canonicalize_dtype(wide[0])} while jax_enable_x64 is off"
-        raise StrategyError(what, fix='jax.config.update("jax_enable_x64", True), or ask for the dtype that you get')
+        raise StrategyError(
+            what, fix='jax.config.update("jax_enable_x64", True), or ask for the dtype that you get'
+        )
 
 
 def _is_key(dtype: Any) -> bool:
@@ -283,12 +340,18 @@ def _as_array(x: Any) -> Any:
 def _cast(x: Any, dtype: Any) -> Any:
     x = _as_array(x)
     if x.dtype != dtype and (_is_key(x.dtype) or _is_key(dtype)):
-        raise StrategyError(f"{x.dtype} cannot be cast to {dtype}", fix="give the key's own dtype, or pass jax.random.key_data(key)")
+        raise StrategyError(
+            f"{x.dtype} cannot be cast to {dtype}",
+            fix="give the key's own dtype, or pass jax.random.key_data(key)",
+        )
     return x if x.dtype == dtype else x.astype(dtype)
 
 
 def _shard_fn(
-    spec: PartitionSpec | NamedSharding, cast: Cast, made_with: Mesh | AbstractMesh | None, path: str
+    spec: PartitionSpec | NamedSharding,
+    cast: Cast,
+    made_with: Mesh | AbstractMesh | None,
+    path: str,
 ) -> Callable[[Any], jax.Array]:
     def shard_fn(x: Any) -> jax.Array:
         x = cast(x)
@@ -302,7 +365,9 @@ def _shard_fn(
                 fix="enter jax.set_mesh(mesh) or a manager where the functions are made, outside jit",
             )
         literal = spec.spec if isinstance(spec, NamedSharding) else spec
-        fitted = resolver.resolve(literal, build_rules({}), mesh, shape=np.shape(x), path=path or None).require()
+        fitted = resolver.resolve(
+            literal, build_rules({}), mesh, shape=np.shape(x), path=path or None
+        ).require()
         kind = spec.memory_kind if isinstance(spec, NamedSharding) else None
         placement.check_kept(x, path=path)
         placed: jax.Array = jax.device_put(x, NamedSharding(mesh, fitted, memory_kind=kind))
@@ -316,7 +381,10 @@ def _gather_fn(cast: Cast) -> Callable[[Any], np.ndarray]:
         x = cast(x)
         if _is_key(x.dtype):
             what = f"a key ({x.dtype}) is no NumPy array"
-            raise StrategyError(what, fix="gather jax.random.key_data(key), and jax.random.wrap_key_data what comes back")
+            raise StrategyError(
+                what,
+                fix="gather jax.random.key_data(key), and jax.random.wrap_key_data what comes back",
+            )
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
             from jax.experimental import multihost_utils
 

@@ -37,7 +37,9 @@ def spec_of(*dims: tuple[str, ...]) -> PartitionSpec:
 
 def spec_text(spec: PartitionSpec) -> str:
     """Return a spec as people write it, for instance `P('dp', None, ('fsdp', 'sp'))` or `P('dp', unreduced={'tp'})`."""
-    entries = ["UNCONSTRAINED" if entry is UNCONSTRAINED else repr(entry) for entry in spec.partitions]
+    entries = [
+        "UNCONSTRAINED" if entry is UNCONSTRAINED else repr(entry) for entry in spec.partitions
+    ]
     if spec.unreduced:
         entries.append(f"unreduced={{{', '.join(map(repr, sorted(spec.unreduced)))}}}")
     return f"P({', '.join(entries)})"

@@ -18,7 +18,13 @@ import numpy as np
 
 from shardwright.annotations import ArraySpec, PartOf, describe
 from shardwright.axes import EMPTY
-from shardwright.errors import Problem, RankMismatchError, StrategyError, did_you_mean, raise_problems
+from shardwright.errors import (
+    Problem,
+    RankMismatchError,
+    StrategyError,
+    did_you_mean,
+    raise_problems,
+)
 from shardwright.tree import Leaf, annotated_leaves, compile_rule, path_text
 
 Path = tuple[Any, ...]
@@ -51,17 +57,27 @@ class _Place:
 
 
 def _copy(place: _Place) -> Dims | None:
-    return tuple(range(len(place.shape))) if not place.below and place.shape == place.whole else None
+    return (
+        tuple(range(len(place.shape))) if not place.below and place.shape == place.whole else None
+    )
 
 
 def _history(place: _Place) -> Dims | None:
     """Dims of a stack of the parameter's past values, the newest being anywhere."""
-    return (None, *range(len(place.whole))) if not place.below and place.shape[1:] == place.whole else None
+    return (
+        (None, *range(len(place.whole)))
+        if not place.below and place.shape[1:] == place.whole
+        else None
+    )
 
 
 def _one_dim(place: _Place) -> Dims | None:
     """Dims of the i-th of a list with one accumulator per dim of the parameter."""
-    at = place.below[0].idx if len(place.below) == 1 and isinstance(place.below[0], jax.tree_util.SequenceKey) else -1
+    at = (
+        place.below[0].idx
+        if len(place.below) == 1 and isinstance(place.below[0], jax.tree_util.SequenceKey)
+        else -1
+    )
     return (at,) if 0 <= at < len(place.whole) and place.shape == (place.whole[at],) else None
 
 
@@ -88,7 +104,9 @@ def _factored(field: str, place: _Place) -> Dims | None:
 
 # The state types of optax whose fields are not copies of the parameters. A field that is not listed is looked at as any other.
 _KINDS: Final[Mapping[str, Mapping[str, Callable[[_Place], Dims | None]]]] = {
-    "FactoredState": {field: functools.partial(_factored, field) for field in ("v_row", "v_col", "v")},
+    "FactoredState": {
+        field: functools.partial(_factored, field) for field in ("v_row", "v_col", "v")
+    },
     "ScaleBySM3State": {"mu": _one_dim},
     "ScaleByLBFGSState": {"diff_params_memory": _history, "diff_updates_memory": _history},
 }
@@ -110,7 +128,11 @@ def _kind(node: Any) -> str:
     """Return the name of a node's type if the tables know it, else an empty string."""
     cls = type(node)
     # By name, so that optax is never imported; only of optax, because other packages sort and stack in other ways.
-    return cls.__name__ if _of_optax(cls) and any(cls.__name__ in table for table in (_KINDS, _OWN, _PROJECTED)) else ""
+    return (
+        cls.__name__
+        if _of_optax(cls) and any(cls.__name__ in table for table in (_KINDS, _OWN, _PROJECTED))
+        else ""
+    )
 
 
 def _of_optax(cls: type) -> bool:
@@ -121,7 +143,9 @@ def _known_nodes(state: Any, prefix: Path = ()) -> Iterator[tuple[Path, str]]:
     """Yield the path and the name of every node of a known type, outer ones first."""
     if _kind(state):
         yield prefix, _kind(state)
-    found, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: node is not state and bool(_kind(node)))
+    found, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda node: node is not state and bool(_kind(node))
+    )
     for path, node in found:
         if path and _kind(node):
             yield from _known_nodes(node, (*prefix, *path))
@@ -148,15 +172,26 @@ class Follower:
         if self.param is None:
             return self.override
         whole = tuple(np.shape(self.param.value))
-        axes = self.param.annotation.axes if isinstance(self.param.annotation, ArraySpec) else self.param.annotation
+        axes = (
+            self.param.annotation.axes
+            if isinstance(self.param.annotation, ArraySpec)
+            else self.param.annotation
+        )
         if self.dims == tuple(range(len(whole))) and not by_path:
             return axes
         # Without a path the parts of equal layers are equal, and resolved once.
-        return PartOf(annotation=axes, shape=whole, dims=self.dims, path=self.param.path if by_path else "")
+        return PartOf(
+            annotation=axes, shape=whole, dims=self.dims, path=self.param.path if by_path else ""
+        )
 
 
 def annotate_state(
-    state: Any, params: Any, annotations: Any = None, *, overrides: Mapping[str, Any] | None = None, by_path: bool = True
+    state: Any,
+    params: Any,
+    annotations: Any = None,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    by_path: bool = True,
 ) -> Any:
     """Return a tree like an optimizer's state, with what annotates each leaf: the parameter that it follows.
 
@@ -177,8 +212,13 @@ def annotate_state(
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(state)
     if overrides is not None and not isinstance(overrides, Mapping):
-        raise StrategyError(f"overrides={overrides!r} is not a mapping", fix='write {"pattern": annotation}')
-    patterns = [compile_rule(at, pattern, one) for at, (pattern, one) in enumerate((overrides or {}).items())]
+        raise StrategyError(
+            f"overrides={overrides!r} is not a mapping", fix='write {"pattern": annotation}'
+        )
+    patterns = [
+        compile_rule(at, pattern, one)
+        for at, (pattern, one) in enumerate((overrides or {}).items())
+    ]
     search = _Search.of(state, params, annotations)
     found: list[Any] = []
     problems = _unused([pattern for pattern, _ in patterns], [path_text(path) for path, _ in pairs])
@@ -199,7 +239,9 @@ def annotate_state(
 
 def _unused(patterns: Sequence[re.Pattern[str]], paths: Sequence[str]) -> list[Problem]:
     """Return the overrides that match no leaf: one that is mistyped would leave its leaf where it lies by default."""
-    unused = [pattern.pattern for pattern in patterns if not any(pattern.search(path) for path in paths)]
+    unused = [
+        pattern.pattern for pattern in patterns if not any(pattern.search(path) for path in paths)
+    ]
     some = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     return [
         Problem(
@@ -232,7 +274,12 @@ class _Search:
         known = _by_path(params, annotations)
         leaves, _ = jax.tree_util.tree_flatten_with_path(state)
         shapes = {tuple(path): tuple(np.shape(leaf)) for path, leaf in leaves}
-        return cls(params=known, kinds=dict(_known_nodes(state)), shapes=shapes, copies=_copies_of(set(known), params, state))
+        return cls(
+            params=known,
+            kinds=dict(_known_nodes(state)),
+            shapes=shapes,
+            copies=_copies_of(set(known), params, state),
+        )
 
     def follow(self, path: Path, shape: tuple[int, ...]) -> Follower | Problem:
         text = path_text(path)
@@ -259,9 +306,18 @@ class _Search:
 
     def _owner(self, path: Path) -> Leaf | None:
         """Return the parameter at whose place in a copy of the parameters a leaf lies, or None."""
-        return next((self.params[path[at:]] for at in range(len(path) + 1) if path[at:] in self.params and self.copies(path[:at])), None)
+        return next(
+            (
+                self.params[path[at:]]
+                for at in range(len(path) + 1)
+                if path[at:] in self.params and self.copies(path[:at])
+            ),
+            None,
+        )
 
-    def _projected(self, path: Path, shape: tuple[int, ...], owner: Leaf | None) -> Follower | Problem | None:
+    def _projected(
+        self, path: Path, shape: tuple[int, ...], owner: Leaf | None
+    ) -> Follower | Problem | None:
         """Return what is known of a leaf below a type of `_PROJECTED`; None where it is a leaf like others."""
         at = next((at for at in range(len(path)) if self.kinds.get(path[:at]) in _PROJECTED), None)
         if at is None:
@@ -271,8 +327,14 @@ class _Search:
         place = next((key for key, leaf in self.params.items() if leaf is owner), ())
         if owner is None or self.shapes.get((*path[:at], field, *place)) != (0, 0):
             what = f"state of shape {shape} in a {kind}, which projects parameters: its dims are not theirs, even where sizes agree"
-            return Problem(error=StrategyError, what=what, path=path_text(path), fix=_own(path_text(path)))
-        return Follower(path=path_text(path), override=(EMPTY,) * len(shape)) if path[at] == field else None
+            return Problem(
+                error=StrategyError, what=what, path=path_text(path), fix=_own(path_text(path))
+            )
+        return (
+            Follower(path=path_text(path), override=(EMPTY,) * len(shape))
+            if path[at] == field
+            else None
+        )
 
     def _follows_nothing(self, path: str, shape: tuple[int, ...], owner: Leaf | None) -> Problem:
         if owner is not None:
@@ -280,7 +342,9 @@ class _Search:
             what = f"state of shape {shape} differs from its parameter {follows}"
             return Problem(error=RankMismatchError, what=what, path=path, fix=_own(path))
         what, fix = f"state of shape {shape} follows no parameter", _own(path)
-        if len(self.params) > 1 and shape == (sum(math.prod(np.shape(leaf.value)) for leaf in self.params.values()),):
+        if len(self.params) > 1 and shape == (
+            sum(math.prod(np.shape(leaf.value)) for leaf in self.params.values()),
+        ):
             what += ": it is as long as all of them end to end, as optax.flatten keeps it, which has no dims of theirs"
             fix = f"leave optax.flatten out, and it lies like the parameters; or {fix}"
         return Problem(error=StrategyError, what=what, path=path, fix=fix)
@@ -293,7 +357,13 @@ class _Search:
             return self.shapes.get((*node, jax.tree_util.GetAttrKey(field), *rest))
 
         param = None if end is None else self.params[rest[:end]]
-        return _Place(shape=shape, rest=rest, param=param, below=() if end is None else rest[end:], sibling=sibling)
+        return _Place(
+            shape=shape,
+            rest=rest,
+            param=param,
+            below=() if end is None else rest[end:],
+            sibling=sibling,
+        )
 
 
 def _copies_of(known: set[Path], params: Any, state: Any) -> Callable[[Path], bool]:
@@ -301,13 +371,17 @@ def _copies_of(known: set[Path], params: Any, state: Any) -> Callable[[Path], bo
 
     Masks leave empty tuples where a parameter, or a whole subtree of them, has no state: those count as the places left out.
     """
-    places = {path for path, _ in _entries(params)}  # with the empty tuples that the parameters have themselves
+    places = {
+        path for path, _ in _entries(params)
+    }  # with the empty tuples that the parameters have themselves
     inner = {place[:end] for place in known for end in range(len(place))}
     entries = [(path, _masks(node)) for path, node in _entries(state)]
 
     @functools.cache
     def copies(prefix: Path) -> bool:
-        found = {path[len(prefix) :]: masks for path, masks in entries if path[: len(prefix)] == prefix}
+        found = {
+            path[len(prefix) :]: masks for path, masks in entries if path[: len(prefix)] == prefix
+        }
         if not all(path in places or (masks and path in inner) for path, masks in found.items()):
             return False
         return all(any(place[:end] in found for end in range(len(place) + 1)) for place in known)
@@ -318,7 +392,8 @@ def _copies_of(known: set[Path], params: Any, state: Any) -> Callable[[Path], bo
 def _entries(tree: Any) -> list[tuple[Path, Any]]:
     """Return leaves and empty tuples by path."""
     found, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: isinstance(node, ArraySpec) or (isinstance(node, tuple) and not node)
+        tree,
+        is_leaf=lambda node: isinstance(node, ArraySpec) or (isinstance(node, tuple) and not node),
     )
     return [(tuple(path), node) for path, node in found]
 
@@ -329,7 +404,12 @@ def _masks(node: Any) -> bool:
 
 def _by_path(params: Any, annotations: Any) -> dict[Path, Leaf]:
     leaves = annotated_leaves(params, annotations)
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda one: isinstance(one, ArraySpec))[0]]
+    paths = [
+        path
+        for path, _ in jax.tree_util.tree_flatten_with_path(
+            params, is_leaf=lambda one: isinstance(one, ArraySpec)
+        )[0]
+    ]
     return {tuple(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
 
 

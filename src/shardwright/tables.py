@@ -36,7 +36,9 @@ def table(
     return [indent + line for row in rows for line in _row_lines(row, widths)]
 
 
-def remarked_table(rows: Sequence[Sequence[str]], *, indent: str = "", width: int = WIDTH) -> list[str]:
+def remarked_table(
+    rows: Sequence[Sequence[str]], *, indent: str = "", width: int = WIDTH
+) -> list[str]:
     r"""Lay out rows whose last cell is a remark.
 
     Remarks are the last column while there is room for prose and their longest word. Otherwise each
@@ -75,26 +77,42 @@ def _row_lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     height = max(map(len, cells))
     padded = [[*cell, *[""] * (height - len(cell))] for cell in cells]
     lines = zip(*padded, strict=True)
-    return [(" " * _GAP).join(part.ljust(room) for part, room in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return [
+        (" " * _GAP)
+        .join(part.ljust(room) for part, room in zip(line, widths, strict=True))
+        .rstrip()
+        for line in lines
+    ]
 
 
-def _fit(columns: list[list[str]], width: int, prose: int | None, whole: Sequence[int]) -> list[int]:
+def _fit(
+    columns: list[list[str]], width: int, prose: int | None, whole: Sequence[int]
+) -> list[int]:
     """Return the width of each column: as long as its longest cell, shortened until the row fits."""
     widths = [max(map(len, column)) for column in columns]
-    least = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    least = [
+        max((len(word) for cell in column for word in cell.split()), default=0)
+        for column in columns
+    ]
     least = [widths[at] if at in whole else each for at, each in enumerate(least)]
     over = sum(widths) + _GAP * (len(widths) - 1) - width
     if prose is not None and over > 0:
         given = min(over, max(0, widths[prose] - max(least[prose], _PROSE)))
         widths[prose], over = widths[prose] - given, over - given
     while over > 0 and widths != least:
-        widest = max((at for at in range(len(widths)) if widths[at] > least[at]), key=lambda at: widths[at])
+        widest = max(
+            (at for at in range(len(widths)) if widths[at] > least[at]), key=lambda at: widths[at]
+        )
         # Wrapped at one character less, a cell of two words may need much less.
-        needed = max(len(line) for cell in columns[widest] for line in _wrap(cell, widths[widest] - 1))
+        needed = max(
+            len(line) for cell in columns[widest] for line in _wrap(cell, widths[widest] - 1)
+        )
         over -= widths[widest] - needed
         widths[widest] = needed
     return widths
 
 
 def _wrap(cell: str, width: int) -> list[str]:
-    return textwrap.wrap(cell, max(width, 1), break_long_words=False, break_on_hyphens=False) or [""]
+    return textwrap.wrap(cell, max(width, 1), break_long_words=False, break_on_hyphens=False) or [
+        ""
+    ]

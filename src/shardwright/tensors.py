@@ -45,7 +45,9 @@ class Tensor:
             return None
         if not is_dtype(self.dtype):
             raise StrategyError(
-                f"{self.dtype!r} is no dtype whose bytes are known", path=self.path, fix='give one such as "float32", or none'
+                f"{self.dtype!r} is no dtype whose bytes are known",
+                path=self.path,
+                fix='give one such as "float32", or none',
             )
         return whole_bytes(math.prod(self.shape) // shards, jnp.dtype(self.dtype))
 
@@ -61,7 +63,10 @@ def whole_bytes(elements: int, dtype: Any) -> int:
 def as_tensors(values: Any) -> tuple[Tensor, ...]:
     """Return what a tree holds as named tensors: its `ArraySpec`s (stored parameters), bare annotations, and `Tensor`s as they are.
 
-    >>> [tensor.path for tensor in as_tensors({"mlp": {"up": ("__EMBED__", "__MLP_INTERMEDIATE__")}})]
+    >>> [
+    ...     tensor.path
+    ...     for tensor in as_tensors({"mlp": {"up": ("__EMBED__", "__MLP_INTERMEDIATE__")}})
+    ... ]
     ['mlp/up']
 
     Raises:
@@ -83,11 +88,15 @@ def _tensor(path: str, leaf: Any) -> Tensor:
         return leaf
     if not is_annotation(leaf):
         fix = "give ArraySpecs, annotations (tuples of axes, layouts), or Tensor(path=..., axes=..., shape=...)"
-        raise StrategyError(f"{type(leaf).__name__} is neither an ArraySpec nor an annotation", path=path, fix=fix)
+        raise StrategyError(
+            f"{type(leaf).__name__} is neither an ArraySpec nor an annotation", path=path, fix=fix
+        )
     if is_tuple_of_annotations(leaf) and len(leaf) > 1:
         each = ", ".join(map(spelled, leaf))
         fix = f"one annotation each: [{each}]\none of composites: Tensor(path={path or 'x'!r}, axes={spelled(leaf)})"
-        raise StrategyError(f"a tuple of {len(leaf)} annotations reads in two ways", path=path, fix=fix)
+        raise StrategyError(
+            f"a tuple of {len(leaf)} annotations reads in two ways", path=path, fix=fix
+        )
     if not isinstance(leaf, ArraySpec):
         return Tensor(path=path, axes=leaf)
     name = np.dtype(leaf.dtype).name if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else ""

@@ -72,26 +72,51 @@ def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) ->
     """
     _check_numbers(metrics)
     if stack:
-        return _stacked([jax.device_get(_first_replicas(one) if unreplicate else one) for one in _steps(metrics)])
+        return _stacked(
+            [
+                jax.device_get(_first_replicas(one) if unreplicate else one)
+                for one in _steps(metrics)
+            ]
+        )
     if not isinstance(metrics, Mapping):
-        raise StrategyError(f"metrics is a {type(metrics).__name__}, not a dict", fix="pass one dict of scalars, or stack=True for a list")
-    return {name: _scalar(name, value) for name, value in jax.device_get(_first_replicas(metrics) if unreplicate else metrics).items()}
+        raise StrategyError(
+            f"metrics is a {type(metrics).__name__}, not a dict",
+            fix="pass one dict of scalars, or stack=True for a list",
+        )
+    return {
+        name: _scalar(name, value)
+        for name, value in jax.device_get(
+            _first_replicas(metrics) if unreplicate else metrics
+        ).items()
+    }
 
 
 def _check_numbers(metrics: Any) -> None:
     for name, value in flatten_tree(metrics, sep="/", is_leaf=lambda leaf: leaf is None).items():
         dtype = getattr(value, "dtype", None)
         kinds = (np.number, np.bool_)
-        number = isinstance(value, int | float | complex) if dtype is None else any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
+        number = (
+            isinstance(value, int | float | complex)
+            if dtype is None
+            else any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
+        )
         if not number:
-            what = f"{value!r:.40} of type {type(value).__name__}" if dtype is None else f"of dtype {dtype}"
-            raise StrategyError(f"metric {name!r} is {what}, not a number", fix="leave it out of the metrics")
+            what = (
+                f"{value!r:.40} of type {type(value).__name__}"
+                if dtype is None
+                else f"of dtype {dtype}"
+            )
+            raise StrategyError(
+                f"metric {name!r} is {what}, not a number", fix="leave it out of the metrics"
+            )
 
 
 def _steps(metrics: Any) -> list[Any]:
     if not isinstance(metrics, Sequence) or not metrics:
         what = "an empty list" if metrics == [] else f"a {type(metrics).__name__}"
-        raise StrategyError(f"metrics to stack are {what}", fix="pass a list with one dict per step")
+        raise StrategyError(
+            f"metrics to stack are {what}", fix="pass a list with one dict per step"
+        )
     return list(metrics)
 
 
@@ -100,7 +125,10 @@ def _stacked(steps: list[Any]) -> Any:
     for at, step in enumerate(steps):
         if jax.tree.structure(step) != first:
             names = [", ".join(flatten_tree(one, sep="/")) or "nothing" for one in (step, steps[0])]
-            raise StrategyError(f"step {at} has the metrics {names[0]}, step 0 has {names[1]}", fix="stack steps with the same metrics")
+            raise StrategyError(
+                f"step {at} has the metrics {names[0]}, step 0 has {names[1]}",
+                fix="stack steps with the same metrics",
+            )
     flat = [flatten_tree(step, sep="/") for step in steps]
     made = [_stack(name, [step[name] for step in flat]) for name in flat[0]]
     return jax.tree.unflatten(first, made)
@@ -122,9 +150,15 @@ def _stack(name: str, values: list[Any]) -> np.ndarray:
 def _first_replicas(metrics: Any) -> Any:
     for name, value in flatten_tree(metrics, sep="/").items():
         if np.ndim(value) == 0:
-            raise StrategyError(f"metric {name!r} is a scalar without an axis of replicas", fix="leave unreplicate out")
+            raise StrategyError(
+                f"metric {name!r} is a scalar without an axis of replicas",
+                fix="leave unreplicate out",
+            )
         if np.shape(value)[0] == 0:
-            raise StrategyError(f"metric {name!r} of shape {np.shape(value)} has no replicas", fix="pass what the devices returned")
+            raise StrategyError(
+                f"metric {name!r} of shape {np.shape(value)} has no replicas",
+                fix="pass what the devices returned",
+            )
     return jax.tree.map(lambda value: value[0], metrics)
 
 
@@ -133,8 +167,13 @@ def _scalar(name: str, value: Any) -> float:
         fix = 'flatten nested metrics first: shardwright.tree_names.flatten_tree(metrics, sep="/")'
         raise StrategyError(f"metric {name!r} is a {type(value).__name__}, not a scalar", fix=fix)
     if np.iscomplexobj(value):
-        raise StrategyError(f"metric {name!r} is complex: no float holds it", fix="take its real part, or its absolute value, in the step")
+        raise StrategyError(
+            f"metric {name!r} is complex: no float holds it",
+            fix="take its real part, or its absolute value, in the step",
+        )
     if np.size(value) != 1:
-        fix = "reduce it in the step" + (", or pass unreplicate=True" if np.ndim(value) == 1 else "")
+        fix = "reduce it in the step" + (
+            ", or pass unreplicate=True" if np.ndim(value) == 1 else ""
+        )
         raise StrategyError(f"metric {name!r} of shape {np.shape(value)} is no scalar", fix=fix)
     return float(np.reshape(value, ()))

@@ -21,7 +21,13 @@ from shardwright.annotations import (
     spelled,
     stacked,
 )
-from shardwright.errors import Problem, RankMismatchError, StrategyError, did_you_mean, raise_problems
+from shardwright.errors import (
+    Problem,
+    RankMismatchError,
+    StrategyError,
+    did_you_mean,
+    raise_problems,
+)
 from shardwright.layouts import Replicated
 
 
@@ -117,13 +123,19 @@ def annotated_leaves(tree: Any, annotations: Any = None) -> list[Leaf]:
         as many arrays of their ranks; all of them at once.
     """
     if isinstance(annotations, PathMatch):
-        raise StrategyError("a PathMatch is not a tree of annotations, it holds one", fix="pass match_paths(...).annotations")
+        raise StrategyError(
+            "a PathMatch is not a tree of annotations, it holds one",
+            fix="pass match_paths(...).annotations",
+        )
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
     if annotations is None:
         found = [value for _, value in pairs]
     else:
         found = _one_each(structure, annotations) or _covering(tree, annotations)
-    leaves = [Leaf(path=path_text(path), value=value, annotation=one) for (path, value), one in zip(pairs, found, strict=True)]
+    leaves = [
+        Leaf(path=path_text(path), value=value, annotation=one)
+        for (path, value), one in zip(pairs, found, strict=True)
+    ]
     raise_problems([_unannotated(leaf) for leaf in leaves if not is_annotation(leaf.annotation)])
     return leaves
 
@@ -146,7 +158,9 @@ def _covering(tree: Any, annotations: Any) -> list[Any]:
         raise_problems(list(_misfits(tree, annotations, ())))
         # The places agree: the containers' own data differ, which only JAX's words tell.
         said = str(error).splitlines()[0].partition(", got")[0]
-        raise StrategyError(f"the tree of annotations does not fit the tree: {said}", fix=_EACH_LEAF) from error
+        raise StrategyError(
+            f"the tree of annotations does not fit the tree: {said}", fix=_EACH_LEAF
+        ) from error
     problems: list[Problem] = []
     found: list[Any] = []
     for (path, one), part in zip(ones, parts, strict=True):
@@ -158,12 +172,18 @@ def _covering(tree: Any, annotations: Any) -> list[Any]:
     return found
 
 
-def _paired(several: tuple[Any, ...], part: Any, path: tuple[Any, ...], problems: list[Problem]) -> list[Any]:
+def _paired(
+    several: tuple[Any, ...], part: Any, path: tuple[Any, ...], problems: list[Problem]
+) -> list[Any]:
     """Return the annotation of each leaf below a tuple of tuples of axes: one by one over a tuple of as many values.
 
     Elsewhere it is one annotation of composites, unless the container has as many arrays whose ranks fit one by one.
     """
-    counts = [len(jax.tree.leaves(child, is_leaf=_is_spec)) for child in part] if type(part) is tuple else []
+    counts = (
+        [len(jax.tree.leaves(child, is_leaf=_is_spec)) for child in part]
+        if type(part) is tuple
+        else []
+    )
     if len(counts) == len(several):
         return [one for one, count in zip(several, counts, strict=True) for _ in range(count)]
     below = _below(part) or {}
@@ -178,7 +198,9 @@ def _has_rank(part: Any, annotation: tuple[Any, ...]) -> bool:
     return bool(leaves) and all(np.ndim(leaf) == len(annotation) for leaf in leaves)
 
 
-def _two_readings(several: tuple[Any, ...], part: Any, keys: list[Any], path: tuple[Any, ...]) -> Problem:
+def _two_readings(
+    several: tuple[Any, ...], part: Any, keys: list[Any], path: tuple[Any, ...]
+) -> Problem:
     each, whole = [spelled(one) for one in several], [spelled(several)] * len(several)
     return Problem(
         error=StrategyError,
@@ -211,14 +233,30 @@ def _misfits(tree: Any, annotations: Any, path: tuple[Any, ...]) -> Iterator[Pro
     if mine is None or type(tree) is not type(annotations):
         here = f"a leaf ({_kind(tree)})" if mine is None else _container(tree)
         is_list = mine is None and is_axes_list(annotations)
-        fix = "write the axes as a tuple: inside a tree a list is a level of it" if is_list else _EACH_LEAF
-        yield _misfit(f"the tree has {here} here, the tree of annotations {_container(annotations)}", path, fix)
+        fix = (
+            "write the axes as a tuple: inside a tree a list is a level of it"
+            if is_list
+            else _EACH_LEAF
+        )
+        yield _misfit(
+            f"the tree has {here} here, the tree of annotations {_container(annotations)}",
+            path,
+            fix,
+        )
         return
     for key in [key for key in mine if key not in theirs]:
-        yield _misfit("the tree has this place, the tree of annotations does not", (*path, key), _EACH_LEAF)
+        yield _misfit(
+            "the tree has this place, the tree of annotations does not", (*path, key), _EACH_LEAF
+        )
     for key in [key for key in theirs if key not in mine]:
-        hint = did_you_mean(path_text([key]), [path_text([one]) for one in mine if one not in theirs])
-        yield _misfit("the tree of annotations has this place, the tree does not", (*path, key), f"{hint} drop it".strip())
+        hint = did_you_mean(
+            path_text([key]), [path_text([one]) for one in mine if one not in theirs]
+        )
+        yield _misfit(
+            "the tree of annotations has this place, the tree does not",
+            (*path, key),
+            f"{hint} drop it".strip(),
+        )
     for key in [key for key in mine if key in theirs]:
         yield from _misfits(mine[key], theirs[key], (*path, key))
 
@@ -227,7 +265,9 @@ def _below(node: Any) -> dict[Any, Any] | None:
     """Return what stands right below a node by key; None for a leaf."""
     if _is_spec(node) or is_annotation(node):
         return None
-    found, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda one: one is not node)
+    found, structure = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda one: one is not node
+    )
     leaf: Any = jax.tree.structure(0)
     return None if leaf == structure else {path[0]: one for path, one in found}
 
@@ -255,12 +295,16 @@ def _unannotated(leaf: Leaf) -> Problem:
 def _kind(value: Any) -> str:
     if isinstance(value, str):
         return f"the single axis {value!r}"
-    return type(value).__name__ + (f" of shape {np.shape(value)}" if isinstance(value, (jax.Array, np.ndarray)) else "")
+    return type(value).__name__ + (
+        f" of shape {np.shape(value)}" if isinstance(value, (jax.Array, np.ndarray)) else ""
+    )
 
 
 def abstract(specs: Any) -> Any:
     """Return a tree of `ArraySpec`s as `jax.ShapeDtypeStruct`s, for `jax.eval_shape`."""
-    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs, is_leaf=_is_spec)
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs, is_leaf=_is_spec
+    )
 
 
 def initialiser(specs: Any) -> Callable[[Any], Any]:
@@ -274,7 +318,10 @@ def initialiser(specs: Any) -> Callable[[Any], Any]:
     pairs, structure = jax.tree_util.tree_flatten_with_path(specs, is_leaf=_is_spec)
     missing = [
         Problem(
-            error=StrategyError, what="the ArraySpec has no init", path=path_text(path), fix="ArraySpec(..., init=jax.nn.initializers.…)"
+            error=StrategyError,
+            what="the ArraySpec has no init",
+            path=path_text(path),
+            fix="ArraySpec(..., init=jax.nn.initializers.…)",
         )
         for path, spec in pairs
         if not isinstance(spec, ArraySpec) or spec.init is None
@@ -282,7 +329,9 @@ def initialiser(specs: Any) -> Callable[[Any], Any]:
     raise_problems(missing)
 
     def init(key: Any) -> Any:
-        return jax.tree.unflatten(structure, [_initialised(key, path, spec) for path, spec in pairs])
+        return jax.tree.unflatten(
+            structure, [_initialised(key, path, spec) for path, spec in pairs]
+        )
 
     return init
 
@@ -338,7 +387,10 @@ class PathMatch:
 
 def _pair_of(at: int, rule: Any) -> tuple[Any, Any]:
     if not isinstance(rule, tuple | list) or len(rule) != 2:
-        raise StrategyError(f"rule {at}: {rule!r} is not a pair", fix='write [("pattern", annotation), …]; of a dict, its items()')
+        raise StrategyError(
+            f"rule {at}: {rule!r} is not a pair",
+            fix='write [("pattern", annotation), …]; of a dict, its items()',
+        )
     return rule[0], rule[1]
 
 
@@ -375,13 +427,17 @@ def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = T
             unmatched.append(text)
             found.append(Replicated)
     if strict:
-        raise_problems([_unmatched(text, [pattern.pattern for pattern, _ in compiled]) for text in unmatched])
+        raise_problems(
+            [_unmatched(text, [pattern.pattern for pattern, _ in compiled]) for text in unmatched]
+        )
     names = [pattern.pattern for pattern, _ in compiled]
     return PathMatch(
         annotations=jax.tree.unflatten(structure, found),
         unmatched=tuple(unmatched),
         unused=tuple(name for name, hit in zip(names, hits, strict=True) if not hit),
-        shadowed=tuple(name for name, hit, win in zip(names, hits, wins, strict=True) if hit and not win),
+        shadowed=tuple(
+            name for name, hit, win in zip(names, hits, wins, strict=True) if hit and not win
+        ),
     )
 
 
@@ -401,12 +457,18 @@ def compile_pattern(text: str, *, where: str = "") -> re.Pattern[str]:
       StrategyError: it is no regular expression.
     """
     if not isinstance(text, str):
-        raise StrategyError(f"{where}{text!r} is not a pattern", fix="write a regular expression as text")
+        raise StrategyError(
+            f"{where}{text!r} is not a pattern", fix="write a regular expression as text"
+        )
     try:
         return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
         said, at = (error.msg, error.pos or 0) if isinstance(error, re.error) else (str(error), 0)
-        raise StrategyError(f"{where}not a regular expression: {said}", snippet=f"{text}\n{' ' * at}^", fix="see Python's re") from error
+        raise StrategyError(
+            f"{where}not a regular expression: {said}",
+            snippet=f"{text}\n{' ' * at}^",
+            fix="see Python's re",
+        ) from error
 
 
 def _unmatched(path: str, patterns: list[str]) -> Problem:

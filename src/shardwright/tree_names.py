@@ -21,7 +21,9 @@ def tree_path_to_string(path: Sequence[Any], sep: str | None = None) -> Any:
     return names if sep is None else sep.join(names)
 
 
-def flatten_tree(xs: Any, is_leaf: Callable[[Any], bool] | None = None, sep: str | None = None) -> dict[Any, Any]:
+def flatten_tree(
+    xs: Any, is_leaf: Callable[[Any], bool] | None = None, sep: str | None = None
+) -> dict[Any, Any]:
     """Return a tree as a flat dict from path to leaf, in flattening order.
 
     Paths are tuples of strings, or strings joined by `sep`.
@@ -36,13 +38,19 @@ def flatten_tree(xs: Any, is_leaf: Callable[[Any], bool] | None = None, sep: str
     for path, leaf in jax.tree_util.tree_flatten_with_path(xs, is_leaf=is_leaf)[0]:
         name = tree_path_to_string(path, sep=sep)
         if name in flat:
-            raise StrategyError(f"two leaves have the name {name!r}", fix="pass a sep that no key contains")
+            raise StrategyError(
+                f"two leaves have the name {name!r}", fix="pass a sep that no key contains"
+            )
         flat[name] = leaf
     return flat
 
 
 def named_tree_map(
-    f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None, sep: str | None = None
+    f: Callable[..., Any],
+    tree: Any,
+    *rest: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+    sep: str | None = None,
 ) -> Any:
     """Map `f(name, leaf, *others)` over a tree; names as in `tree_path_to_string`.
 
@@ -50,7 +58,10 @@ def named_tree_map(
     {'a': 'a=1', 'b': ['b/0=2']}
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, *leaves: f(tree_path_to_string(path, sep=sep), *leaves), tree, *rest, is_leaf=is_leaf
+        lambda path, *leaves: f(tree_path_to_string(path, sep=sep), *leaves),
+        tree,
+        *rest,
+        is_leaf=is_leaf,
     )
 
 
@@ -65,7 +76,10 @@ def tree_apply(fns: Any, tree: Any) -> Any:
     """
     wanted: Any = jax.tree.structure(fns)
     if wanted != jax.tree.structure(tree):
-        raise StrategyError(f"the tree of functions does not fit the tree{_difference(fns, tree)}", fix="give one function per leaf")
+        raise StrategyError(
+            f"the tree of functions does not fit the tree{_difference(fns, tree)}",
+            fix="give one function per leaf",
+        )
     return jax.tree.map(lambda fn, leaf: fn(leaf), fns, tree)
 
 
@@ -95,10 +109,14 @@ def get_weight_decay_mask(exclusions: Sequence[str]) -> Callable[[Any], Any]:
     {'norm': False, 'up': {'bias': False, 'kernel': True}}
     """
     if isinstance(exclusions, str):
-        raise StrategyError(f"exclusions is the text {exclusions!r}, not patterns", fix=f"write [{exclusions!r}]")
+        raise StrategyError(
+            f"exclusions is the text {exclusions!r}, not patterns", fix=f"write [{exclusions!r}]"
+        )
     patterns = [compile_pattern(one) for one in exclusions]
 
     def weight_decay_mask(params: Any) -> Any:
-        return named_tree_map(lambda name, _: not any(pattern.search(name) for pattern in patterns), params, sep="/")
+        return named_tree_map(
+            lambda name, _: not any(pattern.search(name) for pattern in patterns), params, sep="/"
+        )
 
     return weight_decay_mask

@@ -50,12 +50,22 @@ def both_sharded(call: AttentionCall) -> bool:
 
 
 def explicit(call: AttentionCall) -> bool:
-    return call.mesh is not None and "Explicit" in str(call.mesh.axis_types) and bool(call.specs.mesh_axes)
+    return (
+        call.mesh is not None
+        and "Explicit" in str(call.mesh.axis_types)
+        and bool(call.specs.mesh_axes)
+    )
 
 
 def not_in_jax(call: AttentionCall) -> bool:
     recipe = call.recipe
-    return recipe.softcap is not None or call.sinks or recipe.dropout > 0 or call.head_dim != call.v_dim or call.return_lse
+    return (
+        recipe.softcap is not None
+        or call.sinks
+        or recipe.dropout > 0
+        or call.head_dim != call.v_dim
+        or call.return_lse
+    )
 
 
 def not_in_splash(call: AttentionCall) -> bool:
@@ -94,7 +104,21 @@ def cells() -> Iterator[tuple[Cell, bool]]:
     """
     for number, case in enumerate(CASES):
         for at, mesh in enumerate(MESHES):
-            for which, (dtype, axis_types) in enumerate((COMBINATIONS[0], COMBINATIONS[1 + (number + at) % 3])):
+            for which, (dtype, axis_types) in enumerate(
+                (COMBINATIONS[0], COMBINATIONS[1 + (number + at) % 3])
+            ):
                 for mine, name in enumerate(ROWS):
-                    cell = Cell(implementation=name, case=case, dtype=dtype, mesh=mesh, axis_types=axis_types, mode=case.mode)
-                    yield cell, number % 4 == mine % 4 and at == (number * 3 + mine) % len(MESHES) and which == (number // 2 + mine) % 2
+                    cell = Cell(
+                        implementation=name,
+                        case=case,
+                        dtype=dtype,
+                        mesh=mesh,
+                        axis_types=axis_types,
+                        mode=case.mode,
+                    )
+                    yield (
+                        cell,
+                        number % 4 == mine % 4
+                        and at == (number * 3 + mine) % len(MESHES)
+                        and which == (number // 2 + mine) % 2,
+                    )

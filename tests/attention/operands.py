@@ -13,7 +13,14 @@ FLOATS = ("q", "k", "v", "bias", "sinks")
 
 
 def make_operands(
-    *, batch: int = 2, q_length: int = 13, kv_length: int = 21, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, v_dim: int = 6
+    *,
+    batch: int = 2,
+    q_length: int = 13,
+    kv_length: int = 21,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    v_dim: int = 6,
 ) -> Operands:
     """Ragged lengths, one sequence without any key, segments, a dense mask, a bias per head, sinks and a dropout seed."""
     keys = jax.random.split(jax.random.key(0), 8)

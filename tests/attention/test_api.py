@@ -22,9 +22,18 @@ from tests.attention.conformance import STRATEGY
 TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}
 
 
-def arrays(*, batch: int = 4, q_length: int = 24, kv_length: int = 24, heads: int = 4, kv_heads: int = 2) -> dict[str, jax.Array]:
-    shapes = {"q": (batch, q_length, heads, 8), "k": (batch, kv_length, kv_heads, 8), "v": (batch, kv_length, kv_heads, 8)}
-    return {name: jax.random.normal(jax.random.key(at), shape) for at, (name, shape) in enumerate(shapes.items())}
+def arrays(
+    *, batch: int = 4, q_length: int = 24, kv_length: int = 24, heads: int = 4, kv_heads: int = 2
+) -> dict[str, jax.Array]:
+    shapes = {
+        "q": (batch, q_length, heads, 8),
+        "k": (batch, kv_length, kv_heads, 8),
+        "v": (batch, kv_length, kv_heads, 8),
+    }
+    return {
+        name: jax.random.normal(jax.random.key(at), shape)
+        for at, (name, shape) in enumerate(shapes.items())
+    }
 
 
 def attend(values: dict[str, Any], **options: Any) -> Any:
@@ -39,9 +48,22 @@ def test_equals_jax_nn(implementation: str) -> None:
     x = arrays()
     bias = jax.random.normal(jax.random.key(1), (1, 4, 24, 24))
     lengths = jnp.array([24, 7, 1, 12], jnp.int32)
-    found = attend(x, implementation=implementation, causal=True, window=(4, None), bias=bias, lengths=lengths, scale=0.7)
+    found = attend(
+        x,
+        implementation=implementation,
+        causal=True,
+        window=(4, None),
+        bias=bias,
+        lengths=lengths,
+        scale=0.7,
+    )
     want = jax.nn.dot_product_attention(
-        *x.values(), bias=bias, is_causal=True, scale=0.7, local_window_size=(4, 0), key_value_seq_lengths=lengths
+        *x.values(),
+        bias=bias,
+        is_causal=True,
+        scale=0.7,
+        local_window_size=(4, 0),
+        key_value_seq_lengths=lengths,
     )
     # A row whose window lies beyond the length has no keys: ours is 0 there, JAX's the mean of the values.
     some = (np.arange(24)[None] - 4 < np.asarray(lengths)[:, None])[:, :, None, None]
@@ -62,9 +84,13 @@ def test_equals_splash_with_sinks_segments_and_a_cap(implementation: str) -> Non
         def head(batch: int, at: int) -> Any:
             segments = splash.SegmentIds(q=ids[batch], kv=ids[batch])
             rows = (q[batch, :, at] * 0.4, k[batch, :, 0], v[batch, :, 0])
-            return splash.attention_reference(mask, *rows, segments, sinks[at], attn_logits_soft_cap=3.0)
+            return splash.attention_reference(
+                mask, *rows, segments, sinks[at], attn_logits_soft_cap=3.0
+            )
 
-        return jnp.stack([jnp.stack([head(batch, at) for at in range(2)], axis=1) for batch in range(2)])
+        return jnp.stack(
+            [jnp.stack([head(batch, at) for at in range(2)], axis=1) for batch in range(2)]
+        )
 
     def ours(q: Any, k: Any, v: Any, sinks: Any) -> Any:
         options = {"causal": True, "segment_ids": ids, "sinks": sinks, "softcap": 3.0, "scale": 0.4}
@@ -73,7 +99,10 @@ def test_equals_splash_with_sinks_segments_and_a_cap(implementation: str) -> Non
     given = (*x.values(), sinks)
     np.testing.assert_allclose(ours(*given), reference(*given), **TOLERANCE)
     weigh = jax.random.normal(jax.random.key(2), given[0].shape)
-    found, want = (jax.jit(jax.grad(lambda *a, f=f: jnp.sum(f(*a) * weigh), argnums=(0, 1, 2, 3)))(*given) for f in (ours, reference))
+    found, want = (
+        jax.jit(jax.grad(lambda *a, f=f: jnp.sum(f(*a) * weigh), argnums=(0, 1, 2, 3)))(*given)
+        for f in (ours, reference)
+    )
     for one, other in zip(found, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
@@ -105,10 +134,15 @@ def test_in_training_lengths_leave_queries_where_they_are() -> None:
     np.testing.assert_array_equal(found, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]])
 
 
-def test_positions_of_one_sequence_are_those_of_its_keys_in_training_and_of_a_caches_rows_in_decode() -> None:
+def test_positions_of_one_sequence_are_those_of_its_keys_in_training_and_of_a_caches_rows_in_decode() -> (
+    None
+):
     x = arrays(q_length=4, kv_length=4)
     order = jnp.array([3, 0, 2, 1])
-    np.testing.assert_array_equal(seen_by(x, causal=True, positions=order), (np.asarray(order)[None] <= np.asarray(order)[:, None]))
+    np.testing.assert_array_equal(
+        seen_by(x, causal=True, positions=order),
+        (np.asarray(order)[None] <= np.asarray(order)[:, None]),
+    )
     cache = seen_by(x, causal=True, positions=order, mode="decode")
     np.testing.assert_array_equal(cache, (np.arange(4)[None] <= np.asarray(order)[:, None]))
 
@@ -117,8 +151,12 @@ def test_a_mask_value_and_keywords_say_the_same() -> None:
     x = arrays()
     ids = jnp.sort(jax.random.randint(jax.random.key(1), (4, 24), 0, 3))
     value = masks.causal() & masks.window(left=5) & masks.segments(ids)
-    np.testing.assert_array_equal(attend(x, mask=value), attend(x, causal=True, window=(5, None), segment_ids=ids))
-    np.testing.assert_array_equal(jax.jit(lambda m: attend(x, mask=m))(value), jax.jit(lambda: attend(x, mask=value))())
+    np.testing.assert_array_equal(
+        attend(x, mask=value), attend(x, causal=True, window=(5, None), segment_ids=ids)
+    )
+    np.testing.assert_array_equal(
+        jax.jit(lambda m: attend(x, mask=m))(value), jax.jit(lambda: attend(x, mask=value))()
+    )
 
 
 # Dropout.
@@ -138,7 +176,13 @@ def test_dropout_drops_what_it_says_and_the_same_on_every_mesh() -> None:
 
 @pytest.mark.slow
 def test_weights_are_kept_at_the_rate_that_is_asked_for() -> None:
-    found = attend(arrays(q_length=96, kv_length=96), implementation="vanilla", dropout=0.1, dropout_key=1, return_weights=True)
+    found = attend(
+        arrays(q_length=96, kv_length=96),
+        implementation="vanilla",
+        dropout=0.1,
+        dropout_key=1,
+        return_weights=True,
+    )
     kept = float((found.weights > 0).mean())
     assert abs(kept - 0.9) < 0.005
     for axes in ((0, 1, 2), (0, 1, 3), (1, 2, 3), (0, 2, 3)):
@@ -150,24 +194,38 @@ def test_weights_are_kept_at_the_rate_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 def test_the_output_lies_as_the_queries_do_and_nothing_is_sent(axis_types: Any) -> None:
-    pm = sw.PartitionManager(sw.Strategy.loads(STRATEGY), mesh=cpu_mesh("dp:2,tp:4", axis_types=axis_types))
+    pm = sw.PartitionManager(
+        sw.Strategy.loads(STRATEGY), mesh=cpu_mesh("dp:2,tp:4", axis_types=axis_types)
+    )
     values = arrays()
     with pm:
-        placed = {name: sw.shard(x, QUERY_AXES if name == "q" else KEY_AXES) for name, x in values.items()}
+        placed = {
+            name: sw.shard(x, QUERY_AXES if name == "q" else KEY_AXES) for name, x in values.items()
+        }
         compiled = jax.jit(lambda x: attend(x, causal=True)).lower(placed).compile()
-        assert compiled(placed).sharding.is_equivalent_to(pm.sharding(QUERY_AXES, shape=values["q"].shape), 4)
+        assert compiled(placed).sharding.is_equivalent_to(
+            pm.sharding(QUERY_AXES, shape=values["q"].shape), 4
+        )
         assert attend(placed, causal=True).sharding.spec[:3] == ("dp", None, "tp")
-    sent = re.findall(r"(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)", compiled.as_text())
+    sent = re.findall(
+        r"(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)", compiled.as_text()
+    )
     assert sent == []
 
 
 @pytest.mark.parametrize("implementation", ["vanilla", "blockwise", "flash_decode", "sdpa"])
 def test_nothing_is_promoted_in_silence(implementation: str) -> None:
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        grads = jax.grad(lambda x: jnp.sum(attend(x, causal=True, window=(5, 0), implementation=implementation)))(arrays())
+        grads = jax.grad(
+            lambda x: jnp.sum(attend(x, causal=True, window=(5, 0), implementation=implementation))
+        )(arrays())
         pages = jnp.ones((6, 4, 2, 8))
         o = attention.paged_attention(
-            jnp.ones((2, 1, 4, 8)), pages, pages, block_tables=jnp.array([[4, 0], [5, 0]]), lengths=jnp.array([7, 2])
+            jnp.ones((2, 1, 4, 8)),
+            pages,
+            pages,
+            block_tables=jnp.array([[4, 0], [5, 0]]),
+            lengths=jnp.array([7, 2]),
         )
     assert all(np.isfinite(grad).all() for grad in grads.values())
     np.testing.assert_allclose(o, 1.0, rtol=1e-6)
@@ -204,7 +262,9 @@ def test_an_eager_call_compiles_once() -> None:
 
 def test_the_choice_is_printed_with_its_reasons() -> None:
     with sw.PartitionManager(sw.Strategy.loads(STRATEGY), mesh=cpu_mesh("dp:2,tp:4")):
-        said = str(attention.explain(**arrays(), mode="train", implementation="auto", return_weights=True))
+        said = str(
+            attention.explain(**arrays(), mode="train", implementation="auto", return_weights=True)
+        )
     assert said.startswith(
         "vanilla   only it returns weights\n"
         "  call  batch 4, 24 x 24, heads 4/2, head_dim 8, float32, train, cpu\n"

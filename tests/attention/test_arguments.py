@@ -15,7 +15,10 @@ from shardwright import attention
 from shardwright.attention.masks import Mask
 from shardwright.testing.meshes import cpu_mesh
 
-Q, K = jax.ShapeDtypeStruct((2, 6, 4, 8), jnp.float32), jax.ShapeDtypeStruct((2, 6, 2, 8), jnp.float32)
+Q, K = (
+    jax.ShapeDtypeStruct((2, 6, 4, 8), jnp.float32),
+    jax.ShapeDtypeStruct((2, 6, 2, 8), jnp.float32),
+)
 S10 = jax.ShapeDtypeStruct((2, 10, 2, 8), jnp.float32)
 
 
@@ -26,10 +29,19 @@ def of(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 I8 = of(2, 6, 2, 8, dtype=jnp.int8)
 INT8 = {"k": I8, "v": I8, "k_scale": of(2, 6, 2), "v_scale": of(2, 6, 2)}
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"q": of(2, 6, 8)}, "q: q has shape (2, 6, 8), not 4 dims\n  fix   layout BTHD is [batch, length, heads, head_dim]"),
+    (
+        {"q": of(2, 6, 8)},
+        "q: q has shape (2, 6, 8), not 4 dims\n  fix   layout BTHD is [batch, length, heads, head_dim]",
+    ),
     ({"q": [[1.0]]}, "q: q has shape None, not 4 dims"),
-    ({"k": of(2, 6, 2, 8, dtype=jnp.bfloat16)}, "k: k is bfloat16, and q is float32\n  fix   cast q, k and v to one dtype"),
-    ({"q": of(2, 6, 4, 8, dtype=jnp.int8)}, "q: q is int8\n  fix   attention computes in float32, bfloat16, float16: cast it"),
+    (
+        {"k": of(2, 6, 2, 8, dtype=jnp.bfloat16)},
+        "k: k is bfloat16, and q is float32\n  fix   cast q, k and v to one dtype",
+    ),
+    (
+        {"q": of(2, 6, 4, 8, dtype=jnp.int8)},
+        "q: q is int8\n  fix   attention computes in float32, bfloat16, float16: cast it",
+    ),
     ({"k": of(3, 6, 2, 8)}, "k: batch 3 of k is not 2, that of q"),
     ({"k": of(2, 6, 2, 4)}, "k: head_dim 4 of k is not 8, that of q"),
     ({"v": of(2, 5, 2, 8)}, "v: length 5 of v is not 6, that of k"),
@@ -54,23 +66,47 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"bias": of(6, 6)}, "bias: bias has shape (6, 6), and the logits are"),
     ({"bias": of(1, 1, 6, 6, dtype=jnp.bool_)}, "bias: bias is bool, not floating point"),
     ({"sinks": of(2)}, "sinks: sinks have shape (2,), not (4,)"),
-    ({"segment_ids": of(6, dtype=jnp.int32)}, "segment_ids: segment_ids has shape (6,), not (2, 6)"),
+    (
+        {"segment_ids": of(6, dtype=jnp.int32)},
+        "segment_ids: segment_ids has shape (6,), not (2, 6)",
+    ),
     ({"segment_ids": of(2, 6)}, "segment_ids: segment_ids is float32, not integers"),
-    ({"k": S10, "v": S10, "segment_ids": of(2, 6, dtype=jnp.int32)}, "segment_ids: segment_ids are of 6 queries, and there are 10 keys"),
-    ({"kv_segment_ids": of(2, 6, dtype=jnp.int32)}, "kv_segment_ids: kv_segment_ids without segment_ids"),
-    ({"mask": Mask(q_segment_ids=of(2, 6, dtype=jnp.int32))}, "mask: a mask has q_segment_ids without kv_segment_ids\n  fix   give both"),
-    ({"mask": Mask(kv_segment_ids=of(2, 6, dtype=jnp.int32))}, "mask: a mask has kv_segment_ids without q_segment_ids\n  fix   give both"),
+    (
+        {"k": S10, "v": S10, "segment_ids": of(2, 6, dtype=jnp.int32)},
+        "segment_ids: segment_ids are of 6 queries, and there are 10 keys",
+    ),
+    (
+        {"kv_segment_ids": of(2, 6, dtype=jnp.int32)},
+        "kv_segment_ids: kv_segment_ids without segment_ids",
+    ),
+    (
+        {"mask": Mask(q_segment_ids=of(2, 6, dtype=jnp.int32))},
+        "mask: a mask has q_segment_ids without kv_segment_ids\n  fix   give both",
+    ),
+    (
+        {"mask": Mask(kv_segment_ids=of(2, 6, dtype=jnp.int32))},
+        "mask: a mask has kv_segment_ids without q_segment_ids\n  fix   give both",
+    ),
     ({"lengths": np.array([3, 7])}, "lengths: lengths has 7, outside 0 to 6"),
     ({"lengths": np.array([3, -1])}, "lengths: lengths has -1, outside 0 to 6"),
     ({"lengths": 3}, "lengths: lengths is int, not integers"),
     ({"positions": np.arange(-1, 5)}, "positions: positions has -1, outside 0 to 1073741824"),
-    ({"positions": np.arange(5)}, "positions: positions has shape (5,), not (2, 6) or (1, 6) or (6,)"),
+    (
+        {"positions": np.arange(5)},
+        "positions: positions has shape (5,), not (2, 6) or (1, 6) or (6,)",
+    ),
     (
         {"mode": "prefill", "positions": np.arange(6)},
         "positions: in prefill, positions of 6 queries say nothing of 6 keys\n  fix   pass kv_positions too",
     ),
-    ({"k": S10, "v": S10, "positions": np.arange(6)}, "positions: in train, positions of 6 queries say nothing of 10 keys"),
-    ({"causal": True, "kv_positions": np.arange(6)}, "kv_positions: kv_positions without positions"),
+    (
+        {"k": S10, "v": S10, "positions": np.arange(6)},
+        "positions: in train, positions of 6 queries say nothing of 10 keys",
+    ),
+    (
+        {"causal": True, "kv_positions": np.arange(6)},
+        "kv_positions: kv_positions without positions",
+    ),
     (
         {"k": S10, "v": S10, "causal": True, "lengths": np.array([3, 4])},
         "lengths: with lengths, where the 6 queries of 10 keys stand is not clear in train\n  fix   pass positions and kv_positions",
@@ -79,9 +115,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"softcap": 0.0}, "softcap: softcap=0.0\n  fix   pass a positive number"),
     ({"dropout": 1.0, "dropout_key": 1}, "dropout: dropout=1.0\n"),
     ({"dropout": 0.5}, "dropout_key: dropout=0.5 without a key"),
-    ({"k": I8, "v": I8}, "k_scale: k is int8 and has no scale\n  fix   pass k_scale=, float32 of shape (2, 6, 2)"),
+    (
+        {"k": I8, "v": I8},
+        "k_scale: k is int8 and has no scale\n  fix   pass k_scale=, float32 of shape (2, 6, 2)",
+    ),
     ({"k": I8, "v": I8, "k_scale": of(2, 6, 2)}, "v_scale: v is int8 and has no scale"),
-    ({"k": I8, "k_scale": of(2, 6, 2)}, "v: v is float32, and k is int8\n  fix   quantise both to one dtype, or neither"),
+    (
+        {"k": I8, "k_scale": of(2, 6, 2)},
+        "v: v is float32, and k is int8\n  fix   quantise both to one dtype, or neither",
+    ),
     ({"v": of(2, 6, 2, 8, dtype=jnp.float8_e4m3fn)}, "v: v is float8_e4m3fn, and k is float32"),
     (
         {"k_scale": of(2, 6, 2)},
@@ -97,10 +139,19 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({**INT8, "k_scale": 2.0}, "k_scale: k_scale is float of shape None"),
     (
-        {**INT8, "layout": "BHTD", "q": of(2, 4, 6, 8), "k": of(2, 2, 6, 8, dtype=jnp.int8), "v": of(2, 2, 6, 8, dtype=jnp.int8)},
+        {
+            **INT8,
+            "layout": "BHTD",
+            "q": of(2, 4, 6, 8),
+            "k": of(2, 2, 6, 8, dtype=jnp.int8),
+            "v": of(2, 2, 6, 8, dtype=jnp.int8),
+        },
         "k_scale: k_scale is float32 of shape (2, 6, 2)\n  fix   pass float32 of shape (2, 2, 6)",
     ),
-    ({"implementation": "blokwise"}, "unknown attention implementation 'blokwise'\n  fix   did you mean 'blockwise'?"),
+    (
+        {"implementation": "blokwise"},
+        "unknown attention implementation 'blokwise'\n  fix   did you mean 'blockwise'?",
+    ),
     ({"casual": True}, "unknown option 'casual'\n  fix   did you mean 'causal'?"),
 ]
 
@@ -112,7 +163,9 @@ def test_a_bad_argument_is_named(given: dict[str, Any], says: str) -> None:
 
 
 def test_an_unknown_mode_is_a_mistyped_one() -> None:
-    with pytest.raises(sw.StrategyError, match="unknown mode 'trian'\n  fix   did you mean 'train'"):
+    with pytest.raises(
+        sw.StrategyError, match="unknown mode 'trian'\n  fix   did you mean 'train'"
+    ):
         attention.explain(Q, K, K, mode="trian")
 
 
@@ -126,14 +179,21 @@ def test_the_mode_may_be_the_managers() -> None:
 
 def test_part_of_a_sequence_is_not_taken_for_the_whole() -> None:
     pm = sw.PartitionManager(
-        sw.Strategy.loads('[rules]\nbatch = "dp"\nquery_length = "sp"\nkv_length = "sp"\n'), mesh=cpu_mesh("dp:2,sp:2")
+        sw.Strategy.loads('[rules]\nbatch = "dp"\nquery_length = "sp"\nkv_length = "sp"\n'),
+        mesh=cpu_mesh("dp:2,sp:2"),
     )
     axes = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
 
     def inside(x: jax.Array) -> Any:
         return attention.dot_product_attention(x, x, x, mode="train", causal=True)
 
-    with pm, pytest.raises(sw.AttentionError, match="q dim 1 QUERY_LENGTH: a shard_map around the call has split the length over sp"):
+    with (
+        pm,
+        pytest.raises(
+            sw.AttentionError,
+            match="q dim 1 QUERY_LENGTH: a shard_map around the call has split the length over sp",
+        ),
+    ):
         pm.shard_map(inside, in_axes=(axes,), out_axes=axes)(jnp.zeros((2, 4, 2, 8)))
 
 
@@ -146,7 +206,10 @@ def test_dropout_inside_a_shard_map_is_refused() -> None:
 
     with (
         pm,
-        pytest.raises(sw.AttentionError, match="dropout: dropout inside a shard_map over dp: which weights are dropped goes by global"),
+        pytest.raises(
+            sw.AttentionError,
+            match="dropout: dropout inside a shard_map over dp: which weights are dropped goes by global",
+        ),
     ):
         pm.shard_map(inside, in_axes=(axes,), out_axes=axes)(jnp.zeros((2, 4, 2, 8)))
 
@@ -168,7 +231,9 @@ def test_quantised_keys_have_no_gradient() -> None:
     q, k, scale = jnp.ones((2, 6, 4, 8)), jnp.ones((2, 6, 2, 8), jnp.int8), jnp.ones((2, 6, 2))
 
     def loss(q: jax.Array, scale: jax.Array) -> jax.Array:
-        return jnp.sum(attention.dot_product_attention(q, k, k, k_scale=scale, v_scale=scale, mode="decode"))
+        return jnp.sum(
+            attention.dot_product_attention(q, k, k, k_scale=scale, v_scale=scale, mode="decode")
+        )
 
     says = "attention to int8 keys and values reads a cache and has no gradient\n  fix   train with keys that are not quantised"
     for differentiate in (jax.grad(loss), jax.jit(jax.grad(loss, argnums=1))):
@@ -182,5 +247,6 @@ def test_what_knows_no_scales_refuses_quantised_keys() -> None:
     assert "float32 with int8 keys, decode" in str(choice)
     refused = {one.name: one.reasons for one in choice.refusals}
     assert all(
-        "it takes no scales, and k and v are int8" in refused[name] for name in ("ring", "ulysses", "allgather_kv", "sdpa", "splash")
+        "it takes no scales, and k and v are int8" in refused[name]
+        for name in ("ring", "ulysses", "allgather_kv", "sdpa", "splash")
     )

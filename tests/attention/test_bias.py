@@ -38,7 +38,16 @@ ONE = ("vanilla", "blockwise", "sdpa")
 @pytest.mark.parametrize(("implementation", "mesh", "name"), CELLS)
 def test_biases_equal_the_oracle(implementation: str, mesh: str, name: str) -> None:
     case = next(one for one in CASES if one.name == name)
-    check(Cell(implementation=implementation, case=case, dtype="float32", mesh=mesh, axis_types="auto", mode=case.mode))
+    check(
+        Cell(
+            implementation=implementation,
+            case=case,
+            dtype="float32",
+            mesh=mesh,
+            axis_types="auto",
+            mode=case.mode,
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,10 +75,14 @@ def value_and_grads(implementation: str, bias: Any, **options: Any) -> tuple[Any
 
     def loss(given: tuple[jax.Array, ...]) -> Any:
         *arrays, bias = given
-        o = dot_product_attention(*arrays, bias=bias, mode="train", implementation=implementation, **options)
+        o = dot_product_attention(
+            *arrays, bias=bias, mode="train", implementation=implementation, **options
+        )
         return jnp.sum(jnp.sin(o)), o
 
-    (_, o), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)((q, k, v, jnp.asarray(bias)))
+    (_, o), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(
+        (q, k, v, jnp.asarray(bias))
+    )
     return o, grads
 
 
@@ -83,10 +96,15 @@ def test_nan_and_infinity_show_in_their_row(implementation: str, value: float) -
     assert np.isfinite(o[:, [0, 1, 3, 4, 5]]).all()
 
 
-@pytest.mark.parametrize(("implementation", "softcap"), [("vanilla", 2.0), ("vanilla", None), ("blockwise", 2.0), ("sdpa", None)])
+@pytest.mark.parametrize(
+    ("implementation", "softcap"),
+    [("vanilla", 2.0), ("vanilla", None), ("blockwise", 2.0), ("sdpa", None)],
+)
 def test_a_bias_behind_a_mask_may_be_anything(implementation: str, softcap: float | None) -> None:
     later = np.arange(6)[None, :] > np.arange(6)[:, None]
-    bias = np.where(later, np.array([np.nan, np.inf, -np.inf])[np.arange(6) % 3], 0.5)[None, None].astype(np.float32)
+    bias = np.where(later, np.array([np.nan, np.inf, -np.inf])[np.arange(6) % 3], 0.5)[
+        None, None
+    ].astype(np.float32)
     options = {"causal": True} if softcap is None else {"causal": True, "softcap": softcap}
     found = value_and_grads(implementation, bias, **options)
     want = value_and_grads(implementation, np.where(later, 0.0, bias).astype(np.float32), **options)
@@ -98,5 +116,9 @@ def test_a_row_of_large_biases_is_an_average(implementation: str) -> None:
     bias = np.full((1, 1, 6, 6), -1e9, np.float32)
     o, (_, _, dv, _) = value_and_grads(implementation, bias)
     v = jax.random.normal(jax.random.key(2), SHAPE)
-    np.testing.assert_allclose(o, np.broadcast_to(np.mean(v, axis=1, keepdims=True), o.shape), atol=1e-6)
-    np.testing.assert_allclose(dv, np.broadcast_to(np.cos(o).mean(axis=1, keepdims=True), dv.shape), atol=1e-6)
+    np.testing.assert_allclose(
+        o, np.broadcast_to(np.mean(v, axis=1, keepdims=True), o.shape), atol=1e-6
+    )
+    np.testing.assert_allclose(
+        dv, np.broadcast_to(np.cos(o).mean(axis=1, keepdims=True), dv.shape), atol=1e-6
+    )

@@ -22,8 +22,12 @@ pytestmark = pytest.mark.slow
 
 RECIPES = {
     "full": Recipe(scale=0.3, q_block=4, kv_block=8),
-    "causal window capped": Recipe(scale=0.3, softcap=2.0, mask=MaskRules(causal=True, window=(5, None)), q_block=4, kv_block=8),
-    "causal dropped": Recipe(scale=0.3, dropout=0.3, mask=MaskRules(causal=True), q_block=4, kv_block=8),
+    "causal window capped": Recipe(
+        scale=0.3, softcap=2.0, mask=MaskRules(causal=True, window=(5, None)), q_block=4, kv_block=8
+    ),
+    "causal dropped": Recipe(
+        scale=0.3, dropout=0.3, mask=MaskRules(causal=True), q_block=4, kv_block=8
+    ),
     "chunks in one block": Recipe(scale=0.3, mask=MaskRules(chunk=5)),
 }
 LEFT_OUT = {
@@ -45,7 +49,9 @@ def value_and_grads(attend: Callable[[Operands], Any], operands: Operands) -> An
         finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
         return jnp.sum(o.astype(jnp.float32) * weigh) + jnp.sum(jnp.sin(finite)), (o, lse)
 
-    (_, (o, lse)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(floats(operands))
+    (_, (o, lse)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(
+        floats(operands)
+    )
     return {"o": o, "lse": lse}, grads
 
 
@@ -56,9 +62,13 @@ def oracle(operands: Operands, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
 
 def assert_close(found: Any, wanted: Any) -> None:
     for name in wanted[0]:
-        np.testing.assert_allclose(found[0][name], wanted[0][name], rtol=2e-6, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(
+            found[0][name], wanted[0][name], rtol=2e-6, atol=2e-6, err_msg=name
+        )
     for name in wanted[1]:
-        np.testing.assert_allclose(found[1][name], wanted[1][name], rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            found[1][name], wanted[1][name], rtol=1e-5, atol=1e-5, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("left_out", LEFT_OUT)
@@ -109,10 +119,19 @@ def test_keys_may_come_in_pieces() -> None:
 
     weigh = jax.random.normal(jax.random.key(9), o.shape)
     delta = blockwise.delta(o, weigh, jnp.where(jnp.isneginf(lse), 0.0, jnp.cos(lse)))
-    parts = [blockwise.backward(piece(operands, at), recipe, lse=lse, do=weigh, delta=delta) for at in slices]
-    found = {"q": sum(part.q for part in parts), "sinks": blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta)}
+    parts = [
+        blockwise.backward(piece(operands, at), recipe, lse=lse, do=weigh, delta=delta)
+        for at in slices
+    ]
+    found = {
+        "q": sum(part.q for part in parts),
+        "sinks": blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta),
+    }
     order = np.argsort(np.concatenate([np.arange(21)[at] for at in slices]))
-    found |= {name: np.concatenate([getattr(part, name) for part in parts], axis=1)[:, order] for name in "kv"}
+    found |= {
+        name: np.concatenate([getattr(part, name) for part in parts], axis=1)[:, order]
+        for name in "kv"
+    }
     found["bias"] = np.concatenate([part.bias for part in parts], axis=3)[..., order]
     for name, grad in found.items():
         np.testing.assert_allclose(grad, want[1][name], rtol=1e-5, atol=1e-5, err_msg=name)
@@ -121,21 +140,35 @@ def test_keys_may_come_in_pieces() -> None:
 def test_an_output_can_become_a_state_again() -> None:
     operands, recipe = without(make_operands(), "bias", "mask"), RECIPES["full"]
     o, lse = blockwise.attend(operands, recipe)
-    again, same = _online.finish(_online.merge(_online.from_output(o, lse), _online.start(operands.q, operands.v)))
+    again, same = _online.finish(
+        _online.merge(_online.from_output(o, lse), _online.start(operands.q, operands.v))
+    )
     np.testing.assert_allclose(again, o, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(same, lse, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "mask", [MaskRules(causal=True), MaskRules(window=(3, 3)), MaskRules(causal=True, window=(5, 0)), MaskRules(chunk=8)], ids=str
+    "mask",
+    [
+        MaskRules(causal=True),
+        MaskRules(window=(3, 3)),
+        MaskRules(causal=True, window=(5, 0)),
+        MaskRules(chunk=8),
+    ],
+    ids=str,
 )
 def test_blocks_that_nobody_attends_to_are_never_read(mask: MaskRules) -> None:
-    operands, recipe = make_operands(q_length=32, kv_length=32), Recipe(scale=0.3, mask=mask, q_block=8, kv_block=8)
+    operands, recipe = (
+        make_operands(q_length=32, kv_length=32),
+        Recipe(scale=0.3, mask=mask, q_block=8, kv_block=8),
+    )
     operands = without(operands, *LEFT_OUT["bare"])
     first = operands.replace(q=operands.q[:, :8], q_positions=operands.q_positions[:, :8])
     # 0 times NaN is NaN: were a block of these keys computed and masked, it would show.
     poison = jnp.where(jnp.arange(32) < 16, 0.0, jnp.nan)[None, :, None, None]
-    out, grads = value_and_grads(lambda x: blockwise.attend(x, recipe), first.replace(k=first.k + poison, v=first.v + poison))
+    out, grads = value_and_grads(
+        lambda x: blockwise.attend(x, recipe), first.replace(k=first.k + poison, v=first.v + poison)
+    )
     want, _ = value_and_grads(lambda x: blockwise.attend(x, recipe), first)
     np.testing.assert_array_equal(out["o"], want["o"])
     assert all(np.isfinite(grad).all() for grad in grads.values())
@@ -152,4 +185,6 @@ def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
     recipe = Recipe(scale=0.3, q_block=64, kv_block=64, mask=MaskRules(causal=True))
     blocks = functools.partial(blockwise.attend, recipe=recipe)
     assert temporaries(blocks, 2048) < 2.5 * temporaries(blocks, 1024)
-    assert temporaries(lambda x: oracle(x, recipe), 2048) > 3.5 * temporaries(lambda x: oracle(x, recipe), 1024)
+    assert temporaries(lambda x: oracle(x, recipe), 2048) > 3.5 * temporaries(
+        lambda x: oracle(x, recipe), 1024
+    )

@@ -56,18 +56,32 @@ PLACES = {
 
 def manager_of(place: str, mode: str = "decode", axis_types: Any = "auto") -> sw.PartitionManager:
     mesh, page = PLACES[place]
-    return sw.PartitionManager(sw.Strategy.loads(RULES.format(page=page)), mesh=cpu_mesh(mesh, axis_types=axis_types)).for_mode(mode)
+    return sw.PartitionManager(
+        sw.Strategy.loads(RULES.format(page=page)), mesh=cpu_mesh(mesh, axis_types=axis_types)
+    ).for_mode(mode)
 
 
 def make(name: str, **changes: Any) -> Any:
     return caches.init(
-        **{"batch": BATCH, "kv_heads": KV_HEADS, "head_dim": DIM, "v_dim": V_DIM, "dtype": "float32", **CACHES[name], **changes}
+        **{
+            "batch": BATCH,
+            "kv_heads": KV_HEADS,
+            "head_dim": DIM,
+            "v_dim": V_DIM,
+            "dtype": "float32",
+            **CACHES[name],
+            **changes,
+        }
     )
 
 
 def tokens(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
-    shapes = ((BATCH, count, HEADS, DIM), (BATCH, count, KV_HEADS, DIM), (BATCH, count, KV_HEADS, V_DIM))
+    shapes = (
+        (BATCH, count, HEADS, DIM),
+        (BATCH, count, KV_HEADS, DIM),
+        (BATCH, count, KV_HEADS, V_DIM),
+    )
     q, k, v = (random.standard_normal(shape).astype(np.float32) for shape in shapes)
     return q, k, v
 
@@ -89,7 +103,14 @@ class Lists:
         found = caches.quantize(jnp.asarray(x), self.stored)
         return np.asarray(found.values, np.float32) * np.asarray(found.scale)[..., None]
 
-    def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, valid: np.ndarray | None = None, refused: Any = ()) -> np.ndarray:
+    def step(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        valid: np.ndarray | None = None,
+        refused: Any = (),
+    ) -> np.ndarray:
         """The output; exactly 0 for rows that are no tokens, and for slots that refused."""
         is_token = np.ones(q.shape[:2], bool) if valid is None else valid
         positions = np.full(q.shape[:2], -1, np.int32)
@@ -98,15 +119,28 @@ class Lists:
             for i in np.flatnonzero(is_token[b]) if b not in refused else ():
                 positions[b, i] = len(slot)
                 slot.append((k[b, i], v[b, i]))
-        keys, values = (np.zeros((BATCH, self.LIMIT, KV_HEADS, dim), np.float32) for dim in (DIM, V_DIM))
+        keys, values = (
+            np.zeros((BATCH, self.LIMIT, KV_HEADS, dim), np.float32) for dim in (DIM, V_DIM)
+        )
         for b, slot in enumerate(self.held):
             for at, (key, value) in enumerate(slot):
                 keys[b, at], values[b, at] = key, value
         lengths = np.array([len(slot) for slot in self.held], np.int32)
         window = None if self.window is None else (self.window - 1, None)
-        options = {"causal": True, "window": window, "mode": "decode", "implementation": "vanilla"} | self.options
+        options = {
+            "causal": True,
+            "window": window,
+            "mode": "decode",
+            "implementation": "vanilla",
+        } | self.options
         found = dot_product_attention(
-            q, keys, values, positions=np.maximum(positions, 0), kv_positions=np.arange(self.LIMIT), lengths=lengths, **options
+            q,
+            keys,
+            values,
+            positions=np.maximum(positions, 0),
+            kv_positions=np.arange(self.LIMIT),
+            lengths=lengths,
+            **options,
         )
         return np.where(positions[:, :, None, None] >= 0, np.asarray(found), 0)
 
@@ -179,7 +213,11 @@ QUICK_CELLS = {
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [pytest.param(name, place, marks=[] if (name, place) in QUICK_CELLS else pytest.mark.slow) for name in CACHES for place in PLACES],
+    [
+        pytest.param(name, place, marks=[] if (name, place) in QUICK_CELLS else pytest.mark.slow)
+        for name in CACHES
+        for place in PLACES
+    ],
 )
 def test_equals_attention_to_lists_of_tokens(name: str, place: str) -> None:
     here = session(name, manager_of(place))
@@ -188,7 +226,14 @@ def test_equals_attention_to_lists_of_tokens(name: str, place: str) -> None:
     assert_sharding(here.cache, placed)
 
 
-@pytest.mark.parametrize("name", ["dense", pytest.param("sliding", marks=pytest.mark.slow), pytest.param("paged", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dense",
+        pytest.param("sliding", marks=pytest.mark.slow),
+        pytest.param("paged", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 def test_prefill_may_shard_the_queries(name: str, axis_types: str) -> None:
     manager = manager_of("length" if name != "paged" else "heads", "prefill", axis_types)
@@ -205,13 +250,23 @@ def test_explicit_meshes_give_the_same(name: str) -> None:
     serve(session(name, manager_of("all of them", axis_types="explicit")))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "sliding" else pytest.mark.slow) for name in CACHES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "sliding" else pytest.mark.slow) for name in CACHES],
+)
 def test_without_a_manager_and_a_trace(name: str) -> None:
     serve(session(name, jitted=False))
 
 
 @pytest.mark.parametrize(
-    "name", ["sliding", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "quantized ring", "paged"))]
+    "name",
+    [
+        "sliding",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("dense", "quantized ring", "paged")
+        ),
+    ],
 )
 def test_many_tokens_at_once_are_as_many_single_steps(name: str) -> None:
     q, k, v = tokens(20, seed=7)
@@ -232,7 +287,11 @@ def test_many_tokens_at_once_are_as_many_single_steps(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "sliding", "paged"])
 def test_options_reach_the_arithmetic(name: str) -> None:
-    options = {"softcap": 2.0, "scale": 0.5, "sinks": np.linspace(-1.0, 1.0, HEADS, dtype=np.float32)}
+    options = {
+        "softcap": 2.0,
+        "scale": 0.5,
+        "sinks": np.linspace(-1.0, 1.0, HEADS, dtype=np.float32),
+    }
     here = session(name, chunk=7, **options)
     here.step(4, seed=1)
     here.step(4, seed=2, valid=RAGGED)
@@ -264,14 +323,30 @@ def test_rows_that_are_no_tokens_may_hold_anything() -> None:
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [(name, None) for name in ("dense", "sliding", "quantized", "paged")]
-    + [("dense", "vanilla"), ("sliding", "vanilla"), ("quantized", "vanilla"), ("dense", "sdpa"), ("sliding", "sdpa")],
+    + [
+        ("dense", "vanilla"),
+        ("sliding", "vanilla"),
+        ("quantized", "vanilla"),
+        ("dense", "sdpa"),
+        ("sliding", "sdpa"),
+    ],
 )
-def test_what_an_earlier_sequence_left_behind_is_never_seen(name: str, implementation: str | None) -> None:
+def test_what_an_earlier_sequence_left_behind_is_never_seen(
+    name: str, implementation: str | None
+) -> None:
     q, k, v = (jnp.asarray(x) for x in tokens(6))
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, DIM - V_DIM)))
-    cache = make(name, v_dim=DIM).append(k, jnp.full_like(v, jnp.nan)).require().free(np.arange(BATCH)).require()
+    cache = (
+        make(name, v_dim=DIM)
+        .append(k, jnp.full_like(v, jnp.nan))
+        .require()
+        .free(np.arange(BATCH))
+        .require()
+    )
     found = append_and_attend(q[:, :2], k[:, :2], v[:, :2], cache, implementation=implementation)
-    fresh = append_and_attend(q[:, :2], k[:, :2], v[:, :2], make(name, v_dim=DIM), implementation=implementation)
+    fresh = append_and_attend(
+        q[:, :2], k[:, :2], v[:, :2], make(name, v_dim=DIM), implementation=implementation
+    )
     np.testing.assert_array_equal(found.o, fresh.o)
     assert np.isfinite(found.o).all()
 
@@ -280,9 +355,16 @@ def test_what_an_earlier_sequence_left_behind_is_never_seen(name: str, implement
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rows_that_do_not_exist_may_hold_nan(batch: int, implementation: str) -> None:
     q, k, v = (jax.random.normal(jax.random.key(at), (batch, 4, 2, 8)) for at in range(3))
-    options = {"positions": jnp.arange(4), "kv_positions": jnp.array([0, -1, 1, 2]), "mode": "decode", "implementation": implementation}
+    options = {
+        "positions": jnp.arange(4),
+        "kv_positions": jnp.array([0, -1, 1, 2]),
+        "mode": "decode",
+        "implementation": implementation,
+    }
     found = dot_product_attention(q, k, v.at[:, 1].set(jnp.nan), **options)
-    np.testing.assert_array_equal(found, dot_product_attention(q, k, v.at[:, 1].set(0.0), **options))
+    np.testing.assert_array_equal(
+        found, dot_product_attention(q, k, v.at[:, 1].set(0.0), **options)
+    )
     assert np.isfinite(found).all()
 
 
@@ -294,7 +376,10 @@ def test_of_attention_that_is_not_causal_rows_without_a_token_get_zeros() -> Non
 
 def abstract(count: int, manager: sw.PartitionManager) -> Any:
     """New tokens as a layer has them."""
-    axes = ((sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM), *((sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM),) * 2)
+    axes = (
+        (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM),
+        *((sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM),) * 2,
+    )
     return [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=manager.sharding(names, shape=x.shape))
         for x, names in zip(tokens(count), axes, strict=True)
@@ -305,7 +390,10 @@ def abstract(count: int, manager: sw.PartitionManager) -> Any:
     ("name", "count"),
     [
         ("dense", 1),
-        *(pytest.param(name, 4, marks=[] if name == "dense" else pytest.mark.slow) for name in ("dense", "quantized", "sliding", "paged")),
+        *(
+            pytest.param(name, 4, marks=[] if name == "dense" else pytest.mark.slow)
+            for name in ("dense", "quantized", "sliding", "paged")
+        ),
     ],
 )
 def test_what_decode_sends_does_not_grow_with_the_cache(name: str, count: int) -> None:
@@ -331,18 +419,29 @@ def sent_by(name: str, count: int, **changes: Any) -> list[tuple[Any, int]]:
 
 @pytest.mark.parametrize("place", ["batch", "heads"])
 @pytest.mark.parametrize(
-    "name", ["dense", pytest.param("sliding", marks=pytest.mark.slow), pytest.param("quantized", marks=pytest.mark.slow)]
+    "name",
+    [
+        "dense",
+        pytest.param("sliding", marks=pytest.mark.slow),
+        pytest.param("quantized", marks=pytest.mark.slow),
+    ],
 )
 def test_sharded_by_batch_or_by_heads_nothing_is_sent(name: str, place: str) -> None:
     manager = manager_of(place)
     with manager:
-        program = jax.jit(append_and_attend).lower(*abstract(4, manager), make(name)).compile(compiler_options=QUICK)
+        program = (
+            jax.jit(append_and_attend)
+            .lower(*abstract(4, manager), make(name))
+            .compile(compiler_options=QUICK)
+        )
         assert_no_collectives(program)
 
 
 def test_a_chunk_behind_a_ring_sends_no_rows_of_the_ring() -> None:
     longer, shorter = ({"window": window, "capacity": 512} for window in (512, 508))
-    assert sent_by("sliding", 4, **longer) == sent_by("sliding", 4, **shorter) == sent_by("dense", 4)
+    assert (
+        sent_by("sliding", 4, **longer) == sent_by("sliding", 4, **shorter) == sent_by("dense", 4)
+    )
 
 
 def test_next_positions_follow_the_cache() -> None:
@@ -351,7 +450,9 @@ def test_next_positions_follow_the_cache() -> None:
     valid = np.array([[True, False, True]] * BATCH)
     positions = next_positions(cache, q_length=3, valid=valid)
     assert positions.tolist() == [[3, -1, 4], [0, -1, 1], [3, -1, 4], [4, -1, 5]]
-    np.testing.assert_array_equal(positions, append_and_attend(*tokens(3), cache, valid=valid).change.positions)
+    np.testing.assert_array_equal(
+        positions, append_and_attend(*tokens(3), cache, valid=valid).change.positions
+    )
     with manager_of("batch"):
         assert_spec(jax.jit(next_positions)(make("dense")), sw.BATCH, sw.EMPTY)
     with pytest.raises(AttentionError, match=r"valid is float32 of shape \(4, 1\)"):
@@ -367,7 +468,10 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(CacheError, match=r"dtype float16, not float32"):
         append_and_attend(q, k.astype(np.float16), v, make("dense"))
     for window, seen in (((6, 0), "6"), ((None, 0), "all")):
-        with pytest.raises(AttentionError, match=f"sees {seen} positions to the left, and the ring keeps a window of 6"):
+        with pytest.raises(
+            AttentionError,
+            match=f"sees {seen} positions to the left, and the ring keeps a window of 6",
+        ):
             append_and_attend(q, k, v, make("sliding"), window=window)
     with pytest.raises(AttentionError, match="pages are attended to by paged_attention alone"):
         append_and_attend(q, k, v, make("paged"), implementation="vanilla")
@@ -378,8 +482,12 @@ def test_what_cannot_be_is_said() -> None:
 def test_a_cache_that_lies_elsewhere_is_not_moved_silently() -> None:
     q, k, v = tokens(4)
     rules = RULES.format(page="-") + 'kv_length = "-"\n'
-    pm = sw.PartitionManager(sw.Strategy.loads(rules), mesh=cpu_mesh("dp:1,sp:4,tp:1")).for_mode("decode")
+    pm = sw.PartitionManager(sw.Strategy.loads(rules), mesh=cpu_mesh("dp:1,sp:4,tp:1")).for_mode(
+        "decode"
+    )
     with pm:
         cache = make("dense")
-        with pytest.raises(AttentionError, match=r"lies as decode says, k P\(None, 'sp'\), and prefill says P\(\)"):
+        with pytest.raises(
+            AttentionError, match=r"lies as decode says, k P\(None, 'sp'\), and prefill says P\(\)"
+        ):
             append_and_attend(q, k, v, cache, mode="prefill")

@@ -12,7 +12,10 @@ from shardwright.attention.registry import impl_names
 from shardwright.testing.attention_conformance import product
 from tests.attention.conformance import CASES, MESHES, ROWS, Case, Cell, cells, check
 
-EVERY = [pytest.param(cell, id=str(cell), marks=() if fast else (pytest.mark.slow,)) for cell, fast in cells()]
+EVERY = [
+    pytest.param(cell, id=str(cell), marks=() if fast else (pytest.mark.slow,))
+    for cell, fast in cells()
+]
 
 
 @pytest.mark.parametrize("cell", EVERY)
@@ -28,7 +31,12 @@ def test_every_dtype_axis_type_and_mode(case: Case, mesh: str) -> None:
     for cell in product(case, mesh, tuple(ROWS)):
         try:
             check(cell)
-        except (AssertionError, RuntimeError, TypeError, ValueError) as err:  # all of them are told at once
+        except (
+            AssertionError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as err:  # all of them are told at once
             failures.append(f"{cell}: {type(err).__name__}: {err}")
     assert not failures, "\n".join(failures)
 
@@ -47,13 +55,22 @@ def test_the_few_cells_that_run_by_default_see_every_case_and_every_mesh() -> No
 
 def cell_of(case: str, mesh: str, implementation: str = "blockwise") -> Cell:
     found = next(one for one in CASES if one.name == case)
-    return Cell(implementation=implementation, case=found, dtype="float32", mesh=mesh, axis_types="auto", mode=found.mode)
+    return Cell(
+        implementation=implementation,
+        case=found,
+        dtype="float32",
+        mesh=mesh,
+        axis_types="auto",
+        mode=found.mode,
+    )
 
 
 def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = choose.BlockwiseAttention.forward_native
     monkeypatch.setattr(
-        choose.BlockwiseAttention, "forward_native", classmethod(lambda cls, x, call: real(x.replace(q=x.q * 1.0001), call))
+        choose.BlockwiseAttention,
+        "forward_native",
+        classmethod(lambda cls, x, call: real(x.replace(q=x.q * 1.0001), call)),
     )
     jax.clear_caches()
     with pytest.raises(AssertionError, match=r"blockwise-full.*: o: .* is more than 2e-06"):
@@ -62,12 +79,18 @@ def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refusing_more_than_the_row_says_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose.BlockwiseAttention, "supports", classmethod(lambda cls, call: ("I am tired",)))
-    with pytest.raises(AssertionError, match=re.escape("blockwise-full-float32-one-auto: ['I am tired']")):
+    monkeypatch.setattr(
+        choose.BlockwiseAttention, "supports", classmethod(lambda cls, call: ("I am tired",))
+    )
+    with pytest.raises(
+        AssertionError, match=re.escape("blockwise-full-float32-one-auto: ['I am tired']")
+    ):
         check(cell_of("full", "one"))
 
 
 def test_refusing_less_than_the_row_says_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose.BlockwiseAttention, "supports", classmethod(lambda cls, call: ()))
-    with pytest.raises(AssertionError, match=re.escape("blockwise-full-float32-sp-auto: not refused")):
+    with pytest.raises(
+        AssertionError, match=re.escape("blockwise-full-float32-sp-auto: not refused")
+    ):
         check(cell_of("full", "sp"))

@@ -20,7 +20,13 @@ from shardwright.testing.attention_cases import STRATEGY
 from tests.attention.conformance import QUICK
 
 Arrays = tuple[jax.Array, ...]
-MESHES = {"ring": "sp:2", "ulysses": "sp:2", "allgather_kv": "sp:2", "flash_decode": "sp:2", "blockwise": "dp:2"}
+MESHES = {
+    "ring": "sp:2",
+    "ulysses": "sp:2",
+    "allgather_kv": "sp:2",
+    "flash_decode": "sp:2",
+    "blockwise": "dp:2",
+}
 
 
 def arrays() -> Arrays:
@@ -32,7 +38,13 @@ def loss(given: Arrays, *, implementation: str) -> jax.Array:
     *qkv, bias, sinks = given
     mode = "decode" if implementation == "flash_decode" else "train"
     more = {} if implementation == "sdpa" else {"sinks": sinks}
-    return jnp.sum(jnp.sin(dot_product_attention(*qkv, bias=bias, causal=True, mode=mode, implementation=implementation, **more)))
+    return jnp.sum(
+        jnp.sin(
+            dot_product_attention(
+                *qkv, bias=bias, causal=True, mode=mode, implementation=implementation, **more
+            )
+        )
+    )
 
 
 def derivatives(f: Callable[[Arrays], jax.Array], given: Arrays) -> Any:
@@ -41,9 +53,13 @@ def derivatives(f: Callable[[Arrays], jax.Array], given: Arrays) -> Any:
     return jax.jvp(f, (given,), (along,)), jax.jvp(jax.grad(f), (given,), (along,))[1]
 
 
-@pytest.mark.parametrize("implementation", ["blockwise", "ring", "ulysses", "allgather_kv", "flash_decode", "sdpa"])
+@pytest.mark.parametrize(
+    "implementation", ["blockwise", "ring", "ulysses", "allgather_kv", "flash_decode", "sdpa"]
+)
 def test_forward_mode_and_derivatives_of_gradients(implementation: str) -> None:
-    pm = sw.PartitionManager(sw.Strategy.loads(STRATEGY), mesh=cpu_mesh(MESHES.get(implementation, "dp:1")))
+    pm = sw.PartitionManager(
+        sw.Strategy.loads(STRATEGY), mesh=cpu_mesh(MESHES.get(implementation, "dp:1"))
+    )
     f = functools.partial(loss, implementation=implementation)
     with pm:
         found = jax.jit(lambda given: derivatives(f, given), compiler_options=QUICK)(arrays())
@@ -66,12 +82,22 @@ def test_a_hessian_and_batches_of_gradients() -> None:
     def everything(q: jax.Array, implementation: str) -> Any:
         f = functools.partial(of_q, implementation=implementation)
         batch = jnp.stack([q, 2 * q])
-        return jax.vmap(jax.grad(f))(batch), jax.grad(lambda batch: jnp.sum(jax.vmap(f)(batch)))(batch), jax.jacfwd(f)(q)
+        return (
+            jax.vmap(jax.grad(f))(batch),
+            jax.grad(lambda batch: jnp.sum(jax.vmap(f)(batch)))(batch),
+            jax.jacfwd(f)(q),
+        )
 
-    found, want = (jax.jit(everything, static_argnums=1, compiler_options=QUICK)(q, name) for name in ("blockwise", "vanilla"))
+    found, want = (
+        jax.jit(everything, static_argnums=1, compiler_options=QUICK)(q, name)
+        for name in ("blockwise", "vanilla")
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, want)
     found, want = (
-        jax.jit(lambda row, name=name: jax.hessian(lambda row: of_q(q.at[0, 1].set(row), name))(row), compiler_options=QUICK)(q[0, 1])
+        jax.jit(
+            lambda row, name=name: jax.hessian(lambda row: of_q(q.at[0, 1].set(row), name))(row),
+            compiler_options=QUICK,
+        )(q[0, 1])
         for name in ("blockwise", "vanilla")
     )
     np.testing.assert_allclose(found, want, atol=1e-5)
@@ -88,14 +114,25 @@ def test_saved_names_spare_the_forward_pass(implementation: str) -> None:
             return dot_product_attention(q, k, v, mode="train", implementation=implementation)
 
         with pm:
-            return str(jax.make_jaxpr(jax.grad(lambda q: jnp.sum(jnp.sin(jax.checkpoint(attend, policy=policy)(q)))))(q)).count(
-                "dot_general"
-            )
+            return str(
+                jax.make_jaxpr(
+                    jax.grad(lambda q: jnp.sum(jnp.sin(jax.checkpoint(attend, policy=policy)(q))))
+                )(q)
+            ).count("dot_general")
 
     save = jax.checkpoint_policies
-    again, once = products(save.nothing_saveable), products(save.save_only_these_names("attention_output", "attention_lse"))
+    again, once = (
+        products(save.nothing_saveable),
+        products(save.save_only_these_names("attention_output", "attention_lse")),
+    )
     with pm:
-        forward = str(jax.make_jaxpr(lambda q: dot_product_attention(q, k, v, mode="train", implementation=implementation))(q))
+        forward = str(
+            jax.make_jaxpr(
+                lambda q: dot_product_attention(
+                    q, k, v, mode="train", implementation=implementation
+                )
+            )(q)
+        )
     assert again - once == forward.count("dot_general") > 0
 
 
@@ -105,12 +142,21 @@ def test_splash_refuses_forward_mode(mesh: str | None, jitted: bool) -> None:
     q, k, v = (jnp.ones((2, 128, 1, 128)) for _ in range(3))
 
     def f(q: jax.Array) -> jax.Array:
-        return jnp.sum(dot_product_attention(q, k, v, causal=True, mode="train", implementation="splash"))
+        return jnp.sum(
+            dot_product_attention(q, k, v, causal=True, mode="train", implementation="splash")
+        )
 
     f = jax.jit(f) if jitted else f
     says = re.escape("has no forward-mode derivatives (jvp, jacfwd, linearize, hessian)")
-    pm = None if mesh is None else sw.PartitionManager(sw.Strategy.loads(STRATEGY), mesh=cpu_mesh(mesh))
+    pm = (
+        None
+        if mesh is None
+        else sw.PartitionManager(sw.Strategy.loads(STRATEGY), mesh=cpu_mesh(mesh))
+    )
     with contextlib.nullcontext() if pm is None else pm:
-        for derivative in (lambda: jax.jvp(f, (q,), (q,)), lambda: jax.jvp(jax.grad(f), (q,), (q,))):
+        for derivative in (
+            lambda: jax.jvp(f, (q,), (q,)),
+            lambda: jax.jvp(jax.grad(f), (q,), (q,)),
+        ):
             with pytest.raises(sw.AttentionError, match=says):
                 derivative()

@@ -29,7 +29,10 @@ kv_head = "tp | -"
 kv_length = "{keys}"
 query_length = "{queries}"
 """
-Q_AXES, KV_AXES = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM), (sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)
+Q_AXES, KV_AXES = (
+    (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM),
+    (sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,23 +54,33 @@ class Call:
 
     @property
     def manager(self) -> sw.PartitionManager:
-        rules = sw.Strategy.loads(RULES.format(head=self.head, keys=self.keys, queries=self.queries))
+        rules = sw.Strategy.loads(
+            RULES.format(head=self.head, keys=self.keys, queries=self.queries)
+        )
         return sw.PartitionManager(rules, mesh=cpu_mesh(self.mesh)).for_mode("decode")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         q = (self.batch, self.drafts, self.heads, self.dim)
-        return {"q": q, "k": (self.batch, self.rows, self.kv_heads, self.dim), "v": (self.batch, self.rows, self.kv_heads, self.v_dim)}
+        return {
+            "q": q,
+            "k": (self.batch, self.rows, self.kv_heads, self.dim),
+            "v": (self.batch, self.rows, self.kv_heads, self.v_dim),
+        }
 
     def abstract(self) -> list[jax.ShapeDtypeStruct]:
         axes = {"q": Q_AXES, "k": KV_AXES, "v": KV_AXES}
         sharding = self.manager.sharding
         return [
-            jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding(axes[name], shape=shape)) for name, shape in self.shapes().items()
+            jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding(axes[name], shape=shape))
+            for name, shape in self.shapes().items()
         ]
 
     def arrays(self) -> list[jax.Array]:
         keys = jax.random.split(jax.random.key(3), 3)
-        return [jax.random.normal(key, shape, self.dtype) for key, shape in zip(keys, self.shapes().values(), strict=True)]
+        return [
+            jax.random.normal(key, shape, self.dtype)
+            for key, shape in zip(keys, self.shapes().values(), strict=True)
+        ]
 
     def compiled(self, **options: Any) -> Any:
         with self.manager:
@@ -75,7 +88,9 @@ class Call:
 
 
 def attend(**options: Any) -> Callable[..., Any]:
-    return lambda q, k, v: dot_product_attention(q, k, v, **{"causal": True, "implementation": "flash_decode"} | options)
+    return lambda q, k, v: dot_product_attention(
+        q, k, v, **{"causal": True, "implementation": "flash_decode"} | options
+    )
 
 
 @pytest.fixture(params=["one collective", "two"])
@@ -88,19 +103,34 @@ def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=["", "logsumexp"])
 @pytest.mark.parametrize("mesh", ["sp:4", "sp:3"])
 @pytest.mark.parametrize("rows", [48, 192])
-def test_few_queries_take_one_gather_whatever_the_number_of_keys(rows: int, mesh: str, options: dict[str, Any]) -> None:
+def test_few_queries_take_one_gather_whatever_the_number_of_keys(
+    rows: int, mesh: str, options: dict[str, Any]
+) -> None:
     call = Call(rows=rows, mesh=mesh, drafts=2)
     parts = 4 * call.batch * call.heads * call.drafts * (call.v_dim + 1) * call.manager.mesh.size
-    assert_collectives(call.compiled(**options), all_gather=1, bytes=parts, axis="sp", mesh=call.manager.mesh, only=True)
+    assert_collectives(
+        call.compiled(**options),
+        all_gather=1,
+        bytes=parts,
+        axis="sp",
+        mesh=call.manager.mesh,
+        only=True,
+    )
 
 
 @pytest.mark.parametrize("rows", [48, 192])
-def test_many_are_swapped_once_and_their_heads_gathered_once_whatever_the_number_of_keys(rows: int) -> None:
+def test_many_are_swapped_once_and_their_heads_gathered_once_whatever_the_number_of_keys(
+    rows: int,
+) -> None:
     call = Call(rows=rows, batch=64, v_dim=32)
     compiled = call.compiled()
     results = 4 * call.batch * call.heads
-    assert_collectives(compiled, all_to_all=1, bytes=results * (call.v_dim + 1), axis="sp", mesh=call.manager.mesh)
-    assert_collectives(compiled, all_gather=1, bytes=results * call.v_dim, axis="sp", mesh=call.manager.mesh)
+    assert_collectives(
+        compiled, all_to_all=1, bytes=results * (call.v_dim + 1), axis="sp", mesh=call.manager.mesh
+    )
+    assert_collectives(
+        compiled, all_gather=1, bytes=results * call.v_dim, axis="sp", mesh=call.manager.mesh
+    )
     assert_collectives(compiled, all_to_all=1, all_gather=1, only=True, mesh=call.manager.mesh)
 
 
@@ -109,16 +139,27 @@ def test_heads_that_do_not_divide_take_a_maximum_and_a_sum(rows: int) -> None:
     call = Call(rows=rows, mesh="sp:3", drafts=2, batch=48, v_dim=32)
     rows_of_queries = 4 * call.batch * call.heads * call.drafts
     assert_collectives(
-        call.compiled(), all_reduce=2, bytes=rows_of_queries * (call.v_dim + 2), axis="sp", mesh=call.manager.mesh, only=True
+        call.compiled(),
+        all_reduce=2,
+        bytes=rows_of_queries * (call.v_dim + 2),
+        axis="sp",
+        mesh=call.manager.mesh,
+        only=True,
     )
 
 
-def test_an_output_with_heads_over_the_keys_mesh_axis_needs_no_second_collective_but_the_queries_one() -> None:
+def test_an_output_with_heads_over_the_keys_mesh_axis_needs_no_second_collective_but_the_queries_one() -> (
+    None
+):
     call = Call(mesh="sp:2,tp:2", head="tp+sp", rows=48)
     compiled = call.compiled()
     local = 4 * call.batch * call.heads // 2
-    assert_collectives(compiled, all_gather=1, bytes=local * call.dim, axis="sp", mesh=call.manager.mesh)
-    assert_collectives(compiled, all_to_all=1, bytes=local * (call.v_dim + 1), axis="sp", mesh=call.manager.mesh)
+    assert_collectives(
+        compiled, all_gather=1, bytes=local * call.dim, axis="sp", mesh=call.manager.mesh
+    )
+    assert_collectives(
+        compiled, all_to_all=1, bytes=local * (call.v_dim + 1), axis="sp", mesh=call.manager.mesh
+    )
     assert_collectives(compiled, all_to_all=1, all_gather=1, only=True, mesh=call.manager.mesh)
     with call.manager:
         found = jax.jit(attend())(*call.arrays())
@@ -132,18 +173,34 @@ def test_keys_on_one_device_send_nothing() -> None:
 
 def test_the_logsumexp_travels_with_the_output() -> None:
     call = Call(batch=64, v_dim=32)
-    assert_collectives(call.compiled(return_lse=True), all_to_all=1, all_gather=1, only=True, mesh=call.manager.mesh)
+    assert_collectives(
+        call.compiled(return_lse=True),
+        all_to_all=1,
+        all_gather=1,
+        only=True,
+        mesh=call.manager.mesh,
+    )
 
 
-@pytest.mark.parametrize(("mesh", "implementation"), [("dp:1", "blockwise"), ("sp:4", "flash_decode"), ("sp:3", "flash_decode")])
+@pytest.mark.parametrize(
+    ("mesh", "implementation"),
+    [("dp:1", "blockwise"), ("sp:4", "flash_decode"), ("sp:3", "flash_decode")],
+)
 def test_a_cache_of_any_length_is_not_copied(mesh: str, implementation: str) -> None:
     # Prime numbers of rows per device: no block divides them. In float32, since XLA for CPUs widens all of a bfloat16 array.
-    calls = [Call(mesh=mesh, rows=rows * cpu_mesh(mesh).size, batch=1, dim=16, v_dim=16) for rows in (4099, 16411)]
+    calls = [
+        Call(mesh=mesh, rows=rows * cpu_mesh(mesh).size, batch=1, dim=16, v_dim=16)
+        for rows in (4099, 16411)
+    ]
     memory = [call.compiled(implementation=implementation).memory_analysis() for call in calls]
     more = memory[1].argument_size_in_bytes - memory[0].argument_size_in_bytes
     assert more > 3 * 2**20
     # Row numbers, 4 bytes each, and what aligns them.
-    assert memory[1].temp_size_in_bytes - memory[0].temp_size_in_bytes <= 4 * (16411 - 4099) + 256 < more / 50
+    assert (
+        memory[1].temp_size_in_bytes - memory[0].temp_size_in_bytes
+        <= 4 * (16411 - 4099) + 256
+        < more / 50
+    )
 
 
 @pytest.mark.parametrize("rows", [521, 1031])
@@ -162,7 +219,10 @@ def test_no_kv_head_is_repeated(mesh: str) -> None:
     # 8 heads read one kv head of a shard's 512 keys or more: repeated, they would be the largest array by far.
     call = Call(mesh=mesh, rows=1536, dim=32, v_dim=32, kv_heads=1)
     text = call.compiled().as_text()
-    shapes = [math.prod(int(size) for size in dims.split(",")) for dims in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", text)]
+    shapes = [
+        math.prod(int(size) for size in dims.split(","))
+        for dims in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", text)
+    ]
     shards = call.manager.mesh.shape
     one = call.batch * call.rows // shards["sp"] * call.dim
     heads = call.heads // shards.get("tp", 1)
@@ -189,7 +249,9 @@ def test_keys_may_be_interleaved_over_the_shards() -> None:
     blocks = jnp.arange(48).reshape(3, 4, 4)  # position p lies on shard p // 4 % 4
     kept = blocks.swapaxes(0, 1).reshape(-1)
     positions = jnp.array([[20, 21], [40, 41]])
-    wanted = dot_product_attention(q, k, v, positions=positions, causal=True, mode="decode", implementation="vanilla")
+    wanted = dot_product_attention(
+        q, k, v, positions=positions, causal=True, mode="decode", implementation="vanilla"
+    )
     with call.manager:
         given = {"positions": positions, "kv_positions": kept}
         found = jax.jit(attend(**given))(q, k[:, kept], v[:, kept])
@@ -202,8 +264,12 @@ FACTORED = {
     "the last mesh axis of the heads": Call(mesh="tp:2,sp:2", head="tp+sp", kv_heads=2),
     "all of the heads": Call(mesh="sp:4", head="sp", kv_heads=2),
     "and a mesh axis of its own": Call(mesh="tp:2,sp:2,dp:2", head="tp", keys="dp+tp", kv_heads=1),
-    "heads that do not divide": Call(mesh="tp:2,sp:3", head="tp", keys="sp+tp", kv_heads=1, heads=4),
-    "fewer heads than the keys' shards": Call(mesh="sp:2,ep:4", head="sp", keys="ep+sp", kv_heads=1, heads=4),
+    "heads that do not divide": Call(
+        mesh="tp:2,sp:3", head="tp", keys="sp+tp", kv_heads=1, heads=4
+    ),
+    "fewer heads than the keys' shards": Call(
+        mesh="sp:2,ep:4", head="sp", keys="ep+sp", kv_heads=1, heads=4
+    ),
 }
 
 
@@ -212,8 +278,12 @@ FACTORED = {
 def test_a_mesh_axis_that_shards_the_keys_and_the_heads_of_the_queries(name: str) -> None:
     call = dataclasses.replace(FACTORED[name], drafts=2)
     if "dp" in call.keys:
-        rules = RULES.format(head=call.head, keys=call.keys, queries="-").replace('batch = "dp"', 'batch = "-"')
-        manager = sw.PartitionManager(sw.Strategy.loads(rules.replace("tp | -", "-")), mesh=cpu_mesh(call.mesh)).for_mode("decode")
+        rules = RULES.format(head=call.head, keys=call.keys, queries="-").replace(
+            'batch = "dp"', 'batch = "-"'
+        )
+        manager = sw.PartitionManager(
+            sw.Strategy.loads(rules.replace("tp | -", "-")), mesh=cpu_mesh(call.mesh)
+        ).for_mode("decode")
     else:
         manager = call.manager
     keys = jax.random.split(jax.random.key(8), 2)
@@ -247,8 +317,17 @@ def test_gradients(mesh: str) -> None:
     lengths = jnp.array([30, 0], jnp.int32)
 
     def loss(floats: dict[str, jax.Array], implementation: str) -> jax.Array:
-        found = dot_product_attention(**floats, lengths=lengths, softcap=3.0, mode="decode", return_lse=True, implementation=implementation)
-        return jnp.sum(jnp.sin(found.o)) + jnp.sum(jnp.sin(jnp.where(jnp.isneginf(found.lse), 0.0, found.lse)))
+        found = dot_product_attention(
+            **floats,
+            lengths=lengths,
+            softcap=3.0,
+            mode="decode",
+            return_lse=True,
+            implementation=implementation,
+        )
+        return jnp.sum(jnp.sin(found.o)) + jnp.sum(
+            jnp.sin(jnp.where(jnp.isneginf(found.lse), 0.0, found.lse))
+        )
 
     wanted = jax.jit(jax.grad(loss), static_argnums=1)(floats, "vanilla")
     with call.manager:
@@ -269,7 +348,12 @@ def test_a_mesh_axis_of_size_one_is_none() -> None:
 def test_partial_results_are_combined_in_float32() -> None:
     call = Call(dtype="bfloat16", rows=64)
     q, k, v = call.arrays()
-    wanted = dot_product_attention(*(x.astype(jnp.float32) for x in (q, k, v)), causal=True, mode="decode", implementation="vanilla")
+    wanted = dot_product_attention(
+        *(x.astype(jnp.float32) for x in (q, k, v)),
+        causal=True,
+        mode="decode",
+        implementation="vanilla",
+    )
     with call.manager:
         found = jax.jit(attend())(q, k, v)
     assert found.dtype == jnp.bfloat16
@@ -291,7 +375,11 @@ REFUSED = {
         {},
         "the lengths of the keys and of the queries both lie over sp: every shard needs all queries",
     ),
-    "weights": (Call(), {"return_weights": True}, "it never has all weights at once, and they are asked for"),
+    "weights": (
+        Call(),
+        {"return_weights": True},
+        "it never has all weights at once, and they are asked for",
+    ),
     "not the last of the heads' mesh axes": (
         Call(mesh="sp:2,ep:2", head="sp+ep"),
         {},
@@ -312,5 +400,7 @@ def test_what_it_refuses(name: str) -> None:
         (refusal,) = explain(*call.abstract(), implementation="flash_decode", **options).refusals
         assert refusal.reasons == (reason,)
         if "bias" not in options:
-            with pytest.raises(AttentionError, match="flash_decode was asked for by name and refuses"):
+            with pytest.raises(
+                AttentionError, match="flash_decode was asked for by name and refuses"
+            ):
                 attend(**options)(*call.arrays())

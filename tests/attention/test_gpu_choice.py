@@ -28,7 +28,9 @@ def chosen(length: int, *, batch: int = 1, heads: int = 16, mesh: str = "dp:1") 
 def test_many_logits_are_not_made_at_once() -> None:
     choice = chosen(16384)
     assert (choice.name, choice.passed_over[0]) == ("blockwise", "sdpa")
-    assert choice.why == ("memory linear in length: all logits at once would take 16384.0 MiB per device, more than 64")
+    assert choice.why == (
+        "memory linear in length: all logits at once would take 16384.0 MiB per device, more than 64"
+    )
 
 
 def test_few_logits_are_made_at_once() -> None:
@@ -37,6 +39,9 @@ def test_few_logits_are_made_at_once() -> None:
     assert choice.why == "XLA's own: all 64.0 MiB of logits per device at once"
 
 
-@pytest.mark.parametrize(("mesh", "name"), [("dp:1", "blockwise"), ("dp:2", "blockwise"), ("tp:4", "sdpa"), ("dp:2,tp:2", "sdpa")])
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    [("dp:1", "blockwise"), ("dp:2", "blockwise"), ("tp:4", "sdpa"), ("dp:2,tp:2", "sdpa")],
+)
 def test_the_limit_counts_per_device(mesh: str, name: str) -> None:
     assert chosen(1024, batch=4, mesh=mesh).name == name  # 256 MiB in all

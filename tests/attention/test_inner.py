@@ -36,11 +36,15 @@ NAMES = ("ring", "ulysses", "allgather_kv")
 
 def arrays(rows: int = 256, *, kv_heads: int = 2, dtype: str = "float32") -> tuple[jax.Array, ...]:
     shapes = ((2, rows, 4, 16), (2, rows, kv_heads, 16), (2, rows, kv_heads, 16))
-    return tuple(jax.random.normal(jax.random.key(at), shape, dtype) for at, shape in enumerate(shapes))
+    return tuple(
+        jax.random.normal(jax.random.key(at), shape, dtype) for at, shape in enumerate(shapes)
+    )
 
 
 def manager(mesh: str, axis_types: Any = "auto") -> sw.PartitionManager:
-    return sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types)).for_mode("train")
+    return sw.PartitionManager(
+        sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types)
+    ).for_mode("train")
 
 
 def as_on(platform: str, name: str, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -85,7 +89,9 @@ def check(
 
     def oracle(given: tuple[Any, ...]) -> Any:
         q, k, v, *rest = given
-        return dot_product_attention(q, k, v, mode="train", implementation="vanilla", **with_sinks(tuple(rest)))
+        return dot_product_attention(
+            q, k, v, mode="train", implementation="vanilla", **with_sinks(tuple(rest))
+        )
 
     def sharded(given: tuple[Any, ...]) -> Any:
         return as_on(platform, name, given[:3], with_sinks(given[3:]))

@@ -24,7 +24,9 @@ RULES = [
     MaskRules(chunk=4),
     MaskRules(causal=True, chunk=3, window=(1, 0)),
 ]
-RANGES = [(low, high) for low in (-6, -1, 0, 2, 5, 8) for high in (-5, -1, 0, 3, 6, 11) if low <= high]
+RANGES = [
+    (low, high) for low in (-6, -1, 0, 2, 5, 8) for high in (-5, -1, 0, 3, 6, 11) if low <= high
+]
 
 
 def attends(rules: MaskRules, p: int, r: int) -> bool:
@@ -42,14 +44,19 @@ def attends(rules: MaskRules, p: int, r: int) -> bool:
 def test_a_mask_is_what_its_rules_say_of_each_pair(rules: MaskRules) -> None:
     q, kv = np.array([[7, -2, 0, 3, 11, 5]]), np.array([[0, 9, -1, 4, 3, 2, 7, 11]])
     want = [[attends(rules, int(p), int(r)) for r in kv[0]] for p in q[0]]
-    np.testing.assert_array_equal(np.broadcast_to(masks.allowed(rules, jnp.asarray(q), jnp.asarray(kv)), (1, 1, 6, 8))[0, 0], want)
+    np.testing.assert_array_equal(
+        np.broadcast_to(masks.allowed(rules, jnp.asarray(q), jnp.asarray(kv)), (1, 1, 6, 8))[0, 0],
+        want,
+    )
 
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_what_is_said_of_a_block_holds_for_each_of_its_pairs(rules: MaskRules) -> None:
     said = {"empty": 0, "full": 0}
     for q, kv in itertools.product(RANGES, RANGES):
-        pairs = [attends(rules, p, r) for p in range(q[0], q[1] + 1) for r in range(kv[0], kv[1] + 1)]
+        pairs = [
+            attends(rules, p, r) for p in range(q[0], q[1] + 1) for r in range(kv[0], kv[1] + 1)
+        ]
         empty, full = masks.block_is_empty(rules, q, kv), masks.block_is_full(rules, q, kv)
         assert isinstance(empty, bool)
         assert isinstance(full, bool)
@@ -66,7 +73,9 @@ def test_what_is_said_of_a_block_holds_for_each_of_its_pairs(rules: MaskRules) -
 def test_a_traced_block_gets_the_same_answer() -> None:
     rules = RULES[-1]
     for q, kv in itertools.product(RANGES, RANGES):
-        traced = masks.block_is_empty(rules, (jnp.int32(q[0]), jnp.int32(q[1])), (jnp.int32(kv[0]), jnp.int32(kv[1])))
+        traced = masks.block_is_empty(
+            rules, (jnp.int32(q[0]), jnp.int32(q[1])), (jnp.int32(kv[0]), jnp.int32(kv[1]))
+        )
         assert bool(traced) == masks.block_is_empty(rules, q, kv)
 
 
@@ -80,25 +89,43 @@ def test_segments_lengths_and_a_dense_mask_all_must_agree() -> None:
         lengths=jnp.array([3]),
         dense=jnp.array([[[[True, True, True, True]], [[False, True, True, True]]]]),
     )
-    np.testing.assert_array_equal(seen[0, 0].astype(int), [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]])
-    np.testing.assert_array_equal(seen[0, 1].astype(int), [[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]])
+    np.testing.assert_array_equal(
+        seen[0, 0].astype(int), [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]]
+    )
+    np.testing.assert_array_equal(
+        seen[0, 1].astype(int), [[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]]
+    )
 
 
 def test_segments_in_any_order_and_lengths_far_away() -> None:
     rows = jnp.arange(4)[None]
     ids, kv_ids = jnp.array([[2, 1, 1, 0]]), jnp.array([[0, 2, 1, 1]])
     seen = masks.allowed(MaskRules(), rows, rows, q_segment_ids=ids, kv_segment_ids=kv_ids)
-    np.testing.assert_array_equal(seen[0, 0].astype(int), [[0, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1], [1, 0, 0, 0]])
+    np.testing.assert_array_equal(
+        seen[0, 0].astype(int), [[0, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1], [1, 0, 0, 0]]
+    )
     seen = masks.allowed(MaskRules(), rows, rows, lengths=jnp.array([1]))
-    np.testing.assert_array_equal(np.broadcast_to(seen, (1, 1, 4, 4))[0, 0].astype(int), [[1, 0, 0, 0]] * 4)
+    np.testing.assert_array_equal(
+        np.broadcast_to(seen, (1, 1, 4, 4))[0, 0].astype(int), [[1, 0, 0, 0]] * 4
+    )
 
 
 def test_masks_combine() -> None:
-    both = masks.causal() & masks.window(left=5) & masks.window(left=3, right=7) & masks.chunk(8) & masks.chunk(4)
+    both = (
+        masks.causal()
+        & masks.window(left=5)
+        & masks.window(left=3, right=7)
+        & masks.chunk(8)
+        & masks.chunk(4)
+    )
     assert both.rules == MaskRules(causal=True, window=(3, 7), chunk=4)
     kept = masks.lengths(jnp.array([4, 9])) & masks.full() & masks.lengths(jnp.array([6, 2]))
     np.testing.assert_array_equal(kept.lengths, [4, 2])
-    held = masks.dense(jnp.array([[[[True, False]]]])) & masks.dense(jnp.array([[[[True, True]]]])) & masks.segments(jnp.zeros((1, 2), int))
+    held = (
+        masks.dense(jnp.array([[[[True, False]]]]))
+        & masks.dense(jnp.array([[[[True, True]]]]))
+        & masks.segments(jnp.zeros((1, 2), int))
+    )
     np.testing.assert_array_equal(held.dense, [[[[True, False]]]])
     assert held.kv_segment_ids is held.q_segment_ids
 
@@ -126,9 +153,14 @@ def test_arrays_combine_from_either_side() -> None:
         assert ids.q_segment_ids is q
         assert ids.kv_segment_ids is kv
         assert ids.rules == MaskRules(causal=True)
-    one, other = jnp.array([[[[True, True, False, False]]]]), jnp.array([[[[True, False, True, False]]]])
+    one, other = (
+        jnp.array([[[[True, True, False, False]]]]),
+        jnp.array([[[[True, False, True, False]]]]),
+    )
     for first, second in ((one, other), (other, one)):
-        np.testing.assert_array_equal((masks.dense(first) & masks.dense(second)).dense, [[[[True, False, False, False]]]])
+        np.testing.assert_array_equal(
+            (masks.dense(first) & masks.dense(second)).dense, [[[[True, False, False, False]]]]
+        )
     for mask in (masks.full() & masks.dense(one), masks.dense(one) & masks.full()):
         assert mask.dense is one
         assert mask.lengths is None
@@ -153,25 +185,49 @@ def test_limits_of_lengths() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: masks.window(left=-1), "window=(-1, None) has a negative side\n  fix   count positions to the left and to the right"),
+        (
+            lambda: masks.window(left=-1),
+            "window=(-1, None) has a negative side\n  fix   count positions to the left and to the right",
+        ),
         (lambda: masks.window(right=-1), "window=(None, -1) has a negative side"),
-        (lambda: MaskRules(window=4), "window=4 is not a pair of lengths\n  fix   pass (left, right): (w - 1, 0) sees w tokens"),  # type: ignore[arg-type]
+        (
+            lambda: MaskRules(window=4),
+            "window=4 is not a pair of lengths\n  fix   pass (left, right): (w - 1, 0) sees w tokens",
+        ),  # type: ignore[arg-type]
         (lambda: MaskRules(window=(1.5, 0)), "window=(1.5, 0) is not a pair of lengths"),  # type: ignore[arg-type]
         (lambda: MaskRules(window=(1,)), "window=(1,) is not a pair of lengths"),  # type: ignore[arg-type]
         (lambda: MaskRules(window=(1, 2, 3)), "window=(1, 2, 3) is not a pair of lengths"),  # type: ignore[arg-type]
         (lambda: MaskRules(window=(True, 0)), "window=(True, 0) is not a pair of lengths"),
-        (lambda: MaskRules(window=(2**30, 0)), "window=(1073741824, 0) is longer than any position\n  fix   write None for a side"),
-        (lambda: MaskRules(window=(0, 2**31)), "window=(0, 2147483648) is longer than any position"),
-        (lambda: masks.chunk(0), "chunk=0 is not a length\n  fix   pass the number of positions per chunk, such as 8192"),
+        (
+            lambda: MaskRules(window=(2**30, 0)),
+            "window=(1073741824, 0) is longer than any position\n  fix   write None for a side",
+        ),
+        (
+            lambda: MaskRules(window=(0, 2**31)),
+            "window=(0, 2147483648) is longer than any position",
+        ),
+        (
+            lambda: masks.chunk(0),
+            "chunk=0 is not a length\n  fix   pass the number of positions per chunk, such as 8192",
+        ),
         (lambda: masks.chunk(True), "chunk=True is not a length"),
         (lambda: masks.chunk(4.0), "chunk=4.0 is not a length"),  # type: ignore[arg-type]
-        (lambda: masks.chunk(4) & masks.chunk(6), "chunks of 4 and of 6 positions do not nest\n  fix   use lengths of which one divides"),
-        (lambda: masks.segments(1) & masks.segments(2), "both masks have segments\n  fix   number the segments once, so that rows attend"),
+        (
+            lambda: masks.chunk(4) & masks.chunk(6),
+            "chunks of 4 and of 6 positions do not nest\n  fix   use lengths of which one divides",
+        ),
+        (
+            lambda: masks.segments(1) & masks.segments(2),
+            "both masks have segments\n  fix   number the segments once, so that rows attend",
+        ),
         (
             lambda: masks.Mask(kv_segment_ids=1) & masks.segments(2),
             "mask: a mask has kv_segment_ids without q_segment_ids\n  fix   give both",
         ),
-        (lambda: masks.full() & masks.Mask(q_segment_ids=1), "mask: a mask has q_segment_ids without kv_segment_ids\n  fix   give both"),
+        (
+            lambda: masks.full() & masks.Mask(q_segment_ids=1),
+            "mask: a mask has q_segment_ids without kv_segment_ids\n  fix   give both",
+        ),
     ],
 )
 def test_a_mask_that_makes_no_sense_is_refused(make: Any, says: str) -> None:

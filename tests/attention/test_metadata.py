@@ -15,7 +15,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.attention import AttentionMetadata, AttentionOutput, AttentionRegistry, KVHeads, dot_product_attention, explain
+from shardwright.attention import (
+    AttentionMetadata,
+    AttentionOutput,
+    AttentionRegistry,
+    KVHeads,
+    dot_product_attention,
+    explain,
+)
 from shardwright.attention.metadata import get_mode
 from shardwright.testing.meshes import cpu_mesh
 
@@ -28,7 +35,9 @@ kv_head = "tp | -"
 bias_head_seq = "tp | -"
 bias_kv_seq = "-"
 """
-OTHER_HEADS = RULES.replace('kv_head = "tp | -"', 'kv_head = "sp"').replace('kv_length = "sp"', 'kv_length = "-"')
+OTHER_HEADS = RULES.replace('kv_head = "tp | -"', 'kv_head = "sp"').replace(
+    'kv_length = "sp"', 'kv_length = "-"'
+)
 DECODE = '[modes.decode]\nquery_length = "-"\nbias_kv_seq = "sp"\n'
 
 
@@ -43,7 +52,12 @@ def metadata(**given: Any) -> AttentionMetadata:
 def test_defaults() -> None:
     found = AttentionMetadata(sw.NOT_GIVEN, mesh=cpu_mesh("dp:2,tp:2"))
     assert (found.runtime_dtype, found.runtime_softmax_dtype) == (jnp.float32, jnp.float32)
-    assert (found.sequence_axis_name, found.backend, found.platform, found.scan_ring_attention) == ("sp", "cpu", "cpu", True)
+    assert (found.sequence_axis_name, found.backend, found.platform, found.scan_ring_attention) == (
+        "sp",
+        "cpu",
+        "cpu",
+        True,
+    )
     assert (found.softmax_scale, found.dropout_prob) == (None, 0.0)
     assert (found.blocksize_q, found.blocksize_k, found.blocksize_b) == (512, 1024, 1)
     assert found.partition_axis == sw.PartitionAxis()
@@ -54,9 +68,15 @@ def test_defaults() -> None:
     ("given", "says"),
     [
         ({"blocksize_b": 2}, "blocksize_b=2: no kernel takes several sequences in a block"),
-        ({"sequence_axis_name": "seq"}, "sequence_axis_name='seq' is not an axis of the mesh dp, tp"),
+        (
+            {"sequence_axis_name": "seq"},
+            "sequence_axis_name='seq' is not an axis of the mesh dp, tp",
+        ),
         ({"platform": "triton"}, "platform='triton' is not the backend 'cpu'"),
-        ({"runtime_softmax_dtype": jnp.float64}, "runtime_softmax_dtype=float64: softmax is float32"),
+        (
+            {"runtime_softmax_dtype": jnp.float64},
+            "runtime_softmax_dtype=float64: softmax is float32",
+        ),
     ],
 )
 def test_what_no_kernel_reads_is_refused(given: dict[str, Any], says: str) -> None:
@@ -75,16 +95,25 @@ def test_the_sequence_axis_is_where_the_rules_put_it() -> None:
     pm = manager(mesh="dp:2,fsdp:2", rules='[rules]\nquery_length = "fsdp"\nkv_length = "fsdp"\n')
     q = jnp.ones((2, 4, 2, 4))
     for name in ("fsdp", sw.NOT_GIVEN):
-        found = explain(q, q, q, mode="train", metadata=metadata(partition_manager=pm, sequence_axis_name=name))
+        found = explain(
+            q, q, q, mode="train", metadata=metadata(partition_manager=pm, sequence_axis_name=name)
+        )
         assert found.call.specs.q_length == ("fsdp",)
     wrong = metadata(partition_manager=pm, sequence_axis_name="dp")
-    with pytest.raises(sw.AttentionError, match="the length of the queries lies over fsdp, not over sequence_axis_name='dp'"):
+    with pytest.raises(
+        sw.AttentionError,
+        match="the length of the queries lies over fsdp, not over sequence_axis_name='dp'",
+    ):
         explain(q, q, q, mode="train", metadata=wrong)
 
 
 def test_what_is_not_given_comes_from_the_configuration() -> None:
     config = types.SimpleNamespace(
-        attn_dtype=jnp.bfloat16, attn_softmax_dtype=jnp.float32, blocksize_q=64, mesh=cpu_mesh("dp:2"), dropout_prob=0.5
+        attn_dtype=jnp.bfloat16,
+        attn_softmax_dtype=jnp.float32,
+        blocksize_q=64,
+        mesh=cpu_mesh("dp:2"),
+        dropout_prob=0.5,
     )
     found = AttentionMetadata.from_config(config, softmax_scale=0.25)
     assert (found.runtime_dtype, found.blocksize_q, found.blocksize_k) == (jnp.bfloat16, 64, 1024)
@@ -96,7 +125,10 @@ def test_the_entered_manager_serves_where_nothing_else_is_said() -> None:
     pm = manager()
     with pm:
         assert AttentionMetadata(jnp.float32).partition_manager is pm
-        assert AttentionMetadata(jnp.float32, partition_axis=sw.PartitionAxis()).partition_manager != pm
+        assert (
+            AttentionMetadata(jnp.float32, partition_axis=sw.PartitionAxis()).partition_manager
+            != pm
+        )
 
 
 def test_without_a_mesh_the_field_is_named() -> None:
@@ -122,12 +154,18 @@ def test_kv_heads_follow_the_query_heads_and_the_answer_says_how() -> None:
     found = many.get_shardings("train", sizes=sizes)
     assert (found.query, found.key) == (P("dp", None, "tp"), P("dp"))
     assert many.joint("train", sizes=sizes).grouping is KVHeads.INDEX
-    assert "over tp each shard picks what its queries read (tp: 2 % 4 != 0" in many.joint("train", sizes=sizes).why
+    assert (
+        "over tp each shard picks what its queries read (tp: 2 % 4 != 0"
+        in many.joint("train", sizes=sizes).why
+    )
     repeated = many.get_shardings("train", qkv_mni_sharding=True, sizes=sizes)
     assert repeated.key == P("dp", None, "tp")
     parts = metadata(
         partition_manager=manager(
-            "ep:2,tp:2", RULES.replace('head = "tp"\nkv', 'head = "ep+tp"\nkv').replace('"tp | -"\nbias_head', '"ep"\nbias_head')
+            "ep:2,tp:2",
+            RULES.replace('head = "tp"\nkv', 'head = "ep+tp"\nkv').replace(
+                '"tp | -"\nbias_head', '"ep"\nbias_head'
+            ),
         )
     )
     assert parts.get_shardings("train", sizes=sizes).key == P(None, None, "ep")
@@ -135,15 +173,21 @@ def test_kv_heads_follow_the_query_heads_and_the_answer_says_how() -> None:
 
 
 def test_the_keys_length_may_take_what_the_kv_heads_leave() -> None:
-    rules = RULES.replace('kv_length = "sp"', 'kv_length = "tp"').replace('kv_head = "tp | -"', 'kv_head = "-"')
-    found = metadata(partition_manager=manager("dp:2,tp:2", rules)).joint("decode", sizes={"head": 8, "kv_head": 2})
+    rules = RULES.replace('kv_length = "sp"', 'kv_length = "tp"').replace(
+        'kv_head = "tp | -"', 'kv_head = "-"'
+    )
+    found = metadata(partition_manager=manager("dp:2,tp:2", rules)).joint(
+        "decode", sizes={"head": 8, "kv_head": 2}
+    )
     assert (found.grouping, found.kv_length, found.heads) == (KVHeads.FACTOR, ("tp",), ("tp",))
 
 
 def test_sizes_come_from_the_configuration_and_a_missing_one_is_named() -> None:
     config = types.SimpleNamespace(num_attention_heads=8, num_key_value_heads=3)
     assert metadata(base_config=config).get_shardings("train").key == P("dp", "sp")
-    with pytest.raises(sw.ShapeRequiredError, match="KV_HEAD: which candidate applies depends on the size"):
+    with pytest.raises(
+        sw.ShapeRequiredError, match="KV_HEAD: which candidate applies depends on the size"
+    ):
         metadata().get_shardings("train", sizes={"head": 8})
 
 
@@ -157,24 +201,35 @@ def test_a_broadcast_dim_of_the_bias_is_not_sharded() -> None:
     [
         (OTHER_HEADS, "the heads of k and v lie over sp, those of q over tp"),
         (RULES + 'head_dim = "ep"\n', "the dim of a head is sharded over ep"),
-        (RULES.replace('kv_length = "sp"', 'kv_length = "?"'), '"?" leaves this dim to the compiler, but a kernel must know where it lies'),
+        (
+            RULES.replace('kv_length = "sp"', 'kv_length = "?"'),
+            '"?" leaves this dim to the compiler, but a kernel must know where it lies',
+        ),
     ],
 )
 def test_rules_that_do_not_go_together_are_refused(rules: str, says: str) -> None:
     with pytest.raises(sw.AttentionError, match=re.escape(says)):
-        metadata(partition_manager=manager("dp:2,sp:2,tp:2,ep:1" if "ep" not in rules else "sp:2,tp:2,ep:2", rules)).get_shardings(
-            "train", sizes={"head": 8, "kv_head": 2, "head_dim": 8, "kv_length": 8}
-        )
+        metadata(
+            partition_manager=manager(
+                "dp:2,sp:2,tp:2,ep:1" if "ep" not in rules else "sp:2,tp:2,ep:2", rules
+            )
+        ).get_shardings("train", sizes={"head": 8, "kv_head": 2, "head_dim": 8, "kv_length": 8})
 
 
 def test_it_is_a_value_and_a_pytree_and_goes_to_json_and_back() -> None:
     made = AttentionMetadata(
-        jnp.bfloat16, mesh=cpu_mesh("dp:2,tp:2"), partition_axis=sw.PartitionAxis(batch_axis=("dp",)), softmax_scale=0.5
+        jnp.bfloat16,
+        mesh=cpu_mesh("dp:2,tp:2"),
+        partition_axis=sw.PartitionAxis(batch_axis=("dp",)),
+        softmax_scale=0.5,
     )
     assert jax.tree.leaves(made) == []
     assert AttentionMetadata.from_dict(made.to_dict()) == made
     assert AttentionMetadata.from_json(made.to_json()) == made
-    assert json.loads(made.to_json(indent=1))["mesh"] == {"sizes": {"dp": 2, "tp": 2}, "types": ["auto", "auto"]}
+    assert json.loads(made.to_json(indent=1))["mesh"] == {
+        "sizes": {"dp": 2, "tp": 2},
+        "types": ["auto", "auto"],
+    }
     other = made.replace(mesh=cpu_mesh("dp:4"), blocksize_q=8)
     assert (other.partition_manager.mesh, other.blocksize_q) == (cpu_mesh("dp:4"), 8)
     with pytest.raises(sw.AttentionError, match="the manager has other rules than partition_axis"):
@@ -194,22 +249,48 @@ def test_an_output_goes_to_json_and_back() -> None:
 def test_an_instance_attends_as_its_metadata_says() -> None:
     q, k, v = (jax.random.normal(jax.random.key(at), (2, 4, 2, 8)) for at in range(3))
     held = AttentionMetadata(jnp.float32, mesh=cpu_mesh("dp:2"), softmax_scale=0.1)
-    found = AttentionRegistry.create("vanilla", held)(q, k, v, mode="train", causal=True, return_weights=True)
+    found = AttentionRegistry.create("vanilla", held)(
+        q, k, v, mode="train", causal=True, return_weights=True
+    )
     want = jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=0.1)
     np.testing.assert_allclose(found.attention_outputs, want, atol=2e-6)
     np.testing.assert_allclose(found.attention_weights.sum(axis=-1), 1.0, atol=1e-6)
-    with pytest.raises(sw.AttentionError, match="blockwise cannot serve this call: it never has all weights at once"):
+    with pytest.raises(
+        sw.AttentionError,
+        match="blockwise cannot serve this call: it never has all weights at once",
+    ):
         AttentionRegistry.create("blockwise", held)(q, k, v, mode="train", return_weights=True)
 
 
 def test_what_a_call_says_counts_before_the_metadata() -> None:
-    manager = sw.PartitionManager(sw.Strategy.loads('[rules]\nbatch = "dp"\n'), mesh=cpu_mesh("dp:2"))
+    manager = sw.PartitionManager(
+        sw.Strategy.loads('[rules]\nbatch = "dp"\n'), mesh=cpu_mesh("dp:2")
+    )
     held = AttentionMetadata(
-        jnp.float32, partition_manager=manager, softmax_scale=0.1, dropout_prob=0.5, blocksize_q=64, scan_ring_attention=False
+        jnp.float32,
+        partition_manager=manager,
+        softmax_scale=0.1,
+        dropout_prob=0.5,
+        blocksize_q=64,
+        scan_ring_attention=False,
     )
     own = held.options({"mode": "train", "dropout_key": 1})
-    assert (own.dropout, own.scale, own.q_block, own.loop, own.dtype) == (0.5, 0.1, 64, False, jnp.float32)
-    said = {"scale": 0.3, "dropout": 0.0, "q_block": 8, "kv_block": 16, "loop": True, "dtype": jnp.bfloat16, "platform": "tpu"}
+    assert (own.dropout, own.scale, own.q_block, own.loop, own.dtype) == (
+        0.5,
+        0.1,
+        64,
+        False,
+        jnp.float32,
+    )
+    said = {
+        "scale": 0.3,
+        "dropout": 0.0,
+        "q_block": 8,
+        "kv_block": 16,
+        "loop": True,
+        "dtype": jnp.bfloat16,
+        "platform": "tpu",
+    }
     found = held.options({"mode": "train", **said})
     assert {name: getattr(found, name) for name in said} == said
     # Dropout of the metadata is for training, whoever says that it is.
@@ -221,7 +302,9 @@ def test_what_a_call_says_counts_before_the_metadata() -> None:
 def test_no_dropout_at_a_call_is_no_dropout() -> None:
     x = jax.random.normal(jax.random.key(0), (2, 4, 2, 8))
     held = AttentionMetadata(jnp.float32, mesh=cpu_mesh("dp:2"), dropout_prob=0.5)
-    attend = functools.partial(dot_product_attention, x, x, x, mode="train", implementation="vanilla")
+    attend = functools.partial(
+        dot_product_attention, x, x, x, mode="train", implementation="vanilla"
+    )
     np.testing.assert_allclose(attend(metadata=held, dropout=0.0), attend(), atol=2e-6)
     assert np.abs(attend(metadata=held, dropout_key=1) - attend()).max() > 0.1
     with pytest.raises(sw.AttentionError, match=r"dropout_key: dropout=0\.5 without a key"):
@@ -231,7 +314,11 @@ def test_no_dropout_at_a_call_is_no_dropout() -> None:
 def test_helpers_that_other_code_calls_by_name() -> None:
     made = AttentionRegistry.create("vanilla", metadata())
     q = jnp.zeros((2, 1, 4, 8))
-    assert (made.get_mode(q), made.get_mode(q, BTHD=False), get_mode(q, mode="prefill")) == (sw.MODE_DECODE, sw.MODE_TRAIN, sw.MODE_PREFILL)
+    assert (made.get_mode(q), made.get_mode(q, BTHD=False), get_mode(q, mode="prefill")) == (
+        sw.MODE_DECODE,
+        sw.MODE_TRAIN,
+        sw.MODE_PREFILL,
+    )
     assert made.get_impl_metadata() is made.metadata
     assert made.current_backend() == "cpu"
     k, v = made.repeat_kv_heads(jnp.arange(2.0).reshape(1, 1, 2, 1), jnp.ones((1, 1, 2, 1)), 2)

@@ -24,10 +24,26 @@ RECIPE = Recipe(scale=0.3, mask=MaskRules(causal=True), q_block=8, kv_block=8)
 SIZES: dict[str, Any] = {"batch": 4, "q_length": 16, "kv_length": 16, "head_dim": 8, "v_dim": 6}
 LIES = {
     "same": ("dp:2,tp:4", (8, 4), JointSpecs(batch=("dp",), heads=("tp",), kv_heads=("tp",))),
-    "one each": ("dp:2,tp:4", (8, 2), JointSpecs(batch=("dp",), heads=("tp",), grouping=KVHeads.INDEX)),
-    "prefix": ("ep:2,tp:4", (8, 2), JointSpecs(heads=("ep", "tp"), kv_heads=("ep",), grouping=KVHeads.PREFIX)),
-    "whole groups": ("dp:2,tp:2", (8, 8), JointSpecs(batch=("dp",), heads=("tp",), grouping=KVHeads.INDEX)),
-    "groups cut in two": ("dp:2,tp:2", (6, 3), JointSpecs(batch=("dp",), heads=("tp",), grouping=KVHeads.INDEX)),
+    "one each": (
+        "dp:2,tp:4",
+        (8, 2),
+        JointSpecs(batch=("dp",), heads=("tp",), grouping=KVHeads.INDEX),
+    ),
+    "prefix": (
+        "ep:2,tp:4",
+        (8, 2),
+        JointSpecs(heads=("ep", "tp"), kv_heads=("ep",), grouping=KVHeads.PREFIX),
+    ),
+    "whole groups": (
+        "dp:2,tp:2",
+        (8, 8),
+        JointSpecs(batch=("dp",), heads=("tp",), grouping=KVHeads.INDEX),
+    ),
+    "groups cut in two": (
+        "dp:2,tp:2",
+        (6, 3),
+        JointSpecs(batch=("dp",), heads=("tp",), grouping=KVHeads.INDEX),
+    ),
     "an axis of no use": ("ep:2,tp:2", (6, 3), JointSpecs(heads=("tp",), grouping=KVHeads.INDEX)),
     "no axis at all": ("ep:2,tp:2", (4, 2), JointSpecs()),
 }
@@ -35,7 +51,9 @@ LIES = {
 
 def operands(**heads: int) -> Operands:
     made = make_operands(**SIZES, **heads)
-    return without(made, "mask", "q_segment_ids", "kv_segment_ids", "seed", "batch_index", "head_index")
+    return without(
+        made, "mask", "q_segment_ids", "kv_segment_ids", "seed", "batch_index", "head_index"
+    )
 
 
 def call_of(name: str, *, dtype: str = "float32") -> AttentionCall:
@@ -69,20 +87,31 @@ def test_each_shard_reads_the_kv_heads_of_its_queries(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_sends_gradients_of_kv_heads_and_of_sinks_in_float32_and_nothing_else(dtype: str) -> None:
+def test_it_sends_gradients_of_kv_heads_and_of_sinks_in_float32_and_nothing_else(
+    dtype: str,
+) -> None:
     call = call_of("one each", dtype=dtype)
     given = operands(heads=call.heads, kv_heads=call.kv_heads)
-    given = without(given, "bias").replace(**{name: getattr(given, name).astype(dtype) for name in ("q", "k", "v")})
+    given = without(given, "bias").replace(
+        **{name: getattr(given, name).astype(dtype) for name in ("q", "k", "v")}
+    )
     assert call.mesh is not None
     where = call.specs.operands(given)
-    laid = {name: jax.device_put(x, jax.NamedSharding(call.mesh, getattr(where, name))) for name, x in floats(given).items()}
+    laid = {
+        name: jax.device_put(x, jax.NamedSharding(call.mesh, getattr(where, name)))
+        for name, x in floats(given).items()
+    }
 
     def both(laid: dict[str, Any], do: jax.Array) -> Any:
         o, pull_back = jax.vjp(lambda laid: run_opaque(attend, given.replace(**laid), call).o, laid)
         return o, pull_back(do)
 
-    do = jax.device_put(jnp.ones((4, 16, call.heads, 6), dtype), jax.NamedSharding(call.mesh, call.specs.output))
+    do = jax.device_put(
+        jnp.ones((4, 16, call.heads, 6), dtype), jax.NamedSharding(call.mesh, call.specs.output)
+    )
     lowered = jax.jit(both, compiler_options=QUICK).lower(laid, do)
     of_keys, of_sinks = 4 * 2 * 16 * 2 * (8 + 6), 4 * 8 // 4
     assert_collectives(lowered, all_reduce=range(1, 3), bytes=of_keys, axis="tp", mesh=call.mesh)
-    assert_collectives(lowered, all_reduce=range(1, 4), bytes=of_keys + of_sinks, mesh=call.mesh, only=True)
+    assert_collectives(
+        lowered, all_reduce=range(1, 4), bytes=of_keys + of_sinks, mesh=call.mesh, only=True
+    )

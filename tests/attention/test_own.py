@@ -27,7 +27,13 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def own(**methods: Any) -> None:
     """Register blockwise attention under the name "mine", with some methods replaced."""
     named = {"get_impl_name": lambda cls: "mine", **methods}
-    AttentionRegistry.register(type("Mine", (BlockwiseAttention,), {name: classmethod(method) for name, method in named.items()}))
+    AttentionRegistry.register(
+        type(
+            "Mine",
+            (BlockwiseAttention,),
+            {name: classmethod(method) for name, method in named.items()},
+        )
+    )
 
 
 def attend(**options: Any) -> Any:
@@ -42,13 +48,21 @@ def attend(**options: Any) -> Any:
             lambda o, lse: Result(o=jnp.swapaxes(o, 1, 2)),
             "Mine returned float32 (2, 4, 16, 8) as o\n  fix   the call asks for float32 (2, 16, 4, 8)",
         ),
-        (lambda o, lse: Result(o=o.astype("bfloat16")), "Mine returned bfloat16 (2, 16, 4, 8) as o"),
-        (lambda o, lse: Result(o=o), "Mine returned no lse\n  fix   the call asks for float32 (2, 4, 16)"),
+        (
+            lambda o, lse: Result(o=o.astype("bfloat16")),
+            "Mine returned bfloat16 (2, 16, 4, 8) as o",
+        ),
+        (
+            lambda o, lse: Result(o=o),
+            "Mine returned no lse\n  fix   the call asks for float32 (2, 4, 16)",
+        ),
     ],
 )
 def test_what_it_returns_is_looked_at(returned: Any, says: str) -> None:
     def forward(cls: Any, operands: Any, call: Any) -> Any:
-        o, lse = extend.finish(extend.forward(operands, call.recipe, state=extend.start(operands.q, operands.v)))
+        o, lse = extend.finish(
+            extend.forward(operands, call.recipe, state=extend.start(operands.q, operands.v))
+        )
         return returned(o, lse)
 
     own(forward_native=forward)
@@ -61,7 +75,12 @@ def test_what_it_returns_is_looked_at(returned: Any, says: str) -> None:
 def test_what_supports_returns_is_looked_at(reasons: Any) -> None:
     own(supports=lambda cls, call: reasons)
     for implementation in ("mine", "auto"):
-        with pytest.raises(sw.AttentionError, match=re.escape(f"Mine.supports returned {reasons!r}\n  fix   return a tuple of reasons")):
+        with pytest.raises(
+            sw.AttentionError,
+            match=re.escape(
+                f"Mine.supports returned {reasons!r}\n  fix   return a tuple of reasons"
+            ),
+        ):
             attention.explain(Q, K, K, mode="train", implementation=implementation)
 
 
@@ -71,7 +90,10 @@ def test_one_that_lacks_a_method_is_not_registered() -> None:
         def get_impl_name(cls) -> str:
             return "half"
 
-    with pytest.raises(sw.AttentionError, match=r"Half lacks forward_native, supports\n  fix   write them as classmethods"):
+    with pytest.raises(
+        sw.AttentionError,
+        match=r"Half lacks forward_native, supports\n  fix   write them as classmethods",
+    ):
         AttentionRegistry.register(Half)
     with pytest.raises(sw.AttentionError, match="is no AttentionImpl"):
         AttentionRegistry.register(lambda q, k, v: q)  # type: ignore[type-var]
@@ -79,12 +101,16 @@ def test_one_that_lacks_a_method_is_not_registered() -> None:
 
 
 def test_a_mesh_of_no_devices_explains_too() -> None:
-    with sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("dp:2,tp:256")).for_mode("train"):
+    with sw.PartitionManager(
+        sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("dp:2,tp:256")
+    ).for_mode("train"):
         q, k = (jax.ShapeDtypeStruct((4, 64, heads, 128), "bfloat16") for heads in (256, 256))
         assert attention.explain(q, k, k, causal=True).name == "blockwise"
 
 
-@pytest.mark.parametrize(("shape", "fix"), [((16, 16), "mask[None, None]"), ((2, 16, 16), "mask[:, None]")])
+@pytest.mark.parametrize(
+    ("shape", "fix"), [((16, 16), "mask[None, None]"), ((2, 16, 16), "mask[:, None]")]
+)
 def test_a_mask_of_too_few_dims_is_told_how_it_gets_four(shape: tuple[int, ...], fix: str) -> None:
     mask = jnp.ones(shape, bool)
     with pytest.raises(sw.AttentionError, match=re.escape(fix)):
@@ -104,5 +130,7 @@ def test_remains_are_zeros_where_it_asks_for_it() -> None:
     own(forward_native=forward)
     left = K.at[:, 9:].set(jnp.nan)
     lengths = jnp.array([9, 3])
-    found = attention.dot_product_attention(Q[:, :1], left, left, mode="decode", implementation="mine", lengths=lengths)
+    found = attention.dot_product_attention(
+        Q[:, :1], left, left, mode="decode", implementation="mine", lengths=lengths
+    )
     np.testing.assert_allclose(found, 1.0, rtol=1e-6)

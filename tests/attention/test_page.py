@@ -44,19 +44,38 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.1, "dropout_key": 0},
     "`v_dim` other than `head_dim`": {"v_dim": 16},
     "float32": {"dtype": "float32"},
-    "int8 and float8 keys": {"kv_dtype": "int8", "k_scale": jnp.ones((2, ROWS, 2)), "v_scale": jnp.ones((2, ROWS, 2))},
+    "int8 and float8 keys": {
+        "kv_dtype": "int8",
+        "k_scale": jnp.ones((2, ROWS, 2)),
+        "v_scale": jnp.ones((2, ROWS, 2)),
+    },
     "logsumexp": {"return_lse": True},
     "weights": {"return_weights": True},
 }
 
 
 def call_of(
-    place: str, *, q_length: int = ROWS, v_dim: int = 64, dtype: str = "bfloat16", kv_dtype: str | None = None, **options: Any
+    place: str,
+    *,
+    q_length: int = ROWS,
+    v_dim: int = 64,
+    dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
+    **options: Any,
 ) -> AttentionCall:
     mesh, rules, platform = PLACES[place]
-    arrays = (((2, q_length, HEADS, 64), dtype), ((2, ROWS, 2, 64), kv_dtype or dtype), ((2, ROWS, 2, v_dim), kv_dtype or dtype))
+    arrays = (
+        ((2, q_length, HEADS, 64), dtype),
+        ((2, ROWS, 2, 64), kv_dtype or dtype),
+        ((2, ROWS, 2, v_dim), kv_dtype or dtype),
+    )
     with sw.PartitionManager(sw.Strategy.loads(rules), mesh=cpu_mesh(mesh)):
-        call = explain(*(jax.ShapeDtypeStruct(*array) for array in arrays), mode="train", implementation="vanilla", **options).call
+        call = explain(
+            *(jax.ShapeDtypeStruct(*array) for array in arrays),
+            mode="train",
+            implementation="vanilla",
+            **options,
+        ).call
     return dataclasses.replace(call, platform=platform)
 
 
@@ -66,13 +85,21 @@ def has(implementation: type[AttentionImpl], feature: str) -> bool:
 
 def table() -> str:
     names = [impl_names(one)[0] for one in SHIPPED]
-    lines = [f"| | {' | '.join(f'`{name}`' for name in names)} |", f"| --- |{' :-: |' * len(names)}"]
-    lines += [f"| {feature} | {' | '.join('✓' if has(one, feature) else '' for one in SHIPPED)} |" for feature in FEATURES]
+    lines = [
+        f"| | {' | '.join(f'`{name}`' for name in names)} |",
+        f"| --- |{' :-: |' * len(names)}",
+    ]
+    lines += [
+        f"| {feature} | {' | '.join('✓' if has(one, feature) else '' for one in SHIPPED)} |"
+        for feature in FEATURES
+    ]
     return "\n".join(" ".join(line.split()) for line in lines) + "\n"
 
 
 def test_the_table_of_features(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudnnAttention, "_verdicts", {jax.local_devices()[0].device_kind: ""})  # as on a machine where it works
+    monkeypatch.setattr(
+        CudnnAttention, "_verdicts", {jax.local_devices()[0].device_kind: ""}
+    )  # as on a machine where it works
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(START)
     golden.file(PAGE, f"{before}{START}\n{table()}\n{END}{rest.partition(END)[2]}")
@@ -81,6 +108,14 @@ def test_the_table_of_features(golden: Golden, monkeypatch: pytest.MonkeyPatch) 
 def test_every_implementation_has_a_row_that_says_what_it_is_for() -> None:
     text = PAGE.read_text(encoding="utf-8")
     rows = [
-        line.split("|")[1] for line in text[text.index("## Which implementation") : text.index("<!-- features")].splitlines() if "|" in line
+        line.split("|")[1]
+        for line in text[
+            text.index("## Which implementation") : text.index("<!-- features")
+        ].splitlines()
+        if "|" in line
     ]
-    assert [impl_names(one)[0] for one in SHIPPED if not any(f"`{impl_names(one)[0]}`" in row for row in rows)] == []
+    assert [
+        impl_names(one)[0]
+        for one in SHIPPED
+        if not any(f"`{impl_names(one)[0]}`" in row for row in rows)
+    ] == []

@@ -71,20 +71,38 @@ def reference(arrays: dict[str, Any], **options: Any) -> tuple[np.ndarray, np.nd
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf, np.float32)
     for b, (length, count) in enumerate(zip(arrays["lengths"], arrays["q_lengths"], strict=True)):
         used = tables[b, : -(-length // PAGE_SIZE)]
-        k, v = (arrays[name][used].reshape(1, -1, *arrays[name].shape[2:])[:, :length] for name in ("k_pages", "v_pages"))
+        k, v = (
+            arrays[name][used].reshape(1, -1, *arrays[name].shape[2:])[:, :length]
+            for name in ("k_pages", "v_pages")
+        )
         one = q[b : b + 1, :count]
-        found = dot_product_attention(one, k, v, implementation="vanilla", mode="prefill", causal=True, return_lse=True, **options)
+        found = dot_product_attention(
+            one,
+            k,
+            v,
+            implementation="vanilla",
+            mode="prefill",
+            causal=True,
+            return_lse=True,
+            **options,
+        )
         o[b, :count], lse[b, :, :count] = found.o[0], found.lse[0]
     return o, lse
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (6, 2.0)])
-def test_prefill_and_decode_together_equal_the_ragged_reference_of_jax(window: int | None, softcap: float | None) -> None:
-    reference = pytest.importorskip("jax.experimental.pallas.ops.tpu.ragged_paged_attention").ref_ragged_paged_attention
+def test_prefill_and_decode_together_equal_the_ragged_reference_of_jax(
+    window: int | None, softcap: float | None
+) -> None:
+    reference = pytest.importorskip(
+        "jax.experimental.pallas.ops.tpu.ragged_paged_attention"
+    ).ref_ragged_paged_attention
     arrays = Batch().arrays()
     k, v = arrays["k_pages"], arrays["v_pages"]
-    both = jnp.stack([k, v], axis=3).reshape(PAGES, PAGE_SIZE, -1, k.shape[-1])  # k and v of a head side by side
+    both = jnp.stack([k, v], axis=3).reshape(
+        PAGES, PAGE_SIZE, -1, k.shape[-1]
+    )  # k and v of a head side by side
     counts = arrays["q_lengths"]
     wanted = reference(
         jnp.concatenate([arrays["q"][b, :count] for b, count in enumerate(counts)]),
@@ -97,16 +115,23 @@ def test_prefill_and_decode_together_equal_the_ragged_reference_of_jax(window: i
         sliding_window=window,
         soft_cap=softcap,
     )
-    found = run(arrays, scale=0.3, softcap=softcap, window=None if window is None else (window - 1, None))
+    found = run(
+        arrays, scale=0.3, softcap=softcap, window=None if window is None else (window - 1, None)
+    )
     rows = jnp.concatenate([found[b, :count] for b, count in enumerate(counts)])
     np.testing.assert_allclose(rows, wanted, rtol=2e-6, atol=2e-6)
 
 
 def test_decode_equals_the_paged_reference_of_jax() -> None:
-    reference = pytest.importorskip("jax.experimental.pallas.ops.gpu.paged_attention").paged_attention_reference
+    reference = pytest.importorskip(
+        "jax.experimental.pallas.ops.gpu.paged_attention"
+    ).paged_attention_reference
     arrays = Batch(q_length=1, q_lengths=(1, 1, 1, 1)).arrays()
     tables = np.where(arrays["block_tables"] < PAGES, arrays["block_tables"], 0)
-    k, v = (arrays[name][tables].reshape(4, COLUMNS * PAGE_SIZE, 2, 8) for name in ("k_pages", "v_pages"))
+    k, v = (
+        arrays[name][tables].reshape(4, COLUMNS * PAGE_SIZE, 2, 8)
+        for name in ("k_pages", "v_pages")
+    )
     wanted = reference(arrays["q"][:, 0], k, v, jnp.asarray(arrays["lengths"]))
     found = run({**arrays, "q_lengths": None}, scale=1.0)
     np.testing.assert_allclose(found[:, 0], wanted, rtol=2e-6, atol=2e-6)
@@ -120,15 +145,27 @@ LAYOUTS: dict[str, tuple[str, str, str, dict[str, int]]] = {
     "pages": ("sp:4", "tp", "sp", {"all_gather": 1}),
     "pages, heads that do not divide": ("sp:3", "tp", "sp", {"all_gather": 1}),
     "batch, pages and kv heads": ("dp:2,sp:2,tp:2", "tp", "sp", {"all_gather": 1}),
-    "heads over the pages' shards too": ("tp:2,sp:2", "tp+sp", "sp", {"all_to_all": 1, "all_gather": 1}),
+    "heads over the pages' shards too": (
+        "tp:2,sp:2",
+        "tp+sp",
+        "sp",
+        {"all_to_all": 1, "all_gather": 1},
+    ),
 }
 
 
 def place(arrays: dict[str, Any], manager: sw.PartitionManager) -> dict[str, Any]:
     pages = (sw.PAGE, sw.EMPTY, sw.KV_HEAD, sw.KV_HEAD_DIM)
-    axes = {"q": (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM), "k_pages": pages, "v_pages": pages}
+    axes = {
+        "q": (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM),
+        "k_pages": pages,
+        "v_pages": pages,
+    }
     axes |= {"block_tables": (sw.BATCH, sw.EMPTY), "lengths": (sw.BATCH,), "q_lengths": (sw.BATCH,)}
-    return {name: jax.device_put(x, manager.sharding(axes[name], shape=x.shape)) for name, x in arrays.items()}
+    return {
+        name: jax.device_put(x, manager.sharding(axes[name], shape=x.shape))
+        for name, x in arrays.items()
+    }
 
 
 def manager_of(layout: str, axis_types: str = "auto") -> sw.PartitionManager:
@@ -146,11 +183,19 @@ def test_wherever_pages_lie_the_result_is_that_of_one_device(layout: str, axis_t
     with manager:
         placed = place(arrays, manager)
         found: Result = run(placed, sinks=sinks, window=(9, None), softcap=3.0, return_lse=True)
-        assert_spec(found.o, manager.resolve((sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM), shape=found.o.shape))
+        assert_spec(
+            found.o,
+            manager.resolve((sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM), shape=found.o.shape),
+        )
     o, lse = reference(arrays, sinks=sinks, window=(9, None), softcap=3.0)
     np.testing.assert_allclose(found.o, o, rtol=2e-6, atol=2e-6)
     np.testing.assert_array_equal(np.isneginf(found.lse), np.isneginf(lse))
-    np.testing.assert_allclose(np.where(np.isneginf(lse), 0, found.lse), np.where(np.isneginf(lse), 0, lse), rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(
+        np.where(np.isneginf(lse), 0, found.lse),
+        np.where(np.isneginf(lse), 0, lse),
+        rtol=2e-6,
+        atol=2e-6,
+    )
     np.testing.assert_array_equal(np.asarray(found.o)[1, 1:], 0.0)
 
 
@@ -158,7 +203,11 @@ def test_wherever_pages_lie_the_result_is_that_of_one_device(layout: str, axis_t
 def test_what_is_sent(layout: str) -> None:
     manager = manager_of(layout)
     with manager:
-        compiled = jax.jit(lambda arrays: paged_attention(**arrays)).lower(place(Batch().arrays(), manager)).compile()
+        compiled = (
+            jax.jit(lambda arrays: paged_attention(**arrays))
+            .lower(place(Batch().arrays(), manager))
+            .compile()
+        )
     if LAYOUTS[layout][3]:
         assert_collectives(compiled, **LAYOUTS[layout][3], only=True, mesh=manager.mesh)  # type: ignore[arg-type]
     else:
@@ -171,16 +220,28 @@ def sizes_of(jaxpr: Any) -> list[int]:
     for equation in jaxpr.eqns:
         found += [out.aval.size for out in equation.outvars]
         for value in equation.params.values():
-            programs = (getattr(one, "jaxpr", one) for one in (value if isinstance(value, (tuple, list)) else [value]))
-            found += [size for inner in programs if hasattr(inner, "eqns") for size in sizes_of(inner)]
+            programs = (
+                getattr(one, "jaxpr", one)
+                for one in (value if isinstance(value, (tuple, list)) else [value])
+            )
+            found += [
+                size for inner in programs if hasattr(inner, "eqns") for size in sizes_of(inner)
+            ]
     return found
 
 
 def test_no_sequence_is_ever_gathered_whole() -> None:
     columns, page_size = 64, 16
-    shapes = {"q": (4, 1, 4, 8), "k_pages": (256, page_size, 2, 8), "v_pages": (256, page_size, 2, 8)}
+    shapes = {
+        "q": (4, 1, 4, 8),
+        "k_pages": (256, page_size, 2, 8),
+        "v_pages": (256, page_size, 2, 8),
+    }
     arrays = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    arrays |= {"block_tables": jax.ShapeDtypeStruct((4, columns), jnp.int32), "lengths": jax.ShapeDtypeStruct((4,), jnp.int32)}
+    arrays |= {
+        "block_tables": jax.ShapeDtypeStruct((4, columns), jnp.int32),
+        "lengths": jax.ShapeDtypeStruct((4,), jnp.int32),
+    }
     made = sizes_of(jax.make_jaxpr(lambda arrays: paged_attention(**arrays))(arrays).jaxpr)
     whole = 4 * columns * page_size * 2 * 8
     assert 0 < max(made) <= whole // 8
@@ -192,7 +253,9 @@ def test_a_table_that_only_the_running_program_knows_may_name_pages_that_do_not_
     tables[1, 2], tables[3] = PAGES, -7
     found = run({**arrays, "block_tables": tables, "q_lengths": None})
     v = arrays["v_pages"].at[arrays["block_tables"][1, 2]].set(1e9)  # is not read
-    np.testing.assert_array_equal(run({**arrays, "block_tables": tables, "q_lengths": None, "v_pages": v}), found)
+    np.testing.assert_array_equal(
+        run({**arrays, "block_tables": tables, "q_lengths": None, "v_pages": v}), found
+    )
     np.testing.assert_array_equal(found[3], 0.0)
     assert np.abs(found[1]).min() > 0.0
 
@@ -206,8 +269,16 @@ def test_what_others_left_in_a_page_does_not_matter() -> None:
 
 
 def test_bfloat16() -> None:
-    arrays = {name: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for name, x in Batch().arrays().items()}
-    wanted, _ = reference({name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in arrays.items()})
+    arrays = {
+        name: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+        for name, x in Batch().arrays().items()
+    }
+    wanted, _ = reference(
+        {
+            name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+            for name, x in arrays.items()
+        }
+    )
     manager = manager_of("pages")
     with manager:
         found = run(place(arrays, manager))
@@ -222,16 +293,37 @@ def test_it_has_no_gradient() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "page": ({"block_tables": np.full((4, COLUMNS), 24, np.int32)}, r"block_tables\[0, 0\] is page 24, and there are 24; sequence 0 has 5"),
-    "negative page": ({"block_tables": np.full((4, COLUMNS), -1, np.int32)}, r"block_tables\[0, 0\] is page -1"),
+    "page": (
+        {"block_tables": np.full((4, COLUMNS), 24, np.int32)},
+        r"block_tables\[0, 0\] is page 24, and there are 24; sequence 0 has 5",
+    ),
+    "negative page": (
+        {"block_tables": np.full((4, COLUMNS), -1, np.int32)},
+        r"block_tables\[0, 0\] is page -1",
+    ),
     "length": ({"lengths": np.array([1, 25, 1, 3], np.int32)}, "lengths has 25, outside 0 to 24"),
-    "more queries": ({"q_lengths": np.array([1, 6, 1, 3], np.int32)}, "q_lengths has 6, outside 0 to 5"),
-    "more queries than keys": ({"q_lengths": np.array([1, 1, 2, 3], np.int32)}, "sequence 2 has 2 queries and 1 keys"),
-    "table of one sequence": ({"block_tables": np.zeros(COLUMNS, np.int32)}, r"block_tables is int32 of shape \(6,\)"),
+    "more queries": (
+        {"q_lengths": np.array([1, 6, 1, 3], np.int32)},
+        "q_lengths has 6, outside 0 to 5",
+    ),
+    "more queries than keys": (
+        {"q_lengths": np.array([1, 1, 2, 3], np.int32)},
+        "sequence 2 has 2 queries and 1 keys",
+    ),
+    "table of one sequence": (
+        {"block_tables": np.zeros(COLUMNS, np.int32)},
+        r"block_tables is int32 of shape \(6,\)",
+    ),
     "no integers": ({"lengths": np.ones(4)}, r"lengths is float64 of shape \(4,\)"),
     "rank": ({"k_pages": np.ones((24, 4, 8), np.float32)}, r"k_pages has shape \(24, 4, 8\)"),
-    "values": ({"v_pages": np.ones((24, 8, 2, 8), np.float32)}, r"v_pages has shape \(24, 8, 2, 8\), and k_pages \(24, 4, 2, 8\)"),
-    "heads": ({"q": np.ones((4, 5, 3, 8), np.float32)}, "3 query heads do not divide over 2 kv heads"),
+    "values": (
+        {"v_pages": np.ones((24, 8, 2, 8), np.float32)},
+        r"v_pages has shape \(24, 8, 2, 8\), and k_pages \(24, 4, 2, 8\)",
+    ),
+    "heads": (
+        {"q": np.ones((4, 5, 3, 8), np.float32)},
+        "3 query heads do not divide over 2 kv heads",
+    ),
     "head_dim": ({"q": np.ones((4, 5, 4, 4), np.float32)}, "head_dim 8 of k is not 4, that of q"),
 }
 
@@ -244,8 +336,15 @@ def test_wrong_arguments(name: str) -> None:
 
 
 def test_pages_over_the_shards_of_the_batch() -> None:
-    manager = sw.PartitionManager(sw.Strategy.loads(RULES.format(head="tp", page="dp")), mesh=cpu_mesh("dp:2")).for_mode("decode")
-    with manager, pytest.raises(AttentionError, match="the pages and the batch of the queries both lie over dp"):
+    manager = sw.PartitionManager(
+        sw.Strategy.loads(RULES.format(head="tp", page="dp")), mesh=cpu_mesh("dp:2")
+    ).for_mode("decode")
+    with (
+        manager,
+        pytest.raises(
+            AttentionError, match="the pages and the batch of the queries both lie over dp"
+        ),
+    ):
         paged_attention(**Batch().arrays())
 
 
@@ -258,19 +357,28 @@ def test_pages_that_a_shard_map_has_split() -> None:
         return paged_attention(**{**arrays, "k_pages": k_pages, "v_pages": v_pages})
 
     split = jax.shard_map(local, mesh=manager.mesh, in_specs=(pages, pages), out_specs=P())
-    with manager, pytest.raises(AttentionError, match="a shard_map around the call has split the pages over sp"):
+    with (
+        manager,
+        pytest.raises(
+            AttentionError, match="a shard_map around the call has split the pages over sp"
+        ),
+    ):
         split(arrays["k_pages"], arrays["v_pages"])
 
 
 def test_heads_of_which_the_pages_take_a_part_that_is_not_the_last() -> None:
-    manager = sw.PartitionManager(sw.Strategy.loads(RULES.format(head="sp+tp", page="sp")), mesh=cpu_mesh("tp:2,sp:2")).for_mode("decode")
+    manager = sw.PartitionManager(
+        sw.Strategy.loads(RULES.format(head="sp+tp", page="sp")), mesh=cpu_mesh("tp:2,sp:2")
+    ).for_mode("decode")
     with manager, pytest.raises(AttentionError, match="lie over"):
         paged_attention(**Batch().arrays())
 
 
 def test_specs_of_pages_are_theirs() -> None:
     manager = manager_of("batch, pages and kv heads")
-    assert manager.resolve((sw.PAGE, sw.EMPTY, sw.KV_HEAD, sw.KV_HEAD_DIM), shape=(PAGES, 4, 2, 8)) == P("sp", None, "tp")
+    assert manager.resolve(
+        (sw.PAGE, sw.EMPTY, sw.KV_HEAD, sw.KV_HEAD_DIM), shape=(PAGES, 4, 2, 8)
+    ) == P("sp", None, "tp")
 
 
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
@@ -278,14 +386,26 @@ def test_specs_of_pages_are_theirs() -> None:
 def test_quantised_pages_are_read_as_they_are_with_their_scales(stored: str, layout: str) -> None:
     arrays = Batch().arrays()
     quantised = {name: quantize(arrays[name], stored) for name in ("k_pages", "v_pages")}
-    plain = {**arrays, **{name: one.values.astype(jnp.float32) * one.scale[..., None] for name, one in quantised.items()}}
+    plain = {
+        **arrays,
+        **{
+            name: one.values.astype(jnp.float32) * one.scale[..., None]
+            for name, one in quantised.items()
+        },
+    }
     given = {**arrays, **{name: one.values for name, one in quantised.items()}}
-    scales = {"k_scale_pages": quantised["k_pages"].scale, "v_scale_pages": quantised["v_pages"].scale}
+    scales = {
+        "k_scale_pages": quantised["k_pages"].scale,
+        "v_scale_pages": quantised["v_pages"].scale,
+    }
     wanted = run(plain, window=(9, None))
     manager = manager_of(layout)
     with manager:
         axes = (sw.PAGE, sw.EMPTY, sw.KV_HEAD)
-        scales = {name: jax.device_put(x, manager.sharding(axes, shape=x.shape)) for name, x in scales.items()}
+        scales = {
+            name: jax.device_put(x, manager.sharding(axes, shape=x.shape))
+            for name, x in scales.items()
+        }
         found = run(place(given, manager), window=(9, None), **scales)
     np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
 
@@ -307,9 +427,15 @@ def test_what_another_sequence_left_in_a_scale_is_not_read() -> None:
 def test_scales_of_pages_are_checked() -> None:
     arrays = Batch().arrays()
     shape = arrays["k_pages"].shape[:3]
-    given = {**arrays, "k_pages": arrays["k_pages"].astype(jnp.int8), "v_pages": arrays["v_pages"].astype(jnp.int8)}
+    given = {
+        **arrays,
+        "k_pages": arrays["k_pages"].astype(jnp.int8),
+        "v_pages": arrays["v_pages"].astype(jnp.int8),
+    }
     says = f"k_scale_pages: k_pages is int8 and has no scale\n  fix   pass k_scale_pages=, float32 of shape {shape}"
     with pytest.raises(AttentionError, match=re.escape(says)):
         run(given)
-    with pytest.raises(AttentionError, match="v_scale_pages: v_scale_pages is given, and v_pages is float32"):
+    with pytest.raises(
+        AttentionError, match="v_scale_pages: v_scale_pages is given, and v_pages is float32"
+    ):
         run(arrays, v_scale_pages=jnp.ones(shape))

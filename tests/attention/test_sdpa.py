@@ -28,7 +28,9 @@ RULES = '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp | -"\n'
 
 def arrays(*, rows: int = 16, kv_heads: int = 2, dtype: str = "float32") -> tuple[jax.Array, ...]:
     shapes = ((4, rows, 4, 8), (4, 16, kv_heads, 8), (4, 16, kv_heads, 8))
-    return tuple(jax.random.normal(jax.random.key(at), shape, dtype) for at, shape in enumerate(shapes))
+    return tuple(
+        jax.random.normal(jax.random.key(at), shape, dtype) for at, shape in enumerate(shapes)
+    )
 
 
 def value_and_grads(*, implementation: str, given: tuple[jax.Array, ...], **options: Any) -> Any:
@@ -47,7 +49,9 @@ def test_a_row_without_keys_is_exactly_zero_and_so_are_its_gradients() -> None:
     assert all(not np.any(grad[0]) for grad in grads)
     np.testing.assert_allclose(o, want, atol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, want_grads)
-    plain = jax.nn.dot_product_attention(*options["given"], key_value_seq_lengths=options["lengths"].astype(jnp.int32))
+    plain = jax.nn.dot_product_attention(
+        *options["given"], key_value_seq_lengths=options["lengths"].astype(jnp.int32)
+    )
     assert np.any(plain[0]), "JAX by itself returns the mean of the values"
 
 
@@ -56,7 +60,9 @@ def test_the_last_query_stands_at_the_last_key() -> None:
     (_, o), _ = value_and_grads(implementation="sdpa", given=given, causal=True)
     (_, want), _ = value_and_grads(implementation="vanilla", given=given, causal=True)
     np.testing.assert_allclose(o, want, atol=2e-6)
-    assert np.abs(o - jax.nn.dot_product_attention(*given, is_causal=True)).max() > 0.1, "JAX counts from the first key"
+    assert np.abs(o - jax.nn.dot_product_attention(*given, is_causal=True)).max() > 0.1, (
+        "JAX counts from the first key"
+    )
 
 
 @pytest.mark.parametrize("layout", ["BTHD", "BHTD"])
@@ -65,7 +71,9 @@ def test_sums_of_bfloat16_are_float32_in_every_layout(layout: str) -> None:
     given = tuple(jax.random.normal(jax.random.key(at), shape, "bfloat16") for at in range(3))
     (_, o), grads = value_and_grads(implementation="sdpa", given=given, causal=True, layout=layout)
     exact = tuple(x.astype(jnp.float32) for x in given)
-    (_, want), want_grads = value_and_grads(implementation="vanilla", given=exact, causal=True, layout=layout)
+    (_, want), want_grads = value_and_grads(
+        implementation="vanilla", given=exact, causal=True, layout=layout
+    )
     for found, wanted in zip((o, *grads), (want, *want_grads), strict=True):
         assert found.dtype == jnp.bfloat16
         assert np.linalg.norm(found.astype(jnp.float32) - wanted) <= 4e-3 * np.linalg.norm(wanted)
@@ -75,10 +83,15 @@ def test_sums_of_bfloat16_are_float32_in_every_layout(layout: str) -> None:
 def test_nothing_is_sent_over_batch_and_heads(mesh: str, kv_heads: int) -> None:
     pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh))
     given = arrays(kv_heads=kv_heads)
-    axes = ((sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM), *[(sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)] * 2)
+    axes = (
+        (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM),
+        *[(sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)] * 2,
+    )
 
     def both(given: tuple[jax.Array, ...], do: jax.Array) -> Any:
-        attend = functools.partial(dot_product_attention, mode="train", implementation="sdpa", causal=True)
+        attend = functools.partial(
+            dot_product_attention, mode="train", implementation="sdpa", causal=True
+        )
         o, pull_back = jax.vjp(attend, *given)
         return o, pull_back(do)
 
@@ -89,7 +102,9 @@ def test_nothing_is_sent_over_batch_and_heads(mesh: str, kv_heads: int) -> None:
 
 
 def call_of(*, dtype: str = "bfloat16", rows: int = 16, **options: Any) -> AttentionCall:
-    return explain(*arrays(rows=rows, dtype=dtype), mode="train", implementation="sdpa", **options).call
+    return explain(
+        *arrays(rows=rows, dtype=dtype), mode="train", implementation="sdpa", **options
+    ).call
 
 
 @pytest.mark.parametrize(
@@ -108,7 +123,9 @@ def test_what_has_no_argument_is_refused(options: dict[str, Any], says: str) -> 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, *, verdict: str = "") -> None:
     """Let cuDNN's verdict be known, as it is after the first call on a machine."""
-    monkeypatch.setattr(sdpa.CudnnAttention, "_verdicts", {jax.local_devices()[0].device_kind: verdict})
+    monkeypatch.setattr(
+        sdpa.CudnnAttention, "_verdicts", {jax.local_devices()[0].device_kind: verdict}
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,13 +133,22 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, *, verdict: str = "") -> None:
     [
         ({"dtype": "float32"}, "it computes in bfloat16 and float16, and the call in float32"),
         ({"segment_ids": jnp.zeros((4, 16), jnp.int32)}, "it takes no segments"),
-        ({"mask": jnp.ones((1, 1, 16, 16), bool)}, "a dense mask would have to be a bias, whose sums overflow"),
+        (
+            {"mask": jnp.ones((1, 1, 16, 16), bool)},
+            "a dense mask would have to be a bias, whose sums overflow",
+        ),
         ({"bias": jnp.ones((1, 1, 16, 16))}, "the gradient of a bias depends on its shape there"),
         ({"causal": True, "chunk": 4}, "it has no chunks, and chunk is 4"),
         ({"window": (3, 3)}, "its window ends at the query, and window is (3, 3)"),
         ({"window": (3, None)}, "its window ends at the query, and window is (3, None)"),
-        ({"causal": True, "positions": jnp.arange(16)}, "positions are arrays, and its masks go by row"),
-        ({"causal": True, "rows": 4}, "it counts from the first row, and the first query stands at 12"),
+        (
+            {"causal": True, "positions": jnp.arange(16)},
+            "positions are arrays, and its masks go by row",
+        ),
+        (
+            {"causal": True, "rows": 4},
+            "it counts from the first row, and the first query stands at 12",
+        ),
         (
             {"window": (3, 0), "lengths": jnp.ones(4, jnp.int32)},
             "with a window and lengths a query may see no key, where it promises nothing",
@@ -130,9 +156,13 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, *, verdict: str = "") -> None:
         ({"softcap": 2.0}, "it has no softcap, and softcap is 2.0"),
     ],
 )
-def test_what_cudnn_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str) -> None:
+def test_what_cudnn_cannot_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str
+) -> None:
     on_gpu(monkeypatch)
-    assert sdpa.CudnnAttention.supports(dataclasses.replace(call_of(**options), platform="gpu")) == (says,)
+    assert sdpa.CudnnAttention.supports(
+        dataclasses.replace(call_of(**options), platform="gpu")
+    ) == (says,)
 
 
 def test_inside_a_shard_map_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,15 +174,21 @@ def test_inside_a_shard_map_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         seen.append(sdpa.CudnnAttention.supports(call))
         return x
 
-    jax.make_jaxpr(jax.shard_map(local, mesh=mesh, in_specs=jax.P("dp"), out_specs=jax.P("dp")))(jnp.zeros(2))
-    assert seen == [("a shard_map around the call has split dp, and its kernel needs one that checks nothing",)]
+    jax.make_jaxpr(jax.shard_map(local, mesh=mesh, in_specs=jax.P("dp"), out_specs=jax.P("dp")))(
+        jnp.zeros(2)
+    )
+    assert seen == [
+        ("a shard_map around the call has split dp, and its kernel needs one that checks nothing",)
+    ]
 
 
 @pytest.mark.parametrize("dim", [4, 136])
 def test_what_cudnn_takes_as_the_size_of_a_head(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
     on_gpu(monkeypatch)
     call = dataclasses.replace(call_of(), platform="gpu", head_dim=dim, v_dim=dim)
-    assert sdpa.CudnnAttention.supports(call) == (f"its head_dim is a multiple of 8 up to 128, and head_dim is {dim}",)
+    assert sdpa.CudnnAttention.supports(call) == (
+        f"its head_dim is a multiple of 8 up to 128, and head_dim is {dim}",
+    )
 
 
 CUDNN: dict[str, dict[str, Any]] = {
@@ -182,14 +218,20 @@ def test_cudnn_is_asked_for_what_the_call_means(monkeypatch: pytest.MonkeyPatch,
         assert sdpa.CudnnAttention.supports(call) == ()
 
         def loss(given: tuple[jax.Array, ...]) -> Any:
-            o = sdpa.CudnnAttention.run(make_operands(*given, options=options, call=call, mask=mask), call).o
+            o = sdpa.CudnnAttention.run(
+                make_operands(*given, options=options, call=call, mask=mask), call
+            ).o
             return jnp.sum(jnp.sin(o.astype(jnp.float32))), o
 
-        (_, o), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(given)
+        (_, o), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(
+            given
+        )
     assert asked == ["cudnn"]
     (_, want), want_grads = value_and_grads(implementation="vanilla", given=given, **CUDNN[name])
     pairs = zip((o, *grads), (want, *want_grads), strict=True)
-    for found, wanted in ((np.asarray(one, np.float32), np.asarray(other, np.float32)) for one, other in pairs):
+    for found, wanted in (
+        (np.asarray(one, np.float32), np.asarray(other, np.float32)) for one, other in pairs
+    ):
         assert np.linalg.norm(found - wanted) <= 1e-2 * np.linalg.norm(wanted)
     if "lengths" in CUDNN[name]:
         assert not np.any(o[0])
@@ -198,7 +240,9 @@ def test_cudnn_is_asked_for_what_the_call_means(monkeypatch: pytest.MonkeyPatch,
 
 def test_on_another_platform_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa.CudnnAttention, "probe", lambda: pytest.fail("cuDNN was tried"))
-    with pytest.raises(sw.AttentionError, match=re.escape("it runs on GPUs, and the platform is cpu")):
+    with pytest.raises(
+        sw.AttentionError, match=re.escape("it runs on GPUs, and the platform is cpu")
+    ):
         dot_product_attention(*arrays(dtype="bfloat16"), mode="train", implementation="cudnn")
 
 
@@ -208,7 +252,9 @@ def test_a_call_for_a_gpu_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPa
     assert sdpa.CudnnAttention.supports(call) == ("this process has no GPU; its backend is cpu",)
 
 
-def test_cudnn_is_tried_once_and_its_complaint_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_tried_once_and_its_complaint_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sdpa.CudnnAttention, "_verdicts", {})
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     tried = []
@@ -222,7 +268,9 @@ def test_cudnn_is_tried_once_and_its_complaint_is_the_reason(monkeypatch: pytest
     # Also while something is being traced, on a mesh whose axes are Explicit.
     with jax.set_mesh(cpu_mesh("dp:2", axis_types="explicit")):
         jax.make_jaxpr(lambda: len(sdpa.CudnnAttention.supports(call)))()
-    assert sdpa.CudnnAttention.supports(call) == ("cuDNN does not work on this machine: cuDNN is not detected.",)
+    assert sdpa.CudnnAttention.supports(call) == (
+        "cuDNN does not work on this machine: cuDNN is not detected.",
+    )
     assert tried == ["cudnn"]
 
 
@@ -230,7 +278,11 @@ def test_cudnn_is_tried_where_no_mesh_is_ambient(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sdpa.CudnnAttention, "_verdicts", {})
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     real = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *x, implementation, **rest: real(*x, implementation="xla", **rest))
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda *x, implementation, **rest: real(*x, implementation="xla", **rest),
+    )
     with jax.set_mesh(cpu_mesh("dp:2", axis_types="explicit")):
         jax.make_jaxpr(lambda: len(sdpa.CudnnAttention.probe()))()
     assert sdpa.CudnnAttention._verdicts == {jax.local_devices()[0].device_kind: ""}

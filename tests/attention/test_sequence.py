@@ -22,7 +22,15 @@ CAUSAL = Recipe(scale=1.0, mask=MaskRules(causal=True), q_block=512, kv_block=10
 
 
 def call_of(recipe: Recipe, *, q_offset: int | None) -> AttentionCall:
-    sizes = {"batch": 1, "q_length": 8, "kv_length": 8, "heads": 1, "kv_heads": 1, "head_dim": 1, "v_dim": 1}
+    sizes = {
+        "batch": 1,
+        "q_length": 8,
+        "kv_length": 8,
+        "heads": 1,
+        "kv_heads": 1,
+        "head_dim": 1,
+        "v_dim": 1,
+    }
     return AttentionCall(**sizes, dtype="float32", mode="train", recipe=recipe, q_offset=q_offset)
 
 
@@ -31,7 +39,9 @@ def shard_of(*, rows: int, heads: int, dim: int) -> Operands:
     return Operands(q=q, k=kv, v=kv, q_positions=None, kv_positions=None)
 
 
-def blocks(shard: Operands, recipe: Recipe = CAUSAL, *, q_offset: int | None = 0) -> tuple[int, int]:
+def blocks(
+    shard: Operands, recipe: Recipe = CAUSAL, *, q_offset: int | None = 0
+) -> tuple[int, int]:
     found = _sequence.blocks(recipe, shard, call_of(recipe, q_offset=q_offset))
     return found.q_block, found.kv_block
 
@@ -50,11 +60,18 @@ def test_a_block_lies_in_one_half_where_positions_are_arrays() -> None:
     assert blocks(shard_of(rows=13, heads=1, dim=wide), q_offset=None) == (7, 7)
     assert blocks(shard_of(rows=1, heads=1, dim=wide), q_offset=None) == (1, 1)
     nothing_to_skip = dataclasses.replace(CAUSAL, mask=MaskRules())
-    assert blocks(shard_of(rows=1536, heads=1, dim=wide), nothing_to_skip, q_offset=None) == (512, 1024)
+    assert blocks(shard_of(rows=1536, heads=1, dim=wide), nothing_to_skip, q_offset=None) == (
+        512,
+        1024,
+    )
 
 
-@pytest.mark.parametrize(("v_dim", "dtype", "arrays"), [(4, "float32", 1), (6, "float32", 1), (4, "bfloat16", 2)])
-def test_keys_and_values_travel_as_one_array_where_they_can(v_dim: int, dtype: str, arrays: int) -> None:
+@pytest.mark.parametrize(
+    ("v_dim", "dtype", "arrays"), [(4, "float32", 1), (6, "float32", 1), (4, "bfloat16", 2)]
+)
+def test_keys_and_values_travel_as_one_array_where_they_can(
+    v_dim: int, dtype: str, arrays: int
+) -> None:
     k, v = jnp.arange(24.0).reshape(1, 3, 2, 4), jnp.ones((1, 3, 2, v_dim), dtype)
     packed = _sequence.pack(k, v)
     assert len(packed) == arrays
@@ -67,7 +84,9 @@ def test_keys_and_values_travel_as_one_array_where_they_can(v_dim: int, dtype: s
 def test_an_unrolled_ring_equals_one_in_a_loop() -> None:
     """`scan_ring_attention=False`."""
     strategy = sw.Strategy.loads('[rules]\nquery_length = "sp"\nkv_length = "sp"\n')
-    q, k, v = (jax.random.normal(key, (1, 16, 2, 4)) for key in jax.random.split(jax.random.key(0), 3))
+    q, k, v = (
+        jax.random.normal(key, (1, 16, 2, 4)) for key in jax.random.split(jax.random.key(0), 3)
+    )
     with sw.PartitionManager(strategy, mesh=cpu_mesh("sp:4")):
         options = make_options({"causal": True, "mode": "train"})
         call, mask = describe(q, k, v, options=options)
@@ -82,4 +101,6 @@ def test_an_unrolled_ring_equals_one_in_a_loop() -> None:
         rolled, unrolled = run(call), run(dataclasses.replace(call, loop=False))
     # Forward and backward; nobody asks for the gradients of the keys, so they do not travel.
     assert (rolled[0], unrolled[0]) == (1 + 1, 3 + 3)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), rolled[1], unrolled[1])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), rolled[1], unrolled[1]
+    )

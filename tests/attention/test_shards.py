@@ -26,7 +26,15 @@ SIZES: dict[str, Any] = {"batch": 4, "q_length": 16, "kv_length": 16, "head_dim"
 
 
 def operands(**heads: int) -> Operands:
-    return without(make_operands(**SIZES, **heads), "mask", "q_segment_ids", "kv_segment_ids", "seed", "batch_index", "head_index")
+    return without(
+        make_operands(**SIZES, **heads),
+        "mask",
+        "q_segment_ids",
+        "kv_segment_ids",
+        "seed",
+        "batch_index",
+        "head_index",
+    )
 
 
 def gradients(attend: Any, given: Operands) -> Any:
@@ -39,7 +47,9 @@ def gradients(attend: Any, given: Operands) -> Any:
 def assert_same(found: Any, wanted: Any) -> None:
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
     for name in wanted[1]:
-        np.testing.assert_allclose(found[1][name], wanted[1][name], rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            found[1][name], wanted[1][name], rtol=1e-5, atol=1e-5, err_msg=name
+        )
 
 
 @pytest.mark.parametrize(
@@ -47,13 +57,19 @@ def assert_same(found: Any, wanted: Any) -> None:
     [
         ("dp:2,tp:4", (8, 4), JointSpecs(batch=("dp",), heads=("tp",), kv_heads=("tp",))),
         ("dp:2,tp:4", (8, 2), JointSpecs(batch=("dp",), heads=("tp",), grouping=KVHeads.INDEX)),
-        ("ep:2,tp:4", (8, 2), JointSpecs(heads=("ep", "tp"), kv_heads=("ep",), grouping=KVHeads.PREFIX)),
+        (
+            "ep:2,tp:4",
+            (8, 2),
+            JointSpecs(heads=("ep", "tp"), kv_heads=("ep",), grouping=KVHeads.PREFIX),
+        ),
         ("dp:2,tp:2", (8, 8), JointSpecs(batch=("dp",), heads=("tp",), grouping=KVHeads.INDEX)),
         ("dp:2,tp:2", (6, 3), JointSpecs(batch=("dp",), heads=("tp",), grouping=KVHeads.INDEX)),
     ],
     ids=["same", "one each", "prefix", "whole groups", "groups cut in two"],
 )
-def test_each_shard_reads_the_kv_heads_of_its_queries(mesh: str, heads: tuple[int, int], specs: JointSpecs) -> None:
+def test_each_shard_reads_the_kv_heads_of_its_queries(
+    mesh: str, heads: tuple[int, int], specs: JointSpecs
+) -> None:
     given = operands(heads=heads[0], kv_heads=heads[1])
     call = AttentionCall(
         **SIZES, heads=heads[0], kv_heads=heads[1], dtype="float32", mode="__train__", recipe=RECIPE, specs=specs,
@@ -77,9 +93,14 @@ def test_gradients_of_replicated_operands_are_summed_once(check_vma: bool) -> No
         return blockwise.attend(shard, RECIPE)[0]
 
     over = jax.shard_map(
-        local, mesh=cpu_mesh("dp:4"), in_specs=tuple(getattr(specs, name) for name in names), out_specs=P("dp"), check_vma=check_vma
+        local,
+        mesh=cpu_mesh("dp:4"),
+        in_specs=tuple(getattr(specs, name) for name in names),
+        out_specs=P("dp"),
+        check_vma=check_vma,
     )
     assert specs.sinks == specs.bias == P()
     assert_same(
-        gradients(lambda x: over(*(getattr(x, name) for name in names)), given), gradients(lambda x: vanilla.attend(x, RECIPE).o, given)
+        gradients(lambda x: over(*(getattr(x, name) for name in names)), given),
+        gradients(lambda x: vanilla.attend(x, RECIPE).o, given),
     )

@@ -24,8 +24,14 @@ pytestmark = pytest.mark.slow
 RULES = '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp | -"\n'
 
 
-def arrays(*, q_length: int = 128, kv_length: int = 128, kv_heads: int = 1, batch: int = 2) -> tuple[jax.Array, ...]:
-    shapes = ((batch, q_length, 2, 8), (batch, kv_length, kv_heads, 8), (batch, kv_length, kv_heads, 8))
+def arrays(
+    *, q_length: int = 128, kv_length: int = 128, kv_heads: int = 1, batch: int = 2
+) -> tuple[jax.Array, ...]:
+    shapes = (
+        (batch, q_length, 2, 8),
+        (batch, kv_length, kv_heads, 8),
+        (batch, kv_length, kv_heads, 8),
+    )
     return tuple(jax.random.normal(jax.random.key(at), shape) for at, shape in enumerate(shapes))
 
 
@@ -42,14 +48,19 @@ def both(implementation: str, given: tuple[jax.Array, ...], **options: Any) -> A
 CASES: dict[str, dict[str, Any]] = {
     "more queries than keys": {"q_length": 300, "kv_length": 140, "causal": True},
     "a window over a longer past": {"q_length": 130, "kv_length": 500, "window": (20, 0)},
-    "nobody's segment": {"segment_ids": jnp.zeros((2, 128), jnp.int32).at[:, :9].set(-(2**30)), "kv_segment_ids": jnp.zeros((2, 128), int)},
+    "nobody's segment": {
+        "segment_ids": jnp.zeros((2, 128), jnp.int32).at[:, :9].set(-(2**30)),
+        "kv_segment_ids": jnp.zeros((2, 128), int),
+    },
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_equals_the_oracle_where_blocks_are_skipped(name: str) -> None:
     options = dict(CASES[name])
-    given = arrays(**{size: options.pop(size) for size in ("q_length", "kv_length") if size in options})
+    given = arrays(
+        **{size: options.pop(size) for size in ("q_length", "kv_length") if size in options}
+    )
     found, wanted = both("splash", given, **options), both("vanilla", given, **options)
     for one, want, tolerance in zip(found, wanted, (2e-6, 1e-5, 1e-5, 1e-5), strict=True):
         assert np.isfinite(one).all()
@@ -75,8 +86,13 @@ def exact(given: tuple[Any, ...], do: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_any_scale_is_exact_in_bfloat16(head_dim: int) -> None:
     random = np.random.default_rng(0)
-    q, k, v, do = (jnp.asarray(random.standard_normal((1, 128, 1, head_dim)) * spread, "bfloat16") for spread in (36, 1, 1, 1))
-    o, pull_back = jax.vjp(functools.partial(dot_product_attention, mode="train", implementation="splash"), q, k, v)
+    q, k, v, do = (
+        jnp.asarray(random.standard_normal((1, 128, 1, head_dim)) * spread, "bfloat16")
+        for spread in (36, 1, 1, 1)
+    )
+    o, pull_back = jax.vjp(
+        functools.partial(dot_product_attention, mode="train", implementation="splash"), q, k, v
+    )
     for found, want in zip((o, *pull_back(do)), exact((q, k, v), do), strict=True):
         error = np.asarray(found, np.float64)[0, :, 0] - want
         assert np.linalg.norm(error) <= 2e-2 * np.linalg.norm(want)
@@ -86,7 +102,9 @@ def test_the_logsumexp_has_a_gradient() -> None:
     given = arrays(q_length=130, kv_length=200)
 
     def loss(given: tuple[jax.Array, ...], implementation: str) -> Any:
-        found = dot_product_attention(*given, mode="train", causal=True, return_lse=True, implementation=implementation)
+        found = dot_product_attention(
+            *given, mode="train", causal=True, return_lse=True, implementation=implementation
+        )
         return jnp.sum(jnp.sin(found.o)) + jnp.sum(jnp.cos(found.lse))
 
     found, wanted = (jax.grad(loss)(given, name) for name in ("splash", "vanilla"))
@@ -102,18 +120,33 @@ def test_positions_may_be_arrays() -> None:
         np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-5)
 
 
-def lowered(mesh: str, *, axis_types: Any = "auto", kv_heads: int = 2, dtype: str = "float32", **options: Any) -> Any:
+def lowered(
+    mesh: str,
+    *,
+    axis_types: Any = "auto",
+    kv_heads: int = 2,
+    dtype: str = "float32",
+    **options: Any,
+) -> Any:
     """A forward and a backward pass on a mesh, and the mesh."""
     pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types))
-    axes = ((sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM), *[(sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)] * 2)
+    axes = (
+        (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM),
+        *[(sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)] * 2,
+    )
 
     def run(given: tuple[jax.Array, ...], do: jax.Array) -> Any:
-        attend = functools.partial(dot_product_attention, mode="train", implementation="splash", **options)
+        attend = functools.partial(
+            dot_product_attention, mode="train", implementation="splash", **options
+        )
         o, pull_back = jax.vjp(attend, *given)
         return o, pull_back(do)
 
     with pm:
-        laid = tuple(pm.shard(x.astype(dtype), *names) for x, names in zip(arrays(kv_heads=kv_heads), axes, strict=True))
+        laid = tuple(
+            pm.shard(x.astype(dtype), *names)
+            for x, names in zip(arrays(kv_heads=kv_heads), axes, strict=True)
+        )
         return jax.jit(run, compiler_options=QUICK).lower(laid, laid[0]), pm.mesh
 
 
@@ -124,15 +157,21 @@ def test_nothing_is_sent_over_batch_and_heads(axis_types: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kv_heads_that_are_read_by_several_shards_get_the_sum_of_their_gradients_in_float32(dtype: str) -> None:
+def test_kv_heads_that_are_read_by_several_shards_get_the_sum_of_their_gradients_in_float32(
+    dtype: str,
+) -> None:
     program, mesh = lowered("dp:2,tp:2", causal=True, kv_heads=1, dtype=dtype)
     of_one = 4 * 1 * 128 * 8
-    assert_collectives(program, all_reduce=range(1, 3), bytes=2 * of_one, axis="tp", mesh=mesh, only=True)
+    assert_collectives(
+        program, all_reduce=range(1, 3), bytes=2 * of_one, axis="tp", mesh=mesh, only=True
+    )
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("mesh", ["ep:2,dp:2", "ep:2,tp:2"])
-def test_over_a_mesh_axis_that_the_call_does_not_use_nothing_is_sent_and_no_gradient_counts_twice(mesh: str, axis_types: Any) -> None:
+def test_over_a_mesh_axis_that_the_call_does_not_use_nothing_is_sent_and_no_gradient_counts_twice(
+    mesh: str, axis_types: Any
+) -> None:
     given, sinks = arrays(kv_heads=2), jnp.array([0.5, -0.5])
     wanted = both("vanilla", given, causal=True, sinks=sinks)
     with sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types)):
@@ -159,7 +198,10 @@ def test_what_it_refuses(options: dict[str, Any], says: str) -> None:
 
 def test_it_is_for_tpus() -> None:
     call = explain(*arrays(), mode="train").call
-    gpu, half = dataclasses.replace(call, platform="gpu"), dataclasses.replace(call, dtype="float16")
+    gpu, half = (
+        dataclasses.replace(call, platform="gpu"),
+        dataclasses.replace(call, dtype="float16"),
+    )
     assert SplashAttention.supports(gpu) == ("its kernel is for TPUs, and the platform is gpu",)
     assert SplashAttention.supports(half) == ("TPUs do not compute in float16",)
 
@@ -175,7 +217,9 @@ def test_inside_a_shard_map_it_is_refused() -> None:
         return given[0]
 
     spec = jax.P("dp")
-    run = jax.shard_map(local, mesh=pm.mesh, in_specs=(spec,) * 3, out_specs=spec, axis_names={"dp"})
+    run = jax.shard_map(
+        local, mesh=pm.mesh, in_specs=(spec,) * 3, out_specs=spec, axis_names={"dp"}
+    )
     jax.make_jaxpr(run)(*arrays(kv_heads=2))
     assert seen == [(says,)]
 

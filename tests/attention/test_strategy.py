@@ -27,7 +27,10 @@ def shapes(length: int = 8) -> list[jax.ShapeDtypeStruct]:
 
 def test_each_mode_has_its_own_and_the_rest_the_default() -> None:
     rules = sw.Strategy.loads(TEXT).compile()
-    found = {mode: str(rules.attention_in(mode)) for mode in (sw.MODE_TRAIN, sw.MODE_PREFILL, sw.MODE_DECODE)}
+    found = {
+        mode: str(rules.attention_in(mode))
+        for mode in (sw.MODE_TRAIN, sw.MODE_PREFILL, sw.MODE_DECODE)
+    }
     assert found == {
         sw.MODE_TRAIN: 'train = "vanilla"   (<toml>:5, [attention])',
         sw.MODE_PREFILL: 'default = "blockwise"   (<toml>:4, [attention])',
@@ -48,7 +51,12 @@ def test_round_trip_overlay_and_schema(format: str) -> None:
     strategy = sw.Strategy.loads(TEXT)
     assert sw.Strategy.loads(strategy.dumps(format=format), format=format) == strategy  # type: ignore[arg-type]
     both = strategy | sw.Strategy.loads('[attention]\ndecode = "flash_decode"\n')
-    assert both.attention.model_dump() == {"default": "blockwise", "train": "vanilla", "prefill": None, "decode": "flash_decode"}
+    assert both.attention.model_dump() == {
+        "default": "blockwise",
+        "train": "vanilla",
+        "prefill": None,
+        "decode": "flash_decode",
+    }
     schema = sw.Strategy.json_schema()
     jsonschema.validate(strategy.to_data(), schema)
     jsonschema.validate({"attention": {"train": "own:mine"}}, schema)
@@ -60,8 +68,14 @@ def test_round_trip_overlay_and_schema(format: str) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('train = "rings"', "my.toml:2 attention.train: 'rings' is not a choice here\n  fix   did you mean 'ring'?"),
-        ('train = "own:"', "my.toml:2 attention.train: 'own:' is not a choice here\n  fix   write one of auto, allgather_kv,"),
+        (
+            'train = "rings"',
+            "my.toml:2 attention.train: 'rings' is not a choice here\n  fix   did you mean 'ring'?",
+        ),
+        (
+            'train = "own:"',
+            "my.toml:2 attention.train: 'own:' is not a choice here\n  fix   write one of auto, allgather_kv,",
+        ),
         ('decode = "paged"', "vanilla, or own:NAME for one that you register"),
         ('insert = "ring"', "my.toml:2 attention.insert: unknown key"),
         ("train = 3", "my.toml:2 attention.train: "),
@@ -76,7 +90,10 @@ def test_the_strategys_word_counts_unless_the_call_has_its_own() -> None:
     q, k, v = shapes()
     with sw.PartitionManager(sw.Strategy.loads(TEXT), mesh=cpu_mesh("dp:2")):
         found = attention.explain(q, k, v, mode="train")
-        assert (found.name, found.why) == ("vanilla", 'the strategy says train = "vanilla"   (<toml>:5, [attention])')
+        assert (found.name, found.why) == (
+            "vanilla",
+            'the strategy says train = "vanilla"   (<toml>:5, [attention])',
+        )
         assert attention.explain(q, k, v, mode="train", implementation="auto").name == "blockwise"
         assert attention.explain(q, k, v, mode="decode").name == "blockwise"
         with pytest.raises(
@@ -89,14 +106,19 @@ def test_the_strategys_word_counts_unless_the_call_has_its_own() -> None:
 def test_one_that_was_named_and_refuses_is_told_with_what_auto_takes() -> None:
     q, k, v = shapes()
     with sw.PartitionManager(sw.Strategy.loads(TEXT), mesh=cpu_mesh("dp:2")):
-        refused = attention.explain(q, k, v, mode="train", implementation="blockwise", return_weights=True)
-        assert str(refused).splitlines()[0] == "refused   blockwise was asked for by name and refuses"
+        refused = attention.explain(
+            q, k, v, mode="train", implementation="blockwise", return_weights=True
+        )
+        assert (
+            str(refused).splitlines()[0] == "refused   blockwise was asked for by name and refuses"
+        )
         assert str(refused).splitlines()[-1] == "  auto  vanilla: only it returns weights"
         says = r'^blockwise was asked for by name.*\n(.*\n)* *not   blockwise: it never(.*\n)* *fix   implementation="auto" takes vanilla$'
         with pytest.raises(sw.AttentionError, match=says):
             refused.require()
         with pytest.raises(
-            sw.AttentionError, match=r'says default = "blockwise".*\n(.*\n)*.*"auto" takes vanilla, and so does default = "auto" there'
+            sw.AttentionError,
+            match=r'says default = "blockwise".*\n(.*\n)*.*"auto" takes vanilla, and so does default = "auto" there',
         ):
             attention.explain(q, k, v, mode="prefill", return_weights=True).require()
 
@@ -106,20 +128,29 @@ def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(one, "supports", classmethod(lambda cls, call: ("it rests",)))
     named = attention.explain(*shapes(), mode="train", implementation="ring")
     assert str(named).splitlines()[-1] == "  auto  no implementation: all refuse"
-    with pytest.raises(sw.AttentionError, match=r"ring was asked for by name and refuses\n(.*\n)*.*nothing else serves it either"):
+    with pytest.raises(
+        sw.AttentionError,
+        match=r"ring was asked for by name and refuses\n(.*\n)*.*nothing else serves it either",
+    ):
         named.require()
-    with pytest.raises(sw.AttentionError, match="no attention implementation can serve this call: all refuse"):
+    with pytest.raises(
+        sw.AttentionError, match="no attention implementation can serve this call: all refuse"
+    ):
         attention.explain(*shapes(), mode="train").require()
 
 
 def test_a_strategy_may_name_every_implementation_that_is_shipped() -> None:
     assert {impl_names(one)[0] for one in SHIPPED} | {AUTO} == set(Attention)
-    names = sw.Strategy.json_schema()["$defs"]["AttentionTable"]["properties"]["default"]["anyOf"][0]["enum"]
+    names = sw.Strategy.json_schema()["$defs"]["AttentionTable"]["properties"]["default"]["anyOf"][
+        0
+    ]["enum"]
     assert names == [str(name) for name in Attention]
     assert names[0] == AUTO
 
 
-def test_one_of_your_own_has_a_prefix_so_that_typing_errors_are_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_your_own_has_a_prefix_so_that_typing_errors_are_still_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     q, k, v = shapes()
     strategy = sw.Strategy.loads('[attention]\ntrain = "own:mine"\n', source="my.toml")
     with sw.PartitionManager(strategy, mesh=cpu_mesh("dp:2")):
@@ -129,9 +160,16 @@ def test_one_of_your_own_has_a_prefix_so_that_typing_errors_are_still_seen(monke
         )
         with pytest.raises(sw.AttentionError, match=says):
             attention.explain(q, k, v, mode="train")
-        monkeypatch.setattr(attention.AttentionRegistry, "_known", {**attention.AttentionRegistry._known, "mine": Mine})
+        monkeypatch.setattr(
+            attention.AttentionRegistry,
+            "_known",
+            {**attention.AttentionRegistry._known, "mine": Mine},
+        )
         found = attention.explain(q, k, v, mode="train")
-        assert (found.name, found.why) == ("mine", 'the strategy says train = "own:mine"   (my.toml:2, [attention])')
+        assert (found.name, found.why) == (
+            "mine",
+            'the strategy says train = "own:mine"   (my.toml:2, [attention])',
+        )
         assert attention.dot_product_attention(
             jnp.ones((2, 8, 4, 8)), k=jnp.ones((2, 8, 2, 8)), v=jnp.ones((2, 8, 2, 8)), mode="train"
         ).shape

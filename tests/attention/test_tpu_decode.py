@@ -13,7 +13,9 @@ def test_temporary_memory_does_not_grow_with_the_cache() -> None:
     assert len(found) == len(KINDS) * len(SHAPES) * len(CAPACITIES)
     for one in found:
         what = f"{one.kind}, {one.kv_heads} kv heads of {one.head_dim}, {one.capacity} rows"
-        print(f"{what:44} append {one.append:8} attend {one.attend:8} bytes of temporary memory, {one.held} of the cache")
+        print(
+            f"{what:44} append {one.append:8} attend {one.attend:8} bytes of temporary memory, {one.held} of the cache"
+        )
         assert one.append <= 2**18, what
         assert one.attend <= 2**20, what
     for short, long in zip(found[::2], found[1::2], strict=True):

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from tests import tpu_compile
-from tests.attention.tpu_memory import BATCH, HEAD_DIM, HEADS, KV_HEADS, LENGTH, PLAIN, SHARDS, Compiled, measure
+from tests.attention.tpu_memory import (
+    BATCH,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LENGTH,
+    PLAIN,
+    SHARDS,
+    Compiled,
+    measure,
+)
 
 pytestmark = tpu_compile.MARKS
 MB = 10**6
@@ -16,7 +26,9 @@ SHARD = BATCH * LENGTH // SHARDS * KV_HEADS * 2 * HEAD_DIM  # elements of one ra
 def compiled() -> dict[str, Compiled]:
     found = measure("ring", "ulysses", "allgather_kv", PLAIN)
     for one in found.values():
-        print(f"{one.name:30} {one.temporary / MB:8.1f} MB of temporary memory per device, forward and backward; {one.counts}")
+        print(
+            f"{one.name:30} {one.temporary / MB:8.1f} MB of temporary memory per device, forward and backward; {one.counts}"
+        )
     return found
 
 
@@ -34,7 +46,9 @@ def test_ulysses(compiled: dict[str, Compiled]) -> None:
     assert compiled["ulysses"].kernels == 3
     assert compiled["ulysses"].counts["all_to_all"] == 8
     # q and o whole, k and v with one head per rank; in bfloat16, forward and backward.
-    assert compiled["ulysses"].sent["all_to_all"] == 2 * 2 * BATCH * LENGTH // SHARDS * HEAD_DIM * 2 * (HEADS + KV_HEADS)
+    assert compiled["ulysses"].sent[
+        "all_to_all"
+    ] == 2 * 2 * BATCH * LENGTH // SHARDS * HEAD_DIM * 2 * (HEADS + KV_HEADS)
 
 
 def test_gathered_keys(compiled: dict[str, Compiled]) -> None:

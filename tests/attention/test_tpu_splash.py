@@ -14,23 +14,35 @@ pytestmark = tpu_compile.MARKS
 def compiled() -> dict[str, Compiled]:
     found = measure()
     for one in found.values():
-        print(f"{one.name:24} {one.temporary / 1e6:8.1f} MB of temporary memory per device, forward and backward; {one.counts}")
+        print(
+            f"{one.name:24} {one.temporary / 1e6:8.1f} MB of temporary memory per device, forward and backward; {one.counts}"
+        )
     return found
 
 
 def test_it_is_three_kernels(compiled: dict[str, Compiled]) -> None:
-    own = {name: one.kernels for name, one in compiled.items() if PROGRAMS[name].implementation == "splash"}
+    own = {
+        name: one.kernels
+        for name, one in compiled.items()
+        if PROGRAMS[name].implementation == "splash"
+    }
     assert own == dict.fromkeys(own, 3)  # forward, queries, keys
 
 
-def test_it_sums_gradients_of_what_several_shards_read_in_float32_and_sends_nothing_else(compiled: dict[str, Compiled]) -> None:
+def test_it_sums_gradients_of_what_several_shards_read_in_float32_and_sends_nothing_else(
+    compiled: dict[str, Compiled],
+) -> None:
     sums = {name: compiled[name] for name in ("window, capped, sinks", "one kv head")}
     assert {name for name, one in compiled.items() if one.counts} == set(sums)
     assert all(one.counts == {"all_reduce": 1} for one in sums.values())
     one = PROGRAMS["one kv head"]  # over dp:2,tp:4
-    assert sums["one kv head"].sent == {"all_reduce": 4 * one.batch // 2 * one.kv_length * (one.head_dim + one.v_dim)}
+    assert sums["one kv head"].sent == {
+        "all_reduce": 4 * one.batch // 2 * one.kv_length * (one.head_dim + one.v_dim)
+    }
 
 
-def test_it_needs_less_memory_than_blocks_and_far_less_than_all_logits(compiled: dict[str, Compiled]) -> None:
+def test_it_needs_less_memory_than_blocks_and_far_less_than_all_logits(
+    compiled: dict[str, Compiled],
+) -> None:
     assert compiled["plain"].temporary * 25 < compiled["plain by sdpa"].temporary
     assert compiled["plain"].temporary < compiled["plain by blockwise"].temporary

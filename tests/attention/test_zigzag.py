@@ -16,7 +16,9 @@ from shardwright.testing import cpu_mesh
 
 
 def test_a_shard_holds_an_early_and_a_late_chunk() -> None:
-    np.testing.assert_array_equal(zigzag.positions(12, shards=3), [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7])
+    np.testing.assert_array_equal(
+        zigzag.positions(12, shards=3), [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
+    )
     np.testing.assert_array_equal(zigzag.positions(6, shards=1), np.arange(6))
     assert zigzag.positions(12, shards=3).dtype == zigzag.positions(6, shards=1).dtype == np.int32
 
@@ -39,14 +41,22 @@ def test_rows_come_back(shards: int) -> None:
 
 def test_another_dim() -> None:
     np.testing.assert_array_equal(zigzag.permute(np.arange(4), shards=1, dim=0), np.arange(4))
-    np.testing.assert_array_equal(zigzag.permute(np.eye(8), shards=2, dim=-1)[0], np.eye(8)[0][zigzag.positions(8, shards=2)])
-    np.testing.assert_array_equal(zigzag.permute(np.eye(8)[:, :3], shards=2, dim=-2), np.eye(8)[zigzag.positions(8, shards=2), :3])
+    np.testing.assert_array_equal(
+        zigzag.permute(np.eye(8), shards=2, dim=-1)[0], np.eye(8)[0][zigzag.positions(8, shards=2)]
+    )
+    np.testing.assert_array_equal(
+        zigzag.permute(np.eye(8)[:, :3], shards=2, dim=-2),
+        np.eye(8)[zigzag.positions(8, shards=2), :3],
+    )
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 def test_sharded_rows_come_back_and_lie_as_before(axis_types: str) -> None:
     mesh = cpu_mesh("dp:2,sp:4", axis_types=axis_types)
-    sharding, plain = NamedSharding(mesh, P("dp", "sp")), np.arange(2 * 16 * 3.0, dtype=np.float32).reshape(2, 16, 3)
+    sharding, plain = (
+        NamedSharding(mesh, P("dp", "sp")),
+        np.arange(2 * 16 * 3.0, dtype=np.float32).reshape(2, 16, 3),
+    )
     placed = jax.device_put(plain, sharding)
     there = zigzag.permute({"k": placed}, shards=4)["k"]
     np.testing.assert_array_equal(there, zigzag.permute(plain, shards=4))
@@ -68,7 +78,9 @@ def test_a_loss_of_rows_put_in_order_has_its_gradient(axis_types: str) -> None:
     with jax.set_mesh(mesh):
         placed = jax.device_put(x, NamedSharding(mesh, P("dp", "sp")))
         for taken in (jax.grad(loss), jax.jit(jax.grad(loss))):
-            np.testing.assert_allclose(taken(placed), 2 * x * zigzag.permute(weights, shards=4, dim=0), rtol=1e-6)
+            np.testing.assert_allclose(
+                taken(placed), 2 * x * zigzag.permute(weights, shards=4, dim=0), rtol=1e-6
+            )
 
 
 @pytest.mark.parametrize("shards", [2, 3, 8])
@@ -80,15 +92,22 @@ def test_every_rank_has_the_same_causal_work_in_every_turn(shards: int) -> None:
     def work(rank: int, source: int) -> int:
         pairs = ((q, kv) for q in places[rank] for kv in places[source])
         return sum(
-            not block_is_empty(MaskRules(causal=True), (int(q.min()), int(q.max())), (int(kv.min()), int(kv.max()))) for q, kv in pairs
+            not block_is_empty(
+                MaskRules(causal=True), (int(q.min()), int(q.max())), (int(kv.min()), int(kv.max()))
+            )
+            for q, kv in pairs
         )
 
     for turn in range(shards):
-        assert {work(rank, (rank - turn) % shards) for rank in range(shards)} == {3 if turn == 0 else 2}
+        assert {work(rank, (rank - turn) % shards) for rank in range(shards)} == {
+            3 if turn == 0 else 2
+        }
 
 
 def test_a_length_that_does_not_divide() -> None:
-    message = r"a length of 10 does not divide into 2 \* 3 chunks, two per shard[\s\S]*pad it by 2 rows"
+    message = (
+        r"a length of 10 does not divide into 2 \* 3 chunks, two per shard[\s\S]*pad it by 2 rows"
+    )
     with pytest.raises(AttentionError, match=message):
         zigzag.positions(10, shards=3)
     with pytest.raises(AttentionError, match=message):
@@ -96,12 +115,18 @@ def test_a_length_that_does_not_divide() -> None:
 
 
 def test_a_chunk_per_shard_is_not_enough() -> None:
-    with pytest.raises(AttentionError, match=r"a length of 9 does not divide into 2 \* 3 chunks, two per shard\n  fix   pad it by 3 rows"):
+    with pytest.raises(
+        AttentionError,
+        match=r"a length of 9 does not divide into 2 \* 3 chunks, two per shard\n  fix   pad it by 3 rows",
+    ):
         zigzag.positions(9, shards=3)
 
 
 def test_no_shards() -> None:
-    with pytest.raises(AttentionError, match=r"^shards: 0 shards\n  fix   pass how many parts the sequence is sharded into$"):
+    with pytest.raises(
+        AttentionError,
+        match=r"^shards: 0 shards\n  fix   pass how many parts the sequence is sharded into$",
+    ):
         zigzag.positions(10, shards=0)
 
 

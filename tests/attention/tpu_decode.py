@@ -49,7 +49,9 @@ def compiled(kind: str, kv_heads: int, head_dim: int, capacity: int) -> Compiled
     from shardwright import caches
     from shardwright.attention import dot_product_attention
 
-    pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=tpu_compile.tpu_mesh(dp=8)).for_mode("decode")
+    pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=tpu_compile.tpu_mesh(dp=8)).for_mode(
+        "decode"
+    )
 
     def abstract(x: Any, axes: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pm.sharding(axes, shape=x.shape))
@@ -57,17 +59,30 @@ def compiled(kind: str, kv_heads: int, head_dim: int, capacity: int) -> Compiled
     def attend(q: Any, cache: Any) -> Any:
         view = cache.view()
         scales = {"k_scale": view.k_scale, "v_scale": view.v_scale}
-        return dot_product_attention(q, view.k, view.v, **scales, lengths=view.lengths, causal=True, implementation="blockwise")
+        return dot_product_attention(
+            q,
+            view.k,
+            view.v,
+            **scales,
+            lengths=view.lengths,
+            causal=True,
+            implementation="blockwise",
+        )
 
     with pm:
         sizes = {"batch": BATCH, "capacity": capacity, "kv_heads": kv_heads, "head_dim": head_dim}
         cache = jax.eval_shape(lambda: caches.init(**KINDS[kind], **sizes))
         cache = jax.tree.map(abstract, cache, cache.axes())
         new, q = (
-            abstract(jax.ShapeDtypeStruct((BATCH, 1, heads, head_dim), jnp.bfloat16), (sw.BATCH, sw.EMPTY, sw.EMPTY, sw.EMPTY))
+            abstract(
+                jax.ShapeDtypeStruct((BATCH, 1, heads, head_dim), jnp.bfloat16),
+                (sw.BATCH, sw.EMPTY, sw.EMPTY, sw.EMPTY),
+            )
             for heads in (kv_heads, HEADS)
         )
-        append = tpu_compile.compile_for_tpus(lambda cache, k, v: cache.append(k, v), cache, new, new, donate_argnums=0)
+        append = tpu_compile.compile_for_tpus(
+            lambda cache, k, v: cache.append(k, v), cache, new, new, donate_argnums=0
+        )
         attended = tpu_compile.compile_for_tpus(attend, q, cache)
     return Compiled(
         kind=kind,

@@ -39,7 +39,9 @@ class Compiled:
 
 
 def measure(*names: str) -> dict[str, Compiled]:
-    return {one.name: one for one in tpu_compile.measure("tests.attention.tpu_memory", Compiled, *names)}
+    return {
+        one.name: one for one in tpu_compile.measure("tests.attention.tpu_memory", Compiled, *names)
+    }
 
 
 def compiled(name: str) -> Compiled:
@@ -55,14 +57,24 @@ def compiled(name: str) -> Compiled:
     def array(axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=pm.sharding(axes, shape=shape))
 
-    q = array((sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM), (BATCH, LENGTH, HEADS, HEAD_DIM), jnp.bfloat16)
-    k = array((sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM), (BATCH, LENGTH, KV_HEADS, HEAD_DIM), jnp.bfloat16)
+    q = array(
+        (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM),
+        (BATCH, LENGTH, HEADS, HEAD_DIM),
+        jnp.bfloat16,
+    )
+    k = array(
+        (sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM),
+        (BATCH, LENGTH, KV_HEADS, HEAD_DIM),
+        jnp.bfloat16,
+    )
     positions = array((sw.BATCH, sw.QUERY_LENGTH), (BATCH, LENGTH), jnp.int32)
 
     def attend(q: Any, k: Any, v: Any, positions: Any) -> Any:
         if name == PLAIN:
             return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        return dot_product_attention(q, k, v, causal=True, positions=positions, mode="train", implementation=name)
+        return dot_product_attention(
+            q, k, v, causal=True, positions=positions, mode="train", implementation=name
+        )
 
     def both(q: Any, k: Any, v: Any, positions: Any, do: Any) -> Any:
         o, pull_back = jax.vjp(lambda *arrays: attend(*arrays, positions), q, k, v)
@@ -72,7 +84,13 @@ def compiled(name: str) -> Compiled:
         program = tpu_compile.compile_for_tpus(both, q, k, k, positions, q)
     counts, sent = tpu_compile.collectives(program, pm.mesh)
     kernels = program.as_text().count('custom_call_target="tpu_custom_call"')
-    return Compiled(name=name, temporary=tpu_compile.temporary(program), kernels=kernels, counts=counts, sent=sent)
+    return Compiled(
+        name=name,
+        temporary=tpu_compile.temporary(program),
+        kernels=kernels,
+        counts=counts,
+        sent=sent,
+    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,9 @@ PROGRAMS = {
     "plain by sdpa": dataclasses.replace(PLAIN, implementation="sdpa"),
     "plain by blockwise": dataclasses.replace(PLAIN, implementation="blockwise"),
     "full": Program(options={}),
-    "window, capped, sinks": Program(options={"window": (300, 0), "softcap": 30.0}, arrays=("sinks",)),
+    "window, capped, sinks": Program(
+        options={"window": (300, 0), "softcap": 30.0}, arrays=("sinks",)
+    ),
     "chunks": Program(options={"causal": True, "chunk": 300}),
     "packed": Program(arrays=("segment_ids", "lengths")),
     "ragged": Program(q_length=200, kv_length=1000),
@@ -76,7 +78,9 @@ class Compiled:
 
 
 def measure(*names: str) -> dict[str, Compiled]:
-    return {one.name: one for one in tpu_compile.measure("tests.attention.tpu_splash", Compiled, *names)}
+    return {
+        one.name: one for one in tpu_compile.measure("tests.attention.tpu_splash", Compiled, *names)
+    }
 
 
 def compiled(name: str) -> Compiled:
@@ -88,28 +92,45 @@ def compiled(name: str) -> Compiled:
     from shardwright.attention.api import dot_product_attention
 
     program = PROGRAMS[name]
-    pm = sw.PartitionManager(sw.Strategy.loads(program.rules), mesh=tpu_compile.tpu_mesh(dp=2, tp=4))
+    pm = sw.PartitionManager(
+        sw.Strategy.loads(program.rules), mesh=tpu_compile.tpu_mesh(dp=2, tp=4)
+    )
 
     def array(axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=pm.sharding(axes, shape=shape))
 
     def by_head(length_axis: str, head_axis: str, *sizes: int) -> jax.ShapeDtypeStruct:
-        return array((sw.BATCH, length_axis, head_axis, sw.HEAD_DIM), (program.batch, *sizes), program.dtype)
+        return array(
+            (sw.BATCH, length_axis, head_axis, sw.HEAD_DIM), (program.batch, *sizes), program.dtype
+        )
 
     q = by_head(sw.QUERY_LENGTH, sw.HEAD, program.q_length, program.heads, program.head_dim)
-    k, v = (by_head(sw.KV_LENGTH, sw.KV_HEAD, program.kv_length, program.kv_heads, dim) for dim in (program.head_dim, program.v_dim))
+    k, v = (
+        by_head(sw.KV_LENGTH, sw.KV_HEAD, program.kv_length, program.kv_heads, dim)
+        for dim in (program.head_dim, program.v_dim)
+    )
     do = by_head(sw.QUERY_LENGTH, sw.HEAD, program.q_length, program.heads, program.v_dim)
     known = {
-        "segment_ids": lambda: array((sw.BATCH, sw.QUERY_LENGTH), (program.batch, program.q_length), jnp.int32),
+        "segment_ids": lambda: array(
+            (sw.BATCH, sw.QUERY_LENGTH), (program.batch, program.q_length), jnp.int32
+        ),
         "lengths": lambda: array((sw.BATCH,), (program.batch,), jnp.int32),
         "sinks": lambda: array((sw.HEAD,), (program.heads,), jnp.float32),
     }
-    floats = {"q": q, "k": k, "v": v} | {name: known[name]() for name in program.arrays if name == "sinks"}
+    floats = {"q": q, "k": k, "v": v} | {
+        name: known[name]() for name in program.arrays if name == "sinks"
+    }
     rest = {name: known[name]() for name in program.arrays if name != "sinks"}
 
     def both(floats: dict[str, Any], rest: dict[str, Any], do: Any) -> Any:
         def attend(floats: dict[str, Any]) -> Any:
-            return dot_product_attention(**floats, **rest, **program.options, mode="train", implementation=program.implementation)
+            return dot_product_attention(
+                **floats,
+                **rest,
+                **program.options,
+                mode="train",
+                implementation=program.implementation,
+            )
 
         o, pull_back = jax.vjp(attend, floats)
         return o, pull_back(do)
@@ -120,7 +141,14 @@ def compiled(name: str) -> Compiled:
     seconds = time.perf_counter() - start
     counts, sent = tpu_compile.collectives(found, pm.mesh)
     kernels = found.as_text().count('custom_call_target="tpu_custom_call"')
-    return Compiled(name=name, temporary=tpu_compile.temporary(found), kernels=kernels, counts=counts, sent=sent, seconds=seconds)
+    return Compiled(
+        name=name,
+        temporary=tpu_compile.temporary(found),
+        kernels=kernels,
+        counts=counts,
+        sent=sent,
+        seconds=seconds,
+    )
 
 
 if __name__ == "__main__":

@@ -22,9 +22,13 @@ MESHES: dict[str, Call] = {
     "mesh axis that no rule can name": lambda scene: sw.create_mesh({"it's": 2, "-tp": 4}),
     "mesh axis twice": lambda scene: sw.create_mesh("dp:2,dp:4"),
     "mesh too large": lambda scene: sw.create_mesh({"dp": 4, "tp": 4}, devices=jax.devices()[:8]),
-    "mesh that does not divide": lambda scene: sw.create_mesh((3, -1), ("dp", "tp"), devices=jax.devices()[:8]),
+    "mesh that does not divide": lambda scene: sw.create_mesh(
+        (3, -1), ("dp", "tp"), devices=jax.devices()[:8]
+    ),
     "mesh with a name too few": lambda scene: sw.create_mesh((2, 4), ("dp",)),
-    "mesh of a bad axis type": lambda scene: sw.create_mesh("dp:2", devices=jax.devices()[:2], axis_types="Explict"),
+    "mesh of a bad axis type": lambda scene: sw.create_mesh(
+        "dp:2", devices=jax.devices()[:2], axis_types="Explict"
+    ),
     "mesh of bytes": lambda scene: sw.abstract_mesh(b"dp:2"),
     "mesh of the numbers of devices": lambda scene: sw.create_mesh("dp:2", devices=[0, 1]),
     "mesh of nothing": lambda scene: sw.create_mesh(None),
@@ -56,7 +60,9 @@ def inside_shard_map(scene: Scene) -> Any:
 
 def in_jit(scene: Scene) -> Any:
     with scene.pm:
-        return jax.jit(lambda x: sw.shard(x * 2, sw.BATCH, sw.HEAD, sw.EMBED), donate_argnums=0)(scene.placed)
+        return jax.jit(lambda x: sw.shard(x * 2, sw.BATCH, sw.HEAD, sw.EMBED), donate_argnums=0)(
+            scene.placed
+        )
 
 
 def donated(scene: Scene) -> Any:
@@ -65,7 +71,10 @@ def donated(scene: Scene) -> Any:
 
 
 def spec_of_weights(scene: Scene) -> dict[str, Any]:
-    return {"up": sw.ArraySpec((8, 8), jnp.float32, KERNEL), "down": sw.ArraySpec((8, 8), jnp.float32, KERNEL[::-1])}
+    return {
+        "up": sw.ArraySpec((8, 8), jnp.float32, KERNEL),
+        "down": sw.ArraySpec((8, 8), jnp.float32, KERNEL[::-1]),
+    }
 
 
 def state_of_another_shape(scene: Scene) -> Any:
@@ -75,7 +84,9 @@ def state_of_another_shape(scene: Scene) -> Any:
 
 def mapped(*in_axes: Any, out_axes: Any = X, count: int = 1, sizes: Any = None) -> Call:
     def call(scene: Scene) -> Any:
-        return scene.pm.shard_map(lambda *args: args[0], in_axes=in_axes, out_axes=out_axes, sizes=sizes)(*[scene.host] * count)
+        return scene.pm.shard_map(
+            lambda *args: args[0], in_axes=in_axes, out_axes=out_axes, sizes=sizes
+        )(*[scene.host] * count)
 
     return call
 
@@ -91,7 +102,9 @@ ANNOTATIONS: dict[str, Call] = {
     "None for a dim": lambda scene: scene.pm.shard(scene.host, (sw.BATCH, None)),
     "a number for a dim": lambda scene: scene.pm.shard(scene.host, sw.BATCH, 1),
     "a number for an annotation": lambda scene: scene.pm.shard(scene.host, 3),
-    "a dict for an annotation": lambda scene: sw.resolve({"x": sw.BATCH}, scene.pm.rules, {"dp": 2}),
+    "a dict for an annotation": lambda scene: sw.resolve(
+        {"x": sw.BATCH}, scene.pm.rules, {"dp": 2}
+    ),
     "an axis too few": lambda scene: scene.pm.shard(scene.host, sw.BATCH),
     "an axis too many": lambda scene: scene.pm.shard(scene.host, sw.BATCH, sw.LENGTH, sw.EMBED),
     "no axes at all": lambda scene: scene.pm.shard(scene.host),
@@ -100,28 +113,54 @@ ANNOTATIONS: dict[str, Call] = {
     "a size that does not divide": lambda scene: scene.pm.shard(scene.array(8, 6), *X),
     "a size that does not divide over two": lambda scene: scene.pm.shard(scene.array(12), sw.VOCAB),
     "a layout for a bias": lambda scene: scene.pm.shardings(scene.array(8), sw.ColumnWise),
-    "a layout for a stack of stacks": lambda scene: scene.pm.shardings(scene.array(2, 2, 8, 8), sw.ColumnWise),
+    "a layout for a stack of stacks": lambda scene: scene.pm.shardings(
+        scene.array(2, 2, 8, 8), sw.ColumnWise
+    ),
     "other axes for a named layout": lambda scene: sw.ColumnWise([sw.BATCH]),
-    "a layout of an unknown mode": lambda scene: sw.DynamicShardingAxes([sw.BATCH], mode="training"),
-    "a merged dim of another size": lambda scene: scene.pm.shard(scene.array(8, 12), sw.BATCH, sw.merged((sw.HEAD, 4), (sw.HEAD_DIM, 2))),
-    "a merged dim that would split a head": lambda scene: scene.pm.shard(scene.array(12), (sw.merged((sw.HEAD, 6), (sw.HEAD_DIM, 2)),)),
+    "a layout of an unknown mode": lambda scene: sw.DynamicShardingAxes(
+        [sw.BATCH], mode="training"
+    ),
+    "a merged dim of another size": lambda scene: scene.pm.shard(
+        scene.array(8, 12), sw.BATCH, sw.merged((sw.HEAD, 4), (sw.HEAD_DIM, 2))
+    ),
+    "a merged dim that would split a head": lambda scene: scene.pm.shard(
+        scene.array(12), (sw.merged((sw.HEAD, 6), (sw.HEAD_DIM, 2)),)
+    ),
     "a merged dim of no size": lambda scene: sw.merged((sw.HEAD, 0)),
-    "a composite with an open axis": lambda scene: scene.pm.shard(scene.host, (sw.BATCH, "open"), sw.EMPTY),
-    "a composite with EMPTY": lambda scene: scene.pm.shard(scene.host, (sw.BATCH, sw.EMPTY), sw.EMBED),
-    "a composite of a head and its dim": lambda scene: scene.pm.shard(scene.host, sw.BATCH, (sw.HEAD, sw.HEAD_DIM)),
-    "a composite that does not divide": lambda scene: scene.pm.shard(scene.array(6), ((sw.BATCH, sw.HEAD),)),
-    "a composite whose members meet": lambda scene: scene.pm.shard(scene.host, (sw.BATCH, sw.VOCAB), sw.LENGTH),
+    "a composite with an open axis": lambda scene: scene.pm.shard(
+        scene.host, (sw.BATCH, "open"), sw.EMPTY
+    ),
+    "a composite with EMPTY": lambda scene: scene.pm.shard(
+        scene.host, (sw.BATCH, sw.EMPTY), sw.EMBED
+    ),
+    "a composite of a head and its dim": lambda scene: scene.pm.shard(
+        scene.host, sw.BATCH, (sw.HEAD, sw.HEAD_DIM)
+    ),
+    "a composite that does not divide": lambda scene: scene.pm.shard(
+        scene.array(6), ((sw.BATCH, sw.HEAD),)
+    ),
+    "a composite whose members meet": lambda scene: scene.pm.shard(
+        scene.host, (sw.BATCH, sw.VOCAB), sw.LENGTH
+    ),
     "a literal spec of no mesh axis": lambda scene: scene.pm.shard(scene.host, jax.P("data")),
     "a literal spec too long": lambda scene: scene.pm.shard(scene.host, jax.P("dp", "tp", None)),
     "an ArraySpec of another rank": lambda scene: sw.ArraySpec((8, 8, 8), jnp.float32, KERNEL),
     "several dims in one text": lambda scene: scene.pm.shard(scene.host, "BATCH EMBED"),
-    "a literal spec that is unreduced": lambda scene: scene.pm.shard(scene.host, jax.P("dp", unreduced={"tp"})),
+    "a literal spec that is unreduced": lambda scene: scene.pm.shard(
+        scene.host, jax.P("dp", unreduced={"tp"})
+    ),
     "a stack of a stack": lambda scene: sw.stacked(sw.stacked(sw.ColumnWise)),
-    "a number of layers that is none": lambda scene: sw.stacked(sw.ArraySpec((8,), jnp.float32, (sw.EMBED,)), 2.9),
-    "a part that is longer than the whole": lambda scene: scene.pm.shard(scene.array(160), PartOf(annotation=X, shape=(8, 16), dims=(1,))),
+    "a number of layers that is none": lambda scene: sw.stacked(
+        sw.ArraySpec((8,), jnp.float32, (sw.EMBED,)), 2.9
+    ),
+    "a part that is longer than the whole": lambda scene: scene.pm.shard(
+        scene.array(160), PartOf(annotation=X, shape=(8, 16), dims=(1,))
+    ),
     "a part of no dims": lambda scene: PartOf(annotation=X, shape=(8, 8), dims=0),
     "a quantised weight without a shape": lambda scene: quantised(KERNEL, (1, 1)),
-    "an ArraySpec of another shape": lambda scene: scene.pm.shard(scene.host, sw.ArraySpec((8, 4), jnp.float32, X)),
+    "an ArraySpec of another shape": lambda scene: scene.pm.shard(
+        scene.host, sw.ArraySpec((8, 4), jnp.float32, X)
+    ),
 }
 
 CALLS: dict[str, Call] = {
@@ -143,36 +182,54 @@ CALLS: dict[str, Call] = {
     "a sharding that is left open": lambda scene: scene.pm.sharding(sw.BATCH, "open"),
     "a manager that is assigned to": lambda scene: setattr(scene.pm, "mode", "train"),
     "a tree of another structure": lambda scene: scene.pm.shard(scene.tree, {"up": X}),
-    "a tree of a deeper structure": lambda scene: scene.pm.shard({"up": scene.tree}, {"up": {"up": X, "wo": X}}),
-    "a PathMatch for its annotations": lambda scene: scene.pm.shardings(scene.tree, sw.match_paths(scene.tree, [(".*", KERNEL)])),
+    "a tree of a deeper structure": lambda scene: scene.pm.shard(
+        {"up": scene.tree}, {"up": {"up": X, "wo": X}}
+    ),
+    "a PathMatch for its annotations": lambda scene: scene.pm.shardings(
+        scene.tree, sw.match_paths(scene.tree, [(".*", KERNEL)])
+    ),
     "a tree of lists": lambda scene: scene.pm.shard(scene.tree, {"up": list(X), "down": list(X)}),
     "a tree without annotations": lambda scene: scene.pm.shardings(scene.tree),
-    "a tree with two bad leaves": lambda scene: scene.pm.shardings({"a": scene.array(7, 8), "b": {"c": scene.array(8, 6)}}, KERNEL),
-    "specs without an initialiser": lambda scene: scene.pm.init(spec_of_weights(scene), jax.random.key(0)),
+    "a tree with two bad leaves": lambda scene: scene.pm.shardings(
+        {"a": scene.array(7, 8), "b": {"c": scene.array(8, 6)}}, KERNEL
+    ),
+    "specs without an initialiser": lambda scene: scene.pm.init(
+        spec_of_weights(scene), jax.random.key(0)
+    ),
     "state that follows nothing": state_of_another_shape,
     "paths that no rule matches": lambda scene: sw.match_paths(scene.tree, [("^up$", KERNEL)]),
     "a path rule that is no pattern": lambda scene: sw.match_paths(scene.tree, [("(", KERNEL)]),
-    "a pattern that no machine holds": lambda scene: sw.match_paths(scene.tree, [("a{99999999999}", KERNEL)]),
+    "a pattern that no machine holds": lambda scene: sw.match_paths(
+        scene.tree, [("a{99999999999}", KERNEL)]
+    ),
     "layers without an ArraySpec": lambda scene: sw.stacked(KERNEL, 3),
     "shard_map with an argument too many": mapped(X, count=2),
     "shard_map of a wrong rank": mapped((sw.BATCH,)),
-    "shard_map of an axis in two ways": lambda scene: scene.pm.shard_map(lambda x, y: x, in_axes=[(sw.KV_HEAD,)] * 2, out_axes=())(
-        scene.array(8), scene.array(6)
-    ),
+    "shard_map of an axis in two ways": lambda scene: scene.pm.shard_map(
+        lambda x, y: x, in_axes=[(sw.KV_HEAD,)] * 2, out_axes=()
+    )(scene.array(8), scene.array(6)),
     "shard_map to an axis of no size": mapped(X, out_axes=(sw.KV_HEAD, sw.EMPTY)),
     "shard_map to one mesh axis twice": mapped(X, out_axes=(sw.EMBED, sw.HEAD)),
     "shard_map of an open axis": mapped((sw.BATCH, "open")),
-    "a global array without its shape": lambda scene: scene.pm.global_array(scene.host, sw.BATCH, sw.KV_HEAD),
+    "a global array without its shape": lambda scene: scene.pm.global_array(
+        scene.host, sw.BATCH, sw.KV_HEAD
+    ),
     "a global array of another rank": lambda scene: scene.pm.global_array(scene.host, sw.BATCH),
-    "a global array that does not divide": lambda scene: scene.pm.global_array(scene.array(8, 6), *X),
+    "a global array that does not divide": lambda scene: scene.pm.global_array(
+        scene.array(8, 6), *X
+    ),
     "an Auto axis before an Explicit one": mixed_order,
-    "an attribute that is no rule": lambda scene: sw.PartitionAxis(head_axis=3, batch_axis=("dp", None)).compile(),
+    "an attribute that is no rule": lambda scene: sw.PartitionAxis(
+        head_axis=3, batch_axis=("dp", None)
+    ).compile(),
     "a policy that is none": lambda scene: sw.Policy(indivisible="ignore"),
     "a policy with a text for a rule": lambda scene: sw.Policy(zero1="dp | -"),
     "a policy that gathers over a text": lambda scene: sw.Policy(gather="fsdp"),
     "a policy that gathers over joined names": lambda scene: sw.Policy(gather=("fsdp+sp",)),
     "a policy that gathers over no name": lambda scene: sw.Policy(gather=("fsdp", "")),
-    "a policy that gathers over one mesh axis twice": lambda scene: sw.Policy(gather=("fsdp", "sp", "fsdp")),
+    "a policy that gathers over one mesh axis twice": lambda scene: sw.Policy(
+        gather=("fsdp", "sp", "fsdp")
+    ),
     "rules that an array does not survive": lambda scene: sw.PartitionManager(
         sw.Strategy.loads(RULES.replace('"dp"', '"tp"')), mesh=scene.pm.mesh
     ).shard(scene.placed, *X),

@@ -67,7 +67,14 @@ def make_scene(folder: Path) -> Scene:
     pm = sw.PartitionManager(strategy, mesh=cpu_mesh("dp:2,tp:4"))
     host = np.arange(64, dtype=np.float32).reshape(8, 8)
     tree = {"up": host.copy(), "down": host.T.copy()}
-    return Scene(folder=folder, strategy=strategy, pm=pm, host=host, placed=pm.shard(host, sw.BATCH, sw.EMBED), tree=tree)
+    return Scene(
+        folder=folder,
+        strategy=strategy,
+        pm=pm,
+        host=host,
+        placed=pm.shard(host, sw.BATCH, sw.EMBED),
+        tree=tree,
+    )
 
 
 def state(scene: Scene) -> dict[str, Any]:
@@ -75,14 +82,25 @@ def state(scene: Scene) -> dict[str, Any]:
     mesh = jax.sharding.get_mesh()
     return {
         "files": {
-            path.name: path.read_bytes() for path in sorted(scene.folder.iterdir()) if path.name != "bad.toml" and path.name != "bad.json"
+            path.name: path.read_bytes()
+            for path in sorted(scene.folder.iterdir())
+            if path.name != "bad.toml" and path.name != "bad.json"
         },
         "host": scene.host.tobytes(),
-        "placed": (np.asarray(scene.placed).tobytes(), scene.placed.sharding, scene.placed.is_deleted()),
+        "placed": (
+            np.asarray(scene.placed).tobytes(),
+            scene.placed.sharding,
+            scene.placed.is_deleted(),
+        ),
         "tree": {name: leaf.tobytes() for name, leaf in scene.tree.items()},
         "strategy": scene.strategy.to_data(),
         "manager": (scene.pm, hash(scene.pm), scene.pm.resolve(sw.BATCH, sw.EMBED)),
-        "ambient": (context.current(), jax.sharding.get_abstract_mesh(), None if mesh.empty else mesh, len(context._ENTERED.stack)),
+        "ambient": (
+            context.current(),
+            jax.sharding.get_abstract_mesh(),
+            None if mesh.empty else mesh,
+            len(context._ENTERED.stack),
+        ),
     }
 
 

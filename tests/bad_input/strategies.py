@@ -22,10 +22,14 @@ def dump_elsewhere(scene: Scene) -> None:
 
 CASES: dict[str, Call] = {
     "no such file": lambda scene: sw.Strategy.load(scene.folder / "absent.toml"),
-    "a preset's name taken for a file": lambda scene: sw.Strategy.load(scene.folder / "fsdp_tp.toml"),
+    "a preset's name taken for a file": lambda scene: sw.Strategy.load(
+        scene.folder / "fsdp_tp.toml"
+    ),
     "another ending": lambda scene: sw.Strategy.load(scene.folder / "scene.yaml"),
     "dump to another ending": dump_elsewhere,
-    "dump into no folder": lambda scene: scene.strategy.dump(scene.folder / "nowhere" / "scene.toml"),
+    "dump into no folder": lambda scene: scene.strategy.dump(
+        scene.folder / "nowhere" / "scene.toml"
+    ),
     "no such preset": lambda scene: sw.Strategy.preset("fsdp_pt"),
     "no TOML": file('version = 1\n[rules\nbatch = "dp"\n'),
     "TOML that ends too early": file('version = 1\n[rules]\nbatch = "dp'),
@@ -42,9 +46,12 @@ CASES: dict[str, Call] = {
     "a star for a plus": file(HEAD + '[rules]\nbatch = "dp*tp"\n'),
     "a word for an axis type that is none": file('version = 1\naxis_types = "manual"\n'),
     "a word and a table of axis types": lambda scene: (
-        sw.Strategy(mesh={"dp": 2, "tp": 4}, axis_types="explicit") | sw.Strategy.load(scene.write('axis_types = {tp = "auto"}\n'))
+        sw.Strategy(mesh={"dp": 2, "tp": 4}, axis_types="explicit")
+        | sw.Strategy.load(scene.write('axis_types = {tp = "auto"}\n'))
     ),
-    "a copy with an update": lambda scene: scene.strategy.model_copy(update={"rules": {"batch": 3}}),
+    "a copy with an update": lambda scene: scene.strategy.model_copy(
+        update={"rules": {"batch": 3}}
+    ),
     "a version of the future": file("version = 2\n"),
     "a rule for no axis": file(HEAD + '[rules]\nbacth = "dp"\n'),
     "a mesh axis spelled wrong": file(HEAD + '[rules]\nbatch = "dp+fdsp"\n'),
@@ -63,7 +70,9 @@ CASES: dict[str, Call] = {
     "a size of zero": file("version = 1\n[mesh]\ndp = 0\n"),
     "slices that do not divide": file(HEAD + "[dcn]\ntp = 3\n"),
     "slices of no axis": file(HEAD + "[dcn]\nfsdp = 2\n"),
-    "an axis type of no mesh axis": file('version = 1\naxis_types = {model = "explicit"}\n[mesh]\ndp = 2\n'),
+    "an axis type of no mesh axis": file(
+        'version = 1\naxis_types = {model = "explicit"}\n[mesh]\ndp = 2\n'
+    ),
     "an unknown policy": file(HEAD + '[policy]\nindivisible = "ignore"\nconflct = "error"\n'),
     "several candidates to gather over": file(HEAD + '[policy]\ngather = "dp | tp"\n'),
     "gather over no mesh axis": file(HEAD + '[policy]\ngather = "dp+ps"\n'),
@@ -74,7 +83,9 @@ CASES: dict[str, Call] = {
         'version = 1\nnames = "x"\n[mesh]\ndp = 2\ntp = "4"\n[rules]\nbacth = "dp"\nhead = "tp |"\nembed = "dq"\n'
         '[[tensors]]\nmatch = "["\nembed = "-"\n'
     ),
-    "a fragment that is never completed": compiled('version = 1\n[rules]\nrotary_dim = "columns"\n'),
+    "a fragment that is never completed": compiled(
+        'version = 1\n[rules]\nrotary_dim = "columns"\n'
+    ),
     "an overlay with a bad mesh axis": lambda scene: (
         scene.strategy | sw.Strategy(mesh={"dp": 2, "tp": 4}) | sw.Strategy(rules={"batch": "data"})
     ),

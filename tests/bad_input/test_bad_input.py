@@ -53,8 +53,15 @@ def test_message_says_how_to_fix_it(name: str, messages: dict[str, str]) -> None
 
 def test_messages_advise_what_exists_and_show_no_data(messages: dict[str, str]) -> None:
     """A fix must be something that one can write; a message shows shapes and sizes, never an array's contents."""
-    assert "pm.current_manager" not in messages["current_manager without a manager"], "a manager has no such method"
+    assert "pm.current_manager" not in messages["current_manager without a manager"], (
+        "a manager has no such method"
+    )
     assert "shape=" not in messages["mesh_axes of a size that decides"], "mesh_axes takes a size"
     assert "array(" not in messages["a tree of lists"]
-    assert "scene.toml" not in messages["an overlay with a bad mesh axis"], "the rule came from Python, not from that line"
-    assert "this manager" not in messages["left and never entered"] + messages["left in the wrong order"], "which one?"
+    assert "scene.toml" not in messages["an overlay with a bad mesh axis"], (
+        "the rule came from Python, not from that line"
+    )
+    assert (
+        "this manager"
+        not in messages["left and never entered"] + messages["left in the wrong order"]
+    ), "which one?"

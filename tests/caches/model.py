@@ -48,7 +48,9 @@ class Model:
         counts, busy = Counter(into), [slot.length > 0 for slot in self.slots]
         refused = []
         for source, at in zip(sources, into, strict=True):
-            needed = range(max(0, source.length - self.window + 1) if self.window else 0, source.length)
+            needed = range(
+                max(0, source.length - self.window + 1) if self.window else 0, source.length
+            )
             if not 0 <= at < self.spec.batch:
                 refused.append(Refusal.SLOT_OUT_OF_RANGE)
             elif counts[at] > 1:
@@ -61,7 +63,11 @@ class Model:
                 refused.append(Refusal.POSITIONS_MISSING)
             else:
                 refused.append(Refusal.NONE)
-                kept = {p: token for p, token in source.held.items() if p >= source.length - self.spec.capacity}
+                kept = {
+                    p: token
+                    for p, token in source.held.items()
+                    if p >= source.length - self.spec.capacity
+                }
                 self.slots[at] = Slot(source.length, kept)
         return refused
 
@@ -108,13 +114,17 @@ class Model:
 def keys_of(tokens: Any, spec: CacheSpec) -> np.ndarray:
     """`[..., kv_heads, head_dim]` keys that tell tokens, heads and dims apart."""
     heads, dims = np.arange(spec.kv_heads)[:, None], np.arange(spec.head_dim)
-    return (np.asarray(tokens)[..., None, None] * 8 + heads * 2 + dims / spec.head_dim).astype(spec.dtype)
+    return (np.asarray(tokens)[..., None, None] * 8 + heads * 2 + dims / spec.head_dim).astype(
+        spec.dtype
+    )
 
 
 def values_of(tokens: Any, spec: CacheSpec) -> np.ndarray:
     """`[..., kv_heads, v_dim]`."""
     heads, dims = np.arange(spec.kv_heads)[:, None], np.arange(spec.v_dim)
-    return -(np.asarray(tokens)[..., None, None] * 8 + heads * 2 + dims / spec.v_dim).astype(spec.dtype)
+    return -(np.asarray(tokens)[..., None, None] * 8 + heads * 2 + dims / spec.v_dim).astype(
+        spec.dtype
+    )
 
 
 def slots_of(cache: Any) -> list[Slot]:

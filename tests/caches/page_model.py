@@ -35,7 +35,14 @@ class PageModel:
     @classmethod
     def empty(cls, *, batch: int, pages: int, page_size: int, capacity: int) -> PageModel:
         tables, sequences = ([[] for _ in range(batch)] for _ in range(2))
-        return cls(pages=pages, page_size=page_size, capacity=capacity, tables=tables, sequences=sequences, rows={})
+        return cls(
+            pages=pages,
+            page_size=page_size,
+            capacity=capacity,
+            tables=tables,
+            sequences=sequences,
+            rows={},
+        )
 
     @property
     def references(self) -> Counter[int]:
@@ -80,7 +87,11 @@ class PageModel:
     def naming(self, slots: list[int]) -> Refusals:
         batch, named = len(self.tables), Counter(slots)
         return [
-            Refusal.SLOT_OUT_OF_RANGE if not 0 <= slot < batch else Refusal.SLOT_TWICE if named[slot] > 1 else Refusal.NONE
+            Refusal.SLOT_OUT_OF_RANGE
+            if not 0 <= slot < batch
+            else Refusal.SLOT_TWICE
+            if named[slot] > 1
+            else Refusal.NONE
             for slot in slots
         ]
 
@@ -116,8 +127,14 @@ class PageModel:
     def reorder(self, parents: list[int]) -> Refusals:
         tables, sequences, batch = self.tables, self.sequences, len(self.tables)
         ok = [0 <= parent < batch for parent in parents]
-        parents = [parent if good else slot for slot, (parent, good) in enumerate(zip(parents, ok, strict=True))]
-        self.tables, self.sequences = [list(tables[p]) for p in parents], [list(sequences[p]) for p in parents]
+        parents = [
+            parent if good else slot
+            for slot, (parent, good) in enumerate(zip(parents, ok, strict=True))
+        ]
+        self.tables, self.sequences = (
+            [list(tables[p]) for p in parents],
+            [list(sequences[p]) for p in parents],
+        )
         return [Refusal.NONE if good else Refusal.SLOT_OUT_OF_RANGE for good in ok]
 
     def share(self, sources: list[int], slots: list[int], lengths: list[int]) -> Refusals:
@@ -153,7 +170,9 @@ class Operation:
 NAMES = ("append", "append", "append", "insert", "free", "rewind", "reorder", "share")
 
 
-def random_operation(random: random.Random, model: PageModel, *, first: int, most: int, entries: int) -> Operation:
+def random_operation(
+    random: random.Random, model: PageModel, *, first: int, most: int, entries: int
+) -> Operation:
     """Return an operation, mostly a sensible one, now and then with a slot, a length or a parent that does not exist.
 
     Args:
@@ -168,15 +187,30 @@ def random_operation(random: random.Random, model: PageModel, *, first: int, mos
     held = [len(sequence) for sequence in model.sequences]
 
     def new(count: int) -> list[list[int]]:
-        return [list(range(first + i * most, first + i * most + random.choice((0, 1, 1, random.randint(0, most))))) for i in range(count)]
+        return [
+            list(
+                range(
+                    first + i * most,
+                    first + i * most + random.choice((0, 1, 1, random.randint(0, most))),
+                )
+            )
+            for i in range(count)
+        ]
 
     def wrong(number: int, chance: float = 0.03) -> int:
-        return random.choice((-1, batch, batch + 7, 2**31 - 1, -batch)) if random.random() < chance else number
+        return (
+            random.choice((-1, batch, batch + 7, 2**31 - 1, -batch))
+            if random.random() < chance
+            else number
+        )
 
     def some(of: list[int]) -> list[int]:
         # Padded with a slot that does not exist.
         chosen = random.sample(of, min(len(of), random.randint(1, entries))) if of else []
-        chosen = [*([random.choice([*chosen, random.randrange(batch)])] if random.random() < 0.2 else []), *chosen]
+        chosen = [
+            *([random.choice([*chosen, random.randrange(batch)])] if random.random() < 0.2 else []),
+            *chosen,
+        ]
         return ([wrong(slot) for slot in chosen] + [batch] * entries)[:entries]
 
     empty = [slot for slot in range(batch) if not held[slot]]
@@ -186,17 +220,31 @@ def random_operation(random: random.Random, model: PageModel, *, first: int, mos
     if name == "insert":
         return Operation(name=name, arguments={"sequences": new(entries), "slots": some(empty)})
     if name == "free":
-        return Operation(name=name, arguments={"slots": some(full if random.random() < 0.8 else empty)})
+        return Operation(
+            name=name, arguments={"slots": some(full if random.random() < 0.8 else empty)}
+        )
     if name == "rewind":
-        lengths = [wrong(length - random.choice((0, 0, 1, 2, random.randint(0, length)))) for length in held]
+        lengths = [
+            wrong(length - random.choice((0, 0, 1, 2, random.randint(0, length))))
+            for length in held
+        ]
         return Operation(name=name, arguments={"lengths": lengths})
     if name == "reorder":
-        parents = [wrong(random.choice((slot, slot, random.randrange(batch)))) for slot in range(batch)]
+        parents = [
+            wrong(random.choice((slot, slot, random.randrange(batch)))) for slot in range(batch)
+        ]
         return Operation(name=name, arguments={"parents": parents})
-    sources = [wrong(random.choice(full if full and random.random() < 0.8 else range(batch))) for _ in range(entries)]
+    sources = [
+        wrong(random.choice(full if full and random.random() < 0.8 else range(batch)))
+        for _ in range(entries)
+    ]
     lengths = [random.randint(0, held[source]) if 0 <= source < batch else 0 for source in sources]
-    lengths = [length if random.random() < 0.95 else random.choice((-1, 10**6)) for length in lengths]
-    return Operation(name=name, arguments={"sources": sources, "slots": some(empty), "lengths": lengths})
+    lengths = [
+        length if random.random() < 0.95 else random.choice((-1, 10**6)) for length in lengths
+    ]
+    return Operation(
+        name=name, arguments={"sources": sources, "slots": some(empty), "lengths": lengths}
+    )
 
 
 def apply(model: PageModel, operation: Operation) -> Refusals:

@@ -16,35 +16,73 @@ from shardwright.caches import RowOrder
 from shardwright.errors import CacheError, IndivisibleError, MeshSpecError
 from shardwright.testing import assert_spec, cpu_mesh
 
-SIZES: dict[str, Any] = {"batch": 2, "capacity": 4, "kv_heads": 2, "head_dim": 2, "dtype": "float32"}
+SIZES: dict[str, Any] = {
+    "batch": 2,
+    "capacity": 4,
+    "kv_heads": 2,
+    "head_dim": 2,
+    "dtype": "float32",
+}
 K = np.zeros((2, 1, 2, 2), np.float32)
 
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "shape of k": (lambda cache: cache.append(K[:1], K), r"k: shape \(1, 1, 2, 2\), not \(2, 1, 2, 2\)"),
-    "shape of v": (lambda cache: cache.append(K, K[..., :1]), r"v: shape \(2, 1, 2, 1\), not \(2, 1, 2, 2\)"),
-    "lengths of k and v": (lambda cache: cache.append(K, K.repeat(3, 1)), r"v: shape \(2, 3, 2, 2\), not \(2, 1, 2, 2\)"),
-    "no tokens": (lambda cache: cache.append(K[:, :0], K[:, :0]), r"k: shape \(2, 0, 2, 2\), not \(2, 1, 2, 2\)"),
+    "shape of k": (
+        lambda cache: cache.append(K[:1], K),
+        r"k: shape \(1, 1, 2, 2\), not \(2, 1, 2, 2\)",
+    ),
+    "shape of v": (
+        lambda cache: cache.append(K, K[..., :1]),
+        r"v: shape \(2, 1, 2, 1\), not \(2, 1, 2, 2\)",
+    ),
+    "lengths of k and v": (
+        lambda cache: cache.append(K, K.repeat(3, 1)),
+        r"v: shape \(2, 3, 2, 2\), not \(2, 1, 2, 2\)",
+    ),
+    "no tokens": (
+        lambda cache: cache.append(K[:, :0], K[:, :0]),
+        r"k: shape \(2, 0, 2, 2\), not \(2, 1, 2, 2\)",
+    ),
     "dtype": (
         lambda cache: cache.append(K.astype(np.float16), K),
         r"k: dtype float16, not float32\n  fix   cast it.*CacheShape\(...\), with dtype=\"float16\"",
     ),
     "lists": (lambda cache: cache.append([[1.0]], K), "k: it is list, not an array"),
     "both": (lambda cache: cache.append(K[:1], K.astype(np.float16)), "2 problems"),
-    "valid": (lambda cache: cache.append(K, K, valid=np.ones((2, 1))), "valid: dtype float64, not bool"),
-    "shape of valid": (lambda cache: cache.append(K, K, valid=np.ones(2, bool)), r"valid: shape \(2,\), not \(2, 1\)"),
-    "slots that are no integers": (lambda cache: cache.free([0.5]), "slots is float64, not integers"),
-    "slots of two dims": (lambda cache: cache.free(np.zeros((1, 2), np.int32)), r"slots has shape \(1, 2\), not \(n,\)"),
-    "no slots": (lambda cache: cache.free(np.zeros(0, np.int32)), r"slots has shape \(0,\), not \(n,\)"),
+    "valid": (
+        lambda cache: cache.append(K, K, valid=np.ones((2, 1))),
+        "valid: dtype float64, not bool",
+    ),
+    "shape of valid": (
+        lambda cache: cache.append(K, K, valid=np.ones(2, bool)),
+        r"valid: shape \(2,\), not \(2, 1\)",
+    ),
+    "slots that are no integers": (
+        lambda cache: cache.free([0.5]),
+        "slots is float64, not integers",
+    ),
+    "slots of two dims": (
+        lambda cache: cache.free(np.zeros((1, 2), np.int32)),
+        r"slots has shape \(1, 2\), not \(n,\)",
+    ),
+    "no slots": (
+        lambda cache: cache.free(np.zeros(0, np.int32)),
+        r"slots has shape \(0,\), not \(n,\)",
+    ),
     "lengths": (lambda cache: cache.rewind([1]), r"lengths has shape \(1,\), not \(2,\)"),
     "parents": (lambda cache: cache.reorder([1, 0, 1]), r"parents has shape \(3,\), not \(2,\)"),
-    "group": (lambda cache: cache.reorder([1, 0], group=3), "2 slots do not divide into groups of 3"),
+    "group": (
+        lambda cache: cache.reorder([1, 0], group=3),
+        "2 slots do not divide into groups of 3",
+    ),
     "a slot too few": (
         lambda cache: cache.insert(cache, [0]),
         r"(?s)slots has shape \(1,\), not \(2,\).*one integer per sequence of the source; 2, which is no slot, leaves a sequence out",
     ),
     "no cache": (lambda cache: cache.insert(K, [0]), "source is ndarray, not a cache"),
     "other heads": (
-        lambda cache: cache.insert(caches.init("dense", **SIZES | {"kv_heads": 1, "dtype": "bfloat16"}), [0, 1]),
+        lambda cache: cache.insert(
+            caches.init("dense", **SIZES | {"kv_heads": 1, "dtype": "bfloat16"}), [0, 1]
+        ),
         r"(?s)kv_heads is 1, and 2 here.*dtype is bfloat16, and float32 here",
     ),
 }
@@ -65,20 +103,41 @@ MAKING: dict[str, tuple[dict[str, Any], str]] = {
     "size": ({"kv_heads": 0}, "kv_heads=0"),
     "no capacity": ({"capacity": None}, "capacity=None"),
     "truth": ({"batch": True}, "batch=True"),
-    "window": ({"kind": "sliding", "window": 5}, "a window of 5 positions needs as many rows, and there are 4"),
-    "no window": ({"kind": "sliding"}, r"a sliding cache without a window\n  fix   pass window=, of an engine CacheShape\(window=...\)"),
-    "sliding that reports": ({"kind": "sliding", "window": 4, "overflow": "report"}, "a sliding cache is a ring, and overflow='report'"),
-    "overflow": ({"overflow": "rign"}, "'rign' is not what overflow can do\n  fix   did you mean 'ring'"),
+    "window": (
+        {"kind": "sliding", "window": 5},
+        "a window of 5 positions needs as many rows, and there are 4",
+    ),
+    "no window": (
+        {"kind": "sliding"},
+        r"a sliding cache without a window\n  fix   pass window=, of an engine CacheShape\(window=...\)",
+    ),
+    "sliding that reports": (
+        {"kind": "sliding", "window": 4, "overflow": "report"},
+        "a sliding cache is a ring, and overflow='report'",
+    ),
+    "overflow": (
+        {"overflow": "rign"},
+        "'rign' is not what overflow can do\n  fix   did you mean 'ring'",
+    ),
     "dtype": ({"dtype": "int8"}, "int8 holds no keys and values"),
     "no dtype": ({"dtype": "floaty"}, "'floaty' is no dtype"),
-    "order": ({"order": RowOrder(block=3, shards=2)}, "4 rows cannot be dealt out to 2 shards in blocks of 3"),
+    "order": (
+        {"order": RowOrder(block=3, shards=2)},
+        "4 rows cannot be dealt out to 2 shards in blocks of 3",
+    ),
     "option": ({"page_size": 4}, "a dense cache has no option 'page_size'\n  fix   leave it out"),
     "another name": (
         {"capacity": None, "max_length": 8},
         "a dense cache has no option 'max_length'\n  fix   rows per slot are called capacity",
     ),
-    "mistyped argument": ({"overflows": "ring"}, "no option 'overflows'\n  fix   did you mean 'overflow'"),
-    "mistyped option": ({"kind": "paged", "pagesize": 4}, "a paged cache has no option 'pagesize'\n  fix   did you mean 'page_size'"),
+    "mistyped argument": (
+        {"overflows": "ring"},
+        "no option 'overflows'\n  fix   did you mean 'overflow'",
+    ),
+    "mistyped option": (
+        {"kind": "paged", "pagesize": 4},
+        "a paged cache has no option 'pagesize'\n  fix   did you mean 'page_size'",
+    ),
 }
 
 
@@ -101,23 +160,41 @@ def manager_of(mesh: str, **options: Any) -> sw.PartitionManager:
 
 
 def test_a_manager_without_a_mode() -> None:
-    with manager_of("dp:2"), pytest.raises(CacheError, match="neither the call nor the manager names one"):
+    with (
+        manager_of("dp:2"),
+        pytest.raises(CacheError, match="neither the call nor the manager names one"),
+    ):
         caches.init("dense", **SIZES)
 
 
 def test_a_capacity_that_does_not_divide() -> None:
-    with manager_of("sp:8", mode="decode"), pytest.raises(IndivisibleError, match="k dim 1 KV_LENGTH: size 4 does not divide over sp=8"):
+    with (
+        manager_of("sp:8", mode="decode"),
+        pytest.raises(
+            IndivisibleError, match="k dim 1 KV_LENGTH: size 4 does not divide over sp=8"
+        ),
+    ):
         caches.init("dense", **SIZES)
 
 
 def test_pages_over_the_shards_of_the_batch() -> None:
-    manager = sw.PartitionManager(sw.Strategy.loads(RULES + 'page = "dp"\n'), mesh=cpu_mesh("dp:2,sp:2"), mode="decode")
-    with manager, pytest.raises(CacheError, match=r"k_pages dim 0 PAGE: the pages and the batch both lie over dp[\s\S]*page = \"-\" keeps"):
+    manager = sw.PartitionManager(
+        sw.Strategy.loads(RULES + 'page = "dp"\n'), mesh=cpu_mesh("dp:2,sp:2"), mode="decode"
+    )
+    with (
+        manager,
+        pytest.raises(
+            CacheError,
+            match=r"k_pages dim 0 PAGE: the pages and the batch both lie over dp[\s\S]*page = \"-\" keeps",
+        ),
+    ):
         caches.init("paged", **SIZES, page_size=2)
 
 
 def test_an_abstract_mesh() -> None:
-    manager = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=sw.abstract_mesh("dp:2"), mode="decode")
+    manager = sw.PartitionManager(
+        sw.Strategy.loads(RULES), mesh=sw.abstract_mesh("dp:2"), mode="decode"
+    )
     with manager:
         with pytest.raises(MeshSpecError, match="the manager's mesh is abstract"):
             caches.init("dense", **SIZES)
@@ -125,7 +202,9 @@ def test_an_abstract_mesh() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "sliding"])
-def test_a_cache_lies_as_its_annotations_say_in_its_mode_and_stays_there_in_others(kind: str) -> None:
+def test_a_cache_lies_as_its_annotations_say_in_its_mode_and_stays_there_in_others(
+    kind: str,
+) -> None:
     manager = manager_of("dp:2,sp:2,tp:2", mode="decode")
     with manager:
         cache = caches.init(kind, window=4, **SIZES)
@@ -133,27 +212,43 @@ def test_a_cache_lies_as_its_annotations_say_in_its_mode_and_stays_there_in_othe
     for made in (cache, inside):
         assert_spec(made, made.axes(), manager=manager, role="activation")
     with manager.for_mode("train"):
-        assert_spec(cache.append(K, K).cache, cache.axes(), manager=manager, mode="decode", role="activation")
+        assert_spec(
+            cache.append(K, K).cache,
+            cache.axes(),
+            manager=manager,
+            mode="decode",
+            role="activation",
+        )
 
 
 def test_a_shard_map_that_splits_the_cache() -> None:
     manager = manager_of("dp:2", mode="decode")
     with manager:
         cache = caches.init("dense", **SIZES)
-        split = jax.shard_map(lambda k: cache.append(k, k).cache.k, in_specs=jax.P(), out_specs=jax.P("dp"))
+        split = jax.shard_map(
+            lambda k: cache.append(k, k).cache.k, in_specs=jax.P(), out_specs=jax.P("dp")
+        )
         with pytest.raises(CacheError, match="a shard_map around the call has split it over dp"):
             jax.jit(split)(K)
 
 
 def test_a_shard_map_over_another_axis() -> None:
     rules = '[mesh]\nstage = 2\ndp = 2\n[rules]\nbatch = "dp"\nlayers = "stage"\n'
-    with sw.PartitionManager(sw.Strategy.loads(rules), mesh=cpu_mesh("stage:2,dp:2"), mode="decode"):
+    with sw.PartitionManager(
+        sw.Strategy.loads(rules), mesh=cpu_mesh("stage:2,dp:2"), mode="decode"
+    ):
         cache = caches.init("dense", **SIZES)
         both = jax.shard_map(
-            lambda k: cache.append(k, k).cache.k[None], in_specs=jax.P(), out_specs=jax.P("stage"), axis_names={"stage"}, check_vma=False
+            lambda k: cache.append(k, k).cache.k[None],
+            in_specs=jax.P(),
+            out_specs=jax.P("stage"),
+            axis_names={"stage"},
+            check_vma=False,
         )
         found = jax.jit(both)(K + 1)
-    np.testing.assert_array_equal(found, np.broadcast_to(cache.append(K + 1, K).cache.k, (2, *cache.k.shape)))
+    np.testing.assert_array_equal(
+        found, np.broadcast_to(cache.append(K + 1, K).cache.k, (2, *cache.k.shape))
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.uint64, np.int8])
@@ -164,4 +259,8 @@ def test_numbers_beyond_32_bits_are_out_of_range(dtype: Any) -> None:
     if dtype is np.int64:
         assert list(cache.free(np.array([2**32, 1 - 2**33])).reasons()) == [0, 1]
         with jax.enable_x64(True):
-            assert list(jax.jit(lambda cache, slots: cache.free(slots))(cache, jnp.array([2**32, 1])).reasons()) == [0]
+            assert list(
+                jax.jit(lambda cache, slots: cache.free(slots))(
+                    cache, jnp.array([2**32, 1])
+                ).reasons()
+            ) == [0]

@@ -23,7 +23,13 @@ from shardwright.caches import Refusal, RowOrder
 from shardwright.errors import AttentionError, CacheError, StrategyError
 from shardwright.testing import assert_spec, cpu_mesh
 
-SIZES: dict[str, Any] = {"batch": 2, "capacity": 4, "kv_heads": 1, "head_dim": 2, "dtype": "float32"}
+SIZES: dict[str, Any] = {
+    "batch": 2,
+    "capacity": 4,
+    "kv_heads": 1,
+    "head_dim": 2,
+    "dtype": "float32",
+}
 K = np.arange(8, dtype=np.float32).reshape(2, 2, 1, 2)
 RULES = '[rules]\nbatch = "dp"\nkv_length = "sp"\nkv_head = "-"\n[modes.prefill]\nkv_length = "-"'
 
@@ -41,7 +47,10 @@ MAKING: dict[str, tuple[dict[str, Any], str]] = {
     "order": ({"order": "interleaved"}, r"order='interleaved'\n  fix   pass caches.RowOrder"),
     "order of fractions": ({"order": RowOrder(block=2.0, shards=2)}, "block=2.0 of a RowOrder"),  # type: ignore[arg-type]
     "order of truth": ({"order": RowOrder(block=True)}, "block=True of a RowOrder"),
-    "order without a block": ({"order": RowOrder(shards=2)}, r"RowOrder\(shards=2\) does not say in blocks of how many rows"),
+    "order without a block": (
+        {"order": RowOrder(shards=2)},
+        r"RowOrder\(shards=2\) does not say in blocks of how many rows",
+    ),
     "page_size of text": ({"kind": "paged", "page_size": "4"}, "page_size: page_size='4'"),
     "page_size of truth": ({"kind": "paged", "page_size": True}, "page_size: page_size=True"),
     "half a page": ({"kind": "paged", "page_size": 2, "pages": 2.5}, "pages: pages=2.5"),
@@ -57,10 +66,16 @@ def test_what_makes_no_cache(name: str) -> None:
 
 
 def test_a_dtype_that_jax_would_narrow_is_refused() -> None:
-    with pytest.raises(CacheError, match='without x64 JAX would keep float32 of float64\n  fix   pass "float32"'):
+    with pytest.raises(
+        CacheError, match='without x64 JAX would keep float32 of float64\n  fix   pass "float32"'
+    ):
         make(dtype="float64")
     with jax.enable_x64(True):
-        cache = make(dtype="float64").append(K.astype(np.float64) + 1e-12, K.astype(np.float64)).require()
+        cache = (
+            make(dtype="float64")
+            .append(K.astype(np.float64) + 1e-12, K.astype(np.float64))
+            .require()
+        )
         assert cache.k.dtype == np.float64
         assert cache.k[0, 0, 0, 0] == 1e-12
 
@@ -72,7 +87,9 @@ def test_a_mode_is_checked_also_where_nothing_lies_by_it() -> None:
 
 
 @pytest.mark.parametrize(("shards", "fitting"), [(1, 2), (3, 6)])
-def test_rows_are_not_dealt_out_to_other_shards_than_they_lie_in(shards: int, fitting: int, tmp_path: Path) -> None:
+def test_rows_are_not_dealt_out_to_other_shards_than_they_lie_in(
+    shards: int, fitting: int, tmp_path: Path
+) -> None:
     pytest.importorskip("orbax.checkpoint")
     order, pm = RowOrder(block=1, shards=shards), manager_of("dp:1,sp:2")
     message = (
@@ -98,12 +115,30 @@ def test_rows_are_not_dealt_out_to_other_shards_than_they_lie_in(shards: int, fi
 
 
 NUMBERS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "ragged": (lambda cache: cache.free([[0], [1, 2]]), r"slots=\[\[0\], \[1, 2\]\] is no list of integers"),
-    "too long a number": (lambda cache: cache.rewind([2**70, 0]), "lengths is object, not integers"),
-    "group of a fraction": (lambda cache: cache.reorder([0, 0], group=2.0), "group is float, not a whole number"),
-    "group of truth": (lambda cache: cache.reorder([0, 0], group=True), "group is bool, not a whole number"),
-    "group as text": (lambda cache: cache.reorder([0, 0], group="2"), "group is str, not a whole number"),
-    "group of the program's": (lambda cache: cache.reorder([0, 0], group=cache.length[0]), "not a whole number\n  fix   it is static"),
+    "ragged": (
+        lambda cache: cache.free([[0], [1, 2]]),
+        r"slots=\[\[0\], \[1, 2\]\] is no list of integers",
+    ),
+    "too long a number": (
+        lambda cache: cache.rewind([2**70, 0]),
+        "lengths is object, not integers",
+    ),
+    "group of a fraction": (
+        lambda cache: cache.reorder([0, 0], group=2.0),
+        "group is float, not a whole number",
+    ),
+    "group of truth": (
+        lambda cache: cache.reorder([0, 0], group=True),
+        "group is bool, not a whole number",
+    ),
+    "group as text": (
+        lambda cache: cache.reorder([0, 0], group="2"),
+        "group is str, not a whole number",
+    ),
+    "group of the program's": (
+        lambda cache: cache.reorder([0, 0], group=cache.length[0]),
+        "not a whole number\n  fix   it is static",
+    ),
 }
 
 
@@ -125,7 +160,9 @@ def test_slots_may_be_listed_inside_a_program() -> None:
 def test_a_cache_that_was_donated_says_so() -> None:
     cache, source = make(), make()
     jax.jit(lambda cache: cache.append(K, K), donate_argnums=0)(cache)
-    with pytest.raises(CacheError, match="cache: its arrays are gone: a compiled function took them"):
+    with pytest.raises(
+        CacheError, match="cache: its arrays are gone: a compiled function took them"
+    ):
         cache.append(K, K)
     jax.tree.map(lambda x: x.delete(), source)
     with pytest.raises(CacheError, match="source: its arrays are gone"):
@@ -133,13 +170,14 @@ def test_a_cache_that_was_donated_says_so() -> None:
 
 
 def test_a_cache_on_another_mesh_says_so() -> None:
-    small, large = manager_of("dp:2,sp:1").for_mode("decode"), manager_of("dp:2,sp:2").for_mode("decode")
+    small, large = (
+        manager_of("dp:2,sp:1").for_mode("decode"),
+        manager_of("dp:2,sp:2").for_mode("decode"),
+    )
     with large:
         cache = make().append(K, K).require()
     with small:
-        message = (
-            r"it lies on the mesh \{'dp': 2, 'sp': 2\}, and the manager has \{'dp': 2, 'sp': 1\}, of other devices\n  fix   move it with"
-        )
+        message = r"it lies on the mesh \{'dp': 2, 'sp': 2\}, and the manager has \{'dp': 2, 'sp': 1\}, of other devices\n  fix   move it with"
         with pytest.raises(CacheError, match="cache: " + message):
             cache.free([0])
         with pytest.raises(CacheError, match="source: " + message):
@@ -153,7 +191,11 @@ def test_a_cache_on_another_mesh_says_so() -> None:
 def test_positions_of_a_ring_do_not_wrap(kind: str) -> None:
     ring = make(kind, overflow="ring", window=3)
     most = 2**31 - 1
-    ring = dataclasses.replace(ring, length=jnp.array([most - 1, most - 2], jnp.int32), start=jnp.array([most - 5, most - 6], jnp.int32))
+    ring = dataclasses.replace(
+        ring,
+        length=jnp.array([most - 1, most - 2], jnp.int32),
+        start=jnp.array([most - 5, most - 6], jnp.int32),
+    )
     change = ring.append(K, K)
     assert change.reasons() == {0: Refusal.OVERFLOW}
     assert change.cache.length.tolist() == [most - 1, most]
@@ -166,7 +208,13 @@ def test_operations_need_no_implicit_promotion(kind: str) -> None:
     options = {"sliding": {"window": 3}, "paged": {"page_size": 3}}.get(kind, {})
     with jax.numpy_dtype_promotion("strict"):
         cache = make(kind, **options).append(K, K).require()
-        cache = make(kind, **options).insert(cache, [1, 0]).cache.reorder([1, 1]).cache.rewind([1, 2]).cache
+        cache = (
+            make(kind, **options)
+            .insert(cache, [1, 0])
+            .cache.reorder([1, 1])
+            .cache.rewind([1, 2])
+            .cache
+        )
         found = append_and_attend(K, K, K, cache).cache
     assert found.length.tolist() == [3, 4]
 
@@ -179,10 +227,16 @@ def test_stacked_caches_are_those_that_stand_alone(kind: str) -> None:
 
     def twice(cache: Any, keys: Any) -> Any:
         change = cache.append(keys, keys).cache.append(keys, keys)
-        return change.cache.rewind(jnp.array([1, 4])).cache.reorder(jnp.array([1, 0])).cache.append(keys, keys)
+        return (
+            change.cache.rewind(jnp.array([1, 4]))
+            .cache.reorder(jnp.array([1, 0]))
+            .cache.append(keys, keys)
+        )
 
     together = jax.vmap(twice)(stacked, keys)
-    with pytest.raises(CacheError, match=r"refused has shape \(3, 2\): these are changes of several caches"):
+    with pytest.raises(
+        CacheError, match=r"refused has shape \(3, 2\): these are changes of several caches"
+    ):
         together.reasons()
     for at in range(3):
         one, alone = jax.tree.map(lambda x, at=at: x[at], together), twice(caches_[at], keys[at])
@@ -193,7 +247,9 @@ def test_stacked_caches_are_those_that_stand_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("cache", [None, {"k": K}])
 def test_attention_to_what_is_no_cache(cache: Any) -> None:
-    with pytest.raises(AttentionError, match=r"cache is .*, not a cache\n  fix   make one with caches.init"):
+    with pytest.raises(
+        AttentionError, match=r"cache is .*, not a cache\n  fix   make one with caches.init"
+    ):
         append_and_attend(K, K, K, cache)
     with pytest.raises(AttentionError, match=r"cache is .*, not a cache"):
         next_positions(cache)
@@ -201,14 +257,21 @@ def test_attention_to_what_is_no_cache(cache: Any) -> None:
 
 @pytest.mark.parametrize("q_length", [0, -1, 2.0, True])
 def test_positions_of_no_rows(q_length: Any) -> None:
-    with pytest.raises(AttentionError, match=f"q_length={q_length}\n  fix   pass the number of rows"):
+    with pytest.raises(
+        AttentionError, match=f"q_length={q_length}\n  fix   pass the number of rows"
+    ):
         next_positions(make(), q_length=q_length)
 
 
 def test_a_position_beyond_32_bits_is_not_another_one() -> None:
     pages = np.ones((2, 2, 1, 2), np.float32)
-    given: dict[str, Any] = {"block_tables": np.zeros((2, 1), np.int32), "lengths": np.ones(2, np.int32)}
-    with pytest.raises(AttentionError, match="positions has 4294967296, outside -2147483648 to 2147483647"):
+    given: dict[str, Any] = {
+        "block_tables": np.zeros((2, 1), np.int32),
+        "lengths": np.ones(2, np.int32),
+    }
+    with pytest.raises(
+        AttentionError, match="positions has 4294967296, outside -2147483648 to 2147483647"
+    ):
         paged_attention(K[:, :1], pages, pages, positions=np.array([[2**32], [0]]), **given)
 
 
@@ -235,10 +298,14 @@ def test_a_donated_cache_holds_nothing_and_the_new_one_everything(mode: str) -> 
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_cache_moves_to_another_mesh_also_under_the_manager_that_it_leaves(donate: bool, tmp_path: Path) -> None:
+def test_a_cache_moves_to_another_mesh_also_under_the_manager_that_it_leaves(
+    donate: bool, tmp_path: Path
+) -> None:
     pytest.importorskip("orbax.checkpoint")
     large, small = manager_of("dp:2,sp:2"), manager_of("dp:2,sp:1")
-    apart = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=Mesh(np.array(jax.devices()[6:]).reshape(2, 1), ("dp", "sp")))
+    apart = sw.PartitionManager(
+        sw.Strategy.loads(RULES), mesh=Mesh(np.array(jax.devices()[6:]).reshape(2, 1), ("dp", "sp"))
+    )
     with large.for_mode("decode"):
         cache = make().append(K, K).require()
         caches.save(cache, tmp_path / "cache")
@@ -271,12 +338,32 @@ def damage(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no arrays": (lambda path: shutil.rmtree(path / "arrays"), "the arrays saved at .* cannot be read"),
-    "no data": (lambda path: [shutil.rmtree(part) for part in (path / "arrays").iterdir() if part.is_dir()], "the arrays saved at"),
-    "unknown field": (lambda path: damage(path, lambda about: about["spec"].update(future=1)), "what .* says of its cache cannot be read"),
-    "missing field": (lambda path: damage(path, lambda about: about["spec"].pop("batch")), "what .* says of its cache cannot be read"),
-    "other shape": (lambda path: damage(path, lambda about: about["arrays"].update(k=[[2, 8, 1, 2], "float32"])), "the arrays saved at"),
-    "lost array": (lambda path: damage(path, lambda about: about["arrays"].pop("v")), "the arrays saved at"),
+    "no arrays": (
+        lambda path: shutil.rmtree(path / "arrays"),
+        "the arrays saved at .* cannot be read",
+    ),
+    "no data": (
+        lambda path: [shutil.rmtree(part) for part in (path / "arrays").iterdir() if part.is_dir()],
+        "the arrays saved at",
+    ),
+    "unknown field": (
+        lambda path: damage(path, lambda about: about["spec"].update(future=1)),
+        "what .* says of its cache cannot be read",
+    ),
+    "missing field": (
+        lambda path: damage(path, lambda about: about["spec"].pop("batch")),
+        "what .* says of its cache cannot be read",
+    ),
+    "other shape": (
+        lambda path: damage(
+            path, lambda about: about["arrays"].update(k=[[2, 8, 1, 2], "float32"])
+        ),
+        "the arrays saved at",
+    ),
+    "lost array": (
+        lambda path: damage(path, lambda about: about["arrays"].pop("v")),
+        "the arrays saved at",
+    ),
 }
 
 
@@ -311,7 +398,9 @@ def test_what_cannot_be_saved_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-def test_a_save_that_failed_may_be_tried_again_at_the_same_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_failed_may_be_tried_again_at_the_same_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     orbax = pytest.importorskip("orbax.checkpoint")
 
     def fail(*args: Any, **kwargs: Any) -> None:

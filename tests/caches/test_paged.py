@@ -24,16 +24,32 @@ HEADS, DIM, V_DIM = 2, 4, 6
 BATCH, CAPACITY, PAGE_SIZE, PAGES = 4, 12, 4, 6
 
 
-def make(*, batch: int = BATCH, capacity: int = CAPACITY, kind: str = "paged", **options: Any) -> Any:
+def make(
+    *, batch: int = BATCH, capacity: int = CAPACITY, kind: str = "paged", **options: Any
+) -> Any:
     if kind == "paged":
         options = {"page_size": PAGE_SIZE, "pages": PAGES} | options
-    return caches.init(kind, batch=batch, capacity=capacity, kv_heads=HEADS, head_dim=DIM, v_dim=V_DIM, dtype="float32", **options)
+    return caches.init(
+        kind,
+        batch=batch,
+        capacity=capacity,
+        kv_heads=HEADS,
+        head_dim=DIM,
+        v_dim=V_DIM,
+        dtype="float32",
+        **options,
+    )
 
 
-def some(batch: int, count: int, *, seed: int = 0, heads: int = HEADS) -> tuple[np.ndarray, np.ndarray]:
+def some(
+    batch: int, count: int, *, seed: int = 0, heads: int = HEADS
+) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values."""
     random = np.random.default_rng(seed)
-    k, v = (random.standard_normal((batch, count, heads, dim)).astype(np.float32) for dim in (DIM, V_DIM))
+    k, v = (
+        random.standard_normal((batch, count, heads, dim)).astype(np.float32)
+        for dim in (DIM, V_DIM)
+    )
     return k, v
 
 
@@ -43,7 +59,9 @@ def ragged(*counts: int, width: int) -> np.ndarray:
 
 def put(cache: Any, *counts: int, seed: int = 0) -> Any:
     """Append so many tokens to each slot, always in chunks of one length, so that all tests share a program."""
-    return cache.append(*some(cache.batch, CAPACITY + 1, seed=seed), valid=ragged(*counts, width=CAPACITY + 1))
+    return cache.append(
+        *some(cache.batch, CAPACITY + 1, seed=seed), valid=ragged(*counts, width=CAPACITY + 1)
+    )
 
 
 def filled(*counts: int) -> Any:
@@ -55,7 +73,10 @@ def read(cache: PagedCache, slot: int) -> tuple[np.ndarray, np.ndarray]:
     """What a slot holds, row after row."""
     length, size = int(cache.length[slot]), cache.page_size
     used = np.asarray(cache.tables[slot])[: -(-length // size)]
-    k, v = (np.asarray(x)[used].reshape(-1, *x.shape[2:])[:length] for x in (cache.k_pages, cache.v_pages))
+    k, v = (
+        np.asarray(x)[used].reshape(-1, *x.shape[2:])[:length]
+        for x in (cache.k_pages, cache.v_pages)
+    )
     return k, v
 
 
@@ -64,7 +85,9 @@ def assert_holds(cache: PagedCache, slot: int, *parts: tuple[np.ndarray, np.ndar
         np.testing.assert_array_equal(found, np.concatenate(wanted))
 
 
-def tokens(slot: int, count: int, *, seed: int = 0, batch: int = BATCH) -> tuple[np.ndarray, np.ndarray]:
+def tokens(
+    slot: int, count: int, *, seed: int = 0, batch: int = BATCH
+) -> tuple[np.ndarray, np.ndarray]:
     """The first keys and values that `put` gives to a slot."""
     k, v = some(batch, CAPACITY + 1, seed=seed)
     return k[slot, :count], v[slot, :count]
@@ -93,7 +116,9 @@ def test_a_slot_for_which_too_few_pages_are_free_gets_none_and_the_next_gets_the
     assert full.reasons() == {0: Refusal.OVERFLOW, 2: Refusal.NO_FREE_PAGE, 3: Refusal.NO_FREE_PAGE}
     assert full.overflow.tolist() == [True, False, False, False]
     assert_unchanged(full.cache, change.cache)
-    with pytest.raises(CacheError, match="entry 0 was refused: the tokens exceed the capacity of the slot"):
+    with pytest.raises(
+        CacheError, match="entry 0 was refused: the tokens exceed the capacity of the slot"
+    ):
         full.require()
 
 
@@ -148,7 +173,9 @@ def test_the_policy_error_raises_whatever_is_refused() -> None:
     with pytest.raises(CacheError, match="entry 2 was refused: no page is free"):
         put(cache, 12, 5, 8, 3)
     told, _ = jax.jit(checkify.checkify(lambda cache: put(cache, 12, 5, 8, 3).cache))(cache)
-    with pytest.raises(checkify.JaxRuntimeError, match=f"{int(Refusal.NO_FREE_PAGE)} no page is free"):
+    with pytest.raises(
+        checkify.JaxRuntimeError, match=f"{int(Refusal.NO_FREE_PAGE)} no page is free"
+    ):
         told.throw()
 
 
@@ -249,7 +276,14 @@ def test_a_quantised_source_is_inserted_as_what_it_stands_for() -> None:
     source = put(make(batch=3, kind="quantized"), 9, 0, 6).require()
     after = make().insert(source, [0, 1, 2]).require()
     view = source.view()
-    assert_holds(after, 2, tuple(np.asarray(x * scale[..., None])[2, :6] for x, scale in ((view.k, view.k_scale), (view.v, view.v_scale))))
+    assert_holds(
+        after,
+        2,
+        tuple(
+            np.asarray(x * scale[..., None])[2, :6]
+            for x, scale in ((view.k, view.k_scale), (view.v, view.v_scale))
+        ),
+    )
 
 
 def test_what_cannot_be_inserted() -> None:
@@ -258,13 +292,25 @@ def test_what_cannot_be_inserted() -> None:
     assert cache.insert(lost, [0, 2, 3]).reasons() == {0: Refusal.POSITIONS_MISSING}
     source = put(make(batch=4, kind="dense", capacity=13), 13, 8, 5, 4).require()
     change = cache.insert(source, [0, 2, 2, 1])
-    assert change.reasons() == {0: Refusal.OVERFLOW, 1: Refusal.SLOT_TWICE, 2: Refusal.SLOT_TWICE, 3: Refusal.SLOT_IN_USE}
+    assert change.reasons() == {
+        0: Refusal.OVERFLOW,
+        1: Refusal.SLOT_TWICE,
+        2: Refusal.SLOT_TWICE,
+        3: Refusal.SLOT_IN_USE,
+    }
     assert_unchanged(change.cache, cache)
-    change = cache.insert(dataclasses.replace(source, length=jnp.array([12, 9, 5, 0], jnp.int32)), [0, 2, 3, 7])
+    change = cache.insert(
+        dataclasses.replace(source, length=jnp.array([12, 9, 5, 0], jnp.int32)), [0, 2, 3, 7]
+    )
     assert change.reasons() == {1: Refusal.NO_FREE_PAGE, 3: Refusal.SLOT_OUT_OF_RANGE}
     assert change.cache.length.tolist() == [12, 3, 0, 5]
     with pytest.raises(CacheError, match="kv_heads is 1, and 2 here"):
-        cache.insert(caches.init("dense", batch=1, capacity=4, kv_heads=1, head_dim=DIM, v_dim=V_DIM, dtype="float32"), [0])
+        cache.insert(
+            caches.init(
+                "dense", batch=1, capacity=4, kv_heads=1, head_dim=DIM, v_dim=V_DIM, dtype="float32"
+            ),
+            [0],
+        )
 
 
 # On meshes.
@@ -289,37 +335,60 @@ MESHES = {
 
 def mostly_slow(quick: str) -> list[Any]:
     """All meshes; those beside one of them only in the slow suite, since they take minutes to compile."""
-    return [name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
+    return [
+        name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in MESHES
+    ]
 
 
 def manager_of(mesh: str, axis_types: Any = "auto") -> sw.PartitionManager:
-    return sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(MESHES[mesh], axis_types=axis_types)).for_mode("decode")
+    return sw.PartitionManager(
+        sw.Strategy.loads(RULES), mesh=cpu_mesh(MESHES[mesh], axis_types=axis_types)
+    ).for_mode("decode")
 
 
 def pool(*, pages: int = 1024) -> Any:
-    return caches.init("paged", batch=8, capacity=512, kv_heads=4, head_dim=16, dtype="float32", page_size=16, pages=pages)
+    return caches.init(
+        "paged",
+        batch=8,
+        capacity=512,
+        kv_heads=4,
+        head_dim=16,
+        dtype="float32",
+        page_size=16,
+        pages=pages,
+    )
 
 
 def append(cache: Any, k: Any, v: Any, valid: Any = None) -> Any:
     return cache.append(k, v, valid=valid)
 
 
-def compile_append(manager: sw.PartitionManager, count: int, *, pages: int = 1024) -> tuple[Any, Any]:
+def compile_append(
+    manager: sw.PartitionManager, count: int, *, pages: int = 1024
+) -> tuple[Any, Any]:
     shape = (8, count, 4, 16)
-    sharding = manager.sharding((sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM), shape=shape)
+    sharding = manager.sharding(
+        (sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM), shape=shape
+    )
     new = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
     cache = pool(pages=pages)
-    return cache, jax.jit(append, donate_argnums=0).lower(cache, new, new, jax.ShapeDtypeStruct((8, count), bool)).compile()
+    return cache, jax.jit(append, donate_argnums=0).lower(
+        cache, new, new, jax.ShapeDtypeStruct((8, count), bool)
+    ).compile()
 
 
 def bytes_per_device(tree: Any) -> int:
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(256, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("mesh", mostly_slow("batch, pages and kv heads"))
-def test_an_append_sends_no_pages_and_writes_in_place(mesh: str, axis_types: str, count: int) -> None:
+def test_an_append_sends_no_pages_and_writes_in_place(
+    mesh: str, axis_types: str, count: int
+) -> None:
     manager = manager_of(mesh, axis_types)
     sizes = dict(manager.mesh.shape)
     with manager:
@@ -327,14 +396,18 @@ def test_an_append_sends_no_pages_and_writes_in_place(mesh: str, axis_types: str
         rows = 2 * 8 * count * (4 // sizes["tp"]) * 16 * 4
         integers = 4 * (cache.length.size + cache.tables.size)
         if sizes["dp"] > 1:
-            assert_collectives(compiled, all_gather=4, only=True, axis="dp", bytes=rows + integers, trips=0)
+            assert_collectives(
+                compiled, all_gather=4, only=True, axis="dp", bytes=rows + integers, trips=0
+            )
         else:
             assert_no_collectives(compiled, axis=("dp", "tp"))
         if sizes["sp"] > 1:
             # Only pages that are shared and written to are exchanged: all that slots could need, if there are any.
             assert_collectives(compiled, all_reduce=0, axis="sp", only=True, trips=0)
             assert_collectives(compiled, all_reduce=range(1, 3), axis="sp", only=True, trips=1)
-            assert_collectives(compiled, axis="sp", bytes=2 * 8 * 16 * (4 // sizes["tp"]) * 16 * 4, trips=1)
+            assert_collectives(
+                compiled, axis="sp", bytes=2 * 8 * 16 * (4 // sizes["tp"]) * 16 * 4, trips=1
+            )
         else:
             assert_no_collectives(compiled, axis="tp")
     memory = compiled.memory_analysis()
@@ -344,10 +417,16 @@ def test_an_append_sends_no_pages_and_writes_in_place(mesh: str, axis_types: str
 @pytest.mark.parametrize("mesh", mostly_slow("kv heads"))
 def test_no_temporary_grows_with_the_pages(mesh: str) -> None:
     with manager_of(mesh) as manager:
-        (few, one), (many, other) = (compile_append(manager, 4, pages=pages) for pages in (256, 4096))
+        (few, one), (many, other) = (
+            compile_append(manager, 4, pages=pages) for pages in (256, 4096)
+        )
     grown = other.memory_analysis().temp_size_in_bytes - one.memory_analysis().temp_size_in_bytes
     # But for integers, of which a page has a few.
-    assert grown <= 16 * (4096 - 256) < (bytes_per_device(many.k_pages) - bytes_per_device(few.k_pages)) / 4
+    assert (
+        grown
+        <= 16 * (4096 - 256)
+        < (bytes_per_device(many.k_pages) - bytes_per_device(few.k_pages)) / 4
+    )
 
 
 @pytest.mark.parametrize("name", ["free", "rewind", "reorder", "share"])
@@ -356,7 +435,11 @@ def test_no_other_operation_touches_a_page(name: str) -> None:
     arguments = (integers, integers) if name == "share" else (integers,)
     with manager_of("pages and kv heads"):
         cache = pool()
-        compiled = jax.jit(lambda cache, *numbers: getattr(cache, name)(*numbers), donate_argnums=0).lower(cache, *arguments).compile()
+        compiled = (
+            jax.jit(lambda cache, *numbers: getattr(cache, name)(*numbers), donate_argnums=0)
+            .lower(cache, *arguments)
+            .compile()
+        )
         assert_no_collectives(compiled)
     assert compiled.memory_analysis().alias_size_in_bytes == bytes_per_device(cache)
     assert compiled.memory_analysis().temp_size_in_bytes < 64 * 1024
@@ -395,28 +478,52 @@ def test_everywhere_the_same_and_every_array_stays_where_it_is(mesh: str, axis_t
         placed = jax.tree.map(lambda x: x.sharding, cache)
         # The source comes in pages too, and they lie as the cache's do.
         leaves, there = jax.tree.leaves(source), empty(batch=2)
-        arrays = [jax.device_put(x, y.sharding) for x, y in zip(leaves, jax.tree.leaves(there), strict=True)]
+        arrays = [
+            jax.device_put(x, y.sharding)
+            for x, y in zip(leaves, jax.tree.leaves(there), strict=True)
+        ]
         found, told = history(cache, jax.tree.unflatten(jax.tree.structure(there), arrays))
         assert_sharding(found, placed)
     assert wanted.length.tolist() == [5, 4, 8, 3, 6, 0, 9, 4]
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves((found, told)), jax.tree.leaves((wanted, refused)))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.tree.leaves((found, told)),
+        jax.tree.leaves((wanted, refused)),
+    )
 
 
 def test_a_copied_page_is_the_same_bit_by_bit() -> None:
     odd = np.array([0x80000000, 0x7FC12345, 0xFF800001, 1], np.uint32).view(np.float32)
     with manager_of("pages"):
-        cache = caches.init("paged", batch=2, capacity=16, kv_heads=1, head_dim=4, dtype="float32", page_size=4, pages=8)
+        cache = caches.init(
+            "paged",
+            batch=2,
+            capacity=16,
+            kv_heads=1,
+            head_dim=4,
+            dtype="float32",
+            page_size=4,
+            pages=8,
+        )
         row = jnp.asarray(odd).reshape(1, 1, 1, 4)
         new = jnp.broadcast_to(row, (2, 1, 1, 4))
-        cache = cache.append(new, new, valid=ragged(1, 0, width=1)).require().share([0], [1]).require()
+        cache = (
+            cache.append(new, new, valid=ragged(1, 0, width=1)).require().share([0], [1]).require()
+        )
         cache = cache.append(new, new).require()
     assert cache.tables[:, 0].tolist() == [1, 0]
     for slot in (0, 1):
-        np.testing.assert_array_equal(read(cache, slot)[0].view(np.uint32)[0, 0], odd.view(np.uint32))
+        np.testing.assert_array_equal(
+            read(cache, slot)[0].view(np.uint32)[0, 0], odd.view(np.uint32)
+        )
 
 
 def test_specs() -> None:
     with manager_of("batch, pages and kv heads"):
         cache = pool()
     assert (cache.k_pages.sharding.spec, cache.v_pages.sharding.spec) == (P("sp", None, "tp"),) * 2
-    assert (cache.tables.sharding.spec, cache.length.sharding.spec, cache.references.sharding.spec) == (P("dp"), P("dp"), P())
+    assert (
+        cache.tables.sharding.spec,
+        cache.length.sharding.spec,
+        cache.references.sharding.spec,
+    ) == (P("dp"), P("dp"), P())

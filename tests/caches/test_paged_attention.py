@@ -32,7 +32,9 @@ def some(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys and values of a chunk."""
     random = np.random.default_rng(seed)
     shapes = ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, V_DIM))
-    q, k, v = (random.standard_normal((BATCH, WIDTH, *shape)).astype(np.float32) for shape in shapes)
+    q, k, v = (
+        random.standard_normal((BATCH, WIDTH, *shape)).astype(np.float32) for shape in shapes
+    )
     return q, k, v
 
 
@@ -40,14 +42,19 @@ def some(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def oracle(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array) -> jax.Array:
     """One query of one sequence; keys after it are not seen."""
     args = (q[None, None], k[None], v[None])
-    return dot_product_attention(*args, positions=position[None, None], causal=True, mode="decode", implementation="vanilla")[0, 0]
+    return dot_product_attention(
+        *args, positions=position[None, None], causal=True, mode="decode", implementation="vanilla"
+    )[0, 0]
 
 
 def expected(q: np.ndarray, sequences: Sequences, counts: list[int]) -> np.ndarray:
     """The last queries of each sequence over all of its tokens; 0 for rows that are none."""
     found = np.zeros((*q.shape[:3], V_DIM), np.float32)
     for slot, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-        k, v = np.zeros((CAPACITY, KV_HEADS, DIM), np.float32), np.zeros((CAPACITY, KV_HEADS, V_DIM), np.float32)
+        k, v = (
+            np.zeros((CAPACITY, KV_HEADS, DIM), np.float32),
+            np.zeros((CAPACITY, KV_HEADS, V_DIM), np.float32),
+        )
         for position, (key, value) in enumerate(sequence):
             k[position], v[position] = key, value
         for i in range(count):
@@ -58,11 +65,20 @@ def expected(q: np.ndarray, sequences: Sequences, counts: list[int]) -> np.ndarr
 def append_and_attend(cache: Any, q: Any, k: Any, v: Any, counts: Any) -> tuple[Any, Any]:
     change = cache.append(k, v, valid=jnp.arange(WIDTH)[None] < counts[:, None])
     view = change.cache.view()
-    return change, paged_attention(q, view.k, view.v, block_tables=view.tables, lengths=view.lengths, q_lengths=counts)
+    return change, paged_attention(
+        q, view.k, view.v, block_tables=view.tables, lengths=view.lengths, q_lengths=counts
+    )
 
 
 def make(*, page_size: int) -> Any:
-    sizes = {"batch": BATCH, "capacity": CAPACITY, "kv_heads": KV_HEADS, "head_dim": DIM, "v_dim": V_DIM, "dtype": "float32"}
+    sizes = {
+        "batch": BATCH,
+        "capacity": CAPACITY,
+        "kv_heads": KV_HEADS,
+        "head_dim": DIM,
+        "v_dim": V_DIM,
+        "dtype": "float32",
+    }
     return caches.init("paged", **sizes, page_size=page_size, pages=48 if page_size == 1 else 24)
 
 
@@ -105,7 +121,10 @@ def check_story(page_size: int, *, manager: Any = None, rtol: float = 2e-6) -> N
     assert cache.length.tolist() == [len(sequence) for sequence in sequences]
 
 
-@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "page_size",
+    [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(32, marks=pytest.mark.slow)],
+)
 def test_one_device(page_size: int) -> None:
     check_story(page_size)
 
@@ -120,5 +139,7 @@ def test_one_device(page_size: int) -> None:
     ],
 )
 def test_wherever_pages_lie(mesh: str, axis_types: Any) -> None:
-    manager = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types)).for_mode("decode")
+    manager = sw.PartitionManager(
+        sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types)
+    ).for_mode("decode")
     check_story(3, manager=manager)

@@ -38,7 +38,9 @@ def values(tokens: Any) -> jax.Array:
     return jnp.concatenate([-keys(tokens), 2 * keys(tokens)], axis=-1)
 
 
-def take_step(cache: PagedCache, at: jax.Array, arguments: dict[str, jax.Array]) -> Change[PagedCache]:
+def take_step(
+    cache: PagedCache, at: jax.Array, arguments: dict[str, jax.Array]
+) -> Change[PagedCache]:
     """One operation of any kind, so that one program does all of them. Refusals are padded to the batch."""
 
     def append(cache: PagedCache) -> Change[PagedCache]:
@@ -48,7 +50,9 @@ def take_step(cache: PagedCache, at: jax.Array, arguments: dict[str, jax.Array])
     def insert(cache: PagedCache) -> Change[PagedCache]:
         tokens = arguments["tokens"][:ENTRIES]
         lengths = jnp.sum(tokens >= 0, axis=1, dtype=jnp.int32)
-        source = dataclasses.replace(dense.make(SOURCE), k=keys(tokens), v=values(tokens), length=lengths)
+        source = dataclasses.replace(
+            dense.make(SOURCE), k=keys(tokens), v=values(tokens), length=lengths
+        )
         return cache.insert(source, arguments["slots"])
 
     operations = {
@@ -57,7 +61,9 @@ def take_step(cache: PagedCache, at: jax.Array, arguments: dict[str, jax.Array])
         "free": lambda cache: cache.free(arguments["slots"]),
         "rewind": lambda cache: cache.rewind(arguments["per_slot"]),
         "reorder": lambda cache: cache.reorder(arguments["per_slot"]),
-        "share": lambda cache: cache.share(arguments["sources"], arguments["slots"], lengths=arguments["lengths"]),
+        "share": lambda cache: cache.share(
+            arguments["sources"], arguments["slots"], lengths=arguments["lengths"]
+        ),
     }
 
     def one(operation: Any) -> Any:
@@ -76,12 +82,25 @@ def padded(operation: Operation) -> tuple[int, dict[str, np.ndarray]]:
     tokens = np.full((BATCH, MOST), -1, np.int32)
     # Tokens of an append stand anywhere in their row.
     for i, new in enumerate(given.get("tokens", given.get("sequences", []))):
-        at = sorted(random.Random(sum(new)).sample(range(MOST), len(new))) if operation.name == "append" else range(len(new))
+        at = (
+            sorted(random.Random(sum(new)).sample(range(MOST), len(new)))
+            if operation.name == "append"
+            else range(len(new))
+        )
         tokens[i, list(at)] = new
     per_slot = given.get("lengths") if operation.name == "rewind" else given.get("parents")
-    arguments = {"tokens": tokens, "per_slot": per_slot or [0] * BATCH, "slots": given.get("slots", [0] * ENTRIES)}
-    arguments |= {"sources": given.get("sources", [0] * ENTRIES), "lengths": (given.get("lengths") or [0] * ENTRIES)[:ENTRIES]}
-    return ORDER.index(operation.name), {name: np.asarray(x, np.int32) for name, x in arguments.items()}
+    arguments = {
+        "tokens": tokens,
+        "per_slot": per_slot or [0] * BATCH,
+        "slots": given.get("slots", [0] * ENTRIES),
+    }
+    arguments |= {
+        "sources": given.get("sources", [0] * ENTRIES),
+        "lengths": (given.get("lengths") or [0] * ENTRIES)[:ENTRIES],
+    }
+    return ORDER.index(operation.name), {
+        name: np.asarray(x, np.int32) for name, x in arguments.items()
+    }
 
 
 # Compiled once for all tests; the second consumes the cache that it gets.
@@ -93,14 +112,19 @@ def check(cache: PagedCache, model: PageModel) -> None:
     """Nothing leaks, every slot reads what it was given, and the pages are those that the model chose."""
     found = jax.tree.map(np.asarray, cache)
     assert found.length.tolist() == [len(sequence) for sequence in model.sequences]
-    used = [found.tables[slot, : -(-length // PAGE_SIZE)] for slot, length in enumerate(found.length)]
+    used = [
+        found.tables[slot, : -(-length // PAGE_SIZE)] for slot, length in enumerate(found.length)
+    ]
     counted = np.bincount(np.concatenate(used).astype(np.int64), minlength=PAGES)
     assert found.references.tolist() == counted.tolist()
     assert int(np.sum(found.references == 0)) == len(model.free_list)
     assert [table.tolist() for table in used] == model.tables
     for slot, sequence in enumerate(model.sequences):
         assert model.read(slot) == sequence, "the model itself"
-        k, v = (x[used[slot]].reshape(-1, x.shape[-1])[: len(sequence)] for x in (found.k_pages, found.v_pages))
+        k, v = (
+            x[used[slot]].reshape(-1, x.shape[-1])[: len(sequence)]
+            for x in (found.k_pages, found.v_pages)
+        )
         np.testing.assert_array_equal(k[:, 0], np.asarray(sequence, np.float32))
         np.testing.assert_array_equal(v, np.stack([-k[:, 0], 2 * k[:, 0]], axis=1))
 
@@ -116,7 +140,9 @@ def run(*, steps: int, seed: int, program: Any = leaving) -> dict[str, int]:
     seen: Counter[str] = Counter()
     for step in range(steps):
         # float32 keeps integers below 2**24.
-        ask = functools.partial(random_operation, first=1 + step * BATCH * MOST % 2**23, most=MOST, entries=ENTRIES)
+        ask = functools.partial(
+            random_operation, first=1 + step * BATCH * MOST % 2**23, most=MOST, entries=ENTRIES
+        )
         if chance.random() < 0.25:
             before = jax.tree.map(np.array, cache)
             leaving(cache, *padded(ask(chance, model)))
@@ -130,7 +156,15 @@ def run(*, steps: int, seed: int, program: Any = leaving) -> dict[str, int]:
     return seen
 
 
-REASONS = {"OVERFLOW", "SLOT_OUT_OF_RANGE", "SLOT_TWICE", "SLOT_IN_USE", "SLOT_EMPTY", "NO_FREE_PAGE", "LENGTH_OUT_OF_RANGE"}
+REASONS = {
+    "OVERFLOW",
+    "SLOT_OUT_OF_RANGE",
+    "SLOT_TWICE",
+    "SLOT_IN_USE",
+    "SLOT_EMPTY",
+    "NO_FREE_PAGE",
+    "LENGTH_OUT_OF_RANGE",
+}
 
 
 def test_random_operations() -> None:

@@ -42,18 +42,31 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 def manager_of(mesh: str, axis_types: Any = "auto", mode: str = "decode") -> sw.PartitionManager:
-    return sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types)).for_mode(mode)
+    return sw.PartitionManager(
+        sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types)
+    ).for_mode(mode)
 
 
 def make(name: str = "dense", *, batch: int = BATCH, capacity: int = CAPACITY) -> Any:
     # On a CPU a scatter of bfloat16 is one of a copy in float32.
-    return caches.init(batch=batch, capacity=capacity, kv_heads=HEADS, head_dim=DIM, dtype="float32", **CACHES[name])
+    return caches.init(
+        batch=batch,
+        capacity=capacity,
+        kv_heads=HEADS,
+        head_dim=DIM,
+        dtype="float32",
+        **CACHES[name],
+    )
 
 
 def tokens(count: int, manager: sw.PartitionManager | None = None, *, batch: int = BATCH) -> Any:
     """Keys of new tokens; as a layer has them under a manager, whose query length may be sharded."""
     shape = (batch, count, HEADS, DIM)
-    sharding = None if manager is None else manager.sharding((sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM), shape=shape)
+    sharding = (
+        None
+        if manager is None
+        else manager.sharding((sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM), shape=shape)
+    )
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
 
@@ -75,19 +88,28 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("mesh", "axis_types", "count"), CELLS)
-def test_an_append_sends_nothing_and_writes_in_place(mesh: str, axis_types: str, count: int) -> None:
+def test_an_append_sends_nothing_and_writes_in_place(
+    mesh: str, axis_types: str, count: int
+) -> None:
     manager = manager_of(MESHES[mesh], axis_types)
     temporary = []
     with manager:
         for capacity in (CAPACITY, 4 * CAPACITY):
             cache, new = make(capacity=capacity), tokens(count, manager)
-            compiled = jax.jit(append, donate_argnums=0).lower(cache, new, new, jax.ShapeDtypeStruct((BATCH, count), bool)).compile()
+            compiled = (
+                jax.jit(append, donate_argnums=0)
+                .lower(cache, new, new, jax.ShapeDtypeStruct((BATCH, count), bool))
+                .compile()
+            )
             assert_no_collectives(compiled)
             memory = compiled.memory_analysis()
             assert memory.alias_size_in_bytes == bytes_per_device(cache)
             temporary.append(memory.temp_size_in_bytes)
     assert temporary[0] == temporary[1]
-    assert temporary[0] <= 1.1 * 2 * new.dtype.itemsize * np.prod(new.sharding.shard_shape(new.shape)) + 1024
+    assert (
+        temporary[0]
+        <= 1.1 * 2 * new.dtype.itemsize * np.prod(new.sharding.shard_shape(new.shape)) + 1024
+    )
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
@@ -123,8 +145,15 @@ def test_arrays_stay_where_they_are(axis_types: str) -> None:
         for step in (append, jax.jit(append)):
             after = step(step(cache, k, -k).cache, -k, k).cache
             assert_sharding(after, placed)
-            jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(after), jax.tree.leaves(alone))
-        moved = after.rewind(after.length - 1).cache.free([0, 1]).cache.reorder(list(range(BATCH))).cache
+            jax.tree.map(
+                np.testing.assert_array_equal, jax.tree.leaves(after), jax.tree.leaves(alone)
+            )
+        moved = (
+            after.rewind(after.length - 1)
+            .cache.free([0, 1])
+            .cache.reorder(list(range(BATCH)))
+            .cache
+        )
         moved = moved.insert(make("sliding", batch=2).append(k[:2], k[:2]).cache, [0, 1]).require()
         assert_sharding(moved, placed)
 
@@ -134,11 +163,18 @@ def test_beams_that_stay_on_their_shard_send_nothing(axis_types: str) -> None:
     parents = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     with manager_of("dp:2,sp:2,tp:2", axis_types):
         cache = make()
-        assert_no_collectives(jax.jit(lambda cache, parents: cache.reorder(parents, group=4)), cache, parents)
+        assert_no_collectives(
+            jax.jit(lambda cache, parents: cache.reorder(parents, group=4)), cache, parents
+        )
         shard = 2 * BATCH * CAPACITY // 2 * HEADS // 2 * DIM * 4
         small = range(shard, shard + 1024)
         assert_collectives(
-            jax.jit(lambda cache, parents: cache.reorder(parents)), cache, parents, all_gather=range(1, 9), only=True, bytes=small
+            jax.jit(lambda cache, parents: cache.reorder(parents)),
+            cache,
+            parents,
+            all_gather=range(1, 9),
+            only=True,
+            bytes=small,
         )
 
 
@@ -162,7 +198,10 @@ def test_freeing_and_rewinding_touch_no_rows() -> None:
         cache = make()
         freed, rewound = (
             jax.jit(operation, donate_argnums=0).lower(cache, numbers).compile()
-            for operation in (lambda cache, slots: cache.free(slots), lambda cache, lengths: cache.rewind(lengths))
+            for operation in (
+                lambda cache, slots: cache.free(slots),
+                lambda cache, lengths: cache.rewind(lengths),
+            )
         )
     for compiled in (freed, rewound):
         assert compiled.memory_analysis().alias_size_in_bytes == bytes_per_device(cache)
@@ -184,8 +223,13 @@ kv_head = "-"
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-@pytest.mark.parametrize("kind", ["sliding", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "quantized"))])
-def test_what_prefill_filled_in_its_layout_goes_into_the_slots_of_decode(kind: str, axis_types: Any) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    ["sliding", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "quantized"))],
+)
+def test_what_prefill_filled_in_its_layout_goes_into_the_slots_of_decode(
+    kind: str, axis_types: Any
+) -> None:
     random = np.random.default_rng(0)
     k, v = (random.standard_normal((3, 16, HEADS, DIM)).astype(np.float32) for _ in range(2))
     valid = np.arange(16) < np.array([[16], [5], [9]])
@@ -193,17 +237,30 @@ def test_what_prefill_filled_in_its_layout_goes_into_the_slots_of_decode(kind: s
     kept = {"window": 8} if kind == "sliding" else {"capacity": 32}
 
     def both(at: str | None, into: str | None) -> Any:
-        source = caches.init("dense", batch=3, capacity=16, mode=at, **sizes).append(k, v, valid=valid).cache
-        return source, caches.init(kind, batch=4, mode=into, **kept, **sizes).insert(source, [3, 0, 1])
+        source = (
+            caches.init("dense", batch=3, capacity=16, mode=at, **sizes)
+            .append(k, v, valid=valid)
+            .cache
+        )
+        return source, caches.init(kind, batch=4, mode=into, **kept, **sizes).insert(
+            source, [3, 0, 1]
+        )
 
     alone = both(None, None)[1].require()
-    pm = sw.PartitionManager(sw.Strategy.loads(PREFILL), mesh=cpu_mesh("dp:2,tp:2", axis_types=axis_types))
+    pm = sw.PartitionManager(
+        sw.Strategy.loads(PREFILL), mesh=cpu_mesh("dp:2,tp:2", axis_types=axis_types)
+    )
     with pm:
         for run in (both, jax.jit(both, static_argnums=(0, 1))):
             source, change = run("prefill", "decode")
             cache = change.require()
-            assert_sharding((source.k, cache.k, cache.length), (P(None, ("dp", "tp")), P("dp", None, "tp"), P("dp")))
-            jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(cache), jax.tree.leaves(alone))
+            assert_sharding(
+                (source.k, cache.k, cache.length),
+                (P(None, ("dp", "tp")), P("dp", None, "tp"), P("dp")),
+            )
+            jax.tree.map(
+                np.testing.assert_array_equal, jax.tree.leaves(cache), jax.tree.leaves(alone)
+            )
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
@@ -216,7 +273,11 @@ def test_the_caches_of_all_layers_as_one_tree(axis_types: Any) -> None:
 
         @jax.jit
         def scan(stacked: Any, k: Any) -> Any:
-            return jax.lax.scan(lambda total, layer: (total + 1, layer[0].append(layer[1], -layer[1]).cache), 0, (stacked, k))[1]
+            return jax.lax.scan(
+                lambda total, layer: (total + 1, layer[0].append(layer[1], -layer[1]).cache),
+                0,
+                (stacked, k),
+            )[1]
 
         after = scan(stacked, k)
         mapped = jax.jit(jax.vmap(lambda cache, k: cache.append(k, -k).cache))(stacked, k)

@@ -22,8 +22,15 @@ STORED = ("int8", "float8_e4m3fn", "float8_e5m2")
 ABSOLUTE = {"int8": 0.5 / 127, "float8_e4m3fn": 2.0**-10 / 448, "float8_e5m2": 2.0**-17 / 57344}
 RELATIVE = {"int8": 0.0, "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
 ROUNDING = 1e-6  # of float32
-RULES = '[rules]\nbatch = "dp"\nquery_length = "-"\nkv_length = "sp"\nhead = "tp"\nkv_head = "tp | -"\n'
-MESHES = {"batch": "dp:4,sp:1,tp:1", "heads": "dp:1,sp:1,tp:2", "length": "dp:1,sp:4,tp:1", "all": "dp:2,sp:2,tp:2"}
+RULES = (
+    '[rules]\nbatch = "dp"\nquery_length = "-"\nkv_length = "sp"\nhead = "tp"\nkv_head = "tp | -"\n'
+)
+MESHES = {
+    "batch": "dp:4,sp:1,tp:1",
+    "heads": "dp:1,sp:1,tp:2",
+    "length": "dp:1,sp:4,tp:1",
+    "all": "dp:2,sp:2,tp:2",
+}
 BATCH, CAPACITY, HEADS, DIM = 4, 64, 2, 16
 
 
@@ -32,7 +39,13 @@ def normal(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
 
 
 def init(stored: str = "int8", **options: Any) -> QuantizedCache:
-    sizes = {"batch": BATCH, "capacity": CAPACITY, "kv_heads": HEADS, "head_dim": DIM, "dtype": "float32"}
+    sizes = {
+        "batch": BATCH,
+        "capacity": CAPACITY,
+        "kv_heads": HEADS,
+        "head_dim": DIM,
+        "dtype": "float32",
+    }
     cache: QuantizedCache = caches.init("quantized", stored=stored, **{**sizes, **options})
     return cache
 
@@ -84,7 +97,9 @@ def test_an_element_is_off_by_half_a_step_at_most(stored: str, size: float) -> N
     back = np.asarray(found.values, np.float32) * np.asarray(found.scale)[..., None]
     assert (np.abs(back - x) <= error_of_rows(x, stored) * (1 + 1e-5) + ROUNDING * np.abs(x)).all()
     most = np.abs(x).max(axis=-1)
-    np.testing.assert_allclose(np.abs(back).max(axis=-1), most, rtol=2e-6)  # the largest stays what it is
+    np.testing.assert_allclose(
+        np.abs(back).max(axis=-1), most, rtol=2e-6
+    )  # the largest stays what it is
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -96,7 +111,10 @@ def test_rows_of_zeros_and_of_next_to_nothing_are_zeros(stored: str) -> None:
 
 def test_another_dtype_is_refused() -> None:
     for make in (lambda: init("int4"), lambda: quantize(jnp.ones(4), "int4")):
-        with pytest.raises(CacheError, match="stored: 'int4' is no dtype of quantized rows\n  fix   did you mean 'int8'"):
+        with pytest.raises(
+            CacheError,
+            match="stored: 'int4' is no dtype of quantized rows\n  fix   did you mean 'int8'",
+        ):
             make()
 
 
@@ -134,7 +152,13 @@ def test_attention_is_within_what_rounding_allows_of_a_bfloat16_cache(stored: st
     heads, dim, count = 8, 128, 48
     q = jnp.asarray(normal(BATCH, 1, heads, dim, seed=1, dtype=jnp.bfloat16))
     k, v = (normal(BATCH, count, HEADS, dim, seed=seed, dtype=jnp.bfloat16) for seed in (2, 3))
-    sizes = {"batch": BATCH, "capacity": CAPACITY, "kv_heads": HEADS, "head_dim": dim, "dtype": "bfloat16"}
+    sizes = {
+        "batch": BATCH,
+        "capacity": CAPACITY,
+        "kv_heads": HEADS,
+        "head_dim": dim,
+        "dtype": "bfloat16",
+    }
     ours = caches.init("quantized", stored=stored, **sizes).append(k, v).require()
     dense = caches.init("dense", **sizes).append(k, v).require()
     found, wanted = (np.asarray(attend(q, cache), np.float32) for cache in (ours, dense))
@@ -143,7 +167,9 @@ def test_attention_is_within_what_rounding_allows_of_a_bfloat16_cache(stored: st
     largest = np.abs(np.asarray(v, np.float32)).max(axis=(1, 3))[..., None]
     bound = (np.exp(2 * d) - 1) * largest + error_of_rows(v, stored).max(axis=(1, 3))[..., None]
     rounding = 2.0**-7 * largest  # weights and outputs in bfloat16
-    assert (np.abs(found - wanted).reshape(BATCH, HEADS, -1, dim) <= (bound + rounding)[..., None]).all()
+    assert (
+        np.abs(found - wanted).reshape(BATCH, HEADS, -1, dim) <= (bound + rounding)[..., None]
+    ).all()
     usual = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
     assert usual < {"int8": 0.015, "float8_e4m3fn": 0.06, "float8_e5m2": 0.12}[stored]
 
@@ -169,7 +195,9 @@ def step_by_step(cache: Any, every: int, k: Any, v: Any) -> tuple[Any, Any]:
     """Append tokens one by one; return the cache after all, and the first rows' bits after every so many."""
 
     def some(cache: Any, kv: Any) -> tuple[Any, Any]:
-        cache = jax.lax.scan(lambda cache, kv: (cache.append(*(x[:, None] for x in kv)).cache, None), cache, kv)[0]
+        cache = jax.lax.scan(
+            lambda cache, kv: (cache.append(*(x[:, None] for x in kv)).cache, None), cache, kv
+        )[0]
         return cache, {name: x[:, :every] for name, x in cache.buffers.items()}
 
     count = k.shape[1] // every
@@ -188,7 +216,14 @@ def test_a_thousand_steps_do_not_drift(stored: str) -> None:
     at_once = empty.append(k, v).require()
     assert bits(after) == bits(at_once)
     q = normal(BATCH, 1, 4, DIM, seed=6)
-    exact = attend(q, caches.init("dense", batch=BATCH, capacity=1000, kv_heads=HEADS, head_dim=DIM, dtype="float32").append(k, v).cache)
+    exact = attend(
+        q,
+        caches.init(
+            "dense", batch=BATCH, capacity=1000, kv_heads=HEADS, head_dim=DIM, dtype="float32"
+        )
+        .append(k, v)
+        .cache,
+    )
     stepped, fresh = (np.abs(attend(q, cache) - exact).max() for cache in (after, at_once))
     assert 0 < stepped <= fresh
 
@@ -201,19 +236,31 @@ def test_what_is_quantised_alike_is_inserted_as_it_is() -> None:
     source = init(batch=2, capacity=16).append(k, -k).require()
     cache = init().insert(source, [3, 1]).require()
     for name, rows in cache.buffers.items():
-        assert np.asarray(rows)[[3, 1], :9].tobytes() == np.asarray(source.buffers[name])[:, :9].tobytes(), name
+        assert (
+            np.asarray(rows)[[3, 1], :9].tobytes()
+            == np.asarray(source.buffers[name])[:, :9].tobytes()
+        ), name
     np.testing.assert_array_equal(cache.length, [0, 9, 0, 9])
 
 
 def test_of_other_sources_the_numbers_are_quantised() -> None:
     k = normal(2, 9, HEADS, DIM)
     sizes = {"batch": 2, "capacity": 16, "kv_heads": HEADS, "head_dim": DIM, "dtype": "float32"}
-    dense, float8 = caches.init("dense", **sizes).append(k, -k).require(), init("float8_e4m3fn", batch=2).append(k, -k).require()
-    from_dense, from_float8 = (init().insert(source, [0, 2]).require() for source in (dense, float8))
-    assert bits(from_dense) == bits(init().insert(init(batch=2).append(k, -k).require(), [0, 2]).require())
+    dense, float8 = (
+        caches.init("dense", **sizes).append(k, -k).require(),
+        init("float8_e4m3fn", batch=2).append(k, -k).require(),
+    )
+    from_dense, from_float8 = (
+        init().insert(source, [0, 2]).require() for source in (dense, float8)
+    )
+    assert bits(from_dense) == bits(
+        init().insert(init(batch=2).append(k, -k).require(), [0, 2]).require()
+    )
     want = read(float8)[0][:, :9]
     assert from_float8.k.dtype == jnp.int8
-    assert (np.abs(read(from_float8)[0][[0, 2], :9] - want) <= error_of_rows(want, "int8") * (1 + 1e-5)).all()
+    assert (
+        np.abs(read(from_float8)[0][[0, 2], :9] - want) <= error_of_rows(want, "int8") * (1 + 1e-5)
+    ).all()
     into_dense = caches.init("dense", **sizes).insert(float8, [1, 0]).require()
     np.testing.assert_array_equal(read(into_dense)[0][[1, 0], :9], want)
 
@@ -226,7 +273,9 @@ def operations(cache: Any, k: Any) -> list[Any]:
     found = [cache]
     for operation in (
         lambda cache: cache.append(k[:, :7], -k[:, :7]),
-        lambda cache: cache.append(k[:, :4], k[:, :4], valid=np.arange(4) < np.array([4, 1, 0, 3])[:, None]),
+        lambda cache: cache.append(
+            k[:, :4], k[:, :4], valid=np.arange(4) < np.array([4, 1, 0, 3])[:, None]
+        ),
         lambda cache: cache.rewind(cache.length - 2),
         lambda cache: cache.reorder([1, 1, 3, 3], group=2),
         lambda cache: cache.free([2]),
@@ -238,18 +287,26 @@ def operations(cache: Any, k: Any) -> list[Any]:
 
 # Two cells by default, all of them in the slow suite.
 QUICK = {("all", "auto", "report"), ("length", "explicit", "ring")}
-CELLS = [(mesh, types, overflow) for mesh in MESHES for types in ("auto", "explicit") for overflow in ("report", "ring")]
+CELLS = [
+    (mesh, types, overflow)
+    for mesh in MESHES
+    for types in ("auto", "explicit")
+    for overflow in ("report", "ring")
+]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "axis_types", "overflow"), [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow) for cell in CELLS]
+    ("mesh", "axis_types", "overflow"),
+    [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow) for cell in CELLS],
 )
 def test_wherever_it_lies_it_is_the_same(mesh: str, axis_types: Any, overflow: str) -> None:
     k = normal(BATCH, 12, HEADS, DIM)
     capacity = 16 if overflow == "ring" else CAPACITY
     alone = operations(init(overflow=overflow, capacity=capacity), k)
     q = normal(BATCH, 2, 4, DIM, seed=9)
-    with sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(MESHES[mesh], axis_types=axis_types)).for_mode("decode") as manager:
+    with sw.PartitionManager(
+        sw.Strategy.loads(RULES), mesh=cpu_mesh(MESHES[mesh], axis_types=axis_types)
+    ).for_mode("decode") as manager:
         cache = init(overflow=overflow, capacity=capacity)
         placed = jax.tree.map(lambda x: x.sharding, cache)
         sharded = operations(cache, k)
@@ -263,12 +320,20 @@ def test_wherever_it_lies_it_is_the_same(mesh: str, axis_types: Any, overflow: s
 @pytest.mark.parametrize("count", [1, 4])
 def test_an_append_sends_nothing_and_writes_in_place(count: int) -> None:
     temporary = []
-    with sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(MESHES["all"])).for_mode("decode"):
+    with sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(MESHES["all"])).for_mode(
+        "decode"
+    ):
         for capacity in (CAPACITY, 64 * CAPACITY):
             cache, new = init(capacity=capacity), jnp.ones((BATCH, count, HEADS, DIM))
-            compiled = jax.jit(lambda cache, k, v: cache.append(k, v), donate_argnums=0).lower(cache, new, new).compile()
+            compiled = (
+                jax.jit(lambda cache, k, v: cache.append(k, v), donate_argnums=0)
+                .lower(cache, new, new)
+                .compile()
+            )
             assert_no_collectives(compiled)
             memory = compiled.memory_analysis()
-            assert memory.alias_size_in_bytes == sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(cache))
+            assert memory.alias_size_in_bytes == sum(
+                x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(cache)
+            )
             temporary.append(memory.temp_size_in_bytes)
     assert temporary[0] == temporary[1]

@@ -24,7 +24,12 @@ CACHES: dict[str, dict[str, Any]] = {
     "sliding": {"kind": "sliding", "window": 5, "capacity": CAPACITY},
     "sliding, no row more than the window": {"kind": "sliding", "window": 4},
     "interleaved": {"kind": "dense", "capacity": CAPACITY, "order": RowOrder(block=3, shards=2)},
-    "interleaved ring": {"kind": "sliding", "window": 5, "capacity": CAPACITY, "order": RowOrder(block=3, shards=2)},
+    "interleaved ring": {
+        "kind": "sliding",
+        "window": 5,
+        "capacity": CAPACITY,
+        "order": RowOrder(block=3, shards=2),
+    },
 }
 RULES = """
 [rules]
@@ -41,7 +46,9 @@ def step(operation: Any, cache: Any, source: Any, tokens: Any, valid: Any, numbe
     k, v = (jnp.asarray(x, jnp.float32) for x in tokens)
 
     def codes(change: Any) -> Any:
-        return change.cache, sw.hint(change.refused, sw.EMPTY)  # over Explicit axes branches must agree where it lies
+        return change.cache, sw.hint(
+            change.refused, sw.EMPTY
+        )  # over Explicit axes branches must agree where it lies
 
     branches = (
         lambda cache: codes(cache.append(k, v, valid=valid)),
@@ -75,7 +82,9 @@ class Run:
         branch = ("append", "insert", "free", "rewind", "reorder").index(operation)
         spec = self.cache.spec
         pair = (keys_of(tokens, spec), values_of(tokens, spec))
-        self.cache, refused = step(branch, self.cache, self.source, pair, valid, numbers.astype(np.int32))
+        self.cache, refused = step(
+            branch, self.cache, self.source, pair, valid, numbers.astype(np.int32)
+        )
         assert np.asarray(refused).tolist() == wanted, (operation, valid, numbers)
         self.done += [operation] * (not all(wanted))
 
@@ -83,7 +92,9 @@ class Run:
         if operation == "rewind":  # mostly a few tokens, sometimes nonsense
             lengths = np.array([slot.length for slot in self.model.slots])
             return lengths - np.where(
-                self.random.random(BATCH) < 0.8, self.random.integers(0, 4, BATCH), self.random.integers(-2, 30, BATCH)
+                self.random.random(BATCH) < 0.8,
+                self.random.integers(0, 4, BATCH),
+                self.random.integers(-2, 30, BATCH),
             )
         if operation == "reorder":
             return (
@@ -91,9 +102,15 @@ class Run:
                 + self.random.integers(0, 2, BATCH)
                 + (self.random.random(BATCH) < 0.1) * self.random.integers(-9, 9)
             )
-        return np.where(self.random.random(BATCH) < 0.7, self.random.permutation(BATCH), self.random.integers(-3, BATCH + 3, BATCH))
+        return np.where(
+            self.random.random(BATCH) < 0.7,
+            self.random.permutation(BATCH),
+            self.random.integers(-3, BATCH + 3, BATCH),
+        )
 
-    def on_model(self, operation: str, tokens: np.ndarray, valid: np.ndarray, numbers: np.ndarray) -> list[Any]:
+    def on_model(
+        self, operation: str, tokens: np.ndarray, valid: np.ndarray, numbers: np.ndarray
+    ) -> list[Any]:
         given = [row[mask].tolist() for row, mask in zip(tokens, valid, strict=True)]
         if operation == "append":
             return self.model.append(given)
@@ -136,7 +153,9 @@ SHARDED = [
 
 @pytest.mark.parametrize(("name", "axis_types"), SHARDED)
 def test_sharded_over_batch_length_and_heads(name: str, axis_types: Any) -> None:
-    manager = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:2,sp:2,tp:2", axis_types=axis_types)).for_mode("decode")
+    manager = sw.PartitionManager(
+        sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:2,sp:2,tp:2", axis_types=axis_types)
+    ).for_mode("decode")
     with manager:
         run(Run(**CACHES[name]), 40)
 

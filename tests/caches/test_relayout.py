@@ -39,13 +39,29 @@ SHAPE = (8, 16, 4, 4)
 BYTES = 8 * 16 * 4 * 4 * 4 // 8  # of a shard over both
 
 
-def manager_of(batch: str = "-", length: str = "dp+tp", head: str = "-", *, mesh: str = MESH, axis_types: Any = "auto") -> Any:
+def manager_of(
+    batch: str = "-",
+    length: str = "dp+tp",
+    head: str = "-",
+    *,
+    mesh: str = MESH,
+    axis_types: Any = "auto",
+) -> Any:
     rules = sw.Strategy.loads(RULES.format(batch=batch, length=length, head=head))
-    return sw.PartitionManager(rules, mesh=cpu_mesh(mesh, axis_types=axis_types)).for_mode("prefill")
+    return sw.PartitionManager(rules, mesh=cpu_mesh(mesh, axis_types=axis_types)).for_mode(
+        "prefill"
+    )
 
 
 def make(kind: str = "dense", **changes: Any) -> Any:
-    options = {"batch": 8, "capacity": 16, "kv_heads": 4, "head_dim": 4, "dtype": "float32", **changes}
+    options = {
+        "batch": 8,
+        "capacity": 16,
+        "kv_heads": 4,
+        "head_dim": 4,
+        "dtype": "float32",
+        **changes,
+    }
     return caches.init(kind, **options)
 
 
@@ -60,12 +76,27 @@ def filled(kind: str = "dense", **changes: Any) -> Any:
 # Name -> source, target, the collectives of each array and the bytes that a device sends.
 CASES: dict[str, tuple[P, P, list[str], int]] = {
     "one dim to another": (P("dp", "tp"), P("dp", None, "tp"), ["all_to_all"], BYTES * 3 // 4),
-    "two axes of one dim to two": (P(None, ("dp", "tp")), P("dp", None, "tp"), ["all_to_all"] * 2, BYTES // 2 + BYTES * 3 // 4),
+    "two axes of one dim to two": (
+        P(None, ("dp", "tp")),
+        P("dp", None, "tp"),
+        ["all_to_all"] * 2,
+        BYTES // 2 + BYTES * 3 // 4,
+    ),
     "two axes together": (P(("dp", "tp")), P(None, ("dp", "tp")), ["all_to_all"], BYTES * 7 // 8),
-    "the major axis of two": (P(None, ("dp", "tp")), P("dp", "tp"), ["permute", "all_to_all"], BYTES + BYTES // 2),
+    "the major axis of two": (
+        P(None, ("dp", "tp")),
+        P("dp", "tp"),
+        ["permute", "all_to_all"],
+        BYTES + BYTES // 2,
+    ),
     "cut, nothing sent": (P(), P("dp", None, "tp"), [], 0),
     "cut first": (P("dp"), P(None, "dp", "tp"), ["all_to_all"], BYTES // 2),
-    "gathered last": (P("dp", "tp"), P(None, None, "tp"), ["all_to_all", "all_gather"], BYTES * 3 // 4 + BYTES),
+    "gathered last": (
+        P("dp", "tp"),
+        P(None, None, "tp"),
+        ["all_to_all", "all_gather"],
+        BYTES * 3 // 4 + BYTES,
+    ),
     "two axes swap": (P(("dp", "tp")), P(("tp", "dp")), ["permute"], BYTES),
     "as it was": (P("dp", None, "tp"), P("dp", None, "tp"), [], 0),
 }
@@ -79,8 +110,14 @@ def test_the_plan_sends_least_and_is_what_runs(name: str, axis_types: str) -> No
     assert sorted(move.kind for move in moves if move.kind is not MoveKind.SLICE) == sorted(wanted)
     assert sum(move.bytes for move in moves) == sent
     mesh = cpu_mesh(MESH, axis_types=axis_types)
-    x = jax.device_put(np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE), NamedSharding(mesh, source))
-    run = jax.jit(_jax.call_shard_map(lambda x: run_moves(x, moves, SIZES), mesh=mesh, in_specs=(source,), out_specs=target))
+    x = jax.device_put(
+        np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE), NamedSharding(mesh, source)
+    )
+    run = jax.jit(
+        _jax.call_shard_map(
+            lambda x: run_moves(x, moves, SIZES), mesh=mesh, in_specs=(source,), out_specs=target
+        )
+    )
     program = run.lower(x).compile()
     found = read_collectives(program, mesh=mesh)
     assert sorted(each.kind for each in found) == sorted(wanted)
@@ -95,17 +132,26 @@ def test_every_place_is_reached_from_every_other() -> None:
     for dims in itertools.product(range(-1, 3), repeat=2):
         for order in (("dp", "tp"), ("tp", "dp")):
             at = dict(zip(("dp", "tp"), dims, strict=True))
-            places.append(tuple(tuple(name for name in order if at[name] == dim) for dim in range(3)))
+            places.append(
+                tuple(tuple(name for name in order if at[name] == dim) for dim in range(3))
+            )
     places = list(dict.fromkeys(places))
     x = np.arange(4 * 4 * 8, dtype=np.int32).reshape(4, 4, 8)
     random = np.random.default_rng(0)
-    for source, target in random.permutation(list(itertools.product(range(len(places)), repeat=2)))[:24]:
+    for source, target in random.permutation(list(itertools.product(range(len(places)), repeat=2)))[
+        :24
+    ]:
         a, b = places[source], places[target]
         moves = find_moves(a, b, shape=x.shape, itemsize=4, mesh=sizes)
         local = 4 * x.size // np.prod([sizes[name] for axes in a for name in axes] or [1])
         assert sum(move.bytes for move in moves) <= 3 * local
         specs = [P(*(axes or None for axes in place)) for place in (a, b)]
-        run = _jax.call_shard_map(lambda x, moves=moves: run_moves(x, moves, sizes), mesh=mesh, in_specs=(specs[0],), out_specs=specs[1])
+        run = _jax.call_shard_map(
+            lambda x, moves=moves: run_moves(x, moves, sizes),
+            mesh=mesh,
+            in_specs=(specs[0],),
+            out_specs=specs[1],
+        )
         np.testing.assert_array_equal(jax.jit(run)(x), x, err_msg=str((a, b, moves)))
 
 
@@ -139,7 +185,11 @@ def test_the_partitioner_gathers_what_the_plan_does_not() -> None:
     found = read_collectives(program, mesh=pm.mesh)
     assert {each.kind for each in found} == {"all_to_all"}
     assert plan.bytes == sum(each.wire_bytes for each in found) == 2 * (BYTES // 2 + BYTES * 3 // 4)
-    naive = jax.jit(lambda x: x, out_shardings=NamedSharding(pm.mesh, P("dp", None, "tp"))).lower(cache.k).compile()
+    naive = (
+        jax.jit(lambda x: x, out_shardings=NamedSharding(pm.mesh, P("dp", None, "tp")))
+        .lower(cache.k)
+        .compile()
+    )
     assert 2 * sum(each.wire_bytes for each in read_collectives(naive, mesh=pm.mesh)) > plan.bytes
 
 
@@ -187,7 +237,13 @@ def test_what_cannot_be_is_said() -> None:
         with pytest.raises(IndivisibleError, match="size 6 does not divide over tp=4"):
             reshard(odd, "decode")
     with pytest.raises(CacheError, match="neither the call nor the manager names a mode"):
-        reshard(make(), manager=sw.PartitionManager(sw.Strategy.loads(RULES.format(batch="-", length="-", head="-")), mesh=cpu_mesh(MESH)))
+        reshard(
+            make(),
+            manager=sw.PartitionManager(
+                sw.Strategy.loads(RULES.format(batch="-", length="-", head="-")),
+                mesh=cpu_mesh(MESH),
+            ),
+        )
 
 
 def test_a_plan_needs_no_devices() -> None:

@@ -9,7 +9,13 @@ import pytest
 from shardwright.caches import RowOrder
 from shardwright.errors import CacheError
 
-ORDERS = [RowOrder(), RowOrder(block=1, shards=4), RowOrder(block=3, shards=2), RowOrder(block=12, shards=1), RowOrder(block=2, shards=3)]
+ORDERS = [
+    RowOrder(),
+    RowOrder(block=1, shards=4),
+    RowOrder(block=3, shards=2),
+    RowOrder(block=12, shards=1),
+    RowOrder(block=2, shards=3),
+]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -28,7 +34,20 @@ def test_contiguous_rows_are_positions() -> None:
 
 def test_blocks_go_to_the_shards_in_turn() -> None:
     order = RowOrder(block=2, shards=3)
-    assert [order.row(place, 12) // 4 for place in range(12)] == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2]
+    assert [order.row(place, 12) // 4 for place in range(12)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+    ]
     for length in range(13):
         rows = np.array([order.row(place, 12) for place in range(length)], int)
         on_shards = np.bincount(rows // 4, minlength=3)
@@ -38,7 +57,10 @@ def test_blocks_go_to_the_shards_in_turn() -> None:
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        (RowOrder(block=5, shards=2), "12 rows cannot be dealt out to 2 shards in blocks of 5\n  fix   make the rows a multiple of 5"),
+        (
+            RowOrder(block=5, shards=2),
+            "12 rows cannot be dealt out to 2 shards in blocks of 5\n  fix   make the rows a multiple of 5",
+        ),
         (RowOrder(block=0, shards=2), "in blocks of 0"),
         (RowOrder(block=1, shards=0), "to 0 shards"),
     ],

@@ -22,7 +22,9 @@ RULES = '[rules]\nbatch = "dp"\nkv_length = "sp"\n'
 
 
 def make(kind: str = "dense", *, batch: int = 3, **options: Any) -> Any:
-    return caches.init(kind, batch=batch, **({"capacity": 6} if kind == "dense" else {}) | SIZES | options)
+    return caches.init(
+        kind, batch=batch, **({"capacity": 6} if kind == "dense" else {}) | SIZES | options
+    )
 
 
 def append(cache: Any, tokens: Any, valid: Any = None) -> Any:
@@ -61,16 +63,29 @@ def test_of_a_slot_that_overflows_nothing_is_written() -> None:
     assert change.reasons() == {0: Refusal.OVERFLOW}
     np.testing.assert_array_equal(change.overflow, [True, False, False])
     np.testing.assert_array_equal(change.positions, [[-1, -1], [4, 5], [0, 1]])
-    assert_same_bits((change.cache.k[0], change.cache.v[0], change.cache.length[0]), (cache.k[0], cache.v[0], cache.length[0]))
+    assert_same_bits(
+        (change.cache.k[0], change.cache.v[0], change.cache.length[0]),
+        (cache.k[0], cache.v[0], cache.length[0]),
+    )
     assert held(change.cache)[1:] == [[10, 11, 12, 13, 100, 101], [100, 101]]
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 20])
-@pytest.mark.parametrize("options", [{"overflow": "ring"}, {"overflow": "ring", "order": RowOrder(block=2, shards=3)}, {"capacity": 20}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overflow": "ring"},
+        {"overflow": "ring", "order": RowOrder(block=2, shards=3)},
+        {"capacity": 20},
+    ],
+)
 def test_tokens_at_once_are_tokens_one_by_one(options: dict[str, Any], count: int) -> None:
     tokens = np.arange(count)[None] + 100 * np.arange(3)[:, None]
     at_once = append(make(**options), tokens)
-    assert held(at_once.cache)[1] == [100 + token for token in range(count)][-at_once.cache.spec.capacity :]
+    assert (
+        held(at_once.cache)[1]
+        == [100 + token for token in range(count)][-at_once.cache.spec.capacity :]
+    )
     np.testing.assert_array_equal(at_once.positions[0], np.arange(count))
     single = make(**options)
     for at in range(count):
@@ -79,7 +94,9 @@ def test_tokens_at_once_are_tokens_one_by_one(options: dict[str, Any], count: in
 
 
 def test_rewinding_a_ring_stops_where_newer_tokens_took_rows() -> None:
-    cache = append(make("sliding", window=3, capacity=5), np.arange(10)[None] + np.zeros((3, 1), int)).cache
+    cache = append(
+        make("sliding", window=3, capacity=5), np.arange(10)[None] + np.zeros((3, 1), int)
+    ).cache
     change = cache.rewind([7, 6, 11])
     # At 7 a query sees 5 and 6, which are still there; at 6 it would see 4, whose row 9 has taken.
     assert change.reasons() == {1: Refusal.OVERWRITTEN, 2: Refusal.LENGTH_OUT_OF_RANGE}
@@ -105,24 +122,39 @@ def test_sequences_go_into_free_slots_each_by_itself() -> None:
     assert change.reasons() == wanted
     assert held(change.cache) == [[0, 1], [], [], [], [500, 501, 502], []]
     for slot in (0, 1, 2, 3, 5):
-        assert_same_bits((change.cache.k[slot], change.cache.v[slot]), (cache.k[slot], cache.v[slot]))
+        assert_same_bits(
+            (change.cache.k[slot], change.cache.v[slot]), (cache.k[slot], cache.v[slot])
+        )
 
 
 def test_a_sequence_that_is_too_long_or_has_lost_its_beginning_is_refused() -> None:
-    long = append(make(batch=2, overflow="ring"), np.arange(8)[None] + np.array([[0], [100]]), np.arange(8) < [[8], [4]]).cache
+    long = append(
+        make(batch=2, overflow="ring"),
+        np.arange(8)[None] + np.array([[0], [100]]),
+        np.arange(8) < [[8], [4]],
+    ).cache
     cache = make(batch=4)
     change = cache.insert(long, [1, 2])
     assert change.reasons() == {0: Refusal.OVERFLOW}
     assert held(change.cache) == [[], [], [100, 101, 102, 103], []]
     large = caches.init("dense", batch=4, capacity=16, **SIZES)
     assert large.insert(long, [1, 2]).reasons() == {0: Refusal.POSITIONS_MISSING}
-    assert held(make("sliding", batch=4, window=4).insert(long, [3, 0]).require()) == [[100, 101, 102, 103], [], [], [4, 5, 6, 7]]
-    assert make("sliding", batch=4, window=8).insert(long, [3, 0]).reasons() == {0: Refusal.POSITIONS_MISSING}
+    assert held(make("sliding", batch=4, window=4).insert(long, [3, 0]).require()) == [
+        [100, 101, 102, 103],
+        [],
+        [],
+        [4, 5, 6, 7],
+    ]
+    assert make("sliding", batch=4, window=8).insert(long, [3, 0]).reasons() == {
+        0: Refusal.POSITIONS_MISSING
+    }
 
 
 def test_a_paged_source() -> None:
     source = append(
-        make("paged", batch=2, capacity=8, page_size=2), [[1, 2, 3], [4, 5, 6]], np.array([[True] * 3, [True, False, False]])
+        make("paged", batch=2, capacity=8, page_size=2),
+        [[1, 2, 3], [4, 5, 6]],
+        np.array([[True] * 3, [True, False, False]]),
     ).cache
     assert held(make(batch=3).insert(source, [2, 0]).require()) == [[4], [], [1, 2, 3]]
 
@@ -130,19 +162,35 @@ def test_a_paged_source() -> None:
 def test_freeing() -> None:
     change = filled([2, 1, 3, 0]).free(np.array([2, 0, 0, 3, 4, -1, 2**40]))
     twice, absent = Refusal.SLOT_TWICE, Refusal.SLOT_OUT_OF_RANGE
-    assert change.reasons() == {1: twice, 2: twice, 3: Refusal.SLOT_EMPTY, 4: absent, 5: absent, 6: absent}
+    assert change.reasons() == {
+        1: twice,
+        2: twice,
+        3: Refusal.SLOT_EMPTY,
+        4: absent,
+        5: absent,
+        6: absent,
+    }
     assert held(change.cache) == [[0, 1], [10], [], []]
 
 
 def test_rewinding_then_diverging() -> None:
     change = filled([4, 3, 2]).rewind([1, 4, -1])
     assert change.reasons() == {1: Refusal.LENGTH_OUT_OF_RANGE, 2: Refusal.LENGTH_OUT_OF_RANGE}
-    assert held(append(change.cache, [[7], [8], [9]]).cache) == [[0, 7], [10, 11, 12, 8], [20, 21, 9]]
+    assert held(append(change.cache, [[7], [8], [9]]).cache) == [
+        [0, 7],
+        [10, 11, 12, 8],
+        [20, 21, 9],
+    ]
 
 
 def test_beams() -> None:
     cache = filled([1, 2, 3, 4])
-    assert held(cache.reorder([3, 3, 0, 1]).require()) == [[30, 31, 32, 33], [30, 31, 32, 33], [0], [10, 11]]
+    assert held(cache.reorder([3, 3, 0, 1]).require()) == [
+        [30, 31, 32, 33],
+        [30, 31, 32, 33],
+        [0],
+        [10, 11],
+    ]
     change = cache.reorder([1, 2, 3, -1], group=2)
     assert change.reasons() == {1: Refusal.SLOT_OUT_OF_RANGE, 3: Refusal.SLOT_OUT_OF_RANGE}
     assert held(change.cache) == [[10, 11], [10, 11], [30, 31, 32, 33], [30, 31, 32, 33]]
@@ -152,18 +200,26 @@ def test_beams() -> None:
 def test_beams_over_several_shards(group: int | None) -> None:
     parents = [3, 0, 0, 2, 7, 4, 5, 5]
     wanted = held(filled([1, 2, 3, 4, 5, 6, 1, 2]).reorder(parents, group=group).require())
-    manager = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:4,sp:2")).for_mode("decode")
+    manager = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:4,sp:2")).for_mode(
+        "decode"
+    )
     with manager:
-        assert held(filled([1, 2, 3, 4, 5, 6, 1, 2]).reorder(parents, group=group).require()) == wanted
+        assert (
+            held(filled([1, 2, 3, 4, 5, 6, 1, 2]).reorder(parents, group=group).require()) == wanted
+        )
 
 
 def test_beams_in_a_group_that_two_shards_hold() -> None:
     """Three slots per shard: slots 2 and 3 are one group, so a shard needs a slot that it does not hold."""
     parents = [1, 0, 3, 2, 5, 4]
-    manager = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:2")).for_mode("decode")
+    manager = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:2")).for_mode(
+        "decode"
+    )
     with manager:
         change = filled([1, 2, 3, 4, 5, 6]).reorder(parents, group=2)
-    assert held(change.require()) == [[10 * parent + at for at in range(parent + 1)] for parent in parents]
+    assert held(change.require()) == [
+        [10 * parent + at for at in range(parent + 1)] for parent in parents
+    ]
 
 
 class TestErrorPolicy:
@@ -171,14 +227,24 @@ class TestErrorPolicy:
 
     def test_outside_jit(self) -> None:
         cache = filled([5, 2, 6], overflow="error")
-        with pytest.raises(CacheError, match="entry 0 was refused: the tokens exceed the capacity of the slot; 1 more were"):
+        with pytest.raises(
+            CacheError,
+            match="entry 0 was refused: the tokens exceed the capacity of the slot; 1 more were",
+        ):
             append(cache, [[1, 2]] * 3)
         with pytest.raises(
             CacheError,
             match=r"entry 1 was refused: the slot is named twice; 1 more were\n  fix   with overflow=.report. refusals are values",
         ):
             cache.free([0, 1, 1])
-        assert held(append(cache, [[1]] * 3, np.array([[True], [True], [False]])).cache)[0] == [0, 1, 2, 3, 4, 1]
+        assert held(append(cache, [[1]] * 3, np.array([[True], [True], [False]])).cache)[0] == [
+            0,
+            1,
+            2,
+            3,
+            4,
+            1,
+        ]
 
     @pytest.mark.parametrize("axis_types", [None, "auto", "explicit"])
     def test_inside_jit(self, axis_types: Any) -> None:
@@ -187,33 +253,51 @@ class TestErrorPolicy:
         def check() -> None:
             cache = make(batch=4, overflow="error")
             checked = checkify.checkify(jax.jit(lambda cache, k, v: cache.append(k, v)))
-            error, change = checked(cache, jnp.asarray(keys_of(tokens, cache.spec)), jnp.asarray(values_of(tokens, cache.spec)))
+            error, change = checked(
+                cache,
+                jnp.asarray(keys_of(tokens, cache.spec)),
+                jnp.asarray(values_of(tokens, cache.spec)),
+            )
             error.throw()
-            error, _ = checked(change.cache, jnp.asarray(keys_of(tokens, cache.spec)), jnp.asarray(values_of(tokens, cache.spec)))
+            error, _ = checked(
+                change.cache,
+                jnp.asarray(keys_of(tokens, cache.spec)),
+                jnp.asarray(values_of(tokens, cache.spec)),
+            )
             with pytest.raises(
-                checkify.JaxRuntimeError, match=r"a cache refused entries, by these codes: \[1 1 1 1\] \(1 the tokens exceed"
+                checkify.JaxRuntimeError,
+                match=r"a cache refused entries, by these codes: \[1 1 1 1\] \(1 the tokens exceed",
             ):
                 error.throw()
 
         if axis_types is None:
             check()
         else:
-            manager = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:4,sp:2", axis_types=axis_types)).for_mode("decode")
+            manager = sw.PartitionManager(
+                sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:4,sp:2", axis_types=axis_types)
+            ).for_mode("decode")
             with manager:
                 check()
 
 
 def test_require_says_what_was_refused() -> None:
-    with pytest.raises(CacheError, match=r"entry 1 was refused: the slot holds nothing\n  fix   look at `reasons\(\)`"):
+    with pytest.raises(
+        CacheError,
+        match=r"entry 1 was refused: the slot holds nothing\n  fix   look at `reasons\(\)`",
+    ):
         filled([1, 0]).free([0, 1]).require()
 
 
 def test_while_tracing_nobody_knows_what_is_refused() -> None:
-    with pytest.raises(CacheError, match="not known while a function is traced\n  fix   return the change"):
+    with pytest.raises(
+        CacheError, match="not known while a function is traced\n  fix   return the change"
+    ):
         jax.jit(lambda cache: cache.free([0]).require())(make())
 
 
 def test_an_empty_slot_shows_nothing() -> None:
     view = make("sliding", window=4).view()
     np.testing.assert_array_equal(view.positions, -1)
-    np.testing.assert_array_equal(make(order=RowOrder(block=1, shards=2)).view().positions, [[0, 2, 4, 1, 3, 5]])
+    np.testing.assert_array_equal(
+        make(order=RowOrder(block=1, shards=2)).view().positions, [[0, 2, 4, 1, 3, 5]]
+    )

@@ -53,7 +53,9 @@ def test_restored_on_another_mesh_and_in_another_mode(kind: str, tmp_path: Path)
         assert_same(restore(tmp_path / "cache", like=like), cache)
         placed = restore(tmp_path / "cache", like=found)
         assert_spec(placed, placed.axes())
-        assert found.append(np.ones((8, 1, 4, 4), np.float32), np.ones((8, 1, 4, 4), np.float32)).ok.all()
+        assert found.append(
+            np.ones((8, 1, 4, 4), np.float32), np.ones((8, 1, 4, 4), np.float32)
+        ).ok.all()
 
 
 def test_another_cache_than_was_saved_is_refused(tmp_path: Path) -> None:
@@ -61,20 +63,27 @@ def test_another_cache_than_was_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="a DenseCache was saved, and like is a QuantizedCache"):
         restore(tmp_path / "cache", like=make("quantized"))
     with pytest.raises(
-        CacheError, match=r"(?s)capacity was saved as 16, and like has 32.*overflow was saved as 'report', and like has 'ring'"
+        CacheError,
+        match=r"(?s)capacity was saved as 16, and like has 32.*overflow was saved as 'report', and like has 'ring'",
     ):
         restore(tmp_path / "cache", like=make(capacity=32, overflow="ring"))
-    with pytest.raises(CacheError, match="like says where the cache shall lie, and so do manager and mode"):
+    with pytest.raises(
+        CacheError, match="like says where the cache shall lie, and so do manager and mode"
+    ):
         restore(tmp_path / "cache", like=make(), mode="decode")
     save(filled("quantized"), tmp_path / "eight")
-    with pytest.raises(CacheError, match=r"k was saved as int8\[8, 16, 4, 4\], and like has float8_e5m2"):
+    with pytest.raises(
+        CacheError, match=r"k was saved as int8\[8, 16, 4, 4\], and like has float8_e5m2"
+    ):
         restore(tmp_path / "eight", like=make("quantized", stored="float8_e5m2"))
     with pytest.raises(IndivisibleError, match="size 8 does not divide over dp=3"):
         restore(tmp_path / "cache", manager=manager_of(batch="dp", length="-", mesh="dp:3,tp:1"))
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-def test_nothing_is_half_written_and_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_half_written_and_nothing_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import orbax.checkpoint as orbax
 
     with monkeypatch.context() as patch:
@@ -112,5 +121,8 @@ def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return load(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(CacheError, match=r'pip install orbax-checkpoint, or python -m pip install -e "\.\[checkpoint\]" in a clone'):
+    with pytest.raises(
+        CacheError,
+        match=r'pip install orbax-checkpoint, or python -m pip install -e "\.\[checkpoint\]" in a clone',
+    ):
         save(make(), tmp_path / "cache")

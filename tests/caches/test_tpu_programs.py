@@ -12,7 +12,9 @@ def test_appends() -> None:
     found = measure()
     assert len(found) == len(MESHES) * len(COUNTS)
     for one in found:
-        print(f"{one.mesh:24} {one.count:4} tokens: {one.temporary} bytes of temporary memory, {one.held} of the cache, {one.new} new")
+        print(
+            f"{one.mesh:24} {one.count:4} tokens: {one.temporary} bytes of temporary memory, {one.held} of the cache, {one.new} new"
+        )
         assert one.collectives == 0
         assert one.alias >= one.held  # arrays are padded to tiles
         assert one.alias < 1.01 * one.held

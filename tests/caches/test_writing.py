@@ -34,13 +34,19 @@ def shards_of(kind: str) -> Shards:
     if kind == "no manager":
         return Shards(manager=None, mode=None)
     mesh = cpu_mesh("dp:2,sp:2,tp:2", axis_types="explicit" if kind == "explicit" else "auto")
-    return Shards(manager=sw.PartitionManager(sw.Strategy(rules={"batch": "dp"}), mesh=mesh), mode=sw.MODE_DECODE)
+    return Shards(
+        manager=sw.PartitionManager(sw.Strategy(rules={"batch": "dp"}), mesh=mesh),
+        mode=sw.MODE_DECODE,
+    )
 
 
 def arrays(*leading: int, first: float) -> dict[str, np.ndarray]:
     """Buffers of all ranks, each number once."""
     shapes = {"k": (*leading, 2, 3), "v": (*leading, 2, 2), "scale": (*leading, 2)}
-    return {name: first + np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in shapes.items()}
+    return {
+        name: first + np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        for name, shape in shapes.items()
+    }
 
 
 def run(kind: str, write: Any, *arguments: Any, **options: Any) -> dict[str, np.ndarray]:
@@ -81,10 +87,17 @@ def test_each_slot_appends_its_own_rows(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("slots", [[[3], [7], [0]], [[3, 3, 0, 1], [4, 2, 2, 9], [0, 1, 3, 1]]], ids=["a slot per entry", "a slot per row"])
+@pytest.mark.parametrize(
+    "slots",
+    [[[3], [7], [0]], [[3, 3, 0, 1], [4, 2, 2, 9], [0, 1, 3, 1]]],
+    ids=["a slot per entry", "a slot per row"],
+)
 def test_rows_go_into_any_slots(kind: str, slots: Any) -> None:
     buffers, new = arrays(SLOTS, ROWS, first=0.0), arrays(3, 4, first=-1000.0)
-    numbers, rows = np.array(slots, np.int32), np.array([[1, 5, 0, 6], [0, 1, 2, 3], [4, 5, 9, 2]], np.int32)
+    numbers, rows = (
+        np.array(slots, np.int32),
+        np.array([[1, 5, 0, 6], [0, 1, 2, 3], [4, 5, 9, 2]], np.int32),
+    )
     wanted = {name: array.copy() for name, array in buffers.items()}
     for name, array in wanted.items():
         for (entry, at), slot in np.ndenumerate(np.broadcast_to(numbers, rows.shape)):
@@ -96,13 +109,20 @@ def test_rows_go_into_any_slots(kind: str, slots: Any) -> None:
 @pytest.mark.parametrize("kind", ["no manager", "auto", "two mesh axes"])
 @pytest.mark.parametrize(
     ("group", "parents"),
-    [(1, [0, 1, 2, 3, 4, 5, 6, 7]), (2, [1, 1, 2, 2, 5, 4, 7, 6]), (4, [3, 0, 0, 2, 7, 4, 5, 5]), (8, [7, 0, 3, 3, 2, 1, 5, 6])],
+    [
+        (1, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (2, [1, 1, 2, 2, 5, 4, 7, 6]),
+        (4, [3, 0, 0, 2, 7, 4, 5, 5]),
+        (8, [7, 0, 3, 3, 2, 1, 5, 6]),
+    ],
 )
 def test_a_slot_becomes_what_its_parent_was(kind: str, group: int, parents: list[int]) -> None:
     """Groups within a shard and over several, on two shards of four slots and on four shards of two slots."""
     buffers = arrays(8, ROWS, first=0.0)
     wanted = {name: array[parents] for name, array in buffers.items()}
-    assert_equal(run(kind, writing.take_slots, buffers, np.array(parents, np.int32), group=group), wanted)
+    assert_equal(
+        run(kind, writing.take_slots, buffers, np.array(parents, np.int32), group=group), wanted
+    )
 
 
 @pytest.mark.parametrize(("group", "gathers"), [(1, False), (2, False), (4, False), (8, True)])
@@ -110,7 +130,14 @@ def test_slots_are_sent_only_where_a_group_lies_on_two_shards(group: int, gather
     shards = shards_of("auto")
     assert shards.manager is not None
     with shards.manager:
-        buffers = {name: shards.lay(jnp.asarray(array), SPECS[name]) for name, array in arrays(8, ROWS, first=0.0).items()}
-        program = jax.jit(lambda buffers, parents: writing.take_slots(buffers, parents, group=group, shards=shards, specs=SPECS))
+        buffers = {
+            name: shards.lay(jnp.asarray(array), SPECS[name])
+            for name, array in arrays(8, ROWS, first=0.0).items()
+        }
+        program = jax.jit(
+            lambda buffers, parents: writing.take_slots(
+                buffers, parents, group=group, shards=shards, specs=SPECS
+            )
+        )
         text = program.lower(buffers, jnp.arange(8, dtype=jnp.int32)).as_text()
     assert ("all_gather" in text) == gathers

@@ -65,14 +65,29 @@ def compiled(name: str, count: int) -> Compiled:
     def step(cache: Any, q: Any, k: Any, v: Any) -> Any:
         cache = cache.append(k, v).cache
         view = cache.view()
-        return cache, paged_attention(q, view.k, view.v, block_tables=view.tables, lengths=view.lengths)
+        return cache, paged_attention(
+            q, view.k, view.v, block_tables=view.tables, lengths=view.lengths
+        )
 
-    options = {"batch": BATCH, "capacity": CAPACITY, "kv_heads": KV_HEADS, "head_dim": DIM, "pages": PAGES, "page_size": PAGE_SIZE}
+    options = {
+        "batch": BATCH,
+        "capacity": CAPACITY,
+        "kv_heads": KV_HEADS,
+        "head_dim": DIM,
+        "pages": PAGES,
+        "page_size": PAGE_SIZE,
+    }
     with pm:
         cache = jax.eval_shape(lambda: caches.init("paged", **options))
         cache = jax.tree.map(abstract, cache, cache.axes())
-        new = abstract(jax.ShapeDtypeStruct((BATCH, count, KV_HEADS, DIM), jnp.bfloat16), (sw.BATCH, sw.EMPTY, sw.KV_HEAD, sw.EMPTY))
-        q = abstract(jax.ShapeDtypeStruct((BATCH, count, HEADS, DIM), jnp.bfloat16), (sw.BATCH, sw.EMPTY, sw.HEAD, sw.EMPTY))
+        new = abstract(
+            jax.ShapeDtypeStruct((BATCH, count, KV_HEADS, DIM), jnp.bfloat16),
+            (sw.BATCH, sw.EMPTY, sw.KV_HEAD, sw.EMPTY),
+        )
+        q = abstract(
+            jax.ShapeDtypeStruct((BATCH, count, HEADS, DIM), jnp.bfloat16),
+            (sw.BATCH, sw.EMPTY, sw.HEAD, sw.EMPTY),
+        )
         program = tpu_compile.compile_for_tpus(step, cache, q, new, new, donate_argnums=0)
     shape = ",".join(str(size) for size in cache.k_pages.sharding.shard_shape(cache.k_pages.shape))
     copy = re.compile(rf"= \(?bf16\[{shape}\].* (copy|copy-start|transpose)\(")

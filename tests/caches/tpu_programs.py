@@ -53,11 +53,17 @@ def compiled(name: str, count: int) -> Compiled:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pm.sharding(axes, shape=x.shape))
 
     with pm:
-        cache = jax.eval_shape(lambda: caches.init("dense", batch=BATCH, capacity=CAPACITY, kv_heads=HEADS, head_dim=DIM))
+        cache = jax.eval_shape(
+            lambda: caches.init(
+                "dense", batch=BATCH, capacity=CAPACITY, kv_heads=HEADS, head_dim=DIM
+            )
+        )
         cache = jax.tree.map(abstract, cache, cache.axes())
         new = jax.ShapeDtypeStruct((BATCH, count, HEADS, DIM), jnp.bfloat16)
         new = abstract(new, (sw.BATCH, sw.EMPTY, sw.KV_HEAD, sw.KV_HEAD_DIM))
-        program = tpu_compile.compile_for_tpus(lambda cache, k, v: cache.append(k, v), cache, new, new, donate_argnums=0)
+        program = tpu_compile.compile_for_tpus(
+            lambda cache, k, v: cache.append(k, v), cache, new, new, donate_argnums=0
+        )
     counts, _ = tpu_compile.collectives(program, mesh)
     return Compiled(
         mesh=name,

@@ -150,7 +150,10 @@ def run(line: str, folder: Path) -> tuple[int, str, str]:
 def shown(line: str, folder: Path) -> str:
     """What a golden file holds: the command, its output and its exit code."""
     command = (
-        line if line in OTHERS.values() else "explain " + line.replace("stacked(RowWise)", "'stacked(RowWise)'").replace("() ", "'()' ")
+        line
+        if line in OTHERS.values()
+        else "explain "
+        + line.replace("stacked(RowWise)", "'stacked(RowWise)'").replace("() ", "'()' ")
     )
     code, out, err = run(command, folder)
     return f"$ shardwright {command}\n{out}{err}exit {code}\n"

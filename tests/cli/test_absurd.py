@@ -26,29 +26,103 @@ def tensor(**entries: object) -> str:
 
 
 TENSORS: dict[str, tuple[str, str, str]] = {
-    "digits": ("json", '{"w": {"axes": "EMBED", "shape": [' + DIGITS + "]}}", "value has 5000 digits"),
+    "digits": (
+        "json",
+        '{"w": {"axes": "EMBED", "shape": [' + DIGITS + "]}}",
+        "value has 5000 digits",
+    ),
     "fewer digits": (
         "json",
         '{"w": {"axes": "EMBED", "shape": [' + "8" * 400 + "]}}",
         "t.json:1 w.shape.0: a number of 1329 bits is no size",
     ),
-    "hexadecimal": ("toml", f'[w]\naxes = "EMBED"\nshape = [{HEX}]', "t.toml:3 w.shape.0: a number of 20000 bits is no size"),
+    "hexadecimal": (
+        "toml",
+        f'[w]\naxes = "EMBED"\nshape = [{HEX}]',
+        "t.toml:3 w.shape.0: a number of 20000 bits is no size",
+    ),
     "hexadecimal axes": ("toml", f"[w]\naxes = {HEX}", "t.toml:2 w.axes: a number of 20000 bits"),
-    "hexadecimal dtype": ("toml", f'[w]\naxes = "EMBED"\ndtype = {HEX}', "t.toml:3 w.dtype: a number of 20000 bits"),
+    "hexadecimal dtype": (
+        "toml",
+        f'[w]\naxes = "EMBED"\ndtype = {HEX}',
+        "t.toml:3 w.dtype: a number of 20000 bits",
+    ),
     "infinite": ("json", '{"w": {"axes": "EMBED", "shape": [1e999]}}', "[inf] is not a shape"),
-    "elements": ("json", tensor(axes="_ _", shape=[2**62, 2]), "t.json:1 w.shape: no array has so many elements"),
-    "rank": ("json", tensor(axes=" ".join("_" * 400), shape=[2**62] * 400), "no array has so many elements"),
-    "deep": ("json", '{"a": ' * 500 + "1" + "}" * 500, "t.json:1 a.a.a.a...: tables and lists are nested more than 64 deep"),
-    "very deep": ("json", '{"a": ' * 100_000 + "1" + "}" * 100_000, "t.json: the file is nested too deeply"),
-    "deep list": ("json", '{"w": {"axes": ' + "[" * 900 + "]" * 900 + "}}", "nested more than 64 deep"),
-    "deep table": ("toml", ".".join("a" * 2000) + " = 1", "t.toml:1: the key has more than 64 parts: tables are nested more than 64 deep"),
-    "surrogate path": ("json", '{"\\ud800": {"axes": "EMBED"}}', "the key '\\ud800' has a character that is no text"),
-    "surrogate axes": ("json", '{"w": {"axes": "\\ud800"}}', "t.json:1 w.axes: '\\ud800' has a character that is no text"),
-    "surrogate dtype": ("json", '{"w": {"axes": "EMBED", "dtype": "\\udfff"}}', "t.json:1 w.dtype: '\\udfff' has a character"),
+    "elements": (
+        "json",
+        tensor(axes="_ _", shape=[2**62, 2]),
+        "t.json:1 w.shape: no array has so many elements",
+    ),
+    "rank": (
+        "json",
+        tensor(axes=" ".join("_" * 400), shape=[2**62] * 400),
+        "no array has so many elements",
+    ),
+    "deep": (
+        "json",
+        '{"a": ' * 500 + "1" + "}" * 500,
+        "t.json:1 a.a.a.a...: tables and lists are nested more than 64 deep",
+    ),
+    "very deep": (
+        "json",
+        '{"a": ' * 100_000 + "1" + "}" * 100_000,
+        "t.json: the file is nested too deeply",
+    ),
+    "deep list": (
+        "json",
+        '{"w": {"axes": ' + "[" * 900 + "]" * 900 + "}}",
+        "nested more than 64 deep",
+    ),
+    "deep table": (
+        "toml",
+        ".".join("a" * 2000) + " = 1",
+        "t.toml:1: the key has more than 64 parts: tables are nested more than 64 deep",
+    ),
+    "surrogate path": (
+        "json",
+        '{"\\ud800": {"axes": "EMBED"}}',
+        "the key '\\ud800' has a character that is no text",
+    ),
+    "surrogate axes": (
+        "json",
+        '{"w": {"axes": "\\ud800"}}',
+        "t.json:1 w.axes: '\\ud800' has a character that is no text",
+    ),
+    "surrogate dtype": (
+        "json",
+        '{"w": {"axes": "EMBED", "dtype": "\\udfff"}}',
+        "t.json:1 w.dtype: '\\udfff' has a character",
+    ),
 }
 DTYPES = [
-    *("O", "object", "V8", "S5", "U", "str", "bytes", "void", "datetime64", "M8[s]", "timedelta64", "i4,i4", "(2,2)f4", ">f4", "\x00"),
-    *("float128", "longdouble", "complex256", "clongdouble", "float0", "key<fry>", "{'names':['a'],'formats':['O']}", "", "bf16"),
+    *(
+        "O",
+        "object",
+        "V8",
+        "S5",
+        "U",
+        "str",
+        "bytes",
+        "void",
+        "datetime64",
+        "M8[s]",
+        "timedelta64",
+        "i4,i4",
+        "(2,2)f4",
+        ">f4",
+        "\x00",
+    ),
+    *(
+        "float128",
+        "longdouble",
+        "complex256",
+        "clongdouble",
+        "float0",
+        "key<fry>",
+        "{'names':['a'],'formats':['O']}",
+        "",
+        "bf16",
+    ),
     *(0, 5, 1.5, False, True, [], [[1]], {"a": []}),
 ]
 
@@ -72,7 +146,15 @@ def test_a_dtype_of_no_array_is_an_input_error(dtype: object, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size"), [("bfloat16", 16), ("float8_e4m3fn", 8), ("bool", 8), ("complex64", 64), ("int", 64), (None, None)]
+    ("dtype", "size"),
+    [
+        ("bfloat16", 16),
+        ("float8_e4m3fn", 8),
+        ("bool", 8),
+        ("complex64", 64),
+        ("int", 64),
+        (None, None),
+    ],
 )
 def test_a_dtype_of_an_array_is_read(dtype: str | None, size: int | None, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(tensor(dtype=dtype), encoding="utf-8")
@@ -135,7 +217,9 @@ LISTED = {
 
 
 @pytest.mark.parametrize("text", LISTED)
-def test_a_file_of_another_form_than_tensors_have_says_how_to_write_it(text: str, tmp_path: Path) -> None:
+def test_a_file_of_another_form_than_tensors_have_says_how_to_write_it(
+    text: str, tmp_path: Path
+) -> None:
     name = "t.json" if text.startswith("{") else "t.toml"
     (tmp_path / name).write_text(text, encoding="utf-8")
     code, _, err = run(f"check fsdp_tp --mesh fsdp:2,tp:4 --tensors {name}", tmp_path)
@@ -145,7 +229,9 @@ def test_a_file_of_another_form_than_tensors_have_says_how_to_write_it(text: str
     assert len(err.splitlines()) == 2, "one problem"
 
 
-@pytest.mark.parametrize("text", ['{"version": 1,\n "rules": {"batch": "dp",}}', '{"rules": {},\n}', '{"rules": [1, ]}'])
+@pytest.mark.parametrize(
+    "text", ['{"version": 1,\n "rules": {"batch": "dp",}}', '{"rules": {},\n}', '{"rules": [1, ]}']
+)
 def test_a_comma_too_many_in_json_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text(text, encoding="utf-8")
     code, out, _ = run("check s.json", tmp_path)
@@ -176,7 +262,9 @@ def test_a_hexadecimal_number_in_a_strategy_is_an_input_error(tmp_path: Path) ->
     assert "s.toml:2 rules.batch: a number of 20000 bits is no size" in err
 
 
-@pytest.mark.parametrize("line", ["explain EMBED --strategy ddp", "check ddp", "diff ddp fsdp --tensors tensors.toml"])
+@pytest.mark.parametrize(
+    "line", ["explain EMBED --strategy ddp", "check ddp", "diff ddp fsdp --tensors tensors.toml"]
+)
 def test_a_mesh_that_is_no_utf_8_is_refused(line: str, tmp_path: Path) -> None:
     code, out, err = run(f"{line} --mesh \udcff:2", tmp_path)
     assert (code, out) == (2, "")
@@ -187,19 +275,51 @@ def test_names_that_are_no_utf_8_are_shown_escaped_or_refused(tmp_path: Path) ->
     name = os.fsencode(tmp_path) + b"/\xff.toml"
     Path(os.fsdecode(name)).write_text("version = 1\n", encoding="utf-8")
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SRC)}
-    words = [sys.executable, "-m", "shardwright", "explain", "EMBED", "--mesh", "dp:2", "--strategy", name]
+    words = [
+        sys.executable,
+        "-m",
+        "shardwright",
+        "explain",
+        "EMBED",
+        "--mesh",
+        "dp:2",
+        "--strategy",
+        name,
+    ]
     done = subprocess.run(words, env=env, capture_output=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"strategy \\udcff.toml on dp:2" in done.stdout
-    refused = subprocess.run([*words[:-1], "ddp", "--path", b"\xff"], env=env, capture_output=True, timeout=120, check=False)
+    refused = subprocess.run(
+        [*words[:-1], "ddp", "--path", b"\xff"],
+        env=env,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
     assert refused.returncode == 2
     assert b"is not UTF-8" in refused.stderr
 
 
 def test_a_terminal_that_knows_only_ascii_gets_escapes(tmp_path: Path) -> None:
     (tmp_path / "schön.toml").write_text("version = 1\n", encoding="utf-8")
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SRC), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
-    words = [sys.executable, "-m", "shardwright", "explain", "EMBED", "--mesh", "dp:2", "--strategy", str(tmp_path / "schön.toml")]
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(SRC),
+        "PYTHONIOENCODING": "ascii",
+        "PYTHONUTF8": "1",
+    }
+    words = [
+        sys.executable,
+        "-m",
+        "shardwright",
+        "explain",
+        "EMBED",
+        "--mesh",
+        "dp:2",
+        "--strategy",
+        str(tmp_path / "schön.toml"),
+    ]
     done = subprocess.run(words, env=env, capture_output=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"strategy sch\\xf6n.toml on dp:2" in done.stdout

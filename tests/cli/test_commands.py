@@ -98,7 +98,9 @@ def test_exit_codes(line: str, code: int, tmp_path: Path) -> None:
 
 
 def test_check_finds_in_every_file_what_it_is_refused_for(tmp_path: Path) -> None:
-    (tmp_path / "two.toml").write_text('[mesh]\ndp = 2\n[rules]\nbatch = "dp |"\nbathc = "dp"\nhead = "dpp"\n', encoding="utf-8")
+    (tmp_path / "two.toml").write_text(
+        '[mesh]\ndp = 2\n[rules]\nbatch = "dp |"\nbathc = "dp"\nhead = "dpp"\n', encoding="utf-8"
+    )
     code, out, _ = run("check two.toml --json", tmp_path)
     found = json.loads(out)["strategies"][0]["findings"]
     assert code == 1
@@ -124,8 +126,12 @@ def test_check_takes_strategies_as_explain_does(tmp_path: Path) -> None:
     (tmp_path / "wrong.toml").write_text('[rules]\nbatch = "dpp"\n', encoding="utf-8")
     for words in ("fsdp", "'fsdp_tp | wrong.toml'", "odd.toml"):
         assert run(f"check --strategy {words}", tmp_path) == run(f"check {words}", tmp_path)
-    assert run("check --strategy fsdp_tp --strategy wrong.toml", tmp_path) == run("check 'fsdp_tp | wrong.toml'", tmp_path)
-    assert run("check fsdp --strategy wrong.toml", tmp_path) == run("check fsdp wrong.toml", tmp_path)
+    assert run("check --strategy fsdp_tp --strategy wrong.toml", tmp_path) == run(
+        "check 'fsdp_tp | wrong.toml'", tmp_path
+    )
+    assert run("check fsdp --strategy wrong.toml", tmp_path) == run(
+        "check fsdp wrong.toml", tmp_path
+    )
 
 
 def test_a_file_with_a_bar_in_its_name_is_a_file(tmp_path: Path) -> None:
@@ -141,25 +147,42 @@ def test_explain_takes_overlays_in_one_word_too(tmp_path: Path) -> None:
 
 
 def test_diff_says_exact_bytes(tmp_path: Path) -> None:
-    code, out, _ = run("diff ddp fsdp_tp --tensors tensors.toml --mesh fsdp:2,tp:2 --json", tmp_path)
+    code, out, _ = run(
+        "diff ddp fsdp_tp --tensors tensors.toml --mesh fsdp:2,tp:2 --json", tmp_path
+    )
     answer = json.loads(out)
     embed = next(one for one in answer["tensors"] if one["path"] == "params/embed")
     assert code == 0
     assert embed["before"]["bytes_per_device"] == 128256 * 4096 * 2
     assert embed["after"]["bytes_per_device"] == 128256 * 4096 * 2 // 4
     assert embed["after"]["shards"] == [2, 2]
-    total = next(one for one in answer["totals"] if one["role"] == "param" and one["mode"] == "train")
-    in_train = [one for one in answer["tensors"] if one["role"] == "param" and one["mode"] == "train"]
+    total = next(
+        one for one in answer["totals"] if one["role"] == "param" and one["mode"] == "train"
+    )
+    in_train = [
+        one for one in answer["tensors"] if one["role"] == "param" and one["mode"] == "train"
+    ]
     assert total["bytes_after"] == sum(one["after"]["bytes_per_device"] for one in in_train)
     assert answer["changed"] == 6
 
 
 def test_diff_of_one_strategy_for_two_numbers_of_devices(tmp_path: Path) -> None:
-    code, out, _ = run("diff fsdp --tensors tensors.json --devices 2 --devices 4 --mode train --json", tmp_path)
+    code, out, _ = run(
+        "diff fsdp --tensors tensors.json --devices 2 --devices 4 --mode train --json", tmp_path
+    )
     answer = json.loads(out)
     assert code == 0
-    assert (answer["before"]["mesh"], answer["after"]["mesh"]) == ({"dp": 1, "fsdp": 2}, {"dp": 1, "fsdp": 4})
-    assert answer["totals"][0] == {"role": "param", "mode": "train", "bytes_before": 32768, "bytes_after": 16384, "uncounted": 0}
+    assert (answer["before"]["mesh"], answer["after"]["mesh"]) == (
+        {"dp": 1, "fsdp": 2},
+        {"dp": 1, "fsdp": 4},
+    )
+    assert answer["totals"][0] == {
+        "role": "param",
+        "mode": "train",
+        "bytes_before": 32768,
+        "bytes_after": 16384,
+        "uncounted": 0,
+    }
 
 
 def test_diff_tells_where_sizes_belong(tmp_path: Path) -> None:
@@ -170,13 +193,19 @@ def test_diff_tells_where_sizes_belong(tmp_path: Path) -> None:
 
 
 def test_presets_copy_keeps_comments_and_never_overwrites_unasked(tmp_path: Path) -> None:
-    assert run("presets copy fsdp_tp mine.toml", tmp_path)[:2] == (0, "fsdp_tp copied to mine.toml\n")
+    assert run("presets copy fsdp_tp mine.toml", tmp_path)[:2] == (
+        0,
+        "fsdp_tp copied to mine.toml\n",
+    )
     copied = (tmp_path / "mine.toml").read_text(encoding="utf-8")
     assert copied == files.preset_text("fsdp_tp")
     assert "# replicated on purpose" in copied
     code, out, err = run("presets copy ddp mine.toml", tmp_path)
     assert (code, out) == (2, "")
-    assert "'mine.toml' is there already\n  fix   choose another name, or replace it with --force" in err
+    assert (
+        "'mine.toml' is there already\n  fix   choose another name, or replace it with --force"
+        in err
+    )
     assert (tmp_path / "mine.toml").read_text(encoding="utf-8") == copied
     assert run("presets copy ddp mine.toml --force", tmp_path)[0] == 0
     assert (tmp_path / "mine.toml").read_text(encoding="utf-8") == files.preset_text("ddp")
@@ -194,7 +223,9 @@ def test_presets_copy_has_a_name_and_modes_of_its_own(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "ddp.toml").stat().st_mode) == 0o666 & ~mask
 
 
-def test_nothing_is_left_where_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_where_writing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -212,14 +243,21 @@ def test_what_a_link_points_to_is_written_and_the_link_stays(tmp_path: Path) -> 
     assert run("presets copy ddp link.toml", tmp_path)[0] == 2
     assert run("presets copy ddp link.toml --force", tmp_path)[0] == 0
     assert (tmp_path / "link.toml").is_symlink()
-    assert (tmp_path / "folder" / "real.toml").read_text(encoding="utf-8") == files.preset_text("ddp")
+    assert (tmp_path / "folder" / "real.toml").read_text(encoding="utf-8") == files.preset_text(
+        "ddp"
+    )
 
 
 @pytest.mark.parametrize(
     ("redirection", "code", "said"),
-    [(">/dev/full", 2, "shardwright: cannot write the answer: no space left on device\n"), (">&-", 0, "")],
+    [
+        (">/dev/full", 2, "shardwright: cannot write the answer: no space left on device\n"),
+        (">&-", 0, ""),
+    ],
 )
-def test_output_that_cannot_be_written_is_told_and_never_a_traceback(redirection: str, code: int, said: str) -> None:
+def test_output_that_cannot_be_written_is_told_and_never_a_traceback(
+    redirection: str, code: int, said: str
+) -> None:
     line = f"{sys.executable} -m shardwright schema {redirection}"
     done = subprocess.run(line, shell=True, stderr=subprocess.PIPE, encoding="utf-8", check=False)
     assert (done.returncode, done.stderr) == (code, said)
@@ -229,9 +267,15 @@ def test_presets_list_show_and_copy_are_data_too(tmp_path: Path) -> None:
     listed = json.loads(run("presets list --json", tmp_path)[1])["presets"]
     assert [one["name"] for one in listed] == list(sw.Strategy.presets())
     assert all(one["what"] for one in listed)
-    assert json.loads(run("presets show serve_tp --json", tmp_path)[1]) == sw.Strategy.preset("serve_tp").to_data()
+    assert (
+        json.loads(run("presets show serve_tp --json", tmp_path)[1])
+        == sw.Strategy.preset("serve_tp").to_data()
+    )
     assert run("presets show serve_tp", tmp_path)[1] == files.preset_text("serve_tp")
-    assert json.loads(run("presets copy ddp mine.toml --json", tmp_path)[1]) == {"preset": "ddp", "file": "mine.toml"}
+    assert json.loads(run("presets copy ddp mine.toml --json", tmp_path)[1]) == {
+        "preset": "ddp",
+        "file": "mine.toml",
+    }
 
 
 def test_all_together_counts_only_what_is_counted(tmp_path: Path) -> None:
@@ -243,7 +287,10 @@ def test_all_together_counts_only_what_is_counted(tmp_path: Path) -> None:
 
 def test_the_schema_accepts_presets_and_refuses_slips(tmp_path: Path) -> None:
     printed = run("schema", tmp_path)[1]
-    assert run("schema strategy.schema.json", tmp_path)[:2] == (0, "schema written to strategy.schema.json\n")
+    assert run("schema strategy.schema.json", tmp_path)[:2] == (
+        0,
+        "schema written to strategy.schema.json\n",
+    )
     assert (tmp_path / "strategy.schema.json").read_text(encoding="utf-8") == printed
     schema = json.loads(printed)
     for name in sw.Strategy.presets():

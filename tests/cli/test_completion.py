@@ -40,7 +40,14 @@ def complete(line: str, folder: Path, *, shell: str | None = None) -> list[str]:
         '_shardwright; printf "%s\\n" "${COMPREPLY[@]+${COMPREPLY[@]}}"'
     )
     assert BASH is not None
-    done = subprocess.run([shell or BASH, "--norc", "-c", script], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [shell or BASH, "--norc", "-c", script],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return [name for name in done.stdout.splitlines() if name]
 
@@ -120,7 +127,11 @@ def test_what_is_described_is_what_the_parsers_have() -> None:
     described = {command.name: command for command in describe()}
     assert list(described) == list(COMMANDS)
     strategies = next(one for one in described["check"].positionals)
-    assert (strategies.kind, strategies.words, strategies.repeated) == (Kind.STRATEGY, sw.Strategy.presets(), True)
+    assert (strategies.kind, strategies.words, strategies.repeated) == (
+        Kind.STRATEGY,
+        sw.Strategy.presets(),
+        True,
+    )
     kinds = {one.flags[-1]: one.kind for one in described["explain"].options}
     assert kinds["--tensors"] is Kind.FILE
     assert kinds["--strategy"] is Kind.STRATEGY
@@ -133,37 +144,71 @@ def test_zsh_knows_every_option_and_choice() -> None:
     script = zsh.script(describe())
     for command in describe():
         case = script.partition(f"        {command.name})\n")[2].partition(";;")[0]
-        assert [flag for one in command.options for flag in one.flags if f"{flag}[" not in case] == []
-        assert [one.name for one in command.arguments if one.kind is Kind.WORDS and f"({' '.join(one.words)})'" not in case] == []
+        assert [
+            flag for one in command.options for flag in one.flags if f"{flag}[" not in case
+        ] == []
+        assert [
+            one.name
+            for one in command.arguments
+            if one.kind is Kind.WORDS and f"({' '.join(one.words)})'" not in case
+        ] == []
 
 
 def test_fish_knows_every_option_and_choice() -> None:
     script = fish.script(describe())
     for command in describe():
-        lines = "\n".join(line for line in script.splitlines() if f"seen_subcommand_from {command.name}'" in line)
+        lines = "\n".join(
+            line for line in script.splitlines() if f"seen_subcommand_from {command.name}'" in line
+        )
         flags = [flag for one in command.options for flag in one.flags]
-        assert [flag for flag in flags if f"-{'l' if flag[1] == '-' else 's'} {flag.lstrip('-')} " not in lines] == []
-        assert [one.name for one in command.arguments if one.kind is Kind.WORDS and f"-a '{' '.join(one.words)}'" not in lines] == []
+        assert [
+            flag
+            for flag in flags
+            if f"-{'l' if flag[1] == '-' else 's'} {flag.lstrip('-')} " not in lines
+        ] == []
+        assert [
+            one.name
+            for one in command.arguments
+            if one.kind is Kind.WORDS and f"-a '{' '.join(one.words)}'" not in lines
+        ] == []
 
 
 TRICKY = Command(
     name="odd",
     what="it's [odd]: a \\ and a 'quote'",
     arguments=(
-        Argument(flags=("--odd",), kind=Kind.TEXT, words=(), repeated=False, name="A:B", what="it's [odd]: 50% \\"),
-        Argument(flags=(), kind=Kind.STRATEGY, words=("fsdp",), repeated=True, name="STRATEGY", what="which"),
+        Argument(
+            flags=("--odd",),
+            kind=Kind.TEXT,
+            words=(),
+            repeated=False,
+            name="A:B",
+            what="it's [odd]: 50% \\",
+        ),
+        Argument(
+            flags=(),
+            kind=Kind.STRATEGY,
+            words=("fsdp",),
+            repeated=True,
+            name="STRATEGY",
+            what="which",
+        ),
     ),
 )
 
 
 @pytest.mark.parametrize(("name", "shell"), [("bash", bash), ("zsh", zsh), ("fish", fish)])
 @pytest.mark.parametrize("commands", [describe(), (TRICKY,)], ids=["real", "tricky"])
-def test_scripts_parse_whatever_a_help_text_says(name: str, shell: ModuleType, commands: tuple[Command, ...], tmp_path: Path) -> None:
+def test_scripts_parse_whatever_a_help_text_says(
+    name: str, shell: ModuleType, commands: tuple[Command, ...], tmp_path: Path
+) -> None:
     program = shutil.which(name)
     if program is None:
         pytest.skip(f"no {name}")
     (tmp_path / "script").write_text(shell.script(commands), encoding="utf-8")
-    done = subprocess.run([program, "-n", str(tmp_path / "script")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [program, "-n", str(tmp_path / "script")], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

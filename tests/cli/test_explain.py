@@ -22,38 +22,126 @@ BAD = {
     "": (2, "", "usage: shardwright <command>"),
     "explian": (2, "no command 'explian', did you mean 'explain'?", ""),
     "explain BATCH": (2, "required: --strategy", ""),
-    "explain --strategy fsdp_tp --devices 8": (2, "nothing to explain\n  fix   name an array's axes", ""),
-    "explain '' --strategy fsdp_tp --devices 8": (2, "the axes are empty text\n  fix   of a scalar write (); else name its axes", ""),
+    "explain --strategy fsdp_tp --devices 8": (
+        2,
+        "nothing to explain\n  fix   name an array's axes",
+        "",
+    ),
+    "explain '' --strategy fsdp_tp --devices 8": (
+        2,
+        "the axes are empty text\n  fix   of a scalar write (); else name its axes",
+        "",
+    ),
     "explain ' , ' --strategy fsdp_tp --devices 8": (2, "the axes are empty text", ""),
-    "explain BATCH --strategy fsdp_pt --devices 8": (2, "no preset 'fsdp_pt'\n  fix   did you mean 'fsdp_tp'? presets are ddp,", ""),
-    "explain BATCH --strategy fsdp_tp": (2, "mesh axis fsdp = -1 in strategy fsdp_tp needs a number of devices\n  fix   --devices 8", ""),
-    "explain BATCH --strategy fsdp_tp --mesh dp:-1": (2, "mesh axis dp = -1 needs a number of devices\n  fix   --devices 8, or give", ""),
-    "explain BATCH --strategy fsdp_tp --mesh dp:2,tp": (2, "part 'tp' has no size\n  dp:2,tp\n       ^", ""),
+    "explain BATCH --strategy fsdp_pt --devices 8": (
+        2,
+        "no preset 'fsdp_pt'\n  fix   did you mean 'fsdp_tp'? presets are ddp,",
+        "",
+    ),
+    "explain BATCH --strategy fsdp_tp": (
+        2,
+        "mesh axis fsdp = -1 in strategy fsdp_tp needs a number of devices\n  fix   --devices 8",
+        "",
+    ),
+    "explain BATCH --strategy fsdp_tp --mesh dp:-1": (
+        2,
+        "mesh axis dp = -1 needs a number of devices\n  fix   --devices 8, or give",
+        "",
+    ),
+    "explain BATCH --strategy fsdp_tp --mesh dp:2,tp": (
+        2,
+        "part 'tp' has no size\n  dp:2,tp\n       ^",
+        "",
+    ),
     "explain BATCH --strategy fsdp_tp --devices 6": (2, "6 devices cannot be divided by", ""),
     "explain BATCH --strategy fsdp_tp --devices 0": (2, "'0' is not a positive whole number", ""),
     "explain BATCH --strategy fsdp_tp --devices 8 --shape 4,x": (2, "'4,x' is not a shape", ""),
     "explain BATCH --strategy fsdp_tp --devices 8 --mode serve": (2, "invalid choice: 'serve'", ""),
-    "explain BATCH --strategy head.toml": (2, "strategy head.toml has no [mesh]\n  fix   say which mesh: --mesh dp:2,tp:4", ""),
+    "explain BATCH --strategy head.toml": (
+        2,
+        "strategy head.toml has no [mesh]\n  fix   say which mesh: --mesh dp:2,tp:4",
+        "",
+    ),
     "explain BATCH --strategy none.toml --devices 8": (2, "no file 'none.toml'", ""),
-    "explain BATCH --strategy fsdp.toml --devices 8": (2, "no file 'fsdp.toml'\n  fix   for the preset of that name: --strategy fsdp", ""),
+    "explain BATCH --strategy fsdp.toml --devices 8": (
+        2,
+        "no file 'fsdp.toml'\n  fix   for the preset of that name: --strategy fsdp",
+        "",
+    ),
     "explain BATCH --strategy bad.toml --devices 8": (2, "bad.toml:2 rules.batch", ""),
-    "explain BATCH --strategy folder.toml --devices 8": (2, "cannot read 'folder.toml': is a directory", ""),
-    "explain BATCH --strategy ./x.yaml --devices 8": (2, "'x.yaml' is neither a .toml nor a .json file", ""),
-    "explain BATCH --strategy model.toml --mesh dp:2": (2, "a rule names the mesh axis 'model'", ""),
-    "explain Columnwise --strategy fsdp_tp --devices 8": (2, "no layout 'Columnwise'\n  fix   did you mean 'ColumnWise'?", ""),
-    "explain SRowWise.bias --strategy fsdp_tp --devices 8": (2, "layout SRowWise has no bias\n  fix   biases are ColumnWise.bias", ""),
+    "explain BATCH --strategy folder.toml --devices 8": (
+        2,
+        "cannot read 'folder.toml': is a directory",
+        "",
+    ),
+    "explain BATCH --strategy ./x.yaml --devices 8": (
+        2,
+        "'x.yaml' is neither a .toml nor a .json file",
+        "",
+    ),
+    "explain BATCH --strategy model.toml --mesh dp:2": (
+        2,
+        "a rule names the mesh axis 'model'",
+        "",
+    ),
+    "explain Columnwise --strategy fsdp_tp --devices 8": (
+        2,
+        "no layout 'Columnwise'\n  fix   did you mean 'ColumnWise'?",
+        "",
+    ),
+    "explain SRowWise.bias --strategy fsdp_tp --devices 8": (
+        2,
+        "layout SRowWise has no bias\n  fix   biases are ColumnWise.bias",
+        "",
+    ),
     "explain BATCH: --strategy fsdp_tp --devices 8": (2, "'BATCH:' is not AXIS:SIZE", ""),
-    "explain HEAD:0*KV_HEAD_DIM:2 --strategy fsdp_tp --devices 8": (2, "'HEAD:0' is not AXIS:SIZE", ""),
-    "explain DP+ --strategy fsdp_tp --devices 8": (2, "'DP+' is not a dim\n  fix   write axes such as", ""),
-    "explain BATCH --tensors tensors.toml --strategy ddp --devices 8": (2, "--tensors does not go with axes", ""),
-    "explain --tensors none.toml --strategy ddp --devices 8": (2, "cannot read 'none.toml': no such file", ""),
-    "explain --tensors x.txt --strategy ddp --devices 8": (2, "'x.txt' is neither a .toml nor a .json file", ""),
-    "explain --tensors empty.toml --strategy ddp --devices 8": (2, "empty.toml: the file names no tensor", ""),
-    "explain --tensors list.json --strategy ddp --devices 8": (2, "list.json: a file of tensors is one object", ""),
+    "explain HEAD:0*KV_HEAD_DIM:2 --strategy fsdp_tp --devices 8": (
+        2,
+        "'HEAD:0' is not AXIS:SIZE",
+        "",
+    ),
+    "explain DP+ --strategy fsdp_tp --devices 8": (
+        2,
+        "'DP+' is not a dim\n  fix   write axes such as",
+        "",
+    ),
+    "explain BATCH --tensors tensors.toml --strategy ddp --devices 8": (
+        2,
+        "--tensors does not go with axes",
+        "",
+    ),
+    "explain --tensors none.toml --strategy ddp --devices 8": (
+        2,
+        "cannot read 'none.toml': no such file",
+        "",
+    ),
+    "explain --tensors x.txt --strategy ddp --devices 8": (
+        2,
+        "'x.txt' is neither a .toml nor a .json file",
+        "",
+    ),
+    "explain --tensors empty.toml --strategy ddp --devices 8": (
+        2,
+        "empty.toml: the file names no tensor",
+        "",
+    ),
+    "explain --tensors list.json --strategy ddp --devices 8": (
+        2,
+        "list.json: a file of tensors is one object",
+        "",
+    ),
     "explain --tensors latin.toml --strategy ddp --devices 8": (2, "latin.toml is not UTF-8", ""),
-    "explain BATCH HEAD --strategy fsdp_tp --mesh tp:4 --shape 3,6": (1, "", "dim 1 HEAD: size 6 does not divide over tp=4"),
+    "explain BATCH HEAD --strategy fsdp_tp --mesh tp:4 --shape 3,6": (
+        1,
+        "",
+        "dim 1 HEAD: size 6 does not divide over tp=4",
+    ),
     "explain BATHC --strategy fsdp_tp --mesh tp:4": (1, "", "did you mean 'BATCH'?"),
-    "explain BATCH KV_HEAD --strategy fsdp_tp --mesh tp:4": (1, "", "fix   give the sizes: --shape"),
+    "explain BATCH KV_HEAD --strategy fsdp_tp --mesh tp:4": (
+        1,
+        "",
+        "fix   give the sizes: --shape",
+    ),
 }
 FILES = {
     "bad.toml": '[rules]\nbatch = "dp |"\n',
@@ -81,8 +169,13 @@ def test_bad_input_is_told_and_never_a_traceback(line: str, tmp_path: Path) -> N
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
     answers = []
     for encoding in ("utf-8", "utf-8-sig"):
-        (tmp_path / "marked.toml").write_text('[mesh]\ndp = 2\n[rules]\nbatch = "dp"\n', encoding=encoding)
-        for name, text in {"arrays.toml": '[x]\naxes = "BATCH"\n', "arrays.json": '{"x": {"axes": "BATCH"}}'}.items():
+        (tmp_path / "marked.toml").write_text(
+            '[mesh]\ndp = 2\n[rules]\nbatch = "dp"\n', encoding=encoding
+        )
+        for name, text in {
+            "arrays.toml": '[x]\naxes = "BATCH"\n',
+            "arrays.json": '{"x": {"axes": "BATCH"}}',
+        }.items():
             (tmp_path / name).write_text(text, encoding=encoding)
             answers.append(run(f"explain --tensors {name} --strategy marked.toml", tmp_path))
     assert answers[0][0] == 0, answers[0]
@@ -132,33 +225,49 @@ axes = "DP+"
 
 
 def test_json_says_what_the_manager_applies(tmp_path: Path) -> None:
-    code, out, _ = run(f"explain BATCH QUERY_LENGTH HEAD HEAD_DIM --strategy fsdp_tp {MESH} --shape 16,64,8,32 --json", tmp_path)
+    code, out, _ = run(
+        f"explain BATCH QUERY_LENGTH HEAD HEAD_DIM --strategy fsdp_tp {MESH} --shape 16,64,8,32 --json",
+        tmp_path,
+    )
     answer = json.loads(out)
     assert code == 0
     assert answer["mesh"] == {"dp": 1, "fsdp": 2, "sp": 2, "tp": 2}
-    manager = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("dp:1,fsdp:2,sp:2,tp:2"))
+    manager = sw.PartitionManager(
+        sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("dp:1,fsdp:2,sp:2,tp:2")
+    )
     axes = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
     for mode in ("train", "prefill", "decode", "insert"):
         entries = answer["modes"][mode]["spec"]
-        assert spec_of(*map(tuple, entries)) == manager.resolve(axes, mode=mode, shape=(16, 64, 8, 32))
+        assert spec_of(*map(tuple, entries)) == manager.resolve(
+            axes, mode=mode, shape=(16, 64, 8, 32)
+        )
 
 
 def test_bytes_per_device_are_those_of_the_shards(tmp_path: Path) -> None:
     code, out, _ = run(f"explain --tensors tensors.json --strategy fsdp_tp {MESH} --json", tmp_path)
     weight, step = json.loads(out)["tensors"]
-    manager = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("dp:1,fsdp:2,sp:2,tp:2"))
-    rows, columns = manager.sharding(sw.EMBED, sw.MLP_INTERMEDIATE, role="param", shape=(64, 256)).shard_shape((64, 256))
+    manager = sw.PartitionManager(
+        sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("dp:1,fsdp:2,sp:2,tp:2")
+    )
+    rows, columns = manager.sharding(
+        sw.EMBED, sw.MLP_INTERMEDIATE, role="param", shape=(64, 256)
+    ).shard_shape((64, 256))
     assert code == 0
     assert weight["modes"]["train"]["bytes_per_device"] == rows * columns * 4 == 64 * 256 * 4 // 8
     assert step["modes"]["train"]["bytes_per_device"] is None
 
 
 def test_what_the_compiler_decides_has_no_bytes(tmp_path: Path) -> None:
-    (tmp_path / "open.toml").write_text('version = 1\nmesh = { tp = 4 }\n[rules]\nembed = "?"\nvocab = "tp"\n')
+    (tmp_path / "open.toml").write_text(
+        'version = 1\nmesh = { tp = 4 }\n[rules]\nembed = "?"\nvocab = "tp"\n'
+    )
     tensors = '{"h": {"axes": "VOCAB EMBED", "shape": [8, 8], "dtype": "float32"}, "s": {"axes": "VOCAB EMBED", "dtype": "float32"}}'
     (tmp_path / "open.json").write_text(tensors)
     code, out, _ = run("explain --tensors open.json --strategy open.toml --json", tmp_path)
-    assert (code, [one["modes"]["train"]["bytes_per_device"] for one in json.loads(out)["tensors"]]) == (0, [None, None])
+    assert (
+        code,
+        [one["modes"]["train"]["bytes_per_device"] for one in json.loads(out)["tensors"]],
+    ) == (0, [None, None])
 
 
 def test_a_shape_that_is_missing_in_a_file_belongs_into_the_file(tmp_path: Path) -> None:
@@ -169,8 +278,12 @@ def test_a_shape_that_is_missing_in_a_file_belongs_into_the_file(tmp_path: Path)
     assert "--shape" not in out
 
 
-def test_the_mode_asked_for_is_the_mode_shown_where_the_annotation_is_refused(tmp_path: Path) -> None:
-    _, out, _ = run("explain BATCH EMBED --strategy ddp --devices 2 --shape 4 --mode decode --json", tmp_path)
+def test_the_mode_asked_for_is_the_mode_shown_where_the_annotation_is_refused(
+    tmp_path: Path,
+) -> None:
+    _, out, _ = run(
+        "explain BATCH EMBED --strategy ddp --devices 2 --shape 4 --mode decode --json", tmp_path
+    )
     assert json.loads(out)["modes"]["decode"]["mode"] == "decode"
 
 
@@ -205,14 +318,38 @@ sys.exit(code if len(jax.devices()) == 3 else 99)
 
 
 def _process(*words: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key not in {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}
+    }
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SRC)}
-    return subprocess.run([sys.executable, *words], env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, *words],
+        env=env,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def test_explain_starts_no_backend(tmp_path: Path) -> None:
-    (tmp_path / "t.json").write_text('{"w": {"axes": "EMBED VOCAB", "shape": [8, 8], "dtype": "bfloat16"}}', encoding="utf-8")
-    done = _process("-c", PROBE, "explain", "--tensors", str(tmp_path / "t.json"), "--strategy", "fsdp_tp", "--mesh", "fsdp:2048,tp:8")
+    (tmp_path / "t.json").write_text(
+        '{"w": {"axes": "EMBED VOCAB", "shape": [8, 8], "dtype": "bfloat16"}}', encoding="utf-8"
+    )
+    done = _process(
+        "-c",
+        PROBE,
+        "explain",
+        "--tensors",
+        str(tmp_path / "t.json"),
+        "--strategy",
+        "fsdp_tp",
+        "--mesh",
+        "fsdp:2048,tp:8",
+    )
     assert "16384 devices" in done.stdout, done.stderr
     assert "-, tp" in done.stdout
     assert done.returncode == 0, done.stderr
@@ -222,7 +359,17 @@ def test_python_m_is_the_command_and_a_reader_may_leave_early() -> None:
     read, write = os.pipe()
     os.close(read)
     try:
-        done = _process("-m", "shardwright", "explain", "BATCH", "--strategy", "ddp", "--devices", "8", stdout=write)
+        done = _process(
+            "-m",
+            "shardwright",
+            "explain",
+            "BATCH",
+            "--strategy",
+            "ddp",
+            "--devices",
+            "8",
+            stdout=write,
+        )
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (0, "")

@@ -31,11 +31,23 @@ def folder(tmp_path: Path) -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key not in {"NO_COLOR", "FORCE_COLOR", "COLUMNS", "XLA_FLAGS"}}
-    return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SRC), "TERM": "xterm-256color", **more}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in {"NO_COLOR", "FORCE_COLOR", "COLUMNS", "XLA_FLAGS"}
+    }
+    return {
+        **kept,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(SRC),
+        "TERM": "xterm-256color",
+        **more,
+    }
 
 
-def on_terminal(words: list[str], folder: Path, *, columns: int = 80, code: str = "", **more: str) -> str:
+def on_terminal(
+    words: list[str], folder: Path, *, columns: int = 80, code: str = "", **more: str
+) -> str:
     """What a terminal of so many columns gets."""
     import fcntl
     import termios
@@ -44,7 +56,11 @@ def on_terminal(words: list[str], folder: Path, *, columns: int = 80, code: str 
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     start = ["-c", code] if code else ["-m", "shardwright"]
     process = subprocess.Popen(
-        [sys.executable, *start, *words], cwd=folder, env=environment(**more), stdout=slave, stderr=subprocess.STDOUT
+        [sys.executable, *start, *words],
+        cwd=folder,
+        env=environment(**more),
+        stdout=slave,
+        stderr=subprocess.STDOUT,
     )
     os.close(slave)
     read = b""
@@ -63,9 +79,19 @@ EVERY = "import sys; from shardwright.cli.main import main; [main(line.split()) 
 
 
 def test_lines_keep_to_the_terminal(folder: Path) -> None:
-    commands = [CHECK, DIFF, ["presets", "list"], ["explain", "BATCH", "EMBED", "--strategy", "ddp", "--devices", "8"]]
+    commands = [
+        CHECK,
+        DIFF,
+        ["presets", "list"],
+        ["explain", "BATCH", "EMBED", "--strategy", "ddp", "--devices", "8"],
+    ]
     for columns in (80, 60):
-        lines = ESCAPE.sub("", on_terminal([" ".join(words) for words in commands], folder, columns=columns, code=EVERY)).splitlines()
+        lines = ESCAPE.sub(
+            "",
+            on_terminal(
+                [" ".join(words) for words in commands], folder, columns=columns, code=EVERY
+            ),
+        ).splitlines()
         # Single words are never broken: two tables have columns that need more than 60.
         assert [line for line in lines if len(line) > max(columns, 76)] == []
         assert any(line.startswith("fsdp_tp ") for line in lines)
@@ -95,9 +121,7 @@ def test_bytes_saved_are_green_and_bytes_spent_red(folder: Path) -> None:
     assert "\x1b[31m+262,668,288\x1b[0m" in shown
 
 
-WITHOUT_RICH = (
-    "import sys; sys.modules['rich'] = None; sys.modules['rich.console'] = None; from shardwright.cli.main import main; sys.exit(main())"
-)
+WITHOUT_RICH = "import sys; sys.modules['rich'] = None; sys.modules['rich.console'] = None; from shardwright.cli.main import main; sys.exit(main())"
 
 
 def test_without_rich_the_same_text_has_no_colour(folder: Path) -> None:
@@ -134,20 +158,37 @@ def test_commands_start_no_backend_and_pipes_get_plain_text(folder: Path) -> Non
     )
     lines = [
         " ".join(words)
-        for words in (CHECK, [*CHECK, "--tensors", "tensors.toml"], DIFF, ["presets", "list"], ["schema"], ["completion", "bash"])
+        for words in (
+            CHECK,
+            [*CHECK, "--tensors", "tensors.toml"],
+            DIFF,
+            ["presets", "list"],
+            ["schema"],
+            ["completion", "bash"],
+        )
     ]
     done = subprocess.run(
-        [sys.executable, "-c", code, *lines], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code, *lines],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
 
 
-def test_width_is_what_was_asked_for_or_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_width_is_what_was_asked_for_or_the_same_everywhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert show.width_of(77) == 77
     assert show.width_of(None) == WIDTH
 
 
 def test_every_command_is_tried_in_this_folder() -> None:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.py"))
+    text = "\n".join(
+        path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.py")
+    )
     assert [name for name in COMMANDS if f'"{name} ' not in text] == []

@@ -17,11 +17,18 @@ from shardwright.plan.collectives import Kind, read_collectives
 from shardwright.testing import cpu_mesh
 
 TEXT = 'version = 1\n[axes]\nopen = "left to the compiler"\n[rules]\nbatch = "dp"\nhead = "tp"\nopen = "?"\n'
-AXIS_TYPES: dict[str, Any] = {"auto": "auto", "explicit": "explicit", "dp explicit": {"dp": "explicit"}, "tp explicit": {"tp": "explicit"}}
+AXIS_TYPES: dict[str, Any] = {
+    "auto": "auto",
+    "explicit": "explicit",
+    "dp explicit": {"dp": "explicit"},
+    "tp explicit": {"tp": "explicit"},
+}
 
 
 def manager(text: str = TEXT, *, kind: str = "auto") -> sw.PartitionManager:
-    return sw.PartitionManager(sw.Strategy.loads(text), mesh=cpu_mesh("dp:2,tp:4", axis_types=AXIS_TYPES[kind]))
+    return sw.PartitionManager(
+        sw.Strategy.loads(text), mesh=cpu_mesh("dp:2,tp:4", axis_types=AXIS_TYPES[kind])
+    )
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -47,7 +54,11 @@ def test_two_managers_are_two_programs_and_one_manager_is_one() -> None:
 
 def test_the_same_question_is_the_same_object_and_no_new_entry_in_jit_s_cache() -> None:
     pm = manager()
-    assert pm.sharding(sw.BATCH, sw.HEAD) is pm.sharding(sw.BATCH, sw.HEAD) is pm.sharding([sw.BATCH, sw.HEAD, sw.EMPTY])
+    assert (
+        pm.sharding(sw.BATCH, sw.HEAD)
+        is pm.sharding(sw.BATCH, sw.HEAD)
+        is pm.sharding([sw.BATCH, sw.HEAD, sw.EMPTY])
+    )
     step = jax.jit(lambda x: x + 1)
     for _ in range(3):
         step(pm.shard(numbers(4, 8), sw.BATCH, sw.HEAD))
@@ -94,21 +105,35 @@ def test_the_same_body_inside_shard_map(kind: str) -> None:
 def test_a_manual_axis_that_the_value_does_not_vary_over_is_an_error_and_hint_drops_it() -> None:
     pm = manager()
     with pm:
-        strict = jax.shard_map(lambda x: sw.shard(x, sw.BATCH, sw.HEAD), in_specs=P("dp"), out_specs=P("dp"))
-        with pytest.raises(sw.ManualAxisError, match="dim 1 HEAD: tp is Manual here, and the value does not vary over it"):
+        strict = jax.shard_map(
+            lambda x: sw.shard(x, sw.BATCH, sw.HEAD), in_specs=P("dp"), out_specs=P("dp")
+        )
+        with pytest.raises(
+            sw.ManualAxisError,
+            match="dim 1 HEAD: tp is Manual here, and the value does not vary over it",
+        ):
             jax.jit(strict)(numbers(4, 8))
-        hinted = jax.shard_map(lambda x: sw.hint(2 * x, sw.BATCH, sw.HEAD), in_specs=P("dp"), out_specs=P("dp"))
+        hinted = jax.shard_map(
+            lambda x: sw.hint(2 * x, sw.BATCH, sw.HEAD), in_specs=P("dp"), out_specs=P("dp")
+        )
         np.testing.assert_array_equal(jax.jit(hinted)(numbers(4, 8)), 2 * numbers(4, 8))
 
 
 def test_replicated_replicates_and_unconstrained_stays_open() -> None:
     pm = manager()
     x = pm.shard(numbers(4, 8), sw.BATCH, sw.HEAD)
-    for y in (pm.shard(x, sw.Replicated), jax.jit(lambda x: pm.shard(x, sw.Replicated))(x), pm.shard(x, P())):
+    for y in (
+        pm.shard(x, sw.Replicated),
+        jax.jit(lambda x: pm.shard(x, sw.Replicated))(x),
+        pm.shard(x, P()),
+    ):
         assert y.sharding.is_fully_replicated
         np.testing.assert_array_equal(y, x)
     with pm:
-        assert '[{?}, {"tp"}]' in jax.jit(lambda x: sw.shard(2 * x, "open", sw.HEAD)).lower(x).as_text()
+        assert (
+            '[{?}, {"tp"}]'
+            in jax.jit(lambda x: sw.shard(2 * x, "open", sw.HEAD)).lower(x).as_text()
+        )
         assert jax.jit(lambda x: sw.shard(2 * x, "open", sw.HEAD))(x).sharding.spec == P("dp", "tp")
 
 
@@ -116,7 +141,9 @@ def test_numpy_leaves_are_placed_and_a_tree_raises_all_its_errors() -> None:
     pm = manager()
     placed = pm.shard({"a": numbers(4, 8), "b": [jnp.ones((2, 4))]}, (sw.BATCH, sw.HEAD))
     assert {x.sharding.spec for x in jax.tree.leaves(placed)} == {P("dp", "tp")}
-    with pytest.raises(sw.IndivisibleError, match=r"(?s)2 problems.*a dim 0 BATCH: size 3.*b/0 dim 1 HEAD: size 6"):
+    with pytest.raises(
+        sw.IndivisibleError, match=r"(?s)2 problems.*a dim 0 BATCH: size 3.*b/0 dim 1 HEAD: size 6"
+    ):
         pm.shard({"a": numbers(3, 8), "b": [numbers(2, 6)]}, (sw.BATCH, sw.HEAD))
 
 
@@ -127,15 +154,22 @@ def test_collectives_are_attributed_to_mesh_axes_and_counted_in_the_program_s_by
 
     def f(x: Any, up: Any, down: Any) -> Any:
         x = sw.shard(x, sw.BATCH, sw.EMBED)
-        h = sw.shard(x @ sw.gather(up, sw.EMBED, sw.MLP_INTERMEDIATE), sw.BATCH, sw.MLP_INTERMEDIATE)
+        h = sw.shard(
+            x @ sw.gather(up, sw.EMBED, sw.MLP_INTERMEDIATE), sw.BATCH, sw.MLP_INTERMEDIATE
+        )
         return sw.shard(h @ sw.gather(down, sw.MLP_INTERMEDIATE, sw.EMBED), sw.BATCH, sw.EMBED)
 
     weights = pm.shard([numbers(16, 8), numbers(8, 16)], [sw.ColumnWise, sw.RowWise])
     with pm:
         compiled = jax.jit(f).lower(numbers(4, 16), *weights).compile()
-    found = [(one.kind, one.mesh_axes, one.count, one.logical_bytes) for one in read_collectives(compiled, pm.mesh)]
+    found = [
+        (one.kind, one.mesh_axes, one.count, one.logical_bytes)
+        for one in read_collectives(compiled, pm.mesh)
+    ]
     gathered, summed = 16 * 8 // 4 * 4, 4 // 2 * 16 * 4
-    assert sorted(found) == [(Kind.ALL_GATHER, ("dp",), 1, gathered)] * 2 + [(Kind.ALL_REDUCE, ("tp",), 1, summed)]
+    assert sorted(found) == [(Kind.ALL_GATHER, ("dp",), 1, gathered)] * 2 + [
+        (Kind.ALL_REDUCE, ("tp",), 1, summed)
+    ]
 
 
 def test_a_thread_has_the_manager_that_it_enters_and_no_other() -> None:
@@ -164,6 +198,10 @@ def test_a_manager_is_no_tree_of_strings() -> None:
         traces.append(None)
         return pm.shard(x, sw.BATCH, sw.HEAD)
 
-    assert f(pm, numbers(4, 8)).sharding.spec == f(manager(), numbers(4, 8)).sharding.spec == P("dp", "tp")
+    assert (
+        f(pm, numbers(4, 8)).sharding.spec
+        == f(manager(), numbers(4, 8)).sharding.spec
+        == P("dp", "tp")
+    )
     assert len(traces) == 1
     assert isinstance(pm.mesh, Mesh)

@@ -14,7 +14,9 @@ TP4 = {"dp": 2, "tp": 4}
 
 
 def rules(text: str, policy: str = "") -> sw.AxisRules:
-    return sw.Strategy.loads(f"version = 1\n[rules]\n{text}\n[policy]\n{policy}", source="s.toml").compile()
+    return sw.Strategy.loads(
+        f"version = 1\n[rules]\n{text}\n[policy]\n{policy}", source="s.toml"
+    ).compile()
 
 
 def specs(axes: tuple[str, ...], of: sw.AxisRules, mesh: dict[str, int]) -> list[P]:
@@ -27,41 +29,57 @@ def test_replicated_in_decode_is_replicated_in_decode_only() -> None:
 
 
 def test_another_name_for_an_axis_is_that_axis_in_every_mode() -> None:
-    of = rules('query_length = "dp"\n[modes.decode]\nquery_length = "-"\n[modes.insert]\nquery_length = "tp"')
+    of = rules(
+        'query_length = "dp"\n[modes.decode]\nquery_length = "-"\n[modes.insert]\nquery_length = "tp"'
+    )
     for name in ("query_length", "QUERY_LENGTH", "__QUERY_LENGTH__"):
         assert specs((name,), of, TP4) == [P("dp"), P("dp"), P(), P("tp")]
     of = sw.PartitionAxis(head_axis=sw.TP, tensor_parallel_axis="model").compile()
-    assert specs((sw.HEAD,), of, {"model": 2}) == specs((sw.TP,), of, {"model": 2}) == [P("model")] * 4
+    assert (
+        specs((sw.HEAD,), of, {"model": 2}) == specs((sw.TP,), of, {"model": 2}) == [P("model")] * 4
+    )
 
 
 @pytest.mark.parametrize("mode", ["train", "prefill", "decode", "insert"])
 def test_each_mode_can_be_overridden_by_itself(mode: str) -> None:
     of = rules(f'head = "tp"\n[modes.{mode}]\nhead = "dp"')
-    found = dict(zip(("train", "prefill", "decode", "insert"), specs((sw.HEAD,), of, TP4), strict=True))
+    found = dict(
+        zip(("train", "prefill", "decode", "insert"), specs((sw.HEAD,), of, TP4), strict=True)
+    )
     changed = {"decode", "insert"} if mode == "decode" else {mode}
     assert found == {name: P("dp") if name in changed else P("tp") for name in found}
 
 
 def test_an_unknown_mode_is_an_error() -> None:
-    with pytest.raises(sw.StrategyError, match=r"(?s)unknown mode 'decoding'.*did you mean 'decode'"):
+    with pytest.raises(
+        sw.StrategyError, match=r"(?s)unknown mode 'decoding'.*did you mean 'decode'"
+    ):
         sw.resolve((sw.HEAD,), rules('head = "tp"'), TP4, mode="decoding")
 
 
 def test_a_mesh_axis_that_is_not_there_leaves_the_others_and_is_explained() -> None:
     found = sw.resolve((sw.BATCH,), sw.PartitionAxis().compile(), TP4, shape=(8,))
     assert found.spec == P("dp")
-    assert [(skip.reason, skip.mesh_axis) for skip in found.decisions[0].skipped] == [(Reason.MISSING, "fsdp")]
+    assert [(skip.reason, skip.mesh_axis) for skip in found.decisions[0].skipped] == [
+        (Reason.MISSING, "fsdp")
+    ]
     assert "fsdp is not in the mesh" in str(found)
-    permissive = sw.resolve((sw.BATCH,), sw.PartitionAxis().compile(policy=POLICY_PRESETS["eformer"]), TP4, shape=(8,))
+    permissive = sw.resolve(
+        (sw.BATCH,), sw.PartitionAxis().compile(policy=POLICY_PRESETS["eformer"]), TP4, shape=(8,)
+    )
     assert permissive.spec == P()
     assert permissive.decisions[0].outcome is Outcome.POLICY_MISSING
     assert "fsdp is not in the mesh" in str(permissive)
 
 
 @pytest.mark.parametrize(("rows", "wanted"), [(16, P(("fsdp", "dp"))), (12, P("fsdp")), (2, P())])
-def test_the_longest_dividing_prefix_where_the_policy_says_so_else_an_error(rows: int, wanted: P) -> None:
+def test_the_longest_dividing_prefix_where_the_policy_says_so_else_an_error(
+    rows: int, wanted: P
+) -> None:
     mesh = {"fsdp": 4, "dp": 2}
-    found = sw.resolve((sw.BATCH,), rules('batch = "fsdp+dp"', 'indivisible = "prefix"'), mesh, shape=(rows,))
+    found = sw.resolve(
+        (sw.BATCH,), rules('batch = "fsdp+dp"', 'indivisible = "prefix"'), mesh, shape=(rows,)
+    )
     assert found.spec == wanted
     strict = rules('batch = "fsdp+dp"')
     if rows % 8 == 0:
@@ -69,14 +87,19 @@ def test_the_longest_dividing_prefix_where_the_policy_says_so_else_an_error(rows
         return
     assert found.decisions[0].outcome is Outcome.POLICY_PREFIX
     assert f"{rows} % 8 != 0" in found.decisions[0].why
-    with pytest.raises(sw.IndivisibleError, match=rf"dim 0 BATCH: size {rows} does not divide over fsdp=4, dp=2 \(8 shards\)"):
+    with pytest.raises(
+        sw.IndivisibleError,
+        match=rf"dim 0 BATCH: size {rows} does not divide over fsdp=4, dp=2 \(8 shards\)",
+    ):
         sw.resolve((sw.BATCH,), strict, mesh, shape=(rows,))
 
 
 @pytest.mark.parametrize("preset", list(POLICY_PRESETS))
 def test_a_typo_inside_a_composite_is_an_error_under_every_policy(preset: str) -> None:
     of = sw.PartitionAxis().compile(policy=POLICY_PRESETS[preset])
-    with pytest.raises(sw.UnknownAxisError, match=r"(?s)unknown axis 'KV_HAED'.*did you mean 'KV_HEAD'"):
+    with pytest.raises(
+        sw.UnknownAxisError, match=r"(?s)unknown axis 'KV_HAED'.*did you mean 'KV_HEAD'"
+    ):
         sw.resolve((("__KV_HAED__", sw.TP),), of, TP4, shape=(8,))
     with pytest.raises(sw.StrategyError, match="a composite may not contain EMPTY"):
         sw.resolve(((sw.EMPTY, sw.TP),), of, TP4, shape=(8,))
@@ -85,6 +108,10 @@ def test_a_typo_inside_a_composite_is_an_error_under_every_policy(preset: str) -
 def test_two_dims_that_want_one_mesh_axis() -> None:
     axes = (sw.BATCH, sw.HEAD, sw.QUERY_LENGTH, sw.KV_LENGTH)
     of = sw.PartitionAxis().compile()
-    assert sw.resolve(axes, of, {"dp": 2, "tp": 2, "sp": 1}, shape=(2, 2, 2, 2)).spec == P("dp", "tp")
-    with pytest.raises(sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"):
+    assert sw.resolve(axes, of, {"dp": 2, "tp": 2, "sp": 1}, shape=(2, 2, 2, 2)).spec == P(
+        "dp", "tp"
+    )
+    with pytest.raises(
+        sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"
+    ):
         sw.resolve(axes, of, {"dp": 2, "tp": 2, "sp": 2}, shape=(2, 2, 2, 2))

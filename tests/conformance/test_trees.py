@@ -30,15 +30,40 @@ def shaped(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
 
 
 def test_a_weight_its_stack_and_its_bias() -> None:
-    weights = {"in": shaped(8, 16), "stack": shaped(3, 8, 16), "bias": shaped(16), "biases": shaped(3, 16)}
-    column = {"in": sw.ColumnWise, "stack": sw.ColumnWise, "bias": sw.ColumnWise.bias, "biases": sw.stacked(sw.ColumnWise.bias)}
-    row = {"in": sw.RowWise, "stack": sw.RowWise, "bias": sw.RowWise.bias, "biases": sw.stacked(sw.RowWise.bias)}
-    found = jax.tree.map(lambda one: one.spec, [PM.shardings(weights, column), PM.shardings(weights, row)])
+    weights = {
+        "in": shaped(8, 16),
+        "stack": shaped(3, 8, 16),
+        "bias": shaped(16),
+        "biases": shaped(3, 16),
+    }
+    column = {
+        "in": sw.ColumnWise,
+        "stack": sw.ColumnWise,
+        "bias": sw.ColumnWise.bias,
+        "biases": sw.stacked(sw.ColumnWise.bias),
+    }
+    row = {
+        "in": sw.RowWise,
+        "stack": sw.RowWise,
+        "bias": sw.RowWise.bias,
+        "biases": sw.stacked(sw.RowWise.bias),
+    }
+    found = jax.tree.map(
+        lambda one: one.spec, [PM.shardings(weights, column), PM.shardings(weights, row)]
+    )
     assert found == [
-        {"in": P("fsdp", "tp"), "stack": P(None, "fsdp", "tp"), "bias": P("tp"), "biases": P(None, "tp")},
+        {
+            "in": P("fsdp", "tp"),
+            "stack": P(None, "fsdp", "tp"),
+            "bias": P("tp"),
+            "biases": P(None, "tp"),
+        },
         {"in": P("tp", "fsdp"), "stack": P(None, "tp", "fsdp"), "bias": P(), "biases": P()},
     ]
-    with pytest.raises(sw.RankMismatchError, match=r"(?s)bias: ColumnWise has 2 dims.*for its bias use ColumnWise\.bias"):
+    with pytest.raises(
+        sw.RankMismatchError,
+        match=r"(?s)bias: ColumnWise has 2 dims.*for its bias use ColumnWise\.bias",
+    ):
         PM.shardings({"bias": shaped(16)}, sw.ColumnWise)
 
 
@@ -46,7 +71,9 @@ def test_a_quantised_weight_lies_with_its_scale_or_says_why_not() -> None:
     weight = sw.ArraySpec((64, 32), np.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))
     parts = PM.shardings(quantised(weight, (16, 1)))
     assert (parts.value.spec, parts.scale.spec) == (P("fsdp", "tp"), P("fsdp", "tp"))
-    assert PM.shardings(quantised(weight, (-1, 1))).scale.spec == P(None, "tp"), "a scale that every shard needs"
+    assert PM.shardings(quantised(weight, (-1, 1))).scale.spec == P(None, "tp"), (
+        "a scale that every shard needs"
+    )
     with pytest.raises(sw.IndivisibleError, match="scale dim 1"):
         PM.shardings(quantised(weight, (16, 16)))  # two blocks over four shards
 
@@ -54,7 +81,11 @@ def test_a_quantised_weight_lies_with_its_scale_or_says_why_not() -> None:
 def test_optimizer_state_lies_like_its_parameters() -> None:
     optax = pytest.importorskip("optax")
     params = {"up": shaped(256, 512), "down": shaped(512, 256), "norm": shaped(256)}
-    axes = {"up": (sw.EMBED, sw.MLP_INTERMEDIATE), "down": (sw.MLP_INTERMEDIATE, sw.EMBED), "norm": (sw.NORM,)}
+    axes = {
+        "up": (sw.EMBED, sw.MLP_INTERMEDIATE),
+        "down": (sw.MLP_INTERMEDIATE, sw.EMBED),
+        "norm": (sw.NORM,),
+    }
     specs = {name: one.spec for name, one in PM.shardings(params, axes).items()}
     assert specs == {"up": P("fsdp", "tp"), "down": P("tp", "fsdp"), "norm": P()}
     for tx in (optax.adam(1e-3), optax.adafactor(1e-3)):
@@ -66,14 +97,23 @@ def test_optimizer_state_lies_like_its_parameters() -> None:
         if "mu" in lies:
             assert lies == {"mu": specs, "nu": specs}
         else:  # sums over one dim lie as the other; what is not factored holds one element
-            assert (lies["v_row"]["up"], lies["v_col"]["up"], lies["v"]["up"]) == (P("fsdp"), P("tp"), P())
-            assert bytes_by_path(state, found).select("/up$").most_replicated().leaves[0].path == "0/v_row/up"
+            assert (lies["v_row"]["up"], lies["v_col"]["up"], lies["v"]["up"]) == (
+                P("fsdp"),
+                P("tp"),
+                P(),
+            )
+            assert (
+                bytes_by_path(state, found).select("/up$").most_replicated().leaves[0].path
+                == "0/v_row/up"
+            )
 
 
 def test_what_is_replicated_is_measured_in_bytes_on_both_sides() -> None:
     """A float32 norm beside an int8 weight: 1 KiB on each of eight devices, seven of them copies, beside 128 KiB in shards."""
     tree = {"norm": shaped(256), "w": shaped(256, 512, dtype=np.int8)}
-    found = bytes_by_path(tree, PM.shardings(tree, {"norm": (sw.NORM,), "w": (sw.EMBED, sw.MLP_INTERMEDIATE)}))
+    found = bytes_by_path(
+        tree, PM.shardings(tree, {"norm": (sw.NORM,), "w": (sw.EMBED, sw.MLP_INTERMEDIATE)})
+    )
     assert (found.held, found.replicated) == (8 * 1024 + 128 * 1024, 7 * 1024)
     assert found.replicated_share == pytest.approx(7 / 136)
 
@@ -89,9 +129,14 @@ def test_a_mesh_is_what_was_asked_for() -> None:
     devices = [Device(id=i, platform="cpu", slice_index=i // 8, process_index=0) for i in range(16)]
     grid = arrange_devices(parse_mesh((4, 4), ("dp", "tp"), dcn={"tp": 2}), devices)
     assert grid.shape == (4, 4)
-    with pytest.raises(sw.MeshSpecError, match="over 2 slices: none of pp, dp, fsdp has a size that 2 divides"):
+    with pytest.raises(
+        sw.MeshSpecError, match="over 2 slices: none of pp, dp, fsdp has a size that 2 divides"
+    ):
         arrange_devices(parse_mesh("dp:1,fsdp:1,tp:16"), devices)
-    with pytest.raises(sw.MeshSpecError, match="mesh axis fsdp = -1 has no size: 8 devices cannot be divided by tp=3"):
+    with pytest.raises(
+        sw.MeshSpecError,
+        match="mesh axis fsdp = -1 has no size: 8 devices cannot be divided by tp=3",
+    ):
         cpu_mesh("fsdp:-1,tp:3")
     assert dict(sw.create_mesh("dp:3,tp:2", devices=jax.devices()[:6]).shape) == {"dp": 3, "tp": 2}
 
@@ -126,7 +171,14 @@ def test_answers_do_not_depend_on_the_seed_of_a_process_s_hashes() -> None:
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": os.pathsep.join(filter(None, ["src", os.environ.get("PYTHONPATH")])),
         }
-        done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         said.add(json.dumps(json.loads(done.stdout)))
     assert len(said) == 1

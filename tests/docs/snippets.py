@@ -66,7 +66,9 @@ def blocks(text: str) -> list[Block]:
             start = at
             while lines[at] != "```":
                 at += 1
-            found.append(Block(lang=fence[1], info=fence[2], text="\n".join(lines[start:at]), line=start + 1))
+            found.append(
+                Block(lang=fence[1], info=fence[2], text="\n".join(lines[start:at]), line=start + 1)
+            )
             at += 1
     return found
 
@@ -105,7 +107,14 @@ def _fold(line: str) -> list[str]:
     indent = len(line) - len(line.lstrip())
     label = re.match(r"\s*(\d+\. |fix +|rule +|- )", line)
     hanging = " " * (len(label[0]) if label else indent + 2)
-    return textwrap.wrap(line, COLUMNS, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False, drop_whitespace=True)
+    return textwrap.wrap(
+        line,
+        COLUMNS,
+        subsequent_indent=hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
 
 
 def _run_python(block: Block, place: str, namespace: dict[str, object]) -> str:
@@ -119,10 +128,14 @@ def _run_python(block: Block, place: str, namespace: dict[str, object]) -> str:
 def _run_console(block: Block, place: str) -> str:
     out = io.StringIO()
     for line in block.text.replace("\\\n", " ").splitlines():
-        assert line.startswith("$ "), f"{place}: {line!r} is no command; outputs go into a text block"
+        assert line.startswith("$ "), (
+            f"{place}: {line!r} is no command; outputs go into a text block"
+        )
         command = line.removeprefix("$ ").partition("  #")[0].strip()
         if command.startswith("make "):
-            targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+            targets = re.findall(
+                r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+            )
             assert command.split()[1] in targets, f"{place}: no such target"
         elif command.startswith("pytest "):
             out.write(_run_pytest(shlex.split(command)[1:]))
@@ -137,26 +150,59 @@ def _run_console(block: Block, place: str) -> str:
 def _run_pytest(words: list[str]) -> str:
     """Run pytest in the current folder, as a reader who installed the package does, and return what it prints."""
     # Under CI, pytest prints whole messages in its summary; a page shows what a reader sees at a terminal.
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "XLA_", "JAX_"))}
-    env = {key: value for key, value in env.items() if key not in ("CI", "BUILD_NUMBER", "NO_COLOR", "FORCE_COLOR", "PY_COLORS")}
-    env |= {"PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu", "COLUMNS": "90", "PYTEST_ADDOPTS": "-p shardwright_pytest"}
-    done = subprocess.run([sys.executable, "-m", "pytest", *words], env=env, capture_output=True, text=True, timeout=300, check=False)
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PYTEST_", "XLA_", "JAX_"))
+    }
+    env = {
+        key: value
+        for key, value in env.items()
+        if key not in ("CI", "BUILD_NUMBER", "NO_COLOR", "FORCE_COLOR", "PY_COLORS")
+    }
+    env |= {
+        "PYTHONPATH": str(ROOT / "src"),
+        "JAX_PLATFORMS": "cpu",
+        "COLUMNS": "90",
+        "PYTEST_ADDOPTS": "-p shardwright_pytest",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert not done.stderr, done.stderr
     # What differs from run to run, and the lines of other libraries' files.
-    text = re.sub(r" in \d+\.\d+s( \(\d:\d\d:\d\d\))?", "", done.stdout).replace(f"{Path.cwd()}/", "")
-    return re.sub(r"\b(\w+\.py):\d+$", lambda place: place[0] if Path(place[1]).exists() else place[1], text, flags=re.MULTILINE)
+    text = re.sub(r" in \d+\.\d+s( \(\d:\d\d:\d\d\))?", "", done.stdout).replace(
+        f"{Path.cwd()}/", ""
+    )
+    return re.sub(
+        r"\b(\w+\.py):\d+$",
+        lambda place: place[0] if Path(place[1]).exists() else place[1],
+        text,
+        flags=re.MULTILINE,
+    )
 
 
 def needs(page: Path) -> set[str]:
     """Return the packages that a page's code imports and that only `make docs` and `make check` install."""
-    code = "".join(block.text for block in blocks(page.read_text(encoding="utf-8")) if block.lang == "python")
-    return {name for name in ("flax",) if re.search(rf"^(from|import) {name}\b", code, re.MULTILINE)}
+    code = "".join(
+        block.text for block in blocks(page.read_text(encoding="utf-8")) if block.lang == "python"
+    )
+    return {
+        name for name in ("flax",) if re.search(rf"^(from|import) {name}\b", code, re.MULTILINE)
+    }
 
 
 def _check_file(block: Block, place: str) -> None:
     """Load a strategy or a file of tensors, and leave it in the folder under its title."""
     if block.lang not in ("toml", "json"):
-        assert block.lang == "text", f"{place}: a block of {block.lang!r} is not checked by anything"
+        assert block.lang == "text", (
+            f"{place}: a block of {block.lang!r} is not checked by anything"
+        )
         return
     if block.title:
         Path(block.title).write_text(block.text + "\n", encoding="utf-8")
@@ -179,7 +225,9 @@ def rewritten(page: Path) -> str:
 
 def script(page: Path) -> str:
     """Return a page's Python as one script, as a reader would paste it."""
-    return "\n".join(block.text for block in blocks(page.read_text(encoding="utf-8")) if block.lang == "python")
+    return "\n".join(
+        block.text for block in blocks(page.read_text(encoding="utf-8")) if block.lang == "python"
+    )
 
 
 def links(text: str) -> list[str]:

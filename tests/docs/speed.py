@@ -17,7 +17,10 @@ _Key = tuple[str, str, str, str]
 
 def read_results(folder: Path) -> dict[str, Mapping[str, Any]]:
     """Return each file of results by its name without `.json`."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    return {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("*.json"))
+    }
 
 
 def with_tables(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -28,9 +31,13 @@ def with_tables(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     Raises:
       AssertionError: a subject with targets has no marker, or a marker no such subject.
     """
-    subjects = list(dict.fromkeys(row["subject"] for run in results.values() for row in _with_targets(run)))
+    subjects = list(
+        dict.fromkeys(row["subject"] for run in results.values() for row in _with_targets(run))
+    )
     marked = [found[2] for found in _TABLE.finditer(text)]
-    assert sorted(marked) == sorted([*subjects, "machines", "missed"]), f"the results have {subjects}, the page {marked}"
+    assert sorted(marked) == sorted([*subjects, "machines", "missed"]), (
+        f"the results have {subjects}, the page {marked}"
+    )
     made = {"machines": _machines(results), "missed": _missed(results)}
     made |= {subject: _table(subject, results) for subject in subjects}
     return _TABLE.sub(lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", text)
@@ -46,7 +53,9 @@ def _key(row: Row) -> _Key:
 
 def _target(row: Row) -> str:
     target = row["target"]
-    sign, bound = ("≤", target["at_most"]) if target["at_most"] is not None else ("≥", target["at_least"])
+    sign, bound = (
+        ("≤", target["at_most"]) if target["at_most"] is not None else ("≥", target["at_least"])
+    )
     return f"{sign} {bound:g} {row['unit']}"
 
 
@@ -59,15 +68,26 @@ def _value(row: Row) -> str:
 
 def _table(subject: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a row for everything of a subject that has a target, with a column for each run that measured any of it."""
-    by_run = {name: {_key(row): row for row in _with_targets(run) if row["subject"] == subject} for name, run in results.items()}
+    by_run = {
+        name: {_key(row): row for row in _with_targets(run) if row["subject"] == subject}
+        for name, run in results.items()
+    }
     by_run = {name: rows for name, rows in by_run.items() if rows}
     keys = list(dict.fromkeys(key for rows in by_run.values() for key in rows))
-    body = [[*key, *(_value(rows[key]) if key in rows else "" for rows in by_run.values())] for key in keys]
+    body = [
+        [*key, *(_value(rows[key]) if key in rows else "" for rows in by_run.values())]
+        for key in keys
+    ]
     return _markdown([["case", "measured", "beside", "target", *by_run], *body])
 
 
 def _machines(results: Mapping[str, Mapping[str, Any]]) -> str:
-    return _markdown([["run", *_CONTEXT], *([name, *(run["context"][key] for key in _CONTEXT)] for name, run in results.items())])
+    return _markdown(
+        [
+            ["run", *_CONTEXT],
+            *([name, *(run["context"][key] for key in _CONTEXT)] for name, run in results.items()),
+        ]
+    )
 
 
 def _missed(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -76,9 +96,12 @@ def _missed(results: Mapping[str, Mapping[str, Any]]) -> str:
     for name, run in results.items():
         rows = _with_targets(run)
         missed = [row for row in rows if row["verdict"] != "ok"]
-        lines.append(f"- `{name}`: {len(rows) - len(missed)} of {len(rows)} targets met{', missed:' if missed else '.'}")
+        lines.append(
+            f"- `{name}`: {len(rows) - len(missed)} of {len(rows)} targets met{', missed:' if missed else '.'}"
+        )
         lines += [
-            f"    - {row['subject']}, {row['case']}, {row['what']}: {row['value']:.3f} {row['unit']}, not {_target(row)}" for row in missed
+            f"    - {row['subject']}, {row['case']}, {row['what']}: {row['value']:.3f} {row['unit']}, not {_target(row)}"
+            for row in missed
         ]
     return "\n".join(lines)
 

@@ -22,11 +22,15 @@ ids = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
-def test_snippets_run_and_print_what_the_page_shows(page: Path, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snippets_run_and_print_what_the_page_shows(
+    page: Path, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in snippets.needs(page):
         pytest.importorskip(name, reason=f"the page uses {name}, which make test installs")
     if page.name == "testing.md" and jax.__version_info__ >= (0, 11):
-        pytest.skip("the page shows a failure as JAX 0.10 compiles it; a newer one names another line of the model")
+        pytest.skip(
+            "the page shows a failure as JAX 0.10 compiles it; a newer one names another line of the model"
+        )
     monkeypatch.chdir(tmp_path)
     golden.file(page, snippets.rewritten(page))
     assert context.current() is None
@@ -39,20 +43,40 @@ def test_a_page_runs_as_a_script_of_its_own(name: str, tmp_path: Path) -> None:
     for block in snippets.blocks(page.read_text(encoding="utf-8")):
         if block.title:
             (tmp_path / block.title).write_text(block.text + "\n", encoding="utf-8")
-    env = {key: value for key, value in os.environ.items() if key not in {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}
+    }
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-W", "error::DeprecationWarning:shardwright", "-c", snippets.script(page)]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-W",
+        "error::DeprecationWarning:shardwright",
+        "-c",
+        snippets.script(page),
+    ]
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     sequence = snippets.blocks(page.read_text(encoding="utf-8"))
-    shown = [after.text for block, after in itertools.pairwise(sequence) if block.lang == "python" and after.lang == "text"]
+    shown = [
+        after.text
+        for block, after in itertools.pairwise(sequence)
+        if block.lang == "python" and after.lang == "text"
+    ]
     assert snippets.folded(done.stdout).splitlines() == "\n".join(shown).splitlines()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_code_fits_the_page(page: Path) -> None:
     found = snippets.blocks(page.read_text(encoding="utf-8"))
-    lines = [(block.line + at, line) for block in found for at, line in enumerate(block.text.splitlines())]
+    lines = [
+        (block.line + at, line)
+        for block in found
+        for at, line in enumerate(block.text.splitlines())
+    ]
     assert [f"line {at}: {line}" for at, line in lines if len(line) > snippets.COLUMNS] == []
 
 
@@ -71,7 +95,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{target}: no such file"
         if anchor:
-            assert anchor in snippets.anchors(file.read_text(encoding="utf-8")), f"{target}: no such heading"
+            assert anchor in snippets.anchors(file.read_text(encoding="utf-8")), (
+                f"{target}: no such heading"
+            )
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
@@ -81,8 +107,14 @@ def test_every_page_is_reached_from_the_readme() -> None:
         if page in reached:
             continue
         reached.add(page)
-        targets = [target.partition("#")[0] for target in snippets.links(page.read_text(encoding="utf-8"))]
-        waiting += [(page.parent / target).resolve() for target in targets if target.endswith(".md") and "://" not in target]
+        targets = [
+            target.partition("#")[0] for target in snippets.links(page.read_text(encoding="utf-8"))
+        ]
+        waiting += [
+            (page.parent / target).resolve()
+            for target in targets
+            if target.endswith(".md") and "://" not in target
+        ]
     assert [page.name for page in PAGES if page not in reached] == []
 
 
@@ -92,15 +124,29 @@ def test_the_pages_name_every_preset_axis_reason_and_error() -> None:
     why = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
     assert [name for name in sw.Strategy.presets() if f"| `{name}` |" not in strategies] == []
     assert [axis for axis in SEMANTIC_AXES if f"`{axis_label(axis)}`" not in glossary] == []
-    assert [axis for axis in PARALLELISM_AXES if f"`{axis_label(axis)}`, `{file_name(axis)}`" not in glossary] == []
+    assert [
+        axis
+        for axis in PARALLELISM_AXES
+        if f"`{axis_label(axis)}`, `{file_name(axis)}`" not in glossary
+    ] == []
     from shardwright import errors, provenance
 
-    assert [one.value for one in (*provenance.Reason, *provenance.Outcome) if f"`{one.value}`" not in why] == []
-    classes = [one.__name__ for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.ShardingError)]
+    assert [
+        one.value
+        for one in (*provenance.Reason, *provenance.Outcome)
+        if f"`{one.value}`" not in why
+    ] == []
+    classes = [
+        one.__name__
+        for one in vars(errors).values()
+        if isinstance(one, type) and issubclass(one, errors.ShardingError)
+    ]
     assert [name for name in classes if name != "ShardingError" and f"`{name}`" not in why] == []
 
 
-def test_a_page_that_says_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_says_something_else_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(snippets, "ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n", encoding="utf-8")

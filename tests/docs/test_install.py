@@ -12,7 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")),
     *sorted((ROOT / "docs").rglob("*.md")),
-    *(path for folder in ("src", "examples", "benchmarks", "tools") for path in sorted((ROOT / folder).rglob("*.py"))),
+    *(
+        path
+        for folder in ("src", "examples", "benchmarks", "tools")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ),
 ]
 BY_NAME = re.compile(r"""pip install (?:-\S+ )*["']?shardwright\b""")
 EXTRAS = re.compile(r"""pip install -e ["']?\.\[([\w,]+)\]""")
@@ -24,12 +28,26 @@ def test_nothing_installs_the_package_by_name() -> None:
 
 
 def test_extras_that_are_named_exist() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    named = {extra for path in FILES for one in EXTRAS.findall(path.read_text(encoding="utf-8")) for extra in one.split(",")}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    named = {
+        extra
+        for path in FILES
+        for one in EXTRAS.findall(path.read_text(encoding="utf-8"))
+        for extra in one.split(",")
+    }
     assert named >= {"checkpoint", "demo", "optax", "pytest"}
     assert named <= set(extras)
 
 
-@pytest.mark.parametrize("text", ['pip install "shardwright[checkpoint]"', "pip install shardwright", "pip install -U shardwright"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        'pip install "shardwright[checkpoint]"',
+        "pip install shardwright",
+        "pip install -U shardwright",
+    ],
+)
 def test_an_install_by_name_is_found(text: str) -> None:
     assert BY_NAME.search(text)

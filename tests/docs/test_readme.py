@@ -17,7 +17,9 @@ from tests.docs.snippets import ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmarks" / "results" / "jax-0.10.2-peers.json"
 
-on_the_jax_of_the_table = pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="the README says what JAX 0.10.2 does")
+on_the_jax_of_the_table = pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="the README says what JAX 0.10.2 does"
+)
 
 
 def cells(start: str) -> dict[str, str]:
@@ -53,7 +55,9 @@ def shown(seconds: float) -> str:
         ),
     ],
 )
-def test_times_are_those_of_the_results(row: str, case: str, ours: str, peers: dict[str, str]) -> None:
+def test_times_are_those_of_the_results(
+    row: str, case: str, ours: str, peers: dict[str, str]
+) -> None:
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
     measured = {each["what"]: each for each in rows if each["case"] == case}
     expected = {column: shown(measured[what]["seconds"]) for column, what in peers.items()}
@@ -100,5 +104,9 @@ def test_flax_behaves_as_the_table_says() -> None:
         with spmd.logical_axis_rules((("embed", None),)):  # the program of the other rules
             assert constrained(jnp.ones(8)).sharding.spec == P("tp")
     explicit = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(explicit), spmd.logical_axis_rules(rules), pytest.raises(AssertionError, match="acts as an assert"):
+    with (
+        jax.set_mesh(explicit),
+        spmd.logical_axis_rules(rules),
+        pytest.raises(AssertionError, match="acts as an assert"),
+    ):
         jax.jit(lambda x: spmd.with_logical_constraint(x, ("embed",)))(jnp.ones(8))

@@ -16,7 +16,13 @@ from tests.docs.snippets import PAGES, ROOT
 
 DOCS = ROOT / "docs"
 # What users import from.
-PACKAGES = ("shardwright", "shardwright.attention", "shardwright.layers", "shardwright.plan", "shardwright.testing")
+PACKAGES = (
+    "shardwright",
+    "shardwright.attention",
+    "shardwright.layers",
+    "shardwright.plan",
+    "shardwright.testing",
+)
 
 
 def nav_pages(entry: Any) -> Iterator[str]:
@@ -31,12 +37,18 @@ def nav_pages(entry: Any) -> Iterator[str]:
 def shown_on_api_pages() -> set[str]:
     """Return what the API pages show: modules, and single names of modules."""
     return {
-        name for page in (DOCS / "api").glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        name
+        for page in (DOCS / "api").glob("*.md")
+        for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     }
 
 
 def test_every_page_has_its_place_in_the_navigation() -> None:
-    nav = list(nav_pages(tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]))
+    nav = list(
+        nav_pages(
+            tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+        )
+    )
     there = [page.relative_to(DOCS).as_posix() for page in PAGES if page.is_relative_to(DOCS)]
     assert [page for page in there if page not in nav] == [], "add each to nav in zensical.toml"
     assert [page for page in nav if page not in there] == [], "no such page"
@@ -55,8 +67,16 @@ def titles(entry: Any) -> Iterator[tuple[str, str]]:
 
 def test_a_page_is_called_the_same_in_the_navigation() -> None:
     nav = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
-    named = {page: title for entry in nav for page, title in titles(entry) if not page.endswith("index.md") and not page.startswith("adr/")}
-    assert named == {page: (DOCS / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for page in named}
+    named = {
+        page: title
+        for entry in nav
+        for page, title in titles(entry)
+        if not page.endswith("index.md") and not page.startswith("adr/")
+    }
+    assert named == {
+        page: (DOCS / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        for page in named
+    }
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -66,7 +86,9 @@ def test_every_public_name_is_on_an_api_page(package: str) -> None:
     for name in (name for name in dir(module) if not name.startswith("_")):
         value = getattr(module, name)
         home = getattr(value, "__module__", "")
-        public = (inspect.isclass(value) or inspect.isroutine(value)) and home.startswith("shardwright.")
+        public = (inspect.isclass(value) or inspect.isroutine(value)) and home.startswith(
+            "shardwright."
+        )
         if public and not {home, f"{home}.{name}"} & shown:
             missing.append(f"{package}.{name}: write `::: {home}` on a page of docs/api")
     assert missing == []
@@ -78,4 +100,8 @@ def test_an_api_page_shows_what_exists_and_each_thing_once() -> None:
     assert sorted(names) == sorted(set(names))
     for name in names:
         home, _, last = name.rpartition(".")
-        assert importlib.util.find_spec(name) if not last[0].isupper() else hasattr(importlib.import_module(home), last), name
+        assert (
+            importlib.util.find_spec(name)
+            if not last[0].isupper()
+            else hasattr(importlib.import_module(home), last)
+        ), name

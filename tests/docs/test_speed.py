@@ -28,26 +28,48 @@ def row(subject: str, value: float, verdict: str, **target: float) -> dict[str, 
 
 
 def results(*rows: dict[str, Any]) -> dict[str, Any]:
-    return {"new": {"context": dict.fromkeys(("jax", "python", "machine", "cpu", "date"), "1"), "rows": list(rows)}}
+    return {
+        "new": {
+            "context": dict.fromkeys(("jax", "python", "machine", "cpu", "date"), "1"),
+            "rows": list(rows),
+        }
+    }
 
 
-MARKS = "".join(f"<!-- results: {name} -->\n{name}\n<!-- end -->\n" for name in ("machines", "missed", "tree"))
+MARKS = "".join(
+    f"<!-- results: {name} -->\n{name}\n<!-- end -->\n" for name in ("machines", "missed", "tree")
+)
 
 
 def test_the_page_shows_the_results(golden: Golden) -> None:
-    golden.file(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), read_results(ROOT / "benchmarks" / "results")))
+    golden.file(
+        PAGE,
+        with_tables(
+            PAGE.read_text(encoding="utf-8"), read_results(ROOT / "benchmarks" / "results")
+        ),
+    )
 
 
 def test_tables_say_what_is_missed() -> None:
-    missed, met, free = row("tree", 0.512, "MISSED", at_most=0.5), row("tree", 9.0, "ok", at_least=8.0), row("enter", 1.0, "")
+    missed, met, free = (
+        row("tree", 0.512, "MISSED", at_most=0.5),
+        row("tree", 9.0, "ok", at_least=8.0),
+        row("enter", 1.0, ""),
+    )
     page = with_tables(MARKS, results(missed, met, free))
     assert "| all | ours | - | ≤ 0.5 x | **0.512 x, missed** |" in page
     assert "| all | ours | - | ≥ 8 x | 9.00 x |" in page
-    assert "- `new`: 1 of 2 targets met, missed:\n    - tree, all, ours: 0.512 x, not ≤ 0.5 x\n" in page
+    assert (
+        "- `new`: 1 of 2 targets met, missed:\n    - tree, all, ours: 0.512 x, not ≤ 0.5 x\n"
+        in page
+    )
     assert with_tables(page, results(missed, met, free)) == page
     assert "- `new`: 1 of 1 targets met.\n" in with_tables(page, results(met))
 
 
 def test_a_subject_that_the_page_leaves_out_is_found() -> None:
     with pytest.raises(AssertionError, match=r"the results have \['tree', 'enter'\]"):
-        with_tables(MARKS, results(row("tree", 1.0, "ok", at_most=2.0), row("enter", 1.0, "ok", at_most=2.0)))
+        with_tables(
+            MARKS,
+            results(row("tree", 1.0, "ok", at_most=2.0), row("enter", 1.0, "ok", at_most=2.0)),
+        )

@@ -111,8 +111,16 @@ _KIND = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "up"}
 def parameter_tree(table: dict[str, P], layers: int) -> dict[str, Any]:
     """Lay one table out as the parameters' tree."""
     layer = {"attention": ("norm", "q", "k", "v", "o"), "mlp": ("norm", "gate", "up", "down")}
-    one = {part: {name: table[_KIND.get(name, name)] for name in names} for part, names in layer.items()}
-    return {"embedding": table["embedding"], "layers": [one] * layers, "norm": table["norm"], "lm_head": table["lm_head"]}
+    one = {
+        part: {name: table[_KIND.get(name, name)] for name in names}
+        for part, names in layer.items()
+    }
+    return {
+        "embedding": table["embedding"],
+        "layers": [one] * layers,
+        "norm": table["norm"],
+        "lm_head": table["lm_head"],
+    }
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -120,11 +128,15 @@ def gather(w: jax.Array, use: NamedSharding, stored: NamedSharding) -> jax.Array
     return jax.lax.with_sharding_constraint(w, use)
 
 
-def _gather_forward(w: jax.Array, use: NamedSharding, stored: NamedSharding) -> tuple[jax.Array, None]:
+def _gather_forward(
+    w: jax.Array, use: NamedSharding, stored: NamedSharding
+) -> tuple[jax.Array, None]:
     return jax.lax.with_sharding_constraint(w, use), None
 
 
-def _gather_backward(use: NamedSharding, stored: NamedSharding, _: None, g: jax.Array) -> tuple[jax.Array]:
+def _gather_backward(
+    use: NamedSharding, stored: NamedSharding, _: None, g: jax.Array
+) -> tuple[jax.Array]:
     return (jax.lax.with_sharding_constraint(g, stored),)
 
 
@@ -140,7 +152,11 @@ class HandWritten:
     sizes: Any
 
     def named(self, tree: Any) -> Any:
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), tree, is_leaf=lambda leaf: isinstance(leaf, P))
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec),
+            tree,
+            is_leaf=lambda leaf: isinstance(leaf, P),
+        )
 
     def put(self, x: jax.Array, spec: P) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
@@ -148,19 +164,33 @@ class HandWritten:
     def read(self, weights: Any) -> Any:
         """Gather a subtree of weights whose keys are their kinds."""
         if isinstance(weights, dict):
-            return {name: self.read(part) if isinstance(part, dict) else self.read_one(part, name) for name, part in weights.items()}
+            return {
+                name: self.read(part) if isinstance(part, dict) else self.read_one(part, name)
+                for name, part in weights.items()
+            }
         return weights
 
     def read_one(self, w: jax.Array, name: str) -> jax.Array:
         kind = _KIND.get(name, name)
-        return gather(w, NamedSharding(self.mesh, self.specs.used[kind]), NamedSharding(self.mesh, self.specs.stored[kind]))
+        return gather(
+            w,
+            NamedSharding(self.mesh, self.specs.used[kind]),
+            NamedSharding(self.mesh, self.specs.stored[kind]),
+        )
 
-    def forward(self, params: Any, tokens: jax.Array, cache: Any = None, real: Any = None) -> tuple[jax.Array, Any]:
+    def forward(
+        self, params: Any, tokens: jax.Array, cache: Any = None, real: Any = None
+    ) -> tuple[jax.Array, Any]:
         put, specs = self.put, self.specs
         steps = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         positions = steps if cache is None else cache["length"][:, None] + steps
         table = self.read_one(params["embedding"], "embedding")
-        x = put(jnp.einsum("bqv,ve->bqe", jax.nn.one_hot(tokens, self.sizes.vocab, dtype=table.dtype), table), specs.hidden)
+        x = put(
+            jnp.einsum(
+                "bqv,ve->bqe", jax.nn.one_hot(tokens, self.sizes.vocab, dtype=table.dtype), table
+            ),
+            specs.hidden,
+        )
         layers = []
         for at, stored in enumerate(params["layers"]):
             weights = self.read(stored)
@@ -172,23 +202,35 @@ class HandWritten:
         x = self.rms_norm(x, self.read_one(params["norm"], "norm"))
         head = self.read_one(params["lm_head"], "lm_head")
         logits = put(jnp.einsum("bqe,ev->bqv", x, head), specs.logits)
-        return logits, None if cache is None else {"layers": layers, "length": cache["length"] + real}
+        return logits, None if cache is None else {
+            "layers": layers,
+            "length": cache["length"] + real,
+        }
 
-    def attention(self, weights: Any, x: jax.Array, positions: jax.Array, held: Any, real: Any) -> tuple[jax.Array, Any]:
+    def attention(
+        self, weights: Any, x: jax.Array, positions: jax.Array, held: Any, real: Any
+    ) -> tuple[jax.Array, Any]:
         put, specs = self.put, self.specs
         x = self.rms_norm(x, weights["norm"])
         q = put(self.rope(jnp.einsum("bqe,ehd->bqhd", x, weights["q"]), positions), specs.queries)
         k = put(self.rope(jnp.einsum("bqe,ekd->bqkd", x, weights["k"]), positions), specs.new_rows)
         v = put(jnp.einsum("bqe,ekd->bqkd", x, weights["v"]), specs.new_rows)
         if held is not None:
-            held = {"k": self.write(held["k"], k, positions, real), "v": self.write(held["v"], v, positions, real)}
+            held = {
+                "k": self.write(held["k"], k, positions, real),
+                "v": self.write(held["v"], v, positions, real),
+            }
             k, v = held["k"], held["v"]
         out = put(self.attend(q, k, v, positions), specs.queries)
         return jnp.einsum("bqhd,hde->bqe", out, weights["o"]), held
 
-    def write(self, rows: jax.Array, new: jax.Array, positions: jax.Array, real: jax.Array) -> jax.Array:
+    def write(
+        self, rows: jax.Array, new: jax.Array, positions: jax.Array, real: jax.Array
+    ) -> jax.Array:
         at = jnp.where(jnp.arange(new.shape[1]) < real[:, None], positions, rows.shape[1])
-        written = jax.vmap(lambda row, values, index: row.at[index].set(values, mode="drop"))(rows, new, at)
+        written = jax.vmap(lambda row, values, index: row.at[index].set(values, mode="drop"))(
+            rows, new, at
+        )
         return self.put(written, self.specs.cache)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
@@ -201,11 +243,17 @@ class HandWritten:
 
     def mlp(self, weights: Any, x: jax.Array) -> jax.Array:
         x = self.rms_norm(x, weights["norm"])
-        hidden = jax.nn.silu(jnp.einsum("bqe,em->bqm", x, weights["gate"])) * jnp.einsum("bqe,em->bqm", x, weights["up"])
+        hidden = jax.nn.silu(jnp.einsum("bqe,em->bqm", x, weights["gate"])) * jnp.einsum(
+            "bqe,em->bqm", x, weights["up"]
+        )
         return jnp.einsum("bqm,me->bqe", self.put(hidden, self.specs.mlp), weights["down"])
 
     def rms_norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
-        return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.sizes.norm_eps) * scale
+        return (
+            x
+            * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.sizes.norm_eps)
+            * scale
+        )
 
     def rope(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         half = x.shape[-1] // 2
@@ -231,8 +279,13 @@ class HandWritten:
 
         params = parameter_tree(self.specs.stored, self.sizes.layers)
         adam = optax.ScaleByAdamState(count=P(), mu=params, nu=params)
-        state = self.named({"params": params, "opt": (adam, optax.EmptyState(), optax.EmptyState())})
-        where = {"in_shardings": (state, self.named(self.specs.tokens)), "out_shardings": (state, self.named(P()))}
+        state = self.named(
+            {"params": params, "opt": (adam, optax.EmptyState(), optax.EmptyState())}
+        )
+        where = {
+            "in_shardings": (state, self.named(self.specs.tokens)),
+            "out_shardings": (state, self.named(P())),
+        }
         return jax.jit(step, donate_argnums=0, **where)
 
     def decode_step(self) -> Callable[..., Any]:
@@ -244,5 +297,7 @@ class HandWritten:
             return cache, jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
 
         rows, slots = self.specs.cache, P(self.specs.cache[0])
-        cache = self.named({"layers": [{"k": rows, "v": rows}] * self.sizes.layers, "length": slots})
+        cache = self.named(
+            {"layers": [{"k": rows, "v": rows}] * self.sizes.layers, "length": slots}
+        )
         return jax.jit(decode, out_shardings=(cache, self.named(slots)), donate_argnums=(1, 2))

@@ -65,22 +65,34 @@ def test_state_lies_where_the_strategy_says_and_survives_the_step(trained: dict[
         assert layer["attention"]["o"].sharding.spec == P("tp", None, "fsdp")
         assert layer["mlp"]["down"].sharding.spec == P("tp", "fsdp")
         assert tree["norm"].sharding.spec == P()
-    assert report.bytes_per_device(state["params"]) < report.bytes_per_device(trained["single"].state["params"]) / 6
+    assert (
+        report.bytes_per_device(state["params"])
+        < report.bytes_per_device(trained["single"].state["params"]) / 6
+    )
 
 
 def test_sharded_parameters_equal_unsharded_ones_after_training(trained: dict[str, Any]) -> None:
-    for sharded, single in zip(*(jax.tree.leaves(trained[name].state["params"]) for name in ("fsdp_tp", "single")), strict=True):
+    for sharded, single in zip(
+        *(jax.tree.leaves(trained[name].state["params"]) for name in ("fsdp_tp", "single")),
+        strict=True,
+    ):
         np.testing.assert_allclose(np.asarray(sharded), np.asarray(single), atol=2e-5)
 
 
 @pytest.fixture(scope="module")
 def servers() -> dict[str, Server]:
-    return {name: make_server(load(name), TINY, slots=4, capacity=48, prompt_length=24) for name in ("single", "serve_tp")}
+    return {
+        name: make_server(load(name), TINY, slots=4, capacity=48, prompt_length=24)
+        for name in ("single", "serve_tp")
+    }
 
 
 def test_texts_are_equal_byte_by_byte(trained: dict[str, Any], servers: dict[str, Server]) -> None:
     params, done = trained["fsdp_tp"].state["params"], []
-    texts = {name: generate(server, params, PROMPTS, new_bytes=12, on_step=done.append) for name, server in servers.items()}
+    texts = {
+        name: generate(server, params, PROMPTS, new_bytes=12, on_step=done.append)
+        for name, server in servers.items()
+    }
     assert [len(written) for written in texts["single"]] == [12, 12, 12]
     assert texts["serve_tp"] == texts["single"]
     assert list(report.differing(texts)) == [None, None, None]
@@ -90,14 +102,22 @@ def test_texts_are_equal_byte_by_byte(trained: dict[str, Any], servers: dict[str
 def test_the_cache_changes_nothing(trained: dict[str, Any], servers: dict[str, Server]) -> None:
     """Each byte written with a cache is what a forward pass over the whole text calls likeliest."""
     pm = sw.PartitionManager(load("single"))
-    texts = generate(servers["serve_tp"], trained["single"].state["params"], PROMPTS, new_bytes=12, on_step=lambda said: None)
+    texts = generate(
+        servers["serve_tp"],
+        trained["single"].state["params"],
+        PROMPTS,
+        new_bytes=12,
+        on_step=lambda said: None,
+    )
     with pm:
         weights = pm.shard(trained["single"].state["params"], decoder_specs(TINY), role="param")
         for prompt, text in zip(PROMPTS, texts, strict=True):
             row = np.frombuffer(prompt + text, np.uint8).astype(np.int32)
             logits, cache = jax.jit(forward, static_argnums=2)(weights, row[None], TINY)
             assert cache is None
-            assert np.argmax(np.asarray(logits)[0, len(prompt) - 1 : -1], axis=-1).tolist() == list(text)
+            assert np.argmax(np.asarray(logits)[0, len(prompt) - 1 : -1], axis=-1).tolist() == list(
+                text
+            )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +129,9 @@ def test_the_cache_changes_nothing(trained: dict[str, Any], servers: dict[str, S
         ((b"a",) * 5, 1, r"5 prompts for 4 slots"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_runs(servers: dict[str, Server], prompts: Any, new: int, says: str) -> None:
+def test_what_does_not_fit_is_refused_before_anything_runs(
+    servers: dict[str, Server], prompts: Any, new: int, says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
         generate(servers["single"], {}, prompts, new_bytes=new)
 
@@ -121,15 +143,24 @@ def test_what_just_fits_is_served(servers: dict[str, Server]) -> None:
 def test_a_batch_that_does_not_divide_is_the_librarys_error(text: np.ndarray) -> None:
     trainer = make_trainer(load("fsdp"), TINY, optax.adamw(1e-2))
     batch = next(text_batches(text, batch=12, length=32, seed=0))
-    with pytest.raises(sw.IndivisibleError, match=r'BATCH: size 12 does not divide over fsdp=8\n  rule  batch = "fsdp" .*fsdp\.toml'):
+    with pytest.raises(
+        sw.IndivisibleError,
+        match=r'BATCH: size 12 does not divide over fsdp=8\n  rule  batch = "fsdp" .*fsdp\.toml',
+    ):
         trainer.place(batch)
 
 
 def test_a_model_that_does_not_divide_names_every_weight() -> None:
     odd = DecoderConfig(layers=1, embed=36, heads=6, kv_heads=3, head_dim=8, mlp=64)
-    with pytest.raises(sw.IndivisibleError, match=r"layers/0/attention/o dim 0 HEAD: size 6 does not divide over tp=4") as caught:
+    with pytest.raises(
+        sw.IndivisibleError,
+        match=r"layers/0/attention/o dim 0 HEAD: size 6 does not divide over tp=4",
+    ) as caught:
         make_trainer(load("fsdp_tp"), odd, optax.adamw(1e-2))
-    assert {problem.path for problem in caught.value.problems} == {"layers/0/attention/q", "layers/0/attention/o"}
+    assert {problem.path for problem in caught.value.problems} == {
+        "layers/0/attention/q",
+        "layers/0/attention/o",
+    }
 
 
 @pytest.fixture
@@ -139,7 +170,9 @@ def serving() -> sw.PartitionManager:
 
 def test_rows_past_the_end_and_padding_are_dropped(serving: sw.PartitionManager) -> None:
     with serving:
-        rows = serving.shard(jnp.zeros((2, 4, 4, 1)), sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)
+        rows = serving.shard(
+            jnp.zeros((2, 4, 4, 1)), sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM
+        )
         new = jnp.broadcast_to(jnp.array([[1.0, 2.0, 3.0]])[:, :, None, None], (2, 3, 4, 1))
         at = jnp.array([[2, 3, 4], [0, 1, 2]])
         written = jax.jit(write_rows)(rows, new, at, jnp.array([3, 2]))
@@ -148,7 +181,9 @@ def test_rows_past_the_end_and_padding_are_dropped(serving: sw.PartitionManager)
 
 
 def test_an_insert_touches_one_slot(serving: sw.PartitionManager) -> None:
-    ones = jax.tree.map(lambda spec: jnp.ones(spec.shape, spec.dtype), cache_specs(TINY, batch=1, capacity=2))
+    ones = jax.tree.map(
+        lambda spec: jnp.ones(spec.shape, spec.dtype), cache_specs(TINY, batch=1, capacity=2)
+    )
     with serving:
         cache = empty_cache(serving, cache_specs(TINY, batch=4, capacity=3))
         with serving.for_mode("insert"):
@@ -162,7 +197,10 @@ def test_an_insert_touches_one_slot(serving: sw.PartitionManager) -> None:
 def test_attention_is_causal_and_grouped(serving: sw.PartitionManager) -> None:
     """Against NumPy, head by head: query head h reads kv head h * 4 // 8, and positions after its own are not seen."""
     keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (np.asarray(jax.random.normal(key, (2, 5, heads, 8))) for key, heads in zip(keys, (8, 4, 4), strict=True))
+    q, k, v = (
+        np.asarray(jax.random.normal(key, (2, 5, heads, 8)))
+        for key, heads in zip(keys, (8, 4, 4), strict=True)
+    )
     positions = np.broadcast_to(np.arange(5), (2, 5))
     with serving:
         out = jax.jit(lambda *qkv: attend(*qkv, positions=jnp.asarray(positions)))(q, k, v)
@@ -171,7 +209,9 @@ def test_attention_is_causal_and_grouped(serving: sw.PartitionManager) -> None:
         scores = np.where(np.tril(np.ones((5, 5), bool)), scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        np.testing.assert_allclose(np.asarray(out)[:, :, head], weights @ v[:, :, head // 2], atol=1e-5)
+        np.testing.assert_allclose(
+            np.asarray(out)[:, :, head], weights @ v[:, :, head // 2], atol=1e-5
+        )
 
 
 def test_differences_are_seen() -> None:
@@ -204,7 +244,10 @@ def test_in_bfloat16_everything_stays_so_and_near_float32(text: np.ndarray) -> N
     params = jax.tree.map(np.asarray, done.state["params"])
     wide = jax.tree.map(lambda x: x.astype(np.float32), params)
     with sw.PartitionManager(load("single")):
-        logits, exact = (forward(given, batches[0]["inputs"], config)[0] for given, config in ((params, low), (wide, TINY)))
+        logits, exact = (
+            forward(given, batches[0]["inputs"], config)[0]
+            for given, config in ((params, low), (wide, TINY))
+        )
     assert logits.dtype == jnp.bfloat16
     assert jnp.linalg.norm(logits.astype(jnp.float32) - exact) < 0.02 * jnp.linalg.norm(exact)
     server = make_server(load("serve_tp"), low, slots=4, capacity=48, prompt_length=24)

@@ -32,11 +32,17 @@ def run_demo(*options: str, flags: str = "") -> subprocess.CompletedProcess[str]
 
 
 def run_python(*arguments: str, flags: str = "") -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
     env["XLA_FLAGS"] = flags
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [env.get("PYTHONPATH")])])
     command = [sys.executable, "-W", "always", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=600, check=False
+    )
 
 
 @pytest.mark.slow
@@ -44,7 +50,17 @@ def test_the_demo_runs_agrees_and_warns_of_nothing() -> None:
     done = run_demo()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Everything agrees" in done.stdout
-    for said in ("single", "fsdp:8", "fsdp:2 tp:4", "fsdp:2 sp:4", "dp:2 tp:4", "prefill", "insert", "decode", "bytes per device"):
+    for said in (
+        "single",
+        "fsdp:8",
+        "fsdp:2 tp:4",
+        "fsdp:2 sp:4",
+        "dp:2 tp:4",
+        "prefill",
+        "insert",
+        "decode",
+        "bytes per device",
+    ):
         assert said in done.stdout
     assert "8 of 8 texts confirmed" in done.stdout
     assert "Warning" not in done.stderr

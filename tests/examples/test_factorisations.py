@@ -55,10 +55,18 @@ def unsharded(batch: dict[str, np.ndarray]) -> dict[str, Any]:
     with trainer.pm:
         state = trainer.init(0)
         logits, _ = jax.jit(forward, static_argnums=2)(state["params"], batch["inputs"], CONFIG)
-        loss, gradients = jax.jit(jax.value_and_grad(next_byte_loss), static_argnums=2)(state["params"], batch, CONFIG)
+        loss, gradients = jax.jit(jax.value_and_grad(next_byte_loss), static_argnums=2)(
+            state["params"], batch, CONFIG
+        )
         before = jax.tree.map(np.asarray, state["params"])
         after, _ = trainer.step(state, trainer.place(batch))
-    found = {"params": before, "logits": logits, "loss": loss, "gradients": gradients, "after": after}
+    found = {
+        "params": before,
+        "logits": logits,
+        "loss": loss,
+        "gradients": gradients,
+        "after": after,
+    }
     return jax.tree.map(np.asarray, found)
 
 
@@ -68,11 +76,17 @@ def test_there_are_35_factorisations() -> None:
 
 
 @pytest.mark.parametrize("sizes", ALL, ids=text_of)
-def test_logits(sizes: tuple[int, ...], batch: dict[str, np.ndarray], unsharded: dict[str, Any]) -> None:
-    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh(text_of(sizes))).for_mode("train")
+def test_logits(
+    sizes: tuple[int, ...], batch: dict[str, np.ndarray], unsharded: dict[str, Any]
+) -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh(text_of(sizes))).for_mode(
+        "train"
+    )
     with pm:
         params = pm.shard(unsharded["params"], decoder_specs(CONFIG), role="param")
-        logits, _ = jax.jit(forward, static_argnums=2)(params, pm.shard(batch["inputs"], sw.BATCH, sw.LENGTH), CONFIG)
+        logits, _ = jax.jit(forward, static_argnums=2)(
+            params, pm.shard(batch["inputs"], sw.BATCH, sw.LENGTH), CONFIG
+        )
     size = dict(zip(NAMES, sizes, strict=True))
     rows = tuple(axis for axis in ("dp", "fsdp") if size[axis] > 1)
     expected = [rows, *("sp" if size["sp"] > 1 else None,), *("tp" if size["tp"] > 1 else None,)]
@@ -82,19 +96,39 @@ def test_logits(sizes: tuple[int, ...], batch: dict[str, np.ndarray], unsharded:
 
 
 @pytest.mark.parametrize("sizes", EIGHT, ids=text_of)
-def test_gradient_and_update(sizes: tuple[int, ...], batch: dict[str, np.ndarray], unsharded: dict[str, Any]) -> None:
-    trainer = make_trainer(sw.Strategy.preset("fsdp_tp"), CONFIG, OPTIMIZER, mesh=cpu_mesh(text_of(sizes)))
+def test_gradient_and_update(
+    sizes: tuple[int, ...], batch: dict[str, np.ndarray], unsharded: dict[str, Any]
+) -> None:
+    trainer = make_trainer(
+        sw.Strategy.preset("fsdp_tp"), CONFIG, OPTIMIZER, mesh=cpu_mesh(text_of(sizes))
+    )
     with trainer.pm:
         state = trainer.init(0)
         placed = trainer.place(batch)
-        loss, gradients = jax.jit(jax.value_and_grad(next_byte_loss), static_argnums=2)(state["params"], placed, CONFIG)
+        loss, gradients = jax.jit(jax.value_and_grad(next_byte_loss), static_argnums=2)(
+            state["params"], placed, CONFIG
+        )
         jax.tree.map(np.testing.assert_array_equal, state["params"], unsharded["params"])
         after, loss_of_step = trainer.step(state, placed)
     np.testing.assert_allclose(loss, unsharded["loss"], rtol=2e-6)
     np.testing.assert_allclose(loss_of_step, unsharded["loss"], rtol=2e-6)
-    for gradient, where in zip(jax.tree.leaves(gradients), jax.tree.leaves(trainer.shardings["params"]), strict=True):
+    for gradient, where in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(trainer.shardings["params"]), strict=True
+    ):
         assert gradient.sharding.is_equivalent_to(where, gradient.ndim)
-    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6), gradients, unsharded["gradients"])
-    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5), after, unsharded["after"])
-    moved = jax.tree.map(lambda new, old: float(np.max(np.abs(np.asarray(new) - old))), after["params"], unsharded["params"])
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6),
+        gradients,
+        unsharded["gradients"],
+    )
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5),
+        after,
+        unsharded["after"],
+    )
+    moved = jax.tree.map(
+        lambda new, old: float(np.max(np.abs(np.asarray(new) - old))),
+        after["params"],
+        unsharded["params"],
+    )
     assert min(jax.tree.leaves(moved)) > 1e-4

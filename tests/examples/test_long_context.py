@@ -19,7 +19,9 @@ def test_a_ring_trains_as_one_device_does(capsys: pytest.CaptureFixture[str]) ->
     assert "The losses agree" in said
 
 
-def test_losses_that_differ_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_that_differ_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     found: dict[int, list[float]] = {1: [2.0, 1.0], 8: [2.0, 1.001]}
     monkeypatch.setattr(long_context, "train", lambda pm, *_: found[pm.mesh.size])
     assert long_context.main(["--length", "128"]) == 1

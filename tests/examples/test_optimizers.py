@@ -31,7 +31,9 @@ DDP = sw.Strategy.preset("ddp") | sw.Strategy(mesh={"dp": 8})
 
 def by_rank() -> Any:
     labels = lambda params: jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "rest", params)  # noqa: E731
-    return optax.partition({"matrix": optax.sgd(0.1, momentum=0.9), "rest": optax.adam(1e-2)}, labels)
+    return optax.partition(
+        {"matrix": optax.sgd(0.1, momentum=0.9), "rest": optax.adam(1e-2)}, labels
+    )
 
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -42,10 +44,16 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "rmsprop": lambda: optax.rmsprop(1e-3, momentum=0.9),
     "lamb": lambda: optax.lamb(1e-2),
     "schedule_free": lambda: contrib.schedule_free_adamw(1e-2),
-    "accumulated": lambda: optax.MultiSteps(optax.adamw(1e-2), every_k_schedule=2).gradient_transformation(),
-    "guarded": lambda: optax.apply_if_finite(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2), 3),
+    "accumulated": lambda: optax.MultiSteps(
+        optax.adamw(1e-2), every_k_schedule=2
+    ).gradient_transformation(),
+    "guarded": lambda: optax.apply_if_finite(
+        optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2), 3
+    ),
     "by rank": by_rank,
-    "noisy": lambda: optax.chain(optax.add_noise(1e-6, 0.55, key=jax.random.key(0)), optax.adamw(1e-2)),
+    "noisy": lambda: optax.chain(
+        optax.add_noise(1e-6, 0.55, key=jax.random.key(0)), optax.adamw(1e-2)
+    ),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=32, momentum=0.9),
     "sm3": lambda: optax.sm3(0.1),
     "history": lambda: optax.chain(optax.scale_by_lbfgs(memory_size=3), optax.sgd(1e-2)),
@@ -66,9 +74,13 @@ def held(name: str, strategy: sw.Strategy, mesh: Any, config: DecoderConfig) -> 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_no_byte_of_a_moment_is_a_copy_unless_its_parameter_is_one(name: str) -> None:
     """Each leaf of the state is replicated over what its parameter is replicated over, and byte by byte as often."""
-    params, state = held(name, sw.Strategy.preset("fsdp_tp"), sw.abstract_mesh("fsdp:4,tp:2"), DecoderConfig())
+    params, state = held(
+        name, sw.Strategy.preset("fsdp_tp"), sw.abstract_mesh("fsdp:4,tp:2"), DecoderConfig()
+    )
     by_path = {leaf.path: leaf for leaf in params.leaves}
-    assert {leaf.path for leaf in params.most_replicated().leaves} == {path for path in by_path if path.endswith("norm")}
+    assert {leaf.path for leaf in params.most_replicated().leaves} == {
+        path for path in by_path if path.endswith("norm")
+    }
     copies, sums, others = 0, 0, 0
     for leaf in state.leaves:
         owner = next((one for path, one in by_path.items() if leaf.path.endswith("/" + path)), None)
@@ -109,9 +121,16 @@ class Model:
 
 @functools.cache
 def model(name: str) -> Model:
-    pm = sw.PartitionManager(sw.Strategy.load(STRATEGIES / f"{name}.toml")) if name != "ddp" else sw.PartitionManager(DDP)
+    pm = (
+        sw.PartitionManager(sw.Strategy.load(STRATEGIES / f"{name}.toml"))
+        if name != "ddp"
+        else sw.PartitionManager(DDP)
+    )
     shardings = pm.shardings(SPECS)
-    gradient = jax.jit(jax.value_and_grad(lambda params, batch: next_byte_loss(params, batch, TINY)), out_shardings=(None, shardings))
+    gradient = jax.jit(
+        jax.value_and_grad(lambda params, batch: next_byte_loss(params, batch, TINY)),
+        out_shardings=(None, shardings),
+    )
     texts = itertools.islice(text_batches(stdlib_text(50_000), batch=8, length=32, seed=1), STEPS)
     axes = sw.BATCH, sw.LENGTH
     return Model(pm=pm, gradient=gradient, batches=[pm.shard(text, axes) for text in texts])
@@ -121,8 +140,13 @@ def trained(name: str, on: str, *, zero1: str = "-") -> tuple[list[float], Any]:
     """Losses and the last state, after which everything must lie where it was put."""
     made, tx = model(on), OPTIMIZERS[name]()
     policy = dataclasses.replace(made.pm.rules.policy, zero1=parse_rule(zero1))
-    spread = sw.PartitionManager(dataclasses.replace(made.pm.rules, policy=policy), mesh=made.pm.mesh)
-    placed = made.pm.shardings(SPECS), spread.state_shardings(jax.eval_shape(tx.init, made.pm.abstract(SPECS)), SPECS)
+    spread = sw.PartitionManager(
+        dataclasses.replace(made.pm.rules, policy=policy), mesh=made.pm.mesh
+    )
+    placed = (
+        made.pm.shardings(SPECS),
+        spread.state_shardings(jax.eval_shape(tx.init, made.pm.abstract(SPECS)), SPECS),
+    )
 
     def update(gradients: Any, state: Any, params: Any) -> Any:
         updates, state = tx.update(gradients, state, params)
@@ -154,4 +178,6 @@ def test_twenty_steps_are_those_of_one_device(name: str) -> None:
 def test_twenty_steps_with_zero1_are_those_without(name: str) -> None:
     spread, plain = trained(name, "ddp", zero1="dp | -"), trained(name, "ddp")
     np.testing.assert_allclose(spread[0], plain[0], rtol=1e-5)
-    assert bytes_by_path(spread[1]).replicated_share < 0.2 < bytes_by_path(plain[1]).replicated_share
+    assert (
+        bytes_by_path(spread[1]).replicated_share < 0.2 < bytes_by_path(plain[1]).replicated_share
+    )

@@ -10,7 +10,9 @@ import serving
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", serving.CACHES)
-def test_every_text_is_what_the_request_gives_alone(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_text_is_what_the_request_gives_alone(
+    cache: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert serving.main(["--quick", "--json", "--cache", cache]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["different"] == []

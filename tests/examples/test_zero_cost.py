@@ -39,18 +39,28 @@ def program(compiled: Any) -> str:
     kept, table = [], False
     for line in text.splitlines():
         # FileNames, FunctionNames, FileLocations and StackFrames: a heading, numbered lines, an empty line.
-        table = bool(re.fullmatch(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*", line)) or (table and bool(line.strip()))
+        table = bool(
+            re.fullmatch(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*", line)
+        ) or (table and bool(line.strip()))
         if not table:
             kept.append(line)
     return "\n".join(line for line in kept if line.strip())
 
 
 def strategy_for(name: str) -> sw.Strategy:
-    return sw.Strategy.load(STRATEGIES / "fsdp_tp.toml") if name == "fsdp2_tp4" else sw.Strategy.preset("fsdp_tp")
+    return (
+        sw.Strategy.load(STRATEGIES / "fsdp_tp.toml")
+        if name == "fsdp2_tp4"
+        else sw.Strategy.preset("fsdp_tp")
+    )
 
 
 def differing_lines(ours: str, theirs: str) -> list[tuple[str, str]]:
-    return [pair for pair in zip(ours.splitlines(), theirs.splitlines(), strict=False) if pair[0] != pair[1]][:5]
+    return [
+        pair
+        for pair in zip(ours.splitlines(), theirs.splitlines(), strict=False)
+        if pair[0] != pair[1]
+    ][:5]
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -75,7 +85,9 @@ def test_the_train_step_is_the_hand_written_program(name: str, config: DecoderCo
     mesh, optimizer = cpu_mesh(text), optax.adamw(1e-3)
     trainer = make_trainer(strategy_for(name), config, optimizer, mesh=mesh)
     params = trainer.pm.abstract(decoder_specs(config))
-    tokens = jax.ShapeDtypeStruct((8, 128), jnp.int32, sharding=trainer.pm.sharding(sw.BATCH, sw.LENGTH))
+    tokens = jax.ShapeDtypeStruct(
+        (8, 128), jnp.int32, sharding=trainer.pm.sharding(sw.BATCH, sw.LENGTH)
+    )
     opt = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         jax.eval_shape(optimizer.init, params),
@@ -84,7 +96,12 @@ def test_the_train_step_is_the_hand_written_program(name: str, config: DecoderCo
     arguments = ({"params": params, "opt": opt}, {"inputs": tokens, "targets": tokens})
     with trainer.pm:
         ours = trainer.step.lower(*arguments).compile()
-    theirs = hand_written.HandWritten(mesh=mesh, specs=specs, sizes=config).train_step(optimizer).lower(*arguments).compile()
+    theirs = (
+        hand_written.HandWritten(mesh=mesh, specs=specs, sizes=config)
+        .train_step(optimizer)
+        .lower(*arguments)
+        .compile()
+    )
     assert_same(ours, theirs)
 
 
@@ -101,8 +118,14 @@ def test_the_train_step_is_the_hand_written_program(name: str, config: DecoderCo
 def test_the_decode_step_is_the_hand_written_program(name: str, config: DecoderConfig) -> None:
     text, specs = MESHES.get(name, ("dp:2,tp:4", hand_written.DP2_TP4))
     mesh = cpu_mesh(text)
-    one_prompt = sw.Strategy(modes={"prefill": {"batch": "-"}})  # a training strategy does not say what becomes of a single prompt
-    strategy = sw.Strategy.load(STRATEGIES / "serve_tp.toml") if name == "serve_tp" else strategy_for(name) | one_prompt
+    one_prompt = sw.Strategy(
+        modes={"prefill": {"batch": "-"}}
+    )  # a training strategy does not say what becomes of a single prompt
+    strategy = (
+        sw.Strategy.load(STRATEGIES / "serve_tp.toml")
+        if name == "serve_tp"
+        else strategy_for(name) | one_prompt
+    )
     server = make_server(strategy, config, slots=8, capacity=32, prompt_length=16, mesh=mesh)
     decoding = server.pm.for_mode("decode")
     cache = decoding.abstract(cache_specs(config, batch=8, capacity=32), role="activation")
@@ -110,7 +133,12 @@ def test_the_decode_step_is_the_hand_written_program(name: str, config: DecoderC
     arguments = (decoding.abstract(decoder_specs(config)), cache, last)
     with decoding:
         ours = server.decode.lower(*arguments).compile()
-    theirs = hand_written.HandWritten(mesh=mesh, specs=specs, sizes=config).decode_step().lower(*arguments).compile()
+    theirs = (
+        hand_written.HandWritten(mesh=mesh, specs=specs, sizes=config)
+        .decode_step()
+        .lower(*arguments)
+        .compile()
+    )
     assert_same(ours, theirs)
 
 
@@ -122,7 +150,11 @@ def test_another_spec_is_another_program() -> None:
 
     def loss(specs: hand_written.Specs) -> str:
         model = hand_written.HandWritten(mesh=mesh, specs=specs, sizes=TINY)
-        return program(jax.jit(model.loss).lower(pm.abstract(decoder_specs(TINY)), {"inputs": tokens, "targets": tokens}).compile())
+        return program(
+            jax.jit(model.loss)
+            .lower(pm.abstract(decoder_specs(TINY)), {"inputs": tokens, "targets": tokens})
+            .compile()
+        )
 
     good = loss(hand_written.FSDP2_TP4)
     assert good == loss(dataclasses.replace(hand_written.FSDP2_TP4))
@@ -131,6 +163,13 @@ def test_another_spec_is_another_program() -> None:
 
 def test_the_hand_written_model_stands_alone() -> None:
     tree = ast.parse(Path(hand_written.__file__).read_text(encoding="utf-8"))
-    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.split(".")[0] for name in modules}.isdisjoint({"shardwright", "decoder", "examples"})
+    assert {name.split(".")[0] for name in modules}.isdisjoint(
+        {"shardwright", "decoder", "examples"}
+    )

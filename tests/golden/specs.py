@@ -23,12 +23,18 @@ Row = tuple[str, ...]
 def render(preset: str) -> str:
     """Return the specs of every tensor on every mesh, one section per mesh."""
     strategy = sw.Strategy.preset(preset)
-    lines = [f"Specs of a transformer layer and of a mixture of experts under the preset {preset}.", *NOTES]
+    lines = [
+        f"Specs of a transformer layer and of a mixture of experts under the preset {preset}.",
+        *NOTES,
+    ]
     for text in MESHES:
         pm = sw.PartitionManager(strategy, mesh=sw.abstract_mesh(text))
         lines += ["", f"mesh {text.replace(':', '=').replace(',', ' ')}", ""]
         lines += columns([("weight", "shape", "axes", "modes", "stored", "used"), *weight_rows(pm)])
-        lines += ["", *columns([("activation", "shape", "axes", "modes", "spec"), *activation_rows(pm)])]
+        lines += [
+            "",
+            *columns([("activation", "shape", "axes", "modes", "spec"), *activation_rows(pm)]),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -36,7 +42,10 @@ def weight_rows(pm: sw.PartitionManager) -> list[Row]:
     """Return one row per weight, and more where modes differ."""
     rows: list[Row] = []
     for tensor in layer.WEIGHTS:
-        answers = {mode: tuple(answer(pm, tensor, mode, role) for role in ("param", "use")) for mode in MODES}
+        answers = {
+            mode: tuple(answer(pm, tensor, mode, role) for role in ("param", "use"))
+            for mode in MODES
+        }
         rows += collapsed(tensor, answers)
     return rows
 
@@ -67,11 +76,18 @@ def collapsed(tensor: layer.Tensor, answers: dict[str, Row]) -> list[Row]:
     for at, (said, modes) in enumerate(groups.items()):
         names = "all" if len(modes) == len(MODES) else " ".join(modes)
         size = " ".join(map(str, tensor.shape(modes[0])))
-        rows.append((tensor.name, size, describe(tensor.axes), names, *said) if not at else ("", size, "", names, *said))
+        rows.append(
+            (tensor.name, size, describe(tensor.axes), names, *said)
+            if not at
+            else ("", size, "", names, *said)
+        )
     return rows
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
     """Return rows as aligned columns; the last column may be as long as it likes."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

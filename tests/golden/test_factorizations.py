@@ -16,14 +16,22 @@ from tests.golden import layer
 PRESETS = sw.Strategy.presets()
 SERVING = ("serve_long_context", "serve_tp")
 MESH_AXES = ("dp", "fsdp", "sp", "ep", "tp")
-FACTORIZATIONS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=5) if math.prod(sizes) == 8]
-BATCH_AXES = {"single": (), "moe_ep": ("dp", "fsdp", "ep"), **dict.fromkeys(SERVING, ("dp", "fsdp", "ep"))}
+FACTORIZATIONS = [
+    sizes for sizes in itertools.product((1, 2, 4, 8), repeat=5) if math.prod(sizes) == 8
+]
+BATCH_AXES = {
+    "single": (),
+    "moe_ep": ("dp", "fsdp", "ep"),
+    **dict.fromkeys(SERVING, ("dp", "fsdp", "ep")),
+}
 
 
 def questions(pm: sw.PartitionManager) -> Iterator[tuple[layer.Tensor, str, Resolution]]:
     """Yield how every tensor resolves: a use has the problems of the stored weight, and no preset moves weights in prefill."""
     of_weights = itertools.product(("train", "decode"), ("use",), layer.WEIGHTS)
-    of_others = itertools.product(("train", "prefill", "decode", "insert"), ("activation",), layer.ACTIVATIONS)
+    of_others = itertools.product(
+        ("train", "prefill", "decode", "insert"), ("activation",), layer.ACTIVATIONS
+    )
     for mode, role, tensor in itertools.chain(of_weights, of_others):
         yield tensor, mode, pm.explain(tensor.axes, mode=mode, role=role, shape=tensor.shape(mode))
 
@@ -56,5 +64,7 @@ def test_goldens_are_placed_on_every_mesh(preset: str) -> None:
             wanted = refused_by_name(preset, sizes, tensor, mode)
             got = found.problems[0].error.__name__ if found.problems else ""
             if got != wanted:
-                wrong.append((sizes, tensor.name, mode_name(found.mode), str(found.role), got, wanted))
+                wrong.append(
+                    (sizes, tensor.name, mode_name(found.mode), str(found.role), got, wanted)
+                )
     assert wrong == []

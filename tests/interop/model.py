@@ -24,29 +24,45 @@ class Model:
     def attention(self, params: Any, x: Any, mode: Any) -> Any:
         es, ct, pm = self.es, self.ct, self.pm
         batch, length, _ = x.shape
-        q, k, v = ((x @ params[name]).reshape(batch, length, HEADS, HEAD_DIM) for name in ("q", "k", "v"))
+        q, k, v = (
+            (x @ params[name]).reshape(batch, length, HEADS, HEAD_DIM) for name in ("q", "k", "v")
+        )
         q = es.apply_logical_sharding(q, dynamic_axes=ct.AttnQSharding, partition_manager=pm)
         k, v = (
-            es.apply_logical_sharding(t, axes=[ct.BATCH, None, ct.KV_HEAD, ct.KV_HEAD_DIM], mode=mode, partition_manager=pm) for t in (k, v)
+            es.apply_logical_sharding(
+                t,
+                axes=[ct.BATCH, None, ct.KV_HEAD, ct.KV_HEAD_DIM],
+                mode=mode,
+                partition_manager=pm,
+            )
+            for t in (k, v)
         )
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(HEAD_DIM)
         scores = pm.shard(scores, axes=[ct.BATCH, ct.HEAD, ct.QUERY_LENGTH, ct.EMPTY], mode=mode)
         mask = jnp.tril(jnp.ones((length, length), bool))
         weights = jax.nn.softmax(jnp.where(mask, scores, ct.DEFAULT_MASK_VALUE))
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(batch, length, HIDDEN)
-        return es.apply_logical_sharding(mixed @ params["o"], dynamic_axes=ct.HiddenStateSharding, partition_manager=pm)
+        return es.apply_logical_sharding(
+            mixed @ params["o"], dynamic_axes=ct.HiddenStateSharding, partition_manager=pm
+        )
 
     def mlp(self, params: Any, x: Any, mode: Any) -> Any:
         es, ct, pm = self.es, self.ct, self.pm
         inner = jax.nn.silu(x @ params["up"])
-        spec = pm.resolve(axes=[ct.BATCH, ct.QUERY_LENGTH, ct.MLP_INTERMEDIATE], mode=mode, shape=inner.shape)
+        spec = pm.resolve(
+            axes=[ct.BATCH, ct.QUERY_LENGTH, ct.MLP_INTERMEDIATE], mode=mode, shape=inner.shape
+        )
         inner = es.with_sharding_constraint(inner, spec)
-        return es.apply_logical_sharding(inner @ params["down"], dynamic_axes=ct.HiddenStateSharding, partition_manager=pm)
+        return es.apply_logical_sharding(
+            inner @ params["down"], dynamic_axes=ct.HiddenStateSharding, partition_manager=pm
+        )
 
     def __call__(self, params: Any, tokens: Any, mode: Any = None) -> Any:
         mode = self.ct.MODE_TRAIN if mode is None else mode
         x = jax.nn.one_hot(tokens, VOCAB) @ params["embed"]
-        x = self.es.apply_logical_sharding(x, dynamic_axes=self.ct.HiddenStateSharding, partition_manager=self.pm)
+        x = self.es.apply_logical_sharding(
+            x, dynamic_axes=self.ct.HiddenStateSharding, partition_manager=self.pm
+        )
         x = x + self.attention(params["attn"], x, mode)
         for layer in ("mlp_0", "mlp_1"):
             x = x + self.mlp(params[layer], x, mode)
@@ -63,7 +79,13 @@ def rules(ct: ModuleType, pm: Any) -> list[tuple[str, Any]]:
     return [
         ("(q|k|v|up)$", column),
         ("(o|down)$", row),
-        ("embed", jax.P(pm.paxis.vocab_axis, (pm.paxis.fully_sharded_data_parallel_axis, pm.paxis.sequence_parallel_axis))),
+        (
+            "embed",
+            jax.P(
+                pm.paxis.vocab_axis,
+                (pm.paxis.fully_sharded_data_parallel_axis, pm.paxis.sequence_parallel_axis),
+            ),
+        ),
     ]
 
 
@@ -72,7 +94,10 @@ def init() -> Any:
     make = lambda *shape: (rng.normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)  # noqa: E731
     return {
         "attn": {name: make(HIDDEN, HIDDEN) for name in ("q", "k", "v", "o")},
-        **{layer: {"up": make(HIDDEN, INNER), "down": make(INNER, HIDDEN)} for layer in ("mlp_0", "mlp_1")},
+        **{
+            layer: {"up": make(HIDDEN, INNER), "down": make(INNER, HIDDEN)}
+            for layer in ("mlp_0", "mlp_1")
+        },
         "embed": make(VOCAB, HIDDEN),
     }
 

@@ -61,24 +61,44 @@ def mesh() -> jax.sharding.Mesh:
 
 def test_01_none_in_decode_is_replicated_and_not_given_inherits() -> None:
     asked = PartitionAxis(decode_kv_head_axis=None)
-    assert [asked.resolve_axis([KV_HEAD], mode) for mode in MODES] == [["tp"], ["tp"], [None], [None]]
+    assert [asked.resolve_axis([KV_HEAD], mode) for mode in MODES] == [
+        ["tp"],
+        ["tp"],
+        [None],
+        [None],
+    ]
     assert PartitionAxis().resolve_axis([KV_HEAD], MODE_DECODE) == ["tp"]
     assert PartitionAxis().resolve_axis([QUERY_LENGTH], MODE_DECODE) == [None]
-    assert PartitionAxis(decode_query_sequence_axis=sw.NOT_GIVEN).resolve_axis([QUERY_LENGTH], MODE_DECODE) == ["sp"]
+    assert PartitionAxis(decode_query_sequence_axis=sw.NOT_GIVEN).resolve_axis(
+        [QUERY_LENGTH], MODE_DECODE
+    ) == ["sp"]
 
 
-@pytest.mark.parametrize(("alias", "axis"), [("query_sequence_axis", QUERY_LENGTH), (QUERY_LENGTH, QUERY_LENGTH), (BATCH, BATCH)])
+@pytest.mark.parametrize(
+    ("alias", "axis"),
+    [("query_sequence_axis", QUERY_LENGTH), (QUERY_LENGTH, QUERY_LENGTH), (BATCH, BATCH)],
+)
 def test_02_an_alias_is_its_axis_in_every_mode(alias: str, axis: str) -> None:
     PartitionAxis.register("X", alias)
     paxis = PartitionAxis(decode_batch_axis="dp")
-    assert [paxis.resolve_axis(["X"], mode) for mode in MODES] == [paxis.resolve_axis([axis], mode) for mode in MODES]
+    assert [paxis.resolve_axis(["X"], mode) for mode in MODES] == [
+        paxis.resolve_axis([axis], mode) for mode in MODES
+    ]
 
 
 def test_03_every_axis_has_every_mode_in_a_strategy_file() -> None:
     text = 'version = 1\n[rules]\nembed = "tp"\nlength = "sp"\n[modes.decode]\nembed = "-"\n[modes.prefill]\nlength = "-"\n'
     rules = sw.Strategy.loads(text).compile()
-    found = {mode: sw.resolve((LENGTH, EMBED), rules, {"tp": 2, "sp": 2}, mode=mode).spec for mode in MODES}
-    assert found == {MODE_TRAIN: P("sp", "tp"), MODE_PREFILL: P(None, "tp"), MODE_DECODE: P("sp"), MODE_INSERT: P("sp")}
+    found = {
+        mode: sw.resolve((LENGTH, EMBED), rules, {"tp": 2, "sp": 2}, mode=mode).spec
+        for mode in MODES
+    }
+    assert found == {
+        MODE_TRAIN: P("sp", "tp"),
+        MODE_PREFILL: P(None, "tp"),
+        MODE_DECODE: P("sp"),
+        MODE_INSERT: P("sp"),
+    }
 
 
 def test_04_a_mode_that_nobody_knows_is_an_error() -> None:
@@ -90,7 +110,10 @@ def test_04_a_mode_that_nobody_knows_is_an_error() -> None:
 
 
 def test_05_a_typo_or_empty_inside_a_composite_is_an_error() -> None:
-    with pytest.raises(sw.UnknownAxisError, match=r"(?s)Unknown semantic axis name: '__KV_HAED__'.*did you mean 'KV_HEAD'"):
+    with pytest.raises(
+        sw.UnknownAxisError,
+        match=r"(?s)Unknown semantic axis name: '__KV_HAED__'.*did you mean 'KV_HEAD'",
+    ):
         PartitionAxis().resolve_axis([["__KV_HAED__", TP]], MODE_TRAIN)
     for empty in (EMPTY, None):
         with pytest.raises(sw.StrategyError, match="a composite may not contain EMPTY"):
@@ -101,7 +124,9 @@ def test_05_a_typo_or_empty_inside_a_composite_is_an_error() -> None:
 
 def test_06_the_quickstart_shards_its_batch(mesh: jax.sharding.Mesh) -> None:
     with jax.set_mesh(mesh):
-        x = PartitionManager(PartitionAxis()).shard(ones(4, 2, 8), [BATCH, LENGTH, EMBED], MODE_TRAIN)
+        x = PartitionManager(PartitionAxis()).shard(
+            ones(4, 2, 8), [BATCH, LENGTH, EMBED], MODE_TRAIN
+        )
         permissive = PartitionManager(PartitionAxis(), policy="eformer")
         dropped = permissive.shard(ones(4, 2, 8), [BATCH, LENGTH, EMBED], MODE_TRAIN)
         found = permissive.explain([BATCH, LENGTH, EMBED], MODE_TRAIN, shape=(4, 2, 8))
@@ -113,7 +138,9 @@ def test_06_the_quickstart_shards_its_batch(mesh: jax.sharding.Mesh) -> None:
 def test_07_a_composite_that_does_not_divide_is_an_error_or_a_prefix() -> None:
     mesh = ef.create_mesh((2, 2, 2), ("fsdp", "dp", "tp"))
     with jax.set_mesh(mesh):
-        with pytest.raises(sw.IndivisibleError, match=r"size 2 does not divide over fsdp=2, dp=2 \(4 shards\)"):
+        with pytest.raises(
+            sw.IndivisibleError, match=r"size 2 does not divide over fsdp=2, dp=2 \(4 shards\)"
+        ):
             PartitionManager(PartitionAxis()).shard(ones(2, 4), [BATCH, None], MODE_TRAIN)
         prefix = PartitionManager(PartitionAxis(), policy=sw.Policy(indivisible="prefix"))
         assert lies(prefix.shard(ones(2, 4), [BATCH, None], MODE_TRAIN)) == P("fsdp")
@@ -126,7 +153,11 @@ def test_08_an_empty_spec_replicates(mesh: jax.sharding.Mesh) -> None:
         pm = PartitionManager(PartitionAxis())
         x = pm.shard(ones(4, 8), [BATCH, HEAD], MODE_TRAIN)
         assert lies(x) == P("dp", "tp")
-        for y in (pm.shard(x, Replicated), ef.with_sharding_constraint(x, P()), jax.jit(lambda x: ef.with_sharding_constraint(x, P()))(x)):
+        for y in (
+            pm.shard(x, Replicated),
+            ef.with_sharding_constraint(x, P()),
+            jax.jit(lambda x: ef.with_sharding_constraint(x, P()))(x),
+        ):
             assert y.sharding.is_fully_replicated
             np.testing.assert_array_equal(y, x)
 
@@ -136,7 +167,10 @@ def test_09_unconstrained_stays_open(mesh: jax.sharding.Mesh) -> None:
     with jax.set_mesh(mesh):
         x = ef.with_sharding_constraint(ones(4, 8), P("dp"))
         assert lies(jax.jit(lambda x: ef.with_sharding_constraint(x, open_dim))(x)) == P("dp", "tp")
-        assert '[{?}, {"tp"}]' in jax.jit(lambda x: ef.with_sharding_constraint(x, open_dim)).lower(x).as_text()
+        assert (
+            '[{?}, {"tp"}]'
+            in jax.jit(lambda x: ef.with_sharding_constraint(x, open_dim)).lower(x).as_text()
+        )
 
 
 def test_10_numpy_arrays_are_placed(mesh: jax.sharding.Mesh) -> None:
@@ -155,7 +189,9 @@ def test_11_a_tree_is_sharded_on_explicit_meshes_and_its_errors_are_raised() -> 
     mesh = ef.create_mesh((2, 4), ("dp", "tp"), axis_types="explicit")
     with jax.set_mesh(mesh):
         placed = ef.with_sharding_constraint({"a": ones(4), "b": [jnp.ones((2, 8))]}, P("dp"))
-        traced = jax.jit(lambda tree: ef.with_sharding_constraint(tree, P("dp")))({"a": ones(4), "b": [ones(2, 8)]})
+        traced = jax.jit(lambda tree: ef.with_sharding_constraint(tree, P("dp")))(
+            {"a": ones(4), "b": [ones(2, 8)]}
+        )
         assert [lies(x)[0] for x in jax.tree.leaves((placed, traced))] == ["dp"] * 4
         with pytest.raises(sw.IndivisibleError, match=r"(?s)2 problems.*a dim 0.*b/0 dim 0"):
             ef.with_sharding_constraint({"a": ones(3), "b": [ones(5, 8)]}, P("dp"))
@@ -166,7 +202,9 @@ def test_12_set_mesh_is_seen_and_nothing_of_ours_warns(mesh: jax.sharding.Mesh) 
     pm = PartitionManager(PartitionAxis())
 
     def f(x: Any) -> Any:
-        return ef.with_sharding_constraint(pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN), P("dp", "tp"))
+        return ef.with_sharding_constraint(
+            pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN), P("dp", "tp")
+        )
 
     for ambient in (jax.set_mesh(mesh), mesh):
         with ambient, warnings.catch_warnings():
@@ -181,15 +219,30 @@ def test_12_set_mesh_is_seen_and_nothing_of_ours_warns(mesh: jax.sharding.Mesh) 
 def test_13_meshes_are_auto_and_explicit_and_manual_axes_work() -> None:
     pm = PartitionManager(PartitionAxis())
     for use_jax in (False, True):
-        assert set(ef.create_mesh((2, 4), ("dp", "tp"), use_jax=use_jax).axis_types) == {AxisType.Auto}
+        assert set(ef.create_mesh((2, 4), ("dp", "tp"), use_jax=use_jax).axis_types) == {
+            AxisType.Auto
+        }
     explicit = ef.create_mesh((2, 4), ("dp", "tp"), axis_types=("auto", "explicit"))
     with jax.set_mesh(explicit):
-        assert lies(jax.jit(lambda x: pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN))(ones(4, 8))) == P("dp", "tp")
+        assert lies(jax.jit(lambda x: pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN))(ones(4, 8))) == P(
+            "dp", "tp"
+        )
     with jax.set_mesh(ef.create_mesh((2, 4), ("dp", "tp"))):
-        inside = jax.shard_map(lambda x: pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN), in_specs=P("dp", "tp"), out_specs=P("dp", "tp"))
+        inside = jax.shard_map(
+            lambda x: pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN),
+            in_specs=P("dp", "tp"),
+            out_specs=P("dp", "tp"),
+        )
         np.testing.assert_array_equal(jax.jit(inside)(ones(4, 8)), 2 * ones(4, 8))
-        outside = jax.shard_map(lambda x: pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN), in_specs=P("dp"), out_specs=P("dp"))
-        with pytest.raises(sw.ManualAxisError, match="dim 1 HEAD: tp is Manual here, and the value does not vary over it"):
+        outside = jax.shard_map(
+            lambda x: pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN),
+            in_specs=P("dp"),
+            out_specs=P("dp"),
+        )
+        with pytest.raises(
+            sw.ManualAxisError,
+            match="dim 1 HEAD: tp is Manual here, and the value does not vary over it",
+        ):
             jax.jit(outside)(ones(4, 8))
 
 
@@ -239,7 +292,10 @@ def test_15_the_last_manager_built_is_nobody_s(mesh: jax.sharding.Mesh) -> None:
 
 
 def test_16_a_manager_entered_twice_is_left_twice() -> None:
-    outer, inner = PartitionManager(PartitionAxis()), PartitionManager(PartitionAxis(head_axis=None))
+    outer, inner = (
+        PartitionManager(PartitionAxis()),
+        PartitionManager(PartitionAxis(head_axis=None)),
+    )
     with outer:
         with inner, inner:
             assert ef.get_current_partition_manager() is inner
@@ -254,37 +310,61 @@ def test_17_two_dims_that_want_one_mesh_axis_are_named_and_size_one_is_no_confli
         assert lies(pm.shard(ones(2, 4, 3, 3), axes, MODE_TRAIN)) == P("fsdp", "tp")
         assert pm.resolve(axes, MODE_TRAIN) == P(("fsdp", "dp"), "tp", "sp", None)
     with jax.set_mesh(ef.create_mesh((2, 2, 2), ("fsdp", "tp", "sp"))):
-        for call in (lambda: pm.shard(ones(2, 4, 4, 4), axes, MODE_TRAIN), lambda: pm.resolve(axes, MODE_TRAIN)):
-            with pytest.raises(sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"):
+        for call in (
+            lambda: pm.shard(ones(2, 4, 4, 4), axes, MODE_TRAIN),
+            lambda: pm.resolve(axes, MODE_TRAIN),
+        ):
+            with pytest.raises(
+                sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"
+            ):
                 call()
         permissive = PartitionManager(PartitionAxis(), policy="eformer")
-        found = permissive.explain(axes, MODE_TRAIN, shape=(2, 4, 4, 3))  # a dim that is dropped for its size wants no mesh axis
+        found = permissive.explain(
+            axes, MODE_TRAIN, shape=(2, 4, 4, 3)
+        )  # a dim that is dropped for its size wants no mesh axis
         assert (found.spec, found.ok) == (P(None, "tp", "sp"), True)  # dp is not in the mesh
         assert "sp: 3 % 2 != 0; policy indivisible" in found.decisions[3].why
         with pytest.raises(sw.AxisConflictError, match="sp is taken by dim 2"):
             permissive.shard(ones(2, 4, 4, 4), axes, MODE_TRAIN)
-    written = pm.resolve(axes, MODE_TRAIN)  # no mesh to tell: as the rules say, and judged where it is used
-    assert written == PartitionAxis().resolve_spec(axes, MODE_TRAIN) == P(("fsdp", "dp"), "tp", "sp", "sp")
+    written = pm.resolve(
+        axes, MODE_TRAIN
+    )  # no mesh to tell: as the rules say, and judged where it is used
+    assert (
+        written
+        == PartitionAxis().resolve_spec(axes, MODE_TRAIN)
+        == P(("fsdp", "dp"), "tp", "sp", "sp")
+    )
     with (
         jax.set_mesh(ef.create_mesh((1, 2, 2, 2), ("fsdp", "dp", "tp", "sp"))),
         pytest.raises(sw.AxisConflictError, match="sp is taken by dim 2"),
     ):
         ef.with_sharding_constraint(ones(4, 4, 4, 4), written)
     with jax.set_mesh(ef.create_mesh((2, 2, 2, 1), ("fsdp", "dp", "tp", "sp"))):
-        assert lies(ef.with_sharding_constraint(ones(4, 4, 4, 4), written)) == P(("fsdp", "dp"), "tp")
+        assert lies(ef.with_sharding_constraint(ones(4, 4, 4, 4), written)) == P(
+            ("fsdp", "dp"), "tp"
+        )
 
 
-def test_18_a_layout_s_fields_are_its_own_and_a_call_s_mode_and_axes_count(mesh: jax.sharding.Mesh) -> None:
+def test_18_a_layout_s_fields_are_its_own_and_a_call_s_mode_and_axes_count(
+    mesh: jax.sharding.Mesh,
+) -> None:
     scores = ef.DynamicShardingAxes([EMBED], MODE_DECODE)
     assert (scores.axes, scores.mode) == ([EMBED], MODE_DECODE)
-    assert (ef.HiddenStateSharding.axes, ef.HiddenStateSharding.mode) == ([BATCH, QUERY_LENGTH, EMBED], 1)
+    assert (ef.HiddenStateSharding.axes, ef.HiddenStateSharding.mode) == (
+        [BATCH, QUERY_LENGTH, EMBED],
+        1,
+    )
     with pytest.raises(sw.StrategyError, match="RowWise has the axes"):
         RowWise([EMBED], MODE_DECODE)
     pm = PartitionManager(PartitionAxis())
     queries = ef.AttnQSharding
     assert pm.resolve(queries, mode=MODE_DECODE) == P(("fsdp", "dp"), None, "tp", None)
     assert pm.resolve(queries, mode=MODE_TRAIN) == P(("fsdp", "dp"), "sp", "tp", None)
-    assert pm.resolve([HEAD], MODE_TRAIN, None) == pm.resolve(None, MODE_TRAIN, scores.__class__([HEAD], MODE_TRAIN)) == P("tp")
+    assert (
+        pm.resolve([HEAD], MODE_TRAIN, None)
+        == pm.resolve(None, MODE_TRAIN, scores.__class__([HEAD], MODE_TRAIN))
+        == P("tp")
+    )
     with pytest.raises(sw.StrategyError, match="axes and dynamic_axes are both given"):
         pm.resolve([HEAD], MODE_TRAIN, queries)
     with pytest.raises(sw.StrategyError, match="neither axes nor dynamic_axes is given"):
@@ -299,7 +379,10 @@ def test_19_none_constants_and_any_text_are_what_they_say() -> None:
     assert (paxis.batch_axis, paxis.decode_batch_axis) == ("data", ("fsdp", "data"))
     with pytest.raises(sw.StrategyError, match="head_axis: 3 is not a rule"):
         PartitionAxis(head_axis=3)
-    with jax.set_mesh(ef.create_mesh((8,), ("tp",))), pytest.raises(sw.MeshMismatchError, match="a rule names the mesh axis 'replace'"):
+    with (
+        jax.set_mesh(ef.create_mesh((8,), ("tp",))),
+        pytest.raises(sw.MeshMismatchError, match="a rule names the mesh axis 'replace'"),
+    ):
         PartitionManager(PartitionAxis()).shard(ones(4), ["ELSEWHERE"], MODE_TRAIN)
 
 
@@ -313,14 +396,24 @@ def test_20_weight_layouts_know_layers_and_name_their_biases() -> None:
         pm.shard(ones(4), ColumnWise)
     rules = [("bias", P("tp")), ("", P("fsdp", "tp"))]
     tree = {"kernel": ones(8, 4), "bias": ones(4), "scale": ones(8), "step": 3}
-    with pytest.raises(sw.RankMismatchError, match=r"scale: the spec P\('fsdp', 'tp'\) has 2 entries, the array has shape \(8,\)"):
+    with pytest.raises(
+        sw.RankMismatchError,
+        match=r"scale: the spec P\('fsdp', 'tp'\) has 2 entries, the array has shape \(8,\)",
+    ):
         ef.match_partition_rules(rules, tree)
     cut = ef.match_partition_rules(rules, tree, policy="eformer")
     assert cut == {"kernel": P("fsdp", "tp"), "bias": P("tp"), "scale": P("fsdp"), "step": P()}
 
 
 @pytest.mark.parametrize(
-    "name", ["AutoShardingRule", "ShardingAnalyzer", "analyze_sharding_strategy", "auto_partition_spec", "MeshPartitionHelper"]
+    "name",
+    [
+        "AutoShardingRule",
+        "ShardingAnalyzer",
+        "analyze_sharding_strategy",
+        "auto_partition_spec",
+        "MeshPartitionHelper",
+    ],
 )
 def test_21_utilities_that_do_not_work_are_not_here_and_say_what_is(name: str) -> None:
     for module in (ef, ef.escale):
@@ -345,10 +438,17 @@ class Device(types.SimpleNamespace):
 def test_23_slices_keep_the_mesh_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [Device(id=i, platform="cpu", slice_index=i // 8, process_index=0) for i in range(16)]
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
-    monkeypatch.setattr("shardwright.mesh.Mesh", lambda grid, names, axis_types: grid)  # a real one takes real devices only
-    slices = [[device.slice_index for device in row] for row in ef.create_mesh((4, 4), ("dp", "tp"), dcn_mesh_dims=(1, 2))]
+    monkeypatch.setattr(
+        "shardwright.mesh.Mesh", lambda grid, names, axis_types: grid
+    )  # a real one takes real devices only
+    slices = [
+        [device.slice_index for device in row]
+        for row in ef.create_mesh((4, 4), ("dp", "tp"), dcn_mesh_dims=(1, 2))
+    ]
     assert slices == [[0, 0, 1, 1]] * 4
-    with pytest.raises(sw.MeshSpecError, match="over 2 slices: none of pp, dp, fsdp has a size that 2 divides"):
+    with pytest.raises(
+        sw.MeshSpecError, match="over 2 slices: none of pp, dp, fsdp has a size that 2 divides"
+    ):
         ef.create_mesh((1, 1, 16), ("dp", "fsdp", "tp"))
 
 
@@ -377,6 +477,9 @@ def test_25_nothing_is_swallowed_on_the_way(mesh: jax.sharding.Mesh) -> None:
     ):
         with pytest.raises(sw.UnknownAxisError, match="Unknown semantic axis name: 'nobody'"):
             call()
-    with pytest.raises(sw.ShardingError, match=r"(?s)^2 problems.* 1\. a dim 0 HEAD: size 6 .* 2\. c/0 dim 0 HEAD: size 2 "):
+    with pytest.raises(
+        sw.ShardingError,
+        match=r"(?s)^2 problems.* 1\. a dim 0 HEAD: size 6 .* 2\. c/0 dim 0 HEAD: size 2 ",
+    ):
         pm.shard({"a": ones(6), "b": ones(4), "c": [ones(2)]}, [HEAD], MODE_TRAIN)
     assert set(PartitionAxis().resolve_axis([[FSDP, SP]], MODE_TRAIN)[0]) == {"fsdp", "sp"}

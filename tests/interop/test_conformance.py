@@ -15,7 +15,12 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 from shardwright.interop import eformer as ef
 
-TYPES: dict[str, Any] = {"auto": "auto", "explicit": "explicit", "dp explicit": ("explicit", "auto"), "tp explicit": ("auto", "explicit")}
+TYPES: dict[str, Any] = {
+    "auto": "auto",
+    "explicit": "explicit",
+    "dp explicit": ("explicit", "auto"),
+    "tp explicit": ("auto", "explicit"),
+}
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -33,7 +38,10 @@ def test_prefix_strict_and_dropped(rows: int, wanted: P) -> None:
     assert prefix.shard(numbers(rows), [ef.BATCH], ef.MODE_TRAIN).sharding.spec == wanted
     assert prefix.explain([ef.BATCH], ef.MODE_TRAIN, shape=(rows,)).spec == wanted
     if rows != 16:
-        with pytest.raises(sw.IndivisibleError, match=rf"dim 0 BATCH: size {rows} does not divide over fsdp=4, dp=2 \(8 shards\)"):
+        with pytest.raises(
+            sw.IndivisibleError,
+            match=rf"dim 0 BATCH: size {rows} does not divide over fsdp=4, dp=2 \(8 shards\)",
+        ):
             manager("strict").shard(numbers(rows), [ef.BATCH], ef.MODE_TRAIN)
         dropped = manager("eformer")
         assert dropped.shard(numbers(rows), [ef.BATCH], ef.MODE_TRAIN).sharding.spec == P()
@@ -48,17 +56,27 @@ def test_one_body_on_every_mesh_and_in_every_context(kind: str, where: str) -> N
     x = jax.device_put(numbers(4, 8), NamedSharding(mesh, P()))
 
     def body(x: Any) -> Any:
-        return ef.apply_logical_sharding(2 * x, axes=[ef.BATCH, ef.HEAD], mode=ef.MODE_TRAIN, partition_manager=pm)
+        return ef.apply_logical_sharding(
+            2 * x, axes=[ef.BATCH, ef.HEAD], mode=ef.MODE_TRAIN, partition_manager=pm
+        )
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", DeprecationWarning)  # JAX's, of the next line
-        stack.enter_context({"with mesh": mesh, "set_mesh": jax.set_mesh(mesh) if where == "set_mesh" else None, "its own": pm}[where])
+        stack.enter_context(
+            {
+                "with mesh": mesh,
+                "set_mesh": jax.set_mesh(mesh) if where == "set_mesh" else None,
+                "its own": pm,
+            }[where]
+        )
         warnings.simplefilter("error")
         found = [jax.jit(body)(x), body(x)]
         if kind == "auto":
             for axes in (("dp",), ("dp", "tp")):
-                inside = jax.shard_map(body, mesh=mesh, in_specs=P(*axes), out_specs=P(*axes), axis_names={*axes})
+                inside = jax.shard_map(
+                    body, mesh=mesh, in_specs=P(*axes), out_specs=P(*axes), axis_names={*axes}
+                )
                 found.append(jax.jit(inside)(x))
     for y in found:
         np.testing.assert_array_equal(y, 2 * numbers(4, 8))
@@ -80,5 +98,7 @@ def test_a_quantised_weight_and_its_scale() -> None:
     pm = ef.PartitionManager(ef.PartitionAxis(), mesh=ef.create_mesh((2, 4), ("fsdp", "tp")))
     weight = {"value": np.ones((64, 32), np.int8), "scale": np.ones((64 // 16, 32), np.float32)}
     assert {x.sharding.spec for x in pm.shard(weight, ef.ColumnWise).values()} == {P("fsdp", "tp")}
-    with pytest.raises(sw.IndivisibleError, match=r"scale dim 0 FSDP\+SP.*: size 1 does not divide over fsdp=2"):
+    with pytest.raises(
+        sw.IndivisibleError, match=r"scale dim 0 FSDP\+SP.*: size 1 does not divide over fsdp=2"
+    ):
         pm.shard({**weight, "scale": np.ones((1, 32), np.float32)}, ef.ColumnWise)

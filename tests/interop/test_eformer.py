@@ -54,9 +54,15 @@ def pm() -> ef.PartitionManager:
 
 def test_every_name_is_where_eformer_has_it() -> None:
     for module, names in ((ef.common_types, COMMON_TYPES), (ef.escale, ESCALE)):
-        assert [name for name in names.split() if getattr(module, name) is not getattr(ef, name)] == []
+        assert [
+            name for name in names.split() if getattr(module, name) is not getattr(ef, name)
+        ] == []
     assert ef.lax_reshard is ef.with_sharding_constraint
-    for module, names in ((constraints, constraints.__all__), (manager, manager.__all__), (partition, vars(partition))):
+    for module, names in (
+        (constraints, constraints.__all__),
+        (manager, manager.__all__),
+        (partition, vars(partition)),
+    ):
         mine = [name for name in names if name in ESCALE.split()]
         assert len(mine) >= 5
         assert [name for name in mine if getattr(module, name) is not getattr(ef, name)] == []
@@ -66,8 +72,14 @@ def test_every_name_is_where_eformer_has_it() -> None:
 
 
 SUBMODULES = {
-    "escale.mesh": ("create_mesh create_cpu_mesh parse_mesh_from_string force_cpu cpu_context", "MeshPartitionHelper"),
-    "escale.mesh.creation": ("create_mesh create_cpu_mesh parse_mesh_from_string force_cpu cpu_context", "calculate_host_mesh_shape"),
+    "escale.mesh": (
+        "create_mesh create_cpu_mesh parse_mesh_from_string force_cpu cpu_context",
+        "MeshPartitionHelper",
+    ),
+    "escale.mesh.creation": (
+        "create_mesh create_cpu_mesh parse_mesh_from_string force_cpu cpu_context",
+        "calculate_host_mesh_shape",
+    ),
     "escale.mesh.mesh_helpers": ("", "MeshPartitionHelper"),
     "escale.helpers": (
         "",
@@ -77,7 +89,10 @@ SUBMODULES = {
         """,
     ),
     "escale.helpers.base": ("", "ShardingRule create_monitored_function barrier_sync"),
-    "escale.partition": ("", "analyze_sharding_strategy auto_namedsharding convert_sharding_strategy"),
+    "escale.partition": (
+        "",
+        "analyze_sharding_strategy auto_namedsharding convert_sharding_strategy",
+    ),
     "escale.partition.auto_spec": (
         "",
         """
@@ -85,7 +100,10 @@ SUBMODULES = {
         validate_sharding_config convert_sharding_strategy
         """,
     ),
-    "escale.partition.constraints": ("", "analyze_sharding_strategy create_pattern_based_partition_spec"),
+    "escale.partition.constraints": (
+        "",
+        "analyze_sharding_strategy create_pattern_based_partition_spec",
+    ),
     "escale.partition.manager": ("", "get_safe_hash_int hash_fn"),
 }
 
@@ -109,7 +127,9 @@ def test_nothing_of_it_is_imported_unless_asked_for() -> None:
 
 
 class TestManager:
-    def test_our_own_functions_ask_it_too(self, pm: ef.PartitionManager, mesh: jax.sharding.Mesh) -> None:
+    def test_our_own_functions_ask_it_too(
+        self, pm: ef.PartitionManager, mesh: jax.sharding.Mesh
+    ) -> None:
         with pm, jax.set_mesh(mesh):
             x = sw.shard(ones(4, 8), sw.BATCH, sw.EMBED)
             assert x.sharding.spec == P("dp", "tp")
@@ -123,37 +143,58 @@ class TestManager:
 
     def test_a_mesh_of_its_own(self, mesh: jax.sharding.Mesh) -> None:
         pm = ef.PartitionManager(ef.PartitionAxis(), mesh=mesh)
-        assert pm.shard(ones(4, 8), [ef.BATCH, ef.HEAD]).sharding == NamedSharding(mesh, P("dp", "tp"))
+        assert pm.shard(ones(4, 8), [ef.BATCH, ef.HEAD]).sharding == NamedSharding(
+            mesh, P("dp", "tp")
+        )
         with pm:
             assert ef.get_incontext_mesh() is mesh
             assert ef.with_sharding_constraint(ones(4), P("dp")).sharding.spec == P("dp")
         planned = ef.PartitionManager(ef.PartitionAxis(), mesh=sw.abstract_mesh("fsdp:64,tp:8"))
-        assert planned.explain(ef.AttnQSharding, shape=(128, 1, 32, 128)).spec == P("fsdp", None, "tp")
+        assert planned.explain(ef.AttnQSharding, shape=(128, 1, 32, 128)).spec == P(
+            "fsdp", None, "tp"
+        )
 
-    def test_values_that_are_none_and_an_index_as_mode(self, pm: ef.PartitionManager, mesh: jax.sharding.Mesh) -> None:
+    def test_values_that_are_none_and_an_index_as_mode(
+        self, pm: ef.PartitionManager, mesh: jax.sharding.Mesh
+    ) -> None:
         axes = [ef.BATCH, ef.QUERY_LENGTH, ef.HEAD]
         assert pm.resolve(axes, 1, shape=(8, 1, 8)) == P(("fsdp", "dp"), None, "tp")
         assert pm.resolve(axes, 1, shape=(8, 2, 8)) == P(("fsdp", "dp"), "sp", "tp")
-        assert pm.resolve(ef.AttnQSharding, 0, shape=(1, 8, 8, 8)) == P(("fsdp", "dp"), None, "tp", None)
+        assert pm.resolve(ef.AttnQSharding, 0, shape=(1, 8, 8, 8)) == P(
+            ("fsdp", "dp"), None, "tp", None
+        )
         assert pm.resolve(axes) == pm.resolve(axes, ef.MODE_TRAIN)
         with pytest.raises(sw.RankMismatchError, match="the layout's mode is dim 3"):
             pm.resolve(axes, 3, shape=(8, 1, 8))
         with jax.set_mesh(mesh):
             x = ef.apply_logical_sharding(ones(8, 1, 8), pm, axes, 1)
-            y = ef.apply_logical_sharding(ones(8, 1, 8), pm, None, None, ef.DynamicShardingAxes([ef.BATCH, None, [ef.TP]], "train"))
+            y = ef.apply_logical_sharding(
+                ones(8, 1, 8),
+                pm,
+                None,
+                None,
+                ef.DynamicShardingAxes([ef.BATCH, None, [ef.TP]], "train"),
+            )
             assert x.sharding.spec == y.sharding.spec == P("dp", None, "tp")
 
     def test_mesh_axes_by_their_names(self) -> None:
         paxis = ef.PartitionAxis(data_parallel_axis="data", tensor_parallel_axis="model")
         pm = ef.PartitionManager(paxis, mesh=ef.create_mesh((2, 4), ("data", "model")))
         assert pm.shard(ones(4, 8), ["data", ["model"]]).sharding.spec == P("data", "model")
-        assert pm.shard(ones(4, 8), ef.DynamicShardingAxes(["data", "model"], ef.MODE_TRAIN)).sharding.spec == P("data", "model")
+        assert pm.shard(
+            ones(4, 8), ef.DynamicShardingAxes(["data", "model"], ef.MODE_TRAIN)
+        ).sharding.spec == P("data", "model")
         assert paxis.resolve_axis([["data", ef.TP]], ef.MODE_TRAIN) == [["data", "model"]]
 
     def test_rules_with_several_candidates_ask_for_the_size(self, mesh: jax.sharding.Mesh) -> None:
         pm = ef.PartitionManager(ef.PartitionAxis(kv_head_axis="tp | -"), mesh=mesh)
-        assert [pm.resolve([ef.KV_HEAD], ef.MODE_TRAIN, shape=(heads,)) for heads in (4, 6)] == [P("tp"), P()]
-        with pytest.raises(sw.ShapeRequiredError, match="which candidate applies depends on the size"):
+        assert [pm.resolve([ef.KV_HEAD], ef.MODE_TRAIN, shape=(heads,)) for heads in (4, 6)] == [
+            P("tp"),
+            P(),
+        ]
+        with pytest.raises(
+            sw.ShapeRequiredError, match="which candidate applies depends on the size"
+        ):
             pm.resolve([ef.KV_HEAD], ef.MODE_TRAIN)
 
     def test_our_own_annotations_pass(self, mesh: jax.sharding.Mesh) -> None:
@@ -164,19 +205,25 @@ class TestManager:
     def test_auto_correct_false_is_strict(self, mesh: jax.sharding.Mesh) -> None:
         pm = ef.PartitionManager(ef.PartitionAxis(), mesh=mesh, policy="eformer")
         assert pm.shard(ones(4, 6), [ef.DP, ef.HEAD], ef.MODE_TRAIN).sharding.spec == P("dp")
-        with pytest.raises(sw.IndivisibleError, match="dim 1 HEAD: size 6 does not divide over tp=4"):
+        with pytest.raises(
+            sw.IndivisibleError, match="dim 1 HEAD: size 6 does not divide over tp=4"
+        ):
             pm.shard(ones(4, 6), [ef.DP, ef.HEAD], ef.MODE_TRAIN, auto_correct=False)
         ours = sw.PartitionManager(pm.rules, mesh=mesh)
         with pytest.raises(sw.StrategyError, match="auto_correct=False needs a strict policy"):
             ef.apply_logical_sharding(ones(4, 6), ours, [ef.DP, ef.HEAD], auto_correct=False)
         strict = sw.PartitionManager(ef.PartitionAxis().compile(), mesh=mesh)
-        assert ef.apply_logical_sharding(ones(4, 8), strict, [ef.DP, ef.HEAD], auto_correct=False).sharding.spec == P("dp", "tp")
+        assert ef.apply_logical_sharding(
+            ones(4, 8), strict, [ef.DP, ef.HEAD], auto_correct=False
+        ).sharding.spec == P("dp", "tp")
 
     def test_what_is_none_of_ours_is_refused(self, pm: ef.PartitionManager) -> None:
         for kind in (TypeError, sw.StrategyError):
             with pytest.raises(kind, match="Expected PartitionAxis, got dict"):
                 ef.PartitionManager({})  # type: ignore[arg-type]
-        with pytest.raises(sw.StrategyError, match=r"(?s)policy 'eforme' is no preset.*did you mean 'eformer'"):
+        with pytest.raises(
+            sw.StrategyError, match=r"(?s)policy 'eforme' is no preset.*did you mean 'eformer'"
+        ):
             ef.PartitionManager(ef.PartitionAxis(), policy="eforme")
         with pytest.raises(sw.StrategyError, match="is no PartitionManager"):
             ef.apply_logical_sharding(ones(4), object(), [ef.BATCH])
@@ -195,11 +242,17 @@ class TestManager:
             managers = [ef.PartitionManager(ef.PartitionAxis()) for _ in range(2)]
             assert [f(one, ones(4, 8)).sharding.spec for one in managers] == [P("dp", "tp")] * 2
         assert len(traces) == 1
-        assert {*managers} == {managers[0]} != {ef.PartitionManager(ef.PartitionAxis(), policy="eformer")}
+        assert (
+            {*managers}
+            == {managers[0]}
+            != {ef.PartitionManager(ef.PartitionAxis(), policy="eformer")}
+        )
 
 
 class TestRegistry:
-    def test_a_manager_keeps_what_was_registered_when_it_was_built(self, mesh: jax.sharding.Mesh) -> None:
+    def test_a_manager_keeps_what_was_registered_when_it_was_built(
+        self, mesh: jax.sharding.Mesh
+    ) -> None:
         before = ef.PartitionManager(ef.PartitionAxis(), mesh=mesh)
         ef.PartitionAxis.register("ROTARY", ("tp",), generation_axis_rule=None)
         with pytest.raises(sw.UnknownAxisError, match="Unknown semantic axis name: 'ROTARY'"):
@@ -222,7 +275,10 @@ class TestRegistry:
         with pytest.raises(ValueError, match="already exists"):
             register("__X__", "tp")
         register("X", ["fsdp", "tp"], override=True)
-        assert ef.PartitionAxis().resolve_axis(["X", ["X"]], ef.MODE_TRAIN) == [("fsdp", "tp"), ["fsdp", "tp"]]
+        assert ef.PartitionAxis().resolve_axis(["X", ["X"]], ef.MODE_TRAIN) == [
+            ("fsdp", "tp"),
+            ["fsdp", "tp"],
+        ]
         unregister("X")
         unregister("X")
         for kind in (KeyError, sw.UnknownAxisError):
@@ -235,7 +291,9 @@ class TestRegistry:
         ef.PartitionAxis.register(ef.HEAD, "fsdp", override=True)
         ef.PartitionAxis.register(ef.TP, "tp", override=True)
         paxis = ef.PartitionAxis(decode_head_axis="tp")
-        assert [paxis.resolve_axis([ef.HEAD, ef.TP], mode) for mode in (ef.MODE_TRAIN, ef.MODE_DECODE)] == [["fsdp", "tp"]] * 2
+        assert [
+            paxis.resolve_axis([ef.HEAD, ef.TP], mode) for mode in (ef.MODE_TRAIN, ef.MODE_DECODE)
+        ] == [["fsdp", "tp"]] * 2
 
     def test_aliases_in_a_circle(self) -> None:
         ef.PartitionAxis.register("A", "B")
@@ -248,25 +306,39 @@ class TestConstraints:
     def test_a_sharding_brings_its_mesh(self, mesh: jax.sharding.Mesh) -> None:
         sharding = NamedSharding(mesh, P("dp", "tp"))
         assert ef.with_sharding_constraint(ones(4, 8), sharding).sharding == sharding
-        assert jax.jit(lambda x: ef.with_sharding_constraint(x, sharding))(ones(4, 8)).sharding == sharding
+        assert (
+            jax.jit(lambda x: ef.with_sharding_constraint(x, sharding))(ones(4, 8)).sharding
+            == sharding
+        )
         with pytest.raises(sw.StrategyError, match="carries no memory kind 'pinned_host'"):
-            ef.with_sharding_constraint(ones(4, 8), NamedSharding(mesh, P("dp"), memory_kind="pinned_host"))
+            ef.with_sharding_constraint(
+                ones(4, 8), NamedSharding(mesh, P("dp"), memory_kind="pinned_host")
+            )
         with pytest.raises(TypeError, match="neither a PartitionSpec nor a NamedSharding"):
             ef.with_sharding_constraint(ones(4, 8), "dp")  # type: ignore[arg-type]
 
     def test_meshes_with_axes_of_the_user_s_own(self) -> None:
         with jax.set_mesh(ef.create_mesh((2, 4), ("data", "model"))):
-            assert ef.with_sharding_constraint(ones(4, 8), P("data", "model")).sharding.spec == P("data", "model")
-            with pytest.raises(sw.MissingMeshAxisError, match=r"(?s)mesh axis 'modle' is not in the mesh.*did you mean 'model'"):
+            assert ef.with_sharding_constraint(ones(4, 8), P("data", "model")).sharding.spec == P(
+                "data", "model"
+            )
+            with pytest.raises(
+                sw.MissingMeshAxisError,
+                match=r"(?s)mesh axis 'modle' is not in the mesh.*did you mean 'model'",
+            ):
                 ef.with_sharding_constraint(ones(4, 8), P("data", "modle"))
             with pytest.raises(sw.RankMismatchError, match="has 3 entries, the array has 2 dims"):
                 ef.with_sharding_constraint(ones(4, 8), P("data", None, None))
 
-    def test_the_policy_is_said_or_the_entered_manager_s(self, mesh: jax.sharding.Mesh, pm: ef.PartitionManager) -> None:
+    def test_the_policy_is_said_or_the_entered_manager_s(
+        self, mesh: jax.sharding.Mesh, pm: ef.PartitionManager
+    ) -> None:
         permissive = ef.PartitionManager(ef.PartitionAxis(), policy="eformer")
         native = sw.PartitionManager(permissive.rules, mesh=mesh)
         calls = (
-            lambda **said: ef.with_sharding_constraint(ones(6, 8), P("tp", "dp"), **said).sharding.spec,
+            lambda **said: (
+                ef.with_sharding_constraint(ones(6, 8), P("tp", "dp"), **said).sharding.spec
+            ),
             lambda **said: ef.get_corrected_named_sharding((6, 8), P("tp", "dp"), **said).spec,
         )
         with jax.set_mesh(mesh):
@@ -274,22 +346,34 @@ class TestConstraints:
                 for manager in (permissive, native):
                     with manager:
                         assert call() == P(None, "dp")
-                with pm, pytest.raises(sw.IndivisibleError, match="dim 0: size 6 does not divide over tp=4"):
+                with (
+                    pm,
+                    pytest.raises(
+                        sw.IndivisibleError, match="dim 0: size 6 does not divide over tp=4"
+                    ),
+                ):
                     call()
                 assert call(policy="eformer") == P(None, "dp")
 
     def test_corrected_shardings_are_as_written(self) -> None:
         with jax.set_mesh(ef.create_mesh((2, 4, 1), ("dp", "tp", "sp"))):
-            corrected = lambda *entries: ef.get_corrected_named_sharding((8, 8, 8), P(*entries)).spec  # noqa: E731
+            def corrected(*entries):
+                return (
+                            ef.get_corrected_named_sharding((8, 8, 8), P(*entries)).spec
+                        )
             assert corrected(("dp", "sp"), "tp") == P(("dp", "sp"), "tp", None)
             assert corrected(None, "sp") == P(None, "sp", None)
             assert corrected("sp", "dp", "sp") == P("sp", "dp", None)
             assert corrected(P.UNCONSTRAINED, "dp") == P(P.UNCONSTRAINED, "dp", None)
             assert corrected() == corrected(None, None) == P()
-            prefix = ef.get_corrected_named_sharding((2, 8), P(("dp", "tp"), "sp"), policy=sw.Policy(indivisible="prefix"))
+            prefix = ef.get_corrected_named_sharding(
+                (2, 8), P(("dp", "tp"), "sp"), policy=sw.Policy(indivisible="prefix")
+            )
             assert prefix.spec == P("dp", "sp")
 
-    def test_changes_are_warned_of_on_demand(self, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_changes_are_warned_of_on_demand(
+        self, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         pm = ef.PartitionManager(ef.PartitionAxis(), mesh=mesh, policy="eformer")
 
         def calls() -> None:
@@ -314,9 +398,19 @@ class TestConstraints:
 class TestMeshes:
     def test_defaults_types_and_options(self) -> None:
         assert dict(ef.create_mesh().shape) == {"dp": 1, "fsdp": 8, "ep": 1, "tp": 1, "sp": 1}
-        assert ef.create_mesh((2, -1), ["dp", "tp"], axis_types=["Explicit"]).axis_types == (AxisType.Explicit,) * 2
-        assert ef.create_mesh((2, 4), ("dp", "tp"), axis_types=AxisType.Explicit, backend="cpu").axis_types == (AxisType.Explicit,) * 2
-        assert ef.create_mesh((2, 4), ("dp", "tp"), axis_types=("auto", AxisType.Explicit)).axis_types == (AxisType.Auto, AxisType.Explicit)
+        assert (
+            ef.create_mesh((2, -1), ["dp", "tp"], axis_types=["Explicit"]).axis_types
+            == (AxisType.Explicit,) * 2
+        )
+        assert (
+            ef.create_mesh(
+                (2, 4), ("dp", "tp"), axis_types=AxisType.Explicit, backend="cpu"
+            ).axis_types
+            == (AxisType.Explicit,) * 2
+        )
+        assert ef.create_mesh(
+            (2, 4), ("dp", "tp"), axis_types=("auto", AxisType.Explicit)
+        ).axis_types == (AxisType.Auto, AxisType.Explicit)
         assert ef.create_mesh((3, 2), ("dp", "tp")).size == 6, "a part of the devices will do"
         with pytest.raises(sw.MeshSpecError, match="2 axis_types for 3 axes"):
             ef.create_mesh((2, 2, 2), ("dp", "tp", "sp"), axis_types=("auto", "auto"))
@@ -332,7 +426,10 @@ class TestMeshes:
 
     def test_text(self) -> None:
         assert dict(ef.parse_mesh_from_string("2,-1", ["dp", "tp"]).shape) == {"dp": 2, "tp": 4}
-        with pytest.raises(sw.MeshSpecError, match=r"(?s)Axis name 'tpp' not found in provided names.*did you mean 'tp'"):
+        with pytest.raises(
+            sw.MeshSpecError,
+            match=r"(?s)Axis name 'tpp' not found in provided names.*did you mean 'tp'",
+        ):
             ef.parse_mesh_from_string("dp:2,tpp:4", ["dp", "tp"])
         with pytest.raises(sw.MeshSpecError, match="the text has the axes dp, names has dp, tp"):
             ef.parse_mesh_from_string("dp:2", ["dp", "tp"])
@@ -341,7 +438,9 @@ class TestMeshes:
         with ef.cpu_context() as mesh:
             assert ef.get_incontext_mesh() == mesh == ef.create_cpu_mesh()
             assert pm.shard(jnp.ones((8, 4)), [ef.BATCH, None]).sharding.spec == P("fsdp")
-            assert jax.jit(lambda x: ef.with_sharding_constraint(x, P("fsdp")))(ones(8)).sharding.spec == P("fsdp")
+            assert jax.jit(lambda x: ef.with_sharding_constraint(x, P("fsdp")))(
+                ones(8)
+            ).sharding.spec == P("fsdp")
         with ef.force_cpu() as device:
             assert jnp.ones(1).devices() == {device}
         assert ef.get_incontext_mesh(raise_error=False).empty
@@ -349,7 +448,10 @@ class TestMeshes:
     def test_sizes(self, mesh: jax.sharding.Mesh) -> None:
         assert ef.get_axes_size_in_mesh("tp", mesh) == 4
         assert ef.get_mesh_axis_names(mesh) == ["dp", "tp"]
-        with pytest.raises(sw.MissingMeshAxisError, match=r"(?s)mesh axis 'tpp' is not in the mesh.*did you mean 'tp'"):
+        with pytest.raises(
+            sw.MissingMeshAxisError,
+            match=r"(?s)mesh axis 'tpp' is not in the mesh.*did you mean 'tp'",
+        ):
             ef.get_axes_size_in_mesh(("dp", "tpp"), mesh)
         assert not ef.names_in_current_mesh("dp")
         with jax.set_mesh(mesh):
@@ -359,18 +461,33 @@ class TestMeshes:
 
 class TestTrees:
     def test_small_arrays_are_replicated_on_demand(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        tree, rules = {"w": jax.ShapeDtypeStruct((64, 64), np.float32), "s": jax.ShapeDtypeStruct((8,), np.float32)}, [("", P("tp"))]
+        tree, rules = (
+            {
+                "w": jax.ShapeDtypeStruct((64, 64), np.float32),
+                "s": jax.ShapeDtypeStruct((8,), np.float32),
+            },
+            [("", P("tp"))],
+        )
         assert ef.match_partition_rules(rules, tree) == {"w": P("tp"), "s": P("tp")}
         assert ef.match_partition_rules(rules, tree, min_size=9) == {"w": P("tp"), "s": P()}
-        assert (ef.MIN_SHARDING_SIZE, ef.match_partition_rules(rules, tree, min_size=None)) == (16384, {"w": P(), "s": P()})
+        assert (ef.MIN_SHARDING_SIZE, ef.match_partition_rules(rules, tree, min_size=None)) == (
+            16384,
+            {"w": P(), "s": P()},
+        )
         monkeypatch.setenv("MIN_SHARDING_SIZE", "4000")
-        assert (ef.MIN_SHARDING_SIZE, ef.match_partition_rules(rules, tree, min_size=None)) == (4000, {"w": P("tp"), "s": P()})
+        assert (ef.MIN_SHARDING_SIZE, ef.match_partition_rules(rules, tree, min_size=None)) == (
+            4000,
+            {"w": P("tp"), "s": P()},
+        )
         monkeypatch.setenv("MIN_SHARDING_SIZE", "many")
         with pytest.raises(sw.StrategyError, match="MIN_SHARDING_SIZE is 'many'"):
             ef.match_partition_rules(rules, tree, min_size=None)
 
     def test_paths_that_no_rule_matches(self) -> None:
-        with pytest.raises(sw.StrategyError, match=r"(?s)2 problems.*a/0: no path rule matches.*b: no path rule matches"):
+        with pytest.raises(
+            sw.StrategyError,
+            match=r"(?s)2 problems.*a/0: no path rule matches.*b: no path rule matches",
+        ):
             ef.match_partition_rules([("c", P())], {"a": [ones(2)], "b": ones(2), "c": ones(2)})
 
     def test_functions_need_a_mesh_and_check(self, mesh: jax.sharding.Mesh) -> None:
@@ -387,10 +504,13 @@ class TestTrees:
         x = jax.device_put(ones(4, 8), NamedSharding(mesh, P("dp")))
         tree = {"x": x, "on one device": jnp.ones(2), "number": 1.5}
         assert (
-            ef.extract_shardings(tree) == ef.get_shardings_with_structure(tree) == {"x": x.sharding, "on one device": None, "number": None}
+            ef.extract_shardings(tree)
+            == ef.get_shardings_with_structure(tree)
+            == {"x": x.sharding, "on one device": None, "number": None}
         )
         assert ef.get_partition_spec({"x": x, "number": 1.5}) == {"x": P("dp"), "number": P()}
         with pytest.raises(
-            sw.StrategyError, match=r"(?s)2 problems.*a: a ndarray that lies on no mesh.*b: a .*Array.* that lies on no mesh"
+            sw.StrategyError,
+            match=r"(?s)2 problems.*a: a ndarray that lies on no mesh.*b: a .*Array.* that lies on no mesh",
         ):
             ef.get_partition_spec({"a": ones(2), "b": jnp.ones(2)})

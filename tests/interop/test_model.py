@@ -45,13 +45,20 @@ def run(es: ModuleType, ct: ModuleType, ambient: Any, **options: Any) -> tuple[l
         params = jax.tree.map(jax.numpy.asarray, init())
         specs = es.match_partition_rules(rules(ct, pm), params)
         shard_fns, gather_fns = es.make_shard_and_gather_fns(specs, mesh)
-        losses, trained = train(Model(es, ct, pm).loss, jax.tree.map(lambda f, p: f(p), shard_fns, params), TOKENS)
+        losses, trained = train(
+            Model(es, ct, pm).loss, jax.tree.map(lambda f, p: f(p), shard_fns, params), TOKENS
+        )
         lies = es.get_partition_spec(trained)
         return losses, (jax.tree.map(lambda f, p: f(p), gather_fns, trained), lies)
 
 
 WANTED = {
-    "attn": {"q": P(("fsdp", "sp"), "tp"), "k": P(("fsdp", "sp"), "tp"), "v": P(("fsdp", "sp"), "tp"), "o": P("tp", ("fsdp", "sp"))},
+    "attn": {
+        "q": P(("fsdp", "sp"), "tp"),
+        "k": P(("fsdp", "sp"), "tp"),
+        "v": P(("fsdp", "sp"), "tp"),
+        "o": P("tp", ("fsdp", "sp")),
+    },
     "mlp_0": {"up": P(("fsdp", "sp"), "tp"), "down": P("tp", ("fsdp", "sp"))},
     "mlp_1": {"up": P(("fsdp", "sp"), "tp"), "down": P("tp", ("fsdp", "sp"))},
     "embed": P("tp", ("fsdp", "sp")),
@@ -59,14 +66,22 @@ WANTED = {
 
 
 @pytest.mark.filterwarnings("ignore:.*with mesh:DeprecationWarning")
-@pytest.mark.parametrize("ambient", [jax.set_mesh, lambda mesh: mesh], ids=["set_mesh", "with mesh"])
+@pytest.mark.parametrize(
+    "ambient", [jax.set_mesh, lambda mesh: mesh], ids=["set_mesh", "with mesh"]
+)
 @pytest.mark.parametrize("policy", ["strict", "eformer"])
-def test_trained_sharded_is_trained_unsharded(ambient: Any, policy: str, unsharded: tuple[list[float], Any]) -> None:
+def test_trained_sharded_is_trained_unsharded(
+    ambient: Any, policy: str, unsharded: tuple[list[float], Any]
+) -> None:
     losses, (params, lies) = run(eformer.escale, eformer.common_types, ambient, policy=policy)
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.05
     np.testing.assert_allclose(losses, unsharded[0], rtol=2e-5)
-    jax.tree.map(lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-5), params, unsharded[1])
+    jax.tree.map(
+        lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-5),
+        params,
+        unsharded[1],
+    )
     assert lies == WANTED
 
 
@@ -77,7 +92,11 @@ def test_eformer_itself_trains_the_same(unsharded: tuple[list[float], Any]) -> N
 
     losses, (params, lies) = run(es, ct, lambda mesh: mesh)
     np.testing.assert_allclose(losses, unsharded[0], rtol=2e-5)
-    jax.tree.map(lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-5), params, unsharded[1])
+    jax.tree.map(
+        lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-5),
+        params,
+        unsharded[1],
+    )
     assert lies == WANTED
 
 
@@ -85,7 +104,11 @@ def test_the_constraints_are_in_the_program() -> None:
     mesh = eformer.create_mesh(SIZES)
     pm = eformer.PartitionManager(eformer.PartitionAxis())
     with jax.set_mesh(mesh):
-        text = jax.jit(Model(eformer.escale, eformer.common_types, pm)).lower(init(), TOKENS[:, :8]).as_text()
+        text = (
+            jax.jit(Model(eformer.escale, eformer.common_types, pm))
+            .lower(init(), TOKENS[:, :8])
+            .as_text()
+        )
     assert text.count("sharding_constraint") == 10
     assert text.count('[{"fsdp"}, {"sp"}, {"tp"}]') >= 6
 
@@ -94,7 +117,15 @@ def test_a_strategy_file_serves_the_same_call_shapes() -> None:
     """The step after changing the import: the manager comes from a file, the model stays."""
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("dp:1,fsdp:4,tp:2"))
     with pm:
-        x = eformer.apply_logical_sharding(np.ones((8, 4, 16), np.float32), dynamic_axes=eformer.HiddenStateSharding)
-        y = eformer.apply_logical_sharding(x, axes=[eformer.BATCH, None, eformer.MLP_INTERMEDIATE], mode=eformer.MODE_TRAIN)
+        x = eformer.apply_logical_sharding(
+            np.ones((8, 4, 16), np.float32), dynamic_axes=eformer.HiddenStateSharding
+        )
+        y = eformer.apply_logical_sharding(
+            x, axes=[eformer.BATCH, None, eformer.MLP_INTERMEDIATE], mode=eformer.MODE_TRAIN
+        )
         z = eformer.apply_logical_sharding(x, pm, [eformer.BATCH, eformer.QUERY_LENGTH, None], 1)
-    assert (x.sharding.spec, y.sharding.spec, z.sharding.spec) == (P("fsdp"), P("fsdp", None, "tp"), P("fsdp"))
+    assert (x.sharding.spec, y.sharding.spec, z.sharding.spec) == (
+        P("fsdp"),
+        P("fsdp", None, "tp"),
+        P("fsdp"),
+    )

@@ -49,7 +49,9 @@ def started(config: Config) -> tuple[Any, Any]:
     return module, jax.jit(module.init)(jax.random.key(0), empty, empty, empty)
 
 
-def step(module: Any, state: Any, count: int, seed: int, mask: Any = None, *, jit: bool = True) -> Any:
+def step(
+    module: Any, state: Any, count: int, seed: int, mask: Any = None, *, jit: bool = True
+) -> Any:
     k = rows(count, seed)
 
     def run(state: Any, k: Any) -> Any:
@@ -62,7 +64,9 @@ def step(module: Any, state: Any, count: int, seed: int, mask: Any = None, *, ji
 @pytest.mark.parametrize("place", ["one device", "manager", "mesh of the configuration"])
 def test_holds_the_tokens_so_far(quantised: bool, place: str) -> None:
     mesh = cpu_mesh("dp:2,fsdp:1,sp:2,tp:2")
-    config = Config(quantize_kv_cache=quantised, use_sharded_kv_caching=place != "one device", mesh=mesh)
+    config = Config(
+        quantize_kv_cache=quantised, use_sharded_kv_caching=place != "one device", mesh=mesh
+    )
     pm = (
         sw.PartitionManager(sw.Strategy.loads(RULES), mesh=mesh).for_mode("decode")
         if place == "manager"
@@ -85,7 +89,14 @@ def test_holds_the_tokens_so_far(quantised: bool, place: str) -> None:
             assert int(variables["cache_index"]) == held.shape[1]
             assert variables["cached_key"].dtype == (jnp.int8 if quantised else jnp.float32)
             if place != "one device":
-                assert_spec(variables["cached_key"], sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM, manager=pm)
+                assert_spec(
+                    variables["cached_key"],
+                    sw.BATCH,
+                    sw.KV_LENGTH,
+                    sw.KV_HEAD,
+                    sw.KV_HEAD_DIM,
+                    manager=pm,
+                )
         if quantised:
             wanted = caches.quantize(jnp.asarray(held))
             np.testing.assert_array_equal(variables["cached_key"], wanted.values)
@@ -104,7 +115,11 @@ def test_appending_sends_nothing(count: int) -> None:
     with sw.PartitionManager(sw.Strategy.loads(RULES), mesh=mesh).for_mode("decode"):
         module, state = started(Config(use_sharded_kv_caching=True))
         k = rows(count)
-        assert_no_collectives(jax.jit(lambda state, k: module.apply(state, k, k, k, None, mutable=["cache"])[1]), state, k)
+        assert_no_collectives(
+            jax.jit(lambda state, k: module.apply(state, k, k, k, None, mutable=["cache"])[1]),
+            state,
+            k,
+        )
 
 
 def test_the_mask_is_merged_with_the_callers() -> None:
@@ -123,10 +138,15 @@ def test_the_mask_is_merged_with_the_callers() -> None:
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_tokens_beyond_the_capacity_are_neither_clamped_nor_lost_in_silence(quantised: bool) -> None:
+def test_tokens_beyond_the_capacity_are_neither_clamped_nor_lost_in_silence(
+    quantised: bool,
+) -> None:
     module, state = started(Config(quantize_kv_cache=quantised))
     _, state = step(module, state, 6, 1)
-    with pytest.raises(CacheError, match="entry 0 was refused: the tokens exceed the capacity of the slot; 3 more were"):
+    with pytest.raises(
+        CacheError,
+        match="entry 0 was refused: the tokens exceed the capacity of the slot; 3 more were",
+    ):
         step(module, state, 3, 2, jit=False)
     (_, _, mask), after = step(module, state, 3, 2)
     assert not mask.any()

@@ -23,11 +23,19 @@ def kept(policy: Any) -> list[tuple[int, ...]]:
     x, w = jnp.ones((3, 4)), jnp.ones((4, 5))
     _, pullback = jax.vjp(jax.checkpoint(block, policy=policy), x, w)
     shapes = [leaf.shape for leaf in jax.tree.leaves(pullback) if getattr(leaf, "ndim", 0) == 2]
-    return sorted(shape for shape in shapes if shape not in {(3, 4), (4, 5)} or shapes.count(shape) > 1)
+    return sorted(
+        shape for shape in shapes if shape not in {(3, 4), (4, 5)} or shapes.count(shape) > 1
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["dots_saveable", "checkpoint_dots", "dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims"]
+    "name",
+    [
+        "dots_saveable",
+        "checkpoint_dots",
+        "dots_with_no_batch_dims_saveable",
+        "checkpoint_dots_with_no_batch_dims",
+    ],
 )
 def test_dots_are_kept_where_the_name_says_so(name: str) -> None:
     assert (3, 5) in kept(get_gradient_checkpoint_policy(name))
@@ -49,7 +57,13 @@ def test_the_factories_make_policies_of_names_and_of_policies() -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(sw.LayerError, match=r"unknown checkpoint policy 'nothing_savable'\n  fix   did you mean 'nothing_saveable'\?"):
+    with pytest.raises(
+        sw.LayerError,
+        match=r"unknown checkpoint policy 'nothing_savable'\n  fix   did you mean 'nothing_saveable'\?",
+    ):
         get_gradient_checkpoint_policy("nothing_savable")
-    with pytest.raises(sw.LayerError, match=r"unknown checkpoint policy ''\n  fix   name one of everything_saveable, "):
+    with pytest.raises(
+        sw.LayerError,
+        match=r"unknown checkpoint policy ''\n  fix   name one of everything_saveable, ",
+    ):
         get_gradient_checkpoint_policy("")

@@ -29,7 +29,9 @@ from shardwright.layers import canonicalize_dtype
         ((jnp.ones(2),), {"dtype": jnp.int32, "inexact": False}, jnp.int32),
     ],
 )
-def test_the_common_dtype_or_the_one_given(args: Any, options: dict[str, Any], expected: Any) -> None:
+def test_the_common_dtype_or_the_one_given(
+    args: Any, options: dict[str, Any], expected: Any
+) -> None:
     assert jnp.dtype(canonicalize_dtype(*args, **options)) == expected
 
 
@@ -39,7 +41,10 @@ def test_a_given_dtype_comes_back_as_it_is() -> None:
 
 
 def test_what_has_no_dtype_to_compute_in_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"dtype int32 is not inexact\n  fix   give a float or complex dtype, or inexact=False") as caught:
+    with pytest.raises(
+        ValueError,
+        match=r"dtype int32 is not inexact\n  fix   give a float or complex dtype, or inexact=False",
+    ) as caught:
         canonicalize_dtype(jnp.ones(2), dtype=jnp.int32)
     assert isinstance(caught.value, sw.LayerError)
     with pytest.raises(sw.LayerError, match="neither an argument nor a dtype"):

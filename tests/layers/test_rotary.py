@@ -12,7 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.layers import apply_rotary_pos_emb, repeat_kv_bnsh, repeat_kv_bsnh, rope, rotate_half
+from shardwright.layers import (
+    apply_rotary_pos_emb,
+    repeat_kv_bnsh,
+    repeat_kv_bsnh,
+    rope,
+    rotate_half,
+)
 from shardwright.testing import assert_no_collectives, cpu_mesh
 
 
@@ -23,15 +29,21 @@ def tables(length: int, dim: int) -> tuple[jax.Array, jax.Array]:
 
 
 def test_half_is_rotated() -> None:
-    np.testing.assert_array_equal(rotate_half(jnp.array([1.0, 2.0, 3.0, 4.0])), [-3.0, -4.0, 1.0, 2.0])
+    np.testing.assert_array_equal(
+        rotate_half(jnp.array([1.0, 2.0, 3.0, 4.0])), [-3.0, -4.0, 1.0, 2.0]
+    )
 
 
 def test_rotation_is_that_of_complex_numbers_and_tables_are_cut() -> None:
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 3, 5, 8)))
     sin, cos = tables(9, 8)
     found = apply_rotary_pos_emb(jnp.asarray(x), sin, cos)
-    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * np.arange(5)[:, None] * 10000.0 ** (-np.arange(4) / 4))
-    np.testing.assert_allclose(found, np.concatenate([turned.real, turned.imag], axis=-1), atol=1e-5)
+    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(
+        1j * np.arange(5)[:, None] * 10000.0 ** (-np.arange(4) / 4)
+    )
+    np.testing.assert_allclose(
+        found, np.concatenate([turned.real, turned.imag], axis=-1), atol=1e-5
+    )
 
 
 def turned(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
@@ -47,7 +59,9 @@ def turned(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
 def test_tokens_are_turned_by_their_own_positions(theta: float, alike: bool) -> None:
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 5, 3, 8)))
     positions = np.array([[0, 1, 700, 3, -1], [4, -1, 2, 1, 0]], np.int32)[: 1 if alike else 2]
-    np.testing.assert_allclose(rope(jnp.asarray(x), positions, theta=theta), turned(x, positions, theta), atol=2e-4)
+    np.testing.assert_allclose(
+        rope(jnp.asarray(x), positions, theta=theta), turned(x, positions, theta), atol=2e-4
+    )
 
 
 def test_a_row_that_is_no_token_is_as_at_position_0() -> None:
@@ -62,17 +76,29 @@ def test_rope_is_what_tables_are_with_heads_second() -> None:
 
 
 def test_bfloat16_is_turned_in_float32_and_rounded_once() -> None:
-    x, positions = jax.random.normal(jax.random.key(0), (1, 4, 2, 8), jnp.bfloat16), jnp.array([[0, 3, 900, 70_001]])
+    x, positions = (
+        jax.random.normal(jax.random.key(0), (1, 4, 2, 8), jnp.bfloat16),
+        jnp.array([[0, 3, 900, 70_001]]),
+    )
     found = rope(x, positions)
     assert found.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(found, rope(x.astype(jnp.float32), positions).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(
+        found, rope(x.astype(jnp.float32), positions).astype(jnp.bfloat16)
+    )
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 def test_a_sharded_array_is_turned_where_it_lies(axis_types: str) -> None:
-    rules = sw.Strategy.loads('[rules]\nbatch = "dp"\nquery_length = "sp"\nhead = "tp"\nhead_dim = "-"\n')
-    pm = sw.PartitionManager(rules, mesh=cpu_mesh("dp:2,sp:2,tp:2", axis_types=axis_types)).for_mode("train")
-    x, positions = jax.random.normal(jax.random.key(0), (2, 4, 2, 8)), jnp.array([[3, 1, 2, 0], [5, 4, -1, 0]])
+    rules = sw.Strategy.loads(
+        '[rules]\nbatch = "dp"\nquery_length = "sp"\nhead = "tp"\nhead_dim = "-"\n'
+    )
+    pm = sw.PartitionManager(
+        rules, mesh=cpu_mesh("dp:2,sp:2,tp:2", axis_types=axis_types)
+    ).for_mode("train")
+    x, positions = (
+        jax.random.normal(jax.random.key(0), (2, 4, 2, 8)),
+        jnp.array([[3, 1, 2, 0], [5, 4, -1, 0]]),
+    )
     axes = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
     with pm:
         placed, at = pm.shard(x, *axes), pm.shard(positions, sw.BATCH, sw.QUERY_LENGTH)
@@ -91,19 +117,43 @@ def test_copies_of_kv_heads_are_adjacent(repeats: int) -> None:
         found = repeat(x, repeats)
         assert found.shape[dim] == x.shape[dim] * repeats
         for head in range(found.shape[dim]):
-            np.testing.assert_array_equal(found.take(head, axis=dim), x.take(head // repeats, axis=dim))
+            np.testing.assert_array_equal(
+                found.take(head, axis=dim), x.take(head // repeats, axis=dim)
+            )
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
         (lambda x: rotate_half(x[..., :3]), "the last dim of (1, 2, 4, 3) is odd"),
-        (lambda x: apply_rotary_pos_emb(x, *tables(3, 8)), "sin_: sin_ has shape (1, 1, 3, 8), the tensor (1, 2, 4, 8)"),
-        (lambda x: apply_rotary_pos_emb(x, tables(4, 8)[0], tables(4, 6)[1]), "cos_: cos_ has shape (1, 1, 4, 6)"),
-        (lambda x: apply_rotary_pos_emb(x, *(jnp.tile(one, (1, 3, 1, 1)) for one in tables(4, 8))), "sin_: sin_ has shape (1, 3, 4, 8)"),
-        (lambda x: apply_rotary_pos_emb(x, *(jnp.tile(one, (2, 1, 1, 1)) for one in tables(4, 8))), "sin_: sin_ has shape (2, 1, 4, 8)"),
-        (lambda x: apply_rotary_pos_emb(x, tables(4, 8)[0], tables(9, 8)[1]), "cos_: sin_ has shape (1, 1, 4, 8), and cos_ (1, 1, 9, 8)"),
-        (lambda x: apply_rotary_pos_emb(jnp.swapaxes(x, 1, 2), *tables(4, 8)), "[batch, length, heads, head_dim] use layers.rope"),
+        (
+            lambda x: apply_rotary_pos_emb(x, *tables(3, 8)),
+            "sin_: sin_ has shape (1, 1, 3, 8), the tensor (1, 2, 4, 8)",
+        ),
+        (
+            lambda x: apply_rotary_pos_emb(x, tables(4, 8)[0], tables(4, 6)[1]),
+            "cos_: cos_ has shape (1, 1, 4, 6)",
+        ),
+        (
+            lambda x: apply_rotary_pos_emb(
+                x, *(jnp.tile(one, (1, 3, 1, 1)) for one in tables(4, 8))
+            ),
+            "sin_: sin_ has shape (1, 3, 4, 8)",
+        ),
+        (
+            lambda x: apply_rotary_pos_emb(
+                x, *(jnp.tile(one, (2, 1, 1, 1)) for one in tables(4, 8))
+            ),
+            "sin_: sin_ has shape (2, 1, 4, 8)",
+        ),
+        (
+            lambda x: apply_rotary_pos_emb(x, tables(4, 8)[0], tables(9, 8)[1]),
+            "cos_: sin_ has shape (1, 1, 4, 8), and cos_ (1, 1, 9, 8)",
+        ),
+        (
+            lambda x: apply_rotary_pos_emb(jnp.swapaxes(x, 1, 2), *tables(4, 8)),
+            "[batch, length, heads, head_dim] use layers.rope",
+        ),
         (lambda x: rope(x[0], jnp.arange(2)[None]), "x: it has shape (2, 4, 8)"),
         (lambda x: rope(x[..., :3], jnp.arange(2)[None]), "x: it has shape (1, 2, 4, 3)"),
         (lambda x: rope(x, jnp.arange(4)[None]), "positions: shape (1, 4), and x has (1, 2, 4, 8)"),

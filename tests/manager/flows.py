@@ -31,13 +31,17 @@ def seen() -> Any:
     x = numbers(8, 8)
     manager = context.current()
     if manager is None:
-        with pytest.raises(sw.NoManagerError, match="shard needs a PartitionManager, and none is entered"):
+        with pytest.raises(
+            sw.NoManagerError, match="shard needs a PartitionManager, and none is entered"
+        ):
             sw.shard(x, sw.BATCH, sw.EMBED)
         assert sw.hint(x, sw.BATCH, sw.EMBED) is x
         return NONE
     assert sw.current_manager() is manager
     spec = sw.shard(x, sw.BATCH, sw.EMBED).sharding.spec
-    assert spec == manager.resolve(sw.BATCH, sw.EMBED) == sw.hint(x, sw.BATCH, sw.EMBED).sharding.spec
+    assert (
+        spec == manager.resolve(sw.BATCH, sw.EMBED) == sw.hint(x, sw.BATCH, sw.EMBED).sharding.spec
+    )
     return spec
 
 

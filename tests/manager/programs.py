@@ -56,7 +56,9 @@ def make_mesh(kind: str = "auto", sizes: str = "dp:2,tp:4") -> Mesh:
     return cpu_mesh(sizes, axis_types=AXIS_TYPES[kind])
 
 
-def make_manager(kind: str = "auto", *, text: str = RULES, sizes: str = "dp:2,tp:4") -> sw.PartitionManager:
+def make_manager(
+    kind: str = "auto", *, text: str = RULES, sizes: str = "dp:2,tp:4"
+) -> sw.PartitionManager:
     return sw.PartitionManager(rules(text), mesh=make_mesh(kind, sizes))
 
 
@@ -119,7 +121,9 @@ def assert_like(found: Any, wanted: Any) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert one.dtype == other.dtype
-        np.testing.assert_allclose(np.asarray(one, np.float64), np.asarray(other, np.float64), rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(
+            np.asarray(one, np.float64), np.asarray(other, np.float64), rtol=2e-5, atol=2e-6
+        )
 
 
 def counting(f: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:

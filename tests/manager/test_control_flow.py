@@ -86,12 +86,16 @@ def test_gradients_of_low_precision_weights_keep_their_type() -> None:
     grad = jax.jit(jax.grad(lambda w: (pm.gather(w, *kernel).astype(jnp.float32) ** 2).sum()))(w)
     assert grad.dtype == jnp.bfloat16
     assert lies_over(grad, pm.mesh, "dp", "tp")
-    np.testing.assert_allclose(np.asarray(grad, np.float32), 2 * np.asarray(w, np.float32), rtol=1e-2)
+    np.testing.assert_allclose(
+        np.asarray(grad, np.float32), 2 * np.asarray(w, np.float32), rtol=1e-2
+    )
 
 
 def test_integer_weights_are_gathered_too() -> None:
     pm = make_manager()
-    table = pm.shard(np.arange(64, dtype=np.int8).reshape(8, 8), sw.EMBED, sw.MLP_INTERMEDIATE, role="param")
+    table = pm.shard(
+        np.arange(64, dtype=np.int8).reshape(8, 8), sw.EMBED, sw.MLP_INTERMEDIATE, role="param"
+    )
     found = jax.jit(lambda table: pm.gather(table, sw.EMBED, sw.MLP_INTERMEDIATE))(table)
     assert lies_over(found, pm.mesh, None, "tp")
     np.testing.assert_array_equal(found, table)

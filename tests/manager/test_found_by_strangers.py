@@ -27,9 +27,15 @@ def test_shard_map_reuses_a_composite_as_the_inputs_decided_it() -> None:
     pm = manager('[policy]\nconflict = "first_dim"\n[rules]\nbatch = "dp"')
     x = jnp.arange(32.0).reshape(4, 8)
     axes = (sw.BATCH, (sw.DP, sw.FSDP))
-    found = pm.shard_map(lambda x: jax.lax.psum(x, "dp").sum(0, keepdims=True), in_axes=(axes,), out_axes=(sw.EMPTY, axes[1]))(x)
+    found = pm.shard_map(
+        lambda x: jax.lax.psum(x, "dp").sum(0, keepdims=True),
+        in_axes=(axes,),
+        out_axes=(sw.EMPTY, axes[1]),
+    )(x)
     np.testing.assert_allclose(found, x.sum(0, keepdims=True))
-    with pytest.raises(sw.AxisConflictError, match="FSDP stands in the inputs only inside a composite"):
+    with pytest.raises(
+        sw.AxisConflictError, match="FSDP stands in the inputs only inside a composite"
+    ):
         pm.shard_map(lambda x: x, in_axes=(axes,), out_axes=(sw.EMPTY, sw.FSDP))(x)
 
 
@@ -38,24 +44,35 @@ def test_shard_map_inside_a_partly_manual_region() -> None:
     x = jnp.arange(32.0).reshape(4, 8)
 
     def inner(x: Any) -> Any:
-        return pm.shard_map(lambda x: x * 2, in_axes=((sw.BATCH, sw.HEAD),), out_axes=(sw.BATCH, sw.HEAD))(x)
+        return pm.shard_map(
+            lambda x: x * 2, in_axes=((sw.BATCH, sw.HEAD),), out_axes=(sw.BATCH, sw.HEAD)
+        )(x)
 
-    outer = jax.jit(jax.shard_map(inner, mesh=pm.mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}))
+    outer = jax.jit(
+        jax.shard_map(inner, mesh=pm.mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+    )
     np.testing.assert_allclose(outer(x), x * 2)
 
 
 def test_no_two_parameters_share_a_key() -> None:
     pm = manager("[rules]\n")
     spec = sw.ArraySpec((8,), jnp.float32, (sw.NORM,), jax.nn.initializers.normal())
-    alike = pm.init({"plumless": spec, "buckeroo": spec, "a/b": spec, "a": {"b": spec}}, jax.random.key(0))
+    alike = pm.init(
+        {"plumless": spec, "buckeroo": spec, "a/b": spec, "a": {"b": spec}}, jax.random.key(0)
+    )
     values = [tuple(np.asarray(leaf)) for leaf in jax.tree.leaves(alike)]
     assert len(set(values)) == 4
 
 
 def test_an_init_of_another_shape_or_dtype_is_refused() -> None:
     pm = manager("[rules]\n")
-    wrong = sw.ArraySpec((8,), jnp.float32, (sw.NORM,), lambda key, shape, dtype: jnp.zeros((16,), jnp.int32))
-    with pytest.raises(sw.RankMismatchError, match=r"init made int32 of shape \(16,\), the ArraySpec says float32 of shape \(8,\)"):
+    wrong = sw.ArraySpec(
+        (8,), jnp.float32, (sw.NORM,), lambda key, shape, dtype: jnp.zeros((16,), jnp.int32)
+    )
+    with pytest.raises(
+        sw.RankMismatchError,
+        match=r"init made int32 of shape \(16,\), the ArraySpec says float32 of shape \(8,\)",
+    ):
         pm.init({"a": wrong}, jax.random.key(0))
 
 
@@ -67,7 +84,9 @@ def test_state_follows_a_parameter_only_inside_a_copy_of_them_all() -> None:
         sw.annotate_state(state, params, annotations)
     both = {"w": np.ones((8, 4)), "enc": {"w": np.ones((8, 4))}}
     axes = {"w": (sw.EMBED, sw.HEAD), "enc": {"w": (sw.HEAD, sw.EMBED)}}
-    with pytest.raises(sw.StrategyError, match=r"mu/dec/w: state of shape \(8, 4\) follows no parameter"):
+    with pytest.raises(
+        sw.StrategyError, match=r"mu/dec/w: state of shape \(8, 4\) follows no parameter"
+    ):
         sw.annotate_state({"mu": {"dec": {"w": np.ones((8, 4))}}}, both, axes)
     assert sw.annotate_state({"mu": both}, both, axes, by_path=False) == {"mu": axes}
 
@@ -81,7 +100,11 @@ def test_a_merged_dim_is_checked_where_the_rank_is_fitted() -> None:
 def test_a_layout_that_goes_by_its_own_rule_is_gathered_by_its_own_rule() -> None:
     text = '[rules]\ntensor_parallel = "fsdp"\nmlp_intermediate = "tp"\nembed = "-"\n[params]\nembed = "dp"\n[policy]\ngather = "dp+fsdp"'
     pm = manager(text)
-    assert pm.resolve(sw.ColumnWise, role="use", shape=(8, 8)) == pm.resolve(sw.EMBED, sw.TP, role="use", shape=(8, 8)) == P(None, "fsdp")
+    assert (
+        pm.resolve(sw.ColumnWise, role="use", shape=(8, 8))
+        == pm.resolve(sw.EMBED, sw.TP, role="use", shape=(8, 8))
+        == P(None, "fsdp")
+    )
 
 
 def test_hint_leaves_a_manual_dim_open() -> None:
@@ -90,23 +113,30 @@ def test_hint_leaves_a_manual_dim_open() -> None:
     def inner(x: Any) -> Any:
         return pm.hint(x, sw.BATCH, sw.HEAD)
 
-    outer = jax.jit(jax.shard_map(inner, mesh=pm.mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}))
+    outer = jax.jit(
+        jax.shard_map(inner, mesh=pm.mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+    )
     assert '[{?}, {"tp"}]' in outer.lower(jnp.ones((4, 8))).as_text()
 
 
 @pytest.mark.parametrize("kind", ["explicit", {"tp": "explicit"}])
 def test_gather_differentiates_a_weight_that_lies_elsewhere(kind: Any) -> None:
-    pm = manager('[rules]\nhead = "tp"\n[params]\nembed = "fsdp"\n[policy]\ngather = "fsdp"', axis_types=kind)
+    pm = manager(
+        '[rules]\nhead = "tp"\n[params]\nembed = "fsdp"\n[policy]\ngather = "fsdp"', axis_types=kind
+    )
     w = jnp.arange(32.0).reshape(4, 8)
     with pm:
-        found = jax.jit(jax.grad(lambda w: (pm.gather(w, sw.EMBED, sw.HEAD) ** 2).sum()))(jnp.asarray(w))
+        found = jax.jit(jax.grad(lambda w: (pm.gather(w, sw.EMBED, sw.HEAD) ** 2).sum()))(
+            jnp.asarray(w)
+        )
     np.testing.assert_allclose(found, 2 * w)
 
 
 def test_a_mesh_axis_of_ones_own_must_be_in_a_rule() -> None:
     mesh = cpu_mesh("data:2,model:4")
     with pytest.raises(
-        sw.MeshMismatchError, match=r"no rule names the mesh axis data=2, so everything would be replicated over it"
+        sw.MeshMismatchError,
+        match=r"no rule names the mesh axis data=2, so everything would be replicated over it",
     ) as caught:
         sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh)
     assert [problem.mesh_axes for problem in caught.value.problems] == [("data",), ("model",)]
@@ -115,9 +145,13 @@ def test_a_mesh_axis_of_ones_own_must_be_in_a_rule() -> None:
 def test_an_own_mesh_axis_of_size_one_may_be_idle() -> None:
     """Nothing can be replicated over one device, so no rule needs to name its mesh axis."""
     mesh = sw.abstract_mesh("data:1,fsdp:8,model:1")
-    assert sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh).resolve(sw.EMBED, role="param", shape=(16,)) == P("fsdp")
+    assert sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh).resolve(
+        sw.EMBED, role="param", shape=(16,)
+    ) == P("fsdp")
     with pytest.raises(sw.MeshMismatchError, match="no rule names the mesh axis model=2") as caught:
-        sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh("data:1,fsdp:4,model:2"))
+        sw.PartitionManager(
+            sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh("data:1,fsdp:4,model:2")
+        )
     assert [problem.mesh_axes for problem in caught.value.problems] == [("model",)]
 
 
@@ -144,7 +178,9 @@ def test_a_spec_whose_initialiser_has_no_hash() -> None:
     pm = manager('[rules]\nhead = "tp"\n[params]\nembed = "fsdp"\n[policy]\ngather = "fsdp"')
     spec = sw.ArraySpec((4, 8), jnp.float32, (sw.EMBED, sw.HEAD), Scaled())
     assert pm.shard(np.ones((4, 8), np.float32), spec).sharding.spec == P("fsdp", "tp")
-    assert pm.gather(pm.shard(np.ones((4, 8), np.float32), spec), spec).sharding.spec == P(None, "tp")
+    assert pm.gather(pm.shard(np.ones((4, 8), np.float32), spec), spec).sharding.spec == P(
+        None, "tp"
+    )
     assert float(pm.init({"a": spec}, jax.random.key(0))["a"][0, 0]) == 2.0
 
 
@@ -157,7 +193,9 @@ def test_what_is_no_shape_is_refused(shape: Any) -> None:
         sw.ArraySpec(shape, jnp.float32, (sw.BATCH,))
 
 
-@pytest.mark.parametrize("arguments", [{"mode": ["train"]}, {"role": {}}, {"mode": "zz"}, {"role": "weight"}])
+@pytest.mark.parametrize(
+    "arguments", [{"mode": ["train"]}, {"role": {}}, {"mode": "zz"}, {"role": "weight"}]
+)
 def test_a_bad_mode_or_role_is_ours(arguments: dict[str, Any]) -> None:
     pm = manager('[rules]\nbatch = "dp"')
     assert not pm.explain(sw.BATCH, shape=(8,), **arguments).ok
@@ -167,7 +205,9 @@ def test_a_bad_mode_or_role_is_ours(arguments: dict[str, Any]) -> None:
 
 def test_what_is_put_aside_in_host_memory_stays_there() -> None:
     pm = manager('[rules]\nbatch = "dp"')
-    aside = jax.device_put(np.ones((8, 4), np.float32), pm.sharding(sw.BATCH, sw.EMPTY, memory_kind="pinned_host"))
+    aside = jax.device_put(
+        np.ones((8, 4), np.float32), pm.sharding(sw.BATCH, sw.EMPTY, memory_kind="pinned_host")
+    )
     assert pm.shard(aside, sw.BATCH, sw.EMPTY).sharding.memory_kind == "pinned_host"
     assert pm.shard(aside, sw.EMPTY, sw.BATCH).sharding.memory_kind == "pinned_host"
 
@@ -180,27 +220,40 @@ def test_identical_answers_whatever_the_spelling() -> None:
 
 
 def test_parallelism_axes_of_a_partition_axis_may_be_replicated() -> None:
-    rules = sw.PartitionAxis(tensor_parallel_axis=None, head_axis=sw.TP, vocab_axis=(sw.FSDP, sw.TP)).compile()
-    assert sw.resolve((sw.HEAD, sw.VOCAB), rules, {"fsdp": 2, "tp": 4}, shape=(8, 8)).spec == P(None, "fsdp")
+    rules = sw.PartitionAxis(
+        tensor_parallel_axis=None, head_axis=sw.TP, vocab_axis=(sw.FSDP, sw.TP)
+    ).compile()
+    assert sw.resolve((sw.HEAD, sw.VOCAB), rules, {"fsdp": 2, "tp": 4}, shape=(8, 8)).spec == P(
+        None, "fsdp"
+    )
 
 
 def test_explain_sees_an_order_that_a_mixed_mesh_cannot_express() -> None:
     mesh = sw.create_mesh("fsdp:2,tp:4", axis_types={"fsdp": "auto", "tp": "explicit"})
-    strategy = sw.Strategy.loads('version = 1\n[mesh]\nfsdp = 2\ntp = 4\n[rules]\nvocab = "fsdp+tp"\n')
+    strategy = sw.Strategy.loads(
+        'version = 1\n[mesh]\nfsdp = 2\ntp = 4\n[rules]\nvocab = "fsdp+tp"\n'
+    )
     found = sw.PartitionManager(strategy, mesh=mesh).explain(sw.VOCAB, shape=(16,), path="lm_head")
     assert not found.ok
     assert found.spec is None
-    with pytest.raises(sw.MeshMismatchError, match=r"lm_head dim 0 VOCAB: fsdp\+tp puts an Auto mesh axis before an Explicit one"):
+    with pytest.raises(
+        sw.MeshMismatchError,
+        match=r"lm_head dim 0 VOCAB: fsdp\+tp puts an Auto mesh axis before an Explicit one",
+    ):
         found.require()
     manager = sw.PartitionManager(strategy, mesh=mesh)
-    with pytest.raises(sw.MeshMismatchError, match=r"head dim 0 VOCAB: fsdp\+tp puts an Auto mesh axis before") as caught:
+    with pytest.raises(
+        sw.MeshMismatchError, match=r"head dim 0 VOCAB: fsdp\+tp puts an Auto mesh axis before"
+    ) as caught:
         manager.shard({"head": np.ones(16, np.float32)}, (sw.VOCAB,))
     assert caught.value.resolution.path == "head"
     assert 'vocab = "fsdp+tp"' in caught.value.rule
 
 
 def test_an_axis_left_to_the_compiler_has_no_mesh_axes_to_tell() -> None:
-    strategy = sw.Strategy.loads('version = 1\n[mesh]\ndp = 8\n[rules]\nbatch = "dp"\nlength = "?"\n')
+    strategy = sw.Strategy.loads(
+        'version = 1\n[mesh]\ndp = 8\n[rules]\nbatch = "dp"\nlength = "?"\n'
+    )
     manager = sw.PartitionManager(strategy, mesh=sw.abstract_mesh("dp:8"))
     for ask in (manager.mesh_axes, manager.axis_size):
         with pytest.raises(sw.StrategyError, match=r'"\?" leaves this dim to the compiler'):
@@ -209,11 +262,15 @@ def test_an_axis_left_to_the_compiler_has_no_mesh_axes_to_tell() -> None:
 
 def test_a_manager_without_devices_pickles_and_one_with_devices_says_why_not() -> None:
     strategy = sw.Strategy.preset("fsdp_tp")
-    planned = sw.PartitionManager(strategy, mesh=sw.abstract_mesh("dp:1,fsdp:2,sp:1,ep:1,tp:4"), mode="decode")
+    planned = sw.PartitionManager(
+        strategy, mesh=sw.abstract_mesh("dp:1,fsdp:2,sp:1,ep:1,tp:4"), mode="decode"
+    )
     again = pickle.loads(pickle.dumps(planned))
     assert again == planned
     assert hash(again) == hash(planned)
-    assert again.resolve(sw.BATCH, sw.HEAD, shape=(8, 8)) == planned.resolve(sw.BATCH, sw.HEAD, shape=(8, 8))
+    assert again.resolve(sw.BATCH, sw.HEAD, shape=(8, 8)) == planned.resolve(
+        sw.BATCH, sw.HEAD, shape=(8, 8)
+    )
     with pytest.raises(TypeError, match="cannot be pickled: pickle the Strategy"):
         pickle.dumps(sw.PartitionManager(strategy, mesh=cpu_mesh("dp:1,fsdp:2,sp:1,ep:1,tp:4")))
 
@@ -221,9 +278,18 @@ def test_a_manager_without_devices_pickles_and_one_with_devices_says_why_not() -
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda pm: pm.abstract({"a": {"b": 1.0}}, {"a": {"b": ()}}), "a/b: float has no shape and dtype"),
-        (lambda pm: pm.shard_map(lambda x: x, in_axes=None, out_axes=()), "in_axes=None is not a tuple"),
-        (lambda pm: pm.state_shardings({}, {}, {}, overrides=["x"]), r"overrides=\['x'\] is not a mapping"),
+        (
+            lambda pm: pm.abstract({"a": {"b": 1.0}}, {"a": {"b": ()}}),
+            "a/b: float has no shape and dtype",
+        ),
+        (
+            lambda pm: pm.shard_map(lambda x: x, in_axes=None, out_axes=()),
+            "in_axes=None is not a tuple",
+        ),
+        (
+            lambda pm: pm.state_shardings({}, {}, {}, overrides=["x"]),
+            r"overrides=\['x'\] is not a mapping",
+        ),
         (lambda pm: sw.match_paths({}, {"kernel": (sw.EMBED,)}), "rule 0: 'kernel' is not a pair"),
     ],
 )

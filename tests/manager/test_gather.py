@@ -79,7 +79,9 @@ def test_inside_scan_over_stacked_layers(kind: str, remat: bool) -> None:
     placed = pm.shard(stack, axes, role="param")
     assert placed["up"].sharding.spec == jax.P(None, "dp", "tp")
     with pm:
-        found = jax.jit(jax.grad(lambda stack, x: loss(stack, x, sw.gather)))(placed, pm.shard(x, sw.BATCH, sw.EMPTY))
+        found = jax.jit(jax.grad(lambda stack, x: loss(stack, x, sw.gather)))(
+            placed, pm.shard(x, sw.BATCH, sw.EMPTY)
+        )
     assert_like(found, jax.grad(lambda stack: loss(stack, x, lambda w, *_: w))(stack))
     assert lies_over(found["up"], pm.mesh, None, "dp", "tp")
     assert lies_over(found["down"], pm.mesh, None, "tp", "dp")
@@ -104,20 +106,32 @@ def test_backward_pass_does_not_read_the_ambient_manager(kind: str, later: str) 
         thread.start()
         thread.join()
         (found,) = box
-    assert lies_over(found, pm.mesh, "dp", "tp"), "as stored under the manager that was ambient in the forward pass"
-    np.testing.assert_allclose(found, np.cos(numbers(8, 12)) * np.sin(numbers(8, 12)), rtol=2e-5, atol=1e-6)
+    assert lies_over(found, pm.mesh, "dp", "tp"), (
+        "as stored under the manager that was ambient in the forward pass"
+    )
+    np.testing.assert_allclose(
+        found, np.cos(numbers(8, 12)) * np.sin(numbers(8, 12)), rtol=2e-5, atol=1e-6
+    )
 
 
 def test_trees_and_paths() -> None:
     text = RULES + '[[tensors]]\nmatch = "lm_head/.*"\nembed = "-"\n'
     pm = make_manager(text=text)
     tree = {"mlp": {"kernel": numbers(8, 8)}, "lm_head": {"kernel": numbers(8, 8)}}
-    found = jax.jit(jax.grad(lambda tree: sum((leaf**2).sum() for leaf in jax.tree.leaves(pm.gather(tree, KERNEL, path="")))))(tree)
+    found = jax.jit(
+        jax.grad(
+            lambda tree: sum(
+                (leaf**2).sum() for leaf in jax.tree.leaves(pm.gather(tree, KERNEL, path=""))
+            )
+        )
+    )(tree)
     assert lies_over(found["mlp"]["kernel"], pm.mesh, "dp", "tp")
     assert lies_over(found["lm_head"]["kernel"], pm.mesh, None, "tp")
     one = jax.jit(jax.grad(lambda w: (pm.gather(w, *KERNEL, path="lm_head/kernel") ** 2).sum()))
     assert lies_over(one(numbers(8, 8)), pm.mesh, None, "tp")
-    under = jax.jit(jax.grad(lambda tree: (pm.gather(tree, KERNEL, path="lm_head")["kernel"] ** 2).sum()))
+    under = jax.jit(
+        jax.grad(lambda tree: (pm.gather(tree, KERNEL, path="lm_head")["kernel"] ** 2).sum())
+    )
     assert lies_over(under({"kernel": numbers(8, 8)})["kernel"], pm.mesh, None, "tp")
 
 
@@ -134,12 +148,20 @@ def test_a_weight_that_an_entry_may_cover_must_say_its_path() -> None:
         with pytest.raises(sw.StrategyError, match=says) as caught:
             place()
         assert 'embed = "-"' in caught.value.rule
-    assert pm.shard(numbers(8, 8), sw.BATCH, sw.EMBED).sharding.spec == jax.P("dp", "tp"), "an activation is covered by no entry"
-    assert pm.gather(numbers(8, 8), sw.VOCAB, sw.EMPTY).sharding.spec == jax.P("tp"), "the entry names no axis of it"
-    assert pm.hint(numbers(8, 8), *KERNEL, role="param").sharding.spec == jax.P("dp", "tp"), "a hint does its best"
+    assert pm.shard(numbers(8, 8), sw.BATCH, sw.EMBED).sharding.spec == jax.P("dp", "tp"), (
+        "an activation is covered by no entry"
+    )
+    assert pm.gather(numbers(8, 8), sw.VOCAB, sw.EMPTY).sharding.spec == jax.P("tp"), (
+        "the entry names no axis of it"
+    )
+    assert pm.hint(numbers(8, 8), *KERNEL, role="param").sharding.spec == jax.P("dp", "tp"), (
+        "a hint does its best"
+    )
 
 
-def test_a_weight_whose_rank_is_fitted_is_asked_for_its_path_only_where_an_entry_covers_it() -> None:
+def test_a_weight_whose_rank_is_fitted_is_asked_for_its_path_only_where_an_entry_covers_it() -> (
+    None
+):
     pm = make_manager(text=RULES + 'rank = "fit"\n[[tensors]]\nmatch = "lm_head"\nvocab = "-"\n')
     assert pm.gather(numbers(8), *KERNEL).sharding.spec == jax.P()
     with pytest.raises(sw.StrategyError, match="may cover this weight"):
@@ -149,7 +171,11 @@ def test_a_weight_whose_rank_is_fitted_is_asked_for_its_path_only_where_an_entry
 def test_weight_that_is_used_as_it_is_stored() -> None:
     """`gather = "-"`: still a constraint both ways, to one spec."""
     pm = make_manager(text=RULES.replace('gather = "dp"', 'gather = "-"'))
-    text = jax.jit(jax.grad(lambda w: (pm.gather(w, *KERNEL) ** 2).sum())).lower(numbers(8, 8)).as_text()
+    text = (
+        jax.jit(jax.grad(lambda w: (pm.gather(w, *KERNEL) ** 2).sum()))
+        .lower(numbers(8, 8))
+        .as_text()
+    )
     assert constraints(text) == ['[{"dp"}, {"tp"}]'] * 2
 
 
@@ -165,7 +191,13 @@ def test_layouts_gather_like_their_axes() -> None:
 
 def test_errors_name_the_path() -> None:
     pm = make_manager()
-    with pytest.raises(sw.IndivisibleError, match="mlp/kernel dim 1 MLP_INTERMEDIATE: size 6 does not divide over tp=4"):
+    with pytest.raises(
+        sw.IndivisibleError,
+        match="mlp/kernel dim 1 MLP_INTERMEDIATE: size 6 does not divide over tp=4",
+    ):
         pm.gather(numbers(8, 6), *KERNEL, path="mlp/kernel")
-    with pytest.raises(sw.NoManagerError, match="gather needs a PartitionManager, and none is entered in this thread"):
+    with pytest.raises(
+        sw.NoManagerError,
+        match="gather needs a PartitionManager, and none is entered in this thread",
+    ):
         sw.gather(numbers(8, 8), *KERNEL)

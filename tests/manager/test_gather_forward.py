@@ -12,7 +12,14 @@ import pytest
 
 import shardwright as sw
 from shardwright.testing import assert_collectives
-from tests.manager.programs import AXIS_TYPES, TRANSFORMS, assert_like, lies_over, make_manager, numbers
+from tests.manager.programs import (
+    AXIS_TYPES,
+    TRANSFORMS,
+    assert_like,
+    lies_over,
+    make_manager,
+    numbers,
+)
 
 KERNEL = (sw.EMBED, sw.MLP_INTERMEDIATE)
 

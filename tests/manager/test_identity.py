@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from tests.manager.programs import AXIS_TYPES, RULES, counting, lies_over, make_manager, make_mesh, numbers
+from tests.manager.programs import (
+    AXIS_TYPES,
+    RULES,
+    counting,
+    lies_over,
+    make_manager,
+    make_mesh,
+    numbers,
+)
 
 OTHER = RULES.replace('embed = "tp"', 'embed = "dp"').replace('batch = "dp"', 'batch = "tp"')
 
@@ -27,14 +35,22 @@ def test_same_question_same_resolution(kind: str) -> None:
 
 def test_same_question_same_object() -> None:
     pm = make_manager()
-    assert pm.sharding(sw.BATCH, sw.EMBED) is pm.sharding((sw.BATCH, sw.EMBED)) is pm.sharding("batch", "embed")
-    assert pm.sharding(sw.BATCH, sw.EMBED) is pm.sharding(sw.BATCH, sw.MLP_INTERMEDIATE), "one spec, one object"
+    assert (
+        pm.sharding(sw.BATCH, sw.EMBED)
+        is pm.sharding((sw.BATCH, sw.EMBED))
+        is pm.sharding("batch", "embed")
+    )
+    assert pm.sharding(sw.BATCH, sw.EMBED) is pm.sharding(sw.BATCH, sw.MLP_INTERMEDIATE), (
+        "one spec, one object"
+    )
     assert pm.sharding(sw.BATCH) is pm.sharding(sw.BATCH, sw.LENGTH), "canonical: no trailing None"
     assert pm.for_mode("decode") is pm.for_mode(sw.MODE_DECODE)
     assert pm.for_mode("decode").for_mode("train") is pm.for_mode("train")
     tree = {"a": numbers(8, 4), "b": numbers(8, 4)}
     shardings = pm.shardings(tree, (sw.EMBED, sw.MLP_INTERMEDIATE))
-    assert shardings["a"] is shardings["b"] is pm.shardings(tree, (sw.EMBED, sw.MLP_INTERMEDIATE))["a"]
+    assert (
+        shardings["a"] is shardings["b"] is pm.shardings(tree, (sw.EMBED, sw.MLP_INTERMEDIATE))["a"]
+    )
 
 
 def test_pinned_host_memory_is_another_object() -> None:
@@ -60,7 +76,10 @@ def test_equality_covers_rules_policy_mode_and_mesh() -> None:
 def test_frozen() -> None:
     pm = make_manager()
     for name in ("mode", "mesh", "rules", "anything"):
-        with pytest.raises(AttributeError, match=f"a PartitionManager is frozen: build another one instead of setting {name!r}"):
+        with pytest.raises(
+            AttributeError,
+            match=f"a PartitionManager is frozen: build another one instead of setting {name!r}",
+        ):
             setattr(pm, name, None)
 
 
@@ -74,7 +93,9 @@ def test_a_config_that_holds_a_manager_can_be_copied() -> None:
 @pytest.mark.parametrize("way", ["entered", "method"])
 def test_the_same_manager_never_retraces(way: str) -> None:
     pm = make_manager()
-    body, traces = counting(lambda x: (sw if way == "entered" else pm).shard(x, sw.BATCH, sw.EMBED) * 2)
+    body, traces = counting(
+        lambda x: (sw if way == "entered" else pm).shard(x, sw.BATCH, sw.EMBED) * 2
+    )
     f = jax.jit(body)
     x = jnp.asarray(numbers(8, 8))
     for _ in range(3):
@@ -101,7 +122,12 @@ def test_one_jitted_function_under_two_managers_gives_two_specs() -> None:
     body, traces = counting(lambda x: sw.shard(x, sw.BATCH, sw.EMBED) * 2)
     f = jax.jit(body)
     x = jnp.asarray(numbers(8, 8))
-    for manager, spec in [(here, ("dp", "tp")), (there, ("tp", "dp")), (here, ("dp", "tp")), (there, ("tp", "dp"))]:
+    for manager, spec in [
+        (here, ("dp", "tp")),
+        (there, ("tp", "dp")),
+        (here, ("dp", "tp")),
+        (there, ("tp", "dp")),
+    ]:
         with manager:
             assert lies_over(f(x), manager.mesh, *spec)
     assert len(traces) == 2

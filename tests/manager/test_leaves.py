@@ -67,7 +67,11 @@ def test_arrays_without_elements(kind: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("operation", ["shard", "hint", "gather"])
-@pytest.mark.parametrize("value", [1.5, 3, True, np.float32(2.5), np.int8(4), np.array(7), jnp.asarray(1, jnp.bfloat16)], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [1.5, 3, True, np.float32(2.5), np.int8(4), np.array(7), jnp.asarray(1, jnp.bfloat16)],
+    ids=repr,
+)
 def test_scalars_and_numbers(value: Any, operation: str) -> None:
     pm = make_manager()
     place = getattr(pm, operation)
@@ -106,10 +110,16 @@ TREES: dict[str, tuple[Any, Any]] = {
     "namedtuple": (Pair(numbers(8, 4), numbers(4)), Pair((sw.BATCH, sw.EMBED), (sw.EMBED,))),
     "dataclass": (Batch(numbers(8, 4), numbers(4)), Batch((sw.BATCH, sw.EMBED), (sw.EMBED,))),
     "one annotation for all": ({"a": numbers(8, 4), "b": [numbers(2, 8)]}, (sw.BATCH, sw.EMBED)),
-    "prefix": ({"a": [numbers(8, 4), numbers(2, 8)], "b": numbers(4)}, {"a": (sw.BATCH, sw.EMBED), "b": (sw.EMBED,)}),
+    "prefix": (
+        {"a": [numbers(8, 4), numbers(2, 8)], "b": numbers(4)},
+        {"a": (sw.BATCH, sw.EMBED), "b": (sw.EMBED,)},
+    ),
     "layout for all": ({"a": numbers(8, 4), "b": [numbers(2)]}, sw.Replicated),
     "None leaves": ({"a": numbers(8, 4), "b": None}, {"a": (sw.BATCH, sw.EMBED), "b": None}),
-    "scalar beside arrays": (Batch(numbers(8, 4), numbers(4), np.int32(3)), Batch((sw.BATCH, sw.EMBED), (sw.EMBED,), ())),
+    "scalar beside arrays": (
+        Batch(numbers(8, 4), numbers(4), np.int32(3)),
+        Batch((sw.BATCH, sw.EMBED), (sw.EMBED,), ()),
+    ),
     "empty tree": ({}, {}),
 }
 
@@ -152,10 +162,14 @@ def test_tree_reports_every_leaf_at_once() -> None:
 
 def test_structures_must_agree() -> None:
     pm = make_manager()
-    with pytest.raises(sw.StrategyError, match=r"^2 problems\n 1. a: the tree has this place, the tree of annotations does not\n"):
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"^2 problems\n 1. a: the tree has this place, the tree of annotations does not\n",
+    ):
         pm.shard({"a": numbers(8, 4)}, {"b": (sw.BATCH, sw.EMBED)})
     with pytest.raises(
-        sw.StrategyError, match=r"^a: NoneType is not an annotation|^a: the tree has a leaf .* here, the tree of annotations None\n"
+        sw.StrategyError,
+        match=r"^a: NoneType is not an annotation|^a: the tree has a leaf .* here, the tree of annotations None\n",
     ):
         pm.shard({"a": numbers(8, 4)}, {"a": None})
 
@@ -165,6 +179,10 @@ def test_array_specs_bring_their_own_axes() -> None:
     spec = sw.ArraySpec((8, 4), np.float32, (sw.BATCH, sw.EMBED))
     assert pm.shard(numbers(8, 4), spec, role="activation").sharding.spec == jax.P("dp", "tp")
     stored = sw.ArraySpec((8, 4), np.float32, (sw.EMBED, sw.HEAD))
-    assert pm.shard(numbers(8, 4), stored).sharding.spec == pm.shardings(stored).spec, "a spec is a stored parameter"
-    with pytest.raises(sw.RankMismatchError, match=r"array has shape \(8, 8\), its ArraySpec \(8, 4\)"):
+    assert pm.shard(numbers(8, 4), stored).sharding.spec == pm.shardings(stored).spec, (
+        "a spec is a stored parameter"
+    )
+    with pytest.raises(
+        sw.RankMismatchError, match=r"array has shape \(8, 8\), its ArraySpec \(8, 4\)"
+    ):
         pm.shard(numbers(8, 8), spec)

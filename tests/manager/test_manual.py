@@ -15,8 +15,12 @@ from tests.manager.programs import RULES, assert_like, lies_over, make_manager, 
 P = jax.P
 
 
-def mapped(pm: sw.PartitionManager, f: Any, *, in_specs: Any, out_specs: Any, **options: Any) -> Any:
-    return jax.jit(jax.shard_map(f, mesh=pm.mesh, in_specs=in_specs, out_specs=out_specs, **options))
+def mapped(
+    pm: sw.PartitionManager, f: Any, *, in_specs: Any, out_specs: Any, **options: Any
+) -> Any:
+    return jax.jit(
+        jax.shard_map(f, mesh=pm.mesh, in_specs=in_specs, out_specs=out_specs, **options)
+    )
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -35,7 +39,9 @@ def test_fully_manual_and_varying_is_applied_already(kind: str, operation: str) 
 
 def test_recorded_as_manual_and_never_a_reason_for_the_next_candidate() -> None:
     pm = make_manager()
-    found = sw.resolve((sw.BATCH, sw.KV_HEAD), pm.rules, pm.mesh, shape=(4, 3), manual=frozenset({"tp"}))
+    found = sw.resolve(
+        (sw.BATCH, sw.KV_HEAD), pm.rules, pm.mesh, shape=(4, 3), manual=frozenset({"tp"})
+    )
     assert found.spec == P("dp")
     decision = found.decisions[1]
     assert (decision.mesh_axes, decision.manual, decision.skipped) == (("tp",), ("tp",), ())
@@ -47,7 +53,13 @@ def test_sizes_are_local_along_manual_axes() -> None:
     pm = make_manager()
     f = mapped(pm, lambda x: pm.shard(x, sw.BATCH, sw.EMPTY), in_specs=P("dp"), out_specs=P("dp"))
     assert_like(f(numbers(2, 8)), jnp.asarray(numbers(2, 8)))
-    half = mapped(pm, lambda x: pm.shard(x, sw.BATCH, sw.EMBED), in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+    half = mapped(
+        pm,
+        lambda x: pm.shard(x, sw.BATCH, sw.EMBED),
+        in_specs=P("dp"),
+        out_specs=P("dp"),
+        axis_names={"dp"},
+    )
     with pytest.raises(sw.IndivisibleError, match="dim 1 EMBED: size 6 does not divide over tp=4"):
         half(numbers(2, 6))
 
@@ -65,9 +77,17 @@ def test_partly_manual_constrains_the_rest(kind: str) -> None:
     f = mapped(pm, inside, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
     x = pm.shard(numbers(8, 8), sw.BATCH, sw.EMPTY)
     assert_like(f(x), jnp.asarray(numbers(8, 8) * 2))
-    if kind != "tp explicit":  # there JAX forgets the Explicit axis on the way out, whoever resharded
+    if (
+        kind != "tp explicit"
+    ):  # there JAX forgets the Explicit axis on the way out, whoever resharded
         assert lies_over(f(x), pm.mesh, "dp", "tp")
-    loss = mapped(pm, lambda x: jax.lax.psum((inside(x) ** 2).sum(), "dp"), in_specs=P("dp"), out_specs=P(), axis_names={"dp"})
+    loss = mapped(
+        pm,
+        lambda x: jax.lax.psum((inside(x) ** 2).sum(), "dp"),
+        in_specs=P("dp"),
+        out_specs=P(),
+        axis_names={"dp"},
+    )
     with pm:
         assert_like(jax.jit(jax.grad(loss))(x), jnp.asarray(numbers(8, 8) * 8))
 
@@ -79,7 +99,10 @@ def test_not_varying_is_refused_by_shard_and_dropped_by_hint(axis_names: set[str
     def run(f):
         return mapped(pm, f, in_specs=P(), out_specs=P(), axis_names=axis_names)(numbers(8, 8))
 
-    with pytest.raises(sw.ManualAxisError, match="dim 0 BATCH: dp is Manual here, and the value does not vary over it"):
+    with pytest.raises(
+        sw.ManualAxisError,
+        match="dim 0 BATCH: dp is Manual here, and the value does not vary over it",
+    ):
         run(lambda x: pm.shard(x, sw.BATCH, sw.EMPTY))
     assert_like(run(lambda x: pm.hint(x, sw.BATCH, sw.EMPTY) * 1), jnp.asarray(numbers(8, 8)))
     assert_like(run(lambda x: pm.shard(x, sw.EMPTY, sw.EMPTY) * 1), jnp.asarray(numbers(8, 8)))
@@ -90,7 +113,14 @@ def test_without_varying_types_the_manual_axes_are_trusted(axis_names: set[str])
     """`check_vma=False` leaves no trace of what varies, so shard cannot refuse."""
     pm = make_manager()
     spec = P("dp", "tp") if "tp" in axis_names else P("dp")
-    f = mapped(pm, lambda x: pm.shard(x * 3, sw.BATCH, sw.EMBED), in_specs=spec, out_specs=spec, axis_names=axis_names, check_vma=False)
+    f = mapped(
+        pm,
+        lambda x: pm.shard(x * 3, sw.BATCH, sw.EMBED),
+        in_specs=spec,
+        out_specs=spec,
+        axis_names=axis_names,
+        check_vma=False,
+    )
     x = pm.shard(numbers(8, 8), sw.BATCH, sw.EMPTY)
     np.testing.assert_allclose(f(x), numbers(8, 8) * 3, rtol=1e-6)
 
@@ -108,14 +138,24 @@ def test_entered_inside_shard_map() -> None:
 
 def test_another_mesh_inside_is_refused() -> None:
     pm, other = make_manager(), make_manager(sizes="dp:4,tp:2")
-    with pytest.raises(sw.MeshMismatchError, match=r"the ambient mesh is \{'dp': 2, 'tp': 4\}, the manager's \{'dp': 4, 'tp': 2\}"):
-        mapped(pm, lambda x: other.shard(x, sw.BATCH, sw.EMBED), in_specs=P("dp"), out_specs=P("dp"))(numbers(8, 8))
+    with pytest.raises(
+        sw.MeshMismatchError,
+        match=r"the ambient mesh is \{'dp': 2, 'tp': 4\}, the manager's \{'dp': 4, 'tp': 2\}",
+    ):
+        mapped(
+            pm, lambda x: other.shard(x, sw.BATCH, sw.EMBED), in_specs=P("dp"), out_specs=P("dp")
+        )(numbers(8, 8))
 
 
 def test_each_leaf_of_a_tree_is_named() -> None:
     pm = make_manager()
     with pytest.raises(sw.ManualAxisError, match=r"^2 problems") as caught:
-        mapped(pm, lambda x: pm.shard({"a": x, "b": x}, (sw.BATCH, sw.EMPTY)), in_specs=P(), out_specs=P())(numbers(8, 8))
+        mapped(
+            pm,
+            lambda x: pm.shard({"a": x, "b": x}, (sw.BATCH, sw.EMPTY)),
+            in_specs=P(),
+            out_specs=P(),
+        )(numbers(8, 8))
     assert [problem.path for problem in caught.value.problems] == ["a", "b"]
 
 
@@ -125,12 +165,21 @@ def test_a_manual_axis_cannot_come_after_another(manual: str, spec: Any) -> None
     pm = make_manager(text=RULES.replace('embed = "tp"', 'embed = "dp+tp"'))
 
     def run(place: Any) -> Any:
-        return mapped(pm, lambda x: place(x * 1, sw.EMBED), in_specs=P(manual), out_specs=P(manual), axis_names={manual})(numbers(16))
+        return mapped(
+            pm,
+            lambda x: place(x * 1, sw.EMBED),
+            in_specs=P(manual),
+            out_specs=P(manual),
+            axis_names={manual},
+        )(numbers(16))
 
     if spec is not None:
         assert run(pm.shard).sharding.spec == spec
         return
-    with pytest.raises(sw.ManualAxisError, match=r"dim 0 EMBED: tp is Manual here and so comes first, where dp\+tp puts it later"):
+    with pytest.raises(
+        sw.ManualAxisError,
+        match=r"dim 0 EMBED: tp is Manual here and so comes first, where dp\+tp puts it later",
+    ):
         run(pm.shard)
     np.testing.assert_array_equal(run(pm.hint), numbers(16))
 
@@ -139,31 +188,58 @@ def test_the_resolution_of_an_error_is_of_its_leaf() -> None:
     pm = make_manager()
     for name in ("first", "second"):
         with pytest.raises(sw.ManualAxisError, match=f"^{name} dim 0 BATCH: ") as caught:
-            mapped(pm, lambda x, name=name: pm.shard({name: x}, (sw.BATCH, sw.EMPTY)), in_specs=P(), out_specs=P())(numbers(8, 8))
+            mapped(
+                pm,
+                lambda x, name=name: pm.shard({name: x}, (sw.BATCH, sw.EMPTY)),
+                in_specs=P(),
+                out_specs=P(),
+            )(numbers(8, 8))
         assert (caught.value.path, caught.value.resolution.path) == (name, name)
 
 
-STATE = RULES.replace("[policy]", '[policy]\nzero1 = "dp"').replace('[params]\nembed = "dp"', '[params]\nembed = "tp"')
+STATE = RULES.replace("[policy]", '[policy]\nzero1 = "dp"').replace(
+    '[params]\nembed = "dp"', '[params]\nembed = "tp"'
+)
 
 
 @pytest.mark.parametrize("role", ["activation", "param", "use", "state"])
 @pytest.mark.parametrize("manual", [set(), {"dp"}, {"tp"}, {"dp", "tp"}])
 @pytest.mark.parametrize("indivisible", ["error", "prefix", "replicate", "drop"])
-def test_manual_axes_are_marked_in_every_role(role: str, manual: set[str], indivisible: str) -> None:
+def test_manual_axes_are_marked_in_every_role(
+    role: str, manual: set[str], indivisible: str
+) -> None:
     """Whatever is done to a decision after it is made: its spec names no Manual mesh axis, its mesh axes do."""
-    text = STATE.replace("[policy]", f'[policy]\nindivisible = "{indivisible}"').replace('gather = "dp"', 'gather = "tp"')
-    rules = sw.Strategy.loads(text.replace('vocab = "tp"', 'vocab = "dp+tp"'), format="toml").compile()
+    text = STATE.replace("[policy]", f'[policy]\nindivisible = "{indivisible}"').replace(
+        'gather = "dp"', 'gather = "tp"'
+    )
+    rules = sw.Strategy.loads(
+        text.replace('vocab = "tp"', 'vocab = "dp+tp"'), format="toml"
+    ).compile()
     mesh = {"dp": 2, "tp": 4}
-    wholes = {(sw.EMBED, sw.EMPTY): (16, 3), (sw.VOCAB, sw.EMBED): (8, 3), (sw.MLP_INTERMEDIATE, sw.NORM): (8, 4)}
-    parts = [sw.PartOf(annotation=axes, shape=shape, dims=dims) for axes, shape in wholes.items() for dims in ((0, 1), (0, None))]
+    wholes = {
+        (sw.EMBED, sw.EMPTY): (16, 3),
+        (sw.VOCAB, sw.EMBED): (8, 3),
+        (sw.MLP_INTERMEDIATE, sw.NORM): (8, 4),
+    }
+    parts = [
+        sw.PartOf(annotation=axes, shape=shape, dims=dims)
+        for axes, shape in wholes.items()
+        for dims in ((0, 1), (0, None))
+    ]
     seen = set()
     for annotation, shape in [*wholes.items(), *((part, (2, 3)) for part in parts)]:
-        found = sw.explain(annotation, rules, mesh, role=role, shape=shape, manual=frozenset(manual))
+        found = sw.explain(
+            annotation, rules, mesh, role=role, shape=shape, manual=frozenset(manual)
+        )
         for decision in found.decisions:
-            assert decision.manual == tuple(axis for axis in decision.mesh_axes if axis in manual), found
+            assert decision.manual == tuple(
+                axis for axis in decision.mesh_axes if axis in manual
+            ), found
             seen |= set(decision.manual)
         if found.spec is not None:
-            assert not manual & {name for entry in found.spec.partitions for name in np.ravel([entry]) if name}, found
+            assert not manual & {
+                name for entry in found.spec.partitions for name in np.ravel([entry]) if name
+            }, found
     assert seen == manual or role == "use"
 
 
@@ -173,7 +249,9 @@ def test_zero1_over_a_manual_axis(axis_names: set[str]) -> None:
     pm = make_manager(text=STATE.replace('embed = "tp"', 'embed = "-"'))
     axes = (sw.EMBED, sw.EMPTY)
     assert pm.resolve(*axes, role="state", shape=(8, 12)) == P("dp")
-    found = sw.explain(axes, pm.rules, pm.mesh, role="state", shape=(4, 12), manual=frozenset(axis_names))
+    found = sw.explain(
+        axes, pm.rules, pm.mesh, role="state", shape=(4, 12), manual=frozenset(axis_names)
+    )
     assert found.spec == P()
     assert found.decisions[0].manual == ("dp",)
     assert "dp by zero1; dp already applied by shard_map" in found.decisions[0].why
@@ -184,15 +262,33 @@ def test_zero1_over_a_manual_axis(axis_names: set[str]) -> None:
     split = mapped(pm, place, in_specs=P("dp"), out_specs=P("dp"), axis_names=axis_names)
     assert_like(split(numbers(8, 12)), jnp.asarray(numbers(8, 12) * 2))
     whole = mapped(pm, place, in_specs=P(), out_specs=P(), axis_names=axis_names)
-    with pytest.raises(sw.ManualAxisError, match="dim 0 EMBED: dp is Manual here, and the value does not vary over it"):
+    with pytest.raises(
+        sw.ManualAxisError,
+        match="dim 0 EMBED: dp is Manual here, and the value does not vary over it",
+    ):
         whole(numbers(8, 12))
-    hint = mapped(pm, lambda x: pm.hint(x, *axes, role="state") * 2, in_specs=P(), out_specs=P(), axis_names=axis_names)
+    hint = mapped(
+        pm,
+        lambda x: pm.hint(x, *axes, role="state") * 2,
+        in_specs=P(),
+        out_specs=P(),
+        axis_names=axis_names,
+    )
     assert_like(hint(numbers(8, 12)), jnp.asarray(numbers(8, 12) * 2))
 
 
 def test_zero1_cannot_come_after_an_axis_that_is_not_manual() -> None:
     pm = make_manager(text=STATE)
     assert pm.resolve(sw.EMBED, sw.EMPTY, role="state", shape=(16, 12)) == P(("tp", "dp"))
-    f = mapped(pm, lambda x: pm.shard(x, sw.EMBED, sw.EMPTY, role="state"), in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
-    with pytest.raises(sw.ManualAxisError, match=r"dp is Manual here and so comes first, where tp\+dp puts it later"):
+    f = mapped(
+        pm,
+        lambda x: pm.shard(x, sw.EMBED, sw.EMPTY, role="state"),
+        in_specs=P("dp"),
+        out_specs=P("dp"),
+        axis_names={"dp"},
+    )
+    with pytest.raises(
+        sw.ManualAxisError,
+        match=r"dp is Manual here and so comes first, where tp\+dp puts it later",
+    ):
         f(numbers(16, 12))

@@ -32,7 +32,9 @@ def same(w: Any, *_: Any) -> Any:
     return w
 
 
-def run_gather(pm: sw.PartitionManager, w: Any, spec: Any, out: Any, *axes: Any, **options: Any) -> Any:
+def run_gather(
+    pm: sw.PartitionManager, w: Any, spec: Any, out: Any, *axes: Any, **options: Any
+) -> Any:
     """Gather one weight inside a map over all mesh axes but those in `keep`, or over `axis_names`."""
     shape = options.pop("shape", None)
     names = options.pop("axis_names", set(pm.mesh.axis_names))
@@ -41,7 +43,9 @@ def run_gather(pm: sw.PartitionManager, w: Any, spec: Any, out: Any, *axes: Any,
     def f(w: Any) -> Any:
         return pm.gather(w, *axes, shape=shape, path=path) * 1
 
-    return jax.jit(jax.shard_map(f, mesh=pm.mesh, in_specs=spec, out_specs=out, axis_names=names, **options))(w)
+    return jax.jit(
+        jax.shard_map(f, mesh=pm.mesh, in_specs=spec, out_specs=out, axis_names=names, **options)
+    )(w)
 
 
 @VMA
@@ -54,7 +58,9 @@ def test_loss_over_sharded_weights(check_vma: bool) -> None:
         assert w.shape == (32, 2)
         return jax.lax.psum(jnp.tanh(h @ sw.gather(w, *axes)).sum(), "fsdp")
 
-    mapped = pm.shard_map(f, in_axes=[(sw.BATCH, sw.MLP_INTERMEDIATE), sw.RowWise], out_axes=(), check_vma=check_vma)
+    mapped = pm.shard_map(
+        f, in_axes=[(sw.BATCH, sw.MLP_INTERMEDIATE), sw.RowWise], out_axes=(), check_vma=check_vma
+    )
     with pm:
         np.testing.assert_allclose(mapped(h, stored), jnp.tanh(h @ w).sum(), rtol=1e-5)
         gradient = jax.jit(jax.grad(mapped, argnums=1))(h, stored)
@@ -112,7 +118,9 @@ def test_psum_in_the_differentiated_function(check_vma: bool) -> None:
         return jax.grad(loss)(w)
 
     specs = (P("dp"), P("dp", "tp"))
-    mapped = jax.shard_map(inside, mesh=pm.mesh, in_specs=specs, out_specs=specs[1], check_vma=check_vma)
+    mapped = jax.shard_map(
+        inside, mesh=pm.mesh, in_specs=specs, out_specs=specs[1], check_vma=check_vma
+    )
     wanted = jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
     assert_like(jax.jit(mapped)(x, w), wanted if check_vma else wanted * 8)
 
@@ -124,12 +132,21 @@ def test_forward_mode_inside() -> None:
 
         def f(w: Any, v: Any, pm: Any = pm) -> Any:
             g = jax.grad(lambda w: (jnp.sin(pm.gather(w, *KERNEL)) ** 2).sum())
-            return (*jax.jvp(lambda w: pm.gather(w, *KERNEL), (w,), (v,)), jax.jvp(g, (w,), (v,))[1])
+            return (
+                *jax.jvp(lambda w: pm.gather(w, *KERNEL), (w,), (v,)),
+                jax.jvp(g, (w,), (v,))[1],
+            )
 
         whole = P(None, "tp") if "tp" in names else P()
         w, v = waves(8, 12), waves(8, 12) * 2
         with pm:
-            mapped = jax.shard_map(f, in_specs=(spec, spec), out_specs=(whole, whole, spec), axis_names=names, check_vma=False)
+            mapped = jax.shard_map(
+                f,
+                in_specs=(spec, spec),
+                out_specs=(whole, whole, spec),
+                axis_names=names,
+                check_vma=False,
+            )
             with pytest.raises(sw.ShapeRequiredError, match="shape="):
                 jax.jit(mapped)(w, v)
             mapped = jax.shard_map(
@@ -163,7 +180,9 @@ def test_varying_whole_weight_with_its_shape() -> None:
         varying = jax.lax.pcast(w, "dp", to="varying")
         return jax.lax.pmax(pm.gather(varying, sw.EMBED, sw.EMPTY, shape=(8, 12)), "dp")
 
-    assert_like(jax.jit(jax.shard_map(f, mesh=pm.mesh, in_specs=P(), out_specs=P()))(w), jnp.asarray(w))
+    assert_like(
+        jax.jit(jax.shard_map(f, mesh=pm.mesh, in_specs=P(), out_specs=P()))(w), jnp.asarray(w)
+    )
 
 
 def test_weight_used_in_shards_must_be_split() -> None:
@@ -174,12 +193,20 @@ def test_weight_used_in_shards_must_be_split() -> None:
             run_gather(pm, w, P("dp"), P(), *KERNEL, **options)
 
 
-CHAINS = RULES.replace('[params]\nembed = "dp"', '[params]\nembed = "dp | -"\nmlp_intermediate = "tp | -"')
+CHAINS = RULES.replace(
+    '[params]\nembed = "dp"', '[params]\nembed = "dp | -"\nmlp_intermediate = "tp | -"'
+)
 
 
 @pytest.mark.parametrize(
     ("shape", "spec"),
-    [((6, 12), P("dp", "tp")), ((6, 10), P("dp")), ((5, 12), P(None, "tp")), ((5, 10), P()), ((8, 4), P("dp", "tp"))],
+    [
+        ((6, 12), P("dp", "tp")),
+        ((6, 10), P("dp")),
+        ((5, 12), P(None, "tp")),
+        ((5, 10), P()),
+        ((8, 4), P("dp", "tp")),
+    ],
 )
 def test_chains_are_decided_on_the_global_size(shape: tuple[int, int], spec: Any) -> None:
     """A local size of 3 does not divide over dp=2, and the weight of size 6 is stored over it all the same."""
@@ -190,15 +217,23 @@ def test_chains_are_decided_on_the_global_size(shape: tuple[int, int], spec: Any
 
     def f(w: Any, shape: Any) -> Any:
         found = pm.gather(w, *KERNEL, shape=shape)[None]
-        return found if "dp" in jax.typeof(found).manual_axis_type.varying else jax.lax.pcast(found, "dp", to="varying")
+        return (
+            found
+            if "dp" in jax.typeof(found).manual_axis_type.varying
+            else jax.lax.pcast(found, "dp", to="varying")
+        )
 
-    found = jax.jit(jax.shard_map(lambda w: f(w, None), mesh=pm.mesh, in_specs=spec, out_specs=gathered))(w)
+    found = jax.jit(
+        jax.shard_map(lambda w: f(w, None), mesh=pm.mesh, in_specs=spec, out_specs=gathered)
+    )(w)
     assert_like(found, jnp.stack([w, w]))
 
     def untracked(w: Any) -> Any:
         return pm.gather(w, *KERNEL, shape=shape)[None]
 
-    found = jax.jit(jax.shard_map(untracked, mesh=pm.mesh, in_specs=spec, out_specs=gathered, check_vma=False))(w)
+    found = jax.jit(
+        jax.shard_map(untracked, mesh=pm.mesh, in_specs=spec, out_specs=gathered, check_vma=False)
+    )(w)
     assert_like(found, jnp.stack([w, w]))
 
 
@@ -211,9 +246,14 @@ def test_value_that_fits_two_global_shapes_is_refused() -> None:
         def f(w: Any) -> Any:
             return pm.gather(w, *axes, shape=shape)[None]
 
-        return jax.jit(jax.shard_map(f, mesh=pm.mesh, in_specs=spec, out_specs=P("dp"), axis_names={"dp"}))
+        return jax.jit(
+            jax.shard_map(f, mesh=pm.mesh, in_specs=spec, out_specs=P("dp"), axis_names={"dp"})
+        )
 
-    with pytest.raises(sw.ShapeRequiredError, match=r"nothing tells which shard of the weight this value of shape \(3, 4\) is") as caught:
+    with pytest.raises(
+        sw.ShapeRequiredError,
+        match=r"nothing tells which shard of the weight this value of shape \(3, 4\) is",
+    ) as caught:
         gather(None, P("dp"))(waves(6, 4))
     assert "shape=" in str(caught.value)
     assert_like(gather((6, 4), P("dp"))(waves(6, 4))[0], jnp.asarray(waves(6, 4)))
@@ -223,11 +263,19 @@ def test_value_that_fits_two_global_shapes_is_refused() -> None:
 @VMA
 @pytest.mark.parametrize(
     ("stored", "gather", "moves"),
-    [("tp+dp", "dp", 0), ("dp+tp", "dp", 1), ("dp+tp", "tp", 0), ("dp+tp", "dp+tp", 0), ("dp+tp", "-", 0)],
+    [
+        ("tp+dp", "dp", 0),
+        ("dp+tp", "dp", 1),
+        ("dp+tp", "tp", 0),
+        ("dp+tp", "dp+tp", 0),
+        ("dp+tp", "-", 0),
+    ],
 )
 def test_two_mesh_axes_in_one_dim(stored: str, gather: str, moves: int, check_vma: bool) -> None:
     """What is gathered may come before what stays: then shards change places first."""
-    text = RULES.replace("[params]", f'[params]\nvocab = "{stored}"').replace('gather = "dp"', f'gather = "{gather}"')
+    text = RULES.replace("[params]", f'[params]\nvocab = "{stored}"').replace(
+        'gather = "dp"', f'gather = "{gather}"'
+    )
     text = text.replace('vocab = "tp"\nopen', 'vocab = "-"\nopen')
     pm, w = make_manager(text=text), waves(16, 3)
     axes = (sw.VOCAB, sw.EMPTY)
@@ -243,7 +291,15 @@ def test_two_mesh_axes_in_one_dim(stored: str, gather: str, moves: int, check_vm
         gradient = jax.grad(lambda w: (jnp.sin(gathered(w)) * weights).sum())(w)
         return gathered(w)[None], gradient
 
-    run = jax.jit(jax.shard_map(f, mesh=pm.mesh, in_specs=spec, out_specs=(P(lost or None, *use), spec), check_vma=check_vma))
+    run = jax.jit(
+        jax.shard_map(
+            f,
+            mesh=pm.mesh,
+            in_specs=spec,
+            out_specs=(P(lost or None, *use), spec),
+            check_vma=check_vma,
+        )
+    )
     found, gradient = run(w)
     copies = found.shape[0]
     assert_like(found, jnp.stack([w] * copies))
@@ -251,14 +307,18 @@ def test_two_mesh_axes_in_one_dim(stored: str, gather: str, moves: int, check_vm
     weights = np.tile(np.arange(1.0, 1 + local, dtype=np.float32), 16 // local)[:, None]
     assert_like(gradient, jnp.asarray(np.cos(w) * weights * copies))
     if lost:
-        assert_collectives(run, w, all_gather=range(1, 3), permute=range(moves, 3 * moves + 1), mesh=pm.mesh)
+        assert_collectives(
+            run, w, all_gather=range(1, 3), permute=range(moves, 3 * moves + 1), mesh=pm.mesh
+        )
 
 
 def test_several_dims_are_gathered() -> None:
-    text = RULES.replace('[params]\nembed = "dp"', '[params]\nembed = "dp"\nmlp_intermediate = "tp"').replace(
-        'gather = "dp"', 'gather = "dp+tp"'
+    text = RULES.replace(
+        '[params]\nembed = "dp"', '[params]\nembed = "dp"\nmlp_intermediate = "tp"'
+    ).replace('gather = "dp"', 'gather = "dp+tp"')
+    pm = make_manager(
+        text=text.replace('mlp_intermediate = "tp"\nhead', 'mlp_intermediate = "-"\nhead')
     )
-    pm = make_manager(text=text.replace('mlp_intermediate = "tp"\nhead', 'mlp_intermediate = "-"\nhead'))
     w = waves(8, 12)
     assert pm.resolve(*KERNEL, role="use") == P()
     found = run_gather(pm, w, P("dp", "tp"), P("dp", "tp"), *KERNEL)
@@ -292,7 +352,11 @@ def test_stacked_layers_in_a_scan(remat: bool, check_vma: bool) -> None:
         value, gradient = jax.jit(jax.value_and_grad(mapped, argnums=1))(x, placed)
     np.testing.assert_allclose(value, apply(x, stack, same), rtol=1e-5)
     wanted = jax.grad(lambda stack: apply(x, stack, same))(stack)
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-3), gradient, wanted)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-3),
+        gradient,
+        wanted,
+    )
     assert lies_over(gradient["up"], pm.mesh, None, "fsdp")
 
 
@@ -319,7 +383,9 @@ def test_trees_paths_and_shapes(check_vma: bool) -> None:
     def f(tree: Any) -> Any:
         return pm.gather(tree, KERNEL, path="", shape=shapes)
 
-    found = jax.jit(jax.shard_map(f, mesh=pm.mesh, in_specs=(specs,), out_specs=wholes, check_vma=check_vma))(tree)
+    found = jax.jit(
+        jax.shard_map(f, mesh=pm.mesh, in_specs=(specs,), out_specs=wholes, check_vma=check_vma)
+    )(tree)
     assert found["mlp"]["kernel"].shape == (16, 8), "once per device along dp"
     assert found["lm_head"]["kernel"].shape == (8, 8), "stored whole along dp"
     with pytest.raises(sw.StrategyError, match="may cover this weight"):
@@ -335,11 +401,17 @@ def test_merged_dims_array_specs_and_bfloat16(check_vma: bool) -> None:
     shape = None if check_vma else (8, 16)
     found = run_gather(pm, w, P("dp", "tp"), P("dp", "tp"), *flat, shape=shape, check_vma=check_vma)
     assert found.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(found, np.float32), np.tile(np.asarray(w, np.float32), (2, 1)))
+    np.testing.assert_array_equal(
+        np.asarray(found, np.float32), np.tile(np.asarray(w, np.float32), (2, 1))
+    )
     spec = sw.ArraySpec((8, 16), jnp.bfloat16, KERNEL)
     found = run_gather(pm, w, P("dp", "tp"), P("dp", "tp"), spec, check_vma=check_vma)
-    np.testing.assert_array_equal(np.asarray(found, np.float32), np.tile(np.asarray(w, np.float32), (2, 1)))
-    with pytest.raises(sw.RankMismatchError, match=r"the array has shape \(8, 8\), its ArraySpec \(8, 16\)"):
+    np.testing.assert_array_equal(
+        np.asarray(found, np.float32), np.tile(np.asarray(w, np.float32), (2, 1))
+    )
+    with pytest.raises(
+        sw.RankMismatchError, match=r"the array has shape \(8, 8\), its ArraySpec \(8, 16\)"
+    ):
         run_gather(pm, w, P("dp", "tp"), P("dp", "tp"), spec, check_vma=check_vma, shape=(8, 8))
 
 
@@ -369,10 +441,14 @@ def test_without_tracking_and_shape_it_is_refused() -> None:
     def derived(w: Any, other: Any) -> Any:
         return sw.gather(jnp.concatenate([w, other]), *KERNEL)
 
-    mapped = pm.shard_map(derived, in_axes=[sw.ColumnWise, sw.ColumnWise], out_axes=P(), check_vma=False)
+    mapped = pm.shard_map(
+        derived, in_axes=[sw.ColumnWise, sw.ColumnWise], out_axes=P(), check_vma=False
+    )
     with pm, pytest.raises(sw.ShapeRequiredError, match="shape="):
         mapped(w, w)
-    both = pm.shard_map(lambda w, v: sw.gather(w, *KERNEL), in_axes=[P("fsdp"), P()], out_axes=P(), check_vma=False)
+    both = pm.shard_map(
+        lambda w, v: sw.gather(w, *KERNEL), in_axes=[P("fsdp"), P()], out_axes=P(), check_vma=False
+    )
     with pm, pytest.raises(sw.ShapeRequiredError, match="shape="):
         both(waves(16, 8), waves(2, 8))
     plain = run_gather(pm, w, P("fsdp"), P("fsdp"), sw.EMPTY, sw.MLP_INTERMEDIATE, check_vma=False)
@@ -385,7 +461,9 @@ def test_what_is_jitted_inside_is_traced_per_map() -> None:
     inner = jax.jit(lambda w: sw.gather(w, *KERNEL))
     with pm:
         whole = pm.shard_map(inner, in_axes=[P()], out_axes=P(), check_vma=False)(waves(16, 8))
-        shard = pm.shard_map(inner, in_axes=[sw.ColumnWise], out_axes=P(), check_vma=False)(waves(128, 8))
+        shard = pm.shard_map(inner, in_axes=[sw.ColumnWise], out_axes=P(), check_vma=False)(
+            waves(128, 8)
+        )
     assert (whole.shape, shard.shape) == ((16, 8), (128, 8))
     assert_like(shard, jnp.asarray(waves(128, 8)))
 
@@ -394,7 +472,10 @@ def test_what_is_jitted_inside_is_traced_per_map() -> None:
 def test_gathering_twice_is_gathering_once(check_vma: bool) -> None:
     """Inside pm.shard_map, and anywhere with the shape."""
     text = RULES.replace("[params]", '[params]\nvocab = "dp"')
-    for axes, spec, use in ((KERNEL, P("dp", "tp"), P(None, "tp")), ((sw.VOCAB, sw.EMPTY), P("dp"), P())):
+    for axes, spec, use in (
+        (KERNEL, P("dp", "tp"), P(None, "tp")),
+        ((sw.VOCAB, sw.EMPTY), P("dp"), P()),
+    ):
         pm, w = make_manager(text=text), waves(8, 12)
         annotation = sw.ArraySpec((8, 12), jnp.float32, axes)
         assert pm.resolve(annotation) == spec
@@ -402,32 +483,61 @@ def test_gathering_twice_is_gathering_once(check_vma: bool) -> None:
         def twice(w: Any, shape: Any = None, pm: Any = pm, axes: Any = axes) -> Any:
             return pm.gather(pm.gather(w, *axes, shape=shape), *axes, shape=shape)[None]
 
-        found = pm.shard_map(twice, in_axes=[annotation], out_axes=P("dp", *use), check_vma=check_vma)(w)
+        found = pm.shard_map(
+            twice, in_axes=[annotation], out_axes=P("dp", *use), check_vma=check_vma
+        )(w)
         assert_like(found, jnp.stack([w, w]))
-        mapped = jax.shard_map(lambda w, f=twice: f(w, (8, 12)), mesh=pm.mesh, in_specs=spec, out_specs=P("dp", *use), check_vma=check_vma)
+        mapped = jax.shard_map(
+            lambda w, f=twice: f(w, (8, 12)),
+            mesh=pm.mesh,
+            in_specs=spec,
+            out_specs=P("dp", *use),
+            check_vma=check_vma,
+        )
         assert_like(jax.jit(mapped)(w), jnp.stack([w, w]))
 
 
 def test_input_split_elsewhere_is_refused() -> None:
     pm = fsdp()
-    mapped = pm.shard_map(lambda w: sw.gather(w, *KERNEL), in_axes=[P(None, "fsdp")], out_axes=P(), check_vma=False)
-    with pm, pytest.raises(sw.ManualAxisError, match="dim 1 MLP_INTERMEDIATE: the input is split over fsdp, the weight is stored over -"):
+    mapped = pm.shard_map(
+        lambda w: sw.gather(w, *KERNEL), in_axes=[P(None, "fsdp")], out_axes=P(), check_vma=False
+    )
+    with (
+        pm,
+        pytest.raises(
+            sw.ManualAxisError,
+            match="dim 1 MLP_INTERMEDIATE: the input is split over fsdp, the weight is stored over -",
+        ),
+    ):
         mapped(waves(16, 8))
 
 
 def test_nested_in_another_map_needs_the_shape() -> None:
     """The inner map sees shards of the outer one: their shapes are not global."""
-    text = RULES.replace('[params]\nembed = "dp"', '[params]\nembed = "dp"\nmlp_intermediate = "tp"')
+    text = RULES.replace(
+        '[params]\nembed = "dp"', '[params]\nembed = "dp"\nmlp_intermediate = "tp"'
+    )
     pm = make_manager(
-        text=text.replace('gather = "dp"', 'gather = "dp+tp"').replace('mlp_intermediate = "tp"\nhead', 'mlp_intermediate = "-"\nhead')
+        text=text.replace('gather = "dp"', 'gather = "dp+tp"').replace(
+            'mlp_intermediate = "tp"\nhead', 'mlp_intermediate = "-"\nhead'
+        )
     )
 
     def nested(shape: Any, check_vma: bool) -> Any:
         def f(w: Any) -> Any:
             return pm.gather(w, *KERNEL, shape=shape)
 
-        inner = pm.shard_map(f, in_axes=[P(None, "tp")], out_axes=P(None, "tp"), check_vma=check_vma)
-        outer = jax.shard_map(inner, mesh=pm.mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}, check_vma=check_vma)
+        inner = pm.shard_map(
+            f, in_axes=[P(None, "tp")], out_axes=P(None, "tp"), check_vma=check_vma
+        )
+        outer = jax.shard_map(
+            inner,
+            mesh=pm.mesh,
+            in_specs=P("dp"),
+            out_specs=P("dp"),
+            axis_names={"dp"},
+            check_vma=check_vma,
+        )
         return jax.jit(outer)(waves(8, 12))
 
     with pytest.raises(sw.ShapeRequiredError, match="shape="):
@@ -438,17 +548,30 @@ def test_nested_in_another_map_needs_the_shape() -> None:
 
 def test_shapes_that_are_wrong() -> None:
     pm, w = make_manager(), waves(8, 12)
-    with pytest.raises(sw.RankMismatchError, match=r"the weight has shape \(8, 12\), shape= says \(16, 12\)"):
+    with pytest.raises(
+        sw.RankMismatchError, match=r"the weight has shape \(8, 12\), shape= says \(16, 12\)"
+    ):
         pm.gather(w, *KERNEL, shape=(16, 12))
-    with pytest.raises(sw.RankMismatchError, match="dim 0 EMBED: local size 4 is neither size 16 nor a shard of it over dp"):
+    with pytest.raises(
+        sw.RankMismatchError,
+        match="dim 0 EMBED: local size 4 is neither size 16 nor a shard of it over dp",
+    ):
         run_gather(pm, w, P("dp", "tp"), P("dp", "tp"), *KERNEL, shape=(16, 12))
-    with pytest.raises(sw.RankMismatchError, match=r"\(EMBED, MLP_INTERMEDIATE\) has 2 dims, the array has 1"):
+    with pytest.raises(
+        sw.RankMismatchError, match=r"\(EMBED, MLP_INTERMEDIATE\) has 2 dims, the array has 1"
+    ):
         run_gather(pm, waves(8), P("dp"), P("dp"), *KERNEL)
-    with pytest.raises(sw.IndivisibleError, match="dim 1 MLP_INTERMEDIATE: size 6 does not divide over tp=4"):
+    with pytest.raises(
+        sw.IndivisibleError, match="dim 1 MLP_INTERMEDIATE: size 6 does not divide over tp=4"
+    ):
         run_gather(pm, waves(8, 6), P("dp"), P("dp"), *KERNEL, axis_names={"dp"})
-    text = RULES.replace("[params]", '[params]\nvocab = "dp+tp"').replace('gather = "dp"', 'gather = "dp+tp"')
+    text = RULES.replace("[params]", '[params]\nvocab = "dp+tp"').replace(
+        'gather = "dp"', 'gather = "dp+tp"'
+    )
     square = sw.PartitionManager(sw.Strategy.loads(text, format="toml"), mesh=cpu_mesh("dp:2,tp:2"))
-    with pytest.raises(sw.RankMismatchError, match="dim 0 VOCAB: local size 4 of 8 is a shard over dp or tp"):
+    with pytest.raises(
+        sw.RankMismatchError, match="dim 0 VOCAB: local size 4 of 8 is a shard over dp or tp"
+    ):
         run_gather(square, waves(8), P("dp"), P("dp"), sw.VOCAB, shape=(8,), check_vma=False)
 
 

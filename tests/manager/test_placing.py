@@ -12,7 +12,16 @@ import pytest
 
 import shardwright as sw
 from shardwright.testing import cpu_mesh
-from tests.manager.programs import AXIS_TYPES, TRANSFORMS, Body, assert_like, grad, lies_over, make_manager, numbers
+from tests.manager.programs import (
+    AXIS_TYPES,
+    TRANSFORMS,
+    Body,
+    assert_like,
+    grad,
+    lies_over,
+    make_manager,
+    numbers,
+)
 
 KINDS = list(AXIS_TYPES)
 
@@ -43,14 +52,25 @@ def ambient(pm: sw.PartitionManager, *, entered: bool) -> Any:
 
 # What could go wrong for `hint` alone is the same program twice: each mesh sees it in the longest one.
 PROGRAMS = [
-    *[("shard", transform, jit, entered) for transform in TRANSFORMS for jit in (True, False) for entered in (True, False)],
-    *[("hint", transform, True, entered) for transform in ("plain", "scan_remat_grad") for entered in (True, False)],
+    *[
+        ("shard", transform, jit, entered)
+        for transform in TRANSFORMS
+        for jit in (True, False)
+        for entered in (True, False)
+    ],
+    *[
+        ("hint", transform, True, entered)
+        for transform in ("plain", "scan_remat_grad")
+        for entered in (True, False)
+    ],
 ]
 
 
 @pytest.mark.parametrize(("operation", "transform", "jit", "entered"), PROGRAMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_activation_lies_as_ruled(operation: str, kind: str, transform: str, jit: bool, entered: bool) -> None:
+def test_activation_lies_as_ruled(
+    operation: str, kind: str, transform: str, jit: bool, entered: bool
+) -> None:
     pm = make_manager(kind)
     start = numbers(8, 12)
     wanted = TRANSFORMS[transform](stand_in("none", pm, entered=False))(jnp.asarray(start))
@@ -68,11 +88,15 @@ def test_activation_moves_from_elsewhere(kind: str, transform: str) -> None:
     pm = make_manager(kind)
     start = numbers(8, 12)
     with pm:
-        found = jax.jit(TRANSFORMS[transform](stand_in("shard", pm, entered=True)))(pm.shard(start, sw.Replicated))
+        found = jax.jit(TRANSFORMS[transform](stand_in("shard", pm, entered=True)))(
+            pm.shard(start, sw.Replicated)
+        )
         still = jax.jit(stand_in("none", pm, entered=True))(pm.shard(start, sw.Replicated))
     assert lies_over(found, pm.mesh, *((None, "dp", "tp") if transform == "vmap" else ("dp", "tp")))
     assert still.sharding.is_fully_replicated
-    assert_like(found, TRANSFORMS[transform](stand_in("none", pm, entered=False))(jnp.asarray(start)))
+    assert_like(
+        found, TRANSFORMS[transform](stand_in("none", pm, entered=False))(jnp.asarray(start))
+    )
 
 
 @pytest.mark.parametrize("entered", [True, False], ids=["entered", "method"])
@@ -80,7 +104,10 @@ def test_uncommitted_arrays_are_fine_on_auto_meshes(entered: bool) -> None:
     pm = make_manager("auto")
     start = jnp.asarray(numbers(8, 12))
     with ambient(pm, entered=entered):
-        for f in (stand_in("shard", pm, entered=entered), jax.jit(stand_in("shard", pm, entered=entered))):
+        for f in (
+            stand_in("shard", pm, entered=entered),
+            jax.jit(stand_in("shard", pm, entered=entered)),
+        ):
             assert lies_over(f(start), pm.mesh, "dp", "tp")
             found = grad(f)(start)
             assert lies_over(found, pm.mesh, "dp", "tp")
@@ -110,7 +137,9 @@ def test_weight_is_gathered(kind: str, transform: str, jit: bool, entered: bool)
     wanted = TRANSFORMS[transform](stand_in("none", pm, entered=False))(jnp.asarray(start))
     f = TRANSFORMS[transform](stand_in("gather", pm, entered=entered))
     with ambient(pm, entered=entered):
-        found = (jax.jit(f) if jit else f)(pm.shard(start, sw.EMBED, sw.MLP_INTERMEDIATE, role="param"))
+        found = (jax.jit(f) if jit else f)(
+            pm.shard(start, sw.EMBED, sw.MLP_INTERMEDIATE, role="param")
+        )
     assert_like(found, wanted)
     spec = {"plain": (None, "tp"), "vmap": (None, None, "tp")}.get(transform, ("dp", "tp"))
     assert lies_over(found, pm.mesh, *spec)
@@ -135,13 +164,19 @@ def test_composite_lies_over_two_mesh_axes_major_first() -> None:
     pm = make_manager("auto")
     found = pm.shard(numbers(8, 3), (sw.BATCH, sw.VOCAB), sw.EMPTY)
     assert lies_over(found, pm.mesh, ("dp", "tp"), None)
-    assert pm.shard(numbers(3, 8), sw.EMPTY, (sw.LENGTH, sw.VOCAB)).sharding.spec == jax.P(None, "tp")
+    assert pm.shard(numbers(3, 8), sw.EMPTY, (sw.LENGTH, sw.VOCAB)).sharding.spec == jax.P(
+        None, "tp"
+    )
 
 
 def test_layout_classes_and_instances_place_alike() -> None:
     pm = make_manager("auto")
     x = numbers(8, 4, 12)
-    for layout in (sw.HiddenStateSharding, sw.HiddenStateSharding(), sw.HiddenStateSharding(mode="train")):
+    for layout in (
+        sw.HiddenStateSharding,
+        sw.HiddenStateSharding(),
+        sw.HiddenStateSharding(mode="train"),
+    ):
         assert lies_over(pm.shard(x, layout), pm.mesh, "dp", None, "tp")
     # Length 1 at dim 1 means decode, where EMBED is replicated.
     assert lies_over(pm.shard(x[:, :1], sw.HiddenStateSharding), pm.mesh, "dp")
@@ -228,10 +263,16 @@ def test_tensor_entries_are_told_apart_by_path() -> None:
     axes = (sw.EMBED, sw.EMPTY)
     placed = pm.shard(tree, axes, role="param")
     assert placed["block"].sharding.spec == jax.P("dp")
-    assert placed["head"].sharding.spec == jax.P(), "the entry for head must not lose to a cached answer"
+    assert placed["head"].sharding.spec == jax.P(), (
+        "the entry for head must not lose to a cached answer"
+    )
     both = pm.shardings(tree, axes)
     assert (both["block"].spec, both["head"].spec) == (jax.P("dp"), jax.P())
-    grads = jax.jit(jax.grad(lambda tree: sum((leaf**2).sum() for leaf in pm.gather(tree, axes, path="").values())))(placed)
+    grads = jax.jit(
+        jax.grad(
+            lambda tree: sum((leaf**2).sum() for leaf in pm.gather(tree, axes, path="").values())
+        )
+    )(placed)
     assert lies_over(grads["block"], pm.mesh, "dp")
     assert grads["head"].sharding.is_fully_replicated
     assert pm.resolve(axes, role="param", path="head/kernel") == jax.P()
@@ -243,10 +284,14 @@ def test_values_that_32_bits_do_not_hold_are_refused(value: Any) -> None:
     x[0, 0] = 0
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2"))
     axes = (sw.BATCH, sw.EMPTY)
-    says = (
-        rf"values of {x.dtype} do not fit (\w+32|complex64), which JAX makes of it while jax_enable_x64 is off\n  fix   jax.config.update"
-    )
-    for call in (pm.shard, pm.hint, pm.global_array, pm.gather, jax.jit(lambda: pm.shard(x, *axes))):
+    says = rf"values of {x.dtype} do not fit (\w+32|complex64), which JAX makes of it while jax_enable_x64 is off\n  fix   jax.config.update"
+    for call in (
+        pm.shard,
+        pm.hint,
+        pm.global_array,
+        pm.gather,
+        jax.jit(lambda: pm.shard(x, *axes)),
+    ):
         with pytest.raises(sw.StrategyError, match=says):
             call(*((x, *axes) if hasattr(call, "__self__") else ()))
     with pytest.raises(sw.StrategyError, match=rf"^a/b: values of {x.dtype} do not fit"):
@@ -256,7 +301,9 @@ def test_values_that_32_bits_do_not_hold_are_refused(value: Any) -> None:
 @pytest.mark.parametrize("value", [2**40, 1e300, complex(0, 1e300)])
 def test_numbers_that_32_bits_do_not_hold_are_refused(value: Any) -> None:
     pm = make_manager()
-    with pytest.raises(sw.StrategyError, match=rf"values of a Python {type(value).__name__} do not fit"):
+    with pytest.raises(
+        sw.StrategyError, match=rf"values of a Python {type(value).__name__} do not fit"
+    ):
         pm.shard(value)
     assert pm.shard(type(value)(3)) == 3
 
@@ -275,4 +322,6 @@ def test_values_that_32_bits_hold_are_rounded_as_ever() -> None:
         np.array([np.inf, np.nan, 1e30, -np.inf] * 2),
         np.full(8, np.inf),
     ):
-        np.testing.assert_array_equal(pm.shard(x, sw.EMPTY), x.astype(np.int32 if x.dtype.kind == "i" else np.float32))
+        np.testing.assert_array_equal(
+            pm.shard(x, sw.EMPTY), x.astype(np.int32 if x.dtype.kind == "i" else np.float32)
+        )

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from tests.manager.programs import AXIS_TYPES, RULES, lies_over, make_manager, make_mesh, numbers, rules
+from tests.manager.programs import (
+    AXIS_TYPES,
+    RULES,
+    lies_over,
+    make_manager,
+    make_mesh,
+    numbers,
+    rules,
+)
 
 P = jax.P
 
@@ -21,7 +29,9 @@ def test_spec_of_roles_and_modes() -> None:
     assert pm.resolve(*axes) == P("dp", "tp")
     assert pm.resolve(*axes, mode="decode") == pm.for_mode("decode").resolve(*axes) == P("dp")
     assert pm.resolve(sw.EMBED, sw.MLP_INTERMEDIATE, role="param") == P("dp", "tp")
-    assert pm.resolve(sw.EMBED, sw.MLP_INTERMEDIATE, role="param", mode="decode") == P("dp", "tp"), "modes leave parameters alone"
+    assert pm.resolve(sw.EMBED, sw.MLP_INTERMEDIATE, role="param", mode="decode") == P(
+        "dp", "tp"
+    ), "modes leave parameters alone"
     assert pm.resolve(sw.EMBED, sw.MLP_INTERMEDIATE, role="use", mode="decode") == P(None, "tp")
     assert pm.resolve(sw.KV_HEAD, shape=(8,)) == P("tp")
     assert pm.resolve(sw.KV_HEAD, shape=(6,)) == P()
@@ -55,9 +65,14 @@ def test_mesh_axes_and_axis_size() -> None:
     assert (pm.mesh_axes(sw.KV_HEAD, 8), pm.mesh_axes(sw.KV_HEAD, 6)) == (("tp",), ())
     assert (pm.axis_size(sw.KV_HEAD, 8), pm.axis_size(sw.KV_HEAD, 6)) == (4, 1)
     for ask in (pm.mesh_axes, pm.axis_size):
-        with pytest.raises(sw.ShapeRequiredError, match="dim 0 KV_HEAD: which candidate applies depends on the size"):
+        with pytest.raises(
+            sw.ShapeRequiredError,
+            match="dim 0 KV_HEAD: which candidate applies depends on the size",
+        ):
             ask(sw.KV_HEAD)
-        with pytest.raises(sw.IndivisibleError, match="dim 0 EMBED: size 6 does not divide over tp=4"):
+        with pytest.raises(
+            sw.IndivisibleError, match="dim 0 EMBED: size 6 does not divide over tp=4"
+        ):
             ask(sw.EMBED, 6)
         with pytest.raises(sw.UnknownAxisError, match="unknown axis 'NONSENSE'"):
             ask("nonsense")
@@ -73,10 +88,16 @@ def test_shardings_serve_jit_and_device_put() -> None:
     tree = {"w": numbers(8, 8), "b": numbers(8), "step": jnp.zeros((), jnp.int32)}
     axes = {"w": (sw.EMBED, sw.MLP_INTERMEDIATE), "b": (sw.MLP_INTERMEDIATE,), "step": ()}
     shardings = pm.shardings(tree, axes)
-    assert jax.tree.map(lambda sharding: sharding.spec, shardings) == {"w": P("dp", "tp"), "b": P("tp"), "step": P()}
+    assert jax.tree.map(lambda sharding: sharding.spec, shardings) == {
+        "w": P("dp", "tp"),
+        "b": P("tp"),
+        "step": P(),
+    }
     placed = jax.device_put(tree, shardings)
     out = jax.jit(lambda tree: tree, in_shardings=(shardings,), out_shardings=shardings)(placed)
-    assert jax.tree.map(lambda leaf: leaf.sharding.spec, out) == jax.tree.map(lambda sharding: sharding.spec, shardings)
+    assert jax.tree.map(lambda leaf: leaf.sharding.spec, out) == jax.tree.map(
+        lambda sharding: sharding.spec, shardings
+    )
 
 
 def test_shardings_of_a_tree_report_every_path() -> None:
@@ -84,21 +105,30 @@ def test_shardings_of_a_tree_report_every_path() -> None:
     tree = {"a": {"w": numbers(7, 8)}, "b": {"w": numbers(8, 6)}, "c": numbers(8, 8)}
     with pytest.raises(sw.IndivisibleError, match=r"^2 problems") as caught:
         pm.shardings(tree, (sw.EMBED, sw.MLP_INTERMEDIATE))
-    assert [(problem.path, problem.dim) for problem in caught.value.problems] == [("a/w", 0), ("b/w", 1)]
+    assert [(problem.path, problem.dim) for problem in caught.value.problems] == [
+        ("a/w", 0),
+        ("b/w", 1),
+    ]
 
 
 def test_abstract_tree_lowers_without_arrays() -> None:
     pm = make_manager()
     specs = {"w": sw.ArraySpec((8, 8), jnp.bfloat16, (sw.EMBED, sw.MLP_INTERMEDIATE))}
     abstract = pm.abstract(specs)
-    assert (abstract["w"].shape, abstract["w"].dtype, abstract["w"].sharding.spec) == ((8, 8), jnp.bfloat16, P("dp", "tp"))
+    assert (abstract["w"].shape, abstract["w"].dtype, abstract["w"].sharding.spec) == (
+        (8, 8),
+        jnp.bfloat16,
+        P("dp", "tp"),
+    )
     compiled = jax.jit(lambda tree: tree["w"] * 2).lower(abstract).compile()
     assert compiled.output_shardings.spec == P("dp", "tp")
 
 
 def test_size_dependent_rules_on_an_abstract_mesh_of_any_size() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("fsdp:2048,tp:8"))
-    assert pm.resolve(sw.EMBED, sw.MLP_INTERMEDIATE, role="param", shape=(16384, 53248)) == P("fsdp", "tp")
+    assert pm.resolve(sw.EMBED, sw.MLP_INTERMEDIATE, role="param", shape=(16384, 53248)) == P(
+        "fsdp", "tp"
+    )
     assert pm.axis_size(sw.BATCH) == 2048
 
 
@@ -126,7 +156,10 @@ def test_abstract_manager_traces_and_lowers(kind: str, entered: bool) -> None:
 def test_abstract_manager_places_nothing() -> None:
     pm = sw.PartitionManager(rules(), mesh=sw.abstract_mesh("dp:2,tp:4"))
     for place in (pm.shard, pm.hint, pm.gather):
-        with pytest.raises(sw.MeshSpecError, match="the manager's mesh is abstract: there are no devices to place an array on"):
+        with pytest.raises(
+            sw.MeshSpecError,
+            match="the manager's mesh is abstract: there are no devices to place an array on",
+        ):
             place(numbers(8, 8), (sw.EMPTY, sw.EMPTY))
 
 
@@ -143,12 +176,17 @@ def test_where_the_mesh_comes_from() -> None:
 
 
 def test_rules_and_mesh_must_agree() -> None:
-    own = RULES.replace('vocab = "tp"', 'vocab = "columns"') + "[mesh]\ndp = 2\ntp = 2\ncolumns = 2\n"
+    own = (
+        RULES.replace('vocab = "tp"', 'vocab = "columns"') + "[mesh]\ndp = 2\ntp = 2\ncolumns = 2\n"
+    )
     strategy = sw.Strategy.loads(own)
     assert sw.PartitionManager(strategy).mesh_axes(sw.VOCAB) == ("columns",)
     with pytest.raises(sw.MeshMismatchError, match="a rule names the mesh axis 'columns'"):
         sw.PartitionManager(strategy, mesh=make_mesh())
-    with jax.set_mesh(make_mesh(sizes="tp:4,dp:2")), pytest.raises(sw.MeshMismatchError, match="the ambient mesh is"):
+    with (
+        jax.set_mesh(make_mesh(sizes="tp:4,dp:2")),
+        pytest.raises(sw.MeshMismatchError, match="the ambient mesh is"),
+    ):
         make_manager().shard(numbers(8, 8), sw.BATCH, sw.EMBED)
 
 
@@ -166,12 +204,18 @@ def test_explain_tells_a_request_that_cannot_be_read(axes: Any) -> None:
 def test_ambient_mesh_of_other_axis_types_will_do(kind: str, ambient: str) -> None:
     """Names and sizes must agree; what is Explicit in the ambient mesh is resharded, what is Auto constrained."""
     pm, x = make_manager(kind), numbers(8, 8)
-    doubled = pm.shard_map(lambda x: x * 2, in_axes=[(sw.BATCH, sw.EMBED)], out_axes=(sw.BATCH, sw.EMBED))
+    doubled = pm.shard_map(
+        lambda x: x * 2, in_axes=[(sw.BATCH, sw.EMBED)], out_axes=(sw.BATCH, sw.EMBED)
+    )
     with jax.set_mesh(make_mesh(ambient)):
         placed = pm.shard(x, sw.BATCH, sw.EMBED)
         weight = pm.shard(x, sw.EMBED, sw.MLP_INTERMEDIATE, role="param")
         used = jax.grad(lambda w: (pm.gather(w, sw.EMBED, sw.MLP_INTERMEDIATE) ** 2).sum())
-        for found in (placed, jax.jit(lambda x: pm.shard(x, sw.BATCH, sw.EMBED))(x), jax.jit(used)(weight)):
+        for found in (
+            placed,
+            jax.jit(lambda x: pm.shard(x, sw.BATCH, sw.EMBED))(x),
+            jax.jit(used)(weight),
+        ):
             assert found.sharding.spec == P("dp", "tp")
         for found in (doubled(x), doubled(placed), jax.jit(doubled)(x)):
             np.testing.assert_array_equal(found, x * 2)
@@ -185,12 +229,20 @@ def test_global_array_of_one_process(kind: str) -> None:
     made = pm.global_array(numbers(8, 8), sw.BATCH, sw.EMBED)
     assert lies_over(made, pm.mesh, "dp", "tp")
     np.testing.assert_array_equal(made, numbers(8, 8))
-    assert lies_over(pm.global_array(numbers(8, 6), sw.BATCH, sw.KV_HEAD, global_shape=(8, 6)), pm.mesh, "dp")
-    assert lies_over(pm.global_array(numbers(8, 8), (sw.BATCH, sw.EMBED), mode="decode"), pm.mesh, "dp")
+    assert lies_over(
+        pm.global_array(numbers(8, 6), sw.BATCH, sw.KV_HEAD, global_shape=(8, 6)), pm.mesh, "dp"
+    )
+    assert lies_over(
+        pm.global_array(numbers(8, 8), (sw.BATCH, sw.EMBED), mode="decode"), pm.mesh, "dp"
+    )
     assert pm.global_array(np.int32(3), ()).sharding.is_fully_replicated
-    with pytest.raises(sw.ShapeRequiredError, match="dim 1 KV_HEAD: which candidate applies depends on the size"):
+    with pytest.raises(
+        sw.ShapeRequiredError, match="dim 1 KV_HEAD: which candidate applies depends on the size"
+    ):
         pm.global_array(numbers(8, 8), sw.BATCH, sw.KV_HEAD)
-    with pytest.raises(sw.RankMismatchError, match=r"\(BATCH\) has 1 dims, the local array has shape \(8, 8\)"):
+    with pytest.raises(
+        sw.RankMismatchError, match=r"\(BATCH\) has 1 dims, the local array has shape \(8, 8\)"
+    ):
         pm.global_array(numbers(8, 8), sw.BATCH)
     with pytest.raises(sw.IndivisibleError, match="dim 1 EMBED: size 6 does not divide over tp=4"):
         pm.global_array(numbers(8, 6), sw.BATCH, sw.EMBED, global_shape=(8, 6))

@@ -70,7 +70,9 @@ def test_what_does_not_divide_is_an_error() -> None:
 def test_a_chain_needs_to_know() -> None:
     pm = manager()
     assert pm.resolve(sw.BATCH, sw.HEAD, shape=sizes("b, 4*h")) == jax.P("dp", "tp")
-    with pytest.raises(sw.ShapeRequiredError, match="which candidate applies depends on the size") as caught:
+    with pytest.raises(
+        sw.ShapeRequiredError, match="which candidate applies depends on the size"
+    ) as caught:
         pm.resolve(sw.BATCH, sw.HEAD, shape=sizes("b, h"))
     assert "say more of h" in str(caught.value)
 
@@ -88,7 +90,9 @@ def test_policies(policy: str) -> None:
 def test_zero1() -> None:
     pm = manager({"zero1": "tp"})
     assert pm.resolve(sw.EMBED, role="state", shape=sizes("8*b")) == jax.P(("dp", "tp"))
-    with pytest.raises(sw.ShapeRequiredError, match=r"which dim zero1 shards depends on the size 2\*b"):
+    with pytest.raises(
+        sw.ShapeRequiredError, match=r"which dim zero1 shards depends on the size 2\*b"
+    ):
         pm.resolve(sw.EMBED, role="state", shape=sizes("2*b"))
 
 
@@ -99,11 +103,15 @@ def test_gather() -> None:
         return sw.gather(w, sw.EMBED, sw.EMPTY) * 2
 
     with pm:
-        exported = export.export(jax.jit(jax.grad(lambda w: f(w).sum())))(jax.ShapeDtypeStruct(sizes("b, 4"), jnp.float32))
+        exported = export.export(jax.jit(jax.grad(lambda w: f(w).sum())))(
+            jax.ShapeDtypeStruct(sizes("b, 4"), jnp.float32)
+        )
     assert '[{"dp"}, {}]' in exported.mlir_module(), "the gradient lies as it is stored"
 
 
-@pytest.mark.parametrize("make", [lambda pm, x, an: pm.shardings(x, an), lambda pm, x, an: pm.abstract(x, an)])
+@pytest.mark.parametrize(
+    "make", [lambda pm, x, an: pm.shardings(x, an), lambda pm, x, an: pm.abstract(x, an)]
+)
 def test_trees(make: Callable[..., Any]) -> None:
     pm = manager()
     x = jax.ShapeDtypeStruct(sizes("2*b, 16"), jnp.float32)
@@ -115,7 +123,9 @@ def test_abstract_refuses_what_jax_refuses() -> None:
     pm = manager()
     x = jax.ShapeDtypeStruct(sizes("b, 16"), jnp.float32)
     sharding = pm.shardings(x, (sw.EMBED, sw.EMPTY))
-    with pytest.raises(ValueError, match="array axis 0 is partitioned 2 times, but the dimension size is b"):
+    with pytest.raises(
+        ValueError, match="array axis 0 is partitioned 2 times, but the dimension size is b"
+    ):
         export.export(jax.jit(lambda x: x, in_shardings=sharding))(x)
     with pytest.raises(sw.IndivisibleError, match="JAX refuses") as caught:
         pm.abstract({"w": x}, {"w": (sw.EMBED, sw.EMPTY)})
@@ -128,16 +138,28 @@ def test_scopes_do_not_meet() -> None:
     for _ in range(3):
         assert pm.resolve(sw.BATCH, sw.EMBED, shape=sizes("b, 16")) == jax.P("dp", "tp")
         with pm:
-            export.export(jax.jit(lambda x: sw.shard(x, sw.BATCH, sw.EMBED)))(jax.ShapeDtypeStruct(sizes("b, 16"), jnp.float32))
+            export.export(jax.jit(lambda x: sw.shard(x, sw.BATCH, sw.EMBED)))(
+                jax.ShapeDtypeStruct(sizes("b, 16"), jnp.float32)
+            )
         x = jax.ShapeDtypeStruct(sizes("b, 16"), jnp.float32)
         assert pm.shardings(x, (sw.EMBED, sw.EMPTY)).spec == jax.P("dp")
 
 
 def test_merged_and_parts() -> None:
     pm = manager()
-    assert pm.resolve(sw.EMBED, sw.merged((sw.KV_HEAD, 4), (sw.KV_HEAD_DIM, 8)), shape=(*sizes("b"), 32), role="param") == jax.P("dp", "tp")
+    assert pm.resolve(
+        sw.EMBED,
+        sw.merged((sw.KV_HEAD, 4), (sw.KV_HEAD_DIM, 8)),
+        shape=(*sizes("b"), 32),
+        role="param",
+    ) == jax.P("dp", "tp")
     with pytest.raises(sw.RankMismatchError, match="is not KV_HEAD 4"):
-        pm.resolve(sw.EMBED, sw.merged((sw.KV_HEAD, 4), (sw.KV_HEAD_DIM, 8)), shape=sizes("b, c"), role="param")
+        pm.resolve(
+            sw.EMBED,
+            sw.merged((sw.KV_HEAD, 4), (sw.KV_HEAD_DIM, 8)),
+            shape=sizes("b, c"),
+            role="param",
+        )
 
 
 def test_the_mode_of_a_layout() -> None:

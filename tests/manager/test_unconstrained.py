@@ -35,7 +35,9 @@ def test_what_the_array_has_there_stays(kind: str, jit: bool) -> None:
 
         found = (jax.jit(f) if jit else f)(x)
     np.testing.assert_array_equal(found, numbers(8, 8))
-    if jit and kind == "dp explicit":  # over an Auto tp the compiler is free, and uses its freedom here
+    if (
+        jit and kind == "dp explicit"
+    ):  # over an Auto tp the compiler is free, and uses its freedom here
         assert found.sharding.spec[0] == "dp"
     else:
         assert lies_over(found, pm.mesh, "dp", "tp")
@@ -64,14 +66,19 @@ REFUSALS: dict[str, Any] = {
     "shardings": lambda pm: pm.shardings({"x": numbers(8, 6)}, (sw.BATCH, OPEN), role="activation"),
     "abstract": lambda pm: pm.abstract({"x": numbers(8, 6)}, (sw.BATCH, OPEN), role="activation"),
     "global_array": lambda pm: pm.global_array(numbers(8, 6), sw.BATCH, OPEN),
-    "global_array with a shape": lambda pm: pm.global_array(numbers(8, 6), sw.BATCH, OPEN_LAST, global_shape=(8, 6)),
+    "global_array with a shape": lambda pm: pm.global_array(
+        numbers(8, 6), sw.BATCH, OPEN_LAST, global_shape=(8, 6)
+    ),
     "literal spec": lambda pm: pm.sharding(jax.P("dp", jax.P.UNCONSTRAINED)),
 }
 
 
 @pytest.mark.parametrize("case", list(REFUSALS))
 def test_refused_where_an_array_must_lie_somewhere(case: str) -> None:
-    with pytest.raises(sw.StrategyError, match=r'"\?" leaves this dim to the compiler, but a sharding must say where it lies'):
+    with pytest.raises(
+        sw.StrategyError,
+        match=r'"\?" leaves this dim to the compiler, but a sharding must say where it lies',
+    ):
         REFUSALS[case](make_manager())
 
 
@@ -82,18 +89,30 @@ def test_refused_in_shard_map(where: str) -> None:
         "in": {"in_axes": [(sw.BATCH, OPEN)], "out_axes": (sw.BATCH, sw.EMPTY)},
         "out": {"in_axes": [(sw.BATCH, sw.EMPTY)], "out_axes": (sw.BATCH, OPEN)},
         "out and in": {"in_axes": [(sw.BATCH, OPEN)], "out_axes": (sw.BATCH, OPEN)},
-        "sizes": {"in_axes": [(sw.BATCH, sw.EMPTY)], "out_axes": (sw.BATCH, OPEN_LAST), "sizes": {OPEN_LAST: 6}},
+        "sizes": {
+            "in_axes": [(sw.BATCH, sw.EMPTY)],
+            "out_axes": (sw.BATCH, OPEN_LAST),
+            "sizes": {OPEN_LAST: 6},
+        },
     }[where]
-    with pytest.raises(sw.StrategyError, match=r'"\?" leaves this dim to the compiler, but shard_map must know where it lies'):
+    with pytest.raises(
+        sw.StrategyError,
+        match=r'"\?" leaves this dim to the compiler, but shard_map must know where it lies',
+    ):
         pm.shard_map(lambda x: x, **axes)(numbers(8, 8))
 
 
 def test_refused_for_parameters() -> None:
-    with pytest.raises(sw.StrategyError, match=r'"\?" is for activations: a parameter must lie somewhere'):
+    with pytest.raises(
+        sw.StrategyError, match=r'"\?" is for activations: a parameter must lie somewhere'
+    ):
         sw.Strategy.loads('version = 1\n[params]\nembed = "?"\n')
     pm = make_manager(text='version = 1\n[rules]\nbatch = "dp"\nembed = "?"\n')
     with pytest.raises(sw.StrategyError, match=r'"\?" cannot be the answer for a parameter'):
         pm.gather(numbers(8, 8), sw.EMBED, sw.EMPTY)
     with pytest.raises(sw.StrategyError, match=r'"\?" cannot be the answer for a parameter'):
         pm.shardings({"w": numbers(8, 8)}, (sw.EMBED, sw.EMPTY))
-    assert '[{?}, {"dp"}]' in jax.jit(lambda x: pm.shard(x, sw.EMBED, sw.BATCH)).lower(numbers(8, 8)).as_text()
+    assert (
+        '[{?}, {"dp"}]'
+        in jax.jit(lambda x: pm.shard(x, sw.EMBED, sw.BATCH)).lower(numbers(8, 8)).as_text()
+    )

@@ -79,10 +79,14 @@ def global_array_of_equal_parts() -> None:
 def global_array_that_depends_on_its_size() -> None:
     pm = manager()
     for heads, spec in ((8, jax.P("dp", "tp")), (6, jax.P("dp"))):
-        made = pm.global_array(half(numbers(8, heads), 0), sw.BATCH, sw.KV_HEAD, global_shape=(8, heads))
+        made = pm.global_array(
+            half(numbers(8, heads), 0), sw.BATCH, sw.KV_HEAD, global_shape=(8, heads)
+        )
         assert (made.shape, made.sharding.spec) == ((8, heads), spec)
         np.testing.assert_array_equal(whole(made), numbers(8, heads))
-    refused(lambda: pm.global_array(half(numbers(8, 6), 0), sw.BATCH, sw.KV_HEAD), "pass global_shape=")
+    refused(
+        lambda: pm.global_array(half(numbers(8, 6), 0), sw.BATCH, sw.KV_HEAD), "pass global_shape="
+    )
 
 
 def shard_of_equal_numpy_data() -> None:
@@ -101,7 +105,10 @@ def slices_are_processes_where_dcn_says_so() -> None:
     within = sw.create_mesh("fsdp:4,tp:2", dcn={"tp": 2})
     owners = np.vectorize(lambda device: device.process_index)(within.devices)
     np.testing.assert_array_equal(owners, np.broadcast_to(np.arange(2), (4, 2)))
-    refused(lambda: sw.create_mesh("dp:4,tp:2", dcn={"dp": 4}), "dcn puts dp=4 across slices (4), the devices are 2 slices")
+    refused(
+        lambda: sw.create_mesh("dp:4,tp:2", dcn={"dp": 4}),
+        "dcn puts dp=4 across slices (4), the devices are 2 slices",
+    )
 
 
 def a_strategy_s_own_mesh_over_both() -> None:
@@ -125,8 +132,12 @@ def a_training_step_equals_the_unsharded_one() -> None:
         placed = pm.init(specs, jax.random.key(0))
         assert placed.sharding.spec == jax.P("dp")
         batch = pm.global_array(half(x, 0), sw.BATCH, sw.EMPTY)
-        found, grad = jax.jit(jax.value_and_grad(lambda w, x: loss(w, x, sw.gather, sw.shard)))(placed, batch)
-    wanted, wanted_grad = jax.value_and_grad(lambda w: loss(w, x, lambda w, *_: w, lambda x, *_: x))(w)
+        found, grad = jax.jit(jax.value_and_grad(lambda w, x: loss(w, x, sw.gather, sw.shard)))(
+            placed, batch
+        )
+    wanted, wanted_grad = jax.value_and_grad(
+        lambda w: loss(w, x, lambda w, *_: w, lambda x, *_: x)
+    )(w)
     assert grad.sharding.is_equivalent_to(placed.sharding, 2)
     np.testing.assert_allclose(whole(grad), wanted_grad, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(float(found), float(wanted), rtol=1e-6)
@@ -134,7 +145,9 @@ def a_training_step_equals_the_unsharded_one() -> None:
 
 def shard_map_sums_over_both() -> None:
     pm = manager("dp:8,tp:1")
-    total = pm.shard_map(lambda x: jax.lax.psum(x.sum(), pm.mesh_axes(sw.BATCH)), in_axes=[(sw.BATCH,)], out_axes=())
+    total = pm.shard_map(
+        lambda x: jax.lax.psum(x.sum(), pm.mesh_axes(sw.BATCH)), in_axes=[(sw.BATCH,)], out_axes=()
+    )
     found = jax.jit(total)(pm.global_array(half(np.arange(16, dtype=np.float32), 0), sw.BATCH))
     assert float(found) == 120.0
 
@@ -143,10 +156,18 @@ def both_resolve_alike() -> None:
     """The same specs, in the same order: else the processes would compile different programs."""
     lines = []
     for name in sw.Strategy.presets():
-        pm = sw.PartitionManager(sw.Strategy.preset(name), mesh=sw.abstract_mesh("dp:2,fsdp:2,sp:2,ep:2,tp:2"))
+        pm = sw.PartitionManager(
+            sw.Strategy.preset(name), mesh=sw.abstract_mesh("dp:2,fsdp:2,sp:2,ep:2,tp:2")
+        )
         for role in sw.Role:
             lines.append(str(pm.explain(sw.BATCH, sw.VOCAB, role=role, shape=(32, 32)).to_json()))
-            lines.append(str(pm.explain(sw.EXPERT, sw.EMBED, sw.MLP_INTERMEDIATE, role=role, shape=(32, 64, 64)).to_json()))
+            lines.append(
+                str(
+                    pm.explain(
+                        sw.EXPERT, sw.EMBED, sw.MLP_INTERMEDIATE, role=role, shape=(32, 64, 64)
+                    ).to_json()
+                )
+            )
     digest = np.frombuffer(hashlib.sha256("\n".join(lines).encode()).digest(), np.uint8)
     multihost_utils.assert_equal(digest, "the processes resolve differently")
 
@@ -200,7 +221,12 @@ CASES = [
 def run(port: int, rank: int) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(
-        f"127.0.0.1:{port}", 2, rank, initialization_timeout=30, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10
+        f"127.0.0.1:{port}",
+        2,
+        rank,
+        initialization_timeout=30,
+        heartbeat_timeout_seconds=10,
+        shutdown_timeout_seconds=10,
     )
     assert (jax.process_count(), jax.device_count(), len(virtual_devices(4))) == (2, 8, 4)
     for case in CASES:

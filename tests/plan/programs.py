@@ -71,7 +71,9 @@ def in_loops(op: Op, axes: Axes) -> Callable[[Any], Any]:
 
     def program(x: Any) -> Any:
         x = lax.fori_loop(0, 7, lambda _, y: step(y), step(x))
-        return lax.scan(lambda y, _: (lax.fori_loop(0, 2, lambda _, z: step(z), y), None), x, length=3)[0]
+        return lax.scan(
+            lambda y, _: (lax.fori_loop(0, 2, lambda _, z: step(z), y), None), x, length=3
+        )[0]
 
     return program
 
@@ -104,10 +106,19 @@ def traced_runs(f: Callable[..., Any], *args: Any) -> dict[Run, int]:
     for times, equation in _equations(jax.make_jaxpr(f)(*args).jaxpr, 1):
         kind = _PRIMITIVES.get(equation.primitive.name)
         if kind is not None:
-            axes = equation.params["axes"] if "axes" in equation.params else equation.params["axis_name"]
+            axes = (
+                equation.params["axes"]
+                if "axes" in equation.params
+                else equation.params["axis_name"]
+            )
             whole = (equation.outvars if kind is Kind.ALL_GATHER else equation.invars)[0].aval
             names = frozenset((axes,) if isinstance(axes, str) else axes)
-            run = (kind, names, whole.size * whole.dtype.itemsize, {"float32": "f32", "bfloat16": "bf16"}[str(whole.dtype)])
+            run = (
+                kind,
+                names,
+                whole.size * whole.dtype.itemsize,
+                {"float32": "f32", "bfloat16": "bf16"}[str(whole.dtype)],
+            )
             counts[run] = counts.get(run, 0) + times
     return counts
 
@@ -116,7 +127,9 @@ def _equations(jaxpr: Any, times: int) -> Iterator[tuple[int, Any]]:
     for equation in jaxpr.eqns:
         assert equation.primitive.name != "while", "a while has no length in a jaxpr"
         yield times, equation
-        inside = times * equation.params.get("length", 1) if equation.primitive.name == "scan" else times
+        inside = (
+            times * equation.params.get("length", 1) if equation.primitive.name == "scan" else times
+        )
         for value in equation.params.values():
             for one in value if isinstance(value, (tuple, list)) else (value,):
                 inner = getattr(one, "jaxpr", one)

@@ -18,7 +18,16 @@ from shardwright.plan import Collective, read_collectives
 from shardwright.plan.collectives import Kind, total
 from shardwright.report.collectives import collectives_text
 from shardwright.testing import cpu_mesh
-from tests.plan.programs import FIXTURES, OPS, PLACES, compiled_runs, in_loops, mapped, traced_runs, ways
+from tests.plan.programs import (
+    FIXTURES,
+    OPS,
+    PLACES,
+    compiled_runs,
+    in_loops,
+    mapped,
+    traced_runs,
+    ways,
+)
 
 P = jax.P
 ROWS, COLUMNS = 64, 16  # of each device
@@ -27,10 +36,14 @@ ROWS, COLUMNS = 64, 16  # of each device
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("name", list(OPS))
-def test_every_collective_is_found_as_often_as_jax_wrote_it(name: str, place: str, dtype: Any) -> None:
+def test_every_collective_is_found_as_often_as_jax_wrote_it(
+    name: str, place: str, dtype: Any
+) -> None:
     sizes, axes = PLACES[place]
     mesh, f = mapped(in_loops(OPS[name], axes), sizes)
-    x = jax.ShapeDtypeStruct((ROWS * mesh.size, COLUMNS), dtype, sharding=NamedSharding(mesh, P(mesh.axis_names)))
+    x = jax.ShapeDtypeStruct(
+        (ROWS * mesh.size, COLUMNS), dtype, sharding=NamedSharding(mesh, P(mesh.axis_names))
+    )
     found = read_collectives(jax.jit(f).lower(x).compile(), mesh)
     expected = traced_runs(f, x)
     assert list(expected.values()) == [14]
@@ -50,8 +63,13 @@ def test_collectives_that_the_partitioner_put_in(dtype: Any) -> None:
     size, name = jnp.dtype(dtype).itemsize, {4: "f32", 2: "bf16"}[jnp.dtype(dtype).itemsize]
 
     def one(a: Any, b: Any, out: Any) -> list[Collective]:
-        args = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)) for shape, spec in (a, b)]
-        compiled = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, out)).lower(*args).compile()
+        args = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+            for shape, spec in (a, b)
+        ]
+        compiled = (
+            jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, out)).lower(*args).compile()
+        )
         return list(read_collectives(compiled, mesh))
 
     (reduced,) = one(((64, 128), P("dp", "tp")), ((128, 32), P("tp")), P("dp"))
@@ -87,7 +105,11 @@ def test_a_manager_s_gather_counts_once_per_layer_and_pass() -> None:
     # The forward pass, the repeated forward pass of remat; its weight may serve the backward pass too.
     assert total(gathers) in (2 * layers * weight, 3 * layers * weight)
     # CPU sums gradients whole and slices; elsewhere that is a reduce-scatter of the same bytes.
-    sums = [one for one in found if one.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) and one.logical_bytes > 4]
+    sums = [
+        one
+        for one in found
+        if one.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) and one.logical_bytes > 4
+    ]
     assert total(sums) in (layers * weight, 2 * layers * weight)
 
 
@@ -105,7 +127,9 @@ class Device:
     process_index: int = 0
 
 
-TWO_SLICES = Mesh(np.array([Device(at, at // 16) for at in range(32)], dtype=object).reshape(8, 4), ("fsdp", "tp"))
+TWO_SLICES = Mesh(
+    np.array([Device(at, at // 16) for at in range(32)], dtype=object).reshape(8, 4), ("fsdp", "tp")
+)
 MESHES: dict[str, Any] = {
     "cpu_list_groups_strided": {"dp": 8},
     "tpu_permute_start_done": {"dp": 2, "fsdp": 2, "tp": 2},
@@ -116,14 +140,21 @@ MESHES: dict[str, Any] = {
 
 
 def row(one: Collective) -> str:
-    over = "+".join(one.mesh_axes) + (f" part {one.devices}" if one.partial else "") + (" dcn" if one.between_slices else "")
+    over = (
+        "+".join(one.mesh_axes)
+        + (f" part {one.devices}" if one.partial else "")
+        + (" dcn" if one.between_slices else "")
+    )
     dtype = one.dtype if one.dtype == one.wire_dtype else f"{one.dtype} as {one.wire_dtype}"
     kind = f"{one.kind} as gather" if one.gathers else str(one.kind)
     return f"{one.count} {kind} {over} {dtype} {one.logical_bytes} {one.wire_bytes}{' maybe' if one.maybe else ''}"
 
 
 def rows(name: str, **options: Any) -> list[str]:
-    return [row(one) for one in read_collectives(texts()[name], MESHES.get(name, {"dp": 2, "tp": 4}), **options)]
+    return [
+        row(one)
+        for one in read_collectives(texts()[name], MESHES.get(name, {"dp": 2, "tp": 4}), **options)
+    ]
 
 
 MLP = 4096 * 4096 * 2  # bytes of one bfloat16 weight on one tensor shard
@@ -133,8 +164,14 @@ EXPECTED: dict[str, list[str]] = {
     "cpu_list_groups_promoted": ["1 all_reduce tp bf16 as f32 2048 6144"],
     "cpu_list_groups_strided": ["1 all_reduce dp part 2 f32 4096 4096"],
     "cpu_iota_groups": ["1 all_reduce tp bf16 as f32 32768 98304"],
-    "cpu_compiler_mesh_with_device_ids": ["1 all_to_all tp part 2 f32 65536 32768", "1 permute dp+tp part 2 f32 65536 65536"],
-    "cpu_named_mesh_part_of_an_axis": ["1 all_to_all tp part 2 f32 65536 32768", "1 permute dp+tp part 2 f32 65536 65536"],
+    "cpu_compiler_mesh_with_device_ids": [
+        "1 all_to_all tp part 2 f32 65536 32768",
+        "1 permute dp+tp part 2 f32 65536 65536",
+    ],
+    "cpu_named_mesh_part_of_an_axis": [
+        "1 all_to_all tp part 2 f32 65536 32768",
+        "1 permute dp+tp part 2 f32 65536 65536",
+    ],
     "cpu_named_mesh_widened_gather": ["1 all_gather dp bf16 as f32 32768 32768"],
     "cpu_tuple_all_to_all": ["1 all_to_all tp bf16 as f32 65536 98304"],
     "cpu_variadic_reduce": ["1 all_reduce tp bf16+f32 as f32 10240 18432"],
@@ -148,7 +185,10 @@ EXPECTED: dict[str, list[str]] = {
         "6 all_reduce tp bf16 as f32 16384 49152",
         "6 all_reduce dp bf16 as f32 131072 262144",
     ],
-    "tpu_nested_loops_without_counts": ["12 all_reduce tp f32 4096 6144", "3 all_gather dp f32 8192 4096"],
+    "tpu_nested_loops_without_counts": [
+        "12 all_reduce tp f32 4096 6144",
+        "3 all_gather dp f32 8192 4096",
+    ],
     "tpu_loop_by_three": ["5 all_reduce tp f32 4096 6144"],
     "tpu_loop_downwards": ["9 all_reduce tp f32 4096 6144"],
     "tpu_loop_doubling": ["7 all_reduce tp f32 4096 6144"],
@@ -169,7 +209,10 @@ EXPECTED: dict[str, list[str]] = {
         *[f"4 all_reduce fsdp bf16 {4 * MLP} {2 * 4 * MLP * 63 // 64}"] * 2,
     ],
     "gpu_reduce_scatter_start": ["1 reduce_scatter tp bf16 32768 24576"],
-    "gpu_nested_tuple_starts": ["1 all_to_all tp part 2 bf16 32768 16384", "1 permute dp+tp part 2 bf16 32768 32768"],
+    "gpu_nested_tuple_starts": [
+        "1 all_to_all tp part 2 bf16 32768 16384",
+        "1 permute dp+tp part 2 bf16 32768 32768",
+    ],
     "gpu_train_step_combined": [
         "6 all_gather dp bf16 131072 65536",
         "6 all_reduce tp bf16 16384 24576",
@@ -206,24 +249,33 @@ def test_two_slices_have_a_part_inside_and_a_part_between() -> None:
     # Two weights of four layers in two passes; and their gradients, which are summed as scatter, sum between slices, gather.
     assert sum(one.count or 0 for one in gathers) == 2 * 4 * (2 + 1)
     assert sum(one.count or 0 for one in between if one.kind is Kind.ALL_GATHER) == 2 * 2 * 4
-    with pytest.raises(MeshMismatchError, match=r"compiled for 16 devices, the mesh {'fsdp': 8, 'tp': 4} has 32"):
+    with pytest.raises(
+        MeshMismatchError, match=r"compiled for 16 devices, the mesh {'fsdp': 8, 'tp': 4} has 32"
+    ):
         read_collectives(texts()["tpu_two_slices"], {"fsdp": 8, "tp": 4})
 
 
 def test_trips_are_taken_where_a_loop_ends_on_data() -> None:
     assert rows("tpu_loop_on_data", trips=11) == ["11 all_reduce tp f32 4096 6144"]
-    assert rows("tpu_loop_by_three", trips=11) == ["5 all_reduce tp f32 4096 6144"], "what is known is not overruled"
+    assert rows("tpu_loop_by_three", trips=11) == ["5 all_reduce tp f32 4096 6144"], (
+        "what is known is not overruled"
+    )
     assert total(read_collectives(texts()["cpu_loop_on_data"], {"dp": 2, "tp": 4})) is None
 
 
 def test_element_types_may_be_told() -> None:
-    assert rows("cpu_loop_on_data", dtypes={"f32": "bf16"}, trips=1) == ["1 all_reduce tp bf16 as f32 2048 6144"]
+    assert rows("cpu_loop_on_data", dtypes={"f32": "bf16"}, trips=1) == [
+        "1 all_reduce tp bf16 as f32 2048 6144"
+    ]
 
 
 def test_a_sum_that_the_program_widens_itself_stays_wide() -> None:
     mesh = cpu_mesh("dp:2,tp:4")
     wide = jax.shard_map(
-        lambda x: lax.psum(x.astype(jnp.float32), "tp").astype(jnp.bfloat16), mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", None)
+        lambda x: lax.psum(x.astype(jnp.float32), "tp").astype(jnp.bfloat16),
+        mesh=mesh,
+        in_specs=P("dp", "tp"),
+        out_specs=P("dp", None),
     )
     x = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=NamedSharding(mesh, P("dp", "tp")))
     (found,) = read_collectives(jax.jit(wide).lower(x).compile(), mesh)
@@ -235,7 +287,9 @@ def test_device_ids_are_positions_in_the_mesh() -> None:
     plain = cpu_mesh("dp:2,tp:4")
     turned = Mesh(plain.devices[:, ::-1], plain.axis_names, axis_types=plain.axis_types)
     for mesh in (plain, turned):
-        f = jax.shard_map(lambda x: lax.psum(x, "tp"), mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", None))
+        f = jax.shard_map(
+            lambda x: lax.psum(x, "tp"), mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", None)
+        )
         x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P("dp", "tp")))
         (found,) = read_collectives(jax.jit(f).lower(x).compile(), mesh)
         assert (found.mesh_axes, found.partial) == (("tp",), False)
@@ -243,12 +297,16 @@ def test_device_ids_are_positions_in_the_mesh() -> None:
 
 def test_one_device_sends_nothing() -> None:
     mesh = cpu_mesh("dp:8,tp:1")
-    f = jax.shard_map(lambda x: lax.psum(x, "tp"), mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", None))
+    f = jax.shard_map(
+        lambda x: lax.psum(x, "tp"), mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", None)
+    )
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P("dp", "tp")))
     assert read_collectives(jax.jit(f).lower(x).compile(), mesh) == ()
     alone = jax.jit(lambda x: x + 1).lower(1.0).compile()
     assert read_collectives(alone, cpu_mesh("dp:1")) == ()
-    with pytest.raises(ProgramError, match=r"the program runs on one device, the mesh {'dp': 8} has 8"):
+    with pytest.raises(
+        ProgramError, match=r"the program runs on one device, the mesh {'dp': 8} has 8"
+    ):
         read_collectives(alone, cpu_mesh("dp:8"))
 
 
@@ -261,12 +319,32 @@ LIST = "replica_groups={{0,1,2,3},{4,5,6,7}}"
         ("HloModule", "module", "it does not start with HloModule"),
         (LIST, "replica_groups=V4<8>", "groups of devices in an unknown form: 'V4<8>'"),
         (LIST, "replica_groups={{0,1,2,8}}", "do not fit a program for 8 devices"),
-        ("num_partitions=8", "num_partitions=8, replica_count=2", "the program runs in 2 replicas, as pmap made them"),
-        ("num_partitions=8", "num_partitions=4", r"compiled for 4 devices, the mesh {'dp': 2, 'tp': 4} has 8"),
-        ("f32[16,64]{1,0} fusion(%param.1)", "f3[16,64]{1,0} fusion(%param.1)", "element type 'f3' is not known"),
-        ("ROOT %add.2 = f32[] add(%x.2, %y)", "ROOT %add.2 f32[] add(%x.2, %y)", "line .* of the compiled program cannot be read"),
+        (
+            "num_partitions=8",
+            "num_partitions=8, replica_count=2",
+            "the program runs in 2 replicas, as pmap made them",
+        ),
+        (
+            "num_partitions=8",
+            "num_partitions=4",
+            r"compiled for 4 devices, the mesh {'dp': 2, 'tp': 4} has 8",
+        ),
+        (
+            "f32[16,64]{1,0} fusion(%param.1)",
+            "f3[16,64]{1,0} fusion(%param.1)",
+            "element type 'f3' is not known",
+        ),
+        (
+            "ROOT %add.2 = f32[] add(%x.2, %y)",
+            "ROOT %add.2 f32[] add(%x.2, %y)",
+            "line .* of the compiled program cannot be read",
+        ),
         ("ENTRY %", "%", "no ENTRY computation"),
-        ("all-reduce(%wrapped_convert)", "all-reduce(%wrapped_convert", "a bracket of the compiled program is never closed"),
+        (
+            "all-reduce(%wrapped_convert)",
+            "all-reduce(%wrapped_convert",
+            "a bracket of the compiled program is never closed",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_an_error(old: str, new: str, says: str) -> None:
@@ -283,10 +361,14 @@ def test_a_collective_that_nothing_runs_is_an_error() -> None:
         read_collectives(hidden, {"dp": 2, "tp": 4})
 
 
-@pytest.mark.parametrize("opcode", ["all-broadcast", "collective-reduce-start", "all-reduce-scatter"])
+@pytest.mark.parametrize(
+    "opcode", ["all-broadcast", "collective-reduce-start", "all-reduce-scatter"]
+)
 def test_a_collective_of_another_name_is_an_error(opcode: str) -> None:
     text = texts()["cpu_list_groups_promoted"].replace(" all-reduce(", f" {opcode}(")
-    with pytest.raises(ProgramError, match=rf"\(line [0-9]+\): {opcode} is no collective that is known"):
+    with pytest.raises(
+        ProgramError, match=rf"\(line [0-9]+\): {opcode} is no collective that is known"
+    ):
         read_collectives(text, {"dp": 2, "tp": 4})
 
 

@@ -38,7 +38,9 @@ def read(f: Any, *args: Any) -> dict[Kind, Collective]:
 
 
 def lying(shape: tuple[int, ...], dtype: Any, *spec: Any) -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(cpu_mesh("dp:2,tp:4"), P(*spec)))
+    return jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(cpu_mesh("dp:2,tp:4"), P(*spec))
+    )
 
 
 def each_way(x: Any) -> Any:
@@ -55,7 +57,9 @@ def each_way(x: Any) -> Any:
 @pytest.mark.parametrize("name", NARROW)
 def test_every_collective_of_a_narrow_type(name: str) -> None:
     spec = P(("dp", "tp"))
-    f = jax.shard_map(each_way, mesh=cpu_mesh("dp:2,tp:4"), in_specs=spec, out_specs=spec, check_vma=False)
+    f = jax.shard_map(
+        each_way, mesh=cpu_mesh("dp:2,tp:4"), in_specs=spec, out_specs=spec, check_vma=False
+    )
     found = read(f, lying((8 * 16, 8), jnp.dtype(name), ("dp", "tp")))
     own, wire, bits = NARROW[name]
     assert {(one.dtype, one.wire_dtype) for one in found.values()} == {(own, wire)}
@@ -72,28 +76,41 @@ def test_every_collective_of_a_narrow_type(name: str) -> None:
 @pytest.mark.parametrize("name", ["int4", "float8_e4m3fn"])
 def test_quantised_weights_that_are_gathered_for_a_dot(name: str) -> None:
     def layer(x: Any, w: Any) -> Any:
-        return x @ lax.with_sharding_constraint(w, NamedSharding(cpu_mesh("dp:2,tp:4"), P())).astype(jnp.float32).T
+        return (
+            x
+            @ lax.with_sharding_constraint(w, NamedSharding(cpu_mesh("dp:2,tp:4"), P()))
+            .astype(jnp.float32)
+            .T
+        )
 
     def layers(x: Any, ws: Any) -> Any:
         return lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0]
 
     x, stacked = lying((8, 32), jnp.float32, "dp"), lying((3, 32, 32), jnp.dtype(name), None, "tp")
     whole = 32 * 32 * NARROW[name][2] // 8
-    assert_collectives(layer, x, lying((32, 32), jnp.dtype(name), "tp"), all_gather=1, bytes=whole, only=True)
+    assert_collectives(
+        layer, x, lying((32, 32), jnp.dtype(name), "tp"), all_gather=1, bytes=whole, only=True
+    )
     assert_collectives(layers, x, stacked, all_gather=3, bytes=3 * whole, only=True)
-    with pytest.raises(AssertionError, match=rf"bytes: 1 expected, {whole} found(?s:.*){NARROW[name][0]} \(as {NARROW[name][1]}\)"):
+    with pytest.raises(
+        AssertionError,
+        match=rf"bytes: 1 expected, {whole} found(?s:.*){NARROW[name][0]} \(as {NARROW[name][1]}\)",
+    ):
         assert_collectives(layer, x, lying((32, 32), jnp.dtype(name), "tp"), bytes=1)
 
 
 @pytest.mark.parametrize(
-    ("narrow", "wide", "name"), [("float8_e4m3fn", "float16", "f16"), ("int8", "int32", "s32"), ("int4", "int8", "s8")]
+    ("narrow", "wide", "name"),
+    [("float8_e4m3fn", "float16", "f16"), ("int8", "int32", "s32"), ("int4", "int8", "s8")],
 )
 def test_a_sum_that_the_program_itself_widens_stays_wide(narrow: str, wide: str, name: str) -> None:
     def f(x: Any) -> Any:
         return lax.psum(x.astype(wide), "tp").astype(narrow)
 
     spec = P(("dp", "tp"))
-    mapped = jax.shard_map(f, mesh=cpu_mesh("dp:2,tp:4"), in_specs=spec, out_specs=spec, check_vma=False)
+    mapped = jax.shard_map(
+        f, mesh=cpu_mesh("dp:2,tp:4"), in_specs=spec, out_specs=spec, check_vma=False
+    )
     (one,) = read(mapped, lying((8 * 16, 8), jnp.dtype(narrow), ("dp", "tp"))).values()
     assert (one.kind, one.dtype, one.wire_dtype) == (Kind.ALL_REDUCE, name, name)
 
@@ -106,7 +123,10 @@ def test_a_master_copy_that_is_gathered_in_bfloat16() -> None:
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     def f(w: Any) -> Any:
-        return lax.all_gather(jnp.sin(w).astype(jnp.bfloat16), "tp", tiled=True).astype(jnp.float32) * 2
+        return (
+            lax.all_gather(jnp.sin(w).astype(jnp.bfloat16), "tp", tiled=True).astype(jnp.float32)
+            * 2
+        )
 
     w, whole = lying((8 * 16, 8), jnp.float32, ("dp", "tp")), 4 * 16 * 8 * 2
     assert_collectives(f, w, all_gather=1, bytes=whole)

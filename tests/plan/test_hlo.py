@@ -22,7 +22,9 @@ P = jax.P
 
 
 def compiled(f: Any, mesh: Any, dtype: Any = jnp.float32) -> Any:
-    x = jax.ShapeDtypeStruct((64 * mesh.size, 16), dtype, sharding=NamedSharding(mesh, P(mesh.axis_names)))
+    x = jax.ShapeDtypeStruct(
+        (64 * mesh.size, 16), dtype, sharding=NamedSharding(mesh, P(mesh.axis_names))
+    )
     return jax.jit(f).lower(x).compile()
 
 
@@ -40,49 +42,103 @@ def test_instructions_are_those_of_xla_s_own_module(name: str) -> None:
     program = compiled(f, mesh, jnp.bfloat16)
     (own,) = program.runtime_executable().hlo_modules()
     module = parse_hlo(program.as_text())
-    theirs = {one.name: {each.name: each for each in one.instructions()} for one in own.computations()}
-    assert {name: set(one.instructions) for name, one in module.computations.items()} == {name: set(one) for name, one in theirs.items()}
+    theirs = {
+        one.name: {each.name: each for each in one.instructions()} for one in own.computations()
+    }
+    assert {name: set(one.instructions) for name, one in module.computations.items()} == {
+        name: set(one) for name, one in theirs.items()
+    }
     seen = 0
     for name, computation in module.computations.items():
         for one in computation.instructions.values():
             each = theirs[name][one.name]
             # kAllReduce is all-reduce, kSin sine.
-            assert one.opcode.replace("-", "").removesuffix("e") == str(each.opcode).rpartition(".k")[2].lower().removesuffix("e")
+            assert one.opcode.replace("-", "").removesuffix("e") == str(each.opcode).rpartition(
+                ".k"
+            )[2].lower().removesuffix("e")
             assert list(one.operands) == [operand.name for operand in each.operands()]
             seen += 1
     assert seen > 20
 
 
 def test_a_frame_is_the_caller_s_line_not_ours() -> None:
-    pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=cpu_mesh("dp:1,fsdp:8,sp:1,ep:1,tp:1"))
+    pm = sw.PartitionManager(
+        sw.Strategy.preset("fsdp"), mesh=cpu_mesh("dp:1,fsdp:8,sp:1,ep:1,tp:1")
+    )
     w = pm.abstract(sw.ArraySpec((64, 16), jnp.float32, (sw.EMBED, sw.EMPTY)))
     text = jax.jit(lambda w: pm.gather(w, sw.EMBED, sw.EMPTY) * 2).lower(w).compile().as_text()
     assert "shardwright/placement.py" in text
     frames = parse_hlo(text).frames
     files = [frame.partition(":")[0] for frame in frames.values()]
     assert files.count(__file__) > 3, "this line, and ours that stand for it"
-    assert not [file for file in files if "/shardwright/" in file and file.endswith(("placement.py", "manager.py"))]
+    assert not [
+        file
+        for file in files
+        if "/shardwright/" in file and file.endswith(("placement.py", "manager.py"))
+    ]
 
 
 def test_a_frame_is_outside_of_installed_libraries_where_one_is() -> None:
-    files = ["/home/me/model.py", "/env/lib/python3.11/site-packages/flax/linear.py", "/usr/lib/python3/dist-packages/numpy/core.py"]
+    files = [
+        "/home/me/model.py",
+        "/env/lib/python3.11/site-packages/flax/linear.py",
+        "/usr/lib/python3/dist-packages/numpy/core.py",
+    ]
     files += ["/usr/lib/python3.11/contextlib.py", "<frozen runpy>"]
-    chains = {"1": (1, 1), "2": (4, 2), "3": (2, 3), "4": (5, 1), "5": (3, 5)}  # frame: its file, its caller plus one
+    chains = {
+        "1": (1, 1),
+        "2": (4, 2),
+        "3": (2, 3),
+        "4": (5, 1),
+        "5": (3, 5),
+    }  # frame: its file, its caller plus one
     tables = [
         *("FileNames", *(f'{at} "{file}"' for at, file in enumerate(files, 1))),
         *("", "FunctionNames", '1 "f"', ""),
-        *("FileLocations", *(f"{at} {{file_name_id={at} function_name_id=1 line={10 * at}}}" for at in range(1, len(files) + 1))),
-        *("", "StackFrames", *(f"{key} {{file_location_id={at} parent_frame_id={up}}}" for key, (at, up) in chains.items())),
+        *(
+            "FileLocations",
+            *(
+                f"{at} {{file_name_id={at} function_name_id=1 line={10 * at}}}"
+                for at in range(1, len(files) + 1)
+            ),
+        ),
+        *(
+            "",
+            "StackFrames",
+            *(
+                f"{key} {{file_location_id={at} parent_frame_id={up}}}"
+                for key, (at, up) in chains.items()
+            ),
+        ),
     ]
-    text = "\n".join(["HloModule m", "", *tables, "", "ENTRY main (a: f32[]) -> f32[] {", "  ROOT a = f32[] parameter(0)", "}"])
+    text = "\n".join(
+        [
+            "HloModule m",
+            "",
+            *tables,
+            "",
+            "ENTRY main (a: f32[]) -> f32[] {",
+            "  ROOT a = f32[] parameter(0)",
+            "}",
+        ]
+    )
     frames = parse_hlo(text).frames
-    assert {key: frames[key] for key in ("1", "2", "3")} == dict.fromkeys(("1", "2", "3"), "/home/me/model.py:10")
-    assert (frames["4"], frames["5"]) == ("<frozen runpy>:50", "/usr/lib/python3/dist-packages/numpy/core.py:30")
+    assert {key: frames[key] for key in ("1", "2", "3")} == dict.fromkeys(
+        ("1", "2", "3"), "/home/me/model.py:10"
+    )
+    assert (frames["4"], frames["5"]) == (
+        "<frozen runpy>:50",
+        "/usr/lib/python3/dist-packages/numpy/core.py:30",
+    )
 
 
 def test_shapes_of_tuples_layouts_and_tiles() -> None:
     text = (FIXTURES / "gpu_nested_tuple_starts.hlo").read_text(encoding="utf-8")
-    starts = [one for one in parse_hlo(text).entry.instructions.values() if one.opcode == "all-to-all-start"]
+    starts = [
+        one
+        for one in parse_hlo(text).entry.instructions.values()
+        if one.opcode == "all-to-all-start"
+    ]
     assert [(shape.dtype, shape.dims) for shape in starts[0].shapes] == [("bf16", (2, 64, 128))] * 2
     text = (FIXTURES / "tpu_permute_start_done.hlo").read_text(encoding="utf-8")
     (start,) = (
@@ -91,11 +147,17 @@ def test_shapes_of_tuples_layouts_and_tiles() -> None:
         for one in computation.instructions.values()
         if one.opcode == "collective-permute-start"
     )
-    assert [(shape.dtype, shape.bytes) for shape in start.shapes] == [("bf16", 2048), ("bf16", 2048), ("u32", 4), ("u32", 4)]
+    assert [(shape.dtype, shape.bytes) for shape in start.shapes] == [
+        ("bf16", 2048),
+        ("bf16", 2048),
+        ("u32", 4),
+        ("u32", 4),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "elements", "count"), [("pred", 3, 3), ("s4", 3, 2), ("f8e4m3fn", 5, 5), ("c128", 2, 32), ("token", 1, 0)]
+    ("dtype", "elements", "count"),
+    [("pred", 3, 3), ("s4", 3, 2), ("f8e4m3fn", 5, 5), ("c128", 2, 32), ("token", 1, 0)],
 )
 def test_bytes(dtype: str, elements: int, count: int) -> None:
     assert bytes_of(dtype, elements) == count

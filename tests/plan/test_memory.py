@@ -33,10 +33,17 @@ def leaf(shape: tuple[int, ...], spec: Any, dtype: Any = jnp.float32, mesh: Any 
         (P(None, ("dp", "fsdp")), 64, 0, ()),
     ],
 )
-def test_copies_are_counted_in_bytes(spec: Any, per_device: int, replicated: int, over: tuple[str, ...]) -> None:
+def test_copies_are_counted_in_bytes(
+    spec: Any, per_device: int, replicated: int, over: tuple[str, ...]
+) -> None:
     found = bytes_by_path({"w": leaf((8, 16), spec)}).leaves[0]
     assert (found.path, found.shape, found.dtype, found.spec) == ("w", (8, 16), "float32", spec)
-    assert (found.total, found.per_device, found.replicated, found.replicated_over) == (512, per_device, replicated, over)
+    assert (found.total, found.per_device, found.replicated, found.replicated_over) == (
+        512,
+        per_device,
+        replicated,
+        over,
+    )
     assert found.held == found.total + found.replicated == 8 * per_device
     assert found.copies == found.held // found.total
 
@@ -46,12 +53,26 @@ def test_a_mesh_axis_of_one_device_holds_no_copy() -> None:
     assert (found.path, found.replicated, found.replicated_over) == ("", 0, ())
 
 
-@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4, jnp.int2, jnp.bool_, jnp.int8, jnp.float8_e4m3fn, jnp.bfloat16, jnp.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        jnp.int4,
+        jnp.uint4,
+        jnp.int2,
+        jnp.bool_,
+        jnp.int8,
+        jnp.float8_e4m3fn,
+        jnp.bfloat16,
+        jnp.complex64,
+    ],
+)
 def test_bytes_are_what_the_compiler_allots(dtype: Any) -> None:
     """Against the account of a compiled program, which knows nothing of this module."""
     mesh = cpu_mesh("dp:2,fsdp:4")
     sharding = NamedSharding(mesh, P("fsdp"))
-    compiled = jax.jit(lambda: jnp.zeros((64, 512), dtype), out_shardings=sharding).lower().compile()
+    compiled = (
+        jax.jit(lambda: jnp.zeros((64, 512), dtype), out_shardings=sharding).lower().compile()
+    )
     found = bytes_by_path(jax.ShapeDtypeStruct((64, 512), dtype, sharding=sharding))
     assert found.per_device == compiled.memory_analysis().output_size_in_bytes
     assert found.total == 4 * found.per_device
@@ -82,11 +103,19 @@ def test_concrete_arrays_hold_what_their_shards_hold() -> None:
 
 def test_a_tree_beside_its_shardings() -> None:
     """Where an optimizer keeps nothing there is nothing to count; one sharding may cover a part of the tree."""
-    specs = {"w": sw.ArraySpec((8, 8), jnp.bfloat16, (sw.EMBED, sw.MLP_INTERMEDIATE)), "none": None, "b": [np.ones(4, np.float32)] * 2}
+    specs = {
+        "w": sw.ArraySpec((8, 8), jnp.bfloat16, (sw.EMBED, sw.MLP_INTERMEDIATE)),
+        "none": None,
+        "b": [np.ones(4, np.float32)] * 2,
+    }
     everywhere, split = NamedSharding(MESH, P()), NamedSharding(MESH, P("dp", "fsdp"))
     found = bytes_by_path(specs, {"w": split, "none": None, "b": everywhere})
     assert [one.dtype for one in found.leaves] == ["float32", "float32", "bfloat16"]
-    assert [(one.path, one.total, one.per_device) for one in found.leaves] == [("b/0", 16, 16), ("b/1", 16, 16), ("w", 128, 16)]
+    assert [(one.path, one.total, one.per_device) for one in found.leaves] == [
+        ("b/0", 16, 16),
+        ("b/1", 16, 16),
+        ("w", 128, 16),
+    ]
     assert (found.total, found.per_device, found.held, found.replicated) == (160, 48, 384, 224)
     assert found.replicated_share == 224 / 384
     assert [one.path for one in found.select("^b/").leaves] == ["b/0", "b/1"]
@@ -101,7 +130,9 @@ def test_partial_sums_are_no_copies() -> None:
 
 
 def test_leaves_that_lie_nowhere_are_named_all_at_once() -> None:
-    with pytest.raises(sw.StrategyError, match=r"^2 problems\n 1. a: ndarray of shape \(2,\) has no sharding") as caught:
+    with pytest.raises(
+        sw.StrategyError, match=r"^2 problems\n 1. a: ndarray of shape \(2,\) has no sharding"
+    ) as caught:
         bytes_by_path({"a": np.ones(2), "b": leaf((8,), P()), "c": 3})
     assert [problem.path for problem in caught.value.problems] == ["a", "c"]
     with pytest.raises(sw.StrategyError, match="leaves a dim to the compiler"):
@@ -138,5 +169,7 @@ def test_a_pattern_that_is_none_is_shown() -> None:
 def test_a_long_path_leaves_the_specs_in_one_piece() -> None:
     path = "transformer/" + "decoder/" * 12 + "kernel"
     sharding = NamedSharding(sw.abstract_mesh("dp:2,tp:4"), P(None, ("dp", "tp")))
-    lines = memory_text(bytes_by_path({path: jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=sharding)})).splitlines()
+    lines = memory_text(
+        bytes_by_path({path: jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=sharding)})
+    ).splitlines()
     assert f"{path}  4x8    float32  P(None, ('dp', 'tp'))  128 B" in "\n".join(lines)

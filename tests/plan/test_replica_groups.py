@@ -60,24 +60,37 @@ def test_groups_by_mesh_axes_are_numpy_s_and_span_those_axes(shape: list[int], d
     positions = np.arange(math.prod(shape)).reshape(shape)
     dims = [names.index(name) for name in chosen]
     rest = [dim for dim in range(len(shape)) if dim not in dims]
-    expected = positions.transpose([*rest, *dims]).reshape(-1, math.prod(shape[dim] for dim in dims))
+    expected = positions.transpose([*rest, *dims]).reshape(
+        -1, math.prod(shape[dim] for dim in dims)
+    )
     mesh = ",".join(f"'{name}'={size}" for name, size in zip(names, shape, strict=True))
     text = f"mesh[{mesh}] {{{','.join(f'{name!r}' for name in chosen)}}}"
     groups = parse_groups(text, devices=positions.size)
     assert groups == tuple(map(tuple, expected.tolist()))
     sizes = dict(zip(names, shape, strict=True))
     wanted = tuple(name for name in names if name in chosen and sizes[name] > 1)
-    assert span_of(groups, sizes) == Span(mesh_axes=wanted, devices=expected.shape[1], partial=False)
+    assert span_of(groups, sizes) == Span(
+        mesh_axes=wanted, devices=expected.shape[1], partial=False
+    )
 
 
-@given(st.sampled_from([2, 3, 4]), st.sampled_from([2, 3]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 3]))
+@given(
+    st.sampled_from([2, 3, 4]),
+    st.sampled_from([2, 3]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 3]),
+)
 def test_a_part_of_an_axis_is_a_cut_of_it(major: int, size: int, minor: int, other: int) -> None:
     whole = major * size * minor
     positions = np.arange(whole * other).reshape(major, size, minor, other)
     expected = positions.transpose(0, 2, 3, 1).reshape(-1, size)
-    groups = parse_groups(f"mesh['a'={whole},'b'={other}] {{'a':({major}){size}}}", devices=whole * other)
+    groups = parse_groups(
+        f"mesh['a'={whole},'b'={other}] {{'a':({major}){size}}}", devices=whole * other
+    )
     assert groups == tuple(map(tuple, expected.tolist()))
-    assert span_of(groups, {"a": whole, "b": other}) == Span(mesh_axes=("a",), devices=size, partial=True)
+    assert span_of(groups, {"a": whole, "b": other}) == Span(
+        mesh_axes=("a",), devices=size, partial=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +104,9 @@ def test_a_part_of_an_axis_is_a_cut_of_it(major: int, size: int, minor: int, oth
         (((0,), (1,)), (), 1, False),
     ],
 )
-def test_axes_that_groups_span(groups: Any, axes: tuple[str, ...], devices: int, partial: bool) -> None:
+def test_axes_that_groups_span(
+    groups: Any, axes: tuple[str, ...], devices: int, partial: bool
+) -> None:
     assert span_of(groups, EIGHT) == Span(mesh_axes=axes, devices=devices, partial=partial)
 
 
@@ -111,8 +126,12 @@ def test_positions_of_a_part_of_the_mesh() -> None:
         ("{{0,4}}", ("dp",), 2, False),
     ],
 )
-def test_axes_that_sends_go_along(pairs: str, axes: tuple[str, ...], devices: int, partial: bool) -> None:
-    assert span_of_pairs(parse_pairs(pairs, devices=8), EIGHT) == Span(mesh_axes=axes, devices=devices, partial=partial)
+def test_axes_that_sends_go_along(
+    pairs: str, axes: tuple[str, ...], devices: int, partial: bool
+) -> None:
+    assert span_of_pairs(parse_pairs(pairs, devices=8), EIGHT) == Span(
+        mesh_axes=axes, devices=devices, partial=partial
+    )
 
 
 def test_a_ring_of_many_devices_is_quick() -> None:
@@ -143,5 +162,7 @@ def test_a_pair_of_three_is_an_error() -> None:
 
 
 def test_a_pair_of_a_device_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(ProgramError, match=r"pairs '\{\{0,4\}\}' do not fit a program for 4 devices"):
+    with pytest.raises(
+        ProgramError, match=r"pairs '\{\{0,4\}\}' do not fit a program for 4 devices"
+    ):
         parse_pairs("{{0,4}}", devices=4)

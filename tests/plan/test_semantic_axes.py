@@ -39,7 +39,10 @@ def manager(mesh: object = MESH) -> sw.PartitionManager:
 
 def test_an_axis_counts_where_any_rule_of_the_mode_names_the_mesh_axis() -> None:
     pm = manager()
-    assert carried_axes(pm) == {"dp": (sw.BATCH, sw.EMBED, sw.VOCAB), "tp": (sw.HEAD, sw.KV_HEAD, sw.VOCAB, CHANNEL)}
+    assert carried_axes(pm) == {
+        "dp": (sw.BATCH, sw.EMBED, sw.VOCAB),
+        "tp": (sw.HEAD, sw.KV_HEAD, sw.VOCAB, CHANNEL),
+    }
     assert carried_axes(pm, mode="decode")["tp"] == (sw.HEAD, sw.VOCAB, CHANNEL)
     assert carried_axes(pm.for_mode("decode")) == carried_axes(pm, mode="decode")
 

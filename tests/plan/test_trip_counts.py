@@ -20,9 +20,18 @@ from shardwright.plan.trip_counts import LIMIT, Frame, body_frame, called, trip_
 KNOWN = re.compile(r',?"known_trip_count":\{"n":"\d+"\}')
 
 
-def loop(start: int, goes_on: Callable[[Any], Any], following: Callable[[Any], Any], dtype: Any = jnp.int32) -> Callable[[Any], Any]:
+def loop(
+    start: int,
+    goes_on: Callable[[Any], Any],
+    following: Callable[[Any], Any],
+    dtype: Any = jnp.int32,
+) -> Callable[[Any], Any]:
     def program(x: Any) -> Any:
-        return lax.while_loop(lambda c: goes_on(c[0]), lambda c: (following(c[0]).astype(dtype), jnp.sin(c[1])), (dtype(start), x))[1]
+        return lax.while_loop(
+            lambda c: goes_on(c[0]),
+            lambda c: (following(c[0]).astype(dtype), jnp.sin(c[1])),
+            (dtype(start), x),
+        )[1]
 
     return program
 
@@ -37,7 +46,9 @@ def counts(text: str) -> list[int | None]:
             if one.opcode == "while":
                 found += [trip_count(module, frame, one), *of(body_frame(module, frame, one))]
             elif one.opcode == "call":
-                found += of(called(module, one.attributes()["to_apply"].lstrip("%"), frame, one.operands))
+                found += of(
+                    called(module, one.attributes()["to_apply"].lstrip("%"), frame, one.operands)
+                )
         return found
 
     return of(Frame(computation=module.entry))
@@ -90,7 +101,9 @@ def test_the_compiler_wrote_most_of_these_counts() -> None:
 def test_nested_loops_and_what_the_outer_one_hands_on() -> None:
     def program(x: Any) -> Any:
         def outer(i: Any, c: Any) -> Any:
-            return lax.while_loop(lambda s: s[0] < s[1], lambda s: (s[0] + 1, s[1], jnp.sin(s[2])), (0, c[0], c[1]))[1:]
+            return lax.while_loop(
+                lambda s: s[0] < s[1], lambda s: (s[0] + 1, s[1], jnp.sin(s[2])), (0, c[0], c[1])
+            )[1:]
 
         return lax.fori_loop(0, 4, outer, (jnp.int32(6), x))[1]
 
@@ -101,7 +114,9 @@ def test_nested_loops_and_what_the_outer_one_hands_on() -> None:
 def test_a_triangle_of_loops_has_no_one_count() -> None:
     def program(x: Any) -> Any:
         def outer(i: Any, x: Any) -> Any:
-            return lax.while_loop(lambda s: s[0] < i, lambda s: (s[0] + 1, jnp.sin(s[1])), (0, x))[1]
+            return lax.while_loop(lambda s: s[0] < i, lambda s: (s[0] + 1, jnp.sin(s[1])), (0, x))[
+                1
+            ]
 
         return lax.fori_loop(0, 5, outer, x)
 
@@ -112,7 +127,11 @@ def test_a_triangle_of_loops_has_no_one_count() -> None:
     "program",
     [
         lambda x: lax.while_loop(lambda c: c.max() < 100.0, lambda c: c * 2, x),
-        lambda x: lax.while_loop(lambda c: c[0] < c[1].sum().astype(jnp.int32), lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1],
+        lambda x: lax.while_loop(
+            lambda c: c[0] < c[1].sum().astype(jnp.int32),
+            lambda c: (c[0] + 1, jnp.sin(c[1])),
+            (0, x),
+        )[1],
         loop(0, lambda i: i < LIMIT + 1, lambda i: i + 1),
     ],
     ids=["on data", "a limit from data", "too long"],
@@ -121,7 +140,12 @@ def test_what_cannot_be_told_is_none(program: Any) -> None:
     assert counts(KNOWN.sub("", text_of(program))) == [None]
 
 
-@given(st.integers(-50, 50), st.integers(1, 9), st.integers(0, 200), st.sampled_from(["LT", "LE", "NE"]))
+@given(
+    st.integers(-50, 50),
+    st.integers(1, 9),
+    st.integers(0, 200),
+    st.sampled_from(["LT", "LE", "NE"]),
+)
 def test_any_counting_loop(start: int, step: int, trips: int, direction: str) -> None:
     """On a text of our own, since compiling takes longer than counting."""
     end = start + step * trips - (direction == "LE" and trips > 0)

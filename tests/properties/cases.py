@@ -12,11 +12,28 @@ from hypothesis import strategies as st
 
 import shardwright as sw
 from shardwright.axes import SEMANTIC_AXES
-from shardwright.rules import AxisRules, Conflict, Indivisible, Missing, Policy, build_rules, parse_rule
+from shardwright.rules import (
+    AxisRules,
+    Conflict,
+    Indivisible,
+    Missing,
+    Policy,
+    build_rules,
+    parse_rule,
+)
 
 MESH_AXES = ("dp", "fsdp", "sp", "ep", "tp", "model")
 AXES = SEMANTIC_AXES[:8]
-TABLES = ("rules", "params", "modes.train", "modes.prefill", "modes.decode", "modes.insert", "modes.decode.params", "modes.insert.params")
+TABLES = (
+    "rules",
+    "params",
+    "modes.train",
+    "modes.prefill",
+    "modes.decode",
+    "modes.insert",
+    "modes.decode.params",
+    "modes.insert.params",
+)
 MODES = ("train", "prefill", "decode", "insert")
 ROLES = ("activation", "param", "use")
 
@@ -39,7 +56,10 @@ class Case:
     @property
     def rules(self) -> AxisRules:
         """Fresh rules, with an empty cache."""
-        parsed = {name: {axis: parse_rule(text) for axis, text in table.items()} for name, table in self.tables.items()}
+        parsed = {
+            name: {axis: parse_rule(text) for axis, text in table.items()}
+            for name, table in self.tables.items()
+        }
         return build_rules(parsed, policy=self.policy)
 
     @property
@@ -49,7 +69,10 @@ class Case:
 
     def with_tables(self, change: Callable[[str], str]) -> Case:
         """Return the case with every rule changed."""
-        tables = {name: {axis: change(text) for axis, text in table.items()} for name, table in self.tables.items()}
+        tables = {
+            name: {axis: change(text) for axis, text in table.items()}
+            for name, table in self.tables.items()
+        }
         return dataclasses.replace(self, tables=tables)
 
 
@@ -64,7 +87,11 @@ def _pool() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 CANDIDATES, PARAMETER_RULES = _pool()
-RULES = (*PARAMETER_RULES, "?", *(f"{text[:-1]}?" for text in PARAMETER_RULES if text.endswith("| -")))
+RULES = (
+    *PARAMETER_RULES,
+    "?",
+    *(f"{text[:-1]}?" for text in PARAMETER_RULES if text.endswith("| -")),
+)
 MESHES = tuple(
     dict(zip(names, sizes, strict=True))
     for count in (1, 2, 3, 4, 6)
@@ -96,7 +123,9 @@ def tables(draw: Choose, axes: Sequence[str]) -> Tables:
             made["rules"][axis] = draw(st.sampled_from(RULES))
     for _ in range(draw(st.integers(0, 4)) if axes else 0):
         name = draw(st.sampled_from(TABLES[1:]))
-        made[name][draw(st.sampled_from(axes))] = draw(st.sampled_from(PARAMETER_RULES if "params" in name else RULES))
+        made[name][draw(st.sampled_from(axes))] = draw(
+            st.sampled_from(PARAMETER_RULES if "params" in name else RULES)
+        )
     return made
 
 
@@ -107,7 +136,12 @@ def policies() -> st.SearchStrategy[Policy]:
 
 def annotated(dims: Sequence[Any]) -> list[str]:
     """Return the axes of an annotation."""
-    return [axis for dim in dims for axis in (dim if isinstance(dim, tuple) else (dim,)) if axis != sw.EMPTY]
+    return [
+        axis
+        for dim in dims
+        for axis in (dim if isinstance(dim, tuple) else (dim,))
+        if axis != sw.EMPTY
+    ]
 
 
 @st.composite
@@ -128,7 +162,9 @@ def annotations(draw: Choose, *, composites: bool = False) -> tuple[Any, ...]:
 
 
 @st.composite
-def cases(draw: Choose, *, composites: bool = False, shaped: bool = True, max_dims: int = 9) -> Case:
+def cases(
+    draw: Choose, *, composites: bool = False, shaped: bool = True, max_dims: int = 9
+) -> Case:
     """A whole request; without a shape every other time unless `shaped`."""
     axes = draw(annotations(composites=composites))[:max_dims]
     shape = tuple(draw(st.sampled_from(SIZES)) for _ in axes)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("shared", deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("thorough", deadline=None, max_examples=5000, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "shared", deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "thorough", deadline=None, max_examples=5000, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("shared")

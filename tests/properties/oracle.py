@@ -21,14 +21,24 @@ class RefusedError(Exception):
 def table_order(mode: str, role: str) -> list[str]:
     """Return the tables that may hold the rule, the first to say something wins."""
     if role == "activation":
-        return {"insert": ["modes.insert", "modes.decode", "rules"]}.get(mode, [f"modes.{mode}", "rules"])
-    own = ["modes.insert.params", "modes.decode.params"] if mode == "insert" else [f"modes.{mode}.params"]
+        return {"insert": ["modes.insert", "modes.decode", "rules"]}.get(
+            mode, [f"modes.{mode}", "rules"]
+        )
+    own = (
+        ["modes.insert.params", "modes.decode.params"]
+        if mode == "insert"
+        else [f"modes.{mode}.params"]
+    )
     return [*own, "params", "rules"]
 
 
 def rule_of(case: Case, axis: str, role: str) -> str | None:
     """Return the text of the rule, or None."""
-    said = [case.tables[name][axis] for name in table_order(case.mode, role) if axis in case.tables.get(name, {})]
+    said = [
+        case.tables[name][axis]
+        for name in table_order(case.mode, role)
+        if axis in case.tables.get(name, {})
+    ]
     return said[0] if said else None
 
 
@@ -52,7 +62,11 @@ def candidate_of(case: Case, texts: list[str], size: int, used: set[str]) -> Ent
             return ()
         if not names:
             continue
-        if used.isdisjoint(names) and len({*names}) == len(names) and size % shards(case, names) == 0:
+        if (
+            used.isdisjoint(names)
+            and len({*names}) == len(names)
+            and size % shards(case, names) == 0
+        ):
             return tuple(names)
         first = first or names
     ends = [split(text)[1] for text in texts]
@@ -79,14 +93,19 @@ def product_of(case: Case, texts: list[str]) -> list[list[str] | None]:
             live = [name for name in names if case.mesh.get(name, 1) != 1]
             chain += [None] if lost else [live] if live else []
         chains.append(chain + ([[]] if nothing(case, text) else []))
-    return [None if None in picks else [name for names in picks for name in names or ()] for picks in itertools.product(*chains)]
+    return [
+        None if None in picks else [name for names in picks for name in names or ()]
+        for picks in itertools.product(*chains)
+    ]
 
 
 def policy_of(case: Case, names: list[str], size: int, used: set[str]) -> Entry:
     """Return what the policy makes of the first candidate that is not empty."""
     if case.policy.indivisible is Indivisible.DROP and size % shards(case, names) != 0:
         return ()
-    distinct = [name for at, name in enumerate(names) if name not in used and name not in names[:at]]
+    distinct = [
+        name for at, name in enumerate(names) if name not in used and name not in names[:at]
+    ]
     if distinct != names:
         if case.policy.conflict is Conflict.ERROR:
             raise RefusedError("AxisConflictError")
@@ -96,14 +115,20 @@ def policy_of(case: Case, names: list[str], size: int, used: set[str]) -> Entry:
         raise RefusedError("IndivisibleError")
     if case.policy.indivisible in (Indivisible.REPLICATE, Indivisible.DROP):
         return ()
-    prefixes = itertools.accumulate(([name] for name in distinct), lambda one, other: one + other, initial=[])
+    prefixes = itertools.accumulate(
+        ([name] for name in distinct), lambda one, other: one + other, initial=[]
+    )
     return tuple(max((prefix for prefix in prefixes if size % shards(case, prefix) == 0), key=len))
 
 
 def rules_of(case: Case, dim: Any, role: str) -> list[str]:
     """Return the rules of a dim's axes; of a composite, none of which may be open."""
     members = dim if isinstance(dim, tuple) else (dim,)
-    texts = [text for axis in members if axis != EMPTY and (text := rule_of(case, axis, role)) is not None]
+    texts = [
+        text
+        for axis in members
+        if axis != EMPTY and (text := rule_of(case, axis, role)) is not None
+    ]
     if len(members) > 1 and any(split(text)[1] == OPEN for text in texts):
         raise RefusedError("StrategyError")
     return texts
@@ -126,7 +151,11 @@ def answer(case: Case) -> list[Entry]:
             raise RefusedError("StrategyError")
         used.update(() if entry == OPEN else entry)
         stored.append(entry)
-    return [gathered(case, dim, entry) for dim, entry in zip(case.axes, stored, strict=True)] if case.role == "use" else stored
+    return (
+        [gathered(case, dim, entry) for dim, entry in zip(case.axes, stored, strict=True)]
+        if case.role == "use"
+        else stored
+    )
 
 
 def gathered(case: Case, dim: Any, entry: Entry) -> Entry:

@@ -27,13 +27,17 @@ def sampled(count: int) -> Iterator[Case]:
             if random.random() < 0.9:
                 tables["rules"][axis] = random.choice(cases.RULES)
             name = random.choice(cases.TABLES)
-            tables[name][axis] = random.choice(cases.PARAMETER_RULES if "params" in name else cases.RULES)
+            tables[name][axis] = random.choice(
+                cases.PARAMETER_RULES if "params" in name else cases.RULES
+            )
         yield Case(
             tables=tables,
             mesh=random.choice(cases.MESHES),
             policy=random.choice((sw.Policy(), random.choice(cases.POLICIES))),
             axes=dims,
-            shape=tuple(random.choice(cases.SIZES) for _ in dims) if random.random() < 0.9 else None,
+            shape=tuple(random.choice(cases.SIZES) for _ in dims)
+            if random.random() < 0.9
+            else None,
             mode=random.choice(cases.MODES),
             role=random.choice(cases.ROLES),
         )

@@ -18,9 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def in_a_process(seed: str) -> str:
     env = {**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     command = [sys.executable, "-m", "tests.properties.sample"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -31,12 +35,21 @@ def test_answers_are_the_same_over_processes_and_hash_seeds(seed: str) -> None:
 
 
 def test_the_sample_meets_every_outcome_and_every_reason() -> None:
-    outcomes, reasons, problems = collections.Counter[Outcome](), collections.Counter[Reason](), collections.Counter[str]()
+    outcomes, reasons, problems = (
+        collections.Counter[Outcome](),
+        collections.Counter[Reason](),
+        collections.Counter[str](),
+    )
     for found in sample.answers(1000):
         outcomes.update(decision.outcome for decision in found.decisions)
         reasons.update(skip.reason for decision in found.decisions for skip in decision.skipped)
         problems.update(problem.error.__name__ for problem in found.problems)
     assert {*outcomes} == {*Outcome}
     assert {*reasons} == {*Reason}
-    assert {*problems} == {"AxisConflictError", "IndivisibleError", "ShapeRequiredError", "StrategyError"}
+    assert {*problems} == {
+        "AxisConflictError",
+        "IndivisibleError",
+        "ShapeRequiredError",
+        "StrategyError",
+    }
     assert min(*outcomes.values(), *reasons.values(), *problems.values()) >= 5

@@ -21,8 +21,13 @@ USELESS = (Code.UNREACHABLE_CANDIDATE, Code.SHADOWED_RULE, Code.MODE_CHANGES_NOT
 
 def data_of(case: Case) -> dict[str, Any]:
     """The case as a strategy's data."""
-    policy = {name: str(getattr(case.policy, name)) for name in ("indivisible", "conflict", "missing")}
-    made: dict[str, Any] = {"mesh": {"model": 1, **case.mesh}, "policy": {**policy, "gather": "+".join(case.policy.gather) or "-"}}
+    policy = {
+        name: str(getattr(case.policy, name)) for name in ("indivisible", "conflict", "missing")
+    }
+    made: dict[str, Any] = {
+        "mesh": {"model": 1, **case.mesh},
+        "policy": {**policy, "gather": "+".join(case.policy.gather) or "-"},
+    }
     for name, table in case.tables.items():
         if table:
             at = made
@@ -42,7 +47,9 @@ def without(data: dict[str, Any], finding: Finding) -> dict[str, Any]:
     candidate = re.search(r"the candidate (\S+) is never reached", finding.message)
     if candidate:
         parts = table[last].split(" | ")
-        at = len(parts) - 1 - parts[::-1].index(candidate[1])  # the later one, where it stands twice
+        at = (
+            len(parts) - 1 - parts[::-1].index(candidate[1])
+        )  # the later one, where it stands twice
         table[last] = " | ".join(parts[:at] + parts[at + 1 :])
     elif isinstance(table[last], dict) and "params" in table[last]:
         table[last] = {"params": table[last]["params"]}
@@ -56,7 +63,9 @@ def answers(data: dict[str, Any], case: Case) -> Iterator[Any]:
     rules = sw.Strategy(**data).compile()
     for mode in cases.MODES:
         for role in sw.Role:
-            found = sw.explain(case.axes, rules, data["mesh"], mode=mode, role=role, shape=case.shape)
+            found = sw.explain(
+                case.axes, rules, data["mesh"], mode=mode, role=role, shape=case.shape
+            )
             yield found.spec, [(one.error, one.dim, one.what) for one in found.problems]
 
 

@@ -28,7 +28,14 @@ def answer(case: Case) -> Resolution:
 
 def entries(spec: P) -> list[tuple[str, ...]]:
     """The mesh axes of each entry; none for None and UNCONSTRAINED."""
-    return [() if entry is None or entry is P.UNCONSTRAINED else (entry,) if isinstance(entry, str) else entry for entry in spec.partitions]
+    return [
+        ()
+        if entry is None or entry is P.UNCONSTRAINED
+        else (entry,)
+        if isinstance(entry, str)
+        else entry
+        for entry in spec.partitions
+    ]
 
 
 def outcome(case: Case) -> Any:
@@ -42,7 +49,16 @@ def oracles_outcome(case: Case) -> Any:
         dims = oracle.answer(case)
     except oracle.RefusedError as refused:
         return str(refused)
-    made = [P.UNCONSTRAINED if entry == oracle.OPEN else None if not entry else entry[0] if len(entry) == 1 else entry for entry in dims]
+    made = [
+        P.UNCONSTRAINED
+        if entry == oracle.OPEN
+        else None
+        if not entry
+        else entry[0]
+        if len(entry) == 1
+        else entry
+        for entry in dims
+    ]
     while made and made[-1] is None:
         made.pop()
     return P(*made)
@@ -76,7 +92,10 @@ def test_a_spec_is_canonical_and_even(case: Case) -> None:
     assert all(type(name) is str for name in flat)
     assert len(dims) <= len(case.axes)
     if case.shape is not None:
-        assert all(size % math.prod(case.mesh[name] for name in names) == 0 for size, names in zip(case.shape, dims, strict=False))
+        assert all(
+            size % math.prod(case.mesh[name] for name in names) == 0
+            for size, names in zip(case.shape, dims, strict=False)
+        )
 
 
 @given(cases.cases(composites=True))
@@ -84,11 +103,14 @@ def test_jax_accepts_every_spec_as_even(case: Case) -> None:
     spec = answer(case).spec
     if spec is None or P.UNCONSTRAINED in spec.partitions or case.shape is None:
         return
-    mesh = AbstractMesh(tuple(case.mesh.values()), tuple(case.mesh), axis_types=(AxisType.Auto,) * len(case.mesh))
+    mesh = AbstractMesh(
+        tuple(case.mesh.values()), tuple(case.mesh), axis_types=(AxisType.Auto,) * len(case.mesh)
+    )
     local = NamedSharding(mesh, spec).shard_shape(case.shape)
-    assert [size * math.prod(case.mesh[name] for name in names) for size, names in zip(local, entries(spec), strict=False)] == [
-        *case.shape[: len(entries(spec))]
-    ]
+    assert [
+        size * math.prod(case.mesh[name] for name in names)
+        for size, names in zip(local, entries(spec), strict=False)
+    ] == [*case.shape[: len(entries(spec))]]
 
 
 @given(cases.cases(composites=True, shaped=False))
@@ -116,7 +138,13 @@ def spec_from_json(data: dict[str, Any]) -> P:
     for dim in data["dims"]:
         names = [name for name in dim["mesh_axes"] if name not in dim["manual"]]
         made.append(
-            P.UNCONSTRAINED if dim["outcome"] == "unconstrained" else None if not names else names[0] if len(names) == 1 else tuple(names)
+            P.UNCONSTRAINED
+            if dim["outcome"] == "unconstrained"
+            else None
+            if not names
+            else names[0]
+            if len(names) == 1
+            else tuple(names)
         )
     while made and made[-1] is None:
         made.pop()
@@ -124,7 +152,14 @@ def spec_from_json(data: dict[str, Any]) -> P:
 
 
 def text_of(spec: P) -> str:
-    return "P(" + ", ".join("UNCONSTRAINED" if entry is P.UNCONSTRAINED else repr(entry) for entry in spec.partitions) + ")"
+    return (
+        "P("
+        + ", ".join(
+            "UNCONSTRAINED" if entry is P.UNCONSTRAINED else repr(entry)
+            for entry in spec.partitions
+        )
+        + ")"
+    )
 
 
 # What a policy acts on stands among the reasons.
@@ -154,7 +189,9 @@ def test_every_decision_says_why(case: Case) -> None:
 
 
 @given(cases.cases(composites=True, shaped=False))
-def test_asked_again_the_answer_is_the_same_object_and_of_equal_rules_an_equal_one(case: Case) -> None:
+def test_asked_again_the_answer_is_the_same_object_and_of_equal_rules_an_equal_one(
+    case: Case,
+) -> None:
     rules = case.rules
     one = explain(case.axes, rules, case.mesh, **case.asked)
     assert explain(list(case.axes), rules, [*case.mesh.items()], **case.asked) is one
@@ -180,14 +217,19 @@ def test_the_order_of_tables_and_mesh_changes_nothing(case: Case, random: Any) -
         return {key: mapping[key] for key in keys}
 
     tables = {name: shuffled(table) for name, table in shuffled(case.tables).items()}
-    assert outcome(dataclasses.replace(case, tables=tables, mesh=shuffled(case.mesh))) == outcome(case)
+    assert outcome(dataclasses.replace(case, tables=tables, mesh=shuffled(case.mesh))) == outcome(
+        case
+    )
 
 
 @given(cases.cases(composites=True, shaped=False), st.sampled_from(cases.MESH_AXES))
 def test_a_mesh_axis_of_size_one_is_as_good_as_none(case: Case, name: str) -> None:
     policy = dataclasses.replace(case.policy, missing=Missing.SKIP)
     without = {axis: size for axis, size in case.mesh.items() if axis != name}
-    one, other = (dataclasses.replace(case, mesh=mesh, policy=policy) for mesh in ({**without, name: 1}, without))
+    one, other = (
+        dataclasses.replace(case, mesh=mesh, policy=policy)
+        for mesh in ({**without, name: 1}, without)
+    )
     assert outcome(one) == outcome(other)
 
 
@@ -226,21 +268,29 @@ class TestChains:
     def test_a_fallback_turns_refusals_into_replication_and_nothing_else(self, case: Case) -> None:
         case = dataclasses.replace(case, policy=sw.Policy())
         before = outcome(case)
-        after = outcome(case.with_tables(lambda text: text if text.endswith(("-", "?")) else f"{text} | -"))
+        after = outcome(
+            case.with_tables(lambda text: text if text.endswith(("-", "?")) else f"{text} | -")
+        )
         assert after == (P() if before in ("IndivisibleError", "AxisConflictError") else before)
 
     @given(cases.cases(), cases.candidates())
-    def test_a_candidate_appended_never_changes_a_dim_that_was_chosen(self, case: Case, more: str) -> None:
+    def test_a_candidate_appended_never_changes_a_dim_that_was_chosen(
+        self, case: Case, more: str
+    ) -> None:
         case = dataclasses.replace(case, policy=sw.Policy())
         before = answer(case)
-        after = answer(case.with_tables(lambda text: text if text.endswith(("-", "?")) else f"{text} | {more}"))
+        after = answer(
+            case.with_tables(lambda text: text if text.endswith(("-", "?")) else f"{text} | {more}")
+        )
         for one, other in zip(before.decisions, after.decisions, strict=True):
             if one.outcome is not Outcome.CHOSEN and one.mesh_axes != other.mesh_axes:
                 return  # From here on other mesh axes are free.
             assert other.mesh_axes == one.mesh_axes or case.role == "use"
 
     @given(cases.cases(max_dims=1), st.integers(2, 6))
-    def test_a_multiple_of_a_size_never_falls_further_down_its_chain(self, case: Case, factor: int) -> None:
+    def test_a_multiple_of_a_size_never_falls_further_down_its_chain(
+        self, case: Case, factor: int
+    ) -> None:
         case = dataclasses.replace(case, policy=sw.Policy())
         larger = dataclasses.replace(case, shape=tuple(size * factor for size in case.shape or ()))
         for one, other in zip(answer(case).decisions, answer(larger).decisions, strict=True):
@@ -250,7 +300,13 @@ class TestChains:
 
     @given(cases.cases(composites=True))
     def test_a_repeated_candidate_changes_nothing(self, case: Case) -> None:
-        doubled = case.with_tables(lambda text: text if "|" not in text or text.startswith("-") else f"{text.split('|')[0]} | {text}")
+        doubled = case.with_tables(
+            lambda text: (
+                text
+                if "|" not in text or text.startswith("-")
+                else f"{text.split('|')[0]} | {text}"
+            )
+        )
         assert outcome(doubled) == outcome(case)
 
     @given(cases.cases(composites=True))
@@ -260,11 +316,15 @@ class TestChains:
             return
         for indivisible in Indivisible:
             for conflict in Conflict:
-                policy = sw.Policy(indivisible=indivisible, conflict=conflict, gather=case.policy.gather)
+                policy = sw.Policy(
+                    indivisible=indivisible, conflict=conflict, gather=case.policy.gather
+                )
                 assert outcome(dataclasses.replace(case, policy=policy)) == outcome(strict)
 
     @given(cases.cases(composites=True))
-    def test_under_replicate_and_first_dim_no_size_and_no_conflict_is_refused(self, case: Case) -> None:
+    def test_under_replicate_and_first_dim_no_size_and_no_conflict_is_refused(
+        self, case: Case
+    ) -> None:
         for indivisible in (Indivisible.PREFIX, Indivisible.REPLICATE):
             policy = sw.Policy(indivisible=indivisible, conflict=Conflict.FIRST_DIM)
             found = answer(dataclasses.replace(case, policy=policy))
@@ -273,7 +333,11 @@ class TestChains:
     @given(cases.cases(composites=True, max_dims=1))
     def test_prefix_shards_at_least_as_far_as_replicate(self, case: Case) -> None:
         prefix, replicate = (
-            answer(dataclasses.replace(case, policy=sw.Policy(indivisible=kind, conflict=Conflict.FIRST_DIM)))
+            answer(
+                dataclasses.replace(
+                    case, policy=sw.Policy(indivisible=kind, conflict=Conflict.FIRST_DIM)
+                )
+            )
             for kind in (Indivisible.PREFIX, Indivisible.REPLICATE)
         )
         for one, other in zip(prefix.decisions, replicate.decisions, strict=True):
@@ -285,35 +349,53 @@ class TestUse:
     def test_a_use_is_what_is_stored_less_what_is_gathered(self, case: Case) -> None:
         stored = answer(dataclasses.replace(case, role="param"))
         used = answer(dataclasses.replace(case, role="use"))
-        assert [problem.error for problem in used.problems] == [problem.error for problem in stored.problems]
+        assert [problem.error for problem in used.problems] == [
+            problem.error for problem in stored.problems
+        ]
         for one, other in zip(stored.decisions, used.decisions, strict=True):
             assert {*other.gathered} <= {*case.policy.gather}
-            assert tuple(name for name in one.mesh_axes if name not in other.gathered) == other.mesh_axes
+            assert (
+                tuple(name for name in one.mesh_axes if name not in other.gathered)
+                == other.mesh_axes
+            )
             assert {*other.gathered} <= {*one.mesh_axes}
 
     @given(cases.cases(composites=True))
     def test_without_gather_a_use_is_what_is_stored(self, case: Case) -> None:
         policy = dataclasses.replace(case.policy, gather=())
-        stored, used = (outcome(dataclasses.replace(case, role=role, policy=policy)) for role in ("param", "use"))
+        stored, used = (
+            outcome(dataclasses.replace(case, role=role, policy=policy))
+            for role in ("param", "use")
+        )
         assert stored == used
 
 
 class TestManual:
     @given(cases.cases(composites=True), st.sets(st.sampled_from(cases.MESH_AXES)))
-    def test_local_sizes_resolve_like_global_ones_outside(self, case: Case, manual: set[str]) -> None:
+    def test_local_sizes_resolve_like_global_ones_outside(
+        self, case: Case, manual: set[str]
+    ) -> None:
         # One candidate per rule: with more, a smaller local size may pick another one.
-        case = dataclasses.replace(case, policy=sw.Policy(gather=case.policy.gather)).with_tables(lambda text: text.split("|")[0].strip())
+        case = dataclasses.replace(case, policy=sw.Policy(gather=case.policy.gather)).with_tables(
+            lambda text: text.split("|")[0].strip()
+        )
         rules = case.rules
         outside = explain(case.axes, rules, case.mesh, **case.asked)
         if outside.spec is None:
             return
         held = frozenset(manual) & frozenset(case.mesh)
-        stored = explain(case.axes, rules, case.mesh, **{**case.asked, "role": "param"}) if case.role == "use" else outside
+        stored = (
+            explain(case.axes, rules, case.mesh, **{**case.asked, "role": "param"})
+            if case.role == "use"
+            else outside
+        )
         shape = tuple(
             size // math.prod(case.mesh[name] for name in decision.mesh_axes if name in held)
             for size, decision in zip(case.shape or (), stored.decisions, strict=True)
         )
         inside = explain(case.axes, rules, case.mesh, **{**case.asked, "shape": shape}, manual=held)
         assert inside.spec is not None
-        assert [decision.mesh_axes for decision in inside.decisions] == [decision.mesh_axes for decision in outside.decisions]
+        assert [decision.mesh_axes for decision in inside.decisions] == [
+            decision.mesh_axes for decision in outside.decisions
+        ]
         assert not {name for names in entries(inside.spec) for name in names} & held

@@ -23,16 +23,23 @@ CANDIDATES = st.lists(NAMES, min_size=1, max_size=4, unique=True).map(tuple)
 
 
 @given(st.lists(CANDIDATES, max_size=4), st.sampled_from(list(Fallback)), st.data())
-def test_a_rule_is_read_as_it_was_written(candidates: list[tuple[str, ...]], fallback: Fallback, data: st.DataObject) -> None:
+def test_a_rule_is_read_as_it_was_written(
+    candidates: list[tuple[str, ...]], fallback: Fallback, data: st.DataObject
+) -> None:
     if not candidates and fallback is Fallback.NONE:
         fallback = Fallback.REPLICATED
     space = lambda: data.draw(SPACE)  # noqa: E731
-    parts = ["+".join(f"{space()}{name}{space()}" for name in candidate) for candidate in candidates]
+    parts = [
+        "+".join(f"{space()}{name}{space()}" for name in candidate) for candidate in candidates
+    ]
     parts += [f"{space()}{fallback.value}{space()}"] if fallback else []
     rule = parse_rule("|".join(parts))
     assert rule.candidates == tuple(candidates)
     assert rule.fallback is fallback
-    canonical = " | ".join(["+".join(candidate) for candidate in rule.candidates] + ([rule.fallback.value] if rule.fallback else []))
+    canonical = " | ".join(
+        ["+".join(candidate) for candidate in rule.candidates]
+        + ([rule.fallback.value] if rule.fallback else [])
+    )
     assert parse_rule(canonical) == rule
 
 
@@ -49,7 +56,9 @@ def test_any_text_is_a_rule_or_an_error_with_a_caret_inside_it(text: str) -> Non
     if rule is not None:
         assert rule.candidates or rule.fallback
         assert all(len({*names}) == len(names) > 0 for names in rule.candidates)
-        again = " | ".join([*map("+".join, rule.candidates), *([rule.fallback.value] if rule.fallback else [])])
+        again = " | ".join(
+            [*map("+".join, rule.candidates), *([rule.fallback.value] if rule.fallback else [])]
+        )
         assert parse_rule(again) == rule
 
 
@@ -77,12 +86,26 @@ def test_what_a_mesh_may_have_a_rule_can_name_and_nothing_else(name: str) -> Non
     """One rule of names, for meshes of JAX, for texts of meshes, for rules and for policies."""
     rule, _ = parsed(name)
     nameable = rule is not None and rule.candidates == ((name,),)
-    assert nameable == accepted(lambda: mesh_sizes({name: 2})) == accepted(lambda: mesh_sizes([(name, 2)]))
-    assert nameable == accepted(lambda: mesh_sizes(AbstractMesh((2,), (name,), axis_types=(AxisType.Auto,))))
-    assert nameable == accepted(lambda: parse_mesh({name: 2})) == accepted(lambda: sw.Policy(gather=(name,)))
+    assert (
+        nameable
+        == accepted(lambda: mesh_sizes({name: 2}))
+        == accepted(lambda: mesh_sizes([(name, 2)]))
+    )
+    assert nameable == accepted(
+        lambda: mesh_sizes(AbstractMesh((2,), (name,), axis_types=(AxisType.Auto,)))
+    )
+    assert (
+        nameable
+        == accepted(lambda: parse_mesh({name: 2}))
+        == accepted(lambda: sw.Policy(gather=(name,)))
+    )
     if nameable:
         assert parse_mesh(f"{name}:2") == parse_mesh(f" {name} : 2 ") == parse_mesh({name: 2})
-        assert parsed(f"{name}x|{name}+{name}x|-")[0] == parsed(f" {name}x | {name} + {name}x | - ")[0] is not None
+        assert (
+            parsed(f"{name}x|{name}+{name}x|-")[0]
+            == parsed(f" {name}x | {name} + {name}x | - ")[0]
+            is not None
+        )
 
 
 def accepted(call: Callable[[], Any]) -> bool:
@@ -93,7 +116,14 @@ def accepted(call: Callable[[], Any]) -> bool:
     return True
 
 
-@given(st.dictionaries(st.from_regex(r"[a-z][a-z0-9_]{0,5}", fullmatch=True), st.integers(1, 64), min_size=1, max_size=6))
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z][a-z0-9_]{0,5}", fullmatch=True),
+        st.integers(1, 64),
+        min_size=1,
+        max_size=6,
+    )
+)
 def test_a_mesh_is_read_as_it_was_written(sizes: dict[str, int]) -> None:
     text = ",".join(f"{name}:{size}" for name, size in sizes.items())
     assert parse_mesh(text) == parse_mesh(sizes) == parse_mesh(tuple(sizes.values()), tuple(sizes))
@@ -109,7 +139,9 @@ AXIS_KEYS = st.sampled_from([file_name(axis) for axis in SEMANTIC_AXES])
 # No `?` and only standard mesh axes: what any strategy may say about parameters too.
 TEXTS = st.sampled_from([text for text in cases.PARAMETER_RULES if "model" not in text])
 RULE_TABLE = st.dictionaries(AXIS_KEYS, TEXTS, max_size=4)
-WORDS = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\x00"), max_size=12)
+WORDS = st.text(
+    alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\x00"), max_size=12
+)
 
 
 @st.composite
@@ -131,11 +163,20 @@ def strategies(draw: cases.Choose) -> sw.Strategy:
             "indivisible": draw(st.sampled_from(["error", "prefix", "replicate", "drop"])),
             "gather": draw(st.sampled_from(["-", "fsdp+sp"])),
         },
-        "tensors": [{"match": draw(st.sampled_from(["lm_head/.*", r"\d+\.w$", 'a"b', "ü"])), "embed": draw(TEXTS)}],
+        "tensors": [
+            {
+                "match": draw(st.sampled_from(["lm_head/.*", r"\d+\.w$", 'a"b', "ü"])),
+                "embed": draw(TEXTS),
+            }
+        ],
     }
     if mesh:
         data["mesh"] = mesh
-    kept = draw(st.lists(st.sampled_from(sorted(data)), unique=True)) if draw(st.booleans()) else sorted(data)
+    kept = (
+        draw(st.lists(st.sampled_from(sorted(data)), unique=True))
+        if draw(st.booleans())
+        else sorted(data)
+    )
     if "rules" in kept and "axes" not in kept:
         data["rules"] = {key: text for key, text in data["rules"].items() if key not in own}
     return sw.Strategy(**{key: data[key] for key in kept})
@@ -154,11 +195,15 @@ def test_a_strategy_is_read_as_it_was_written(strategy: sw.Strategy, format: Any
 
 @settings(max_examples=60)
 @given(strategies(), strategies())
-def test_an_overlay_says_what_the_later_says_and_keeps_the_rest(base: sw.Strategy, over: sw.Strategy) -> None:
+def test_an_overlay_says_what_the_later_says_and_keeps_the_rest(
+    base: sw.Strategy, over: sw.Strategy
+) -> None:
     both = base | over
     assert both.rules == {**base.rules, **over.rules}
     assert both.params == {**base.params, **over.params}
-    assert [entry.match for entry in both.tensors] == [entry.match for entry in (*over.tensors, *base.tensors)]
+    assert [entry.match for entry in both.tensors] == [
+        entry.match for entry in (*over.tensors, *base.tensors)
+    ]
     assert base | sw.Strategy() == base
     assert (both | over).rules == both.rules
 

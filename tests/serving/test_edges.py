@@ -24,7 +24,12 @@ TEXT = text_of(PROMPT, 5, shift=1)
 
 
 def make(model: Any = stub, **options: Any) -> serving.Engine:
-    given: dict[str, Any] = {"slots": 3, "capacity": 16, "prefill_chunk": 4, "shape": SHAPE} | options
+    given: dict[str, Any] = {
+        "slots": 3,
+        "capacity": 16,
+        "prefill_chunk": 4,
+        "shape": SHAPE,
+    } | options
     return serving.Engine(model, np.int32(1), **given)
 
 
@@ -37,7 +42,10 @@ def test_to_compile_takes_no_token_from_those_who_write() -> None:
     queued = engine.submit(ask())
     engine.compile()
     engine.step()
-    with pytest.raises(ServingError, match=r"compile\(\) was called while 1 requests are on their way\n  fix   compile before the first"):
+    with pytest.raises(
+        ServingError,
+        match=r"compile\(\) was called while 1 requests are on their way\n  fix   compile before the first",
+    ):
         engine.compile()
     assert list(queued) == TEXT
     engine.compile()
@@ -77,7 +85,10 @@ def test_a_text_that_a_failure_cuts_short_does_not_look_whole() -> None:
         for token in handle:
             seen.append(token)  # noqa: PERF402  # what was read before the error counts
 
-    with pytest.raises(ServingError, match=r"(?s)request 0 failed after 3 tokens: KeyError: 'no such listener'.*result\(\)") as caught:
+    with pytest.raises(
+        ServingError,
+        match=r"(?s)request 0 failed after 3 tokens: KeyError: 'no such listener'.*result\(\)",
+    ) as caught:
         read()
     assert seen == TEXT[:3] == list(handle.result().tokens)
     assert caught.value.__cause__ is handle.result().error
@@ -91,11 +102,17 @@ def test_deleted_weights_free_every_request(steps: int) -> None:
     for _ in range(steps):
         engine.step()
     weights.delete()
-    with pytest.raises(ServingError, match=r"(?s)params: arrays of the weights were deleted.*fix   .*make another engine"):
+    with pytest.raises(
+        ServingError,
+        match=r"(?s)params: arrays of the weights were deleted.*fix   .*make another engine",
+    ):
         handles[0].result()
     for handle in handles:
         assert handle.completion is not None
-        assert (handle.completion.finish, type(handle.completion.error)) == (Finish.FAILED, ServingError)
+        assert (handle.completion.finish, type(handle.completion.error)) == (
+            Finish.FAILED,
+            ServingError,
+        )
     held = engine.held()
     assert (engine.idle, set(held.slot_lengths), set(held.row_lengths)) == (True, {0}, {0})
     assert engine.report().finished["failed"] == 4
@@ -122,8 +139,17 @@ def test_a_second_thread_is_told_and_disturbs_nothing() -> None:
     driver = threading.Thread(target=handle.result)
     driver.start()
     assert entered.wait(60)
-    for call in (engine.step, lambda: engine.submit(ask()), handle.cancel, engine.held, engine.compile):
-        with pytest.raises(ServingError, match="while another thread is in a call of this engine\n  fix   let one thread own the engine"):
+    for call in (
+        engine.step,
+        lambda: engine.submit(ask()),
+        handle.cancel,
+        engine.held,
+        engine.compile,
+    ):
+        with pytest.raises(
+            ServingError,
+            match="while another thread is in a call of this engine\n  fix   let one thread own the engine",
+        ):
             call()
     leave.set()
     driver.join(60)
@@ -151,7 +177,10 @@ def test_a_top_p_of_one_cuts_nothing_though_sums_round() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-39, 1e39, float("nan"), float("inf"), -1.0, True])
 def test_a_temperature_that_float32_does_not_hold_is_refused(temperature: Any) -> None:
-    with pytest.raises(ServingError, match=r"temperature=.*\n  fix   pass 0 for the likeliest token, or a float from 1.18e-38 to 3.4e\+38"):
+    with pytest.raises(
+        ServingError,
+        match=r"temperature=.*\n  fix   pass 0 for the likeliest token, or a float from 1.18e-38 to 3.4e\+38",
+    ):
         Sampling(temperature=temperature)
 
 
@@ -176,11 +205,17 @@ class Unhashable:
     ("options", "message"),
     [
         ({"model": None}, "model: model=None\n  fix   pass a function of"),
-        ({"model": Unhashable()}, "model: model=.*\n  fix   the model must be hashable, .*: a function or a frozen dataclass"),
+        (
+            {"model": Unhashable()},
+            "model: model=.*\n  fix   the model must be hashable, .*: a function or a frozen dataclass",
+        ),
         ({"model": Listed(layers=[1])}, "model: model=.*\n  fix   the model must be hashable"),
         ({"shape": None}, "shape: shape=None\n  fix   pass serving.CacheShape"),
         ({"cache_options": None}, "cache_options: cache_options=None\n  fix   pass a mapping"),
-        ({"cache_options": {"window": 4}}, r"cache_options=\['window'\]\n  fix   they are said by slots, capacity and shape"),
+        (
+            {"cache_options": {"window": 4}},
+            r"cache_options=\['window'\]\n  fix   they are said by slots, capacity and shape",
+        ),
         ({"cache_options": {"batch": 4, "mode": "decode"}}, r"cache_options=\['batch', 'mode'\]"),
         ({"clock": None}, "clock: clock=None\n  fix   pass a function that returns seconds"),
         ({"manager": "fsdp"}, "manager: manager='fsdp'\n  fix   pass a PartitionManager"),
@@ -248,8 +283,14 @@ def stale(params: Any, tokens: Any, held: Any, valid: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (blind, r"model: the model does not look at valid, .*\n  fix   pass it on: append_and_attend\(\.\.\., valid=valid\)"),
-        (stale, "model: the model returned the cache of layer 1 as it was given, without the tokens\n  fix   return done.cache"),
+        (
+            blind,
+            r"model: the model does not look at valid, .*\n  fix   pass it on: append_and_attend\(\.\.\., valid=valid\)",
+        ),
+        (
+            stale,
+            "model: the model returned the cache of layer 1 as it was given, without the tokens\n  fix   return done.cache",
+        ),
     ],
 )
 def test_a_model_that_no_request_would_survive_is_refused_at_once(model: Any, message: str) -> None:
@@ -264,19 +305,31 @@ def test_a_model_that_no_request_would_survive_is_refused_at_once(model: Any, me
             {"slots": 4},
             r"BATCH: prefill_rows=1 does not divide over dp=2\n  rule .*\n  fix   pass prefill_rows=2, or add",
         ),
-        ({"slots": 3, "prefill_rows": 2}, "slots=3 does not divide over dp=2\n  rule .*\n  fix   pass slots=4, or"),
+        (
+            {"slots": 3, "prefill_rows": 2},
+            "slots=3 does not divide over dp=2\n  rule .*\n  fix   pass slots=4, or",
+        ),
     ],
 )
-def test_a_batch_that_does_not_divide_is_named_as_the_engine_names_it(options: dict[str, Any], message: str) -> None:
-    pm = sw.PartitionManager(sw.Strategy.loads('[rules]\nbatch = "dp"\nkv_length = "-"\nkv_head = "-"\n'), mesh=cpu_mesh("dp:2"))
+def test_a_batch_that_does_not_divide_is_named_as_the_engine_names_it(
+    options: dict[str, Any], message: str
+) -> None:
+    pm = sw.PartitionManager(
+        sw.Strategy.loads('[rules]\nbatch = "dp"\nkv_length = "-"\nkv_head = "-"\n'),
+        mesh=cpu_mesh("dp:2"),
+    )
     with pytest.raises(sw.IndivisibleError, match=message):
         make(manager=pm, **options)
 
 
 def test_a_window_is_said_by_the_shape() -> None:
-    with pytest.raises(CacheError, match=r"a sliding cache without a window\n  fix   .*CacheShape\(window=...\)"):
+    with pytest.raises(
+        CacheError, match=r"a sliding cache without a window\n  fix   .*CacheShape\(window=...\)"
+    ):
         make(cache="sliding")
-    with pytest.raises(CacheError, match=r'dtype float32, not bfloat16\n .*CacheShape\(...\), with dtype="float32"'):
+    with pytest.raises(
+        CacheError, match=r'dtype float32, not bfloat16\n .*CacheShape\(...\), with dtype="float32"'
+    ):
         make(shape=dataclasses.replace(SHAPE, dtype="bfloat16"))
 
 
@@ -288,7 +341,10 @@ def test_an_engine_without_a_manager_stays_off_its_mesh() -> None:
     for call in (engine.step, make().compile):
         with (
             pm.for_mode("decode"),
-            pytest.raises(ServingError, match="manager: the engine was made without a manager, and is called under one"),
+            pytest.raises(
+                ServingError,
+                match="manager: the engine was made without a manager, and is called under one",
+            ),
         ):
             call()
     assert list(handle) == TEXT

@@ -40,18 +40,30 @@ def text() -> np.ndarray:
 @pytest.fixture(scope="module")
 def weights(manager: sw.PartitionManager, text: np.ndarray) -> Any:
     """Trained in float32 until it writes something like text, then rounded."""
-    trainer = make_trainer(sw.Strategy.preset("single"), DecoderConfig(), optax.adamw(3e-3), mesh=manager.mesh)
+    trainer = make_trainer(
+        sw.Strategy.preset("single"), DecoderConfig(), optax.adamw(3e-3), mesh=manager.mesh
+    )
     done = train(
-        trainer, trainer.init(0), itertools.islice(text_batches(text, batch=16, length=128, seed=1), 40), on_step=lambda loss: None
+        trainer,
+        trainer.init(0),
+        itertools.islice(text_batches(text, batch=16, length=128, seed=1), 40),
+        on_step=lambda loss: None,
     )
     assert done.losses[-1] < 0.6 * done.losses[0]
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), done.state["params"])
 
 
-def logits(manager: sw.PartitionManager, weights: Any, text: np.ndarray, kind: str, **options: Any) -> np.ndarray:
+def logits(
+    manager: sw.PartitionManager, weights: Any, text: np.ndarray, kind: str, **options: Any
+) -> np.ndarray:
     """Return the logits `[steps, vocab]` after each token of a text."""
     model = served(CONFIG)
-    sizes = {"batch": 1, "capacity": STEPS, "kv_heads": CONFIG.kv_heads, "head_dim": CONFIG.head_dim}
+    sizes = {
+        "batch": 1,
+        "capacity": STEPS,
+        "kv_heads": CONFIG.kv_heads,
+        "head_dim": CONFIG.head_dim,
+    }
 
     def step(held: Any, token: jax.Array) -> tuple[Any, jax.Array]:
         found, held = model(weights, token[None, None], held, jnp.ones((1, 1), bool))
@@ -59,7 +71,9 @@ def logits(manager: sw.PartitionManager, weights: Any, text: np.ndarray, kind: s
 
     with manager.for_mode("decode"):
         empty = [caches.init(kind, **sizes, **options) for _ in range(CONFIG.layers)]
-        held, found = jax.jit(lambda held, tokens: jax.lax.scan(step, held, tokens))(empty, jnp.asarray(text[1000:][:STEPS], jnp.int32))
+        held, found = jax.jit(lambda held, tokens: jax.lax.scan(step, held, tokens))(
+            empty, jnp.asarray(text[1000:][:STEPS], jnp.int32)
+        )
     assert [int(cache.length[0]) for cache in held] == [STEPS] * CONFIG.layers
     return np.asarray(found, np.float32)
 

@@ -21,7 +21,12 @@ PAGED: dict[str, Any] = {"cache": "paged", "cache_options": {"page_size": 4, "pa
 
 
 def make(model: Any = stub, **options: Any) -> serving.Engine:
-    given: dict[str, Any] = {"slots": 2, "capacity": 16, "prefill_chunk": 3, "shape": SHAPE} | options
+    given: dict[str, Any] = {
+        "slots": 2,
+        "capacity": 16,
+        "prefill_chunk": 3,
+        "shape": SHAPE,
+    } | options
     return serving.Engine(model, np.int32(SHIFT), **given)
 
 
@@ -33,11 +38,21 @@ def assert_empty(engine: serving.Engine) -> None:
     assert held.pages == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"prefill_rows": 2}, PAGED, PAGED | {"prefill_rows": 2}], ids=["one", "two", "paged", "paged two"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefill_rows": 2}, PAGED, PAGED | {"prefill_rows": 2}],
+    ids=["one", "two", "paged", "paged two"],
+)
 def test_ragged_requests_each_get_their_text(options: dict[str, Any]) -> None:
     engine = make(**options)
     draw = np.random.default_rng(0)
-    requests = [Request(prompt=draw.integers(0, VOCAB, draw.integers(1, 12)), max_new_tokens=int(draw.integers(1, 6))) for _ in range(12)]
+    requests = [
+        Request(
+            prompt=draw.integers(0, VOCAB, draw.integers(1, 12)),
+            max_new_tokens=int(draw.integers(1, 6)),
+        )
+        for _ in range(12)
+    ]
     for request, done in zip(requests, engine.run(requests), strict=True):
         assert list(done.tokens) == text_of(request.prompt, request.max_new_tokens, shift=SHIFT)
         assert done.finish is Finish.LENGTH
@@ -46,8 +61,14 @@ def test_ragged_requests_each_get_their_text(options: dict[str, Any]) -> None:
 
 def test_tokens_stream_while_others_are_prefilled() -> None:
     engine, seen = make(), []
-    first = engine.submit(Request(prompt=[1], max_new_tokens=6, on_token=lambda token: seen.append(("first", token))))
-    second = engine.submit(Request(prompt=[1] * 9, max_new_tokens=2, on_token=lambda token: seen.append(("second", token))))
+    first = engine.submit(
+        Request(prompt=[1], max_new_tokens=6, on_token=lambda token: seen.append(("first", token)))
+    )
+    second = engine.submit(
+        Request(
+            prompt=[1] * 9, max_new_tokens=2, on_token=lambda token: seen.append(("second", token))
+        )
+    )
     while engine.step():
         pass
     order = [name for name, _ in seen]
@@ -85,7 +106,9 @@ def test_a_handle_is_an_iterator_that_drives_the_engine() -> None:
 )
 def test_a_stop_sequence_ends_the_text_and_is_no_part_of_it(stop: Any, kept: int) -> None:
     engine, seen = make(), []
-    done = engine.submit(Request(prompt=[1], max_new_tokens=6, stop=stop, on_token=seen.append)).result()
+    done = engine.submit(
+        Request(prompt=[1], max_new_tokens=6, stop=stop, on_token=seen.append)
+    ).result()
     assert list(done.tokens) == TEXT[:kept] == seen
     assert done.finish is (Finish.STOP if kept < 6 else Finish.LENGTH)
     assert_empty(engine)
@@ -93,13 +116,26 @@ def test_a_stop_sequence_ends_the_text_and_is_no_part_of_it(stop: Any, kept: int
 
 def test_requests_are_cancelled_wherever_they_are() -> None:
     engine = make()
-    decoding, prefilling, queued, last = (engine.submit(Request(prompt=[at] * 5, max_new_tokens=9)) for at in (1, 2, 3, 4))
+    decoding, prefilling, queued, last = (
+        engine.submit(Request(prompt=[at] * 5, max_new_tokens=9)) for at in (1, 2, 3, 4)
+    )
     for _ in range(3):
         engine.step()
-    assert [one.phase for one in (decoding, prefilling, queued)] == [Phase.DECODING, Phase.PREFILLING, Phase.QUEUED]
-    assert [one.cancel() for one in (decoding, prefilling, queued, queued)] == [True, True, True, False]
+    assert [one.phase for one in (decoding, prefilling, queued)] == [
+        Phase.DECODING,
+        Phase.PREFILLING,
+        Phase.QUEUED,
+    ]
+    assert [one.cancel() for one in (decoding, prefilling, queued, queued)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert set(engine.held().slot_lengths) | set(engine.held().row_lengths) == {0}
-    assert decoding.result().tokens == tuple(text_of([1] * 5, 9, shift=SHIFT)[: len(decoding.tokens)])
+    assert decoding.result().tokens == tuple(
+        text_of([1] * 5, 9, shift=SHIFT)[: len(decoding.tokens)]
+    )
     assert (len(decoding.tokens), queued.result().finish) == (3, Finish.CANCELLED)
     assert list(last) == text_of([4] * 5, 9, shift=SHIFT)
     assert_empty(engine)
@@ -139,7 +175,9 @@ def test_a_callback_that_fails_fails_its_request_alone(at: int) -> None:
 
 def test_a_callback_that_steps_is_told_not_to() -> None:
     engine = make()
-    done = engine.submit(Request(prompt=[1], max_new_tokens=2, on_token=lambda token: engine.step())).result()
+    done = engine.submit(
+        Request(prompt=[1], max_new_tokens=2, on_token=lambda token: engine.step())
+    ).result()
     assert done.finish is Finish.FAILED
     with pytest.raises(ServingError, match="called from within a step"):
         raise done.error or AssertionError
@@ -152,7 +190,9 @@ def test_the_queue_is_bounded_and_run_waits_for_it() -> None:
         engine.submit(Request(prompt=[1], max_new_tokens=2))
     with pytest.raises(QueueFullError, match="2 requests wait, and the queue holds 2"):
         engine.submit(Request(prompt=[1], max_new_tokens=2))
-    assert [done.tokens for done in engine.run([Request(prompt=[1], max_new_tokens=2)] * 5)] == [tuple(TEXT[:2])] * 5
+    assert [done.tokens for done in engine.run([Request(prompt=[1], max_new_tokens=2)] * 5)] == [
+        tuple(TEXT[:2])
+    ] * 5
     assert engine.report().refused == 1
     assert_empty(engine)
 
@@ -160,9 +200,18 @@ def test_the_queue_is_bounded_and_run_waits_for_it() -> None:
 def test_what_can_never_be_served_is_refused() -> None:
     engine = make(**PAGED)
     for request, says in (
-        (Request(prompt=[1] * 10, max_new_tokens=8), "10 tokens of prompt and 8 new ones need 17 rows, and a slot has 16"),
-        (Request(prompt=[1, VOCAB], max_new_tokens=1), "prompt: token 13, and the model has 13 tokens"),
-        (Request(prompt=[1], max_new_tokens=1, stop=[[2, 40]]), "stop: token 40, and the model has 13 tokens"),
+        (
+            Request(prompt=[1] * 10, max_new_tokens=8),
+            "10 tokens of prompt and 8 new ones need 17 rows, and a slot has 16",
+        ),
+        (
+            Request(prompt=[1, VOCAB], max_new_tokens=1),
+            "prompt: token 13, and the model has 13 tokens",
+        ),
+        (
+            Request(prompt=[1], max_new_tokens=1, stop=[[2, 40]]),
+            "stop: token 40, and the model has 13 tokens",
+        ),
     ):
         with pytest.raises(ServingError, match=says):
             engine.submit(request)
@@ -177,7 +226,12 @@ def test_compiling_ahead_changes_nothing_and_leaves_nothing_to_compile() -> None
     engine.compile()
     assert_empty(engine)
     with _jax.watch_compilations() as found:
-        done = engine.run([Request(prompt=[1], max_new_tokens=6), Request(prompt=[2] * 7, max_new_tokens=2, stop=[[1, 2]])])
+        done = engine.run(
+            [
+                Request(prompt=[1], max_new_tokens=6),
+                Request(prompt=[2] * 7, max_new_tokens=2, stop=[[1, 2]]),
+            ]
+        )
     assert found.compiled == []
     assert list(done[0].tokens) == TEXT
     assert_empty(engine)
@@ -188,8 +242,18 @@ def test_the_report_counts() -> None:
     engine = make(clock=lambda: float(next(now)))
     engine.run([Request(prompt=[1] * 4, max_new_tokens=6), Request(prompt=[2], max_new_tokens=1)])
     report = engine.report()
-    assert (report.requests, report.prompt_tokens, report.new_tokens, report.prefill_steps, report.decode_steps) == (2, 5, 7, 3, 5)
-    assert (report.slots_in_use, report.slots, report.tokens_per_second) == (1.0, 2, 7 / report.busy)
+    assert (
+        report.requests,
+        report.prompt_tokens,
+        report.new_tokens,
+        report.prefill_steps,
+        report.decode_steps,
+    ) == (2, 5, 7, 3, 5)
+    assert (report.slots_in_use, report.slots, report.tokens_per_second) == (
+        1.0,
+        2,
+        7 / report.busy,
+    )
     assert report.first_token is not None
     assert report.per_token is not None
     assert report.per_token.p50 <= report.per_token.p90 <= report.per_token.p99
@@ -203,7 +267,10 @@ def test_the_report_counts() -> None:
         ({"slots": 0}, "slots=0"),
         ({"slots": True, "queue": 1.5}, "(?s)2 problems.*slots=True.*queue=1.5"),
         ({"prefill_chunk": -1}, "prefill_chunk=-1"),
-        ({"cache_options": {"overflow": "error"}}, 'overflow="error" raises inside a compiled step'),
+        (
+            {"cache_options": {"overflow": "error"}},
+            'overflow="error" raises inside a compiled step',
+        ),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], says: str) -> None:
@@ -222,7 +289,11 @@ def half(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "says"), [(one_logit, "the model returned .2, 13. for tokens of shape .2, 1."), (half, "other caches than it was given")]
+    ("model", "says"),
+    [
+        (one_logit, "the model returned .2, 13. for tokens of shape .2, 1."),
+        (half, "other caches than it was given"),
+    ],
 )
 def test_a_model_that_returns_something_else_is_refused(model: Any, says: str) -> None:
     with pytest.raises(ServingError, match=says):
@@ -232,7 +303,10 @@ def test_a_model_that_returns_something_else_is_refused(model: Any, says: str) -
 def forgets(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
     """Append to the first cache only."""
     logits, new = stub(params, tokens, held, valid)
-    return logits, [new[0], *(dataclasses.replace(cache, length=cache.length + 0) for cache in held[1:])]
+    return logits, [
+        new[0],
+        *(dataclasses.replace(cache, length=cache.length + 0) for cache in held[1:]),
+    ]
 
 
 def fills(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
@@ -251,7 +325,10 @@ def divides(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
     ("model", "says"),
     [
         (forgets, "a cache refused its tokens\n  fix   return done.cache"),
-        (fills, "the caches grew by other than the tokens read\n  fix   pass valid= on to append_and_attend, and return done.cache"),
+        (
+            fills,
+            "the caches grew by other than the tokens read\n  fix   pass valid= on to append_and_attend, and return done.cache",
+        ),
         (divides, "the logits are not numbers"),
     ],
 )

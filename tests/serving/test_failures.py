@@ -61,7 +61,9 @@ def request(draw: random.Random, faults: Faults) -> Request:
 def expected(asked: Request) -> list[int]:
     """Return the whole text, without its stop."""
     text = text_of(asked.prompt, asked.max_new_tokens, shift=1)
-    ends = [text.index(stop[0]) for stop in asked.stop if not isinstance(stop, int) and stop[0] in text]
+    ends = [
+        text.index(stop[0]) for stop in asked.stop if not isinstance(stop, int) and stop[0] in text
+    ]
     return text[: min(ends, default=len(text))]
 
 
@@ -76,7 +78,16 @@ def assert_right(handle: Handle) -> None:
 
 
 def run(kind: str, operations: int, *, seed: int, chance: float) -> tuple[list[Handle], Faults]:
-    engine = serving.Engine(stub, np.int32(1), shape=SHAPE, slots=3, capacity=16, prefill_chunk=4, queue=4, **KINDS[kind])
+    engine = serving.Engine(
+        stub,
+        np.int32(1),
+        shape=SHAPE,
+        slots=3,
+        capacity=16,
+        prefill_chunk=4,
+        queue=4,
+        **KINDS[kind],
+    )
     draw = random.Random(seed)
     faults, handles = Faults(engine, draw), []
     for _ in range(operations):
@@ -118,7 +129,9 @@ def assert_held_is_known(engine: serving.Engine) -> None:
         else:
             assert length == 0 or slot in books.dirty_slots
     for row, length in enumerate(held.row_lengths):
-        assert length == (books.rows[row].read if row in books.rows else length if row in books.dirty_rows else 0)
+        assert length == (
+            books.rows[row].read if row in books.rows else length if row in books.dirty_rows else 0
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,7 +160,16 @@ def test_ten_thousand_random_operations_leak_nothing(kind: str) -> None:
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_one_failure_costs_at_most_those_whose_state_it_took(part: str, after: bool) -> None:
-    engine = serving.Engine(stub, np.int32(1), shape=SHAPE, slots=3, capacity=16, prefill_chunk=4, queue=4, **KINDS["dense"])
+    engine = serving.Engine(
+        stub,
+        np.int32(1),
+        shape=SHAPE,
+        slots=3,
+        capacity=16,
+        prefill_chunk=4,
+        queue=4,
+        **KINDS["dense"],
+    )
     asked = [Request(prompt=[at] * 6, max_new_tokens=5) for at in range(5)]
     handles = [engine.submit(one) for one in asked[:4]]
     board: Any = engine._board
@@ -168,7 +190,13 @@ def test_one_failure_costs_at_most_those_whose_state_it_took(part: str, after: b
     finish(engine)
     for handle in handles:
         assert_right(handle)
-    failed = [handle for handle in handles if handle.completion and handle.completion.finish is Finish.FAILED]
+    failed = [
+        handle
+        for handle in handles
+        if handle.completion and handle.completion.finish is Finish.FAILED
+    ]
     assert bool(failed) == (after and part in ("prefill", "decode", "clear_slots"))
-    assert all("lost what it had" in str(handle.completion.error) for handle in failed if handle.completion)
+    assert all(
+        "lost what it had" in str(handle.completion.error) for handle in failed if handle.completion
+    )
     assert handles[4] not in failed

@@ -10,15 +10,26 @@ from shardwright.serving.metrics import KEPT, Meter, percentiles
 
 @pytest.mark.parametrize(
     ("samples", "expected"),
-    [([3.0], (3, 3, 3)), ([4.0, 1.0, 3.0, 2.0], (2, 4, 4)), ([float(at) for at in range(200, 0, -1)], (100, 180, 198))],
+    [
+        ([3.0], (3, 3, 3)),
+        ([4.0, 1.0, 3.0, 2.0], (2, 4, 4)),
+        ([float(at) for at in range(200, 0, -1)], (100, 180, 198)),
+    ],
 )
 def test_percentiles_are_samples(samples: list[float], expected: tuple[float, ...]) -> None:
-    assert percentiles(samples) == Percentiles(**dict(zip(("p50", "p90", "p99"), expected, strict=True)))
+    assert percentiles(samples) == Percentiles(
+        **dict(zip(("p50", "p90", "p99"), expected, strict=True))
+    )
 
 
 def test_without_samples_there_are_none() -> None:
     report = Meter(lambda: 0.0).report(4)
-    assert (report.first_token, report.per_token, report.tokens_per_second, report.slots_in_use) == (None, None, 0.0, 0.0)
+    assert (
+        report.first_token,
+        report.per_token,
+        report.tokens_per_second,
+        report.slots_in_use,
+    ) == (None, None, 0.0, 0.0)
     assert "first token   none" in str(report)
 
 

@@ -24,7 +24,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "dense": {"cache": "dense", "capacity": CAPACITY},
     "sliding": {"cache": "sliding", "capacity": 24},
     "quantized": {"cache": "quantized", "capacity": CAPACITY},
-    "paged": {"cache": "paged", "capacity": CAPACITY, "cache_options": {"page_size": 8, "pages": 24}},
+    "paged": {
+        "cache": "paged",
+        "capacity": CAPACITY,
+        "cache_options": {"page_size": 8, "pages": 24},
+    },
 }
 MESHES = {"single": "dp:1", "serve_tp": "dp:2,tp:4", "serve_long_context": "dp:2,sp:2,tp:2"}
 QUICK = {("dense", "serve_tp"), ("sliding", "serve_long_context"), ("paged", "serve_tp")}
@@ -34,7 +38,9 @@ QUICK = {("dense", "serve_tp"), ("sliding", "serve_long_context"), ("paged", "se
 def weights() -> Any:
     pm = sw.PartitionManager(sw.Strategy.preset("single"), mesh=cpu_mesh("dp:1"))
     # Wide logits: no two tokens are so alike that the order of a sum decides.
-    return jax.tree.map(lambda x: 1.5 * np.asarray(x), pm.init(decoder_specs(TINY), jax.random.key(3)))
+    return jax.tree.map(
+        lambda x: 1.5 * np.asarray(x), pm.init(decoder_specs(TINY), jax.random.key(3))
+    )
 
 
 def requests(count: int) -> list[Request]:
@@ -42,16 +48,29 @@ def requests(count: int) -> list[Request]:
     draw = np.random.default_rng(7)
     made = []
     for at in range(count):
-        sampling = Sampling(temperature=0.8, top_k=40 if at % 4 == 1 else None, top_p=0.9, seed=at) if at % 2 else Sampling()
+        sampling = (
+            Sampling(temperature=0.8, top_k=40 if at % 4 == 1 else None, top_p=0.9, seed=at)
+            if at % 2
+            else Sampling()
+        )
         prompt = draw.integers(0, 256, int(draw.integers(1, 40)))
-        made.append(Request(prompt=prompt, max_new_tokens=int(draw.integers(1, 14)), sampling=sampling, stop=[at, [at, at]]))
+        made.append(
+            Request(
+                prompt=prompt,
+                max_new_tokens=int(draw.integers(1, 14)),
+                sampling=sampling,
+                stop=[at, [at, at]],
+            )
+        )
     return made
 
 
 def engine(kind: str, manager: sw.PartitionManager, **options: Any) -> serving.Engine:
     shape = cache_shape(TINY, window=WINDOW if kind == "sliding" else None)
     params = manager.shard(weights(), decoder_specs(TINY), role="param")
-    return serving.Engine(MODEL, params, shape=shape, manager=manager, prefill_chunk=8, **KINDS[kind], **options)
+    return serving.Engine(
+        MODEL, params, shape=shape, manager=manager, prefill_chunk=8, **KINDS[kind], **options
+    )
 
 
 @functools.cache
@@ -77,7 +96,12 @@ def assert_same(kind: str, strategy: str, count: int, *, slots: int) -> None:
 
 
 def cells(*, quick: bool) -> list[tuple[str, str]]:
-    return [(kind, strategy) for kind in KINDS for strategy in MESHES if ((kind, strategy) in QUICK) == quick]
+    return [
+        (kind, strategy)
+        for kind in KINDS
+        for strategy in MESHES
+        if ((kind, strategy) in QUICK) == quick
+    ]
 
 
 @pytest.mark.parametrize(("kind", "strategy"), cells(quick=True))
@@ -98,12 +122,23 @@ def test_sixty_four_texts_are_those_of_requests_alone(kind: str, strategy: str) 
     assert_same(kind, strategy, 64, slots=16)
 
 
-@pytest.mark.parametrize("kind", ["dense", pytest.param("paged", marks=pytest.mark.slow), pytest.param("sliding", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dense",
+        pytest.param("paged", marks=pytest.mark.slow),
+        pytest.param("sliding", marks=pytest.mark.slow),
+    ],
+)
 def test_prefill_on_a_mesh_of_its_own_changes_no_text(kind: str) -> None:
     first = manager_of("single")
     params = first.shard(weights(), decoder_specs(TINY), role="param")
-    apart = engine(kind, manager_of("serve_tp"), slots=4, prefill_manager=first, prefill_params=params)
-    assert [done.tokens for done in apart.run(requests(12))] == [done.tokens for done in alone(kind, 12)]
+    apart = engine(
+        kind, manager_of("serve_tp"), slots=4, prefill_manager=first, prefill_params=params
+    )
+    assert [done.tokens for done in apart.run(requests(12))] == [
+        done.tokens for done in alone(kind, 12)
+    ]
 
 
 @pytest.mark.slow
@@ -114,7 +149,10 @@ def test_a_ring_of_a_window_alone_changes_no_text() -> None:
     params = pm.shard(weights(), decoder_specs(TINY), role="param")
     sizes = {"slots": 1, "prefill_chunk": 8}
     tight, wide = (
-        serving.Engine(MODEL, params, shape=shape, manager=pm, cache="sliding", capacity=capacity, **sizes) for capacity in (None, CAPACITY)
+        serving.Engine(
+            MODEL, params, shape=shape, manager=pm, cache="sliding", capacity=capacity, **sizes
+        )
+        for capacity in (None, CAPACITY)
     )
     assert [done.tokens for done in tight.run(given)] == [done.tokens for done in wide.run(given)]
 
@@ -128,7 +166,9 @@ def test_greedy_texts_are_what_the_model_calls_likeliest_without_a_cache(kind: s
         row[len(request.prompt) :][: len(done.tokens)] = done.tokens
     pm = manager_of("single")
     with pm:
-        logits, _ = jax.jit(forward, static_argnums=2)(pm.shard(weights(), decoder_specs(TINY), role="param"), tokens, TINY)
+        logits, _ = jax.jit(forward, static_argnums=2)(
+            pm.shard(weights(), decoder_specs(TINY), role="param"), tokens, TINY
+        )
     likeliest = np.argmax(np.asarray(logits), axis=-1)
     checked = 0
     for row, request, done in zip(likeliest, given, alone(kind, 12), strict=True):

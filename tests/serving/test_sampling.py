@@ -19,7 +19,13 @@ DRAWN = 4000
 def drawn(sampling: Sampling, logits: Any = LOGITS) -> np.ndarray:
     """Return the first tokens of one text of which only the position differs."""
     one = draws(DRAWN, dict.fromkeys(range(DRAWN), sampling))
-    draw = Draw(temperature=one.temperature, top_k=one.top_k, top_p=one.top_p, seed=one.seed, index=jnp.arange(DRAWN))
+    draw = Draw(
+        temperature=one.temperature,
+        top_k=one.top_k,
+        top_p=one.top_p,
+        seed=one.seed,
+        index=jnp.arange(DRAWN),
+    )
     return np.asarray(jax.jit(sample)(jnp.broadcast_to(logits, (DRAWN, logits.size)), draw))
 
 
@@ -33,7 +39,10 @@ def drawn(sampling: Sampling, logits: Any = LOGITS) -> np.ndarray:
         (Sampling(temperature=1.0, top_p=0.65), [0, 4 / 7, 0, 3 / 7, 0]),
         (Sampling(temperature=1.0, top_p=0.75), [0, 8 / 17, 3 / 17, 6 / 17, 0]),
         (Sampling(temperature=1.0, top_p=1e-6), [0, 1, 0, 0, 0]),
-        (Sampling(temperature=0.5), [0.0025 / 0.285, 0.16 / 0.285, 0.0225 / 0.285, 0.09 / 0.285, 0.01 / 0.285]),
+        (
+            Sampling(temperature=0.5),
+            [0.0025 / 0.285, 0.16 / 0.285, 0.0225 / 0.285, 0.09 / 0.285, 0.01 / 0.285],
+        ),
         (Sampling(), [0, 1, 0, 0, 0]),
     ],
 )
@@ -46,7 +55,10 @@ def test_tokens_come_as_often_as_they_should(sampling: Sampling, chances: list[f
 
 def test_a_token_depends_on_its_own_logits_seed_and_index_alone() -> None:
     logits = jax.random.normal(jax.random.key(0), (6, 40))
-    sampling = {at: Sampling(temperature=0.5 + at, top_k=5 * at + 1, top_p=0.9, seed=at) for at in range(1, 6)}
+    sampling = {
+        at: Sampling(temperature=0.5 + at, top_k=5 * at + 1, top_p=0.9, seed=at)
+        for at in range(1, 6)
+    }
     together = np.asarray(sample(logits, draws(6, sampling)))
     for at in range(6):
         given = {} if at == 0 else {0: sampling[at]}
@@ -62,7 +74,10 @@ def test_seeds_and_positions_draw_differently() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("row", "token"), [([np.nan, 1, 2], -1), ([-np.inf] * 3, -1), ([np.inf, 0, 1], -1), ([-np.inf, 0, -np.inf], 1)])
+@pytest.mark.parametrize(
+    ("row", "token"),
+    [([np.nan, 1, 2], -1), ([-np.inf] * 3, -1), ([np.inf, 0, 1], -1), ([-np.inf, 0, -np.inf], 1)],
+)
 def test_what_is_no_number_is_told(row: list[float], token: int, temperature: float) -> None:
     given = draws(1, {0: Sampling(temperature=temperature)})
     assert np.asarray(sample(jnp.asarray([row], jnp.float32), given)).tolist() == [token]

@@ -21,7 +21,10 @@ def assert_consistent(scheduler: Scheduler, jobs: list[Job]) -> None:
     """Everything belongs to one job, to no one, or waits to be emptied."""
     assert scheduler.rows.keys().isdisjoint(scheduler.dirty_rows)
     assert scheduler.slots.keys().isdisjoint(scheduler.dirty_slots)
-    for number, phases in ((scheduler.rows, (Phase.PREFILLING,)), (scheduler.slots, (Phase.PREFILLING, Phase.DECODING))):
+    for number, phases in (
+        (scheduler.rows, (Phase.PREFILLING,)),
+        (scheduler.slots, (Phase.PREFILLING, Phase.DECODING)),
+    ):
         assert all(held.phase in phases for held in number.values())
         assert len(set(map(id, number.values()))) == len(number)
     assert len(scheduler.slots) + len(scheduler.dirty_slots) <= LIMITS.slots
@@ -33,7 +36,22 @@ def assert_consistent(scheduler: Scheduler, jobs: list[Job]) -> None:
 
 def operate(scheduler: Scheduler, draw: random.Random, jobs: list[Job]) -> None:
     """Do one thing that an engine may do, at any time that it may."""
-    what = draw.choice(["submit", "submit", "admit", "read", "move", "write", "write", "write", "cancel", "fail", "clean", "lose"])
+    what = draw.choice(
+        [
+            "submit",
+            "submit",
+            "admit",
+            "read",
+            "move",
+            "write",
+            "write",
+            "write",
+            "cancel",
+            "fail",
+            "clean",
+            "lose",
+        ]
+    )
     if what == "submit":
         new = job(len(jobs), draw.randint(1, 12), draw.randint(1, 8))
         if len(scheduler.queue) < LIMITS.queue:
@@ -58,7 +76,9 @@ def operate(scheduler: Scheduler, draw: random.Random, jobs: list[Job]) -> None:
             scheduler.write(one, draw.randint(0, 7))
     elif what in ("cancel", "fail") and jobs:
         one = draw.choice(jobs)
-        scheduler.end(one, Finish.CANCELLED) if what == "cancel" else scheduler.fail(one, RuntimeError("injected"))
+        scheduler.end(one, Finish.CANCELLED) if what == "cancel" else scheduler.fail(
+            one, RuntimeError("injected")
+        )
     elif what == "clean":
         scheduler.clean(rows=list(scheduler.dirty_rows), slots=list(scheduler.dirty_slots))
     elif what == "lose" and draw.random() < 0.2:

@@ -19,10 +19,18 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.mark.parametrize(("call", "overwrite"), [("replace", True), ("chmod", True), ("link", False)])
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt("stopped")])
+@pytest.mark.parametrize(
+    ("call", "overwrite"), [("replace", True), ("chmod", True), ("link", False)]
+)
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), KeyboardInterrupt("stopped")]
+)
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(
-    call: str, overwrite: bool, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: str,
+    overwrite: bool,
+    error: BaseException,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = SMALL.dump(tmp_path / "old.toml").read_bytes()
     path = tmp_path / ("old.toml" if overwrite else "new.toml")
@@ -51,9 +59,13 @@ def test_another_ending_is_refused_before_anything_is_written(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_permissions_follow_the_umask_which_nothing_changes(overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permissions_follow_the_umask_which_nothing_changes(
+    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def changed(mask: int) -> int:
-        raise AssertionError("the umask is the whole process's: another thread may be making a file")
+        raise AssertionError(
+            "the umask is the whole process's: another thread may be making a file"
+        )
 
     old = os.umask(0o027)
     try:
@@ -79,7 +91,10 @@ def test_a_file_that_is_overwritten_keeps_its_permissions(mode: int, tmp_path: P
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_folder_is_no_file_to_write(overwrite: bool, tmp_path: Path) -> None:
     (tmp_path / "s.toml").mkdir()
-    with pytest.raises(sw.StrategyError, match=r"cannot write '.*s\.toml': is a directory\n  fix   name a file in it"):
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"cannot write '.*s\.toml': is a directory\n  fix   name a file in it",
+    ):
         files.write_text(tmp_path / "s.toml", "text", overwrite=overwrite)
     assert os.listdir(tmp_path) == ["s.toml"]
     assert os.listdir(tmp_path / "s.toml") == []
@@ -87,7 +102,10 @@ def test_a_folder_is_no_file_to_write(overwrite: bool, tmp_path: Path) -> None:
 
 def test_a_link_into_no_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "link.toml").symlink_to("nowhere/s.toml")
-    with pytest.raises(sw.StrategyError, match=r"no folder '.*nowhere' to write 'link.toml' in\n  fix   create it first"):
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"no folder '.*nowhere' to write 'link.toml' in\n  fix   create it first",
+    ):
         SMALL.dump(tmp_path / "link.toml")
 
 

@@ -36,7 +36,9 @@ def test_a_mesh_axis_that_is_idle_needs_no_rule() -> None:
     pm = sw.PartitionManager(strategy, mesh=cpu_mesh("replica:2,autoregressive:2,dp:2"))
     assert pm.rules.policy.idle == ("replica", "autoregressive")
     x = pm.shard(np.ones((8, 8), np.float32), sw.BATCH, sw.EMBED)
-    assert x.sharding.spec == sw.PartitionManager(strategy, mesh=pm.mesh).resolve(sw.BATCH, sw.EMBED)
+    assert x.sharding.spec == sw.PartitionManager(strategy, mesh=pm.mesh).resolve(
+        sw.BATCH, sw.EMBED
+    )
     assert {shard.data.shape for shard in x.addressable_shards} == {(4, 8)}
     assert len({shard.replica_id for shard in x.addressable_shards}) == 4
 
@@ -48,9 +50,13 @@ def test_other_unnamed_mesh_axes_are_refused() -> None:
 
 
 def test_an_idle_mesh_axis_must_be_in_the_mesh() -> None:
-    with pytest.raises(sw.MeshMismatchError, match="names the mesh axis 'autoregressive', which the mesh"):
+    with pytest.raises(
+        sw.MeshMismatchError, match="names the mesh axis 'autoregressive', which the mesh"
+    ):
         sw.PartitionManager(loaded(), mesh=cpu_mesh("replica:2,dp:4"))
-    with pytest.raises(MissingMeshAxisError, match=r"mesh axis 'replca' is neither in .mesh. nor a standard one") as caught:
+    with pytest.raises(
+        MissingMeshAxisError, match=r"mesh axis 'replca' is neither in .mesh. nor a standard one"
+    ) as caught:
         loaded(FILE.replace('"replica+autoregressive"', '"replca"'))
     assert "idle.toml:10" in str(caught.value)
     assert "did you mean 'replica'?" in str(caught.value)
@@ -58,7 +64,11 @@ def test_an_idle_mesh_axis_must_be_in_the_mesh() -> None:
 
 @pytest.mark.parametrize(
     "lines",
-    ['[params]\nembed = "replica"', '[modes.decode]\nbatch = "dp | replica"', '[[tensors]]\nmatch = "w"\nembed = "replica+dp"'],
+    [
+        '[params]\nembed = "replica"',
+        '[modes.decode]\nbatch = "dp | replica"',
+        '[[tensors]]\nmatch = "w"\nembed = "replica+dp"',
+    ],
 )
 def test_a_rule_that_names_an_idle_mesh_axis(lines: str) -> None:
     with pytest.raises(sw.StrategyError, match="'replica' is idle, and a rule names it") as caught:
@@ -110,7 +120,11 @@ def test_idle_is_part_of_equality() -> None:
 
 def test_the_lint_is_silent_about_it() -> None:
     def codes(strategy: sw.Strategy) -> list[tuple[str, str]]:
-        return [(finding.code, finding.key) for finding in sw.lint(strategy) if finding.code == Code.IDLE_MESH_AXIS]
+        return [
+            (finding.code, finding.key)
+            for finding in sw.lint(strategy)
+            if finding.code == Code.IDLE_MESH_AXIS
+        ]
 
     assert codes(loaded()) == []
     assert codes(loaded(FILE.replace("replica+", ""))) == [(Code.IDLE_MESH_AXIS, "mesh.replica")]

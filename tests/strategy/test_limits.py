@@ -31,30 +31,75 @@ def rule(text: str) -> str:
 
 
 TOML: dict[str, tuple[str, str]] = {
-    "axes": (HEAD + "[axes]\n" + lines('a{} = "x"\n'), r"^<toml>:4 axes: there are 3000 entries, at most 1000 are read\n  fix   "),
-    "mesh": ("[mesh]\n" + lines("a{} = 1\n"), r"^<toml>:1 mesh: there are 3000 entries, at most 64 are read"),
-    "dcn": (HEAD + "[dcn]\n" + lines("a{} = 1\n"), r"<toml>:4 dcn: there are 3000 entries, at most 64"),
+    "axes": (
+        HEAD + "[axes]\n" + lines('a{} = "x"\n'),
+        r"^<toml>:4 axes: there are 3000 entries, at most 1000 are read\n  fix   ",
+    ),
+    "mesh": (
+        "[mesh]\n" + lines("a{} = 1\n"),
+        r"^<toml>:1 mesh: there are 3000 entries, at most 64 are read",
+    ),
+    "dcn": (
+        HEAD + "[dcn]\n" + lines("a{} = 1\n"),
+        r"<toml>:4 dcn: there are 3000 entries, at most 64",
+    ),
     "axis types": (
         "axis_types = {" + lines('a{} = "auto", ').rstrip(", ") + "}\n" + HEAD,
         "axis_types: there are 3000 entries, at most 64",
     ),
-    "tensors": (HEAD + lines('[[tensors]]\nmatch = "w{}"\nembed = "dp"\n'), "tensors: there are 3000 entries, at most 1000 are read"),
+    "tensors": (
+        HEAD + lines('[[tensors]]\nmatch = "w{}"\nembed = "dp"\n'),
+        "tensors: there are 3000 entries, at most 1000 are read",
+    ),
     "patterns": (
         HEAD + lines(f'[[tensors]]\nmatch = "w{{}}{"a" * 900}"\nembed = "dp"\n', 30),
         r"^<toml> tensors: the patterns have \d+ steps together, at most 20000 are searched for each path",
     ),
-    "candidates": (rule(" | ".join(["dp"] * 65)), r"batch: the rule has 65 candidates, at most 64 are read\n  rule  "),
-    "mesh axes of a candidate": (rule("+".join(["dp"] * 65)), r"the candidate names 65 mesh axes, and a mesh has at most 64"),
-    "a long rule": (rule("a" * 10_001), r"^<toml>:5 rules\.batch: a text has 10001 characters, at most 10000 are read"),
-    "a long key": (f'{HEAD}[rules]\n{"a" * 257} = "dp"', r"^<toml>:5 rules\.a+: a key has 257 characters, at most 256 are read"),
-    "a dotted key": (".".join("a" * 50_000) + " = 1", r"^<toml>:1: the key has more than 64 parts: tables are nested more than 64 deep"),
-    "a dotted header": ("\n[" + ".".join("a" * 50_000) + "]", r"^<toml>:2: the key has more than 64 parts"),
-    "a dotted inline key": ('x = "]" # "\ny = {' + '. "b" .'.join("a" * 50_000) + " = 1}", r"^<toml>:2: the key has more than 64 parts"),
-    "unknown keys": (lines("a{} = 1\n"), r"^101 problems\n(.|\n)*101\. there are more problems than these 100\n"),
-    "unknown axes": (HEAD + "[rules]\n" + lines('a{} = "dp"\n'), r"^101 problems\n(.|\n)*there are more problems than these 100\n"),
-    "unknown modes": (lines('[modes.m{}]\nbatch = "dp"\n'), r"^101 problems\n(.|\n)*there are more problems than these 100\n"),
+    "candidates": (
+        rule(" | ".join(["dp"] * 65)),
+        r"batch: the rule has 65 candidates, at most 64 are read\n  rule  ",
+    ),
+    "mesh axes of a candidate": (
+        rule("+".join(["dp"] * 65)),
+        r"the candidate names 65 mesh axes, and a mesh has at most 64",
+    ),
+    "a long rule": (
+        rule("a" * 10_001),
+        r"^<toml>:5 rules\.batch: a text has 10001 characters, at most 10000 are read",
+    ),
+    "a long key": (
+        f'{HEAD}[rules]\n{"a" * 257} = "dp"',
+        r"^<toml>:5 rules\.a+: a key has 257 characters, at most 256 are read",
+    ),
+    "a dotted key": (
+        ".".join("a" * 50_000) + " = 1",
+        r"^<toml>:1: the key has more than 64 parts: tables are nested more than 64 deep",
+    ),
+    "a dotted header": (
+        "\n[" + ".".join("a" * 50_000) + "]",
+        r"^<toml>:2: the key has more than 64 parts",
+    ),
+    "a dotted inline key": (
+        'x = "]" # "\ny = {' + '. "b" .'.join("a" * 50_000) + " = 1}",
+        r"^<toml>:2: the key has more than 64 parts",
+    ),
+    "unknown keys": (
+        lines("a{} = 1\n"),
+        r"^101 problems\n(.|\n)*101\. there are more problems than these 100\n",
+    ),
+    "unknown axes": (
+        HEAD + "[rules]\n" + lines('a{} = "dp"\n'),
+        r"^101 problems\n(.|\n)*there are more problems than these 100\n",
+    ),
+    "unknown modes": (
+        lines('[modes.m{}]\nbatch = "dp"\n'),
+        r"^101 problems\n(.|\n)*there are more problems than these 100\n",
+    ),
     "rules that are no text": (HEAD + "[rules]\n" + lines("a{} = 1\n"), r"^101 problems\n"),
-    "a long file": ("# " + "x" * 1_000_000, r"^<toml>: the file has 1000002 characters, at most 1000000 are read"),
+    "a long file": (
+        "# " + "x" * 1_000_000,
+        r"^<toml>: the file has 1000002 characters, at most 1000000 are read",
+    ),
     "a deep array": ("x = " + "[" * 50_000, r"^<toml>: the file is nested too deeply"),
 }
 
@@ -71,14 +116,23 @@ def test_what_is_within_the_limits_is_read() -> None:
     own = lines('a{} = "x"\n', 1000)
     entries = lines('[[tensors]]\nmatch = "w{}/.*"\nembed = "dp"\n', 1000)
     chain = 'batch = "' + " | ".join(["dp"] * 64) + '"\n'
-    text = HEAD + lines("b{} = 1\n", 63) + f"[axes]\n{own}[rules]\n" + lines('a{} = "dp"\n', 1000) + chain + entries
+    text = (
+        HEAD
+        + lines("b{} = 1\n", 63)
+        + f"[axes]\n{own}[rules]\n"
+        + lines('a{} = "dp"\n', 1000)
+        + chain
+        + entries
+    )
     rules = sw.Strategy.loads(text).compile()
     assert (len(rules.tensors), len(rules.user_axes)) == (1000, 1000)
 
 
 def test_limits_hold_for_python_and_for_overlays() -> None:
     half = sw.Strategy(version=1, tensors=[{"match": f"w{at}", "embed": "-"} for at in range(600)])
-    with pytest.raises(sw.StrategyError, match="tensors: there are 1200 entries, at most 1000 are read"):
+    with pytest.raises(
+        sw.StrategyError, match="tensors: there are 1200 entries, at most 1000 are read"
+    ):
         half | half
     with pytest.raises(sw.StrategyError, match="axes: there are 1001 entries, at most 1000"):
         sw.Strategy(axes={f"a{at}": "x" for at in range(1001)})
@@ -87,7 +141,10 @@ def test_limits_hold_for_python_and_for_overlays() -> None:
 MESHES: dict[str, tuple[object, str]] = {
     "text": (",".join(["a:1"] * N), "the mesh has 3000 parts, at most 128 are read"),
     "no sizes": (",".join(["a"] * N), "the mesh has 3000 parts, at most 128 are read"),
-    "names": (",".join(f"a{at}:1" for at in range(65)), "the mesh has 65 axes, at most 64 are read"),
+    "names": (
+        ",".join(f"a{at}:1" for at in range(65)),
+        "the mesh has 65 axes, at most 64 are read",
+    ),
     "a mapping": ({f"a{at}": 1 for at in range(65)}, "the mesh has 65 axes, at most 64 are read"),
     "a word": ("a" * 100_000, r"part 'a{100,}.* characters \.\.\.\] .*' has no size"),
 }
@@ -105,14 +162,32 @@ def test_a_mesh_has_at_most_64_axes(name: str) -> None:
 # A bad line is shown around its fault.
 
 LONG_LINES: dict[str, tuple[Callable[[], object], str]] = {
-    "TOML": (lambda: sw.Strategy.loads("name = " + "x" * 100_000), r"^<toml>:1: Invalid value\n  name = x+\.\.\.\n         \^\n"),
-    "TOML, at the end": (lambda: sw.Strategy.loads(f'name = "{"x" * 100_000}" y'), r"\n  \.\.\.x+\" y\n {10,}\^\n"),
-    "JSON": (lambda: sw.Strategy.loads('{"a": ' + "x" * 100_000, format="json"), r"^<json>:1: Expecting value\n"),
-    "rule": (lambda: sw.Strategy(rules={"batch": f"dp + {'x' * 9000} ! | dp"}), "is not the name of a mesh axis"),
+    "TOML": (
+        lambda: sw.Strategy.loads("name = " + "x" * 100_000),
+        r"^<toml>:1: Invalid value\n  name = x+\.\.\.\n         \^\n",
+    ),
+    "TOML, at the end": (
+        lambda: sw.Strategy.loads(f'name = "{"x" * 100_000}" y'),
+        r"\n  \.\.\.x+\" y\n {10,}\^\n",
+    ),
+    "JSON": (
+        lambda: sw.Strategy.loads('{"a": ' + "x" * 100_000, format="json"),
+        r"^<json>:1: Expecting value\n",
+    ),
+    "rule": (
+        lambda: sw.Strategy(rules={"batch": f"dp + {'x' * 9000} ! | dp"}),
+        "is not the name of a mesh axis",
+    ),
     "mesh": (lambda: sw.abstract_mesh("dp:2,tp:" + "x" * 100_000), "is not a whole number"),
     "pattern": (lambda: sw.match_paths({}, [("(" * 100_000, ())]), "not a regular expression"),
-    "choice": (lambda: sw.Strategy(policy={"indivisible": "x" * 100_000}), r"policy\.indivisible: 'x{100,}.* is not a choice here"),
-    "list": (lambda: sw.Strategy(rules={"batch": ["dp"] * 100_000}), r"rules\.batch: text is wanted, not \['dp', 'dp'"),
+    "choice": (
+        lambda: sw.Strategy(policy={"indivisible": "x" * 100_000}),
+        r"policy\.indivisible: 'x{100,}.* is not a choice here",
+    ),
+    "list": (
+        lambda: sw.Strategy(rules={"batch": ["dp"] * 100_000}),
+        r"rules\.batch: text is wanted, not \['dp', 'dp'",
+    ),
 }
 
 
@@ -127,7 +202,9 @@ def test_a_long_line_is_cut(name: str) -> None:
 
 def test_the_caret_of_a_cut_line_points_at_the_fault() -> None:
     text = "x" * 5000 + "FAULT" + "x" * 5000
-    shown, caret = Problem(error=sw.StrategyError, what="bad", snippet=f"{text}\n{' ' * 5000}^").snippet.splitlines()
+    shown, caret = Problem(
+        error=sw.StrategyError, what="bad", snippet=f"{text}\n{' ' * 5000}^"
+    ).snippet.splitlines()
     assert shown[caret.index("^") :].startswith("FAULT")
     assert shown.startswith("...x")
     assert shown.endswith("x...")
@@ -155,8 +232,13 @@ def test_line_numbers_of_json_are_counted_once() -> None:
 
 def test_few_names_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
-    monkeypatch.setattr("shardwright.errors.difflib.SequenceMatcher.set_seq1", lambda self, name: compared.append(name))
-    monkeypatch.setattr("shardwright.errors.difflib.SequenceMatcher.real_quick_ratio", lambda self: 0.0)
+    monkeypatch.setattr(
+        "shardwright.errors.difflib.SequenceMatcher.set_seq1",
+        lambda self, name: compared.append(name),
+    )
+    monkeypatch.setattr(
+        "shardwright.errors.difflib.SequenceMatcher.real_quick_ratio", lambda self: 0.0
+    )
     did_you_mean("batch", (f"a{at}" for at in range(10 * MOST_NAMES)))
     assert len([name for name in compared if name]) == MOST_NAMES
     compared.clear()
@@ -174,8 +256,17 @@ def test_products_of_shapes_stay_short() -> None:
 
 def test_keys_are_counted_outside_of_strings_and_comments() -> None:
     dots = ".".join("a" * 100)
-    texts = [f'name = "{dots}"', f"name = '{dots}'", f'name = """\n{dots}"""', f"name = '''\n{dots}'''", f"version = 1 # {dots}", "#." * 99]
-    assert [sw.Strategy.loads(text).compile() for text in texts] == [sw.Strategy().compile()] * len(texts)
+    texts = [
+        f'name = "{dots}"',
+        f"name = '{dots}'",
+        f'name = """\n{dots}"""',
+        f"name = '''\n{dots}'''",
+        f"version = 1 # {dots}",
+        "#." * 99,
+    ]
+    assert [sw.Strategy.loads(text).compile() for text in texts] == [sw.Strategy().compile()] * len(
+        texts
+    )
     with pytest.raises(sw.StrategyError, match=r"Unterminated string|Illegal character|Expected"):
         sw.Strategy.loads(f'name = """\n{dots}')
 
@@ -206,20 +297,32 @@ def test_hostile_files_end(tmp_path: Path) -> None:
     ]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SRC)}
     done = subprocess.run(
-        [sys.executable, "-c", SLOW], env=env, input=json.dumps(texts), capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", SLOW],
+        env=env,
+        input=json.dumps(texts),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-1000:]
 
 
 def test_a_shape_of_many_sizes_is_refused_at_once(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    path.write_text(json.dumps({"w": {"axes": "EMBED", "shape": [2**62] * 100_000}}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"w": {"axes": "EMBED", "shape": [2**62] * 100_000}}), encoding="utf-8"
+    )
     with pytest.raises(sw.StrategyError, match="no array has so many elements"):
         read_tensors(str(path))
 
 
 def test_a_file_of_tensors_lists_100_problems(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    path.write_text(json.dumps({f"w{at}": {"axis": "EMBED"} for at in range(300)}), encoding="utf-8")
-    with pytest.raises(sw.StrategyError, match=r"^101 problems\n(.|\n)*there are more problems than these 100"):
+    path.write_text(
+        json.dumps({f"w{at}": {"axis": "EMBED"} for at in range(300)}), encoding="utf-8"
+    )
+    with pytest.raises(
+        sw.StrategyError, match=r"^101 problems\n(.|\n)*there are more problems than these 100"
+    ):
         read_tensors(str(path))

@@ -23,7 +23,9 @@ def test_a_file_may_name_every_implementation_of_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "kind"), [("indivisible", Indivisible), ("conflict", Conflict), ("missing", Missing), ("rank", Rank)], ids=str
+    ("key", "kind"),
+    [("indivisible", Indivisible), ("conflict", Conflict), ("missing", Missing), ("rank", Rank)],
+    ids=str,
 )
 def test_a_file_may_say_every_choice_of_the_policy(key: str, kind: type[StrEnum]) -> None:
     assert choices(PolicyTable.model_fields[key].annotation) == tuple(kind)

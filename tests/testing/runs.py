@@ -12,7 +12,12 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 
 
 def run_pytest(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str], *args: str, ini: str = "", inline: bool = False
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    files: Mapping[str, str],
+    *args: str,
+    ini: str = "",
+    inline: bool = False,
 ) -> pytest.RunResult:
     """Write files into pytester's folder and run pytest there, with JAX as a fresh process finds it.
 
@@ -28,7 +33,11 @@ def run_pytest(
         path.write_text(text, encoding="utf-8")
     words = ("-p", "shardwright_pytest", "--strict-markers", *args)
     # Collecting garbage takes longer than such a run.
-    return pytester.runpytest_inprocess(*words, "-p", "no:unraisableexception") if inline else pytester.runpytest_subprocess(*words)
+    return (
+        pytester.runpytest_inprocess(*words, "-p", "no:unraisableexception")
+        if inline
+        else pytester.runpytest_subprocess(*words)
+    )
 
 
 def said(result: pytest.RunResult) -> str:

@@ -51,7 +51,13 @@ def test_legacy_meshes_left_behind_are_left() -> None:
 
     mesh = sw.create_mesh("dp:2")
     with mesh:
-        with pytest.raises(AmbientLeftError, match=r"(?s)the mesh tp:2 is entered\n.*; and the mesh dp:2 is entered"), isolated():
+        with (
+            pytest.raises(
+                AmbientLeftError,
+                match=r"(?s)the mesh tp:2 is entered\n.*; and the mesh dp:2 is entered",
+            ),
+            isolated(),
+        ):
             leave_two()
         assert legacy_meshes() == (mesh,)
 

@@ -38,17 +38,26 @@ from shardwright.testing.golden import Golden
 
 P = jax.P
 SIZES = "dp:1,fsdp:2,sp:1,ep:1,tp:4"
-AXES = {"mlp": {"up": (sw.EMBED, sw.MLP_INTERMEDIATE), "down": (sw.MLP_INTERMEDIATE, sw.EMBED)}, "norm": (sw.NORM,)}
+AXES = {
+    "mlp": {"up": (sw.EMBED, sw.MLP_INTERMEDIATE), "down": (sw.MLP_INTERMEDIATE, sw.EMBED)},
+    "norm": (sw.NORM,),
+}
 SHAPES = {"mlp": {"up": (8, 16), "down": (16, 8)}, "norm": (8,)}
 FIXTURES = Path(__file__).resolve().parents[1] / "plan" / "fixtures"
 
 
 def manager(mesh: Any = None) -> sw.PartitionManager:
-    return sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh(SIZES) if mesh is None else mesh)
+    return sw.PartitionManager(
+        sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh(SIZES) if mesh is None else mesh
+    )
 
 
 def placed(pm: sw.PartitionManager, axes: Any = AXES) -> Any:
-    values = jax.tree.map(lambda shape: np.zeros(shape, np.float32), SHAPES, is_leaf=lambda one: isinstance(one, tuple))
+    values = jax.tree.map(
+        lambda shape: np.zeros(shape, np.float32),
+        SHAPES,
+        is_leaf=lambda one: isinstance(one, tuple),
+    )
     return pm.shard(values, axes, role="param")
 
 
@@ -60,7 +69,9 @@ def failing(call: Callable[[], Any]) -> str:
 
 def mlp(params: Any, x: Any) -> Any:
     hidden = jnp.tanh(x @ sw.gather(params["mlp"]["up"], sw.EMBED, sw.MLP_INTERMEDIATE))
-    return sw.shard(hidden @ sw.gather(params["mlp"]["down"], sw.MLP_INTERMEDIATE, sw.EMBED), sw.BATCH, sw.EMBED)
+    return sw.shard(
+        hidden @ sw.gather(params["mlp"]["down"], sw.MLP_INTERMEDIATE, sw.EMBED), sw.BATCH, sw.EMBED
+    )
 
 
 def batch(pm: sw.PartitionManager) -> Any:
@@ -92,8 +103,17 @@ def test_arrays_that_do_not_exist_yet() -> None:
 
 
 def test_a_mode_and_a_role_are_asked_for() -> None:
-    pm = sw.PartitionManager(sw.Strategy.preset("serve_tp"), mesh=cpu_mesh("dp:2,fsdp:1,sp:1,ep:1,tp:4"))
-    q = pm.shard(np.zeros((2, 8, 4, 16), np.float32), sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM, mode="decode")
+    pm = sw.PartitionManager(
+        sw.Strategy.preset("serve_tp"), mesh=cpu_mesh("dp:2,fsdp:1,sp:1,ep:1,tp:4")
+    )
+    q = pm.shard(
+        np.zeros((2, 8, 4, 16), np.float32),
+        sw.BATCH,
+        sw.QUERY_LENGTH,
+        sw.HEAD,
+        sw.HEAD_DIM,
+        mode="decode",
+    )
     assert_spec(q, sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM, manager=pm, mode="decode")
 
 
@@ -115,19 +135,27 @@ def test_a_lone_array_that_lies_elsewhere(golden: Golden) -> None:
 
 
 def test_an_array_on_another_mesh(golden: Golden) -> None:
-    x = manager(cpu_mesh("dp:1,fsdp:4,sp:1,ep:1,tp:2")).shard(np.zeros((8, 8), np.float32), sw.BATCH, sw.EMBED)
+    x = manager(cpu_mesh("dp:1,fsdp:4,sp:1,ep:1,tp:2")).shard(
+        np.zeros((8, 8), np.float32), sw.BATCH, sw.EMBED
+    )
     golden(failing(lambda: assert_sharding(x, NamedSharding(cpu_mesh(SIZES), P("fsdp")))))
 
 
 def test_an_array_on_no_mesh(golden: Golden) -> None:
     pm = manager()
     tree = {"host": np.zeros((8, 16), np.float32), "device": jnp.zeros((8, 16))}
-    golden(failing(lambda: assert_spec(tree, (sw.EMBED, sw.MLP_INTERMEDIATE), manager=pm, role="param")))
+    golden(
+        failing(
+            lambda: assert_spec(tree, (sw.EMBED, sw.MLP_INTERMEDIATE), manager=pm, role="param")
+        )
+    )
 
 
 def test_other_memory_is_another_place() -> None:
     pm = manager()
-    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(pm.mesh, P("tp"), memory_kind="pinned_host"))
+    x = jax.ShapeDtypeStruct(
+        (8,), jnp.float32, sharding=NamedSharding(pm.mesh, P("tp"), memory_kind="pinned_host")
+    )
     assert "memory: pinned_host, not device" in failing(lambda: assert_sharding(x, P("tp")))
 
 
@@ -136,13 +164,19 @@ def test_what_cannot_be_compared() -> None:
     x = batch(pm)
     with pytest.raises(NoManagerError, match="assert_spec needs a PartitionManager"):
         assert_spec(x, sw.BATCH, sw.EMBED)
-    with pytest.raises(StrategyError, match=r"P\('tp'\) is expected of a ndarray that lies on no mesh"):
+    with pytest.raises(
+        StrategyError, match=r"P\('tp'\) is expected of a ndarray that lies on no mesh"
+    ):
         assert_sharding(np.zeros(4), P("tp"))
-    with pytest.raises(StrategyError, match=r"x/0: a sharding is expected, and the tree has no such tensor"):
+    with pytest.raises(
+        StrategyError, match=r"x/0: a sharding is expected, and the tree has no such tensor"
+    ):
         assert_sharding({"x": x}, {"x": (sw.BATCH, sw.EMBED)})
     with pytest.raises(StrategyError, match="the tree of expected shardings does not fit the tree"):
         assert_sharding([{"x": x}], ({"x": P()},))
-    with pytest.raises(StrategyError, match=r"mlp/upp: a sharding is .*\n.*fix   did you mean 'mlp/up'\?") as caught:
+    with pytest.raises(
+        StrategyError, match=r"mlp/upp: a sharding is .*\n.*fix   did you mean 'mlp/up'\?"
+    ) as caught:
         assert_sharding({"mlp": {"up": x, "down": x}}, {"mlp": {"upp": P()}})
     assert [one.path for one in caught.value.problems] == ["mlp/upp", "mlp/down", "mlp/up"]
     says = r"^a dim 0: mesh axis 'fdsp' is not in the mesh\n  rule  .*literal spec.*\n  fix   did you mean 'fsdp'\?"
@@ -156,11 +190,17 @@ def test_what_cannot_be_compared() -> None:
 
 
 @pytest.mark.parametrize("policy", [{"indivisible": "replicate"}, {"preset": "eformer"}], ids=str)
-def test_a_literal_spec_is_asserted_as_it_stands_whatever_a_policy_drops(policy: dict[str, Any]) -> None:
-    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp") | sw.Strategy(policy=policy), mesh=cpu_mesh(SIZES))
+def test_a_literal_spec_is_asserted_as_it_stands_whatever_a_policy_drops(
+    policy: dict[str, Any],
+) -> None:
+    pm = sw.PartitionManager(
+        sw.Strategy.preset("fsdp_tp") | sw.Strategy(policy=policy), mesh=cpu_mesh(SIZES)
+    )
     copies = pm.shard(jnp.ones((6, 8)), P("tp"))
     assert copies.sharding.is_fully_replicated
-    assert_spec(copies, sw.HEAD, sw.EMPTY, manager=pm)  # the annotation means what the policy makes of it
+    assert_spec(
+        copies, sw.HEAD, sw.EMPTY, manager=pm
+    )  # the annotation means what the policy makes of it
     with pytest.raises(IndivisibleError, match=r"size 6 does not divide over tp=4"):
         assert_spec(copies, P("tp"), manager=pm)
     assert "dim 1: -, not tp" in failing(lambda: assert_spec(copies, P(None, "tp"), manager=pm))
@@ -176,7 +216,9 @@ def test_copies_within_limits() -> None:
     assert_max_replicated(params, bytes=7 * 32)  # the norm is on all eight
 
 
-@pytest.mark.parametrize("limit", [{"bytes": 7 * 32 - 1}, {"fraction": 0.17}], ids=["bytes", "fraction"])
+@pytest.mark.parametrize(
+    "limit", [{"bytes": 7 * 32 - 1}, {"fraction": 0.17}], ids=["bytes", "fraction"]
+)
 def test_too_many_copies(limit: dict[str, Any], golden: Golden) -> None:
     golden(failing(lambda: assert_max_replicated(placed(manager()), **limit)))
 
@@ -185,7 +227,9 @@ def test_shardings_beside_shapes() -> None:
     pm = manager()
     shapes = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
     assert_max_replicated(shapes, pm.shardings(shapes, (sw.EMBED, sw.MLP_INTERMEDIATE)), bytes=0)
-    assert "most by w, over fsdp and tp" in failing(lambda: assert_max_replicated(shapes, NamedSharding(pm.mesh, P()), bytes=0))
+    assert "most by w, over fsdp and tp" in failing(
+        lambda: assert_max_replicated(shapes, NamedSharding(pm.mesh, P()), bytes=0)
+    )
 
 
 @pytest.mark.parametrize("limits", [{}, {"bytes": 1, "fraction": 0.1}])
@@ -196,18 +240,26 @@ def test_one_limit_is_needed(limits: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fraction", [2, -0.1, 1.01, float("nan")])
 def test_a_fraction_is_a_part_of_the_whole(fraction: float) -> None:
-    with pytest.raises(ValueError, match=r"is no part of the whole: it lies between 0 and 1, .* for bytes write bytes="):
+    with pytest.raises(
+        ValueError,
+        match=r"is no part of the whole: it lies between 0 and 1, .* for bytes write bytes=",
+    ):
         assert_max_replicated(placed(manager()), fraction=fraction)
 
 
 def test_no_array_has_fewer_than_no_copies() -> None:
-    with pytest.raises(ValueError, match=r"bytes=-1 is no number of bytes: nothing has fewer than 0"):
+    with pytest.raises(
+        ValueError, match=r"bytes=-1 is no number of bytes: nothing has fewer than 0"
+    ):
         assert_max_replicated(placed(manager())["mlp"], bytes=-1)
 
 
 def test_what_was_never_placed_has_no_copies_to_count() -> None:
     loose = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
-    with pytest.raises(StrategyError, match=r"every array lies on one device and on no mesh(.|\n)*fix   place them first"):
+    with pytest.raises(
+        StrategyError,
+        match=r"every array lies on one device and on no mesh(.|\n)*fix   place them first",
+    ):
         assert_max_replicated(loose, fraction=0.0)
     one = cpu_mesh("fsdp:1,tp:1")  # on purpose, as one of several meshes
     assert_max_replicated(jax.device_put(loose, NamedSharding(one, P())), fraction=0.0)
@@ -223,8 +275,12 @@ def test_a_program_s_collectives() -> None:
     params, x = placed(pm), batch(pm)
     weights = 2 * 8 * 16 * 4 // 4
     assert_collectives(mlp, params, x, all_gather=2, all_reduce=1, only=True, manager=pm)
-    assert_collectives(mlp, params, x, all_gather=2, axis="fsdp", bytes=weights, only=True, manager=pm)
-    assert_collectives(mlp, params, x, all_reduce=1, all_gather=0, axis="tp", bytes=4 // 2 * 8 * 4, manager=pm)
+    assert_collectives(
+        mlp, params, x, all_gather=2, axis="fsdp", bytes=weights, only=True, manager=pm
+    )
+    assert_collectives(
+        mlp, params, x, all_reduce=1, all_gather=0, axis="tp", bytes=4 // 2 * 8 * 4, manager=pm
+    )
     assert_collectives(mlp, params, x, all_reduce=range(1, 3), axis=sw.MLP_INTERMEDIATE, manager=pm)
     assert_collectives(mlp, params, x, all_reduce=1, axis="head", manager=pm)
     assert_collectives(mlp, params, x, all_gather=0, axis=("fsdp", "tp"), manager=pm)
@@ -237,7 +293,12 @@ def test_a_program_in_every_form() -> None:
     with pm:
         lowered = jax.jit(mlp).lower(params, x)
         compiled = lowered.compile()
-        forms: tuple[Any, ...] = (lowered, compiled, compiled.as_text(), read_collectives(compiled, pm.mesh))
+        forms: tuple[Any, ...] = (
+            lowered,
+            compiled,
+            compiled.as_text(),
+            read_collectives(compiled, pm.mesh),
+        )
         for program in forms:
             assert_collectives(program, all_gather=2, all_reduce=1, only=True)
         assert_collectives(jax.jit(mlp), params, x, all_gather=2)
@@ -249,7 +310,11 @@ def test_a_program_in_every_form() -> None:
 
 
 def pm_abstract(pm: sw.PartitionManager) -> tuple[Any, Any]:
-    shapes = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=lambda one: isinstance(one, tuple))
+    shapes = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        SHAPES,
+        is_leaf=lambda one: isinstance(one, tuple),
+    )
     x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
     return pm.abstract(shapes, AXES), pm.abstract(x, (sw.BATCH, sw.EMBED), role="activation")
 
@@ -267,15 +332,30 @@ def test_loops_count_as_often_as_they_run() -> None:
 
     def f(x: Any, limit: Any) -> Any:
         once = lax.fori_loop(0, 6, lambda _, y: jnp.sin(lax.psum(y, "tp")), x)
-        return lax.while_loop(lambda s: s[0] < limit, lambda s: (s[0] + 1, lax.ppermute(s[1], "tp", [(0, 1)])), (0, once))[1]
+        return lax.while_loop(
+            lambda s: s[0] < limit,
+            lambda s: (s[0] + 1, lax.ppermute(s[1], "tp", [(0, 1)])),
+            (0, once),
+        )[1]
 
     mapped = jax.shard_map(f, mesh=mesh, in_specs=(spec, P()), out_specs=spec, check_vma=False)
-    args = (jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, spec)), jax.ShapeDtypeStruct((), jnp.int32))
+    args = (
+        jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, spec)),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
     assert_collectives(mapped, *args, all_reduce=6, axis="tp")
-    assert_collectives(mapped, *args, all_reduce=6, permute=5, bytes=(6 + 5) * 4 * 4, only=True, trips=5)
+    assert_collectives(
+        mapped, *args, all_reduce=6, permute=5, bytes=(6 + 5) * 4 * 4, only=True, trips=5
+    )
     message = failing(lambda: assert_collectives(mapped, *args, permute=5, bytes=80))
-    assert "permute: 5 expected, found in a loop that ends on data: pass trips= to say how often it runs" in message
-    assert "bytes: unknown, because a loop ends on data: pass trips= to say how often it runs" in message
+    assert (
+        "permute: 5 expected, found in a loop that ends on data: pass trips= to say how often it runs"
+        in message
+    )
+    assert (
+        "bytes: unknown, because a loop ends on data: pass trips= to say how often it runs"
+        in message
+    )
     assert "an unknown number found" in failing(lambda: assert_no_collectives(mapped, *args))
 
 
@@ -284,16 +364,32 @@ def text(name: str) -> str:
 
 
 FAILURES: dict[str, Callable[[], None]] = {
-    "count": lambda: assert_collectives(text("cpu_train_step"), all_gather=12, mesh=cpu_mesh("dp:2,tp:4")),
-    "range": lambda: assert_collectives(text("cpu_train_step"), all_gather=range(13), axis="dp", mesh=cpu_mesh("dp:2,tp:4")),
-    "none_found": lambda: assert_collectives(text("cpu_train_step"), reduce_scatter=1, mesh=cpu_mesh("dp:2,tp:4")),
-    "others_too": lambda: assert_collectives(text("cpu_train_step"), all_reduce=18, only=True, mesh=cpu_mesh("dp:2,tp:4")),
-    "bytes": lambda: assert_collectives(text("cpu_train_step"), all_reduce=12, axis="tp", bytes=16384, mesh=cpu_mesh("dp:2,tp:4")),
-    "all_bytes": lambda: assert_collectives(text("cpu_train_step"), bytes=range(2**20), mesh=cpu_mesh("dp:2,tp:4")),
-    "no_collectives": lambda: assert_no_collectives(
-        text("cpu_nested_loops"), axis=sw.HEAD, manager=sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("dp:2,tp:4"))
+    "count": lambda: assert_collectives(
+        text("cpu_train_step"), all_gather=12, mesh=cpu_mesh("dp:2,tp:4")
     ),
-    "several_axes": lambda: assert_collectives(text("cpu_nested_loops"), all_reduce=1, axis=("dp", "tp"), mesh=cpu_mesh("dp:2,tp:4")),
+    "range": lambda: assert_collectives(
+        text("cpu_train_step"), all_gather=range(13), axis="dp", mesh=cpu_mesh("dp:2,tp:4")
+    ),
+    "none_found": lambda: assert_collectives(
+        text("cpu_train_step"), reduce_scatter=1, mesh=cpu_mesh("dp:2,tp:4")
+    ),
+    "others_too": lambda: assert_collectives(
+        text("cpu_train_step"), all_reduce=18, only=True, mesh=cpu_mesh("dp:2,tp:4")
+    ),
+    "bytes": lambda: assert_collectives(
+        text("cpu_train_step"), all_reduce=12, axis="tp", bytes=16384, mesh=cpu_mesh("dp:2,tp:4")
+    ),
+    "all_bytes": lambda: assert_collectives(
+        text("cpu_train_step"), bytes=range(2**20), mesh=cpu_mesh("dp:2,tp:4")
+    ),
+    "no_collectives": lambda: assert_no_collectives(
+        text("cpu_nested_loops"),
+        axis=sw.HEAD,
+        manager=sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("dp:2,tp:4")),
+    ),
+    "several_axes": lambda: assert_collectives(
+        text("cpu_nested_loops"), all_reduce=1, axis=("dp", "tp"), mesh=cpu_mesh("dp:2,tp:4")
+    ),
 }
 
 
@@ -312,13 +408,17 @@ def test_a_count_is_a_whole_number_or_a_range(name: str, count: Any) -> None:
 
 def test_only_looks_at_the_axis_that_is_named() -> None:
     """Over dp the step gathers too; over tp it sums and does nothing else."""
-    assert_collectives(text("cpu_train_step"), all_reduce=12, axis="tp", only=True, mesh=cpu_mesh("dp:2,tp:4"))
+    assert_collectives(
+        text("cpu_train_step"), all_reduce=12, axis="tp", only=True, mesh=cpu_mesh("dp:2,tp:4")
+    )
 
 
 def test_a_live_failure_names_the_function_and_the_line() -> None:
     pm = manager()
     message = failing(lambda: assert_no_collectives(mlp, placed(pm), batch(pm), manager=pm))
-    assert message.startswith("collectives of mlp on dp=1, fsdp=2, sp=1, ep=1, tp=4:\n  all_gather: none is expected, 2 (256 B) found\n")
+    assert message.startswith(
+        "collectives of mlp on dp=1, fsdp=2, sp=1, ep=1, tp=4:\n  all_gather: none is expected, 2 (256 B) found\n"
+    )
     assert "test_assertions.py:" in message
     assert "tp may carry HEAD, KV_HEAD, MLP_INTERMEDIATE, VOCAB" in message
 
@@ -326,9 +426,14 @@ def test_a_live_failure_names_the_function_and_the_line() -> None:
 def test_what_cannot_be_asked_of_a_program() -> None:
     pm = manager()
     params, x = placed(pm), batch(pm)
-    with pytest.raises(TypeError, match=r"asserts nothing: name a kind, as in all_reduce=1, or bytes="):
+    with pytest.raises(
+        TypeError, match=r"asserts nothing: name a kind, as in all_reduce=1, or bytes="
+    ):
         assert_collectives(mlp, params, x, manager=pm)
-    with pytest.raises(UnknownAxisError, match=r"'hed' is no axis of the mesh .* did you mean 'HEAD'|'hed' is no axis"):
+    with pytest.raises(
+        UnknownAxisError,
+        match=r"'hed' is no axis of the mesh .* did you mean 'HEAD'|'hed' is no axis",
+    ):
         assert_no_collectives(mlp, params, x, axis="hed", manager=pm)
     with pytest.raises(UnknownAxisError, match="semantic axes need manager="):
         assert_no_collectives(lambda x: x * 2, x, axis=sw.HEAD)
@@ -336,9 +441,16 @@ def test_what_cannot_be_asked_of_a_program() -> None:
         assert_no_collectives(3)
     with pytest.raises(ProgramError, match="1 arguments for a program that is lowered already"):
         assert_no_collectives(jax.jit(lambda x: x * 2).lower(x), x)
-    with pytest.raises(MeshSpecError, match="no argument and no result of the program lies on a mesh"):
+    with pytest.raises(
+        MeshSpecError, match="no argument and no result of the program lies on a mesh"
+    ):
         assert_no_collectives(lambda x: x * 2, 1.0)
-    with pytest.raises(MeshSpecError, match="no argument and no result of the program lies on a mesh"):
+    with pytest.raises(
+        MeshSpecError, match="no argument and no result of the program lies on a mesh"
+    ):
         assert_no_collectives(text("cpu_nested_loops"))
-    with pytest.raises(MeshMismatchError, match=r"lie on the mesh {'dp': 1, 'fsdp': 2, .*}, asked is {'dp': 2, 'tp': 4}"):
+    with pytest.raises(
+        MeshMismatchError,
+        match=r"lie on the mesh {'dp': 1, 'fsdp': 2, .*}, asked is {'dp': 2, 'tp': 4}",
+    ):
         assert_no_collectives(lambda x: x * 2, x, mesh=cpu_mesh("dp:2,tp:4"))

@@ -63,12 +63,22 @@ class TestOtherWords(Few):
 """
 
 
-def test_a_subclass_passes_skips_with_reasons_or_fails(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subclass_passes_skips_with_reasons_or_fails(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = run_pytest(pytester, monkeypatch, {"test_mine.py": MINE}, "-rA", "--tb=line")
     text = said(done)
-    outcomes = {word: set(re.findall(rf"{word} .*?::(Test\w+)::", text)) for word in ("PASSED", "FAILED")}
-    assert outcomes == {"PASSED": {"TestRight", "TestWrong", "TestOtherWords"}, "FAILED": {"TestWrong", "TestTired", "TestOtherWords"}}
-    assert "refused: the length of the queries lies over sp; the length of the keys lies over sp" in text
+    outcomes = {
+        word: set(re.findall(rf"{word} .*?::(Test\w+)::", text)) for word in ("PASSED", "FAILED")
+    }
+    assert outcomes == {
+        "PASSED": {"TestRight", "TestWrong", "TestOtherWords"},
+        "FAILED": {"TestWrong", "TestTired", "TestOtherWords"},
+    }
+    assert (
+        "refused: the length of the queries lies over sp; the length of the keys lies over sp"
+        in text
+    )
     assert re.search(r"wrong-full-float32-dp-auto: o: .* is more than 2e-06", text)
     assert "tired refuses every cell" in text
     assert re.search(r"right-\S+.*: \['the length of the queries lies over sp'", text)
@@ -78,7 +88,9 @@ def test_the_few_cells_see_every_case_mesh_dtype_and_axis_type() -> None:
     few = AttentionConformance.cells()
     assert {cell.case for cell in few} == set(CASES)
     assert {cell.mesh for cell in few} == set(MESHES)
-    assert {(cell.dtype, cell.axis_types) for cell in few} == {(dtype, kind) for dtype in DTYPES for kind in AXIS_TYPES}
+    assert {(cell.dtype, cell.axis_types) for cell in few} == {
+        (dtype, kind) for dtype in DTYPES for kind in AXIS_TYPES
+    }
     assert len(set(map(str, few))) == len(few) == 2 * len(CASES)
 
 
@@ -87,5 +99,9 @@ def test_all_cells_are_the_whole_table() -> None:
         every = True
 
     cells = Every.cells()
-    assert len(cells) == len(set(map(str, cells))) == sum(2 if case.mode == "train" else 1 for case in CASES) * len(MESHES) * 4
+    assert (
+        len(cells)
+        == len(set(map(str, cells)))
+        == sum(2 if case.mode == "train" else 1 for case in CASES) * len(MESHES) * 4
+    )
     assert {cell.mode for cell in cells} == {"train", "prefill", "decode"}

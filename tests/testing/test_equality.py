@@ -20,13 +20,21 @@ KERNEL = (sw.EMBED, sw.MLP_INTERMEDIATE)
 
 
 def manager(axis_types: Any = "auto") -> sw.PartitionManager:
-    return sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("dp:1,fsdp:2,sp:1,ep:1,tp:4", axis_types=axis_types))
+    return sw.PartitionManager(
+        sw.Strategy.preset("fsdp_tp"),
+        mesh=cpu_mesh("dp:1,fsdp:2,sp:1,ep:1,tp:4", axis_types=axis_types),
+    )
 
 
 def inputs(pm: sw.PartitionManager, dtype: Any = jnp.float32) -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
-    up, down, x = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((8, 16), (16, 8), (4, 8)))
-    params = {"up": pm.shard(up, *KERNEL, role="param"), "down": pm.shard(down, *reversed(KERNEL), role="param")}
+    up, down, x = (
+        jnp.asarray(rng.normal(size=shape), dtype) for shape in ((8, 16), (16, 8), (4, 8))
+    )
+    params = {
+        "up": pm.shard(up, *KERNEL, role="param"),
+        "down": pm.shard(down, *reversed(KERNEL), role="param"),
+    }
     return params, pm.shard(x, sw.BATCH, sw.EMBED)
 
 
@@ -78,7 +86,9 @@ def test_a_mesh_without_a_manager() -> None:
 def test_the_mesh_of_the_arguments_will_do() -> None:
     _, x = inputs(manager())
     assert_same_as_unsharded(lambda x: jax.lax.with_sharding_constraint(jnp.sin(x), P("fsdp")), x)
-    assert "result" in failing(lambda: assert_same_as_unsharded(per_shard(lambda one: one - one.sum()), x, grad=False))
+    assert "result" in failing(
+        lambda: assert_same_as_unsharded(per_shard(lambda one: one - one.sum()), x, grad=False)
+    )
 
 
 def test_no_mesh_stays_set_after_a_failure() -> None:
@@ -107,15 +117,25 @@ def test_a_function_bound_to_its_mesh_has_a_reference() -> None:
     def bound(params: Any, x: Any) -> Any:
         return pm.shard(x @ params["up"], sw.BATCH, sw.MLP_INTERMEDIATE)
 
-    with pytest.raises(ProgramError, match=r"bound does not run on one device\n  rule  the ambient mesh is"):
+    with pytest.raises(
+        ProgramError, match=r"bound does not run on one device\n  rule  the ambient mesh is"
+    ):
         assert_same_as_unsharded(bound, params, x, manager=pm)
     named = jax.NamedSharding(pm.mesh, P("fsdp"))
     fix = r"a bare PartitionSpec, not a NamedSharding\), or pass reference= with the unsharded function"
-    with pytest.raises(ProgramError, match=rf"does not run on one device\n  rule  .*\n  fix   .*{fix}"):
-        assert_same_as_unsharded(lambda x: jax.lax.with_sharding_constraint(x * 2, named), x, mesh=pm.mesh)
-    assert_same_as_unsharded(bound, params, x, manager=pm, reference=lambda params, x: x @ params["up"])
+    with pytest.raises(
+        ProgramError, match=rf"does not run on one device\n  rule  .*\n  fix   .*{fix}"
+    ):
+        assert_same_as_unsharded(
+            lambda x: jax.lax.with_sharding_constraint(x * 2, named), x, mesh=pm.mesh
+        )
+    assert_same_as_unsharded(
+        bound, params, x, manager=pm, reference=lambda params, x: x @ params["up"]
+    )
     assert "result" in failing(
-        lambda: assert_same_as_unsharded(bound, params, x, manager=pm, reference=lambda params, x: x @ params["up"] + 1)
+        lambda: assert_same_as_unsharded(
+            bound, params, x, manager=pm, reference=lambda params, x: x @ params["up"] + 1
+        )
     )
 
 
@@ -138,7 +158,9 @@ def _forward(x: Any) -> Any:
 
 
 def _backward(_: Any, cotangent: Any) -> Any:
-    return (per_shard(lambda one: one * (1 + jax.lax.axis_index("fsdp")).astype(one.dtype))(cotangent),)
+    return (
+        per_shard(lambda one: one * (1 + jax.lax.axis_index("fsdp")).astype(one.dtype))(cotangent),
+    )
 
 
 forgets.defvjp(_forward, _backward)
@@ -174,15 +196,21 @@ def test_whole_numbers_and_nan_and_infinity() -> None:
     )
     counts = per_shard(lambda one: one.astype(jnp.int32) + jax.lax.axis_index("fsdp"))
     ones = pm.shard(np.ones((4, 2), np.float32), sw.BATCH, sw.EMPTY)
-    assert "int32" in failing(lambda: assert_same_as_unsharded(counts, ones, manager=pm, grad=False))
+    assert "int32" in failing(
+        lambda: assert_same_as_unsharded(counts, ones, manager=pm, grad=False)
+    )
 
 
 def test_other_trees_and_no_numbers_are_no_comparison() -> None:
     pm = manager()
     _, x = inputs(pm)
     for reference in (lambda x: {"b": x, "c": x * 2}, lambda x: {"a": x}, lambda x: (x, x * 2)):
-        with pytest.raises(AssertionError, match=r"return other trees: .*\n  fix   return the same names"):
-            assert_same_as_unsharded(lambda x: {"a": x, "b": x * 2}, x, manager=pm, reference=reference, grad=False)
+        with pytest.raises(
+            AssertionError, match=r"return other trees: .*\n  fix   return the same names"
+        ):
+            assert_same_as_unsharded(
+                lambda x: {"a": x, "b": x * 2}, x, manager=pm, reference=reference, grad=False
+            )
     with pytest.raises(AssertionError, match="result of <lambda> has no finite value"):
         assert_same_as_unsharded(lambda x: x * np.nan, x, manager=pm, grad=False)
 
@@ -213,20 +241,30 @@ def test_nothing_sharded_is_no_comparison() -> None:
         "  fix   place the arguments first, over mesh axes of more than one device"
     )
     # Inputs and outputs that are whole, and work in between that is not.
-    assert_same_as_unsharded(lambda x: sw.shard(sw.shard(x, sw.BATCH, sw.EMBED) * 2, sw.EMPTY, sw.EMPTY), copies, manager=pm)
+    assert_same_as_unsharded(
+        lambda x: sw.shard(sw.shard(x, sw.BATCH, sw.EMBED) * 2, sw.EMPTY, sw.EMPTY),
+        copies,
+        manager=pm,
+    )
 
 
 def test_what_cannot_be_compared() -> None:
     pm = manager()
     _, x = inputs(pm)
     with pytest.raises(
-        MeshSpecError, match=r"neither a manager nor a mesh, and the arguments lie on no mesh.*\n  fix   .* the fixture mesh"
+        MeshSpecError,
+        match=r"neither a manager nor a mesh, and the arguments lie on no mesh.*\n  fix   .* the fixture mesh",
     ):
         assert_same_as_unsharded(lambda x: x, np.ones(4))
     other = jax.device_put(np.ones(8, np.float32), jax.NamedSharding(cpu_mesh("dp:8"), P("dp")))
     with pytest.raises(MeshSpecError, match="the arguments lie on several meshes"):
         assert_same_as_unsharded(lambda x, y: x.sum() + y.sum(), x, other)
     with pytest.raises(MeshSpecError, match="the mesh is abstract, so nothing can run"):
-        assert_same_as_unsharded(lambda x: x, x, manager=sw.PartitionManager(pm.rules, mesh=sw.abstract_mesh("fsdp:8")))
-    with pytest.raises(ProgramError, match="no floating argument or no floating result to differentiate\n  fix   pass grad=False"):
+        assert_same_as_unsharded(
+            lambda x: x, x, manager=sw.PartitionManager(pm.rules, mesh=sw.abstract_mesh("fsdp:8"))
+        )
+    with pytest.raises(
+        ProgramError,
+        match="no floating argument or no floating result to differentiate\n  fix   pass grad=False",
+    ):
         assert_same_as_unsharded(lambda x: x > 0, x, manager=pm)

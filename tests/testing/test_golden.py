@@ -22,12 +22,16 @@ Run = Callable[..., pytest.RunResult]
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
-    return lambda files, *args, inline=True: run_pytest(pytester, monkeypatch, files, *args, inline=inline)
+    return lambda files, *args, inline=True: run_pytest(
+        pytester, monkeypatch, files, *args, inline=inline
+    )
 
 
 @pytest.fixture
 def one(tmp_path: Path) -> Golden:
-    return Golden(folder=tmp_path / "golden", test="it", command="pytest 'test_a.py::test_it' --update-golden")
+    return Golden(
+        folder=tmp_path / "golden", test="it", command="pytest 'test_a.py::test_it' --update-golden"
+    )
 
 
 def updated(golden: Golden) -> Golden:
@@ -36,7 +40,8 @@ def updated(golden: Golden) -> Golden:
 
 def test_missing_then_written_then_compared(one: Golden) -> None:
     with pytest.raises(
-        GoldenError, match=r"no golden file .*golden/it\.txt\n  fix   write it, read it, commit it: pytest 'test_a.py::test_it' --upd"
+        GoldenError,
+        match=r"no golden file .*golden/it\.txt\n  fix   write it, read it, commit it: pytest 'test_a.py::test_it' --upd",
     ):
         one("text")
     update = updated(one)
@@ -75,14 +80,23 @@ def test_names(one: Golden) -> None:
     update = updated(one)
     update("1")
     update("2", "second")
-    with pytest.raises(GoldenError, match=r"uses golden 'second' twice\n  fix   give each a name: golden\(value, name\)"):
+    with pytest.raises(
+        GoldenError,
+        match=r"uses golden 'second' twice\n  fix   give each a name: golden\(value, name\)",
+    ):
         update("3", "second")
-    with pytest.raises(GoldenError, match=r"'\.\./up' cannot name a golden file\n  fix   use letters"):
+    with pytest.raises(
+        GoldenError, match=r"'\.\./up' cannot name a golden file\n  fix   use letters"
+    ):
         update("4", "../up")
     assert sorted(path.name for path in one.folder.iterdir()) == ["it.txt", "second.txt"]
 
 
-@pytest.mark.parametrize("text", ["a\r\nb\r\n", "a\rb\n", "a\x85b\n", "caf\xe9 \N{GRINNING FACE}\n"], ids=["crlf", "cr", "nel", "unicode"])
+@pytest.mark.parametrize(
+    "text",
+    ["a\r\nb\r\n", "a\rb\n", "a\x85b\n", "caf\xe9 \N{GRINNING FACE}\n"],
+    ids=["crlf", "cr", "nel", "unicode"],
+)
 def test_bytes_are_written_and_compared_as_they_are(one: Golden, text: str) -> None:
     updated(one)(text)
     assert (one.folder / "it.txt").read_bytes() == text.encode()
@@ -101,15 +115,26 @@ def test_line_ends_and_bytes_that_differ_are_shown(one: Golden) -> None:
 
 def test_what_cannot_be_a_file_is_told(one: Golden) -> None:
     long = "n" * 300
-    with pytest.raises(GoldenError, match=r"is 300 bytes, a file's name holds 251\n  fix   give a shorter one: golden\(value, name\)"):
+    with pytest.raises(
+        GoldenError,
+        match=r"is 300 bytes, a file's name holds 251\n  fix   give a shorter one: golden\(value, name\)",
+    ):
         updated(one)("text", long)
     updated(one)("text", long[:251])
-    with pytest.raises(GoldenError, match=r"the text has '\\udc80' in line 2, which UTF-8 cannot write\n  fix   spell it"):
+    with pytest.raises(
+        GoldenError,
+        match=r"the text has '\\udc80' in line 2, which UTF-8 cannot write\n  fix   spell it",
+    ):
         updated(one)("fine\nbad \udc80")
     assert not (one.folder / "it.txt").exists()
-    with pytest.raises(GoldenError, match=r"a bytes is neither text nor a tree of arrays\n  fix   decode it: golden\(value.decode\(\)\)"):
+    with pytest.raises(
+        GoldenError,
+        match=r"a bytes is neither text nor a tree of arrays\n  fix   decode it: golden\(value.decode\(\)\)",
+    ):
         updated(one)(b"x")
-    with pytest.raises(GoldenError, match=r"a int is neither text nor a tree of arrays\n  fix   give arrays"):
+    with pytest.raises(
+        GoldenError, match=r"a int is neither text nor a tree of arrays\n  fix   give arrays"
+    ):
         updated(one)(3)
     with pytest.raises(GoldenError, match=r"the name of a golden file is 3, not text"):
         updated(one)("text", 3)  # type: ignore[arg-type]
@@ -133,7 +158,10 @@ def test_a_reader_sees_the_old_text_or_the_new_one(tmp_path: Path) -> None:
             seen.add(path.read_text())
 
     reader = threading.Thread(target=read)
-    writers = [threading.Thread(target=lambda text=text: [write(path, text) for _ in range(30)]) for text in texts]
+    writers = [
+        threading.Thread(target=lambda text=text: [write(path, text) for _ in range(30)])
+        for text in texts
+    ]
     reader.start()
     for thread in writers:
         thread.start()
@@ -155,7 +183,9 @@ def test_a_tree_is_a_table_that_says_the_same_for_the_same_sharding(mesh: Mesh) 
         "plain": placed("dp"),
         "one": placed("dp", "sp"),
         "both": placed(("dp", "sp", "tp")),
-        "abstract": jax.ShapeDtypeStruct((16,), jnp.bfloat16, sharding=NamedSharding(mesh, P("tp"))),
+        "abstract": jax.ShapeDtypeStruct(
+            (16,), jnp.bfloat16, sharding=NamedSharding(mesh, P("tp"))
+        ),
         "step": jax.ShapeDtypeStruct((), jnp.int32),
         "layers": [placed(None, "tp")],
     }
@@ -174,23 +204,34 @@ def test_a_tree_is_a_table_that_says_the_same_for_the_same_sharding(mesh: Mesh) 
 
 @pytest.mark.mesh("dp:2")
 def test_other_leaves(mesh: Mesh) -> None:
-    assert spec_table({"a": P("dp", None), "b": P(("dp", "tp"))}) == "path  spec\na     P('dp')\nb     P(('dp', 'tp'))\n"
+    assert (
+        spec_table({"a": P("dp", None), "b": P(("dp", "tp"))})
+        == "path  spec\na     P('dp')\nb     P(('dp', 'tp'))\n"
+    )
     assert spec_table([NamedSharding(mesh, P("dp"))]) == "mesh dp=2\n\npath  spec\n0     P('dp')\n"
     two = [NamedSharding(mesh, P("dp")), NamedSharding(sw.abstract_mesh("tp:4"), P())]
     assert spec_table(two) == "path  spec     mesh\n0     P('dp')  dp=2\n1     P()      tp=4\n"
-    assert spec_table({"host": np.zeros(3, np.int8)}) == "path  shape  dtype  spec\nhost  3      int8   no sharding\n"
+    assert (
+        spec_table({"host": np.zeros(3, np.int8)})
+        == "path  shape  dtype  spec\nhost  3      int8   no sharding\n"
+    )
     single = jax.device_put(jnp.zeros(3), jax.devices()[0])
     assert "SingleDeviceSharding  3" in spec_table({"x": single})
     pinned = NamedSharding(mesh, P("dp"), memory_kind="pinned_host")
     assert "P('dp') in pinned_host" in spec_table({"x": pinned})
     with pytest.raises(GoldenError, match="the tree has no leaves"):
         spec_table({})
-    with pytest.raises(GoldenError, match=r"a/b: str has no sharding\n  fix   give arrays, ShapeDtypeStructs, shardings or specs"):
+    with pytest.raises(
+        GoldenError,
+        match=r"a/b: str has no sharding\n  fix   give arrays, ShapeDtypeStructs, shardings or specs",
+    ):
         spec_table({"a": {"b": "text"}})
 
 
 @pytest.mark.mesh("dp:2,tp:4", strategy=["fsdp_tp", "ddp"])
-def test_the_fixture_keeps_the_specs_of_a_tree(manager: sw.PartitionManager, golden: Golden) -> None:
+def test_the_fixture_keeps_the_specs_of_a_tree(
+    manager: sw.PartitionManager, golden: Golden
+) -> None:
     params = {
         "up": sw.ArraySpec((8, 16), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE)),
         "norm": sw.ArraySpec((8,), jnp.float32, (sw.NORM,)),
@@ -224,7 +265,9 @@ def test_a_run_writes_compares_and_reports(run: Run, pytester: pytest.Pytester) 
     assert "golden.py:" not in said(result), "a message needs no traceback through the library"
     result = run({}, "--update-golden")
     result.assert_outcomes(passed=4)
-    assert sorted(line for line in result.outlines if line.startswith("written")) == [f"written: golden/test_a/{file}" for file in FILES]
+    assert sorted(line for line in result.outlines if line.startswith("written")) == [
+        f"written: golden/test_a/{file}" for file in FILES
+    ]
     assert sorted(path.name for path in folder.iterdir()) == FILES
     result = run({})
     assert result.ret == pytest.ExitCode.OK
@@ -233,14 +276,25 @@ def test_a_run_writes_compares_and_reports(run: Run, pytester: pytest.Pytester) 
     result = run({})
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=4)
-    assert "no test uses golden/test_a/old.txt; remove it, or run the module with --update-golden" in result.outlines
+    assert (
+        "no test uses golden/test_a/old.txt; remove it, or run the module with --update-golden"
+        in result.outlines
+    )
     result = run({}, "--update-golden")
     assert "removed, since no test uses it: golden/test_a/old.txt" in result.outlines
     assert sorted(path.name for path in folder.iterdir()) == FILES
 
 
-def test_the_workers_of_xdist_write_and_the_controller_reports(run: Run, pytester: pytest.Pytester) -> None:
-    result = run({"test_a.py": TESTS, "golden/test_a/old.txt": "nobody wants it\n"}, "--update-golden", "-n", "2", inline=False)
+def test_the_workers_of_xdist_write_and_the_controller_reports(
+    run: Run, pytester: pytest.Pytester
+) -> None:
+    result = run(
+        {"test_a.py": TESTS, "golden/test_a/old.txt": "nobody wants it\n"},
+        "--update-golden",
+        "-n",
+        "2",
+        inline=False,
+    )
     result.assert_outcomes(passed=4)
     assert sorted(path.name for path in (pytester.path / "golden" / "test_a").iterdir()) == FILES
     assert "removed, since no test uses it: golden/test_a/old.txt" in result.outlines
@@ -276,7 +330,9 @@ def test_c(golden): golden("one", "shared")
 """
 
 
-def test_tests_that_share_a_file_must_agree_and_a_module_that_is_gone_is_told(run: Run, pytester: pytest.Pytester) -> None:
+def test_tests_that_share_a_file_must_agree_and_a_module_that_is_gone_is_told(
+    run: Run, pytester: pytest.Pytester
+) -> None:
     gone = pytester.path / "golden" / "test_gone"
     gone.mkdir(parents=True)
     result = run({"test_it.py": CLASH}, "--update-golden")
@@ -287,7 +343,10 @@ def test_tests_that_share_a_file_must_agree_and_a_module_that_is_gone_is_told(ru
     assert "no module test_gone.py beside golden/test_gone; remove the folder" in result.outlines
     later = run({})
     assert later.ret == pytest.ExitCode.TESTS_FAILED
-    assert "test_it.py::test_a and test_it.py::test_b share golden/test_it/shared.txt and want different" in said(later)
+    assert (
+        "test_it.py::test_a and test_it.py::test_b share golden/test_it/shared.txt and want different"
+        in said(later)
+    )
 
 
 MESHES = """
@@ -302,7 +361,10 @@ def test_it(mesh, golden):
 def test_a_name_has_the_mesh_of_its_test(run: Run, pytester: pytest.Pytester) -> None:
     run({"test_a.py": MESHES}, "--update-golden").assert_outcomes(passed=2)
     folder = pytester.path / "golden" / "test_a"
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {"named-dp2.txt": "{'dp': 2}\n", "named-dp4.txt": "{'dp': 4}\n"}
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        "named-dp2.txt": "{'dp': 2}\n",
+        "named-dp4.txt": "{'dp': 4}\n",
+    }
     run({}).assert_outcomes(passed=2)
 
 
@@ -319,7 +381,10 @@ def test_cases_that_share_a_name_are_told_so_when_they_fail(run: Run) -> None:
     run({"test_a.py": CASES}, "--update-golden")
     result = run({}, "-x")
     result.assert_outcomes(failed=1)
-    assert "fix   the cases of this test share the file: where they differ, put what differs, [a], into the name" in said(result)
+    assert (
+        "fix   the cases of this test share the file: where they differ, put what differs, [a], into the name"
+        in said(result)
+    )
 
 
 HIDDEN = """
@@ -340,22 +405,35 @@ def test_late(golden, late): ...
 """
 
 
-@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["one", "xdist"])
+@pytest.mark.parametrize(
+    "workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["one", "xdist"]
+)
 def test_a_file_used_by_a_fixture_or_asked_for_by_name_is_not_removed(
     run: Run, pytester: pytest.Pytester, workers: tuple[str, ...]
 ) -> None:
     old = {"test_a.py": HIDDEN, "golden/test_a/old.txt": "nobody wants it\n"}
     result = run(old, "--update-golden", *workers, inline=not workers)
     result.assert_outcomes(passed=3)
-    assert sorted(path.name for path in (pytester.path / "golden" / "test_a").iterdir()) == ["asked.txt", "end.txt", "plain.txt"]
-    assert [line for line in result.outlines if line.startswith("removed")] == ["removed, since no test uses it: golden/test_a/old.txt"]
+    assert sorted(path.name for path in (pytester.path / "golden" / "test_a").iterdir()) == [
+        "asked.txt",
+        "end.txt",
+        "plain.txt",
+    ]
+    assert [line for line in result.outlines if line.startswith("removed")] == [
+        "removed, since no test uses it: golden/test_a/old.txt"
+    ]
     result = run({}, "--update-golden", "-k", "plain or late")
     assert (pytester.path / "golden" / "test_a" / "asked.txt").exists()
 
 
-def test_a_test_that_asks_for_it_and_did_not_pass_leaves_its_file(run: Run, pytester: pytest.Pytester) -> None:
+def test_a_test_that_asks_for_it_and_did_not_pass_leaves_its_file(
+    run: Run, pytester: pytest.Pytester
+) -> None:
     run({"test_a.py": HIDDEN}, "--update-golden")
-    run({"test_a.py": HIDDEN.replace("(request):", "(request):\n    pytest.skip()")}, "--update-golden")
+    run(
+        {"test_a.py": HIDDEN.replace("(request):", "(request):\n    pytest.skip()")},
+        "--update-golden",
+    )
     assert (pytester.path / "golden" / "test_a" / "asked.txt").exists()
 
 
@@ -374,7 +452,11 @@ def pytest_runtest_protocol(item, nextitem):
 
 
 def test_a_test_that_runs_again_starts_anew(run: Run) -> None:
-    files = {"conftest.py": AGAIN, "test_a.py": "def test_flaky(golden): golden('text')\n", "golden/test_a/old.txt": "\n"}
+    files = {
+        "conftest.py": AGAIN,
+        "test_a.py": "def test_flaky(golden): golden('text')\n",
+        "golden/test_a/old.txt": "\n",
+    }
     result = run(files, "--update-golden")
     result.assert_outcomes(passed=1)
     assert "removed, since no test uses it: golden/test_a/old.txt" in result.outlines

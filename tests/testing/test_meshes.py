@@ -19,11 +19,24 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("flag", ["", "4", "16"])
 def test_a_larger_number_in_xla_flags_stays(call: str, flag: str) -> None:
-    env = {key: value for key, value in os.environ.items() if key not in {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}
+    }
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SRC)}
     if flag:
         # XLA obeys the last one.
-        env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=3 --xla_force_host_platform_device_count={flag}"
+        env["XLA_FLAGS"] = (
+            f"--xla_force_host_platform_device_count=3 --xla_force_host_platform_device_count={flag}"
+        )
     code = f"from shardwright.testing import cpu_mesh, virtual_devices; {call}; import jax; print(jax.device_count())"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.stdout == f"{CALLS[call][flag]}\n", done.stderr

@@ -29,7 +29,10 @@ def meshes() -> tuple[Mesh, Mesh, Mesh]:
     """Return three meshes tp=4: of four devices, of the same backwards, of four others."""
     devices = cpu_mesh("tp:8").devices
     types = (jax.sharding.AxisType.Auto,)
-    one, other, rest = (Mesh(some, ("tp",), axis_types=types) for some in (devices[:4], devices[:4][::-1], devices[4:]))
+    one, other, rest = (
+        Mesh(some, ("tp",), axis_types=types)
+        for some in (devices[:4], devices[:4][::-1], devices[4:])
+    )
     return one, other, rest
 
 
@@ -43,12 +46,16 @@ def test_other_devices_are_another_place() -> None:
         assert says in failing(lambda x=x: assert_spec(x, sw.EMPTY, sw.HEAD, manager=pm))  # type: ignore[misc]
         assert_sharding(x, P(None, "tp"))
         assert_sharding(x, NamedSharding(pm.mesh.abstract_mesh, P(None, "tp")))
-    assert_sharding(jax.device_put(ONES, NamedSharding(mesh, P(None, "tp"))), NamedSharding(mesh, P(None, "tp")))
+    assert_sharding(
+        jax.device_put(ONES, NamedSharding(mesh, P(None, "tp"))), NamedSharding(mesh, P(None, "tp"))
+    )
 
 
 def test_a_sum_that_is_not_finished_is_another_place() -> None:
     mesh = cpu_mesh("dp:2,tp:4,sp:1", axis_types="explicit")
-    x = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(mesh, P("dp", unreduced={"tp", "sp"})))
+    x = jax.ShapeDtypeStruct(
+        (8, 8), np.float32, sharding=NamedSharding(mesh, P("dp", unreduced={"tp", "sp"}))
+    )
     message = failing(lambda: assert_sharding(x, P("dp")))
     assert "not summed over: tp, not -" in message
     assert "P('dp', unreduced={'sp', 'tp'})" in message
@@ -56,7 +63,9 @@ def test_a_sum_that_is_not_finished_is_another_place() -> None:
     assert_sharding(x, NamedSharding(mesh, P("dp", unreduced={"tp"})))
     assert_sharding(x, P("dp", None, unreduced={"tp"}))
     assert "P('dp', unreduced={'tp'})" in spec_table({"x": x})
-    assert spec_table(P("dp", unreduced={"tp"})).splitlines()[-1].endswith("P('dp', unreduced={'tp'})")
+    assert (
+        spec_table(P("dp", unreduced={"tp"})).splitlines()[-1].endswith("P('dp', unreduced={'tp'})")
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +84,10 @@ def test_a_spec_that_does_not_fit_is_told_by_path(spec: Any, says: str) -> None:
     with pytest.raises(ShardingError, match=says):
         assert_spec(tree, spec)
     if "zz" not in str(spec):
-        with pytest.raises(RankMismatchError, match=rf"a: .* has {len(spec)} entries, the array 2 dims\n  fix   expect"):
+        with pytest.raises(
+            RankMismatchError,
+            match=rf"a: .* has {len(spec)} entries, the array 2 dims\n  fix   expect",
+        ):
             assert_sharding(tree, {"a": NamedSharding(mesh, spec)})
 
 
@@ -91,5 +103,7 @@ def test_a_spec_that_does_not_fit_is_told_by_path(spec: Any, says: str) -> None:
 )
 def test_a_tree_without_arrays_is_no_question(call: Callable[[Any], None]) -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("tp:8"))
-    with pytest.raises(StrategyError, match="the tree has no arrays, so there is nothing to look at"):
+    with pytest.raises(
+        StrategyError, match="the tree has no arrays, so there is nothing to look at"
+    ):
         call(pm)

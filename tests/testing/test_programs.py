@@ -29,17 +29,24 @@ def product(x: Any, w: Any) -> Any:
 def summing(axes: Any, mesh: Mesh) -> tuple[Callable[[Any], Any], Any]:
     """Return a function that sums over mesh axes, and its argument."""
     spec = P(tuple(mesh.axis_names))
-    mapped = jax.shard_map(lambda x: lax.psum(x, axes), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    mapped = jax.shard_map(
+        lambda x: lax.psum(x, axes), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
     return mapped, jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, spec))
 
 
-@pytest.mark.parametrize("w", [WHOLE, jax.ShapeDtypeStruct(WHOLE.shape, WHOLE.dtype)], ids=["numpy", "no_sharding"])
+@pytest.mark.parametrize(
+    "w", [WHOLE, jax.ShapeDtypeStruct(WHOLE.shape, WHOLE.dtype)], ids=["numpy", "no_sharding"]
+)
 def test_a_program_on_one_device_sends_nothing_and_says_nothing(w: Any) -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("tp:8"))
     with pytest.raises(ProgramError, match=ONE_DEVICE):
         assert_no_collectives(product, w, w, mesh=pm.mesh)
     # A manager's mesh is ambient, so what lies nowhere lies on all of its devices.
-    with pytest.raises(ProgramError, match=r"product does the same on each of 8 devices: nothing is sharded.*\n  fix   shard"):
+    with pytest.raises(
+        ProgramError,
+        match=r"product does the same on each of 8 devices: nothing is sharded.*\n  fix   shard",
+    ):
         assert_no_collectives(product, w, w, manager=pm)
     with pytest.raises(ProgramError, match=ONE_DEVICE):
         assert_collectives(product, w, w, all_reduce=0, only=True, mesh=pm.mesh)
@@ -62,7 +69,9 @@ def test_of_several_axes_none_may_be_sent_over() -> None:
     mesh = cpu_mesh("dp:2,tp:4")
     for axes in ("dp", "tp", ("dp", "tp")):
         f, x = summing(axes, mesh)
-        with pytest.raises(AssertionError, match=r"over dp\+tp:\n  all_reduce: none is expected, 1"):
+        with pytest.raises(
+            AssertionError, match=r"over dp\+tp:\n  all_reduce: none is expected, 1"
+        ):
             assert_no_collectives(f, x, axis=("dp", "tp"))
     f, x = summing("dp", mesh)
     assert_no_collectives(f, x, axis=("tp",))

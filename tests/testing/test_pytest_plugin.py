@@ -22,7 +22,9 @@ Run = Callable[..., pytest.RunResult]
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
-    return lambda files, *args, **settings: run_pytest(pytester, monkeypatch, files, *args, **settings)
+    return lambda files, *args, **settings: run_pytest(
+        pytester, monkeypatch, files, *args, **settings
+    )
 
 
 MESHES = """
@@ -103,12 +105,20 @@ def test_one_test_per_mesh_with_a_name_that_says_which(run: Run) -> None:
     result = run({"test_it.py": MESHES, "mine.toml": MINE, "nested/own.toml": MINE}, "-v", "-s")
     result.assert_outcomes(passed=len(IDS))
     text = said(result)
-    assert [line.split()[0].removeprefix("test_it.py::") for line in result.outlines if line.startswith("test_it.py::")] == IDS
+    assert [
+        line.split()[0].removeprefix("test_it.py::")
+        for line in result.outlines
+        if line.startswith("test_it.py::")
+    ] == IDS
     assert [line.partition("LIES ")[2] for line in text.splitlines() if "LIES" in line] == LIES
 
 
 def test_a_test_is_selected_by_its_mesh(run: Run) -> None:
-    result = run({"test_it.py": MESHES, "mine.toml": MINE, "nested/own.toml": MINE}, "-k", "dp2-tp4 and not explicit")
+    result = run(
+        {"test_it.py": MESHES, "mine.toml": MINE, "nested/own.toml": MINE},
+        "-k",
+        "dp2-tp4 and not explicit",
+    )
     result.assert_outcomes(passed=1, deselected=len(IDS) - 1)
 
 
@@ -307,7 +317,9 @@ def devices(result: pytest.RunResult) -> list[str]:
     ("conftest", "ini", "args", "count"),
     [
         ("", "virtual_devices = 4", (), 4),
-        pytest.param("", "virtual_devices = 4", ("--virtual-devices", "6"), 6, marks=pytest.mark.slow),
+        pytest.param(
+            "", "virtual_devices = 4", ("--virtual-devices", "6"), 6, marks=pytest.mark.slow
+        ),
         (EARLY, "virtual_devices = 4", (), 4),
         (FLAGS.format(4), "", (), 4),
         pytest.param(FLAGS.format(4) + EARLY, "", (), 4, marks=pytest.mark.slow),
@@ -315,11 +327,19 @@ def devices(result: pytest.RunResult) -> list[str]:
         pytest.param(FLAGS.format(16), "virtual_devices = 4", (), 16, marks=pytest.mark.slow),
         pytest.param(FLAGS.format(2), "virtual_devices = 4", (), 4, marks=pytest.mark.slow),
         ("import jax\njax.config.update('jax_num_cpu_devices', 5)\n", "", (), 5),
-        pytest.param("from shardwright.testing import virtual_devices\nvirtual_devices(3)\n", "", (), 3, marks=pytest.mark.slow),
+        pytest.param(
+            "from shardwright.testing import virtual_devices\nvirtual_devices(3)\n",
+            "",
+            (),
+            3,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: "" if not isinstance(value, int) else str(value),
 )
-def test_the_number_of_devices(run: Run, conftest: str, ini: str, args: tuple[str, ...], count: int) -> None:
+def test_the_number_of_devices(
+    run: Run, conftest: str, ini: str, args: tuple[str, ...], count: int
+) -> None:
     """An option counts before any conftest.py is read; otherwise an existing one is obeyed; no variable is left behind."""
     result = run({"conftest.py": conftest, "test_it.py": COUNT}, "-s", *args, ini=ini)
     result.assert_outcomes(passed=1)
@@ -335,8 +355,14 @@ def test_too_few_devices_name_who_asked_and_what_to_change(run: Run) -> None:
         "pytest --virtual-devices 8; it is then set before any of them is read; or move that use of JAX into a test or a fixture"
     ) in said(result)
     result = run({"conftest.py": "", "test_it.py": test}, ini="virtual_devices = 4")
-    assert "mesh dp:8 needs 8, JAX runs with 4 CPU devices: virtual_devices = 4\n  fix   set virtual_devices = 8" in said(result)
-    result = run({"early.py": EARLY, "conftest.py": "", "test_it.py": test}, ini="virtual_devices = 8\naddopts = -p early")
+    assert (
+        "mesh dp:8 needs 8, JAX runs with 4 CPU devices: virtual_devices = 4\n  fix   set virtual_devices = 8"
+        in said(result)
+    )
+    result = run(
+        {"early.py": EARLY, "conftest.py": "", "test_it.py": test},
+        ini="virtual_devices = 8\naddopts = -p early",
+    )
     assert (
         "mesh dp:8 needs 8, JAX runs with 1 CPU device: something used JAX before virtual_devices = 8 was read, such as another plugin\n"
         "  fix   start pytest with XLA_FLAGS=--xla_force_host_platform_device_count=8, or move that use of JAX into a fixture"
@@ -347,7 +373,10 @@ def test_too_few_devices_name_who_asked_and_what_to_change(run: Run) -> None:
 def test_a_number_of_devices_that_is_none(run: Run, word: str) -> None:
     result = run({"test_it.py": "def test_it(): ..."}, ini=f"virtual_devices = {word}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert f"virtual_devices is '{word}', not a positive whole number; write virtual_devices = 8" in said(result)
+    assert (
+        f"virtual_devices is '{word}', not a positive whole number; write virtual_devices = 8"
+        in said(result)
+    )
 
 
 QUIET = """
@@ -371,7 +400,9 @@ def test_a_marker_of_their_own(): ...
 """
 
 
-def test_it_is_light_and_out_of_the_way_where_nobody_uses_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_light_and_out_of_the_way_where_nobody_uses_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also for a project whose meshes are of triangles."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others do import JAX
     run({"test_it.py": QUIET}).assert_outcomes(passed=3)
@@ -380,9 +411,17 @@ def test_it_is_light_and_out_of_the_way_where_nobody_uses_it(run: Run, monkeypat
 def test_an_installed_package_brings_the_plugin_of_the_same_name() -> None:
     """`-p shardwright_pytest` and the entry point are then one plugin, not two."""
     project = tomllib.loads((SRC.parent / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["project"]["entry-points"]["pytest11"] == {"shardwright_pytest": "shardwright_pytest"}
-    assert "src/shardwright_pytest.py" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    assert Path(sys.modules[pytest_configure.__module__].__file__ or "").name == "shardwright_pytest.py"
+    assert project["project"]["entry-points"]["pytest11"] == {
+        "shardwright_pytest": "shardwright_pytest"
+    }
+    assert (
+        "src/shardwright_pytest.py"
+        in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    )
+    assert (
+        Path(sys.modules[pytest_configure.__module__].__file__ or "").name
+        == "shardwright_pytest.py"
+    )
 
 
 REAL = """
@@ -402,7 +441,9 @@ def test_real_devices_only_when_asked(run: Run) -> None:
     run({"test_it.py": REAL}, "--mesh-backend", "cpu").assert_outcomes(passed=1)
 
 
-def test_on_an_accelerator_machine_a_test_computes_on_cpu_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_on_an_accelerator_machine_a_test_computes_on_cpu_devices(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Arrays that are not committed would land on the accelerator, away from the mesh."""
     (case,) = pytest_plugin.cases_of(pytest.mark.mesh("dp:2").mark)
     with pytest_plugin.placed(case, tmp_path):
@@ -417,17 +458,24 @@ def test_too_few_real_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     (case,) = pytest_plugin.cases_of(pytest.mark.mesh("dp:2").mark)
     monkeypatch.setattr(jax, "local_devices", lambda backend: ["the only one"])
     says = "mesh dp:2 needs 2, JAX runs with 1 GPU device\n  fix   run without --mesh-backend for virtual CPU devices, or select"
-    with pytest.raises(pytest.fail.Exception, match=says), pytest_plugin.placed(case, tmp_path, backend="gpu"):
+    with (
+        pytest.raises(pytest.fail.Exception, match=says),
+        pytest_plugin.placed(case, tmp_path, backend="gpu"),
+    ):
         raise AssertionError("a mesh was made")
 
 
 @pytest.mark.mesh("dp:2,tp:4", axis_types=["auto", "explicit"])
 def test_the_project_uses_it_itself(mesh: Mesh) -> None:
-    assert mesh == cpu_mesh("dp:2,tp:4", axis_types="explicit" if AxisType.Explicit in mesh.axis_types else "auto")
+    assert mesh == cpu_mesh(
+        "dp:2,tp:4", axis_types="explicit" if AxisType.Explicit in mesh.axis_types else "auto"
+    )
     assert asked_devices() >= 8
 
 
 @pytest.mark.mesh("dp:2,tp:4", strategy="fsdp_tp", mode="train")
 def test_a_manager_is_entered(manager: sw.PartitionManager) -> None:
     assert sw.current_manager() is manager
-    assert manager == sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("dp:2,tp:4"), mode="train")
+    assert manager == sw.PartitionManager(
+        sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("dp:2,tp:4"), mode="train"
+    )

@@ -22,7 +22,9 @@ P = jax.P
 
 
 def manager() -> sw.PartitionManager:
-    return sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=cpu_mesh("dp:1,fsdp:8,sp:1,ep:1,tp:1"))
+    return sw.PartitionManager(
+        sw.Strategy.preset("fsdp"), mesh=cpu_mesh("dp:1,fsdp:8,sp:1,ep:1,tp:1")
+    )
 
 
 def failing(call: Callable[[], Any]) -> str:
@@ -44,7 +46,9 @@ def test_a_step_that_is_compiled_once() -> None:
     step = jax.jit(lambda state, batch: {"w": state["w"] + batch.sum(), "at": state["at"] + 1})
     state = {"w": placed(pm), "at": jnp.int32(0)}
     state = jax.device_put(state, {"w": state["w"].sharding, "at": jax.NamedSharding(pm.mesh, P())})
-    assert_no_retrace(step, (state, placed(pm)), lambda out: (out, placed(pm)), lambda out: (out, placed(pm)))
+    assert_no_retrace(
+        step, (state, placed(pm)), lambda out: (out, placed(pm)), lambda out: (out, placed(pm))
+    )
 
 
 def test_a_manager_is_no_reason() -> None:
@@ -73,11 +77,15 @@ def test_another_shape_another_dtype_a_missing_argument() -> None:
     pm = manager()
     step = jax.jit(lambda x, y=None: x * 2)
     message = failing(lambda: assert_no_retrace(step, (placed(pm),), (placed(pm, 16),)))
-    assert message.splitlines()[0] == "call 2 of <lambda> traced <lambda> and compiled jit(<lambda>)"
+    assert (
+        message.splitlines()[0] == "call 2 of <lambda> traced <lambda> and compiled jit(<lambda>)"
+    )
     assert "0         float32 8x4 P('fsdp')  16 B        float32 16x4 P('fsdp')  32 B" in message
     assert "TRACING CACHE MISS" in message
     assert "now f32[16,4]" in message
-    message = failing(lambda: assert_no_retrace(jax.jit(double), (jnp.ones(3),), (np.ones(3, np.float16),)))
+    message = failing(
+        lambda: assert_no_retrace(jax.jit(double), (jnp.ones(3),), (np.ones(3, np.float16),))
+    )
     assert "float32 3 SingleDeviceSharding  12 B        float16 3 numpy" in message
     fresh = jax.jit(lambda x, y=None: x * 3)
     message = failing(lambda: assert_no_retrace(fresh, (placed(pm), placed(pm)), (placed(pm),)))
@@ -92,21 +100,27 @@ def test_a_function_jitted_anew_each_time() -> None:
 
     message = failing(lambda: assert_no_retrace(anew, (x,), (x,)))
     assert "no argument changed its shape, dtype or sharding\n" in message
-    assert message.endswith("fix   jit once, outside the call; look at static arguments, closures and the ambient context")
+    assert message.endswith(
+        "fix   jit once, outside the call; look at static arguments, closures and the ambient context"
+    )
     assert "seen another function defined on the same line" in message
 
 
 def test_the_call_that_differs_is_named() -> None:
     step = jax.jit(double)
     calls = [(jnp.ones(3),), (jnp.ones(3),), (jnp.ones(4),)]
-    assert failing(lambda: assert_no_retrace(step, *calls)).startswith("call 3 of double traced double")
+    assert failing(lambda: assert_no_retrace(step, *calls)).startswith(
+        "call 3 of double traced double"
+    )
 
 
 def test_donated_arguments_can_be_described() -> None:
     pm = manager()
     step = jax.jit(double, donate_argnums=0)
     whole = pm.shard(np.ones((8, 4), np.float32), sw.EMPTY, sw.EMPTY)
-    assert "float32 8x4 P('fsdp')  16 B        float32 8x4 P()" in failing(lambda: assert_no_retrace(step, (placed(pm),), (whole,)))
+    assert "float32 8x4 P('fsdp')  16 B        float32 8x4 P()" in failing(
+        lambda: assert_no_retrace(step, (placed(pm),), (whole,))
+    )
 
 
 @pytest.mark.parametrize("calls", [(), ((1,),)])
@@ -119,7 +133,9 @@ def test_what_ran_before_does_not_count() -> None:
     step = jax.jit(double)
     step(jnp.ones(3))
     step(jnp.ones(4))
-    assert failing(lambda: assert_no_retrace(step, (jnp.ones(3),), (jnp.ones(4),))).startswith("call 2 of double")
+    assert failing(lambda: assert_no_retrace(step, (jnp.ones(3),), (jnp.ones(4),))).startswith(
+        "call 2 of double"
+    )
 
 
 def test_what_ran_before_does_not_count_in_a_function_that_calls_it_either() -> None:
@@ -131,7 +147,9 @@ def test_what_ran_before_does_not_count_in_a_function_that_calls_it_either() -> 
     for x in (jnp.ones(3), jnp.ones(4)):
         call(x)
     assert_no_retrace(call, (jnp.ones(3),), (jnp.ones(3),))
-    assert failing(lambda: assert_no_retrace(call, (jnp.ones(3),), (jnp.ones(4),))).startswith("call 2 of call traced double")
+    assert failing(lambda: assert_no_retrace(call, (jnp.ones(3),), (jnp.ones(4),))).startswith(
+        "call 2 of call traced double"
+    )
     with watch_compilations() as found:
         call(jnp.ones(4))
     assert (found.traced, found.compiled) == ([], []), "what was compiled before still is"
@@ -144,7 +162,10 @@ def plain(x: Any) -> Any:
 @pytest.mark.parametrize(
     ("f", "says"),
     [
-        (plain, r"plain is not jitted and calls nothing that is: it ran .*, _where one by one\n  fix   pass jax.jit\(f\), made once"),
+        (
+            plain,
+            r"plain is not jitted and calls nothing that is: it ran .*, _where one by one\n  fix   pass jax.jit\(f\), made once",
+        ),
         (lambda x: x, r"<lambda> is not jitted and calls nothing that is\n  fix   pass jax.jit"),
         (lambda x: np.sin(x) + 1, r"<lambda> is not jitted and calls nothing that is\n"),
     ],
@@ -158,13 +179,22 @@ def test_where_nothing_is_jitted_there_is_nothing_to_count(f: Any, says: str) ->
 
 def test_a_compiled_program_never_traces() -> None:
     compiled = jax.jit(double).lower(jnp.ones(3)).compile()
-    with pytest.raises(TypeError, match=r"Compiled is compiled already and never traces again\n  fix   pass the jitted function"):
+    with pytest.raises(
+        TypeError,
+        match=r"Compiled is compiled already and never traces again\n  fix   pass the jitted function",
+    ):
         assert_no_retrace(compiled, (jnp.ones(3),), (jnp.ones(3),))
 
 
 def test_what_counts_as_jitted() -> None:
     step = jax.jit(double)
-    for f in (step, jax.jit(jnp.sin), functools.partial(step), jax.vmap(step), jax.value_and_grad(lambda x: step(x).sum())):
+    for f in (
+        step,
+        jax.jit(jnp.sin),
+        functools.partial(step),
+        jax.vmap(step),
+        jax.value_and_grad(lambda x: step(x).sum()),
+    ):
         assert_no_retrace(f, (jnp.ones(3),), (jnp.ones(3),))
 
 
@@ -189,7 +219,10 @@ def test_arguments_that_are_not_in_a_tuple() -> None:
         (((x,), lambda out: out), "the function of call 2 returned one ArrayImpl"),
         ((State(x, x), State(x, x)), "call 1 is one State"),
     ]:
-        with pytest.raises(TypeError, match=rf"{got}, not the arguments of a call\n  fix   .*assert_no_retrace\(f, \(x,\), \(x,\)\)"):
+        with pytest.raises(
+            TypeError,
+            match=rf"{got}, not the arguments of a call\n  fix   .*assert_no_retrace\(f, \(x,\), \(x,\)\)",
+        ):
             assert_no_retrace(jax.jit(lambda *args: args[0]), *calls)
 
 

@@ -45,7 +45,11 @@ class _Job:
     def split(self, arguments: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Return the results, the operands and the tangents among the arguments."""
         middle = self.results + self.operands
-        return list(arguments[: self.results]), list(arguments[self.results : middle]), list(arguments[middle:])
+        return (
+            list(arguments[: self.results]),
+            list(arguments[self.results : middle]),
+            list(arguments[middle:]),
+        )
 
 
 def differentiable(values: Values, backward: Backward, *, names: tuple[str, ...] = ()) -> Values:
@@ -68,7 +72,10 @@ def differentiable(values: Values, backward: Backward, *, names: tuple[str, ...]
         floats, others = primals
         results = call(static, floats, others)
         flat, structure = jax.tree.flatten(results)
-        flat = [checkpoint_name(x, names[min(at, len(names) - 1)]) if names else x for at, x in enumerate(flat)]
+        flat = [
+            checkpoint_name(x, names[min(at, len(names) - 1)]) if names else x
+            for at, x in enumerate(flat)
+        ]
         results = jax.tree.unflatten(structure, flat)
         operands, operands_structure = jax.tree.flatten((floats, others))
         float_tangents, floats_structure = jax.tree.flatten(tangents[0])
@@ -77,12 +84,16 @@ def differentiable(values: Values, backward: Backward, *, names: tuple[str, ...]
             del results
             floats, others = jax.tree.unflatten(operands_structure, operands)
             moved = jax.tree.unflatten(floats_structure, float_tangents)
-            return jax.tree.leaves(jax.jvp(lambda floats: values(static, floats, others), (floats,), (moved,))[1])
+            return jax.tree.leaves(
+                jax.jvp(lambda floats: values(static, floats, others), (floats,), (moved,))[1]
+            )
 
         def pull(operands: list[Any], results: list[Any], cotangents: list[Any]) -> list[Any]:
             floats, others = jax.tree.unflatten(operands_structure, operands)
             kept = (floats, others, jax.tree.unflatten(structure, results))
-            return jax.tree.leaves(backward(static, kept, jax.tree.unflatten(structure, cotangents)))
+            return jax.tree.leaves(
+                backward(static, kept, jax.tree.unflatten(structure, cotangents))
+            )
 
         job = _Job(tangents=push, backward=pull, results=len(flat), operands=len(operands))
         found = _tangents.bind(*flat, *operands, *float_tangents, job=job)
@@ -109,8 +120,15 @@ def refuse_tangents(arrays: dict[str, Any], what: str) -> dict[str, Any]:
     @same.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
         flat, structure = jax.tree.flatten(primals[0])
-        job = _Job(tangents=refuse, backward=lambda operands, results, cotangents: cotangents, results=len(flat), operands=0)
-        return primals[0], jax.tree.unflatten(structure, _tangents.bind(*flat, *jax.tree.leaves(tangents[0]), job=job))
+        job = _Job(
+            tangents=refuse,
+            backward=lambda operands, results, cotangents: cotangents,
+            results=len(flat),
+            operands=0,
+        )
+        return primals[0], jax.tree.unflatten(
+            structure, _tangents.bind(*flat, *jax.tree.leaves(tangents[0]), job=job)
+        )
 
     found: dict[str, Any] = same(arrays)
     return found
@@ -132,7 +150,11 @@ def _no_forward_mode(what: str) -> AttentionError:
         'pass implementation="vanilla", "sdpa" or "blockwise"; over a sharded sequence "ring", "ulysses" or '
         '"allgather_kv", on TPUs and GPUs with backend="cpu" in the metadata'
     )
-    return AttentionError(f"{what} has no forward-mode derivatives (jvp, jacfwd, linearize, hessian)", path="implementation", fix=fix)
+    return AttentionError(
+        f"{what} has no forward-mode derivatives (jvp, jacfwd, linearize, hessian)",
+        path="implementation",
+        fix=fix,
+    )
 
 
 _tangents = jax.extend.core.Primitive("attention_tangents")
@@ -145,7 +167,9 @@ def _evaluate(*arguments: Any, job: _Job) -> list[Any]:
 
 
 def _abstract(*arguments: Any, job: _Job) -> list[Any]:
-    return job.split(arguments)[0]  # a tangent is what its result is: shape, dtype, sharding, the mesh axes it varies over
+    return job.split(arguments)[
+        0
+    ]  # a tangent is what its result is: shape, dtype, sharding, the mesh axes it varies over
 
 
 def _nested(primals: Any, tangents: Any, *, job: _Job) -> Any:
@@ -155,8 +179,13 @@ def _nested(primals: Any, tangents: Any, *, job: _Job) -> Any:
 
 def _transpose(cotangents: Any, *arguments: Any, job: _Job) -> list[Any]:
     results, operands, tangents = job.split(arguments)
-    found = job.backward(operands, results, [ad.instantiate_zeros(cotangent) for cotangent in cotangents])
-    wanted = [grad if ad.is_undefined_primal(tangent) else None for grad, tangent in zip(found, tangents, strict=True)]
+    found = job.backward(
+        operands, results, [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+    )
+    wanted = [
+        grad if ad.is_undefined_primal(tangent) else None
+        for grad, tangent in zip(found, tangents, strict=True)
+    ]
     return [None] * (len(results) + len(operands)) + wanted
 
 
@@ -164,15 +193,22 @@ def _batch(arguments: Any, dims: Any, *, job: _Job) -> Any:
     size = next(x.shape[dim] for x, dim in zip(arguments, dims, strict=True) if dim is not None)
 
     def first(x: Any, dim: Any) -> Any:
-        return jnp.broadcast_to(x[None], (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+        return (
+            jnp.broadcast_to(x[None], (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+        )
 
     results, operands, tangents = job.split(arguments)
     results_dims, operands_dims, tangents_dims = job.split(dims)
     results, tangents = (
-        [first(x, dim) for x, dim in zip(xs, of, strict=True)] for xs, of in ((results, results_dims), (tangents, tangents_dims))
+        [first(x, dim) for x, dim in zip(xs, of, strict=True)]
+        for xs, of in ((results, results_dims), (tangents, tangents_dims))
     )
     in_axes = (operands_dims, 0, 0)
-    batched = dataclasses.replace(job, tangents=jax.vmap(job.tangents, in_axes=in_axes), backward=jax.vmap(job.backward, in_axes=in_axes))
+    batched = dataclasses.replace(
+        job,
+        tangents=jax.vmap(job.tangents, in_axes=in_axes),
+        backward=jax.vmap(job.backward, in_axes=in_axes),
+    )
     found = _tangents.bind(*results, *operands, *tangents, job=batched)
     return found, [0] * len(found)
 

@@ -14,7 +14,10 @@ from shardwright.attention.call import Operands
 
 def keep_factors(block: Operands, rate: float) -> jax.Array:
     """Return the factors of the weights, 0 where dropped and `1 / (1 - rate)` elsewhere, `[batch, heads, q_length, kv_length]`."""
-    q, kv = _rows(block.q_positions, block.q_segment_ids), _rows(block.kv_positions, block.kv_segment_ids)
+    q, kv = (
+        _rows(block.q_positions, block.q_segment_ids),
+        _rows(block.kv_positions, block.kv_segment_ids),
+    )
     heads = _mix(block.seed ^ (block.head_index.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)))
     place = _mix(block.batch_index.astype(jnp.uint32)[:, None] + heads[None, :])
     row = _mix(place[:, :, None] ^ q[:, None, :])

@@ -37,7 +37,9 @@ class Inner:
         return f"{self.name} on each shard{why}"
 
 
-def inner_kernel(call: AttentionCall, *, q_shards: int = 1, kv_shards: int = 1, whole: bool = False) -> Inner:
+def inner_kernel(
+    call: AttentionCall, *, q_shards: int = 1, kv_shards: int = 1, whole: bool = False
+) -> Inner:
     """Return the kernel for a call.
 
     Args:
@@ -48,14 +50,24 @@ def inner_kernel(call: AttentionCall, *, q_shards: int = 1, kv_shards: int = 1, 
     """
     if call.platform == "tpu":
         reasons = not_in_splash(call, q_shards=q_shards, kv_shards=kv_shards)
-        return Inner(name="blockwise", refused="splash", reasons=reasons) if reasons else Inner(name="splash")
+        return (
+            Inner(name="blockwise", refused="splash", reasons=reasons)
+            if reasons
+            else Inner(name="splash")
+        )
     if call.platform == "gpu" and whole:
         reasons = not_in_cudnn(call)
-        return Inner(name="blockwise", refused="cudnn", reasons=reasons) if reasons else Inner(name="cudnn")
+        return (
+            Inner(name="blockwise", refused="cudnn", reasons=reasons)
+            if reasons
+            else Inner(name="cudnn")
+        )
     return Inner(name="blockwise")
 
 
-def blocks_of(inner: Inner, call: AttentionCall, *, first_rows: tuple[int, ...] | None = None) -> Any:
+def blocks_of(
+    inner: Inner, call: AttentionCall, *, first_rows: tuple[int, ...] | None = None
+) -> Any:
     """Return the functions `forward`, `backward`, `finish` and `attend` of an inner kernel. Hashable.
 
     Args:

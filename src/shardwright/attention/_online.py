@@ -47,7 +47,11 @@ def start(q: jax.Array, v: jax.Array) -> Running:
     batch, length, heads, _ = q.shape
     row = jnp.zeros_like(q, shape=(batch, heads, length), dtype=jnp.float32)
     row = row + jnp.zeros_like(v, shape=(), dtype=jnp.float32)
-    return Running(o=jnp.broadcast_to(row[..., None], (*row.shape, v.shape[-1])), m=row + DEFAULT_MASK_VALUE, l=row)
+    return Running(
+        o=jnp.broadcast_to(row[..., None], (*row.shape, v.shape[-1])),
+        m=row + DEFAULT_MASK_VALUE,
+        l=row,
+    )
 
 
 def update(
@@ -69,12 +73,17 @@ def update(
       v_scale: `[batch, kv_length, kv_heads]`, a value is `v * v_scale`; or None.
       keep: factors of the weights under dropout, like the logits; or None.
     """
-    top = jnp.maximum(state.m, jnp.max(jnp.where(seen, logits, DEFAULT_MASK_VALUE), axis=-1, initial=DEFAULT_MASK_VALUE))
+    top = jnp.maximum(
+        state.m,
+        jnp.max(jnp.where(seen, logits, DEFAULT_MASK_VALUE), axis=-1, initial=DEFAULT_MASK_VALUE),
+    )
     p = jnp.exp(jnp.where(seen, logits - top[..., None], -jnp.inf))
     shrink = jnp.exp(state.m - top)
     dropped = p if keep is None else p * keep
     return Running(
-        o=state.o * shrink[..., None] + weighted_sum(dropped, v, v_scale=v_scale), m=top, l=state.l * shrink + jnp.sum(p, axis=-1)
+        o=state.o * shrink[..., None] + weighted_sum(dropped, v, v_scale=v_scale),
+        m=top,
+        l=state.l * shrink + jnp.sum(p, axis=-1),
     )
 
 
@@ -235,7 +244,9 @@ def keys_of(ds: jax.Array, q: jax.Array, kv_heads: int) -> jax.Array:
     """Return what cotangents of products send to the keys, `[batch, kv_length, kv_heads, head_dim]`; weights to the values."""
     batch, q_length, heads, dim = q.shape
     grouped = q.reshape(batch, q_length, kv_heads, heads // kv_heads, dim)
-    return _einsum("bkgts,btkgd->bskd", ds.astype(q.dtype).reshape(batch, kv_heads, -1, *ds.shape[2:]), grouped)
+    return _einsum(
+        "bkgts,btkgd->bskd", ds.astype(q.dtype).reshape(batch, kv_heads, -1, *ds.shape[2:]), grouped
+    )
 
 
 def _by_kv_head(p: jax.Array, k: jax.Array) -> jax.Array:
@@ -245,18 +256,25 @@ def _by_kv_head(p: jax.Array, k: jax.Array) -> jax.Array:
 
 def full_precision(dtype: str) -> Any:
     """Return a context in which products that name no precision have that of a dtype; for code that is not ours."""
-    return jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
+    return (
+        jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
+    )
 
 
 def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     # A float32 call means float32: by default an accelerator would multiply in bfloat16.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    product = functools.partial(jnp.einsum, subscripts, precision=precision, preferred_element_type=jnp.float32)
+    product = functools.partial(
+        jnp.einsum, subscripts, precision=precision, preferred_element_type=jnp.float32
+    )
     if a.dtype == jnp.float32 and b.dtype == jnp.float32:
         out: jax.Array = product(a, b)
         return out
     # XLA for CPUs widens such operands itself, but not in every layout: "Unsupported element type for DotThunk: BF16 x BF16 = F32".
     found: jax.Array = jax.lax.platform_dependent(
-        a, b, cpu=lambda a, b: product(a.astype(jnp.float32), b.astype(jnp.float32)), default=product
+        a,
+        b,
+        cpu=lambda a, b: product(a.astype(jnp.float32), b.astype(jnp.float32)),
+        default=product,
     )
     return found

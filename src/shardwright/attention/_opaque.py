@@ -46,7 +46,9 @@ class _Job:
     structure: Any
 
 
-def run_opaque(kernel: Callable[[Operands], Result], operands: Operands, call: AttentionCall) -> Result:
+def run_opaque(
+    kernel: Callable[[Operands], Result], operands: Operands, call: AttentionCall
+) -> Result:
     """Return `kernel(shards)` as global arrays; without a mesh simply `kernel(operands)`. Differentiable if the kernel is,
     in reverse mode; forward mode is refused.
 
@@ -64,10 +66,20 @@ def run_opaque(kernel: Callable[[Operands], Result], operands: Operands, call: A
     if call.mesh is None:
         alone: Result = _alone(kernel, named, rest)
         return alone
-    floats = {name: x if name in _HALF else x.astype(jnp.float32) for name, x in named.items() if x is not None}
+    floats = {
+        name: x if name in _HALF else x.astype(jnp.float32)
+        for name, x in named.items()
+        if x is not None
+    }
     others, others_specs, structure = flat_with_heads(rest, call)
     specs = call.specs.operands(operands)
-    job = _Job(kernel=kernel, call=call, floats={name: getattr(specs, name) for name in floats}, others=others_specs, structure=structure)
+    job = _Job(
+        kernel=kernel,
+        call=call,
+        floats={name: getattr(specs, name) for name in floats},
+        others=others_specs,
+        structure=structure,
+    )
     placed = place_all([*floats.values(), *others], [*job.floats.values(), *job.others], call)
     found: Result = _run(job, dict(zip(floats, placed, strict=False)), placed[len(floats) :])
     return found
@@ -77,7 +89,13 @@ def inside_shard_map() -> tuple[str, ...]:
     """Return the reason of a kernel that JAX cannot look into where a `shard_map` is around the call: it tracks what varies."""
     ambient = _jax.ambient_mesh()
     manual = "+".join(ambient.manual_axes) if ambient is not None else ""
-    return (f"a shard_map around the call has split {manual}, and its kernel needs one that checks nothing",) if manual else ()
+    return (
+        (
+            f"a shard_map around the call has split {manual}, and its kernel needs one that checks nothing",
+        )
+        if manual
+        else ()
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -93,7 +111,9 @@ def _alone(kernel: Callable[[Operands], Result], floats: dict[str, Any], rest: O
     return kernel(rest.replace(**floats))
 
 
-def _alone_forward(kernel: Callable[[Operands], Result], floats: dict[str, Any], rest: Operands) -> Any:
+def _alone_forward(
+    kernel: Callable[[Operands], Result], floats: dict[str, Any], rest: Operands
+) -> Any:
     def both(floats: dict[str, Any], rest: Operands) -> Any:
         return jax.vjp(lambda floats: kernel(rest.replace(**floats)), floats)
 
@@ -118,7 +138,9 @@ def _run_forward(job: _Job, floats: dict[str, Any], others: list[Any]) -> Any:
         found, pull_back = jax.vjp(lambda wide: job.kernel(rest.replace(**_as(wide, read))), wide)
         return found, jax.tree.map(lambda kept: kept[None], pull_back)
 
-    found, pull_back = _over(job, local, (job.floats, job.others), (_out_specs(job), _by_shard(job)))(floats, others)
+    found, pull_back = _over(
+        job, local, (job.floats, job.others), (_out_specs(job), _by_shard(job))
+    )(floats, others)
     return found, (pull_back, others)
 
 
@@ -128,13 +150,17 @@ def _run_backward(job: _Job, kept: Any, cotangents: Result) -> Any:
         grads = _of_all_kv_heads(job, read, others)
         return {name: _sum(job, name, grads[name]) for name in job.floats}
 
-    return _over(job, local, (_by_shard(job), job.others, _out_specs(job)), job.floats)(*kept, cotangents), None
+    return _over(job, local, (_by_shard(job), job.others, _out_specs(job)), job.floats)(
+        *kept, cotangents
+    ), None
 
 
 _run.defvjp(_run_forward, _run_backward)
 
 
-def _over(job: _Job, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def _over(
+    job: _Job, local: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
     return without_tangents(shard_over(local, in_specs, out_specs, job.call, checked=False), _WHAT)
 
 
@@ -163,21 +189,32 @@ def _of_all_kv_heads(job: _Job, grads: dict[str, Any], others: list[Any]) -> dic
     there = call.kv_heads // call.shards(call.specs.kv_heads)
 
     def pick(k: jax.Array, v: jax.Array) -> Any:
-        shard = pick_kv_heads(Operands(q=None, k=k, v=v, q_positions=None, kv_positions=None), call, *heads)
+        shard = pick_kv_heads(
+            Operands(q=None, k=k, v=v, q_positions=None, kv_positions=None), call, *heads
+        )
         return shard.k, shard.v
 
-    shapes = [jax.ShapeDtypeStruct((*x.shape[:2], there, x.shape[3]), x.dtype) for x in (grads["k"], grads["v"])]
+    shapes = [
+        jax.ShapeDtypeStruct((*x.shape[:2], there, x.shape[3]), x.dtype)
+        for x in (grads["k"], grads["v"])
+    ]
     dk, dv = jax.linear_transpose(pick, *shapes)((grads["k"], grads["v"]))
     return {**grads, "k": dk, "v": dv}
 
 
 def _sum(job: _Job, name: str, grad: jax.Array) -> jax.Array:
     """Return a gradient in its operand's dtype, summed over the mesh axes of the call that the operand does not lie over."""
-    lies = {axis for entry in job.floats[name] for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+    lies = {
+        axis
+        for entry in job.floats[name]
+        for axis in ((entry,) if isinstance(entry, str) else entry or ())
+    }
     over = tuple(axis for axis in job.call.specs.mesh_axes if axis not in lies)
     dtype = jnp.dtype(job.call.dtype if name in _HALF else jnp.float32)
     if over:
         # Rounded by name: of a sum that is only cast XLA makes one in bfloat16, on TPUs.
         kind = jnp.finfo(dtype)
-        grad = jax.lax.reduce_precision(jax.lax.psum(grad, over), exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
+        grad = jax.lax.reduce_precision(
+            jax.lax.psum(grad, over), exponent_bits=kind.nexp, mantissa_bits=kind.nmant
+        )
     return grad.astype(dtype)

@@ -18,7 +18,9 @@ _SMALL = 128
 
 def split_floats(operands: Operands) -> tuple[dict[str, Any], Operands]:
     """Return the operands that have gradients, by name, and the rest."""
-    return {name: getattr(operands, name) for name in FLOATS}, operands.replace(**dict.fromkeys(FLOATS))
+    return {name: getattr(operands, name) for name in FLOATS}, operands.replace(
+        **dict.fromkeys(FLOATS)
+    )
 
 
 def with_whole_rows(shard: Operands, call: AttentionCall) -> Operands:
@@ -77,10 +79,20 @@ def unpack(packed: Sequence[jax.Array], *, head_dim: int) -> tuple[jax.Array, ja
 def blocks(recipe: Recipe, shard: Operands, call: AttentionCall) -> Recipe:
     """Return a recipe whose blocks suit a shard: logits of a block no larger than its keys and values, down to 128 rows."""
     limit = shard.k.nbytes + shard.v.nbytes
-    q_block, kv_block = min(recipe.q_block, shard.q.shape[1]), min(recipe.kv_block, shard.k.shape[1])
-    while 4 * shard.q.shape[0] * shard.q.shape[2] * q_block * kv_block > limit and max(q_block, kv_block) > _SMALL:
-        q_block, kv_block = (-(-q_block // 2), kv_block) if q_block > kv_block else (q_block, -(-kv_block // 2))
-    return within_halves(dataclasses.replace(recipe, q_block=q_block, kv_block=kv_block), shard, call)
+    q_block, kv_block = (
+        min(recipe.q_block, shard.q.shape[1]),
+        min(recipe.kv_block, shard.k.shape[1]),
+    )
+    while (
+        4 * shard.q.shape[0] * shard.q.shape[2] * q_block * kv_block > limit
+        and max(q_block, kv_block) > _SMALL
+    ):
+        q_block, kv_block = (
+            (-(-q_block // 2), kv_block) if q_block > kv_block else (q_block, -(-kv_block // 2))
+        )
+    return within_halves(
+        dataclasses.replace(recipe, q_block=q_block, kv_block=kv_block), shard, call
+    )
 
 
 def within_halves(recipe: Recipe, shard: Operands, call: AttentionCall) -> Recipe:
@@ -90,7 +102,10 @@ def within_halves(recipe: Recipe, shard: Operands, call: AttentionCall) -> Recip
     """
     if call.q_offset is not None or not recipe.mask.positional:
         return recipe
-    q_block, kv_block = _within_half(recipe.q_block, shard.q.shape[1]), _within_half(recipe.kv_block, shard.k.shape[1])
+    q_block, kv_block = (
+        _within_half(recipe.q_block, shard.q.shape[1]),
+        _within_half(recipe.kv_block, shard.k.shape[1]),
+    )
     return dataclasses.replace(recipe, q_block=q_block, kv_block=kv_block)
 
 
@@ -111,7 +126,9 @@ def add_columns(whole: jax.Array | None, part: jax.Array | None, start: Any) -> 
 
 def cotangents(floats: dict[str, Any], **found: jax.Array | None) -> dict[str, Any]:
     """Return gradients in the dtypes of what they are of."""
-    return {name: None if one is None else one.astype(floats[name].dtype) for name, one in found.items()}
+    return {
+        name: None if one is None else one.astype(floats[name].dtype) for name, one in found.items()
+    }
 
 
 def sent_again(operands: Operands, do: jax.Array) -> tuple[Operands, jax.Array]:
@@ -125,5 +142,13 @@ def sent_again(operands: Operands, do: jax.Array) -> tuple[Operands, jax.Array]:
 
 def apart(call: AttentionCall) -> tuple[str, ...]:
     """Return the reason of a kernel that needs the lengths of queries and keys over the same mesh axes."""
-    q, kv = ("+".join(axes) or "no mesh axis" for axes in (call.specs.q_length, call.specs.kv_length))
-    return () if q == kv else (f"the length of the queries lies over {q}, that of the keys over {kv}; it needs both over the same",)
+    q, kv = (
+        "+".join(axes) or "no mesh axis" for axes in (call.specs.q_length, call.specs.kv_length)
+    )
+    return (
+        ()
+        if q == kv
+        else (
+            f"the length of the queries lies over {q}, that of the keys over {kv}; it needs both over the same",
+        )
+    )

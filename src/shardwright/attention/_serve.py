@@ -24,7 +24,9 @@ def serve(implementation: Any, operands: Operands, call: AttentionCall) -> Resul
       call: what they are.
     """
     # shard_map by itself traces and compiles anew at every eager call.
-    eager, traced = (_jitted, _run) if call.kv_dtype is None else (_jitted_quantised, _run_quantised)
+    eager, traced = (
+        (_jitted, _run) if call.kv_dtype is None else (_jitted_quantised, _run_quantised)
+    )
     found: Result = (traced if _jax.in_trace() else eager)(implementation, operands, call)
     return found
 
@@ -46,10 +48,13 @@ def _check(found: Any, implementation: Any, call: AttentionCall) -> None:
     name = implementation.__name__
     if not isinstance(found, Result):
         raise AttentionError(
-            f"{name} returned a {type(found).__name__}", fix="return attention.Result(o=o), o as [batch, length, heads, v_dim]"
+            f"{name} returned a {type(found).__name__}",
+            fix="return attention.Result(o=o), o as [batch, length, heads, v_dim]",
         )
     rows, heads = (call.batch, call.q_length), (call.batch, call.heads, call.q_length)
-    wanted: dict[str, tuple[tuple[int, ...], str]] = {"o": ((*rows, call.heads, call.v_dim), call.dtype)}
+    wanted: dict[str, tuple[tuple[int, ...], str]] = {
+        "o": ((*rows, call.heads, call.v_dim), call.dtype)
+    }
     if call.return_lse:
         wanted["lse"] = (heads, "float32")
     if call.return_weights:
@@ -58,7 +63,10 @@ def _check(found: Any, implementation: Any, call: AttentionCall) -> None:
         array = getattr(found, field)
         if array is None or array.shape != shape or (dtype and array.dtype != dtype):
             has = "no" if array is None else f"{array.dtype} {array.shape} as"
-            raise AttentionError(f"{name} returned {has} {field}", fix=f"the call asks for {dtype} {shape}".replace("  ", " "))
+            raise AttentionError(
+                f"{name} returned {has} {field}",
+                fix=f"the call asks for {dtype} {shape}".replace("  ", " "),
+            )
 
 
 _jitted = functools.partial(jax.jit, static_argnums=(0, 2))(_run)
@@ -73,7 +81,10 @@ def _run_quantised(implementation: Any, operands: Operands, call: AttentionCall)
 def _no_gradient(implementation: Any, call: AttentionCall, primals: Any, tangents: Any) -> Any:
     del implementation, primals, tangents
     what = f"attention to {call.kv_dtype} keys and values reads a cache and has no gradient"
-    raise AttentionError(what, fix="train with keys that are not quantised; jax.lax.stop_gradient around the arguments if none is wanted")
+    raise AttentionError(
+        what,
+        fix="train with keys that are not quantised; jax.lax.stop_gradient around the arguments if none is wanted",
+    )
 
 
 _jitted_quantised = functools.partial(jax.jit, static_argnums=(0, 2))(_run_quantised)
@@ -83,5 +94,7 @@ def _lay(o: jax.Array, call: AttentionCall) -> jax.Array:
     """Make the output lie as q does, whatever the partitioner would choose."""
     if call.mesh is None or not call.specs.mesh_axes:
         return o
-    laid: jax.Array = placement.place(o, placement.make_placement(call.specs.output, call.mesh, _jax.ambient_mesh()))
+    laid: jax.Array = placement.place(
+        o, placement.make_placement(call.specs.output, call.mesh, _jax.ambient_mesh())
+    )
     return laid

@@ -38,13 +38,24 @@ class SplashBlocks:
     interpret: bool
     first_rows: tuple[int, ...] | None = None
 
-    def forward(self, operands: Operands, recipe: Recipe, *, state: Running | None = None) -> Running:
+    def forward(
+        self, operands: Operands, recipe: Recipe, *, state: Running | None = None
+    ) -> Running:
         """Return the running state after the operands' keys; see `blockwise.forward`."""
         block = _Local.of(operands, recipe, self)
-        before = None if state is None else tuple(block.pad_rows(x) for x in (state.o, *_rows_of(state.m, state.l)))
+        before = (
+            None
+            if state is None
+            else tuple(block.pad_rows(x) for x in (state.o, *_rows_of(state.m, state.l)))
+        )
         table = block.table(keys_outside=False)
         o, m, l = _splash_kernel.run_forward(block.plan, table, block.rows, block.qkv, state=before)  # noqa: E741
-        return Running(**{name: x[:, :, : block.q_length] for name, x in (("o", o), ("m", m[:, :, 0]), ("l", l[:, :, 0]))})
+        return Running(
+            **{
+                name: x[:, :, : block.q_length]
+                for name, x in (("o", o), ("m", m[:, :, 0]), ("l", l[:, :, 0]))
+            }
+        )
 
     def backward(
         self,
@@ -78,12 +89,22 @@ class SplashBlocks:
         rows = (block.pad_rows(x) for x in (jnp.swapaxes(do, 1, 2), *_rows_of(lse, delta)))
         given = (block.plan, block.rows, block.qkv, tuple(rows))
         dq_onto = None if onto is None else block.pad_rows(jnp.swapaxes(onto.q, 1, 2))
-        kv_onto = None if onto is None else tuple(block.pad_keys(jnp.swapaxes(x, 1, 2)) for x in (onto.k, onto.v))
+        kv_onto = (
+            None
+            if onto is None
+            else tuple(block.pad_keys(jnp.swapaxes(x, 1, 2)) for x in (onto.k, onto.v))
+        )
         plan, ints, qkv, cotangents = given
-        dq = _splash_kernel.run_queries(plan, block.table(keys_outside=False), ints, qkv, cotangents, dtype=dtype, onto=dq_onto)
-        dk, dv = _splash_kernel.run_keys(plan, block.table(keys_outside=True), ints, qkv, cotangents, dtype=dtype, onto=kv_onto)
+        dq = _splash_kernel.run_queries(
+            plan, block.table(keys_outside=False), ints, qkv, cotangents, dtype=dtype, onto=dq_onto
+        )
+        dk, dv = _splash_kernel.run_keys(
+            plan, block.table(keys_outside=True), ints, qkv, cotangents, dtype=dtype, onto=kv_onto
+        )
         dq, dk, dv = (jnp.swapaxes(x, 1, 2) for x in (dq, dk, dv))
-        return Gradients(q=dq[:, : block.q_length], k=dk[:, : block.kv_length], v=dv[:, : block.kv_length])
+        return Gradients(
+            q=dq[:, : block.q_length], k=dk[:, : block.kv_length], v=dv[:, : block.kv_length]
+        )
 
     def finish(self, state: Running, operands: Operands) -> tuple[jax.Array, jax.Array, None]:
         """Return the output and the logsumexp; see `blockwise.finish`."""
@@ -97,15 +118,21 @@ class SplashBlocks:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(how: SplashBlocks, recipe: Recipe, floats: dict[str, Any], rest: Operands) -> tuple[jax.Array, jax.Array]:
+def _attend(
+    how: SplashBlocks, recipe: Recipe, floats: dict[str, Any], rest: Operands
+) -> tuple[jax.Array, jax.Array]:
     block = _Local.of(rest.replace(**floats), recipe, how)
     sinks = None if floats["sinks"] is None else floats["sinks"].astype(jnp.float32)
     table = block.table(keys_outside=False)
-    o, lse = _splash_kernel.run_forward(block.plan, table, block.rows, block.qkv, sinks=sinks, dtype=floats["q"].dtype)
+    o, lse = _splash_kernel.run_forward(
+        block.plan, table, block.rows, block.qkv, sinks=sinks, dtype=floats["q"].dtype
+    )
     return jnp.swapaxes(o, 1, 2)[:, : block.q_length], lse[:, :, 0, : block.q_length]
 
 
-def _attend_forward(how: SplashBlocks, recipe: Recipe, floats: dict[str, Any], rest: Operands) -> Any:
+def _attend_forward(
+    how: SplashBlocks, recipe: Recipe, floats: dict[str, Any], rest: Operands
+) -> Any:
     o, lse = _attend(how, recipe, floats, rest)
     return (o, lse), (floats, rest, o, lse)
 
@@ -114,11 +141,15 @@ def _attend_backward(how: SplashBlocks, recipe: Recipe, kept: Any, cotangents: A
     floats, rest, o, lse = kept
     do, dlse = cotangents
     delta = blockwise.delta(o, do, dlse)
-    found = how.backward(rest.replace(**floats), recipe, lse=lse, do=do, delta=delta, dtype=floats["q"].dtype)
+    found = how.backward(
+        rest.replace(**floats), recipe, lse=lse, do=do, delta=delta, dtype=floats["q"].dtype
+    )
     grads = {"q": found.q, "k": found.k, "v": found.v, "sinks": None}
     if floats["sinks"] is not None:
         grads["sinks"] = blockwise.sinks_gradient(floats["sinks"], lse=lse, delta=delta)
-    return {name: None if one is None else one.astype(floats[name].dtype) for name, one in grads.items()}, None
+    return {
+        name: None if one is None else one.astype(floats[name].dtype) for name, one in grads.items()
+    }, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -148,7 +179,10 @@ class _Local:
             kv_block=block_rows(recipe.kv_block, kv_rows),
             interpret=how.interpret,
         )
-        q, k, v = (_pad(jnp.swapaxes(x, 1, 2), 2, size) for x, size in ((operands.q, q_rows), (operands.k, kv_rows), (operands.v, kv_rows)))
+        q, k, v = (
+            _pad(jnp.swapaxes(x, 1, 2), 2, size)
+            for x, size in ((operands.q, q_rows), (operands.k, kv_rows), (operands.v, kv_rows))
+        )
         return cls(
             plan=plan,
             rows=_rows(operands, q_rows, kv_rows),
@@ -160,7 +194,9 @@ class _Local:
 
     def pad_rows(self, array: jax.Array) -> jax.Array:
         """Pad `[batch, heads, q_length, dim]`, or `[batch, heads, 1, q_length]`, to whole blocks."""
-        padded: jax.Array = _pad(array, 3 if array.shape[2] == 1 < self.q_length else 2, self.qkv[0].shape[2])
+        padded: jax.Array = _pad(
+            array, 3 if array.shape[2] == 1 < self.q_length else 2, self.qkv[0].shape[2]
+        )
         return padded
 
     def pad_keys(self, array: jax.Array) -> jax.Array:
@@ -185,7 +221,10 @@ class _Local:
 
     def _most_visits(self, *, keys_outside: bool) -> int:
         """Return a bound of the blocks that any block visits, of those there are."""
-        q_blocks, kv_blocks = self.qkv[0].shape[2] // self.plan.q_block, self.qkv[1].shape[2] // self.plan.kv_block
+        q_blocks, kv_blocks = (
+            self.qkv[0].shape[2] // self.plan.q_block,
+            self.qkv[1].shape[2] // self.plan.kv_block,
+        )
         if self.first_rows is None:
             return q_blocks if keys_outside else kv_blocks
         seen = np.zeros((q_blocks, kv_blocks), bool)
@@ -193,7 +232,9 @@ class _Local:
         for first in self.first_rows:
             q = _ranges(first, self.q_length, self.plan.q_block)
             kv = _ranges(0, self.kv_length, self.plan.kv_block)
-            seen = ~block_is_empty(self.plan.rules, tuple(x[:, None] for x in q), tuple(x[None] for x in kv))  # type: ignore[arg-type]
+            seen = ~block_is_empty(
+                self.plan.rules, tuple(x[:, None] for x in q), tuple(x[None] for x in kv)
+            )  # type: ignore[arg-type]
             seen = np.broadcast_to(seen, (q_blocks, kv_blocks))
             most = max(most, int(seen.sum(axis=0 if keys_outside else 1).max()))
         return most
@@ -220,7 +261,10 @@ def _rows(operands: Operands, q_rows: int, kv_rows: int) -> Rows:
         _pad(operands.kv_segment_ids, 1, kv_rows, "edge"),
     )
     batch = max(1 if x is None else x.shape[0] for x in padded)
-    q, kv, q_ids, kv_ids = (None if x is None else jnp.broadcast_to(x, (batch, x.shape[1])).astype(jnp.int32)[:, None] for x in padded)
+    q, kv, q_ids, kv_ids = (
+        None if x is None else jnp.broadcast_to(x, (batch, x.shape[1])).astype(jnp.int32)[:, None]
+        for x in padded
+    )
     assert q is not None
     assert kv is not None
     return Rows(q_positions=q, kv_positions=kv, q_segments=q_ids, kv_segments=kv_ids)
@@ -229,7 +273,9 @@ def _rows(operands: Operands, q_rows: int, kv_rows: int) -> Rows:
 def _kinds(plan: Plan, rows: Rows) -> jax.Array:
     """Return the kind of every block, `[batch or 1, blocks of queries, blocks of keys]`."""
     q = _low_and_high(rows.q_positions, plan.q_block, -1)
-    kv_low = _low_and_high(jnp.where(rows.kv_positions < 0, _HIGHEST, rows.kv_positions), plan.kv_block, -2)[0]
+    kv_low = _low_and_high(
+        jnp.where(rows.kv_positions < 0, _HIGHEST, rows.kv_positions), plan.kv_block, -2
+    )[0]
     any_low, kv_high = _low_and_high(rows.kv_positions, plan.kv_block, -2)
     empty = block_is_empty(plan.rules, q, (kv_low, kv_high))
     full = block_is_full(plan.rules, q, (any_low, kv_high))
@@ -257,4 +303,8 @@ def _pad(array: Any, dim: int, size: int, value: Any = 0) -> Any:
     if array is None or array.shape[dim] == size:
         return array
     widths = [(0, size - have if at == dim else 0) for at, have in enumerate(array.shape)]
-    return jnp.pad(array, widths, mode="edge") if value == "edge" else jnp.pad(array, widths, constant_values=value)
+    return (
+        jnp.pad(array, widths, mode="edge")
+        if value == "edge"
+        else jnp.pad(array, widths, constant_values=value)
+    )

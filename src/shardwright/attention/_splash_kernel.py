@@ -106,7 +106,13 @@ def run_forward(
     q, k, v = qkv
     grid = (*q.shape[:2], q.shape[2] // plan.q_block, table.shape[2])
     specs = _Specs(plan=plan, table=table, group=q.shape[1] // k.shape[1], queries_outside=True)
-    body = functools.partial(_forward_body, plan=plan, shape=table.shape, segments=rows.q_segments is not None, final=dtype is not None)
+    body = functools.partial(
+        _forward_body,
+        plan=plan,
+        shape=table.shape,
+        segments=rows.q_segments is not None,
+        final=dtype is not None,
+    )
     o = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), dtype or jnp.float32)
     row = jax.ShapeDtypeStruct((*q.shape[:2], 1, q.shape[2]), jnp.float32)
     outs, out_specs = [o, row], [specs.q(v.shape[3]), specs.q_row]
@@ -159,7 +165,9 @@ def run_queries(
     """
     q, k, _ = qkv
     specs = _Specs(plan=plan, table=table, group=q.shape[1] // k.shape[1], queries_outside=True)
-    body = functools.partial(_queries_body, plan=plan, shape=table.shape, segments=rows.q_segments is not None)
+    body = functools.partial(
+        _queries_body, plan=plan, shape=table.shape, segments=rows.q_segments is not None
+    )
     before = [] if onto is None else [onto]
     dims = [array.shape[3] for array in qkv]
     call = _Call(
@@ -203,7 +211,9 @@ def run_keys(
     q, k, v = qkv
     group = q.shape[1] // k.shape[1]
     specs = _Specs(plan=plan, table=table, group=group, queries_outside=False)
-    body = functools.partial(_keys_body, plan=plan, shape=table.shape, segments=rows.q_segments is not None)
+    body = functools.partial(
+        _keys_body, plan=plan, shape=table.shape, segments=rows.q_segments is not None
+    )
     before = [] if onto is None else list(onto)
     dims = [array.shape[3] for array in qkv]
     call = _Call(
@@ -249,7 +259,9 @@ class _Call:
 
     def run(self, plan: Plan, *arrays: Any) -> tuple[jax.Array, ...]:
         # The batch, the heads and the outer blocks are independent; inner blocks add up in scratch memory.
-        semantics: list[Any] = ["parallel" if at < 3 else "arbitrary" for at in range(len(self.grid))]
+        semantics: list[Any] = [
+            "parallel" if at < 3 else "arbitrary" for at in range(len(self.grid))
+        ]
         found = pl.pallas_call(
             self.body,
             out_shape=self.outs,
@@ -283,7 +295,9 @@ class _Specs:
 
     def q(self, dim: int) -> Any:
         """The spec of an array by query head."""
-        return pl.BlockSpec((None, None, self.plan.q_block, dim), lambda *at: (*self._at("q", *at), 0))
+        return pl.BlockSpec(
+            (None, None, self.plan.q_block, dim), lambda *at: (*self._at("q", *at), 0)
+        )
 
     @property
     def q_row(self) -> Any:
@@ -297,7 +311,9 @@ class _Specs:
 
     def kv(self, dim: int) -> Any:
         """The spec of an array by kv head."""
-        return pl.BlockSpec((None, None, self.plan.kv_block, dim), lambda *at: (*self._at("kv", *at), 0))
+        return pl.BlockSpec(
+            (None, None, self.plan.kv_block, dim), lambda *at: (*self._at("kv", *at), 0)
+        )
 
     def ints(self, side: str) -> Any:
         """The spec of a row of integers."""
@@ -316,7 +332,9 @@ class _Specs:
         visited = _visited(at[steps], self.table.shape, batch, outer, inner[-1]) // KINDS
         if self.queries_outside:
             return (batch, head, outer) if side == "q" else (batch, head // self.group, visited)
-        return (batch, head * self.group + inner[0], visited) if side == "q" else (batch, head, outer)
+        return (
+            (batch, head * self.group + inner[0], visited) if side == "q" else (batch, head, outer)
+        )
 
 
 def _visited(table: Any, shape: tuple[int, ...], batch: Any, outer: Any, step: Any) -> Any:
@@ -337,7 +355,16 @@ def _named(body: Callable[..., None], *, scalars: int, before: int) -> Callable[
 # What the kernels compute.
 
 
-def _forward_body(scalars: Any, refs: Any, *, before: int, plan: Plan, shape: tuple[int, ...], segments: bool, final: bool) -> None:
+def _forward_body(
+    scalars: Any,
+    refs: Any,
+    *,
+    before: int,
+    plan: Plan,
+    shape: tuple[int, ...],
+    segments: bool,
+    final: bool,
+) -> None:
     q_ref, k_ref, v_ref, *rest = refs
     ints, rest = rest[: 4 if segments else 2], rest[4 if segments else 2 :]
     start, rest = rest[:before], rest[before:]
@@ -386,7 +413,9 @@ def _forward_body(scalars: Any, refs: Any, *, before: int, plan: Plan, shape: tu
             row_refs[1][...] = _row(l_ref[...])
 
 
-def _queries_body(scalars: Any, refs: Any, *, before: int, plan: Plan, shape: tuple[int, ...], segments: bool) -> None:
+def _queries_body(
+    scalars: Any, refs: Any, *, before: int, plan: Plan, shape: tuple[int, ...], segments: bool
+) -> None:
     q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *rest = refs
     ints, rest = rest[: 4 if segments else 2], rest[4 if segments else 2 :]
     start, (dq_ref, acc_ref) = rest[:before], rest[before:]
@@ -415,7 +444,9 @@ def _queries_body(scalars: Any, refs: Any, *, before: int, plan: Plan, shape: tu
         dq_ref[...] = (start[0][...] + dq if start else dq).astype(dq_ref.dtype)
 
 
-def _keys_body(scalars: Any, refs: Any, *, before: int, plan: Plan, shape: tuple[int, ...], segments: bool) -> None:
+def _keys_body(
+    scalars: Any, refs: Any, *, before: int, plan: Plan, shape: tuple[int, ...], segments: bool
+) -> None:
     q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *rest = refs
     ints, rest = rest[: 4 if segments else 2], rest[4 if segments else 2 :]
     start, (dk_ref, dv_ref, dk_acc, dv_acc) = rest[:before], rest[before:]
@@ -465,7 +496,9 @@ def _logits(a: jax.Array, b: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Arra
 def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
     # By default a TPU multiplies float32 in bfloat16.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    found: jax.Array = jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+    found: jax.Array = jax.lax.dot_general(
+        a, b, dims, precision=precision, preferred_element_type=jnp.float32
+    )
     return found
 
 

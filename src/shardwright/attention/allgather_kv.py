@@ -36,14 +36,18 @@ class _Gathering:
         k, v = _sequence.unpack(found, head_dim=operands.q.shape[-1])
         return operands.replace(k=k, v=v)
 
-    def scatter(self, dk: jax.Array, dv: jax.Array, *, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    def scatter(
+        self, dk: jax.Array, dv: jax.Array, *, head_dim: int
+    ) -> tuple[jax.Array, jax.Array]:
         """Return the sums over ranks of the gradients of the own keys and values."""
         found = tuple(self._scatter(array) for array in _sequence.pack(dk, dv))
         return _sequence.unpack(found, head_dim=head_dim)
 
     def _scatter(self, array: jax.Array) -> jax.Array:
         *first, length, heads, dim = array.shape
-        by_rank = jnp.moveaxis(array.reshape(*first, self.ranks, length // self.ranks, heads, dim), len(first), 0)
+        by_rank = jnp.moveaxis(
+            array.reshape(*first, self.ranks, length // self.ranks, heads, dim), len(first), 0
+        )
         # Over the leading dim: over an inner one of stacked arrays XLA for TPUs reduces all of it, in bfloat16, and takes a part.
         part: jax.Array = jax.lax.psum_scatter(by_rank, self.axes)
         return part
@@ -76,7 +80,9 @@ class AllGatherKVAttention(AttentionImpl):
     def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
         """Attend, one `shard_map` over all the axes of the call."""
         inner = _inner_of(call)
-        return _inner.run_inner(inner, functools.partial(_run, call=call, inner=inner), operands, call)
+        return _inner.run_inner(
+            inner, functools.partial(_run, call=call, inner=inner), operands, call
+        )
 
 
 def _inner_of(call: AttentionCall) -> _inner.Inner:
@@ -92,11 +98,16 @@ def _run(shard: Operands, *, call: AttentionCall, inner: _inner.Inner) -> Result
     else:
         recipe = _inner.recipe_of(inner, shard, call)
         gathering = _Gathering(recipe=recipe, axes=axes, ranks=call.shards(axes), kernel=kernel)
-        o, lse, _ = _attend(gathering, *_sequence.split_floats(_jax.vary_together(_sequence.with_whole_rows(shard, call))))
+        o, lse, _ = _attend(
+            gathering,
+            *_sequence.split_floats(_jax.vary_together(_sequence.with_whole_rows(shard, call))),
+        )
     return _shards.asked(Result(o=o, lse=lse), call)
 
 
-def _values(gathering: _Gathering, floats: dict[str, Any], others: Operands) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def _values(
+    gathering: _Gathering, floats: dict[str, Any], others: Operands
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     operands = others.replace(**floats)
     state = gathering.kernel.forward(gathering.whole(operands), gathering.recipe)
     o, lse, lse_error = gathering.kernel.finish(state, operands)
@@ -109,9 +120,15 @@ def _backward_pass(gathering: _Gathering, kept: Any, cotangents: Any) -> dict[st
     operands, do = _sequence.sent_again(others.replace(**floats), do)
     delta = blockwise.delta(o, do, dlse)
     whole = gathering.whole(operands)
-    found = gathering.kernel.backward(whole, gathering.recipe, lse=lse, do=do, delta=delta, lse_error=lse_error)
+    found = gathering.kernel.backward(
+        whole, gathering.recipe, lse=lse, do=do, delta=delta, lse_error=lse_error
+    )
     dk, dv = gathering.scatter(found.k, found.v, head_dim=operands.q.shape[-1])
-    sinks = None if operands.sinks is None else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta, lse_error=lse_error)
+    sinks = (
+        None
+        if operands.sinks is None
+        else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta, lse_error=lse_error)
+    )
     return _sequence.cotangents(floats, q=found.q, k=dk, v=dv, bias=found.bias, sinks=sinks)
 
 

@@ -103,7 +103,13 @@ def dot_product_attention(
 
 
 def explain(
-    q: Any, k: Any, v: Any, *, implementation: str | None = None, metadata: AttentionMetadata | None = None, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    implementation: str | None = None,
+    metadata: AttentionMetadata | None = None,
+    **options: Any,
 ) -> Choice:
     """Return which implementation `dot_product_attention` would take, and why not the others; print it.
 

@@ -13,7 +13,14 @@ from jax.sharding import Mesh
 
 from shardwright import _jax, context
 from shardwright.attention import masks
-from shardwright.attention.call import AttentionCall, JointSpecs, Layout, Operands, Recipe, default_positions
+from shardwright.attention.call import (
+    AttentionCall,
+    JointSpecs,
+    Layout,
+    Operands,
+    Recipe,
+    default_positions,
+)
 from shardwright.attention.joint import resolve_joint
 from shardwright.attention.masks import Mask, MaskRules
 from shardwright.errors import AttentionError, did_you_mean
@@ -68,7 +75,10 @@ def make_options(options: dict[str, Any]) -> Options:
     known = {field.name for field in dataclasses.fields(Options)}
     for name in options:
         if name not in known:
-            raise AttentionError(f"unknown option {name!r}", fix=did_you_mean(name, known) or f"options are {', '.join(sorted(known))}")
+            raise AttentionError(
+                f"unknown option {name!r}",
+                fix=did_you_mean(name, known) or f"options are {', '.join(sorted(known))}",
+            )
     return Options(**options)
 
 
@@ -83,7 +93,9 @@ class _Sizes:
     v_dim: int
 
 
-def describe(q: Any, k: Any, v: Any, *, options: Options, specs: JointSpecs | None = None) -> tuple[AttentionCall, Mask]:
+def describe(
+    q: Any, k: Any, v: Any, *, options: Options, specs: JointSpecs | None = None
+) -> tuple[AttentionCall, Mask]:
     """Return a call as data, and its mask with all arrays in it. Reads shapes and dtypes; arrays may be `ShapeDtypeStruct`s.
 
     Args:
@@ -114,7 +126,9 @@ def describe(q: Any, k: Any, v: Any, *, options: Options, specs: JointSpecs | No
     if specs is None and manager is not None:
         rows = (sizes.batch, sizes.kv_length, sizes.kv_heads)
         q_dims = (sizes.batch, sizes.q_length, sizes.heads, sizes.head_dim)
-        specs = resolve_joint(manager, q=q_dims, k=(*rows, sizes.head_dim), v=(*rows, sizes.v_dim), mode=mode)
+        specs = resolve_joint(
+            manager, q=q_dims, k=(*rows, sizes.head_dim), v=(*rows, sizes.v_dim), mode=mode
+        )
     specs = JointSpecs() if specs is None else specs
     _check_sequence_axis(options.sequence_axis, specs)
     call = AttentionCall(
@@ -160,12 +174,18 @@ def _check_sequence_axis(name: str | None, specs: JointSpecs) -> None:
             )
 
 
-def make_operands(q: Any, k: Any, v: Any, *, options: Options, call: AttentionCall, mask: Mask) -> Operands:
+def make_operands(
+    q: Any, k: Any, v: Any, *, options: Options, call: AttentionCall, mask: Mask
+) -> Operands:
     """Return the arrays of a described call, BTHD, with positions."""
     kv_dtype = call.kv_dtype or call.dtype
-    arrays = [jnp.asarray(x).astype(dtype) for x, dtype in ((q, call.dtype), (k, kv_dtype), (v, kv_dtype))]
+    arrays = [
+        jnp.asarray(x).astype(dtype) for x, dtype in ((q, call.dtype), (k, kv_dtype), (v, kv_dtype))
+    ]
     arrays += [jnp.asarray(x) for x in (options.k_scale, options.v_scale) if x is not None]
-    q, k, v, *scales = arrays if call.layout is Layout.BTHD else [jnp.swapaxes(x, 1, 2) for x in arrays]
+    q, k, v, *scales = (
+        arrays if call.layout is Layout.BTHD else [jnp.swapaxes(x, 1, 2) for x in arrays]
+    )
     k_scale, v_scale = scales or (None, None)
     q_positions, kv_positions = _positions(options, mask, call)
     dropout = bool(call.recipe.dropout)
@@ -211,21 +231,43 @@ def _layout(layout: str) -> Layout:
 
 def _sizes(q: Any, k: Any, v: Any, layout: Layout, *, cast: bool) -> _Sizes:
     named = {"q": q, "k": k, "v": v}
-    order = "[batch, length, heads, head_dim]" if layout is Layout.BTHD else "[batch, heads, length, head_dim]"
+    order = (
+        "[batch, length, heads, head_dim]"
+        if layout is Layout.BTHD
+        else "[batch, heads, length, head_dim]"
+    )
     for name, x in named.items():
         shape = getattr(x, "shape", None)
         if shape is None or len(shape) != 4:
-            raise AttentionError(f"{name} has shape {shape}, not 4 dims", path=name, fix=f"layout {layout} is {order}")
+            raise AttentionError(
+                f"{name} has shape {shape}, not 4 dims",
+                path=name,
+                fix=f"layout {layout} is {order}",
+            )
         if 0 in shape:
-            raise AttentionError(f"{name} has shape {shape}: a dim is empty", path=name, fix="call it with at least one row")
+            raise AttentionError(
+                f"{name} has shape {shape}: a dim is empty",
+                path=name,
+                fix="call it with at least one row",
+            )
         if name != "q" and _is_quantised(x):
             continue
         if str(x.dtype) not in _DTYPES:
-            raise AttentionError(f"{name} is {x.dtype}", path=name, fix=f"attention computes in {', '.join(_DTYPES)}: cast it")
+            raise AttentionError(
+                f"{name} is {x.dtype}",
+                path=name,
+                fix=f"attention computes in {', '.join(_DTYPES)}: cast it",
+            )
         if x.dtype != q.dtype and not cast:
-            raise AttentionError(f"{name} is {x.dtype}, and q is {q.dtype}", path=name, fix="cast q, k and v to one dtype")
+            raise AttentionError(
+                f"{name} is {x.dtype}, and q is {q.dtype}",
+                path=name,
+                fix="cast q, k and v to one dtype",
+            )
     at = (0, 1, 2, 3) if layout is Layout.BTHD else (0, 2, 1, 3)
-    (batch, q_length, heads, head_dim), ks, vs = ([x.shape[dim] for dim in at] for x in named.values())
+    (batch, q_length, heads, head_dim), ks, vs = (
+        [x.shape[dim] for dim in at] for x in named.values()
+    )
     for name, dim, found, wanted, of in (
         ("k", "batch", ks[0], batch, "q"),
         ("k", "head_dim", ks[3], head_dim, "q"),
@@ -234,11 +276,25 @@ def _sizes(q: Any, k: Any, v: Any, layout: Layout, *, cast: bool) -> _Sizes:
         ("v", "heads", vs[2], ks[2], "k"),
     ):
         if found != wanted:
-            raise AttentionError(f"{dim} {found} of {name} is not {wanted}, that of {of}", path=name, fix=f"layout {layout} is {order}")
+            raise AttentionError(
+                f"{dim} {found} of {name} is not {wanted}, that of {of}",
+                path=name,
+                fix=f"layout {layout} is {order}",
+            )
     if heads % ks[2]:
         fix = "query head h reads kv head h * kv_heads // heads, so kv_heads divides heads; check the layout too"
-        raise AttentionError(f"{heads} query heads do not divide over {ks[2]} kv heads", path="k", fix=fix)
-    return _Sizes(batch=batch, q_length=q_length, kv_length=ks[1], heads=heads, kv_heads=ks[2], head_dim=head_dim, v_dim=vs[3])
+        raise AttentionError(
+            f"{heads} query heads do not divide over {ks[2]} kv heads", path="k", fix=fix
+        )
+    return _Sizes(
+        batch=batch,
+        q_length=q_length,
+        kv_length=ks[1],
+        heads=heads,
+        kv_heads=ks[2],
+        head_dim=head_dim,
+        v_dim=vs[3],
+    )
 
 
 def _is_quantised(x: Any) -> bool:
@@ -248,7 +304,11 @@ def _is_quantised(x: Any) -> bool:
 def _check_scales(k: Any, v: Any, options: Options, sizes: _Sizes, layout: Layout) -> None:
     """Raise unless quantised keys and values, and none but those, have scales."""
     if k.dtype != v.dtype and (_is_quantised(k) or _is_quantised(v)):
-        raise AttentionError(f"v is {v.dtype}, and k is {k.dtype}", path="v", fix="quantise both to one dtype, or neither")
+        raise AttentionError(
+            f"v is {v.dtype}, and k is {k.dtype}",
+            path="v",
+            fix="quantise both to one dtype, or neither",
+        )
     dims = (sizes.batch, sizes.kv_length, sizes.kv_heads)
     dims = dims if layout is Layout.BTHD else (dims[0], dims[2], dims[1])
     check_scale("k_scale", options.k_scale, dims, of="k", dtype=k.dtype)
@@ -259,24 +319,35 @@ def check_scale(name: str, scale: Any, dims: tuple[int, ...], *, of: str, dtype:
     """Raise AttentionError unless there is a scale, float32 of these dims, for a quantised array, and none for another."""
     quantised = str(dtype) in _QUANTISED
     if scale is None and quantised:
-        raise AttentionError(f"{of} is {dtype} and has no scale", path=name, fix=f"pass {name}=, float32 of shape {dims}")
+        raise AttentionError(
+            f"{of} is {dtype} and has no scale",
+            path=name,
+            fix=f"pass {name}=, float32 of shape {dims}",
+        )
     if scale is not None and not quantised:
         fix = f"scales go with keys and values in {', '.join(_QUANTISED)}"
         raise AttentionError(f"{name} is given, and {of} is {dtype}", path=name, fix=fix)
     kind, shape = str(getattr(scale, "dtype", type(scale).__name__)), getattr(scale, "shape", None)
     if scale is not None and (kind != "float32" or shape != dims):
         what = f"{name} is {kind} of shape {shape}"
-        raise AttentionError(what, path=name, fix=f"pass float32 of shape {dims}, one scale for each row and head")
+        raise AttentionError(
+            what, path=name, fix=f"pass float32 of shape {dims}, one scale for each row and head"
+        )
 
 
 def _mode(mode: str | None, manager: PartitionManager | None) -> str:
     said = mode if mode is not None else manager.mode if manager is not None else None
     if said is None:
         fix = 'pass mode="train", "prefill" or "decode", or use a manager that has one, pm.for_mode("decode")'
-        raise AttentionError("attention needs a mode, and neither the call nor a manager says one", fix=fix)
+        raise AttentionError(
+            "attention needs a mode, and neither the call nor a manager says one", fix=fix
+        )
     parsed = parse_mode(said)
     if parsed == MODE_INSERT:
-        raise AttentionError("insert moves rows of a cache and attends to nothing", fix='pass mode="decode" or "prefill"')
+        raise AttentionError(
+            "insert moves rows of a cache and attends to nothing",
+            fix='pass mode="decode" or "prefill"',
+        )
     return parsed
 
 
@@ -294,11 +365,15 @@ def _mask(options: Options, sizes: _Sizes) -> Mask:
     found = Mask(rules=MaskRules(causal=options.causal, window=options.window, chunk=options.chunk))
     if options.segment_ids is not None:
         if options.kv_segment_ids is None and sizes.q_length != sizes.kv_length:
-            what = f"segment_ids are of {sizes.q_length} queries, and there are {sizes.kv_length} keys"
+            what = (
+                f"segment_ids are of {sizes.q_length} queries, and there are {sizes.kv_length} keys"
+            )
             raise AttentionError(what, path="segment_ids", fix="pass kv_segment_ids too")
         found = found & masks.segments(options.segment_ids, options.kv_segment_ids)
     elif options.kv_segment_ids is not None:
-        raise AttentionError("kv_segment_ids without segment_ids", path="kv_segment_ids", fix="pass both")
+        raise AttentionError(
+            "kv_segment_ids without segment_ids", path="kv_segment_ids", fix="pass both"
+        )
     if options.lengths is not None:
         found = found & masks.lengths(options.lengths)
     if options.mask is None:
@@ -310,56 +385,104 @@ def _check_arrays(options: Options, mask: Mask, sizes: _Sizes) -> None:
     b, t, s, h = sizes.batch, sizes.q_length, sizes.kv_length, sizes.heads
     _check_integers("segment_ids", mask.q_segment_ids, (b, t))
     _check_integers("kv_segment_ids", mask.kv_segment_ids, (b, s))
-    _check_integers("lengths", mask.lengths, (b,), low=0, high=s if options.kv_positions is None else _MOST)
+    _check_integers(
+        "lengths", mask.lengths, (b,), low=0, high=s if options.kv_positions is None else _MOST
+    )
     _check_integers("positions", options.positions, (b, t), low=0, high=_MOST)
     _check_integers("kv_positions", options.kv_positions, (b, s), low=-_MOST, high=_MOST)
-    for name, array, kind in (("mask", mask.dense, jnp.bool_), ("bias", options.bias, jnp.floating)):
+    for name, array, kind in (
+        ("mask", mask.dense, jnp.bool_),
+        ("bias", options.bias, jnp.floating),
+    ):
         if array is None:
             continue
         if not jnp.issubdtype(array.dtype, kind):
-            fix = "True means attend" if name == "mask" else "a mask goes into mask=, a bias is added to the logits"
+            fix = (
+                "True means attend"
+                if name == "mask"
+                else "a mask goes into mask=, a bias is added to the logits"
+            )
             raise AttentionError(
-                f"{name} is {array.dtype}, not {np.dtype(bool) if name == 'mask' else 'floating point'}", path=name, fix=fix
+                f"{name} is {array.dtype}, not {np.dtype(bool) if name == 'mask' else 'floating point'}",
+                path=name,
+                fix=fix,
             )
         full = (b, h, t, s)
-        if len(array.shape) != 4 or any(have not in (1, want) for have, want in zip(array.shape, full, strict=True)):
+        if len(array.shape) != 4 or any(
+            have not in (1, want) for have, want in zip(array.shape, full, strict=True)
+        ):
             what = f"{name} has shape {tuple(array.shape)}, and the logits are [batch, heads, q_length, kv_length] = {full}"
             dims = {
                 2: f"; of one of [q_length, kv_length], {name}[None, None]",
                 3: f"; of one of [batch, q_length, kv_length], {name}[:, None]",
             }
-            raise AttentionError(what, path=name, fix=f"give it 4 dims, each full or 1{dims.get(len(array.shape), '')}")
+            raise AttentionError(
+                what,
+                path=name,
+                fix=f"give it 4 dims, each full or 1{dims.get(len(array.shape), '')}",
+            )
     if options.sinks is not None and tuple(options.sinks.shape) != (h,):
         raise AttentionError(
-            f"sinks have shape {tuple(options.sinks.shape)}, not ({h},)", path="sinks", fix="give one logit per query head"
+            f"sinks have shape {tuple(options.sinks.shape)}, not ({h},)",
+            path="sinks",
+            fix="give one logit per query head",
         )
 
 
-def _check_integers(name: str, array: Any, shape: tuple[int, ...], *, low: int | None = None, high: int | None = None) -> None:
+def _check_integers(
+    name: str,
+    array: Any,
+    shape: tuple[int, ...],
+    *,
+    low: int | None = None,
+    high: int | None = None,
+) -> None:
     if array is None:
         return
     if not hasattr(array, "shape") or not jnp.issubdtype(array.dtype, jnp.integer):
         kind = getattr(array, "dtype", type(array).__name__)
-        raise AttentionError(f"{name} is {kind}, not integers", path=name, fix="pass an int32 array")
+        raise AttentionError(
+            f"{name} is {kind}, not integers", path=name, fix="pass an int32 array"
+        )
     fits = (shape, (1, *shape[1:]), shape[1:]) if "positions" in name else (shape,)
     if tuple(array.shape) not in fits:
         what = f"{name} has shape {tuple(array.shape)}, not {' or '.join(str(fit) for fit in dict.fromkeys(fits))}"
         raise AttentionError(what, path=name, fix="give one integer per row")
-    if isinstance(array, np.ndarray) and low is not None and high is not None and (array.min() < low or array.max() > high):
+    if (
+        isinstance(array, np.ndarray)
+        and low is not None
+        and high is not None
+        and (array.min() < low or array.max() > high)
+    ):
         worst = array.min() if array.min() < low else array.max()
         raise AttentionError(
-            f"{name} has {worst}, outside {low} to {high}", path=name, fix="count from 0; a negative key position hides its row"
+            f"{name} has {worst}, outside {low} to {high}",
+            path=name,
+            fix="count from 0; a negative key position hides its row",
         )
 
 
 def _offset(options: Options, mask: Mask, mode: str, sizes: _Sizes) -> int | None:
     """Return where the first query stands if positions are the row numbers, else None: they are arrays."""
     given = options.positions is not None
-    if given and options.kv_positions is None and mode != MODE_DECODE and (mode != MODE_TRAIN or sizes.q_length != sizes.kv_length):
+    if (
+        given
+        and options.kv_positions is None
+        and mode != MODE_DECODE
+        and (mode != MODE_TRAIN or sizes.q_length != sizes.kv_length)
+    ):
         what = f"in {mode_name(mode)}, positions of {sizes.q_length} queries say nothing of {sizes.kv_length} keys"
-        raise AttentionError(what, path="positions", fix="pass kv_positions too; jnp.arange(kv_length) for a cache or a whole sequence")
+        raise AttentionError(
+            what,
+            path="positions",
+            fix="pass kv_positions too; jnp.arange(kv_length) for a cache or a whole sequence",
+        )
     if not given and options.kv_positions is not None and mask.rules.positional:
-        raise AttentionError("kv_positions without positions", path="kv_positions", fix="pass the positions of the queries too")
+        raise AttentionError(
+            "kv_positions without positions",
+            path="kv_positions",
+            fix="pass the positions of the queries too",
+        )
     if given or options.kv_positions is not None:
         return None
     if mask.lengths is None or not mask.rules.positional:
@@ -393,22 +516,42 @@ def _row(positions: Any) -> jax.Array:
 
 
 def _recipe(options: Options, rules: MaskRules, sizes: _Sizes, platform: str) -> Recipe:
-    scale = 1.0 / math.sqrt(sizes.head_dim) if options.scale is None else _number("scale", options.scale)
+    scale = (
+        1.0 / math.sqrt(sizes.head_dim)
+        if options.scale is None
+        else _number("scale", options.scale)
+    )
     softcap = None if options.softcap is None else _number("softcap", options.softcap)
     if softcap is not None and softcap <= 0:
-        raise AttentionError(f"softcap={softcap}", path="softcap", fix="pass a positive number, or None for no cap")
+        raise AttentionError(
+            f"softcap={softcap}", path="softcap", fix="pass a positive number, or None for no cap"
+        )
     rate = 0.0 if options.dropout is None else _number("dropout", options.dropout)
     if not 0.0 <= rate < 1.0:
-        raise AttentionError(f"dropout={rate}", path="dropout", fix="pass the probability of dropping a weight, from 0 to below 1")
+        raise AttentionError(
+            f"dropout={rate}",
+            path="dropout",
+            fix="pass the probability of dropping a weight, from 0 to below 1",
+        )
     if rate and options.dropout_key is None:
-        raise AttentionError(f"dropout={rate} without a key", path="dropout_key", fix="pass dropout_key=, a JAX key or an integer seed")
-    return Recipe(mask=rules, scale=scale, softcap=softcap, dropout=rate, **_blocks(options, platform))
+        raise AttentionError(
+            f"dropout={rate} without a key",
+            path="dropout_key",
+            fix="pass dropout_key=, a JAX key or an integer seed",
+        )
+    return Recipe(
+        mask=rules, scale=scale, softcap=softcap, dropout=rate, **_blocks(options, platform)
+    )
 
 
 def _blocks(options: Options, platform: str) -> dict[str, Any]:
     # On a CPU a block that stays in its caches, and leaves out more of a causal mask, takes half the time of a larger one
     # (benchmarks/attention.py).
-    found = {"q_block": 256, "kv_block": 512} if platform == "cpu" else {"q_block": 512, "kv_block": 1024}
+    found = (
+        {"q_block": 256, "kv_block": 512}
+        if platform == "cpu"
+        else {"q_block": 512, "kv_block": 1024}
+    )
     said = {name: rows for name in found if (rows := getattr(options, name)) is not None}
     for name, rows in said.items():
         if rows < 1:
@@ -428,6 +571,14 @@ def _check_dropout(recipe: Recipe, q: Any) -> None:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, (jax.Array, jax.core.Tracer)) or not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
-        raise AttentionError(f"{name}={value!r} is not a number", path=name, fix="pass a Python float: it is part of the program")
+    if (
+        isinstance(value, (jax.Array, jax.core.Tracer))
+        or not isinstance(value, (int, float, np.number))
+        or not math.isfinite(value)
+    ):
+        raise AttentionError(
+            f"{name}={value!r} is not a number",
+            path=name,
+            fix="pass a Python float: it is part of the program",
+        )
     return float(value)

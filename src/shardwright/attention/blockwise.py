@@ -29,7 +29,14 @@ from shardwright.attention._derivatives import differentiable
 from shardwright.attention._dropout import keep_factors
 from shardwright.attention._online import Running
 from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
-from shardwright.attention.call import LSE_NAME, OUTPUT_NAME, AttentionCall, Layout, Operands, Recipe
+from shardwright.attention.call import (
+    LSE_NAME,
+    OUTPUT_NAME,
+    AttentionCall,
+    Layout,
+    Operands,
+    Recipe,
+)
 from shardwright.attention.masks import block_is_empty
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
@@ -37,7 +44,16 @@ from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Res
 _LANES, _SUBLANE_BYTES = 128, 4
 # The dim of each operand that counts queries, and the one that counts keys.
 _Q_DIM = {"q": 1, "q_positions": 1, "q_segment_ids": 1, "mask": 2, "bias": 2}
-_KV_DIM = {"k": 1, "v": 1, "k_scale": 1, "v_scale": 1, "kv_positions": 1, "kv_segment_ids": 1, "mask": 3, "bias": 3}
+_KV_DIM = {
+    "k": 1,
+    "v": 1,
+    "k_scale": 1,
+    "v_scale": 1,
+    "kv_positions": 1,
+    "kv_segment_ids": 1,
+    "mask": 3,
+    "bias": 3,
+}
 
 
 @jax.tree_util.register_dataclass
@@ -86,12 +102,18 @@ def forward(operands: Operands, recipe: Recipe, *, state: Running | None = None)
         row = _q_rows(padded, i, grid)
         read = functools.partial(_read_keys, row, recipe=recipe, grid=grid)
         init = _online.start(row.q, row.v) if before is None else _running_rows(before, i, grid)
-        return _over(grid.kv_count, lambda j, held: _visit(read(j), recipe, held, functools.partial(_add, recipe)), init)
+        return _over(
+            grid.kv_count,
+            lambda j, held: _visit(read(j), recipe, held, functools.partial(_add, recipe)),
+            init,
+        )
 
     if grid.q_count == 1:
         only: Running = one_q(jnp.int32(0))
         return only
-    _, rows = jax.lax.scan(lambda carry, i: (carry, one_q(i)), None, jnp.arange(grid.q_count, dtype=jnp.int32))
+    _, rows = jax.lax.scan(
+        lambda carry, i: (carry, one_q(i)), None, jnp.arange(grid.q_count, dtype=jnp.int32)
+    )
     found: Running = jax.tree.map(lambda blocks: _join(blocks, dim=2)[:, :, : grid.q_length], rows)
     return found
 
@@ -117,16 +139,29 @@ def backward(
       onto: what to add it to, in place where the compiler can; None for nothing.
       lse_error: what float32 lost of the logsumexp, see `_online.lse_error_of`; None for nothing, as where no bias is large.
     """
-    operands, lse, do, delta, onto, lse_error = _jax.vary_together((operands, lse, do, delta, onto, lse_error))
+    operands, lse, do, delta, onto, lse_error = _jax.vary_together(
+        (operands, lse, do, delta, onto, lse_error)
+    )
     grid = _grid(operands, recipe)
     padded = _pad(operands, grid)
-    by_row = [rows if rows is None else _pad_dim(rows, 2, grid.q_count * grid.q_block, 0) for rows in (lse, lse_error, delta)]
+    by_row = [
+        rows if rows is None else _pad_dim(rows, 2, grid.q_count * grid.q_block, 0)
+        for rows in (lse, lse_error, delta)
+    ]
     do = _pad_dim(do, 1, grid.q_count * grid.q_block, 0)
-    shapes = {name: array for name in ("q", "k", "v", "bias") if (array := getattr(padded, name)) is not None}
+    shapes = {
+        name: array
+        for name in ("q", "k", "v", "bias")
+        if (array := getattr(padded, name)) is not None
+    }
     if onto is None:
-        held = Gradients(**{name: jnp.zeros_like(array, dtype=jnp.float32) for name, array in shapes.items()})
+        held = Gradients(
+            **{name: jnp.zeros_like(array, dtype=jnp.float32) for name, array in shapes.items()}
+        )
     else:
-        held = Gradients(**{name: _pad_to(getattr(onto, name), array.shape) for name, array in shapes.items()})
+        held = Gradients(
+            **{name: _pad_to(getattr(onto, name), array.shape) for name, array in shapes.items()}
+        )
 
     def one_kv(j: jax.Array, held: Gradients) -> Gradients:
         column, first = _kv_rows(padded, j, grid), j * grid.kv_block
@@ -136,15 +171,26 @@ def backward(
             at = i * grid.q_block
             rows = [one if one is None else _slice(one, 2, at, grid.q_block) for one in by_row]
             rows.append(_slice(do, 1, at, grid.q_block))
-            return _visit(block, recipe, held, lambda block, held: _add_gradients(block, recipe, rows, held, i, j, grid))
+            return _visit(
+                block,
+                recipe,
+                held,
+                lambda block, held: _add_gradients(block, recipe, rows, held, i, j, grid),
+            )
 
         dk, dv = (_slice(array, 1, first, grid.kv_block) for array in (held.k, held.v))
         dq, dbias, dk, dv = _over(grid.q_count, one_q, (held.q, held.bias, dk, dv))
-        dk, dv = (jax.lax.dynamic_update_slice_in_dim(array, part, first, 1) for array, part in ((held.k, dk), (held.v, dv)))
+        dk, dv = (
+            jax.lax.dynamic_update_slice_in_dim(array, part, first, 1)
+            for array, part in ((held.k, dk), (held.v, dv))
+        )
         return Gradients(q=dq, k=dk, v=dv, bias=dbias)
 
     found = _over(grid.kv_count, one_kv, held)
-    cut = {name: jax.lax.slice(getattr(found, name), (0,) * 4, getattr(operands, name).shape) for name in shapes}
+    cut = {
+        name: jax.lax.slice(getattr(found, name), (0,) * 4, getattr(operands, name).shape)
+        for name in shapes
+    }
     return Gradients(**cut)
 
 
@@ -160,14 +206,18 @@ def delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None = None) -> jax.Arr
     return rows if dlse is None else rows - dlse
 
 
-def sinks_gradient(sinks: jax.Array, *, lse: jax.Array, delta: jax.Array, lse_error: jax.Array | None = None) -> jax.Array:
+def sinks_gradient(
+    sinks: jax.Array, *, lse: jax.Array, delta: jax.Array, lse_error: jax.Array | None = None
+) -> jax.Array:
     """Return the gradient of the sinks `[heads]`, float32; see `backward`."""
     above = sinks.astype(jnp.float32)[None, :, None] - lse
     share = jnp.exp(above if lse_error is None else above - lse_error)
     return -jnp.sum(share * delta, axis=(0, 2))
 
 
-def attend(operands: Operands, recipe: Recipe, *, dtype: str | None = None) -> tuple[jax.Array, jax.Array]:
+def attend(
+    operands: Operands, recipe: Recipe, *, dtype: str | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Return the output `[batch, q_length, heads, v_dim]` and the logsumexp of local arrays. Differentiable.
 
     Args:
@@ -179,16 +229,22 @@ def attend(operands: Operands, recipe: Recipe, *, dtype: str | None = None) -> t
     return o, lse
 
 
-def attend_exactly(operands: Operands, recipe: Recipe, *, dtype: str | None = None) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def attend_exactly(
+    operands: Operands, recipe: Recipe, *, dtype: str | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Return what `attend` does and, where there is a bias, what float32 lost of the logsumexp; see `_online.lse_error_of`."""
     operands = _jax.vary_together(operands)
     floats = {name: getattr(operands, name) for name in ("q", "k", "v", "bias", "sinks")}
     others = operands.replace(**dict.fromkeys(floats))
-    found: tuple[jax.Array, jax.Array, jax.Array | None] = _attend((recipe, dtype or str(operands.q.dtype)), floats, others)
+    found: tuple[jax.Array, jax.Array, jax.Array | None] = _attend(
+        (recipe, dtype or str(operands.q.dtype)), floats, others
+    )
     return found
 
 
-def _values(static: tuple[Recipe, str], floats: dict[str, Any], others: Operands) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def _values(
+    static: tuple[Recipe, str], floats: dict[str, Any], others: Operands
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     (recipe, dtype), operands = static, others.replace(**floats)
     o, lse, lse_error = finish(forward(operands, recipe), operands)
     return o.astype(dtype), lse, lse_error
@@ -209,9 +265,15 @@ def _backward_pass(static: tuple[Recipe, str], kept: Any, cotangents: Any) -> di
     operands = others.replace(**floats)
     rows = delta(o, do, dlse)
     found = backward(operands, recipe, lse=lse, do=do, delta=rows, lse_error=lse_error)
-    sinks = None if operands.sinks is None else sinks_gradient(operands.sinks, lse=lse, delta=rows, lse_error=lse_error)
+    sinks = (
+        None
+        if operands.sinks is None
+        else sinks_gradient(operands.sinks, lse=lse, delta=rows, lse_error=lse_error)
+    )
     grads = {"q": found.q, "k": found.k, "v": found.v, "bias": found.bias, "sinks": sinks}
-    return {name: None if one is None else one.astype(floats[name].dtype) for name, one in grads.items()}
+    return {
+        name: None if one is None else one.astype(floats[name].dtype) for name, one in grads.items()
+    }
 
 
 _attend = differentiable(_values, _backward_pass, names=(OUTPUT_NAME, LSE_NAME))
@@ -257,7 +319,9 @@ def _visit(block: Operands, recipe: Recipe, held: Any, step: Any) -> Any:
 def _empty(block: Operands, recipe: Recipe) -> jax.Array:
     kv = block.kv_positions
     kv_low, kv_high = jnp.min(jnp.where(kv < 0, jnp.iinfo(jnp.int32).max, kv)), jnp.max(kv)
-    empty: jax.Array = block_is_empty(recipe.mask, (jnp.min(block.q_positions), jnp.max(block.q_positions)), (kv_low, kv_high))
+    empty: jax.Array = block_is_empty(
+        recipe.mask, (jnp.min(block.q_positions), jnp.max(block.q_positions)), (kv_low, kv_high)
+    )
     if block.lengths is not None:
         empty = empty | (kv_low >= jnp.max(block.lengths))
     if block.q_segment_ids is not None:
@@ -269,7 +333,14 @@ def _empty(block: Operands, recipe: Recipe) -> jax.Array:
 def _logits(block: Operands, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
     """Return the logits of a block, and which of them are seen."""
     seen, bias = _online.visible(block, recipe.mask)
-    return _online.logits_of(block.q, block.k, scale=recipe.scale, softcap=recipe.softcap, bias=bias, k_scale=block.k_scale), seen
+    return _online.logits_of(
+        block.q,
+        block.k,
+        scale=recipe.scale,
+        softcap=recipe.softcap,
+        bias=bias,
+        k_scale=block.k_scale,
+    ), seen
 
 
 def _keep(block: Operands, recipe: Recipe) -> jax.Array | None:
@@ -278,7 +349,9 @@ def _keep(block: Operands, recipe: Recipe) -> jax.Array | None:
 
 def _add(recipe: Recipe, block: Operands, state: Running) -> Running:
     block = _converted(block)
-    return _online.update(state, *_logits(block, recipe), block.v, v_scale=block.v_scale, keep=_keep(block, recipe))
+    return _online.update(
+        state, *_logits(block, recipe), block.v, v_scale=block.v_scale, keep=_keep(block, recipe)
+    )
 
 
 def _converted(block: Operands) -> Operands:
@@ -290,7 +363,9 @@ def _converted(block: Operands) -> Operands:
     return block.replace(k=block.k.astype(block.q.dtype), v=block.v.astype(wide))
 
 
-def _add_gradients(block: Operands, recipe: Recipe, rows: Any, held: Any, i: jax.Array, j: jax.Array, grid: _Grid) -> Any:
+def _add_gradients(
+    block: Operands, recipe: Recipe, rows: Any, held: Any, i: jax.Array, j: jax.Array, grid: _Grid
+) -> Any:
     lse, lse_error, delta_rows, do = rows
     dq, dbias, dk, dv = held
     ds, weights = _logit_gradients(block, recipe, lse, do, delta_rows, lse_error)
@@ -298,13 +373,25 @@ def _add_gradients(block: Operands, recipe: Recipe, rows: Any, held: Any, i: jax
         dbias = _add_bias(dbias, ds, block.bias, i * grid.q_block, j * grid.kv_block)
     scaled = ds * recipe.scale
     at = i * grid.q_block
-    dq = jax.lax.dynamic_update_slice_in_dim(dq, _slice(dq, 1, at, grid.q_block) + _online.queries_of(scaled, block.k), at, 1)
+    dq = jax.lax.dynamic_update_slice_in_dim(
+        dq, _slice(dq, 1, at, grid.q_block) + _online.queries_of(scaled, block.k), at, 1
+    )
     kv_heads = block.k.shape[2]
-    return dq, dbias, dk + _online.keys_of(scaled, block.q, kv_heads), dv + _online.keys_of(weights, do, kv_heads)
+    return (
+        dq,
+        dbias,
+        dk + _online.keys_of(scaled, block.q, kv_heads),
+        dv + _online.keys_of(weights, do, kv_heads),
+    )
 
 
 def _logit_gradients(
-    block: Operands, recipe: Recipe, lse: jax.Array, do: jax.Array, delta_rows: jax.Array, lse_error: jax.Array | None
+    block: Operands,
+    recipe: Recipe,
+    lse: jax.Array,
+    do: jax.Array,
+    delta_rows: jax.Array,
+    lse_error: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the cotangent of the biased logits, and the weights after dropout; `[batch, heads, q_length, kv_length]`."""
     logits, seen = _logits(block, recipe)
@@ -313,7 +400,9 @@ def _logit_gradients(
     lse, delta_rows = jnp.where(none, 0.0, lse), jnp.where(none, 0.0, delta_rows)
     above = logits - lse[..., None]
     # The exponent and not the exponential is masked: the derivative of what overflows would be NaN.
-    p = jnp.exp(jnp.where(seen, above if lse_error is None else above - lse_error[..., None], -jnp.inf))
+    p = jnp.exp(
+        jnp.where(seen, above if lse_error is None else above - lse_error[..., None], -jnp.inf)
+    )
     dp = _online.products_of(do, block.v)
     keep = _keep(block, recipe)
     ds = p * ((dp if keep is None else dp * keep) - delta_rows[..., None])
@@ -322,7 +411,9 @@ def _logit_gradients(
     return ds, p if keep is None else p * keep
 
 
-def _add_bias(dbias: jax.Array, ds: jax.Array, bias: jax.Array, q_at: jax.Array, kv_at: jax.Array) -> Any:
+def _add_bias(
+    dbias: jax.Array, ds: jax.Array, bias: jax.Array, q_at: jax.Array, kv_at: jax.Array
+) -> Any:
     shared = tuple(dim for dim in range(4) if bias.shape[dim] == 1 and ds.shape[dim] != 1)
     part = jnp.sum(ds, axis=shared, keepdims=True) if shared else ds
     at = (0, 0, q_at if dbias.shape[2] > 1 else 0, kv_at if dbias.shape[3] > 1 else 0)
@@ -347,7 +438,9 @@ def _over(count: int, step: Any, init: Any) -> Any:
     """Return `init` after `step(0, ·)`, `step(1, ·)`, …"""
     if count == 1:
         return step(jnp.int32(0), init)
-    return jax.lax.scan(lambda held, i: (step(i, held), None), init, jnp.arange(count, dtype=jnp.int32))[0]
+    return jax.lax.scan(
+        lambda held, i: (step(i, held), None), init, jnp.arange(count, dtype=jnp.int32)
+    )[0]
 
 
 def _pad(operands: Operands, grid: _Grid, *, keys: bool = True) -> Operands:
@@ -368,11 +461,21 @@ def _pad_dim(array: jax.Array, dim: int, size: int, value: Any) -> jax.Array:
     widths = [(0, size - have if at == dim else 0) for at, have in enumerate(array.shape)]
     if size == array.shape[dim]:
         return array
-    return jnp.pad(array, widths, mode="edge") if value == "edge" else jnp.pad(array, widths, constant_values=value)
+    return (
+        jnp.pad(array, widths, mode="edge")
+        if value == "edge"
+        else jnp.pad(array, widths, constant_values=value)
+    )
 
 
 def _pad_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return array if array.shape == shape else jnp.pad(array, [(0, size - have) for size, have in zip(shape, array.shape, strict=True)])
+    return (
+        array
+        if array.shape == shape
+        else jnp.pad(
+            array, [(0, size - have) for size, have in zip(shape, array.shape, strict=True)]
+        )
+    )
 
 
 def _slice(array: jax.Array, dim: int, at: Any, size: int) -> jax.Array:
@@ -395,7 +498,9 @@ def _read_keys(operands: Operands, j: jax.Array, *, recipe: Recipe, grid: _Grid)
     if grid.kv_length % grid.kv_block:
         again = start + jnp.arange(grid.kv_block, dtype=jnp.int32) < first
         block = block.replace(kv_positions=jnp.where(again[None], -1, block.kv_positions))
-    return _online.without_remains(block if recipe.cached is None else _as_it_lies(block, recipe.cached), recipe)
+    return _online.without_remains(
+        block if recipe.cached is None else _as_it_lies(block, recipe.cached), recipe
+    )
 
 
 def _as_it_lies(block: Operands, layout: Layout) -> Operands:
@@ -420,8 +525,14 @@ def _as_it_lies(block: Operands, layout: Layout) -> Operands:
 
 
 def _block(operands: Operands, dims: dict[str, int], at: jax.Array, size: int) -> Operands:
-    present = {name: (getattr(operands, name), dim) for name, dim in dims.items() if getattr(operands, name) is not None}
-    return operands.replace(**{name: _slice(array, dim, at, size) for name, (array, dim) in present.items()})
+    present = {
+        name: (getattr(operands, name), dim)
+        for name, dim in dims.items()
+        if getattr(operands, name) is not None
+    }
+    return operands.replace(
+        **{name: _slice(array, dim, at, size) for name, (array, dim) in present.items()}
+    )
 
 
 def _join(blocks: jax.Array, *, dim: int) -> Any:

@@ -90,12 +90,26 @@ def append_and_attend(
       ShardingError: the arrays do not lie on the mesh as the rules say.
     """
     _check_cache(cache)
-    if getattr(q, "ndim", None) == 4 and getattr(k, "ndim", None) == 4 and q.shape[:2] != k.shape[:2]:
+    if (
+        getattr(q, "ndim", None) == 4
+        and getattr(k, "ndim", None) == 4
+        and q.shape[:2] != k.shape[:2]
+    ):
         what = f"q has [batch, q_length] {q.shape[:2]}, and k {k.shape[:2]}"
-        raise AttentionError(what, path="q", fix="pass the queries of the tokens that are appended, row by row")
+        raise AttentionError(
+            what, path="q", fix="pass the queries of the tokens that are appended, row by row"
+        )
     mode = _mode(cache, mode)
     seen = _window(cache, window)
-    options = {"causal": causal, "window": seen, "chunk": chunk, "sinks": sinks, "softcap": softcap, "scale": scale, "mode": mode}
+    options = {
+        "causal": causal,
+        "window": seen,
+        "chunk": chunk,
+        "sinks": sinks,
+        "softcap": softcap,
+        "scale": scale,
+        "mode": mode,
+    }
     change = cache.append(k, v, valid=valid)
     assert change.positions is not None
     # Said here, or the partitioner would spread them as the keys' length, and gather them.
@@ -105,7 +119,9 @@ def append_and_attend(
         o = _attend_to_pages(q, view, positions, options, implementation)
     else:
         if _forgets(cache, k.shape[1], seen):
-            view = (_join if _jax.in_trace() else _joined)(cache, jnp.asarray(k), jnp.asarray(v), positions)
+            view = (_join if _jax.in_trace() else _joined)(
+                cache, jnp.asarray(k), jnp.asarray(v), positions
+            )
         o = _attend_to_rows(q, view, positions, options, implementation)
     # Causal or not, and whatever stands in rows that are no tokens.
     return CachedAttention(o=jnp.where(positions[:, :, None, None] >= 0, o, 0), change=change)
@@ -124,13 +140,21 @@ def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> j
     """
     _check_cache(cache)
     if isinstance(q_length, bool) or not isinstance(q_length, int) or q_length < 1:
-        raise AttentionError(f"q_length={q_length!r}", path="q_length", fix="pass the number of rows that are appended, from 1 on")
+        raise AttentionError(
+            f"q_length={q_length!r}",
+            path="q_length",
+            fix="pass the number of rows that are appended, from 1 on",
+        )
     shape = (cache.batch, q_length)
     if valid is not None and (getattr(valid, "shape", None) != shape or valid.dtype != bool):
         what = f"valid is {getattr(valid, 'dtype', type(valid).__name__)} of shape {getattr(valid, 'shape', None)}"
-        raise AttentionError(what, path="valid", fix=f"pass bool of shape {shape}, one per row that is appended")
+        raise AttentionError(
+            what, path="valid", fix=f"pass bool of shape {shape}, one per row that is appended"
+        )
     shards = ambient_shards(cache.spec.mode)
-    is_token = shards.place(jnp.ones(shape, bool) if valid is None else jnp.asarray(valid), (BATCH, EMPTY))
+    is_token = shards.place(
+        jnp.ones(shape, bool) if valid is None else jnp.asarray(valid), (BATCH, EMPTY)
+    )
     positions = cache.length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
     return jnp.where(is_token, positions, -1)
 
@@ -140,7 +164,11 @@ def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> j
 
 def _check_cache(cache: Any) -> None:
     if not isinstance(cache, KVCache):
-        raise AttentionError(f"cache is {type(cache).__name__}, not a cache", path="cache", fix="make one with caches.init")
+        raise AttentionError(
+            f"cache is {type(cache).__name__}, not a cache",
+            path="cache",
+            fix="make one with caches.init",
+        )
 
 
 def _mode(cache: KVCache, mode: str | None) -> str:
@@ -156,7 +184,9 @@ def _mode(cache: KVCache, mode: str | None) -> str:
         if made != wanted:
             lies, wants = spec_text(made), spec_text(wanted)
             what = f"the cache lies as {mode_name(own)} says, {name} {lies}, and {mode_name(said)} says {wants}"
-            raise AttentionError(what, path="mode", fix="move it once, with caches.reshard, or leave mode out")
+            raise AttentionError(
+                what, path="mode", fix="move it once, with caches.reshard, or leave mode out"
+            )
     return said
 
 
@@ -178,7 +208,11 @@ def _window(cache: KVCache, window: Window | None) -> Window | None:
     left = given[0]
     if is_ring(cache.spec) and own is not None and (left is None or left >= own):
         what = f"window={window} sees {'all' if left is None else left} positions to the left, and the ring keeps a window of {own}"
-        raise AttentionError(what, path="window", fix=f"leave window out, pass {(own - 1, given[1])} or less, or make the cache with more")
+        raise AttentionError(
+            what,
+            path="window",
+            fix=f"leave window out, pass {(own - 1, given[1])} or less, or make the cache with more",
+        )
     return given
 
 
@@ -192,7 +226,9 @@ def _forgets(cache: KVCache, q_length: int, seen: Window | None) -> bool:
 # Attending.
 
 
-def _attend_to_rows(q: Any, view: View, positions: jax.Array, options: dict[str, Any], implementation: str | None) -> jax.Array:
+def _attend_to_rows(
+    q: Any, view: View, positions: jax.Array, options: dict[str, Any], implementation: str | None
+) -> jax.Array:
     assert view.positions is not None
     o: jax.Array = dot_product_attention(
         q,
@@ -210,11 +246,23 @@ def _attend_to_rows(q: Any, view: View, positions: jax.Array, options: dict[str,
     return o
 
 
-def _attend_to_pages(q: Any, view: View, positions: jax.Array, options: dict[str, Any], implementation: str | None) -> jax.Array:
+def _attend_to_pages(
+    q: Any, view: View, positions: jax.Array, options: dict[str, Any], implementation: str | None
+) -> jax.Array:
     if implementation is not None:
-        what = f"implementation={implementation!r}, and pages are attended to by paged_attention alone"
+        what = (
+            f"implementation={implementation!r}, and pages are attended to by paged_attention alone"
+        )
         raise AttentionError(what, path="implementation", fix="leave it out")
-    o: jax.Array = paged_attention(q, view.k, view.v, block_tables=view.tables, lengths=view.lengths, positions=positions, **options)
+    o: jax.Array = paged_attention(
+        q,
+        view.k,
+        view.v,
+        block_tables=view.tables,
+        lengths=view.lengths,
+        positions=positions,
+        **options,
+    )
     return o
 
 
@@ -256,4 +304,8 @@ def _parts(shards: Shards, specs: Mapping[str, Any]) -> int:
 
 
 def _pad_rows(x: jax.Array, count: int, value: int) -> jax.Array:
-    return x if not count else jnp.pad(x, ((0, 0), (0, count), *((0, 0),) * (x.ndim - 2)), constant_values=value)
+    return (
+        x
+        if not count
+        else jnp.pad(x, ((0, 0), (0, count), *((0, 0),) * (x.ndim - 2)), constant_values=value)
+    )

@@ -140,7 +140,11 @@ class JointSpecs:
     @property
     def mesh_axes(self) -> tuple[str, ...]:
         """Every mesh axis that any dim lies over, once."""
-        return tuple(dict.fromkeys((*self.batch, *self.q_length, *self.kv_length, *self.heads, *self.kv_heads)))
+        return tuple(
+            dict.fromkeys(
+                (*self.batch, *self.q_length, *self.kv_length, *self.heads, *self.kv_heads)
+            )
+        )
 
     def operands(self, operands: Operands) -> Operands:
         """Return the spec of each operand, in a value of the same structure."""
@@ -165,7 +169,9 @@ class JointSpecs:
         specs = {}
         for name, dims in by_name.items():
             array = getattr(operands, name)
-            specs[name] = None if array is None else _spec(dims, array.shape, broadcasts=name in _BROADCAST)
+            specs[name] = (
+                None if array is None else _spec(dims, array.shape, broadcasts=name in _BROADCAST)
+            )
         return Operands(**specs)
 
     @property
@@ -182,13 +188,17 @@ class JointSpecs:
 _BROADCAST = frozenset({"q_positions", "kv_positions", "mask", "bias"})
 
 
-def _spec(dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], *, broadcasts: bool) -> PartitionSpec:
+def _spec(
+    dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], *, broadcasts: bool
+) -> PartitionSpec:
     # A dim of size 1 that stands for all of them is the same everywhere. The mesh axes of k's length may be those of q's:
     # a mask has both dims, and the first keeps them.
     taken: set[str] = set()
     entries = []
     for names, size in zip(dims, shape, strict=False):
-        free = () if broadcasts and size == 1 else tuple(name for name in names if name not in taken)
+        free = (
+            () if broadcasts and size == 1 else tuple(name for name in names if name not in taken)
+        )
         taken.update(free)
         entries.append(free)
     return spec_of(*entries)

@@ -80,7 +80,11 @@ class Choice:
             lines.append(f"  lies  {_lies(call)}; {call.specs.why}")
         lines += [f"  runs  {self.inner}"] if self.inner else []
         lines += [f"  also  {', '.join(self.passed_over)}"] if self.passed_over else []
-        lines += [f"  not   {refusal.name}: {reason}" for refusal in self.refusals for reason in refusal.reasons]
+        lines += [
+            f"  not   {refusal.name}: {reason}"
+            for refusal in self.refusals
+            for reason in refusal.reasons
+        ]
         if self.instead is not None:
             lines.append(f"  auto  {self.instead.name or 'no implementation'}: {self.instead.why}")
         return "\n".join(lines)
@@ -95,7 +99,9 @@ class Choice:
             return AttentionRegistry.get(self.name)
         about = str(self).partition("\n")[2]
         if self.instead is None:
-            raise AttentionError(f"no attention implementation can serve this call: {self.why}", snippet=about)
+            raise AttentionError(
+                f"no attention implementation can serve this call: {self.why}", snippet=about
+            )
         fix = "change the call: nothing else serves it either"
         if self.instead.name:
             there = "" if self.line is None else f', and so does {self.line.key} = "auto" there'
@@ -103,7 +109,9 @@ class Choice:
         raise AttentionError(self.why, snippet=about, fix=fix)
 
 
-def choose(call: AttentionCall, *, implementation: str = AUTO, line: RuleRef | None = None) -> Choice:
+def choose(
+    call: AttentionCall, *, implementation: str = AUTO, line: RuleRef | None = None
+) -> Choice:
     """Choose an implementation, by name or by what suits the call best.
 
     Args:
@@ -115,7 +123,9 @@ def choose(call: AttentionCall, *, implementation: str = AUTO, line: RuleRef | N
       AttentionError: an unknown name.
     """
     if implementation != AUTO:
-        found = AttentionRegistry.get(implementation.removeprefix(OWN_ATTENTION), line="" if line is None else str(line))
+        found = AttentionRegistry.get(
+            implementation.removeprefix(OWN_ATTENTION), line="" if line is None else str(line)
+        )
         name, reasons = impl_names(found)[0], found.refusals(call)
         refusals = (Refusal(name=name, reasons=reasons),) if reasons else ()
         if line is None:
@@ -135,8 +145,14 @@ def choose(call: AttentionCall, *, implementation: str = AUTO, line: RuleRef | N
             inner=inner,
         )
     able, refusals_found, reasons_why = [], [], dict(_preference(call))
-    known = dict.fromkeys(impl_names(AttentionRegistry.get(name))[0] for name in AttentionRegistry.list_implementations())
-    for name in [*(name for name in reasons_why if name in known), *(name for name in known if name not in reasons_why)]:
+    known = dict.fromkeys(
+        impl_names(AttentionRegistry.get(name))[0]
+        for name in AttentionRegistry.list_implementations()
+    )
+    for name in [
+        *(name for name in reasons_why if name in known),
+        *(name for name in known if name not in reasons_why),
+    ]:
         reasons = AttentionRegistry.get(name).refusals(call)
         if reasons:
             refusals_found.append(Refusal(name=name, reasons=reasons))
@@ -157,7 +173,10 @@ def _preference(call: AttentionCall) -> list[tuple[str, str]]:
     last = [("vanilla", f"all {_logit_bytes(call) / 2**20:.1f} MiB of logits per device at once")]
     if call.return_weights:
         return [("vanilla", "only it returns weights")]
-    combined = ("flash_decode", f"the keys lie over {'+'.join(call.specs.kv_length)}: partial softmaxes are combined")
+    combined = (
+        "flash_decode",
+        f"the keys lie over {'+'.join(call.specs.kv_length)}: partial softmaxes are combined",
+    )
     if call.specs.kv_length and (call.mode == MODE_DECODE or not call.specs.q_length):
         return [combined, *last]
     if call.specs.q_length or call.specs.kv_length:
@@ -186,11 +205,27 @@ def _without_cudnn(call: AttentionCall) -> list[tuple[str, str]]:
 def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
     """Rank the ways to attend over a sharded sequence, by bytes sent."""
     shards = call.shards(call.specs.kv_length or call.specs.q_length)
-    local = call.kv_heads / call.shards(call.specs.kv_heads) * call.batch / call.shards(call.specs.batch)
-    gathered = int(local * call.kv_length * (call.head_dim + call.v_dim) * (4 if call.dtype == "float32" else 2))
+    local = (
+        call.kv_heads
+        / call.shards(call.specs.kv_heads)
+        * call.batch
+        / call.shards(call.specs.batch)
+    )
+    gathered = int(
+        local
+        * call.kv_length
+        * (call.head_dim + call.v_dim)
+        * (4 if call.dtype == "float32" else 2)
+    )
     even = 1 + call.heads / call.kv_heads
-    ulysses = ("ulysses", f"{shards} shards are more than 1 + heads / kv_heads = {even:g}: it sends fewer bytes than a ring")
-    ring = ("ring", f"{shards} shards are no more than 1 + heads / kv_heads = {even:g}: it sends no more bytes than all-to-alls")
+    ulysses = (
+        "ulysses",
+        f"{shards} shards are more than 1 + heads / kv_heads = {even:g}: it sends fewer bytes than a ring",
+    )
+    ring = (
+        "ring",
+        f"{shards} shards are no more than 1 + heads / kv_heads = {even:g}: it sends no more bytes than all-to-alls",
+    )
     whole = not call.specs.kv_length
     gather = (
         "allgather_kv",
@@ -204,7 +239,11 @@ def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
 
 def _logit_bytes(call: AttentionCall) -> int:
     specs = call.specs
-    per = call.shards(specs.batch) * call.shards(specs.heads) * call.shards(tuple(dict.fromkeys((*specs.q_length, *specs.kv_length))))
+    per = (
+        call.shards(specs.batch)
+        * call.shards(specs.heads)
+        * call.shards(tuple(dict.fromkeys((*specs.q_length, *specs.kv_length))))
+    )
     return 4 * call.batch * call.heads * call.q_length * call.kv_length // per
 
 
@@ -226,4 +265,7 @@ def _lies(call: AttentionCall) -> str:
         "heads": specs.heads,
         "kv_heads": specs.kv_heads,
     }
-    return ", ".join(f"{name} {'+'.join(axes)}" for name, axes in named.items() if axes) or "on every device whole"
+    return (
+        ", ".join(f"{name} {'+'.join(axes)}" for name, axes in named.items() if axes)
+        or "on every device whole"
+    )

@@ -11,7 +11,15 @@
 
 from __future__ import annotations
 
-from shardwright.attention._online import Running, add_sinks, finish, merge, start, visible, without_remains
+from shardwright.attention._online import (
+    Running,
+    add_sinks,
+    finish,
+    merge,
+    start,
+    visible,
+    without_remains,
+)
 from shardwright.attention._opaque import run_opaque
 from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
 from shardwright.attention.blockwise import backward, delta, forward, sinks_gradient

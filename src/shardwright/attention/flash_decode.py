@@ -60,12 +60,26 @@ class Combination:
         if not self.head_axes:
             return shard
         q = _sequence.gather(shard.q, self.head_axes, dim=2)
-        changed = {name: _gather_heads(getattr(shard, name), self.head_axes) for name in ("mask", "bias")}
-        first = None if shard.head_index is None else _shards.first_of_all(shard.head_index, self.head_shards)
+        changed = {
+            name: _gather_heads(getattr(shard, name), self.head_axes) for name in ("mask", "bias")
+        }
+        first = (
+            None
+            if shard.head_index is None
+            else _shards.first_of_all(shard.head_index, self.head_shards)
+        )
         head_index = None if first is None else first + jnp.arange(q.shape[2], dtype=jnp.int32)
         return shard.replace(q=q, head_index=head_index, **changed)
 
-    def __call__(self, o: jax.Array, lse: jax.Array, *, sinks: jax.Array | None, dtype: str, lse_error: jax.Array | None = None) -> Result:
+    def __call__(
+        self,
+        o: jax.Array,
+        lse: jax.Array,
+        *,
+        sinks: jax.Array | None,
+        dtype: str,
+        lse_error: jax.Array | None = None,
+    ) -> Result:
         """Return the output and the logsumexp of all keys.
 
         Args:
@@ -92,11 +106,17 @@ class Combination:
             return False
         output = partial.size // partial.shape[-1] * v_dim * jnp.dtype(dtype).itemsize
         parts = self.shards - 1
-        return parts * partial.nbytes - parts * (partial.nbytes + output) // self.shards <= _FEW_BYTES
+        return (
+            parts * partial.nbytes - parts * (partial.nbytes + output) // self.shards <= _FEW_BYTES
+        )
 
-    def _swapped(self, partial: jax.Array, v_dim: int, sinks: jax.Array | None, dtype: str) -> Result:
+    def _swapped(
+        self, partial: jax.Array, v_dim: int, sinks: jax.Array | None, dtype: str
+    ) -> Result:
         batch, heads, *row = partial.shape
-        by_rank = jnp.moveaxis(partial.reshape(batch, self.shards, heads // self.shards, *row), 1, 0)
+        by_rank = jnp.moveaxis(
+            partial.reshape(batch, self.shards, heads // self.shards, *row), 1, 0
+        )
         # Over a leading dim: over an inner one XLA for TPUs copies before and after.
         pieces = jax.lax.all_to_all(by_rank, self.axes, split_axis=0, concat_axis=0)
         own_sinks = None if sinks is None else _own(sinks, self.rest, heads // self.shards)
@@ -108,10 +128,14 @@ class Combination:
             return Result(o=o.astype(dtype), lse=lse)
         if not self.return_lse:
             return Result(o=_gather(o.astype(dtype), self.rest, dim=2))
-        both = _gather(jnp.concatenate([o, jnp.swapaxes(lse, 1, 2)[..., None]], axis=-1), self.rest, dim=2)
+        both = _gather(
+            jnp.concatenate([o, jnp.swapaxes(lse, 1, 2)[..., None]], axis=-1), self.rest, dim=2
+        )
         return Result(o=both[..., :-1].astype(dtype), lse=jnp.swapaxes(both[..., -1], 1, 2))
 
-    def _summed(self, partial: jax.Array, v_dim: int, sinks: jax.Array | None, dtype: str) -> Result:
+    def _summed(
+        self, partial: jax.Array, v_dim: int, sinks: jax.Array | None, dtype: str
+    ) -> Result:
         o, lse = partial[..., :v_dim], partial[..., v_dim]
         top = _top(jax.lax.pmax(jax.lax.stop_gradient(lse), self.axes))
         weights = _weights(partial, top, v_dim)[..., None]
@@ -153,7 +177,9 @@ class FlashDecodeAttention(AttentionImpl):
         reasons = [*_shards.no_weights(call)]
         both = [axis for axis in specs.q_length if axis in specs.kv_length]
         if both:
-            reasons.append(f"the lengths of the keys and of the queries both lie over {both[0]}: every shard needs all queries")
+            reasons.append(
+                f"the lengths of the keys and of the queries both lie over {both[0]}: every shard needs all queries"
+            )
         return (*reasons, *factored(call))
 
     @classmethod
@@ -170,7 +196,9 @@ def factored(call: AttentionCall) -> tuple[str, ...]:
     shared = tuple(axis for axis in specs.heads if axis in specs.kv_length)
     reasons = []
     if shared != specs.heads[-len(shared) :]:
-        reasons.append(f"{shared[0]} shards the keys too, and is not the last of the heads' mesh axes {'+'.join(specs.heads)}")
+        reasons.append(
+            f"{shared[0]} shards the keys too, and is not the last of the heads' mesh axes {'+'.join(specs.heads)}"
+        )
     for name, shape in (("mask", call.mask_shape), ("bias", call.bias_shape)):
         if shape is not None and shape[1] > 1 and shape[3] > 1:
             reasons.append(f"a {name} for every head and key: {shared[0]} shards both")
@@ -184,7 +212,9 @@ def _run(shard: Operands, *, call: AttentionCall) -> Result:
     combine = combination(call.specs, call)
     whole = combine.with_all_heads(shard).replace(sinks=None)
     o, lse, lse_error = blockwise.attend_exactly(whole, call.recipe, dtype="float32")
-    return _shards.asked(combine(o, lse, sinks=shard.sinks, dtype=call.dtype, lse_error=lse_error), call)
+    return _shards.asked(
+        combine(o, lse, sinks=shard.sinks, dtype=call.dtype, lse_error=lse_error), call
+    )
 
 
 def _combined(pieces: jax.Array, v_dim: int) -> Running:

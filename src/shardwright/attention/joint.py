@@ -10,7 +10,17 @@ from typing import Any
 
 from shardwright import _jax, resolver
 from shardwright.attention.call import JointSpecs, KVHeads
-from shardwright.axes import BATCH, EMPTY, HEAD, HEAD_DIM, KV_HEAD, KV_HEAD_DIM, KV_LENGTH, PAGE, QUERY_LENGTH
+from shardwright.axes import (
+    BATCH,
+    EMPTY,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    KV_LENGTH,
+    PAGE,
+    QUERY_LENGTH,
+)
 from shardwright.errors import AttentionError
 from shardwright.manager import PartitionManager
 from shardwright.provenance import ModeFrom, Outcome, Resolution
@@ -22,7 +32,9 @@ PAGE_AXES = (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM)
 Dims = tuple[int, int, int, int]
 
 
-def resolve_joint(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode: str, repeated: bool = False) -> JointSpecs:
+def resolve_joint(
+    manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode: str, repeated: bool = False
+) -> JointSpecs:
     """Return where a call's arrays lie under a manager; mesh axes that a `shard_map` around it has applied are left out.
 
     Args:
@@ -39,16 +51,27 @@ def resolve_joint(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode:
     """
     key_axes = REPEATED_KEY_AXES if repeated else KEY_AXES
     resolved = {
-        name: _resolve(manager, axes, shape, mode=mode, name=name) for name, axes, shape in (("q", QUERY_AXES, q), ("k", key_axes, k))
+        name: _resolve(manager, axes, shape, mode=mode, name=name)
+        for name, axes, shape in (("q", QUERY_AXES, q), ("k", key_axes, k))
     }
     _resolve(manager, key_axes, v, mode=mode, name="v")
-    (batch, q_length, heads, _), (kv_batch, kv_length, kv_heads, _) = (_mesh_axes(found) for found in resolved.values())
+    (batch, q_length, heads, _), (kv_batch, kv_length, kv_heads, _) = (
+        _mesh_axes(found) for found in resolved.values()
+    )
     if batch != kv_batch:
         raise _apart("batch", batch, kv_batch, resolved["k"], dim=0)
     if kv_heads != heads[: len(kv_heads)]:
         raise _apart("heads", heads, kv_heads, resolved["k"], dim=2)
     grouping, why = _grouping(heads, kv_heads, kv_length, resolved["k"])
-    return JointSpecs(batch=batch, q_length=q_length, kv_length=kv_length, heads=heads, kv_heads=kv_heads, grouping=grouping, why=why)
+    return JointSpecs(
+        batch=batch,
+        q_length=q_length,
+        kv_length=kv_length,
+        heads=heads,
+        kv_heads=kv_heads,
+        grouping=grouping,
+        why=why,
+    )
 
 
 def resolve_pages(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode: str) -> JointSpecs:
@@ -73,12 +96,25 @@ def resolve_pages(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode:
     if kv_heads != heads[: len(kv_heads)]:
         raise _apart("heads", heads, kv_heads, found, dim=2)
     grouping, why = _grouping(heads, kv_heads, pages, found)
-    return JointSpecs(batch=batch, q_length=q_length, kv_length=pages, heads=heads, kv_heads=kv_heads, grouping=grouping, why=why)
+    return JointSpecs(
+        batch=batch,
+        q_length=q_length,
+        kv_length=pages,
+        heads=heads,
+        kv_heads=kv_heads,
+        grouping=grouping,
+        why=why,
+    )
 
 
 def _check_pages(found: Resolution, pages: tuple[str, ...], **queries: tuple[str, ...]) -> None:
     decision = found.decisions[0]
-    where: dict[str, Any] = {"path": "k_pages", "dim": 0, "axis": decision.label, "rule": str(decision.rule or "")}
+    where: dict[str, Any] = {
+        "path": "k_pages",
+        "dim": 0,
+        "axis": decision.label,
+        "rule": str(decision.rule or ""),
+    }
     if decision.manual:
         what = f"a shard_map around the call has split the pages over {'+'.join(decision.manual)}, and tables number them globally"
         raise AttentionError(what, **where, fix="call attention outside of that shard_map")
@@ -90,26 +126,50 @@ def _check_pages(found: Resolution, pages: tuple[str, ...], **queries: tuple[str
             raise AttentionError(what, **where, fix=fix)
 
 
-def _grouping(heads: tuple[str, ...], kv_heads: tuple[str, ...], kv_length: tuple[str, ...], found: Resolution) -> tuple[KVHeads, str]:
+def _grouping(
+    heads: tuple[str, ...], kv_heads: tuple[str, ...], kv_length: tuple[str, ...], found: Resolution
+) -> tuple[KVHeads, str]:
     rest = heads[len(kv_heads) :]
     if not rest:
-        return KVHeads.SAME, f"kv heads lie over {'+'.join(heads)} as the query heads do" if heads else "heads are not sharded"
+        return (
+            KVHeads.SAME,
+            f"kv heads lie over {'+'.join(heads)} as the query heads do"
+            if heads
+            else "heads are not sharded",
+        )
     why = found.decisions[2].why
     shared = tuple(axis for axis in rest if axis in kv_length)
     if shared:
         over = "+".join(kv_heads) or "no mesh axis"
-        return KVHeads.FACTOR, f"kv heads lie over {over}, and the keys' length over {'+'.join(shared)} of the heads' mesh axes ({why})"
+        return (
+            KVHeads.FACTOR,
+            f"kv heads lie over {over}, and the keys' length over {'+'.join(shared)} of the heads' mesh axes ({why})",
+        )
     if kv_heads:
         return (
             KVHeads.PREFIX,
             f"kv heads lie over {'+'.join(kv_heads)}; over {'+'.join(rest)} each shard picks what its queries read ({why})",
         )
-    return KVHeads.INDEX, f"kv heads are replicated; over {'+'.join(rest)} each shard picks what its queries read ({why})"
+    return (
+        KVHeads.INDEX,
+        f"kv heads are replicated; over {'+'.join(rest)} each shard picks what its queries read ({why})",
+    )
 
 
-def _resolve(manager: PartitionManager, axes: tuple[str, ...], shape: Dims, *, mode: str, name: str) -> Resolution:
+def _resolve(
+    manager: PartitionManager, axes: tuple[str, ...], shape: Dims, *, mode: str, name: str
+) -> Resolution:
     manual = manager.manual_axes(_jax.ambient_mesh())
-    found = resolver.explain(axes, manager.rules, manager.mesh, mode=mode, shape=shape, path=name, manual=manual, mode_from=ModeFrom.CALL)
+    found = resolver.explain(
+        axes,
+        manager.rules,
+        manager.mesh,
+        mode=mode,
+        shape=shape,
+        path=name,
+        manual=manual,
+        mode_from=ModeFrom.CALL,
+    )
     found.require()
     for decision in found.decisions:
         if decision.outcome is Outcome.UNCONSTRAINED:
@@ -150,7 +210,9 @@ def _left(decision: Any) -> tuple[str, ...]:
     return tuple(axis for axis in decision.mesh_axes if axis not in decision.manual)
 
 
-def _apart(what: str, q: tuple[str, ...], k: tuple[str, ...], found: Resolution, *, dim: int) -> AttentionError:
+def _apart(
+    what: str, q: tuple[str, ...], k: tuple[str, ...], found: Resolution, *, dim: int
+) -> AttentionError:
     decision = found.decisions[dim]
     return AttentionError(
         f"the {what} of k and v lie over {'+'.join(k) or '-'}, those of q over {'+'.join(q) or '-'}",

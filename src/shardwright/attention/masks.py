@@ -50,8 +50,13 @@ class MaskRules:
     def __post_init__(self) -> None:
         if self.window is not None:
             object.__setattr__(self, "window", _check_window(self.window))
-        if self.chunk is not None and (isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < 1):
-            raise AttentionError(f"chunk={self.chunk!r} is not a length", fix="pass the number of positions per chunk, such as 8192")
+        if self.chunk is not None and (
+            isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < 1
+        ):
+            raise AttentionError(
+                f"chunk={self.chunk!r} is not a length",
+                fix="pass the number of positions per chunk, such as 8192",
+            )
 
     @property
     def positional(self) -> bool:
@@ -74,22 +79,34 @@ class MaskRules:
 
 def _check_window(window: Any) -> Window:
     good = isinstance(window, (tuple, list)) and len(window) == 2
-    if not good or any(side is not None and (isinstance(side, bool) or not isinstance(side, (int, np.integer))) for side in window):
+    if not good or any(
+        side is not None and (isinstance(side, bool) or not isinstance(side, (int, np.integer)))
+        for side in window
+    ):
         fix = "pass (left, right): (w - 1, 0) sees w tokens counting itself, (w, w) w on both sides, None means no bound"
         raise AttentionError(f"window={window!r} is not a pair of lengths", fix=fix)
     left, right = (None if side is None else int(side) for side in window)
     sides = [side for side in (left, right) if side is not None]
     if any(side < 0 for side in sides):
-        raise AttentionError(f"window={window!r} has a negative side", fix="count positions to the left and to the right, each from 0")
+        raise AttentionError(
+            f"window={window!r} has a negative side",
+            fix="count positions to the left and to the right, each from 0",
+        )
     if any(side >= 2**30 for side in sides):
-        raise AttentionError(f"window={window!r} is longer than any position", fix="write None for a side without a bound")
+        raise AttentionError(
+            f"window={window!r} is longer than any position",
+            fix="write None for a side without a bound",
+        )
     return left, right
 
 
 def _both_windows(a: Window | None, b: Window | None) -> Window | None:
     if a is None or b is None:
         return a or b
-    left, right = (min((side for side in sides if side is not None), default=None) for sides in zip(a, b, strict=True))
+    left, right = (
+        min((side for side in sides if side is not None), default=None)
+        for sides in zip(a, b, strict=True)
+    )
     return left, right
 
 
@@ -97,7 +114,10 @@ def _both_chunks(a: int | None, b: int | None) -> int | None:
     if a is None or b is None:
         return a or b
     if max(a, b) % min(a, b):
-        raise AttentionError(f"chunks of {a} and of {b} positions do not nest", fix="use lengths of which one divides the other")
+        raise AttentionError(
+            f"chunks of {a} and of {b} positions do not nest",
+            fix="use lengths of which one divides the other",
+        )
     return min(a, b)
 
 
@@ -137,13 +157,20 @@ class Mask:
             return
         has, lacks = ("q", "kv") if self.kv_segment_ids is None else ("kv", "q")
         what = f"a mask has {has}_segment_ids without {lacks}_segment_ids"
-        raise AttentionError(what, path="mask", fix="give both, or build the mask with segments(q_segment_ids, kv_segment_ids)")
+        raise AttentionError(
+            what,
+            path="mask",
+            fix="give both, or build the mask with segments(q_segment_ids, kv_segment_ids)",
+        )
 
     def __and__(self, other: Mask) -> Mask:
         self.check_segments()
         other.check_segments()
         if self.q_segment_ids is not None and other.q_segment_ids is not None:
-            raise AttentionError("both masks have segments", fix="number the segments once, so that rows attend where the ids are equal")
+            raise AttentionError(
+                "both masks have segments",
+                fix="number the segments once, so that rows attend where the ids are equal",
+            )
         mine = self if self.q_segment_ids is not None else other
         return Mask(
             rules=self.rules & other.rules,
@@ -187,7 +214,10 @@ def segments(q_segment_ids: Any, kv_segment_ids: Any = None) -> Mask:
       q_segment_ids: `[batch, q_length]` int.
       kv_segment_ids: `[batch, kv_length]` int; absent: those of the queries.
     """
-    return Mask(q_segment_ids=q_segment_ids, kv_segment_ids=q_segment_ids if kv_segment_ids is None else kv_segment_ids)
+    return Mask(
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=q_segment_ids if kv_segment_ids is None else kv_segment_ids,
+    )
 
 
 def lengths(valid: Any) -> Mask:
@@ -245,7 +275,9 @@ def allowed(
     Returns:
       Bool, broadcastable to `[batch, heads, q_length, kv_length]`.
     """
-    seen: jax.Array = pair_attends(rules, q_positions[:, None, :, None], kv_positions[:, None, None, :])
+    seen: jax.Array = pair_attends(
+        rules, q_positions[:, None, :, None], kv_positions[:, None, None, :]
+    )
     if q_segment_ids is not None:
         assert kv_segment_ids is not None, "queries and keys both have segment ids, or neither"
         seen = seen & (q_segment_ids[:, None, :, None] == kv_segment_ids[:, None, None, :])
@@ -279,7 +311,11 @@ def block_is_empty(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
     if right is not None:
         empty = empty | (kv_low > q_high + right)
     if rules.chunk is not None:
-        empty = empty | (kv_high // rules.chunk < q_low // rules.chunk) | (kv_low // rules.chunk > q_high // rules.chunk)
+        empty = (
+            empty
+            | (kv_high // rules.chunk < q_low // rules.chunk)
+            | (kv_low // rules.chunk > q_high // rules.chunk)
+        )
     return empty
 
 
@@ -293,6 +329,8 @@ def block_is_full(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
     if right is not None:
         full = full & (kv_high <= q_low + right)
     if rules.chunk is not None:
-        same = (q_low // rules.chunk == q_high // rules.chunk) & (kv_low // rules.chunk == kv_high // rules.chunk)
+        same = (q_low // rules.chunk == q_high // rules.chunk) & (
+            kv_low // rules.chunk == kv_high // rules.chunk
+        )
         full = full & same & (q_low // rules.chunk == kv_low // rules.chunk)
     return full

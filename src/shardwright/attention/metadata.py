@@ -150,7 +150,10 @@ class AttentionMetadata:
                 path="runtime_softmax_dtype",
                 fix="pass float32, or nothing",
             )
-        if self.sequence_axis_name != _ANY_SEQUENCE_AXIS and self.sequence_axis_name not in self.mesh.axis_names:
+        if (
+            self.sequence_axis_name != _ANY_SEQUENCE_AXIS
+            and self.sequence_axis_name not in self.mesh.axis_names
+        ):
             raise AttentionError(
                 f"sequence_axis_name={self.sequence_axis_name!r} is not an axis of the mesh {', '.join(self.mesh.axis_names)}",
                 path="sequence_axis_name",
@@ -160,19 +163,36 @@ class AttentionMetadata:
     def _set_manager(self) -> None:
         entered = context.current()
         own = self._found("partition_axis", "partition_axis") or self._found("mesh", "mesh")
-        self.set_attrs_carefully("partition_manager", entered if entered is not None and not own else NOT_GIVEN)
+        self.set_attrs_carefully(
+            "partition_manager", entered if entered is not None and not own else NOT_GIVEN
+        )
         self.set_attrs_carefully("partition_axis", PartitionAxis())
         manager = self.partition_manager
         self.set_attrs_carefully("mesh", manager.mesh if manager is not NOT_GIVEN else _ambient())
         if self.mesh is NOT_GIVEN or self.mesh is None:
-            raise AttentionError("mesh is not given, and none is ambient", path="mesh", fix="pass mesh=, or enter a manager (with pm:)")
+            raise AttentionError(
+                "mesh is not given, and none is ambient",
+                path="mesh",
+                fix="pass mesh=, or enter a manager (with pm:)",
+            )
         if manager is NOT_GIVEN:
-            object.__setattr__(self, "partition_manager", PartitionManager(self.partition_axis, mesh=self.mesh))
+            object.__setattr__(
+                self, "partition_manager", PartitionManager(self.partition_axis, mesh=self.mesh)
+            )
 
     def _found(self, name: str, pickup_name: str) -> bool:
-        return getattr(self, name) is not NOT_GIVEN or getattr(self.base_config, pickup_name, NOT_GIVEN) is not NOT_GIVEN
+        return (
+            getattr(self, name) is not NOT_GIVEN
+            or getattr(self.base_config, pickup_name, NOT_GIVEN) is not NOT_GIVEN
+        )
 
-    def set_attrs_carefully(self, attr_name: str, default: Any, pickup_name: str | None = None, use_base_config: bool = True) -> None:
+    def set_attrs_carefully(
+        self,
+        attr_name: str,
+        default: Any,
+        pickup_name: str | None = None,
+        use_base_config: bool = True,
+    ) -> None:
         """Fill an attribute that was not given: from the configuration, else with a default. Acts while the value is made.
 
         Args:
@@ -183,13 +203,21 @@ class AttentionMetadata:
         """
         if not isinstance(getattr(self, attr_name), EMPTY_VAL):
             return
-        found = getattr(self.base_config, pickup_name or attr_name, NOT_GIVEN) if use_base_config else NOT_GIVEN
+        found = (
+            getattr(self.base_config, pickup_name or attr_name, NOT_GIVEN)
+            if use_base_config
+            else NOT_GIVEN
+        )
         object.__setattr__(self, attr_name, default if isinstance(found, EMPTY_VAL) else found)
 
     @classmethod
-    def from_config(cls, config: Any, softmax_scale: float | None, dropout_prob: float = 0.0) -> AttentionMetadata:
+    def from_config(
+        cls, config: Any, softmax_scale: float | None, dropout_prob: float = 0.0
+    ) -> AttentionMetadata:
         """Return metadata that takes the rest from a configuration."""
-        return cls(NOT_GIVEN, base_config=config, softmax_scale=softmax_scale, dropout_prob=dropout_prob)
+        return cls(
+            NOT_GIVEN, base_config=config, softmax_scale=softmax_scale, dropout_prob=dropout_prob
+        )
 
     # Specs.
 
@@ -217,20 +245,30 @@ class AttentionMetadata:
         mode = parse_mode(mode)
         known = self._sizes(sizes)
         joint = self.joint(mode, qkv_mni_sharding=qkv_mni_sharding, sizes=sizes)
-        query, key = spec_of(joint.batch, joint.q_length, joint.heads), spec_of(joint.batch, joint.kv_length, joint.kv_heads)
+        query, key = (
+            spec_of(joint.batch, joint.q_length, joint.heads),
+            spec_of(joint.batch, joint.kv_length, joint.kv_heads),
+        )
         scores = (BATCH, BIAS_HEAD_SEQ, QUERY_LENGTH, BIAS_KV_SEQ)
         known = {BIAS_HEAD_SEQ: known.get(HEAD, 0), BIAS_KV_SEQ: known.get(KV_LENGTH, 0), **known}
         known = {axis: size for axis, size in known.items() if size}
-        bias, mask = (self._spec(axes, known, mode) for axes in (scores, (BATCH, EMPTY, QUERY_LENGTH, BIAS_KV_SEQ)))
+        bias, mask = (
+            self._spec(axes, known, mode)
+            for axes in (scores, (BATCH, EMPTY, QUERY_LENGTH, BIAS_KV_SEQ))
+        )
         if not BTHD:
             query, key = (spec_of(*(dims[at] for at in (0, 2, 1))) for dims in _dims(joint))
         return AttentionSpecs(query, key, key, bias, mask, query)
 
-    def joint(self, mode: str, *, qkv_mni_sharding: bool = False, sizes: Mapping[str, int] | None = None) -> JointSpecs:
+    def joint(
+        self, mode: str, *, qkv_mni_sharding: bool = False, sizes: Mapping[str, int] | None = None
+    ) -> JointSpecs:
         """Return where q, k and v lie and how the kv heads follow the query heads; see `get_shardings`."""
         mode = parse_mode(mode)
         known = self._sizes(sizes)
-        query = tuple(self._size(axis, known, mode) for axis in (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM))
+        query = tuple(
+            self._size(axis, known, mode) for axis in (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM)
+        )
         if qkv_mni_sharding:
             length = self._size(KV_LENGTH, known, mode)
             found = resolve_joint(
@@ -242,12 +280,16 @@ class AttentionMetadata:
                 repeated=True,
             )
         else:
-            key = tuple(self._size(axis, known, mode) for axis in (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM))
+            key = tuple(
+                self._size(axis, known, mode) for axis in (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM)
+            )
             found = resolve_joint(self.partition_manager, q=query, k=key, v=key, mode=mode)
         return found
 
     def _sizes(self, sizes: Mapping[str, int] | None) -> dict[str, int]:
-        config = {axis: getattr(self.base_config, name, None) for axis, name in _CONFIG_SIZES.items()}
+        config = {
+            axis: getattr(self.base_config, name, None) for axis, name in _CONFIG_SIZES.items()
+        }
         return {axis: size for axis, size in config.items() if size is not None} | {
             canonical_axis(axis): size for axis, size in (sizes or {}).items()
         }
@@ -262,7 +304,8 @@ class AttentionMetadata:
     def _spec(self, axes: tuple[str, ...], known: Mapping[str, int], mode: str) -> PartitionSpec:
         named = tuple(EMPTY if axis == EMPTY or known.get(axis) == 1 else axis for axis in axes)
         shape = tuple(
-            known.get(axis, 1) if name == EMPTY else self._size(axis, known, mode) for axis, name in zip(axes, named, strict=True)
+            known.get(axis, 1) if name == EMPTY else self._size(axis, known, mode)
+            for axis, name in zip(axes, named, strict=True)
         )
         spec: PartitionSpec = self.partition_manager.resolve(named, mode=mode, shape=shape)
         return spec
@@ -276,16 +319,22 @@ class AttentionMetadata:
         mode = manager.mode if said.mode is None else said.mode
         here = {
             "scale": self.softmax_scale,
-            "dropout": self.dropout_prob if mode is not None and parse_mode(mode) == MODE_TRAIN else None,
+            "dropout": self.dropout_prob
+            if mode is not None and parse_mode(mode) == MODE_TRAIN
+            else None,
             "q_block": self.blocksize_q,
             "kv_block": self.blocksize_k,
             "loop": self.scan_ring_attention,
             "platform": self.backend,
             "manager": manager,
             "dtype": self.runtime_dtype,
-            "sequence_axis": None if self.sequence_axis_name == _ANY_SEQUENCE_AXIS else self.sequence_axis_name,
+            "sequence_axis": None
+            if self.sequence_axis_name == _ANY_SEQUENCE_AXIS
+            else self.sequence_axis_name,
         }
-        return dataclasses.replace(said, **{name: value for name, value in here.items() if getattr(said, name) is None})
+        return dataclasses.replace(
+            said, **{name: value for name, value in here.items() if getattr(said, name) is None}
+        )
 
     # Values.
 
@@ -311,23 +360,51 @@ class AttentionMetadata:
           AttentionError: the manager is not one of `partition_axis`: a strategy has a file of its own.
         """
         if self.partition_manager != PartitionManager(self.partition_axis, mesh=self.mesh):
-            what = "the manager has other rules than partition_axis, which is what JSON has room for"
-            raise AttentionError(what, path="partition_manager", fix="keep the strategy in its file, and give the manager after from_json")
-        axis = {name: value for name, value in dataclasses.asdict(self.partition_axis).items() if not isinstance(value, EMPTY_VAL)}
-        mesh = {"sizes": dict(self.mesh.shape), "types": [kind.name.lower() for kind in self.mesh.axis_types]}
-        plain = {name: value for name, value in self.to_dict().items() if name not in ("base_config", "partition_manager")}
+            what = (
+                "the manager has other rules than partition_axis, which is what JSON has room for"
+            )
+            raise AttentionError(
+                what,
+                path="partition_manager",
+                fix="keep the strategy in its file, and give the manager after from_json",
+            )
+        axis = {
+            name: value
+            for name, value in dataclasses.asdict(self.partition_axis).items()
+            if not isinstance(value, EMPTY_VAL)
+        }
+        mesh = {
+            "sizes": dict(self.mesh.shape),
+            "types": [kind.name.lower() for kind in self.mesh.axis_types],
+        }
+        plain = {
+            name: value
+            for name, value in self.to_dict().items()
+            if name not in ("base_config", "partition_manager")
+        }
         plain |= {"partition_axis": axis, "mesh": mesh}
-        plain |= {name: str(getattr(self, name)) for name in ("runtime_dtype", "runtime_softmax_dtype")}
+        plain |= {
+            name: str(getattr(self, name)) for name in ("runtime_dtype", "runtime_softmax_dtype")
+        }
         return json.dumps(plain, **kwargs)
 
     @classmethod
     def from_json(cls, text: str) -> AttentionMetadata:
         """Return the metadata of `to_json`, on a mesh of this process's devices; starts the backend."""
         values = json.loads(text)
-        axis = {name: tuple(value) if isinstance(value, list) else value for name, value in values["partition_axis"].items()}
+        axis = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values["partition_axis"].items()
+        }
         mesh = values["mesh"]
         types = dict(zip(mesh["sizes"], mesh["types"], strict=True))
-        return cls(**values | {"partition_axis": PartitionAxis(**axis), "mesh": create_mesh(mesh["sizes"], axis_types=types)})
+        return cls(
+            **values
+            | {
+                "partition_axis": PartitionAxis(**axis),
+                "mesh": create_mesh(mesh["sizes"], axis_types=types),
+            }
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -349,7 +426,10 @@ class AttentionOutput:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes by name."""
-        return {"attention_weights": self.attention_weights, "attention_outputs": self.attention_outputs}
+        return {
+            "attention_weights": self.attention_weights,
+            "attention_outputs": self.attention_outputs,
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AttentionOutput:
@@ -358,7 +438,9 @@ class AttentionOutput:
 
     def to_json(self, **kwargs: Any) -> str:
         """Return JSON text with dtypes, shapes and values; `kwargs` go to `json.dumps`."""
-        return json.dumps({name: _array_to_plain(value) for name, value in self.to_dict().items()}, **kwargs)
+        return json.dumps(
+            {name: _array_to_plain(value) for name, value in self.to_dict().items()}, **kwargs
+        )
 
     @classmethod
     def from_json(cls, text: str) -> AttentionOutput:
@@ -390,13 +472,16 @@ def create_stable_sharding(
     if preserved_indices is not None:
         entries = tuple((clone_ps if clone_ps is not None else state_ps).partitions)
         kept = [
-            entries[at] if at in preserved_indices and at < len(entries) else None for at in range(max(preserved_indices, default=-1) + 1)
+            entries[at] if at in preserved_indices and at < len(entries) else None
+            for at in range(max(preserved_indices, default=-1) + 1)
         ]
         found = PartitionSpec(*kept)
     if tensor is None:
         return found
     permissive = build_rules({}, policy=POLICY_PRESETS["eformer"])
-    return resolver.resolve(found, permissive, manager.mesh, mode=MODE_TRAIN, shape=tensor.shape).spec
+    return resolver.resolve(
+        found, permissive, manager.mesh, mode=MODE_TRAIN, shape=tensor.shape
+    ).spec
 
 
 def get_mode(q: Any, BTHD: bool = True, *, mode: str | None = None) -> str:  # noqa: N803
@@ -407,7 +492,11 @@ def get_mode(q: Any, BTHD: bool = True, *, mode: str | None = None) -> str:  # n
 
 
 def _dims(joint: JointSpecs) -> Any:
-    return (joint.batch, joint.q_length, joint.heads), (joint.batch, joint.kv_length, joint.kv_heads)
+    return (joint.batch, joint.q_length, joint.heads), (
+        joint.batch,
+        joint.kv_length,
+        joint.kv_heads,
+    )
 
 
 def _backend() -> str:
@@ -425,8 +514,16 @@ def _ambient() -> Mesh | AbstractMesh | EMPTY_VAL:
 def _array_to_plain(value: Any) -> Any:
     if value is None:
         return None
-    return {"dtype": str(value.dtype), "shape": list(value.shape), "values": jnp.ravel(value).astype(jnp.float32).tolist()}
+    return {
+        "dtype": str(value.dtype),
+        "shape": list(value.shape),
+        "values": jnp.ravel(value).astype(jnp.float32).tolist(),
+    }
 
 
 def _array_from_plain(value: Any) -> Any:
-    return None if value is None else jnp.array(value["values"], jnp.float32).reshape(value["shape"]).astype(value["dtype"])
+    return (
+        None
+        if value is None
+        else jnp.array(value["values"], jnp.float32).reshape(value["shape"]).astype(value["dtype"])
+    )

@@ -94,9 +94,16 @@ def paged_attention(
     given = {name: value for name, value in locals().items() if name in _ARITHMETIC}
     mode = mode or (MODE_DECODE if manager is None else manager.mode)
     batch, q_length = sizes.batch, sizes.q_length
-    stand = {"positions": _like((batch, q_length)), "kv_positions": _like((batch, sizes.capacity(block_tables)))}
-    check_scale("k_scale_pages", k_scale_pages, k_pages.shape[:3], of="k_pages", dtype=k_pages.dtype)
-    check_scale("v_scale_pages", v_scale_pages, v_pages.shape[:3], of="v_pages", dtype=v_pages.dtype)
+    stand = {
+        "positions": _like((batch, q_length)),
+        "kv_positions": _like((batch, sizes.capacity(block_tables))),
+    }
+    check_scale(
+        "k_scale_pages", k_scale_pages, k_pages.shape[:3], of="k_pages", dtype=k_pages.dtype
+    )
+    check_scale(
+        "v_scale_pages", v_scale_pages, v_pages.shape[:3], of="v_pages", dtype=v_pages.dtype
+    )
     in_rows = functools.partial(_in_rows, batch=batch, capacity=sizes.capacity(block_tables))
     scales = {"k_scale": in_rows(k_scale_pages), "v_scale": in_rows(v_scale_pages)}
     options = make_options({**given, **stand, **scales, "mode": mode, "lengths": lengths})
@@ -107,7 +114,9 @@ def paged_attention(
     reasons = flash_decode.factored(call)
     if reasons:
         raise AttentionError(
-            f"paged attention cannot serve this call: {reasons[0]}", path="k_pages", fix="put that axis last in head's rule"
+            f"paged attention cannot serve this call: {reasons[0]}",
+            path="k_pages",
+            fix="put that axis last in head's rule",
         )
     operands = Operands(
         q=jnp.asarray(q),
@@ -115,7 +124,9 @@ def paged_attention(
         v=jnp.asarray(v_pages),
         k_scale=None if k_scale_pages is None else jnp.asarray(k_scale_pages),
         v_scale=None if v_scale_pages is None else jnp.asarray(v_scale_pages),
-        q_positions=_positions(lengths, q_lengths, sizes) if positions is None else _integers(positions),
+        q_positions=_positions(lengths, q_lengths, sizes)
+        if positions is None
+        else _integers(positions),
         kv_positions=None,
         lengths=_integers(lengths),
         sinks=None if sinks is None else jnp.asarray(sinks),
@@ -134,12 +145,21 @@ def _run(operands: Operands, tables: jax.Array, call: AttentionCall) -> Result:
     if call.mesh is None or not specs.mesh_axes:
         return _attend(operands, tables, *heads, call=call)
     pages = spec_of(specs.kv_length, (), specs.kv_heads)
-    paged = {name: pages for name in ("k", "v", "k_scale", "v_scale") if getattr(operands, name) is not None}
+    paged = {
+        name: pages
+        for name in ("k", "v", "k_scale", "v_scale")
+        if getattr(operands, name) is not None
+    }
     by_operand = specs.operands(operands.replace(**dict.fromkeys(paged))).replace(**paged)
     arguments, structure = jax.tree.flatten((operands, tables, *heads))
     wanted = (by_operand, spec_of(specs.batch), spec_of(specs.heads), spec_of(specs.kv_heads))
     in_specs = jax.tree.leaves(wanted, is_leaf=lambda value: isinstance(value, PartitionSpec))
-    return _shards.over_shards(lambda *leaves: _attend(*jax.tree.unflatten(structure, leaves), call=call), arguments, in_specs, call)
+    return _shards.over_shards(
+        lambda *leaves: _attend(*jax.tree.unflatten(structure, leaves), call=call),
+        arguments,
+        in_specs,
+        call,
+    )
 
 
 @_run.defjvp
@@ -171,23 +191,36 @@ class _Table:
     here: jax.Array
 
 
-def _attend(shard: Operands, tables: jax.Array, head_index: jax.Array, kv_head_index: jax.Array, *, call: AttentionCall) -> Result:
+def _attend(
+    shard: Operands,
+    tables: jax.Array,
+    head_index: jax.Array,
+    kv_head_index: jax.Array,
+    *,
+    call: AttentionCall,
+) -> Result:
     page_size = shard.k.shape[1]
     combine = flash_decode.combination(call.specs, call)
     apart = bool(combine.axes)
     whole = combine.with_all_heads(shard) if apart else shard
     first = jax.lax.axis_index(call.specs.kv_length) * shard.k.shape[0] if apart else 0
     at_once = max(1, _ROWS // page_size)
-    whole, table = _jax.vary_together((whole.replace(sinks=None), _compact(tables - first, shard, at_once)))
+    whole, table = _jax.vary_together(
+        (whole.replace(sinks=None), _compact(tables - first, shard, at_once))
+    )
     recipe = dataclasses.replace(call.recipe, kv_block=at_once * page_size)
 
     def add(i: jax.Array, state: Any) -> Any:
-        some = jax.tree.map(lambda column: jax.lax.dynamic_slice_in_dim(column, i * at_once, at_once, 1), table)
+        some = jax.tree.map(
+            lambda column: jax.lax.dynamic_slice_in_dim(column, i * at_once, at_once, 1), table
+        )
         block = _shards.pick_kv_heads(_read(whole, some), call, head_index, kv_head_index)
         return blockwise.forward(block, recipe, state=state)
 
     count = jnp.max(jnp.sum(table.here, axis=1, dtype=jnp.int32))
-    state = jax.lax.fori_loop(0, (count + at_once - 1) // at_once, add, _online.start(whole.q, whole.v))
+    state = jax.lax.fori_loop(
+        0, (count + at_once - 1) // at_once, add, _online.start(whole.q, whole.v)
+    )
     if apart:
         found = combine(*_online.finish(state), sinks=shard.sinks, dtype=call.dtype)
     else:
@@ -195,7 +228,9 @@ def _attend(shard: Operands, tables: jax.Array, head_index: jax.Array, kv_head_i
         found = Result(o=o.astype(call.dtype), lse=lse)
     real = shard.q_positions >= 0
     o = jnp.where(real[:, :, None, None], found.o, 0)
-    return Result(o=o, lse=jnp.where(real[:, None, :], found.lse, -jnp.inf) if call.return_lse else None)
+    return Result(
+        o=o, lse=jnp.where(real[:, None, :], found.lse, -jnp.inf) if call.return_lse else None
+    )
 
 
 def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _Table:
@@ -212,7 +247,9 @@ def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _Table:
 def _read(whole: Operands, some: _Table) -> Operands:
     """Return the operands with the keys of some pages, `[batch, pages * page_size, kv_heads, head_dim]`."""
     page_size = whole.k.shape[1]
-    positions = some.ordinals[:, :, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None]
+    positions = (
+        some.ordinals[:, :, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None]
+    )
     positions = jnp.where(some.here[:, :, None], positions, -1).reshape(positions.shape[0], -1)
     names = [name for name in ("k", "v", "k_scale", "v_scale") if getattr(whole, name) is not None]
     rows = {name: _rows_of(getattr(whole, name), some.pages) for name in names}
@@ -245,47 +282,94 @@ def _check_pages(q: Any, k_pages: Any, v_pages: Any) -> _Sizes:
     ):
         shape = getattr(array, "shape", None)
         if shape is None or len(shape) != 4 or 0 in shape:
-            raise AttentionError(f"{name} has shape {shape}", path=name, fix=f"it is {order}, and no dim is empty")
+            raise AttentionError(
+                f"{name} has shape {shape}", path=name, fix=f"it is {order}, and no dim is empty"
+            )
     if k_pages.shape[:3] != v_pages.shape[:3]:
         what = f"v_pages has shape {v_pages.shape}, and k_pages {k_pages.shape}"
         raise AttentionError(what, path="v_pages", fix="they have the same pages, rows and heads")
-    return _Sizes(batch=q.shape[0], q_length=q.shape[1], pages=k_pages.shape[0], page_size=k_pages.shape[1])
+    return _Sizes(
+        batch=q.shape[0], q_length=q.shape[1], pages=k_pages.shape[0], page_size=k_pages.shape[1]
+    )
 
 
 def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, sizes: _Sizes) -> None:
-    for name, array, dims in (("block_tables", block_tables, 2), ("lengths", lengths, 1), ("q_lengths", q_lengths, 1)):
+    for name, array, dims in (
+        ("block_tables", block_tables, 2),
+        ("lengths", lengths, 1),
+        ("q_lengths", q_lengths, 1),
+    ):
         if array is None and name == "q_lengths":
             continue
         shape = getattr(array, "shape", None)
-        if shape is None or len(shape) != dims or shape[0] != sizes.batch or 0 in shape or not jnp.issubdtype(array.dtype, jnp.integer):
+        if (
+            shape is None
+            or len(shape) != dims
+            or shape[0] != sizes.batch
+            or 0 in shape
+            or not jnp.issubdtype(array.dtype, jnp.integer)
+        ):
             want = f"({sizes.batch}, pages_per_sequence)" if dims == 2 else f"({sizes.batch},)"
             kind = getattr(array, "dtype", type(array).__name__)
-            raise AttentionError(f"{name} is {kind} of shape {shape}", path=name, fix=f"pass integers of shape {want}")
-    _check_range("lengths", lengths, 0, sizes.capacity(block_tables), "a table holds pages_per_sequence * page_size keys")
+            raise AttentionError(
+                f"{name} is {kind} of shape {shape}",
+                path=name,
+                fix=f"pass integers of shape {want}",
+            )
+    _check_range(
+        "lengths",
+        lengths,
+        0,
+        sizes.capacity(block_tables),
+        "a table holds pages_per_sequence * page_size keys",
+    )
     _check_range("q_lengths", q_lengths, 0, sizes.q_length, "there are q_length rows of queries")
-    if isinstance(lengths, np.ndarray) and isinstance(q_lengths, np.ndarray) and (q_lengths > lengths).any():
+    if (
+        isinstance(lengths, np.ndarray)
+        and isinstance(q_lengths, np.ndarray)
+        and (q_lengths > lengths).any()
+    ):
         b = int(np.argmax(q_lengths > lengths))
         what = f"sequence {b} has {q_lengths[b]} queries and {lengths[b]} keys"
-        raise AttentionError(what, path="q_lengths", fix="lengths count the keys of the queries too: write them before attending")
+        raise AttentionError(
+            what,
+            path="q_lengths",
+            fix="lengths count the keys of the queries too: write them before attending",
+        )
     if isinstance(block_tables, np.ndarray) and isinstance(lengths, np.ndarray):
         used = np.arange(block_tables.shape[1])[None] * sizes.page_size < lengths[:, None]
         wrong = used & ((block_tables < 0) | (block_tables >= sizes.pages))
         if wrong.any():
             b, j = (int(at) for at in np.argwhere(wrong)[0])
             what = f"block_tables[{b}, {j}] is page {block_tables[b, j]}, and there are {sizes.pages}; sequence {b} has {lengths[b]} keys"
-            raise AttentionError(what, path="block_tables", fix=f"number pages from 0 to {sizes.pages - 1}")
+            raise AttentionError(
+                what, path="block_tables", fix=f"number pages from 0 to {sizes.pages - 1}"
+            )
 
 
 def _check_positions(positions: Any, q_lengths: Any, sizes: _Sizes) -> None:
     if positions is None:
         return
     if q_lengths is not None:
-        raise AttentionError("positions and q_lengths both say where queries stand", path="positions", fix="pass one of them")
-    shape, kind = getattr(positions, "shape", None), getattr(positions, "dtype", type(positions).__name__)
+        raise AttentionError(
+            "positions and q_lengths both say where queries stand",
+            path="positions",
+            fix="pass one of them",
+        )
+    shape, kind = (
+        getattr(positions, "shape", None),
+        getattr(positions, "dtype", type(positions).__name__),
+    )
     if shape != (sizes.batch, sizes.q_length) or not jnp.issubdtype(kind, jnp.integer):
         want = f"pass integers of shape ({sizes.batch}, {sizes.q_length})"
         raise AttentionError(f"positions is {kind} of shape {shape}", path="positions", fix=want)
-    _check_range("positions", positions, -(2**31), 2**31 - 1, "positions are int32; negative for a row that is none")
+    _check_range(
+        "positions",
+        positions,
+        -(2**31),
+        2**31 - 1,
+        "positions are int32; negative for a row that is none",
+    )
 
 
 def _check_range(name: str, array: Any, low: int, high: int, fix: str) -> None:
@@ -295,7 +379,11 @@ def _check_range(name: str, array: Any, low: int, high: int, fix: str) -> None:
 
 
 def _in_rows(pages: Any, *, batch: int, capacity: int) -> Any:
-    return None if pages is None else jax.ShapeDtypeStruct((batch, capacity, *pages.shape[2:]), pages.dtype)
+    return (
+        None
+        if pages is None
+        else jax.ShapeDtypeStruct((batch, capacity, *pages.shape[2:]), pages.dtype)
+    )
 
 
 def _like(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -308,6 +396,10 @@ def _integers(array: Any) -> jax.Array:
 
 def _positions(lengths: Any, q_lengths: Any, sizes: _Sizes) -> jax.Array:
     """Return `[batch, q_length]` positions of the queries, -1 for a row that is none."""
-    have = jnp.full((sizes.batch,), sizes.q_length, jnp.int32) if q_lengths is None else _integers(q_lengths)
+    have = (
+        jnp.full((sizes.batch,), sizes.q_length, jnp.int32)
+        if q_lengths is None
+        else _integers(q_lengths)
+    )
     rows = jnp.arange(sizes.q_length, dtype=jnp.int32)[None]
     return jnp.where(rows < have[:, None], (_integers(lengths) - have)[:, None] + rows, -1)

@@ -51,11 +51,19 @@ class AttentionImpl(abc.ABC):
     @classmethod
     def refusals(cls, call: AttentionCall) -> tuple[str, ...]:
         """Return why a call cannot be served: what `supports` says, and quantised keys where there are no scales."""
-        no_scales = (f"it takes no scales, and k and v are {call.kv_dtype}",) if call.kv_dtype and not cls.takes_scales else ()
+        no_scales = (
+            (f"it takes no scales, and k and v are {call.kv_dtype}",)
+            if call.kv_dtype and not cls.takes_scales
+            else ()
+        )
         reasons = cls.supports(call)
-        if not isinstance(reasons, (tuple, list)) or not all(isinstance(reason, str) for reason in reasons):
+        if not isinstance(reasons, (tuple, list)) or not all(
+            isinstance(reason, str) for reason in reasons
+        ):
             what = f"{cls.__qualname__}.supports returned {reasons!r}"
-            raise AttentionError(what, fix="return a tuple of reasons why the call cannot be served, () where it can")
+            raise AttentionError(
+                what, fix="return a tuple of reasons why the call cannot be served, () where it can"
+            )
         return (*no_scales, *reasons)
 
     @classmethod
@@ -91,7 +99,9 @@ class AttentionImpl(abc.ABC):
         Raises:
           AttentionError: a platform that is none of cpu, gpu and tpu.
         """
-        forward = {"cpu": cls.forward_cpu, "gpu": cls.forward_gpu, "tpu": cls.forward_tpu}.get(call.platform)
+        forward = {"cpu": cls.forward_cpu, "gpu": cls.forward_gpu, "tpu": cls.forward_tpu}.get(
+            call.platform
+        )
         if forward is None:
             raise AttentionError(f"unknown backend {call.platform!r}", fix="use cpu, gpu or tpu")
         return forward(operands, call)
@@ -103,7 +113,10 @@ class AttentionImpl(abc.ABC):
         reasons = type(self).refusals(call)
         if reasons:
             name = impl_names(type(self))[0]
-            raise AttentionError(f"{name} cannot serve this call: {'; '.join(reasons)}", fix='use another one, or implementation="auto"')
+            raise AttentionError(
+                f"{name} cannot serve this call: {'; '.join(reasons)}",
+                fix='use another one, or implementation="auto"',
+            )
         found = serve(type(self), make_operands(q, k, v, options=asked, call=call, mask=mask), call)
         return AttentionOutput(attention_weights=found.weights, attention_outputs=found.o)
 
@@ -126,7 +139,9 @@ class AttentionImpl(abc.ABC):
         tensor: Any = None,
     ) -> PartitionSpec | None:
         """Return a spec that keeps some dims of another one; see `metadata.create_stable_sharding`."""
-        return metadata.create_stable_sharding(self.metadata.partition_manager, state_ps, preserved_indices, clone_ps, dep, tensor)
+        return metadata.create_stable_sharding(
+            self.metadata.partition_manager, state_ps, preserved_indices, clone_ps, dep, tensor
+        )
 
     def get_impl_metadata(self) -> AttentionMetadata:
         """Return how the instance runs."""
@@ -178,17 +193,26 @@ class AttentionRegistry:
           AttentionError: a name that another class has; it is no `AttentionImpl`, or lacks a method.
         """
         if not (isinstance(implementation, type) and issubclass(implementation, AttentionImpl)):
-            raise AttentionError(f"{implementation!r} is no AttentionImpl", fix="class Mine(AttentionImpl): ...")
+            raise AttentionError(
+                f"{implementation!r} is no AttentionImpl", fix="class Mine(AttentionImpl): ..."
+            )
         if implementation.__abstractmethods__:
             lacks = ", ".join(sorted(implementation.__abstractmethods__))
             raise AttentionError(
-                f"{implementation.__qualname__} lacks {lacks}", fix="write them as classmethods, as the package's docstring says"
+                f"{implementation.__qualname__} lacks {lacks}",
+                fix="write them as classmethods, as the package's docstring says",
             )
         names = impl_names(implementation)
         for name in names:
             other = cls._known.get(name)
-            if other is not None and (other.__module__, other.__qualname__) != (implementation.__module__, implementation.__qualname__):
-                raise AttentionError(f"the name {name!r} belongs to {other.__qualname__}", fix="give the implementation another name")
+            if other is not None and (other.__module__, other.__qualname__) != (
+                implementation.__module__,
+                implementation.__qualname__,
+            ):
+                raise AttentionError(
+                    f"the name {name!r} belongs to {other.__qualname__}",
+                    fix="give the implementation another name",
+                )
         cls._known = {**cls._known, **dict.fromkeys(names, implementation)}
         return implementation
 

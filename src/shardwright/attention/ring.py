@@ -48,7 +48,9 @@ class _Ring:
     @property
     def hops(self) -> tuple[int, ...]:
         """How many ranks on the keys go between one turn and the next."""
-        return tuple(after - before for before, after in zip(self.turns, self.turns[1:], strict=False))
+        return tuple(
+            after - before for before, after in zip(self.turns, self.turns[1:], strict=False)
+        )
 
     def send(self, arrays: Any, hop: int) -> Any:
         """Return what the rank `hop` before this one has."""
@@ -81,7 +83,10 @@ def turns_of(call: AttentionCall) -> tuple[int, ...]:
 
     def nobody_reads(turn: int) -> bool:
         pairs = ((q, (rank - turn) % ranks * kv_rows) for rank, q in enumerate(q_starts))
-        return all(block_is_empty(call.recipe.mask, (q, q + q_rows - 1), (kv, kv + kv_rows - 1)) for q, kv in pairs)
+        return all(
+            block_is_empty(call.recipe.mask, (q, q + q_rows - 1), (kv, kv + kv_rows - 1))
+            for q, kv in pairs
+        )
 
     return (0, *(turn for turn in range(1, ranks) if not nobody_reads(turn)))
 
@@ -109,7 +114,9 @@ class RingAttention(AttentionImpl):
     def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
         """Attend, one `shard_map` over all the axes of the call."""
         inner = _inner_of(call)
-        return _inner.run_inner(inner, functools.partial(_run, call=call, inner=inner), operands, call)
+        return _inner.run_inner(
+            inner, functools.partial(_run, call=call, inner=inner), operands, call
+        )
 
 
 def _inner_of(call: AttentionCall) -> _inner.Inner:
@@ -130,7 +137,10 @@ def _run(shard: Operands, *, call: AttentionCall, inner: _inner.Inner) -> Result
             loop=call.loop,
             kernel=_inner.blocks_of(inner, call),
         )
-        o, lse, _ = _attend(ring, *_sequence.split_floats(_jax.vary_together(_sequence.with_whole_rows(shard, call))))
+        o, lse, _ = _attend(
+            ring,
+            *_sequence.split_floats(_jax.vary_together(_sequence.with_whole_rows(shard, call))),
+        )
     return _shards.asked(Result(o=o, lse=lse), call)
 
 
@@ -144,11 +154,15 @@ class _Grads:
     kv: KV
 
 
-def _values(ring: _Ring, floats: dict[str, Any], others: Operands) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def _values(
+    ring: _Ring, floats: dict[str, Any], others: Operands
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     operands = others.replace(**floats)
 
     def add(state: Running, kv: KV, turn: Any) -> Running:
-        found: Running = ring.kernel.forward(ring.read(operands, kv, turn), ring.recipe, state=state)
+        found: Running = ring.kernel.forward(
+            ring.read(operands, kv, turn), ring.recipe, state=state
+        )
         return found
 
     def turn_and_send(carry: tuple[Running, KV], turn: Any, hop: int) -> tuple[Running, KV]:
@@ -174,7 +188,9 @@ def _backward_pass(ring: _Ring, kept: Any, cotangents: Any) -> dict[str, Any]:
         dk, dv = _sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
         bias = None if read.bias is None else jnp.zeros_like(read.bias, dtype=jnp.float32)
         onto = blockwise.Gradients(q=grads.q, k=dk, v=dv, bias=bias)
-        found = ring.kernel.backward(read, ring.recipe, lse=lse, do=do, delta=delta, onto=onto, lse_error=lse_error)
+        found = ring.kernel.backward(
+            read, ring.recipe, lse=lse, do=do, delta=delta, onto=onto, lse_error=lse_error
+        )
         bias = _sequence.add_columns(grads.bias, found.bias, ring.start(operands, turn))
         return _Grads(q=found.q, bias=bias, kv=_sequence.pack(found.k, found.v))
 
@@ -186,13 +202,21 @@ def _backward_pass(ring: _Ring, kept: Any, cotangents: Any) -> dict[str, Any]:
 
     zeros = functools.partial(jnp.zeros_like, dtype=jnp.float32)
     bias = None if operands.bias is None else zeros(operands.bias)
-    start = _Grads(q=zeros(operands.q), bias=bias, kv=_sequence.pack(zeros(operands.k), zeros(operands.v)))
+    start = _Grads(
+        q=zeros(operands.q), bias=bias, kv=_sequence.pack(zeros(operands.k), zeros(operands.v))
+    )
     grads, kv = _turn(ring, turn_and_send, (start, _sequence.pack(operands.k, operands.v)))
     grads = add(grads, kv, ring.turns[-1])
     dk, dv = _sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
     complete = _sequence.pack(dk.astype(operands.k.dtype), dv.astype(operands.v.dtype))
-    dk, dv = _sequence.unpack(ring.send(complete, -ring.turns[-1]), head_dim=operands.q.shape[-1])  # home
-    sinks = None if operands.sinks is None else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta, lse_error=lse_error)
+    dk, dv = _sequence.unpack(
+        ring.send(complete, -ring.turns[-1]), head_dim=operands.q.shape[-1]
+    )  # home
+    sinks = (
+        None
+        if operands.sinks is None
+        else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta, lse_error=lse_error)
+    )
     return _sequence.cotangents(floats, q=grads.q, k=dk, v=dv, bias=grads.bias, sinks=sinks)
 
 

@@ -37,7 +37,9 @@ class SdpaAttention(AttentionImpl):
     @classmethod
     def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
         """Attend on every shard of batch and heads."""
-        return run_on_shards(functools.partial(_by_xla, call=call, dtype=call.dtype), operands, call)
+        return run_on_shards(
+            functools.partial(_by_xla, call=call, dtype=call.dtype), operands, call
+        )
 
     @classmethod
     def forward_cpu(cls, operands: Operands, call: AttentionCall) -> Result:
@@ -103,7 +105,8 @@ def _no_argument(call: AttentionCall) -> tuple[str, ...]:
         f"it has no softcap, and softcap is {recipe.softcap}": recipe.softcap is not None,
         "it has no sinks": call.sinks,
         f"it has no dropout, and dropout is {recipe.dropout}": bool(recipe.dropout),
-        f"keys and values have one size, and head_dim is {call.head_dim}, v_dim {call.v_dim}": call.head_dim != call.v_dim,
+        f"keys and values have one size, and head_dim is {call.head_dim}, v_dim {call.v_dim}": call.head_dim
+        != call.v_dim,
         "its logsumexp has no gradient": call.return_lse,
     }
     return tuple(reason for reason, holds in found.items() if holds)
@@ -116,16 +119,23 @@ def _not_in_cudnn(call: AttentionCall) -> tuple[str, ...]:
     window = left is not None
     most = 256 if _is_hopper() else 128
     found = {
-        f"it computes in bfloat16 and float16, and the call in {call.dtype}": call.dtype == "float32",
-        f"its head_dim is a multiple of 8 up to {most}, and head_dim is {call.head_dim}": bool(call.head_dim % 8) or call.head_dim > most,
+        f"it computes in bfloat16 and float16, and the call in {call.dtype}": call.dtype
+        == "float32",
+        f"its head_dim is a multiple of 8 up to {most}, and head_dim is {call.head_dim}": bool(
+            call.head_dim % 8
+        )
+        or call.head_dim > most,
         "it takes no segments": call.segments,
         "a dense mask would have to be a bias, whose sums overflow": call.mask_shape is not None,
         "the gradient of a bias depends on its shape there": call.bias_shape is not None,
         f"it has no chunks, and chunk is {rules.chunk}": rules.chunk is not None,
-        f"its window ends at the query, and window is {rules.window}": right not in (None, 0) or (window and right is None),
+        f"its window ends at the query, and window is {rules.window}": right not in (None, 0)
+        or (window and right is None),
         "positions are arrays, and its masks go by row": call.q_offset is None,
-        f"it counts from the first row, and the first query stands at {call.q_offset}": rules.positional and call.q_offset not in (None, 0),
-        "with a window and lengths a query may see no key, where it promises nothing": window and call.lengths,
+        f"it counts from the first row, and the first query stands at {call.q_offset}": rules.positional
+        and call.q_offset not in (None, 0),
+        "with a window and lengths a query may see no key, where it promises nothing": window
+        and call.lengths,
     }
     return tuple(reason for reason, holds in found.items() if holds)
 
@@ -135,7 +145,9 @@ def _by_xla(shard: Operands, *, call: AttentionCall, dtype: str) -> Result:
     shard = _online.without_remains(shard, call.recipe)
     q, k, v = (x.astype(dtype) for x in (shard.q, shard.k, shard.v))
     with _online.full_precision(call.dtype):
-        o = jax.nn.dot_product_attention(q, k, v, bias=bias, mask=seen, scale=call.recipe.scale, implementation="xla")
+        o = jax.nn.dot_product_attention(
+            q, k, v, bias=bias, mask=seen, scale=call.recipe.scale, implementation="xla"
+        )
     o = o.astype(call.dtype)
     o = o if seen is None else _or_zero(o, jnp.any(seen, axis=-1))
     return Result(o=checkpoint_name(o, OUTPUT_NAME))
@@ -183,7 +195,11 @@ def _try_cudnn() -> str:
     row = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
-        return jnp.sum(jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").astype(jnp.float32))
+        return jnp.sum(
+            jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").astype(
+                jnp.float32
+            )
+        )
 
     try:
         jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(row, row, row).compile()

@@ -58,7 +58,8 @@ def not_in_splash(call: AttentionCall, *, q_shards: int = 1, kv_shards: int = 1)
         "it takes no bias": call.bias_shape is not None,
         f"it has no dropout, and dropout is {recipe.dropout}": bool(recipe.dropout),
         "TPUs do not compute in float16": call.dtype == "float16",
-        f"its table of blocks would have {blocks} entries, of at most {_MOST_BLOCKS}": blocks > _MOST_BLOCKS,
+        f"its table of blocks would have {blocks} entries, of at most {_MOST_BLOCKS}": blocks
+        > _MOST_BLOCKS,
     }
     return (*(reason for reason, holds in found.items() if holds), *inside_shard_map())
 

@@ -33,7 +33,10 @@ class UlyssesAttention(AttentionImpl):
         reasons = (*_shards.no_weights(call), *_sequence.apart(call))
         heads, ranks = call.heads // call.shards(call.specs.heads), call.shards(call.specs.q_length)
         if heads % ranks:
-            reasons = (*reasons, f"{heads} query heads per device do not divide over {'+'.join(call.specs.q_length)}={ranks}")
+            reasons = (
+                *reasons,
+                f"{heads} query heads per device do not divide over {'+'.join(call.specs.q_length)}={ranks}",
+            )
         return reasons
 
     @classmethod
@@ -45,7 +48,9 @@ class UlyssesAttention(AttentionImpl):
     def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
         """Attend, one `shard_map` over all the axes of the call."""
         inner = _inner_of(call)
-        return _inner.run_inner(inner, functools.partial(_run, call=call, inner=inner), operands, call)
+        return _inner.run_inner(
+            inner, functools.partial(_run, call=call, inner=inner), operands, call
+        )
 
 
 def _inner_of(call: AttentionCall) -> _inner.Inner:
@@ -70,9 +75,15 @@ def _with_all_rows(shard: Operands, call: AttentionCall) -> Operands:
     axes = call.specs.kv_length
     changed: dict[str, jax.Array] = {}
     if call.segments:
-        changed |= {name: _sequence.gather(getattr(shard, name), axes, dim=1) for name in ("q_segment_ids", "kv_segment_ids")}
+        changed |= {
+            name: _sequence.gather(getattr(shard, name), axes, dim=1)
+            for name in ("q_segment_ids", "kv_segment_ids")
+        }
     if call.q_offset is None:
-        changed |= {name: _sequence.gather(getattr(shard, name), axes, dim=1) for name in ("q_positions", "kv_positions")}
+        changed |= {
+            name: _sequence.gather(getattr(shard, name), axes, dim=1)
+            for name in ("q_positions", "kv_positions")
+        }
     else:
         changed["q_positions"] = default_positions(call.q_length, offset=call.q_offset)
         changed["kv_positions"] = default_positions(call.kv_length)
@@ -85,7 +96,11 @@ def _with_some_heads(shard: Operands, call: AttentionCall) -> Operands:
     ranks, rank = call.shards(axes), jax.lax.axis_index(axes)
     kv_heads = math.lcm(shard.k.shape[2], ranks)
     swap = functools.partial(_swap, axes=axes, split=2, join=1)
-    changed = {"q": swap(shard.q), "k": swap(_repeat(shard.k, kv_heads)), "v": swap(_repeat(shard.v, kv_heads))}
+    changed = {
+        "q": swap(shard.q),
+        "k": swap(_repeat(shard.k, kv_heads)),
+        "v": swap(_repeat(shard.v, kv_heads)),
+    }
     for name in ("sinks", "head_index"):
         if (array := getattr(shard, name)) is not None:
             changed[name] = _own(array, rank, ranks, dim=0)
@@ -94,7 +109,11 @@ def _with_some_heads(shard: Operands, call: AttentionCall) -> Operands:
             continue
         array, rows = getattr(shard, name), 2 if shape[2] > 1 else 3 if shape[3] > 1 else None
         if rows is not None:
-            array = _swap(array, axes, split=1, join=rows) if shape[1] > 1 else _sequence.gather(array, axes, dim=rows)
+            array = (
+                _swap(array, axes, split=1, join=rows)
+                if shape[1] > 1
+                else _sequence.gather(array, axes, dim=rows)
+            )
         elif shape[1] > 1:
             array = _own(array, rank, ranks, dim=1)
         changed[name] = array
@@ -102,7 +121,9 @@ def _with_some_heads(shard: Operands, call: AttentionCall) -> Operands:
 
 
 def _swap(array: jax.Array, axes: tuple[str, ...], *, split: int, join: int) -> jax.Array:
-    swapped: jax.Array = jax.lax.all_to_all(array, axes, split_axis=split, concat_axis=join, tiled=True)
+    swapped: jax.Array = jax.lax.all_to_all(
+        array, axes, split_axis=split, concat_axis=join, tiled=True
+    )
     return swapped
 
 

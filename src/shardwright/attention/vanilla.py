@@ -17,9 +17,16 @@ from shardwright.axes import DEFAULT_MASK_VALUE
 def attend(operands: Operands, recipe: Recipe) -> Result:
     """Return the output, the logsumexp and the weights of arrays that are all here. Differentiable by JAX itself."""
     dtype = operands.q.dtype
-    x = _online.without_remains(operands.replace(**{name: getattr(operands, name).astype(jnp.float32) for name in ("q", "k", "v")}), recipe)
+    x = _online.without_remains(
+        operands.replace(
+            **{name: getattr(operands, name).astype(jnp.float32) for name in ("q", "k", "v")}
+        ),
+        recipe,
+    )
     seen, bias = _online.visible(x, recipe.mask)
-    logits = _online.logits_of(x.q, x.k, scale=recipe.scale, softcap=recipe.softcap, bias=bias, k_scale=x.k_scale)
+    logits = _online.logits_of(
+        x.q, x.k, scale=recipe.scale, softcap=recipe.softcap, bias=bias, k_scale=x.k_scale
+    )
     logits = jnp.where(seen, logits, DEFAULT_MASK_VALUE)
     top = jnp.max(logits, axis=-1, keepdims=True, initial=DEFAULT_MASK_VALUE)
     if x.sinks is not None:
@@ -54,9 +61,17 @@ class VanillaAttention(AttentionImpl):
     @classmethod
     def supports(cls, call: AttentionCall) -> tuple[str, ...]:
         """Return why a call cannot be served: only Explicit mesh axes can be in the way."""
-        types = {} if call.mesh is None else dict(zip(call.mesh.axis_names, call.mesh.axis_types, strict=True))
+        types = (
+            {}
+            if call.mesh is None
+            else dict(zip(call.mesh.axis_names, call.mesh.axis_types, strict=True))
+        )
         explicit = [axis for axis in call.specs.mesh_axes if types[axis] is AxisType.Explicit]
-        return (f"the mesh axis {explicit[0]} is Explicit, where the partitioner does nothing",) if explicit else ()
+        return (
+            (f"the mesh axis {explicit[0]} is Explicit, where the partitioner does nothing",)
+            if explicit
+            else ()
+        )
 
     @classmethod
     def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:

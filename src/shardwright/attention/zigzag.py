@@ -33,13 +33,19 @@ def positions(length: int, *, shards: int) -> np.ndarray:
       AttentionError: there are several shards, and the length is not a multiple of `2 * shards`.
     """
     if shards < 1:
-        raise AttentionError(f"{shards} shards", path="shards", fix="pass how many parts the sequence is sharded into")
+        raise AttentionError(
+            f"{shards} shards",
+            path="shards",
+            fix="pass how many parts the sequence is sharded into",
+        )
     if shards == 1:
         return np.arange(length, dtype=np.int32)
     if length % (2 * shards):
         more = -length % (2 * shards)
         fix = f"pad it by {more} rows (with segment id 0, or a loss weight of 0), or keep the order as it is"
-        raise AttentionError(f"a length of {length} does not divide into 2 * {shards} chunks, two per shard", fix=fix)
+        raise AttentionError(
+            f"a length of {length} does not divide into 2 * {shards} chunks, two per shard", fix=fix
+        )
     chunks = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)
     order = [chunk for rank in range(shards) for chunk in (rank, 2 * shards - 1 - rank)]
     return chunks[order].reshape(-1)
@@ -81,7 +87,11 @@ def _reorder(batch: Any, dim: int, order_of: Any) -> Any:
         shape = np.shape(array)
         if not -len(shape) <= dim < len(shape):
             where = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise AttentionError(f"no dim {dim} in shape {shape}", path=where, fix="leave what has no sequence out, or pass dim=")
+            raise AttentionError(
+                f"no dim {dim} in shape {shape}",
+                path=where,
+                fix="leave what has no sequence out, or pass dim=",
+            )
         return _take(array, order_of(shape[dim]), dim % len(shape))
 
     return jax.tree_util.tree_map_with_path(one, batch)

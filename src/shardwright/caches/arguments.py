@@ -37,13 +37,24 @@ def check_source(spec: CacheSpec, source: Any) -> None:
       CacheError: it is no cache, or its sizes or dtype are others.
     """
     if not isinstance(source, KVCache):
-        raise CacheError(f"source is {type(source).__name__}, not a cache", path="source", fix="prefill a cache of n slots and pass that")
+        raise CacheError(
+            f"source is {type(source).__name__}, not a cache",
+            path="source",
+            fix="prefill a cache of n slots and pass that",
+        )
     problems = []
     for name in ("kv_heads", "head_dim", "v_dim", "dtype"):
         theirs, ours = getattr(source.spec, name), getattr(spec, name)
         if theirs != ours:
             fix = f"make both with one {name}"
-            problems.append(Problem(error=CacheError, what=f"{name} is {theirs}, and {ours} here", path="source", fix=fix))
+            problems.append(
+                Problem(
+                    error=CacheError,
+                    what=f"{name} is {theirs}, and {ours} here",
+                    path="source",
+                    fix=fix,
+                )
+            )
     raise_problems(problems)
 
 
@@ -55,10 +66,14 @@ def check_group(spec: CacheSpec, group: int | None) -> None:
     """
     if group is not None and (isinstance(group, bool) or not isinstance(group, int)):
         fix = "it is static: pass a Python int, the number of beams of a sequence"
-        raise CacheError(f"group is {type(group).__name__}, not a whole number", path="group", fix=fix)
+        raise CacheError(
+            f"group is {type(group).__name__}, not a whole number", path="group", fix=fix
+        )
     if group is not None and (group < 1 or spec.batch % group):
         fix = "name the number of beams of a sequence, which divides the number of slots"
-        raise CacheError(f"{spec.batch} slots do not divide into groups of {group}", path="group", fix=fix)
+        raise CacheError(
+            f"{spec.batch} slots do not divide into groups of {group}", path="group", fix=fix
+        )
 
 
 def integers(name: str, values: Any, *, size: int | None = None, per: str = "slot") -> Any:
@@ -76,9 +91,15 @@ def integers(name: str, values: Any, *, size: int | None = None, per: str = "slo
     array = values if isinstance(values, (jax.Array, np.ndarray)) else _listed(name, values)
     want = f"({'n' if size is None else size},)"
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise CacheError(f"{name} is {array.dtype}, not integers", path=name, fix=f"pass int32 of shape {want}")
+        raise CacheError(
+            f"{name} is {array.dtype}, not integers", path=name, fix=f"pass int32 of shape {want}"
+        )
     if array.ndim != 1 or not array.size or (size is not None and array.size != size):
-        raise CacheError(f"{name} has shape {array.shape}, not {want}", path=name, fix=f"give one integer per {per}")
+        raise CacheError(
+            f"{name} has shape {array.shape}, not {want}",
+            path=name,
+            fix=f"give one integer per {per}",
+        )
     if array.dtype.itemsize < 4 or array.dtype == np.int32:
         return array.astype(np.int32)
     # A plain cast would make 0 of 2**32.
@@ -99,10 +120,16 @@ def destinations(spec: CacheSpec, source: KVCache, slots: Any) -> Any:
 def _listed(name: str, values: Any) -> Any:
     try:
         # One by one they may be known only to the running program, and then are nothing to NumPy.
-        inside = isinstance(values, (list, tuple)) and any(isinstance(value, jax.Array) for value in values)
+        inside = isinstance(values, (list, tuple)) and any(
+            isinstance(value, jax.Array) for value in values
+        )
         return jnp.asarray(values) if inside else np.asarray(values)
     except (TypeError, ValueError, OverflowError) as err:
-        raise CacheError(f"{name}={values!r} is no list of integers", path=name, fix="pass an array of int32, or a list of ints") from err
+        raise CacheError(
+            f"{name}={values!r} is no list of integers",
+            path=name,
+            fix="pass an array of int32, or a list of ints",
+        ) from err
 
 
 def check_count(name: str, value: Any) -> None:
@@ -120,15 +147,26 @@ def _problems(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> list
     given = getattr(array, "shape", None)
     if given is None:
         what = f"it is {type(array).__name__}, not an array"
-        return [Problem(error=CacheError, what=what, path=name, fix=f"pass {dtype} of shape {shape}")]
+        return [
+            Problem(error=CacheError, what=what, path=name, fix=f"pass {dtype} of shape {shape}")
+        ]
     found = []
     if tuple(given) != shape:
-        found.append(Problem(error=CacheError, what=f"shape {tuple(given)}, not {shape}", path=name, fix=_ORDER[name]))
+        found.append(
+            Problem(
+                error=CacheError,
+                what=f"shape {tuple(given)}, not {shape}",
+                path=name,
+                fix=_ORDER[name],
+            )
+        )
     if jnp.dtype(array.dtype) != jnp.dtype(dtype):
         fix = f"cast it where that is meant: {name}.astype({dtype!r})"
         if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             fix += f'; or make the cache, of an engine CacheShape(...), with dtype="{array.dtype}"'
-        found.append(Problem(error=CacheError, what=f"dtype {array.dtype}, not {dtype}", path=name, fix=fix))
+        found.append(
+            Problem(error=CacheError, what=f"dtype {array.dtype}, not {dtype}", path=name, fix=fix)
+        )
     return found
 
 

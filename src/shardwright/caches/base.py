@@ -132,11 +132,17 @@ class Change(Generic[C]):
         """
         if isinstance(self.refused, jax.core.Tracer):
             fix = "return the change, or `ok`, from the compiled function, and ask outside"
-            raise CacheError("what is refused is not known while a function is traced", path="refused", fix=fix)
+            raise CacheError(
+                "what is refused is not known while a function is traced", path="refused", fix=fix
+            )
         codes = np.asarray(self.refused)
         if codes.ndim != 1:
             fix = "look at one at a time: jax.tree.map(lambda x: x[0], change).reasons()"
-            raise CacheError(f"refused has shape {codes.shape}: these are changes of several caches", path="refused", fix=fix)
+            raise CacheError(
+                f"refused has shape {codes.shape}: these are changes of several caches",
+                path="refused",
+                fix=fix,
+            )
         return {int(at): Refusal(int(code)) for at, code in enumerate(codes) if code}
 
     def check(self, *, fix: str) -> None:

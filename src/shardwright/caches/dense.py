@@ -61,7 +61,9 @@ def make(spec: CacheSpec) -> DenseCache:
     rows = (spec.batch, spec.capacity, spec.kv_heads)
     k, v = (jnp.zeros((*rows, dim), spec.dtype) for dim in (spec.head_dim, spec.v_dim))
     length = jnp.zeros(spec.batch, jnp.int32)
-    return DenseCache(spec=spec, length=length, start=jnp.zeros_like(length) if is_ring(spec) else None, k=k, v=v)
+    return DenseCache(
+        spec=spec, length=length, start=jnp.zeros_like(length) if is_ring(spec) else None, k=k, v=v
+    )
 
 
 def make_sliding(spec: CacheSpec) -> DenseCache:
@@ -75,5 +77,9 @@ def make_sliding(spec: CacheSpec) -> DenseCache:
         raise CacheError("a sliding cache without a window", path="window", fix=fix)
     if spec.overflow is not Overflow.RING:
         fix = 'leave overflow out, or take init("dense", window=...), which holds all positions'
-        raise CacheError(f"a sliding cache is a ring, and overflow={str(spec.overflow)!r}", path="overflow", fix=fix)
+        raise CacheError(
+            f"a sliding cache is a ring, and overflow={str(spec.overflow)!r}",
+            path="overflow",
+            fix=fix,
+        )
     return make(spec)

@@ -23,7 +23,12 @@ from shardwright.modes import parse_mode
 
 # Kind -> function of a spec and the kind's own options, which returns a cache without tokens.
 KINDS: Mapping[str, Callable[..., KVCache]] = MappingProxyType(
-    {"dense": dense.make, "sliding": dense.make_sliding, "quantized": quantized.make, "paged": paged.make}
+    {
+        "dense": dense.make,
+        "sliding": dense.make_sliding,
+        "quantized": quantized.make,
+        "paged": paged.make,
+    }
 )
 
 
@@ -71,7 +76,11 @@ def init(
     said = mode if mode is not None else None if manager is None else manager.mode
     if manager is not None and said is None:
         fix = 'use a manager that has one, with pm.for_mode("decode"): ..., or pass mode="decode"'
-        raise CacheError("a cache lies as a mode says, and neither the call nor the manager names one", path="mode", fix=fix)
+        raise CacheError(
+            "a cache lies as a mode says, and neither the call nor the manager names one",
+            path="mode",
+            fix=fix,
+        )
     spec = CacheSpec(
         batch=batch,
         capacity=window if capacity is None and window is not None else capacity,  # type: ignore[arg-type]  # checked below
@@ -99,7 +108,12 @@ def init(
 
 _COMMON = ("capacity", "v_dim", "dtype", "overflow", "window", "order", "mode")
 # What others call it.
-_CALLED = MappingProxyType(dict.fromkeys(("max_length", "max_len", "max_seq_len", "length", "size"), "rows per slot are called capacity"))
+_CALLED = MappingProxyType(
+    dict.fromkeys(
+        ("max_length", "max_len", "max_seq_len", "length", "size"),
+        "rows per slot are called capacity",
+    )
+)
 
 
 def _kind(kind: str, options: Mapping[str, Any]) -> Callable[..., KVCache]:
@@ -117,7 +131,11 @@ def _kind(kind: str, options: Mapping[str, Any]) -> Callable[..., KVCache]:
             )
             raise CacheError(f"a {kind} cache has no option {name!r}", path="init", fix=fix)
         if not isinstance(options[name], Hashable):
-            raise CacheError(f"{name}={options[name]!r}", path=name, fix="pass one value, not a collection of them")
+            raise CacheError(
+                f"{name}={options[name]!r}",
+                path=name,
+                fix="pass one value, not a collection of them",
+            )
     return make
 
 
@@ -125,13 +143,19 @@ def _dtype(dtype: Any) -> str:
     try:
         known = jnp.dtype(dtype)
     except TypeError as err:
-        raise CacheError(f"{dtype!r} is no dtype", path="dtype", fix='pass "bfloat16", "float16" or "float32"') from err
+        raise CacheError(
+            f"{dtype!r} is no dtype", path="dtype", fix='pass "bfloat16", "float16" or "float32"'
+        ) from err
     if not jnp.issubdtype(known, jnp.floating):
         fix = 'pass that in which keys and values come, such as "bfloat16"; init("quantized", ...) stores fewer bits'
         raise CacheError(f"{known} holds no keys and values", path="dtype", fix=fix)
     if jax.dtypes.canonicalize_dtype(known) != known:
         fix = 'pass "float32", or jax.config.update("jax_enable_x64", True) before anything else'
-        raise CacheError(f"without x64 JAX would keep {jax.dtypes.canonicalize_dtype(known)} of {known}", path="dtype", fix=fix)
+        raise CacheError(
+            f"without x64 JAX would keep {jax.dtypes.canonicalize_dtype(known)} of {known}",
+            path="dtype",
+            fix=fix,
+        )
     return str(known)
 
 
@@ -139,28 +163,52 @@ def _overflow(overflow: str | None, kind: str) -> Overflow:
     if overflow is None:
         return Overflow.RING if kind == "sliding" else Overflow.REPORT
     if overflow not in tuple(Overflow):
-        fix = did_you_mean(str(overflow), [str(policy) for policy in Overflow]) or f"say one of {', '.join(Overflow)}"
+        fix = (
+            did_you_mean(str(overflow), [str(policy) for policy in Overflow])
+            or f"say one of {', '.join(Overflow)}"
+        )
         raise CacheError(f"{overflow!r} is not what overflow can do", path="overflow", fix=fix)
     return Overflow(overflow)
 
 
 def _check(spec: CacheSpec) -> None:
-    for name in ("batch", "capacity", "kv_heads", "head_dim", "v_dim", *(("window",) if spec.window is not None else ())):
+    for name in (
+        "batch",
+        "capacity",
+        "kv_heads",
+        "head_dim",
+        "v_dim",
+        *(("window",) if spec.window is not None else ()),
+    ):
         arguments.check_count(name, getattr(spec, name))
     if spec.overflow is Overflow.RING and spec.window is not None and spec.window > spec.capacity:
-        what = f"a window of {spec.window} positions needs as many rows, and there are {spec.capacity}"
-        raise CacheError(what, path="window", fix="let capacity be the window or more; what is more allows longer chunks and rewinds")
+        what = (
+            f"a window of {spec.window} positions needs as many rows, and there are {spec.capacity}"
+        )
+        raise CacheError(
+            what,
+            path="window",
+            fix="let capacity be the window or more; what is more allows longer chunks and rewinds",
+        )
     if not isinstance(spec.order, RowOrder):
-        raise CacheError(f"order={spec.order!r}", path="order", fix="pass caches.RowOrder(block=..., shards=...), or leave it out")
+        raise CacheError(
+            f"order={spec.order!r}",
+            path="order",
+            fix="pass caches.RowOrder(block=..., shards=...), or leave it out",
+        )
     spec.order.check(spec.capacity)
 
 
-def _born(make: Callable[..., KVCache], spec: CacheSpec, options: tuple[tuple[str, Any], ...]) -> KVCache:
+def _born(
+    make: Callable[..., KVCache], spec: CacheSpec, options: tuple[tuple[str, Any], ...]
+) -> KVCache:
     cache = make(spec, **dict(options))
     shards = ambient_shards(spec.mode)
 
     def lay(path: Any, x: jax.Array, axes: Any) -> jax.Array:
-        return shards.lay(x, shards.spec(axes, x.shape, name=jax.tree_util.keystr(path, simple=True)))
+        return shards.lay(
+            x, shards.spec(axes, x.shape, name=jax.tree_util.keystr(path, simple=True))
+        )
 
     laid: KVCache = jax.tree_util.tree_map_with_path(lay, cache, cache.axes())
     return laid

@@ -60,10 +60,14 @@ class Move:
             MoveKind.SLICE: f"- -> dim {self.target}",
             MoveKind.PERMUTE: "who has what",
         }[self.kind]
-        return f"{self.kind} {over}, {where}, {self.bytes:,} B sent, {spec_text(spec_of(*self.after))}"
+        return (
+            f"{self.kind} {over}, {where}, {self.bytes:,} B sent, {spec_text(spec_of(*self.after))}"
+        )
 
 
-def find_moves(source: Dims, target: Dims, *, shape: Sequence[int], itemsize: int, mesh: Mapping[str, int]) -> tuple[Move, ...]:
+def find_moves(
+    source: Dims, target: Dims, *, shape: Sequence[int], itemsize: int, mesh: Mapping[str, int]
+) -> tuple[Move, ...]:
     """Return the steps from one place to another that send the fewest bytes; among those, the fewest steps.
 
     Args:
@@ -73,7 +77,9 @@ def find_moves(source: Dims, target: Dims, *, shape: Sequence[int], itemsize: in
       itemsize: bytes of an element.
       mesh: sizes of the mesh axes.
     """
-    known = [name for name in mesh if any(name in dims for place in (source, target) for dims in place)]
+    known = [
+        name for name in mesh if any(name in dims for place in (source, target) for dims in place)
+    ]
     total = math.prod(shape) * itemsize
     best: dict[Dims, tuple[int, int]] = {source: (0, 0)}
     came: dict[Dims, Move] = {}
@@ -93,7 +99,9 @@ def find_moves(source: Dims, target: Dims, *, shape: Sequence[int], itemsize: in
                 best[move.after], came[move.after] = cost, move
                 found += 1
                 heapq.heappush(queue, (*cost, found, move.after))
-    raise AssertionError(f"no way from {source} to {target}")  # gathering everything and cutting it is one
+    raise AssertionError(
+        f"no way from {source} to {target}"
+    )  # gathering everything and cutting it is one
 
 
 def _path(came: Mapping[Dims, Move], source: Dims, target: Dims) -> tuple[Move, ...]:
@@ -104,34 +112,71 @@ def _path(came: Mapping[Dims, Move], source: Dims, target: Dims) -> tuple[Move, 
     return tuple(reversed(moves))
 
 
-def _next(place: Dims, target: Dims, *, shape: Sequence[int], local: int, mesh: Mapping[str, int], known: Sequence[str]) -> Iterator[Move]:
+def _next(
+    place: Dims,
+    target: Dims,
+    *,
+    shape: Sequence[int],
+    local: int,
+    mesh: Mapping[str, int],
+    known: Sequence[str],
+) -> Iterator[Move]:
     for dim, axes in enumerate(place):
         for count in range(1, len(axes) + 1):
             last, parts = axes[-count:], math.prod(mesh[name] for name in axes[-count:])
             rest = _with(place, dim, axes[:-count])
-            yield Move(kind=MoveKind.ALL_GATHER, mesh_axes=last, source=dim, before=place, after=rest, bytes=local * (parts - 1))
+            yield Move(
+                kind=MoveKind.ALL_GATHER,
+                mesh_axes=last,
+                source=dim,
+                before=place,
+                after=rest,
+                bytes=local * (parts - 1),
+            )
             for to in range(len(place)):
                 after = _with(rest, to, rest[to] + last)
                 if to != dim and _divides(after[to], shape[to], mesh):
                     sent = local // parts * (parts - 1)
-                    yield Move(kind=MoveKind.ALL_TO_ALL, mesh_axes=last, source=dim, target=to, before=place, after=after, bytes=sent)
+                    yield Move(
+                        kind=MoveKind.ALL_TO_ALL,
+                        mesh_axes=last,
+                        source=dim,
+                        target=to,
+                        before=place,
+                        after=after,
+                        bytes=sent,
+                    )
     used = [name for axes in place for name in axes]
     for name in known:
         for to in range(len(place)) if name not in used else ():
             after = _with(place, to, (*place[to], name))
             if _divides(after[to], shape[to], mesh):
-                yield Move(kind=MoveKind.SLICE, mesh_axes=(name,), target=to, before=place, after=after)
+                yield Move(
+                    kind=MoveKind.SLICE, mesh_axes=(name,), target=to, before=place, after=after
+                )
     for after in _permuted(place, target, mesh, known):
-        yield Move(kind=MoveKind.PERMUTE, mesh_axes=tuple(used), before=place, after=after, bytes=local)
+        yield Move(
+            kind=MoveKind.PERMUTE, mesh_axes=tuple(used), before=place, after=after, bytes=local
+        )
 
 
-def _permuted(place: Dims, target: Dims, mesh: Mapping[str, int], known: Sequence[str]) -> Iterator[Dims]:
+def _permuted(
+    place: Dims, target: Dims, mesh: Mapping[str, int], known: Sequence[str]
+) -> Iterator[Dims]:
     """Yield places with the same shards on other devices: a dim's axes in another order, or those of the target, the rest behind."""
     used = {name for axes in place for name in axes}
     ahead = tuple(tuple(name for name in axes if name in used) for axes in target)
     rest = [name for name in known if name in used and not any(name in axes for axes in ahead)]
-    candidates = [_with(place, dim, order) for dim, axes in enumerate(place) for order in itertools.permutations(axes)]
-    candidates += [ahead] if not rest else [_with(ahead, dim, (*ahead[dim], *rest)) for dim in range(len(ahead))]
+    candidates = [
+        _with(place, dim, order)
+        for dim, axes in enumerate(place)
+        for order in itertools.permutations(axes)
+    ]
+    candidates += (
+        [ahead]
+        if not rest
+        else [_with(ahead, dim, (*ahead[dim], *rest)) for dim in range(len(ahead))]
+    )
     for after in candidates:
         same = all(_size(a, mesh) == _size(b, mesh) for a, b in zip(place, after, strict=True))
         if after != place and same:
@@ -165,16 +210,22 @@ def _run(x: jax.Array, move: Move, mesh: Mapping[str, int]) -> jax.Array:
     if move.kind is MoveKind.ALL_TO_ALL:
         assert move.source is not None
         assert move.target is not None
-        swapped: jax.Array = jax.lax.all_to_all(x, move.mesh_axes, move.target, move.source, tiled=True)
+        swapped: jax.Array = jax.lax.all_to_all(
+            x, move.mesh_axes, move.target, move.source, tiled=True
+        )
         return swapped
     if move.kind is MoveKind.ALL_GATHER:
         assert move.source is not None
-        whole: jax.Array = jax.lax.all_gather(x, move.mesh_axes, axis=move.source, tiled=True, to="invarying")
+        whole: jax.Array = jax.lax.all_gather(
+            x, move.mesh_axes, axis=move.source, tiled=True, to="invarying"
+        )
         return whole
     if move.kind is MoveKind.SLICE:
         assert move.target is not None
         size = x.shape[move.target] // _size(move.mesh_axes, mesh)
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(move.mesh_axes) * size, size, move.target)
+        return jax.lax.dynamic_slice_in_dim(
+            x, jax.lax.axis_index(move.mesh_axes) * size, size, move.target
+        )
 
     sent: jax.Array = jax.lax.ppermute(x, move.mesh_axes, _pairs(move, mesh))
     return sent

@@ -18,7 +18,9 @@ from shardwright.errors import CacheError
 C = TypeVar("C", bound=KVCache)
 
 
-def operate(operation: Callable[..., Change[C]], cache: C, *arrays: Any, **static: Any) -> Change[C]:
+def operate(
+    operation: Callable[..., Change[C]], cache: C, *arrays: Any, **static: Any
+) -> Change[C]:
     """Return `operation(cache, *arrays, **static)`.
 
     Args:
@@ -45,14 +47,22 @@ def operate(operation: Callable[..., Change[C]], cache: C, *arrays: Any, **stati
         return change
     if traced:
         meanings = ", ".join(f"{code} {code.meaning}" for code in Refusal if code)
-        checkify.check(jnp.all(change.ok), f"a cache refused entries, by these codes: {{codes}} ({meanings})", codes=change.refused)
+        checkify.check(
+            jnp.all(change.ok),
+            f"a cache refused entries, by these codes: {{codes}} ({meanings})",
+            codes=change.refused,
+        )
     else:
-        change.check(fix='with overflow="report" refusals are values, in the change that is returned')
+        change.check(
+            fix='with overflow="report" refusals are values, in the change that is returned'
+        )
     return change
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _jitted(operation: Callable[..., Change[C]], static: tuple[tuple[str, Any], ...], cache: C, *arrays: Any) -> Change[C]:
+def _jitted(
+    operation: Callable[..., Change[C]], static: tuple[tuple[str, Any], ...], cache: C, *arrays: Any
+) -> Change[C]:
     return operation(cache, *arrays, **dict(static))
 
 
@@ -61,7 +71,11 @@ def _check_arrays(name: str, cache: KVCache) -> None:
     arrays = [array for array in jax.tree.leaves(cache) if isinstance(array, jax.Array)]
     if any(array.is_deleted() for array in arrays):
         fix = "go on with the cache that the operation returned"
-        raise CacheError("its arrays are gone: a compiled function took them, to which they were donated", path=name, fix=fix)
+        raise CacheError(
+            "its arrays are gone: a compiled function took them, to which they were donated",
+            path=name,
+            fix=fix,
+        )
     manager = context.current()
     if manager is None or not isinstance(manager.mesh, Mesh):
         return

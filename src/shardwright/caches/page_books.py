@@ -36,12 +36,18 @@ class Books:
 
     def at(self, columns: jax.Array) -> jax.Array:
         """Return `[batch, n]` pages of columns, which are those of the nearest where there is no such column."""
-        return jnp.take_along_axis(self.tables, jnp.clip(columns, 0, self.tables.shape[1] - 1), axis=1)
+        return jnp.take_along_axis(
+            self.tables, jnp.clip(columns, 0, self.tables.shape[1] - 1), axis=1
+        )
 
     def take(self, claim: Claim, slots: jax.Array) -> Books:
         """Return the books after slots took what they claim; the i-th claim is that of `slots[i]`."""
         references = refer(refer(self.references, claim.pages, 1), claim.shared, -1)
-        return dataclasses.replace(self, tables=pages.enter(self.tables, claim, slots, pages=self.pages), references=references)
+        return dataclasses.replace(
+            self,
+            tables=pages.enter(self.tables, claim, slots, pages=self.pages),
+            references=references,
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -95,7 +101,9 @@ def append(books: Books, is_token: jax.Array, *, capacity: int, page_size: int) 
     positions = jnp.where(is_token & claim.served[:, None], positions, -1)
     return Decision(
         books=dataclasses.replace(books, length=books.length + jnp.where(claim.served, counts, 0)),
-        refused=slots.first_reason((over, Refusal.OVERFLOW), ((counts > 0) & ~claim.served, Refusal.NO_FREE_PAGE)),
+        refused=slots.first_reason(
+            (over, Refusal.OVERFLOW), ((counts > 0) & ~claim.served, Refusal.NO_FREE_PAGE)
+        ),
         rows=Rows(
             positions=positions,
             pages=jnp.where(positions < 0, books.pages, books.at(positions // page_size)),
@@ -105,7 +113,15 @@ def append(books: Books, is_token: jax.Array, *, capacity: int, page_size: int) 
     )
 
 
-def insert(books: Books, positions: jax.Array, lengths: jax.Array, into: jax.Array, *, capacity: int, page_size: int) -> Decision:
+def insert(
+    books: Books,
+    positions: jax.Array,
+    lengths: jax.Array,
+    into: jax.Array,
+    *,
+    capacity: int,
+    page_size: int,
+) -> Decision:
     """Decide on sequences for free slots.
 
     Args:
@@ -127,17 +143,24 @@ def insert(books: Books, positions: jax.Array, lengths: jax.Array, into: jax.Arr
     counts = jnp.where(refused == Refusal.NONE, lengths, 0)
     nothing = jnp.zeros_like(lengths)
     most = min(count_pages(held.shape[1], page_size), books.tables.shape[1])
-    claim = pages.claim_pages(books.references, nothing, lengths=nothing, counts=counts, page_size=page_size, most=most)
+    claim = pages.claim_pages(
+        books.references, nothing, lengths=nothing, counts=counts, page_size=page_size, most=most
+    )
     held = jnp.where(claim.served[:, None], held, -1)
     page = jnp.take_along_axis(claim.pages, jnp.clip(held // page_size, 0, most - 1), axis=1)
     return Decision(
-        books=dataclasses.replace(books.take(claim, into), length=slots.to_slots(named, claim.served, lengths, books.length)),
+        books=dataclasses.replace(
+            books.take(claim, into),
+            length=slots.to_slots(named, claim.served, lengths, books.length),
+        ),
         refused=jnp.where((counts > 0) & ~claim.served, jnp.int8(Refusal.NO_FREE_PAGE), refused),
         rows=Rows(positions=held, pages=jnp.where(held < 0, books.pages, page)),
     )
 
 
-def share(books: Books, sources: jax.Array, into: jax.Array, lengths: jax.Array | None, *, page_size: int) -> Decision:
+def share(
+    books: Books, sources: jax.Array, into: jax.Array, lengths: jax.Array | None, *, page_size: int
+) -> Decision:
     """Decide on free slots, `[n]`, that begin as others do; absent lengths: all of it."""
     batch = books.length.shape[0]
     asked, named = slots.which(sources, batch), slots.which(into, batch)
@@ -152,7 +175,9 @@ def share(books: Books, sources: jax.Array, into: jax.Array, lengths: jax.Array 
     )
     done = refused == Refusal.NONE
     rows = books.tables[jnp.where(done, sources, 0)]
-    shared = Books(length=jnp.where(done, wanted, 0), tables=rows, references=books.references).held(page_size)
+    shared = Books(
+        length=jnp.where(done, wanted, 0), tables=rows, references=books.references
+    ).held(page_size)
     books = Books(
         length=slots.to_slots(named, done, wanted, books.length),
         tables=books.tables.at[jnp.where(done, into, batch)].set(rows, mode="drop"),
@@ -184,7 +209,8 @@ def reorder(books: Books, parents: jax.Array, *, group: int, page_size: int) -> 
     after = dataclasses.replace(books, length=books.length[parents], tables=books.tables[parents])
     references = refer(refer(books.references, after.held(page_size), 1), books.held(page_size), -1)
     return Decision(
-        books=dataclasses.replace(after, references=references), refused=slots.first_reason((outside, Refusal.SLOT_OUT_OF_RANGE))
+        books=dataclasses.replace(after, references=references),
+        refused=slots.first_reason((outside, Refusal.SLOT_OUT_OF_RANGE)),
     )
 
 

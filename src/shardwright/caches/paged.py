@@ -65,7 +65,12 @@ class PagedCache(KVCache):
 
     def axes(self) -> Self:
         """Return the annotation of every array."""
-        axes: dict[str, Any] = {"length": (BATCH,), "tables": (BATCH, EMPTY), "references": (EMPTY,), **self.buffer_axes}
+        axes: dict[str, Any] = {
+            "length": (BATCH,),
+            "tables": (BATCH, EMPTY),
+            "references": (EMPTY,),
+            **self.buffer_axes,
+        }
         return dataclasses.replace(self, **axes)
 
     def append(self, k: Any, v: Any, *, valid: Any = None) -> Change[Self]:
@@ -98,7 +103,14 @@ class PagedCache(KVCache):
         into = arguments.integers("slots", slots)
         count = into.shape[0]
         given = None if lengths is None else arguments.integers("lengths", lengths, size=count)
-        return operate(_settle, self, arguments.integers("sources", sources, size=count), into, given, rule=page_books.share)
+        return operate(
+            _settle,
+            self,
+            arguments.integers("sources", sources, size=count),
+            into,
+            given,
+            rule=page_books.share,
+        )
 
     def free(self, slots: Any) -> Change[Self]:
         """Empty slots; see `KVCache.free`. Pages that others share stay with them."""
@@ -106,7 +118,12 @@ class PagedCache(KVCache):
 
     def rewind(self, lengths: Any) -> Change[Self]:
         """Cut each slot to a length; see `KVCache.rewind`. Pages without a token that is left are given back."""
-        return operate(_settle, self, arguments.integers("lengths", lengths, size=self.batch), rule=page_books.rewind)
+        return operate(
+            _settle,
+            self,
+            arguments.integers("lengths", lengths, size=self.batch),
+            rule=page_books.rewind,
+        )
 
     def reorder(self, parents: Any, *, group: int | None = None) -> Change[Self]:
         """Let every slot continue what another holds; see `KVCache.reorder`. No row is copied until one writes."""
@@ -116,7 +133,9 @@ class PagedCache(KVCache):
 
     def view(self) -> View:
         """Return what attention reads."""
-        return View(k=self.k_pages, v=self.v_pages, positions=None, lengths=self.length, tables=self.tables)
+        return View(
+            k=self.k_pages, v=self.v_pages, positions=None, lengths=self.length, tables=self.tables
+        )
 
     def free_pages(self) -> jax.Array:
         """Return how many pages nothing refers to, int32."""
@@ -139,13 +158,22 @@ def make(spec: CacheSpec, *, page_size: int = 16, pages: int | None = None) -> P
         arguments.check_count("pages", pages)
     if spec.overflow is Overflow.RING:
         fix = 'kind "sliding" keeps the latest tokens; overflow="report" refuses what does not fit'
-        raise CacheError("pages do not go round: a paged cache cannot be a ring", path="overflow", fix=fix)
+        raise CacheError(
+            "pages do not go round: a paged cache cannot be a ring", path="overflow", fix=fix
+        )
     if spec.order.block is not None:
-        raise CacheError("pages hold rows in order", path="order", fix='leave order away; the rule of "page" spreads pages')
+        raise CacheError(
+            "pages hold rows in order",
+            path="order",
+            fix='leave order away; the rule of "page" spreads pages',
+        )
     columns = -(-spec.capacity // page_size)
     pages = spec.batch * columns if pages is None else pages
     _check_pages((pages, page_size, spec.kv_heads, spec.head_dim), spec)
-    k, v = (jnp.zeros((pages, page_size, spec.kv_heads, dim), spec.dtype) for dim in (spec.head_dim, spec.v_dim))
+    k, v = (
+        jnp.zeros((pages, page_size, spec.kv_heads, dim), spec.dtype)
+        for dim in (spec.head_dim, spec.v_dim)
+    )
     return PagedCache(
         spec=spec,
         length=jnp.zeros(spec.batch, jnp.int32),
@@ -168,7 +196,9 @@ def _check_pages(shape: tuple[int, ...], spec: CacheSpec) -> None:
         raise CacheError(what, path="k_pages", dim=0, axis="PAGE", mesh_axes=tuple(both), fix=fix)
 
 
-def _decide(cache: PagedCache, shards: Shards, rule: Callable[..., Decision], *arrays: Any, **static: Any) -> Decision:
+def _decide(
+    cache: PagedCache, shards: Shards, rule: Callable[..., Decision], *arrays: Any, **static: Any
+) -> Decision:
     # In a shard_map, since the partitioner would spread this over the shards of the batch, with dozens of collectives.
     books = Books(length=cache.length, tables=cache.tables, references=cache.references)
     arguments = (books, *(None if x is None else jnp.asarray(x) for x in arrays))
@@ -178,7 +208,9 @@ def _decide(cache: PagedCache, shards: Shards, rule: Callable[..., Decision], *a
     return decision
 
 
-def _changed(cache: PagedCache, shards: Shards, decision: Decision, buffers: Buffers | None = None) -> Change[Any]:
+def _changed(
+    cache: PagedCache, shards: Shards, decision: Decision, buffers: Buffers | None = None
+) -> Change[Any]:
     axes, books = cache.axes(), decision.books
     fields: dict[str, Any] = dict(buffers or {})
     for name in ("length", "tables", "references"):
@@ -186,7 +218,9 @@ def _changed(cache: PagedCache, shards: Shards, decision: Decision, buffers: Buf
     return Change(cache=dataclasses.replace(cache, **fields), refused=decision.refused)
 
 
-def _settle(cache: PagedCache, *arrays: Any, rule: Callable[..., Decision], **static: Any) -> Change[Any]:
+def _settle(
+    cache: PagedCache, *arrays: Any, rule: Callable[..., Decision], **static: Any
+) -> Change[Any]:
     """Do what writes no rows."""
     shards = ambient_shards(cache.spec.mode)
     return _changed(cache, shards, _decide(cache, shards, rule, *arrays, **static))
@@ -198,13 +232,24 @@ def _append(cache: PagedCache, k: jax.Array, v: jax.Array, valid: jax.Array | No
     decision = _decide(cache, shards, page_books.append, is_token, capacity=cache.spec.capacity)
     assert decision.rows is not None
     positions = shards.place(decision.rows.positions, (BATCH, EMPTY))
-    return dataclasses.replace(_changed(cache, shards, decision, _write(cache, shards, decision.rows, k, v)), positions=positions)
+    return dataclasses.replace(
+        _changed(cache, shards, decision, _write(cache, shards, decision.rows, k, v)),
+        positions=positions,
+    )
 
 
 def _insert(cache: PagedCache, source: KVCache, into: jax.Array) -> Change[Any]:
     shards, dtype = ambient_shards(cache.spec.mode), cache.spec.dtype
     view = pages.in_rows(source.view(), ambient_shards(source.spec.mode))
-    decision = _decide(cache, shards, page_books.insert, view.positions, view.lengths, into, capacity=cache.spec.capacity)
+    decision = _decide(
+        cache,
+        shards,
+        page_books.insert,
+        view.positions,
+        view.lengths,
+        into,
+        capacity=cache.spec.capacity,
+    )
     assert decision.rows is not None
     k, v = pages.plain(view.k, view.k_scale, dtype), pages.plain(view.v, view.v_scale, dtype)
     return _changed(cache, shards, decision, _write(cache, shards, decision.rows, k, v))
@@ -215,4 +260,6 @@ def _write(cache: PagedCache, shards: Shards, rows: Rows, k: jax.Array, v: jax.A
     if rows.shared is not None and rows.copies is not None:
         buffers = pages.copy_pages(buffers, rows.shared, rows.copies, shards=shards, specs=specs)
     new = {"k_pages": jnp.asarray(k), "v_pages": jnp.asarray(v)}
-    return writing.scatter_rows(buffers, new, rows.pages, rows.positions % cache.page_size, shards=shards, specs=specs)
+    return writing.scatter_rows(
+        buffers, new, rows.pages, rows.positions % cache.page_size, shards=shards, specs=specs
+    )

@@ -49,7 +49,15 @@ def count_pages(tokens: Tokens, page_size: int) -> Tokens:
     return (tokens + page_size - 1) // page_size
 
 
-def claim_pages(references: jax.Array, last: jax.Array, *, lengths: jax.Array, counts: jax.Array, page_size: int, most: int) -> Claim:
+def claim_pages(
+    references: jax.Array,
+    last: jax.Array,
+    *,
+    lengths: jax.Array,
+    counts: jax.Array,
+    page_size: int,
+    most: int,
+) -> Claim:
     """Choose pages for the next tokens of slots: the free ones with the lowest numbers, for one slot after the other.
 
     A slot that cannot have all the pages that it needs takes none, and the next one may have them. A partly filled page to which
@@ -67,7 +75,9 @@ def claim_pages(references: jax.Array, last: jax.Array, *, lengths: jax.Array, c
     numbers = jnp.arange(batch, dtype=jnp.int32)
     partial = (lengths % page_size > 0) & (counts > 0)
     holders = jnp.where(partial, references.at[last].get(mode="fill", fill_value=0), 0)
-    before = partial[None, :] & (last[:, None] == last[None, :]) & (numbers[:, None] > numbers[None, :])
+    before = (
+        partial[None, :] & (last[:, None] == last[None, :]) & (numbers[:, None] > numbers[None, :])
+    )
 
     def needs(asking: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return what is needed, the first column of it, and who needs a copy, if all that ask are served."""
@@ -92,7 +102,9 @@ def claim_pages(references: jax.Array, last: jax.Array, *, lengths: jax.Array, c
 
     served = jax.lax.while_loop(lacks, refuse, counts > 0)
     need, first, copies = needs(served)
-    some = jnp.nonzero(references == 0, size=min(batch * most, pages), fill_value=pages)[0].astype(jnp.int32)
+    some = jnp.nonzero(references == 0, size=min(batch * most, pages), fill_value=pages)[0].astype(
+        jnp.int32
+    )
     steps = jnp.arange(most, dtype=jnp.int32)[None, :]
     place = jnp.where(steps < need[:, None], (jnp.cumsum(need) - need)[:, None] + steps, pages)
     return Claim(
@@ -120,7 +132,9 @@ def refer(references: jax.Array, pages: jax.Array, by: int) -> jax.Array:
     return references.at[pages].add(by, mode="drop")
 
 
-def copy_pages(buffers: Buffers, sources: jax.Array, targets: jax.Array, *, shards: Shards, specs: Specs) -> Buffers:
+def copy_pages(
+    buffers: Buffers, sources: jax.Array, targets: jax.Array, *, shards: Shards, specs: Specs
+) -> Buffers:
     """Return buffers with pages copied, in place. Where they lie by page, shards exchange the copied pages, if there are any.
 
     Args:
@@ -135,14 +149,24 @@ def copy_pages(buffers: Buffers, sources: jax.Array, targets: jax.Array, *, shar
 
     def local(buffers: Buffers, sources: jax.Array, targets: jax.Array) -> Buffers:
         def step(_: jax.Array, buffers: Buffers) -> Buffers:
-            return {name: _copy(buffer, sources, targets, entries(specs[name], 1)[0]) for name, buffer in buffers.items()}
+            return {
+                name: _copy(buffer, sources, targets, entries(specs[name], 1)[0])
+                for name, buffer in buffers.items()
+            }
 
         # A loop of one step or none: its buffers are written in place, those of a conditional are copied.
-        copied: Buffers = jax.lax.fori_loop(0, jnp.any(sources < pages).astype(jnp.int32), step, buffers)
+        copied: Buffers = jax.lax.fori_loop(
+            0, jnp.any(sources < pages).astype(jnp.int32), step, buffers
+        )
         return copied
 
     everywhere = PartitionSpec()
-    copied: Buffers = shards.run(local, (buffers, sources, targets), (dict(specs), everywhere, everywhere), out_specs=dict(specs))
+    copied: Buffers = shards.run(
+        local,
+        (buffers, sources, targets),
+        (dict(specs), everywhere, everywhere),
+        out_specs=dict(specs),
+    )
     return copied
 
 
@@ -159,16 +183,28 @@ def in_rows(view: View, shards: Shards) -> View:
     specs = specs_of(shards, buffers, dict.fromkeys(buffers, PAGE_AXES))
 
     def local(buffers: Buffers, tables: jax.Array) -> Buffers:
-        return {name: _read(buffer, tables, entries(specs[name], 1)[0]) for name, buffer in buffers.items()}
+        return {
+            name: _read(buffer, tables, entries(specs[name], 1)[0])
+            for name, buffer in buffers.items()
+        }
 
-    lengths, tables = shards.place(view.lengths, (EMPTY,)), shards.place(view.tables, (EMPTY, EMPTY))
+    lengths, tables = (
+        shards.place(view.lengths, (EMPTY,)),
+        shards.place(view.tables, (EMPTY, EMPTY)),
+    )
     page_size, pages = view.k.shape[1], view.k.shape[0]
-    tables = used_entries(tables, jnp.zeros_like(lengths), count_pages(lengths, page_size), pages=pages)
+    tables = used_entries(
+        tables, jnp.zeros_like(lengths), count_pages(lengths, page_size), pages=pages
+    )
     everywhere = PartitionSpec()
     found = {name: spec_of((), (), *entries(spec, 4)[1:]) for name, spec in specs.items()}
     read: Buffers = shards.run(local, (buffers, tables), (specs, everywhere), out_specs=found)
     rows = {name: x.reshape(x.shape[0], -1, *x.shape[3:]) for name, x in read.items()}
-    return View(**rows, positions=jnp.arange(tables.shape[1] * page_size, dtype=jnp.int32)[None], lengths=lengths)
+    return View(
+        **rows,
+        positions=jnp.arange(tables.shape[1] * page_size, dtype=jnp.int32)[None],
+        lengths=lengths,
+    )
 
 
 def plain(x: jax.Array, scale: jax.Array | None, dtype: str) -> jax.Array:
@@ -186,8 +222,12 @@ def _read(buffer: jax.Array, pages: jax.Array, axes: tuple[str, ...]) -> jax.Arr
     return whole
 
 
-def _copy(buffer: jax.Array, sources: jax.Array, targets: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    return buffer.at[_rows(_local(targets, axes, buffer), buffer)].set(_read(buffer, sources, axes), mode="drop")
+def _copy(
+    buffer: jax.Array, sources: jax.Array, targets: jax.Array, axes: tuple[str, ...]
+) -> jax.Array:
+    return buffer.at[_rows(_local(targets, axes, buffer), buffer)].set(
+        _read(buffer, sources, axes), mode="drop"
+    )
 
 
 def _rows(pages: jax.Array, buffer: jax.Array) -> tuple[jax.Array, jax.Array]:

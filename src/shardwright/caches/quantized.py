@@ -94,12 +94,22 @@ class QuantizedCache(RowCache):
     @property
     def buffer_axes(self) -> dict[str, Axes]:
         """Their annotations."""
-        return {"k": dense.ROW_AXES, "v": dense.ROW_AXES, "k_scale": SCALE_AXES, "v_scale": SCALE_AXES}
+        return {
+            "k": dense.ROW_AXES,
+            "v": dense.ROW_AXES,
+            "k_scale": SCALE_AXES,
+            "v_scale": SCALE_AXES,
+        }
 
     def encode(self, k: jax.Array, v: jax.Array) -> Buffers:
         """Return keys and values in 8 bits, and their scales."""
         keys, values = quantize(k, self.k.dtype), quantize(v, self.v.dtype)
-        return {"k": keys.values, "v": values.values, "k_scale": keys.scale, "v_scale": values.scale}
+        return {
+            "k": keys.values,
+            "v": values.values,
+            "k_scale": keys.scale,
+            "v_scale": values.scale,
+        }
 
 
 def make(spec: CacheSpec, *, stored: Any = "int8") -> QuantizedCache:
@@ -113,10 +123,20 @@ def make(spec: CacheSpec, *, stored: Any = "int8") -> QuantizedCache:
       CacheError: another dtype.
     """
     dtype = _stored(stored)
-    empty = dense.make(spec)  # for its shapes: where a program makes it, its own rows are never made
+    empty = dense.make(
+        spec
+    )  # for its shapes: where a program makes it, its own rows are never made
     k, v = (jnp.zeros(x.shape, dtype) for x in (empty.k, empty.v))
     scale = jnp.ones(k.shape[:3], jnp.float32)
-    return QuantizedCache(spec=empty.spec, length=empty.length, start=empty.start, k=k, v=v, k_scale=scale, v_scale=jnp.ones_like(scale))
+    return QuantizedCache(
+        spec=empty.spec,
+        length=empty.length,
+        start=empty.start,
+        k=k,
+        v=v,
+        k_scale=scale,
+        v_scale=jnp.ones_like(scale),
+    )
 
 
 def _stored(dtype: Any) -> Any:

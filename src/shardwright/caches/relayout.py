@@ -65,12 +65,16 @@ class Relayout:
         count = f"{self.collectives} collective{'' if self.collectives == 1 else 's'}"
         lines = [f"to {mode_name(self.mode)}: {count}, {self.bytes:,} B sent by each device"]
         for array in self.arrays:
-            lines.append(f"  {array.name}  {spec_text(array.source)} -> {spec_text(array.target)}{'' if array.moves else '  stays'}")
+            lines.append(
+                f"  {array.name}  {spec_text(array.source)} -> {spec_text(array.target)}{'' if array.moves else '  stays'}"
+            )
             lines += [f"    {move}" for move in array.moves]
         return "\n".join(lines)
 
 
-def plan_reshard(cache: KVCache, mode: str | None = None, *, manager: PartitionManager | None = None) -> Relayout:
+def plan_reshard(
+    cache: KVCache, mode: str | None = None, *, manager: PartitionManager | None = None
+) -> Relayout:
     """Return how `reshard` would move a cache. The cache may be of `jax.ShapeDtypeStruct`s, and the mesh abstract.
 
     The arguments are those of `reshard`.
@@ -85,7 +89,9 @@ def plan_reshard(cache: KVCache, mode: str | None = None, *, manager: PartitionM
         source = _source(array, axes, cache.spec.mode, manager)
         if source is None:
             what = "it lies on another mesh, or on none: it is copied to where it shall lie, and no collective is planned"
-            raise CacheError(what, path=name, fix="call reshard; or make the cache under this manager")
+            raise CacheError(
+                what, path=name, fix="call reshard; or make the cache under this manager"
+            )
         shards = Shards(manager=manager, mode=mode)
         shards.check_order(cache.spec.order, axes, array.shape)
         target = shards.spec(axes, array.shape)
@@ -96,7 +102,13 @@ def plan_reshard(cache: KVCache, mode: str | None = None, *, manager: PartitionM
     return Relayout(mode=mode, arrays=tuple(found))
 
 
-def reshard(cache: C, mode: str | None = None, *, manager: PartitionManager | None = None, donate: bool = False) -> C:
+def reshard(
+    cache: C,
+    mode: str | None = None,
+    *,
+    manager: PartitionManager | None = None,
+    donate: bool = False,
+) -> C:
     """Return a cache with the same content, laid as another mode says; every operation then leaves it there.
 
     On the mesh where it lies that takes the collectives that send least, which `plan_reshard` shows; to another mesh, and from
@@ -135,17 +147,33 @@ def reshard(cache: C, mode: str | None = None, *, manager: PartitionManager | No
     return laid
 
 
-def _wanted(cache: Any, mode: str | None, manager: PartitionManager | None) -> tuple[PartitionManager, str]:
+def _wanted(
+    cache: Any, mode: str | None, manager: PartitionManager | None
+) -> tuple[PartitionManager, str]:
     if not isinstance(cache, KVCache):
-        raise CacheError(f"cache is {type(cache).__name__}, not a cache", path="cache", fix="make one with caches.init")
+        raise CacheError(
+            f"cache is {type(cache).__name__}, not a cache",
+            path="cache",
+            fix="make one with caches.init",
+        )
     if manager is not None and not isinstance(manager, PartitionManager):
-        raise CacheError(f"manager is {type(manager).__name__}", path="manager", fix="pass a PartitionManager")
+        raise CacheError(
+            f"manager is {type(manager).__name__}", path="manager", fix="pass a PartitionManager"
+        )
     manager = context.current() if manager is None else manager
     if manager is None:
-        raise CacheError("no manager says where a cache lies", path="manager", fix="pass manager=, or call it within `with manager:`")
+        raise CacheError(
+            "no manager says where a cache lies",
+            path="manager",
+            fix="pass manager=, or call it within `with manager:`",
+        )
     said = mode if mode is not None else manager.mode
     if said is None:
-        raise CacheError("neither the call nor the manager names a mode", path="mode", fix='say one, such as "decode"')
+        raise CacheError(
+            "neither the call nor the manager names a mode",
+            path="mode",
+            fix='say one, such as "decode"',
+        )
     return manager, parse_mode(said)
 
 
@@ -158,7 +186,9 @@ def _arrays(cache: Any) -> Iterator[tuple[str, tuple[str, ...], Any]]:
             yield field.name, getattr(axes, field.name), value
 
 
-def _source(array: Any, axes: tuple[str, ...], mode: str | None, manager: PartitionManager) -> PartitionSpec | None:
+def _source(
+    array: Any, axes: tuple[str, ...], mode: str | None, manager: PartitionManager
+) -> PartitionSpec | None:
     """Return where an array lies on the manager's mesh; None where it lies elsewhere."""
     sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
     if sharding is not None:
@@ -177,10 +207,17 @@ def _same_mesh(a: Mesh | AbstractMesh, b: Mesh | AbstractMesh) -> bool:
 
 
 def _without_ones(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
-    return spec_of(*(tuple(name for name in entry_names(entry) if sizes[name] > 1) for entry in spec.partitions))
+    return spec_of(
+        *(
+            tuple(name for name in entry_names(entry) if sizes[name] > 1)
+            for entry in spec.partitions
+        )
+    )
 
 
-def _copied(cache: KVCache, manager: PartitionManager, mode: str, *, donate: bool) -> dict[str, jax.Array]:
+def _copied(
+    cache: KVCache, manager: PartitionManager, mode: str, *, donate: bool
+) -> dict[str, jax.Array]:
     if _jax.in_trace():
         what = "a cache moves to another mesh, or from none, only outside of jit"
         raise CacheError(what, path="manager", fix="call reshard between the compiled steps")
@@ -196,12 +233,18 @@ def _copied(cache: KVCache, manager: PartitionManager, mode: str, *, donate: boo
     for name, _, array in _arrays(cache):
         copied[name] = jax.device_put(array, NamedSharding(manager.mesh, specs[name]))
         # On a device that both have, the copy may be the array itself.
-        if donate and isinstance(array, jax.Array) and array.sharding.device_set.isdisjoint(copied[name].sharding.device_set):
+        if (
+            donate
+            and isinstance(array, jax.Array)
+            and array.sharding.device_set.isdisjoint(copied[name].sharding.device_set)
+        ):
             array.delete()
     return copied
 
 
-def _run(plan: Relayout, mesh: Mesh | AbstractMesh, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _run(
+    plan: Relayout, mesh: Mesh | AbstractMesh, arrays: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
     return {array.name: _move(arrays[array.name], array, mesh) for array in plan.arrays}
 
 

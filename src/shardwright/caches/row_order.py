@@ -32,22 +32,38 @@ class RowOrder:
         """Raise CacheError unless that many rows can be dealt out evenly."""
         for name, count in (("block", self.block), ("shards", self.shards)):
             if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
-                raise CacheError(f"{name}={count!r} of a RowOrder", path="order", fix="pass a whole number from 1 on")
+                raise CacheError(
+                    f"{name}={count!r} of a RowOrder",
+                    path="order",
+                    fix="pass a whole number from 1 on",
+                )
         if self.block is None:
             if self.shards != 1:
                 what = f"RowOrder(shards={self.shards}) does not say in blocks of how many rows"
-                raise CacheError(what, path="order", fix=f"pass RowOrder(block=1, shards={self.shards}), or a larger block")
+                raise CacheError(
+                    what,
+                    path="order",
+                    fix=f"pass RowOrder(block=1, shards={self.shards}), or a larger block",
+                )
             return
         if self.block < 1 or self.shards < 1 or rows % (self.block * self.shards):
-            what = f"{rows} rows cannot be dealt out to {self.shards} shards in blocks of {self.block}"
-            raise CacheError(what, path="order", fix=f"make the rows a multiple of {self.block} * {self.shards}")
+            what = (
+                f"{rows} rows cannot be dealt out to {self.shards} shards in blocks of {self.block}"
+            )
+            raise CacheError(
+                what, path="order", fix=f"make the rows a multiple of {self.block} * {self.shards}"
+            )
 
     def row(self, place: T, rows: int) -> T:
         """Return the row of the place-th row in order, of so many."""
         if self.block is None:
             return place
         block, inner = place // self.block, place % self.block
-        return (block % self.shards) * (rows // self.shards) + (block // self.shards) * self.block + inner
+        return (
+            (block % self.shards) * (rows // self.shards)
+            + (block // self.shards) * self.block
+            + inner
+        )
 
     def place(self, row: T, rows: int) -> T:
         """Return the inverse of `row`."""

@@ -48,7 +48,9 @@ class RowCache(KVCache):
         """Return the annotation of every array."""
         start = None if self.start is None else (BATCH,)
         cache: Any = self
-        annotated: Self = dataclasses.replace(cache, length=(BATCH,), start=start, **self.buffer_axes)
+        annotated: Self = dataclasses.replace(
+            cache, length=(BATCH,), start=start, **self.buffer_axes
+        )
         return annotated
 
     def append(self, k: Any, v: Any, *, valid: Any = None) -> Change[Self]:
@@ -72,7 +74,12 @@ class RowCache(KVCache):
     def reorder(self, parents: Any, *, group: int | None = None) -> Change[Self]:
         """Let every slot continue what another holds; see `KVCache.reorder`."""
         arguments.check_group(self.spec, group)
-        return operate(_reorder, self, arguments.integers("parents", parents, size=self.batch), group=group or self.batch)
+        return operate(
+            _reorder,
+            self,
+            arguments.integers("parents", parents, size=self.batch),
+            group=group or self.batch,
+        )
 
     def view(self) -> View:
         """Return what attention reads."""
@@ -89,10 +96,22 @@ class RowCache(KVCache):
 
 def _positions(cache: RowCache) -> jax.Array:
     positions = positions_of_rows(cache.spec, cache.length, cache.start)
-    return positions if cache.start is None else ambient_shards(cache.spec.mode).place(positions, (BATCH, KV_LENGTH))
+    return (
+        positions
+        if cache.start is None
+        else ambient_shards(cache.spec.mode).place(positions, (BATCH, KV_LENGTH))
+    )
 
 
-def _changed(cache: Any, shards: Shards, refused: jax.Array, *, length: jax.Array, start: jax.Array | None, **fields: Any) -> Change[Any]:
+def _changed(
+    cache: Any,
+    shards: Shards,
+    refused: jax.Array,
+    *,
+    length: jax.Array,
+    start: jax.Array | None,
+    **fields: Any,
+) -> Change[Any]:
     start = None if start is None else shards.place(start, (BATCH,))
     positions = fields.pop("positions", None)
     cache = dataclasses.replace(cache, length=shards.place(length, (BATCH,)), start=start, **fields)
@@ -114,17 +133,31 @@ def _append(cache: RowCache, k: jax.Array, v: jax.Array, valid: jax.Array | None
     kept = taken & (positions >= after[:, None] - spec.capacity)
     rows = jnp.where(kept, row_of(spec, positions), spec.capacity)
     specs = specs_of(shards, cache.buffers, cache.buffer_axes)
-    buffers = writing.append_rows(cache.buffers, cache.encode(k, v), rows, shards=shards, specs=specs)
+    buffers = writing.append_rows(
+        cache.buffers, cache.encode(k, v), rows, shards=shards, specs=specs
+    )
     length = jnp.where(over, cache.length, after)
     start = None if cache.start is None else jnp.maximum(cache.start, length - spec.capacity)
     refused = slots.first_reason((over, Refusal.OVERFLOW))
-    return _changed(cache, shards, refused, length=length, start=start, positions=jnp.where(taken, positions, -1), **buffers)
+    return _changed(
+        cache,
+        shards,
+        refused,
+        length=length,
+        start=start,
+        positions=jnp.where(taken, positions, -1),
+        **buffers,
+    )
 
 
 def _insert(cache: RowCache, source: KVCache, into: jax.Array) -> Change[Any]:
     spec, shards = cache.spec, ambient_shards(cache.spec.mode)
     view = pages.in_rows(source.view(), ambient_shards(source.spec.mode))
-    lengths, into, held = shards.place(view.lengths, (EMPTY,)), shards.place(jnp.asarray(into), (EMPTY,)), _held(view, shards)
+    lengths, into, held = (
+        shards.place(view.lengths, (EMPTY,)),
+        shards.place(jnp.asarray(into), (EMPTY,)),
+        _held(view, shards),
+    )
     first = jnp.min(jnp.where(held >= 0, held, lengths[:, None]), axis=1)
     needed = needed_from(spec, lengths)
     length = shards.place(cache.length, (EMPTY,))
@@ -139,11 +172,30 @@ def _insert(cache: RowCache, source: KVCache, into: jax.Array) -> Change[Any]:
     kept = done[:, None] & (held >= 0) & (held >= lengths[:, None] - spec.capacity)
     rows = jnp.where(kept, row_of(spec, held), spec.capacity)
     specs = specs_of(shards, cache.buffers, cache.buffer_axes)
-    buffers = writing.scatter_rows(cache.buffers, _rows_of(cache, source, view), into[:, None], rows, shards=shards, specs=specs)
+    buffers = writing.scatter_rows(
+        cache.buffers,
+        _rows_of(cache, source, view),
+        into[:, None],
+        rows,
+        shards=shards,
+        specs=specs,
+    )
     start = None
     if cache.start is not None:
-        start = slots.to_slots(named, done, jnp.maximum(first, lengths - spec.capacity), shards.place(cache.start, (EMPTY,)))
-    return _changed(cache, shards, refused, length=slots.to_slots(named, done, lengths, length), start=start, **buffers)
+        start = slots.to_slots(
+            named,
+            done,
+            jnp.maximum(first, lengths - spec.capacity),
+            shards.place(cache.start, (EMPTY,)),
+        )
+    return _changed(
+        cache,
+        shards,
+        refused,
+        length=slots.to_slots(named, done, lengths, length),
+        start=start,
+        **buffers,
+    )
 
 
 def _held(view: View, shards: Shards) -> jax.Array:
@@ -158,7 +210,9 @@ def _rows_of(cache: RowCache, source: KVCache, view: View) -> Buffers:
     if type(source) is type(cache) and source.buffers["k"].dtype == cache.buffers["k"].dtype:
         return source.buffers
     dtype = cache.spec.dtype
-    return cache.encode(pages.plain(view.k, view.k_scale, dtype), pages.plain(view.v, view.v_scale, dtype))
+    return cache.encode(
+        pages.plain(view.k, view.k_scale, dtype), pages.plain(view.v, view.v_scale, dtype)
+    )
 
 
 def _free(cache: RowCache, which: jax.Array) -> Change[Any]:
@@ -167,8 +221,14 @@ def _free(cache: RowCache, which: jax.Array) -> Change[Any]:
     named = slots.which(shards.place(jnp.asarray(which), (EMPTY,)), cache.spec.batch)
     refused = slots.freeing(named, length)
     done = refused == Refusal.NONE
-    start = None if cache.start is None else slots.to_slots(named, done, 0, shards.place(cache.start, (EMPTY,)))
-    return _changed(cache, shards, refused, length=slots.to_slots(named, done, 0, length), start=start)
+    start = (
+        None
+        if cache.start is None
+        else slots.to_slots(named, done, 0, shards.place(cache.start, (EMPTY,)))
+    )
+    return _changed(
+        cache, shards, refused, length=slots.to_slots(named, done, 0, length), start=start
+    )
 
 
 def _rewind(cache: RowCache, lengths: jax.Array) -> Change[Any]:
@@ -177,10 +237,18 @@ def _rewind(cache: RowCache, lengths: jax.Array) -> Change[Any]:
     reasons = [slots.length_reason(wanted, cache.length)]
     start = cache.start
     if start is not None:
-        reasons.append((needed_from(cache.spec, wanted) < jnp.minimum(start, wanted), Refusal.OVERWRITTEN))
+        reasons.append(
+            (needed_from(cache.spec, wanted) < jnp.minimum(start, wanted), Refusal.OVERWRITTEN)
+        )
     refused = slots.first_reason(*reasons)
     length = jnp.where(refused == Refusal.NONE, wanted, cache.length)
-    return _changed(cache, shards, refused, length=length, start=None if start is None else jnp.minimum(start, length))
+    return _changed(
+        cache,
+        shards,
+        refused,
+        length=length,
+        start=None if start is None else jnp.minimum(start, length),
+    )
 
 
 def _reorder(cache: RowCache, parents: jax.Array, *, group: int) -> Change[Any]:
@@ -191,7 +259,9 @@ def _reorder(cache: RowCache, parents: jax.Array, *, group: int) -> Change[Any]:
     per_slot = {"length": cache.length} | ({} if cache.start is None else {"start": cache.start})
     buffers = cache.buffers | per_slot
     specs = specs_of(shards, buffers, cache.buffer_axes | dict.fromkeys(per_slot, (BATCH,)))
-    taken = writing.take_slots(buffers, jnp.where(outside, own, wanted), group=group, shards=shards, specs=specs)
+    taken = writing.take_slots(
+        buffers, jnp.where(outside, own, wanted), group=group, shards=shards, specs=specs
+    )
     refused = slots.first_reason((outside, Refusal.SLOT_OUT_OF_RANGE))
     fields: dict[str, Any] = {"start": None} | taken
     return _changed(cache, shards, refused, **fields)

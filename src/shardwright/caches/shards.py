@@ -46,12 +46,16 @@ class Shards:
         """
         if self.manager is None:
             return PartitionSpec()
-        spec: PartitionSpec = self.manager.sharding(axes, mode=self.mode, role=Role.ACTIVATION, shape=tuple(shape), path=name).spec
+        spec: PartitionSpec = self.manager.sharding(
+            axes, mode=self.mode, role=Role.ACTIVATION, shape=tuple(shape), path=name
+        ).spec
         manual = self.manager.manual_axes(_jax.ambient_mesh())
         split = [name for entry in spec.partitions for name in entry_names(entry) if name in manual]
         if split:
             what = f"a shard_map around the call has split it over {split[0]}, and a cache numbers slots and rows globally"
-            raise CacheError(what, mesh_axes=tuple(split), fix="call the cache outside of that shard_map")
+            raise CacheError(
+                what, mesh_axes=tuple(split), fix="call the cache outside of that shard_map"
+            )
         return spec
 
     def check_order(self, order: RowOrder, axes: Axes, shape: Sequence[int]) -> None:
@@ -82,10 +86,19 @@ class Shards:
         """Make an array lie as a spec says."""
         if self.manager is None:
             return x
-        laid: jax.Array = placement.place(x, placement.make_placement(spec, self.manager.mesh, _jax.ambient_mesh()))
+        laid: jax.Array = placement.place(
+            x, placement.make_placement(spec, self.manager.mesh, _jax.ambient_mesh())
+        )
         return laid
 
-    def run(self, local: Callable[..., Any], arguments: Sequence[Any], in_specs: Sequence[Any], *, out_specs: Any) -> Any:
+    def run(
+        self,
+        local: Callable[..., Any],
+        arguments: Sequence[Any],
+        in_specs: Sequence[Any],
+        *,
+        out_specs: Any,
+    ) -> Any:
         """Return `local(*shards)`; simply `local(*arguments)` without a manager.
 
         Args:
@@ -99,9 +112,14 @@ class Shards:
         ambient = _jax.ambient_mesh()
         if AxisType.Explicit in (ambient or self.manager.mesh).axis_types:
             # Over Explicit axes shard_map takes no argument that lies elsewhere.
-            arguments = [jax.tree.map(self.lay, arg, specs) for arg, specs in zip(arguments, in_specs, strict=True)]
+            arguments = [
+                jax.tree.map(self.lay, arg, specs)
+                for arg, specs in zip(arguments, in_specs, strict=True)
+            ]
         mesh = None if ambient is not None else self.manager.mesh
-        return _jax.call_shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs)(*arguments)
+        return _jax.call_shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs)(
+            *arguments
+        )
 
 
 def ambient_shards(mode: str | None) -> Shards:
@@ -115,6 +133,8 @@ def entries(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
     return given + ((),) * (rank - len(given))
 
 
-def specs_of(shards: Shards, buffers: Mapping[str, jax.Array], axes: Mapping[str, Axes]) -> dict[str, PartitionSpec]:
+def specs_of(
+    shards: Shards, buffers: Mapping[str, jax.Array], axes: Mapping[str, Axes]
+) -> dict[str, PartitionSpec]:
     """Return the specs of buffers by name."""
     return {name: shards.spec(axes[name], buffer.shape) for name, buffer in buffers.items()}

@@ -20,7 +20,9 @@ def of_entries(named: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.any(named & values[None], axis=1)
 
 
-def to_slots(named: jax.Array, done: jax.Array, values: jax.Array | int, old: jax.Array) -> jax.Array:
+def to_slots(
+    named: jax.Array, done: jax.Array, values: jax.Array | int, old: jax.Array
+) -> jax.Array:
     """Return `[batch]`: `values[i]`, which are not negative, in the slots that the entries name that are done, else what was there.
 
     Args:
@@ -29,7 +31,9 @@ def to_slots(named: jax.Array, done: jax.Array, values: jax.Array | int, old: ja
       values: `[n]` int32, or one for all.
       old: `[batch]` int32.
     """
-    given = jnp.where(named & done[:, None], jnp.reshape(jnp.asarray(values, jnp.int32), (-1, 1)), -1)
+    given = jnp.where(
+        named & done[:, None], jnp.reshape(jnp.asarray(values, jnp.int32), (-1, 1)), -1
+    )
     new = jnp.max(given, axis=0)
     return jnp.where(new < 0, old, new)
 
@@ -60,4 +64,7 @@ def outside_group(parents: jax.Array, own: jax.Array, *, batch: int, group: int)
 def naming_reasons(named: jax.Array) -> Sequence[tuple[jax.Array, Refusal]]:
     """Return the reasons against the names themselves: every entry that names a slot that another one names too is refused."""
     twice = jnp.sum(named, axis=0) > 1
-    return (~jnp.any(named, axis=1), Refusal.SLOT_OUT_OF_RANGE), (of_entries(named, twice), Refusal.SLOT_TWICE)
+    return (~jnp.any(named, axis=1), Refusal.SLOT_OUT_OF_RANGE), (
+        of_entries(named, twice),
+        Refusal.SLOT_TWICE,
+    )

@@ -20,7 +20,9 @@ Buffers = dict[str, jax.Array]
 Specs = Mapping[str, PartitionSpec]
 
 
-def append_rows(buffers: Buffers, new: Buffers, rows: jax.Array, *, shards: Shards, specs: Specs) -> Buffers:
+def append_rows(
+    buffers: Buffers, new: Buffers, rows: jax.Array, *, shards: Shards, specs: Specs
+) -> Buffers:
     """Return buffers with new rows in every slot, each slot its own. Sends nothing but new rows that lie elsewhere.
 
     Args:
@@ -32,15 +34,28 @@ def append_rows(buffers: Buffers, new: Buffers, rows: jax.Array, *, shards: Shar
     """
 
     def local(buffers: Buffers, new: Buffers, rows: jax.Array) -> Buffers:
-        return {name: _write(buffer, new[name], _local(rows, specs[name], 1, buffer)) for name, buffer in buffers.items()}
+        return {
+            name: _write(buffer, new[name], _local(rows, specs[name], 1, buffer))
+            for name, buffer in buffers.items()
+        }
 
     arrive = {name: _with(specs[name], new[name].ndim, 1, ()) for name in buffers}
     batch = spec_of(next(entries(spec, 1)[0] for spec in specs.values()))
-    written: Buffers = shards.run(local, (buffers, new, rows), (dict(specs), arrive, batch), out_specs=dict(specs))
+    written: Buffers = shards.run(
+        local, (buffers, new, rows), (dict(specs), arrive, batch), out_specs=dict(specs)
+    )
     return written
 
 
-def scatter_rows(buffers: Buffers, new: Buffers, slots: jax.Array, rows: jax.Array, *, shards: Shards, specs: Specs) -> Buffers:
+def scatter_rows(
+    buffers: Buffers,
+    new: Buffers,
+    slots: jax.Array,
+    rows: jax.Array,
+    *,
+    shards: Shards,
+    specs: Specs,
+) -> Buffers:
     """Return buffers with new rows in any slots. Every shard gets the new rows, of its heads.
 
     Args:
@@ -54,13 +69,23 @@ def scatter_rows(buffers: Buffers, new: Buffers, slots: jax.Array, rows: jax.Arr
 
     def local(buffers: Buffers, new: Buffers, slots: jax.Array, rows: jax.Array) -> Buffers:
         return {
-            name: buffer.at[_local(slots, specs[name], 0, buffer), _local(rows, specs[name], 1, buffer)].set(new[name], mode="drop")
+            name: buffer.at[
+                _local(slots, specs[name], 0, buffer), _local(rows, specs[name], 1, buffer)
+            ].set(new[name], mode="drop")
             for name, buffer in buffers.items()
         }
 
-    arrive = {name: _with(_with(specs[name], new[name].ndim, 0, ()), new[name].ndim, 1, ()) for name in buffers}
+    arrive = {
+        name: _with(_with(specs[name], new[name].ndim, 0, ()), new[name].ndim, 1, ())
+        for name in buffers
+    }
     everywhere = PartitionSpec()
-    written: Buffers = shards.run(local, (buffers, new, slots, rows), (dict(specs), arrive, everywhere, everywhere), out_specs=dict(specs))
+    written: Buffers = shards.run(
+        local,
+        (buffers, new, slots, rows),
+        (dict(specs), arrive, everywhere, everywhere),
+        out_specs=dict(specs),
+    )
     return written
 
 
@@ -83,7 +108,9 @@ def _with(spec: PartitionSpec, rank: int, dim: int, axes: tuple[str, ...]) -> Pa
     return spec_of(*dims)
 
 
-def take_slots(buffers: Buffers, parents: jax.Array, *, group: int, shards: Shards, specs: Specs) -> Buffers:
+def take_slots(
+    buffers: Buffers, parents: jax.Array, *, group: int, shards: Shards, specs: Specs
+) -> Buffers:
     """Return buffers whose slot b is what slot `parents[b]` was; a copy of all.
 
     Args:
@@ -100,9 +127,17 @@ def take_slots(buffers: Buffers, parents: jax.Array, *, group: int, shards: Shar
         if axes and size % group == 0:
             parents = parents - jax.lax.axis_index(axes) * size
         elif axes:
-            buffers = {name: jax.lax.all_gather(buffer, axes, tiled=True) for name, buffer in buffers.items()}
-        return {name: buffer.at[parents].get(mode="promise_in_bounds") for name, buffer in buffers.items()}
+            buffers = {
+                name: jax.lax.all_gather(buffer, axes, tiled=True)
+                for name, buffer in buffers.items()
+            }
+        return {
+            name: buffer.at[parents].get(mode="promise_in_bounds")
+            for name, buffer in buffers.items()
+        }
 
     batch = spec_of(axes)
-    taken: Buffers = shards.run(local, (buffers, parents), (dict(specs), batch), out_specs=dict(specs))
+    taken: Buffers = shards.run(
+        local, (buffers, parents), (dict(specs), batch), out_specs=dict(specs)
+    )
     return taken

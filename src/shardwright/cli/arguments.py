@@ -21,7 +21,9 @@ def make_parser(name: str, what: str, *, epilog: str) -> argparse.ArgumentParser
         prog=f"shardwright {name}",
         description=wrapped(what, width),
         epilog=wrapped(epilog, width),
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=width, max_help_position=24),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, width=width, max_help_position=24
+        ),
         allow_abbrev=False,
     )
 
@@ -39,7 +41,9 @@ def wrapped(text: str, width: int) -> str:
         if line and not line.startswith(" "):
             paragraph.append(line)
             continue
-        lines += textwrap.wrap(" ".join(paragraph), width, break_long_words=False, break_on_hyphens=False)
+        lines += textwrap.wrap(
+            " ".join(paragraph), width, break_long_words=False, break_on_hyphens=False
+        )
         lines.append(line)
         paragraph = []
     return "\n".join(lines[:-1])
@@ -52,5 +56,10 @@ def add_strategies(parser: argparse.ArgumentParser, nargs: str, what: str) -> No
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Add how the answer is printed."""
-    parser.add_argument("--width", type=read_count, metavar="N", help=f"characters per line (default: the terminal's, else {WIDTH})")
+    parser.add_argument(
+        "--width",
+        type=read_count,
+        metavar="N",
+        help=f"characters per line (default: the terminal's, else {WIDTH})",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

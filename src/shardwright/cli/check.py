@@ -10,8 +10,20 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.cli.arguments import EXIT_CODES, STRATEGY_HELP, add_output, add_strategies, make_parser
-from shardwright.cli.inputs import read_count, read_mesh_text, read_name, read_strategy, strategy_names
+from shardwright.cli.arguments import (
+    EXIT_CODES,
+    STRATEGY_HELP,
+    add_output,
+    add_strategies,
+    make_parser,
+)
+from shardwright.cli.inputs import (
+    read_count,
+    read_mesh_text,
+    read_name,
+    read_strategy,
+    strategy_names,
+)
 from shardwright.cli.show import SEVERITIES, print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.errors import ShardingError
@@ -33,7 +45,9 @@ exit codes: 0 nothing, or only warnings and notes; 1 errors, with --strict also 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = make_parser("check", "Say what looks wrong about a strategy. Needs no devices.", epilog=_EPILOG)
+    made = make_parser(
+        "check", "Say what looks wrong about a strategy. Needs no devices.", epilog=_EPILOG
+    )
     add_strategies(made, "*", STRATEGY_HELP)
     made.add_argument(
         "--strategy",
@@ -42,9 +56,19 @@ def parser() -> argparse.ArgumentParser:
         metavar="STRATEGY",
         help="a strategy, as explain takes it; again: an overlay on the one before",
     )
-    made.add_argument("--tensors", metavar="FILE", help="a .toml or .json file of named tensors to hold the strategies against")
-    made.add_argument("--mesh", metavar="M", help="such as dp:1,fsdp:2,tp:4 or dcn.dp:2,dp:4,tp:4; absent: each strategy's own")
-    made.add_argument("--devices", type=read_count, metavar="N", help="number of devices, where a mesh has a -1")
+    made.add_argument(
+        "--tensors",
+        metavar="FILE",
+        help="a .toml or .json file of named tensors to hold the strategies against",
+    )
+    made.add_argument(
+        "--mesh",
+        metavar="M",
+        help="such as dp:1,fsdp:2,tp:4 or dcn.dp:2,dp:4,tp:4; absent: each strategy's own",
+    )
+    made.add_argument(
+        "--devices", type=read_count, metavar="N", help="number of devices, where a mesh has a -1"
+    )
     made.add_argument("--strict", action="store_true", help="let warnings fail too")
     add_output(made)
     return made
@@ -69,14 +93,22 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ShardingError: the question cannot be asked.
     """
-    strategies = [*arguments.strategies, *([" | ".join(arguments.strategy)] if arguments.strategy else [])]
+    strategies = [
+        *arguments.strategies,
+        *([" | ".join(arguments.strategy)] if arguments.strategy else []),
+    ]
     if not strategies:
         parser().error("the following arguments are required: STRATEGY")
     tensors = None if arguments.tensors is None else read_tensors(arguments.tensors)
     results = [_check(text, tensors, arguments.mesh, arguments.devices) for text in strategies]
     failed = any(result.fails(strict=arguments.strict) for result in results)
     if arguments.json:
-        print_json({"strategies": [_json(result, strict=arguments.strict) for result in results], "ok": not failed})
+        print_json(
+            {
+                "strategies": [_json(result, strict=arguments.strict) for result in results],
+                "ok": not failed,
+            }
+        )
     else:
         print_lines(report(results, width=width_of(arguments.width)), marks=SEVERITIES)
     return 1 if failed else 0
@@ -90,8 +122,13 @@ def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Ch
         # What is wrong inside a file is the answer here; that there is no such file is not.
         if not _inside(error, text):
             raise
-        return Checked(strategy=label, findings=tuple(from_problem(problem) for problem in error.problems))
-    return Checked(strategy=label, findings=lint(strategy, tensors, mesh=read_mesh_text(strategy, mesh, devices)))
+        return Checked(
+            strategy=label, findings=tuple(from_problem(problem) for problem in error.problems)
+        )
+    return Checked(
+        strategy=label,
+        findings=lint(strategy, tensors, mesh=read_mesh_text(strategy, mesh, devices)),
+    )
 
 
 def _inside(error: ShardingError, text: str) -> bool:
@@ -102,7 +139,11 @@ def _inside(error: ShardingError, text: str) -> bool:
 
 def _json(result: Checked, *, strict: bool) -> dict[str, Any]:
     findings = [finding.to_json() for finding in result.findings]
-    return {"strategy": result.strategy, "findings": findings, "ok": not result.fails(strict=strict)}
+    return {
+        "strategy": result.strategy,
+        "findings": findings,
+        "ok": not result.fails(strict=strict),
+    }
 
 
 def report(results: Sequence[Checked], *, width: int) -> list[str]:
@@ -112,22 +153,33 @@ def report(results: Sequence[Checked], *, width: int) -> list[str]:
         lines += [result.strategy] if len(results) > 1 or not result.findings else []
         for finding in result.findings:
             lines += _block(finding, width=width)
-        lines += [f"  {_counted(result.findings)}" if not result.findings else _counted(result.findings), ""]
+        lines += [
+            f"  {_counted(result.findings)}" if not result.findings else _counted(result.findings),
+            "",
+        ]
     return lines[:-1]
 
 
 def _block(finding: Finding, *, width: int) -> list[str]:
     place = finding.where or "(no place)"
     lines = [f"{place}: {finding.severity} {finding.code}"]
-    lines += textwrap.wrap(finding.message, max(width - 2, 20), break_long_words=False, break_on_hyphens=False)
+    lines += textwrap.wrap(
+        finding.message, max(width - 2, 20), break_long_words=False, break_on_hyphens=False
+    )
     if finding.fix:
         lines += textwrap.wrap(
-            f"fix  {finding.fix}", max(width - 2, 20), subsequent_indent="     ", break_long_words=False, break_on_hyphens=False
+            f"fix  {finding.fix}",
+            max(width - 2, 20),
+            subsequent_indent="     ",
+            break_long_words=False,
+            break_on_hyphens=False,
         )
     return [lines[0], *(f"  {line}" for line in lines[1:])]
 
 
 def _counted(findings: Sequence[Finding]) -> str:
     counts = Counter(finding.severity for finding in findings)
-    words = [f"{counts[one]} {one}{'' if counts[one] == 1 else 's'}" for one in Severity if counts[one]]
+    words = [
+        f"{counts[one]} {one}{'' if counts[one] == 1 else 's'}" for one in Severity if counts[one]
+    ]
     return ", ".join(words) or "no findings"

@@ -52,7 +52,13 @@ def _command(name: str, what: str) -> Command:
 
 def _argument(action: argparse.Action) -> Argument:
     metavar = action.metavar if isinstance(action.metavar, str) else ""
-    kind = Kind.NONE if action.nargs == 0 else Kind.WORDS if action.choices else _KINDS.get(metavar, Kind.TEXT)
+    kind = (
+        Kind.NONE
+        if action.nargs == 0
+        else Kind.WORDS
+        if action.choices
+        else _KINDS.get(metavar, Kind.TEXT)
+    )
     return Argument(
         flags=tuple(action.option_strings),
         kind=kind,

@@ -9,7 +9,13 @@ from typing import Any
 
 from shardwright.annotations import describe
 from shardwright.axes import Role
-from shardwright.cli.arguments import EXIT_CODES, STRATEGY_HELP, add_output, add_strategies, make_parser
+from shardwright.cli.arguments import (
+    EXIT_CODES,
+    STRATEGY_HELP,
+    add_output,
+    add_strategies,
+    make_parser,
+)
 from shardwright.cli.inputs import Setting, read_count, read_setting
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
@@ -35,13 +41,37 @@ exit codes: 0 compared; 1 a tensor has no spec on one side, or with --exit-code 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = make_parser("diff", "Say what another strategy, mesh or mode changes for a tree of tensors. Needs no devices.", epilog=_EPILOG)
+    made = make_parser(
+        "diff",
+        "Say what another strategy, mesh or mode changes for a tree of tensors. Needs no devices.",
+        epilog=_EPILOG,
+    )
     add_strategies(made, "+", f"one or two; {STRATEGY_HELP}")
-    made.add_argument("--tensors", metavar="FILE", required=True, help="a .toml or .json file of named tensors")
-    made.add_argument("--mesh", action="append", metavar="M", help="such as dp:1,fsdp:2,tp:4; absent: each strategy's own")
-    made.add_argument("--devices", action="append", type=read_count, metavar="N", help="number of devices, where a mesh has a -1")
-    made.add_argument("--mode", action="append", choices=MODE_NAMES, help="runtime mode (default: all, each with itself)")
-    made.add_argument("--exit-code", action="store_true", help="exit with 1 where there are differences")
+    made.add_argument(
+        "--tensors", metavar="FILE", required=True, help="a .toml or .json file of named tensors"
+    )
+    made.add_argument(
+        "--mesh",
+        action="append",
+        metavar="M",
+        help="such as dp:1,fsdp:2,tp:4; absent: each strategy's own",
+    )
+    made.add_argument(
+        "--devices",
+        action="append",
+        type=read_count,
+        metavar="N",
+        help="number of devices, where a mesh has a -1",
+    )
+    made.add_argument(
+        "--mode",
+        action="append",
+        choices=MODE_NAMES,
+        help="runtime mode (default: all, each with itself)",
+    )
+    made.add_argument(
+        "--exit-code", action="store_true", help="exit with 1 where there are differences"
+    )
     add_output(made)
     return made
 
@@ -70,9 +100,21 @@ def run(arguments: argparse.Namespace) -> int:
     strategies, meshes = _two("STRATEGY", arguments.strategies), _two("--mesh", arguments.mesh)
     devices, modes = _two("--devices", arguments.devices), _two("--mode", arguments.mode)
     if all(left == right for left, right in (strategies, meshes, devices, modes)):
-        raise StrategyError("both sides are the same", fix="give two strategies, or --mesh, --devices or --mode twice")
-    left, right = (Side(setting=read_setting([strategies[at]], mesh=meshes[at], devices=devices[at]), mode=modes[at]) for at in (0, 1))
-    managers = [side.setting.manager.for_mode(side.mode) if side.mode else side.setting.manager for side in (left, right)]
+        raise StrategyError(
+            "both sides are the same",
+            fix="give two strategies, or --mesh, --devices or --mode twice",
+        )
+    left, right = (
+        Side(
+            setting=read_setting([strategies[at]], mesh=meshes[at], devices=devices[at]),
+            mode=modes[at],
+        )
+        for at in (0, 1)
+    )
+    managers = [
+        side.setting.manager.for_mode(side.mode) if side.mode else side.setting.manager
+        for side in (left, right)
+    ]
     found = compare(managers[0], managers[1], tensors=read_tensors(arguments.tensors))
     if arguments.json:
         print_json(_json(found, left, right))
@@ -86,7 +128,9 @@ def _two(name: str, given: Sequence[Any] | None) -> tuple[Any, Any]:
     if not given:
         return None, None
     if len(given) > 2:
-        raise StrategyError(f"{name} is given {len(given)} times", fix="give one for both sides, or one for each")
+        raise StrategyError(
+            f"{name} is given {len(given)} times", fix="give one for both sides, or one for each"
+        )
     return given[0], given[-1]
 
 
@@ -125,7 +169,11 @@ def _placed_json(placed: Placed) -> dict[str, Any]:
 
 
 def _total_json(total: Total) -> dict[str, Any]:
-    counts = {"bytes_before": total.before, "bytes_after": total.after, "uncounted": total.uncounted}
+    counts = {
+        "bytes_before": total.before,
+        "bytes_after": total.after,
+        "uncounted": total.uncounted,
+    }
     return {"role": str(total.role), "mode": mode_name(total.mode), **counts}
 
 
@@ -159,7 +207,15 @@ def _section(found: Comparison, role: Role, modes: Sequence[str], *, width: int)
         names = f"{mode_name(rows[0].mode)} -> {mode_name(rows[0].mode_after)}"
     head = f"{role}, {names}: {len(changed)} of {len(rows)} differ"
     total = next(total for total in found.totals() if (total.role, total.mode) == (role, modes[0]))
-    sums = ("total", "", "", "", f"{total.before:,}", f"{total.after:,}", _signed(total.after - total.before))
+    sums = (
+        "total",
+        "",
+        "",
+        "",
+        f"{total.before:,}",
+        f"{total.after:,}",
+        _signed(total.after - total.before),
+    )
     known = any(row.grows is not None for row in rows)
     body = [_HEAD, *map(_cells, changed), *([sums] if known else [])]
     if width < _ROOM:
@@ -173,7 +229,9 @@ _ROOM = 110  # characters: in a narrower terminal the axes, which the file of te
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    counts = ["" if count is None else f"{count:,}" for count in (row.before.bytes, row.after.bytes)]
+    counts = [
+        "" if count is None else f"{count:,}" for count in (row.before.bytes, row.after.bytes)
+    ]
     change = "" if row.grows is None else _signed(row.grows)
     lies = [_lies(row.before), _lies(row.after)]
     if not row.moved:  # the same mesh axes, of other sizes
@@ -202,7 +260,11 @@ def _total_line(total: Total) -> list[str]:
     grows = total.after - total.before
     share = f" ({grows / total.before:+.1%})" if grows and total.before else ""
     left = f", {total.uncounted} not counted" if total.uncounted else ""
-    sizes = f"{bytes_text(total.before)} -> {bytes_text(total.after)}{share}" if grows else f"{bytes_text(total.before)}, unchanged"
+    sizes = (
+        f"{bytes_text(total.before)} -> {bytes_text(total.after)}{share}"
+        if grows
+        else f"{bytes_text(total.before)}, unchanged"
+    )
     return [f"  per device: {sizes}{left}"]
 
 
@@ -216,4 +278,6 @@ def _problems(found: Comparison) -> list[Problem]:
         for one in (row.before, row.after)
         for problem in one.found.problems
     ]
-    return list({(problem.path, problem.dim, problem.what): problem for problem in reversed(every)}.values())[::-1]
+    return list(
+        {(problem.path, problem.dim, problem.what): problem for problem in reversed(every)}.values()
+    )[::-1]

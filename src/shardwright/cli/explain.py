@@ -10,7 +10,14 @@ from typing import Any
 from shardwright.annotations import describe
 from shardwright.axes import Role
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
-from shardwright.cli.inputs import Setting, read_axes, read_count, read_name, read_setting, read_shape
+from shardwright.cli.inputs import (
+    Setting,
+    read_axes,
+    read_count,
+    read_name,
+    read_setting,
+    read_shape,
+)
 from shardwright.cli.show import print_json, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.compare import bytes_on_device
@@ -37,9 +44,17 @@ exit codes: 0 resolved; 1 the answer is a sharding problem;
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = make_parser("explain", "Say where each dim of an array lies on the mesh, and why. Needs no devices.", epilog=_EPILOG)
-    made.add_argument("axes", nargs="*", metavar="AXIS", help="the array's axes, one per dim, or a layout")
-    made.add_argument("--tensors", metavar="FILE", help="a .toml or .json file of named tensors, instead of axes")
+    made = make_parser(
+        "explain",
+        "Say where each dim of an array lies on the mesh, and why. Needs no devices.",
+        epilog=_EPILOG,
+    )
+    made.add_argument(
+        "axes", nargs="*", metavar="AXIS", help="the array's axes, one per dim, or a layout"
+    )
+    made.add_argument(
+        "--tensors", metavar="FILE", help="a .toml or .json file of named tensors, instead of axes"
+    )
     made.add_argument(
         "--strategy",
         action="append",
@@ -47,12 +62,29 @@ def parser() -> argparse.ArgumentParser:
         metavar="STRATEGY",
         help="a preset, or a .toml or .json file; again: an overlay on the one before",
     )
-    made.add_argument("--mesh", metavar="M", help="such as dp:1,fsdp:2,tp:4; absent: the strategy's own")
-    made.add_argument("--devices", type=read_count, metavar="N", help="number of devices, where the mesh has a -1")
-    made.add_argument("--shape", type=read_shape, metavar="SIZES", help="global sizes, such as 16,4096,4096")
-    made.add_argument("--mode", choices=(*MODE_NAMES, "all"), default="all", help="runtime mode (default: all)")
-    made.add_argument("--role", choices=list(map(str, Role)), help="absent: param for weight layouts, else activation")
-    made.add_argument("--path", type=read_name, metavar="PATH", help="the tensor's path, where a [[tensors]] entry may cover it")
+    made.add_argument(
+        "--mesh", metavar="M", help="such as dp:1,fsdp:2,tp:4; absent: the strategy's own"
+    )
+    made.add_argument(
+        "--devices", type=read_count, metavar="N", help="number of devices, where the mesh has a -1"
+    )
+    made.add_argument(
+        "--shape", type=read_shape, metavar="SIZES", help="global sizes, such as 16,4096,4096"
+    )
+    made.add_argument(
+        "--mode", choices=(*MODE_NAMES, "all"), default="all", help="runtime mode (default: all)"
+    )
+    made.add_argument(
+        "--role",
+        choices=list(map(str, Role)),
+        help="absent: param for weight layouts, else activation",
+    )
+    made.add_argument(
+        "--path",
+        type=read_name,
+        metavar="PATH",
+        help="the tensor's path, where a [[tensors]] entry may cover it",
+    )
     add_output(made)
     return made
 
@@ -63,14 +95,22 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ShardingError: the question cannot be asked.
     """
-    single = {"axes": bool(arguments.axes), "--shape": arguments.shape is not None, "--role": arguments.role, "--path": arguments.path}
+    single = {
+        "axes": bool(arguments.axes),
+        "--shape": arguments.shape is not None,
+        "--role": arguments.role,
+        "--path": arguments.path,
+    }
     if arguments.tensors is None and not arguments.axes:
         raise StrategyError(
-            "nothing to explain", fix="name an array's axes, BATCH QUERY_LENGTH EMBED, or a file of them, --tensors model.toml"
+            "nothing to explain",
+            fix="name an array's axes, BATCH QUERY_LENGTH EMBED, or a file of them, --tensors model.toml",
         )
     if arguments.tensors is not None and any(single.values()):
         said = ", ".join(name for name, given in single.items() if given)
-        raise StrategyError(f"--tensors does not go with {said}", fix="say them in the file, or leave --tensors out")
+        raise StrategyError(
+            f"--tensors does not go with {said}", fix="say them in the file, or leave --tensors out"
+        )
     setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=arguments.devices)
     modes = MODES if arguments.mode == "all" else (MODES[MODE_NAMES.index(arguments.mode)],)
     if arguments.tensors is not None:
@@ -78,12 +118,22 @@ def run(arguments: argparse.Namespace) -> int:
         lines = tree_lines(answers, width=width_of(arguments.width))
     else:
         role = None if arguments.role is None else Role(arguments.role)
-        tensor = Tensor(path=arguments.path or "", axes=read_axes(arguments.axes), shape=arguments.shape, role=role, dtype="")
+        tensor = Tensor(
+            path=arguments.path or "",
+            axes=read_axes(arguments.axes),
+            shape=arguments.shape,
+            role=role,
+            dtype="",
+        )
         answers = [ask(tensor, setting, modes)]
         lines = array_lines(answers[0], width=width_of(arguments.width))
     ok = all(answer.ok for answer in answers)
     if arguments.json:
-        tree = {"tensors": [answer.to_json() for answer in answers]} if arguments.tensors else answers[0].to_json()
+        tree = (
+            {"tensors": [answer.to_json() for answer in answers]}
+            if arguments.tensors
+            else answers[0].to_json()
+        )
         print_json({"strategy": setting.strategy, "mesh": setting.sizes, **tree, "ok": ok})
     else:
         print("\n".join([str(setting), "", *lines]))
@@ -106,14 +156,20 @@ class Answer:
     @property
     def role(self) -> Role:
         """The role that was resolved."""
-        found = next((resolution.role for resolution in self.modes.values() if resolution.decisions), None)
+        found = next(
+            (resolution.role for resolution in self.modes.values() if resolution.decisions), None
+        )
         return found or self.tensor.role or Role.ACTIVATION
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as plain data."""
         shape = None if self.tensor.shape is None else list(self.tensor.shape)
         modes = {
-            name: {**resolution.to_json(), "mode": name, "bytes_per_device": self.bytes_per_device[name]}
+            name: {
+                **resolution.to_json(),
+                "mode": name,
+                "bytes_per_device": self.bytes_per_device[name],
+            }
             for name, resolution in self.modes.items()
         }
         head = {
@@ -129,13 +185,18 @@ class Answer:
 def ask(tensor: Tensor, setting: Setting, modes: Sequence[str]) -> Answer:
     """Resolve a tensor in each mode."""
     found = {
-        mode_name(mode): setting.manager.explain(tensor.axes, mode=mode, role=tensor.role, shape=tensor.shape, path=tensor.path or None)
+        mode_name(mode): setting.manager.explain(
+            tensor.axes, mode=mode, role=tensor.role, shape=tensor.shape, path=tensor.path or None
+        )
         for mode in modes
     }
     return Answer(
         tensor=tensor,
         modes=found,
-        bytes_per_device={name: bytes_on_device(tensor, resolution, setting.manager) for name, resolution in found.items()},
+        bytes_per_device={
+            name: bytes_on_device(tensor, resolution, setting.manager)
+            for name, resolution in found.items()
+        },
     )
 
 
@@ -172,12 +233,21 @@ def _groups(modes: Mapping[str, Resolution]) -> list[tuple[list[str], Resolution
 
 
 def _same(one: Resolution, other: Resolution) -> bool:
-    problems = [[(problem.error, problem.what, problem.dim) for problem in resolution.problems] for resolution in (one, other)]
-    return (one.decisions, one.notes) == (other.decisions, other.notes) and problems[0] == problems[1]
+    problems = [
+        [(problem.error, problem.what, problem.dim) for problem in resolution.problems]
+        for resolution in (one, other)
+    ]
+    return (one.decisions, one.notes) == (other.decisions, other.notes) and problems[0] == problems[
+        1
+    ]
 
 
 def _modes_text(names: Sequence[str], asked: Mapping[str, Any]) -> str:
-    return "all modes" if len(names) == len(MODE_NAMES) and len(names) == len(asked) else ", ".join(names)
+    return (
+        "all modes"
+        if len(names) == len(MODE_NAMES) and len(names) == len(asked)
+        else ", ".join(names)
+    )
 
 
 def _dims(decisions: Sequence[DimDecision], *, width: int) -> list[str]:
@@ -189,7 +259,10 @@ def _dims(decisions: Sequence[DimDecision], *, width: int) -> list[str]:
 
 def _in_words(problems: Iterable[Problem], *, sizes: str) -> tuple[Problem, ...]:
     """Return problems whose fix says where the sizes are given."""
-    return tuple(dataclasses.replace(one, fix=sizes) if one.error is ShapeRequiredError else one for one in problems)
+    return tuple(
+        dataclasses.replace(one, fix=sizes) if one.error is ShapeRequiredError else one
+        for one in problems
+    )
 
 
 # A tree: a table per role, a column per group of modes that agree on every tensor.
@@ -202,21 +275,33 @@ def tree_lines(answers: Sequence[Answer], *, width: int) -> list[str]:
         section = [answer for answer in answers if answer.role is role]
         if section:
             lines += [*([""] if lines else []), str(role), *_section(section, width=width)]
-    found = [problem for answer in answers for resolution in answer.modes.values() for problem in resolution.problems]
+    found = [
+        problem
+        for answer in answers
+        for resolution in answer.modes.values()
+        for problem in resolution.problems
+    ]
     # Modes under one rule have one problem, not four.
-    problems = {(problem.path, problem.dim, problem.what, problem.fix): problem for problem in reversed(found)}
+    problems = {
+        (problem.path, problem.dim, problem.what, problem.fix): problem
+        for problem in reversed(found)
+    }
     said = _in_words(reversed(problems.values()), sizes="give its shape in the file of tensors")
     return lines + (["", *render(said).splitlines()] if said else [])
 
 
 def _section(answers: Sequence[Answer], *, width: int) -> list[str]:
     columns = _columns(answers)
-    sized = any(count is not None for answer in answers for count in answer.bytes_per_device.values())
+    sized = any(
+        count is not None for answer in answers for count in answer.bytes_per_device.values()
+    )
     head = ["tensor", "axes", "shape"]
     for names in columns:
         head += [_modes_text(names, answers[0].modes), *(["per device"] if sized else [])]
     rows = [tuple(head), *(_tensor_row(answer, columns, sized=sized) for answer in answers)]
-    return table(rows, indent="  ", width=width, prose=1) + (_totals(answers, columns) if sized else [])
+    return table(rows, indent="  ", width=width, prose=1) + (
+        _totals(answers, columns) if sized else []
+    )
 
 
 def _columns(answers: Sequence[Answer]) -> list[list[str]]:
@@ -233,11 +318,15 @@ def _columns(answers: Sequence[Answer]) -> list[list[str]]:
 
 def _cells(answer: Answer, mode: str) -> tuple[str, str]:
     resolution, count = answer.modes[mode], answer.bytes_per_device[mode]
-    lies = ", ".join(lies_text(decision) for decision in resolution.decisions) or ("()" if resolution.ok else "!")
+    lies = ", ".join(lies_text(decision) for decision in resolution.decisions) or (
+        "()" if resolution.ok else "!"
+    )
     return lies, "" if count is None else bytes_text(count)
 
 
-def _tensor_row(answer: Answer, columns: Sequence[Sequence[str]], *, sized: bool) -> tuple[str, ...]:
+def _tensor_row(
+    answer: Answer, columns: Sequence[Sequence[str]], *, sized: bool
+) -> tuple[str, ...]:
     tensor = answer.tensor
     shape = "" if tensor.shape is None else ",".join(map(str, tensor.shape)) or "()"
     row = [tensor.path, describe(tensor.axes), shape]
@@ -251,11 +340,17 @@ def _tensor_row(answer: Answer, columns: Sequence[Sequence[str]], *, sized: bool
 
 def _totals(answers: Sequence[Answer], columns: Sequence[Sequence[str]]) -> list[str]:
     """Return a line with the bytes of all tensors per device, of those with a dtype and a spec."""
-    seen = [answer for answer in answers if any(count is not None for count in answer.bytes_per_device.values())]
+    seen = [
+        answer
+        for answer in answers
+        if any(count is not None for count in answer.bytes_per_device.values())
+    ]
     whole = sum(answer.tensor.bytes_over(1) or 0 for answer in seen)
     parts = []
     for names in columns:
-        held = sum(count for answer in answers if (count := answer.bytes_per_device[names[0]]) is not None)
+        held = sum(
+            count for answer in answers if (count := answer.bytes_per_device[names[0]]) is not None
+        )
         parts.append(f"{bytes_text(held)} in {_modes_text(names, answers[0].modes)}")
     left = sum(1 for answer in answers if None in answer.bytes_per_device.values())
     note = f" ({left} of {len(answers)} not counted)" if left else ""

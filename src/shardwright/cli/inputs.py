@@ -36,8 +36,13 @@ def read_axes(words: Sequence[str]) -> Any:
     dims = [word for text in words for word in text.replace(",", " ").split()]
     if dims == ["()"]:
         return ()
-    if words and not dims:  # an unset variable of the shell; no word at all is a scalar, `axes = []` in a file
-        raise StrategyError("the axes are empty text", fix="of a scalar write (); else name its axes, such as BATCH QUERY_LENGTH EMBED")
+    if (
+        words and not dims
+    ):  # an unset variable of the shell; no word at all is a scalar, `axes = []` in a file
+        raise StrategyError(
+            "the axes are empty text",
+            fix="of a scalar write (); else name its axes, such as BATCH QUERY_LENGTH EMBED",
+        )
     layout = _layout(dims[0]) if len(dims) == 1 else None
     return layout if layout is not None else tuple(_dim(word) for word in dims)
 
@@ -54,7 +59,9 @@ def _layout(word: str) -> Any:
     layout: Any = LAYOUTS[found[2]]
     if found[3]:
         if layout.bias is None:
-            named = ", ".join(f"{name}.bias" for name, one in LAYOUTS.items() if one.bias is not None)
+            named = ", ".join(
+                f"{name}.bias" for name, one in LAYOUTS.items() if one.bias is not None
+            )
             raise StrategyError(f"layout {found[2]} has no bias", fix=f"biases are {named}")
         layout = layout.bias
     return stacked(layout) if found[1] else layout
@@ -76,7 +83,10 @@ def _dim(word: str) -> Any:
 def _member(part: str, word: str) -> tuple[str, int]:
     name, _, size = part.partition(":")
     if not _AXIS.fullmatch(name) or _whole(size) is None or int(size) < 1:
-        raise StrategyError(f"{word!r}: {part!r} is not AXIS:SIZE", fix="write a merged dim as KV_HEAD:8*KV_HEAD_DIM:128")
+        raise StrategyError(
+            f"{word!r}: {part!r} is not AXIS:SIZE",
+            fix="write a merged dim as KV_HEAD:8*KV_HEAD_DIM:128",
+        )
     return canonical_axis(name), int(size)
 
 
@@ -91,9 +101,13 @@ def read_shape(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in re.split(r"[,x]", text)]
     sizes = [size for part in parts if (size := _whole(part)) is not None]
     if len(sizes) < len(parts):
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a shape; write the sizes with commas, such as 16,4096,4096")
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80} is not a shape; write the sizes with commas, such as 16,4096,4096"
+        )
     if has_too_many_elements(sizes):
-        raise argparse.ArgumentTypeError(f"no array has so many elements as {text!r:.80}; write sizes whose product is < 2^63")
+        raise argparse.ArgumentTypeError(
+            f"no array has so many elements as {text!r:.80}; write sizes whose product is < 2^63"
+        )
     return tuple(sizes)
 
 
@@ -157,7 +171,10 @@ def read_setting(strategies: Sequence[str], *, mesh: str | None, devices: int | 
       ShardingError: a strategy or a mesh that cannot be read, or that do not fit each other.
     """
     combined, label = read_strategy(*strategies)
-    return Setting(manager=PartitionManager(combined, mesh=read_mesh(combined, label, mesh, devices)), strategy=label)
+    return Setting(
+        manager=PartitionManager(combined, mesh=read_mesh(combined, label, mesh, devices)),
+        strategy=label,
+    )
 
 
 def read_strategy(*texts: str) -> tuple[Any, str]:
@@ -174,7 +191,9 @@ def read_strategy(*texts: str) -> tuple[Any, str]:
     for overlay in names[1:]:
         combined = combined | _strategy(overlay)
     label = " | ".join(map(os.path.basename, names))
-    return combined, label.encode("utf-8", "backslashreplace").decode("utf-8")  # names of files may be no UTF-8
+    return combined, label.encode("utf-8", "backslashreplace").decode(
+        "utf-8"
+    )  # names of files may be no UTF-8
 
 
 def strategy_names(text: str) -> list[str]:
@@ -187,7 +206,10 @@ def _strategy(name: str) -> Any:
 
     if not name.endswith((".toml", ".json")) and os.sep not in name:
         if re.fullmatch(r"\w+:-?\d+", name):
-            raise StrategyError(f"{name!r} is no strategy", fix=f"a mesh is one word, its axes joined by commas: --mesh dp:2,{name}")
+            raise StrategyError(
+                f"{name!r} is no strategy",
+                fix=f"a mesh is one word, its axes joined by commas: --mesh dp:2,{name}",
+            )
         if name not in Strategy.presets():
             hint = did_you_mean(name, Strategy.presets())
             known = f"presets are {', '.join(Strategy.presets())}; a file ends in .toml or .json"
@@ -195,7 +217,9 @@ def _strategy(name: str) -> Any:
         return Strategy.preset(name)
     stem = os.path.splitext(name)[0]
     if stem in Strategy.presets() and not os.path.exists(name):
-        raise StrategyError(f"no file {name!r}", fix=f"for the preset of that name: --strategy {stem}")
+        raise StrategyError(
+            f"no file {name!r}", fix=f"for the preset of that name: --strategy {stem}"
+        )
     try:
         return Strategy.load(name)
     except OSError as error:
@@ -204,7 +228,10 @@ def _strategy(name: str) -> Any:
 
 def unreadable(name: str, error: OSError, *, verb: str = "read") -> StrategyError:
     """Return the error for a file that the system does not let us read, or write."""
-    return StrategyError(f"cannot {verb} {name!r}: {(error.strerror or str(error)).lower()}", fix="check the path and its permissions")
+    return StrategyError(
+        f"cannot {verb} {name!r}: {(error.strerror or str(error)).lower()}",
+        fix="check the path and its permissions",
+    )
 
 
 def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> MeshSpec | None:
@@ -215,13 +242,19 @@ def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> Mesh
     """
     if text is None and (devices is None or not strategy.mesh):
         return None
-    spec = parse_mesh(_checked(text)) if text is not None else parse_mesh(dict(strategy.mesh), dcn=dict(strategy.dcn) or None)
+    spec = (
+        parse_mesh(_checked(text))
+        if text is not None
+        else parse_mesh(dict(strategy.mesh), dcn=dict(strategy.dcn) or None)
+    )
     return spec if devices is None else resolve_sizes(spec, devices)
 
 
 def _checked(text: str) -> str:
     if not is_text(text):
-        raise MeshSpecError(f"{text!r:.80} is not UTF-8", fix="name mesh axes with letters, such as dp:2,tp:4")
+        raise MeshSpecError(
+            f"{text!r:.80} is not UTF-8", fix="name mesh axes with letters, such as dp:2,tp:4"
+        )
     return text
 
 
@@ -232,19 +265,26 @@ def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) 
       MeshSpecError: it cannot be read, or has no size yet.
     """
     if text is None and not strategy.mesh:
-        raise MeshSpecError(f"strategy {label} has no [mesh]", fix="say which mesh: --mesh dp:2,tp:4")
+        raise MeshSpecError(
+            f"strategy {label} has no [mesh]", fix="say which mesh: --mesh dp:2,tp:4"
+        )
     asked: Any = _checked(text) if text is not None else dict(strategy.mesh)
     if text is None and devices is None and INFER in strategy.mesh.values():
         name = next(axis for axis, size in strategy.mesh.items() if size == INFER)
         raise MeshSpecError(
-            f"mesh axis {name} = -1 in strategy {label} needs a number of devices", fix="--devices 8, or sizes: --mesh dp:2,tp:4"
+            f"mesh axis {name} = -1 in strategy {label} needs a number of devices",
+            fix="--devices 8, or sizes: --mesh dp:2,tp:4",
         )
     try:
         made = abstract_mesh(asked, devices=devices)
     except MeshSpecError as error:
         if text is not None and devices is None and "needs a number of devices" in str(error):
-            raise MeshSpecError(error.problems[0].what, fix="--devices 8, or give the size") from error
+            raise MeshSpecError(
+                error.problems[0].what, fix="--devices 8, or give the size"
+            ) from error
         raise
     if made.size > MOST_ELEMENTS:
-        raise MeshSpecError("no machine has so many devices", fix="write sizes whose product is < 2^63")
+        raise MeshSpecError(
+            "no machine has so many devices", fix="write sizes whose product is < 2^63"
+        )
     return made

@@ -53,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is not None:  # a file that some command should have spoken of
             return _defect()
         _drop_output()
-        print(f"shardwright: cannot write the answer: {(error.strerror or str(error)).lower()}", file=sys.stderr)
+        print(
+            f"shardwright: cannot write the answer: {(error.strerror or str(error)).lower()}",
+            file=sys.stderr,
+        )
         return USAGE
     except KeyboardInterrupt:
         return 130
@@ -63,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _defect() -> int:
     traceback.print_exc()
-    print("shardwright: this is a defect of shardwright, not of your input: please report the lines above", file=sys.stderr)
+    print(
+        "shardwright: this is a defect of shardwright, not of your input: please report the lines above",
+        file=sys.stderr,
+    )
     return DEFECT
 
 
@@ -83,7 +89,12 @@ def _run(words: list[str]) -> int:
         return OK
     if words[0] not in COMMANDS:
         hint = did_you_mean(words[0], COMMANDS)
-        print(f"shardwright: no command {words[0]!r}" + (f", {hint}" if hint else "") + f"\n\n{_overview()}", file=sys.stderr)
+        print(
+            f"shardwright: no command {words[0]!r}"
+            + (f", {hint}" if hint else "")
+            + f"\n\n{_overview()}",
+            file=sys.stderr,
+        )
         return USAGE
     command = importlib.import_module(f"shardwright.cli.{words[0]}")
     arguments = command.parser().parse_intermixed_args(words[1:])
@@ -96,5 +107,8 @@ def _overview() -> str:
     lines = ["usage: shardwright <command> ...", "", "commands:"]
     for name, what in COMMANDS.items():
         lines += textwrap.wrap(f"  {name:<10} {what}", help_width(), subsequent_indent=" " * 13)
-    lines += ["", "shardwright <command> --help says more; shardwright --version names the version."]
+    lines += [
+        "",
+        "shardwright <command> --help says more; shardwright --version names the version.",
+    ]
     return wrapped("\n".join(lines), help_width())

@@ -27,11 +27,23 @@ exit codes: 0 done;
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = make_parser("presets", "List the strategies that come with the package, show one, or copy one to start from.", epilog=_EPILOG)
+    made = make_parser(
+        "presets",
+        "List the strategies that come with the package, show one, or copy one to start from.",
+        epilog=_EPILOG,
+    )
     actions = "list them (the default); show one as it is written; copy one to a file"
     made.add_argument("action", nargs="?", choices=_ACTIONS, default="list", help=actions)
-    made.add_argument("preset", nargs="?", type=read_name, metavar="PRESET", help="which one to show or copy")
-    made.add_argument("file", nargs="?", type=read_name, metavar="FILE", help="where to copy it to (default: PRESET.toml)")
+    made.add_argument(
+        "preset", nargs="?", type=read_name, metavar="PRESET", help="which one to show or copy"
+    )
+    made.add_argument(
+        "file",
+        nargs="?",
+        type=read_name,
+        metavar="FILE",
+        help="where to copy it to (default: PRESET.toml)",
+    )
     made.add_argument("--force", action="store_true", help="copy: replace a file that is there")
     add_output(made)
     return made
@@ -50,10 +62,16 @@ def run(arguments: argparse.Namespace) -> int:
             "show": "shardwright presets show fsdp_tp",
             "copy": "shardwright presets copy fsdp_tp mine.toml",
         }
-        raise StrategyError(f"presets {action} {'takes no preset' if action == 'list' else 'takes a preset'}", fix=f"write {fix[action]}")
+        raise StrategyError(
+            f"presets {action} {'takes no preset' if action == 'list' else 'takes a preset'}",
+            fix=f"write {fix[action]}",
+        )
     if preset is not None and preset not in files.preset_names():
         hint = did_you_mean(preset, files.preset_names())
-        raise StrategyError(f"no preset {preset!r}", fix=f"{hint} presets are {', '.join(files.preset_names())}".strip())
+        raise StrategyError(
+            f"no preset {preset!r}",
+            fix=f"{hint} presets are {', '.join(files.preset_names())}".strip(),
+        )
     if action == "list":
         _list(arguments)
     elif action == "show":
@@ -72,9 +90,19 @@ def _list(arguments: argparse.Namespace) -> None:
 
     found = [(name, Strategy.preset(name)) for name in files.preset_names()]
     if arguments.json:
-        print_json({"presets": [{"name": name, "mesh": dict(strategy.mesh), "what": _what(name)} for name, strategy in found]})
+        print_json(
+            {
+                "presets": [
+                    {"name": name, "mesh": dict(strategy.mesh), "what": _what(name)}
+                    for name, strategy in found
+                ]
+            }
+        )
         return
-    rows = [("preset", "mesh", "what"), *((name, _mesh(strategy), _what(name)) for name, strategy in found)]
+    rows = [
+        ("preset", "mesh", "what"),
+        *((name, _mesh(strategy), _what(name)) for name, strategy in found),
+    ]
     print_lines(table(rows, width=width_of(arguments.width), prose=2))
 
 
@@ -113,9 +141,14 @@ def _copy(name: str, path: Path, *, force: bool) -> Path:
         else:
             from shardwright.strategy.model import Strategy
 
-            files.write_text(path, files.rendered(path, Strategy.preset(name).to_data()), overwrite=force)
+            files.write_text(
+                path, files.rendered(path, Strategy.preset(name).to_data()), overwrite=force
+            )
     except FileExistsError as error:
-        raise StrategyError(f"{os.fspath(path)!r} is there already", fix="choose another name, or replace it with --force") from error
+        raise StrategyError(
+            f"{os.fspath(path)!r} is there already",
+            fix="choose another name, or replace it with --force",
+        ) from error
     except OSError as error:
         raise unreadable(os.fspath(path), error, verb="write") from error
     return path

@@ -23,8 +23,18 @@ exit codes: 0 done;
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = make_parser("schema", "Write the JSON Schema of strategy files, for editors and other tools.", epilog=_EPILOG)
-    made.add_argument("file", nargs="?", type=read_name, metavar="FILE", help="where to write it, whole or not at all (default: print it)")
+    made = make_parser(
+        "schema",
+        "Write the JSON Schema of strategy files, for editors and other tools.",
+        epilog=_EPILOG,
+    )
+    made.add_argument(
+        "file",
+        nargs="?",
+        type=read_name,
+        metavar="FILE",
+        help="where to write it, whole or not at all (default: print it)",
+    )
     return made
 
 

@@ -19,7 +19,9 @@ from shardwright.tensors import Tensor, is_dtype
 
 _KEYS = ("axes", "shape", "role", "dtype")
 _SHARED = ("role", "dtype")
-_EXAMPLE = 'axes = "EMBED MLP_INTERMEDIATE", shape = [4096, 14336], role = "param", dtype = "bfloat16"'
+_EXAMPLE = (
+    'axes = "EMBED MLP_INTERMEDIATE", shape = [4096, 14336], role = "param", dtype = "bfloat16"'
+)
 _JSON_EXAMPLE = '{"mlp": {"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}}'
 
 
@@ -33,11 +35,17 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
     """
     path = Path(name)
     if path.suffix not in (".toml", ".json"):
-        raise StrategyError(f"{path.name!r} is neither a .toml nor a .json file", fix="give the file one of these endings")
+        raise StrategyError(
+            f"{path.name!r} is neither a .toml nor a .json file",
+            fix="give the file one of these endings",
+        )
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark in front
     except UnicodeDecodeError as error:
-        raise StrategyError(f"{path.name} is not UTF-8: {error.reason} at byte {error.start}", fix="save it as UTF-8") from error
+        raise StrategyError(
+            f"{path.name} is not UTF-8: {error.reason} at byte {error.start}",
+            fix="save it as UTF-8",
+        ) from error
     except OSError as error:
         raise unreadable(name, error) from error
     if path.suffix == ".json" and text.lstrip()[:1] != "{":
@@ -52,7 +60,14 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
     problems: list[Problem] = []
     tensors = tuple(_walk(data, (), {}, origin, problems))
     if not tensors and not problems:
-        problems.append(Problem(error=StrategyError, what="the file names no tensor", path=path.name, fix=f"[mlp.wi]: {_EXAMPLE}"))
+        problems.append(
+            Problem(
+                error=StrategyError,
+                what="the file names no tensor",
+                path=path.name,
+                fix=f"[mlp.wi]: {_EXAMPLE}",
+            )
+        )
     raise_problems(first_problems(problems))
     return tensors
 
@@ -60,12 +75,28 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
 def _is_table_of_rules(table: Any) -> bool:
     """Tell a strategy's `[mesh]` or `[rules]` from a level of a tree, which holds tables, and from a tensor, which has axes."""
     return (
-        isinstance(table, Mapping) and bool(table) and "axes" not in table and not any(isinstance(one, Mapping) for one in table.values())
+        isinstance(table, Mapping)
+        and bool(table)
+        and "axes" not in table
+        and not any(isinstance(one, Mapping) for one in table.values())
     )
 
 
-def _walk(table: Mapping[str, Any], path: KeyPath, shared: Mapping[str, Any], origin: Origin, problems: list[Problem]) -> Iterator[Tensor]:
-    shared = {**shared, **{key: table[key] for key in _SHARED if key in table and not isinstance(table[key], Mapping)}}
+def _walk(
+    table: Mapping[str, Any],
+    path: KeyPath,
+    shared: Mapping[str, Any],
+    origin: Origin,
+    problems: list[Problem],
+) -> Iterator[Tensor]:
+    shared = {
+        **shared,
+        **{
+            key: table[key]
+            for key in _SHARED
+            if key in table and not isinstance(table[key], Mapping)
+        },
+    }
     if "axes" in table and not isinstance(table["axes"], Mapping):
         tensor = _tensor({**shared, **table}, path, origin, problems)
         if tensor is not None:
@@ -79,14 +110,24 @@ def _walk(table: Mapping[str, Any], path: KeyPath, shared: Mapping[str, Any], or
         elif key not in _SHARED:
             what = "the tensor has no axes" if key in _KEYS else f"{key!r} is not a table"
             hint = "" if key in _KEYS else did_you_mean(key, _KEYS)
-            problems.append(_problem((*path, key), origin, what, f"{hint} a tensor is a table: {_EXAMPLE}".strip()))
+            problems.append(
+                _problem(
+                    (*path, key), origin, what, f"{hint} a tensor is a table: {_EXAMPLE}".strip()
+                )
+            )
 
 
 def _listed(path: KeyPath, entries: Sequence[Mapping[str, Any]], origin: Origin) -> Problem:
     """Return the problem of `[[tensors]]`: tensors are named by the headers of their tables, not listed."""
     first = entries[0]
-    name = next((first[key] for key in ("path", "name") if isinstance(first.get(key), str) and first[key]), "")
-    what, headers = "tensors are not listed: each has a table of its own, named by its path", _header([*path, "0"])
+    name = next(
+        (first[key] for key in ("path", "name") if isinstance(first.get(key), str) and first[key]),
+        "",
+    )
+    what, headers = (
+        "tensors are not listed: each has a table of its own, named by its path",
+        _header([*path, "0"]),
+    )
     if "match" in first:
         what = "entries with match= are a strategy's: its file says by them where tensors lie; this one names the tensors"
         headers = _header(["lm_head", "kernel"])
@@ -96,8 +137,15 @@ def _listed(path: KeyPath, entries: Sequence[Mapping[str, Any]], origin: Origin)
         headers += f", {_header([*path, '1'])}"
     place = next((found for found in ((*path, "0"), path) if found in origin), path)
     in_json = origin.get((), "").endswith(".json")
-    fix = f'{_JSON_EXAMPLE}, a level for each "/"' if in_json else f"write {headers}, and below it {_EXAMPLE}"
-    return dataclasses.replace(_problem(place, origin, what, fix), path=f"{source_of(place, origin)} {'.'.join(path)}".strip())
+    fix = (
+        f'{_JSON_EXAMPLE}, a level for each "/"'
+        if in_json
+        else f"write {headers}, and below it {_EXAMPLE}"
+    )
+    return dataclasses.replace(
+        _problem(place, origin, what, fix),
+        path=f"{source_of(place, origin)} {'.'.join(path)}".strip(),
+    )
 
 
 def _header(parts: Sequence[str]) -> str:
@@ -105,36 +153,87 @@ def _header(parts: Sequence[str]) -> str:
     return f"[{'.'.join(part if re.fullmatch(r'[A-Za-z0-9_-]+', part) else json.dumps(part) for part in parts)}]"
 
 
-def _tensor(table: Mapping[str, Any], path: KeyPath, origin: Origin, problems: list[Problem]) -> Tensor | None:
+def _tensor(
+    table: Mapping[str, Any], path: KeyPath, origin: Origin, problems: list[Problem]
+) -> Tensor | None:
     before = len(problems)
     for key in (key for key in table if key not in _KEYS):
         hint = did_you_mean(key, _KEYS)
-        problems.append(_problem((*path, key), origin, f"unknown key {key!r}", hint or f"a tensor has {', '.join(_KEYS)}"))
+        problems.append(
+            _problem(
+                (*path, key),
+                origin,
+                f"unknown key {key!r}",
+                hint or f"a tensor has {', '.join(_KEYS)}",
+            )
+        )
     axes = _axes(table["axes"], (*path, "axes"), origin, problems)
     shape, role, dtype = table.get("shape"), table.get("role"), table.get("dtype")
-    if shape is not None and not (isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)):
-        problems.append(_problem((*path, "shape"), origin, f"{shape!r} is not a shape", "write a list of sizes, such as [4096, 14336]"))
+    if shape is not None and not (
+        isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    ):
+        problems.append(
+            _problem(
+                (*path, "shape"),
+                origin,
+                f"{shape!r} is not a shape",
+                "write a list of sizes, such as [4096, 14336]",
+            )
+        )
     elif shape is not None and has_too_many_elements(shape):
-        problems.append(_problem((*path, "shape"), origin, "no array has so many elements", "write smaller sizes: their product is < 2^63"))
+        problems.append(
+            _problem(
+                (*path, "shape"),
+                origin,
+                "no array has so many elements",
+                "write smaller sizes: their product is < 2^63",
+            )
+        )
     if role is not None and role not in list(Role):
-        problems.append(_problem((*path, "role"), origin, f"unknown role {role!r}", f"roles are {', '.join(Role)}"))
+        problems.append(
+            _problem(
+                (*path, "role"), origin, f"unknown role {role!r}", f"roles are {', '.join(Role)}"
+            )
+        )
     if dtype is not None and not is_dtype(dtype):
-        problems.append(_problem((*path, "dtype"), origin, f"unknown dtype {dtype!r}", "write a name such as bfloat16 or float32"))
+        problems.append(
+            _problem(
+                (*path, "dtype"),
+                origin,
+                f"unknown dtype {dtype!r}",
+                "write a name such as bfloat16 or float32",
+            )
+        )
     if len(problems) > before:
         return None
     sizes = None if shape is None else tuple(shape)
-    return Tensor(path="/".join(path), axes=axes, shape=sizes, role=None if role is None else Role(role), dtype=dtype or "")
+    return Tensor(
+        path="/".join(path),
+        axes=axes,
+        shape=sizes,
+        role=None if role is None else Role(role),
+        dtype=dtype or "",
+    )
 
 
 def _axes(value: Any, path: KeyPath, origin: Origin, problems: list[Problem]) -> Any:
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        problems.append(_problem(path, origin, f"{value!r} are not axes", 'write "EMBED HEAD HEAD_DIM" or ["EMBED", "HEAD", "HEAD_DIM"]'))
+        problems.append(
+            _problem(
+                path,
+                origin,
+                f"{value!r} are not axes",
+                'write "EMBED HEAD HEAD_DIM" or ["EMBED", "HEAD", "HEAD_DIM"]',
+            )
+        )
         return None
     try:
         return read_axes(words)
     except ShardingError as error:
-        problems += [dataclasses.replace(problem, path=where(path, origin)) for problem in error.problems]
+        problems += [
+            dataclasses.replace(problem, path=where(path, origin)) for problem in error.problems
+        ]
         return None
 
 

@@ -3,9 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import LayerError as _LayerError
-from shardwright.layers.checkpoint_policy import get_gradient_checkpoint_policy as get_gradient_checkpoint_policy
+from shardwright.layers.checkpoint_policy import (
+    get_gradient_checkpoint_policy as get_gradient_checkpoint_policy,
+)
 from shardwright.layers.docstrings import add_start_docstrings as add_start_docstrings
-from shardwright.layers.dot_general_by_bits import get_dot_general_by_bits as get_dot_general_by_bits
+from shardwright.layers.dot_general_by_bits import (
+    get_dot_general_by_bits as get_dot_general_by_bits,
+)
 from shardwright.layers.dtypes import canonicalize_dtype as canonicalize_dtype
 from shardwright.layers.quantised_dot import quantise as quantise
 from shardwright.layers.quantised_dot import quantised_dot_general as quantised_dot_general
@@ -24,5 +28,7 @@ if not TYPE_CHECKING:  # a type checker must still see what does not exist
         try:
             from shardwright.layers.attention_module import BaseJAXAttentionModule
         except ModuleNotFoundError as error:
-            raise _LayerError(f"{name} is a flax module, and flax is not installed", fix="pip install flax") from error
+            raise _LayerError(
+                f"{name} is a flax module, and flax is not installed", fix="pip install flax"
+            ) from error
         return BaseJAXAttentionModule

@@ -51,7 +51,9 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
     config: Any
 
     @_compact  # type: ignore[untyped-decorator]
-    def _concatenate_to_cache(self, key: Any, value: Any, query_states: Any, attention_mask: Any) -> tuple[Any, Any, Any]:
+    def _concatenate_to_cache(
+        self, key: Any, value: Any, query_states: Any, attention_mask: Any
+    ) -> tuple[Any, Any, Any]:
         """Append keys and values, and return all that is held, with the mask that goes with it.
 
         Args:
@@ -82,18 +84,31 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
         shards = ambient_shards(mode)
 
         def rows(like: Any) -> jax.Array:
-            return shards.place(jnp.zeros(like.shape, jnp.int8 if quantised else like.dtype), ROW_AXES)
+            return shards.place(
+                jnp.zeros(like.shape, jnp.int8 if quantised else like.dtype), ROW_AXES
+            )
 
-        held = {name: self.variable("cache", name, rows, like) for name, like in (("cached_key", key), ("cached_value", value))}
+        held = {
+            name: self.variable("cache", name, rows, like)
+            for name, like in (("cached_key", key), ("cached_value", value))
+        }
         if quantised:
             for name in ("cached_key_scale", "cached_value_scale"):
-                held[name] = self.variable("cache", name, lambda: shards.place(jnp.ones(key.shape[:-1], jnp.float32), SCALE_AXES))
+                held[name] = self.variable(
+                    "cache",
+                    name,
+                    lambda: shards.place(jnp.ones(key.shape[:-1], jnp.float32), SCALE_AXES),
+                )
         held["cache_index"] = self.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32))
-        held["cache_refused"] = self.variable("cache", "cache_refused", lambda: jnp.zeros(key.shape[0], jnp.int8))
+        held["cache_refused"] = self.variable(
+            "cache", "cache_refused", lambda: jnp.zeros(key.shape[0], jnp.int8)
+        )
         return held
 
 
-def _append(held: dict[str, Any], key: Any, value: Any, mask: Any, mode: str | None) -> tuple[Any, Any, Any]:
+def _append(
+    held: dict[str, Any], key: Any, value: Any, mask: Any, mode: str | None
+) -> tuple[Any, Any, Any]:
     cache = _cache_of(held, key, mode)
     capacity, q_length = cache.spec.capacity, key.shape[1]
     mask = _mask(mask, batch=cache.batch, q_length=q_length, capacity=capacity)
@@ -104,7 +119,10 @@ def _append(held: dict[str, Any], key: Any, value: Any, mask: Any, mode: str | N
     done = change.refused == Refusal.NONE
     held["cached_key"].value, held["cached_value"].value = view.k, view.v
     if view.k_scale is not None:
-        held["cached_key_scale"].value, held["cached_value_scale"].value = view.k_scale, view.v_scale
+        held["cached_key_scale"].value, held["cached_value_scale"].value = (
+            view.k_scale,
+            view.v_scale,
+        )
     # One index for all sequences, so all of them have room, or none.
     index.value = index.value + jnp.where(jnp.all(done), q_length, 0).astype(jnp.int32)
     held["cache_refused"].value = change.refused
@@ -119,12 +137,22 @@ def _cache_of(held: dict[str, Any], key: Any, mode: str | None) -> Any:
     k, v, index = (held[name].value for name in ("cached_key", "cached_value", "cache_index"))
     batch, capacity, heads, dim = k.shape
     dtype = str(key.dtype if "cached_key_scale" in held else k.dtype)
-    spec = CacheSpec(batch=batch, capacity=capacity, kv_heads=heads, head_dim=dim, v_dim=v.shape[-1], dtype=dtype, mode=mode)
+    spec = CacheSpec(
+        batch=batch,
+        capacity=capacity,
+        kv_heads=heads,
+        head_dim=dim,
+        v_dim=v.shape[-1],
+        dtype=dtype,
+        mode=mode,
+    )
     length = ambient_shards(mode).place(jnp.full((batch,), index, jnp.int32), (BATCH,))
     if "cached_key_scale" not in held:
         return DenseCache(spec=spec, length=length, start=None, k=k, v=v)
     k_scale, v_scale = (held[name].value for name in ("cached_key_scale", "cached_value_scale"))
-    return QuantizedCache(spec=spec, length=length, start=None, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+    return QuantizedCache(
+        spec=spec, length=length, start=None, k=k, v=v, k_scale=k_scale, v_scale=v_scale
+    )
 
 
 def _plain(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
@@ -134,10 +162,16 @@ def _plain(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
 def _check(key: Any, value: Any, query_states: Any) -> None:
     if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
         what = f"key has shape {key.shape}, and value {value.shape}"
-        raise LayerError(what, path="key", fix="pass both as [batch, q_length, heads, head_dim], with the same batch, length and heads")
+        raise LayerError(
+            what,
+            path="key",
+            fix="pass both as [batch, q_length, heads, head_dim], with the same batch, length and heads",
+        )
     if query_states.shape[1] != key.shape[1]:
         what = f"query_states have length {query_states.shape[1]}, and key {key.shape[1]}"
-        raise LayerError(what, path="query_states", fix="pass the queries of the tokens that are appended")
+        raise LayerError(
+            what, path="query_states", fix="pass the queries of the tokens that are appended"
+        )
 
 
 def _mask(mask: Any, *, batch: int, q_length: int, capacity: int) -> Any:
@@ -150,7 +184,9 @@ def _mask(mask: Any, *, batch: int, q_length: int, capacity: int) -> Any:
         return None
     four = mask[:, None, None] if mask.ndim == 2 else mask
     full = (batch, None, q_length, capacity)
-    fits = four.ndim == 4 and all(want is None or have in (1, want) for have, want in zip(four.shape, full, strict=True))
+    fits = four.ndim == 4 and all(
+        want is None or have in (1, want) for have, want in zip(four.shape, full, strict=True)
+    )
     if not fits or jnp.issubdtype(mask.dtype, jnp.floating):
         what = f"attention_mask is {mask.dtype} of shape {mask.shape}"
         fix = f"pass bool [batch, heads, q_length, capacity], each dim 1 or that of {(batch, 'heads', q_length, capacity)}"
@@ -169,5 +205,7 @@ def _manager(config: Any) -> Iterator[str | None]:
         yield manager.mode if manager.mode in GENERATION_MODES else MODE_DECODE
         return
     axes = getattr(config, "partition_axis", None)
-    with PartitionManager(PartitionAxis() if axes is None else axes, mesh=config.jax_mesh(), mode=MODE_DECODE):
+    with PartitionManager(
+        PartitionAxis() if axes is None else axes, mesh=config.jax_mesh(), mode=MODE_DECODE
+    ):
         yield MODE_DECODE

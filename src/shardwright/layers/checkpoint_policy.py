@@ -34,7 +34,9 @@ def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:
     Raises:
       LayerError: (a ValueError) another name.
 
-    >>> get_gradient_checkpoint_policy("nothing_saveable") is jax.checkpoint_policies.nothing_saveable
+    >>> get_gradient_checkpoint_policy(
+    ...     "nothing_saveable"
+    ... ) is jax.checkpoint_policies.nothing_saveable
     True
     """
     known = (*_POLICIES, *_FACTORIES)

@@ -32,7 +32,12 @@ class TrainDotGeneral:
     ) -> Any:
         """Compute it, see `quantised_dot_general`. `precision` has no meaning for integers."""
         return quantised_dot_general(
-            lhs, rhs, dimension_numbers, bits=self.bits, preferred_element_type=preferred_element_type, out_sharding=out_sharding
+            lhs,
+            rhs,
+            dimension_numbers,
+            bits=self.bits,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
         )
 
 
@@ -56,7 +61,10 @@ class DotGeneralClass:
             from shardwright.layers.quantised_module import QuantisedDotGeneral
         except ModuleNotFoundError as error:
             fix = "pip install flax; without it, quantise(w, shared=...) once and quantised_dot_general(x, quantised, ...)"
-            raise LayerError(f"mode {self.mode!r} keeps weights in a flax module, and flax is not installed", fix=fix) from error
+            raise LayerError(
+                f"mode {self.mode!r} keeps weights in a flax module, and flax is not installed",
+                fix=fix,
+            ) from error
         return QuantisedDotGeneral(bits=self.bits, convert=self.mode == "convert")
 
 
@@ -82,8 +90,15 @@ def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dic
     {}
     """
     if mode not in _MODES:
-        hint = did_you_mean(str(mode), _MODES) or "modes of a quantised dot are train, serve (or eval) and convert"
+        hint = (
+            did_you_mean(str(mode), _MODES)
+            or "modes of a quantised dot are train, serve (or eval) and convert"
+        )
         raise LayerError(f"unknown mode {mode!r}", fix=hint)
     if bits is None:
         return {}
-    return {"dot_general_cls": DotGeneralClass(bits=check_bits(bits), mode="serve" if mode == "eval" else mode)}
+    return {
+        "dot_general_cls": DotGeneralClass(
+            bits=check_bits(bits), mode="serve" if mode == "eval" else mode
+        )
+    }

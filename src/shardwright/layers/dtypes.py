@@ -31,19 +31,32 @@ def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> A
     if dtype is not None:
         known = _known(dtype)
         if inexact and not jnp.issubdtype(known, jnp.inexact):
-            raise LayerError(f"dtype {known} is not inexact", fix="give a float or complex dtype, or inexact=False")
+            raise LayerError(
+                f"dtype {known} is not inexact",
+                fix="give a float or complex dtype, or inexact=False",
+            )
         return dtype
     given = [arg for arg in args if arg is not None]
     if not given:
-        raise LayerError("there is neither an argument nor a dtype to take the dtype of", fix="pass an array, or dtype=")
+        raise LayerError(
+            "there is neither an argument nor a dtype to take the dtype of",
+            fix="pass an array, or dtype=",
+        )
     try:
         found = jnp.result_type(*given)
     except ValueError as error:
         dtypes = ", ".join(dict.fromkeys(str(jnp.result_type(one)) for one in given))
-        raise LayerError(f"{dtypes} have no common dtype: JAX promotes none of them", fix="cast the arguments, or pass dtype=") from error
+        raise LayerError(
+            f"{dtypes} have no common dtype: JAX promotes none of them",
+            fix="cast the arguments, or pass dtype=",
+        ) from error
     if inexact and not jnp.issubdtype(found, jnp.inexact):
         # Of integers smaller than int8 JAX knows no promotion.
-        return jnp.promote_types(jnp.float32, found) if jax.dtypes.itemsize_bits(found) >= 8 else jnp.dtype(jnp.float32)
+        return (
+            jnp.promote_types(jnp.float32, found)
+            if jax.dtypes.itemsize_bits(found) >= 8
+            else jnp.dtype(jnp.float32)
+        )
     return found
 
 
@@ -52,4 +65,6 @@ def _known(dtype: Any) -> Any:
         return jnp.dtype(dtype)
     except TypeError as error:
         hint = did_you_mean(str(dtype), ("bfloat16", "float16", "float32", "float64", "complex64"))
-        raise LayerError(f"{dtype!r} is no dtype", fix=hint or "give a dtype, such as jnp.bfloat16") from error
+        raise LayerError(
+            f"{dtype!r} is no dtype", fix=hint or "give a dtype, such as jnp.bfloat16"
+        ) from error

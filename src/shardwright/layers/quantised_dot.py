@@ -71,7 +71,10 @@ def quantise(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantised:
     """
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise LayerError(f"a quantised dot of {x.dtype}, not of floats", fix="cast the operand, or use jax.lax.dot_general")
+        raise LayerError(
+            f"a quantised dot of {x.dtype}, not of floats",
+            fix="cast the operand, or use jax.lax.dot_general",
+        )
     largest = _largest(check_bits(bits))
     wide = x.astype(_wide(x.dtype))
     amax = jnp.max(jnp.abs(wide), axis=tuple(shared), keepdims=True, initial=0)
@@ -130,7 +133,11 @@ def quantised_dot_general(
     call = _Call(
         dims=dims,
         bits=check_bits(bits),
-        dtype=jnp.dtype(_common(lhs, None if stored else rhs) if preferred_element_type is None else preferred_element_type),
+        dtype=jnp.dtype(
+            _common(lhs, None if stored else rhs)
+            if preferred_element_type is None
+            else preferred_element_type
+        ),
         dtypes=(lhs.dtype, None if stored else rhs.dtype),
         out_sharding=out_sharding,
         specs=(_explicit_spec(lhs), None if stored else _explicit_spec(rhs)),
@@ -192,15 +199,25 @@ def _checked(rhs: Quantised, contract: Sequence[int]) -> Quantised:
     value, scale = jnp.asarray(rhs.value), jnp.asarray(rhs.scale)
     fix = f"quantise(x, shared={tuple(contract)})"
     # Wider integers would overflow the sum, floats would be cut to integers in it.
-    if not (jnp.issubdtype(value.dtype, jnp.signedinteger) and jax.dtypes.itemsize_bits(value.dtype) <= MAX_BITS):
+    if not (
+        jnp.issubdtype(value.dtype, jnp.signedinteger)
+        and jax.dtypes.itemsize_bits(value.dtype) <= MAX_BITS
+    ):
         what = f"the quantised operand holds {value.dtype}: this dot multiplies signed integers of {MAX_BITS} bits or fewer"
         raise LayerError(what, fix=f"{fix}, or value * scale and a dot of floats")
     if rhs.zero_point is not None:
-        raise LayerError("the quantised operand has zero points, this dot is symmetric", fix="quantise(x, shared=...) makes none")
+        raise LayerError(
+            "the quantised operand has zero points, this dot is symmetric",
+            fix="quantise(x, shared=...) makes none",
+        )
     if not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise LayerError(f"the scales of the quantised operand are {scale.dtype}, not floats", fix=fix)
+        raise LayerError(
+            f"the scales of the quantised operand are {scale.dtype}, not floats", fix=fix
+        )
     if scale.ndim != value.ndim:
-        raise LayerError(f"scales of shape {scale.shape} for a quantised operand of shape {value.shape}", fix=fix)
+        raise LayerError(
+            f"scales of shape {scale.shape} for a quantised operand of shape {value.shape}", fix=fix
+        )
     wrong = [dim for dim in contract if scale.shape[dim] != 1]
     if wrong:
         what = f"the scales of the quantised operand, of shape {scale.shape}, differ along dim {wrong[0]}, which is contracted"
@@ -250,7 +267,9 @@ _dot_stored.defvjp(_forward_stored, _backward_stored)
 def _dot_quantised(left: Quantised, right: Quantised, call: _Call) -> Any:
     total = _integer_dot(left.value, right.value, call.dims, call.out_sharding)
     spec = call.out_sharding
-    scales = _lying(_beside(left.scale, 0, call.dims), spec) * _lying(_beside(right.scale, 1, call.dims), spec)
+    scales = _lying(_beside(left.scale, 0, call.dims), spec) * _lying(
+        _beside(right.scale, 1, call.dims), spec
+    )
     return (total.astype(scales.dtype) * scales).astype(call.dtype)
 
 
@@ -259,7 +278,15 @@ def _lying(scale: Any, spec: Any) -> Any:
     if spec is None:
         return scale
     entries = (spec.spec if isinstance(spec, NamedSharding) else spec).partitions
-    return jax.reshard(scale, PartitionSpec(*[None if size == 1 else entry for entry, size in zip(entries, scale.shape, strict=False)]))
+    return jax.reshard(
+        scale,
+        PartitionSpec(
+            *[
+                None if size == 1 else entry
+                for entry, size in zip(entries, scale.shape, strict=False)
+            ]
+        ),
+    )
 
 
 def _beside(scale: Any, side: int, dims: _Dims) -> Any:
@@ -276,7 +303,9 @@ def _gradient(g: Any, other: Quantised, side: int, call: _Call) -> Any:
     """Return the cotangent of one operand, from that of the result and the other operand."""
     dims = call.dims
     # The other's scales lie along the dims that are contracted now, so they go into g; its integers are used as they are.
-    scaled = g.astype(_wide(jnp.promote_types(_wide(g.dtype), _wide(other.scale.dtype)))) * _beside(other.scale, 1 - side, dims)
+    scaled = g.astype(_wide(jnp.promote_types(_wide(g.dtype), _wide(other.scale.dtype)))) * _beside(
+        other.scale, 1 - side, dims
+    )
     batch = tuple(range(len(dims.batch[0])))
     back = _Dims(
         contract=(dims.placed(1 - side), dims.free(1 - side)),
@@ -289,10 +318,16 @@ def _gradient(g: Any, other: Quantised, side: int, call: _Call) -> Any:
     meets = [dims.contract[side][contracted.index(dim)] for dim in sorted(contracted)]
     order = (*dims.batch[side], *dims.free(side), *meets)
     spec = call.specs[side]
-    sharding = None if spec is None else PartitionSpec(*[(*spec.partitions, *[None] * len(order))[dim] for dim in order])
+    sharding = (
+        None
+        if spec is None
+        else PartitionSpec(*[(*spec.partitions, *[None] * len(order))[dim] for dim in order])
+    )
     total = _integer_dot(quantised.value, other.value, back, sharding)
     grad = total.astype(quantised.scale.dtype) * _lying(_beside(quantised.scale, 0, back), sharding)
-    return jax.lax.transpose(grad, [order.index(dim) for dim in range(len(order))]).astype(call.dtypes[side])
+    return jax.lax.transpose(grad, [order.index(dim) for dim in range(len(order))]).astype(
+        call.dtypes[side]
+    )
 
 
 def _integer_dot(left: Any, right: Any, dims: _Dims, out_sharding: Any) -> Any:

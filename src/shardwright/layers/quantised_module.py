@@ -45,18 +45,33 @@ class QuantisedDotGeneral(_Module):  # type: ignore[misc]
         """
         rhs = self._stored(rhs, dimension_numbers[0][1])
         return quantised_dot_general(
-            lhs, rhs, dimension_numbers, bits=self.bits, preferred_element_type=preferred_element_type, out_sharding=out_sharding
+            lhs,
+            rhs,
+            dimension_numbers,
+            bits=self.bits,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
         )
 
     def _stored(self, rhs: Any, contract: Any) -> Quantised:
         place = "/".join(self.path)
         write = self.convert or self.is_initializing()
         if write and not self.is_mutable_collection(COLLECTION):
-            raise LayerError("convert stores quantised weights", path=place, fix=f'model.apply(variables, x, mutable=["{COLLECTION}"])')
+            raise LayerError(
+                "convert stores quantised weights",
+                path=place,
+                fix=f'model.apply(variables, x, mutable=["{COLLECTION}"])',
+            )
         if not write and not self.has_variable(COLLECTION, "value"):
             fix = f'store them with mode="convert": _, stored = model.apply(variables, x, mutable=["{COLLECTION}"])'
-            raise LayerError(f"no quantised weights in the collection {COLLECTION!r}", path=place, fix=fix)
-        fresh = quantise(rhs, shared=contract, bits=self.bits) if write else Quantised(value=None, scale=None)
+            raise LayerError(
+                f"no quantised weights in the collection {COLLECTION!r}", path=place, fix=fix
+            )
+        fresh = (
+            quantise(rhs, shared=contract, bits=self.bits)
+            if write
+            else Quantised(value=None, scale=None)
+        )
         value = self.variable(COLLECTION, "value", lambda: fresh.value)
         scale = self.variable(COLLECTION, "scale", lambda: fresh.scale)
         if write:

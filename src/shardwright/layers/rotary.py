@@ -36,10 +36,14 @@ def rope(x: jax.Array, positions: Any, *, theta: float = 10_000.0) -> jax.Array:
     raise_problems(_problems(x, positions, theta))
     half = x.shape[-1] // 2
     frequencies = np.float32(theta ** (-np.arange(half) / half)).reshape(1, 1, 1, half)
-    angles = jnp.maximum(jnp.asarray(positions), 0).astype(jnp.float32)[:, :, None, None] * frequencies
+    angles = (
+        jnp.maximum(jnp.asarray(positions), 0).astype(jnp.float32)[:, :, None, None] * frequencies
+    )
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
 
 
 def _problems(x: Any, positions: Any, theta: Any) -> list[Problem]:
@@ -47,16 +51,32 @@ def _problems(x: Any, positions: Any, theta: Any) -> list[Problem]:
     found = []
     if len(shape) != 4 or shape[-1] % 2:
         fix = "pass queries or keys as [batch, length, heads, head_dim], of an even head_dim"
-        found.append(Problem(error=RankMismatchError, what=f"it has shape {shape}", path="x", fix=fix))
+        found.append(
+            Problem(error=RankMismatchError, what=f"it has shape {shape}", path="x", fix=fix)
+        )
     elif len(where) != 2 or where[1] != shape[1] or where[0] not in (1, shape[0]):
         fix = f"pass {shape[:2]}, one per token, or {(1, shape[1])}; attention.next_positions gives those after a cache"
-        found.append(Problem(error=RankMismatchError, what=f"shape {where}, and x has {shape}", path="positions", fix=fix))
+        found.append(
+            Problem(
+                error=RankMismatchError,
+                what=f"shape {where}, and x has {shape}",
+                path="positions",
+                fix=fix,
+            )
+        )
     dtype = getattr(positions, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         what = f"it is {type(positions).__name__ if dtype is None else dtype}, not an array of integers"
         found.append(Problem(error=LayerError, what=what, path="positions", fix="pass int32"))
     if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
-        found.append(Problem(error=LayerError, what=f"theta={theta!r}", path="theta", fix="pass a number above 0, such as 10_000.0"))
+        found.append(
+            Problem(
+                error=LayerError,
+                what=f"theta={theta!r}",
+                path="theta",
+                fix="pass a number above 0, such as 10_000.0",
+            )
+        )
     return found
 
 
@@ -67,7 +87,9 @@ def rotate_half(x: jax.Array) -> jax.Array:
       RankMismatchError: the last dim is odd.
     """
     if x.shape[-1] % 2:
-        raise RankMismatchError(f"the last dim of {x.shape} is odd: it has no halves", fix="rotate an even head_dim")
+        raise RankMismatchError(
+            f"the last dim of {x.shape} is odd: it has no halves", fix="rotate an even head_dim"
+        )
     half = x.shape[-1] // 2
     return jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
 
@@ -92,7 +114,9 @@ def apply_rotary_pos_emb(tensor: jax.Array, sin_: jax.Array, cos_: jax.Array) ->
         _check_table(name, table.shape, tensor.shape)
     if sin_.shape != cos_.shape:
         what = f"sin_ has shape {sin_.shape}, and cos_ {cos_.shape}"
-        raise RankMismatchError(what, path="cos_", fix="pass the sines and the cosines of the same angles")
+        raise RankMismatchError(
+            what, path="cos_", fix="pass the sines and the cosines of the same angles"
+        )
     length = tensor.shape[-2]
     return tensor * cos_[:, :, :length] + rotate_half(tensor) * sin_[:, :, :length]
 
@@ -100,12 +124,16 @@ def apply_rotary_pos_emb(tensor: jax.Array, sin_: jax.Array, cos_: jax.Array) ->
 def _check_table(name: str, table: tuple[int, ...], tensor: tuple[int, ...]) -> None:
     fix = "both are [batch, heads, length, head_dim]; a table has at least the tensor's length and exactly its head_dim"
     fits = len(tensor) == len(table) == 4 and table[2] >= tensor[2] and table[3] == tensor[3]
-    fits = fits and all(mine in (1, theirs) for mine, theirs in zip(table[:2], tensor[:2], strict=True))
+    fits = fits and all(
+        mine in (1, theirs) for mine, theirs in zip(table[:2], tensor[:2], strict=True)
+    )
     if fits and table[2] == tensor[1] > tensor[2]:
         fits = False
         fix = "dim 1 is as long as the table: for [batch, length, heads, head_dim] use layers.rope; for heads first cut the table yourself"
     if not fits:
-        raise RankMismatchError(f"{name} has shape {table}, the tensor {tensor}", path=name, fix=fix)
+        raise RankMismatchError(
+            f"{name} has shape {table}, the tensor {tensor}", path=name, fix=fix
+        )
 
 
 def repeat_kv_bnsh(x: jax.Array, n_rep: int) -> jax.Array:
@@ -123,7 +151,10 @@ def repeat_kv_bsnh(x: jax.Array, n_rep: int) -> jax.Array:
 
 def _repeat(x: jax.Array, n_rep: int, dim: int) -> jax.Array:
     if x.ndim != 4:
-        raise RankMismatchError(f"the array has shape {x.shape}, not 4 dims", fix="pass keys or values with batch and heads")
+        raise RankMismatchError(
+            f"the array has shape {x.shape}, not 4 dims",
+            fix="pass keys or values with batch and heads",
+        )
     if n_rep < 1:
         raise RankMismatchError(f"n_rep={n_rep} copies", fix="pass query heads // kv heads")
     return x if n_rep == 1 else jnp.repeat(x, n_rep, axis=dim)

@@ -55,7 +55,10 @@ def lint(strategy: Any, tensors: Any = None, *, mesh: Any = None) -> tuple[Findi
     from shardwright.strategy.model import Strategy
 
     if not isinstance(strategy, Strategy):
-        raise StrategyError(f"{strategy!r:.80} is not a Strategy", fix="pass Strategy.load(path) or Strategy.preset(name)")
+        raise StrategyError(
+            f"{strategy!r:.80} is not a Strategy",
+            fix="pass Strategy.load(path) or Strategy.preset(name)",
+        )
     tree = None if tensors is None else as_tensors(tensors)
     if isinstance(mesh, str):
         mesh = parse_mesh(mesh)

@@ -81,10 +81,14 @@ class Finding:
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
-        return f"{place}{self.severity} {self.code}: {self.message}" + (f"\n  fix   {self.fix}" if self.fix else "")
+        return f"{place}{self.severity} {self.code}: {self.message}" + (
+            f"\n  fix   {self.fix}" if self.fix else ""
+        )
 
 
-_PLACE = re.compile(r"(?P<source>(?:.*\.(?:toml|json)|<(?:toml|json)>)(?::[0-9]+)?)(?: (?P<key>.*))?")
+_PLACE = re.compile(
+    r"(?P<source>(?:.*\.(?:toml|json)|<(?:toml|json)>)(?::[0-9]+)?)(?: (?P<key>.*))?"
+)
 _MODE = re.compile(r", mode [a-z]+\)$", re.MULTILINE)
 
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from shardwright.axes import BATCH, CAPACITY, KV_LENGTH, PAGE, PARALLELISM_AXES, STANDARD_MESH_AXES, Role, axis_label
+from shardwright.axes import (
+    BATCH,
+    CAPACITY,
+    KV_LENGTH,
+    PAGE,
+    PARALLELISM_AXES,
+    STANDARD_MESH_AXES,
+    Role,
+    axis_label,
+)
 from shardwright.errors import ShapeRequiredError
 from shardwright.lints.finding import Code, Finding, Severity, dim_key
 from shardwright.lints.subject import NO_PARAMETER_HAS, Subject, role_of
@@ -26,7 +35,10 @@ def lost_mesh_axes(subject: Subject) -> Iterator[Finding]:
     known = {*subject.sizes, *STANDARD_MESH_AXES}
     named = [(path, rule.ref.text, rule.mesh_axes) for path, _, rule in subject.written()]
     policy = subject.rules.policy
-    named += [(("policy", key), "+".join(names), names) for key, names in (("gather", policy.gather), ("idle", policy.idle))]
+    named += [
+        (("policy", key), "+".join(names), names)
+        for key, names in (("gather", policy.gather), ("idle", policy.idle))
+    ]
     for path, text, names in named:
         for axis in (name for name in names if name not in known):
             yield subject.finding(
@@ -47,11 +59,17 @@ def idle_mesh_axes(subject: Subject) -> Iterator[Finding]:
             continue
         own = axis not in STANDARD_MESH_AXES
         if own and axis not in named:
-            what, severity = "no rule names it", Severity.WARNING if size == INFER else Severity.ERROR
+            what, severity = (
+                "no rule names it",
+                Severity.WARNING if size == INFER else Severity.ERROR,
+            )
         elif used is not None and axis not in used:
             what, severity = "no tensor of the tree lies over it, in any mode", Severity.WARNING
         elif axis not in named and _renamed(subject, axis):
-            what, severity = f"no rule names it, and {_parallelism(axis)} means another mesh axis", Severity.WARNING
+            what, severity = (
+                f"no rule names it, and {_parallelism(axis)} means another mesh axis",
+                Severity.WARNING,
+            )
         else:
             continue
         yield Finding(
@@ -70,14 +88,26 @@ def idle_zero1(subject: Subject) -> Iterator[Finding]:
     if rule is None or not rule.candidates or not subject.sizes:
         return
     if not any(subject.live(candidate) for candidate in rule.candidates):
-        names = ", ".join(dict.fromkeys(axis for candidate in rule.candidates for axis in candidate))
+        names = ", ".join(
+            dict.fromkeys(axis for candidate in rule.candidates for axis in candidate)
+        )
         why, severity = f"the mesh has no axis of more than one device among {names}", Severity.NOTE
     else:
         answers = _states(subject)
-        if not answers or any(not one.ok or any(decision.zero1 for decision in one.decisions) for one in answers):
+        if not answers or any(
+            not one.ok or any(decision.zero1 for decision in one.decisions) for one in answers
+        ):
             return
-        said = dict.fromkeys(note.partition("]): ")[2] for one in answers for note in one.notes if note.startswith(str(rule.ref)))
-        why, severity = f"of every weight of the tree, {'; '.join(said) or 'no dim may be sharded'}", Severity.WARNING
+        said = dict.fromkeys(
+            note.partition("]): ")[2]
+            for one in answers
+            for note in one.notes
+            if note.startswith(str(rule.ref))
+        )
+        why, severity = (
+            f"of every weight of the tree, {'; '.join(said) or 'no dim may be sharded'}",
+            Severity.WARNING,
+        )
     yield subject.finding(
         Code.IDLE_ZERO1,
         severity,
@@ -91,8 +121,20 @@ def _states(subject: Subject) -> list[Resolution]:
     """Return where optimizer state of the tree's weights lies, of those whose sizes are known."""
     if not subject.exact:
         return []
-    weights = [one for one in subject.tensors or () if role_of(one) is Role.PARAM and one.shape is not None]
-    return [explain(one.axes, subject.rules, subject.sizes, role=Role.STATE, shape=one.shape, path=one.path or None) for one in weights]
+    weights = [
+        one for one in subject.tensors or () if role_of(one) is Role.PARAM and one.shape is not None
+    ]
+    return [
+        explain(
+            one.axes,
+            subject.rules,
+            subject.sizes,
+            role=Role.STATE,
+            shape=one.shape,
+            path=one.path or None,
+        )
+        for one in weights
+    ]
 
 
 def _repeated(size: int) -> str:
@@ -106,7 +148,10 @@ def _parallelism(axis: str) -> str:
 def _renamed(subject: Subject, axis: str) -> bool:
     """Tell whether a standard mesh axis has lost its parallelism axis to another one; `-` is a decision, not a slip."""
     name = next((label for label, mesh_axis in PARALLELISM_AXES.items() if mesh_axis == axis), "")
-    return any(key == name and rule.candidates and axis not in rule.mesh_axes for _, key, rule in subject.written())
+    return any(
+        key == name and rule.candidates and axis not in rule.mesh_axes
+        for _, key, rule in subject.written()
+    )
 
 
 def _used(subject: Subject) -> set[str]:
@@ -120,10 +165,15 @@ def _used(subject: Subject) -> set[str]:
             if problem.error is ShapeRequiredError and problem.dim is not None:
                 rule = answer.found.decisions[problem.dim].rule
                 used.update(re.findall(r"[^\s+|()]+", rule.text if rule is not None else ""))
-    for role, tables in ((Role.ACTIVATION, subject.rules.activations), (Role.PARAM, subject.rules.params)):
+    for role, tables in (
+        (Role.ACTIVATION, subject.rules.activations),
+        (Role.PARAM, subject.rules.params),
+    ):
         if role not in subject.roles():
             used.update(axis for table in tables for _, rule in table for axis in rule.mesh_axes)
-    if subject.rules.policy.zero1 is not None and not any(tensor.role is Role.STATE for tensor in subject.tensors or ()):
+    if subject.rules.policy.zero1 is not None and not any(
+        tensor.role is Role.STATE for tensor in subject.tensors or ()
+    ):
         used.update(subject.rules.policy.zero1.mesh_axes)
     return used
 
@@ -181,12 +231,21 @@ def gathered_in_decode(subject: Subject) -> Iterator[Finding]:
         return
     over: dict[str, list[str]] = {}
     for axis, rule in subject.rules.params[2]:
-        used = subject.rules.stated(axis, mode=MODE_DECODE, role=Role.ACTIVATION, path=None) or default_rule(axis)
+        used = subject.rules.stated(
+            axis, mode=MODE_DECODE, role=Role.ACTIVATION, path=None
+        ) or default_rule(axis)
         stays = used.mesh_axes if used is not None else ()
-        if axis in NO_PARAMETER_HAS or (subject.tensors is not None and axis not in subject.axes_of(Role.PARAM)):
+        if axis in NO_PARAMETER_HAS or (
+            subject.tensors is not None and axis not in subject.axes_of(Role.PARAM)
+        ):
             continue
         for name in rule.mesh_axes:
-            if name in subject.rules.policy.gather and name not in stays and subject.live((name,)) and _in_mesh(subject, name):
+            if (
+                name in subject.rules.policy.gather
+                and name not in stays
+                and subject.live((name,))
+                and _in_mesh(subject, name)
+            ):
                 over.setdefault(name, []).append(axis_label(axis))
     if over:
         names = ", ".join(dict.fromkeys(label for labels in over.values() for label in labels))
@@ -206,6 +265,8 @@ def _in_mesh(subject: Subject, name: str) -> bool:
 def _serves(subject: Subject) -> bool:
     """Tell whether a file says how to serve: where the batch or the cache lies in decode, or weights of its own for it."""
     for mode in ("decode", "insert"):
-        if any(axis in subject.tables.get(("modes", mode), {}) for axis in _SERVING) or subject.tables.get(("modes", mode, "params")):
+        if any(
+            axis in subject.tables.get(("modes", mode), {}) for axis in _SERVING
+        ) or subject.tables.get(("modes", mode, "params")):
             return True
     return False

@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from shardwright.annotations import lower
-from shardwright.axes import BATCH, BIAS_HEAD_SEQ, BIAS_KV_SEQ, CAPACITY, KV_LENGTH, PAGE, QUERY_LENGTH, Role
+from shardwright.axes import (
+    BATCH,
+    BIAS_HEAD_SEQ,
+    BIAS_KV_SEQ,
+    CAPACITY,
+    KV_LENGTH,
+    PAGE,
+    QUERY_LENGTH,
+    Role,
+)
 from shardwright.errors import ShardingError
 from shardwright.lints.finding import Code, Finding, Severity
 from shardwright.mesh import INFER, MeshSpec
@@ -19,7 +28,9 @@ from shardwright.tensors import Tensor
 
 KeyPath = tuple[str, ...]
 # Axes that only activations and caches have: no weight keeps their [rules] alive, or is gathered by them.
-NO_PARAMETER_HAS = frozenset({BATCH, QUERY_LENGTH, KV_LENGTH, CAPACITY, BIAS_HEAD_SEQ, BIAS_KV_SEQ, PAGE})
+NO_PARAMETER_HAS = frozenset(
+    {BATCH, QUERY_LENGTH, KV_LENGTH, CAPACITY, BIAS_HEAD_SEQ, BIAS_KV_SEQ, PAGE}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +77,18 @@ class Subject:
         """Whether every mesh axis has a size."""
         return bool(self.sizes) and INFER not in self.sizes.values()
 
-    def finding(self, code: Code, severity: Severity, path: KeyPath, *, message: str, fix: str) -> Finding:
+    def finding(
+        self, code: Code, severity: Severity, path: KeyPath, *, message: str, fix: str
+    ) -> Finding:
         """Return a finding about a key of the file."""
-        return Finding(code=code, severity=severity, source=self.source(*path), key=".".join(path), message=message, fix=fix)
+        return Finding(
+            code=code,
+            severity=severity,
+            source=self.source(*path),
+            key=".".join(path),
+            message=message,
+            fix=fix,
+        )
 
     def written(self) -> Iterator[tuple[KeyPath, str, Rule]]:
         """Yield key path, axis and rule of everything written, in the order of the tables."""
@@ -108,11 +128,17 @@ def axes_of(tensor: Tensor) -> frozenset[str]:
         dims = lower(tensor.axes, tensor.shape).dims
     except ShardingError:
         return frozenset()
-    named = [axis for dim in dims for axis in (*dim.axes, dim.means, *(member for member, _ in dim.merged))]
+    named = [
+        axis
+        for dim in dims
+        for axis in (*dim.axes, dim.means, *(member for member, _ in dim.merged))
+    ]
     return frozenset(axis for axis in named if axis)
 
 
-def make_subject(strategy: Any, tensors: tuple[Tensor, ...] | None, mesh: MeshSpec | Mapping[str, int] | None) -> Subject:
+def make_subject(
+    strategy: Any, tensors: tuple[Tensor, ...] | None, mesh: MeshSpec | Mapping[str, int] | None
+) -> Subject:
     """Return a strategy that compiles, with its mesh or another, and how a tree resolves there.
 
     Raises:
@@ -121,7 +147,11 @@ def make_subject(strategy: Any, tensors: tuple[Tensor, ...] | None, mesh: MeshSp
     rules = strategy.compile()
     sizes, crossing = _mesh(strategy, mesh)
     known = sizes if sizes and INFER not in sizes.values() else {"dp": 1}
-    answers = tuple(Answer(tensor=tensor, mode=mode, found=_ask(tensor, rules, known, mode)) for tensor in tensors or () for mode in MODES)
+    answers = tuple(
+        Answer(tensor=tensor, mode=mode, found=_ask(tensor, rules, known, mode))
+        for tensor in tensors or ()
+        for mode in MODES
+    )
     return Subject(
         tables=strategy.tables(),
         patterns=tuple(entry.match for entry in strategy.tensors),
@@ -146,10 +176,20 @@ def _used(tensors: tuple[Tensor, ...]) -> dict[Role, frozenset[str]]:
 
 def _ask(tensor: Tensor, rules: AxisRules, sizes: Mapping[str, int], mode: str) -> Resolution:
     role = Role.PARAM if tensor.role is Role.USE else tensor.role
-    return explain(tensor.axes, rules, sizes, mode=mode, role=role, shape=tensor.shape, path=tensor.path or None)
+    return explain(
+        tensor.axes,
+        rules,
+        sizes,
+        mode=mode,
+        role=role,
+        shape=tensor.shape,
+        path=tensor.path or None,
+    )
 
 
-def _mesh(strategy: Any, mesh: MeshSpec | Mapping[str, int] | None) -> tuple[dict[str, int], frozenset[str]]:
+def _mesh(
+    strategy: Any, mesh: MeshSpec | Mapping[str, int] | None
+) -> tuple[dict[str, int], frozenset[str]]:
     """Return the sizes of a mesh, absent: the strategy's own, and the axes of which a part crosses slices."""
     crossing = frozenset(axis for axis, part in strategy.dcn.items() if part > 1)
     if mesh is None:
@@ -157,5 +197,7 @@ def _mesh(strategy: Any, mesh: MeshSpec | Mapping[str, int] | None) -> tuple[dic
     if not isinstance(mesh, MeshSpec):
         return dict(mesh), crossing
     if mesh.dcn:
-        crossing = frozenset(axis for axis, part in zip(mesh.names, mesh.dcn, strict=True) if part > 1)
+        crossing = frozenset(
+            axis for axis, part in zip(mesh.names, mesh.dcn, strict=True) if part > 1
+        )
     return dict(zip(mesh.names, mesh.sizes, strict=True)), crossing

@@ -18,7 +18,9 @@ def unreachable_candidates(subject: Subject) -> Iterator[Finding]:
     """Yield candidates that are never reached: wherever one divides and is free, an earlier one does and is."""
     for path, _, rule in subject.written():
         for at, candidate in enumerate(rule.candidates):
-            earlier = next((one for one in rule.candidates[:at] if _beats(subject, one, candidate)), None)
+            earlier = next(
+                (one for one in rule.candidates[:at] if _beats(subject, one, candidate)), None
+            )
             if earlier is None:
                 continue
             first, second = "+".join(earlier), "+".join(candidate)
@@ -28,14 +30,18 @@ def unreachable_candidates(subject: Subject) -> Iterator[Finding]:
                 Severity.WARNING,
                 path,
                 message=f'in "{rule.ref.text}" the candidate {second} is never reached: wherever it fits, {first} before it does',
-                fix=f"drop one of {first} and {second}" if twice else f'write the longer one first, "{second} | {first}", or drop {second}',
+                fix=f"drop one of {first} and {second}"
+                if twice
+                else f'write the longer one first, "{second} | {first}", or drop {second}',
             )
 
 
 def _beats(subject: Subject, earlier: tuple[str, ...], later: tuple[str, ...]) -> bool:
     if set(earlier) == set(later):
         return True
-    if subject.rules.policy.missing is Missing.REPLICATE:  # a longer candidate is replicated where the mesh lacks a part of it
+    if (
+        subject.rules.policy.missing is Missing.REPLICATE
+    ):  # a longer candidate is replicated where the mesh lacks a part of it
         return False
     # As written too: that a mesh makes two candidates of a chain equal is what chains are for.
     return set(earlier) < set(later) and bool(subject.sizes) and bool(subject.live(earlier))
@@ -48,14 +54,20 @@ def shadowed_rules(subject: Subject) -> Iterator[Finding]:
             yield _shadowed(subject, "params", rule)
     for axis, rule in subject.tables.get(("rules",), {}).items():
         weights = (
-            axis in subject.tables.get(("params",), {}) or _in_every_mode(subject, axis, "params") or not _has_parameters(subject, axis)
+            axis in subject.tables.get(("params",), {})
+            or _in_every_mode(subject, axis, "params")
+            or not _has_parameters(subject, axis)
         )
         if weights and _in_every_mode(subject, axis):
             yield _shadowed(subject, "rules", rule)
 
 
 def _has_parameters(subject: Subject, axis: str) -> bool:
-    return axis not in NO_PARAMETER_HAS if subject.tensors is None else axis in subject.axes_of(Role.PARAM)
+    return (
+        axis not in NO_PARAMETER_HAS
+        if subject.tensors is None
+        else axis in subject.axes_of(Role.PARAM)
+    )
 
 
 def _in_every_mode(subject: Subject, axis: str, *inner: str) -> bool:
@@ -106,7 +118,11 @@ def _file(subject: Subject, at: int) -> str:
 
 
 def _shadower(
-    axis: str, pattern: str, mine: Sequence[str], first: Mapping[tuple[str, str], int], deciding: Mapping[tuple[str, str], int]
+    axis: str,
+    pattern: str,
+    mine: Sequence[str],
+    first: Mapping[tuple[str, str], int],
+    deciding: Mapping[tuple[str, str], int],
 ) -> int | None:
     """Return the first earlier entry that decides an axis wherever this one would, or None; `mine` are the paths it matches."""
     same = [first[axis, one] for one in (pattern, *_EVERYTHING) if (axis, one) in first]
@@ -164,8 +180,15 @@ def weights_move(subject: Subject) -> Iterator[Finding]:
             if subject.tensors is not None and not _moved(subject, axis, mode):
                 continue
             # One of the two is written for a mode: that is the line to show.
-            rule = next(rule for rule in (two, one) if rule is not None and rule.ref.table.startswith("modes."))
-            lies = ["nothing" if one_rule is None else f'"{one_rule.ref.text}"' for one_rule in (one, two)]
+            rule = next(
+                rule
+                for rule in (two, one)
+                if rule is not None and rule.ref.table.startswith("modes.")
+            )
+            lies = [
+                "nothing" if one_rule is None else f'"{one_rule.ref.text}"'
+                for one_rule in (one, two)
+            ]
             yield subject.finding(
                 Code.WEIGHTS_MOVE,
                 Severity.WARNING,
@@ -178,22 +201,36 @@ def weights_move(subject: Subject) -> Iterator[Finding]:
 
 def _moved(subject: Subject, axis: str, mode: str) -> bool:
     """Tell whether some weight of the tree with an axis lies differently; where sizes of the mesh are unknown, whether there is one."""
-    having = [answer for answer in subject.answers if role_of(answer.tensor) is Role.PARAM and axis in axes_of(answer.tensor)]
+    having = [
+        answer
+        for answer in subject.answers
+        if role_of(answer.tensor) is Role.PARAM and axis in axes_of(answer.tensor)
+    ]
     if not subject.exact:
         return bool(having)
     lies = {
-        (at // len(MODES), mode_name(answer.mode)): [one.mesh_axes for one in answer.found.decisions] for at, answer in enumerate(having)
+        (at // len(MODES), mode_name(answer.mode)): [
+            one.mesh_axes for one in answer.found.decisions
+        ]
+        for at, answer in enumerate(having)
     }
     return any(lies[at, mode] != lies[at, "decode"] for at, name in lies if name == mode)
 
 
 def _weights(subject: Subject, mode: str) -> dict[str, Rule]:
     """Return the rules of weights in a mode, of the axes that some mode's own table states for weights."""
-    stated = {axis for table, rules in subject.tables.items() if table[0] == "modes" and table[2:] == ("params",) for axis in rules}
+    stated = {
+        axis
+        for table, rules in subject.tables.items()
+        if table[0] == "modes" and table[2:] == ("params",)
+        for axis in rules
+    }
     effective = dict(subject.rules.params[_MODES.index(mode)])
     return {axis: effective[axis] for axis in stated if axis in effective}
 
 
 def _live(subject: Subject, rule: Rule) -> tuple[object, ...]:
-    lives = dict.fromkeys(live for candidate in rule.candidates if (live := subject.live(candidate)))
+    lives = dict.fromkeys(
+        live for candidate in rule.candidates if (live := subject.live(candidate))
+    )
     return (*lives, rule.fallback)

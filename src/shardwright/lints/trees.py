@@ -5,8 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwright.annotations import lower
-from shardwright.axes import HEAD, HEAD_DIM, KV_HEAD, KV_HEAD_DIM, SEMANTIC_AXES, Role, axis_label, canonical_axis, file_name
-from shardwright.errors import IndivisibleError, Problem, ShapeRequiredError, ShardingError, UnknownAxisError
+from shardwright.axes import (
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    SEMANTIC_AXES,
+    Role,
+    axis_label,
+    canonical_axis,
+    file_name,
+)
+from shardwright.errors import (
+    IndivisibleError,
+    Problem,
+    ShapeRequiredError,
+    ShardingError,
+    UnknownAxisError,
+)
 from shardwright.lints.finding import Code, Finding, Severity, dim_key, problem_text
 from shardwright.lints.subject import Answer, Subject, axes_of, role_of
 from shardwright.modes import MODES, mode_name
@@ -41,7 +57,9 @@ def _problems(subject: Subject) -> dict[Problem, list[str]]:
     modes: dict[Problem, list[str]] = {}
     for answer in subject.answers:
         for problem in answer.found.problems:
-            one = first.setdefault((answer.tensor.path, problem.error, problem.dim, problem.what), problem)
+            one = first.setdefault(
+                (answer.tensor.path, problem.error, problem.dim, problem.what), problem
+            )
             modes.setdefault(one, []).append(answer.mode)
     return modes
 
@@ -49,7 +67,11 @@ def _problems(subject: Subject) -> dict[Problem, list[str]]:
 def _code(problem: Problem) -> Code:
     if problem.error is UnknownAxisError:
         return Code.UNKNOWN_AXIS
-    if problem.error is IndivisibleError and _axis_of(problem.axis) in _HEADS and (problem.shards or 0) > (problem.size or 0):
+    if (
+        problem.error is IndivisibleError
+        and _axis_of(problem.axis) in _HEADS
+        and (problem.shards or 0) > (problem.size or 0)
+    ):
         return Code.MORE_SHARDS_THAN_HEADS
     return Code.UNRESOLVED
 
@@ -80,14 +102,18 @@ def cut_heads(subject: Subject) -> Iterator[Finding]:
                 )
 
 
-def _cut(subject: Subject, answer: Answer, position: int, flat: dict[str, dict[int, int]]) -> tuple[str, str] | None:
+def _cut(
+    subject: Subject, answer: Answer, position: int, flat: dict[str, dict[int, int]]
+) -> tuple[str, str] | None:
     """Return what is wrong with a dim of heads and how to fix it, or None."""
     decision = answer.found.decisions[position]
     axis = _axis_of(decision.label)
     if axis not in _HEADS or decision.size is None:
         return None
     if decision.outcome in _POLICY:
-        asked = next((skip for skip in decision.skipped if skip.detail and not skip.mesh_axis), None)
+        asked = next(
+            (skip for skip in decision.skipped if skip.detail and not skip.mesh_axis), None
+        )
         wanted = 1
         for name in asked.candidate if asked is not None else ():
             wanted *= subject.sizes.get(name, 1)
@@ -103,7 +129,10 @@ def _cut(subject: Subject, answer: Answer, position: int, flat: dict[str, dict[i
         return None
     label = axis_label(axis)
     fix = f"annotate the flat dim as merged(({label}, {heads}), ({axis_label(_HEADS[axis])}, {decision.size // heads}))"
-    return f"size {decision.size} is {heads} heads flattened, over {shards} shards: heads are cut", fix
+    return (
+        f"size {decision.size} is {heads} heads flattened, over {shards} shards: heads are cut",
+        fix,
+    )
 
 
 def _flattened(subject: Subject) -> dict[str, dict[int, int]]:
@@ -117,7 +146,9 @@ def _flattened(subject: Subject) -> dict[str, dict[int, int]]:
     return found
 
 
-def _pairs(annotation: object, shape: tuple[int, ...] | None, axis: str, inner: str) -> Iterator[tuple[int, int]]:
+def _pairs(
+    annotation: object, shape: tuple[int, ...] | None, axis: str, inner: str
+) -> Iterator[tuple[int, int]]:
     try:
         dims = lower(annotation, shape).dims
     except ShardingError:
@@ -126,7 +157,11 @@ def _pairs(annotation: object, shape: tuple[int, ...] | None, axis: str, inner: 
         members = dict(dim.merged)
         if axis in members and inner in members:
             yield members[axis], members[inner]
-    by_axis = {dim.axes[0]: size for dim, size in zip(dims, shape or (), strict=False) if len(dim.axes) == 1 and not dim.merged}
+    by_axis = {
+        dim.axes[0]: size
+        for dim, size in zip(dims, shape or (), strict=False)
+        if len(dim.axes) == 1 and not dim.merged
+    }
     if axis in by_axis and inner in by_axis:
         yield by_axis[axis], by_axis[inner]
 
@@ -138,7 +173,9 @@ def no_rule(subject: Subject) -> Iterator[Finding]:
         for decision in answer.found.decisions:
             for label in _without_rule(decision):
                 paths = used.setdefault((label, role_of(answer.tensor)), {})
-                paths.setdefault(answer.tensor.path or "the tensor", []).append(mode_name(answer.mode))
+                paths.setdefault(answer.tensor.path or "the tensor", []).append(
+                    mode_name(answer.mode)
+                )
     for (label, role), paths in used.items():
         shown = ", ".join([*list(paths)[:3], *(["..."] if len(paths) > 3 else [])])
         table = "rules" if role is Role.ACTIVATION else "params"
@@ -201,7 +238,12 @@ def unused_rules(subject: Subject) -> Iterator[Finding]:
         if complete and axis in SEMANTIC_AXES:
             continue
         roles = _roles(path)
-        if not rule.candidates or path[0] in ("tensors", "policy") or not set(roles) <= subject.roles() or axis in subject.axes_of(*roles):
+        if (
+            not rule.candidates
+            or path[0] in ("tensors", "policy")
+            or not set(roles) <= subject.roles()
+            or axis in subject.axes_of(*roles)
+        ):
             continue
         yield _unused(subject, path, f'{rule.ref.key} = "{rule.ref.text}"', axis)
     if len(subject.roles()) > 1:

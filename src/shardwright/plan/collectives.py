@@ -165,10 +165,15 @@ class _Reader:
     seen: set[str] = dataclasses.field(default_factory=set)
 
     @classmethod
-    def make(cls, module: Module, mesh: Any, trips: int | None, dtypes: Mapping[str, str]) -> _Reader:
+    def make(
+        cls, module: Module, mesh: Any, trips: int | None, dtypes: Mapping[str, str]
+    ) -> _Reader:
         sizes = mesh_sizes(mesh)
         if module.replicas > 1:
-            raise ProgramError(f"the program runs in {module.replicas} replicas, as pmap made them", fix="use jit and shard_map")
+            raise ProgramError(
+                f"the program runs in {module.replicas} replicas, as pmap made them",
+                fix="use jit and shard_map",
+            )
         positions, slices = _positions(module, mesh, sizes)
         return cls(
             module=module,
@@ -178,7 +183,9 @@ class _Reader:
             trips=trips,
             dtypes=dtypes,
             holding=_holding(module),
-            started=frozenset(channel for one in module.computations.values() for channel in _started(one)),
+            started=frozenset(
+                channel for one in module.computations.values() for channel in _started(one)
+            ),
         )
 
     def visit(self, frame: Frame, times: int | None, maybe: bool) -> Iterator[Collective]:
@@ -194,11 +201,15 @@ class _Reader:
                 branches = one.opcode == "conditional"
                 for name, operands in _calls(one):
                     if name in self.holding:
-                        yield from self.visit(called(self.module, name, frame, operands), times, maybe or branches)
+                        yield from self.visit(
+                            called(self.module, name, frame, operands), times, maybe or branches
+                        )
             elif (kind := _kind(one)) is not None:
                 yield self._collective(frame.computation, one, kind, times, maybe)
 
-    def _loop(self, frame: Frame, one: Instruction, times: int | None, maybe: bool) -> Iterator[Collective]:
+    def _loop(
+        self, frame: Frame, one: Instruction, times: int | None, maybe: bool
+    ) -> Iterator[Collective]:
         attributes = one.attributes()
         body, condition = attributes["body"].lstrip("%"), attributes["condition"].lstrip("%")
         if not {body, condition} & self.holding:
@@ -209,9 +220,13 @@ class _Reader:
             yield from self.visit(body_frame(self.module, frame, one), _times(times, trips), maybe)
         if condition in self.holding:
             inside = Frame(computation=self.module.computations[condition])
-            yield from self.visit(inside, _times(times, None if trips is None else trips + 1), maybe)
+            yield from self.visit(
+                inside, _times(times, None if trips is None else trips + 1), maybe
+            )
 
-    def _fusion(self, frame: Frame, one: Instruction, times: int | None, maybe: bool, once: set[str]) -> Iterator[Collective]:
+    def _fusion(
+        self, frame: Frame, one: Instruction, times: int | None, maybe: bool, once: set[str]
+    ) -> Iterator[Collective]:
         """Yield a fusion's collectives. TPU programs print one that is fused with compute three times: start, compute, done."""
         name = one.attributes()["calls"].lstrip("%")
         if name not in self.holding:
@@ -223,30 +238,51 @@ class _Reader:
             kind = _kind(found)
             if kind is None:
                 if self.holding.intersection(_callees(found)):
-                    raise ProgramError(f"{found.name} runs collectives inside a fusion (line {found.line})", fix="report it")
+                    raise ProgramError(
+                        f"{found.name} runs collectives inside a fusion (line {found.line})",
+                        fix="report it",
+                    )
                 continue
             channel = found.attributes().get("channel_id", "")
             if channel and (channel not in starts if channel in self.started else channel in once):
                 continue
             once.add(channel)
             scatters = kind is Kind.ALL_REDUCE and _is_scattered(inner, found)
-            whole = self._collective(inner, found, Kind.REDUCE_SCATTER if scatters else kind, times, maybe)
+            whole = self._collective(
+                inner, found, Kind.REDUCE_SCATTER if scatters else kind, times, maybe
+            )
             # The compiler often leaves the operation's name on the fusion alone.
             outer = one.attributes().get("metadata", "")
-            yield whole if whole.op_name else dataclasses.replace(whole, op_name=_op_name(outer), source=self._source(outer))
+            yield (
+                whole
+                if whole.op_name
+                else dataclasses.replace(whole, op_name=_op_name(outer), source=self._source(outer))
+            )
 
-    def _collective(self, computation: Computation, one: Instruction, kind: Kind, times: int | None, maybe: bool) -> Collective:
+    def _collective(
+        self, computation: Computation, one: Instruction, kind: Kind, times: int | None, maybe: bool
+    ) -> Collective:
         attributes = one.attributes()
         between = one.opcode == "send" and _MEGASCALE.search(one.rest) is not None
         span = self._span(one, attributes, between)
-        payload = one.operands[:1] if one.opcode == "send" or kind is Kind.RAGGED_ALL_TO_ALL else one.operands
+        payload = (
+            one.operands[:1]
+            if one.opcode == "send" or kind is Kind.RAGGED_ALL_TO_ALL
+            else one.operands
+        )
         if "slice_sizes" in attributes or not payload:
-            raise ProgramError(f"{one.opcode} {one.name} (line {one.line}) is of a form that is not known", fix="report it")
+            raise ProgramError(
+                f"{one.opcode} {one.name} (line {one.line}) is of a form that is not known",
+                fix="report it",
+            )
         shapes = [shape for name in payload for shape in computation.instructions[name].shapes]
         wires = [shape.dtype for shape in shapes]
         own = [self._own_type(computation, one, at, wire) for at, wire in enumerate(wires)]
         times_over = span.devices if kind is Kind.ALL_GATHER else 1
-        logical = sum(times_over * bytes_of(dtype, shape.elements) for dtype, shape in zip(own, shapes, strict=True))
+        logical = sum(
+            times_over * bytes_of(dtype, shape.elements)
+            for dtype, shape in zip(own, shapes, strict=True)
+        )
         wire = sum(times_over * shape.bytes for shape in shapes)
         metadata = attributes.get("metadata", "")
         return Collective(
@@ -256,7 +292,9 @@ class _Reader:
             partial=span.partial,
             count=times,
             maybe=maybe,
-            gathers=kind is Kind.ALL_REDUCE and not between and _is_gather(self.module, computation, one, span.devices),
+            gathers=kind is Kind.ALL_REDUCE
+            and not between
+            and _is_gather(self.module, computation, one, span.devices),
             between_slices=between,
             dtype="+".join(dict.fromkeys(own)),
             wire_dtype="+".join(dict.fromkeys(wires)),
@@ -270,18 +308,31 @@ class _Reader:
     def _own_type(self, computation: Computation, one: Instruction, at: int, wire: str) -> str:
         if wire in self.dtypes:
             return self.dtypes[wire]
-        return program_type(self.module, computation, one, at) if len(one.operands) > at and one.opcode != "send" else wire
+        return (
+            program_type(self.module, computation, one, at)
+            if len(one.operands) > at and one.opcode != "send"
+            else wire
+        )
 
     def _span(self, one: Instruction, attributes: Mapping[str, str], between: bool) -> Span:
         if between:
             if self.slices is None:
-                raise ProgramError(f"{one.name} sends to other slices, and the mesh has one", fix="pass the Mesh of all slices' devices")
+                raise ProgramError(
+                    f"{one.name} sends to other slices, and the mesh has one",
+                    fix="pass the Mesh of all slices' devices",
+                )
             return self.slices
         pairs = _SEND_PAIRS.search(one.rest)
         if pairs or "source_target_pairs" in attributes:
             text = pairs[1] if pairs else attributes["source_target_pairs"]
-            return span_of_pairs(parse_pairs(text, devices=self.module.partitions), self.sizes, positions=self.positions)
-        text = attributes["replica_groups"] + (f", device_ids={ids}" if (ids := attributes.get("device_ids")) else "")
+            return span_of_pairs(
+                parse_pairs(text, devices=self.module.partitions),
+                self.sizes,
+                positions=self.positions,
+            )
+        text = attributes["replica_groups"] + (
+            f", device_ids={ids}" if (ids := attributes.get("device_ids")) else ""
+        )
         groups = parse_groups(text, devices=self.module.partitions)
         return span_of(groups, self.sizes, positions=self.positions)
 
@@ -309,12 +360,18 @@ def _kind(one: Instruction) -> Kind | None:
     if one.opcode == "send":
         if found := _MEGASCALE.search(one.rest):
             if found[1] not in _BETWEEN_SLICES:
-                raise ProgramError(f"{one.name} (line {one.line}): a transfer {found[1]} between slices is not known", fix="report it")
+                raise ProgramError(
+                    f"{one.name} (line {one.line}): a transfer {found[1]} between slices is not known",
+                    fix="report it",
+                )
             return _BETWEEN_SLICES[found[1]]
         return Kind.PERMUTE if _SEND_PAIRS.search(one.rest) else None
     kind = _OPCODES.get(one.opcode.removesuffix("-start"))
     if kind is None and _LIKE_ONE.match(one.opcode) and _HALF.sub("", one.opcode) not in _OPCODES:
-        raise ProgramError(f"{one.name} (line {one.line}): {one.opcode} is no collective that is known", fix="report it")
+        raise ProgramError(
+            f"{one.name} (line {one.line}): {one.opcode} is no collective that is known",
+            fix="report it",
+        )
     return kind
 
 
@@ -323,7 +380,11 @@ def _calls(one: Instruction) -> Iterator[tuple[str, tuple[str, ...]]]:
     attributes = one.attributes()
     if one.opcode == "conditional":
         names = attributes.get("branch_computations", "").strip("{}").split(",")
-        names = [*names, attributes.get("true_computation", ""), attributes.get("false_computation", "")]
+        names = [
+            *names,
+            attributes.get("true_computation", ""),
+            attributes.get("false_computation", ""),
+        ]
         found = [name.strip().lstrip("%") for name in names if name]
         yield from zip(found, ((operand,) for operand in one.operands[1:]), strict=True)
         return
@@ -343,16 +404,29 @@ def _callees(one: Instruction) -> Iterator[str]:
 
 def _holding(module: Module) -> frozenset[str]:
     """Return the computations that hold a collective, or call one that does."""
-    calls = {one.name: {name for each in one.instructions.values() for name in _callees(each)} for one in module.computations.values()}
-    holding = {one.name for one in module.computations.values() if any(_kind(each) for each in one.instructions.values())}
-    while more := {name for name, names in calls.items() if name not in holding and names & holding}:
+    calls = {
+        one.name: {name for each in one.instructions.values() for name in _callees(each)}
+        for one in module.computations.values()
+    }
+    holding = {
+        one.name
+        for one in module.computations.values()
+        if any(_kind(each) for each in one.instructions.values())
+    }
+    while more := {
+        name for name, names in calls.items() if name not in holding and names & holding
+    }:
         holding |= more
     return frozenset(holding)
 
 
 def _started(computation: Computation) -> Iterator[str]:
     """Yield the channels of the collectives whose asynchronous start a fused computation is."""
-    if any(f'"{_STARTS}"' in one.rest for one in computation.instructions.values() if one.opcode == "custom-call"):
+    if any(
+        f'"{_STARTS}"' in one.rest
+        for one in computation.instructions.values()
+        if one.opcode == "custom-call"
+    ):
         for one in computation.instructions.values():
             if _kind(one) is not None:
                 yield one.attributes().get("channel_id", "")
@@ -361,7 +435,13 @@ def _started(computation: Computation) -> Iterator[str]:
 def _is_scattered(computation: Computation, one: Instruction) -> bool:
     """Tell whether a fused all-reduce only hands on this device's slice of it, which is a reduce-scatter."""
     following = computation.users.get(one.name, ())
-    while len(following) == 1 and following[0].opcode in ("bitcast", "copy", "convert", "reshape", "transpose"):
+    while len(following) == 1 and following[0].opcode in (
+        "bitcast",
+        "copy",
+        "convert",
+        "reshape",
+        "transpose",
+    ):
         following = computation.users.get(following[0].name, ())
     return len(following) == 1 and following[0].opcode == "dynamic-slice"
 
@@ -369,7 +449,11 @@ def _is_scattered(computation: Computation, one: Instruction) -> bool:
 def _is_gather(module: Module, computation: Computation, one: Instruction, devices: int) -> bool:
     """Tell whether an all-reduce sums arrays in which each device has filled in its slice alone."""
     made = computation.instructions[one.operands[0]]
-    inner = module.computations[made.attributes()["calls"].lstrip("%")] if made.opcode == "fusion" else computation
+    inner = (
+        module.computations[made.attributes()["calls"].lstrip("%")]
+        if made.opcode == "fusion"
+        else computation
+    )
     update = inner.root if made.opcode == "fusion" else made
     if update.opcode != "dynamic-update-slice":
         return False
@@ -388,7 +472,9 @@ def _sent(kind: Kind, whole: int, devices: int) -> int:
     return 2 * once if kind is Kind.ALL_REDUCE else once
 
 
-def _positions(module: Module, mesh: Any, sizes: Mapping[str, int]) -> tuple[Sequence[int], Span | None]:
+def _positions(
+    module: Module, mesh: Any, sizes: Mapping[str, int]
+) -> tuple[Sequence[int], Span | None]:
     """Return where the program's devices lie in the mesh, and the span of its slices if it is compiled for one of several."""
     size = 1
     for one in sizes.values():
@@ -417,7 +503,10 @@ def _check_all_seen(module: Module, reader: _Reader) -> None:
     """Check that nothing that holds a collective was passed over."""
     missed = sorted(reader.holding - reader.seen)
     if missed:
-        raise ProgramError(f"nothing known runs {missed[0]}, which holds collectives", fix="report it; collectives are never passed over")
+        raise ProgramError(
+            f"nothing known runs {missed[0]}, which holds collectives",
+            fix="report it; collectives are never passed over",
+        )
 
 
 def total(collectives: Iterable[Collective]) -> int | None:

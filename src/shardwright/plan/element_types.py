@@ -15,7 +15,9 @@ from shardwright.plan.hlo import Computation, Instruction, Module, bits_of
 _PROMOTED = {"f32": "bf16", "s32": "s16", "u32": "u16"}
 # Integers that it widens around any collective. A program may widen int8 itself, to add in int32.
 _UNPACKED = {"s8": "s4", "u8": "u4"}
-_MOVES = frozenset({"bitcast", "copy", "reshape", "transpose", "slice", "dynamic-slice", "broadcast"})
+_MOVES = frozenset(
+    {"bitcast", "copy", "reshape", "transpose", "slice", "dynamic-slice", "broadcast"}
+)
 _FLOATS = ("f", "bf")
 
 
@@ -26,7 +28,9 @@ def program_type(module: Module, computation: Computation, one: Instruction, pos
     lone = len(one.operands) == 1
     reduction = one.attributes().get("to_apply", "")
     # Re-associated sums are promoted by themselves: what they add may be wide.
-    promoted = wire in _PROMOTED and reduction.removesuffix("_reassoc_promoted").endswith("_promoted")
+    promoted = wire in _PROMOTED and reduction.removesuffix("_reassoc_promoted").endswith(
+        "_promoted"
+    )
     if lone and reduction:
         return _PROMOTED[wire] if promoted else _reduced_type(module, reduction, wire)
     goes_to = set(_uses(module, computation, one, None if lone or not one.is_tuple else position))
@@ -40,7 +44,9 @@ def program_type(module: Module, computation: Computation, one: Instruction, pos
 
 def _reduced_type(module: Module, reduction: str, wire: str) -> str:
     """Return the type that a reduction's computation adds if the backend widened what goes through it, else the wire's."""
-    computation = module.computations.get(reduction.lstrip("%"))  # absent where someone cut the text
+    computation = module.computations.get(
+        reduction.lstrip("%")
+    )  # absent where someone cut the text
     adds = wire if computation is None else computation.root.shapes[0].dtype
     # Wider ones come with computations of their own (`_promoted`); other backends may mix precisions.
     return adds if bits_of(adds) <= 8 and _widens(adds, wire) else wire
@@ -69,7 +75,9 @@ def _sources(module: Module, computation: Computation, one: Instruction) -> Iter
         yield ""
 
 
-def _uses(module: Module, computation: Computation, one: Instruction, index: int | None) -> Iterator[str]:
+def _uses(
+    module: Module, computation: Computation, one: Instruction, index: int | None
+) -> Iterator[str]:
     """Yield the types that a value is converted to by everything that reads it, `""` for any other use."""
     if one.is_root:
         yield ""

@@ -41,7 +41,19 @@ BITS: Mapping[str, int] = {
     "token": 0,
     "opaque": 0,
     **{f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)},
-    **{f"f8{kind}": 8 for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")},
+    **{
+        f"f8{kind}": 8
+        for kind in (
+            "e3m4",
+            "e4m3",
+            "e4m3b11fnuz",
+            "e4m3fn",
+            "e4m3fnuz",
+            "e5m2",
+            "e5m2fnuz",
+            "e8m0fnu",
+        )
+    },
 }
 
 
@@ -73,7 +85,10 @@ def bits_of(dtype: str) -> int:
       ProgramError: a type that HLO did not have when this was written.
     """
     if dtype not in BITS:
-        raise ProgramError(f"element type {dtype!r} is not known", fix="report it; the bytes of a program that has it cannot be told")
+        raise ProgramError(
+            f"element type {dtype!r} is not known",
+            fix="report it; the bytes of a program that has it cannot be told",
+        )
     return BITS[dtype]
 
 
@@ -166,7 +181,10 @@ def parse_hlo(text: str) -> Module:
       ProgramError: it is no HLO, or has a line that cannot be read.
     """
     if not text.startswith("HloModule"):
-        raise ProgramError("the text is no compiled program: it does not start with HloModule", fix="pass jitted.lower(...).compile()")
+        raise ProgramError(
+            "the text is no compiled program: it does not start with HloModule",
+            fix="pass jitted.lower(...).compile()",
+        )
     lines = _BROKEN.sub(_joined, _COMMENT.sub("", text)).splitlines()
     head = lines[0]
     computations: dict[str, Computation] = {}
@@ -178,7 +196,9 @@ def parse_hlo(text: str) -> Module:
             computations[computation.name] = computation
             entry = computation if found[1] else entry
     if entry is None:
-        raise ProgramError("the program has no ENTRY computation", fix="pass the whole text of compiled.as_text()")
+        raise ProgramError(
+            "the program has no ENTRY computation", fix="pass the whole text of compiled.as_text()"
+        )
     return Module(
         computations=computations,
         entry=entry,
@@ -214,7 +234,9 @@ def _computation(name: str, lines: list[str], start: int) -> Computation:
         for operand in dict.fromkeys(one.operands):
             users.setdefault(operand, []).append(one)
     if root is None:
-        raise ProgramError(f"computation {name} has no ROOT", fix="pass the whole text of compiled.as_text()")
+        raise ProgramError(
+            f"computation {name} has no ROOT", fix="pass the whole text of compiled.as_text()"
+        )
     return Computation(name=name, instructions=instructions, root=root, users=users)
 
 
@@ -246,13 +268,19 @@ def _instruction(line: str, number: int) -> Instruction:
 
 
 def _unreadable(line: str, number: int) -> ProgramError:
-    return ProgramError(f"line {number} of the compiled program cannot be read", snippet=line.strip()[:200], fix="report it with the line")
+    return ProgramError(
+        f"line {number} of the compiled program cannot be read",
+        snippet=line.strip()[:200],
+        fix="report it with the line",
+    )
 
 
 def _shapes(text: str) -> Iterator[Shape]:
     for found in _SHAPE.finditer(text):
         # A dynamic dim is written with its bound, <=8.
-        yield Shape(dtype=found[1], dims=tuple(int(dim.lstrip("<=")) for dim in found[2].split(",") if dim))
+        yield Shape(
+            dtype=found[1], dims=tuple(int(dim.lstrip("<=")) for dim in found[2].split(",") if dim)
+        )
 
 
 def _closing(line: str, opening: int) -> int:
@@ -265,7 +293,11 @@ def _closing(line: str, opening: int) -> int:
             depth -= 1
             if depth == 0:
                 return at
-    raise ProgramError("a bracket of the compiled program is never closed", snippet=line.strip()[:200], fix="pass the whole text")
+    raise ProgramError(
+        "a bracket of the compiled program is never closed",
+        snippet=line.strip()[:200],
+        fix="pass the whole text",
+    )
 
 
 def _marks(text: str, start: int = 0) -> Iterator[tuple[int, str]]:
@@ -306,7 +338,10 @@ def _frames(lines: list[str]) -> dict[str, str]:
             current[key] = value
     places = {key: _place(tables, value) for key, value in tables["StackFrames"].items()}
     # Parents are written one too high, 1 for none. Our own frames say nothing to whoever called them.
-    parents = {key: str(int(_field(value, "parent_frame_id") or 1) - 1) for key, value in tables["StackFrames"].items()}
+    parents = {
+        key: str(int(_field(value, "parent_frame_id") or 1) - 1)
+        for key, value in tables["StackFrames"].items()
+    }
     frames = {key: _told([places[at] for at in _callers(key, parents)]) for key in places}
     return {key: place for key, place in frames.items() if place}
 
@@ -322,7 +357,10 @@ def _callers(frame: str, parents: Mapping[str, str]) -> Iterator[str]:
 def _told(places: Sequence[str]) -> str:
     """Return the first place outside of libraries; without one the first that is not ours, else the outermost."""
     theirs = [place for place in places if place and not place.startswith(_OWN)]
-    return next((place for place in theirs if not _LIBRARY.search(place)), theirs[0] if theirs else places[-1])
+    return next(
+        (place for place in theirs if not _LIBRARY.search(place)),
+        theirs[0] if theirs else places[-1],
+    )
 
 
 def _place(tables: Mapping[str, Mapping[str, str]], frame: str) -> str:

@@ -59,7 +59,11 @@ class LeafBytes:
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as plain data; the spec has one list of mesh axes per entry."""
-        spec = None if self.spec is None else [list(entry_names(entry)) for entry in self.spec.partitions]
+        spec = (
+            None
+            if self.spec is None
+            else [list(entry_names(entry)) for entry in self.spec.partitions]
+        )
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         lists = {"shape": list(self.shape), "replicated_over": list(self.replicated_over)}
         return {**data, **lists, "spec": spec, "held": self.held, "replicated": self.replicated}
@@ -107,13 +111,18 @@ class TreeBytes:
 
     def most_replicated(self) -> TreeBytes:
         """Return the arrays that have copies, those with most replicated bytes first."""
-        found = sorted((leaf for leaf in self.leaves if leaf.replicated), key=lambda leaf: -leaf.replicated)
+        found = sorted(
+            (leaf for leaf in self.leaves if leaf.replicated), key=lambda leaf: -leaf.replicated
+        )
         return TreeBytes(leaves=tuple(found))
 
     def to_json(self) -> dict[str, Any]:
         """Return sums and arrays as plain data."""
         names = ("total", "per_device", "held", "replicated", "replicated_share")
-        return {**{name: getattr(self, name) for name in names}, "leaves": [leaf.to_json() for leaf in self.leaves]}
+        return {
+            **{name: getattr(self, name) for name in names},
+            "leaves": [leaf.to_json() for leaf in self.leaves],
+        }
 
 
 def bytes_by_path(tree: Any, shardings: Any = None) -> TreeBytes:
@@ -133,7 +142,11 @@ def bytes_by_path(tree: Any, shardings: Any = None) -> TreeBytes:
     (64, 64, 448, ('dp',))
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
-    lies = [getattr(leaf, "sharding", None) for _, leaf in pairs] if shardings is None else _each(structure, tree, shardings)
+    lies = (
+        [getattr(leaf, "sharding", None) for _, leaf in pairs]
+        if shardings is None
+        else _each(structure, tree, shardings)
+    )
     found: list[LeafBytes] = []
     problems: list[Problem] = []
     for (path, leaf), sharding in zip(pairs, lies, strict=True):
@@ -152,14 +165,26 @@ def leaf_bytes(value: Any, sharding: Any, *, path: str = "") -> LeafBytes:
       StrategyError: as `bytes_by_path` does.
     """
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise StrategyError(f"{type(value).__name__} has no shape and dtype", path=path, fix="pass arrays or ShapeDtypeStructs")
+        raise StrategyError(
+            f"{type(value).__name__} has no shape and dtype",
+            path=path,
+            fix="pass arrays or ShapeDtypeStructs",
+        )
     if not isinstance(sharding, Sharding):
         fix = "pass shardings=pm.shardings(...), or arrays from pm.shard or pm.abstract"
-        raise StrategyError(f"{type(value).__name__} of shape {tuple(value.shape)} has no sharding", path=path, fix=fix)
+        raise StrategyError(
+            f"{type(value).__name__} of shape {tuple(value.shape)} has no sharding",
+            path=path,
+            fix=fix,
+        )
     shape = tuple(value.shape)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None
     if spec is not None and UNCONSTRAINED in spec.partitions:
-        raise StrategyError(f"{spec} leaves a dim to the compiler, so its bytes are not known", path=path, fix="say where every dim lies")
+        raise StrategyError(
+            f"{spec} leaves a dim to the compiler, so its bytes are not known",
+            path=path,
+            fix="say where every dim lies",
+        )
     over = _replicated_over(sharding)
     return LeafBytes(
         path=path,
@@ -169,7 +194,9 @@ def leaf_bytes(value: Any, sharding: Any, *, path: str = "") -> LeafBytes:
         devices=sharding.num_devices,
         total=whole_bytes(math.prod(shape), value.dtype),
         per_device=whole_bytes(math.prod(_shard_shape(sharding, shape, path)), value.dtype),
-        copies=_copies(sharding, shape) if over is None else math.prod(sharding.mesh.shape[axis] for axis in over),  # type: ignore[attr-defined]
+        copies=_copies(sharding, shape)
+        if over is None
+        else math.prod(sharding.mesh.shape[axis] for axis in over),  # type: ignore[attr-defined]
         replicated_over=over or (),
         memory_kind="" if sharding.memory_kind in (None, "device") else sharding.memory_kind,
     )
@@ -183,7 +210,11 @@ def _each(structure: Any, tree: Any, shardings: Any) -> list[Any]:
     except ValueError as error:
         what = f"the tree of shardings does not fit the tree: {str(error).splitlines()[0]}"
         raise StrategyError(what, fix="pass pm.shardings(...) of the same tree") from error
-    found = [one for one, part in zip(ones, parts, strict=True) for _ in range(len(jax.tree.leaves(part)))]
+    found = [
+        one
+        for one, part in zip(ones, parts, strict=True)
+        for _ in range(len(jax.tree.leaves(part)))
+    ]
     assert len(found) == structure.num_leaves
     return found
 
@@ -197,8 +228,12 @@ def _replicated_over(sharding: Sharding) -> tuple[str, ...] | None:
     if not isinstance(sharding, NamedSharding):
         return None
     # Along an unreduced axis every device holds a summand of its own: no copy.
-    named = {axis for entry in sharding.spec.partitions for axis in entry_names(entry)} | set(sharding.spec.unreduced)
-    return tuple(axis for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in named)
+    named = {axis for entry in sharding.spec.partitions for axis in entry_names(entry)} | set(
+        sharding.spec.unreduced
+    )
+    return tuple(
+        axis for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in named
+    )
 
 
 def _copies(sharding: Sharding, shape: tuple[int, ...]) -> int:
@@ -211,9 +246,13 @@ def _shard_shape(sharding: Sharding, shape: tuple[int, ...], path: str) -> tuple
         return sharding.shard_shape(shape)
     except ValueError as error:
         raise StrategyError(
-            f"the sharding does not fit shape {shape}: {str(error).splitlines()[0]}", path=path, fix="pass the sharding of this very array"
+            f"the sharding does not fit shape {shape}: {str(error).splitlines()[0]}",
+            path=path,
+            fix="pass the sharding of this very array",
         ) from error
 
 
 def _dtype_text(dtype: Any) -> str:
-    return str(dtype if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else jax.numpy.dtype(dtype))
+    return str(
+        dtype if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else jax.numpy.dtype(dtype)
+    )

@@ -49,11 +49,18 @@ def parse_groups(text: str, *, devices: int) -> Groups:
         groups = _by_axes(found, text)
     elif found := _LIST.fullmatch(text):
         inner = found[1].strip()
-        groups = tuple(tuple(_ints(one)) for one in re.findall(r"\{([\d,\s]*)\}", inner)) if inner else (tuple(range(devices)),)
+        groups = (
+            tuple(tuple(_ints(one)) for one in re.findall(r"\{([\d,\s]*)\}", inner))
+            if inner
+            else (tuple(range(devices)),)
+        )
     else:
         raise _unknown(text)
     if not groups or any(not group or max(group) >= devices for group in groups):
-        raise ProgramError(f"groups {text!r} do not fit a program for {devices} devices", fix="pass the program as it was compiled")
+        raise ProgramError(
+            f"groups {text!r} do not fit a program for {devices} devices",
+            fix="pass the program as it was compiled",
+        )
     return groups
 
 
@@ -70,12 +77,18 @@ def parse_pairs(text: str, *, devices: int) -> Groups:
     if any(len(pair) != 2 for pair in pairs):
         raise _unknown(text)
     if any(max(pair) >= devices for pair in pairs):
-        raise ProgramError(f"pairs {text!r} do not fit a program for {devices} devices", fix="pass the program as it was compiled")
+        raise ProgramError(
+            f"pairs {text!r} do not fit a program for {devices} devices",
+            fix="pass the program as it was compiled",
+        )
     return pairs
 
 
 def _unknown(text: str) -> ProgramError:
-    return ProgramError(f"groups of devices in an unknown form: {text[:200]!r}", fix="report it; collectives are never guessed")
+    return ProgramError(
+        f"groups of devices in an unknown form: {text[:200]!r}",
+        fix="report it; collectives are never guessed",
+    )
 
 
 def _ints(text: str) -> list[int]:
@@ -165,7 +178,9 @@ class Span:
     partial: bool
 
 
-def span_of(groups: Groups, sizes: Mapping[str, int], *, positions: Sequence[int] | None = None) -> Span:
+def span_of(
+    groups: Groups, sizes: Mapping[str, int], *, positions: Sequence[int] | None = None
+) -> Span:
     """Return the mesh axes that groups span.
 
     Args:
@@ -184,15 +199,23 @@ def span_of(groups: Groups, sizes: Mapping[str, int], *, positions: Sequence[int
         differs |= (coordinates != coordinates[:, :1]).any(axis=1)
     axes = tuple(name for name, one in zip(sizes, differs, strict=True) if one)
     devices = max((len(group) for group in groups), default=1)
-    return Span(mesh_axes=axes, devices=devices, partial=devices < math.prod(sizes[axis] for axis in axes))
+    return Span(
+        mesh_axes=axes, devices=devices, partial=devices < math.prod(sizes[axis] for axis in axes)
+    )
 
 
-def span_of_pairs(pairs: Groups, sizes: Mapping[str, int], *, positions: Sequence[int] | None = None) -> Span:
+def span_of_pairs(
+    pairs: Groups, sizes: Mapping[str, int], *, positions: Sequence[int] | None = None
+) -> Span:
     """Return the mesh axes that sends from source to target go along; `devices` is the longest chain or ring."""
     moving = tuple(pair for pair in pairs if pair[0] != pair[1])
     span = span_of(moving, sizes, positions=positions)
     longest = _longest_chain(moving)
-    return Span(mesh_axes=span.mesh_axes, devices=longest, partial=longest < math.prod(sizes[axis] for axis in span.mesh_axes))
+    return Span(
+        mesh_axes=span.mesh_axes,
+        devices=longest,
+        partial=longest < math.prod(sizes[axis] for axis in span.mesh_axes),
+    )
 
 
 def _longest_chain(pairs: Groups) -> int:

@@ -12,7 +12,9 @@ from shardwright.plan.collectives import Collective
 from shardwright.rules import AxisRules
 
 
-def carried_axes(manager: PartitionManager, *, mode: str | None = None) -> dict[str, tuple[str, ...]]:
+def carried_axes(
+    manager: PartitionManager, *, mode: str | None = None
+) -> dict[str, tuple[str, ...]]:
     """Return the semantic axes that may lie over each mesh axis of more than one device, in any role.
 
     That is read from the rules: an axis counts where one of its candidates names the mesh axis, chosen or not.
@@ -29,17 +31,23 @@ def carried_axes(manager: PartitionManager, *, mode: str | None = None) -> dict[
     rules = manager.rules
     over = {axis: set(_named(rules, axis, asked)) for axis in (*SEMANTIC_AXES, *rules.user_axes)}
     mesh_axes = [name for name, size in mesh_sizes(manager.mesh).items() if size > 1]
-    return {name: tuple(axis for axis, names in over.items() if name in names) for name in mesh_axes}
+    return {
+        name: tuple(axis for axis, names in over.items() if name in names) for name in mesh_axes
+    }
 
 
 def _named(rules: AxisRules, axis: str, mode: str) -> Iterator[str]:
     """Yield every mesh axis that a rule of an axis names."""
     at = MODES.index(mode)
     tables = [rules.activations[at], rules.params[at], *(entry.rules for entry in rules.tensors)]
-    yield from (name for table in tables for key, rule in table if key == axis for name in rule.mesh_axes)
+    yield from (
+        name for table in tables for key, rule in table if key == axis for name in rule.mesh_axes
+    )
 
 
-def by_axis(collectives: Iterable[Collective], manager: PartitionManager, *, mode: str | None = None) -> dict[str, tuple[Collective, ...]]:
+def by_axis(
+    collectives: Iterable[Collective], manager: PartitionManager, *, mode: str | None = None
+) -> dict[str, tuple[Collective, ...]]:
     """Return the collectives that each semantic axis may cause; those of no axis under `""`.
 
     One over `tp` stands under every axis that may lie over tp: a program says which mesh axes it uses, not why.

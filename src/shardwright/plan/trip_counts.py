@@ -18,7 +18,9 @@ LIMIT = 1 << 16  # trips: a loop that interpretation does not see end by then co
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _INTEGERS = frozenset({"pred", *(f"{sign}{bits}" for sign in "su" for bits in (4, 8, 16, 32, 64))})
-_SAME = frozenset({"copy", "bitcast", "reshape", "convert", "broadcast", "opt-barrier", "copy-done"})
+_SAME = frozenset(
+    {"copy", "bitcast", "reshape", "convert", "broadcast", "opt-barrier", "copy-done"}
+)
 _COMPARE: Mapping[str, Callable[[int, int], bool]] = {
     "LT": operator.lt,
     "LE": operator.le,
@@ -50,7 +52,11 @@ _BINARY: Mapping[str, Callable[[int, int], int]] = {
 }
 
 
-_UNARY: Mapping[str, Callable[[int], int]] = {"negate": operator.neg, "abs": abs, "sign": lambda a: (a > 0) - (a < 0)}
+_UNARY: Mapping[str, Callable[[int], int]] = {
+    "negate": operator.neg,
+    "abs": abs,
+    "sign": lambda a: (a > 0) - (a < 0),
+}
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -70,7 +76,10 @@ class Frame:
 
 def called(module: Module, name: str, frame: Frame, operands: tuple[str, ...]) -> Frame:
     """Return the frame of a computation called with operands of another one."""
-    return Frame(computation=module.computations[name], arguments=tuple((frame, operand) for operand in operands))
+    return Frame(
+        computation=module.computations[name],
+        arguments=tuple((frame, operand) for operand in operands),
+    )
 
 
 def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
@@ -102,20 +111,29 @@ def _start(module: Module, frame: Frame, loop: Instruction) -> tuple[int | None,
     if nested or not loop.is_tuple:
         return ()
     return tuple(
-        _element(module, frame, loop.operands[0], index) if shape.dtype in _INTEGERS and shape.elements == 1 else None
+        _element(module, frame, loop.operands[0], index)
+        if shape.dtype in _INTEGERS and shape.elements == 1
+        else None
         for index, shape in enumerate(loop.shapes)
     )
 
 
-def _run(module: Module, condition: Computation, body: Computation, state: tuple[int | None, ...]) -> int | None:
+def _run(
+    module: Module, condition: Computation, body: Computation, state: tuple[int | None, ...]
+) -> int | None:
     for trips in range(LIMIT):
-        goes_on = _value(module, Frame(computation=condition, arguments=(state,)), condition.root.name)
+        goes_on = _value(
+            module, Frame(computation=condition, arguments=(state,)), condition.root.name
+        )
         if goes_on is None:
             return None
         if not goes_on:
             return trips
         inside = Frame(computation=body, arguments=(state,))
-        following = tuple(None if value is None else _element(module, inside, body.root.name, index) for index, value in enumerate(state))
+        following = tuple(
+            None if value is None else _element(module, inside, body.root.name, index)
+            for index, value in enumerate(state)
+        )
         if following == state:
             return None
         state = following
@@ -142,7 +160,9 @@ def _element(module: Module, frame: Frame, name: str, index: int) -> int | None:
     if one.opcode in ("copy", "opt-barrier"):
         return _element(module, frame, one.operands[0], index)
     if one.opcode == "parameter":
-        argument: Any = frame.arguments[int(one.literal)] if int(one.literal) < len(frame.arguments) else ()
+        argument: Any = (
+            frame.arguments[int(one.literal)] if int(one.literal) < len(frame.arguments) else ()
+        )
         if argument and isinstance(argument[0], Frame):
             return _element(module, argument[0], argument[1], index)
         value: int | None = argument[index] if index < len(argument) else None
@@ -174,7 +194,9 @@ def _computed(module: Module, frame: Frame, one: Instruction) -> int | None:
     if one.opcode == "get-tuple-element":
         return _element(module, frame, one.operands[0], int(one.attributes()["index"]))
     if one.opcode == "parameter":
-        argument: Any = frame.arguments[int(one.literal)] if int(one.literal) < len(frame.arguments) else ()
+        argument: Any = (
+            frame.arguments[int(one.literal)] if int(one.literal) < len(frame.arguments) else ()
+        )
         return _value(module, *argument) if argument and isinstance(argument[0], Frame) else None
     if one.opcode in ("fusion", "call"):
         inner = called(module, _callee(one), frame, one.operands)
@@ -182,7 +204,9 @@ def _computed(module: Module, frame: Frame, one: Instruction) -> int | None:
     if one.opcode in _SAME:
         # copy-start makes a tuple of (copy, original, context): the original is what it reads.
         source = frame.computation.instructions[one.operands[0]]
-        return _value(module, frame, source.operands[0] if source.opcode == "copy-start" else one.operands[0])
+        return _value(
+            module, frame, source.operands[0] if source.opcode == "copy-start" else one.operands[0]
+        )
     return _arithmetic(one, [_value(module, frame, operand) for operand in one.operands])
 
 

@@ -14,7 +14,11 @@ _LONG = 40  # characters of an operation's name: its end says most
 
 
 def collectives_text(
-    found: Sequence[Collective], *, carried: Mapping[str, Sequence[str]] | None = None, rows: int | None = None, width: int = WIDTH
+    found: Sequence[Collective],
+    *,
+    carried: Mapping[str, Sequence[str]] | None = None,
+    rows: int | None = None,
+    width: int = WIDTH,
 ) -> str:
     """Lay out collectives for people, those with most bytes first; equal ones from one line of a program share a row.
 

@@ -21,7 +21,11 @@ def memory_text(found: TreeBytes, *, rows: int | None = None, width: int = WIDTH
     shown = found.leaves if rows is None else found.leaves[:rows]
     kinds = any(leaf.memory_kind for leaf in shown)
     head = (*_HEAD, "memory") if kinds else _HEAD
-    lines = table([head, *(_row(leaf, kinds=kinds) for leaf in shown)], width=width, whole=[_HEAD.index("spec")])
+    lines = table(
+        [head, *(_row(leaf, kinds=kinds) for leaf in shown)],
+        width=width,
+        whole=[_HEAD.index("spec")],
+    )
     if len(shown) < len(found.leaves):
         lines.append(f"and {len(found.leaves) - len(shown)} more")
     return "\n".join([*lines, _sums(found)])

@@ -70,20 +70,32 @@ class Plan:
         manager = self.prefill_manager if mode == MODE_PREFILL else self.manager
         if manager is None and context.current() is not None:
             fix = "make the engine under the manager, or with manager=, or call it outside"
-            raise ServingError("the engine was made without a manager, and is called under one", path="manager", fix=fix)
+            raise ServingError(
+                "the engine was made without a manager, and is called under one",
+                path="manager",
+                fix=fix,
+            )
         return contextlib.nullcontext() if manager is None else manager.for_mode(mode)
 
     def make_rows(self) -> Caches:
         """Make the caches of the prefill batch. Pages are for slots: a prompt is read into rows."""
         kind, options = ("dense", {}) if self.kind == "paged" else (self.kind, self.options)
         with self.under(MODE_PREFILL), _named("prefill_rows", self.prefill_rows):
-            return device.make_caches(kind, self.shape, batch=self.prefill_rows, capacity=self.capacity, options=options)
+            return device.make_caches(
+                kind, self.shape, batch=self.prefill_rows, capacity=self.capacity, options=options
+            )
 
     def make_slots(self) -> Slots:
         """Make the slots."""
         with self.under(MODE_DECODE), _named("slots", self.slots):
             return device.make_slots(
-                device.make_caches(self.kind, self.shape, batch=self.slots, capacity=self.capacity, options=self.options)
+                device.make_caches(
+                    self.kind,
+                    self.shape,
+                    batch=self.slots,
+                    capacity=self.capacity,
+                    options=self.options,
+                )
             )
 
 
@@ -103,15 +115,27 @@ class Board:
     def prefill(self, chunks: Mapping[int, Sequence[int]], sampling: Mapping[int, Sampling]) -> Any:
         """Read chunks of prompts by row; return `[rows]` tokens that would follow."""
         plan = self._plan
-        tokens, counts = np.zeros((plan.prefill_rows, plan.chunk), np.int32), np.zeros(plan.prefill_rows, np.int32)
+        tokens, counts = (
+            np.zeros((plan.prefill_rows, plan.chunk), np.int32),
+            np.zeros(plan.prefill_rows, np.int32),
+        )
         for row, chunk in chunks.items():
             tokens[row, : len(chunk)] = chunk
             counts[row] = len(chunk)
         with plan.under(MODE_PREFILL):
-            self.rows, found = _prefill(plan.model, self.rows, plan.prefill_params, tokens, counts, draws(plan.prefill_rows, sampling))
+            self.rows, found = _prefill(
+                plan.model,
+                self.rows,
+                plan.prefill_params,
+                tokens,
+                counts,
+                draws(plan.prefill_rows, sampling),
+            )
         return found
 
-    def insert(self, into: Mapping[int, int], first: Mapping[int, int], sampling: Mapping[int, Sampling]) -> Any:
+    def insert(
+        self, into: Mapping[int, int], first: Mapping[int, int], sampling: Mapping[int, Sampling]
+    ) -> Any:
         """Move rows into slots; return `[rows]` codes of `Refusal`.
 
         Args:
@@ -120,12 +144,17 @@ class Board:
           sampling: by row.
         """
         plan = self._plan
-        slots, tokens = np.full(plan.prefill_rows, plan.slots, np.int32), np.zeros(plan.prefill_rows, np.int32)
+        slots, tokens = (
+            np.full(plan.prefill_rows, plan.slots, np.int32),
+            np.zeros(plan.prefill_rows, np.int32),
+        )
         for row, slot in into.items():
             slots[row], tokens[row] = slot, first[row]
         source = self._moved()
         with plan.under(MODE_INSERT):
-            self.slots, refused = _insert(self.slots, source, slots, tokens, draws(plan.prefill_rows, sampling))
+            self.slots, refused = _insert(
+                self.slots, source, slots, tokens, draws(plan.prefill_rows, sampling)
+            )
         return refused
 
     def decode(self) -> Any:
@@ -178,18 +207,31 @@ class Board:
         with plan.under(MODE_DECODE):
             read = jax.make_jaxpr(functools.partial(device.read, plan.model), return_shape=True)
             traced, (logits, _) = read(plan.params, tokens, self.slots.caches, valid)
-        if not any(one is traced.jaxpr.invars[-1] for equation in traced.jaxpr.eqns for one in equation.invars):
+        if not any(
+            one is traced.jaxpr.invars[-1]
+            for equation in traced.jaxpr.eqns
+            for one in equation.invars
+        ):
             what = "the model does not look at valid, so what is no token would fill its caches"
-            raise ServingError(what, path="model", fix="pass it on: append_and_attend(..., valid=valid)")
+            raise ServingError(
+                what, path="model", fix="pass it on: append_and_attend(..., valid=valid)"
+            )
         return int(logits.shape[2])
 
     def _moved(self) -> Caches:
         """Return the prefill batch where insert wants it."""
         plan = self._plan
-        if plan.manager is None or plan.prefill_manager is None or plan.manager.mesh == plan.prefill_manager.mesh:
+        if (
+            plan.manager is None
+            or plan.prefill_manager is None
+            or plan.manager.mesh == plan.prefill_manager.mesh
+        ):
             return self.rows
         there = plan.manager.for_mode(MODE_PREFILL)
-        return tuple(jax.device_put(cache, there.shardings(cache, cache.axes(), role="activation")) for cache in self.rows)
+        return tuple(
+            jax.device_put(cache, there.shardings(cache, cache.axes(), role="activation"))
+            for cache in self.rows
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,12 +255,16 @@ def read_held(board: Board) -> Held:
     return Held(
         row_lengths=_lengths(board.rows),
         slot_lengths=_lengths(board.slots.caches),
-        pages=max((int(np.count_nonzero(np.asarray(cache.references))) for cache in paged), default=0),
+        pages=max(
+            (int(np.count_nonzero(np.asarray(cache.references))) for cache in paged), default=0
+        ),
     )
 
 
 def _lengths(held: Caches) -> tuple[int, ...]:
-    return tuple(int(length) for length in np.max([np.asarray(cache.length) for cache in held], axis=0))
+    return tuple(
+        int(length) for length in np.max([np.asarray(cache.length) for cache in held], axis=0)
+    )
 
 
 def _padded(numbers: Sequence[int], size: int) -> np.ndarray:
@@ -246,4 +292,8 @@ def _reworded(problem: Problem, argument: str, size: int) -> Problem:
     if problem.error is not IndivisibleError or problem.axis != "BATCH" or not problem.shards:
         return problem
     what = problem.what.replace(f"size {size}", f"{argument}={size}", 1)
-    return dataclasses.replace(problem, what=what, fix=f"pass {argument}={-(-size // problem.shards) * problem.shards}, or {problem.fix}")
+    return dataclasses.replace(
+        problem,
+        what=what,
+        fix=f"pass {argument}={-(-size // problem.shards) * problem.shards}, or {problem.fix}",
+    )

@@ -29,7 +29,9 @@ NO_NUMBER, REFUSED, MISCOUNTED = -1, -2, -3
 class Model(Protocol):
     """What is served: reads tokens after those that the caches hold, and puts theirs in."""
 
-    def __call__(self, params: Any, tokens: jax.Array, caches: Any, valid: jax.Array, /) -> tuple[jax.Array, Sequence[KVCache]]:
+    def __call__(
+        self, params: Any, tokens: jax.Array, caches: Any, valid: jax.Array, /
+    ) -> tuple[jax.Array, Sequence[KVCache]]:
         """Return logits `[batch, q_length, vocab]` and the caches with the tokens' keys and values in them.
 
         Args:
@@ -79,10 +81,21 @@ class Slots:
     draw: Draw
 
 
-def make_caches(kind: str, shape: CacheShape, *, batch: int, capacity: int | None, options: Mapping[str, Any]) -> Caches:
+def make_caches(
+    kind: str, shape: CacheShape, *, batch: int, capacity: int | None, options: Mapping[str, Any]
+) -> Caches:
     """Make an empty cache for every layer, under the ambient manager."""
-    sizes = {"kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "v_dim": shape.v_dim, "dtype": shape.dtype, "window": shape.window}
-    return tuple(caches.init(kind, batch=batch, capacity=capacity, **sizes, **options) for _ in range(shape.layers))
+    sizes = {
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "v_dim": shape.v_dim,
+        "dtype": shape.dtype,
+        "window": shape.window,
+    }
+    return tuple(
+        caches.init(kind, batch=batch, capacity=capacity, **sizes, **options)
+        for _ in range(shape.layers)
+    )
 
 
 def make_slots(held: Caches) -> Slots:
@@ -93,14 +106,22 @@ def make_slots(held: Caches) -> Slots:
 
 def _nothing(batch: int, mode: str | None) -> tuple[jax.Array, jax.Array, Draw]:
     zeros, ones = jnp.zeros(batch, jnp.int32), jnp.ones(batch)
-    draw = Draw(temperature=jnp.zeros(batch), top_k=zeros + 1, top_p=ones, seed=zeros.astype(jnp.uint32), index=zeros)
+    draw = Draw(
+        temperature=jnp.zeros(batch),
+        top_k=zeros + 1,
+        top_p=ones,
+        seed=zeros.astype(jnp.uint32),
+        index=zeros,
+    )
     return _by_slot(zeros, mode), *_everywhere((zeros.astype(bool), draw), mode)
 
 
 _born = jax.jit(_nothing, static_argnums=(0, 1))
 
 
-def read(model: Model, params: Any, tokens: Any, held: Caches, valid: Any) -> tuple[jax.Array, Caches]:
+def read(
+    model: Model, params: Any, tokens: Any, held: Caches, valid: Any
+) -> tuple[jax.Array, Caches]:
     """Return what a model does: logits `[batch, q_length, vocab]`, and the caches.
 
     Raises:
@@ -108,24 +129,55 @@ def read(model: Model, params: Any, tokens: Any, held: Caches, valid: Any) -> tu
     """
     found: Any = model(params, tokens, held, valid)
     fix = "return (logits [batch, q_length, vocab], one cache per layer, as append_and_attend gives them)"
-    shapes = [getattr(part, "shape", None) for part in found] if isinstance(found, tuple) and len(found) == 2 else [None]
-    if shapes[0] is None or len(shapes[0]) != 3 or shapes[0][:2] != tokens.shape or not shapes[0][2]:
+    shapes = (
+        [getattr(part, "shape", None) for part in found]
+        if isinstance(found, tuple) and len(found) == 2
+        else [None]
+    )
+    if (
+        shapes[0] is None
+        or len(shapes[0]) != 3
+        or shapes[0][:2] != tokens.shape
+        or not shapes[0][2]
+    ):
         said = type(found).__name__ if shapes[0] is None else shapes[0]
-        raise ServingError(f"the model returned {said} for tokens of shape {tokens.shape}", path="model", fix=fix)
+        raise ServingError(
+            f"the model returned {said} for tokens of shape {tokens.shape}", path="model", fix=fix
+        )
     logits, new = found
     if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ServingError(f"the model returned logits of {logits.dtype}", path="model", fix="return floating point, one logit per token")
-    theirs, ours = ([(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(part)] for part in (new, held))
-    if not isinstance(new, (list, tuple)) or theirs != ours or [type(one) for one in new] != [type(one) for one in held]:
-        raise ServingError("the model returned other caches than it was given", path="model", fix=fix)
+        raise ServingError(
+            f"the model returned logits of {logits.dtype}",
+            path="model",
+            fix="return floating point, one logit per token",
+        )
+    theirs, ours = (
+        [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(part)] for part in (new, held)
+    )
+    if (
+        not isinstance(new, (list, tuple))
+        or theirs != ours
+        or [type(one) for one in new] != [type(one) for one in held]
+    ):
+        raise ServingError(
+            "the model returned other caches than it was given", path="model", fix=fix
+        )
     for layer, (one, before) in enumerate(zip(new, held, strict=True)):
         if one.length is before.length:
-            what = f"the model returned the cache of layer {layer} as it was given, without the tokens"
-            raise ServingError(what, path="model", fix="return done.cache, where done is what append_and_attend gives")
+            what = (
+                f"the model returned the cache of layer {layer} as it was given, without the tokens"
+            )
+            raise ServingError(
+                what,
+                path="model",
+                fix="return done.cache, where done is what append_and_attend gives",
+            )
     return logits, tuple(new)
 
 
-def prefill(model: Model, rows: Caches, params: Any, tokens: jax.Array, counts: jax.Array, draw: Draw) -> tuple[Caches, jax.Array]:
+def prefill(
+    model: Model, rows: Caches, params: Any, tokens: jax.Array, counts: jax.Array, draw: Draw
+) -> tuple[Caches, jax.Array]:
     """Read the next tokens of prompts, and draw what would follow the last one.
 
     Args:
@@ -145,7 +197,9 @@ def prefill(model: Model, rows: Caches, params: Any, tokens: jax.Array, counts: 
     return new, _next(last, rows, new, counts, draw)
 
 
-def insert(slots: Slots, source: Caches, into: jax.Array, first: jax.Array, draw: Draw) -> tuple[Slots, jax.Array]:
+def insert(
+    slots: Slots, source: Caches, into: jax.Array, first: jax.Array, draw: Draw
+) -> tuple[Slots, jax.Array]:
     """Move prompts that were read into slots.
 
     Args:
@@ -160,11 +214,19 @@ def insert(slots: Slots, source: Caches, into: jax.Array, first: jax.Array, draw
     """
     mode = slots.caches[0].spec.mode
     changes = [cache.insert(one, into) for cache, one in zip(slots.caches, source, strict=True)]
-    refused = _everywhere(functools.reduce(jnp.maximum, (change.refused for change in changes)), mode)
+    refused = _everywhere(
+        functools.reduce(jnp.maximum, (change.refused for change in changes)), mode
+    )
     into = jnp.where(refused == 0, into, slots.active.shape[0])
-    given = (first, jnp.ones_like(into, dtype=bool), dataclasses.replace(draw, index=jnp.ones_like(draw.index)))
+    given = (
+        first,
+        jnp.ones_like(into, dtype=bool),
+        dataclasses.replace(draw, index=jnp.ones_like(draw.index)),
+    )
     old = (_everywhere(slots.last, mode), slots.active, slots.draw)
-    last, active, drawing = jax.tree.map(lambda x, new: x.at[into].set(new, mode="drop"), old, _everywhere(given, mode))
+    last, active, drawing = jax.tree.map(
+        lambda x, new: x.at[into].set(new, mode="drop"), old, _everywhere(given, mode)
+    )
     held = tuple(change.cache for change in changes)
     return _laid(Slots(caches=held, last=last, active=active, draw=drawing)), refused
 
@@ -182,10 +244,14 @@ def decode(model: Model, slots: Slots, params: Any) -> tuple[Slots, jax.Array]:
     """
     mode = slots.caches[0].spec.mode
     counts = slots.active.astype(jnp.int32)
-    logits, new = read(model, params, slots.last[:, None], slots.caches, _by_slot(slots.active, mode)[:, None])
+    logits, new = read(
+        model, params, slots.last[:, None], slots.caches, _by_slot(slots.active, mode)[:, None]
+    )
     tokens = _next(logits[:, 0], slots.caches, new, counts, slots.draw)
     draw = dataclasses.replace(slots.draw, index=slots.draw.index + counts)
-    return _laid(Slots(caches=new, last=jnp.maximum(tokens, 0), active=slots.active, draw=draw)), tokens
+    return _laid(
+        Slots(caches=new, last=jnp.maximum(tokens, 0), active=slots.active, draw=draw)
+    ), tokens
 
 
 def clear(held: Caches, which: jax.Array) -> Caches:
@@ -195,7 +261,13 @@ def clear(held: Caches, which: jax.Array) -> Caches:
 
 def clear_slots(slots: Slots, which: jax.Array) -> Slots:
     """Empty slots, which are donated; see `clear`."""
-    return _laid(dataclasses.replace(slots, caches=clear(slots.caches, which), active=slots.active.at[which].set(False, mode="drop")))
+    return _laid(
+        dataclasses.replace(
+            slots,
+            caches=clear(slots.caches, which),
+            active=slots.active.at[which].set(False, mode="drop"),
+        )
+    )
 
 
 def _next(logits: jax.Array, old: Caches, new: Caches, counts: jax.Array, draw: Draw) -> jax.Array:
@@ -203,7 +275,9 @@ def _next(logits: jax.Array, old: Caches, new: Caches, counts: jax.Array, draw: 
     drawn = sample(ambient_shards(mode).place(logits, (BATCH, EMPTY)), draw)
     counts = _by_slot(counts, mode)
     # Whatever the model does with a refusal, a cache that refuses keeps its length.
-    grown = jnp.stack([after.length - before.length for before, after in zip(old, new, strict=True)])
+    grown = jnp.stack(
+        [after.length - before.length for before, after in zip(old, new, strict=True)]
+    )
     code = jnp.where(jnp.all((grown == counts) | (grown == 0), axis=0), REFUSED, MISCOUNTED)
     return _by_slot(jnp.where(jnp.all(grown == counts, axis=0), drawn, code), mode)
 

@@ -68,7 +68,11 @@ class Handle:
         if error is not None:
             # A text that stops short must not look like one that has ended.
             what = f"request {self._job.number} failed after {len(self._job.text)} tokens: {type(error).__name__}: {error}"
-            raise ServingError(what, path="request", fix="result() returns what was written, and the error, without raising") from error
+            raise ServingError(
+                what,
+                path="request",
+                fix="result() returns what was written, and the error, without raising",
+            ) from error
 
     def result(self) -> Completion:
         """Drive the engine until the request has ended, and return what became of it."""
@@ -132,8 +136,21 @@ class Engine:
           CacheError: sizes or options that the cache does not take.
           ShardingError: what the rules say does not fit the sizes.
         """
-        check_kinds(model=model, shape=shape, cache_options=cache_options, clock=clock, manager=manager, prefill_manager=prefill_manager)
-        counts = {"slots": slots, "prefill_rows": prefill_rows, "prefill_chunk": prefill_chunk, "queue": queue, "layers": shape.layers}
+        check_kinds(
+            model=model,
+            shape=shape,
+            cache_options=cache_options,
+            clock=clock,
+            manager=manager,
+            prefill_manager=prefill_manager,
+        )
+        counts = {
+            "slots": slots,
+            "prefill_rows": prefill_rows,
+            "prefill_chunk": prefill_chunk,
+            "queue": queue,
+            "layers": shape.layers,
+        }
         check_counts(counts, manager=manager, prefill_manager=prefill_manager)
         manager = context.current() if manager is None else manager
         plan = Plan(
@@ -196,8 +213,14 @@ class Engine:
           ServingError: it is no handle of this engine, or another thread is in a call.
         """
         if not isinstance(handle, Handle) or handle._engine is not self:
-            what = "it is of another engine" if isinstance(handle, Handle) else f"it is {type(handle).__name__}, not a handle"
-            raise ServingError(what, path="handle", fix="call cancel() of the handle, which knows its engine")
+            what = (
+                "it is of another engine"
+                if isinstance(handle, Handle)
+                else f"it is {type(handle).__name__}, not a handle"
+            )
+            raise ServingError(
+                what, path="handle", fix="call cancel() of the handle, which knows its engine"
+            )
         with self._alone("cancel"):
             job = handle._job
             if job.completion is not None:
@@ -214,7 +237,11 @@ class Engine:
           ServingError: one of them could never be served; before any is taken on.
         """
         if not isinstance(requests, Iterable) or isinstance(requests, (str, bytes)):
-            raise ServingError(f"requests is {type(requests).__name__}", path="requests", fix="pass a list of serving.Request(...)")
+            raise ServingError(
+                f"requests is {type(requests).__name__}",
+                path="requests",
+                fix="pass a list of serving.Request(...)",
+            )
         given = list(requests)
         for request in given:
             self._check(request)
@@ -264,7 +291,11 @@ class Engine:
             if self._stepping or self._scheduler.slots or self._scheduler.dirty_slots:
                 # What is run to be compiled would give active slots a token, which no request would get.
                 what = f"compile() was called while {len(self._scheduler.slots)} requests are on their way"
-                raise ServingError(what, path="compile", fix="compile before the first step, or when the engine is idle")
+                raise ServingError(
+                    what,
+                    path="compile",
+                    fix="compile before the first step, or when the engine is idle",
+                )
             with self._changing("rows"), self._changing("slots"):
                 self._board.compile()
 
@@ -282,7 +313,11 @@ class Engine:
         """Refuse a second thread: books and arrays change together, and half a step is no state to be seen."""
         if not self._turn.acquire(blocking=False):
             fix = "let one thread own the engine and hand it requests through a queue.Queue, or guard every call with one lock"
-            raise ServingError(f"{call}() was called while another thread is in a call of this engine", path="engine", fix=fix)
+            raise ServingError(
+                f"{call}() was called while another thread is in a call of this engine",
+                path="engine",
+                fix=fix,
+            )
         try:
             yield
         finally:
@@ -291,12 +326,22 @@ class Engine:
     def _check(self, request: Request) -> None:
         if not isinstance(request, Request):
             what = f"it is {type(request).__name__}, not a request"
-            raise ServingError(what, path="request", fix="pass serving.Request(prompt=..., max_new_tokens=...)")
-        for name, tokens in (("prompt", request.prompt), ("stop", [token for one in request.stop for token in _sequence(one)])):
+            raise ServingError(
+                what, path="request", fix="pass serving.Request(prompt=..., max_new_tokens=...)"
+            )
+        for name, tokens in (
+            ("prompt", request.prompt),
+            ("stop", [token for one in request.stop for token in _sequence(one)]),
+        ):
             wrong = next((token for token in tokens if token >= self.vocabulary), None)
             if wrong is not None:
                 fix = "encode the text with the tokenizer of the model"
-                raise ServingError(f"token {wrong}, and the model has {self.vocabulary} tokens", path=name, size=wrong, fix=fix)
+                raise ServingError(
+                    f"token {wrong}, and the model has {self.vocabulary} tokens",
+                    path=name,
+                    size=wrong,
+                    fix=fix,
+                )
         self._scheduler.limits.check(request)
 
     # The parts of a step: each changes arrays and books together.
@@ -307,7 +352,9 @@ class Engine:
             return
         with self._changing("rows"):
             sampling = {chunk.row: chunk.job.request.sampling for chunk in chunks}
-            found = np.asarray(self._board.prefill({chunk.row: chunk.tokens for chunk in chunks}, sampling))
+            found = np.asarray(
+                self._board.prefill({chunk.row: chunk.tokens for chunk in chunks}, sampling)
+            )
             self._scheduler.advance(chunks)
             self._meter.prefill_steps += 1
             self._meter.prompt_tokens += sum(len(chunk.tokens) for chunk in chunks)
@@ -322,10 +369,14 @@ class Engine:
         with self._changing("slots"):
             first = {move.row: move.job.written[-1] for move in moves}
             sampling = {move.row: move.job.request.sampling for move in moves}
-            codes = np.asarray(self._board.insert({move.row: move.slot for move in moves}, first, sampling))
+            codes = np.asarray(
+                self._board.insert({move.row: move.slot for move in moves}, first, sampling)
+            )
             for move in moves:
                 if codes[move.row]:
-                    what = f"slot {move.slot} took no prompt: {Refusal(int(codes[move.row])).meaning}"
+                    what = (
+                        f"slot {move.slot} took no prompt: {Refusal(int(codes[move.row])).meaning}"
+                    )
                     fix = "let the model pass valid= on: what is no token must not fill a slot"
                     self._scheduler.end(move.job, Finish.FAILED, ServingError(what, fix=fix))
             self._scheduler.move([move.job for move in moves if not codes[move.row]])
@@ -345,7 +396,9 @@ class Engine:
         """Give a job what was found for it: a token, if it is that after all it has read, or what went wrong."""
         if token < 0:
             what, fix = _WRONG[token]
-            said = ServingError(f"request {job.number}, after {len(job.written)} tokens: {what}", fix=fix)
+            said = ServingError(
+                f"request {job.number}, after {len(job.written)} tokens: {what}", fix=fix
+            )
             self._scheduler.end(job, Finish.FAILED, said)
         elif last:
             self._meter.wrote(job.number)
@@ -359,7 +412,9 @@ class Engine:
                 continue
             try:
                 job.request.on_token(token)
-            except Exception as error:  # it is the caller's: whatever it raises concerns that request alone
+            except (
+                Exception
+            ) as error:  # it is the caller's: whatever it raises concerns that request alone
                 self._scheduler.fail(job, error)
         for job, finish in self._scheduler.take_ended():
             self._meter.ended(job.number, finish)
@@ -403,7 +458,10 @@ class Engine:
 
     def _give_up(self, part: str, cause: BaseException) -> None:
         for job in self._scheduler.holding(part):
-            lost = ServingError(f"request {job.number} lost what it had in the {part}, since a step failed", fix="submit it again")
+            lost = ServingError(
+                f"request {job.number} lost what it had in the {part}, since a step failed",
+                fix="submit it again",
+            )
             lost.__cause__ = cause
             self._scheduler.end(job, Finish.FAILED, lost)
         self._board.renew(part)
@@ -411,16 +469,29 @@ class Engine:
 
 
 _WRONG = {
-    NO_NUMBER: ("the logits are not numbers", "look at the weights, and at what the model does for these tokens"),
-    REFUSED: ("a cache refused its tokens", "return done.cache, where done is what append_and_attend gives, of every layer"),
-    MISCOUNTED: ("the caches grew by other than the tokens read", "pass valid= on to append_and_attend, and return done.cache"),
+    NO_NUMBER: (
+        "the logits are not numbers",
+        "look at the weights, and at what the model does for these tokens",
+    ),
+    REFUSED: (
+        "a cache refused its tokens",
+        "return done.cache, where done is what append_and_attend gives, of every layer",
+    ),
+    MISCOUNTED: (
+        "the caches grew by other than the tokens read",
+        "pass valid= on to append_and_attend, and return done.cache",
+    ),
 }
 
 
 def _limits(plan: Plan, board: Board, queue: int) -> Limits:
     first = board.slots.caches[0]
     if first.spec.overflow is Overflow.ERROR:
-        raise ServingError('overflow="error" raises inside a compiled step', path="cache_options", fix="leave overflow out")
+        raise ServingError(
+            'overflow="error" raises inside a compiled step',
+            path="cache_options",
+            fix="leave overflow out",
+        )
     pages = first.references.shape[0] if isinstance(first, PagedCache) else None
     return Limits(
         slots=plan.slots,

@@ -62,11 +62,16 @@ class Report:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        ended = ", ".join(f"{count} {why}" for why, count in self.finished.items() if count) or "none"
+        ended = (
+            ", ".join(f"{count} {why}" for why, count in self.finished.items() if count) or "none"
+        )
         rows = [
             ("requests", f"{self.requests} taken on, {self.refused} refused"),
             ("ended", ended),
-            ("tokens", f"{self.prompt_tokens} read in {self.prefill_steps} chunks, {self.new_tokens} written in {self.decode_steps} steps"),
+            (
+                "tokens",
+                f"{self.prompt_tokens} read in {self.prefill_steps} chunks, {self.new_tokens} written in {self.decode_steps} steps",
+            ),
             ("slots in use", f"{self.slots_in_use:.1f} of {self.slots}"),
             ("speed", f"{self.tokens_per_second:.0f} tokens/s over {self.busy:.2f} s"),
             ("first token", _said(self.first_token)),
@@ -84,7 +89,9 @@ class Meter:
         self._begun: set[int] = set()
         self._first: collections.deque[float] = collections.deque(maxlen=KEPT)
         self._gaps: collections.deque[float] = collections.deque(maxlen=KEPT)
-        self.requests = self.refused = self.prompt_tokens = self.new_tokens = self.prefill_steps = self.decode_steps = self.slot_steps = 0
+        self.requests = self.refused = self.prompt_tokens = self.new_tokens = self.prefill_steps = (
+            self.decode_steps
+        ) = self.slot_steps = 0
         self.finished = dict.fromkeys(Finish, 0)
         self.busy = 0.0
 
@@ -142,4 +149,6 @@ def percentiles(samples: Sequence[float]) -> Percentiles | None:
 def _said(found: Percentiles | None) -> str:
     if found is None:
         return "none"
-    return ", ".join(f"{name} {getattr(found, name) * 1e3:.1f} ms" for name in ("p50", "p90", "p99"))
+    return ", ".join(
+        f"{name} {getattr(found, name) * 1e3:.1f} ms" for name in ("p50", "p90", "p99")
+    )

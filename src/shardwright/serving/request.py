@@ -37,11 +37,17 @@ class Sampling:
 
     def __post_init__(self) -> None:
         problems = []
-        if not _number(self.temperature) or not (self.temperature == 0 or LEAST_FLOAT <= self.temperature <= MOST_FLOAT):
+        if not _number(self.temperature) or not (
+            self.temperature == 0 or LEAST_FLOAT <= self.temperature <= MOST_FLOAT
+        ):
             fix = f"pass 0 for the likeliest token, or a float from {LEAST_FLOAT:.3g} to {MOST_FLOAT:.3g}, what float32 holds"
             problems.append(_problem("temperature", self.temperature, fix))
         if self.top_k is not None and (not _whole(self.top_k) or not 1 <= self.top_k <= MOST_TOKEN):
-            problems.append(_problem("top_k", self.top_k, "pass a whole number from 1 on, or None for all tokens"))
+            problems.append(
+                _problem(
+                    "top_k", self.top_k, "pass a whole number from 1 on, or None for all tokens"
+                )
+            )
         if not _number(self.top_p) or not 0 < self.top_p <= 1:
             problems.append(_problem("top_p", self.top_p, "pass a probability above 0 and up to 1"))
         if not _whole(self.seed) or not 0 <= self.seed <= MOST_SEED:
@@ -75,14 +81,27 @@ class Request:
         if isinstance(stop, (str, bytes)) or not isinstance(stop, Sequence):
             problems.append(_problem("stop", stop, "pass a list of tokens, or of lists of tokens"))
         else:
-            entries = (_tokens("stop", (entry,) if isinstance(entry, numbers.Integral) else entry, problems) for entry in stop)
+            entries = (
+                _tokens(
+                    "stop", (entry,) if isinstance(entry, numbers.Integral) else entry, problems
+                )
+                for entry in stop
+            )
             object.__setattr__(self, "stop", tuple(entries))
         if not _whole(self.max_new_tokens) or self.max_new_tokens < 1:
-            problems.append(_problem("max_new_tokens", self.max_new_tokens, "pass a whole number from 1 on"))
+            problems.append(
+                _problem("max_new_tokens", self.max_new_tokens, "pass a whole number from 1 on")
+            )
         if not isinstance(self.sampling, Sampling):
-            problems.append(_problem("sampling", self.sampling, "pass serving.Sampling(temperature=..., seed=...)"))
+            problems.append(
+                _problem(
+                    "sampling", self.sampling, "pass serving.Sampling(temperature=..., seed=...)"
+                )
+            )
         if self.on_token is not None and not callable(self.on_token):
-            problems.append(_problem("on_token", self.on_token, "pass a function of one token, or None"))
+            problems.append(
+                _problem("on_token", self.on_token, "pass a function of one token, or None")
+            )
         raise_problems(problems)
 
     @property
@@ -132,7 +151,9 @@ def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:
         what = f"token {wrong} is {listed[wrong]!r}"
         problems.append(Problem(error=ServingError, what=what, path=name, fix=fix))
     if not tokens:
-        problems.append(Problem(error=ServingError, what="no tokens", path=name, fix="pass at least one"))
+        problems.append(
+            Problem(error=ServingError, what="no tokens", path=name, fix="pass at least one")
+        )
     return tokens
 
 

@@ -62,7 +62,9 @@ def sample(logits: jax.Array, draw: Draw) -> jax.Array:
     logits = logits.astype(jnp.float32)
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # Sorting a vocabulary takes longer than the rest of a small model: not for a batch that only asks for the likeliest.
-    tokens = jax.lax.cond(jnp.any(draw.temperature > 0), lambda: jax.vmap(_draw)(logits, draw), lambda: likeliest)
+    tokens = jax.lax.cond(
+        jnp.any(draw.temperature > 0), lambda: jax.vmap(_draw)(logits, draw), lambda: likeliest
+    )
     most = jnp.max(logits, axis=-1)
     return jnp.where(jnp.isfinite(most), jnp.where(draw.temperature > 0, tokens, likeliest), -1)
 

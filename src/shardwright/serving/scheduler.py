@@ -58,10 +58,20 @@ class Limits:
         said = f"{len(request.prompt)} tokens of prompt and {request.max_new_tokens} new ones need {request.rows} rows"
         if self.capacity is not None and request.rows > self.capacity:
             fix = 'shorten one of them, make the engine with more capacity, or take cache="sliding", which keeps a window'
-            raise ServingError(f"{said}, and a slot has {self.capacity}", path="request", size=request.rows, fix=fix)
+            raise ServingError(
+                f"{said}, and a slot has {self.capacity}",
+                path="request",
+                size=request.rows,
+                fix=fix,
+            )
         if self.pages is not None and self.pages_of(request) > self.pages:
             what = f"{said}, {self.pages_of(request)} pages of {self.page_size}, and there are {self.pages} in all"
-            raise ServingError(what, path="request", size=request.rows, fix="shorten one of them, or make the engine with more pages")
+            raise ServingError(
+                what,
+                path="request",
+                size=request.rows,
+                fix="shorten one of them, or make the engine with more pages",
+            )
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -135,7 +145,9 @@ class Scheduler:
     @property
     def free_pages(self) -> int:
         """Pages that are reserved for no one."""
-        reserved = sum(self.limits.pages_of(job.request) for job in self.slots.values()) + sum(self.dirty_slots.values())
+        reserved = sum(self.limits.pages_of(job.request) for job in self.slots.values()) + sum(
+            self.dirty_slots.values()
+        )
         return (self.limits.pages or 0) - reserved
 
     @property
@@ -153,7 +165,11 @@ class Scheduler:
         self.limits.check(job.request)
         if len(self.queue) >= self.limits.queue:
             fix = "call step() and submit it again, or make the engine with a longer queue"
-            raise QueueFullError(f"{len(self.queue)} requests wait, and the queue holds {self.limits.queue}", path="queue", fix=fix)
+            raise QueueFullError(
+                f"{len(self.queue)} requests wait, and the queue holds {self.limits.queue}",
+                path="queue",
+                fix=fix,
+            )
         self.queue.append(job)
 
     def admit(self) -> list[Job]:
@@ -161,7 +177,11 @@ class Scheduler:
         admitted = []
         while self.queue:
             row, slot = self._free_row(), self._free_slot()
-            if row is None or slot is None or self.limits.pages_of(self.queue[0].request) > self.free_pages:
+            if (
+                row is None
+                or slot is None
+                or self.limits.pages_of(self.queue[0].request) > self.free_pages
+            ):
                 break
             job = self.queue.popleft()
             job.phase, job.row, job.slot = Phase.PREFILLING, row, slot
@@ -171,8 +191,17 @@ class Scheduler:
 
     def chunks(self) -> list[Chunk]:
         """Return the next part of every prompt that is not read to its end."""
-        waiting = ((row, job) for row, job in sorted(self.rows.items()) if job.read < len(job.request.prompt))
-        return [Chunk(job=job, row=row, tokens=job.request.prompt[job.read : job.read + self.limits.chunk]) for row, job in waiting]
+        waiting = (
+            (row, job)
+            for row, job in sorted(self.rows.items())
+            if job.read < len(job.request.prompt)
+        )
+        return [
+            Chunk(
+                job=job, row=row, tokens=job.request.prompt[job.read : job.read + self.limits.chunk]
+            )
+            for row, job in waiting
+        ]
 
     def advance(self, chunks: Sequence[Chunk]) -> None:
         """Note that parts of prompts have been read."""
@@ -182,7 +211,11 @@ class Scheduler:
     def ready(self) -> list[Move]:
         """Return the jobs that have read their prompts, and have yet to move to their slots."""
         slots = {id(job): slot for slot, job in self.slots.items()}
-        done = ((row, job) for row, job in sorted(self.rows.items()) if job.read == len(job.request.prompt))
+        done = (
+            (row, job)
+            for row, job in sorted(self.rows.items())
+            if job.read == len(job.request.prompt)
+        )
         return [Move(job=job, row=row, slot=slots[id(job)]) for row, job in done]
 
     def move(self, jobs: Sequence[Job]) -> None:
@@ -193,7 +226,9 @@ class Scheduler:
 
     def decoding(self) -> dict[int, Job]:
         """Return the jobs that write, by slot."""
-        return {slot: job for slot, job in sorted(self.slots.items()) if job.phase is Phase.DECODING}
+        return {
+            slot: job for slot, job in sorted(self.slots.items()) if job.phase is Phase.DECODING
+        }
 
     def write(self, job: Job, token: int) -> list[int]:
         """Add a token to a job's text, end the job if that is its last, and return the tokens that may be handed out now."""

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 def stopped_by(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
     """Return the length of the longest stop sequence that the tokens end in, 0 if they end in none."""
-    return max((len(one) for one in stop if len(one) <= len(tokens) and tuple(tokens[-len(one) :]) == tuple(one)), default=0)
+    return max(
+        (
+            len(one)
+            for one in stop
+            if len(one) <= len(tokens) and tuple(tokens[-len(one) :]) == tuple(one)
+        ),
+        default=0,
+    )
 
 
 def may_begin(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:

@@ -85,13 +85,21 @@ def rule_tables(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Mapping[str,
     modes = data.get("modes")
     for mode, table in modes.items() if isinstance(modes, Mapping) else ():
         if isinstance(table, Mapping):
-            yield ("modes", mode), {key: rule for key, rule in table.items() if key != "params"}, Role.ACTIVATION
+            yield (
+                ("modes", mode),
+                {key: rule for key, rule in table.items() if key != "params"},
+                Role.ACTIVATION,
+            )
             if isinstance(table.get("params"), Mapping):
                 yield ("modes", mode, "params"), table["params"], Role.PARAM
     tensors = data.get("tensors")
     for at, entry in enumerate(tensors if isinstance(tensors, list) else ()):
         if isinstance(entry, Mapping):
-            yield ("tensors", str(at)), {key: rule for key, rule in entry.items() if key != "match"}, Role.PARAM
+            yield (
+                ("tensors", str(at)),
+                {key: rule for key, rule in entry.items() if key != "match"},
+                Role.PARAM,
+            )
 
 
 def data_problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
@@ -103,7 +111,12 @@ def data_problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
     yield from written.problems
     if data.get("version") is True:  # which Python calls equal to 1
         path = where(("version",), origin)
-        yield Problem(error=StrategyError, what="a whole number is wanted, not True", path=path, fix="write version = 1")
+        yield Problem(
+            error=StrategyError,
+            what="a whole number is wanted, not True",
+            path=path,
+            fix="write version = 1",
+        )
     yield from _pattern_problems(data, origin)
     yield from _own_axis_problems(data, origin)
     if data.get("mesh"):
@@ -111,25 +124,42 @@ def data_problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
         yield from name_problems(data, written, origin=origin)
 
 
-def name_problems(data: Mapping[str, Any], written: Written, *, origin: Origin) -> Iterator[Problem]:
+def name_problems(
+    data: Mapping[str, Any], written: Written, *, origin: Origin
+) -> Iterator[Problem]:
     """Yield the axes and the mesh axes that nothing declares."""
     own = data.get("axes")
-    known = KNOWN_AXES | {canonical_axis(name) for name in (own if isinstance(own, Mapping) else ()) if isinstance(name, str)}
+    known = KNOWN_AXES | {
+        canonical_axis(name)
+        for name in (own if isinstance(own, Mapping) else ())
+        if isinstance(name, str)
+    }
     labels = [*sorted(file_name(axis) for axis in known), *PARALLELISM_AXES.values()]
     for path, table, _ in rule_tables(data):
         for key in table:
             # Where a table stands instead of a rule, its type is the problem.
-            if isinstance(key, str) and canonical_axis(key) not in known and not isinstance(table[key], Mapping):
+            if (
+                isinstance(key, str)
+                and canonical_axis(key) not in known
+                and not isinstance(table[key], Mapping)
+            ):
                 bare = axis_label(key).lower()
                 hint = did_you_mean(bare, labels)
                 declare = f'an axis of your own is declared by [axes] {key} = "what it is"'
                 # Only the underscores or the case are wrong: it is no axis of the user's own.
                 fix = hint if canonical_axis(bare) in known else f"{hint} {declare}".strip()
-                yield Problem(error=UnknownAxisError, what=f"unknown axis {key!r}", path=where((*path, key), origin), fix=fix)
+                yield Problem(
+                    error=UnknownAxisError,
+                    what=f"unknown axis {key!r}",
+                    path=where((*path, key), origin),
+                    fix=fix,
+                )
     yield from _mesh_name_problems(data, written, origin)
 
 
-def _mesh_name_problems(data: Mapping[str, Any], written: Written, origin: Origin) -> Iterator[Problem]:
+def _mesh_name_problems(
+    data: Mapping[str, Any], written: Written, origin: Origin
+) -> Iterator[Problem]:
     mesh = tuple(data.get("mesh") or ()) if isinstance(data.get("mesh"), Mapping) else ()
     rules = [(path, rule) for path, table in written.tables.items() for rule in table.values()]
     rules += [(("policy",), rule) for rule in (written.gather, written.zero1) if rule is not None]
@@ -161,7 +191,10 @@ def _meant(name: str, known: Sequence[str]) -> str:
     if len(words) > 1 and all(word in known for word in words):
         return f'mesh axes are joined by "+": did you mean "{"+".join(words)}"?'
     meant = PARALLELISM_AXES.get(name) or axis_label(name).lower()
-    return did_you_mean(meant, known) or f"add it to [mesh], {name} = 1, or name one of {', '.join(known)}"
+    return (
+        did_you_mean(meant, known)
+        or f"add it to [mesh], {name} = 1, or name one of {', '.join(known)}"
+    )
 
 
 def parse_rules(data: Mapping[str, Any], origin: Origin) -> Written:
@@ -188,20 +221,31 @@ def parse_rules(data: Mapping[str, Any], origin: Origin) -> Written:
                     )
                 )
             parsed[canonical_axis(key)] = rule
-    gather, zero1, idle = (_policy_rule(key, data, origin, problems) for key in ("gather", "zero1", "idle"))
+    gather, zero1, idle = (
+        _policy_rule(key, data, origin, problems) for key in ("gather", "zero1", "idle")
+    )
     return Written(tables=tables, gather=gather, zero1=zero1, idle=idle, problems=tuple(problems))
 
 
-def _parsed(text: str, path: KeyPath, origin: Origin, problems: list[Problem], *, key: str) -> Rule | None:
+def _parsed(
+    text: str, path: KeyPath, origin: Origin, problems: list[Problem], *, key: str
+) -> Rule | None:
     """Return the rule of a key, or None after its problems were added."""
     try:
-        return parse_rule(text, ref=RuleRef(key=key, text=text, table=".".join(path[:-1]), source=source_of(path, origin)))
+        return parse_rule(
+            text,
+            ref=RuleRef(
+                key=key, text=text, table=".".join(path[:-1]), source=source_of(path, origin)
+            ),
+        )
     except ShardingError as error:
         problems += [_at(problem, path, origin) for problem in error.problems]
         return None
 
 
-def _policy_rule(key: str, data: Mapping[str, Any], origin: Origin, problems: list[Problem]) -> Rule | None:
+def _policy_rule(
+    key: str, data: Mapping[str, Any], origin: Origin, problems: list[Problem]
+) -> Rule | None:
     """Return the rule of a key of `[policy]`, "-" where it has none, or None after its problems were added."""
     policy = data.get("policy")
     text = policy.get(key, REPLICATED) if isinstance(policy, Mapping) else REPLICATED
@@ -210,13 +254,18 @@ def _policy_rule(key: str, data: Mapping[str, Any], origin: Origin, problems: li
     if rule is None:
         return None
     what = fix = ""
-    if key != "zero1" and (len(rule.candidates) + bool(rule.fallback) != 1 or rule.fallback is Fallback.UNCONSTRAINED):
+    if key != "zero1" and (
+        len(rule.candidates) + bool(rule.fallback) != 1 or rule.fallback is Fallback.UNCONSTRAINED
+    ):
         what = f'"{text}" is not one set of mesh axes'
         fix = 'write "fsdp+sp", or "-" to gather nothing'
         if key == "idle":
             fix = 'write "replica", "replica+other" for several, or "-" for none'
     elif rule.fallback is Fallback.UNCONSTRAINED:
-        what, fix = '"?" is for activations: optimizer state must lie somewhere', 'write "-", or mesh axes such as "dp | -"'
+        what, fix = (
+            '"?" is for activations: optimizer state must lie somewhere',
+            'write "-", or mesh axes such as "dp | -"',
+        )
     if what:
         problems.append(Problem(error=StrategyError, what=what, path=where(path, origin), fix=fix))
         return None
@@ -232,17 +281,33 @@ def _pattern_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
         try:
             steps += PathPattern(pattern if isinstance(pattern, str) else "").steps
         except StrategyError as error:
-            problems += [_at(problem, ("tensors", str(at), "match"), origin) for problem in error.problems]
+            problems += [
+                _at(problem, ("tensors", str(at), "match"), origin) for problem in error.problems
+            ]
         else:
             if isinstance(entry, Mapping) and isinstance(pattern, str) and len(entry) == 1:
                 path = where(("tensors", str(at)), origin)
-                problems.append(Problem(error=StrategyError, what="the entry has no rule", path=path, fix='add one, such as embed = "-"'))
+                problems.append(
+                    Problem(
+                        error=StrategyError,
+                        what="the entry has no rule",
+                        path=path,
+                        fix='add one, such as embed = "-"',
+                    )
+                )
     return problems if steps <= MOST_STEPS else [*problems, _steps_problem(steps, origin)]
 
 
 def _steps_problem(steps: int, origin: Origin) -> Problem:
-    what = f"the patterns have {steps} steps together, at most {MOST_STEPS} are searched for each path"
-    return Problem(error=StrategyError, what=what, path=where(("tensors",), origin), fix="use fewer entries, or shorter patterns")
+    what = (
+        f"the patterns have {steps} steps together, at most {MOST_STEPS} are searched for each path"
+    )
+    return Problem(
+        error=StrategyError,
+        what=what,
+        path=where(("tensors",), origin),
+        fix="use fewer entries, or shorter patterns",
+    )
 
 
 def _own_axis_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
@@ -252,20 +317,38 @@ def _own_axis_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]
         path = where(("axes", str(name)), origin)
         if isinstance(name, str) and canonical_axis(name) in KNOWN_AXES:
             what = f"{name!r} is an axis of the vocabulary already"
-            problems.append(Problem(error=StrategyError, what=what, path=path, fix="drop the line, or choose another name"))
-        elif not re.fullmatch(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?|__[A-Z]([A-Z0-9_]*[A-Z0-9])?__", str(name)) or name in (
+            problems.append(
+                Problem(
+                    error=StrategyError,
+                    what=what,
+                    path=path,
+                    fix="drop the line, or choose another name",
+                )
+            )
+        elif not re.fullmatch(
+            r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?|__[A-Z]([A-Z0-9_]*[A-Z0-9])?__", str(name)
+        ) or name in (
             "params",
             "match",
         ):
             what = f"{name!r} cannot be the name of an axis"
-            problems.append(Problem(error=StrategyError, what=what, path=path, fix="use letters, digits and _, for instance rotary_dim"))
+            problems.append(
+                Problem(
+                    error=StrategyError,
+                    what=what,
+                    path=path,
+                    fix="use letters, digits and _, for instance rotary_dim",
+                )
+            )
     return problems
 
 
 def _mesh_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
     mesh, dcn, types = data.get("mesh"), data.get("dcn") or {}, data.get("axis_types")
     sizes_good = isinstance(mesh, Mapping) and all(type(size) is int for size in mesh.values())
-    if not (sizes_good and isinstance(dcn, Mapping) and all(type(size) is int for size in dcn.values())):
+    if not (
+        sizes_good and isinstance(dcn, Mapping) and all(type(size) is int for size in dcn.values())
+    ):
         return []
     problems = []
     try:
@@ -276,19 +359,34 @@ def _mesh_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
         if name not in mesh:  # type: ignore[operator]
             path = where(("axis_types", str(name)), origin)
             hint = did_you_mean(str(name), mesh) or "name mesh axes of [mesh]"  # type: ignore[arg-type]
-            problems.append(Problem(error=MissingMeshAxisError, what=f"mesh axis {name!r} is not in [mesh]", path=path, fix=hint))
+            problems.append(
+                Problem(
+                    error=MissingMeshAxisError,
+                    what=f"mesh axis {name!r} is not in [mesh]",
+                    path=path,
+                    fix=hint,
+                )
+            )
     return problems
 
 
 def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisRules:
     """Compile a strategy's data; raises every problem at once."""
     written = parse_rules(data, origin)
-    raise_problems(first_problems(itertools.chain(written.problems, name_problems(data, written, origin=origin))))
+    raise_problems(
+        first_problems(
+            itertools.chain(written.problems, name_problems(data, written, origin=origin))
+        )
+    )
     tensors = [
-        TensorRules(match=entry["match"], rules=tuple(sorted(written.tables["tensors", str(at)].items())))
+        TensorRules(
+            match=entry["match"], rules=tuple(sorted(written.tables["tensors", str(at)].items()))
+        )
         for at, entry in enumerate(data.get("tensors", ()))
     ]
-    layered = {".".join(path): table for path, table in written.tables.items() if path[0] != "tensors"}
+    layered = {
+        ".".join(path): table for path, table in written.tables.items() if path[0] != "tensors"
+    }
     own = sorted(canonical_axis(name) for name in data.get("axes", {}))
     return build_rules(
         layered,
@@ -296,7 +394,9 @@ def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisR
         user_axes=own,
         policy=_policy(policy, written),
         attention={
-            key: RuleRef(key=key, text=name, table="attention", source=source_of(("attention", key), origin))
+            key: RuleRef(
+                key=key, text=name, table="attention", source=source_of(("attention", key), origin)
+            )
             for key, name in data.get("attention", {}).items()
         },
     )
@@ -320,7 +420,9 @@ def _at(problem: Problem, path: KeyPath, origin: Origin) -> Problem:
     return dataclasses.replace(problem, path=where(path, origin), axis="")
 
 
-def overlay_problems(base: Mapping[str, Any], other: Mapping[str, Any], *, below: Origin, above: Origin) -> list[Problem]:
+def overlay_problems(
+    base: Mapping[str, Any], other: Mapping[str, Any], *, below: Origin, above: Origin
+) -> list[Problem]:
     """Return what an overlay leaves open: whether one word for all mesh axes still holds for those that a table does not name."""
     low, high = base.get("axis_types"), other.get("axis_types")
     if low is None or high is None or isinstance(low, Mapping) == isinstance(high, Mapping):
@@ -360,7 +462,9 @@ def merge_origin(base: Origin, other: Origin, data: Mapping[str, Any]) -> Origin
     """
     shift = len(data.get("tensors", ()))
     moved = {
-        (path[0], str(int(path[1]) + shift), *path[2:]) if path[:1] == ("tensors",) and len(path) > 1 else path: source
+        (path[0], str(int(path[1]) + shift), *path[2:])
+        if path[:1] == ("tensors",) and len(path) > 1
+        else path: source
         for path, source in base.items()
     }
     return {**moved, **dict.fromkeys(_key_paths(data, ()), ""), **other}
@@ -368,7 +472,13 @@ def merge_origin(base: Origin, other: Origin, data: Mapping[str, Any]) -> Origin
 
 def _key_paths(data: Any, path: KeyPath) -> Iterator[KeyPath]:
     """Yield the key path of every value that is no table."""
-    entries = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list) else ()
+    entries = (
+        data.items()
+        if isinstance(data, Mapping)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, value in entries:
         yield from _key_paths(value, (*path, str(key)))
     if not isinstance(data, (Mapping, list)):
@@ -391,7 +501,11 @@ def from_pydantic(error: ValidationError, model: type[BaseModel], origin: Origin
             break
         if "constrained-str" in entry["loc"] or _other_half(entry):
             continue  # of a union, whose other half tells
-        path = tuple(str(part) for part in entry["loc"] if not str(part).startswith(("literal[", "dict[", "function-after[")))
+        path = tuple(
+            str(part)
+            for part in entry["loc"]
+            if not str(part).startswith(("literal[", "dict[", "function-after["))
+        )
         what, fix = _explained(entry, path, model)
         if path and path[-1] == "[key]":
             path = path[:-1]
@@ -404,7 +518,11 @@ def _other_half(entry: Any) -> bool:
     """Tell whether an entry judges `axis_types` as what it was not meant to be: one word for all, or a table."""
     if entry["loc"][:1] != ("axis_types",) or len(entry["loc"]) < 2:
         return False
-    return isinstance(entry["input"], Mapping) if str(entry["loc"][1]).startswith("literal[") else entry["type"] == "dict_type"
+    return (
+        isinstance(entry["input"], Mapping)
+        if str(entry["loc"][1]).startswith("literal[")
+        else entry["type"] == "dict_type"
+    )
 
 
 def _explained(entry: Any, path: KeyPath, model: type[BaseModel]) -> tuple[str, str]:
@@ -425,9 +543,14 @@ def _explained(entry: Any, path: KeyPath, model: type[BaseModel]) -> tuple[str, 
         return f"text is wanted, not {given!r}", _as_text(given, path)
     if kind != "literal_error":
         wanted, fix = _TYPES.get(kind, (entry["msg"], ""))
-        return f"{wanted}, not {given!r}", fix.format(table=".".join(part for part in path if not part.isdigit()))
+        return f"{wanted}, not {given!r}", fix.format(
+            table=".".join(part for part in path if not part.isdigit())
+        )
     if path == ("version",):
-        return f"version {given!r} is not one that this shardwright reads", "write version = 1, or upgrade shardwright"
+        return (
+            f"version {given!r} is not one that this shardwright reads",
+            "write version = 1, or upgrade shardwright",
+        )
     known = re.findall(r"'([^']*)'", entry["ctx"]["expected"])
     hint = did_you_mean(str(given), known)
     what = f"unknown mode {given!r}" if path[0] == "modes" else f"{given!r} is not a choice here"
@@ -438,12 +561,24 @@ def _explained(entry: Any, path: KeyPath, model: type[BaseModel]) -> tuple[str, 
 def _as_text(given: Any, path: KeyPath) -> str:
     """Return how to write as text what was given in its place: a list of mesh axes as the rules that it may mean."""
     gather = path in (("policy", "gather"), ("policy", "idle"))
-    is_rule = gather or path == ("policy", "zero1") or (path[0] in ("rules", "params", "modes", "tensors") and path[-1] != "match")
+    is_rule = (
+        gather
+        or path == ("policy", "zero1")
+        or (path[0] in ("rules", "params", "modes", "tensors") and path[-1] != "match")
+    )
     if not is_rule:
         return "write text in quotes"
-    if not isinstance(given, (list, tuple)) or not given or not all(isinstance(one, str) for one in given):
+    if (
+        not isinstance(given, (list, tuple))
+        or not given
+        or not all(isinstance(one, str) for one in given)
+    ):
         return 'write text, such as "fsdp+sp"' if gather else 'write text, such as "tp | -"'
-    joined = "" if {REPLICATED, UNCONSTRAINED} & {*given} else f'"{"+".join(given)}" for all of them at once'
+    joined = (
+        ""
+        if {REPLICATED, UNCONSTRAINED} & {*given}
+        else f'"{"+".join(given)}" for all of them at once'
+    )
     either = "" if gather else f'"{" | ".join(given)}" for the first that fits'
     return f"write {', '.join(part for part in (joined, either) if part)}"
 

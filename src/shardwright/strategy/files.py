@@ -29,46 +29,72 @@ def read(path: Path) -> Parsed:
     except FileNotFoundError as error:
         hint = did_you_mean(path.stem, preset_names())
         raise StrategyError(
-            f"no file {str(path)!r}", fix=f"Strategy.preset({path.stem!r})" if path.stem in preset_names() else hint or "check the path"
+            f"no file {str(path)!r}",
+            fix=f"Strategy.preset({path.stem!r})"
+            if path.stem in preset_names()
+            else hint or "check the path",
         ) from error
     except OSError as error:
         raise StrategyError(
-            f"cannot read {str(path)!r}: {(error.strerror or str(error)).lower()}", fix="check the path and its permissions"
+            f"cannot read {str(path)!r}: {(error.strerror or str(error)).lower()}",
+            fix="check the path and its permissions",
         ) from error
     except UnicodeDecodeError as error:
-        raise StrategyError(f"{path.name} is not UTF-8: {error.reason} at byte {error.start}", fix="save it as UTF-8") from error
+        raise StrategyError(
+            f"{path.name} is not UTF-8: {error.reason} at byte {error.start}",
+            fix="save it as UTF-8",
+        ) from error
     return parse_strategy(text, format=format, source=path.name)
 
 
 def _format(path: Path) -> str:
     format = path.suffix.lstrip(".")
     if not format and path.name in preset_names():
-        raise StrategyError(f"{path.name!r} is a preset, not a file", fix=f"Strategy.preset({path.name!r})")
+        raise StrategyError(
+            f"{path.name!r} is a preset, not a file", fix=f"Strategy.preset({path.name!r})"
+        )
     if format not in ("toml", "json"):
-        raise StrategyError(f"{path.name!r} is neither a .toml nor a .json file", fix="give the file one of these endings")
+        raise StrategyError(
+            f"{path.name!r} is neither a .toml nor a .json file",
+            fix="give the file one of these endings",
+        )
     return format
 
 
 def preset_names() -> tuple[str, ...]:
     """Return the names of the packaged strategies."""
     folder = importlib.resources.files("shardwright.strategy") / "presets"
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+    return tuple(
+        sorted(
+            entry.name.removesuffix(".toml")
+            for entry in folder.iterdir()
+            if entry.name.endswith(".toml")
+        )
+    )
 
 
 def read_preset(name: str) -> Parsed:
     """Return a preset's data and where each key stands."""
     if not isinstance(name, str):
         path = "; Strategy.load reads a file" if isinstance(name, os.PathLike) else ""
-        raise StrategyError(f"the name of a preset is text, not {name!r}", fix=f"presets are {', '.join(preset_names())}{path}")
+        raise StrategyError(
+            f"the name of a preset is text, not {name!r}",
+            fix=f"presets are {', '.join(preset_names())}{path}",
+        )
     if name not in preset_names():
         hint = did_you_mean(name.removesuffix(".toml"), preset_names())
-        raise StrategyError(f"no preset {name!r}", fix=f"{hint + ' ' if hint else ''}presets are {', '.join(preset_names())}")
+        raise StrategyError(
+            f"no preset {name!r}",
+            fix=f"{hint + ' ' if hint else ''}presets are {', '.join(preset_names())}",
+        )
     return parse(preset_text(name), format="toml", source=f"{name}.toml")
 
 
 def preset_text(name: str) -> str:
     """Return a preset's file as it is written, comments included."""
-    return (importlib.resources.files("shardwright.strategy") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+    return (
+        importlib.resources.files("shardwright.strategy") / "presets" / f"{name}.toml"
+    ).read_text(encoding="utf-8")
 
 
 def parse_strategy(text: str, *, format: str, source: str) -> Parsed:
@@ -82,34 +108,56 @@ def parse_strategy(text: str, *, format: str, source: str) -> Parsed:
 def parse(text: str, *, format: str, source: str) -> Parsed:
     """Parse TOML or JSON text; the origin maps each key path to `source:line`."""
     if not isinstance(text, str):
-        raise StrategyError(f"{text!r} is no text", path=source, fix="pass the text of a file; Strategy.load(path) reads one")
+        raise StrategyError(
+            f"{text!r} is no text",
+            path=source,
+            fix="pass the text of a file; Strategy.load(path) reads one",
+        )
     if format not in ("toml", "json"):
         raise StrategyError(f"format is {format!r}", path=source, fix='write "toml" or "json"')
     if format == "toml":
         check_keys(text, source)
     try:
-        data = tomllib.loads(text) if format == "toml" else json.loads(text, object_pairs_hook=_no_duplicates)
+        data = (
+            tomllib.loads(text)
+            if format == "toml"
+            else json.loads(text, object_pairs_hook=_no_duplicates)
+        )
     except tomllib.TOMLDecodeError as error:
         line, column = _toml_position(str(error), text)
         raise _syntax(text, source, str(error), line, column, fix=_toml_fix(text, line)) from error
     except json.JSONDecodeError as error:
-        fix = "drop the comma before the bracket" if _is_trailing_comma(text, error.pos) else _CORRECT
+        fix = (
+            "drop the comma before the bracket" if _is_trailing_comma(text, error.pos) else _CORRECT
+        )
         if error.pos == 0:
             fix = 'if this is TOML, pass format="toml" to loads, or name the file .toml'
         raise _syntax(text, source, error.msg, error.lineno, error.colno, fix=fix) from error
     except RecursionError as error:
-        raise StrategyError("the file is nested too deeply", path=source, fix="flatten it") from error
+        raise StrategyError(
+            "the file is nested too deeply", path=source, fix="flatten it"
+        ) from error
     except _DuplicateKeyError as error:
-        raise StrategyError(f"the key {str(error)!r} stands twice in one table", path=source, fix="drop one of them") from error
+        raise StrategyError(
+            f"the key {str(error)!r} stands twice in one table", path=source, fix="drop one of them"
+        ) from error
     except ValueError as error:  # a number of thousands of digits
-        raise StrategyError(str(error).partition(";")[0], path=source, fix="write a smaller number") from error
+        raise StrategyError(
+            str(error).partition(";")[0], path=source, fix="write a smaller number"
+        ) from error
     if not isinstance(data, dict):
-        raise StrategyError(f"a strategy is a table, not {type(data).__name__}", path=source, fix='start from {"version": 1}')
+        raise StrategyError(
+            f"a strategy is a table, not {type(data).__name__}",
+            path=source,
+            fix='start from {"version": 1}',
+        )
     lines = _toml_lines(text) if format == "toml" else _json_lines(text)
     origin: Origin = {(): source}
     for path, line in lines:
         # Under the key as it is written, and as every spelling of an axis is read.
-        origin[path] = origin[(*path[:-1], file_name(canonical_axis(path[-1])))] = f"{source}:{line}"
+        origin[path] = origin[(*path[:-1], file_name(canonical_axis(path[-1])))] = (
+            f"{source}:{line}"
+        )
     check_limits(data, origin)
     return data, origin
 
@@ -152,13 +200,17 @@ def _is_trailing_comma(text: str, at: int) -> bool:
     return (before.endswith(",") or after.startswith(",")) and rest.startswith(("}", "]"))
 
 
-def _syntax(text: str, source: str, message: str, line: int, column: int, *, fix: str) -> StrategyError:
+def _syntax(
+    text: str, source: str, message: str, line: int, column: int, *, fix: str
+) -> StrategyError:
     lines = text.split("\n")
     shown = lines[line - 1] if 0 < line <= len(lines) else ""
     what = re.sub(r" \(at .*\)$", "", message)
     if what == "Cannot overwrite a value":
         what = "the key stands twice in one table"
-    return StrategyError(what, path=f"{source}:{line}", snippet=f"{shown}\n{' ' * (column - 1)}^", fix=fix)
+    return StrategyError(
+        what, path=f"{source}:{line}", snippet=f"{shown}\n{' ' * (column - 1)}^", fix=fix
+    )
 
 
 def _toml_position(message: str, text: str) -> tuple[int, int]:
@@ -171,7 +223,9 @@ def _toml_position(message: str, text: str) -> tuple[int, int]:
 
 # Each of these reads a line in linear time, whatever the line: no two neighbors can match the same characters.
 _HEADER = re.compile(r"^\s*(\[\[?)([^\[\]]+)\]\]?\s*(?:#.*)?$")
-_KEY = re.compile(r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
+_KEY = re.compile(
+    r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*="""
+)
 _PART = re.compile(r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'""")
 
 
@@ -230,7 +284,11 @@ def render(data: Mapping[str, Any], *, format: str) -> str:
 
 
 def _toml(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    plain = {key: value for key, value in table.items() if not isinstance(value, (Mapping, list)) or value == []}
+    plain = {
+        key: value
+        for key, value in table.items()
+        if not isinstance(value, (Mapping, list)) or value == []
+    }
     if path and (plain or not table):
         yield f"\n[{'.'.join(map(_toml_key, path))}]"
     for key, value in plain.items():
@@ -241,7 +299,9 @@ def _toml(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
         elif isinstance(value, list):
             for entry in value:
                 yield f"\n[[{'.'.join(map(_toml_key, (*path, key)))}]]"
-                yield from (f"{_toml_key(name)} = {_toml_value(item)}" for name, item in entry.items())
+                yield from (
+                    f"{_toml_key(name)} = {_toml_value(item)}" for name, item in entry.items()
+                )
 
 
 def _toml_key(key: str) -> str:
@@ -272,7 +332,9 @@ def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
       StrategyError: there is no such folder, or what has the name is no file: a folder, a device, a pipe.
       FileExistsError: there is such a file, and `overwrite` is false.
     """
-    target = Path(os.path.realpath(path)) if overwrite else path  # behind a link, the file changes and the link stays
+    target = (
+        Path(os.path.realpath(path)) if overwrite else path
+    )  # behind a link, the file changes and the link stays
     _check_target(path, target)
     temporary = target.with_name(f".{target.name:.40}.{secrets.token_hex(8)}")
     try:
@@ -296,9 +358,17 @@ def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
 def _check_target(path: Path, target: Path) -> None:
     for folder in (path.parent, target.parent):
         if not folder.is_dir():
-            raise StrategyError(f"no folder {str(folder)!r} to write {path.name!r} in", fix="create it first")
+            raise StrategyError(
+                f"no folder {str(folder)!r} to write {path.name!r} in", fix="create it first"
+            )
     if path.is_dir():
-        raise StrategyError(f"cannot write {str(path)!r}: is a directory", fix="name a file in it, or choose another name")
+        raise StrategyError(
+            f"cannot write {str(path)!r}: is a directory",
+            fix="name a file in it, or choose another name",
+        )
     if path.exists() and not path.is_file():
         # The rename would put a file in place of the device itself.
-        raise StrategyError(f"{str(path)!r} is no file, and would be replaced by one", fix="choose another name, or print and redirect (>)")
+        raise StrategyError(
+            f"{str(path)!r} is no file, and would be replaced by one",
+            fix="choose another name, or print and redirect (>)",
+        )

@@ -25,7 +25,13 @@ LONGEST_KEY = 256
 LONGEST_VALUE = 10_000
 MOST_PROBLEMS = 100
 # Entries of the tables that a strategy may fill with names of its own.
-MOST_ENTRIES = {"mesh": MOST_MESH_AXES, "dcn": MOST_MESH_AXES, "axis_types": MOST_MESH_AXES, "axes": 1000, "tensors": 1000}
+MOST_ENTRIES = {
+    "mesh": MOST_MESH_AXES,
+    "dcn": MOST_MESH_AXES,
+    "axis_types": MOST_MESH_AXES,
+    "axes": 1000,
+    "tensors": 1000,
+}
 
 # A string, a comment, a part of a key, a dot, blanks, or any other character; a string without an end reads to the end.
 _TOKEN = re.compile(
@@ -106,8 +112,15 @@ def _problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
         what, fix = _fault(path, value)
         if what:
             # A path of a thousand keys, or of keys that cannot be shown, is no help.
-            shown = ".".join(key[:LONGEST_KEY] for key in path[:4] if is_text(key)) + ("..." if len(path) > 4 else "")
-            yield Problem(error=StrategyError, what=what, path=f"{source_of(path, origin)} {shown}".strip(), fix=fix)
+            shown = ".".join(key[:LONGEST_KEY] for key in path[:4] if is_text(key)) + (
+                "..." if len(path) > 4 else ""
+            )
+            yield Problem(
+                error=StrategyError,
+                what=what,
+                path=f"{source_of(path, origin)} {shown}".strip(),
+                fix=fix,
+            )
         elif isinstance(value, Mapping):
             waiting += reversed([((*path, str(key)), entry) for key, entry in value.items()])
         elif isinstance(value, list):
@@ -116,15 +129,30 @@ def _problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
 
 def _fault(path: KeyPath, value: Any) -> tuple[str, str]:
     if path and not is_text(path[-1]):
-        return f"the key {path[-1]!r:.80} has a character that is no text (half of a surrogate pair)", "use letters, digits and _"
+        return (
+            f"the key {path[-1]!r:.80} has a character that is no text (half of a surrogate pair)",
+            "use letters, digits and _",
+        )
     if path and len(path[-1]) > LONGEST_KEY:
-        return f"a key has {len(path[-1])} characters, at most {LONGEST_KEY} are read", "use a shorter name"
+        return (
+            f"a key has {len(path[-1])} characters, at most {LONGEST_KEY} are read",
+            "use a shorter name",
+        )
     if isinstance(value, str) and len(value) > LONGEST_VALUE:
-        return f"a text has {len(value)} characters, at most {LONGEST_VALUE} are read", "use a shorter text"
+        return (
+            f"a text has {len(value)} characters, at most {LONGEST_VALUE} are read",
+            "use a shorter text",
+        )
     if isinstance(value, str) and not is_text(value):
-        return f"{value!r:.80} has a character that is no text (half of a surrogate pair)", "use letters, digits and _"
+        return (
+            f"{value!r:.80} has a character that is no text (half of a surrogate pair)",
+            "use letters, digits and _",
+        )
     if isinstance(value, int) and abs(value) > MOST_ELEMENTS:
-        return f"a number of {value.bit_length()} bits is no size", "write a smaller number: at most 2^63 - 1"
+        return (
+            f"a number of {value.bit_length()} bits is no size",
+            "write a smaller number: at most 2^63 - 1",
+        )
     if isinstance(value, (Mapping, list)) and len(path) >= DEEPEST:
         return f"tables and lists are nested more than {DEEPEST} deep", "flatten the file"
     return "", ""

@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+)
 
 from shardwright.axes import Mesh, canonical_axis, file_name
 from shardwright.errors import Problem, StrategyError, raise_problems
@@ -33,7 +41,11 @@ def _lower_keys(table: Any) -> Any:
         return table
     spelled: dict[Any, Any] = {}
     for key, value in table.items():
-        name = file_name(canonical_axis(key)) if isinstance(key, str) and key not in ("params", "match") else key
+        name = (
+            file_name(canonical_axis(key))
+            if isinstance(key, str) and key not in ("params", "match")
+            else key
+        )
         if name in spelled:
             raise ValueError(f"{name!r} stands twice, spelled in two ways")
         spelled[name] = value
@@ -53,7 +65,9 @@ class _Table(BaseModel):
 class ModeTable(_Table):
     """What differs in one mode: rules of activations and caches, and under `params` those of parameters."""
 
-    params: Rules = Field(default_factory=ReadOnlyDict, description="What differs for parameters in this mode.")
+    params: Rules = Field(
+        default_factory=ReadOnlyDict, description="What differs for parameters in this mode."
+    )
 
     _lower = field_validator("params", mode="before")(_lower_keys)
 
@@ -61,24 +75,55 @@ class ModeTable(_Table):
 class TensorTable(_Table):
     """Rules for the parameters whose path a pattern matches (`re.search`); the first entry naming an axis wins."""
 
-    match: str = Field(description="Regular expression searched in the '/'-joined path; one whose search takes linear time.")
+    match: str = Field(
+        description="Regular expression searched in the '/'-joined path; one whose search takes linear time."
+    )
 
 
 class PolicyTable(BaseModel):
     """What is done where a rule cannot be followed to the letter."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    preset: Literal["strict", "eformer"] = Field(default="strict", description="Where the other settings start from.")
-    indivisible: Literal["error", "prefix", "replicate", "drop"] | None = Field(default=None, description="A size that does not divide.")
-    conflict: Literal["error", "first_dim"] | None = Field(default=None, description="Two dims that want one mesh axis.")
-    gather: str = Field(default="-", description='Mesh axes over which a weight is gathered where it is used, "fsdp+sp".')
-    zero1: str = Field(default="-", description='Mesh axes that optimizer state is sharded over beyond its parameter, "dp | -".')
-    idle: str = Field(default="-", description='Mesh axes that no rule names, on purpose, "replica+other".')
-    missing: Literal["skip", "replicate"] | None = Field(default=None, description="A standard mesh axis that the mesh lacks.")
-    rank: Literal["error", "fit"] | None = Field(default=None, description="An annotation of another rank than the array.")
+    preset: Literal["strict", "eformer"] = Field(
+        default="strict", description="Where the other settings start from."
+    )
+    indivisible: Literal["error", "prefix", "replicate", "drop"] | None = Field(
+        default=None, description="A size that does not divide."
+    )
+    conflict: Literal["error", "first_dim"] | None = Field(
+        default=None, description="Two dims that want one mesh axis."
+    )
+    gather: str = Field(
+        default="-",
+        description='Mesh axes over which a weight is gathered where it is used, "fsdp+sp".',
+    )
+    zero1: str = Field(
+        default="-",
+        description='Mesh axes that optimizer state is sharded over beyond its parameter, "dp | -".',
+    )
+    idle: str = Field(
+        default="-", description='Mesh axes that no rule names, on purpose, "replica+other".'
+    )
+    missing: Literal["skip", "replicate"] | None = Field(
+        default=None, description="A standard mesh axis that the mesh lacks."
+    )
+    rank: Literal["error", "fit"] | None = Field(
+        default=None, description="An annotation of another rank than the array."
+    )
 
 
-Shipped = Literal["auto", "allgather_kv", "blockwise", "cudnn", "flash_decode", "ring", "sdpa", "splash", "ulysses", "vanilla"]
+Shipped = Literal[
+    "auto",
+    "allgather_kv",
+    "blockwise",
+    "cudnn",
+    "flash_decode",
+    "ring",
+    "sdpa",
+    "splash",
+    "ulysses",
+    "vanilla",
+]
 Own = Annotated[str, Field(pattern=rf"^{OWN_ATTENTION}[A-Za-z_][A-Za-z0-9_-]*$")]
 AttentionName = Shipped | Own
 
@@ -104,16 +149,30 @@ class Strategy(BaseModel):
 
     version: Literal[1] = Field(default=1, description="Version of this format.")
     name: str = Field(default="", description="Name shown in reports.")
-    axis_types: AxisTypeName | Table[AxisTypeName] = Field(default="auto", description="Axis type of all mesh axes, or by mesh axis.")
-    mesh: Table[int] = Field(
-        default_factory=ReadOnlyDict, description="Mesh axes, slowest first: total sizes, slices included; one may be -1."
+    axis_types: AxisTypeName | Table[AxisTypeName] = Field(
+        default="auto", description="Axis type of all mesh axes, or by mesh axis."
     )
-    dcn: Table[int] = Field(default_factory=ReadOnlyDict, description="The part of a total that crosses slices.")
-    axes: Table[str] = Field(default_factory=ReadOnlyDict, description="Axes of your own, each with a line that says what it is.")
+    mesh: Table[int] = Field(
+        default_factory=ReadOnlyDict,
+        description="Mesh axes, slowest first: total sizes, slices included; one may be -1.",
+    )
+    dcn: Table[int] = Field(
+        default_factory=ReadOnlyDict, description="The part of a total that crosses slices."
+    )
+    axes: Table[str] = Field(
+        default_factory=ReadOnlyDict,
+        description="Axes of your own, each with a line that says what it is.",
+    )
     rules: Rules = Field(default_factory=ReadOnlyDict, description=f"Rule of each axis. {RULE}")
-    params: Rules = Field(default_factory=ReadOnlyDict, description="What differs for parameters, as they are stored.")
-    modes: Annotated[dict[Literal["train", "prefill", "decode", "insert"], ModeTable], AfterValidator(ReadOnlyDict)] = Field(
-        default_factory=ReadOnlyDict, description="What differs in a mode; insert inherits from decode."
+    params: Rules = Field(
+        default_factory=ReadOnlyDict, description="What differs for parameters, as they are stored."
+    )
+    modes: Annotated[
+        dict[Literal["train", "prefill", "decode", "insert"], ModeTable],
+        AfterValidator(ReadOnlyDict),
+    ] = Field(
+        default_factory=ReadOnlyDict,
+        description="What differs in a mode; insert inherits from decode.",
     )
     policy: PolicyTable = Field(default_factory=PolicyTable)
     attention: AttentionTable = Field(default_factory=AttentionTable)
@@ -128,12 +187,18 @@ class Strategy(BaseModel):
     @field_validator("modes", mode="before")
     @classmethod
     def _lower_modes(cls, modes: Any) -> Any:
-        return {mode: _lower_keys(table) for mode, table in modes.items()} if isinstance(modes, Mapping) else modes
+        return (
+            {mode: _lower_keys(table) for mode, table in modes.items()}
+            if isinstance(modes, Mapping)
+            else modes
+        )
 
     @field_validator("tensors", mode="before")
     @classmethod
     def _lower_tensors(cls, tensors: Any) -> Any:
-        return [_lower_keys(entry) for entry in tensors] if isinstance(tensors, Sequence) else tensors
+        return (
+            [_lower_keys(entry) for entry in tensors] if isinstance(tensors, Sequence) else tensors
+        )
 
     def __init__(self, **data: Any) -> None:
         self._build(data, {})
@@ -164,7 +229,9 @@ class Strategy(BaseModel):
         return cls._made(*files.read(Path(path)))
 
     @classmethod
-    def loads(cls, text: str, *, format: Literal["toml", "json"] = "toml", source: str = "") -> Strategy:
+    def loads(
+        cls, text: str, *, format: Literal["toml", "json"] = "toml", source: str = ""
+    ) -> Strategy:
         """Read a strategy from text; `source` is the name that messages use."""
         return cls._made(*files.parse_strategy(text, format=format, source=source or f"<{format}>"))
 
@@ -199,7 +266,10 @@ class Strategy(BaseModel):
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """Return the JSON Schema of the file format, for editors and other tools."""
-        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema()}
+        return {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            **cls.model_json_schema(),
+        }
 
     def __or__(self, other: Strategy) -> Strategy:
         """Overlay: what `other` sets wins, key by key; its `[[tensors]]` come first.
@@ -212,7 +282,9 @@ class Strategy(BaseModel):
             return NotImplemented
         base, over = self.to_data(), other.to_data()
         raise_problems(check.overlay_problems(base, over, below=self._origin, above=other._origin))
-        return type(self)._made(check.merge(base, over), check.merge_origin(self._origin, other._origin, over))
+        return type(self)._made(
+            check.merge(base, over), check.merge_origin(self._origin, other._origin, over)
+        )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy.
@@ -266,4 +338,6 @@ class Strategy(BaseModel):
                 path=self._origin.get((), ""),
                 fix='add [mesh], or pass mesh=create_mesh("dp:2,tp:4")',
             )
-        return create_mesh(dict(self.mesh), devices=devices, axis_types=self.axis_types, dcn=dict(self.dcn) or None)
+        return create_mesh(
+            dict(self.mesh), devices=devices, axis_types=self.axis_types, dcn=dict(self.dcn) or None
+        )

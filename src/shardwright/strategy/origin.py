@@ -11,7 +11,9 @@ Origin = dict[KeyPath, str]
 
 def source_of(path: KeyPath, origin: Mapping[KeyPath, str]) -> str:
     """Return the `file:line` of a key, or of the nearest table that holds it, or an empty string."""
-    return next((origin[path[:end]] for end in range(len(path), -1, -1) if path[:end] in origin), "")
+    return next(
+        (origin[path[:end]] for end in range(len(path), -1, -1) if path[:end] in origin), ""
+    )
 
 
 def where(path: KeyPath, origin: Mapping[KeyPath, str]) -> str:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from shardwright.testing.assertions import assert_no_collectives as assert_no_collectives
     from shardwright.testing.assertions import assert_sharding as assert_sharding
     from shardwright.testing.assertions import assert_spec as assert_spec
-    from shardwright.testing.attention_conformance import AttentionConformance as AttentionConformance
+    from shardwright.testing.attention_conformance import (
+        AttentionConformance as AttentionConformance,
+    )
     from shardwright.testing.equality import assert_same_as_unsharded as assert_same_as_unsharded
     from shardwright.testing.golden import Golden as Golden
     from shardwright.testing.golden import GoldenError as GoldenError

@@ -19,7 +19,12 @@ from shardwright.plan.memory import bytes_by_path
 from shardwright.report.collectives import collectives_text
 from shardwright.report.memory import memory_text
 from shardwright.report.text import bytes_text
-from shardwright.testing.placements import Wanted, wanted_by_annotation, wanted_by_sharding, wrong_placements
+from shardwright.testing.placements import (
+    Wanted,
+    wanted_by_annotation,
+    wanted_by_sharding,
+    wrong_placements,
+)
 from shardwright.testing.programs import Axis, Program, read_program
 
 _ROWS = 20  # of a table in a message
@@ -45,7 +50,13 @@ def assert_sharding(x: Any, expected: Any) -> None:
     _judge(wanted_by_sharding(x, expected))
 
 
-def assert_spec(x: Any, *axes: Any, manager: PartitionManager | None = None, mode: str | None = None, role: str | None = None) -> None:
+def assert_spec(
+    x: Any,
+    *axes: Any,
+    manager: PartitionManager | None = None,
+    mode: str | None = None,
+    role: str | None = None,
+) -> None:
     """Assert that arrays lie as their annotations resolve, or as literal specs say.
 
     `assert_spec(q, BATCH, LENGTH, HEAD, HEAD_DIM)`, `assert_spec(params, annotations, role="param")`, `assert_spec(y, P("dp"))`.
@@ -101,7 +112,9 @@ def assert_max_replicated(
     if (bytes is None) == (fraction is None):
         raise TypeError("assert_max_replicated needs one limit: bytes=, or fraction=")
     if fraction is not None and not 0 <= fraction <= 1:
-        raise ValueError(f"fraction={fraction} is no part of the whole: it lies between 0 and 1, 0.02 for 2 %; for bytes write bytes=")
+        raise ValueError(
+            f"fraction={fraction} is no part of the whole: it lies between 0 and 1, 0.02 for 2 %; for bytes write bytes="
+        )
     if bytes is not None and not bytes >= 0:
         raise ValueError(f"bytes={bytes!r} is no number of bytes: nothing has fewer than 0")
     found = bytes_by_path(x, shardings)
@@ -109,7 +122,9 @@ def assert_max_replicated(
         raise StrategyError(_NOTHING, fix=_NOTHING_FIX)
     if all(leaf.devices == 1 and leaf.spec is None for leaf in found.leaves):
         what = "every array lies on one device and on no mesh, so none has copies, however it will be placed"
-        raise StrategyError(what, fix="place them first (pm.shard, pm.init), or pass shardings=pm.shardings(...)")
+        raise StrategyError(
+            what, fix="place them first (pm.shard, pm.init), or pass shardings=pm.shardings(...)"
+        )
     if bytes is not None:
         good, limit = found.replicated <= bytes, f"{bytes_text(bytes)} may be"
     else:
@@ -121,7 +136,9 @@ def assert_max_replicated(
         first = worst.leaves[0]
         where = f"most by {first.path or 'the array'}, over {' and '.join(first.replicated_over) or 'its devices'}"
         fix = "shard it over those mesh axes, or raise the limit if the copies are meant"
-        raise AssertionError(f"{held}, {limit}; {where}\n\n{memory_text(worst, rows=_ROWS)}\n  fix   {fix}")
+        raise AssertionError(
+            f"{held}, {limit}; {where}\n\n{memory_text(worst, rows=_ROWS)}\n  fix   {fix}"
+        )
 
 
 def assert_collectives(
@@ -170,16 +187,32 @@ def assert_collectives(
       ProgramError, MeshSpecError, UnknownAxisError: the program, its mesh or the axis cannot be told.
     """
     __tracebackhide__ = True
-    counts = (all_gather, all_reduce, reduce_scatter, all_to_all, permute, broadcast, ragged_all_to_all)
+    counts = (
+        all_gather,
+        all_reduce,
+        reduce_scatter,
+        all_to_all,
+        permute,
+        broadcast,
+        ragged_all_to_all,
+    )
     wanted = {kind: count for kind, count in zip(Kind, counts, strict=True) if count is not None}
     if not wanted and bytes is None:
-        raise TypeError("assert_collectives asserts nothing: name a kind, as in all_reduce=1, or bytes=; or use assert_no_collectives")
+        raise TypeError(
+            "assert_collectives asserts nothing: name a kind, as in all_reduce=1, or bytes=; or use assert_no_collectives"
+        )
     _check_counts({**{str(kind): count for kind, count in wanted.items()}, "bytes": bytes})
-    found = read_program(program, args, mesh=mesh, manager=manager, trips=trips, own_types=bytes is not None)
+    found = read_program(
+        program, args, mesh=mesh, manager=manager, trips=trips, own_types=bytes is not None
+    )
     over = found.over(axis)
     problems = [text for kind, count in wanted.items() if (text := _wrong_count(kind, count, over))]
     if only:
-        problems += [f"{kind}: none is expected, {_often(kind, over)} found" for kind in _kinds(over) if kind not in wanted]
+        problems += [
+            f"{kind}: none is expected, {_often(kind, over)} found"
+            for kind in _kinds(over)
+            if kind not in wanted
+        ]
     if bytes is not None:
         problems += _wrong_bytes(bytes, [one for one in over if one.kind in wanted or not wanted])
     if problems:
@@ -212,7 +245,9 @@ def assert_no_collectives(
     found = read_program(program, args, mesh=mesh, manager=manager)
     over = found.over(axis, exactly=False)
     if over:
-        problems = [f"{kind}: none is expected, {_often(kind, over)} found" for kind in _kinds(over)]
+        problems = [
+            f"{kind}: none is expected, {_often(kind, over)} found" for kind in _kinds(over)
+        ]
         raise AssertionError(_message(found, axis, over, problems))
 
 
@@ -220,7 +255,9 @@ def _check_counts(wanted: Mapping[str, Any]) -> None:
     __tracebackhide__ = True
     for name, count in wanted.items():
         if count is not None and (isinstance(count, bool) or not isinstance(count, Count)):
-            raise TypeError(f"{name}={count!r} is neither a whole number nor a range: write {name}=1, or {name}=range(1, 4) for 1 to 3")
+            raise TypeError(
+                f"{name}={count!r} is neither a whole number nor a range: write {name}=1, or {name}=range(1, 4) for 1 to 3"
+            )
 
 
 def _kinds(found: Sequence[Collective]) -> list[Kind]:
@@ -251,7 +288,9 @@ def _wrong_count(kind: Kind, wanted: Count, found: Sequence[Collective]) -> str:
 def _expected(wanted: Count) -> str:
     if not isinstance(wanted, range):
         return f"{wanted} expected"
-    return f"{wanted[0]} to {wanted[-1]} expected" if len(wanted) else "nothing fits the empty range"
+    return (
+        f"{wanted[0]} to {wanted[-1]} expected" if len(wanted) else "nothing fits the empty range"
+    )
 
 
 def _wrong_bytes(wanted: Count, found: Sequence[Collective]) -> list[str]:
@@ -262,13 +301,27 @@ def _wrong_bytes(wanted: Count, found: Sequence[Collective]) -> list[str]:
     return [] if fits else [f"bytes: {_expected(wanted)}, {moved} found ({bytes_text(moved)})"]
 
 
-def _message(found: Program, axis: Axis | None, over: Sequence[Collective], problems: Sequence[str]) -> str:
+def _message(
+    found: Program, axis: Axis | None, over: Sequence[Collective], problems: Sequence[str]
+) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in found.sizes.items())
-    asked = "" if axis is None else f" over {axis_label(axis) if isinstance(axis, str) else '+'.join(axis)}"
-    lines = [f"collectives of {found.name}{f' on {sizes}' if sizes else ''}{asked}:", *(f"  {problem}" for problem in problems), ""]
+    asked = (
+        ""
+        if axis is None
+        else f" over {axis_label(axis) if isinstance(axis, str) else '+'.join(axis)}"
+    )
+    lines = [
+        f"collectives of {found.name}{f' on {sizes}' if sizes else ''}{asked}:",
+        *(f"  {problem}" for problem in problems),
+        "",
+    ]
     others = [one for one in found.collectives if one not in over]
-    lines += [collectives_text(over, carried=found.carried, rows=_ROWS)] if over or not others else []
-    lines += ["", f"not{asked}:"] * bool(others and over) + [collectives_text(others, carried=found.carried, rows=_ROWS)] * bool(others)
+    lines += (
+        [collectives_text(over, carried=found.carried, rows=_ROWS)] if over or not others else []
+    )
+    lines += ["", f"not{asked}:"] * bool(others and over) + [
+        collectives_text(others, carried=found.carried, rows=_ROWS)
+    ] * bool(others)
     fix = "is anything sharded? assert_sharding tells where arguments lie"
     if found.collectives:
         fix = "place operands as the lines above need them, or constrain what goes in and out there; or expect these if they are meant"

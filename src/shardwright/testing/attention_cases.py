@@ -72,8 +72,14 @@ class Case:
         """q, k, v and the arrays, of this case and of no other. NumPy's: JAX would compile a program for each."""
         random = np.random.default_rng(len(self.name))
         b, t, s, h = self.batch, self.q_length, self.kv_length, self.heads
-        shapes = {"q": (b, t, h, self.head_dim), "k": (b, s, self.kv_heads, self.head_dim), "v": (b, s, self.kv_heads, self.v_dim)}
-        made: dict[str, Any] = {name: random.standard_normal(shape) for name, shape in shapes.items()}
+        shapes = {
+            "q": (b, t, h, self.head_dim),
+            "k": (b, s, self.kv_heads, self.head_dim),
+            "v": (b, s, self.kv_heads, self.v_dim),
+        }
+        made: dict[str, Any] = {
+            name: random.standard_normal(shape) for name, shape in shapes.items()
+        }
         if self.coarse:
             made |= {name: np.round(4 * made[name]) / 4 for name in ("q", "k")}
         made["q"] = made["q"] * self.spread
@@ -86,28 +92,43 @@ class Case:
         known: dict[str, Callable[[], Any]] = {
             "segment_ids": lambda: np.sort(random.integers(0, 3, (b, t), np.int32)),
             "kv_segment_ids": lambda: np.sort(random.integers(0, 3, (b, s), np.int32)),
-            "lengths": lambda: np.resize(np.array([s - 3, s, 5, 9 if self.mode == "decode" else 0], np.int32), (b,)),
+            "lengths": lambda: np.resize(
+                np.array([s - 3, s, 5, 9 if self.mode == "decode" else 0], np.int32), (b,)
+            ),
             "positions": lambda: s - t + rows[:t] if self.mode == "decode" else shuffled,
-            "kv_positions": lambda: np.where(rows % 5 == 3, -1, (rows + 7) % s) if self.mode == "decode" else shuffled,
+            "kv_positions": lambda: (
+                np.where(rows % 5 == 3, -1, (rows + 7) % s) if self.mode == "decode" else shuffled
+            ),
             "mask": lambda: random.random((b, 1, t, s)) < 0.7,
             "row_mask": lambda: random.random((b, 1, 1, s)) < 0.7,
             "bias": lambda: random.standard_normal((1, h, t, s), np.float32),
             "row_bias": lambda: random.standard_normal((b, 1, 1, s), np.float32),
             "hiding_bias": lambda: _rows_of_biases(_HIDING_ROWS, h, t, s),
-            "bfloat16_hiding_bias": lambda: _rows_of_biases(_HIDING_ROWS, h, t, s).astype("bfloat16"),
+            "bfloat16_hiding_bias": lambda: _rows_of_biases(_HIDING_ROWS, h, t, s).astype(
+                "bfloat16"
+            ),
             "hiding_row_bias": lambda: np.swapaxes(_rows_of_biases(_HIDING_ROWS, b, 1, s), 0, 1),
             "large_bias": lambda: _rows_of_biases(_LARGE_ROWS, h, t, s),
             "sinks": lambda: random.standard_normal(h, np.float32),
             "dropout_key": lambda: np.uint32(5),
         }
         if self.stored is not None:
-            made |= {key: x for name in ("k", "v") for key, x in quantised(name, made[name], self.stored).items()}
-        made |= {"bias" if name.endswith("bias") else name.removeprefix("row_"): known[name]() for name in self.arrays}
+            made |= {
+                key: x
+                for name in ("k", "v")
+                for key, x in quantised(name, made[name], self.stored).items()
+            }
+        made |= {
+            "bias" if name.endswith("bias") else name.removeprefix("row_"): known[name]()
+            for name in self.arrays
+        }
         return made if self.mode == "train" else self._with_remains(made)
 
     def _with_remains(self, made: dict[str, Any]) -> dict[str, Any]:
         """Put NaN where there is no key: what an earlier sequence left in a cache may be anything. A cache has no gradient."""
-        positions = np.broadcast_to(made.get("kv_positions", np.arange(self.kv_length)), (self.batch, self.kv_length))
+        positions = np.broadcast_to(
+            made.get("kv_positions", np.arange(self.kv_length)), (self.batch, self.kv_length)
+        )
         held = positions >= 0
         if "lengths" in made:
             held = held & (positions < made["lengths"][:, None])
@@ -120,16 +141,23 @@ class Case:
 
     def weights(self) -> Any:
         """What the elements of the output count in the loss."""
-        weights = np.random.default_rng(1).standard_normal((self.batch, self.q_length, self.heads, self.v_dim), np.float32)
+        weights = np.random.default_rng(1).standard_normal(
+            (self.batch, self.q_length, self.heads, self.v_dim), np.float32
+        )
         return np.swapaxes(weights, 1, 2) if self.options.get("layout") == "BHTD" else weights
 
 
 # What other code writes into a bias in place of a mask. Each of these is at most -2e38, in bfloat16 too, and hides.
-_HIDING = np.array([-np.inf, DEFAULT_MASK_VALUE, np.finfo(np.float32).min, -3.3895314e38, -2.01e38], np.float32)
+_HIDING = np.array(
+    [-np.inf, DEFAULT_MASK_VALUE, np.finfo(np.float32).min, -3.3895314e38, -2.01e38], np.float32
+)
 # Rows of biases by how they hide keys: with one value everywhere, with several, some keys, all but the last (which a causal mask
 # hides from most queries), none.
 _HIDING_ROWS: tuple[Callable[[Any], Any], ...] = (
-    *(functools.partial(lambda column, value: np.full(column.shape, value), value=value) for value in _HIDING),
+    *(
+        functools.partial(lambda column, value: np.full(column.shape, value), value=value)
+        for value in _HIDING
+    ),
     lambda column: _HIDING[column % 5],
     lambda column: np.where(column % 2 == 0, _HIDING[column % 5], 0.5),
     lambda column: np.where(column % 3 == 0, -0.25, -np.inf),
@@ -149,16 +177,24 @@ _LARGE_ROWS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def _rows_of_biases(rows: tuple[Callable[[Any], Any], ...], heads: int, q_length: int, kv_length: int) -> Any:
+def _rows_of_biases(
+    rows: tuple[Callable[[Any], Any], ...], heads: int, q_length: int, kv_length: int
+) -> Any:
     """Return a bias `[1, heads, q_length, kv_length]` float32 whose rows go round, other ones in each head."""
-    made = [[rows[(3 * head + row) % len(rows)](np.arange(kv_length)) for row in range(q_length)] for head in range(heads)]
+    made = [
+        [rows[(3 * head + row) % len(rows)](np.arange(kv_length)) for row in range(q_length)]
+        for head in range(heads)
+    ]
     return np.asarray(made, np.float32)[None]
 
 
 def quantised(name: str, x: Any, dtype: str) -> dict[str, Any]:
     """Keys or values in a dtype of 8 bits, and their scales; whatever these are, they are to be multiplied."""
     scale = np.abs(x.astype(np.float32)).max(axis=-1) / 100
-    return {name: np.round(x.astype(np.float32) / scale[..., None]).astype(dtype), f"{name}_scale": scale}
+    return {
+        name: np.round(x.astype(np.float32) / scale[..., None]).astype(dtype),
+        f"{name}_scale": scale,
+    }
 
 
 CASES = (
@@ -171,13 +207,19 @@ CASES = (
     Case(name="packed", options={"causal": True}, arrays=("segment_ids",)),
     Case(name="lengths", arrays=("lengths",)),
     Case(name="permuted", options={"causal": True}, arrays=("positions", "kv_positions")),
-    Case(name="permuted, packed, window", options={"causal": True, "window": (9, 0)}, arrays=("positions", "kv_positions", "segment_ids")),
+    Case(
+        name="permuted, packed, window",
+        options={"causal": True, "window": (9, 0)},
+        arrays=("positions", "kv_positions", "segment_ids"),
+    ),
     Case(name="bias", options={"causal": True}, arrays=("bias",)),
     Case(name="broadcast bias and mask", arrays=("row_bias", "row_mask")),
     Case(name="dense mask", arrays=("mask",)),
     Case(name="sinks", options={"causal": True}, arrays=("sinks",)),
     Case(name="dropped", options={"causal": True, "dropout": 0.3}, arrays=("dropout_key",)),
-    Case(name="logsumexp", options={"causal": True, "return_lse": True}, arrays=("sinks", "lengths")),
+    Case(
+        name="logsumexp", options={"causal": True, "return_lse": True}, arrays=("sinks", "lengths")
+    ),
     Case(name="as many kv heads", kv_heads=4, options={"causal": True}),
     Case(name="one kv head", kv_heads=1, options={"causal": True}),
     Case(name="wider values", v_dim=12, options={"causal": True}),
@@ -185,42 +227,120 @@ CASES = (
     Case(name="fewer queries", q_length=12, options={"causal": True}),
     Case(
         name="everything",
-        options={"causal": True, "window": (11, 0), "softcap": 3.0, "dropout": 0.2, "return_lse": True},
+        options={
+            "causal": True,
+            "window": (11, 0),
+            "softcap": 3.0,
+            "dropout": 0.2,
+            "return_lse": True,
+        },
         arrays=("segment_ids", "lengths", "mask", "bias", "sinks", "dropout_key"),
     ),
     Case(name="prefill", mode="prefill", options={"causal": True}),
-    Case(name="prefill packed", mode="prefill", options={"causal": True}, arrays=("segment_ids", "lengths")),
-    Case(name="decode", mode="decode", q_length=1, options={"causal": True}, arrays=("lengths",)),
-    Case(name="decode drafts", mode="decode", q_length=3, options={"causal": True, "window": (8, None)}, arrays=("lengths", "sinks")),
     Case(
-        name="decode slots", mode="decode", q_length=1, options={"causal": True, "return_lse": True}, arrays=("positions", "kv_positions")
+        name="prefill packed",
+        mode="prefill",
+        options={"causal": True},
+        arrays=("segment_ids", "lengths"),
     ),
-    Case(name="decode one kv head", mode="decode", q_length=1, kv_heads=1, options={"softcap": 2.0}, arrays=("lengths", "row_bias")),
-    Case(name="decode int8", mode="decode", q_length=1, stored="int8", options={"causal": True}, arrays=("lengths",)),
+    Case(name="decode", mode="decode", q_length=1, options={"causal": True}, arrays=("lengths",)),
+    Case(
+        name="decode drafts",
+        mode="decode",
+        q_length=3,
+        options={"causal": True, "window": (8, None)},
+        arrays=("lengths", "sinks"),
+    ),
+    Case(
+        name="decode slots",
+        mode="decode",
+        q_length=1,
+        options={"causal": True, "return_lse": True},
+        arrays=("positions", "kv_positions"),
+    ),
+    Case(
+        name="decode one kv head",
+        mode="decode",
+        q_length=1,
+        kv_heads=1,
+        options={"softcap": 2.0},
+        arrays=("lengths", "row_bias"),
+    ),
+    Case(
+        name="decode int8",
+        mode="decode",
+        q_length=1,
+        stored="int8",
+        options={"causal": True},
+        arrays=("lengths",),
+    ),
     Case(
         name="decode float8, drafts, bhtd",
         mode="decode",
         q_length=3,
         stored="float8_e4m3fn",
-        options={"causal": True, "window": (8, None), "softcap": 2.0, "layout": "BHTD", "return_lse": True},
+        options={
+            "causal": True,
+            "window": (8, None),
+            "softcap": 2.0,
+            "layout": "BHTD",
+            "return_lse": True,
+        },
         arrays=("lengths", "sinks", "bias"),
     ),
     Case(
-        name="decode float8_e5m2, one kv head", mode="decode", q_length=1, kv_heads=1, stored="float8_e5m2", arrays=("lengths", "row_mask")
+        name="decode float8_e5m2, one kv head",
+        mode="decode",
+        q_length=1,
+        kv_heads=1,
+        stored="float8_e5m2",
+        arrays=("lengths", "row_mask"),
     ),
-    Case(name="prefill int8", mode="prefill", stored="int8", v_dim=12, options={"causal": True}, arrays=("segment_ids",)),
+    Case(
+        name="prefill int8",
+        mode="prefill",
+        stored="int8",
+        v_dim=12,
+        options={"causal": True},
+        arrays=("segment_ids",),
+    ),
     Case(name="hidden by a bias", arrays=("hiding_bias",)),
-    Case(name="hidden by a bias, causal, sinks", options={"causal": True, "return_lse": True}, arrays=("hiding_bias", "sinks")),
-    Case(name="hidden by a bias in bfloat16, bhtd", options={"causal": True, "layout": "BHTD"}, arrays=("bfloat16_hiding_bias",)),
+    Case(
+        name="hidden by a bias, causal, sinks",
+        options={"causal": True, "return_lse": True},
+        arrays=("hiding_bias", "sinks"),
+    ),
+    Case(
+        name="hidden by a bias in bfloat16, bhtd",
+        options={"causal": True, "layout": "BHTD"},
+        arrays=("bfloat16_hiding_bias",),
+    ),
     Case(name="hidden by a bias for all queries", arrays=("hiding_row_bias", "row_mask")),
     Case(
         name="hidden by a bias, everything",
-        options={"causal": True, "window": (11, 0), "softcap": 3.0, "dropout": 0.2, "return_lse": True},
+        options={
+            "causal": True,
+            "window": (11, 0),
+            "softcap": 3.0,
+            "dropout": 0.2,
+            "return_lse": True,
+        },
         arrays=("segment_ids", "lengths", "mask", "hiding_bias", "sinks", "dropout_key"),
     ),
     Case(name="large biases", coarse=True, options={"scale": 0.25}, arrays=("large_bias",)),
-    Case(name="large biases and sinks, causal", coarse=True, options={"scale": 0.25, "causal": True}, arrays=("large_bias", "sinks")),
-    Case(name="decode hidden by a bias", mode="decode", q_length=1, options={"causal": True}, arrays=("lengths", "hiding_bias")),
+    Case(
+        name="large biases and sinks, causal",
+        coarse=True,
+        options={"scale": 0.25, "causal": True},
+        arrays=("large_bias", "sinks"),
+    ),
+    Case(
+        name="decode hidden by a bias",
+        mode="decode",
+        q_length=1,
+        options={"causal": True},
+        arrays=("lengths", "hiding_bias"),
+    ),
     Case(
         name="decode hidden by a bias for all queries, sinks",
         mode="decode",
@@ -229,8 +349,20 @@ CASES = (
         options={"return_lse": True},
         arrays=("lengths", "hiding_row_bias", "sinks"),
     ),
-    Case(name="decode large biases", mode="decode", q_length=3, coarse=True, options={"scale": 0.25}, arrays=("lengths", "large_bias")),
-    Case(name="prefill hidden by a bias", mode="prefill", options={"causal": True}, arrays=("hiding_bias",)),
+    Case(
+        name="decode large biases",
+        mode="decode",
+        q_length=3,
+        coarse=True,
+        options={"scale": 0.25},
+        arrays=("lengths", "large_bias"),
+    ),
+    Case(
+        name="prefill hidden by a bias",
+        mode="prefill",
+        options={"causal": True},
+        arrays=("hiding_bias",),
+    ),
     # With large logits, an operand that is scaled and rounded shows. Of these sizes 80 and 128 have a scale that is not a
     # power of two. Every implementation whose backward pass reads the rounded output needs the slack, in bfloat16.
     *(

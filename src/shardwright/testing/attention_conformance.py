@@ -80,7 +80,14 @@ def product(case: Case, mesh: str, implementations: tuple[str, ...]) -> Iterator
     for dtype, axis_types in COMBINATIONS:
         for mode in ("train", "prefill") if case.mode == "train" else (case.mode,):
             for name in implementations:
-                yield Cell(implementation=name, case=case, dtype=dtype, mesh=mesh, axis_types=axis_types, mode=mode)
+                yield Cell(
+                    implementation=name,
+                    case=case,
+                    dtype=dtype,
+                    mesh=mesh,
+                    axis_types=axis_types,
+                    mode=mode,
+                )
 
 
 class AttentionConformance:
@@ -108,7 +115,12 @@ class AttentionConformance:
     def cells(cls) -> list[Cell]:
         """Return the cells that are its tests; by default meshes, dtypes and axis types go round."""
         if cls.every:
-            return [cell for case in CASES for mesh in MESHES for cell in product(case, mesh, (cls.implementation,))]
+            return [
+                cell
+                for case in CASES
+                for mesh in MESHES
+                for cell in product(case, mesh, (cls.implementation,))
+            ]
         names = list(MESHES)
         found = []
         for number, case in enumerate(CASES):
@@ -116,7 +128,14 @@ class AttentionConformance:
                 at = (2 * number + which + 1) % len(names)
                 dtype, axis_types = COMBINATIONS[(number + 3 * which) % len(COMBINATIONS)]
                 found.append(
-                    Cell(implementation=cls.implementation, case=case, dtype=dtype, mesh=names[at], axis_types=axis_types, mode=case.mode)
+                    Cell(
+                        implementation=cls.implementation,
+                        case=case,
+                        dtype=dtype,
+                        mesh=names[at],
+                        axis_types=axis_types,
+                        mode=case.mode,
+                    )
                 )
         return found
 
@@ -133,10 +152,15 @@ class AttentionConformance:
 
     def test_serves_something(self) -> None:
         """An implementation that refuses every cell has shown nothing."""
-        _must(any(not _choose(cell, _values(cell))[1] for cell in self.cells()), f"{self.implementation} refuses every cell")
+        _must(
+            any(not _choose(cell, _values(cell))[1] for cell in self.cells()),
+            f"{self.implementation} refuses every cell",
+        )
 
 
-def check(cell: Cell, *, refuses: Callable[[AttentionCall], bool] | None, tolerances: Tolerances) -> tuple[str, ...]:
+def check(
+    cell: Cell, *, refuses: Callable[[AttentionCall], bool] | None, tolerances: Tolerances
+) -> tuple[str, ...]:
     """Assert that an implementation does on a cell what the oracle does, or says why not.
 
     Args:
@@ -154,19 +178,33 @@ def check(cell: Cell, *, refuses: Callable[[AttentionCall], bool] | None, tolera
     call, refused = _choose(cell, values)
     if refuses is not None:
         _must(bool(refused) == refuses(call), f"{cell}: {list(refused) or 'not refused'}")
-    _must(all(reason and "\n" not in reason for reason in refused), f"{cell}: a reason is one line: {refused}")
+    _must(
+        all(reason and "\n" not in reason for reason in refused),
+        f"{cell}: a reason is one line: {refused}",
+    )
     if refused:
         return refused
     with _manager(cell):
         attend = functools.partial(dot_product_attention, **_said(cell))
-        found = _found(_program(attend, case, cell.dtype, values, mesh=cell.mesh, gradients=cell.mode == "train"))
+        found = _found(
+            _program(
+                attend, case, cell.dtype, values, mesh=cell.mesh, gradients=cell.mode == "train"
+            )
+        )
     wanted = _wanted(case, cell.dtype)
     names = {name for name in wanted if cell.mode == "train" or name in OUTPUTS}
     _must(set(found) == names, f"{cell}: it returns {sorted(found)}, not {sorted(names)}")
     for name in sorted(found, key=lambda name: (name not in OUTPUTS, name)):
-        dtypes = {cell.dtype, cell.dtype if name in OUTPUTS else str(values[name.removeprefix("d")].dtype)}
+        dtypes = {
+            cell.dtype,
+            cell.dtype if name in OUTPUTS else str(values[name.removeprefix("d")].dtype),
+        }
         _compare(
-            f"{cell}: {name}", found[name], wanted[name], tolerances.times(case.slack), "float32" if dtypes == {"float32"} else "bfloat16"
+            f"{cell}: {name}",
+            found[name],
+            wanted[name],
+            tolerances.times(case.slack),
+            "float32" if dtypes == {"float32"} else "bfloat16",
         )
     return ()
 
@@ -210,7 +248,15 @@ class _Program:
     given: Any = dataclasses.field(compare=False)
 
 
-def _program(attend: Callable[..., Any], case: Case, dtype: str, values: dict[str, Any], *, mesh: str, gradients: bool) -> _Program:
+def _program(
+    attend: Callable[..., Any],
+    case: Case,
+    dtype: str,
+    values: dict[str, Any],
+    *,
+    mesh: str,
+    gradients: bool,
+) -> _Program:
     """Lower outputs by name and, if asked, the gradient of a loss that weighs each of them by each float input."""
     floats = {name: x for name, x in values.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     rest = {name: x for name, x in values.items() if name not in floats}
@@ -247,11 +293,16 @@ def _wanted(case: Case, dtype: str) -> dict[str, Any]:
     """What the oracle finds, unsharded, in float64, of the inputs as they are in their dtype."""
     arrays = dict(case.values(dtype))
     q, k, v = (arrays.pop(name) for name in ("q", "k", "v"))
-    q, k, v = (x if case.stored is not None and name != "q" else x.astype(np.float32) for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (
+        x if case.stored is not None and name != "q" else x.astype(np.float32)
+        for name, x in (("q", q), ("k", k), ("v", v))
+    )
     options = make_options({**arrays, **case.options, "mode": case.mode})
     call, mask = describe(q, k, v, options=options)
     operands = make_operands(q, k, v, options=options, call=call, mask=mask)
-    turned = functools.partial(np.swapaxes, axis1=1, axis2=2) if call.layout == "BHTD" else np.asarray
+    turned = (
+        functools.partial(np.swapaxes, axis1=1, axis2=2) if call.layout == "BHTD" else np.asarray
+    )
     found = oracle.forward(operands, call.recipe)
     wanted = {"o": turned(found["o"]), **({"lse": found["lse"]} if call.return_lse else {})}
     if case.mode == "train":
@@ -259,7 +310,10 @@ def _wanted(case: Case, dtype: str) -> dict[str, Any]:
         some = ~np.isneginf(found["lse"]) & call.return_lse
         dlse = np.where(some, np.cos(np.where(some, found["lse"], 0.0)), 0.0)
         grads = oracle.backward(operands, call.recipe, do=turned(case.weights()), dlse=dlse)
-        wanted |= {f"d{name}": turned(grad) if name in ("q", "k", "v") else grad for name, grad in grads.items()}
+        wanted |= {
+            f"d{name}": turned(grad) if name in ("q", "k", "v") else grad
+            for name, grad in grads.items()
+        }
     return {name: x.astype(np.float32) for name, x in wanted.items()}
 
 
@@ -275,5 +329,8 @@ def _compare(what: str, found: Any, want: Any, tolerances: Tolerances, dtype: st
         tolerance = tolerances.backward if gradient else tolerances.forward
         error = np.abs(found - want).max() / max(1.0, np.abs(want).max())
     else:
-        tolerance, error = tolerances.relative, np.linalg.norm(found - want) / max(float(np.linalg.norm(want)), 1e-6)
+        tolerance, error = (
+            tolerances.relative,
+            np.linalg.norm(found - want) / max(float(np.linalg.norm(want)), 1e-6),
+        )
     _must(bool(error <= tolerance), f"{what}: {error:.2e} is more than {tolerance:.0e}")

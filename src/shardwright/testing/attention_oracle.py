@@ -100,7 +100,12 @@ def _softmax(operands: Operands, recipe: Recipe) -> _Softmax:
     some = total > 0.0
     total = np.where(some, total, 1.0)
     keep = np.asarray(keep_factors(operands, recipe.dropout), np.float64) if recipe.dropout else 1.0
-    return _Softmax(logits=logits, p=p / total[..., None], lse=np.where(some, top + np.log(total), -np.inf), keep=keep)
+    return _Softmax(
+        logits=logits,
+        p=p / total[..., None],
+        lse=np.where(some, top + np.log(total), -np.inf),
+        keep=keep,
+    )
 
 
 def _seen(operands: Operands, recipe: Recipe) -> Any:
@@ -112,11 +117,18 @@ def _seen(operands: Operands, recipe: Recipe) -> Any:
         seen = seen & (kv <= q)
     if rules.window is not None:
         left, right = rules.window
-        seen = seen & (True if left is None else kv >= q - left) & (True if right is None else kv <= q + right)
+        seen = (
+            seen
+            & (True if left is None else kv >= q - left)
+            & (True if right is None else kv <= q + right)
+        )
     if rules.chunk is not None:
         seen = seen & (kv // rules.chunk == q // rules.chunk)
     if operands.q_segment_ids is not None:
-        seen = seen & (np.asarray(operands.q_segment_ids)[:, None, :, None] == np.asarray(operands.kv_segment_ids)[:, None, None, :])
+        seen = seen & (
+            np.asarray(operands.q_segment_ids)[:, None, :, None]
+            == np.asarray(operands.kv_segment_ids)[:, None, None, :]
+        )
     if operands.lengths is not None:
         seen = seen & (kv < np.asarray(operands.lengths)[:, None, None, None])
     return seen if operands.mask is None else seen & np.asarray(operands.mask)
@@ -132,7 +144,11 @@ def _keys_and_values(operands: Operands) -> tuple[Any, Any]:
         x = np.asarray(getattr(operands, name), np.float64)
         scale = getattr(operands, f"{name}_scale")
         x = x if scale is None else x * np.asarray(scale, np.float64)[..., None]
-        found.append(np.repeat(np.where(held[:, :, None, None], x, 0.0), operands.q.shape[2] // x.shape[2], axis=2))
+        found.append(
+            np.repeat(
+                np.where(held[:, :, None, None], x, 0.0), operands.q.shape[2] // x.shape[2], axis=2
+            )
+        )
     return found[0], found[1]
 
 

@@ -77,7 +77,11 @@ def assert_same_as_unsharded(
                 "let it ask what is ambient (sw.shard, not pm.shard; a bare PartitionSpec, not a NamedSharding), "
                 "or pass reference= with the unsharded function"
             )
-            raise ProgramError(f"{function_name(f)} does not run on one device", rule=str(err).splitlines()[0], fix=fix) from err
+            raise ProgramError(
+                f"{function_name(f)} does not run on one device",
+                rule=str(err).splitlines()[0],
+                fix=fix,
+            ) from err
     _check_comparable(function_name(f), sharded, unsharded)
     message = _differences(function_name(f), sharded, unsharded, rtol, atol)
     if message:
@@ -88,26 +92,42 @@ def assert_same_as_unsharded(
 class _OneDevice:
     """Where the reference runs: what makes the context to enter, and where its arguments go."""
 
-    scope: Callable[[], Any]  # `jax.set_mesh` sets the mesh when it is called, so not before the `with`
+    scope: Callable[
+        [], Any
+    ]  # `jax.set_mesh` sets the mesh when it is called, so not before the `with`
     place: Any
 
 
 def _mesh_of(args: Any) -> Mesh:
     """Return the one mesh that arguments lie on."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
-    found = list(dict.fromkeys(one.mesh for one in shardings if isinstance(one, NamedSharding) and isinstance(one.mesh, Mesh)))
+    found = list(
+        dict.fromkeys(
+            one.mesh
+            for one in shardings
+            if isinstance(one, NamedSharding) and isinstance(one.mesh, Mesh)
+        )
+    )
     if len(found) != 1:
         on = "on no mesh" if not found else "on several meshes"
-        what = f"there is neither a manager nor a mesh, and the arguments lie {on}, so nothing can run"
-        raise MeshSpecError(what, fix='place the arguments, or pass manager= or mesh=: the fixture mesh, or cpu_mesh("dp:2,tp:4")')
+        what = (
+            f"there is neither a manager nor a mesh, and the arguments lie {on}, so nothing can run"
+        )
+        raise MeshSpecError(
+            what,
+            fix='place the arguments, or pass manager= or mesh=: the fixture mesh, or cpu_mesh("dp:2,tp:4")',
+        )
     return found[0]
 
 
-def _on_one_device(manager: PartitionManager | None, mesh: Mesh | None, *, plain: bool) -> _OneDevice:
+def _on_one_device(
+    manager: PartitionManager | None, mesh: Mesh | None, *, plain: bool
+) -> _OneDevice:
     whole = mesh if mesh is not None else None if manager is None else manager.mesh
     if not isinstance(whole, Mesh):
         raise MeshSpecError(
-            "the mesh is abstract, so nothing can run", fix='pass a manager or a mesh of devices: mesh=cpu_mesh("dp:2,tp:4")'
+            "the mesh is abstract, so nothing can run",
+            fix='pass a manager or a mesh of devices: mesh=cpu_mesh("dp:2,tp:4")',
         )
     if plain:
         return _OneDevice(scope=contextlib.nullcontext, place=whole.devices.flat[0])
@@ -115,7 +135,11 @@ def _on_one_device(manager: PartitionManager | None, mesh: Mesh | None, *, plain
     one = Mesh(grid, whole.axis_names, axis_types=whole.axis_types)
 
     def scope() -> Any:
-        return jax.set_mesh(one) if manager is None else PartitionManager(manager.rules, mesh=one, mode=manager.mode)
+        return (
+            jax.set_mesh(one)
+            if manager is None
+            else PartitionManager(manager.rules, mesh=one, mode=manager.mode)
+        )
 
     return _OneDevice(scope=scope, place=NamedSharding(one, PartitionSpec()))
 
@@ -125,20 +149,28 @@ def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        moving = [at for at, leaf in enumerate(leaves) if grad and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+        moving = [
+            at
+            for at, leaf in enumerate(leaves)
+            if grad and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        ]
 
         def of(values: list[Any]) -> Any:
             merged = list(leaves)
             for at, value in zip(moving, values, strict=True):
                 merged[at] = value
             result = f(*jax.tree.unflatten(structure, merged))
-            return [one for one in jax.tree.leaves(result) if jnp.issubdtype(one.dtype, jnp.inexact)], result
+            return [
+                one for one in jax.tree.leaves(result) if jnp.issubdtype(one.dtype, jnp.inexact)
+            ], result
 
         if not grad:
             return of([])[1], None
         floats, pull_back, result = jax.vjp(of, [leaves[at] for at in moving], has_aux=True)
         if not floats or not moving:
-            raise ProgramError("no floating argument or no floating result to differentiate", fix="pass grad=False")
+            raise ProgramError(
+                "no floating argument or no floating result to differentiate", fix="pass grad=False"
+            )
         (found,) = pull_back([_direction(one) for one in floats])
         by_leaf = dict(zip(moving, found, strict=True))
         return result, jax.tree.unflatten(structure, [by_leaf.get(at) for at in range(len(leaves))])
@@ -151,7 +183,9 @@ def _direction(one: Any) -> Any:
     # Of its own type: on Explicit meshes a cotangent must lie as its result does.
     ones = jnp.ones_like(one)
     for dim in range(one.ndim):
-        ones = ones * jnp.cos(1.0 + (dim + 1) * jax.lax.broadcasted_iota(jnp.float32, one.shape, dim)).astype(one.dtype)
+        ones = ones * jnp.cos(
+            1.0 + (dim + 1) * jax.lax.broadcasted_iota(jnp.float32, one.shape, dim)
+        ).astype(one.dtype)
     return ones
 
 
@@ -161,7 +195,9 @@ def _check_sharded(compiled: Any, f: Any) -> None:
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     if is_same_everywhere(compiled):
         devices = max((one.num_devices for one in shardings), default=1)
-        does = "runs on one device" if devices == 1 else f"does the same on each of {devices} devices"
+        does = (
+            "runs on one device" if devices == 1 else f"does the same on each of {devices} devices"
+        )
         raise AssertionError(
             f"{function_name(f)} {does}: nothing is sharded, so there is nothing to compare\n"
             "  fix   place the arguments first, over mesh axes of more than one device"
@@ -177,9 +213,15 @@ def _check_comparable(name: str, sharded: Any, unsharded: Any) -> None:
             f"{name} and its reference return other trees: {has}, not {wants}\n  fix   return the same names in the same order from both"
         )
     if not any(value.size for value in jax.tree.leaves(sharded[0])):
-        raise AssertionError(f"{name} returns no numbers, so there is nothing to compare\n  fix   return what should be the same")
+        raise AssertionError(
+            f"{name} returns no numbers, so there is nothing to compare\n  fix   return what should be the same"
+        )
     for path, value in _named(sharded):
-        if jnp.issubdtype(value.dtype, jnp.inexact) and value.size and not np.isfinite(_numbers(value)).any():
+        if (
+            jnp.issubdtype(value.dtype, jnp.inexact)
+            and value.size
+            and not np.isfinite(_numbers(value)).any()
+        ):
             raise AssertionError(
                 f"{path} of {name} has no finite value, so there is nothing to compare\n  fix   choose arguments that give numbers"
             )
@@ -192,7 +234,11 @@ def _differences(name: str, sharded: Any, unsharded: Any, rtol: float | None, at
     if not rows:
         return ""
     count = "1 tensor differs" if len(rows) == 1 else f"{len(rows)} tensors differ"
-    lines = [f"{count} between {name} sharded and on one device:", "", *table([_HEAD, *rows[:_ROWS]])]
+    lines = [
+        f"{count} between {name} sharded and on one device:",
+        "",
+        *table([_HEAD, *rows[:_ROWS]]),
+    ]
     return "\n".join([*lines, *[f"and {len(rows) - _ROWS} more"] * (len(rows) > _ROWS)])
 
 
@@ -205,10 +251,18 @@ def _named(found: tuple[Any, Any]) -> list[tuple[str, Any]]:
     return named
 
 
-def _row(path: str, one: Any, other: Any, rtol: float | None, atol: float) -> tuple[str, ...] | None:
+def _row(
+    path: str, one: Any, other: Any, rtol: float | None, atol: float
+) -> tuple[str, ...] | None:
     """Return the cells of a tensor that differs, at its worst place."""
     shape = "x".join(map(str, one.shape)) or "scalar"
-    about = (path, shape, str(one.dtype), sharding_text(one.sharding), bytes_text(leaf_bytes(one, one.sharding).per_device))
+    about = (
+        path,
+        shape,
+        str(one.dtype),
+        sharding_text(one.sharding),
+        bytes_text(leaf_bytes(one, one.sharding).per_device),
+    )
     if one.shape != other.shape or one.dtype != other.dtype:
         return (*about, "-", f"{other.dtype} {'x'.join(map(str, other.shape))}", "-", "-")
     a, b = _numbers(one), _numbers(other)

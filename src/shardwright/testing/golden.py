@@ -71,20 +71,32 @@ class Golden:
         """
         __tracebackhide__ = True
         if not isinstance(name, str):
-            raise GoldenError(f"the name of a golden file is {name!r}, not text\n  fix   golden(value, name)")
+            raise GoldenError(
+                f"the name of a golden file is {name!r}, not text\n  fix   golden(value, name)"
+            )
         given = name
-        shared = self.parameters if name and self.parameters != self.case and self.parameters not in name else ""
+        shared = (
+            self.parameters
+            if name and self.parameters != self.case and self.parameters not in name
+            else ""
+        )
         name = "-".join(part for part in (name, self.case) if part) if name else self.test
         if not _NAME.fullmatch(name):
-            raise GoldenError(f"{name!r} cannot name a golden file\n  fix   use letters, digits and any of . , = + - _")
+            raise GoldenError(
+                f"{name!r} cannot name a golden file\n  fix   use letters, digits and any of . , = + - _"
+            )
         if (size := len(name.encode())) > _LONGEST:
             raise GoldenError(
                 f"golden {name!r} is {size} bytes, a file's name holds {_LONGEST}\n  fix   give a shorter one: golden(value, name)"
             )
         if not given and self.rivals:
-            raise GoldenError(f"{' and '.join(self.rivals)} would share golden {name!r}\n  fix   give each a name: golden(value, name)")
+            raise GoldenError(
+                f"{' and '.join(self.rivals)} would share golden {name!r}\n  fix   give each a name: golden(value, name)"
+            )
         if name in self.used:
-            raise GoldenError(f"the test uses golden {name!r} twice\n  fix   give each a name: golden(value, name)")
+            raise GoldenError(
+                f"the test uses golden {name!r} twice\n  fix   give each a name: golden(value, name)"
+            )
         text = value if isinstance(value, str) else spec_table(value)
         self.used[name] = text
         if self._compare(self.folder / f"{name}.txt", text, shared=shared):
@@ -112,7 +124,9 @@ class Golden:
             write(path, text)
             return True
         if kept is None:
-            raise GoldenError(f"no golden file {_shown(path)}\n  fix   write it, read it, commit it: {self.command}")
+            raise GoldenError(
+                f"no golden file {_shown(path)}\n  fix   write it, read it, commit it: {self.command}"
+            )
         several = f"  fix   the cases of this test share the file: where they differ, put what differs, [{shared}], into the name\n"
         changed = difference(kept.decode(errors="backslashreplace"), text)
         raise GoldenError(
@@ -134,7 +148,9 @@ def _encoded(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         what = f"the text has {text[error.start]!r} in line {text.count(chr(10), 0, error.start) + 1}, which UTF-8 cannot write"
-        raise GoldenError(f"{what}\n  fix   spell it: text.encode(errors='backslashreplace').decode()") from None
+        raise GoldenError(
+            f"{what}\n  fix   spell it: text.encode(errors='backslashreplace').decode()"
+        ) from None
 
 
 def write(path: Path, text: str) -> None:
@@ -164,7 +180,9 @@ def difference(golden: str, now: str) -> str:
     if golden.rstrip("\n") == now.rstrip("\n"):
         return "  only the end of the last line differs"
     if old == new:
-        before, after = ([repr(line) for line in text.splitlines(keepends=True)] for text in (golden, now))
+        before, after = (
+            [repr(line) for line in text.splitlines(keepends=True)] for text in (golden, now)
+        )
         old, new = before, after
     shown = []
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
@@ -174,7 +192,9 @@ def difference(golden: str, now: str) -> str:
             if tag == "equal":
                 shown += [f"    {line}" for line in after[start:stop]]
             else:
-                shown += [f"  - {line}" for line in before[first:last]] + [f"  + {line}" for line in after[start:stop]]
+                shown += [f"  - {line}" for line in before[first:last]] + [
+                    f"  + {line}" for line in after[start:stop]
+                ]
     return "\n".join(line.rstrip() for line in shown)
 
 
@@ -188,7 +208,9 @@ def spec_table(tree: Any) -> str:
       GoldenError: an empty tree, or a leaf that is none of these.
     """
     __tracebackhide__ = True
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    leaves = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+    )
     if not leaves:
         raise GoldenError("the tree has no leaves: there is nothing to compare")
     meshes = list(dict.fromkeys(mesh for _, leaf in leaves if (mesh := _mesh_text(leaf))))
@@ -210,11 +232,26 @@ def _row(path: str, leaf: Any) -> tuple[str, ...]:
     sharding = leaf if isinstance(leaf, jax.sharding.Sharding) else getattr(leaf, "sharding", None)
     shape = getattr(leaf, "shape", None)
     if sharding is None and shape is None:
-        what = f"{path}: {type(leaf).__name__} has no sharding" if path else f"a {type(leaf).__name__} is neither text nor a tree of arrays"
-        fix = "decode it: golden(value.decode())" if isinstance(leaf, bytes) else "give arrays, ShapeDtypeStructs, shardings or specs"
+        what = (
+            f"{path}: {type(leaf).__name__} has no sharding"
+            if path
+            else f"a {type(leaf).__name__} is neither text nor a tree of arrays"
+        )
+        fix = (
+            "decode it: golden(value.decode())"
+            if isinstance(leaf, bytes)
+            else "give arrays, ShapeDtypeStructs, shardings or specs"
+        )
         raise GoldenError(f"{what}\n  fix   {fix}")
     held = "" if shape is None or sharding is None else _shape_text(sharding.shard_shape(shape))
-    return (path, "" if shape is None else _shape_text(shape), str(getattr(leaf, "dtype", "")), _spec(sharding), held, _mesh_text(leaf))
+    return (
+        path,
+        "" if shape is None else _shape_text(shape),
+        str(getattr(leaf, "dtype", "")),
+        _spec(sharding),
+        held,
+        _mesh_text(leaf),
+    )
 
 
 def _shape_text(shape: tuple[int, ...]) -> str:
@@ -235,7 +272,10 @@ def _canonical(spec: PartitionSpec, sizes: dict[str, int]) -> PartitionSpec:
     for entry in spec.partitions:
         kept = tuple(axis for axis in entry_names(entry) if sizes.get(axis, 0) != 1)
         entries.append(entry if entry is UNCONSTRAINED else entry_of(kept))
-    return PartitionSpec(*canonical_spec(entries).partitions, unreduced={axis for axis in spec.unreduced if sizes.get(axis, 0) != 1})
+    return PartitionSpec(
+        *canonical_spec(entries).partitions,
+        unreduced={axis for axis in spec.unreduced if sizes.get(axis, 0) != 1},
+    )
 
 
 def _mesh_text(leaf: Any) -> str:

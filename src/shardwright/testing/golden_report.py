@@ -74,10 +74,17 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
     """Put what a test used so far into a report, as plain data that crosses processes."""
     if report.when == "setup" or _GOLDEN not in item.stash:
         return
-    config, reports, module, golden = item.config, _reports(item), str(item.path), item.stash[_GOLDEN]
+    config, reports, module, golden = (
+        item.config,
+        _reports(item),
+        str(item.path),
+        item.stash[_GOLDEN],
+    )
     users = reports.users.get(module, [])
     partial = module in reports.partial or config.getoption("lf", False) or item not in users
-    partial = partial or any(_names_part_of(item.path, argument, config) for argument in config.args)
+    partial = partial or any(
+        _names_part_of(item.path, argument, config) for argument in config.args
+    )
     report.golden_use = {  # type: ignore[attr-defined]
         "test": item.nodeid,
         "module": module,
@@ -88,7 +95,11 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
     }
 
 
-def judge(uses: Sequence[dict[str, Any]], phases: Mapping[str, Mapping[str, set[str]]], session: pytest.Session) -> list[str]:
+def judge(
+    uses: Sequence[dict[str, Any]],
+    phases: Mapping[str, Mapping[str, set[str]]],
+    session: pytest.Session,
+) -> list[str]:
     """Return what to say at the end; fail the run for files that no test uses, or remove them with `--update-golden`.
 
     A module is judged only if all of its tests that may use golden files ran and passed: another run knows no more.
@@ -99,7 +110,13 @@ def judge(uses: Sequence[dict[str, Any]], phases: Mapping[str, Mapping[str, set[
       session: the run.
     """
     root, update = session.config.rootpath, bool(session.config.getoption("update_golden"))
-    lines = list(dict.fromkeys(f"written: {_shown(Path(use['folder']) / f'{name}.txt', root)}" for use in uses for name in use["written"]))
+    lines = list(
+        dict.fromkeys(
+            f"written: {_shown(Path(use['folder']) / f'{name}.txt', root)}"
+            for use in uses
+            for name in use["written"]
+        )
+    )
     problems = _clashes(uses, root)
     for folder in dict.fromkeys(Path(use["folder"]) for use in uses):
         of_folder = [use for use in uses if use["folder"] == str(folder)]
@@ -108,8 +125,13 @@ def judge(uses: Sequence[dict[str, Any]], phases: Mapping[str, Mapping[str, set[
                 path.unlink()
                 lines.append(f"removed, since no test uses it: {_shown(path, root)}")
             else:
-                problems.append(f"no test uses {_shown(path, root)}; remove it, or run the module with {UPDATE}")
-        problems += [f"no module {path.name}.py beside {_shown(path, root)}; remove the folder" for path in _orphans(folder.parent)]
+                problems.append(
+                    f"no test uses {_shown(path, root)}; remove it, or run the module with {UPDATE}"
+                )
+        problems += [
+            f"no module {path.name}.py beside {_shown(path, root)}; remove the folder"
+            for path in _orphans(folder.parent)
+        ]
     if problems and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return [*lines, *dict.fromkeys(problems)]
@@ -124,13 +146,21 @@ def _clashes(uses: Sequence[dict[str, Any]], root: Path) -> list[str]:
             first = seen.setdefault((use["folder"], name), use)
             if first["used"][name] != text and first["test"] != use["test"]:
                 path = _shown(Path(use["folder"]) / f"{name}.txt", root)
-                found.append(f"{first['test']} and {use['test']} share {path} and want different contents; give each a name of its own")
+                found.append(
+                    f"{first['test']} and {use['test']} share {path} and want different contents; give each a name of its own"
+                )
     return found
 
 
-def _unused(folder: Path, uses: Sequence[dict[str, Any]], phases: Mapping[str, Mapping[str, set[str]]]) -> list[Path]:
+def _unused(
+    folder: Path, uses: Sequence[dict[str, Any]], phases: Mapping[str, Mapping[str, set[str]]]
+) -> list[Path]:
     # A page with doctests may have a module's name, and then its folder too.
-    module, *others = [path for path in folder.parent.parent.iterdir() if path.is_file() and path.stem == folder.name]
+    module, *others = [
+        path
+        for path in folder.parent.parent.iterdir()
+        if path.is_file() and path.stem == folder.name
+    ]
     passed = sum(done == _PHASES for done in phases.get(str(module), {}).values())
     if others or {use["tests"] for use in uses} != {passed}:
         return []
@@ -143,7 +173,9 @@ def _orphans(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     modules = {path.stem for path in folder.parent.iterdir() if path.is_file()}
-    return [path for path in sorted(folder.glob("test_*")) if path.is_dir() and path.name not in modules]
+    return [
+        path for path in sorted(folder.glob("test_*")) if path.is_dir() and path.name not in modules
+    ]
 
 
 def _shown(path: Path, root: Path) -> str:

@@ -28,11 +28,15 @@ def virtual_devices(count: int) -> list[jax.Device]:
       MeshSpecError: a count below 1, a backend that runs with fewer, or no CPU backend.
     """
     if count < 1:
-        raise MeshSpecError(f"{count!r} virtual devices", fix="ask for a positive number, such as 8")
+        raise MeshSpecError(
+            f"{count!r} virtual devices", fix="ask for a positive number, such as 8"
+        )
     return _ensure(wanted=count, needed=count)[:count]
 
 
-def cpu_mesh(axis_dims: MeshLike, axis_names: Sequence[str] | None = None, *, axis_types: AxisTypes = "auto") -> Mesh:
+def cpu_mesh(
+    axis_dims: MeshLike, axis_names: Sequence[str] | None = None, *, axis_types: AxisTypes = "auto"
+) -> Mesh:
     """Build a mesh on the first virtual CPU devices, of which a process gets 8 unless the mesh needs more.
 
     Args:
@@ -78,7 +82,9 @@ def _ensure(*, wanted: int, needed: int) -> list[jax.Device]:
     try:
         devices: list[jax.Device] = jax.local_devices(backend="cpu")
     except RuntimeError as err:
-        raise MeshSpecError("JAX has no CPU backend here", rule=str(err), fix='let JAX_PLATFORMS include "cpu"') from err
+        raise MeshSpecError(
+            "JAX has no CPU backend here", rule=str(err), fix='let JAX_PLATFORMS include "cpu"'
+        ) from err
     if len(devices) < needed:
         have = "1 CPU device" if len(devices) == 1 else f"{len(devices)} CPU devices"
         raise MeshSpecError(

@@ -13,7 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from shardwright import context, resolver
 from shardwright.annotations import is_annotation, tree_of_annotations
 from shardwright.axes import EMPTY
-from shardwright.errors import Problem, RankMismatchError, ShardingError, StrategyError, did_you_mean, raise_problems
+from shardwright.errors import (
+    Problem,
+    RankMismatchError,
+    ShardingError,
+    StrategyError,
+    did_you_mean,
+    raise_problems,
+)
 from shardwright.manager import PartitionManager
 from shardwright.mesh import mesh_sizes
 from shardwright.plan.memory import leaf_bytes
@@ -59,14 +66,22 @@ def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
     except ValueError as error:
         raise_problems(_unpaired(x, expected))
         what = f"the tree of expected shardings does not fit the tree: {str(error).splitlines()[0]}"
-        raise StrategyError(what, fix="pass a tree of the same structure, or one sharding for a whole subtree") from error
+        raise StrategyError(
+            what, fix="pass a tree of the same structure, or one sharding for a whole subtree"
+        ) from error
     each = [one for one, part in zip(ones, parts, strict=True) for _ in jax.tree.leaves(part)]
     pairs = jax.tree_util.tree_flatten_with_path(x)[0]
     wanted = []
     problems: list[Problem] = []
     for (path, value), one in zip(pairs, each, strict=True):
         try:
-            wanted.append(Wanted(path=path_text(path), value=value, sharding=_as_sharding(one, value, path_text(path))))
+            wanted.append(
+                Wanted(
+                    path=path_text(path),
+                    value=value,
+                    sharding=_as_sharding(one, value, path_text(path)),
+                )
+            )
         except ShardingError as error:
             problems += error.problems
     raise_problems(problems)
@@ -76,17 +91,41 @@ def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
 def _unpaired(x: Any, expected: Any) -> list[Problem]:
     """Return a problem for each place below dicts that only one of two trees has."""
     names, places = (
-        [path_text(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_covers)[0]] for tree in (x, expected)
+        [
+            path_text(path)
+            for path, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_covers)[0]
+        ]
+        for tree in (x, expected)
     )
     found = []
     for place in places:
         if not any(_below(name, place) for name in names):
-            fix = did_you_mean(place, names) or f"the tree has {', '.join(names[:_SHOWN])}{', …' * (len(names) > _SHOWN)}"
-            found.append(Problem(error=StrategyError, what="a sharding is expected, and the tree has no such tensor", path=place, fix=fix))
+            fix = (
+                did_you_mean(place, names)
+                or f"the tree has {', '.join(names[:_SHOWN])}{', …' * (len(names) > _SHOWN)}"
+            )
+            found.append(
+                Problem(
+                    error=StrategyError,
+                    what="a sharding is expected, and the tree has no such tensor",
+                    path=place,
+                    fix=fix,
+                )
+            )
     for name in names:
         if not any(_below(name, place) or _below(place, name) for place in places):
-            fix = did_you_mean(name, places) or "expect a sharding for it, or one for the whole subtree"
-            found.append(Problem(error=StrategyError, what="the tree of expected shardings says nothing about it", path=name, fix=fix))
+            fix = (
+                did_you_mean(name, places)
+                or "expect a sharding for it, or one for the whole subtree"
+            )
+            found.append(
+                Problem(
+                    error=StrategyError,
+                    what="the tree of expected shardings says nothing about it",
+                    path=name,
+                    fix=fix,
+                )
+            )
     return found
 
 
@@ -102,24 +141,47 @@ def _as_sharding(one: Any, value: Any, path: str) -> Sharding:
     if isinstance(one, Sharding):
         if isinstance(one, NamedSharding) and len(one.spec.partitions) > np.ndim(value):
             what = f"{spec_text(one.spec)} has {len(one.spec.partitions)} entries, the array {np.ndim(value)} dims"
-            raise RankMismatchError(what, path=path, fix="expect a spec of as many entries as there are dims, or fewer")
+            raise RankMismatchError(
+                what, path=path, fix="expect a spec of as many entries as there are dims, or fewer"
+            )
         return one
     if not isinstance(one, PartitionSpec):
         raise StrategyError(
-            f"{type(one).__name__} is neither a sharding nor a PartitionSpec", path=path, fix="for annotations use assert_spec"
+            f"{type(one).__name__} is neither a sharding nor a PartitionSpec",
+            path=path,
+            fix="for annotations use assert_spec",
         )
     own = getattr(value, "sharding", None)
     if not isinstance(own, NamedSharding):
-        where = "lies on no mesh" if own is None else f"lies by {type(own).__name__}, which names no mesh axes"
+        where = (
+            "lies on no mesh"
+            if own is None
+            else f"lies by {type(own).__name__}, which names no mesh axes"
+        )
         fix = "place it first, or expect a NamedSharding"
-        raise StrategyError(f"{spec_text(one)} is expected of a {type(value).__name__} that {where}", path=path, fix=fix)
+        raise StrategyError(
+            f"{spec_text(one)} is expected of a {type(value).__name__} that {where}",
+            path=path,
+            fix=fix,
+        )
     # Its entries are what a mesh and a shape must fit; what is unreduced is not placed, only compared.
-    resolver.explain(PartitionSpec(*one.partitions), build_rules({}), own.mesh, shape=np.shape(value), path=path or None).require()
+    resolver.explain(
+        PartitionSpec(*one.partitions),
+        build_rules({}),
+        own.mesh,
+        shape=np.shape(value),
+        path=path or None,
+    ).require()
     return NamedSharding(own.mesh, one)
 
 
 def wanted_by_annotation(
-    x: Any, axes: tuple[Any, ...], manager: PartitionManager | None, *, mode: str | None, role: str | None
+    x: Any,
+    axes: tuple[Any, ...],
+    manager: PartitionManager | None,
+    *,
+    mode: str | None,
+    role: str | None,
 ) -> list[Wanted]:
     """Pair arrays with where their annotations resolve to; of literal specs without a manager, with themselves.
 
@@ -129,7 +191,10 @@ def wanted_by_annotation(
     """
     annotations = tree_of_annotations(axes)
     if manager is None:
-        if all(isinstance(one, PartitionSpec) for one in jax.tree.leaves(annotations, is_leaf=is_annotation)):
+        if all(
+            isinstance(one, PartitionSpec)
+            for one in jax.tree.leaves(annotations, is_leaf=is_annotation)
+        ):
             return wanted_by_sharding(x, annotations)
         context.require("assert_spec", method=False)
     assert manager is not None
@@ -140,10 +205,18 @@ def wanted_by_annotation(
         shape = np.shape(leaf.value)
         # A literal spec is asserted as it stands: what a policy drops where it places would make a wrong place right here.
         judge = literal if isinstance(leaf.annotation, PartitionSpec) else manager
-        found = judge.explain(leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None)
+        found = judge.explain(
+            leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None
+        )
         if found.ok:
-            sharding = judge.sharding(leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None)
-            wanted.append(Wanted(path=leaf.path, value=leaf.value, sharding=sharding, decisions=found.decisions))
+            sharding = judge.sharding(
+                leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None
+            )
+            wanted.append(
+                Wanted(
+                    path=leaf.path, value=leaf.value, sharding=sharding, decisions=found.decisions
+                )
+            )
         problems += found.problems
     raise_problems(problems)
     return wanted
@@ -156,17 +229,33 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
         return ""
     count = "1 tensor lies" if len(wrong) == 1 else f"{len(wrong)} tensors lie"
     of = "" if len(wanted) == 1 else f" (of {len(wanted)})"
-    lines = [f"{count} elsewhere than expected{of}:", *(f"  {_sentence(one)}" for one in wrong[:rows])]
+    lines = [
+        f"{count} elsewhere than expected{of}:",
+        *(f"  {_sentence(one)}" for one in wrong[:rows]),
+    ]
     lines += [f"  and {len(wrong) - rows} more"] * (len(wrong) > rows)
-    lines += ["", *table([_HEAD, *map(_row, [*wrong, *(one for one in wanted if _lies(one))][:rows])], whole=_SPECS)]
+    lines += [
+        "",
+        *table(
+            [_HEAD, *map(_row, [*wrong, *(one for one in wanted if _lies(one))][:rows])],
+            whole=_SPECS,
+        ),
+    ]
     by_rule = any(one.decisions for one in wrong)
-    fix = "place it so (sw.shard, jax.device_put, out_shardings=), or " + ("change the rule" if by_rule else "expect what is found")
+    fix = "place it so (sw.shard, jax.device_put, out_shardings=), or " + (
+        "change the rule" if by_rule else "expect what is found"
+    )
     return "\n".join([*lines, *_rules(wrong[:rows]), f"  fix   {fix}"])
 
 
 def _rules(wrong: Sequence[Wanted]) -> list[str]:
     """Return the rules of the dims that lie elsewhere, each once, with where they are written."""
-    found = [rule for one in wrong for dim in _apart(one) if dim < len(one.decisions) and (rule := one.decisions[dim].rule) is not None]
+    found = [
+        rule
+        for one in wrong
+        for dim in _apart(one)
+        if dim < len(one.decisions) and (rule := one.decisions[dim].rule) is not None
+    ]
     return [f"  rule  {rule}".replace("\n", "\n        ") for rule in dict.fromkeys(found)]
 
 
@@ -175,8 +264,14 @@ def _lies(one: Wanted) -> bool:
     if own is None:
         return False
     rank = np.ndim(one.value)
-    if isinstance(own, NamedSharding) and isinstance(one.sharding, NamedSharding) and own.mesh.shape_tuple == one.sharding.mesh.shape_tuple:
-        dims = _entries(own, rank) == _entries(one.sharding, rank) and _unreduced(own) == _unreduced(one.sharding)
+    if (
+        isinstance(own, NamedSharding)
+        and isinstance(one.sharding, NamedSharding)
+        and own.mesh.shape_tuple == one.sharding.mesh.shape_tuple
+    ):
+        dims = _entries(own, rank) == _entries(one.sharding, rank) and _unreduced(
+            own
+        ) == _unreduced(one.sharding)
         memory = own.memory_kind in (None, one.sharding.memory_kind or own.memory_kind)
         return dims and memory and not _other_devices(own, one.sharding)
     try:
@@ -192,13 +287,20 @@ def _memory(sharding: NamedSharding) -> str:
 def _entries(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
     """Return the mesh axes of each dim, without those of one device."""
     sizes = mesh_sizes(sharding.mesh)
-    found = [tuple(axis for axis in entry_names(entry) if sizes[axis] > 1) for entry in sharding.spec.partitions]
+    found = [
+        tuple(axis for axis in entry_names(entry) if sizes[axis] > 1)
+        for entry in sharding.spec.partitions
+    ]
     return [*found, *[()] * (rank - len(found))]
 
 
 def _unreduced(sharding: NamedSharding) -> list[str]:
     """Return the mesh axes along which every device holds a summand, in mesh order, without those of one device."""
-    return [axis for axis, size in mesh_sizes(sharding.mesh).items() if size > 1 and axis in sharding.spec.unreduced]
+    return [
+        axis
+        for axis, size in mesh_sizes(sharding.mesh).items()
+        if size > 1 and axis in sharding.spec.unreduced
+    ]
 
 
 def _other_devices(own: NamedSharding, wanted: NamedSharding) -> bool:

@@ -48,19 +48,32 @@ class MeshCase:
     @property
     def id(self) -> str:
         """The case in a test's name: `dp2-tp4-explicit-fsdp_tp-decode`."""
-        return "-".join(part for part in (self._mesh_id(), self._types_id(), self._strategy_id(), self._mode_id()) if part)
+        return "-".join(
+            part
+            for part in (self._mesh_id(), self._types_id(), self._strategy_id(), self._mode_id())
+            if part
+        )
 
     def _mesh_id(self) -> str:
         if self.spec is None:
             return ""
-        return "-".join(f"{name}{'N' if size == INFER else size}" for name, size in zip(self.spec.names, self.spec.sizes, strict=True))
+        return "-".join(
+            f"{name}{'N' if size == INFER else size}"
+            for name, size in zip(self.spec.names, self.spec.sizes, strict=True)
+        )
 
     def _types_id(self) -> str:
         if self.spec is None:
             return ""
-        types = dict(zip(self.spec.names, resolve_axis_types(self.spec.names, self.axis_types), strict=True))
+        types = dict(
+            zip(self.spec.names, resolve_axis_types(self.spec.names, self.axis_types), strict=True)
+        )
         explicit = [name for name, kind in types.items() if kind == jax.sharding.AxisType.Explicit]
-        return "explicit" if len(explicit) == len(types) else "".join(f"explicit_{name}" for name in explicit)
+        return (
+            "explicit"
+            if len(explicit) == len(types)
+            else "".join(f"explicit_{name}" for name in explicit)
+        )
 
     def _strategy_id(self) -> str:
         if isinstance(self.strategy, str | Path):
@@ -78,7 +91,9 @@ def generate(metafunc: pytest.Metafunc) -> None:
       Collector.CollectError: a marker that cannot be read.
     """
     try:
-        cases = [case for marker in _nearest_markers(metafunc.definition) for case in cases_of(marker)]
+        cases = [
+            case for marker in _nearest_markers(metafunc.definition) for case in cases_of(marker)
+        ]
     except ShardingError as error:
         raise pytest.Collector.CollectError(f"{metafunc.definition.nodeid}: {error}") from error
     if cases:
@@ -103,11 +118,15 @@ def cases_of(marker: pytest.Mark) -> list[MeshCase]:
     for name in marker.kwargs:
         if name not in _ARGUMENTS:
             hint = did_you_mean(name, _ARGUMENTS)
-            raise MeshSpecError(f"the marker mesh has no argument {name!r}", fix=f"{hint} it takes {', '.join(_ARGUMENTS)}".strip())
+            raise MeshSpecError(
+                f"the marker mesh has no argument {name!r}",
+                fix=f"{hint} it takes {', '.join(_ARGUMENTS)}".strip(),
+            )
     strategies = _several(marker.kwargs.get("strategy"))
     if not marker.args and None in strategies:
         raise MeshSpecError(
-            "the marker mesh names neither a mesh nor a strategy", fix=f'write {_EXAMPLE}, or (strategy="fsdp_tp") for its own'
+            "the marker mesh names neither a mesh nor a strategy",
+            fix=f'write {_EXAMPLE}, or (strategy="fsdp_tp") for its own',
         )
     specs: list[MeshSpec | None] = [parse_mesh(text) for text in marker.args] or [None]
     axis_types = _several(marker.kwargs.get("axis_types", "auto"))
@@ -115,11 +134,17 @@ def cases_of(marker: pytest.Mark) -> list[MeshCase]:
         resolve_axis_types(spec.names if spec else (), types if spec else "auto")
     if not marker.args and "axis_types" in marker.kwargs:
         raise MeshSpecError(
-            "axis_types is given without a mesh", fix="write the mesh too; a strategy's own mesh has the strategy's axis types"
+            "axis_types is given without a mesh",
+            fix="write the mesh too; a strategy's own mesh has the strategy's axis types",
         )
-    modes = [None if mode is None else parse_mode(mode) for mode in _several(marker.kwargs.get("mode"))]
+    modes = [
+        None if mode is None else parse_mode(mode) for mode in _several(marker.kwargs.get("mode"))
+    ]
     product = itertools.product(specs, axis_types, strategies, modes)
-    return [MeshCase(spec=spec, axis_types=types, strategy=strategy, mode=mode) for spec, types, strategy, mode in product]
+    return [
+        MeshCase(spec=spec, axis_types=types, strategy=strategy, mode=mode)
+        for spec, types, strategy, mode in product
+    ]
 
 
 def _several(value: Any) -> Sequence[Any]:
@@ -136,7 +161,9 @@ def prepare(asked: int | None) -> None:
 
 
 @contextlib.contextmanager
-def placed(case: MeshCase, root: Path, *, asked: int | None = None, backend: str = "cpu") -> Iterator[Mesh]:
+def placed(
+    case: MeshCase, root: Path, *, asked: int | None = None, backend: str = "cpu"
+) -> Iterator[Mesh]:
     """Build a case's mesh for one test; on a machine with accelerators the test computes on CPU devices too.
 
     Yields the mesh. What the test leaves ambient is taken back, and is a failure.
@@ -157,7 +184,9 @@ def placed(case: MeshCase, root: Path, *, asked: int | None = None, backend: str
 def managed(case: MeshCase, mesh: Mesh, *, root: Path) -> Iterator[PartitionManager]:
     """Enter the manager of a case's strategy on a mesh for one test."""
     if case.strategy is None:
-        raise _failure(f'the marker names no strategy for the manager: write {_EXAMPLE[:-1]}, strategy="fsdp_tp")')
+        raise _failure(
+            f'the marker names no strategy for the manager: write {_EXAMPLE[:-1]}, strategy="fsdp_tp")'
+        )
     try:
         made = PartitionManager(_strategy(case.strategy, root), mesh=mesh, mode=case.mode)
     except ShardingError as error:
@@ -185,7 +214,9 @@ def _strategy(strategy: Any, root: Path) -> Any:
     """Load what names a strategy; a path counts from pytest's root."""
     from shardwright.strategy.model import Strategy
 
-    if isinstance(strategy, Path) or (isinstance(strategy, str) and strategy.endswith((".toml", ".json"))):
+    if isinstance(strategy, Path) or (
+        isinstance(strategy, str) and strategy.endswith((".toml", ".json"))
+    ):
         return Strategy.load(root / strategy)
     return Strategy.preset(strategy) if isinstance(strategy, str) else strategy
 
@@ -208,7 +239,11 @@ def _devices(case: MeshCase, asked: int | None, backend: str) -> list[jax.Device
     except RuntimeError as error:
         raise _failure(f"no {backend} devices here: {error}") from None
     if len(devices) < needed:
-        raise _failure(_too_few(f"mesh {case.spec}", needed=needed, have=len(devices), asked=asked, backend=backend))
+        raise _failure(
+            _too_few(
+                f"mesh {case.spec}", needed=needed, have=len(devices), asked=asked, backend=backend
+            )
+        )
     return devices
 
 
@@ -226,7 +261,11 @@ def _too_few(mesh: str, *, needed: int, have: int, asked: int | None, backend: s
             f"  fix   start pytest with XLA_FLAGS=--xla_force_host_platform_device_count={needed}, or move that use of JAX into a fixture"
         )
     if asked or asked_devices() == have > 1:
-        source = f"virtual_devices = {asked}" if asked else f"that is what XLA_FLAGS or a conftest.py asks for, or the usual {USUAL}"
+        source = (
+            f"virtual_devices = {asked}"
+            if asked
+            else f"that is what XLA_FLAGS or a conftest.py asks for, or the usual {USUAL}"
+        )
         return f"{what}: {source}\n  fix   {more}"
     return (
         f"{what}: a module or a conftest.py used JAX while tests were collected\n"

@@ -21,7 +21,9 @@ from shardwright.tree import path_text
 _HEAD = ("argument", "in the first call", "per device", "now", "per device")
 
 
-def assert_no_retrace(f: Callable[..., Any], *calls: Sequence[Any] | Callable[[Any], Sequence[Any]]) -> None:
+def assert_no_retrace(
+    f: Callable[..., Any], *calls: Sequence[Any] | Callable[[Any], Sequence[Any]]
+) -> None:
     """Call a function several times, and assert that only the first call traces or compiles anything.
 
     `assert_no_retrace(step, (state, batch), lambda out: (out, batch))` feeds a step its own result: the state must come out
@@ -37,7 +39,9 @@ def assert_no_retrace(f: Callable[..., Any], *calls: Sequence[Any] | Callable[[A
     """
     __tracebackhide__ = True
     if len(calls) < 2:
-        raise TypeError(f"assert_no_retrace got {len(calls)} calls: one alone may always trace; pass the arguments of two or more")
+        raise TypeError(
+            f"assert_no_retrace got {len(calls)} calls: one alone may always trace; pass the arguments of two or more"
+        )
     first: Sequence[Any] = ()
     result = None
     with context.apart():  # what another test has compiled does not count for this one
@@ -57,15 +61,21 @@ def _check_jitted(f: Callable[..., Any], found: Compilations) -> None:
     """Check that a first call came through `jit`, so that there is something to count in the next."""
     __tracebackhide__ = True
     # Operations of JAX are jitted too, by JAX itself, which explains only what others jit.
-    if hasattr(f, "clear_cache") or (found.reasons if found.explained else found.traced or found.compiled):
+    if hasattr(f, "clear_cache") or (
+        found.reasons if found.explained else found.traced or found.compiled
+    ):
         return
     if isinstance(f, jax.stages.Compiled):
         what, fix = "is compiled already and never traces again", "pass the jitted function"
     else:
         ran = ", ".join(dict.fromkeys(found.traced))
-        what = f"is not jitted and calls nothing that is{f': it ran {ran} one by one' if ran else ''}"
+        what = (
+            f"is not jitted and calls nothing that is{f': it ran {ran} one by one' if ran else ''}"
+        )
         fix = "pass jax.jit(f), made once, or a function that calls it in this thread"
-    raise TypeError(f"assert_no_retrace has nothing to count: {function_name(f)} {what}\n  fix   {fix}")
+    raise TypeError(
+        f"assert_no_retrace has nothing to count: {function_name(f)} {what}\n  fix   {fix}"
+    )
 
 
 def _arguments(call: Any, result: Any, number: int) -> Sequence[Any]:
@@ -83,7 +93,10 @@ def _arguments(call: Any, result: Any, number: int) -> Sequence[Any]:
 
 def _seen(args: Sequence[Any]) -> list[tuple[str, str, str]]:
     """Return (path, what it is, bytes per device) of each argument, before a call donates it."""
-    return [(path_text(path) or "-", _text(value), _bytes(value)) for path, value in jax.tree_util.tree_flatten_with_path(tuple(args))[0]]
+    return [
+        (path_text(path) or "-", _text(value), _bytes(value))
+        for path, value in jax.tree_util.tree_flatten_with_path(tuple(args))[0]
+    ]
 
 
 def _text(value: Any) -> str:
@@ -102,19 +115,33 @@ def _bytes(value: Any) -> str:
         return "-"
 
 
-def _message(f: Any, number: int, found: Compilations, first: Sequence[Any], now: Sequence[Any]) -> str:
-    did = [f"{verb} {', '.join(dict.fromkeys(names))}" for verb, names in (("traced", found.traced), ("compiled", found.compiled)) if names]
+def _message(
+    f: Any, number: int, found: Compilations, first: Sequence[Any], now: Sequence[Any]
+) -> str:
+    did = [
+        f"{verb} {', '.join(dict.fromkeys(names))}"
+        for verb, names in (("traced", found.traced), ("compiled", found.compiled))
+        if names
+    ]
     lines = [f"call {number} of {function_name(f)} {' and '.join(did)}"]
     before = {path: (text, size) for path, text, size in first}
     changed = [(path, before.get(path, ("absent", "-")), (text, size)) for path, text, size in now]
     rows = [(path, *old, *new) for path, old, new in changed if old != new]
-    rows += [(path, text, size, "absent", "-") for path, text, size in first if path not in {one for one, _, _ in now}]
+    rows += [
+        (path, text, size, "absent", "-")
+        for path, text, size in first
+        if path not in {one for one, _, _ in now}
+    ]
     if rows:
         lines += ["", *table([_HEAD, *rows])]
-        lines.append("  fix   call it with the same shapes, dtypes and shardings: where it gets its own result, give it out_shardings=")
+        lines.append(
+            "  fix   call it with the same shapes, dtypes and shardings: where it gets its own result, give it out_shardings="
+        )
     else:
         lines.append("  no argument changed its shape, dtype or sharding")
-        lines.append("  fix   jit once, outside the call; look at static arguments, closures and the ambient context")
+        lines.append(
+            "  fix   jit once, outside the call; look at static arguments, closures and the ambient context"
+        )
     reasons = [f"  {line}" for reason in found.reasons for line in ["", *reason.splitlines()]]
     *lines, fix = lines
     return "\n".join([*lines, *reasons, fix])

@@ -58,9 +58,13 @@ complete -o filenames -F _shardwright shardwright"""
 def script(commands: Sequence[Command]) -> str:
     """Return the script."""
     first = " ".join([*(command.name for command in commands), "--help", "--version"])
-    valued = [_line(12, command.name, f'valued="{_flags(_valued(command))}"') for command in commands]
+    valued = [
+        _line(12, command.name, f'valued="{_flags(_valued(command))}"') for command in commands
+    ]
     values = [line for command in commands for line in _values(command)]
-    options = [_line(20, command.name, _words(_flags(command.options).split())) for command in commands]
+    options = [
+        _line(20, command.name, _words(_flags(command.options).split())) for command in commands
+    ]
     positions = [line for command in commands for line in _positions(command)]
     return _HEAD % (first, *("\n".join(lines) for lines in (valued, values, options, positions)))
 

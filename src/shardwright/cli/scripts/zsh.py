@@ -37,8 +37,15 @@ fi"""
 
 def script(commands: Sequence[Command]) -> str:
     """Return the script."""
-    presets = next(argument.words for command in commands for argument in command.arguments if argument.kind is Kind.STRATEGY)
-    names = "\n".join(f"        {_quoted(f'{command.name}:{_escaped(command.what)}')}" for command in commands)
+    presets = next(
+        argument.words
+        for command in commands
+        for argument in command.arguments
+        if argument.kind is Kind.STRATEGY
+    )
+    names = "\n".join(
+        f"        {_quoted(f'{command.name}:{_escaped(command.what)}')}" for command in commands
+    )
     cases = "\n".join(_case(command) for command in commands)
     return _HEAD % (" ".join(presets), names, cases)
 
@@ -47,7 +54,14 @@ def _case(command: Command) -> str:
     lines = [f"        {command.name})", "            _arguments -S \\"]
     specs = [_option(option, flag) for option in command.options for flag in option.flags]
     specs += [_positional(argument, at) for at, argument in enumerate(command.positionals, 1)]
-    return "\n".join([*lines, *(f"                {_quoted(spec)} \\" for spec in specs), "                && return 0", "            ;;"])
+    return "\n".join(
+        [
+            *lines,
+            *(f"                {_quoted(spec)} \\" for spec in specs),
+            "                && return 0",
+            "            ;;",
+        ]
+    )
 
 
 def _option(option: Argument, flag: str) -> str:

@@ -25,7 +25,9 @@ from shardwright.interop.eformer.common_types import EXPERT as EXPERT
 from shardwright.interop.eformer.common_types import EXPERT_GATE as EXPERT_GATE
 from shardwright.interop.eformer.common_types import EXPERT_PARALLEL as EXPERT_PARALLEL
 from shardwright.interop.eformer.common_types import FSDP as FSDP
-from shardwright.interop.eformer.common_types import FULLY_SHARDED_DATA_PARALLEL as FULLY_SHARDED_DATA_PARALLEL
+from shardwright.interop.eformer.common_types import (
+    FULLY_SHARDED_DATA_PARALLEL as FULLY_SHARDED_DATA_PARALLEL,
+)
 from shardwright.interop.eformer.common_types import GENERATION_MODES as GENERATION_MODES
 from shardwright.interop.eformer.common_types import HEAD as HEAD
 from shardwright.interop.eformer.common_types import HEAD_DIM as HEAD_DIM
@@ -70,7 +72,9 @@ from shardwright.interop.eformer.common_types import RowWise as RowWise
 from shardwright.interop.eformer.common_types import SColumnWise as SColumnWise
 from shardwright.interop.eformer.common_types import Shape as Shape
 from shardwright.interop.eformer.common_types import SRowWise as SRowWise
-from shardwright.interop.eformer.common_types import UnifiedExpertColumnWise as UnifiedExpertColumnWise
+from shardwright.interop.eformer.common_types import (
+    UnifiedExpertColumnWise as UnifiedExpertColumnWise,
+)
 from shardwright.interop.eformer.common_types import UnifiedExpertRowWise as UnifiedExpertRowWise
 from shardwright.interop.eformer.escale import NamedSharding as NamedSharding
 from shardwright.interop.eformer.escale import NoMeshError as NoMeshError
@@ -83,22 +87,34 @@ from shardwright.interop.eformer.escale import apply_logical_sharding as apply_l
 from shardwright.interop.eformer.escale import cpu_context as cpu_context
 from shardwright.interop.eformer.escale import create_cpu_mesh as create_cpu_mesh
 from shardwright.interop.eformer.escale import create_mesh as create_mesh
-from shardwright.interop.eformer.escale import extract_sharding_structure as extract_sharding_structure
+from shardwright.interop.eformer.escale import (
+    extract_sharding_structure as extract_sharding_structure,
+)
 from shardwright.interop.eformer.escale import extract_shardings as extract_shardings
 from shardwright.interop.eformer.escale import force_cpu as force_cpu
 from shardwright.interop.eformer.escale import get_axes_size_in_mesh as get_axes_size_in_mesh
-from shardwright.interop.eformer.escale import get_corrected_named_sharding as get_corrected_named_sharding
-from shardwright.interop.eformer.escale import get_current_partition_manager as get_current_partition_manager
+from shardwright.interop.eformer.escale import (
+    get_corrected_named_sharding as get_corrected_named_sharding,
+)
+from shardwright.interop.eformer.escale import (
+    get_current_partition_manager as get_current_partition_manager,
+)
 from shardwright.interop.eformer.escale import get_incontext_mesh as get_incontext_mesh
 from shardwright.interop.eformer.escale import get_mesh_axis_names as get_mesh_axis_names
 from shardwright.interop.eformer.escale import get_mesh_axis_size as get_mesh_axis_size
-from shardwright.interop.eformer.escale import get_names_from_partition_spec as get_names_from_partition_spec
+from shardwright.interop.eformer.escale import (
+    get_names_from_partition_spec as get_names_from_partition_spec,
+)
 from shardwright.interop.eformer.escale import get_partition_manager as get_partition_manager
 from shardwright.interop.eformer.escale import get_partition_spec as get_partition_spec
-from shardwright.interop.eformer.escale import get_shardings_with_structure as get_shardings_with_structure
+from shardwright.interop.eformer.escale import (
+    get_shardings_with_structure as get_shardings_with_structure,
+)
 from shardwright.interop.eformer.escale import get_submesh_device_index as get_submesh_device_index
 from shardwright.interop.eformer.escale import lax_reshard as lax_reshard
-from shardwright.interop.eformer.escale import make_shard_and_gather_fns as make_shard_and_gather_fns
+from shardwright.interop.eformer.escale import (
+    make_shard_and_gather_fns as make_shard_and_gather_fns,
+)
 from shardwright.interop.eformer.escale import match_partition_rules as match_partition_rules
 from shardwright.interop.eformer.escale import names_in_current_mesh as names_in_current_mesh
 from shardwright.interop.eformer.escale import parse_mesh_from_string as parse_mesh_from_string
@@ -108,4 +124,6 @@ from shardwright.interop.eformer.escale.partition import constraints as _constra
 
 def __getattr__(name: str) -> Any:
     # Read when asked for; escale knows what is not here, and what is instead.
-    return getattr(_constraints if name in ("LOG_SHARDING_MOVE", "MIN_SHARDING_SIZE") else escale, name)
+    return getattr(
+        _constraints if name in ("LOG_SHARDING_MOVE", "MIN_SHARDING_SIZE") else escale, name
+    )

@@ -6,15 +6,31 @@ from typing import NoReturn
 
 INSTEAD = {
     **dict.fromkeys(
-        ("AutoShardingRule", "CompositeShardingRule", "MemoryConstrainedShardingRule", "ShapeBasedShardingRule", "ShardingRule"),
+        (
+            "AutoShardingRule",
+            "CompositeShardingRule",
+            "MemoryConstrainedShardingRule",
+            "ShapeBasedShardingRule",
+            "ShardingRule",
+        ),
         "write a Strategy, whose rules go by axes and not by shapes, or match paths with match_partition_rules",
     ),
     **dict.fromkeys(
-        ("auto_partition_spec", "vrn_auto_partition_spec", "auto_namedsharding", "auto_shard_array", "MeshPartitionHelper"),
+        (
+            "auto_partition_spec",
+            "vrn_auto_partition_spec",
+            "auto_namedsharding",
+            "auto_shard_array",
+            "MeshPartitionHelper",
+        ),
         "annotate the array, and let PartitionManager.shardings of shardwright say where it lies",
     ),
     **dict.fromkeys(
-        ("convert_sharding_strategy", "optimize_sharding_for_memory", "create_pattern_based_partition_spec"),
+        (
+            "convert_sharding_strategy",
+            "optimize_sharding_for_memory",
+            "create_pattern_based_partition_spec",
+        ),
         "load another strategy file: the annotations stay",
     ),
     **dict.fromkeys(
@@ -23,7 +39,10 @@ INSTEAD = {
     ),
     "calculate_host_mesh_shape": "create_mesh places the devices of all processes, and sw.abstract_mesh plans without any",
     "create_monitored_function": "assert_no_retrace and assert_collectives of shardwright.testing check a compiled function",
-    **dict.fromkeys(("get_safe_hash_int", "hash_fn"), "managers and axes hash themselves; hash other text with hashlib"),
+    **dict.fromkeys(
+        ("get_safe_hash_int", "hash_fn"),
+        "managers and axes hash themselves; hash other text with hashlib",
+    ),
     "barrier_sync": "call jax.experimental.multihost_utils.sync_global_devices",
 }
 

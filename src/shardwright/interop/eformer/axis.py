@@ -129,25 +129,38 @@ class PartitionAxis:
     decode_attention_dim_axis: Any = None
     decode_attention_kv_dim_axis: Any = None
 
-    _cache: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    _cache: dict[Any, Any] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    _SEMANTIC_MAP: ClassVar[Mapping[str, str | None]] = MappingProxyType({**_SEMANTIC_NAMES, EMPTY: None, **_MESH_NAMES})
-    _STANDARD_TO_GENERATION_ATTR_MAP: ClassVar[Mapping[str, str]] = MappingProxyType({name: f"decode_{name}" for name in _DECODE})
+    _SEMANTIC_MAP: ClassVar[Mapping[str, str | None]] = MappingProxyType(
+        {**_SEMANTIC_NAMES, EMPTY: None, **_MESH_NAMES}
+    )
+    _STANDARD_TO_GENERATION_ATTR_MAP: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {name: f"decode_{name}" for name in _DECODE}
+    )
 
     def __post_init__(self) -> None:
         for name in _ATTRIBUTES:
             object.__setattr__(self, name, self._clean(getattr(self, name)))
         defaults = {
             "batch_axis": _flat((self.fully_sharded_data_parallel_axis, self.data_parallel_axis)),
-            **dict.fromkeys(("sequence_axis", "query_sequence_axis", "key_sequence_axis"), self.sequence_parallel_axis),
-            **dict.fromkeys(("head_axis", "kv_head_axis", "hidden_state_axis"), self.tensor_parallel_axis),
+            **dict.fromkeys(
+                ("sequence_axis", "query_sequence_axis", "key_sequence_axis"),
+                self.sequence_parallel_axis,
+            ),
+            **dict.fromkeys(
+                ("head_axis", "kv_head_axis", "hidden_state_axis"), self.tensor_parallel_axis
+            ),
             **dict.fromkeys(("mlp_intermediate_axis", "vocab_axis"), self.tensor_parallel_axis),
             "expert_axis": self.expert_parallel_axis,
         }
         for name in _ATTRIBUTES:
             if isinstance(getattr(self, name), EMPTY_VAL):
                 base = name.removeprefix("decode_")
-                object.__setattr__(self, name, defaults.get(name) if name == base else getattr(self, base))
+                object.__setattr__(
+                    self, name, defaults.get(name) if name == base else getattr(self, base)
+                )
         self.compile(registered=())
 
     def __hash__(self) -> int:
@@ -174,7 +187,10 @@ class PartitionAxis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as plain data, such that `from_dict(to_dict(p)) == p`, through JSON too."""
-        return {name: list(value) if isinstance(value := getattr(self, name), tuple) else value for name in _ATTRIBUTES}
+        return {
+            name: list(value) if isinstance(value := getattr(self, name), tuple) else value
+            for name in _ATTRIBUTES
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PartitionAxis:
@@ -185,13 +201,23 @@ class PartitionAxis:
         """
         for name in data:
             if name not in _ATTRIBUTES:
-                raise StrategyError(f"{name!r} is no attribute of PartitionAxis", fix=did_you_mean(name, _ATTRIBUTES) or "drop it")
+                raise StrategyError(
+                    f"{name!r} is no attribute of PartitionAxis",
+                    fix=did_you_mean(name, _ATTRIBUTES) or "drop it",
+                )
         return cls(**data)
 
     # Axes for the whole process.
 
     @classmethod
-    def register(cls, semantic_axis: str, axis_rule: Any, *, generation_axis_rule: Any = NOT_GIVEN, override: bool = False) -> None:
+    def register(
+        cls,
+        semantic_axis: str,
+        axis_rule: Any,
+        *,
+        generation_axis_rule: Any = NOT_GIVEN,
+        override: bool = False,
+    ) -> None:
         """Register an axis for every manager that is built from now on. A strategy's `[axes]` is the stricter way.
 
         Args:
@@ -205,7 +231,10 @@ class PartitionAxis:
           StrategyError: the name is empty or exists.
         """
         name = _name(semantic_axis)
-        rules = [tuple(rule) if isinstance(rule, list) else rule for rule in (axis_rule, generation_axis_rule)]
+        rules = [
+            tuple(rule) if isinstance(rule, list) else rule
+            for rule in (axis_rule, generation_axis_rule)
+        ]
         axis = registry.RegisteredAxis(name=name, axis_rule=rules[0], generation_axis_rule=rules[1])
         registry.add(axis, taken=canonical_axis(name) in cls._SEMANTIC_MAP, override=override)
 
@@ -234,13 +263,22 @@ class PartitionAxis:
 
         def generation(axis: registry.RegisteredAxis) -> Any:
             own, rule = axis.generation_axis_rule, axis.axis_rule
-            return decode.get(rule, own) if isinstance(own, EMPTY_VAL) and isinstance(rule, str) else own
+            return (
+                decode.get(rule, own)
+                if isinstance(own, EMPTY_VAL) and isinstance(rule, str)
+                else own
+            )
 
-        return {axis.name: {"axis_rule": axis.axis_rule, "generation_axis_rule": generation(axis)} for axis in registry.registered_axes()}
+        return {
+            axis.name: {"axis_rule": axis.axis_rule, "generation_axis_rule": generation(axis)}
+            for axis in registry.registered_axes()
+        }
 
     # Rules.
 
-    def compile(self, *, policy: Policy | None = None, registered: registry.Registered | None = None) -> AxisRules:
+    def compile(
+        self, *, policy: Policy | None = None, registered: registry.Registered | None = None
+    ) -> AxisRules:
         """Return the frozen rules, with the axes that are registered now unless a snapshot of them is given.
 
         Raises:
@@ -250,7 +288,9 @@ class PartitionAxis:
         made: AxisRules | None = self._cache.get((policy, axes))
         if made is None:
             values = {name: getattr(self, name) for name in _ATTRIBUTES}
-            made = _with_registered(self, partition_axis.PartitionAxis(**values).compile(policy=policy), axes)
+            made = _with_registered(
+                self, partition_axis.PartitionAxis(**values).compile(policy=policy), axes
+            )
             self._cache[policy, axes] = made
         return made
 
@@ -260,11 +300,21 @@ class PartitionAxis:
         Raises:
           UnknownAxisError: a name that is neither; members of composites too.
         """
-        named = {value: axis for axis, name in _MESH_NAMES.items() if isinstance(value := getattr(self, name), str)}
+        named = {
+            value: axis
+            for axis, name in _MESH_NAMES.items()
+            if isinstance(value := getattr(self, name), str)
+        }
 
         def one(axis: Any) -> Any:
-            found = EMPTY if axis is None else named.get(axis, axis) if isinstance(axis, str) else axis
-            if isinstance(found, str) and found != EMPTY and canonical_axis(found) not in rules.known_axes:
+            found = (
+                EMPTY if axis is None else named.get(axis, axis) if isinstance(axis, str) else axis
+            )
+            if (
+                isinstance(found, str)
+                and found != EMPTY
+                and canonical_axis(found) not in rules.known_axes
+            ):
                 known = sorted({*map(axis_label, rules.known_axes)})
                 raise UnknownAxisError(
                     f"Unknown semantic axis name: {found!r}",
@@ -273,7 +323,9 @@ class PartitionAxis:
                 )
             return found
 
-        return tuple(tuple(map(one, dim)) if isinstance(dim, (list, tuple)) else one(dim) for dim in axes)
+        return tuple(
+            tuple(map(one, dim)) if isinstance(dim, (list, tuple)) else one(dim) for dim in axes
+        )
 
     def resolve_axis(self, axes: Sequence[Any], mode: str) -> list[Any]:
         """Return the mesh axes that each entry stands for, whatever mesh there is: None, a name, a tuple, or a list of a list.
@@ -284,7 +336,9 @@ class PartitionAxis:
         rules = self.compile()
         return [
             list(_names(entry)) if isinstance(axis, list) else entry
-            for axis, entry in zip(axes, written(self.spelled(axes, rules), rules, mode), strict=True)
+            for axis, entry in zip(
+                axes, written(self.spelled(axes, rules), rules, mode), strict=True
+            )
         ]
 
     def resolve_spec(self, axes: Sequence[Any], mode: str) -> PartitionSpec:
@@ -311,10 +365,15 @@ def written(annotation: Sequence[Any], rules: AxisRules, mode: str) -> list[Any]
     """
     sizes = dict.fromkeys([*rules.named_mesh_axes(), *STANDARD_MESH_AXES], 2)
     mode = parse_mode(mode)
-    return [resolver.resolve((dim,), rules, sizes, mode=mode).decisions[0].entry for dim in as_annotation(tuple(annotation))]
+    return [
+        resolver.resolve((dim,), rules, sizes, mode=mode).decisions[0].entry
+        for dim in as_annotation(tuple(annotation))
+    ]
 
 
-def written_spec(annotation: Sequence[Any], rules: AxisRules, mode: str, mesh: Mesh | AbstractMesh | None) -> PartitionSpec:
+def written_spec(
+    annotation: Sequence[Any], rules: AxisRules, mode: str, mesh: Mesh | AbstractMesh | None
+) -> PartitionSpec:
     """Return the entries of `written` as a spec; see `PartitionAxis.resolve_spec`."""
     entries = written(annotation, rules, mode)
     if mesh is None:
@@ -331,7 +390,11 @@ def without_repeats(entries: Sequence[Any]) -> list[Any]:
     for entry in entries:
         names = tuple(name for name in _names(entry) if name not in held)
         held.update(names)
-        kept.append(entry if entry is PartitionSpec.UNCONSTRAINED or names == _names(entry) else names or None)
+        kept.append(
+            entry
+            if entry is PartitionSpec.UNCONSTRAINED or names == _names(entry)
+            else names or None
+        )
     return kept
 
 
@@ -344,26 +407,41 @@ def _names(entry: Any) -> tuple[str, ...]:
 def _name(semantic_axis: str) -> str:
     name = str(semantic_axis).strip()
     if not name:
-        raise StrategyError("`semantic_axis` must be a non-empty string", fix="give the axis a name")
+        raise StrategyError(
+            "`semantic_axis` must be a non-empty string", fix="give the axis a name"
+        )
     return name
 
 
 def _flat(names: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return nested names as one tuple, without those that are replicated (None)."""
-    flat = [one for name in names if name is not None for one in (name if isinstance(name, tuple) else (name,))]
+    flat = [
+        one
+        for name in names
+        if name is not None
+        for one in (name if isinstance(name, tuple) else (name,))
+    ]
     return tuple(flat) or None
 
 
-def _with_registered(axis: PartitionAxis, base: AxisRules, registered: registry.Registered) -> AxisRules:
+def _with_registered(
+    axis: PartitionAxis, base: AxisRules, registered: registry.Registered
+) -> AxisRules:
     """Return rules with the registered axes; as parameters these keep their train rule in every mode."""
     if not registered:
         return base
     by_name = {canonical_axis(one.name): one for one in registered}
     texts = {
-        generation: {name: _rule(one.name, _follow(axis, name, by_name, generation, ())) for name, one in by_name.items()}
+        generation: {
+            name: _rule(one.name, _follow(axis, name, by_name, generation, ()))
+            for name, one in by_name.items()
+        }
         for generation in (False, True)
     }
-    activations = [dict(table) | texts[mode in GENERATION_MODES] for mode, table in zip(MODES, base.activations, strict=True)]
+    activations = [
+        dict(table) | texts[mode in GENERATION_MODES]
+        for mode, table in zip(MODES, base.activations, strict=True)
+    ]
     params = [dict(table) | texts[False] for table in base.params]
     return AxisRules(
         activations=tuple(tuple(sorted(table.items())) for table in activations),
@@ -378,20 +456,39 @@ def _rule(name: str, value: Any) -> Rule:
     return parse_rule(text, ref=RuleRef(key=name, text=text, source="PartitionAxis.register"))
 
 
-def _follow(axis: PartitionAxis, value: Any, registered: Mapping[str, registry.RegisteredAxis], generation: bool, seen: Any) -> Any:
+def _follow(
+    axis: PartitionAxis,
+    value: Any,
+    registered: Mapping[str, registry.RegisteredAxis],
+    generation: bool,
+    seen: Any,
+) -> Any:
     """Return the mesh axes that a value stands for: an attribute, an axis, a registered axis, a mesh axis, or several."""
     if isinstance(value, tuple):
         return _flat(tuple(_follow(axis, one, registered, generation, seen) for one in value))
     if not isinstance(value, str):
         return value
     # A mesh axis may be called like the short name of an axis ("tp"): that is no alias.
-    name = canonical_axis(value) if value.startswith("__") or value in {one.name for one in registered.values()} else ""
+    name = (
+        canonical_axis(value)
+        if value.startswith("__") or value in {one.name for one in registered.values()}
+        else ""
+    )
     if name in registered:
         if name in seen:
-            raise StrategyError(f"Cyclic semantic axis registration: {value!r} stands for itself", fix="let one of them name a mesh axis")
+            raise StrategyError(
+                f"Cyclic semantic axis registration: {value!r} stands for itself",
+                fix="let one of them name a mesh axis",
+            )
         one = registered[name]
         own = generation and not isinstance(one.generation_axis_rule, EMPTY_VAL)
-        return _follow(axis, one.generation_axis_rule if own else one.axis_rule, registered, generation, (*seen, name))
+        return _follow(
+            axis,
+            one.generation_axis_rule if own else one.axis_rule,
+            registered,
+            generation,
+            (*seen, name),
+        )
     attribute = value if value in _ATTRIBUTES else PartitionAxis._SEMANTIC_MAP.get(value)
     if attribute is None:
         return axis._clean(value)

@@ -17,10 +17,26 @@ from shardwright.interop.eformer.environment import log_sharding_move
 from shardwright.interop.eformer.errors import WrongTypeError
 from shardwright.interop.eformer.meshes import current_mesh, no_mesh
 from shardwright.provenance import DimDecision, Outcome, Reason, Resolution, RuleRef
-from shardwright.rules import POLICY_PRESETS, AxisRules, Conflict, Indivisible, Missing, Policy, Rank, Rule, build_rules
+from shardwright.rules import (
+    POLICY_PRESETS,
+    AxisRules,
+    Conflict,
+    Indivisible,
+    Missing,
+    Policy,
+    Rank,
+    Rule,
+    build_rules,
+)
 from shardwright.specs import entry_of
 
-_CHANGED = (Outcome.POLICY_MISSING, Outcome.POLICY_PREFIX, Outcome.POLICY_REPLICATE, Outcome.POLICY_DROP, Outcome.POLICY_FIRST_DIM)
+_CHANGED = (
+    Outcome.POLICY_MISSING,
+    Outcome.POLICY_PREFIX,
+    Outcome.POLICY_REPLICATE,
+    Outcome.POLICY_DROP,
+    Outcome.POLICY_FIRST_DIM,
+)
 
 
 def parse_policy(policy: Policy | str | None) -> Policy:
@@ -36,7 +52,10 @@ def parse_policy(policy: Policy | str | None) -> Policy:
         return Policy() if ambient is None else ambient.rules.policy
     if policy not in POLICY_PRESETS:
         hint = did_you_mean(str(policy), POLICY_PRESETS)
-        raise StrategyError(f"policy {policy!r} is no preset", fix=f"{hint} presets are {', '.join(POLICY_PRESETS)}".strip())
+        raise StrategyError(
+            f"policy {policy!r} is no preset",
+            fix=f"{hint} presets are {', '.join(POLICY_PRESETS)}".strip(),
+        )
     return POLICY_PRESETS[policy]
 
 
@@ -50,7 +69,9 @@ def is_strict(policy: Policy) -> bool:
     )
 
 
-def with_sharding_constraint(arr: Any, sharding: PartitionSpec | NamedSharding, *, policy: Policy | str | None = None) -> Any:
+def with_sharding_constraint(
+    arr: Any, sharding: PartitionSpec | NamedSharding, *, policy: Policy | str | None = None
+) -> Any:
     """Make an array, or every array of a tree, lie as a spec says, on the mesh at hand or the sharding's own.
 
     `P()` replicates and UNCONSTRAINED leaves a dim to the compiler. NumPy arrays are placed. Also named `lax_reshard`.
@@ -76,10 +97,16 @@ lax_reshard = with_sharding_constraint
 def _mesh_and_spec(sharding: Any) -> tuple[Mesh | AbstractMesh, PartitionSpec]:
     if isinstance(sharding, NamedSharding):
         if sharding.memory_kind not in (None, "device"):
-            raise StrategyError(f"a constraint carries no memory kind {sharding.memory_kind!r}", fix="use jax.device_put")
+            raise StrategyError(
+                f"a constraint carries no memory kind {sharding.memory_kind!r}",
+                fix="use jax.device_put",
+            )
         return sharding.mesh, sharding.spec
     if not isinstance(sharding, PartitionSpec):
-        raise WrongTypeError(f"{sharding!r} is neither a PartitionSpec nor a NamedSharding", fix='write PartitionSpec("dp", None)')
+        raise WrongTypeError(
+            f"{sharding!r} is neither a PartitionSpec nor a NamedSharding",
+            fix='write PartitionSpec("dp", None)',
+        )
     mesh = current_mesh()
     if mesh is None:
         raise no_mesh()
@@ -88,11 +115,16 @@ def _mesh_and_spec(sharding: Any) -> tuple[Mesh | AbstractMesh, PartitionSpec]:
 
 def _rules_for(mesh: Mesh | AbstractMesh, policy: Policy) -> AxisRules:
     """Return rules under which literal specs may name whatever axes a mesh has."""
-    names = Rule(candidates=tuple((name,) for name in mesh.axis_names), ref=RuleRef(key="mesh", text=" | ".join(mesh.axis_names)))
+    names = Rule(
+        candidates=tuple((name,) for name in mesh.axis_names),
+        ref=RuleRef(key="mesh", text=" | ".join(mesh.axis_names)),
+    )
     return build_rules({"rules": {"__MESH__": names}}, user_axes=("__MESH__",), policy=policy)
 
 
-def warn_of_changes(native: manager.PartitionManager, arrays: Any, annotation: Any, mode: str | None = None) -> None:
+def warn_of_changes(
+    native: manager.PartitionManager, arrays: Any, annotation: Any, mode: str | None = None
+) -> None:
     """Warn, if `LOG_SHARDING_MOVE` asks for it, of each array for which a permissive policy changes something."""
     if log_sharding_move():
         for leaf in jax.tree.leaves(arrays):
@@ -105,7 +137,11 @@ def _warn(found: Resolution) -> None:
 
 
 def get_corrected_named_sharding(
-    shape: Sequence[int], partition_spec: PartitionSpec, raise_mesh_error: bool = True, *, policy: Policy | str | None = None
+    shape: Sequence[int],
+    partition_spec: PartitionSpec,
+    raise_mesh_error: bool = True,
+    *,
+    policy: Policy | str | None = None,
 ) -> NamedSharding:
     """Return the sharding of a spec on the mesh at hand, as written: mesh axes of size 1 stay, one entry per dim.
 
@@ -125,11 +161,16 @@ def get_corrected_named_sharding(
         if raise_mesh_error:
             raise no_mesh()
         return NamedSharding(Mesh(np.empty((), dtype=object), ()), PartitionSpec())
-    found = resolver.resolve(partition_spec, _rules_for(mesh, parse_policy(policy)), mesh, shape=tuple(shape))
+    found = resolver.resolve(
+        partition_spec, _rules_for(mesh, parse_policy(policy)), mesh, shape=tuple(shape)
+    )
     if log_sharding_move():
         _warn(found)
     entries = without_repeats([as_written(decision) for decision in found.decisions])
-    return NamedSharding(mesh, PartitionSpec(*entries) if any(entry is not None for entry in entries) else PartitionSpec())
+    return NamedSharding(
+        mesh,
+        PartitionSpec(*entries) if any(entry is not None for entry in entries) else PartitionSpec(),
+    )
 
 
 def as_written(decision: DimDecision) -> Any:

@@ -24,4 +24,7 @@ def min_sharding_size() -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise StrategyError(f"the environment variable MIN_SHARDING_SIZE is {text!r}", fix="set it to a number of elements") from error
+        raise StrategyError(
+            f"the environment variable MIN_SHARDING_SIZE is {text!r}",
+            fix="set it to a number of elements",
+        ) from error

@@ -51,7 +51,13 @@ class PartitionManager:
     _hash: int
     _key: context.Key
 
-    def __init__(self, paxis: PartitionAxis, *, mesh: Mesh | AbstractMesh | None = None, policy: Policy | str = "strict") -> None:
+    def __init__(
+        self,
+        paxis: PartitionAxis,
+        *,
+        mesh: Mesh | AbstractMesh | None = None,
+        policy: Policy | str = "strict",
+    ) -> None:
         if not isinstance(paxis, PartitionAxis):
             raise WrongTypeError(
                 f"Expected PartitionAxis, got {type(paxis).__name__}",
@@ -66,18 +72,26 @@ class PartitionManager:
             "rules": rules,
             "_hash": hash((rules, mesh)),
             # What JAX keeps must not keep the manager; the text of paxis has every field that counts for equality.
-            "_key": context.Key((rules.fingerprint(), mesh, repr(paxis)), f"PartitionManager({paxis!r})"),
+            "_key": context.Key(
+                (rules.fingerprint(), mesh, repr(paxis)), f"PartitionManager({paxis!r})"
+            ),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"a PartitionManager is frozen: build another one instead of setting {name!r}")
+        raise AttributeError(
+            f"a PartitionManager is frozen: build another one instead of setting {name!r}"
+        )
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, PartitionManager) and (self.mesh, self.rules, self.paxis) == (other.mesh, other.rules, other.paxis)
+        return isinstance(other, PartitionManager) and (self.mesh, self.rules, self.paxis) == (
+            other.mesh,
+            other.rules,
+            other.paxis,
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -98,7 +112,13 @@ class PartitionManager:
     def __exit__(self, *exc: object) -> None:
         context.leave(self)
 
-    def resolve(self, axes: Any = NOT_GIVEN, mode: Any = NOT_GIVEN, dynamic_axes: Any = NOT_GIVEN, shape: Any = NOT_GIVEN) -> PartitionSpec:
+    def resolve(
+        self,
+        axes: Any = NOT_GIVEN,
+        mode: Any = NOT_GIVEN,
+        dynamic_axes: Any = NOT_GIVEN,
+        shape: Any = NOT_GIVEN,
+    ) -> PartitionSpec:
         """Return the spec that the rules write, one entry per axis, divisibility unseen: `shard` is what looks at sizes.
 
         Args:
@@ -117,7 +137,10 @@ class PartitionManager:
             return self.native().resolve(annotation, mode=said, shape=sizes)
         asked = annotation.mode if said is None else said
         if isinstance(asked, int) and sizes is None:
-            raise ShapeRequiredError("when using dynamic mode detection shape should be provided", fix="pass shape=x.shape")
+            raise ShapeRequiredError(
+                "when using dynamic mode detection shape should be provided",
+                fix="pass shape=x.shape",
+            )
         found = mode_of_layout(asked, sizes)
         mesh = current_mesh() if self.mesh is None else self.mesh
         try:
@@ -128,7 +151,13 @@ class PartitionManager:
                 raise
             return self.native().resolve(annotation, mode=found, shape=sizes)
 
-    def explain(self, axes: Any = NOT_GIVEN, mode: Any = NOT_GIVEN, dynamic_axes: Any = NOT_GIVEN, shape: Any = NOT_GIVEN) -> Resolution:
+    def explain(
+        self,
+        axes: Any = NOT_GIVEN,
+        mode: Any = NOT_GIVEN,
+        dynamic_axes: Any = NOT_GIVEN,
+        shape: Any = NOT_GIVEN,
+    ) -> Resolution:
         """Return how `shard` would decide on the mesh at hand, dim by dim: also what a permissive policy drops.
 
         Raises:
@@ -137,7 +166,14 @@ class PartitionManager:
         annotation, said = self._asked(axes, mode, dynamic_axes)
         return self.native().explain(annotation, mode=said, shape=None if _absent(shape) else shape)
 
-    def shard(self, x: Any, axes: Any = NOT_GIVEN, mode: Any = NOT_GIVEN, dynamic_axes: Any = NOT_GIVEN, auto_correct: bool = True) -> Any:
+    def shard(
+        self,
+        x: Any,
+        axes: Any = NOT_GIVEN,
+        mode: Any = NOT_GIVEN,
+        dynamic_axes: Any = NOT_GIVEN,
+        auto_correct: bool = True,
+    ) -> Any:
         """Make an array, or every array of a tree, lie as its axes resolve on the mesh at hand.
 
         Args:
@@ -170,7 +206,9 @@ class PartitionManager:
         # Kept with the rules: some code builds a manager for every call.
         made: native.PartitionManager | None = self.paxis._cache.get((rules, mesh))
         if made is None:
-            made = self.paxis._cache.setdefault((rules, mesh), native.PartitionManager(rules, mesh=mesh))
+            made = self.paxis._cache.setdefault(
+                (rules, mesh), native.PartitionManager(rules, mesh=mesh)
+            )
         return made
 
     def _asked(self, axes: Any, mode: Any, dynamic_axes: Any) -> tuple[Any, str | None]:
@@ -192,14 +230,23 @@ class PartitionManager:
 
     # What `shardwright.shard`, `hint` and `gather` ask of the entered manager.
 
-    def _place(self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Any, strict: bool) -> Any:
+    def _place(
+        self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Any, strict: bool
+    ) -> Any:
         return self.native()._place(x, axes, mode, role, strict)
 
     def hint(self, x: Any, *axes: Any, mode: str | None = None, role: Any = None) -> Any:
         """See `shardwright.PartitionManager.hint`."""
         return self.native().hint(x, *axes, mode=mode, role=role)
 
-    def gather(self, w: Any, *axes: Any, path: str | None = None, mode: str | None = None, shape: Any = None) -> Any:
+    def gather(
+        self,
+        w: Any,
+        *axes: Any,
+        path: str | None = None,
+        mode: str | None = None,
+        shape: Any = None,
+    ) -> Any:
         """See `shardwright.PartitionManager.gather`."""
         return self.native().gather(w, *axes, path=path, mode=mode, shape=shape)
 
@@ -217,8 +264,14 @@ def asked(axes: Any, mode: Any, dynamic_axes: Any) -> tuple[Any, str | None]:
       StrategyError: no annotation, or two.
     """
     if _absent(axes) == _absent(dynamic_axes):
-        what = "neither axes nor dynamic_axes is given" if _absent(axes) else "axes and dynamic_axes are both given"
-        raise StrategyError(what, fix="pass one: axes=[BATCH, LENGTH, EMBED], or dynamic_axes=HiddenStateSharding")
+        what = (
+            "neither axes nor dynamic_axes is given"
+            if _absent(axes)
+            else "axes and dynamic_axes are both given"
+        )
+        raise StrategyError(
+            what, fix="pass one: axes=[BATCH, LENGTH, EMBED], or dynamic_axes=HiddenStateSharding"
+        )
     annotation = dynamic_axes if _absent(axes) else axes
     said = None if _absent(mode) or isinstance(mode, int) else mode
     index = {"mode": mode} if isinstance(mode, int) else {}
@@ -265,12 +318,21 @@ def apply_logical_sharding(
     """
     manager = context.current() if _absent(partition_manager) else partition_manager
     if manager is None:
-        raise NoManagerError("No PartitionManager is available in this thread", fix="pass partition_manager=, or call it inside `with pm:`")
+        raise NoManagerError(
+            "No PartitionManager is available in this thread",
+            fix="pass partition_manager=, or call it inside `with pm:`",
+        )
     if isinstance(manager, PartitionManager):
         return manager.shard(x, axes, mode, dynamic_axes, auto_correct)
     if not isinstance(manager, native.PartitionManager):
-        raise WrongTypeError(f"{manager!r} is no PartitionManager", fix="pass one of shardwright.interop.eformer, or of shardwright")
+        raise WrongTypeError(
+            f"{manager!r} is no PartitionManager",
+            fix="pass one of shardwright.interop.eformer, or of shardwright",
+        )
     if not auto_correct and not is_strict(manager.rules.policy):
-        raise StrategyError("auto_correct=False needs a strict policy", fix="drop what [policy] of the strategy allows")
+        raise StrategyError(
+            "auto_correct=False needs a strict policy",
+            fix="drop what [policy] of the strategy allows",
+        )
     annotation, said = asked(axes, mode, dynamic_axes)
     return manager.shard(x, annotation, mode=said)

@@ -83,7 +83,8 @@ def create_mesh(
     ):
         if not value:
             raise MeshSpecError(
-                f"{name}=False has no equivalent", fix='leave it out; a leading "!" in the text of a mesh keeps device order'
+                f"{name}=False has no equivalent",
+                fix='leave it out; a leading "!" in the text of a mesh keeps device order',
             )
     names = tuple(axis_names)
     return mesh.create_mesh(
@@ -104,7 +105,10 @@ def _axis_types(names: tuple[str, ...], axis_types: Any) -> Any:
     if len(types) == 1:
         return _axis_types(names, types[0])
     if len(types) != len(names):
-        raise MeshSpecError(f"{len(types)} axis_types for {len(names)} axes", fix="give one for all, or one per name")
+        raise MeshSpecError(
+            f"{len(types)} axis_types for {len(names)} axes",
+            fix="give one for all, or one per name",
+        )
     return {name: _axis_types(names, kind) for name, kind in zip(names, types, strict=True)}
 
 
@@ -112,7 +116,10 @@ def _dcn(names: tuple[str, ...], dims: Sequence[int] | None) -> dict[str, int] |
     if dims is None:
         return None
     if len(dims) != len(names):
-        raise MeshSpecError(f"{len(dims)} dcn_mesh_dims for {len(names)} axes", fix="give one per name, 1 where it stays inside a slice")
+        raise MeshSpecError(
+            f"{len(dims)} dcn_mesh_dims for {len(names)} axes",
+            fix="give one per name, 1 where it stays inside a slice",
+        )
     return {name: size for name, size in zip(names, dims, strict=True) if size != 1}
 
 
@@ -127,15 +134,23 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
         for name in spec.names:
             if name not in names:
                 fix = did_you_mean(name, names) or f"use {', '.join(names)}"
-                raise MeshSpecError(f"Axis name {name!r} not found in provided names: {', '.join(names)}", fix=fix)
+                raise MeshSpecError(
+                    f"Axis name {name!r} not found in provided names: {', '.join(names)}", fix=fix
+                )
         if spec.names != tuple(names):
             what = f"the text has the axes {', '.join(spec.names)}, names has {', '.join(names)}"
-            raise MeshSpecError(what, fix="write the same axes in the same order: it is that of the devices, slowest first")
+            raise MeshSpecError(
+                what,
+                fix="write the same axes in the same order: it is that of the devices, slowest first",
+            )
         return mesh.create_mesh(axis_dims)
     return mesh.create_mesh(axis_dims, tuple(names))
 
 
-def create_cpu_mesh(axis_dims: Sequence[int] = DEFAULT_SHARDING_STG, axis_names: Sequence[str] = DEFAULT_NAMED_SHARDING_STG) -> Mesh:
+def create_cpu_mesh(
+    axis_dims: Sequence[int] = DEFAULT_SHARDING_STG,
+    axis_names: Sequence[str] = DEFAULT_NAMED_SHARDING_STG,
+) -> Mesh:
     """Build a mesh of this machine's CPU devices."""
     return create_mesh(axis_dims, axis_names, backend="cpu")
 
@@ -165,7 +180,9 @@ def names_in_current_mesh(*names: str) -> bool:
     return {*names} <= {*get_incontext_mesh(raise_error=False).axis_names}
 
 
-def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: Mesh | AbstractMesh | None = None) -> int:
+def get_axes_size_in_mesh(
+    axis_names: str | Sequence[str], mesh: Mesh | AbstractMesh | None = None
+) -> int:
     """Return the product of mesh axes' sizes, by default of the mesh at hand.
 
     Raises:
@@ -176,13 +193,19 @@ def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: Mesh | Abstract
     names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     for name in names:
         if name not in sizes:
-            raise MissingMeshAxisError(f"mesh axis {name!r} is not in the mesh {dict(sizes)}", fix=did_you_mean(name, sizes) or "add it")
+            raise MissingMeshAxisError(
+                f"mesh axis {name!r} is not in the mesh {dict(sizes)}",
+                fix=did_you_mean(name, sizes) or "add it",
+            )
     return math.prod(sizes[name] for name in names)
 
 
 def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
     """Return, inside `shard_map`, the number of devices along mesh axes."""
-    return math.prod(jax.lax.axis_size(name) for name in ((axis_names,) if isinstance(axis_names, str) else axis_names))
+    return math.prod(
+        jax.lax.axis_size(name)
+        for name in ((axis_names,) if isinstance(axis_names, str) else axis_names)
+    )
 
 
 def get_submesh_device_index(axis_names: str | Sequence[str]) -> Any:

@@ -54,7 +54,10 @@ def add(axis: RegisteredAxis, *, taken: bool, override: bool) -> None:
     key = canonical_axis(axis.name)
     with _PROCESS.lock:
         if not override and (taken or key in _PROCESS.axes):
-            raise StrategyError(f"Semantic axis {axis.name!r} already exists", fix="pass override=True to replace its rule")
+            raise StrategyError(
+                f"Semantic axis {axis.name!r} already exists",
+                fix="pass override=True to replace its rule",
+            )
         _PROCESS.axes = {**_PROCESS.axes, key: axis}
 
 
@@ -67,7 +70,9 @@ def remove(name: str, *, missing_ok: bool) -> None:
     key = canonical_axis(name)
     with _PROCESS.lock:
         if key not in _PROCESS.axes and not missing_ok:
-            raise NotRegisteredError(f"Semantic axis {name!r} is not registered", fix="pass missing_ok=True")
+            raise NotRegisteredError(
+                f"Semantic axis {name!r} is not registered", fix="pass missing_ok=True"
+            )
         _PROCESS.axes = {other: axis for other, axis in _PROCESS.axes.items() if other != key}
 
 

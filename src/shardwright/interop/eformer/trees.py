@@ -69,7 +69,9 @@ def _too_long(path: str, spec: PartitionSpec, shape: tuple[int, ...]) -> Problem
     )
 
 
-def make_shard_and_gather_fns(partition_specs: Any, mesh: Mesh | None = None, *, policy: Policy | str | None = None) -> tuple[Any, Any]:
+def make_shard_and_gather_fns(
+    partition_specs: Any, mesh: Mesh | None = None, *, policy: Policy | str | None = None
+) -> tuple[Any, Any]:
     """Return two trees of functions like a tree of specs: one places an array on the mesh, one brings it to the host.
 
     NumPy arrays are placed too, in one process and in several (where all must hold equal data).
@@ -129,7 +131,11 @@ get_shardings_with_structure = extract_sharding_structure
 
 
 def _named(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and isinstance(leaf.sharding, NamedSharding)
+    return (
+        isinstance(leaf, jax.Array)
+        and not isinstance(leaf, jax.core.Tracer)
+        and isinstance(leaf.sharding, NamedSharding)
+    )
 
 
 def get_partition_spec(tree: Any) -> Any:
@@ -139,7 +145,11 @@ def get_partition_spec(tree: Any) -> Any:
       StrategyError: leaves that lie on no mesh; all of them at once.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
-    lost = [(path, leaf) for path, leaf in pairs if not isinstance(leaf, int | float) and not _named(leaf)]
+    lost = [
+        (path, leaf)
+        for path, leaf in pairs
+        if not isinstance(leaf, int | float) and not _named(leaf)
+    ]
     raise_problems(
         [
             Problem(
@@ -151,7 +161,9 @@ def get_partition_spec(tree: Any) -> Any:
             for path, leaf in lost
         ]
     )
-    specs: list[Any] = [getattr(getattr(leaf, "sharding", None), "spec", PartitionSpec()) for _, leaf in pairs]
+    specs: list[Any] = [
+        getattr(getattr(leaf, "sharding", None), "spec", PartitionSpec()) for _, leaf in pairs
+    ]
     return jax.tree.unflatten(structure, specs)
 
 
@@ -164,6 +176,12 @@ def _names(specs: Any) -> Iterable[str]:
     if isinstance(specs, str):
         yield specs
     elif specs is not None and specs is not PartitionSpec.UNCONSTRAINED:
-        parts = specs.values() if isinstance(specs, dict) else specs.partitions if isinstance(specs, PartitionSpec) else specs
+        parts = (
+            specs.values()
+            if isinstance(specs, dict)
+            else specs.partitions
+            if isinstance(specs, PartitionSpec)
+            else specs
+        )
         for one in parts:
             yield from _names(one)

@@ -13,7 +13,13 @@ from shardwright.interop.eformer.manager import (
     get_partition_manager,
 )
 
-__all__ = ["PartitionAxis", "PartitionManager", "apply_logical_sharding", "get_current_partition_manager", "get_partition_manager"]
+__all__ = [
+    "PartitionAxis",
+    "PartitionManager",
+    "apply_logical_sharding",
+    "get_current_partition_manager",
+    "get_partition_manager",
+]
 
 
 def __getattr__(name: str) -> NoReturn:
