@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import shardwright as sw
 from benchmarks import trees
 from shardwright import AxisRules, Role
-from shardwright.modes import MODE_TRAIN
+from shardwright.vocabulary.modes import MODE_TRAIN
 
 NAMES = ("flax", "eformer", "haliax")
 EFORMER_NAMES = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import shardwright
 from benchmarks.timing import Row
-from shardwright.tables import table
+from shardwright.resolution.tables import table
 
 HEAD = (
     "subject",

@@ -6,9 +6,9 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from shardwright.provenance import RuleRef
-from shardwright.resolver import resolve
-from shardwright.rules import AxisRules, Policy, TensorRules, build_rules, parse_rule
+from shardwright.resolution.decisions import RuleRef
+from shardwright.resolution.resolver import resolve
+from shardwright.resolution.rules import AxisRules, Policy, TensorRules, build_rules, parse_rule
 
 
 def table(name: str, rules: dict[str, str]) -> dict[str, Any]:

@@ -20,53 +20,26 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "shardwright"
 HERE = "tests/test_house.py"
 
-# A module imports only from those before it. A name may stand for a module or for a package; inside a package any
-# sibling will do, without cycles. `shardwright` is the public face: only what comes after it may import from it.
-ORDER = (
-    *(
-        "errors",
-        "_jax",
-        "axes",
-        "modes",
-        "layouts",
-        "annotations",
-        "mesh_text",
-        "mesh",
-        "path_patterns",
-    ),
-    *(
-        "specs",
-        "tables",
-        "provenance",
-        "recent",
-        "rules",
-        "composites",
-        "partition_axis",
-        "parts",
-        "deciding",
-        "resolver",
-        "problems",
-        "context",
-        "placement",
-        "manual_gather",
-        "tree",
-        "state",
-        "pairs",
-    ),
-    *(
-        "tree_names",
-        "spec_trees",
-        "train_loop",
-        "mapping",
-        "strategy",
-        "manager_arguments",
-        "manager",
-        "ambient",
-    ),
-    *("tensors", "lints", "compare"),
-    *("caches", "attention", "layers", "serving", "plan", "report", "interop"),
-    *(PACKAGE, "testing", "cli", "__main__"),
+# The rooms, lowest first. A module imports only from those before it; inside a room any sibling will do, without cycles.
+# `shardwright` is the public face: only what comes after it may import from it.
+ROOMS = (
+    *("vocabulary", "mesh", "resolution", "trees", "strategy", "manager"),
+    *("lints", "plan", "reshard", "caches", "attention", "layers", "serving", "interop"),
+    *("testing", "cli"),
 )
+ORDER = (
+    "errors",
+    "_jax",
+    "_moved",
+    *ROOMS[: ROOMS.index("testing")],
+    PACKAGE,
+    "testing",
+    "cli",
+    "__main__",
+)
+TOP = {*ROOMS, "__init__.py", "__main__.py", "_jax.py", "_moved.py", "errors.py", "py.typed"}
+# A bridge is complete by itself, but for these.
+BRIDGES_MAY_IMPORT = {("eformer", "fjformer")}
 MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 75
 CODE = ("src", "tests", "examples", "benchmarks", "tools")
@@ -131,15 +104,18 @@ def import_problems(src: Path) -> list[str]:
         where = path.relative_to(src.parent).as_posix()
         if unit(module) not in ORDER:
             problems.append(unknown(where, unit(module)))
-        elif path.name != "__init__.py":
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            targets = list(own_imports(tree, files))
+            continue
+        targets = list(own_imports(ast.parse(path.read_text(encoding="utf-8")), files))
+        if path.name == "__init__.py":
+            # A room's face lists what its modules define.
+            targets = [(line, target) for line, target in targets if unit(target) != unit(module)]
+        else:
             graph[module] = {target for _, target in targets}
-            problems += [
-                f"{where}:{line}: {why}"
-                for line, target in targets
-                if (why := complaint(module, target))
-            ]
+        problems += [
+            f"{where}:{line}: {why}"
+            for line, target in targets
+            if (why := complaint(module, target))
+        ]
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as err:
@@ -165,6 +141,8 @@ def complaint(module: str, target: str) -> str:
     importer, imported = unit(module), unit(target)
     if imported not in ORDER:
         return unknown(target, imported)
+    if importer == imported == "interop":
+        return bridge_complaint(module, target)
     if importer == imported:
         return (
             f"{module} imports its own package; import the sibling module"
@@ -174,6 +152,20 @@ def complaint(module: str, target: str) -> str:
     if ORDER.index(imported) > ORDER.index(importer):
         return f"{importer} imports {imported}, which comes after it in the import order (ORDER in {HERE}); move the code that needs it"
     return ""
+
+
+def bridge_complaint(module: str, target: str) -> str:
+    """Say why one package of `interop` may not import another, or nothing if it may."""
+    importer, imported = (f"{name}..".split(".")[2] for name in (module, target))
+    if (
+        importer == imported
+        or (importer, imported) in BRIDGES_MAY_IMPORT
+        or imported == "logical_rules"
+    ):
+        return ""
+    return (
+        f"interop/{importer} imports interop/{imported}; each package there is complete by itself"
+    )
 
 
 def unknown(where: str, name: str) -> str:
@@ -254,6 +246,20 @@ def test_imports_follow_the_order() -> None:
     assert not problems, "\n" + "\n".join(problems)
 
 
+def test_the_top_level_holds_rooms_only() -> None:
+    top = {path.name for path in (ROOT / "src" / PACKAGE).iterdir() if path.name != "__pycache__"}
+    assert top == TOP
+
+
+def test_every_room_says_what_belongs_there() -> None:
+    silent = [
+        path.parent.name
+        for path in sorted((ROOT / "src" / PACKAGE).glob("*/__init__.py"))
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert silent == []
+
+
 def test_private_jax_and_pydantic_stay_where_they_belong() -> None:
     problems = foreign_problems(ROOT / "src")
     assert not problems, "\n" + "\n".join(problems)
@@ -330,26 +336,31 @@ def write_tree(root: Path, **files: str) -> Path:
     ("files", "says"),
     [
         (
-            {"axes": "from shardwright.manager import x"},
-            "src/shardwright/axes.py:1: axes imports manager, which comes after it",
+            {"vocabulary__axes": "from shardwright.manager import x"},
+            "vocabulary/axes.py:1: vocabulary imports manager, which comes after",
         ),
         (
-            {"axes": "def f():\n    import shardwright.cli.main"},
-            "src/shardwright/axes.py:2: axes imports cli",
+            {"mesh__text": "def f():\n    import shardwright.cli.main"},
+            "src/shardwright/mesh/text.py:2: mesh imports cli",
         ),
-        ({"axes": "from shardwright import manager", "manager": ""}, "axes imports manager"),
+        ({"mesh__text": "from shardwright import manager", "manager": ""}, "mesh imports manager"),
         (
-            {"axes": "from shardwright import manager, errors", "manager": "", "errors": ""},
-            "axes imports manager",
+            {"mesh__text": "from shardwright import manager, errors", "manager": "", "errors": ""},
+            "mesh imports manager",
         ),
         (
-            {"axes": "from shardwright import shard"},
-            "axes imports shardwright, which comes after it",
+            {"mesh__text": "from shardwright import shard"},
+            "mesh imports shardwright, which comes after it",
         ),
-        ({"axes": "from .errors import x"}, "relative import; write `from shardwright.… import …`"),
         (
-            {"axes": "if TYPE_CHECKING:\n    pass\nelse:\n    from shardwright.mesh import x"},
-            "axes.py:4: axes imports mesh",
+            {"mesh__text": "from .errors import x"},
+            "relative import; write `from shardwright.… import …`",
+        ),
+        (
+            {
+                "mesh__text": "if TYPE_CHECKING:\n    pass\nelse:\n    from shardwright.plan import x"
+            },
+            "text.py:4: mesh imports plan",
         ),
         (
             {"banana": ""},
@@ -369,6 +380,17 @@ def write_tree(root: Path, **files: str) -> Path:
         (
             {"caches__a": "from shardwright.caches import Dense"},
             "shardwright.caches.a imports its own package",
+        ),
+        (
+            {"layers__a": "from shardwright.interop.easydel.b import x"},
+            "layers imports interop, which comes after it",
+        ),
+        (
+            {
+                "interop__easydel__a": "from shardwright.interop.fjformer.b import x",
+                "interop__fjformer__b": "",
+            },
+            "interop/easydel imports interop/fjformer; each package there is complete by itself",
         ),
     ],
 )

@@ -103,7 +103,7 @@ def held(tree: Any) -> int:
 
 def collectives(compiled: Any, mesh: Any) -> tuple[dict[str, int], dict[str, int]]:
     """Return how often each kind of collective runs, and the logical bytes of each kind, all runs together."""
-    from shardwright.plan.collectives import read_collectives
+    from shardwright.plan.collectives.read import read_collectives
 
     counts: dict[str, int] = {}
     sent: dict[str, int] = {}

@@ -16,7 +16,7 @@ import shardwright as sw
 from decoder.cache import CACHE_AXES, cache_specs
 from decoder.config import DecoderConfig, decoder_specs
 from decoder.model import HIDDEN_AXES, LOGIT_AXES, MLP_AXES, NEW_ROW_AXES, QUERY_AXES, SCORE_AXES
-from shardwright.axes import axis_label
+from shardwright.vocabulary.axes import axis_label
 
 
 def weights(config: DecoderConfig) -> dict[str, sw.ArraySpec]:

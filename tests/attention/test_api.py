@@ -14,8 +14,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 import shardwright as sw
 from shardwright import attention
 from shardwright.attention import masks
-from shardwright.attention.joint import KEY_AXES, QUERY_AXES
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry
+from shardwright.attention.sharding import KEY_AXES, QUERY_AXES
 from shardwright.testing.meshes import cpu_mesh
 from tests.attention.conformance import STRATEGY
 

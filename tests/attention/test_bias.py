@@ -11,7 +11,7 @@ import pytest
 
 from shardwright.attention import dot_product_attention
 from shardwright.attention.masks import bias_hides
-from shardwright.axes import DEFAULT_MASK_VALUE
+from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 from tests.attention.conformance import CASES, QUICK, Cell, check
 
 # Each where it is meant to run.

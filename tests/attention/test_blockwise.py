@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardwright.attention import _online, blockwise, vanilla
 from shardwright.attention.call import Operands, Recipe
+from shardwright.attention.kernels import blockwise, vanilla
 from shardwright.attention.masks import MaskRules
+from shardwright.attention.parts import online_softmax
 from tests.attention.conformance import QUICK
 from tests.attention.operands import floats, make_operands, without
 
@@ -112,8 +113,8 @@ def test_keys_may_come_in_pieces() -> None:
     slices = [slice(9, 21), slice(0, 2), slice(2, 9)]
     state = blockwise.forward(piece(operands, slices[0]), recipe)
     state = blockwise.forward(piece(operands, slices[1]), recipe, state=state)
-    state = _online.merge(state, blockwise.forward(piece(operands, slices[2]), recipe))
-    o, lse = _online.finish(_online.add_sinks(state, operands.sinks))
+    state = online_softmax.merge(state, blockwise.forward(piece(operands, slices[2]), recipe))
+    o, lse = online_softmax.finish(online_softmax.add_sinks(state, operands.sinks))
     np.testing.assert_allclose(o, want[0]["o"], rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(lse, want[0]["lse"], rtol=2e-6, atol=2e-6)
 
@@ -140,8 +141,10 @@ def test_keys_may_come_in_pieces() -> None:
 def test_an_output_can_become_a_state_again() -> None:
     operands, recipe = without(make_operands(), "bias", "mask"), RECIPES["full"]
     o, lse = blockwise.attend(operands, recipe)
-    again, same = _online.finish(
-        _online.merge(_online.from_output(o, lse), _online.start(operands.q, operands.v))
+    again, same = online_softmax.finish(
+        online_softmax.merge(
+            online_softmax.from_output(o, lse), online_softmax.start(operands.q, operands.v)
+        )
     )
     np.testing.assert_allclose(again, o, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(same, lse, rtol=1e-6, atol=1e-6)

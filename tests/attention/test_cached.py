@@ -17,7 +17,7 @@ from shardwright import caches
 from shardwright.attention import append_and_attend, dot_product_attention, next_positions
 from shardwright.caches import Refusal, RowOrder
 from shardwright.errors import AttentionError, CacheError
-from shardwright.plan.collectives import read_collectives
+from shardwright.plan.collectives.read import read_collectives
 from shardwright.testing import assert_no_collectives, assert_sharding, assert_spec, cpu_mesh
 from tests.attention.conformance import QUICK
 

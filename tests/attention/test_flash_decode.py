@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from shardwright.attention import dot_product_attention, explain, flash_decode
+from shardwright.attention import dot_product_attention, explain
+from shardwright.attention.kernels import flash_decode
 from shardwright.errors import AttentionError
 from shardwright.testing import assert_collectives, assert_no_collectives, assert_spec, cpu_mesh
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from shardwright.attention import explain, sdpa, zigzag
+from shardwright.attention import explain, zigzag
 from shardwright.attention.api import dot_product_attention
-from shardwright.attention.arguments import describe, make_operands, make_options
 from shardwright.attention.choose import choose
+from shardwright.attention.inputs import describe, make_operands, make_options
+from shardwright.attention.kernels import sdpa
 from shardwright.attention.registry import AttentionRegistry
 from shardwright.testing import cpu_mesh
 from tests.attention.conformance import QUICK

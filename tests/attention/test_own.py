@@ -13,7 +13,7 @@ import pytest
 import shardwright as sw
 from shardwright import attention
 from shardwright.attention import AttentionImpl, AttentionRegistry, Result, extend
-from shardwright.attention.blockwise import BlockwiseAttention
+from shardwright.attention.kernels.blockwise import BlockwiseAttention
 
 Q = jnp.ones((2, 16, 4, 8))
 K = jnp.ones((2, 16, 2, 8))

@@ -12,8 +12,8 @@ import pytest
 import shardwright as sw
 from shardwright.attention import AttentionCall, AttentionImpl, explain
 from shardwright.attention.choose import SHIPPED
+from shardwright.attention.kernels.sdpa import CudnnAttention
 from shardwright.attention.registry import impl_names
-from shardwright.attention.sdpa import CudnnAttention
 from shardwright.testing import Golden, cpu_mesh
 from tests.docs.snippets import ROOT
 

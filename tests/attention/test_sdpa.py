@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from shardwright.attention import explain, sdpa
+from shardwright.attention import explain
 from shardwright.attention.api import dot_product_attention
-from shardwright.attention.arguments import describe, make_operands, make_options
 from shardwright.attention.call import AttentionCall
+from shardwright.attention.inputs import describe, make_operands, make_options
+from shardwright.attention.kernels import sdpa
 from shardwright.testing import assert_no_collectives, cpu_mesh
 from tests.attention.conformance import QUICK
 

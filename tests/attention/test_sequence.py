@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from shardwright.attention import _sequence
-from shardwright.attention.arguments import describe, make_operands, make_options
 from shardwright.attention.call import AttentionCall, Operands, Recipe
+from shardwright.attention.inputs import describe, make_operands, make_options
+from shardwright.attention.kernels.ring import RingAttention
 from shardwright.attention.masks import MaskRules
-from shardwright.attention.ring import RingAttention
+from shardwright.attention.parts import sequence
 from shardwright.testing import cpu_mesh
 
 CAUSAL = Recipe(scale=1.0, mask=MaskRules(causal=True), q_block=512, kv_block=1024)
@@ -42,7 +42,7 @@ def shard_of(*, rows: int, heads: int, dim: int) -> Operands:
 def blocks(
     shard: Operands, recipe: Recipe = CAUSAL, *, q_offset: int | None = 0
 ) -> tuple[int, int]:
-    found = _sequence.blocks(recipe, shard, call_of(recipe, q_offset=q_offset))
+    found = sequence.blocks(recipe, shard, call_of(recipe, q_offset=q_offset))
     return found.q_block, found.kv_block
 
 
@@ -73,10 +73,10 @@ def test_keys_and_values_travel_as_one_array_where_they_can(
     v_dim: int, dtype: str, arrays: int
 ) -> None:
     k, v = jnp.arange(24.0).reshape(1, 3, 2, 4), jnp.ones((1, 3, 2, v_dim), dtype)
-    packed = _sequence.pack(k, v)
+    packed = sequence.pack(k, v)
     assert len(packed) == arrays
     assert sum(array.nbytes for array in packed) == k.nbytes + v.nbytes
-    for found, wanted in zip(_sequence.unpack(packed, head_dim=4), (k, v), strict=True):
+    for found, wanted in zip(sequence.unpack(packed, head_dim=4), (k, v), strict=True):
         assert found.dtype == wanted.dtype
         np.testing.assert_array_equal(found, wanted)
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from shardwright.attention import ring, zigzag
+from shardwright.attention import zigzag
 from shardwright.attention.api import dot_product_attention, explain
+from shardwright.attention.kernels import ring
 from shardwright.testing import assert_collectives, assert_no_collectives, cpu_mesh
 
 # Minutes of compiling: the conformance table has a few cells of every implementation by default.

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardwright.attention import blockwise, vanilla
-from shardwright.attention._shards import run_on_shards
 from shardwright.attention.call import AttentionCall, JointSpecs, KVHeads, Operands, Recipe, Result
+from shardwright.attention.kernels import blockwise, vanilla
 from shardwright.attention.masks import MaskRules
+from shardwright.attention.parts.shards import run_on_shards
 from shardwright.testing.meshes import cpu_mesh
 from tests.attention.conformance import QUICK
 from tests.attention.operands import floats, make_operands, without

@@ -14,7 +14,7 @@ import pytest
 import shardwright as sw
 from shardwright.attention import explain
 from shardwright.attention.api import dot_product_attention
-from shardwright.attention.splash import SplashAttention
+from shardwright.attention.kernels.splash import SplashAttention
 from shardwright.testing import assert_collectives, assert_no_collectives, cpu_mesh
 from tests.attention.conformance import QUICK
 

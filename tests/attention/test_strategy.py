@@ -12,10 +12,10 @@ import pytest
 
 import shardwright as sw
 from shardwright import attention
-from shardwright.attention.blockwise import BlockwiseAttention
 from shardwright.attention.choose import AUTO, SHIPPED
+from shardwright.attention.kernels.blockwise import BlockwiseAttention
 from shardwright.attention.registry import impl_names
-from shardwright.rules import Attention
+from shardwright.resolution.rules import Attention
 from shardwright.testing.meshes import cpu_mesh
 
 TEXT = '[rules]\nbatch = "dp"\n[attention]\ndefault = "blockwise"\ntrain = "vanilla"\ndecode = "auto"\n'

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 import shardwright as sw
-from shardwright.annotations import PartOf
-from shardwright.pairs import quantised
 from shardwright.testing import cpu_mesh
+from shardwright.trees.factored_weights import quantised
+from shardwright.vocabulary.annotations import PartOf
 from tests.bad_input.scene import RULES, Call, Scene
 
 X = (sw.BATCH, sw.EMBED)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 import shardwright as sw
-from shardwright import context
+from shardwright.manager import context
 from shardwright.testing import cpu_mesh
 
 RULES = """version = 1

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 from shardwright import _jax, caches
 from shardwright.caches import plan_reshard, reshard
-from shardwright.caches.moves import MoveKind, find_moves, run_moves
-from shardwright.caches.shards import entries
+from shardwright.caches.sharding import entries
 from shardwright.errors import CacheError, IndivisibleError, MeshSpecError
-from shardwright.plan.collectives import read_collectives
+from shardwright.plan.collectives.read import read_collectives
+from shardwright.reshard.plan import MoveKind, find_moves, run_moves
 from shardwright.testing import assert_sharding, assert_spec, cpu_mesh
 
 RULES = """

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.caches import writing
-from shardwright.caches.shards import Shards
+from shardwright.caches import scatter
+from shardwright.caches.sharding import Shards
 from shardwright.testing import cpu_mesh
 
 SLOTS, ROWS = 4, 6
@@ -83,7 +83,7 @@ def test_each_slot_appends_its_own_rows(kind: str) -> None:
         for slot, at in np.ndindex(rows.shape):
             if rows[slot, at] < ROWS:
                 array[slot, rows[slot, at]] = new[name][slot, at]
-    assert_equal(run(kind, writing.append_rows, buffers, new, rows), wanted)
+    assert_equal(run(kind, scatter.append_rows, buffers, new, rows), wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,7 +103,7 @@ def test_rows_go_into_any_slots(kind: str, slots: Any) -> None:
         for (entry, at), slot in np.ndenumerate(np.broadcast_to(numbers, rows.shape)):
             if slot < SLOTS and rows[entry, at] < ROWS:
                 array[slot, rows[entry, at]] = new[name][entry, at]
-    assert_equal(run(kind, writing.scatter_rows, buffers, new, numbers, rows), wanted)
+    assert_equal(run(kind, scatter.scatter_rows, buffers, new, numbers, rows), wanted)
 
 
 @pytest.mark.parametrize("kind", ["no manager", "auto", "two mesh axes"])
@@ -121,7 +121,7 @@ def test_a_slot_becomes_what_its_parent_was(kind: str, group: int, parents: list
     buffers = arrays(8, ROWS, first=0.0)
     wanted = {name: array[parents] for name, array in buffers.items()}
     assert_equal(
-        run(kind, writing.take_slots, buffers, np.array(parents, np.int32), group=group), wanted
+        run(kind, scatter.take_slots, buffers, np.array(parents, np.int32), group=group), wanted
     )
 
 
@@ -135,7 +135,7 @@ def test_slots_are_sent_only_where_a_group_lies_on_two_shards(group: int, gather
             for name, array in arrays(8, ROWS, first=0.0).items()
         }
         program = jax.jit(
-            lambda buffers, parents: writing.take_slots(
+            lambda buffers, parents: scatter.take_slots(
                 buffers, parents, group=group, shards=shards, specs=SPECS
             )
         )

@@ -12,7 +12,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.cli import main as main_module
-from shardwright.specs import spec_of
+from shardwright.resolution.partition_specs import spec_of
 from tests.cli.cases import MESH, run
 
 SRC = Path(__file__).resolve().parents[2] / "src"

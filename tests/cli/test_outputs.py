@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.tables import WIDTH
+from shardwright.resolution.tables import WIDTH
 from shardwright.testing.golden import Golden
 from tests.cli.cases import CASES, OTHERS, shown
 

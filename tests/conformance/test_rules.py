@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.modes import MODES
-from shardwright.provenance import Outcome, Reason
-from shardwright.rules import POLICY_PRESETS
+from shardwright.resolution.decisions import Outcome, Reason
+from shardwright.resolution.rules import POLICY_PRESETS
+from shardwright.vocabulary.modes import MODES
 
 TP4 = {"dp": 2, "tp": 4}
 

@@ -17,10 +17,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.mesh import arrange_devices, parse_mesh
-from shardwright.pairs import quantised
+from shardwright.mesh.build import arrange_devices, parse_mesh
 from shardwright.plan.memory import bytes_by_path
 from shardwright.testing import cpu_mesh
+from shardwright.trees.factored_weights import quantised
 
 PM = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("dp:1,fsdp:2,tp:4"))
 

@@ -12,9 +12,9 @@ import jax
 import pytest
 
 import shardwright as sw
-from shardwright import context
-from shardwright.axes import PARALLELISM_AXES, SEMANTIC_AXES, axis_label, file_name
+from shardwright.manager import context
 from shardwright.testing.golden import Golden
+from shardwright.vocabulary.axes import PARALLELISM_AXES, SEMANTIC_AXES, axis_label, file_name
 from tests.docs import snippets
 from tests.docs.snippets import PAGES, ROOT
 
@@ -129,12 +129,11 @@ def test_the_pages_name_every_preset_axis_reason_and_error() -> None:
         for axis in PARALLELISM_AXES
         if f"`{axis_label(axis)}`, `{file_name(axis)}`" not in glossary
     ] == []
-    from shardwright import errors, provenance
+    from shardwright import errors
+    from shardwright.resolution import decisions
 
     assert [
-        one.value
-        for one in (*provenance.Reason, *provenance.Outcome)
-        if f"`{one.value}`" not in why
+        one.value for one in (*decisions.Reason, *decisions.Outcome) if f"`{one.value}`" not in why
     ] == []
     classes = [
         one.__name__

@@ -20,7 +20,7 @@ from optax import contrib
 
 import shardwright as sw
 from shardwright.plan import bytes_by_path
-from shardwright.rules import parse_rule
+from shardwright.resolution.rules import parse_rule
 
 STRATEGIES = Path(__file__).parents[2] / "examples" / "strategies"
 TINY = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import shardwright as sw
-from shardwright.annotations import describe
-from shardwright.specs import spec_text
+from shardwright.resolution.partition_specs import spec_text
+from shardwright.vocabulary.annotations import describe
 from tests.golden import layer
 
 MESHES = ("dp:1,fsdp:2,tp:4", "dp:2,tp:4", "fsdp:2,tp:2,ep:2", "sp:2")

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 import shardwright as sw
-from shardwright.modes import mode_name
-from shardwright.provenance import Resolution
+from shardwright.resolution.decisions import Resolution
+from shardwright.vocabulary.modes import mode_name
 from tests.golden import layer
 
 PRESETS = sw.Strategy.presets()

@@ -439,7 +439,7 @@ def test_23_slices_keep_the_mesh_as_written(monkeypatch: pytest.MonkeyPatch) -> 
     devices = [Device(id=i, platform="cpu", slice_index=i // 8, process_index=0) for i in range(16)]
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
     monkeypatch.setattr(
-        "shardwright.mesh.Mesh", lambda grid, names, axis_types: grid
+        "shardwright.mesh.build.Mesh", lambda grid, names, axis_types: grid
     )  # a real one takes real devices only
     slices = [
         [device.slice_index for device in row]

@@ -357,10 +357,10 @@ class TestConstraints:
 
     def test_corrected_shardings_are_as_written(self) -> None:
         with jax.set_mesh(ef.create_mesh((2, 4, 1), ("dp", "tp", "sp"))):
+
             def corrected(*entries):
-                return (
-                            ef.get_corrected_named_sharding((8, 8, 8), P(*entries)).spec
-                        )
+                return ef.get_corrected_named_sharding((8, 8, 8), P(*entries)).spec
+
             assert corrected(("dp", "sp"), "tp") == P(("dp", "sp"), "tp", None)
             assert corrected(None, "sp") == P(None, "sp", None)
             assert corrected("sp", "dp", "sp") == P("sp", "dp", None)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardwright as sw
-from shardwright import context
+from shardwright.manager import context
 from tests.manager.programs import make_manager, numbers
 
 OWN, OTHER = jax.P("dp", "tp"), jax.P("dp")  # what the two managers below make of (BATCH, EMBED)

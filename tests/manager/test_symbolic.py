@@ -12,7 +12,7 @@ import pytest
 from jax import export
 
 import shardwright as sw
-from shardwright.provenance import Outcome
+from shardwright.resolution.decisions import Outcome
 from shardwright.testing import cpu_mesh
 
 RULES = """

@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import shardwright as sw
+from shardwright.interop import fjformer
 from shardwright.testing import virtual_devices
 
 RULES = 'version = 1\n[rules]\nbatch = "dp"\nembed = "tp"\nkv_head = "tp | -"\n[params]\nembed = "dp"\n[policy]\ngather = "dp"\n'
@@ -175,13 +176,13 @@ def both_resolve_alike() -> None:
 def to_the_mesh_and_back_to_both() -> None:
     """Every process gathers all values, also of what it holds in part only."""
     params = {"w": numbers(8, 16), "n": np.arange(8, dtype=np.int32), "s": np.float32(2)}
-    specs = sw.match_partition_rules([("w", jax.P("dp", "tp")), ("n", jax.P("tp"))], params)
+    specs = fjformer.match_partition_rules([("w", jax.P("dp", "tp")), ("n", jax.P("tp"))], params)
     with jax.set_mesh(sw.create_mesh("dp:2,tp:4")):
-        shard_fns, gather_fns = sw.make_shard_and_gather_fns(specs, jnp.bfloat16)
-    placed = sw.tree_apply(shard_fns, params)
+        shard_fns, gather_fns = fjformer.make_shard_and_gather_fns(specs, jnp.bfloat16)
+    placed = fjformer.tree_apply(shard_fns, params)
     assert {shard.data.shape for shard in placed["w"].addressable_shards} == {(4, 4)}
     assert not placed["w"].is_fully_addressable
-    back = sw.tree_apply(gather_fns, placed)
+    back = fjformer.tree_apply(gather_fns, placed)
     assert jax.tree.map(lambda leaf: (type(leaf), str(leaf.dtype)), back) == {
         "w": (np.ndarray, "bfloat16"),
         "n": (np.ndarray, "int32"),
@@ -189,7 +190,7 @@ def to_the_mesh_and_back_to_both() -> None:
     }
     np.testing.assert_array_equal(back["w"], params["w"].astype(jnp.bfloat16))
     np.testing.assert_array_equal(back["n"], params["n"])
-    assert sw.get_metrics({"s": placed["s"]}) == {"s": 2.0}
+    assert fjformer.get_metrics({"s": placed["s"]}) == {"s": 2.0}
 
 
 def ranks_of_processes_that_share_a_model_or_not() -> None:

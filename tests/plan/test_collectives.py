@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 import shardwright as sw
 from shardwright.errors import MeshMismatchError, ProgramError
 from shardwright.plan import Collective, read_collectives
-from shardwright.plan.collectives import Kind, total
-from shardwright.report.collectives import collectives_text
+from shardwright.plan.collectives.read import Kind, total
+from shardwright.plan.report.collectives import collectives_text
 from shardwright.testing import cpu_mesh
 from tests.plan.programs import (
     FIXTURES,

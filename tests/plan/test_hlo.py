@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 import shardwright as sw
 from shardwright.errors import ProgramError
-from shardwright.plan.hlo import bytes_of, parse_hlo, split
+from shardwright.plan.collectives.hlo import bytes_of, parse_hlo, split
 from shardwright.testing import cpu_mesh
 from tests.plan.programs import FIXTURES, OPS, in_loops, mapped
 

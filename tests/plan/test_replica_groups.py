@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import ProgramError
-from shardwright.plan.replica_groups import Span, parse_groups, parse_pairs, span_of, span_of_pairs
+from shardwright.plan.collectives.replica_groups import (
+    Span,
+    parse_groups,
+    parse_pairs,
+    span_of,
+    span_of_pairs,
+)
 
 EIGHT = {"dp": 2, "fsdp": 2, "tp": 2}
 

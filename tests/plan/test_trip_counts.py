@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from shardwright.plan.hlo import parse_hlo
-from shardwright.plan.trip_counts import LIMIT, Frame, body_frame, called, trip_count
+from shardwright.plan.collectives.hlo import parse_hlo
+from shardwright.plan.collectives.trip_counts import LIMIT, Frame, body_frame, called, trip_count
 
 KNOWN = re.compile(r',?"known_trip_count":\{"n":"\d+"\}')
 

@@ -11,8 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 import shardwright as sw
-from shardwright.axes import SEMANTIC_AXES
-from shardwright.rules import (
+from shardwright.resolution.rules import (
     AxisRules,
     Conflict,
     Indivisible,
@@ -21,6 +20,7 @@ from shardwright.rules import (
     build_rules,
     parse_rule,
 )
+from shardwright.vocabulary.axes import SEMANTIC_AXES
 
 MESH_AXES = ("dp", "fsdp", "sp", "ep", "tp", "model")
 AXES = SEMANTIC_AXES[:8]

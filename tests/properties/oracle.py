@@ -6,8 +6,8 @@ import itertools
 import math
 from typing import Any
 
-from shardwright.axes import EMPTY
-from shardwright.rules import Conflict, Indivisible, Missing
+from shardwright.resolution.rules import Conflict, Indivisible, Missing
+from shardwright.vocabulary.axes import EMPTY
 from tests.properties.cases import Case
 
 OPEN = "?"

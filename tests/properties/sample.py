@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from random import Random
 
 import shardwright as sw
-from shardwright.provenance import Resolution
-from shardwright.resolver import explain
+from shardwright.resolution.decisions import Resolution
+from shardwright.resolution.resolver import explain
 from tests.golden.specs import render
 from tests.properties import cases
 from tests.properties.cases import Case

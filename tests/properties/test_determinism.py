@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.provenance import Outcome, Reason
+from shardwright.resolution.decisions import Outcome, Reason
 from tests.properties import sample
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import event, given
 
 import shardwright as sw
-from shardwright.axes import Role, file_name
 from shardwright.lints.catalogue import Code, Finding, lint
-from shardwright.tensors import Tensor
+from shardwright.trees.tensors import Tensor
+from shardwright.vocabulary.axes import Role, file_name
 from tests.properties import cases
 from tests.properties.cases import Case
 

@@ -14,10 +14,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.provenance import Outcome, Reason, Resolution
-from shardwright.resolver import explain, resolve
-from shardwright.rules import Conflict, Indivisible, Missing
-from shardwright.specs import canonical_spec
+from shardwright.resolution.decisions import Outcome, Reason, Resolution
+from shardwright.resolution.partition_specs import canonical_spec
+from shardwright.resolution.resolver import explain, resolve
+from shardwright.resolution.rules import Conflict, Indivisible, Missing
 from tests.properties import cases, oracle
 from tests.properties.cases import Case
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 
 import shardwright as sw
-from shardwright.axes import SEMANTIC_AXES, STANDARD_MESH_AXES, canonical_axis, file_name
-from shardwright.mesh import mesh_sizes, parse_mesh
-from shardwright.rules import Fallback, Rule, parse_rule
+from shardwright.mesh.build import mesh_sizes, parse_mesh
+from shardwright.resolution.rules import Fallback, Rule, parse_rule
+from shardwright.vocabulary.axes import SEMANTIC_AXES, STANDARD_MESH_AXES, canonical_axis, file_name
 from tests.properties import cases
 
 SPACE = st.sampled_from(["", " ", "  ", "\t"])

@@ -11,7 +11,7 @@ import pytest
 import shardwright as sw
 from shardwright.errors import MissingMeshAxisError
 from shardwright.lints.finding import Code
-from shardwright.rules import Policy
+from shardwright.resolution.rules import Policy
 from shardwright.testing import cpu_mesh
 
 FILE = """

@@ -274,7 +274,7 @@ def test_keys_are_counted_outside_of_strings_and_comments() -> None:
 # Inputs that took from seconds to centuries, in one process of their own that must end.
 SLOW = """
 import shardwright as sw, sys, json
-from shardwright.path_patterns import PathPattern
+from shardwright.resolution.path_patterns import PathPattern
 from shardwright.strategy.files import parse
 PathPattern("(a|aa)+$").matches("a" * 10_000 + "b")
 for text in json.load(sys.stdin):

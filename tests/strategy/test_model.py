@@ -7,9 +7,16 @@ from typing import Any, get_args
 
 import pytest
 
-from shardwright.modes import MODE_NAMES
-from shardwright.rules import POLICY_PRESETS, Attention, Conflict, Indivisible, Missing, Rank
+from shardwright.resolution.rules import (
+    POLICY_PRESETS,
+    Attention,
+    Conflict,
+    Indivisible,
+    Missing,
+    Rank,
+)
 from shardwright.strategy.model import AttentionTable, PolicyTable, Shipped, Strategy
+from shardwright.vocabulary.modes import MODE_NAMES
 
 
 def choices(annotation: Any) -> tuple[str, ...]:

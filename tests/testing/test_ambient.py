@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import Mesh
 
 import shardwright as sw
-from shardwright import context
 from shardwright._jax import legacy_meshes
+from shardwright.manager import context
 from shardwright.testing.ambient import AmbientLeftError, isolated
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright import context
-from shardwright.attention._serve import serve
-from shardwright.attention.arguments import Options, describe, make_operands, make_options
 from shardwright.attention.call import AttentionCall
 from shardwright.attention.choose import AUTO, Choice, choose
+from shardwright.attention.inputs import Options, describe, make_operands, make_options
 from shardwright.attention.metadata import AttentionMetadata
+from shardwright.attention.run import serve
+from shardwright.manager import context
 
 
 def dot_product_attention(

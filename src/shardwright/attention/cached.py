@@ -10,18 +10,19 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 
-from shardwright import _jax, context
+from shardwright import _jax
 from shardwright.attention.api import dot_product_attention
 from shardwright.attention.masks import MaskRules, Window
 from shardwright.attention.paged import paged_attention
-from shardwright.axes import BATCH, EMPTY, KV_LENGTH
 from shardwright.caches.base import Change, KVCache, View
 from shardwright.caches.rows import RowCache
-from shardwright.caches.shards import Shards, ambient_shards, entries, specs_of
+from shardwright.caches.sharding import Shards, ambient_shards, entries, specs_of
 from shardwright.caches.sliding import is_ring
 from shardwright.errors import AttentionError
-from shardwright.modes import MODE_DECODE, mode_name, parse_mode
-from shardwright.specs import spec_text
+from shardwright.manager import context
+from shardwright.resolution.partition_specs import spec_text
+from shardwright.vocabulary.axes import BATCH, EMPTY, KV_LENGTH
+from shardwright.vocabulary.modes import MODE_DECODE, mode_name, parse_mode
 
 C = TypeVar("C", bound=KVCache)
 

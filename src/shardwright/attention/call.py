@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardwright.attention.masks import MaskRules
-from shardwright.specs import spec_of
+from shardwright.resolution.partition_specs import spec_of
 
 # What a remat policy saves them by: `jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME, LSE_NAME)`.
 OUTPUT_NAME, LSE_NAME = "attention_output", "attention_lse"

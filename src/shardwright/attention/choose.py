@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
-from shardwright.attention.allgather_kv import AllGatherKVAttention
-from shardwright.attention.blockwise import BlockwiseAttention
 from shardwright.attention.call import AttentionCall
-from shardwright.attention.flash_decode import FlashDecodeAttention
+from shardwright.attention.kernels.allgather_kv import AllGatherKVAttention
+from shardwright.attention.kernels.blockwise import BlockwiseAttention
+from shardwright.attention.kernels.flash_decode import FlashDecodeAttention
+from shardwright.attention.kernels.ring import RingAttention
+from shardwright.attention.kernels.sdpa import CudnnAttention, SdpaAttention
+from shardwright.attention.kernels.splash import SplashAttention
+from shardwright.attention.kernels.ulysses import UlyssesAttention
+from shardwright.attention.kernels.vanilla import VanillaAttention
 from shardwright.attention.registry import AttentionImpl, AttentionRegistry, impl_names
-from shardwright.attention.ring import RingAttention
-from shardwright.attention.sdpa import CudnnAttention, SdpaAttention
-from shardwright.attention.splash import SplashAttention
-from shardwright.attention.ulysses import UlyssesAttention
-from shardwright.attention.vanilla import VanillaAttention
 from shardwright.errors import AttentionError
-from shardwright.modes import MODE_DECODE, mode_name
-from shardwright.provenance import RuleRef
-from shardwright.rules import OWN_ATTENTION
+from shardwright.resolution.decisions import RuleRef
+from shardwright.resolution.rules import OWN_ATTENTION
+from shardwright.vocabulary.modes import MODE_DECODE, mode_name
 
 AUTO = "auto"
 # One line for each implementation that comes with the package.

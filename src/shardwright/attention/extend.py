@@ -11,7 +11,8 @@
 
 from __future__ import annotations
 
-from shardwright.attention._online import (
+from shardwright.attention.kernels.blockwise import backward, delta, forward, sinks_gradient
+from shardwright.attention.parts.online_softmax import (
     Running,
     add_sinks,
     finish,
@@ -20,9 +21,8 @@ from shardwright.attention._online import (
     visible,
     without_remains,
 )
-from shardwright.attention._opaque import run_opaque
-from shardwright.attention._shards import lengths_are_whole, no_weights, run_on_shards
-from shardwright.attention.blockwise import backward, delta, forward, sinks_gradient
+from shardwright.attention.parts.pallas_shards import run_opaque
+from shardwright.attention.parts.shards import lengths_are_whole, no_weights, run_on_shards
 
 __all__ = [
     "Running",

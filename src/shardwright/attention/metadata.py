@@ -14,11 +14,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from shardwright import _jax, context, resolver
-from shardwright.attention.arguments import Options, make_options
+from shardwright import _jax
 from shardwright.attention.call import JointSpecs
-from shardwright.attention.joint import resolve_joint
-from shardwright.axes import (
+from shardwright.attention.inputs import Options, make_options
+from shardwright.attention.sharding import resolve_joint
+from shardwright.errors import AttentionError
+from shardwright.manager import context
+from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.build import create_mesh
+from shardwright.resolution import resolver
+from shardwright.resolution.partition_axis import PartitionAxis
+from shardwright.resolution.partition_specs import spec_of
+from shardwright.resolution.rules import POLICY_PRESETS, build_rules
+from shardwright.vocabulary.axes import (
     BATCH,
     BIAS_HEAD_SEQ,
     BIAS_KV_SEQ,
@@ -33,13 +41,7 @@ from shardwright.axes import (
     QUERY_LENGTH,
     canonical_axis,
 )
-from shardwright.errors import AttentionError
-from shardwright.manager import PartitionManager
-from shardwright.mesh import create_mesh
-from shardwright.modes import MODE_DECODE, MODE_TRAIN, parse_mode
-from shardwright.partition_axis import PartitionAxis
-from shardwright.rules import POLICY_PRESETS, build_rules
-from shardwright.specs import spec_of
+from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN, parse_mode
 
 # Where a model's configuration says how long an axis is.
 _CONFIG_SIZES = {

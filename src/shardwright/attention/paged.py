@@ -16,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardwright import _jax, context
-from shardwright.attention import _online, _shards, blockwise, flash_decode
-from shardwright.attention.arguments import check_scale, describe, make_options
+from shardwright import _jax
 from shardwright.attention.call import AttentionCall, JointSpecs, Operands, Result
-from shardwright.attention.joint import resolve_pages
+from shardwright.attention.inputs import check_scale, describe, make_options
+from shardwright.attention.kernels import blockwise, flash_decode
+from shardwright.attention.parts import online_softmax, shards
+from shardwright.attention.sharding import resolve_pages
 from shardwright.errors import AttentionError
-from shardwright.modes import MODE_DECODE
-from shardwright.specs import spec_of
+from shardwright.manager import context
+from shardwright.resolution.partition_specs import spec_of
+from shardwright.vocabulary.modes import MODE_DECODE
 
 # Rows of keys per sequence that the loop holds, if a page is not larger.
 _ROWS = 128
@@ -154,7 +156,7 @@ def _run(operands: Operands, tables: jax.Array, call: AttentionCall) -> Result:
     arguments, structure = jax.tree.flatten((operands, tables, *heads))
     wanted = (by_operand, spec_of(specs.batch), spec_of(specs.heads), spec_of(specs.kv_heads))
     in_specs = jax.tree.leaves(wanted, is_leaf=lambda value: isinstance(value, PartitionSpec))
-    return _shards.over_shards(
+    return shards.over_shards(
         lambda *leaves: _attend(*jax.tree.unflatten(structure, leaves), call=call),
         arguments,
         in_specs,
@@ -214,17 +216,17 @@ def _attend(
         some = jax.tree.map(
             lambda column: jax.lax.dynamic_slice_in_dim(column, i * at_once, at_once, 1), table
         )
-        block = _shards.pick_kv_heads(_read(whole, some), call, head_index, kv_head_index)
+        block = shards.pick_kv_heads(_read(whole, some), call, head_index, kv_head_index)
         return blockwise.forward(block, recipe, state=state)
 
     count = jnp.max(jnp.sum(table.here, axis=1, dtype=jnp.int32))
     state = jax.lax.fori_loop(
-        0, (count + at_once - 1) // at_once, add, _online.start(whole.q, whole.v)
+        0, (count + at_once - 1) // at_once, add, online_softmax.start(whole.q, whole.v)
     )
     if apart:
-        found = combine(*_online.finish(state), sinks=shard.sinks, dtype=call.dtype)
+        found = combine(*online_softmax.finish(state), sinks=shard.sinks, dtype=call.dtype)
     else:
-        o, lse = _online.finish(state, sinks=shard.sinks)
+        o, lse = online_softmax.finish(state, sinks=shard.sinks)
         found = Result(o=o.astype(call.dtype), lse=lse)
     real = shard.q_positions >= 0
     o = jnp.where(real[:, :, None, None], found.o, 0)

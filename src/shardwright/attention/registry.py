@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardwright.attention import metadata
-from shardwright.attention._serve import serve
-from shardwright.attention.arguments import describe, make_operands
 from shardwright.attention.call import AttentionCall, Operands
 from shardwright.attention.call import Result as Result  # noqa: PLC0414  implementations import it from here
+from shardwright.attention.inputs import describe, make_operands
 from shardwright.attention.metadata import AttentionMetadata, AttentionOutput
+from shardwright.attention.run import serve
 from shardwright.errors import AttentionError, did_you_mean
 
 Implementation = TypeVar("Implementation", bound="type[AttentionImpl]")

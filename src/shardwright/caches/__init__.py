@@ -6,9 +6,11 @@ from shardwright.caches.base import KVCache as KVCache
 from shardwright.caches.base import Overflow as Overflow
 from shardwright.caches.base import Refusal as Refusal
 from shardwright.caches.base import View as View
+from shardwright.caches.checkpoint import restore as restore
+from shardwright.caches.checkpoint import save as save
+from shardwright.caches.create import init as init
 from shardwright.caches.dense import DenseCache as DenseCache
-from shardwright.caches.making import init as init
-from shardwright.caches.paged import PagedCache as PagedCache
+from shardwright.caches.paged.cache import PagedCache as PagedCache
 from shardwright.caches.quantized import Quantized as Quantized
 from shardwright.caches.quantized import QuantizedCache as QuantizedCache
 from shardwright.caches.quantized import quantize as quantize
@@ -16,5 +18,3 @@ from shardwright.caches.relayout import Relayout as Relayout
 from shardwright.caches.relayout import plan_reshard as plan_reshard
 from shardwright.caches.relayout import reshard as reshard
 from shardwright.caches.row_order import RowOrder as RowOrder
-from shardwright.caches.storage import restore as restore
-from shardwright.caches.storage import save as save

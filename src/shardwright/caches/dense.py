@@ -8,13 +8,13 @@ from typing import final
 import jax
 import jax.numpy as jnp
 
-from shardwright.axes import BATCH, KV_HEAD, KV_HEAD_DIM, KV_LENGTH
 from shardwright.caches.base import CacheSpec, Overflow
 from shardwright.caches.rows import RowCache
-from shardwright.caches.shards import Axes
+from shardwright.caches.scatter import Buffers
+from shardwright.caches.sharding import Axes
 from shardwright.caches.sliding import is_ring
-from shardwright.caches.writing import Buffers
 from shardwright.errors import CacheError
+from shardwright.vocabulary.axes import BATCH, KV_HEAD, KV_HEAD_DIM, KV_LENGTH
 
 ROW_AXES = (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM)
 

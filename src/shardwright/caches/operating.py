@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 from jax.sharding import Mesh, NamedSharding
 
-from shardwright import _jax, context
+from shardwright import _jax
 from shardwright.caches.base import Change, KVCache, Overflow, Refusal
 from shardwright.errors import CacheError
+from shardwright.manager import context
 
 C = TypeVar("C", bound=KVCache)
 

@@ -12,13 +12,13 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from shardwright.axes import BATCH, KV_HEAD, KV_LENGTH
 from shardwright.caches import dense
 from shardwright.caches.base import CacheSpec
 from shardwright.caches.rows import RowCache
-from shardwright.caches.shards import Axes
-from shardwright.caches.writing import Buffers
+from shardwright.caches.scatter import Buffers
+from shardwright.caches.sharding import Axes
 from shardwright.errors import CacheError, did_you_mean
+from shardwright.vocabulary.axes import BATCH, KV_HEAD, KV_LENGTH
 
 SCALE_AXES = (BATCH, KV_LENGTH, KV_HEAD)
 STORED = ("int8", "float8_e4m3fn", "float8_e5m2")

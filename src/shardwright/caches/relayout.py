@@ -10,14 +10,15 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardwright import _jax, context, placement
+from shardwright import _jax
 from shardwright.caches.base import KVCache
-from shardwright.caches.moves import Move, MoveKind, find_moves, run_moves
-from shardwright.caches.shards import Shards, entries
+from shardwright.caches.sharding import Shards, entries
 from shardwright.errors import CacheError
-from shardwright.manager import PartitionManager
-from shardwright.modes import mode_name, parse_mode
-from shardwright.specs import entry_names, spec_of, spec_text
+from shardwright.manager import constraint, context
+from shardwright.manager.manager import PartitionManager
+from shardwright.reshard.plan import Move, MoveKind, find_moves, run_moves
+from shardwright.resolution.partition_specs import entry_names, spec_of, spec_text
+from shardwright.vocabulary.modes import mode_name, parse_mode
 
 C = TypeVar("C", bound=KVCache)
 
@@ -134,7 +135,7 @@ def reshard(
         plan = plan_reshard(cache, mode, manager=manager)
         arrays = {name: array for name, _, array in _arrays(cache)}
         if isinstance(manager.mesh, AbstractMesh) and not _jax.in_trace():
-            raise placement.no_devices()
+            raise constraint.no_devices()
         run = _run if _jax.in_trace() else _donating if donate else _jitted
         moved = run(plan, manager.mesh, arrays)
         if run is _donating:
@@ -222,7 +223,7 @@ def _copied(
         what = "a cache moves to another mesh, or from none, only outside of jit"
         raise CacheError(what, path="manager", fix="call reshard between the compiled steps")
     if isinstance(manager.mesh, AbstractMesh):
-        raise placement.no_devices()
+        raise constraint.no_devices()
     shards = Shards(manager=manager, mode=mode)
     with manager:  # the cache comes from under another one, which may be the ambient one
         specs = {}
@@ -257,7 +258,7 @@ def _move(x: jax.Array, array: ArrayMoves, mesh: Mesh | AbstractMesh) -> jax.Arr
     if array.moves:
         sizes = dict(mesh.shape)
         if AxisType.Explicit in (ambient or mesh).axis_types:
-            x = placement.place(x, placement.make_placement(array.source, mesh, ambient))
+            x = constraint.place(x, constraint.make_placement(array.source, mesh, ambient))
         over = _jax.call_shard_map(
             lambda shard: run_moves(shard, array.moves, sizes),
             mesh=None if ambient is not None else mesh,
@@ -265,5 +266,5 @@ def _move(x: jax.Array, array: ArrayMoves, mesh: Mesh | AbstractMesh) -> jax.Arr
             out_specs=array.target,
         )
         x = over(x)
-    laid: jax.Array = placement.place(x, placement.make_placement(array.target, mesh, ambient))
+    laid: jax.Array = constraint.place(x, constraint.make_placement(array.target, mesh, ambient))
     return laid

@@ -12,13 +12,14 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from shardwright.axes import BATCH, EMPTY, KV_LENGTH
-from shardwright.caches import arguments, pages, slots, writing
+from shardwright.caches import arguments, scatter, slots
 from shardwright.caches.base import Change, KVCache, Refusal, View
 from shardwright.caches.operating import operate
-from shardwright.caches.shards import Axes, Shards, ambient_shards, specs_of
+from shardwright.caches.paged import pool
+from shardwright.caches.scatter import Buffers
+from shardwright.caches.sharding import Axes, Shards, ambient_shards, specs_of
 from shardwright.caches.sliding import is_ring, needed_from, positions_of_rows, row_of
-from shardwright.caches.writing import Buffers
+from shardwright.vocabulary.axes import BATCH, EMPTY, KV_LENGTH
 
 
 class RowCache(KVCache):
@@ -133,7 +134,7 @@ def _append(cache: RowCache, k: jax.Array, v: jax.Array, valid: jax.Array | None
     kept = taken & (positions >= after[:, None] - spec.capacity)
     rows = jnp.where(kept, row_of(spec, positions), spec.capacity)
     specs = specs_of(shards, cache.buffers, cache.buffer_axes)
-    buffers = writing.append_rows(
+    buffers = scatter.append_rows(
         cache.buffers, cache.encode(k, v), rows, shards=shards, specs=specs
     )
     length = jnp.where(over, cache.length, after)
@@ -152,7 +153,7 @@ def _append(cache: RowCache, k: jax.Array, v: jax.Array, valid: jax.Array | None
 
 def _insert(cache: RowCache, source: KVCache, into: jax.Array) -> Change[Any]:
     spec, shards = cache.spec, ambient_shards(cache.spec.mode)
-    view = pages.in_rows(source.view(), ambient_shards(source.spec.mode))
+    view = pool.in_rows(source.view(), ambient_shards(source.spec.mode))
     lengths, into, held = (
         shards.place(view.lengths, (EMPTY,)),
         shards.place(jnp.asarray(into), (EMPTY,)),
@@ -172,7 +173,7 @@ def _insert(cache: RowCache, source: KVCache, into: jax.Array) -> Change[Any]:
     kept = done[:, None] & (held >= 0) & (held >= lengths[:, None] - spec.capacity)
     rows = jnp.where(kept, row_of(spec, held), spec.capacity)
     specs = specs_of(shards, cache.buffers, cache.buffer_axes)
-    buffers = writing.scatter_rows(
+    buffers = scatter.scatter_rows(
         cache.buffers,
         _rows_of(cache, source, view),
         into[:, None],
@@ -211,7 +212,7 @@ def _rows_of(cache: RowCache, source: KVCache, view: View) -> Buffers:
         return source.buffers
     dtype = cache.spec.dtype
     return cache.encode(
-        pages.plain(view.k, view.k_scale, dtype), pages.plain(view.v, view.v_scale, dtype)
+        pool.plain(view.k, view.k_scale, dtype), pool.plain(view.v, view.v_scale, dtype)
     )
 
 
@@ -259,7 +260,7 @@ def _reorder(cache: RowCache, parents: jax.Array, *, group: int) -> Change[Any]:
     per_slot = {"length": cache.length} | ({} if cache.start is None else {"start": cache.start})
     buffers = cache.buffers | per_slot
     specs = specs_of(shards, buffers, cache.buffer_axes | dict.fromkeys(per_slot, (BATCH,)))
-    taken = writing.take_slots(
+    taken = scatter.take_slots(
         buffers, jnp.where(outside, own, wanted), group=group, shards=shards, specs=specs
     )
     refused = slots.first_reason((outside, Refusal.SLOT_OUT_OF_RANGE))

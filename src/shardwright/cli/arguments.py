@@ -8,7 +8,7 @@ import textwrap
 
 from shardwright.cli.inputs import read_count, read_name
 from shardwright.cli.show import LEAST_WIDTH
-from shardwright.tables import WIDTH
+from shardwright.resolution.tables import WIDTH
 
 STRATEGY_HELP = 'a preset, or a .toml or .json file; "base | overlay" puts one over another'
 EXIT_CODES = "2 the question cannot be asked (command line, file, mesh)"

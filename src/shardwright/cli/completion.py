@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from shardwright.axes import PARALLELISM_AXES, SEMANTIC_AXES, axis_label
 from shardwright.cli import main
 from shardwright.cli.arguments import EXIT_CODES, make_parser
 from shardwright.cli.scripts import bash, fish, zsh
 from shardwright.cli.scripts.described import Argument, Command, Kind
 from shardwright.cli.show import print_lines
-from shardwright.layouts import LAYOUTS
 from shardwright.strategy import files
+from shardwright.vocabulary.axes import PARALLELISM_AXES, SEMANTIC_AXES, axis_label
+from shardwright.vocabulary.layouts import LAYOUTS
 
 _SHELLS = {"bash": bash.script, "zsh": zsh.script, "fish": fish.script}
 _EPILOG = f"""\

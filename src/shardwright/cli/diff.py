@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.annotations import describe
-from shardwright.axes import Role
 from shardwright.cli.arguments import (
     EXIT_CODES,
     STRATEGY_HELP,
@@ -19,11 +17,13 @@ from shardwright.cli.arguments import (
 from shardwright.cli.inputs import Setting, read_count, read_setting
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
-from shardwright.compare import Comparison, Placed, Row, Total, compare
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
-from shardwright.modes import MODE_NAMES, mode_name
-from shardwright.report.text import bytes_text
-from shardwright.tables import table
+from shardwright.plan.compare import Comparison, Placed, Row, Total, compare
+from shardwright.plan.report.text import bytes_text
+from shardwright.resolution.tables import table
+from shardwright.vocabulary.annotations import describe
+from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.modes import MODE_NAMES, mode_name
 
 _GROWS = {r"\+[0-9][0-9,]*(?: \(.*\))?$": "red", r"-[0-9][0-9,]*(?: \(.*\))?$": "green"}
 _EPILOG = f"""\

@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shardwright.annotations import describe
-from shardwright.axes import Role
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
 from shardwright.cli.inputs import (
     Setting,
@@ -20,14 +18,16 @@ from shardwright.cli.inputs import (
 )
 from shardwright.cli.show import print_json, width_of
 from shardwright.cli.tensors import read_tensors
-from shardwright.compare import bytes_on_device
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
-from shardwright.modes import MODE_NAMES, MODES, mode_name
-from shardwright.provenance import HEAD, DimDecision, Resolution, lies_text, row
-from shardwright.report.text import bytes_text
-from shardwright.specs import spec_text
-from shardwright.tables import remarked_table, table
-from shardwright.tensors import Tensor
+from shardwright.plan.compare import bytes_on_device
+from shardwright.plan.report.text import bytes_text
+from shardwright.resolution.decisions import HEAD, DimDecision, Resolution, lies_text, row
+from shardwright.resolution.partition_specs import spec_text
+from shardwright.resolution.tables import remarked_table, table
+from shardwright.trees.tensors import Tensor
+from shardwright.vocabulary.annotations import describe
+from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.modes import MODE_NAMES, MODES, mode_name
 
 _EPILOG = f"""\
 axes: one word per dim: BATCH or batch, _ for a dim that is not sharded, DP+FSDP for one dim over several axes,

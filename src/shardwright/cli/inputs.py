@@ -11,13 +11,20 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from shardwright.annotations import merged, stacked
-from shardwright.axes import EMPTY, canonical_axis
 from shardwright.errors import MeshSpecError, StrategyError, did_you_mean
-from shardwright.layouts import LAYOUTS
-from shardwright.manager import PartitionManager
-from shardwright.mesh import INFER, MeshSpec, abstract_mesh, mesh_sizes, parse_mesh, resolve_sizes
+from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.build import (
+    INFER,
+    MeshSpec,
+    abstract_mesh,
+    mesh_sizes,
+    parse_mesh,
+    resolve_sizes,
+)
 from shardwright.strategy.limits import MOST_ELEMENTS, has_too_many_elements, is_text
+from shardwright.vocabulary.annotations import merged, stacked
+from shardwright.vocabulary.axes import EMPTY, canonical_axis
+from shardwright.vocabulary.layouts import LAYOUTS
 
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LAYOUT = re.compile(r"(stacked\()?([A-Za-z]+)(\.bias)?(?(1)\))")

@@ -11,8 +11,8 @@ from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
 from shardwright.cli.inputs import read_name, unreadable
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.errors import StrategyError, did_you_mean
+from shardwright.resolution.tables import table
 from shardwright.strategy import files
-from shardwright.tables import table
 
 _ACTIONS = ("list", "show", "copy")
 _EPILOG = f"""\

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardwright.tables import WIDTH
+from shardwright.resolution.tables import WIDTH
 
 LEAST_WIDTH = 40
 SEVERITIES: Mapping[str, str] = {

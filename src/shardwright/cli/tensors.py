@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwright.axes import Role
 from shardwright.cli.inputs import read_axes, unreadable
 from shardwright.errors import Problem, ShardingError, StrategyError, did_you_mean, raise_problems
 from shardwright.strategy import files
 from shardwright.strategy.limits import first_problems, has_too_many_elements
 from shardwright.strategy.origin import KeyPath, Origin, source_of, where
-from shardwright.tensors import Tensor, is_dtype
+from shardwright.trees.tensors import Tensor, is_dtype
+from shardwright.vocabulary.axes import Role
 
 _KEYS = ("axes", "shape", "role", "dtype")
 _SHARED = ("role", "dtype")

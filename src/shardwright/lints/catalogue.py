@@ -6,28 +6,28 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardwright.errors import ShardingError, StrategyError
-from shardwright.lints import placing, tables, trees
+from shardwright.lints import dead_rules, mesh_use, trees
 from shardwright.lints.finding import Code, Finding, Severity, from_problem
 from shardwright.lints.subject import Subject, make_subject
-from shardwright.mesh import MeshSpec, mesh_sizes, parse_mesh
-from shardwright.tensors import as_tensors
+from shardwright.mesh.build import MeshSpec, mesh_sizes, parse_mesh
+from shardwright.trees.tensors import as_tensors
 
 __all__ = ["LINTS", "Code", "Finding", "Severity", "lint"]
 
 # A lint is a function of a subject: one line here, one code in `lints/finding.py`, one section of the documentation.
 LINTS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
-    placing.lost_mesh_axes,
+    mesh_use.lost_mesh_axes,
     trees.unresolved,
     trees.cut_heads,
-    tables.unreachable_candidates,
-    tables.shadowed_rules,
-    tables.shadowed_tensors,
-    tables.mode_changes_nothing,
-    tables.weights_move,
-    placing.gathered_in_decode,
-    placing.dcn_order,
-    placing.idle_mesh_axes,
-    placing.idle_zero1,
+    dead_rules.unreachable_candidates,
+    dead_rules.shadowed_rules,
+    dead_rules.shadowed_tensors,
+    dead_rules.mode_changes_nothing,
+    dead_rules.weights_move,
+    mesh_use.gathered_in_decode,
+    mesh_use.dcn_order,
+    mesh_use.idle_mesh_axes,
+    mesh_use.idle_zero1,
     trees.no_rule,
     trees.unused_tensors,
     trees.unused_rules,

@@ -6,8 +6,15 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shardwright.annotations import lower
-from shardwright.axes import (
+from shardwright.errors import ShardingError
+from shardwright.lints.finding import Code, Finding, Severity
+from shardwright.mesh.build import INFER, MeshSpec
+from shardwright.resolution.decisions import Resolution
+from shardwright.resolution.resolver import explain
+from shardwright.resolution.rules import AxisRules, Rule
+from shardwright.trees.tensors import Tensor
+from shardwright.vocabulary.annotations import lower
+from shardwright.vocabulary.axes import (
     BATCH,
     BIAS_HEAD_SEQ,
     BIAS_KV_SEQ,
@@ -17,14 +24,7 @@ from shardwright.axes import (
     QUERY_LENGTH,
     Role,
 )
-from shardwright.errors import ShardingError
-from shardwright.lints.finding import Code, Finding, Severity
-from shardwright.mesh import INFER, MeshSpec
-from shardwright.modes import MODES
-from shardwright.provenance import Resolution
-from shardwright.resolver import explain
-from shardwright.rules import AxisRules, Rule
-from shardwright.tensors import Tensor
+from shardwright.vocabulary.modes import MODES
 
 KeyPath = tuple[str, ...]
 # Axes that only activations and caches have: no weight keeps their [rules] alive, or is gathered by them.

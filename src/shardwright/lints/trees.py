@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.annotations import lower
-from shardwright.axes import (
+from shardwright.errors import (
+    IndivisibleError,
+    Problem,
+    ShapeRequiredError,
+    ShardingError,
+    UnknownAxisError,
+)
+from shardwright.lints.finding import Code, Finding, Severity, dim_key, problem_text
+from shardwright.lints.subject import Answer, Subject, axes_of, role_of
+from shardwright.resolution.decisions import DimDecision, Outcome, Reason
+from shardwright.vocabulary.annotations import lower
+from shardwright.vocabulary.axes import (
     HEAD,
     HEAD_DIM,
     KV_HEAD,
@@ -16,17 +26,7 @@ from shardwright.axes import (
     canonical_axis,
     file_name,
 )
-from shardwright.errors import (
-    IndivisibleError,
-    Problem,
-    ShapeRequiredError,
-    ShardingError,
-    UnknownAxisError,
-)
-from shardwright.lints.finding import Code, Finding, Severity, dim_key, problem_text
-from shardwright.lints.subject import Answer, Subject, axes_of, role_of
-from shardwright.modes import MODES, mode_name
-from shardwright.provenance import DimDecision, Outcome, Reason
+from shardwright.vocabulary.modes import MODES, mode_name
 
 _HEADS = {HEAD: HEAD_DIM, KV_HEAD: KV_HEAD_DIM}
 _POLICY = (Outcome.POLICY_REPLICATE, Outcome.POLICY_DROP, Outcome.POLICY_PREFIX)

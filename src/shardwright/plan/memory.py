@@ -14,9 +14,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
-from shardwright.specs import UNCONSTRAINED, entry_names
-from shardwright.tensors import whole_bytes
-from shardwright.tree import compile_pattern, path_text
+from shardwright.resolution.partition_specs import UNCONSTRAINED, entry_names
+from shardwright.trees.annotated import compile_pattern, path_text
+from shardwright.trees.tensors import whole_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,6 @@
 """Serve a model: requests of any length share decode slots; see `Engine`."""
 
-from shardwright.serving.board import Held as Held
-from shardwright.serving.device import CacheShape as CacheShape
-from shardwright.serving.device import Model as Model
+from shardwright.serving.arrays import Held as Held
 from shardwright.serving.engine import Engine as Engine
 from shardwright.serving.engine import Handle as Handle
 from shardwright.serving.metrics import Percentiles as Percentiles
@@ -12,3 +10,5 @@ from shardwright.serving.request import Finish as Finish
 from shardwright.serving.request import Request as Request
 from shardwright.serving.request import Sampling as Sampling
 from shardwright.serving.scheduler import Phase as Phase
+from shardwright.serving.steps import CacheShape as CacheShape
+from shardwright.serving.steps import Model as Model

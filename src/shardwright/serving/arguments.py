@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright.errors import Problem, ServingError, raise_problems
-from shardwright.manager import PartitionManager
-from shardwright.serving.device import CacheShape
+from shardwright.manager.manager import PartitionManager
+from shardwright.serving.steps import CacheShape
 
 
 def check_kinds(

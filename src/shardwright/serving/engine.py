@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from shardwright import context
 from shardwright.caches.base import Overflow, Refusal
-from shardwright.caches.paged import PagedCache
+from shardwright.caches.paged.cache import PagedCache
 from shardwright.caches.sliding import is_ring
 from shardwright.errors import ServingError
-from shardwright.manager import PartitionManager
+from shardwright.manager import context
+from shardwright.manager.manager import PartitionManager
 from shardwright.serving.arguments import check_counts, check_kinds, deleted_weights
-from shardwright.serving.board import Board, Held, Plan, is_gone, read_held
-from shardwright.serving.device import MISCOUNTED, NO_NUMBER, REFUSED, CacheShape, Model
+from shardwright.serving.arrays import Board, Held, Plan, is_gone, read_held
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Completion, Finish, Request
 from shardwright.serving.scheduler import Job, Limits, Phase, Scheduler
+from shardwright.serving.steps import MISCOUNTED, NO_NUMBER, REFUSED, CacheShape, Model
 
 
 class Handle:

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shardwright.resolution.tables import table
 from shardwright.serving.request import Finish
-from shardwright.tables import table
 
 # Of each kind of time, the latest so many are kept: an engine may run for months.
 KEPT = 10_000

@@ -8,17 +8,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from shardwright.axes import (
-    KNOWN_AXES,
-    PARALLELISM_AXES,
-    REPLICATED,
-    STANDARD_MESH_AXES,
-    UNCONSTRAINED,
-    Role,
-    axis_label,
-    canonical_axis,
-    file_name,
-)
 from shardwright.errors import (
     MissingMeshAxisError,
     Problem,
@@ -28,10 +17,10 @@ from shardwright.errors import (
     did_you_mean,
     raise_problems,
 )
-from shardwright.mesh import parse_mesh
-from shardwright.path_patterns import PathPattern
-from shardwright.provenance import RuleRef
-from shardwright.rules import (
+from shardwright.mesh.build import parse_mesh
+from shardwright.resolution.decisions import RuleRef
+from shardwright.resolution.path_patterns import PathPattern
+from shardwright.resolution.rules import (
     OWN_ATTENTION,
     POLICY_PRESETS,
     AxisRules,
@@ -49,6 +38,17 @@ from shardwright.rules import (
 )
 from shardwright.strategy.limits import MOST_PROBLEMS, first_problems
 from shardwright.strategy.origin import KeyPath, Origin, source_of, where
+from shardwright.vocabulary.axes import (
+    KNOWN_AXES,
+    PARALLELISM_AXES,
+    REPLICATED,
+    STANDARD_MESH_AXES,
+    UNCONSTRAINED,
+    Role,
+    axis_label,
+    canonical_axis,
+    file_name,
+)
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError

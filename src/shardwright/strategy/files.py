@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwright.axes import canonical_axis, file_name
 from shardwright.errors import LONGEST_LINE, StrategyError, did_you_mean
 from shardwright.strategy.limits import DEEPEST, LONGEST_FILE, check_keys, check_limits
 from shardwright.strategy.origin import Origin
+from shardwright.vocabulary.axes import canonical_axis, file_name
 
 Parsed = tuple[dict[str, Any], Origin]
 

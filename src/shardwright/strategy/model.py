@@ -18,14 +18,14 @@ from pydantic import (
     field_validator,
 )
 
-from shardwright.axes import Mesh, canonical_axis, file_name
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.mesh import create_mesh
-from shardwright.rules import OWN_ATTENTION, AxisRules, Rule
+from shardwright.mesh.build import create_mesh
+from shardwright.resolution.rules import OWN_ATTENTION, AxisRules, Rule
 from shardwright.strategy import check, files
 from shardwright.strategy.limits import check_entries, first_problems
 from shardwright.strategy.origin import KeyPath, Origin, source_of
 from shardwright.strategy.read_only import ReadOnlyDict, ReadOnlyList
+from shardwright.vocabulary.axes import Mesh, canonical_axis, file_name
 
 RULE = 'Candidates of mesh axes in order: "dp+fsdp | dp | -". "+" joins mesh axes, "-" replicated, "?" unconstrained.'
 AxisTypeName = Literal["auto", "explicit"]

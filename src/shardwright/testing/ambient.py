@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from shardwright import context
 from shardwright._jax import legacy_meshes
+from shardwright.manager import context
 
 
 class AmbientLeftError(AssertionError):

@@ -10,15 +10,14 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from shardwright import context
-from shardwright.axes import axis_label
 from shardwright.errors import StrategyError
-from shardwright.manager import PartitionManager
-from shardwright.plan.collectives import Collective, Kind, total
+from shardwright.manager import context
+from shardwright.manager.manager import PartitionManager
+from shardwright.plan.collectives.read import Collective, Kind, total
 from shardwright.plan.memory import bytes_by_path
-from shardwright.report.collectives import collectives_text
-from shardwright.report.memory import memory_text
-from shardwright.report.text import bytes_text
+from shardwright.plan.report.collectives import collectives_text
+from shardwright.plan.report.memory import memory_text
+from shardwright.plan.report.text import bytes_text
 from shardwright.testing.placements import (
     Wanted,
     wanted_by_annotation,
@@ -26,6 +25,7 @@ from shardwright.testing.placements import (
     wrong_placements,
 )
 from shardwright.testing.programs import Axis, Program, read_program
+from shardwright.vocabulary.axes import axis_label
 
 _ROWS = 20  # of a table in a message
 _NOTHING = "the tree has no arrays, so there is nothing to look at"

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardwright.axes import DEFAULT_MASK_VALUE
+from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
 STRATEGY = """
 [rules]

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardwright.attention.api import dot_product_attention, explain
-from shardwright.attention.arguments import describe, make_operands, make_options
 from shardwright.attention.call import AttentionCall
-from shardwright.manager import PartitionManager
+from shardwright.attention.inputs import describe, make_operands, make_options
+from shardwright.manager.manager import PartitionManager
 from shardwright.strategy.model import Strategy
 from shardwright.testing import attention_oracle as oracle
 from shardwright.testing.attention_cases import CASES, COMBINATIONS, MESHES, STRATEGY, Case

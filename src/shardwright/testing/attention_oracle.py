@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.attention._dropout import keep_factors
 from shardwright.attention.call import Operands, Recipe
+from shardwright.attention.parts.dropout import keep_factors
 
 # Said once more, independently of `masks`.
 _HIDING = np.float32(-2e38)

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardwright import context
 from shardwright.errors import MeshSpecError, ProgramError, ShardingError
-from shardwright.manager import PartitionManager
+from shardwright.manager import context
+from shardwright.manager.manager import PartitionManager
 from shardwright.plan.memory import leaf_bytes
-from shardwright.report.text import bytes_text
-from shardwright.tables import table
+from shardwright.plan.report.text import bytes_text
+from shardwright.resolution.tables import table
 from shardwright.testing.placements import sharding_text
 from shardwright.testing.programs import function_name, is_same_everywhere
-from shardwright.tree import path_text
+from shardwright.trees.annotated import path_text
 
 # Relative to the largest value of an array: other orders of summation, no more.
 _RTOL = {"float64": 1e-11, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}

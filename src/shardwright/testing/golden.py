@@ -17,10 +17,16 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardwright.mesh import mesh_sizes
-from shardwright.specs import UNCONSTRAINED, canonical_spec, entry_names, entry_of, spec_text
-from shardwright.tables import table
-from shardwright.tree import path_text
+from shardwright.mesh.build import mesh_sizes
+from shardwright.resolution.partition_specs import (
+    UNCONSTRAINED,
+    canonical_spec,
+    entry_names,
+    entry_of,
+    spec_text,
+)
+from shardwright.resolution.tables import table
+from shardwright.trees.annotated import path_text
 
 _NAME = re.compile(r"[\w.,=+-]+")
 _BLANKS = re.compile(r"\s+")

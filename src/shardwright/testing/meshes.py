@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardwright.errors import MeshSpecError
-from shardwright.mesh import INFER, AxisTypes, MeshLike, create_mesh, parse_mesh
+from shardwright.mesh.build import INFER, AxisTypes, MeshLike, create_mesh, parse_mesh
 
 USUAL = 8
 _OPTION = "jax_num_cpu_devices"

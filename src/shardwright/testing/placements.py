@@ -10,9 +10,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardwright import context, resolver
-from shardwright.annotations import is_annotation, tree_of_annotations
-from shardwright.axes import EMPTY
 from shardwright.errors import (
     Problem,
     RankMismatchError,
@@ -21,15 +18,19 @@ from shardwright.errors import (
     did_you_mean,
     raise_problems,
 )
-from shardwright.manager import PartitionManager
-from shardwright.mesh import mesh_sizes
+from shardwright.manager import context
+from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.build import mesh_sizes
 from shardwright.plan.memory import leaf_bytes
-from shardwright.provenance import DimDecision
-from shardwright.report.text import bytes_text
-from shardwright.rules import build_rules
-from shardwright.specs import entry_names, spec_text
-from shardwright.tables import table
-from shardwright.tree import annotated_leaves, path_text
+from shardwright.plan.report.text import bytes_text
+from shardwright.resolution import resolver
+from shardwright.resolution.decisions import DimDecision
+from shardwright.resolution.partition_specs import entry_names, spec_text
+from shardwright.resolution.rules import build_rules
+from shardwright.resolution.tables import table
+from shardwright.trees.annotated import annotated_leaves, path_text
+from shardwright.vocabulary.annotations import is_annotation, tree_of_annotations
+from shardwright.vocabulary.axes import EMPTY
 
 _SHOWN = 5  # names in a hint
 _DEVICES = 16  # ids of devices in a message

@@ -10,8 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardwright import context
-from shardwright.axes import axis_label, canonical_axis
 from shardwright.errors import (
     MeshMismatchError,
     MeshSpecError,
@@ -19,10 +17,12 @@ from shardwright.errors import (
     UnknownAxisError,
     did_you_mean,
 )
-from shardwright.manager import PartitionManager
-from shardwright.mesh import mesh_sizes
-from shardwright.plan.collectives import Collective, read_collectives
-from shardwright.plan.semantic_axes import carried_axes
+from shardwright.manager import context
+from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.build import mesh_sizes
+from shardwright.plan.collectives.by_axis import carried_axes
+from shardwright.plan.collectives.read import Collective, read_collectives
+from shardwright.vocabulary.axes import axis_label, canonical_axis
 
 Axis = str | Sequence[str]
 

@@ -18,11 +18,11 @@ import pytest
 from jax.sharding import Mesh
 
 from shardwright.errors import MeshSpecError, ShardingError, did_you_mean
-from shardwright.manager import PartitionManager
-from shardwright.mesh import INFER, MeshSpec, create_mesh, parse_mesh, resolve_axis_types
-from shardwright.modes import mode_name, parse_mode
+from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.build import INFER, MeshSpec, create_mesh, parse_mesh, resolve_axis_types
 from shardwright.testing.ambient import AmbientLeftError, isolated
 from shardwright.testing.meshes import USUAL, asked_devices, flagged_devices, try_for_devices
+from shardwright.vocabulary.modes import mode_name, parse_mode
 
 _ARGUMENTS = ("axis_types", "strategy", "mode")
 _CASE = "_mesh_case"

@@ -8,15 +8,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwright import context
 from shardwright._jax import Compilations, watch_compilations
 from shardwright.errors import ShardingError
+from shardwright.manager import context
 from shardwright.plan.memory import leaf_bytes
-from shardwright.report.text import bytes_text
-from shardwright.tables import table
+from shardwright.plan.report.text import bytes_text
+from shardwright.resolution.tables import table
 from shardwright.testing.placements import sharding_text
 from shardwright.testing.programs import function_name
-from shardwright.tree import path_text
+from shardwright.trees.annotated import path_text
 
 _HEAD = ("argument", "in the first call", "per device", "now", "per device")
 

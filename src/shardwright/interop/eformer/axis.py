@@ -11,9 +11,14 @@ from typing import Any, ClassVar
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from shardwright import partition_axis, resolver
-from shardwright.annotations import as_annotation
-from shardwright.axes import (
+from shardwright.errors import StrategyError, UnknownAxisError, did_you_mean
+from shardwright.interop.eformer import registry
+from shardwright.interop.eformer.meshes import current_mesh
+from shardwright.resolution import partition_axis, resolver
+from shardwright.resolution.decisions import RuleRef
+from shardwright.resolution.rules import AxisRules, Policy, Rule, parse_rule
+from shardwright.vocabulary.annotations import as_annotation
+from shardwright.vocabulary.axes import (
     BATCH,
     BIAS_HEAD_SEQ,
     BIAS_KV_SEQ,
@@ -43,12 +48,7 @@ from shardwright.axes import (
     axis_label,
     canonical_axis,
 )
-from shardwright.errors import StrategyError, UnknownAxisError, did_you_mean
-from shardwright.interop.eformer import registry
-from shardwright.interop.eformer.meshes import current_mesh
-from shardwright.modes import GENERATION_MODES, MODES, parse_mode
-from shardwright.provenance import RuleRef
-from shardwright.rules import AxisRules, Policy, Rule, parse_rule
+from shardwright.vocabulary.modes import GENERATION_MODES, MODES, parse_mode
 
 _MESH_NAMES = {
     DATA_PARALLEL: "data_parallel_axis",

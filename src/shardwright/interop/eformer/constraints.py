@@ -10,14 +10,16 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardwright import context, manager, resolver
 from shardwright.errors import StrategyError, did_you_mean
 from shardwright.interop.eformer.axis import without_repeats
 from shardwright.interop.eformer.environment import log_sharding_move
 from shardwright.interop.eformer.errors import WrongTypeError
 from shardwright.interop.eformer.meshes import current_mesh, no_mesh
-from shardwright.provenance import DimDecision, Outcome, Reason, Resolution, RuleRef
-from shardwright.rules import (
+from shardwright.manager import context, manager
+from shardwright.resolution import resolver
+from shardwright.resolution.decisions import DimDecision, Outcome, Reason, Resolution, RuleRef
+from shardwright.resolution.partition_specs import entry_of
+from shardwright.resolution.rules import (
     POLICY_PRESETS,
     AxisRules,
     Conflict,
@@ -28,7 +30,6 @@ from shardwright.rules import (
     Rule,
     build_rules,
 )
-from shardwright.specs import entry_of
 
 _CHANGED = (
     Outcome.POLICY_MISSING,

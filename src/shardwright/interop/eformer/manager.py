@@ -7,20 +7,20 @@ from typing import Any, NoReturn, final
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from shardwright import context
-from shardwright import manager as native
-from shardwright.annotations import ArraySpec, StackedLayout, mode_of_layout
-from shardwright.axes import EMPTY_VAL, NOT_GIVEN
 from shardwright.errors import NoManagerError, ShapeRequiredError, StrategyError
 from shardwright.interop.eformer import registry
 from shardwright.interop.eformer.axis import PartitionAxis, written_spec
 from shardwright.interop.eformer.constraints import is_strict, parse_policy, warn_of_changes
 from shardwright.interop.eformer.errors import WrongTypeError
 from shardwright.interop.eformer.meshes import current_mesh, no_mesh
-from shardwright.layouts import DynamicShardingAxes
-from shardwright.modes import MODE_TRAIN
-from shardwright.provenance import Resolution
-from shardwright.rules import AxisRules, Policy
+from shardwright.manager import context
+from shardwright.manager import manager as native
+from shardwright.resolution.decisions import Resolution
+from shardwright.resolution.rules import AxisRules, Policy
+from shardwright.vocabulary.annotations import ArraySpec, StackedLayout, mode_of_layout
+from shardwright.vocabulary.axes import EMPTY_VAL, NOT_GIVEN
+from shardwright.vocabulary.layouts import DynamicShardingAxes
+from shardwright.vocabulary.modes import MODE_TRAIN
 
 
 @jax.tree_util.register_static

@@ -11,10 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from shardwright import _jax, context, mesh
+from shardwright import _jax
 from shardwright.errors import MeshSpecError, MissingMeshAxisError, did_you_mean
 from shardwright.interop.eformer.errors import NoMeshError
-from shardwright.mesh_text import parse_mesh
+from shardwright.manager import context
+from shardwright.mesh import build
+from shardwright.mesh.text import parse_mesh
 
 DEFAULT_SHARDING_STG = (1, -1, 1, 1, 1)
 DEFAULT_NAMED_SHARDING_STG = ("dp", "fsdp", "ep", "tp", "sp")
@@ -87,7 +89,7 @@ def create_mesh(
                 fix='leave it out; a leading "!" in the text of a mesh keeps device order',
             )
     names = tuple(axis_names)
-    return mesh.create_mesh(
+    return build.create_mesh(
         axis_dims if isinstance(axis_dims, str) else tuple(axis_dims),
         names,
         backend=backend or "",
@@ -143,8 +145,8 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
                 what,
                 fix="write the same axes in the same order: it is that of the devices, slowest first",
             )
-        return mesh.create_mesh(axis_dims)
-    return mesh.create_mesh(axis_dims, tuple(names))
+        return build.create_mesh(axis_dims)
+    return build.create_mesh(axis_dims, tuple(names))
 
 
 def create_cpu_mesh(

@@ -6,9 +6,9 @@ import dataclasses
 import threading
 from typing import Any
 
-from shardwright.axes import NOT_GIVEN, canonical_axis
 from shardwright.errors import StrategyError
 from shardwright.interop.eformer.errors import NotRegisteredError
+from shardwright.vocabulary.axes import NOT_GIVEN, canonical_axis
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_
 from shardwright.interop.eformer.constraints import parse_policy, with_sharding_constraint
 from shardwright.interop.eformer.environment import min_sharding_size
 from shardwright.interop.eformer.meshes import current_mesh, no_mesh
-from shardwright.rules import Policy, Rank
-from shardwright.tree import match_paths, path_text
+from shardwright.resolution.rules import Policy, Rank
+from shardwright.trees.annotated import match_paths, path_text
 
 
 def match_partition_rules(

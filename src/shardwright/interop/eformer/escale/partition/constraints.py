@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.axes import AxisType
 from shardwright.interop.eformer.absent import refuse
 from shardwright.interop.eformer.constraints import (
     get_corrected_named_sharding,
@@ -31,6 +30,7 @@ from shardwright.interop.eformer.trees import (
     make_shard_and_gather_fns,
     match_partition_rules,
 )
+from shardwright.vocabulary.axes import AxisType
 
 __all__ = [
     "AxisType",

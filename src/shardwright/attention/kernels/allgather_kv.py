@@ -1,0 +1,136 @@
+"""Keys and values gathered whole, queries left where they are: one collective, the bytes of a ring (Dubey et al. 2024, §3.3.2).
+
+Forward gathers once. Backward gathers again, so that only shards are kept between the two, and scatters the sum of the
+keys' gradients, in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwright import _jax
+from shardwright.attention.call import LSE_NAME, OUTPUT_NAME, AttentionCall, Operands, Recipe
+from shardwright.attention.kernels import blockwise
+from shardwright.attention.parts import inner_kernel, sequence, shards
+from shardwright.attention.parts.derivatives import differentiable
+from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Gathering:
+    """The static part: the arithmetic, the mesh axes over which keys are gathered, the number of ranks, and the kernel."""
+
+    recipe: Recipe
+    axes: tuple[str, ...]
+    ranks: int
+    kernel: Any
+
+    def whole(self, operands: Operands) -> Operands:
+        """Return the operands with all keys and values."""
+        kv = sequence.pack(operands.k, operands.v)
+        found = tuple(sequence.gather(array, self.axes, dim=array.ndim - 3) for array in kv)
+        k, v = sequence.unpack(found, head_dim=operands.q.shape[-1])
+        return operands.replace(k=k, v=v)
+
+    def scatter(
+        self, dk: jax.Array, dv: jax.Array, *, head_dim: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the sums over ranks of the gradients of the own keys and values."""
+        found = tuple(self._scatter(array) for array in sequence.pack(dk, dv))
+        return sequence.unpack(found, head_dim=head_dim)
+
+    def _scatter(self, array: jax.Array) -> jax.Array:
+        *first, length, heads, dim = array.shape
+        by_rank = jnp.moveaxis(
+            array.reshape(*first, self.ranks, length // self.ranks, heads, dim), len(first), 0
+        )
+        # Over the leading dim: over an inner one of stacked arrays XLA for TPUs reduces all of it, in bfloat16, and takes a part.
+        part: jax.Array = jax.lax.psum_scatter(by_rank, self.axes)
+        return part
+
+
+@AttentionRegistry.register
+class AllGatherKVAttention(AttentionImpl):
+    """Keys and values gathered over the shards of the sequence: one collective, memory of all keys."""
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        """Return "allgather_kv"."""
+        return "allgather_kv"
+
+    @classmethod
+    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
+        """Return why a call cannot be served: the keys' mesh axes must be among the queries'."""
+        rest = [axis for axis in call.specs.kv_length if axis not in call.specs.q_length]
+        if not rest:
+            return shards.no_weights(call)
+        same = f"the length of the keys lies over {rest[0]} and that of the queries does not: all its devices would compute the same"
+        return (*shards.no_weights(call), same)
+
+    @classmethod
+    def inner(cls, call: AttentionCall) -> str:
+        """Return which kernel runs on each shard."""
+        return inner_kernel.explained(_inner_of(call), call)
+
+    @classmethod
+    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Attend, one `shard_map` over all the axes of the call."""
+        inner = _inner_of(call)
+        return inner_kernel.run_inner(
+            inner, functools.partial(_run, call=call, inner=inner), operands, call
+        )
+
+
+def _inner_of(call: AttentionCall) -> inner_kernel.Inner:
+    return inner_kernel.inner_kernel(call, q_shards=call.shards(call.specs.q_length))
+
+
+def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> Result:
+    axes = call.specs.kv_length
+    rows = inner_kernel.first_rows(call, shards=call.shards(call.specs.q_length))
+    kernel = inner_kernel.blocks_of(inner, call, first_rows=rows)
+    if call.shards(axes) == 1:
+        o, lse = kernel.attend(shard, call.recipe)
+    else:
+        recipe = inner_kernel.recipe_of(inner, shard, call)
+        gathering = _Gathering(recipe=recipe, axes=axes, ranks=call.shards(axes), kernel=kernel)
+        o, lse, _ = _attend(
+            gathering,
+            *sequence.split_floats(_jax.vary_together(sequence.with_whole_rows(shard, call))),
+        )
+    return shards.asked(Result(o=o, lse=lse), call)
+
+
+def _values(
+    gathering: _Gathering, floats: dict[str, Any], others: Operands
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    operands = others.replace(**floats)
+    state = gathering.kernel.forward(gathering.whole(operands), gathering.recipe)
+    o, lse, lse_error = gathering.kernel.finish(state, operands)
+    return o.astype(operands.q.dtype), lse, lse_error
+
+
+def _backward_pass(gathering: _Gathering, kept: Any, cotangents: Any) -> dict[str, Any]:
+    floats, others, (o, lse, lse_error) = kept
+    do, dlse, _ = cotangents
+    operands, do = sequence.sent_again(others.replace(**floats), do)
+    delta = blockwise.delta(o, do, dlse)
+    whole = gathering.whole(operands)
+    found = gathering.kernel.backward(
+        whole, gathering.recipe, lse=lse, do=do, delta=delta, lse_error=lse_error
+    )
+    dk, dv = gathering.scatter(found.k, found.v, head_dim=operands.q.shape[-1])
+    sinks = (
+        None
+        if operands.sinks is None
+        else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta, lse_error=lse_error)
+    )
+    return sequence.cotangents(floats, q=found.q, k=dk, v=dv, bias=found.bias, sinks=sinks)
+
+
+_attend = differentiable(_values, _backward_pass, names=(OUTPUT_NAME, LSE_NAME))

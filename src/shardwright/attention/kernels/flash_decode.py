@@ -1,0 +1,252 @@
+"""A few queries over keys that are sharded: each shard attends to its own, and partial softmaxes are combined (Dao et al. 2023).
+
+What is sent grows with the queries and never with the keys, in one collective or two:
+
+- few queries take one all-gather of the shards' float32 outputs and logsumexps, which every shard combines: more bytes than
+  two collectives send, and less time than the second would take to start;
+- many take an all-to-all that trades the shards' partial results for whole results of some heads, `(n - 1) / n` of a part,
+  and a gather of the output, which is to be whole on each shard. One collective that sends as little cannot be: a whole sum
+  is a reduce-scatter and an all-gather. Heads that do not divide over the shards take a maximum and a sum instead;
+- an output whose heads lie over the keys' mesh axes needs the all-to-all alone, and before it the queries of those heads.
+
+Differentiable by JAX itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from shardwright.attention.call import AttentionCall, JointSpecs, KVHeads, Operands
+from shardwright.attention.kernels import blockwise
+from shardwright.attention.parts import online_softmax, sequence, shards
+from shardwright.attention.parts.online_softmax import Running
+from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
+from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
+
+# So many bytes more per device are sent in less time than a second collective takes to start: about a microsecond, at the
+# 50 GB/s or more of a link between accelerators.
+_FEW_BYTES = 64 * 2**10
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Combination:
+    """How the partial results of the shards of the keys become the output: static.
+
+    Attributes:
+      head_axes: the mesh axes of the keys that shard the query heads too, in their order; the queries' heads are gathered over
+        them, and the output is not.
+      rest: the other mesh axes of the keys; the output is replicated over them.
+      head_shards: number of shards over `head_axes`.
+      shards: number of shards of the keys.
+      return_lse: whether the logsumexp is asked for.
+    """
+
+    head_axes: tuple[str, ...]
+    rest: tuple[str, ...]
+    head_shards: int
+    shards: int
+    return_lse: bool
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes of the keys: over the shards in this order lie the heads that each shard combines."""
+        return (*self.head_axes, *self.rest)
+
+    def with_all_heads(self, shard: Operands) -> Operands:
+        """Return the operands with the queries of every shard that holds a part of what they read."""
+        if not self.head_axes:
+            return shard
+        q = sequence.gather(shard.q, self.head_axes, dim=2)
+        changed = {
+            name: _gather_heads(getattr(shard, name), self.head_axes) for name in ("mask", "bias")
+        }
+        first = (
+            None
+            if shard.head_index is None
+            else shards.first_of_all(shard.head_index, self.head_shards)
+        )
+        head_index = None if first is None else first + jnp.arange(q.shape[2], dtype=jnp.int32)
+        return shard.replace(q=q, head_index=head_index, **changed)
+
+    def __call__(
+        self,
+        o: jax.Array,
+        lse: jax.Array,
+        *,
+        sinks: jax.Array | None,
+        dtype: str,
+        lse_error: jax.Array | None = None,
+    ) -> Result:
+        """Return the output and the logsumexp of all keys.
+
+        Args:
+          o: `[batch, q_length, heads, v_dim]` float32 of the shard's keys, with all heads.
+          lse: `[batch, heads, q_length]` float32.
+          sinks: of the heads that the shard returns; or None.
+          dtype: of the output.
+          lse_error: where there is a bias, what float32 lost of the logsumexp: one column more to send; else None.
+        """
+        columns = [column[..., None] for column in (lse, lse_error) if column is not None]
+        partial = jnp.concatenate([jnp.swapaxes(o, 1, 2), *columns], axis=-1)
+        v_dim = o.shape[-1]
+        if self._in_one(partial, v_dim, dtype):
+            every = jax.lax.all_gather(partial, self.axes, to="invarying")
+            o, lse = online_softmax.finish(_combined(every, v_dim), sinks=sinks)
+            return Result(o=o.astype(dtype), lse=lse)
+        if partial.shape[1] % self.shards:
+            return self._summed(partial, v_dim, sinks, dtype)
+        return self._swapped(partial, v_dim, sinks, dtype)
+
+    def _in_one(self, partial: jax.Array, v_dim: int, dtype: str) -> bool:
+        """Tell whether a gather of partial results sends at most a few bytes more than an all-to-all and a gather of the output."""
+        if self.head_axes:
+            return False
+        output = partial.size // partial.shape[-1] * v_dim * jnp.dtype(dtype).itemsize
+        parts = self.shards - 1
+        return (
+            parts * partial.nbytes - parts * (partial.nbytes + output) // self.shards <= _FEW_BYTES
+        )
+
+    def _swapped(
+        self, partial: jax.Array, v_dim: int, sinks: jax.Array | None, dtype: str
+    ) -> Result:
+        batch, heads, *row = partial.shape
+        by_rank = jnp.moveaxis(
+            partial.reshape(batch, self.shards, heads // self.shards, *row), 1, 0
+        )
+        # Over a leading dim: over an inner one XLA for TPUs copies before and after.
+        pieces = jax.lax.all_to_all(by_rank, self.axes, split_axis=0, concat_axis=0)
+        own_sinks = None if sinks is None else _own(sinks, self.rest, heads // self.shards)
+        o, lse = online_softmax.finish(_combined(pieces, v_dim), sinks=own_sinks)
+        return self._gathered(o, lse, dtype)
+
+    def _gathered(self, o: jax.Array, lse: jax.Array, dtype: str) -> Result:
+        if not self.rest:
+            return Result(o=o.astype(dtype), lse=lse)
+        if not self.return_lse:
+            return Result(o=_gather(o.astype(dtype), self.rest, dim=2))
+        both = _gather(
+            jnp.concatenate([o, jnp.swapaxes(lse, 1, 2)[..., None]], axis=-1), self.rest, dim=2
+        )
+        return Result(o=both[..., :-1].astype(dtype), lse=jnp.swapaxes(both[..., -1], 1, 2))
+
+    def _summed(
+        self, partial: jax.Array, v_dim: int, sinks: jax.Array | None, dtype: str
+    ) -> Result:
+        o, lse = partial[..., :v_dim], partial[..., v_dim]
+        top = _top(jax.lax.pmax(jax.lax.stop_gradient(lse), self.axes))
+        weights = _weights(partial, top, v_dim)[..., None]
+        total = jax.lax.psum(jnp.concatenate([o * weights, weights], axis=-1), self.axes)
+        heads = partial.shape[1] // self.head_shards
+        total, top = (_own(array, self.head_axes, heads, dim=1) for array in (total, top))
+        state = Running(o=total[..., :-1], m=top, l=total[..., -1])
+        o, lse = online_softmax.finish(state, sinks=sinks)
+        return Result(o=o.astype(dtype), lse=lse)
+
+
+def combination(specs: JointSpecs, call: AttentionCall) -> Combination:
+    """Return how partial results are combined where arrays lie so; see `attend`."""
+    head_axes = tuple(axis for axis in specs.heads if axis in specs.kv_length)
+    return Combination(
+        head_axes=head_axes,
+        rest=tuple(axis for axis in specs.kv_length if axis not in head_axes),
+        head_shards=call.shards(head_axes),
+        shards=call.shards(specs.kv_length),
+        return_lse=call.return_lse,
+    )
+
+
+@AttentionRegistry.register
+class FlashDecodeAttention(AttentionImpl):
+    """Partial softmaxes of shards of the keys, combined: the queries are whole on every shard, and few."""
+
+    takes_scales = True
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        """Return "flash_decode"."""
+        return "flash_decode"
+
+    @classmethod
+    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
+        """Return why a call cannot be served: queries sharded over a mesh axis of the keys, or heads over it in a way that cannot be."""
+        specs = call.specs
+        reasons = [*shards.no_weights(call)]
+        both = [axis for axis in specs.q_length if axis in specs.kv_length]
+        if both:
+            reasons.append(
+                f"the lengths of the keys and of the queries both lie over {both[0]}: every shard needs all queries"
+            )
+        return (*reasons, *factored(call))
+
+    @classmethod
+    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Attend, one `shard_map` over all the axes of the call."""
+        return shards.run_on_shards(functools.partial(_run, call=call), operands, call)
+
+
+def factored(call: AttentionCall) -> tuple[str, ...]:
+    """Return the reasons against a mesh axis that shards both the heads of the queries and the length of the keys."""
+    specs = call.specs
+    if specs.grouping is not KVHeads.FACTOR:
+        return ()
+    shared = tuple(axis for axis in specs.heads if axis in specs.kv_length)
+    reasons = []
+    if shared != specs.heads[-len(shared) :]:
+        reasons.append(
+            f"{shared[0]} shards the keys too, and is not the last of the heads' mesh axes {'+'.join(specs.heads)}"
+        )
+    for name, shape in (("mask", call.mask_shape), ("bias", call.bias_shape)):
+        if shape is not None and shape[1] > 1 and shape[3] > 1:
+            reasons.append(f"a {name} for every head and key: {shared[0]} shards both")
+    return tuple(reasons)
+
+
+def _run(shard: Operands, *, call: AttentionCall) -> Result:
+    if not call.specs.kv_length:
+        o, lse = blockwise.attend(shard, call.recipe)
+        return shards.asked(Result(o=o, lse=lse), call)
+    combine = combination(call.specs, call)
+    whole = combine.with_all_heads(shard).replace(sinks=None)
+    o, lse, lse_error = blockwise.attend_exactly(whole, call.recipe, dtype="float32")
+    return shards.asked(
+        combine(o, lse, sinks=shard.sinks, dtype=call.dtype, lse_error=lse_error), call
+    )
+
+
+def _combined(pieces: jax.Array, v_dim: int) -> Running:
+    """Return the state of all keys from outputs, logsumexps and their errors `[shards, batch, heads, q_length, v_dim + 1 or 2]`."""
+    o = pieces[..., :v_dim]
+    top = _top(jnp.max(pieces[..., v_dim], axis=0))
+    weights = _weights(pieces, top, v_dim)
+    return Running(o=jnp.sum(o * weights[..., None], axis=0), m=top, l=jnp.sum(weights, axis=0))
+
+
+def _weights(pieces: jax.Array, top: jax.Array, v_dim: int) -> jax.Array:
+    """Return what each piece counts, relative to a logsumexp."""
+    above = pieces[..., v_dim] - top
+    return jnp.exp(above + pieces[..., v_dim + 1] if pieces.shape[-1] > v_dim + 1 else above)
+
+
+def _top(lse: jax.Array) -> jax.Array:
+    # Finite where a row has no keys at all, and a constant: the result does not depend on it.
+    return jax.lax.stop_gradient(jnp.maximum(lse, DEFAULT_MASK_VALUE))
+
+
+def _own(array: jax.Array, axes: tuple[str, ...], size: int, *, dim: int = 0) -> jax.Array:
+    if not axes or array.shape[dim] == size:
+        return array
+    return jax.lax.dynamic_slice_in_dim(array, jax.lax.axis_index(axes) * size, size, dim)
+
+
+def _gather(array: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
+    whole: jax.Array = jax.lax.all_gather(array, axes, axis=dim, tiled=True, to="invarying")
+    return whole
+
+
+def _gather_heads(array: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
+    return array if array is None or array.shape[1] == 1 else sequence.gather(array, axes, dim=1)

@@ -1,0 +1,235 @@
+"""Ring attention: keys and values travel round the shards of the sequence, each rank adds what arrives (Liu et al. 2023).
+
+Of n ranks each sends its keys on n - 1 times forward; backward n - 1 times again, and their gradients n times, the last
+of them home. Masks go by position, so contiguous shards and the zigzag order need no code of their own: blocks that no
+pair of attends are skipped, which in zigzag order is the same half of the work on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwright import _jax
+from shardwright.attention.call import LSE_NAME, OUTPUT_NAME, AttentionCall, Operands, Recipe
+from shardwright.attention.kernels import blockwise
+from shardwright.attention.masks import block_is_empty
+from shardwright.attention.parts import inner_kernel, online_softmax, sequence, shards
+from shardwright.attention.parts.derivatives import differentiable
+from shardwright.attention.parts.online_softmax import Running
+from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
+
+KV = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Ring:
+    """The static part of a ring.
+
+    Attributes:
+      recipe: the arithmetic.
+      axes: the mesh axes that it goes round, major first.
+      size: number of ranks.
+      turns: the shards a rank reads, each as how many ranks back it lies; the own one, 0, first.
+      loop: whether the turns are a `lax.scan`.
+      kernel: the functions of `blockwise`, or others of their kind.
+    """
+
+    recipe: Recipe
+    axes: tuple[str, ...]
+    size: int
+    turns: tuple[int, ...]
+    loop: bool
+    kernel: Any
+
+    @property
+    def hops(self) -> tuple[int, ...]:
+        """How many ranks on the keys go between one turn and the next."""
+        return tuple(
+            after - before for before, after in zip(self.turns, self.turns[1:], strict=False)
+        )
+
+    def send(self, arrays: Any, hop: int) -> Any:
+        """Return what the rank `hop` before this one has."""
+        if hop % self.size == 0:
+            return arrays
+        pairs = [(rank, (rank + hop) % self.size) for rank in range(self.size)]
+        return jax.tree.map(lambda array: jax.lax.ppermute(array, self.axes, pairs), arrays)
+
+    def start(self, operands: Operands, turn: Any) -> Any:
+        """Return at which row of the whole sequence the keys start that lie `turn` ranks back."""
+        return (jax.lax.axis_index(self.axes) - turn) % self.size * operands.k.shape[1]
+
+    def read(self, operands: Operands, kv: KV, turn: Any) -> Operands:
+        """Return the operands of a turn."""
+        k, v = sequence.unpack(kv, head_dim=operands.q.shape[-1])
+        return sequence.keys_at(operands, self.start(operands, turn), k=k, v=v)
+
+
+def turns_of(call: AttentionCall) -> tuple[int, ...]:
+    """Return which shards of keys any rank has to read, each as how many ranks back it lies; all unless the mask rules some out.
+
+    Only where positions count from an offset is that known before the program runs: a causal window of w over shards of s
+    rows leaves `1 + ceil(w / s)` turns.
+    """
+    ranks = call.shards(call.specs.kv_length)
+    if call.q_offset is None:
+        return tuple(range(ranks))
+    q_rows, kv_rows = call.q_length // ranks, call.kv_length // ranks
+    q_starts = [call.q_offset + rank * q_rows for rank in range(ranks)]
+
+    def nobody_reads(turn: int) -> bool:
+        pairs = ((q, (rank - turn) % ranks * kv_rows) for rank, q in enumerate(q_starts))
+        return all(
+            block_is_empty(call.recipe.mask, (q, q + q_rows - 1), (kv, kv + kv_rows - 1))
+            for q, kv in pairs
+        )
+
+    return (0, *(turn for turn in range(1, ranks) if not nobody_reads(turn)))
+
+
+@AttentionRegistry.register
+class RingAttention(AttentionImpl):
+    """Keys and values sent round the shards of the sequence: memory of a few shards, any number of ranks."""
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        """Return "ring"."""
+        return "ring"
+
+    @classmethod
+    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
+        """Return why a call cannot be served: queries and keys must lie over the same mesh axes."""
+        return (*shards.no_weights(call), *sequence.apart(call))
+
+    @classmethod
+    def inner(cls, call: AttentionCall) -> str:
+        """Return which kernel runs on each shard."""
+        return inner_kernel.explained(_inner_of(call), call)
+
+    @classmethod
+    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Attend, one `shard_map` over all the axes of the call."""
+        inner = _inner_of(call)
+        return inner_kernel.run_inner(
+            inner, functools.partial(_run, call=call, inner=inner), operands, call
+        )
+
+
+def _inner_of(call: AttentionCall) -> inner_kernel.Inner:
+    shards = call.shards(call.specs.kv_length)
+    return inner_kernel.inner_kernel(call, q_shards=shards, kv_shards=shards)
+
+
+def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> Result:
+    axes = call.specs.kv_length
+    if call.shards(axes) == 1:
+        o, lse = inner_kernel.attend_whole(inner, call)(shard, call.recipe)
+    else:
+        ring = _Ring(
+            recipe=inner_kernel.recipe_of(inner, shard, call),
+            axes=axes,
+            size=call.shards(axes),
+            turns=turns_of(call),
+            loop=call.loop,
+            kernel=inner_kernel.blocks_of(inner, call),
+        )
+        o, lse, _ = _attend(
+            ring,
+            *sequence.split_floats(_jax.vary_together(sequence.with_whole_rows(shard, call))),
+        )
+    return shards.asked(Result(o=o, lse=lse), call)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Grads:
+    """Gradients so far, float32: those of the own queries and bias, and those that travel with the keys."""
+
+    q: jax.Array
+    bias: jax.Array | None
+    kv: KV
+
+
+def _values(
+    ring: _Ring, floats: dict[str, Any], others: Operands
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    operands = others.replace(**floats)
+
+    def add(state: Running, kv: KV, turn: Any) -> Running:
+        found: Running = ring.kernel.forward(
+            ring.read(operands, kv, turn), ring.recipe, state=state
+        )
+        return found
+
+    def turn_and_send(carry: tuple[Running, KV], turn: Any, hop: int) -> tuple[Running, KV]:
+        state, kv = carry
+        arriving = ring.send(kv, hop)  # before the work that hides it
+        return add(state, kv, turn), arriving
+
+    carry = (online_softmax.start(operands.q, operands.v), sequence.pack(operands.k, operands.v))
+    state, kv = _turn(ring, turn_and_send, carry)
+    state = add(state, kv, ring.turns[-1])
+    o, lse, lse_error = ring.kernel.finish(state, operands)
+    return o.astype(operands.q.dtype), lse, lse_error
+
+
+def _backward_pass(ring: _Ring, kept: Any, cotangents: Any) -> dict[str, Any]:
+    floats, others, (o, lse, lse_error) = kept
+    do, dlse, _ = cotangents
+    operands, do = sequence.sent_again(others.replace(**floats), do)
+    delta = blockwise.delta(o, do, dlse)
+
+    def add(grads: _Grads, kv: KV, turn: Any) -> _Grads:
+        read = ring.read(operands, kv, turn)
+        dk, dv = sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
+        bias = None if read.bias is None else jnp.zeros_like(read.bias, dtype=jnp.float32)
+        onto = blockwise.Gradients(q=grads.q, k=dk, v=dv, bias=bias)
+        found = ring.kernel.backward(
+            read, ring.recipe, lse=lse, do=do, delta=delta, onto=onto, lse_error=lse_error
+        )
+        bias = sequence.add_columns(grads.bias, found.bias, ring.start(operands, turn))
+        return _Grads(q=found.q, bias=bias, kv=sequence.pack(found.k, found.v))
+
+    def turn_and_send(carry: tuple[_Grads, KV], turn: Any, hop: int) -> tuple[_Grads, KV]:
+        grads, kv = carry
+        arriving = ring.send(kv, hop)
+        grads = add(grads, kv, turn)
+        return dataclasses.replace(grads, kv=ring.send(grads.kv, hop)), arriving
+
+    zeros = functools.partial(jnp.zeros_like, dtype=jnp.float32)
+    bias = None if operands.bias is None else zeros(operands.bias)
+    start = _Grads(
+        q=zeros(operands.q), bias=bias, kv=sequence.pack(zeros(operands.k), zeros(operands.v))
+    )
+    grads, kv = _turn(ring, turn_and_send, (start, sequence.pack(operands.k, operands.v)))
+    grads = add(grads, kv, ring.turns[-1])
+    dk, dv = sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
+    complete = sequence.pack(dk.astype(operands.k.dtype), dv.astype(operands.v.dtype))
+    dk, dv = sequence.unpack(
+        ring.send(complete, -ring.turns[-1]), head_dim=operands.q.shape[-1]
+    )  # home
+    sinks = (
+        None
+        if operands.sinks is None
+        else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta, lse_error=lse_error)
+    )
+    return sequence.cotangents(floats, q=grads.q, k=dk, v=dv, bias=grads.bias, sinks=sinks)
+
+
+_attend = differentiable(_values, _backward_pass, names=(OUTPUT_NAME, LSE_NAME))
+
+
+def _turn(ring: _Ring, step: Any, carry: Any) -> Any:
+    """Return the carry after all turns but the last, `step(carry, turn, hop)` each."""
+    hops = ring.hops
+    if not ring.loop or len(hops) < 2 or len(set(hops)) > 1:
+        for turn, hop in zip(ring.turns, hops, strict=False):
+            carry = step(carry, turn, hop)
+        return carry
+    turns = jnp.asarray(ring.turns[:-1], dtype=jnp.int32)
+    return jax.lax.scan(lambda held, turn: (step(held, turn, hops[0]), None), carry, turns)[0]

@@ -1,0 +1,89 @@
+"""Splash: sparse flash attention for TPUs, by kernels in Pallas, on every shard of the batch and the heads.
+
+Memory is linear in length, blocks that no pair attends are skipped, and products are scaled in float32. On a CPU the
+kernels are interpreted: correct and slow, for tests.
+
+The kernels take multiples of 128 rows, and operands ordered by head. Other lengths are padded, which copies them.
+"""
+
+from __future__ import annotations
+
+from shardwright.attention.call import AttentionCall, Operands
+from shardwright.attention.kernels.splash_tiles import block_rows, whole_lanes
+from shardwright.attention.parts.pallas_shards import inside_shard_map, run_opaque
+from shardwright.attention.parts.shards import asked, lengths_are_whole, no_weights
+from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
+
+# Entries of the table of blocks, four bytes each, which lies in a TPU's scalar memory of 1 MiB.
+_MOST_BLOCKS = 2**17
+
+
+@AttentionRegistry.register
+class SplashAttention(AttentionImpl):
+    """Flash attention for TPUs: memory linear in length; the batch and the heads may be sharded, the lengths not."""
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        """Return "splash"."""
+        return "splash"
+
+    @classmethod
+    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
+        """Return why a call cannot be served: a GPU, sharded lengths, or what the kernels do not know."""
+        return (*lengths_are_whole(call), *no_weights(call), *not_in_splash(call))
+
+    @classmethod
+    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Attend with the kernels interpreted."""
+        return _run(operands, call, interpret=True)
+
+    @classmethod
+    def forward_tpu(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Attend on every shard of batch and heads."""
+        return _run(operands, call, interpret=False)
+
+
+def not_in_splash(call: AttentionCall, *, q_shards: int = 1, kv_shards: int = 1) -> tuple[str, ...]:
+    """Return why the kernels cannot serve a call.
+
+    Args:
+      call: the call.
+      q_shards: number of parts of the queries' length that the kernels see one of.
+      kv_shards: likewise of the keys.
+    """
+    recipe, blocks = call.recipe, _blocks(call, q_shards, kv_shards)
+    found = {
+        "its kernel is for TPUs, and the platform is gpu": call.platform == "gpu",
+        "it takes no dense mask": call.mask_shape is not None,
+        "it takes no bias": call.bias_shape is not None,
+        f"it has no dropout, and dropout is {recipe.dropout}": bool(recipe.dropout),
+        "TPUs do not compute in float16": call.dtype == "float16",
+        f"its table of blocks would have {blocks} entries, of at most {_MOST_BLOCKS}": blocks
+        > _MOST_BLOCKS,
+    }
+    return (*(reason for reason, holds in found.items() if holds), *inside_shard_map())
+
+
+def _blocks(call: AttentionCall, q_shards: int, kv_shards: int) -> int:
+    """Return a bound of the blocks of queries times blocks of keys of one device; arrays may differ by sequence."""
+    specs, recipe = call.specs, call.recipe
+    sequences = call.batch // call.shards(specs.batch)
+    count = sequences if call.segments or call.lengths or call.q_offset is None else 1
+    lengths = call.q_length // q_shards, call.kv_length // kv_shards
+    for length, wanted in zip(lengths, (recipe.q_block, recipe.kv_block), strict=True):
+        rows = whole_lanes(length)
+        count *= rows // block_rows(wanted, rows)
+    return count
+
+
+def _run(operands: Operands, call: AttentionCall, *, interpret: bool) -> Result:
+    from shardwright.attention.kernels import splash_blocks
+
+    first_rows = None if call.q_offset is None else (call.q_offset,)
+    how = splash_blocks.SplashBlocks(interpret=interpret, first_rows=first_rows)
+
+    def kernel(shard: Operands) -> Result:
+        o, lse = how.attend(shard, call.recipe)
+        return asked(Result(o=o, lse=lse), call)
+
+    return run_opaque(kernel, operands, call)

@@ -1,0 +1,311 @@
+"""Splash on local arrays: the functions of `blockwise` by the kernels of `_splash_kernel`.
+
+Before a kernel runs, a table says which blocks of keys each block of queries visits, and whether all pairs of a block attend.
+It is computed from the smallest and largest position, and segment id, of each block. Where positions are known before the
+program runs, so is the largest number of visits, and the grid of the kernel has no more steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.attention.call import Operands, Recipe
+from shardwright.attention.kernels import blockwise, splash_kernel
+from shardwright.attention.kernels.blockwise import Gradients
+from shardwright.attention.kernels.splash_kernel import EMPTY, FULL, KINDS, PARTLY, Plan, Rows
+from shardwright.attention.kernels.splash_tiles import block_rows, whole_lanes
+from shardwright.attention.masks import block_is_empty, block_is_full
+from shardwright.attention.parts import online_softmax
+from shardwright.attention.parts.online_softmax import Running
+
+_HIGHEST = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SplashBlocks:
+    """The functions `forward`, `backward` and `attend` of `blockwise`, by splash. Hashable.
+
+    Attributes:
+      interpret: whether the kernels are interpreted, on a CPU.
+      first_rows: the positions at which contiguous queries may start, of any shard; None where positions are arrays.
+    """
+
+    interpret: bool
+    first_rows: tuple[int, ...] | None = None
+
+    def forward(
+        self, operands: Operands, recipe: Recipe, *, state: Running | None = None
+    ) -> Running:
+        """Return the running state after the operands' keys; see `blockwise.forward`."""
+        block = _Local.of(operands, recipe, self)
+        before = (
+            None
+            if state is None
+            else tuple(block.pad_rows(x) for x in (state.o, *_rows_of(state.m, state.l)))
+        )
+        table = block.table(keys_outside=False)
+        o, m, l = splash_kernel.run_forward(block.plan, table, block.rows, block.qkv, state=before)  # noqa: E741
+        return Running(
+            **{
+                name: x[:, :, : block.q_length]
+                for name, x in (("o", o), ("m", m[:, :, 0]), ("l", l[:, :, 0]))
+            }
+        )
+
+    def backward(
+        self,
+        operands: Operands,
+        recipe: Recipe,
+        *,
+        lse: jax.Array,
+        do: jax.Array,
+        delta: jax.Array,
+        onto: Gradients | None = None,
+        lse_error: jax.Array | None = None,
+        dtype: Any = jnp.float32,
+    ) -> Gradients:
+        """Return what the operands' keys contribute to gradients; see `blockwise.backward`.
+
+        Args:
+          operands: local arrays.
+          recipe: the static part.
+          lse: as there.
+          do: as there.
+          delta: as there.
+          onto: as there.
+          lse_error: as there; none, as there is no bias.
+          dtype: of the gradients, which are float32 until they are complete.
+        """
+        assert lse_error is None
+        block = _Local.of(operands, recipe, self)
+        # A row without keys has lse = -inf, which depends on nothing: neither does its cotangent count.
+        none = jnp.isneginf(lse)
+        lse, delta = jnp.where(none, 0.0, lse), jnp.where(none, 0.0, delta)
+        rows = (block.pad_rows(x) for x in (jnp.swapaxes(do, 1, 2), *_rows_of(lse, delta)))
+        given = (block.plan, block.rows, block.qkv, tuple(rows))
+        dq_onto = None if onto is None else block.pad_rows(jnp.swapaxes(onto.q, 1, 2))
+        kv_onto = (
+            None
+            if onto is None
+            else tuple(block.pad_keys(jnp.swapaxes(x, 1, 2)) for x in (onto.k, onto.v))
+        )
+        plan, ints, qkv, cotangents = given
+        dq = splash_kernel.run_queries(
+            plan, block.table(keys_outside=False), ints, qkv, cotangents, dtype=dtype, onto=dq_onto
+        )
+        dk, dv = splash_kernel.run_keys(
+            plan, block.table(keys_outside=True), ints, qkv, cotangents, dtype=dtype, onto=kv_onto
+        )
+        dq, dk, dv = (jnp.swapaxes(x, 1, 2) for x in (dq, dk, dv))
+        return Gradients(
+            q=dq[:, : block.q_length], k=dk[:, : block.kv_length], v=dv[:, : block.kv_length]
+        )
+
+    def finish(self, state: Running, operands: Operands) -> tuple[jax.Array, jax.Array, None]:
+        """Return the output and the logsumexp; see `blockwise.finish`."""
+        o, lse, _ = blockwise.finish(state, operands)
+        return o, lse, None
+
+    def attend(self, operands: Operands, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
+        """Return the output and the logsumexp of local arrays; see `blockwise.attend`. Differentiable."""
+        floats = {name: getattr(operands, name) for name in ("q", "k", "v", "sinks")}
+        return _attend(self, recipe, floats, operands.replace(**dict.fromkeys(floats)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    how: SplashBlocks, recipe: Recipe, floats: dict[str, Any], rest: Operands
+) -> tuple[jax.Array, jax.Array]:
+    block = _Local.of(rest.replace(**floats), recipe, how)
+    sinks = None if floats["sinks"] is None else floats["sinks"].astype(jnp.float32)
+    table = block.table(keys_outside=False)
+    o, lse = splash_kernel.run_forward(
+        block.plan, table, block.rows, block.qkv, sinks=sinks, dtype=floats["q"].dtype
+    )
+    return jnp.swapaxes(o, 1, 2)[:, : block.q_length], lse[:, :, 0, : block.q_length]
+
+
+def _attend_forward(
+    how: SplashBlocks, recipe: Recipe, floats: dict[str, Any], rest: Operands
+) -> Any:
+    o, lse = _attend(how, recipe, floats, rest)
+    return (o, lse), (floats, rest, o, lse)
+
+
+def _attend_backward(how: SplashBlocks, recipe: Recipe, kept: Any, cotangents: Any) -> Any:
+    floats, rest, o, lse = kept
+    do, dlse = cotangents
+    delta = blockwise.delta(o, do, dlse)
+    found = how.backward(
+        rest.replace(**floats), recipe, lse=lse, do=do, delta=delta, dtype=floats["q"].dtype
+    )
+    grads = {"q": found.q, "k": found.k, "v": found.v, "sinks": None}
+    if floats["sinks"] is not None:
+        grads["sinks"] = blockwise.sinks_gradient(floats["sinks"], lse=lse, delta=delta)
+    return {
+        name: None if one is None else one.astype(floats[name].dtype) for name, one in grads.items()
+    }, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Local:
+    """Local operands as the kernels take them: by head, in whole blocks."""
+
+    plan: Plan
+    rows: Rows
+    qkv: tuple[jax.Array, jax.Array, jax.Array]
+    q_length: int
+    kv_length: int
+    first_rows: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, operands: Operands, recipe: Recipe, how: SplashBlocks) -> _Local:
+        operands = online_softmax.without_remains(operands, recipe)
+        lengths = operands.q.shape[1], operands.k.shape[1]
+        q_rows, kv_rows = (whole_lanes(length) for length in lengths)
+        plan = Plan(
+            rules=recipe.mask,
+            scale=recipe.scale,
+            softcap=recipe.softcap,
+            q_block=block_rows(recipe.q_block, q_rows),
+            kv_block=block_rows(recipe.kv_block, kv_rows),
+            interpret=how.interpret,
+        )
+        q, k, v = (
+            _pad(jnp.swapaxes(x, 1, 2), 2, size)
+            for x, size in ((operands.q, q_rows), (operands.k, kv_rows), (operands.v, kv_rows))
+        )
+        return cls(
+            plan=plan,
+            rows=_rows(operands, q_rows, kv_rows),
+            qkv=(q, k, v),
+            q_length=lengths[0],
+            kv_length=lengths[1],
+            first_rows=how.first_rows,
+        )
+
+    def pad_rows(self, array: jax.Array) -> jax.Array:
+        """Pad `[batch, heads, q_length, dim]`, or `[batch, heads, 1, q_length]`, to whole blocks."""
+        padded: jax.Array = _pad(
+            array, 3 if array.shape[2] == 1 < self.q_length else 2, self.qkv[0].shape[2]
+        )
+        return padded
+
+    def pad_keys(self, array: jax.Array) -> jax.Array:
+        """Pad `[batch, heads, kv_length, dim]` to whole blocks."""
+        padded: jax.Array = _pad(array, 2, self.qkv[1].shape[2])
+        return padded
+
+    def table(self, *, keys_outside: bool) -> jax.Array:
+        """Return the blocks to visit, `[batch or 1, outer blocks, visits]`: each `KINDS` times its number, plus its kind.
+
+        Entries past the last block to visit repeat it as empty, so that nothing is read for them.
+        """
+        kinds = _kinds(self.plan, self.rows)
+        kinds = jnp.swapaxes(kinds, 1, 2) if keys_outside else kinds
+        empty = kinds == EMPTY
+        order = jnp.argsort(empty, axis=2, stable=True).astype(jnp.int32)
+        last = jnp.maximum(jnp.sum(~empty, axis=2, keepdims=True, dtype=jnp.int32) - 1, 0)
+        visits = jnp.minimum(jnp.arange(kinds.shape[2], dtype=jnp.int32), last)
+        where = jnp.take_along_axis(order, visits, axis=2)
+        found = where * KINDS + jnp.take_along_axis(kinds, order, axis=2)
+        return found[:, :, : self._most_visits(keys_outside=keys_outside)]
+
+    def _most_visits(self, *, keys_outside: bool) -> int:
+        """Return a bound of the blocks that any block visits, of those there are."""
+        q_blocks, kv_blocks = (
+            self.qkv[0].shape[2] // self.plan.q_block,
+            self.qkv[1].shape[2] // self.plan.kv_block,
+        )
+        if self.first_rows is None:
+            return q_blocks if keys_outside else kv_blocks
+        seen = np.zeros((q_blocks, kv_blocks), bool)
+        most = 1
+        for first in self.first_rows:
+            q = _ranges(first, self.q_length, self.plan.q_block)
+            kv = _ranges(0, self.kv_length, self.plan.kv_block)
+            seen = ~block_is_empty(
+                self.plan.rules, tuple(x[:, None] for x in q), tuple(x[None] for x in kv)
+            )  # type: ignore[arg-type]
+            seen = np.broadcast_to(seen, (q_blocks, kv_blocks))
+            most = max(most, int(seen.sum(axis=0 if keys_outside else 1).max()))
+        return most
+
+
+def _rows_of(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(x[:, :, None] for x in arrays)
+
+
+def _ranges(first: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the smallest and the largest position of each block of rows that count from a first one."""
+    low = np.arange(first, first + length, block)
+    return low, np.minimum(low + block - 1, first + length - 1)
+
+
+def _rows(operands: Operands, q_rows: int, kv_rows: int) -> Rows:
+    kv_positions = operands.kv_positions
+    if operands.lengths is not None:
+        kv_positions = jnp.where(kv_positions < operands.lengths[:, None], kv_positions, -1)
+    padded = (
+        _pad(operands.q_positions, 1, q_rows, "edge"),
+        _pad(kv_positions, 1, kv_rows, -1),
+        _pad(operands.q_segment_ids, 1, q_rows, "edge"),
+        _pad(operands.kv_segment_ids, 1, kv_rows, "edge"),
+    )
+    batch = max(1 if x is None else x.shape[0] for x in padded)
+    q, kv, q_ids, kv_ids = (
+        None if x is None else jnp.broadcast_to(x, (batch, x.shape[1])).astype(jnp.int32)[:, None]
+        for x in padded
+    )
+    assert q is not None
+    assert kv is not None
+    return Rows(q_positions=q, kv_positions=kv, q_segments=q_ids, kv_segments=kv_ids)
+
+
+def _kinds(plan: Plan, rows: Rows) -> jax.Array:
+    """Return the kind of every block, `[batch or 1, blocks of queries, blocks of keys]`."""
+    q = _low_and_high(rows.q_positions, plan.q_block, -1)
+    kv_low = _low_and_high(
+        jnp.where(rows.kv_positions < 0, _HIGHEST, rows.kv_positions), plan.kv_block, -2
+    )[0]
+    any_low, kv_high = _low_and_high(rows.kv_positions, plan.kv_block, -2)
+    empty = block_is_empty(plan.rules, q, (kv_low, kv_high))
+    full = block_is_full(plan.rules, q, (any_low, kv_high))
+    if rows.q_segments is not None:
+        assert rows.kv_segments is not None
+        (q_low, q_high), (k_low, k_high) = (
+            _low_and_high(rows.q_segments, plan.q_block, -1),
+            _low_and_high(rows.kv_segments, plan.kv_block, -2),
+        )
+        empty = empty | (k_high < q_low) | (k_low > q_high)
+        full = full & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+    kinds = jnp.where(empty, EMPTY, jnp.where(full, FULL, PARTLY)).astype(jnp.int32)
+    batch, q_blocks, kv_blocks = q[0].shape[0], q[0].shape[1], kv_high.shape[2]
+    return jnp.broadcast_to(kinds, (batch, q_blocks, kv_blocks))
+
+
+def _low_and_high(row: jax.Array, block: int, dim: int) -> tuple[jax.Array, jax.Array]:
+    """Return the smallest and largest value of each block, with a dim for the blocks of the other side."""
+    blocks = row.reshape(row.shape[0], -1, block)
+    low, high = jnp.min(blocks, axis=2), jnp.max(blocks, axis=2)
+    return jnp.expand_dims(low, dim), jnp.expand_dims(high, dim)
+
+
+def _pad(array: Any, dim: int, size: int, value: Any = 0) -> Any:
+    if array is None or array.shape[dim] == size:
+        return array
+    widths = [(0, size - have if at == dim else 0) for at, have in enumerate(array.shape)]
+    return (
+        jnp.pad(array, widths, mode="edge")
+        if value == "edge"
+        else jnp.pad(array, widths, constant_values=value)
+    )

@@ -1,0 +1,139 @@
+"""Ulysses: all-to-alls trade shards of the sequence for shards of the heads, and back (Jacobs et al. 2023).
+
+Four of them forward (q, k, v and the output) and four backward. In between each rank has whole sequences of its heads, so
+that any mask works. Fewer kv heads than ranks, or a number that does not divide, are repeated to the least common multiple.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from shardwright import _jax
+from shardwright.attention.call import AttentionCall, Operands, default_positions
+from shardwright.attention.parts import inner_kernel, sequence, shards
+from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
+
+
+@AttentionRegistry.register
+class UlyssesAttention(AttentionImpl):
+    """Whole sequences of some heads on each rank, by all-to-alls: needs a multiple of the ranks in query heads."""
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        """Return "ulysses"."""
+        return "ulysses"
+
+    @classmethod
+    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
+        """Return why a call cannot be served: heads must divide once more, and queries and keys lie over the same axes."""
+        reasons = (*shards.no_weights(call), *sequence.apart(call))
+        heads, ranks = call.heads // call.shards(call.specs.heads), call.shards(call.specs.q_length)
+        if heads % ranks:
+            reasons = (
+                *reasons,
+                f"{heads} query heads per device do not divide over {'+'.join(call.specs.q_length)}={ranks}",
+            )
+        return reasons
+
+    @classmethod
+    def inner(cls, call: AttentionCall) -> str:
+        """Return which kernel runs on each shard."""
+        return inner_kernel.explained(_inner_of(call), call)
+
+    @classmethod
+    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Attend, one `shard_map` over all the axes of the call."""
+        inner = _inner_of(call)
+        return inner_kernel.run_inner(
+            inner, functools.partial(_run, call=call, inner=inner), operands, call
+        )
+
+
+def _inner_of(call: AttentionCall) -> inner_kernel.Inner:
+    return inner_kernel.inner_kernel(call, whole=True)
+
+
+def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> Result:
+    axes, attend = call.specs.kv_length, inner_kernel.attend_whole(inner, call)
+    if call.shards(axes) == 1:
+        o, lse = attend(shard, call.recipe)
+        return shards.asked(Result(o=o, lse=lse), call)
+    whole = _with_some_heads(_jax.vary_together(_with_all_rows(shard, call)), call)
+    o, lse = attend(whole, sequence.within_halves(call.recipe, shard, call))
+    return Result(
+        o=_swap(o, axes, split=1, join=2),
+        lse=_swap(lse, axes, split=2, join=1) if call.return_lse else None,
+    )
+
+
+def _with_all_rows(shard: Operands, call: AttentionCall) -> Operands:
+    """Return the operands with the positions and segment ids of all queries and keys."""
+    axes = call.specs.kv_length
+    changed: dict[str, jax.Array] = {}
+    if call.segments:
+        changed |= {
+            name: sequence.gather(getattr(shard, name), axes, dim=1)
+            for name in ("q_segment_ids", "kv_segment_ids")
+        }
+    if call.q_offset is None:
+        changed |= {
+            name: sequence.gather(getattr(shard, name), axes, dim=1)
+            for name in ("q_positions", "kv_positions")
+        }
+    else:
+        changed["q_positions"] = default_positions(call.q_length, offset=call.q_offset)
+        changed["kv_positions"] = default_positions(call.kv_length)
+    return shard.replace(**changed)
+
+
+def _with_some_heads(shard: Operands, call: AttentionCall) -> Operands:
+    """Return the operands with all rows of this rank's heads."""
+    axes = call.specs.kv_length
+    ranks, rank = call.shards(axes), jax.lax.axis_index(axes)
+    kv_heads = math.lcm(shard.k.shape[2], ranks)
+    swap = functools.partial(_swap, axes=axes, split=2, join=1)
+    changed = {
+        "q": swap(shard.q),
+        "k": swap(_repeat(shard.k, kv_heads)),
+        "v": swap(_repeat(shard.v, kv_heads)),
+    }
+    for name in ("sinks", "head_index"):
+        if (array := getattr(shard, name)) is not None:
+            changed[name] = _own(array, rank, ranks, dim=0)
+    for name, shape in (("mask", call.mask_shape), ("bias", call.bias_shape)):
+        if shape is None:
+            continue
+        array, rows = getattr(shard, name), 2 if shape[2] > 1 else 3 if shape[3] > 1 else None
+        if rows is not None:
+            array = (
+                _swap(array, axes, split=1, join=rows)
+                if shape[1] > 1
+                else sequence.gather(array, axes, dim=rows)
+            )
+        elif shape[1] > 1:
+            array = _own(array, rank, ranks, dim=1)
+        changed[name] = array
+    return shard.replace(**changed)
+
+
+def _swap(array: jax.Array, axes: tuple[str, ...], *, split: int, join: int) -> jax.Array:
+    swapped: jax.Array = jax.lax.all_to_all(
+        array, axes, split_axis=split, concat_axis=join, tiled=True
+    )
+    return swapped
+
+
+def _own(array: jax.Array, rank: jax.Array, ranks: int, *, dim: int) -> jax.Array:
+    size = array.shape[dim] // ranks
+    return jax.lax.dynamic_slice_in_dim(array, rank * size, size, dim)
+
+
+def _repeat(array: jax.Array, kv_heads: int) -> jax.Array:
+    """Return `[batch, length, kv_heads, dim]` with each head as often as it takes, copies adjacent."""
+    batch, length, have, dim = array.shape
+    copies = jnp.broadcast_to(array[:, :, :, None], (batch, length, have, kv_heads // have, dim))
+    return copies.reshape(batch, length, kv_heads, dim)

@@ -1,0 +1,1 @@
+"""What the kernels of attention share: shards, online softmax, dropout masks, Pallas under `shard_map`."""

@@ -1,0 +1,280 @@
+"""Softmax in pieces: one running state and one merge for every kernel. All in float32.
+
+Per piece of keys `m' = max(m, max s)`, `p = where(mask, exp(s - m'), 0)`, `l = l exp(m - m') + sum p`,
+`o = o exp(m - m') + p v` (Rabe and Staats 2021; Dao et al. 2022). `m` starts finite, so that a row without any key stays
+at `l = 0`, `o = 0` and never divides 0 by 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwright.attention.call import Operands, Recipe
+from shardwright.attention.masks import MaskRules, allowed
+from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Running:
+    """The state between two pieces of keys.
+
+    Attributes:
+      o: `[batch, heads, q_length, v_dim]`, the weighted sum so far, not normalised.
+      m: `[batch, heads, q_length]`, the largest logit so far.
+      l: `[batch, heads, q_length]`, the sum of exponentials so far, relative to `m`.
+    """
+
+    o: jax.Array
+    m: jax.Array
+    l: jax.Array  # noqa: E741  the name that the literature has
+
+
+def start(q: jax.Array, v: jax.Array) -> Running:
+    """Return the state before any key.
+
+    Args:
+      q: `[batch, q_length, heads, head_dim]`.
+      v: `[batch, kv_length, kv_heads, v_dim]`.
+    """
+    # zeros_like and not zeros: inside shard_map a scan's carry must vary as what is added to it does.
+    batch, length, heads, _ = q.shape
+    row = jnp.zeros_like(q, shape=(batch, heads, length), dtype=jnp.float32)
+    row = row + jnp.zeros_like(v, shape=(), dtype=jnp.float32)
+    return Running(
+        o=jnp.broadcast_to(row[..., None], (*row.shape, v.shape[-1])),
+        m=row + DEFAULT_MASK_VALUE,
+        l=row,
+    )
+
+
+def update(
+    state: Running,
+    logits: jax.Array,
+    seen: jax.Array,
+    v: jax.Array,
+    *,
+    v_scale: jax.Array | None = None,
+    keep: jax.Array | None = None,
+) -> Running:
+    """Return the state after a piece of keys.
+
+    Args:
+      state: before.
+      logits: `[batch, heads, q_length, kv_length]` float32.
+      seen: the mask, broadcastable to the logits.
+      v: `[batch, kv_length, kv_heads, v_dim]`.
+      v_scale: `[batch, kv_length, kv_heads]`, a value is `v * v_scale`; or None.
+      keep: factors of the weights under dropout, like the logits; or None.
+    """
+    top = jnp.maximum(
+        state.m,
+        jnp.max(jnp.where(seen, logits, DEFAULT_MASK_VALUE), axis=-1, initial=DEFAULT_MASK_VALUE),
+    )
+    p = jnp.exp(jnp.where(seen, logits - top[..., None], -jnp.inf))
+    shrink = jnp.exp(state.m - top)
+    dropped = p if keep is None else p * keep
+    return Running(
+        o=state.o * shrink[..., None] + weighted_sum(dropped, v, v_scale=v_scale),
+        m=top,
+        l=state.l * shrink + jnp.sum(p, axis=-1),
+    )
+
+
+def merge(a: Running, b: Running) -> Running:
+    """Return the state of two disjoint sets of keys."""
+    top = jnp.maximum(a.m, b.m)
+    wa, wb = jnp.exp(a.m - top), jnp.exp(b.m - top)
+    return Running(o=a.o * wa[..., None] + b.o * wb[..., None], m=top, l=a.l * wa + b.l * wb)
+
+
+def from_output(o: jax.Array, lse: jax.Array) -> Running:
+    """Return the state that an output stands for.
+
+    Args:
+      o: `[batch, q_length, heads, v_dim]`, normalised.
+      lse: `[batch, heads, q_length]`, -inf for a row without keys.
+    """
+    some = ~jnp.isneginf(lse)
+    o = jnp.where(some[..., None], jnp.swapaxes(o, 1, 2).astype(jnp.float32), 0.0)
+    return Running(o=o, m=jnp.where(some, lse, DEFAULT_MASK_VALUE), l=some.astype(jnp.float32))
+
+
+def add_sinks(state: Running, sinks: jax.Array) -> Running:
+    """Return the state with each head's sink in it: a logit that takes weight and gives nothing. Once per row."""
+    sink = sinks.astype(jnp.float32)[None, :, None]
+    top = jnp.maximum(state.m, sink)
+    shrink = jnp.exp(state.m - top)
+    return Running(o=state.o * shrink[..., None], m=top, l=state.l * shrink + jnp.exp(sink - top))
+
+
+def finish(state: Running, *, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Return the output `[batch, q_length, heads, v_dim]` and the logsumexp `[batch, heads, q_length]`, float32.
+
+    A row without keys is exactly 0, and its logsumexp -inf, or its sink.
+
+    Args:
+      state: after all keys.
+      sinks: `[heads]`, see `add_sinks`, unless the state has them already; or None.
+    """
+    if sinks is not None:
+        state = add_sinks(state, sinks)
+    none = state.l == 0.0
+    total = jnp.where(none, 1.0, state.l)
+    lse = jnp.where(none, -jnp.inf, state.m + jnp.log(total))
+    return jnp.swapaxes(state.o / total[..., None], 1, 2), lse
+
+
+def lse_error_of(state: Running, lse: jax.Array) -> jax.Array:
+    """Return what float32 lost of a logsumexp, `[batch, heads, q_length]`, to be added to it at the end; 0 for a row without keys.
+
+    Of a largest logit of -1e9 and a logarithm of 3 nothing but -1e9 is left, and weights relative to it would sum to 20.
+
+    Args:
+      state: after all keys, and the sinks if there are any.
+      lse: what `finish` made of it.
+    """
+    none = state.l == 0.0
+    lost = (state.m - jnp.where(none, 0.0, lse)) + jnp.log(jnp.where(none, 1.0, state.l))
+    return jax.lax.stop_gradient(jnp.where(none, 0.0, lost))
+
+
+def without_remains(operands: Operands, recipe: Recipe) -> Operands:
+    """Return operands whose values are 0 in rows that hold no key: what was left there may be NaN, and 0 times NaN is not 0."""
+    if not recipe.partly_filled:
+        return operands
+    lengths, positions = operands.lengths, operands.kv_positions
+    held = positions >= 0
+    if lengths is not None:
+        held = held & (positions < lengths[:, None])
+    v, v_scale = operands.v, operands.v_scale
+    return operands.replace(
+        v=jnp.where(held[:, :, None, None], v, jnp.zeros((), v.dtype)),
+        v_scale=None if v_scale is None else jnp.where(held[:, :, None], v_scale, 0),
+    )
+
+
+def visible(operands: Operands, rules: MaskRules) -> tuple[jax.Array, jax.Array | None]:
+    """Return which pairs attend, and the bias to add: 0 where a pair does not, so that nothing that is hidden reaches a gradient.
+
+    Every kernel takes both from here, so that a bias hides the same pairs in all of them.
+
+    Args:
+      operands: local arrays, or a block of them.
+      rules: the static part of the mask.
+
+    Returns:
+      Bool, broadcastable to `[batch, heads, q_length, kv_length]`, and the bias likewise, None without one.
+    """
+    seen = allowed(
+        rules,
+        operands.q_positions,
+        operands.kv_positions,
+        q_segment_ids=operands.q_segment_ids,
+        kv_segment_ids=operands.kv_segment_ids,
+        lengths=operands.lengths,
+        dense=operands.mask,
+        bias=operands.bias,
+    )
+    bias = operands.bias
+    return seen, None if bias is None else jnp.where(seen, bias, jnp.zeros((), bias.dtype))
+
+
+def logits_of(
+    q: jax.Array,
+    k: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    bias: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+) -> jax.Array:
+    """Return the logits `[batch, heads, q_length, kv_length]`, float32: scaled, then biased, then capped.
+
+    Args:
+      q: `[batch, q_length, heads, head_dim]`.
+      k: `[batch, kv_length, kv_heads, head_dim]`.
+      scale: factor of the products.
+      softcap: c in `c * tanh(logits / c)`, or None.
+      bias: broadcastable to the logits, or None.
+      k_scale: `[batch, kv_length, kv_heads]`, a key is `k * k_scale`; or None.
+    """
+    logits = products_of(q, k) * scale
+    if k_scale is not None:
+        logits = logits * by_head(k_scale, q.shape[2])
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def products_of(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Return each query's product with each key, `[batch, heads, q_length, kv_length]`; also of a cotangent with values."""
+    batch, q_length, heads, dim = q.shape
+    kv_length, kv_heads = k.shape[1:3]
+    grouped = q.reshape(batch, q_length, kv_heads, heads // kv_heads, dim)
+    return _einsum("btkgd,bskd->bkgts", grouped, k).reshape(batch, heads, q_length, kv_length)
+
+
+def weighted_sum(p: jax.Array, v: jax.Array, *, v_scale: jax.Array | None = None) -> jax.Array:
+    """Return `p v`, `[batch, heads, q_length, v_dim]`, for weights p `[batch, heads, q_length, kv_length]`, of values `v * v_scale`."""
+    if v_scale is not None:
+        p = p * by_head(v_scale, p.shape[1])
+    out = _einsum("bkgts,bskd->bkgtd", _by_kv_head(p, v), v)
+    return out.reshape(*p.shape[:3], v.shape[-1])
+
+
+def by_head(scale: jax.Array, heads: int) -> jax.Array:
+    """Return scales `[batch, kv_length, kv_heads]` as factors of logits or weights, `[batch, heads, 1, kv_length]`."""
+    return jnp.repeat(jnp.swapaxes(scale, 1, 2), heads // scale.shape[2], axis=1)[:, :, None]
+
+
+def queries_of(ds: jax.Array, k: jax.Array) -> jax.Array:
+    """Return what cotangents of products send to the queries, `[batch, q_length, heads, head_dim]`."""
+    out = _einsum("bkgts,bskd->btkgd", _by_kv_head(ds, k), k)
+    return out.reshape(ds.shape[0], ds.shape[2], ds.shape[1], k.shape[-1])
+
+
+def keys_of(ds: jax.Array, q: jax.Array, kv_heads: int) -> jax.Array:
+    """Return what cotangents of products send to the keys, `[batch, kv_length, kv_heads, head_dim]`; weights to the values."""
+    batch, q_length, heads, dim = q.shape
+    grouped = q.reshape(batch, q_length, kv_heads, heads // kv_heads, dim)
+    return _einsum(
+        "bkgts,btkgd->bskd", ds.astype(q.dtype).reshape(batch, kv_heads, -1, *ds.shape[2:]), grouped
+    )
+
+
+def _by_kv_head(p: jax.Array, k: jax.Array) -> jax.Array:
+    batch, heads, q_length, kv_length = p.shape
+    return p.astype(k.dtype).reshape(batch, k.shape[2], heads // k.shape[2], q_length, kv_length)
+
+
+def full_precision(dtype: str) -> Any:
+    """Return a context in which products that name no precision have that of a dtype; for code that is not ours."""
+    return (
+        jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
+    )
+
+
+def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    # A float32 call means float32: by default an accelerator would multiply in bfloat16.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    product = functools.partial(
+        jnp.einsum, subscripts, precision=precision, preferred_element_type=jnp.float32
+    )
+    if a.dtype == jnp.float32 and b.dtype == jnp.float32:
+        out: jax.Array = product(a, b)
+        return out
+    # XLA for CPUs widens such operands itself, but not in every layout: "Unsupported element type for DotThunk: BF16 x BF16 = F32".
+    found: jax.Array = jax.lax.platform_dependent(
+        a,
+        b,
+        cpu=lambda a, b: product(a.astype(jnp.float32), b.astype(jnp.float32)),
+        default=product,
+    )
+    return found

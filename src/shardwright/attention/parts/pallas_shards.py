@@ -1,0 +1,220 @@
+"""Run a kernel that JAX cannot look into, as of Pallas, on the shards of a call, forward and backward.
+
+`shard_map` cannot know which of such a kernel's values are the same on which devices. Its own transpose would sum every
+gradient over each mesh axis that an operand does not lie over, used or not, in the operand's dtype. So the backward pass is a
+`shard_map` of its own here, and what it sums is written down: float32, over the mesh axes that split the work on an operand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shardwright import _jax
+from shardwright.attention.call import AttentionCall, Operands, Result
+from shardwright.attention.parts.derivatives import refuse_tangents, without_tangents
+from shardwright.attention.parts.sequence import split_floats
+from shardwright.attention.parts.shards import flat_with_heads, pick_kv_heads, place_all, shard_over
+from shardwright.resolution.partition_specs import spec_of
+
+_WHAT = "a kernel that JAX cannot look into, such as splash or cudnn,"
+_HALF = ("q", "k", "v")  # in the call's dtype; what else has gradients is float32
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Job:
+    """What is known before there are arrays.
+
+    Attributes:
+      kernel: function of local operands.
+      call: what they are.
+      floats: where each operand that has a gradient lies, by name.
+      others: where each of the rest lies.
+      structure: of the rest: operands without floats, and the numbers of the query heads and of the kv heads.
+    """
+
+    kernel: Callable[[Operands], Result]
+    call: AttentionCall
+    floats: dict[str, PartitionSpec]
+    others: list[PartitionSpec]
+    structure: Any
+
+
+def run_opaque(
+    kernel: Callable[[Operands], Result], operands: Operands, call: AttentionCall
+) -> Result:
+    """Return `kernel(shards)` as global arrays; without a mesh simply `kernel(operands)`. Differentiable if the kernel is,
+    in reverse mode; forward mode is refused.
+
+    What the kernel gets is as in `_shards.run_on_shards`; it returns an output, and the logsumexp if the call asks for it. Beside
+    what the kernel sends, nothing is sent but, backward, the gradients of kv heads that several shards read, and of sinks and
+    biases that several shards of the batch or the sequence share.
+
+    Args:
+      kernel: function of local operands.
+      operands: global arrays.
+      call: what they are and where they lie.
+    """
+    named, rest = split_floats(operands)
+    named = refuse_tangents(named, _WHAT)
+    if call.mesh is None:
+        alone: Result = _alone(kernel, named, rest)
+        return alone
+    floats = {
+        name: x if name in _HALF else x.astype(jnp.float32)
+        for name, x in named.items()
+        if x is not None
+    }
+    others, others_specs, structure = flat_with_heads(rest, call)
+    specs = call.specs.operands(operands)
+    job = _Job(
+        kernel=kernel,
+        call=call,
+        floats={name: getattr(specs, name) for name in floats},
+        others=others_specs,
+        structure=structure,
+    )
+    placed = place_all([*floats.values(), *others], [*job.floats.values(), *job.others], call)
+    found: Result = _run(job, dict(zip(floats, placed, strict=False)), placed[len(floats) :])
+    return found
+
+
+def inside_shard_map() -> tuple[str, ...]:
+    """Return the reason of a kernel that JAX cannot look into where a `shard_map` is around the call: it tracks what varies."""
+    ambient = _jax.ambient_mesh()
+    manual = "+".join(ambient.manual_axes) if ambient is not None else ""
+    return (
+        (
+            f"a shard_map around the call has split {manual}, and its kernel needs one that checks nothing",
+        )
+        if manual
+        else ()
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(job: _Job, floats: dict[str, Any], others: list[Any]) -> Any:
+    def local(floats: dict[str, Any], others: list[Any]) -> Any:
+        return job.kernel(_read(job, floats, others))
+
+    return _over(job, local, (job.floats, job.others), _out_specs(job))(floats, others)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _alone(kernel: Callable[[Operands], Result], floats: dict[str, Any], rest: Operands) -> Any:
+    return kernel(rest.replace(**floats))
+
+
+def _alone_forward(
+    kernel: Callable[[Operands], Result], floats: dict[str, Any], rest: Operands
+) -> Any:
+    def both(floats: dict[str, Any], rest: Operands) -> Any:
+        return jax.vjp(lambda floats: kernel(rest.replace(**floats)), floats)
+
+    return without_tangents(both, _WHAT)(floats, rest)
+
+
+def _alone_backward(kernel: Callable[[Operands], Result], pull_back: Any, do: jax.Array) -> Any:
+    del kernel
+    return (*without_tangents(lambda pull_back, do: pull_back(do), _WHAT)(pull_back, do), None)
+
+
+_alone.defvjp(_alone_forward, _alone_backward)
+
+
+def _run_forward(job: _Job, floats: dict[str, Any], others: list[Any]) -> Any:
+    """Return the output, and what the kernel's backward pass needs: each shard's own, along a leading dim."""
+
+    def local(floats: dict[str, Any], others: list[Any]) -> Any:
+        read, rest = split_floats(_read(job, floats, others))
+        # Gradients in float32, as far as the kernel gives them, until they are summed; the casts of the operands cancel.
+        wide = {name: x if x is None else x.astype(jnp.float32) for name, x in read.items()}
+        found, pull_back = jax.vjp(lambda wide: job.kernel(rest.replace(**_as(wide, read))), wide)
+        return found, jax.tree.map(lambda kept: kept[None], pull_back)
+
+    found, pull_back = _over(
+        job, local, (job.floats, job.others), (_out_specs(job), _by_shard(job))
+    )(floats, others)
+    return found, (pull_back, others)
+
+
+def _run_backward(job: _Job, kept: Any, cotangents: Result) -> Any:
+    def local(pull_back: Any, others: list[Any], cotangents: Result) -> Any:
+        (read,) = jax.tree.map(lambda kept: kept[0], pull_back)(cotangents)
+        grads = _of_all_kv_heads(job, read, others)
+        return {name: _sum(job, name, grads[name]) for name in job.floats}
+
+    return _over(job, local, (_by_shard(job), job.others, _out_specs(job)), job.floats)(
+        *kept, cotangents
+    ), None
+
+
+_run.defvjp(_run_forward, _run_backward)
+
+
+def _over(
+    job: _Job, local: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    return without_tangents(shard_over(local, in_specs, out_specs, job.call, checked=False), _WHAT)
+
+
+def _out_specs(job: _Job) -> Result:
+    specs = job.call.specs
+    return Result(o=specs.output, lse=specs.lse if job.call.return_lse else None)
+
+
+def _by_shard(job: _Job) -> PartitionSpec:
+    return spec_of(job.call.specs.mesh_axes)
+
+
+def _read(job: _Job, floats: dict[str, Any], others: list[Any]) -> Operands:
+    """Return the local operands, with the kv heads that the local query heads read."""
+    rest, heads = jax.tree.unflatten(job.structure, others)
+    return pick_kv_heads(rest.replace(**floats), job.call, *heads)
+
+
+def _as(values: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    return {name: x if x is None else x.astype(like[name].dtype) for name, x in values.items()}
+
+
+def _of_all_kv_heads(job: _Job, grads: dict[str, Any], others: list[Any]) -> dict[str, Any]:
+    """Return gradients of the kv heads that were read as gradients of all local ones."""
+    call, (_, heads) = job.call, jax.tree.unflatten(job.structure, others)
+    there = call.kv_heads // call.shards(call.specs.kv_heads)
+
+    def pick(k: jax.Array, v: jax.Array) -> Any:
+        shard = pick_kv_heads(
+            Operands(q=None, k=k, v=v, q_positions=None, kv_positions=None), call, *heads
+        )
+        return shard.k, shard.v
+
+    shapes = [
+        jax.ShapeDtypeStruct((*x.shape[:2], there, x.shape[3]), x.dtype)
+        for x in (grads["k"], grads["v"])
+    ]
+    dk, dv = jax.linear_transpose(pick, *shapes)((grads["k"], grads["v"]))
+    return {**grads, "k": dk, "v": dv}
+
+
+def _sum(job: _Job, name: str, grad: jax.Array) -> jax.Array:
+    """Return a gradient in its operand's dtype, summed over the mesh axes of the call that the operand does not lie over."""
+    lies = {
+        axis
+        for entry in job.floats[name]
+        for axis in ((entry,) if isinstance(entry, str) else entry or ())
+    }
+    over = tuple(axis for axis in job.call.specs.mesh_axes if axis not in lies)
+    dtype = jnp.dtype(job.call.dtype if name in _HALF else jnp.float32)
+    if over:
+        # Rounded by name: of a sum that is only cast XLA makes one in bfloat16, on TPUs.
+        kind = jnp.finfo(dtype)
+        grad = jax.lax.reduce_precision(
+            jax.lax.psum(grad, over), exponent_bits=kind.nexp, mantissa_bits=kind.nmant
+        )
+    return grad.astype(dtype)

@@ -1,0 +1,35 @@
+"""The names of EasyDeL's attention operator and modelling utilities, for code that was written for it.
+
+Each keeps its signature and calls the library underneath: caches, attention, layers. Nothing in the
+core imports this package.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from shardwright.errors import LayerError as _LayerError
+from shardwright.interop.easydel.checkpoint_policy import (
+    get_gradient_checkpoint_policy as get_gradient_checkpoint_policy,
+)
+from shardwright.interop.easydel.docstrings import add_start_docstrings as add_start_docstrings
+from shardwright.interop.easydel.dot_general_by_bits import (
+    get_dot_general_by_bits as get_dot_general_by_bits,
+)
+from shardwright.interop.easydel.dtypes import canonicalize_dtype as canonicalize_dtype
+from shardwright.interop.easydel.mesh_names import names_in_mesh as names_in_mesh
+from shardwright.interop.easydel.rotary import apply_rotary_pos_emb as apply_rotary_pos_emb
+from shardwright.interop.easydel.rotary import repeat_kv_bnsh as repeat_kv_bnsh
+from shardwright.interop.easydel.rotary import repeat_kv_bsnh as repeat_kv_bsnh
+from shardwright.interop.easydel.rotary import rotate_half as rotate_half
+
+if not TYPE_CHECKING:  # a type checker must still see what does not exist
+
+    def __getattr__(name: str) -> Any:
+        # Imported when it is used: its base is a class of flax.
+        if name != "BaseJAXAttentionModule":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            from shardwright.interop.easydel.attention_module import BaseJAXAttentionModule
+        except ModuleNotFoundError as error:
+            what = f"{name} is a flax module, and flax is not installed"
+            raise _LayerError(what, fix="pip install flax") from error
+        return BaseJAXAttentionModule

@@ -1,0 +1,381 @@
+"""Trees of `PartitionSpec`s written by hand, under the names that code for JAX already uses.
+
+`shard`, `match_paths` and `PartitionManager.shardings` are the stricter way; these functions let code move over line by line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardwright import _jax
+from shardwright.errors import (
+    NoManagerError,
+    Problem,
+    RankMismatchError,
+    StrategyError,
+    raise_problems,
+)
+from shardwright.manager import constraint, context
+from shardwright.manager.ambient import current_mesh, current_mesh_has
+from shardwright.resolution import resolver
+from shardwright.resolution.rules import build_rules
+from shardwright.trees.annotated import match_paths, path_text
+
+
+def names_in_current_mesh(*names: str) -> bool:
+    """Tell whether the current mesh has all of these axes. Without a mesh the answer is False.
+
+    The current mesh is that of `jax.set_mesh`, of a surrounding `shard_map`, of a legacy
+    `with mesh:` or of the entered manager.
+
+    Raises:
+      MeshSpecError: a name is not a string.
+    """
+    return current_mesh_has(*names)
+
+
+names_in_mesh = names_in_current_mesh
+
+
+def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
+    """Return the mesh axes that a spec, or any nesting of dicts, lists and specs, names: each once, in order.
+
+    None and unconstrained dims are skipped.
+
+    Raises:
+      StrategyError: something that is no spec.
+
+    >>> get_names_from_partition_spec({"w": jax.P(("fsdp", "sp"), "tp"), "b": [jax.P("tp"), None]})
+    ['fsdp', 'sp', 'tp']
+    """
+    return list(dict.fromkeys(_names(partition_specs)))
+
+
+def _names(specs: Any) -> Iterable[str]:
+    if specs is None or specs is PartitionSpec.UNCONSTRAINED:
+        return
+    if isinstance(specs, str):
+        yield specs
+    elif isinstance(specs, Mapping):
+        for one in specs.values():
+            yield from _names(one)
+    elif isinstance(specs, list | tuple):
+        for one in specs:
+            yield from _names(one)
+    elif isinstance(specs, PartitionSpec | NamedSharding):
+        yield from _names((specs.spec if isinstance(specs, NamedSharding) else specs).partitions)
+    elif jax.tree_util.all_leaves([specs]):
+        raise StrategyError(
+            f"{specs!r} of type {type(specs).__name__} is no spec",
+            fix="pass PartitionSpecs, or dicts and lists of them",
+        )
+    else:
+        yield from _names(jax.tree.leaves(specs))
+
+
+def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
+    """Constrain an array, or a tree of them, if the current mesh has every mesh axis of the specs; else return it as it is.
+
+    So one model runs on a mesh, on another with fewer axes, and on none; the price is that a mistyped name does nothing.
+    `shard` is strict about names. Everything else is checked here too: a spec longer than the array and a dim that does not
+    divide raise. Works on Auto and Explicit axes, eagerly and traced; inside `shard_map` the Manual axes are left out.
+
+    Args:
+      x: arrays.
+      partition_specs: a `PartitionSpec`, or a tree of them, each for all arrays below its place.
+
+    Raises:
+      StrategyError: something that is no spec, or trees that do not fit.
+      RankMismatchError, IndivisibleError, AxisConflictError: a spec that does not fit its array; all of them at once.
+    """
+    specs, structure = jax.tree.flatten(partition_specs)
+    for spec in specs:
+        if not isinstance(spec, PartitionSpec):
+            raise StrategyError(
+                f"{spec!r} of type {type(spec).__name__} is no PartitionSpec",
+                fix='write PartitionSpec("dp", None)',
+            )
+    mesh = current_mesh()
+    if mesh is None or not names_in_current_mesh(*get_names_from_partition_spec(specs)):
+        return x
+    try:
+        parts = structure.flatten_up_to(x)  # type: ignore[attr-defined]
+    except ValueError as error:
+        raise StrategyError(
+            f"the tree of specs does not fit: {str(error).splitlines()[0]}",
+            fix="give a spec per array or subtree",
+        ) from error
+    covering = [
+        spec for spec, part in zip(specs, parts, strict=True) for _ in jax.tree.leaves(part)
+    ]
+    leaves, whole = jax.tree_util.tree_flatten_with_path(x)
+    problems: list[Problem] = []
+    places = [
+        _placement(path_text(path), np.shape(leaf), spec, mesh, problems)
+        for (path, leaf), spec in zip(leaves, covering, strict=True)
+    ]
+    raise_problems(problems)
+    placed = [
+        leaf if where is None else constraint.place(leaf, where)
+        for (_, leaf), where in zip(leaves, places, strict=True)
+    ]
+    return jax.tree.unflatten(whole, placed)
+
+
+def _placement(
+    path: str,
+    shape: tuple[int, ...],
+    spec: PartitionSpec,
+    mesh: Mesh | AbstractMesh,
+    problems: list[Problem],
+) -> constraint.Placement | None:
+    """Return where an array goes; None if everything is Manual, or if the spec does not fit, which is noted."""
+    ambient = _jax.ambient_mesh()
+    kinds = (
+        {} if ambient is None else dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
+    )
+    manual = frozenset(axis for axis, kind in kinds.items() if kind is AxisType.Manual)
+    found = resolver.explain(spec, build_rules({}), mesh, shape=shape, path=path, manual=manual)
+    problems += found.problems
+    if found.problems or (kinds and len(manual) == len(kinds)):
+        return None
+    return constraint.make_placement(found.require(), mesh, ambient)
+
+
+def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
+    """Return a tree of specs: of the first `(pattern, spec or axes)` whose pattern is found in the "/"-joined path.
+
+    Works for parameters, train states and optimizer states. **Scalars and arrays of one element are replicated whatever
+    matches them.** Semantic axes resolve, as parameters, with the entered manager; specs stay as they are written.
+
+    Args:
+      rules: in order of precedence; patterns are searched (`re.search`).
+      params: arrays or anything else with a shape.
+
+    Raises:
+      StrategyError: (a ValueError) paths that no rule matches, or a bad pattern; all paths at once.
+      RankMismatchError: a spec longer than its array, as for an optimizer's factored moments.
+      NoManagerError: a rule with semantic axes, and no manager is entered.
+      ShardingError: axes that do not resolve.
+    """
+    rules = list(rules)
+    found = match_paths(params, rules, strict=False)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    each = structure.flatten_up_to(found.annotations)  # type: ignore[attr-defined]
+    unmatched = {*found.unmatched}
+    problems: list[Problem] = []
+    specs: list[Any] = []
+    for (key_path, leaf), annotation in zip(leaves, each, strict=True):
+        path, shape = path_text(key_path), np.shape(leaf)
+        if np.prod(shape, dtype=int) == 1:
+            specs.append(PartitionSpec())
+        elif path in unmatched:
+            problems.append(_no_rule(path, rules))
+        else:
+            specs.append(_spec_of(path, shape, annotation, problems))
+    raise_problems(problems)
+    return jax.tree.unflatten(structure, specs)
+
+
+def _no_rule(path: str, rules: list[tuple[str, Any]]) -> Problem:
+    fix = (
+        'add a rule for it, or (".*", PartitionSpec()) at the end to replicate the rest on purpose'
+    )
+    patterns = "patterns in order: " + ", ".join(pattern for pattern, _ in rules)
+    return Problem(
+        error=StrategyError, what="no partition rule matches", path=path, rule=patterns, fix=fix
+    )
+
+
+def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Problem]) -> Any:
+    """Return the spec of what a rule says, or note why there is none."""
+    if not isinstance(matched, PartitionSpec):
+        found = context.require("match_partition_rules with semantic axes", method=False).explain(
+            matched, role="param", shape=shape, path=path
+        )
+        problems += found.problems
+        return found.spec
+    if len(matched.partitions) > len(shape):
+        what = (
+            f"the spec {matched} has {len(matched.partitions)} entries, the array has shape {shape}"
+        )
+        fix = "write a rule of its own before that one; PartitionManager.state_shardings follows the parameters of an optimizer's state"
+        problems.append(Problem(error=RankMismatchError, what=what, path=path, fix=fix))
+    return matched
+
+
+def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> tuple[Any, Any]:
+    """Return two trees of functions like a tree of specs: one places an array on the mesh, one brings it to the host.
+
+    Shard: cast, place as the spec says, wait; a JAX array on the mesh, whatever came in. Gather: cast, to a NumPy array with
+    all of the values; where several processes hold them every process must call it. `tree_apply(fns, tree)` calls them all.
+    The mesh is the current one when the functions are made, else the current one when they are called.
+
+    Args:
+      partition_specs: a tree of `PartitionSpec`s, or of `NamedSharding`s, which bring their mesh.
+      dtype_specs: None: nothing is cast. One float dtype: every float leaf is cast to it, integers are left alone. A tree like
+        the specs of dtypes, or of anything with a `dtype`: each leaf is cast to its own.
+
+    Raises:
+      StrategyError: something that is no spec or no dtype, a dtype of 64 bits without x64, or trees that differ; (from a call)
+        values that do not fit the 32 bits which JAX makes of 64, or a key that is to be cast or to become a NumPy array.
+      NoManagerError: (from a call) there is no mesh.
+      ShardingError: (from a call) a spec that does not fit the array.
+    """
+    specs, structure = jax.tree_util.tree_flatten_with_path(partition_specs)
+    for path, spec in specs:
+        if not isinstance(spec, PartitionSpec | NamedSharding):
+            fix = "write PartitionSpec() to replicate, or pass what match_partition_rules returns"
+            raise StrategyError(
+                f"{spec!r} of type {type(spec).__name__} is no PartitionSpec",
+                path=path_text(path),
+                fix=fix,
+            )
+    mesh = current_mesh()
+    casts = _casts(structure, dtype_specs)
+    shards = [
+        _shard_fn(spec, cast, mesh, path_text(path))
+        for (path, spec), cast in zip(specs, casts, strict=True)
+    ]
+    return jax.tree.unflatten(structure, shards), jax.tree.unflatten(
+        structure, [_gather_fn(cast) for cast in casts]
+    )
+
+
+Cast = Callable[[Any], Any]
+
+
+def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
+    """Return the cast of each leaf, from None, one float dtype or a tree of dtypes."""
+    if dtype_specs is None:
+        return [_as_array] * structure.num_leaves
+    one = _dtype(dtype_specs)
+    _check_bits([one])
+    if one is not None:
+        if not jax.numpy.issubdtype(one, jax.numpy.floating):
+            raise StrategyError(
+                f"dtype_specs is {one}, one dtype for all must be a float",
+                fix="pass a float dtype, or a tree with one per leaf",
+            )
+        return [
+            lambda x: (
+                _cast(x, one)
+                if jax.numpy.issubdtype(_as_array(x).dtype, jax.numpy.floating)
+                else _as_array(x)
+            )
+        ] * structure.num_leaves
+    try:
+        given = structure.flatten_up_to(dtype_specs)
+    except ValueError as error:
+        raise StrategyError(
+            f"dtype_specs does not fit the tree of specs: {str(error).splitlines()[0]}",
+            fix="give one dtype per spec",
+        ) from error
+    dtypes = [_dtype(getattr(leaf, "dtype", leaf)) for leaf in given]
+    for leaf, dtype in zip(given, dtypes, strict=True):
+        if dtype is None:
+            raise StrategyError(
+                f"{leaf!r} of type {type(leaf).__name__} has no dtype",
+                fix="give a dtype or something with a dtype per spec",
+            )
+    _check_bits(dtypes)
+    return [lambda x, dtype=dtype: _cast(x, dtype) for dtype in dtypes]  # type: ignore[misc]
+
+
+def _check_bits(dtypes: Iterable[Any]) -> None:
+    wide = [
+        dtype
+        for dtype in dtypes
+        if isinstance(dtype, np.dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype
+    ]
+    if wide:
+        what = f"dtype_specs asks for {wide[0]}, of which JAX makes {jax.dtypes.canonicalize_dtype(wide[0])} while jax_enable_x64 is off"
+        raise StrategyError(
+            what, fix='jax.config.update("jax_enable_x64", True), or ask for the dtype that you get'
+        )
+
+
+def _is_key(dtype: Any) -> bool:
+    kind = getattr(dtype, "type", None)
+    return isinstance(kind, type) and issubclass(kind, jax.dtypes.extended)
+
+
+def _dtype(value: Any) -> Any:
+    """Return the dtype that a value is or names, else None."""
+    if _is_key(value):
+        return value
+    if not isinstance(value, str | type | np.dtype):
+        return None
+    try:
+        return jax.numpy.dtype(value)
+    except TypeError:
+        return None
+
+
+def _as_array(x: Any) -> Any:
+    # A Python number gets JAX's dtype for it, not NumPy's 64 bits.
+    if not hasattr(x, "dtype"):
+        constraint.check_kept(x)
+    return x if hasattr(x, "dtype") else np.asarray(jax.numpy.asarray(x))
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    x = _as_array(x)
+    if x.dtype != dtype and (_is_key(x.dtype) or _is_key(dtype)):
+        raise StrategyError(
+            f"{x.dtype} cannot be cast to {dtype}",
+            fix="give the key's own dtype, or pass jax.random.key_data(key)",
+        )
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+def _shard_fn(
+    spec: PartitionSpec | NamedSharding,
+    cast: Cast,
+    made_with: Mesh | AbstractMesh | None,
+    path: str,
+) -> Callable[[Any], jax.Array]:
+    def shard_fn(x: Any) -> jax.Array:
+        x = cast(x)
+        if isinstance(spec, NamedSharding):
+            mesh: Any = spec.mesh
+        else:
+            mesh = made_with if isinstance(made_with, Mesh) else current_mesh()
+        if not isinstance(mesh, Mesh):
+            raise NoManagerError(
+                "there is no mesh with devices to place an array on",
+                fix="enter jax.set_mesh(mesh) or a manager where the functions are made, outside jit",
+            )
+        literal = spec.spec if isinstance(spec, NamedSharding) else spec
+        fitted = resolver.resolve(
+            literal, build_rules({}), mesh, shape=np.shape(x), path=path or None
+        ).require()
+        kind = spec.memory_kind if isinstance(spec, NamedSharding) else None
+        constraint.check_kept(x, path=path)
+        placed: jax.Array = jax.device_put(x, NamedSharding(mesh, fitted, memory_kind=kind))
+        return placed.block_until_ready()
+
+    return shard_fn
+
+
+def _gather_fn(cast: Cast) -> Callable[[Any], np.ndarray]:
+    def gather_fn(x: Any) -> np.ndarray:
+        x = cast(x)
+        if _is_key(x.dtype):
+            what = f"a key ({x.dtype}) is no NumPy array"
+            raise StrategyError(
+                what,
+                fix="gather jax.random.key_data(key), and jax.random.wrap_key_data what comes back",
+            )
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+            from jax.experimental import multihost_utils
+
+            x = multihost_utils.process_allgather(x, tiled=True)
+        return np.asarray(x)
+
+    return gather_fn

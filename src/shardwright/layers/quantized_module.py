@@ -1,0 +1,82 @@
+"""A quantised dot as a flax module, which keeps the integers of its right operand in a collection. Imports flax."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import flax.linen
+
+from shardwright.errors import LayerError
+from shardwright.layers.quantized_dot import DimensionNumbers, quantise, quantised_dot_general
+from shardwright.trees.factored_weights import Quantised
+
+COLLECTION: Final = "quantised"
+
+# Alike for type checkers with and without flax.
+_Module: Any = flax.linen.Module
+_compact: Any = flax.linen.compact
+
+
+class QuantisedDotGeneral(_Module):  # type: ignore[misc]
+    """`jax.lax.dot_general` on integers whose right operand is stored quantised.
+
+    Attributes:
+      bits: 4 to 8.
+      convert: quantise the right operand and store it; else use what is stored.
+    """
+
+    bits: int
+    convert: bool = False
+
+    @_compact  # type: ignore[untyped-decorator]
+    def __call__(
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: DimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        out_sharding: Any = None,
+    ) -> Any:
+        """Compute it. `precision` has no meaning for integers.
+
+        Raises:
+          LayerError: nothing is stored, it has another shape, or `convert` may not store it.
+        """
+        rhs = self._stored(rhs, dimension_numbers[0][1])
+        return quantised_dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            bits=self.bits,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
+
+    def _stored(self, rhs: Any, contract: Any) -> Quantised:
+        place = "/".join(self.path)
+        write = self.convert or self.is_initializing()
+        if write and not self.is_mutable_collection(COLLECTION):
+            raise LayerError(
+                "convert stores quantised weights",
+                path=place,
+                fix=f'model.apply(variables, x, mutable=["{COLLECTION}"])',
+            )
+        if not write and not self.has_variable(COLLECTION, "value"):
+            fix = f'store them with mode="convert": _, stored = model.apply(variables, x, mutable=["{COLLECTION}"])'
+            raise LayerError(
+                f"no quantised weights in the collection {COLLECTION!r}", path=place, fix=fix
+            )
+        fresh = (
+            quantise(rhs, shared=contract, bits=self.bits)
+            if write
+            else Quantised(value=None, scale=None)
+        )
+        value = self.variable(COLLECTION, "value", lambda: fresh.value)
+        scale = self.variable(COLLECTION, "scale", lambda: fresh.scale)
+        if write:
+            value.value, scale.value = fresh.value, fresh.scale
+        if value.value.shape != rhs.shape:
+            what = f"the stored weights have shape {value.value.shape}, the operand has {rhs.shape}"
+            raise LayerError(what, path=place, fix="convert the model that is served")
+        return Quantised(value=value.value, scale=scale.value)

@@ -1,0 +1,272 @@
+"""Lints of where things lie: mesh axes that do no work, slow networks in the wrong place, weights gathered for every token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from shardwright.errors import ShapeRequiredError
+from shardwright.lints.finding import Code, Finding, Severity, dim_key
+from shardwright.lints.subject import NO_PARAMETER_HAS, Subject, role_of
+from shardwright.mesh.build import INFER
+from shardwright.resolution.decisions import Resolution
+from shardwright.resolution.resolver import explain
+from shardwright.resolution.rules import default_rule
+from shardwright.vocabulary.axes import (
+    BATCH,
+    CAPACITY,
+    KV_LENGTH,
+    PAGE,
+    PARALLELISM_AXES,
+    STANDARD_MESH_AXES,
+    Role,
+    axis_label,
+)
+from shardwright.vocabulary.modes import MODE_DECODE
+
+# A file that says where these lie in decode is one that serves.
+_SERVING = (BATCH, KV_LENGTH, PAGE, CAPACITY)
+
+
+def lost_mesh_axes(subject: Subject) -> Iterator[Finding]:
+    """Yield mesh axes that a rule names and that are neither standard nor in the mesh asked about."""
+    if not subject.sizes:
+        return
+    known = {*subject.sizes, *STANDARD_MESH_AXES}
+    named = [(path, rule.ref.text, rule.mesh_axes) for path, _, rule in subject.written()]
+    policy = subject.rules.policy
+    named += [
+        (("policy", key), "+".join(names), names)
+        for key, names in (("gather", policy.gather), ("idle", policy.idle))
+    ]
+    for path, text, names in named:
+        for axis in (name for name in names if name not in known):
+            yield subject.finding(
+                Code.UNKNOWN_MESH_AXIS,
+                Severity.ERROR,
+                path,
+                message=f'"{text}" names the mesh axis {axis!r}, which the mesh ({", ".join(subject.sizes)}) does not have',
+                fix=f"add {axis} to the mesh, or name one that it has",
+            )
+
+
+def idle_mesh_axes(subject: Subject) -> Iterator[Finding]:
+    """Yield mesh axes of more than one device over which nothing is split."""
+    named = set(subject.rules.named_mesh_axes())
+    used = _used(subject) if subject.exact and subject.tensors else None
+    for axis, size in subject.sizes.items():
+        if size == 1 or axis in subject.rules.policy.idle:
+            continue
+        own = axis not in STANDARD_MESH_AXES
+        if own and axis not in named:
+            what, severity = (
+                "no rule names it",
+                Severity.WARNING if size == INFER else Severity.ERROR,
+            )
+        elif used is not None and axis not in used:
+            what, severity = "no tensor of the tree lies over it, in any mode", Severity.WARNING
+        elif axis not in named and _renamed(subject, axis):
+            what, severity = (
+                f"no rule names it, and {_parallelism(axis)} means another mesh axis",
+                Severity.WARNING,
+            )
+        else:
+            continue
+        yield Finding(
+            code=Code.IDLE_MESH_AXIS,
+            severity=severity,
+            source=subject.source("mesh", axis) if subject.own_mesh else "",
+            key=f"mesh.{axis}" if subject.own_mesh else f"mesh axis {axis}",
+            message=f"{axis}{'' if size == INFER else f'={size}'} shards nothing: {what}, so {_repeated(size)} the same work",
+            fix=f'use it in a rule, such as batch = "{axis}", give its devices to another mesh axis, or say [policy] idle = "{axis}"',
+        )
+
+
+def idle_zero1(subject: Subject) -> Iterator[Finding]:
+    """Yield a zero1 that shards no optimizer state: the mesh lacks its axes, or every parameter of the tree lies over them already."""
+    rule = subject.rules.policy.zero1
+    if rule is None or not rule.candidates or not subject.sizes:
+        return
+    if not any(subject.live(candidate) for candidate in rule.candidates):
+        names = ", ".join(
+            dict.fromkeys(axis for candidate in rule.candidates for axis in candidate)
+        )
+        why, severity = f"the mesh has no axis of more than one device among {names}", Severity.NOTE
+    else:
+        answers = _states(subject)
+        if not answers or any(
+            not one.ok or any(decision.zero1 for decision in one.decisions) for one in answers
+        ):
+            return
+        said = dict.fromkeys(
+            note.partition("]): ")[2]
+            for one in answers
+            for note in one.notes
+            if note.startswith(str(rule.ref))
+        )
+        why, severity = (
+            f"of every weight of the tree, {'; '.join(said) or 'no dim may be sharded'}",
+            Severity.WARNING,
+        )
+    yield subject.finding(
+        Code.IDLE_ZERO1,
+        severity,
+        ("policy", "zero1"),
+        message=f'zero1 = "{rule.ref.text}" shards nothing: {why}',
+        fix='name a mesh axis that parameters leave free, such as zero1 = "dp | -", or drop the line',
+    )
+
+
+def _states(subject: Subject) -> list[Resolution]:
+    """Return where optimizer state of the tree's weights lies, of those whose sizes are known."""
+    if not subject.exact:
+        return []
+    weights = [
+        one for one in subject.tensors or () if role_of(one) is Role.PARAM and one.shape is not None
+    ]
+    return [
+        explain(
+            one.axes,
+            subject.rules,
+            subject.sizes,
+            role=Role.STATE,
+            shape=one.shape,
+            path=one.path or None,
+        )
+        for one in weights
+    ]
+
+
+def _repeated(size: int) -> str:
+    return "all its devices do" if size == INFER else f"groups of {size} devices do"
+
+
+def _parallelism(axis: str) -> str:
+    return next(label[2:-2].lower() for label, name in PARALLELISM_AXES.items() if name == axis)
+
+
+def _renamed(subject: Subject, axis: str) -> bool:
+    """Tell whether a standard mesh axis has lost its parallelism axis to another one; `-` is a decision, not a slip."""
+    name = next((label for label, mesh_axis in PARALLELISM_AXES.items() if mesh_axis == axis), "")
+    return any(
+        key == name and rule.candidates and axis not in rule.mesh_axes
+        for _, key, rule in subject.written()
+    )
+
+
+def _used(subject: Subject) -> set[str]:
+    """Return the mesh axes that some tensor lies over, or would if its problem were solved; roles that the tree lacks count as named."""
+    used: set[str] = set()
+    for answer in subject.answers:
+        for decision in answer.found.decisions:
+            used.update(decision.mesh_axes)
+        for problem in answer.found.problems:
+            used.update(problem.mesh_axes)
+            if problem.error is ShapeRequiredError and problem.dim is not None:
+                rule = answer.found.decisions[problem.dim].rule
+                used.update(re.findall(r"[^\s+|()]+", rule.text if rule is not None else ""))
+    for role, tables in (
+        (Role.ACTIVATION, subject.rules.activations),
+        (Role.PARAM, subject.rules.params),
+    ):
+        if role not in subject.roles():
+            used.update(axis for table in tables for _, rule in table for axis in rule.mesh_axes)
+    if subject.rules.policy.zero1 is not None and not any(
+        tensor.role is Role.STATE for tensor in subject.tensors or ()
+    ):
+        used.update(subject.rules.policy.zero1.mesh_axes)
+    return used
+
+
+def dcn_order(subject: Subject) -> Iterator[Finding]:
+    """Yield composites in which a mesh axis that crosses slices is minor to one that does not.
+
+    The major mesh axis of a dim varies slowest: its neighbours are far apart, so it is the one that may cross the slow network
+    between slices. The other way round, every step of a collective over the minor axis crosses it.
+    """
+    for path, _, rule in subject.written():
+        for candidate in rule.candidates:
+            pair = _minor(subject, candidate)
+            if pair:
+                yield subject.finding(
+                    Code.DCN_MINOR,
+                    Severity.WARNING,
+                    path,
+                    message=f'in "{"+".join(candidate)}" {pair[1]} crosses slices and is minor to {pair[0]}, which does not',
+                    fix=f'write the crossing axis first: "{"+".join(_sorted(subject, candidate))}"',
+                )
+    seen: set[tuple[str, int]] = set()
+    for answer in subject.answers:
+        for decision in answer.found.decisions:
+            composed = decision.rule is not None and len(decision.rule.members) > 1
+            pair = _minor(subject, decision.mesh_axes) if composed else ()
+            if pair and (answer.tensor.path, decision.dim) not in seen:
+                seen.add((answer.tensor.path, decision.dim))
+                yield Finding(
+                    code=Code.DCN_MINOR,
+                    severity=Severity.WARNING,
+                    key=dim_key(answer.tensor.path, decision.dim, decision.label),
+                    message=f"the annotation puts {pair[1]}, which crosses slices, minor to {pair[0]}, which does not",
+                    fix="write the axis that crosses slices first in the composite",
+                )
+
+
+def _minor(subject: Subject, candidate: tuple[str, ...]) -> tuple[str, ...]:
+    """Return (inside a slice, crossing) where the second is minor to the first, or nothing."""
+    live = subject.live(candidate)
+    for at, axis in enumerate(live):
+        inside = [one for one in live[:at] if one not in subject.crossing]
+        if axis in subject.crossing and inside:
+            return inside[-1], axis
+    return ()
+
+
+def _sorted(subject: Subject, candidate: tuple[str, ...]) -> list[str]:
+    return sorted(candidate, key=lambda axis: axis not in subject.crossing)
+
+
+def gathered_in_decode(subject: Subject) -> Iterator[Finding]:
+    """Yield the mesh axes over which a strategy that serves gathers weights for every token."""
+    if not _serves(subject):
+        return
+    over: dict[str, list[str]] = {}
+    for axis, rule in subject.rules.params[2]:
+        used = subject.rules.stated(
+            axis, mode=MODE_DECODE, role=Role.ACTIVATION, path=None
+        ) or default_rule(axis)
+        stays = used.mesh_axes if used is not None else ()
+        if axis in NO_PARAMETER_HAS or (
+            subject.tensors is not None and axis not in subject.axes_of(Role.PARAM)
+        ):
+            continue
+        for name in rule.mesh_axes:
+            if (
+                name in subject.rules.policy.gather
+                and name not in stays
+                and subject.live((name,))
+                and _in_mesh(subject, name)
+            ):
+                over.setdefault(name, []).append(axis_label(axis))
+    if over:
+        names = ", ".join(dict.fromkeys(label for labels in over.values() for label in labels))
+        yield subject.finding(
+            Code.GATHERED_IN_DECODE,
+            Severity.WARNING,
+            ("policy", "gather"),
+            message=f"in decode, weights with {names} are gathered over {'+'.join(over)} for every token",
+            fix='serve with weights that lie as they are used, [params] embed = "-" and gather = "-", as in the preset serve_tp',
+        )
+
+
+def _in_mesh(subject: Subject, name: str) -> bool:
+    return not subject.sizes or name in subject.sizes
+
+
+def _serves(subject: Subject) -> bool:
+    """Tell whether a file says how to serve: where the batch or the cache lies in decode, or weights of its own for it."""
+    for mode in ("decode", "insert"):
+        if any(
+            axis in subject.tables.get(("modes", mode), {}) for axis in _SERVING
+        ) or subject.tables.get(("modes", mode, "params")):
+            return True
+    return False

@@ -1,0 +1,12 @@
+"""`PartitionManager`: rules, a mesh and a mode as one value, and the functions that apply it.
+
+`manager` answers questions. `constraint` places one array. `context` keeps the ambient manager,
+which is the only module state of the project. Deciding a spec does not belong here: the manager
+asks `resolution`.
+"""
+
+from shardwright.manager.ambient import current_manager as current_manager
+from shardwright.manager.ambient import gather as gather
+from shardwright.manager.ambient import hint as hint
+from shardwright.manager.ambient import shard as shard
+from shardwright.manager.manager import PartitionManager as PartitionManager

@@ -1,0 +1,328 @@
+"""From a resolved spec to an array that lies so: one recipe for Auto, Explicit, mixed and partly Manual meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardwright import _jax
+from shardwright.errors import (
+    MeshMismatchError,
+    MeshSpecError,
+    Problem,
+    StrategyError,
+    raise_problems,
+)
+from shardwright.resolution.partition_specs import (
+    UNCONSTRAINED,
+    canonical_spec,
+    entry_names,
+    entry_of,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A spec on the mesh at hand; static and hashable, so that a custom VJP can carry it.
+
+    Attributes:
+      spec: the whole spec, without Manual mesh axes.
+      auto: its part over Auto mesh axes, or None if the mesh has none.
+      explicit: its part over Explicit mesh axes, or None if the mesh has none.
+      mesh: the manager's mesh, of the ambient one's axis types.
+      ambient: whether a mesh is ambient, so that bare specs have a meaning.
+      sharding: what an Auto constraint carries: a `NamedSharding` of the manager's mesh where that is possible, else the
+        bare spec. (A bare spec is refused by an eager `grad` or `vmap` of an array made before the mesh was set; a sharding
+        of the whole mesh is refused inside `shard_map` and beside Explicit axes.)
+      plain: whether inside a trace that constraint is all there is to do.
+    """
+
+    spec: PartitionSpec
+    auto: PartitionSpec | None
+    explicit: PartitionSpec | None
+    mesh: Mesh | AbstractMesh
+    ambient: bool
+    sharding: NamedSharding | PartitionSpec
+    plain: bool
+
+
+def make_placement(
+    spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: AbstractMesh | None
+) -> Placement:
+    """Split a spec by the axis types of the ambient mesh, or of the manager's where none is ambient.
+
+    Raises:
+      MeshMismatchError: one dim would lie over an Auto axis major to an Explicit one, which JAX cannot express.
+    """
+    mesh = mesh_here(mesh, ambient)
+    types = dict(zip((ambient or mesh).axis_names, (ambient or mesh).axis_types, strict=True))
+    auto = _part(spec, [axis for axis, kind in types.items() if kind is AxisType.Auto])
+    explicit = _part(spec, [axis for axis, kind in types.items() if kind is AxisType.Explicit])
+    if auto is not None and explicit is not None:
+        raise_problems(order_problems(spec, types))
+    manual = AxisType.Manual in types.values()
+    bare = isinstance(mesh, AbstractMesh) or (
+        ambient is not None and (manual or explicit is not None)
+    )
+    return Placement(
+        spec=spec,
+        auto=auto,
+        explicit=explicit,
+        mesh=mesh,
+        ambient=ambient is not None,
+        sharding=(auto or PartitionSpec())
+        if bare
+        else NamedSharding(mesh, auto or PartitionSpec()),
+        plain=explicit is None
+        and auto is not None
+        and (ambient is not None or isinstance(mesh, Mesh)),
+    )
+
+
+def mesh_here(mesh: Mesh | AbstractMesh, ambient: AbstractMesh | None) -> Mesh | AbstractMesh:
+    """Return a mesh with the axis types of the ambient one, which arrays and constraints must have; as it is where parts are Manual."""
+    if (
+        ambient is None
+        or isinstance(mesh, AbstractMesh)
+        or ambient.axis_types == mesh.axis_types
+        or ambient.manual_axes
+    ):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=ambient.axis_types)
+
+
+def _part(spec: PartitionSpec, axes: list[str]) -> PartitionSpec | None:
+    if not axes:
+        return None
+    entries: list[Any] = []
+    for entry in spec.partitions:
+        if entry is UNCONSTRAINED or entry is None:
+            entries.append(entry)
+        else:
+            entries.append(entry_of(tuple(axis for axis in entry_names(entry) if axis in axes)))
+    return canonical_spec(entries)
+
+
+def order_problems(spec: PartitionSpec, types: Mapping[str, AxisType]) -> list[Problem]:
+    """Return the dims that would lie over an Auto mesh axis major to an Explicit one, which JAX cannot express."""
+    problems = []
+    for dim, entry in enumerate(spec.partitions):
+        kinds = [types[axis] for axis in entry_names(entry)]
+        if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
+            problem = Problem(
+                error=MeshMismatchError,
+                what=f"{'+'.join(entry)} puts an Auto mesh axis before an Explicit one in one dim, which JAX cannot express",
+                dim=dim,
+                mesh_axes=entry_names(entry),
+                fix="write the Explicit mesh axis first in the rule, or give both the same axis type",
+            )
+            problems.append(problem)
+    return problems
+
+
+def place(x: Any, placement: Placement) -> Any:
+    """Make one array lie as placed: a constraint or a reshard while tracing, a transfer otherwise."""
+    if isinstance(x, jax.core.Tracer):
+        return constrain(x, placement)
+    check_kept(x)
+    return constrain(x, placement) if _jax.in_trace() else put(x, placement)
+
+
+def check_kept(x: Any, *, path: str = "") -> None:
+    """Check that JAX keeps the values of a NumPy array or a number: without x64 it makes 32 bits of 64.
+
+    Integers must fit; floats may be rounded, to zero where they are tiny, but a finite one must stay finite.
+
+    Raises:
+      StrategyError: values that do not.
+    """
+    if isinstance(x, (jax.Array, jax.core.Tracer)) or jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        return
+    plain = _PYTHON.get(type(x))
+    dtype = getattr(x, "dtype", None) if plain is None else np.dtype(plain)
+    if not isinstance(dtype, np.dtype) or dtype.name not in _HALVES or not np.size(x):
+        return
+    half = np.dtype(_HALVES[dtype.name])
+    if _survives(x, half):
+        return
+    kind = dtype if plain is None else f"a Python {type(x).__name__}"
+    what = f"values of {kind} do not fit {half}, which JAX makes of it while jax_enable_x64 is off"
+    raise StrategyError(
+        what, path=path, fix='jax.config.update("jax_enable_x64", True), or cast it yourself'
+    )
+
+
+_PYTHON: Final[dict[type, str]] = {int: "int64", float: "float64", complex: "complex128"}
+_HALVES: Final = {
+    "int64": "int32",
+    "uint64": "uint32",
+    "float64": "float32",
+    "complex128": "complex64",
+}
+
+
+def _survives(x: Any, half: np.dtype[Any]) -> bool:
+    if half.kind in "iu":
+        limits = np.iinfo(half)
+        return int(np.min(x)) >= limits.min and int(np.max(x)) <= limits.max
+    for part in (np.real(x), np.imag(x)) if half.kind == "c" else (x,):
+        # Two passes without a copy; only where something is not finite anyway are the others looked for.
+        ends = [np.fmin.reduce(part, axis=None), np.fmax.reduce(part, axis=None)]
+        if not np.isfinite(ends).all():
+            finite = np.asarray(part)[np.isfinite(part)]
+            ends = [finite.min(), finite.max()] if finite.size else []
+        with np.errstate(over="ignore"):
+            if not np.isfinite(np.asarray(ends).astype(np.float32)).all():
+                return False
+    return True
+
+
+def constrain(x: Any, placement: Placement) -> Any:
+    """Constrain an array inside a trace."""
+    if placement.plain:
+        # Nearly every call ends here, thousands of times in a trace.
+        return jax.lax.with_sharding_constraint(x, placement.sharding)
+    if placement.explicit is None:
+        return x if placement.auto is None else _constrain_auto(x, placement)
+    if placement.auto is None:
+        return _reshard(x, placement)
+    return _both(x, placement)
+
+
+def _constrain_auto(x: Any, placement: Placement) -> Any:
+    if placement.ambient or isinstance(placement.mesh, Mesh):
+        return jax.lax.with_sharding_constraint(x, placement.sharding)
+    with jax.sharding.use_abstract_mesh(placement.mesh):
+        return jax.lax.with_sharding_constraint(x, placement.sharding)
+
+
+def _reshard(x: Any, placement: Placement) -> Any:
+    spec = _fill_unconstrained(placement.explicit, jax.typeof(x).sharding.spec)
+    if placement.ambient:
+        return jax.reshard(x, spec)
+    if isinstance(placement.mesh, AbstractMesh):
+        with jax.sharding.use_abstract_mesh(placement.mesh):
+            return jax.reshard(x, spec)
+    return jax.reshard(x, NamedSharding(placement.mesh, spec))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _both(x: Any, placement: Placement) -> Any:
+    """Both halves in one jitted function: eagerly, either alone would undo the other."""
+    return _constrain_auto(_reshard(x, placement), placement)
+
+
+def _fill_unconstrained(spec: Any, current: PartitionSpec) -> PartitionSpec:
+    """Replace UNCONSTRAINED by what the array has there already, as far as the spec's own axes leave it free."""
+    if UNCONSTRAINED not in spec.partitions:
+        return spec  # type: ignore[no-any-return]
+    used = {axis for entry in spec.partitions for axis in entry_names(entry)}
+    old = (*current.partitions, *[None] * len(spec.partitions))
+    entries = []
+    for entry, had in zip(spec.partitions, old, strict=False):
+        entries.append(
+            entry_of(tuple(axis for axis in entry_names(had) if axis not in used))
+            if entry is UNCONSTRAINED
+            else entry
+        )
+    return PartitionSpec(*entries)
+
+
+def no_devices() -> MeshSpecError:
+    """Return the error of an array that is wanted on an abstract mesh."""
+    return MeshSpecError(
+        "the manager's mesh is abstract: there are no devices to place an array on",
+        fix="build the manager on create_mesh(...), or trace with jax.eval_shape or jax.jit(f).trace(...)",
+    )
+
+
+def put(x: Any, placement: Placement) -> Any:
+    """Place a concrete array; the same object if it lies so already.
+
+    Raises:
+      MeshSpecError: the mesh is abstract.
+      StrategyError: what is to be placed is no array.
+    """
+    if isinstance(placement.mesh, AbstractMesh):
+        raise no_devices()
+    if not _jax.is_array(x):
+        raise StrategyError(
+            f"a {type(x).__name__} holds no values to place",
+            fix="ask pm.shardings or pm.abstract of what has only a shape",
+        )
+    current = x.sharding if isinstance(x, jax.Array) else None
+    held = (
+        current.spec
+        if isinstance(current, NamedSharding) and current.mesh == placement.mesh
+        else PartitionSpec()
+    )
+    # An array that was put aside in host memory stays there.
+    kind = None if current is None or current.memory_kind == "device" else current.memory_kind
+    sharding = NamedSharding(
+        placement.mesh, _fill_unconstrained(placement.spec, held), memory_kind=kind
+    )
+    if current is not None and current.is_equivalent_to(sharding, x.ndim) and x.committed:
+        return x
+    return jax.device_put(x, sharding)
+
+
+def gather(w: Any, use: Placement, stored: Placement) -> Any:
+    """Constrain a stored weight to the spec of its use, and its cotangent back to the stored spec.
+
+    Both placements are static: the backward pass never reads the ambient manager.
+    """
+    check_kept(w)
+    if stored.explicit is None:
+        return _gather_auto(w, use, stored)
+    # A cotangent over Explicit axes has the type of its primal, so the weight is placed as stored first.
+    w = place(w, stored)
+    if stored.auto is None or not (isinstance(w, jax.core.Tracer) or _jax.in_trace()):
+        return place(w, use)
+    return _gather_mixed(w, use, stored)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _gather_auto(w: Any, use: Placement, stored: Placement) -> Any:
+    return place(w, use)
+
+
+@_gather_auto.defjvp
+def _gather_auto_jvp(
+    use: Placement, stored: Placement, primals: tuple[Any], tangents: tuple[Any]
+) -> tuple[Any, Any]:
+    """Constrain the tangent as stored: a constraint transposes to itself, so the cotangent is constrained so too."""
+    return _gather_auto(*primals, use, stored), place(*tangents, stored)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _gather_mixed(w: Any, use: Placement, stored: Placement) -> Any:
+    """One jitted function, as in `_both`. A reshard transposes to the sharding of its input, which is the stored one."""
+    return _gather_auto(_reshard(w, use), auto_part(use), auto_part(stored))
+
+
+def auto_part(placement: Placement) -> Placement:
+    """Return a placement's constraint over Auto mesh axes alone."""
+    return dataclasses.replace(placement, explicit=None)
+
+
+def global_shape(sharding: NamedSharding, local: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the whole array, of which this process has as many shards along each dim as it addresses."""
+    sizes = sharding.mesh.shape
+    spec = (*sharding.spec.partitions, *[None] * len(local))
+    shards = tuple(
+        math.prod(sizes[axis] for axis in entry_names(spec[dim])) for dim in range(len(local))
+    )
+    # An array with one element per shard shows which of them are here.
+    here = sharding.addressable_devices_indices_map(shards).values()
+    mine = [
+        len({index[dim].indices(count) for index in here if index is not None})
+        for dim, count in enumerate(shards)
+    ]
+    return tuple(size * count // own for size, count, own in zip(local, shards, mine, strict=True))

@@ -1,0 +1,455 @@
+"""`shard_map` in semantic axes: each axis resolves once per call, from the inputs, and outputs reuse it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from shardwright import _jax
+from shardwright.errors import (
+    AxisConflictError,
+    MissingMeshAxisError,
+    Problem,
+    RankMismatchError,
+    ShapeRequiredError,
+    ShardingError,
+    StrategyError,
+    raise_problems,
+)
+from shardwright.manager import constraint, context
+from shardwright.manager.manual_gather import Input, Inputs
+from shardwright.resolution.decide import lost_entry_fix, unknown_axis
+from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
+from shardwright.resolution.partition_specs import canonical_spec, entry_names, entry_of
+from shardwright.resolution.rules import AxisRules
+from shardwright.trees import annotated
+from shardwright.vocabulary.annotations import (
+    Dim,
+    MergedDim,
+    as_annotation,
+    as_shape,
+    is_annotation,
+    is_axes_list,
+    is_tuple_of_annotations,
+    lower,
+)
+from shardwright.vocabulary.axes import LAYERS, UNCONSTRAINED, axis_label, canonical_axis
+
+# Where each dim of the inputs lies, by its axes: several for a composite, which is decided as a whole.
+_Found = dict[tuple[str, ...], tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class SemanticShardMap:
+    """What `PartitionManager.shard_map` returns: a function of global arrays; see there.
+
+    Attributes:
+      f: function of local arrays.
+      in_axes: one annotation, or tree of them, per positional argument.
+      out_axes: the outputs' annotations, as `checked_outputs` returns them.
+      sizes: global size of axes that stand in no input.
+      mesh: the manager's.
+      explain: resolves (annotation, shape, path) where it is called: what a surrounding `shard_map` has applied is Manual.
+      manual_axes: returns the Manual mesh axes of the ambient mesh, after checking that it is the manager's.
+      check_vma: as for `jax.shard_map`.
+    """
+
+    f: Callable[..., Any]
+    in_axes: tuple[Any, ...]
+    out_axes: Any
+    sizes: dict[str, int]
+    mesh: Mesh | AbstractMesh
+    explain: Callable[[Any, Sequence[int] | None, str | None], Resolution]
+    manual_axes: Callable[[AbstractMesh | None], frozenset[str]]
+    check_vma: bool = True
+    _made: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    def __call__(self, *args: Any) -> Any:
+        """Resolve the axes from the arguments' shapes and run the function on their shards."""
+        if len(args) != len(self.in_axes):
+            raise StrategyError(
+                f"{len(args)} arguments, in_axes has {len(self.in_axes)} entries",
+                fix="give in_axes one entry per argument",
+            )
+        found: _Found = {}
+        owners: dict[tuple[str, ...], str] = {}
+        problems: list[Problem] = []
+        dims: list[tuple[Dim, ...]] = []
+        in_specs = tuple(
+            self._specs(f"argument {at}", arg, axes, found, owners, problems, dims)
+            for at, (arg, axes) in enumerate(zip(args, self.in_axes, strict=True))
+        )
+        raise_problems(problems)
+        args, mesh = self._ready(args, in_specs)
+        f = self._noted(in_specs, tuple(dims)) if mesh is not None else self.f
+        outputs = self._outputs(f, args, in_specs, mesh)
+        out_specs = jax.tree.map(lambda output: self._out_spec(output.annotation, found), outputs)
+        key = (
+            jax.tree.structure((in_specs, out_specs)),
+            tuple(jax.tree.leaves((in_specs, out_specs))),
+            mesh,
+            tuple(dims),
+        )
+        mapped = self._made.get(key)
+        if mapped is None:
+            made = _jax.call_shard_map(
+                f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
+            )
+            # Jitted, because shard_map by itself traces and compiles anew at every eager call.
+            mapped = self._made[key] = jax.jit(made)
+        return mapped(*args)
+
+    def _noted(
+        self, in_specs: tuple[Any, ...], dims: tuple[tuple[Dim, ...], ...]
+    ) -> Callable[..., Any]:
+        """Return the function, which tells `gather` inside it how its inputs are split.
+
+        Not so inside another `shard_map`: there the inputs' shapes are not global.
+        """
+        specs = jax.tree.leaves(in_specs)
+
+        @functools.wraps(self.f)
+        def noted(*local: Any) -> Any:
+            leaves = zip(dims, jax.tree.leaves(local), specs, strict=True)
+            inputs = [
+                one for leaf, value, spec in leaves for one in _inputs(leaf, jnp.shape(value), spec)
+            ]
+            with context.mapped(
+                Inputs(mesh=_jax.ambient_mesh(), leaves=tuple(dict.fromkeys(inputs)))
+            ):
+                return self.f(*local)
+
+        return noted
+
+    def _ready(
+        self, args: tuple[Any, ...], in_specs: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], Mesh | AbstractMesh | None]:
+        """Return the arguments as `shard_map` takes them, and the mesh to give it, or None for the ambient one.
+
+        It refuses a mesh of its own where the ambient one is partly Manual, and over Explicit axes an argument that does not
+        lie as its spec says.
+        """
+        ambient = _jax.ambient_mesh()
+        manual = self.manual_axes(ambient)
+        mesh = constraint.mesh_here(self.mesh, ambient)
+        if AxisType.Explicit in (mesh if ambient is None else ambient).axis_types:
+
+            def placed(x: Any, spec: PartitionSpec) -> Any:
+                return constraint.place(x, constraint.make_placement(spec, mesh, ambient))
+
+            args = tuple(
+                jax.tree.map(placed, arg, specs) for arg, specs in zip(args, in_specs, strict=True)
+            )
+        return args, None if manual else mesh
+
+    def _outputs(
+        self,
+        f: Callable[..., Any],
+        args: tuple[Any, ...],
+        in_specs: tuple[Any, ...],
+        mesh: Mesh | AbstractMesh | None,
+    ) -> Any:
+        """Return the outputs' annotations; where one may be a tuple of them, as the function's own outputs say.
+
+        They are traced for that, once per shapes of the arguments.
+        """
+        if not any(
+            is_tuple_of_annotations(output.annotation) for output in jax.tree.leaves(self.out_axes)
+        ):
+            return self.out_axes
+        leaves, structure = jax.tree.flatten(
+            (jax.eval_shape(lambda *given: given, *args), in_specs)
+        )
+        key = ("outputs", structure, mesh, *leaves)
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = self._paired_outputs(f, args, in_specs, mesh)
+        return found
+
+    def _paired_outputs(
+        self,
+        f: Callable[..., Any],
+        args: tuple[Any, ...],
+        in_specs: tuple[Any, ...],
+        mesh: Mesh | AbstractMesh | None,
+    ) -> Any:
+        made: list[Any] = []
+
+        def traced(*local: Any) -> tuple[()]:
+            # Only ranks are looked at, so any dtype will do.
+            made.append(
+                jax.tree.map(lambda one: jax.ShapeDtypeStruct(np.shape(one), np.bool_), f(*local))
+            )
+            return ()
+
+        jax.eval_shape(
+            _jax.call_shard_map(
+                traced, mesh=mesh, in_specs=in_specs, out_specs=(), check_vma=self.check_vma
+            ),
+            *args,
+        )
+        try:
+            leaves = annotated.annotated_leaves(
+                made[0], jax.tree.map(lambda output: output.annotation, self.out_axes)
+            )
+        except ShardingError as error:
+            raise_problems(
+                [
+                    dataclasses.replace(problem, path=f"output {problem.path}".strip())
+                    for problem in error.problems
+                ]
+            )
+            raise
+        return jax.tree.unflatten(
+            jax.tree.structure(made[0]), [_Output(leaf.annotation) for leaf in leaves]
+        )
+
+    def _specs(
+        self,
+        name: str,
+        arg: Any,
+        axes: Any,
+        found: _Found,
+        owners: dict[tuple[str, ...], str],
+        problems: list[Problem],
+        dims: list[tuple[Dim, ...]],
+    ) -> Any:
+        specs = []
+        try:
+            leaves = annotated.annotated_leaves(
+                arg, as_annotation(axes) if is_axes_list(axes) else axes
+            )
+        except ShardingError as error:
+            problems += [
+                dataclasses.replace(problem, path=f"{name} {problem.path}".strip())
+                for problem in error.problems
+            ]
+            return None
+        for leaf in leaves:
+            path = f"{name} {leaf.path}".strip()
+            constraint.check_kept(leaf.value, path=path)
+            resolution = self.explain(leaf.annotation, np.shape(leaf.value), path)
+            if resolution.problems:
+                problems += resolution.problems
+                continue
+            dims.append(lower(leaf.annotation, np.shape(leaf.value)).dims)
+            problems += self._learn(path, dims[-1], resolution.decisions, found, owners)
+            specs.append(resolution.spec)
+        return (
+            jax.tree.unflatten(jax.tree.structure(arg), specs)
+            if len(specs) == len(leaves)
+            else None
+        )
+
+    def _learn(
+        self,
+        path: str,
+        dims: tuple[Dim, ...],
+        decisions: tuple[DimDecision, ...],
+        found: _Found,
+        owners: dict[tuple[str, ...], str],
+    ) -> list[Problem]:
+        """Note where each axis lies, and return the problems: an axis that lies in two ways, or nowhere."""
+        problems = []
+        for dim, decision in zip(dims, decisions, strict=True):
+            if decision.outcome is Outcome.UNCONSTRAINED:
+                problems.append(_open(path, decision))
+            elif dim.axes:
+                said = None if decision.manual or len(dim.axes) > 1 else self.sizes.get(dim.axes[0])
+                if said is not None and said != decision.size:
+                    problems.append(_two_sizes(path, decision, said))
+                lies = tuple(axis for axis in decision.mesh_axes if axis not in decision.manual)
+                if found.setdefault(dim.axes, lies) != lies:
+                    problems.append(_two_ways(path, decision, found[dim.axes], owners[dim.axes]))
+                owners.setdefault(dim.axes, path)
+        return problems
+
+    def _out_spec(self, annotation: Any, found: _Found) -> PartitionSpec:
+        entries: list[Any] = []
+        taken: set[str] = set()
+        for at, dim in enumerate(lower(annotation).dims):
+            names = (
+                self._out_dim(dim, found) if dim.literal is None else self._literal(at, dim.literal)
+            )
+            clash = [
+                name
+                for at_name, name in enumerate(names)
+                if name in taken or name in names[:at_name]
+            ]
+            if clash:
+                raise AxisConflictError(
+                    f"mesh axis {clash[0]} stands twice",
+                    path="output",
+                    dim=at,
+                    axis=dim.label,
+                    fix="annotate one of the dims EMPTY",
+                )
+            taken.update(names)
+            entries.append(entry_of(names))
+        return canonical_spec(entries)
+
+    def _literal(self, at: int, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the mesh axes of an entry of a literal spec, checked."""
+        for name in names:
+            if name == UNCONSTRAINED:
+                raise StrategyError(
+                    "UNCONSTRAINED leaves this dim to the compiler",
+                    path="output",
+                    dim=at,
+                    fix="write None, or a mesh axis",
+                )
+            if name not in self.mesh.shape:
+                fix = lost_entry_fix(name, self.mesh.shape)
+                raise MissingMeshAxisError(
+                    f"mesh axis {name!r} is not in the mesh", path="output", dim=at, fix=fix
+                )
+        return names
+
+    def _out_dim(self, dim: Dim, found: _Found) -> tuple[str, ...]:
+        """Return where an output's dim lies: as the inputs' dim of the same axes, else each of its axes by itself."""
+        if dim.axes in found:
+            return found[dim.axes]
+        inside = [
+            axis
+            for axis in dim.axes
+            if (axis,) not in found and any(axis in axes for axes in found)
+        ]
+        if inside:
+            raise AxisConflictError(
+                f"{axis_label(inside[0])} stands in the inputs only inside a composite, so where it lies by itself is not decided",
+                path="output",
+                axis=dim.label,
+                fix="annotate the output's dim with the same composite, or an input's dim with the axis alone",
+            )
+        return tuple(
+            name
+            for axis in dim.axes
+            for name in (found[axis,] if (axis,) in found else self._out_axis(axis, dim))
+        )
+
+    def _out_axis(self, axis: str, dim: Dim) -> tuple[str, ...]:
+        size = self.sizes.get(axis)
+        resolution = self.explain((axis,), None if size is None else (size,), "output")
+        if ShapeRequiredError in {problem.error for problem in resolution.problems}:
+            raise ShapeRequiredError(
+                "the axis stands in no input, and where it lies depends on its size",
+                path="output",
+                axis=dim.label,
+                fix=f"pass sizes={{{axis_label(axis)}: ...}}",
+            )
+        resolution.require()
+        decision = resolution.decisions[0]
+        if decision.outcome is Outcome.UNCONSTRAINED:
+            raise_problems([_open("output", decision)], resolution=resolution)
+        return tuple(name for name in decision.mesh_axes if name not in decision.manual)
+
+
+def _inputs(dims: tuple[Dim, ...], shape: tuple[int, ...], spec: PartitionSpec) -> list[Input]:
+    """Return an input as the function sees it, and each layer of one that is stacked."""
+    entries = (*spec.partitions, *[None] * len(shape))[: len(shape)]
+    whole = Input(dims=dims, shape=shape, split=tuple(map(entry_names, entries)))
+    if not shape or whole.split[0] or (dims[0].axes != (LAYERS,) and dims[0].literal is None):
+        return [whole]
+    return [whole, Input(dims=dims[1:], shape=shape[1:], split=whole.split[1:])]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Output:
+    """An output's annotation as a leaf: a tuple of axes by itself is a node to JAX."""
+
+    annotation: Any
+
+
+def checked_outputs(out_axes: Any) -> Any:
+    """Return a tree of outputs' annotations, each checked and made a leaf.
+
+    A tuple or list with an axis or a merged dim among its entries is one annotation; any other has an entry per output.
+
+    Raises:
+      StrategyError: what stands for an output is no annotation.
+    """
+    several = type(out_axes) is tuple and bool(out_axes) and not _is_dims(out_axes)
+    pairs, structure = jax.tree_util.tree_flatten_with_path(
+        out_axes,
+        is_leaf=lambda one: (
+            not (several and one is out_axes) and (is_annotation(one) or _is_dims(one))
+        ),
+    )
+    problems: list[Problem] = []
+    outputs = []
+    for path, one in pairs:
+        try:
+            outputs.append(_Output(as_annotation((one,) if isinstance(one, MergedDim) else one)))
+        except ShardingError as error:
+            problems += [
+                dataclasses.replace(problem, path=f"output {annotated.path_text(path)}".strip())
+                for problem in error.problems
+            ]
+    raise_problems(problems)
+    return jax.tree.unflatten(structure, outputs)
+
+
+def _is_dims(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and any(
+        isinstance(entry, (str, MergedDim)) for entry in value
+    )
+
+
+def known_sizes(sizes: Mapping[str, int], rules: AxisRules) -> dict[str, int]:
+    """Return `sizes` by canonical axis.
+
+    Raises:
+      UnknownAxisError, RankMismatchError: an axis that nobody knows, or what is no size of one.
+    """
+    by_axis = {canonical_axis(axis): as_shape((size,))[0] for axis, size in sizes.items()}
+    raise_problems(
+        [
+            dataclasses.replace(unknown_axis(axis, rules), path="sizes")
+            for axis in by_axis
+            if axis not in rules.known_axes
+        ]
+    )
+    return by_axis
+
+
+def _open(path: str, decision: DimDecision) -> Problem:
+    return Problem(
+        error=StrategyError,
+        what='"?" leaves this dim to the compiler, but shard_map must know where it lies',
+        path=path,
+        dim=decision.dim,
+        axis=decision.label,
+        rule=str(decision.rule or ""),
+        fix='give the axis a rule without "?"',
+    )
+
+
+def _two_sizes(path: str, decision: DimDecision, said: int) -> Problem:
+    return Problem(
+        error=RankMismatchError,
+        what=f"the axis has size {decision.size} here, and {said} in sizes=",
+        path=path,
+        dim=decision.dim,
+        axis=decision.label,
+        fix="sizes= is for axes that stand in no input: leave this one out",
+    )
+
+
+def _two_ways(path: str, decision: DimDecision, before: tuple[str, ...], owner: str) -> Problem:
+    here, there = "+".join(decision.mesh_axes) or "-", "+".join(before) or "-"
+    return Problem(
+        error=AxisConflictError,
+        what=f"the axis lies over {here} here, and over {there} in {owner}",
+        path=path,
+        dim=decision.dim,
+        axis=decision.label,
+        rule=str(decision.rule or ""),
+        fix="annotate one of them EMPTY or with another axis: inside shard_map an axis lies in one way",
+    )

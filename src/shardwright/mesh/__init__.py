@@ -1,0 +1,11 @@
+"""Meshes: their text form, and the real and abstract meshes that it describes.
+
+Code that builds a mesh or reads `"dp:2,tp:4"` belongs here. Which array dimension lies over which
+mesh axis does not: `resolution` decides that.
+"""
+
+from shardwright.mesh.build import abstract_mesh as abstract_mesh
+from shardwright.mesh.build import create_mesh as create_mesh
+from shardwright.mesh.build import get_jax_mesh as get_jax_mesh
+from shardwright.mesh.build import get_ranks_and_size as get_ranks_and_size
+from shardwright.mesh.build import mesh_sizes as mesh_sizes

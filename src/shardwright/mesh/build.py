@@ -1,0 +1,429 @@
+"""Meshes: from text, sizes or a mapping to a `jax.sharding.Mesh` over one or several slices, or to one without devices."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from shardwright.errors import MeshMismatchError, MeshSpecError, did_you_mean
+from shardwright.mesh.text import (
+    DEFAULT_MESH_AXES,
+    INFER,
+    MeshLike,
+    MeshSpec,
+    check_axes,
+    parse_mesh,
+    resolve_sizes,
+)
+
+__all__ = [
+    "DEFAULT_MESH_AXES",
+    "INFER",
+    "MeshLike",
+    "MeshSizes",
+    "MeshSpec",
+    "abstract_mesh",
+    "arrange_devices",
+    "create_mesh",
+    "get_jax_mesh",
+    "get_ranks_and_size",
+    "mesh_axis_types",
+    "mesh_sizes",
+    "parse_mesh",
+    "resolve_axis_types",
+    "resolve_sizes",
+]
+
+AxisTypeName = Literal["auto", "explicit"]
+AxisTypes = AxisTypeName | AxisType | Mapping[str, AxisTypeName | AxisType]
+
+# Where slices go when nobody says: these communicate rarely enough for the network between slices.
+_SLICE_AXES: Final = ("pp", "dp", "fsdp")
+_AXIS_TYPES: Final = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def create_mesh(
+    axis_dims: MeshLike = (1, INFER, 1, 1),
+    axis_names: Sequence[str] | None = None,
+    backend: str = "",
+    *,
+    devices: Sequence[Any] | None = None,
+    axis_types: AxisTypes = "auto",
+    dcn: Mapping[str, int] | None = None,
+) -> Mesh:
+    """Build a mesh; starts the backend.
+
+    Args:
+      axis_dims: `(2, -1, 1, 4)` or `"2,-1,1,4"` in the order of `axis_names`, or `"dp:2,fsdp:-1,tp:4"` or
+        `{"dp": 2, "fsdp": -1, "tp": 4}`, which bring their names. Slowest first; total sizes, slices included; one may be
+        -1. A leading `!` in text keeps the device order instead of following the topology inside each slice.
+      axis_names: names for `axis_dims` without names; absent: ("dp", "fsdp", "tp", "sp").
+      backend: platform such as "cpu"; empty: the default one.
+      devices: devices to use, a subset is fine; absent: all of the backend. Without a -1 the first ones that fit are used.
+      axis_types: "auto" or "explicit" for all axes, or by name, where the others are auto.
+      dcn: the part of each axis that crosses slices, `{"dp": 2}`; absent or empty: slices go on the first of pp, dp, fsdp
+        that they divide. Where the platform knows no slices, the processes are the slices.
+
+    Raises:
+      MeshSpecError: a mesh that cannot be read, sizes that do not fit the devices, slices that do not fit the axes.
+    """
+    spec = parse_mesh(axis_dims, axis_names, dcn=dcn)
+    types = resolve_axis_types(spec.names, axis_types)
+    chosen = _devices(devices, backend)
+    spec = resolve_sizes(spec, len(chosen), hint=_more_devices(spec, chosen))
+    grid = arrange_devices(spec, chosen[: math.prod(spec.sizes)])
+    return Mesh(grid, spec.names, axis_types=types)
+
+
+def get_jax_mesh(axis_dims: str, names: Sequence[str] = ("x", "y", "z")) -> Mesh:
+    """Build a mesh from text; starts the backend. `create_mesh` reads more forms.
+
+    Args:
+      axis_dims: `"2,-1,4"` in the order of `names`, sizes left out at the end are 1; or `"dp:2,fsdp:-1,tp:4"` in the order
+        written, each of `names` exactly once. A leading `!` keeps the device order instead of following the topology.
+      names: the mesh axes.
+
+    Raises:
+      MeshSpecError: text that cannot be read, more sizes than names, other names, or sizes that do not fit the devices.
+    """
+    if not isinstance(axis_dims, str):
+        raise MeshSpecError(
+            f"axis_dims is {axis_dims!r}, not text",
+            fix='write "2,-1,4", or call create_mesh, which takes sizes too',
+        )
+    if ":" in axis_dims:
+        spec = parse_mesh(axis_dims)
+        if sorted(spec.names) != sorted(names):
+            what = f"the text names {', '.join(spec.names)}, names is {', '.join(names)}"
+            raise MeshSpecError(
+                what, fix="give every name exactly once, with the size 1 where it is not used"
+            )
+        return create_mesh(axis_dims)
+    missing = len(names) - (axis_dims.count(",") + 1)
+    return create_mesh(axis_dims + ",1" * missing, names)
+
+
+def get_ranks_and_size(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+    """Return where this process stands among those that hold one model (mp), and among the copies of it (dp).
+
+    A model is split over tp * sp devices (an axis that the mesh does not have counts 1). So
+    `mp_node_size = max(1, tp * sp // local devices)`, `dp_node_size = processes // mp_node_size`, and the ranks are
+    `dp_node_rank = process index // mp_node_size`, `mp_node_rank = process index % mp_node_size`.
+
+    Returns:
+      `mesh` and these four.
+
+    Raises:
+      MeshMismatchError: a model on a part of some process's devices, or processes left over: then there are no such ranks.
+    """
+    sizes = mesh_sizes(mesh)
+    # The default backend may be another than the mesh's.
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
+    local, processes, index = (
+        jax.local_device_count(platform),
+        jax.process_count(platform),
+        jax.process_index(platform),
+    )
+    split = sizes.get("tp", 1) * sizes.get("sp", 1)
+    nodes = max(1, split // local)
+    if processes > 1 and (max(split, local) % min(split, local) or processes % nodes):
+        raise MeshMismatchError(
+            f"tp * sp = {split} does not go evenly over {processes} processes with {local} devices each",
+            fix=f"choose tp * sp as a divisor or a multiple of {local} that leaves no process over",
+        )
+    return {
+        "mesh": mesh,
+        "mp_node_size": nodes,
+        "dp_node_size": processes // nodes,
+        "dp_node_rank": index // nodes,
+        "mp_node_rank": index % nodes,
+    }
+
+
+def abstract_mesh(
+    axis_dims: MeshLike,
+    axis_names: Sequence[str] | None = None,
+    *,
+    devices: int | None = None,
+    axis_types: AxisTypes = "auto",
+) -> AbstractMesh:
+    """Build a mesh of any size without devices, for planning and tests; starts no backend.
+
+    Args:
+      axis_dims: as in `create_mesh`; a -1 needs `devices`.
+      axis_names: as in `create_mesh`.
+      devices: number of devices that the mesh is planned for.
+      axis_types: as in `create_mesh`.
+
+    Raises:
+      MeshSpecError: a mesh that cannot be read, a -1 without `devices`, or sizes that do not fit `devices`.
+
+    >>> abstract_mesh("fsdp:2048,tp:8").size
+    16384
+    """
+    spec = parse_mesh(axis_dims, axis_names)
+    types = resolve_axis_types(spec.names, axis_types)
+    if devices is not None:
+        spec = resolve_sizes(spec, devices)
+    elif INFER in spec.sizes:
+        name = spec.names[spec.sizes.index(INFER)]
+        raise MeshSpecError(
+            f"mesh axis {name} = -1 needs a number of devices",
+            fix="pass devices=8, or give the size",
+            mesh_axes=(name,),
+        )
+    return AbstractMesh(spec.sizes, spec.names, axis_types=types)
+
+
+class MeshSizes(dict[str, int]):
+    """Checked sizes by mesh axis, in mesh order; not changed once made.
+
+    Attributes:
+      pairs: the same as a tuple, to be part of a key.
+    """
+
+    __slots__ = ("pairs",)
+    pairs: tuple[tuple[str, int], ...]
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        super().__init__(sizes)
+        self.pairs = tuple(sizes.items())
+
+
+def mesh_sizes(
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | Sequence[tuple[str, int]],
+) -> MeshSizes:
+    """Return axis name → size in mesh order, from a mesh, a mapping or (name, size) pairs.
+
+    JAX lets two axes have one name, and names that no rule can write; here they are errors.
+
+    Raises:
+      MeshSpecError: a bad or repeated name, a size below 1, or something that is no mesh.
+
+    >>> mesh_sizes([("dp", 2), ("tp", 4)])
+    {'dp': 2, 'tp': 4}
+    """
+    if isinstance(mesh, MeshSizes):
+        return mesh
+    if isinstance(mesh, Mesh | AbstractMesh):
+        return MeshSizes(check_axes(list(zip(mesh.axis_names, mesh.axis_sizes, strict=True))))
+    if isinstance(mesh, Mapping):
+        return MeshSizes(check_axes(list(mesh.items())))
+    if isinstance(mesh, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in mesh
+    ):
+        return MeshSizes(check_axes([(name, size) for name, size in mesh]))
+    raise MeshSpecError(
+        f"{mesh!r} of type {type(mesh).__name__} is no mesh",
+        fix='give a Mesh, an AbstractMesh, {"dp": 2, "tp": 4}, (("dp", 2), ("tp", 4)), or abstract_mesh("dp:2,tp:4")',
+    )
+
+
+def mesh_axis_types(mesh: Mesh | AbstractMesh) -> dict[str, AxisType]:
+    """Return axis name → Auto, Explicit or (inside `shard_map`) Manual, in mesh order."""
+    return dict(zip(mesh_sizes(mesh), mesh.axis_types, strict=True))
+
+
+def resolve_axis_types(names: Sequence[str], axis_types: AxisTypes) -> tuple[AxisType, ...]:
+    """Return one `AxisType` per name, as `Mesh` wants them.
+
+    Raises:
+      MeshSpecError: a type other than auto and explicit, or a name that the mesh does not have.
+    """
+    if not isinstance(axis_types, Mapping):
+        return (_axis_type(axis_types, "axis_types"),) * len(names)
+    for name in axis_types:
+        if name not in names:
+            fix = did_you_mean(str(name), names) or f"name some of {', '.join(names)}"
+            raise MeshSpecError(f"axis_types names {name!r}, which is no axis of the mesh", fix=fix)
+    return tuple(
+        _axis_type(axis_types.get(name, "auto"), f"axis_types[{name!r}]") for name in names
+    )
+
+
+def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
+    """Place devices in an array of shape `spec.sizes`. Pure: reads `platform`, `process_index`, `slice_index` and TPU coordinates.
+
+    Inside a slice TPUs follow their torus, other devices the order given, as all do with `!`. The dcn part of an axis is its
+    slow part: `dp:4` with `dcn.dp:2` has dp 0 and 1 in the first slice.
+
+    Raises:
+      MeshSpecError: devices of several platforms, listed twice or of another number; slices of unequal size; slices that
+        `spec.dcn` does not match or that no pipeline or data axis can take; a torus that has no such mesh.
+    """
+    _check_devices(spec, devices)
+    slices = _slices(spec, devices)
+    dcn = _dcn(spec, slices)
+    inner = tuple(size // part for size, part in zip(spec.sizes, dcn, strict=True))
+    blocks = np.stack([_arrange_slice(spec, inner, members) for members in slices.values()])
+    paired = [axis for dim in range(len(inner)) for axis in (dim, len(inner) + dim)]
+    return blocks.reshape(dcn + inner).transpose(paired).reshape(spec.sizes)
+
+
+def _check_devices(spec: MeshSpec, devices: Sequence[Any]) -> None:
+    if len(devices) != math.prod(spec.sizes):
+        raise MeshSpecError(
+            f"mesh {spec} is not for {len(devices)} devices",
+            fix="fill the -1 with resolve_sizes and give as many devices as the sizes' product",
+        )
+    if len(set(devices)) != len(devices):
+        twice = next(device for device in devices if list(devices).count(device) > 1)
+        raise MeshSpecError(f"device {twice} is listed twice", fix="give every device once")
+    platforms = sorted({device.platform for device in devices})
+    if len(platforms) > 1:
+        raise MeshSpecError(
+            f"devices of several platforms: {', '.join(platforms)}",
+            fix="give devices of one platform",
+        )
+
+
+def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
+    """Group devices by slice, in slice order; where none are known but asked for, by process."""
+    by_slice = _grouped(devices, "slice_index")
+    # A process of a GPU or CPU cluster is no slice by itself (one per GPU is common): only whoever writes dcn says so.
+    if len(by_slice) == 1 and math.prod(spec.dcn) > 1 and devices[0].platform != "tpu":
+        by_slice = _grouped(devices, "process_index")
+    counts = {len(members) for members in by_slice.values()}
+    if len(counts) > 1:
+        listing = ", ".join(
+            f"slice {index} has {len(members)}" for index, members in by_slice.items()
+        )
+        raise MeshSpecError(
+            f"slices of unequal size: {listing}", fix="pass devices= with as many of each slice"
+        )
+    return by_slice
+
+
+def _grouped(devices: Sequence[Any], attribute: str) -> dict[int, list[Any]]:
+    groups: dict[int, list[Any]] = {}
+    for device in devices:
+        # Absent on CPU devices, None on some clients: one slice.
+        groups.setdefault(getattr(device, attribute, 0) or 0, []).append(device)
+    return dict(sorted(groups.items()))
+
+
+def _dcn(spec: MeshSpec, slices: Mapping[int, Sequence[Any]]) -> tuple[int, ...]:
+    """Return the part of each axis that crosses slices."""
+    count = len(slices)
+    if spec.dcn:
+        if math.prod(spec.dcn) != count:
+            asked = (
+                " * ".join(
+                    f"{name}={part}"
+                    for name, part in zip(spec.names, spec.dcn, strict=True)
+                    if part > 1
+                )
+                or "nothing"
+            )
+            fix = "leave dcn out" if count == 1 else f"make the product of dcn {count}"
+            have = "1 slice" if count == 1 else f"{count} slices"
+            raise MeshSpecError(
+                f"dcn puts {asked} across slices ({math.prod(spec.dcn)}), the devices are {have}",
+                fix=fix,
+            )
+        return spec.dcn
+    if count == 1:
+        return (1,) * len(spec.sizes)
+    sizes = dict(zip(spec.names, spec.sizes, strict=True))
+    for axis in _SLICE_AXES:
+        if sizes.get(axis, 1) % count == 0:
+            return tuple(count if name == axis else 1 for name in spec.names)
+    raise MeshSpecError(
+        f"mesh {spec} over {count} slices: none of {', '.join(_SLICE_AXES)} has a size that {count} divides",
+        rule="tensor, sequence and expert axes cross slices only where dcn says so: the network between slices is slow",
+        fix=f"make dp or fsdp a multiple of {count}, or write which axis crosses, as in dcn={{{spec.names[0]!r}: {count}}}",
+    )
+
+
+def _arrange_slice(spec: MeshSpec, shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+    """Place one slice's devices in an array of shape `shape`."""
+    if spec.contiguous or devices[0].platform != "tpu":
+        grid = np.empty(len(devices), dtype=object)
+        grid[:] = devices
+        return grid.reshape(shape)
+    from jax.experimental import mesh_utils
+
+    try:
+        try:
+            return mesh_utils.create_device_mesh(shape, devices)
+        except NotImplementedError:
+            # No assignment of whole torus axes: splitting one costs bandwidth, so it is never tried first.
+            return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    except (NotImplementedError, AssertionError, ValueError) as err:
+        what = f"mesh {spec}: the torus of {len(devices)} TPU devices has no {'x'.join(map(str, shape))} arrangement"
+        fix = (
+            f'write "!{spec}" to take the devices in their order, or pass devices= that form a box'
+        )
+        raise MeshSpecError(what, rule=textwrap.shorten(str(err), 200), fix=fix) from err
+
+
+def _devices(devices: Sequence[Any] | None, backend: str) -> list[Any]:
+    if devices is not None:
+        if backend:
+            raise MeshSpecError(
+                f"devices and backend {backend!r} are both given", fix="give one of them"
+            )
+        if isinstance(devices, int):
+            fix = f"pass jax.devices()[:{devices}], or use abstract_mesh, which takes a number"
+            raise MeshSpecError(f"devices is {devices}, not a sequence of devices", fix=fix)
+        if isinstance(devices, str) or not isinstance(devices, Iterable):
+            fix = (
+                f"write backend={devices!r} for the devices of a platform"
+                if isinstance(devices, str)
+                else "pass jax.devices(), or some of them"
+            )
+            raise MeshSpecError(f"devices is {devices!r}, not a sequence of devices", fix=fix)
+        if np.ndim(devices) > 1:
+            raise MeshSpecError(
+                f"devices is an array of shape {np.shape(devices)}",
+                fix="pass a flat sequence, such as devices.ravel()",
+            )
+        chosen = list(devices)
+        wrong = next((one for one in chosen if not isinstance(one, jax.Device)), None)
+        if wrong is not None:
+            fix = (
+                f"pass the devices themselves, such as [jax.devices()[{wrong}]]"
+                if isinstance(wrong, int)
+                else "pass some of jax.devices()"
+            )
+            raise MeshSpecError(
+                f"{wrong!r} of type {type(wrong).__name__} in devices= is no device", fix=fix
+            )
+        return chosen
+    try:
+        return jax.devices(backend or None)
+    except RuntimeError as err:
+        raise MeshSpecError(
+            f"no devices of backend {backend or 'default'!r}",
+            rule=str(err),
+            fix='name an installed one, such as "cpu"',
+        ) from err
+
+
+def _more_devices(spec: MeshSpec, devices: Sequence[Any]) -> str:
+    """Say how a process that sees too few CPU devices gets more: a notebook's first error."""
+    needed = math.prod(size for size in spec.sizes if size != INFER)
+    planning = "abstract_mesh plans without devices"
+    if not devices or devices[0].platform != "cpu" or needed <= len(devices):
+        return planning
+    count = 8 if 8 % needed == 0 else needed
+    virtual = f"shardwright.testing.virtual_devices({count}) before JAX's first operation (in a notebook: restart the kernel, first cell)"
+    return f"for virtual CPU devices call {virtual}; {planning}"
+
+
+def _axis_type(value: object, place: str) -> AxisType:
+    if value in (AxisType.Auto, AxisType.Explicit):
+        return AxisType(value)
+    if isinstance(value, str) and value in _AXIS_TYPES:
+        return _AXIS_TYPES[value]
+    near = did_you_mean(value.lower(), _AXIS_TYPES) if isinstance(value, str) else ""
+    raise MeshSpecError(
+        f"{place} is {value!r}, neither auto nor explicit",
+        fix=near or 'write "auto", "explicit" or {"tp": "explicit"}',
+    )

@@ -1,0 +1,248 @@
+"""How often a loop of a compiled program runs: what XLA wrote down, else found by running the loop's counter.
+
+CPU and GPU programs carry `known_trip_count`; TPU programs do not. There the counter, the condition and whatever integers they
+depend on are interpreted from the loop's start values. A loop that ends on computed data has no count, and None says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardwright.plan.collectives.hlo import BITS, Computation, Instruction, Module
+
+LIMIT = 1 << 16  # trips: a loop that interpretation does not see end by then counts as unknown
+
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_INTEGERS = frozenset({"pred", *(f"{sign}{bits}" for sign in "su" for bits in (4, 8, 16, 32, 64))})
+_SAME = frozenset(
+    {"copy", "bitcast", "reshape", "convert", "broadcast", "opt-barrier", "copy-done"}
+)
+_COMPARE: Mapping[str, Callable[[int, int], bool]] = {
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "EQ": operator.eq,
+    "NE": operator.ne,
+}
+
+
+def _quotient(a: int, b: int) -> int:
+    # Toward zero, as machines divide. Division by zero has no value worth counting on.
+    return (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1)
+
+
+_BINARY: Mapping[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "maximum": max,
+    "minimum": min,
+    "divide": _quotient,
+    "remainder": lambda a, b: a - b * _quotient(a, b),
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "shift-left": operator.lshift,
+    "shift-right-arithmetic": operator.rshift,
+}
+
+
+_UNARY: Mapping[str, Callable[[int], int]] = {
+    "negate": operator.neg,
+    "abs": abs,
+    "sign": lambda a: (a > 0) - (a < 0),
+}
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Frame:
+    """A computation as it is run from one place.
+
+    Attributes:
+      computation: what runs.
+      arguments: per parameter, either (frame, name) of the caller's operand or the known integers of a tuple, None where unknown.
+      known: values found so far.
+    """
+
+    computation: Computation
+    arguments: tuple[tuple[Frame, str] | tuple[int | None, ...], ...] = ()
+    known: dict[str, int | None] = dataclasses.field(default_factory=dict)
+
+
+def called(module: Module, name: str, frame: Frame, operands: tuple[str, ...]) -> Frame:
+    """Return the frame of a computation called with operands of another one."""
+    return Frame(
+        computation=module.computations[name],
+        arguments=tuple((frame, operand) for operand in operands),
+    )
+
+
+def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
+    """Return how often the body of a `while` runs, or None if that depends on data."""
+    attributes = loop.attributes()
+    written = _KNOWN.search(attributes.get("backend_config", ""))
+    if written:
+        return int(written[1])
+    condition = module.computations[attributes["condition"].lstrip("%")]
+    body = module.computations[attributes["body"].lstrip("%")]
+    try:
+        return _run(module, condition, body, _start(module, frame, loop))
+    except RecursionError:
+        return None
+
+
+def body_frame(module: Module, frame: Frame, loop: Instruction) -> Frame:
+    """Return the frame of a loop's body: it knows the integers that no trip changes."""
+    body = module.computations[loop.attributes()["body"].lstrip("%")]
+    start = _start(module, frame, loop)
+    fixed = tuple(value if _unchanged(body, index) else None for index, value in enumerate(start))
+    return Frame(computation=body, arguments=(fixed,))
+
+
+def _start(module: Module, frame: Frame, loop: Instruction) -> tuple[int | None, ...]:
+    """Return the integers of a loop's start values by their place; nothing for a state that is no flat tuple."""
+    body = module.computations[loop.attributes()["body"].lstrip("%")]
+    nested = body.root.opcode == "tuple" and len(body.root.operands) != len(loop.shapes)
+    if nested or not loop.is_tuple:
+        return ()
+    return tuple(
+        _element(module, frame, loop.operands[0], index)
+        if shape.dtype in _INTEGERS and shape.elements == 1
+        else None
+        for index, shape in enumerate(loop.shapes)
+    )
+
+
+def _run(
+    module: Module, condition: Computation, body: Computation, state: tuple[int | None, ...]
+) -> int | None:
+    for trips in range(LIMIT):
+        goes_on = _value(
+            module, Frame(computation=condition, arguments=(state,)), condition.root.name
+        )
+        if goes_on is None:
+            return None
+        if not goes_on:
+            return trips
+        inside = Frame(computation=body, arguments=(state,))
+        following = tuple(
+            None if value is None else _element(module, inside, body.root.name, index)
+            for index, value in enumerate(state)
+        )
+        if following == state:
+            return None
+        state = following
+    return None
+
+
+def _unchanged(body: Computation, index: int) -> bool:
+    """Tell whether a body hands one element of its state on as it is."""
+    if body.root.opcode != "tuple":
+        return False
+    one = body.instructions[body.root.operands[index]]
+    while one.opcode in ("copy", "bitcast"):
+        one = body.instructions[one.operands[0]]
+    if one.opcode != "get-tuple-element" or int(one.attributes()["index"]) != index:
+        return False
+    return body.instructions[one.operands[0]].opcode == "parameter"
+
+
+def _element(module: Module, frame: Frame, name: str, index: int) -> int | None:
+    """Return one integer of a tuple, or None."""
+    one = frame.computation.instructions[name]
+    if one.opcode == "tuple":
+        return _value(module, frame, one.operands[index])
+    if one.opcode in ("copy", "opt-barrier"):
+        return _element(module, frame, one.operands[0], index)
+    if one.opcode == "parameter":
+        argument: Any = (
+            frame.arguments[int(one.literal)] if int(one.literal) < len(frame.arguments) else ()
+        )
+        if argument and isinstance(argument[0], Frame):
+            return _element(module, argument[0], argument[1], index)
+        value: int | None = argument[index] if index < len(argument) else None
+        return value
+    if one.opcode in ("fusion", "call"):
+        inner = called(module, _callee(one), frame, one.operands)
+        return _element(module, inner, inner.computation.root.name, index)
+    return None
+
+
+def _callee(one: Instruction) -> str:
+    attributes = one.attributes()
+    return (attributes.get("calls") or attributes["to_apply"]).lstrip("%")
+
+
+def _value(module: Module, frame: Frame, name: str) -> int | None:
+    """Return the integer that an instruction computes, or None where it is no lone integer or depends on data."""
+    if name not in frame.known:
+        one = frame.computation.instructions[name]
+        fits = one.shapes and one.shapes[0].dtype in _INTEGERS and one.shapes[0].elements == 1
+        found = _computed(module, frame, one) if fits else None
+        frame.known[name] = None if found is None else _wrapped(found, one.shapes[0].dtype)
+    return frame.known[name]
+
+
+def _computed(module: Module, frame: Frame, one: Instruction) -> int | None:
+    if one.opcode == "constant":
+        return _constant(one.literal)
+    if one.opcode == "get-tuple-element":
+        return _element(module, frame, one.operands[0], int(one.attributes()["index"]))
+    if one.opcode == "parameter":
+        argument: Any = (
+            frame.arguments[int(one.literal)] if int(one.literal) < len(frame.arguments) else ()
+        )
+        return _value(module, *argument) if argument and isinstance(argument[0], Frame) else None
+    if one.opcode in ("fusion", "call"):
+        inner = called(module, _callee(one), frame, one.operands)
+        return _value(module, inner, inner.computation.root.name)
+    if one.opcode in _SAME:
+        # copy-start makes a tuple of (copy, original, context): the original is what it reads.
+        source = frame.computation.instructions[one.operands[0]]
+        return _value(
+            module, frame, source.operands[0] if source.opcode == "copy-start" else one.operands[0]
+        )
+    return _arithmetic(one, [_value(module, frame, operand) for operand in one.operands])
+
+
+def _arithmetic(one: Instruction, found: list[int | None]) -> int | None:
+    values = [value for value in found if value is not None]
+    if len(values) < len(found):
+        return None
+    if one.opcode in _BINARY:
+        if one.opcode in ("divide", "remainder") and values[1] == 0:
+            return None
+        return _BINARY[one.opcode](values[0], values[1])
+    if one.opcode == "shift-right-logical":
+        return (values[0] & ((1 << BITS[one.shapes[0].dtype]) - 1)) >> values[1]
+    if one.opcode == "compare":
+        return int(_COMPARE[one.attributes()["direction"]](values[0], values[1]))
+    if one.opcode == "select":
+        return values[1] if values[0] else values[2]
+    if one.opcode == "clamp":
+        return max(values[0], min(values[1], values[2]))
+    if one.opcode == "not":
+        return int(not values[0]) if one.shapes[0].dtype == "pred" else ~values[0]
+    unary = _UNARY.get(one.opcode)
+    return None if unary is None else unary(values[0])
+
+
+def _constant(literal: str) -> int | None:
+    text = literal.strip("{} ")
+    if text in ("true", "false"):
+        return int(text == "true")
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def _wrapped(value: int, dtype: str) -> int:
+    """Return a value as its type holds it."""
+    if dtype == "pred":
+        return int(bool(value))
+    bits = BITS[dtype]
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if dtype.startswith("s") and value >> (bits - 1) else value

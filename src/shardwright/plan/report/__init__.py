@@ -1,0 +1,1 @@
+"""Tables of memory and collectives as plain text."""

@@ -1,1 +1,0 @@
-"""How answers are shown: text laid out for people."""

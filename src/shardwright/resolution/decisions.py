@@ -1,0 +1,351 @@
+"""Why a dim got its spec: the data that a decision leaves behind, and the table that people read.
+
+A spec is derived from the decisions here, so that an explanation can never disagree with what was applied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from shardwright.errors import Problem, raise_problems
+from shardwright.resolution.partition_specs import (
+    UNCONSTRAINED,
+    canonical_spec,
+    entry_names,
+    entry_of,
+    spec_text,
+)
+from shardwright.resolution.tables import remarked_table
+from shardwright.vocabulary.axes import EMPTY, Role
+from shardwright.vocabulary.modes import mode_name
+
+
+class Reason(enum.StrEnum):
+    """Why a mesh axis or a whole candidate was passed over."""
+
+    MISSING = "missing"
+    SIZE_ONE = "size_one"
+    EMPTY = "empty"
+    TAKEN = "taken"
+    INDIVISIBLE = "indivisible"
+    NO_RULE = "no_rule"
+
+
+class Outcome(enum.StrEnum):
+    """How a dim was decided."""
+
+    CHOSEN = "chosen"
+    EMPTY = "empty"
+    REPLICATED = "replicated"
+    UNCONSTRAINED = "unconstrained"
+    NO_RULE = "no_rule"
+    NO_MESH_AXIS = "no_mesh_axis"
+    POLICY_PREFIX = "policy_prefix"
+    POLICY_REPLICATE = "policy_replicate"
+    POLICY_DROP = "policy_drop"
+    POLICY_FIRST_DIM = "policy_first_dim"
+    POLICY_MISSING = "policy_missing"
+    FAILED = "failed"
+
+
+class ModeFrom(enum.StrEnum):
+    """Where the mode of a call came from."""
+
+    CALL = "call"
+    MANAGER = "manager"
+    LAYOUT = "layout"
+    LAYOUT_DIM = "layout_dim"
+    DEFAULT = "default"
+
+    __hash__ = str.__hash__
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RuleRef:
+    """Where a rule was written.
+
+    Attributes:
+      key: the axis as the file spells it, for instance `kv_head`.
+      text: the rule itself, for instance `tp | -`.
+      table: the table's key path, for instance `modes.decode`.
+      source: file and line, or whatever made the rule.
+      members: of a composite, the rules of its members; the other fields then join theirs.
+    """
+
+    key: str
+    text: str
+    table: str = ""
+    source: str = ""
+    members: tuple[RuleRef, ...] = ()
+
+    @property
+    def written(self) -> str:
+        """The rule as a file has it; of a composite, each member's."""
+        return "; ".join(f'{ref.key} = "{ref.text}"' for ref in self.members or (self,))
+
+    @property
+    def place(self) -> str:
+        """File, line and table; of a composite, each member's."""
+        places = [
+            " ".join(part for part in (ref.source, f"[{ref.table}]" if ref.table else "") if part)
+            for ref in self.members or (self,)
+        ]
+        return "; ".join(places if len({*places}) > 1 else places[:1])
+
+    def __str__(self) -> str:
+        if self.members:
+            return "\n".join(map(str, self.members))
+        place = ", ".join(
+            part for part in (self.source, f"[{self.table}]" if self.table else "") if part
+        )
+        return f'{self.key} = "{self.text}"' + (f"   ({place})" if place else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the rule as plain data; `members` only of a composite."""
+        made = {"key": self.key, "text": self.text, "table": self.table, "source": self.source}
+        return (
+            {**made, "members": [ref.to_json() for ref in self.members]} if self.members else made
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """One thing that was passed over on the way to a decision.
+
+    Attributes:
+      reason: why.
+      candidate: the candidate as written; empty where a member of a composite has no rule.
+      mesh_axis: the mesh axis that was removed from it, or empty if the whole candidate was passed over.
+      detail: the values, for instance `6 % 4`; of `NO_RULE` the member.
+    """
+
+    reason: Reason
+    candidate: tuple[str, ...]
+    mesh_axis: str = ""
+    detail: str = ""
+
+    def __str__(self) -> str:
+        if self.mesh_axis:
+            return f"{self.mesh_axis} {'is not in the mesh' if self.reason is Reason.MISSING else 'has size 1'}"
+        if self.reason is Reason.NO_RULE:
+            return f"{self.detail} has no rule"
+        name = "+".join(self.candidate)
+        return f"{name}: {self.detail or 'no mesh axis left'}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DimDecision:
+    """How one dim was decided.
+
+    Attributes:
+      dim: position.
+      label: the dim's axes as people read them.
+      size: number of elements, or None if no shape was given.
+      outcome: how it was decided.
+      mesh_axes: the mesh axes that the dim lies over, Manual ones included, major first.
+      rule: the rule that decided, or None.
+      skipped: what was passed over before, in order.
+      gathered: mesh axes of the stored weight that its use drops.
+      zero1: mesh axes among `mesh_axes` that optimizer state has beyond its parameter.
+      manual: mesh axes among `mesh_axes` that a surrounding `shard_map` has already applied.
+      unchecked: no size was given, so divisibility was not checked.
+    """
+
+    dim: int
+    label: str
+    size: int | None
+    outcome: Outcome
+    mesh_axes: tuple[str, ...] = ()
+    rule: RuleRef | None = None
+    skipped: tuple[Skip, ...] = ()
+    gathered: tuple[str, ...] = ()
+    zero1: tuple[str, ...] = ()
+    manual: tuple[str, ...] = ()
+    unchecked: bool = False
+
+    @property
+    def entry(self) -> Any:
+        """The dim's entry in the spec: None, one mesh axis, a tuple of them, or `UNCONSTRAINED`."""
+        if self.outcome is Outcome.UNCONSTRAINED:
+            return UNCONSTRAINED
+        return entry_of(
+            tuple(axis for axis in self.mesh_axes if axis not in self.manual)
+            if self.manual
+            else self.mesh_axes
+        )
+
+    @property
+    def why(self) -> str:
+        """The decision in one line, with everything that was passed over."""
+        said = {
+            Outcome.CHOSEN: "",
+            Outcome.EMPTY: "not sharded by annotation",
+            Outcome.REPLICATED: "replicated by rule",
+            Outcome.UNCONSTRAINED: "left to the compiler by rule",
+            Outcome.NO_RULE: "no rule: replicated",
+            Outcome.NO_MESH_AXIS: "no mesh axis left: replicated",
+            Outcome.POLICY_PREFIX: 'policy indivisible = "prefix"',
+            Outcome.POLICY_REPLICATE: 'policy indivisible = "replicate"',
+            Outcome.POLICY_DROP: 'policy indivisible = "drop"',
+            Outcome.POLICY_FIRST_DIM: 'policy conflict = "first_dim"',
+            Outcome.POLICY_MISSING: 'policy missing = "replicate"',
+            Outcome.FAILED: "failed",
+        }[self.outcome]
+        passed = dict.fromkeys(
+            str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY
+        )
+        parts = [*passed, *([said] if said else [])]
+        if self.gathered:
+            parts.append("gathered over " + "+".join(self.gathered))
+        if self.zero1:
+            parts.append("+".join(self.zero1) + " by zero1")
+        if self.manual:
+            parts.append("+".join(self.manual) + " already applied by shard_map")
+        if self.unchecked:
+            parts.append("size not given: not checked")
+        return "; ".join(parts) or "first candidate fits"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the decision as plain data."""
+        return {
+            "dim": self.dim,
+            "axis": self.label,
+            "size": self.size if self.size is None or type(self.size) is int else str(self.size),
+            "mesh_axes": list(self.mesh_axes),
+            "outcome": str(self.outcome),
+            "rule": None if self.rule is None else self.rule.to_json(),
+            "skipped": [
+                {**dataclasses.asdict(skip), "candidate": list(skip.candidate)}
+                for skip in self.skipped
+            ],
+            "gathered": list(self.gathered),
+            "zero1": list(self.zero1),
+            "manual": list(self.manual),
+            "unchecked": self.unchecked,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """A spec and why, dim by dim.
+
+    Attributes:
+      annotation: the annotation as people write it.
+      decisions: one per dim, in order.
+      mode: the mode it was resolved in, and in `mode_from` who said so.
+      role: activation, param, use or state.
+      path: the tensor's path, or empty.
+      problems: what is wrong; empty if all went well.
+      notes: what a permissive policy changed about the annotation as a whole.
+      spec: the spec, or None if anything is wrong.
+    """
+
+    annotation: str
+    decisions: tuple[DimDecision, ...]
+    mode: str
+    mode_from: ModeFrom
+    role: Role
+    path: str = ""
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+    spec: PartitionSpec | None = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self,
+            "spec",
+            None
+            if self.problems
+            else canonical_spec([decision.entry for decision in self.decisions]),
+        )
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a spec."""
+        return not self.problems
+
+    def require(self) -> PartitionSpec:
+        """Return the spec.
+
+        Raises:
+          ShardingError: the class of the first problem, with all of them.
+        """
+        raise_problems(self.problems, resolution=self)
+        assert self.spec is not None
+        return self.spec
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the resolution as plain data; the spec has one list of mesh axes per dim."""
+        return {
+            "annotation": self.annotation,
+            "path": self.path,
+            "mode": mode_name(self.mode),
+            "mode_from": str(self.mode_from),
+            "role": str(self.role),
+            "ok": self.ok,
+            "spec": None
+            if self.spec is None
+            else [_entry_json(decision.entry) for decision in self.decisions],
+            "dims": [decision.to_json() for decision in self.decisions],
+            "problems": [_problem_json(problem) for problem in self.problems],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        name = f"{self.path}  " if self.path else ""
+        head = f"{name}{self.annotation} as {self.role} in {mode_name(self.mode)}"
+        spec = f"  ->  {spec_text(self.spec)}" if self.spec is not None else "  ->  failed"
+        lines = [head + spec]
+        lines += remarked_table([HEAD, *map(row, self.decisions)], indent="  ")
+        lines += [f"  note: {note}" for note in self.notes]
+        for problem in self.problems:
+            lines += [f"  {line}" for line in str(problem).splitlines()]
+        return "\n".join(lines)
+
+
+def _problem_json(problem: Problem) -> dict[str, Any]:
+    fields = {
+        name: getattr(problem, name)
+        for name in ("what", "path", "dim", "axis", "size", "shards", "rule", "fix")
+    }
+    return {
+        "error": problem.error.__name__,
+        "message": str(problem),
+        **fields,
+        "mesh_axes": list(problem.mesh_axes),
+    }
+
+
+def _entry_json(entry: Any) -> Any:
+    return "?" if entry is UNCONSTRAINED else list(entry_names(entry))
+
+
+HEAD = ("dim", "axis", "size", "mesh axes", "rule", "written in", "why")
+
+
+def row(decision: DimDecision) -> tuple[str, ...]:
+    """Return a decision as cells under `HEAD`."""
+    ref = decision.rule
+    rule = "" if ref is None else ref.written
+    place = "" if ref is None else ref.place
+    size = "" if decision.size is None else str(decision.size)
+    return (
+        str(decision.dim),
+        decision.label or EMPTY,
+        size,
+        lies_text(decision),
+        rule,
+        place,
+        decision.why,
+    )
+
+
+def lies_text(decision: DimDecision) -> str:
+    """Return the mesh axes of a dim as people read them: `-` replicated, `?` unconstrained, `!` failed."""
+    if decision.outcome is Outcome.FAILED:
+        return "!"
+    return "?" if decision.outcome is Outcome.UNCONSTRAINED else "+".join(decision.mesh_axes) or "-"

@@ -1,0 +1,497 @@
+"""Compiled rules: frozen, hashable, plain tuples. What a strategy file or a `PartitionAxis` compiles to.
+
+rule := candidate ("|" candidate)*        candidate := "-" | "?" | name ("+" name)*        "-" and "?" only last
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from shardwright.errors import StrategyError, did_you_mean
+from shardwright.mesh.text import MOST_MESH_AXES, name_fault
+from shardwright.resolution.decisions import RuleRef
+from shardwright.resolution.path_patterns import PathPattern
+from shardwright.resolution.recent import Recent
+from shardwright.vocabulary.axes import (
+    KNOWN_AXES,
+    PARALLELISM_AXES,
+    REPLICATED,
+    STANDARD_MESH_AXES,
+    UNCONSTRAINED,
+    Role,
+    file_name,
+)
+from shardwright.vocabulary.modes import MODE_NAMES, MODES, parse_mode
+
+
+class Fallback(enum.StrEnum):
+    """What a rule says last, where no candidate fits."""
+
+    NONE = ""
+    REPLICATED = REPLICATED
+    UNCONSTRAINED = UNCONSTRAINED
+
+
+class Attention(enum.StrEnum):
+    """The implementations of attention that a strategy may name, besides `own:NAME`; AUTO takes what suits the call."""
+
+    AUTO = "auto"
+    ALLGATHER_KV = "allgather_kv"
+    BLOCKWISE = "blockwise"
+    CUDNN = "cudnn"
+    FLASH_DECODE = "flash_decode"
+    RING = "ring"
+    SDPA = "sdpa"
+    SPLASH = "splash"
+    ULYSSES = "ulysses"
+    VANILLA = "vanilla"
+
+
+OWN_ATTENTION: Final = "own:"
+MOST_CANDIDATES: Final = 64
+
+
+class Indivisible(enum.StrEnum):
+    """What happens to a dim whose size does not divide."""
+
+    ERROR = "error"
+    PREFIX = "prefix"
+    REPLICATE = "replicate"
+    DROP = "drop"
+
+
+class Conflict(enum.StrEnum):
+    """What happens where two dims want one mesh axis."""
+
+    ERROR = "error"
+    FIRST_DIM = "first_dim"
+
+
+class Missing(enum.StrEnum):
+    """What happens to a candidate that names a mesh axis which the mesh lacks."""
+
+    SKIP = "skip"
+    REPLICATE = "replicate"
+
+
+class Rank(enum.StrEnum):
+    """What happens where an annotation and an array differ in rank."""
+
+    ERROR = "error"
+    FIT = "fit"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is done where a rule cannot be followed to the letter. Every choice but an error is recorded.
+
+    Attributes:
+      indivisible: error, the longest dividing prefix, replicate the dim, or drop it: replicate it before its mesh axes are
+        looked at, so that it conflicts with nothing.
+      conflict: error, or the earlier dim keeps the mesh axis.
+      gather: mesh axes over which a weight is gathered where it is used.
+      idle: mesh axes that no rule names, on purpose: everything is replicated over them.
+      zero1: candidates of mesh axes over which optimizer state is sharded beyond its parameter; None for none.
+      missing: drop an absent mesh axis from its candidate, or replicate the whole dim.
+      rank: error, or cut and pad the annotation to the array's rank.
+
+    Raises:
+      StrategyError: a choice that there is not, a name in `gather` or `idle` that no mesh axis can have or that stands twice, or a
+        `zero1` that is no rule or ends in "?".
+    """
+
+    indivisible: Indivisible = Indivisible.ERROR
+    conflict: Conflict = Conflict.ERROR
+    gather: tuple[str, ...] = ()
+    missing: Missing = Missing.SKIP
+    rank: Rank = Rank.ERROR
+    zero1: Rule | None = None
+    idle: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("indivisible", Indivisible),
+            ("conflict", Conflict),
+            ("missing", Missing),
+            ("rank", Rank),
+        ):
+            object.__setattr__(self, name, _choice(name, kind, getattr(self, name)))
+        _check_mesh_axes("gather", self.gather)
+        _check_mesh_axes("idle", self.idle)
+        if self.zero1 is not None and not isinstance(self.zero1, Rule):
+            text = self.zero1 if isinstance(self.zero1, str) else "dp | -"
+            fix = f"write shardwright.resolution.rules.parse_rule({text!r}), or None for none"
+            raise StrategyError(f"policy zero1 is {self.zero1!r}, not a Rule", fix=fix)
+        if self.zero1 is not None and self.zero1.fallback is Fallback.UNCONSTRAINED:
+            raise StrategyError(
+                '"?" cannot be the answer for optimizer state: it must lie somewhere',
+                rule=str(self.zero1.ref),
+                fix='write "-"',
+            )
+
+
+def _check_mesh_axes(key: str, value: object) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(axis, str) for axis in value):
+        raise StrategyError(
+            f"policy {key} is {value!r}, not a tuple of mesh axes",
+            fix='write ("fsdp", "sp"), or () for none',
+        )
+    for at, axis in enumerate(value):
+        if fault := name_fault(axis):
+            what = f"policy {key} has {axis!r}, which is not the name of a mesh axis: it {fault}"
+            raise StrategyError(
+                what, fix='write each name by itself, ("fsdp", "sp"), or () for none'
+            )
+        if axis in value[:at]:
+            raise StrategyError(f"policy {key} has {axis!r} twice", fix="name every mesh axis once")
+
+
+def _choice(name: str, kind: type[enum.StrEnum], value: str) -> enum.StrEnum:
+    known = [str(known) for known in kind]
+    if value not in known:
+        hint = did_you_mean(str(value), known)
+        fix = f"{hint} write one of {', '.join(known)}".strip()
+        raise StrategyError(f"policy {name} is {value!r}", fix=fix)
+    return kind(value)
+
+
+POLICY_PRESETS: dict[str, Policy] = {
+    "strict": Policy(),
+    "eformer": Policy(indivisible=Indivisible.DROP, missing=Missing.REPLICATE, rank=Rank.FIT),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Ordered candidates of mesh axes for one axis, and what to do when none fits."""
+
+    candidates: tuple[tuple[str, ...], ...]
+    fallback: Fallback = Fallback.NONE
+    ref: RuleRef = dataclasses.field(compare=False)
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """Every mesh axis that the rule names, in order, once."""
+        return tuple(dict.fromkeys(axis for candidate in self.candidates for axis in candidate))
+
+
+def parse_rule(text: str, *, ref: RuleRef | None = None) -> Rule:
+    """Parse `"dp+fsdp | dp | -"`.
+
+    Raises:
+      StrategyError: with a caret at the fault.
+
+    >>> parse_rule("dp+fsdp | -").candidates
+    (('dp', 'fsdp'),)
+    """
+    ref = ref or RuleRef(key="rule", text=text)
+    candidates: list[tuple[str, ...]] = []
+    fallback = Fallback.NONE
+    if (count := text.count("|") + 1) > MOST_CANDIDATES:
+        what = f"the rule has {count} candidates, at most {MOST_CANDIDATES} are read"
+        raise StrategyError(
+            what,
+            axis=ref.key,
+            rule=str(ref),
+            fix="keep the candidates that can apply; the first that fits wins",
+        )
+    for start, part in _split(text, "|", 0):
+        word = part.strip()
+        at = start + len(part) - len(part.lstrip())
+        if fallback:
+            raise _grammar(text, at, f'nothing may follow "{fallback}", which always fits', ref)
+        if word in (REPLICATED, UNCONSTRAINED):
+            fallback = Fallback(word)
+        else:
+            candidates.append(_parse_candidate(text, part, start, ref))
+    return Rule(candidates=tuple(candidates), fallback=fallback, ref=ref)
+
+
+def _parse_candidate(text: str, part: str, start: int, ref: RuleRef) -> tuple[str, ...]:
+    names: list[str] = []
+    if (count := part.count("+") + 1) > MOST_MESH_AXES:
+        what = f"the candidate names {count} mesh axes, and a mesh has at most {MOST_MESH_AXES}"
+        raise StrategyError(
+            what,
+            axis=ref.key,
+            rule=str(ref),
+            fix='name the mesh axes of one dim, such as "dp+fsdp"',
+        )
+    for at, piece in _split(part, "+", start):
+        name, column = piece.strip(), at + len(piece) - len(piece.lstrip())
+        if not name:
+            raise _grammar(text, min(column, len(text)), "a mesh axis is missing here", ref)
+        if name in (REPLICATED, UNCONSTRAINED):
+            raise _grammar(text, column, f'"{name}" stands alone, never inside a candidate', ref)
+        if fault := name_fault(name):
+            raise _grammar(
+                text, column, f"{name!r} is not the name of a mesh axis: it {fault}", ref
+            )
+        if name in names:
+            raise _grammar(text, column, f"{name!r} stands twice in one candidate", ref)
+        names.append(name)
+    return tuple(names)
+
+
+def _split(text: str, mark: str, offset: int) -> Iterable[tuple[int, str]]:
+    for part in text.split(mark):
+        yield offset, part
+        offset += len(part) + 1
+
+
+def _grammar(text: str, column: int, what: str, ref: RuleRef) -> StrategyError:
+    return StrategyError(
+        what,
+        axis=ref.key,
+        snippet=f"{text}\n{' ' * column}^",
+        rule=str(ref),
+        fix='a rule is candidates in order, such as "dp+fsdp | dp | -": "+" joins mesh axes, "-" replicated, "?" unconstrained',
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRules:
+    """Rules for the tensors whose path a pattern matches.
+
+    Raises:
+      StrategyError: the pattern is not one of `path_patterns`.
+    """
+
+    match: str
+    rules: tuple[tuple[str, Rule], ...]
+    _pattern: PathPattern = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_pattern", PathPattern(self.match))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_tensors, (self.match, self.rules)
+
+    def matches(self, path: str) -> bool:
+        """Tell whether the pattern is found in a path."""
+        return self._pattern.matches(path)
+
+    def find(self, axis: str, path: str) -> Rule | None:
+        """Return the rule of an axis if the pattern matches the path and the entry names the axis."""
+        rule = next((rule for name, rule in self.rules if name == axis), None)
+        return rule if rule is not None and self.matches(path) else None
+
+
+def _rebuild_tensors(match: str, rules: tuple[tuple[str, Rule], ...]) -> TensorRules:
+    return TensorRules(match=match, rules=rules)
+
+
+Table = tuple[tuple[str, Rule], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AxisRules:
+    """All rules of a strategy. Equality and hash cover rules and policy, not where they were written.
+
+    Attributes:
+      activations: for each of `MODES`, its effective table, sorted by axis.
+      params: likewise for stored weights.
+      tensors: exceptions by path, first match wins.
+      user_axes: axes that the strategy declares.
+      policy: what to do where a rule cannot be followed.
+      attention: (mode, the line that names an implementation) for each mode whose attention the strategy names, sorted.
+      known_axes: every axis that may stand in an annotation.
+    """
+
+    activations: tuple[Table, ...]
+    params: tuple[Table, ...]
+    tensors: tuple[TensorRules, ...] = ()
+    user_axes: tuple[str, ...] = ()
+    policy: Policy = Policy()
+    attention: tuple[tuple[str, RuleRef], ...] = ()
+    known_axes: frozenset[str] = dataclasses.field(init=False, repr=False)
+    _tables: dict[tuple[str, Role], dict[str, Rule]] = dataclasses.field(init=False, repr=False)
+    _values: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
+    _hash: int = dataclasses.field(init=False, repr=False)
+    _cache: Recent = dataclasses.field(init=False, repr=False)
+    _fingerprint: bytes = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        tables = {
+            (mode, Role.ACTIVATION): dict(table)
+            for mode, table in zip(MODES, self.activations, strict=True)
+        }
+        for mode, table in zip(MODES, self.params, strict=True):
+            tables[mode, Role.PARAM] = tables[mode, Role.USE] = tables[mode, Role.STATE] = dict(
+                table
+            )
+        object.__setattr__(self, "known_axes", KNOWN_AXES | frozenset(self.user_axes))
+        object.__setattr__(self, "_tables", tables)
+        named = tuple(
+            (mode, line.text) for mode, line in self.attention
+        )  # where it is written does not count
+        object.__setattr__(
+            self,
+            "_values",
+            (self.activations, self.params, self.tensors, self.user_axes, self.policy, named),
+        )
+        object.__setattr__(self, "_hash", hash(self._values))
+        object.__setattr__(self, "_cache", Recent())
+        object.__setattr__(self, "_fingerprint", b"")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, AxisRules) and share_values(self, other))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (*self._values[:-1], self.attention)
+
+    def fingerprint(self) -> bytes:
+        """Return 32 bytes that are equal for equal rules, for those who may keep neither the rules nor what they have resolved."""
+        if not self._fingerprint:
+            digest = hashlib.blake2b(
+                repr(_plain(self._values, {})).encode(), digest_size=32
+            ).digest()
+            object.__setattr__(self, "_fingerprint", digest)
+        return self._fingerprint
+
+    def stated(self, axis: str, *, mode: str, role: Role, path: str | None) -> Rule | None:
+        """Return the rule that the strategy states for an axis, or None; `tensor_rule` is asked first for weights."""
+        return self.tensor_rule(axis, role=role, path=path) or self._tables[mode, role].get(axis)
+
+    def tensor_rule(self, axis: str, *, role: Role, path: str | None) -> Rule | None:
+        """Return the rule of the first `[[tensors]]` entry that matches the path and names the axis, or None."""
+        if path is None or role is Role.ACTIVATION:
+            return None
+        return next(
+            (rule for entry in self.tensors if (rule := entry.find(axis, path)) is not None), None
+        )
+
+    def attention_in(self, mode: str) -> RuleRef | None:
+        """Return the line of the strategy that names the implementation of attention in a mode, or None for AUTO."""
+        return dict(self.attention).get(mode)
+
+    def named_mesh_axes(self) -> tuple[str, ...]:
+        """Every mesh axis that any rule names, in order, once."""
+        tables = [*self.activations, *self.params, *(entry.rules for entry in self.tensors)]
+        named = [axis for table in tables for _, rule in table for axis in rule.mesh_axes]
+        zero1 = self.policy.zero1.mesh_axes if self.policy.zero1 is not None else ()
+        return tuple(dict.fromkeys([*named, *self.policy.gather, *zero1]))
+
+
+def _plain(value: Any, known: dict[int, Any]) -> Any:
+    """Return nested tuples of what counts for equality, whose text differs where the values do; `known` by rule, as tables share them."""
+    if isinstance(value, (str, type(None))):
+        return str(value)
+    if isinstance(value, tuple):
+        return tuple([_plain(one, known) for one in value])
+    found = known.get(id(value))
+    if found is None:
+        fields = [field.name for field in dataclasses.fields(value) if field.compare]
+        found = known[id(value)] = tuple([_plain(getattr(value, name), known) for name in fields])
+    return found
+
+
+def share_values(one: Any, other: Any) -> bool:
+    """Tell whether two frozen objects are equal, by their `_hash` and `_values`; equal ones share their values from then on.
+
+    JAX compares the ambient manager at every cached look-up: what is compared in full once is then one object.
+    """
+    if one._values is other._values:
+        return True
+    if one._hash != other._hash or one._values != other._values:
+        return False
+    object.__setattr__(one, "_values", other._values)
+    return True
+
+
+def _rebuild(
+    activations: Any, params: Any, tensors: Any, user_axes: Any, policy: Policy, attention: Any
+) -> AxisRules:
+    return AxisRules(
+        activations=activations,
+        params=params,
+        tensors=tensors,
+        user_axes=user_axes,
+        policy=policy,
+        attention=attention,
+    )
+
+
+def default_rule(axis: str) -> Rule | None:
+    """Return the rule that a parallelism axis has without being stated: its own mesh axis."""
+    name = PARALLELISM_AXES.get(axis)
+    if name is None:
+        return None
+    return Rule(
+        candidates=((name,),), ref=RuleRef(key=file_name(axis), text=name, source="default")
+    )
+
+
+def build_rules(
+    tables: Mapping[str, Mapping[str, Rule]],
+    *,
+    tensors: Iterable[TensorRules] = (),
+    user_axes: Iterable[str] = (),
+    policy: Policy | None = None,
+    attention: Mapping[str, RuleRef] | None = None,
+) -> AxisRules:
+    """Layer tables into the effective table of each mode and role.
+
+    `tables` maps `rules`, `params`, `modes.<m>` and `modes.<m>.params` to axis -> rule. Insert inherits from decode;
+    `[modes.M]` never touches a parameter. `attention` maps modes to lines that name one, and `default` to that of the others.
+    """
+
+    def layer(*names: str) -> Table:
+        effective: dict[str, Rule] = {}
+        for name in names:
+            effective.update(tables.get(name, {}))
+        return tuple(sorted(effective.items()))
+
+    chains = {mode: ("decode", "insert") if mode == "insert" else (mode,) for mode in MODE_NAMES}
+    activations = tuple(
+        layer("rules", *(f"modes.{mode}" for mode in chains[name])) for name in MODE_NAMES
+    )
+    params = tuple(
+        layer("rules", "params", *(f"modes.{mode}.params" for mode in chains[name]))
+        for name in MODE_NAMES
+    )
+    return AxisRules(
+        activations=activations,
+        params=params,
+        tensors=tuple(tensors),
+        user_axes=tuple(user_axes),
+        policy=policy or Policy(),
+        attention=_attention_by_mode(attention or {}),
+    )
+
+
+def _attention_by_mode(named: Mapping[str, RuleRef]) -> tuple[tuple[str, RuleRef], ...]:
+    """Return the line for each mode that attends and has one; canonical modes, sorted."""
+    found = [
+        (parse_mode(name), named.get(name, named.get("default")))
+        for name in ("train", "prefill", "decode")
+    ]
+    return tuple(
+        sorted(
+            [
+                (mode, line)
+                for mode, line in found
+                if line is not None and line.text != Attention.AUTO
+            ],
+            key=lambda one: one[0],
+        )
+    )
+
+
+def unnamed_mesh_axes(rules: AxisRules, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the mesh axes of more than one device that are neither standard nor idle nor named by any rule."""
+    known = {*rules.named_mesh_axes(), *rules.policy.idle, *STANDARD_MESH_AXES}
+    return tuple(name for name, size in sizes.items() if size > 1 and name not in known)
+
+
+def foreign_mesh_axes(named: Iterable[str], mesh_axes: Iterable[str]) -> tuple[str, ...]:
+    """Return the names that are neither in the mesh nor one of the standard mesh axes."""
+    known = {*mesh_axes, *STANDARD_MESH_AXES}
+    return tuple(name for name in named if name not in known)

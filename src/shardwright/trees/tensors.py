@@ -1,0 +1,121 @@
+"""Named tensors: what a question about a whole tree is asked of, whether or not the arrays exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.errors import StrategyError
+from shardwright.trees.annotated import path_text
+from shardwright.vocabulary.annotations import (
+    ArraySpec,
+    is_annotation,
+    is_tuple_of_annotations,
+    spelled,
+)
+from shardwright.vocabulary.axes import Role
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A named tensor of a tree or of a file.
+
+    Attributes:
+      path: its place in the tree, joined by "/".
+      axes: its annotation.
+      shape: global sizes, or None.
+      role: what it is, or None: param for weight layouts, else activation.
+      dtype: name of its dtype, or empty.
+    """
+
+    path: str
+    axes: Any
+    shape: tuple[int, ...] | None = None
+    role: Role | None = None
+    dtype: str = ""
+
+    def bytes_over(self, shards: int) -> int | None:
+        """Return the bytes that each device holds, or None where shape or dtype was not given.
+
+        Raises:
+          StrategyError: the dtype is none.
+        """
+        if self.shape is None or not self.dtype:
+            return None
+        if not is_dtype(self.dtype):
+            raise StrategyError(
+                f"{self.dtype!r} is no dtype whose bytes are known",
+                path=self.path,
+                fix='give one such as "float32", or none',
+            )
+        return whole_bytes(math.prod(self.shape) // shards, jnp.dtype(self.dtype))
+
+
+def whole_bytes(elements: int, dtype: Any) -> int:
+    """Return the bytes of so many elements as they are stored: an int4 takes four bits, a key all of its words."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return elements * int(dtype.itemsize)
+    # Exactly these bits on devices: a compiled program's own account packs int4 in pairs too.
+    return -(-elements * int(jax.dtypes.itemsize_bits(dtype)) // 8)
+
+
+def as_tensors(values: Any) -> tuple[Tensor, ...]:
+    """Return what a tree holds as named tensors: its `ArraySpec`s (stored parameters), bare annotations, and `Tensor`s as they are.
+
+    >>> [
+    ...     tensor.path
+    ...     for tensor in as_tensors({"mlp": {"up": ("__EMBED__", "__MLP_INTERMEDIATE__")}})
+    ... ]
+    ['mlp/up']
+
+    Raises:
+      StrategyError: a leaf that is none of these, or a tuple of several tuples of axes, which is one annotation of composites
+        or one annotation each.
+    """
+    if isinstance(values, (tuple, list)) and not values:
+        return ()
+    leaves, _ = jax.tree_util.tree_flatten_with_path(values, is_leaf=_is_leaf)
+    return tuple(_tensor(path_text(path), leaf) for path, leaf in leaves)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor) or is_annotation(value)
+
+
+def _tensor(path: str, leaf: Any) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf
+    if not is_annotation(leaf):
+        fix = "give ArraySpecs, annotations (tuples of axes, layouts), or Tensor(path=..., axes=..., shape=...)"
+        raise StrategyError(
+            f"{type(leaf).__name__} is neither an ArraySpec nor an annotation", path=path, fix=fix
+        )
+    if is_tuple_of_annotations(leaf) and len(leaf) > 1:
+        each = ", ".join(map(spelled, leaf))
+        fix = f"one annotation each: [{each}]\none of composites: Tensor(path={path or 'x'!r}, axes={spelled(leaf)})"
+        raise StrategyError(
+            f"a tuple of {len(leaf)} annotations reads in two ways", path=path, fix=fix
+        )
+    if not isinstance(leaf, ArraySpec):
+        return Tensor(path=path, axes=leaf)
+    name = np.dtype(leaf.dtype).name if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else ""
+    return Tensor(path=path, axes=leaf.axes, shape=leaf.shape, role=Role.PARAM, dtype=name)
+
+
+def is_dtype(name: object) -> bool:
+    """Tell whether a value names a dtype that a JAX array can have, in the machine's own byte order."""
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        return False
+    try:
+        found = jnp.dtype(name)
+    except (TypeError, ValueError):
+        return False
+    if found in (np.dtype(np.longdouble), np.dtype(np.clongdouble)) or found.kind == "m":
+        return False
+    return bool(jnp.issubdtype(found, jnp.number) or jnp.issubdtype(found, jnp.bool_))

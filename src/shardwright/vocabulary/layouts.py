@@ -1,0 +1,338 @@
+"""Named layouts: `DynamicShardingAxes` and the classes that other code already uses by name.
+
+A layout is a tuple of dims and a mode, and reads the same as a class and as an instance: `ColumnWise.axes` and
+`ColumnWise().axes` are both `[[FSDP, SP], TP]`. Weight dims are `[in, out]`; expert weights are
+`[experts, hidden, intermediate]` (column) or `[experts, intermediate, hidden]` (row).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple, Self
+
+from shardwright.errors import StrategyError
+from shardwright.vocabulary.axes import (
+    BATCH,
+    DP,
+    EMBED,
+    EMPTY,
+    EMPTY_VAL,
+    EP,
+    EXPERT,
+    FSDP,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    KV_LENGTH,
+    MLP_INTERMEDIATE,
+    NOT_GIVEN,
+    QUERY_LENGTH,
+    SP,
+    TP,
+    Role,
+    axis_label,
+)
+from shardwright.vocabulary.modes import MODE_TRAIN, parse_mode
+
+LayoutDim = str | tuple[str, ...]
+
+
+class _Fields(NamedTuple):
+    axes: Any
+    mode: str | int
+
+
+class _Axes:
+    """`.axes` as a fresh list, from the instance if there is one, else from its class."""
+
+    def __get__(self, instance: Any, owner: type[DynamicShardingAxes]) -> list[str | list[str]]:
+        dims = owner.default_axes if instance is None else instance[0]
+        return [list(dim) if isinstance(dim, tuple) else dim for dim in dims]
+
+    def __set__(self, instance: Any, value: object) -> None:
+        raise AttributeError("a layout is frozen: make DynamicShardingAxes(axes, mode)")
+
+
+class _Mode:
+    """`.mode`, from the instance if there is one, else from its class."""
+
+    def __get__(self, instance: Any, owner: type[DynamicShardingAxes]) -> str | int:
+        return owner.default_mode if instance is None else instance[1]
+
+    def __set__(self, instance: Any, value: object) -> None:
+        raise AttributeError(
+            "a layout is frozen: make another with the mode, for instance ColumnWise(mode='train')"
+        )
+
+
+class DynamicShardingAxes(_Fields):
+    """The axes of an array, and the mode that it resolves in when a call names none.
+
+    Make your own either way:
+
+    >>> class Scores(DynamicShardingAxes):
+    ...     axes = [BATCH, HEAD, QUERY_LENGTH, EMPTY]
+    ...     mode = "train"
+    >>> DynamicShardingAxes([BATCH, EMBED], mode=1).axes
+    ['__BATCH__', '__EMBED__']
+
+    Attributes:
+      axes: one entry per dim: an axis, `EMPTY` or None (not sharded), or a list (one dim over several).
+      mode: a runtime mode, or the index of a dim whose size picks it: 1 means decode, any other train.
+      role: `Role.PARAM` for weight layouts, None where the call decides.
+      means: for weight layouts that name parallelism axes, the semantic axes that they stand for as a parameter
+        wherever the strategy has no rule of its own for the parallelism axis.
+
+    Raises:
+      StrategyError: an unknown mode, or other axes for a layout whose axes are fixed by its name.
+    """
+
+    default_axes: ClassVar[tuple[LayoutDim, ...]] = ()
+    default_mode: ClassVar[str | int] = MODE_TRAIN
+    role: ClassVar[Role | None] = None
+    means: ClassVar[tuple[str, ...]] = ()
+    any_rank: ClassVar[bool] = False
+    bias: ClassVar[type[DynamicShardingAxes] | None] = None
+    named: ClassVar[bool] = False
+
+    axes: Any = _Axes()
+    mode: Any = _Mode()
+
+    def __init_subclass__(cls, *, role: Role | str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if role is not None:
+            cls.role = Role(role)
+        if "axes" in cls.__dict__:
+            cls.default_axes = _freeze_dims(cls.__dict__["axes"])
+            cls.named = True
+            cls.axes = _Axes()
+            if "means" not in cls.__dict__:
+                cls.means = ()
+        if "mode" in cls.__dict__:
+            cls.default_mode = _freeze_mode(cls.__dict__["mode"])
+            cls.mode = _Mode()
+
+    def __new__(cls, axes: Any = NOT_GIVEN, mode: Any = NOT_GIVEN) -> Self:
+        """Make an instance; a layout that is named by its class has its own axes."""
+        dims = cls.default_axes if isinstance(axes, EMPTY_VAL) else _freeze_dims(axes)
+        if cls.named and dims != cls.default_axes:
+            raise StrategyError(
+                f"{cls.__name__} has the axes {_spell(cls.default_axes)}, not {_spell(dims)}",
+                fix="for axes of your own write DynamicShardingAxes(axes, mode)",
+            )
+        if not cls.named and isinstance(axes, EMPTY_VAL):
+            raise StrategyError(
+                "DynamicShardingAxes needs axes",
+                fix="DynamicShardingAxes([BATCH, EMBED], mode='train')",
+            )
+        return super().__new__(
+            cls, dims, cls.default_mode if isinstance(mode, EMPTY_VAL) else _freeze_mode(mode)
+        )
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # of any named tuple, not of this one
+        """Make an instance of axes and a mode, normalized as a call does; `_replace` goes through this too.
+
+        Raises:
+          StrategyError: other than two values, or what a call refuses.
+        """
+        values = tuple(iterable)
+        if len(values) != 2:
+            fix = "write DynamicShardingAxes(axes, mode), or layout._replace(mode=...)"
+            raise StrategyError(f"_make takes axes and a mode, got {len(values)} values", fix=fix)
+        return cls(*values)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and tuple(self) == tuple(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self))
+
+
+def _spell(dims: tuple[LayoutDim, ...]) -> str:
+    return ", ".join(
+        "+".join(map(axis_label, (dim,) if isinstance(dim, str) else dim)) for dim in dims
+    )
+
+
+def _freeze_dims(axes: Any) -> tuple[LayoutDim, ...]:
+    if not isinstance(axes, (list, tuple)):  # a set, for instance, has no order
+        raise StrategyError(
+            f"the axes of a layout are {axes!r}, not a list",
+            fix="write one entry per dim: an axis, EMPTY, None or a list of axes",
+        )
+    dims = tuple(
+        EMPTY if dim is None else tuple(dim) if isinstance(dim, (list, tuple)) else dim
+        for dim in axes
+    )
+    for dim in dims:
+        if not all(isinstance(axis, str) for axis in (dim if isinstance(dim, tuple) else (dim,))):
+            raise StrategyError(
+                f"{dim!r} is no dim of a layout", fix="write an axis, EMPTY, None or a list of axes"
+            )
+        if isinstance(dim, tuple) and EMPTY in dim:
+            raise StrategyError(
+                f"{_spell((dim,))}: a composite may not contain EMPTY: it is one dim over several axes",
+                fix="write EMPTY for a whole dim, or leave it out of the composite",
+            )
+    return dims
+
+
+def _freeze_mode(mode: Any) -> str | int:
+    if isinstance(mode, int) and not isinstance(mode, bool):
+        return mode
+    return parse_mode(mode)
+
+
+class HiddenStateSharding(DynamicShardingAxes):
+    """Hidden states `[batch, q_length, embed]`."""
+
+    axes = (BATCH, QUERY_LENGTH, EMBED)
+    mode = 1
+
+
+class AttnQSharding(DynamicShardingAxes):
+    """Queries `[batch, q_length, heads, head_dim]`."""
+
+    axes = (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM)
+    mode = 1
+
+
+class AttnKVSharding(DynamicShardingAxes):
+    """Keys and values that attention reads `[batch, kv_length, kv_heads, head_dim]`."""
+
+    axes = (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM)
+    mode = 1
+
+
+class Replicated(DynamicShardingAxes):
+    """Not sharded, whatever the rank."""
+
+    axes = (EMPTY,)
+    any_rank = True
+
+
+class ColumnWiseBias(DynamicShardingAxes, role=Role.PARAM):
+    """Bias `[out]` of a `ColumnWise` weight."""
+
+    axes = (TP,)
+    means = (MLP_INTERMEDIATE,)
+
+
+class RowWiseBias(DynamicShardingAxes, role=Role.PARAM):
+    """Bias `[out]` of a `RowWise` weight."""
+
+    axes = (EMPTY,)
+
+
+class ExpertColumnWiseBias(DynamicShardingAxes, role=Role.PARAM):
+    """Bias `[experts, intermediate]`."""
+
+    axes = (EP, TP)
+    means = (EXPERT, MLP_INTERMEDIATE)
+
+
+class ExpertRowWiseBias(DynamicShardingAxes, role=Role.PARAM):
+    """Bias `[experts, hidden]`."""
+
+    axes = (EP, EMPTY)
+    means = (EXPERT, EMPTY)
+
+
+class ColumnWise(DynamicShardingAxes, role=Role.PARAM):
+    """Weight `[in, out]` whose output is split: the first of a pair."""
+
+    axes = ((FSDP, SP), TP)
+    means = (EMBED, MLP_INTERMEDIATE)
+    bias = ColumnWiseBias
+
+
+class RowWise(DynamicShardingAxes, role=Role.PARAM):
+    """Weight `[in, out]` whose input is split: the second of a pair."""
+
+    axes = (TP, (FSDP, SP))
+    means = (MLP_INTERMEDIATE, EMBED)
+    bias = RowWiseBias
+
+
+class SRowWise(DynamicShardingAxes, role=Role.PARAM):
+    """Rank-1 parameter over the tensor axis."""
+
+    axes = (TP,)
+
+
+class SColumnWise(DynamicShardingAxes, role=Role.PARAM):
+    """Rank-1 parameter over the storage axes."""
+
+    axes = ((FSDP, SP),)
+
+
+class ExpertColumnWise(DynamicShardingAxes, role=Role.PARAM):
+    """Expert weight `[experts, hidden, intermediate]`."""
+
+    axes = (EP, FSDP, TP)
+    bias = ExpertColumnWiseBias
+
+
+class ExpertColumnWiseAlt(DynamicShardingAxes, role=Role.PARAM):
+    """Expert weight `[experts, hidden, intermediate]`, stored over fsdp and sp."""
+
+    axes = (EP, (FSDP, SP), TP)
+    means = (EXPERT, EMBED, MLP_INTERMEDIATE)
+    bias = ExpertColumnWiseBias
+
+
+class ExpertRowWise(DynamicShardingAxes, role=Role.PARAM):
+    """Expert weight `[experts, intermediate, hidden]`."""
+
+    axes = (EP, TP, FSDP)
+    bias = ExpertRowWiseBias
+
+
+class ExpertRowWiseAlt(DynamicShardingAxes, role=Role.PARAM):
+    """Expert weight `[experts, intermediate, hidden]`, stored over fsdp and sp."""
+
+    axes = (EP, TP, (FSDP, SP))
+    means = (EXPERT, MLP_INTERMEDIATE, EMBED)
+    bias = ExpertRowWiseBias
+
+
+class UnifiedExpertColumnWise(DynamicShardingAxes, role=Role.PARAM):
+    """Expert weight `[experts, hidden, intermediate]`, experts over all storage axes; never gathered."""
+
+    axes = ((FSDP, SP, EP), EMPTY, TP)
+
+
+class UnifiedExpertRowWise(DynamicShardingAxes, role=Role.PARAM):
+    """Expert weight `[experts, intermediate, hidden]`, experts over all storage axes; never gathered."""
+
+    axes = ((FSDP, SP, EP), TP, EMPTY)
+
+
+class ExpertActivations(DynamicShardingAxes):
+    """Expert activations `[batch, seq, experts, hidden]`."""
+
+    axes = (DP, SP, EP, TP)
+
+
+class ExpertActivationsAlt(DynamicShardingAxes):
+    """Expert activations after routing `[batch, seq, hidden]`."""
+
+    axes = (DP, SP, (TP, FSDP))
+
+
+class ExpertTensorParallel(DynamicShardingAxes, role=Role.PARAM):
+    """Expert weight with the experts over the tensor axis `[experts, in, out]`."""
+
+    axes = (TP, EMPTY, EMPTY)
+
+
+LAYOUTS: dict[str, type[DynamicShardingAxes]] = {
+    layout.__name__: layout
+    for layout in DynamicShardingAxes.__subclasses__()
+    if layout.__module__ == __name__
+}

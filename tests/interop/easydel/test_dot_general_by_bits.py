@@ -1,0 +1,241 @@
+"""The dot product of a layer by its bits: a plain callable in training, a flax module that stores weights to serve."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.interop import fjformer
+from shardwright.interop.easydel import get_dot_general_by_bits
+from shardwright.layers import quantise, quantised_dot_general
+from shardwright.testing import cpu_mesh
+
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+def test_no_bits_change_nothing() -> None:
+    assert get_dot_general_by_bits() == {}
+    assert get_dot_general_by_bits(None, "serve") == {}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_training_needs_no_flax(bits: int) -> None:
+    (name, made) = next(iter(get_dot_general_by_bits(bits).items()))
+    assert name == "dot_general_cls"
+    x, y = (
+        jax.random.normal(jax.random.key(0), (3, 8)),
+        jax.random.normal(jax.random.key(1), (8, 5)),
+    )
+    np.testing.assert_array_equal(
+        made()(x, y, MATMUL, precision=None), quantised_dot_general(x, y, MATMUL, bits=bits)
+    )
+    assert made()(x, y, MATMUL, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_equal_arguments_make_equal_layers() -> None:
+    """A layer is often a static argument: another object that is equal must not trace again."""
+    one, two = (get_dot_general_by_bits(8)["dot_general_cls"] for _ in range(2))
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one() == two()
+    assert one != get_dot_general_by_bits(7)["dot_general_cls"]
+    assert (
+        get_dot_general_by_bits(8, "eval")
+        == get_dot_general_by_bits(8, "serve")
+        != get_dot_general_by_bits(8, "convert")
+    )
+
+
+def test_it_stands_in_for_the_dot_general_of_an_einsum() -> None:
+    x, y = (
+        jax.random.normal(jax.random.key(0), (2, 3, 8)),
+        jax.random.normal(jax.random.key(1), (8, 4, 5)),
+    )
+    found = jnp.einsum(
+        "bsd,dhk->bshk", x, y, _dot_general=get_dot_general_by_bits(8)["dot_general_cls"]()
+    )
+    np.testing.assert_allclose(found, jnp.einsum("bsd,dhk->bshk", x, y), atol=0.15)
+
+
+@pytest.mark.parametrize(
+    ("bits", "mode", "says"),
+    [
+        (8, "sevre", r"unknown mode 'sevre'\n  fix   did you mean 'serve'\?"),
+        (
+            None,
+            "decode",
+            r"unknown mode 'decode'\n  fix   modes of a quantised dot are train, serve \(or eval\) and convert",
+        ),
+        (16, "train", "bits is 16: a quantised dot has 4 to 8"),
+        (2, "serve", "bits is 2: a quantised dot has 4 to 8"),
+    ],
+)
+def test_other_bits_and_modes_are_refused(bits: Any, mode: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        get_dot_general_by_bits(bits, mode)
+    assert isinstance(caught.value, sw.LayerError)
+
+
+def test_without_flax_the_error_says_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flax.linen", None)
+    monkeypatch.delitem(sys.modules, "shardwright.layers.quantized_module", raising=False)
+    with pytest.raises(
+        sw.LayerError,
+        match=r"flax is not installed\n  fix   pip install flax; without it, quantise\(w",
+    ):
+        get_dot_general_by_bits(8, "serve")["dot_general_cls"]()
+
+
+# In flax.
+
+
+def model(bits: int | None, mode: str = "train") -> Any:
+    nn = pytest.importorskip("flax.linen")
+    dot = get_dot_general_by_bits(bits, mode)
+    return nn.Sequential(
+        [
+            nn.Dense(32, **dot),
+            nn.relu,
+            nn.DenseGeneral((2, 8), **dot),
+            nn.DenseGeneral(4, axis=(-2, -1), **dot),
+        ]
+    )
+
+
+X = np.asarray(np.random.default_rng(0).normal(size=(16, 8)), np.float32)
+
+
+def relative(found: Any, expected: Any) -> float:
+    return float(
+        np.linalg.norm(np.asarray(found) - np.asarray(expected))
+        / np.linalg.norm(np.asarray(expected))
+    )
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(8, 0.03), (6, 0.12)])
+def test_a_flax_layer_trains_on_integers(bits: int, bound: float) -> None:
+    variables = model(None).init(jax.random.key(0), X)
+    assert jax.tree.structure(model(bits).init(jax.random.key(0), X)) == jax.tree.structure(
+        variables
+    )
+
+    def loss(layers: Any, variables: Any) -> Any:
+        return jnp.sum(layers.apply(variables, X) ** 2)
+
+    found = jax.jit(jax.value_and_grad(lambda variables: loss(model(bits), variables)))(variables)
+    exact = jax.jit(jax.value_and_grad(lambda variables: loss(model(None), variables)))(variables)
+    assert 0 < relative(found[0], exact[0]) < bound
+    for ours, theirs in zip(jax.tree.leaves(found[1]), jax.tree.leaves(exact[1]), strict=True):
+        assert np.isfinite(ours).all()
+        assert relative(ours, theirs) < 2 * bound
+
+
+def test_an_equal_flax_layer_is_not_traced_again() -> None:
+    nn = pytest.importorskip("flax.linen")
+    traces = []
+
+    def apply(layer: Any, variables: Any, x: Any) -> Any:
+        traces.append(layer)
+        return layer.apply(variables, x)
+
+    run = jax.jit(apply, static_argnums=0)
+    variables = nn.Dense(4).init(jax.random.key(0), X)
+    first, second = (run(nn.Dense(4, **get_dot_general_by_bits(8)), variables, X) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert len(traces) == 1
+
+
+def test_nnx_takes_it_too() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    dot = get_dot_general_by_bits(8)["dot_general_cls"]()
+    layer = nnx.Linear(8, 4, dot_general=dot, rngs=nnx.Rngs(0))
+    assert 0 < relative(layer(X), X @ layer.kernel[...]) < 0.03
+
+
+def converted(bits: int = 8) -> tuple[Any, Any, Any]:
+    variables = model(None).init(jax.random.key(0), X)
+    y, stored = model(bits, "convert").apply(variables, X, mutable=["quantised"])
+    return variables, stored, y
+
+
+def test_convert_stores_what_serve_uses() -> None:
+    variables, stored, y = converted()
+    leaves = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(stored)[0]
+    }
+    assert sorted(name.rsplit("[")[-1] for name in leaves) == ["'scale']"] * 3 + ["'value']"] * 3
+    first = stored["quantised"]["layers_0"]["QuantisedDotGeneral_0"]
+    expected = quantise(variables["params"]["layers_0"]["kernel"], shared=(0,))
+    np.testing.assert_array_equal(first["value"], expected.value)
+    np.testing.assert_array_equal(first["scale"], expected.scale)
+    assert first["value"].dtype == jnp.int8
+    served = model(8, "serve").apply({**variables, **stored}, X)
+    np.testing.assert_allclose(served, y, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(served, model(8).apply(variables, X), rtol=1e-6, atol=1e-6)
+
+
+def test_serve_does_not_read_the_float_kernels() -> None:
+    variables, stored, y = converted()
+    garbage = fjformer.named_tree_map(
+        lambda name, leaf: leaf + 7 if name.endswith("kernel") else leaf, variables, sep="/"
+    )
+    np.testing.assert_allclose(
+        model(8, "eval").apply({**garbage, **stored}, X), y, rtol=1e-6, atol=1e-6
+    )
+    text = jax.jit(model(8, "serve").apply).lower({**variables, **stored}, X).compile().as_text()
+    parameters = text[text.index("ENTRY") :].split("ROOT")[0]
+    assert "s8[8,32]" in parameters
+    assert "f32[8,32]" not in parameters
+    assert "f32[32,2,8]" not in parameters
+
+
+def test_serve_sharded_equals_unsharded() -> None:
+    variables, stored, y = converted()
+    mesh = cpu_mesh("dp:2,tp:4")
+
+    def place(leaf: Any) -> Any:
+        spec = jax.P("tp") if leaf.ndim and leaf.shape[0] % 4 == 0 else jax.P()
+        return jax.device_put(leaf, jax.NamedSharding(mesh, spec))
+
+    placed = jax.tree.map(place, {**variables, **stored})
+    assert placed["quantised"]["layers_0"]["QuantisedDotGeneral_0"]["value"].sharding.spec == jax.P(
+        "tp"
+    )
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("dp")))
+    np.testing.assert_allclose(jax.jit(model(8, "serve").apply)(placed, x), y, rtol=1e-5, atol=1e-5)
+
+
+def test_serving_models_can_be_initialised() -> None:
+    variables = model(8, "serve").init(jax.random.key(0), X)
+    np.testing.assert_allclose(
+        model(8, "serve").apply(variables, X),
+        model(8).apply({"params": variables["params"]}, X),
+        rtol=1e-6,
+        atol=1e-6,
+    )
+
+
+def test_what_is_not_stored_cannot_be_served() -> None:
+    variables, stored, _ = converted()
+    with pytest.raises(
+        sw.LayerError,
+        match=r"layers_0/QuantisedDotGeneral_0: no quantised weights in the collection 'quantised'",
+    ):
+        model(8, "serve").apply(variables, X)
+    with pytest.raises(
+        sw.LayerError,
+        match=r"convert stores quantised weights\n  fix   model.apply\(variables, x, mutable=\[.quantised.\]\)",
+    ):
+        model(8, "convert").apply(variables, X)
+    small = model(None).init(jax.random.key(0), X[:, :4])
+    with pytest.raises(
+        sw.LayerError, match=r"the stored weights have shape \(8, 32\), the operand has \(4, 32\)"
+    ):
+        model(8, "serve").apply({**small, **stored}, X[:, :4])

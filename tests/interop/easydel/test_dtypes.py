@@ -1,0 +1,63 @@
+"""The dtype that a layer computes in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.interop.easydel import canonicalize_dtype
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "expected"),
+    [
+        ((jnp.ones(2, jnp.bfloat16), None, jnp.ones(2, jnp.int8)), {}, jnp.bfloat16),
+        ((jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float32)), {}, jnp.float32),
+        ((jnp.ones(2, jnp.int32),), {}, jnp.float32),
+        ((jnp.ones(2, jnp.int8), True), {}, jnp.float32),
+        ((np.ones(2, np.float16), 1.0), {}, jnp.float16),
+        ((jnp.ones(2, jnp.complex64), 1), {}, jnp.complex64),
+        ((jnp.ones(2, jnp.int8), jnp.ones(2, jnp.int16)), {"inexact": False}, jnp.int16),
+        ((jnp.ones(2, jnp.float32),), {"dtype": jnp.bfloat16}, jnp.bfloat16),
+        ((jnp.ones(2, jnp.int4),), {}, jnp.float32),
+        ((jnp.ones(2, jnp.float8_e4m3fn),), {}, jnp.float8_e4m3fn),
+        ((), {"dtype": "float16"}, jnp.float16),
+        ((jnp.ones(2),), {"dtype": jnp.int32, "inexact": False}, jnp.int32),
+    ],
+)
+def test_the_common_dtype_or_the_one_given(
+    args: Any, options: dict[str, Any], expected: Any
+) -> None:
+    assert jnp.dtype(canonicalize_dtype(*args, **options)) == expected
+
+
+def test_a_given_dtype_comes_back_as_it_is() -> None:
+    assert canonicalize_dtype(1, dtype=jnp.bfloat16) is jnp.bfloat16
+    assert canonicalize_dtype(1, dtype="float32") == "float32"
+
+
+def test_what_has_no_dtype_to_compute_in_is_refused() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"dtype int32 is not inexact\n  fix   give a float or complex dtype, or inexact=False",
+    ) as caught:
+        canonicalize_dtype(jnp.ones(2), dtype=jnp.int32)
+    assert isinstance(caught.value, sw.LayerError)
+    with pytest.raises(sw.LayerError, match="neither an argument nor a dtype"):
+        canonicalize_dtype(None, None)
+
+
+def test_arguments_without_a_common_dtype_are_refused() -> None:
+    says = r"float8_e4m3fn, float32 have no common dtype: JAX promotes none of them\n  fix   cast the arguments, or pass dtype="
+    with pytest.raises(sw.LayerError, match=says):
+        canonicalize_dtype(jnp.ones(2, jnp.float8_e4m3fn), None, jnp.ones(2))
+
+
+@pytest.mark.parametrize(("name", "fix"), [("bf16", "bfloat16"), ("no such", r"jnp\.bfloat16")])
+def test_a_dtype_that_nobody_knows_is_refused(name: str, fix: str) -> None:
+    with pytest.raises(sw.LayerError, match=f"'{name}' is no dtype\n  fix   .*{fix}"):
+        canonicalize_dtype(dtype=name)

@@ -1,0 +1,420 @@
+"""Trees of `PartitionSpec`s written by hand: which names they use, constraints, path rules, to the mesh and back."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.interop.fjformer.spec_trees import (
+    get_names_from_partition_spec,
+    make_shard_and_gather_fns,
+    match_partition_rules,
+    names_in_current_mesh,
+    names_in_mesh,
+    with_sharding_constraint,
+)
+from shardwright.interop.fjformer.tree_names import tree_apply
+from shardwright.testing import cpu_mesh
+
+
+class Pair(NamedTuple):
+    first: P
+    second: P
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("specs", "names"),
+    [
+        (P("tp", ("fsdp", "sp"), None), ["tp", "fsdp", "sp"]),
+        ({"z": P("tp"), "a": [P("dp", "tp"), None, {"b": P(("sp", "dp"))}]}, ["tp", "dp", "sp"]),
+        (Pair(P("sp"), P(P.UNCONSTRAINED, "dp")), ["sp", "dp"]),
+        ((("fsdp", "sp"), "tp", None), ["fsdp", "sp", "tp"]),
+        (optax.TraceState(trace={"w": P("tp")}), ["tp"]),
+        ("dp", ["dp"]),
+        (P(), []),
+        (None, []),
+    ],
+)
+def test_names_come_in_order_and_once(specs: Any, names: list[str]) -> None:
+    assert (
+        get_names_from_partition_spec(specs)
+        == get_names_from_partition_spec(partition_specs=specs)
+        == names
+    )
+
+
+def test_a_sharding_names_what_its_spec_names() -> None:
+    assert get_names_from_partition_spec([NamedSharding(cpu_mesh("dp:2,tp:4"), P("tp"))]) == ["tp"]
+
+
+@pytest.mark.parametrize("bad", [3, np.ones(2), {"dp"}])
+def test_what_is_no_spec_has_no_names(bad: Any) -> None:
+    with pytest.raises(sw.StrategyError, match="is no spec"):
+        get_names_from_partition_spec({"w": bad})
+
+
+def test_names_are_those_of_the_mesh_at_hand() -> None:
+    assert names_in_mesh is names_in_current_mesh
+    assert not names_in_current_mesh("dp")
+    assert names_in_current_mesh()
+    with jax.set_mesh(cpu_mesh("dp:2,tp:4")):
+        assert names_in_current_mesh("tp", "dp")
+        assert not names_in_current_mesh("tp", "sp")
+        assert jax.jit(lambda x: x + names_in_current_mesh("tp"))(0) == 1
+    with sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("tp:4")):
+        assert names_in_current_mesh("tp")
+    assert not names_in_current_mesh("tp")
+
+
+def test_a_manager_entered_inside_a_trace_brings_its_names() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("tp:4"))
+
+    def inside(x: Any) -> Any:
+        with pm:
+            return x + names_in_current_mesh("tp")
+
+    assert jax.jit(inside)(0) == 1
+
+
+def test_a_list_of_names_is_an_error_and_not_false() -> None:
+    with pytest.raises(sw.MeshSpecError, match=r"\['dp'\] is not the name of a mesh axis"):
+        names_in_current_mesh(["dp"])  # type: ignore[arg-type]
+
+
+# Constraints.
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit", {"tp": "explicit"}])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_constraint_places_on_every_kind_of_axis(axis_types: Any, jit: bool) -> None:
+    x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    constrain = lambda x: with_sharding_constraint(x, P("tp", "dp"))  # noqa: E731
+    with jax.set_mesh(cpu_mesh("dp:2,tp:4", axis_types=axis_types)):
+        found = (jax.jit(constrain) if jit else constrain)(x)
+    np.testing.assert_array_equal(found, x)
+    assert found.sharding.spec == P("tp", "dp")
+    assert found.addressable_shards[0].data.shape == (2, 4)
+
+
+def test_a_constraint_is_in_the_program() -> None:
+    with jax.set_mesh(cpu_mesh("dp:2,tp:4")):
+        lowered = (
+            jax.jit(lambda x: 2 * with_sharding_constraint(x, P("tp")))
+            .lower(jnp.ones((8, 8)))
+            .as_text()
+        )
+    assert re.search(r'sharding_constraint .*\[\{"tp"\}, \{\}\]', lowered)
+
+
+def test_without_the_axes_nothing_is_constrained() -> None:
+    x = jnp.ones((8, 8))
+    assert with_sharding_constraint(x, P("tp")) is x
+    with jax.set_mesh(cpu_mesh("dp:8")):
+        assert with_sharding_constraint(x, P("tp")) is x
+        assert with_sharding_constraint(x, {"never": P("dp", "tp")}) is x
+        lowered = (
+            jax.jit(lambda x: 2 * with_sharding_constraint(x, P("dp", "tp"))).lower(x).as_text()
+        )
+    assert "sharding_constraint" not in lowered
+
+
+def test_a_tree_of_specs_covers_a_tree_of_arrays() -> None:
+    tree = {"a": jnp.ones((8, 8)), "b": [jnp.ones(8), jnp.ones((8, 2))]}
+    with jax.set_mesh(cpu_mesh("dp:2,tp:4")):
+        found = with_sharding_constraint(tree, {"a": P("dp", "tp"), "b": P("tp")})
+        assert jax.tree.map(lambda leaf: leaf.sharding.spec, found) == {
+            "a": P("dp", "tp"),
+            "b": [P("tp"), P("tp")],
+        }
+        with pytest.raises(sw.StrategyError, match="the tree of specs does not fit"):
+            with_sharding_constraint(tree, {"c": P("dp")})
+        with pytest.raises(sw.StrategyError, match=r"'dp' of type str is no PartitionSpec"):
+            with_sharding_constraint(tree["a"], ("dp", None))
+
+
+def test_what_jax_would_pad_or_drop_is_an_error_with_its_path() -> None:
+    tree = {"a": jnp.ones((6, 8)), "b": jnp.ones(8)}
+    with jax.set_mesh(cpu_mesh("dp:2,tp:4")):
+        with pytest.raises(sw.IndivisibleError, match="2 problems") as caught:
+            jax.jit(
+                lambda tree: with_sharding_constraint(tree, {"a": P("tp"), "b": P("dp", None)})
+            )(tree)
+        assert [(problem.path, problem.error) for problem in caught.value.problems] == [
+            ("a", sw.IndivisibleError),
+            ("b", sw.RankMismatchError),
+        ]
+        with pytest.raises(sw.AxisConflictError, match="taken by dim 0"):
+            with_sharding_constraint(jnp.ones((8, 8)), P("dp", "dp"))
+
+
+def test_inside_shard_map_the_manual_axes_are_left_out() -> None:
+    mesh = cpu_mesh("dp:2,tp:4")
+    constrain = lambda x: with_sharding_constraint(2 * x, P("dp", "tp"))  # noqa: E731
+    x = jnp.arange(64.0).reshape(8, 8)
+    with jax.set_mesh(mesh):
+        full = jax.jit(jax.shard_map(constrain, in_specs=P("dp", "tp"), out_specs=P("dp", "tp")))(x)
+        part = jax.jit(
+            jax.shard_map(constrain, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+        )(x)
+    np.testing.assert_array_equal(full, 2 * x)
+    np.testing.assert_array_equal(part, 2 * x)
+    assert part.sharding.spec == P("dp", "tp")
+
+
+# Path rules.
+
+PARAMS = {
+    "embed": np.ones((64, 16), np.float32),
+    "blocks": [{"up": {"kernel": np.ones((16, 32), np.float32), "bias": np.ones(32, np.float32)}}],
+    "temperature": np.ones((1,), np.float32),
+}
+RULES = (
+    ("embed", P("tp", "fsdp")),
+    ("kernel", P("fsdp", "tp")),
+    ("blocks/0", P("tp")),
+    (".*", P()),
+)
+SPECS = {
+    "embed": P("tp", "fsdp"),
+    "blocks": [{"up": {"kernel": P("fsdp", "tp"), "bias": P("tp")}}],
+    "temperature": P(),
+}
+
+
+def test_the_first_rule_found_in_the_path_wins() -> None:
+    assert match_partition_rules(RULES, PARAMS) == SPECS
+    assert match_partition_rules(iter(RULES), jax.eval_shape(lambda: PARAMS)) == SPECS
+
+
+def test_scalars_and_arrays_of_one_element_are_replicated_whatever_matches() -> None:
+    tree = {"scale": np.ones((1, 1)), "step": 3, "count": jnp.int32(0), "empty": np.ones((0, 4))}
+    found = match_partition_rules([(".*", P(None, "tp"))], tree)
+    assert found == {"scale": P(), "step": P(), "count": P(), "empty": P(None, "tp")}
+
+
+def test_a_train_state_is_matched_like_its_parameters() -> None:
+    tx = optax.chain(optax.clip(1.0), optax.adamw(1e-3))
+    state = {"params": PARAMS, "opt": jax.eval_shape(tx.init, PARAMS), "nothing": None}
+    found = match_partition_rules(RULES, state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert found["opt"][1][0].mu == SPECS
+    assert found["opt"][1][0].count == P()
+
+
+def test_axes_resolve_with_the_manager() -> None:
+    rules = [("kernel", (sw.EMBED, sw.MLP_INTERMEDIATE)), ("embed", sw.RowWise), ("bias", P("tp"))]
+    with pytest.raises(
+        sw.NoManagerError, match="match_partition_rules with semantic axes needs a PartitionManager"
+    ):
+        match_partition_rules(rules, PARAMS)
+    with sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2")):
+        assert match_partition_rules(rules, PARAMS) == SPECS
+        with pytest.raises(
+            sw.IndivisibleError, match="kernel dim 0 EMBED: size 6 does not divide over fsdp=4"
+        ):
+            match_partition_rules(rules, {"kernel": np.ones((6, 4))})
+
+
+def test_what_no_rule_matches_is_named_all_at_once() -> None:
+    with pytest.raises(ValueError, match="2 problems") as caught:
+        match_partition_rules(RULES[:2], {**PARAMS, "head": np.ones((4, 4))})
+    assert isinstance(caught.value, sw.StrategyError)
+    assert [problem.path for problem in caught.value.problems] == ["blocks/0/up/bias", "head"]
+    assert "patterns in order: embed, kernel" in str(caught.value)
+
+
+def test_a_spec_longer_than_its_array_is_found_before_anything_is_placed() -> None:
+    with pytest.raises(
+        sw.RankMismatchError,
+        match=r"blocks/0/up/bias: the spec P\('fsdp', 'tp'\) has 2 entries, the array has shape \(32,\)",
+    ):
+        match_partition_rules([(".*", P("fsdp", "tp"))], PARAMS)
+    with pytest.raises(sw.StrategyError, match="rule 0: not a regular expression"):
+        match_partition_rules([("(", P())], PARAMS)
+
+
+# To the mesh and back.
+
+
+def test_arrays_go_to_the_mesh_and_come_back() -> None:
+    with jax.set_mesh(cpu_mesh("fsdp:4,tp:2")):
+        shard_fns, gather_fns = make_shard_and_gather_fns(SPECS)
+    placed = tree_apply(shard_fns, PARAMS)
+    assert jax.tree.map(lambda leaf: leaf.sharding.spec, placed) == SPECS
+    assert placed["embed"].addressable_shards[0].data.shape == (32, 4)
+    assert len(placed["temperature"].sharding.device_set) == 8
+    back = tree_apply(gather_fns, placed)
+    assert {type(leaf) for leaf in jax.tree.leaves(back)} == {np.ndarray}
+    jax.tree.map(np.testing.assert_array_equal, back, PARAMS)
+
+
+MIXED = {
+    "f4": np.ones((8, 2), np.float32),
+    "f2": jnp.ones(8, jnp.float16),
+    "ids": np.arange(8, dtype=np.int32),
+    "on": np.ones(8, bool),
+    "x": 0.5,
+}
+
+
+def test_one_float_dtype_casts_floats_only_on_both_ways() -> None:
+    specs = jax.tree.map(lambda leaf: P("dp") if np.ndim(leaf) else P(), MIXED)
+    with jax.set_mesh(cpu_mesh("dp:8")):
+        shard_fns, gather_fns = make_shard_and_gather_fns(specs, jnp.bfloat16)
+        placed = tree_apply(shard_fns, MIXED)
+    expected = {
+        "f4": jnp.bfloat16,
+        "f2": jnp.bfloat16,
+        "ids": jnp.int32,
+        "on": jnp.bool,
+        "x": jnp.bfloat16,
+    }
+    assert jax.tree.map(lambda leaf: leaf.dtype, placed) == jax.tree.map(jnp.dtype, expected)
+    assert all(
+        isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) == 8
+        for leaf in jax.tree.leaves(placed)
+    )
+    plain = jax.tree.map(jnp.asarray, MIXED)
+    for source in (plain, MIXED, placed):
+        gathered = tree_apply(gather_fns, source)
+        assert jax.tree.map(lambda leaf: leaf.dtype, gathered) == jax.tree.map(jnp.dtype, expected)
+        assert {type(leaf) for leaf in jax.tree.leaves(gathered)} == {np.ndarray}
+    np.testing.assert_array_equal(gathered["ids"], np.arange(8))
+
+
+def test_a_tree_of_dtypes_casts_each() -> None:
+    specs = {"a": P("dp"), "b": P("dp"), "c": P("dp")}
+    dtypes = {
+        "a": jnp.bfloat16,
+        "b": jax.ShapeDtypeStruct((8,), jnp.float32),
+        "c": np.zeros(1, np.int8),
+    }
+    with jax.set_mesh(cpu_mesh("dp:8")):
+        shard_fns, gather_fns = make_shard_and_gather_fns(specs, dtypes)
+        placed = tree_apply(shard_fns, {name: np.arange(8.0, dtype=np.float16) for name in specs})
+    assert [placed[name].dtype for name in "abc"] == [jnp.bfloat16, jnp.float32, jnp.int8]
+    assert [tree_apply(gather_fns, placed)[name].dtype for name in "abc"] == [
+        jnp.bfloat16,
+        jnp.float32,
+        jnp.int8,
+    ]
+
+
+def test_one_leaf_may_bring_its_dtype() -> None:
+    with jax.set_mesh(cpu_mesh("dp:8")):
+        shard_fn, gather_fn = make_shard_and_gather_fns(
+            P("dp"), jax.ShapeDtypeStruct((8,), jnp.int8)
+        )
+    assert shard_fn(np.arange(8.0)).dtype == jnp.int8
+    assert gather_fn(np.arange(8.0)).dtype == np.int8
+
+
+def test_the_mesh_may_come_later_or_with_the_sharding() -> None:
+    shard_fns, _ = make_shard_and_gather_fns({"w": P("dp")})
+    with pytest.raises(
+        sw.NoManagerError, match="there is no mesh with devices to place an array on"
+    ):
+        tree_apply(shard_fns, {"w": np.ones(8)})
+    with sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=cpu_mesh("dp:4")):
+        assert len(tree_apply(shard_fns, {"w": np.ones(8)})["w"].sharding.device_set) == 4
+    sharding = NamedSharding(cpu_mesh("tp:2"), P("tp"), memory_kind="pinned_host")
+    placed = make_shard_and_gather_fns(sharding)[0](np.ones(8))
+    assert placed.sharding.is_equivalent_to(sharding, 1)
+    assert placed.sharding.memory_kind == "pinned_host"
+
+
+def test_an_array_moves_from_another_sharding() -> None:
+    with jax.set_mesh(cpu_mesh("dp:2,tp:4")):
+        shard_fns, _ = make_shard_and_gather_fns([P("tp"), P(None, "tp")])
+    first = shard_fns[0](np.arange(32.0).reshape(4, 8))
+    second = shard_fns[1](first)
+    assert (first.sharding.spec, second.sharding.spec) == (P("tp"), P(None, "tp"))
+    np.testing.assert_array_equal(second, np.arange(32.0).reshape(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("specs", "dtypes", "says"),
+    [
+        ({"w": ("dp", None)}, None, "^w/0: 'dp' of type str is no PartitionSpec"),
+        (P("dp"), jnp.int8, "dtype_specs is int8, one dtype for all must be a float"),
+        ({"w": P("dp")}, {"v": jnp.float32}, "dtype_specs does not fit the tree of specs"),
+        ({"w": P("dp")}, {"w": "no such"}, "'no such' of type str has no dtype"),
+        ({"w": P("dp")}, {"w": object()}, "of type object has no dtype"),
+        (
+            {"w": P("dp")},
+            np.float64,
+            r"dtype_specs asks for float64, of which JAX makes float32 while jax_enable_x64 is off\n  fix   jax\.conf",
+        ),
+        ({"w": P("dp")}, {"w": jnp.int64}, "dtype_specs asks for int64, of which JAX makes int32"),
+    ],
+)
+def test_what_cannot_be_made_into_functions(specs: Any, dtypes: Any, says: str) -> None:
+    with pytest.raises(sw.StrategyError, match=says):
+        make_shard_and_gather_fns(specs, dtypes)
+
+
+def test_what_does_not_fit_the_mesh_is_not_placed() -> None:
+    with jax.set_mesh(cpu_mesh("dp:8")):
+        shard_fns, _ = make_shard_and_gather_fns({"w": P("dp"), "v": P("tp"), "n": P()})
+    says = r"^w dim 0: size 6 does not divide over dp=8\n  rule  .*literal spec.*\n  fix   write None there, or choose a size and"
+    with pytest.raises(sw.IndivisibleError, match=says):
+        tree_apply({"w": shard_fns["w"]}, {"w": np.ones(6)})
+    with pytest.raises(
+        sw.MissingMeshAxisError, match=r"^v dim 0: mesh axis 'tp' is not in the mesh"
+    ):
+        shard_fns["v"](np.ones(8))
+    with pytest.raises(sw.StrategyError, match="values of int64 do not fit int32"):
+        shard_fns["n"](np.array([1, 2**40]))
+    assert shard_fns["n"](np.array([1, 2**20])).dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (np.full((8,), 1e300), "values of float64 do not fit float32"),
+        (np.full((8,), 2**40 + 7), "values of int64 do not fit int32"),
+        (2**40, "values of a Python int do not fit int32"),
+    ],
+)
+def test_values_that_jax_would_change_are_not_placed(value: Any, says: str) -> None:
+    with jax.set_mesh(cpu_mesh("dp:8")):
+        shard_fns, _ = make_shard_and_gather_fns({"w": P()})
+        with pytest.raises(sw.StrategyError, match=says):
+            shard_fns["w"](value)
+        if np.ndim(value):
+            with pytest.raises(sw.StrategyError, match=says):
+                with_sharding_constraint(value, P("dp"))
+        wide, _ = make_shard_and_gather_fns({"w": P()}, {"w": jnp.bfloat16})
+        if np.ndim(value) and value.dtype == np.int64:
+            assert wide["w"](value).dtype == jnp.bfloat16, "cast first"
+
+
+def test_a_key_is_placed_and_not_cast_or_gathered() -> None:
+    key = jax.random.key(0)
+    with jax.set_mesh(cpu_mesh("dp:8")):
+        shard_fns, gather_fns = make_shard_and_gather_fns({"k": P()})
+        placed = shard_fns["k"](key)
+        assert (placed.dtype, placed.sharding.spec) == (key.dtype, P())
+        says = r"a key \(key<fry>\) is no NumPy array\n  fix   gather jax.random.key_data\(key\)"
+        with pytest.raises(sw.StrategyError, match=says):
+            gather_fns["k"](placed)
+        same, _ = make_shard_and_gather_fns({"k": P()}, {"k": key})
+        assert same["k"](key).dtype == key.dtype
+        for dtypes in ({"k": jnp.float32}, {"k": key}):
+            other, _ = make_shard_and_gather_fns({"k": P()}, dtypes)
+            with pytest.raises(
+                sw.StrategyError, match=r"cannot be cast to .*\n  fix   give the key's own dtype"
+            ):
+                other["k"](key if dtypes["k"] is jnp.float32 else np.float32(1))

@@ -1,0 +1,177 @@
+"""A key per call, metrics on the host."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.interop.fjformer.train_loop import get_metrics, wrap_function_with_rng
+from shardwright.testing import cpu_mesh
+
+
+def data(key: Any) -> tuple[int, ...]:
+    return tuple(np.asarray(jax.random.key_data(key)).tolist())
+
+
+# Keys.
+
+
+def test_every_call_gets_the_next_key_of_the_usual_chain() -> None:
+    @wrap_function_with_rng(jax.random.key(3))
+    def draw(key: Any, scale: float, *, shift: float = 0.0) -> tuple[Any, float]:
+        """Say what was drawn."""
+        return data(key), scale + shift
+
+    rng = jax.random.key(3)
+    for _ in range(3):
+        rng, expected = jax.random.split(rng)
+        assert draw(2.0, shift=1.0) == (data(expected), 3.0)
+    assert draw.__doc__ == "Say what was drawn."
+
+
+def test_old_style_keys_work_too_and_functions_of_one_decorator_share_a_chain() -> None:
+    decorate = wrap_function_with_rng(jax.random.PRNGKey(0))
+    first, second = (
+        decorate(lambda key: tuple(key.tolist())),
+        decorate(lambda key: tuple(key.tolist())),
+    )
+    drawn = [first(), second(), first()]
+    assert len(set(drawn)) == 3
+    again = wrap_function_with_rng(jax.random.PRNGKey(0))(lambda key: tuple(key.tolist()))
+    assert [again(), again(), again()] == drawn
+
+
+def test_threads_never_share_a_key() -> None:
+    draw = wrap_function_with_rng(jax.random.key(0))(data)
+    found: list[tuple[int, ...]] = []
+    threads = [
+        threading.Thread(target=lambda: found.extend(draw() for _ in range(25))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone = wrap_function_with_rng(jax.random.key(0))(data)
+    assert sorted(found) == sorted(alone() for _ in range(200))
+    assert len(set(found)) == 200
+
+
+def test_a_key_is_not_drawn_inside_a_trace_that_it_does_not_belong_to() -> None:
+    noise = wrap_function_with_rng(jax.random.key(0))(
+        lambda key, x: x + jax.random.normal(key, x.shape)
+    )
+    with pytest.raises(
+        sw.StrategyError, match="every run of the compiled program would use the same one"
+    ):
+        jax.jit(noise)(jnp.zeros(2))
+    # And nothing of that trace is kept.
+    assert np.isfinite(noise(jnp.zeros(2))).all()
+
+
+def test_a_key_made_inside_the_trace_may_be_drawn_there() -> None:
+    @jax.jit
+    def two(key: Any) -> Any:
+        draw = wrap_function_with_rng(key)(lambda key: jax.random.normal(key, (4,)))
+        return jnp.stack([draw(), draw()])
+
+    first, second = two(jax.random.key(0))
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(two(jax.random.key(1))[0], first)
+
+
+# Metrics.
+
+
+def test_metrics_come_to_the_host_as_floats() -> None:
+    mesh = cpu_mesh("dp:8")
+    loss = jax.device_put(jnp.float32(0.5), jax.NamedSharding(mesh, jax.P()))
+    found = get_metrics({"loss": loss, "tokens": jnp.int32(7), "lr": 0.25, "one": np.ones((1,))})
+    assert found == {"loss": 0.5, "tokens": 7.0, "lr": 0.25, "one": 1.0}
+    assert {type(value) for value in found.values()} == {float}
+
+
+def test_steps_are_stacked_as_numpy_arrays() -> None:
+    steps = [{"loss": jnp.float32(at), "grad": {"norm": jnp.arange(2) + at}} for at in range(3)]
+    found = get_metrics(steps, stack=True)
+    assert isinstance(found["loss"], np.ndarray)
+    np.testing.assert_array_equal(found["loss"], [0.0, 1.0, 2.0])
+    np.testing.assert_array_equal(found["grad"]["norm"], [[0, 1], [1, 2], [2, 3]])
+
+
+def test_unreplicate_takes_the_first_replica() -> None:
+    mesh = cpu_mesh("dp:8")
+    replicas = jax.device_put(jnp.arange(8.0) + 3, jax.NamedSharding(mesh, jax.P("dp")))
+    assert get_metrics({"loss": replicas}, unreplicate=True) == {"loss": 3.0}
+    np.testing.assert_array_equal(
+        get_metrics([{"loss": replicas}] * 2, unreplicate=True, stack=True)["loss"], [3.0, 3.0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "options", "says"),
+    [
+        (
+            {"loss": np.ones(2)},
+            {},
+            r"metric 'loss' of shape \(2,\) is no scalar\n  fix   reduce it in the step, or pass unreplicate=True",
+        ),
+        (
+            {"loss": np.ones((2, 2))},
+            {},
+            r"metric 'loss' of shape \(2, 2\) is no scalar\n  fix   reduce it in the step$",
+        ),
+        (
+            {"loss": 1.0},
+            {"unreplicate": True},
+            "metric 'loss' is a scalar without an axis of replicas",
+        ),
+        ([{"loss": 1.0}], {}, "metrics is a list, not a dict"),
+        ({"loss": 1.0}, {"stack": True}, "metrics to stack are a dict"),
+        ([], {"stack": True}, "metrics to stack are an empty list"),
+        (
+            [{"a": 1.0}, {"a": 1.0, "b": 2.0}],
+            {"stack": True},
+            "step 1 has the metrics a, b, step 0 has a",
+        ),
+        (
+            {"grad": {"norm": 1.0}},
+            {},
+            r"metric 'grad' is a dict, not a scalar\n  fix   flatten nested metrics first",
+        ),
+        (
+            {"loss": None},
+            {},
+            r"metric 'loss' is None of type NoneType, not a number\n  fix   leave it out of the metrics",
+        ),
+        ({"loss": 1j}, {}, "metric 'loss' is complex: no float holds it"),
+        ({"rng": jax.random.key(0)}, {}, "metric 'rng' is of dtype key<fry>, not a number"),
+        ({"name": "run"}, {}, "metric 'name' is 'run' of type str, not a number"),
+        ([{"name": "run"}], {"stack": True}, "metric '0/name' is 'run' of type str, not a number"),
+        (
+            [{"a": np.ones(2)}, {"a": np.ones(3)}],
+            {"stack": True},
+            r"metric 'a' has shape \(3,\) in step 1, \(2,\) in step 0",
+        ),
+        (
+            [{"a": jnp.bfloat16(1)}, {"a": 1}],
+            {"stack": True},
+            "metric 'a' is bfloat16, int64 in different steps, which NumPy cannot stack",
+        ),
+        (
+            {"loss": np.ones((0,))},
+            {"unreplicate": True},
+            r"metric 'loss' of shape \(0,\) has no replicas",
+        ),
+    ],
+)
+def test_metrics_of_another_form_are_refused(
+    metrics: Any, options: dict[str, bool], says: str
+) -> None:
+    with pytest.raises(sw.StrategyError, match=says):
+        get_metrics(metrics, **options)

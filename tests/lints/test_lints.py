@@ -1,0 +1,650 @@
+"""Every lint fires on a case made for it, says where and how to fix it, and is silent on the presets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import shardwright as sw
+from shardwright.lints.catalogue import Code, Finding, Severity, lint
+from shardwright.lints.dead_rules import shadowed_tensors
+from shardwright.lints.finding import from_problem
+from shardwright.lints.subject import make_subject
+from shardwright.resolution.rules import TensorRules
+from shardwright.trees.tensors import Tensor
+from tests.golden import layer
+from tests.golden.specs import MESHES
+
+PRESETS = sw.Strategy.presets()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A strategy that a lint is about, and what it must say; `quiet` is the nearest strategy that it must not be about."""
+
+    text: str
+    code: Code
+    severity: Severity
+    where: str
+    says: str
+    fix: str
+    tensors: Any = None
+    mesh: Any = None
+    quiet: str = ""
+    quiet_mesh: Any = None
+
+
+def weight(path: str, *axes: str, shape: tuple[int, ...] | None = None) -> Tensor:
+    return Tensor(path=path, axes=axes, shape=shape, role=sw.Role.PARAM)
+
+
+def act(path: str, *axes: str, shape: tuple[int, ...] | None = None) -> Tensor:
+    return Tensor(path=path, axes=axes, shape=shape)
+
+
+SERVING = '[params]\nembed = "fsdp"\n[modes.decode]\nbatch = "dp | -"\n[policy]\ngather = "fsdp"\n'
+MOVING = '[params]\nvocab = "tp"\n[modes.decode.params]\nvocab = "tp+fsdp"\n'
+DCN = '[mesh]\ndp = 4\nfsdp = 2\n[dcn]\ndp = 2\n[rules]\nbatch = "{}"\n'
+HEADS = '[rules]\nkv_head = "{}"\nkv_head_dim = "-"\nembed = "-"\n'
+
+CASES: dict[str, Case] = {
+    "a name that is no axis": Case(
+        text='[rules]\nbathc = "dp"\n',
+        code=Code.UNKNOWN_AXIS,
+        severity=Severity.ERROR,
+        where="s.toml:2 rules.bathc",
+        says="unknown axis 'bathc'",
+        fix="did you mean 'batch'?",
+        quiet='[rules]\nbatch = "dp"\n',
+    ),
+    "a tensor's name that is no axis": Case(
+        text='[rules]\nbatch = "dp"\n',
+        tensors=[act("acts/x", "BATHC")],
+        code=Code.UNKNOWN_AXIS,
+        severity=Severity.ERROR,
+        where="acts/x dim 0 BATHC",
+        says="unknown axis 'BATHC'",
+        fix="did you mean 'BATCH'?",
+    ),
+    "a name that is no mesh axis": Case(
+        text='[rules]\nbatch = "dpp"\n',
+        code=Code.UNKNOWN_MESH_AXIS,
+        severity=Severity.ERROR,
+        where="s.toml:2 rules.batch",
+        says="mesh axis 'dpp' is neither in [mesh] nor a standard one",
+        fix="did you mean",
+    ),
+    "a mesh axis that another mesh lacks": Case(
+        text='[mesh]\nmodel = 2\n[rules]\nbatch = "model"\n',
+        mesh="dp:2",
+        code=Code.UNKNOWN_MESH_AXIS,
+        severity=Severity.ERROR,
+        where="s.toml:4 rules.batch",
+        says="names the mesh axis 'model', which the mesh (dp) does not have",
+        fix="add model to the mesh",
+        quiet='[mesh]\nmodel = 2\n[rules]\nbatch = "model"\n',
+        quiet_mesh="model:4",
+    ),
+    "a gathered mesh axis that another mesh lacks": Case(
+        text='[mesh]\nmodel = 2\n[rules]\nbatch = "dp"\n[policy]\ngather = "model"\n',
+        mesh="dp:2",
+        code=Code.UNKNOWN_MESH_AXIS,
+        severity=Severity.ERROR,
+        where="s.toml:6 policy.gather",
+        says='"model" names the mesh axis',
+        fix="add model to the mesh",
+    ),
+    "a tensor that does not fit": Case(
+        text='[rules]\nbatch = "dp"\n',
+        tensors=[act("a b", sw.BATCH, shape=(3,))],
+        mesh="dp:2",
+        code=Code.UNRESOLVED,
+        severity=Severity.ERROR,
+        where="a b dim 0 BATCH",
+        says='size 3 does not divide over dp=2; rule batch = "dp" (s.toml:2, [rules])',
+        fix='batch = "dp | -"',
+        quiet='[rules]\nbatch = "dp | -"\n',
+    ),
+    "a tensor that does not fit in one mode": Case(
+        text='[rules]\nbatch = "-"\n[modes.prefill]\nbatch = "dp"\n',
+        tensors=[act("x", sw.BATCH, shape=(3,))],
+        mesh={"dp": 2},
+        code=Code.UNRESOLVED,
+        severity=Severity.ERROR,
+        where="x dim 0 BATCH",
+        says="(in prefill)",
+        fix="choose a size and a mesh that divide",
+    ),
+    "fewer heads than shards": Case(
+        text=HEADS.format("tp"),
+        tensors=[act("cache", sw.KV_HEAD, shape=(2,))],
+        mesh="tp:4",
+        code=Code.MORE_SHARDS_THAN_HEADS,
+        severity=Severity.ERROR,
+        where="cache dim 0 KV_HEAD",
+        says="size 2 does not divide over tp=4",
+        fix='kv_head = "tp | -"',
+        quiet=HEADS.format("tp | -"),
+    ),
+    "fewer heads than shards, merged": Case(
+        text=HEADS.format("tp"),
+        tensors=[
+            Tensor(
+                path="k",
+                axes=(sw.merged((sw.KV_HEAD, 2), (sw.KV_HEAD_DIM, 8)),),
+                shape=(16,),
+                role=sw.Role.PARAM,
+            )
+        ],
+        mesh="tp:4",
+        code=Code.MORE_SHARDS_THAN_HEADS,
+        severity=Severity.ERROR,
+        where="k dim 0 KV_HEAD*KV_HEAD_DIM",
+        says="KV_HEAD of size 2 does not divide over tp=4",
+        fix='kv_head = "tp | -"',
+        quiet=HEADS.format("tp | -"),
+    ),
+    "fewer heads than shards, and a policy that does not say so": Case(
+        text=HEADS.format("tp") + '[policy]\nindivisible = "replicate"\n',
+        tensors=[act("cache", sw.KV_HEAD, shape=(2,))],
+        mesh="tp:4",
+        code=Code.MORE_SHARDS_THAN_HEADS,
+        severity=Severity.WARNING,
+        where="cache dim 0 KV_HEAD",
+        says="2 heads for 4 shards",
+        fix='say that it is meant, kv_head = "tp | -"',
+        quiet=HEADS.format("tp | -") + '[policy]\nindivisible = "replicate"\n',
+    ),
+    "heads that are cut": Case(
+        text=HEADS.format("tp | -"),
+        tensors=[
+            act("cache", sw.KV_HEAD, sw.KV_HEAD_DIM, shape=(2, 128)),
+            weight("k", sw.EMBED, sw.KV_HEAD, shape=(512, 256)),
+        ],
+        mesh="tp:4",
+        code=Code.MORE_SHARDS_THAN_HEADS,
+        severity=Severity.WARNING,
+        where="k dim 1 KV_HEAD",
+        says="size 256 is 2 heads flattened, over 4 shards: heads are cut",
+        fix="annotate the flat dim as merged((KV_HEAD, 2), (KV_HEAD_DIM, 128))",
+        quiet=HEADS.format("tp | -"),
+        quiet_mesh="tp:2",
+    ),
+    "a candidate written twice": Case(
+        text='[rules]\nbatch = "dp+fsdp | fsdp+dp"\n',
+        code=Code.UNREACHABLE_CANDIDATE,
+        severity=Severity.WARNING,
+        where="s.toml:2 rules.batch",
+        says="the candidate fsdp+dp is never reached: wherever it fits, dp+fsdp before it does",
+        fix="drop one of dp+fsdp and fsdp+dp",
+        quiet='[rules]\nbatch = "dp+fsdp | dp"\n',
+    ),
+    "a candidate behind a part of it": Case(
+        text='[mesh]\ndp = 2\nfsdp = 4\n[rules]\nbatch = "dp | dp+fsdp | -"\n',
+        code=Code.UNREACHABLE_CANDIDATE,
+        severity=Severity.WARNING,
+        where="s.toml:5 rules.batch",
+        says="the candidate dp+fsdp is never reached",
+        fix='write the longer one first, "dp+fsdp | dp"',
+        quiet='[mesh]\ndp = 1\nfsdp = 4\n[rules]\nbatch = "dp | dp+fsdp | -"\n',
+    ),
+    "a candidate of optimizer state behind a part of it": Case(
+        text='[mesh]\ndp = 2\nfsdp = 4\n[rules]\nbatch = "dp+fsdp"\n[policy]\nzero1 = "dp | dp+fsdp"\n',
+        code=Code.UNREACHABLE_CANDIDATE,
+        severity=Severity.WARNING,
+        where="s.toml:7 policy.zero1",
+        says="the candidate dp+fsdp is never reached",
+        fix='"dp+fsdp | dp"',
+        quiet='[mesh]\ndp = 2\nfsdp = 4\n[rules]\nbatch = "dp+fsdp"\n[policy]\nzero1 = "dp+fsdp | dp"\n',
+    ),
+    "a rule that every mode replaces": Case(
+        text='[rules]\nbatch = "dp"\n[modes.train]\nbatch = "-"\n[modes.prefill]\nbatch = "sp"\n[modes.decode]\nbatch = "tp"\n',
+        code=Code.SHADOWED_RULE,
+        severity=Severity.WARNING,
+        where="s.toml:2 rules.batch",
+        says='batch = "dp" is never used',
+        fix="drop it",
+        quiet='[rules]\nbatch = "dp"\n[modes.train]\nbatch = "-"\n[modes.insert]\nbatch = "sp"\n[modes.decode]\nbatch = "tp"\n',
+    ),
+    "a rule of parameters that every mode replaces": Case(
+        text='[params]\nvocab = "-"\n[modes.train.params]\nvocab = "dp"\n[modes.prefill.params]\nvocab = "tp"\n'
+        '[modes.decode.params]\nvocab = "tp"\n',
+        code=Code.SHADOWED_RULE,
+        severity=Severity.WARNING,
+        where="s.toml:2 params.vocab",
+        says='vocab = "-" is never used',
+        fix="under [modes.M.params]",
+        quiet='[params]\nvocab = "-"\n[modes.prefill.params]\nvocab = "tp"\n[modes.decode.params]\nvocab = "tp"\n',
+    ),
+    "a pattern twice": Case(
+        text='[[tensors]]\nmatch = "a"\nembed = "-"\n[[tensors]]\nmatch = "a"\nembed = "dp"\nvocab = "tp"\n',
+        code=Code.SHADOWED_TENSORS,
+        severity=Severity.WARNING,
+        where="s.toml:6 tensors.1.embed",
+        says="embed of match 'a' is never used: the earlier match 'a' (s.toml:1) goes first",
+        fix="drop this rule",
+        quiet='[[tensors]]\nmatch = "a"\nembed = "-"\n[[tensors]]\nmatch = "a"\nvocab = "tp"\n',
+    ),
+    "a pattern behind a wider one": Case(
+        text='[[tensors]]\nmatch = "lm"\nembed = "-"\n[[tensors]]\nmatch = "lm_head"\nembed = "dp"\n',
+        tensors=[weight("lm_head/kernel", sw.EMBED)],
+        code=Code.SHADOWED_TENSORS,
+        severity=Severity.WARNING,
+        where="s.toml:6 tensors.1.embed",
+        says="the earlier match 'lm' (s.toml:1) goes first",
+        fix="put the narrower pattern first",
+        quiet='[[tensors]]\nmatch = "lm_head"\nembed = "dp"\n[[tensors]]\nmatch = "lm"\nvocab = "-"\n[rules]\nvocab = "-"\n',
+    ),
+    "a mode that says nothing new": Case(
+        text='[rules]\nbatch = "dp"\n[modes.decode]\nbatch = "dp"\n',
+        code=Code.MODE_CHANGES_NOTHING,
+        severity=Severity.WARNING,
+        where="s.toml:3 modes.decode",
+        says="[modes.decode] says only what holds without it",
+        fix="drop the table",
+        quiet='[rules]\nbatch = "dp"\n[modes.decode]\nbatch = "-"\n',
+    ),
+    "a mode that says nothing": Case(
+        text='[rules]\nbatch = "dp"\n[modes.train]\n',
+        code=Code.MODE_CHANGES_NOTHING,
+        severity=Severity.WARNING,
+        where="s.toml:3 modes.train",
+        says="[modes.train] is empty",
+        fix="drop the table",
+    ),
+    "insert that repeats decode": Case(
+        text='[rules]\nbatch = "dp"\n[modes.decode]\nbatch = "-"\n[modes.insert]\nbatch = "-"\n',
+        code=Code.MODE_CHANGES_NOTHING,
+        severity=Severity.WARNING,
+        where="s.toml:5 modes.insert",
+        says="[modes.insert] says only what holds without it",
+        fix="drop the table",
+        quiet='[rules]\nbatch = "dp"\n[modes.decode]\nbatch = "-"\n[modes.insert]\nbatch = "dp"\n',
+    ),
+    "a line of a mode that says nothing new": Case(
+        text='[rules]\nbatch = "dp"\n[modes.decode]\nbatch = "dp"\nhead = "tp"\n',
+        code=Code.MODE_CHANGES_NOTHING,
+        severity=Severity.NOTE,
+        where="s.toml:4 modes.decode.batch",
+        says='batch = "dp" holds without this line',
+        fix="drop the line",
+        quiet='[rules]\nbatch = "dp"\n[modes.decode]\nbatch = "-"\nhead = "tp"\n',
+    ),
+    "weights that move": Case(
+        text=MOVING,
+        code=Code.WEIGHTS_MOVE,
+        severity=Severity.WARNING,
+        where="s.toml:4 modes.decode.params.vocab",
+        says='weights with VOCAB lie differently in prefill ("tp") and in decode ("tp+fsdp")',
+        fix="give them one rule, under [params]",
+        quiet='[params]\nvocab = "tp"\n[modes.train.params]\nvocab = "tp+fsdp"\n',
+    ),
+    "weights that move on this mesh": Case(
+        text=MOVING,
+        tensors=[weight("head", sw.VOCAB, shape=(8,))],
+        mesh="fsdp:2,tp:2",
+        code=Code.WEIGHTS_MOVE,
+        severity=Severity.WARNING,
+        where="s.toml:4 modes.decode.params.vocab",
+        says="lie differently in prefill",
+        fix="processes of their own",
+        quiet=MOVING,
+        quiet_mesh="dp:1,tp:4",
+    ),
+    "weights gathered for every token": Case(
+        text=SERVING,
+        code=Code.GATHERED_IN_DECODE,
+        severity=Severity.WARNING,
+        where="s.toml:6 policy.gather",
+        says="in decode, weights with EMBED are gathered over fsdp for every token",
+        fix="as in the preset serve_tp",
+        quiet=SERVING.replace('gather = "fsdp"', 'gather = "-"'),
+    ),
+    "weights gathered for every token, of the tree": Case(
+        text=SERVING,
+        tensors=[weight("w", sw.EMBED, shape=(8,))],
+        mesh="dp:2,fsdp:2",
+        code=Code.GATHERED_IN_DECODE,
+        severity=Severity.WARNING,
+        where="s.toml:6 policy.gather",
+        says="weights with EMBED are gathered over fsdp",
+        fix='gather = "-"',
+        quiet=SERVING,
+        quiet_mesh="dp:2,fsdp:1",
+    ),
+    "a slow network inside": Case(
+        text=DCN.format("fsdp+dp"),
+        code=Code.DCN_MINOR,
+        severity=Severity.WARNING,
+        where="s.toml:7 rules.batch",
+        says='in "fsdp+dp" dp crosses slices and is minor to fsdp, which does not',
+        fix='write the crossing axis first: "dp+fsdp"',
+        quiet=DCN.format("dp+fsdp"),
+    ),
+    "a slow network inside an annotation": Case(
+        text='[rules]\nbatch = "-"\n',
+        tensors={"x": ((sw.FSDP, sw.DP),)},
+        mesh="dcn.dp:2,dp:4,fsdp:2",
+        code=Code.DCN_MINOR,
+        severity=Severity.WARNING,
+        where="x dim 0 FSDP+DP",
+        says="the annotation puts dp, which crosses slices, minor to fsdp",
+        fix="first in the composite",
+        quiet='[rules]\nbatch = "-"\n',
+        quiet_mesh="dcn.fsdp:2,dp:4,fsdp:2",
+    ),
+    "a mesh axis of one's own that no rule names": Case(
+        text='[mesh]\nrow = 4\n[rules]\nbatch = "dp"\n',
+        code=Code.IDLE_MESH_AXIS,
+        severity=Severity.ERROR,
+        where="s.toml:2 mesh.row",
+        says="row=4 shards nothing: no rule names it, so groups of 4 devices do the same work",
+        fix='use it in a rule, such as batch = "row"',
+        quiet='[mesh]\nrow = 4\n[rules]\nbatch = "row"\n',
+    ),
+    "a mesh axis whose meaning went elsewhere": Case(
+        text='[mesh]\nmodel = 4\ntp = -1\n[rules]\ntensor_parallel = "model"\n',
+        code=Code.IDLE_MESH_AXIS,
+        severity=Severity.WARNING,
+        where="s.toml:3 mesh.tp",
+        says="tp shards nothing: no rule names it, and tensor_parallel means another mesh axis, so all its devices do the same work",
+        fix="give its devices to another mesh axis",
+        quiet='[mesh]\ntp = -1\n[rules]\ntensor_parallel = "-"\n',
+    ),
+    "a mesh axis that no tensor lies over": Case(
+        text='[rules]\nbatch = "dp"\n',
+        tensors=[act("x", sw.BATCH), weight("w", sw.BATCH)],
+        mesh="dp:2,tp:4",
+        code=Code.IDLE_MESH_AXIS,
+        severity=Severity.WARNING,
+        where="mesh axis tp",
+        says="tp=4 shards nothing: no tensor of the tree lies over it, in any mode",
+        fix="use it in a rule",
+        quiet='[rules]\nbatch = "dp+tp"\n',
+    ),
+    "a zero1 whose mesh axes every weight has": Case(
+        text='[params]\nembed = "fsdp"\nmlp_intermediate = "tp"\n[policy]\nzero1 = "fsdp | tp"\n',
+        tensors=[
+            act("x", sw.BATCH),
+            weight("up", sw.EMBED, sw.MLP_INTERMEDIATE, shape=(16, 32)),
+            weight("norm", sw.EMPTY, shape=(16,)),
+        ],
+        mesh="dp:2,fsdp:2,tp:2",
+        code=Code.IDLE_ZERO1,
+        severity=Severity.WARNING,
+        where="s.toml:5 policy.zero1",
+        says='zero1 = "fsdp | tp" shards nothing: of every weight of the tree, the parameter lies over fsdp already; '
+        "the parameter lies over tp already",
+        fix='name a mesh axis that parameters leave free, such as zero1 = "dp | -"',
+        quiet='[params]\nembed = "fsdp"\nmlp_intermediate = "tp"\n[policy]\nzero1 = "fsdp | dp"\n',
+    ),
+    "a zero1 over mesh axes that are not there": Case(
+        text='[mesh]\nfsdp = 4\n[rules]\nbatch = "fsdp"\n[policy]\nzero1 = "dp | -"\n',
+        code=Code.IDLE_ZERO1,
+        severity=Severity.NOTE,
+        where="s.toml:6 policy.zero1",
+        says='zero1 = "dp | -" shards nothing: the mesh has no axis of more than one device among dp',
+        fix="or drop the line",
+        quiet='[mesh]\nfsdp = 4\ndp = -1\n[rules]\nbatch = "fsdp"\n[policy]\nzero1 = "dp | -"\n',
+    ),
+    "an axis without a rule": Case(
+        text='[axes]\nrotary = "x"\n[rules]\nbatch = "dp"\n',
+        tensors=[act("q", sw.BATCH, "rotary"), act("k", "rotary")],
+        code=Code.NO_RULE,
+        severity=Severity.WARNING,
+        where="s.toml:3 rules",
+        says="ROTARY of q, k has no rule: replicated",
+        fix='[rules] rotary = "-"',
+        quiet='[axes]\nrotary = "x"\n[rules]\nbatch = "dp"\nrotary = "-"\n',
+    ),
+    "an axis of a composite without a rule": Case(
+        text='[axes]\nrotary = "x"\n[rules]\nbatch = "dp"\n',
+        tensors=[Tensor(path="q", axes=((sw.BATCH, "rotary"),))],
+        code=Code.NO_RULE,
+        severity=Severity.WARNING,
+        where="s.toml:3 rules",
+        says="ROTARY of q has no rule: replicated",
+        fix='[rules] rotary = "-"',
+        quiet='[axes]\nrotary = "x"\n[rules]\nbatch = "dp"\nrotary = "-"\n',
+    ),
+    "a composite that does not divide": Case(
+        text='[rules]\nbatch = "dp"\nlength = "sp"\n',
+        tensors=[Tensor(path="x", axes=((sw.BATCH, sw.LENGTH),), shape=(6,))],
+        mesh="dp:2,sp:2",
+        code=Code.UNRESOLVED,
+        severity=Severity.ERROR,
+        where="x dim 0 BATCH+LENGTH",
+        says="size 6 does not divide over dp=2, sp=2 (4 shards); "
+        'rule batch = "dp" (s.toml:2, [rules]) and length = "sp" (s.toml:3, [rules])',
+        fix='length = "sp | -"',
+        quiet='[rules]\nbatch = "dp"\nlength = "sp | -"\n',
+    ),
+    "an axis without a rule in some modes": Case(
+        text='[axes]\nrotary = "x"\n[modes.decode]\nrotary = "-"\n',
+        tensors=[act("q", "rotary")],
+        code=Code.NO_RULE,
+        severity=Severity.WARNING,
+        where="s.toml rules",
+        says="ROTARY of q has no rule: replicated (in train, prefill)",
+        fix='[rules] rotary = "-"',
+    ),
+    "a pattern that matches nothing": Case(
+        text='[rules]\nembed = "-"\n[[tensors]]\nmatch = "lm_haed"\nembed = "dp"\n',
+        tensors=[weight("lm_head/kernel", sw.EMBED)],
+        code=Code.UNUSED_TENSORS,
+        severity=Severity.WARNING,
+        where="s.toml:4 tensors.0.match",
+        says="match 'lm_haed' matches no weight of the tree",
+        fix="paths are such as lm_head/kernel",
+        quiet='[rules]\nembed = "-"\n[[tensors]]\nmatch = "lm_head"\nembed = "dp"\n',
+    ),
+    "a pattern whose weights lack the axis": Case(
+        text='[rules]\nembed = "-"\n[[tensors]]\nmatch = "lm_head"\nvocab = "dp"\n',
+        tensors=[weight("lm_head/kernel", sw.EMBED)],
+        code=Code.UNUSED_TENSORS,
+        severity=Severity.WARNING,
+        where="s.toml:5 tensors.0.vocab",
+        says="no weight that match 'lm_head' matches has the axis VOCAB",
+        fix="drop the rule",
+    ),
+    "a rule that the tree does not use": Case(
+        text='[rules]\nbatch = "dp"\nhead = "tp"\nembed = "-"\npage = "-"\n',
+        tensors=[act("x", sw.BATCH), weight("w", sw.EMBED)],
+        code=Code.UNUSED_RULE,
+        severity=Severity.NOTE,
+        where="s.toml:3 rules.head",
+        says='head = "tp" is not used: no tensor of the tree has the axis HEAD',
+        fix="leave it for other models",
+        quiet='[rules]\nbatch = "dp"\nembed = "-"\npage = "-"\n',
+    ),
+    "an axis that the tree does not use": Case(
+        text='[axes]\nrotary = "x"\n[rules]\nbatch = "dp"\nembed = "-"\n',
+        tensors=[act("x", sw.BATCH), weight("w", sw.EMBED)],
+        code=Code.UNUSED_RULE,
+        severity=Severity.NOTE,
+        where="s.toml:2 axes.rotary",
+        says="no tensor of the tree has the axis ROTARY",
+        fix="drop the line",
+    ),
+}
+
+
+def found(case: Case, text: str, mesh: Any) -> list[Finding]:
+    return [
+        one
+        for one in lint(sw.Strategy.loads(text, source="s.toml"), case.tensors, mesh=mesh)
+        if one.code is case.code
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_lint_fires_on_its_case_and_not_on_its_neighbour(name: str) -> None:
+    case = CASES[name]
+    # A strategy that names an unknown axis in [rules] beside a mesh is refused when it is loaded: the command line's test.
+    first = next(
+        (one for one in found(case, case.text, case.mesh) if one.where == case.where), None
+    )
+    assert first is not None, found(case, case.text, case.mesh)
+    assert case.says in first.message
+    assert case.fix in first.fix
+    assert first.severity is case.severity
+    if case.quiet:
+        assert found(case, case.quiet, case.quiet_mesh or case.mesh) == []
+
+
+def test_every_code_has_a_case() -> None:
+    assert {case.code for case in CASES.values()} | {Code.INVALID} == {*Code}
+
+
+TREE = [
+    *(
+        Tensor(
+            path=f"params/{one.name}", axes=one.axes, shape=one.shape("train"), role=sw.Role.PARAM
+        )
+        for one in layer.WEIGHTS
+    ),
+    *(
+        Tensor(path=f"acts/{one.name}", axes=one.axes, shape=one.shape("train"))
+        for one in layer.ACTIVATIONS
+    ),
+]
+DENSE = [
+    one
+    for one in TREE
+    if "expert" not in one.path and "router" not in one.path and "by layout" not in one.path
+]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_clean(preset: str) -> None:
+    strategy = sw.Strategy.preset(preset)
+    assert lint(strategy) == ()
+    assert lint(strategy, DENSE) == lint(strategy, TREE) == ()
+    for mesh in MESHES:
+        assert lint(strategy, mesh=mesh) == ()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_presets_are_clean_on_a_layer_but_for_what_does_not_fit(preset: str, mesh: str) -> None:
+    """A mesh axis that a preset does not use is idle, and a batch of one does not divide: both are true, and nothing else is said."""
+    manager = sw.PartitionManager(sw.Strategy.preset(preset), mesh=sw.abstract_mesh(mesh))
+    answers = [
+        manager.explain(one.axes, mode=mode, role=one.role, shape=one.shape, path=one.path)
+        for one in TREE
+        for mode in ("train", "decode", "prefill")
+    ]
+    named = {
+        axis for answer in answers for decision in answer.decisions for axis in decision.mesh_axes
+    }
+    named |= {
+        axis for answer in answers for problem in answer.problems for axis in problem.mesh_axes
+    }
+    idle = [axis for axis, size in manager.mesh.shape.items() if size > 1 and axis not in named]
+    failing = {answer.path for answer in answers if not answer.ok}
+    findings = lint(sw.Strategy.preset(preset), TREE, mesh=mesh)
+    assert [one.key for one in findings if one.code is Code.IDLE_MESH_AXIS] == [
+        f"mesh axis {axis}" for axis in idle
+    ]
+    assert {
+        one.key.partition(" dim ")[0] for one in findings if one.code is Code.UNRESOLVED
+    } == failing
+    assert {one.code for one in findings} <= {Code.IDLE_MESH_AXIS, Code.UNRESOLVED}
+
+
+def test_what_no_weight_has_is_not_gathered() -> None:
+    (one,) = lint(sw.Strategy.loads('[rules]\nbatch = "dp+fsdp"\n' + SERVING))
+    assert one.message == "in decode, weights with EMBED are gathered over fsdp for every token"
+
+
+def test_the_worst_comes_first() -> None:
+    strategy = sw.Strategy.loads(
+        '[mesh]\nrow = 2\n[rules]\nbatch = "dp | dp"\n[modes.decode]\nbatch = "dp | dp"\nhead = "tp"\n'
+    )
+    severities = [one.severity for one in lint(strategy)]
+    assert severities == sorted(severities, key=list(Severity).index)
+    assert {*severities} == {*Severity}
+
+
+def test_a_tree_of_specs_is_a_tree() -> None:
+    tree = {"layers": [{"up": sw.ArraySpec((6, 4), jnp.float32, (sw.EMBED, sw.VOCAB))}]}
+    strategy = sw.Strategy.loads('[rules]\nembed = "dp"\nvocab = "-"\n')
+    (one,) = sw.lint(strategy, tree, mesh=sw.abstract_mesh("dp:4"))
+    assert (one.code, one.key) == (Code.UNRESOLVED, "layers/0/up dim 0 EMBED")
+    assert sw.lint(strategy, tree, mesh=sw.abstract_mesh("dp:2")) == ()
+
+
+def test_an_overlay_may_shadow_what_it_overlays() -> None:
+    base = sw.Strategy.loads('[[tensors]]\nmatch = "a"\nembed = "-"\n', source="base.toml")
+    overlay = sw.Strategy.loads('[[tensors]]\nmatch = "a"\nembed = "dp"\n', source="overlay.toml")
+    assert lint(base | overlay) == ()
+
+
+def test_sizes_that_are_not_given_are_no_finding() -> None:
+    strategy = sw.Strategy.loads('[rules]\nbatch = "dp+fsdp | dp | -"\n')
+    assert lint(strategy, [act("x", sw.BATCH)], mesh="dp:2,fsdp:2") == ()
+
+
+def test_an_annotation_that_is_refused_is_one_finding() -> None:
+    (one,) = lint(
+        sw.Strategy.loads('[rules]\nbatch = "dp"\n'),
+        [Tensor(path="x", axes=(sw.BATCH, sw.BATCH))],
+        mesh="dp:2",
+    )
+    assert one.code is Code.UNRESOLVED
+    assert (one.key, one.message.partition(",")[0]) == (
+        "x dim 1 BATCH",
+        "the axis stands twice in one annotation",
+    )
+
+
+def test_a_finding_is_data() -> None:
+    (one,) = lint(sw.Strategy.loads('[rules]\nbatch = "dp | dp"\n', source="s.toml"))
+    assert one.to_json() == {
+        "code": "unreachable_candidate",
+        "severity": "warning",
+        "file": "s.toml",
+        "line": 2,
+        "key": "rules.batch",
+        "message": 'in "dp | dp" the candidate dp is never reached: wherever it fits, dp before it does',
+        "fix": "drop one of dp and dp",
+    }
+    assert str(one).startswith("s.toml:2 rules.batch: warning unreachable_candidate: in ")
+    assert hash(one) == hash(dataclasses.replace(one))
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign"):
+        one.fix = ""  # type: ignore[misc]
+
+
+def test_what_a_file_gets_wrong_has_a_place() -> None:
+    with pytest.raises(sw.StrategyError, match="a mesh axis is missing here") as caught:
+        sw.Strategy.loads('[rules]\nbatch = "dp |"\n', source="my file.toml")
+    one = from_problem(caught.value.problems[0])
+    assert (one.code, one.source, one.key) == (Code.INVALID, "my file.toml:2", "rules.batch")
+
+
+def test_what_is_no_strategy_or_mesh_is_refused() -> None:
+    with pytest.raises(
+        sw.StrategyError, match=r"'fsdp' is not a Strategy\n  fix   pass Strategy.load\(path\)"
+    ):
+        lint("fsdp")
+    with pytest.raises(sw.MeshSpecError, match="size 'x' is not a whole number"):
+        lint(sw.Strategy.preset("fsdp"), mesh="dp:x")
+    with pytest.raises(sw.StrategyError, match="str is neither an ArraySpec nor an annotation"):
+        lint(sw.Strategy.preset("fsdp"), {"w": "EMBED"})
+
+
+def test_each_pattern_is_searched_once_in_each_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each pair of entries, which a file of 1,000 entries would make a million of."""
+    entries = [{"match": f"^w{at}|w", "embed": "-"} for at in range(20)]
+    tree = tuple(
+        Tensor(path=f"w{at}", axes=(sw.EMBED,), shape=(8,), role=sw.Role.PARAM, dtype="float32")
+        for at in range(30)
+    )
+    subject = make_subject(sw.Strategy(version=1, mesh={"dp": 2}, tensors=entries), tree, None)
+    searches: list[str] = []
+    monkeypatch.setattr(TensorRules, "matches", lambda self, path: searches.append(path) is None)
+    assert len(list(shadowed_tensors(subject))) == len(entries) - 1
+    assert len(searches) == len(entries) * len(tree)

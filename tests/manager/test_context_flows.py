@@ -1,0 +1,405 @@
+"""Which manager each flow of a program has: tasks, notebook cells, pool threads and copied contexts.
+
+A flow is what runs in one `contextvars` context: a task, a cell, a thread's job. The table below says for each flow which
+manager it has. What may be traced there is in `test_context_jit.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardwright as sw
+from shardwright.manager import context
+from shardwright.testing.ambient import isolated
+from tests.manager.flows import (
+    NONE,
+    OTHER,
+    OWN,
+    beside,
+    holds,
+    jitted,
+    other,
+    own,
+    seen,
+    spec_of,
+    turn,
+)
+from tests.manager.programs import make_manager, numbers
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    with isolated():
+        yield
+    assert context.current() is None
+
+
+async def task_beside_another() -> Any:
+    async def what() -> Any:
+        return seen()
+
+    return await beside(other(), what)
+
+
+async def task_made_beside_another() -> Any:
+    async def what() -> Any:
+        return await asyncio.create_task(asyncio.to_thread(seen))
+
+    return await beside(other(), what)
+
+
+async def task_that_entered_its_own_first() -> Any:
+    entered, release = asyncio.Event(), asyncio.Event()
+    with own():
+        holding = asyncio.create_task(holds(other(), entered, release))
+        await entered.wait()
+        found = seen()
+    assert seen() == NONE
+    release.set()
+    assert await holding == OTHER
+    return found
+
+
+async def task_that_entered_its_own_last() -> Any:
+    async def what() -> Any:
+        with own():
+            await turn()
+            return seen()
+
+    return await beside(other(), what)
+
+
+async def task_made_inside_while_it_holds() -> Any:
+    async def child() -> Any:
+        await turn()
+        return seen()
+
+    with own():
+        return await asyncio.create_task(child())
+
+
+async def task_made_inside_after_it_ended() -> Any:
+    async def child() -> Any:
+        await turn()
+        return seen()
+
+    with own():
+        running = asyncio.create_task(child())
+    assert seen() == NONE
+    return await running
+
+
+async def task_made_inside_beside_another() -> Any:
+    async def child() -> Any:
+        await turn()
+        return await beside(other(), lambda: asyncio.sleep(0, seen()))
+
+    with own():
+        running = asyncio.create_task(child())
+    return await running
+
+
+async def task_of_a_task_made_inside() -> Any:
+    async def child() -> Any:
+        return await asyncio.create_task(asyncio.sleep(0, None)) or await asyncio.create_task(
+            grandchild()
+        )
+
+    async def grandchild() -> Any:
+        await turn()
+        return seen()
+
+    with own():
+        running = asyncio.create_task(child())
+    return await running
+
+
+async def task_made_before() -> Any:
+    release = asyncio.Event()
+
+    async def early() -> Any:
+        await release.wait()
+        return seen()
+
+    running = asyncio.create_task(early())
+    await turn()
+    with own():
+        release.set()
+        return await running
+
+
+async def beside_a_task_that_ended_without_leaving() -> Any:
+    async def forgetful() -> None:
+        manager.__enter__()
+
+    manager = other()
+    await asyncio.create_task(forgetful())
+    try:
+        return seen()
+    finally:
+        context.leave(manager)
+
+
+async def to_thread() -> Any:
+    with own():
+        return await asyncio.to_thread(seen)
+
+
+async def to_thread_after_it_ended() -> Any:
+    with own():
+        waiting = asyncio.to_thread(seen)
+        running = asyncio.create_task(waiting)
+    return await running
+
+
+async def run_in_executor() -> Any:
+    with own():
+        return await asyncio.get_running_loop().run_in_executor(None, seen)
+
+
+async def asynchronous_generator() -> Any:
+    async def steps() -> Any:
+        with own():
+            await turn()
+            yield seen()
+
+    found = []
+    async for spec in steps():
+        await turn()
+        found.append(spec)
+    assert seen() == NONE
+    return found[0]
+
+
+TASKS: dict[str, tuple[Callable[[], Coroutine[Any, Any, Any]], Any]] = {
+    "entered none, beside another": (task_beside_another, NONE),
+    "made with none, beside another": (task_made_beside_another, NONE),
+    "entered its own first": (task_that_entered_its_own_first, OWN),
+    "entered its own last": (task_that_entered_its_own_last, OWN),
+    "made inside, it holds": (task_made_inside_while_it_holds, OWN),
+    "made inside, it ended": (task_made_inside_after_it_ended, OWN),
+    "made inside, beside another": (task_made_inside_beside_another, OWN),
+    "made by one made inside": (task_of_a_task_made_inside, OWN),
+    "made before": (task_made_before, NONE),
+    "beside one that never left": (beside_a_task_that_ended_without_leaving, NONE),
+    "to_thread": (to_thread, OWN),
+    "to_thread, it ended": (to_thread_after_it_ended, OWN),
+    "run_in_executor": (run_in_executor, NONE),
+    "asynchronous generator": (asynchronous_generator, OWN),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_manager_of_a_task(name: str) -> None:
+    run, wanted = TASKS[name]
+    assert asyncio.run(run()) == wanted
+
+
+def test_tasks_that_overlap_leave_in_any_order() -> None:
+    """Each of the two leaves first once; both have their own manager to the end, and then nothing is left."""
+
+    async def held(pm: sw.PartitionManager, before: int, after: int) -> Any:
+        await turn(before)
+        with pm:
+            await turn(after)
+            found = seen()
+        assert seen() == NONE
+        return found
+
+    async def both(*turns: tuple[int, int]) -> Any:
+        return await asyncio.gather(
+            *[held(pm, *one) for pm, one in zip((own(), other()), turns, strict=True)]
+        )
+
+    for turns in (
+        ((0, 4), (2, 4)),
+        ((0, 6), (2, 2)),
+        ((2, 4), (0, 4)),
+        ((2, 2), (0, 6)),
+        ((0, 0), (0, 0)),
+    ):
+        assert asyncio.run(both(*turns)) == [OWN, OTHER], turns
+        assert context.depth() == 0
+        assert jax.sharding.get_mesh().empty
+
+
+def test_overlapping_tasks_give_the_mesh_back() -> None:
+    meshes = {}
+
+    async def held(pm: sw.PartitionManager, before: int, after: int) -> None:
+        await turn(before)
+        with pm:
+            await turn(after)
+        meshes[pm] = jax.sharding.get_mesh()
+
+    async def both() -> None:
+        await asyncio.gather(held(first, 0, 4), held(second, 2, 6))
+
+    first, second = make_manager(), make_manager(sizes="dp:4,tp:2")
+    with jax.set_mesh(make_manager(sizes="dp:8,tp:1").mesh) as _:
+        outer = jax.sharding.get_mesh()
+        asyncio.run(both())
+        assert jax.sharding.get_mesh() == outer
+    assert meshes == {first: second.mesh, second: outer}
+
+
+# Notebook cells.
+
+
+class Notebook:
+    """Runs cells as IPython does: one loop, and each cell in a task, in a context that lasts or in a copy of its own."""
+
+    def __init__(self, *, lasting: bool, background: bool) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.context = contextvars.copy_context()
+        self.lasting = lasting
+        self.background = [
+            self.loop.create_task(asyncio.sleep(1e6)) for _ in range(2 if background else 0)
+        ]
+
+    def cell(self, code: Callable[[], Any]) -> Any:
+        async def run() -> Any:
+            await turn(1)
+            return code()
+
+        context = self.context if self.lasting else self.context.copy()
+        return self.loop.run_until_complete(self.loop.create_task(run(), context=context))
+
+    def close(self) -> None:
+        for task in self.background:
+            task.cancel()
+        if self.background:
+            self.loop.run_until_complete(asyncio.wait(self.background))
+        self.loop.close()
+
+
+@pytest.mark.parametrize("lasting", [True, False], ids=["one context", "a context per cell"])
+@pytest.mark.parametrize("background", [True, False], ids=["with background tasks", "alone"])
+def test_entered_in_a_cell_and_used_in_later_ones(lasting: bool, background: bool) -> None:
+    notebook, f = Notebook(lasting=lasting, background=background), jitted()
+    pm, decode = own(), other()
+    notebook.cell(pm.__enter__)
+    assert notebook.cell(seen) == OWN
+    assert notebook.cell(lambda: spec_of(f)) == OWN
+    notebook.cell(decode.__enter__)
+    assert notebook.cell(seen) == OTHER
+    assert notebook.cell(lambda: spec_of(f)) == OTHER
+    notebook.cell(lambda: decode.__exit__(None, None, None))
+    assert notebook.cell(seen) == OWN
+    assert notebook.cell(lambda: spec_of(f)) == OWN
+    notebook.cell(lambda: pm.__exit__(None, None, None))
+    assert notebook.cell(seen) == NONE
+    notebook.close()
+
+
+@pytest.mark.parametrize("lasting", [True, False], ids=["one context", "a context per cell"])
+def test_a_background_task_keeps_its_manager_from_later_cells(lasting: bool) -> None:
+    notebook, f = Notebook(lasting=lasting, background=False), jitted()
+    stop: list[bool] = []
+
+    async def background() -> Any:
+        with other():
+            spec_of(f)
+            while not stop:
+                await asyncio.sleep(0)
+            return seen()
+
+    running: list[Any] = []
+    notebook.cell(lambda: running.append(asyncio.get_running_loop().create_task(background())))
+    assert notebook.cell(seen) == NONE
+    with pytest.raises(
+        sw.NoManagerError, match="entered by another task of this thread; this one has none"
+    ):
+        notebook.cell(lambda: spec_of(f))
+    stop.append(True)
+    assert notebook.loop.run_until_complete(running[0]) == OTHER
+    assert notebook.cell(seen) == NONE
+    notebook.close()
+
+
+# Copied contexts.
+
+
+def test_a_copied_context_has_the_manager() -> None:
+    with own():
+        held = contextvars.copy_context()
+        assert held.run(seen) == OWN
+    assert held.run(seen) == OWN
+    assert seen() == NONE
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(held.run, seen).result() == OWN
+        assert pool.submit(seen).result() == NONE
+
+
+def test_a_manager_left_in_another_context_is_left() -> None:
+    """Entered in one cell's lasting context, left in a copy of it: the first must not go on with it."""
+    pm, lasting = own(), contextvars.copy_context()
+
+    async def leaves() -> None:
+        pm.__exit__(None, None, None)
+
+    lasting.run(pm.__enter__)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(loop.create_task(leaves(), context=lasting.copy()))
+    loop.close()
+    assert lasting.run(seen) == NONE
+
+
+# Threads of a pool.
+
+
+def test_a_pool_thread_never_keeps_an_earlier_job_s_manager() -> None:
+    """The thread is the same, and so is the context that its jobs run in."""
+    f, x = jitted(), jnp.asarray(numbers(8, 8))
+    pm = own()
+
+    def leaves_it_entered() -> Any:
+        pm.__enter__()
+        other().__enter__()
+        f(x)
+        return seen()
+
+    def mesh() -> bool:
+        return bool(jax.sharding.get_mesh().empty)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            assert pool.submit(leaves_it_entered).result() == OTHER
+            assert pool.submit(seen).result() == NONE
+            assert pool.submit(context.depth).result() == 0
+            assert pool.submit(mesh).result()
+            with pytest.raises(sw.NoManagerError, match="shard needs a PartitionManager"):
+                pool.submit(f, x).result()
+            with pytest.raises(sw.NoManagerError, match="is not entered in this thread"):
+                pool.submit(pm.__exit__, None, None, None).result()
+
+
+def test_a_pool_thread_s_job_in_a_copied_context_that_never_leaves() -> None:
+    async def main() -> Any:
+        await asyncio.to_thread(own().__enter__)
+        return [await asyncio.to_thread(seen) for _ in range(40)]
+
+    assert set(asyncio.run(main())) == {NONE}
+
+
+def test_a_thread_of_its_own_may_leave_one_entered() -> None:
+    """No pool, no next job: entered in one function, used in the next, as in a script."""
+    found = []
+
+    def script() -> None:
+        own().__enter__()
+        found.append(seen())
+
+    thread = threading.Thread(target=script)
+    thread.start()
+    thread.join()
+    assert found == [OWN]

@@ -1,0 +1,247 @@
+"""What a flow may trace, and what JAX's caches give it: no program of another flow's manager, and no error where it can work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardwright as sw
+from shardwright.manager import context
+from shardwright.testing.ambient import isolated
+from tests.manager.flows import OTHER, OWN, beside, jitted, other, own, seen, spec_of, turn
+from tests.manager.programs import numbers
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    with isolated():
+        yield
+    assert context.current() is None
+
+
+def test_jit_beside_another_task() -> None:
+    """A cached program of another task's manager is not taken, and a new trace is refused, not placed by that manager."""
+    f = jitted()
+
+    async def what() -> None:
+        with pytest.raises(
+            sw.NoManagerError,
+            match=r"the ambient manager is .*, entered by another task of this thread; this one has none",
+        ):
+            f(numbers(8, 8))
+
+    async def main() -> None:
+        with other():
+            assert spec_of(f) == OTHER
+        await beside(other(), what)
+        with other():
+            assert spec_of(f) == OTHER
+
+    asyncio.run(main())
+
+
+def test_jit_of_what_another_task_compiled_meanwhile() -> None:
+    """The program is in JAX's cache under the very manager that is ambient in this thread."""
+    f = jitted()
+    entered, release = asyncio.Event(), asyncio.Event()
+
+    async def compiles() -> None:
+        with other():
+            assert spec_of(f) == OTHER
+            entered.set()
+            await release.wait()
+            assert spec_of(f) == OTHER
+
+    async def main() -> None:
+        running = asyncio.create_task(compiles())
+        await entered.wait()
+        with pytest.raises(
+            sw.NoManagerError, match="entered by another task of this thread; this one has none"
+        ):
+            f(jnp.asarray(numbers(8, 8)))
+        with own():
+            assert spec_of(f) == OWN
+        release.set()
+        await running
+
+    asyncio.run(main())
+
+
+def test_jit_in_a_task_that_awaited() -> None:
+    """Another task entered its manager since: JAX knows of that one."""
+    f = jitted()
+
+    async def main() -> None:
+        async def what() -> None:
+            with pytest.raises(
+                sw.NoManagerError,
+                match=r"which JAX does not know of here; it knows of .*, entered by another task",
+            ):
+                f(jnp.asarray(numbers(8, 8)))
+            assert seen() == OWN
+            with sw.current_manager():
+                assert spec_of(f) == OWN
+
+        with own():
+            assert spec_of(f) == OWN
+            await beside(other(), what)
+            assert spec_of(f) == OWN
+
+    asyncio.run(main())
+
+
+def test_jit_in_the_task_that_entered() -> None:
+    f, traces = jitted(), []
+    g = jax.jit(lambda x: (traces.append(1), sw.shard(x, sw.BATCH, sw.EMBED))[1])
+
+    async def main() -> None:
+        for _ in range(3):
+            with own():
+                assert spec_of(f) == OWN
+                g(numbers(8, 8))
+                await turn()
+                g(numbers(8, 8))
+                assert spec_of(f) == OWN
+            with other():
+                assert spec_of(f) == OTHER
+
+    asyncio.run(main())
+    with own():
+        g(numbers(8, 8))
+        assert spec_of(f) == OWN
+    assert len(traces) == 1, "an equal manager never traces again"
+
+
+def test_jit_without_a_manager_is_not_traced_again_beside_a_task() -> None:
+    """What asks for no manager is compiled once, whoever holds one."""
+    traces = []
+    g = jax.jit(lambda x: (traces.append(1), x * 2)[1])
+    x = jnp.ones(4)
+
+    async def main() -> None:
+        for _ in range(4):
+            await beside(other(), lambda: asyncio.sleep(0, g(x)))
+
+    asyncio.run(main())
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("where", ["task made inside", "to_thread", "copied context"])
+def test_jit_where_only_the_context_has_the_manager(where: str) -> None:
+    """JAX would keep the program under no manager; `with sw.current_manager():` says which."""
+    f = jitted()
+
+    def refused_then_entered() -> Any:
+        with pytest.raises(
+            sw.NoManagerError, match=r"it is .*, which JAX does not know of here"
+        ) as caught:
+            f(jnp.asarray(numbers(8, 8)))
+        assert "with sw.current_manager(): ... around the call of the jitted function" in str(
+            caught.value
+        )
+        with sw.current_manager():
+            return spec_of(f)
+
+    async def child() -> Any:
+        await turn()
+        return refused_then_entered()
+
+    async def task() -> Any:
+        with own():
+            running = asyncio.create_task(child())
+        return await running
+
+    async def thread() -> Any:
+        with own():
+            return await asyncio.to_thread(refused_then_entered)
+
+    def copied() -> Any:
+        with own():
+            held = contextvars.copy_context()
+        return held.run(refused_then_entered)
+
+    runs = {
+        "task made inside": lambda: asyncio.run(task()),
+        "to_thread": lambda: asyncio.run(thread()),
+        "copied context": copied,
+    }
+    assert runs[where]() == OWN
+
+
+def test_hint_compiled_without_a_manager_is_not_taken_with_one() -> None:
+    f = jax.jit(lambda x: sw.hint(x * 2, sw.BATCH, sw.EMBED))
+    x = jnp.asarray(numbers(8, 8))
+    assert f(x).sharding.is_fully_replicated
+
+    async def main() -> None:
+        with own():
+            with pytest.raises(sw.NoManagerError, match="which JAX does not know of here"):
+                await asyncio.to_thread(f, x)
+            assert f(x).sharding.spec == OWN
+
+    asyncio.run(main())
+    assert f(x).sharding.is_fully_replicated
+
+
+def test_scan_and_checkpoint_in_a_task() -> None:
+    """A manager swapped inside one trace is seen by the caches of inner traces, in a task too."""
+
+    def body(c: Any, _: None) -> Any:
+        return sw.shard(c * 2, sw.BATCH, sw.EMBED), None
+
+    def specs(x: Any) -> str:
+        def both(x: Any) -> Any:
+            with own():
+                a, _ = jax.lax.scan(body, x, None, length=2)
+            with other():
+                b, _ = jax.lax.scan(body, x, None, length=2)
+            return a, b
+
+        return str(jax.make_jaxpr(both)(x))
+
+    async def main() -> str:
+        with own():
+            return specs(numbers(8, 8))
+
+    found = asyncio.run(main())
+    assert found.count("spec=P('dp', 'tp')") == 1
+    assert found.count("spec=P('dp',)") == 1
+
+
+def test_jit_s_cache_does_not_keep_a_manager() -> None:
+    """Neither entered in a script nor in a task: what JAX keeps as part of its key is small."""
+    f, x = jitted(), jnp.asarray(numbers(8, 8))
+
+    def used() -> weakref.ref[Any]:
+        pm = own()
+        with pm:
+            f(x)
+        return weakref.ref(pm)
+
+    async def task() -> weakref.ref[Any]:
+        return used()
+
+    kept = [used(), asyncio.run(task())]
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
+
+
+def test_equal_managers_are_one_entry_of_the_cache() -> None:
+    traces = []
+    f = jax.jit(lambda x: (traces.append(1), sw.shard(x, sw.BATCH, sw.EMBED))[1])
+    for _ in range(3):
+        with own():
+            f(numbers(8, 8))
+        gc.collect()
+    assert len(traces) == 1
+    with other():
+        f(numbers(8, 8))
+    assert len(traces) == 2

@@ -1,0 +1,155 @@
+"""Two placings of a tree: what moved, and the exact bytes that it costs, as JAX itself counts them."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardwright as sw
+from shardwright.plan.compare import Comparison, compare
+from shardwright.trees.tensors import Tensor
+
+TREE = {
+    "embed": sw.ArraySpec((64, 32), jnp.bfloat16, (sw.VOCAB, sw.EMBED)),
+    "up": sw.ArraySpec((32, 128), jnp.float32, sw.ColumnWise),
+    "norm": sw.ArraySpec((32,), jnp.float32, (sw.NORM,)),
+}
+
+
+def manager(preset: str, mesh: str) -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.preset(preset), mesh=sw.abstract_mesh(mesh))
+
+
+def paths(found: Comparison) -> list[str]:
+    return list(dict.fromkeys(row.tensor.path for row in found.changed))
+
+
+def held(pm: sw.PartitionManager) -> int:
+    """Bytes per device of the tree, from JAX's own shard shapes."""
+    leaves = jax.tree.leaves(
+        pm.abstract(TREE), is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    )
+    return sum(
+        math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in leaves
+    )
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (("fsdp", "fsdp:2,tp:4"), ("fsdp_tp", "fsdp:2,tp:4")),
+        (("ddp", "dp:8"), ("fsdp", "fsdp:8")),
+        (("fsdp_tp", "fsdp:2,tp:4"), ("fsdp_tp", "fsdp:4,tp:2")),
+    ],
+)
+def test_totals_are_what_jax_would_hold(left: tuple[str, str], right: tuple[str, str]) -> None:
+    before, after = manager(*left), manager(*right)
+    found = compare(before, after, tensors=TREE)
+    assert [(one.before, one.after, one.uncounted) for one in found.totals()] == [
+        (held(before), held(after), 0)
+    ] * 4
+
+
+def test_two_strategies() -> None:
+    found = compare(manager("fsdp", "fsdp:2,tp:4"), manager("fsdp_tp", "fsdp:2,tp:4"), tensors=TREE)
+    assert paths(found) == ["embed", "up"]
+    row = found.changed[0]
+    assert (row.before.mesh_axes, row.after.mesh_axes) == (((), ("fsdp",)), (("tp",), ("fsdp",)))
+    assert (row.before.bytes, row.after.bytes, row.grows) == (2048, 512, -1536)
+    assert row.moved
+    assert found.ok
+
+
+def test_the_same_mesh_axes_of_other_sizes_are_a_difference() -> None:
+    found = compare(
+        manager("fsdp_tp", "fsdp:2,tp:4"), manager("fsdp_tp", "fsdp:4,tp:2"), tensors=TREE
+    )
+    assert paths(found) == ["embed", "up"]
+    row = found.changed[0]
+    assert (row.moved, row.grows) == (False, 0)
+    assert (row.before.shards, row.after.shards) == ((4, 2), (2, 4))
+
+
+def test_the_same_twice_is_no_difference() -> None:
+    found = compare(
+        manager("fsdp_tp", "fsdp:2,tp:4"), manager("fsdp_tp", "fsdp:2,tp:4"), tensors=TREE
+    )
+    assert found.changed == ()
+    assert len(found.rows) == 12
+
+
+def test_two_modes_of_one_manager() -> None:
+    pm = manager("fsdp_tp", "fsdp:2,sp:2,tp:2")
+    acts = [
+        Tensor(
+            path="x",
+            axes=(sw.BATCH, sw.QUERY_LENGTH, sw.EMBED),
+            shape=(8, 16, 32),
+            dtype="bfloat16",
+        )
+    ]
+    (row,) = compare(pm.for_mode("train"), pm.for_mode("decode"), tensors=acts).changed
+    assert (row.mode, row.mode_after) == (sw.MODE_TRAIN, sw.MODE_DECODE)
+    assert (row.before.mesh_axes, row.after.mesh_axes) == (
+        (("fsdp",), ("sp",), ()),
+        (("fsdp",), (), ()),
+    )
+    assert row.grows == 8 * 16 * 32 * 2 // 4
+    with pytest.raises(
+        sw.StrategyError, match=r"one side has a mode and the other has none\n  fix   give both one"
+    ):
+        compare(pm.for_mode("train"), pm, tensors=acts)
+
+
+def test_a_weight_counts_as_it_is_stored() -> None:
+    used = [
+        Tensor(
+            path="w", axes=(sw.EMBED, sw.VOCAB), shape=(32, 64), role=sw.Role.USE, dtype="float32"
+        )
+    ]
+    row = compare(manager("fsdp", "fsdp:2"), manager("ddp", "fsdp:2"), tensors=used).changed[0]
+    assert row.role is sw.Role.PARAM
+    assert (row.before.bytes, row.after.bytes) == (4096, 8192)
+
+
+def test_a_side_without_a_spec_is_a_difference_and_is_not_counted() -> None:
+    found = compare(manager("ddp", "fsdp:3"), manager("fsdp", "fsdp:3"), tensors=TREE)
+    assert not found.ok
+    assert paths(found) == ["embed", "up"]
+    assert (
+        found.changed[0].after.mesh_axes,
+        found.changed[0].after.bytes,
+        found.changed[0].grows,
+    ) == (None, None, None)
+    assert [(one.before, one.after, one.uncounted) for one in found.totals()] == [(128, 128, 2)] * 4
+
+
+def test_what_is_left_to_the_compiler_has_no_bytes() -> None:
+    text = '[mesh]\ndp = 2\n[rules]\nbatch = "{}"\n'
+    left, right = (
+        sw.PartitionManager(
+            sw.Strategy.loads(text.format(rule)), mesh=sw.abstract_mesh("dp:2"), mode="train"
+        )
+        for rule in ("?", "-")
+    )
+    (row,) = compare(
+        left, right, tensors=[Tensor(path="x", axes=(sw.BATCH,), shape=(8,), dtype="int8")]
+    ).changed
+    assert (row.before.mesh_axes, row.before.bytes, row.after.bytes) == ((("?",),), None, 8)
+
+
+def test_a_dtype_without_bytes_is_named_and_keys_are_not_counted() -> None:
+    one = manager("ddp", "dp:2")
+    with pytest.raises(
+        sw.StrategyError, match=r"^rng: 'key<fry>' is no dtype whose bytes are known"
+    ):
+        compare(
+            one, one, tensors=[Tensor(path="rng", axes=(sw.BATCH,), shape=(8,), dtype="key<fry>")]
+        )
+    key = {"rng": sw.ArraySpec((8,), jax.random.key(0).dtype, (sw.BATCH,))}
+    assert {row.before.bytes for row in compare(one, one, tensors=key).rows} == {None}
+    packed = [Tensor(path="w", axes=(sw.EMPTY,), shape=(7,), dtype="int4")]
+    assert {row.before.bytes for row in compare(one, one, tensors=packed).rows} == {4}

@@ -1,0 +1,399 @@
+"""What a request brings along (mode, role, layouts, literal specs), and what its answer is: errors, and one identity."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.resolution.decisions import ModeFrom, Outcome
+from shardwright.resolution.resolver import explain, resolve
+from shardwright.resolution.rules import POLICY_PRESETS, Indivisible, Missing, Policy, Rank
+from tests.resolving import made, spec
+
+B, L, E, H, K, M = sw.BATCH, sw.LENGTH, sw.EMBED, sw.HEAD, sw.KV_HEAD, sw.MLP_INTERMEDIATE
+
+
+class TestModeOfACall:
+    RULES = made(rules={B: "dp"}, decode={B: "tp"}, prefill={B: "-"})
+    MESH: ClassVar = {"dp": 2, "tp": 2}
+
+    @pytest.mark.parametrize(
+        ("axes", "asked", "mode", "mode_from"),
+        [
+            ((B,), {"mode": "decode"}, sw.MODE_DECODE, ModeFrom.CALL),
+            (
+                (B,),
+                {"mode": sw.MODE_PREFILL, "mode_from": ModeFrom.MANAGER},
+                sw.MODE_PREFILL,
+                ModeFrom.MANAGER,
+            ),
+            ((B,), {}, sw.MODE_TRAIN, ModeFrom.DEFAULT),
+            ((B,), {"mode_from": ModeFrom.MANAGER}, sw.MODE_TRAIN, ModeFrom.DEFAULT),
+            (sw.DynamicShardingAxes([B], "prefill"), {}, sw.MODE_PREFILL, ModeFrom.LAYOUT),
+            (
+                sw.DynamicShardingAxes([B], "prefill"),
+                {"mode": "train"},
+                sw.MODE_TRAIN,
+                ModeFrom.CALL,
+            ),
+            (sw.DynamicShardingAxes([B], 0), {}, sw.MODE_TRAIN, ModeFrom.LAYOUT_DIM),
+            (sw.DynamicShardingAxes([B], 0), {"mode": "decode"}, sw.MODE_DECODE, ModeFrom.CALL),
+        ],
+    )
+    def test_call_then_layout_then_train(
+        self, axes: Any, asked: Any, mode: str, mode_from: ModeFrom
+    ) -> None:
+        found = resolve(axes, self.RULES, self.MESH, shape=(4,), **asked)
+        assert (found.mode, found.mode_from) == (mode, mode_from)
+
+    def test_an_integer_mode_reads_the_size(self) -> None:
+        rules = made(rules={B: "dp", E: "-"}, decode={B: "tp"})
+        assert spec(sw.HiddenStateSharding, rules, self.MESH, shape=(4, 1, 8)) == P("tp")
+        assert spec(sw.HiddenStateSharding, rules, self.MESH, shape=(4, 2, 8)) == P("dp")
+
+    @pytest.mark.parametrize("mode", ["trian", "", 3])
+    def test_an_unknown_mode(self, mode: Any) -> None:
+        with pytest.raises(sw.StrategyError, match="unknown mode"):
+            resolve((B,), self.RULES, self.MESH, mode=mode)
+
+    def test_an_unknown_role(self) -> None:
+        with pytest.raises(sw.StrategyError, match="unknown role 'parm'") as caught:
+            resolve((B,), self.RULES, self.MESH, role="parm")
+        assert "did you mean 'param'?" in caught.value.fix
+
+    def test_weight_layouts_are_parameters_unless_a_role_is_given(self) -> None:
+        rules = made(rules={E: "-", M: "tp"}, params={E: "dp"})
+        assert resolve(sw.ColumnWise, rules, self.MESH, shape=(4, 4)).role is sw.Role.PARAM
+        assert resolve((E, M), rules, self.MESH, shape=(4, 4)).role is sw.Role.ACTIVATION
+        assert (
+            resolve(sw.ColumnWise, rules, self.MESH, shape=(4, 4), role="use").role is sw.Role.USE
+        )
+
+
+class TestLayouts:
+    MESH: ClassVar = {"fsdp": 2, "sp": 2, "tp": 2}
+
+    def test_a_weight_layout_lies_like_the_axes_it_means(self) -> None:
+        rules = made(rules={M: "sp"}, params={E: "tp"})
+        assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4)) == P("tp", "sp")
+        assert spec(sw.RowWise, rules, self.MESH, shape=(4, 4)) == P("sp", "tp")
+
+    def test_a_table_that_names_the_parallelism_axis_wins(self) -> None:
+        rules = made(
+            rules={M: "tp", E: "-"}, params={E: "fsdp", sw.FSDP: "fsdp", sw.SP: "sp", sw.TP: "-"}
+        )
+        assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4)) == P(("fsdp", "sp"))
+
+    def test_as_an_activation_it_means_its_own_axes(self) -> None:
+        rules = made(rules={M: "-", E: "-"})
+        assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4), role="activation") == P(
+            ("fsdp", "sp"), "tp"
+        )
+
+    def test_without_any_rule_it_means_its_own_axes(self) -> None:
+        assert spec(sw.ColumnWise, made(), self.MESH, shape=(4, 4)) == P(("fsdp", "sp"), "tp")
+
+    def test_exceptions_by_path_apply_to_layouts(self) -> None:
+        rules = made(
+            rules={M: "tp"},
+            params={E: "fsdp"},
+            tensors=[("lm_head", {E: "-"}), ("odd", {sw.TP: "-"})],
+        )
+        assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4), path="lm_head") == P(None, "tp")
+        assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4), path="odd") == P("fsdp")
+        assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4), path="mlp") == P("fsdp", "tp")
+
+    def test_an_exception_by_path_comes_before_tables(self) -> None:
+        """An entry by path for the axis that a layout means beats a table that names the layout's parallelism axis."""
+        rules = made(
+            rules={M: "tp"},
+            params={E: "fsdp", sw.FSDP: "sp", sw.SP: "-"},
+            tensors=[("lm_head", {E: "fsdp"})],
+        )
+        for role in ("param", "use"):
+            asked = {"shape": (4, 4), "role": role}
+            assert spec(sw.ColumnWise, rules, self.MESH, path="lm_head", **asked) == P("fsdp", "tp")
+            assert spec(sw.ColumnWise, rules, self.MESH, path="mlp", **asked) == P("sp", "tp")
+
+    @pytest.mark.parametrize("rank", range(4))
+    def test_replicated_fits_any_rank(self, rank: int) -> None:
+        assert spec(sw.Replicated, made(), self.MESH, shape=(3,) * rank) == P()
+
+
+class TestLiteralSpecs:
+    MESH: ClassVar = {"dp": 2, "tp": 2}
+
+    def test_a_literal_spec_is_checked_like_a_rule(self) -> None:
+        assert spec(P("dp", None), made(), self.MESH, shape=(4, 3)) == P("dp")
+        assert spec(P(None, ("tp", "dp")), made(), self.MESH, shape=(3, 4)) == P(None, ("tp", "dp"))
+        assert spec(P(P.UNCONSTRAINED, "tp"), made(), self.MESH, shape=(3, 4)) == P(
+            P.UNCONSTRAINED, "tp"
+        )
+        with pytest.raises(sw.IndivisibleError, match="size 3 does not divide over dp=2"):
+            resolve(P("dp"), made(), self.MESH, shape=(3,))
+        with pytest.raises(
+            sw.IndivisibleError,
+            match=r"\n  fix   write None there, or choose a size and a mesh that divide$",
+        ):
+            resolve(P("dp"), made(), self.MESH, shape=(3,))
+        says = r"^dim 1: tp is taken by dim 0\n  .*\n  fix   an array has each mesh axis once: write None or another mesh axis here$"
+        with pytest.raises(sw.AxisConflictError, match=says):
+            resolve(P("tp", ("dp", "tp")), made(), self.MESH, shape=(4, 4))
+        with pytest.raises(
+            sw.MissingMeshAxisError, match="mesh axis 'ttp' is not in the mesh"
+        ) as caught:
+            resolve(P("ttp"), made(), self.MESH, shape=(4,))
+        assert "did you mean 'tp'?" in caught.value.fix
+        with pytest.raises(sw.AxisConflictError, match="tp is taken by dim 0"):
+            resolve(P("tp", "tp"), made(), self.MESH, shape=(4, 4))
+
+
+class TestArraySpecs:
+    def test_an_array_spec_brings_its_shape(self) -> None:
+        one = sw.ArraySpec((3,), jnp.float32, (K,))
+        assert spec(one, made(rules={K: "tp | -"}), {"tp": 2}) == P()
+        assert spec(one, made(rules={K: "tp | -"}), {"tp": 2}, shape=(3,)) == P()
+
+    def test_another_shape_is_refused(self) -> None:
+        with pytest.raises(
+            sw.RankMismatchError, match=r"array has shape \(4,\), its ArraySpec \(3,\)"
+        ):
+            resolve(sw.ArraySpec((3,), jnp.float32, (K,)), made(), {"tp": 2}, shape=(4,))
+
+
+class TestUnconstrainedParameters:
+    def test_it_must_lie_somewhere(self) -> None:
+        for role in ("param", "use"):
+            with pytest.raises(
+                sw.StrategyError, match=r'"\?" cannot be the answer for a parameter'
+            ) as caught:
+                resolve((L,), made(rules={L: "tp | ?"}), {"tp": 2}, role=role, shape=(3,))
+            assert '[params] length = "-"' in caught.value.fix
+
+    def test_a_candidate_that_fits_is_fine(self) -> None:
+        assert spec((L,), made(rules={L: "tp | ?"}), {"tp": 2}, role="param", shape=(4,)) == P("tp")
+
+
+class TestErrors:
+    RULES = made(rules={B: "dp", H: "tp", E: "dp"})
+    MESH: ClassVar = {"dp": 2, "tp": 4}
+
+    def test_an_error_says_what_where_which_rule_and_how_to_fix_it(self) -> None:
+        with pytest.raises(
+            sw.IndivisibleError, match=r"^attn/q dim 1 HEAD: size 6 does not divide over tp=4"
+        ) as caught:
+            resolve((B, H), self.RULES, self.MESH, shape=(4, 6), path="attn/q")
+        error = caught.value
+        assert str(error).splitlines() == [
+            "attn/q dim 1 HEAD: size 6 does not divide over tp=4",
+            '  rule  head = "tp"   (t.toml, [rules], mode train)',
+            '  fix   add a fallback, head = "tp | -", or choose a size and a mesh that divide',
+        ]
+        assert (error.path, error.dim, error.axis, error.size, error.mesh_axes, error.shards) == (
+            "attn/q",
+            1,
+            "HEAD",
+            6,
+            ("tp",),
+            4,
+        )
+        with pytest.raises(AttributeError, match="no attribute 'colour'"):
+            _ = error.colour
+
+    def test_all_problems_are_collected_and_the_first_names_the_class(self) -> None:
+        with pytest.raises(sw.IndivisibleError, match=r"3 problems") as caught:
+            resolve((B, "mine", H), self.RULES, self.MESH, shape=(3, 4, 6))
+        assert [problem.error for problem in caught.value.problems] == [
+            sw.IndivisibleError,
+            sw.UnknownAxisError,
+            sw.IndivisibleError,
+        ]
+        assert [problem.dim for problem in caught.value.problems] == [0, 1, 2]
+
+    def test_an_error_carries_the_resolution_that_explain_gives(self) -> None:
+        asked = {"shape": (3, 4), "path": "x"}
+        found = explain((B, H), self.RULES, self.MESH, **asked)
+        with pytest.raises(sw.IndivisibleError, match="size 3") as caught:
+            resolve((B, H), self.RULES, self.MESH, **asked)
+        assert caught.value.resolution is found
+        assert caught.value.problems == found.problems
+        assert not found.ok
+        assert found.decisions[0].outcome is Outcome.FAILED
+        assert found.decisions[1].mesh_axes == ("tp",)
+
+    @pytest.mark.parametrize(
+        ("axes", "asked", "error"),
+        [
+            ((B,), {"shape": (3,)}, sw.IndivisibleError),
+            ((B, E), {"shape": (4, 4)}, sw.AxisConflictError),
+            ((B, B), {}, sw.AxisConflictError),
+            (("mine",), {}, sw.UnknownAxisError),
+            ((B,), {"shape": (4, 4)}, sw.RankMismatchError),
+            ((B,), {"mode": "x"}, sw.StrategyError),
+            ((B,), {"role": "x"}, sw.StrategyError),
+            ((None,), {}, sw.StrategyError),
+            (sw.HiddenStateSharding, {}, sw.ShapeRequiredError),
+            (P("x"), {}, sw.MissingMeshAxisError),
+        ],
+        ids=str,
+    )
+    def test_every_error_is_a_sharding_error_that_pickles(
+        self, axes: Any, asked: Any, error: type[sw.ShardingError]
+    ) -> None:
+        found = explain(axes, self.RULES, self.MESH, **asked)
+        assert not found.ok
+        with pytest.raises(sw.ShardingError, match=r".") as caught:
+            resolve(axes, self.RULES, self.MESH, **asked)
+        assert type(caught.value) is error
+        assert isinstance(caught.value, ValueError)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert type(again) is error
+        assert str(again) == str(caught.value)
+        assert again.problems == caught.value.problems
+        assert again.resolution == caught.value.resolution
+        assert again.fix == caught.value.fix
+
+    def test_a_failed_resolution_has_no_spec(self) -> None:
+        found = explain((B,), self.RULES, self.MESH, shape=(3,))
+        assert found.spec is None
+        assert "failed" in str(found)
+
+
+class TestIdentity:
+    RULES = made(rules={B: "dp", H: "tp | -"})
+    MESH: ClassVar = {"dp": 2, "tp": 2}
+
+    def test_the_same_question_has_the_identical_answer(self) -> None:
+        one = explain((B, H), self.RULES, self.MESH, shape=(4, 4))
+        assert explain([B, H], self.RULES, dict(self.MESH), shape=[4, 4]) is one
+        assert explain((B, H), self.RULES, tuple(self.MESH.items()), shape=(4, 4)) is one
+        assert explain((B, H), self.RULES, AbstractMesh((2, 2), ("dp", "tp")), shape=(4, 4)) is one
+        assert explain((B, H), self.RULES, self.MESH, shape=(4, 3)) is not one
+
+    def test_a_failing_question_has_the_identical_answer_too(self) -> None:
+        one = explain((B,), self.RULES, self.MESH, shape=(3,))
+        assert explain((B,), self.RULES, self.MESH, shape=(3,)) is one
+
+    def test_caches_belong_to_their_rules(self) -> None:
+        other = made(rules={B: "dp", H: "tp | -"})
+        assert other == self.RULES
+        asked = {"shape": (4, 4)}
+        assert explain((B, H), other, self.MESH, **asked) is not explain(
+            (B, H), self.RULES, self.MESH, **asked
+        )
+        assert explain((B, H), other, self.MESH, **asked) == explain(
+            (B, H), self.RULES, self.MESH, **asked
+        )
+
+    def test_the_order_of_a_mesh_changes_no_spec(self) -> None:
+        assert spec((B, H), self.RULES, {"tp": 2, "dp": 2}, shape=(4, 4)) == spec(
+            (B, H), self.RULES, self.MESH, shape=(4, 4)
+        )
+
+    def test_a_layout_is_not_mistaken_for_the_tuple_that_it_is(self) -> None:
+        layout = sw.DynamicShardingAxes([B, H], "train")
+        asked = {"shape": (4, 4), "mode": "train"}
+        assert (
+            explain(layout, self.RULES, self.MESH, **asked).annotation
+            == "DynamicShardingAxes(BATCH, HEAD)"
+        )
+        assert explain((B, H), self.RULES, self.MESH, **asked).annotation == "(BATCH, HEAD)"
+
+
+class TestPartitionAxis:
+    """What users of the attribute form count on."""
+
+    MESH: ClassVar = {"dp": 2, "tp": 2}
+
+    def test_decode_attributes_apply_in_decode_and_insert_only(self) -> None:
+        rules = sw.PartitionAxis(decode_kv_head_axis=sw.REPLICATED).compile()
+        wanted = {"train": P("tp"), "prefill": P("tp"), "decode": P(), "insert": P()}
+        assert {
+            mode: spec((K,), rules, self.MESH, mode=mode, shape=(4,)) for mode in wanted
+        } == wanted
+
+    def test_a_parallelism_axis_means_the_same_as_its_mesh_axis_in_every_mode(self) -> None:
+        alias = sw.PartitionAxis(head_axis=sw.TP, tensor_parallel_axis="model").compile()
+        named = sw.PartitionAxis(head_axis="model", tensor_parallel_axis="model").compile()
+        assert alias == named
+        for mode in ("train", "prefill", "decode", "insert"):
+            assert spec((H,), alias, {"model": 2}, mode=mode, shape=(4,)) == P("model")
+
+    def test_an_absent_mesh_axis_is_left_out_of_the_batch_and_explained(self) -> None:
+        found = resolve((B,), sw.PartitionAxis().compile(), self.MESH, shape=(4,))
+        assert found.spec == P("dp")
+        assert "fsdp is not in the mesh" in found.decisions[0].why
+
+    def test_under_eformers_policy_it_drops_the_dim(self) -> None:
+        policy = Policy(indivisible=Indivisible.DROP, missing=Missing.REPLICATE, rank=Rank.FIT)
+        found = resolve((B,), sw.PartitionAxis().compile(policy=policy), self.MESH, shape=(4,))
+        assert found.spec == P()
+        assert "fsdp is not in the mesh" in found.decisions[0].why
+
+    def test_scores_with_both_lengths(self) -> None:
+        rules = sw.PartitionAxis().compile()
+        axes = (B, H, sw.QUERY_LENGTH, sw.KV_LENGTH)
+        assert spec(axes, rules, {"dp": 2, "sp": 1}, shape=(2, 2, 4, 4)) == P("dp")
+        with pytest.raises(
+            sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"
+        ):
+            resolve(axes, rules, {"dp": 2, "sp": 2}, shape=(2, 2, 4, 4))
+        assert spec(axes, rules, {"dp": 2, "sp": 2}, shape=(2, 2, 1, 4), mode="decode") == P(
+            "dp", None, None, "sp"
+        )
+
+
+class TestEformersPolicy:
+    MESH: ClassVar = {"dp": 2, "fsdp": 2, "tp": 2}
+    PERMISSIVE = sw.PartitionAxis().compile(policy=POLICY_PRESETS["eformer"])
+
+    def test_a_stack_of_layers_is_no_wrong_rank(self) -> None:
+        found = resolve(sw.ColumnWise, self.PERMISSIVE, {**self.MESH, "sp": 1}, shape=(6, 4, 4))
+        assert (found.spec, found.notes) == (P(None, "fsdp", "tp"), ())
+        assert resolve(sw.Replicated, self.PERMISSIVE, self.MESH, shape=(4, 4)).notes == ()
+
+    def test_a_bias_under_its_weight_s_layout_is_cut_and_noted(self) -> None:
+        found = resolve(sw.ColumnWise, self.PERMISSIVE, {**self.MESH, "sp": 1}, shape=(4,))
+        assert found.spec == P("fsdp")
+        assert found.notes == ('policy rank = "fit": 2 dims fitted to the array\'s 1',)
+
+    def test_a_literal_spec_loses_the_dims_that_do_not_fit_and_says_so(self) -> None:
+        found = resolve(
+            P(("tp", "model"), "tp", "dp", "fsdp"), self.PERMISSIVE, self.MESH, shape=(4, 4, 3)
+        )
+        assert found.spec == P(None, "tp")
+        assert [str(one.outcome) for one in found.decisions] == [
+            "policy_missing",
+            "chosen",
+            "policy_drop",
+        ]
+        assert "model is not in the mesh" in found.decisions[0].why
+        assert found.notes == ('policy rank = "fit": 4 dims fitted to the array\'s 3',)
+        with pytest.raises(sw.MissingMeshAxisError, match="mesh axis 'model' is not in the mesh"):
+            resolve(P("model"), sw.PartitionAxis().compile(), self.MESH, shape=(4,))
+
+    def test_a_manager_takes_any_mesh_and_drops_what_it_lacks(self) -> None:
+        axis = sw.PartitionAxis(batch_axis="data")
+        mesh = sw.abstract_mesh("x:2,tp:2")
+        pm = sw.PartitionManager(axis.compile(policy=POLICY_PRESETS["eformer"]), mesh=mesh)
+        assert pm.resolve(sw.BATCH, sw.HEAD, shape=(4, 4)) == P(None, "tp")
+        with pytest.raises(sw.MeshMismatchError, match="names the mesh axis 'data'"):
+            sw.PartitionManager(axis, mesh=mesh)
+
+    def test_the_preset_in_a_file(self) -> None:
+        text = (
+            'version = 1\n[rules]\nbatch = "fsdp+dp"\nhead = "tp"\n[policy]\npreset = "eformer"\n'
+        )
+        rules = sw.Strategy.loads(text, source="s.toml").compile()
+        found = resolve((B, H), rules, {"dp": 2, "tp": 4}, shape=(4, 6))
+        assert found.spec == P()
+        assert [one.why for one in found.decisions] == [
+            'fsdp is not in the mesh; policy missing = "replicate"',
+            'tp: 6 % 4 != 0; policy indivisible = "drop"',
+        ]

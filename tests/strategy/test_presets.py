@@ -1,0 +1,432 @@
+"""The packaged strategies keep the promises of the documentation: complete rules, layouts that mean axes, prompts that fit."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.resolution.decisions import Outcome
+from shardwright.vocabulary.axes import PARALLELISM_AXES, SEMANTIC_AXES, Role
+from shardwright.vocabulary.layouts import LAYOUTS
+from shardwright.vocabulary.modes import MODE_DECODE, MODES, parse_mode
+from tests.golden.specs import MESHES
+
+PRESETS = sw.Strategy.presets()
+SERVING = ("serve_long_context", "serve_tp")
+TRAINING = tuple(sorted({*PRESETS} - {*SERVING}))
+GENERATION = ("prefill", "insert", "decode")
+
+
+def manager(preset: str, mesh: str) -> sw.PartitionManager:
+    return sw.PartitionManager(sw.Strategy.preset(preset), mesh=sw.abstract_mesh(mesh))
+
+
+def test_these_are_the_presets() -> None:
+    wanted = (
+        "ddp",
+        "fsdp",
+        "fsdp_tp",
+        "moe_ep",
+        "sequence",
+        "serve_long_context",
+        "serve_tp",
+        "single",
+        "tensor",
+    )
+    assert wanted == PRESETS
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("format", ["toml", "json"])
+def test_a_preset_survives_a_round_trip(preset: str, format: str, tmp_path: Path) -> None:
+    strategy = sw.Strategy.preset(preset)
+    assert strategy.name == preset
+    again = sw.Strategy.loads(strategy.dumps(format=format), format=format)  # type: ignore[arg-type]
+    from_file = sw.Strategy.load(strategy.dump(tmp_path / f"copy.{format}"))
+    assert again == strategy
+    assert from_file == strategy
+    assert hash(again.compile()) == hash(strategy.compile())
+    assert again.compile() == strategy.compile() == from_file.compile()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_axis_of_the_vocabulary_has_a_rule(preset: str) -> None:
+    rules = sw.Strategy.preset(preset).compile()
+    for mode in MODES:
+        for role in Role:
+            missing = [
+                axis
+                for axis in SEMANTIC_AXES
+                if rules.stated(axis, mode=mode, role=role, path=None) is None
+            ]
+            assert not missing, (mode, role)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_norms_head_dims_and_layers_are_replicated(preset: str) -> None:
+    pm = manager(preset, "dp:2,fsdp:2,sp:2,ep:2,tp:2")
+    axes = (sw.NORM, sw.HEAD_DIM, sw.KV_HEAD_DIM, sw.LAYERS, sw.EXPERT_GATE, sw.PAGE)
+    for mode in MODES:
+        for role in Role:
+            assert pm.resolve(axes, shape=(64,) * 6, mode=mode, role=role) == P()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_rule_of_a_preset_names_a_mesh_axis_of_its_own(preset: str) -> None:
+    assert {*sw.Strategy.preset(preset).compile().named_mesh_axes()} <= {*PARALLELISM_AXES.values()}
+
+
+LAYOUT_MEANS = [
+    (sw.ColumnWise, (sw.EMBED, sw.MLP_INTERMEDIATE)),
+    (sw.RowWise, (sw.MLP_INTERMEDIATE, sw.EMBED)),
+    (sw.ExpertColumnWiseAlt, (sw.EXPERT, sw.EMBED, sw.MLP_INTERMEDIATE)),
+    (sw.ExpertRowWiseAlt, (sw.EXPERT, sw.MLP_INTERMEDIATE, sw.EMBED)),
+    (sw.ColumnWise.bias, (sw.MLP_INTERMEDIATE,)),
+    (sw.ExpertColumnWise.bias, (sw.EXPERT, sw.MLP_INTERMEDIATE)),
+    (sw.ExpertRowWise.bias, (sw.EXPERT, sw.EMPTY)),
+]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("mesh", [*MESHES, "dp:2,fsdp:2,sp:2,ep:2,tp:2"])
+def test_weight_layouts_lie_like_the_axes_that_they_mean(preset: str, mesh: str) -> None:
+    pm = manager(preset, mesh)
+    for layout, axes in LAYOUT_MEANS:
+        shape = tuple(64 * (dim + 1) for dim in range(len(axes)))
+        for mode in MODES:
+            for role in ("param", "use"):
+                meant = pm.resolve(axes, shape=shape, mode=mode, role=role)
+                assert pm.resolve(layout, shape=shape, mode=mode, role=role) == meant
+                assert pm.resolve(layout(), shape=shape, mode=mode, role=role) == meant
+                stack = pm.resolve((sw.LAYERS, *axes), shape=(32, *shape), mode=mode, role=role)
+                assert (
+                    pm.resolve(sw.stacked(layout), shape=(32, *shape), mode=mode, role=role)
+                    == stack
+                )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_bias_of_a_row_wise_weight_is_replicated(preset: str) -> None:
+    assert (
+        manager(preset, "dp:2,fsdp:2,sp:2,ep:2,tp:2").resolve(sw.RowWise.bias, shape=(64,)) == P()
+    )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "layout",
+    [sw.UnifiedExpertColumnWise, sw.UnifiedExpertRowWise],
+    ids=lambda layout: layout.__name__,
+)
+def test_the_unified_family_is_never_gathered(
+    preset: str, layout: type[sw.DynamicShardingAxes]
+) -> None:
+    for mesh in (*MESHES, "dp:2,fsdp:2,sp:2,ep:2,tp:2"):
+        pm = manager(preset, mesh)
+        stored, used = (
+            pm.explain(layout, shape=(64, 64, 64), role=role) for role in ("param", "use")
+        )
+        assert used.spec == stored.spec
+        assert all(decision.gathered == () for decision in used.decisions)
+
+
+@pytest.mark.parametrize("preset", ["single", "ddp"])
+def test_without_a_sharding_of_parameters_no_weight_layout_is_sharded(preset: str) -> None:
+    pm = manager(preset, "dp:2,fsdp:2,sp:2,ep:2,tp:2")
+    for layout in (layout for layout in LAYOUTS.values() if layout.role is Role.PARAM):
+        shape = (64,) * len(layout.axes)
+        assert pm.resolve(layout, shape=shape) == P(), layout
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_weight_layout_resolves_on_every_mesh(preset: str) -> None:
+    for mesh in MESHES:
+        pm = manager(preset, mesh)
+        for layout in (layout for layout in LAYOUTS.values() if layout.role is Role.PARAM):
+            shape = (64,) * len(layout.axes)
+            for mode in MODES:
+                assert pm.explain(layout, shape=shape, mode=mode).ok, (layout, mesh, mode)
+
+
+PROMPT = {
+    "hidden": (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED),
+    "cache": (sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM),
+    "scores": (sw.BATCH, sw.HEAD, sw.QUERY_LENGTH, sw.BIAS_KV_SEQ),
+}
+
+
+@pytest.mark.parametrize("preset", SERVING)
+@pytest.mark.parametrize("mode", GENERATION)
+@pytest.mark.parametrize("mesh", [*MESHES, "dp:2,fsdp:2,ep:2,sp:2,tp:2"])
+def test_serving_presets_take_one_prompt(preset: str, mode: str, mesh: str) -> None:
+    pm = manager(preset, mesh)
+    for axes in PROMPT.values():
+        found = pm.explain(axes, shape=(1, 64, 64, 64)[: len(axes)], mode=mode)
+        assert found.ok, found
+        assert found.decisions[0].outcome is Outcome.REPLICATED
+
+
+@pytest.mark.parametrize("preset", SERVING)
+@pytest.mark.parametrize(
+    ("batch", "lies_over"),
+    [(16, ("dp", "fsdp", "ep")), (4, ("dp", "fsdp")), (2, ("dp",)), (3, ())],
+)
+def test_serving_presets_shorten_the_batch_step_by_step(
+    preset: str, batch: int, lies_over: tuple[str, ...]
+) -> None:
+    pm = manager(preset, "dp:2,fsdp:2,ep:4,tp:2")
+    for mode in GENERATION:
+        assert pm.mesh_axes(sw.BATCH, batch, mode=mode) == lies_over
+
+
+@pytest.mark.parametrize("preset", SERVING)
+@pytest.mark.parametrize(
+    ("capacity", "lies_over"),
+    [(16, ("dp", "fsdp", "ep")), (4, ("dp", "fsdp")), (2, ("dp",)), (3, ())],
+)
+def test_serving_presets_shorten_the_capacity_like_the_batch(
+    preset: str, capacity: int, lies_over: tuple[str, ...]
+) -> None:
+    pm = manager(preset, "dp:2,fsdp:2,ep:4,tp:2")
+    for mode in GENERATION:
+        assert pm.mesh_axes(sw.CAPACITY, capacity, mode=mode) == lies_over
+
+
+@pytest.mark.parametrize("preset", [preset for preset in TRAINING if preset != "single"])
+@pytest.mark.parametrize("mode", ["train", *GENERATION])
+@pytest.mark.parametrize("mesh", ["fsdp:2,tp:4", "dp:2,tp:4"])
+def test_training_presets_refuse_one_prompt_where_it_does_not_divide(
+    preset: str, mode: str, mesh: str
+) -> None:
+    with pytest.raises(
+        sw.IndivisibleError, match=r"dim 0 BATCH: size 1 does not divide over (dp|fsdp)=2"
+    ) as caught:
+        manager(preset, mesh).resolve(PROMPT["hidden"], shape=(1, 64, 64), mode=mode)
+    assert f"{preset}.toml:" in caught.value.rule
+
+
+@pytest.mark.parametrize("preset", SERVING)
+def test_serving_presets_are_strict_in_train(preset: str) -> None:
+    with pytest.raises(sw.IndivisibleError, match="size 1 does not divide over dp=2"):
+        manager(preset, "dp:2,tp:4").resolve(PROMPT["hidden"], shape=(1, 64, 64), mode="train")
+
+
+@pytest.mark.parametrize("preset", SERVING)
+def test_serving_presets_keep_weights_as_they_are_used(preset: str) -> None:
+    pm = manager(preset, "dp:2,fsdp:2,sp:2,tp:2")
+    for axes in (
+        (sw.EMBED, sw.MLP_INTERMEDIATE),
+        (sw.VOCAB, sw.EMBED),
+        (sw.EMBED, sw.HEAD, sw.HEAD_DIM),
+    ):
+        stored, used = (
+            pm.explain(axes, shape=(64,) * len(axes), role=role) for role in ("param", "use")
+        )
+        assert stored.spec == used.spec
+        assert {axis for decision in stored.decisions for axis in decision.mesh_axes} == {"tp"}
+
+
+class TestServeLongContext:
+    MESH = "dp:2,fsdp:2,sp:2,tp:2"
+
+    @pytest.mark.parametrize("mode", ["decode", "insert"])
+    def test_one_prompt_lies_over_all_data_axes_in_decode(self, mode: str) -> None:
+        pm = manager("serve_long_context", self.MESH)
+        assert pm.resolve(PROMPT["cache"], shape=(1, 4096, 8, 128), mode=mode) == P(
+            None, ("dp", "fsdp", "sp"), "tp"
+        )
+        assert pm.resolve(PROMPT["scores"], shape=(1, 32, 1, 4096), mode=mode) == P(
+            None, "tp", None, ("dp", "fsdp", "sp")
+        )
+
+    def test_more_prompts_leave_sp_to_the_cache(self) -> None:
+        pm = manager("serve_long_context", self.MESH)
+        assert pm.resolve(PROMPT["cache"], shape=(4, 4096, 8, 128), mode="decode") == P(
+            ("dp", "fsdp"), "sp", "tp"
+        )
+        assert pm.resolve(PROMPT["scores"], shape=(4, 32, 1, 4096), mode="decode") == P(
+            ("dp", "fsdp"), "tp", None, "sp"
+        )
+
+    def test_a_length_that_divides_over_sp_alone_lies_over_sp(self) -> None:
+        pm = manager("serve_long_context", self.MESH)
+        assert pm.resolve(PROMPT["cache"], shape=(1, 4098, 8, 128), mode="decode") == P(
+            None, "sp", "tp"
+        )
+
+    def test_nothing_left_for_the_cache_is_an_error(self) -> None:
+        with pytest.raises(sw.AxisConflictError, match="KV_LENGTH: dp is taken by dim 0 BATCH"):
+            manager("serve_long_context", "dp:2,tp:4").resolve(
+                PROMPT["cache"], shape=(16, 4096, 8, 128), mode="decode"
+            )
+
+    def test_prefill_splits_the_prompt_over_sp(self) -> None:
+        pm = manager("serve_long_context", self.MESH)
+        assert pm.resolve(PROMPT["hidden"], shape=(1, 4096, 64), mode="prefill") == P(None, "sp")
+        assert pm.resolve(PROMPT["scores"], shape=(1, 32, 4096, 4096), mode="prefill") == P(
+            None, "tp", "sp"
+        )
+
+
+class TestMoeEp:
+    MESH = "dp:2,fsdp:2,sp:2,ep:2,tp:2"
+
+    def test_the_batch_lies_over_all_data_axes_and_ep(self) -> None:
+        assert manager("moe_ep", self.MESH).mesh_axes(sw.BATCH) == ("dp", "fsdp", "ep")
+
+    def test_dense_weights_are_stored_over_ep_too_and_gathered(self) -> None:
+        pm = manager("moe_ep", self.MESH)
+        axes = (sw.EMBED, sw.MLP_INTERMEDIATE)
+        assert pm.resolve(axes, shape=(64, 64), role="param") == P(("fsdp", "sp", "ep"), "tp")
+        used = pm.explain(axes, shape=(64, 64), role="use")
+        assert used.spec == P(None, "tp")
+        assert used.decisions[0].gathered == ("fsdp", "sp", "ep")
+
+    def test_expert_weights_keep_ep_where_they_are_used(self) -> None:
+        pm = manager("moe_ep", self.MESH)
+        axes = (sw.EXPERT, sw.EMBED, sw.MLP_INTERMEDIATE)
+        assert pm.resolve(axes, shape=(8, 64, 64), role="param") == P("ep", ("fsdp", "sp"), "tp")
+        used = pm.explain(axes, shape=(8, 64, 64), role="use")
+        assert used.spec == P("ep", None, "tp")
+        assert [decision.gathered for decision in used.decisions] == [(), ("fsdp", "sp"), ()]
+
+    def test_dispatched_tokens_lie_over_ep_and_the_data_axes(self) -> None:
+        pm = manager("moe_ep", self.MESH)
+        assert pm.resolve((sw.EXPERT, sw.CAPACITY, sw.EMBED), shape=(8, 64, 64)) == P(
+            "ep", ("dp", "fsdp", "sp")
+        )
+        assert pm.axis_size(sw.CAPACITY) == 8
+        with pytest.raises(sw.IndivisibleError, match="CAPACITY: size 12 does not divide"):
+            pm.resolve((sw.EXPERT, sw.CAPACITY, sw.EMBED), shape=(8, 12, 64))
+
+    def test_router_logits_are_split_like_the_tokens_and_not_by_expert(self) -> None:
+        pm = manager("moe_ep", self.MESH)
+        assert pm.resolve((sw.BATCH, sw.QUERY_LENGTH, sw.EXPERT_GATE), shape=(16, 64, 8)) == P(
+            ("dp", "fsdp", "ep"), "sp"
+        )
+        assert pm.resolve((sw.EMBED, sw.EXPERT_GATE), shape=(64, 8), role="use") == P()
+
+    @pytest.mark.parametrize(
+        ("mesh", "stored"),
+        [
+            ("ep:8", P("ep")),
+            ("dp:2,ep:4", P("ep")),
+            ("ep:2,tp:4", P("ep", None, "tp")),
+            ("sp:2,ep:4", P("ep", "sp")),
+        ],
+    )
+    def test_expert_weights_need_no_fsdp(self, mesh: str, stored: P) -> None:
+        """Only the experts lie over ep, and the mesh has nothing else to store the rest over."""
+        pm = manager("moe_ep", mesh)
+        axes = (sw.EXPERT, sw.EMBED, sw.MLP_INTERMEDIATE)
+        assert pm.resolve(axes, shape=(8, 64, 64), role="param") == stored
+        assert pm.resolve(sw.ExpertColumnWiseAlt, shape=(8, 64, 64)) == stored
+
+    def test_its_rules_are_those_of_the_page(self) -> None:
+        preset = sw.Strategy.preset("moe_ep")
+        named = {
+            name: preset.rules[name] for name in ("batch", "expert", "expert_gate", "capacity")
+        }
+        assert named == {
+            "batch": "dp+fsdp+ep",
+            "expert": "ep",
+            "expert_gate": "-",
+            "capacity": "dp+fsdp+sp",
+        }
+        assert preset.params["embed"] == "fsdp+sp+ep | fsdp+sp | -"
+        assert preset.compile().policy.gather == ("fsdp", "sp", "ep")
+
+
+@pytest.mark.parametrize("preset", SERVING)
+@pytest.mark.parametrize("mode", GENERATION)
+def test_serving_presets_have_one_chain_for_tokens(preset: str, mode: str) -> None:
+    rules = sw.Strategy.preset(preset).compile()
+    for axis in (sw.BATCH, sw.CAPACITY):
+        rule = rules.stated(axis, mode=parse_mode(mode), role=Role.ACTIVATION, path=None)
+        assert rule is not None
+        assert rule.ref.text == "dp+fsdp+ep | dp+fsdp | dp | -"
+
+
+def test_long_context_decode_lies_over_what_is_free() -> None:
+    rules = sw.Strategy.preset("serve_long_context").compile()
+    for axis, mode in itertools.product((sw.KV_LENGTH, sw.BIAS_KV_SEQ), ("decode", "insert")):
+        rule = rules.stated(axis, mode=parse_mode(mode), role=Role.ACTIVATION, path=None)
+        assert rule is not None
+        assert rule.ref.text == "dp+fsdp+sp | sp"
+
+
+@pytest.mark.parametrize("preset", ["fsdp_tp", "moe_ep", "sequence", "serve_long_context"])
+def test_lengths_are_split_over_sp_where_the_preset_splits_them(preset: str) -> None:
+    pm = manager(preset, "sp:2")
+    for mode in ("train", "prefill"):
+        assert pm.resolve(PROMPT["scores"], shape=(2, 4, 64, 64), mode=mode) == P(None, None, "sp")
+        assert pm.resolve((sw.BATCH, sw.LENGTH), shape=(2, 64), mode=mode) == P(None, "sp")
+    for mode in ("decode", "insert"):
+        assert pm.resolve(PROMPT["scores"], shape=(2, 4, 1, 64), mode=mode) == P(
+            None, None, None, "sp"
+        )
+        assert pm.resolve((sw.BATCH, sw.LENGTH), shape=(2, 1), mode=mode) == P()
+        assert pm.resolve(PROMPT["cache"], shape=(2, 64, 4, 16), mode=mode) == P(None, "sp")
+
+
+def test_scores_annotated_with_both_lengths_are_refused_where_sp_is_more_than_one() -> None:
+    axes = (sw.BATCH, sw.HEAD, sw.QUERY_LENGTH, sw.KV_LENGTH)
+    assert manager("fsdp_tp", "fsdp:2,sp:1,tp:4").resolve(axes, shape=(2, 4, 64, 64)) == P(
+        "fsdp", "tp"
+    )
+    with pytest.raises(
+        sw.AxisConflictError, match="dim 3 KV_LENGTH: sp is taken by dim 2 QUERY_LENGTH"
+    ):
+        manager("fsdp_tp", "fsdp:2,sp:2,tp:2").resolve(axes, shape=(2, 4, 64, 64))
+
+
+TOKENS = {
+    "hidden": ((sw.BATCH, sw.QUERY_LENGTH), sw.EMBED),
+    "residual": ((sw.BATCH, sw.LENGTH), sw.EMBED),
+    "feed-forward": ((sw.BATCH, sw.QUERY_LENGTH), sw.MLP_INTERMEDIATE),
+    "logits": ((sw.BATCH, sw.QUERY_LENGTH), sw.VOCAB),
+    "router logits": ((sw.BATCH, sw.QUERY_LENGTH), sw.EXPERT_GATE),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("mesh", [*MESHES, "dp:2,fsdp:2,sp:2,ep:2,tp:2"])
+def test_flattened_tokens_lie_like_their_dims(preset: str, mesh: str) -> None:
+    pm = manager(preset, mesh)
+    for mode in MODES:
+        length = 1 if mode == MODE_DECODE else 4096
+        for name, axes in TOKENS.items():
+            apart = pm.resolve(*axes[0], axes[1], shape=(16, length, 64), mode=mode)
+            entries = [
+                () if entry is None else (entry,) if isinstance(entry, str) else entry
+                for entry in apart
+            ]
+            batch, tokens, last = [*entries, (), (), ()][:3]
+            flat = pm.explain(*axes, shape=(16 * length, 64), mode=mode)
+            assert [decision.mesh_axes for decision in flat.decisions] == [
+                (*batch, *tokens),
+                last,
+            ], (name, mode)
+
+
+@pytest.mark.parametrize("preset", SERVING)
+@pytest.mark.parametrize("mode", GENERATION)
+@pytest.mark.parametrize("mesh", [*MESHES, "dp:2,fsdp:2,ep:2,sp:2,tp:2"])
+def test_serving_presets_take_one_flat_prompt(preset: str, mode: str, mesh: str) -> None:
+    pm = manager(preset, mesh)
+    for length in (1, 7, 4096):
+        for name, axes in TOKENS.items():
+            found = pm.explain(*axes, shape=(length, 64), mode=mode)
+            if (
+                preset == "serve_long_context"
+                and mode == "prefill"
+                and "sp" in mesh
+                and length < 4096
+            ):
+                assert [problem.error for problem in found.problems] == [sw.IndivisibleError]
+            else:
+                assert found.ok, (name, found)

@@ -1,0 +1,737 @@
+"""Strategy files: reading, writing, overlaying, their schema, and where each line of an explanation comes from."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import shardwright as sw
+from shardwright.strategy.model import Strategy
+from shardwright.vocabulary.axes import SEMANTIC_AXES, file_name
+
+P = jax.P
+PRESETS = Strategy.presets()
+
+SMALL = """version = 1
+name = "small"
+
+[mesh]
+dp = 2
+tp = -1
+
+[rules]
+batch = "dp"
+embed = "-"
+head = "tp | -"
+
+[params]
+embed = "dp"
+"""
+
+
+# Reading and writing.
+
+
+@pytest.mark.parametrize("format", ["toml", "json"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_survive_a_round_trip(name: str, format: str, tmp_path: Path) -> None:
+    strategy = Strategy.preset(name)
+    path = strategy.dump(tmp_path / f"{name}.{format}")
+    again = Strategy.load(path)
+    assert again == strategy
+    assert hash(again) == hash(strategy)
+    assert again.compile() == strategy.compile()
+    assert Strategy.loads(strategy.dumps(format=format), format=format) == strategy
+    assert again.dump(tmp_path / f"again.{format}").read_text() == path.read_text()
+
+
+def test_presets_are_all_there() -> None:
+    assert PRESETS == (
+        "ddp",
+        "fsdp",
+        "fsdp_tp",
+        "moe_ep",
+        "sequence",
+        "serve_long_context",
+        "serve_tp",
+        "single",
+        "tensor",
+    )
+    assert all(Strategy.preset(name).name == name for name in PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_give_every_axis_a_rule(name: str) -> None:
+    assert {file_name(axis) for axis in SEMANTIC_AXES} <= set(Strategy.preset(name).rules)
+
+
+def test_load_takes_text_and_path(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    assert Strategy.load(path) == Strategy.load(str(path)) == Strategy.loads(SMALL)
+
+
+def test_what_is_no_text_or_no_strategy_is_refused() -> None:
+    with pytest.raises(sw.StrategyError, match="3 is no text"):
+        Strategy.loads(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        Strategy() | 3  # type: ignore[operator]
+
+
+def test_what_was_not_set_is_not_written() -> None:
+    text = Strategy.loads(SMALL).dumps()
+    assert text == SMALL
+    assert Strategy.loads("version = 1\n").to_data() == {"version": 1}
+
+
+def test_equal_strategies_hash_alike() -> None:
+    said, unsaid = (
+        Strategy(version=1, name="", mesh={"dp": 2}, tensors=[]),
+        Strategy(mesh={"dp": 2}),
+    )
+    assert said == unsaid
+    assert hash(said) == hash(unsaid)
+    assert len({said, unsaid}) == 1
+
+
+def test_frozen() -> None:
+    strategy = Strategy.loads(SMALL)
+    with pytest.raises(ValueError, match="frozen"):
+        strategy.name = "other"
+    strategy.to_data()["rules"]["batch"] = "tp"
+    assert strategy.rules["batch"] == "dp"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda strategy: strategy.rules.update(batch="tp"),
+        lambda strategy: strategy.rules.__setitem__("batch", "tp"),
+        lambda strategy: strategy.params.pop("embed"),
+        lambda strategy: strategy.mesh.clear(),
+        lambda strategy: strategy.modes.__delitem__("decode"),
+        lambda strategy: strategy.modes["decode"].params.setdefault("embed", "tp"),
+        lambda strategy: strategy.tensors.append(strategy.tensors[0]),
+        lambda strategy: strategy.tensors.sort(),
+        lambda strategy: strategy.rules.__init__(batch="tp"),
+        lambda strategy: strategy.params.__init__({}),
+        lambda strategy: strategy.tensors.__init__([]),
+    ],
+)
+def test_tables_are_frozen(change: Any) -> None:
+    strategy = Strategy.loads(FROZEN)
+    before = strategy.dumps(), hash(strategy)
+    with pytest.raises(sw.StrategyError, match="a Strategy is frozen"):
+        change(strategy)
+    assert (strategy.dumps(), hash(strategy)) == before
+
+
+@pytest.mark.parametrize(
+    "again",
+    [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), lambda one: one | one],
+)
+def test_copies_are_frozen_and_their_data_is_not(again: Any) -> None:
+    strategy = Strategy.loads(FROZEN.partition("[[")[0])
+    copied = again(strategy)
+    assert copied == strategy
+    with pytest.raises(sw.StrategyError, match="a Strategy is frozen"):
+        copied.rules["batch"] = "tp"
+    data = copied.to_data()
+    data["rules"]["batch"] = "tp"
+    assert Strategy(**data).rules["batch"] == "tp"
+
+
+def test_a_copy_takes_no_update_that_nobody_checks() -> None:
+    strategy = Strategy.loads(SMALL)
+    assert strategy.model_copy() == strategy.model_copy(deep=True) == strategy
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"^model_copy\(update=\.\.\.\) would put rules, name in without a check\n  fix   lay the change",
+    ):
+        strategy.model_copy(update={"rules": {"nonsense": 3}, "name": "x"})
+
+
+FROZEN = """
+version = 1
+mesh = { fsdp = 2, tp = 4 }
+rules = { batch = "fsdp", embed = "-" }
+params = { embed = "fsdp" }
+modes = { decode = { batch = "-", params = { embed = "-" } } }
+[[tensors]]
+match = "router"
+embed = "-"
+"""
+
+
+def test_pickles_compiled_rules() -> None:
+    rules = Strategy.preset("fsdp_tp").compile()
+    again = pickle.loads(pickle.dumps(rules))
+    assert again == rules
+    assert again.stated(sw.EMBED, mode=sw.MODE_TRAIN, role=sw.Role.PARAM, path=None).candidates == (
+        ("fsdp", "sp"),
+    )
+
+
+def test_compiling_twice_gives_equal_rules() -> None:
+    strategy = Strategy.preset("moe_ep")
+    assert strategy.compile() == strategy.compile()
+    assert hash(strategy.compile()) == hash(strategy.compile())
+
+
+# Spelling, axes of one's own, renamed parallelism axes, exceptions by path.
+
+
+@pytest.mark.parametrize("spelling", ["kv_head", "KV_HEAD", "__KV_HEAD__", "Kv_Head"])
+def test_spellings_are_one_axis(spelling: str) -> None:
+    strategy = Strategy.loads(f'version = 1\n[rules]\n{spelling} = "tp"\n')
+    assert strategy.rules == {"kv_head": "tp"}
+    assert strategy == Strategy(rules={"kv_head": "tp"})
+    assert strategy.compile() == Strategy(rules={"kv_head": "tp"}).compile()
+
+
+def test_one_axis_in_two_spellings_is_refused() -> None:
+    with pytest.raises(sw.StrategyError, match="'kv_head' stands twice, spelled in two ways"):
+        Strategy(rules={"kv_head": "tp", "KV_HEAD": "dp"})
+
+
+def test_axes_of_one_s_own() -> None:
+    text = SMALL + '[axes]\nrotary_dim = "half of a head"\n[modes.decode]\nrotary_dim = "-"\n'
+    strategy = Strategy.loads(text.replace('embed = "-"', 'embed = "-"\nrotary_dim = "tp"'))
+    rules = strategy.compile()
+    for name in ("rotary_dim", "ROTARY_DIM", "__ROTARY_DIM__"):
+        assert sw.resolve((sw.BATCH, name), rules, {"dp": 2, "tp": 4}).spec == P("dp", "tp")
+    assert sw.resolve(("rotary_dim",), rules, {"dp": 2, "tp": 4}, mode="decode").spec == P()
+    assert rules.user_axes == ("__ROTARY_DIM__",)
+    with pytest.raises(sw.UnknownAxisError, match="unknown axis 'ROTARY_DIM'"):
+        sw.resolve(("rotary_dim",), Strategy.loads(SMALL).compile(), {"dp": 2})
+    bare = Strategy.loads('version = 1\n[axes]\nrotary_dim = "half of a head"\n').compile()
+    assert sw.resolve(("rotary_dim",), bare, {"dp": 2}).decisions[0].outcome == "no_rule"
+
+
+def test_renamed_parallelism_axes() -> None:
+    text = """version = 1
+[mesh]
+data = 2
+model = 4
+[rules]
+batch = "data"
+data_parallel = "data"
+tensor_parallel = "model"
+fully_sharded_data_parallel = "data"
+sequence_parallel = "-"
+"""
+    rules = Strategy.loads(text).compile()
+    mesh = {"data": 2, "model": 4}
+    assert sw.resolve((sw.DP, sw.TP), rules, mesh).spec == P("data", "model")
+    assert sw.resolve(sw.SRowWise, rules, mesh).spec == P("model")
+    assert sw.resolve(sw.ColumnWise, rules, mesh, role="activation").spec == P("data", "model")
+    with pytest.raises(sw.MissingMeshAxisError, match="mesh axis 'modle' is neither in"):
+        Strategy.loads(text.replace('"model"', '"modle"'))
+
+
+def test_exceptions_by_path() -> None:
+    text = (
+        SMALL
+        + '[[tensors]]\nmatch = "lm_head/.*"\nembed = "-"\nvocab = "tp"\n[[tensors]]\nmatch = "head"\nembed = "tp"\n'
+    )
+    rules = Strategy.loads(text, source="small.toml").compile()
+    mesh = {"dp": 2, "tp": 4}
+
+    def ask(path, role="param"):
+        return sw.resolve((sw.EMBED, sw.VOCAB), rules, mesh, role=role, path=path)
+
+    assert ask("lm_head/kernel").spec == P(None, "tp")
+    assert ask("other/head").spec == P("tp"), (
+        "the first entry that names the axis; vocab has no rule there"
+    )
+    assert ask("mlp/up").spec == P("dp")
+    assert ask("lm_head/kernel", "activation").spec == P(), "entries are for weights"
+    assert [decision.rule.source for decision in ask("lm_head/kernel").decisions] == [
+        "small.toml:17",
+        "small.toml:18",
+    ]
+    assert [decision.rule.table for decision in ask("lm_head/kernel").decisions] == [
+        "tensors.0",
+        "tensors.0",
+    ]
+
+
+# Overlay.
+
+
+def test_later_wins_key_by_key() -> None:
+    fragment = Strategy.loads(
+        'version = 1\nname = "wide"\n[mesh]\ntp = 4\n[rules]\nhead = "-"\n[policy]\nindivisible = "prefix"\n',
+        source="wide.toml",
+    )
+    both = Strategy.loads(SMALL, source="small.toml") | fragment
+    assert (both.name, both.mesh) == ("wide", {"dp": 2, "tp": 4})
+    assert both.rules == {"batch": "dp", "embed": "-", "head": "-"}
+    rules = both.compile()
+    assert rules.policy.indivisible == "prefix"
+    found = sw.resolve((sw.BATCH, sw.HEAD), rules, {"dp": 2, "tp": 4}, shape=(8, 8))
+    assert [decision.rule.source for decision in found.decisions] == ["small.toml:9", "wide.toml:6"]
+
+
+def test_a_fragment_may_use_what_the_other_declares() -> None:
+    fragment = Strategy.loads('version = 1\n[rules]\nrotary_dim = "columns"\n')
+    base = Strategy.loads(
+        'version = 1\n[mesh]\ncolumns = 2\n[axes]\nrotary_dim = "half of a head"\n'
+    )
+    assert sw.resolve(("rotary_dim",), (base | fragment).compile(), {"columns": 2}).spec == P(
+        "columns"
+    )
+    with pytest.raises(sw.UnknownAxisError, match=r"^2 problems"):
+        fragment.compile()
+
+
+def test_tensors_of_the_later_come_first_and_keep_their_lines() -> None:
+    base = Strategy.loads(
+        'version = 1\n[[tensors]]\nmatch = "a"\nembed = "dp"\n', source="base.toml"
+    )
+    over = Strategy.loads(
+        'version = 1\n\n\n[[tensors]]\nmatch = "a/b"\nembed = "tp"\n[[tensors]]\nmatch = "c"\nembed = "-"\n',
+        source="over.toml",
+    )
+    rules = (base | over).compile()
+    assert [entry.match for entry in rules.tensors] == ["a/b", "c", "a"]
+
+    def ask(path):
+        return (
+            sw.resolve((sw.EMBED,), rules, {"dp": 2, "tp": 2}, role="param", path=path)
+            .decisions[0]
+            .rule.source
+        )
+
+    assert [ask("a/b"), ask("a/x"), ask("c")] == ["over.toml:6", "base.toml:4", "over.toml:9"]
+
+
+def test_what_python_overlays_is_not_said_to_come_from_the_file() -> None:
+    both = Strategy.loads(SMALL, source="small.toml") | Strategy(rules={"batch": "tp"})
+    found = sw.resolve((sw.BATCH, sw.HEAD), both.compile(), {"dp": 2, "tp": 1})
+    assert found.decisions[0].rule.text == "tp"
+    assert "small.toml" not in found.decisions[0].rule.source
+    assert found.decisions[1].rule.source == "small.toml:11"
+
+
+def test_overlay_changes_neither_side() -> None:
+    base, over = Strategy.loads(SMALL), Strategy(rules={"head": "-"})
+    both = base | over
+    assert (base.rules["head"], over.to_data()) == ("tp | -", {"rules": {"head": "-"}})
+    assert (both | Strategy()) == both == (Strategy() | both)
+
+
+# Provenance.
+
+
+@pytest.mark.parametrize("format", ["toml", "json"])
+@pytest.mark.parametrize("name", ["fsdp_tp", "moe_ep", "serve_long_context"])
+def test_every_rule_names_the_line_that_it_stands_on(
+    name: str, format: str, tmp_path: Path
+) -> None:
+    path = Strategy.preset(name).dump(tmp_path / f"{name}.{format}")
+    lines = path.read_text().splitlines()
+    rules = Strategy.load(path).compile()
+    seen = 0
+    for table in (*rules.activations, *rules.params):
+        for axis, rule in table:
+            source, number = rule.ref.source.split(":")
+            assert source == path.name
+            line = lines[int(number) - 1]
+            assert re.match(rf'\s*"?{file_name(axis)}"?\s*[:=]', line), line
+            assert json.dumps(rule.ref.text) in line
+            seen += 1
+    assert seen > 100
+
+
+def test_lines_of_awkward_toml() -> None:
+    text = """# comment with [rules] in it
+version = 1   # and = signs
+
+[ rules ]     # a header with spaces
+batch = "dp"
+"embed" = '-'
+'head'   =   "tp | -"
+
+modes.decode.head = "-"
+
+[modes."prefill"]
+batch = "dp | -"
+
+[modes.prefill.params]
+embed = "dp"
+"""
+    text = text.replace('\nmodes.decode.head = "-"\n', "")
+    rules = Strategy.loads(text, source="awkward.toml").compile()
+
+    def ask(axis, **options):
+        return (
+            sw.resolve((axis,), rules, {"dp": 2, "tp": 2}, shape=(8,), **options)
+            .decisions[0]
+            .rule.source
+        )
+
+    assert [ask(sw.BATCH), ask(sw.EMBED), ask(sw.HEAD)] == [
+        "awkward.toml:5",
+        "awkward.toml:6",
+        "awkward.toml:7",
+    ]
+    assert ask(sw.BATCH, mode="prefill") == "awkward.toml:10"
+    assert ask(sw.EMBED, mode="prefill", role="param") == "awkward.toml:13"
+
+
+def test_dotted_and_inline_tables_still_name_the_file() -> None:
+    dotted = Strategy.loads(
+        'version = 1\nmodes.decode.head = "-"\nrules.batch = "dp"\n', source="d.toml"
+    ).compile()
+    assert sw.resolve((sw.BATCH,), dotted, {"dp": 2}).decisions[0].rule.source == "d.toml:3"
+    assert (
+        sw.resolve((sw.HEAD,), dotted, {"dp": 2}, mode="decode").decisions[0].rule.source
+        == "d.toml:2"
+    )
+    inline = Strategy.loads(
+        'version = 1\n\nrules = { batch = "dp", head = "tp" }\n', source="i.toml"
+    )
+    assert (
+        sw.resolve((sw.BATCH,), inline.compile(), {"dp": 2}).decisions[0].rule.source == "i.toml:3"
+    ), "the line of the inline table"
+
+
+def test_lines_of_compact_and_awkward_json() -> None:
+    one_line = Strategy.loads(
+        '{"version": 1, "rules": {"batch": "dp"}, "name": "a \\"rules\\": {"}',
+        format="json",
+        source="s.json",
+    )
+    assert (
+        sw.resolve((sw.BATCH,), one_line.compile(), {"dp": 2}).decisions[0].rule.source
+        == "s.json:1"
+    )
+    text = '{\n  "name": "x, [y]: {z}",\n  "tensors": [\n    {"match": "a", "embed": "dp"},\n    {"match": "b",\n     "embed": "tp"}\n  ]\n}\n'
+    rules = Strategy.loads(text, format="json", source="s.json").compile()
+
+    def ask(path):
+        return (
+            sw.resolve((sw.EMBED,), rules, {"dp": 2, "tp": 2}, role="param", path=path)
+            .decisions[0]
+            .rule.source
+        )
+
+    assert [ask("a"), ask("b")] == ["s.json:4", "s.json:6"]
+
+
+def test_explain_shows_file_and_line() -> None:
+    found = sw.resolve(
+        (sw.BATCH, sw.HEAD),
+        Strategy.loads(SMALL, source="small.toml").compile(),
+        {"dp": 2, "tp": 4},
+        shape=(8, 6),
+    )
+    lines = [" ".join(line.split()) for line in str(found).splitlines()]
+    assert lines[3:] == [
+        '0 BATCH 8 dp batch = "dp" small.toml:9 [rules]',
+        "first candidate fits",
+        '1 HEAD 6 - head = "tp | -" small.toml:11 [rules]',
+        "tp: 6 % 4 != 0; replicated by rule",
+    ]
+
+
+# Policy.
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", sw.Policy()),
+        ('preset = "strict"', sw.Policy()),
+        ('preset = "eformer"', ("drop", "error", "replicate", "fit")),
+        (
+            'preset = "eformer"\nindivisible = "prefix"\nrank = "error"',
+            ("prefix", "error", "replicate", "error"),
+        ),
+        (
+            'conflict = "first_dim"\nmissing = "replicate"',
+            ("error", "first_dim", "replicate", "error"),
+        ),
+    ],
+)
+def test_policy_presets_and_what_overrides_them(text: str, wanted: Any) -> None:
+    policy = Strategy.loads(f"version = 1\n[policy]\n{text}\n").compile().policy
+    found = (policy.indivisible, policy.conflict, policy.missing, policy.rank)
+    assert found == (
+        wanted
+        if isinstance(wanted, tuple)
+        else (wanted.indivisible, wanted.conflict, wanted.missing, wanted.rank)
+    )
+
+
+def test_the_permissive_preset_is_recorded() -> None:
+    rules = Strategy.loads(
+        'version = 1\n[rules]\nbatch = "dp"\nhead = "tp"\n[policy]\npreset = "eformer"\n'
+    ).compile()
+    found = sw.resolve((sw.BATCH, sw.HEAD, sw.EMBED), rules, {"dp": 2, "tp": 4}, shape=(8, 6))
+    assert found.spec == P("dp")
+    assert found.decisions[1].outcome == "policy_drop"
+    assert "3 dims fitted to the array's 2" in str(found)
+
+
+# Schema.
+
+
+def test_schema_accepts_every_preset_and_refuses_bad_data() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = Strategy.json_schema()
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    for name in PRESETS:
+        validator.validate(json.loads(Strategy.preset(name).dumps(format="json")))
+    full = (
+        SMALL
+        + '[dcn]\ndp = 2\n[axes]\nmine = "x"\n[modes.decode.params]\nembed = "-"\n[[tensors]]\nmatch = "a"\nembed = "-"\n'
+    )
+    validator.validate(
+        json.loads(
+            Strategy.loads(full.replace("[mesh]", 'axis_types = {tp = "explicit"}\n[mesh]')).dumps(
+                format="json"
+            )
+        )
+    )
+    bad = [
+        {"version": 2},
+        {"version": "1"},
+        {"rulez": {}},
+        {"rules": {"batch": 3}},
+        {"mesh": {"dp": "2"}},
+        {"mesh": [2, 4]},
+        {"modes": {"training": {}}},
+        {"modes": {"decode": {"params": {"embed": None}}}},
+        {"policy": {"indivisible": "ignore"}},
+        {"policy": {"unknown": "x"}},
+        {"tensors": [{"embed": "-"}]},
+        {"axis_types": "manual"},
+    ]
+    for data in bad:
+        assert not validator.is_valid(data), data
+        with pytest.raises(sw.ShardingError, match=r".+"):
+            Strategy(**data)
+
+
+def test_schema_describes_every_key() -> None:
+    schema = Strategy.json_schema()
+    assert schema["additionalProperties"] is False
+    assert all(
+        entry.get("description") or "$ref" in entry for entry in schema["properties"].values()
+    )
+    json.dumps(schema)
+
+
+# load(dump(s)) == s, for anything that can be said.
+
+MESH_AXES = ("dp", "fsdp", "sp", "ep", "tp", "columns")
+candidate = st.lists(st.sampled_from(MESH_AXES), min_size=1, max_size=3, unique=True).map("+".join)
+any_rule = (
+    st.tuples(st.lists(candidate, max_size=2), st.sampled_from(["", "-"]))
+    .filter(lambda rule: rule[0] or rule[1])
+    .map(lambda rule: " | ".join([*rule[0], *([rule[1]] if rule[1] else [])]))
+)
+table = st.dictionaries(
+    st.sampled_from([file_name(axis) for axis in SEMANTIC_AXES]), any_rule, max_size=4
+)
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+pattern = st.sampled_from(
+    [
+        ".*",
+        "lm_head/.*",
+        r"(a|b)\.w$",
+        'quote"d',
+        "back\\\\slash",
+        "tab\tnew\nline",
+        "ünï/💡",
+        "[]]",
+        "#",
+    ]
+)
+mode_table = st.builds(
+    lambda rules, params: {**rules, **({"params": params} if params else {})}, table, table
+)
+entries = st.lists(
+    st.builds(lambda match, rules: {"match": match, **rules}, pattern, table.filter(bool)),
+    max_size=3,
+)
+mesh = st.dictionaries(st.sampled_from(MESH_AXES[:-1]), st.sampled_from([1, 2, 4]), max_size=4).map(
+    lambda sizes: {**sizes, "columns": -1}
+)
+data = st.fixed_dictionaries(
+    {"mesh": mesh},
+    optional={
+        "version": st.just(1),
+        "name": text,
+        "axis_types": st.sampled_from(["auto", "explicit", {"columns": "explicit"}]),
+        "axes": st.dictionaries(st.sampled_from(["rotary_dim", "patch", "x9"]), text, max_size=2),
+        "rules": table,
+        "params": table,
+        "modes": st.dictionaries(
+            st.sampled_from(["train", "prefill", "decode", "insert"]), mode_table, max_size=3
+        ),
+        "policy": st.fixed_dictionaries(
+            {},
+            optional={
+                "preset": st.just("eformer"),
+                "gather": candidate,
+                "conflict": st.just("first_dim"),
+            },
+        ),
+        "tensors": entries,
+    },
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=data, format=st.sampled_from(["toml", "json"]))
+@example(data={"mesh": {}, "name": "\U0001f4a1"}, format="toml")
+@example(data={"mesh": {"a.b": 2, "ü": 1}, "rules": {"batch": "a.b+ü"}}, format="toml")
+@example(data={"mesh": {}, "name": "\x7f\x00\u2028\r\n"}, format="toml")
+@example(data={"mesh": {}, "tensors": [], "rules": {}, "modes": {"decode": {}}}, format="toml")
+def test_what_is_written_is_read_again(data: dict[str, Any], format: Any, tmp_path: Path) -> None:
+    strategy = Strategy(**data)
+    again = Strategy.load(strategy.dump(tmp_path / f"s.{format}"))
+    assert again == strategy
+    assert again.to_data() == strategy.to_data()
+    assert again.compile() == strategy.compile()
+
+
+@settings(max_examples=60, deadline=None)
+@given(first=data, second=data)
+def test_overlay_is_what_overlaying_the_data_is(
+    first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    second = {**second, "mesh": {}}
+    kinds = [type(part["axis_types"]) for part in (first, second) if "axis_types" in part]
+    if len(set(kinds)) > 1:
+        with pytest.raises(
+            sw.StrategyError,
+            match=r"axis_types: .* by mesh axis.*: what holds for the axes that the table does not name",
+        ):
+            _ = Strategy(**first) | Strategy(**second)
+        return
+    both = Strategy(**first) | Strategy(**second)
+    assert both.rules == {**first.get("rules", {}), **second.get("rules", {})}
+    assert [entry.match for entry in both.tensors] == [
+        entry["match"] for part in (second, first) for entry in part.get("tensors", [])
+    ]
+    assert both == Strategy(**both.to_data())
+
+
+def test_a_word_and_a_table_of_axis_types_do_not_overlay() -> None:
+    """Else dp would be explicit below, auto above, and another thing again where three are laid over each other."""
+    word = Strategy.loads('axis_types = "explicit"\n[mesh]\ndp = 2\ntp = 4\n', source="base.toml")
+    table = Strategy.loads('\naxis_types = {tp = "auto"}\n', source="over.toml")
+    with pytest.raises(
+        sw.StrategyError,
+        match=r'^over.toml:2 axis_types: a table by mesh axis over "explicit" \(base.toml:1\): ',
+    ) as caught:
+        _ = word | table
+    assert 'axis_types = {dp = "explicit", tp = "explicit"}' in caught.value.fix
+    with pytest.raises(
+        sw.StrategyError,
+        match=r'^base.toml:1 axis_types: "explicit" over a table by mesh axis \(over.toml:2\): ',
+    ):
+        _ = table | word
+    tables = Strategy(mesh={"dp": 2, "tp": 4}, axis_types={"dp": "explicit"}) | table
+    assert tables.axis_types == {"dp": "explicit", "tp": "auto"}
+    assert (word | Strategy(axis_types="auto")).axis_types == "auto"
+
+
+@pytest.mark.parametrize("format", ["toml", "json"])
+def test_a_byte_order_mark_is_no_part_of_a_file(format: str, tmp_path: Path) -> None:
+    path = tmp_path / f"s.{format}"
+    path.write_text(Strategy.loads(SMALL).dumps(format=format), encoding="utf-8-sig")  # type: ignore[arg-type]
+    assert path.read_bytes().startswith(b"\xef\xbb\xbf")
+    assert Strategy.load(path) == Strategy.loads(SMALL)
+    assert Strategy.load(path).source("rules", "head").startswith(path.name)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (
+            {"rules": {"batch": "dp*fsdp"}},
+            r'\n  fix   mesh axes are joined by "\+": did you mean "dp\+fsdp"\?$',
+        ),
+        ({"rules": {"batch": "DP"}}, r"\n  fix   did you mean 'dp'\?$"),
+        (
+            {"rules": {"batch": "Data"}},
+            r"\n  fix   add it to \[mesh\], Data = 1, or name one of dp, fsdp, tp, ep, sp, pp$",
+        ),
+        (
+            {"rules": {"batch": ["dp", "fsdp"]}},
+            r'\n  fix   write "dp\+fsdp" for all of them at once, "dp \| fsdp" for the first that fits$',
+        ),
+        (
+            {"modes": {"decode": {"params": {"embed": ["dp", "-"]}}}},
+            r'\n  fix   write "dp \| -" for the first that fits$',
+        ),
+        (
+            {"policy": {"gather": ["dp", "fsdp"]}},
+            r'\n  fix   write "dp\+fsdp" for all of them at once$',
+        ),
+        ({"rules": {"batch": 3}}, r'\n  fix   write text, such as "tp \| -"$'),
+        ({"name": ["x"]}, r"text is wanted, not \['x'\]\n  fix   write text in quotes$"),
+        (
+            {"axis_types": "manual"},
+            r"^axis_types: 'manual' is not a choice here\n  fix   write one of auto, explicit$",
+        ),
+        (
+            {"axis_types": {"dp": "manual"}},
+            r"^axis_types.dp: 'manual' is not a choice here\n  fix   write one of auto, explicit$",
+        ),
+        (
+            {"axis_types": 3},
+            r"^axis_types: 3 is not a choice here\n  fix   write one of auto, explicit$",
+        ),
+    ],
+)
+def test_one_mistake_is_one_problem_that_says_what_was_meant(
+    data: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(sw.ShardingError, match=says) as caught:
+        Strategy(mesh={"dp": 2, "fsdp": 2, "tp": 2}, **data)
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "version = true\n",
+            r"<toml>:1 version: a whole number is wanted, not True\n  fix   write version = 1",
+        ),
+        (
+            'version = 1\nrules = ["a"]\n',
+            r"<toml>:2 rules: a table is wanted, not \['a'\]\n  fix   write a table: \[rules\]",
+        ),
+        ("version = 1\npolicy = 3\n", r"<toml>:2 policy: a table is wanted, not 3"),
+        (
+            'version = 1\n[tensors]\nmatch = "a"\n',
+            r"<toml>:2 tensors: entries are wanted, .*\n  fix   write \[\[tensors\]\]",
+        ),
+        (
+            'version = 1\n[modes.decode.rules]\nbatch = "dp"\n',
+            r"^<toml>:2 modes.decode.rules: a mode has no such table\n  fix   write its rules right under \[modes.decode\]",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_told_what_is_wanted(text: str, says: str) -> None:
+    with pytest.raises(sw.StrategyError, match=says):
+        sw.Strategy.loads(text)

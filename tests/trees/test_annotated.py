@@ -1,0 +1,362 @@
+"""Trees: from ArraySpecs to arrays born in their shards, path rules, stacks of layers, optimizer state."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.interop import fjformer
+from shardwright.trees import annotated
+from tests.small_model import KERNEL, manager, normal, spec_tree, specs
+
+P = jax.P
+zeros = jax.nn.initializers.zeros
+
+
+# ArraySpecs.
+
+
+def test_abstract_then_shardings_then_arrays() -> None:
+    pm = manager()
+    wanted = {
+        "embed": P("tp", "fsdp"),
+        "blocks": [{"up": P("fsdp", "tp")}, {"up": P("fsdp", "tp")}],
+        "norm": P(),
+    }
+    assert spec_tree(pm.shardings(specs())) == wanted
+    shapes = annotated.abstract(specs())
+    assert (shapes["embed"].shape, shapes["blocks"][1]["up"].dtype) == ((64, 16), jnp.bfloat16)
+    made = pm.init(specs(), jax.random.key(0))
+    assert jax.tree.map(lambda leaf: leaf.sharding.spec, made) == wanted
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), shapes
+    )
+    np.testing.assert_array_equal(made["norm"], np.ones(16))
+    assert 0.015 < np.std(made["embed"]) < 0.025
+
+
+def test_an_unsharded_copy_is_never_held() -> None:
+    """Each device holds its eighth: outputs by the compiled program's own account, and temporaries far below one whole array."""
+    pm = manager()
+    big = {
+        "w": sw.ArraySpec((1024, 1024), jnp.float32, KERNEL, normal),
+        "v": sw.ArraySpec((1024, 512), jnp.float32, KERNEL, normal),
+    }
+    shardings = pm.shardings(big)
+    compiled = (
+        jax.jit(annotated.initialiser(big), out_shardings=shardings)
+        .lower(jax.random.key(0))
+        .compile()
+    )
+    assert compiled.output_shardings == shardings
+    memory = compiled.memory_analysis()
+    whole = 4 * 1024 * (1024 + 512)
+    assert memory.output_size_in_bytes <= whole // 8 + 1024
+    assert memory.temp_size_in_bytes < 4 * 1024 * 1024, (
+        "less than one whole array beside the shards"
+    )
+    made = pm.init(big, jax.random.key(0))
+    for leaf in jax.tree.leaves(made):
+        assert {shard.data.size * 8 for shard in leaf.addressable_shards} == {leaf.size}
+
+
+def test_values_do_not_depend_on_the_mesh_nor_on_the_neighbours() -> None:
+    key = jax.random.key(7)
+    one = manager("single", "dp:1").init(specs(), key)
+    many = manager().init(specs(), key)
+    # Not bit by bit: another partition fuses otherwise, and the last bit with it.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-6
+        ),
+        one,
+        many,
+    )
+    grown = manager().init(
+        {**specs(), "another": sw.ArraySpec((8,), jnp.float32, (sw.NORM,), zeros)}, key
+    )
+    np.testing.assert_allclose(grown["embed"], many["embed"], rtol=1e-6)
+    assert not np.array_equal(
+        np.asarray(many["blocks"][0]["up"]), np.asarray(many["blocks"][1]["up"], np.float32)
+    ), "a key for each path"
+    assert not np.array_equal(manager().init(specs(), jax.random.key(8))["embed"], many["embed"])
+
+
+def test_specs_without_an_initialiser_are_named_all_at_once() -> None:
+    bare = {
+        "a": sw.ArraySpec((8,), jnp.float32, (sw.NORM,)),
+        "b": [sw.ArraySpec((8,), jnp.float32, (sw.NORM,))],
+    }
+    with pytest.raises(sw.StrategyError, match=r"^2 problems") as caught:
+        manager().init(bare, jax.random.key(0))
+    assert [problem.path for problem in caught.value.problems] == ["a", "b/0"]
+    assert spec_tree(manager().shardings(bare)) == {"a": P(), "b": [P()]}
+
+
+def test_an_array_spec_is_checked_when_it_is_written() -> None:
+    with pytest.raises(
+        sw.RankMismatchError, match=r"\(EMBED, MLP_INTERMEDIATE\) has 2 dims, the array has 3"
+    ):
+        sw.ArraySpec((4, 8, 8), jnp.float32, KERNEL)
+    with pytest.raises(sw.AxisConflictError, match="the axis stands twice in one annotation"):
+        sw.ArraySpec((8, 8), jnp.float32, (sw.EMBED, sw.EMBED))
+    assert sw.ArraySpec([8, np.int64(8)], jnp.float32, [sw.EMBED, sw.EMPTY]).axes == (
+        sw.EMBED,
+        sw.EMPTY,
+    )
+    assert hash(sw.ArraySpec((8, 8), jnp.float32, KERNEL)) == hash(
+        sw.ArraySpec((8, 8), jnp.float32, KERNEL)
+    )
+
+
+# Stacks.
+
+
+def test_stacked_specs_scan_over_layers() -> None:
+    pm = manager()
+    layer = {
+        "up": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
+        "down": sw.ArraySpec((32, 16), jnp.float32, sw.RowWise, normal),
+    }
+    stack = sw.stack_specs(layer, 3)
+    assert stack["up"].shape == (3, 16, 32)
+    assert stack["up"].axes == (sw.LAYERS, *KERNEL)
+    made = pm.init(stack, jax.random.key(0))
+    assert (made["up"].sharding.spec, made["down"].sharding.spec) == (
+        P(None, "fsdp", "tp"),
+        P(None, "tp", "fsdp"),
+    )
+    assert not np.array_equal(made["up"][0], made["up"][1]), "each layer has its own key"
+    x = pm.shard(np.ones((8, 16), np.float32), sw.BATCH, sw.EMPTY)
+
+    def run(stack: Any, x: Any) -> Any:
+        def step(x: Any, w: Any) -> Any:
+            assert w["up"].shape == (16, 32)
+            return x + jnp.tanh(x @ pm.gather(w["up"], *KERNEL)) @ pm.gather(
+                w["down"], sw.RowWise
+            ), None
+
+        return jax.lax.scan(step, x, stack)[0]
+
+    wanted = np.ones((8, 16), np.float32)
+    for at in range(3):
+        wanted = wanted + np.tanh(wanted @ np.asarray(made["up"][at])) @ np.asarray(
+            made["down"][at]
+        )
+    np.testing.assert_allclose(jax.jit(run)(made, x), wanted, rtol=1e-5)
+
+
+# Path rules.
+
+RULES = [("embed", (sw.VOCAB, sw.EMBED)), (r"up$", KERNEL), ("norm", (sw.NORM,))]
+
+
+def test_first_match_wins_and_layouts_and_specs_may_stand_for_axes() -> None:
+    shapes = annotated.abstract(specs())
+    found = sw.match_paths(
+        shapes, [("blocks/1", sw.Replicated), *RULES, ("blocks/0", sw.ColumnWise)]
+    )
+    assert found.annotations["blocks"] == [{"up": KERNEL}, {"up": sw.Replicated}]
+    assert (found.unmatched, found.unused, found.shadowed) == ((), (), ("blocks/0",))
+    assert spec_tree(manager().shardings(shapes, found.annotations))["blocks"] == [
+        {"up": P("fsdp", "tp")},
+        {"up": P()},
+    ]
+    literal = sw.match_paths(shapes, [(".*", P())])
+    assert set(
+        jax.tree.leaves(
+            spec_tree(manager().shardings(shapes, literal.annotations)),
+            is_leaf=lambda leaf: isinstance(leaf, P),
+        )
+    ) == {P()}
+
+
+def test_unmatched_unused_and_shadowed() -> None:
+    shapes = {**annotated.abstract(specs()), "step": jax.ShapeDtypeStruct((), jnp.int32)}
+    with pytest.raises(sw.StrategyError, match=r"^3 problems") as caught:
+        sw.match_paths(shapes, [("embed", (sw.VOCAB, sw.EMBED)), ("nowhere", ())])
+    assert [problem.path for problem in caught.value.problems] == [
+        "blocks/0/up",
+        "blocks/1/up",
+        "norm",
+    ]
+    loose = sw.match_paths(
+        shapes, [("embed", (sw.VOCAB, sw.EMBED)), ("nowhere", ()), ("^emb", ())], strict=False
+    )
+    assert loose.unmatched == ("blocks/0/up", "blocks/1/up", "norm")
+    assert (loose.unused, loose.shadowed) == (("nowhere",), ("^emb",))
+    assert loose.annotations["norm"] is sw.Replicated
+    assert loose.annotations["step"] == (), "scalars need no rule"
+
+
+def test_one_pattern_twice_is_reported_once_each() -> None:
+    found = sw.match_paths({"a": np.zeros(4)}, [("a", (sw.NORM,)), ("a", (sw.EMBED,))])
+    assert found.annotations == {"a": (sw.NORM,)}
+    assert found.shadowed == ("a",)
+
+
+def test_loose_path_rules_give_annotations() -> None:
+    tree = {"w": np.zeros((8, 4)), "norm": np.zeros(8), "step": np.zeros(())}
+    found = sw.match_paths(tree, [("w", (sw.EMBED, sw.MLP_INTERMEDIATE))], strict=False)
+    assert (found.unmatched, found.annotations["norm"]) == (("norm",), sw.Replicated)
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.create_mesh("fsdp:8"))
+    specs = jax.tree.map(lambda sharding: sharding.spec, pm.shardings(tree, found.annotations))
+    assert specs == {"w": P("fsdp"), "norm": P(), "step": P()}
+    with pytest.raises(sw.StrategyError, match="norm: no partition rule matches"):
+        fjformer.match_partition_rules([("w", P("fsdp"))], tree)
+
+
+def test_bad_path_rules() -> None:
+    for pattern, says in (
+        ("a{99999999999}", "the repetition number is too large"),
+        ("(" * 5000 + ")" * 5000, ""),
+    ):
+        with pytest.raises(sw.StrategyError, match=f"^rule 0: not a regular expression: {says}"):
+            sw.match_paths({"a": 1}, [(pattern, P())])
+    with pytest.raises(
+        sw.StrategyError, match=r"rule 1: not a regular expression: unterminated character set"
+    ):
+        sw.match_paths({"a": np.zeros(4)}, [("a", (sw.NORM,)), ("[a", (sw.NORM,))])
+    with pytest.raises(sw.StrategyError, match="3 is not an annotation"):
+        sw.match_paths({"a": np.zeros(4)}, [("a", 3)])
+
+
+def test_paths_of_every_kind_of_tree() -> None:
+    Point = collections.namedtuple("Point", ["x"])  # noqa: PYI024
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+    nested = {"a": [shape, {"b": (shape, Point(shape))}], "c": Box(w=shape)}
+    assert [leaf.path for leaf in annotated.annotated_leaves(nested, (sw.NORM,))] == [
+        "a/0",
+        "a/1/b/0",
+        "a/1/b/1/x",
+        "c/w",
+    ]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Box:
+    w: Any
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
+def test_what_jax_makes_narrower_is_told_with_its_cause() -> None:
+    """The initialiser does return the dtype that it is given: JAX itself narrows it."""
+    wide = {
+        "w": sw.ArraySpec((8,), jnp.float64, (sw.NORM,), zeros),
+        "v": sw.ArraySpec((8,), jnp.float32, (sw.NORM,), zeros),
+    }
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"^w: the ArraySpec says float64, which JAX makes float32 while jax_enable_x64 is off\n  fix",
+    ):
+        manager().init(wide, jax.random.key(0))
+    with jax.enable_x64(True):
+        made = manager().init(wide, jax.random.key(0))
+    assert (made["w"].dtype, made["v"].dtype) == (jnp.float64, jnp.float32)
+
+
+# Annotated trees.
+
+
+def test_prefixes_cover_whole_subtrees() -> None:
+    shapes = annotated.abstract(specs())
+    annotations = {"embed": (sw.VOCAB, sw.EMBED), "blocks": KERNEL, "norm": (sw.NORM,)}
+    assert spec_tree(manager().shardings(shapes, annotations)) == spec_tree(
+        manager().shardings(specs())
+    )
+
+
+LEAF = r"the tree has a leaf \(ndarray of shape \(4,\)\) here, the tree of annotations "
+MISFITS: dict[str, tuple[Any, Any, str]] = {
+    "one missing": (
+        {"x": {"k": 4, "q": 4}},
+        {"x": {"q": (sw.NORM,)}},
+        "x/k: the tree has this place, the tree of annotations does not",
+    ),
+    "one too many": (
+        {"x": {"q": 4}},
+        {"x": {"q": (sw.NORM,), "qq": ()}},
+        "x/qq: the tree of annotations has this place, the tree does not",
+    ),
+    "one mistyped": (
+        {"gate": 4},
+        {"gaet": (sw.NORM,)},
+        r"^2 problems\n 1. gate: [^\n]*\n[^\n]*\n 2. gaet: [^\n]*\n      fix   did you mean 'gate'\? drop",
+    ),
+    "a list too long": (
+        {"x": [4]},
+        {"x": [(sw.NORM,), (sw.NORM,)]},
+        "^x/1: the tree of annotations has this place",
+    ),
+    "a level too deep": (
+        {"x": 4},
+        {"x": {"w": (sw.NORM,)}},
+        f"^x: {LEAF}a dict\n  fix   annotate every leaf",
+    ),
+    "an empty level": ({"x": 4}, {"x": {}}, f"^x: {LEAF}a dict"),
+    "nothing": ({"x": {"y": 4}}, {"x": {"y": None}}, f"^x/y: {LEAF}None"),
+    "another container": (
+        {"x": {"y": 4}},
+        {"x": [(sw.NORM,)]},
+        "^x: the tree has a dict here, the tree of annotations a list",
+    ),
+    "a list of axes": (
+        {"x": 4},
+        {"x": [sw.NORM]},
+        f"^x: {LEAF}a list\n  fix   write the axes as a tuple",
+    ),
+    "the whole": (4, {"x": (sw.NORM,)}, f"^{LEAF}a dict"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_misfit_is_named_by_its_path(name: str) -> None:
+    sizes, annotations, says = MISFITS[name]
+    with pytest.raises(sw.StrategyError, match=says):
+        manager().shardings(jax.tree.map(np.zeros, sizes), annotations)
+
+
+def test_containers_that_differ_in_their_own_data_are_told_in_jax_words() -> None:
+    Module = jax.tree_util.register_dataclass(
+        dataclasses.make_dataclass("Module", ["w", "name"]), data_fields=["w"], meta_fields=["name"]
+    )
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"the tree of annotations does not fit the tree: .*\n  fix   annotate every leaf",
+    ):
+        manager().shardings(Module(np.zeros(4), "a"), Module((sw.NORM,), "b"))
+
+
+def test_a_path_match_is_not_its_annotations() -> None:
+    arrays = {"a": np.zeros(4), "b": np.zeros(4)}
+    found = sw.match_paths(arrays, [(".*", (sw.NORM,))])
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"^a PathMatch is not a tree of annotations, .*\n  fix   pass match_paths\(...\).annotations$",
+    ):
+        manager().shardings(arrays, found)
+    assert spec_tree(manager().shardings(arrays, found.annotations)) == {"a": P(), "b": P()}
+
+
+def test_bad_annotations_are_named_all_at_once() -> None:
+    shapes = {"a": np.zeros(4), "b": {"c": np.zeros(4)}, "d": np.zeros(4)}
+    with pytest.raises(
+        sw.StrategyError, match=r"^2 problems\n 1. a: int is not an annotation"
+    ) as caught:
+        manager().shardings(shapes, {"a": 3, "b": (sw.NORM,), "d": 4.5})
+    assert [problem.path for problem in caught.value.problems] == ["a", "d"]
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"^2 problems\n 1. b: the tree has this place, the tree of annotations does not\n",
+    ):
+        manager().shardings(shapes, {"a": (sw.NORM,)})
+    with pytest.raises(sw.StrategyError, match=r"ndarray of shape \(4,\) is not an annotation"):
+        manager().shardings(shapes)

@@ -1,0 +1,307 @@
+"""Quantised weights and low-rank pairs, annotated once: their parts lie together, and compute what one device computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.testing import cpu_mesh
+from shardwright.trees.factored_weights import LowRank, Quantised, low_rank, quantised, scale_axes
+
+P = jax.P
+KERNEL = (sw.EMBED, sw.MLP_INTERMEDIATE)
+normal = jax.nn.initializers.normal(1.0)
+
+
+def manager(
+    preset: str = "fsdp_tp", sizes: str = "fsdp:4,tp:2", **more: Any
+) -> sw.PartitionManager:
+    return sw.PartitionManager(
+        sw.Strategy.preset(preset) | sw.Strategy(**more), mesh=cpu_mesh(sizes)
+    )
+
+
+def weight(
+    shape: tuple[int, ...] = (64, 96), axes: Any = KERNEL, dtype: Any = jnp.float32
+) -> sw.ArraySpec:
+    return sw.ArraySpec(shape, dtype, axes, normal)
+
+
+def specs(shardings: Any) -> list[Any]:
+    return [sharding.spec for sharding in jax.tree.leaves(shardings)]
+
+
+# Values and scales.
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scale_shape", "scale_spec"),
+    [
+        ((-1, 1), (1, 96), P(None, "tp")),
+        ((64, 1), (1, 96), P(None, "tp")),
+        ((1, -1), (64, 1), P("fsdp")),
+        ((-1, -1), (1, 1), P()),
+        ((16, 1), (4, 96), P("fsdp", "tp")),
+        ((16, 48), (4, 2), P("fsdp", "tp")),
+        ((1, 1), (64, 96), P("fsdp", "tp")),
+    ],
+)
+def test_scales_lie_over_the_mesh_axes_of_their_values(
+    blocks: Any, scale_shape: Any, scale_spec: Any
+) -> None:
+    for axes in (KERNEL, sw.ColumnWise):
+        made = quantised(weight(axes=axes), blocks, zero_point=jnp.int8)
+        assert (made.value.shape, made.value.dtype, made.scale.shape, made.scale.dtype) == (
+            (64, 96),
+            jnp.int8,
+            scale_shape,
+            jnp.float32,
+        )
+        assert (made.zero_point.shape, made.zero_point.dtype) == (scale_shape, jnp.int8)
+        found = manager().shardings({"w": made})["w"]
+        assert (found.value.spec, found.scale.spec, found.zero_point.spec) == (
+            P("fsdp", "tp"),
+            scale_spec,
+            scale_spec,
+        )
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(8, True), (16, True), (32, False)])
+def test_a_block_is_never_split(rows: int, fits: bool) -> None:
+    """Where it fits, the values of each device are scaled by what the same device holds."""
+    made = quantised(weight(), (rows, 1))
+    if not fits:
+        with pytest.raises(
+            sw.IndivisibleError,
+            match=r"^w/scale dim 0 EMBED: 2 blocks of 32 do not divide over fsdp, .*may not be split",
+        ) as caught:
+            manager().shardings({"w": made})
+        assert "choose a block size whose number of blocks divides" in caught.value.fix
+        return
+    found = manager().shardings(made)
+    values = found.value.devices_indices_map(made.value.shape)
+    for device, (scale_rows, scale_columns) in found.scale.devices_indices_map(
+        made.scale.shape
+    ).items():
+        row, column = values[device]
+        assert (scale_rows.start * rows, scale_rows.stop * rows) == (row.start, row.stop)
+        assert scale_columns == column
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
+def test_sharded_equals_unsharded_without_moving_a_scale(dtype: Any) -> None:
+    made = quantised(weight(), (16, 1), dtype=dtype, zero_point=jnp.float32)
+    w = jax.random.normal(jax.random.key(0), (64, 96))
+    top = jnp.iinfo(dtype).max
+    blocks = w.reshape(4, 16, 96)
+    scale = jnp.abs(blocks).max(1) / top
+    parts = Quantised(
+        value=jnp.round(blocks / scale[:, None]).reshape(64, 96).astype(dtype),
+        scale=scale,
+        zero_point=jnp.zeros((4, 96)),
+    )
+
+    def dequantised(parts: Quantised) -> Any:
+        apart = parts.value.reshape(4, 16, 96).astype(jnp.float32)
+        return ((apart - parts.zero_point[:, None]) * parts.scale[:, None]).reshape(64, 96)
+
+    shardings = manager().shardings(made)
+    placed = jax.device_put(parts, shardings)
+    assert jax.tree.map(lambda leaf: leaf.sharding, placed) == shardings
+    jitted = jax.jit(dequantised, out_shardings=shardings.value)
+    np.testing.assert_array_equal(jitted(placed), dequantised(parts))
+    np.testing.assert_allclose(dequantised(parts), w, atol=float(scale.max()) / 2 + 1e-6)
+    text = jitted.lower(placed).compile().as_text()
+    assert not [
+        name
+        for name in ("all-gather", "all-to-all", "collective-permute", "all-reduce")
+        if name in text
+    ]
+
+
+def test_scales_of_values_that_exist_already() -> None:
+    pm = manager()
+    assert pm.sharding(scale_axes(KERNEL, (64, 96), scale_shape=(4, 96)), shape=(4, 96)).spec == P(
+        "fsdp", "tp"
+    )
+    for scale_shape in ((96,), (3, 96), (64, 0), (128, 96)):
+        with pytest.raises(
+            sw.RankMismatchError, match=r"^w: scales of shape .* for values of shape \(64, 96\)"
+        ) as caught:
+            scale_axes(KERNEL, (64, 96), scale_shape=scale_shape, path="w")
+        assert "keepdims=True" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda axes: quantised(axes, (1, 1), path="w"), lambda axes: low_rank(axes, 4, path="w")],
+)
+def test_the_parts_of_a_weight_need_its_shape(make: Any) -> None:
+    for axes in (KERNEL, sw.ColumnWise, np.zeros((4, 4))):
+        with pytest.raises(
+            sw.StrategyError,
+            match=r"^w: the weight is of type \w+, not an ArraySpec: .*\n  fix   pass ArraySpec\(",
+        ):
+            make(axes)
+
+
+def test_blocks_that_make_no_sense() -> None:
+    with pytest.raises(sw.RankMismatchError, match="1 blocks for"):
+        quantised(weight(), 16)  # type: ignore[arg-type]
+    with pytest.raises(sw.RankMismatchError, match="1 blocks for"):
+        quantised(weight(), (16,))
+    with pytest.raises(
+        sw.RankMismatchError,
+        match=r"^2 problems\n 1. w dim 0: size 64 is no multiple of its block 24",
+    ) as caught:
+        quantised(weight(), (24, 0), path="w")
+    assert [problem.dim for problem in caught.value.problems] == [0, 1]
+    with pytest.raises(
+        sw.RankMismatchError,
+        match=r"^w dim 0: size 64 is no multiple of its block None\n  fix   choose a block size",
+    ):
+        quantised(weight(), (None, 1), path="w")
+
+
+def test_exceptions_by_path_cover_every_part() -> None:
+    pm = manager(tensors=[{"match": "^head$", "embed": "tp", "mlp_intermediate": "fsdp"}])
+    made = {
+        "head": quantised(weight(), (16, 1), path="head"),
+        "other": quantised(weight(), (16, 1), path="other"),
+    }
+    assert specs(pm.shardings(made)) == [P("tp", "fsdp")] * 2 + [P("fsdp", "tp")] * 2
+    pair = {"head": low_rank(weight(), 4, path="head")}
+    assert specs(pm.shardings(pair)) == [P("tp"), P(None, "fsdp")]
+
+
+def test_parts_of_a_stack_of_layers() -> None:
+    made = sw.stack_specs({"w": quantised(weight(), (16, 1)), "pair": low_rank(weight(), 4)}, 3)
+    assert (made["w"].scale.shape, made["pair"].a.shape) == ((3, 4, 96), (3, 64, 4))
+    found = manager().shardings(made)
+    assert (found["w"].scale.spec, found["pair"].a.spec, found["pair"].b.spec) == (
+        P(None, "fsdp", "tp"),
+        P(None, "fsdp"),
+        P(None, None, "tp"),
+    )
+
+
+# Low-rank pairs.
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "how", "a", "b"),
+    [
+        (KERNEL, (64, 96), {}, ((64, 4), P("fsdp")), ((4, 96), P(None, "tp"))),
+        (sw.RowWise, (96, 64), {}, ((96, 4), P("tp")), ((4, 64), P(None, "fsdp"))),
+        (
+            (sw.EMBED, sw.HEAD, sw.HEAD_DIM),
+            (64, 8, 4),
+            {},
+            ((64, 4), P("fsdp")),
+            ((4, 8, 4), P(None, "tp")),
+        ),
+        (
+            (sw.HEAD, sw.HEAD_DIM, sw.EMBED),
+            (8, 4, 64),
+            {"inputs": 2},
+            ((8, 4, 4), P("tp")),
+            ((4, 64), P(None, "fsdp")),
+        ),
+        (
+            (sw.LAYERS, *KERNEL),
+            (3, 64, 96),
+            {"leading": 1},
+            ((3, 64, 4), P(None, "fsdp")),
+            ((3, 4, 96), P(None, None, "tp")),
+        ),
+    ],
+)
+def test_a_pair_lies_as_inputs_and_outputs_of_its_weight(
+    axes: Any, shape: Any, how: Any, a: Any, b: Any
+) -> None:
+    made = low_rank(weight(shape, axes, jnp.bfloat16), 4, **how)
+    found = manager().shardings(made)
+    assert ((made.a.shape, found.a.spec), (made.b.shape, found.b.spec)) == (a, b)
+    assert (made.a.dtype, low_rank(weight(), 4, dtype=jnp.float32).b.dtype) == (
+        jnp.bfloat16,
+        jnp.float32,
+    )
+
+
+def test_a_pair_adds_nothing_at_first() -> None:
+    made = manager().init(
+        {"w": low_rank(weight((64, 8, 4), (sw.EMBED, sw.HEAD, sw.HEAD_DIM)), 32)}, jax.random.key(0)
+    )["w"]
+    assert 0.9 < float(jnp.std(made.a)) * 8 < 1.1, "variance 1 / inputs"
+    assert not np.asarray(made.b).any()
+    deep = manager().init(
+        low_rank(weight((4, 64, 96), (sw.LAYERS, *KERNEL)), 32, leading=1), jax.random.key(0)
+    )
+    assert 0.9 < float(jnp.std(deep.a)) * 8 < 1.1
+
+
+def test_sharded_equals_unsharded_forward_and_gradient() -> None:
+    pm = manager()
+    trees = {"w": weight(), "pair": low_rank(weight(), 4)}
+    parts = {
+        "w": jax.random.normal(jax.random.key(0), (64, 96)),
+        "pair": LowRank(a=jnp.ones((64, 4)) / 8, b=jnp.ones((4, 96)) / 8),
+    }
+    x = jax.random.normal(jax.random.key(1), (8, 64))
+
+    def loss(parts: Any, x: Any, pm: Any = None) -> Any:
+        if pm is not None:
+            parts = pm.gather(parts, trees)
+            x = pm.shard(x, sw.BATCH, sw.EMBED)
+        return jnp.tanh(x @ parts["w"] + x @ parts["pair"].a @ parts["pair"].b).sum()
+
+    want, wanted = jax.value_and_grad(loss)(parts, x)
+    shardings = pm.shardings(trees)
+    placed = jax.device_put(parts, shardings)
+    got, gradients = jax.jit(
+        lambda parts, x: jax.value_and_grad(loss)(parts, x, pm), out_shardings=(None, shardings)
+    )(placed, x)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5),
+        gradients,
+        wanted,
+    )
+    assert jax.tree.map(lambda leaf: leaf.sharding, gradients) == shardings
+
+
+def test_pairs_that_make_no_sense() -> None:
+    with pytest.raises(
+        sw.StrategyError, match=r"\(LAYERS, EMBED, MLP_INTERMEDIATE\) is a stack of layers"
+    ) as caught:
+        low_rank(weight((3, 64, 96), (sw.LAYERS, *KERNEL)), 4)
+    assert "leading=1" in caught.value.fix
+    for how in ({"inputs": 2}, {"inputs": 0}, {"leading": 1}, {"leading": -1}):
+        with pytest.raises(sw.RankMismatchError, match="leave no outputs"):
+            low_rank(weight(), 4, **how)
+    with pytest.raises(sw.StrategyError, match="a pair of rank 0"):
+        low_rank(weight(), 0)
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"\(EXPERT, EMBED, MLP_INTERMEDIATE\) is a stack of layers or experts along dim 0",
+    ) as caught:
+        low_rank(weight((4, 64, 96), (sw.EXPERT, *KERNEL)), 8)
+    assert "leading=1" in caught.value.fix
+    with pytest.raises(sw.StrategyError, match="along dim 1") as caught:
+        low_rank(weight((2, 4, 64, 96), (sw.LAYERS, sw.EXPERT, *KERNEL)), 8, leading=1)
+    assert "leading=2" in caught.value.fix
+    assert low_rank(weight((4, 64, 96), (sw.EXPERT, *KERNEL)), 8, leading=1).a.shape == (4, 64, 8)
+    assert low_rank(weight((64, 4), (sw.EMBED, sw.EXPERT)), 8).b.shape == (8, 4), (
+        "a router's outputs"
+    )
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"w: a pair of int8 cannot be trained\n  fix   pass dtype=jnp.bfloat16",
+    ):
+        low_rank(weight(dtype=jnp.int8), 8, path="w")
+    assert low_rank(weight(dtype=jnp.int8), 8, dtype=jnp.bfloat16).a.dtype == jnp.bfloat16

@@ -1,0 +1,645 @@
+"""Optimizer state: every leaf lies like the parameter that it follows, for every kind of state that optax keeps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.testing import cpu_mesh
+from shardwright.trees import annotated
+from tests.small_model import KERNEL, manager, normal, ones, spec_tree
+from tests.small_model import specs as params
+
+optax = pytest.importorskip("optax")
+contrib = pytest.importorskip("optax.contrib")
+
+P = jax.P
+
+
+def specs_by_path(shardings: Any) -> dict[str, Any]:
+    return {
+        annotated.path_text(path): sharding.spec
+        for path, sharding in jax.tree_util.tree_flatten_with_path(shardings)[0]
+    }
+
+
+def state_of(tx: Any, specs: Any) -> Any:
+    return jax.eval_shape(tx.init, annotated.abstract(specs))
+
+
+MASK = {"embed": True, "blocks": [{"up": True}, {"up": False}], "norm": False}
+LABELS = {"embed": "adam", "blocks": [{"up": "adam"}, {"up": "sgd"}], "norm": "sgd"}
+
+
+def chained() -> Any:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+
+def multi() -> Any:
+    return optax.multi_transform(
+        {"adam": optax.adam(1e-3), "sgd": optax.sgd(1e-2, momentum=0.9)}, LABELS
+    )
+
+
+# State that is a copy of the parameters, or scalars.
+COPIES: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: optax.sgd(1e-2),
+    "sgd momentum": lambda: optax.sgd(1e-2, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(1e-3),
+    "adamw": lambda: optax.adamw(1e-3, weight_decay=0.1),
+    "adan": lambda: optax.adan(1e-3),
+    "lion": lambda: optax.lion(1e-4),
+    "rmsprop": lambda: optax.rmsprop(1e-3, momentum=0.9, centered=True),
+    "lamb": lambda: optax.lamb(1e-3),
+    "adagrad": lambda: optax.adagrad(1e-2),
+    "novograd": lambda: optax.novograd(1e-2),
+    "ema": lambda: optax.ema(0.9),
+    "trust ratio": lambda: optax.chain(optax.trace(0.9), optax.scale_by_trust_ratio()),
+    "schedule": lambda: optax.adam(optax.cosine_decay_schedule(1e-3, 100)),
+    "chain": chained,
+    "masked": lambda: optax.masked(optax.adam(1e-3), MASK),
+    "multi_transform": multi,
+    "accumulated": lambda: optax.MultiSteps(
+        optax.adam(1e-3), every_k_schedule=2
+    ).gradient_transformation(),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(
+        learning_rate=optax.constant_schedule(1e-3)
+    ),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-3), 3),
+    "noise": lambda: optax.chain(
+        optax.add_noise(0.1, 0.55, key=jax.random.key(0)), optax.sgd(1e-2)
+    ),
+    "linesearch": lambda: optax.chain(
+        optax.sgd(1e-2), optax.scale_by_backtracking_linesearch(max_backtracking_steps=3)
+    ),
+    "schedule_free": lambda: contrib.schedule_free_adamw(1e-3),
+    "prodigy": contrib.prodigy,
+    "madgrad": lambda: contrib.madgrad(1e-3),
+    "plateau": lambda: optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau()),
+    "sam": lambda: contrib.sam(optax.adam(1e-3), optax.sgd(1e-2)),
+    "privacy": lambda: contrib.differentially_private_aggregate(1.0, 1.0, key=jax.random.key(0)),
+}
+
+
+@pytest.mark.parametrize("name", list(COPIES))
+def test_state_lies_like_the_parameters_that_it_follows(name: str) -> None:
+    """Structure equal to tx.init's, and no moment of a sharded parameter replicated."""
+    state = state_of(COPIES[name](), params())
+    shardings = manager().state_shardings(state, params())
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    by_shape = {(64, 16): P("tp", "fsdp"), (16, 32): P("fsdp", "tp"), (16,): P(), (): P()}
+    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
+        assert sharding.spec == by_shape[leaf.shape]
+
+
+@pytest.mark.parametrize("name", ["adamw", "chain", "masked", "multi_transform"])
+def test_state_is_born_in_its_shards_and_a_step_keeps_it_there(name: str) -> None:
+    pm = manager()
+    tx = COPIES[name]()
+    shardings = pm.state_shardings(state_of(tx, params()), params())
+    values = pm.init(params(), jax.random.key(0))
+    made = jax.jit(tx.init, out_shardings=shardings)(values)
+    assert jax.tree.structure(made) == jax.tree.structure(tx.init(values))
+
+    def step(state: Any, values: Any) -> Any:
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, values), state, values)
+        return state, optax.apply_updates(values, updates)
+
+    param_shardings = pm.shardings(params())
+    after, moved = jax.jit(step, out_shardings=(shardings, param_shardings))(made, values)
+    assert jax.tree.map(lambda leaf: leaf.sharding, moved) == param_shardings
+    assert jax.tree.structure(after) == jax.tree.structure(made)
+
+
+def test_slow_parameters_of_lookahead() -> None:
+    """Lookahead trains a pair of parameter trees; its state follows the fast ones."""
+    pm = manager()
+    both = optax.LookaheadParams(params(), params())
+    pairs = pm.shardings(both)
+    assert spec_tree(pairs.fast) == spec_tree(pairs.slow) == spec_tree(pm.shardings(params()))
+    tx = optax.lookahead(optax.adam(1e-3), sync_period=2, slow_step_size=0.5)
+    found = pm.state_shardings(state_of(tx, both), params())
+    assert found.fast_state[0].mu["embed"].spec == P("tp", "fsdp")
+
+
+def test_annotations_beside_the_parameters_serve_too() -> None:
+    shapes = annotated.abstract(params())
+    state = jax.eval_shape(optax.adam(1e-3).init, shapes)
+    annotations = {"embed": (sw.VOCAB, sw.EMBED), "blocks": KERNEL, "norm": (sw.NORM,)}
+    pm = manager()
+    assert spec_tree(pm.state_shardings(state, shapes, annotations)) == spec_tree(
+        pm.state_shardings(state, params())
+    )
+
+
+def test_exceptions_by_path_are_those_of_the_parameter() -> None:
+    """A pattern that begins with ^ matches the parameter's path, and so its moments lie with it, sums over a dim too."""
+    exception = sw.Strategy(tensors=[{"match": "^w$", "embed": "tp", "mlp_intermediate": "fsdp"}])
+    pm = sw.PartitionManager(
+        sw.Strategy.preset("fsdp_tp") | exception, mesh=cpu_mesh("fsdp:4,tp:2")
+    )
+    specs = {
+        "w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
+        "v": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
+    }
+    found = pm.state_shardings(state_of(optax.adam(1e-3), specs), specs)
+    assert (
+        spec_tree(found[0].mu)
+        == spec_tree(pm.shardings(specs))
+        == {"w": P("tp", "fsdp"), "v": P("fsdp", "tp")}
+    )
+    state = state_of(optax.adam(1e-3), specs)
+    assert pm.shardings(state, sw.annotate_state(state, specs), role="state") == found
+    found = pm.state_shardings(state_of(optax.sm3(1e-3), specs), specs)
+    assert spec_tree(found[0].mu) == {"w": [P("tp"), P("fsdp")], "v": [P("fsdp"), P("tp")]}
+
+
+# Factored moments.
+
+
+def adafactor(**how: Any) -> Any:
+    return optax.adafactor(1e-3, **{"min_dim_size_to_factor": 8} | how)
+
+
+def factored_specs() -> dict[str, Any]:
+    return {
+        "wide": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
+        "tall": sw.ArraySpec((32, 16), jnp.float32, KERNEL[::-1], normal),
+        "square": sw.ArraySpec((16, 16), jnp.float32, KERNEL, normal),
+        "layout": sw.ArraySpec((16, 16), jnp.float32, sw.RowWise, normal),
+        "stack": sw.ArraySpec((3, 16, 32), jnp.float32, (sw.LAYERS, *KERNEL), normal),
+        "heads": sw.ArraySpec((16, 8, 8), jnp.float32, (sw.EMBED, sw.HEAD, sw.HEAD_DIM), normal),
+        "norm": sw.ArraySpec((16,), jnp.float32, (sw.NORM,), ones),
+        "one": sw.ArraySpec((1,), jnp.float32, (sw.NORM,), ones),
+    }
+
+
+def test_factored_moments_lose_the_dim_that_they_sum_over() -> None:
+    """Rows of a wide kernel are its embed dim, of a tall one too: optax sums over the largest dim first."""
+    state = state_of(adafactor(momentum=0.9), factored_specs())
+    found = manager().state_shardings(state, factored_specs())
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    factored = spec_tree(found[0])
+    fsdp, tp, both, nothing = P("fsdp"), P("tp"), P("fsdp", "tp"), P()
+    rows = {
+        "wide": fsdp,
+        "tall": fsdp,
+        "square": fsdp,
+        "layout": tp,
+        "stack": P(None, "fsdp"),
+        "heads": tp,
+    }
+    columns = {
+        "wide": tp,
+        "tall": tp,
+        "square": tp,
+        "layout": fsdp,
+        "stack": P(None, "tp"),
+        "heads": both,
+    }
+    assert factored.v_row == rows | {"norm": nothing, "one": nothing}
+    assert factored.v_col == columns | {"norm": nothing, "one": nothing}
+    assert set(jax.tree.leaves(factored.v, is_leaf=lambda leaf: isinstance(leaf, P))) == {nothing}
+    unfactored = manager().state_shardings(
+        state_of(adafactor(min_dim_size_to_factor=999), factored_specs()), factored_specs()
+    )
+    assert spec_tree(unfactored[0]).v == spec_tree(manager().shardings(factored_specs()))
+    assert spec_tree(unfactored[0]).v["wide"] == both
+
+
+@pytest.mark.parametrize(
+    "shape", [(8, 8), (3, 8, 8), (8, 8, 8), (8, 3, 8), (8, 16, 8), (16, 8, 8), (8, 9), (9, 8)]
+)
+def test_the_dims_of_factored_moments_are_those_that_optax_keeps(shape: tuple[int, ...]) -> None:
+    """Against optax itself: a gradient that differs along one dim alone shows in exactly the moments that keep that dim."""
+    axes = tuple(f"axis_{dim}" for dim in range(len(shape)))
+    weight = {"w": jnp.ones(shape)}
+    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+    kept = sw.annotate_state(tx.init(weight), weight, {"w": axes})
+    for dim in range(len(shape)):
+        along = jnp.arange(1.0, shape[dim] + 1).reshape(
+            [-1 if at == dim else 1 for at in range(len(shape))]
+        )
+        _, state = tx.update({"w": jnp.broadcast_to(along, shape)}, tx.init(weight), weight)
+        for field in ("v_row", "v_col"):
+            moment = np.asarray(getattr(state, field)["w"])
+            dims = getattr(kept, field)["w"].dims
+            varies = [
+                at
+                for at in range(moment.ndim)
+                if not np.allclose(moment, np.take(moment, [0], axis=at))
+            ]
+            assert varies == ([dims.index(dim)] if dim in dims else [])
+
+
+def test_one_element_stand_ins_are_told_from_parameters_of_one_element() -> None:
+    """A (1, 1) kernel that is factored has moments of one element too, and so has a norm of one element that is not."""
+    tiny = {
+        "w": sw.ArraySpec((1, 1), jnp.float32, (sw.EMPTY, sw.EMPTY), ones),
+        "b": sw.ArraySpec((1,), jnp.float32, (sw.NORM,), ones),
+    }
+    found = sw.annotate_state(
+        state_of(adafactor(min_dim_size_to_factor=1), tiny), tiny, by_path=False
+    )[0]
+    assert (found.v_row["w"].dims, found.v_col["w"].dims, found.v["w"].dims) == (
+        (0,),
+        (1,),
+        (None,),
+    )
+    assert (found.v_row["b"].dims, found.v_col["b"].dims, found.v["b"]) == (
+        (None,),
+        (None,),
+        (sw.NORM,),
+    )
+
+
+def test_factored_moments_of_some_parameters() -> None:
+    """Masks and labels leave holes; what is left is known by its type."""
+    labels = {"embed": "factored", "blocks": [{"up": "factored"}, {"up": "sgd"}], "norm": "sgd"}
+    for tx, at in (
+        (optax.masked(adafactor(), MASK), lambda found: found.inner_state[0]),
+        (
+            optax.partition({"factored": adafactor(), "sgd": optax.sgd(1e-2)}, labels),
+            lambda found: found.inner_states["factored"].inner_state[0],
+        ),
+    ):
+        state = state_of(tx, params())
+        found = manager().state_shardings(state, params())
+        assert jax.tree.structure(found) == jax.tree.structure(state)
+        assert at(found).v_row["embed"].spec == P("fsdp")
+        assert at(found).v_col["embed"].spec == P("tp")
+        assert isinstance(at(found).v_row["norm"], optax.MaskedNode)
+
+
+@pytest.mark.parametrize("tx", [adafactor(momentum=0.9), optax.sm3(0.1)], ids=["adafactor", "sm3"])
+def test_twenty_steps_are_those_of_one_device(tx: Any) -> None:
+    """Sharded sums equal unsharded ones, and stay where they were put."""
+    specs = {
+        "up": sw.ArraySpec((16, 64), jnp.float32, KERNEL, normal),
+        "down": sw.ArraySpec((64, 16), jnp.float32, KERNEL[::-1], normal),
+    }
+    x = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
+    losses = {}
+    for preset, sizes in (("single", "dp:1"), ("fsdp_tp", "fsdp:4,tp:2")):
+        pm = manager(preset, sizes)
+        placed = pm.shardings(specs), pm.state_shardings(state_of(tx, specs), specs)
+
+        def loss(values: Any, x: Any) -> Any:
+            return jnp.mean((jnp.tanh(x @ values["up"]) @ values["down"] - x[:, ::-1]) ** 2)
+
+        def step(values: Any, state: Any, x: Any) -> Any:
+            found, gradients = jax.value_and_grad(loss)(values, x)
+            updates, state = tx.update(gradients, state, values)
+            return optax.apply_updates(values, updates), state, found
+
+        values = pm.init(specs, jax.random.key(0))
+        state = jax.jit(tx.init, out_shardings=placed[1])(values)
+        run = jax.jit(step, out_shardings=(*placed, None))
+        losses[preset] = []
+        for _ in range(20):
+            values, state, found = run(values, state, pm.shard(x, sw.BATCH, sw.EMPTY))
+            losses[preset].append(float(found))
+        assert jax.tree.map(lambda leaf: leaf.sharding, (values, state)) == placed
+    np.testing.assert_allclose(losses["fsdp_tp"], losses["single"], rtol=1e-5)
+    assert losses["single"][-1] < losses["single"][0]
+
+
+# Other kinds of state.
+
+
+def test_one_accumulator_per_dim() -> None:
+    found = manager().state_shardings(state_of(optax.sm3(1e-3), factored_specs()), factored_specs())
+    mu = spec_tree(found[0].mu)
+    assert (mu["wide"], mu["tall"]) == ([P("fsdp"), P("tp")], [P("tp"), P("fsdp")])
+    assert (mu["square"], mu["layout"]) == ([P("fsdp"), P("tp")], [P("tp"), P("fsdp")])
+    assert (mu["stack"], mu["norm"]) == ([P(), P("fsdp"), P("tp")], [P()])
+
+
+def test_a_history_has_a_dim_in_front() -> None:
+    state = state_of(optax.lbfgs(memory_size=5), params())
+    found = manager().state_shardings(state, params())[0]
+    assert spec_tree(found.diff_params_memory)["blocks"][0]["up"] == P(None, "fsdp", "tp")
+    assert spec_tree(found.diff_updates_memory)["embed"] == P(None, "tp", "fsdp")
+    assert (found.weights_memory.spec, found.params["embed"].spec) == (P(), P("tp", "fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("tx", "pattern", "whole"),
+    [
+        (lambda: contrib.muon(1e-3), "ns_coeffs", 1),
+        (lambda: contrib.mechanize(optax.adam(1e-3)), "^[rmvs]$", 4),
+        (lambda: contrib.sophia(1e-3), "key", 1),
+    ],
+)
+def test_statistics_of_no_parameter_are_replicated(
+    tx: Callable[[], Any], pattern: str, whole: int
+) -> None:
+    found = specs_by_path(manager().state_shardings(state_of(tx(), params()), params()))
+    own = [spec for path, spec in found.items() if re.search(pattern, path)]
+    assert own == [P()] * whole
+    assert (
+        sum(path.endswith("embed") and spec == P("tp", "fsdp") for path, spec in found.items()) >= 1
+    )
+
+
+def test_moments_inside_another_transformation_are_found() -> None:
+    """Mechanic keeps its own statistics around whatever state it tunes."""
+    found = manager().state_shardings(state_of(contrib.mechanize(adafactor()), params()), params())
+    assert found.base_optimizer_state[0].v_col["embed"].spec == P("tp")
+    assert found.x0["embed"].spec == P("tp", "fsdp")
+
+
+# What follows nothing.
+
+
+class FactoredState(NamedTuple):
+    """Another package's, which may keep other dims under these names."""
+
+    count: Any
+    v_row: Any
+    v_col: Any
+    v: Any
+
+
+def test_a_type_of_the_same_name_elsewhere_says_nothing() -> None:
+    weight = {"w": sw.ArraySpec((16, 16), jnp.float32, KERNEL, normal)}
+    state = FactoredState(
+        np.zeros(()), {"w": np.zeros(16)}, {"w": np.zeros(16)}, {"w": np.zeros(1)}
+    )
+    with pytest.raises(
+        sw.RankMismatchError,
+        match=r"^3 problems\n 1. v_row/w: state of shape \(16,\) differs from its parameter w",
+    ) as caught:
+        manager().state_shardings(state, weight)
+    assert "overrides={'v_row/w': (...)}" in caught.value.fix
+    overrides = {"v_row": (sw.EMBED,), "v_col": (sw.MLP_INTERMEDIATE,), "v/w": (sw.EMPTY,)}
+    found = manager().state_shardings(state, weight, overrides=overrides)
+    assert (found.v_row["w"].spec, found.v_col["w"].spec, found.v["w"].spec) == (
+        P("fsdp"),
+        P("tp"),
+        P(),
+    )
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    """A moment that cannot come from this parameter is named, even where the state's type is known."""
+    other = {"w": sw.ArraySpec((16, 48), jnp.float32, KERNEL, normal)}
+    weight = {"w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)}
+    for tx, field in (
+        (adafactor(), "0/v_col/w"),
+        (optax.sm3(1e-3), "0/mu/w/1"),
+        (optax.scale_by_lbfgs(3), "diff_params_memory/w"),
+    ):
+        with pytest.raises(sw.RankMismatchError, match="differs from its parameter w") as caught:
+            manager().state_shardings(state_of(tx, other), weight)
+        assert field in [problem.path for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("tx", "path"),
+    [
+        (lambda: optax.flatten(optax.adam(1e-3)), "0/mu"),
+        (lambda: contrib.galore(1e-3, rank=4), "0/projector/embed"),
+    ],
+)
+def test_what_mixes_dims_follows_nothing_until_it_is_annotated(
+    tx: Callable[[], Any], path: str
+) -> None:
+    state = state_of(tx(), params())
+    with pytest.raises(sw.ShardingError, match="overrides=") as caught:
+        manager().state_shardings(state, params())
+    assert path in [problem.path for problem in caught.value.problems]
+    found = manager().state_shardings(
+        state,
+        params(),
+        overrides={problem.path: sw.Replicated for problem in caught.value.problems},
+    )
+    assert specs_by_path(found)[path] == P()
+
+
+def test_joined_state_says_what_joins_it_and_what_to_do() -> None:
+    """Of one parameter alone, what `optax.flatten` keeps is not told from any other state."""
+    flat = optax.flatten(optax.sgd(1e-2, momentum=0.9))
+    sizes = sum(
+        math.prod(one.shape)
+        for one in jax.tree.leaves(params(), is_leaf=lambda one: isinstance(one, sw.ArraySpec))
+    )
+    says = (
+        rf"^0/trace: state of shape \({sizes},\) follows no parameter: it is as long as all of them end to end, as optax.flatten keeps "
+        r"it, which has no dims of theirs\n  fix   leave optax.flatten out, and it lies like the parameters; "
+        r"or overrides={'0/trace': \(...\)} gives it an annotation of its own$"
+    )
+    with pytest.raises(sw.StrategyError, match=says):
+        manager().state_shardings(state_of(flat, params()), params())
+    alone = {"w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)}
+    with pytest.raises(
+        sw.StrategyError, match=r"state of shape \(512,\) follows no parameter\n  fix   overrides="
+    ):
+        manager().state_shardings(state_of(flat, alone), alone)
+
+
+def test_scalars_of_every_kind_are_replicated() -> None:
+    """Counts and rates come as JAX arrays, as NumPy's, and as Python's own numbers, which have no dtype."""
+    scalars = {
+        "count": np.int64(3),
+        "rate": 1e-3,
+        "steps": 7,
+        "skip": True,
+        "loss": np.float64(0.5),
+        "at": jnp.int32(1),
+        "zero_d": np.zeros(()),
+    }
+    found = manager().state_shardings(scalars, params())
+    assert specs_by_path(found) == dict.fromkeys(scalars, P())
+    placed = manager().shard(scalars, dict.fromkeys(scalars, ()), role="state")
+    assert {name: (one.shape, one.dtype.name) for name, one in placed.items()} == {
+        "count": ((), "int32"),
+        "rate": ((), "float32"),
+        "steps": ((), "int32"),
+        "skip": ((), "bool"),
+        "loss": ((), "float32"),
+        "at": ((), "int32"),
+        "zero_d": ((), "float32"),
+    }
+
+
+def test_moments_in_64_bits_lie_like_their_parameters_and_are_refused_where_32_bits_lose_them() -> (
+    None
+):
+    """Without x64 JAX halves them: rounding, to zero at the very least, is what it does everywhere; infinity is not."""
+    pm, weight = manager(), {"w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)}
+    moments = {"nu": {"w": np.full((16, 32), 0.1)}}
+    assert specs_by_path(pm.state_shardings(moments, weight)) == {"nu/w": P("fsdp", "tp")}
+    placed = pm.shard(moments, {"nu": {"w": KERNEL}}, role="state")["nu"]["w"]
+    assert (placed.dtype, placed.sharding.spec) == (jnp.float32, P("fsdp", "tp"))
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"^nu/w: values of float64 do not fit float32, which JAX makes of it while jax_enable_x64 is off",
+    ):
+        pm.shard({"nu": {"w": np.full((16, 32), 1e300)}}, {"nu": {"w": KERNEL}}, role="state")
+    with jax.enable_x64(True):
+        whole = pm.shard(
+            {"nu": {"w": np.full((16, 32), 1e-300)}}, {"nu": {"w": KERNEL}}, role="state"
+        )["nu"]["w"]
+        assert (whole.dtype, whole.sharding.spec, float(whole[0, 0])) == (
+            jnp.float64,
+            P("fsdp", "tp"),
+            1e-300,
+        )
+
+
+def test_projected_state_of_the_parameters_own_shape_is_not_taken_for_a_copy() -> None:
+    """GaLore's projection of a square weight mixes its dims, and what Adam keeps of the projected gradient has no dim of the weight."""
+    square = {
+        "w": sw.ArraySpec((16, 16), jnp.float32, KERNEL, normal),
+        "norm": sw.ArraySpec((16,), jnp.float32, (sw.EMBED,), ones),
+    }
+    state = state_of(contrib.galore(1e-3, rank=16), square)
+    assert state[0].projector["w"].shape == state[0].base_optimizer_state.mu["w"].shape == (16, 16)
+    says = r"state of shape \(16, 16\) in a GaLoreState, which projects parameters: its dims are not theirs, even where sizes agree"
+    with pytest.raises(sw.StrategyError, match=says) as caught:
+        manager().state_shardings(state, square)
+    assert [problem.path for problem in caught.value.problems] == [
+        "0/base_optimizer_state/mu/w",
+        "0/base_optimizer_state/nu/w",
+        "0/projector/w",
+    ]
+    found = manager().state_shardings(state, square, overrides={"/w$": sw.Replicated})
+    specs = specs_by_path(found)
+    assert (specs["0/base_optimizer_state/mu/norm"], specs["0/projector/norm"]) == (P("fsdp"), P())
+
+
+def test_an_override_that_matches_nothing_is_named() -> None:
+    says = (
+        r"the override 'trase' matches no leaf of the state\n  fix   did you mean 'trace'\? "
+        r"the leaves are trace; a pattern is searched \(re.search\) in their paths"
+    )
+    one = {"trace": np.zeros((8,))}
+    with pytest.raises(sw.StrategyError, match=says):
+        manager().state_shardings(
+            one, params(), overrides={"trace": (sw.EMBED,), "trase": (sw.EMBED,)}
+        )
+    state = state_of(optax.adam(1e-3), params())
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"'2/nu' matches no leaf of the state\n  fix   .*0/count, 0/mu/.* and 6 more; a pattern",
+    ):
+        manager().state_shardings(state, params(), overrides={"2/nu": sw.Replicated})
+
+
+def nested_params() -> dict[str, Any]:
+    weight, bias = (
+        sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
+        sw.ArraySpec((32,), jnp.float32, (sw.MLP_INTERMEDIATE,), ones),
+    )
+    return {"enc": {"a": weight, "b": bias}, "dec": {"a": weight}}
+
+
+def test_masks_may_cover_whole_subtrees() -> None:
+    specs = nested_params()
+    mu = (
+        manager()
+        .state_shardings(
+            state_of(optax.masked(optax.adam(1e-3), {"enc": True, "dec": False}), specs), specs
+        )
+        .inner_state[0]
+        .mu
+    )
+    assert spec_tree(mu["enc"]) == {"a": P("fsdp", "tp"), "b": P("tp")}
+    assert jax.tree.leaves(mu["dec"]) == []
+
+
+def test_labels_may_cover_whole_subtrees() -> None:
+    specs = nested_params()
+    tx = optax.multi_transform(
+        {"x": optax.adam(1e-3), "y": optax.sgd(1e-2, momentum=0.9)}, {"enc": "x", "dec": "y"}
+    )
+    found = specs_by_path(manager().state_shardings(state_of(tx, specs), specs))
+    assert {path: spec for path, spec in found.items() if spec != P()} == {
+        "inner_states/x/inner_state/0/mu/enc/a": P("fsdp", "tp"),
+        "inner_states/x/inner_state/0/mu/enc/b": P("tp"),
+        "inner_states/x/inner_state/0/nu/enc/a": P("fsdp", "tp"),
+        "inner_states/x/inner_state/0/nu/enc/b": P("tp"),
+        "inner_states/y/inner_state/0/trace/dec/a": P("fsdp", "tp"),
+    }
+
+
+def test_a_mask_of_everything_but_a_part_elsewhere_is_not_a_copy() -> None:
+    """What lies at a parameter's name in a part without the other parameters' places follows nothing."""
+    with pytest.raises(sw.StrategyError, match=r"extra/a: state of shape .* follows no parameter"):
+        manager().state_shardings({"extra": {"a": np.zeros((16, 32))}}, nested_params()["enc"])
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [optax.adam(1e-3), optax.masked(optax.adam(1e-3), [True, (), False])],
+    ids=["adam", "masked by prefix"],
+)
+def test_parameters_with_empty_tuples_between_layers(tx: Any) -> None:
+    weight, bias = (
+        sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
+        sw.ArraySpec((32,), jnp.float32, (sw.MLP_INTERMEDIATE,), ones),
+    )
+    specs = [(weight, bias), (), (weight, bias)]
+    found = manager().state_shardings(state_of(tx, specs), specs)
+    assert jax.tree.structure(found) == jax.tree.structure(state_of(tx, specs))
+    adam = (found.inner_state if hasattr(found, "inner_state") else found)[0]
+    assert [sharding.spec for sharding in adam.mu[0]] == [P("fsdp", "tp"), P("tp")]
+    beside = manager().state_shardings(
+        state_of(tx, specs),
+        annotated.abstract(specs),
+        [(KERNEL, (sw.MLP_INTERMEDIATE,)), (), (KERNEL, (sw.MLP_INTERMEDIATE,))],
+    )
+    assert specs_by_path(beside) == specs_by_path(found)
+
+
+def test_the_suggested_override_is_accepted_as_it_stands() -> None:
+    pm = manager()
+    state = {"extra.[0]": np.zeros((8, 8))}
+    with pytest.raises(sw.StrategyError, match="follows no parameter") as caught:
+        pm.state_shardings(state, params())
+    pattern = caught.value.fix.split("{", 1)[1].split(":", 1)[0]
+    assert spec_tree(pm.state_shardings(state, params(), overrides={eval(pattern): KERNEL})) == {
+        "extra.[0]": P("fsdp", "tp")
+    }
+
+
+def test_longest_path_wins_among_parameters_of_one_name() -> None:
+    pm = manager()
+    nested = {
+        "w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
+        "block": {"w": sw.ArraySpec((16, 32), jnp.float32, sw.Replicated, normal)},
+    }
+    mu = pm.state_shardings(state_of(optax.adam(1e-3), nested), nested)[0].mu
+    assert spec_tree(mu) == {"w": P("fsdp", "tp"), "block": {"w": P()}}
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.adam(1e-3), optax.sm3(1e-3), adafactor(), optax.lbfgs(3), contrib.muon(1e-3)]
+)
+def test_a_single_array_as_parameters(tx: Any) -> None:
+    one = sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)
+    found = specs_by_path(manager().state_shardings(state_of(tx, one), one))
+    assert {P("fsdp", "tp"), P("fsdp"), P(None, "fsdp", "tp")} & set(found.values())
+
+
+def test_parameters_in_a_plain_tuple() -> None:
+    """The state's annotations are a tuple of tuples of axes too, which must not be read as one annotation of composites."""
+    pm = manager()
+    pair = (
+        sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
+        sw.ArraySpec((32, 16), jnp.float32, KERNEL[::-1], normal),
+    )
+    found = pm.state_shardings(state_of(optax.sgd(1e-2, momentum=0.9), pair), pair)
+    assert jax.tree.leaves(spec_tree(found), is_leaf=lambda leaf: isinstance(leaf, P)) == [
+        P("fsdp", "tp"),
+        P("tp", "fsdp"),
+    ]

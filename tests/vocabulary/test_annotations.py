@@ -1,0 +1,623 @@
+"""What an annotation is: tuples of axes, layouts, merged and stacked dims, and what is refused with which hint."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.vocabulary.annotations import (
+    Dim,
+    PartOf,
+    as_annotation,
+    describe,
+    lower,
+    mode_of_layout,
+    one_annotation,
+)
+from shardwright.vocabulary.axes import SEMANTIC_AXES, axis_label, canonical_axis, file_name
+
+GOOD = [
+    (),
+    (sw.BATCH,),
+    (sw.BATCH, sw.EMPTY, (sw.HEAD, sw.HEAD_DIM)),
+    (sw.EMBED, sw.merged((sw.KV_HEAD, 8), (sw.KV_HEAD_DIM, 128))),
+    sw.ColumnWise,
+    sw.ColumnWise(),
+    sw.DynamicShardingAxes([sw.BATCH], 0),
+    sw.stacked(sw.ColumnWise),
+    sw.ArraySpec((4,), jnp.float32, (sw.NORM,)),
+    P("dp"),
+]
+BAD = [
+    [sw.BATCH],
+    [],
+    None,
+    "batch",
+    3,
+    {"a": (sw.BATCH,)},
+    (sw.BATCH, None),
+    (sw.BATCH, [sw.EMBED]),
+    (3,),
+    ((sw.BATCH,), 1),
+    int,
+    ("a", ((),)),
+]
+
+
+@pytest.mark.parametrize("value", GOOD, ids=repr)
+def test_is_annotation(value: Any) -> None:
+    assert sw.is_annotation(value)
+    assert as_annotation(value) == value
+
+
+@pytest.mark.parametrize("value", BAD, ids=repr)
+def test_is_no_annotation(value: Any) -> None:
+    assert not sw.is_annotation(value)
+
+
+def test_a_named_tuple_of_arrays_is_no_annotation_but_a_tree() -> None:
+    state = jax.tree.structure(
+        {"a": (sw.BATCH,), "b": [sw.ColumnWise, (sw.EMBED, (sw.HEAD, sw.HEAD_DIM))]},
+        is_leaf=sw.is_annotation,
+    )
+    assert state.num_leaves == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "means"),
+    [
+        ([sw.BATCH, sw.EMBED], (sw.BATCH, sw.EMBED)),
+        ([sw.BATCH, [sw.HEAD, sw.HEAD_DIM]], (sw.BATCH, (sw.HEAD, sw.HEAD_DIM))),
+        ((sw.BATCH, [sw.EMBED]), (sw.BATCH, (sw.EMBED,))),
+        ([], ()),
+    ],
+)
+def test_where_one_annotation_is_expected_a_list_does_too(given: Any, means: Any) -> None:
+    assert as_annotation(given) == means
+
+
+@pytest.mark.parametrize(
+    ("value", "says", "fix"),
+    [
+        (
+            (sw.BATCH, None),
+            "its entry None is not an axis",
+            "write EMPTY for a dim that is not sharded",
+        ),
+        ((sw.BATCH, 3), "its entry 3 is not an axis", "use axis strings"),
+        ((sw.BATCH, (sw.EMBED, 4)), "is not an axis, a tuple of axes", "use axis strings"),
+        ("batch", "'batch' is not an annotation", "write a tuple of axes"),
+        (None, "None is not an annotation", "write a tuple of axes"),
+        ({"a": 1}, "is not an annotation", "of a tree ask shardings"),
+        (int, "is not an annotation", "write a tuple of axes"),
+    ],
+)
+def test_what_is_no_annotation_is_refused_with_a_hint(value: Any, says: str, fix: str) -> None:
+    with pytest.raises(sw.StrategyError, match=says) as caught:
+        as_annotation(value)
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize("axis", SEMANTIC_AXES)
+def test_every_spelling_of_an_axis_is_the_same_axis(axis: str) -> None:
+    assert type(axis) is str
+    for spelling in (file_name(axis), file_name(axis).upper(), axis):
+        assert canonical_axis(spelling) == axis
+        assert lower((spelling,)) == lower((axis,))
+    assert axis_label(axis) == axis.strip("_")
+
+
+@pytest.mark.parametrize(
+    ("short", "axis"),
+    [("dp", sw.DP), ("FSDP", sw.FSDP), ("tp", sw.TP), ("ep", sw.EP), ("sp", sw.SP), ("PP", sw.PP)],
+)
+def test_parallelism_axes_have_short_names(short: str, axis: str) -> None:
+    assert canonical_axis(short) == axis
+    assert axis_label(axis) == short.upper()
+
+
+def test_not_given_is_one_object_for_ever() -> None:
+    assert pickle.loads(pickle.dumps(sw.NOT_GIVEN)) is sw.NOT_GIVEN
+    assert sw.EMPTY_VAL() is sw.NOT_GIVEN
+    assert not sw.NOT_GIVEN
+    assert repr(sw.NOT_GIVEN) == "NOT_GIVEN"
+
+
+def test_the_mask_value_is_large_finite_and_negative() -> None:
+    assert -0.7 * float(np.finfo(np.float32).max) == sw.DEFAULT_MASK_VALUE
+
+
+class TestMerged:
+    def test_its_size_is_the_product(self) -> None:
+        dim = sw.merged((sw.KV_HEAD, 8), (sw.KV_HEAD_DIM, 128))
+        assert dim.size == 1024
+        assert hash(dim) == hash(sw.merged(("kv_head", 8), ("KV_HEAD_DIM", 128)))
+        assert dim == sw.merged(("kv_head", 8), ("KV_HEAD_DIM", 128))
+        assert pickle.loads(pickle.dumps(dim)) == dim
+
+    def test_a_dim_that_is_not_the_product_is_refused(self) -> None:
+        with pytest.raises(
+            sw.RankMismatchError,
+            match=r"dim 1 KV_HEAD\*KV_HEAD_DIM: size 1000 is not KV_HEAD 8 \* KV_HEAD_DIM 128 = 1024",
+        ):
+            lower((sw.EMBED, sw.merged((sw.KV_HEAD, 8), (sw.KV_HEAD_DIM, 128))), (64, 1000))
+
+    @pytest.mark.parametrize(
+        "members",
+        [
+            (sw.HEAD,),
+            ((sw.HEAD,),),
+            ((sw.HEAD, 0),),
+            ((sw.HEAD, -1),),
+            ((sw.HEAD, 2.0),),
+            ((sw.HEAD, True),),
+            ((3, sw.HEAD),),
+            ((sw.HEAD, "8"),),
+        ],
+    )
+    def test_members_are_pairs_of_axis_and_size(self, members: Any) -> None:
+        with pytest.raises(sw.StrategyError, match=r"is not \(axis, size\)|has no positive size"):
+            sw.merged(*members)
+
+    def test_no_members_are_refused(self) -> None:
+        with pytest.raises(sw.StrategyError, match="merged needs at least one"):
+            sw.merged()
+
+    def test_an_axis_twice_is_found_inside_too(self) -> None:
+        with pytest.raises(sw.AxisConflictError, match="dim 1 HEAD_DIM: the axis stands twice"):
+            lower((sw.HEAD_DIM, sw.merged((sw.HEAD, 8), (sw.HEAD_DIM, 2))))
+
+
+class TestStacked:
+    def test_of_a_tuple(self) -> None:
+        assert sw.stacked((sw.EMBED, sw.VOCAB)) == (sw.LAYERS, sw.EMBED, sw.VOCAB)
+        assert sw.stacked([sw.EMBED]) == (sw.LAYERS, sw.EMBED)
+        assert sw.stacked(()) == (sw.LAYERS,)
+
+    @pytest.mark.parametrize(
+        "layout", [sw.ColumnWise, sw.ColumnWise(), sw.ColumnWise.bias, sw.HiddenStateSharding]
+    )
+    def test_of_a_layout(self, layout: Any) -> None:
+        one, many = lower(layout), lower(sw.stacked(layout))
+        assert many.dims == (Dim(axes=(sw.LAYERS,)), *one.dims)
+        assert (many.mode, many.role) == (one.mode, one.role)
+        assert sw.stacked(layout) == sw.stacked(layout)
+        assert hash(sw.stacked(layout)) == hash(sw.stacked(layout))
+
+    def test_of_an_array_spec(self) -> None:
+        spec = sw.ArraySpec((4, 8), jnp.bfloat16, sw.ColumnWise, jax.nn.initializers.normal())
+        many = sw.stacked(spec, layers=3)
+        assert many.shape == (3, 4, 8)
+        assert many.dtype == jnp.bfloat16
+        made = many.init(jax.random.key(0), many.shape, many.dtype)
+        assert made.shape == (3, 4, 8)
+        assert made.dtype == jnp.bfloat16
+        # One key per layer: layers differ, and each is what its key gives alone.
+        keys = jax.random.split(jax.random.key(0), 3)
+        np.testing.assert_array_equal(made[1], spec.init(keys[1], spec.shape, spec.dtype))
+        assert not np.array_equal(made[0], made[1])
+
+    def test_layers_go_with_an_array_spec_only(self) -> None:
+        with pytest.raises(sw.StrategyError, match="layers= goes with an ArraySpec"):
+            sw.stacked((sw.EMBED,), layers=3)
+        with pytest.raises(sw.StrategyError, match="layers= goes with an ArraySpec"):
+            sw.stacked(sw.ArraySpec((4,), jnp.float32, (sw.NORM,)))
+
+    def test_twice_is_refused(self) -> None:
+        with pytest.raises(sw.AxisConflictError, match="LAYERS: the axis stands twice"):
+            lower(sw.stacked(sw.stacked((sw.EMBED,))))
+        with pytest.raises(
+            sw.AxisConflictError,
+            match=r"^LAYERS: stacked\(ColumnWise\) has LAYERS in front already\n  fix   for a stack",
+        ):
+            sw.stacked(sw.stacked(sw.ColumnWise))
+
+    def test_of_a_literal_spec_is_a_literal_spec(self) -> None:
+        """Its entries are mesh axes: as axes they would be looked up in the rules, or be names that nobody knows."""
+        assert sw.stacked(P("tp")) == P(None, "tp")
+        assert sw.stacked(P()) == P(None)
+        assert sw.stacked(P(("dp", "tp"), P.UNCONSTRAINED, None)) == P(
+            None, ("dp", "tp"), P.UNCONSTRAINED, None
+        )
+        assert sw.stack_specs({"w": sw.ArraySpec((8,), jnp.float32, P("tp"))}, 3)["w"].axes == P(
+            None, "tp"
+        )
+        rules = sw.Strategy(
+            mesh={"tp": 2, "model": 4}, rules={"tensor_parallel": "model"}
+        ).compile()
+        assert sw.resolve(
+            sw.stacked(P("tp")), rules, {"tp": 2, "model": 4}, shape=(3, 8)
+        ).spec == P(None, "tp")
+        with pytest.raises(
+            sw.MissingMeshAxisError, match="dim 1: mesh axis 'dp' is not in the mesh"
+        ):
+            sw.resolve(sw.stacked(P("dp")), rules, {"tp": 2, "model": 4}, shape=(3, 8))
+
+    @pytest.mark.parametrize("use", [sw.stacked, lower])
+    def test_what_is_unreduced_is_no_annotation(self, use: Any) -> None:
+        with pytest.raises(
+            sw.StrategyError,
+            match=r"^the literal spec is unreduced along dp, which no annotation can say\n  fix   annotate the array",
+        ):
+            use(P("tp", unreduced={"dp"}))
+        with pytest.raises(sw.StrategyError, match=r"^the literal spec is reduced along dp, "):
+            use(P("tp", reduced={"dp"}))
+
+    @pytest.mark.parametrize("layers", [2.9, "3", 0, -1, True, [3]])
+    def test_layers_are_counted_in_whole_numbers(self, layers: Any) -> None:
+        spec = sw.ArraySpec((4,), jnp.float32, (sw.NORM,))
+        for call in (lambda: sw.stacked(spec, layers), lambda: sw.stack_specs({"a": spec}, layers)):
+            with pytest.raises(
+                sw.StrategyError,
+                match=r"is not a number of layers\n  fix   write a positive whole number",
+            ):
+                call()
+        assert sw.stacked(spec, np.int32(3)).shape == (3, 4)
+
+
+class TestRank:
+    def test_a_weight_layout_takes_its_rank_or_one_more(self) -> None:
+        assert [dim.label for dim in lower(sw.ColumnWise, (4, 8)).dims] == [
+            "FSDP+SP (EMBED)",
+            "TP (MLP_INTERMEDIATE)",
+        ]
+        assert [dim.label for dim in lower(sw.ColumnWise, (2, 4, 8)).dims] == [
+            "LAYERS",
+            "FSDP+SP (EMBED)",
+            "TP (MLP_INTERMEDIATE)",
+        ]
+
+    @pytest.mark.parametrize("shape", [(), (4,), (1, 2, 3, 4)])
+    def test_a_weight_layout_takes_no_other_rank(self, shape: tuple[int, ...]) -> None:
+        with pytest.raises(
+            sw.RankMismatchError, match=rf"ColumnWise has 2 dims, the array has {len(shape)}"
+        ):
+            lower(sw.ColumnWise, shape)
+
+    def test_an_activation_layout_takes_its_rank_only(self) -> None:
+        with pytest.raises(
+            sw.RankMismatchError, match="HiddenStateSharding has 3 dims, the array has 4"
+        ):
+            lower(sw.HiddenStateSharding, (1, 2, 3, 4))
+
+    @pytest.mark.parametrize("rank", range(5))
+    def test_replicated_takes_any_rank(self, rank: int) -> None:
+        assert lower(sw.Replicated, (2,) * rank).dims == (Dim(axes=()),) * rank
+
+    @pytest.mark.parametrize(
+        ("layout", "shape", "fix"),
+        [
+            (
+                sw.ColumnWise,
+                (8,),
+                "for its bias use ColumnWise.bias; for a bias stacked over layers, stacked(ColumnWise.bias)",
+            ),
+            (sw.RowWise(), (8,), "for its bias use RowWise.bias"),
+            (sw.ExpertColumnWiseAlt, (2, 8), "for its bias use ExpertColumnWiseAlt.bias"),
+            (
+                sw.HiddenStateSharding,
+                (1, 2, 3, 4),
+                "for a stack of layers use stacked(HiddenStateSharding)",
+            ),
+            ((sw.EMBED,), (2, 3), "for a stack of layers use stacked((EMBED,))"),
+            ((sw.EMBED,), (), "write one axis per dim, EMPTY where a dim is not sharded"),
+        ],
+    )
+    def test_the_error_says_what_to_write(
+        self, layout: Any, shape: tuple[int, ...], fix: str
+    ) -> None:
+        with pytest.raises(sw.RankMismatchError, match=r"dims, the array has") as caught:
+            lower(layout, shape)
+        assert fix in caught.value.fix
+
+    def test_a_literal_spec_may_be_short_but_not_long(self) -> None:
+        assert len(lower(P("dp"), (2, 3, 4)).dims) == 3
+        with pytest.raises(sw.RankMismatchError, match="has 2 entries, the array has 1 dims"):
+            lower(P("dp", "tp"), (2,))
+
+    def test_an_array_spec_checks_itself(self) -> None:
+        with pytest.raises(sw.RankMismatchError, match=r"\(EMBED\) has 1 dims, the array has 2"):
+            sw.ArraySpec((2, 3), jnp.float32, (sw.EMBED,))
+
+
+class TestLowering:
+    @pytest.mark.parametrize("dim", [(sw.HEAD, sw.EMPTY), (sw.EMPTY, sw.EMPTY), (sw.EMPTY,)])
+    def test_empty_inside_a_composite_is_refused(self, dim: Any) -> None:
+        with pytest.raises(
+            sw.StrategyError, match=r"dim 1 .*_.*: a composite may not contain EMPTY"
+        ):
+            lower((sw.BATCH, dim))
+
+    def test_a_composite_of_nothing_is_empty(self) -> None:
+        assert lower(((),)) == lower((sw.EMPTY,))
+
+    def test_a_composite_keeps_the_order_of_its_members(self) -> None:
+        assert lower(((sw.HEAD, sw.EMBED),)).dims[0].axes == (sw.HEAD, sw.EMBED)
+
+    @pytest.mark.parametrize(
+        "axes",
+        [
+            (sw.HEAD, sw.HEAD),
+            (sw.HEAD, (sw.EMBED, sw.HEAD)),
+            ((sw.HEAD, sw.HEAD),),
+            ("head", sw.HEAD),
+            (sw.TP, "tp"),
+        ],
+    )
+    def test_the_same_axis_twice_is_refused(self, axes: Any) -> None:
+        with pytest.raises(
+            sw.AxisConflictError,
+            match=r"the axis stands twice in one annotation, .*\n  fix   give each dim its own axis",
+        ):
+            lower(axes)
+
+    def test_empty_may_stand_often(self) -> None:
+        assert lower((sw.EMPTY, sw.EMPTY, sw.EMPTY)).dims == (Dim(axes=()),) * 3
+
+    @pytest.mark.parametrize(
+        ("annotation", "text"),
+        [
+            ((sw.BATCH, sw.EMPTY, (sw.HEAD, sw.EMBED)), "(BATCH, _, HEAD+EMBED)"),
+            ((), "()"),
+            (sw.ColumnWise(), "ColumnWise"),
+            (sw.stacked(sw.ColumnWise), "stacked(ColumnWise)"),
+            ((sw.merged((sw.HEAD, 2), (sw.HEAD_DIM, 3)),), "(HEAD*HEAD_DIM)"),
+            (sw.ArraySpec((4,), jnp.float32, (sw.NORM,)), "(NORM)"),
+        ],
+    )
+    def test_describe(self, annotation: Any, text: str) -> None:
+        assert describe(annotation) == text
+
+
+class TestModeOfALayout:
+    @pytest.mark.parametrize(
+        ("mode", "shape", "found"),
+        [
+            (1, (4, 1, 8), sw.MODE_DECODE),
+            (1, (4, 2, 8), sw.MODE_TRAIN),
+            (1, (1, 2, 1), sw.MODE_TRAIN),
+            (-1, (4, 1), sw.MODE_DECODE),
+            (0, (0,), sw.MODE_TRAIN),
+            (sw.MODE_PREFILL, None, sw.MODE_PREFILL),
+        ],
+    )
+    def test_an_integer_means_decode_where_that_dim_is_one(
+        self, mode: Any, shape: Any, found: str
+    ) -> None:
+        assert mode_of_layout(mode, shape) == found
+
+    def test_an_integer_needs_a_shape(self) -> None:
+        with pytest.raises(
+            sw.ShapeRequiredError,
+            match=r"the layout's mode is dim 1.*\n  fix   pass mode= or shape=",
+        ):
+            mode_of_layout(1, None)
+
+    @pytest.mark.parametrize("mode", [2, 5, -3, -5])
+    def test_an_integer_needs_its_dim(self, mode: int) -> None:
+        with pytest.raises(
+            sw.RankMismatchError, match=f"the layout's mode is dim {mode}, .*\n  fix   pass mode="
+        ):
+            mode_of_layout(mode, (4, 8))
+        assert mode_of_layout(-2, (1, 8)) == sw.MODE_DECODE
+
+
+class TestWhatIsChecked:
+    """Annotations check what they are given, and say what is wrong with it and how to write it."""
+
+    @pytest.mark.parametrize(
+        ("member", "says"),
+        [
+            ((sw.HEAD, 8, 2), "merged: ('__HEAD__', 8, 2) is not (axis, size)"),
+            ([sw.HEAD, 8], "merged: ['__HEAD__', 8] is not (axis, size)"),
+            ((sw.HEAD, "8"), "merged: ('__HEAD__', '8') is not (axis, size)"),
+            ((sw.HEAD, 0), "merged: ('__HEAD__', 0) has no positive size"),
+            ((sw.HEAD, -2), "merged: ('__HEAD__', -2) has no positive size"),
+        ],
+    )
+    def test_members_of_a_merged_dim(self, member: Any, says: str) -> None:
+        with pytest.raises(sw.StrategyError, match=f"^{re.escape(says)}\n  fix   merged"):
+            sw.merged(member)
+        with pytest.raises(
+            sw.StrategyError,
+            match=r"^merged needs at least one \(axis, size\)\n  fix   merged\(\(KV_HEAD, 8\)",
+        ):
+            sw.merged()
+        assert sw.merged((sw.HEAD, 1)).size == 1
+        assert lower((sw.BATCH,)).dims[0].size is None
+
+    @pytest.mark.parametrize(
+        ("shape", "says"),
+        [
+            ("ab", "'ab' is not a shape"),
+            ((4, None), r"\(4, None\) is not a shape"),
+            ((4, -1), r"\(4, -1\) has a negative size"),
+        ],
+    )
+    def test_shapes(self, shape: Any, says: str) -> None:
+        for make in (
+            lambda: sw.ArraySpec(shape, jnp.float32, (sw.BATCH, sw.EMBED)),
+            lambda: PartOf(annotation=(sw.BATCH, sw.EMBED), shape=shape, dims=(0,)),
+        ):
+            with pytest.raises(
+                sw.RankMismatchError,
+                match=rf"^{says}\n  fix   pass x.shape, or a tuple of sizes such as \(8, 128\)$",
+            ):
+                make()
+
+    def test_fields_of_an_array_spec(self) -> None:
+        spec = sw.ArraySpec([np.int64(4), 0], jnp.float32, [sw.EMBED, [sw.BATCH, sw.LENGTH]])
+        assert (spec.shape, spec.ndim, spec.axes) == ((4, 0), 2, (sw.EMBED, (sw.BATCH, sw.LENGTH)))
+        assert type(spec.shape[0]) is int
+        with pytest.raises(
+            sw.StrategyError,
+            match=r"^'float33' is not a dtype\n  fix   write one such as jnp.float32$",
+        ):
+            sw.ArraySpec((4,), "float33", (sw.EMBED,))
+
+    def test_an_array_spec_has_the_shape_of_its_array(self) -> None:
+        spec = sw.ArraySpec((4, 8), jnp.float32, (sw.EMBED, sw.VOCAB))
+        assert lower(spec) == lower(spec, (4, 8)) == lower((sw.EMBED, sw.VOCAB))
+        for shape in ((4, 7), (4, 9), (4,)):
+            with pytest.raises(
+                sw.RankMismatchError,
+                match=rf"^the array has shape {re.escape(str(shape))}, its ArraySpec \(4, 8\)\n  fix   make",
+            ):
+                lower(spec, shape)
+        merged = sw.ArraySpec(
+            (4, 8), jnp.float32, (sw.EMBED, sw.merged((sw.HEAD, 2), (sw.HEAD_DIM, 4)))
+        )
+        assert lower(merged).dims[1].size == 8
+
+    def test_fields_of_a_part(self) -> None:
+        part = PartOf(annotation=[sw.EMBED, sw.VOCAB], shape=[np.int32(4), 8], dims=[1])
+        assert (part.annotation, part.shape, part.dims) == ((sw.EMBED, sw.VOCAB), (4, 8), (1,))
+        assert type(part.shape[0]) is int
+        with pytest.raises(
+            sw.RankMismatchError,
+            match=r"^\(EMBED, VOCAB\) has 2 dims, the array has 1: shape \(4,\)\n",
+        ):
+            PartOf(annotation=(sw.EMBED, sw.VOCAB), shape=(4,), dims=(0,))
+        for dims in ((3,), (2,), (0, 0), (-1,)):
+            with pytest.raises(
+                sw.RankMismatchError,
+                match=r"^w: dims .* of \(EMBED, VOCAB\), which has 2\n  fix   name each dim",
+            ):
+                PartOf(annotation=(sw.EMBED, sw.VOCAB), shape=(4, 8), dims=dims, path="w")
+
+    def test_a_part_keeps_the_mode_and_is_stored(self) -> None:
+        part = PartOf(
+            annotation=sw.DynamicShardingAxes([sw.BATCH, sw.EMBED], "decode"),
+            shape=(4, 8),
+            dims=(1,),
+            path="w",
+        )
+        assert (lower(part).mode, lower(part).role) == (sw.MODE_DECODE, sw.Role.PARAM)
+        for shape in ((), (8, 1)):
+            with pytest.raises(
+                sw.RankMismatchError, match=rf"has 1 dims, the array has {len(shape)}"
+            ):
+                lower(part, shape)
+        with pytest.raises(
+            sw.RankMismatchError, match=r"^w dim 0: size 9 is more than the 8 of dim 1"
+        ) as caught:
+            lower(part, (9,))
+        assert caught.value.size == 9
+
+    def test_a_stack_of_parts(self) -> None:
+        part = PartOf(annotation=(sw.EMBED, sw.VOCAB), shape=(4, 8), dims=(1, None, 0), path="w")
+        many = sw.stacked(part, 3)
+        assert many == PartOf(
+            annotation=(sw.LAYERS, sw.EMBED, sw.VOCAB),
+            shape=(3, 4, 8),
+            dims=(0, 2, None, 1),
+            path="w",
+        )
+        spec = sw.stacked(sw.ArraySpec((8, 1, 4), jnp.float32, part), 3)
+        assert (spec.axes, spec.shape, spec.init) == (many, (3, 8, 1, 4), None)
+
+    def test_a_stack_of_one_layer(self) -> None:
+        spec = sw.ArraySpec((4,), jnp.float32, (sw.NORM,))
+        assert sw.stacked(spec, 1).shape == (1, 4)
+        with pytest.raises(
+            sw.StrategyError,
+            match=r"^layers= goes with an ArraySpec, and only with one\n  fix   stacked\(spec, layers=32\)",
+        ):
+            sw.stacked((sw.EMBED,), 1)
+
+    def test_labels(self) -> None:
+        assert [dim.label for dim in lower((sw.BATCH, (sw.HEAD, sw.EMBED), sw.EMPTY)).dims] == [
+            "BATCH",
+            "HEAD+EMBED",
+            "_",
+        ]
+        assert [dim.means for dim in lower(sw.ColumnWise).dims] == [sw.EMBED, sw.MLP_INTERMEDIATE]
+        assert [dim.means for dim in lower((sw.BATCH, sw.EMPTY)).dims] == ["", ""]
+        assert {dim.means for dim in lower(sw.ExpertTensorParallel).dims} == {""}
+
+    def test_a_wrong_entry_has_its_dim(self) -> None:
+        with pytest.raises(sw.StrategyError, match="its entry 3 is not an axis") as caught:
+            as_annotation((sw.BATCH, sw.EMBED, 3))
+        assert caught.value.dim == 2
+        with pytest.raises(
+            sw.RankMismatchError,
+            match=r"has 2 entries, the array has 1 dims: shape \(2,\)\n  fix   write at most one entry",
+        ):
+            lower(P("dp", "tp"), (2,))
+
+    def test_one_annotation_from_arguments(self) -> None:
+        axes = (sw.BATCH, (sw.HEAD, sw.EMBED))
+        assert (
+            one_annotation(axes) == one_annotation((axes,)) == one_annotation((list(axes),)) == axes
+        )
+        assert one_annotation((sw.BATCH,)) == (sw.BATCH,)
+        merged = sw.merged((sw.HEAD, 2), (sw.HEAD_DIM, 4))
+        assert one_annotation((merged,)) == (merged,)
+        assert one_annotation((sw.ColumnWise,)) is sw.ColumnWise
+        assert one_annotation(()) == ()
+
+    def test_what_layouts_and_literal_specs_lower_to(self) -> None:
+        for layout, role in (
+            (sw.ColumnWise, sw.Role.PARAM),
+            (sw.HiddenStateSharding(mode="prefill"), None),
+            (sw.Replicated, None),
+        ):
+            assert lower(layout).role is role
+            assert lower(layout).mode == layout.mode
+        assert lower(sw.Replicated).dims == ()
+        literal = lower(P("dp", None, ("dp2", "tp"), P.UNCONSTRAINED), (1, 2, 3, 4, 5)).dims
+        assert [dim.literal for dim in literal] == [("dp",), (), ("dp2", "tp"), ("?",), ()]
+        assert [describe(one) for one in (P("dp", None), sw.DynamicShardingAxes([sw.BATCH]))] == [
+            str(P("dp", None)),
+            "DynamicShardingAxes(BATCH)",
+        ]
+
+    @pytest.mark.parametrize("size", [1000, 2000])
+    def test_a_merged_dim_of_another_size(self, size: int) -> None:
+        with pytest.raises(
+            sw.RankMismatchError,
+            match=rf"size {size} is not HEAD 8 \* HEAD_DIM 128 = 1024\n  fix   give merged",
+        ) as caught:
+            lower((sw.merged((sw.HEAD, 8), (sw.HEAD_DIM, 128)),), (size,))
+        assert (caught.value.dim, caught.value.axis, caught.value.size) == (
+            0,
+            "HEAD*HEAD_DIM",
+            size,
+        )
+
+    @pytest.mark.parametrize(
+        ("annotation", "rank", "fix"),
+        [
+            (
+                sw.stacked(sw.ColumnWise),
+                2,
+                "for its bias use ColumnWise.bias; for a bias stacked over layers, stacked(ColumnWise.bias)",
+            ),
+            (sw.ColumnWise, 0, "write one axis per dim, EMPTY where a dim is not sharded"),
+            (sw.ColumnWise, 4, "write one axis per dim, EMPTY where a dim is not sharded"),
+            (sw.HiddenStateSharding, 5, "write one axis per dim, EMPTY where a dim is not sharded"),
+            ((), 1, "add the missing dim's axis, or EMPTY; for a stack of layers use stacked(())"),
+            (
+                (sw.EMBED,),
+                2,
+                "add the missing dim's axis, or EMPTY; for a stack of layers use stacked((EMBED,))",
+            ),
+            (
+                (sw.EMBED, sw.VOCAB),
+                3,
+                "add the missing dim's axis, or EMPTY; for a stack of layers use stacked((EMBED, VOCAB))",
+            ),
+        ],
+    )
+    def test_the_fix_for_another_rank(self, annotation: Any, rank: int, fix: str) -> None:
+        with pytest.raises(sw.RankMismatchError, match="dims, the array has") as caught:
+            lower(annotation, (2,) * rank)
+        assert caught.value.fix == fix

@@ -1,0 +1,281 @@
+"""The named layouts: their axes and modes, the same as classes and as instances, and classes of users' own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from typing import Any
+
+import pytest
+
+import shardwright as sw
+from shardwright.vocabulary.axes import DP, EMPTY, EP, FSDP, SP, TP, Role
+from shardwright.vocabulary.layouts import LAYOUTS
+
+TRAIN = sw.MODE_TRAIN
+TABLE: list[tuple[type[sw.DynamicShardingAxes], list[Any], str | int]] = [
+    (sw.HiddenStateSharding, [sw.BATCH, sw.QUERY_LENGTH, sw.EMBED], 1),
+    (sw.AttnQSharding, [sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM], 1),
+    (sw.AttnKVSharding, [sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM], 1),
+    (sw.RowWise, [TP, [FSDP, SP]], TRAIN),
+    (sw.SRowWise, [TP], TRAIN),
+    (sw.ColumnWise, [[FSDP, SP], TP], TRAIN),
+    (sw.SColumnWise, [[FSDP, SP]], TRAIN),
+    (sw.Replicated, [EMPTY], TRAIN),
+    (sw.ExpertColumnWise, [EP, FSDP, TP], TRAIN),
+    (sw.ExpertColumnWiseAlt, [EP, [FSDP, SP], TP], TRAIN),
+    (sw.ExpertRowWise, [EP, TP, FSDP], TRAIN),
+    (sw.ExpertRowWiseAlt, [EP, TP, [FSDP, SP]], TRAIN),
+    (sw.UnifiedExpertColumnWise, [[FSDP, SP, EP], EMPTY, TP], TRAIN),
+    (sw.UnifiedExpertRowWise, [[FSDP, SP, EP], TP, EMPTY], TRAIN),
+    (sw.ExpertActivations, [DP, SP, EP, TP], TRAIN),
+    (sw.ExpertActivationsAlt, [DP, SP, [TP, FSDP]], TRAIN),
+    (sw.ExpertTensorParallel, [TP, EMPTY, EMPTY], TRAIN),
+]
+BIASES: list[tuple[Any, list[Any]]] = [
+    (sw.ColumnWise.bias, [TP]),
+    (sw.RowWise.bias, [EMPTY]),
+    (sw.ExpertColumnWise.bias, [EP, TP]),
+    (sw.ExpertColumnWiseAlt.bias, [EP, TP]),
+    (sw.ExpertRowWise.bias, [EP, EMPTY]),
+    (sw.ExpertRowWiseAlt.bias, [EP, EMPTY]),
+]
+ids = [layout.__name__ for layout, _, _ in TABLE]
+
+
+@pytest.mark.parametrize(("layout", "axes", "mode"), TABLE, ids=ids)
+def test_axes_and_mode_read_the_same_on_class_and_instance(
+    layout: Any, axes: list[Any], mode: str | int
+) -> None:
+    for one in (layout, layout()):
+        assert one.axes == axes
+        assert type(one.axes) is list
+        assert one.mode == mode
+        assert type(one.mode) is type(mode)
+
+
+@pytest.mark.parametrize(("layout", "axes", "mode"), TABLE, ids=ids)
+def test_axes_is_a_fresh_list_each_time(layout: Any, axes: list[Any], mode: str | int) -> None:
+    for one in (layout, layout()):
+        one.axes.append("spoilt")
+        for entry in one.axes:
+            if isinstance(entry, list):
+                entry.clear()
+        assert one.axes == axes
+
+
+@pytest.mark.parametrize(("layout", "axes", "mode"), TABLE, ids=ids)
+def test_an_instance_is_a_named_tuple_of_axes_and_mode(
+    layout: Any, axes: list[Any], mode: str | int
+) -> None:
+    made = layout()
+    assert isinstance(made, tuple)
+    assert len(made) == 2
+    assert made._fields == ("axes", "mode")
+    dims, own_mode = made
+    assert [list(dim) if isinstance(dim, tuple) else dim for dim in dims] == axes
+    assert own_mode == mode
+    assert layout(axes, mode) == made
+
+
+@pytest.mark.parametrize(("layout", "axes", "mode"), TABLE, ids=ids)
+def test_layouts_hash_compare_and_pickle(layout: Any, axes: list[Any], mode: str | int) -> None:
+    made = layout()
+    assert made == layout()
+    assert hash(made) == hash(layout())
+    again = pickle.loads(pickle.dumps(made))
+    assert again == made
+    assert type(again) is layout
+    assert pickle.loads(pickle.dumps(layout)) is layout
+    assert made != tuple(made)
+    assert tuple(made) != made
+
+
+def test_the_table_is_complete() -> None:
+    biases = {bias for bias, _ in BIASES}
+    assert {layout for layout, _, _ in TABLE} | biases == {*LAYOUTS.values()}
+
+
+@pytest.mark.parametrize(("bias", "axes"), BIASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_biases_are_layouts(bias: Any, axes: list[Any]) -> None:
+    assert bias.axes == axes
+    assert bias().axes == axes
+    assert bias.mode == TRAIN
+    assert bias.role is Role.PARAM
+
+
+def test_layouts_without_a_bias_have_none() -> None:
+    assert [layout for layout in LAYOUTS.values() if layout.bias is not None] == [
+        *(
+            sw.ColumnWise,
+            sw.RowWise,
+            sw.ExpertColumnWise,
+            sw.ExpertColumnWiseAlt,
+            sw.ExpertRowWise,
+            sw.ExpertRowWiseAlt,
+        ),
+    ]
+
+
+def test_weights_resolve_as_parameters_and_activations_do_not() -> None:
+    activations = {
+        sw.HiddenStateSharding,
+        sw.AttnQSharding,
+        sw.AttnKVSharding,
+        sw.ExpertActivations,
+        sw.ExpertActivationsAlt,
+        sw.Replicated,
+    }
+    assert {layout for layout in LAYOUTS.values() if layout.role is None} == activations
+    assert {layout.role for layout in LAYOUTS.values()} == {None, Role.PARAM}
+
+
+def test_layouts_of_one_content_but_two_names_differ() -> None:
+    assert sw.SRowWise() != sw.ColumnWise.bias()
+    assert sw.SRowWise() != sw.DynamicShardingAxes([TP], sw.MODE_TRAIN)
+    assert len({sw.SRowWise(), sw.ColumnWise.bias(), sw.SRowWise()}) == 2
+
+
+class Scores(sw.DynamicShardingAxes):
+    """As a user would write it."""
+
+    axes = [sw.BATCH, sw.HEAD, None, [sw.KV_LENGTH, sw.HEAD_DIM]]  # noqa: RUF012  lists are what other code writes
+    mode = "prefill"
+
+
+class StoredScores(Scores, role="param"):
+    """Inherits axes and mode."""
+
+
+class DecodedScores(Scores):
+    mode = 2
+
+
+def test_a_users_class_reads_like_ours() -> None:
+    for one in (Scores, Scores(), StoredScores, StoredScores()):
+        assert one.axes == [sw.BATCH, sw.HEAD, EMPTY, [sw.KV_LENGTH, sw.HEAD_DIM]]
+        assert one.mode == sw.MODE_PREFILL
+    assert Scores.role is None
+    assert StoredScores.role is Role.PARAM
+    assert DecodedScores.axes == Scores.axes
+    assert DecodedScores.mode == DecodedScores().mode == 2
+
+
+def test_a_users_class_hashes_compares_and_pickles() -> None:
+    assert pickle.loads(pickle.dumps(Scores())) == Scores()
+    assert Scores() != StoredScores()
+    assert len({Scores(), Scores(), StoredScores()}) == 2
+
+
+def test_a_users_subclass_of_a_weight_layout_has_its_own_meaning() -> None:
+    class Wide(sw.ColumnWise):
+        axes = (FSDP, TP)
+
+    assert Wide.means == ()
+    assert Wide.role is Role.PARAM
+    assert sw.ColumnWise.axes == [[FSDP, SP], TP]
+
+
+def test_the_base_class_takes_axes_and_a_mode() -> None:
+    made = sw.DynamicShardingAxes([sw.BATCH, None, [FSDP, SP]], mode=1)
+    assert made.axes == [sw.BATCH, EMPTY, [FSDP, SP]]
+    assert made.mode == 1
+    assert sw.DynamicShardingAxes([sw.BATCH], "decode").mode == sw.MODE_DECODE
+    assert sw.DynamicShardingAxes([sw.BATCH]).mode == sw.MODE_TRAIN
+    assert sw.DynamicShardingAxes(axes=[sw.BATCH], mode=0) == sw.DynamicShardingAxes((sw.BATCH,), 0)
+    assert pickle.loads(pickle.dumps(made)) == made
+
+
+def test_a_layout_takes_another_mode_but_keeps_its_axes() -> None:
+    assert sw.HiddenStateSharding(mode="decode").mode == sw.MODE_DECODE
+    assert sw.HiddenStateSharding.mode == 1
+    with pytest.raises(sw.StrategyError, match="ColumnWise has the axes") as caught:
+        sw.ColumnWise([TP, FSDP])
+    assert "DynamicShardingAxes(axes, mode)" in caught.value.fix
+
+
+@pytest.mark.parametrize("mode", ["training", "", None, 1.0, True])
+def test_an_unknown_mode_is_refused(mode: Any) -> None:
+    with pytest.raises(sw.StrategyError, match="unknown mode"):
+        sw.DynamicShardingAxes([sw.BATCH], mode)
+    with pytest.raises(sw.StrategyError, match="unknown mode"):
+        sw.DynamicShardingAxes([sw.BATCH])._replace(mode=mode)
+
+
+ROWS = sw.DynamicShardingAxes([sw.BATCH, sw.EMBED], "train")
+CHANGES: list[tuple[dict[str, Any], sw.DynamicShardingAxes]] = [
+    ({"mode": "decode"}, sw.DynamicShardingAxes([sw.BATCH, sw.EMBED], "decode")),
+    ({"axes": [sw.BATCH, None]}, sw.DynamicShardingAxes([sw.BATCH, None], "train")),
+    ({"axes": [[FSDP, SP], TP], "mode": 1}, sw.DynamicShardingAxes([[FSDP, SP], TP], 1)),
+    ({}, ROWS),
+]
+
+
+@pytest.mark.parametrize(("change", "wanted"), CHANGES)
+def test_replace_and_make_normalize(change: dict[str, Any], wanted: sw.DynamicShardingAxes) -> None:
+    found = [
+        ROWS._replace(**change),
+        sw.DynamicShardingAxes._make({"axes": ROWS[0], "mode": ROWS[1], **change}.values()),
+    ]
+    if sys.version_info >= (3, 13):
+        found.append(copy.replace(ROWS, **change))
+    for one in found:
+        assert (type(one), tuple(one), hash(one)) == (type(wanted), tuple(wanted), hash(wanted))
+        assert sw.explain(one, sw.PartitionAxis().compile(), {"tp": 2}, shape=(8, 8)).ok
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "says"),
+    [
+        (ROWS, {"axes": sw.BATCH}, "the axes of a layout are '__BATCH__', not a list"),
+        (ROWS, {"axes": [sw.BATCH, 3]}, "3 is no dim of a layout"),
+        (ROWS, {"axes": [[sw.BATCH, EMPTY]]}, "a composite may not contain EMPTY"),
+        (ROWS, {"mode": "training"}, "unknown mode 'training'"),
+        (sw.ColumnWise(), {"axes": [TP, FSDP]}, "ColumnWise has the axes FSDP"),
+    ],
+)
+def test_replace_and_make_raise_like_a_call(layout: Any, change: dict[str, Any], says: str) -> None:
+    values = {"axes": layout[0], "mode": layout[1], **change}
+    for call in (
+        lambda: type(layout)(**values),
+        lambda: layout._replace(**change),
+        lambda: layout._make(values.values()),
+    ):
+        with pytest.raises(sw.StrategyError, match=says):
+            call()
+
+
+@pytest.mark.parametrize("values", [(), ([sw.BATCH],), ([sw.BATCH], "train", "more")])
+def test_make_takes_axes_and_a_mode(values: Any) -> None:
+    with pytest.raises(
+        sw.StrategyError, match=f"_make takes axes and a mode, got {len(values)} values"
+    ):
+        sw.DynamicShardingAxes._make(values)
+
+
+def test_a_named_layout_keeps_its_class() -> None:
+    made = sw.ColumnWise()._replace(mode="decode")
+    assert (type(made), made.mode) == (sw.ColumnWise, sw.MODE_DECODE)
+
+
+def test_a_class_of_unknown_mode_is_refused_where_it_is_written() -> None:
+    with pytest.raises(sw.StrategyError, match="unknown mode 'trian'"):
+
+        class Bad(sw.DynamicShardingAxes):
+            axes = (sw.BATCH,)
+            mode = "trian"
+
+
+def test_the_base_class_needs_axes() -> None:
+    with pytest.raises(sw.StrategyError, match="DynamicShardingAxes needs axes"):
+        sw.DynamicShardingAxes()
+
+
+@pytest.mark.parametrize("name", ["axes", "mode"])
+def test_a_layout_cannot_be_changed(name: str) -> None:
+    made = sw.HiddenStateSharding()
+    with pytest.raises(AttributeError, match=r"set|attribute|frozen"):
+        setattr(made, name, "decode")
+    assert made.mode == 1
+    assert made.axes == [sw.BATCH, sw.QUERY_LENGTH, sw.EMBED]

@@ -1,0 +1,22 @@
+"""Runtime modes: their exact strings and what people call them."""
+
+from __future__ import annotations
+
+import pytest
+
+import shardwright as sw
+from shardwright.vocabulary.modes import MODE_NAMES, MODES, mode_name, parse_mode
+
+
+def test_every_mode_has_one_name_in_the_order_of_the_modes() -> None:
+    assert MODE_NAMES == ("train", "prefill", "decode", "insert") == tuple(map(mode_name, MODES))
+    assert tuple(map(parse_mode, MODE_NAMES)) == tuple(map(parse_mode, MODES)) == MODES
+
+
+@pytest.mark.parametrize("mode", ["decoding", "Decode", "", None, 1])
+def test_what_is_no_mode_is_refused(mode: object) -> None:
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"unknown mode .*\n  fix   .*modes are train, prefill, decode, insert",
+    ):
+        parse_mode(mode)  # type: ignore[arg-type]
