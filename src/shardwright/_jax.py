@@ -186,10 +186,12 @@ def watch_compilations() -> Iterator[Compilations]:
         if threading.get_ident() == thread and event in _EVENTS:
             getattr(found, _EVENTS[event]).append(str(about.get("fun_name", "?")))
 
-    handler = logging.Handler()
-    handler.emit = lambda record: (
-        found.reasons.append(record.getMessage()) if "CACHE MISS" in record.getMessage() else None
-    )  # type: ignore[method-assign]
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "CACHE MISS" in record.getMessage():
+                found.reasons.append(record.getMessage())
+
+    handler = Handler()
     jax.monitoring.register_event_duration_secs_listener(note)
     log.addHandler(handler)
     try:

@@ -233,9 +233,8 @@ class _Local:
         for first in self.first_rows:
             q = _ranges(first, self.q_length, self.plan.q_block)
             kv = _ranges(0, self.kv_length, self.plan.kv_block)
-            seen = ~block_is_empty(
-                self.plan.rules, tuple(x[:, None] for x in q), tuple(x[None] for x in kv)
-            )  # type: ignore[arg-type]
+            q_rows, kv_columns = tuple(x[:, None] for x in q), tuple(x[None] for x in kv)
+            seen = ~block_is_empty(self.plan.rules, q_rows, kv_columns)  # type: ignore[arg-type]
             seen = np.broadcast_to(seen, (q_blocks, kv_blocks))
             most = max(most, int(seen.sum(axis=0 if keys_outside else 1).max()))
         return most
