@@ -34,6 +34,8 @@ QUICK: Final[dict[str, bool | int]] = {
     **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
 }
 OUTPUTS: Final = ("o", "lse")
+# Half a unit in the last place of a float32 number between 1 and 2.
+FLOAT32_UNIT: Final = 2.0**-24
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,18 @@ class Tolerances:
             backward=self.backward * factor,
             relative=self.relative * factor,
         )
+
+    def with_logits(self, spread: float) -> Tolerances:
+        """Add what rounding a float32 logit costs: a unit in the last place of the largest one.
+
+        The largest of normal logits is about 4 standard deviations. An error of the logit is a relative
+        error of its probability.
+
+        Args:
+          spread: Standard deviation of the logits.
+        """
+        unit = 4 * spread * FLOAT32_UNIT
+        return dataclasses.replace(self, forward=self.forward + unit, backward=self.backward + unit)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -203,7 +217,7 @@ def check(
             f"{cell}: {name}",
             found[name],
             wanted[name],
-            tolerances.times(case.slack),
+            tolerances.times(case.slack).with_logits(case.spread),
             "float32" if dtypes == {"float32"} else "bfloat16",
         )
     return ()
