@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax
 from shardwright.caches.base import KVCache
@@ -16,6 +16,7 @@ from shardwright.caches.sharding import Shards, entries
 from shardwright.errors import CacheError
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
+from shardwright.manager.shards import call_on_shards
 from shardwright.reshard.plan import Move, MoveKind, find_moves, run_moves
 from shardwright.resolution.partition_specs import entry_names, spec_of, spec_text
 from shardwright.vocabulary.modes import mode_name, parse_mode
@@ -254,17 +255,16 @@ _donating = functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)(
 
 
 def _move(x: jax.Array, array: ArrayMoves, mesh: Mesh | AbstractMesh) -> jax.Array:
-    ambient = _jax.ambient_mesh()
     if array.moves:
         sizes = dict(mesh.shape)
-        if AxisType.Explicit in (ambient or mesh).axis_types:
-            x = constraint.place(x, constraint.make_placement(array.source, mesh, ambient))
-        over = _jax.call_shard_map(
+        x = call_on_shards(
             lambda shard: run_moves(shard, array.moves, sizes),
-            mesh=None if ambient is not None else mesh,
-            in_specs=(array.source,),
+            (x,),
+            (array.source,),
             out_specs=array.target,
+            mesh=mesh,
         )
-        x = over(x)
-    laid: jax.Array = constraint.place(x, constraint.make_placement(array.target, mesh, ambient))
+    laid: jax.Array = constraint.place(
+        x, constraint.make_placement(array.target, mesh, _jax.ambient_mesh())
+    )
     return laid

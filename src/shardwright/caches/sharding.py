@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardwright import _jax
 from shardwright.caches.row_order import RowOrder
 from shardwright.errors import CacheError
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
+from shardwright.manager.shards import call_on_shards
 from shardwright.resolution.partition_specs import entry_names
 from shardwright.vocabulary.axes import KV_LENGTH, Role
 
@@ -110,16 +111,8 @@ class Shards:
         """
         if self.manager is None:
             return local(*arguments)
-        ambient = _jax.ambient_mesh()
-        if AxisType.Explicit in (ambient or self.manager.mesh).axis_types:
-            # Over Explicit axes shard_map takes no argument that lies elsewhere.
-            arguments = [
-                jax.tree.map(self.lay, arg, specs)
-                for arg, specs in zip(arguments, in_specs, strict=True)
-            ]
-        mesh = None if ambient is not None else self.manager.mesh
-        return _jax.call_shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs)(
-            *arguments
+        return call_on_shards(
+            local, arguments, in_specs, out_specs=out_specs, mesh=self.manager.mesh
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardwright import _jax
 from shardwright.errors import (
@@ -25,6 +25,7 @@ from shardwright.errors import (
 )
 from shardwright.manager import constraint, context
 from shardwright.manager.manual_gather import Input, Inputs
+from shardwright.manager.shards import place_for_shard_map
 from shardwright.resolution.decide import lost_entry_fix, unknown_axis
 from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
 from shardwright.resolution.partition_specs import canonical_spec, entry_names, entry_of
@@ -139,14 +140,7 @@ class SemanticShardMap:
         ambient = _jax.ambient_mesh()
         manual = self.manual_axes(ambient)
         mesh = constraint.mesh_here(self.mesh, ambient)
-        if AxisType.Explicit in (mesh if ambient is None else ambient).axis_types:
-
-            def placed(x: Any, spec: PartitionSpec) -> Any:
-                return constraint.place(x, constraint.make_placement(spec, mesh, ambient))
-
-            args = tuple(
-                jax.tree.map(placed, arg, specs) for arg, specs in zip(args, in_specs, strict=True)
-            )
+        args = place_for_shard_map(args, in_specs, mesh=mesh)
         return args, None if manual else mesh
 
     def _outputs(

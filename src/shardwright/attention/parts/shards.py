@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardwright import _jax
 from shardwright.attention.call import AttentionCall, KVHeads, Operands, Result
-from shardwright.manager import constraint
+from shardwright.manager.shards import place_for_shard_map
 from shardwright.resolution.partition_specs import spec_of
 
 
@@ -85,12 +85,8 @@ def place_all(
     arguments: list[Any], in_specs: list[PartitionSpec], call: AttentionCall
 ) -> list[Any]:
     """Return global arrays that lie as `shard_map` wants them: over Explicit mesh axes it moves nothing by itself."""
-    ambient = _jax.ambient_mesh()
     assert call.mesh is not None
-    if AxisType.Explicit not in (ambient or call.mesh).axis_types:
-        return arguments
-    placed = (constraint.make_placement(spec, call.mesh, ambient) for spec in in_specs)
-    return [constraint.place(x, where) for x, where in zip(arguments, placed, strict=True)]
+    return list(place_for_shard_map(arguments, in_specs, mesh=call.mesh))
 
 
 def shard_over(
