@@ -1,4 +1,4 @@
-"""The pictures of the pages are what `python -m tools.pictures` draws."""
+"""`python -m tools.pictures` draws the pictures in docs/pictures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tools.pictures.svg import Picture
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_what_its_script_draws(name: str, golden: Golden) -> None:
-    drawn = PICTURES[name]()
-    golden.file(FOLDER / f"{name}.svg", drawn)
-    ET.fromstring(drawn)
-    assert "prefers-color-scheme: dark" in drawn
+def test_picture_matches_its_script(name: str, golden: Golden) -> None:
+    picture = PICTURES[name]()
+    golden.file(FOLDER / f"{name}.svg", picture)
+    ET.fromstring(picture)
+    assert "prefers-color-scheme: dark" in picture
 
 
 def test_every_picture_has_a_script() -> None:
@@ -29,7 +29,7 @@ def test_every_picture_has_a_script() -> None:
     assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(PICTURES)
 
 
-def test_the_devices_of_each_part_are_numbered() -> None:
+def test_devices_of_each_part() -> None:
     sharding = NamedSharding(cpu_mesh("fsdp:2,tp:4"), jax.P("fsdp"))
     assert holders(sharding, (4, 8)) == {
         ((0, 2), (0, 8)): [0, 1, 2, 3],
@@ -37,7 +37,7 @@ def test_the_devices_of_each_part_are_numbered() -> None:
     }
 
 
-def test_a_text_that_is_too_long_is_an_error() -> None:
+def test_too_long_text() -> None:
     picture = Picture(title="a & b", width=100, height=20)
     picture.text(0, 10, "x < y")
     assert "<title>a &amp; b</title>" in picture.render()

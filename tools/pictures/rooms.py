@@ -1,44 +1,43 @@
-"""The packages of shardwright from top to bottom: each imports only from those below it."""
+"""The rooms of shardwright from top to bottom: each imports only from those below it."""
 
 from __future__ import annotations
 
 from tools.pictures.svg import Box, Picture
 
+# What each room holds, the highest first; a test compares the names with the packages.
 ROOMS = (
     ("cli", "commands: explain, check, diff"),
     ("testing", "virtual devices, assertions, golden files"),
     ("interop", "names of other libraries, one package each"),
     ("serving", "engine, scheduler, sampling"),
-    ("layers", "norms, projections, rotary positions"),
+    ("layers", "rotary positions, quantized products"),
     ("attention", "one call, many kernels"),
     ("caches", "dense, sliding, 8 bits, paged"),
-    ("checkpoint", "save and restore by parts"),
-    ("reshard", "trees between strategies and meshes"),
-    ("plan", "memory, collectives, time; before a run"),
+    ("reshard", "moves of arrays between specs"),
+    ("plan", "memory, collectives, differences"),
     ("lints", "what is odd about a strategy"),
-    ("inference", "axes of models without annotations"),
     ("manager", "PartitionManager: shard, gather, explain"),
     ("strategy", "strategy files and presets"),
     ("trees", "annotated trees, optimizer state"),
     ("resolution", "axes, sizes and rules to a spec; pure"),
     ("mesh", "meshes and their text form"),
     ("vocabulary", "axes, modes, layouts"),
-    ("errors, _jax", "error classes; what differs in JAX"),
+    ("_jax, errors", "what differs in JAX; error classes"),
 )
 ROW = 30
 
 
 def draw() -> str:
-    """Return the picture: a row per package."""
+    """Return the picture: a row per room."""
     height = 92 + ROW * len(ROOMS)
-    title = "The packages of shardwright: each imports only from those below it"
+    title = "The rooms of shardwright: each imports only from those below it"
     picture = Picture(title=title, width=480, height=height)
-    picture.text(20, 32, "The packages, from users down to the vocabulary", kind="title")
+    picture.text(20, 32, "The rooms, from users down to the vocabulary", kind="title")
     picture.text(20, 54, "Imports go down only.", kind="soft")
     picture.arrow(28, 74, length=ROW * len(ROOMS) - 4)
-    for number, (name, holds) in enumerate(ROOMS):
+    for number, (name, content) in enumerate(ROOMS):
         y = 72 + ROW * number
         picture.box(Box(x=48, y=y, width=412, height=ROW - 4), kind="room", radius=4)
         picture.text(58, y + 17, name, kind="code bold")
-        picture.text(158, y + 17, holds)
+        picture.text(158, y + 17, content)
     return picture.render()
