@@ -181,9 +181,7 @@ def test_presets_without_an_action_lists_them(tmp_path: Path) -> None:
     assert run("presets --json", tmp_path) == run("presets list --json", tmp_path)
 
 
-@pytest.mark.parametrize(
-    "command", ["", "explain", "check", "diff", "presets", "schema", "completion"]
-)
+@pytest.mark.parametrize("command", ["", "explain", "check", "diff", "presets", "schema"])
 @pytest.mark.parametrize("columns", [60, 100])
 def test_help_follows_the_width_of_the_terminal(
     command: str, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,9 +60,6 @@ OTHERS: dict[str, str] = {
     "presets_list_narrow": "presets list --width 80",
     "presets_show": "presets show single",
     "presets_copy": "presets copy ddp mine.toml",
-    "completion_bash": "completion bash",
-    "completion_zsh": "completion zsh",
-    "completion_fish": "completion fish",
 }
 
 FILES: dict[str, str] = {

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 import shardwright as sw
-from shardwright.cli.main import COMMANDS
+from shardwright.cli.main import COMMANDS, parser
 from shardwright.strategy import files
 from tests.cli.cases import MESH, run
 
@@ -50,8 +50,6 @@ BAD = {
     "schema folder": "cannot write 'folder': is a directory",
     "schema pipe": "'pipe' is no file, and would be replaced by one\n  fix   choose another name, or print and redirect (>)",
     "check 'fsdp |'": "no preset ''",
-    "completion": "the following arguments are required: shell",
-    "completion tcsh": "invalid choice: 'tcsh'",
 }
 
 
@@ -297,3 +295,27 @@ def test_the_schema_accepts_presets_and_refuses_slips(tmp_path: Path) -> None:
         jsonschema.validate(sw.Strategy.preset(name).to_data(), schema)
     with pytest.raises(jsonschema.ValidationError, match="'ruls' was unexpected"):
         jsonschema.validate({"ruls": {}}, schema)
+
+
+# Shell completion.
+
+
+def test_one_parser_has_every_command() -> None:
+    text = parser().format_help()
+    assert [name for name in COMMANDS if name not in text] == []
+    arguments = parser().parse_args(["check", "ddp", "--tensors", "model.toml", "--strict"])
+    assert (arguments.strategies, arguments.tensors, arguments.strict) == (
+        ["ddp"],
+        "model.toml",
+        True,
+    )
+
+
+def test_parser_marks_files_for_completion() -> None:
+    marked = {
+        action.dest
+        for command in COMMANDS
+        for action in parser()._subparsers._group_actions[0].choices[command]._actions
+        if hasattr(action, "complete")
+    }
+    assert marked == {"strategies", "strategy", "tensors", "file"}

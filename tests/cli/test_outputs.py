@@ -22,7 +22,7 @@ def test_output_is_the_golden_one_and_keeps_to_the_width(
     line = (CASES | OTHERS)[name]
     text = shown(line, tmp_path)
     golden(text, name)
-    if "json" not in name and "completion" not in name:
+    if "json" not in name:
         width = 80 if "80" in line else WIDTH
         tables = [found for found in text.splitlines()[1:] if not MESSAGE.match(found)]
         assert [found for found in tables if len(found) > width] == []

@@ -6,6 +6,7 @@ cannot be asked (command line, file, mesh); 70 a defect of ours. The same for ev
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import os
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 
 from shardwright.errors import ShardingError, did_you_mean
 
-OK, PROBLEM, USAGE, DEFECT = 0, 1, 2, 70
+OK, USAGE, DEFECT = 0, 2, 70
 
 # One line per command: each is the module of that name beside this file, with `parser()` and `run(arguments)`.
 COMMANDS: dict[str, str] = {
@@ -25,7 +26,14 @@ COMMANDS: dict[str, str] = {
     "diff": "say which tensors lie differently under another strategy, mesh or mode",
     "presets": "list the strategies that come with the package, show or copy one",
     "schema": "write the JSON Schema of strategy files",
-    "completion": "write the completion script of a shell",
+}
+
+# How `shtab` completes an argument that is a file, by shell.
+_FILES = {
+    "bash": "_shtab_compgen_files",
+    "zsh": "_files",
+    "fish": "(__fish_complete_path (commandline -ct))",
+    "tcsh": "f",
 }
 
 
@@ -62,6 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception:
         return _defect()
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return one parser with all commands, for tools that read parsers, such as `shtab`."""
+    parent = argparse.ArgumentParser(prog="shardwright")
+    commands = parent.add_subparsers()
+    for name, what in COMMANDS.items():
+        command = importlib.import_module(f"shardwright.cli.{name}").parser()
+        for action in command._actions:
+            if action.metavar in ("FILE", "STRATEGY"):
+                action.complete = _FILES
+        commands.add_parser(name, help=what, parents=[command], add_help=False)
+    return parent
 
 
 def _defect() -> int:
