@@ -138,18 +138,6 @@ def test_keys_may_come_in_pieces() -> None:
         np.testing.assert_allclose(grad, want[1][name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_an_output_can_become_a_state_again() -> None:
-    operands, recipe = without(make_operands(), "bias", "mask"), RECIPES["full"]
-    o, lse = blockwise.attend(operands, recipe)
-    again, same = online_softmax.finish(
-        online_softmax.merge(
-            online_softmax.from_output(o, lse), online_softmax.start(operands.q, operands.v)
-        )
-    )
-    np.testing.assert_allclose(again, o, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(same, lse, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "mask",
     [

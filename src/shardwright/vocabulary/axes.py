@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any, Final, Literal, final
+from typing import Any, Final, final
 
 import jax
 import numpy as np
@@ -101,9 +101,6 @@ class Role(enum.StrEnum):
 
     # A role equals its text, and so must hash like it; it is also hashed in every look-up of a rule.
     __hash__ = str.__hash__
-
-
-RoleName = Role | Literal["activation", "param", "use", "state"]
 
 
 @final

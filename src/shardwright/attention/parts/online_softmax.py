@@ -94,18 +94,6 @@ def merge(a: Running, b: Running) -> Running:
     return Running(o=a.o * wa[..., None] + b.o * wb[..., None], m=top, l=a.l * wa + b.l * wb)
 
 
-def from_output(o: jax.Array, lse: jax.Array) -> Running:
-    """Return the state that an output stands for.
-
-    Args:
-      o: `[batch, q_length, heads, v_dim]`, normalised.
-      lse: `[batch, heads, q_length]`, -inf for a row without keys.
-    """
-    some = ~jnp.isneginf(lse)
-    o = jnp.where(some[..., None], jnp.swapaxes(o, 1, 2).astype(jnp.float32), 0.0)
-    return Running(o=o, m=jnp.where(some, lse, DEFAULT_MASK_VALUE), l=some.astype(jnp.float32))
-
-
 def add_sinks(state: Running, sinks: jax.Array) -> Running:
     """Return the state with each head's sink in it: a logit that takes weight and gives nothing. Once per row."""
     sink = sinks.astype(jnp.float32)[None, :, None]
