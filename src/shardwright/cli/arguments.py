@@ -6,7 +6,7 @@ import argparse
 import shutil
 import textwrap
 
-from shardwright.cli.inputs import read_count, read_name
+from shardwright.cli.inputs import read_count
 from shardwright.cli.show import LEAST_WIDTH
 from shardwright.resolution.tables import WIDTH
 
@@ -51,7 +51,7 @@ def wrapped(text: str, width: int) -> str:
 
 def add_strategies(parser: argparse.ArgumentParser, nargs: str, what: str) -> None:
     """Add the strategies that a command is about."""
-    parser.add_argument("strategies", nargs=nargs, type=read_name, metavar="STRATEGY", help=what)
+    parser.add_argument("strategies", nargs=nargs, metavar="STRATEGY", help=what)
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

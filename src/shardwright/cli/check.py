@@ -20,7 +20,6 @@ from shardwright.cli.arguments import (
 from shardwright.cli.inputs import (
     read_count,
     read_mesh_text,
-    read_name,
     read_strategy,
     strategy_names,
 )
@@ -52,7 +51,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--strategy",
         action="append",
-        type=read_name,
         metavar="STRATEGY",
         help="a strategy, as explain takes it; again: an overlay on the one before",
     )

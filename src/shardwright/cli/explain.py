@@ -12,7 +12,6 @@ from shardwright.cli.inputs import (
     Setting,
     read_axes,
     read_count,
-    read_name,
     read_setting,
     read_shape,
 )
@@ -81,7 +80,6 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--path",
-        type=read_name,
         metavar="PATH",
         help="the tensor's path, where a [[tensors]] entry may cover it",
     )

@@ -21,7 +21,7 @@ from shardwright.mesh.build import (
     parse_mesh,
     resolve_sizes,
 )
-from shardwright.strategy.limits import MOST_ELEMENTS, has_too_many_elements, is_text
+from shardwright.strategy.limits import MOST_ELEMENTS, has_too_many_elements
 from shardwright.vocabulary.annotations import merged, stacked
 from shardwright.vocabulary.axes import EMPTY, canonical_axis
 from shardwright.vocabulary.layouts import LAYOUTS
@@ -137,17 +137,6 @@ def read_count(text: str) -> int:
     return count
 
 
-def read_name(text: str) -> str:
-    """Return a name that can be shown. An argparse type.
-
-    Raises:
-      argparse.ArgumentTypeError: bytes that are no UTF-8.
-    """
-    if not is_text(text):
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is not UTF-8")
-    return text
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """Where questions are asked: a manager on an abstract mesh, and what it was called on the command line."""
@@ -250,19 +239,11 @@ def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> Mesh
     if text is None and (devices is None or not strategy.mesh):
         return None
     spec = (
-        parse_mesh(_checked(text))
+        parse_mesh(text)
         if text is not None
         else parse_mesh(dict(strategy.mesh), dcn=dict(strategy.dcn) or None)
     )
     return spec if devices is None else resolve_sizes(spec, devices)
-
-
-def _checked(text: str) -> str:
-    if not is_text(text):
-        raise MeshSpecError(
-            f"{text!r:.80} is not UTF-8", fix="name mesh axes with letters, such as dp:2,tp:4"
-        )
-    return text
 
 
 def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) -> AbstractMesh:
@@ -275,7 +256,7 @@ def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) 
         raise MeshSpecError(
             f"strategy {label} has no [mesh]", fix="say which mesh: --mesh dp:2,tp:4"
         )
-    asked: Any = _checked(text) if text is not None else dict(strategy.mesh)
+    asked: Any = text if text is not None else dict(strategy.mesh)
     if text is None and devices is None and INFER in strategy.mesh.values():
         name = next(axis for axis, size in strategy.mesh.items() if size == INFER)
         raise MeshSpecError(

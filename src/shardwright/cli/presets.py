@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
-from shardwright.cli.inputs import read_name, unreadable
+from shardwright.cli.inputs import unreadable
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.errors import StrategyError, did_you_mean
 from shardwright.resolution.tables import table
@@ -34,13 +34,10 @@ def parser() -> argparse.ArgumentParser:
     )
     actions = "list them (the default); show one as it is written; copy one to a file"
     made.add_argument("action", nargs="?", choices=_ACTIONS, default="list", help=actions)
-    made.add_argument(
-        "preset", nargs="?", type=read_name, metavar="PRESET", help="which one to show or copy"
-    )
+    made.add_argument("preset", nargs="?", metavar="PRESET", help="which one to show or copy")
     made.add_argument(
         "file",
         nargs="?",
-        type=read_name,
         metavar="FILE",
         help="where to copy it to (default: PRESET.toml)",
     )

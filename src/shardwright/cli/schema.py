@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from shardwright.cli.arguments import EXIT_CODES, make_parser
-from shardwright.cli.inputs import read_name, unreadable
+from shardwright.cli.inputs import unreadable
 from shardwright.cli.show import print_lines
 from shardwright.strategy import files
 
@@ -31,7 +31,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "file",
         nargs="?",
-        type=read_name,
         metavar="FILE",
         help="where to write it, whole or not at all (default: print it)",
     )

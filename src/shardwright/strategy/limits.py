@@ -19,7 +19,6 @@ from shardwright.strategy.origin import KeyPath, Origin, source_of, where
 DEEPEST = 64
 # What a dim can be at most, in JAX and in XLA; an array of more elements than this has no address.
 MOST_ELEMENTS = 2**63 - 1
-_SURROGATE = re.compile("[\ud800-\udfff]")
 LONGEST_FILE = 1_000_000
 LONGEST_KEY = 256
 LONGEST_VALUE = 10_000
@@ -111,10 +110,9 @@ def _problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
         path, value = waiting.pop()
         what, fix = _fault(path, value)
         if what:
-            # A path of a thousand keys, or of keys that cannot be shown, is no help.
-            shown = ".".join(key[:LONGEST_KEY] for key in path[:4] if is_text(key)) + (
-                "..." if len(path) > 4 else ""
-            )
+            # A path of a thousand keys does not help.
+            shown = ".".join(key[:LONGEST_KEY] for key in path[:4])
+            shown += "..." if len(path) > 4 else ""
             yield Problem(
                 error=StrategyError,
                 what=what,
@@ -128,11 +126,6 @@ def _problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
 
 
 def _fault(path: KeyPath, value: Any) -> tuple[str, str]:
-    if path and not is_text(path[-1]):
-        return (
-            f"the key {path[-1]!r:.80} has a character that is no text (half of a surrogate pair)",
-            "use letters, digits and _",
-        )
     if path and len(path[-1]) > LONGEST_KEY:
         return (
             f"a key has {len(path[-1])} characters, at most {LONGEST_KEY} are read",
@@ -142,11 +135,6 @@ def _fault(path: KeyPath, value: Any) -> tuple[str, str]:
         return (
             f"a text has {len(value)} characters, at most {LONGEST_VALUE} are read",
             "use a shorter text",
-        )
-    if isinstance(value, str) and not is_text(value):
-        return (
-            f"{value!r:.80} has a character that is no text (half of a surrogate pair)",
-            "use letters, digits and _",
         )
     if isinstance(value, int) and abs(value) > MOST_ELEMENTS:
         return (
@@ -163,8 +151,3 @@ def has_too_many_elements(shape: Iterable[int]) -> bool:
     sizes = list(shape)
     products = itertools.accumulate(sizes, operator.mul)
     return 0 not in sizes and any(product > MOST_ELEMENTS for product in products)
-
-
-def is_text(text: str) -> bool:
-    """Tell whether text can be written as UTF-8: JSON's escapes and undecodable arguments may hold halves of surrogate pairs."""
-    return _SURROGATE.search(text) is None
