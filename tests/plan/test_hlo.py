@@ -67,14 +67,14 @@ def test_a_frame_is_the_caller_s_line_not_ours() -> None:
     )
     w = pm.abstract(sw.ArraySpec((64, 16), jnp.float32, (sw.EMBED, sw.EMPTY)))
     text = jax.jit(lambda w: pm.gather(w, sw.EMBED, sw.EMPTY) * 2).lower(w).compile().as_text()
-    assert "shardwright/placement.py" in text
+    assert "shardwright/manager/constraint.py" in text
     frames = parse_hlo(text).frames
     files = [frame.partition(":")[0] for frame in frames.values()]
     assert files.count(__file__) > 3, "this line, and ours that stand for it"
     assert not [
         file
         for file in files
-        if "/shardwright/" in file and file.endswith(("placement.py", "manager.py"))
+        if "/shardwright/" in file and file.endswith(("constraint.py", "manager.py"))
     ]
 
 

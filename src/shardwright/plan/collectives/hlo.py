@@ -23,7 +23,8 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = ")
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 _OPERAND = re.compile(r"%([^\s,()]+)")
-_OWN = str(Path(__file__).parents[1]) + "/"
+# Our own package: `shardwright/`, two folders above this one.
+_OWN = str(Path(__file__).parents[2]) + "/"
 # What comes with Python or was installed into it: a line of it says little to whoever wrote the program.
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
