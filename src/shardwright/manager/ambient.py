@@ -73,7 +73,7 @@ def current_mesh() -> Mesh | AbstractMesh | None:
 
 
 def current_mesh_has(*names: str) -> bool:
-    """Tell whether the current mesh has all of these axes. Without a mesh the answer is False.
+    """Tell whether the current mesh has all of these axes. Without a mesh there are none.
 
     Raises:
       MeshSpecError: a name is not a string.
@@ -83,4 +83,4 @@ def current_mesh_has(*names: str) -> bool:
             fix = 'pass the names one by one, as in ("dp", "tp")'
             raise MeshSpecError(f"{name!r} is not the name of a mesh axis", fix=fix)
     mesh = current_mesh()
-    return mesh is not None and set(names) <= set(mesh.axis_names)
+    return set(names) <= set(() if mesh is None else mesh.axis_names)
