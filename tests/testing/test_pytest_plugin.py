@@ -30,6 +30,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
 MESHES = """
 import jax, pytest
 import shardwright as sw
+from shardwright.manager import context
 
 @pytest.mark.mesh("dp:2,tp:4", "dp:8", axis_types=["auto", "explicit"])
 def test_several(mesh):
@@ -61,7 +62,7 @@ class TestClass:
         print("LIES", dict(mesh.shape))
 
     def test_without(self):
-        assert sw.context.current() is None and jax.sharding.get_mesh().empty
+        assert context.current() is None and jax.sharding.get_mesh().empty
 
 def test_plain():
     assert jax.sharding.get_abstract_mesh().empty
@@ -130,6 +131,7 @@ def test_xdist_gives_every_worker_its_devices(run: Run) -> None:
 REFUSED = """
 import jax, pytest
 import shardwright as sw
+from shardwright.manager import context
 
 def test_no_marker(mesh): ...
 
@@ -177,7 +179,7 @@ def test_leaves_a_legacy_mesh():
     sw.create_mesh("ep:2").__enter__()
 
 def test_nothing_is_left():
-    assert jax.sharding.get_abstract_mesh().empty and sw.context.current() is None and sw.context.depth() == 0
+    assert jax.sharding.get_abstract_mesh().empty and context.current() is None and context.depth() == 0
     assert jax.jit(lambda x: x)(1.0).sharding.device_set == {jax.devices()[0]}
 """
 SAYS = {
