@@ -56,7 +56,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mode": None}, "attention needs a mode, and neither the call nor a manager says one"),
     ({"mode": "insert"}, "insert moves rows of a cache and attends to nothing"),
     ({"window": 4}, "window=4 is not a pair of lengths"),
-    ({"chunk": 0}, "chunk=0 is not a length"),
+    ({"chunk": 0}, "chunk must be a positive integer, got 0"),
     (
         {"mask": of(2, 6, 6, dtype=jnp.bool_)},
         "mask: mask has shape (2, 6, 6), and the logits are [batch, heads, q_length, kv_length] = (2, 4, 6, 6)",

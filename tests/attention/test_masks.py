@@ -208,10 +208,10 @@ def test_limits_of_lengths() -> None:
         ),
         (
             lambda: masks.chunk(0),
-            "chunk=0 is not a length\n  fix   pass the number of positions per chunk, such as 8192",
+            "chunk must be a positive integer, got 0\n  fix   pass the number of positions per chunk, such as 8192",
         ),
-        (lambda: masks.chunk(True), "chunk=True is not a length"),
-        (lambda: masks.chunk(4.0), "chunk=4.0 is not a length"),  # type: ignore[arg-type]
+        (lambda: masks.chunk(True), "chunk must be a positive integer, got True"),
+        (lambda: masks.chunk(4.0), "chunk must be a positive integer, got 4.0"),  # type: ignore[arg-type]
         (
             lambda: masks.chunk(4) & masks.chunk(6),
             "chunks of 4 and of 6 positions do not nest\n  fix   use lengths of which one divides",

@@ -100,9 +100,12 @@ def test_operations(name: str) -> None:
 
 MAKING: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"kind": "dens"}, "'dens' is no kind of cache\n  fix   did you mean 'dense'"),
-    "size": ({"kv_heads": 0}, "kv_heads=0"),
-    "no capacity": ({"capacity": None}, "capacity=None"),
-    "truth": ({"batch": True}, "batch=True"),
+    "size": (
+        {"kv_heads": 0},
+        "^kv_heads must be a positive integer, got 0\n  fix   pass kv_heads=1$",
+    ),
+    "no capacity": ({"capacity": None}, "capacity must be a positive integer, got None"),
+    "truth": ({"batch": True}, "batch must be a positive integer, got True"),
     "window": (
         {"kind": "sliding", "window": 5},
         "a window of 5 positions needs as many rows, and there are 4",

@@ -45,15 +45,30 @@ def manager_of(mesh: str) -> sw.PartitionManager:
 MAKING: dict[str, tuple[dict[str, Any], str]] = {
     "no kind": ({"kind": None}, "kind: None is no kind of cache\n  fix   kinds are dense"),
     "order": ({"order": "interleaved"}, r"order='interleaved'\n  fix   pass caches.RowOrder"),
-    "order of fractions": ({"order": RowOrder(block=2.0, shards=2)}, "block=2.0 of a RowOrder"),  # type: ignore[arg-type]
-    "order of truth": ({"order": RowOrder(block=True)}, "block=True of a RowOrder"),
+    "order of fractions": (
+        {"order": RowOrder(block=2.0, shards=2)},
+        "block must be a positive integer, got 2.0",
+    ),  # type: ignore[arg-type]
+    "order of truth": (
+        {"order": RowOrder(block=True)},
+        "block must be a positive integer, got True",
+    ),
     "order without a block": (
         {"order": RowOrder(shards=2)},
         r"RowOrder\(shards=2\) does not say in blocks of how many rows",
     ),
-    "page_size of text": ({"kind": "paged", "page_size": "4"}, "page_size: page_size='4'"),
-    "page_size of truth": ({"kind": "paged", "page_size": True}, "page_size: page_size=True"),
-    "half a page": ({"kind": "paged", "page_size": 2, "pages": 2.5}, "pages: pages=2.5"),
+    "page_size of text": (
+        {"kind": "paged", "page_size": "4"},
+        "^page_size must be a positive integer, got '4'\n  fix   pass page_size=4",
+    ),
+    "page_size of truth": (
+        {"kind": "paged", "page_size": True},
+        "page_size must be a positive integer, got True",
+    ),
+    "half a page": (
+        {"kind": "paged", "page_size": 2, "pages": 2.5},
+        "pages must be a positive integer, got 2.5\n  fix   pass pages=2",
+    ),
     "a list": ({"kind": "quantized", "stored": ["int8"]}, r"stored: stored=\['int8'\]"),
 }
 
@@ -125,19 +140,19 @@ NUMBERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "group of a fraction": (
         lambda cache: cache.reorder([0, 0], group=2.0),
-        "group is float, not a whole number",
+        "group must be a positive integer, got 2.0",
     ),
     "group of truth": (
         lambda cache: cache.reorder([0, 0], group=True),
-        "group is bool, not a whole number",
+        "group must be a positive integer, got True",
     ),
     "group as text": (
         lambda cache: cache.reorder([0, 0], group="2"),
-        "group is str, not a whole number",
+        "group must be a positive integer, got '2'",
     ),
     "group of the program's": (
         lambda cache: cache.reorder([0, 0], group=cache.length[0]),
-        "not a whole number\n  fix   it is static",
+        "^group must be a positive integer, got .*\n  fix   pass a Python int",
     ),
 }
 
@@ -258,7 +273,8 @@ def test_attention_to_what_is_no_cache(cache: Any) -> None:
 @pytest.mark.parametrize("q_length", [0, -1, 2.0, True])
 def test_positions_of_no_rows(q_length: Any) -> None:
     with pytest.raises(
-        AttentionError, match=f"q_length={q_length}\n  fix   pass the number of rows"
+        AttentionError,
+        match=f"q_length must be a positive integer, got {q_length}\n  fix   pass the number of rows",
     ):
         next_positions(make(), q_length=q_length)
 

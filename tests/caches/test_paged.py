@@ -180,8 +180,8 @@ def test_the_policy_error_raises_whatever_is_refused() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no rows": ({"page_size": 0}, "page_size: page_size=0\n  fix   pass a whole number"),
-    "no pages": ({"pages": 0}, "pages: pages=0\n  fix   pass a whole number"),
+    "no rows": ({"page_size": 0}, "page_size must be a positive integer, got 0"),
+    "no pages": ({"pages": 0}, "pages must be a positive integer, got 0"),
     "ring": ({"overflow": "ring"}, "a paged cache cannot be a ring"),
     "order": ({"order": RowOrder(block=2, shards=2)}, "pages hold rows in order"),
 }

@@ -477,7 +477,7 @@ def test_a_stored_weight_is_annotated_like_the_weight() -> None:
 @pytest.mark.parametrize("bits", [3, 9, 16, 0, -8, 8.0, "8", True])
 def test_other_bits_are_refused(bits: Any) -> None:
     with pytest.raises(
-        sw.LayerError, match=re.escape(f"bits is {bits!r}: a quantised dot has 4 to 8")
+        sw.LayerError, match=re.escape(f"bits must be an integer from 4 to 8, got {bits!r}")
     ):
         quantised_dot_general(jnp.ones((2, 2)), jnp.ones((2, 2)), MATMUL, bits=bits)
 

@@ -316,7 +316,7 @@ def test_inferred_sizes_use_every_device_or_are_refused(dp: int, tp: int, count:
             8,
             "dcn part 2 does not divide dp = 1 (totals include the slices)\n",
         ),
-        ("dp:-1", 0, "a mesh needs a positive number of devices, not 0\n"),
+        ("dp:-1", 0, "devices must be a positive integer, got 0\n"),
     ],
 )
 def test_sizes_that_do_not_fit(text: str, count: int, message: str) -> None:
@@ -564,7 +564,7 @@ BAD_CALLS: list[tuple[Any, str]] = [
         "axis_types['dp'] is 1, neither auto nor explicit\n",
     ),
     (lambda: create_mesh("dp:2", backend="abacus"), "no devices of backend 'abacus'\n"),
-    (lambda: create_mesh("dp:2", devices=[]), "a mesh needs a positive number of devices, not 0\n"),
+    (lambda: create_mesh("dp:2", devices=[]), "devices must be a positive integer, got 0\n"),
     (lambda: create_mesh("dp:2", devices=2), "devices is 2, not a sequence of devices\n"),
     (
         lambda: create_mesh("dp:2", devices=8.0),
@@ -617,7 +617,7 @@ BAD_CALLS: list[tuple[Any, str]] = [
     ),
     (
         lambda: abstract_mesh("fsdp:-1", devices=[1]),
-        "a mesh needs a positive number of devices, not [1]\n",
+        "devices must be a positive integer, got [1]\n",
     ),
     (lambda: mesh_sizes("dp:2,tp:4"), "'dp:2,tp:4' of type str is no mesh\n"),
     (lambda: mesh_sizes(["dp"]), "['dp'] of type list is no mesh\n"),
@@ -630,7 +630,7 @@ BAD_CALLS: list[tuple[Any, str]] = [
         lambda: mesh_sizes(AbstractMesh((2,), ("a b",), axis_types=(AxisType.Auto,))),
         "mesh axis name 'a b' contains ' '",
     ),
-    (lambda: virtual_devices(0), "0 virtual devices\n"),
+    (lambda: virtual_devices(0), "count must be a positive integer, got 0\n"),
 ]
 
 

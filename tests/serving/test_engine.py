@@ -264,9 +264,12 @@ def test_the_report_counts() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"slots": 0}, "slots=0"),
-        ({"slots": True, "queue": 1.5}, "(?s)2 problems.*slots=True.*queue=1.5"),
-        ({"prefill_chunk": -1}, "prefill_chunk=-1"),
+        ({"slots": 0}, "slots must be a positive integer, got 0"),
+        (
+            {"slots": True, "queue": 1.5},
+            "(?s)2 problems.*slots must be .*got True.*queue must be .*got 1.5",
+        ),
+        ({"prefill_chunk": -1}, "prefill_chunk must be a positive integer, got -1"),
         (
             {"cache_options": {"overflow": "error"}},
             'overflow="error" raises inside a compiled step',

@@ -20,15 +20,21 @@ from shardwright.serving import Request, Sampling
         ({"prompt": [2**31]}, "prompt: token 0 is 2147483648"),
         ({"prompt": [1.5]}, r"prompt: prompt=\[1.5\]"),
         ({"prompt": [True]}, "prompt: token 0 is True"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"max_new_tokens": True}, "max_new_tokens=True"),
+        (
+            {"max_new_tokens": 0},
+            "^max_new_tokens must be a positive integer, got 0\n  fix   pass max_new_tokens=1$",
+        ),
+        ({"max_new_tokens": True}, "max_new_tokens must be a positive integer, got True"),
         ({"stop": "END"}, "stop='END'"),
         ({"stop": [[]]}, "stop: no tokens"),
         ({"stop": ["END"]}, "stop='END'"),
         ({"stop": [True]}, "stop: token 0 is True"),
         ({"sampling": 0.5}, "sampling=0.5"),
         ({"on_token": 3}, "on_token=3"),
-        ({"prompt": [], "max_new_tokens": -2}, "(?s)2 problems.*no tokens.*max_new_tokens=-2"),
+        (
+            {"prompt": [], "max_new_tokens": -2},
+            "(?s)2 problems.*no tokens.*max_new_tokens must be a positive integer, got -2",
+        ),
     ],
 )
 def test_bad_requests(fields: dict[str, Any], says: str) -> None:
@@ -42,11 +48,14 @@ def test_bad_requests(fields: dict[str, Any], says: str) -> None:
         ({"temperature": -0.1}, "temperature=-0.1"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": float("inf")}, "temperature=inf"),
-        ({"top_k": 0}, "top_k=0"),
+        (
+            {"top_k": 0},
+            "top_k must be an integer from 1 to 2147483647, got 0\n  fix   pass a number of tokens, or None for all",
+        ),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.1}, "top_p=1.1"),
-        ({"seed": 2**32}, "seed=4294967296"),
-        ({"seed": -1, "top_k": 1.5}, "(?s)2 problems.*top_k=1.5.*seed=-1"),
+        ({"seed": 2**32}, "seed must be an integer from 0 to 4294967295, got 4294967296"),
+        ({"seed": -1, "top_k": 1.5}, "(?s)2 problems.*got 1.5.*got -1"),
     ],
 )
 def test_bad_sampling(fields: dict[str, Any], says: str) -> None:

@@ -401,7 +401,7 @@ def test_a_program_that_does_something_else(name: str, golden: Golden) -> None:
 @pytest.mark.parametrize("count", ["1", (1, 100), 1.0, True])
 @pytest.mark.parametrize("name", ["all_reduce", "bytes"])
 def test_a_count_is_a_whole_number_or_a_range(name: str, count: Any) -> None:
-    says = rf"{name}={re.escape(repr(count))} is neither a whole number nor a range: write {name}=1, or {name}=range\(1, 4\) for 1 to 3"
+    says = rf"{name}={re.escape(repr(count))} is neither an integer nor a range: write {name}=1, or {name}=range\(1, 4\) for 1 to 3"
     with pytest.raises(TypeError, match=says):
         assert_collectives(text("cpu_nested_loops"), **{name: count}, mesh=cpu_mesh("dp:2,tp:4"))
 

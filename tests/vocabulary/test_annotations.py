@@ -257,7 +257,7 @@ class TestStacked:
         for call in (lambda: sw.stacked(spec, layers), lambda: sw.stack_specs({"a": spec}, layers)):
             with pytest.raises(
                 sw.StrategyError,
-                match=r"is not a number of layers\n  fix   write a positive whole number",
+                match=r"^layers must be a positive integer, got .*\n  fix   pass the number of layers",
             ):
                 call()
         assert sw.stacked(spec, np.int32(3)).shape == (3, 4)

@@ -22,6 +22,7 @@ from shardwright.errors import AttentionError
 from shardwright.manager import context
 from shardwright.resolution.partition_specs import spec_text
 from shardwright.vocabulary.axes import BATCH, EMPTY, KV_LENGTH
+from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.modes import MODE_DECODE, mode_name, parse_mode
 
 C = TypeVar("C", bound=KVCache)
@@ -140,12 +141,8 @@ def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> j
       AttentionError: `valid` has another shape, `q_length` is no number of rows, or the cache is none.
     """
     _check_cache(cache)
-    if isinstance(q_length, bool) or not isinstance(q_length, int) or q_length < 1:
-        raise AttentionError(
-            f"q_length={q_length!r}",
-            path="q_length",
-            fix="pass the number of rows that are appended, from 1 on",
-        )
+    fix = "pass the number of rows that are appended"
+    q_length = read_integer("q_length", q_length, error=AttentionError, fix=fix)
     shape = (cache.batch, q_length)
     if valid is not None and (getattr(valid, "shape", None) != shape or valid.dtype != bool):
         what = f"valid is {getattr(valid, 'dtype', type(valid).__name__)} of shape {getattr(valid, 'shape', None)}"

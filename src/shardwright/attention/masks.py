@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shardwright.errors import AttentionError
+from shardwright.vocabulary.integers import as_integer, read_integer
 
 # What other code writes into a bias to hide a key is less: -inf, finfo.min of float32 and bfloat16, DEFAULT_MASK_VALUE. Numbers
 # that only weigh, such as -1e9, are far above.
@@ -50,13 +50,10 @@ class MaskRules:
     def __post_init__(self) -> None:
         if self.window is not None:
             object.__setattr__(self, "window", _check_window(self.window))
-        if self.chunk is not None and (
-            isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < 1
-        ):
-            raise AttentionError(
-                f"chunk={self.chunk!r} is not a length",
-                fix="pass the number of positions per chunk, such as 8192",
-            )
+        if self.chunk is not None:
+            fix = "pass the number of positions per chunk, such as 8192"
+            chunk = read_integer("chunk", self.chunk, error=AttentionError, fix=fix)
+            object.__setattr__(self, "chunk", chunk)
 
     @property
     def positional(self) -> bool:
@@ -79,10 +76,7 @@ class MaskRules:
 
 def _check_window(window: Any) -> Window:
     good = isinstance(window, (tuple, list)) and len(window) == 2
-    if not good or any(
-        side is not None and (isinstance(side, bool) or not isinstance(side, (int, np.integer)))
-        for side in window
-    ):
+    if not good or any(side is not None and as_integer(side) is None for side in window):
         fix = "pass (left, right): (w - 1, 0) sees w tokens counting itself, (w, w) w on both sides, None means no bound"
         raise AttentionError(f"window={window!r} is not a pair of lengths", fix=fix)
     left, right = (None if side is None else int(side) for side in window)

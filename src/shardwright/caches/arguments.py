@@ -10,6 +10,7 @@ import numpy as np
 
 from shardwright.caches.base import CacheSpec, KVCache
 from shardwright.errors import CacheError, Problem, raise_problems
+from shardwright.vocabulary.integers import read_integer
 
 _MOST = 2**31 - 1
 
@@ -58,22 +59,22 @@ def check_source(spec: CacheSpec, source: Any) -> None:
     raise_problems(problems)
 
 
-def check_group(spec: CacheSpec, group: int | None) -> None:
-    """Check the `group` of `reorder`.
+def read_group(spec: CacheSpec, group: int | None) -> int:
+    """Return the `group` of `reorder`, which defaults to all slots.
 
     Raises:
-      CacheError: the slots do not divide into groups of that size.
+      CacheError: `group` is not a positive integer, or the slots do not divide into groups of that size.
     """
-    if group is not None and (isinstance(group, bool) or not isinstance(group, int)):
-        fix = "it is static: pass a Python int, the number of beams of a sequence"
-        raise CacheError(
-            f"group is {type(group).__name__}, not a whole number", path="group", fix=fix
-        )
-    if group is not None and (group < 1 or spec.batch % group):
-        fix = "name the number of beams of a sequence, which divides the number of slots"
+    if group is None:
+        return spec.batch
+    fix = "pass a Python int, the number of beams per sequence; it is static"
+    group = read_integer("group", group, error=CacheError, fix=fix)
+    if spec.batch % group:
+        fix = "pass the number of beams per sequence, which divides the number of slots"
         raise CacheError(
             f"{spec.batch} slots do not divide into groups of {group}", path="group", fix=fix
         )
+    return group
 
 
 def integers(name: str, values: Any, *, size: int | None = None, per: str = "slot") -> Any:
@@ -130,12 +131,6 @@ def _listed(name: str, values: Any) -> Any:
             path=name,
             fix="pass an array of int32, or a list of ints",
         ) from err
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raise CacheError unless a size is a whole number from 1 on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CacheError(f"{name}={value!r}", path=name, fix="pass a whole number from 1 on")
 
 
 def _dim(array: Any, dim: int) -> int:

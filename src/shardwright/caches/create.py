@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from shardwright import _jax
-from shardwright.caches import arguments, dense, quantized
+from shardwright.caches import dense, quantized
 from shardwright.caches.base import CacheSpec, KVCache, Overflow
 from shardwright.caches.paged import cache
 from shardwright.caches.row_order import RowOrder
 from shardwright.caches.sharding import ambient_shards
 from shardwright.errors import CacheError, did_you_mean
 from shardwright.manager import constraint, context
+from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.modes import parse_mode
 
 # Kind -> function of a spec and the kind's own options, which returns a cache without tokens.
@@ -95,7 +96,7 @@ def init(
         window=window,
         mode=None if said is None else parse_mode(said),
     )
-    _check(spec)
+    spec = _checked(spec)
     if manager is None:
         spec = dataclasses.replace(spec, mode=None)
     else:
@@ -173,16 +174,14 @@ def _overflow(overflow: str | None, kind: str) -> Overflow:
     return Overflow(overflow)
 
 
-def _check(spec: CacheSpec) -> None:
-    for name in (
-        "batch",
-        "capacity",
-        "kv_heads",
-        "head_dim",
-        "v_dim",
-        *(("window",) if spec.window is not None else ()),
-    ):
-        arguments.check_count(name, getattr(spec, name))
+def _checked(spec: CacheSpec) -> CacheSpec:
+    """Return the spec with its sizes as Python ints, after checking that they fit each other."""
+    names = ["batch", "capacity", "kv_heads", "head_dim", "v_dim"]
+    names += [] if spec.window is None else ["window"]
+    sizes: dict[str, Any] = {
+        name: read_integer(name, getattr(spec, name), error=CacheError) for name in names
+    }
+    spec = dataclasses.replace(spec, **sizes)
     if spec.overflow is Overflow.RING and spec.window is not None and spec.window > spec.capacity:
         what = (
             f"a window of {spec.window} positions needs as many rows, and there are {spec.capacity}"
@@ -199,6 +198,7 @@ def _check(spec: CacheSpec) -> None:
             fix="pass caches.RowOrder(block=..., shards=...), or leave it out",
         )
     spec.order.check(spec.capacity)
+    return spec
 
 
 def _born(

@@ -8,6 +8,7 @@ from typing import TypeVar
 import jax
 
 from shardwright.errors import CacheError
+from shardwright.vocabulary.integers import as_integer, read_integer
 
 T = TypeVar("T", int, jax.Array)
 
@@ -28,15 +29,16 @@ class RowOrder:
     block: int | None = None
     shards: int = 1
 
+    def __post_init__(self) -> None:
+        for name in ("block", "shards"):
+            if (count := as_integer(getattr(self, name))) is not None:
+                object.__setattr__(self, name, count)
+
     def check(self, rows: int) -> None:
         """Raise CacheError unless that many rows can be dealt out evenly."""
-        for name, count in (("block", self.block), ("shards", self.shards)):
-            if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
-                raise CacheError(
-                    f"{name}={count!r} of a RowOrder",
-                    path="order",
-                    fix="pass a whole number from 1 on",
-                )
+        read_integer("shards", self.shards, error=CacheError)
+        if self.block is not None:
+            read_integer("block", self.block, error=CacheError)
         if self.block is None:
             if self.shards != 1:
                 what = f"RowOrder(shards={self.shards}) does not say in blocks of how many rows"
@@ -46,7 +48,7 @@ class RowOrder:
                     fix=f"pass RowOrder(block=1, shards={self.shards}), or a larger block",
                 )
             return
-        if self.block < 1 or self.shards < 1 or rows % (self.block * self.shards):
+        if rows % (self.block * self.shards):
             what = (
                 f"{rows} rows cannot be dealt out to {self.shards} shards in blocks of {self.block}"
             )

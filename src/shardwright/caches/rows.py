@@ -74,12 +74,11 @@ class RowCache(KVCache):
 
     def reorder(self, parents: Any, *, group: int | None = None) -> Change[Self]:
         """Let every slot continue what another holds; see `KVCache.reorder`."""
-        arguments.check_group(self.spec, group)
         return operate(
             _reorder,
             self,
             arguments.integers("parents", parents, size=self.batch),
-            group=group or self.batch,
+            group=arguments.read_group(self.spec, group),
         )
 
     def view(self) -> View:

@@ -30,6 +30,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from shardwright import _jax
 from shardwright.errors import LayerError
 from shardwright.trees.factored_weights import Quantised
+from shardwright.vocabulary.integers import read_integer
 
 MIN_BITS: Final = 4
 MAX_BITS: Final = 8
@@ -44,10 +45,8 @@ def check_bits(bits: object) -> int:
     Raises:
       LayerError: another than 4 to 8.
     """
-    if isinstance(bits, bool) or not isinstance(bits, int) or not MIN_BITS <= bits <= MAX_BITS:
-        fix = f"choose {MIN_BITS} to {MAX_BITS} bits, or None for a dot of floats"
-        raise LayerError(f"bits is {bits!r}: a quantised dot has {MIN_BITS} to {MAX_BITS}", fix=fix)
-    return bits
+    fix = f"pass {MIN_BITS} to {MAX_BITS} bits, or None for a dot of floats"
+    return read_integer("bits", bits, error=LayerError, least=MIN_BITS, most=MAX_BITS, fix=fix)
 
 
 def quantise(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantised:

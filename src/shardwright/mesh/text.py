@@ -8,10 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from shardwright.errors import MeshSpecError, Problem, did_you_mean, raise_problems
 from shardwright.vocabulary.axes import EMPTY, REPLICATED, UNCONSTRAINED
+from shardwright.vocabulary.integers import as_integer, read_integer
 
 DEFAULT_MESH_AXES: Final = ("dp", "fsdp", "tp", "sp")
 INFER: Final = -1
@@ -119,11 +118,9 @@ def resolve_sizes(spec: MeshSpec, count: int, *, hint: str = "") -> MeshSpec:
     >>> str(resolve_sizes(parse_mesh("dp:2,fsdp:-1,tp:2"), 8))
     'dp:2,fsdp:2,tp:2'
     """
-    if not _is_whole(count) or count < 1:
-        raise MeshSpecError(
-            f"a mesh needs a positive number of devices, not {count!r}",
-            fix="give the number of devices, such as 8",
-        )
+    count = read_integer(
+        "devices", count, error=MeshSpecError, fix="pass the number of devices, such as 8"
+    )
     known = {name: size for name, size in zip(spec.names, spec.sizes, strict=True) if size != INFER}
     needed = math.prod(known.values())
     listing = ", ".join(f"{name}={size}" for name, size in known.items())
@@ -337,7 +334,7 @@ def _part_problems(parts: Sequence[_Part], *, text: str, infer: bool) -> list[Pr
                 )
             )
         seen.append(part.name)
-        if infer and _is_whole(part.size) and part.size == INFER:
+        if infer and as_integer(part.size) == INFER:
             if inferred:
                 what = (
                     f"mesh axes {inferred} and {part.name!r} are both -1, only one can be inferred"
@@ -357,7 +354,7 @@ def _part_problems(parts: Sequence[_Part], *, text: str, infer: bool) -> list[Pr
 
 
 def _size_problems(part: _Part, *, text: str, what: str, infer: bool) -> list[Problem]:
-    if not _is_whole(part.size):
+    if as_integer(part.size) is None:
         meant = _with_colons(f"{part.name}:{part.size}") if isinstance(part.size, str) else ""
         fix = f'write "{meant}"' if meant else "write a whole number, such as 4"
         return [
@@ -413,7 +410,7 @@ def _dcn_problems(parts: Sequence[_Part], crossing: Sequence[_Part], *, text: st
             )
         elif bad := _size_problems(part, text=text, what=f"dcn part of {part.name!r}", infer=False):
             found += bad
-        elif _is_whole(totals[part.name]) and totals[part.name] > 0:
+        elif as_integer(totals[part.name]) is not None and totals[part.name] > 0:
             found += _dcn_divides(
                 part.name, totals[part.name], part.size, text=text, at=part.size_at
             )
@@ -491,10 +488,6 @@ def _caret(text: str, at: int) -> str:
     return (
         "".join(c if c.isprintable() else " " for c in text) + "\n" + " " * at + "^" if text else ""
     )
-
-
-def _is_whole(size: object) -> bool:
-    return isinstance(size, int | np.integer) and not isinstance(size, bool)
 
 
 def _exact(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from shardwright.errors import Problem, ServingError, raise_problems
 from shardwright.manager.manager import PartitionManager
 from shardwright.serving.steps import CacheShape
+from shardwright.vocabulary.integers import integer_problem
 
 
 def check_kinds(
@@ -101,26 +102,21 @@ def _hashable(model: Any) -> bool:
     return True
 
 
-def check_counts(
+def read_counts(
     counts: Mapping[str, Any],
     *,
     manager: PartitionManager | None,
     prefill_manager: PartitionManager | None,
-) -> None:
-    """Check sizes, by name, and that prefill has no mesh where the slots have none.
+) -> dict[str, int]:
+    """Return sizes by name as Python ints; check that prefill has no mesh where the slots have none.
 
     Raises:
       ServingError: all that is wrong, at once.
     """
     problems = [
-        Problem(
-            error=ServingError,
-            what=f"{name}={count!r}",
-            path=name,
-            fix="pass a whole number from 1 on",
-        )
+        problem
         for name, count in counts.items()
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1
+        if (problem := integer_problem(name, count, error=ServingError))
     ]
     if prefill_manager is not None and manager is None:
         what = "prefill has a manager, and the slots have none"
@@ -128,3 +124,4 @@ def check_counts(
             Problem(error=ServingError, what=what, path="manager", fix="pass manager= too")
         )
     raise_problems(problems)
+    return {name: int(count) for name, count in counts.items()}

@@ -19,7 +19,7 @@ from shardwright.caches.sliding import is_ring
 from shardwright.errors import ServingError
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
-from shardwright.serving.arguments import check_counts, check_kinds, deleted_weights
+from shardwright.serving.arguments import check_kinds, deleted_weights, read_counts
 from shardwright.serving.arrays import Board, Held, Plan, is_gone, read_held
 from shardwright.serving.metrics import Meter, Report
 from shardwright.serving.request import Completion, Finish, Request
@@ -151,7 +151,7 @@ class Engine:
             "queue": queue,
             "layers": shape.layers,
         }
-        check_counts(counts, manager=manager, prefill_manager=prefill_manager)
+        counts = read_counts(counts, manager=manager, prefill_manager=prefill_manager)
         manager = context.current() if manager is None else manager
         plan = Plan(
             model=model,
@@ -162,15 +162,15 @@ class Engine:
             shape=shape,
             kind=cache,
             options=cache_options,
-            slots=slots,
+            slots=counts["slots"],
             capacity=capacity,
-            prefill_rows=prefill_rows,
-            chunk=prefill_chunk,
+            prefill_rows=counts["prefill_rows"],
+            chunk=counts["prefill_chunk"],
         )
         if is_gone((plan.params, plan.prefill_params)):
             raise deleted_weights()
         self._board = Board(plan)
-        self._scheduler = Scheduler(_limits(plan, self._board, queue))
+        self._scheduler = Scheduler(_limits(plan, self._board, counts["queue"]))
         self.vocabulary = self._board.vocabulary()
         self._meter = Meter(clock)
         self._numbers = itertools.count()

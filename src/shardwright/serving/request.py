@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardwright.errors import Problem, ServingError, raise_problems
+from shardwright.vocabulary.integers import integer_problem
 
 MOST_SEED = 2**32 - 1
 # Of float32, in which tokens are drawn: the least normal number, and the largest.
@@ -42,16 +43,13 @@ class Sampling:
         ):
             fix = f"pass 0 for the likeliest token, or a float from {LEAST_FLOAT:.3g} to {MOST_FLOAT:.3g}, what float32 holds"
             problems.append(_problem("temperature", self.temperature, fix))
-        if self.top_k is not None and (not _whole(self.top_k) or not 1 <= self.top_k <= MOST_TOKEN):
-            problems.append(
-                _problem(
-                    "top_k", self.top_k, "pass a whole number from 1 on, or None for all tokens"
-                )
+        if self.top_k is not None:
+            problems += _read(
+                self, "top_k", most=MOST_TOKEN, fix="pass a number of tokens, or None for all"
             )
         if not _number(self.top_p) or not 0 < self.top_p <= 1:
             problems.append(_problem("top_p", self.top_p, "pass a probability above 0 and up to 1"))
-        if not _whole(self.seed) or not 0 <= self.seed <= MOST_SEED:
-            problems.append(_problem("seed", self.seed, "pass a whole number from 0 to 2**32 - 1"))
+        problems += _read(self, "seed", least=0, most=MOST_SEED)
         raise_problems(problems)
 
 
@@ -88,10 +86,7 @@ class Request:
                 for entry in stop
             )
             object.__setattr__(self, "stop", tuple(entries))
-        if not _whole(self.max_new_tokens) or self.max_new_tokens < 1:
-            problems.append(
-                _problem("max_new_tokens", self.max_new_tokens, "pass a whole number from 1 on")
-            )
+        problems += _read(self, "max_new_tokens")
         if not isinstance(self.sampling, Sampling):
             problems.append(
                 _problem(
@@ -142,6 +137,7 @@ def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:
         return ()
     try:
         listed = list(given)
+        # Unlike a size, a token may also be a 0-d array: tokens are data that a program computed.
         tokens = tuple(-1 if isinstance(token, bool) else operator.index(token) for token in listed)
     except TypeError:
         problems.append(_problem(name, given, fix))
@@ -157,8 +153,14 @@ def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:
     return tokens
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _read(value: Any, name: str, **limits: Any) -> list[Problem]:
+    """Store an integer field of a frozen dataclass as a Python int; return what is wrong with it."""
+    given = getattr(value, name)
+    problem = integer_problem(name, given, error=ServingError, **limits)
+    if problem is not None:
+        return [problem]
+    object.__setattr__(value, name, int(given))
+    return []
 
 
 def _number(value: Any) -> bool:

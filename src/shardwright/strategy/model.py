@@ -26,6 +26,7 @@ from shardwright.strategy.limits import check_entries, first_problems
 from shardwright.strategy.origin import KeyPath, Origin, source_of
 from shardwright.strategy.read_only import ReadOnlyDict, ReadOnlyList
 from shardwright.vocabulary.axes import Mesh, canonical_axis, file_name
+from shardwright.vocabulary.integers import as_integer
 
 RULE = 'Candidates of mesh axes in order: "dp+fsdp | dp | -". "+" joins mesh axes, "-" replicated, "?" unconstrained.'
 AxisTypeName = Literal["auto", "explicit"]
@@ -33,6 +34,14 @@ AxisTypeName = Literal["auto", "explicit"]
 _T = TypeVar("_T")
 Table = Annotated[dict[str, _T], AfterValidator(ReadOnlyDict)]
 Rules = Table[str]
+
+
+def _python_integers(sizes: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Replace NumPy integers, which pydantic refuses, by Python's."""
+    return {
+        name: size if (integer := as_integer(size)) is None else integer
+        for name, size in sizes.items()
+    }
 
 
 def _lower_keys(table: Any) -> Any:
@@ -201,6 +210,9 @@ class Strategy(BaseModel):
         )
 
     def __init__(self, **data: Any) -> None:
+        for table in ("mesh", "dcn"):
+            if isinstance(data.get(table), Mapping):
+                data[table] = _python_integers(data[table])
         self._build(data, {})
 
     def _build(self, data: Mapping[str, Any], origin: Origin) -> None:

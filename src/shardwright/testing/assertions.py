@@ -26,6 +26,7 @@ from shardwright.testing.placements import (
 )
 from shardwright.testing.programs import Axis, Program, read_program
 from shardwright.vocabulary.axes import axis_label
+from shardwright.vocabulary.integers import as_integer
 
 _ROWS = 20  # of a table in a message
 _NOTHING = "the tree has no arrays, so there is nothing to look at"
@@ -183,7 +184,7 @@ def assert_collectives(
 
     Raises:
       AssertionError: the program does something else.
-      TypeError: nothing is named, or by something that is neither a whole number nor a range.
+      TypeError: nothing is named, or by something that is neither an integer nor a range.
       ProgramError, MeshSpecError, UnknownAxisError: the program, its mesh or the axis cannot be told.
     """
     __tracebackhide__ = True
@@ -254,9 +255,9 @@ def assert_no_collectives(
 def _check_counts(wanted: Mapping[str, Any]) -> None:
     __tracebackhide__ = True
     for name, count in wanted.items():
-        if count is not None and (isinstance(count, bool) or not isinstance(count, Count)):
+        if count is not None and not isinstance(count, range) and as_integer(count) is None:
             raise TypeError(
-                f"{name}={count!r} is neither a whole number nor a range: write {name}=1, or {name}=range(1, 4) for 1 to 3"
+                f"{name}={count!r} is neither an integer nor a range: write {name}=1, or {name}=range(1, 4) for 1 to 3"
             )
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from shardwright.errors import MeshSpecError
 from shardwright.mesh.build import INFER, AxisTypes, MeshLike, create_mesh, parse_mesh
+from shardwright.vocabulary.integers import read_integer
 
 USUAL = 8
 _OPTION = "jax_num_cpu_devices"
@@ -27,10 +28,8 @@ def virtual_devices(count: int) -> list[jax.Device]:
     Raises:
       MeshSpecError: a count below 1, a backend that runs with fewer, or no CPU backend.
     """
-    if count < 1:
-        raise MeshSpecError(
-            f"{count!r} virtual devices", fix="ask for a positive number, such as 8"
-        )
+    fix = "pass the number of devices, such as 8"
+    count = read_integer("count", count, error=MeshSpecError, fix=fix)
     return _ensure(wanted=count, needed=count)[:count]
 
 

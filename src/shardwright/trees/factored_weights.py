@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
 from shardwright.vocabulary.annotations import ArraySpec, PartOf, as_shape, describe, lower
 from shardwright.vocabulary.axes import EXPERT, LAYERS
+from shardwright.vocabulary.integers import as_integer
 
 WHOLE = -1
 # What stacks several weights into one.
@@ -110,7 +110,7 @@ def _counts(spec: ArraySpec, blocks: tuple[int, ...], path: str) -> tuple[int, .
             fix=fix,
         )
         for at, (size, block) in enumerate(zip(spec.shape, blocks, strict=True))
-        if block != WHOLE and (not isinstance(block, int | np.integer) or block < 1 or size % block)
+        if block != WHOLE and (as_integer(block) is None or block < 1 or size % block)
         for fix in ("choose a block size that divides, or -1 for one scale along the dim",)
     ]
     raise_problems(problems)

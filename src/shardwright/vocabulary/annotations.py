@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardwright import _jax
@@ -38,6 +37,7 @@ from shardwright.vocabulary.axes import (
     axis_label,
     canonical_axis,
 )
+from shardwright.vocabulary.integers import as_integer, read_integer
 from shardwright.vocabulary.layouts import DynamicShardingAxes
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN
 
@@ -72,7 +72,7 @@ def merged(*members: tuple[str, int]) -> MergedDim:
             isinstance(member, tuple)
             and len(member) == 2
             and isinstance(member[0], str)
-            and type(member[1]) is int
+            and as_integer(member[1]) is not None
         )
         if not good or member[1] < 1:
             what = "has no positive size" if good else "is not (axis, size)"
@@ -83,7 +83,7 @@ def merged(*members: tuple[str, int]) -> MergedDim:
         raise StrategyError(
             "merged needs at least one (axis, size)", fix="merged((KV_HEAD, 8), (KV_HEAD_DIM, 128))"
         )
-    return MergedDim(tuple((canonical_axis(axis), size) for axis, size in members))
+    return MergedDim(tuple((canonical_axis(axis), operator.index(size)) for axis, size in members))
 
 
 def as_shape(shape: Any) -> tuple[int, ...]:
@@ -184,20 +184,18 @@ class PartOf:
         lower(self.annotation, self.shape)
         if isinstance(self.dims, list):
             object.__setattr__(self, "dims", tuple(self.dims))
-        followed = (
-            [dim for dim in self.dims if dim is not None]
-            if isinstance(self.dims, tuple)
-            else [self.dims]
-        )
-        good = isinstance(self.dims, tuple) and all(
-            type(dim) is int and 0 <= dim < len(self.shape) for dim in followed
-        )
-        if not good or len(set(followed)) != len(followed):
+        is_tuple = isinstance(self.dims, tuple)
+        given = [dim for dim in self.dims if dim is not None] if is_tuple else []
+        followed = [dim for value in given if (dim := as_integer(value)) is not None]
+        in_range = all(0 <= dim < len(self.shape) for dim in followed)
+        if not is_tuple or not in_range or len(set(followed)) != len(given):
             raise RankMismatchError(
                 f"dims {_short(self.dims)} of {describe(self.annotation)}, which has {len(self.shape)}",
                 path=self.path,
                 fix="name each dim of the whole array at most once, None for a dim that is not sharded",
             )
+        dims = tuple(None if dim is None else as_integer(dim) for dim in self.dims)
+        object.__setattr__(self, "dims", dims)
 
 
 def is_layout(value: object) -> bool:
@@ -355,17 +353,8 @@ def stacked(annotation: Any, layers: int | None = None) -> Any:
 
 
 def _count(layers: Any) -> int:
-    """Return a number of layers, NumPy's integers included."""
-    try:
-        count = 0 if isinstance(layers, (bool, np.bool_)) else operator.index(layers)
-    except TypeError:
-        count = 0
-    if count < 1:
-        raise StrategyError(
-            f"{_short(layers)} is not a number of layers",
-            fix="write a positive whole number, stacked(spec, layers=32)",
-        )
-    return count
+    fix = "pass the number of layers, as in stacked(spec, layers=32)"
+    return read_integer("layers", layers, error=StrategyError, fix=fix)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from shardwright.vocabulary.axes import (
     Role,
     axis_label,
 )
+from shardwright.vocabulary.integers import as_integer
 from shardwright.vocabulary.modes import MODE_TRAIN, parse_mode
 
 LayoutDim = str | tuple[str, ...]
@@ -183,9 +184,8 @@ def _freeze_dims(axes: Any) -> tuple[LayoutDim, ...]:
 
 
 def _freeze_mode(mode: Any) -> str | int:
-    if isinstance(mode, int) and not isinstance(mode, bool):
-        return mode
-    return parse_mode(mode)
+    dim = as_integer(mode)
+    return parse_mode(mode) if dim is None else dim
 
 
 class HiddenStateSharding(DynamicShardingAxes):

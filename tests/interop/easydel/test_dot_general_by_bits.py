@@ -72,8 +72,8 @@ def test_it_stands_in_for_the_dot_general_of_an_einsum() -> None:
             "decode",
             r"unknown mode 'decode'\n  fix   modes of a quantised dot are train, serve \(or eval\) and convert",
         ),
-        (16, "train", "bits is 16: a quantised dot has 4 to 8"),
-        (2, "serve", "bits is 2: a quantised dot has 4 to 8"),
+        (16, "train", "bits must be an integer from 4 to 8, got 16"),
+        (2, "serve", "bits must be an integer from 4 to 8, got 2"),
     ],
 )
 def test_other_bits_and_modes_are_refused(bits: Any, mode: Any, says: str) -> None:

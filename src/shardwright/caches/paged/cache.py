@@ -21,6 +21,7 @@ from shardwright.caches.scatter import Buffers
 from shardwright.caches.sharding import Axes, Shards, ambient_shards, entries, specs_of
 from shardwright.errors import CacheError
 from shardwright.vocabulary.axes import BATCH, EMPTY
+from shardwright.vocabulary.integers import read_integer
 
 
 @final
@@ -128,9 +129,9 @@ class PagedCache(KVCache):
 
     def reorder(self, parents: Any, *, group: int | None = None) -> Change[Self]:
         """Let every slot continue what another holds; see `KVCache.reorder`. No row is copied until one writes."""
-        arguments.check_group(self.spec, group)
+        group = arguments.read_group(self.spec, group)
         parents = arguments.integers("parents", parents, size=self.batch)
-        return operate(_settle, self, parents, rule=tables.reorder, group=group or self.batch)
+        return operate(_settle, self, parents, rule=tables.reorder, group=group)
 
     def view(self) -> View:
         """Return what attention reads."""
@@ -154,9 +155,9 @@ def make(spec: CacheSpec, *, page_size: int = 16, pages: int | None = None) -> P
     Raises:
       CacheError: no such pages, or a spec that pages do not do.
     """
-    arguments.check_count("page_size", page_size)
+    page_size = read_integer("page_size", page_size, error=CacheError)
     if pages is not None:
-        arguments.check_count("pages", pages)
+        pages = read_integer("pages", pages, error=CacheError)
     if spec.overflow is Overflow.RING:
         fix = 'kind "sliding" keeps the latest tokens; overflow="report" refuses what does not fit'
         raise CacheError(

@@ -1,0 +1,95 @@
+"""Read the integers that callers pass as sizes and counts: Python's and NumPy's, never a bool.
+
+Every room reads its integers here, so that all of them accept the same values and refuse the rest in the same words.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import textwrap
+from typing import Any
+
+import numpy as np
+
+from shardwright.errors import Problem, ShardingError
+
+
+def as_integer(value: Any) -> int | None:
+    """Return an integer as a Python `int`, or None if the value is not an integer.
+
+    A bool is not an integer: `layers=True` is a slip. Neither is an array, even if its value is known: sizes are static,
+    and inside `jit` the same array has no value.
+
+    >>> as_integer(np.int64(8)), as_integer(8.0), as_integer(True)
+    (8, None, None)
+    """
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return int(value) if is_integer else None
+
+
+def read_integer(
+    name: str,
+    value: Any,
+    *,
+    error: type[ShardingError],
+    least: int = 1,
+    most: int | None = None,
+    fix: str = "",
+) -> int:
+    """Return the integer argument `name` as a Python `int`.
+
+    Args:
+      name: Name of the argument, for the message.
+      value: What the caller passed.
+      error: Class of the error.
+      least: Smallest allowed value.
+      most: Largest allowed value. Defaults to no limit.
+      fix: Text after `fix`. Defaults to the nearest allowed value, as in `pass batch=2`.
+
+    Raises:
+      ShardingError: The value is not an integer, or is out of range. The class is `error`.
+
+    >>> read_integer("batch", np.int32(2), error=ShardingError)
+    2
+    """
+    problem = integer_problem(name, value, error=error, least=least, most=most, fix=fix)
+    if problem is not None:
+        raise error(problems=[problem])
+    return int(value)
+
+
+def integer_problem(
+    name: str,
+    value: Any,
+    *,
+    error: type[ShardingError],
+    least: int = 1,
+    most: int | None = None,
+    fix: str = "",
+) -> Problem | None:
+    """Return what is wrong with the integer argument `name`, or None; the arguments are those of `read_integer`."""
+    integer = as_integer(value)
+    if integer is not None and least <= integer and (most is None or integer <= most):
+        return None
+    return Problem(
+        error=error,
+        what=f"{name} must be {_range(least, most)}, got {textwrap.shorten(repr(value), 80)}",
+        fix=fix or f"pass {name}={_nearest(value, least, most)}",
+    )
+
+
+def _range(least: int, most: int | None) -> str:
+    if most is not None:
+        return f"an integer from {least} to {most}"
+    if least == 1:
+        return "a positive integer"
+    return "a non-negative integer" if least == 0 else f"an integer of at least {least}"
+
+
+def _nearest(value: Any, least: int, most: int | None) -> int:
+    """Return the allowed integer that the caller most likely meant: `2` for 2.5 and for "2"."""
+    is_number = isinstance(value, numbers.Real) and math.isfinite(value)
+    is_digits = isinstance(value, str) and value.isdecimal() and len(value) < 20
+    meant = int(value) if is_number or is_digits else least
+    return max(least, meant if most is None else min(meant, most))
