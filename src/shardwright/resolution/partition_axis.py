@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
-from shardwright.errors import StrategyError, raise_problems
+from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.resolution.decisions import RuleRef
 from shardwright.resolution.rules import AxisRules, Policy, Rule, build_rules, parse_rule
 from shardwright.vocabulary.axes import (
     BATCH,
     BIAS_HEAD_SEQ,
     BIAS_KV_SEQ,
+    DATA_PARALLEL,
     EMBED,
     EMPTY_VAL,
     EXPERT,
     EXPERT_GATE,
+    EXPERT_PARALLEL,
+    FULLY_SHARDED_DATA_PARALLEL,
     HEAD,
     HEAD_DIM,
     KV_HEAD,
@@ -27,60 +31,17 @@ from shardwright.vocabulary.axes import (
     PARALLELISM_AXES,
     QUERY_LENGTH,
     REPLICATED,
+    SEQUENCE_PARALLEL,
+    TENSOR_PARALLEL,
     VOCAB,
-    canonical_axis,
 )
 
-_PARALLELISM = {
-    "data_parallel_axis": "data_parallel",
-    "fully_sharded_data_parallel_axis": "fully_sharded_data_parallel",
-    "tensor_parallel_axis": "tensor_parallel",
-    "sequence_parallel_axis": "sequence_parallel",
-    "expert_parallel_axis": "expert_parallel",
-}
-_ATTRIBUTES = {
-    "batch_axis": BATCH,
-    "sequence_axis": LENGTH,
-    "query_sequence_axis": QUERY_LENGTH,
-    "key_sequence_axis": KV_LENGTH,
-    "hidden_state_axis": EMBED,
-    "head_axis": HEAD,
-    "kv_head_axis": KV_HEAD,
-    "attention_dim_axis": HEAD_DIM,
-    "attention_kv_dim_axis": KV_HEAD_DIM,
-    "mlp_intermediate_axis": MLP_INTERMEDIATE,
-    "vocab_axis": VOCAB,
-    "expert_axis": EXPERT,
-    "expert_gate_axis": EXPERT_GATE,
-    "bias_head_sequence_axis": BIAS_HEAD_SEQ,
-    "bias_key_sequence_axis": BIAS_KV_SEQ,
-}
-_DECODE = (
-    "batch_axis",
-    "head_axis",
-    "kv_head_axis",
-    "key_sequence_axis",
-    "query_sequence_axis",
-    "attention_dim_axis",
-    "attention_kv_dim_axis",
-)
+_DECODE = "decode_"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionAxis:
-    """Rules as attributes, named as in eformer's escale.
-
-    A value is a mesh axis, a tuple of them (one dim over several), a rule such as `"tp | -"`, a parallelism axis such as
-    `TP`, or None: replicated. `NOT_GIVEN` inherits: a `decode_*` attribute from its base, anything else from its default.
-    The `decode_*` attributes serve insert too. As a parameter, `EMBED` lies over (fsdp, sp).
-
-    The defaults differ from the preset files: hidden states lie over tp, and the batch over fsdp first.
-
-    >>> PartitionAxis(kv_head_axis="tp | -").compile() == PartitionAxis(
-    ...     kv_head_axis="tp | -"
-    ... ).compile()
-    True
-    """
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attributes:
+    """The attributes of a `PartitionAxis` and their defaults, in eformer's order."""
 
     data_parallel_axis: Any = "dp"
     fully_sharded_data_parallel_axis: Any = "fsdp"
@@ -103,44 +64,136 @@ class PartitionAxis:
     bias_head_sequence_axis: Any = None
     bias_key_sequence_axis: Any = None
     decode_batch_axis: Any = NOT_GIVEN
+    decode_query_sequence_axis: Any = None
     decode_head_axis: Any = NOT_GIVEN
     decode_kv_head_axis: Any = NOT_GIVEN
     decode_key_sequence_axis: Any = NOT_GIVEN
-    decode_query_sequence_axis: Any = None
     decode_attention_dim_axis: Any = None
     decode_attention_kv_dim_axis: Any = None
+
+
+ATTRIBUTES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Attributes))
+# The attribute of each parallelism axis, and of each semantic axis outside of decode.
+MESH_ATTRIBUTES: dict[str, str] = {
+    DATA_PARALLEL: "data_parallel_axis",
+    FULLY_SHARDED_DATA_PARALLEL: "fully_sharded_data_parallel_axis",
+    TENSOR_PARALLEL: "tensor_parallel_axis",
+    SEQUENCE_PARALLEL: "sequence_parallel_axis",
+    EXPERT_PARALLEL: "expert_parallel_axis",
+}
+SEMANTIC_ATTRIBUTES: dict[str, str] = {
+    BATCH: "batch_axis",
+    LENGTH: "sequence_axis",
+    QUERY_LENGTH: "query_sequence_axis",
+    HEAD: "head_axis",
+    KV_HEAD: "kv_head_axis",
+    KV_LENGTH: "key_sequence_axis",
+    EMBED: "hidden_state_axis",
+    MLP_INTERMEDIATE: "mlp_intermediate_axis",
+    VOCAB: "vocab_axis",
+    EXPERT: "expert_axis",
+    EXPERT_GATE: "expert_gate_axis",
+    HEAD_DIM: "attention_dim_axis",
+    KV_HEAD_DIM: "attention_kv_dim_axis",
+    BIAS_HEAD_SEQ: "bias_head_sequence_axis",
+    BIAS_KV_SEQ: "bias_key_sequence_axis",
+}
+# The attributes that have a `decode_*` counterpart.
+DECODE_ATTRIBUTES: tuple[str, ...] = tuple(
+    name.removeprefix(_DECODE) for name in ATTRIBUTES if name.startswith(_DECODE)
+)
+_AXES = {name: axis for axis, name in (MESH_ATTRIBUTES | SEMANTIC_ATTRIBUTES).items()}
+# An attribute that is not given takes the values of these.
+_FOLLOWS = {
+    "batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis"),
+    "sequence_axis": ("sequence_parallel_axis",),
+    "query_sequence_axis": ("sequence_parallel_axis",),
+    "head_axis": ("tensor_parallel_axis",),
+    "kv_head_axis": ("tensor_parallel_axis",),
+    "key_sequence_axis": ("sequence_parallel_axis",),
+    "hidden_state_axis": ("tensor_parallel_axis",),
+    "mlp_intermediate_axis": ("tensor_parallel_axis",),
+    "vocab_axis": ("tensor_parallel_axis",),
+    "expert_axis": ("expert_parallel_axis",),
+}
+
+
+def default_of(attributes: Attributes, name: str) -> Any:
+    """Return the value that an attribute has if it is not given; `NOT_GIVEN` if it follows none."""
+    if name not in _FOLLOWS:
+        return NOT_GIVEN
+    values = tuple(getattr(attributes, other) for other in _FOLLOWS[name])
+    return values[0] if len(values) == 1 else flat_names(values)
+
+
+def flat_names(names: Iterable[Any]) -> tuple[Any, ...] | None:
+    """Return nested names as one tuple, without those that are replicated (None); None if no name is left."""
+    flat = [
+        name
+        for entry in names
+        if entry is not None
+        for name in (entry if isinstance(entry, (tuple, list)) else (entry,))
+    ]
+    return tuple(flat) or None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartitionAxis(Attributes):
+    """Rules as attributes, named as in eformer's escale.
+
+    A value is one of these:
+
+    - a mesh axis, or a tuple of them: one dim over several mesh axes;
+    - a rule such as `"tp | -"`;
+    - a parallelism axis such as `TP`;
+    - None: replicated;
+    - `NOT_GIVEN`: the default. The default of a `decode_*` attribute is the value of its base.
+
+    The `decode_*` attributes also apply in insert. As a parameter, `EMBED` is sharded over (fsdp, sp).
+
+    The defaults differ from the preset files: hidden states are sharded over tp, and the batch over fsdp first.
+
+    >>> PartitionAxis(kv_head_axis="tp | -").compile() == PartitionAxis(
+    ...     kv_head_axis="tp | -"
+    ... ).compile()
+    True
+    """
 
     def compile(self, *, policy: Policy | None = None) -> AxisRules:
         """Return the frozen, hashable rules.
 
+        Args:
+          policy: What to do where a rule cannot be followed. Defaults to errors.
+
         Raises:
-          StrategyError: a value that is no rule; all of them at once.
+          StrategyError: A value is not a rule. The error lists all of them.
         """
-        problems: list[Any] = []
-        rules = self._table(
-            {name: getattr(self, name) for name in (*_PARALLELISM, *_ATTRIBUTES)}, problems
-        )
-        decode = self._table(
-            {name: getattr(self, f"decode_{name}") for name in _DECODE}, problems, prefix="decode_"
-        )
-        stored = (self.fully_sharded_data_parallel_axis, self.sequence_parallel_axis)
-        params = self._table({"hidden_state_axis": _flat(stored)}, problems)
+        problems: list[Problem] = []
+        given = {name: self._value(name) for name in _AXES}
+        decode = {name: getattr(self, _DECODE + name) for name in DECODE_ATTRIBUTES}
+        stored = flat_names((self.fully_sharded_data_parallel_axis, self.sequence_parallel_axis))
+        tables = {
+            "rules": self._table(given, problems),
+            "modes.decode": self._table(decode, problems, prefix=_DECODE),
+            "params": self._table({"hidden_state_axis": stored}, problems),
+        }
         raise_problems(problems)
-        return build_rules(
-            {"rules": rules, "modes.decode": decode, "params": params}, policy=policy
-        )
+        return build_rules(tables, policy=policy)
+
+    def _value(self, name: str) -> Any:
+        value = getattr(self, name)
+        return default_of(self, name) if isinstance(value, EMPTY_VAL) else value
 
     def _table(
-        self, values: dict[str, Any], problems: list[Any], *, prefix: str = ""
+        self, values: dict[str, Any], problems: list[Problem], *, prefix: str = ""
     ) -> dict[str, Rule]:
+        """Return the rule of each axis whose attribute is given."""
         table = {}
         for name, value in values.items():
-            given = self._default(name) if isinstance(value, EMPTY_VAL) and not prefix else value
-            if isinstance(given, EMPTY_VAL):
+            if isinstance(value, EMPTY_VAL):
                 continue
-            axis = canonical_axis(_PARALLELISM[name]) if name in _PARALLELISM else _ATTRIBUTES[name]
             try:
-                table[axis] = self._rule(prefix + name, given)
+                table[_AXES[name]] = self._rule(prefix + name, value)
             except StrategyError as error:
                 problems += error.problems
         return table
@@ -152,59 +205,19 @@ class PartitionAxis:
     def _text(self, name: str, value: Any) -> str:
         if isinstance(value, str) and value not in PARALLELISM_AXES:
             return value
-        if isinstance(value, str) or (
-            isinstance(value, (tuple, list))
-            and value
-            and all(isinstance(axis, str) for axis in value)
-        ):
-            flat = _flat(
-                tuple(
-                    self._mesh_name(axis)
-                    for axis in ((value,) if isinstance(value, str) else value)
-                )
+        axes = (value,) if isinstance(value, str) else value
+        is_list = isinstance(axes, (tuple, list)) and bool(axes)
+        if not is_list or not all(isinstance(axis, str) for axis in axes):
+            raise StrategyError(
+                f"{value!r} is not a rule",
+                axis=name,
+                fix='write a mesh axis, a tuple of them, a rule such as "tp | -", or None for replicated',
             )
-            return "+".join(flat) if flat else REPLICATED
-        raise StrategyError(
-            f"{value!r} is not a rule",
-            axis=name,
-            fix='write a mesh axis, a tuple of them, a rule such as "tp | -", or None for replicated',
-        )
+        names = flat_names(self._mesh_axis(axis) for axis in axes)
+        return "+".join(names) if names else REPLICATED
 
-    def _mesh_name(self, value: str) -> Any:
-        """Return the mesh axis that a parallelism axis means here; other text as it is."""
-        if value not in PARALLELISM_AXES:
-            return value
-        named = {canonical_axis(stem): getattr(self, name) for name, stem in _PARALLELISM.items()}
-        return named.get(value, PARALLELISM_AXES[value])
-
-    def _default(self, name: str) -> Any:
-        fsdp, tp = self.fully_sharded_data_parallel_axis, self.tensor_parallel_axis
-        if name == "batch_axis":
-            return _flat((fsdp, self.data_parallel_axis))
-        if name in ("sequence_axis", "query_sequence_axis", "key_sequence_axis"):
-            return self.sequence_parallel_axis
-        if name == "expert_axis":
-            return self.expert_parallel_axis
-        return (
-            tp
-            if name
-            in (
-                "head_axis",
-                "kv_head_axis",
-                "hidden_state_axis",
-                "mlp_intermediate_axis",
-                "vocab_axis",
-            )
-            else NOT_GIVEN
-        )
-
-
-def _flat(names: tuple[Any, ...]) -> tuple[str, ...] | None:
-    """Return nested names as one tuple, without those that are replicated (None)."""
-    flat = [
-        one
-        for name in names
-        if name is not None
-        for one in (name if isinstance(name, (tuple, list)) else (name,))
-    ]
-    return tuple(flat) or None
+    def _mesh_axis(self, name: str) -> Any:
+        """Return the mesh axis that a parallelism axis stands for here; any other name as it is."""
+        if name in MESH_ATTRIBUTES:
+            return getattr(self, MESH_ATTRIBUTES[name])
+        return PARALLELISM_AXES.get(name, name)

@@ -16,78 +16,33 @@ from shardwright.interop.eformer import registry
 from shardwright.interop.eformer.meshes import current_mesh
 from shardwright.resolution import partition_axis, resolver
 from shardwright.resolution.decisions import RuleRef
+from shardwright.resolution.partition_axis import (
+    ATTRIBUTES,
+    DECODE_ATTRIBUTES,
+    MESH_ATTRIBUTES,
+    SEMANTIC_ATTRIBUTES,
+    Attributes,
+    default_of,
+    flat_names,
+)
 from shardwright.resolution.rules import AxisRules, Policy, Rule, parse_rule
 from shardwright.vocabulary.annotations import as_annotation
 from shardwright.vocabulary.axes import (
-    BATCH,
-    BIAS_HEAD_SEQ,
-    BIAS_KV_SEQ,
-    DATA_PARALLEL,
-    EMBED,
     EMPTY,
     EMPTY_VAL,
-    EXPERT,
-    EXPERT_GATE,
-    EXPERT_PARALLEL,
-    FULLY_SHARDED_DATA_PARALLEL,
-    HEAD,
-    HEAD_DIM,
     KNOWN_AXES,
-    KV_HEAD,
-    KV_HEAD_DIM,
-    KV_LENGTH,
-    LENGTH,
-    MLP_INTERMEDIATE,
     NOT_GIVEN,
-    QUERY_LENGTH,
     REPLICATED,
-    SEQUENCE_PARALLEL,
     STANDARD_MESH_AXES,
-    TENSOR_PARALLEL,
-    VOCAB,
     axis_label,
     canonical_axis,
 )
 from shardwright.vocabulary.modes import GENERATION_MODES, MODES, parse_mode
 
-_MESH_NAMES = {
-    DATA_PARALLEL: "data_parallel_axis",
-    FULLY_SHARDED_DATA_PARALLEL: "fully_sharded_data_parallel_axis",
-    TENSOR_PARALLEL: "tensor_parallel_axis",
-    SEQUENCE_PARALLEL: "sequence_parallel_axis",
-    EXPERT_PARALLEL: "expert_parallel_axis",
-}
-_SEMANTIC_NAMES = {
-    BATCH: "batch_axis",
-    LENGTH: "sequence_axis",
-    QUERY_LENGTH: "query_sequence_axis",
-    KV_LENGTH: "key_sequence_axis",
-    EMBED: "hidden_state_axis",
-    HEAD: "head_axis",
-    KV_HEAD: "kv_head_axis",
-    MLP_INTERMEDIATE: "mlp_intermediate_axis",
-    VOCAB: "vocab_axis",
-    EXPERT: "expert_axis",
-    EXPERT_GATE: "expert_gate_axis",
-    HEAD_DIM: "attention_dim_axis",
-    KV_HEAD_DIM: "attention_kv_dim_axis",
-    BIAS_HEAD_SEQ: "bias_head_sequence_axis",
-    BIAS_KV_SEQ: "bias_key_sequence_axis",
-}
-_DECODE = (
-    "batch_axis",
-    "query_sequence_axis",
-    "key_sequence_axis",
-    "head_axis",
-    "kv_head_axis",
-    "attention_dim_axis",
-    "attention_kv_dim_axis",
-)
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class PartitionAxis:
+class PartitionAxis(Attributes):
     """Rules as attributes, each readable as the mesh axes that it stands for.
 
     A value is a mesh axis, a tuple of them (one dim over several), a parallelism axis such as `TP`, a rule such as
@@ -101,85 +56,49 @@ class PartitionAxis:
       StrategyError: a value that is no rule; all of them at once.
     """
 
-    data_parallel_axis: Any = "dp"
-    fully_sharded_data_parallel_axis: Any = "fsdp"
-    tensor_parallel_axis: Any = "tp"
-    sequence_parallel_axis: Any = "sp"
-    expert_parallel_axis: Any = "ep"
-    batch_axis: Any = NOT_GIVEN
-    sequence_axis: Any = NOT_GIVEN
-    query_sequence_axis: Any = NOT_GIVEN
-    head_axis: Any = NOT_GIVEN
-    kv_head_axis: Any = NOT_GIVEN
-    key_sequence_axis: Any = NOT_GIVEN
-    hidden_state_axis: Any = NOT_GIVEN
-    mlp_intermediate_axis: Any = NOT_GIVEN
-    vocab_axis: Any = NOT_GIVEN
-    expert_axis: Any = NOT_GIVEN
-    expert_gate_axis: Any = None
-    attention_dim_axis: Any = None
-    attention_kv_dim_axis: Any = None
-    bias_head_sequence_axis: Any = None
-    bias_key_sequence_axis: Any = None
-    decode_batch_axis: Any = NOT_GIVEN
-    decode_query_sequence_axis: Any = None
-    decode_head_axis: Any = NOT_GIVEN
-    decode_kv_head_axis: Any = NOT_GIVEN
-    decode_key_sequence_axis: Any = NOT_GIVEN
-    decode_attention_dim_axis: Any = None
-    decode_attention_kv_dim_axis: Any = None
-
     _cache: dict[Any, Any] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     _SEMANTIC_MAP: ClassVar[Mapping[str, str | None]] = MappingProxyType(
-        {**_SEMANTIC_NAMES, EMPTY: None, **_MESH_NAMES}
+        {**SEMANTIC_ATTRIBUTES, EMPTY: None, **MESH_ATTRIBUTES}
     )
     _STANDARD_TO_GENERATION_ATTR_MAP: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {name: f"decode_{name}" for name in _DECODE}
+        {name: f"decode_{name}" for name in DECODE_ATTRIBUTES}
     )
 
     def __post_init__(self) -> None:
-        for name in _ATTRIBUTES:
+        for name in ATTRIBUTES:
             object.__setattr__(self, name, self._clean(getattr(self, name)))
-        defaults = {
-            "batch_axis": _flat((self.fully_sharded_data_parallel_axis, self.data_parallel_axis)),
-            **dict.fromkeys(
-                ("sequence_axis", "query_sequence_axis", "key_sequence_axis"),
-                self.sequence_parallel_axis,
-            ),
-            **dict.fromkeys(
-                ("head_axis", "kv_head_axis", "hidden_state_axis"), self.tensor_parallel_axis
-            ),
-            **dict.fromkeys(("mlp_intermediate_axis", "vocab_axis"), self.tensor_parallel_axis),
-            "expert_axis": self.expert_parallel_axis,
-        }
-        for name in _ATTRIBUTES:
+        for name in ATTRIBUTES:
             if isinstance(getattr(self, name), EMPTY_VAL):
-                base = name.removeprefix("decode_")
-                object.__setattr__(
-                    self, name, defaults.get(name) if name == base else getattr(self, base)
-                )
+                object.__setattr__(self, name, self._default(name))
         self.compile(registered=())
+
+    def _default(self, name: str) -> Any:
+        base = name.removeprefix("decode_")
+        if name != base:
+            return getattr(self, base)
+        default = default_of(self, name)
+        return None if isinstance(default, EMPTY_VAL) else default
 
     def __hash__(self) -> int:
         # Of text: hash() of a str differs from process to process, and this one may be compared between hosts.
-        text = repr([getattr(self, name) for name in _ATTRIBUTES])
+        text = repr([getattr(self, name) for name in ATTRIBUTES])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PartitionAxis, tuple(getattr(self, name) for name in _ATTRIBUTES)
+        return PartitionAxis, tuple(getattr(self, name) for name in ATTRIBUTES)
 
     def _clean(self, value: Any) -> Any:
         """Return a value with lists as tuples, parallelism axes as mesh axes, and every spelling of replicated as None."""
         if isinstance(value, (list, tuple)):
-            return _flat(tuple(self._clean(one) for one in value)) if value else value
+            return flat_names(tuple(self._clean(one) for one in value)) if value else value
         if not isinstance(value, str):
             return value
         if value in (EMPTY, REPLICATED):
             return None
-        return getattr(self, _MESH_NAMES[value]) if value in _MESH_NAMES else value
+        return getattr(self, MESH_ATTRIBUTES[value]) if value in MESH_ATTRIBUTES else value
 
     def replace(self, **changes: Any) -> PartitionAxis:
         """Return this with some attributes changed."""
@@ -189,7 +108,7 @@ class PartitionAxis:
         """Return the attributes as plain data, such that `from_dict(to_dict(p)) == p`, through JSON too."""
         return {
             name: list(value) if isinstance(value := getattr(self, name), tuple) else value
-            for name in _ATTRIBUTES
+            for name in ATTRIBUTES
         }
 
     @classmethod
@@ -200,10 +119,10 @@ class PartitionAxis:
           StrategyError: a key that is no attribute.
         """
         for name in data:
-            if name not in _ATTRIBUTES:
+            if name not in ATTRIBUTES:
                 raise StrategyError(
                     f"{name!r} is no attribute of PartitionAxis",
-                    fix=did_you_mean(name, _ATTRIBUTES) or "drop it",
+                    fix=did_you_mean(name, ATTRIBUTES) or "drop it",
                 )
         return cls(**data)
 
@@ -287,7 +206,7 @@ class PartitionAxis:
         axes = registry.registered_axes() if registered is None else registered
         made: AxisRules | None = self._cache.get((policy, axes))
         if made is None:
-            values = {name: getattr(self, name) for name in _ATTRIBUTES}
+            values = {name: getattr(self, name) for name in ATTRIBUTES}
             made = _with_registered(
                 self, partition_axis.PartitionAxis(**values).compile(policy=policy), axes
             )
@@ -302,7 +221,7 @@ class PartitionAxis:
         """
         named = {
             value: axis
-            for axis, name in _MESH_NAMES.items()
+            for axis, name in MESH_ATTRIBUTES.items()
             if isinstance(value := getattr(self, name), str)
         }
 
@@ -353,9 +272,6 @@ class PartitionAxis:
         """
         rules = self.compile()
         return written_spec(self.spelled(axes, rules), rules, mode, current_mesh())
-
-
-_ATTRIBUTES = tuple(field.name for field in dataclasses.fields(PartitionAxis) if field.init)
 
 
 def written(annotation: Sequence[Any], rules: AxisRules, mode: str) -> list[Any]:
@@ -413,17 +329,6 @@ def _name(semantic_axis: str) -> str:
     return name
 
 
-def _flat(names: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return nested names as one tuple, without those that are replicated (None)."""
-    flat = [
-        one
-        for name in names
-        if name is not None
-        for one in (name if isinstance(name, tuple) else (name,))
-    ]
-    return tuple(flat) or None
-
-
 def _with_registered(
     axis: PartitionAxis, base: AxisRules, registered: registry.Registered
 ) -> AxisRules:
@@ -465,7 +370,7 @@ def _follow(
 ) -> Any:
     """Return the mesh axes that a value stands for: an attribute, an axis, a registered axis, a mesh axis, or several."""
     if isinstance(value, tuple):
-        return _flat(tuple(_follow(axis, one, registered, generation, seen) for one in value))
+        return flat_names(tuple(_follow(axis, one, registered, generation, seen) for one in value))
     if not isinstance(value, str):
         return value
     # A mesh axis may be called like the short name of an axis ("tp"): that is no alias.
@@ -489,9 +394,9 @@ def _follow(
             generation,
             (*seen, name),
         )
-    attribute = value if value in _ATTRIBUTES else PartitionAxis._SEMANTIC_MAP.get(value)
+    attribute = value if value in ATTRIBUTES else PartitionAxis._SEMANTIC_MAP.get(value)
     if attribute is None:
         return axis._clean(value)
-    if generation and attribute in _DECODE:
+    if generation and attribute in DECODE_ATTRIBUTES:
         attribute = f"decode_{attribute}"
     return getattr(axis, attribute)
