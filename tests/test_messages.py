@@ -38,11 +38,11 @@ FLAX = (
 SLIPS: dict[str, tuple[Callable[[], object], str]] = {
     "preset of None": (
         lambda: sw.Strategy.preset(None),
-        r"^the name of a preset is text, not None\n  fix   presets are ddp, fsdp, ",
+        r"^the name of a preset must be text, got None\n  fix   presets are ddp, fsdp, ",
     ),
     "preset of a path": (
         lambda: sw.Strategy.preset(Path("fsdp")),
-        r"is text, not PosixPath\('fsdp'\)\n  fix   .*Strategy\.load reads a file",
+        r"must be text, got PosixPath\('fsdp'\)\n  fix   .*Strategy\.load reads a file",
     ),
     "preset with an ending": (
         lambda: sw.Strategy.preset("fsdp.toml"),
@@ -112,7 +112,7 @@ SLIPS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "YAML": (
         lambda: sw.Strategy.loads("version: 1", format="yaml"),
-        r"format is 'yaml'\n  fix   write \"toml\" or \"json\"",
+        r"unknown format 'yaml'\n  fix   write \"toml\" or \"json\"",
     ),
     "a path for a text": (
         lambda: sw.Strategy.loads("fsdp.toml"),

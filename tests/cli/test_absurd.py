@@ -34,12 +34,12 @@ TENSORS: dict[str, tuple[str, str, str]] = {
     "fewer digits": (
         "json",
         '{"w": {"axes": "EMBED", "shape": [' + "8" * 400 + "]}}",
-        "t.json:1 w.shape.0: a number of 1329 bits is no size",
+        "t.json:1 w.shape.0: a number of 1329 bits is too large",
     ),
     "hexadecimal": (
         "toml",
         f'[w]\naxes = "EMBED"\nshape = [{HEX}]',
-        "t.toml:3 w.shape.0: a number of 20000 bits is no size",
+        "t.toml:3 w.shape.0: a number of 20000 bits is too large",
     ),
     "hexadecimal axes": ("toml", f"[w]\naxes = {HEX}", "t.toml:2 w.axes: a number of 20000 bits"),
     "hexadecimal dtype": (
@@ -238,7 +238,7 @@ STRATEGIES = {
     '{"rules": {"batch": "\\ud800"}}': "rules.batch: mesh axis '\\ud800' is neither in [mesh] nor a standard one",
     '{"\\ud800": 1}': "unable to parse raw data as a unicode string, not '\\ud800'",
     '{"rules": {"batch": ' + "[" * 900 + "]" * 900 + "}}": "nested more than 64 deep",
-    '{"mesh": {"dp": ' + "8" * 400 + "}}": "s.json:1 mesh.dp: a number of 1329 bits is no size",
+    '{"mesh": {"dp": ' + "8" * 400 + "}}": "s.json:1 mesh.dp: a number of 1329 bits is too large",
 }
 
 
@@ -254,7 +254,7 @@ def test_a_hexadecimal_number_in_a_strategy_is_an_input_error(tmp_path: Path) ->
     (tmp_path / "s.toml").write_text(f"[rules]\nbatch = {HEX}\n", encoding="utf-8")
     code, _, err = run("explain EMBED --strategy s.toml --mesh dp:2", tmp_path)
     assert code == 2
-    assert "s.toml:2 rules.batch: a number of 20000 bits is no size" in err
+    assert "s.toml:2 rules.batch: a number of 20000 bits is too large" in err
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ BAD = {
     "presets copy ddp nowhere/mine.toml": "no folder 'nowhere' to write 'mine.toml' in",
     "schema nowhere/schema.json": "no folder 'nowhere' to write 'schema.json' in",
     "schema folder": "cannot write 'folder': is a directory",
-    "schema pipe": "'pipe' is no file, and would be replaced by one\n  fix   choose another name, or print and redirect (>)",
+    "schema pipe": "'pipe' is not a regular file, and would be replaced by one\n  fix   choose another name, or print and redirect (>)",
     "check 'fsdp |'": "no preset ''",
 }
 

@@ -104,7 +104,7 @@ def test_refused_in_shard_map(where: str) -> None:
 
 def test_refused_for_parameters() -> None:
     with pytest.raises(
-        sw.StrategyError, match=r'"\?" is for activations: a parameter must lie somewhere'
+        sw.StrategyError, match=r'"\?" is for activations: a parameter needs a sharding'
     ):
         sw.Strategy.loads('version = 1\n[params]\nembed = "?"\n')
     pm = make_manager(text='version = 1\n[rules]\nbatch = "dp"\nembed = "?"\n')

@@ -336,7 +336,7 @@ def test_zero1_in_a_file() -> None:
         (
             "dp | ?",
             sw.StrategyError,
-            r"z.toml:2 policy.zero1: \"\?\" is for activations: optimizer state must lie somewhere",
+            r"z.toml:2 policy.zero1: \"\?\" is for activations: optimizer state needs a sharding",
         ),
         ("dp + | -", sw.StrategyError, "a mesh axis is missing here"),
         (

@@ -71,7 +71,9 @@ def test_an_idle_mesh_axis_must_be_in_the_mesh() -> None:
     ],
 )
 def test_a_rule_that_names_an_idle_mesh_axis(lines: str) -> None:
-    with pytest.raises(sw.StrategyError, match="'replica' is idle, and a rule names it") as caught:
+    with pytest.raises(
+        sw.StrategyError, match="'replica' is declared idle, but a rule names it"
+    ) as caught:
         loaded(FILE + lines)
     assert "idle.toml:10" in str(caught.value)
     assert "idle.toml:1" in str(caught.value.problems[0].rule)
@@ -79,7 +81,7 @@ def test_a_rule_that_names_an_idle_mesh_axis(lines: str) -> None:
 
 @pytest.mark.parametrize("key", ["gather", "zero1"])
 def test_a_policy_that_names_an_idle_mesh_axis(key: str) -> None:
-    with pytest.raises(sw.StrategyError, match="'replica' is idle, and a rule names it"):
+    with pytest.raises(sw.StrategyError, match="'replica' is declared idle, but a rule names it"):
         loaded(FILE + f'{key} = "replica"')
 
 
@@ -91,7 +93,7 @@ def test_idle_is_one_set_of_mesh_axes(text: str) -> None:
 
 
 def test_idle_written_as_a_list() -> None:
-    with pytest.raises(sw.StrategyError, match="text is wanted") as caught:
+    with pytest.raises(sw.StrategyError, match="expected text") as caught:
         sw.Strategy(policy={"idle": ["a", "b"]})  # type: ignore[dict-item]
     assert '"a+b" for all of them at once' in str(caught.value)
 

@@ -182,11 +182,11 @@ LONG_LINES: dict[str, tuple[Callable[[], object], str]] = {
     "pattern": (lambda: sw.match_paths({}, [("(" * 100_000, ())]), "not a regular expression"),
     "choice": (
         lambda: sw.Strategy(policy={"indivisible": "x" * 100_000}),
-        r"policy\.indivisible: 'x{100,}.* is not a choice here",
+        r"policy\.indivisible: unknown value 'x{100,}.*",
     ),
     "list": (
         lambda: sw.Strategy(rules={"batch": ["dp"] * 100_000}),
-        r"rules\.batch: text is wanted, not \['dp', 'dp'",
+        r"rules\.batch: expected text, got \['dp', 'dp'",
     ),
 }
 

@@ -1,1 +1,6 @@
-"""Strategy files. pydantic lives in this package only, and is imported when a `Strategy` is first touched."""
+"""Strategy files: read, check, overlay and compile them. `Strategy` is in `shardwright.strategy.model`.
+
+Everything about the file format belongs here, and pydantic is used nowhere else. This package imports no
+module by itself, so pydantic is loaded only when `Strategy` is. What compiled rules mean for an array is
+decided in `resolution`.
+"""

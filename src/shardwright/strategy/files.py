@@ -1,4 +1,4 @@
-"""Reading and writing strategy files: TOML and JSON, with the line of every key, written whole or not at all."""
+"""Read and write strategy files: TOML and JSON, with the line of every key. Writes are atomic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import LONGEST_LINE, StrategyError, did_you_mean
-from shardwright.strategy.limits import DEEPEST, LONGEST_FILE, check_keys, check_limits
+from shardwright.strategy.key_lines import json_lines, toml_lines
+from shardwright.strategy.limits import LONGEST_FILE, check_keys, check_limits
 from shardwright.strategy.origin import Origin
 from shardwright.vocabulary.axes import canonical_axis, file_name
 
@@ -22,10 +23,10 @@ Parsed = tuple[dict[str, Any], Origin]
 
 
 def read(path: Path) -> Parsed:
-    """Return a file's data and where each key stands."""
+    """Read a file: its data and the origin of each key."""
     format = _format(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark in front
+        text = path.read_text(encoding="utf-8-sig")  # skips the byte order mark of some editors
     except FileNotFoundError as error:
         hint = did_you_mean(path.stem, preset_names())
         raise StrategyError(
@@ -74,12 +75,12 @@ def preset_names() -> tuple[str, ...]:
 
 
 def read_preset(name: str) -> Parsed:
-    """Return a preset's data and where each key stands."""
+    """Read a preset: its data and the origin of each key."""
     if not isinstance(name, str):
-        path = "; Strategy.load reads a file" if isinstance(name, os.PathLike) else ""
+        hint = "; Strategy.load reads a file" if isinstance(name, os.PathLike) else ""
         raise StrategyError(
-            f"the name of a preset is text, not {name!r}",
-            fix=f"presets are {', '.join(preset_names())}{path}",
+            f"the name of a preset must be text, got {name!r}",
+            fix=f"presets are {', '.join(preset_names())}{hint}",
         )
     if name not in preset_names():
         hint = did_you_mean(name.removesuffix(".toml"), preset_names())
@@ -91,14 +92,14 @@ def read_preset(name: str) -> Parsed:
 
 
 def preset_text(name: str) -> str:
-    """Return a preset's file as it is written, comments included."""
+    """Return the text of a preset's file, comments included."""
     return (
         importlib.resources.files("shardwright.strategy") / "presets" / f"{name}.toml"
     ).read_text(encoding="utf-8")
 
 
 def parse_strategy(text: str, *, format: str, source: str) -> Parsed:
-    """Parse the text of a strategy; one of bounded length, since each table takes a fraction of a millisecond."""
+    """Parse the text of a strategy, of at most LONGEST_FILE characters."""
     if isinstance(text, str) and len(text) > LONGEST_FILE:
         what = f"the file has {len(text)} characters, at most {LONGEST_FILE} are read"
         raise StrategyError(what, path=source, fix="keep what the strategy needs")
@@ -106,15 +107,15 @@ def parse_strategy(text: str, *, format: str, source: str) -> Parsed:
 
 
 def parse(text: str, *, format: str, source: str) -> Parsed:
-    """Parse TOML or JSON text; the origin maps each key path to `source:line`."""
+    """Parse TOML or JSON text into data and the origin of each key."""
     if not isinstance(text, str):
         raise StrategyError(
-            f"{text!r} is no text",
+            f"expected text, got {text!r}",
             path=source,
             fix="pass the text of a file; Strategy.load(path) reads one",
         )
     if format not in ("toml", "json"):
-        raise StrategyError(f"format is {format!r}", path=source, fix='write "toml" or "json"')
+        raise StrategyError(f"unknown format {format!r}", path=source, fix='write "toml" or "json"')
     if format == "toml":
         check_keys(text, source)
     try:
@@ -128,7 +129,9 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
         raise _syntax(text, source, str(error), line, column, fix=_toml_fix(text, line)) from error
     except json.JSONDecodeError as error:
         fix = (
-            "drop the comma before the bracket" if _is_trailing_comma(text, error.pos) else _CORRECT
+            "drop the comma before the bracket"
+            if _is_trailing_comma(text, error.pos)
+            else _FIX_SYNTAX
         )
         if error.pos == 0:
             fix = 'if this is TOML, pass format="toml" to loads, or name the file .toml'
@@ -139,22 +142,24 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
         ) from error
     except _DuplicateKeyError as error:
         raise StrategyError(
-            f"the key {str(error)!r} stands twice in one table", path=source, fix="drop one of them"
+            f"the key {str(error)!r} is written twice in one table",
+            path=source,
+            fix="drop one of them",
         ) from error
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # Python refuses integers of more than 4300 digits
         raise StrategyError(
             str(error).partition(";")[0], path=source, fix="write a smaller number"
         ) from error
     if not isinstance(data, dict):
         raise StrategyError(
-            f"a strategy is a table, not {type(data).__name__}",
+            f"a strategy must be a table, got {type(data).__name__}",
             path=source,
             fix='start from {"version": 1}',
         )
-    lines = _toml_lines(text) if format == "toml" else _json_lines(text)
+    lines = toml_lines(text) if format == "toml" else json_lines(text)
     origin: Origin = {(): source}
     for path, line in lines:
-        # Under the key as it is written, and as every spelling of an axis is read.
+        # Once under the key as written, once under the spelling that axes have in files.
         origin[path] = origin[(*path[:-1], file_name(canonical_axis(path[-1])))] = (
             f"{source}:{line}"
         )
@@ -167,15 +172,15 @@ class _DuplicateKeyError(ValueError):
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for key, value in pairs:
-        if key in made:
+        if key in table:
             raise _DuplicateKeyError(key)
-        made[key] = value
-    return made
+        table[key] = value
+    return table
 
 
-_CORRECT = "correct the syntax there"
+_FIX_SYNTAX = "correct the syntax there"
 _BARE = re.compile(r"^\s*([\w.-]+)\s*=\s*([A-Za-z?|-][\w+|? -]*?)\s*(?:#.*)?$")
 
 
@@ -184,17 +189,20 @@ def _toml_fix(text: str, line: int) -> str:
         return 'this is JSON: pass format="json" to loads, or name the file .json'
     if text.endswith((".toml", ".json")) and len(text.split()) == 1:
         return f"Strategy.load({text!r}) reads a file"
-    return _quoted(text.split("\n")[line - 1]) or _CORRECT
+    return _quoted(text.split("\n")[line - 1]) or _FIX_SYNTAX
 
 
 def _quoted(line: str) -> str:
-    """Return how to write a TOML line whose value is bare words: text stands in quotes. Empty for any other line."""
-    found = _BARE.match(line) if len(line) <= LONGEST_LINE else None
-    return f'quote the value: {found[1]} = "{found[2]}"' if found else ""
+    """Return how to quote the value of a TOML line if it is bare words; empty for any other line."""
+    match = _BARE.match(line) if len(line) <= LONGEST_LINE else None
+    return f'quote the value: {match[1]} = "{match[2]}"' if match else ""
 
 
 def _is_trailing_comma(text: str, at: int) -> bool:
-    """Tell whether JSON ends at a comma before a closing bracket; Python versions point at either."""
+    """Tell whether JSON fails at a comma before a closing bracket.
+
+    Some versions of Python point at the comma, others at the bracket.
+    """
     before, after = text[:at].rstrip(), text[at:].lstrip()
     rest = after.removeprefix(",").lstrip()
     return (before.endswith(",") or after.startswith(",")) and rest.startswith(("}", "]"))
@@ -207,73 +215,18 @@ def _syntax(
     shown = lines[line - 1] if 0 < line <= len(lines) else ""
     what = re.sub(r" \(at .*\)$", "", message)
     if what == "Cannot overwrite a value":
-        what = "the key stands twice in one table"
+        what = "the key is written twice in one table"
     return StrategyError(
         what, path=f"{source}:{line}", snippet=f"{shown}\n{' ' * (column - 1)}^", fix=fix
     )
 
 
 def _toml_position(message: str, text: str) -> tuple[int, int]:
-    found = re.search(r"at line (\d+), column (\d+)", message)
-    if found:
-        return int(found[1]), int(found[2])
+    match = re.search(r"at line (\d+), column (\d+)", message)
+    if match:
+        return int(match[1]), int(match[2])
     lines = text.rstrip("\n").split("\n")
     return len(lines), len(lines[-1]) + 1
-
-
-# Each of these reads a line in linear time, whatever the line: no two neighbors can match the same characters.
-_HEADER = re.compile(r"^\s*(\[\[?)([^\[\]]+)\]\]?\s*(?:#.*)?$")
-_KEY = re.compile(
-    r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*="""
-)
-_PART = re.compile(r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'""")
-
-
-def _toml_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield each key path and its line. Inline tables and multi-line values count as one key."""
-    table: tuple[str, ...] = ()
-    counts: dict[tuple[str, ...], int] = {}
-    for number, line in enumerate(text.split("\n"), 1):
-        header, key = _HEADER.match(line), _KEY.match(line)
-        if header:
-            table = _parts(header[2])
-            if header[1] == "[[":
-                counts[table] = counts.get(table, -1) + 1
-                table = (*table, str(counts[table]))
-            yield table, number
-        elif key:
-            yield (*table, *_parts(key[1])), number
-
-
-def _parts(dotted: str) -> tuple[str, ...]:
-    return tuple(part.strip("\"'") for part in _PART.findall(dotted))
-
-
-_JSON_TOKEN = re.compile(r'(?P<key>"(?:[^"\\]|\\.)*")\s*:|"(?:[^"\\]|\\.)*"|[{}\[\],]')
-
-
-def _json_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield each key path of JSON text that parses, and its line."""
-    owners: list[str] = []
-    counts: list[int] = []
-    key, line, counted = "", 1, 0
-    for match in _JSON_TOKEN.finditer(text):
-        token = match[0]
-        if token in ("{", "["):
-            owners.append(key)
-            counts.append(0 if token == "[" else -1)
-            key = "0" if token == "[" else ""
-        elif token in ("}", "]"):
-            key, _ = owners.pop(), counts.pop()
-        elif token == "," and counts and counts[-1] >= 0:
-            counts[-1] += 1
-            key = str(counts[-1])
-        elif match["key"]:
-            key = json.loads(match["key"])
-            line += text.count("\n", counted, match.start())
-            counted = match.start()
-            if len(owners) <= DEEPEST:
-                yield (*filter(None, owners), key), line
 
 
 def render(data: Mapping[str, Any], *, format: str) -> str:
@@ -309,36 +262,35 @@ def _toml_key(key: str) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    # TOML's escapes are JSON's but for two: it knows no surrogate pairs, and DEL must be escaped.
+    # TOML escapes text as JSON does, except that DEL must be escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def write(path: Path, data: Mapping[str, Any]) -> Path:
-    """Write a file through a temporary neighbour, so that it is there whole or not at all."""
+    """Write data to a file atomically."""
     return write_text(path, rendered(path, data))
 
 
 def rendered(path: Path, data: Mapping[str, Any]) -> str:
-    """Return data as the text of a file of this name: its ending says which format."""
+    """Return data as text in the format of the file's ending."""
     return render(data, format=_format(path))
 
 
 def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
-    """Write text through a temporary neighbour, so that it is there whole or not at all.
+    """Write text to a file atomically, through a temporary file beside it.
 
-    A new file gets the permissions that the umask leaves; one that is overwritten keeps its own.
+    A new file gets the permissions of the umask. A file that is overwritten keeps its own.
 
     Raises:
-      StrategyError: there is no such folder, or what has the name is no file: a folder, a device, a pipe.
-      FileExistsError: there is such a file, and `overwrite` is false.
+      StrategyError: The folder does not exist, or the path is a folder, a device or a pipe.
+      FileExistsError: The file exists, and `overwrite` is false.
     """
-    target = (
-        Path(os.path.realpath(path)) if overwrite else path
-    )  # behind a link, the file changes and the link stays
+    # Overwriting a symbolic link changes the file behind it and keeps the link.
+    target = Path(os.path.realpath(path)) if overwrite else path
     _check_target(path, target)
     temporary = target.with_name(f".{target.name:.40}.{secrets.token_hex(8)}")
     try:
-        # "x" creates it, and the kernel applies the umask: to ask for the umask is to change it, for every thread.
+        # open() applies the umask. Reading the umask here would change it for every thread.
         with open(temporary, "x", encoding="utf-8") as file:
             if overwrite and target.exists():
                 os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
@@ -346,7 +298,7 @@ def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
         if overwrite:
             os.replace(temporary, target)
         else:
-            # A link, unlike a rename, never takes the place of a file that somebody made a moment ago.
+            # Unlike a rename, a link fails if another process has just created the file.
             os.link(temporary, path)
             os.unlink(temporary)
     except BaseException:
@@ -367,8 +319,8 @@ def _check_target(path: Path, target: Path) -> None:
             fix="name a file in it, or choose another name",
         )
     if path.exists() and not path.is_file():
-        # The rename would put a file in place of the device itself.
+        # The rename would replace the device itself.
         raise StrategyError(
-            f"{str(path)!r} is no file, and would be replaced by one",
+            f"{str(path)!r} is not a regular file, and would be replaced by one",
             fix="choose another name, or print and redirect (>)",
         )

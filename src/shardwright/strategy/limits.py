@@ -1,7 +1,7 @@
-"""Limits on what a file may hold: oversized numbers and texts, deep nesting, too many entries.
+"""Reject absurd values: oversized integers and texts, deep nesting, too many entries.
 
-They are checked before anything else looks at a file, so that later steps may print, compare and walk what they are given.
-Each limit is far beyond what a strategy needs, and its error names it.
+The limits are checked first, so that later steps can print, compare and walk every value. Each limit is far
+beyond the needs of a strategy, and its error names it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shardwright.mesh.text import MOST_MESH_AXES
 from shardwright.strategy.origin import KeyPath, Origin, source_of, where
 
 DEEPEST = 64
-# What a dim can be at most, in JAX and in XLA; an array of more elements than this has no address.
+# The largest dim in JAX and XLA. An array with more elements cannot be addressed.
 MOST_ELEMENTS = 2**63 - 1
 LONGEST_FILE = 1_000_000
 LONGEST_KEY = 256
 LONGEST_VALUE = 10_000
 MOST_PROBLEMS = 100
-# Entries of the tables that a strategy may fill with names of its own.
+# Entries of the tables whose keys are names that the user chooses.
 MOST_ENTRIES = {
     "mesh": MOST_MESH_AXES,
     "dcn": MOST_MESH_AXES,
@@ -32,7 +32,7 @@ MOST_ENTRIES = {
     "tensors": 1000,
 }
 
-# A string, a comment, a part of a key, a dot, blanks, or any other character; a string without an end reads to the end.
+# A string, a comment, a part of a key, a dot, blanks, or any other character. An unclosed string is `open`.
 _TOKEN = re.compile(
     r"""(?P<text>"{3}(?:[^\\]|\\.)*?"{3}|'{3}.*?'{3})|(?P<open>"{3}|'{3})|"""
     r"""(?P<part>"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[A-Za-z0-9_-]+)|#[^\n]*|(?P<dot>\.)|(?P<blank>[ \t]+)|.""",
@@ -44,16 +44,16 @@ def check_limits(data: Mapping[str, Any], origin: Origin) -> None:
     """Check data from a file.
 
     Raises:
-      StrategyError: every value that is beyond a limit, each with its line and key path.
+      StrategyError: Every value beyond a limit, each with its line and key path.
     """
     raise_problems(first_problems(_problems(data, origin)))
 
 
 def first_problems(problems: Iterable[Problem]) -> list[Problem]:
-    """Return the first problems, and where there are more, one that says so: a file may hold a million of them."""
-    waiting = iter(problems)
-    first = list(itertools.islice(waiting, MOST_PROBLEMS))
-    if next(waiting, None) is not None:
+    """Return the first MOST_PROBLEMS problems, plus one that says so if there are more."""
+    remaining = iter(problems)
+    first = list(itertools.islice(remaining, MOST_PROBLEMS))
+    if next(remaining, None) is not None:
         what = f"there are more problems than these {MOST_PROBLEMS}"
         first.append(Problem(error=StrategyError, what=what, fix="correct these first"))
     return first
@@ -63,7 +63,7 @@ def check_entries(data: Mapping[str, Any], origin: Origin) -> None:
     """Check how many entries the tables of a strategy have.
 
     Raises:
-      StrategyError: every table that has too many.
+      StrategyError: Every table that has too many.
     """
     raise_problems(
         [
@@ -80,10 +80,12 @@ def check_entries(data: Mapping[str, Any], origin: Origin) -> None:
 
 
 def check_keys(text: str, source: str) -> None:
-    """Check that no key of TOML text has too many parts, before the parser of TOML takes time quadratic in their number.
+    """Check that no key of TOML text has too many parts.
+
+    Runs before `tomllib`, whose time is quadratic in the number of parts.
 
     Raises:
-      StrategyError: the first such key, with its line.
+      StrategyError: The first such key, with its line.
     """
     if text.count(".") < DEEPEST:
         return
@@ -91,12 +93,15 @@ def check_keys(text: str, source: str) -> None:
     for token in _TOKEN.finditer(text):
         kind = token.lastgroup
         if kind == "open":
-            return  # the string has no end: the parser will say so
+            return  # an unclosed string, which the parser reports
         if kind == "part":
             parts, dotted = (parts + 1 if dotted else 1), False
             if parts > DEEPEST:
                 line = text.count("\n", 0, token.start()) + 1
-                what = f"the key has more than {DEEPEST} parts: tables are nested more than {DEEPEST} deep"
+                what = (
+                    f"the key has more than {DEEPEST} parts: "
+                    f"tables are nested more than {DEEPEST} deep"
+                )
                 raise StrategyError(what, path=f"{source}:{line}", fix="flatten the file")
         elif kind == "dot":
             dotted = parts > 0
@@ -108,9 +113,9 @@ def _problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
     waiting: list[tuple[KeyPath, Any]] = [((), data)]
     while waiting:
         path, value = waiting.pop()
-        what, fix = _fault(path, value)
+        what, fix = _excess(path, value)
         if what:
-            # A path of a thousand keys does not help.
+            # The path may have a thousand keys: show the first four.
             shown = ".".join(key[:LONGEST_KEY] for key in path[:4])
             shown += "..." if len(path) > 4 else ""
             yield Problem(
@@ -125,7 +130,8 @@ def _problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
             waiting += reversed([((*path, str(at)), entry) for at, entry in enumerate(value)])
 
 
-def _fault(path: KeyPath, value: Any) -> tuple[str, str]:
+def _excess(path: KeyPath, value: Any) -> tuple[str, str]:
+    """Return which limit a value exceeds and the fix; empty texts if none."""
     if path and len(path[-1]) > LONGEST_KEY:
         return (
             f"a key has {len(path[-1])} characters, at most {LONGEST_KEY} are read",
@@ -138,7 +144,7 @@ def _fault(path: KeyPath, value: Any) -> tuple[str, str]:
         )
     if isinstance(value, int) and abs(value) > MOST_ELEMENTS:
         return (
-            f"a number of {value.bit_length()} bits is no size",
+            f"a number of {value.bit_length()} bits is too large",
             "write a smaller number: at most 2^63 - 1",
         )
     if isinstance(value, (Mapping, list)) and len(path) >= DEEPEST:
@@ -147,7 +153,10 @@ def _fault(path: KeyPath, value: Any) -> tuple[str, str]:
 
 
 def has_too_many_elements(shape: Iterable[int]) -> bool:
-    """Tell whether an array of a shape has more elements than there are addresses. The product is never longer than two sizes."""
+    """Tell whether an array of this shape has more than MOST_ELEMENTS elements.
+
+    Stops at the first product that is too large, so that products stay short.
+    """
     sizes = list(shape)
     products = itertools.accumulate(sizes, operator.mul)
     return 0 not in sizes and any(product > MOST_ELEMENTS for product in products)

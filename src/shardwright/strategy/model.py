@@ -1,4 +1,7 @@
-"""The strategy file as a pydantic model: its shape, its types, its JSON Schema. What the names mean is `check.py`'s."""
+"""Strategy files as a pydantic model: their keys, their types and their JSON Schema.
+
+`check` judges what the names in them mean, and `compile` turns them into rules.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -15,24 +19,33 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
+    WrapSerializer,
     field_validator,
 )
 
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.mesh.build import create_mesh
 from shardwright.resolution.rules import OWN_ATTENTION, AxisRules, Rule
-from shardwright.strategy import check, files
+from shardwright.strategy import check, files, overlay
+from shardwright.strategy.compile import compile_rules
 from shardwright.strategy.limits import check_entries, first_problems
 from shardwright.strategy.origin import KeyPath, Origin, source_of
-from shardwright.strategy.read_only import ReadOnlyDict, ReadOnlyList
+from shardwright.strategy.pydantic_errors import problems_of
+from shardwright.strategy.tables import parse_rules
 from shardwright.vocabulary.axes import Mesh, canonical_axis, file_name
 from shardwright.vocabulary.integers import as_integer
 
-RULE = 'Candidates of mesh axes in order: "dp+fsdp | dp | -". "+" joins mesh axes, "-" replicated, "?" unconstrained.'
+RULE = (
+    'Candidates of mesh axes in order: "dp+fsdp | dp | -". '
+    '"+" joins mesh axes, "-" replicated, "?" unconstrained.'
+)
 AxisTypeName = Literal["auto", "explicit"]
-# Frozen all the way down. Who writes a Strategy in Python gives plain dicts and lists.
 _T = TypeVar("_T")
-Table = Annotated[dict[str, _T], AfterValidator(ReadOnlyDict)]
+# pydantic freezes a model's attributes, not the dicts and lists inside. A strategy is hashed by its
+# content, so these types are read-only views after validation, and plain dicts and lists when dumped.
+_ReadOnly = AfterValidator(MappingProxyType)
+_AsDict = WrapSerializer(lambda table, dump: dump(dict(table)))
+Table = Annotated[dict[str, _T], _ReadOnly, _AsDict]
 Rules = Table[str]
 
 
@@ -44,8 +57,16 @@ def _python_integers(sizes: Mapping[Any, Any]) -> dict[Any, Any]:
     }
 
 
+def _empty_table() -> Any:
+    return MappingProxyType({})
+
+
+def _no_entries() -> Any:
+    return ()
+
+
 def _lower_keys(table: Any) -> Any:
-    """Spell every axis the way files do, so that `batch`, `BATCH` and `__BATCH__` are one key."""
+    """Spell every axis as files do, so that `batch`, `BATCH` and `__BATCH__` are one key."""
     if not isinstance(table, Mapping):
         return table
     spelled: dict[Any, Any] = {}
@@ -56,7 +77,7 @@ def _lower_keys(table: Any) -> Any:
             else key
         )
         if name in spelled:
-            raise ValueError(f"{name!r} stands twice, spelled in two ways")
+            raise ValueError(f"{name!r} is written twice, in two spellings")
         spelled[name] = value
     return spelled
 
@@ -67,57 +88,57 @@ class _Table(BaseModel):
 
     @property
     def rules(self) -> Rules:
-        """The table's rules by axis."""
+        """Rules of the table, by axis."""
         return dict(self.__pydantic_extra__ or {})
 
 
 class ModeTable(_Table):
-    """What differs in one mode: rules of activations and caches, and under `params` those of parameters."""
+    """Rules of one mode: for activations and caches, and under `params` for parameters."""
 
     params: Rules = Field(
-        default_factory=ReadOnlyDict, description="What differs for parameters in this mode."
+        default_factory=_empty_table, description="Rules of parameters in this mode."
     )
 
     _lower = field_validator("params", mode="before")(_lower_keys)
 
 
 class TensorTable(_Table):
-    """Rules for the parameters whose path a pattern matches (`re.search`); the first entry naming an axis wins."""
+    """Rules for parameters by path. The first entry that matches the path and names the axis wins."""
 
     match: str = Field(
-        description="Regular expression searched in the '/'-joined path; one whose search takes linear time."
+        description="Regular expression, searched in the '/'-joined path in linear time."
     )
 
 
 class PolicyTable(BaseModel):
-    """What is done where a rule cannot be followed to the letter."""
+    """What to do if a rule cannot be followed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     preset: Literal["strict", "eformer"] = Field(
-        default="strict", description="Where the other settings start from."
+        default="strict", description="Defaults of the other settings."
     )
     indivisible: Literal["error", "prefix", "replicate", "drop"] | None = Field(
-        default=None, description="A size that does not divide."
+        default=None, description="If a size does not divide."
     )
     conflict: Literal["error", "first_dim"] | None = Field(
-        default=None, description="Two dims that want one mesh axis."
+        default=None, description="If two dims claim the same mesh axis."
     )
     gather: str = Field(
         default="-",
-        description='Mesh axes over which a weight is gathered where it is used, "fsdp+sp".',
+        description='Mesh axes over which a weight is gathered before use, "fsdp+sp".',
     )
     zero1: str = Field(
         default="-",
-        description='Mesh axes that optimizer state is sharded over beyond its parameter, "dp | -".',
+        description='Mesh axes that shard optimizer state in addition to its parameter, "dp | -".',
     )
     idle: str = Field(
-        default="-", description='Mesh axes that no rule names, on purpose, "replica+other".'
+        default="-", description='Mesh axes that no rule uses, on purpose, "replica+other".'
     )
     missing: Literal["skip", "replicate"] | None = Field(
-        default=None, description="A standard mesh axis that the mesh lacks."
+        default=None, description="If the mesh lacks a standard mesh axis."
     )
     rank: Literal["error", "fit"] | None = Field(
-        default=None, description="An annotation of another rank than the array."
+        default=None, description="If annotation and array differ in rank."
     )
 
 
@@ -138,20 +159,27 @@ AttentionName = Shipped | Own
 
 
 class AttentionTable(BaseModel):
-    """Which implementation of attention serves each mode; insert attends to nothing."""
+    """Implementation of attention per mode. Insert has none: it only writes to the cache."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    default: AttentionName = Field(default="auto", description="In the modes that are not named.")
+    default: AttentionName = Field(default="auto", description="In every other mode.")
     train: AttentionName | None = Field(default=None, description="In training.")
     prefill: AttentionName | None = Field(default=None, description="In prefill.")
     decode: AttentionName | None = Field(default=None, description="In decode.")
 
 
 class Strategy(BaseModel):
-    """A mesh, rules and a policy as data: `load` it, start from a `preset`, overlay with `|`, `compile` it.
+    r"""A mesh, rules and a policy as data.
+
+    `load` a file or start from a `preset`, overlay with `|`, and `compile` to rules.
 
     Raises:
-      StrategyError: (or the class of the first problem) every problem at once, with file, key path and a fix.
+      ShardingError: Every problem at once, in the class of the first (mostly StrategyError), each with
+        file, key path and fix.
+
+    >>> strategy = Strategy.preset("fsdp_tp") | Strategy.loads("[mesh]\ntp = 8")
+    >>> strategy.mesh["tp"]
+    8
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -162,31 +190,34 @@ class Strategy(BaseModel):
         default="auto", description="Axis type of all mesh axes, or by mesh axis."
     )
     mesh: Table[int] = Field(
-        default_factory=ReadOnlyDict,
-        description="Mesh axes, slowest first: total sizes, slices included; one may be -1.",
+        default_factory=_empty_table,
+        description="Total size of each mesh axis, slowest first; one may be -1.",
     )
     dcn: Table[int] = Field(
-        default_factory=ReadOnlyDict, description="The part of a total that crosses slices."
+        default_factory=_empty_table, description="Part of a total size that crosses slices."
     )
     axes: Table[str] = Field(
-        default_factory=ReadOnlyDict,
-        description="Axes of your own, each with a line that says what it is.",
+        default_factory=_empty_table,
+        description="Axes of your own, each with a one-line description.",
     )
-    rules: Rules = Field(default_factory=ReadOnlyDict, description=f"Rule of each axis. {RULE}")
+    rules: Rules = Field(default_factory=_empty_table, description=f"Rule of each axis. {RULE}")
     params: Rules = Field(
-        default_factory=ReadOnlyDict, description="What differs for parameters, as they are stored."
+        default_factory=_empty_table, description="Rules of stored parameters, where they differ."
     )
     modes: Annotated[
-        dict[Literal["train", "prefill", "decode", "insert"], ModeTable],
-        AfterValidator(ReadOnlyDict),
+        dict[Literal["train", "prefill", "decode", "insert"], ModeTable], _ReadOnly, _AsDict
     ] = Field(
-        default_factory=ReadOnlyDict,
-        description="What differs in a mode; insert inherits from decode.",
+        default_factory=_empty_table,
+        description="Rules that differ in a mode; insert inherits from decode.",
     )
     policy: PolicyTable = Field(default_factory=PolicyTable)
     attention: AttentionTable = Field(default_factory=AttentionTable)
-    tensors: Annotated[list[TensorTable], AfterValidator(ReadOnlyList)] = Field(
-        default_factory=ReadOnlyList, description="Exceptions by path, for stored and used weights."
+    tensors: Annotated[
+        list[TensorTable],
+        AfterValidator(tuple),
+        WrapSerializer(lambda entries, dump: dump(list(entries))),
+    ] = Field(
+        default_factory=_no_entries, description="Exceptions by path, for stored and used weights."
     )
 
     _origin: Origin = PrivateAttr(default_factory=dict)
@@ -221,36 +252,51 @@ class Strategy(BaseModel):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            problems = check.from_pydantic(error, type(self), origin)
+            problems = problems_of(error, type(self), origin)
         raise_problems(first_problems(itertools.chain(problems, check.data_problems(data, origin))))
         self._origin = origin
 
     @classmethod
-    def _made(cls, data: Mapping[str, Any], origin: Origin) -> Strategy:
-        made = cls.__new__(cls)
-        made._build(data, origin)
-        return made
+    def _from_data(cls, data: Mapping[str, Any], origin: Origin) -> Strategy:
+        strategy = cls.__new__(cls)
+        strategy._build(data, origin)
+        return strategy
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
         """Read a `.toml` or `.json` file.
 
         Raises:
-          StrategyError: the file does not exist, does not parse, or says something wrong.
+          ShardingError: The file does not exist, does not parse, or has problems.
         """
-        return cls._made(*files.read(Path(path)))
+        return cls._from_data(*files.read(Path(path)))
 
     @classmethod
     def loads(
         cls, text: str, *, format: Literal["toml", "json"] = "toml", source: str = ""
     ) -> Strategy:
-        """Read a strategy from text; `source` is the name that messages use."""
-        return cls._made(*files.parse_strategy(text, format=format, source=source or f"<{format}>"))
+        """Read a strategy from text.
+
+        Args:
+          text: Text of a strategy file.
+          format: "toml" or "json".
+          source: Name of the text in messages. Defaults to `<toml>` or `<json>`.
+
+        Raises:
+          ShardingError: The text does not parse, or has problems.
+        """
+        return cls._from_data(
+            *files.parse_strategy(text, format=format, source=source or f"<{format}>")
+        )
 
     @classmethod
     def preset(cls, name: str) -> Strategy:
-        """Return one of the strategies that come with the package; `presets()` lists them."""
-        return cls._made(*files.read_preset(name))
+        """Return a strategy of the package.
+
+        Raises:
+          StrategyError: No preset has this name; `presets()` lists them.
+        """
+        return cls._from_data(*files.read_preset(name))
 
     @staticmethod
     def presets() -> tuple[str, ...]:
@@ -258,20 +304,20 @@ class Strategy(BaseModel):
         return files.preset_names()
 
     def to_data(self) -> dict[str, Any]:
-        """Return what was set, as plain data; what was not set stays inherited."""
+        """Return the keys that were set, as plain data."""
         return self.model_dump(exclude_unset=True)
 
     def dumps(self, *, format: Literal["toml", "json"] = "toml") -> str:
-        """Return the text of the file, such that `Strategy.loads(s.dumps()) == s`."""
+        """Return the text of a strategy file: `Strategy.loads(s.dumps()) == s`."""
         return files.render(self.to_data(), format=format)
 
     def dump(self, path: str | Path) -> Path:
-        """Write a `.toml` or `.json` file, whole or not at all, and return its path: `load(dump(path)) == self`.
+        """Write a `.toml` or `.json` file and return its path: `Strategy.load(s.dump(path)) == s`.
 
-        A file that is overwritten keeps its permissions.
+        The write is atomic. A file that is overwritten keeps its permissions.
 
         Raises:
-          StrategyError: another ending, no such folder, or what has the name is no file.
+          StrategyError: The path has another ending, its folder does not exist, or it is not a file.
         """
         return files.write(Path(path), self.to_data())
 
@@ -284,35 +330,45 @@ class Strategy(BaseModel):
         }
 
     def __or__(self, other: Strategy) -> Strategy:
-        """Overlay: what `other` sets wins, key by key; its `[[tensors]]` come first.
+        """Overlay `other` on this strategy: its keys win, and its `[[tensors]]` come first.
 
         Raises:
-          StrategyError: (or the class of the first problem) what the two do not say together; `axis_types` as one word over or
-            under a table of them, which leaves open what holds for the mesh axes that it does not name.
+          ShardingError: The result has problems, or one `axis_types` is a word and the other a table.
         """
         if not isinstance(other, Strategy):
             return NotImplemented
         base, over = self.to_data(), other.to_data()
-        raise_problems(check.overlay_problems(base, over, below=self._origin, above=other._origin))
-        return type(self)._made(
-            check.merge(base, over), check.merge_origin(self._origin, other._origin, over)
+        raise_problems(
+            overlay.overlay_problems(base, over, below=self._origin, above=other._origin)
+        )
+        return type(self)._from_data(
+            overlay.merge(base, over), overlay.merge_origin(self._origin, other._origin, over)
         )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy.
 
         Raises:
-          StrategyError: an `update`, which pydantic would take unchecked.
+          StrategyError: `update` is given. pydantic would not validate it.
         """
         if update:
             raise StrategyError(
-                f"model_copy(update=...) would put {', '.join(map(str, update))} in without a check",
-                fix="lay the change over it, strategy | Strategy(rules={...}), which checks the whole",
+                f"model_copy(update=...) would not check {', '.join(map(str, update))}",
+                fix="overlay the change, strategy | Strategy(rules={...}), which checks the result",
             )
         return super().model_copy(deep=deep)
 
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _restore, (self.to_data(), self._origin)
+
     def _identity(self) -> tuple[str, tuple[str, ...]]:
-        """What equality and hash cover: everything said or defaulted; the order of mesh axes, because it is that of devices."""
+        """Return what equality and hash cover: every key, set or default, and the order of the mesh axes.
+
+        The order of the mesh axes is the order of the devices.
+        """
         return json.dumps(self.model_dump(), sort_keys=True), tuple(self.mesh)
 
     def __eq__(self, other: object) -> bool:
@@ -325,24 +381,24 @@ class Strategy(BaseModel):
         """Return the frozen, hashable rules.
 
         Raises:
-          StrategyError, UnknownAxisError, MissingMeshAxisError: every problem at once.
+          ShardingError: Every problem at once, in the class of the first.
         """
-        return check.compile_rules(self.to_data(), self._origin, self.policy)
+        return compile_rules(self.to_data(), self._origin, self.policy)
 
     def tables(self) -> dict[KeyPath, dict[str, Rule]]:
-        """Return the rules of every table as they are written, by key path, such as `("modes", "decode")`, and axis."""
-        return check.parse_rules(self.to_data(), self._origin).tables
+        """Return the rules as written, by key path, such as `("modes", "decode")`, and then by axis."""
+        return parse_rules(self.to_data(), self._origin).tables
 
     def source(self, *path: str) -> str:
-        """Return the `file:line` of a key, or of the nearest table that holds it, or an empty string."""
+        """Return `file:line` of a key or of its nearest enclosing table; empty if neither is known."""
         return source_of(path, self._origin)
 
     def make_mesh(self, *, devices: Sequence[Any] | None = None) -> Mesh:
-        """Build the strategy's mesh; starts the backend.
+        """Build the strategy's mesh from devices. Starts the JAX backend.
 
         Raises:
-          StrategyError: the strategy has no `[mesh]`.
-          MeshSpecError: the devices do not fit it.
+          StrategyError: The strategy has no `[mesh]`.
+          MeshSpecError: The devices do not fit it.
         """
         if not self.mesh:
             raise StrategyError(
@@ -353,3 +409,8 @@ class Strategy(BaseModel):
         return create_mesh(
             dict(self.mesh), devices=devices, axis_types=self.axis_types, dcn=dict(self.dcn) or None
         )
+
+
+def _restore(data: Mapping[str, Any], origin: Origin) -> Strategy:
+    """Rebuild a strategy that was pickled."""
+    return Strategy._from_data(data, origin)

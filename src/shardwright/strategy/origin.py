@@ -1,21 +1,21 @@
-"""Where each key of a file stands: `file:line`, as messages and rules show it."""
+"""Where each key of a strategy was written: `file:line`, as messages and rules show it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 KeyPath = tuple[str, ...]
-# The file's own place is that of the empty path.
+# Source by key path. The empty path holds the file itself.
 Origin = dict[KeyPath, str]
 
 
 def source_of(path: KeyPath, origin: Mapping[KeyPath, str]) -> str:
-    """Return the `file:line` of a key, or of the nearest table that holds it, or an empty string."""
+    """Return `file:line` of a key or of its nearest enclosing table; empty if neither is known."""
     return next(
         (origin[path[:end]] for end in range(len(path), -1, -1) if path[:end] in origin), ""
     )
 
 
 def where(path: KeyPath, origin: Mapping[KeyPath, str]) -> str:
-    """Return `file:line key.path`, as far as they are known."""
+    """Return `file:line key.path`, leaving out what is unknown."""
     return f"{source_of(path, origin)} {'.'.join(path)}".strip()

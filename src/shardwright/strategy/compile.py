@@ -1,0 +1,81 @@
+"""Compile a strategy's data to AxisRules."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardwright.errors import (
+    raise_problems,
+)
+from shardwright.resolution.decisions import RuleRef
+from shardwright.resolution.rules import (
+    POLICY_PRESETS,
+    AxisRules,
+    Conflict,
+    Indivisible,
+    Missing,
+    Policy,
+    Rank,
+    TensorRules,
+    build_rules,
+)
+from shardwright.strategy.check import name_problems
+from shardwright.strategy.limits import first_problems
+from shardwright.strategy.origin import Origin, source_of
+from shardwright.strategy.tables import ParsedTables, parse_rules
+from shardwright.vocabulary.axes import (
+    canonical_axis,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisRules:
+    """Compile a strategy's data.
+
+    Raises:
+      ShardingError: Every problem at once, in the class of the first.
+    """
+    parsed = parse_rules(data, origin)
+    raise_problems(
+        first_problems(itertools.chain(parsed.problems, name_problems(data, parsed, origin=origin)))
+    )
+    tensors = [
+        TensorRules(
+            match=entry["match"], rules=tuple(sorted(parsed.tables["tensors", str(at)].items()))
+        )
+        for at, entry in enumerate(data.get("tensors", ()))
+    ]
+    layered = {
+        ".".join(path): table for path, table in parsed.tables.items() if path[0] != "tensors"
+    }
+    user_axes = sorted(canonical_axis(name) for name in data.get("axes", {}))
+    return build_rules(
+        layered,
+        tensors=tensors,
+        user_axes=user_axes,
+        policy=_compile_policy(policy, parsed),
+        attention={
+            key: RuleRef(
+                key=key, text=name, table="attention", source=source_of(("attention", key), origin)
+            )
+            for key, name in data.get("attention", {}).items()
+        },
+    )
+
+
+def _compile_policy(table: Any, parsed: ParsedTables) -> Policy:
+    """Compile `[policy]`: the keys that are set over the preset that it names."""
+    base = POLICY_PRESETS[table.preset]
+    return Policy(
+        indivisible=Indivisible(table.indivisible or base.indivisible),
+        conflict=Conflict(table.conflict or base.conflict),
+        gather=parsed.gather.mesh_axes if parsed.gather is not None else (),
+        idle=parsed.idle.mesh_axes if parsed.idle is not None else (),
+        zero1=parsed.zero1 if parsed.zero1 is not None and parsed.zero1.candidates else None,
+        missing=Missing(table.missing or base.missing),
+        rank=Rank(table.rank or base.rank),
+    )

@@ -1,0 +1,88 @@
+"""Overlay one strategy's data on another's, with the origin of each key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardwright.errors import (
+    Problem,
+    StrategyError,
+)
+from shardwright.strategy.origin import KeyPath, Origin, source_of, where
+
+if TYPE_CHECKING:
+    pass
+
+
+def overlay_problems(
+    base: Mapping[str, Any], other: Mapping[str, Any], *, below: Origin, above: Origin
+) -> list[Problem]:
+    """Return the problem of an overlay that mixes the two forms of `axis_types`.
+
+    One word covers all mesh axes and a table covers some. Together they do not say which type the other
+    mesh axes have.
+    """
+    low, high = base.get("axis_types"), other.get("axis_types")
+    if low is None or high is None or isinstance(low, Mapping) == isinstance(high, Mapping):
+        return []
+    word = high if isinstance(low, Mapping) else low
+    example = ", ".join(f'{name} = "{word}"' for name in merge(base, other).get("mesh") or ("dp",))
+    source = source_of(("axis_types",), below)
+    texts = [
+        f'"{value}"' if isinstance(value, str) else "a table by mesh axis" for value in (high, low)
+    ]
+    return [
+        Problem(
+            error=StrategyError,
+            what=f"{texts[0]} over {texts[1]}{f' ({source})' if source else ''} "
+            "leaves the mesh axes that the table does not name without a type",
+            path=where(("axis_types",), above),
+            fix=f"write both as tables, axis_types = {{{example}}}, "
+            "or both as one word for all mesh axes",
+        )
+    ]
+
+
+def merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Overlay plain data key by key: `other` wins, and its list entries come first."""
+    merged = dict(base)
+    for key, value in other.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            merged[key] = merge(old, value)
+        elif isinstance(old, list) and isinstance(value, list):
+            merged[key] = [*value, *old]
+        else:
+            merged[key] = value
+    return merged
+
+
+def merge_origin(base: Origin, other: Origin, data: Mapping[str, Any]) -> Origin:
+    """Overlay origins the way `merge` overlays data.
+
+    The base's `[[tensors]]` move behind those of `other`. A key that `other` sets without an origin gets
+    an empty one: the base's line does not say what it holds now.
+
+    Args:
+      base: Origin of the strategy below.
+      other: Origin of the strategy above.
+      data: Plain data of the strategy above.
+    """
+    shift = len(data.get("tensors", ()))
+    moved = {
+        (path[0], str(int(path[1]) + shift), *path[2:])
+        if path[:1] == ("tensors",) and len(path) > 1
+        else path: source
+        for path, source in base.items()
+    }
+    return {**moved, **dict.fromkeys(_key_paths(data, ()), ""), **other}
+
+
+def _key_paths(data: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """Yield the key path of every value that is not a table or a list."""
+    if not isinstance(data, (Mapping, list)):
+        yield path
+        return
+    for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
+        yield from _key_paths(value, (*path, str(key)))

@@ -1,0 +1,120 @@
+"""Turn pydantic's errors into problems with a key path and a fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardwright.errors import Problem, StrategyError, did_you_mean
+from shardwright.resolution.rules import OWN_ATTENTION
+from shardwright.strategy.limits import MOST_PROBLEMS
+from shardwright.strategy.origin import KeyPath, Origin, where
+from shardwright.vocabulary.axes import REPLICATED, UNCONSTRAINED
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+
+# (what was expected, fix), by pydantic's type of error.
+_EXPECTED = {
+    "int_type": ("expected a whole number", "write a whole number"),
+    "dict_type": ("expected a table", "write a table: [{table}] and a line for each key"),
+    "model_type": ("expected a table", "write a table: [{table}] and a line for each key"),
+    "list_type": ("expected entries", "write [[{table}]] with two brackets above each entry"),
+}
+# Keys of [policy] that take one set of mesh axes, and no fallback.
+_AXIS_SETS = (("policy", "gather"), ("policy", "idle"))
+
+
+def problems_of(error: ValidationError, model: type[BaseModel], origin: Origin) -> list[Problem]:
+    """Return the problems of a pydantic error, each with key path and fix."""
+    problems: dict[Problem, None] = {}
+    for entry in error.errors():
+        if len(problems) > MOST_PROBLEMS:
+            break
+        # pydantic reports each half of a union. The other half explains the problem better.
+        if "constrained-str" in entry["loc"] or _is_other_half(entry):
+            continue
+        path = tuple(
+            str(part)
+            for part in entry["loc"]
+            if not str(part).startswith(("literal[", "dict[", "function-after["))
+        )
+        what, fix = _explain(entry, path, model)
+        if path and path[-1] == "[key]":
+            path = path[:-1]
+        problem = Problem(error=StrategyError, what=what, path=where(path, origin), fix=fix)
+        problems.setdefault(problem)
+    return list(problems)
+
+
+def _is_other_half(entry: Any) -> bool:
+    """Tell whether an entry judges `axis_types` in the form it was not written in: word or table."""
+    if entry["loc"][:1] != ("axis_types",) or len(entry["loc"]) < 2:
+        return False
+    if str(entry["loc"][1]).startswith("literal["):
+        return isinstance(entry["input"], Mapping)
+    return bool(entry["type"] == "dict_type")
+
+
+def _explain(entry: Any, path: KeyPath, model: type[BaseModel]) -> tuple[str, str]:
+    """Return what is wrong and how to fix it, in the words of strategy files."""
+    given, kind = entry["input"], entry["type"]
+    if kind == "extra_forbidden":
+        return "unknown key", did_you_mean(path[-1], _known_keys(model, path)) or "drop it"
+    if kind == "missing":
+        return "required key is missing", "add it"
+    if kind == "value_error":
+        return entry["msg"].removeprefix("Value error, "), "keep one of them"
+    if kind == "string_type" and path[0] == "modes" and isinstance(given, Mapping):
+        table = ".".join(path[:2])
+        return (
+            "a mode has no such table",
+            f"write its rules under [{table}], and those of parameters under [{table}.params]",
+        )
+    if kind == "string_type":
+        return f"expected text, got {given!r}", _fix_for_text(given, path)
+    if kind == "literal_error":
+        return _explain_choice(entry, path)
+    expected, fix = _EXPECTED.get(kind, (entry["msg"], ""))
+    table = ".".join(part for part in path if not part.isdigit())
+    return f"{expected}, got {given!r}", fix.format(table=table)
+
+
+def _explain_choice(entry: Any, path: KeyPath) -> tuple[str, str]:
+    """Return what is wrong with a value that is not one of a fixed set, and how to fix it."""
+    given = entry["input"]
+    if path == ("version",):
+        return (
+            f"this shardwright does not read version {given!r}",
+            "write version = 1, or upgrade shardwright",
+        )
+    known = re.findall(r"'([^']*)'", entry["ctx"]["expected"])
+    hint = did_you_mean(str(given), known)
+    what = f"unknown mode {given!r}" if path[0] == "modes" else f"unknown value {given!r}"
+    own = f", or {OWN_ATTENTION}NAME for one that you register" if path[0] == "attention" else ""
+    return what, f"{hint} write one of {', '.join(known)}{own}".strip()
+
+
+def _fix_for_text(given: Any, path: KeyPath) -> str:
+    """Return how to write a value as text. A list of mesh axes is shown as the rules it may mean."""
+    is_set = path in _AXIS_SETS
+    in_table = path[0] in ("rules", "params", "modes", "tensors") and path[-1] != "match"
+    if not (is_set or in_table or path == ("policy", "zero1")):
+        return "write text in quotes"
+    is_names = isinstance(given, (list, tuple)) and all(isinstance(name, str) for name in given)
+    if not is_names or not given:
+        return 'write text, such as "fsdp+sp"' if is_set else 'write text, such as "tp | -"'
+    readings = []
+    if not {REPLICATED, UNCONSTRAINED} & {*given}:
+        readings.append(f'"{"+".join(given)}" for all of them at once')
+    if not is_set:
+        readings.append(f'"{" | ".join(given)}" for the first that fits')
+    return f"write {', '.join(readings)}"
+
+
+def _known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:
+    table = model.model_fields.get(path[0])
+    if len(path) == 1 or table is None:
+        return list(model.model_fields)
+    return list(getattr(table.annotation, "model_fields", {}))
