@@ -44,8 +44,8 @@ _AXIS_NAME: Final = re.compile(
 def data_problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
     """Yield every problem of a strategy's data that its types do not show.
 
-    Data without `[mesh]` is meant to overlay another strategy, which may declare names that this one uses.
-    Such names are checked by `compile`.
+    Data without `[mesh]` is meant to overlay another strategy, which may declare names that this
+    one uses. Such names are checked by `compile`.
     """
     parsed = parse_rules(data, origin)
     yield from parsed.problems
@@ -222,7 +222,7 @@ def _mesh_problems(data: Mapping[str, Any], origin: Origin) -> list[Problem]:
     for name in types if isinstance(types, Mapping) else ():
         if name not in mesh:  # type: ignore[operator]
             path = where(("axis_types", str(name)), origin)
-            hint = did_you_mean(str(name), mesh) or "name mesh axes of [mesh]"  # type: ignore[arg-type]
+            hint = did_you_mean(str(name), mesh or ()) or "name mesh axes of [mesh]"
             problems.append(
                 Problem(
                     error=MissingMeshAxisError,

@@ -193,7 +193,10 @@ def _toml_fix(text: str, line: int) -> str:
 
 
 def _quoted(line: str) -> str:
-    """Return how to quote the value of a TOML line if it is bare words; empty for any other line."""
+    """Return how to quote the value of a TOML line if it is bare words.
+
+    Empty for any other line.
+    """
     match = _BARE.match(line) if len(line) <= LONGEST_LINE else None
     return f'quote the value: {match[1]} = "{match[2]}"' if match else ""
 

@@ -13,7 +13,8 @@ _HEADER = re.compile(r"^\s*(\[\[?)([^\[\]]+)\]\]?\s*(?:#.*)?$")
 
 
 _KEY = re.compile(
-    r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*="""
+    r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
+    r"""(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*="""
 )
 
 
@@ -21,7 +22,10 @@ _PART = re.compile(r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'""")
 
 
 def toml_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield each key path of TOML text and its line. An inline table or a multi-line value is one key."""
+    """Yield each key path of TOML text and its line.
+
+    An inline table or a multi-line value is one key.
+    """
     table: tuple[str, ...] = ()
     counts: dict[tuple[str, ...], int] = {}
     for number, line in enumerate(text.split("\n"), 1):

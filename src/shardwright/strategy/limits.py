@@ -1,7 +1,7 @@
 """Reject absurd values: oversized integers and texts, deep nesting, too many entries.
 
-The limits are checked first, so that later steps can print, compare and walk every value. Each limit is far
-beyond the needs of a strategy, and its error names it.
+The limits are checked first, so that later steps can print, compare and walk every value. Each
+limit is far beyond the needs of a strategy, and its error names it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ MOST_ENTRIES = {
     "tensors": 1000,
 }
 
-# A string, a comment, a part of a key, a dot, blanks, or any other character. An unclosed string is `open`.
+# A string, a comment, a part of a key, a dot, blanks, or any other character. An unclosed string is
+# `open`.
 _TOKEN = re.compile(
     r"""(?P<text>"{3}(?:[^\\]|\\.)*?"{3}|'{3}.*?'{3})|(?P<open>"{3}|'{3})|"""
-    r"""(?P<part>"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[A-Za-z0-9_-]+)|#[^\n]*|(?P<dot>\.)|(?P<blank>[ \t]+)|.""",
+    r"""(?P<part>"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[A-Za-z0-9_-]+)"""
+    r"""|#[^\n]*|(?P<dot>\.)|(?P<blank>[ \t]+)|.""",
     re.DOTALL,
 )
 

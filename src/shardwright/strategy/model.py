@@ -42,7 +42,8 @@ RULE = (
 AxisTypeName = Literal["auto", "explicit"]
 _T = TypeVar("_T")
 # pydantic freezes a model's attributes, not the dicts and lists inside. A strategy is hashed by its
-# content, so these types are read-only views after validation, and plain dicts and lists when dumped.
+# content, so these types are read-only views after validation, and plain dicts and lists when
+# dumped.
 _ReadOnly = AfterValidator(MappingProxyType)
 _AsDict = WrapSerializer(lambda table, dump: dump(dict(table)))
 Table = Annotated[dict[str, _T], _ReadOnly, _AsDict]
@@ -103,7 +104,10 @@ class ModeTable(_Table):
 
 
 class TensorTable(_Table):
-    """Rules for parameters by path. The first entry that matches the path and names the axis wins."""
+    """Rules for parameters by path.
+
+    The first entry that matches the path and names the axis wins.
+    """
 
     match: str = Field(
         description="Regular expression, searched in the '/'-joined path in linear time."
@@ -174,8 +178,8 @@ class Strategy(BaseModel):
     `load` a file or start from a `preset`, overlay with `|`, and `compile` to rules.
 
     Raises:
-      ShardingError: Every problem at once, in the class of the first (mostly StrategyError), each with
-        file, key path and fix.
+      ShardingError: Every problem at once, in the class of the first (mostly StrategyError), each
+        with file, key path and fix.
 
     >>> strategy = Strategy.preset("fsdp_tp") | Strategy.loads("[mesh]\ntp = 8")
     >>> strategy.mesh["tp"]
@@ -317,7 +321,8 @@ class Strategy(BaseModel):
         The write is atomic. A file that is overwritten keeps its permissions.
 
         Raises:
-          StrategyError: The path has another ending, its folder does not exist, or it is not a file.
+          StrategyError: The path has another ending, its folder does not exist, or it is not a
+            file.
         """
         return files.write(Path(path), self.to_data())
 
@@ -333,7 +338,8 @@ class Strategy(BaseModel):
         """Overlay `other` on this strategy: its keys win, and its `[[tensors]]` come first.
 
         Raises:
-          ShardingError: The result has problems, or one `axis_types` is a word and the other a table.
+          ShardingError: The result has problems, or one `axis_types` is a word and the other a
+            table.
         """
         if not isinstance(other, Strategy):
             return NotImplemented
@@ -365,7 +371,7 @@ class Strategy(BaseModel):
         return _restore, (self.to_data(), self._origin)
 
     def _identity(self) -> tuple[str, tuple[str, ...]]:
-        """Return what equality and hash cover: every key, set or default, and the order of the mesh axes.
+        """Return what equality and hash cover: every key, and the order of the mesh axes.
 
         The order of the mesh axes is the order of the devices.
         """
@@ -386,11 +392,14 @@ class Strategy(BaseModel):
         return compile_rules(self.to_data(), self._origin, self.policy)
 
     def tables(self) -> dict[KeyPath, dict[str, Rule]]:
-        """Return the rules as written, by key path, such as `("modes", "decode")`, and then by axis."""
+        """Return the rules as written, by key path (`("modes", "decode")`) and axis."""
         return parse_rules(self.to_data(), self._origin).tables
 
     def source(self, *path: str) -> str:
-        """Return `file:line` of a key or of its nearest enclosing table; empty if neither is known."""
+        """Return `file:line` of a key or of its nearest enclosing table.
+
+        Empty if neither is known.
+        """
         return source_of(path, self._origin)
 
     def make_mesh(self, *, devices: Sequence[Any] | None = None) -> Mesh:

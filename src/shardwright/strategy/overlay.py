@@ -20,8 +20,8 @@ def overlay_problems(
 ) -> list[Problem]:
     """Return the problem of an overlay that mixes the two forms of `axis_types`.
 
-    One word covers all mesh axes and a table covers some. Together they do not say which type the other
-    mesh axes have.
+    One word covers all mesh axes and a table covers some. Together they do not say which type the
+    other mesh axes have.
     """
     low, high = base.get("axis_types"), other.get("axis_types")
     if low is None or high is None or isinstance(low, Mapping) == isinstance(high, Mapping):
@@ -61,7 +61,8 @@ def merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 def merge_origin(base: Origin, other: Origin, data: Mapping[str, Any]) -> Origin:
     """Overlay origins the way `merge` overlays data.
 
-    The base's `[[tensors]]` move behind those of `other`. A key that `other` sets without an origin gets
+    The base's `[[tensors]]` move behind those of `other`. A key that `other` sets without an origin
+    gets
     an empty one: the base's line does not say what it holds now.
 
     Args:

@@ -49,7 +49,10 @@ def problems_of(error: ValidationError, model: type[BaseModel], origin: Origin) 
 
 
 def _is_other_half(entry: Any) -> bool:
-    """Tell whether an entry judges `axis_types` in the form it was not written in: word or table."""
+    """Tell whether an entry judges `axis_types` in the form it was not written in.
+
+    Word or table.
+    """
     if entry["loc"][:1] != ("axis_types",) or len(entry["loc"]) < 2:
         return False
     if str(entry["loc"][1]).startswith("literal["):
@@ -97,7 +100,10 @@ def _explain_choice(entry: Any, path: KeyPath) -> tuple[str, str]:
 
 
 def _fix_for_text(given: Any, path: KeyPath) -> str:
-    """Return how to write a value as text. A list of mesh axes is shown as the rules it may mean."""
+    """Return how to write a value as text.
+
+    A list of mesh axes is shown as the rules it may mean.
+    """
     is_set = path in _AXIS_SETS
     in_table = path[0] in ("rules", "params", "modes", "tensors") and path[-1] != "match"
     if not (is_set or in_table or path == ("policy", "zero1")):

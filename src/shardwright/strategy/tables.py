@@ -124,7 +124,10 @@ def _parse(
 def _policy_rule(
     key: str, data: Mapping[str, Any], origin: Origin, problems: list[Problem]
 ) -> Rule | None:
-    """Parse a key of `[policy]`; "-" if it is absent. On failure, append to `problems` and return None."""
+    """Parse a key of `[policy]`.
+
+    "-" if it is absent. On failure, append to `problems` and return None.
+    """
     policy = data.get("policy")
     text = policy.get(key, REPLICATED) if isinstance(policy, Mapping) else REPLICATED
     path = ("policy", key)
