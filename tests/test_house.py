@@ -11,10 +11,13 @@ import graphlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+from shardwright.manager.manager import PartitionManager
+from shardwright.manager.upward import UPWARD
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "shardwright"
@@ -244,6 +247,50 @@ def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def test_imports_follow_the_order() -> None:
     problems = import_problems(ROOT / "src")
     assert not problems, "\n" + "\n".join(problems)
+
+
+def upward_problems(src: Path, table: Mapping[str, str]) -> list[str]:
+    """Entries of the manager's table of upward methods that name no function above the manager."""
+    files = module_files(src)
+    problems = []
+    for method, target in table.items():
+        module, _, name = target.partition(":")
+        if module not in files:
+            problems.append(f"{method}: there is no module {module}")
+            continue
+        if ORDER.index(unit(module)) <= ORDER.index("manager"):
+            problems.append(f"{method}: {module} is not above the manager; import it as usual")
+        functions = [
+            node
+            for node in ast.parse(files[module].read_text(encoding="utf-8")).body
+            if isinstance(node, ast.FunctionDef) and node.name == name
+        ]
+        first = [argument.arg for node in functions for argument in node.args.args[:1]]
+        if first != ["manager"]:
+            problems.append(f"{method}: {module} has no function {name}(manager, ...)")
+    return problems
+
+
+def test_upward_methods_exist() -> None:
+    assert upward_problems(ROOT / "src", UPWARD) == []
+    assert not set(UPWARD) & set(vars(PartitionManager))
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("shardwright.reshard.gone:reshard", "there is no module shardwright.reshard.gone"),
+        ("shardwright.reshard.run:gone", "has no function gone(manager, ...)"),
+        ("shardwright.reshard.run:helper", "has no function helper(manager, ...)"),
+        ("shardwright.trees.paths:reshard", "is not above the manager"),
+    ],
+)
+def test_wrong_upward_method_is_reported(tmp_path: Path, target: str, says: str) -> None:
+    text = "def reshard(manager, tree): pass\ndef helper(tree): pass"
+    src = write_tree(tmp_path, reshard__run=text, trees__paths=text)
+    assert upward_problems(src, {"reshard": "shardwright.reshard.run:reshard"}) == []
+    (problem,) = upward_problems(src, {"reshard": target})
+    assert says in problem
 
 
 def test_the_top_level_holds_rooms_only() -> None:

@@ -38,7 +38,6 @@ MOVED: Final[dict[str, str]] = {
     "context": "manager.context",
     "placement": "manager.constraint",
     "mapping": "manager.shard_map",
-    "problems": "manager.problems",
     "manual_gather": "manager.manual_gather",
     "lints.placing": "lints.mesh_use",
     "lints.tables": "lints.dead_rules",

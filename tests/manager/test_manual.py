@@ -178,7 +178,7 @@ def test_a_manual_axis_cannot_come_after_another(manual: str, spec: Any) -> None
         return
     with pytest.raises(
         sw.ManualAxisError,
-        match=r"dim 0 EMBED: tp is Manual here and so comes first, where dp\+tp puts it later",
+        match=r"dim 0 EMBED: tp is Manual here and so comes first, but the rule dp\+tp puts it later",
     ):
         run(pm.shard)
     np.testing.assert_array_equal(run(pm.hint), numbers(16))
@@ -289,6 +289,6 @@ def test_zero1_cannot_come_after_an_axis_that_is_not_manual() -> None:
     )
     with pytest.raises(
         sw.ManualAxisError,
-        match=r"dp is Manual here and so comes first, where tp\+dp puts it later",
+        match=r"dp is Manual here and so comes first, but the rule tp\+dp puts it later",
     ):
         f(numbers(16, 12))

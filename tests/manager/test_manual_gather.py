@@ -549,7 +549,7 @@ def test_nested_in_another_map_needs_the_shape() -> None:
 def test_shapes_that_are_wrong() -> None:
     pm, w = make_manager(), waves(8, 12)
     with pytest.raises(
-        sw.RankMismatchError, match=r"the weight has shape \(8, 12\), shape= says \(16, 12\)"
+        sw.RankMismatchError, match=r"the weight has shape \(8, 12\), but shape=\(16, 12\)"
     ):
         pm.gather(w, *KERNEL, shape=(16, 12))
     with pytest.raises(

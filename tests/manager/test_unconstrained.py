@@ -77,7 +77,7 @@ REFUSALS: dict[str, Any] = {
 def test_refused_where_an_array_must_lie_somewhere(case: str) -> None:
     with pytest.raises(
         sw.StrategyError,
-        match=r'"\?" leaves this dim to the compiler, but a sharding must say where it lies',
+        match=r'"\?" leaves this dim to the compiler, but a sharding must decide every dim',
     ):
         REFUSALS[case](make_manager())
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardwright as sw
+from shardwright.manager.request import Request
 from shardwright.resolution import recent
 from shardwright.resolution.recent import KEPT, Recent
 
@@ -71,7 +72,7 @@ def test_many_shapes_take_bounded_memory(what: str, monkeypatch: pytest.MonkeyPa
             return (
                 pm._place(jnp.zeros(shape), x, None, None, True)
                 if size < 0
-                else pm._placement(x, shape, None, None, None, True)
+                else pm._placement(Request(x, shape))
             )
         return getattr(pm, what)(*x, shape=shape)
 

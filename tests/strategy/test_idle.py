@@ -46,7 +46,7 @@ def test_a_mesh_axis_that_is_idle_needs_no_rule() -> None:
 def test_other_unnamed_mesh_axes_are_refused() -> None:
     with pytest.raises(sw.MeshMismatchError, match="no rule names the mesh axis other=2") as caught:
         sw.PartitionManager(loaded(), mesh=cpu_mesh("replica:1,autoregressive:2,dp:2,other:2"))
-    assert 'or say that it is idle, [policy] idle = "other"' in str(caught.value)
+    assert 'or declare that it is idle, [policy] idle = "other"' in str(caught.value)
 
 
 def test_an_idle_mesh_axis_must_be_in_the_mesh() -> None:

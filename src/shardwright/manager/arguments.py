@@ -1,26 +1,32 @@
-"""What a manager is made of: rules from whatever states them, a mesh, and whether the two go together."""
+"""Read the arguments of a manager: rules from a strategy, a mesh, and whether the two fit together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardwright import _jax
-from shardwright.errors import MeshSpecError, StrategyError, raise_problems
-from shardwright.manager import context
-from shardwright.manager.problems import idle_mesh_axis, lost_mesh_axis
+from shardwright.errors import (
+    MeshMismatchError,
+    MeshSpecError,
+    Problem,
+    StrategyError,
+    did_you_mean,
+    raise_problems,
+)
 from shardwright.resolution.partition_axis import PartitionAxis
 from shardwright.resolution.rules import AxisRules, Missing, foreign_mesh_axes, unnamed_mesh_axes
+from shardwright.vocabulary.axes import STANDARD_MESH_AXES
 
 
 def compiled_rules(strategy: Any) -> AxisRules:
-    """Return the rules of a `Strategy`, a `PartitionAxis` or compiled ones.
+    """Return the rules of a `Strategy`, of a `PartitionAxis`, or compiled rules as they are.
 
     Raises:
-      StrategyError: it is none of them, or does not compile.
+      StrategyError: The value is none of these, or does not compile.
     """
     if isinstance(strategy, AxisRules):
         return strategy
@@ -35,10 +41,10 @@ def compiled_rules(strategy: Any) -> AxisRules:
 
 
 def own_mesh(strategy: Any) -> Mesh | AbstractMesh:
-    """Return the strategy's mesh, which starts the backend; of rules alone the ambient one.
+    """Return the mesh of a strategy, which starts the backend; for rules alone, the ambient mesh.
 
     Raises:
-      MeshSpecError: there is none.
+      MeshSpecError: There is none.
     """
     if not isinstance(strategy, (AxisRules, PartitionAxis)):
         return strategy.make_mesh()  # type: ignore[no-any-return]
@@ -49,26 +55,44 @@ def own_mesh(strategy: Any) -> Mesh | AbstractMesh:
 
 
 def check_rules_on_mesh(rules: AxisRules, sizes: Mapping[str, int]) -> None:
-    """Check that rules and a mesh name the same mesh axes, but for the standard ones.
+    """Check that rules and a mesh name the same mesh axes, apart from the standard ones.
 
     Raises:
-      MeshMismatchError: a rule names a mesh axis that is neither standard nor in the mesh, or the mesh has one (of more than
-        one device) that is neither standard nor idle nor named by any rule; not under `missing = "replicate"`.
+      MeshMismatchError: A rule names a mesh axis that is neither standard nor in the mesh; or the mesh has an
+        axis of more than one device that is neither standard nor idle nor named by any rule. Not under
+        `missing = "replicate"`.
     """
     if rules.policy.missing is Missing.REPLICATE:
-        return  # Such a dim is dropped, and each resolution says so.
+        return  # Such a dim is dropped, and each resolution records it.
     named = (*rules.named_mesh_axes(), *rules.policy.idle)
-    raise_problems([lost_mesh_axis(axis, sizes) for axis in foreign_mesh_axes(named, sizes)])
+    raise_problems([_missing_mesh_axis(axis, sizes) for axis in foreign_mesh_axes(named, sizes)])
     raise_problems(
         [
-            idle_mesh_axis(axis, sizes, rules.named_mesh_axes())
+            _idle_mesh_axis(axis, sizes, rules.named_mesh_axes())
             for axis in unnamed_mesh_axes(rules, sizes)
         ]
     )
 
 
-def jit_key(manager: Any) -> context.Key:
-    """Return what JAX's caches know of a manager that is entered, made when it is first entered: equal for equal managers."""
-    key = context.Key((manager.rules.fingerprint(), manager.mesh, manager.mode), repr(manager))
-    object.__setattr__(manager, "_key", key)
-    return key
+def _missing_mesh_axis(axis: str, sizes: Mapping[str, int]) -> Problem:
+    names = ", ".join(dict.fromkeys([*sizes, *STANDARD_MESH_AXES]))
+    return Problem(
+        error=MeshMismatchError,
+        what=f"a rule names the mesh axis {axis!r}, which the mesh {dict(sizes)} does not have",
+        mesh_axes=(axis,),
+        fix=did_you_mean(axis, sizes) or f"add it to the mesh, or name one of {names}",
+    )
+
+
+def _idle_mesh_axis(axis: str, sizes: Mapping[str, int], named: Sequence[str]) -> Problem:
+    """Return the problem of a mesh axis that no rule names: every array would be replicated over it."""
+    names = f"the rules name {', '.join(named)}" if named else "the rules name no mesh axis"
+    return Problem(
+        error=MeshMismatchError,
+        what=f"no rule names the mesh axis {axis}={sizes[axis]}, "
+        f"so everything would be replicated over it; {names}",
+        mesh_axes=(axis,),
+        fix=f'use {axis} in a rule, for instance batch = "{axis}", '
+        "build the mesh with axes that the rules name, "
+        f'or declare that it is idle, [policy] idle = "{axis}"',
+    )

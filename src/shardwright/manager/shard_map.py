@@ -24,8 +24,8 @@ from shardwright.errors import (
     raise_problems,
 )
 from shardwright.manager import constraint, context
-from shardwright.manager.manual_gather import Input, Inputs
 from shardwright.manager.shards import place_for_shard_map
+from shardwright.manager.which_shard import Input, Inputs
 from shardwright.resolution.decide import lost_entry_fix, unknown_axis
 from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
 from shardwright.resolution.partition_specs import canonical_spec, entry_names, entry_of

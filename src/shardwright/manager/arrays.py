@@ -1,0 +1,255 @@
+"""`ArrayMethods`: how a manager constrains and places arrays, one by one and in trees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardwright import _jax
+from shardwright.errors import (
+    ManualAxisError,
+    Problem,
+    RankMismatchError,
+    ShapeRequiredError,
+    StrategyError,
+    raise_problems,
+)
+from shardwright.manager import constraint
+from shardwright.manager.constraint import Placement
+from shardwright.manager.core import ManagerCore
+from shardwright.manager.request import Request, dim_problem, suggest_for_missing_size
+from shardwright.manager.trees import map_leaves
+from shardwright.manager.weights import path_required
+from shardwright.resolution import resolver
+from shardwright.resolution.decisions import Resolution
+from shardwright.vocabulary.annotations import one_annotation, tree_of_annotations
+from shardwright.vocabulary.axes import Role
+
+
+class ArrayMethods(ManagerCore):
+    """Constrain arrays inside a trace, place them outside of one, and map functions over shards."""
+
+    __slots__ = ()
+
+    def shard(
+        self, x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None
+    ) -> Any:
+        """Shard an array, or every array of a tree, as its annotation resolves.
+
+        Inside a trace this is a constraint, and over Explicit mesh axes a reshard. Outside of a trace the
+        array is placed. `shard` is strict: an array that does not fit raises an error.
+
+        Args:
+          x: JAX or NumPy arrays, or a tree of them.
+          *axes: Axis strings and composites, or one annotation, or a tree of annotations.
+          mode: Runtime mode. Defaults to the manager's, else to the layout's own, else to train.
+          role: Role of the array. Defaults to param for weight layouts, else to activation.
+
+        Raises:
+          ShardingError: See `resolve`. For a tree, the problems of all leaves at once.
+          ManualAxisError: Inside `shard_map`, over a Manual mesh axis that the value does not vary over.
+          MeshMismatchError: The ambient mesh is not the manager's.
+        """
+        return self._place(x, axes, mode, role, True)
+
+    def hint(
+        self, x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None
+    ) -> Any:
+        """Like `shard`, but leave a dim to the compiler if it is indivisible, in conflict or Manual."""
+        return self._place(x, axes, mode, role, False)
+
+    def global_array(
+        self,
+        local: Any,
+        *axes: Any,
+        global_shape: Sequence[int] | None = None,
+        mode: str | None = None,
+    ) -> jax.Array:
+        """Build a global array from each process's part of it.
+
+        Args:
+          local: This process's data.
+          *axes: Annotation of the global array.
+          global_shape: Global shape. Defaults to the shape that the local shape and the spec imply.
+          mode: Runtime mode. Defaults to the manager's.
+
+        Raises:
+          ShapeRequiredError: The spec depends on sizes, and `global_shape` is not given.
+        """
+        annotation = one_annotation(axes)
+        resolution = self._answer(Request(annotation, global_shape, mode))
+        if ShapeRequiredError in {problem.error for problem in resolution.problems}:
+            problems = suggest_for_missing_size(resolution, "pass global_shape=")
+            raise_problems(problems, resolution=resolution)
+        if len(resolution.decisions) != local.ndim:
+            raise_problems([_local_rank_problem(resolution, local)], resolution=resolution)
+        constraint.check_kept(local)
+        sharding = self._sharding(resolution)
+        if global_shape is None:
+            global_shape = constraint.global_shape(sharding, local.shape)
+        shape = tuple(global_shape)
+        self._answer(Request(annotation, shape, mode)).require()
+        array: jax.Array = jax.make_array_from_process_local_data(sharding, local, shape)
+        return array
+
+    def shard_map(
+        self,
+        f: Callable[..., Any],
+        *,
+        in_axes: Sequence[Any],
+        out_axes: Any,
+        sizes: Mapping[str, int] | None = None,
+        mode: str | None = None,
+        check_vma: bool = True,
+    ) -> Callable[..., Any]:
+        """Return `jax.shard_map` of a function, jitted, with axes in place of specs.
+
+        Each axis resolves once per call, from the sizes of the inputs.
+
+        Args:
+          f: Function of local arrays.
+          in_axes: One annotation, or tree of them, per positional argument.
+          out_axes: One annotation, or a tuple, list or dict of them.
+          sizes: Global sizes of axes that no input has. Defaults to none.
+          mode: Runtime mode. Defaults to the manager's.
+          check_vma: Whether JAX tracks which mesh axes values vary over. Defaults to True.
+
+        Raises:
+          AxisConflictError: One axis would be sharded in two ways.
+          StrategyError: A rule says `?`.
+        """
+        if not isinstance(in_axes, (tuple, list)):
+            raise StrategyError(
+                f"in_axes={in_axes!r} is not a tuple",
+                fix="write one annotation, or tree of them, per positional argument",
+            )
+        from shardwright.manager.shard_map import SemanticShardMap, checked_outputs, known_sizes
+
+        def explain(annotation: Any, shape: Sequence[int] | None, path: str | None) -> Resolution:
+            ambient = _jax.ambient_mesh()
+            manual = self.manual_axes(ambient)
+            return self._answer(Request(annotation, shape, mode, None, path, manual), ambient)
+
+        return SemanticShardMap(
+            f,
+            tuple(in_axes),
+            checked_outputs(out_axes),
+            known_sizes(sizes or {}, self.rules),
+            self.mesh,
+            explain,
+            self.manual_axes,
+            check_vma,
+        )
+
+    def _place(
+        self,
+        x: Any,
+        axes: tuple[Any, ...],
+        mode: str | None,
+        role: Role | str | None,
+        strict: bool,
+        path: str | None = None,
+    ) -> Any:
+        """Place an array; or, if no path is given, a tree, each of its leaves under its path."""
+        # Nearly every call has a tracer, thousands of times in a trace. So this asks for that once,
+        # and builds a request only if the answer is not known yet.
+        traced = isinstance(x, jax.core.Tracer)
+        if not traced and path is None and not _jax.is_array(x):
+            return map_leaves(
+                x,
+                tree_of_annotations(axes),
+                lambda leaf: self._place(
+                    leaf.value, (leaf.annotation,), mode, role, strict, leaf.path
+                ),
+            )
+        shape = x.shape if traced else np.shape(x)
+        key: Any = (
+            axes,
+            shape,
+            mode,
+            role,
+            strict,
+            jax.sharding.get_abstract_mesh(),  # the empty one if no mesh is ambient
+            path and self.rules.tensors and path,  # only exceptions by path read the path
+        )
+        try:
+            answer = self._cache.get(key) or self._cache.recall(key)
+        except TypeError:  # an unhashable annotation, such as a list among the axes
+            answer, key = None, None
+        if answer is None:
+            request = Request(one_annotation(axes), shape, mode, role, path)
+            answer = self._placement(request, strict=strict)
+            if key is not None:
+                self._cache.keep(key, answer)
+        placement, resolution = answer
+        if resolution is not None and strict:
+            _check_varying(x, resolution, path)
+        if placement is None:
+            return x
+        return constraint.constrain(x, placement) if traced else constraint.place(x, placement)
+
+    def _placement(
+        self, request: Request, *, strict: bool = True
+    ) -> tuple[Placement | None, Resolution | None]:
+        """Return where the array of a request goes, and the resolution if it names Manual mesh axes.
+
+        The placement is None where `shard_map` has applied all mesh axes.
+        """
+        ambient = _jax.ambient_mesh()
+        manual = self.manual_axes(ambient)
+        if manual:
+            request = dataclasses.replace(request, manual=manual)
+        resolution = self._answer(request, ambient)
+        if not strict:
+            resolution = resolver.left_open(resolution)
+        spec: PartitionSpec = resolution.require()
+        if strict and request.path is None and resolution.role is not Role.ACTIVATION:
+            raise_problems(path_required(request, self.rules), resolution=resolution)
+        uses_manual = any(decision.manual for decision in resolution.decisions)
+        checked = resolution if uses_manual else None
+        if manual == frozenset(self._sizes):
+            return None, checked
+        return constraint.make_placement(spec, self.mesh, ambient), checked
+
+
+def _check_varying(x: Any, resolution: Resolution, path: str | None) -> None:
+    """Check that an array varies over every Manual mesh axis that its dims are sharded over.
+
+    The resolution is shared by all paths that it holds for. The error names this path.
+    """
+    varying = _jax.varying_axes(x)
+    missing = [
+        (decision, axis)
+        for decision in resolution.decisions
+        for axis in decision.manual
+        if axis not in varying
+    ]
+    if not missing:
+        return
+    resolution = dataclasses.replace(resolution, path=path or resolution.path)
+    problems = [
+        dim_problem(
+            ManualAxisError,
+            resolution,
+            decision,
+            f"{axis} is Manual here, and the value does not vary over it",
+            mesh_axes=(axis,),
+            fix=f"give the value to shard_map split over {axis}, annotate the dim EMPTY, or use hint",
+        )
+        for decision, axis in missing
+    ]
+    raise_problems(problems, resolution=resolution)
+
+
+def _local_rank_problem(resolution: Resolution, local: Any) -> Problem:
+    return Problem(
+        error=RankMismatchError,
+        what=f"{resolution.annotation} has {len(resolution.decisions)} dims, "
+        f"the local array has shape {local.shape}",
+        fix="annotate every dim; the local array has the rank of the global one",
+    )

@@ -1,0 +1,168 @@
+"""`ManagerCore`: what all methods of a manager share. It answers a `Request` and makes shardings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardwright.errors import (
+    ManualAxisError,
+    MeshMismatchError,
+    Problem,
+    StrategyError,
+    raise_problems,
+)
+from shardwright.manager import constraint
+from shardwright.manager.request import Request, decision_rule, dim_problem
+from shardwright.resolution import resolver
+from shardwright.resolution.decisions import ModeFrom, Outcome, Resolution
+from shardwright.resolution.recent import Recent
+from shardwright.resolution.rules import AxisRules
+
+
+class ManagerCore:
+    """Answer requests under one set of rules on one mesh. `PartitionManager` sets the attributes.
+
+    Attributes:
+      rules: Compiled rules.
+      mesh: A mesh with devices, or an abstract one.
+      mode: Mode of the requests that name none, or None.
+      name: Name of the strategy, or empty.
+    """
+
+    __slots__ = ()
+
+    rules: AxisRules
+    mesh: Mesh | AbstractMesh
+    mode: str | None
+    name: str
+    _sizes: dict[str, int]
+    _cache: Recent
+
+    def _answer(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
+        """Resolve a request. What JAX cannot express on the mesh is a problem too.
+
+        Args:
+          request: The question.
+          ambient: The ambient mesh, whose axis types count. None means the manager's mesh.
+        """
+        mode, mode_from = request.mode, ModeFrom.CALL
+        if mode is None:
+            mode, mode_from = self.mode, ModeFrom.MANAGER
+        resolution = resolver.explain(
+            request.annotation,
+            self.rules,
+            self._sizes,
+            mode=mode,
+            role=request.role,
+            shape=request.shape,
+            path=request.path,
+            manual=request.manual,
+            mode_from=mode_from,
+        )
+        mesh = ambient or self.mesh
+        if len(set(mesh.axis_types)) == 1 or resolution.spec is None:
+            return resolution
+        problems = [*_order_problems(resolution, mesh), *late_manual_problems(resolution)]
+        if not problems:
+            return resolution
+        refused: Resolution = self._cache.keep(
+            ("refused", resolution), dataclasses.replace(resolution, problems=tuple(problems))
+        )
+        return refused
+
+    def _sharding(self, resolution: Resolution, memory_kind: str | None = None) -> NamedSharding:
+        """Return the sharding of a resolution; the identical object for the same spec.
+
+        Raises:
+          ShardingError: The resolution has problems.
+          StrategyError: A rule leaves a dim to the compiler.
+        """
+        spec = resolution.require()
+        if PartitionSpec.UNCONSTRAINED in spec.partitions:
+            raise_problems(needs_sharding(resolution), resolution=resolution)
+        key = ("sharding", spec, memory_kind)
+        known = self._cache.get(key) or self._cache.recall(key)
+        if known is None:
+            known = self._cache.keep(key, NamedSharding(self.mesh, spec, memory_kind=memory_kind))
+        sharding: NamedSharding = known
+        return sharding
+
+    def manual_axes(self, ambient: AbstractMesh | None) -> frozenset[str]:
+        """Return the Manual axes of an ambient mesh, after checking that it is the manager's mesh.
+
+        Raises:
+          MeshMismatchError: The ambient mesh has other names or sizes.
+        """
+        if ambient is None:
+            return frozenset()
+        if ambient.shape_tuple != self.mesh.shape_tuple:
+            raise MeshMismatchError(
+                f"the ambient mesh is {dict(ambient.shape_tuple)}, "
+                f"the manager's {dict(self.mesh.shape_tuple)}",
+                fix="enter the manager (with pm:) instead of another mesh, "
+                "or build the manager on that mesh",
+            )
+        kinds = zip(ambient.axis_names, ambient.axis_types, strict=True)
+        return frozenset(axis for axis, kind in kinds if kind is AxisType.Manual)
+
+
+def needs_sharding(resolution: Resolution) -> list[Problem]:
+    """Return the dims that a rule leaves to the compiler, where the caller needs a sharding."""
+    return [
+        dim_problem(
+            StrategyError,
+            resolution,
+            decision,
+            '"?" leaves this dim to the compiler, but a sharding must decide every dim',
+            fix='use shard or hint inside jit, or give the axis a rule without "?"',
+        )
+        for decision in resolution.decisions
+        if decision.outcome is Outcome.UNCONSTRAINED
+    ]
+
+
+def _order_problems(resolution: Resolution, mesh: Mesh | AbstractMesh) -> list[Problem]:
+    """Return the dims with an Auto mesh axis before an Explicit one, in the words of their rules."""
+    assert resolution.spec is not None
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    problems = {
+        problem.dim: problem for problem in constraint.order_problems(resolution.spec, types)
+    }
+    return [
+        dataclasses.replace(
+            problems[decision.dim],
+            path=resolution.path,
+            axis=decision.label,
+            rule=decision_rule(resolution, decision),
+        )
+        for decision in resolution.decisions
+        if decision.dim in problems
+    ]
+
+
+def late_manual_problems(resolution: Resolution) -> list[Problem]:
+    """Return the dims whose rule names a Manual mesh axis after another one.
+
+    `shard_map` has already split the array over the Manual axis, so that axis is the major one.
+    """
+    return [
+        dim_problem(
+            ManualAxisError,
+            resolution,
+            decision,
+            f"{_joined(decision.manual)} is Manual here and so comes first, "
+            f"but the rule {_joined(decision.mesh_axes)} puts it later",
+            mesh_axes=decision.mesh_axes,
+            fix=f"shard_map over {_joined(decision.mesh_axes)}, "
+            f"write {_joined(decision.manual)} first in the rule, or use hint",
+        )
+        for decision in resolution.decisions
+        if decision.mesh_axes[: len(decision.manual)] != decision.manual
+    ]
+
+
+def _joined(mesh_axes: Sequence[str]) -> str:
+    return "+".join(mesh_axes)

@@ -1,0 +1,260 @@
+"""`TrainingMethods`: optimizer state and the jitted training step, sharded like the parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
+from shardwright.manager import constraint
+from shardwright.manager.request import Request
+from shardwright.manager.trees import TreeMethods, with_shardings
+from shardwright.trees.annotated import path_text
+from shardwright.vocabulary.annotations import (
+    describe,
+    is_annotation,
+    is_tuple_of_annotations,
+)
+from shardwright.vocabulary.axes import Role
+
+
+class TrainingMethods(TreeMethods):
+    """Shard the state of a training run, and jit its step."""
+
+    __slots__ = ()
+
+    def state_shardings(
+        self,
+        state: Any,
+        params: Any,
+        annotations: Any = None,
+        *,
+        overrides: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Any:
+        """Return the shardings of an optimizer's state.
+
+        Each leaf is sharded like the parameter that it follows, and over more mesh axes by `zero1`.
+
+        Args:
+          state: The state, or `jax.eval_shape(optimizer.init, params)`.
+          params: Arrays, `ShapeDtypeStruct`s or `ArraySpec`s.
+          annotations: Annotations of the parameters, required if these are not `ArraySpec`s.
+          overrides: Pattern -> annotation for state leaves that follow no parameter. Defaults to none.
+          mode: Runtime mode. Defaults to the manager's.
+
+        Raises:
+          StrategyError, RankMismatchError: Leaves that follow no parameter, all of them at once.
+        """
+        from shardwright.trees.optimizer_state import annotate_state
+
+        by_path = bool(self.rules.tensors)
+        annotations = annotate_state(
+            state, params, annotations, overrides=overrides, by_path=by_path
+        )
+        return self.shardings(state, annotations, mode=mode, role=Role.STATE)
+
+    def abstract_state(
+        self,
+        optimizer: Any,
+        params: Any,
+        annotations: Any = None,
+        *,
+        overrides: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Any:
+        """Return an optimizer's state as `jax.ShapeDtypeStruct`s with shardings; nothing is allocated.
+
+        `{"params": pm.abstract(specs), "moments": pm.abstract_state(optimizer, specs)}` describes a
+        training state: to jit a step, to compile ahead of time, or to restore a checkpoint into.
+
+        Args:
+          optimizer: Anything with `init(params)`, such as an optax transformation.
+          params: Arrays, `ShapeDtypeStruct`s or `ArraySpec`s.
+          annotations: Annotations of the parameters, required if these are not `ArraySpec`s.
+          overrides: Pattern -> annotation for state leaves that follow no parameter. Defaults to none.
+          mode: Runtime mode. Defaults to the manager's.
+
+        Raises:
+          StrategyError: The optimizer has no `init`.
+          ShardingError: As `state_shardings` does.
+        """
+        state = jax.eval_shape(_init_of(optimizer), params)
+        shardings = self.state_shardings(state, params, annotations, overrides=overrides, mode=mode)
+        return with_shardings(state, shardings)
+
+    def init_state(
+        self,
+        optimizer: Any,
+        params: Any,
+        annotations: Any = None,
+        *,
+        overrides: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Any:
+        """Create an optimizer's state in one jit, each array already sharded.
+
+        Args:
+          optimizer: Anything with `init(params)`, such as an optax transformation.
+          params: Arrays, as `init` returns them.
+          annotations: Annotations of the parameters, for instance their `ArraySpec`s.
+          overrides: Pattern -> annotation for state leaves that follow no parameter. Defaults to none.
+          mode: Runtime mode. Defaults to the manager's.
+
+        Raises:
+          StrategyError: The optimizer has no `init`.
+          MeshSpecError: The mesh is abstract.
+          ShardingError: As `state_shardings` does.
+        """
+        if isinstance(self.mesh, AbstractMesh):
+            raise constraint.no_devices()
+        abstract = self.abstract_state(
+            optimizer, params, annotations, overrides=overrides, mode=mode
+        )
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        return jax.jit(optimizer.init, out_shardings=shardings)(params)
+
+    def jit_step(
+        self, step: Callable[..., Any], state: Any, *inputs: Any, donate: bool = True
+    ) -> Callable[..., Any]:
+        """Jit a training step `(state, *inputs) -> (state, metrics)` with its shardings and donation.
+
+        The new state has the shardings of the old one and takes its memory. The step runs under this
+        manager, so calls need no `with pm:` around them. The result is what `jax.jit` returns, with
+        `lower` and `trace`.
+
+        Args:
+          step: Function of the state and the inputs. It returns the new state, of the same structure,
+            shapes and dtypes, and a tree of anything else, such as the loss.
+          state: The state, or `ShapeDtypeStruct`s with shardings, as `abstract` and `abstract_state`
+            return them. Scalars without a sharding are replicated.
+          *inputs: One per further argument of the step: an annotation for all of its arrays, or a tree of
+            annotations, or arrays or `ShapeDtypeStruct`s with shardings.
+          donate: Whether the old state gives up its memory. Defaults to True.
+
+        Raises:
+          StrategyError: An array of the state or of an input has no sharding on the manager's mesh.
+          ShapeRequiredError: The sharding of an annotated input depends on its sizes.
+          ShardingError: An annotation does not fit the rules or the mesh.
+        """
+        manager: Any = self
+        state_shardings = self._shardings_of(state, "state")
+        input_shardings = [
+            self._shardings_of(tree, f"input {position}") for position, tree in enumerate(inputs)
+        ]
+
+        @functools.wraps(step)
+        def run(state: Any, *inputs: Any) -> tuple[Any, Any]:
+            with manager:
+                result = step(state, *inputs)
+            if not (isinstance(result, tuple) and len(result) == 2):
+                raise StrategyError(
+                    f"the step returns a {type(result).__name__}, not a pair",
+                    fix="return the new state and the rest, for instance `return state, loss`",
+                )
+            raise_problems(_changes(state, result[0]))
+            return result
+
+        return jax.jit(
+            run,
+            in_shardings=(state_shardings, *input_shardings),
+            out_shardings=(state_shardings, None),
+            donate_argnums=(0,) if donate else (),
+        )
+
+    def _shardings_of(self, tree: Any, name: str) -> Any:
+        """Return the shardings of a step's argument, from its annotations or its arrays."""
+        leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_annotation)
+        shardings: list[NamedSharding] = []
+        problems: list[Problem] = []
+        for path, leaf in leaves:
+            try:
+                shardings.append(self._argument_sharding(leaf, f"{name} {path_text(path)}".strip()))
+            except ShardingError as error:
+                problems += error.problems
+        raise_problems(problems)
+        return jax.tree.unflatten(structure, shardings)
+
+    def _argument_sharding(self, leaf: Any, path: str) -> NamedSharding:
+        if is_tuple_of_annotations(leaf):
+            raise StrategyError(
+                f"{describe(leaf)} is one annotation of composites, or one annotation per array",
+                path=path,
+                fix="write one annotation for all arrays of the input, or pass arrays with shardings",
+            )
+        if is_annotation(leaf):
+            return self._sharding(self._answer(Request(leaf, path=path)))
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and _same_devices(sharding.mesh, self.mesh):
+            return sharding
+        if np.ndim(leaf) == 0 and not getattr(leaf, "committed", False):
+            return self._sharding(self._answer(Request(())))
+        raise StrategyError(
+            f"the {type(leaf).__name__} of shape {np.shape(leaf)} has no sharding "
+            "on the manager's mesh",
+            path=path,
+            fix="pass arrays that pm.init, pm.init_state or pm.shard returned, "
+            "or pm.abstract(specs) and pm.abstract_state(optimizer, specs)",
+        )
+
+
+def _init_of(optimizer: Any) -> Callable[..., Any]:
+    init = getattr(optimizer, "init", None)
+    if not callable(init):
+        raise StrategyError(
+            f"the optimizer is a {type(optimizer).__name__} without init",
+            fix="pass an optax transformation, or an object with init(params)",
+        )
+    found: Callable[..., Any] = init
+    return found
+
+
+def _same_devices(a: Mesh | AbstractMesh, b: Mesh | AbstractMesh) -> bool:
+    if isinstance(a, Mesh) and isinstance(b, Mesh):
+        return a.axis_names == b.axis_names and bool(np.array_equal(a.devices, b.devices))
+    same: bool = a.shape_tuple == b.shape_tuple
+    return same
+
+
+def _changes(before: Any, after: Any) -> list[Problem]:
+    """Return where the state that a step returns differs from the one that it takes.
+
+    Such a state cannot take the old one's memory, and the next call would compile again.
+    """
+    taken: Any = jax.tree.structure(before)
+    returned: Any = jax.tree.structure(after)
+    if taken != returned:
+        return [
+            Problem(
+                error=StrategyError,
+                what="the step returns a state of another structure than it takes: "
+                f"{returned}, not {taken}",
+                fix="return every part of the state, in the same containers",
+            )
+        ]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(before)
+    pairs = [
+        (path, _aval(old), _aval(new))
+        for (path, old), new in zip(leaves, jax.tree.leaves(after), strict=True)
+    ]
+    return [
+        Problem(
+            error=StrategyError,
+            what=f"the step takes {old} and returns {new}",
+            path=f"state {path_text(path)}".strip(),
+            fix="return the state with the shapes and dtypes that it has, "
+            "for instance new.astype(old.dtype)",
+        )
+        for path, old, new in pairs
+        if old != new
+    ]
+
+
+def _aval(x: Any) -> str:
+    return f"{jnp.result_type(x)}[{','.join(map(str, np.shape(x)))}]"

@@ -1,0 +1,335 @@
+"""Inside `shard_map`, find which shard of a weight a value is.
+
+Sizes are local there, but a weight is stored as its global shape resolves. So the global shape is
+found first. One of these tells it:
+
+1. The caller: `gather(..., shape=)`.
+2. JAX, which tracks the Manual mesh axes that a value varies over (`check_vma=True`). One global shape
+   fits them.
+3. `pm.shard_map`, which knows the global shapes of its inputs.
+
+Everything else follows from how that shape resolves, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from jax.sharding import AbstractMesh
+
+from shardwright import _jax
+from shardwright.errors import (
+    ManualAxisError,
+    Problem,
+    RankMismatchError,
+    ShapeRequiredError,
+    raise_problems,
+)
+from shardwright.manager.request import dim_problem
+from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
+from shardwright.vocabulary.annotations import Dim
+from shardwright.vocabulary.axes import Role
+
+# For each dim, the Manual mesh axes that a value is split over, major first.
+Split = tuple[tuple[str, ...], ...]
+
+# At most this many ways to split one value are tried.
+_MAX_TRIALS: Final = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """An input of `pm.shard_map`, as its function sees it.
+
+    Attributes:
+      dims: Lowered dims of its annotation.
+      shape: Local shape.
+      split: Manual mesh axes that split each dim.
+    """
+
+    dims: tuple[Dim, ...]
+    shape: tuple[int, ...]
+    split: Split
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The inputs of the `pm.shard_map` whose function is being traced.
+
+    Attributes:
+      mesh: Ambient mesh in that function. Under another mesh the inputs tell nothing.
+      leaves: One `Input` per array.
+    """
+
+    mesh: AbstractMesh | None
+    leaves: tuple[Input, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A weight, and the value to gather.
+
+    Attributes:
+      resolve: Function of a role and a global shape that returns the resolution.
+      dims: Lowered dims of the annotation.
+      local: Shape of the value.
+      shape: Global shape if the caller gave it, else None.
+      varying: Manual mesh axes that the value varies over, or None if JAX does not track them.
+      manual: Size of each Manual mesh axis that may shard a weight, in the order of the mesh.
+      path: Path of the weight, or empty.
+    """
+
+    resolve: Callable[[Role, tuple[int, ...]], Resolution]
+    dims: tuple[Dim, ...]
+    local: tuple[int, ...]
+    shape: tuple[int, ...] | None
+    varying: frozenset[str] | None
+    manual: Mapping[str, int]
+    path: str
+
+    def stored(self, shape: tuple[int, ...]) -> Resolution:
+        """Return the resolution of the stored weight, for a global shape."""
+        return self.resolve(Role.PARAM, shape)
+
+    def use(self, shape: tuple[int, ...]) -> Resolution:
+        """Return the resolution of the used weight, for a global shape."""
+        return self.resolve(Role.USE, shape)
+
+    def shards(self, axes: Sequence[str]) -> int:
+        """Return the number of shards over some Manual mesh axes."""
+        return math.prod(self.manual[axis] for axis in axes)
+
+    def whole(self, split: Split) -> tuple[int, ...]:
+        """Return the global shape of the value if it has this split."""
+        return tuple(size * self.shards(axes) for size, axes in zip(self.local, split, strict=True))
+
+    def over(self, decision: DimDecision) -> tuple[str, ...]:
+        """Return the Manual mesh axes among those of a decision."""
+        return tuple(axis for axis in decision.mesh_axes if axis in self.manual)
+
+
+def find_split(weight: Weight, inputs: Inputs | None) -> Split:
+    """Return the Manual mesh axes that split each dim of the value.
+
+    Raises:
+      ShapeRequiredError: Neither `shape=`, nor the value, nor the inputs of `pm.shard_map` tell.
+      RankMismatchError: The value is not a shard of a weight of the shape `shape=`.
+      ManualAxisError: An input is split over mesh axes that do not store the weight.
+      ShardingError: The global shape of the weight does not resolve.
+    """
+    if weight.shape is not None:
+        return _split_of_shape(weight, weight.shape)
+    if (split := _split_if_gathered(weight, inputs)) is not None:
+        return split
+    if weight.varying is None:
+        return _split_untracked(weight, inputs)
+    fitting = _fitting(weight, [axis for axis in weight.manual if axis in weight.varying])
+    most = max(map(_count, fitting))
+    best = [split for split in fitting if _count(split) == most]
+    return best[0] if len(best) == 1 else _split_of_input(weight, inputs, among=best)
+
+
+def _count(split: Split) -> int:
+    return sum(map(len, split))
+
+
+def _split_untracked(weight: Weight, inputs: Inputs | None) -> Split:
+    """Return the split under `check_vma=False`, where JAX does not track what a value varies over."""
+    nowhere: Split = ((),) * len(weight.local)
+    fitting = _fitting(weight, list(weight.manual))
+    gathers = any(
+        axis in weight.manual
+        for split in (nowhere, *fitting)
+        for decision in weight.use(weight.whole(split)).decisions
+        for axis in decision.gathered
+    )
+    # If nothing is gathered, the Manual axes are taken as applied, as `shard` does.
+    return _split_of_input(weight, inputs) if gathers else max(fitting, key=_count)
+
+
+def _split_of_shape(weight: Weight, shape: tuple[int, ...]) -> Split:
+    """Return the split by which the global shape becomes the local one.
+
+    Each dim is split over all, some or none of the mesh axes that store it.
+    """
+    stored = weight.stored(shape)
+    stored.require()
+    split, problems = [], []
+    for decision, size, local in zip(stored.decisions, shape, weight.local, strict=True):
+        over = weight.over(decision)
+        if weight.varying is None:
+            parts = [
+                part
+                for count in range(len(over), -1, -1)
+                for part in itertools.combinations(over, count)
+            ]
+        else:
+            parts = [tuple(axis for axis in over if axis in weight.varying), ()]
+        fits = [part for part in dict.fromkeys(parts) if local * weight.shards(part) == size]
+        if len(fits) == 1:
+            split.append(fits[0])
+        else:
+            problems.append(_not_a_shard(stored, decision, local, over, fits))
+    raise_problems(problems, resolution=stored)
+    return tuple(split)
+
+
+def _split_of_input(
+    weight: Weight, inputs: Inputs | None, *, among: Sequence[Split] | None = None
+) -> Split:
+    """Return the split of the inputs with the weight's axes and local shape, if all of them agree.
+
+    Args:
+      weight: The weight.
+      inputs: The inputs of `pm.shard_map`, or None outside of it.
+      among: The splits that are possible. Defaults to all.
+    """
+    splits = {leaf.split for leaf in _like(weight, inputs) if among is None or leaf.split in among}
+    if len(splits) != 1:
+        raise_problems([_unknown_shard(weight)])
+    (split,) = splits
+    stored = weight.stored(weight.whole(split))
+    stored.require()
+    elsewhere = [
+        _split_elsewhere(stored, decision, axes)
+        for decision, axes in zip(stored.decisions, split, strict=True)
+        if axes != tuple(axis for axis in decision.mesh_axes if axis in axes)
+    ]
+    raise_problems(elsewhere, resolution=stored)
+    return split
+
+
+def _like(weight: Weight, inputs: Inputs | None) -> list[Input]:
+    """Return the inputs with the weight's local shape and axes; if there are none, those of literal specs."""
+    same = [leaf for leaf in _here(inputs) if leaf.shape == weight.local]
+    return _of_axes(weight, same) or [
+        leaf for leaf in same if any(dim.literal is not None for dim in leaf.dims)
+    ]
+
+
+def _here(inputs: Inputs | None) -> tuple[Input, ...]:
+    return inputs.leaves if inputs is not None and inputs.mesh == _jax.ambient_mesh() else ()
+
+
+def _of_axes(weight: Weight, inputs: Sequence[Input]) -> list[Input]:
+    names = [_axes_of(dim) for dim in weight.dims]
+    return [leaf for leaf in inputs if [_axes_of(dim) for dim in leaf.dims] == names]
+
+
+def _split_if_gathered(weight: Weight, inputs: Inputs | None) -> Split | None:
+    """Return the split of a value that has the shape of a gathered input, or None if it has not.
+
+    A gathered value varies as its shard does, so JAX's tracking alone cannot tell them apart.
+    """
+    alike = _of_axes(weight, _here(inputs))
+    if any(leaf.shape == weight.local for leaf in alike):
+        return None
+    for leaf in alike:
+        shape = tuple(
+            size * weight.shards(axes) for size, axes in zip(leaf.shape, leaf.split, strict=True)
+        )
+        used = weight.use(shape).decisions
+        kept = tuple(
+            tuple(axis for axis in axes if axis in decision.mesh_axes)
+            for axes, decision in zip(leaf.split, used, strict=True)
+        )
+        if weight.whole(kept) == shape:
+            return kept
+    return None
+
+
+def _axes_of(dim: Dim) -> Any:
+    """Return the axes that a dim means: in a weight layout, a parallelism axis means a semantic one."""
+    return (dim.means,) if dim.means else dim.merged or dim.literal or dim.axes
+
+
+def _fitting(weight: Weight, axes: list[str]) -> list[Split]:
+    """Return every split over all or some of the axes that agrees with the rules.
+
+    A split implies a global shape. It agrees if that shape resolves to the same split.
+
+    Raises:
+      ShardingError: No global shape resolves.
+    """
+    here = weight.stored(weight.local).decisions
+    dims = [
+        dim
+        for dim in range(len(weight.local))
+        if not here or here[dim].outcome is not Outcome.EMPTY
+    ]
+    if (len(dims) + 1) ** len(axes) > _MAX_TRIALS:
+        raise_problems([_unknown_shard(weight)])
+    fitting: list[Split] = []
+    failed: list[Resolution] = []
+    # Each axis splits one of the dims, or none.
+    for homes in itertools.product([*dims, None], repeat=len(axes)):
+        pairs = list(zip(axes, homes, strict=True))
+        trial = tuple(
+            tuple(axis for axis, home in pairs if home == dim) for dim in range(len(weight.local))
+        )
+        resolution = weight.stored(weight.whole(trial))
+        split = tuple(
+            tuple(axis for axis in decision.mesh_axes if axis in axes)
+            for decision in resolution.decisions
+        )
+        if resolution.problems:
+            failed.append(resolution)
+        elif list(map(sorted, split)) == list(map(sorted, trial)):
+            fitting.append(split)
+    if fitting:
+        return fitting
+    best = min(failed, key=lambda resolution: len(resolution.problems), default=None)
+    problems = [_unknown_shard(weight)] if best is None else best.problems
+    raise_problems(problems, resolution=best)
+    return []
+
+
+def _not_a_shard(
+    stored: Resolution,
+    decision: DimDecision,
+    local: int,
+    over: Sequence[str],
+    fits: Sequence[Sequence[str]],
+) -> Problem:
+    """Return the problem of a local size that is no shard of the global size, or a shard in several ways."""
+    if fits:
+        ways = " or ".join("+".join(axes) for axes in fits)
+        what = f"local size {local} of {decision.size} is a shard over {ways}"
+        fix = (
+            "give the weight to shard_map split over all mesh axes that store it, "
+            "or use check_vma=True"
+        )
+    else:
+        what = f"local size {local} is neither size {decision.size} nor a shard of it"
+        what += f" over {'+'.join(over)}" if over else ""
+        fix = (
+            "pass the weight's global shape as shape=, "
+            "and give the weight to shard_map split as it is stored"
+        )
+    return dim_problem(RankMismatchError, stored, decision, what, size=local, fix=fix)
+
+
+def _split_elsewhere(stored: Resolution, decision: DimDecision, axes: Sequence[str]) -> Problem:
+    return dim_problem(
+        ManualAxisError,
+        stored,
+        decision,
+        f"the input is split over {'+'.join(axes)}, "
+        f"the weight is stored over {'+'.join(decision.mesh_axes) or '-'}",
+        mesh_axes=axes,
+        fix="annotate the input of shard_map as a weight: "
+        "with a weight layout, an ArraySpec, or the stored spec",
+    )
+
+
+def _unknown_shard(weight: Weight) -> Problem:
+    return Problem(
+        error=ShapeRequiredError,
+        what=f"nothing tells which shard of the weight this value of shape {weight.local} is",
+        path=weight.path,
+        fix="pass the weight's global shape, gather(..., shape=); with check_vma=True JAX may tell",
+    )
