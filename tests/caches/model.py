@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.caches.base import CacheSpec, Overflow, Refusal
+from shardwright.caches import CacheSpec, Overflow, Refusal
 
 
 @dataclasses.dataclass(slots=True)

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from shardwright.caches.base import Refusal
+from shardwright.caches import Refusal
 
 Refusals = list[Refusal]
 

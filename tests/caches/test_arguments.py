@@ -44,7 +44,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "dtype": (
         lambda cache: cache.append(K.astype(np.float16), K),
-        r"k: dtype float16, not float32\n  fix   cast it.*CacheShape\(...\), with dtype=\"float16\"",
+        r"k: dtype float16, not float32\n  fix   if the cast is intended.*CacheShape\(...\)\) with dtype=\"float16\"",
     ),
     "lists": (lambda cache: cache.append([[1.0]], K), "k: it is list, not an array"),
     "both": (lambda cache: cache.append(K[:1], K.astype(np.float16)), "2 problems"),
@@ -76,14 +76,14 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a slot too few": (
         lambda cache: cache.insert(cache, [0]),
-        r"(?s)slots has shape \(1,\), not \(2,\).*one integer per sequence of the source; 2, which is no slot, leaves a sequence out",
+        r"(?s)slots has shape \(1,\), not \(2,\).*one integer per sequence of the source; 2, which is not a slot, skips a sequence",
     ),
     "no cache": (lambda cache: cache.insert(K, [0]), "source is ndarray, not a cache"),
     "other heads": (
         lambda cache: cache.insert(
             caches.init("dense", **SIZES | {"kv_heads": 1, "dtype": "bfloat16"}), [0, 1]
         ),
-        r"(?s)kv_heads is 1, and 2 here.*dtype is bfloat16, and float32 here",
+        r"(?s)kv_heads is 1, and that of the cache is 2.*dtype is bfloat16, and that of the cache is float32",
     ),
 }
 
@@ -99,7 +99,7 @@ def test_operations(name: str) -> None:
 
 
 MAKING: dict[str, tuple[dict[str, Any], str]] = {
-    "kind": ({"kind": "dens"}, "'dens' is no kind of cache\n  fix   did you mean 'dense'"),
+    "kind": ({"kind": "dens"}, "'dens' is not a kind of cache\n  fix   did you mean 'dense'"),
     "size": (
         {"kv_heads": 0},
         "^kv_heads must be a positive integer, got 0\n  fix   pass kv_heads=1$",
@@ -108,25 +108,25 @@ MAKING: dict[str, tuple[dict[str, Any], str]] = {
     "truth": ({"batch": True}, "batch must be a positive integer, got True"),
     "window": (
         {"kind": "sliding", "window": 5},
-        "a window of 5 positions needs as many rows, and there are 4",
+        "a window of 5 positions needs as many rows, and capacity is 4",
     ),
     "no window": (
         {"kind": "sliding"},
-        r"a sliding cache without a window\n  fix   pass window=, of an engine CacheShape\(window=...\)",
+        r"a sliding cache needs a window\n  fix   pass window=, of an engine CacheShape\(window=...\)",
     ),
     "sliding that reports": (
         {"kind": "sliding", "window": 4, "overflow": "report"},
-        "a sliding cache is a ring, and overflow='report'",
+        "a sliding cache is a ring, but overflow='report'",
     ),
     "overflow": (
         {"overflow": "rign"},
-        "'rign' is not what overflow can do\n  fix   did you mean 'ring'",
+        "'rign' is not an overflow policy\n  fix   did you mean 'ring'",
     ),
-    "dtype": ({"dtype": "int8"}, "int8 holds no keys and values"),
-    "no dtype": ({"dtype": "floaty"}, "'floaty' is no dtype"),
+    "dtype": ({"dtype": "int8"}, "int8 is not a floating-point dtype"),
+    "no dtype": ({"dtype": "floaty"}, "'floaty' is not a dtype"),
     "order": (
         {"order": RowOrder(block=3, shards=2)},
-        "4 rows cannot be dealt out to 2 shards in blocks of 3",
+        "4 rows do not divide into blocks of 3 on 2 shards",
     ),
     "option": ({"page_size": 4}, "a dense cache has no option 'page_size'\n  fix   leave it out"),
     "another name": (
@@ -188,7 +188,7 @@ def test_pages_over_the_shards_of_the_batch() -> None:
         manager,
         pytest.raises(
             CacheError,
-            match=r"k_pages dim 0 PAGE: the pages and the batch both lie over dp[\s\S]*page = \"-\" keeps",
+            match=r"k_pages dim 0 PAGE: the pages and the batch are both sharded over dp[\s\S]*page = \"-\" replicates",
         ),
     ):
         caches.init("paged", **SIZES, page_size=2)

@@ -68,7 +68,7 @@ def test_another_cache_than_was_saved_is_refused(tmp_path: Path) -> None:
     ):
         restore(tmp_path / "cache", like=make(capacity=32, overflow="ring"))
     with pytest.raises(
-        CacheError, match="like says where the cache shall lie, and so do manager and mode"
+        CacheError, match="both like and manager or mode say how to shard the cache"
     ):
         restore(tmp_path / "cache", like=make(), mode="decode")
     save(filled("quantized"), tmp_path / "eight")
@@ -96,7 +96,7 @@ def test_nothing_is_half_written_and_nothing_is_overwritten(
         with pytest.raises(OSError, match="disk full"):
             save(filled(), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
-    with pytest.raises(CacheError, match="no cache is saved at"):
+    with pytest.raises(CacheError, match="there is no saved cache at"):
         restore(tmp_path / "cache")
     # Elsewhere, for what failed may still be writing to its temporary directory.
     save(filled(), tmp_path / "whole")
@@ -107,11 +107,11 @@ def test_nothing_is_half_written_and_nothing_is_overwritten(
 
 def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CacheError, match="no cache is saved at"):
+    with pytest.raises(CacheError, match="there is no saved cache at"):
         restore(tmp_path / "empty")
     with pytest.raises(CacheError, match=r"outside of jit"):
         jax.jit(lambda cache: save(cache, tmp_path / "traced"))(make())
-    with pytest.raises(CacheError, match="is no kind of cache that can be restored"):
+    with pytest.raises(CacheError, match="is not a cache that can be restored"):
         save(caches.Quantized(values=make().k, scale=make().k), tmp_path / "other")  # type: ignore[arg-type]
     load = builtins.__import__
 

@@ -170,11 +170,11 @@ def test_what_cannot_be_rewound_or_reordered() -> None:
 
 def test_the_policy_error_raises_whatever_is_refused() -> None:
     cache = make(overflow="error")
-    with pytest.raises(CacheError, match="entry 2 was refused: no page is free"):
+    with pytest.raises(CacheError, match="entry 2 was refused: too few pages are free"):
         put(cache, 12, 5, 8, 3)
     told, _ = jax.jit(checkify.checkify(lambda cache: put(cache, 12, 5, 8, 3).cache))(cache)
     with pytest.raises(
-        checkify.JaxRuntimeError, match=f"{int(Refusal.NO_FREE_PAGE)} no page is free"
+        checkify.JaxRuntimeError, match=f"{int(Refusal.NO_FREE_PAGE)} too few pages are free"
     ):
         told.throw()
 
@@ -183,7 +183,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no rows": ({"page_size": 0}, "page_size must be a positive integer, got 0"),
     "no pages": ({"pages": 0}, "pages must be a positive integer, got 0"),
     "ring": ({"overflow": "ring"}, "a paged cache cannot be a ring"),
-    "order": ({"order": RowOrder(block=2, shards=2)}, "pages hold rows in order"),
+    "order": ({"order": RowOrder(block=2, shards=2)}, "a paged cache keeps its rows in order"),
 }
 
 
@@ -304,7 +304,7 @@ def test_what_cannot_be_inserted() -> None:
     )
     assert change.reasons() == {1: Refusal.NO_FREE_PAGE, 3: Refusal.SLOT_OUT_OF_RANGE}
     assert change.cache.length.tolist() == [12, 3, 0, 5]
-    with pytest.raises(CacheError, match="kv_heads is 1, and 2 here"):
+    with pytest.raises(CacheError, match="kv_heads is 1, and that of the cache is 2"):
         cache.insert(
             caches.init(
                 "dense", batch=1, capacity=4, kv_heads=1, head_dim=DIM, v_dim=V_DIM, dtype="float32"

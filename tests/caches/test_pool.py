@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardwright.caches import dense
-from shardwright.caches.base import CacheSpec, Change
+from shardwright.caches import CacheSpec, Change, dense
 from shardwright.caches.paged import cache
 from shardwright.caches.paged.cache import PagedCache
 from tests.caches.page_model import NAMES, Operation, PageModel, apply, random_operation

@@ -113,7 +113,7 @@ def test_another_dtype_is_refused() -> None:
     for make in (lambda: init("int4"), lambda: quantize(jnp.ones(4), "int4")):
         with pytest.raises(
             CacheError,
-            match="stored: 'int4' is no dtype of quantized rows\n  fix   did you mean 'int8'",
+            match="stored: 'int4' is not a dtype of quantized rows\n  fix   did you mean 'int8'",
         ):
             make()
 

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 from shardwright import _jax, caches
 from shardwright.caches import plan_reshard, reshard
-from shardwright.caches.sharding import entries
+from shardwright.caches.sharding import axes_by_dim
 from shardwright.errors import CacheError, IndivisibleError, MeshSpecError
 from shardwright.plan.collectives.read import read_collectives
-from shardwright.reshard.plan import MoveKind, find_moves, run_moves
+from shardwright.reshard import MoveKind, plan_moves, run_moves
 from shardwright.testing import assert_sharding, assert_spec, cpu_mesh
 
 RULES = """
@@ -106,7 +106,9 @@ CASES: dict[str, tuple[P, P, list[str], int]] = {
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 def test_the_plan_sends_least_and_is_what_runs(name: str, axis_types: str) -> None:
     source, target, wanted, sent = CASES[name]
-    moves = find_moves(entries(source, 4), entries(target, 4), shape=SHAPE, itemsize=4, mesh=SIZES)
+    moves = plan_moves(
+        axes_by_dim(source, 4), axes_by_dim(target, 4), shape=SHAPE, itemsize=4, mesh=SIZES
+    )
     assert sorted(move.kind for move in moves if move.kind is not MoveKind.SLICE) == sorted(wanted)
     assert sum(move.bytes for move in moves) == sent
     mesh = cpu_mesh(MESH, axis_types=axis_types)
@@ -142,7 +144,7 @@ def test_every_place_is_reached_from_every_other() -> None:
         :24
     ]:
         a, b = places[source], places[target]
-        moves = find_moves(a, b, shape=x.shape, itemsize=4, mesh=sizes)
+        moves = plan_moves(a, b, shape=x.shape, itemsize=4, mesh=sizes)
         local = 4 * x.size // np.prod([sizes[name] for axes in a for name in axes] or [1])
         assert sum(move.bytes for move in moves) <= 3 * local
         specs = [P(*(axes or None for axes in place)) for place in (a, b)]
@@ -213,7 +215,7 @@ def test_to_another_mesh_and_from_none_it_is_copied() -> None:
         moved = reshard(source, "decode", manager=other)
         assert_spec(moved, moved.axes(), manager=other, mode="decode")
         np.testing.assert_array_equal(moved.k, alone.k)
-        with pytest.raises(CacheError, match="it lies on another mesh, or on none"):
+        with pytest.raises(CacheError, match="it is on another mesh, or not sharded"):
             plan_reshard(source, "decode", manager=other)
     with pytest.raises(CacheError, match="only outside of jit"):
         jax.jit(lambda cache: reshard(cache, "decode", manager=other))(alone)
@@ -229,7 +231,7 @@ def test_a_donated_cache_is_given_up() -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(CacheError, match="no manager says where a cache lies"):
+    with pytest.raises(CacheError, match="there is no manager to shard the cache"):
         reshard(make(), "decode")
     pm = manager_of(length="dp")
     with pm:

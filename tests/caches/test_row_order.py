@@ -59,7 +59,7 @@ def test_blocks_go_to_the_shards_in_turn() -> None:
     [
         (
             RowOrder(block=5, shards=2),
-            "12 rows cannot be dealt out to 2 shards in blocks of 5\n  fix   make the rows a multiple of 5",
+            "12 rows do not divide into blocks of 5 on 2 shards\n  fix   pass a capacity that is a multiple of 5",
         ),
         (RowOrder(block=0, shards=2), "block must be a positive integer, got 0"),
         (RowOrder(block=1, shards=0), "shards must be a positive integer, got 0"),

@@ -234,7 +234,7 @@ class TestErrorPolicy:
             append(cache, [[1, 2]] * 3)
         with pytest.raises(
             CacheError,
-            match=r"entry 1 was refused: the slot is named twice; 1 more were\n  fix   with overflow=.report. refusals are values",
+            match=r"entry 1 was refused: the slot is named twice; 1 more were\n  fix   with overflow=.report., refusals are values",
         ):
             cache.free([0, 1, 1])
         assert held(append(cache, [[1]] * 3, np.array([[True], [True], [False]])).cache)[0] == [
@@ -283,7 +283,7 @@ class TestErrorPolicy:
 def test_require_says_what_was_refused() -> None:
     with pytest.raises(
         CacheError,
-        match=r"entry 1 was refused: the slot holds nothing\n  fix   look at `reasons\(\)`",
+        match=r"entry 1 was refused: the slot is empty\n  fix   look at `reasons\(\)`",
     ):
         filled([1, 0]).free([0, 1]).require()
 

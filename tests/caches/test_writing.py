@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.caches import scatter
-from shardwright.caches.sharding import Shards
+from shardwright.caches.sharding import CacheSharding, PlacedArrays
 from shardwright.testing import cpu_mesh
 
 SLOTS, ROWS = 4, 6
@@ -29,12 +29,12 @@ SPECS_BY_KIND = {
 KINDS = list(SPECS_BY_KIND)
 
 
-def shards_of(kind: str) -> Shards:
-    """The shards of a cache on eight devices; without a manager nothing is sharded."""
+def sharding_of(kind: str) -> CacheSharding:
+    """The sharding of a cache on eight devices; without a manager nothing is sharded."""
     if kind == "no manager":
-        return Shards(manager=None, mode=None)
+        return CacheSharding(manager=None, mode=None)
     mesh = cpu_mesh("dp:2,sp:2,tp:2", axis_types="explicit" if kind == "explicit" else "auto")
-    return Shards(
+    return CacheSharding(
         manager=sw.PartitionManager(sw.Strategy(rules={"batch": "dp"}), mesh=mesh),
         mode=sw.MODE_DECODE,
     )
@@ -49,22 +49,24 @@ def arrays(*leading: int, first: float) -> dict[str, np.ndarray]:
     }
 
 
-def run(kind: str, write: Any, *arguments: Any, **options: Any) -> dict[str, np.ndarray]:
-    """The buffers after one jitted write, where they lie as before."""
-    shards, specs = shards_of(kind), SPECS_BY_KIND[kind]
+def run(kind: str, write: Any, buffers: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+    """The buffers after one jitted write, which keeps their shardings."""
+    sharding, specs = sharding_of(kind), SPECS_BY_KIND[kind]
 
-    def program(*arguments: Any) -> Any:
-        return write(*arguments, shards=shards, specs=specs, **options)
+    def program(buffers: Any, *arguments: Any) -> Any:
+        placed = PlacedArrays(arrays=buffers, specs=specs, sharding=sharding)
+        return write(placed, *arguments, **options)
 
-    buffers, *rest = (jax.tree.map(jnp.asarray, one) for one in arguments)
-    if shards.manager is None:
-        return {name: np.asarray(buffer) for name, buffer in program(buffers, *rest).items()}
-    with shards.manager:
-        laid = {name: shards.lay(buffer, specs[name]) for name, buffer in buffers.items()}
-        written = jax.jit(program)(laid, *rest)
-        for name, buffer in written.items():
-            assert buffer.sharding.is_equivalent_to(laid[name].sharding, buffer.ndim), name
-    return {name: np.asarray(buffer) for name, buffer in written.items()}
+    buffers, *rest = (jax.tree.map(jnp.asarray, tree) for tree in (buffers, *arguments))
+    if sharding.manager is None:
+        written = program(buffers, *rest)
+    else:
+        with sharding.manager:
+            placed = {name: sharding.place_as(x, specs[name]) for name, x in buffers.items()}
+            written = jax.jit(program)(placed, *rest)
+        for name, x in written.items():
+            assert x.sharding.is_equivalent_to(placed[name].sharding, x.ndim), name
+    return {name: np.asarray(x) for name, x in written.items()}
 
 
 def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
@@ -127,17 +129,17 @@ def test_a_slot_becomes_what_its_parent_was(kind: str, group: int, parents: list
 
 @pytest.mark.parametrize(("group", "gathers"), [(1, False), (2, False), (4, False), (8, True)])
 def test_slots_are_sent_only_where_a_group_lies_on_two_shards(group: int, gathers: bool) -> None:
-    shards = shards_of("auto")
-    assert shards.manager is not None
-    with shards.manager:
+    sharding = sharding_of("auto")
+    assert sharding.manager is not None
+
+    def take(buffers: Any, parents: Any) -> Any:
+        placed = PlacedArrays(arrays=buffers, specs=SPECS, sharding=sharding)
+        return scatter.take_slots(placed, parents, group=group)
+
+    with sharding.manager:
         buffers = {
-            name: shards.lay(jnp.asarray(array), SPECS[name])
+            name: sharding.place_as(jnp.asarray(array), SPECS[name])
             for name, array in arrays(8, ROWS, first=0.0).items()
         }
-        program = jax.jit(
-            lambda buffers, parents: scatter.take_slots(
-                buffers, parents, group=group, shards=shards, specs=SPECS
-            )
-        )
-        text = program.lower(buffers, jnp.arange(8, dtype=jnp.int32)).as_text()
+        text = jax.jit(take).lower(buffers, jnp.arange(8, dtype=jnp.int32)).as_text()
     assert ("all_gather" in text) == gathers

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import serving
-from shardwright.caches.paged import pool
-from shardwright.caches.sharding import ambient_shards
 
 VOCAB = 13
 SHAPE = serving.CacheShape(layers=2, kv_heads=1, head_dim=1, dtype="float32")
@@ -30,7 +28,7 @@ def stub(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> tuple[j
 
 def held_sum(cache: Any) -> jax.Array:
     """Return the sums of the tokens that slots hold, `[batch]` int32."""
-    view = pool.in_rows(cache.view(), ambient_shards(cache.spec.mode))
+    view = cache.row_view()
     assert view.positions is not None
     held = (view.positions >= 0) & (view.positions < view.lengths[:, None])
     return jnp.sum(jnp.where(held, view.k[:, :, 0, 0], 0), axis=1).astype(jnp.int32)

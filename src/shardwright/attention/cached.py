@@ -14,10 +14,10 @@ from shardwright import _jax
 from shardwright.attention.api import dot_product_attention
 from shardwright.attention.masks import MaskRules, Window
 from shardwright.attention.paged import paged_attention
-from shardwright.caches.base import Change, KVCache, View
+from shardwright.caches.base import KVCache, View
+from shardwright.caches.change import Change
 from shardwright.caches.rows import RowCache
-from shardwright.caches.sharding import Shards, ambient_shards, entries, specs_of
-from shardwright.caches.sliding import is_ring
+from shardwright.caches.sharding import PlacedArrays, ambient_sharding, axes_by_dim
 from shardwright.errors import AttentionError
 from shardwright.manager import context
 from shardwright.resolution.partition_specs import spec_text
@@ -115,7 +115,7 @@ def append_and_attend(
     change = cache.append(k, v, valid=valid)
     assert change.positions is not None
     # Said here, or the partitioner would spread them as the keys' length, and gather them.
-    positions = ambient_shards(cache.spec.mode).place(change.positions, (BATCH, EMPTY))
+    positions = ambient_sharding(cache.spec.mode).place(change.positions, (BATCH, EMPTY))
     view = change.cache.view()
     if view.tables is not None:
         o = _attend_to_pages(q, view, positions, options, implementation)
@@ -149,8 +149,8 @@ def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> j
         raise AttentionError(
             what, path="valid", fix=f"pass bool of shape {shape}, one per row that is appended"
         )
-    shards = ambient_shards(cache.spec.mode)
-    is_token = shards.place(
+    sharding = ambient_sharding(cache.spec.mode)
+    is_token = sharding.place(
         jnp.ones(shape, bool) if valid is None else jnp.asarray(valid), (BATCH, EMPTY)
     )
     positions = cache.length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
@@ -178,7 +178,7 @@ def _mode(cache: KVCache, mode: str | None) -> str:
     if own is None or own == said:
         return said
     for name, axes, array in _placed(cache):
-        made, wanted = (ambient_shards(which).spec(axes, array.shape) for which in (own, said))
+        made, wanted = (ambient_sharding(which).spec(axes, array.shape) for which in (own, said))
         if made != wanted:
             lies, wants = spec_text(made), spec_text(wanted)
             what = f"the cache lies as {mode_name(own)} says, {name} {lies}, and {mode_name(said)} says {wants}"
@@ -204,7 +204,7 @@ def _window(cache: KVCache, window: Window | None) -> Window | None:
     given = MaskRules(window=window).window
     assert given is not None
     left = given[0]
-    if is_ring(cache.spec) and own is not None and (left is None or left >= own):
+    if cache.spec.is_ring and own is not None and (left is None or left >= own):
         what = f"window={window} sees {'all' if left is None else left} positions to the left, and the ring keeps a window of {own}"
         raise AttentionError(
             what,
@@ -216,7 +216,7 @@ def _window(cache: KVCache, window: Window | None) -> Window | None:
 
 def _forgets(cache: KVCache, q_length: int, seen: Window | None) -> bool:
     """Tell whether an append may overwrite what its own queries see."""
-    if not is_ring(cache.spec) or seen is None or seen[0] is None:
+    if not cache.spec.is_ring or seen is None or seen[0] is None:
         return False
     return q_length > cache.spec.capacity - seen[0]
 
@@ -267,18 +267,18 @@ def _attend_to_pages(
 def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> View:
     """Return a view of a ring as it was, and behind it the new tokens, on every shard some of them: nothing of the ring is sent."""
     assert isinstance(cache, RowCache)
-    shards, before = ambient_shards(cache.spec.mode), cache.view()
+    sharding, before = ambient_sharding(cache.spec.mode), cache.view()
     assert before.positions is not None
     old = {**cache.buffers, "positions": before.positions}
     new = {**cache.encode(k, v), "positions": positions}
-    specs = specs_of(shards, old, {**cache.buffer_axes, "positions": (BATCH, KV_LENGTH)})
-    padding = -positions.shape[1] % _parts(shards, specs)
+    placed = sharding.placed(old, {**cache.buffer_axes, "positions": (BATCH, KV_LENGTH)})
+    padding = -positions.shape[1] % _row_shards(placed)
     new = {name: _pad_rows(x, padding, -1 if name == "positions" else 0) for name, x in new.items()}
 
     def local(old: dict[str, jax.Array], new: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return {name: jnp.concatenate([x, new[name]], axis=1) for name, x in old.items()}
 
-    both = shards.run(local, (old, new), (specs, specs), out_specs=specs)
+    both = placed.run(local, new, specs=(placed.specs,))
     return View(
         k=both["k"],
         v=both["v"],
@@ -293,12 +293,13 @@ def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> V
 _joined = jax.jit(_join)
 
 
-def _parts(shards: Shards, specs: Mapping[str, Any]) -> int:
-    """Return over how many shards the rows lie."""
-    if shards.manager is None:
+def _row_shards(placed: PlacedArrays) -> int:
+    """Return the number of shards of the rows."""
+    manager = placed.sharding.manager
+    if manager is None:
         return 1
-    sizes: Mapping[str, int] = shards.manager.mesh.shape
-    return math.prod(sizes[name] for name in entries(specs["positions"], 2)[1])
+    sizes: Mapping[str, int] = manager.mesh.shape
+    return math.prod(sizes[name] for name in axes_by_dim(placed.specs["positions"], 2)[1])
 
 
 def _pad_rows(x: jax.Array, count: int, value: int) -> jax.Array:

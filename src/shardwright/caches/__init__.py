@@ -1,11 +1,12 @@
-"""KV caches: pytrees whose specs come from the manager; see `base.KVCache`."""
+"""KV caches: frozen pytrees, sharded by the manager, that grow, move and shrink without communication.
 
-from shardwright.caches.base import CacheSpec as CacheSpec
-from shardwright.caches.base import Change as Change
+What stores keys and values between calls of attention belongs here, with everything that creates, writes,
+reshards and saves it. Attention to a cache is in `attention`; who gets which slot is in `serving`.
+"""
+
 from shardwright.caches.base import KVCache as KVCache
-from shardwright.caches.base import Overflow as Overflow
-from shardwright.caches.base import Refusal as Refusal
 from shardwright.caches.base import View as View
+from shardwright.caches.change import Change as Change
 from shardwright.caches.checkpoint import restore as restore
 from shardwright.caches.checkpoint import save as save
 from shardwright.caches.create import init as init
@@ -14,7 +15,10 @@ from shardwright.caches.paged.cache import PagedCache as PagedCache
 from shardwright.caches.quantized import Quantized as Quantized
 from shardwright.caches.quantized import QuantizedCache as QuantizedCache
 from shardwright.caches.quantized import quantize as quantize
+from shardwright.caches.refusals import Refusal as Refusal
 from shardwright.caches.relayout import Relayout as Relayout
 from shardwright.caches.relayout import plan_reshard as plan_reshard
 from shardwright.caches.relayout import reshard as reshard
 from shardwright.caches.row_order import RowOrder as RowOrder
+from shardwright.caches.spec import CacheSpec as CacheSpec
+from shardwright.caches.spec import Overflow as Overflow

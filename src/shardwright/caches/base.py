@@ -1,182 +1,63 @@
-"""What every KV cache is: a frozen pytree of buffers and of how many tokens each slot holds, and what may be done with it.
+"""The interface of every KV cache, and the entry of every operation.
 
-A slot is a row of the batch: room for one sequence. Position p of a sequence is its p-th token, from 0; a slot holds the
-positions below its `length`, a ring those from its `start` on, and nothing else says what is valid. Buffers are written by
-dropping scatters: nothing is ever clamped, shifted or written over another token, and what cannot be done is a value, per slot,
-in the `Change` that every operation returns. Everything here runs inside `jit` and outside.
+A slot is a row of the batch: room for one sequence. Position p of a sequence is its p-th token, from 0.
+A slot holds the positions below its `length`; a ring holds those from its `start` on. Nothing else says
+which rows are valid.
+
+Rows are written by scatters that drop what is out of range: no token is clamped, shifted or written over
+another one. What cannot be done is refused per slot, as a value in the `Change` that every operation
+returns. All of it runs inside `jit` and outside.
+
+A public method here checks its arguments and calls `operate` with the private method of the same name.
+Subclasses implement the private methods, which are traced.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-import enum
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
-from shardwright.caches.row_order import RowOrder
+from shardwright.caches import arguments
+from shardwright.caches.change import Change
+from shardwright.caches.operate import check_arrays, operate
+from shardwright.caches.sharding import Axes, CacheSharding, PlacedArrays, ambient_sharding
+from shardwright.caches.spec import CacheSpec
 from shardwright.errors import CacheError
+from shardwright.vocabulary.axes import BATCH
 
-C = TypeVar("C", bound="KVCache")
-
-
-class Refusal(enum.IntEnum):
-    """Why an operation left a slot as it was. An array of these is what a compiled program can return."""
-
-    NONE = 0
-    OVERFLOW = 1
-    SLOT_OUT_OF_RANGE = 2
-    SLOT_TWICE = 3
-    SLOT_IN_USE = 4
-    SLOT_EMPTY = 5
-    NO_FREE_PAGE = 6
-    LENGTH_OUT_OF_RANGE = 7
-    OVERWRITTEN = 8
-    POSITIONS_MISSING = 9
-
-    @property
-    def meaning(self) -> str:
-        """The reason in words."""
-        return _MEANINGS[self]
+C = TypeVar("C")
+STATIC: Mapping[str, Any] = {"static": True}
 
 
-_MEANINGS = {
-    Refusal.NONE: "done",
-    Refusal.OVERFLOW: "the tokens exceed the capacity of the slot",
-    Refusal.SLOT_OUT_OF_RANGE: "there is no such slot",
-    Refusal.SLOT_TWICE: "the slot is named twice",
-    Refusal.SLOT_IN_USE: "the slot holds a sequence: free it first",
-    Refusal.SLOT_EMPTY: "the slot holds nothing",
-    Refusal.NO_FREE_PAGE: "no page is free",
-    Refusal.LENGTH_OUT_OF_RANGE: "the length is negative, or more than the slot holds",
-    Refusal.OVERWRITTEN: "newer tokens took the rows of those that would be needed",
-    Refusal.POSITIONS_MISSING: "the source does not hold every position that this cache keeps",
-}
+def array(*axes: str) -> Mapping[str, Any]:
+    """Return the metadata of a field that holds an array, annotated with axes."""
+    return {"axes": axes}
 
 
-class Overflow(enum.StrEnum):
-    """What happens to tokens that exceed a slot's capacity.
-
-    REPORT: none of the call's tokens is written to that slot, and the change says so. RING: they take the rows of the
-    oldest. ERROR: like REPORT, and whatever an operation refuses raises: at once outside `jit`; inside it by
-    `jax.experimental.checkify`, which the caller then has to apply.
-    """
-
-    REPORT = "report"
-    RING = "ring"
-    ERROR = "error"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CacheSpec:
-    """The static part of a cache. Sizes are global.
-
-    Attributes:
-      batch: number of slots.
-      capacity: rows per slot; the tokens that a slot can hold, or, of a ring, the latest that it keeps.
-      kv_heads: heads of keys and values.
-      head_dim: size of a key.
-      v_dim: size of a value.
-      dtype: of keys and values as callers give and, but for a quantised cache, as they are stored.
-      overflow: what happens to tokens that do not fit.
-      order: which row of a slot holds which position.
-      window: positions that attention sees, the query's own included; None for all.
-      mode: runtime mode in whose layout the arrays lie under a manager; None: made without one, and left where they are.
-    """
-
-    batch: int
-    capacity: int
-    kv_heads: int
-    head_dim: int
-    v_dim: int
-    dtype: str
-    overflow: Overflow = Overflow.REPORT
-    order: RowOrder = dataclasses.field(default_factory=RowOrder)
-    window: int | None = None
-    mode: str | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Change(Generic[C]):
-    """A cache after an operation, and what of it was refused.
-
-    Attributes:
-      cache: after the operation; slots that were refused are as they were, in content and length.
-      refused: int8 codes of `Refusal`, 0 where done: by slot for `append`, `rewind` and `reorder`, by entry of the argument for
-        operations that name slots.
-      positions: `[batch, q_length]` int32 of an append's tokens, -1 for those that were refused or no tokens; else None.
-    """
-
-    cache: C
-    refused: jax.Array
-    positions: jax.Array | None = None
-
-    @property
-    def ok(self) -> jax.Array:
-        """Where the operation was done."""
-        return self.refused == Refusal.NONE
-
-    @property
-    def overflow(self) -> jax.Array:
-        """Which slots overflowed."""
-        return self.refused == Refusal.OVERFLOW
-
-    def reasons(self) -> dict[int, Refusal]:
-        """Return the refusals by entry, outside `jit`.
-
-        Raises:
-          CacheError: inside, where nobody knows them yet; or these are several changes, as `vmap` and `scan` stack them.
-        """
-        if isinstance(self.refused, jax.core.Tracer):
-            fix = "return the change, or `ok`, from the compiled function, and ask outside"
-            raise CacheError(
-                "what is refused is not known while a function is traced", path="refused", fix=fix
-            )
-        codes = np.asarray(self.refused)
-        if codes.ndim != 1:
-            fix = "look at one at a time: jax.tree.map(lambda x: x[0], change).reasons()"
-            raise CacheError(
-                f"refused has shape {codes.shape}: these are changes of several caches",
-                path="refused",
-                fix=fix,
-            )
-        return {int(at): Refusal(int(code)) for at, code in enumerate(codes) if code}
-
-    def check(self, *, fix: str) -> None:
-        """Raise CacheError if something was refused, outside `jit`."""
-        reasons = self.reasons()
-        if reasons:
-            at, first = next(iter(reasons.items()))
-            more = f"; {len(reasons) - 1} more were" if len(reasons) > 1 else ""
-            raise CacheError(f"entry {at} was refused: {first.meaning}{more}", fix=fix)
-
-    def require(self) -> C:
-        """Return the cache, outside `jit`.
-
-        Raises:
-          CacheError: something was refused.
-        """
-        self.check(fix="look at `reasons()` of the change")
-        return self.cache
+def buffer(*axes: str) -> Mapping[str, Any]:
+    """Return the metadata of a field that holds rows of keys or values, annotated with axes."""
+    return {"axes": axes, "buffer": True}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class View:
-    """What attention reads. Nothing is copied.
+    """What attention reads: the arrays of the cache, not copies.
 
     Attributes:
       k: `[batch, rows, kv_heads, head_dim]`; of a paged cache `[pages, page_size, kv_heads, head_dim]`.
-      v: likewise with v_dim.
-      positions: `[batch, rows]` int32, -1 for a row that holds nothing; `[1, rows]` where all slots have the same and lengths
-        alone say what is held; None for pages.
+      v: Likewise, with v_dim.
+      positions: `[batch, rows]` int32, -1 for an empty row. `[1, rows]` if all slots share the same
+        positions and only `lengths` says which rows are valid. None for a paged cache.
       lengths: `[batch]` int32, tokens of each slot.
-      k_scale: `[batch, rows, kv_heads]` float32, a key is `k * k_scale`; None but for a quantised cache.
-      v_scale: likewise.
-      tables: `[batch, pages_per_slot]` int32 page numbers; None but for a paged cache.
+      k_scale: `[batch, rows, kv_heads]` float32; a key is `k * k_scale`. None unless quantized.
+      v_scale: Likewise for values.
+      tables: `[batch, pages_per_slot]` int32 page numbers. None unless paged.
     """
 
     k: jax.Array
@@ -187,84 +68,174 @@ class View:
     v_scale: jax.Array | None = None
     tables: jax.Array | None = None
 
+    def dequantized(self, dtype: str) -> tuple[jax.Array, jax.Array]:
+        """Return keys and values as they were appended: in `dtype`, multiplied by their scales."""
+        return _dequantize(self.k, self.k_scale, dtype), _dequantize(self.v, self.v_scale, dtype)
 
+
+def _dequantize(x: jax.Array, scale: jax.Array | None, dtype: str) -> jax.Array:
+    return x if scale is None else (x.astype(jnp.float32) * scale[..., None]).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class KVCache(abc.ABC):
-    """A cache of keys and values: buffers, and numbers that say what of them is held. Subclasses are frozen, registered dataclasses.
+    """A cache of keys and values: arrays, and the length of each slot.
+
+    Subclasses are frozen, registered dataclasses. They declare every array with its axes, as
+    `dataclasses.field(metadata=buffer(...))`.
 
     Attributes:
-      spec: the static part.
-      length: `[batch]` int32, tokens that each slot has seen and not taken back; 0 for a free slot.
+      spec: The static part.
+      length: `[batch]` int32, tokens of each slot; 0 for a free slot.
     """
 
-    spec: CacheSpec
-    length: jax.Array
+    spec: CacheSpec = dataclasses.field(metadata=STATIC)
+    length: jax.Array = dataclasses.field(metadata=array(BATCH))
 
-    @abc.abstractmethod
+    @property
+    def batch(self) -> int:
+        """The number of slots."""
+        return self.spec.batch
+
+    @property
+    def array_axes(self) -> dict[str, Axes]:
+        """The annotation of every array, by field."""
+        return {
+            field.name: field.metadata["axes"]
+            for field in dataclasses.fields(self)
+            if "axes" in field.metadata and getattr(self, field.name) is not None
+        }
+
+    @property
+    def buffer_axes(self) -> dict[str, Axes]:
+        """The annotations of `buffers`, by field."""
+        return {
+            field.name: field.metadata["axes"]
+            for field in dataclasses.fields(self)
+            if "buffer" in field.metadata
+        }
+
+    @property
+    def buffers(self) -> dict[str, jax.Array]:
+        """The arrays that hold keys and values, by field."""
+        return {name: getattr(self, name) for name in self.buffer_axes}
+
+    @property
+    def _sharding(self) -> CacheSharding:
+        """How the arrays are sharded under the ambient manager."""
+        return ambient_sharding(self.spec.mode)
+
+    @property
+    def _placed_buffers(self) -> PlacedArrays:
+        """The buffers and their specs, for functions that run on shards."""
+        return self._sharding.placed(self.buffers, self.buffer_axes)
+
     def axes(self) -> Self:
-        """Return the annotation of every array, in a cache of the same structure; role activation."""
+        """Return a cache whose arrays are replaced by their annotations, for the role activation."""
+        annotations: dict[str, Any] = self.array_axes
+        return dataclasses.replace(self, **annotations)
 
-    @abc.abstractmethod
     def append(self, k: Any, v: Any, *, valid: Any = None) -> Change[Self]:
         """Write the next tokens of every slot.
 
         Args:
           k: `[batch, q_length, kv_heads, head_dim]`.
           v: `[batch, q_length, kv_heads, v_dim]`.
-          valid: `[batch, q_length]` bool, which of them are tokens; the others are skipped, wherever they stand. Absent: all.
+          valid: `[batch, q_length]` bool, which of them are tokens. The others are skipped, at any
+            place. Defaults to all.
 
         Returns:
           The change. A slot whose tokens do not all fit takes none of them.
 
         Raises:
-          CacheError: shapes or dtypes do not go with the cache.
+          CacheError: Shapes or dtypes do not fit the cache.
         """
+        arguments.check_append(self.spec, k, v, valid)
+        return self._operate(type(self)._append, k, v, valid)
 
-    @abc.abstractmethod
     def insert(self, source: KVCache, slots: Any) -> Change[Self]:
         """Copy sequences into free slots, several at once.
 
         Args:
-          source: a cache of n sequences, such as prefill fills; its lengths say how much of each.
-          slots: `[n]` int, where each goes; `batch` or more, or a negative number, is refused and not wrapped.
+          source: A cache of n sequences, for instance filled by prefill.
+          slots: `[n]` int, the destination of each. A number outside `[0, batch)` is refused; it
+            does not wrap around.
 
         Returns:
-          The change, by sequence of the source.
+          The change. Its refusals are by sequence of the source.
 
         Raises:
-          CacheError: the source's sizes or dtype do not go with this cache.
+          CacheError: The sizes or the dtype of the source differ from those of this cache.
         """
+        if not isinstance(source, KVCache):
+            raise CacheError(
+                f"source is {type(source).__name__}, not a cache",
+                path="source",
+                fix="prefill a cache of n slots and pass that",
+            )
+        arguments.check_source(self.spec, source.spec)
+        per = f"sequence of the source; {self.batch}, which is not a slot, skips a sequence"
+        destinations = arguments.integers("slots", slots, size=source.batch, per=per)
+        check_arrays("source", source)
+        return self._operate(type(self)._insert, source, destinations)
 
-    @abc.abstractmethod
     def free(self, slots: Any) -> Change[Self]:
-        """Empty slots. An empty slot, one that is named twice and one that does not exist are refused.
+        """Empty slots. A slot that is empty, is named twice or does not exist is refused.
 
         Args:
           slots: `[n]` int.
         """
+        return self._operate(type(self)._free, arguments.integers("slots", slots))
 
-    @abc.abstractmethod
     def rewind(self, lengths: Any) -> Change[Self]:
-        """Cut each slot to `lengths[b]` tokens, which the next append follows; two drafts back: `jnp.maximum(cache.length - 2, 0)`.
+        """Cut each slot to `lengths[b]` tokens. The next append continues there.
+
+        To take back two drafted tokens: `cache.rewind(jnp.maximum(cache.length - 2, 0))`.
 
         Args:
           lengths: `[batch]` int, each from 0 to the slot's length.
         """
+        lengths = arguments.integers("lengths", lengths, size=self.batch)
+        return self._operate(type(self)._rewind, lengths)
 
-    @abc.abstractmethod
     def reorder(self, parents: Any, *, group: int | None = None) -> Change[Self]:
-        """Let every slot continue what another holds: slot b what slot `parents[b]` does. For beams.
+        """Let slot b continue the sequence of slot `parents[b]`, as beam search needs it.
 
         Args:
           parents: `[batch]` int, slots.
-          group: size of the aligned groups of slots within which parents lie, such as the number of beams; sequences then stay on
-            their shard of the batch where groups do. A parent outside its group is refused. Absent: the whole batch.
+          group: Size of the aligned groups of slots that contain both a slot and its parent, such as
+            the number of beams. If a group is on one shard of the batch, nothing is sent. A parent
+            outside its group is refused. Defaults to the whole batch.
         """
+        group = arguments.read_group(self.spec, group)
+        parents = arguments.integers("parents", parents, size=self.batch)
+        return self._operate(type(self)._reorder, parents, group=group)
 
     @abc.abstractmethod
     def view(self) -> View:
         """Return what attention reads."""
 
-    @property
-    def batch(self) -> int:
-        """The number of slots."""
-        return self.spec.batch
+    @abc.abstractmethod
+    def row_view(self) -> View:
+        """Return a view with the rows of each sequence next to each other. Pages are copied."""
+
+    @abc.abstractmethod
+    def _append(self, k: jax.Array, v: jax.Array, valid: jax.Array | None) -> Change[Self]: ...
+
+    @abc.abstractmethod
+    def _insert(self, source: KVCache, slots: jax.Array) -> Change[Self]: ...
+
+    @abc.abstractmethod
+    def _free(self, slots: jax.Array) -> Change[Self]: ...
+
+    @abc.abstractmethod
+    def _rewind(self, lengths: jax.Array) -> Change[Self]: ...
+
+    @abc.abstractmethod
+    def _reorder(self, parents: jax.Array, *, group: int) -> Change[Self]: ...
+
+    def _operate(
+        self, operation: Callable[..., Change[C]], *arrays: Any, **static: Any
+    ) -> Change[C]:
+        check_arrays("cache", self)
+        return operate(operation, self, *arrays, overflow=self.spec.overflow, **static)

@@ -1,4 +1,4 @@
-"""Save a cache and restore it, on another mesh too: its arrays and its spec, by orbax."""
+"""Save a cache and restore it, possibly on another mesh: its arrays and its spec, with orbax."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 
 from shardwright import _jax
-from shardwright.caches.base import CacheSpec, KVCache, Overflow
-from shardwright.caches.dense import DenseCache
-from shardwright.caches.paged.cache import PagedCache
-from shardwright.caches.quantized import QuantizedCache
+from shardwright.caches.base import KVCache
+from shardwright.caches.kinds import KINDS
 from shardwright.caches.row_order import RowOrder
-from shardwright.caches.sharding import Shards
+from shardwright.caches.sharding import CacheSharding
+from shardwright.caches.spec import CacheSpec, Overflow
 from shardwright.errors import CacheError, Problem, raise_problems
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
@@ -28,25 +27,54 @@ from shardwright.vocabulary.modes import parse_mode
 
 _FORMAT = 1
 _BROKEN = (
-    "it was changed or damaged after it was saved: the error above says where; restore another one"
+    "it was changed or damaged after it was saved, as the error above shows; restore another one"
 )
 _CLASSES: Mapping[str, Any] = MappingProxyType(
-    {cls.__name__: cls for cls in (DenseCache, QuantizedCache, PagedCache)}
+    {kind.cache.__name__: kind.cache for kind in KINDS.values()}
 )
+# By field of the cache. `jax.Array`s, or `jax.ShapeDtypeStruct`s of arrays that orbax will read.
+Arrays = dict[str, Any]
 
 
 def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
-    """Write a cache to a directory that does not exist yet. It appears when all is written, or not at all.
+    """Write a cache to a new directory. The directory appears when it is complete, or not at all.
 
     Args:
-      cache: of any kind, outside of `jit`.
-      path: of the directory.
+      cache: Of any kind, outside of `jit`.
+      path: Of the directory, which must not exist.
 
     Raises:
-      CacheError: the path exists, something traces, the cache is of no kind that is known here, its arrays are gone, or orbax is not
-        installed.
+      CacheError: The path exists, the call is inside a trace, the class of the cache is unknown, its
+        arrays are deleted, or orbax is not installed.
     """
-    orbax, place = _orbax(), _path(path)
+    orbax, directory = _import_orbax(), _directory(path)
+    arrays = _check_saveable(cache)
+    if os.path.exists(directory):
+        raise CacheError(
+            f"{directory} exists",
+            path="path",
+            fix="save to a new path, for instance one per step, then delete the old one",
+        )
+    description = {
+        "format": _FORMAT,
+        "kind": type(cache).__name__,
+        "spec": dataclasses.asdict(cache.spec),
+        "arrays": {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()},
+    }
+    with (
+        _staged(directory) as staged,
+        orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer,
+    ):
+        checkpointer.save(
+            staged,
+            args=orbax.args.Composite(
+                cache=orbax.args.JsonSave(description), arrays=orbax.args.PyTreeSave(arrays)
+            ),
+        )
+
+
+def _check_saveable(cache: KVCache) -> Arrays:
+    """Return the arrays of a cache that can be saved."""
     if _jax.in_trace():
         raise CacheError(
             "a cache is saved outside of jit",
@@ -54,41 +82,20 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
             fix="return it from the compiled step, then save it",
         )
     if type(cache).__name__ not in _CLASSES:
-        fix = f"kinds are {', '.join(_CLASSES)}; save the arrays of another one yourself"
         raise CacheError(
-            f"{type(cache).__name__} is no kind of cache that can be restored",
+            f"{type(cache).__name__} is not a cache that can be restored",
             path="cache",
-            fix=fix,
-        )
-    if any(
-        not isinstance(array, jax.Array) or array.is_deleted() for array in _arrays(cache).values()
-    ):
-        fix = "save the cache that the last operation returned, not one that was donated, and not its shapes"
-        raise CacheError("it has arrays that hold nothing", path="cache", fix=fix)
-    if os.path.exists(place):
-        raise CacheError(
-            f"{place} exists",
-            path="path",
-            fix="save to a new path, for instance one per step, then delete the old one",
+            fix=f"classes are {', '.join(_CLASSES)}; save the arrays of another one yourself",
         )
     arrays = _arrays(cache)
-    about = {
-        "format": _FORMAT,
-        "kind": type(cache).__name__,
-        "spec": dataclasses.asdict(cache.spec),
-        "arrays": {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()},
-    }
-    with (
-        _beside(place) as staged,
-        orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer,
-    ):
-        # Into a directory beside it, which is then renamed.
-        checkpointer.save(
-            staged,
-            args=orbax.args.Composite(
-                cache=orbax.args.JsonSave(about), arrays=orbax.args.PyTreeSave(arrays)
-            ),
+    if any(not isinstance(array, jax.Array) or array.is_deleted() for array in arrays.values()):
+        raise CacheError(
+            "it has arrays without content",
+            path="cache",
+            fix="save the cache that the last operation returned, not one that was donated, and "
+            "not its shapes",
         )
+    return arrays
 
 
 def restore(
@@ -98,22 +105,24 @@ def restore(
     manager: PartitionManager | None = None,
     mode: str | None = None,
 ) -> Any:
-    """Return a saved cache, its arrays read into their shards.
+    """Return a saved cache. Every device reads its own shards.
 
     Args:
-      path: that it was saved to.
-      like: a cache of the same kind and sizes, of arrays or `jax.ShapeDtypeStruct`s, in whose place and mode it is restored.
-      manager: whose rules and mesh, in place of `like`; absent: the ambient one, and without one it is not sharded.
-      mode: runtime mode; absent: the manager's, else that in which the cache lay.
+      path: Where it was saved.
+      like: A cache of the same kind and sizes, of arrays or of `jax.ShapeDtypeStruct`s. Its
+        shardings and its mode are used.
+      manager: Gives the rules and the mesh, instead of `like`. Defaults to the ambient one; without
+        one the cache is not sharded.
+      mode: Runtime mode. Defaults to the manager's, then to that of the saved cache.
 
     Raises:
-      CacheError: no cache was saved there, one that cannot be read, or one of another kind, sizes or policy than `like`; something
-        traces; or orbax is not installed.
-      ShardingError: what the rules say does not fit the sizes.
+      CacheError: There is no cache at the path, or it cannot be read; it differs from `like` in kind,
+        sizes or policy; the call is inside a trace; or orbax is not installed.
+      ShardingError: The rules do not fit the sizes.
     """
     if like is not None and (manager is not None or mode is not None):
         raise CacheError(
-            "like says where the cache shall lie, and so do manager and mode",
+            "both like and manager or mode say how to shard the cache",
             path="like",
             fix="pass one or the other",
         )
@@ -123,62 +132,62 @@ def restore(
             path="path",
             fix="restore it, then pass it to the compiled step",
         )
-    orbax, place = _orbax(), _path(path)
+    orbax, directory = _import_orbax(), _directory(path)
     with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
-        about = _read_about(orbax, checkpointer, place)
-        kind, spec = _CLASSES[about["kind"]], _spec(about["spec"], place)
+        description = _read_description(orbax, checkpointer, directory)
+        cls, spec = _CLASSES[description["kind"]], _parse_spec(description["spec"], directory)
         shapes = {
             name: jax.ShapeDtypeStruct(shape, dtype)
-            for name, (shape, dtype) in about["arrays"].items()
+            for name, (shape, dtype) in description["arrays"].items()
         }
-        empty = {field.name: None for field in dataclasses.fields(kind)}
         if like is not None:
-            _check_like(like, kind, spec, shapes)
+            _check_like(like, cls, spec, shapes)
             spec = like.spec
-            wanted = {
-                name: _struct(shapes[name], getattr(x, "sharding", None))
-                for name, x in _arrays(like).items()
-            }
+            shardings = {name: getattr(x, "sharding", None) for name, x in _arrays(like).items()}
         else:
             manager = context.current() if manager is None else manager
-            spec = dataclasses.replace(spec, mode=_mode(spec, manager, mode))
-            axes = kind(**{**empty, "spec": spec, **shapes}).axes()
-            with (
-                contextlib.nullcontext() if manager is None else manager
-            ):  # which need not be the ambient one
-                wanted = {
-                    name: _struct(
-                        x, _sharding(manager, spec.mode, getattr(axes, name), x, spec.order)
-                    )
-                    for name, x in shapes.items()
-                }
-        how = orbax.checkpoint_utils.construct_restore_args(wanted)
-        try:
-            read = checkpointer.restore(
-                place,
-                args=orbax.args.Composite(
-                    arrays=orbax.args.PyTreeRestore(item=wanted, restore_args=how)
-                ),
-            )
-        except (KeyError, ValueError, OSError) as err:
-            raise CacheError(
-                f"the arrays saved at {place} cannot be read", path="path", fix=_BROKEN
-            ) from err
-    return kind(**{**empty, "spec": spec, **read["arrays"]})
+            spec = dataclasses.replace(spec, mode=_restored_mode(spec, manager, mode))
+            shardings = _shardings(_assemble(cls, spec, shapes), manager)
+        targets = {name: _with_sharding(shapes[name], shardings[name]) for name in shardings}
+        return _assemble(cls, spec, _read_arrays(orbax, checkpointer, directory, targets))
 
 
-def _orbax() -> Any:
+def _assemble(cls: Any, spec: CacheSpec, arrays: Mapping[str, Any]) -> Any:
+    absent = {field.name: None for field in dataclasses.fields(cls)}
+    return cls(**{**absent, "spec": spec, **arrays})
+
+
+def _read_arrays(orbax: Any, checkpointer: Any, directory: str, targets: Arrays) -> Arrays:
+    try:
+        arrays: Arrays = checkpointer.restore(
+            directory,
+            args=orbax.args.Composite(
+                arrays=orbax.args.PyTreeRestore(
+                    item=targets,
+                    restore_args=orbax.checkpoint_utils.construct_restore_args(targets),
+                )
+            ),
+        )["arrays"]
+    except (KeyError, ValueError, OSError) as err:
+        raise CacheError(
+            f"the arrays saved at {directory} cannot be read", path="path", fix=_BROKEN
+        ) from err
+    return arrays
+
+
+def _import_orbax() -> Any:
     try:
         import orbax.checkpoint as orbax
     except ImportError as err:
-        fix = 'pip install orbax-checkpoint, or python -m pip install -e ".[checkpoint]" in a clone of shardwright'
         raise CacheError(
-            "caches are saved and restored with orbax, which is not installed", fix=fix
+            "saving and restoring caches needs orbax, which is not installed",
+            fix='pip install orbax-checkpoint, or python -m pip install -e ".[checkpoint]" in a '
+            "clone of shardwright",
         ) from err
     return orbax
 
 
-def _path(path: str | os.PathLike[str]) -> str:
+def _directory(path: str | os.PathLike[str]) -> str:
     if not isinstance(path, (str, os.PathLike)):
         raise CacheError(
             f"path is {type(path).__name__}", path="path", fix="pass the path of a directory"
@@ -188,102 +197,90 @@ def _path(path: str | os.PathLike[str]) -> str:
 
 
 @contextlib.contextmanager
-def _beside(place: str) -> Iterator[str]:
-    """Give a path that no earlier save knows: what is left of one that failed may still be writing. Rename it at the end.
+def _staged(directory: str) -> Iterator[str]:
+    """Give a new path beside a directory, and rename it to the directory at the end.
 
-    Several processes have to write to one path, and a bucket has no renaming: there it is orbax that writes beside it and moves.
+    The path is new each time, because an earlier save that failed may still be writing to its own. Several
+    processes have to write to one path, and buckets cannot rename: then orbax itself stages the files.
     """
-    if "://" in place or jax.process_count() > 1:
-        yield place
+    if "://" in directory or jax.process_count() > 1:
+        yield directory
         return
-    os.makedirs(os.path.dirname(place), exist_ok=True)
-    folder = tempfile.mkdtemp(
-        prefix=f"{os.path.basename(place)}.saving-", dir=os.path.dirname(place)
-    )
+    parent, name = os.path.split(directory)
+    os.makedirs(parent, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix=f"{name}.saving-", dir=parent)
     try:
         yield os.path.join(folder, "cache")
-        os.rename(os.path.join(folder, "cache"), place)
+        os.rename(os.path.join(folder, "cache"), directory)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _arrays(cache: Any) -> dict[str, Any]:
-    fields = (field for field in dataclasses.fields(cache) if not field.metadata.get("static"))
-    return {
-        field.name: value for field in fields if (value := getattr(cache, field.name)) is not None
-    }
+def _arrays(cache: KVCache) -> Arrays:
+    return {name: getattr(cache, name) for name in cache.array_axes}
 
 
-def _read_about(orbax: Any, checkpointer: Any, place: str) -> dict[str, Any]:
+def _read_description(orbax: Any, checkpointer: Any, directory: str) -> dict[str, Any]:
     try:
-        about = checkpointer.restore(
-            place, args=orbax.args.Composite(cache=orbax.args.JsonRestore())
+        description = checkpointer.restore(
+            directory, args=orbax.args.Composite(cache=orbax.args.JsonRestore())
         )["cache"]
     except (FileNotFoundError, ValueError, KeyError) as err:
-        fix = "pass the path that caches.save wrote; what was not written to its end is not there"
-        raise CacheError(f"no cache is saved at {place}", path="path", fix=fix) from err
-    if (
-        not isinstance(about, dict)
-        or about.get("format") != _FORMAT
-        or about.get("kind") not in _CLASSES
-    ):
-        found = (
-            f"format {about.get('format')}, kind {about.get('kind')}"
-            if isinstance(about, dict)
-            else "something else"
-        )
-        what = f"{place} holds {found}, and this version reads format {_FORMAT} of {', '.join(_CLASSES)}"
-        raise CacheError(what, path="path", fix="restore it with the version that wrote it")
-    return about
+        raise CacheError(
+            f"there is no saved cache at {directory}",
+            path="path",
+            fix="pass the path given to caches.save; a save that did not complete leaves nothing",
+        ) from err
+    given = "something else"
+    if isinstance(description, dict):
+        number, kind = description.get("format"), description.get("kind")
+        if number == _FORMAT and kind in _CLASSES:
+            return description
+        given = f"format {number}, kind {kind}"
+    raise CacheError(
+        f"{directory} holds {given}, and this version reads format {_FORMAT} of "
+        f"{', '.join(_CLASSES)}",
+        path="path",
+        fix="restore it with the version that wrote it",
+    )
 
 
-def _spec(saved: Mapping[str, Any], place: str) -> CacheSpec:
+def _parse_spec(saved: Mapping[str, Any], directory: str) -> CacheSpec:
     try:
-        return CacheSpec(
-            **{
-                **saved,
-                "overflow": Overflow(saved["overflow"]),
-                "order": RowOrder(**saved["order"]),
-            }
-        )
+        overflow, order = Overflow(saved["overflow"]), RowOrder(**saved["order"])
+        return CacheSpec(**{**saved, "overflow": overflow, "order": order})
     except (KeyError, TypeError, ValueError) as err:
         raise CacheError(
-            f"what {place} says of its cache cannot be read", path="path", fix=_BROKEN
+            f"the spec of the cache saved at {directory} cannot be read", path="path", fix=_BROKEN
         ) from err
 
 
 def _check_like(
-    like: KVCache, kind: type, spec: CacheSpec, shapes: Mapping[str, jax.ShapeDtypeStruct]
+    like: KVCache, cls: type, spec: CacheSpec, shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> None:
-    if type(like) is not kind:
-        what = f"a {kind.__name__} was saved, and like is a {type(like).__name__}"
+    if type(like) is not cls:
         raise CacheError(
-            what,
+            f"a {cls.__name__} was saved, and like is a {type(like).__name__}",
             path="like",
-            fix="make like with the kind that was saved; then insert it into one of another kind",
+            fix="create like with the kind that was saved, then insert it into one of another kind",
         )
     problems = []
     for field in dataclasses.fields(CacheSpec):
         saved, given = getattr(spec, field.name), getattr(like.spec, field.name)
         if saved != given and field.name != "mode":
-            what, fix = (
-                f"{field.name} was saved as {_text(saved)}, and like has {_text(given)}",
-                f"make like with {field.name}={_text(saved)}",
-            )
+            what = f"{field.name} was saved as {_text(saved)}, and like has {_text(given)}"
+            fix = f"create like with {field.name}={_text(saved)}"
             problems.append(Problem(error=CacheError, what=what, path="like", fix=fix))
     raise_problems(problems)
     for name, x in _arrays(like).items():
         saved = shapes[name]
         if (tuple(x.shape), str(x.dtype)) != (saved.shape, str(saved.dtype)):
-            what = f"{name} was saved as {saved.dtype}{list(saved.shape)}, and like has {x.dtype}{list(x.shape)}"
-            problems.append(
-                Problem(
-                    error=CacheError,
-                    what=what,
-                    path="like",
-                    fix="make like with the same options of the kind",
-                )
+            what = (
+                f"{name} was saved as {saved.dtype}{list(saved.shape)}, and like has "
+                f"{x.dtype}{list(x.shape)}"
             )
+            fix = "create like with the same options of the kind"
+            problems.append(Problem(error=CacheError, what=what, path="like", fix=fix))
     raise_problems(problems)
 
 
@@ -291,36 +288,41 @@ def _text(value: Any) -> str:
     return repr(str(value)) if isinstance(value, str) else repr(value)
 
 
-def _mode(spec: CacheSpec, manager: PartitionManager | None, mode: str | None) -> str | None:
+def _restored_mode(
+    spec: CacheSpec, manager: PartitionManager | None, mode: str | None
+) -> str | None:
     if manager is None:
         if mode is not None:
-            parse_mode(mode)
+            parse_mode(mode)  # a misspelled mode is an error here too
         return None
-    said = mode or manager.mode or spec.mode
-    if said is None:
-        what = (
-            "a cache lies as a mode says, and neither the call, the manager nor the cache names one"
+    mode = mode or manager.mode or spec.mode
+    if mode is None:
+        raise CacheError(
+            "a cache is sharded by mode, and neither the call, the manager nor the saved cache "
+            "names one",
+            path="mode",
+            fix='pass mode="decode"',
         )
-        raise CacheError(what, path="mode", fix='pass mode="decode"')
-    return parse_mode(said)
+    return parse_mode(mode)
 
 
-def _sharding(
-    manager: PartitionManager | None,
-    mode: str | None,
-    axes: Any,
-    x: jax.ShapeDtypeStruct,
-    order: RowOrder,
-) -> Any:
+def _shardings(cache: KVCache, manager: PartitionManager | None) -> dict[str, Any]:
+    """Return how the arrays of a cache, which are shapes here, are sharded under a manager."""
     if manager is None:
-        return None
+        return dict.fromkeys(cache.array_axes)
     if isinstance(manager.mesh, AbstractMesh):
         raise constraint.no_devices()
-    shards = Shards(manager=manager, mode=mode)
-    shards.check_order(order, axes, x.shape)
-    return NamedSharding(manager.mesh, shards.spec(axes, x.shape))
+    sharding = CacheSharding(manager=manager, mode=cache.spec.mode)
+    shardings = {}
+    with manager:  # it need not be the ambient one
+        for name, axes in cache.array_axes.items():
+            shape = getattr(cache, name).shape
+            sharding.check_order(cache.spec.order, axes, shape)
+            shardings[name] = NamedSharding(manager.mesh, sharding.spec(axes, shape))
+    return shardings
 
 
-def _struct(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
-    where = SingleDeviceSharding(jax.devices()[0]) if sharding is None else sharding
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+def _with_sharding(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    if sharding is None:
+        sharding = SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -1,7 +1,7 @@
-"""Keys and values in 8 bits, with a float32 scale for every token and head: half the bytes of bfloat16.
+"""Keys and values in 8 bits, with a float32 scale per token and head: half the bytes of bfloat16.
 
-Rows are quantised once, when they are written, and never again: what a row holds does not change with the tokens that follow.
-Attention reads them as they are, with the scales folded into its logits and weights (`k_scale`, `v_scale`).
+A row is quantized once, when it is written: later tokens do not change it. Attention reads the rows as they
+are and multiplies its logits and weights by the scales (`k_scale`, `v_scale`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from shardwright.caches import dense
-from shardwright.caches.base import CacheSpec
-from shardwright.caches.rows import RowCache
+from shardwright.caches.base import buffer
+from shardwright.caches.rows import ROW_AXES, RowCache, counters, with_window
 from shardwright.caches.scatter import Buffers
-from shardwright.caches.sharding import Axes
+from shardwright.caches.spec import CacheSpec
 from shardwright.errors import CacheError, did_you_mean
 from shardwright.vocabulary.axes import BATCH, KV_HEAD, KV_LENGTH
 
@@ -27,7 +26,7 @@ STORED = ("int8", "float8_e4m3fn", "float8_e5m2")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Quantized:
-    """Rows of 8 bits, and what each is multiplied by.
+    """Rows in 8 bits and their scales. A row is `values * scale[..., None]`.
 
     Attributes:
       values: `[..., dim]`, int8 or float8.
@@ -39,67 +38,50 @@ class Quantized:
 
 
 def quantize(x: jax.Array, dtype: Any = "int8") -> Quantized:
-    """Round rows `[..., dim]` to 8 bits, each by its own scale: its largest magnitude over the largest that the dtype holds.
+    """Round rows to 8 bits. The scale of a row is its largest magnitude divided by the dtype's largest.
 
-    An element is off by at most half a scale in int8 (1/254 of the row's largest), by 1/16 of itself in float8_e4m3fn and 1/8 in
-    float8_e5m2, where it is not smaller than their least normal numbers. A row of zeros has scale 1, and so has one that float32
-    cannot scale, below 2e-36: it becomes zeros.
+    In int8 the error of an element is at most half a scale (1/254 of the row's largest element). In
+    float8_e4m3fn it is at most 1/16 of the element, in float8_e5m2 1/8, unless the quotient is
+    below the smallest normal number of that dtype. A row of zeros has scale 1. So has a row whose
+    scale float32 cannot represent (all magnitudes below 2e-36): it becomes zeros.
 
     Args:
-      x: floating point.
-      dtype: of the values: int8, float8_e4m3fn or float8_e5m2.
+      x: `[..., dim]` floating point.
+      dtype: Of the values: int8, float8_e4m3fn or float8_e5m2.
 
     Raises:
-      CacheError: another dtype.
+      CacheError: Another dtype.
     """
-    stored = _stored(dtype)
-    whole = jnp.issubdtype(stored, jnp.integer)
-    most = float(jnp.iinfo(stored).max if whole else jnp.finfo(stored).max)
+    stored = _stored_dtype(dtype)
+    is_integer = jnp.issubdtype(stored, jnp.integer)
+    largest = float(jnp.iinfo(stored).max if is_integer else jnp.finfo(stored).max)
     x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1) / most
+    scale = jnp.max(jnp.abs(x), axis=-1) / largest
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
     ratio = x / scale[..., None]
-    return Quantized(values=(jnp.round(ratio) if whole else ratio).astype(stored), scale=scale)
+    return Quantized(values=(jnp.round(ratio) if is_integer else ratio).astype(stored), scale=scale)
 
 
 @final
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedCache(RowCache):
-    """Keys and values in 8 bits, otherwise a `DenseCache`: all positions up to the capacity, or a ring of the latest.
+    """A `DenseCache` that stores keys and values in 8 bits.
 
     Attributes:
-      spec: the static part; its dtype is that of the keys and values that are appended.
+      spec: The static part. Its dtype is that of the keys and values that are appended.
       length: `[batch]` int32.
-      start: see `RowCache`.
+      start: See `RowCache`.
       k: `[batch, capacity, kv_heads, head_dim]`, int8 or float8.
       v: `[batch, capacity, kv_heads, v_dim]`, likewise.
       k_scale: `[batch, capacity, kv_heads]` float32; a key is `k * k_scale`.
-      v_scale: likewise.
+      v_scale: Likewise for values.
     """
 
-    spec: CacheSpec = dataclasses.field(metadata={"static": True})
-    length: jax.Array
-    start: jax.Array | None
-    k: jax.Array
-    v: jax.Array
-    k_scale: jax.Array
-    v_scale: jax.Array
-
-    @property
-    def buffers(self) -> Buffers:
-        """Keys, values and their scales."""
-        return {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
-
-    @property
-    def buffer_axes(self) -> dict[str, Axes]:
-        """Their annotations."""
-        return {
-            "k": dense.ROW_AXES,
-            "v": dense.ROW_AXES,
-            "k_scale": SCALE_AXES,
-            "v_scale": SCALE_AXES,
-        }
+    k: jax.Array = dataclasses.field(metadata=buffer(*ROW_AXES))
+    v: jax.Array = dataclasses.field(metadata=buffer(*ROW_AXES))
+    k_scale: jax.Array = dataclasses.field(metadata=buffer(*SCALE_AXES))
+    v_scale: jax.Array = dataclasses.field(metadata=buffer(*SCALE_AXES))
 
     def encode(self, k: jax.Array, v: jax.Array) -> Buffers:
         """Return keys and values in 8 bits, and their scales."""
@@ -116,35 +98,25 @@ def make(spec: CacheSpec, *, stored: Any = "int8") -> QuantizedCache:
     """Return an empty cache.
 
     Args:
-      spec: the static part.
+      spec: The static part.
       stored: dtype of the rows: int8, float8_e4m3fn or float8_e5m2.
 
     Raises:
-      CacheError: another dtype.
+      CacheError: Another dtype.
     """
-    dtype = _stored(stored)
-    empty = dense.make(
-        spec
-    )  # for its shapes: where a program makes it, its own rows are never made
-    k, v = (jnp.zeros(x.shape, dtype) for x in (empty.k, empty.v))
-    scale = jnp.ones(k.shape[:3], jnp.float32)
-    return QuantizedCache(
-        spec=empty.spec,
-        length=empty.length,
-        start=empty.start,
-        k=k,
-        v=v,
-        k_scale=scale,
-        v_scale=jnp.ones_like(scale),
-    )
+    spec = with_window(spec)
+    rows, dtype = (spec.batch, spec.capacity, spec.kv_heads), _stored_dtype(stored)
+    k, v = (jnp.zeros((*rows, dim), dtype) for dim in (spec.head_dim, spec.v_dim))
+    k_scale, v_scale = (jnp.ones(rows, jnp.float32) for _ in range(2))
+    return QuantizedCache(spec=spec, **counters(spec), k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
 
-def _stored(dtype: Any) -> Any:
+def _stored_dtype(dtype: Any) -> Any:
     try:
         name = str(jnp.dtype(dtype))
     except TypeError:
         name = str(dtype)
     if name not in STORED:
-        fix = did_you_mean(name, STORED) or f"say one of {', '.join(STORED)}"
-        raise CacheError(f"{name!r} is no dtype of quantized rows", path="stored", fix=fix)
+        fix = did_you_mean(name, STORED) or f"pass one of {', '.join(STORED)}"
+        raise CacheError(f"{name!r} is not a dtype of quantized rows", path="stored", fix=fix)
     return jnp.dtype(name)

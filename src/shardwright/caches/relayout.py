@@ -1,10 +1,10 @@
-"""Move a cache to where another mode wants it, such as from prefill to decode, by the collectives that send least."""
+"""Reshard a cache for another mode, such as from prefill to decode, with the collectives that send least."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -12,12 +12,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax
 from shardwright.caches.base import KVCache
-from shardwright.caches.sharding import Shards, entries
+from shardwright.caches.sharding import Axes, CacheSharding, axes_by_dim
 from shardwright.errors import CacheError
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.shards import call_on_shards
-from shardwright.reshard.plan import Move, MoveKind, find_moves, run_moves
+from shardwright.reshard.plan import Move, MoveKind, plan_moves
+from shardwright.reshard.run import run_moves
 from shardwright.resolution.partition_specs import entry_names, spec_of, spec_text
 from shardwright.vocabulary.modes import mode_name, parse_mode
 
@@ -26,13 +27,13 @@ C = TypeVar("C", bound=KVCache)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayMoves:
-    """How one array of a cache moves.
+    """How one array of a cache is resharded.
 
     Attributes:
-      name: of the array.
-      source: where it lies.
-      target: where it will; on the same mesh.
-      moves: the steps; none where it stays.
+      name: Of the array.
+      source: Its spec before.
+      target: Its spec after, on the same mesh.
+      moves: The steps; empty if it stays.
     """
 
     name: str
@@ -43,11 +44,11 @@ class ArrayMoves:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Relayout:
-    """How a cache moves on its mesh. Print it.
+    """How a cache is resharded on its mesh. Print it.
 
     Attributes:
-      mode: runtime mode in whose layout it will lie.
-      arrays: every array's steps.
+      mode: Runtime mode whose sharding it gets.
+      arrays: The steps of every array.
     """
 
     mode: str
@@ -55,7 +56,7 @@ class Relayout:
 
     @property
     def bytes(self) -> int:
-        """Bytes that a device sends."""
+        """Bytes that each device sends."""
         return sum(move.bytes for array in self.arrays for move in array.moves)
 
     @property
@@ -67,8 +68,9 @@ class Relayout:
         count = f"{self.collectives} collective{'' if self.collectives == 1 else 's'}"
         lines = [f"to {mode_name(self.mode)}: {count}, {self.bytes:,} B sent by each device"]
         for array in self.arrays:
+            stays = "" if array.moves else "  stays"
             lines.append(
-                f"  {array.name}  {spec_text(array.source)} -> {spec_text(array.target)}{'' if array.moves else '  stays'}"
+                f"  {array.name}  {spec_text(array.source)} -> {spec_text(array.target)}{stays}"
             )
             lines += [f"    {move}" for move in array.moves]
         return "\n".join(lines)
@@ -77,31 +79,43 @@ class Relayout:
 def plan_reshard(
     cache: KVCache, mode: str | None = None, *, manager: PartitionManager | None = None
 ) -> Relayout:
-    """Return how `reshard` would move a cache. The cache may be of `jax.ShapeDtypeStruct`s, and the mesh abstract.
+    """Return how `reshard` would move a cache, without moving it.
 
-    The arguments are those of `reshard`.
+    The arrays of the cache may be `jax.ShapeDtypeStruct`s, and the mesh may be abstract.
+
+    Args:
+      cache: As for `reshard`.
+      mode: As for `reshard`.
+      manager: As for `reshard`.
 
     Raises:
-      CacheError: as there; or the cache lies on another mesh, between which JAX copies.
-      ShardingError: as there.
+      CacheError: As `reshard`; or the cache is on another mesh, between which JAX copies.
+      ShardingError: As `reshard`.
     """
-    manager, mode = _wanted(cache, mode, manager)
-    found = []
-    for name, axes, array in _arrays(cache):
-        source = _source(array, axes, cache.spec.mode, manager)
+    manager, mode = _target(cache, mode, manager)
+    sources = _sources(cache, manager)
+    for name, source in sources.items():
         if source is None:
-            what = "it lies on another mesh, or on none: it is copied to where it shall lie, and no collective is planned"
             raise CacheError(
-                what, path=name, fix="call reshard; or make the cache under this manager"
+                "it is on another mesh, or not sharded: reshard copies it, and there are no "
+                "collectives to plan",
+                path=name,
+                fix="call reshard, or create the cache under this manager",
             )
-        shards = Shards(manager=manager, mode=mode)
-        shards.check_order(cache.spec.order, axes, array.shape)
-        target = shards.spec(axes, array.shape)
-        sizes: Mapping[str, int] = dict(manager.mesh.shape)
-        dims = [entries(_without_ones(spec, sizes), len(array.shape)) for spec in (source, target)]
-        moves = find_moves(*dims, shape=array.shape, itemsize=array.dtype.itemsize, mesh=sizes)
-        found.append(ArrayMoves(name=name, source=source, target=target, moves=moves))
-    return Relayout(mode=mode, arrays=tuple(found))
+    specs = _target_specs(cache, manager, mode)
+    sizes: Mapping[str, int] = dict(manager.mesh.shape)
+    plans = []
+    for name, target in specs.items():
+        array, source = getattr(cache, name), sources[name]
+        assert source is not None
+        before, after = (
+            axes_by_dim(_without_ones(spec, sizes), len(array.shape)) for spec in (source, target)
+        )
+        moves = plan_moves(
+            before, after, shape=array.shape, itemsize=array.dtype.itemsize, mesh=sizes
+        )
+        plans.append(ArrayMoves(name=name, source=source, target=target, moves=moves))
+    return Relayout(mode=mode, arrays=tuple(plans))
 
 
 def reshard(
@@ -111,52 +125,47 @@ def reshard(
     manager: PartitionManager | None = None,
     donate: bool = False,
 ) -> C:
-    """Return a cache with the same content, laid as another mode says; every operation then leaves it there.
+    """Return a cache with the same content and the sharding of another mode, which operations then keep.
 
-    On the mesh where it lies that takes the collectives that send least, which `plan_reshard` shows; to another mesh, and from
-    arrays that lie on no mesh, JAX copies. Once between prefill and decode, never inside a layer.
+    On the same mesh this takes the collectives that send least; `plan_reshard` shows them. To another mesh,
+    and from arrays that are not sharded, JAX copies. Call it once between prefill and decode, never inside
+    a layer.
 
     Args:
-      cache: of any kind.
-      mode: runtime mode; absent: the manager's.
-      manager: whose rules and mesh; absent: the ambient one. Under the other operations it must be the ambient one.
-      donate: whether the old cache may be given up, which then holds no memory; where meshes have devices in common, JAX may share what
-        stays on them, and the old arrays go when nothing refers to them. Inside `jit`, donate it there.
+      cache: Of any kind.
+      mode: Runtime mode. Defaults to the manager's.
+      manager: Gives the rules and the mesh. Defaults to the ambient one, which the operations on the
+        new cache need.
+      donate: Free the memory of the old cache. If the meshes have devices in common, JAX may share
+        arrays that stay; these are freed with their last reference. Inside `jit`, donate the
+        cache there instead.
 
     Raises:
-      CacheError: no mode, no manager, an abstract mesh, another mesh inside a trace, or an order of rows for other shards.
-      ShardingError: what the rules say does not fit the sizes.
+      CacheError: No mode, no manager, an abstract mesh, another mesh inside a trace, or an order of rows
+        for another number of shards.
+      ShardingError: The rules do not fit the sizes.
     """
-    manager, mode = _wanted(cache, mode, manager)
-    sources = [_source(array, axes, cache.spec.mode, manager) for _, axes, array in _arrays(cache)]
-    spec = dataclasses.replace(cache.spec, mode=mode)
-    if None in sources:
-        moved = _copied(cache, manager, mode, donate=donate)
+    manager, mode = _target(cache, mode, manager)
+    if None in _sources(cache, manager).values():
+        arrays = _copy(cache, manager, mode, donate=donate)
     else:
         plan = plan_reshard(cache, mode, manager=manager)
-        arrays = {name: array for name, _, array in _arrays(cache)}
         if isinstance(manager.mesh, AbstractMesh) and not _jax.in_trace():
             raise constraint.no_devices()
-        run = _run if _jax.in_trace() else _donating if donate else _jitted
-        moved = run(plan, manager.mesh, arrays)
-        if run is _donating:
-            # What XLA could not write into, as shards of other sizes, it left alone.
-            for name, array in arrays.items():
-                if array is not moved[name] and not array.is_deleted():
-                    array.delete()
-    anything: Any = cache
-    laid: C = dataclasses.replace(anything, spec=spec, **moved)
-    return laid
+        arrays = _move(plan, manager.mesh, _arrays(cache), donate=donate)
+    fields: dict[str, Any] = {"spec": dataclasses.replace(cache.spec, mode=mode), **arrays}
+    return dataclasses.replace(cache, **fields)
 
 
-def _wanted(
+def _target(
     cache: Any, mode: str | None, manager: PartitionManager | None
 ) -> tuple[PartitionManager, str]:
+    """Return the manager and the mode that decide on the new sharding."""
     if not isinstance(cache, KVCache):
         raise CacheError(
             f"cache is {type(cache).__name__}, not a cache",
             path="cache",
-            fix="make one with caches.init",
+            fix="create one with caches.init",
         )
     if manager is not None and not isinstance(manager, PartitionManager):
         raise CacheError(
@@ -165,41 +174,55 @@ def _wanted(
     manager = context.current() if manager is None else manager
     if manager is None:
         raise CacheError(
-            "no manager says where a cache lies",
+            "there is no manager to shard the cache",
             path="manager",
             fix="pass manager=, or call it within `with manager:`",
         )
-    said = mode if mode is not None else manager.mode
-    if said is None:
+    mode = manager.mode if mode is None else mode
+    if mode is None:
         raise CacheError(
             "neither the call nor the manager names a mode",
             path="mode",
-            fix='say one, such as "decode"',
+            fix='pass one, such as "decode"',
         )
-    return manager, parse_mode(said)
+    return manager, parse_mode(mode)
 
 
-def _arrays(cache: Any) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    """Yield the name, the annotation and the value of every array."""
-    axes = cache.axes()
-    for field in dataclasses.fields(cache):
-        value = getattr(cache, field.name)
-        if not field.metadata.get("static") and value is not None:
-            yield field.name, getattr(axes, field.name), value
+def _arrays(cache: KVCache) -> dict[str, Any]:
+    return {name: getattr(cache, name) for name in cache.array_axes}
+
+
+def _sources(cache: KVCache, manager: PartitionManager) -> dict[str, PartitionSpec | None]:
+    """Return the spec of every array on the manager's mesh; None if it is not on that mesh."""
+    return {
+        name: _source(getattr(cache, name), axes, cache.spec.mode, manager)
+        for name, axes in cache.array_axes.items()
+    }
 
 
 def _source(
-    array: Any, axes: tuple[str, ...], mode: str | None, manager: PartitionManager
+    array: Any, axes: Axes, mode: str | None, manager: PartitionManager
 ) -> PartitionSpec | None:
-    """Return where an array lies on the manager's mesh; None where it lies elsewhere."""
     sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
     if sharding is not None:
-        same = isinstance(sharding, NamedSharding) and _same_mesh(sharding.mesh, manager.mesh)
-        return sharding.spec if same and isinstance(sharding, NamedSharding) else None
+        if isinstance(sharding, NamedSharding) and _same_mesh(sharding.mesh, manager.mesh):
+            return sharding.spec
+        return None
+    # A traced or abstract array has the sharding of its mode under the ambient manager.
     ambient = context.current()
     if mode is None or (ambient is not None and not _same_mesh(ambient.mesh, manager.mesh)):
         return None
-    return Shards(manager=ambient or manager, mode=mode).spec(axes, array.shape)
+    return CacheSharding(manager=ambient or manager, mode=mode).spec(axes, array.shape)
+
+
+def _target_specs(cache: KVCache, manager: PartitionManager, mode: str) -> dict[str, PartitionSpec]:
+    sharding = CacheSharding(manager=manager, mode=mode)
+    specs = {}
+    for name, axes in cache.array_axes.items():
+        shape = getattr(cache, name).shape
+        sharding.check_order(cache.spec.order, axes, shape)
+        specs[name] = sharding.spec(axes, shape)
+    return specs
 
 
 def _same_mesh(a: Mesh | AbstractMesh, b: Mesh | AbstractMesh) -> bool:
@@ -209,6 +232,7 @@ def _same_mesh(a: Mesh | AbstractMesh, b: Mesh | AbstractMesh) -> bool:
 
 
 def _without_ones(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
+    """Return a spec without mesh axes of size 1."""
     return spec_of(
         *(
             tuple(name for name in entry_names(entry) if sizes[name] > 1)
@@ -217,44 +241,60 @@ def _without_ones(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpe
     )
 
 
-def _copied(
+def _copy(
     cache: KVCache, manager: PartitionManager, mode: str, *, donate: bool
 ) -> dict[str, jax.Array]:
+    """Return the arrays, copied to the manager's mesh."""
     if _jax.in_trace():
-        what = "a cache moves to another mesh, or from none, only outside of jit"
-        raise CacheError(what, path="manager", fix="call reshard between the compiled steps")
+        raise CacheError(
+            "a cache is moved to another mesh, or sharded for the first time, only outside of jit",
+            path="manager",
+            fix="call reshard between the compiled steps",
+        )
     if isinstance(manager.mesh, AbstractMesh):
         raise constraint.no_devices()
-    shards = Shards(manager=manager, mode=mode)
-    with manager:  # the cache comes from under another one, which may be the ambient one
-        specs = {}
-        for name, axes, array in _arrays(cache):
-            shards.check_order(cache.spec.order, axes, array.shape)
-            specs[name] = shards.spec(axes, array.shape)
-    copied = {}
-    for name, _, array in _arrays(cache):
-        copied[name] = jax.device_put(array, NamedSharding(manager.mesh, specs[name]))
-        # On a device that both have, the copy may be the array itself.
-        if (
-            donate
-            and isinstance(array, jax.Array)
-            and array.sharding.device_set.isdisjoint(copied[name].sharding.device_set)
-        ):
+    with manager:  # the ambient manager may be the one that the cache leaves
+        specs = _target_specs(cache, manager, mode)
+    copies = {}
+    for name, array in _arrays(cache).items():
+        copies[name] = jax.device_put(array, NamedSharding(manager.mesh, specs[name]))
+        # On a device that both meshes have, the copy may share the memory of the array.
+        shares = not isinstance(array, jax.Array) or not array.sharding.device_set.isdisjoint(
+            copies[name].sharding.device_set
+        )
+        if donate and not shares:
             array.delete()
-    return copied
+    return copies
+
+
+def _move(
+    plan: Relayout, mesh: Mesh | AbstractMesh, arrays: dict[str, jax.Array], *, donate: bool
+) -> dict[str, jax.Array]:
+    """Return the arrays, moved by the steps of a plan."""
+    if _jax.in_trace():
+        return _run(plan, mesh, arrays)
+    run = _run_donating if donate else _run_jitted
+    moved: dict[str, jax.Array] = run(plan, mesh, arrays)
+    if not donate:
+        return moved
+    for name, array in arrays.items():
+        # XLA keeps a donated array that it cannot write into, such as one with shards of another size.
+        if array is not moved[name] and not array.is_deleted():
+            array.delete()
+    return moved
 
 
 def _run(
     plan: Relayout, mesh: Mesh | AbstractMesh, arrays: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    return {array.name: _move(arrays[array.name], array, mesh) for array in plan.arrays}
+    return {array.name: _move_array(arrays[array.name], array, mesh) for array in plan.arrays}
 
 
-_jitted = functools.partial(jax.jit, static_argnums=(0, 1))(_run)
-_donating = functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)(_run)
+_run_jitted = functools.partial(jax.jit, static_argnums=(0, 1))(_run)
+_run_donating = functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)(_run)
 
 
-def _move(x: jax.Array, array: ArrayMoves, mesh: Mesh | AbstractMesh) -> jax.Array:
+def _move_array(x: jax.Array, array: ArrayMoves, mesh: Mesh | AbstractMesh) -> jax.Array:
     if array.moves:
         sizes = dict(mesh.shape)
         x = call_on_shards(
@@ -264,7 +304,6 @@ def _move(x: jax.Array, array: ArrayMoves, mesh: Mesh | AbstractMesh) -> jax.Arr
             out_specs=array.target,
             mesh=mesh,
         )
-    laid: jax.Array = constraint.place(
-        x, constraint.make_placement(array.target, mesh, _jax.ambient_mesh())
-    )
-    return laid
+    placement = constraint.make_placement(array.target, mesh, _jax.ambient_mesh())
+    placed: jax.Array = constraint.place(x, placement)
+    return placed

@@ -1,4 +1,4 @@
-"""Which row of a slot holds which position: in order, or dealt out in blocks so that the shards of the rows fill evenly."""
+"""The order of a slot's rows: contiguous, or interleaved in blocks so that the shards of the rows fill evenly."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ T = TypeVar("T", int, jax.Array)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowOrder:
-    """A permutation of a slot's rows; static.
+    """A static permutation of a slot's rows.
 
-    Contiguous: slot row r holds position r, so that decoding fills one shard after the other. Interleaved: blocks of `block`
-    positions go to the shards in turn, position p to shard `(p // block) % shards`, so that all shards hold equal parts of a
-    sequence of any length.
+    Contiguous: row r of a slot holds position r, so decoding fills one shard after the other. Interleaved:
+    blocks of `block` positions go to the shards in turn, position p to shard `(p // block) % shards`. Then
+    all shards hold equal parts of a sequence of any length.
 
     Attributes:
-      block: positions that stay together, or None for contiguous.
-      shards: parts of equal size in which the rows lie, those of the mesh axes of KV_LENGTH, or a multiple of their number.
+      block: Positions that stay together. None: contiguous.
+      shards: Number of shards of the rows, that is, the product of the mesh axes of KV_LENGTH; or a
+        multiple of it.
     """
 
     block: int | None = None
@@ -35,29 +36,32 @@ class RowOrder:
                 object.__setattr__(self, name, count)
 
     def check(self, rows: int) -> None:
-        """Raise CacheError unless that many rows can be dealt out evenly."""
+        """Raise CacheError unless that many rows divide evenly into blocks and shards."""
         read_integer("shards", self.shards, error=CacheError)
         if self.block is not None:
             read_integer("block", self.block, error=CacheError)
         if self.block is None:
             if self.shards != 1:
-                what = f"RowOrder(shards={self.shards}) does not say in blocks of how many rows"
                 raise CacheError(
-                    what,
+                    f"RowOrder(shards={self.shards}) has no block size",
                     path="order",
                     fix=f"pass RowOrder(block=1, shards={self.shards}), or a larger block",
                 )
             return
         if rows % (self.block * self.shards):
-            what = (
-                f"{rows} rows cannot be dealt out to {self.shards} shards in blocks of {self.block}"
-            )
             raise CacheError(
-                what, path="order", fix=f"make the rows a multiple of {self.block} * {self.shards}"
+                f"{rows} rows do not divide into blocks of {self.block} on {self.shards} shards",
+                path="order",
+                fix=f"pass a capacity that is a multiple of {self.block} * {self.shards}",
             )
 
     def row(self, place: T, rows: int) -> T:
-        """Return the row of the place-th row in order, of so many."""
+        """Return the row that holds a position.
+
+        Args:
+          place: The position; in a ring, the position modulo the capacity.
+          rows: Rows of the slot.
+        """
         if self.block is None:
             return place
         block, inner = place // self.block, place % self.block
@@ -68,7 +72,7 @@ class RowOrder:
         )
 
     def place(self, row: T, rows: int) -> T:
-        """Return the inverse of `row`."""
+        """Return the position that a row holds: the inverse of `row`."""
         if self.block is None:
             return row
         per_shard = rows // self.shards

@@ -1,6 +1,7 @@
-"""Caches of rows: every slot has its own, position p in row p, or, of a ring, in row p modulo their number.
+"""Caches of rows: every slot has rows of its own.
 
-What a row holds is for subclasses to say: keys and values as they are, or quantised ones with their scales.
+Position p is stored in row p of the slot, in a ring in row p modulo the capacity. Subclasses decide what a
+row stores: keys and values as they are, or quantized ones with their scales.
 """
 
 from __future__ import annotations
@@ -12,256 +13,197 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from shardwright.caches import arguments, scatter, slots
-from shardwright.caches.base import Change, KVCache, Refusal, View
-from shardwright.caches.operating import operate
-from shardwright.caches.paged import pool
+from shardwright.caches import positions, refusals, scatter
+from shardwright.caches.base import KVCache, View, array
+from shardwright.caches.change import Change
+from shardwright.caches.refusals import Refusal
 from shardwright.caches.scatter import Buffers
-from shardwright.caches.sharding import Axes, Shards, ambient_shards, specs_of
-from shardwright.caches.sliding import is_ring, needed_from, positions_of_rows, row_of
-from shardwright.vocabulary.axes import BATCH, EMPTY, KV_LENGTH
+from shardwright.caches.sharding import CacheSharding
+from shardwright.caches.spec import CacheSpec
+from shardwright.vocabulary.axes import BATCH, EMPTY, KV_HEAD, KV_HEAD_DIM, KV_LENGTH
+
+ROW_AXES = (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowCache(KVCache):
-    """A cache that is written in rows. Subclasses are dataclasses with a field for every buffer.
+    """A cache whose buffers are `[batch, capacity, ...]`. Subclasses declare the buffers.
 
     Attributes:
-      start: `[batch]` int32, the first position that a slot of a ring still holds; None unless it is a ring.
+      start: `[batch]` int32, the first position that a slot of a ring still holds. None: not a ring.
     """
 
-    start: jax.Array | None
-
-    @property
-    @abc.abstractmethod
-    def buffers(self) -> Buffers:
-        """The arrays by field, `[batch, rows, ...]` each."""
-
-    @property
-    @abc.abstractmethod
-    def buffer_axes(self) -> dict[str, Axes]:
-        """Their annotations."""
+    start: jax.Array | None = dataclasses.field(metadata=array(BATCH))
 
     @abc.abstractmethod
     def encode(self, k: jax.Array, v: jax.Array) -> Buffers:
-        """Return what rows hold of keys and values, by buffer: `[..., kv_heads, head_dim]` to `[..., ...]`."""
+        """Return what rows store of keys and values, by buffer.
 
-    def axes(self) -> Self:
-        """Return the annotation of every array."""
-        start = None if self.start is None else (BATCH,)
-        cache: Any = self
-        annotated: Self = dataclasses.replace(
-            cache, length=(BATCH,), start=start, **self.buffer_axes
-        )
-        return annotated
-
-    def append(self, k: Any, v: Any, *, valid: Any = None) -> Change[Self]:
-        """Write the next tokens of every slot; see `KVCache.append`."""
-        arguments.check_append(self.spec, k, v, valid)
-        return operate(_append, self, k, v, valid)
-
-    def insert(self, source: KVCache, slots: Any) -> Change[Self]:
-        """Copy sequences into free slots; see `KVCache.insert`."""
-        arguments.check_source(self.spec, source)
-        return operate(_insert, self, source, arguments.destinations(self.spec, source, slots))
-
-    def free(self, slots: Any) -> Change[Self]:
-        """Empty slots; see `KVCache.free`."""
-        return operate(_free, self, arguments.integers("slots", slots))
-
-    def rewind(self, lengths: Any) -> Change[Self]:
-        """Cut each slot to a length; see `KVCache.rewind`."""
-        return operate(_rewind, self, arguments.integers("lengths", lengths, size=self.batch))
-
-    def reorder(self, parents: Any, *, group: int | None = None) -> Change[Self]:
-        """Let every slot continue what another holds; see `KVCache.reorder`."""
-        return operate(
-            _reorder,
-            self,
-            arguments.integers("parents", parents, size=self.batch),
-            group=arguments.read_group(self.spec, group),
-        )
+        Args:
+          k: `[..., kv_heads, head_dim]`.
+          v: `[..., kv_heads, v_dim]`.
+        """
 
     def view(self) -> View:
         """Return what attention reads."""
+        held = positions.positions_of_rows(self.spec, self.length, self.start)
+        if self.start is not None:
+            held = self._sharding.place(held, (BATCH, KV_LENGTH))
         buffers = self.buffers
         return View(
             k=buffers["k"],
             v=buffers["v"],
-            positions=_positions(self),
+            positions=held,
             lengths=self.length,
             k_scale=buffers.get("k_scale"),
             v_scale=buffers.get("v_scale"),
         )
 
+    def row_view(self) -> View:
+        """Return what attention reads: its rows are next to each other already."""
+        return self.view()
 
-def _positions(cache: RowCache) -> jax.Array:
-    positions = positions_of_rows(cache.spec, cache.length, cache.start)
-    return (
-        positions
-        if cache.start is None
-        else ambient_shards(cache.spec.mode).place(positions, (BATCH, KV_LENGTH))
-    )
-
-
-def _changed(
-    cache: Any,
-    shards: Shards,
-    refused: jax.Array,
-    *,
-    length: jax.Array,
-    start: jax.Array | None,
-    **fields: Any,
-) -> Change[Any]:
-    start = None if start is None else shards.place(start, (BATCH,))
-    positions = fields.pop("positions", None)
-    cache = dataclasses.replace(cache, length=shards.place(length, (BATCH,)), start=start, **fields)
-    return Change(cache=cache, refused=refused, positions=positions)
-
-
-def _append(cache: RowCache, k: jax.Array, v: jax.Array, valid: jax.Array | None) -> Change[Any]:
-    spec, shards = cache.spec, ambient_shards(cache.spec.mode)
-    # Jitted by itself, NumPy arrays are JAX's already; inside a trace they are not.
-    k, v = jnp.asarray(k), jnp.asarray(v)
-    is_token = jnp.ones(k.shape[:2], bool) if valid is None else jnp.asarray(valid)
-    is_token = shards.place(is_token, (BATCH, EMPTY))
-    positions = cache.length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
-    after = cache.length + jnp.sum(is_token, axis=1, dtype=jnp.int32)
-    # A ring goes round until its positions exceed 32 bits, and wrap.
-    over = after < cache.length if is_ring(spec) else after > spec.capacity
-    taken = is_token & ~over[:, None]
-    # Of a chunk longer than a ring only the last rows: in one scatter, which of two writes of a row is last is not defined.
-    kept = taken & (positions >= after[:, None] - spec.capacity)
-    rows = jnp.where(kept, row_of(spec, positions), spec.capacity)
-    specs = specs_of(shards, cache.buffers, cache.buffer_axes)
-    buffers = scatter.append_rows(
-        cache.buffers, cache.encode(k, v), rows, shards=shards, specs=specs
-    )
-    length = jnp.where(over, cache.length, after)
-    start = None if cache.start is None else jnp.maximum(cache.start, length - spec.capacity)
-    refused = slots.first_reason((over, Refusal.OVERFLOW))
-    return _changed(
-        cache,
-        shards,
-        refused,
-        length=length,
-        start=start,
-        positions=jnp.where(taken, positions, -1),
-        **buffers,
-    )
-
-
-def _insert(cache: RowCache, source: KVCache, into: jax.Array) -> Change[Any]:
-    spec, shards = cache.spec, ambient_shards(cache.spec.mode)
-    view = pool.in_rows(source.view(), ambient_shards(source.spec.mode))
-    lengths, into, held = (
-        shards.place(view.lengths, (EMPTY,)),
-        shards.place(jnp.asarray(into), (EMPTY,)),
-        _held(view, shards),
-    )
-    first = jnp.min(jnp.where(held >= 0, held, lengths[:, None]), axis=1)
-    needed = needed_from(spec, lengths)
-    length = shards.place(cache.length, (EMPTY,))
-    named = slots.which(into, spec.batch)
-    refused = slots.first_reason(
-        *slots.naming_reasons(named),
-        (slots.of_entries(named, length > 0), Refusal.SLOT_IN_USE),
-        ((lengths > spec.capacity) & (not is_ring(spec)), Refusal.OVERFLOW),
-        ((needed < first) & (needed < lengths), Refusal.POSITIONS_MISSING),
-    )
-    done = refused == Refusal.NONE
-    kept = done[:, None] & (held >= 0) & (held >= lengths[:, None] - spec.capacity)
-    rows = jnp.where(kept, row_of(spec, held), spec.capacity)
-    specs = specs_of(shards, cache.buffers, cache.buffer_axes)
-    buffers = scatter.scatter_rows(
-        cache.buffers,
-        _rows_of(cache, source, view),
-        into[:, None],
-        rows,
-        shards=shards,
-        specs=specs,
-    )
-    start = None
-    if cache.start is not None:
-        start = slots.to_slots(
-            named,
-            done,
-            jnp.maximum(first, lengths - spec.capacity),
-            shards.place(cache.start, (EMPTY,)),
+    def _append(self, k: jax.Array, v: jax.Array, valid: jax.Array | None) -> Change[Self]:
+        spec, sharding = self.spec, self._sharding
+        # `operate` turns NumPy arrays into JAX's, except inside a trace.
+        k, v = jnp.asarray(k), jnp.asarray(v)
+        is_token = jnp.ones(k.shape[:2], bool) if valid is None else jnp.asarray(valid)
+        is_token = sharding.place(is_token, (BATCH, EMPTY))
+        new = self.length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
+        after = self.length + jnp.sum(is_token, axis=1, dtype=jnp.int32)
+        # A ring takes any number of tokens, until positions exceed 32 bits and would wrap.
+        overflows = after < self.length if spec.is_ring else after > spec.capacity
+        taken = is_token & ~overflows[:, None]
+        # If a chunk is longer than a ring, only its last rows are written: two writes of one row in one
+        # scatter have no defined order.
+        kept = taken & (new >= after[:, None] - spec.capacity)
+        rows = jnp.where(kept, positions.row_of(spec, new), spec.capacity)
+        buffers = scatter.append_rows(self._placed_buffers, self.encode(k, v), rows)
+        length = jnp.where(overflows, self.length, after)
+        start = None if self.start is None else jnp.maximum(self.start, length - spec.capacity)
+        return self._changed(
+            refusals.first_refusal((overflows, Refusal.OVERFLOW)),
+            length=length,
+            start=start,
+            buffers=buffers,
+            positions=jnp.where(taken, new, -1),
         )
-    return _changed(
-        cache,
-        shards,
-        refused,
-        length=slots.to_slots(named, done, lengths, length),
-        start=start,
-        **buffers,
-    )
+
+    def _insert(self, source: KVCache, slots: jax.Array) -> Change[Self]:
+        spec, sharding = self.spec, self._sharding
+        view = source.row_view()
+        lengths, slots, length = (
+            sharding.place(jnp.asarray(x), (EMPTY,)) for x in (view.lengths, slots, self.length)
+        )
+        held = _held_positions(view, sharding)
+        first = jnp.min(jnp.where(held >= 0, held, lengths[:, None]), axis=1)
+        needed = positions.first_needed(spec, lengths)
+        named = refusals.named_slots(slots, spec.batch)
+        refused = refusals.first_refusal(
+            *refusals.invalid_names(named),
+            (refusals.at_named(named, length > 0), Refusal.SLOT_IN_USE),
+            ((lengths > spec.capacity) & (not spec.is_ring), Refusal.OVERFLOW),
+            ((needed < first) & (needed < lengths), Refusal.POSITIONS_MISSING),
+        )
+        done = refused == Refusal.NONE
+        kept = done[:, None] & (held >= 0) & (held >= lengths[:, None] - spec.capacity)
+        rows = jnp.where(kept, positions.row_of(spec, held), spec.capacity)
+        buffers = scatter.scatter_rows(
+            self._placed_buffers, self._encoded_rows(source, view), slots[:, None], rows
+        )
+        start = self.start
+        if start is not None:
+            start = refusals.set_named(
+                sharding.place(start, (EMPTY,)),
+                named,
+                done,
+                jnp.maximum(first, lengths - spec.capacity),
+            )
+        return self._changed(
+            refused,
+            length=refusals.set_named(length, named, done, lengths),
+            start=start,
+            buffers=buffers,
+        )
+
+    def _encoded_rows(self, source: KVCache, view: View) -> Buffers:
+        if type(source) is type(self) and source.buffers["k"].dtype == self.buffers["k"].dtype:
+            # Copied as stored: quantizing a second time would change them.
+            return source.buffers
+        return self.encode(*view.dequantized(self.spec.dtype))
+
+    def _free(self, slots: jax.Array) -> Change[Self]:
+        sharding = self._sharding
+        length, slots = (sharding.place(jnp.asarray(x), (EMPTY,)) for x in (self.length, slots))
+        named = refusals.named_slots(slots, self.batch)
+        refused = refusals.refuse_free(named, length)
+        done, start = refused == Refusal.NONE, self.start
+        if start is not None:
+            start = refusals.set_named(sharding.place(start, (EMPTY,)), named, done, 0)
+        return self._changed(
+            refused, length=refusals.set_named(length, named, done, 0), start=start
+        )
+
+    def _rewind(self, lengths: jax.Array) -> Change[Self]:
+        wanted, start = self._sharding.place(jnp.asarray(lengths), (BATCH,)), self.start
+        reasons = [refusals.invalid_length(wanted, self.length)]
+        if start is not None:
+            needed = positions.first_needed(self.spec, wanted)
+            reasons.append((needed < jnp.minimum(start, wanted), Refusal.OVERWRITTEN))
+        refused = refusals.first_refusal(*reasons)
+        length = jnp.where(refused == Refusal.NONE, wanted, self.length)
+        start = None if start is None else jnp.minimum(start, length)
+        return self._changed(refused, length=length, start=start)
+
+    def _reorder(self, parents: jax.Array, *, group: int) -> Change[Self]:
+        sharding = self._sharding
+        own = sharding.place(jnp.arange(self.batch, dtype=jnp.int32), (BATCH,))
+        wanted = sharding.place(jnp.asarray(parents), (BATCH,))
+        outside = refusals.outside_group(wanted, own, batch=self.batch, group=group)
+        # Every array of a row cache has one entry per slot.
+        arrays = self.buffers | {name: getattr(self, name) for name in self.array_axes}
+        taken: dict[str, Any] = scatter.take_slots(
+            sharding.placed(arrays, self.array_axes), jnp.where(outside, own, wanted), group=group
+        )
+        refused = refusals.first_refusal((outside, Refusal.SLOT_OUT_OF_RANGE))
+        return self._changed(
+            refused, length=taken.pop("length"), start=taken.pop("start", None), buffers=taken
+        )
+
+    def _changed(
+        self,
+        refused: jax.Array,
+        *,
+        length: jax.Array,
+        start: jax.Array | None,
+        buffers: Buffers | None = None,
+        positions: jax.Array | None = None,
+    ) -> Change[Self]:
+        sharding = self._sharding
+        fields: dict[str, Any] = {
+            "length": sharding.place(length, (BATCH,)),
+            "start": None if start is None else sharding.place(start, (BATCH,)),
+            **(buffers or {}),
+        }
+        cache = dataclasses.replace(self, **fields)
+        return Change(cache=cache, refused=refused, positions=positions)
 
 
-def _held(view: View, shards: Shards) -> jax.Array:
-    """Return `[n, rows]` positions that the rows of a source hold, -1 for none."""
+def with_window(spec: CacheSpec) -> CacheSpec:
+    """Return a spec in which the window of a ring defaults to its capacity."""
+    if spec.is_ring and spec.window is None:
+        return dataclasses.replace(spec, window=spec.capacity)
+    return spec
+
+
+def counters(spec: CacheSpec) -> dict[str, Any]:
+    """Return the `length` and the `start` of an empty cache."""
+    length = jnp.zeros(spec.batch, jnp.int32)
+    return {"length": length, "start": jnp.zeros_like(length) if spec.is_ring else None}
+
+
+def _held_positions(view: View, sharding: CacheSharding) -> jax.Array:
+    """Return `[n, rows]`: the positions that the rows of a source hold, -1 for an empty row."""
     assert view.positions is not None
-    positions = shards.place(view.positions, (EMPTY, EMPTY))
-    return jnp.where(positions < shards.place(view.lengths, (EMPTY,))[:, None], positions, -1)
-
-
-def _rows_of(cache: RowCache, source: KVCache, view: View) -> Buffers:
-    """Return what a source holds, as the rows of a cache do."""
-    if type(source) is type(cache) and source.buffers["k"].dtype == cache.buffers["k"].dtype:
-        return source.buffers
-    dtype = cache.spec.dtype
-    return cache.encode(
-        pool.plain(view.k, view.k_scale, dtype), pool.plain(view.v, view.v_scale, dtype)
-    )
-
-
-def _free(cache: RowCache, which: jax.Array) -> Change[Any]:
-    shards = ambient_shards(cache.spec.mode)
-    length = shards.place(cache.length, (EMPTY,))
-    named = slots.which(shards.place(jnp.asarray(which), (EMPTY,)), cache.spec.batch)
-    refused = slots.freeing(named, length)
-    done = refused == Refusal.NONE
-    start = (
-        None
-        if cache.start is None
-        else slots.to_slots(named, done, 0, shards.place(cache.start, (EMPTY,)))
-    )
-    return _changed(
-        cache, shards, refused, length=slots.to_slots(named, done, 0, length), start=start
-    )
-
-
-def _rewind(cache: RowCache, lengths: jax.Array) -> Change[Any]:
-    shards = ambient_shards(cache.spec.mode)
-    wanted = shards.place(jnp.asarray(lengths), (BATCH,))
-    reasons = [slots.length_reason(wanted, cache.length)]
-    start = cache.start
-    if start is not None:
-        reasons.append(
-            (needed_from(cache.spec, wanted) < jnp.minimum(start, wanted), Refusal.OVERWRITTEN)
-        )
-    refused = slots.first_reason(*reasons)
-    length = jnp.where(refused == Refusal.NONE, wanted, cache.length)
-    return _changed(
-        cache,
-        shards,
-        refused,
-        length=length,
-        start=None if start is None else jnp.minimum(start, length),
-    )
-
-
-def _reorder(cache: RowCache, parents: jax.Array, *, group: int) -> Change[Any]:
-    spec, shards = cache.spec, ambient_shards(cache.spec.mode)
-    own = shards.place(jnp.arange(spec.batch, dtype=jnp.int32), (BATCH,))
-    wanted = shards.place(jnp.asarray(parents), (BATCH,))
-    outside = slots.outside_group(wanted, own, batch=spec.batch, group=group)
-    per_slot = {"length": cache.length} | ({} if cache.start is None else {"start": cache.start})
-    buffers = cache.buffers | per_slot
-    specs = specs_of(shards, buffers, cache.buffer_axes | dict.fromkeys(per_slot, (BATCH,)))
-    taken = scatter.take_slots(
-        buffers, jnp.where(outside, own, wanted), group=group, shards=shards, specs=specs
-    )
-    refused = slots.first_reason((outside, Refusal.SLOT_OUT_OF_RANGE))
-    fields: dict[str, Any] = {"start": None} | taken
-    return _changed(cache, shards, refused, **fields)
+    held = sharding.place(view.positions, (EMPTY, EMPTY))
+    return jnp.where(held < sharding.place(view.lengths, (EMPTY,))[:, None], held, -1)

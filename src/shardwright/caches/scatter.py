@@ -1,143 +1,103 @@
-"""The one place that writes rows: dropping scatters on the shards, so that only new rows ever move.
+"""The only code that writes rows: scatters that run on the shards, so that only new rows are sent.
 
-A buffer is `[slots, rows, ...]`; pages are slots of a kind. A row that is not to be written has a number that no row has; never
-a negative one, which JAX wraps. Each shard writes what falls into its slots and rows, in place.
+An array is `[slots, rows, ...]`; of a paged cache, pages take the place of slots. A row that must not be
+written has a number that is out of range. It is never negative, because JAX wraps negative numbers.
+Each shard writes in place what belongs to its slots and rows.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardwright.caches.sharding import Shards, entries
+from shardwright.caches.sharding import PlacedArrays, axes_by_dim, local_numbers
 from shardwright.resolution.partition_specs import spec_of
 
 Buffers = dict[str, jax.Array]
-Specs = Mapping[str, PartitionSpec]
 
 
-def append_rows(
-    buffers: Buffers, new: Buffers, rows: jax.Array, *, shards: Shards, specs: Specs
-) -> Buffers:
-    """Return buffers with new rows in every slot, each slot its own. Sends nothing but new rows that lie elsewhere.
+def append_rows(buffers: PlacedArrays, new: Buffers, rows: jax.Array) -> Buffers:
+    """Return buffers with new rows in every slot. New rows are sent only if they are sharded differently.
 
     Args:
       buffers: `[batch, rows, ...]` each.
       new: `[batch, q_length, ...]`, by the same names.
-      rows: `[batch, q_length]` int32, where each goes; the number of rows or more: nowhere. None twice.
-      shards: under which manager.
-      specs: of the buffers.
+      rows: `[batch, q_length]` int32, the row that each goes to, each at most once per slot. A number
+        out of range drops the new row.
     """
+    specs = buffers.specs
 
-    def local(buffers: Buffers, new: Buffers, rows: jax.Array) -> Buffers:
+    def local(old: Buffers, new: Buffers, rows: jax.Array) -> Buffers:
         return {
-            name: _write(buffer, new[name], _local(rows, specs[name], 1, buffer))
-            for name, buffer in buffers.items()
+            name: _scatter_by_slot(x, new[name], _local(rows, specs[name], 1, x))
+            for name, x in old.items()
         }
 
-    arrive = {name: _with(specs[name], new[name].ndim, 1, ()) for name in buffers}
-    batch = spec_of(next(entries(spec, 1)[0] for spec in specs.values()))
-    written: Buffers = shards.run(
-        local, (buffers, new, rows), (dict(specs), arrive, batch), out_specs=dict(specs)
-    )
-    return written
+    # The new rows of a slot go to every shard of its rows, which drops those of other shards.
+    arrival = {name: _replicated(specs[name], new[name].ndim, 1) for name in specs}
+    return buffers.run(local, new, rows, specs=(arrival, spec_of(buffers.leading_axes())))
 
 
-def scatter_rows(
-    buffers: Buffers,
-    new: Buffers,
-    slots: jax.Array,
-    rows: jax.Array,
-    *,
-    shards: Shards,
-    specs: Specs,
-) -> Buffers:
-    """Return buffers with new rows in any slots. Every shard gets the new rows, of its heads.
+def scatter_rows(buffers: PlacedArrays, new: Buffers, slots: jax.Array, rows: jax.Array) -> Buffers:
+    """Return buffers with new rows in any slots. Every shard receives the new rows of its heads.
 
     Args:
       buffers: `[slots, rows, ...]` each.
       new: `[n, m, ...]`, by the same names.
-      slots: `[n, m]` or `[n, 1]` int32, the slot of each; the number of slots or more: none.
-      rows: `[n, m]` int32, its row; the number of rows or more: none. No slot and row twice.
-      shards: under which manager.
-      specs: of the buffers.
+      slots: `[n, m]` or `[n, 1]` int32, the slot of each.
+      rows: `[n, m]` int32, the row of each. No slot and row twice. A slot or row out of range drops
+        the new row.
     """
+    specs = buffers.specs
 
-    def local(buffers: Buffers, new: Buffers, slots: jax.Array, rows: jax.Array) -> Buffers:
+    def local(old: Buffers, new: Buffers, slots: jax.Array, rows: jax.Array) -> Buffers:
         return {
-            name: buffer.at[
-                _local(slots, specs[name], 0, buffer), _local(rows, specs[name], 1, buffer)
-            ].set(new[name], mode="drop")
-            for name, buffer in buffers.items()
+            name: x.at[_local(slots, specs[name], 0, x), _local(rows, specs[name], 1, x)].set(
+                new[name], mode="drop"
+            )
+            for name, x in old.items()
         }
 
-    arrive = {
-        name: _with(_with(specs[name], new[name].ndim, 0, ()), new[name].ndim, 1, ())
-        for name in buffers
-    }
+    arrival = {name: _replicated(specs[name], new[name].ndim, 0, 1) for name in specs}
     everywhere = PartitionSpec()
-    written: Buffers = shards.run(
-        local,
-        (buffers, new, slots, rows),
-        (dict(specs), arrive, everywhere, everywhere),
-        out_specs=dict(specs),
-    )
-    return written
+    return buffers.run(local, new, slots, rows, specs=(arrival, everywhere, everywhere))
 
 
-@functools.partial(jax.vmap, in_axes=(0, 0, 0))
-def _write(buffer: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
-    # A vmapped scatter: the batch stays a parallel dim of it.
-    return buffer.at[rows].set(new, mode="drop")
-
-
-def _local(numbers: jax.Array, spec: PartitionSpec, dim: int, shard: jax.Array) -> jax.Array:
-    """Return numbers of slots or rows as the shard counts its own; its size for those that it does not have."""
-    axes, size = entries(spec, dim + 1)[dim], shard.shape[dim]
-    own = numbers - jax.lax.axis_index(axes) * size if axes else numbers
-    return jnp.where((own >= 0) & (own < size), own, size)
-
-
-def _with(spec: PartitionSpec, rank: int, dim: int, axes: tuple[str, ...]) -> PartitionSpec:
-    dims = list(entries(spec, rank))
-    dims[dim] = axes
-    return spec_of(*dims)
-
-
-def take_slots(
-    buffers: Buffers, parents: jax.Array, *, group: int, shards: Shards, specs: Specs
-) -> Buffers:
-    """Return buffers whose slot b is what slot `parents[b]` was; a copy of all.
+def take_slots(buffers: PlacedArrays, parents: jax.Array, *, group: int) -> Buffers:
+    """Return a copy of all buffers in which slot b is what slot `parents[b]` was.
 
     Args:
       buffers: `[batch, ...]` each.
-      parents: `[batch]` int32, each in its aligned group of slots.
-      group: size of those groups. Where no group lies on several shards nothing is sent, else every shard gets the buffers' whole batch.
-      shards: under which manager.
-      specs: of the buffers.
+      parents: `[batch]` int32, each in the same aligned group of slots as its child.
+      group: Size of those groups. If every group is on one shard nothing is sent; otherwise every
+        shard receives the buffers of the whole batch.
     """
-    axes = next(entries(spec, 1)[0] for spec in specs.values())
+    axes = buffers.leading_axes()
 
-    def local(buffers: Buffers, parents: jax.Array) -> Buffers:
+    def local(old: Buffers, parents: jax.Array) -> Buffers:
         size = parents.shape[0]
         if axes and size % group == 0:
             parents = parents - jax.lax.axis_index(axes) * size
         elif axes:
-            buffers = {
-                name: jax.lax.all_gather(buffer, axes, tiled=True)
-                for name, buffer in buffers.items()
-            }
-        return {
-            name: buffer.at[parents].get(mode="promise_in_bounds")
-            for name, buffer in buffers.items()
-        }
+            old = {name: jax.lax.all_gather(x, axes, tiled=True) for name, x in old.items()}
+        return {name: x.at[parents].get(mode="promise_in_bounds") for name, x in old.items()}
 
-    batch = spec_of(axes)
-    taken: Buffers = shards.run(
-        local, (buffers, parents), (dict(specs), batch), out_specs=dict(specs)
-    )
-    return taken
+    return buffers.run(local, parents, specs=(spec_of(axes),))
+
+
+@functools.partial(jax.vmap, in_axes=(0, 0, 0))
+def _scatter_by_slot(buffer: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
+    # vmap keeps the batch a parallel dimension of the scatter.
+    return buffer.at[rows].set(new, mode="drop")
+
+
+def _local(numbers: jax.Array, spec: PartitionSpec, dim: int, shard: jax.Array) -> jax.Array:
+    return local_numbers(numbers, axes_by_dim(spec, dim + 1)[dim], shard.shape[dim])
+
+
+def _replicated(spec: PartitionSpec, rank: int, *dims: int) -> PartitionSpec:
+    """Return a spec in which some dimensions are not sharded."""
+    by_dim = axes_by_dim(spec, rank)
+    return spec_of(*(() if dim in dims else axes for dim, axes in enumerate(by_dim)))

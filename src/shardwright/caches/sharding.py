@@ -1,4 +1,4 @@
-"""Where a cache's arrays lie: the manager's answers, for its shapes, in the mode that the cache was made for."""
+"""How the arrays of a cache are sharded: the manager's specs for its shapes, in the cache's mode."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardwright import _jax
@@ -23,28 +24,28 @@ Axes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shards:
+class CacheSharding:
     """The specs of a cache's arrays under the ambient manager.
 
     Attributes:
-      manager: the ambient one, or None: nothing is sharded, or whoever calls takes care of it.
-      mode: runtime mode of the cache.
+      manager: The ambient one. None: nothing is sharded, or the caller takes care of it.
+      mode: Runtime mode of the cache.
     """
 
     manager: PartitionManager | None
     mode: str | None
 
     def spec(self, axes: Axes, shape: Sequence[int], *, name: str | None = None) -> PartitionSpec:
-        """Return where an array lies.
+        """Return the spec of an array.
 
         Args:
-          axes: its annotation.
-          shape: its shape.
-          name: what errors call it.
+          axes: Its annotation.
+          shape: Its shape.
+          name: What errors call it.
 
         Raises:
-          ShardingError: what the rules say does not fit the sizes, or is `?`.
-          CacheError: a `shard_map` around the call has split a dim of it.
+          ShardingError: The rules do not fit the sizes, or are `?`.
+          CacheError: A `shard_map` around the call has split a dimension of it.
         """
         if self.manager is None:
             return PartitionSpec()
@@ -54,44 +55,63 @@ class Shards:
         manual = self.manager.manual_axes(_jax.ambient_mesh())
         split = [name for entry in spec.partitions for name in entry_names(entry) if name in manual]
         if split:
-            what = f"a shard_map around the call has split it over {split[0]}, and a cache numbers slots and rows globally"
             raise CacheError(
-                what, mesh_axes=tuple(split), fix="call the cache outside of that shard_map"
+                f"a shard_map around the call has split it over {split[0]}, and a cache numbers "
+                "slots and rows globally",
+                mesh_axes=tuple(split),
+                fix="call the cache outside of that shard_map",
             )
         return spec
 
     def check_order(self, order: RowOrder, axes: Axes, shape: Sequence[int]) -> None:
-        """Refuse an order that deals rows out to fewer shards than they lie in: some of those would fill before others.
+        """Check that an order deals rows out to all shards of the rows equally.
+
+        Otherwise some shards would fill before others.
 
         Args:
-          order: of the rows.
-          axes: the annotation of an array; one without KV_LENGTH has no rows.
-          shape: its shape.
+          order: Of the rows.
+          axes: The annotation of an array. Without KV_LENGTH it has no rows, and nothing is checked.
+          shape: Its shape.
 
         Raises:
-          CacheError: the number of shards that the rows lie in does not divide that of the order.
+          CacheError: The number of shards of the rows does not divide that of the order.
         """
         if self.manager is None or order.block is None or KV_LENGTH not in axes:
             return
-        over = entries(self.spec(axes, shape), len(axes))[axes.index(KV_LENGTH)]
-        parts = math.prod(self.manager.mesh.shape[name] for name in over)
+        mesh_axes = axes_by_dim(self.spec(axes, shape), len(axes))[axes.index(KV_LENGTH)]
+        parts = math.prod(self.manager.mesh.shape[name] for name in mesh_axes)
         if order.shards % parts:
-            what = f"order deals rows out to {order.shards} shards, and they lie in {parts}, over {'+'.join(over)}"
-            fix = f"make the cache with RowOrder(block={order.block}, shards={math.lcm(order.shards, parts)})"
-            raise CacheError(what, path="order", mesh_axes=over, fix=fix)
+            raise CacheError(
+                f"order deals rows out to {order.shards} shards, but the rows have {parts} shards, "
+                f"over {'+'.join(mesh_axes)}",
+                path="order",
+                mesh_axes=mesh_axes,
+                fix=f"create the cache with RowOrder(block={order.block}, "
+                f"shards={math.lcm(order.shards, parts)})",
+            )
 
     def place(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """Make an array lie as its annotation resolves."""
-        return self.lay(x, self.spec(axes, x.shape))
+        """Return an array with the sharding that its annotation resolves to."""
+        return self.place_as(x, self.spec(axes, x.shape))
 
-    def lay(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Make an array lie as a spec says."""
+    def place_as(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Return an array with the sharding of a spec."""
         if self.manager is None:
             return x
-        laid: jax.Array = constraint.place(
+        placed: jax.Array = constraint.place(
             x, constraint.make_placement(spec, self.manager.mesh, _jax.ambient_mesh())
         )
-        return laid
+        return placed
+
+    def placed(self, arrays: Mapping[str, jax.Array], axes: Mapping[str, Axes]) -> PlacedArrays:
+        """Return arrays together with their specs.
+
+        Args:
+          arrays: By name.
+          axes: Their annotations, by the same names.
+        """
+        specs = {name: self.spec(axes[name], array.shape) for name, array in arrays.items()}
+        return PlacedArrays(arrays=dict(arrays), specs=specs, sharding=self)
 
     def run(
         self,
@@ -101,13 +121,13 @@ class Shards:
         *,
         out_specs: Any,
     ) -> Any:
-        """Return `local(*shards)`; simply `local(*arguments)` without a manager.
+        """Run a function on the shards of its arguments; without a manager, on the arguments.
 
         Args:
-          local: function of trees of local arrays.
-          arguments: trees of global arrays.
-          in_specs: trees of specs like them.
-          out_specs: a tree of specs.
+          local: Function of trees of local arrays.
+          arguments: Trees of global arrays.
+          in_specs: Trees of specs, one per argument.
+          out_specs: A tree of specs.
         """
         if self.manager is None:
             return local(*arguments)
@@ -116,19 +136,63 @@ class Shards:
         )
 
 
-def ambient_shards(mode: str | None) -> Shards:
-    """Return where the arrays of a cache of a mode lie now; nowhere for one that was made without a manager."""
-    return Shards(manager=None if mode is None else context.current(), mode=mode)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedArrays:
+    """Arrays of a cache and how they are sharded.
+
+    Attributes:
+      arrays: By name.
+      specs: By the same names.
+      sharding: Runs functions on their shards.
+    """
+
+    arrays: dict[str, jax.Array]
+    specs: dict[str, PartitionSpec]
+    sharding: CacheSharding
+
+    def leading_axes(self) -> tuple[str, ...]:
+        """Return the mesh axes of dimension 0, which are the same for all arrays of a cache."""
+        return axes_by_dim(next(iter(self.specs.values())), 1)[0]
+
+    def run(
+        self, local: Callable[..., dict[str, jax.Array]], *arguments: Any, specs: Sequence[Any]
+    ) -> dict[str, jax.Array]:
+        """Return new arrays, sharded as before: `local(arrays, *arguments)` on every shard.
+
+        Args:
+          local: Function of local arrays by name, and of local arguments.
+          *arguments: Trees of global arrays.
+          specs: Their specs.
+        """
+        written: dict[str, jax.Array] = self.sharding.run(
+            local, (self.arrays, *arguments), (self.specs, *specs), out_specs=self.specs
+        )
+        return written
 
 
-def entries(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Return the mesh axes of every dim."""
+def ambient_sharding(mode: str | None) -> CacheSharding:
+    """Return how a cache of a mode is sharded under the ambient manager.
+
+    Args:
+      mode: None for a cache that was created without a manager, which is not sharded.
+    """
+    return CacheSharding(manager=None if mode is None else context.current(), mode=mode)
+
+
+def axes_by_dim(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
+    """Return the mesh axes of every dimension."""
     given = tuple(entry_names(entry) for entry in spec.partitions)
     return given + ((),) * (rank - len(given))
 
 
-def specs_of(
-    shards: Shards, buffers: Mapping[str, jax.Array], axes: Mapping[str, Axes]
-) -> dict[str, PartitionSpec]:
-    """Return the specs of buffers by name."""
-    return {name: shards.spec(axes[name], buffer.shape) for name, buffer in buffers.items()}
+def local_numbers(numbers: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:
+    """Return numbers of slots, rows or pages as this shard counts them; call it in `shard_map`.
+
+    Args:
+      numbers: Global numbers.
+      axes: Mesh axes that shard what is numbered.
+      size: How many of them a shard has. Also the result for numbers of other shards: it is out of
+        range, so a scatter with `mode="drop"` skips it. A negative number would wrap around.
+    """
+    own = numbers - jax.lax.axis_index(axes) * size if axes else numbers
+    return jnp.where((own >= 0) & (own < size), own, size)

@@ -1,1 +1,11 @@
-"""Moves of arrays between specs, as the collectives that send the fewest bytes."""
+"""Reshard an array with the collectives that send the fewest bytes.
+
+`plan` finds the steps, `run` runs them inside `shard_map`. What an array belongs to (a cache) is up to
+the rooms above, which decide on its source and its target.
+"""
+
+from shardwright.reshard.plan import Dims as Dims
+from shardwright.reshard.plan import Move as Move
+from shardwright.reshard.plan import MoveKind as MoveKind
+from shardwright.reshard.plan import plan_moves as plan_moves
+from shardwright.reshard.run import run_moves as run_moves

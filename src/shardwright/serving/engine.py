@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.caches.base import Overflow, Refusal
 from shardwright.caches.paged.cache import PagedCache
-from shardwright.caches.sliding import is_ring
+from shardwright.caches.refusals import Refusal
+from shardwright.caches.spec import Overflow
 from shardwright.errors import ServingError
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
@@ -495,7 +495,7 @@ def _limits(plan: Plan, board: Board, queue: int) -> Limits:
     pages = first.references.shape[0] if isinstance(first, PagedCache) else None
     return Limits(
         slots=plan.slots,
-        capacity=None if is_ring(first.spec) else first.spec.capacity,
+        capacity=None if first.spec.is_ring else first.spec.capacity,
         prefill_rows=plan.prefill_rows,
         chunk=plan.chunk,
         queue=queue,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from shardwright import caches
 from shardwright.caches.base import KVCache
-from shardwright.caches.sharding import ambient_shards
+from shardwright.caches.sharding import ambient_sharding
 from shardwright.errors import ServingError
 from shardwright.serving.sampling import Draw, sample
 from shardwright.vocabulary.axes import BATCH, EMPTY
@@ -272,7 +272,7 @@ def clear_slots(slots: Slots, which: jax.Array) -> Slots:
 
 def _next(logits: jax.Array, old: Caches, new: Caches, counts: jax.Array, draw: Draw) -> jax.Array:
     mode = old[0].spec.mode
-    drawn = sample(ambient_shards(mode).place(logits, (BATCH, EMPTY)), draw)
+    drawn = sample(ambient_sharding(mode).place(logits, (BATCH, EMPTY)), draw)
     counts = _by_slot(counts, mode)
     # Whatever the model does with a refusal, a cache that refuses keeps its length.
     grown = jnp.stack(
@@ -290,8 +290,8 @@ def _laid(slots: Slots) -> Slots:
 
 
 def _by_slot(x: jax.Array, mode: str | None) -> jax.Array:
-    return ambient_shards(mode).place(x, (BATCH,))
+    return ambient_sharding(mode).place(x, (BATCH,))
 
 
 def _everywhere(x: Any, mode: str | None) -> Any:
-    return jax.tree.map(lambda leaf: ambient_shards(mode).place(leaf, (EMPTY,)), x)
+    return jax.tree.map(lambda leaf: ambient_sharding(mode).place(leaf, (EMPTY,)), x)

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.caches.base import CacheSpec, Refusal
-from shardwright.caches.dense import ROW_AXES, DenseCache
+from shardwright.caches.dense import DenseCache
 from shardwright.caches.quantized import SCALE_AXES, QuantizedCache
-from shardwright.caches.sharding import ambient_shards
+from shardwright.caches.refusals import Refusal
+from shardwright.caches.rows import ROW_AXES
+from shardwright.caches.sharding import ambient_sharding
+from shardwright.caches.spec import CacheSpec
 from shardwright.errors import LayerError
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
@@ -82,10 +84,10 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
 
     def _variables(self, key: Any, value: Any, mode: str | None) -> dict[str, Any]:
         quantised = bool(self.config.quantize_kv_cache)
-        shards = ambient_shards(mode)
+        sharding = ambient_sharding(mode)
 
         def rows(like: Any) -> jax.Array:
-            return shards.place(
+            return sharding.place(
                 jnp.zeros(like.shape, jnp.int8 if quantised else like.dtype), ROW_AXES
             )
 
@@ -98,7 +100,7 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
                 held[name] = self.variable(
                     "cache",
                     name,
-                    lambda: shards.place(jnp.ones(key.shape[:-1], jnp.float32), SCALE_AXES),
+                    lambda: sharding.place(jnp.ones(key.shape[:-1], jnp.float32), SCALE_AXES),
                 )
         held["cache_index"] = self.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32))
         held["cache_refused"] = self.variable(
@@ -128,7 +130,7 @@ def _append(
     index.value = index.value + jnp.where(jnp.all(done), q_length, 0).astype(jnp.int32)
     held["cache_refused"].value = change.refused
     filled = jnp.arange(capacity, dtype=jnp.int32)[None] < change.cache.length[:, None]
-    filled = ambient_shards(mode).place(filled & done[:, None], (BATCH, KV_LENGTH))
+    filled = ambient_sharding(mode).place(filled & done[:, None], (BATCH, KV_LENGTH))
     seen = jnp.broadcast_to(filled[:, None, None], (cache.batch, 1, q_length, capacity))
     k, v = _plain(view.k, view.k_scale, key.dtype), _plain(view.v, view.v_scale, value.dtype)
     return k, v, seen if mask is None else seen & mask
@@ -147,7 +149,7 @@ def _cache_of(held: dict[str, Any], key: Any, mode: str | None) -> Any:
         dtype=dtype,
         mode=mode,
     )
-    length = ambient_shards(mode).place(jnp.full((batch,), index, jnp.int32), (BATCH,))
+    length = ambient_sharding(mode).place(jnp.full((batch,), index, jnp.int32), (BATCH,))
     if "cached_key_scale" not in held:
         return DenseCache(spec=spec, length=length, start=None, k=k, v=v)
     k_scale, v_scale = (held[name].value for name in ("cached_key_scale", "cached_value_scale"))

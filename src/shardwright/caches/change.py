@@ -1,0 +1,85 @@
+"""What an operation on a cache returns: the cache after it, and what it refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Generic, TypeVar
+
+import jax
+import numpy as np
+
+from shardwright.caches.refusals import Refusal
+from shardwright.errors import CacheError
+
+C = TypeVar("C")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Change(Generic[C]):
+    """A cache after an operation, and what the operation refused.
+
+    Attributes:
+      cache: After the operation. A refused slot keeps its content and its length.
+      refused: int8 codes of `Refusal`, 0 where the operation succeeded. One per slot for `append`,
+        `rewind` and `reorder`; one per entry for operations that name slots.
+      positions: `[batch, q_length]` int32 of the appended tokens, -1 for padding and for refused
+        tokens. None unless the operation is `append`.
+    """
+
+    cache: C
+    refused: jax.Array
+    positions: jax.Array | None = None
+
+    @property
+    def ok(self) -> jax.Array:
+        """Where the operation succeeded."""
+        return self.refused == Refusal.NONE
+
+    @property
+    def overflow(self) -> jax.Array:
+        """Which slots overflowed."""
+        return self.refused == Refusal.OVERFLOW
+
+    def reasons(self) -> dict[int, Refusal]:
+        """Return the refusals by entry, outside `jit`.
+
+        Raises:
+          CacheError: The call is inside a trace, where the codes are not known; or the change holds
+            several caches, stacked by `vmap` or `scan`.
+        """
+        if isinstance(self.refused, jax.core.Tracer):
+            raise CacheError(
+                "refusals are not known while a function is traced",
+                path="refused",
+                fix="return the change, or `ok`, from the compiled function, and read it outside",
+            )
+        codes = np.asarray(self.refused)
+        if codes.ndim != 1:
+            raise CacheError(
+                f"refused has shape {codes.shape}: these are changes of several caches",
+                path="refused",
+                fix="look at one at a time: jax.tree.map(lambda x: x[0], change).reasons()",
+            )
+        return {int(at): Refusal(int(code)) for at, code in enumerate(codes) if code}
+
+    def check(self, *, fix: str) -> None:
+        """Raise CacheError if something was refused, outside `jit`.
+
+        Args:
+          fix: Last line of the error.
+        """
+        reasons = self.reasons()
+        if reasons:
+            at, first = next(iter(reasons.items()))
+            more = f"; {len(reasons) - 1} more were" if len(reasons) > 1 else ""
+            raise CacheError(f"entry {at} was refused: {first.meaning}{more}", fix=fix)
+
+    def require(self) -> C:
+        """Return the cache, outside `jit`.
+
+        Raises:
+          CacheError: Something was refused.
+        """
+        self.check(fix="look at `reasons()` of the change")
+        return self.cache

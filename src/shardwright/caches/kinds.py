@@ -1,0 +1,43 @@
+"""The kinds of caches: the one place that declares a new kind.
+
+`init` makes a cache by the name of its kind, `restore` finds the class of a saved one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from shardwright.caches import dense, quantized
+from shardwright.caches.base import KVCache
+from shardwright.caches.dense import DenseCache
+from shardwright.caches.paged import cache as paged
+from shardwright.caches.paged.cache import PagedCache
+from shardwright.caches.quantized import QuantizedCache
+from shardwright.caches.spec import Overflow
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of cache.
+
+    Attributes:
+      cache: Its class.
+      make: Returns an empty cache, given its spec and the options of the kind as keyword arguments.
+      overflow: What happens to tokens that do not fit, by default.
+    """
+
+    cache: type[KVCache]
+    make: Callable[..., KVCache]
+    overflow: Overflow = Overflow.REPORT
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "dense": Kind(cache=DenseCache, make=dense.make),
+        "sliding": Kind(cache=DenseCache, make=dense.make_sliding, overflow=Overflow.RING),
+        "quantized": Kind(cache=QuantizedCache, make=quantized.make),
+        "paged": Kind(cache=PagedCache, make=paged.make),
+    }
+)

@@ -1,0 +1,123 @@
+"""Which free pages slots get for their next tokens.
+
+A page is free while `references[page]` is 0: it counts the table entries in use that name the page. Page
+numbers are small integers that every shard has, and every shard computes the same result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Claim:
+    """The pages that slots get for their next tokens.
+
+    Attributes:
+      served: `[batch]` bool, which of the slots that asked get what they need; the others get nothing.
+      pages: `[batch, most]` int32, the new pages of each in the order of its tokens, then "no page".
+      columns: `[batch, most]` int32, the table column of each.
+      shared: `[batch]` int32, a page that other slots use too, if the first new page must become a
+        copy of it; otherwise "no page".
+    """
+
+    served: jax.Array
+    pages: jax.Array
+    columns: jax.Array
+    shared: jax.Array
+
+
+Tokens = TypeVar("Tokens", int, jax.Array)
+
+
+def count_pages(tokens: Tokens, page_size: int) -> Tokens:
+    """Return how many pages tokens fill, including a last page that is only partly filled."""
+    return (tokens + page_size - 1) // page_size
+
+
+def claim_pages(
+    references: jax.Array,
+    last: jax.Array,
+    *,
+    lengths: jax.Array,
+    counts: jax.Array,
+    page_size: int,
+    most: int,
+) -> Claim:
+    """Choose pages for the next tokens of slots: the free pages in order, for one slot after the other.
+
+    A slot that cannot get all the pages it needs gets none, and the next slot may have them. A partly
+    filled page that other slots use too is not written to: the slot gets another page, a copy. The last
+    slot that still uses the page needs no copy.
+
+    Args:
+      references: `[pages]` int32.
+      last: `[batch]` int32, the partly filled page of each slot; any number where there is none.
+      lengths: `[batch]` int32, tokens that each slot holds.
+      counts: `[batch]` int32, tokens that each slot gets; 0 for a slot that does not ask.
+      page_size: Rows of a page.
+      most: Pages that one slot may need.
+    """
+    pages, batch = references.shape[0], lengths.shape[0]
+    numbers = jnp.arange(batch, dtype=jnp.int32)
+    partial = (lengths % page_size > 0) & (counts > 0)
+    holders = jnp.where(partial, references.at[last].get(mode="fill", fill_value=0), 0)
+    before = (
+        partial[None, :] & (last[:, None] == last[None, :]) & (numbers[:, None] > numbers[None, :])
+    )
+
+    def needs(asking: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the pages needed, their first column and who needs a copy, if all that ask are served."""
+        left_it = jnp.sum(before & asking[None, :], axis=1, dtype=jnp.int32)
+        copies = asking & (holders - left_it > 1)
+        first = count_pages(lengths, page_size) - copies.astype(jnp.int32)
+        need = count_pages(lengths + counts, page_size) - first
+        return jnp.where(asking, need, 0), first, copies
+
+    free = jnp.sum(references == 0, dtype=jnp.int32)
+
+    def lacks(asking: jax.Array) -> jax.Array:
+        return jnp.sum(needs(asking)[0]) > free
+
+    def refuse(asking: jax.Array) -> jax.Array:
+        # All slots before the first that lacks pages are served. A later slot that needs more than what
+        # is left can be refused now: what is left shrinks, and its need only grows when one slot less
+        # leaves a shared page.
+        need = needs(asking)[0]
+        left = free - (jnp.cumsum(need) - need)
+        at = jnp.argmax(need > left)
+        return asking & ~((numbers >= at) & (need > left[at]))
+
+    served = jax.lax.while_loop(lacks, refuse, counts > 0)
+    need, first, copies = needs(served)
+    free_pages = jnp.nonzero(references == 0, size=min(batch * most, pages), fill_value=pages)[0]
+    steps = jnp.arange(most, dtype=jnp.int32)[None, :]
+    place = jnp.where(steps < need[:, None], (jnp.cumsum(need) - need)[:, None] + steps, pages)
+    return Claim(
+        served=served,
+        pages=free_pages.astype(jnp.int32).at[place].get(mode="fill", fill_value=pages),
+        columns=first[:, None] + steps,
+        shared=jnp.where(copies, last, pages),
+    )
+
+
+def enter(tables: jax.Array, claim: Claim, slots: jax.Array, *, pages: int) -> jax.Array:
+    """Return tables with the pages of a claim, whose i-th row belongs to `slots[i]`."""
+    columns = jnp.where(claim.pages < pages, claim.columns, tables.shape[1])
+    return tables.at[slots[:, None], columns].set(claim.pages, mode="drop")
+
+
+def used_entries(tables: jax.Array, first: jax.Array, end: jax.Array, *, pages: int) -> jax.Array:
+    """Return `[batch, columns]`: the pages in columns `first[b]` up to `end[b]`, elsewhere "no page"."""
+    columns = jnp.arange(tables.shape[1], dtype=jnp.int32)[None, :]
+    return jnp.where((columns >= first[:, None]) & (columns < end[:, None]), tables, pages)
+
+
+def refer(references: jax.Array, pages: jax.Array, by: int) -> jax.Array:
+    """Return the references after each of `pages`, of any shape, gained or lost some."""
+    return references.at[pages].add(by, mode="drop")

@@ -1,0 +1,42 @@
+"""Which row of a slot holds which position, with rings and row orders taken into account."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from shardwright.caches.spec import CacheSpec
+
+
+def row_of(spec: CacheSpec, positions: jax.Array) -> jax.Array:
+    """Return the row that stores each position; any shape."""
+    places = positions % spec.capacity if spec.is_ring else positions
+    return spec.order.row(places, spec.capacity)
+
+
+def positions_of_rows(spec: CacheSpec, length: jax.Array, start: jax.Array | None) -> jax.Array:
+    """Return the position that each row holds.
+
+    Args:
+      spec: Of the cache.
+      length: `[batch]` int32.
+      start: `[batch]` int32, the first position that a slot of a ring still holds. None: not a ring.
+
+    Returns:
+      For a ring `[batch, capacity]` int32, -1 for an empty row. Otherwise `[1, capacity]`: the same
+      for all slots, and valid only below the length of a slot.
+    """
+    places = spec.order.place(jnp.arange(spec.capacity, dtype=jnp.int32), spec.capacity)[None]
+    if start is None:
+        return places
+    last = length[:, None] - 1
+    positions = last - (last - places) % spec.capacity
+    return jnp.where(positions >= start[:, None], positions, -1)
+
+
+def first_needed(spec: CacheSpec, length: jax.Array) -> jax.Array:
+    """Return the first position that a query at each length can see: 0, or the start of the window."""
+    if not spec.is_ring:
+        return jnp.zeros_like(length)
+    window = spec.capacity if spec.window is None else spec.window
+    return jnp.maximum(length - window + 1, 0)
