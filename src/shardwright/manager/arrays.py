@@ -203,7 +203,7 @@ class ArrayMethods(ManagerCore):
         ambient = _jax.ambient_mesh()
         manual = self.manual_axes(ambient)
         if manual:
-            request = dataclasses.replace(request, manual=manual)
+            request = request._replace(manual=manual)
         resolution = self._answer(request, ambient)
         if not strict:
             resolution = resolver.left_open(resolution)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwright.errors import Problem, ShapeRequiredError, ShardingError
 from shardwright.resolution import resolver
@@ -15,9 +15,11 @@ from shardwright.vocabulary.annotations import Dim
 from shardwright.vocabulary.axes import Role
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One question: how is an array with this annotation sharded?
+
+    A named tuple, because a frozen dataclass takes four times as long to create, and `explain` creates one
+    at each call.
 
     Attributes:
       annotation: A layout, an `ArraySpec`, a tuple of axes, or a literal spec.

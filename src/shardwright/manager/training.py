@@ -127,13 +127,14 @@ class TrainingMethods(TreeMethods):
 
         The new state has the shardings of the old one and takes its memory. The step runs under this
         manager, so calls need no `with pm:` around them. The result is what `jax.jit` returns, with
-        `lower` and `trace`.
+        `lower` and `trace`. Every array of the state has a sharding on the manager's mesh: another one
+        would make the second call compile again.
 
         Args:
           step: Function of the state and the inputs. It returns the new state, of the same structure,
             shapes and dtypes, and a tree of anything else, such as the loss.
           state: The state, or `ShapeDtypeStruct`s with shardings, as `abstract` and `abstract_state`
-            return them. Scalars without a sharding are replicated.
+            return them.
           *inputs: One per further argument of the step: an annotation for all of its arrays, or a tree of
             annotations, or arrays or `ShapeDtypeStruct`s with shardings.
           donate: Whether the old state gives up its memory. Defaults to True.
@@ -193,14 +194,13 @@ class TrainingMethods(TreeMethods):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and _same_devices(sharding.mesh, self.mesh):
             return sharding
-        if np.ndim(leaf) == 0 and not getattr(leaf, "committed", False):
-            return self._sharding(self._answer(Request(())))
         raise StrategyError(
             f"the {type(leaf).__name__} of shape {np.shape(leaf)} has no sharding "
             "on the manager's mesh",
             path=path,
             fix="pass arrays that pm.init, pm.init_state or pm.shard returned, "
-            "or pm.abstract(specs) and pm.abstract_state(optimizer, specs)",
+            "or pm.abstract(specs) and pm.abstract_state(optimizer, specs); "
+            "pm.shard(x) replicates a scalar",
         )
 
 

@@ -85,13 +85,14 @@ class WeightMethods(ManagerCore):
         shape = None if shape is None else as_shape(shape)
         path = request.path and self.rules.tensors and request.path
         key: Any = ("gather", annotation, local, shape, request.mode, path, ambient)
-        request = Request(annotation, shape, request.mode, None, request.path)
         if ambient.manual_axes:
+            request = request._replace(annotation=annotation, shape=shape)
             return self._gather_shard(w, request, key)
         if shape not in (None, local):
             raise_problems([_shape_problem(request, local)])
         placements = self._cache.get(key) or self._cache.recall(key)
         if placements is None:
+            request = request._replace(annotation=annotation)
             placements = [
                 self._weight_placement(request.of(role, local)) for role in (Role.USE, Role.PARAM)
             ]
@@ -174,7 +175,7 @@ def path_required(
 def _shape_problem(request: Request, local: tuple[int, ...]) -> Problem:
     return Problem(
         error=RankMismatchError,
-        what=f"the weight has shape {local}, but shape={request.shape}",
+        what=f"the weight has shape {local}, but shape={as_shape(request.shape)}",
         path=request.path or "",
         fix="leave shape= out, or pass the weight's own shape: "
         "outside shard_map every shape is global",
