@@ -40,7 +40,6 @@ from shardwright.trees.annotated import stack_specs as stack_specs
 from shardwright.vocabulary.annotations import ArraySpec as ArraySpec
 from shardwright.vocabulary.annotations import PartOf as PartOf
 from shardwright.vocabulary.annotations import is_annotation as is_annotation
-from shardwright.vocabulary.annotations import merged as merged
 from shardwright.vocabulary.annotations import stacked as stacked
 from shardwright.vocabulary.axes import BATCH as BATCH
 from shardwright.vocabulary.axes import BIAS_HEAD_SEQ as BIAS_HEAD_SEQ
@@ -99,6 +98,7 @@ from shardwright.vocabulary.layouts import SColumnWise as SColumnWise
 from shardwright.vocabulary.layouts import SRowWise as SRowWise
 from shardwright.vocabulary.layouts import UnifiedExpertColumnWise as UnifiedExpertColumnWise
 from shardwright.vocabulary.layouts import UnifiedExpertRowWise as UnifiedExpertRowWise
+from shardwright.vocabulary.merged_dims import merged as merged
 from shardwright.vocabulary.modes import GENERATION_MODES as GENERATION_MODES
 from shardwright.vocabulary.modes import MODE_DECODE as MODE_DECODE
 from shardwright.vocabulary.modes import MODE_INSERT as MODE_INSERT

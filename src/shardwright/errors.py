@@ -110,7 +110,7 @@ class IndivisibleError(ShardingError):
 
 
 class AxisConflictError(ShardingError):
-    """Two dims of one array want the same mesh axis, or one semantic axis stands twice."""
+    """Two dims of one array want the same mesh axis, or one semantic axis occurs twice."""
 
 
 class RankMismatchError(ShardingError):

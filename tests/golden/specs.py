@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import shardwright as sw
 from shardwright.resolution.partition_specs import spec_text
-from shardwright.vocabulary.annotations import describe
+from shardwright.vocabulary.lowering import describe
 from tests.golden import layer
 
 MESHES = ("dp:1,fsdp:2,tp:4", "dp:2,tp:4", "fsdp:2,tp:2,ep:2", "sp:2")

@@ -164,7 +164,9 @@ class TestManager:
             ("fsdp", "dp"), None, "tp", None
         )
         assert pm.resolve(axes) == pm.resolve(axes, ef.MODE_TRAIN)
-        with pytest.raises(sw.RankMismatchError, match="the layout's mode is dim 3"):
+        with pytest.raises(
+            sw.RankMismatchError, match="the size of dim 3 decides the layout's mode"
+        ):
             pm.resolve(axes, 3, shape=(8, 1, 8))
         with jax.set_mesh(mesh):
             x = ef.apply_logical_sharding(ones(8, 1, 8), pm, axes, 1)

@@ -597,7 +597,7 @@ def test_an_annotation_that_is_refused_is_one_finding() -> None:
     assert one.code is Code.UNRESOLVED
     assert (one.key, one.message.partition(",")[0]) == (
         "x dim 1 BATCH",
-        "the axis stands twice in one annotation",
+        "the axis occurs twice in one annotation",
     )
 
 

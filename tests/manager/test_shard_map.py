@@ -303,13 +303,13 @@ ERRORS: dict[str, tuple[Any, tuple[Any, ...], type[sw.ShardingError], str]] = {
         {"in_axes": [X], "out_axes": (sw.EMBED, sw.HEAD)},
         (8,),
         sw.AxisConflictError,
-        "output dim 1 HEAD: mesh axis tp stands twice",
+        "output dim 1 HEAD: mesh axis tp occurs twice",
     ),
     "twice in a composite": (
         {"in_axes": [X], "out_axes": (sw.BATCH, (sw.EMBED, sw.HEAD))},
         (8,),
         sw.AxisConflictError,
-        r"output dim 1 EMBED\+HEAD: mesh axis tp stands twice",
+        r"output dim 1 EMBED\+HEAD: mesh axis tp occurs twice",
     ),
     "no annotation": (
         {"in_axes": [3], "out_axes": X},

@@ -167,7 +167,7 @@ BAD_TEXTS = [
     ),
     ("dp=2,tp:4", "part 'dp=2' has no size\n  dp=2,tp:4\n  ^\n  fix   write \"dp:2\""),
     ("dp", "part 'dp' has no size\n  dp\n  ^\n  fix   write \"dp:2\""),
-    ("dp:2, dp:4", "mesh axis 'dp' stands twice\n  dp:2, dp:4\n        ^\n"),
+    ("dp:2, dp:4", "mesh axis 'dp' occurs twice\n  dp:2, dp:4\n        ^\n"),
     (
         "dp:-1,tp:-1",
         "mesh axes 'dp' and 'tp' are both -1, only one can be inferred\n  dp:-1,tp:-1\n           ^\n",
@@ -229,7 +229,7 @@ def test_all_problems_of_a_text_are_told_at_once() -> None:
     assert [problem.what for problem in caught.value.problems] == [
         "mesh axis 'dp': size 0 is not positive",
         "mesh axis name 'a+b' contains '+', which rules and mesh texts use",
-        "mesh axis 'dp' stands twice",
+        "mesh axis 'dp' occurs twice",
     ]
 
 
@@ -245,7 +245,7 @@ def test_all_problems_of_a_text_are_told_at_once() -> None:
         ((2, 4), {"axis_names": ("dp",)}, "2 sizes for 1 axes: axis_names is dp"),
         ((2,), {"axis_names": "dp"}, "axis_names is 'dp', not a sequence of names"),
         ((2, 4), {"axis_names": ("dp", 3)}, "mesh axis name 3 is of type int, not a string"),
-        ((2, 4), {"axis_names": ("dp", "dp")}, "mesh axis 'dp' stands twice"),
+        ((2, 4), {"axis_names": ("dp", "dp")}, "mesh axis 'dp' occurs twice"),
         (
             (2, True),
             {"axis_names": ("dp", "tp")},
@@ -621,7 +621,7 @@ BAD_CALLS: list[tuple[Any, str]] = [
     ),
     (lambda: mesh_sizes("dp:2,tp:4"), "'dp:2,tp:4' of type str is no mesh\n"),
     (lambda: mesh_sizes(["dp"]), "['dp'] of type list is no mesh\n"),
-    (lambda: mesh_sizes([("dp", 2), ("dp", 4)]), "mesh axis 'dp' stands twice\n"),
+    (lambda: mesh_sizes([("dp", 2), ("dp", 4)]), "mesh axis 'dp' occurs twice\n"),
     (
         lambda: mesh_sizes({"dp": -1}),
         "mesh axis 'dp': size -1 is not positive\n  fix   give a size of 1 or more",
@@ -645,8 +645,8 @@ def test_a_mesh_with_one_name_for_two_axes_is_refused() -> None:
     twice = Mesh(
         np.array(virtual_devices(8)).reshape(2, 4), ("q", "q"), axis_types=(AxisType.Auto,) * 2
     )
-    refused(lambda: mesh_sizes(twice), "mesh axis 'q' stands twice")
-    refused(lambda: mesh_axis_types(twice), "mesh axis 'q' stands twice")
+    refused(lambda: mesh_sizes(twice), "mesh axis 'q' occurs twice")
+    refused(lambda: mesh_axis_types(twice), "mesh axis 'q' occurs twice")
 
 
 @pytest.mark.parametrize(

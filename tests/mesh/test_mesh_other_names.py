@@ -39,7 +39,7 @@ def test_a_mesh_from_text(text: str, names: Any, expected: dict[str, int]) -> No
             ("dp", "fsdp", "tp"),
             "the text names dp, tp, names is dp, fsdp, tp\n  fix   give every name exactly once",
         ),
-        ("dp:2,dp:4", ("dp", "tp"), "mesh axis 'dp' stands twice"),
+        ("dp:2,dp:4", ("dp", "tp"), "mesh axis 'dp' occurs twice"),
         ("dp:8", ("dp", "dp"), "the text names dp, names is dp, dp"),
         ("2,four", ("dp", "tp"), "part 'four' has no size"),
         (

@@ -49,7 +49,7 @@ def without(data: dict[str, Any], finding: Finding) -> dict[str, Any]:
         parts = table[last].split(" | ")
         at = (
             len(parts) - 1 - parts[::-1].index(candidate[1])
-        )  # the later one, where it stands twice
+        )  # the later one, where it occurs twice
         table[last] = " | ".join(parts[:at] + parts[at + 1 :])
     elif isinstance(table[last], dict) and "params" in table[last]:
         table[last] = {"params": table[last]["params"]}

@@ -99,7 +99,7 @@ class TestProduct:
         found = explain(((B, H),), rules, MESH, shape=(8,)).decisions[0]
         assert found.mesh_axes == ("dp", "tp")
         assert [(skip.reason, skip.detail) for skip in found.skipped] == [
-            (Reason.TAKEN, "dp stands twice")
+            (Reason.TAKEN, "dp occurs twice")
         ]
 
     def test_a_taken_mesh_axis_moves_on(self) -> None:
@@ -189,7 +189,7 @@ class TestRefusals:
         """A flat dim that is cut in equal parts cuts heads where the parts are not whole heads."""
         for rules in (made(rules={H: "tp"}), made()):
             with pytest.raises(
-                sw.StrategyError, match=r"dim 1 .*: a composite of .* may split a head"
+                sw.StrategyError, match=r"dim 1 .*: a composite of .* could be split within a head"
             ) as caught:
                 resolve((E, axes), rules, MESH, shape=(8, 768))
             assert "merged((" in caught.value.fix
@@ -204,7 +204,7 @@ class TestRefusals:
             resolve(((E, sw.HEAD_DIM, sw.KV_HEAD, H),), made(), MESH, shape=(8,))
         assert (
             caught.value.fix
-            == "annotate the flat dim as merged((KV_HEAD, heads), (HEAD_DIM, head_dim)): the heads must then divide"
+            == "annotate the flat dim as merged((KV_HEAD, heads), (HEAD_DIM, head_dim)): then the number of heads must divide"
         )
         assert resolve(((E, H), (B, sw.HEAD_DIM)), made(), MESH, shape=(8, 8)).spec == P()
 

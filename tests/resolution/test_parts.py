@@ -11,7 +11,8 @@ import pytest
 
 import shardwright as sw
 from shardwright.resolution.decisions import Outcome
-from shardwright.vocabulary.annotations import PartOf, describe, lower
+from shardwright.vocabulary.annotations import PartOf
+from shardwright.vocabulary.lowering import describe, lower
 
 P = jax.P
 KERNEL = (sw.EMBED, sw.MLP_INTERMEDIATE)
@@ -73,7 +74,7 @@ def test_a_part_lies_as_the_dims_that_it_follows(dims: Any, shape: Any, spec: An
 
 @pytest.mark.parametrize("rank", ["error", "fit"])
 def test_a_part_is_never_longer_than_the_whole(rank: str) -> None:
-    says = r"^w dim 1: size 320 is more than the 32 of dim 1 of \(EMBED, MLP_INTERMEDIATE\), which it follows\n  fix   a part has"
+    says = r"^w dim 1: size 320 is more than the 32 of dim 1 of \(EMBED, MLP_INTERMEDIATE\), which it follows\n  fix   pass the whole array's shape"
     with pytest.raises(sw.RankMismatchError, match=says):
         explain(part((0, 1)), (16, 320), path="w", rank=rank).require()
     with pytest.raises(sw.RankMismatchError, match=says.replace("w dim", "dim")):
@@ -112,7 +113,7 @@ def test_dims_may_be_a_list_and_are_numbers() -> None:
     for dims in (0, ("0",), [[0]], (2,), (0, 0), (-1,), None):
         with pytest.raises(
             sw.RankMismatchError,
-            match=r"^dims .* of \(EMBED, MLP_INTERMEDIATE\), which has 2\n  fix   name each dim",
+            match=r"^dims is .*, and \(EMBED, MLP_INTERMEDIATE\) has 2 dims\n  fix   name each dim",
         ):
             part(dims)
 
@@ -172,7 +173,7 @@ def test_what_is_wrong_with_the_whole_is_wrong_with_the_part() -> None:
         explain(part((0,)), (16, 1)).require()
     for dims in ((2,), (0, 0), (-1,)):
         with pytest.raises(
-            sw.RankMismatchError, match=r"dims .* of \(EMBED, MLP_INTERMEDIATE\), which has 2"
+            sw.RankMismatchError, match=r"dims is .*, and \(EMBED, MLP_INTERMEDIATE\) has 2 dims"
         ):
             part(dims)
 

@@ -447,7 +447,7 @@ class TestComposites:
         assert spec(((E, L),), rules, self.MESH, shape=(8,)) == P()
 
     def test_members_that_meet_are_a_conflict(self) -> None:
-        with pytest.raises(sw.AxisConflictError, match=r"dim 0 BATCH\+HEAD: dp stands twice"):
+        with pytest.raises(sw.AxisConflictError, match=r"dim 0 BATCH\+HEAD: dp occurs twice"):
             resolve(((B, H),), made(rules={B: "dp", H: "dp"}), self.MESH, shape=(8,))
 
     def test_members_that_meet_on_a_mesh_axis_of_size_one_are_none(self) -> None:
@@ -537,7 +537,9 @@ class TestNoShape:
         )
 
     def test_an_integer_mode_needs_a_shape(self) -> None:
-        with pytest.raises(sw.ShapeRequiredError, match="the layout's mode is dim 1"):
+        with pytest.raises(
+            sw.ShapeRequiredError, match="the size of dim 1 decides the layout's mode"
+        ):
             resolve(sw.HiddenStateSharding, made(rules={B: "dp"}), self.MESH)
         assert spec(sw.HiddenStateSharding, made(rules={B: "dp"}), self.MESH, mode="train") == P(
             "dp"

@@ -76,8 +76,8 @@ def test_a_rule_is_candidates_and_a_fallback(
         ("- | -", 4, 'nothing may follow "-", which always fits'),
         ("tp+-", 3, '"-" stands alone, never inside a candidate'),
         ("?+tp", 0, '"?" stands alone, never inside a candidate'),
-        ("dp+dp", 3, "'dp' stands twice in one candidate"),
-        ("tp | dp + fsdp + dp", 17, "'dp' stands twice in one candidate"),
+        ("dp+dp", 3, "'dp' occurs twice in one candidate"),
+        ("tp | dp + fsdp + dp", 17, "'dp' occurs twice in one candidate"),
         (
             "dp fsdp",
             0,

@@ -105,7 +105,7 @@ def test_an_array_spec_is_checked_when_it_is_written() -> None:
         sw.RankMismatchError, match=r"\(EMBED, MLP_INTERMEDIATE\) has 2 dims, the array has 3"
     ):
         sw.ArraySpec((4, 8, 8), jnp.float32, KERNEL)
-    with pytest.raises(sw.AxisConflictError, match="the axis stands twice in one annotation"):
+    with pytest.raises(sw.AxisConflictError, match="the axis occurs twice in one annotation"):
         sw.ArraySpec((8, 8), jnp.float32, (sw.EMBED, sw.EMBED))
     assert sw.ArraySpec([8, np.int64(8)], jnp.float32, [sw.EMBED, sw.EMPTY]).axes == (
         sw.EMBED,

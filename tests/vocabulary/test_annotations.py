@@ -13,16 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.vocabulary.annotations import (
-    Dim,
-    PartOf,
-    as_annotation,
-    describe,
-    lower,
-    mode_of_layout,
-    one_annotation,
-)
+from shardwright.vocabulary.annotations import PartOf, as_annotation, one_annotation
 from shardwright.vocabulary.axes import SEMANTIC_AXES, axis_label, canonical_axis, file_name
+from shardwright.vocabulary.lowering import Dim, describe, lower, mode_of_layout
 
 GOOD = [
     (),
@@ -96,7 +89,7 @@ def test_where_one_annotation_is_expected_a_list_does_too(given: Any, means: Any
         ((sw.BATCH, (sw.EMBED, 4)), "is not an axis, a tuple of axes", "use axis strings"),
         ("batch", "'batch' is not an annotation", "write a tuple of axes"),
         (None, "None is not an annotation", "write a tuple of axes"),
-        ({"a": 1}, "is not an annotation", "of a tree ask shardings"),
+        ({"a": 1}, "is not an annotation", "for a tree call shardings"),
         (int, "is not an annotation", "write a tuple of axes"),
     ],
 )
@@ -172,7 +165,7 @@ class TestMerged:
             sw.merged()
 
     def test_an_axis_twice_is_found_inside_too(self) -> None:
-        with pytest.raises(sw.AxisConflictError, match="dim 1 HEAD_DIM: the axis stands twice"):
+        with pytest.raises(sw.AxisConflictError, match="dim 1 HEAD_DIM: the axis occurs twice"):
             lower((sw.HEAD_DIM, sw.merged((sw.HEAD, 8), (sw.HEAD_DIM, 2))))
 
 
@@ -206,13 +199,13 @@ class TestStacked:
         assert not np.array_equal(made[0], made[1])
 
     def test_layers_go_with_an_array_spec_only(self) -> None:
-        with pytest.raises(sw.StrategyError, match="layers= goes with an ArraySpec"):
+        with pytest.raises(sw.StrategyError, match="layers= is required for an ArraySpec"):
             sw.stacked((sw.EMBED,), layers=3)
-        with pytest.raises(sw.StrategyError, match="layers= goes with an ArraySpec"):
+        with pytest.raises(sw.StrategyError, match="layers= is required for an ArraySpec"):
             sw.stacked(sw.ArraySpec((4,), jnp.float32, (sw.NORM,)))
 
     def test_twice_is_refused(self) -> None:
-        with pytest.raises(sw.AxisConflictError, match="LAYERS: the axis stands twice"):
+        with pytest.raises(sw.AxisConflictError, match="LAYERS: the axis occurs twice"):
             lower(sw.stacked(sw.stacked((sw.EMBED,))))
         with pytest.raises(
             sw.AxisConflictError,
@@ -245,7 +238,7 @@ class TestStacked:
     def test_what_is_unreduced_is_no_annotation(self, use: Any) -> None:
         with pytest.raises(
             sw.StrategyError,
-            match=r"^the literal spec is unreduced along dp, which no annotation can say\n  fix   annotate the array",
+            match=r"^the literal spec is unreduced along dp, which an annotation cannot express\n  fix   annotate the array",
         ):
             use(P("tp", unreduced={"dp"}))
         with pytest.raises(sw.StrategyError, match=r"^the literal spec is reduced along dp, "):
@@ -355,7 +348,7 @@ class TestLowering:
     def test_the_same_axis_twice_is_refused(self, axes: Any) -> None:
         with pytest.raises(
             sw.AxisConflictError,
-            match=r"the axis stands twice in one annotation, .*\n  fix   give each dim its own axis",
+            match=r"the axis occurs twice in one annotation, .*\n  fix   give each dim its own axis",
         ):
             lower(axes)
 
@@ -397,14 +390,15 @@ class TestModeOfALayout:
     def test_an_integer_needs_a_shape(self) -> None:
         with pytest.raises(
             sw.ShapeRequiredError,
-            match=r"the layout's mode is dim 1.*\n  fix   pass mode= or shape=",
+            match=r"the size of dim 1 decides the layout's mode, .*\n  fix   pass mode= or shape=",
         ):
             mode_of_layout(1, None)
 
     @pytest.mark.parametrize("mode", [2, 5, -3, -5])
     def test_an_integer_needs_its_dim(self, mode: int) -> None:
         with pytest.raises(
-            sw.RankMismatchError, match=f"the layout's mode is dim {mode}, .*\n  fix   pass mode="
+            sw.RankMismatchError,
+            match=f"the size of dim {mode} decides the layout's mode, .*\n  fix   pass mode=",
         ):
             mode_of_layout(mode, (4, 8))
         assert mode_of_layout(-2, (1, 8)) == sw.MODE_DECODE
@@ -424,11 +418,11 @@ class TestWhatIsChecked:
         ],
     )
     def test_members_of_a_merged_dim(self, member: Any, says: str) -> None:
-        with pytest.raises(sw.StrategyError, match=f"^{re.escape(says)}\n  fix   merged"):
+        with pytest.raises(sw.StrategyError, match=f"^{re.escape(says)}\n  fix   write merged"):
             sw.merged(member)
         with pytest.raises(
             sw.StrategyError,
-            match=r"^merged needs at least one \(axis, size\)\n  fix   merged\(\(KV_HEAD, 8\)",
+            match=r"^merged needs at least one \(axis, size\)\n  fix   write merged\(\(KV_HEAD, 8\)",
         ):
             sw.merged()
         assert sw.merged((sw.HEAD, 1)).size == 1
@@ -489,7 +483,7 @@ class TestWhatIsChecked:
         for dims in ((3,), (2,), (0, 0), (-1,)):
             with pytest.raises(
                 sw.RankMismatchError,
-                match=r"^w: dims .* of \(EMBED, VOCAB\), which has 2\n  fix   name each dim",
+                match=r"^w: dims is .*, and \(EMBED, VOCAB\) has 2 dims\n  fix   name each dim",
             ):
                 PartOf(annotation=(sw.EMBED, sw.VOCAB), shape=(4, 8), dims=dims, path="w")
 
@@ -529,7 +523,7 @@ class TestWhatIsChecked:
         assert sw.stacked(spec, 1).shape == (1, 4)
         with pytest.raises(
             sw.StrategyError,
-            match=r"^layers= goes with an ArraySpec, and only with one\n  fix   stacked\(spec, layers=32\)",
+            match=r"^layers= is required for an ArraySpec, and not allowed for other annotations\n  fix   write stacked\(spec, layers=32\)",
         ):
             sw.stacked((sw.EMBED,), 1)
 

@@ -21,8 +21,8 @@ from shardwright.errors import Problem, ShapeRequiredError, StrategyError, rende
 from shardwright.plan.compare import Comparison, Placed, Row, Total, compare
 from shardwright.plan.report.text import bytes_text
 from shardwright.resolution.tables import table
-from shardwright.vocabulary.annotations import describe
 from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.lowering import describe
 from shardwright.vocabulary.modes import MODE_NAMES, mode_name
 
 _GROWS = {r"\+[0-9][0-9,]*(?: \(.*\))?$": "red", r"-[0-9][0-9,]*(?: \(.*\))?$": "green"}

@@ -24,8 +24,8 @@ from shardwright.resolution.decisions import HEAD, DimDecision, Resolution, lies
 from shardwright.resolution.partition_specs import spec_text
 from shardwright.resolution.tables import remarked_table, table
 from shardwright.trees.tensors import Tensor
-from shardwright.vocabulary.annotations import describe
 from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.lowering import describe
 from shardwright.vocabulary.modes import MODE_NAMES, MODES, mode_name
 
 _EPILOG = f"""\

@@ -22,9 +22,10 @@ from shardwright.mesh.build import (
     resolve_sizes,
 )
 from shardwright.strategy.limits import MOST_ELEMENTS, has_too_many_elements
-from shardwright.vocabulary.annotations import merged, stacked
+from shardwright.vocabulary.annotations import stacked
 from shardwright.vocabulary.axes import EMPTY, canonical_axis
 from shardwright.vocabulary.layouts import LAYOUTS
+from shardwright.vocabulary.merged_dims import merged
 
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LAYOUT = re.compile(r"(stacked\()?([A-Za-z]+)(\.bias)?(?(1)\))")

@@ -13,7 +13,6 @@ from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.resolver import explain
 from shardwright.resolution.rules import AxisRules, Rule
 from shardwright.trees.tensors import Tensor
-from shardwright.vocabulary.annotations import lower
 from shardwright.vocabulary.axes import (
     BATCH,
     BIAS_HEAD_SEQ,
@@ -24,6 +23,7 @@ from shardwright.vocabulary.axes import (
     QUERY_LENGTH,
     Role,
 )
+from shardwright.vocabulary.lowering import lower
 from shardwright.vocabulary.modes import MODES
 
 KeyPath = tuple[str, ...]

@@ -14,7 +14,6 @@ from shardwright.errors import (
 from shardwright.lints.finding import Code, Finding, Severity, dim_key, problem_text
 from shardwright.lints.subject import Answer, Subject, axes_of, role_of
 from shardwright.resolution.decisions import DimDecision, Outcome, Reason
-from shardwright.vocabulary.annotations import lower
 from shardwright.vocabulary.axes import (
     HEAD,
     HEAD_DIM,
@@ -26,6 +25,7 @@ from shardwright.vocabulary.axes import (
     canonical_axis,
     file_name,
 )
+from shardwright.vocabulary.lowering import lower
 from shardwright.vocabulary.modes import MODES, mode_name
 
 _HEADS = {HEAD: HEAD_DIM, KV_HEAD: KV_HEAD_DIM}

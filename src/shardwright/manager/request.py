@@ -11,8 +11,8 @@ from shardwright.resolution import resolver
 from shardwright.resolution.decide import rule_text
 from shardwright.resolution.decisions import DimDecision, Resolution
 from shardwright.resolution.rules import AxisRules
-from shardwright.vocabulary.annotations import Dim
 from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.lowering import Dim
 
 
 class Request(NamedTuple):

@@ -32,16 +32,14 @@ from shardwright.resolution.partition_specs import canonical_spec, entry_names, 
 from shardwright.resolution.rules import AxisRules
 from shardwright.trees import annotated
 from shardwright.vocabulary.annotations import (
-    Dim,
-    MergedDim,
     as_annotation,
-    as_shape,
     is_annotation,
     is_axes_list,
     is_tuple_of_annotations,
-    lower,
 )
 from shardwright.vocabulary.axes import LAYERS, UNCONSTRAINED, axis_label, canonical_axis
+from shardwright.vocabulary.lowering import Dim, as_shape, lower
+from shardwright.vocabulary.merged_dims import MergedDim
 
 # Where each dim of the inputs lies, by its axes: several for a composite, which is decided as a whole.
 _Found = dict[tuple[str, ...], tuple[str, ...]]
@@ -279,7 +277,7 @@ class SemanticShardMap:
             ]
             if clash:
                 raise AxisConflictError(
-                    f"mesh axis {clash[0]} stands twice",
+                    f"mesh axis {clash[0]} occurs twice",
                     path="output",
                     dim=at,
                     axis=dim.label,

@@ -21,12 +21,11 @@ from shardwright.trees import annotated
 from shardwright.vocabulary.annotations import (
     ArraySpec,
     PartOf,
-    as_shape,
-    lower,
     one_annotation,
     tree_of_annotations,
 )
 from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.lowering import as_shape, lower
 
 
 class WeightMethods(ManagerCore):

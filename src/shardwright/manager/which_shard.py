@@ -31,8 +31,8 @@ from shardwright.errors import (
 )
 from shardwright.manager.request import dim_problem
 from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
-from shardwright.vocabulary.annotations import Dim
 from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.lowering import Dim
 
 # For each dim, the Manual mesh axes that a value is split over, major first.
 Split = tuple[tuple[str, ...], ...]

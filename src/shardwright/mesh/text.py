@@ -327,7 +327,7 @@ def _part_problems(parts: Sequence[_Part], *, text: str, infer: bool) -> list[Pr
         elif part.name in seen:
             found.append(
                 _fault(
-                    f"mesh axis {part.name!r} stands twice",
+                    f"mesh axis {part.name!r} occurs twice",
                     text=text,
                     at=part.name_at,
                     fix="give every axis once",

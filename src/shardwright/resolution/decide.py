@@ -37,9 +37,9 @@ from shardwright.resolution.rules import (
     Rule,
     default_rule,
 )
-from shardwright.vocabulary.annotations import Dim
 from shardwright.vocabulary.axes import EXPERT, PARALLELISM_AXES, Role, axis_label, canonical_axis
 from shardwright.vocabulary.layouts import LAYOUTS
+from shardwright.vocabulary.lowering import Dim
 from shardwright.vocabulary.modes import mode_name
 
 _Chain = Rule | Composite
@@ -345,7 +345,7 @@ class Frame:
 
     def _holder(self, axis: str) -> str:
         if axis not in self.taken:
-            return f"{axis} stands twice"
+            return f"{axis} occurs twice"
         position, label = self.taken[axis]
         return f"{axis} is taken by dim {position} {label}".rstrip()
 

@@ -12,7 +12,8 @@ from shardwright import _jax
 from shardwright.errors import IndivisibleError, Problem, RankMismatchError, ShapeRequiredError
 from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
 from shardwright.resolution.rules import Fallback, Indivisible, Policy, Rule
-from shardwright.vocabulary.annotations import Dim, PartOf, describe
+from shardwright.vocabulary.annotations import PartOf
+from shardwright.vocabulary.lowering import Dim, describe
 
 Fits = Callable[[int, tuple[str, ...]], bool]
 

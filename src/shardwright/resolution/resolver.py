@@ -25,20 +25,17 @@ from shardwright.resolution.decide import Frame, gathered, unknown_axis
 from shardwright.resolution.decisions import DimDecision, ModeFrom, Outcome, Resolution
 from shardwright.resolution.parts import Taken, add_zero1, take_part
 from shardwright.resolution.rules import AxisRules, Rank
-from shardwright.vocabulary.annotations import (
-    ArraySpec,
+from shardwright.vocabulary.annotations import ArraySpec, PartOf, as_annotation, is_annotation
+from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.lowering import (
     Dim,
     Lowered,
-    PartOf,
-    as_annotation,
     as_shape,
     check_merged,
     describe,
-    is_annotation,
     lower,
     mode_of_layout,
 )
-from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.modes import MODE_TRAIN, is_mode, parse_mode
 
 _LEFT_OPEN = (IndivisibleError, AxisConflictError, ManualAxisError)

@@ -100,7 +100,7 @@ class Policy:
       rank: error, or cut and pad the annotation to the array's rank.
 
     Raises:
-      StrategyError: a choice that there is not, a name in `gather` or `idle` that no mesh axis can have or that stands twice, or a
+      StrategyError: a choice that there is not, a name in `gather` or `idle` that no mesh axis can have or that occurs twice, or a
         `zero1` that is no rule or ends in "?".
     """
 
@@ -232,7 +232,7 @@ def _parse_candidate(text: str, part: str, start: int, ref: RuleRef) -> tuple[st
                 text, column, f"{name!r} is not the name of a mesh axis: it {fault}", ref
             )
         if name in names:
-            raise _grammar(text, column, f"{name!r} stands twice in one candidate", ref)
+            raise _grammar(text, column, f"{name!r} occurs twice in one candidate", ref)
         names.append(name)
     return tuple(names)
 

@@ -25,10 +25,10 @@ from shardwright.vocabulary.annotations import (
     is_annotation,
     is_axes_list,
     is_tuple_of_annotations,
-    spelled,
     stacked,
 )
 from shardwright.vocabulary.layouts import Replicated
+from shardwright.vocabulary.lowering import spelled
 
 
 def path_text(path: Sequence[Any]) -> str:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
-from shardwright.vocabulary.annotations import ArraySpec, PartOf, as_shape, describe, lower
+from shardwright.vocabulary.annotations import ArraySpec, PartOf
 from shardwright.vocabulary.axes import EXPERT, LAYERS
 from shardwright.vocabulary.integers import as_integer
+from shardwright.vocabulary.lowering import as_shape, describe, lower
 
 WHOLE = -1
 # What stacks several weights into one.

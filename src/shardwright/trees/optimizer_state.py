@@ -24,8 +24,9 @@ from shardwright.errors import (
     raise_problems,
 )
 from shardwright.trees.annotated import Leaf, annotated_leaves, compile_rule, path_text
-from shardwright.vocabulary.annotations import ArraySpec, PartOf, describe
+from shardwright.vocabulary.annotations import ArraySpec, PartOf
 from shardwright.vocabulary.axes import EMPTY
+from shardwright.vocabulary.lowering import describe
 
 Path = tuple[Any, ...]
 Dims = tuple[int | None, ...]

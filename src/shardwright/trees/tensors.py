@@ -13,13 +13,9 @@ import numpy as np
 
 from shardwright.errors import StrategyError
 from shardwright.trees.annotated import path_text
-from shardwright.vocabulary.annotations import (
-    ArraySpec,
-    is_annotation,
-    is_tuple_of_annotations,
-    spelled,
-)
+from shardwright.vocabulary.annotations import ArraySpec, is_annotation, is_tuple_of_annotations
 from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.lowering import spelled
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ A layout is a tuple of dims and a mode, and reads the same as a class and as an 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -329,6 +330,20 @@ class ExpertTensorParallel(DynamicShardingAxes, role=Role.PARAM):
     """Expert weight with the experts over the tensor axis `[experts, in, out]`."""
 
     axes = (TP, EMPTY, EMPTY)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StackedLayout:
+    """A layout with `LAYERS` in front. Build it with `stacked`."""
+
+    layout: Any
+
+
+def is_layout(value: object) -> bool:
+    """Tell whether a value is a layout class, an instance of one, or a stacked layout."""
+    return isinstance(value, (DynamicShardingAxes, StackedLayout)) or (
+        isinstance(value, type) and issubclass(value, DynamicShardingAxes)
+    )
 
 
 LAYOUTS: dict[str, type[DynamicShardingAxes]] = {

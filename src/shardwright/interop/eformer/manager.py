@@ -17,9 +17,10 @@ from shardwright.manager import context
 from shardwright.manager import manager as native
 from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.rules import AxisRules, Policy
-from shardwright.vocabulary.annotations import ArraySpec, StackedLayout, mode_of_layout
+from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import EMPTY_VAL, NOT_GIVEN
-from shardwright.vocabulary.layouts import DynamicShardingAxes
+from shardwright.vocabulary.layouts import DynamicShardingAxes, StackedLayout
+from shardwright.vocabulary.lowering import mode_of_layout
 from shardwright.vocabulary.modes import MODE_TRAIN
 
 

@@ -1,0 +1,343 @@
+"""Lower an annotation to its one internal form: a tuple of `Dim`s, one per dim of the array.
+
+Lowering checks what an annotation and a shape say about each other. It knows no rules and no mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from shardwright import _jax
+from shardwright.errors import (
+    AxisConflictError,
+    RankMismatchError,
+    ShapeRequiredError,
+    StrategyError,
+)
+from shardwright.vocabulary.axes import (
+    EMPTY,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    LAYERS,
+    UNCONSTRAINED,
+    Role,
+    axis_label,
+    canonical_axis,
+)
+from shardwright.vocabulary.layouts import DynamicShardingAxes, StackedLayout, is_layout
+from shardwright.vocabulary.merged_dims import MergedDim
+from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN
+
+_HEAD_DIM_OF = {HEAD: HEAD_DIM, KV_HEAD: KV_HEAD_DIM}
+_HEAD_DIMS = frozenset(_HEAD_DIM_OF.values())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Dim:
+    """One dim of a lowered annotation.
+
+    Attributes:
+      axes: Canonical axes: several for a composite, none for `EMPTY`.
+      means: The semantic axis that a weight layout's parallelism axes stand for, or empty.
+      merged: The members of a merged dim, or empty.
+      literal: The mesh axes of a literal spec's entry (`("?",)` if unconstrained), or None.
+      label: The dim's axes as people read them.
+    """
+
+    axes: tuple[str, ...]
+    means: str = ""
+    merged: tuple[tuple[str, int], ...] = ()
+    literal: tuple[str, ...] | None = None
+    label: str = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.merged:
+            label = "*".join([axis_label(axis) for axis, _ in self.merged])
+        elif len(self.axes) == 1:
+            label = axis_label(self.axes[0])
+        else:
+            label = "+".join([axis_label(axis) for axis in self.axes]) or EMPTY
+        meaning = f" ({axis_label(self.means)})" if self.means else ""
+        object.__setattr__(self, "label", label + meaning)
+
+    @property
+    def size(self) -> int | None:
+        """The size of a merged dim; None for other dims."""
+        return MergedDim(self.merged).size if self.merged else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """A lowered annotation: its dims, and the mode and role that a layout brings along."""
+
+    dims: tuple[Dim, ...]
+    mode: str | int | None = None
+    role: Role | None = None
+
+
+class SizedAnnotation:
+    """Base of annotations that know the shape of their array: they lower and describe themselves."""
+
+    __slots__ = ()
+
+    def lowered(self, shape: Sequence[int] | None) -> Lowered:
+        """Return the dims; `shape` is that of the array that is annotated, if known."""
+        raise NotImplementedError
+
+    def described(self) -> str:
+        """Return the annotation as people write it."""
+        raise NotImplementedError
+
+
+def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
+    """Lower an annotation to one `Dim` per dim of the array; check it against `shape` if given.
+
+    Raises:
+      RankMismatchError: The ranks differ, a merged dim is not the product of its members, or a part is larger than
+        its whole.
+      AxisConflictError: An axis occurs twice.
+      StrategyError: A composite contains `EMPTY`, or a head and its dim; or a literal spec is unreduced.
+    """
+    if isinstance(annotation, SizedAnnotation):
+        return annotation.lowered(shape)
+    if isinstance(annotation, PartitionSpec):
+        return Lowered(dims=_lower_spec(annotation, shape))
+    if is_layout(annotation):
+        lowered = _lower_layout(annotation, None if shape is None else len(shape))
+    else:
+        lowered = Lowered(dims=tuple([_lower_dim(entry, "") for entry in annotation]))
+    _check_composites(lowered.dims)
+    _check_rank(annotation, lowered.dims, shape)
+    _check_repeats(lowered.dims)
+    return lowered
+
+
+@functools.lru_cache(maxsize=4096)
+def _lower_dim(entry: Any, means: str) -> Dim:
+    if isinstance(entry, MergedDim):
+        return Dim(axes=(entry.members[0][0],), merged=entry.members)
+    names = entry if isinstance(entry, tuple) else (entry,)
+    if entry == EMPTY:
+        names = ()
+    return Dim(axes=tuple(map(canonical_axis, names)), means="" if means == EMPTY else means)
+
+
+def _lower_layout(annotation: Any, rank: int | None) -> Lowered:
+    is_stacked = isinstance(annotation, StackedLayout)
+    layout = annotation.layout if is_stacked else annotation
+    if isinstance(layout, DynamicShardingAxes):
+        dims, mode = layout[0], layout[1]
+    else:
+        dims, mode = layout.default_axes, layout.default_mode
+    if layout.any_rank:
+        return Lowered(dims=(Dim(axes=()),) * (rank or 0), mode=mode, role=layout.role)
+    means = layout.means or (EMPTY,) * len(dims)
+    lowered = tuple(_lower_dim(dim, mean) for dim, mean in zip(dims, means, strict=True))
+    # A weight layout also fits a stack of such weights, as `jax.lax.scan` over layers needs it.
+    if is_stacked or (layout.role is Role.PARAM and rank == len(dims) + 1):
+        lowered = (Dim(axes=(LAYERS,)), *lowered)
+    return Lowered(dims=lowered, mode=mode, role=layout.role)
+
+
+def _lower_spec(spec: PartitionSpec, shape: Sequence[int] | None) -> tuple[Dim, ...]:
+    entries = spec_entries(spec)
+    if shape is not None and len(entries) > len(shape):
+        raise RankMismatchError(
+            f"the spec {spec} has {len(entries)} entries, the array has {len(shape)} dims: shape {tuple(shape)}",
+            fix="write at most one entry per dim",
+        )
+    entries += [None] * (len(shape or ()) - len(entries))
+    return tuple(Dim(axes=(), literal=_literal(entry)) for entry in entries)
+
+
+def spec_entries(spec: PartitionSpec) -> list[Any]:
+    """Return the entries of a literal spec.
+
+    Raises:
+      StrategyError: The spec is unreduced or reduced along a mesh axis.
+    """
+    if spec.unreduced or spec.reduced:
+        kind = "unreduced" if spec.unreduced else "reduced"
+        names = ", ".join(sorted(spec.unreduced or spec.reduced))
+        raise StrategyError(
+            f"the literal spec is {kind} along {names}, which an annotation cannot express",
+            fix="annotate the array with the entries alone; to keep it unreduced, call jax.reshard with the spec itself",
+        )
+    return list(spec.partitions)
+
+
+def _literal(entry: Any) -> tuple[str, ...]:
+    if entry is PartitionSpec.UNCONSTRAINED:
+        return (UNCONSTRAINED,)
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def describe(annotation: Any) -> str:
+    """Return an annotation as people write it: `ColumnWise`, `(BATCH, LENGTH)`."""
+    if type(annotation) is tuple:
+        return "(" + ", ".join([_lower_dim(entry, "").label for entry in annotation]) + ")"
+    if isinstance(annotation, SizedAnnotation):
+        return annotation.described()
+    if isinstance(annotation, StackedLayout):
+        return f"stacked({describe(annotation.layout)})"
+    if isinstance(annotation, type):
+        return annotation.__name__
+    if isinstance(annotation, DynamicShardingAxes):
+        axes = "" if annotation.named else describe(annotation[0])
+        return type(annotation).__name__ + axes
+    return str(annotation)
+
+
+def spelled(annotation: Any) -> str:
+    """Return axes as code has them: `((BATCH, QUERY_LENGTH), EMBED)`."""
+    if type(annotation) is not tuple:
+        return axis_label(annotation) if isinstance(annotation, str) else describe(annotation)
+    entries = ", ".join(map(spelled, annotation))
+    return f"({entries},)" if len(annotation) == 1 else f"({entries})"
+
+
+def as_shape(shape: Any) -> tuple[int, ...]:
+    """Return a shape as a tuple of ints; symbolic sizes of `jax.export` stay as they are.
+
+    Raises:
+      RankMismatchError: The value is not a shape, or has a negative size.
+    """
+    try:
+        sizes = tuple(map(operator.index, shape))
+    except TypeError as error:
+        sizes = _symbolic_shape(shape, error)
+    if any(type(size) is int and size < 0 for size in sizes):
+        raise RankMismatchError(f"{sizes} has a negative size", fix=_SHAPE_FIX)
+    return sizes
+
+
+def _symbolic_shape(shape: Any, error: TypeError) -> tuple[Any, ...]:
+    try:
+        return tuple(size if _jax.is_symbolic(size) else operator.index(size) for size in shape)
+    except TypeError:
+        raise RankMismatchError(f"{short(shape)} is not a shape", fix=_SHAPE_FIX) from error
+
+
+_SHAPE_FIX = "pass x.shape, or a tuple of sizes such as (8, 128)"
+
+
+def short(value: object) -> str:
+    """Return the `repr` of a value for a message, cut to 80 characters."""
+    return textwrap.shorten(repr(value), 80)
+
+
+def _check_rank(annotation: Any, dims: tuple[Dim, ...], shape: Sequence[int] | None) -> None:
+    if shape is None:
+        return
+    if len(dims) != len(shape):
+        raise RankMismatchError(
+            f"{describe(annotation)} has {len(dims)} dims, the array has {len(shape)}: shape {tuple(shape)}",
+            fix=_rank_fix(annotation, len(dims), len(shape)),
+        )
+    check_merged(dims, shape)
+
+
+def _rank_fix(annotation: Any, dims: int, rank: int) -> str:
+    layout = annotation.layout if isinstance(annotation, StackedLayout) else annotation
+    bias = layout.bias if is_layout(layout) else None
+    name = describe(layout)
+    if bias is not None and rank == dims - 1:
+        return f"for its bias use {name}.bias; for a bias stacked over layers, stacked({name}.bias)"
+    if rank == dims + 1:
+        # As Python spells a tuple of one: (BATCH,).
+        axes = name.removesuffix(")") + ",)" if dims == 1 and name.startswith("(") else name
+        return f"add the missing dim's axis, or EMPTY; for a stack of layers use stacked({axes})"
+    return "write one axis per dim, EMPTY where a dim is not sharded"
+
+
+def check_merged(dims: tuple[Dim, ...], shape: Sequence[int]) -> None:
+    """Check that the size of every merged dim is the product of its members.
+
+    Raises:
+      RankMismatchError: It is not.
+    """
+    for position, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+        if dim.merged and dim.size != size:
+            product = " * ".join(f"{axis_label(axis)} {count}" for axis, count in dim.merged)
+            raise RankMismatchError(
+                f"size {size} is not {product} = {dim.size}",
+                dim=position,
+                axis=dim.label,
+                size=size,
+                fix="give merged(...) the sizes that were flattened into this dim",
+            )
+
+
+def _check_composites(dims: tuple[Dim, ...]) -> None:
+    """Check that no composite contains `EMPTY`, or could be split within a head."""
+    for position, dim in enumerate(dims):
+        if EMPTY in dim.axes:
+            raise StrategyError(
+                "a composite may not contain EMPTY: it is one dim over several axes",
+                dim=position,
+                axis=dim.label,
+                fix="write EMPTY for a whole dim, or leave it out of the composite; for one annotation per array of a "
+                "tuple, pass the arrays as a tuple",
+            )
+        heads = [axis for axis in dim.axes if axis in _HEAD_DIM_OF]
+        if heads and not _HEAD_DIMS.isdisjoint(dim.axes):
+            head = axis_label(heads[0])
+            head_dim = next(axis_label(axis) for axis in dim.axes if axis in _HEAD_DIMS)
+            raise StrategyError(
+                f"a composite of {head} and {head_dim} could be split within a head",
+                dim=position,
+                axis=dim.label,
+                fix=f"annotate the flat dim as merged(({head}, heads), ({head_dim}, head_dim)): then the number of heads must divide",
+            )
+
+
+def _check_repeats(dims: tuple[Dim, ...]) -> None:
+    seen: dict[str, int] = {}
+    for position, dim in enumerate(dims):
+        for axis in (axis for axis, _ in dim.merged) if dim.merged else dim.axes:
+            if axis in seen:
+                raise AxisConflictError(
+                    f"the axis occurs twice in one annotation, at dim {seen[axis]} and dim {position}",
+                    dim=position,
+                    axis=axis_label(axis),
+                    fix="give each dim its own axis, or EMPTY: attention scores, for instance, are (BATCH, HEAD, QUERY_LENGTH, BIAS_KV_SEQ)",
+                )
+            seen[axis] = position
+
+
+def mode_of_layout(mode: str | int, shape: Sequence[int] | None) -> str:
+    """Return the mode of a layout; an integer d means decode if `shape[d] == 1`, else train.
+
+    Raises:
+      ShapeRequiredError: The mode is an integer, and no shape is given.
+      RankMismatchError: The shape has no dim d.
+    """
+    if isinstance(mode, str):
+        return mode
+    if shape is None:
+        raise ShapeRequiredError(
+            f"the size of dim {mode} decides the layout's mode, and no shape is given",
+            fix="pass mode= or shape=",
+        )
+    if not -len(shape) <= mode < len(shape):
+        raise RankMismatchError(
+            f"the size of dim {mode} decides the layout's mode, and the array has shape {tuple(shape)}",
+            fix="pass mode=",
+        )
+    size = shape[mode]
+    try:
+        return MODE_TRAIN if size >= 2 or size < 1 else MODE_DECODE
+    except _jax.Inconclusive as error:
+        what = f"the size of dim {mode} decides the layout's mode, and it is unknown whether {size} is 1"
+        raise ShapeRequiredError(what, fix="pass mode=") from error

@@ -1,0 +1,54 @@
+"""One dim that flattens several axes, each with its own size."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from shardwright.errors import StrategyError
+from shardwright.vocabulary.axes import canonical_axis
+from shardwright.vocabulary.integers import as_integer
+
+_EXAMPLE = "merged((KV_HEAD, 8), (KV_HEAD_DIM, 128))"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MergedDim:
+    """A dim that flattens several axes, the first one slowest. Build it with `merged`."""
+
+    members: tuple[tuple[str, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the flattened dim."""
+        return math.prod([size for _, size in self.members])
+
+
+def merged(*members: tuple[str, int]) -> MergedDim:
+    """Annotate one dim that flattens several axes.
+
+    Only the first axis may be sharded, and its own size must divide. A flat `[embed, kv_heads * head_dim]` projection
+    is therefore never split within a head:
+
+    >>> from shardwright.vocabulary.axes import EMBED, KV_HEAD, KV_HEAD_DIM
+    >>> kernel_axes = (EMBED, merged((KV_HEAD, 8), (KV_HEAD_DIM, 128)))
+
+    Args:
+      *members: Pairs of an axis and its size.
+
+    Raises:
+      StrategyError: There are no members, or one is not a pair of an axis and a positive size.
+    """
+    if not members:
+        raise StrategyError("merged needs at least one (axis, size)", fix=f"write {_EXAMPLE}")
+    return MergedDim(tuple(map(_checked, members)))
+
+
+def _checked(member: Any) -> tuple[str, int]:
+    is_pair = isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str)
+    size = as_integer(member[1]) if is_pair else None
+    if size is None or size < 1:
+        what = "is not (axis, size)" if size is None else "has no positive size"
+        raise StrategyError(f"merged: {member!r} {what}", fix=f"write {_EXAMPLE}")
+    return canonical_axis(member[0]), size
