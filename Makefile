@@ -7,7 +7,7 @@
 
 SHELL = /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-latest test-tpu check bench bench-peers docs clean
+.PHONY: help demo quick test test-wide test-full test-latest test-tpu check bench bench-peers docs clean
 
 VENV ?= .venv
 VENV_LATEST ?= $(VENV)-latest
@@ -22,7 +22,8 @@ ready = sh tools/environment.sh
 bin = $(VENV)/bin
 pytest = -m pytest -q -n $(WORKERS) --dist worksteal
 # Compiling is most of what the tests do, and each program runs once or twice.
-quick = XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
+unoptimized = XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
+rooms = $(addprefix tests/,resolution strategy trees manager)
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
@@ -31,18 +32,30 @@ demo: ## train a small decoder under four strategy files, serve it under a fifth
 	@$(ready) $(VENV) demo
 	@$(bin)/python examples/demo.py $(ARGS)
 
-test: ## run the tests, without the slow ones
+quick: ## lint, types, and the tests of resolution, strategy, trees and manager: under a minute
+	@$(ready) $(VENV) dev
+	@$(bin)/ruff format --quiet --check .
+	@$(bin)/ruff check --quiet .
+	@$(bin)/python -m mypy & types=$$!; \
+	  $(unoptimized) $(bin)/python $(pytest) $(rooms) $(ARGS); tests=$$?; \
+	  wait $$types && exit $$tests
+
+test: ## run the tests, without the wide sweeps and the slow ones
 	@$(ready) $(VENV) test
-	@$(quick) $(bin)/python $(pytest) $(ARGS)
+	@$(unoptimized) $(bin)/python $(pytest) $(ARGS)
+
+test-wide: ## run the wide sweeps, which make test leaves to CI
+	@$(ready) $(VENV) test
+	@$(unoptimized) $(bin)/python $(pytest) -m "wide and not slow and not product" $(ARGS)
 
 test-full: ## run all tests
 	@$(ready) $(VENV) test
-	@$(quick) $(bin)/python $(pytest) -m "not product" $(ARGS)
+	@$(unoptimized) $(bin)/python $(pytest) -m "not product" $(ARGS)
 
-test-latest: ## run the tests on the newest JAX (Python 3.12 or newer); looks for a newer one once a day
+test-latest: ## run the tests and the wide sweeps on the newest JAX (Python 3.12 or newer); looks for a newer one once a day
 	@$(ready) $(VENV_LATEST) test 3.12 `date +%Y-%m-%d`
 	@$(VENV_LATEST)/bin/python -c 'import jax, sys; print("JAX", jax.__version__, "on Python", sys.version.split()[0])'
-	@$(quick) $(VENV_LATEST)/bin/python $(pytest) $(ARGS)
+	@$(unoptimized) $(VENV_LATEST)/bin/python $(pytest) -m "not slow and not product" $(ARGS)
 
 test-tpu: ## compile for eight TPUs that are not there: kernels, memory, what is sent; libtpu has 200 MB
 	@$(ready) $(VENV_TPU) test,tpu-aot
@@ -66,7 +79,7 @@ bench-peers: ## the same next to flax, eformer and haliax, in an environment of 
 
 docs: ## run every snippet of the documentation, then build it into site/; a broken link or any warning fails
 	@$(ready) $(VENV) test,docs
-	@$(bin)/python -m pytest -q tests/docs $(ARGS)
+	@$(bin)/python -m pytest -q -m "not slow" tests/docs $(ARGS)
 	@$(bin)/zensical build --strict --clean
 	@echo "open site/index.html"
 
