@@ -67,6 +67,8 @@ MOVED: Final[dict[str, str]] = {
     "attention.ulysses": "attention.kernels.ulysses",
     "attention.vanilla": "attention.kernels.vanilla",
     "attention.joint": "attention.sharding",
+    "attention.metadata": "interop.easydel.attention_metadata",
+    "attention.registry": "interop.easydel.attention_registry",
     "attention.arguments": "attention.inputs",
     "serving.board": "serving.arrays",
     "serving.device": "serving.steps",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from typing import Any
 
-import jax
 import pytest
 
-from shardwright.attention import choose
-from shardwright.attention.registry import impl_names
+from shardwright.attention import implementation
 from shardwright.testing.attention_conformance import product
 from tests.attention.conformance import CASES, MESHES, ROWS, Case, Cell, cells, check
 
@@ -42,7 +42,7 @@ def test_every_dtype_axis_type_and_mode(case: Case, mesh: str) -> None:
 
 
 def test_every_implementation_has_a_row() -> None:
-    assert set(ROWS) == {impl_names(one)[0] for one in choose.SHIPPED}
+    assert set(ROWS) == {one.name for one in implementation.SHIPPED}
 
 
 def test_the_few_cells_that_run_by_default_see_every_case_and_every_mesh() -> None:
@@ -65,23 +65,22 @@ def cell_of(case: str, mesh: str, implementation: str = "blockwise") -> Cell:
     )
 
 
+def replace_blockwise(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Put another implementation in the place of blockwise."""
+    blockwise = dataclasses.replace(implementation.find("blockwise"), **changes)
+    shipped = [blockwise if one.name == "blockwise" else one for one in implementation.SHIPPED]
+    monkeypatch.setattr(implementation, "SHIPPED", tuple(shipped))
+
+
 def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = choose.BlockwiseAttention.forward_native
-    monkeypatch.setattr(
-        choose.BlockwiseAttention,
-        "forward_native",
-        classmethod(lambda cls, x, call: real(x.replace(q=x.q * 1.0001), call)),
-    )
-    jax.clear_caches()
+    real = implementation.find("blockwise").run
+    replace_blockwise(monkeypatch, run=lambda x, call: real(x.replace(q=x.q * 1.0001), call))
     with pytest.raises(AssertionError, match=r"blockwise-full.*: o: .* is more than 2e-06"):
         check(cell_of("full", "one"))
-    jax.clear_caches()
 
 
 def test_refusing_more_than_the_row_says_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        choose.BlockwiseAttention, "supports", classmethod(lambda cls, call: ("I am tired",))
-    )
+    replace_blockwise(monkeypatch, supports=lambda call: ("I am tired",))
     with pytest.raises(
         AssertionError, match=re.escape("blockwise-full-float32-one-auto: ['I am tired']")
     ):
@@ -89,7 +88,7 @@ def test_refusing_more_than_the_row_says_is_seen(monkeypatch: pytest.MonkeyPatch
 
 
 def test_refusing_less_than_the_row_says_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose.BlockwiseAttention, "supports", classmethod(lambda cls, call: ()))
+    replace_blockwise(monkeypatch, supports=lambda call: ())
     with pytest.raises(
         AssertionError, match=re.escape("blockwise-full-float32-sp-auto: not refused")
     ):

@@ -367,19 +367,19 @@ def test_decode_over_sharded_keys_takes_it_by_default() -> None:
     with call.manager:
         choice = explain(*call.abstract(), causal=True)
     assert (choice.name, choice.passed_over) == ("flash_decode", ("vanilla",))
-    assert choice.why == "the keys lie over sp: partial softmaxes are combined"
+    assert choice.why == "the keys are sharded over sp: partial softmaxes are combined"
 
 
 REFUSED = {
     "queries over the same mesh axis": (
         Call(queries="sp", drafts=4),
         {},
-        "the lengths of the keys and of the queries both lie over sp: every shard needs all queries",
+        "the lengths of the keys and of the queries are both sharded over sp: every shard needs all queries",
     ),
     "weights": (
         Call(),
         {"return_weights": True},
-        "it never has all weights at once, and they are asked for",
+        "it never has all weights at once, and the call asks for them",
     ),
     "not the last of the heads' mesh axes": (
         Call(mesh="sp:2,ep:2", head="sp+ep"),

@@ -15,9 +15,9 @@ import shardwright as sw
 from shardwright.attention import explain, zigzag
 from shardwright.attention.api import dot_product_attention
 from shardwright.attention.choose import choose
-from shardwright.attention.inputs import describe, make_operands, make_options
-from shardwright.attention.kernels import sdpa
-from shardwright.attention.registry import AttentionRegistry
+from shardwright.attention.implementation import find
+from shardwright.attention.inputs import read, read_options
+from shardwright.attention.kernels import cudnn
 from shardwright.testing import cpu_mesh
 from tests.attention.conformance import QUICK
 
@@ -50,13 +50,11 @@ def manager(mesh: str, axis_types: Any = "auto") -> sw.PartitionManager:
 
 def as_on(platform: str, name: str, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Run an implementation as it does on another platform; kernels for TPUs are interpreted."""
-    asked = make_options({**options, "mode": "train"})
-    call, mask = describe(*given, options=asked)
+    operands, call = read(*given, read_options({**options, "mode": "train"}))
     call = dataclasses.replace(call, platform=platform)
     inner = choose(call, implementation=name).inner
     assert inner == {"tpu": "splash on each shard", "gpu": "cudnn on each shard"}[platform]
-    operands = make_operands(*given, options=asked, call=call, mask=mask)
-    return AttentionRegistry.get(name).run(operands, call)
+    return find(name).run(operands, call)
 
 
 def value_and_grads(run: Callable[[tuple[Any, ...]], Any], given: tuple[Any, ...]) -> Any:
@@ -143,8 +141,7 @@ def test_shards_of_odd_length(name: str) -> None:
 
 def test_cudnn_runs_in_ulysses(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA's attention stands in for cuDNN's, whose meaning it has."""
-    kind = jax.local_devices()[0].device_kind
-    monkeypatch.setattr(sdpa.CudnnAttention, "_verdicts", {kind: ""})
+    monkeypatch.setattr(cudnn, "failure_on", lambda kind: "")
     real, asked = jax.nn.dot_product_attention, []
 
     def by_xla(*given: Any, implementation: str, **rest: Any) -> Any:

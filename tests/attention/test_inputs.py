@@ -42,18 +42,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"q": of(2, 6, 4, 8, dtype=jnp.int8)},
         "q: q is int8\n  fix   attention computes in float32, bfloat16, float16: cast it",
     ),
-    ({"k": of(3, 6, 2, 8)}, "k: batch 3 of k is not 2, that of q"),
-    ({"k": of(2, 6, 2, 4)}, "k: head_dim 4 of k is not 8, that of q"),
-    ({"v": of(2, 5, 2, 8)}, "v: length 5 of v is not 6, that of k"),
-    ({"v": of(2, 6, 4, 8)}, "v: heads 4 of v is not 2, that of k"),
+    ({"k": of(3, 6, 2, 8)}, "k: batch is 3 in k, and 2 in q"),
+    ({"k": of(2, 6, 2, 4)}, "k: head_dim is 4 in k, and 8 in q"),
+    ({"v": of(2, 5, 2, 8)}, "v: length is 5 in v, and 6 in k"),
+    ({"v": of(2, 6, 4, 8)}, "v: heads is 4 in v, and 2 in k"),
     ({"q": of(2, 6, 5, 8)}, "k: 5 query heads do not divide over 2 kv heads"),
     ({"q": of(2, 0, 4, 8)}, "q: q has shape (2, 0, 4, 8): a dim is empty"),
     (
         {"layout": "BHTD", "v": of(2, 6, 3, 8)},
-        "v: length 3 of v is not 2, that of k\n  fix   layout BHTD is [batch, heads, length, head_dim]",
+        "v: length is 3 in v, and 2 in k\n  fix   layout BHTD is [batch, heads, length, head_dim]",
     ),
     ({"layout": "THD"}, "unknown layout 'THD'\n  fix   BTHD is [batch, length, heads, head_dim]"),
-    ({"mode": None}, "attention needs a mode, and neither the call nor a manager says one"),
+    ({"mode": None}, "attention needs a mode, and neither the call nor a manager has one"),
     ({"mode": "insert"}, "insert moves rows of a cache and attends to nothing"),
     ({"window": 4}, "window=4 is not a pair of lengths"),
     ({"chunk": 0}, "chunk must be a positive integer, got 0"),
@@ -97,11 +97,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"mode": "prefill", "positions": np.arange(6)},
-        "positions: in prefill, positions of 6 queries say nothing of 6 keys\n  fix   pass kv_positions too",
+        "positions: in prefill, positions of 6 queries do not give those of 6 keys\n  fix   pass kv_positions too",
     ),
     (
         {"k": S10, "v": S10, "positions": np.arange(6)},
-        "positions: in train, positions of 6 queries say nothing of 10 keys",
+        "positions: in train, positions of 6 queries do not give those of 10 keys",
     ),
     (
         {"causal": True, "kv_positions": np.arange(6)},
@@ -109,7 +109,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"k": S10, "v": S10, "causal": True, "lengths": np.array([3, 4])},
-        "lengths: with lengths, where the 6 queries of 10 keys stand is not clear in train\n  fix   pass positions and kv_positions",
+        "lengths: with lengths, the positions of 6 queries among 10 keys are ambiguous in train\n  fix   pass positions and kv_positions",
     ),
     ({"scale": float("nan")}, "scale: scale=nan is not a number"),
     ({"softcap": 0.0}, "softcap: softcap=0.0\n  fix   pass a positive number"),
@@ -122,7 +122,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"k": I8, "v": I8, "k_scale": of(2, 6, 2)}, "v_scale: v is int8 and has no scale"),
     (
         {"k": I8, "k_scale": of(2, 6, 2)},
-        "v: v is float32, and k is int8\n  fix   quantise both to one dtype, or neither",
+        "v: v is float32, and k is int8\n  fix   quantize both to one dtype, or neither",
     ),
     ({"v": of(2, 6, 2, 8, dtype=jnp.float8_e4m3fn)}, "v: v is float8_e4m3fn, and k is float32"),
     (
@@ -208,7 +208,7 @@ def test_dropout_inside_a_shard_map_is_refused() -> None:
         pm,
         pytest.raises(
             sw.AttentionError,
-            match="dropout: dropout inside a shard_map over dp: which weights are dropped goes by global",
+            match="dropout: dropout inside a shard_map over dp: which weights are dropped depends on global",
         ),
     ):
         pm.shard_map(inside, in_axes=(axes,), out_axes=axes)(jnp.zeros((2, 4, 2, 8)))
@@ -235,7 +235,7 @@ def test_quantised_keys_have_no_gradient() -> None:
             attention.dot_product_attention(q, k, k, k_scale=scale, v_scale=scale, mode="decode")
         )
 
-    says = "attention to int8 keys and values reads a cache and has no gradient\n  fix   train with keys that are not quantised"
+    says = "attention to int8 keys and values reads a cache and has no gradient\n  fix   train with keys that are not quantized"
     for differentiate in (jax.grad(loss), jax.jit(jax.grad(loss, argnums=1))):
         with pytest.raises(sw.AttentionError, match=says):
             differentiate(q, scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -12,8 +13,7 @@ import pytest
 
 import shardwright as sw
 from shardwright import attention
-from shardwright.attention import AttentionImpl, AttentionRegistry, Result, extend
-from shardwright.attention.kernels.blockwise import BlockwiseAttention
+from shardwright.attention import Implementation, Result, extend, implementation
 
 Q = jnp.ones((2, 16, 4, 8))
 K = jnp.ones((2, 16, 2, 8))
@@ -21,19 +21,13 @@ K = jnp.ones((2, 16, 2, 8))
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AttentionRegistry, "_known", dict(AttentionRegistry._known))
+    monkeypatch.setattr(implementation, "_own", implementation._own)
 
 
-def own(**methods: Any) -> None:
-    """Register blockwise attention under the name "mine", with some methods replaced."""
-    named = {"get_impl_name": lambda cls: "mine", **methods}
-    AttentionRegistry.register(
-        type(
-            "Mine",
-            (BlockwiseAttention,),
-            {name: classmethod(method) for name, method in named.items()},
-        )
-    )
+def own(**changes: Any) -> None:
+    """Register blockwise attention under the name "mine", with some functions replaced."""
+    blockwise = implementation.find("blockwise")
+    attention.register(dataclasses.replace(blockwise, name="mine", **changes))
 
 
 def attend(**options: Any) -> Any:
@@ -43,29 +37,29 @@ def attend(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        (lambda o, lse: o, "Mine returned a JitTracer\n  fix   return attention.Result(o=o)"),
+        (lambda o, lse: o, "mine returned a JitTracer\n  fix   return attention.Result(o=o)"),
         (
             lambda o, lse: Result(o=jnp.swapaxes(o, 1, 2)),
-            "Mine returned float32 (2, 4, 16, 8) as o\n  fix   the call asks for float32 (2, 16, 4, 8)",
+            "mine returned float32 (2, 4, 16, 8) as o\n  fix   the call asks for float32 (2, 16, 4, 8)",
         ),
         (
             lambda o, lse: Result(o=o.astype("bfloat16")),
-            "Mine returned bfloat16 (2, 16, 4, 8) as o",
+            "mine returned bfloat16 (2, 16, 4, 8) as o",
         ),
         (
             lambda o, lse: Result(o=o),
-            "Mine returned no lse\n  fix   the call asks for float32 (2, 4, 16)",
+            "mine returned no lse\n  fix   the call asks for float32 (2, 4, 16)",
         ),
     ],
 )
 def test_what_it_returns_is_looked_at(returned: Any, says: str) -> None:
-    def forward(cls: Any, operands: Any, call: Any) -> Any:
+    def run(operands: Any, call: Any) -> Any:
         o, lse = extend.finish(
             extend.forward(operands, call.recipe, state=extend.start(operands.q, operands.v))
         )
         return returned(o, lse)
 
-    own(forward_native=forward)
+    own(run=run)
     pattern = re.escape(says).replace("JitTracer", r"\w*Tracer")
     with pytest.raises(sw.AttentionError, match=pattern):
         attend(return_lse=True)
@@ -73,31 +67,33 @@ def test_what_it_returns_is_looked_at(returned: Any, says: str) -> None:
 
 @pytest.mark.parametrize("reasons", [None, True, "it rests", ("it rests", 3)])
 def test_what_supports_returns_is_looked_at(reasons: Any) -> None:
-    own(supports=lambda cls, call: reasons)
-    for implementation in ("mine", "auto"):
+    own(supports=lambda call: reasons)
+    for name in ("mine", "auto"):
         with pytest.raises(
             sw.AttentionError,
             match=re.escape(
-                f"Mine.supports returned {reasons!r}\n  fix   return a tuple of reasons"
+                f"supports of 'mine' returned {reasons!r}\n  fix   return a tuple of reasons"
             ),
         ):
-            attention.explain(Q, K, K, mode="train", implementation=implementation)
+            attention.explain(Q, K, K, mode="train", implementation=name)
 
 
-def test_one_that_lacks_a_method_is_not_registered() -> None:
-    class Half(AttentionImpl):
-        @classmethod
-        def get_impl_name(cls) -> str:
-            return "half"
+def test_only_implementations_are_registered() -> None:
+    with pytest.raises(sw.AttentionError, match=r"is not an attention\.Implementation"):
+        attention.register(lambda q, k, v: q)  # type: ignore[arg-type]
 
-    with pytest.raises(
-        sw.AttentionError,
-        match=r"Half lacks forward_native, supports\n  fix   write them as classmethods",
-    ):
-        AttentionRegistry.register(Half)
-    with pytest.raises(sw.AttentionError, match="is no AttentionImpl"):
-        AttentionRegistry.register(lambda q, k, v: q)  # type: ignore[type-var]
-    assert "half" not in AttentionRegistry.list_implementations()
+
+def test_a_name_belongs_to_one_implementation() -> None:
+    def run(operands: Any, call: Any) -> Result:
+        raise NotImplementedError
+
+    taken = Implementation(name="ring", supports=lambda call: (), run=run)
+    with pytest.raises(sw.AttentionError, match="the name 'ring' belongs to run of shardwright"):
+        attention.register(taken)
+    own(run=run)
+    own(run=run, takes_scales=False)  # as when a cell of a notebook runs twice
+    assert not implementation.find("mine").takes_scales
+    assert implementation.names().count("mine") == 1
 
 
 def test_a_mesh_of_no_devices_explains_too() -> None:
@@ -120,14 +116,14 @@ def test_a_mask_of_too_few_dims_is_told_how_it_gets_four(shape: tuple[int, ...],
 
 
 def test_remains_are_zeros_where_it_asks_for_it() -> None:
-    def forward(cls: Any, operands: Any, call: Any) -> Any:
+    def run(operands: Any, call: Any) -> Any:
         shard = extend.without_remains(operands, call.recipe)
         logits = jnp.einsum("bqhd,bkhd->bhqk", shard.q, jnp.repeat(shard.k, 2, axis=2))
         seen = jnp.arange(16) < shard.lengths[:, None, None, None]
         weights = jax.nn.softmax(jnp.where(seen, logits, -1e30), axis=-1)
         return Result(o=jnp.einsum("bhqk,bkhd->bqhd", weights, jnp.repeat(shard.v, 2, axis=2)))
 
-    own(forward_native=forward)
+    own(run=run)
     left = K.at[:, 9:].set(jnp.nan)
     lengths = jnp.array([9, 3])
     found = attention.dot_product_attention(

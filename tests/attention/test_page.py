@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import shardwright as sw
-from shardwright.attention import AttentionCall, AttentionImpl, explain
-from shardwright.attention.choose import SHIPPED
-from shardwright.attention.kernels.sdpa import CudnnAttention
-from shardwright.attention.registry import impl_names
+from shardwright.attention import AttentionCall, Implementation, explain
+from shardwright.attention.implementation import SHIPPED
+from shardwright.attention.kernels import cudnn
 from shardwright.testing import Golden, cpu_mesh
 from tests.docs.snippets import ROOT
 
@@ -79,12 +78,12 @@ def call_of(
     return dataclasses.replace(call, platform=platform)
 
 
-def has(implementation: type[AttentionImpl], feature: str) -> bool:
+def has(implementation: Implementation, feature: str) -> bool:
     return any(not implementation.refusals(call_of(place, **FEATURES[feature])) for place in PLACES)
 
 
 def table() -> str:
-    names = [impl_names(one)[0] for one in SHIPPED]
+    names = [one.name for one in SHIPPED]
     lines = [
         f"| | {' | '.join(f'`{name}`' for name in names)} |",
         f"| --- |{' :-: |' * len(names)}",
@@ -97,9 +96,8 @@ def table() -> str:
 
 
 def test_the_table_of_features(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        CudnnAttention, "_verdicts", {jax.local_devices()[0].device_kind: ""}
-    )  # as on a machine where it works
+    # As on a machine where cuDNN works.
+    monkeypatch.setattr(cudnn, "failure_on", lambda kind: "")
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(START)
     golden.file(PAGE, f"{before}{START}\n{table()}\n{END}{rest.partition(END)[2]}")
@@ -114,8 +112,4 @@ def test_every_implementation_has_a_row_that_says_what_it_is_for() -> None:
         ].splitlines()
         if "|" in line
     ]
-    assert [
-        impl_names(one)[0]
-        for one in SHIPPED
-        if not any(f"`{impl_names(one)[0]}`" in row for row in rows)
-    ] == []
+    assert [one.name for one in SHIPPED if not any(f"`{one.name}`" in row for row in rows)] == []

@@ -324,7 +324,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"q": np.ones((4, 5, 3, 8), np.float32)},
         "3 query heads do not divide over 2 kv heads",
     ),
-    "head_dim": ({"q": np.ones((4, 5, 4, 4), np.float32)}, "head_dim 8 of k is not 4, that of q"),
+    "head_dim": ({"q": np.ones((4, 5, 4, 4), np.float32)}, "head_dim is 8 in k, and 4 in q"),
 }
 
 
@@ -342,7 +342,7 @@ def test_pages_over_the_shards_of_the_batch() -> None:
     with (
         manager,
         pytest.raises(
-            AttentionError, match="the pages and the batch of the queries both lie over dp"
+            AttentionError, match="the pages and the batch of the queries are both sharded over dp"
         ),
     ):
         paged_attention(**Batch().arrays())
@@ -370,7 +370,7 @@ def test_heads_of_which_the_pages_take_a_part_that_is_not_the_last() -> None:
     manager = sw.PartitionManager(
         sw.Strategy.loads(RULES.format(head="sp+tp", page="sp")), mesh=cpu_mesh("tp:2,sp:2")
     ).for_mode("decode")
-    with manager, pytest.raises(AttentionError, match="lie over"):
+    with manager, pytest.raises(AttentionError, match="sharded over"):
         paged_attention(**Batch().arrays())
 
 

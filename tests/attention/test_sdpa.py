@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,8 +17,8 @@ import shardwright as sw
 from shardwright.attention import explain
 from shardwright.attention.api import dot_product_attention
 from shardwright.attention.call import AttentionCall
-from shardwright.attention.inputs import describe, make_operands, make_options
-from shardwright.attention.kernels import sdpa
+from shardwright.attention.inputs import read, read_options
+from shardwright.attention.kernels import cudnn, sdpa
 from shardwright.testing import assert_no_collectives, cpu_mesh
 from tests.attention.conformance import QUICK
 
@@ -32,6 +33,12 @@ def arrays(*, rows: int = 16, kv_heads: int = 2, dtype: str = "float32") -> tupl
     return tuple(
         jax.random.normal(jax.random.key(at), shape, dtype) for at, shape in enumerate(shapes)
     )
+
+
+@pytest.fixture(autouse=True)
+def _cudnn_is_not_known() -> Iterator[None]:
+    yield
+    cudnn.failure_on.cache_clear()
 
 
 def value_and_grads(*, implementation: str, given: tuple[jax.Array, ...], **options: Any) -> Any:
@@ -115,18 +122,16 @@ def call_of(*, dtype: str = "bfloat16", rows: int = 16, **options: Any) -> Atten
         ({"sinks": jnp.zeros(4)}, "it has no sinks"),
         ({"dropout": 0.5, "dropout_key": 1}, "it has no dropout, and dropout is 0.5"),
         ({"return_lse": True}, "its logsumexp has no gradient"),
-        ({"return_weights": True}, "it never has all weights at once, and they are asked for"),
+        ({"return_weights": True}, "it never has all weights at once, and the call asks for them"),
     ],
 )
 def test_what_has_no_argument_is_refused(options: dict[str, Any], says: str) -> None:
-    assert sdpa.SdpaAttention.supports(call_of(**options)) == (says,)
+    assert sdpa.supports(call_of(**options)) == (says,)
 
 
-def on_gpu(monkeypatch: pytest.MonkeyPatch, *, verdict: str = "") -> None:
-    """Let cuDNN's verdict be known, as it is after the first call on a machine."""
-    monkeypatch.setattr(
-        sdpa.CudnnAttention, "_verdicts", {jax.local_devices()[0].device_kind: verdict}
-    )
+def on_gpu(monkeypatch: pytest.MonkeyPatch, *, failure: str = "") -> None:
+    """Pretend that cuDNN was tried on the machine, as after the first call."""
+    monkeypatch.setattr(cudnn, "failure_on", lambda kind: failure)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +153,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, *, verdict: str = "") -> None:
         ),
         (
             {"causal": True, "rows": 4},
-            "it counts from the first row, and the first query stands at 12",
+            "it counts from the first row, and the first query is at 12",
         ),
         (
             {"window": (3, 0), "lengths": jnp.ones(4, jnp.int32)},
@@ -161,9 +166,7 @@ def test_what_cudnn_cannot_do_is_refused(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str
 ) -> None:
     on_gpu(monkeypatch)
-    assert sdpa.CudnnAttention.supports(
-        dataclasses.replace(call_of(**options), platform="gpu")
-    ) == (says,)
+    assert cudnn.supports(dataclasses.replace(call_of(**options), platform="gpu")) == (says,)
 
 
 def test_inside_a_shard_map_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +175,7 @@ def test_inside_a_shard_map_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     seen = []
 
     def local(x: jax.Array) -> jax.Array:
-        seen.append(sdpa.CudnnAttention.supports(call))
+        seen.append(cudnn.supports(call))
         return x
 
     jax.make_jaxpr(jax.shard_map(local, mesh=mesh, in_specs=jax.P("dp"), out_specs=jax.P("dp")))(
@@ -187,7 +190,7 @@ def test_inside_a_shard_map_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_cudnn_takes_as_the_size_of_a_head(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
     on_gpu(monkeypatch)
     call = dataclasses.replace(call_of(), platform="gpu", head_dim=dim, v_dim=dim)
-    assert sdpa.CudnnAttention.supports(call) == (
+    assert cudnn.supports(call) == (
         f"its head_dim is a multiple of 8 up to 128, and head_dim is {dim}",
     )
 
@@ -211,17 +214,15 @@ def test_cudnn_is_asked_for_what_the_call_means(monkeypatch: pytest.MonkeyPatch,
         return real(*given, implementation="xla", **rest)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
-    given, options = arrays(dtype="bfloat16"), make_options({**CUDNN[name], "mode": "train"})
+    given, options = arrays(dtype="bfloat16"), read_options({**CUDNN[name], "mode": "train"})
     pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:2,tp:2"))
     with pm:
-        call, mask = describe(*given, options=options)
+        _, call = read(*given, options)
         call = dataclasses.replace(call, platform="gpu")
-        assert sdpa.CudnnAttention.supports(call) == ()
+        assert cudnn.supports(call) == ()
 
         def loss(given: tuple[jax.Array, ...]) -> Any:
-            o = sdpa.CudnnAttention.run(
-                make_operands(*given, options=options, call=call, mask=mask), call
-            ).o
+            o = cudnn.run(read(*given, options)[0], call).o
             return jnp.sum(jnp.sin(o.astype(jnp.float32))), o
 
         (_, o), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(
@@ -240,7 +241,7 @@ def test_cudnn_is_asked_for_what_the_call_means(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_on_another_platform_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa.CudnnAttention, "probe", lambda: pytest.fail("cuDNN was tried"))
+    monkeypatch.setattr(cudnn, "failure_on", lambda kind: pytest.fail("cuDNN was tried"))
     with pytest.raises(
         sw.AttentionError, match=re.escape("it runs on GPUs, and the platform is cpu")
     ):
@@ -248,15 +249,15 @@ def test_on_another_platform_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_call_for_a_gpu_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa.CudnnAttention, "_verdicts", {})
+    cudnn.failure_on.cache_clear()
     call = dataclasses.replace(call_of(), platform="gpu")
-    assert sdpa.CudnnAttention.supports(call) == ("this process has no GPU; its backend is cpu",)
+    assert cudnn.supports(call) == ("this process has no GPU; its backend is cpu",)
 
 
 def test_cudnn_is_tried_once_and_its_complaint_is_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sdpa.CudnnAttention, "_verdicts", {})
+    cudnn.failure_on.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     tried = []
 
@@ -268,15 +269,13 @@ def test_cudnn_is_tried_once_and_its_complaint_is_the_reason(
     call = dataclasses.replace(call_of(), platform="gpu")
     # Also while something is being traced, on a mesh whose axes are Explicit.
     with jax.set_mesh(cpu_mesh("dp:2", axis_types="explicit")):
-        jax.make_jaxpr(lambda: len(sdpa.CudnnAttention.supports(call)))()
-    assert sdpa.CudnnAttention.supports(call) == (
-        "cuDNN does not work on this machine: cuDNN is not detected.",
-    )
+        jax.make_jaxpr(lambda: len(cudnn.supports(call)))()
+    assert cudnn.supports(call) == ("cuDNN does not work on this machine: cuDNN is not detected.",)
     assert tried == ["cudnn"]
 
 
 def test_cudnn_is_tried_where_no_mesh_is_ambient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa.CudnnAttention, "_verdicts", {})
+    cudnn.failure_on.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     real = jax.nn.dot_product_attention
     monkeypatch.setattr(
@@ -285,5 +284,6 @@ def test_cudnn_is_tried_where_no_mesh_is_ambient(monkeypatch: pytest.MonkeyPatch
         lambda *x, implementation, **rest: real(*x, implementation="xla", **rest),
     )
     with jax.set_mesh(cpu_mesh("dp:2", axis_types="explicit")):
-        jax.make_jaxpr(lambda: len(sdpa.CudnnAttention.probe()))()
-    assert sdpa.CudnnAttention._verdicts == {jax.local_devices()[0].device_kind: ""}
+        jax.make_jaxpr(lambda: len(cudnn.failure_on("here")))()
+    assert cudnn.failure_on("here") == ""
+    assert cudnn.failure_on.cache_info().misses == 1

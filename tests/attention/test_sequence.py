@@ -12,8 +12,8 @@ import pytest
 
 import shardwright as sw
 from shardwright.attention.call import AttentionCall, Operands, Recipe
-from shardwright.attention.inputs import describe, make_operands, make_options
-from shardwright.attention.kernels.ring import RingAttention
+from shardwright.attention.inputs import read, read_options
+from shardwright.attention.kernels import ring
 from shardwright.attention.masks import MaskRules
 from shardwright.attention.parts import sequence
 from shardwright.testing import cpu_mesh
@@ -88,13 +88,11 @@ def test_an_unrolled_ring_equals_one_in_a_loop() -> None:
         jax.random.normal(key, (1, 16, 2, 4)) for key in jax.random.split(jax.random.key(0), 3)
     )
     with sw.PartitionManager(strategy, mesh=cpu_mesh("sp:4")):
-        options = make_options({"causal": True, "mode": "train"})
-        call, mask = describe(q, k, v, options=options)
+        operands, call = read(q, k, v, read_options({"causal": True, "mode": "train"}))
         assert call.loop
-        operands = make_operands(q, k, v, options=options, call=call, mask=mask)
 
         def run(call: AttentionCall) -> Any:
-            loss = lambda q: jnp.sum(jnp.sin(RingAttention.run(operands.replace(q=q), call).o))  # noqa: E731
+            loss = lambda q: jnp.sum(jnp.sin(ring.run(operands.replace(q=q), call).o))  # noqa: E731
             lowered = jax.jit(jax.value_and_grad(loss)).lower(q)
             return lowered.as_text().count("stablehlo.collective_permute"), lowered.compile()(q)
 

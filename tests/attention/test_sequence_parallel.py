@@ -306,7 +306,7 @@ def refusal(call: Call, implementation: str, **options: Any) -> str:
 
 
 def test_what_they_refuse() -> None:
-    weights = "it never has all weights at once, and they are asked for"
+    weights = "it never has all weights at once, and the call asks for them"
     for name in ("ring", "ulysses", "allgather_kv"):
         assert refusal(Call(mesh="sp:4"), name, return_weights=True) == weights
     assert (
@@ -317,7 +317,7 @@ def test_what_they_refuse() -> None:
 
 def test_queries_that_are_not_sharded_as_the_keys_are() -> None:
     call = Call(mesh="sp:4")
-    both = "the length of the queries lies over no mesh axis, that of the keys over sp; it needs both over the same"
+    both = "the length of the queries is sharded over no mesh axis, that of the keys over sp; it needs both over the same"
     with sw.PartitionManager(
         sw.Strategy.loads(
             RULES.format(length="sp").replace('query_length = "sp"', 'query_length = "-"')
@@ -329,7 +329,7 @@ def test_queries_that_are_not_sharded_as_the_keys_are() -> None:
             assert found.reasons == (both,)
         (found,) = explain(*call.arrays(), implementation="allgather_kv", mode="train").refusals
     assert found.reasons == (
-        "the length of the keys lies over sp and that of the queries does not: all its devices would compute the same",
+        "the length of the keys is sharded over sp and that of the queries does not: all its devices would compute the same",
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 import shardwright as sw
 from shardwright.attention import explain
 from shardwright.attention.api import dot_product_attention
-from shardwright.attention.kernels.splash import SplashAttention
+from shardwright.attention.kernels import splash
 from shardwright.testing import assert_collectives, assert_no_collectives, cpu_mesh
 from tests.attention.conformance import QUICK
 
@@ -185,7 +185,7 @@ def test_over_a_mesh_axis_that_the_call_does_not_use_nothing_is_sent_and_no_grad
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"return_weights": True}, "it never has all weights at once, and they are asked for"),
+        ({"return_weights": True}, "it never has all weights at once, and the call asks for them"),
         ({"mask": jnp.ones((1, 1, 128, 128), bool)}, "it takes no dense mask"),
         ({"bias": jnp.ones((1, 1, 128, 128))}, "it takes no bias"),
         ({"dropout": 0.5, "dropout_key": 1}, "it has no dropout, and dropout is 0.5"),
@@ -193,7 +193,7 @@ def test_over_a_mesh_axis_that_the_call_does_not_use_nothing_is_sent_and_no_grad
 )
 def test_what_it_refuses(options: dict[str, Any], says: str) -> None:
     call = explain(*arrays(), mode="train", **options).call
-    assert SplashAttention.supports(call) == (says,)
+    assert splash.supports(call) == (says,)
 
 
 def test_it_is_for_tpus() -> None:
@@ -202,8 +202,8 @@ def test_it_is_for_tpus() -> None:
         dataclasses.replace(call, platform="gpu"),
         dataclasses.replace(call, dtype="float16"),
     )
-    assert SplashAttention.supports(gpu) == ("its kernel is for TPUs, and the platform is gpu",)
-    assert SplashAttention.supports(half) == ("TPUs do not compute in float16",)
+    assert splash.supports(gpu) == ("its kernel is for TPUs, and the platform is gpu",)
+    assert splash.supports(half) == ("TPUs do not compute in float16",)
 
 
 def test_inside_a_shard_map_it_is_refused() -> None:

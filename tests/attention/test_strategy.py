@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import re
 
@@ -12,9 +13,9 @@ import pytest
 
 import shardwright as sw
 from shardwright import attention
-from shardwright.attention.choose import AUTO, SHIPPED
-from shardwright.attention.kernels.blockwise import BlockwiseAttention
-from shardwright.attention.registry import impl_names
+from shardwright.attention import implementation
+from shardwright.attention.choose import AUTO
+from shardwright.attention.implementation import SHIPPED
 from shardwright.resolution.rules import Attention
 from shardwright.testing.meshes import cpu_mesh
 
@@ -124,8 +125,8 @@ def test_one_that_was_named_and_refuses_is_told_with_what_auto_takes() -> None:
 
 
 def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for one in SHIPPED:
-        monkeypatch.setattr(one, "supports", classmethod(lambda cls, call: ("it rests",)))
+    resting = [dataclasses.replace(one, supports=lambda call: ("it rests",)) for one in SHIPPED]
+    monkeypatch.setattr(implementation, "SHIPPED", tuple(resting))
     named = attention.explain(*shapes(), mode="train", implementation="ring")
     assert str(named).splitlines()[-1] == "  auto  no implementation: all refuse"
     with pytest.raises(
@@ -140,7 +141,7 @@ def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_strategy_may_name_every_implementation_that_is_shipped() -> None:
-    assert {impl_names(one)[0] for one in SHIPPED} | {AUTO} == set(Attention)
+    assert {one.name for one in SHIPPED} | {AUTO} == set(Attention)
     names = sw.Strategy.json_schema()["$defs"]["AttentionTable"]["properties"]["default"]["anyOf"][
         0
     ]["enum"]
@@ -160,11 +161,8 @@ def test_one_of_your_own_has_a_prefix_so_that_typing_errors_are_still_seen(
         )
         with pytest.raises(sw.AttentionError, match=says):
             attention.explain(q, k, v, mode="train")
-        monkeypatch.setattr(
-            attention.AttentionRegistry,
-            "_known",
-            {**attention.AttentionRegistry._known, "mine": Mine},
-        )
+        monkeypatch.setattr(implementation, "_own", ())
+        attention.register(dataclasses.replace(implementation.find("blockwise"), name="mine"))
         found = attention.explain(q, k, v, mode="train")
         assert (found.name, found.why) == (
             "mine",
@@ -173,9 +171,3 @@ def test_one_of_your_own_has_a_prefix_so_that_typing_errors_are_still_seen(
         assert attention.dot_product_attention(
             jnp.ones((2, 8, 4, 8)), k=jnp.ones((2, 8, 2, 8)), v=jnp.ones((2, 8, 2, 8)), mode="train"
         ).shape
-
-
-class Mine(BlockwiseAttention):
-    @classmethod
-    def get_impl_name(cls) -> str:
-        return "mine"

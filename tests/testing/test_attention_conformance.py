@@ -11,37 +11,29 @@ from shardwright.testing.attention_cases import AXIS_TYPES, CASES, DTYPES, MESHE
 from tests.testing.runs import run_pytest, said
 
 MINE = """
-from shardwright.attention import AttentionImpl, AttentionRegistry, Result, extend
+import functools
+
+from shardwright.attention import Implementation, Result, extend, register
 from shardwright.testing import AttentionConformance
 
-@AttentionRegistry.register
-class Right(AttentionImpl):
-    factor, never = 1.0, ()
+def supports(call):
+    return (*extend.lengths_are_whole(call), *extend.no_weights(call))
 
-    @classmethod
-    def get_impl_name(cls):
-        return cls.__name__.lower()
+def never(call):
+    return ("never",)
 
-    @classmethod
-    def supports(cls, call):
-        return (*extend.lengths_are_whole(call), *extend.no_weights(call), *cls.never)
+def run(operands, call, factor=1.0):
+    def kernel(shard):
+        state = extend.forward(shard, call.recipe, state=extend.start(shard.q, shard.v))
+        o, lse = extend.finish(state, sinks=shard.sinks)
+        return Result(o=o.astype(call.dtype) * factor, lse=lse if call.return_lse else None)
 
-    @classmethod
-    def forward_native(cls, operands, call):
-        def kernel(shard):
-            state = extend.forward(shard, call.recipe, state=extend.start(shard.q, shard.v))
-            o, lse = extend.finish(state, sinks=shard.sinks)
-            return Result(o=o.astype(call.dtype) * cls.factor, lse=lse if call.return_lse else None)
+    return extend.run_on_shards(kernel, operands, call)
 
-        return extend.run_on_shards(kernel, operands, call)
-
-@AttentionRegistry.register
-class Wrong(Right):
-    factor = 1.01
-
-@AttentionRegistry.register
-class Tired(Right):
-    never = ("never",)
+wrong = functools.partial(run, factor=1.01)
+register(Implementation(name="right", supports=supports, run=run))
+register(Implementation(name="wrong", supports=supports, run=wrong))
+register(Implementation(name="tired", supports=never, run=run))
 
 class Few(AttentionConformance):
     @classmethod
@@ -76,12 +68,12 @@ def test_a_subclass_passes_skips_with_reasons_or_fails(
         "FAILED": {"TestWrong", "TestTired", "TestOtherWords"},
     }
     assert (
-        "refused: the length of the queries lies over sp; the length of the keys lies over sp"
+        "refused: the length of the queries is sharded over sp; the length of the keys is sharded over sp"
         in text
     )
     assert re.search(r"wrong-full-float32-dp-auto: o: .* is more than 2e-06", text)
     assert "tired refuses every cell" in text
-    assert re.search(r"right-\S+.*: \['the length of the queries lies over sp'", text)
+    assert re.search(r"right-\S+.*: \['the length of the queries is sharded over sp'", text)
 
 
 def test_the_few_cells_see_every_case_mesh_dtype_and_axis_type() -> None:

@@ -1,14 +1,16 @@
-"""One attention call as data: `Operands`, the arrays as one pytree, and `AttentionCall`, everything else, frozen and hashable.
+"""One attention call in two values: `Operands` holds its arrays, `AttentionCall` everything else.
 
-Whatever the caller's layout, operands are BTHD: `[batch, length, heads, head_dim]`; masks and biases are
-`[batch, heads, q_length, kv_length]`, each dim full or 1.
+`AttentionCall` is frozen and hashable. Operands are always BTHD, `[batch, length, heads, head_dim]`,
+whatever layout the caller uses. Masks and biases are `[batch, heads, q_length, kv_length]`, and each
+of their dims is full or 1.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+import functools
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from shardwright.attention.masks import MaskRules
 from shardwright.resolution.partition_specs import spec_of
 
-# What a remat policy saves them by: `jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME, LSE_NAME)`.
-OUTPUT_NAME, LSE_NAME = "attention_output", "attention_lse"
+# A remat policy saves the results by these names:
+# `jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME, LSE_NAME)`.
+OUTPUT_NAME: Final = "attention_output"
+LSE_NAME: Final = "attention_lse"
 
 
 class Layout(enum.StrEnum):
@@ -31,25 +35,28 @@ class Layout(enum.StrEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Operands:
-    """The arrays of a call. Inside `shard_map` the same value holds the shards, so that a kernel sees one interface.
+    """The arrays of a call. Inside `shard_map` the same class holds the local shards.
 
     Attributes:
       q: `[batch, q_length, heads, head_dim]`.
-      k: `[batch, kv_length, kv_heads, head_dim]`; query head h reads kv head `h * kv_heads // heads`.
+      k: `[batch, kv_length, kv_heads, head_dim]`. Query head h reads kv head
+        `h * kv_heads // heads`.
       v: `[batch, kv_length, kv_heads, v_dim]`.
-      k_scale: `[batch, kv_length, kv_heads]` float32, a key is `k * k_scale`; None but for quantised keys.
-      v_scale: likewise of the values.
+      k_scale: `[batch, kv_length, kv_heads]` float32 for quantized keys, else None. A key is
+        `k * k_scale`.
+      v_scale: The same for the values.
       q_positions: `[batch or 1, q_length]` int32, global.
-      kv_positions: `[batch or 1, kv_length]` int32, global; negative for a row that does not exist.
+      kv_positions: `[batch or 1, kv_length]` int32, global. A negative position marks a row that
+        does not exist.
       q_segment_ids: `[batch, q_length]` int32, or None.
       kv_segment_ids: `[batch, kv_length]` int32, or None.
-      lengths: `[batch]` int32, keys at this position and after are not seen; or None.
-      mask: bool, True = attend; or None.
-      bias: added to the scaled logits; or None.
-      sinks: `[heads]`, a logit per head that takes weight and gives nothing; or None.
-      seed: uint32 scalar of the dropout, or None.
-      batch_index: `[batch]` int32, global numbers of the rows of the batch; only with dropout.
-      head_index: `[heads]` int32, global numbers of the query heads; only with dropout.
+      lengths: `[batch]` int32, or None. Keys at this position and after it are hidden.
+      mask: Bool, True = attend; or None.
+      bias: Added to the scaled logits; or None.
+      sinks: `[heads]`, or None. Each is a logit that takes weight and contributes no value.
+      seed: uint32 scalar for dropout, or None.
+      batch_index: `[batch]` int32, global numbers of the batch rows. Present only with dropout.
+      head_index: `[heads]` int32, global numbers of the query heads. Present only with dropout.
     """
 
     q: Any
@@ -70,25 +77,57 @@ class Operands:
     head_index: Any = None
 
     def replace(self, **changes: Any) -> Operands:
-        """Return the operands with some of them changed."""
+        """Return the operands with some arrays changed."""
         return dataclasses.replace(self, **changes)
+
+
+# The dims of each operand, by the fields of `JointSpecs` that shard them. A dim that no mesh axis
+# may shard, such as head_dim, is left out at the end. A new operand is declared here once.
+OPERAND_DIMS: Final[dict[str, tuple[str, ...]]] = {
+    "q": ("batch", "q_length", "heads"),
+    "k": ("batch", "kv_length", "kv_heads"),
+    "v": ("batch", "kv_length", "kv_heads"),
+    "q_positions": ("batch", "q_length"),
+    "kv_positions": ("batch", "kv_length"),
+    "k_scale": ("batch", "kv_length", "kv_heads"),
+    "v_scale": ("batch", "kv_length", "kv_heads"),
+    "q_segment_ids": ("batch", "q_length"),
+    "kv_segment_ids": ("batch", "kv_length"),
+    "lengths": ("batch",),
+    "mask": ("batch", "heads", "q_length", "kv_length"),
+    "bias": ("batch", "heads", "q_length", "kv_length"),
+    "sinks": ("heads",),
+    "seed": (),
+    "batch_index": ("batch",),
+    "head_index": ("heads",),
+}
+# A dim of size 1 of these stands for every row, so it is never sharded.
+_BROADCAST = frozenset({"q_positions", "kv_positions", "mask", "bias"})
+
+
+def dims_along(length: str) -> dict[str, int]:
+    """Return which dim of each operand runs along "q_length" or "kv_length"."""
+    return {name: dims.index(length) for name, dims in OPERAND_DIMS.items() if length in dims}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The static part of the arithmetic. Logits are `softcap(scale * q.k + bias)`, then masked; softmax, then dropout.
+    """The static part of the arithmetic.
 
-    Quantised products are multiplied by k's scale first, weights by v's last.
+    Logits are `softcap(scale * q.k + bias)`. They are masked, then softmax and dropout follow. With
+    quantized keys and values, k's scale multiplies the products first, and v's scale multiplies
+    the weights last.
 
     Attributes:
-      mask: what attends by position.
-      scale: factor of the products of queries and keys.
+      mask: Which pairs attend, by position.
+      scale: Factor of the products of queries and keys.
       softcap: c in `c * tanh(logits / c)`, or None.
-      dropout: probability with which a weight is dropped; the others are divided by `1 - dropout`.
-      q_block: rows of queries that a blockwise kernel holds at a time.
-      kv_block: rows of keys likewise.
-      cached: the caller's layout of k and v if they are a cache on TPUs, of which no copy in another order is made; else None.
-      partly_filled: whether rows of k and v may hold no key, as positions or lengths say: what they hold may be anything.
+      dropout: Probability of dropping a weight. The others are divided by `1 - dropout`.
+      q_block: Rows of queries that a blockwise kernel holds at a time.
+      kv_block: Rows of keys that it holds at a time.
+      cached: The caller's layout of k and v if they are a cache on TPUs, else None. Kernels then
+        read k and v in that order and do not copy them.
+      partly_filled: Whether positions or lengths may hide rows of k and v. Those rows may hold NaN.
     """
 
     mask: MaskRules = dataclasses.field(default_factory=MaskRules)
@@ -102,11 +141,14 @@ class Recipe:
 
 
 class KVHeads(enum.StrEnum):
-    """How the heads of k and v lie, given those of q.
+    """How the heads of k and v are sharded, relative to the query heads.
 
-    SAME: over the same mesh axes. PREFIX: over the leading ones, and over the rest each shard picks the heads that its
-    queries read. INDEX: replicated, and each shard picks. FACTOR: over the leading ones, if any, and the rest of them shard
-    the keys' length: a shard holds part of what its queries read.
+    SAME: over the same mesh axes.
+    PREFIX: over the leading mesh axes of the query heads. Over the rest, each shard picks the kv
+      heads that its queries read.
+    INDEX: replicated. Each shard picks the kv heads that its queries read.
+    FACTOR: over some leading mesh axes or none; the remaining ones shard the keys' length. A shard
+      holds a part of the keys that its queries read.
     """
 
     SAME = "same"
@@ -117,16 +159,18 @@ class KVHeads(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JointSpecs:
-    """Where a call's arrays lie, resolved jointly: mesh axes by dim, major first. Empty tuples for an unsharded call.
+    """The sharding of a call's arrays, resolved jointly.
+
+    Each field holds the mesh axes of one dim, major first. All are empty for an unsharded call.
 
     Attributes:
-      batch: mesh axes of the batch, of q, k and v alike.
-      q_length: of the queries.
-      kv_length: of the keys.
-      heads: of the query heads.
-      kv_heads: of the kv heads; a prefix of `heads`.
-      grouping: how the kv heads follow the query heads.
-      why: the grouping in one line.
+      batch: Mesh axes of the batch of q, k and v.
+      q_length: Mesh axes of the queries' length.
+      kv_length: Mesh axes of the keys' length.
+      heads: Mesh axes of the query heads.
+      kv_heads: Mesh axes of the kv heads; a prefix of `heads`.
+      grouping: How the kv heads follow the query heads.
+      why: The reason for the grouping, in one line.
     """
 
     batch: tuple[str, ...] = ()
@@ -139,66 +183,51 @@ class JointSpecs:
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """Every mesh axis that any dim lies over, once."""
-        return tuple(
-            dict.fromkeys(
-                (*self.batch, *self.q_length, *self.kv_length, *self.heads, *self.kv_heads)
-            )
-        )
+        """Every mesh axis that shards any dim, once."""
+        every = (*self.batch, *self.q_length, *self.kv_length, *self.heads, *self.kv_heads)
+        return tuple(dict.fromkeys(every))
+
+    def spec(self, *dims: str) -> PartitionSpec:
+        """Return the spec of an array whose dims are fields of this value, such as "batch"."""
+        return _spec_of(self, dims, ())
 
     def operands(self, operands: Operands) -> Operands:
         """Return the spec of each operand, in a value of the same structure."""
-        by_name = {
-            "q": (self.batch, self.q_length, self.heads),
-            "k": (self.batch, self.kv_length, self.kv_heads),
-            "v": (self.batch, self.kv_length, self.kv_heads),
-            "k_scale": (self.batch, self.kv_length, self.kv_heads),
-            "v_scale": (self.batch, self.kv_length, self.kv_heads),
-            "q_positions": (self.batch, self.q_length),
-            "kv_positions": (self.batch, self.kv_length),
-            "q_segment_ids": (self.batch, self.q_length),
-            "kv_segment_ids": (self.batch, self.kv_length),
-            "lengths": (self.batch,),
-            "mask": (self.batch, self.heads, self.q_length, self.kv_length),
-            "bias": (self.batch, self.heads, self.q_length, self.kv_length),
-            "sinks": (self.heads,),
-            "seed": (),
-            "batch_index": (self.batch,),
-            "head_index": (self.heads,),
-        }
         specs = {}
-        for name, dims in by_name.items():
+        for name, dims in OPERAND_DIMS.items():
             array = getattr(operands, name)
-            specs[name] = (
-                None if array is None else _spec(dims, array.shape, broadcasts=name in _BROADCAST)
-            )
+            shape = array.shape if name in _BROADCAST and array is not None else ()
+            specs[name] = None if array is None else _spec_of(self, dims, shape)
         return Operands(**specs)
 
     @property
     def output(self) -> PartitionSpec:
         """The spec of the output, `[batch, q_length, heads, v_dim]`."""
-        return spec_of(self.batch, self.q_length, self.heads)
+        return _spec_of(self, ("batch", "q_length", "heads"), ())
 
     @property
     def lse(self) -> PartitionSpec:
         """The spec of the logsumexp, `[batch, heads, q_length]`."""
-        return spec_of(self.batch, self.heads, self.q_length)
+        return _spec_of(self, ("batch", "heads", "q_length"), ())
+
+    @property
+    def weights(self) -> PartitionSpec:
+        """The spec of the attention weights, `[batch, heads, q_length, kv_length]`."""
+        return _spec_of(self, OPERAND_DIMS["mask"], ())
 
 
-_BROADCAST = frozenset({"q_positions", "kv_positions", "mask", "bias"})
+@functools.lru_cache(maxsize=4096)
+def _spec_of(specs: JointSpecs, dims: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    """Return the spec of an array. If a shape is given, a dim of size 1 is not sharded.
 
-
-def _spec(
-    dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...], *, broadcasts: bool
-) -> PartitionSpec:
-    # A dim of size 1 that stands for all of them is the same everywhere. The mesh axes of k's length may be those of q's:
-    # a mask has both dims, and the first keeps them.
+    The keys' length may share mesh axes with the queries' length. A mask has both dims, and the
+    first of them keeps the mesh axes.
+    """
     taken: set[str] = set()
     entries = []
-    for names, size in zip(dims, shape, strict=False):
-        free = (
-            () if broadcasts and size == 1 else tuple(name for name in names if name not in taken)
-        )
+    for at, dim in enumerate(dims):
+        axes = () if shape and shape[at] == 1 else getattr(specs, dim)
+        free = tuple(axis for axis in axes if axis not in taken)
         taken.update(free)
         entries.append(free)
     return spec_of(*entries)
@@ -206,34 +235,36 @@ def _spec(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """What a call is, without its arrays: what `supports` judges and what a choice is cached by. Sizes are global.
+    """A call without its arrays. `supports` judges it, and choices are cached by it.
+
+    Sizes are global.
 
     Attributes:
-      batch: number of sequences.
-      q_length: rows of queries.
-      kv_length: rows of keys.
-      heads: query heads.
-      kv_heads: heads of k and v.
-      head_dim: size of queries and keys.
-      v_dim: size of values.
-      dtype: of q, k and v; the output's too.
-      kv_dtype: of k and v if they are quantised, and then there are scales; else None.
-      mode: runtime mode.
-      recipe: the static part of the arithmetic.
-      layout: of the caller's q, k, v and output; operands are BTHD in any case.
-      q_offset: where row i of the queries stands at position `q_offset + i` and row j of the keys at j, the offset;
-        None where positions are arrays.
-      segments: whether there are segment ids.
-      lengths: whether there are lengths.
-      sinks: whether there are sinks.
-      mask_shape: shape of the dense mask, or None.
-      bias_shape: shape of the bias, or None.
-      return_lse: whether the logsumexp is asked for.
-      return_weights: whether the weights are asked for.
-      specs: where the arrays lie.
-      mesh: the mesh that specs speak of, or None.
+      batch: Number of sequences.
+      q_length: Rows of queries.
+      kv_length: Rows of keys.
+      heads: Number of query heads.
+      kv_heads: Number of heads of k and v.
+      head_dim: Size of queries and keys.
+      v_dim: Size of values.
+      dtype: Dtype of q, k, v and the output.
+      kv_dtype: Dtype of k and v if they are quantized and have scales, else None.
+      mode: Runtime mode.
+      recipe: The static part of the arithmetic.
+      layout: Layout of the caller's q, k, v and output. Operands are BTHD in any case.
+      q_offset: Set if row j of the keys is at position j: row i of the queries is then at position
+        `q_offset + i`. None if positions are arrays.
+      segments: Whether there are segment ids.
+      lengths: Whether there are lengths.
+      sinks: Whether there are sinks.
+      mask_shape: Shape of the dense mask, or None.
+      bias_shape: Shape of the bias, or None.
+      return_lse: Whether the caller asks for the logsumexp.
+      return_weights: Whether the caller asks for the weights.
+      specs: The sharding of the arrays.
+      mesh: The mesh that `specs` refers to, or None.
       platform: "cpu", "gpu" or "tpu".
-      loop: whether ring attention is a `lax.scan` (else unrolled).
+      loop: Whether ring attention is a `lax.scan`; otherwise it is unrolled.
     """
 
     batch: int
@@ -263,26 +294,34 @@ class AttentionCall:
 
     def shards(self, mesh_axes: tuple[str, ...]) -> int:
         """Return the number of shards over some mesh axes."""
+        if self.mesh is None:
+            return 1
         count = 1
         for axis in mesh_axes:
-            count *= 1 if self.mesh is None else self.mesh.shape[axis]
+            count *= self.mesh.shape[axis]
         return count
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Result:
-    """What an implementation returns, of global arrays.
+    """The global arrays that an implementation returns.
 
     Attributes:
       o: `[batch, q_length, heads, v_dim]`, in the call's dtype.
-      lse: `[batch, heads, q_length]` float32, -inf for a row without keys; required if `call.return_lse`.
-      weights: `[batch, heads, q_length, kv_length]`; required if `call.return_weights`.
+      lse: `[batch, heads, q_length]` float32, -inf for a row without keys. Required if
+        `call.return_lse`.
+      weights: `[batch, heads, q_length, kv_length]`. Required if `call.return_weights`.
     """
 
     o: Any
     lse: Any = None
     weights: Any = None
+
+    def only(self, call: AttentionCall) -> Result:
+        """Return the result without the arrays that the call does not ask for."""
+        lse = self.lse if call.return_lse else None
+        return Result(o=self.o, lse=lse, weights=self.weights if call.return_weights else None)
 
 
 def default_positions(length: int, *, offset: int = 0) -> jax.Array:

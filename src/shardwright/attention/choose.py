@@ -1,46 +1,29 @@
-"""Which implementation serves a call, and why the others do not: a value that can be printed."""
+"""Choose the implementation that serves a call, and say why the others do not."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any, Final
 
+from shardwright import _jax
 from shardwright.attention.call import AttentionCall
-from shardwright.attention.kernels.allgather_kv import AllGatherKVAttention
-from shardwright.attention.kernels.blockwise import BlockwiseAttention
-from shardwright.attention.kernels.flash_decode import FlashDecodeAttention
-from shardwright.attention.kernels.ring import RingAttention
-from shardwright.attention.kernels.sdpa import CudnnAttention, SdpaAttention
-from shardwright.attention.kernels.splash import SplashAttention
-from shardwright.attention.kernels.ulysses import UlyssesAttention
-from shardwright.attention.kernels.vanilla import VanillaAttention
-from shardwright.attention.registry import AttentionImpl, AttentionRegistry, impl_names
+from shardwright.attention.implementation import Implementation, find, implementations
 from shardwright.errors import AttentionError
 from shardwright.resolution.decisions import RuleRef
 from shardwright.resolution.rules import OWN_ATTENTION
 from shardwright.vocabulary.modes import MODE_DECODE, mode_name
 
-AUTO = "auto"
-# One line for each implementation that comes with the package.
-SHIPPED: tuple[type[AttentionImpl], ...] = (
-    VanillaAttention,
-    BlockwiseAttention,
-    RingAttention,
-    UlyssesAttention,
-    AllGatherKVAttention,
-    FlashDecodeAttention,
-    SdpaAttention,
-    CudnnAttention,
-    SplashAttention,
-)
-# All keys of a shard's sequences, up to this many bytes, are gathered without a thought.
-_GATHER_BYTES = 16 * 2**20
-# On a GPU, float32 logits of one device up to this many bytes are computed at once.
-_LOGIT_BYTES = 64 * 2**20
+AUTO: Final = "auto"
+# If all keys of a shard's sequences take at most this many bytes, always all-gather them.
+_GATHER_BYTES: Final = 16 * 2**20
+# On a GPU, compute the float32 logits of one device at once up to this many bytes.
+_LOGIT_BYTES: Final = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """An implementation that cannot serve a call, and why."""
+    """An implementation that cannot serve a call, with the reasons."""
 
     name: str
     reasons: tuple[str, ...]
@@ -48,17 +31,19 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What serves a call. Print it.
+    """The implementation that serves a call. Print it to see why.
 
     Attributes:
-      name: the implementation, or empty if none can.
-      why: what decided.
-      refusals: those that cannot, each with every reason.
-      passed_over: those that could too, in the order in which they would have come.
-      call: what was asked.
-      instead: where one was named and refuses, what "auto" says of the call; else None.
-      line: the line of the strategy that named it, or None.
-      inner: which kernel runs on each shard, and why not the platform's own; empty where there is no choice.
+      name: Name of the implementation, or empty if none can serve the call.
+      why: The deciding reason.
+      refusals: The implementations that cannot serve the call, each with all its reasons.
+      passed_over: Names of the others that could serve it, best first.
+      call: The call.
+      instead: If a named implementation refuses, the choice that "auto" makes for the call.
+      line: The line of the strategy that names the implementation, or None.
+      inner: Which kernel runs on each shard, and why not the platform's own kernel. Empty if there
+        is no choice.
+      implementation: The chosen implementation, or None.
     """
 
     name: str
@@ -69,15 +54,17 @@ class Choice:
     instead: Choice | None = None
     line: RuleRef | None = None
     inner: str = ""
+    implementation: Implementation | None = dataclasses.field(default=None, repr=False)
 
     def __str__(self) -> str:
         call = self.call
+        none = "no implementation" if self.instead is None else "refused"
         lines = [
-            f"{self.name or ('no implementation' if self.instead is None else 'refused')}   {self.why}",
+            f"{self.name or none}   {self.why}",
             f"  call  {_shape(call)}, {_dtypes(call)}, {mode_name(call.mode)}, {call.platform}",
         ]
         if call.mesh is not None:
-            lines.append(f"  lies  {_lies(call)}; {call.specs.why}")
+            lines.append(f"  mesh  {_sharding(call)}; {call.specs.why}")
         lines += [f"  runs  {self.inner}"] if self.inner else []
         lines += [f"  also  {', '.join(self.passed_over)}"] if self.passed_over else []
         lines += [
@@ -89,114 +76,148 @@ class Choice:
             lines.append(f"  auto  {self.instead.name or 'no implementation'}: {self.instead.why}")
         return "\n".join(lines)
 
-    def require(self) -> type[AttentionImpl]:
+    def require(self) -> Implementation:
         """Return the implementation.
 
         Raises:
-          AttentionError: the one that was named refuses, or none can serve the call; with every reason.
+          AttentionError: The named implementation refuses the call, or all do; with every reason.
         """
-        if self.name:
-            return AttentionRegistry.get(self.name)
-        about = str(self).partition("\n")[2]
+        if self.implementation is not None:
+            return self.implementation
+        details = str(self).partition("\n")[2]
         if self.instead is None:
             raise AttentionError(
-                f"no attention implementation can serve this call: {self.why}", snippet=about
+                f"no attention implementation can serve this call: {self.why}", snippet=details
             )
         fix = "change the call: nothing else serves it either"
         if self.instead.name:
             there = "" if self.line is None else f', and so does {self.line.key} = "auto" there'
             fix = f'implementation="auto" takes {self.instead.name}{there}'
-        raise AttentionError(self.why, snippet=about, fix=fix)
+        raise AttentionError(self.why, snippet=details, fix=fix)
 
 
 def choose(
-    call: AttentionCall, *, implementation: str = AUTO, line: RuleRef | None = None
+    call: AttentionCall, *, implementation: str | None = None, manager: Any = None
 ) -> Choice:
-    """Choose an implementation, by name or by what suits the call best.
+    """Choose an implementation by name, or the one that suits the call best.
 
     Args:
-      call: what is asked.
-      implementation: a name, or "auto".
-      line: the line of the strategy that names it, or None: the call does.
+      call: The call.
+      implementation: A name, or "auto". Defaults to what the manager's strategy names for the mode
+        of the call under `[attention]`, else to "auto".
+      manager: The manager of the call, or None.
 
     Raises:
-      AttentionError: an unknown name.
+      AttentionError: The name is unknown.
     """
-    if implementation != AUTO:
-        found = AttentionRegistry.get(
-            implementation.removeprefix(OWN_ATTENTION), line="" if line is None else str(line)
-        )
-        name, reasons = impl_names(found)[0], found.refusals(call)
-        refusals = (Refusal(name=name, reasons=reasons),) if reasons else ()
-        if line is None:
-            why = f"{name} was asked for by name and refuses" if reasons else "asked for by name"
-        else:
-            why = f"the strategy says {line}{', and it refuses' if reasons else ''}"
-        instead = choose(call) if reasons else None
-        inner = "" if reasons else found.inner(call)
+    line = None
+    if implementation is None and manager is not None:
+        line = manager.rules.attention_in(call.mode)
+    name = implementation or AUTO if line is None else line.text
+    # A surrounding shard_map is a reason of some implementations, so the ambient mesh is in the key.
+    return _choose(call, name, line, implementations(), _jax.ambient_mesh())
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(
+    call: AttentionCall,
+    name: str,
+    line: RuleRef | None,
+    known: tuple[Implementation, ...],
+    ambient: Any,
+) -> Choice:
+    if name == AUTO:
+        return _choose_best(call, known)
+    named = find(name.removeprefix(OWN_ATTENTION), line="" if line is None else str(line))
+    reasons = named.refusals(call)
+    if line is not None:
+        why = f"the strategy says {line}{', and it refuses' if reasons else ''}"
+    else:
+        why = f"{named.name} was asked for by name and refuses" if reasons else "asked for by name"
+    if reasons:
+        refusals = (Refusal(name=named.name, reasons=reasons),)
+        instead = _choose(call, AUTO, None, known, ambient)
         return Choice(
-            name="" if reasons else name,
+            name="",
             why=why,
             refusals=refusals,
             passed_over=(),
             call=call,
             instead=instead,
             line=line,
-            inner=inner,
         )
-    able, refusals_found, reasons_why = [], [], dict(_preference(call))
-    known = dict.fromkeys(
-        impl_names(AttentionRegistry.get(name))[0]
-        for name in AttentionRegistry.list_implementations()
-    )
-    for name in [
-        *(name for name in reasons_why if name in known),
-        *(name for name in known if name not in reasons_why),
-    ]:
-        reasons = AttentionRegistry.get(name).refusals(call)
-        if reasons:
-            refusals_found.append(Refusal(name=name, reasons=reasons))
-        elif name in reasons_why:
-            able.append(name)
     return Choice(
-        name=able[0] if able else "",
-        why=reasons_why[able[0]] if able else "all refuse",
-        refusals=tuple(refusals_found),
+        name=named.name,
+        why=why,
+        refusals=(),
+        passed_over=(),
+        call=call,
+        line=line,
+        inner=named.inner(call),
+        implementation=named,
+    )
+
+
+def _choose_best(call: AttentionCall, known: tuple[Implementation, ...]) -> Choice:
+    """Choose the first implementation in order of preference that does not refuse the call."""
+    preferred = dict(_preference(call))
+    by_name = {each.name: each for each in sorted(known, key=lambda each: each.name)}
+    able, refusals = [], []
+    rest = [name for name in by_name if name not in preferred]
+    for name in [*(name for name in preferred if name in by_name), *rest]:
+        reasons = by_name[name].refusals(call)
+        if reasons:
+            refusals.append(Refusal(name=name, reasons=reasons))
+        elif name in preferred:
+            able.append(name)
+    if not able:
+        return Choice(
+            name="", why="all refuse", refusals=tuple(refusals), passed_over=(), call=call
+        )
+    best = by_name[able[0]]
+    return Choice(
+        name=best.name,
+        why=preferred[best.name],
+        refusals=tuple(refusals),
         passed_over=tuple(able[1:]),
         call=call,
-        inner=AttentionRegistry.get(able[0]).inner(call) if able else "",
+        inner=best.inner(call),
+        implementation=best,
     )
 
 
 def _preference(call: AttentionCall) -> list[tuple[str, str]]:
-    """Return the implementations to try, best first, each with what speaks for it."""
+    """Return the implementations to try, best first, each with the reason for it."""
     last = [("vanilla", f"all {_logit_bytes(call) / 2**20:.1f} MiB of logits per device at once")]
     if call.return_weights:
         return [("vanilla", "only it returns weights")]
-    combined = (
-        "flash_decode",
-        f"the keys lie over {'+'.join(call.specs.kv_length)}: partial softmaxes are combined",
-    )
-    if call.specs.kv_length and (call.mode == MODE_DECODE or not call.specs.q_length):
-        return [combined, *last]
-    if call.specs.q_length or call.specs.kv_length:
+    specs = call.specs
+    if specs.kv_length and (call.mode == MODE_DECODE or not specs.q_length):
+        over = "+".join(specs.kv_length)
+        why = f"the keys are sharded over {over}: partial softmaxes are combined"
+        return [("flash_decode", why), *last]
+    if specs.q_length or specs.kv_length:
         return [*_sequence_parallel(call), *last]
     fast = {
         "tpu": [("splash", "the TPU's own kernel")],
         "gpu": [("cudnn", "the GPU's own kernel")],
     }.get(call.platform, [])
-    if call.recipe.cached is not None:  # the TPU's kernel wants it in another order
-        return [("blockwise", "it reads a cache in the order in which it lies"), *fast, *last]
+    if call.recipe.cached is not None:
+        # The TPU's kernel wants keys by head, and would copy the cache into that order.
+        return [("blockwise", "it reads a cache in the order in which it is stored"), *fast, *last]
     if call.platform == "gpu":
         return [*fast, *_without_cudnn(call), *last]
     return [*fast, ("blockwise", "memory linear in length"), *last]
 
 
 def _without_cudnn(call: AttentionCall) -> list[tuple[str, str]]:
-    """Rank what XLA makes of a call for a GPU: all logits at once are faster while they are few."""
+    """Rank XLA's ways for a GPU: all logits at once are faster while they are few."""
     logits = _logit_bytes(call)
     if logits > _LOGIT_BYTES:
-        many = f"all logits at once would take {logits / 2**20:.1f} MiB per device, more than {_LOGIT_BYTES // 2**20}"
+        many = (
+            f"all logits at once would take {logits / 2**20:.1f} MiB per device, "
+            f"more than {_LOGIT_BYTES // 2**20}"
+        )
         return [("blockwise", f"memory linear in length: {many}"), ("sdpa", "XLA's own")]
     few = f"XLA's own: all {logits / 2**20:.1f} MiB of logits per device at once"
     return [("sdpa", few), ("blockwise", "memory linear in length")]
@@ -204,68 +225,49 @@ def _without_cudnn(call: AttentionCall) -> list[tuple[str, str]]:
 
 def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
     """Rank the ways to attend over a sharded sequence, by bytes sent."""
-    shards = call.shards(call.specs.kv_length or call.specs.q_length)
-    local = (
-        call.kv_heads
-        / call.shards(call.specs.kv_heads)
-        * call.batch
-        / call.shards(call.specs.batch)
-    )
-    gathered = int(
-        local
-        * call.kv_length
-        * (call.head_dim + call.v_dim)
-        * (4 if call.dtype == "float32" else 2)
-    )
+    specs = call.specs
+    shards = call.shards(specs.kv_length or specs.q_length)
+    local_heads = call.kv_heads / call.shards(specs.kv_heads)
+    local_batch = call.batch / call.shards(specs.batch)
+    size = 4 if call.dtype == "float32" else 2
+    dims = call.head_dim + call.v_dim
+    gathered = int(local_heads * local_batch * call.kv_length * dims * size)
+    # A ring sends keys and values n - 1 times; all-to-alls send queries and outputs too, but once.
     even = 1 + call.heads / call.kv_heads
-    ulysses = (
-        "ulysses",
-        f"{shards} shards are more than 1 + heads / kv_heads = {even:g}: it sends fewer bytes than a ring",
-    )
-    ring = (
-        "ring",
-        f"{shards} shards are no more than 1 + heads / kv_heads = {even:g}: it sends no more bytes than all-to-alls",
-    )
-    whole = not call.specs.kv_length
-    gather = (
-        "allgather_kv",
-        "every device has all keys already: nothing is gathered"
-        if whole
-        else f"the gathered keys take {gathered / 2**20:.1f} MiB per device: one collective, a ring's bytes",
-    )
+    limit = f"1 + heads / kv_heads = {even:g}"
+    fewer = f"{shards} shards are more than {limit}: it sends fewer bytes than a ring"
+    ulysses = ("ulysses", fewer)
+    no_more = f"{shards} shards are no more than {limit}: it sends no more bytes than all-to-alls"
+    ring = ("ring", no_more)
+    size_text = f"{gathered / 2**20:.1f} MiB per device"
+    why = f"the gathered keys take {size_text}: one collective, a ring's bytes"
+    if not specs.kv_length:
+        why = "every device has all keys already: nothing is gathered"
+    gather = ("allgather_kv", why)
     rest = [ulysses, ring] if shards > even else [ring, ulysses]
     return [gather, *rest] if gathered <= _GATHER_BYTES else [*rest, gather]
 
 
 def _logit_bytes(call: AttentionCall) -> int:
+    """Return the bytes of all float32 logits of one device."""
     specs = call.specs
-    per = (
-        call.shards(specs.batch)
-        * call.shards(specs.heads)
-        * call.shards(tuple(dict.fromkeys((*specs.q_length, *specs.kv_length))))
-    )
-    return 4 * call.batch * call.heads * call.q_length * call.kv_length // per
+    lengths = tuple(dict.fromkeys((*specs.q_length, *specs.kv_length)))
+    devices = call.shards(specs.batch) * call.shards(specs.heads) * call.shards(lengths)
+    return 4 * call.batch * call.heads * call.q_length * call.kv_length // devices
 
 
 def _shape(call: AttentionCall) -> str:
     dims = str(call.head_dim) if call.head_dim == call.v_dim else f"{call.head_dim}/{call.v_dim}"
-    return f"batch {call.batch}, {call.q_length} x {call.kv_length}, heads {call.heads}/{call.kv_heads}, head_dim {dims}"
+    lengths, heads = f"{call.q_length} x {call.kv_length}", f"{call.heads}/{call.kv_heads}"
+    return f"batch {call.batch}, {lengths}, heads {heads}, head_dim {dims}"
 
 
 def _dtypes(call: AttentionCall) -> str:
     return call.dtype if call.kv_dtype is None else f"{call.dtype} with {call.kv_dtype} keys"
 
 
-def _lies(call: AttentionCall) -> str:
-    specs = call.specs
-    named = {
-        "batch": specs.batch,
-        "q_length": specs.q_length,
-        "kv_length": specs.kv_length,
-        "heads": specs.heads,
-        "kv_heads": specs.kv_heads,
-    }
-    return (
-        ", ".join(f"{name} {'+'.join(axes)}" for name, axes in named.items() if axes)
-        or "on every device whole"
-    )
+def _sharding(call: AttentionCall) -> str:
+    names = ("batch", "q_length", "kv_length", "heads", "kv_heads")
+    over = {name: "+".join(getattr(call.specs, name)) for name in names}
+    sharded = ", ".join(f"{name} {axes}" for name, axes in over.items() if axes)
+    return sharded or "replicated"

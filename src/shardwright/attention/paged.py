@@ -14,16 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from shardwright import _jax
 from shardwright.attention.call import AttentionCall, JointSpecs, Operands, Result
-from shardwright.attention.inputs import check_scale, describe, make_options
+from shardwright.attention.checks import check_scale
+from shardwright.attention.inputs import describe, read_options
 from shardwright.attention.kernels import blockwise, flash_decode
 from shardwright.attention.parts import online_softmax, shards
 from shardwright.attention.sharding import resolve_pages
 from shardwright.errors import AttentionError
 from shardwright.manager import context
+from shardwright.manager.shards import call_on_shards
 from shardwright.resolution.partition_specs import spec_of
 from shardwright.vocabulary.modes import MODE_DECODE
 
@@ -108,11 +109,11 @@ def paged_attention(
     )
     in_rows = functools.partial(_in_rows, batch=batch, capacity=sizes.capacity(block_tables))
     scales = {"k_scale": in_rows(k_scale_pages), "v_scale": in_rows(v_scale_pages)}
-    options = make_options({**given, **stand, **scales, "mode": mode, "lengths": lengths})
+    options = read_options({**given, **stand, **scales, "mode": mode, "lengths": lengths})
     specs = JointSpecs()
     if manager is not None and mode is not None:
         specs = resolve_pages(manager, q=q.shape, k=k_pages.shape, v=v_pages.shape, mode=mode)
-    call, _ = describe(q, in_rows(k_pages), in_rows(v_pages), options=options, specs=specs)
+    call = describe(q, in_rows(k_pages), in_rows(v_pages), options, specs=specs)
     reasons = flash_decode.factored(call)
     if reasons:
         raise AttentionError(
@@ -142,8 +143,7 @@ _ARITHMETIC = ("causal", "window", "chunk", "sinks", "softcap", "scale", "return
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _run(operands: Operands, tables: jax.Array, call: AttentionCall) -> Result:
-    heads = (jnp.arange(call.heads, dtype=jnp.int32), jnp.arange(call.kv_heads, dtype=jnp.int32))
-    specs = call.specs
+    specs, heads = call.specs, shards.head_numbers(call)
     if call.mesh is None or not specs.mesh_axes:
         return _attend(operands, tables, *heads, call=call)
     pages = spec_of(specs.kv_length, (), specs.kv_heads)
@@ -153,15 +153,14 @@ def _run(operands: Operands, tables: jax.Array, call: AttentionCall) -> Result:
         if getattr(operands, name) is not None
     }
     by_operand = specs.operands(operands.replace(**dict.fromkeys(paged))).replace(**paged)
-    arguments, structure = jax.tree.flatten((operands, tables, *heads))
-    wanted = (by_operand, spec_of(specs.batch), spec_of(specs.heads), spec_of(specs.kv_heads))
-    in_specs = jax.tree.leaves(wanted, is_leaf=lambda value: isinstance(value, PartitionSpec))
-    return shards.over_shards(
-        lambda *leaves: _attend(*jax.tree.unflatten(structure, leaves), call=call),
-        arguments,
-        in_specs,
-        call,
+    result: Result = call_on_shards(
+        functools.partial(_attend, call=call),
+        (operands, tables, *heads),
+        (by_operand, specs.spec("batch"), *shards.head_specs(call)),
+        out_specs=shards.result_specs(call),
+        mesh=call.mesh,
     )
+    return result
 
 
 @_run.defjvp

@@ -1,8 +1,7 @@
-"""Run an implementation on a described call: jitted where nothing traces, its output laid as the specs say."""
+"""Run an implementation on a call, check its result, and place the output as the specs say."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -11,57 +10,62 @@ import jax.numpy as jnp
 
 from shardwright import _jax
 from shardwright.attention.call import AttentionCall, Layout, Operands, Result
-from shardwright.attention.parts.shards import asked
+from shardwright.attention.implementation import Implementation
 from shardwright.errors import AttentionError
 from shardwright.manager import constraint
 
 
-def serve(implementation: Any, operands: Operands, call: AttentionCall) -> Result:
-    """Return what an implementation finds, in the caller's layout.
+def attention(implementation: Implementation, operands: Operands, call: AttentionCall) -> Result:
+    """Return the result of an implementation, in the caller's layout; `run` is this function jitted.
+
+    JAX shows programs under the name of the function, so it is not called `run`.
 
     Args:
-      implementation: an `AttentionImpl` class that supports the call.
-      operands: global arrays, BTHD.
-      call: what they are.
+      implementation: An implementation that supports the call.
+      operands: Global arrays, BTHD.
+      call: The call that describes them.
     """
-    # shard_map by itself traces and compiles anew at every eager call.
-    eager, traced = (
-        (_jitted, _run) if call.kv_dtype is None else (_jitted_quantised, _run_quantised)
-    )
-    found: Result = (traced if _jax.in_trace() else eager)(implementation, operands, call)
-    return found
+    if call.kv_dtype is not None:
+        operands = _without_gradient(operands, call)
+    result = implementation.run(operands, call)
+    _check(result, implementation, call)
+    o = result.o
+    if call.mesh is not None and call.specs.mesh_axes:
+        # The partitioner might choose another sharding; the output is sharded like q.
+        placement = constraint.make_placement(call.specs.output, call.mesh, _jax.ambient_mesh())
+        o = constraint.place(o, placement)
+    if call.layout is Layout.BHTD:
+        o = jnp.swapaxes(o, 1, 2)
+    return Result(o=o, lse=result.lse, weights=result.weights).only(call)
 
 
-def _run(implementation: Any, operands: Operands, call: AttentionCall) -> Result:
-    found = implementation.run(operands, call)
-    _check(found, implementation, call)
-    found = asked(found, call)
-    o = _lay(found.o, call)
-    return dataclasses.replace(found, o=o if call.layout is Layout.BTHD else jnp.swapaxes(o, 1, 2))
+# Jitted inside a trace too: the layers of a model that make equal calls share one trace. Outside,
+# shard_map would trace and compile again at every call.
+run = functools.partial(jax.jit, static_argnums=(0, 2))(attention)
 
 
-def _check(found: Any, implementation: Any, call: AttentionCall) -> None:
-    """Check that an implementation returned what was asked of it: it may be the user's own.
+def _check(result: Any, implementation: Implementation, call: AttentionCall) -> None:
+    """Check that an implementation returned what the call asks for: users may have written it.
 
     Raises:
-      AttentionError: it is no `Result`, or an array of it is missing or has another shape or dtype.
+      AttentionError: The value is not a `Result`, or an array of it is missing or has a wrong shape
+        or dtype.
     """
-    name = implementation.__name__
-    if not isinstance(found, Result):
+    name = implementation.name
+    if not isinstance(result, Result):
         raise AttentionError(
-            f"{name} returned a {type(found).__name__}",
+            f"{name} returned a {type(result).__name__}",
             fix="return attention.Result(o=o), o as [batch, length, heads, v_dim]",
         )
-    rows, heads = (call.batch, call.q_length), (call.batch, call.heads, call.q_length)
-    wanted: dict[str, tuple[tuple[int, ...], str]] = {
-        "o": ((*rows, call.heads, call.v_dim), call.dtype)
-    }
+    rows = (call.batch, call.heads, call.q_length)
+    shapes: dict[str, tuple[int, ...]] = {"o": (call.batch, call.q_length, call.heads, call.v_dim)}
     if call.return_lse:
-        wanted["lse"] = (heads, "float32")
+        shapes["lse"] = rows
     if call.return_weights:
-        wanted["weights"] = ((*heads, call.kv_length), "")
-    for field, (shape, dtype) in wanted.items():
-        array = getattr(found, field)
+        shapes["weights"] = (*rows, call.kv_length)
+    dtypes = {"o": call.dtype, "lse": "float32", "weights": ""}
+    for field, shape in shapes.items():
+        array, dtype = getattr(result, field), dtypes[field]
         if array is None or array.shape != shape or (dtype and array.dtype != dtype):
             has = "no" if array is None else f"{array.dtype} {array.shape} as"
             raise AttentionError(
@@ -70,32 +74,17 @@ def _check(found: Any, implementation: Any, call: AttentionCall) -> None:
             )
 
 
-_jitted = functools.partial(jax.jit, static_argnums=(0, 2))(_run)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _without_gradient(operands: Operands, call: AttentionCall) -> Operands:
+    del call
+    return operands
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
-def _run_quantised(implementation: Any, operands: Operands, call: AttentionCall) -> Result:
-    return _run(implementation, operands, call)
-
-
-@_run_quantised.defjvp
-def _no_gradient(implementation: Any, call: AttentionCall, primals: Any, tangents: Any) -> Any:
-    del implementation, primals, tangents
-    what = f"attention to {call.kv_dtype} keys and values reads a cache and has no gradient"
+@_without_gradient.defjvp
+def _raise_for_gradient(call: AttentionCall, primals: Any, tangents: Any) -> Any:
+    del primals, tangents
     raise AttentionError(
-        what,
-        fix="train with keys that are not quantised; jax.lax.stop_gradient around the arguments if none is wanted",
+        f"attention to {call.kv_dtype} keys and values reads a cache and has no gradient",
+        fix="train with keys that are not quantized; "
+        "jax.lax.stop_gradient around the arguments if none is wanted",
     )
-
-
-_jitted_quantised = functools.partial(jax.jit, static_argnums=(0, 2))(_run_quantised)
-
-
-def _lay(o: jax.Array, call: AttentionCall) -> jax.Array:
-    """Make the output lie as q does, whatever the partitioner would choose."""
-    if call.mesh is None or not call.specs.mesh_axes:
-        return o
-    laid: jax.Array = constraint.place(
-        o, constraint.make_placement(call.specs.output, call.mesh, _jax.ambient_mesh())
-    )
-    return laid

@@ -1,19 +1,24 @@
-"""Where q, k and v lie, resolved jointly: k and v may be replicated over an axis of q's heads, but never by accident.
+"""Resolve the sharding of q, k and v jointly.
 
-Query head h reads kv head `h * kv_heads // heads`. If that is to hold on every device, the kv heads lie over the same mesh
-axes as the query heads, or over the leading ones of them, and each device picks what its queries read.
+k and v may be replicated over a mesh axis that shards q's heads, but only if a rule says so. Query
+head h reads kv head `h * kv_heads // heads`. For that to hold on every device, the kv heads must be
+sharded over the same mesh axes as the query heads or over the leading ones of them. Each device
+then picks the kv heads that its queries read.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+from jax.sharding import AbstractMesh
 
 from shardwright import _jax
 from shardwright.attention.call import JointSpecs, KVHeads
 from shardwright.errors import AttentionError
 from shardwright.manager.manager import PartitionManager
 from shardwright.resolution import resolver
-from shardwright.resolution.decisions import ModeFrom, Outcome, Resolution
+from shardwright.resolution.decisions import DimDecision, ModeFrom, Outcome, Resolution
 from shardwright.vocabulary.axes import (
     BATCH,
     EMPTY,
@@ -31,39 +36,53 @@ KEY_AXES = (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM)
 REPEATED_KEY_AXES = (BATCH, KV_LENGTH, HEAD, HEAD_DIM)
 PAGE_AXES = (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM)
 Dims = tuple[int, int, int, int]
+MeshAxes = tuple[str, ...]
 
 
 def resolve_joint(
     manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode: str, repeated: bool = False
 ) -> JointSpecs:
-    """Return where a call's arrays lie under a manager; mesh axes that a `shard_map` around it has applied are left out.
+    """Return the sharding of a call's arrays under a manager.
+
+    Mesh axes that a surrounding `shard_map` has applied already are left out.
 
     Args:
-      manager: rules and mesh.
+      manager: Rules and mesh.
       q: `[batch, q_length, heads, head_dim]`.
       k: `[batch, kv_length, kv_heads, head_dim]`.
       v: `[batch, kv_length, kv_heads, v_dim]`.
-      mode: runtime mode.
-      repeated: whether k and v have q's heads already, and lie as HEAD says.
+      mode: Runtime mode.
+      repeated: Whether k and v have as many heads as q already, and are sharded by HEAD.
 
     Raises:
-      ShardingError: what the rules say does not fit the sizes.
-      AttentionError: what they say of q, of k and of v does not go together.
+      ShardingError: The rules do not fit the sizes.
+      AttentionError: The rules for q, k and v do not go together.
     """
+    return _resolve_joint(manager, q, k, v, mode, repeated, _jax.ambient_mesh())
+
+
+# The layers of a model ask the same question again and again.
+@functools.lru_cache(maxsize=1024)
+def _resolve_joint(
+    manager: PartitionManager,
+    q: Dims,
+    k: Dims,
+    v: Dims,
+    mode: str,
+    repeated: bool,
+    ambient: AbstractMesh | None,
+) -> JointSpecs:
+    resolve = functools.partial(_resolve, manager, mode, manager.manual_axes(ambient))
     key_axes = REPEATED_KEY_AXES if repeated else KEY_AXES
-    resolved = {
-        name: _resolve(manager, axes, shape, mode=mode, name=name)
-        for name, axes, shape in (("q", QUERY_AXES, q), ("k", key_axes, k))
-    }
-    _resolve(manager, key_axes, v, mode=mode, name="v")
-    (batch, q_length, heads, _), (kv_batch, kv_length, kv_heads, _) = (
-        _mesh_axes(found) for found in resolved.values()
-    )
+    queries, keys = resolve("q", QUERY_AXES, q), resolve("k", key_axes, k)
+    resolve("v", key_axes, v)
+    batch, q_length, heads, _ = _mesh_axes(queries)
+    kv_batch, kv_length, kv_heads, _ = _mesh_axes(keys)
     if batch != kv_batch:
-        raise _apart("batch", batch, kv_batch, resolved["k"], dim=0)
+        raise _mismatch("batch", batch, kv_batch, keys.decisions[0], dim=0)
     if kv_heads != heads[: len(kv_heads)]:
-        raise _apart("heads", heads, kv_heads, resolved["k"], dim=2)
-    grouping, why = _grouping(heads, kv_heads, kv_length, resolved["k"])
+        raise _mismatch("heads", heads, kv_heads, keys.decisions[2], dim=2)
+    grouping, why = _grouping(heads, kv_heads, kv_length, keys.decisions[2].why)
     return JointSpecs(
         batch=batch,
         q_length=q_length,
@@ -76,27 +95,31 @@ def resolve_joint(
 
 
 def resolve_pages(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode: str) -> JointSpecs:
-    """Return where queries and pages of keys lie under a manager, `kv_length` being the mesh axes of the pages; see `resolve_joint`.
+    """Return the sharding of queries and pages of keys under a manager; see `resolve_joint`.
+
+    `kv_length` of the result holds the mesh axes of the pages.
 
     Args:
-      manager: rules and mesh.
+      manager: Rules and mesh.
       q: `[batch, q_length, heads, head_dim]`.
       k: `[pages, page_size, kv_heads, head_dim]`.
       v: `[pages, page_size, kv_heads, v_dim]`.
-      mode: runtime mode.
+      mode: Runtime mode.
 
     Raises:
-      ShardingError: what the rules say does not fit the sizes.
-      AttentionError: what they say of q and of the pages does not go together.
+      ShardingError: The rules do not fit the sizes.
+      AttentionError: The rules for q and for the pages do not go together.
     """
-    queries = _resolve(manager, QUERY_AXES, q, mode=mode, name="q")
-    found = _resolve(manager, PAGE_AXES, k, mode=mode, name="k_pages")
-    _resolve(manager, PAGE_AXES, v, mode=mode, name="v_pages")
-    (batch, q_length, heads, _), (pages, _, kv_heads, _) = _mesh_axes(queries), _mesh_axes(found)
-    _check_pages(found, pages, batch=batch, q_length=q_length)
+    manual = manager.manual_axes(_jax.ambient_mesh())
+    resolve = functools.partial(_resolve, manager, mode, manual)
+    queries, keys = resolve("q", QUERY_AXES, q), resolve("k_pages", PAGE_AXES, k)
+    resolve("v_pages", PAGE_AXES, v)
+    batch, q_length, heads, _ = _mesh_axes(queries)
+    pages, _, kv_heads, _ = _mesh_axes(keys)
+    _check_pages(keys.decisions[0], pages, batch=batch, q_length=q_length)
     if kv_heads != heads[: len(kv_heads)]:
-        raise _apart("heads", heads, kv_heads, found, dim=2)
-    grouping, why = _grouping(heads, kv_heads, pages, found)
+        raise _mismatch("heads", heads, kv_heads, keys.decisions[2], dim=2)
+    grouping, why = _grouping(heads, kv_heads, pages, keys.decisions[2].why)
     return JointSpecs(
         batch=batch,
         q_length=q_length,
@@ -108,60 +131,66 @@ def resolve_pages(manager: PartitionManager, *, q: Dims, k: Dims, v: Dims, mode:
     )
 
 
-def _check_pages(found: Resolution, pages: tuple[str, ...], **queries: tuple[str, ...]) -> None:
-    decision = found.decisions[0]
-    where: dict[str, Any] = {
-        "path": "k_pages",
-        "dim": 0,
-        "axis": decision.label,
-        "rule": str(decision.rule or ""),
-    }
+def _check_pages(decision: DimDecision, pages: MeshAxes, **queries: MeshAxes) -> None:
+    """Check that each shard of the queries can reach every page."""
+    where = _place("k_pages", decision, dim=0)
     if decision.manual:
-        what = f"a shard_map around the call has split the pages over {'+'.join(decision.manual)}, and tables number them globally"
-        raise AttentionError(what, **where, fix="call attention outside of that shard_map")
+        raise AttentionError(
+            f"a shard_map around the call has split the pages over {'+'.join(decision.manual)}, "
+            "and tables number them globally",
+            **where,
+            fix="call attention outside of that shard_map",
+        )
     for dim, over in queries.items():
         both = [axis for axis in pages if axis in over]
         if both:
-            what = f"the pages and the {dim} of the queries both lie over {both[0]}: a shard would lack pages that its queries read"
-            fix = 'page = "-" keeps every page on every shard of the queries; or shard pages over a mesh axis of their own'
-            raise AttentionError(what, **where, fix=fix)
+            raise AttentionError(
+                f"the pages and the {dim} of the queries are both sharded over {both[0]}: "
+                "a shard would lack pages that its queries read",
+                **where,
+                fix='page = "-" keeps every page on every shard of the queries; '
+                "or shard pages over a mesh axis of their own",
+            )
 
 
 def _grouping(
-    heads: tuple[str, ...], kv_heads: tuple[str, ...], kv_length: tuple[str, ...], found: Resolution
+    heads: MeshAxes, kv_heads: MeshAxes, kv_length: MeshAxes, reason: str
 ) -> tuple[KVHeads, str]:
+    """Return how the kv heads follow the query heads, and why.
+
+    Args:
+      heads: Mesh axes of the query heads.
+      kv_heads: Mesh axes of the kv heads, a prefix of `heads`.
+      kv_length: Mesh axes of the keys' length.
+      reason: Why the kv heads are sharded so.
+    """
     rest = heads[len(kv_heads) :]
     if not rest:
-        return (
-            KVHeads.SAME,
-            f"kv heads lie over {'+'.join(heads)} as the query heads do"
-            if heads
-            else "heads are not sharded",
-        )
-    why = found.decisions[2].why
+        over = "+".join(heads)
+        why = f"kv heads are sharded over {over} like the query heads"
+        return KVHeads.SAME, why if heads else "heads are not sharded"
     shared = tuple(axis for axis in rest if axis in kv_length)
+    over = "+".join(kv_heads)
     if shared:
-        over = "+".join(kv_heads) or "no mesh axis"
-        return (
-            KVHeads.FACTOR,
-            f"kv heads lie over {over}, and the keys' length over {'+'.join(shared)} of the heads' mesh axes ({why})",
-        )
+        kv = f"kv heads are sharded over {over or 'no mesh axis'}"
+        length = f"the keys' length over {'+'.join(shared)} of the heads' mesh axes"
+        return KVHeads.FACTOR, f"{kv}, and {length} ({reason})"
+    picks = f"over {'+'.join(rest)} each shard picks what its queries read ({reason})"
     if kv_heads:
-        return (
-            KVHeads.PREFIX,
-            f"kv heads lie over {'+'.join(kv_heads)}; over {'+'.join(rest)} each shard picks what its queries read ({why})",
-        )
-    return (
-        KVHeads.INDEX,
-        f"kv heads are replicated; over {'+'.join(rest)} each shard picks what its queries read ({why})",
-    )
+        return KVHeads.PREFIX, f"kv heads are sharded over {over}; {picks}"
+    return KVHeads.INDEX, f"kv heads are replicated; {picks}"
 
 
 def _resolve(
-    manager: PartitionManager, axes: tuple[str, ...], shape: Dims, *, mode: str, name: str
+    manager: PartitionManager,
+    mode: str,
+    manual: frozenset[str],
+    name: str,
+    axes: tuple[str, ...],
+    shape: Dims,
 ) -> Resolution:
-    manual = manager.manual_axes(_jax.ambient_mesh())
-    found = resolver.explain(
+    """Resolve one array, and refuse shardings that no kernel can serve."""
+    resolution = resolver.explain(
         axes,
         manager.rules,
         manager.mesh,
@@ -171,55 +200,54 @@ def _resolve(
         manual=manual,
         mode_from=ModeFrom.CALL,
     )
-    found.require()
-    for decision in found.decisions:
+    resolution.require()
+    for decision in resolution.decisions:
         if decision.outcome is Outcome.UNCONSTRAINED:
             raise AttentionError(
-                '"?" leaves this dim to the compiler, but a kernel must know where it lies',
-                path=name,
-                dim=decision.dim,
-                axis=decision.label,
-                rule=str(decision.rule or ""),
+                '"?" leaves this dim to the compiler, but a kernel must know its sharding',
+                **_place(name, decision, dim=decision.dim),
                 fix='give the axis a rule without "?"',
             )
-    if found.decisions[1].manual:
+    length, head_dim = resolution.decisions[1], resolution.decisions[3]
+    if length.manual:
         raise AttentionError(
-            f"a shard_map around the call has split the length over {'+'.join(found.decisions[1].manual)}: it sees a part of the sequence",
-            path=name,
-            dim=1,
-            axis=found.decisions[1].label,
-            rule=str(found.decisions[1].rule or ""),
-            fix="call attention outside of that shard_map, or build on the functions of shardwright.attention.kernels.blockwise",
+            f"a shard_map around the call has split the length over {'+'.join(length.manual)}: "
+            "it sees a part of the sequence",
+            **_place(name, length, dim=1),
+            fix="call attention outside of that shard_map, or build on the functions of "
+            "shardwright.attention.kernels.blockwise",
         )
-    if _left(found.decisions[3]):
+    if _free(head_dim):
         raise AttentionError(
-            f"the dim of a head is sharded over {'+'.join(_left(found.decisions[3]))}",
-            path=name,
-            dim=3,
-            axis=found.decisions[3].label,
-            rule=str(found.decisions[3].rule or ""),
+            f"the dim of a head is sharded over {'+'.join(_free(head_dim))}",
+            **_place(name, head_dim, dim=3),
             fix='shard the heads instead: head_dim = "-"',
         )
-    return found
+    return resolution
 
 
-def _mesh_axes(found: Resolution) -> tuple[tuple[str, ...], ...]:
-    return tuple(_left(decision) for decision in found.decisions)
+def _mesh_axes(resolution: Resolution) -> list[MeshAxes]:
+    return [_free(decision) for decision in resolution.decisions]
 
 
-def _left(decision: Any) -> tuple[str, ...]:
+def _free(decision: DimDecision) -> MeshAxes:
+    """Return the mesh axes of a dim that no surrounding `shard_map` has applied."""
     return tuple(axis for axis in decision.mesh_axes if axis not in decision.manual)
 
 
-def _apart(
-    what: str, q: tuple[str, ...], k: tuple[str, ...], found: Resolution, *, dim: int
+def _place(path: str, decision: DimDecision, *, dim: int) -> dict[str, Any]:
+    """Return the keywords of an error that say where it is."""
+    rule = str(decision.rule or "")
+    return {"path": path, "dim": dim, "axis": decision.label, "rule": rule}
+
+
+def _mismatch(
+    what: str, q: MeshAxes, k: MeshAxes, decision: DimDecision, *, dim: int
 ) -> AttentionError:
-    decision = found.decisions[dim]
     return AttentionError(
-        f"the {what} of k and v lie over {'+'.join(k) or '-'}, those of q over {'+'.join(q) or '-'}",
-        path="k",
-        dim=dim,
-        axis=decision.label,
-        rule=str(decision.rule or ""),
-        fix="let k and v lie over the same mesh axes as q, or over the leading ones of them and replicated over the rest",
+        f"the {what} of k and v are sharded over {'+'.join(k) or '-'}, "
+        f"those of q over {'+'.join(q) or '-'}",
+        **_place("k", decision, dim=dim),
+        fix="shard k and v over the same mesh axes as q, "
+        "or over the leading ones of them and replicate them over the rest",
     )

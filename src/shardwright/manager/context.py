@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -25,7 +25,7 @@ from shardwright import _jax
 from shardwright.errors import NoManagerError
 
 
-class Key:
+class Key(frozenset[Hashable]):
     """What JAX's caches know of a manager: values that are equal for equal managers, and small, because JAX keeps them for ever.
 
     JAX takes a cached program without asking anybody if it has the identical key. So the key of a manager that a task entered is
@@ -38,20 +38,23 @@ class Key:
       text: what messages call the manager.
     """
 
-    __slots__ = ("_hash", "asked", "text", "values")
+    __slots__ = ("asked", "text", "values")
+    values: Hashable
+    text: str
+    asked: bool
 
-    def __init__(self, values: Hashable, text: str = "") -> None:
-        self.values = values
-        self.text = text
-        self.asked = False
-        self._hash = hash(values)
+    def __new__(cls, values: Hashable, text: str = "") -> Self:
+        """Return a key; a set of one value, because JAX hashes it at every operation of a trace."""
+        key = super().__new__(cls, (values,))
+        key.values, key.text, key.asked = values, text, False
+        return key
 
     def fresh(self) -> Key:
         """Return an equal key under which nothing is cached yet."""
         return Key(self.values, self.text)
 
-    def __hash__(self) -> int:
-        return self._hash
+    # A set keeps its hash, and returns it without a Python call.
+    __hash__ = frozenset.__hash__
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Key) or (

@@ -19,7 +19,7 @@ import numpy as np
 
 from shardwright.attention.api import dot_product_attention, explain
 from shardwright.attention.call import AttentionCall
-from shardwright.attention.inputs import describe, make_operands, make_options
+from shardwright.attention.inputs import read, read_options
 from shardwright.manager.manager import PartitionManager
 from shardwright.strategy.model import Strategy
 from shardwright.testing import attention_oracle as oracle
@@ -311,9 +311,8 @@ def _wanted(case: Case, dtype: str) -> dict[str, Any]:
         x if case.stored is not None and name != "q" else x.astype(np.float32)
         for name, x in (("q", q), ("k", k), ("v", v))
     )
-    options = make_options({**arrays, **case.options, "mode": case.mode})
-    call, mask = describe(q, k, v, options=options)
-    operands = make_operands(q, k, v, options=options, call=call, mask=mask)
+    options = read_options({**arrays, **case.options, "mode": case.mode})
+    operands, call = read(q, k, v, options)
     turned = (
         functools.partial(np.swapaxes, axis1=1, axis2=2) if call.layout == "BHTD" else np.asarray
     )

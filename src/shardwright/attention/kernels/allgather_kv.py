@@ -14,11 +14,17 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.attention.call import LSE_NAME, OUTPUT_NAME, AttentionCall, Operands, Recipe
+from shardwright.attention.call import (
+    LSE_NAME,
+    OUTPUT_NAME,
+    AttentionCall,
+    Operands,
+    Recipe,
+    Result,
+)
 from shardwright.attention.kernels import blockwise
 from shardwright.attention.parts import inner_kernel, sequence, shards
 from shardwright.attention.parts.derivatives import differentiable
-from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,36 +60,26 @@ class _Gathering:
         return part
 
 
-@AttentionRegistry.register
-class AllGatherKVAttention(AttentionImpl):
-    """Keys and values gathered over the shards of the sequence: one collective, memory of all keys."""
+def supports(call: AttentionCall) -> tuple[str, ...]:
+    """Return why a call cannot be served: the keys' mesh axes must be among the queries'."""
+    rest = [axis for axis in call.specs.kv_length if axis not in call.specs.q_length]
+    if not rest:
+        return shards.no_weights(call)
+    same = f"the length of the keys is sharded over {rest[0]} and that of the queries does not: all its devices would compute the same"
+    return (*shards.no_weights(call), same)
 
-    @classmethod
-    def get_impl_name(cls) -> str:
-        """Return "allgather_kv"."""
-        return "allgather_kv"
 
-    @classmethod
-    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
-        """Return why a call cannot be served: the keys' mesh axes must be among the queries'."""
-        rest = [axis for axis in call.specs.kv_length if axis not in call.specs.q_length]
-        if not rest:
-            return shards.no_weights(call)
-        same = f"the length of the keys lies over {rest[0]} and that of the queries does not: all its devices would compute the same"
-        return (*shards.no_weights(call), same)
+def inner(call: AttentionCall) -> str:
+    """Return which kernel runs on each shard."""
+    return inner_kernel.explained(_inner_of(call), call)
 
-    @classmethod
-    def inner(cls, call: AttentionCall) -> str:
-        """Return which kernel runs on each shard."""
-        return inner_kernel.explained(_inner_of(call), call)
 
-    @classmethod
-    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
-        """Attend, one `shard_map` over all the axes of the call."""
-        inner = _inner_of(call)
-        return inner_kernel.run_inner(
-            inner, functools.partial(_run, call=call, inner=inner), operands, call
-        )
+def run(operands: Operands, call: AttentionCall) -> Result:
+    """Attend, one `shard_map` over all the axes of the call."""
+    kernel = _inner_of(call)
+    return inner_kernel.run_inner(
+        kernel, functools.partial(_run, call=call, inner=kernel), operands, call
+    )
 
 
 def _inner_of(call: AttentionCall) -> inner_kernel.Inner:
@@ -103,7 +99,7 @@ def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> 
             gathering,
             *sequence.split_floats(_jax.vary_together(sequence.with_whole_rows(shard, call))),
         )
-    return shards.asked(Result(o=o, lse=lse), call)
+    return Result(o=o, lse=lse).only(call)
 
 
 def _values(

@@ -20,11 +20,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from shardwright.attention.call import AttentionCall, JointSpecs, KVHeads, Operands
+from shardwright.attention.call import AttentionCall, JointSpecs, KVHeads, Operands, Result
 from shardwright.attention.kernels import blockwise
 from shardwright.attention.parts import online_softmax, sequence, shards
 from shardwright.attention.parts.online_softmax import Running
-from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
 # So many bytes more per device are sent in less time than a second collective takes to start: about a microsecond, at the
@@ -160,33 +159,21 @@ def combination(specs: JointSpecs, call: AttentionCall) -> Combination:
     )
 
 
-@AttentionRegistry.register
-class FlashDecodeAttention(AttentionImpl):
-    """Partial softmaxes of shards of the keys, combined: the queries are whole on every shard, and few."""
+def supports(call: AttentionCall) -> tuple[str, ...]:
+    """Return why a call cannot be served: queries sharded over a mesh axis of the keys, or heads over it in a way that cannot be."""
+    specs = call.specs
+    reasons = [*shards.no_weights(call)]
+    both = [axis for axis in specs.q_length if axis in specs.kv_length]
+    if both:
+        reasons.append(
+            f"the lengths of the keys and of the queries are both sharded over {both[0]}: every shard needs all queries"
+        )
+    return (*reasons, *factored(call))
 
-    takes_scales = True
 
-    @classmethod
-    def get_impl_name(cls) -> str:
-        """Return "flash_decode"."""
-        return "flash_decode"
-
-    @classmethod
-    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
-        """Return why a call cannot be served: queries sharded over a mesh axis of the keys, or heads over it in a way that cannot be."""
-        specs = call.specs
-        reasons = [*shards.no_weights(call)]
-        both = [axis for axis in specs.q_length if axis in specs.kv_length]
-        if both:
-            reasons.append(
-                f"the lengths of the keys and of the queries both lie over {both[0]}: every shard needs all queries"
-            )
-        return (*reasons, *factored(call))
-
-    @classmethod
-    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
-        """Attend, one `shard_map` over all the axes of the call."""
-        return shards.run_on_shards(functools.partial(_run, call=call), operands, call)
+def run(operands: Operands, call: AttentionCall) -> Result:
+    """Attend, one `shard_map` over all the axes of the call."""
+    return shards.run_on_shards(functools.partial(_run, call=call), operands, call)
 
 
 def factored(call: AttentionCall) -> tuple[str, ...]:
@@ -209,13 +196,11 @@ def factored(call: AttentionCall) -> tuple[str, ...]:
 def _run(shard: Operands, *, call: AttentionCall) -> Result:
     if not call.specs.kv_length:
         o, lse = blockwise.attend(shard, call.recipe)
-        return shards.asked(Result(o=o, lse=lse), call)
+        return Result(o=o, lse=lse).only(call)
     combine = combination(call.specs, call)
     whole = combine.with_all_heads(shard).replace(sinks=None)
     o, lse, lse_error = blockwise.attend_exactly(whole, call.recipe, dtype="float32")
-    return shards.asked(
-        combine(o, lse, sinks=shard.sinks, dtype=call.dtype, lse_error=lse_error), call
-    )
+    return combine(o, lse, sinks=shard.sinks, dtype=call.dtype, lse_error=lse_error).only(call)
 
 
 def _combined(pieces: jax.Array, v_dim: int) -> Running:

@@ -15,13 +15,19 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.attention.call import LSE_NAME, OUTPUT_NAME, AttentionCall, Operands, Recipe
+from shardwright.attention.call import (
+    LSE_NAME,
+    OUTPUT_NAME,
+    AttentionCall,
+    Operands,
+    Recipe,
+    Result,
+)
 from shardwright.attention.kernels import blockwise
 from shardwright.attention.masks import block_is_empty
 from shardwright.attention.parts import inner_kernel, online_softmax, sequence, shards
 from shardwright.attention.parts.derivatives import differentiable
 from shardwright.attention.parts.online_softmax import Running
-from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
 KV = tuple[jax.Array, ...]
 
@@ -92,32 +98,22 @@ def turns_of(call: AttentionCall) -> tuple[int, ...]:
     return (0, *(turn for turn in range(1, ranks) if not nobody_reads(turn)))
 
 
-@AttentionRegistry.register
-class RingAttention(AttentionImpl):
-    """Keys and values sent round the shards of the sequence: memory of a few shards, any number of ranks."""
+def supports(call: AttentionCall) -> tuple[str, ...]:
+    """Return why a call cannot be served: queries and keys must lie over the same mesh axes."""
+    return (*shards.no_weights(call), *sequence.apart(call))
 
-    @classmethod
-    def get_impl_name(cls) -> str:
-        """Return "ring"."""
-        return "ring"
 
-    @classmethod
-    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
-        """Return why a call cannot be served: queries and keys must lie over the same mesh axes."""
-        return (*shards.no_weights(call), *sequence.apart(call))
+def inner(call: AttentionCall) -> str:
+    """Return which kernel runs on each shard."""
+    return inner_kernel.explained(_inner_of(call), call)
 
-    @classmethod
-    def inner(cls, call: AttentionCall) -> str:
-        """Return which kernel runs on each shard."""
-        return inner_kernel.explained(_inner_of(call), call)
 
-    @classmethod
-    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
-        """Attend, one `shard_map` over all the axes of the call."""
-        inner = _inner_of(call)
-        return inner_kernel.run_inner(
-            inner, functools.partial(_run, call=call, inner=inner), operands, call
-        )
+def run(operands: Operands, call: AttentionCall) -> Result:
+    """Attend, one `shard_map` over all the axes of the call."""
+    kernel = _inner_of(call)
+    return inner_kernel.run_inner(
+        kernel, functools.partial(_run, call=call, inner=kernel), operands, call
+    )
 
 
 def _inner_of(call: AttentionCall) -> inner_kernel.Inner:
@@ -142,7 +138,7 @@ def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> 
             ring,
             *sequence.split_floats(_jax.vary_together(sequence.with_whole_rows(shard, call))),
         )
-    return shards.asked(Result(o=o, lse=lse), call)
+    return Result(o=o, lse=lse).only(call)
 
 
 @jax.tree_util.register_dataclass

@@ -8,39 +8,32 @@ The kernels take multiples of 128 rows, and operands ordered by head. Other leng
 
 from __future__ import annotations
 
-from shardwright.attention.call import AttentionCall, Operands
+from shardwright.attention.call import AttentionCall, Operands, Result
 from shardwright.attention.kernels.splash_tiles import block_rows, whole_lanes
 from shardwright.attention.parts.pallas_shards import inside_shard_map, run_opaque
-from shardwright.attention.parts.shards import asked, lengths_are_whole, no_weights
-from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
+from shardwright.attention.parts.shards import lengths_are_whole, no_weights
 
 # Entries of the table of blocks, four bytes each, which lies in a TPU's scalar memory of 1 MiB.
 _MOST_BLOCKS = 2**17
 
 
-@AttentionRegistry.register
-class SplashAttention(AttentionImpl):
-    """Flash attention for TPUs: memory linear in length; the batch and the heads may be sharded, the lengths not."""
+def supports(call: AttentionCall) -> tuple[str, ...]:
+    """Return why a call cannot be served: a GPU, sharded lengths, or arguments without a kernel."""
+    return (*lengths_are_whole(call), *no_weights(call), *not_in_splash(call))
 
-    @classmethod
-    def get_impl_name(cls) -> str:
-        """Return "splash"."""
-        return "splash"
 
-    @classmethod
-    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
-        """Return why a call cannot be served: a GPU, sharded lengths, or what the kernels do not know."""
-        return (*lengths_are_whole(call), *no_weights(call), *not_in_splash(call))
+def run(operands: Operands, call: AttentionCall) -> Result:
+    """Attend on every shard of batch and heads. Outside of TPUs the kernels are interpreted."""
+    from shardwright.attention.kernels import splash_blocks
 
-    @classmethod
-    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
-        """Attend with the kernels interpreted."""
-        return _run(operands, call, interpret=True)
+    first_rows = None if call.q_offset is None else (call.q_offset,)
+    how = splash_blocks.SplashBlocks(interpret=call.platform != "tpu", first_rows=first_rows)
 
-    @classmethod
-    def forward_tpu(cls, operands: Operands, call: AttentionCall) -> Result:
-        """Attend on every shard of batch and heads."""
-        return _run(operands, call, interpret=False)
+    def kernel(shard: Operands) -> Result:
+        o, lse = how.attend(shard, call.recipe)
+        return Result(o=o, lse=lse).only(call)
+
+    return run_opaque(kernel, operands, call)
 
 
 def not_in_splash(call: AttentionCall, *, q_shards: int = 1, kv_shards: int = 1) -> tuple[str, ...]:
@@ -74,16 +67,3 @@ def _blocks(call: AttentionCall, q_shards: int, kv_shards: int) -> int:
         rows = whole_lanes(length)
         count *= rows // block_rows(wanted, rows)
     return count
-
-
-def _run(operands: Operands, call: AttentionCall, *, interpret: bool) -> Result:
-    from shardwright.attention.kernels import splash_blocks
-
-    first_rows = None if call.q_offset is None else (call.q_offset,)
-    how = splash_blocks.SplashBlocks(interpret=interpret, first_rows=first_rows)
-
-    def kernel(shard: Operands) -> Result:
-        o, lse = how.attend(shard, call.recipe)
-        return asked(Result(o=o, lse=lse), call)
-
-    return run_opaque(kernel, operands, call)

@@ -13,44 +13,33 @@ import jax
 import jax.numpy as jnp
 
 from shardwright import _jax
-from shardwright.attention.call import AttentionCall, Operands, default_positions
+from shardwright.attention.call import AttentionCall, Operands, Result, default_positions
 from shardwright.attention.parts import inner_kernel, sequence, shards
-from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 
 
-@AttentionRegistry.register
-class UlyssesAttention(AttentionImpl):
-    """Whole sequences of some heads on each rank, by all-to-alls: needs a multiple of the ranks in query heads."""
-
-    @classmethod
-    def get_impl_name(cls) -> str:
-        """Return "ulysses"."""
-        return "ulysses"
-
-    @classmethod
-    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
-        """Return why a call cannot be served: heads must divide once more, and queries and keys lie over the same axes."""
-        reasons = (*shards.no_weights(call), *sequence.apart(call))
-        heads, ranks = call.heads // call.shards(call.specs.heads), call.shards(call.specs.q_length)
-        if heads % ranks:
-            reasons = (
-                *reasons,
-                f"{heads} query heads per device do not divide over {'+'.join(call.specs.q_length)}={ranks}",
-            )
-        return reasons
-
-    @classmethod
-    def inner(cls, call: AttentionCall) -> str:
-        """Return which kernel runs on each shard."""
-        return inner_kernel.explained(_inner_of(call), call)
-
-    @classmethod
-    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
-        """Attend, one `shard_map` over all the axes of the call."""
-        inner = _inner_of(call)
-        return inner_kernel.run_inner(
-            inner, functools.partial(_run, call=call, inner=inner), operands, call
+def supports(call: AttentionCall) -> tuple[str, ...]:
+    """Return why a call cannot be served: heads must divide once more, and queries and keys lie over the same axes."""
+    reasons = (*shards.no_weights(call), *sequence.apart(call))
+    heads, ranks = call.heads // call.shards(call.specs.heads), call.shards(call.specs.q_length)
+    if heads % ranks:
+        reasons = (
+            *reasons,
+            f"{heads} query heads per device do not divide over {'+'.join(call.specs.q_length)}={ranks}",
         )
+    return reasons
+
+
+def inner(call: AttentionCall) -> str:
+    """Return which kernel runs on each shard."""
+    return inner_kernel.explained(_inner_of(call), call)
+
+
+def run(operands: Operands, call: AttentionCall) -> Result:
+    """Attend, one `shard_map` over all the axes of the call."""
+    kernel = _inner_of(call)
+    return inner_kernel.run_inner(
+        kernel, functools.partial(_run, call=call, inner=kernel), operands, call
+    )
 
 
 def _inner_of(call: AttentionCall) -> inner_kernel.Inner:
@@ -61,7 +50,7 @@ def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> 
     axes, attend = call.specs.kv_length, inner_kernel.attend_whole(inner, call)
     if call.shards(axes) == 1:
         o, lse = attend(shard, call.recipe)
-        return shards.asked(Result(o=o, lse=lse), call)
+        return Result(o=o, lse=lse).only(call)
     whole = _with_some_heads(_jax.vary_together(_with_all_rows(shard, call)), call)
     o, lse = attend(whole, sequence.within_halves(call.recipe, shard, call))
     return Result(

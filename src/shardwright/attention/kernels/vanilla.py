@@ -1,4 +1,7 @@
-"""Attention as it is written down, in float32, with all logits at once."""
+"""Attention by its definition, in float32, with all logits at once.
+
+Memory is quadratic in length. On Auto meshes it runs under any sharding.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,44 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
-from shardwright.attention.call import LSE_NAME, OUTPUT_NAME, AttentionCall, Operands, Recipe
+from shardwright.attention.call import (
+    LSE_NAME,
+    OUTPUT_NAME,
+    AttentionCall,
+    Operands,
+    Recipe,
+    Result,
+)
 from shardwright.attention.parts import online_softmax
 from shardwright.attention.parts.dropout import keep_factors
-from shardwright.attention.registry import AttentionImpl, AttentionRegistry, Result
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
 
+def supports(call: AttentionCall) -> tuple[str, ...]:
+    """Return why a call cannot be served: it needs the partitioner, which ignores Explicit axes."""
+    if call.mesh is None:
+        return ()
+    types = dict(zip(call.mesh.axis_names, call.mesh.axis_types, strict=True))
+    explicit = [axis for axis in call.specs.mesh_axes if types[axis] is AxisType.Explicit]
+    if not explicit:
+        return ()
+    return (f"the mesh axis {explicit[0]} is Explicit, where the partitioner does nothing",)
+
+
+def run(operands: Operands, call: AttentionCall) -> Result:
+    """Attend. The partitioner decides what is communicated."""
+    return attend(operands, call.recipe)
+
+
 def attend(operands: Operands, recipe: Recipe) -> Result:
-    """Return the output, the logsumexp and the weights of arrays that are all here. Differentiable by JAX itself."""
+    """Return the output, the logsumexp and the weights of whole arrays. JAX differentiates it."""
     dtype = operands.q.dtype
-    x = online_softmax.without_remains(
-        operands.replace(
-            **{name: getattr(operands, name).astype(jnp.float32) for name in ("q", "k", "v")}
-        ),
-        recipe,
-    )
+    wide = {name: getattr(operands, name).astype(jnp.float32) for name in ("q", "k", "v")}
+    x = online_softmax.without_remains(operands.replace(**wide), recipe)
     seen, bias = online_softmax.visible(x, recipe.mask)
+    products = online_softmax.products_of(x.q, x.k)
     logits = online_softmax.logits_of(
-        x.q, x.k, scale=recipe.scale, softcap=recipe.softcap, bias=bias, k_scale=x.k_scale
+        products, scale=recipe.scale, softcap=recipe.softcap, bias=bias, k_scale=x.k_scale
     )
     logits = jnp.where(seen, logits, DEFAULT_MASK_VALUE)
     top = jnp.max(logits, axis=-1, keepdims=True, initial=DEFAULT_MASK_VALUE)
@@ -45,35 +67,3 @@ def attend(operands: Operands, recipe: Recipe) -> Result:
     o = jnp.swapaxes(online_softmax.weighted_sum(dropped, x.v, v_scale=x.v_scale), 1, 2)
     o, lse = checkpoint_name(o.astype(dtype), OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
     return Result(o=o, lse=lse, weights=dropped.astype(dtype))
-
-
-@AttentionRegistry.register
-class VanillaAttention(AttentionImpl):
-    """All logits at once, float32: memory quadratic in length. On Auto meshes it runs under any sharding."""
-
-    takes_scales = True
-
-    @classmethod
-    def get_impl_name(cls) -> str:
-        """Return "vanilla"."""
-        return "vanilla"
-
-    @classmethod
-    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
-        """Return why a call cannot be served: only Explicit mesh axes can be in the way."""
-        types = (
-            {}
-            if call.mesh is None
-            else dict(zip(call.mesh.axis_names, call.mesh.axis_types, strict=True))
-        )
-        explicit = [axis for axis in call.specs.mesh_axes if types[axis] is AxisType.Explicit]
-        return (
-            (f"the mesh axis {explicit[0]} is Explicit, where the partitioner does nothing",)
-            if explicit
-            else ()
-        )
-
-    @classmethod
-    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
-        """Attend; the partitioner decides what is communicated."""
-        return attend(operands, call.recipe)

@@ -62,10 +62,7 @@ def differentiable(values: Values, backward: Backward, *, names: tuple[str, ...]
       names: of the results, for `checkpoint_name`, the last one for all that follow. What a remat policy saves by these names the
         backward pass reads, and the forward pass is not run again.
     """
-
-    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-    def call(static: Any, floats: dict[str, Any], others: Any) -> Any:
-        return values(static, floats, others)
+    call = jax.custom_jvp(values, nondiff_argnums=(0,))
 
     @call.defjvp
     def rule(static: Any, primals: Any, tangents: Any) -> Any:

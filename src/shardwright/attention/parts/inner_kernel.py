@@ -10,8 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from shardwright.attention.call import AttentionCall, Operands, Recipe, Result
-from shardwright.attention.kernels import blockwise
-from shardwright.attention.kernels.sdpa import attend_by_cudnn, not_in_cudnn
+from shardwright.attention.kernels import blockwise, cudnn
 from shardwright.attention.kernels.splash import not_in_splash
 from shardwright.attention.parts import sequence, shards
 from shardwright.attention.parts.pallas_shards import run_opaque
@@ -57,7 +56,7 @@ def inner_kernel(
             else Inner(name="splash")
         )
     if call.platform == "gpu" and whole:
-        reasons = not_in_cudnn(call)
+        reasons = cudnn.not_in_cudnn(call)
         return (
             Inner(name="blockwise", refused="cudnn", reasons=reasons)
             if reasons
@@ -119,7 +118,7 @@ def run_inner(inner: Inner, kernel: Kernel, operands: Operands, call: AttentionC
 
 def _by_cudnn(whole: Operands, recipe: Any, *, call: AttentionCall) -> tuple[Any, None]:
     del recipe  # the call's
-    return attend_by_cudnn(whole, call=call).o, None
+    return cudnn.attend(whole, call=call).o, None
 
 
 def _on_cpus(call: AttentionCall) -> bool:

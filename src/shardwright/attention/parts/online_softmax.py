@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright.attention.call import Operands, Recipe
-from shardwright.attention.masks import MaskRules, allowed
+from shardwright.attention.masks import MaskRules, bias_hides, pair_attends
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
 
@@ -160,42 +160,41 @@ def visible(operands: Operands, rules: MaskRules) -> tuple[jax.Array, jax.Array 
     Returns:
       Bool, broadcastable to `[batch, heads, q_length, kv_length]`, and the bias likewise, None without one.
     """
-    seen = allowed(
-        rules,
-        operands.q_positions,
-        operands.kv_positions,
-        q_segment_ids=operands.q_segment_ids,
-        kv_segment_ids=operands.kv_segment_ids,
-        lengths=operands.lengths,
-        dense=operands.mask,
-        bias=operands.bias,
-    )
-    bias = operands.bias
-    return seen, None if bias is None else jnp.where(seen, bias, jnp.zeros((), bias.dtype))
+    q, kv = operands.q_positions[:, None, :, None], operands.kv_positions[:, None, None, :]
+    seen: jax.Array = pair_attends(rules, q, kv)
+    if operands.q_segment_ids is not None:
+        q_ids, kv_ids = operands.q_segment_ids, operands.kv_segment_ids
+        seen = seen & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
+    if operands.lengths is not None:
+        seen = seen & (kv < operands.lengths[:, None, None, None])
+    if operands.mask is not None:
+        seen = seen & operands.mask
+    if operands.bias is None:
+        return seen, None
+    seen = seen & ~bias_hides(operands.bias)
+    return seen, jnp.where(seen, operands.bias, jnp.zeros((), operands.bias.dtype))
 
 
 def logits_of(
-    q: jax.Array,
-    k: jax.Array,
+    products: jax.Array,
     *,
     scale: float,
     softcap: float | None = None,
     bias: jax.Array | None = None,
     k_scale: jax.Array | None = None,
 ) -> jax.Array:
-    """Return the logits `[batch, heads, q_length, kv_length]`, float32: scaled, then biased, then capped.
+    """Return float32 logits `[batch, heads, q_length, kv_length]`: scaled, biased, then capped.
 
     Args:
-      q: `[batch, q_length, heads, head_dim]`.
-      k: `[batch, kv_length, kv_heads, head_dim]`.
-      scale: factor of the products.
+      products: Products of queries and keys, of the same shape; see `products_of`.
+      scale: Factor of the products.
       softcap: c in `c * tanh(logits / c)`, or None.
-      bias: broadcastable to the logits, or None.
-      k_scale: `[batch, kv_length, kv_heads]`, a key is `k * k_scale`; or None.
+      bias: Broadcastable to the logits, or None.
+      k_scale: `[batch, kv_length, kv_heads]`, or None. A key is `k * k_scale`.
     """
-    logits = products_of(q, k) * scale
+    logits = products * scale
     if k_scale is not None:
-        logits = logits * by_head(k_scale, q.shape[2])
+        logits = logits * by_head(k_scale, products.shape[1])
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)

@@ -20,7 +20,13 @@ from shardwright import _jax
 from shardwright.attention.call import AttentionCall, Operands, Result
 from shardwright.attention.parts.derivatives import refuse_tangents, without_tangents
 from shardwright.attention.parts.sequence import split_floats
-from shardwright.attention.parts.shards import flat_with_heads, pick_kv_heads, place_all, shard_over
+from shardwright.attention.parts.shards import (
+    head_numbers,
+    head_specs,
+    pick_kv_heads,
+    shard_over,
+)
+from shardwright.manager.shards import place_for_shard_map
 from shardwright.resolution.partition_specs import spec_of
 
 _WHAT = "a kernel that JAX cannot look into, such as splash or cudnn,"
@@ -35,15 +41,13 @@ class _Job:
       kernel: function of local operands.
       call: what they are.
       floats: where each operand that has a gradient lies, by name.
-      others: where each of the rest lies.
-      structure: of the rest: operands without floats, and the numbers of the query heads and of the kv heads.
+      others: The specs of the rest: operands without floats, and the numbers of the heads.
     """
 
     kernel: Callable[[Operands], Result]
     call: AttentionCall
     floats: dict[str, PartitionSpec]
-    others: list[PartitionSpec]
-    structure: Any
+    others: Any
 
 
 def run_opaque(
@@ -71,18 +75,19 @@ def run_opaque(
         for name, x in named.items()
         if x is not None
     }
-    others, others_specs, structure = flat_with_heads(rest, call)
     specs = call.specs.operands(operands)
     job = _Job(
         kernel=kernel,
         call=call,
         floats={name: getattr(specs, name) for name in floats},
-        others=others_specs,
-        structure=structure,
+        others=(call.specs.operands(rest), *head_specs(call)),
     )
-    placed = place_all([*floats.values(), *others], [*job.floats.values(), *job.others], call)
-    found: Result = _run(job, dict(zip(floats, placed, strict=False)), placed[len(floats) :])
-    return found
+    # Outside of the custom_vjp, whose cotangents are sharded like its arguments.
+    placed = place_for_shard_map(
+        (floats, (rest, *head_numbers(call))), (job.floats, job.others), mesh=call.mesh
+    )
+    result: Result = _run(job, *placed)
+    return result
 
 
 def inside_shard_map() -> tuple[str, ...]:
@@ -99,8 +104,8 @@ def inside_shard_map() -> tuple[str, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(job: _Job, floats: dict[str, Any], others: list[Any]) -> Any:
-    def local(floats: dict[str, Any], others: list[Any]) -> Any:
+def _run(job: _Job, floats: dict[str, Any], others: Any) -> Any:
+    def local(floats: dict[str, Any], others: Any) -> Any:
         return job.kernel(_read(job, floats, others))
 
     return _over(job, local, (job.floats, job.others), _out_specs(job))(floats, others)
@@ -128,10 +133,10 @@ def _alone_backward(kernel: Callable[[Operands], Result], pull_back: Any, do: ja
 _alone.defvjp(_alone_forward, _alone_backward)
 
 
-def _run_forward(job: _Job, floats: dict[str, Any], others: list[Any]) -> Any:
+def _run_forward(job: _Job, floats: dict[str, Any], others: Any) -> Any:
     """Return the output, and what the kernel's backward pass needs: each shard's own, along a leading dim."""
 
-    def local(floats: dict[str, Any], others: list[Any]) -> Any:
+    def local(floats: dict[str, Any], others: Any) -> Any:
         read, rest = split_floats(_read(job, floats, others))
         # Gradients in float32, as far as the kernel gives them, until they are summed; the casts of the operands cancel.
         wide = {name: x if x is None else x.astype(jnp.float32) for name, x in read.items()}
@@ -145,7 +150,7 @@ def _run_forward(job: _Job, floats: dict[str, Any], others: list[Any]) -> Any:
 
 
 def _run_backward(job: _Job, kept: Any, cotangents: Result) -> Any:
-    def local(pull_back: Any, others: list[Any], cotangents: Result) -> Any:
+    def local(pull_back: Any, others: Any, cotangents: Result) -> Any:
         (read,) = jax.tree.map(lambda kept: kept[0], pull_back)(cotangents)
         grads = _of_all_kv_heads(job, read, others)
         return {name: _sum(job, name, grads[name]) for name in job.floats}
@@ -161,7 +166,7 @@ _run.defvjp(_run_forward, _run_backward)
 def _over(
     job: _Job, local: Callable[..., Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    return without_tangents(shard_over(local, in_specs, out_specs, job.call, checked=False), _WHAT)
+    return without_tangents(shard_over(local, in_specs, out_specs, job.call), _WHAT)
 
 
 def _out_specs(job: _Job) -> Result:
@@ -173,9 +178,9 @@ def _by_shard(job: _Job) -> PartitionSpec:
     return spec_of(job.call.specs.mesh_axes)
 
 
-def _read(job: _Job, floats: dict[str, Any], others: list[Any]) -> Operands:
+def _read(job: _Job, floats: dict[str, Any], others: Any) -> Operands:
     """Return the local operands, with the kv heads that the local query heads read."""
-    rest, heads = jax.tree.unflatten(job.structure, others)
+    rest, *heads = others
     return pick_kv_heads(rest.replace(**floats), job.call, *heads)
 
 
@@ -183,9 +188,9 @@ def _as(values: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
     return {name: x if x is None else x.astype(like[name].dtype) for name, x in values.items()}
 
 
-def _of_all_kv_heads(job: _Job, grads: dict[str, Any], others: list[Any]) -> dict[str, Any]:
+def _of_all_kv_heads(job: _Job, grads: dict[str, Any], others: Any) -> dict[str, Any]:
     """Return gradients of the kv heads that were read as gradients of all local ones."""
-    call, (_, heads) = job.call, jax.tree.unflatten(job.structure, others)
+    call, (_, *heads) = job.call, others
     there = call.kv_heads // call.shards(call.specs.kv_heads)
 
     def pick(k: jax.Array, v: jax.Array) -> Any:

@@ -149,6 +149,6 @@ def apart(call: AttentionCall) -> tuple[str, ...]:
         ()
         if q == kv
         else (
-            f"the length of the queries lies over {q}, that of the keys over {kv}; it needs both over the same",
+            f"the length of the queries is sharded over {q}, that of the keys over {kv}; it needs both over the same",
         )
     )

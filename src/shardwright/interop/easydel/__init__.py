@@ -7,6 +7,13 @@ core imports this package.
 from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import LayerError as _LayerError
+from shardwright.interop.easydel.attention_metadata import (
+    AttentionMetadata as AttentionMetadata,
+)
+from shardwright.interop.easydel.attention_metadata import AttentionOutput as AttentionOutput
+from shardwright.interop.easydel.attention_metadata import AttentionSpecs as AttentionSpecs
+from shardwright.interop.easydel.attention_registry import AttentionImpl as AttentionImpl
+from shardwright.interop.easydel.attention_registry import AttentionRegistry as AttentionRegistry
 from shardwright.interop.easydel.checkpoint_policy import (
     get_gradient_checkpoint_policy as get_gradient_checkpoint_policy,
 )

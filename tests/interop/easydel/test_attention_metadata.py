@@ -15,15 +15,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.attention import (
-    AttentionMetadata,
-    AttentionOutput,
-    AttentionRegistry,
-    KVHeads,
-    dot_product_attention,
-    explain,
-)
-from shardwright.attention.metadata import get_mode
+from shardwright.attention import KVHeads, dot_product_attention, explain
+from shardwright.interop.easydel import AttentionMetadata, AttentionOutput, AttentionRegistry
+from shardwright.interop.easydel.attention_metadata import get_mode
 from shardwright.testing.meshes import cpu_mesh
 
 RULES = """[rules]
@@ -102,7 +96,7 @@ def test_the_sequence_axis_is_where_the_rules_put_it() -> None:
     wrong = metadata(partition_manager=pm, sequence_axis_name="dp")
     with pytest.raises(
         sw.AttentionError,
-        match="the length of the queries lies over fsdp, not over sequence_axis_name='dp'",
+        match="the length of the queries is sharded over fsdp, not over sequence_axis_name='dp'",
     ):
         explain(q, q, q, mode="train", metadata=wrong)
 
@@ -199,11 +193,11 @@ def test_a_broadcast_dim_of_the_bias_is_not_sharded() -> None:
 @pytest.mark.parametrize(
     ("rules", "says"),
     [
-        (OTHER_HEADS, "the heads of k and v lie over sp, those of q over tp"),
+        (OTHER_HEADS, "the heads of k and v are sharded over sp, those of q over tp"),
         (RULES + 'head_dim = "ep"\n', "the dim of a head is sharded over ep"),
         (
             RULES.replace('kv_length = "sp"', 'kv_length = "?"'),
-            '"?" leaves this dim to the compiler, but a kernel must know where it lies',
+            '"?" leaves this dim to the compiler, but a kernel must know its sharding',
         ),
     ],
 )

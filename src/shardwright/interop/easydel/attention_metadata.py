@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardwright import _jax
 from shardwright.attention.call import JointSpecs
-from shardwright.attention.inputs import Options, make_options
+from shardwright.attention.inputs import Options, read_options
 from shardwright.attention.sharding import resolve_joint
 from shardwright.errors import AttentionError
 from shardwright.manager import context
@@ -316,7 +316,7 @@ class AttentionMetadata:
 
     def options(self, given: Mapping[str, Any]) -> Options:
         """Return the options of a call: what is said there, the rest from here."""
-        said = make_options(dict(given))
+        said = read_options(given)
         manager = self.partition_manager if said.manager is None else said.manager
         mode = manager.mode if said.mode is None else said.mode
         here = {

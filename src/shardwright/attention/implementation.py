@@ -1,0 +1,187 @@
+"""Implementations of attention as values, and the table of those that the package ships.
+
+To write an implementation of your own:
+
+1. Write `supports(call)`. It gets an `AttentionCall`: sizes, mode, mask rules, specs, mesh and
+   platform, but no arrays. It returns the reasons why it cannot serve the call, one line each, and
+   traces nothing. Whatever it accepts must equal attention in float64, in values and gradients;
+   `shardwright.testing.AttentionConformance` checks that. Calls with quantized keys are refused
+   unless the implementation says `takes_scales=True` and multiplies by `k_scale` and `v_scale`.
+2. Write `run(operands, call)`. It gets `Operands`: global BTHD arrays in one pytree, always with
+   positions. It returns a `Result`.
+3. Build on `attention.extend`. `run_on_shards(kernel, operands, call)` calls `shard_map`. The
+   kernel gets local `Operands`, and their k and v already hold the heads that the local query heads
+   read. `call.specs` names the mesh axes of each dim. A kernel that JAX cannot differentiate, such
+   as a Pallas kernel, goes to `run_opaque` instead.
+4. Compose a kernel from pure local functions. Forward: `forward` adds a set of keys to a running
+   state (`Running`: float32 o, m, l), `merge` joins two states, and `finish` ends them. Sinks are
+   added by `finish`, or by `add_sinks` on exactly one shard. Backward: `delta` once, `backward` for
+   each set of keys, `sinks_gradient` once. Masks, windows, segments and dropout depend on global
+   positions, so a shard of keys is only
+   `operands.replace(k=…, v=…, kv_positions=…, kv_segment_ids=…)`. The kernel slices dense masks and
+   biases itself.
+5. A `custom_vjp` inside `shard_map` needs operands that vary over the same mesh axes: call
+   `_jax.vary_together(operands)` first. Its transpose sums the gradients of replicated operands,
+   so a backward pass needs no `psum` for that. A scan's carry comes from `start` or `zeros_like`.
+6. Pass both functions to `register(Implementation(name=…, supports=…, run=…))`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Final
+
+from shardwright.attention.call import AttentionCall, Operands, Result
+from shardwright.attention.kernels import (
+    allgather_kv,
+    blockwise,
+    cudnn,
+    flash_decode,
+    ring,
+    sdpa,
+    splash,
+    ulysses,
+    vanilla,
+)
+from shardwright.errors import AttentionError, did_you_mean
+
+
+def _no_inner_kernel(call: AttentionCall) -> str:
+    del call
+    return ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Implementation:
+    """An implementation of attention.
+
+    Attributes:
+      name: The name that `implementation=` and strategies use.
+      supports: Function of a call. Returns the reasons why the call cannot be served, each one line
+        that names the value; empty if it can. Traces nothing.
+      run: Function of global operands and their call. Returns a `Result`.
+      aliases: Other names with the same meaning.
+      takes_scales: Whether it multiplies by the scales of quantized keys and values.
+      inner: Function of a call. Returns which kernel runs on each shard and why not the platform's
+        own kernel; empty if there is no choice.
+    """
+
+    name: str
+    supports: Callable[[AttentionCall], tuple[str, ...]]
+    run: Callable[[Operands, AttentionCall], Result]
+    aliases: tuple[str, ...] = ()
+    takes_scales: bool = False
+    inner: Callable[[AttentionCall], str] = _no_inner_kernel
+
+    def refusals(self, call: AttentionCall) -> tuple[str, ...]:
+        """Return every reason why a call cannot be served; empty if it can.
+
+        Raises:
+          AttentionError: `supports` does not return a tuple of reasons.
+        """
+        reasons = self.supports(call)
+        lines = reasons if isinstance(reasons, (tuple, list)) else (None,)
+        if not all(isinstance(line, str) for line in lines):
+            raise AttentionError(
+                f"supports of {self.name!r} returned {reasons!r}",
+                fix="return a tuple of reasons why the call cannot be served, () if it can",
+            )
+        if call.kv_dtype is None or self.takes_scales:
+            return tuple(reasons)
+        return (f"it takes no scales, and k and v are {call.kv_dtype}", *reasons)
+
+
+# The implementations that come with the package. A new one is one entry here.
+SHIPPED: Final[tuple[Implementation, ...]] = (
+    Implementation(name="vanilla", supports=vanilla.supports, run=vanilla.run, takes_scales=True),
+    Implementation(
+        name="blockwise", supports=blockwise.supports, run=blockwise.run, takes_scales=True
+    ),
+    Implementation(name="ring", supports=ring.supports, run=ring.run, inner=ring.inner),
+    Implementation(name="ulysses", supports=ulysses.supports, run=ulysses.run, inner=ulysses.inner),
+    Implementation(
+        name="allgather_kv",
+        supports=allgather_kv.supports,
+        run=allgather_kv.run,
+        inner=allgather_kv.inner,
+    ),
+    Implementation(
+        name="flash_decode", supports=flash_decode.supports, run=flash_decode.run, takes_scales=True
+    ),
+    Implementation(name="sdpa", supports=sdpa.supports, run=sdpa.run),
+    Implementation(name="cudnn", supports=cudnn.supports, run=cudnn.run),
+    Implementation(name="splash", supports=splash.supports, run=splash.run),
+)
+# What users register. Replaced as a whole, never mutated, so that readers need no lock.
+_own: tuple[Implementation, ...] = ()
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """Return the shipped implementations and the registered ones."""
+    return (*SHIPPED, *_own)
+
+
+def register(implementation: Implementation) -> Implementation:
+    """Make an implementation available by its name, and return it.
+
+    The same function under the same name replaces what it registered before, as when a notebook
+    cell runs twice.
+
+    Raises:
+      AttentionError: The value is not an `Implementation`, or another one has its name.
+    """
+    global _own  # noqa: PLW0603  the only place that writes it
+    if not isinstance(implementation, Implementation):
+        raise AttentionError(
+            f"{implementation!r} is not an attention.Implementation",
+            fix='register(Implementation(name="mine", supports=supports, run=run))',
+        )
+    kept = []
+    for other in implementations():
+        shared = [name for name in _names(implementation) if name in _names(other)]
+        if shared and _source(implementation) != _source(other):
+            raise AttentionError(
+                f"the name {shared[0]!r} belongs to {' of '.join(_source(other))}",
+                fix="give the implementation another name",
+            )
+        if other in _own and not shared:
+            kept.append(other)
+    _own = (*kept, implementation)
+    return implementation
+
+
+def find(name: str, *, line: str = "") -> Implementation:
+    """Return the implementation of a name.
+
+    Args:
+      name: A name or an alias.
+      line: The line of the strategy that says so, for the message.
+
+    Raises:
+      AttentionError: The name is unknown.
+    """
+    for implementation in implementations():
+        if name == implementation.name or name in implementation.aliases:
+            return implementation
+    known = names()
+    fix = (
+        f"{did_you_mean(str(name), known)} implementations are {', '.join(known)}; "
+        "import what registers your own"
+    )
+    raise AttentionError(f"unknown attention implementation {name!r}", rule=line, fix=fix.strip())
+
+
+def names() -> list[str]:
+    """Return every name and alias, sorted."""
+    return sorted(name for each in implementations() for name in _names(each))
+
+
+def _names(implementation: Implementation) -> tuple[str, ...]:
+    return (implementation.name, *implementation.aliases)
+
+
+def _source(implementation: Implementation) -> tuple[str, str]:
+    """Return the name and the module of the code that runs; equal if a cell is executed twice."""
+    run = implementation.run
+    return getattr(run, "__qualname__", repr(run)), getattr(run, "__module__", "")

@@ -1,0 +1,128 @@
+"""cuDNN's flash attention for GPUs, on every shard of the batch and the heads.
+
+Memory is linear in length. Lengths may not be sharded. cuDNN promises nothing for a query that sees
+no key; here that query gets exact zeros. A small program is compiled once per process to find out
+whether cuDNN works on the machine.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwright.attention.call import AttentionCall, Operands, Result
+from shardwright.attention.kernels.sdpa import missing_arguments, or_zero
+from shardwright.attention.parts.pallas_shards import inside_shard_map, run_opaque
+from shardwright.attention.parts.shards import lengths_are_whole, no_weights
+
+
+def supports(call: AttentionCall) -> tuple[str, ...]:
+    """Return why a call cannot be served: the platform, the call, or a cuDNN that does not work."""
+    if call.platform != "gpu":
+        return (f"it runs on GPUs, and the platform is {call.platform}",)
+    return not_in_cudnn(call, (*lengths_are_whole(call), *no_weights(call)))
+
+
+def run(operands: Operands, call: AttentionCall) -> Result:
+    """Attend on every shard of batch and heads."""
+    return run_opaque(functools.partial(attend, call=call), operands, call)
+
+
+def not_in_cudnn(call: AttentionCall, before: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return why cuDNN cannot serve a call on a GPU whose devices hold whole sequences.
+
+    Args:
+      call: The call.
+      before: Reasons that are known already. With any, cuDNN is not tried on the machine.
+    """
+    reasons = (*before, *missing_arguments(call), *_limits(call), *inside_shard_map())
+    if reasons:
+        return reasons
+    # This starts a backend and compiles.
+    failure = failure_on(jax.local_devices()[0].device_kind)
+    return (failure,) if failure else ()
+
+
+@functools.cache
+def failure_on(device_kind: str) -> str:
+    """Return why cuDNN does not work on this process's GPUs, or nothing if it does."""
+    del device_kind
+    # In a thread of its own no mesh is ambient and nothing is traced.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(_try_cudnn).result()
+
+
+def attend(shard: Operands, *, call: AttentionCall) -> Result:
+    """Return the output of local operands that hold whole sequences."""
+    left, right = call.recipe.mask.bounds
+    lengths = shard.lengths
+    o = jax.nn.dot_product_attention(
+        shard.q,
+        shard.k,
+        shard.v,
+        scale=call.recipe.scale,
+        is_causal=right == 0,
+        local_window_size=None if left is None else (left, 0),
+        # With no key at all, cuDNN's softmax is 0 / 0. One key attends, and its row is zeroed.
+        key_value_seq_lengths=None if lengths is None else jnp.maximum(lengths, 1),
+        implementation="cudnn",
+    )
+    return Result(o=o if lengths is None else or_zero(o, (lengths > 0)[:, None, None]))
+
+
+def _limits(call: AttentionCall) -> tuple[str, ...]:
+    """Return the reasons of cuDNN's kernel, and cases where it would attend to something else."""
+    rules, dim = call.recipe.mask, call.head_dim
+    left, right = rules.bounds
+    window = left is not None
+    largest = 256 if _is_hopper() else 128
+    reasons = {
+        f"it computes in bfloat16 and float16, and the call in {call.dtype}": (
+            call.dtype == "float32"
+        ),
+        f"its head_dim is a multiple of 8 up to {largest}, and head_dim is {dim}": (
+            dim % 8 != 0 or dim > largest
+        ),
+        "it takes no segments": call.segments,
+        "a dense mask would have to be a bias, whose sums overflow": call.mask_shape is not None,
+        "the gradient of a bias depends on its shape there": call.bias_shape is not None,
+        f"it has no chunks, and chunk is {rules.chunk}": rules.chunk is not None,
+        f"its window ends at the query, and window is {rules.window}": (
+            right not in (None, 0) or (window and right is None)
+        ),
+        "positions are arrays, and its masks go by row": call.q_offset is None,
+        f"it counts from the first row, and the first query is at {call.q_offset}": (
+            rules.positional and call.q_offset not in (None, 0)
+        ),
+        "with a window and lengths a query may see no key, where it promises nothing": (
+            window and call.lengths
+        ),
+    }
+    return tuple([reason for reason, holds in reasons.items() if holds])
+
+
+def _is_hopper() -> bool:
+    capability = getattr(jax.local_devices()[0], "compute_capability", "0.0")
+    return int(str(capability).partition(".")[0]) >= 9
+
+
+def _try_cudnn() -> str:
+    if jax.default_backend() != "gpu":
+        return f"this process has no GPU; its backend is {jax.default_backend()}"
+    row = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return jnp.sum(o.astype(jnp.float32))
+
+    try:
+        jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(row, row, row).compile()
+    except (RuntimeError, ValueError) as err:  # the plugin, cuDNN and XLA raise these
+        text = str(err).strip()
+        why = text.splitlines()[0] if text else type(err).__name__
+        return f"cuDNN does not work on this machine: {why}"
+    return ""

@@ -1,0 +1,273 @@
+"""Implementations of attention as classes, under EasyDeL's names: an adapter of `attention.register`.
+
+A class has a name, a `supports` that judges a call before anything is traced, and a forward for
+each backend that takes global arrays. Registering it registers an `attention.Implementation` with
+the same functions.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shardwright.attention import implementation as core
+from shardwright.attention.call import AttentionCall, Operands
+from shardwright.attention.call import Result as Result  # noqa: PLC0414  old code imports it here
+from shardwright.attention.implementation import Implementation
+from shardwright.attention.inputs import read
+from shardwright.attention.run import run
+from shardwright.errors import AttentionError
+from shardwright.interop.easydel import attention_metadata
+from shardwright.interop.easydel.attention_metadata import AttentionMetadata, AttentionOutput
+
+ImplClass = TypeVar("ImplClass", bound="type[AttentionImpl]")
+
+
+class AttentionImpl(abc.ABC):
+    """An implementation of attention as a class.
+
+    Args:
+      metadata: How calls of the instance run.
+    """
+
+    # Whether it multiplies by the scales of quantized keys and values. If not, calls with them are
+    # refused.
+    takes_scales: ClassVar[bool] = False
+
+    def __init__(self, metadata: AttentionMetadata) -> None:
+        self.metadata = metadata
+
+    @classmethod
+    @abc.abstractmethod
+    def get_impl_name(cls) -> str | Sequence[str]:
+        """Return the name, or several with the same meaning; the first is shown."""
+
+    @classmethod
+    @abc.abstractmethod
+    def supports(cls, call: AttentionCall) -> tuple[str, ...]:
+        """Return why a call cannot be served; see `attention.Implementation`."""
+
+    @classmethod
+    def inner(cls, call: AttentionCall) -> str:
+        """Return which kernel runs on each shard of a call; see `attention.Implementation`."""
+        del call
+        return ""
+
+    @classmethod
+    @abc.abstractmethod
+    def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Run on any backend, with global arrays."""
+
+    @classmethod
+    def forward_cpu(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Run on a CPU."""
+        return cls.forward_native(operands, call)
+
+    @classmethod
+    def forward_tpu(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Run on a TPU."""
+        return cls.forward_native(operands, call)
+
+    @classmethod
+    def forward_gpu(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Run on a GPU."""
+        return cls.forward_native(operands, call)
+
+    @classmethod
+    def run(cls, operands: Operands, call: AttentionCall) -> Result:
+        """Run on the call's platform.
+
+        Raises:
+          AttentionError: The platform is not cpu, gpu or tpu.
+        """
+        if call.platform not in ("cpu", "gpu", "tpu"):
+            raise AttentionError(f"unknown backend {call.platform!r}", fix="use cpu, gpu or tpu")
+        forwards = {"cpu": cls.forward_cpu, "gpu": cls.forward_gpu, "tpu": cls.forward_tpu}
+        return forwards[call.platform](operands, call)
+
+    @classmethod
+    def value(cls) -> Implementation:
+        """Return the implementation as the library uses it."""
+        name, *aliases = impl_names(cls)
+        return Implementation(
+            name=name,
+            aliases=tuple(aliases),
+            supports=cls.supports,
+            run=cls.run,
+            takes_scales=cls.takes_scales,
+            inner=cls.inner,
+        )
+
+    def __call__(self, q: Any, k: Any, v: Any, **options: Any) -> AttentionOutput:
+        """Attend as the metadata and the options say.
+
+        Args:
+          q: As for `dot_product_attention`.
+          k: As for `dot_product_attention`.
+          v: As for `dot_product_attention`.
+          **options: As for `dot_product_attention`. The options or the manager have a mode.
+
+        Raises:
+          AttentionError: The implementation cannot serve the call.
+        """
+        operands, call = read(q, k, v, self.metadata.options(options))
+        implementation = self.value()
+        reasons = implementation.refusals(call)
+        if reasons:
+            raise AttentionError(
+                f"{implementation.name} cannot serve this call: {'; '.join(reasons)}",
+                fix='use another one, or implementation="auto"',
+            )
+        result = run(implementation, operands, call)
+        return AttentionOutput(attention_weights=result.weights, attention_outputs=result.o)
+
+    def get_mode(
+        self,
+        q: Any,
+        BTHD: bool = True,  # noqa: N803
+        *,
+        mode: str | None = None,
+    ) -> str:
+        """Return the mode of a call; see `attention_metadata.get_mode`."""
+        return attention_metadata.get_mode(q, BTHD, mode=mode)
+
+    def create_stable_sharding(
+        self,
+        state_ps: PartitionSpec | None = None,
+        preserved_indices: list[int] | None = None,
+        clone_ps: PartitionSpec | None = None,
+        dep: Any = True,
+        tensor: Any = None,
+    ) -> PartitionSpec | None:
+        """Return a spec that keeps some dims of another one; see `attention_metadata.create_stable_sharding`."""
+        return attention_metadata.create_stable_sharding(
+            self.metadata.partition_manager, state_ps, preserved_indices, clone_ps, dep, tensor
+        )
+
+    def get_impl_metadata(self) -> AttentionMetadata:
+        """Return how the instance runs."""
+        return self.metadata
+
+    @staticmethod
+    def current_backend() -> str:
+        """Return "tpu", "gpu" or "cpu"."""
+        backend = jax.default_backend()
+        return "gpu" if backend in ("cuda", "rocm") else backend
+
+    @staticmethod
+    def repeat_kv_heads(k: jax.Array, v: jax.Array, num_reps: int) -> tuple[jax.Array, jax.Array]:
+        """Return k and v `[batch, length, kv_heads, dim]` with each head `num_reps` times, copies adjacent."""
+        return jnp.repeat(k, num_reps, axis=2), jnp.repeat(v, num_reps, axis=2)
+
+    @staticmethod
+    def _split_attention_mask(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return which queries attend to any key, and which keys any query attends to, of a mask `[..., q, kv]`."""
+        return jnp.any(mask, axis=-1), jnp.any(mask, axis=-2)
+
+    @staticmethod
+    def _combine_query_kv_masks(q_mask: jax.Array, kv_mask: jax.Array) -> jax.Array:
+        """Return the mask `[..., q, kv]` of pairs that are both marked."""
+        return jnp.logical_and(q_mask[..., :, None], kv_mask[..., None, :])
+
+    @staticmethod
+    def _create_causal_mask(length: int) -> jax.Array:
+        """Return the causal mask `[length, length]`, True = attend."""
+        return jnp.tril(jnp.ones((length, length), dtype=bool))
+
+
+def impl_names(cls: type[AttentionImpl]) -> tuple[str, ...]:
+    """Return the names of an implementation, the shown one first."""
+    names = cls.get_impl_name()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+class AttentionRegistry:
+    """Implementation classes by name. All methods are classmethods."""
+
+    _known: ClassVar[dict[str, type[AttentionImpl]]] = {}
+
+    @classmethod
+    def register(cls, implementation: ImplClass) -> ImplClass:
+        """Register a class under all its names and return it, as a decorator does.
+
+        Raises:
+          AttentionError: The class is not an `AttentionImpl`, lacks a method, or uses the name of
+            another one.
+        """
+        if not (isinstance(implementation, type) and issubclass(implementation, AttentionImpl)):
+            raise AttentionError(
+                f"{implementation!r} is not an AttentionImpl", fix="class Mine(AttentionImpl): ..."
+            )
+        if implementation.__abstractmethods__:
+            lacks = ", ".join(sorted(implementation.__abstractmethods__))
+            raise AttentionError(
+                f"{implementation.__qualname__} lacks {lacks}", fix="write them as classmethods"
+            )
+        names = impl_names(implementation)
+        for name in names:
+            other = cls._known.get(name)
+            if other is not None and _source(other) != _source(implementation):
+                raise AttentionError(
+                    f"the name {name!r} belongs to {other.__qualname__}",
+                    fix="give the implementation another name",
+                )
+        core.register(implementation.value())
+        cls._known = {**cls._known, **dict.fromkeys(names, implementation)}
+        return implementation
+
+    @classmethod
+    def get(cls, name: str) -> type[AttentionImpl]:
+        """Return the class of a name; for an implementation of the library, a class that wraps it.
+
+        Raises:
+          AttentionError: (a ValueError) The name is unknown; the message suggests another.
+        """
+        return cls._known.get(name) or _class_of(core.find(name))
+
+    @classmethod
+    def create(cls, name: str, metadata: AttentionMetadata) -> AttentionImpl:
+        """Return an instance of an implementation; see `get`."""
+        return cls.get(name)(metadata)
+
+    @classmethod
+    def list_implementations(cls) -> list[str]:
+        """Return every name, sorted."""
+        return core.names()
+
+
+def _source(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
+
+
+@functools.cache
+def _class_of(implementation: Implementation) -> type[AttentionImpl]:
+    """Return a class around an implementation of the library."""
+
+    class Wrapped(AttentionImpl):
+        takes_scales = implementation.takes_scales
+
+        @classmethod
+        def get_impl_name(cls) -> tuple[str, ...]:
+            return (implementation.name, *implementation.aliases)
+
+        @classmethod
+        def supports(cls, call: AttentionCall) -> tuple[str, ...]:
+            return implementation.supports(call)
+
+        @classmethod
+        def inner(cls, call: AttentionCall) -> str:
+            return implementation.inner(call)
+
+        @classmethod
+        def forward_native(cls, operands: Operands, call: AttentionCall) -> Result:
+            return implementation.run(operands, call)
+
+    words = implementation.name.split("_")
+    Wrapped.__name__ = Wrapped.__qualname__ = "".join(map(str.title, words)) + "Attention"
+    return Wrapped
