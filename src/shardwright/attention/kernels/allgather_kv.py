@@ -1,7 +1,8 @@
-"""Keys and values gathered whole, queries left where they are: one collective, the bytes of a ring (Dubey et al. 2024, §3.3.2).
+"""All-gather the keys and values, and keep the queries sharded (Dubey et al. 2024, §3.3.2).
 
-Forward gathers once. Backward gathers again, so that only shards are kept between the two, and scatters the sum of the
-keys' gradients, in float32.
+This takes one collective, with the bytes of a ring, and the memory of all keys. The backward pass
+gathers again, so that only shards are kept in between. It then reduce-scatters the gradients of the
+keys in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from shardwright.attention.parts.derivatives import differentiable
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Gathering:
-    """The static part: the arithmetic, the mesh axes over which keys are gathered, the number of ranks, and the kernel."""
+    """The static part.
+
+    Attributes:
+      recipe: The arithmetic.
+      axes: The mesh axes over which keys are gathered.
+      ranks: Number of shards over them.
+      kernel: The functions of `blockwise`, or others with the same interface.
+    """
 
     recipe: Recipe
     axes: tuple[str, ...]
@@ -39,33 +47,37 @@ class _Gathering:
     def whole(self, operands: Operands) -> Operands:
         """Return the operands with all keys and values."""
         kv = sequence.pack(operands.k, operands.v)
-        found = tuple(sequence.gather(array, self.axes, dim=array.ndim - 3) for array in kv)
-        k, v = sequence.unpack(found, head_dim=operands.q.shape[-1])
+        whole = tuple(sequence.gather(array, self.axes, dim=array.ndim - 3) for array in kv)
+        k, v = sequence.unpack(whole, head_dim=operands.q.shape[-1])
         return operands.replace(k=k, v=v)
 
     def scatter(
         self, dk: jax.Array, dv: jax.Array, *, head_dim: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the sums over ranks of the gradients of the own keys and values."""
-        found = tuple(self._scatter(array) for array in sequence.pack(dk, dv))
-        return sequence.unpack(found, head_dim=head_dim)
+        """Return the gradients of this rank's keys and values, summed over ranks."""
+        own = tuple(self._scatter(array) for array in sequence.pack(dk, dv))
+        return sequence.unpack(own, head_dim=head_dim)
 
     def _scatter(self, array: jax.Array) -> jax.Array:
         *first, length, heads, dim = array.shape
         by_rank = jnp.moveaxis(
             array.reshape(*first, self.ranks, length // self.ranks, heads, dim), len(first), 0
         )
-        # Over the leading dim: over an inner one of stacked arrays XLA for TPUs reduces all of it, in bfloat16, and takes a part.
+        # Over the leading dim. Over an inner dim of stacked arrays, XLA for TPUs reduces all of it,
+        # in bfloat16, and takes a part.
         part: jax.Array = jax.lax.psum_scatter(by_rank, self.axes)
         return part
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: the keys' mesh axes must be among the queries'."""
+    """Return why a call cannot be served: mesh axes of the keys alone, or weights."""
     rest = [axis for axis in call.specs.kv_length if axis not in call.specs.q_length]
     if not rest:
         return shards.no_weights(call)
-    same = f"the length of the keys is sharded over {rest[0]} and that of the queries does not: all its devices would compute the same"
+    same = (
+        f"the length of the keys is sharded over {rest[0]} and that of the queries is not: "
+        "all its devices would compute the same"
+    )
     return (*shards.no_weights(call), same)
 
 
@@ -75,7 +87,7 @@ def inner(call: AttentionCall) -> str:
 
 
 def run(operands: Operands, call: AttentionCall) -> Result:
-    """Attend, one `shard_map` over all the axes of the call."""
+    """Attend with one `shard_map` over all mesh axes of the call."""
     kernel = _inner_of(call)
     return inner_kernel.run_inner(
         kernel, functools.partial(_run, call=call, inner=kernel), operands, call
@@ -117,16 +129,16 @@ def _backward_pass(gathering: _Gathering, kept: Any, cotangents: Any) -> dict[st
     operands, do = sequence.sent_again(others.replace(**floats), do)
     delta = blockwise.delta(o, do, dlse)
     whole = gathering.whole(operands)
-    found = gathering.kernel.backward(
+    grads = gathering.kernel.backward(
         whole, gathering.recipe, lse=lse, do=do, delta=delta, lse_error=lse_error
     )
-    dk, dv = gathering.scatter(found.k, found.v, head_dim=operands.q.shape[-1])
+    dk, dv = gathering.scatter(grads.k, grads.v, head_dim=operands.q.shape[-1])
     sinks = (
         None
         if operands.sinks is None
         else blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta, lse_error=lse_error)
     )
-    return sequence.cotangents(floats, q=found.q, k=dk, v=dv, bias=found.bias, sinks=sinks)
+    return sequence.cotangents(floats, q=grads.q, k=dk, v=dv, bias=grads.bias, sinks=sinks)
 
 
 _attend = differentiable(_values, _backward_pass, names=(OUTPUT_NAME, LSE_NAME))

@@ -1,15 +1,18 @@
-"""A few queries over keys that are sharded: each shard attends to its own, and partial softmaxes are combined (Dao et al. 2023).
+"""Attend to sharded keys: each shard attends to its own, then partial softmaxes are combined.
 
-What is sent grows with the queries and never with the keys, in one collective or two:
+After Dao et al. 2023. The bytes sent grow with the queries and never with the keys. They take one or
+two collectives:
 
-- few queries take one all-gather of the shards' float32 outputs and logsumexps, which every shard combines: more bytes than
-  two collectives send, and less time than the second would take to start;
-- many take an all-to-all that trades the shards' partial results for whole results of some heads, `(n - 1) / n` of a part,
-  and a gather of the output, which is to be whole on each shard. One collective that sends as little cannot be: a whole sum
-  is a reduce-scatter and an all-gather. Heads that do not divide over the shards take a maximum and a sum instead;
-- an output whose heads lie over the keys' mesh axes needs the all-to-all alone, and before it the queries of those heads.
+- Few queries take one all-gather of the shards' float32 outputs and logsumexps, which every shard
+  combines. That sends more bytes than two collectives, in less time than the second takes to start.
+- Many queries take two. An all-to-all trades the shards' partial results for whole results of some
+  heads, and sends `(n - 1) / n` of a part. An all-gather then replicates the output. One collective
+  cannot send so little: a whole sum is a reduce-scatter and an all-gather. Heads that do not divide
+  over the shards take a maximum and a sum instead.
+- If the output's heads are sharded over the keys' mesh axes, the all-to-all suffices. The queries of
+  those heads are gathered first.
 
-Differentiable by JAX itself.
+JAX differentiates it.
 """
 
 from __future__ import annotations
@@ -26,22 +29,22 @@ from shardwright.attention.parts import online_softmax, sequence, shards
 from shardwright.attention.parts.online_softmax import Running
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
-# So many bytes more per device are sent in less time than a second collective takes to start: about a microsecond, at the
-# 50 GB/s or more of a link between accelerators.
+# A device sends this many more bytes in less time than a second collective takes to start: about a
+# microsecond, over a link between accelerators of at least 50 GB/s.
 _FEW_BYTES = 64 * 2**10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """How the partial results of the shards of the keys become the output: static.
+    """How the partial results of the shards become the output: static.
 
     Attributes:
-      head_axes: the mesh axes of the keys that shard the query heads too, in their order; the queries' heads are gathered over
-        them, and the output is not.
-      rest: the other mesh axes of the keys; the output is replicated over them.
-      head_shards: number of shards over `head_axes`.
-      shards: number of shards of the keys.
-      return_lse: whether the logsumexp is asked for.
+      head_axes: The mesh axes of the keys that shard the query heads too, in their order. The heads
+        of the queries are gathered over them. The output stays sharded over them.
+      rest: The other mesh axes of the keys. The output is replicated over them.
+      head_shards: Number of shards over `head_axes`.
+      shards: Number of shards of the keys.
+      return_lse: Whether the call asks for the logsumexp.
     """
 
     head_axes: tuple[str, ...]
@@ -52,11 +55,11 @@ class Combination:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes of the keys: over the shards in this order lie the heads that each shard combines."""
+        """The mesh axes of the keys, in the order of the heads that each shard combines."""
         return (*self.head_axes, *self.rest)
 
     def with_all_heads(self, shard: Operands) -> Operands:
-        """Return the operands with the queries of every shard that holds a part of what they read."""
+        """Return the operands with the queries of every shard that holds a part of their keys."""
         if not self.head_axes:
             return shard
         q = sequence.gather(shard.q, self.head_axes, dim=2)
@@ -83,11 +86,11 @@ class Combination:
         """Return the output and the logsumexp of all keys.
 
         Args:
-          o: `[batch, q_length, heads, v_dim]` float32 of the shard's keys, with all heads.
+          o: `[batch, q_length, heads, v_dim]` float32, of the shard's keys, with all heads.
           lse: `[batch, heads, q_length]` float32.
-          sinks: of the heads that the shard returns; or None.
-          dtype: of the output.
-          lse_error: where there is a bias, what float32 lost of the logsumexp: one column more to send; else None.
+          sinks: The sinks of the heads that the shard returns, or None.
+          dtype: Dtype of the output.
+          lse_error: With a bias, the rounding error of the logsumexp, which is sent too; else None.
         """
         columns = [column[..., None] for column in (lse, lse_error) if column is not None]
         partial = jnp.concatenate([jnp.swapaxes(o, 1, 2), *columns], axis=-1)
@@ -101,14 +104,13 @@ class Combination:
         return self._swapped(partial, v_dim, sinks, dtype)
 
     def _in_one(self, partial: jax.Array, v_dim: int, dtype: str) -> bool:
-        """Tell whether a gather of partial results sends at most a few bytes more than an all-to-all and a gather of the output."""
+        """Tell whether one gather of partial results sends few more bytes than two collectives."""
         if self.head_axes:
             return False
         output = partial.size // partial.shape[-1] * v_dim * jnp.dtype(dtype).itemsize
         parts = self.shards - 1
-        return (
-            parts * partial.nbytes - parts * (partial.nbytes + output) // self.shards <= _FEW_BYTES
-        )
+        two_collectives = parts * (partial.nbytes + output) // self.shards
+        return parts * partial.nbytes - two_collectives <= _FEW_BYTES
 
     def _swapped(
         self, partial: jax.Array, v_dim: int, sinks: jax.Array | None, dtype: str
@@ -117,7 +119,7 @@ class Combination:
         by_rank = jnp.moveaxis(
             partial.reshape(batch, self.shards, heads // self.shards, *row), 1, 0
         )
-        # Over a leading dim: over an inner one XLA for TPUs copies before and after.
+        # Over a leading dim. Over an inner dim XLA for TPUs copies before and after.
         pieces = jax.lax.all_to_all(by_rank, self.axes, split_axis=0, concat_axis=0)
         own_sinks = None if sinks is None else _own(sinks, self.rest, heads // self.shards)
         o, lse = online_softmax.finish(_combined(pieces, v_dim), sinks=own_sinks)
@@ -148,7 +150,7 @@ class Combination:
 
 
 def combination(specs: JointSpecs, call: AttentionCall) -> Combination:
-    """Return how partial results are combined where arrays lie so; see `attend`."""
+    """Return how the partial results of a call are combined under these specs."""
     head_axes = tuple(axis for axis in specs.heads if axis in specs.kv_length)
     return Combination(
         head_axes=head_axes,
@@ -160,33 +162,33 @@ def combination(specs: JointSpecs, call: AttentionCall) -> Combination:
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: queries sharded over a mesh axis of the keys, or heads over it in a way that cannot be."""
+    """Return why a call cannot be served: a mesh axis of the keys that shards queries or heads."""
     specs = call.specs
     reasons = [*shards.no_weights(call)]
     both = [axis for axis in specs.q_length if axis in specs.kv_length]
     if both:
         reasons.append(
-            f"the lengths of the keys and of the queries are both sharded over {both[0]}: every shard needs all queries"
+            f"the lengths of the keys and of the queries are both sharded over {both[0]}: "
+            "every shard needs all queries"
         )
     return (*reasons, *factored(call))
 
 
 def run(operands: Operands, call: AttentionCall) -> Result:
-    """Attend, one `shard_map` over all the axes of the call."""
+    """Attend with one `shard_map` over all mesh axes of the call."""
     return shards.run_on_shards(functools.partial(_run, call=call), operands, call)
 
 
 def factored(call: AttentionCall) -> tuple[str, ...]:
-    """Return the reasons against a mesh axis that shards both the heads of the queries and the length of the keys."""
+    """Return the reasons against a mesh axis that shards both the query heads and the keys."""
     specs = call.specs
     if specs.grouping is not KVHeads.FACTOR:
         return ()
     shared = tuple(axis for axis in specs.heads if axis in specs.kv_length)
     reasons = []
     if shared != specs.heads[-len(shared) :]:
-        reasons.append(
-            f"{shared[0]} shards the keys too, and is not the last of the heads' mesh axes {'+'.join(specs.heads)}"
-        )
+        axes = f"the heads' mesh axes {'+'.join(specs.heads)}"
+        reasons.append(f"{shared[0]} shards the keys too, and is not the last of {axes}")
     for name, shape in (("mask", call.mask_shape), ("bias", call.bias_shape)):
         if shape is not None and shape[1] > 1 and shape[3] > 1:
             reasons.append(f"a {name} for every head and key: {shared[0]} shards both")
@@ -204,7 +206,13 @@ def _run(shard: Operands, *, call: AttentionCall) -> Result:
 
 
 def _combined(pieces: jax.Array, v_dim: int) -> Running:
-    """Return the state of all keys from outputs, logsumexps and their errors `[shards, batch, heads, q_length, v_dim + 1 or 2]`."""
+    """Return the state of all keys from the columns of all shards.
+
+    Args:
+      pieces: `[shards, batch, heads, q_length, v_dim + 1 or 2]`: outputs, logsumexps and, with a
+        bias, their rounding errors.
+      v_dim: Number of columns of the output.
+    """
     o = pieces[..., :v_dim]
     top = _top(jnp.max(pieces[..., v_dim], axis=0))
     weights = _weights(pieces, top, v_dim)
@@ -212,13 +220,13 @@ def _combined(pieces: jax.Array, v_dim: int) -> Running:
 
 
 def _weights(pieces: jax.Array, top: jax.Array, v_dim: int) -> jax.Array:
-    """Return what each piece counts, relative to a logsumexp."""
+    """Return the weight of each piece, relative to a logsumexp."""
     above = pieces[..., v_dim] - top
     return jnp.exp(above + pieces[..., v_dim + 1] if pieces.shape[-1] > v_dim + 1 else above)
 
 
 def _top(lse: jax.Array) -> jax.Array:
-    # Finite where a row has no keys at all, and a constant: the result does not depend on it.
+    # Finite for a row without keys. A constant, because the result does not depend on it.
     return jax.lax.stop_gradient(jnp.maximum(lse, DEFAULT_MASK_VALUE))
 
 

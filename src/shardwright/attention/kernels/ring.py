@@ -1,8 +1,11 @@
-"""Ring attention: keys and values travel round the shards of the sequence, each rank adds what arrives (Liu et al. 2023).
+"""Ring attention: keys and values travel round the shards of the sequence (Liu et al. 2023).
 
-Of n ranks each sends its keys on n - 1 times forward; backward n - 1 times again, and their gradients n times, the last
-of them home. Masks go by position, so contiguous shards and the zigzag order need no code of their own: blocks that no
-pair of attends are skipped, which in zigzag order is the same half of the work on every rank.
+Memory is that of a few shards, for any number of ranks. Each rank attends to the keys that arrive
+and passes them on. With n ranks, each sends its keys n - 1 times in the forward pass. In the
+backward pass it sends them n - 1 times again, and their gradients n times; the last time they
+return to their owner. Masks work by position, so contiguous shards and the zigzag order need no
+special code. Blocks that no pair attends are skipped. In zigzag order that halves the work of every
+rank alike.
 """
 
 from __future__ import annotations
@@ -37,12 +40,12 @@ class _Ring:
     """The static part of a ring.
 
     Attributes:
-      recipe: the arithmetic.
-      axes: the mesh axes that it goes round, major first.
-      size: number of ranks.
-      turns: the shards a rank reads, each as how many ranks back it lies; the own one, 0, first.
-      loop: whether the turns are a `lax.scan`.
-      kernel: the functions of `blockwise`, or others of their kind.
+      recipe: The arithmetic.
+      axes: The mesh axes of the ring, major first.
+      size: Number of ranks.
+      turns: The shards that a rank reads, each as the number of ranks back. Its own, 0, is first.
+      loop: Whether the turns are a `lax.scan`.
+      kernel: The functions of `blockwise`, or others with the same interface.
     """
 
     recipe: Recipe
@@ -54,20 +57,20 @@ class _Ring:
 
     @property
     def hops(self) -> tuple[int, ...]:
-        """How many ranks on the keys go between one turn and the next."""
+        """How many ranks the keys move between one turn and the next."""
         return tuple(
             after - before for before, after in zip(self.turns, self.turns[1:], strict=False)
         )
 
     def send(self, arrays: Any, hop: int) -> Any:
-        """Return what the rank `hop` before this one has."""
+        """Return the arrays of the rank that is `hop` ranks back."""
         if hop % self.size == 0:
             return arrays
         pairs = [(rank, (rank + hop) % self.size) for rank in range(self.size)]
         return jax.tree.map(lambda array: jax.lax.ppermute(array, self.axes, pairs), arrays)
 
     def start(self, operands: Operands, turn: Any) -> Any:
-        """Return at which row of the whole sequence the keys start that lie `turn` ranks back."""
+        """Return the row of the whole sequence where the keys of a turn start."""
         return (jax.lax.axis_index(self.axes) - turn) % self.size * operands.k.shape[1]
 
     def read(self, operands: Operands, kv: KV, turn: Any) -> Operands:
@@ -77,10 +80,10 @@ class _Ring:
 
 
 def turns_of(call: AttentionCall) -> tuple[int, ...]:
-    """Return which shards of keys any rank has to read, each as how many ranks back it lies; all unless the mask rules some out.
+    """Return which shards of keys any rank must read, each as the number of ranks back.
 
-    Only where positions count from an offset is that known before the program runs: a causal window of w over shards of s
-    rows leaves `1 + ceil(w / s)` turns.
+    That is known before the program runs only if positions count from an offset. A causal window
+    of w tokens over shards of s rows leaves `1 + ceil(w / s)` turns.
     """
     ranks = call.shards(call.specs.kv_length)
     if call.q_offset is None:
@@ -99,7 +102,7 @@ def turns_of(call: AttentionCall) -> tuple[int, ...]:
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: queries and keys must lie over the same mesh axes."""
+    """Return why a call cannot be served: different mesh axes for queries and keys, or weights."""
     return (*shards.no_weights(call), *sequence.apart(call))
 
 
@@ -109,7 +112,7 @@ def inner(call: AttentionCall) -> str:
 
 
 def run(operands: Operands, call: AttentionCall) -> Result:
-    """Attend, one `shard_map` over all the axes of the call."""
+    """Attend with one `shard_map` over all mesh axes of the call."""
     kernel = _inner_of(call)
     return inner_kernel.run_inner(
         kernel, functools.partial(_run, call=call, inner=kernel), operands, call
@@ -144,7 +147,7 @@ def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Grads:
-    """Gradients so far, float32: those of the own queries and bias, and those that travel with the keys."""
+    """Float32 gradients so far. Those of keys and values, `kv`, travel with the keys."""
 
     q: jax.Array
     bias: jax.Array | None
@@ -157,14 +160,13 @@ def _values(
     operands = others.replace(**floats)
 
     def add(state: Running, kv: KV, turn: Any) -> Running:
-        found: Running = ring.kernel.forward(
-            ring.read(operands, kv, turn), ring.recipe, state=state
-        )
-        return found
+        keys = ring.read(operands, kv, turn)
+        added: Running = ring.kernel.forward(keys, ring.recipe, state=state)
+        return added
 
     def turn_and_send(carry: tuple[Running, KV], turn: Any, hop: int) -> tuple[Running, KV]:
         state, kv = carry
-        arriving = ring.send(kv, hop)  # before the work that hides it
+        arriving = ring.send(kv, hop)  # before the work that it overlaps with
         return add(state, kv, turn), arriving
 
     carry = (online_softmax.start(operands.q, operands.v), sequence.pack(operands.k, operands.v))
@@ -185,11 +187,11 @@ def _backward_pass(ring: _Ring, kept: Any, cotangents: Any) -> dict[str, Any]:
         dk, dv = sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
         bias = None if read.bias is None else jnp.zeros_like(read.bias, dtype=jnp.float32)
         onto = blockwise.Gradients(q=grads.q, k=dk, v=dv, bias=bias)
-        found = ring.kernel.backward(
+        added = ring.kernel.backward(
             read, ring.recipe, lse=lse, do=do, delta=delta, onto=onto, lse_error=lse_error
         )
-        bias = sequence.add_columns(grads.bias, found.bias, ring.start(operands, turn))
-        return _Grads(q=found.q, bias=bias, kv=sequence.pack(found.k, found.v))
+        bias = sequence.add_columns(grads.bias, added.bias, ring.start(operands, turn))
+        return _Grads(q=added.q, bias=bias, kv=sequence.pack(added.k, added.v))
 
     def turn_and_send(carry: tuple[_Grads, KV], turn: Any, hop: int) -> tuple[_Grads, KV]:
         grads, kv = carry
@@ -206,9 +208,8 @@ def _backward_pass(ring: _Ring, kept: Any, cotangents: Any) -> dict[str, Any]:
     grads = add(grads, kv, ring.turns[-1])
     dk, dv = sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
     complete = sequence.pack(dk.astype(operands.k.dtype), dv.astype(operands.v.dtype))
-    dk, dv = sequence.unpack(
-        ring.send(complete, -ring.turns[-1]), head_dim=operands.q.shape[-1]
-    )  # home
+    returned = ring.send(complete, -ring.turns[-1])
+    dk, dv = sequence.unpack(returned, head_dim=operands.q.shape[-1])
     sinks = (
         None
         if operands.sinks is None
@@ -221,7 +222,7 @@ _attend = differentiable(_values, _backward_pass, names=(OUTPUT_NAME, LSE_NAME))
 
 
 def _turn(ring: _Ring, step: Any, carry: Any) -> Any:
-    """Return the carry after all turns but the last, `step(carry, turn, hop)` each."""
+    """Return the carry after `step(carry, turn, hop)` for all turns but the last."""
     hops = ring.hops
     if not ring.loop or len(hops) < 2 or len(set(hops)) > 1:
         for turn, hop in zip(ring.turns, hops, strict=False):

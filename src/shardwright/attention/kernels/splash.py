@@ -1,9 +1,9 @@
-"""Splash: sparse flash attention for TPUs, by kernels in Pallas, on every shard of the batch and the heads.
+"""Splash: sparse flash attention for TPUs, by Pallas kernels on every shard of batch and heads.
 
-Memory is linear in length, blocks that no pair attends are skipped, and products are scaled in float32. On a CPU the
-kernels are interpreted: correct and slow, for tests.
-
-The kernels take multiples of 128 rows, and operands ordered by head. Other lengths are padded, which copies them.
+Memory is linear in length, blocks that no pair attends are skipped, and products are scaled in
+float32. Lengths may not be sharded. On a CPU the kernels are interpreted: correct but slow, for
+tests. The kernels take multiples of 128 rows, and operands ordered by head. Other lengths are
+padded, which copies them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardwright.attention.kernels.splash_tiles import block_rows, whole_lanes
 from shardwright.attention.parts.pallas_shards import inside_shard_map, run_opaque
 from shardwright.attention.parts.shards import lengths_are_whole, no_weights
 
-# Entries of the table of blocks, four bytes each, which lies in a TPU's scalar memory of 1 MiB.
+# Entries of the table of blocks, four bytes each. It is kept in a TPU's scalar memory of 1 MiB.
 _MOST_BLOCKS = 2**17
 
 
@@ -40,25 +40,28 @@ def not_in_splash(call: AttentionCall, *, q_shards: int = 1, kv_shards: int = 1)
     """Return why the kernels cannot serve a call.
 
     Args:
-      call: the call.
-      q_shards: number of parts of the queries' length that the kernels see one of.
-      kv_shards: likewise of the keys.
+      call: The call.
+      q_shards: Number of shards of the queries' length. The kernels see one of them.
+      kv_shards: The same for the keys.
     """
     recipe, blocks = call.recipe, _blocks(call, q_shards, kv_shards)
-    found = {
+    too_many = f"{blocks} entries, of at most {_MOST_BLOCKS}"
+    reasons = {
         "its kernel is for TPUs, and the platform is gpu": call.platform == "gpu",
         "it takes no dense mask": call.mask_shape is not None,
         "it takes no bias": call.bias_shape is not None,
         f"it has no dropout, and dropout is {recipe.dropout}": bool(recipe.dropout),
         "TPUs do not compute in float16": call.dtype == "float16",
-        f"its table of blocks would have {blocks} entries, of at most {_MOST_BLOCKS}": blocks
-        > _MOST_BLOCKS,
+        f"its table of blocks would have {too_many}": blocks > _MOST_BLOCKS,
     }
-    return (*(reason for reason, holds in found.items() if holds), *inside_shard_map())
+    return (*(reason for reason, holds in reasons.items() if holds), *inside_shard_map())
 
 
 def _blocks(call: AttentionCall, q_shards: int, kv_shards: int) -> int:
-    """Return a bound of the blocks of queries times blocks of keys of one device; arrays may differ by sequence."""
+    """Return a bound of the blocks of one device: pairs of a block of queries and one of keys.
+
+    Positions and segments that are arrays may differ by sequence.
+    """
     specs, recipe = call.specs, call.recipe
     sequences = call.batch // call.shards(specs.batch)
     count = sequences if call.segments or call.lengths or call.q_offset is None else 1

@@ -1,8 +1,9 @@
-"""Splash on local arrays: the functions of `blockwise` by the kernels of `_splash_kernel`.
+"""Splash on local arrays: the functions of `blockwise`, by the kernels of `splash_kernel`.
 
-Before a kernel runs, a table says which blocks of keys each block of queries visits, and whether all pairs of a block attend.
-It is computed from the smallest and largest position, and segment id, of each block. Where positions are known before the
-program runs, so is the largest number of visits, and the grid of the kernel has no more steps.
+Before a kernel runs, a table says which blocks of keys each block of queries visits, and whether all
+pairs of a block attend. The table is computed from the smallest and largest position and segment id
+of each block. If positions are known before the program runs, so is the largest number of visits,
+and the grid of the kernel has no more steps.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _HIGHEST = np.iinfo(np.int32).max
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SplashBlocks:
-    """The functions `forward`, `backward` and `attend` of `blockwise`, by splash. Hashable.
+    """The functions `forward`, `backward`, `finish` and `attend` of `blockwise`. Hashable.
 
     Attributes:
-      interpret: whether the kernels are interpreted, on a CPU.
-      first_rows: the positions at which contiguous queries may start, of any shard; None where positions are arrays.
+      interpret: Whether the kernels are interpreted, on a CPU.
+      first_rows: The position of the first query of each shard; None if positions are arrays.
     """
 
     interpret: bool
@@ -51,12 +52,8 @@ class SplashBlocks:
         )
         table = block.table(keys_outside=False)
         o, m, l = splash_kernel.run_forward(block.plan, table, block.rows, block.qkv, state=before)  # noqa: E741
-        return Running(
-            **{
-                name: x[:, :, : block.q_length]
-                for name, x in (("o", o), ("m", m[:, :, 0]), ("l", l[:, :, 0]))
-            }
-        )
+        rows = slice(0, block.q_length)
+        return Running(o=o[:, :, rows], m=m[:, :, 0, rows], l=l[:, :, 0, rows])
 
     def backward(
         self,
@@ -73,29 +70,29 @@ class SplashBlocks:
         """Return what the operands' keys contribute to gradients; see `blockwise.backward`.
 
         Args:
-          operands: local arrays.
-          recipe: the static part.
-          lse: as there.
-          do: as there.
-          delta: as there.
-          onto: as there.
-          lse_error: as there; none, as there is no bias.
-          dtype: of the gradients, which are float32 until they are complete.
+          operands: Local arrays.
+          recipe: The static part.
+          lse: As in `blockwise.backward`.
+          do: As in `blockwise.backward`.
+          delta: As in `blockwise.backward`.
+          onto: As in `blockwise.backward`.
+          lse_error: None, because there is no bias.
+          dtype: Dtype of the gradients. They are float32 until they are complete.
         """
         assert lse_error is None
         block = _Local.of(operands, recipe, self)
-        # A row without keys has lse = -inf, which depends on nothing: neither does its cotangent count.
+        # A row without keys has lse = -inf, a constant. Its cotangent does not count either.
         none = jnp.isneginf(lse)
         lse, delta = jnp.where(none, 0.0, lse), jnp.where(none, 0.0, delta)
         rows = (block.pad_rows(x) for x in (jnp.swapaxes(do, 1, 2), *_rows_of(lse, delta)))
-        given = (block.plan, block.rows, block.qkv, tuple(rows))
+        cotangents = tuple(rows)
         dq_onto = None if onto is None else block.pad_rows(jnp.swapaxes(onto.q, 1, 2))
         kv_onto = (
             None
             if onto is None
             else tuple(block.pad_keys(jnp.swapaxes(x, 1, 2)) for x in (onto.k, onto.v))
         )
-        plan, ints, qkv, cotangents = given
+        plan, ints, qkv = block.plan, block.rows, block.qkv
         dq = splash_kernel.run_queries(
             plan, block.table(keys_outside=False), ints, qkv, cotangents, dtype=dtype, onto=dq_onto
         )
@@ -142,10 +139,10 @@ def _attend_backward(how: SplashBlocks, recipe: Recipe, kept: Any, cotangents: A
     floats, rest, o, lse = kept
     do, dlse = cotangents
     delta = blockwise.delta(o, do, dlse)
-    found = how.backward(
+    own = how.backward(
         rest.replace(**floats), recipe, lse=lse, do=do, delta=delta, dtype=floats["q"].dtype
     )
-    grads = {"q": found.q, "k": found.k, "v": found.v, "sinks": None}
+    grads = {"q": own.q, "k": own.k, "v": own.v, "sinks": None}
     if floats["sinks"] is not None:
         grads["sinks"] = blockwise.sinks_gradient(floats["sinks"], lse=lse, delta=delta)
     return {
@@ -206,9 +203,10 @@ class _Local:
         return padded
 
     def table(self, *, keys_outside: bool) -> jax.Array:
-        """Return the blocks to visit, `[batch or 1, outer blocks, visits]`: each `KINDS` times its number, plus its kind.
+        """Return the blocks to visit, `[batch or 1, outer blocks, visits]`.
 
-        Entries past the last block to visit repeat it as empty, so that nothing is read for them.
+        An entry is `KINDS` times the number of a block, plus its kind. Entries after the last block
+        repeat it as empty, so that nothing is read for them.
         """
         kinds = _kinds(self.plan, self.rows)
         kinds = jnp.swapaxes(kinds, 1, 2) if keys_outside else kinds
@@ -221,7 +219,7 @@ class _Local:
         return found[:, :, : self._most_visits(keys_outside=keys_outside)]
 
     def _most_visits(self, *, keys_outside: bool) -> int:
-        """Return a bound of the blocks that any block visits, of those there are."""
+        """Return a bound of the number of blocks that any block visits."""
         q_blocks, kv_blocks = (
             self.qkv[0].shape[2] // self.plan.q_block,
             self.qkv[1].shape[2] // self.plan.kv_block,
@@ -245,7 +243,7 @@ def _rows_of(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _ranges(first: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the smallest and the largest position of each block of rows that count from a first one."""
+    """Return the smallest and the largest position of each block of consecutive rows."""
     low = np.arange(first, first + length, block)
     return low, np.minimum(low + block - 1, first + length - 1)
 
@@ -293,7 +291,7 @@ def _kinds(plan: Plan, rows: Rows) -> jax.Array:
 
 
 def _low_and_high(row: jax.Array, block: int, dim: int) -> tuple[jax.Array, jax.Array]:
-    """Return the smallest and largest value of each block, with a dim for the blocks of the other side."""
+    """Return the smallest and largest value of each block, with a dim for the other side."""
     blocks = row.reshape(row.shape[0], -1, block)
     low, high = jnp.min(blocks, axis=2), jnp.max(blocks, axis=2)
     return jnp.expand_dims(low, dim), jnp.expand_dims(high, dim)

@@ -1,4 +1,7 @@
-"""Blocks of rows that a TPU's kernels take: multiples of the 128 lanes of its vectors. Without Pallas, whose import is slow."""
+"""Blocks of rows for TPU kernels: multiples of the 128 lanes of a vector.
+
+This module does not import Pallas, whose import is slow.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ LANES = 128
 
 
 def whole_lanes(rows: int) -> int:
-    """Return a number of rows, rounded up to a multiple of 128."""
+    """Return a number of rows rounded up to a multiple of 128."""
     return -(-rows // LANES) * LANES
 
 
 def block_rows(wanted: int, rows: int) -> int:
-    """Return the largest multiple of 128 up to what is wanted that divides a multiple of 128; at least 128."""
+    """Return the largest multiple of 128, up to `wanted`, that divides `rows`; at least 128."""
     return max(block for block in range(LANES, max(wanted, LANES) + 1, LANES) if rows % block == 0)

@@ -1,7 +1,8 @@
-"""Ulysses: all-to-alls trade shards of the sequence for shards of the heads, and back (Jacobs et al. 2023).
+"""Ulysses: all-to-alls trade shards of the sequence for shards of the heads (Jacobs et al. 2023).
 
-Four of them forward (q, k, v and the output) and four backward. In between each rank has whole sequences of its heads, so
-that any mask works. Fewer kv heads than ranks, or a number that does not divide, are repeated to the least common multiple.
+There are four all-to-alls forward (q, k, v and the output) and four backward. In between, each rank
+has whole sequences of its heads, so any mask works. The query heads must divide over the ranks. kv
+heads that do not divide are repeated up to the least common multiple.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ from shardwright.attention.parts import inner_kernel, sequence, shards
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: heads must divide once more, and queries and keys lie over the same axes."""
+    """Return why a call cannot be served: sequence axes that differ, or heads that do not divide."""
     reasons = (*shards.no_weights(call), *sequence.apart(call))
     heads, ranks = call.heads // call.shards(call.specs.heads), call.shards(call.specs.q_length)
     if heads % ranks:
-        reasons = (
-            *reasons,
-            f"{heads} query heads per device do not divide over {'+'.join(call.specs.q_length)}={ranks}",
-        )
+        over = f"{'+'.join(call.specs.q_length)}={ranks}"
+        reasons = (*reasons, f"{heads} query heads per device do not divide over {over}")
     return reasons
 
 
@@ -35,7 +34,7 @@ def inner(call: AttentionCall) -> str:
 
 
 def run(operands: Operands, call: AttentionCall) -> Result:
-    """Attend, one `shard_map` over all the axes of the call."""
+    """Attend with one `shard_map` over all mesh axes of the call."""
     kernel = _inner_of(call)
     return inner_kernel.run_inner(
         kernel, functools.partial(_run, call=call, inner=kernel), operands, call
@@ -60,7 +59,7 @@ def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> 
 
 
 def _with_all_rows(shard: Operands, call: AttentionCall) -> Operands:
-    """Return the operands with the positions and segment ids of all queries and keys."""
+    """Return the operands with positions and segment ids of all queries and keys."""
     axes = call.specs.kv_length
     changed: dict[str, jax.Array] = {}
     if call.segments:
@@ -96,13 +95,13 @@ def _with_some_heads(shard: Operands, call: AttentionCall) -> Operands:
     for name, shape in (("mask", call.mask_shape), ("bias", call.bias_shape)):
         if shape is None:
             continue
-        array, rows = getattr(shard, name), 2 if shape[2] > 1 else 3 if shape[3] > 1 else None
-        if rows is not None:
-            array = (
-                _swap(array, axes, split=1, join=rows)
-                if shape[1] > 1
-                else sequence.gather(array, axes, dim=rows)
-            )
+        array = getattr(shard, name)
+        # The dim that is sharded: the queries if there is a row for each of them, else the keys.
+        rows = next((dim for dim in (2, 3) if shape[dim] > 1), None)
+        if rows is not None and shape[1] > 1:
+            array = _swap(array, axes, split=1, join=rows)
+        elif rows is not None:
+            array = sequence.gather(array, axes, dim=rows)
         elif shape[1] > 1:
             array = _own(array, rank, ranks, dim=1)
         changed[name] = array
@@ -122,7 +121,7 @@ def _own(array: jax.Array, rank: jax.Array, ranks: int, *, dim: int) -> jax.Arra
 
 
 def _repeat(array: jax.Array, kv_heads: int) -> jax.Array:
-    """Return `[batch, length, kv_heads, dim]` with each head as often as it takes, copies adjacent."""
+    """Return `[batch, length, kv_heads, dim]`, each head repeated in adjacent copies."""
     batch, length, have, dim = array.shape
     copies = jnp.broadcast_to(array[:, :, :, None], (batch, length, have, kv_heads // have, dim))
     return copies.reshape(batch, length, kv_heads, dim)
