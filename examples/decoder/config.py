@@ -1,4 +1,4 @@
-"""The sizes of the model, and what its parameters are: shape, dtype, axes and initialiser of each, as data."""
+"""The sizes of the model, and what its parameters are: shape, dtype, axes and initializer of each, as data."""
 
 from __future__ import annotations
 

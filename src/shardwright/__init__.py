@@ -35,8 +35,8 @@ from shardwright.resolution.resolver import explain as explain
 from shardwright.resolution.resolver import resolve as resolve
 from shardwright.resolution.rules import AxisRules as AxisRules
 from shardwright.resolution.rules import Policy as Policy
-from shardwright.trees.annotated import match_paths as match_paths
-from shardwright.trees.annotated import stack_specs as stack_specs
+from shardwright.trees.initialize import stack_specs as stack_specs
+from shardwright.trees.paths import match_paths as match_paths
 from shardwright.vocabulary.annotations import ArraySpec as ArraySpec
 from shardwright.vocabulary.annotations import PartOf as PartOf
 from shardwright.vocabulary.annotations import is_annotation as is_annotation

@@ -140,3 +140,23 @@ def borrowed(module: str, name: str, table: Mapping[str, str]) -> Any:
     # The caller of the module's __getattr__.
     warnings.warn(what, DeprecationWarning, stacklevel=3)
     return getattr(importlib.import_module(new), name)
+
+
+def renamed(module: str, name: str, table: Mapping[str, str]) -> Any:
+    """Return what a module now has under a new name, and warn.
+
+    Args:
+      module: the module.
+      name: the name asked for.
+      table: the new name by old name.
+
+    Raises:
+      AttributeError: the table does not have the name.
+    """
+    if name not in table:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    new = table[name]
+    what = f"{module}.{name} is now {module}.{new}; the old name goes away in the next release"
+    # The caller of the module's __getattr__.
+    warnings.warn(what, DeprecationWarning, stacklevel=3)
+    return getattr(sys.modules[module], new)

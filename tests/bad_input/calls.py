@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import shardwright as sw
 from shardwright.testing import cpu_mesh
-from shardwright.trees.factored_weights import quantised
+from shardwright.trees.factored_weights import quantized
 from shardwright.vocabulary.annotations import PartOf
 from tests.bad_input.scene import RULES, Call, Scene
 
@@ -157,7 +157,7 @@ ANNOTATIONS: dict[str, Call] = {
         scene.array(160), PartOf(annotation=X, shape=(8, 16), dims=(1,))
     ),
     "a part of no dims": lambda scene: PartOf(annotation=X, shape=(8, 8), dims=0),
-    "a quantised weight without a shape": lambda scene: quantised(KERNEL, (1, 1)),
+    "a quantized weight without a shape": lambda scene: quantized(KERNEL, (1, 1)),
     "an ArraySpec of another shape": lambda scene: scene.pm.shard(
         scene.host, sw.ArraySpec((8, 4), jnp.float32, X)
     ),
@@ -193,7 +193,7 @@ CALLS: dict[str, Call] = {
     "a tree with two bad leaves": lambda scene: scene.pm.shardings(
         {"a": scene.array(7, 8), "b": {"c": scene.array(8, 6)}}, KERNEL
     ),
-    "specs without an initialiser": lambda scene: scene.pm.init(
+    "specs without an initializer": lambda scene: scene.pm.init(
         spec_of_weights(scene), jax.random.key(0)
     ),
     "state that follows nothing": state_of_another_shape,

@@ -20,7 +20,7 @@ import shardwright as sw
 from shardwright.mesh.build import arrange_devices, parse_mesh
 from shardwright.plan.memory import bytes_by_path
 from shardwright.testing import cpu_mesh
-from shardwright.trees.factored_weights import quantised
+from shardwright.trees.factored_weights import quantized
 
 PM = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("dp:1,fsdp:2,tp:4"))
 
@@ -69,13 +69,13 @@ def test_a_weight_its_stack_and_its_bias() -> None:
 
 def test_a_quantised_weight_lies_with_its_scale_or_says_why_not() -> None:
     weight = sw.ArraySpec((64, 32), np.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))
-    parts = PM.shardings(quantised(weight, (16, 1)))
+    parts = PM.shardings(quantized(weight, (16, 1)))
     assert (parts.value.spec, parts.scale.spec) == (P("fsdp", "tp"), P("fsdp", "tp"))
-    assert PM.shardings(quantised(weight, (-1, 1))).scale.spec == P(None, "tp"), (
+    assert PM.shardings(quantized(weight, (-1, 1))).scale.spec == P(None, "tp"), (
         "a scale that every shard needs"
     )
     with pytest.raises(sw.IndivisibleError, match="scale dim 1"):
-        PM.shardings(quantised(weight, (16, 16)))  # two blocks over four shards
+        PM.shardings(quantized(weight, (16, 16)))  # two blocks over four shards
 
 
 def test_optimizer_state_lies_like_its_parameters() -> None:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 from shardwright.layers import quantise, quantised_dot_general
 from shardwright.testing import assert_collectives, assert_no_collectives, cpu_mesh
-from shardwright.trees.factored_weights import Quantised, quantised
+from shardwright.trees.factored_weights import Quantized, quantized
 
 MATMUL = (((1,), (0,)), ((), ()))
 
@@ -60,7 +60,7 @@ def as_integers(x: Any, shared: Sequence[int], bits: int) -> tuple[np.ndarray, n
     return np.rint(np.asarray(x, np.float32) / scale).astype(np.int64), scale.astype(np.float64)
 
 
-# Quantised arrays.
+# Quantized arrays.
 
 
 @pytest.mark.parametrize("bits", range(4, 9))
@@ -451,7 +451,7 @@ def test_a_stored_operand_goes_through_jit_and_shardings() -> None:
     mesh = cpu_mesh("dp:2,tp:4")
     placed = jax.device_put(
         stored,
-        Quantised(value=jax.NamedSharding(mesh, P("tp")), scale=jax.NamedSharding(mesh, P())),
+        Quantized(value=jax.NamedSharding(mesh, P("tp")), scale=jax.NamedSharding(mesh, P())),
     )
     found = jax.jit(lambda x, y: quantised_dot_general(x, y, dims))(x, placed)
     np.testing.assert_array_equal(found, quantised_dot_general(x, y, dims))
@@ -461,7 +461,7 @@ def test_a_stored_weight_is_annotated_like_the_weight() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:2,tp:4"))
     x, y, dims = operands("matrix")
     spec = sw.ArraySpec((32, 16), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))
-    shardings = pm.shardings(quantised(spec, (-1, 1)))
+    shardings = pm.shardings(quantized(spec, (-1, 1)))
     placed = jax.jit(functools.partial(quantise, shared=(0,)), out_shardings=shardings)(y)
     assert (placed.value.sharding.spec, placed.scale.sharding.spec) == (
         P("fsdp", "tp"),
@@ -511,21 +511,21 @@ def test_zero_points_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float32, jnp.int16, jnp.int32, jnp.uint8])
 def test_stored_values_that_int8_cannot_hold_are_refused(dtype: Any) -> None:
-    stored = Quantised(value=jnp.full((64, 2), 1.5, dtype), scale=jnp.ones((1, 2)))
+    stored = Quantized(value=jnp.full((64, 2), 1.5, dtype), scale=jnp.ones((1, 2)))
     says = rf"holds {jnp.dtype(dtype)}: this dot multiplies signed integers of 8 bits or fewer\n  fix   quantise\(x, shared=\(0,\)\)"
     with pytest.raises(sw.LayerError, match=says):
         quantised_dot_general(jnp.ones((1, 64)), stored, MATMUL)
 
 
 def test_stored_values_of_four_bits_are_multiplied() -> None:
-    stored = Quantised(value=jnp.full((64, 2), -3, jnp.int4), scale=jnp.ones((1, 2)))
+    stored = Quantized(value=jnp.full((64, 2), -3, jnp.int4), scale=jnp.ones((1, 2)))
     np.testing.assert_allclose(
         quantised_dot_general(jnp.ones((1, 64)), stored, MATMUL), [[-192, -192]], rtol=1e-6
     )
 
 
 def test_the_smallest_stored_integer_does_not_overflow_a_long_contraction() -> None:
-    stored = Quantised(value=jnp.full((133_000, 1), -128, jnp.int8), scale=jnp.ones((1, 1)))
+    stored = Quantized(value=jnp.full((133_000, 1), -128, jnp.int8), scale=jnp.ones((1, 1)))
     np.testing.assert_allclose(
         quantised_dot_general(jnp.ones((1, 133_000)), stored, MATMUL),
         [[-128 * 133_000.0]],
@@ -544,7 +544,7 @@ def test_the_smallest_stored_integer_does_not_overflow_a_long_contraction() -> N
 def test_scales_that_do_not_fit_are_refused(scale: Any, says: str) -> None:
     with pytest.raises(sw.LayerError, match=says):
         quantised_dot_general(
-            jnp.ones((3, 64)), Quantised(value=jnp.ones((64, 8), jnp.int8), scale=scale), MATMUL
+            jnp.ones((3, 64)), Quantized(value=jnp.ones((64, 8), jnp.int8), scale=scale), MATMUL
         )
 
 

@@ -71,7 +71,7 @@ def test_an_init_of_another_shape_or_dtype_is_refused() -> None:
     )
     with pytest.raises(
         sw.RankMismatchError,
-        match=r"init made int32 of shape \(16,\), the ArraySpec says float32 of shape \(8,\)",
+        match=r"init returned int32 of shape \(16,\), the ArraySpec has float32 of shape \(8,\)",
     ):
         pm.init({"a": wrong}, jax.random.key(0))
 
@@ -166,7 +166,7 @@ def test_spellings_are_not_repaired() -> None:
 
 @dataclasses.dataclass
 class Scaled:
-    """An initialiser that cannot be hashed."""
+    """An initializer that cannot be hashed."""
 
     scale: float = 2.0
 

@@ -164,12 +164,12 @@ def test_structures_must_agree() -> None:
     pm = make_manager()
     with pytest.raises(
         sw.StrategyError,
-        match=r"^2 problems\n 1. a: the tree has this place, the tree of annotations does not\n",
+        match=r"^2 problems\n 1. a: the tree has this path, the tree of annotations does not\n",
     ):
         pm.shard({"a": numbers(8, 4)}, {"b": (sw.BATCH, sw.EMBED)})
     with pytest.raises(
         sw.StrategyError,
-        match=r"^a: NoneType is not an annotation|^a: the tree has a leaf .* here, the tree of annotations None\n",
+        match=r"^a: NoneType is not an annotation|^a: the tree has a leaf .* here, the tree of annotations has None\n",
     ):
         pm.shard({"a": numbers(8, 4)}, {"a": None})
 

@@ -13,7 +13,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.interop import fjformer
-from shardwright.trees import annotated
+from shardwright.trees import annotated, initialize
 from tests.small_model import KERNEL, manager, normal, spec_tree, specs
 
 P = jax.P
@@ -31,7 +31,7 @@ def test_abstract_then_shardings_then_arrays() -> None:
         "norm": P(),
     }
     assert spec_tree(pm.shardings(specs())) == wanted
-    shapes = annotated.abstract(specs())
+    shapes = initialize.abstract(specs())
     assert (shapes["embed"].shape, shapes["blocks"][1]["up"].dtype) == ((64, 16), jnp.bfloat16)
     made = pm.init(specs(), jax.random.key(0))
     assert jax.tree.map(lambda leaf: leaf.sharding.spec, made) == wanted
@@ -51,7 +51,7 @@ def test_an_unsharded_copy_is_never_held() -> None:
     }
     shardings = pm.shardings(big)
     compiled = (
-        jax.jit(annotated.initialiser(big), out_shardings=shardings)
+        jax.jit(initialize.initializer(big), out_shardings=shardings)
         .lower(jax.random.key(0))
         .compile()
     )
@@ -159,7 +159,7 @@ RULES = [("embed", (sw.VOCAB, sw.EMBED)), (r"up$", KERNEL), ("norm", (sw.NORM,))
 
 
 def test_first_match_wins_and_layouts_and_specs_may_stand_for_axes() -> None:
-    shapes = annotated.abstract(specs())
+    shapes = initialize.abstract(specs())
     found = sw.match_paths(
         shapes, [("blocks/1", sw.Replicated), *RULES, ("blocks/0", sw.ColumnWise)]
     )
@@ -179,7 +179,7 @@ def test_first_match_wins_and_layouts_and_specs_may_stand_for_axes() -> None:
 
 
 def test_unmatched_unused_and_shadowed() -> None:
-    shapes = {**annotated.abstract(specs()), "step": jax.ShapeDtypeStruct((), jnp.int32)}
+    shapes = {**initialize.abstract(specs()), "step": jax.ShapeDtypeStruct((), jnp.int32)}
     with pytest.raises(sw.StrategyError, match=r"^3 problems") as caught:
         sw.match_paths(shapes, [("embed", (sw.VOCAB, sw.EMBED)), ("nowhere", ())])
     assert [problem.path for problem in caught.value.problems] == [
@@ -248,14 +248,14 @@ class Box:
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
 def test_what_jax_makes_narrower_is_told_with_its_cause() -> None:
-    """The initialiser does return the dtype that it is given: JAX itself narrows it."""
+    """The initializer does return the dtype that it is given: JAX itself narrows it."""
     wide = {
         "w": sw.ArraySpec((8,), jnp.float64, (sw.NORM,), zeros),
         "v": sw.ArraySpec((8,), jnp.float32, (sw.NORM,), zeros),
     }
     with pytest.raises(
         sw.StrategyError,
-        match=r"^w: the ArraySpec says float64, which JAX makes float32 while jax_enable_x64 is off\n  fix",
+        match=r"^w: the ArraySpec has dtype float64, which JAX narrows to float32 while jax_enable_x64 is off\n  fix",
     ):
         manager().init(wide, jax.random.key(0))
     with jax.enable_x64(True):
@@ -267,24 +267,24 @@ def test_what_jax_makes_narrower_is_told_with_its_cause() -> None:
 
 
 def test_prefixes_cover_whole_subtrees() -> None:
-    shapes = annotated.abstract(specs())
+    shapes = initialize.abstract(specs())
     annotations = {"embed": (sw.VOCAB, sw.EMBED), "blocks": KERNEL, "norm": (sw.NORM,)}
     assert spec_tree(manager().shardings(shapes, annotations)) == spec_tree(
         manager().shardings(specs())
     )
 
 
-LEAF = r"the tree has a leaf \(ndarray of shape \(4,\)\) here, the tree of annotations "
+LEAF = r"the tree has a leaf \(ndarray of shape \(4,\)\) here, the tree of annotations has "
 MISFITS: dict[str, tuple[Any, Any, str]] = {
     "one missing": (
         {"x": {"k": 4, "q": 4}},
         {"x": {"q": (sw.NORM,)}},
-        "x/k: the tree has this place, the tree of annotations does not",
+        "x/k: the tree has this path, the tree of annotations does not",
     ),
     "one too many": (
         {"x": {"q": 4}},
         {"x": {"q": (sw.NORM,), "qq": ()}},
-        "x/qq: the tree of annotations has this place, the tree does not",
+        "x/qq: the tree of annotations has this path, the tree does not",
     ),
     "one mistyped": (
         {"gate": 4},
@@ -294,7 +294,7 @@ MISFITS: dict[str, tuple[Any, Any, str]] = {
     "a list too long": (
         {"x": [4]},
         {"x": [(sw.NORM,), (sw.NORM,)]},
-        "^x/1: the tree of annotations has this place",
+        "^x/1: the tree of annotations has this path",
     ),
     "a level too deep": (
         {"x": 4},
@@ -306,7 +306,7 @@ MISFITS: dict[str, tuple[Any, Any, str]] = {
     "another container": (
         {"x": {"y": 4}},
         {"x": [(sw.NORM,)]},
-        "^x: the tree has a dict here, the tree of annotations a list",
+        "^x: the tree has a dict here, the tree of annotations has a list",
     ),
     "a list of axes": (
         {"x": 4},
@@ -340,7 +340,7 @@ def test_a_path_match_is_not_its_annotations() -> None:
     found = sw.match_paths(arrays, [(".*", (sw.NORM,))])
     with pytest.raises(
         sw.StrategyError,
-        match=r"^a PathMatch is not a tree of annotations, .*\n  fix   pass match_paths\(...\).annotations$",
+        match=r"^a PathMatch is not a tree of annotations\n  fix   pass match_paths\(...\).annotations$",
     ):
         manager().shardings(arrays, found)
     assert spec_tree(manager().shardings(arrays, found.annotations)) == {"a": P(), "b": P()}
@@ -355,7 +355,7 @@ def test_bad_annotations_are_named_all_at_once() -> None:
     assert [problem.path for problem in caught.value.problems] == ["a", "d"]
     with pytest.raises(
         sw.StrategyError,
-        match=r"^2 problems\n 1. b: the tree has this place, the tree of annotations does not\n",
+        match=r"^2 problems\n 1. b: the tree has this path, the tree of annotations does not\n",
     ):
         manager().shardings(shapes, {"a": (sw.NORM,)})
     with pytest.raises(sw.StrategyError, match=r"ndarray of shape \(4,\) is not an annotation"):

@@ -1,4 +1,4 @@
-"""Quantised weights and low-rank pairs, annotated once: their parts lie together, and compute what one device computes."""
+"""Quantized weights and low-rank pairs, annotated once: their parts lie together, and compute what one device computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 import shardwright as sw
 from shardwright.testing import cpu_mesh
-from shardwright.trees.factored_weights import LowRank, Quantised, low_rank, quantised, scale_axes
+from shardwright.trees import factored_weights
+from shardwright.trees.factored_weights import LowRank, Quantized, low_rank, quantized, scale_axes
 
 P = jax.P
 KERNEL = (sw.EMBED, sw.MLP_INTERMEDIATE)
@@ -55,7 +56,7 @@ def test_scales_lie_over_the_mesh_axes_of_their_values(
     blocks: Any, scale_shape: Any, scale_spec: Any
 ) -> None:
     for axes in (KERNEL, sw.ColumnWise):
-        made = quantised(weight(axes=axes), blocks, zero_point=jnp.int8)
+        made = quantized(weight(axes=axes), blocks, zero_point=jnp.int8)
         assert (made.value.shape, made.value.dtype, made.scale.shape, made.scale.dtype) == (
             (64, 96),
             jnp.int8,
@@ -74,7 +75,7 @@ def test_scales_lie_over_the_mesh_axes_of_their_values(
 @pytest.mark.parametrize(("rows", "fits"), [(8, True), (16, True), (32, False)])
 def test_a_block_is_never_split(rows: int, fits: bool) -> None:
     """Where it fits, the values of each device are scaled by what the same device holds."""
-    made = quantised(weight(), (rows, 1))
+    made = quantized(weight(), (rows, 1))
     if not fits:
         with pytest.raises(
             sw.IndivisibleError,
@@ -95,27 +96,27 @@ def test_a_block_is_never_split(rows: int, fits: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
 def test_sharded_equals_unsharded_without_moving_a_scale(dtype: Any) -> None:
-    made = quantised(weight(), (16, 1), dtype=dtype, zero_point=jnp.float32)
+    made = quantized(weight(), (16, 1), dtype=dtype, zero_point=jnp.float32)
     w = jax.random.normal(jax.random.key(0), (64, 96))
     top = jnp.iinfo(dtype).max
     blocks = w.reshape(4, 16, 96)
     scale = jnp.abs(blocks).max(1) / top
-    parts = Quantised(
+    parts = Quantized(
         value=jnp.round(blocks / scale[:, None]).reshape(64, 96).astype(dtype),
         scale=scale,
         zero_point=jnp.zeros((4, 96)),
     )
 
-    def dequantised(parts: Quantised) -> Any:
+    def dequantized(parts: Quantized) -> Any:
         apart = parts.value.reshape(4, 16, 96).astype(jnp.float32)
         return ((apart - parts.zero_point[:, None]) * parts.scale[:, None]).reshape(64, 96)
 
     shardings = manager().shardings(made)
     placed = jax.device_put(parts, shardings)
     assert jax.tree.map(lambda leaf: leaf.sharding, placed) == shardings
-    jitted = jax.jit(dequantised, out_shardings=shardings.value)
-    np.testing.assert_array_equal(jitted(placed), dequantised(parts))
-    np.testing.assert_allclose(dequantised(parts), w, atol=float(scale.max()) / 2 + 1e-6)
+    jitted = jax.jit(dequantized, out_shardings=shardings.value)
+    np.testing.assert_array_equal(jitted(placed), dequantized(parts))
+    np.testing.assert_allclose(dequantized(parts), w, atol=float(scale.max()) / 2 + 1e-6)
     text = jitted.lower(placed).compile().as_text()
     assert not [
         name
@@ -139,40 +140,40 @@ def test_scales_of_values_that_exist_already() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda axes: quantised(axes, (1, 1), path="w"), lambda axes: low_rank(axes, 4, path="w")],
+    [lambda axes: quantized(axes, (1, 1), path="w"), lambda axes: low_rank(axes, 4, path="w")],
 )
 def test_the_parts_of_a_weight_need_its_shape(make: Any) -> None:
     for axes in (KERNEL, sw.ColumnWise, np.zeros((4, 4))):
         with pytest.raises(
             sw.StrategyError,
-            match=r"^w: the weight is of type \w+, not an ArraySpec: .*\n  fix   pass ArraySpec\(",
+            match=r"^w: the weight is a \w+, not an ArraySpec: .*\n  fix   pass ArraySpec\(",
         ):
             make(axes)
 
 
 def test_blocks_that_make_no_sense() -> None:
     with pytest.raises(sw.RankMismatchError, match="1 blocks for"):
-        quantised(weight(), 16)  # type: ignore[arg-type]
+        quantized(weight(), 16)  # type: ignore[arg-type]
     with pytest.raises(sw.RankMismatchError, match="1 blocks for"):
-        quantised(weight(), (16,))
+        quantized(weight(), (16,))
     with pytest.raises(
         sw.RankMismatchError,
-        match=r"^2 problems\n 1. w dim 0: size 64 is no multiple of its block 24",
+        match=r"^2 problems\n 1. w dim 0: size 64 is not a multiple of its block 24",
     ) as caught:
-        quantised(weight(), (24, 0), path="w")
+        quantized(weight(), (24, 0), path="w")
     assert [problem.dim for problem in caught.value.problems] == [0, 1]
     with pytest.raises(
         sw.RankMismatchError,
-        match=r"^w dim 0: size 64 is no multiple of its block None\n  fix   choose a block size",
+        match=r"^w dim 0: size 64 is not a multiple of its block None\n  fix   choose a block size",
     ):
-        quantised(weight(), (None, 1), path="w")
+        quantized(weight(), (None, 1), path="w")
 
 
 def test_exceptions_by_path_cover_every_part() -> None:
     pm = manager(tensors=[{"match": "^head$", "embed": "tp", "mlp_intermediate": "fsdp"}])
     made = {
-        "head": quantised(weight(), (16, 1), path="head"),
-        "other": quantised(weight(), (16, 1), path="other"),
+        "head": quantized(weight(), (16, 1), path="head"),
+        "other": quantized(weight(), (16, 1), path="other"),
     }
     assert specs(pm.shardings(made)) == [P("tp", "fsdp")] * 2 + [P("fsdp", "tp")] * 2
     pair = {"head": low_rank(weight(), 4, path="head")}
@@ -180,7 +181,7 @@ def test_exceptions_by_path_cover_every_part() -> None:
 
 
 def test_parts_of_a_stack_of_layers() -> None:
-    made = sw.stack_specs({"w": quantised(weight(), (16, 1)), "pair": low_rank(weight(), 4)}, 3)
+    made = sw.stack_specs({"w": quantized(weight(), (16, 1)), "pair": low_rank(weight(), 4)}, 3)
     assert (made["w"].scale.shape, made["pair"].a.shape) == ((3, 4, 96), (3, 64, 4))
     found = manager().shardings(made)
     assert (found["w"].scale.spec, found["pair"].a.spec, found["pair"].b.spec) == (
@@ -284,7 +285,7 @@ def test_pairs_that_make_no_sense() -> None:
     for how in ({"inputs": 2}, {"inputs": 0}, {"leading": 1}, {"leading": -1}):
         with pytest.raises(sw.RankMismatchError, match="leave no outputs"):
             low_rank(weight(), 4, **how)
-    with pytest.raises(sw.StrategyError, match="a pair of rank 0"):
+    with pytest.raises(sw.StrategyError, match="the rank of a pair must be positive, got 0"):
         low_rank(weight(), 0)
     with pytest.raises(
         sw.StrategyError,
@@ -301,7 +302,14 @@ def test_pairs_that_make_no_sense() -> None:
     )
     with pytest.raises(
         sw.StrategyError,
-        match=r"w: a pair of int8 cannot be trained\n  fix   pass dtype=jnp.bfloat16",
+        match=r"w: a pair of dtype int8 cannot be trained\n  fix   pass dtype=jnp.bfloat16",
     ):
         low_rank(weight(dtype=jnp.int8), 8, path="w")
     assert low_rank(weight(dtype=jnp.int8), 8, dtype=jnp.bfloat16).a.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", ["Quantised", "quantised"])
+def test_british_names_warn(name: str) -> None:
+    new = name.replace("s", "z")
+    with pytest.warns(DeprecationWarning, match=f"{name} is now .*{new}; the old name goes away"):
+        assert getattr(factored_weights, name) is getattr(factored_weights, new)

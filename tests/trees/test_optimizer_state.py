@@ -14,7 +14,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.testing import cpu_mesh
-from shardwright.trees import annotated
+from shardwright.trees import initialize, paths
 from tests.small_model import KERNEL, manager, normal, ones, spec_tree
 from tests.small_model import specs as params
 
@@ -26,13 +26,13 @@ P = jax.P
 
 def specs_by_path(shardings: Any) -> dict[str, Any]:
     return {
-        annotated.path_text(path): sharding.spec
+        paths.path_text(path): sharding.spec
         for path, sharding in jax.tree_util.tree_flatten_with_path(shardings)[0]
     }
 
 
 def state_of(tx: Any, specs: Any) -> Any:
-    return jax.eval_shape(tx.init, annotated.abstract(specs))
+    return jax.eval_shape(tx.init, initialize.abstract(specs))
 
 
 MASK = {"embed": True, "blocks": [{"up": True}, {"up": False}], "norm": False}
@@ -131,7 +131,7 @@ def test_slow_parameters_of_lookahead() -> None:
 
 
 def test_annotations_beside_the_parameters_serve_too() -> None:
-    shapes = annotated.abstract(params())
+    shapes = initialize.abstract(params())
     state = jax.eval_shape(optax.adam(1e-3).init, shapes)
     annotations = {"embed": (sw.VOCAB, sw.EMBED), "blocks": KERNEL, "norm": (sw.NORM,)}
     pm = manager()
@@ -433,9 +433,10 @@ def test_joined_state_says_what_joins_it_and_what_to_do() -> None:
         for one in jax.tree.leaves(params(), is_leaf=lambda one: isinstance(one, sw.ArraySpec))
     )
     says = (
-        rf"^0/trace: state of shape \({sizes},\) follows no parameter: it is as long as all of them end to end, as optax.flatten keeps "
-        r"it, which has no dims of theirs\n  fix   leave optax.flatten out, and it lies like the parameters; "
-        r"or overrides={'0/trace': \(...\)} gives it an annotation of its own$"
+        rf"^0/trace: state of shape \({sizes},\) follows no parameter: it has as many elements as all "
+        r"parameters, so optax.flatten may have joined them\n"
+        r"  fix   leave optax.flatten out, so that the state follows the parameters; "
+        r"or overrides={'0/trace': \(...\)} annotates it$"
     )
     with pytest.raises(sw.StrategyError, match=says):
         manager().state_shardings(state_of(flat, params()), params())
@@ -504,7 +505,7 @@ def test_projected_state_of_the_parameters_own_shape_is_not_taken_for_a_copy() -
     }
     state = state_of(contrib.galore(1e-3, rank=16), square)
     assert state[0].projector["w"].shape == state[0].base_optimizer_state.mu["w"].shape == (16, 16)
-    says = r"state of shape \(16, 16\) in a GaLoreState, which projects parameters: its dims are not theirs, even where sizes agree"
+    says = r"state of shape \(16, 16\) in a GaLoreState, which projects parameters: it mixes their dims, even if the sizes are equal"
     with pytest.raises(sw.StrategyError, match=says) as caught:
         manager().state_shardings(state, square)
     assert [problem.path for problem in caught.value.problems] == [
@@ -520,7 +521,7 @@ def test_projected_state_of_the_parameters_own_shape_is_not_taken_for_a_copy() -
 def test_an_override_that_matches_nothing_is_named() -> None:
     says = (
         r"the override 'trase' matches no leaf of the state\n  fix   did you mean 'trace'\? "
-        r"the leaves are trace; a pattern is searched \(re.search\) in their paths"
+        r"the leaves are trace; patterns are searched \(re.search\) in their paths"
     )
     one = {"trace": np.zeros((8,))}
     with pytest.raises(sw.StrategyError, match=says):
@@ -530,7 +531,7 @@ def test_an_override_that_matches_nothing_is_named() -> None:
     state = state_of(optax.adam(1e-3), params())
     with pytest.raises(
         sw.StrategyError,
-        match=r"'2/nu' matches no leaf of the state\n  fix   .*0/count, 0/mu/.* and 6 more; a pattern",
+        match=r"'2/nu' matches no leaf of the state\n  fix   .*0/count, 0/mu/.* and 6 more; patterns",
     ):
         manager().state_shardings(state, params(), overrides={"2/nu": sw.Replicated})
 
@@ -595,7 +596,7 @@ def test_parameters_with_empty_tuples_between_layers(tx: Any) -> None:
     assert [sharding.spec for sharding in adam.mu[0]] == [P("fsdp", "tp"), P("tp")]
     beside = manager().state_shardings(
         state_of(tx, specs),
-        annotated.abstract(specs),
+        initialize.abstract(specs),
         [(KERNEL, (sw.MLP_INTERMEDIATE,)), (), (KERNEL, (sw.MLP_INTERMEDIATE,))],
     )
     assert specs_by_path(beside) == specs_by_path(found)

@@ -93,7 +93,7 @@ def container_name(container: str) -> str:
 
 
 def test_the_error_shows_both_spellings() -> None:
-    with pytest.raises(sw.StrategyError, match="reads in two ways") as caught:
+    with pytest.raises(sw.StrategyError, match="can be read in two ways") as caught:
         manager().shardings({"layer": [array(), array()]}, {"layer": PAIR})
     problem = caught.value.problems[0]
     assert problem.path == "layer"
@@ -102,10 +102,10 @@ def test_the_error_shows_both_spellings() -> None:
         "one annotation of composites for every array: "
         "[((HEAD, BATCH), (EMBED, VOCAB)), ((HEAD, BATCH), (EMBED, VOCAB))]"
     )
-    with pytest.raises(sw.StrategyError, match="reads in two ways") as caught:
+    with pytest.raises(sw.StrategyError, match="can be read in two ways") as caught:
         manager().shardings({"a": array(), "b": array()}, PAIR)
     assert "{'a': (HEAD, BATCH), 'b': (EMBED, VOCAB)}" in caught.value.fix
-    with pytest.raises(sw.StrategyError, match="reads in two ways") as caught:
+    with pytest.raises(sw.StrategyError, match="can be read in two ways") as caught:
         manager().shardings(Weights(array(), array()), PAIR)
     assert "Weights(first=(HEAD, BATCH), second=(EMBED, VOCAB))" in caught.value.fix
 
@@ -203,7 +203,7 @@ class TestTreesOfAnnotationsAlone:
             lambda: compare(pm, pm, tensors=tree),
         ):
             with pytest.raises(
-                sw.StrategyError, match="a tuple of 2 annotations reads in two ways"
+                sw.StrategyError, match="a tuple of 2 annotations can be read in two ways"
             ) as caught:
                 call()
             assert "[(HEAD, BATCH), (EMBED, VOCAB)]" in caught.value.fix

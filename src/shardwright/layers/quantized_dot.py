@@ -29,7 +29,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardwright import _jax
 from shardwright.errors import LayerError
-from shardwright.trees.factored_weights import Quantised
+from shardwright.trees.factored_weights import Quantized
 from shardwright.vocabulary.integers import read_integer
 
 MIN_BITS: Final = 4
@@ -49,7 +49,7 @@ def check_bits(bits: object) -> int:
     return read_integer("bits", bits, error=LayerError, least=MIN_BITS, most=MAX_BITS, fix=fix)
 
 
-def quantise(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantised:
+def quantise(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantized:
     """Quantise a float array, with one scale along the `shared` dims and one each along the others.
 
     The integers are int8 whatever the bits: fewer are coarser, not smaller. The scales are float32 (float64 for float64), with
@@ -80,7 +80,7 @@ def quantise(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantised:
     # A channel of zeros has the smallest scale rather than 0 / 0.
     scale = jnp.maximum(amax, largest * jnp.finfo(wide.dtype).tiny) / largest
     value = jnp.clip(jnp.round(wide / scale), -largest, largest).astype(jnp.int8)
-    return Quantised(value=value, scale=scale)
+    return Quantized(value=value, scale=scale)
 
 
 def _wide(dtype: Any) -> Any:
@@ -103,7 +103,7 @@ def quantised_dot_general(
 ) -> Any:
     """Compute `jax.lax.dot_general` on integers.
 
-    Gradients are straight-through, and quantised to the same bits. A `Quantised` as `rhs`, integers of 8 bits or fewer
+    Gradients are straight-through, and quantised to the same bits. A `Quantized` as `rhs`, integers of 8 bits or fewer
     whose scales must be shared along its contracted dims, is a constant: it is not rounded again and has no gradient;
     `lhs` has one.
 
@@ -121,7 +121,7 @@ def quantised_dot_general(
         or do not fit the values.
     """
     (left_contract, right_contract), (left_batch, right_batch) = dimension_numbers
-    stored = isinstance(rhs, Quantised)
+    stored = isinstance(rhs, Quantized)
     lhs = jnp.asarray(lhs)
     rhs = _checked(rhs, right_contract) if stored else jnp.asarray(rhs)
     dims = _Dims(
@@ -193,7 +193,7 @@ def _common(lhs: Any, rhs: Any) -> Any:
         raise LayerError(what, fix="pass preferred_element_type=, or cast an operand") from error
 
 
-def _checked(rhs: Quantised, contract: Sequence[int]) -> Quantised:
+def _checked(rhs: Quantized, contract: Sequence[int]) -> Quantized:
     """Return a stored operand with its integers as int8."""
     value, scale = jnp.asarray(rhs.value), jnp.asarray(rhs.scale)
     fix = f"quantise(x, shared={tuple(contract)})"
@@ -224,7 +224,7 @@ def _checked(rhs: Quantised, contract: Sequence[int]) -> Quantised:
     if any(one not in (1, size) for one, size in zip(scale.shape, value.shape, strict=True)):
         what = f"scales of shape {scale.shape} for a quantised operand of shape {value.shape}"
         raise LayerError(what, fix=f"{fix}: one scale along a dim, or one each")
-    return Quantised(value=value.astype(jnp.int8), scale=scale)
+    return Quantized(value=value.astype(jnp.int8), scale=scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -232,13 +232,13 @@ def _dot(lhs: Any, rhs: Any, call: _Call) -> Any:
     return _forward(lhs, rhs, call)[0]
 
 
-def _forward(lhs: Any, rhs: Any, call: _Call) -> tuple[Any, tuple[Quantised, Quantised]]:
+def _forward(lhs: Any, rhs: Any, call: _Call) -> tuple[Any, tuple[Quantized, Quantized]]:
     left = quantise(lhs, shared=call.dims.contract[0], bits=call.bits)
     right = quantise(rhs, shared=call.dims.contract[1], bits=call.bits)
     return _dot_quantised(left, right, call), (left, right)
 
 
-def _backward(call: _Call, kept: tuple[Quantised, Quantised], g: Any) -> tuple[Any, Any]:
+def _backward(call: _Call, kept: tuple[Quantized, Quantized], g: Any) -> tuple[Any, Any]:
     left, right = kept
     return _gradient(g, right, 0, call), _gradient(g, left, 1, call)
 
@@ -247,23 +247,23 @@ _dot.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _dot_stored(lhs: Any, rhs: Quantised, call: _Call) -> Any:
+def _dot_stored(lhs: Any, rhs: Quantized, call: _Call) -> Any:
     return _forward_stored(lhs, rhs, call)[0]
 
 
-def _forward_stored(lhs: Any, rhs: Quantised, call: _Call) -> tuple[Any, Quantised]:
+def _forward_stored(lhs: Any, rhs: Quantized, call: _Call) -> tuple[Any, Quantized]:
     left = quantise(lhs, shared=call.dims.contract[0], bits=call.bits)
     return _dot_quantised(left, rhs, call), rhs
 
 
-def _backward_stored(call: _Call, rhs: Quantised, g: Any) -> tuple[Any, None]:
+def _backward_stored(call: _Call, rhs: Quantized, g: Any) -> tuple[Any, None]:
     return _gradient(g, rhs, 0, call), None
 
 
 _dot_stored.defvjp(_forward_stored, _backward_stored)
 
 
-def _dot_quantised(left: Quantised, right: Quantised, call: _Call) -> Any:
+def _dot_quantised(left: Quantized, right: Quantized, call: _Call) -> Any:
     total = _integer_dot(left.value, right.value, call.dims, call.out_sharding)
     spec = call.out_sharding
     scales = _lying(_beside(left.scale, 0, call.dims), spec) * _lying(
@@ -298,7 +298,7 @@ def _beside(scale: Any, side: int, dims: _Dims) -> Any:
     return jax.lax.expand_dims(moved, tuple(range(at, at + others)))
 
 
-def _gradient(g: Any, other: Quantised, side: int, call: _Call) -> Any:
+def _gradient(g: Any, other: Quantized, side: int, call: _Call) -> Any:
     """Return the cotangent of one operand, from that of the result and the other operand."""
     dims = call.dims
     # The other's scales lie along the dims that are contracted now, so they go into g; its integers are used as they are.

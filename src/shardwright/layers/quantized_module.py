@@ -8,7 +8,7 @@ import flax.linen
 
 from shardwright.errors import LayerError
 from shardwright.layers.quantized_dot import DimensionNumbers, quantise, quantised_dot_general
-from shardwright.trees.factored_weights import Quantised
+from shardwright.trees.factored_weights import Quantized
 
 COLLECTION: Final = "quantised"
 
@@ -53,7 +53,7 @@ class QuantisedDotGeneral(_Module):  # type: ignore[misc]
             out_sharding=out_sharding,
         )
 
-    def _stored(self, rhs: Any, contract: Any) -> Quantised:
+    def _stored(self, rhs: Any, contract: Any) -> Quantized:
         place = "/".join(self.path)
         write = self.convert or self.is_initializing()
         if write and not self.is_mutable_collection(COLLECTION):
@@ -70,7 +70,7 @@ class QuantisedDotGeneral(_Module):  # type: ignore[misc]
         fresh = (
             quantise(rhs, shared=contract, bits=self.bits)
             if write
-            else Quantised(value=None, scale=None)
+            else Quantized(value=None, scale=None)
         )
         value = self.variable(COLLECTION, "value", lambda: fresh.value)
         scale = self.variable(COLLECTION, "scale", lambda: fresh.scale)
@@ -79,4 +79,4 @@ class QuantisedDotGeneral(_Module):  # type: ignore[misc]
         if value.value.shape != rhs.shape:
             what = f"the stored weights have shape {value.value.shape}, the operand has {rhs.shape}"
             raise LayerError(what, path=place, fix="convert the model that is served")
-        return Quantised(value=value.value, scale=scale.value)
+        return Quantized(value=value.value, scale=scale.value)

@@ -30,7 +30,7 @@ from shardwright.resolution.decide import lost_entry_fix, unknown_axis
 from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
 from shardwright.resolution.partition_specs import canonical_spec, entry_names, entry_of
 from shardwright.resolution.rules import AxisRules
-from shardwright.trees import annotated
+from shardwright.trees import annotated, paths
 from shardwright.vocabulary.annotations import (
     as_annotation,
     is_annotation,
@@ -381,7 +381,7 @@ def checked_outputs(out_axes: Any) -> Any:
             outputs.append(_Output(as_annotation((one,) if isinstance(one, MergedDim) else one)))
         except ShardingError as error:
             problems += [
-                dataclasses.replace(problem, path=f"output {annotated.path_text(path)}".strip())
+                dataclasses.replace(problem, path=f"output {paths.path_text(path)}".strip())
                 for problem in error.problems
             ]
     raise_problems(problems)

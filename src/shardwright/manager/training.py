@@ -15,7 +15,7 @@ from shardwright.errors import Problem, ShardingError, StrategyError, raise_prob
 from shardwright.manager import constraint
 from shardwright.manager.request import Request
 from shardwright.manager.trees import TreeMethods, with_shardings
-from shardwright.trees.annotated import path_text
+from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import is_annotation, is_tuple_of_annotations
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.lowering import describe

@@ -22,7 +22,7 @@ from shardwright.manager import constraint
 from shardwright.manager.core import ManagerCore
 from shardwright.manager.request import Request
 from shardwright.resolution.recent import Shardings
-from shardwright.trees import annotated
+from shardwright.trees import annotated, initialize, paths
 from shardwright.vocabulary.annotations import ArraySpec, is_annotation, tree_of_annotations
 from shardwright.vocabulary.axes import Role
 
@@ -127,7 +127,7 @@ class TreeMethods(ManagerCore):
         # Only the last function is kept: two initializers of jax.nn are never equal.
         if before != asked:
             init = jax.jit(
-                annotated.initialiser(specs), out_shardings=self.shardings(specs, mode=mode)
+                initialize.initializer(specs), out_shardings=self.shardings(specs, mode=mode)
             )
             self._cache.replace("init", (asked, init))
         return init(key)
@@ -179,7 +179,7 @@ def _dtype_problems(values: Any) -> list[Problem]:
         Problem(
             error=StrategyError,
             what=f"{type(leaf).__name__} has no shape and dtype",
-            path=annotated.path_text(path),
+            path=paths.path_text(path),
             fix="pass arrays, ShapeDtypeStructs or ArraySpecs, "
             "for instance jax.eval_shape(init, key)",
         )
@@ -202,7 +202,7 @@ def _symbolic_problems(values: Any, shardings: Any) -> list[Problem]:
             problem = Problem(
                 error=IndivisibleError,
                 what=f"JAX refuses {sharding.spec} for the shape {value.shape}: {reason}",
-                path=annotated.path_text(path),
+                path=paths.path_text(path),
                 fix="give more of the size, such as 8*b, "
                 "or give the axis a rule that does not shard it",
             )

@@ -26,7 +26,7 @@ from shardwright.resolution.partition_specs import (
     spec_text,
 )
 from shardwright.resolution.tables import table
-from shardwright.trees.annotated import path_text
+from shardwright.trees.paths import path_text
 
 _NAME = re.compile(r"[\w.,=+-]+")
 _BLANKS = re.compile(r"\s+")

@@ -28,7 +28,8 @@ from shardwright.resolution.decisions import DimDecision
 from shardwright.resolution.partition_specs import entry_names, spec_text
 from shardwright.resolution.rules import build_rules
 from shardwright.resolution.tables import table
-from shardwright.trees.annotated import annotated_leaves, path_text
+from shardwright.trees.annotated import annotated_leaves
+from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import is_annotation, tree_of_annotations
 from shardwright.vocabulary.axes import EMPTY
 

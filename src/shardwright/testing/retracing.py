@@ -16,7 +16,7 @@ from shardwright.plan.report.text import bytes_text
 from shardwright.resolution.tables import table
 from shardwright.testing.placements import sharding_text
 from shardwright.testing.programs import function_name
-from shardwright.trees.annotated import path_text
+from shardwright.trees.paths import path_text
 
 _HEAD = ("argument", "in the first call", "per device", "now", "per device")
 

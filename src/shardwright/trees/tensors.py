@@ -1,4 +1,4 @@
-"""Named tensors: what a question about a whole tree is asked of, whether or not the arrays exist."""
+"""Named tensors: path, axes, shape and dtype of each array of a tree, whether or not it exists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardwright.errors import StrategyError
-from shardwright.trees.annotated import path_text
+from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import ArraySpec, is_annotation, is_tuple_of_annotations
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.lowering import spelled
@@ -23,11 +23,11 @@ class Tensor:
     """A named tensor of a tree or of a file.
 
     Attributes:
-      path: its place in the tree, joined by "/".
-      axes: its annotation.
-      shape: global sizes, or None.
-      role: what it is, or None: param for weight layouts, else activation.
-      dtype: name of its dtype, or empty.
+      path: Path in the tree, joined by "/".
+      axes: Annotation.
+      shape: Global sizes, or None.
+      role: Role. None means param for weight layouts and activation for everything else.
+      dtype: Name of the dtype, or empty.
     """
 
     path: str
@@ -37,32 +37,35 @@ class Tensor:
     dtype: str = ""
 
     def bytes_over(self, shards: int) -> int | None:
-        """Return the bytes that each device holds, or None where shape or dtype was not given.
+        """Return the bytes of each shard, or None if shape or dtype is unknown.
 
         Raises:
-          StrategyError: the dtype is none.
+          StrategyError: The dtype is unknown.
         """
         if self.shape is None or not self.dtype:
             return None
         if not is_dtype(self.dtype):
             raise StrategyError(
-                f"{self.dtype!r} is no dtype whose bytes are known",
+                f"unknown dtype {self.dtype!r}",
                 path=self.path,
-                fix='give one such as "float32", or none',
+                fix='pass a dtype such as "float32", or none',
             )
         return whole_bytes(math.prod(self.shape) // shards, jnp.dtype(self.dtype))
 
 
 def whole_bytes(elements: int, dtype: Any) -> int:
-    """Return the bytes of so many elements as they are stored: an int4 takes four bits, a key all of its words."""
+    """Return the bytes of stored elements. An int4 takes 4 bits, a PRNG key all of its words."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return elements * int(dtype.itemsize)
-    # Exactly these bits on devices: a compiled program's own account packs int4 in pairs too.
+    # Compiled programs pack int4 in pairs too.
     return -(-elements * int(jax.dtypes.itemsize_bits(dtype)) // 8)
 
 
 def as_tensors(values: Any) -> tuple[Tensor, ...]:
-    """Return what a tree holds as named tensors: its `ArraySpec`s (stored parameters), bare annotations, and `Tensor`s as they are.
+    """Return the leaves of a tree as named tensors.
+
+    An `ArraySpec` becomes a stored parameter, and an annotation becomes a tensor without a shape.
+    `Tensor`s stay as they are.
 
     >>> [
     ...     tensor.path
@@ -71,8 +74,8 @@ def as_tensors(values: Any) -> tuple[Tensor, ...]:
     ['mlp/up']
 
     Raises:
-      StrategyError: a leaf that is none of these, or a tuple of several tuples of axes, which is one annotation of composites
-        or one annotation each.
+      StrategyError: A leaf is none of these, or is a tuple of tuples of axes, which can be read as
+        one annotation of composites or as several annotations.
     """
     if isinstance(values, (tuple, list)) and not values:
         return ()
@@ -88,15 +91,21 @@ def _tensor(path: str, leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf
     if not is_annotation(leaf):
-        fix = "give ArraySpecs, annotations (tuples of axes, layouts), or Tensor(path=..., axes=..., shape=...)"
+        fix = (
+            "give ArraySpecs, annotations (tuples of axes, layouts), "
+            "or Tensor(path=..., axes=..., shape=...)"
+        )
         raise StrategyError(
             f"{type(leaf).__name__} is neither an ArraySpec nor an annotation", path=path, fix=fix
         )
     if is_tuple_of_annotations(leaf) and len(leaf) > 1:
         each = ", ".join(map(spelled, leaf))
-        fix = f"one annotation each: [{each}]\none of composites: Tensor(path={path or 'x'!r}, axes={spelled(leaf)})"
+        fix = (
+            f"one annotation each: [{each}]\n"
+            f"one of composites: Tensor(path={path or 'x'!r}, axes={spelled(leaf)})"
+        )
         raise StrategyError(
-            f"a tuple of {len(leaf)} annotations reads in two ways", path=path, fix=fix
+            f"a tuple of {len(leaf)} annotations can be read in two ways", path=path, fix=fix
         )
     if not isinstance(leaf, ArraySpec):
         return Tensor(path=path, axes=leaf)
@@ -105,13 +114,13 @@ def _tensor(path: str, leaf: Any) -> Tensor:
 
 
 def is_dtype(name: object) -> bool:
-    """Tell whether a value names a dtype that a JAX array can have, in the machine's own byte order."""
+    """Tell whether a value names a dtype that JAX arrays can have, in native byte order."""
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         return False
     try:
-        found = jnp.dtype(name)
+        dtype = jnp.dtype(name)
     except (TypeError, ValueError):
         return False
-    if found in (np.dtype(np.longdouble), np.dtype(np.clongdouble)) or found.kind == "m":
+    if dtype in (np.dtype(np.longdouble), np.dtype(np.clongdouble)) or dtype.kind == "m":
         return False
-    return bool(jnp.issubdtype(found, jnp.number) or jnp.issubdtype(found, jnp.bool_))
+    return bool(jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_))

@@ -15,7 +15,7 @@ from shardwright.interop.eformer.constraints import parse_policy, with_sharding_
 from shardwright.interop.eformer.environment import min_sharding_size
 from shardwright.interop.eformer.meshes import current_mesh, no_mesh
 from shardwright.resolution.rules import Policy, Rank
-from shardwright.trees.annotated import match_paths, path_text
+from shardwright.trees.paths import match_paths, path_text
 
 
 def match_partition_rules(

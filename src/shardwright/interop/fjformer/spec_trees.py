@@ -24,7 +24,7 @@ from shardwright.manager import constraint, context
 from shardwright.manager.ambient import current_mesh, current_mesh_has
 from shardwright.resolution import resolver
 from shardwright.resolution.rules import build_rules
-from shardwright.trees.annotated import match_paths, path_text
+from shardwright.trees.paths import match_paths, path_text
 
 
 def names_in_current_mesh(*names: str) -> bool:

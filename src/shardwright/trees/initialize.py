@@ -1,0 +1,102 @@
+"""Make the arrays of a tree of ArraySpecs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardwright.errors import (
+    Problem,
+    RankMismatchError,
+    StrategyError,
+    raise_problems,
+)
+from shardwright.trees.paths import is_array_spec, path_text
+from shardwright.vocabulary.annotations import (
+    ArraySpec,
+    stacked,
+)
+
+
+def abstract(specs: Any) -> Any:
+    """Return a tree of `ArraySpec`s as `jax.ShapeDtypeStruct`s."""
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs, is_leaf=is_array_spec
+    )
+
+
+def initializer(specs: Any) -> Callable[[Any], Any]:
+    """Return a function from a PRNG key to the arrays of a tree of `ArraySpec`s.
+
+    Each array's key depends only on the key and on its path, so adding a parameter changes no
+    other.
+
+    Raises:
+      StrategyError: Leaves have no `init`; all are named.
+    """
+    pairs, structure = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_array_spec)
+    problems = [
+        Problem(
+            error=StrategyError,
+            what="the ArraySpec has no init",
+            path=path_text(path),
+            fix="ArraySpec(..., init=jax.nn.initializers.…)",
+        )
+        for path, spec in pairs
+        if not isinstance(spec, ArraySpec) or spec.init is None
+    ]
+    raise_problems(problems)
+
+    def init(key: Any) -> Any:
+        return jax.tree.unflatten(structure, [_initialize(key, path, spec) for path, spec in pairs])
+
+    return init
+
+
+def _initialize(key: Any, path: Sequence[Any], spec: ArraySpec) -> Any:
+    assert spec.init is not None
+    # 64 bits of a digest: no two of a million leaves collide. keystr tells the key "a/b" from "a",
+    # "b".
+    digest = hashlib.sha256(jax.tree_util.keystr(tuple(path)).encode()).digest()
+    for at in (0, 4):
+        key = jax.random.fold_in(key, int.from_bytes(digest[at : at + 4], "big"))
+    array = spec.init(key, spec.shape, spec.dtype)
+    narrowed = jax.dtypes.canonicalize_dtype(spec.dtype)
+    if array.dtype == narrowed != jax.numpy.dtype(spec.dtype):
+        raise StrategyError(
+            f"the ArraySpec has dtype {jax.numpy.dtype(spec.dtype)}, "
+            f"which JAX narrows to {narrowed} while jax_enable_x64 is off",
+            path=path_text(path),
+            fix=f"write {narrowed}, or call "
+            'jax.config.update("jax_enable_x64", True) before creating arrays',
+        )
+    if np.shape(array) != spec.shape or array.dtype != jax.numpy.dtype(spec.dtype):
+        raise RankMismatchError(
+            f"init returned {array.dtype} of shape {np.shape(array)}, the ArraySpec has "
+            f"{jax.numpy.dtype(spec.dtype)} of shape {spec.shape}",
+            path=path_text(path),
+            fix="return an array of the shape and dtype that init receives",
+        )
+    return array
+
+
+def stack_specs(specs: Any, layers: int) -> Any:
+    """Add a leading `LAYERS` dim to every `ArraySpec` of a tree, for `jax.lax.scan`.
+
+    Args:
+      specs: Tree of `ArraySpec`s of one layer.
+      layers: Number of layers.
+
+    Raises:
+      StrategyError: A leaf is not an `ArraySpec`, or `layers` is not a positive integer.
+
+    >>> import jax.numpy as jnp
+    >>> from shardwright.vocabulary.axes import EMBED
+    >>> stack_specs({"scale": ArraySpec((64,), jnp.float32, (EMBED,))}, 12)["scale"].shape
+    (12, 64)
+    """
+    return jax.tree.map(lambda spec: stacked(spec, layers), specs, is_leaf=is_array_spec)

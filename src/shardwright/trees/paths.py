@@ -1,0 +1,156 @@
+"""Paths of a tree, and rules that annotate a tree by its paths."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardwright.errors import (
+    Problem,
+    StrategyError,
+    raise_problems,
+)
+from shardwright.vocabulary.annotations import (
+    ArraySpec,
+    as_annotation,
+)
+from shardwright.vocabulary.layouts import Replicated
+
+
+def path_text(path: Sequence[Any]) -> str:
+    """Return a key path as text, such as `blocks/0/attn/q`."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def is_array_spec(value: Any) -> bool:
+    """Tell whether a value is an `ArraySpec`, which is a leaf of every tree."""
+    return isinstance(value, ArraySpec)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PathMatch:
+    """The annotations that path rules give to a tree.
+
+    Attributes:
+      annotations: Tree of annotations or specs, as `shardings` takes it; `Replicated` for unmatched
+        arrays.
+      unmatched: Paths that match no rule.
+      unused: Patterns that match no path.
+      shadowed: Patterns whose paths all match an earlier pattern.
+    """
+
+    annotations: Any
+    unmatched: tuple[str, ...]
+    unused: tuple[str, ...]
+    shadowed: tuple[str, ...]
+
+
+def _check_pair(at: int, rule: Any) -> tuple[Any, Any]:
+    if not isinstance(rule, tuple | list) or len(rule) != 2:
+        raise StrategyError(
+            f"rule {at}: {rule!r} is not a pair",
+            fix='write [("pattern", annotation), …], or pass the items() of a dict',
+        )
+    return rule[0], rule[1]
+
+
+def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = True) -> PathMatch:
+    """Annotate each array by the first rule whose pattern matches its path.
+
+    Patterns are searched (`re.search`) in the "/"-joined path. They may use all of Python's `re`,
+    unlike patterns in strategy files, which are limited to what takes linear time. Scalars need no
+    rule.
+
+    Args:
+      tree: Arrays, or other values with a shape.
+      rules: Pairs of pattern and annotation (or `PartitionSpec`), highest precedence first.
+      strict: Raise for unmatched paths. If false, replicate these arrays and list them in
+        `unmatched`.
+
+    Raises:
+      StrategyError: Paths match no rule (all are named), or a pattern or an annotation is invalid.
+
+    >>> import jax
+    >>> from shardwright.vocabulary.axes import EMBED, VOCAB
+    >>> tree = {"embed": jax.ShapeDtypeStruct((512, 64), "float32")}
+    >>> match_paths(tree, [("embed", (VOCAB, EMBED))]).annotations
+    {'embed': ('__VOCAB__', '__EMBED__')}
+    """
+    compiled = [compile_rule(at, *_check_pair(at, rule)) for at, rule in enumerate(rules)]
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array_spec)
+    matches, wins = [0] * len(compiled), [0] * len(compiled)
+    annotations: list[Any] = []
+    unmatched: list[str] = []
+    for path, leaf in pairs:
+        text = path_text(path)
+        matching = [at for at, (pattern, _) in enumerate(compiled) if pattern.search(text)]
+        for at in matching:
+            matches[at] += 1
+        if matching:
+            wins[matching[0]] += 1
+            annotations.append(compiled[matching[0]][1])
+        elif np.shape(leaf) == ():
+            annotations.append(())
+        else:
+            unmatched.append(text)
+            annotations.append(Replicated)
+    if strict:
+        raise_problems(
+            [_unmatched(text, [pattern.pattern for pattern, _ in compiled]) for text in unmatched]
+        )
+    names = [pattern.pattern for pattern, _ in compiled]
+    return PathMatch(
+        annotations=jax.tree.unflatten(structure, annotations),
+        unmatched=tuple(unmatched),
+        unused=tuple(name for name, count in zip(names, matches, strict=True) if not count),
+        shadowed=tuple(
+            name for name, count, won in zip(names, matches, wins, strict=True) if count and not won
+        ),
+    )
+
+
+def compile_rule(at: int, pattern: str, annotation: Any) -> tuple[re.Pattern[str], Any]:
+    """Check the `at`-th of several path rules, and return its compiled pattern and its annotation.
+
+    Raises:
+      StrategyError: The pattern or the annotation is invalid.
+    """
+    return compile_pattern(pattern, where=f"rule {at}: "), as_annotation(annotation)
+
+
+def compile_pattern(text: str, *, where: str = "") -> re.Pattern[str]:
+    """Compile a regular expression.
+
+    Raises:
+      StrategyError: It is not a regular expression.
+    """
+    if not isinstance(text, str):
+        raise StrategyError(
+            f"{where}{text!r} is not a pattern", fix="write a regular expression as text"
+        )
+    try:
+        return re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        message, at = (
+            (error.msg, error.pos or 0) if isinstance(error, re.error) else (str(error), 0)
+        )
+        raise StrategyError(
+            f"{where}not a regular expression: {message}",
+            snippet=f"{text}\n{' ' * at}^",
+            fix="see Python's re",
+        ) from error
+
+
+def _unmatched(path: str, patterns: list[str]) -> Problem:
+    return Problem(
+        error=StrategyError,
+        what="no path rule matches",
+        path=path,
+        rule="patterns in order: " + ", ".join(patterns),
+        fix='add a rule for it, or (".*", Replicated) at the end to replicate the rest on purpose',
+    )
