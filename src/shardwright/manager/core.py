@@ -39,6 +39,7 @@ class ManagerCore:
     mode: str | None
     name: str
     _sizes: dict[str, int]
+    _uniform: bool  # whether all axes of the mesh have one axis type
     _cache: Recent
 
     def _answer(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
@@ -48,22 +49,22 @@ class ManagerCore:
           request: The question.
           ambient: The ambient mesh, whose axis types count. None means the manager's mesh.
         """
-        mode, mode_from = request.mode, ModeFrom.CALL
-        if mode is None:
-            mode, mode_from = self.mode, ModeFrom.MANAGER
+        annotation, shape, mode, role, path, manual = request
         resolution = resolver.explain(
-            request.annotation,
+            annotation,
             self.rules,
             self._sizes,
-            mode=mode,
-            role=request.role,
-            shape=request.shape,
-            path=request.path,
-            manual=request.manual,
-            mode_from=mode_from,
+            mode=self.mode if mode is None else mode,
+            role=role,
+            shape=shape,
+            path=path,
+            manual=manual,
+            mode_from=ModeFrom.MANAGER if mode is None else ModeFrom.CALL,
         )
-        mesh = ambient or self.mesh
-        if len(set(mesh.axis_types)) == 1 or resolution.spec is None:
+        if resolution.spec is None or (ambient is None and self._uniform):
+            return resolution
+        mesh = self.mesh if ambient is None else ambient
+        if len(set(mesh.axis_types)) == 1:
             return resolution
         problems = [*_order_problems(resolution, mesh), *late_manual_problems(resolution)]
         if not problems:

@@ -57,6 +57,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         "_key",
         "_modes",
         "_sizes",
+        "_uniform",
         "_values",
         "mesh",
         "mode",
@@ -99,6 +100,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
             "mode": mode,
             "name": name,
             "_sizes": mesh_sizes(mesh),
+            "_uniform": len(set(mesh.axis_types)) == 1,
             "_cache": Recent(),
             "_modes": modes,
             "_values": identity,
@@ -149,6 +151,12 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         sizes = ",".join(f"{axis}:{size}" for axis, size in self._sizes.items())
         mode = "" if self.mode is None else f", mode={mode_name(self.mode)!r}"
         return f"PartitionManager({self.name or 'rules'!r}, mesh={sizes!r}{mode})"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        from shardwright.manager.html import manager_html
+
+        return manager_html(self)
 
     def __enter__(self) -> PartitionManager:
         context.enter(self, self.mesh, self._key or self._make_key())

@@ -241,6 +241,7 @@ class Resolution:
       path: the tensor's path, or empty.
       problems: what is wrong; empty if all went well.
       notes: what a permissive policy changed about the annotation as a whole.
+      mesh: name and size of each mesh axis, for the picture in a notebook; empty if not known.
       spec: the spec, or None if anything is wrong.
     """
 
@@ -252,6 +253,7 @@ class Resolution:
     path: str = ""
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    mesh: tuple[tuple[str, int], ...] = dataclasses.field(default=(), compare=False, repr=False)
     spec: PartitionSpec | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -294,6 +296,12 @@ class Resolution:
             "problems": [_problem_json(problem) for problem in self.problems],
             "notes": list(self.notes),
         }
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        from shardwright.resolution.html import resolution_html
+
+        return resolution_html(self, HEAD, map(row, self.decisions))
 
     def __str__(self) -> str:
         name = f"{self.path}  " if self.path else ""

@@ -198,6 +198,7 @@ def _explain(
         path=path or "",
         problems=taken.problems,
         notes=taken.notes,
+        mesh=tuple(sizes.items()),
     )
 
 

@@ -1,0 +1,62 @@
+"""HTML for notebooks: a manager's mesh, and where its rules put each axis."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+from jax.sharding import Mesh
+
+from shardwright.resolution.decisions import lies_text
+from shardwright.resolution.html import MOST_CELLS, MOST_DEVICES, grid, table
+from shardwright.vocabulary.axes import SEMANTIC_AXES, Role, axis_label
+
+if TYPE_CHECKING:
+    from shardwright.manager.manager import PartitionManager
+
+# Axes beyond these are left out of the table.
+_MOST_ROWS: Final = 100
+
+
+def manager_html(manager: PartitionManager) -> str:
+    """Return a manager as HTML: its mesh with the devices if it is small, and its axes as a table."""
+    axes = [*SEMANTIC_AXES, *manager.rules.user_axes][:_MOST_ROWS]
+    roles = (Role.ACTIVATION, Role.PARAM)
+    rows = [(axis_label(axis), *(_placed(manager, axis, role) for role in roles)) for axis in axes]
+    return (
+        f"<div><div><b>{html.escape(repr(manager))}</b></div>{_mesh_picture(manager)}"
+        f"{table(('axis', *map(str, roles)), rows)}</div>"
+    )
+
+
+def _placed(manager: PartitionManager, axis: str, role: Role) -> str:
+    """Return the mesh axes of an axis; its rule where they depend on the size."""
+    resolution = manager.explain((axis,), role=role)
+    decision = resolution.decisions[0] if resolution.decisions else None
+    if decision is None:
+        return "!"
+    if resolution.ok:
+        return lies_text(decision)
+    return decision.rule.text if decision.rule is not None else "!"
+
+
+def _mesh_picture(manager: PartitionManager) -> str:
+    """Return the devices by their mesh axes, the last axis in columns; an empty string for a large mesh."""
+    sizes = {axis: size for axis, size in manager.mesh.shape.items() if size > 1}
+    count = math.prod(sizes.values())
+    columns = list(sizes.values())[-1] if sizes else 1
+    if count > MOST_DEVICES or max(columns, count // columns) > MOST_CELLS:
+        return ""
+    names = iter(_device_names(manager.mesh))
+    cells = [list(itertools.islice(names, columns)) for _ in range(count // columns)]
+    *major, last = [f"{axis}={size}" for axis, size in sizes.items()] or ["one device"]
+    caption = f"rows: {', '.join(major)}; columns: {last}" if major else last
+    return grid(cells, f"Devices by mesh axis. {caption}")
+
+
+def _device_names(mesh: Any) -> list[str]:
+    if isinstance(mesh, Mesh):
+        return [str(device.id) for device in mesh.devices.flat]
+    return [str(number) for number in range(math.prod(mesh.shape.values()))]
