@@ -15,7 +15,7 @@ import shardwright as sw
 from shardwright import serving
 from shardwright.errors import CacheError, ServingError
 from shardwright.serving import Finish, Request, Sampling
-from shardwright.serving.sampling import draws, keep, sample
+from shardwright.serving.sampling import first_draws, keep, sample
 from shardwright.testing import cpu_mesh
 from tests.serving.stub import SHAPE, VOCAB, stub, text_of
 
@@ -44,7 +44,7 @@ def test_to_compile_takes_no_token_from_those_who_write() -> None:
     engine.step()
     with pytest.raises(
         ServingError,
-        match=r"compile\(\) was called while 1 requests are on their way\n  fix   compile before the first",
+        match=r"compile\(\) was called while 1 requests are running\n  fix   compile before the first",
     ):
         engine.compile()
     assert list(queued) == TEXT
@@ -57,7 +57,7 @@ def test_a_handle_of_another_engine_ends_nothing_here() -> None:
     theirs, ours = one.submit(ask()), other.submit(ask())
     one.step()
     other.step()
-    with pytest.raises(ServingError, match="handle: it is of another engine"):
+    with pytest.raises(ServingError, match="handle: it belongs to another engine"):
         other.cancel(theirs)
     with pytest.raises(ServingError, match="handle: it is int, not a handle"):
         other.cancel(0)  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def test_deleted_weights_free_every_request(steps: int) -> None:
     weights.delete()
     with pytest.raises(
         ServingError,
-        match=r"(?s)params: arrays of the weights were deleted.*fix   .*make another engine",
+        match=r"(?s)params: arrays of the weights were deleted.*fix   .*create another engine",
     ):
         handles[0].result()
     for handle in handles:
@@ -159,12 +159,12 @@ def test_a_second_thread_is_told_and_disturbs_nothing() -> None:
 
 @pytest.mark.parametrize("top_p", [1e-40, 1e-46])
 def test_a_top_p_that_float32_makes_nothing_leaves_the_likeliest(top_p: float) -> None:
-    given = draws(1, {0: Sampling(temperature=1.0, top_p=top_p)})
+    given = first_draws(1, {0: Sampling(temperature=1.0, top_p=top_p)})
     assert np.asarray(sample(jnp.asarray([[1.0, 2.0, 9.0, 3.0]]), given)).tolist() == [2]
 
 
 def test_a_small_temperature_does_not_overflow() -> None:
-    given = draws(1, {0: Sampling(temperature=2e-38)})
+    given = first_draws(1, {0: Sampling(temperature=2e-38)})
     assert np.asarray(sample(jnp.asarray([[1.0, 20.0, 30.0, -jnp.inf]]), given)).tolist() == [2]
 
 
@@ -179,7 +179,7 @@ def test_a_top_p_of_one_cuts_nothing_though_sums_round() -> None:
 def test_a_temperature_that_float32_does_not_hold_is_refused(temperature: Any) -> None:
     with pytest.raises(
         ServingError,
-        match=r"temperature=.*\n  fix   pass 0 for the likeliest token, or a float from 1.18e-38 to 3.4e\+38",
+        match=r"temperature=.*\n  fix   pass 0 for the most likely token, or a float in the range of float32, from 1.18e-38 to 3.4e\+38",
     ):
         Sampling(temperature=temperature)
 
@@ -207,14 +207,14 @@ class Unhashable:
         ({"model": None}, "model: model=None\n  fix   pass a function of"),
         (
             {"model": Unhashable()},
-            "model: model=.*\n  fix   the model must be hashable, .*: a function or a frozen dataclass",
+            "model: model=.*\n  fix   pass a hashable model, .*: a function, or a frozen dataclass",
         ),
-        ({"model": Listed(layers=[1])}, "model: model=.*\n  fix   the model must be hashable"),
+        ({"model": Listed(layers=[1])}, "model: model=.*\n  fix   pass a hashable model"),
         ({"shape": None}, "shape: shape=None\n  fix   pass serving.CacheShape"),
         ({"cache_options": None}, "cache_options: cache_options=None\n  fix   pass a mapping"),
         (
             {"cache_options": {"window": 4}},
-            r"cache_options=\['window'\]\n  fix   they are said by slots, capacity and shape",
+            r"cache_options=\['window'\]\n  fix   leave them out: slots, capacity and shape set them",
         ),
         ({"cache_options": {"batch": 4, "mode": "decode"}}, r"cache_options=\['batch', 'mode'\]"),
         ({"clock": None}, "clock: clock=None\n  fix   pass a function that returns seconds"),
@@ -260,7 +260,10 @@ def rounded(params: Any, tokens: Any, held: Any, valid: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (shortened, r"the model returned \(1, 1, 13\) for tokens of shape \(1, 4\)"),
+        (
+            shortened,
+            r"the model returned logits of shape \(1, 1, 13\) for tokens of shape \(1, 4\)",
+        ),
         (unlisted, "the model returned other caches than it was given"),
         (rounded, "the model returned logits of int32\n  fix   return floating point"),
     ],
@@ -285,11 +288,11 @@ def stale(params: Any, tokens: Any, held: Any, valid: Any) -> Any:
     [
         (
             blind,
-            r"model: the model does not look at valid, .*\n  fix   pass it on: append_and_attend\(\.\.\., valid=valid\)",
+            r"model: the model does not use valid, .*\n  fix   pass it on: append_and_attend\(\.\.\., valid=valid\)",
         ),
         (
             stale,
-            "model: the model returned the cache of layer 1 as it was given, without the tokens\n  fix   return done.cache",
+            "model: the model returned the cache of layer 1 unchanged, without the tokens\n  fix   return done.cache",
         ),
     ],
 )
@@ -324,11 +327,12 @@ def test_a_batch_that_does_not_divide_is_named_as_the_engine_names_it(
 
 def test_a_window_is_said_by_the_shape() -> None:
     with pytest.raises(
-        CacheError, match=r"a sliding cache without a window\n  fix   .*CacheShape\(window=...\)"
+        CacheError, match=r"a sliding cache needs a window\n  fix   .*CacheShape\(window=...\)"
     ):
         make(cache="sliding")
     with pytest.raises(
-        CacheError, match=r'dtype float32, not bfloat16\n .*CacheShape\(...\), with dtype="float32"'
+        CacheError,
+        match=r'dtype float32, not bfloat16\n .*CacheShape\(...\)\) with dtype="float32"',
     ):
         make(shape=dataclasses.replace(SHAPE, dtype="bfloat16"))
 
@@ -343,7 +347,7 @@ def test_an_engine_without_a_manager_stays_off_its_mesh() -> None:
             pm.for_mode("decode"),
             pytest.raises(
                 ServingError,
-                match="manager: the engine was made without a manager, and is called under one",
+                match="manager: the engine was created without a manager, and is called under one",
             ),
         ):
             call()

@@ -188,7 +188,7 @@ def test_the_queue_is_bounded_and_run_waits_for_it() -> None:
     engine = make(queue=2)
     for _ in range(2):
         engine.submit(Request(prompt=[1], max_new_tokens=2))
-    with pytest.raises(QueueFullError, match="2 requests wait, and the queue holds 2"):
+    with pytest.raises(QueueFullError, match="the queue is full: 2 requests wait, of at most 2"):
         engine.submit(Request(prompt=[1], max_new_tokens=2))
     assert [done.tokens for done in engine.run([Request(prompt=[1], max_new_tokens=2)] * 5)] == [
         tuple(TEXT[:2])
@@ -202,15 +202,15 @@ def test_what_can_never_be_served_is_refused() -> None:
     for request, says in (
         (
             Request(prompt=[1] * 10, max_new_tokens=8),
-            "10 tokens of prompt and 8 new ones need 17 rows, and a slot has 16",
+            "10 prompt tokens and 8 new tokens need 17 rows, and a slot has 16",
         ),
         (
             Request(prompt=[1, VOCAB], max_new_tokens=1),
-            "prompt: token 13, and the model has 13 tokens",
+            "prompt: token 13 is out of range: the model has 13 tokens",
         ),
         (
             Request(prompt=[1], max_new_tokens=1, stop=[[2, 40]]),
-            "stop: token 40, and the model has 13 tokens",
+            "stop: token 40 is out of range: the model has 13 tokens",
         ),
     ):
         with pytest.raises(ServingError, match=says):
@@ -257,7 +257,7 @@ def test_the_report_counts() -> None:
     assert report.first_token is not None
     assert report.per_token is not None
     assert report.per_token.p50 <= report.per_token.p90 <= report.per_token.p99
-    assert "2 taken on, 0 refused" in str(report)
+    assert "2 accepted, 0 refused" in str(report)
     assert report.to_json()["finished"]["length"] == 2
 
 
@@ -294,7 +294,7 @@ def half(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (one_logit, "the model returned .2, 13. for tokens of shape .2, 1."),
+        (one_logit, "the model returned logits of shape .2, 13. for tokens of shape .2, 1."),
         (half, "other caches than it was given"),
     ],
 )
@@ -330,7 +330,7 @@ def divides(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
         (forgets, "a cache refused its tokens\n  fix   return done.cache"),
         (
             fills,
-            "the caches grew by other than the tokens read\n  fix   pass valid= on to append_and_attend, and return done.cache",
+            "the caches grew by another number of tokens than were read\n  fix   pass valid= on to append_and_attend, and return done.cache",
         ),
         (divides, "the logits are not numbers"),
     ],

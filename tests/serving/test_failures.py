@@ -31,8 +31,8 @@ class Faults:
     def __init__(self, engine: serving.Engine, draw: random.Random) -> None:
         self.draw, self.chance, self.raised = draw, 0.0, 0
         for name in PARTS:
-            board: Any = engine._board
-            setattr(board, name, self.around(getattr(board, name)))
+            arrays: Any = engine._arrays
+            setattr(arrays, name, self.around(getattr(arrays, name)))
 
     def around(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         def failing(*args: Any) -> Any:
@@ -172,8 +172,8 @@ def test_one_failure_costs_at_most_those_whose_state_it_took(part: str, after: b
     )
     asked = [Request(prompt=[at] * 6, max_new_tokens=5) for at in range(5)]
     handles = [engine.submit(one) for one in asked[:4]]
-    board: Any = engine._board
-    operation, raised = getattr(board, part), []
+    arrays: Any = engine._arrays
+    operation, raised = getattr(arrays, part), []
 
     def failing(*args: Any) -> Any:
         if raised:
@@ -183,7 +183,7 @@ def test_one_failure_costs_at_most_those_whose_state_it_took(part: str, after: b
             operation(*args)
         raise Injected
 
-    setattr(board, part, failing)
+    setattr(arrays, part, failing)
     with pytest.raises(Injected, match=r"^$"):
         finish(engine)
     handles.append(engine.submit(asked[4]))
@@ -197,6 +197,6 @@ def test_one_failure_costs_at_most_those_whose_state_it_took(part: str, after: b
     ]
     assert bool(failed) == (after and part in ("prefill", "decode", "clear_slots"))
     assert all(
-        "lost what it had" in str(handle.completion.error) for handle in failed if handle.completion
+        "lost its tokens" in str(handle.completion.error) for handle in failed if handle.completion
     )
     assert handles[4] not in failed

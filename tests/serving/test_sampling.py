@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardwright.serving import Sampling
-from shardwright.serving.sampling import Draw, draws, sample
+from shardwright.serving.sampling import Draw, first_draws, sample
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.15, 0.3, 0.1], np.float32))
 DRAWN = 4000
@@ -18,7 +18,7 @@ DRAWN = 4000
 
 def drawn(sampling: Sampling, logits: Any = LOGITS) -> np.ndarray:
     """Return the first tokens of one text of which only the position differs."""
-    one = draws(DRAWN, dict.fromkeys(range(DRAWN), sampling))
+    one = first_draws(DRAWN, dict.fromkeys(range(DRAWN), sampling))
     draw = Draw(
         temperature=one.temperature,
         top_k=one.top_k,
@@ -59,10 +59,12 @@ def test_a_token_depends_on_its_own_logits_seed_and_index_alone() -> None:
         at: Sampling(temperature=0.5 + at, top_k=5 * at + 1, top_p=0.9, seed=at)
         for at in range(1, 6)
     }
-    together = np.asarray(sample(logits, draws(6, sampling)))
+    together = np.asarray(sample(logits, first_draws(6, sampling)))
     for at in range(6):
         given = {} if at == 0 else {0: sampling[at]}
-        assert np.asarray(sample(logits[at : at + 1], draws(1, given))).tolist() == [together[at]]
+        assert np.asarray(sample(logits[at : at + 1], first_draws(1, given))).tolist() == [
+            together[at]
+        ]
     assert together[0] == np.argmax(logits[0])
 
 
@@ -79,9 +81,9 @@ def test_seeds_and_positions_draw_differently() -> None:
     [([np.nan, 1, 2], -1), ([-np.inf] * 3, -1), ([np.inf, 0, 1], -1), ([-np.inf, 0, -np.inf], 1)],
 )
 def test_what_is_no_number_is_told(row: list[float], token: int, temperature: float) -> None:
-    given = draws(1, {0: Sampling(temperature=temperature)})
+    given = first_draws(1, {0: Sampling(temperature=temperature)})
     assert np.asarray(sample(jnp.asarray([row], jnp.float32), given)).tolist() == [token]
 
 
 def test_the_likeliest_is_the_lowest_among_equals() -> None:
-    assert np.asarray(sample(jnp.zeros((2, 4)), draws(2, {}))).tolist() == [0, 0]
+    assert np.asarray(sample(jnp.zeros((2, 4)), first_draws(2, {}))).tolist() == [0, 0]

@@ -58,7 +58,9 @@ def operate(scheduler: Scheduler, draw: random.Random, jobs: list[Job]) -> None:
             scheduler.submit(new)
             jobs.append(new)
         else:
-            with pytest.raises(QueueFullError, match="5 requests wait, and the queue holds 5"):
+            with pytest.raises(
+                QueueFullError, match="the queue is full: 5 requests wait, of at most 5"
+            ):
                 scheduler.submit(new)
     elif what == "admit":
         scheduler.admit()
@@ -129,12 +131,12 @@ def test_the_first_that_waits_for_pages_is_not_overtaken() -> None:
 @pytest.mark.parametrize(
     ("prompt", "new", "limits", "says"),
     [
-        (13, 9, LIMITS, r"13 tokens of prompt and 9 new ones need 21 rows, and a slot has 20"),
+        (13, 9, LIMITS, r"13 prompt tokens and 9 new tokens need 21 rows, and a slot has 20"),
         (
             30,
             8,
             Limits(slots=1, capacity=None, prefill_rows=1, chunk=4, queue=1, pages=9, page_size=4),
-            r"37 rows, 10 pages of 4, and there are 9",
+            r"37 rows, 10 pages of 4, and the pool has 9 pages",
         ),
     ],
 )

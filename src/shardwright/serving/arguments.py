@@ -1,4 +1,4 @@
-"""What an engine is made of, checked before anything is put on a device."""
+"""Check the arguments of an engine, before anything is put on a device."""
 
 from __future__ import annotations
 
@@ -15,86 +15,82 @@ from shardwright.vocabulary.integers import integer_problem
 def check_kinds(
     *, model: Any, shape: Any, cache_options: Any, clock: Any, manager: Any, prefill_manager: Any
 ) -> None:
-    """Check that what an engine is made of is of the right kinds.
+    """Check the types of the arguments.
 
     Raises:
-      ServingError: all that is wrong, at once.
+      ServingError: All problems at once.
     """
     sizes = [field.name for field in dataclasses.fields(CacheShape) if field.name != "layers"]
-    own = [
+    is_mapping = isinstance(cache_options, Mapping)
+    reserved = [
         name
         for name in ("batch", "capacity", "mode", *sizes)
-        if isinstance(cache_options, Mapping) and name in cache_options
+        if is_mapping and name in cache_options
     ]
     checks = (
         (
             "model",
-            callable(model),
             model,
+            callable(model),
             "pass a function of (params, tokens, caches, valid); see serving.Model",
         ),
         (
             "model",
-            _hashable(model),
             model,
-            "the model must be hashable, as compiled steps are found by it: a function or a frozen dataclass",
+            _is_hashable(model),
+            "pass a hashable model, which is a key of the compiled steps: a function, or a frozen dataclass",
         ),
         (
             "shape",
-            isinstance(shape, CacheShape),
             shape,
+            isinstance(shape, CacheShape),
             "pass serving.CacheShape(layers=..., kv_heads=..., head_dim=...)",
         ),
+        ("cache_options", cache_options, is_mapping, 'pass a mapping, such as {"page_size": 16}'),
         (
             "cache_options",
-            isinstance(cache_options, Mapping),
-            cache_options,
-            'pass a mapping, such as {"page_size": 16}',
-        ),
-        (
-            "cache_options",
-            not own,
-            own,
-            "they are said by slots, capacity and shape, and each cache's mode by the engine: leave them out",
+            reserved,
+            not reserved,
+            "leave them out: slots, capacity and shape set them, and the engine sets each mode",
         ),
         (
             "clock",
-            callable(clock),
             clock,
+            callable(clock),
             "pass a function that returns seconds, such as time.perf_counter",
         ),
-        (
-            "manager",
-            manager is None or isinstance(manager, PartitionManager),
-            manager,
-            "pass a PartitionManager",
-        ),
+        ("manager", manager, _is_manager(manager), "pass a PartitionManager"),
         (
             "prefill_manager",
-            prefill_manager is None or isinstance(prefill_manager, PartitionManager),
             prefill_manager,
-            "likewise",
+            _is_manager(prefill_manager),
+            "pass a PartitionManager",
         ),
     )
-    problems = [
-        Problem(error=ServingError, what=f"{name}={given!r}", path=name, fix=fix)
-        for name, fits, given, fix in checks
-        if not fits
-    ]
-    raise_problems(problems)
+    raise_problems(
+        [
+            Problem(error=ServingError, what=f"{name}={given!r}", path=name, fix=fix)
+            for name, given, is_valid, fix in checks
+            if not is_valid
+        ]
+    )
+
+
+def _is_manager(manager: Any) -> bool:
+    return manager is None or isinstance(manager, PartitionManager)
 
 
 def deleted_weights() -> ServingError:
-    """Return the error of weights whose arrays are gone."""
-    fix = "keep the arrays while the engine is in use: donate a copy to the training step, or make another engine with the new weights"
+    """Return the error of weights whose arrays were deleted."""
     return ServingError(
         "arrays of the weights were deleted, by delete() or by a function that they were donated to",
         path="params",
-        fix=fix,
+        fix="keep the arrays while the engine is in use: donate a copy to the training step, or "
+        "create another engine with the new weights",
     )
 
 
-def _hashable(model: Any) -> bool:
+def _is_hashable(model: Any) -> bool:
     try:
         hash(model)
     except TypeError:
@@ -108,10 +104,10 @@ def read_counts(
     manager: PartitionManager | None,
     prefill_manager: PartitionManager | None,
 ) -> dict[str, int]:
-    """Return sizes by name as Python ints; check that prefill has no mesh where the slots have none.
+    """Return sizes by name as Python ints, and check that not prefill alone has a manager.
 
     Raises:
-      ServingError: all that is wrong, at once.
+      ServingError: All problems at once.
     """
     problems = [
         problem
@@ -119,7 +115,7 @@ def read_counts(
         if (problem := integer_problem(name, count, error=ServingError))
     ]
     if prefill_manager is not None and manager is None:
-        what = "prefill has a manager, and the slots have none"
+        what = "prefill has a manager, but decode has none"
         problems.append(
             Problem(error=ServingError, what=what, path="manager", fix="pass manager= too")
         )

@@ -1,4 +1,7 @@
-"""An engine's arrays, and the compiled functions that change them. Whatever fails, the arrays are those before it or new ones."""
+"""The arrays of an engine, and the compiled functions that change them.
+
+A call that fails leaves the arrays as they were, or donated: then `is_deleted` tells, and `renew` replaces them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.serving import steps
 from shardwright.serving.request import Sampling
-from shardwright.serving.sampling import draws
+from shardwright.serving.sampling import first_draws
 from shardwright.serving.steps import Caches, CacheShape, Model, Slots
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_PREFILL
 
@@ -30,22 +33,22 @@ _clear_slots = jax.jit(steps.clear_slots, donate_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is made, and where.
+class Setup:
+    """The arguments of an engine, checked.
 
     Attributes:
-      model: what is served.
-      params: its weights.
-      manager: for insert and decode; None: nothing is sharded.
-      prefill_manager: for prefill.
-      prefill_params: the weights where prefill has them.
-      shape: what the model keeps of a token.
-      kind: of the cache of the slots.
-      options: of that kind.
-      slots: sequences that are decoded together.
-      capacity: rows per slot.
-      prefill_rows: prompts that are read together.
-      chunk: tokens that are read in one step.
+      model: The model.
+      params: Its weights.
+      manager: For insert and decode. None: nothing is sharded.
+      prefill_manager: For prefill.
+      prefill_params: The weights, sharded for prefill.
+      shape: What the model stores in a cache.
+      kind: Of the slots' caches.
+      options: Of that kind.
+      slots: Sequences that are decoded together.
+      capacity: Rows per slot.
+      prefill_rows: Prompts that are read together.
+      chunk: Tokens of a prompt that are read in one step.
     """
 
     model: Model
@@ -62,119 +65,125 @@ class Plan:
     chunk: int
 
     def under(self, mode: str) -> contextlib.AbstractContextManager[Any]:
-        """Return the manager of a mode, to be entered.
+        """Return the manager of a mode as a context manager.
 
         Raises:
-          ServingError: there is none, and the caller is under one, which would move everything onto its mesh.
+          ServingError: The engine has none, but the caller is under one, which would move all arrays to
+            its mesh.
         """
         manager = self.prefill_manager if mode == MODE_PREFILL else self.manager
         if manager is None and context.current() is not None:
-            fix = "make the engine under the manager, or with manager=, or call it outside"
             raise ServingError(
-                "the engine was made without a manager, and is called under one",
+                "the engine was created without a manager, and is called under one",
                 path="manager",
-                fix=fix,
+                fix="create the engine under the manager, or with manager=, or call it outside",
             )
         return contextlib.nullcontext() if manager is None else manager.for_mode(mode)
 
-    def make_rows(self) -> Caches:
-        """Make the caches of the prefill batch. Pages are for slots: a prompt is read into rows."""
+    def create_rows(self) -> Caches:
+        """Create the caches of the prefill batch. With paged slots too, prompts are read into dense rows."""
         kind, options = ("dense", {}) if self.kind == "paged" else (self.kind, self.options)
-        with self.under(MODE_PREFILL), _named("prefill_rows", self.prefill_rows):
-            return steps.make_caches(
+        with self.under(MODE_PREFILL), _naming("prefill_rows", self.prefill_rows):
+            return steps.create_caches(
                 kind, self.shape, batch=self.prefill_rows, capacity=self.capacity, options=options
             )
 
-    def make_slots(self) -> Slots:
-        """Make the slots."""
-        with self.under(MODE_DECODE), _named("slots", self.slots):
-            return steps.make_slots(
-                steps.make_caches(
-                    self.kind,
-                    self.shape,
-                    batch=self.slots,
-                    capacity=self.capacity,
-                    options=self.options,
-                )
+    def create_slots(self) -> Slots:
+        """Create the slots."""
+        with self.under(MODE_DECODE), _naming("slots", self.slots):
+            caches = steps.create_caches(
+                self.kind,
+                self.shape,
+                batch=self.slots,
+                capacity=self.capacity,
+                options=self.options,
             )
+            return steps.create_slots(caches)
 
 
-class Board:
-    """The arrays.
+class Arrays:
+    """The arrays of an engine. Every call replaces those that it changes.
 
     Attributes:
-      rows: caches of the prefill batch, one per layer.
-      slots: what decoding carries.
+      rows: Caches of the prefill batch, one per layer.
+      slots: What decoding carries from step to step.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self.rows = plan.make_rows()
-        self.slots = plan.make_slots()
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self.rows = setup.create_rows()
+        self.slots = setup.create_slots()
 
     def prefill(self, chunks: Mapping[int, Sequence[int]], sampling: Mapping[int, Sampling]) -> Any:
-        """Read chunks of prompts by row; return `[rows]` tokens that would follow."""
-        plan = self._plan
-        tokens, counts = (
-            np.zeros((plan.prefill_rows, plan.chunk), np.int32),
-            np.zeros(plan.prefill_rows, np.int32),
-        )
+        """Read chunks of prompts.
+
+        Args:
+          chunks: Tokens by row of the prefill batch.
+          sampling: By row.
+
+        Returns:
+          `[rows]` int32, the token that would follow each chunk, or a code such as `steps.NO_NUMBER`.
+        """
+        setup = self._setup
+        tokens = np.zeros((setup.prefill_rows, setup.chunk), np.int32)
+        counts = np.zeros(setup.prefill_rows, np.int32)
         for row, chunk in chunks.items():
             tokens[row, : len(chunk)] = chunk
             counts[row] = len(chunk)
-        with plan.under(MODE_PREFILL):
-            self.rows, found = _prefill(
-                plan.model,
+        with setup.under(MODE_PREFILL):
+            self.rows, following = _prefill(
+                setup.model,
                 self.rows,
-                plan.prefill_params,
+                setup.prefill_params,
                 tokens,
                 counts,
-                draws(plan.prefill_rows, sampling),
+                first_draws(setup.prefill_rows, sampling),
             )
-        return found
+        return following
 
     def insert(
         self, into: Mapping[int, int], first: Mapping[int, int], sampling: Mapping[int, Sampling]
     ) -> Any:
-        """Move rows into slots; return `[rows]` codes of `Refusal`.
+        """Copy rows of the prefill batch into slots.
 
         Args:
-          into: slot by row.
-          first: first token by row.
-          sampling: by row.
+          into: Slot by row.
+          first: First generated token by row.
+          sampling: By row.
+
+        Returns:
+          `[rows]` codes of `Refusal`.
         """
-        plan = self._plan
-        slots, tokens = (
-            np.full(plan.prefill_rows, plan.slots, np.int32),
-            np.zeros(plan.prefill_rows, np.int32),
-        )
+        setup = self._setup
+        slots = np.full(setup.prefill_rows, setup.slots, np.int32)
+        tokens = np.zeros(setup.prefill_rows, np.int32)
         for row, slot in into.items():
             slots[row], tokens[row] = slot, first[row]
-        source = self._moved()
-        with plan.under(MODE_INSERT):
+        source = self._rows_for_insert()
+        with setup.under(MODE_INSERT):
             self.slots, refused = _insert(
-                self.slots, source, slots, tokens, draws(plan.prefill_rows, sampling)
+                self.slots, source, slots, tokens, first_draws(setup.prefill_rows, sampling)
             )
         return refused
 
     def decode(self) -> Any:
-        """Give every active slot its next token; return `[slots]` of them."""
-        with self._plan.under(MODE_DECODE):
-            self.slots, tokens = _decode(self._plan.model, self.slots, self._plan.params)
+        """Give every active slot its next token; return `[slots]` int32."""
+        with self._setup.under(MODE_DECODE):
+            self.slots, tokens = _decode(self._setup.model, self.slots, self._setup.params)
         return tokens
 
     def clear_rows(self, rows: Sequence[int]) -> None:
         """Empty rows of the prefill batch."""
-        with self._plan.under(MODE_PREFILL):
-            self.rows = _clear(self.rows, _padded(rows, self._plan.prefill_rows))
+        with self._setup.under(MODE_PREFILL):
+            self.rows = _clear(self.rows, _padded(rows, self._setup.prefill_rows))
 
     def clear_slots(self, slots: Sequence[int]) -> None:
         """Empty slots."""
-        with self._plan.under(MODE_DECODE):
-            self.slots = _clear_slots(self.slots, _padded(slots, self._plan.slots))
+        with self._setup.under(MODE_DECODE):
+            self.slots = _clear_slots(self.slots, _padded(slots, self._setup.slots))
 
     def compile(self) -> None:
-        """Run everything once, on nothing: no row and no slot changes."""
+        """Run every compiled function once, on no rows and no slots, so that nothing changes."""
         self.prefill({}, {})
         self.insert({}, {}, {})
         self.decode()
@@ -182,66 +191,64 @@ class Board:
         self.clear_slots(())
 
     def renew(self, part: str) -> None:
-        """Make empty "rows" or "slots" in the place of what is there."""
+        """Replace "rows" or "slots" by empty ones."""
         if part == "rows":
-            self.rows = self._plan.make_rows()
+            self.rows = self._setup.create_rows()
         else:
-            self.slots = self._plan.make_slots()
+            self.slots = self._setup.create_slots()
 
     def size(self, part: str) -> int:
-        """Return how many "rows" or "slots" there are."""
-        return self._plan.prefill_rows if part == "rows" else self._plan.slots
+        """Return the number of "rows" or "slots"."""
+        return self._setup.prefill_rows if part == "rows" else self._setup.slots
 
-    def weights_are_gone(self) -> bool:
-        """Tell whether somebody has deleted arrays of the weights, or donated them to another function."""
-        return is_gone((self._plan.params, self._plan.prefill_params))
+    def weights_are_deleted(self) -> bool:
+        """Tell whether arrays of the weights were deleted, or donated to another function."""
+        return is_deleted((self._setup.params, self._setup.prefill_params))
 
     def vocabulary(self) -> int:
-        """Return the number of tokens that the model tells apart, without running it.
+        """Return the number of tokens that the model has logits for, without running it.
 
         Raises:
-          ServingError: the model does not return what `Model` says, or does not look at `valid`.
+          ServingError: The model does not return what `Model` says, or does not use `valid`.
         """
-        plan = self._plan
-        tokens, valid = np.zeros((plan.slots, 1), np.int32), np.zeros((plan.slots, 1), bool)
-        with plan.under(MODE_DECODE):
-            read = jax.make_jaxpr(functools.partial(steps.read, plan.model), return_shape=True)
-            traced, (logits, _) = read(plan.params, tokens, self.slots.caches, valid)
-        if not any(
-            one is traced.jaxpr.invars[-1]
-            for equation in traced.jaxpr.eqns
-            for one in equation.invars
-        ):
-            what = "the model does not look at valid, so what is no token would fill its caches"
+        setup = self._setup
+        tokens, valid = np.zeros((setup.slots, 1), np.int32), np.zeros((setup.slots, 1), bool)
+        with setup.under(MODE_DECODE):
+            read = jax.make_jaxpr(functools.partial(steps.read, setup.model), return_shape=True)
+            traced, (logits, _) = read(setup.params, tokens, self.slots.caches, valid)
+        used = (variable for equation in traced.jaxpr.eqns for variable in equation.invars)
+        if not any(variable is traced.jaxpr.invars[-1] for variable in used):
             raise ServingError(
-                what, path="model", fix="pass it on: append_and_attend(..., valid=valid)"
+                "the model does not use valid, so padding would fill its caches",
+                path="model",
+                fix="pass it on: append_and_attend(..., valid=valid)",
             )
         return int(logits.shape[2])
 
-    def _moved(self) -> Caches:
-        """Return the prefill batch where insert wants it."""
-        plan = self._plan
+    def _rows_for_insert(self) -> Caches:
+        """Return the caches of the prefill batch on the mesh of the slots."""
+        setup = self._setup
         if (
-            plan.manager is None
-            or plan.prefill_manager is None
-            or plan.manager.mesh == plan.prefill_manager.mesh
+            setup.manager is None
+            or setup.prefill_manager is None
+            or setup.manager.mesh == setup.prefill_manager.mesh
         ):
             return self.rows
-        there = plan.manager.for_mode(MODE_PREFILL)
+        target = setup.manager.for_mode(MODE_PREFILL)
         return tuple(
-            jax.device_put(cache, there.shardings(cache, cache.axes(), role="activation"))
+            jax.device_put(cache, target.shardings(cache, cache.axes(), role="activation"))
             for cache in self.rows
         )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What the arrays say is held, read from the devices: for tests and for people who look for leaks.
+    """What the caches hold, read from the devices: for tests, and to look for leaks.
 
     Attributes:
-      row_lengths: tokens of each row of the prefill batch, the most of any layer.
-      slot_lengths: likewise of each slot.
-      pages: pages that are referred to, the most of any layer; 0 for a cache without pages.
+      row_lengths: Tokens of each row of the prefill batch, the maximum over layers.
+      slot_lengths: Likewise of each slot.
+      pages: Pages in use, the maximum over layers. 0 unless the cache is paged.
     """
 
     row_lengths: tuple[int, ...]
@@ -249,36 +256,37 @@ class Held:
     pages: int
 
 
-def read_held(board: Board) -> Held:
-    """Return what is held."""
-    paged = [cache for cache in board.slots.caches if isinstance(cache, PagedCache)]
+def read_held(arrays: Arrays) -> Held:
+    """Return what the caches hold."""
+    paged = [cache for cache in arrays.slots.caches if isinstance(cache, PagedCache)]
     return Held(
-        row_lengths=_lengths(board.rows),
-        slot_lengths=_lengths(board.slots.caches),
+        row_lengths=_lengths(arrays.rows),
+        slot_lengths=_lengths(arrays.slots.caches),
         pages=max(
             (int(np.count_nonzero(np.asarray(cache.references))) for cache in paged), default=0
         ),
     )
 
 
-def _lengths(held: Caches) -> tuple[int, ...]:
+def _lengths(caches: Caches) -> tuple[int, ...]:
     return tuple(
-        int(length) for length in np.max([np.asarray(cache.length) for cache in held], axis=0)
+        int(length) for length in np.max([np.asarray(cache.length) for cache in caches], axis=0)
     )
 
 
 def _padded(numbers: Sequence[int], size: int) -> np.ndarray:
+    """Return numbers of rows or slots, padded with `size`, which names none."""
     return np.asarray([*numbers, *[size] * (size - len(numbers))], np.int32)
 
 
-def is_gone(tree: Any) -> bool:
-    """Tell whether arrays of a tree were deleted, as a compiled function does with arrays that are donated to it."""
+def is_deleted(tree: Any) -> bool:
+    """Tell whether arrays of a tree were deleted, as happens to arrays that are donated."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
 
 
 @contextlib.contextmanager
-def _named(argument: str, size: int) -> Iterator[None]:
-    """Say of a batch that does not divide which argument of the engine it is, and what would divide."""
+def _naming(argument: str, size: int) -> Iterator[None]:
+    """If the batch of a cache does not divide over the mesh, name the engine's argument in the error."""
     try:
         yield
     except ShardingError as error:

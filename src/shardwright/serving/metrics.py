@@ -1,4 +1,4 @@
-"""What an engine has done, and how long it took: counts and percentiles."""
+"""Counts and times of an engine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from shardwright.resolution.tables import table
 from shardwright.serving.request import Finish
 
-# Of each kind of time, the latest so many are kept: an engine may run for months.
+# The number of samples kept of each time, the latest ones. An engine may run for months.
 KEPT = 10_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """Seconds that half, 90 % and 99 % of the samples do not exceed."""
+    """Seconds that 50 %, 90 % and 99 % of the samples do not exceed."""
 
     p50: float
     p90: float
@@ -25,22 +25,22 @@ class Percentiles:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What an engine has done since it was made.
+    """Counts and times of an engine since it was created.
 
     Attributes:
-      requests: that were taken on; those that were turned away do not count.
-      refused: that could never fit, or came while the queue was full.
-      finished: how many ended, by why.
-      prompt_tokens: that were read.
-      new_tokens: that were written.
-      prefill_steps: chunks of the prefill batch that were read.
-      decode_steps: steps of all slots.
-      slots: that there are.
-      slots_in_use: mean over the decode steps.
-      busy: seconds within `step`.
-      tokens_per_second: new tokens by busy second.
-      first_token: seconds from `submit` to the first token, waiting included; None before there is one.
-      per_token: seconds from one token of a request to its next; likewise.
+      requests: Requests accepted.
+      refused: Requests refused, because they could never fit or the queue was full.
+      finished: Requests ended, by the reason (`Finish`).
+      prompt_tokens: Prompt tokens read.
+      new_tokens: Tokens written.
+      prefill_steps: Chunks of the prefill batch.
+      decode_steps: Decode steps of all slots.
+      slots: Number of slots.
+      slots_in_use: Mean over the decode steps.
+      busy: Seconds within `step`.
+      tokens_per_second: New tokens divided by `busy`.
+      first_token: Seconds from `submit` to the first token, including the wait. None without samples.
+      per_token: Seconds from one token of a request to the next. None without samples.
     """
 
     requests: int
@@ -63,19 +63,20 @@ class Report:
 
     def __str__(self) -> str:
         ended = (
-            ", ".join(f"{count} {why}" for why, count in self.finished.items() if count) or "none"
+            ", ".join(f"{count} {reason}" for reason, count in self.finished.items() if count)
+            or "none"
+        )
+        steps = (
+            f"{self.prefill_steps} chunks, {self.new_tokens} written in {self.decode_steps} steps"
         )
         rows = [
-            ("requests", f"{self.requests} taken on, {self.refused} refused"),
+            ("requests", f"{self.requests} accepted, {self.refused} refused"),
             ("ended", ended),
-            (
-                "tokens",
-                f"{self.prompt_tokens} read in {self.prefill_steps} chunks, {self.new_tokens} written in {self.decode_steps} steps",
-            ),
+            ("tokens", f"{self.prompt_tokens} read in {steps}"),
             ("slots in use", f"{self.slots_in_use:.1f} of {self.slots}"),
             ("speed", f"{self.tokens_per_second:.0f} tokens/s over {self.busy:.2f} s"),
-            ("first token", _said(self.first_token)),
-            ("per token", _said(self.per_token)),
+            ("first token", _percentiles_text(self.first_token)),
+            ("per token", _percentiles_text(self.per_token)),
         ]
         return "\n".join(table(rows))
 
@@ -89,23 +90,23 @@ class Meter:
         self._begun: set[int] = set()
         self._first: collections.deque[float] = collections.deque(maxlen=KEPT)
         self._gaps: collections.deque[float] = collections.deque(maxlen=KEPT)
-        self.requests = self.refused = self.prompt_tokens = self.new_tokens = self.prefill_steps = (
-            self.decode_steps
-        ) = self.slot_steps = 0
+        self.requests = self.refused = 0
+        self.prompt_tokens = self.new_tokens = 0
+        self.prefill_steps = self.decode_steps = self.slot_steps = 0
         self.finished = dict.fromkeys(Finish, 0)
         self.busy = 0.0
 
     def now(self) -> float:
-        """Return the time in seconds, from anywhere."""
+        """Return the time in seconds, from an arbitrary origin."""
         return self._clock()
 
     def submitted(self, number: int) -> None:
-        """Note that a request was taken on."""
+        """Count an accepted request."""
         self.requests += 1
         self._since[number] = self._clock()
 
     def wrote(self, number: int) -> None:
-        """Note that a request has got a token."""
+        """Count a token of a request."""
         now = self._clock()
         (self._gaps if number in self._begun else self._first).append(now - self._since[number])
         self._begun.add(number)
@@ -113,17 +114,17 @@ class Meter:
         self.new_tokens += 1
 
     def ended(self, number: int, finish: Finish) -> None:
-        """Note that a request has ended."""
+        """Count the end of a request."""
         self._since.pop(number, None)
         self._begun.discard(number)
         self.finished[finish] += 1
 
     def report(self, slots: int) -> Report:
-        """Return what was counted, for an engine of so many slots."""
+        """Return the counts and times, for an engine with this many slots."""
         return Report(
             requests=self.requests,
             refused=self.refused,
-            finished={str(why): count for why, count in self.finished.items()},
+            finished={str(finish): count for finish, count in self.finished.items()},
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
             prefill_steps=self.prefill_steps,
@@ -138,7 +139,7 @@ class Meter:
 
 
 def percentiles(samples: Sequence[float]) -> Percentiles | None:
-    """Return the smallest samples that so many do not exceed, or None without samples."""
+    """Return percentiles, each of which is a sample; None without samples."""
     if not samples:
         return None
     ordered = sorted(samples)
@@ -146,9 +147,9 @@ def percentiles(samples: Sequence[float]) -> Percentiles | None:
     return Percentiles(p50=p50, p90=p90, p99=p99)
 
 
-def _said(found: Percentiles | None) -> str:
-    if found is None:
+def _percentiles_text(given: Percentiles | None) -> str:
+    if given is None:
         return "none"
     return ", ".join(
-        f"{name} {getattr(found, name) * 1e3:.1f} ms" for name in ("p50", "p90", "p99")
+        f"{name} {getattr(given, name) * 1e3:.1f} ms" for name in ("p50", "p90", "p99")
     )

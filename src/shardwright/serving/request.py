@@ -1,4 +1,4 @@
-"""What a caller asks for, and what becomes of it. Values alone: no arrays, no devices."""
+"""What callers pass to an engine and get back: values without arrays or devices."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from shardwright.errors import Problem, ServingError, raise_problems
 from shardwright.vocabulary.integers import integer_problem
 
 MOST_SEED = 2**32 - 1
-# Of float32, in which tokens are drawn: the least normal number, and the largest.
+# Tokens are drawn in float32: its smallest normal number, and its largest one.
 LEAST_FLOAT, MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 MOST_TOKEN = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. Absent: the likeliest, always.
+    """How the next token is drawn. Defaults to the most likely token.
 
-    What is drawn depends on the logits, the seed and how many tokens the request has written, on nothing else.
+    A draw depends only on the logits, the seed and the number of tokens that the request has written.
 
     Attributes:
-      temperature: what logits are divided by; 0: the likeliest token, the lowest number among equals.
-      top_k: draw among so many of the likeliest; None: among all.
-      top_p: draw among the likeliest whose probabilities first sum to this or more; 1: among all.
-      seed: of the request, from 0 to 2**32 - 1.
+      temperature: Divides the logits. 0: the most likely token; among equals, the lowest number.
+      top_k: Draw from this many of the most likely tokens. None: from all.
+      top_p: Draw from the fewest most likely tokens whose probabilities sum to this or more. 1: from all.
+      seed: Of the request, from 0 to 2**32 - 1.
     """
 
     temperature: float = 0.0
@@ -41,7 +41,10 @@ class Sampling:
         if not _number(self.temperature) or not (
             self.temperature == 0 or LEAST_FLOAT <= self.temperature <= MOST_FLOAT
         ):
-            fix = f"pass 0 for the likeliest token, or a float from {LEAST_FLOAT:.3g} to {MOST_FLOAT:.3g}, what float32 holds"
+            fix = (
+                "pass 0 for the most likely token, or a float in the range of float32, from "
+                f"{LEAST_FLOAT:.3g} to {MOST_FLOAT:.3g}"
+            )
             problems.append(_problem("temperature", self.temperature, fix))
         if self.top_k is not None:
             problems += _read(
@@ -55,15 +58,15 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt, and how to go on after it.
+    """A prompt, and how to continue it.
 
     Attributes:
-      prompt: token numbers, at least one.
-      max_new_tokens: tokens to write at most; those of a stop sequence count.
-      sampling: how they are drawn.
-      stop: tokens, and sequences of tokens, that end the text; they do not become part of it.
-      on_token: called with each token as soon as it can no longer be part of a stop sequence. What it raises fails this
-        request and no other.
+      prompt: Token numbers, at least one.
+      max_new_tokens: Maximum number of tokens to write, including those of a stop sequence.
+      sampling: How tokens are drawn.
+      stop: Tokens, or sequences of tokens, that end the text. They are not part of it.
+      on_token: Called with each token, as soon as the token cannot be part of a stop sequence any more.
+        An exception that it raises fails this request and no other.
     """
 
     prompt: Sequence[int]
@@ -101,8 +104,15 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """The rows of a cache that it may need: the last token written is never read."""
+        """Rows of a cache that the request may need. The last token is not written to the cache."""
         return len(self.prompt) + self.max_new_tokens - 1
+
+    @property
+    def stop_sequences(self) -> tuple[tuple[int, ...], ...]:
+        """`stop`, with every entry as a sequence."""
+        return tuple(
+            tuple(entry) if isinstance(entry, Sequence) else (entry,) for entry in self.stop
+        )
 
 
 class Finish(enum.StrEnum):
@@ -116,12 +126,12 @@ class Finish(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A request that has ended.
+    """How a request ended.
 
     Attributes:
-      tokens: what was written, without the stop sequence that ended it.
-      finish: why it ended.
-      error: what made it fail, or None.
+      tokens: The text, without the stop sequence that ended it.
+      finish: Why it ended.
+      error: The error that made it fail, or None.
     """
 
     tokens: tuple[int, ...]
@@ -130,31 +140,31 @@ class Completion:
 
 
 def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:
-    """Return token numbers as a tuple of ints; note what is wrong with them."""
-    fix = "pass token numbers, whole and not negative, as the tokenizer gives them"
+    """Return token numbers as a tuple of ints, and add what is wrong with them to `problems`."""
+    fix = "pass token numbers, which are non-negative integers, as the tokenizer returns them"
     if isinstance(given, (str, dict, set)):
         problems.append(_problem(name, given, fix))
         return ()
     try:
-        listed = list(given)
+        values = list(given)
         # Unlike a size, a token may also be a 0-d array: tokens are data that a program computed.
-        tokens = tuple(-1 if isinstance(token, bool) else operator.index(token) for token in listed)
+        tokens = tuple(-1 if isinstance(token, bool) else operator.index(token) for token in values)
     except TypeError:
         problems.append(_problem(name, given, fix))
         return ()
     wrong = next((at for at, token in enumerate(tokens) if not 0 <= token <= MOST_TOKEN), None)
     if wrong is not None:
-        what = f"token {wrong} is {listed[wrong]!r}"
+        what = f"token {wrong} is {values[wrong]!r}"
         problems.append(Problem(error=ServingError, what=what, path=name, fix=fix))
     if not tokens:
         problems.append(
-            Problem(error=ServingError, what="no tokens", path=name, fix="pass at least one")
+            Problem(error=ServingError, what="no tokens", path=name, fix="pass at least one token")
         )
     return tokens
 
 
 def _read(value: Any, name: str, **limits: Any) -> list[Problem]:
-    """Store an integer field of a frozen dataclass as a Python int; return what is wrong with it."""
+    """Store an integer field of a frozen dataclass as a Python int, and return what is wrong with it."""
     given = getattr(value, name)
     problem = integer_problem(name, given, error=ServingError, **limits)
     if problem is not None:

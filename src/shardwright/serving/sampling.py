@@ -1,4 +1,4 @@
-"""Draw the next tokens on the device, each request with a key of its own."""
+"""Draw the next tokens on the device, with one PRNG key per request."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shardwright.serving.request import MOST_TOKEN, Sampling
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Draw:
-    """How each sequence of a batch draws its next token. All are `[batch]`.
+    """How each sequence of a batch draws its next token. All arrays are `[batch]`.
 
     Attributes:
-      temperature: float32; 0: the likeliest.
+      temperature: float32; 0: the most likely token.
       top_k: int32.
       top_p: float32.
       seed: uint32.
-      index: int32, tokens that the sequence has written.
+      index: int32, number of tokens that the sequence has written.
     """
 
     temperature: jax.Array
@@ -33,44 +33,53 @@ class Draw:
     index: jax.Array
 
 
-def draws(batch: int, sampling: Mapping[int, Sampling]) -> Draw:
-    """Return, as NumPy arrays, how the sequences of a batch draw their first tokens; those that are not given: the likeliest."""
-    found = [sampling.get(at, Sampling()) for at in range(batch)]
+def first_draws(batch: int, sampling: Mapping[int, Sampling]) -> Draw:
+    """Return how the sequences of a batch draw their first tokens, as NumPy arrays.
+
+    Args:
+      batch: Number of sequences.
+      sampling: By sequence. The others draw the most likely token.
+    """
+    rows = [sampling.get(at, Sampling()) for at in range(batch)]
 
     def column(values: list[Any], dtype: Any) -> Any:
         return np.asarray(values, dtype)
 
     return Draw(
-        temperature=column([one.temperature for one in found], np.float32),
-        top_k=column([MOST_TOKEN if one.top_k is None else one.top_k for one in found], np.int32),
-        top_p=column([one.top_p for one in found], np.float32),
-        seed=column([one.seed for one in found], np.uint32),
+        temperature=column([row.temperature for row in rows], np.float32),
+        top_k=column([MOST_TOKEN if row.top_k is None else row.top_k for row in rows], np.int32),
+        top_p=column([row.top_p for row in rows], np.float32),
+        seed=column([row.seed for row in rows], np.uint32),
         index=column([0] * batch, np.int32),
     )
 
 
 def sample(logits: jax.Array, draw: Draw) -> jax.Array:
-    """Return the next tokens `[batch]` int32, each from its own logits alone; -1 where these are not numbers, or all are -inf.
+    """Draw the next tokens, each from its own logits alone.
 
-    A token is drawn by adding Gumbel noise to the logits (https://arxiv.org/abs/1611.01144, eq. 1). The noise comes from
-    `fold_in(key(seed), index)`, so it does not depend on what else is in the batch.
+    A token is the argmax of logits plus Gumbel noise (https://arxiv.org/abs/1611.01144, eq. 1). The noise
+    comes from `fold_in(key(seed), index)`, so it does not depend on the rest of the batch.
 
     Args:
       logits: `[batch, vocab]`.
-      draw: how.
+      draw: How each sequence draws.
+
+    Returns:
+      `[batch]` int32 tokens; -1 if a logit is not a number, or all are -inf.
     """
     logits = logits.astype(jnp.float32)
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # Sorting a vocabulary takes longer than the rest of a small model: not for a batch that only asks for the likeliest.
+    most_likely = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # Sorting a vocabulary takes longer than the rest of a small model. A batch that only needs the most
+    # likely tokens does not sort.
     tokens = jax.lax.cond(
-        jnp.any(draw.temperature > 0), lambda: jax.vmap(_draw)(logits, draw), lambda: likeliest
+        jnp.any(draw.temperature > 0), lambda: jax.vmap(_draw)(logits, draw), lambda: most_likely
     )
     most = jnp.max(logits, axis=-1)
-    return jnp.where(jnp.isfinite(most), jnp.where(draw.temperature > 0, tokens, likeliest), -1)
+    return jnp.where(jnp.isfinite(most), jnp.where(draw.temperature > 0, tokens, most_likely), -1)
 
 
 def _draw(logits: jax.Array, draw: Draw) -> jax.Array:
-    # From the likeliest on, which then stays 0: however small the temperature, its own quotient cannot overflow.
+    # Relative to the largest logit, which becomes 0: then it cannot overflow for a small temperature.
     scaled = (logits - jnp.max(logits)) / jnp.where(draw.temperature > 0, draw.temperature, 1.0)
     order = jnp.argsort(-scaled, stable=True)
     kept = keep(jax.nn.softmax(scaled[order]), top_k=draw.top_k, top_p=draw.top_p)
@@ -80,7 +89,14 @@ def _draw(logits: jax.Array, draw: Draw) -> jax.Array:
 
 
 def keep(chances: jax.Array, *, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Return `[vocab]` bool, which tokens may be drawn, given their chances from the likeliest down; the first always."""
+    """Return `[vocab]` bool: which tokens may be drawn. The first one always may.
+
+    Args:
+      chances: `[vocab]` probabilities, in descending order.
+      top_k: As in `Sampling`.
+      top_p: As in `Sampling`.
+    """
     rank = jnp.arange(chances.size)
-    # The first also below a top_p that float32 makes 0; and where top_p is 1, sums that round up to it cut nothing.
+    # float32 may round a small top_p to 0: the first token is kept anyway. For top_p = 1 nothing is cut,
+    # although sums may round up to 1 before the last token.
     return (rank < top_k) & ((rank == 0) | (top_p >= 1) | (jnp.cumsum(chances) - chances < top_p))

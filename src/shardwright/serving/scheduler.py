@@ -1,9 +1,9 @@
-"""Who gets which slot, and when: plain Python over values, the same with any device or none.
+"""Which request gets which slot, and when. Plain Python over values, without arrays and devices.
 
-A request waits in the queue until a slot, a row of the prefill batch and its pages are free; then it reads its prompt in
-chunks, in its row, and moves to its slot, where it writes a token per step. Slots and pages are reserved for the longest text
-that it may become, so that nothing ever runs out on the way. Requests are admitted in the order in which they came: one that
-has to wait is not overtaken.
+A request waits in the queue until a slot, a row of the prefill batch and its pages are free. Then its prompt
+is read in chunks, in that row. Then it moves to its slot, where it gets a token per step. Slots and pages are
+reserved for the longest text that it may have, so nothing can run out later. Requests are admitted in the
+order in which they came; none is overtaken.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Phase(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What there is to share.
+    """What requests share.
 
     Attributes:
-      slots: sequences that are decoded together.
-      capacity: rows of a slot; None for a ring, which keeps the latest of a text of any length.
-      prefill_rows: prompts that are read together.
-      chunk: tokens of a prompt that are read in one step.
-      queue: requests that may wait; one more is turned away.
-      pages: of the pool, or None for a cache without pages.
-      page_size: rows of a page.
+      slots: Sequences that are decoded together.
+      capacity: Rows of a slot. None for a ring, which holds the end of a text of any length.
+      prefill_rows: Prompts that are read together.
+      chunk: Tokens of a prompt that are read in one step.
+      queue: Requests that may wait. A request beyond them is refused.
+      pages: Pages of the pool. None unless the cache is paged.
+      page_size: Rows of a page.
     """
 
     slots: int
@@ -54,40 +54,43 @@ class Limits:
         return 0 if self.pages is None else -(-request.rows // self.page_size)
 
     def check(self, request: Request) -> None:
-        """Raise ServingError if a request does not fit even where it has everything for itself."""
-        said = f"{len(request.prompt)} tokens of prompt and {request.max_new_tokens} new ones need {request.rows} rows"
+        """Raise ServingError if a request does not fit, even alone."""
+        need = (
+            f"{len(request.prompt)} prompt tokens and {request.max_new_tokens} new tokens need "
+            f"{request.rows} rows"
+        )
         if self.capacity is not None and request.rows > self.capacity:
-            fix = 'shorten one of them, make the engine with more capacity, or take cache="sliding", which keeps a window'
             raise ServingError(
-                f"{said}, and a slot has {self.capacity}",
+                f"{need}, and a slot has {self.capacity}",
                 path="request",
                 size=request.rows,
-                fix=fix,
+                fix="shorten one of them, create the engine with more capacity, or use "
+                'cache="sliding", which keeps a window',
             )
         if self.pages is not None and self.pages_of(request) > self.pages:
-            what = f"{said}, {self.pages_of(request)} pages of {self.page_size}, and there are {self.pages} in all"
             raise ServingError(
-                what,
+                f"{need}, {self.pages_of(request)} pages of {self.page_size}, and the pool has "
+                f"{self.pages} pages",
                 path="request",
                 size=request.rows,
-                fix="shorten one of them, or make the engine with more pages",
+                fix="shorten one of them, or create the engine with more pages",
             )
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A request on its way.
+    """The state of a request.
 
     Attributes:
-      number: of the request, in the order in which they came.
-      request: what was asked for.
-      phase: where it is.
-      slot: reserved when it is admitted.
-      row: of the prefill batch, while it is prefilling.
-      read: tokens of the prompt that have been read.
-      written: every token drawn, those of stop sequences too.
-      text: those that may be handed out.
-      completion: once it has ended.
+      number: Of the request, in order of arrival.
+      request: The request.
+      phase: Where it is.
+      slot: Its slot, reserved from admission on.
+      row: Its row of the prefill batch, while its prompt is read.
+      read: Tokens of the prompt that were read.
+      written: Every token drawn, including those of stop sequences.
+      text: The tokens that may be handed out.
+      completion: How it ended, or None.
     """
 
     number: int
@@ -103,7 +106,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """The next part of a prompt, the job whose it is, and its row."""
+    """The next part of a prompt, with its job and its row of the prefill batch."""
 
     job: Job
     row: int
@@ -112,7 +115,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A job that has read its prompt, the row that it leaves and the slot that it takes."""
+    """A job whose prompt is completely read, with the row that it leaves and the slot that it gets."""
 
     job: Job
     row: int
@@ -122,15 +125,16 @@ class Move:
 class Scheduler:
     """The queue, the prefill rows, the slots and the pages.
 
-    A slot or row that a job leaves is not given to another before `clean` says that the device has emptied it.
+    A slot or row that a job has left is "dirty" until `clean` is called, after the device has emptied it. Only
+    then may another job have it.
 
     Attributes:
-      limits: what there is.
-      queue: jobs that wait, first come first.
-      rows: jobs by row of the prefill batch.
-      slots: jobs by slot, from admission on.
-      dirty_rows: rows that were left and are not emptied yet.
-      dirty_slots: likewise slots; with the pages that were reserved for each.
+      limits: What jobs share.
+      queue: Waiting jobs, in order of arrival.
+      rows: Jobs by row of the prefill batch.
+      slots: Jobs by slot, from admission on.
+      dirty_rows: Rows to empty.
+      dirty_slots: Slots to empty, with the number of pages reserved for each.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -144,11 +148,9 @@ class Scheduler:
 
     @property
     def free_pages(self) -> int:
-        """Pages that are reserved for no one."""
-        reserved = sum(self.limits.pages_of(job.request) for job in self.slots.values()) + sum(
-            self.dirty_slots.values()
-        )
-        return (self.limits.pages or 0) - reserved
+        """Pages that are not reserved."""
+        reserved = sum(self.limits.pages_of(job.request) for job in self.slots.values())
+        return (self.limits.pages or 0) - reserved - sum(self.dirty_slots.values())
 
     @property
     def idle(self) -> bool:
@@ -156,24 +158,24 @@ class Scheduler:
         return not (self.queue or self.slots or self.dirty_rows or self.dirty_slots)
 
     def submit(self, job: Job) -> None:
-        """Let a job wait for its turn.
+        """Put a job into the queue.
 
         Raises:
-          ServingError: it would wait for ever.
-          QueueFullError: too many wait already.
+          ServingError: It would wait forever.
+          QueueFullError: The queue is full.
         """
         self.limits.check(job.request)
         if len(self.queue) >= self.limits.queue:
-            fix = "call step() and submit it again, or make the engine with a longer queue"
             raise QueueFullError(
-                f"{len(self.queue)} requests wait, and the queue holds {self.limits.queue}",
+                f"the queue is full: {len(self.queue)} requests wait, of at most "
+                f"{self.limits.queue}",
                 path="queue",
-                fix=fix,
+                fix="call step() and submit it again, or create the engine with a longer queue",
             )
         self.queue.append(job)
 
     def admit(self) -> list[Job]:
-        """Give a row, a slot and pages to those that wait, as long as the first one can have all three; return them."""
+        """Give waiting jobs a row, a slot and pages, until the first job lacks one of them; return those admitted."""
         admitted = []
         while self.queue:
             row, slot = self._free_row(), self._free_slot()
@@ -190,7 +192,7 @@ class Scheduler:
         return admitted
 
     def chunks(self) -> list[Chunk]:
-        """Return the next part of every prompt that is not read to its end."""
+        """Return the next chunk of every prompt that is not completely read."""
         waiting = (
             (row, job)
             for row, job in sorted(self.rows.items())
@@ -204,12 +206,12 @@ class Scheduler:
         ]
 
     def advance(self, chunks: Sequence[Chunk]) -> None:
-        """Note that parts of prompts have been read."""
+        """Record that chunks were read."""
         for chunk in chunks:
             chunk.job.read += len(chunk.tokens)
 
     def ready(self) -> list[Move]:
-        """Return the jobs that have read their prompts, and have yet to move to their slots."""
+        """Return the jobs whose prompts are completely read and that are not in their slots yet."""
         slots = {id(job): slot for slot, job in self.slots.items()}
         done = (
             (row, job)
@@ -219,32 +221,32 @@ class Scheduler:
         return [Move(job=job, row=row, slot=slots[id(job)]) for row, job in done]
 
     def move(self, jobs: Sequence[Job]) -> None:
-        """Note that jobs are in their slots now; their rows wait to be emptied."""
+        """Record that jobs are in their slots; their rows become dirty."""
         for job in jobs:
             job.phase = Phase.DECODING
             self._leave_row(job)
 
     def decoding(self) -> dict[int, Job]:
-        """Return the jobs that write, by slot."""
+        """Return the jobs that are decoding, by slot."""
         return {
             slot: job for slot, job in sorted(self.slots.items()) if job.phase is Phase.DECODING
         }
 
     def write(self, job: Job, token: int) -> list[int]:
-        """Add a token to a job's text, end the job if that is its last, and return the tokens that may be handed out now."""
+        """Add a token to a job, end the job if it was the last one, and return the tokens to hand out now."""
         job.written.append(token)
-        stop = [one for one in job.request.stop if isinstance(one, Sequence)]
+        stop = job.request.stop_sequences
         length = stopped_by(job.written, stop)
         done = length > 0 or len(job.written) == job.request.max_new_tokens
-        held = length or (0 if done else may_begin(job.written, stop))
-        fresh = job.written[len(job.text) : len(job.written) - held]
-        job.text += fresh
+        withheld = length or (0 if done else may_begin(job.written, stop))
+        new = job.written[len(job.text) : len(job.written) - withheld]
+        job.text += new
         if done:
             self.end(job, Finish.STOP if length else Finish.LENGTH)
-        return fresh
+        return new
 
     def end(self, job: Job, finish: Finish, error: Exception | None = None) -> None:
-        """End a job, wherever it is. What it has is free once the device has emptied it; ending it twice changes nothing."""
+        """End a job in any phase. Its row and its slot become dirty. A second end changes nothing."""
         if job.phase is Phase.DONE:
             return
         if job.phase is Phase.QUEUED and job in self.queue:
@@ -259,26 +261,26 @@ class Scheduler:
         self._ended.append(job)
 
     def fail(self, job: Job, error: Exception) -> None:
-        """End a job with an error, also one that has just ended well."""
+        """End a job with an error, even if it has just ended without one."""
         self.end(job, Finish.FAILED, error)
         job.completion = Completion(tokens=tuple(job.text), finish=Finish.FAILED, error=error)
 
     def jobs(self) -> list[Job]:
-        """Return every job that has not ended: those that wait, then those that have a slot."""
+        """Return every job that has not ended: those in the queue, then those with a slot."""
         return [*self.queue, *self.slots.values()]
 
     def holding(self, part: str) -> list[Job]:
-        """Return the jobs that have something in the "rows" of the prefill batch, or in "slots"."""
+        """Return the jobs that have tokens in "rows" (of the prefill batch), or in "slots"."""
         return list((self.rows if part == "rows" else self.decoding()).values())
 
     def take_ended(self) -> list[tuple[Job, Finish]]:
-        """Return the jobs that have ended since it was asked last, and why."""
+        """Return the jobs that have ended since the last call, and why."""
         ended = [(job, job.completion.finish) for job in self._ended if job.completion is not None]
         self._ended.clear()
         return ended
 
     def clean(self, *, rows: Sequence[int] = (), slots: Sequence[int] = ()) -> None:
-        """Note that the device has emptied rows and slots."""
+        """Record that the device has emptied rows and slots."""
         self.dirty_rows.difference_update(rows)
         for slot in slots:
             self.dirty_slots.pop(slot, None)

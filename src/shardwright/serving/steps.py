@@ -1,7 +1,8 @@
-"""What runs on devices: five functions to be compiled, with the caches donated, and the arrays that they pass on.
+"""What runs on devices: five functions that are compiled, with the caches donated, and the arrays that they return.
 
-Prefill reads a chunk of every prompt in a cache of its own, insert moves those that are read into slots, decode gives every
-active slot its next token, clear empties rows or slots. None depends on how many sequences there are: nothing is compiled twice.
+`prefill` reads a chunk of every prompt into a cache of its own. `insert` copies prompts that are completely
+read into slots. `decode` gives every active slot its next token. `clear` and `clear_slots` empty rows and
+slots. No shape depends on the number of sequences, so nothing is compiled twice.
 """
 
 from __future__ import annotations
@@ -22,37 +23,38 @@ from shardwright.serving.sampling import Draw, sample
 from shardwright.vocabulary.axes import BATCH, EMPTY
 
 Caches = tuple[KVCache, ...]
-# What stands for a token where there is none: the logits are not numbers; a cache took nothing of what it was given, or other than that.
+# Returned instead of a token: the logits are not numbers; a cache refused the tokens; a cache grew by
+# another number of tokens.
 NO_NUMBER, REFUSED, MISCOUNTED = -1, -2, -3
 
 
 class Model(Protocol):
-    """What is served: reads tokens after those that the caches hold, and puts theirs in."""
+    """A model: reads tokens that follow those in the caches, and appends theirs."""
 
     def __call__(
         self, params: Any, tokens: jax.Array, caches: Any, valid: jax.Array, /
     ) -> tuple[jax.Array, Sequence[KVCache]]:
-        """Return logits `[batch, q_length, vocab]` and the caches with the tokens' keys and values in them.
+        """Return logits `[batch, q_length, vocab]`, and the caches after the tokens.
 
         Args:
-          params: weights.
+          params: Weights.
           tokens: `[batch, q_length]` int32.
-          caches: one per layer.
+          caches: One per layer.
           valid: `[batch, q_length]` bool, which are tokens; the others are padding.
         """
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What a model keeps of a token.
+    """What a model stores in a cache for a token.
 
     Attributes:
-      layers: caches, one per layer.
-      kv_heads: heads of keys and values.
-      head_dim: size of a key.
-      v_dim: size of a value; None: `head_dim`.
-      dtype: of keys and values as the model makes them.
-      window: positions that attention sees; None for all.
+      layers: Number of layers; each has a cache.
+      kv_heads: Heads of keys and values.
+      head_dim: Size of a key.
+      v_dim: Size of a value. None: `head_dim`.
+      dtype: Of keys and values, as the model computes them.
+      window: Positions that attention sees. None: all.
     """
 
     layers: int
@@ -69,10 +71,10 @@ class Slots:
     """What decoding carries from step to step.
 
     Attributes:
-      caches: one per layer.
-      last: `[slots]` int32, the token that each has just been given.
-      active: `[slots]` bool, which hold a sequence; the same everywhere.
-      draw: how each draws; the same everywhere.
+      caches: One per layer.
+      last: `[slots]` int32, the latest token of each slot.
+      active: `[slots]` bool, which hold a sequence; replicated.
+      draw: How each draws its next token; replicated.
     """
 
     caches: Caches
@@ -81,10 +83,10 @@ class Slots:
     draw: Draw
 
 
-def make_caches(
+def create_caches(
     kind: str, shape: CacheShape, *, batch: int, capacity: int | None, options: Mapping[str, Any]
 ) -> Caches:
-    """Make an empty cache for every layer, under the ambient manager."""
+    """Create an empty cache for every layer, sharded by the ambient manager."""
     sizes = {
         "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
@@ -98,13 +100,14 @@ def make_caches(
     )
 
 
-def make_slots(held: Caches) -> Slots:
-    """Return slots without sequences, around empty caches."""
-    last, active, draw = _born(held[0].batch, held[0].spec.mode)
-    return Slots(caches=held, last=last, active=active, draw=draw)
+def create_slots(caches: Caches) -> Slots:
+    """Return slots without sequences, with empty caches."""
+    last, active, draw = _empty_slots(caches[0].batch, caches[0].spec.mode)
+    return Slots(caches=caches, last=last, active=active, draw=draw)
 
 
-def _nothing(batch: int, mode: str | None) -> tuple[jax.Array, jax.Array, Draw]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _empty_slots(batch: int, mode: str | None) -> tuple[jax.Array, jax.Array, Draw]:
     zeros, ones = jnp.zeros(batch, jnp.int32), jnp.ones(batch)
     draw = Draw(
         temperature=jnp.zeros(batch),
@@ -113,179 +116,186 @@ def _nothing(batch: int, mode: str | None) -> tuple[jax.Array, jax.Array, Draw]:
         seed=zeros.astype(jnp.uint32),
         index=zeros,
     )
-    return _by_slot(zeros, mode), *_everywhere((zeros.astype(bool), draw), mode)
-
-
-_born = jax.jit(_nothing, static_argnums=(0, 1))
+    return _by_slot(zeros, mode), *_replicated((zeros.astype(bool), draw), mode)
 
 
 def read(
-    model: Model, params: Any, tokens: Any, held: Caches, valid: Any
+    model: Model, params: Any, tokens: Any, caches: Caches, valid: Any
 ) -> tuple[jax.Array, Caches]:
-    """Return what a model does: logits `[batch, q_length, vocab]`, and the caches.
+    """Call the model; return logits `[batch, q_length, vocab]` and the caches after the tokens.
 
     Raises:
-      ServingError: it does not return what `Model` says.
+      ServingError: It does not return what `Model` says.
     """
-    found: Any = model(params, tokens, held, valid)
-    fix = "return (logits [batch, q_length, vocab], one cache per layer, as append_and_attend gives them)"
-    shapes = (
-        [getattr(part, "shape", None) for part in found]
-        if isinstance(found, tuple) and len(found) == 2
-        else [None]
-    )
-    if (
-        shapes[0] is None
-        or len(shapes[0]) != 3
-        or shapes[0][:2] != tokens.shape
-        or not shapes[0][2]
-    ):
-        said = type(found).__name__ if shapes[0] is None else shapes[0]
+    returned: Any = model(params, tokens, caches, valid)
+    logits, new = _check_pair(returned, tokens)
+    _check_caches(new, caches)
+    return logits, tuple(new)
+
+
+_RETURN = (
+    "return (logits [batch, q_length, vocab], one cache per layer, as append_and_attend gives them)"
+)
+
+
+def _check_pair(returned: Any, tokens: Any) -> tuple[jax.Array, Any]:
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    shape = getattr(returned[0], "shape", None) if is_pair else None
+    if shape is None or len(shape) != 3 or shape[:2] != tokens.shape or not shape[2]:
+        given = type(returned).__name__ if shape is None else f"logits of shape {shape}"
         raise ServingError(
-            f"the model returned {said} for tokens of shape {tokens.shape}", path="model", fix=fix
+            f"the model returned {given} for tokens of shape {tokens.shape}",
+            path="model",
+            fix=_RETURN,
         )
-    logits, new = found
+    logits, new = returned
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ServingError(
             f"the model returned logits of {logits.dtype}",
             path="model",
             fix="return floating point, one logit per token",
         )
-    theirs, ours = (
-        [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(part)] for part in (new, held)
-    )
-    if (
-        not isinstance(new, (list, tuple))
-        or theirs != ours
-        or [type(one) for one in new] != [type(one) for one in held]
-    ):
+    return logits, new
+
+
+def _check_caches(new: Any, old: Caches) -> None:
+    """Check that a model returned the caches that it got, after an append."""
+
+    def types(caches: Any) -> list[Any]:
+        arrays = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(caches)]
+        return [*(type(cache) for cache in caches), *arrays]
+
+    if not isinstance(new, (list, tuple)) or types(new) != types(old):
         raise ServingError(
-            "the model returned other caches than it was given", path="model", fix=fix
+            "the model returned other caches than it was given", path="model", fix=_RETURN
         )
-    for layer, (one, before) in enumerate(zip(new, held, strict=True)):
-        if one.length is before.length:
-            what = (
-                f"the model returned the cache of layer {layer} as it was given, without the tokens"
-            )
+    for layer, (after, before) in enumerate(zip(new, old, strict=True)):
+        if after.length is before.length:
             raise ServingError(
-                what,
+                f"the model returned the cache of layer {layer} unchanged, without the tokens",
                 path="model",
-                fix="return done.cache, where done is what append_and_attend gives",
+                fix="return done.cache, where done is the result of append_and_attend",
             )
-    return logits, tuple(new)
 
 
 def prefill(
     model: Model, rows: Caches, params: Any, tokens: jax.Array, counts: jax.Array, draw: Draw
 ) -> tuple[Caches, jax.Array]:
-    """Read the next tokens of prompts, and draw what would follow the last one.
+    """Read the next tokens of prompts, and draw the token that follows the last one.
 
     Args:
-      model: what is served.
-      rows: a cache per layer, of the rows of the prefill batch; donated.
-      params: weights.
+      model: The model.
+      rows: Caches of the prefill batch, one per layer; donated.
+      params: Weights.
       tokens: `[rows, chunk]` int32.
       counts: `[rows]` int32, how many of them are tokens.
-      draw: how the rows draw.
+      draw: How each row draws.
 
     Returns:
-      The caches, and `[rows]` int32 tokens, NO_NUMBER, REFUSED or MISCOUNTED; anything for a row without tokens.
+      The caches, and `[rows]` int32: a token, NO_NUMBER, REFUSED or MISCOUNTED. For a row without tokens
+      the number means nothing.
     """
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
     logits, new = read(model, params, tokens, rows, valid)
     last = jnp.take_along_axis(logits, jnp.maximum(counts, 1)[:, None, None] - 1, axis=1)[:, 0]
-    return new, _next(last, rows, new, counts, draw)
+    return new, _next_tokens(last, rows, new, counts, draw)
 
 
 def insert(
     slots: Slots, source: Caches, into: jax.Array, first: jax.Array, draw: Draw
 ) -> tuple[Slots, jax.Array]:
-    """Move prompts that were read into slots.
+    """Copy prompts that are completely read into slots.
 
     Args:
-      slots: donated.
-      source: of the prefill batch.
-      into: `[rows]` int32 slots; their number or more: nowhere.
-      first: `[rows]` int32, the first token of each.
-      draw: how they draw, which they have done once.
+      slots: Donated.
+      source: Caches of the prefill batch.
+      into: `[rows]` int32 slots. The number of slots, or more, means none.
+      first: `[rows]` int32, the first generated token of each.
+      draw: How each draws. The first token was drawn with it already.
 
     Returns:
       The slots, and `[rows]` int8 codes of `Refusal`.
     """
     mode = slots.caches[0].spec.mode
-    changes = [cache.insert(one, into) for cache, one in zip(slots.caches, source, strict=True)]
-    refused = _everywhere(
-        functools.reduce(jnp.maximum, (change.refused for change in changes)), mode
-    )
+    changes = [
+        cache.insert(filled, into) for cache, filled in zip(slots.caches, source, strict=True)
+    ]
+    codes = functools.reduce(jnp.maximum, (change.refused for change in changes))
+    refused = _replicated(codes, mode)
     into = jnp.where(refused == 0, into, slots.active.shape[0])
-    given = (
-        first,
-        jnp.ones_like(into, dtype=bool),
-        dataclasses.replace(draw, index=jnp.ones_like(draw.index)),
+    active = jnp.ones_like(into, dtype=bool)
+    draw = dataclasses.replace(draw, index=jnp.ones_like(draw.index))
+    last, active, draw = jax.tree.map(
+        lambda x, new: x.at[into].set(new, mode="drop"),
+        (_replicated(slots.last, mode), slots.active, slots.draw),
+        _replicated((first, active, draw), mode),
     )
-    old = (_everywhere(slots.last, mode), slots.active, slots.draw)
-    last, active, drawing = jax.tree.map(
-        lambda x, new: x.at[into].set(new, mode="drop"), old, _everywhere(given, mode)
-    )
-    held = tuple(change.cache for change in changes)
-    return _laid(Slots(caches=held, last=last, active=active, draw=drawing)), refused
+    caches = tuple(change.cache for change in changes)
+    return _placed(Slots(caches=caches, last=last, active=active, draw=draw)), refused
 
 
 def decode(model: Model, slots: Slots, params: Any) -> tuple[Slots, jax.Array]:
     """Give every active slot its next token.
 
     Args:
-      model: what is served.
-      slots: donated.
-      params: weights.
+      model: The model.
+      slots: Donated.
+      params: Weights.
 
     Returns:
-      The slots, and `[slots]` int32 tokens, NO_NUMBER, REFUSED or MISCOUNTED; anything for a slot that is not active.
+      The slots, and `[slots]` int32: a token, NO_NUMBER, REFUSED or MISCOUNTED. For a slot that is not
+      active the number means nothing.
     """
     mode = slots.caches[0].spec.mode
     counts = slots.active.astype(jnp.int32)
-    logits, new = read(
-        model, params, slots.last[:, None], slots.caches, _by_slot(slots.active, mode)[:, None]
-    )
-    tokens = _next(logits[:, 0], slots.caches, new, counts, slots.draw)
+    valid = _by_slot(slots.active, mode)[:, None]
+    logits, new = read(model, params, slots.last[:, None], slots.caches, valid)
+    tokens = _next_tokens(logits[:, 0], slots.caches, new, counts, slots.draw)
     draw = dataclasses.replace(slots.draw, index=slots.draw.index + counts)
-    return _laid(
-        Slots(caches=new, last=jnp.maximum(tokens, 0), active=slots.active, draw=draw)
-    ), tokens
+    last = jnp.maximum(tokens, 0)
+    return _placed(Slots(caches=new, last=last, active=slots.active, draw=draw)), tokens
 
 
-def clear(held: Caches, which: jax.Array) -> Caches:
-    """Empty rows of caches, which are donated; `which` is `[n]` int32, where their number or more stands for none."""
-    return tuple(cache.free(which).cache for cache in held)
+def clear(caches: Caches, rows: jax.Array) -> Caches:
+    """Empty rows of caches, which are donated.
+
+    Args:
+      caches: One per layer.
+      rows: `[n]` int32. The number of rows, or more, means none.
+    """
+    return tuple(cache.free(rows).cache for cache in caches)
 
 
-def clear_slots(slots: Slots, which: jax.Array) -> Slots:
-    """Empty slots, which are donated; see `clear`."""
-    return _laid(
-        dataclasses.replace(
-            slots,
-            caches=clear(slots.caches, which),
-            active=slots.active.at[which].set(False, mode="drop"),
-        )
-    )
+def clear_slots(slots: Slots, cleared: jax.Array) -> Slots:
+    """Empty slots, which are donated.
+
+    Args:
+      slots: All slots.
+      cleared: `[n]` int32. The number of slots, or more, means none.
+    """
+    active = slots.active.at[cleared].set(False, mode="drop")
+    return _placed(dataclasses.replace(slots, caches=clear(slots.caches, cleared), active=active))
 
 
-def _next(logits: jax.Array, old: Caches, new: Caches, counts: jax.Array, draw: Draw) -> jax.Array:
+def _next_tokens(
+    logits: jax.Array, old: Caches, new: Caches, counts: jax.Array, draw: Draw
+) -> jax.Array:
     mode = old[0].spec.mode
     drawn = sample(ambient_sharding(mode).place(logits, (BATCH, EMPTY)), draw)
     counts = _by_slot(counts, mode)
-    # Whatever the model does with a refusal, a cache that refuses keeps its length.
-    grown = jnp.stack(
+    # The model may ignore a refusal, but a cache that refuses keeps its length.
+    growth = jnp.stack(
         [after.length - before.length for before, after in zip(old, new, strict=True)]
     )
-    code = jnp.where(jnp.all((grown == counts) | (grown == 0), axis=0), REFUSED, MISCOUNTED)
-    return _by_slot(jnp.where(jnp.all(grown == counts, axis=0), drawn, code), mode)
+    code = jnp.where(jnp.all((growth == counts) | (growth == 0), axis=0), REFUSED, MISCOUNTED)
+    return _by_slot(jnp.where(jnp.all(growth == counts, axis=0), drawn, code), mode)
 
 
-def _laid(slots: Slots) -> Slots:
-    # What the partitioner would choose may differ from function to function, and each would be compiled for each.
+def _placed(slots: Slots) -> Slots:
+    # The partitioner might choose another sharding in every function. Then each function would be
+    # compiled again for the result of every other one.
     mode = slots.caches[0].spec.mode
-    active, draw = _everywhere((slots.active, slots.draw), mode)
+    active, draw = _replicated((slots.active, slots.draw), mode)
     return Slots(caches=slots.caches, last=_by_slot(slots.last, mode), active=active, draw=draw)
 
 
@@ -293,5 +303,5 @@ def _by_slot(x: jax.Array, mode: str | None) -> jax.Array:
     return ambient_sharding(mode).place(x, (BATCH,))
 
 
-def _everywhere(x: Any, mode: str | None) -> Any:
+def _replicated(x: Any, mode: str | None) -> Any:
     return jax.tree.map(lambda leaf: ambient_sharding(mode).place(leaf, (EMPTY,)), x)

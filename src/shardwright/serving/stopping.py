@@ -1,4 +1,4 @@
-"""Stop sequences: whether a text ends in one, and how much of its end could still become one."""
+"""Stop sequences: whether a text ends with one, and which of its last tokens may become part of one."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ from collections.abc import Sequence
 
 
 def stopped_by(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
-    """Return the length of the longest stop sequence that the tokens end in, 0 if they end in none."""
-    return max(
-        (
-            len(one)
-            for one in stop
-            if len(one) <= len(tokens) and tuple(tokens[-len(one) :]) == tuple(one)
-        ),
-        default=0,
-    )
+    """Return the length of the longest stop sequence at the end of the tokens, 0 if there is none."""
+    lengths = [
+        len(sequence)
+        for sequence in stop
+        if len(sequence) <= len(tokens) and tuple(tokens[-len(sequence) :]) == tuple(sequence)
+    ]
+    return max(lengths, default=0)
 
 
 def may_begin(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
-    """Return how many tokens at the end may yet become part of a stop sequence: the longest end that one of them begins with."""
-    most = max((len(one) for one in stop), default=1) - 1
+    """Return how many of the last tokens may become part of a stop sequence: they are the start of one."""
+    most = max((len(sequence) for sequence in stop), default=1) - 1
     for count in range(min(most, len(tokens)), 0, -1):
         end = tuple(tokens[-count:])
-        if any(tuple(one[:count]) == end for one in stop if len(one) > count):
+        if any(tuple(sequence[:count]) == end for sequence in stop if len(sequence) > count):
             return count
     return 0

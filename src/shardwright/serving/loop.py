@@ -1,0 +1,216 @@
+"""One step of an engine: read prompts, fill slots, decode, hand out tokens; and recover if a part fails.
+
+The scheduler holds what requests own, and the arrays are on devices. Each part of a step changes both, or
+neither: if it fails after the arrays have changed, the requests in them fail and the arrays are replaced.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from shardwright.caches.refusals import Refusal
+from shardwright.errors import ServingError
+from shardwright.serving.arguments import deleted_weights
+from shardwright.serving.arrays import Arrays, is_deleted
+from shardwright.serving.metrics import Meter
+from shardwright.serving.request import Finish
+from shardwright.serving.scheduler import Job, Scheduler
+from shardwright.serving.steps import MISCOUNTED, NO_NUMBER, REFUSED
+
+
+class Loop:
+    """The parts of a step.
+
+    Attributes:
+      scheduler: Which request owns which slot and row.
+      arrays: The caches and the compiled functions.
+      meter: Counts what happens.
+      stepping: Whether a step is running; callbacks run inside one.
+    """
+
+    def __init__(self, scheduler: Scheduler, arrays: Arrays, meter: Meter) -> None:
+        self.scheduler, self.arrays, self.meter = scheduler, arrays, meter
+        self.stepping = False
+        self._outbox: collections.deque[tuple[Job, int]] = collections.deque()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return self.scheduler.idle and not self._outbox
+
+    def step(self) -> None:
+        """Read a chunk of every prompt, and give every slot its next token."""
+        self.stepping, start = True, self.meter.now()
+        try:
+            self._hand_out()
+            self.clean()
+            self.scheduler.admit()
+            self._read()
+            self._fill()
+            self._hand_out()
+            self._decode()
+            self._hand_out()
+            self.clean()
+        finally:
+            self.stepping = False
+            self.meter.busy += self.meter.now() - start
+
+    def compile(self) -> None:
+        """Run every compiled function once, on no requests."""
+        with self._changing("rows"), self._changing("slots"):
+            self.arrays.compile()
+
+    def clean(self) -> None:
+        """Empty the rows and slots that requests have left."""
+        rows, slots = sorted(self.scheduler.dirty_rows), sorted(self.scheduler.dirty_slots)
+        if rows:
+            with self._changing("rows"):
+                self.arrays.clear_rows(rows)
+                self.scheduler.clean(rows=rows)
+        if slots:
+            with self._changing("slots"):
+                self.arrays.clear_slots(slots)
+                self.scheduler.clean(slots=slots)
+        self._count_ended()
+
+    def _read(self) -> None:
+        """Read the next chunk of every prompt in the prefill batch."""
+        chunks = self.scheduler.chunks()
+        if not chunks:
+            return
+        with self._changing("rows"):
+            sampling = {chunk.row: chunk.job.request.sampling for chunk in chunks}
+            tokens = np.asarray(
+                self.arrays.prefill({chunk.row: chunk.tokens for chunk in chunks}, sampling)
+            )
+            self.scheduler.advance(chunks)
+            self.meter.prefill_steps += 1
+            self.meter.prompt_tokens += sum(len(chunk.tokens) for chunk in chunks)
+            complete = {move.row for move in self.scheduler.ready()}
+            for chunk in chunks:
+                self._take(chunk.job, int(tokens[chunk.row]), complete=chunk.row in complete)
+
+    def _fill(self) -> None:
+        """Move the prompts that are completely read into their slots."""
+        moves = self.scheduler.ready()
+        if not moves:
+            return
+        with self._changing("slots"):
+            first = {move.row: move.job.written[-1] for move in moves}
+            sampling = {move.row: move.job.request.sampling for move in moves}
+            codes = np.asarray(
+                self.arrays.insert({move.row: move.slot for move in moves}, first, sampling)
+            )
+            for move in moves:
+                if codes[move.row]:
+                    meaning = Refusal(int(codes[move.row])).meaning
+                    error = ServingError(
+                        f"slot {move.slot} refused the prompt: {meaning}",
+                        fix="let the model pass valid= on: padding must not fill a slot",
+                    )
+                    self.scheduler.end(move.job, Finish.FAILED, error)
+            self.scheduler.move([move.job for move in moves if not codes[move.row]])
+
+    def _decode(self) -> None:
+        """Give every slot its next token."""
+        jobs = self.scheduler.decoding()
+        if not jobs:
+            return
+        with self._changing("slots"):
+            tokens = np.asarray(self.arrays.decode())
+            self.meter.decode_steps += 1
+            self.meter.slot_steps += len(jobs)
+            for slot, job in jobs.items():
+                self._take(job, int(tokens[slot]), complete=True)
+
+    def _take(self, job: Job, token: int, *, complete: bool) -> None:
+        """Add a token to a job, or fail the job if the token is the code of an error.
+
+        Args:
+          job: The job.
+          token: Its next token, or a code such as NO_NUMBER.
+          complete: Whether its prompt is completely read. If not, the token is not used.
+        """
+        if token < 0:
+            what, fix = _ERRORS[token]
+            error = ServingError(
+                f"request {job.number}, after {len(job.written)} tokens: {what}", fix=fix
+            )
+            self.scheduler.end(job, Finish.FAILED, error)
+        elif complete:
+            self.meter.wrote(job.number)
+            self._outbox.extend((job, text) for text in self.scheduler.write(job, token))
+
+    def _hand_out(self) -> None:
+        """Call `on_token` of the requests that have new tokens."""
+        while self._outbox:
+            job, token = self._outbox.popleft()
+            wanted = job.completion is None or job.completion.finish in (Finish.LENGTH, Finish.STOP)
+            if job.request.on_token is None or not wanted:
+                continue
+            try:
+                job.request.on_token(token)
+            except Exception as error:
+                # The callback belongs to the caller: whatever it raises fails that request alone.
+                self.scheduler.fail(job, error)
+        self._count_ended()
+
+    def _count_ended(self) -> None:
+        for job, finish in self.scheduler.take_ended():
+            self.meter.ended(job.number, finish)
+
+    @contextlib.contextmanager
+    def _changing(self, part: str) -> Iterator[None]:
+        """Change "rows" or "slots" and the scheduler together; if that fails, give up what may differ."""
+        before = getattr(self.arrays, part)
+        try:
+            yield
+        except BaseException as error:
+            if getattr(self.arrays, part) is not before or is_deleted(before):
+                self._give_up(part, error)
+            if self.arrays.weights_are_deleted():
+                self._end_all(error)
+                raise deleted_weights() from error
+            raise
+
+    def _give_up(self, part: str, cause: BaseException) -> None:
+        """Fail the requests in "rows" or "slots", and replace the arrays."""
+        for job in self.scheduler.holding(part):
+            error = ServingError(
+                f"request {job.number} lost its tokens in the {part}, because a step failed",
+                fix="submit it again",
+            )
+            error.__cause__ = cause
+            self.scheduler.end(job, Finish.FAILED, error)
+        self.arrays.renew(part)
+        self.scheduler.clean(**{part: range(self.arrays.size(part))})
+
+    def _end_all(self, cause: BaseException) -> None:
+        """Fail every request, because no later step can serve one without weights; empty what they held."""
+        jobs = self.scheduler.jobs()
+        for job in jobs:
+            error = deleted_weights()
+            error.__cause__ = cause
+            self.scheduler.end(job, Finish.FAILED, error)
+        if jobs:
+            self.clean()
+
+
+_ERRORS = {
+    NO_NUMBER: (
+        "the logits are not numbers",
+        "check the weights, and what the model computes for these tokens",
+    ),
+    REFUSED: (
+        "a cache refused its tokens",
+        "return done.cache of every layer, where done is the result of append_and_attend",
+    ),
+    MISCOUNTED: (
+        "the caches grew by another number of tokens than were read",
+        "pass valid= on to append_and_attend, and return done.cache",
+    ),
+}
