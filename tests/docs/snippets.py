@@ -27,7 +27,8 @@ _FENCE = re.compile(r"^```(\w*)[ \t]*(.*)$")
 _TITLE = re.compile(r'title="([^"]+)"')
 # What the site shows of a line without scrolling.
 COLUMNS = 90
-# What a reader types that needs a network, a clone or minutes: checked for its target or its name, not run.
+# What a reader types that needs a network, a clone or minutes: checked for its target or its name,
+# not run.
 _NOT_RUN = ("git clone ", "cd ", "python -m pip install ", "pip install ")
 
 
@@ -149,7 +150,8 @@ def _run_console(block: Block, place: str) -> str:
 
 def _run_pytest(words: list[str]) -> str:
     """Run pytest in the current folder, as a reader who installed the package does, and return what it prints."""
-    # Under CI, pytest prints whole messages in its summary; a page shows what a reader sees at a terminal.
+    # Under CI, pytest prints whole messages in its summary; a page shows what a reader sees at a
+    # terminal.
     env = {
         key: value
         for key, value in os.environ.items()

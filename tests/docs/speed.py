@@ -26,7 +26,8 @@ def read_results(folder: Path) -> dict[str, Mapping[str, Any]]:
 def with_tables(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a page with what stands between its markers written from the results.
 
-    Markers are `<!-- results: SUBJECT -->`, with `machines` and `missed` for the tables of all, each up to `<!-- end -->`.
+    Markers are `<!-- results: SUBJECT -->`, with `machines` and `missed` for the tables of all,
+    each up to `<!-- end -->`.
 
     Raises:
       AssertionError: a subject with targets has no marker, or a marker no such subject.
@@ -97,10 +98,14 @@ def _missed(results: Mapping[str, Mapping[str, Any]]) -> str:
         rows = _with_targets(run)
         missed = [row for row in rows if row["verdict"] != "ok"]
         lines.append(
-            f"- `{name}`: {len(rows) - len(missed)} of {len(rows)} targets met{', missed:' if missed else '.'}"
+            f"- `{name}`: {len(rows) - len(missed)} of {len(rows)} targets "
+            f"met{', missed:' if missed else '.'}"
         )
         lines += [
-            f"    - {row['subject']}, {row['case']}, {row['what']}: {row['value']:.3f} {row['unit']}, not {_target(row)}"
+            (
+                f"    - {row['subject']}, {row['case']}, {row['what']}: {row['value']:.3f} "
+                f"{row['unit']}, not {_target(row)}"
+            )
             for row in missed
         ]
     return "\n".join(lines)

@@ -29,7 +29,8 @@ def test_snippets_run_and_print_what_the_page_shows(
         pytest.importorskip(name, reason=f"the page uses {name}, which make test installs")
     if page.name == "testing.md" and jax.__version_info__ >= (0, 11):
         pytest.skip(
-            "the page shows a failure as JAX 0.10 compiles it; a newer one names another line of the model"
+            "the page shows a failure as JAX 0.10 compiles it; a newer one names another line "
+            "of the model"
         )
     monkeypatch.chdir(tmp_path)
     golden.file(page, snippets.rewritten(page))

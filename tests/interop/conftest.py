@@ -1,4 +1,4 @@
-"""What every test here must leave behind as it found it: the process-wide registry."""
+"""Every test here must leave the process-wide registry unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model written for eformer, as its users write it: only the two imports that it is given decide whose names these are."""
+"""A small model written for eformer; its two arguments decide whose names it uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HIDDEN, HEADS, HEAD_DIM, INNER, VOCAB = 16, 4, 4, 32, 32
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Attention and two MLP layers over token ids `[batch, length]`, with eformer's four most used call shapes."""
+    """Attention and two MLP layers on token ids `[batch, length]`, with the four common calls."""
 
     es: ModuleType
     ct: ModuleType
@@ -74,7 +74,7 @@ class Model:
 
 
 def rules(ct: ModuleType, pm: Any) -> list[tuple[str, Any]]:
-    """Path rules whose specs come from layouts."""
+    """Return path rules with specs of layouts."""
     column, row = (pm.resolve(layout) for layout in (ct.ColumnWise, ct.RowWise))
     return [
         ("(q|k|v|up)$", column),

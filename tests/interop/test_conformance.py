@@ -1,4 +1,4 @@
-"""The conformance cases of tests/conformance once more, through the import change, where tests/interop/test_behaviours.py has less."""
+"""Cases of tests/conformance with the names of eformer, beyond those of test_behaviors.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_prefix_strict_and_dropped(rows: int, wanted: P) -> None:
 
 @pytest.mark.parametrize("where", ["with mesh", "set_mesh", "its own"])
 @pytest.mark.parametrize("kind", TYPES)
-def test_one_body_on_every_mesh_and_in_every_context(kind: str, where: str) -> None:
+def test_every_mesh_and_context(kind: str, where: str) -> None:
     mesh = ef.create_mesh((2, 4), ("dp", "tp"), axis_types=TYPES[kind])
     pm = ef.PartitionManager(ef.PartitionAxis(), mesh=mesh if where == "its own" else None)
     x = jax.device_put(numbers(4, 8), NamedSharding(mesh, P()))
@@ -83,7 +83,7 @@ def test_one_body_on_every_mesh_and_in_every_context(kind: str, where: str) -> N
         assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "tp")), 2)
 
 
-def test_repeated_calls_grow_no_cache() -> None:
+def test_repeated_calls_do_not_grow_caches() -> None:
     mesh = ef.create_mesh((2, 4), ("dp", "tp"))
     step = jax.jit(lambda x: x + 1)
     with jax.set_mesh(mesh):
@@ -94,7 +94,7 @@ def test_repeated_calls_grow_no_cache() -> None:
     assert step._cache_size() == 1
 
 
-def test_a_quantised_weight_and_its_scale() -> None:
+def test_quantized_weight_and_scale() -> None:
     pm = ef.PartitionManager(ef.PartitionAxis(), mesh=ef.create_mesh((2, 4), ("fsdp", "tp")))
     weight = {"value": np.ones((64, 32), np.int8), "scale": np.ones((64 // 16, 32), np.float32)}
     assert {x.sharding.spec for x in pm.shard(weight, ef.ColumnWise).values()} == {P("fsdp", "tp")}

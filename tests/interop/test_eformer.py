@@ -1,4 +1,4 @@
-"""The names of eformer one by one, where tests/interop/test_behaviours.py and test_oracle.py do not go."""
+"""The names of eformer, beyond the cases of test_behaviors.py and test_oracle.py."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def pm() -> ef.PartitionManager:
     return ef.PartitionManager(ef.PartitionAxis())
 
 
-def test_every_name_is_where_eformer_has_it() -> None:
+def test_every_name_is_importable() -> None:
     for module, names in ((ef.common_types, COMMON_TYPES), (ef.escale, ESCALE)):
         assert [
             name for name in names.split() if getattr(module, name) is not getattr(ef, name)
@@ -109,7 +109,7 @@ SUBMODULES = {
 
 
 @pytest.mark.parametrize("name", SUBMODULES)
-def test_submodules_give_their_names_or_say_why_not(name: str) -> None:
+def test_submodules_and_missing_names(name: str) -> None:
     module = importlib.import_module(f"shardwright.interop.eformer.{name}")
     given, absent = SUBMODULES[name]
     for one in given.split():
@@ -121,13 +121,13 @@ def test_submodules_give_their_names_or_say_why_not(name: str) -> None:
         _ = module.nobody
 
 
-def test_nothing_of_it_is_imported_unless_asked_for() -> None:
+def test_not_imported_by_default() -> None:
     code = "import sys, shardwright; sys.exit(any('interop' in name for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 
 class TestManager:
-    def test_our_own_functions_ask_it_too(
+    def test_native_functions_use_it(
         self, pm: ef.PartitionManager, mesh: jax.sharding.Mesh
     ) -> None:
         with pm, jax.set_mesh(mesh):
@@ -141,7 +141,7 @@ class TestManager:
         with pytest.raises(AssertionError, match="No mesh found"):
             pm.native()
 
-    def test_a_mesh_of_its_own(self, mesh: jax.sharding.Mesh) -> None:
+    def test_mesh_argument(self, mesh: jax.sharding.Mesh) -> None:
         pm = ef.PartitionManager(ef.PartitionAxis(), mesh=mesh)
         assert pm.shard(ones(4, 8), [ef.BATCH, ef.HEAD]).sharding == NamedSharding(
             mesh, P("dp", "tp")
@@ -154,7 +154,7 @@ class TestManager:
             "fsdp", None, "tp"
         )
 
-    def test_values_that_are_none_and_an_index_as_mode(
+    def test_none_values_and_index_modes(
         self, pm: ef.PartitionManager, mesh: jax.sharding.Mesh
     ) -> None:
         axes = [ef.BATCH, ef.QUERY_LENGTH, ef.HEAD]
@@ -179,7 +179,7 @@ class TestManager:
             )
             assert x.sharding.spec == y.sharding.spec == P("dp", None, "tp")
 
-    def test_mesh_axes_by_their_names(self) -> None:
+    def test_mesh_axes_by_name(self) -> None:
         paxis = ef.PartitionAxis(data_parallel_axis="data", tensor_parallel_axis="model")
         pm = ef.PartitionManager(paxis, mesh=ef.create_mesh((2, 4), ("data", "model")))
         assert pm.shard(ones(4, 8), ["data", ["model"]]).sharding.spec == P("data", "model")
@@ -188,7 +188,7 @@ class TestManager:
         ).sharding.spec == P("data", "model")
         assert paxis.resolve_axis([["data", ef.TP]], ef.MODE_TRAIN) == [["data", "model"]]
 
-    def test_rules_with_several_candidates_ask_for_the_size(self, mesh: jax.sharding.Mesh) -> None:
+    def test_several_candidates_need_a_shape(self, mesh: jax.sharding.Mesh) -> None:
         pm = ef.PartitionManager(ef.PartitionAxis(kv_head_axis="tp | -"), mesh=mesh)
         assert [pm.resolve([ef.KV_HEAD], ef.MODE_TRAIN, shape=(heads,)) for heads in (4, 6)] == [
             P("tp"),
@@ -199,7 +199,7 @@ class TestManager:
         ):
             pm.resolve([ef.KV_HEAD], ef.MODE_TRAIN)
 
-    def test_our_own_annotations_pass(self, mesh: jax.sharding.Mesh) -> None:
+    def test_native_annotations(self, mesh: jax.sharding.Mesh) -> None:
         pm = ef.PartitionManager(ef.PartitionAxis(), mesh=mesh)
         assert pm.resolve(sw.stacked(ef.ColumnWise), shape=(2, 4, 8)) == P(None, None, "tp")
         assert pm.shard(ones(4, 8), P("dp")).sharding.spec == P("dp")
@@ -219,20 +219,20 @@ class TestManager:
             ones(4, 8), strict, [ef.DP, ef.HEAD], auto_correct=False
         ).sharding.spec == P("dp", "tp")
 
-    def test_what_is_none_of_ours_is_refused(self, pm: ef.PartitionManager) -> None:
+    def test_invalid_arguments(self, pm: ef.PartitionManager) -> None:
         for kind in (TypeError, sw.StrategyError):
             with pytest.raises(kind, match="Expected PartitionAxis, got dict"):
                 ef.PartitionManager({})  # type: ignore[arg-type]
         with pytest.raises(
-            sw.StrategyError, match=r"(?s)policy 'eforme' is no preset.*did you mean 'eformer'"
+            sw.StrategyError, match=r"(?s)policy 'eforme' is not a preset.*did you mean 'eformer'"
         ):
             ef.PartitionManager(ef.PartitionAxis(), policy="eforme")
-        with pytest.raises(sw.StrategyError, match="is no PartitionManager"):
+        with pytest.raises(sw.StrategyError, match="is not a PartitionManager"):
             ef.apply_logical_sharding(ones(4), object(), [ef.BATCH])
         with pytest.raises(AttributeError, match="frozen"):
             pm.paxis = None  # type: ignore[assignment]
 
-    def test_equal_managers_are_one_static_argument(self, mesh: jax.sharding.Mesh) -> None:
+    def test_equal_managers_do_not_retrace(self, mesh: jax.sharding.Mesh) -> None:
         traces: list[None] = []
 
         @jax.jit
@@ -252,9 +252,7 @@ class TestManager:
 
 
 class TestRegistry:
-    def test_a_manager_keeps_what_was_registered_when_it_was_built(
-        self, mesh: jax.sharding.Mesh
-    ) -> None:
+    def test_manager_keeps_its_snapshot(self, mesh: jax.sharding.Mesh) -> None:
         before = ef.PartitionManager(ef.PartitionAxis(), mesh=mesh)
         ef.PartitionAxis.register("ROTARY", ("tp",), generation_axis_rule=None)
         with pytest.raises(sw.UnknownAxisError, match="Unknown semantic axis name: 'ROTARY'"):
@@ -266,7 +264,7 @@ class TestRegistry:
         assert "ROTARY" in str(after.explain(["ROTARY"], shape=(4,)))
         assert "PartitionAxis.register" in str(after.explain(["ROTARY"], shape=(4,)))
 
-    def test_taking_back_and_replacing(self) -> None:
+    def test_unregister_and_replace(self) -> None:
         register, unregister = ef.PartitionAxis.register, ef.PartitionAxis.unregister
         register(" X ", "head_axis")
         register("Y", "tp")
@@ -289,7 +287,7 @@ class TestRegistry:
         with pytest.raises(sw.StrategyError, match="non-empty string"):
             register("  ", "tp")
 
-    def test_an_axis_of_the_vocabulary_may_be_replaced(self) -> None:
+    def test_replace_an_axis_of_the_vocabulary(self) -> None:
         ef.PartitionAxis.register(ef.HEAD, "fsdp", override=True)
         ef.PartitionAxis.register(ef.TP, "tp", override=True)
         paxis = ef.PartitionAxis(decode_head_axis="tp")
@@ -305,21 +303,21 @@ class TestRegistry:
 
 
 class TestConstraints:
-    def test_a_sharding_brings_its_mesh(self, mesh: jax.sharding.Mesh) -> None:
+    def test_constraint_by_named_sharding(self, mesh: jax.sharding.Mesh) -> None:
         sharding = NamedSharding(mesh, P("dp", "tp"))
         assert ef.with_sharding_constraint(ones(4, 8), sharding).sharding == sharding
         assert (
             jax.jit(lambda x: ef.with_sharding_constraint(x, sharding))(ones(4, 8)).sharding
             == sharding
         )
-        with pytest.raises(sw.StrategyError, match="carries no memory kind 'pinned_host'"):
+        with pytest.raises(sw.StrategyError, match="cannot have the memory kind 'pinned_host'"):
             ef.with_sharding_constraint(
                 ones(4, 8), NamedSharding(mesh, P("dp"), memory_kind="pinned_host")
             )
         with pytest.raises(TypeError, match="neither a PartitionSpec nor a NamedSharding"):
             ef.with_sharding_constraint(ones(4, 8), "dp")  # type: ignore[arg-type]
 
-    def test_meshes_with_axes_of_the_user_s_own(self) -> None:
+    def test_custom_mesh_axis_names(self) -> None:
         with jax.set_mesh(ef.create_mesh((2, 4), ("data", "model"))):
             assert ef.with_sharding_constraint(ones(4, 8), P("data", "model")).sharding.spec == P(
                 "data", "model"
@@ -332,7 +330,7 @@ class TestConstraints:
             with pytest.raises(sw.RankMismatchError, match="has 3 entries, the array has 2 dims"):
                 ef.with_sharding_constraint(ones(4, 8), P("data", None, None))
 
-    def test_the_policy_is_said_or_the_entered_manager_s(
+    def test_policy_argument_or_manager(
         self, mesh: jax.sharding.Mesh, pm: ef.PartitionManager
     ) -> None:
         permissive = ef.PartitionManager(ef.PartitionAxis(), policy="eformer")
@@ -357,7 +355,7 @@ class TestConstraints:
                     call()
                 assert call(policy="eformer") == P(None, "dp")
 
-    def test_corrected_shardings_are_as_written(self) -> None:
+    def test_corrected_sharding_keeps_the_spec(self) -> None:
         with jax.set_mesh(ef.create_mesh((2, 4, 1), ("dp", "tp", "sp"))):
 
             def corrected(*entries):
@@ -373,7 +371,7 @@ class TestConstraints:
             )
             assert prefix.spec == P("dp", "sp")
 
-    def test_changes_are_warned_of_on_demand(
+    def test_warnings_of_changes(
         self, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pm = ef.PartitionManager(ef.PartitionAxis(), mesh=mesh, policy="eformer")
@@ -462,7 +460,7 @@ class TestMeshes:
 
 
 class TestTrees:
-    def test_small_arrays_are_replicated_on_demand(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_min_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tree, rules = (
             {
                 "w": jax.ShapeDtypeStruct((64, 64), np.float32),
@@ -485,14 +483,14 @@ class TestTrees:
         with pytest.raises(sw.StrategyError, match="MIN_SHARDING_SIZE is 'many'"):
             ef.match_partition_rules(rules, tree, min_size=None)
 
-    def test_paths_that_no_rule_matches(self) -> None:
+    def test_unmatched_paths(self) -> None:
         with pytest.raises(
             sw.StrategyError,
             match=r"(?s)2 problems.*a/0: no path rule matches.*b: no path rule matches",
         ):
             ef.match_partition_rules([("c", P())], {"a": [ones(2)], "b": ones(2), "c": ones(2)})
 
-    def test_functions_need_a_mesh_and_check(self, mesh: jax.sharding.Mesh) -> None:
+    def test_functions_check_their_input(self, mesh: jax.sharding.Mesh) -> None:
         with pytest.raises(AssertionError, match="No mesh found"):
             ef.make_shard_and_gather_fns({"w": P("dp")})
         shard_fns, _ = ef.make_shard_and_gather_fns({"w": P("dp")}, mesh)
@@ -502,7 +500,7 @@ class TestTrees:
         assert shard_fns["w"](ones(3)).sharding == NamedSharding(mesh, P())
         np.testing.assert_array_equal(gather_fns["w"](shard_fns["w"](ones(3))), ones(3))
 
-    def test_shardings_back_from_arrays(self, mesh: jax.sharding.Mesh) -> None:
+    def test_shardings_of_arrays(self, mesh: jax.sharding.Mesh) -> None:
         x = jax.device_put(ones(4, 8), NamedSharding(mesh, P("dp")))
         tree = {"x": x, "on one device": jnp.ones(2), "number": 1.5}
         assert (
@@ -513,6 +511,9 @@ class TestTrees:
         assert ef.get_partition_spec({"x": x, "number": 1.5}) == {"x": P("dp"), "number": P()}
         with pytest.raises(
             sw.StrategyError,
-            match=r"(?s)2 problems.*a: a ndarray that lies on no mesh.*b: a .*Array.* that lies on no mesh",
+            match=(
+                r"(?s)2 problems.*a: a ndarray that is not on a mesh.*b: a .*Array.* that is "
+                r"not on a mesh"
+            ),
         ):
             ef.get_partition_spec({"a": ones(2), "b": jnp.ones(2)})

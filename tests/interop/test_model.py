@@ -1,4 +1,4 @@
-"""Code written for eformer trains under our names: sharded as under eformer, equal to unsharded."""
+"""Code written for eformer trains here: sharded as by eformer, equal to unsharded training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = (1, 2, 1, 2, 2)
 
 
 def without_mesh() -> Model:
-    """The model, whose constraints do nothing."""
+    """Train the model with constraints that do nothing."""
     nothing: Any = types.SimpleNamespace(
         apply_logical_sharding=lambda x, **_: x,
         with_sharding_constraint=lambda x, _: x,
@@ -36,7 +36,7 @@ def unsharded() -> tuple[list[float], Any]:
 
 
 def run(es: ModuleType, ct: ModuleType, ambient: Any, **options: Any) -> tuple[list[float], Any]:
-    """Train the model on eight devices; only `es` and `ct` say whose names are used."""
+    """Train the model on eight devices with the names of `es` and `ct`."""
     mesh = es.create_mesh(SIZES)
     pm = es.PartitionManager(es.PartitionAxis(), **options)
     with contextlib.ExitStack() as stack:
@@ -70,7 +70,7 @@ WANTED = {
     "ambient", [jax.set_mesh, lambda mesh: mesh], ids=["set_mesh", "with mesh"]
 )
 @pytest.mark.parametrize("policy", ["strict", "eformer"])
-def test_trained_sharded_is_trained_unsharded(
+def test_sharded_training_equals_unsharded(
     ambient: Any, policy: str, unsharded: tuple[list[float], Any]
 ) -> None:
     losses, (params, lies) = run(eformer.escale, eformer.common_types, ambient, policy=policy)
@@ -86,7 +86,7 @@ def test_trained_sharded_is_trained_unsharded(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_eformer_itself_trains_the_same(unsharded: tuple[list[float], Any]) -> None:
+def test_eformer_trains_the_same(unsharded: tuple[list[float], Any]) -> None:
     es = pytest.importorskip("eformer.escale")
     from eformer import common_types as ct
 
@@ -100,7 +100,7 @@ def test_eformer_itself_trains_the_same(unsharded: tuple[list[float], Any]) -> N
     assert lies == WANTED
 
 
-def test_the_constraints_are_in_the_program() -> None:
+def test_constraints_are_in_the_program() -> None:
     mesh = eformer.create_mesh(SIZES)
     pm = eformer.PartitionManager(eformer.PartitionAxis())
     with jax.set_mesh(mesh):
@@ -113,8 +113,8 @@ def test_the_constraints_are_in_the_program() -> None:
     assert text.count('[{"fsdp"}, {"sp"}, {"tp"}]') >= 6
 
 
-def test_a_strategy_file_serves_the_same_call_shapes() -> None:
-    """The step after changing the import: the manager comes from a file, the model stays."""
+def test_model_under_a_strategy_file() -> None:
+    """The manager comes from a strategy file, and the model does not change."""
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("dp:1,fsdp:4,tp:2"))
     with pm:
         x = eformer.apply_logical_sharding(

@@ -1,4 +1,4 @@
-"""Where eformer is right we answer as it does; where we do not is a list, each with its behaviour's number in docs/eformer.md."""
+"""The answers equal those of eformer, except for the behaviors that docs/eformer.md numbers."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_corrected_shardings_under_the_permissive_policy() -> None:
         assert mine == theirs, (spec, shape)
 
 
-def test_what_arrays_get_under_the_permissive_policy() -> None:
+def test_arrays_under_the_permissive_policy() -> None:
     mesh = es.create_mesh((2, 2, 2), ("dp", "tp", "sp"))
     mine, theirs = (
         ours.PartitionManager(ours.PartitionAxis(), policy="eformer"),
@@ -246,7 +246,7 @@ def ours_of(pm: Any, axes: list[Any], mode: str, shape: tuple[int, ...]) -> Any:
 def test_random_requests_under_the_permissive_policy(
     given: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
-    """Any axes in any mode on arrays of any sizes, and of another rank."""
+    """Random axes, modes and sizes, also of another rank."""
     names = ("dp", "tp", "sp") if sizes[0] == sizes[1] else ("fsdp", "sp", "tp")
     mesh = es.create_mesh(sizes, names)
     paxis, other = both(**given)
@@ -261,7 +261,8 @@ def test_random_requests_under_the_permissive_policy(
         known = [name for name in AXES if (mode, name) not in DIFFERS]
         # 17: an annotation with one axis twice is refused here whatever the sizes.
         axes: list[Any] = [getattr(ours, name) for name in draw.sample(known, draw.randint(1, 4))]
-        # 5: a member that is replicated drops a composite there; one over two mesh axes is an error of JAX there.
+        # 5: a member that is replicated drops a composite there; one over two mesh axes is an error
+        # of JAX there.
         joins = [
             isinstance(theirs.paxis.resolve_axis([axis], getattr(ours, mode))[0], str)
             for axis in axes
@@ -294,7 +295,7 @@ def lies_alike(mesh: Any, one: P, two: P, rank: int) -> bool:
     return NamedSharding(mesh, one).is_equivalent_to(NamedSharding(mesh, two), rank)
 
 
-def test_what_is_dropped_for_its_size_conflicts_with_nothing() -> None:
+def test_dropped_dims_do_not_conflict() -> None:
     mesh = es.create_mesh((4, 2), ("fsdp", "sp"))
     paxis, other = both()
     axes, shape = [None, ours.QUERY_LENGTH, ours.LENGTH], (1, 4, 3)
@@ -308,8 +309,8 @@ def test_what_is_dropped_for_its_size_conflicts_with_nothing() -> None:
     assert 'sp: 3 % 2 != 0; policy indivisible = "drop"' in str(found)
 
 
-def test_a_composite_with_a_replicated_member_is_where_we_differ() -> None:
-    """Behaviour 5 of docs/eformer.md."""
+def test_composite_with_a_replicated_member() -> None:
+    """Behavior 5 of docs/eformer.md."""
     mesh = es.create_mesh((4, 2), ("fsdp", "tp"))
     paxis, other = both()
     axes = [[ours.BIAS_KV_SEQ, ours.VOCAB]]
@@ -319,7 +320,7 @@ def test_a_composite_with_a_replicated_member_is_where_we_differ() -> None:
     ) == P("tp")
 
 
-def test_path_rules_and_functions_on_trees() -> None:
+def test_rules_and_functions_on_trees() -> None:
     mesh = es.create_mesh((2, 4), ("dp", "tp"))
     rules = [("kernel", P("dp", "tp")), ("bias", P("tp")), (".*", P())]
     tree = {
@@ -425,8 +426,8 @@ def test_inside_shard_map() -> None:
         ),
     ],
 )
-def test_signatures_start_alike(name: str) -> None:
-    """The same parameters in the same order with the same defaults; ours may have more after them, by keyword."""
+def test_signatures(name: str) -> None:
+    """The parameters, their order and their defaults are equal; more keywords may follow."""
 
     def found(lib: Any) -> list[tuple[str, Any]]:
         one = lib

@@ -1,4 +1,4 @@
-"""docs/eformer.md has a row for each of the twenty-five behaviours, and each row's last column is true after the page's examples."""
+"""docs/eformer.md has a row for each behavior, and the last column of each row is true."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.docs.snippets import ROOT, blocks
-from tests.interop import test_behaviours
+from tests.interop import test_behaviors
 
 TEXT = (ROOT / "docs" / "eformer.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (\d+) \| .+ \| .+ \| `(.+)` \|$", TEXT, flags=re.MULTILINE)
@@ -26,12 +26,12 @@ def namespace() -> dict[str, Any]:
     return found
 
 
-def test_every_behaviour_has_a_row_and_a_test() -> None:
+def test_every_behavior_has_a_row_and_a_test() -> None:
     assert [int(number) for number, _ in ROWS] == list(range(1, 26))
-    tests = re.findall(r"^test_(\d\d)_", "\n".join(vars(test_behaviours)), flags=re.MULTILINE)
+    tests = re.findall(r"^test_(\d\d)_", "\n".join(vars(test_behaviors)), flags=re.MULTILINE)
     assert [int(number) for number in tests] == list(range(1, 26))
 
 
 @pytest.mark.parametrize(("number", "line"), ROWS)
-def test_what_a_row_says_is_so(number: str, line: str, namespace: dict[str, Any]) -> None:
+def test_row_is_true(number: str, line: str, namespace: dict[str, Any]) -> None:
     assert eval(line, namespace) is True, number

@@ -1,4 +1,4 @@
-"""The cache of a flax module: equal to a list of tokens, sharded or not, and its known faults are not there."""
+"""The cache of the flax module equals a list of tokens, sharded or not."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def step(
     return (jax.jit(run) if jit else run)(state, k)
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("place", ["one device", "manager", "mesh of the configuration"])
-def test_holds_the_tokens_so_far(quantised: bool, place: str) -> None:
+def test_cache_has_all_tokens(quantized: bool, place: str) -> None:
     mesh = cpu_mesh("dp:2,fsdp:1,sp:2,tp:2")
     config = Config(
-        quantize_kv_cache=quantised, use_sharded_kv_caching=place != "one device", mesh=mesh
+        quantize_kv_cache=quantized, use_sharded_kv_caching=place != "one device", mesh=mesh
     )
     pm = (
         sw.PartitionManager(sw.Strategy.loads(RULES), mesh=mesh).for_mode("decode")
@@ -80,7 +80,7 @@ def test_holds_the_tokens_so_far(quantised: bool, place: str) -> None:
         for count, seed in ((3, 1), (1, 2), (4, 3)):
             (k, v, mask), state = step(module, state, count, seed)
             held = np.concatenate([held, rows(count, seed)], axis=1)
-            atol = np.abs(held).max() / 250 if quantised else 0
+            atol = np.abs(held).max() / 250 if quantized else 0
             np.testing.assert_allclose(k[:, : held.shape[1]], held, rtol=0, atol=atol)
             np.testing.assert_allclose(v[:, : held.shape[1]], -held, rtol=0, atol=atol)
             assert mask.shape == (BATCH, 1, count, CAPACITY)
@@ -88,7 +88,7 @@ def test_holds_the_tokens_so_far(quantised: bool, place: str) -> None:
             assert (np.asarray(mask) == (np.arange(CAPACITY) < held.shape[1])).all()
             variables = state["cache"]
             assert int(variables["cache_index"]) == held.shape[1]
-            assert variables["cached_key"].dtype == (jnp.int8 if quantised else jnp.float32)
+            assert variables["cached_key"].dtype == (jnp.int8 if quantized else jnp.float32)
             if place != "one device":
                 assert_spec(
                     variables["cached_key"],
@@ -98,7 +98,7 @@ def test_holds_the_tokens_so_far(quantised: bool, place: str) -> None:
                     sw.KV_HEAD_DIM,
                     manager=pm,
                 )
-        if quantised:
+        if quantized:
             wanted = caches.quantize(jnp.asarray(held))
             np.testing.assert_array_equal(variables["cached_key"], wanted.values)
             np.testing.assert_allclose(variables["cached_key_scale"], wanted.scale, rtol=1e-6)
@@ -123,7 +123,7 @@ def test_appending_sends_nothing(count: int) -> None:
         )
 
 
-def test_the_mask_is_merged_with_the_callers() -> None:
+def test_mask_is_merged() -> None:
     module, state = started(Config())
     pad = np.ones((BATCH, CAPACITY), np.int32)
     pad[1, 0] = 0
@@ -138,11 +138,11 @@ def test_the_mask_is_merged_with_the_callers() -> None:
             step(module, state, 1, 3, wrong)
 
 
-@pytest.mark.parametrize("quantised", [False, True])
-def test_tokens_beyond_the_capacity_are_neither_clamped_nor_lost_in_silence(
-    quantised: bool,
+@pytest.mark.parametrize("quantized", [False, True])
+def test_tokens_beyond_the_capacity(
+    quantized: bool,
 ) -> None:
-    module, state = started(Config(quantize_kv_cache=quantised))
+    module, state = started(Config(quantize_kv_cache=quantized))
     _, state = step(module, state, 6, 1)
     with pytest.raises(
         CacheError,
@@ -160,7 +160,7 @@ def test_tokens_beyond_the_capacity_are_neither_clamped_nor_lost_in_silence(
     assert after["cache"]["cache_refused"].tolist() == [0] * BATCH
 
 
-def test_shapes_that_do_not_go_together_are_said() -> None:
+def test_invalid_shapes() -> None:
     module, state = started(Config())
     k = rows(2)
     with pytest.raises(LayerError, match="query_states have length 1, and key 2"):
@@ -169,7 +169,7 @@ def test_shapes_that_do_not_go_together_are_said() -> None:
         module.apply(state, k, k[:, :1], k, mutable=["cache"])
 
 
-def test_flax_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_flax(monkeypatch: pytest.MonkeyPatch) -> None:
     assert easydel.BaseJAXAttentionModule is BaseJAXAttentionModule
     monkeypatch.delitem(sys.modules, "shardwright.interop.easydel.attention_module")
     monkeypatch.setitem(sys.modules, "flax", None)

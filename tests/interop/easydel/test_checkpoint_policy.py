@@ -1,4 +1,4 @@
-"""What the backward pass keeps, by name."""
+"""Rematerialization policies by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwright.interop.easydel import get_gradient_checkpoint_policy
 
 
 def kept(policy: Any) -> list[tuple[int, ...]]:
-    """Shapes of what a block of two matrix products keeps, beside its arguments."""
+    """Return the shapes that a block of two matrix products keeps, without its arguments."""
 
     def block(x: Any, w: Any) -> Any:
         inner = checkpoint_name(jnp.sin(x @ w), "inner")
@@ -37,7 +37,7 @@ def kept(policy: Any) -> list[tuple[int, ...]]:
         "checkpoint_dots_with_no_batch_dims",
     ],
 )
-def test_dots_are_kept_where_the_name_says_so(name: str) -> None:
+def test_policies_of_dots(name: str) -> None:
     assert (3, 5) in kept(get_gradient_checkpoint_policy(name))
 
 
@@ -46,7 +46,7 @@ def test_nothing_and_everything() -> None:
     assert (3, 5) in kept(get_gradient_checkpoint_policy("everything_saveable"))
 
 
-def test_the_factories_make_policies_of_names_and_of_policies() -> None:
+def test_policy_factories() -> None:
     only = get_gradient_checkpoint_policy("save_only_these_names")
     assert (3, 5) in kept(only("inner"))
     assert (3, 5) not in kept(only("another"))
@@ -56,10 +56,13 @@ def test_the_factories_make_policies_of_names_and_of_policies() -> None:
     assert callable(get_gradient_checkpoint_policy("save_anything_except_these_names")("inner"))
 
 
-def test_an_unknown_policy_is_refused() -> None:
+def test_unknown_policy() -> None:
     with pytest.raises(
         sw.LayerError,
-        match=r"unknown checkpoint policy 'nothing_savable'\n  fix   did you mean 'nothing_saveable'\?",
+        match=(
+            r"unknown checkpoint policy 'nothing_savable'\n  fix   did you mean "
+            r"'nothing_saveable'\?"
+        ),
     ):
         get_gradient_checkpoint_policy("nothing_savable")
     with pytest.raises(

@@ -1,11 +1,11 @@
-"""Docstrings put together from parts."""
+"""A decorator that adds shared text to docstrings."""
 
 from __future__ import annotations
 
 from shardwright.interop.easydel import add_start_docstrings
 
 
-def test_the_parts_come_first() -> None:
+def test_parts_come_first() -> None:
     @add_start_docstrings("First. ", "Second. ")
     def documented() -> int:
         """Own."""
@@ -16,7 +16,7 @@ def test_the_parts_come_first() -> None:
     assert documented.__name__ == "documented"
 
 
-def test_what_has_no_docstring_gets_one() -> None:
+def test_function_without_docstring() -> None:
     @add_start_docstrings("Only this.")
     class Bare:
         pass
@@ -25,7 +25,7 @@ def test_what_has_no_docstring_gets_one() -> None:
     assert isinstance(Bare(), Bare)
 
 
-def test_a_base_class_keeps_its_own() -> None:
+def test_base_class_is_unchanged() -> None:
     class Base:
         """Base."""
 

@@ -1,4 +1,4 @@
-"""The dot product of a layer by its bits: a plain callable in training, a flax module that stores weights to serve."""
+"""The dot product of a layer by its bits: a callable in training, a flax module to serve."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from shardwright.testing import cpu_mesh
 MATMUL = (((1,), (0,)), ((), ()))
 
 
-def test_no_bits_change_nothing() -> None:
+def test_without_bits() -> None:
     assert get_dot_general_by_bits() == {}
     assert get_dot_general_by_bits(None, "serve") == {}
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_training_needs_no_flax(bits: int) -> None:
+def test_train_without_flax(bits: int) -> None:
     (name, made) = next(iter(get_dot_general_by_bits(bits).items()))
     assert name == "dot_general_cls"
     x, y = (
@@ -38,8 +38,8 @@ def test_training_needs_no_flax(bits: int) -> None:
     assert made()(x, y, MATMUL, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
 
 
-def test_equal_arguments_make_equal_layers() -> None:
-    """A layer is often a static argument: another object that is equal must not trace again."""
+def test_equal_arguments_do_not_retrace() -> None:
+    """A layer is often a static argument, so an equal object must not trace again."""
     one, two = (get_dot_general_by_bits(8)["dot_general_cls"] for _ in range(2))
     assert one == two
     assert hash(one) == hash(two)
@@ -52,7 +52,7 @@ def test_equal_arguments_make_equal_layers() -> None:
     )
 
 
-def test_it_stands_in_for_the_dot_general_of_an_einsum() -> None:
+def test_dot_general_of_an_einsum() -> None:
     x, y = (
         jax.random.normal(jax.random.key(0), (2, 3, 8)),
         jax.random.normal(jax.random.key(1), (8, 4, 5)),
@@ -70,19 +70,22 @@ def test_it_stands_in_for_the_dot_general_of_an_einsum() -> None:
         (
             None,
             "decode",
-            r"unknown mode 'decode'\n  fix   modes of a quantised dot are train, serve \(or eval\) and convert",
+            (
+                r"unknown mode 'decode'\n  fix   modes of a quantized dot are train, serve \(or "
+                r"eval\) and convert"
+            ),
         ),
         (16, "train", "bits must be an integer from 4 to 8, got 16"),
         (2, "serve", "bits must be an integer from 4 to 8, got 2"),
     ],
 )
-def test_other_bits_and_modes_are_refused(bits: Any, mode: Any, says: str) -> None:
+def test_invalid_bits_and_modes(bits: Any, mode: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         get_dot_general_by_bits(bits, mode)
     assert isinstance(caught.value, sw.LayerError)
 
 
-def test_without_flax_the_error_says_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_without_flax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flax.linen", None)
     monkeypatch.delitem(sys.modules, "shardwright.layers.quantized_module", raising=False)
     with pytest.raises(
@@ -119,7 +122,7 @@ def relative(found: Any, expected: Any) -> float:
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 0.03), (6, 0.12)])
-def test_a_flax_layer_trains_on_integers(bits: int, bound: float) -> None:
+def test_flax_layer_trains(bits: int, bound: float) -> None:
     variables = model(None).init(jax.random.key(0), X)
     assert jax.tree.structure(model(bits).init(jax.random.key(0), X)) == jax.tree.structure(
         variables
@@ -136,7 +139,7 @@ def test_a_flax_layer_trains_on_integers(bits: int, bound: float) -> None:
         assert relative(ours, theirs) < 2 * bound
 
 
-def test_an_equal_flax_layer_is_not_traced_again() -> None:
+def test_equal_flax_layers_do_not_retrace() -> None:
     nn = pytest.importorskip("flax.linen")
     traces = []
 
@@ -151,7 +154,7 @@ def test_an_equal_flax_layer_is_not_traced_again() -> None:
     assert len(traces) == 1
 
 
-def test_nnx_takes_it_too() -> None:
+def test_nnx_layer() -> None:
     nnx = pytest.importorskip("flax.nnx")
     dot = get_dot_general_by_bits(8)["dot_general_cls"]()
     layer = nnx.Linear(8, 4, dot_general=dot, rngs=nnx.Rngs(0))
@@ -164,7 +167,7 @@ def converted(bits: int = 8) -> tuple[Any, Any, Any]:
     return variables, stored, y
 
 
-def test_convert_stores_what_serve_uses() -> None:
+def test_convert_then_serve() -> None:
     variables, stored, y = converted()
     leaves = {
         jax.tree_util.keystr(path): leaf
@@ -212,7 +215,7 @@ def test_serve_sharded_equals_unsharded() -> None:
     np.testing.assert_allclose(jax.jit(model(8, "serve").apply)(placed, x), y, rtol=1e-5, atol=1e-5)
 
 
-def test_serving_models_can_be_initialised() -> None:
+def test_init_in_serve_mode() -> None:
     variables = model(8, "serve").init(jax.random.key(0), X)
     np.testing.assert_allclose(
         model(8, "serve").apply(variables, X),
@@ -222,7 +225,7 @@ def test_serving_models_can_be_initialised() -> None:
     )
 
 
-def test_what_is_not_stored_cannot_be_served() -> None:
+def test_serve_without_stored_kernels() -> None:
     variables, stored, _ = converted()
     with pytest.raises(
         sw.LayerError,
@@ -231,7 +234,10 @@ def test_what_is_not_stored_cannot_be_served() -> None:
         model(8, "serve").apply(variables, X)
     with pytest.raises(
         sw.LayerError,
-        match=r"convert stores quantised weights\n  fix   model.apply\(variables, x, mutable=\[.quantised.\]\)",
+        match=(
+            r"convert stores quantised weights\n  fix   model.apply\(variables, x, "
+            r"mutable=\[.quantised.\]\)"
+        ),
     ):
         model(8, "convert").apply(variables, X)
     small = model(None).init(jax.random.key(0), X[:, :4])

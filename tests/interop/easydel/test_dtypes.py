@@ -1,4 +1,4 @@
-"""The dtype that a layer computes in."""
+"""The computation dtype of a layer."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ from shardwright.interop.easydel import canonicalize_dtype
         ((jnp.ones(2),), {"dtype": jnp.int32, "inexact": False}, jnp.int32),
     ],
 )
-def test_the_common_dtype_or_the_one_given(
-    args: Any, options: dict[str, Any], expected: Any
-) -> None:
+def test_common_or_given_dtype(args: Any, options: dict[str, Any], expected: Any) -> None:
     assert jnp.dtype(canonicalize_dtype(*args, **options)) == expected
 
 
-def test_a_given_dtype_comes_back_as_it_is() -> None:
+def test_given_dtype_is_returned() -> None:
     assert canonicalize_dtype(1, dtype=jnp.bfloat16) is jnp.bfloat16
     assert canonicalize_dtype(1, dtype="float32") == "float32"
 
 
-def test_what_has_no_dtype_to_compute_in_is_refused() -> None:
+def test_no_computation_dtype() -> None:
     with pytest.raises(
         ValueError,
-        match=r"dtype int32 is not inexact\n  fix   give a float or complex dtype, or inexact=False",
+        match=(
+            r"dtype int32 is not inexact\n  fix   give a float or complex dtype, or "
+            r"inexact=False"
+        ),
     ) as caught:
         canonicalize_dtype(jnp.ones(2), dtype=jnp.int32)
     assert isinstance(caught.value, sw.LayerError)
@@ -51,13 +52,16 @@ def test_what_has_no_dtype_to_compute_in_is_refused() -> None:
         canonicalize_dtype(None, None)
 
 
-def test_arguments_without_a_common_dtype_are_refused() -> None:
-    says = r"float8_e4m3fn, float32 have no common dtype: JAX promotes none of them\n  fix   cast the arguments, or pass dtype="
+def test_no_common_dtype() -> None:
+    says = (
+        r"float8_e4m3fn, float32 have no common dtype: JAX promotes none of them\n  fix   "
+        r"cast the arguments, or pass dtype="
+    )
     with pytest.raises(sw.LayerError, match=says):
         canonicalize_dtype(jnp.ones(2, jnp.float8_e4m3fn), None, jnp.ones(2))
 
 
 @pytest.mark.parametrize(("name", "fix"), [("bf16", "bfloat16"), ("no such", r"jnp\.bfloat16")])
-def test_a_dtype_that_nobody_knows_is_refused(name: str, fix: str) -> None:
-    with pytest.raises(sw.LayerError, match=f"'{name}' is no dtype\n  fix   .*{fix}"):
+def test_unknown_dtype(name: str, fix: str) -> None:
+    with pytest.raises(sw.LayerError, match=f"'{name}' is not a dtype\n  fix   .*{fix}"):
         canonicalize_dtype(dtype=name)

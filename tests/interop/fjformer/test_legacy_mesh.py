@@ -1,4 +1,4 @@
-"""Code that was written for the legacy `with mesh:` finds that mesh: the functions that such code calls see it."""
+"""Functions that old code calls under the legacy `with mesh:` use that mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 
 @pytest.fixture(autouse=True)
 def _no_warning_of_ours() -> Iterator[None]:
-    """JAX deprecates `with mesh:`; whoever only asks for the mesh must not be told."""
+    """JAX deprecates `with mesh:`; reading the current mesh must not warn."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message=".*with mesh.*", category=DeprecationWarning)
@@ -63,7 +63,7 @@ def test_constraint_under_a_legacy_mesh(program: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("kind", ["explicit", {"tp": "explicit"}], ids=["explicit", "mixed"])
 @pytest.mark.parametrize("program", [eager, jitted])
 def test_explicit_axes_of_a_legacy_mesh(kind: Any, program: Callable[[Any], Any]) -> None:
-    """JAX types no array under `with mesh:`, so the array must lie on the mesh already."""
+    """Under `with mesh:` JAX does not type arrays, so the array must be on the mesh already."""
     mesh = cpu_mesh("dp:2,tp:4", axis_types=kind)
     x = jax.device_put(X, jax.NamedSharding(mesh, P()))
     with mesh:
@@ -88,7 +88,7 @@ def test_names_under_a_legacy_mesh() -> None:
     assert not fjformer.names_in_current_mesh("dp")
 
 
-def test_specs_that_do_not_fit_are_told() -> None:
+def test_misfits_under_a_legacy_mesh() -> None:
     with (
         cpu_mesh("dp:2,tp:4"),
         pytest.raises(sw.IndivisibleError, match="size 7 does not divide over dp=2"),
@@ -96,14 +96,14 @@ def test_specs_that_do_not_fit_are_told() -> None:
         constrained(np.ones((7, 8)))
 
 
-def test_functions_made_under_a_legacy_mesh() -> None:
+def test_functions_under_a_legacy_mesh() -> None:
     mesh = cpu_mesh("dp:2,tp:4")
     with mesh:
         shard, _ = fjformer.make_shard_and_gather_fns({"w": P("dp", "tp")})
     assert shard["w"](X).sharding == jax.NamedSharding(mesh, P("dp", "tp"))
 
 
-def test_a_mesh_that_was_set_goes_first() -> None:
+def test_set_mesh_before_legacy_mesh() -> None:
     legacy, ambient = cpu_mesh("dp:2,tp:4"), cpu_mesh("dp:4,tp:2")
     with legacy, jax.set_mesh(ambient):
         assert constrained(X).sharding.mesh == ambient
@@ -111,7 +111,7 @@ def test_a_mesh_that_was_set_goes_first() -> None:
         assert constrained(X).sharding.mesh == ambient, "as JAX resolves a PartitionSpec there"
 
 
-def test_a_manager_goes_first() -> None:
+def test_manager_before_legacy_mesh() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=cpu_mesh("dp:4,tp:2"))
     with cpu_mesh("dp:2,tp:4"), pm:
         assert constrained(X).sharding.mesh == pm.mesh
@@ -131,7 +131,7 @@ def test_inside_shard_map_under_a_legacy_mesh() -> None:
         np.testing.assert_array_equal(f(X), X * 2)
 
 
-def test_eformer_sees_the_same_mesh() -> None:
+def test_eformer_under_a_legacy_mesh() -> None:
     from shardwright.interop import eformer
 
     mesh = cpu_mesh("dp:2,tp:4")

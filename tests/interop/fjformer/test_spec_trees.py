@@ -1,4 +1,4 @@
-"""Trees of `PartitionSpec`s written by hand: which names they use, constraints, path rules, to the mesh and back."""
+"""Trees of `PartitionSpec`s written by hand: names, constraints, path rules, functions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
         (None, []),
     ],
 )
-def test_names_come_in_order_and_once(specs: Any, names: list[str]) -> None:
+def test_names_in_order_and_once(specs: Any, names: list[str]) -> None:
     assert (
         get_names_from_partition_spec(specs)
         == get_names_from_partition_spec(partition_specs=specs)
@@ -55,17 +55,17 @@ def test_names_come_in_order_and_once(specs: Any, names: list[str]) -> None:
     )
 
 
-def test_a_sharding_names_what_its_spec_names() -> None:
+def test_names_of_a_named_sharding() -> None:
     assert get_names_from_partition_spec([NamedSharding(cpu_mesh("dp:2,tp:4"), P("tp"))]) == ["tp"]
 
 
 @pytest.mark.parametrize("bad", [3, np.ones(2), {"dp"}])
-def test_what_is_no_spec_has_no_names(bad: Any) -> None:
-    with pytest.raises(sw.StrategyError, match="is no spec"):
+def test_names_of_an_invalid_spec(bad: Any) -> None:
+    with pytest.raises(sw.StrategyError, match="is not a spec"):
         get_names_from_partition_spec({"w": bad})
 
 
-def test_names_are_those_of_the_mesh_at_hand() -> None:
+def test_names_of_the_current_mesh() -> None:
     assert names_in_mesh is names_in_current_mesh
     assert not names_in_current_mesh("dp")
     assert names_in_current_mesh()
@@ -78,7 +78,7 @@ def test_names_are_those_of_the_mesh_at_hand() -> None:
     assert not names_in_current_mesh("tp")
 
 
-def test_a_manager_entered_inside_a_trace_brings_its_names() -> None:
+def test_names_of_a_manager_inside_a_trace() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("tp:4"))
 
     def inside(x: Any) -> Any:
@@ -88,7 +88,7 @@ def test_a_manager_entered_inside_a_trace_brings_its_names() -> None:
     assert jax.jit(inside)(0) == 1
 
 
-def test_a_list_of_names_is_an_error_and_not_false() -> None:
+def test_names_as_a_list_are_an_error() -> None:
     with pytest.raises(sw.MeshSpecError, match=r"\['dp'\] is not the name of a mesh axis"):
         names_in_current_mesh(["dp"])  # type: ignore[arg-type]
 
@@ -98,7 +98,7 @@ def test_a_list_of_names_is_an_error_and_not_false() -> None:
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit", {"tp": "explicit"}])
 @pytest.mark.parametrize("jit", [False, True])
-def test_a_constraint_places_on_every_kind_of_axis(axis_types: Any, jit: bool) -> None:
+def test_constraint_on_every_axis_type(axis_types: Any, jit: bool) -> None:
     x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     constrain = lambda x: with_sharding_constraint(x, P("tp", "dp"))  # noqa: E731
     with jax.set_mesh(cpu_mesh("dp:2,tp:4", axis_types=axis_types)):
@@ -108,7 +108,7 @@ def test_a_constraint_places_on_every_kind_of_axis(axis_types: Any, jit: bool) -
     assert found.addressable_shards[0].data.shape == (2, 4)
 
 
-def test_a_constraint_is_in_the_program() -> None:
+def test_constraint_is_in_the_program() -> None:
     with jax.set_mesh(cpu_mesh("dp:2,tp:4")):
         lowered = (
             jax.jit(lambda x: 2 * with_sharding_constraint(x, P("tp")))
@@ -118,7 +118,7 @@ def test_a_constraint_is_in_the_program() -> None:
     assert re.search(r'sharding_constraint .*\[\{"tp"\}, \{\}\]', lowered)
 
 
-def test_without_the_axes_nothing_is_constrained() -> None:
+def test_constraint_without_the_mesh_axes() -> None:
     x = jnp.ones((8, 8))
     assert with_sharding_constraint(x, P("tp")) is x
     with jax.set_mesh(cpu_mesh("dp:8")):
@@ -130,7 +130,7 @@ def test_without_the_axes_nothing_is_constrained() -> None:
     assert "sharding_constraint" not in lowered
 
 
-def test_a_tree_of_specs_covers_a_tree_of_arrays() -> None:
+def test_constraint_of_a_tree() -> None:
     tree = {"a": jnp.ones((8, 8)), "b": [jnp.ones(8), jnp.ones((8, 2))]}
     with jax.set_mesh(cpu_mesh("dp:2,tp:4")):
         found = with_sharding_constraint(tree, {"a": P("dp", "tp"), "b": P("tp")})
@@ -140,11 +140,11 @@ def test_a_tree_of_specs_covers_a_tree_of_arrays() -> None:
         }
         with pytest.raises(sw.StrategyError, match="the tree of specs does not fit"):
             with_sharding_constraint(tree, {"c": P("dp")})
-        with pytest.raises(sw.StrategyError, match=r"'dp' of type str is no PartitionSpec"):
+        with pytest.raises(sw.StrategyError, match=r"'dp' of type str is not a PartitionSpec"):
             with_sharding_constraint(tree["a"], ("dp", None))
 
 
-def test_what_jax_would_pad_or_drop_is_an_error_with_its_path() -> None:
+def test_constraint_error_has_a_path() -> None:
     tree = {"a": jnp.ones((6, 8)), "b": jnp.ones(8)}
     with jax.set_mesh(cpu_mesh("dp:2,tp:4")):
         with pytest.raises(sw.IndivisibleError, match="2 problems") as caught:
@@ -159,7 +159,7 @@ def test_what_jax_would_pad_or_drop_is_an_error_with_its_path() -> None:
             with_sharding_constraint(jnp.ones((8, 8)), P("dp", "dp"))
 
 
-def test_inside_shard_map_the_manual_axes_are_left_out() -> None:
+def test_constraint_inside_shard_map() -> None:
     mesh = cpu_mesh("dp:2,tp:4")
     constrain = lambda x: with_sharding_constraint(2 * x, P("dp", "tp"))  # noqa: E731
     x = jnp.arange(64.0).reshape(8, 8)
@@ -193,18 +193,18 @@ SPECS = {
 }
 
 
-def test_the_first_rule_found_in_the_path_wins() -> None:
+def test_first_matching_rule_wins() -> None:
     assert match_partition_rules(RULES, PARAMS) == SPECS
     assert match_partition_rules(iter(RULES), jax.eval_shape(lambda: PARAMS)) == SPECS
 
 
-def test_scalars_and_arrays_of_one_element_are_replicated_whatever_matches() -> None:
+def test_single_elements_are_replicated() -> None:
     tree = {"scale": np.ones((1, 1)), "step": 3, "count": jnp.int32(0), "empty": np.ones((0, 4))}
     found = match_partition_rules([(".*", P(None, "tp"))], tree)
     assert found == {"scale": P(), "step": P(), "count": P(), "empty": P(None, "tp")}
 
 
-def test_a_train_state_is_matched_like_its_parameters() -> None:
+def test_match_a_train_state() -> None:
     tx = optax.chain(optax.clip(1.0), optax.adamw(1e-3))
     state = {"params": PARAMS, "opt": jax.eval_shape(tx.init, PARAMS), "nothing": None}
     found = match_partition_rules(RULES, state)
@@ -213,7 +213,7 @@ def test_a_train_state_is_matched_like_its_parameters() -> None:
     assert found["opt"][1][0].count == P()
 
 
-def test_axes_resolve_with_the_manager() -> None:
+def test_rules_with_semantic_axes() -> None:
     rules = [("kernel", (sw.EMBED, sw.MLP_INTERMEDIATE)), ("embed", sw.RowWise), ("bias", P("tp"))]
     with pytest.raises(
         sw.NoManagerError, match="match_partition_rules with semantic axes needs a PartitionManager"
@@ -227,7 +227,7 @@ def test_axes_resolve_with_the_manager() -> None:
             match_partition_rules(rules, {"kernel": np.ones((6, 4))})
 
 
-def test_what_no_rule_matches_is_named_all_at_once() -> None:
+def test_unmatched_paths_are_listed() -> None:
     with pytest.raises(ValueError, match="2 problems") as caught:
         match_partition_rules(RULES[:2], {**PARAMS, "head": np.ones((4, 4))})
     assert isinstance(caught.value, sw.StrategyError)
@@ -235,10 +235,13 @@ def test_what_no_rule_matches_is_named_all_at_once() -> None:
     assert "patterns in order: embed, kernel" in str(caught.value)
 
 
-def test_a_spec_longer_than_its_array_is_found_before_anything_is_placed() -> None:
+def test_spec_longer_than_its_array() -> None:
     with pytest.raises(
         sw.RankMismatchError,
-        match=r"blocks/0/up/bias: the spec P\('fsdp', 'tp'\) has 2 entries, the array has shape \(32,\)",
+        match=(
+            r"blocks/0/up/bias: the spec P\('fsdp', 'tp'\) has 2 entries, the array has "
+            r"shape \(32,\)"
+        ),
     ):
         match_partition_rules([(".*", P("fsdp", "tp"))], PARAMS)
     with pytest.raises(sw.StrategyError, match="rule 0: not a regular expression"):
@@ -248,7 +251,7 @@ def test_a_spec_longer_than_its_array_is_found_before_anything_is_placed() -> No
 # To the mesh and back.
 
 
-def test_arrays_go_to_the_mesh_and_come_back() -> None:
+def test_shard_and_gather_round_trip() -> None:
     with jax.set_mesh(cpu_mesh("fsdp:4,tp:2")):
         shard_fns, gather_fns = make_shard_and_gather_fns(SPECS)
     placed = tree_apply(shard_fns, PARAMS)
@@ -269,7 +272,7 @@ MIXED = {
 }
 
 
-def test_one_float_dtype_casts_floats_only_on_both_ways() -> None:
+def test_single_float_dtype_casts_floats() -> None:
     specs = jax.tree.map(lambda leaf: P("dp") if np.ndim(leaf) else P(), MIXED)
     with jax.set_mesh(cpu_mesh("dp:8")):
         shard_fns, gather_fns = make_shard_and_gather_fns(specs, jnp.bfloat16)
@@ -294,7 +297,7 @@ def test_one_float_dtype_casts_floats_only_on_both_ways() -> None:
     np.testing.assert_array_equal(gathered["ids"], np.arange(8))
 
 
-def test_a_tree_of_dtypes_casts_each() -> None:
+def test_tree_of_dtypes() -> None:
     specs = {"a": P("dp"), "b": P("dp"), "c": P("dp")}
     dtypes = {
         "a": jnp.bfloat16,
@@ -312,7 +315,7 @@ def test_a_tree_of_dtypes_casts_each() -> None:
     ]
 
 
-def test_one_leaf_may_bring_its_dtype() -> None:
+def test_dtype_of_a_single_leaf() -> None:
     with jax.set_mesh(cpu_mesh("dp:8")):
         shard_fn, gather_fn = make_shard_and_gather_fns(
             P("dp"), jax.ShapeDtypeStruct((8,), jnp.int8)
@@ -321,7 +324,7 @@ def test_one_leaf_may_bring_its_dtype() -> None:
     assert gather_fn(np.arange(8.0)).dtype == np.int8
 
 
-def test_the_mesh_may_come_later_or_with_the_sharding() -> None:
+def test_mesh_from_call_or_sharding() -> None:
     shard_fns, _ = make_shard_and_gather_fns({"w": P("dp")})
     with pytest.raises(
         sw.NoManagerError, match="there is no mesh with devices to place an array on"
@@ -335,7 +338,7 @@ def test_the_mesh_may_come_later_or_with_the_sharding() -> None:
     assert placed.sharding.memory_kind == "pinned_host"
 
 
-def test_an_array_moves_from_another_sharding() -> None:
+def test_array_with_another_sharding() -> None:
     with jax.set_mesh(cpu_mesh("dp:2,tp:4")):
         shard_fns, _ = make_shard_and_gather_fns([P("tp"), P(None, "tp")])
     first = shard_fns[0](np.arange(32.0).reshape(4, 8))
@@ -347,7 +350,7 @@ def test_an_array_moves_from_another_sharding() -> None:
 @pytest.mark.parametrize(
     ("specs", "dtypes", "says"),
     [
-        ({"w": ("dp", None)}, None, "^w/0: 'dp' of type str is no PartitionSpec"),
+        ({"w": ("dp", None)}, None, "^w/0: 'dp' of type str is not a PartitionSpec"),
         (P("dp"), jnp.int8, "dtype_specs is int8, one dtype for all must be a float"),
         ({"w": P("dp")}, {"v": jnp.float32}, "dtype_specs does not fit the tree of specs"),
         ({"w": P("dp")}, {"w": "no such"}, "'no such' of type str has no dtype"),
@@ -355,20 +358,26 @@ def test_an_array_moves_from_another_sharding() -> None:
         (
             {"w": P("dp")},
             np.float64,
-            r"dtype_specs asks for float64, of which JAX makes float32 while jax_enable_x64 is off\n  fix   jax\.conf",
+            (
+                r"dtype_specs asks for float64, of which JAX makes float32 while jax_enable_x64 is "
+                r"off\n  fix   jax\.conf"
+            ),
         ),
         ({"w": P("dp")}, {"w": jnp.int64}, "dtype_specs asks for int64, of which JAX makes int32"),
     ],
 )
-def test_what_cannot_be_made_into_functions(specs: Any, dtypes: Any, says: str) -> None:
+def test_invalid_function_arguments(specs: Any, dtypes: Any, says: str) -> None:
     with pytest.raises(sw.StrategyError, match=says):
         make_shard_and_gather_fns(specs, dtypes)
 
 
-def test_what_does_not_fit_the_mesh_is_not_placed() -> None:
+def test_misfits_are_not_placed() -> None:
     with jax.set_mesh(cpu_mesh("dp:8")):
         shard_fns, _ = make_shard_and_gather_fns({"w": P("dp"), "v": P("tp"), "n": P()})
-    says = r"^w dim 0: size 6 does not divide over dp=8\n  rule  .*literal spec.*\n  fix   write None there, or choose a size and"
+    says = (
+        r"^w dim 0: size 6 does not divide over dp=8\n  rule  .*literal spec.*\n  fix   "
+        r"write None there, or choose a size and"
+    )
     with pytest.raises(sw.IndivisibleError, match=says):
         tree_apply({"w": shard_fns["w"]}, {"w": np.ones(6)})
     with pytest.raises(
@@ -388,7 +397,7 @@ def test_what_does_not_fit_the_mesh_is_not_placed() -> None:
         (2**40, "values of a Python int do not fit int32"),
     ],
 )
-def test_values_that_jax_would_change_are_not_placed(value: Any, says: str) -> None:
+def test_values_beyond_32_bits_are_not_placed(value: Any, says: str) -> None:
     with jax.set_mesh(cpu_mesh("dp:8")):
         shard_fns, _ = make_shard_and_gather_fns({"w": P()})
         with pytest.raises(sw.StrategyError, match=says):
@@ -401,13 +410,13 @@ def test_values_that_jax_would_change_are_not_placed(value: Any, says: str) -> N
             assert wide["w"](value).dtype == jnp.bfloat16, "cast first"
 
 
-def test_a_key_is_placed_and_not_cast_or_gathered() -> None:
+def test_keys_are_placed_not_cast() -> None:
     key = jax.random.key(0)
     with jax.set_mesh(cpu_mesh("dp:8")):
         shard_fns, gather_fns = make_shard_and_gather_fns({"k": P()})
         placed = shard_fns["k"](key)
         assert (placed.dtype, placed.sharding.spec) == (key.dtype, P())
-        says = r"a key \(key<fry>\) is no NumPy array\n  fix   gather jax.random.key_data\(key\)"
+        says = r"a key \(key<fry>\) is not a NumPy array\n  fix   gather jax.random.key_data\(key\)"
         with pytest.raises(sw.StrategyError, match=says):
             gather_fns["k"](placed)
         same, _ = make_shard_and_gather_fns({"k": P()}, {"k": key})

@@ -1,4 +1,4 @@
-"""A key per call, metrics on the host."""
+"""Per-call PRNG keys, host metrics."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def data(key: Any) -> tuple[int, ...]:
 # Keys.
 
 
-def test_every_call_gets_the_next_key_of_the_usual_chain() -> None:
+def test_each_call_gets_the_next_key() -> None:
     @wrap_function_with_rng(jax.random.key(3))
     def draw(key: Any, scale: float, *, shift: float = 0.0) -> tuple[Any, float]:
-        """Say what was drawn."""
+        """Return the drawn values."""
         return data(key), scale + shift
 
     rng = jax.random.key(3)
     for _ in range(3):
         rng, expected = jax.random.split(rng)
         assert draw(2.0, shift=1.0) == (data(expected), 3.0)
-    assert draw.__doc__ == "Say what was drawn."
+    assert draw.__doc__ == "Return the drawn values."
 
 
-def test_old_style_keys_work_too_and_functions_of_one_decorator_share_a_chain() -> None:
+def test_old_style_keys_and_shared_chain() -> None:
     decorate = wrap_function_with_rng(jax.random.PRNGKey(0))
     first, second = (
         decorate(lambda key: tuple(key.tolist())),
@@ -47,7 +47,7 @@ def test_old_style_keys_work_too_and_functions_of_one_decorator_share_a_chain() 
     assert [again(), again(), again()] == drawn
 
 
-def test_threads_never_share_a_key() -> None:
+def test_threads_get_different_keys() -> None:
     draw = wrap_function_with_rng(jax.random.key(0))(data)
     found: list[tuple[int, ...]] = []
     threads = [
@@ -62,7 +62,7 @@ def test_threads_never_share_a_key() -> None:
     assert len(set(found)) == 200
 
 
-def test_a_key_is_not_drawn_inside_a_trace_that_it_does_not_belong_to() -> None:
+def test_outer_key_inside_a_trace() -> None:
     noise = wrap_function_with_rng(jax.random.key(0))(
         lambda key, x: x + jax.random.normal(key, x.shape)
     )
@@ -74,7 +74,7 @@ def test_a_key_is_not_drawn_inside_a_trace_that_it_does_not_belong_to() -> None:
     assert np.isfinite(noise(jnp.zeros(2))).all()
 
 
-def test_a_key_made_inside_the_trace_may_be_drawn_there() -> None:
+def test_inner_key_inside_a_trace() -> None:
     @jax.jit
     def two(key: Any) -> Any:
         draw = wrap_function_with_rng(key)(lambda key: jax.random.normal(key, (4,)))
@@ -88,7 +88,7 @@ def test_a_key_made_inside_the_trace_may_be_drawn_there() -> None:
 # Metrics.
 
 
-def test_metrics_come_to_the_host_as_floats() -> None:
+def test_metrics_are_floats() -> None:
     mesh = cpu_mesh("dp:8")
     loss = jax.device_put(jnp.float32(0.5), jax.NamedSharding(mesh, jax.P()))
     found = get_metrics({"loss": loss, "tokens": jnp.int32(7), "lr": 0.25, "one": np.ones((1,))})
@@ -96,7 +96,7 @@ def test_metrics_come_to_the_host_as_floats() -> None:
     assert {type(value) for value in found.values()} == {float}
 
 
-def test_steps_are_stacked_as_numpy_arrays() -> None:
+def test_stacked_metrics() -> None:
     steps = [{"loss": jnp.float32(at), "grad": {"norm": jnp.arange(2) + at}} for at in range(3)]
     found = get_metrics(steps, stack=True)
     assert isinstance(found["loss"], np.ndarray)
@@ -104,7 +104,7 @@ def test_steps_are_stacked_as_numpy_arrays() -> None:
     np.testing.assert_array_equal(found["grad"]["norm"], [[0, 1], [1, 2], [2, 3]])
 
 
-def test_unreplicate_takes_the_first_replica() -> None:
+def test_unreplicate() -> None:
     mesh = cpu_mesh("dp:8")
     replicas = jax.device_put(jnp.arange(8.0) + 3, jax.NamedSharding(mesh, jax.P("dp")))
     assert get_metrics({"loss": replicas}, unreplicate=True) == {"loss": 3.0}
@@ -119,12 +119,15 @@ def test_unreplicate_takes_the_first_replica() -> None:
         (
             {"loss": np.ones(2)},
             {},
-            r"metric 'loss' of shape \(2,\) is no scalar\n  fix   reduce it in the step, or pass unreplicate=True",
+            (
+                r"metric 'loss' of shape \(2,\) is not a scalar\n  fix   reduce it in the step, or "
+                r"pass unreplicate=True"
+            ),
         ),
         (
             {"loss": np.ones((2, 2))},
             {},
-            r"metric 'loss' of shape \(2, 2\) is no scalar\n  fix   reduce it in the step$",
+            r"metric 'loss' of shape \(2, 2\) is not a scalar\n  fix   reduce it in the step$",
         ),
         (
             {"loss": 1.0},
@@ -147,9 +150,12 @@ def test_unreplicate_takes_the_first_replica() -> None:
         (
             {"loss": None},
             {},
-            r"metric 'loss' is None of type NoneType, not a number\n  fix   leave it out of the metrics",
+            (
+                r"metric 'loss' is None of type NoneType, not a number\n  fix   leave it out of "
+                r"the metrics"
+            ),
         ),
-        ({"loss": 1j}, {}, "metric 'loss' is complex: no float holds it"),
+        ({"loss": 1j}, {}, "metric 'loss' is complex, and a float cannot hold it"),
         ({"rng": jax.random.key(0)}, {}, "metric 'rng' is of dtype key<fry>, not a number"),
         ({"name": "run"}, {}, "metric 'name' is 'run' of type str, not a number"),
         ([{"name": "run"}], {"stack": True}, "metric '0/name' is 'run' of type str, not a number"),
@@ -170,8 +176,6 @@ def test_unreplicate_takes_the_first_replica() -> None:
         ),
     ],
 )
-def test_metrics_of_another_form_are_refused(
-    metrics: Any, options: dict[str, bool], says: str
-) -> None:
+def test_invalid_metrics(metrics: Any, options: dict[str, bool], says: str) -> None:
     with pytest.raises(sw.StrategyError, match=says):
         get_metrics(metrics, **options)

@@ -1,4 +1,4 @@
-"""Trees by the names of their places."""
+"""Trees by path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class State:
 TREE = State(step=0, params={"blocks": [{"q": 1}, {"q": 2}], "norm": 3})
 
 
-def test_a_path_is_named_by_every_kind_of_key() -> None:
+def test_path_of_every_kind_of_key() -> None:
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(TREE)[0]]
     assert [tree_path_to_string(path) for path in paths] == [
         ("step",),
@@ -48,7 +48,7 @@ def test_a_path_is_named_by_every_kind_of_key() -> None:
     assert tree_path_to_string((), sep="/") == ""
 
 
-def test_a_flat_tree_keeps_every_leaf_by_its_name() -> None:
+def test_flatten_keeps_every_leaf() -> None:
     assert flatten_tree(TREE, sep="/") == {
         "step": 0,
         "params/blocks/0/q": 1,
@@ -61,14 +61,14 @@ def test_a_flat_tree_keeps_every_leaf_by_its_name() -> None:
     }
 
 
-def test_two_leaves_of_one_name_are_an_error_and_not_one_leaf() -> None:
+def test_duplicate_names_are_an_error() -> None:
     clash = {"a/b": 1, "a": {"b": 2}}
     with pytest.raises(sw.StrategyError, match="two leaves have the name 'a/b'"):
         flatten_tree(clash, sep="/")
     assert flatten_tree(clash, sep="|") == {"a/b": 1, "a|b": 2}
 
 
-def test_a_map_with_names_gets_the_other_trees_too() -> None:
+def test_named_map_of_several_trees() -> None:
     found = named_tree_map(
         lambda name, x, y: (name, x + y), {"a": 1, "b": [2]}, {"a": 10, "b": [20]}, sep="/"
     )
@@ -79,7 +79,7 @@ def test_a_map_with_names_gets_the_other_trees_too() -> None:
     ) == {"a": 2}
 
 
-def test_functions_are_applied_place_by_place() -> None:
+def test_tree_apply() -> None:
     fns = State(
         step=lambda x: x + 1, params={"blocks": [{"q": str}, {"q": float}], "norm": lambda x: -x}
     )
@@ -97,7 +97,7 @@ def test_functions_are_applied_place_by_place() -> None:
         ({}, dict.fromkeys("abcde", 1), "no function for 'a', 'b', 'c' and 2 more"),
     ],
 )
-def test_trees_that_differ_are_refused(fns: Any, tree: Any, says: str) -> None:
+def test_tree_apply_structure_mismatch(fns: Any, tree: Any, says: str) -> None:
     with pytest.raises(
         sw.StrategyError, match=f"the tree of functions does not fit the tree: {says}"
     ):
@@ -110,7 +110,7 @@ PARAMS = {
 }
 
 
-def test_weight_decay_leaves_out_what_a_pattern_finds() -> None:
+def test_weight_decay_mask() -> None:
     mask = get_weight_decay_mask(["bias$", "norm/.*scale"])
     assert mask(PARAMS) == {"dense": {"kernel": True, "bias": False}, "norm": {"scale": False}}
     assert get_weight_decay_mask([])(PARAMS) == {
@@ -119,7 +119,7 @@ def test_weight_decay_leaves_out_what_a_pattern_finds() -> None:
     }
 
 
-def test_optax_decays_only_where_the_mask_says_so() -> None:
+def test_weight_decay_mask_in_optax() -> None:
     tx = optax.add_decayed_weights(0.5, mask=get_weight_decay_mask(("bias", "norm")))
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, PARAMS), tx.init(PARAMS), PARAMS)
     np.testing.assert_array_equal(updates["dense"]["kernel"], np.full((2, 2), 0.5))
@@ -127,7 +127,7 @@ def test_optax_decays_only_where_the_mask_says_so() -> None:
     np.testing.assert_array_equal(updates["norm"]["scale"], np.zeros(2))
 
 
-def test_bad_exclusions_are_refused_when_they_are_written() -> None:
+def test_invalid_exclusions() -> None:
     with pytest.raises(
         sw.StrategyError,
         match=r"exclusions is the text 'bias', not patterns\n  fix   write \['bias'\]",

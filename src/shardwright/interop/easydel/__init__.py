@@ -1,7 +1,6 @@
-"""The names of EasyDeL's attention operator and modelling utilities, for code that was written for it.
+"""The names of EasyDeL's attention operator and modeling utilities, for code that uses them.
 
-Each keeps its signature and calls the library underneath: caches, attention, layers. Nothing in the
-core imports this package.
+Each name keeps its signature and calls this library: caches, attention, layers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -28,10 +27,10 @@ from shardwright.interop.easydel.rotary import repeat_kv_bnsh as repeat_kv_bnsh
 from shardwright.interop.easydel.rotary import repeat_kv_bsnh as repeat_kv_bsnh
 from shardwright.interop.easydel.rotary import rotate_half as rotate_half
 
-if not TYPE_CHECKING:  # a type checker must still see what does not exist
+if not TYPE_CHECKING:  # so that type checkers still report unknown names
 
     def __getattr__(name: str) -> Any:
-        # Imported when it is used: its base is a class of flax.
+        # Imported on first use, because its base is a class of flax.
         if name != "BaseJAXAttentionModule":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:

@@ -1,4 +1,4 @@
-"""A flax attention module's cache under the names that other code uses, on top of our caches. Imports flax."""
+"""EasyDeL's attention module with a KV cache, built on `shardwright.caches`. Imports flax."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwright.resolution.partition_axis import PartitionAxis
 from shardwright.vocabulary.axes import BATCH, KV_LENGTH
 from shardwright.vocabulary.modes import GENERATION_MODES, MODE_DECODE
 
-# Alike for type checkers with and without flax.
+# `Any`, so that type checkers report the same with and without flax.
 _Module: Any = flax.linen.Module
 _compact: Any = flax.linen.compact
 
@@ -32,23 +32,30 @@ _compact: Any = flax.linen.compact
 class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
     """Base of attention modules that keep keys and values in flax's collection "cache".
 
-    Variables: `cached_key`, `cached_value` `[batch, capacity, heads, head_dim]`, int8 if quantised and then `cached_key_scale`,
-    `cached_value_scale` `[batch, capacity, heads]` float32; `cache_index` int32, tokens so far; `cache_refused` `[batch]` int8,
-    codes of `caches.Refusal` of the last call. The first call only makes them: its keys' length is the capacity.
+    The variables of the collection are:
 
-    What is known under this name has faults that this one has not:
+    - `cached_key`, `cached_value`: `[batch, capacity, heads, head_dim]`, int8 if quantized;
+    - `cached_key_scale`, `cached_value_scale`: `[batch, capacity, heads]` float32, if quantized;
+    - `cache_index`: int32, the number of tokens so far;
+    - `cache_refused`: `[batch]` int8, the codes of `caches.Refusal` of the last call.
 
-    - several tokens, or one beside a sharded length, go through one scatter: no shard gathers the cache, none is left out;
-    - tokens beyond the capacity are never written over the last ones, nor dropped in silence: outside `jit` the call raises;
-      inside, nothing is written, the index stays, `cache_refused` says so, and the mask lets nothing through;
-    - a quantised cache rounds the new rows alone, on every path; rows that it holds are never rounded again;
-    - the mask is merged with the caller's on every path, as bool, True = attend;
-    - where the cache lies is what the strategy says, not names of mesh axes written into the code.
+    The first call only creates the variables; the length of its keys is the capacity.
+
+    It differs from EasyDeL's module in these points:
+
+    - New tokens are written by one scatter on each shard. No shard gathers the cache.
+    - Tokens beyond the capacity are not written. Outside `jit` the call raises an error. Inside
+      `jit` nothing is written, the index stays, `cache_refused` has the code, and the mask hides
+      every key.
+    - A quantized cache rounds new rows only. Rows in the cache are not rounded again.
+    - The mask is always merged with the caller's mask, as bool; True means attend.
+    - The strategy decides the sharding of the cache. No mesh axis is written into the code.
 
     Attributes:
-      config: has `quantize_kv_cache` and `use_sharded_kv_caching`. Sharded, the cache lies as the ambient manager says in its
-        mode, or in decode if that does not generate; without one, as `config.partition_axis`, or `PartitionAxis()`, says on
-        the mesh of `config.jax_mesh()`.
+      config: Has `quantize_kv_cache` and `use_sharded_kv_caching`. A sharded cache has the specs of
+        the ambient manager in its mode, or in decode if that mode does not generate. Without a
+        manager it uses `config.partition_axis`, by default `PartitionAxis()`, on the mesh of
+        `config.jax_mesh()`.
     """
 
     config: Any
@@ -57,89 +64,93 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
     def _concatenate_to_cache(
         self, key: Any, value: Any, query_states: Any, attention_mask: Any
     ) -> tuple[Any, Any, Any]:
-        """Append keys and values, and return all that is held, with the mask that goes with it.
+        """Append keys and values, and return all rows of the cache with their mask.
 
         Args:
-          key: `[batch, q_length, heads, head_dim]`; rotated already, by positions from `cache_index` on.
+          key: `[batch, q_length, heads, head_dim]`, already rotated by positions from `cache_index`
+            on.
           value: `[batch, q_length, heads, v_dim]`.
-          query_states: `[batch, q_length, ...]`; only its length is looked at.
-          attention_mask: bool or int, `[batch or 1, heads or 1, q_length or 1, capacity or 1]`, or `[batch, capacity]`, or None;
-            what is causal among the new tokens is for it to say.
+          query_states: `[batch, q_length, ...]`; only its length is used.
+          attention_mask: Bool or int, `[batch or 1, heads or 1, q_length or 1, capacity or 1]`, or
+            `[batch, capacity]`, or None. It must contain the causal mask among the new tokens.
 
         Returns:
-          (key, value, attention_mask), of `capacity` rows; the mask `[batch, heads or 1, q_length, capacity]`, True = attend. Keys
-          that are quantised come back in the dtype of `key`, a copy: `attention.append_and_attend` reads them as they are.
+          (key, value, attention_mask) with `capacity` rows. The mask is
+          `[batch, heads or 1, q_length, capacity]`; True means attend. Quantized keys are returned
+          as a copy in the dtype of `key`; `attention.append_and_attend` reads them without a copy.
 
         Raises:
-          LayerError: shapes that do not go together.
-          CacheError: keys and values do not go with the cache; outside `jit`, tokens exceed it.
+          LayerError: The shapes do not fit together.
+          CacheError: Keys and values do not fit the cache; or, outside `jit`, they exceed it.
         """
-        made = self.has_variable("cache", "cached_key")
+        initialized = self.has_variable("cache", "cached_key")
         _check(key, value, query_states)
         with _manager(self.config) as mode:
-            held = self._variables(key, value, mode)
-            if not made:
+            variables = self._variables(key, value, mode)
+            if not initialized:
                 return key, value, attention_mask
-            return _append(held, key, value, attention_mask, mode)
+            return _append(variables, key, value, attention_mask, mode)
 
     def _variables(self, key: Any, value: Any, mode: str | None) -> dict[str, Any]:
-        quantised = bool(self.config.quantize_kv_cache)
+        quantized = bool(self.config.quantize_kv_cache)
         sharding = ambient_sharding(mode)
 
         def rows(like: Any) -> jax.Array:
             return sharding.place(
-                jnp.zeros(like.shape, jnp.int8 if quantised else like.dtype), ROW_AXES
+                jnp.zeros(like.shape, jnp.int8 if quantized else like.dtype), ROW_AXES
             )
 
-        held = {
+        variables = {
             name: self.variable("cache", name, rows, like)
             for name, like in (("cached_key", key), ("cached_value", value))
         }
-        if quantised:
+        if quantized:
             for name in ("cached_key_scale", "cached_value_scale"):
-                held[name] = self.variable(
+                variables[name] = self.variable(
                     "cache",
                     name,
                     lambda: sharding.place(jnp.ones(key.shape[:-1], jnp.float32), SCALE_AXES),
                 )
-        held["cache_index"] = self.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32))
-        held["cache_refused"] = self.variable(
+        variables["cache_index"] = self.variable(
+            "cache", "cache_index", lambda: jnp.array(0, jnp.int32)
+        )
+        variables["cache_refused"] = self.variable(
             "cache", "cache_refused", lambda: jnp.zeros(key.shape[0], jnp.int8)
         )
-        return held
+        return variables
 
 
 def _append(
-    held: dict[str, Any], key: Any, value: Any, mask: Any, mode: str | None
+    variables: dict[str, Any], key: Any, value: Any, mask: Any, mode: str | None
 ) -> tuple[Any, Any, Any]:
-    cache = _cache_of(held, key, mode)
+    cache = _cache_of(variables, key, mode)
     capacity, q_length = cache.spec.capacity, key.shape[1]
     mask = _mask(mask, batch=cache.batch, q_length=q_length, capacity=capacity)
     change = cache.append(key, value)
     if not _jax.in_trace():
         change.require()
-    view, index = change.cache.view(), held["cache_index"]
-    done = change.refused == Refusal.NONE
-    held["cached_key"].value, held["cached_value"].value = view.k, view.v
+    view, index = change.cache.view(), variables["cache_index"]
+    written = change.refused == Refusal.NONE
+    variables["cached_key"].value, variables["cached_value"].value = view.k, view.v
     if view.k_scale is not None:
-        held["cached_key_scale"].value, held["cached_value_scale"].value = (
+        variables["cached_key_scale"].value, variables["cached_value_scale"].value = (
             view.k_scale,
             view.v_scale,
         )
-    # One index for all sequences, so all of them have room, or none.
-    index.value = index.value + jnp.where(jnp.all(done), q_length, 0).astype(jnp.int32)
-    held["cache_refused"].value = change.refused
+    # One index serves all sequences, so either all of them are written or none.
+    index.value = index.value + jnp.where(jnp.all(written), q_length, 0).astype(jnp.int32)
+    variables["cache_refused"].value = change.refused
     filled = jnp.arange(capacity, dtype=jnp.int32)[None] < change.cache.length[:, None]
-    filled = ambient_sharding(mode).place(filled & done[:, None], (BATCH, KV_LENGTH))
-    seen = jnp.broadcast_to(filled[:, None, None], (cache.batch, 1, q_length, capacity))
+    filled = ambient_sharding(mode).place(filled & written[:, None], (BATCH, KV_LENGTH))
+    visible = jnp.broadcast_to(filled[:, None, None], (cache.batch, 1, q_length, capacity))
     k, v = _plain(view.k, view.k_scale, key.dtype), _plain(view.v, view.v_scale, value.dtype)
-    return k, v, seen if mask is None else seen & mask
+    return k, v, visible if mask is None else visible & mask
 
 
-def _cache_of(held: dict[str, Any], key: Any, mode: str | None) -> Any:
-    k, v, index = (held[name].value for name in ("cached_key", "cached_value", "cache_index"))
+def _cache_of(variables: dict[str, Any], key: Any, mode: str | None) -> Any:
+    k, v, index = (variables[name].value for name in ("cached_key", "cached_value", "cache_index"))
     batch, capacity, heads, dim = k.shape
-    dtype = str(key.dtype if "cached_key_scale" in held else k.dtype)
+    dtype = str(key.dtype if "cached_key_scale" in variables else k.dtype)
     spec = CacheSpec(
         batch=batch,
         capacity=capacity,
@@ -150,9 +161,11 @@ def _cache_of(held: dict[str, Any], key: Any, mode: str | None) -> Any:
         mode=mode,
     )
     length = ambient_sharding(mode).place(jnp.full((batch,), index, jnp.int32), (BATCH,))
-    if "cached_key_scale" not in held:
+    if "cached_key_scale" not in variables:
         return DenseCache(spec=spec, length=length, start=None, k=k, v=v)
-    k_scale, v_scale = (held[name].value for name in ("cached_key_scale", "cached_value_scale"))
+    k_scale, v_scale = (
+        variables[name].value for name in ("cached_key_scale", "cached_value_scale")
+    )
     return QuantizedCache(
         spec=spec, length=length, start=None, k=k, v=v, k_scale=k_scale, v_scale=v_scale
     )
@@ -168,7 +181,10 @@ def _check(key: Any, value: Any, query_states: Any) -> None:
         raise LayerError(
             what,
             path="key",
-            fix="pass both as [batch, q_length, heads, head_dim], with the same batch, length and heads",
+            fix=(
+                "pass both as [batch, q_length, heads, head_dim], with the same batch, length "
+                "and heads"
+            ),
         )
     if query_states.shape[1] != key.shape[1]:
         what = f"query_states have length {query_states.shape[1]}, and key {key.shape[1]}"
@@ -178,10 +194,10 @@ def _check(key: Any, value: Any, query_states: Any) -> None:
 
 
 def _mask(mask: Any, *, batch: int, q_length: int, capacity: int) -> Any:
-    """Return the caller's mask as bool of 4 dims.
+    """Return the caller's mask as bool with 4 dims.
 
     Raises:
-      LayerError: it does not go with the scores.
+      LayerError: Its shape or dtype does not fit the scores.
     """
     if mask is None:
         return None
@@ -192,14 +208,17 @@ def _mask(mask: Any, *, batch: int, q_length: int, capacity: int) -> Any:
     )
     if not fits or jnp.issubdtype(mask.dtype, jnp.floating):
         what = f"attention_mask is {mask.dtype} of shape {mask.shape}"
-        fix = f"pass bool [batch, heads, q_length, capacity], each dim 1 or that of {(batch, 'heads', q_length, capacity)}"
+        fix = (
+            "pass bool [batch, heads, q_length, capacity], each dim 1 or that of "
+            f"{(batch, 'heads', q_length, capacity)}"
+        )
         raise LayerError(what, path="attention_mask", fix=fix)
     return four.astype(bool)
 
 
 @contextlib.contextmanager
 def _manager(config: Any) -> Iterator[str | None]:
-    """Yield the mode in whose layout the cache lies, its manager ambient; None: it is left where it is."""
+    """Enter the manager that places the cache, and yield its mode, or None for no manager."""
     if not config.use_sharded_kv_caching:
         yield None
         return

@@ -1,4 +1,4 @@
-"""What the backward pass keeps of the forward pass, by name, as configuration files write it."""
+"""Rematerialization policies by the names that configuration files use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POLICIES: Final = (
     "dots_with_no_batch_dims_saveable",
     "checkpoint_dots_with_no_batch_dims",
 )
-# These take names or policies and return a policy.
+# These take names or policies, and return a policy.
 _FACTORIES: Final = (
     "save_anything_except_these_names",
     "save_any_names_but_these",
@@ -27,12 +27,13 @@ _FACTORIES: Final = (
 
 
 def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:
-    """Return the policy of `jax.checkpoint_policies` with this name, for `jax.checkpoint(f, policy=...)`.
+    """Return the policy of `jax.checkpoint_policies` with this name.
 
-    The four whose names begin with `save_` are factories: call the result with names (or with two policies) to get the policy.
+    Pass it to `jax.checkpoint(f, policy=...)`. The four names that begin with `save_` are
+    factories: call the result with names, or with two policies, to get the policy.
 
     Raises:
-      LayerError: (a ValueError) another name.
+      LayerError: The name is unknown. (It is a ValueError.)
 
     >>> get_gradient_checkpoint_policy(
     ...     "nothing_saveable"

@@ -1,4 +1,4 @@
-"""Docstrings put together from parts that many functions share."""
+"""A decorator that adds shared text to docstrings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ Documented = TypeVar("Documented", bound=Callable[..., Any])
 
 
 def add_start_docstrings(*docstr: str) -> Callable[[Documented], Documented]:
-    """Return a decorator that puts texts, joined as they are, in front of the docstring of a function or class.
+    """Return a decorator that puts texts before the docstring of a function or class.
+
+    The texts are joined without separators.
 
     >>> @add_start_docstrings("Shared part. ", "More. ")
     ... def f():

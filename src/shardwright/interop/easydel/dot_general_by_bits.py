@@ -1,4 +1,4 @@
-"""The dot product of a layer, by the number of bits it may use."""
+"""The dot product of a layer, chosen by its number of bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MODES: Final = ("train", "serve", "eval", "convert")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainDotGeneral:
-    """`jax.lax.dot_general` on integers, both operands quantised in every call.
+    """`jax.lax.dot_general` on integers, which quantizes both operands in every call.
 
     Attributes:
       bits: 4 to 8.
@@ -30,7 +30,7 @@ class TrainDotGeneral:
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> Any:
-        """Compute it, see `quantised_dot_general`. `precision` has no meaning for integers."""
+        """Compute the product; see `quantised_dot_general`. `precision` is ignored for integers."""
         return quantised_dot_general(
             lhs,
             rhs,
@@ -43,7 +43,7 @@ class TrainDotGeneral:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DotGeneralClass:
-    """What makes a layer's `dot_general` when it is called; equal ones make equal layers, so jit traces them once.
+    """A factory of `dot_general` for a layer. Equal factories make equal layers for jit.
 
     Attributes:
       bits: 4 to 8.
@@ -60,7 +60,10 @@ class DotGeneralClass:
         try:
             from shardwright.layers.quantized_module import QuantisedDotGeneral
         except ModuleNotFoundError as error:
-            fix = "pip install flax; without it, quantise(w, shared=...) once and quantised_dot_general(x, quantised, ...)"
+            fix = (
+                "pip install flax; without it, quantise(w, shared=...) once and "
+                "quantised_dot_general(x, quantised, ...)"
+            )
             raise LayerError(
                 f"mode {self.mode!r} keeps weights in a flax module, and flax is not installed",
                 fix=fix,
@@ -69,22 +72,27 @@ class DotGeneralClass:
 
 
 def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dict[str, Any]:
-    """Return the arguments that make a flax layer compute its dot product on integers: `nn.Dense(8, **get_dot_general_by_bits(8))`.
+    """Return the arguments that make a flax layer compute its dot product on integers.
 
-    In train both operands are quantised in every call, and so are the gradients' dots (straight-through); no flax is needed for
-    that, and `get_dot_general_by_bits(8)["dot_general_cls"]()` is a `dot_general` for any library. Convert stores each layer's
-    quantised right operand, its kernel, in the collection "quantised"; serve uses what is stored, and then the program does
-    not read the float kernels. Both take a gradient by their left operand only.
+    Use it as `nn.Dense(8, **get_dot_general_by_bits(8))`. The modes are:
+
+    - train: quantizes both operands in every call, and the dot products of the gradients too
+      (straight-through). It does not need flax: `get_dot_general_by_bits(8)["dot_general_cls"]()`
+      is a `dot_general` for any library.
+    - convert: also stores the quantized kernel of each layer in a collection of flax variables.
+    - serve: uses the stored kernels. The program then does not read the float kernels.
+
+    Convert and serve have a gradient with respect to the left operand only.
 
     Args:
-      bits: 4 to 8, forward and backward; None: nothing is quantised.
-      mode: train, serve (or eval, the same) or convert.
+      bits: 4 to 8, forward and backward. None quantizes nothing.
+      mode: "train", "serve" (or "eval", the same) or "convert".
 
     Returns:
       `{}` if bits is None, else `{"dot_general_cls": ...}`.
 
     Raises:
-      LayerError: (a ValueError) other bits, another mode.
+      LayerError: Other bits or another mode. (It is a ValueError.)
 
     >>> get_dot_general_by_bits()
     {}
@@ -92,7 +100,7 @@ def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dic
     if mode not in _MODES:
         hint = (
             did_you_mean(str(mode), _MODES)
-            or "modes of a quantised dot are train, serve (or eval) and convert"
+            or "modes of a quantized dot are train, serve (or eval) and convert"
         )
         raise LayerError(f"unknown mode {mode!r}", fix=hint)
     if bits is None:

@@ -1,4 +1,4 @@
-"""The dtype that a layer computes in."""
+"""The computation dtype of a layer."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shardwright.errors import LayerError, did_you_mean
 
 
 def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> Any:
-    """Return the dtype that arguments should be cast to before they are computed with.
+    """Return the dtype to which arguments should be cast before a computation.
 
     Args:
-      *args: arrays and numbers; None is left out. Their common dtype (`jax.numpy.result_type`) is the answer, promoted with
-        float32 if it is not inexact.
-      dtype: returned as it is, instead of what the arguments have.
-      inexact: whether the answer must be a float or complex dtype, as a mean or a norm needs.
+      *args: Arrays and numbers; None is ignored. Their common dtype (`jax.numpy.result_type`) is
+        returned, promoted with float32 if it is not inexact.
+      dtype: Returned unchanged, if given.
+      inexact: Whether the result must be a float or complex dtype, as for a mean or a norm.
 
     Raises:
-      LayerError: (a ValueError) a given dtype that is not inexact or that nobody knows, arguments that have no common dtype, or
-        neither arguments nor a dtype.
+      LayerError: The given dtype is unknown or not inexact, the arguments have no common dtype, or
+        neither arguments nor a dtype are given. (It is a ValueError.)
 
     >>> canonicalize_dtype(jnp.ones(2, jnp.int32), None)
     dtype('float32')
@@ -39,25 +39,25 @@ def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> A
     given = [arg for arg in args if arg is not None]
     if not given:
         raise LayerError(
-            "there is neither an argument nor a dtype to take the dtype of",
+            "neither an argument nor a dtype is given",
             fix="pass an array, or dtype=",
         )
     try:
-        found = jnp.result_type(*given)
+        common = jnp.result_type(*given)
     except ValueError as error:
-        dtypes = ", ".join(dict.fromkeys(str(jnp.result_type(one)) for one in given))
+        dtypes = ", ".join(dict.fromkeys(str(jnp.result_type(arg)) for arg in given))
         raise LayerError(
             f"{dtypes} have no common dtype: JAX promotes none of them",
             fix="cast the arguments, or pass dtype=",
         ) from error
-    if inexact and not jnp.issubdtype(found, jnp.inexact):
-        # Of integers smaller than int8 JAX knows no promotion.
+    if inexact and not jnp.issubdtype(common, jnp.inexact):
+        # JAX does not promote integers smaller than int8.
         return (
-            jnp.promote_types(jnp.float32, found)
-            if jax.dtypes.itemsize_bits(found) >= 8
+            jnp.promote_types(jnp.float32, common)
+            if jax.dtypes.itemsize_bits(common) >= 8
             else jnp.dtype(jnp.float32)
         )
-    return found
+    return common
 
 
 def _known(dtype: Any) -> Any:
@@ -66,5 +66,5 @@ def _known(dtype: Any) -> Any:
     except TypeError as error:
         hint = did_you_mean(str(dtype), ("bfloat16", "float16", "float32", "float64", "complex64"))
         raise LayerError(
-            f"{dtype!r} is no dtype", fix=hint or "give a dtype, such as jnp.bfloat16"
+            f"{dtype!r} is not a dtype", fix=hint or "give a dtype, such as jnp.bfloat16"
         ) from error

@@ -1,4 +1,4 @@
-"""Questions about the axes of the current mesh."""
+"""A question about the axes of the current mesh."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ def names_in_mesh(*names: str) -> bool:
     """Tell whether the current mesh has all of these axes. Without a mesh the answer is False.
 
     Raises:
-      MeshSpecError: a name is not a string.
+      MeshSpecError: A name is not a string.
     """
     return current_mesh_has(*names)

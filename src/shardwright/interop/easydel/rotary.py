@@ -1,4 +1,4 @@
-"""Rotary embeddings of tables made before, and repeated key and value heads."""
+"""Rotary embeddings from precomputed tables, and repeated key and value heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def rotate_half(x: jax.Array) -> jax.Array:
     """Return `(-second half, first half)` along the last dim.
 
     Raises:
-      RankMismatchError: the last dim is odd.
+      RankMismatchError: The last dim is odd.
     """
     if x.shape[-1] % 2:
         raise RankMismatchError(
@@ -23,20 +23,23 @@ def rotate_half(x: jax.Array) -> jax.Array:
 
 
 def apply_rotary_pos_emb(tensor: jax.Array, sin_: jax.Array, cos_: jax.Array) -> jax.Array:
-    """Rotate `tensor`, which is BHTD, `[batch, heads, length, head_dim]`, by tables cut to its length (Su et al. 2021).
+    """Rotate `[batch, heads, length, head_dim]` by tables (Su et al. 2021).
 
-    Attention here takes BTHD, for which `rope` is. Row i of a table is that of row i of the tensor: for a permuted sequence, or one
-    that goes on after a cache, gather the tables by position first.
+    The tables are cut to the length of the tensor; row i of a table rotates row i of the tensor.
+    For a permuted sequence, or one that continues a cache, gather the tables by position first. For
+    `[batch, length, heads, head_dim]`, which attention here takes, use `layers.rope`.
 
     Args:
-      tensor: queries or keys. `[batch, length, heads, head_dim]` has the same rank, and would be rotated by number of head: what
-        the shapes give away is refused, a tensor of as many rows as the tables have is not looked into.
+      tensor: Queries or keys, `[batch, heads, length, head_dim]`. A tensor with the dimensions in
+        the order of `layers.rope` is refused where the shapes show it. If it has as many rows as
+        the tables, the shapes do not show it.
       sin_: `[batch or 1, heads or 1, length or more, head_dim]`.
-      cos_: like `sin_`.
+      cos_: Like `sin_`.
 
     Raises:
-      RankMismatchError: the tables are of another rank than 4, shorter than the tensor, of another batch, number of heads or
-        head_dim, or of two shapes; or dim 2 of the tensor can only be its heads.
+      RankMismatchError: The tables do not have rank 4, are shorter than the tensor, differ from
+        each other in shape, or have another batch, number of heads or head_dim; or dim 2 of the
+        tensor can only be its heads.
     """
     for name, table in (("sin_", sin_), ("cos_", cos_)):
         _check_table(name, table.shape, tensor.shape)
@@ -50,14 +53,20 @@ def apply_rotary_pos_emb(tensor: jax.Array, sin_: jax.Array, cos_: jax.Array) ->
 
 
 def _check_table(name: str, table: tuple[int, ...], tensor: tuple[int, ...]) -> None:
-    fix = "both are [batch, heads, length, head_dim]; a table has at least the tensor's length and exactly its head_dim"
+    fix = (
+        "both are [batch, heads, length, head_dim]; a table has at least the tensor's "
+        "length and exactly its head_dim"
+    )
     fits = len(tensor) == len(table) == 4 and table[2] >= tensor[2] and table[3] == tensor[3]
     fits = fits and all(
-        mine in (1, theirs) for mine, theirs in zip(table[:2], tensor[:2], strict=True)
+        ours in (1, theirs) for ours, theirs in zip(table[:2], tensor[:2], strict=True)
     )
     if fits and table[2] == tensor[1] > tensor[2]:
         fits = False
-        fix = "dim 1 is as long as the table: for [batch, length, heads, head_dim] use layers.rope; for heads first cut the table yourself"
+        fix = (
+            "dim 1 is as long as the table: for [batch, length, heads, head_dim] use "
+            "layers.rope; for heads first cut the table yourself"
+        )
     if not fits:
         raise RankMismatchError(
             f"{name} has shape {table}, the tensor {tensor}", path=name, fix=fix
@@ -65,15 +74,15 @@ def _check_table(name: str, table: tuple[int, ...], tensor: tuple[int, ...]) -> 
 
 
 def repeat_kv_bnsh(x: jax.Array, n_rep: int) -> jax.Array:
-    """Return `[batch, heads * n_rep, length, head_dim]` of `[batch, heads, length, head_dim]`, copies adjacent.
+    """Repeat each head of `[batch, heads, length, head_dim]` `n_rep` times; copies are adjacent.
 
-    The attention of this package reads kv heads by number and never needs the copies.
+    The attention of this package does not need the copies.
     """
     return _repeat(x, n_rep, 1)
 
 
 def repeat_kv_bsnh(x: jax.Array, n_rep: int) -> jax.Array:
-    """Return `[batch, length, heads * n_rep, head_dim]` of `[batch, length, heads, head_dim]`, copies adjacent."""
+    """Repeat each head of `[batch, length, heads, head_dim]` `n_rep` times; copies are adjacent."""
     return _repeat(x, n_rep, 2)
 
 

@@ -1,8 +1,9 @@
-"""eformer's names for sharding, so that code written for it runs by changing the import.
+"""eformer's names for sharding: code that uses them runs after a change of its imports.
 
-`from eformer.escale import …` becomes `from shardwright.interop.eformer.escale import …`, `from eformer.common_types import …`
-becomes `from shardwright.interop.eformer.common_types import …`; everything is here too. What behaves otherwise, and why, is
-in docs/eformer.md.
+`from eformer.escale import …` becomes `from shardwright.interop.eformer.escale import …`, and
+`from eformer.common_types import …` becomes
+`from shardwright.interop.eformer.common_types import …`. All names can be imported from here too.
+docs/eformer.md says what behaves differently, and why.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ from shardwright.interop.eformer.escale.partition import constraints as _constra
 
 
 def __getattr__(name: str) -> Any:
-    # Read when asked for; escale knows what is not here, and what is instead.
+    # The environment is read on each access; escale raises the error for names that are not
+    # provided.
     return getattr(
         _constraints if name in ("LOG_SHARDING_MOVE", "MIN_SHARDING_SIZE") else escale, name
     )

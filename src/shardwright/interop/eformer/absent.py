@@ -1,4 +1,4 @@
-"""The names of eformer that are not provided, and what to use instead of each."""
+"""The names of eformer that are not provided, each with its replacement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ INSTEAD = {
             "ShapeBasedShardingRule",
             "ShardingRule",
         ),
-        "write a Strategy, whose rules go by axes and not by shapes, or match paths with match_partition_rules",
+        (
+            "write a Strategy, whose rules use axes instead of shapes, or match paths with "
+            "match_partition_rules"
+        ),
     ),
     **dict.fromkeys(
         (
@@ -23,7 +26,7 @@ INSTEAD = {
             "auto_shard_array",
             "MeshPartitionHelper",
         ),
-        "annotate the array, and let PartitionManager.shardings of shardwright say where it lies",
+        "annotate the array, and call PartitionManager.shardings of shardwright",
     ),
     **dict.fromkeys(
         (
@@ -31,14 +34,21 @@ INSTEAD = {
             "optimize_sharding_for_memory",
             "create_pattern_based_partition_spec",
         ),
-        "load another strategy file: the annotations stay",
+        "load another strategy file; the annotations do not change",
     ),
     **dict.fromkeys(
         ("ShardingAnalyzer", "analyze_sharding_strategy", "validate_sharding_config"),
-        "explain says what does not fit, and PartitionManager.shardings raises it for a whole tree at once",
+        (
+            "explain shows what does not fit, and PartitionManager.shardings raises the errors of "
+            "a whole tree at once"
+        ),
     ),
-    "calculate_host_mesh_shape": "create_mesh places the devices of all processes, and sw.abstract_mesh plans without any",
-    "create_monitored_function": "assert_no_retrace and assert_collectives of shardwright.testing check a compiled function",
+    "calculate_host_mesh_shape": (
+        "create_mesh places the devices of all processes, and sw.abstract_mesh plans without any"
+    ),
+    "create_monitored_function": (
+        "assert_no_retrace and assert_collectives of shardwright.testing check a compiled function"
+    ),
     **dict.fromkeys(
         ("get_safe_hash_int", "hash_fn"),
         "managers and axes hash themselves; hash other text with hashlib",
@@ -48,11 +58,12 @@ INSTEAD = {
 
 
 def refuse(module: str, name: str) -> NoReturn:
-    """Raise the error of a name that `module` does not have.
+    """Raise the error for a name that `module` does not have.
 
     Raises:
-      ImportError: eformer has the name. (The text of an AttributeError would not reach who writes `from ... import name`.)
-      AttributeError: eformer does not have it either.
+      ImportError: eformer has the name. (`from ... import name` hides the text of an
+        AttributeError.)
+      AttributeError: eformer does not have the name either.
     """
     if name in INSTEAD:
         raise ImportError(f"{name} of eformer is not provided here: {INSTEAD[name]}", name=name)

@@ -1,4 +1,4 @@
-"""`PartitionAxis` as eformer has it: rules as attributes that can be read back, and axes registered for the whole process."""
+"""eformer's `PartitionAxis`: rules as readable attributes, and axes registered per process."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ from shardwright.vocabulary.modes import GENERATION_MODES, MODES, parse_mode
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class PartitionAxis(Attributes):
-    """Rules as attributes, each readable as the mesh axes that it stands for.
+    """Rules as attributes. Each attribute reads as its mesh axes.
 
-    A value is a mesh axis, a tuple of them (one dim over several), a parallelism axis such as `TP`, a rule such as
-    `"tp | -"`, or None: replicated, also for `decode_*`. `NOT_GIVEN` is the default; for a `decode_*` attribute the value of
-    its base. The `decode_*` attributes serve insert too.
+    A value is a mesh axis, a tuple of them (one dim over several), a parallelism axis such as `TP`,
+    a rule such as `"tp | -"`, or None to replicate, also for `decode_*`. `NOT_GIVEN` is the
+    default; a `decode_*` attribute then takes the value of its base. The `decode_*` attributes also
+    apply to insert.
 
     >>> PartitionAxis(tensor_parallel_axis="model").head_axis
     'model'
 
     Raises:
-      StrategyError: a value that is no rule; all of them at once.
+      StrategyError: A value is not a rule; all of them at once.
     """
 
     _cache: dict[Any, Any] = dataclasses.field(
@@ -83,7 +84,8 @@ class PartitionAxis(Attributes):
         return None if isinstance(default, EMPTY_VAL) else default
 
     def __hash__(self) -> int:
-        # Of text: hash() of a str differs from process to process, and this one may be compared between hosts.
+        # A hash of text, since hash() of a str differs between processes and hosts may compare this
+        # one.
         text = repr([getattr(self, name) for name in ATTRIBUTES])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
@@ -91,7 +93,7 @@ class PartitionAxis(Attributes):
         return PartitionAxis, tuple(getattr(self, name) for name in ATTRIBUTES)
 
     def _clean(self, value: Any) -> Any:
-        """Return a value with lists as tuples, parallelism axes as mesh axes, and every spelling of replicated as None."""
+        """Normalize a value: lists to tuples, parallelism axes to mesh axes, replicated to None."""
         if isinstance(value, (list, tuple)):
             return flat_names(tuple(self._clean(one) for one in value)) if value else value
         if not isinstance(value, str):
@@ -101,11 +103,11 @@ class PartitionAxis(Attributes):
         return getattr(self, MESH_ATTRIBUTES[value]) if value in MESH_ATTRIBUTES else value
 
     def replace(self, **changes: Any) -> PartitionAxis:
-        """Return this with some attributes changed."""
+        """Return a copy with some attributes changed."""
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the attributes as plain data, such that `from_dict(to_dict(p)) == p`, through JSON too."""
+        """Return the attributes as plain data: `from_dict(to_dict(p)) == p`, also through JSON."""
         return {
             name: list(value) if isinstance(value := getattr(self, name), tuple) else value
             for name in ATTRIBUTES
@@ -113,15 +115,15 @@ class PartitionAxis(Attributes):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PartitionAxis:
-        """Return what `to_dict` was called on.
+        """Return the `PartitionAxis` of a `to_dict`.
 
         Raises:
-          StrategyError: a key that is no attribute.
+          StrategyError: A key is not an attribute.
         """
         for name in data:
             if name not in ATTRIBUTES:
                 raise StrategyError(
-                    f"{name!r} is no attribute of PartitionAxis",
+                    f"{name!r} is not an attribute of PartitionAxis",
                     fix=did_you_mean(name, ATTRIBUTES) or "drop it",
                 )
         return cls(**data)
@@ -137,17 +139,20 @@ class PartitionAxis(Attributes):
         generation_axis_rule: Any = NOT_GIVEN,
         override: bool = False,
     ) -> None:
-        """Register an axis for every manager that is built from now on. A strategy's `[axes]` is the stricter way.
+        """Register an axis for every manager that is built later.
+
+        The `[axes]` of a strategy do the same for one file.
 
         Args:
-          semantic_axis: its name.
-          axis_rule: an attribute (`"head_axis"`) or an axis (`HEAD`): an alias of it, in every mode; a mesh axis; a tuple of
-            those; or None: replicated.
-          generation_axis_rule: likewise for decode and insert; absent: follows from `axis_rule`.
-          override: replace the rule of an axis that exists.
+          semantic_axis: Its name.
+          axis_rule: An attribute (`"head_axis"`) or an axis (`HEAD`), of which this is then an
+            alias in every mode; a mesh axis; a tuple of those; or None to replicate.
+          generation_axis_rule: The same for decode and insert. Defaults to what follows from
+            `axis_rule`.
+          override: Replace the rule of an existing axis.
 
         Raises:
-          StrategyError: the name is empty or exists.
+          StrategyError: The name is empty or exists.
         """
         name = _name(semantic_axis)
         rules = [
@@ -159,24 +164,24 @@ class PartitionAxis(Attributes):
 
     @classmethod
     def unregister(cls, semantic_axis: str, *, missing_ok: bool = True) -> None:
-        """Take a registered axis back.
+        """Unregister an axis.
 
         Raises:
-          NotRegisteredError: it is not registered, and `missing_ok` is False.
+          NotRegisteredError: It is not registered, and `missing_ok` is False.
         """
         registry.remove(_name(semantic_axis), missing_ok=missing_ok)
 
     @classmethod
     def clear_registered_axes(cls) -> None:
-        """Take all registered axes back."""
+        """Unregister all axes."""
         registry.clear()
 
     @classmethod
     def get_registered_axes(cls) -> dict[str, dict[str, Any]]:
-        """Return what is registered now: `axis_rule` and `generation_axis_rule` by name.
+        """Return the `axis_rule` and `generation_axis_rule` of each registered axis by name.
 
-        An alias of an attribute with a `decode_*` counterpart has that one for generation; otherwise what was not given is
-        `NOT_GIVEN`.
+        The generation rule of an alias is the `decode_*` counterpart of its attribute, if there is
+        one. Otherwise a rule that was not given is `NOT_GIVEN`.
         """
         decode = cls._STANDARD_TO_GENERATION_ATTR_MAP
 
@@ -198,26 +203,29 @@ class PartitionAxis(Attributes):
     def compile(
         self, *, policy: Policy | None = None, registered: registry.Registered | None = None
     ) -> AxisRules:
-        """Return the frozen rules, with the axes that are registered now unless a snapshot of them is given.
+        """Return the frozen rules, with the axes of `registered`, by default those registered now.
 
         Raises:
-          StrategyError: a value that is no rule, or registered aliases in a circle.
+          StrategyError: A value is not a rule, or registered aliases form a circle.
         """
         axes = registry.registered_axes() if registered is None else registered
-        made: AxisRules | None = self._cache.get((policy, axes))
-        if made is None:
+        rules: AxisRules | None = self._cache.get((policy, axes))
+        if rules is None:
             values = {name: getattr(self, name) for name in ATTRIBUTES}
-            made = _with_registered(
+            rules = _with_registered(
                 self, partition_axis.PartitionAxis(**values).compile(policy=policy), axes
             )
-            self._cache[policy, axes] = made
-        return made
+            self._cache[policy, axes] = rules
+        return rules
 
     def spelled(self, axes: Sequence[Any], rules: AxisRules) -> tuple[Any, ...]:
-        """Return a list of dims as an annotation: None as `EMPTY`, lists as tuples, mesh axes as parallelism axes.
+        """Return dims as an annotation.
+
+        None becomes `EMPTY`, a list becomes a tuple, and a mesh axis becomes its parallelism axis.
 
         Raises:
-          UnknownAxisError: a name that is neither; members of composites too.
+          UnknownAxisError: A name, also a member of a composite, is neither an axis nor a mesh
+            axis.
         """
         named = {
             value: axis
@@ -225,32 +233,35 @@ class PartitionAxis(Attributes):
             if isinstance(value := getattr(self, name), str)
         }
 
-        def one(axis: Any) -> Any:
-            found = (
-                EMPTY if axis is None else named.get(axis, axis) if isinstance(axis, str) else axis
-            )
+        def spell(axis: Any) -> Any:
+            if axis is None:
+                return EMPTY
+            name = named.get(axis, axis) if isinstance(axis, str) else axis
             if (
-                isinstance(found, str)
-                and found != EMPTY
-                and canonical_axis(found) not in rules.known_axes
+                isinstance(name, str)
+                and name != EMPTY
+                and canonical_axis(name) not in rules.known_axes
             ):
                 known = sorted({*map(axis_label, rules.known_axes)})
+                hint = did_you_mean(axis_label(name), known)
                 raise UnknownAxisError(
-                    f"Unknown semantic axis name: {found!r}",
-                    axis=axis_label(found),
-                    fix=f"{did_you_mean(axis_label(found), known)} an axis of your own is registered by PartitionAxis.register".strip(),
+                    f"Unknown semantic axis name: {name!r}",
+                    axis=axis_label(name),
+                    fix=f"{hint} register your own axis with PartitionAxis.register".strip(),
                 )
-            return found
+            return name
 
         return tuple(
-            tuple(map(one, dim)) if isinstance(dim, (list, tuple)) else one(dim) for dim in axes
+            tuple(map(spell, dim)) if isinstance(dim, (list, tuple)) else spell(dim) for dim in axes
         )
 
     def resolve_axis(self, axes: Sequence[Any], mode: str) -> list[Any]:
-        """Return the mesh axes that each entry stands for, whatever mesh there is: None, a name, a tuple, or a list of a list.
+        """Return the mesh axes of each entry, independent of any mesh.
+
+        Each is None, a name, a tuple, or, for a list, a list.
 
         Raises:
-          UnknownAxisError, StrategyError: an unknown axis or mode.
+          UnknownAxisError, StrategyError: An axis or the mode is unknown.
         """
         rules = self.compile()
         return [
@@ -261,23 +272,23 @@ class PartitionAxis(Attributes):
         ]
 
     def resolve_spec(self, axes: Sequence[Any], mode: str) -> PartitionSpec:
-        """Return the spec that the rules write, one entry per axis, sizes and divisibility unseen.
+        """Return the spec that the rules write, one entry per axis; sizes are not checked.
 
-        A mesh axis that two entries want stands in the first alone if the mesh at hand has it with size 1; without a mesh it
-        stands in both, and a constraint is where that is judged.
+        If two entries want one mesh axis and the current mesh has it with size 1, only the first
+        entry keeps it. Without a mesh both keep it, and a later constraint checks it.
 
         Raises:
-          AxisConflictError: the mesh at hand has it with another size.
-          UnknownAxisError, StrategyError: an unknown axis or mode.
+          AxisConflictError: The current mesh has this axis with another size.
+          UnknownAxisError, StrategyError: An axis or the mode is unknown.
         """
         rules = self.compile()
         return written_spec(self.spelled(axes, rules), rules, mode, current_mesh())
 
 
 def written(annotation: Sequence[Any], rules: AxisRules, mode: str) -> list[Any]:
-    """Return each dim's entry as its rule writes it, each by itself, as if the mesh had every mesh axis.
+    """Return the entry of each dim as its rule writes it, as if the mesh had every mesh axis.
 
-    The rules must be strict: a policy looks at sizes.
+    The rules must be strict, because a policy looks at sizes.
     """
     sizes = dict.fromkeys([*rules.named_mesh_axes(), *STANDARD_MESH_AXES], 2)
     mode = parse_mode(mode)
@@ -294,13 +305,13 @@ def written_spec(
     entries = written(annotation, rules, mode)
     if mesh is None:
         return PartitionSpec(*entries)
-    # The resolver judges who may hold which mesh axis; what is left out below has size 1 then.
+    # The resolver raises conflicts, so what is left out below has size 1.
     resolver.resolve(tuple(annotation), rules, mesh, mode=mode)
     return PartitionSpec(*without_repeats(entries))
 
 
 def without_repeats(entries: Sequence[Any]) -> list[Any]:
-    """Leave out of each entry the mesh axes that an earlier one holds."""
+    """Remove from each entry the mesh axes of earlier entries."""
     held: set[str] = set()
     kept = []
     for entry in entries:
@@ -332,14 +343,14 @@ def _name(semantic_axis: str) -> str:
 def _with_registered(
     axis: PartitionAxis, base: AxisRules, registered: registry.Registered
 ) -> AxisRules:
-    """Return rules with the registered axes; as parameters these keep their train rule in every mode."""
+    """Return rules with the registered axes. Parameters use the train rule in every mode."""
     if not registered:
         return base
-    by_name = {canonical_axis(one.name): one for one in registered}
+    by_name = {canonical_axis(entry.name): entry for entry in registered}
     texts = {
         generation: {
-            name: _rule(one.name, _follow(axis, name, by_name, generation, ()))
-            for name, one in by_name.items()
+            name: _rule(entry.name, _follow(axis, name, by_name, generation, ()))
+            for name, entry in by_name.items()
         }
         for generation in (False, True)
     }
@@ -368,28 +379,30 @@ def _follow(
     generation: bool,
     seen: Any,
 ) -> Any:
-    """Return the mesh axes that a value stands for: an attribute, an axis, a registered axis, a mesh axis, or several."""
+    """Return the mesh axes of an attribute, an axis, a registered axis, a mesh axis, or a tuple."""
     if isinstance(value, tuple):
-        return flat_names(tuple(_follow(axis, one, registered, generation, seen) for one in value))
+        return flat_names(
+            tuple(_follow(axis, member, registered, generation, seen) for member in value)
+        )
     if not isinstance(value, str):
         return value
-    # A mesh axis may be called like the short name of an axis ("tp"): that is no alias.
+    # A mesh axis may have the short name of an axis ("tp"). It is then not an alias.
     name = (
         canonical_axis(value)
-        if value.startswith("__") or value in {one.name for one in registered.values()}
+        if value.startswith("__") or value in {entry.name for entry in registered.values()}
         else ""
     )
     if name in registered:
         if name in seen:
             raise StrategyError(
-                f"Cyclic semantic axis registration: {value!r} stands for itself",
+                f"Cyclic semantic axis registration: {value!r} refers to itself",
                 fix="let one of them name a mesh axis",
             )
-        one = registered[name]
-        own = generation and not isinstance(one.generation_axis_rule, EMPTY_VAL)
+        entry = registered[name]
+        own = generation and not isinstance(entry.generation_axis_rule, EMPTY_VAL)
         return _follow(
             axis,
-            one.generation_axis_rule if own else one.axis_rule,
+            entry.generation_axis_rule if own else entry.axis_rule,
             registered,
             generation,
             (*seen, name),

@@ -1,4 +1,4 @@
-"""Constraints by literal `PartitionSpec`s, as eformer spells them."""
+"""Constraints by literal `PartitionSpec`s."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _CHANGED = (
 
 
 def parse_policy(policy: Policy | str | None) -> Policy:
-    """Return a policy, a preset's by its name; None: that of the entered manager, else strict.
+    """Return a policy, or that of a preset. None means the ambient manager's, else strict.
 
     Raises:
-      StrategyError: no such preset.
+      StrategyError: The preset is unknown.
     """
     if isinstance(policy, Policy):
         return policy
@@ -54,14 +54,14 @@ def parse_policy(policy: Policy | str | None) -> Policy:
     if policy not in POLICY_PRESETS:
         hint = did_you_mean(str(policy), POLICY_PRESETS)
         raise StrategyError(
-            f"policy {policy!r} is no preset",
+            f"policy {policy!r} is not a preset",
             fix=f"{hint} presets are {', '.join(POLICY_PRESETS)}".strip(),
         )
     return POLICY_PRESETS[policy]
 
 
 def is_strict(policy: Policy) -> bool:
-    """Tell whether everything that does not fit is an error."""
+    """Tell whether every misfit is an error."""
     return (policy.indivisible, policy.conflict, policy.missing, policy.rank) == (
         Indivisible.ERROR,
         Conflict.ERROR,
@@ -73,18 +73,20 @@ def is_strict(policy: Policy) -> bool:
 def with_sharding_constraint(
     arr: Any, sharding: PartitionSpec | NamedSharding, *, policy: Policy | str | None = None
 ) -> Any:
-    """Make an array, or every array of a tree, lie as a spec says, on the mesh at hand or the sharding's own.
+    """Place an array, or every array of a tree, by a spec on the current mesh, or by a sharding.
 
-    `P()` replicates and UNCONSTRAINED leaves a dim to the compiler. NumPy arrays are placed. Also named `lax_reshard`.
+    `P()` replicates, and UNCONSTRAINED leaves a dim to the compiler. NumPy arrays are placed too.
+    It is also named `lax_reshard`.
 
     Args:
-      arr: arrays.
-      sharding: one for all of them.
-      policy: what is done with a dim that does not fit; absent: what the entered manager's policy says, else it is an error.
+      arr: Arrays.
+      sharding: One for all of them.
+      policy: What happens to a dim that does not fit. Defaults to the policy of the ambient
+        manager, else to an error.
 
     Raises:
-      NoMeshError: there is no mesh.
-      ShardingError: a spec that does not fit; every leaf's problems at once.
+      NoMeshError: There is no mesh.
+      ShardingError: The spec does not fit; the problems of all leaves at once.
     """
     mesh, spec = _mesh_and_spec(sharding)
     native = manager.PartitionManager(_rules_for(mesh, parse_policy(policy)), mesh=mesh)
@@ -99,7 +101,7 @@ def _mesh_and_spec(sharding: Any) -> tuple[Mesh | AbstractMesh, PartitionSpec]:
     if isinstance(sharding, NamedSharding):
         if sharding.memory_kind not in (None, "device"):
             raise StrategyError(
-                f"a constraint carries no memory kind {sharding.memory_kind!r}",
+                f"a constraint cannot have the memory kind {sharding.memory_kind!r}",
                 fix="use jax.device_put",
             )
         return sharding.mesh, sharding.spec
@@ -115,7 +117,7 @@ def _mesh_and_spec(sharding: Any) -> tuple[Mesh | AbstractMesh, PartitionSpec]:
 
 
 def _rules_for(mesh: Mesh | AbstractMesh, policy: Policy) -> AxisRules:
-    """Return rules under which literal specs may name whatever axes a mesh has."""
+    """Return rules that allow literal specs to name all axes of a mesh."""
     names = Rule(
         candidates=tuple((name,) for name in mesh.axis_names),
         ref=RuleRef(key="mesh", text=" | ".join(mesh.axis_names)),
@@ -126,15 +128,16 @@ def _rules_for(mesh: Mesh | AbstractMesh, policy: Policy) -> AxisRules:
 def warn_of_changes(
     native: manager.PartitionManager, arrays: Any, annotation: Any, mode: str | None = None
 ) -> None:
-    """Warn, if `LOG_SHARDING_MOVE` asks for it, of each array for which a permissive policy changes something."""
+    """If `LOG_SHARDING_MOVE` is set, warn of each array whose sharding a policy changes."""
     if log_sharding_move():
         for leaf in jax.tree.leaves(arrays):
             _warn(native.explain(annotation, mode=mode, shape=np.shape(leaf)))
 
 
-def _warn(found: Resolution) -> None:
-    if found.notes or any(decision.outcome in _CHANGED for decision in found.decisions):
-        warnings.warn(f"the policy changed a sharding: {found}", stacklevel=4)
+def _warn(resolution: Resolution) -> None:
+    changed = any(decision.outcome in _CHANGED for decision in resolution.decisions)
+    if resolution.notes or changed:
+        warnings.warn(f"the policy changed a sharding: {resolution}", stacklevel=4)
 
 
 def get_corrected_named_sharding(
@@ -144,30 +147,32 @@ def get_corrected_named_sharding(
     *,
     policy: Policy | str | None = None,
 ) -> NamedSharding:
-    """Return the sharding of a spec on the mesh at hand, as written: mesh axes of size 1 stay, one entry per dim.
+    """Return the sharding of a spec on the current mesh.
+
+    The spec stays as written: it has one entry per dim, and mesh axes of size 1 stay.
 
     Args:
-      shape: of the array.
-      partition_spec: a literal spec.
-      raise_mesh_error: False: without a mesh return a replicated sharding on the empty mesh.
-      policy: what is done with a dim that does not fit (`"eformer"`: it is replicated, which is what eformer calls corrected);
-        absent: what the entered manager's policy says, else it is an error.
+      shape: Of the array.
+      partition_spec: A literal spec.
+      raise_mesh_error: False returns a replicated sharding on the empty mesh if there is no mesh.
+      policy: What happens to a dim that does not fit; `"eformer"` replicates it. Defaults to the
+        policy of the ambient manager, else to an error.
 
     Raises:
-      NoMeshError: there is no mesh.
-      ShardingError: a spec that does not fit.
+      NoMeshError: There is no mesh.
+      ShardingError: The spec does not fit.
     """
     mesh = current_mesh()
     if mesh is None:
         if raise_mesh_error:
             raise no_mesh()
         return NamedSharding(Mesh(np.empty((), dtype=object), ()), PartitionSpec())
-    found = resolver.resolve(
+    resolution = resolver.resolve(
         partition_spec, _rules_for(mesh, parse_policy(policy)), mesh, shape=tuple(shape)
     )
     if log_sharding_move():
-        _warn(found)
-    entries = without_repeats([as_written(decision) for decision in found.decisions])
+        _warn(resolution)
+    entries = without_repeats([as_written(decision) for decision in resolution.decisions])
     return NamedSharding(
         mesh,
         PartitionSpec(*entries) if any(entry is not None for entry in entries) else PartitionSpec(),
@@ -175,7 +180,7 @@ def get_corrected_named_sharding(
 
 
 def as_written(decision: DimDecision) -> Any:
-    """Return the entry of a dim as the spec had it, mesh axes of size 1 included, or what a policy made of it."""
+    """Return the entry of a dim as written, with axes of size 1, or as a policy changed it."""
     if decision.outcome in _CHANGED or decision.outcome is Outcome.UNCONSTRAINED:
         return decision.entry
     ones = {skip.mesh_axis for skip in decision.skipped if skip.reason is Reason.SIZE_ONE}

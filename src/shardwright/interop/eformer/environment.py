@@ -1,4 +1,4 @@
-"""The two environment variables of eformer, read when something asks, never at import."""
+"""The two environment variables of eformer, read on each use, never at import."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ _TRUE = ("true", "yes", "1", "on")
 
 
 def log_sharding_move() -> bool:
-    """Whether a permissive policy warns about each array that it changes something for: `LOG_SHARDING_MOVE`."""
+    """Tell whether a policy warns of each sharding that it changes: `LOG_SHARDING_MOVE`."""
     return os.environ.get("LOG_SHARDING_MOVE", "false").lower() in _TRUE
 
 
 def min_sharding_size() -> int:
-    """Elements below which `match_partition_rules(min_size=None)` replicates an array: `MIN_SHARDING_SIZE`.
+    """Return the number of elements of `MIN_SHARDING_SIZE`.
+
+    `match_partition_rules(min_size=None)` replicates smaller arrays.
 
     Raises:
-      StrategyError: it is no number.
+      StrategyError: The variable is not a number.
     """
     text = os.environ.get("MIN_SHARDING_SIZE", "16384")
     try:

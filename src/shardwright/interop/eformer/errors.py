@@ -1,4 +1,4 @@
-"""Errors that are also of the class that eformer raises, so that code which catches that class still does."""
+"""Errors that are also of the class that eformer raises, so that existing `except` clauses work."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from shardwright.errors import MeshSpecError, StrategyError, UnknownAxisError
 
 
 class NoMeshError(MeshSpecError, AssertionError):
-    """No mesh is at hand."""
+    """There is no current mesh."""
 
 
 class NotRegisteredError(UnknownAxisError, KeyError):
-    """An axis that nobody registered is taken back."""
+    """An axis that is not registered cannot be unregistered."""
 
-    __str__ = ValueError.__str__  # KeyError's shows the text as a quoted key
+    __str__ = ValueError.__str__  # KeyError shows the text in quotes
 
 
 class WrongTypeError(StrategyError, TypeError):
-    """A value of another type than the call takes."""
+    """A value has a type that the call does not take."""

@@ -1,4 +1,4 @@
-"""`PartitionManager` as eformer has it: rules without a mesh of their own, applied on whatever mesh is at hand."""
+"""eformer's `PartitionManager`: rules without a mesh, applied on the current mesh."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ from shardwright.vocabulary.modes import MODE_TRAIN
 @jax.tree_util.register_static
 @final
 class PartitionManager:
-    """Resolve axes by a `PartitionAxis`, and make arrays lie so on the mesh at hand.
+    """Resolve axes by a `PartitionAxis`, and place arrays accordingly on the current mesh.
 
-    The axes registered when it is built are its own: what is registered later changes nothing. Frozen and hashable; entered,
-    it is part of jit's cache key.
+    It uses the axes that are registered when it is built. It is frozen and hashable. While it is
+    entered, it is part of jit's cache key.
 
     Args:
-      paxis: the rules.
-      mesh: a mesh of its own; absent: that of `jax.set_mesh`, of a surrounding `shard_map`, or of a legacy `with mesh:`.
-      policy: what is done with a dim that does not fit: `"strict"`: an error; `"eformer"`: it is replicated, recorded in what
-        `explain` returns; or any `Policy`.
+      paxis: The rules.
+      mesh: Defaults to that of `jax.set_mesh`, of a surrounding `shard_map`, or of a legacy
+        `with mesh:`.
+      policy: What happens to a dim that does not fit. `"strict"` raises an error. `"eformer"`
+        replicates it, and `explain` shows that. Or any `Policy`.
 
     Raises:
-      WrongTypeError: no `PartitionAxis`.
-      StrategyError: no such policy, or registered aliases in a circle.
+      WrongTypeError: `paxis` is not a `PartitionAxis`.
+      StrategyError: The policy is unknown, or registered aliases form a circle.
     """
 
     __slots__ = ("__weakref__", "_hash", "_key", "mesh", "paxis", "registered", "rules")
@@ -62,7 +63,10 @@ class PartitionManager:
         if not isinstance(paxis, PartitionAxis):
             raise WrongTypeError(
                 f"Expected PartitionAxis, got {type(paxis).__name__}",
-                fix="pass shardwright.interop.eformer.PartitionAxis(...); a Strategy goes to shardwright.PartitionManager",
+                fix=(
+                    "pass shardwright.interop.eformer.PartitionAxis(...); a Strategy goes to "
+                    "shardwright.PartitionManager"
+                ),
             )
         registered = registry.registered_axes()
         rules = paxis.compile(policy=parse_policy(policy), registered=registered)
@@ -72,7 +76,8 @@ class PartitionManager:
             "registered": registered,
             "rules": rules,
             "_hash": hash((rules, mesh)),
-            # What JAX keeps must not keep the manager; the text of paxis has every field that counts for equality.
+            # JAX keeps the key, so it must not hold the manager. The repr of paxis has all of its
+            # fields.
             "_key": context.Key(
                 (rules.fingerprint(), mesh, repr(paxis)), f"PartitionManager({paxis!r})"
             ),
@@ -120,37 +125,39 @@ class PartitionManager:
         dynamic_axes: Any = NOT_GIVEN,
         shape: Any = NOT_GIVEN,
     ) -> PartitionSpec:
-        """Return the spec that the rules write, one entry per axis, divisibility unseen: `shard` is what looks at sizes.
+        """Return the spec that the rules write, one entry per axis; only `shard` checks sizes.
 
         Args:
-          axes: a list of axes, None and lists of axes (one dim over several), or a layout.
-          mode: a runtime mode, or the index of a dim whose size picks it: 1 means decode, any other train. It goes before the
-            layout's own; without either it is train.
-          dynamic_axes: a layout.
-          shape: needed where the mode is an index.
+          axes: A list of axes, None and lists of axes (one dim over several); or a layout.
+          mode: A runtime mode, or the index of the dim whose size selects it: 1 means decode, any
+            other size means train. Defaults to the mode of the layout, else to train.
+          dynamic_axes: A layout.
+          shape: Required if the mode is an index.
 
         Raises:
-          UnknownAxisError, AxisConflictError, ShapeRequiredError, StrategyError: what `explain` would list.
+          UnknownAxisError, AxisConflictError, ShapeRequiredError, StrategyError: The problems that
+            `explain` lists.
         """
-        annotation, said = self._asked(axes, mode, dynamic_axes)
+        annotation, mode_name = self._request(axes, mode, dynamic_axes)
         sizes = None if _absent(shape) else tuple(shape)
         if not isinstance(annotation, DynamicShardingAxes):
-            return self.native().resolve(annotation, mode=said, shape=sizes)
-        asked = annotation.mode if said is None else said
-        if isinstance(asked, int) and sizes is None:
+            return self.native().resolve(annotation, mode=mode_name, shape=sizes)
+        layout_mode = annotation.mode if mode_name is None else mode_name
+        if isinstance(layout_mode, int) and sizes is None:
             raise ShapeRequiredError(
                 "when using dynamic mode detection shape should be provided",
                 fix="pass shape=x.shape",
             )
-        found = mode_of_layout(asked, sizes)
+        runtime_mode = mode_of_layout(layout_mode, sizes)
         mesh = current_mesh() if self.mesh is None else self.mesh
         try:
             dims = [tuple(dim) if isinstance(dim, list) else dim for dim in annotation.axes]
-            return written_spec(dims, self.paxis.compile(registered=self.registered), found, mesh)
+            rules = self.paxis.compile(registered=self.registered)
+            return written_spec(dims, rules, runtime_mode, mesh)
         except ShapeRequiredError:  # a rule with several candidates, which eformer does not have
             if sizes is None:
                 raise
-            return self.native().resolve(annotation, mode=found, shape=sizes)
+            return self.native().resolve(annotation, mode=runtime_mode, shape=sizes)
 
     def explain(
         self,
@@ -159,13 +166,15 @@ class PartitionManager:
         dynamic_axes: Any = NOT_GIVEN,
         shape: Any = NOT_GIVEN,
     ) -> Resolution:
-        """Return how `shard` would decide on the mesh at hand, dim by dim: also what a permissive policy drops.
+        """Return how `shard` decides on the current mesh, dim by dim, also what a policy drops.
 
         Raises:
-          NoMeshError: there is no mesh.
+          NoMeshError: There is no mesh.
         """
-        annotation, said = self._asked(axes, mode, dynamic_axes)
-        return self.native().explain(annotation, mode=said, shape=None if _absent(shape) else shape)
+        annotation, mode_name = self._request(axes, mode, dynamic_axes)
+        return self.native().explain(
+            annotation, mode=mode_name, shape=None if _absent(shape) else shape
+        )
 
     def shard(
         self,
@@ -175,61 +184,63 @@ class PartitionManager:
         dynamic_axes: Any = NOT_GIVEN,
         auto_correct: bool = True,
     ) -> Any:
-        """Make an array, or every array of a tree, lie as its axes resolve on the mesh at hand.
+        """Place an array, or every array of a tree, as its axes resolve on the current mesh.
 
         Args:
           x: JAX or NumPy arrays.
-          axes: see `resolve`.
-          mode: see `resolve`.
-          dynamic_axes: see `resolve`.
-          auto_correct: False: what does not fit is an error whatever the policy.
+          axes: See `resolve`.
+          mode: See `resolve`.
+          dynamic_axes: See `resolve`.
+          auto_correct: False makes every misfit an error, whatever the policy.
 
         Raises:
-          NoMeshError: there is no mesh.
-          ShardingError: what does not fit; every leaf's problems at once.
+          NoMeshError: There is no mesh.
+          ShardingError: The axes do not fit; the problems of all leaves at once.
         """
-        annotation, said = self._asked(axes, mode, dynamic_axes)
-        used = self.native(strict=not auto_correct)
-        warn_of_changes(used, x, annotation, said)
-        return used.shard(x, annotation, mode=said)
+        annotation, mode_name = self._request(axes, mode, dynamic_axes)
+        manager = self.native(strict=not auto_correct)
+        warn_of_changes(manager, x, annotation, mode_name)
+        return manager.shard(x, annotation, mode=mode_name)
 
     def native(self, *, strict: bool = False) -> native.PartitionManager:
-        """Return the `shardwright.PartitionManager` of these rules on the mesh at hand; the same one each time.
+        """Return the `shardwright.PartitionManager` of these rules on the current mesh.
+
+        It is the same object each time.
 
         Raises:
-          NoMeshError: there is no mesh.
-          MeshMismatchError: under a strict policy, a mesh and rules that do not go together.
+          NoMeshError: There is no mesh.
+          MeshMismatchError: Under a strict policy, the mesh and the rules do not fit together.
         """
         mesh = self.mesh if self.mesh is not None else current_mesh()
         if mesh is None:
             raise no_mesh()
         rules = self.paxis.compile(registered=self.registered) if strict else self.rules
-        # Kept with the rules: some code builds a manager for every call.
-        made: native.PartitionManager | None = self.paxis._cache.get((rules, mesh))
-        if made is None:
-            made = self.paxis._cache.setdefault(
+        # Cached with the rules, because some code builds a manager for every call.
+        manager: native.PartitionManager | None = self.paxis._cache.get((rules, mesh))
+        if manager is None:
+            manager = self.paxis._cache.setdefault(
                 (rules, mesh), native.PartitionManager(rules, mesh=mesh)
             )
-        return made
+        return manager
 
-    def _asked(self, axes: Any, mode: Any, dynamic_axes: Any) -> tuple[Any, str | None]:
-        """Return what is asked for as a layout, and the mode that goes before the layout's own; other annotations as they are."""
-        annotation, said = asked(axes, mode, dynamic_axes)
+    def _request(self, axes: Any, mode: Any, dynamic_axes: Any) -> tuple[Any, str | None]:
+        """Return the annotation of a call, with axes as a layout, and the mode of the call."""
+        annotation, mode_name = read_request(axes, mode, dynamic_axes)
         if not isinstance(annotation, DynamicShardingAxes):
-            return annotation, said
+            return annotation, mode_name
         key = (annotation, self.rules)
-        found = self.paxis._cache.get(key)
-        if found is None:
-            found = self.paxis._cache[key] = self._spelled(annotation)
-        return found, said
+        layout = self.paxis._cache.get(key)
+        if layout is None:
+            layout = self.paxis._cache[key] = self._spelled(annotation)
+        return layout, mode_name
 
     def _spelled(self, layout: DynamicShardingAxes) -> DynamicShardingAxes:
-        """Return a layout whose names are all known; another one where a mesh axis among them was spelled as a parallelism axis."""
+        """Return a layout of known names, with mesh axes replaced by parallelism axes."""
         dims = self.paxis.spelled(layout.axes, self.rules)
         same = dims == tuple(tuple(dim) if isinstance(dim, list) else dim for dim in layout.axes)
         return layout if same else DynamicShardingAxes(dims, layout.mode)
 
-    # What `shardwright.shard`, `hint` and `gather` ask of the entered manager.
+    # The methods that `shardwright.shard`, `hint` and `gather` call on the ambient manager.
 
     def _place(
         self, x: Any, axes: tuple[Any, ...], mode: str | None, role: Any, strict: bool
@@ -256,13 +267,14 @@ def _absent(value: Any) -> bool:
     return value is None or isinstance(value, EMPTY_VAL)
 
 
-def asked(axes: Any, mode: Any, dynamic_axes: Any) -> tuple[Any, str | None]:
-    """Return the one annotation of a call, a list or a class as an instance of its layout, and the mode if it is a name.
+def read_request(axes: Any, mode: Any, dynamic_axes: Any) -> tuple[Any, str | None]:
+    """Return the annotation of a call, and the mode if it is a name.
 
-    A mode that is an index becomes the layout's own.
+    A list or a class becomes an instance of a layout. A mode that is an index becomes the mode of
+    the layout.
 
     Raises:
-      StrategyError: no annotation, or two.
+      StrategyError: There is no annotation, or there are two.
     """
     if _absent(axes) == _absent(dynamic_axes):
         what = (
@@ -274,24 +286,24 @@ def asked(axes: Any, mode: Any, dynamic_axes: Any) -> tuple[Any, str | None]:
             what, fix="pass one: axes=[BATCH, LENGTH, EMBED], or dynamic_axes=HiddenStateSharding"
         )
     annotation = dynamic_axes if _absent(axes) else axes
-    said = None if _absent(mode) or isinstance(mode, int) else mode
+    mode_name = None if _absent(mode) or isinstance(mode, int) else mode
     index = {"mode": mode} if isinstance(mode, int) else {}
     if isinstance(annotation, type) and issubclass(annotation, DynamicShardingAxes):
-        return annotation(**index), said
+        return annotation(**index), mode_name
     if isinstance(annotation, DynamicShardingAxes):
-        return type(annotation)(annotation.axes, **{"mode": annotation.mode, **index}), said
+        return type(annotation)(annotation.axes, **{"mode": annotation.mode, **index}), mode_name
     if isinstance(annotation, (StackedLayout, ArraySpec, PartitionSpec)):
-        return annotation, said
-    return DynamicShardingAxes(annotation, **{"mode": MODE_TRAIN, **index}), said
+        return annotation, mode_name
+    return DynamicShardingAxes(annotation, **{"mode": MODE_TRAIN, **index}), mode_name
 
 
 def get_current_partition_manager() -> Any:
-    """Return the manager entered in this thread (it may be a `shardwright.PartitionManager`), or None."""
+    """Return the ambient manager, which may be a `shardwright.PartitionManager`, or None."""
     return context.current()
 
 
 def get_partition_manager() -> Any:
-    """Return the manager entered in this thread, or None: the last one built is never taken for it."""
+    """Return the ambient manager, or None. It is never the one that was built last."""
     return context.current()
 
 
@@ -303,19 +315,22 @@ def apply_logical_sharding(
     dynamic_axes: Any = NOT_GIVEN,
     auto_correct: bool = True,
 ) -> Any:
-    """Make an array lie as its axes resolve: `apply_logical_sharding(x, dynamic_axes=HiddenStateSharding, partition_manager=pm)`.
+    """Place an array as its axes resolve.
+
+    `apply_logical_sharding(x, dynamic_axes=HiddenStateSharding, partition_manager=pm)`.
 
     Args:
       x: JAX or NumPy arrays.
-      partition_manager: this package's, or a `shardwright.PartitionManager` of a strategy file; absent: the entered one.
-      axes: see `PartitionManager.resolve`.
-      mode: see `PartitionManager.resolve`.
-      dynamic_axes: see `PartitionManager.resolve`.
-      auto_correct: see `PartitionManager.shard`.
+      partition_manager: A manager of this package, or a `shardwright.PartitionManager`. Defaults to
+        the ambient one.
+      axes: See `PartitionManager.resolve`.
+      mode: See `PartitionManager.resolve`.
+      dynamic_axes: See `PartitionManager.resolve`.
+      auto_correct: See `PartitionManager.shard`.
 
     Raises:
-      NoManagerError: no manager is given, and none is entered in this thread.
-      ShardingError: see `PartitionManager.shard`.
+      NoManagerError: No manager is given, and none is entered in this thread.
+      ShardingError: See `PartitionManager.shard`.
     """
     manager = context.current() if _absent(partition_manager) else partition_manager
     if manager is None:
@@ -327,13 +342,13 @@ def apply_logical_sharding(
         return manager.shard(x, axes, mode, dynamic_axes, auto_correct)
     if not isinstance(manager, native.PartitionManager):
         raise WrongTypeError(
-            f"{manager!r} is no PartitionManager",
+            f"{manager!r} is not a PartitionManager",
             fix="pass one of shardwright.interop.eformer, or of shardwright",
         )
     if not auto_correct and not is_strict(manager.rules.policy):
         raise StrategyError(
             "auto_correct=False needs a strict policy",
-            fix="drop what [policy] of the strategy allows",
+            fix="make the [policy] of the strategy strict",
         )
-    annotation, said = asked(axes, mode, dynamic_axes)
-    return manager.shard(x, annotation, mode=said)
+    annotation, mode_name = read_request(axes, mode, dynamic_axes)
+    return manager.shard(x, annotation, mode=mode_name)

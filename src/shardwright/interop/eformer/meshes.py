@@ -1,4 +1,4 @@
-"""Meshes as eformer makes them and finds them."""
+"""Create a mesh, and find the current mesh, under the names of eformer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_NAMED_SHARDING_STG = ("dp", "fsdp", "ep", "tp", "sp")
 
 
 def no_mesh() -> NoMeshError:
-    """Return the error of a call that found no mesh."""
+    """Return the error of a call without a mesh."""
     return NoMeshError(
         "No mesh found under this context manager",
         fix="with jax.set_mesh(mesh): ... around the call, or PartitionManager(paxis, mesh=mesh)",
@@ -31,27 +31,28 @@ def no_mesh() -> NoMeshError:
 
 
 def current_mesh() -> Mesh | AbstractMesh | None:
-    """Return the mesh of `jax.set_mesh`, a surrounding `shard_map`, a legacy `with mesh:` or the entered manager, or None.
+    """Return the current mesh, or None.
 
-    With its devices where they can be known, which is nearly always.
+    It is the mesh of `jax.set_mesh`, a surrounding `shard_map`, a legacy `with mesh:` or the
+    ambient manager. It nearly always has its devices.
     """
-    found = _jax.mesh_at_hand()
-    if found is not None:
-        return found
+    mesh = _jax.mesh_at_hand()
+    if mesh is not None:
+        return mesh
     manager = context.current()
     return None if manager is None else manager.mesh
 
 
 def get_incontext_mesh(raise_error: bool = True) -> Mesh | AbstractMesh:
-    """Return the mesh at hand; if there is none, the empty mesh or an error.
+    """Return the current mesh. If there is none, return the empty mesh or raise an error.
 
     Raises:
-      NoMeshError: there is none, and `raise_error` is True.
+      NoMeshError: There is no mesh, and `raise_error` is True.
     """
-    found = current_mesh()
-    if found is None and raise_error:
+    mesh = current_mesh()
+    if mesh is None and raise_error:
         raise no_mesh()
-    return found if found is not None else Mesh(np.empty((), dtype=object), ())
+    return mesh if mesh is not None else Mesh(np.empty((), dtype=object), ())
 
 
 def create_mesh(
@@ -64,20 +65,21 @@ def create_mesh(
     use_jax: bool = False,
     axis_types: Any = None,
 ) -> Mesh:
-    """Build a mesh; starts the backend.
+    """Build a mesh. This starts the backend.
 
     Args:
-      axis_dims: total sizes, slices included, slowest first; one may be -1.
-      axis_names: their names.
-      dcn_mesh_dims: the part of each axis that crosses slices.
-      should_sort_granules_by_key: only True: slices are always in their order.
-      allow_split_physical_axes: only True: an axis of the torus is split where no other arrangement exists.
-      backend: platform; absent: the default one.
-      use_jax: makes no difference; axes are Auto unless `axis_types` says otherwise.
+      axis_dims: Total sizes, slices included, slowest first; one may be -1.
+      axis_names: Their names.
+      dcn_mesh_dims: The part of each axis that crosses slices.
+      should_sort_granules_by_key: Must be True; slices are always in their order.
+      allow_split_physical_axes: Must be True; an axis of the torus is split if there is no other
+        way.
+      backend: Platform. Defaults to JAX's default.
+      use_jax: Has no effect; axes are Auto unless `axis_types` says otherwise.
       axis_types: "auto" or "explicit" for all axes, or one per name.
 
     Raises:
-      MeshSpecError: sizes, names, types or slices that do not fit, or an option that has no equivalent.
+      MeshSpecError: Sizes, names, types or slices do not fit, or an option is not supported.
     """
     for name, value in (
         ("should_sort_granules_by_key", should_sort_granules_by_key),
@@ -129,7 +131,7 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
     """Build a mesh from `"dp:2,tp:4"` or `"2,4"`, in the order of `names`.
 
     Raises:
-      MeshSpecError: text that cannot be read, other names, or names in another order.
+      MeshSpecError: The text cannot be read, or has other names or another order of names.
     """
     if ":" in axis_dims:
         spec = parse_mesh(axis_dims)
@@ -143,7 +145,10 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
             what = f"the text has the axes {', '.join(spec.names)}, names has {', '.join(names)}"
             raise MeshSpecError(
                 what,
-                fix="write the same axes in the same order: it is that of the devices, slowest first",
+                fix=(
+                    "write the same axes in the same order, which is the order of the "
+                    "devices, slowest first"
+                ),
             )
         return build.create_mesh(axis_dims)
     return build.create_mesh(axis_dims, tuple(names))
@@ -167,29 +172,29 @@ def force_cpu() -> Iterator[jax.Device]:
 
 @contextlib.contextmanager
 def cpu_context() -> Iterator[Mesh]:
-    """Make a mesh of all CPU devices ambient, by `jax.set_mesh`."""
+    """Enter a mesh of all CPU devices with `jax.set_mesh`."""
     with force_cpu(), jax.set_mesh(created := create_cpu_mesh()):
         yield created
 
 
 def get_mesh_axis_names(mesh: Mesh | AbstractMesh | None = None) -> list[str]:
-    """Return the names of a mesh's axes, by default of the mesh at hand."""
+    """Return the axis names of a mesh, by default of the current mesh."""
     return list((get_incontext_mesh() if mesh is None else mesh).axis_names)
 
 
 def names_in_current_mesh(*names: str) -> bool:
-    """Tell whether the mesh at hand has all of these axes; without a mesh it has none."""
+    """Tell whether the current mesh has all of these axes. Without a mesh the answer is False."""
     return {*names} <= {*get_incontext_mesh(raise_error=False).axis_names}
 
 
 def get_axes_size_in_mesh(
     axis_names: str | Sequence[str], mesh: Mesh | AbstractMesh | None = None
 ) -> int:
-    """Return the product of mesh axes' sizes, by default of the mesh at hand.
+    """Return the product of the sizes of mesh axes, by default of the current mesh.
 
     Raises:
-      MissingMeshAxisError: the mesh lacks one.
-      NoMeshError: there is no mesh.
+      MissingMeshAxisError: The mesh does not have an axis.
+      NoMeshError: There is no mesh.
     """
     sizes = (get_incontext_mesh() if mesh is None else mesh).shape
     names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
@@ -211,7 +216,7 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
 
 
 def get_submesh_device_index(axis_names: str | Sequence[str]) -> Any:
-    """Return, inside `shard_map`, this device's place along mesh axes, the first of which is the slowest."""
+    """Return, inside `shard_map`, the index of this device along mesh axes, slowest first."""
     index: Any = 0
     for name in (axis_names,) if isinstance(axis_names, str) else axis_names:
         index = index * jax.lax.axis_size(name) + jax.lax.axis_index(name)

@@ -1,4 +1,4 @@
-"""The axes that ported code registers for the whole process. They exist only here: a manager takes a snapshot when it is built."""
+"""Axes that are registered for the whole process. A manager takes a snapshot when it is built."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class RegisteredAxis:
     """One registered axis.
 
     Attributes:
-      name: as it was given.
-      axis_rule: an attribute of `PartitionAxis`, an axis (an alias of it), a mesh axis, a tuple of those, or None: replicated.
-      generation_axis_rule: likewise for decode and insert; `NOT_GIVEN` inherits.
+      name: As given.
+      axis_rule: An attribute of `PartitionAxis`, an axis (then this is its alias), a mesh axis, a
+        tuple of those, or None to replicate.
+      generation_axis_rule: The same for decode and insert; `NOT_GIVEN` inherits.
     """
 
     name: str
@@ -30,7 +31,7 @@ Registered = tuple[RegisteredAxis, ...]
 
 
 class _Process:
-    """What this process has registered, by canonical name; replaced as a whole, never changed in place."""
+    """The registered axes by canonical name. The dict is replaced, never changed in place."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -41,15 +42,15 @@ _PROCESS = _Process()
 
 
 def registered_axes() -> Registered:
-    """Return what is registered now; hashable, and not affected by what is registered later."""
+    """Return the axes that are registered now, as a hashable snapshot."""
     return tuple(_PROCESS.axes.values())
 
 
 def add(axis: RegisteredAxis, *, taken: bool, override: bool) -> None:
-    """Register an axis; `taken` says whether the vocabulary has it already.
+    """Register an axis; `taken` says whether the vocabulary already has the name.
 
     Raises:
-      StrategyError: the name exists, and `override` is not given.
+      StrategyError: The name exists, and `override` is False.
     """
     key = canonical_axis(axis.name)
     with _PROCESS.lock:
@@ -62,10 +63,10 @@ def add(axis: RegisteredAxis, *, taken: bool, override: bool) -> None:
 
 
 def remove(name: str, *, missing_ok: bool) -> None:
-    """Take an axis back.
+    """Unregister an axis.
 
     Raises:
-      NotRegisteredError: it is not registered, and `missing_ok` is False.
+      NotRegisteredError: It is not registered, and `missing_ok` is False.
     """
     key = canonical_axis(name)
     with _PROCESS.lock:
@@ -77,6 +78,6 @@ def remove(name: str, *, missing_ok: bool) -> None:
 
 
 def clear() -> None:
-    """Take all axes back."""
+    """Unregister all axes."""
     with _PROCESS.lock:
         _PROCESS.axes = {}

@@ -1,4 +1,4 @@
-"""Trees of `PartitionSpec`s: from path rules, into functions, and back from arrays."""
+"""Trees of `PartitionSpec`s: made from path rules, turned into functions, read from arrays."""
 
 from __future__ import annotations
 
@@ -26,28 +26,32 @@ def match_partition_rules(
     *,
     policy: Policy | str | None = None,
 ) -> Any:
-    """Return a tree of specs: of the first rule whose pattern is found in the "/"-joined path.
+    """Return a tree of specs, chosen by path.
+
+    The first rule whose pattern is found in the "/"-joined path wins.
 
     Args:
       rules: `(pattern, spec)` in order of precedence; patterns are searched (`re.search`).
-      tree: arrays or anything else with a shape.
-      min_size: arrays of fewer elements are replicated; None: what the environment variable MIN_SHARDING_SIZE says, else 16384.
-      strict: check ranks, and replicate scalars whatever matches them; False: take the rules as they are.
-      policy: with `rank = "fit"`, as in `"eformer"`, a spec longer than its array is cut; absent: what the entered manager's
-        policy says, else it is an error.
+      tree: Arrays, or anything else with a shape.
+      min_size: Arrays with fewer elements are replicated. None reads the environment variable
+        MIN_SHARDING_SIZE, which defaults to 16384.
+      strict: Check ranks, and replicate scalars whatever matches them. False takes the rules as
+        they are.
+      policy: With `rank = "fit"`, as in `"eformer"`, a spec longer than its array is cut. Defaults
+        to the policy of the ambient manager, else to an error.
 
     Raises:
-      StrategyError: paths that no rule matches, or a bad pattern; all at once.
-      RankMismatchError: a spec longer than its array; all at once.
+      StrategyError: No rule matches a path, or a pattern is invalid; all at once.
+      RankMismatchError: A spec is longer than its array; all at once.
     """
-    matched = match_paths(tree, rules).annotations
+    annotations = match_paths(tree, rules).annotations
     least = min_sharding_size() if min_size is None else min_size
     fit = parse_policy(policy).rank is Rank.FIT
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
     structure: Any = jax.tree.structure(tree)
     problems: list[Problem] = []
     specs = []
-    for (path, leaf), spec in zip(pairs, structure.flatten_up_to(matched), strict=True):
+    for (path, leaf), spec in zip(pairs, structure.flatten_up_to(annotations), strict=True):
         shape = np.shape(leaf)
         if spec == () or (strict and (shape == () or np.prod(shape, dtype=int) < least)):
             specs.append(PartitionSpec())
@@ -65,65 +69,67 @@ def _too_long(path: str, spec: PartitionSpec, shape: tuple[int, ...]) -> Problem
         error=RankMismatchError,
         what=f"the spec {spec} has {len(spec.partitions)} entries, the array has shape {shape}",
         path=path,
-        fix='write a rule of its own before that one; policy="eformer" cuts the spec',
+        fix='write a separate rule before that one; policy="eformer" cuts the spec',
     )
 
 
 def make_shard_and_gather_fns(
     partition_specs: Any, mesh: Mesh | None = None, *, policy: Policy | str | None = None
 ) -> tuple[Any, Any]:
-    """Return two trees of functions like a tree of specs: one places an array on the mesh, one brings it to the host.
+    """Return two trees of functions: one places an array on the mesh, one moves it to the host.
 
-    NumPy arrays are placed too, in one process and in several (where all must hold equal data).
+    NumPy arrays are placed too. If there are several processes, all must hold equal data.
 
     Args:
-      partition_specs: a tree of `PartitionSpec`s.
-      mesh: absent: the mesh at hand.
-      policy: see `with_sharding_constraint`; what the entered manager says is looked up here, not at the calls.
+      partition_specs: A tree of `PartitionSpec`s.
+      mesh: Defaults to the current mesh.
+      policy: See `with_sharding_constraint`. The policy of the ambient manager is read here, not in
+        the calls.
 
     Raises:
-      NoMeshError: there is no mesh.
-      ShardingError: (from a call) a spec that does not fit the array.
+      NoMeshError: There is no mesh.
+      ShardingError: (From a call.) A spec does not fit the array.
     """
-    found = current_mesh() if mesh is None else mesh
-    if found is None:
+    target = current_mesh() if mesh is None else mesh
+    if target is None:
         raise no_mesh()
-    said = parse_policy(policy)
-    collect = jax.jit(lambda x: x, out_shardings=NamedSharding(found, PartitionSpec()))
+    parsed = parse_policy(policy)
+    collect = jax.jit(lambda x: x, out_shardings=NamedSharding(target, PartitionSpec()))
 
     def shard_fn(sharding: NamedSharding) -> Callable[[Any], Any]:
-        return functools.partial(with_sharding_constraint, sharding=sharding, policy=said)
+        return functools.partial(with_sharding_constraint, sharding=sharding, policy=parsed)
 
     def gather_fn(_: NamedSharding) -> Callable[[Any], Any]:
         return lambda x: jax.device_get(collect(x))
 
-    shardings = jax.tree.map(lambda spec: NamedSharding(found, spec), partition_specs)
+    shardings = jax.tree.map(lambda spec: NamedSharding(target, spec), partition_specs)
     return jax.tree.map(shard_fn, shardings), jax.tree.map(gather_fn, shardings)
 
 
 def extract_shardings(tree: Any, mesh: Mesh | None = None) -> Any:
-    """Return the `NamedSharding` of each leaf, None where it has none.
+    """Return the `NamedSharding` of each leaf, or None.
 
-    A leaf whose sharding is a bare `PartitionSpec` gets it on the mesh, by default the mesh at hand.
+    If the sharding of a leaf is a bare `PartitionSpec`, it is used on the mesh, by default the
+    current mesh.
 
     Raises:
-      NoMeshError: a bare spec, and no mesh.
+      NoMeshError: A leaf has a bare spec, and there is no mesh.
     """
 
-    def one(leaf: Any) -> NamedSharding | None:
+    def sharding_of(leaf: Any) -> NamedSharding | None:
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, PartitionSpec):
-            found = current_mesh() if mesh is None else mesh
-            if found is None:
+            target = current_mesh() if mesh is None else mesh
+            if target is None:
                 raise no_mesh()
-            return NamedSharding(found, sharding)
+            return NamedSharding(target, sharding)
         return sharding if isinstance(sharding, NamedSharding) else None
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(sharding_of, tree)
 
 
 def extract_sharding_structure(pytree: Any) -> Any:
-    """Return the `NamedSharding` of each array, None where it has none."""
+    """Return the `NamedSharding` of each array, or None."""
     return jax.tree.map(lambda leaf: leaf.sharding if _named(leaf) else None, pytree)
 
 
@@ -142,10 +148,10 @@ def get_partition_spec(tree: Any) -> Any:
     """Return the spec of each array; numbers are replicated.
 
     Raises:
-      StrategyError: leaves that lie on no mesh; all of them at once.
+      StrategyError: Leaves are not on a mesh; all of them at once.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
-    lost = [
+    unplaced = [
         (path, leaf)
         for path, leaf in pairs
         if not isinstance(leaf, int | float) and not _named(leaf)
@@ -154,11 +160,11 @@ def get_partition_spec(tree: Any) -> Any:
         [
             Problem(
                 error=StrategyError,
-                what=f"a {type(leaf).__name__} that lies on no mesh has no spec",
+                what=f"a {type(leaf).__name__} that is not on a mesh has no spec",
                 path=path_text(path),
                 fix="place it first, with shard or jax.device_put",
             )
-            for path, leaf in lost
+            for path, leaf in unplaced
         ]
     )
     specs: list[Any] = [
@@ -168,7 +174,7 @@ def get_partition_spec(tree: Any) -> Any:
 
 
 def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
-    """Return the mesh axes that a spec, or any nesting of dicts, lists and specs, names: each once, in order."""
+    """Return the mesh axes that a spec, or a tree of specs, names: each once, in order."""
     return list(dict.fromkeys(_names(partition_specs)))
 
 
@@ -176,12 +182,8 @@ def _names(specs: Any) -> Iterable[str]:
     if isinstance(specs, str):
         yield specs
     elif specs is not None and specs is not PartitionSpec.UNCONSTRAINED:
-        parts = (
-            specs.values()
-            if isinstance(specs, dict)
-            else specs.partitions
-            if isinstance(specs, PartitionSpec)
-            else specs
-        )
-        for one in parts:
-            yield from _names(one)
+        parts = specs.values() if isinstance(specs, dict) else specs
+        if isinstance(specs, PartitionSpec):
+            parts = specs.partitions
+        for part in parts:
+            yield from _names(part)

@@ -1,7 +1,6 @@
-"""The names of fjformer's `partition_utils`, for code that was written for it.
+"""The names of fjformer's `partition_utils`, for code that uses them.
 
-Specs written by hand, trees by name, metrics and per-call PRNG keys. Nothing in the core imports
-this package.
+Trees of specs written by hand, trees by path, metrics, and per-call PRNG keys.
 """
 
 from shardwright.interop.fjformer.spec_trees import (

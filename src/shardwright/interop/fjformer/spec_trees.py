@@ -1,6 +1,7 @@
-"""Trees of `PartitionSpec`s written by hand, under the names that code for JAX already uses.
+"""Trees of `PartitionSpec`s written by hand.
 
-`shard`, `match_paths` and `PartitionManager.shardings` are the stricter way; these functions let code move over line by line.
+`shard`, `match_paths` and `PartitionManager.shardings` do the same more strictly. With these
+functions a code base can move over line by line.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ def names_in_current_mesh(*names: str) -> bool:
     """Tell whether the current mesh has all of these axes. Without a mesh the answer is False.
 
     The current mesh is that of `jax.set_mesh`, of a surrounding `shard_map`, of a legacy
-    `with mesh:` or of the entered manager.
+    `with mesh:` or of the ambient manager.
 
     Raises:
-      MeshSpecError: a name is not a string.
+      MeshSpecError: A name is not a string.
     """
     return current_mesh_has(*names)
 
@@ -43,12 +44,12 @@ names_in_mesh = names_in_current_mesh
 
 
 def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
-    """Return the mesh axes that a spec, or any nesting of dicts, lists and specs, names: each once, in order.
+    """Return the mesh axes that a spec, or a tree of specs, names: each once, in order.
 
     None and unconstrained dims are skipped.
 
     Raises:
-      StrategyError: something that is no spec.
+      StrategyError: A leaf is not a spec.
 
     >>> get_names_from_partition_spec({"w": jax.P(("fsdp", "sp"), "tp"), "b": [jax.P("tp"), None]})
     ['fsdp', 'sp', 'tp']
@@ -62,16 +63,16 @@ def _names(specs: Any) -> Iterable[str]:
     if isinstance(specs, str):
         yield specs
     elif isinstance(specs, Mapping):
-        for one in specs.values():
-            yield from _names(one)
+        for value in specs.values():
+            yield from _names(value)
     elif isinstance(specs, list | tuple):
-        for one in specs:
-            yield from _names(one)
+        for entry in specs:
+            yield from _names(entry)
     elif isinstance(specs, PartitionSpec | NamedSharding):
         yield from _names((specs.spec if isinstance(specs, NamedSharding) else specs).partitions)
     elif jax.tree_util.all_leaves([specs]):
         raise StrategyError(
-            f"{specs!r} of type {type(specs).__name__} is no spec",
+            f"{specs!r} of type {type(specs).__name__} is not a spec",
             fix="pass PartitionSpecs, or dicts and lists of them",
         )
     else:
@@ -79,25 +80,27 @@ def _names(specs: Any) -> Iterable[str]:
 
 
 def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
-    """Constrain an array, or a tree of them, if the current mesh has every mesh axis of the specs; else return it as it is.
+    """Constrain an array or a tree of arrays, if the current mesh has all mesh axes of the specs.
 
-    So one model runs on a mesh, on another with fewer axes, and on none; the price is that a mistyped name does nothing.
-    `shard` is strict about names. Everything else is checked here too: a spec longer than the array and a dim that does not
-    divide raise. Works on Auto and Explicit axes, eagerly and traced; inside `shard_map` the Manual axes are left out.
+    Otherwise return it unchanged. So one model runs on a mesh, on another mesh with fewer axes, and
+    without a mesh. But a mistyped name does nothing; `shard` is strict about names. A spec longer
+    than its array and a dim that does not divide are errors here too. It works on Auto and Explicit
+    axes, eagerly and traced. Inside `shard_map` the Manual axes are left out.
 
     Args:
-      x: arrays.
-      partition_specs: a `PartitionSpec`, or a tree of them, each for all arrays below its place.
+      x: Arrays.
+      partition_specs: A `PartitionSpec`, or a tree of them, each for all arrays below its place.
 
     Raises:
-      StrategyError: something that is no spec, or trees that do not fit.
-      RankMismatchError, IndivisibleError, AxisConflictError: a spec that does not fit its array; all of them at once.
+      StrategyError: A leaf is not a spec, or the trees do not fit.
+      RankMismatchError, IndivisibleError, AxisConflictError: Specs do not fit their arrays; all of
+        them at once.
     """
     specs, structure = jax.tree.flatten(partition_specs)
     for spec in specs:
         if not isinstance(spec, PartitionSpec):
             raise StrategyError(
-                f"{spec!r} of type {type(spec).__name__} is no PartitionSpec",
+                f"{spec!r} of type {type(spec).__name__} is not a PartitionSpec",
                 fix='write PartitionSpec("dp", None)',
             )
     mesh = current_mesh()
@@ -134,43 +137,51 @@ def _placement(
     mesh: Mesh | AbstractMesh,
     problems: list[Problem],
 ) -> constraint.Placement | None:
-    """Return where an array goes; None if everything is Manual, or if the spec does not fit, which is noted."""
+    """Return the placement of an array; None if all axes are Manual or the spec does not fit.
+
+    Problems are appended to `problems`.
+    """
     ambient = _jax.ambient_mesh()
     kinds = (
         {} if ambient is None else dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
     )
     manual = frozenset(axis for axis, kind in kinds.items() if kind is AxisType.Manual)
-    found = resolver.explain(spec, build_rules({}), mesh, shape=shape, path=path, manual=manual)
-    problems += found.problems
-    if found.problems or (kinds and len(manual) == len(kinds)):
+    resolution = resolver.explain(
+        spec, build_rules({}), mesh, shape=shape, path=path, manual=manual
+    )
+    problems += resolution.problems
+    if resolution.problems or (kinds and len(manual) == len(kinds)):
         return None
-    return constraint.make_placement(found.require(), mesh, ambient)
+    return constraint.make_placement(resolution.require(), mesh, ambient)
 
 
 def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
-    """Return a tree of specs: of the first `(pattern, spec or axes)` whose pattern is found in the "/"-joined path.
+    """Return a tree of specs, chosen by path.
 
-    Works for parameters, train states and optimizer states. **Scalars and arrays of one element are replicated whatever
-    matches them.** Semantic axes resolve, as parameters, with the entered manager; specs stay as they are written.
+    The first `(pattern, spec or axes)` whose pattern is found in the "/"-joined path wins. It works
+    for parameters, train states and optimizer states. **Scalars and arrays of one element are
+    replicated, whatever matches them.** The ambient manager resolves semantic axes, as those of
+    parameters; specs are used as written.
 
     Args:
-      rules: in order of precedence; patterns are searched (`re.search`).
-      params: arrays or anything else with a shape.
+      rules: In order of precedence; patterns are searched (`re.search`).
+      params: Arrays, or anything else with a shape.
 
     Raises:
-      StrategyError: (a ValueError) paths that no rule matches, or a bad pattern; all paths at once.
-      RankMismatchError: a spec longer than its array, as for an optimizer's factored moments.
-      NoManagerError: a rule with semantic axes, and no manager is entered.
-      ShardingError: axes that do not resolve.
+      StrategyError: No rule matches a path (all such paths at once), or a pattern is invalid. (It
+        is a ValueError.)
+      RankMismatchError: A spec is longer than its array, as for factored moments of an optimizer.
+      NoManagerError: A rule has semantic axes, and there is no ambient manager.
+      ShardingError: Axes do not resolve.
     """
     rules = list(rules)
-    found = match_paths(params, rules, strict=False)
+    matches = match_paths(params, rules, strict=False)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    each = structure.flatten_up_to(found.annotations)  # type: ignore[attr-defined]
-    unmatched = {*found.unmatched}
+    annotations = structure.flatten_up_to(matches.annotations)  # type: ignore[attr-defined]
+    unmatched = {*matches.unmatched}
     problems: list[Problem] = []
     specs: list[Any] = []
-    for (key_path, leaf), annotation in zip(leaves, each, strict=True):
+    for (key_path, leaf), annotation in zip(leaves, annotations, strict=True):
         path, shape = path_text(key_path), np.shape(leaf)
         if np.prod(shape, dtype=int) == 1:
             specs.append(PartitionSpec())
@@ -193,46 +204,50 @@ def _no_rule(path: str, rules: list[tuple[str, Any]]) -> Problem:
 
 
 def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Problem]) -> Any:
-    """Return the spec of what a rule says, or note why there is none."""
+    """Return the spec of a matched rule, or append the problems."""
     if not isinstance(matched, PartitionSpec):
-        found = context.require("match_partition_rules with semantic axes", method=False).explain(
-            matched, role="param", shape=shape, path=path
-        )
-        problems += found.problems
-        return found.spec
+        manager = context.require("match_partition_rules with semantic axes", method=False)
+        resolution = manager.explain(matched, role="param", shape=shape, path=path)
+        problems += resolution.problems
+        return resolution.spec
     if len(matched.partitions) > len(shape):
         what = (
             f"the spec {matched} has {len(matched.partitions)} entries, the array has shape {shape}"
         )
-        fix = "write a rule of its own before that one; PartitionManager.state_shardings follows the parameters of an optimizer's state"
+        fix = (
+            "write a separate rule before that one; PartitionManager.state_shardings "
+            "follows the parameters of an optimizer's state"
+        )
         problems.append(Problem(error=RankMismatchError, what=what, path=path, fix=fix))
     return matched
 
 
 def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> tuple[Any, Any]:
-    """Return two trees of functions like a tree of specs: one places an array on the mesh, one brings it to the host.
+    """Return two trees of functions: one places an array on the mesh, one moves it to the host.
 
-    Shard: cast, place as the spec says, wait; a JAX array on the mesh, whatever came in. Gather: cast, to a NumPy array with
-    all of the values; where several processes hold them every process must call it. `tree_apply(fns, tree)` calls them all.
-    The mesh is the current one when the functions are made, else the current one when they are called.
+    A shard function casts the array, places it as its spec says, and waits for it. A gather
+    function casts the array and returns all of its values as a NumPy array. If several processes
+    hold the values, every process must call it. `tree_apply(fns, tree)` calls all functions of a
+    tree. The mesh is the current mesh when the functions are created, or else when they are called.
 
     Args:
-      partition_specs: a tree of `PartitionSpec`s, or of `NamedSharding`s, which bring their mesh.
-      dtype_specs: None: nothing is cast. One float dtype: every float leaf is cast to it, integers are left alone. A tree like
-        the specs of dtypes, or of anything with a `dtype`: each leaf is cast to its own.
+      partition_specs: A tree of `PartitionSpec`s, or of `NamedSharding`s, which have a mesh.
+      dtype_specs: None casts nothing. One float dtype casts every float leaf. A tree of dtypes, or
+        of anything with a `dtype`, casts each leaf to its dtype.
 
     Raises:
-      StrategyError: something that is no spec or no dtype, a dtype of 64 bits without x64, or trees that differ; (from a call)
-        values that do not fit the 32 bits which JAX makes of 64, or a key that is to be cast or to become a NumPy array.
-      NoManagerError: (from a call) there is no mesh.
-      ShardingError: (from a call) a spec that does not fit the array.
+      StrategyError: A leaf is not a spec or not a dtype, a dtype has 64 bits without x64, or the
+        trees differ. (From a call:) values do not fit into the 32 bits that JAX uses for 64, or a
+        key is to be cast or to become a NumPy array.
+      NoManagerError: (From a call.) There is no mesh.
+      ShardingError: (From a call.) A spec does not fit the array.
     """
     specs, structure = jax.tree_util.tree_flatten_with_path(partition_specs)
     for path, spec in specs:
         if not isinstance(spec, PartitionSpec | NamedSharding):
             fix = "write PartitionSpec() to replicate, or pass what match_partition_rules returns"
             raise StrategyError(
-                f"{spec!r} of type {type(spec).__name__} is no PartitionSpec",
+                f"{spec!r} of type {type(spec).__name__} is not a PartitionSpec",
                 path=path_text(path),
                 fix=fix,
             )
@@ -254,17 +269,17 @@ def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
     """Return the cast of each leaf, from None, one float dtype or a tree of dtypes."""
     if dtype_specs is None:
         return [_as_array] * structure.num_leaves
-    one = _dtype(dtype_specs)
-    _check_bits([one])
-    if one is not None:
-        if not jax.numpy.issubdtype(one, jax.numpy.floating):
+    dtype_of_all = _dtype(dtype_specs)
+    _check_bits([dtype_of_all])
+    if dtype_of_all is not None:
+        if not jax.numpy.issubdtype(dtype_of_all, jax.numpy.floating):
             raise StrategyError(
-                f"dtype_specs is {one}, one dtype for all must be a float",
+                f"dtype_specs is {dtype_of_all}, one dtype for all must be a float",
                 fix="pass a float dtype, or a tree with one per leaf",
             )
         return [
             lambda x: (
-                _cast(x, one)
+                _cast(x, dtype_of_all)
                 if jax.numpy.issubdtype(_as_array(x).dtype, jax.numpy.floating)
                 else _as_array(x)
             )
@@ -294,7 +309,10 @@ def _check_bits(dtypes: Iterable[Any]) -> None:
         if isinstance(dtype, np.dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype
     ]
     if wide:
-        what = f"dtype_specs asks for {wide[0]}, of which JAX makes {jax.dtypes.canonicalize_dtype(wide[0])} while jax_enable_x64 is off"
+        what = (
+            f"dtype_specs asks for {wide[0]}, of which JAX makes "
+            f"{jax.dtypes.canonicalize_dtype(wide[0])} while jax_enable_x64 is off"
+        )
         raise StrategyError(
             what, fix='jax.config.update("jax_enable_x64", True), or ask for the dtype that you get'
         )
@@ -306,7 +324,7 @@ def _is_key(dtype: Any) -> bool:
 
 
 def _dtype(value: Any) -> Any:
-    """Return the dtype that a value is or names, else None."""
+    """Return the dtype that a value is or names, or None."""
     if _is_key(value):
         return value
     if not isinstance(value, str | type | np.dtype):
@@ -318,7 +336,7 @@ def _dtype(value: Any) -> Any:
 
 
 def _as_array(x: Any) -> Any:
-    # A Python number gets JAX's dtype for it, not NumPy's 64 bits.
+    # A Python number gets the dtype that JAX uses, not the 64 bits of NumPy.
     if not hasattr(x, "dtype"):
         constraint.check_kept(x)
     return x if hasattr(x, "dtype") else np.asarray(jax.numpy.asarray(x))
@@ -337,7 +355,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 def _shard_fn(
     spec: PartitionSpec | NamedSharding,
     cast: Cast,
-    made_with: Mesh | AbstractMesh | None,
+    created_under: Mesh | AbstractMesh | None,
     path: str,
 ) -> Callable[[Any], jax.Array]:
     def shard_fn(x: Any) -> jax.Array:
@@ -345,11 +363,14 @@ def _shard_fn(
         if isinstance(spec, NamedSharding):
             mesh: Any = spec.mesh
         else:
-            mesh = made_with if isinstance(made_with, Mesh) else current_mesh()
+            mesh = created_under if isinstance(created_under, Mesh) else current_mesh()
         if not isinstance(mesh, Mesh):
             raise NoManagerError(
                 "there is no mesh with devices to place an array on",
-                fix="enter jax.set_mesh(mesh) or a manager where the functions are made, outside jit",
+                fix=(
+                    "enter jax.set_mesh(mesh) or a manager where the functions are created, "
+                    "outside jit"
+                ),
             )
         literal = spec.spec if isinstance(spec, NamedSharding) else spec
         fitted = resolver.resolve(
@@ -367,10 +388,13 @@ def _gather_fn(cast: Cast) -> Callable[[Any], np.ndarray]:
     def gather_fn(x: Any) -> np.ndarray:
         x = cast(x)
         if _is_key(x.dtype):
-            what = f"a key ({x.dtype}) is no NumPy array"
+            what = f"a key ({x.dtype}) is not a NumPy array"
             raise StrategyError(
                 what,
-                fix="gather jax.random.key_data(key), and jax.random.wrap_key_data what comes back",
+                fix=(
+                    "gather jax.random.key_data(key), and call jax.random.wrap_key_data on "
+                    "the result"
+                ),
             )
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
             from jax.experimental import multihost_utils

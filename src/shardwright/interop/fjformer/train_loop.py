@@ -1,4 +1,4 @@
-"""What stands around a training step: a key per call, metrics on the host."""
+"""Training-loop utilities: per-call PRNG keys, host metrics."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from shardwright.interop.fjformer.tree_names import flatten_tree
 
 
 def wrap_function_with_rng(rng: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that gives a function a new key as its first argument in every call.
+    """Return a decorator that passes a new key as the first argument of every call.
 
-    Each call splits the key that is kept: `rng, key = jax.random.split(rng)`. Threads may call at once: each call gets a
-    key of its own, but which one depends on who comes first. All functions decorated by one result share its key.
+    Each call splits the stored key: `rng, key = jax.random.split(rng)`. Threads may call at the
+    same time. Each call gets a different key; which one depends on the order of the calls. All
+    functions that one decorator decorates share its key.
 
     Raises:
-      StrategyError: (from a call) the key is drawn inside a trace in which it was not made: it would be one and the same in
-        every run of the compiled program.
+      StrategyError: (From a call.) The call is inside a trace, and the key was created outside.
+        Every run of the compiled program would use the same key.
 
     >>> @wrap_function_with_rng(jax.random.key(0))
     ... def noise(key, shape):
@@ -31,18 +32,21 @@ def wrap_function_with_rng(rng: Any) -> Callable[[Callable[..., Any]], Callable[
     True
     """
     lock = threading.Lock()
-    kept = rng
+    stored = rng
 
     def next_key() -> Any:
-        nonlocal kept
+        nonlocal stored
         with lock:
-            following, key = jax.random.split(kept)
-            if isinstance(following, jax.core.Tracer) and not isinstance(kept, jax.core.Tracer):
+            following, key = jax.random.split(stored)
+            if isinstance(following, jax.core.Tracer) and not isinstance(stored, jax.core.Tracer):
                 raise StrategyError(
-                    "a key per call was drawn inside a trace: every run of the compiled program would use the same one",
+                    (
+                        "a key per call was drawn inside a trace: every run of the compiled "
+                        "program would use the same one"
+                    ),
                     fix="call the function outside jit, or pass it a key as an argument",
                 )
-            kept = following
+            stored = following
             return key
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,16 +60,17 @@ def wrap_function_with_rng(rng: Any) -> Callable[[Callable[..., Any]], Callable[
 
 
 def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) -> Any:
-    """Bring metrics to the host: a dict of floats, or with `stack` a dict of NumPy arrays from a list of dicts.
+    """Move metrics to the host: a dict of floats, or with `stack` a dict of NumPy arrays.
 
     Args:
-      metrics: a dict of scalars; with `stack` one such dict per step, which may be nested.
-      unreplicate: take the first along a leading axis of replicas.
-      stack: put the steps on a new leading axis.
+      metrics: A dict of scalars; with `stack`, a list of such dicts, one per step, which may be
+        nested.
+      unreplicate: Take the first entry along a leading axis of replicas.
+      stack: Put the steps on a new leading axis.
 
     Raises:
-      StrategyError: a metric that is no real scalar, or that has no axis of replicas; steps with other metrics, or whose metrics
-        do not stack.
+      StrategyError: A metric is not a real scalar, or has no axis of replicas; or steps have
+        different metrics, or metrics that do not stack.
 
     >>> get_metrics({"loss": jax.numpy.float32(0.5)})
     {'loss': 0.5}
@@ -74,8 +79,8 @@ def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) ->
     if stack:
         return _stacked(
             [
-                jax.device_get(_first_replicas(one) if unreplicate else one)
-                for one in _steps(metrics)
+                jax.device_get(_first_replicas(step) if unreplicate else step)
+                for step in _steps(metrics)
             ]
         )
     if not isinstance(metrics, Mapping):
@@ -122,22 +127,27 @@ def _steps(metrics: Any) -> list[Any]:
 
 def _stacked(steps: list[Any]) -> Any:
     first: Any = jax.tree.structure(steps[0])
-    for at, step in enumerate(steps):
+    for number, step in enumerate(steps):
         if jax.tree.structure(step) != first:
-            names = [", ".join(flatten_tree(one, sep="/")) or "nothing" for one in (step, steps[0])]
+            names = [
+                ", ".join(flatten_tree(either, sep="/")) or "nothing" for either in (step, steps[0])
+            ]
             raise StrategyError(
-                f"step {at} has the metrics {names[0]}, step 0 has {names[1]}",
+                f"step {number} has the metrics {names[0]}, step 0 has {names[1]}",
                 fix="stack steps with the same metrics",
             )
     flat = [flatten_tree(step, sep="/") for step in steps]
-    made = [_stack(name, [step[name] for step in flat]) for name in flat[0]]
-    return jax.tree.unflatten(first, made)
+    stacked = [_stack(name, [step[name] for step in flat]) for name in flat[0]]
+    return jax.tree.unflatten(first, stacked)
 
 
 def _stack(name: str, values: list[Any]) -> np.ndarray:
-    for at, value in enumerate(values):
+    for number, value in enumerate(values):
         if np.shape(value) != np.shape(values[0]):
-            what = f"metric {name!r} has shape {np.shape(value)} in step {at}, {np.shape(values[0])} in step 0"
+            what = (
+                f"metric {name!r} has shape {np.shape(value)} in step {number}, "
+                f"{np.shape(values[0])} in step 0"
+            )
             raise StrategyError(what, fix="stack steps whose metrics have one shape")
     try:
         return np.stack(values)
@@ -164,16 +174,16 @@ def _first_replicas(metrics: Any) -> Any:
 
 def _scalar(name: str, value: Any) -> float:
     if not jax.tree_util.all_leaves([value]):
-        fix = 'flatten nested metrics first: shardwright.interop.fjformer.tree_names.flatten_tree(metrics, sep="/")'
+        fix = 'flatten nested metrics first, with fjformer.flatten_tree(metrics, sep="/")'
         raise StrategyError(f"metric {name!r} is a {type(value).__name__}, not a scalar", fix=fix)
     if np.iscomplexobj(value):
         raise StrategyError(
-            f"metric {name!r} is complex: no float holds it",
+            f"metric {name!r} is complex, and a float cannot hold it",
             fix="take its real part, or its absolute value, in the step",
         )
     if np.size(value) != 1:
         fix = "reduce it in the step" + (
             ", or pass unreplicate=True" if np.ndim(value) == 1 else ""
         )
-        raise StrategyError(f"metric {name!r} of shape {np.shape(value)} is no scalar", fix=fix)
+        raise StrategyError(f"metric {name!r} of shape {np.shape(value)} is not a scalar", fix=fix)
     return float(np.reshape(value, ()))

@@ -1,4 +1,4 @@
-"""Trees by the names of their places: flatten to names, map with names, choose leaves by name."""
+"""Trees by path: flatten to paths, map with paths, choose leaves by path."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def flatten_tree(
     Paths are tuples of strings, or strings joined by `sep`.
 
     Raises:
-      StrategyError: two leaves have one name, as `{"a/b": 1, "a": {"b": 2}}` joined by "/".
+      StrategyError: Two leaves have the same name, as in `{"a/b": 1, "a": {"b": 2}}` joined by "/".
 
     >>> flatten_tree({"attn": {"q": 1, "k": 2}}, sep="/")
     {'attn/k': 2, 'attn/q': 1}
@@ -52,7 +52,7 @@ def named_tree_map(
     is_leaf: Callable[[Any], bool] | None = None,
     sep: str | None = None,
 ) -> Any:
-    """Map `f(name, leaf, *others)` over a tree; names as in `tree_path_to_string`.
+    """Map `f(name, leaf, *others)` over a tree, with names of `tree_path_to_string`.
 
     >>> named_tree_map(lambda name, x: f"{name}={x}", {"a": 1, "b": [2]}, sep="/")
     {'a': 'a=1', 'b': ['b/0=2']}
@@ -66,16 +66,16 @@ def named_tree_map(
 
 
 def tree_apply(fns: Any, tree: Any) -> Any:
-    """Call each function of a tree with the leaf at its place of another.
+    """Call each function of one tree with the leaf at the same place of another.
 
     Raises:
-      StrategyError: the structures differ; a function is never given a whole subtree.
+      StrategyError: The structures differ. A function never gets a whole subtree.
 
     >>> tree_apply({"a": abs, "b": str}, {"a": -1, "b": -1})
     {'a': 1, 'b': '-1'}
     """
-    wanted: Any = jax.tree.structure(fns)
-    if wanted != jax.tree.structure(tree):
+    structure: Any = jax.tree.structure(fns)
+    if structure != jax.tree.structure(tree):
         raise StrategyError(
             f"the tree of functions does not fit the tree{_difference(fns, tree)}",
             fix="give one function per leaf",
@@ -84,12 +84,12 @@ def tree_apply(fns: Any, tree: Any) -> Any:
 
 
 def _difference(fns: Any, tree: Any) -> str:
-    """Say which places only one of two trees has."""
-    mine, theirs = (flatten_tree(one, sep="/") for one in (fns, tree))
+    """Describe the places that only one of two trees has."""
+    functions, leaves = (flatten_tree(either, sep="/") for either in (fns, tree))
     parts = []
     for only, what in (
-        ([name for name in mine if name not in theirs], "no leaf"),
-        ([name for name in theirs if name not in mine], "no function"),
+        ([name for name in functions if name not in leaves], "no leaf"),
+        ([name for name in leaves if name not in functions], "no function"),
     ):
         if only:
             more = f" and {len(only) - 3} more" if len(only) > 3 else ""
@@ -98,12 +98,13 @@ def _difference(fns: Any, tree: Any) -> str:
 
 
 def get_weight_decay_mask(exclusions: Sequence[str]) -> Callable[[Any], Any]:
-    """Return the function from parameters to a tree of bools, for `optax.add_decayed_weights(mask=...)`.
+    """Return a function for `optax.add_decayed_weights(mask=...)`.
 
-    False, no decay, where one of the patterns is found (`re.search`) in the "/"-joined path, else True.
+    It maps parameters to a tree of bools: False (no decay) where `re.search` finds one of the
+    patterns in the "/"-joined path, else True.
 
     Raises:
-      StrategyError: a pattern that is none, or one text instead of several.
+      StrategyError: A pattern is invalid, or `exclusions` is one string.
 
     >>> get_weight_decay_mask(["bias$", "norm"])({"up": {"kernel": 1, "bias": 1}, "norm": 1})
     {'norm': False, 'up': {'bias': False, 'kernel': True}}
@@ -112,7 +113,7 @@ def get_weight_decay_mask(exclusions: Sequence[str]) -> Callable[[Any], Any]:
         raise StrategyError(
             f"exclusions is the text {exclusions!r}, not patterns", fix=f"write [{exclusions!r}]"
         )
-    patterns = [compile_pattern(one) for one in exclusions]
+    patterns = [compile_pattern(exclusion) for exclusion in exclusions]
 
     def weight_decay_mask(params: Any) -> Any:
         return named_tree_map(

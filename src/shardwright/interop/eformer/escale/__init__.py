@@ -1,4 +1,4 @@
-"""The names of `eformer.escale`, those of its utilities that work by the mesh alone left out."""
+"""The names of `eformer.escale`, except utilities that use only the mesh."""
 
 from __future__ import annotations
 

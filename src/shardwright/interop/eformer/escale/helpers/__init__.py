@@ -1,4 +1,4 @@
-"""The names of `eformer.escale.helpers`: none is provided, and the error says what to use instead."""
+"""`eformer.escale.helpers`: no name is provided; the error names a replacement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of `eformer.escale.helpers.base`: none is provided, and the error says what to use instead."""
+"""`eformer.escale.helpers.base`: no name is provided; the error names a replacement."""
 
 from __future__ import annotations
 

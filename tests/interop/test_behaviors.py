@@ -1,4 +1,4 @@
-"""Twenty-five behaviours of eformer that surprise its users, by number as in docs/eformer.md, and what happens here instead."""
+"""Twenty-five surprising behaviors of eformer, numbered as in docs/eformer.md, and ours."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def mesh() -> jax.sharding.Mesh:
     return ef.create_mesh((2, 4), ("dp", "tp"))
 
 
-def test_01_none_in_decode_is_replicated_and_not_given_inherits() -> None:
+def test_01_none_in_decode_replicates() -> None:
     asked = PartitionAxis(decode_kv_head_axis=None)
     assert [asked.resolve_axis([KV_HEAD], mode) for mode in MODES] == [
         ["tp"],
@@ -78,7 +78,7 @@ def test_01_none_in_decode_is_replicated_and_not_given_inherits() -> None:
     ("alias", "axis"),
     [("query_sequence_axis", QUERY_LENGTH), (QUERY_LENGTH, QUERY_LENGTH), (BATCH, BATCH)],
 )
-def test_02_an_alias_is_its_axis_in_every_mode(alias: str, axis: str) -> None:
+def test_02_alias_in_every_mode(alias: str, axis: str) -> None:
     PartitionAxis.register("X", alias)
     paxis = PartitionAxis(decode_batch_axis="dp")
     assert [paxis.resolve_axis(["X"], mode) for mode in MODES] == [
@@ -86,7 +86,7 @@ def test_02_an_alias_is_its_axis_in_every_mode(alias: str, axis: str) -> None:
     ]
 
 
-def test_03_every_axis_has_every_mode_in_a_strategy_file() -> None:
+def test_03_every_axis_in_every_mode() -> None:
     text = 'version = 1\n[rules]\nembed = "tp"\nlength = "sp"\n[modes.decode]\nembed = "-"\n[modes.prefill]\nlength = "-"\n'
     rules = sw.Strategy.loads(text).compile()
     found = {
@@ -101,7 +101,7 @@ def test_03_every_axis_has_every_mode_in_a_strategy_file() -> None:
     }
 
 
-def test_04_a_mode_that_nobody_knows_is_an_error() -> None:
+def test_04_unknown_mode() -> None:
     paxis = PartitionAxis(decode_head_axis=None)
     assert paxis.resolve_axis([HEAD], "decode") == paxis.resolve_axis([HEAD], MODE_DECODE) == [None]
     for call in (paxis.resolve_axis, paxis.resolve_spec, PartitionManager(paxis).resolve):
@@ -109,7 +109,7 @@ def test_04_a_mode_that_nobody_knows_is_an_error() -> None:
             call([HEAD], "autoregressive")
 
 
-def test_05_a_typo_or_empty_inside_a_composite_is_an_error() -> None:
+def test_05_invalid_member_of_a_composite() -> None:
     with pytest.raises(
         sw.UnknownAxisError,
         match=r"(?s)Unknown semantic axis name: '__KV_HAED__'.*did you mean 'KV_HEAD'",
@@ -122,7 +122,7 @@ def test_05_a_typo_or_empty_inside_a_composite_is_an_error() -> None:
     assert PartitionAxis(head_axis=None).resolve_axis([[HEAD, TP]], MODE_TRAIN) == [["tp"]]
 
 
-def test_06_the_quickstart_shards_its_batch(mesh: jax.sharding.Mesh) -> None:
+def test_06_quickstart_shards_its_batch(mesh: jax.sharding.Mesh) -> None:
     with jax.set_mesh(mesh):
         x = PartitionManager(PartitionAxis()).shard(
             ones(4, 2, 8), [BATCH, LENGTH, EMBED], MODE_TRAIN
@@ -135,7 +135,7 @@ def test_06_the_quickstart_shards_its_batch(mesh: jax.sharding.Mesh) -> None:
     assert 'fsdp is not in the mesh; policy missing = "replicate"' in str(found)
 
 
-def test_07_a_composite_that_does_not_divide_is_an_error_or_a_prefix() -> None:
+def test_07_indivisible_composite() -> None:
     mesh = ef.create_mesh((2, 2, 2), ("fsdp", "dp", "tp"))
     with jax.set_mesh(mesh):
         with pytest.raises(
@@ -148,7 +148,7 @@ def test_07_a_composite_that_does_not_divide_is_an_error_or_a_prefix() -> None:
         assert lies(dropped.shard(ones(2, 4), [BATCH, None], MODE_TRAIN)) == P()
 
 
-def test_08_an_empty_spec_replicates(mesh: jax.sharding.Mesh) -> None:
+def test_08_empty_spec_replicates(mesh: jax.sharding.Mesh) -> None:
     with jax.set_mesh(mesh):
         pm = PartitionManager(PartitionAxis())
         x = pm.shard(ones(4, 8), [BATCH, HEAD], MODE_TRAIN)
@@ -162,7 +162,7 @@ def test_08_an_empty_spec_replicates(mesh: jax.sharding.Mesh) -> None:
             np.testing.assert_array_equal(y, x)
 
 
-def test_09_unconstrained_stays_open(mesh: jax.sharding.Mesh) -> None:
+def test_09_unconstrained(mesh: jax.sharding.Mesh) -> None:
     open_dim = P(P.UNCONSTRAINED, "tp")
     with jax.set_mesh(mesh):
         x = ef.with_sharding_constraint(ones(4, 8), P("dp"))
@@ -185,7 +185,7 @@ def test_10_numpy_arrays_are_placed(mesh: jax.sharding.Mesh) -> None:
     np.testing.assert_array_equal(back, np.arange(32.0).reshape(4, 8))
 
 
-def test_11_a_tree_is_sharded_on_explicit_meshes_and_its_errors_are_raised() -> None:
+def test_11_tree_on_explicit_meshes() -> None:
     mesh = ef.create_mesh((2, 4), ("dp", "tp"), axis_types="explicit")
     with jax.set_mesh(mesh):
         placed = ef.with_sharding_constraint({"a": ones(4), "b": [jnp.ones((2, 8))]}, P("dp"))
@@ -198,7 +198,7 @@ def test_11_a_tree_is_sharded_on_explicit_meshes_and_its_errors_are_raised() -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*with mesh:DeprecationWarning")
-def test_12_set_mesh_is_seen_and_nothing_of_ours_warns(mesh: jax.sharding.Mesh) -> None:
+def test_12_set_mesh_without_warnings(mesh: jax.sharding.Mesh) -> None:
     pm = PartitionManager(PartitionAxis())
 
     def f(x: Any) -> Any:
@@ -216,7 +216,7 @@ def test_12_set_mesh_is_seen_and_nothing_of_ours_warns(mesh: jax.sharding.Mesh) 
             call(ones(4, 8))
 
 
-def test_13_meshes_are_auto_and_explicit_and_manual_axes_work() -> None:
+def test_13_auto_explicit_and_manual_axes() -> None:
     pm = PartitionManager(PartitionAxis())
     for use_jax in (False, True):
         assert set(ef.create_mesh((2, 4), ("dp", "tp"), use_jax=use_jax).axis_types) == {
@@ -246,7 +246,7 @@ def test_13_meshes_are_auto_and_explicit_and_manual_axes_work() -> None:
             jax.jit(outside)(ones(4, 8))
 
 
-def test_14_another_manager_is_another_program(mesh: jax.sharding.Mesh) -> None:
+def test_14_managers_do_not_share_programs(mesh: jax.sharding.Mesh) -> None:
     traces = []
 
     @jax.jit
@@ -270,7 +270,7 @@ def test_14_another_manager_is_another_program(mesh: jax.sharding.Mesh) -> None:
     assert len(traces) == 2
 
 
-def test_15_the_last_manager_built_is_nobody_s(mesh: jax.sharding.Mesh) -> None:
+def test_15_no_implicit_manager(mesh: jax.sharding.Mesh) -> None:
     PartitionManager(PartitionAxis())
     said = []
 
@@ -291,7 +291,7 @@ def test_15_the_last_manager_built_is_nobody_s(mesh: jax.sharding.Mesh) -> None:
     assert said == [True, True]
 
 
-def test_16_a_manager_entered_twice_is_left_twice() -> None:
+def test_16_enter_and_leave_twice() -> None:
     outer, inner = (
         PartitionManager(PartitionAxis()),
         PartitionManager(PartitionAxis(head_axis=None)),
@@ -303,7 +303,7 @@ def test_16_a_manager_entered_twice_is_left_twice() -> None:
     assert ef.get_current_partition_manager() is None
 
 
-def test_17_two_dims_that_want_one_mesh_axis_are_named_and_size_one_is_no_conflict() -> None:
+def test_17_conflicting_dims() -> None:
     axes = [BATCH, HEAD, QUERY_LENGTH, KV_LENGTH]
     pm = PartitionManager(PartitionAxis())
     with jax.set_mesh(ef.create_mesh((2, 4, 1), ("fsdp", "tp", "sp"))):
@@ -345,7 +345,7 @@ def test_17_two_dims_that_want_one_mesh_axis_are_named_and_size_one_is_no_confli
         )
 
 
-def test_18_a_layout_s_fields_are_its_own_and_a_call_s_mode_and_axes_count(
+def test_18_layout_fields_and_call_arguments(
     mesh: jax.sharding.Mesh,
 ) -> None:
     scores = ef.DynamicShardingAxes([EMBED], MODE_DECODE)
@@ -371,7 +371,7 @@ def test_18_a_layout_s_fields_are_its_own_and_a_call_s_mode_and_axes_count(
         pm.resolve(mode=MODE_TRAIN)
 
 
-def test_19_none_constants_and_any_text_are_what_they_say() -> None:
+def test_19_none_constants_and_text() -> None:
     PartitionAxis.register("NOWHERE", None)
     PartitionAxis.register("ELSEWHERE", "replace")
     paxis = PartitionAxis(batch_axis=DP, decode_batch_axis=[FSDP, DP], data_parallel_axis="data")
@@ -386,7 +386,7 @@ def test_19_none_constants_and_any_text_are_what_they_say() -> None:
         PartitionManager(PartitionAxis()).shard(ones(4), ["ELSEWHERE"], MODE_TRAIN)
 
 
-def test_20_weight_layouts_know_layers_and_name_their_biases() -> None:
+def test_20_weight_layouts_of_stacks_and_biases() -> None:
     pm = PartitionManager(PartitionAxis(), mesh=ef.create_mesh((4, 2), ("fsdp", "tp")))
     assert lies(pm.shard(ones(8, 4), ColumnWise)) == P("fsdp", "tp")
     assert lies(pm.shard(ones(3, 8, 4), ColumnWise)) == P(None, "fsdp", "tp")
@@ -415,7 +415,7 @@ def test_20_weight_layouts_know_layers_and_name_their_biases() -> None:
         "MeshPartitionHelper",
     ],
 )
-def test_21_utilities_that_do_not_work_are_not_here_and_say_what_is(name: str) -> None:
+def test_21_missing_utilities_name_a_replacement(name: str) -> None:
     for module in (ef, ef.escale):
         with pytest.raises(ImportError, match=f"{name} of eformer is not provided here: "):
             getattr(module, name)
@@ -423,19 +423,19 @@ def test_21_utilities_that_do_not_work_are_not_here_and_say_what_is(name: str) -
         _ = ef.parition_axis
 
 
-def test_22_names_come_in_order() -> None:
+def test_22_names_in_order() -> None:
     specs = {"w": P(("sp", "fsdp"), "tp"), "b": [P("tp", P.UNCONSTRAINED), None, P("dp")]}
     assert ef.get_names_from_partition_spec(specs) == ["sp", "fsdp", "tp", "dp"]
 
 
 class Device(types.SimpleNamespace):
-    """A device of one of two slices."""
+    """Return a device of one of two slices."""
 
     def __hash__(self) -> int:
         return int(self.id)
 
 
-def test_23_slices_keep_the_mesh_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_23_slices_keep_the_mesh_size(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [Device(id=i, platform="cpu", slice_index=i // 8, process_index=0) for i in range(16)]
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
     monkeypatch.setattr(
@@ -452,7 +452,7 @@ def test_23_slices_keep_the_mesh_as_written(monkeypatch: pytest.MonkeyPatch) -> 
         ef.create_mesh((1, 1, 16), ("dp", "fsdp", "tp"))
 
 
-def test_24_values_survive_text_pickle_and_copies_and_trees(mesh: jax.sharding.Mesh) -> None:
+def test_24_values_survive_text_pickle_and_copies(mesh: jax.sharding.Mesh) -> None:
     paxis = PartitionAxis(batch_axis=("dp", "fsdp"), decode_kv_head_axis=None)
     assert PartitionAxis.from_dict(json.loads(json.dumps(paxis.to_dict()))) == paxis
     assert pickle.loads(pickle.dumps(paxis)) == copy.deepcopy(paxis) == paxis
@@ -468,7 +468,7 @@ def test_24_values_survive_text_pickle_and_copies_and_trees(mesh: jax.sharding.M
         ef.get_corrected_named_sharding((4,), P("tp"))
 
 
-def test_25_nothing_is_swallowed_on_the_way(mesh: jax.sharding.Mesh) -> None:
+def test_25_errors_are_raised(mesh: jax.sharding.Mesh) -> None:
     pm = PartitionManager(PartitionAxis(), mesh=mesh)
     for call in (
         lambda: pm.resolve(["nobody"], MODE_TRAIN),
