@@ -78,7 +78,10 @@ def main(argv: list[str] | None = None) -> int:
     missed = [row for row in rows if row.verdict == "MISSED"]
     for row in missed:
         print(
-            f"missed: {row.subject}, {row.case}, {row.what}: {row.value:.2f} {row.unit}, target {row.target}",
+            (
+                f"missed: {row.subject}, {row.case}, {row.what}: {row.value:.2f} {row.unit}, "
+                f"target {row.target}"
+            ),
             file=sys.stderr,
         )
     return 1 if missed and not given.no_fail else 0

@@ -69,7 +69,10 @@ def _decode(*, repeats: int) -> Row:
         logits = jnp.einsum("bthd,bshd->bhts", q, k) / DIM**0.5
         return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits, axis=-1), v)
 
-    case = f"one token, {DECODE['length']} keys, batch {DECODE['batch']}, {DECODE['heads']}/{DECODE['kv_heads']} heads of {DIM}"
+    case = (
+        f"one token, {DECODE['length']} keys, batch {DECODE['batch']}, "
+        f"{DECODE['heads']}/{DECODE['kv_heads']} heads of {DIM}"
+    )
     cases = {OURS: ours, REPEATED: repeated}
     return _beside(
         cases, (q, k, v), REPEATED, case=case, repeats=repeats, target=Target(at_most=1.0)

@@ -14,8 +14,12 @@ from benchmarks.timing import Row, Target
 TARGET = Target(at_most=1.25)
 OURS, JAX = "import shardwright", "import jax"
 CLOCK = "import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
-# jax_num_cpu_devices can be set only while no backend runs, which tells without private names whether one does.
-PROBE = "import shardwright, jax; jax.config.update('jax_num_cpu_devices', 3); assert len(jax.devices()) == 3"
+# jax_num_cpu_devices can be set only while no backend runs, which tells without private names
+# whether one does.
+PROBE = (
+    "import shardwright, jax; jax.config.update('jax_num_cpu_devices', 3); assert "
+    "len(jax.devices()) == 3"
+)
 
 
 def run(*, peers: bool, repeats: int) -> list[Row]:
@@ -65,7 +69,8 @@ def _environment() -> dict[str, str]:
     assert shardwright.__file__ is not None
     source = str(Path(shardwright.__file__).parents[1])
     paths = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Without bytecode every import compiles the package anew, while jax may have been installed with its own.
+    # Without bytecode every import compiles the package anew, while jax may have been installed
+    # with its own.
     dropped = {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "PYTHONDONTWRITEBYTECODE"}
     kept = {key: value for key, value in os.environ.items() if key not in dropped}
     return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}

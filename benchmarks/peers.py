@@ -115,8 +115,8 @@ def _eformer_axes(axes: tuple[str, ...]) -> tuple[str | None, ...]:
 def eformer_shardings(rules: AxisRules, mesh: Mesh) -> Iterator[Callable[..., Callable[[], Any]]]:
     """Yield a function that prepares eformer's shardings of a tree.
 
-    Unchecked it resolves each leaf's axes and builds the sharding, the least it can do; checked it fits the spec to the
-    leaf's shape as well, as ours does.
+    Unchecked it resolves each leaf's axes and builds the sharding, the least it can do; checked it
+    fits the spec to the leaf's shape as well, as ours does.
     """
     from eformer.escale.partition.constraints import get_corrected_named_sharding
 

@@ -60,8 +60,14 @@ def markdown(rows: Sequence[Row], where: dict[str, str]) -> str:
     """Return a page with the context and a table."""
     lines = ["# Speed", "", *(f"- {key}: {value}" for key, value in where.items()), ""]
     lines += [
-        "Medians of interleaved repetitions in one run, of processor time (attention: of all threads; import: of time passed).",
-        "A ratio is the median of the repetitions' own ratios: not that of the two times beside it, which are medians by themselves.",
+        (
+            "Medians of interleaved repetitions in one run, of processor time (attention: of all "
+            "threads; import: of time passed)."
+        ),
+        (
+            "A ratio is the median of the repetitions' own ratios: not that of the two times "
+            "beside it, which are medians by themselves."
+        ),
         "`spread` is the interquartile range in parts of the median.",
         "",
     ]

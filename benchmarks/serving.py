@@ -70,7 +70,10 @@ def _requests(*, repeats: int) -> Row:
 
     cases = {ENGINE: timing.always(together), LOOP: timing.always(loop)}
     times = timing.interleave(cases, repeats=repeats, clock=time.process_time)
-    case = f"{REQUESTS} prompts of up to {PROMPT} tokens, {NEW} new ones each, {SLOTS} slots, serve_tp on dp:2,tp:4"
+    case = (
+        f"{REQUESTS} prompts of up to {PROMPT} tokens, {NEW} new ones each, {SLOTS} slots, "
+        "serve_tp on dp:2,tp:4"
+    )
     return timing.ratio(times, ENGINE, against=LOOP, subject="serving", case=case, target=TOGETHER)
 
 

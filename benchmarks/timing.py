@@ -1,7 +1,7 @@
 """How time is taken here, and what a measurement says: medians of interleaved repetitions, as a ratio beside something else.
 
-A ratio is the median of the repetitions' own ratios: the two times of one repetition are taken within moments of each
-other, so a machine that is slower for a while is slower for both.
+A ratio is the median of the repetitions' own ratios: the two times of one repetition are taken
+within moments of each other, so a machine that is slower for a while is slower for both.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ def interleave(
       clock: what tells the time, in seconds.
 
     Returns:
-      Seconds by name, by default of this thread's processor time: on an idle machine the time that passes, on a busy one
-      without the waiting. The garbage collector stands still while the clock runs, as in `timeit`.
+      Seconds by name, by default of this thread's processor time: on an idle machine the time that
+      passes, on a busy one without the waiting. The garbage collector stands still while the clock
+      runs, as in `timeit`.
     """
     names = list(cases)
     times: dict[str, list[float]] = {name: [] for name in names}

@@ -1,8 +1,9 @@
 """Tracing 1,000 constraints, beside `jax.lax.with_sharding_constraint` with the same shardings written out.
 
-The function has nothing but constraints, on arrays of four kinds in turn, and is a new one in every repetition, so that
-JAX traces it anew. The baseline gets its `NamedSharding`s ready made. Ours is `sw.shard` under an entered manager that
-has seen these annotations before, as from the second layer of a model on; "first" has not.
+The function has nothing but constraints, on arrays of four kinds in turn, and is a new one in every
+repetition, so that JAX traces it anew. The baseline gets its `NamedSharding`s ready made. Ours is
+`sw.shard` under an entered manager that has seen these annotations before, as from the second layer
+of a model on; "first" has not.
 """
 
 from __future__ import annotations

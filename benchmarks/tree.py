@@ -1,12 +1,15 @@
 """Shardings of a whole parameter tree, beside building the same `NamedSharding`s by hand.
 
-By hand is `[NamedSharding(mesh, P(*entries)) for entries in ...]` over a list of each leaf's entries, known beforehand:
-no tree, no rules, no checks. Ours is `pm.shardings(tree, annotations)`, flattening and unflattening included, which also
-checks every size. "First" starts with empty caches: rules freshly compiled, a new manager. "Again" asks the same manager
-about the same tree, at once. Every repetition gets its input built anew; equal annotations are one tuple and equal names one
-string, as where a model's source names them once. All run once before the clock starts, "first" with a manager and caches that
-are thrown away then. "Again, rebuilt" does not run before, and has a tuple of its own for every leaf and a string for every
-key: it shows that nothing is remembered by identity, and what it costs to fetch the whole tree from memory.
+By hand is `[NamedSharding(mesh, P(*entries)) for entries in ...]` over a list of each leaf's
+entries, known beforehand: no tree, no rules, no checks. Ours is `pm.shardings(tree, annotations)`,
+flattening and unflattening included, which also checks every size. "First" starts with empty
+caches: rules freshly compiled, a new manager. "Again" asks the same manager about the same tree, at
+once. Every repetition gets its input built anew; equal annotations are one tuple and equal names
+one string, as where a model's source names them once. All run once before the clock starts, "first"
+with a manager and caches that are thrown away then. "Again, rebuilt" does not run before, and has a
+tuple of its own for every leaf and a string for every
+key: it shows that nothing is remembered by identity, and what it costs to fetch the whole tree from
+memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parameter trees of two published models, as annotated abstract arrays: nothing is allocated.
 
-Shapes follow the models' published configurations; every tree is built anew, leaf by leaf, so that nothing can be
-remembered by a tree's identity.
+Shapes follow the models' published configurations; every tree is built anew, leaf by leaf, so that
+nothing can be remembered by a tree's identity.
 """
 
 from __future__ import annotations
@@ -148,8 +148,9 @@ def build(
 ) -> dict[str, Any]:
     """Return a new nested dict with `make(shape, axes)` at each path.
 
-    Each call gets a shape of its own. With `share` equal axes are one tuple, as where a model names its annotations once, and
-    equal names are one string, as Python makes of the names in a model's source; without it every leaf and key has its own.
+    Each call gets a shape of its own. With `share` equal axes are one tuple, as where a model names
+    its annotations once, and equal names are one string, as Python makes of the names in a model's
+    source; without it every leaf and key has its own.
     """
     tree: dict[str, Any] = {}
     named: dict[tuple[str, ...], tuple[str, ...]] = {}

@@ -2,7 +2,8 @@
 
     python examples/demo.py [--quick] [--steps N] [--batch N]
 
-Eight virtual CPU devices stand for eight accelerators. Only the strategy file differs from run to run.
+Eight virtual CPU devices stand for eight accelerators. Only the strategy file differs from run to
+run.
 """
 
 from __future__ import annotations
@@ -109,13 +110,21 @@ def run(options: argparse.Namespace, console: Console) -> list[str]:
     config, text = DecoderConfig(), stdlib_text()
     count = sum(math.prod(spec.shape) for spec in jax.tree.leaves(decoder_specs(config)))
     console.print(
-        f"[bold]shardwright demo[/]  JAX {jax.__version__}, {jax.device_count()} virtual CPU devices\n"
-        f"One decoder source ({count:,} parameters), {len(text):,} bytes of Python's standard library, and a strategy file per run."
+        (
+            f"[bold]shardwright demo[/]  JAX {jax.__version__}, {jax.device_count()} virtual CPU "
+            "devices\n"
+        )(
+            f"One decoder source ({count:,} parameters), {len(text):,} bytes of Python's standard "
+            "library, and a strategy file per run."
+        )
     )
     params, failures = train_everywhere(options, config, text, console)
     failures += serve_everywhere(options, config, params, console)
     console.print(
-        f"\n{'Everything agrees' if not failures else 'Ended'}, {time.perf_counter() - started:.0f} s.",
+        (
+            f"\n{'Everything agrees' if not failures else 'Ended'}, "
+            f"{time.perf_counter() - started:.0f} s."
+        ),
         style="bold",
     )
     return failures
@@ -126,7 +135,8 @@ def train_everywhere(
 ) -> tuple[Tree, list[str]]:
     """Train from one seed under each strategy, compare, and return the weights of the one that is trained further."""
     console.print(
-        f"\n[bold]Train[/]  {options.steps} steps of {options.batch} x {LENGTH} bytes from seed {SEED}, under each strategy"
+        f"\n[bold]Train[/]  {options.steps} steps of {options.batch} x {LENGTH} bytes from "
+        f"seed {SEED}, under each strategy"
     )
     optimizer = optax.adamw(
         optax.warmup_cosine_decay_schedule(0.0, 1e-2, 20, max(21, options.steps + options.further)),
@@ -153,7 +163,8 @@ def train_everywhere(
     console.print(report.loss_table(losses))
     difference = report.largest_difference(losses)
     console.print(
-        f"Largest relative difference from {TRAINED_UNDER[0]} over all steps: {difference:.1e} (at most {TOLERANCE:.0e}).\n"
+        f"Largest relative difference from {TRAINED_UNDER[0]} over all steps: {difference:.1e} "
+        f"(at most {TOLERANCE:.0e}).\n"
     )
     console.print(report.training_table(config, managers, batch=options.batch, length=LENGTH))
     console.print()
@@ -181,7 +192,8 @@ def train_further(
     if not options.further:
         return begun.state["params"]
     console.print(
-        f"\n[bold]Train on[/]  {options.further} more steps under {CONTINUED_UNDER}, for weights worth serving"
+        f"\n[bold]Train on[/]  {options.further} more steps under {CONTINUED_UNDER}, for "
+        "weights worth serving"
     )
     with progress(console) as bar:
         advance = bar(CONTINUED_UNDER, options.further)
@@ -190,7 +202,8 @@ def train_further(
         )
     last = done.losses[-20:]
     console.print(
-        f"Loss {begun.losses[-1]:.2f} -> {sum(last) / len(last):.2f} nats per byte (mean of the last {len(last)} steps)."
+        f"Loss {begun.losses[-1]:.2f} -> {sum(last) / len(last):.2f} nats per byte (mean of "
+        f"the last {len(last)} steps)."
     )
     return done.state["params"]
 
@@ -200,7 +213,8 @@ def serve_everywhere(
 ) -> list[str]:
     """Serve the same weights under each serving strategy and return how their texts differ, if they do."""
     console.print(
-        f"\n[bold]Serve[/]  the weights of {CONTINUED_UNDER}: {len(PROMPTS)} prompts are prefilled one by one, "
+        f"\n[bold]Serve[/]  the weights of {CONTINUED_UNDER}: {len(PROMPTS)} prompts are "
+        "prefilled one by one, "
         f"inserted into {SLOTS} slots, decoded together for {options.new_bytes} bytes"
     )
     texts = {}

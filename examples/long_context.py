@@ -2,8 +2,8 @@
 
     python examples/long_context.py [--length N] [--steps N]
 
-Eight virtual CPU devices stand for eight accelerators. The model's one call of attention is the same under both strategy
-files; what attends is a line in `strategies/long_context.toml`.
+Eight virtual CPU devices stand for eight accelerators. The model's one call of attention is the
+same under both strategy files; what attends is a line in `strategies/long_context.toml`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     virtual_devices(8)  # first of all: the number is fixed once JAX has run anything
     config = DecoderConfig(layers=2, embed=64, heads=4, kv_heads=2, mlp=128)
     print(
-        f"{options.steps} steps of one sequence of {options.length} bytes, a decoder of {config.layers} layers"
+        f"{options.steps} steps of one sequence of {options.length} bytes, a decoder of "
+        f"{config.layers} layers"
     )
     losses = {}
     for name in TRAINED_UNDER:
@@ -60,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     difference = max(abs(a - b) / abs(a) for a, b in zip(one, many, strict=True))
     agree = difference <= TOLERANCE
     print(
-        f"\n{'The losses agree' if agree else 'FAILED'}: largest relative difference {difference:.1e} (at most {TOLERANCE:.0e})."
+        f"\n{'The losses agree' if agree else 'FAILED'}: largest relative difference "
+        f"{difference:.1e} (at most {TOLERANCE:.0e})."
     )
     return 0 if agree else 1
 

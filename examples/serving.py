@@ -2,8 +2,10 @@
 
     python examples/serving.py [--quick] [--strategy NAME] [--cache KIND] [--json]
 
-Prompts are pieces of Python's standard library. Half of the requests are greedy, half draw with a seed of their own; some are
-cancelled on the way. At the end: a check that each text is what the request gives alone, and the engine's figures.
+Prompts are pieces of Python's standard library. Half of the requests are greedy, half draw with a
+seed of their own; some are
+cancelled on the way. At the end: a check that each text is what the request gives alone, and the
+engine's figures.
 """
 
 from __future__ import annotations
@@ -60,14 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     engine = make_engine(config, params, options.strategy, options.cache, slots=options.slots)
     say = (lambda *said: None) if options.json else print
     say(
-        f"{len(requests)} requests, {options.slots} slots, {options.cache} caches, {options.strategy} on {MESHES[options.strategy]}\n"
+        f"{len(requests)} requests, {options.slots} slots, {options.cache} caches, "
+        f"{options.strategy} on {MESHES[options.strategy]}\n"
     )
     engine.compile()
     done = serve(engine, requests, say)
     alone = make_engine(config, params, "single", options.cache, slots=1)
     different = differing(alone, requests, done)
     say(
-        f"\n{len(done) - len(different)} of {len(done)} texts are what the request writes alone, on one device.\n"
+        f"\n{len(done) - len(different)} of {len(done)} texts are what the request writes "
+        "alone, on one device.\n"
     )
     report = engine.report()
     print(

@@ -1,7 +1,7 @@
 """A plain KV cache: two arrays per layer and the number of rows that each batch entry holds. That is its whole state.
 
-Each layer has leaves of its own, so that a donated cache is updated in place; stacked over layers and scanned, it would
-be copied at every step.
+Each layer has leaves of its own, so that a donated cache is updated in place; stacked over layers
+and scanned, it would be copied at every step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def write_rows(rows: jax.Array, new: jax.Array, positions: jax.Array, real: jax.
     """
     capacity = rows.shape[1]
     at = jnp.where(jnp.arange(new.shape[1]) < real[:, None], positions, capacity)
-    # One scatter per batch entry (vmap keeps the batch a parallel dim); an index past the end is dropped, never clamped.
+    # One scatter per batch entry (vmap keeps the batch a parallel dim); an index past the end is
+    # dropped, never clamped.
     written = jax.vmap(lambda row, values, index: row.at[index].set(values, mode="drop"))(
         rows, new, at
     )

@@ -76,7 +76,8 @@ def blocks(
     """
     specs = decoder_specs(config)
     table = sw.gather(params["embedding"], specs["embedding"], path="embedding")
-    # With 256 bytes a product with one-hot rows is cheap, and partitions like any other weight; an indexed lookup does not.
+    # With 256 bytes a product with one-hot rows is cheap, and partitions like any other weight; an
+    # indexed lookup does not.
     x = sw.shard(
         jnp.einsum("bqv,ve->bqe", jax.nn.one_hot(tokens, config.vocab, dtype=table.dtype), table),
         HIDDEN_AXES,
@@ -122,8 +123,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, positions: jax.Array) ->
       q: `[batch, q_length, heads, head_dim]`.
       k: `[batch, kv_length, kv_heads, head_dim]`; row j stands at position j.
       v: like `k`.
-      positions: of the queries, `[batch, q_length]`. A query sees the rows up to its own position, so rows that a
-        longer text left behind in the cache are never seen.
+      positions: of the queries, `[batch, q_length]`. A query sees the rows up to its own position,
+        so rows that a longer text left behind in the cache are never seen.
     """
     heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
     # Query head h reads kv head h * kv_heads // heads.

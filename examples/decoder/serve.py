@@ -29,8 +29,10 @@ class Server:
       capacity: bytes that a slot holds, prompt included.
       prompt_length: bytes that prompts are padded to, so that one compiled prefill serves all.
       prefill: `(params, tokens[1, prompt_length], real[1]) -> (next byte[1], cache of one)`.
-      insert: `(cache, last[slots], prefix, next byte[1], slot) -> (cache, last)`; the first two are donated.
-      decode: `(params, cache, last[slots]) -> (cache, next bytes[slots])`; cache and last are donated.
+      insert: `(cache, last[slots], prefix, next byte[1], slot) -> (cache, last)`; the first two are
+        donated.
+      decode: `(params, cache, last[slots]) -> (cache, next bytes[slots])`; cache and last are
+        donated.
     """
 
     pm: sw.PartitionManager
@@ -132,7 +134,8 @@ def generate(
       on_step: told what was done.
 
     Raises:
-      ValueError: a prompt, or what is to follow it, does not fit. Before anything runs: a cache never overflows.
+      ValueError: a prompt, or what is to follow it, does not fit. Before anything runs: a cache
+        never overflows.
     """
     check_fits(server, prompts, new_bytes)
     pm = server.pm
@@ -161,16 +164,19 @@ def check_fits(server: Server, prompts: Sequence[bytes], new_bytes: int) -> None
     """Raise ValueError for the first thing that would not fit the slots."""
     if len(prompts) > server.slots:
         raise ValueError(
-            f"{len(prompts)} prompts for {server.slots} slots: serve them in turns, or make more slots"
+            f"{len(prompts)} prompts for {server.slots} slots: serve them in turns, or make "
+            "more slots"
         )
     for at, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= server.prompt_length:
             raise ValueError(
-                f"prompt {at} has {len(prompt)} bytes, this server takes 1 to {server.prompt_length}"
+                f"prompt {at} has {len(prompt)} bytes, this server takes 1 to "
+                f"{server.prompt_length}"
             )
         if len(prompt) + new_bytes > server.capacity:
             raise ValueError(
-                f"prompt {at}: {len(prompt)} bytes and {new_bytes} new ones exceed the slot's capacity {server.capacity}: "
+                f"prompt {at}: {len(prompt)} bytes and {new_bytes} new ones exceed the slot's "
+                f"capacity {server.capacity}: "
                 "shorten one of them, or make the server with more capacity"
             )
 

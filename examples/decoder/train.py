@@ -66,7 +66,8 @@ def make_trainer(
     """Build the training step of a strategy, on its own mesh unless another is given.
 
     Raises:
-      ShardingError: a parameter does not fit the strategy; all of them at once, each with its path, rule and fix.
+      ShardingError: a parameter does not fit the strategy; all of them at once, each with its path,
+        rule and fix.
     """
     pm = sw.PartitionManager(strategy, mesh=mesh).for_mode("train")
     specs = decoder_specs(config)
