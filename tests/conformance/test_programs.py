@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.plan.collectives.read import Kind, read_collectives
+from shardwright.plan.collectives.collective import Kind
+from shardwright.plan.collectives.read import read_collectives
 from shardwright.testing import cpu_mesh
 
 TEXT = 'version = 1\n[axes]\nopen = "left to the compiler"\n[rules]\nbatch = "dp"\nhead = "tp"\nopen = "?"\n'

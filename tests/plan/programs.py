@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from shardwright.plan.collectives.read import Kind
+from shardwright.plan.collectives.collective import Kind
 from shardwright.testing import cpu_mesh
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from shardwright.plan import Collective, read_collectives
-from shardwright.plan.collectives.read import Kind
+from shardwright.plan.collectives.collective import Kind
 from shardwright.testing import assert_collectives, cpu_mesh
 
 P = jax.P

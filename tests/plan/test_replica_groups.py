@@ -149,11 +149,11 @@ def test_a_ring_of_many_devices_is_quick() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[2,2]<=", "groups of devices in an unknown form"),
-        ("[2,2]<=[5]", "groups of devices in an unknown form"),
-        ("mesh['a'=4] {'b'}", "groups of devices in an unknown form"),
-        ("mesh['a'=4] {'a':(3)2}", "groups of devices in an unknown form"),
-        ("mesh['a'=4], device_ids=(0,0,1,2) {'a'}", "groups of devices in an unknown form"),
+        ("[2,2]<=", "device groups have an unknown form"),
+        ("[2,2]<=[5]", "device groups have an unknown form"),
+        ("mesh['a'=4] {'b'}", "device groups have an unknown form"),
+        ("mesh['a'=4] {'a':(3)2}", "device groups have an unknown form"),
+        ("mesh['a'=4], device_ids=(0,0,1,2) {'a'}", "device groups have an unknown form"),
         ("{{0,4}}", "do not fit a program for 4 devices"),
     ],
 )

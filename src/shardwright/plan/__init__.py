@@ -1,10 +1,11 @@
-"""What a strategy costs, before there is a device to run it on: bytes, collectives, differences.
+"""What a strategy costs, without a device: bytes, collectives, differences.
 
-Code that measures a tree, a spec or a compiled program belongs here. Running a program does not.
+Code that measures a tree, a spec or a compiled program belongs here. Code that runs a program does
+not.
 """
 
 from shardwright.plan.collectives.by_axis import by_axis as by_axis
 from shardwright.plan.collectives.by_axis import carried_axes as carried_axes
-from shardwright.plan.collectives.read import Collective as Collective
+from shardwright.plan.collectives.collective import Collective as Collective
 from shardwright.plan.collectives.read import read_collectives as read_collectives
 from shardwright.plan.memory import bytes_by_path as bytes_by_path

@@ -1,4 +1,4 @@
-"""Compare two placings of one tree: two strategies, two meshes or two modes. Pure; needs no devices."""
+"""Compare how a tree is sharded under two strategies, meshes or modes. Needs no devices."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class Placed:
     """A tensor in one mode on one side.
 
     Attributes:
-      found: its resolution; a problem is part of the answer.
-      mesh_axes: mesh axes of each dim, major first, `("?",)` where it is left to the compiler; None where there is no spec.
-      shards: number of shards of each dim, or None where it has no spec.
-      bytes: bytes per device, or None where spec, shape or dtype is missing, or the compiler decides.
+      found: Resolution, possibly with problems.
+      mesh_axes: Mesh axes of each dim, major first; `("?",)` if it is left to the compiler. None
+        without a spec.
+      shards: Number of shards of each dim, or None without a spec.
+      bytes: Bytes per device. None if spec, shape or dtype is missing, or the compiler decides.
     """
 
     found: Resolution
@@ -37,11 +38,12 @@ class Row:
     """A tensor in one mode, on both sides.
 
     Attributes:
-      tensor: the tensor.
-      role: activation, param or state; a weight counts as it is stored.
-      mode: mode on the left, and in `mode_after` on the right.
-      before: how it lies on the left.
-      after: how it lies on the right.
+      tensor: The tensor.
+      role: activation, param or state. A weight counts as stored.
+      mode: Mode on the left.
+      mode_after: Mode on the right.
+      before: Sharding on the left.
+      after: Sharding on the right.
     """
 
     tensor: Tensor
@@ -53,17 +55,17 @@ class Row:
 
     @property
     def moved(self) -> bool:
-        """Whether its dims lie over other mesh axes, or only one side has a spec."""
+        """Whether its dims are sharded over other mesh axes, or only one side has a spec."""
         return self.before.mesh_axes != self.after.mesh_axes
 
     @property
     def changed(self) -> bool:
-        """Whether it moved, or its dims are cut into other numbers of shards: the same spec on another mesh."""
+        """Whether it moved, or its dims have other numbers of shards (one spec on two meshes)."""
         return self.moved or self.before.shards != self.after.shards
 
     @property
     def grows(self) -> int | None:
-        """Bytes per device that it gains, or None where one side's are unknown."""
+        """Bytes per device that the right side adds; None if either side is unknown."""
         return (
             None
             if self.before.bytes is None or self.after.bytes is None
@@ -73,7 +75,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Total:
-    """Bytes per device of all tensors of a role in one mode, of those whose bytes both sides know."""
+    """Bytes per device of the tensors of a role in one mode whose bytes are known on both sides."""
 
     role: Role
     mode: str
@@ -119,16 +121,18 @@ def _total(role: Role, mode: str, rows: Sequence[Row]) -> Total:
 
 
 def compare(before: PartitionManager, after: PartitionManager, *, tensors: Any) -> Comparison:
-    """Compare how a tree lies under two managers, weights as they are stored.
+    """Compare how a tree is sharded under two managers. Weights count as stored.
+
+    Managers from `for_mode` compare one mode, others compare all modes. To compare two modes, pass
+    `pm.for_mode("train")` and `pm.for_mode("decode")`.
 
     Args:
-      before: the left side; of `for_mode(mode)`, that mode alone.
-      after: the right side; it has a mode where the left one has. Two modes of one manager compare `pm.for_mode("train")` with
-        `pm.for_mode("decode")`.
-      tensors: a tree of `ArraySpec`s or annotations, or a list of `Tensor`s.
+      before: Manager of the left side.
+      after: Manager of the right side. It has a mode if and only if the left one has.
+      tensors: Tree of `ArraySpec`s or annotations, or a list of `Tensor`s.
 
     Raises:
-      StrategyError: one side has a mode and the other none, or the tree has leaves that are no annotations.
+      StrategyError: Only one side has a mode, or the tree has leaves that are not annotations.
 
     >>> import shardwright as sw
     >>> fsdp, ddp = (
@@ -143,7 +147,7 @@ def compare(before: PartitionManager, after: PartitionManager, *, tensors: Any) 
     if (before.mode is None) != (after.mode is None):
         raise StrategyError(
             "one side has a mode and the other has none",
-            fix='give both one, pm.for_mode("decode"), or neither',
+            fix='give both a mode, pm.for_mode("decode"), or neither',
         )
     pairs = (
         [(mode, mode) for mode in MODES]
@@ -159,7 +163,7 @@ def _row(
 ) -> Row:
     left, right = _placed(tensor, before, mode), _placed(tensor, after, mode_after)
     role = next(
-        (one.found.role for one in (left, right) if one.found.decisions),
+        (side.found.role for side in (left, right) if side.found.decisions),
         tensor.role or Role.ACTIVATION,
     )
     return Row(tensor=tensor, role=role, mode=mode, mode_after=mode_after, before=left, after=right)
@@ -167,32 +171,42 @@ def _row(
 
 def _placed(tensor: Tensor, manager: PartitionManager, mode: str) -> Placed:
     role = Role.PARAM if tensor.role is Role.USE else tensor.role
-    found = manager.explain(
+    resolution = manager.explain(
         tensor.axes, mode=mode, role=role, shape=tensor.shape, path=tensor.path or None
     )
-    if not found.ok:
-        return Placed(found=found, mesh_axes=None, shards=None, bytes=None)
+    if not resolution.ok:
+        return Placed(found=resolution, mesh_axes=None, shards=None, bytes=None)
     shards = tuple(
         math.prod(manager.mesh.shape[axis] for axis in decision.mesh_axes)
-        for decision in found.decisions
+        for decision in resolution.decisions
     )
-    lies = tuple(
-        (UNCONSTRAINED,) if one.outcome is Outcome.UNCONSTRAINED else one.mesh_axes
-        for one in found.decisions
+    mesh_axes = tuple(
+        (UNCONSTRAINED,) if decision.outcome is Outcome.UNCONSTRAINED else decision.mesh_axes
+        for decision in resolution.decisions
     )
     return Placed(
-        found=found, mesh_axes=lies, shards=shards, bytes=bytes_on_device(tensor, found, manager)
+        found=resolution,
+        mesh_axes=mesh_axes,
+        shards=shards,
+        bytes=bytes_on_device(tensor, resolution, manager),
     )
 
 
-def bytes_on_device(tensor: Tensor, found: Resolution, manager: PartitionManager) -> int | None:
-    """Return the bytes that each device holds; None where the spec, a size or the dtype is not known, or a dim is the compiler's."""
-    if not found.ok or any(
-        decision.outcome is Outcome.UNCONSTRAINED for decision in found.decisions
+def bytes_on_device(
+    tensor: Tensor, resolution: Resolution, manager: PartitionManager
+) -> int | None:
+    """Return the bytes per device.
+
+    None if spec, size or dtype is unknown, or the compiler decides.
+    """
+    if not resolution.ok or any(
+        decision.outcome is Outcome.UNCONSTRAINED for decision in resolution.decisions
     ):
         return None
     return tensor.bytes_over(
         math.prod(
-            manager.mesh.shape[axis] for decision in found.decisions for axis in decision.mesh_axes
+            manager.mesh.shape[axis]
+            for decision in resolution.decisions
+            for axis in decision.mesh_axes
         )
     )

@@ -1,7 +1,7 @@
-"""Bytes of a tree of arrays by path: what a device holds, how much of it other devices hold too, and over which mesh axes.
+"""Count the bytes of a tree of arrays by path: per device, replicated, and over which mesh axes.
 
-Exact, from shapes, dtypes and shardings alone: abstract meshes and arrays that do not exist yet will do. All counts are bytes
-of the arrays' elements; what a backend adds around them (tiling, alignment) is not in it.
+Counts are exact and need only shapes, dtypes and shardings, so meshes and arrays may be abstract.
+They cover the arrays' elements, without the tiling and alignment of a backend.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from shardwright.trees.tensors import whole_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeafBytes:
-    """What one array takes.
+    """Bytes of one array.
 
     Attributes:
-      path: the array's path.
-      shape: global shape.
-      dtype: element type as text, for instance `bfloat16`.
-      spec: where it lies; None under a sharding that has no spec.
-      devices: number of devices that hold a part of it.
-      total: bytes of one copy of the whole array.
-      per_device: bytes that each device holds.
-      copies: how many devices hold the same element.
-      replicated_over: mesh axes of more than one device along which copies lie, in mesh order.
-      memory_kind: `pinned_host` and the like where the sharding names one, else empty.
+      path: Path of the array.
+      shape: Global shape.
+      dtype: Element type as text, such as `bfloat16`.
+      spec: `PartitionSpec`, or None if the sharding has none.
+      devices: Number of devices that hold a part of it.
+      total: Bytes of one copy of the whole array.
+      per_device: Bytes on each device.
+      copies: Number of devices that hold the same element.
+      replicated_over: Mesh axes of size > 1 that the array is replicated over, in mesh order.
+      memory_kind: Memory kind of the sharding, such as `pinned_host`, or empty.
     """
 
     path: str
@@ -49,16 +49,16 @@ class LeafBytes:
 
     @property
     def held(self) -> int:
-        """Bytes on all devices together, copies included."""
+        """Bytes on all devices, copies included."""
         return self.per_device * self.devices
 
     @property
     def replicated(self) -> int:
-        """Bytes on all devices together beyond the first copy: what full sharding would save."""
+        """Bytes on all devices beyond the first copy. Full sharding would save them."""
         return self.per_device * (self.devices - self.devices // self.copies)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the counts as plain data; the spec has one list of mesh axes per entry."""
+        """Return the counts as plain data. The spec is one list of mesh axes per dim."""
         spec = (
             None
             if self.spec is None
@@ -71,7 +71,7 @@ class LeafBytes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TreeBytes:
-    """What a tree takes: one entry per array, in flattening order, and their sums."""
+    """Bytes of a tree: one entry per array, in flattening order, and their sums."""
 
     leaves: tuple[LeafBytes, ...]
 
@@ -82,39 +82,39 @@ class TreeBytes:
 
     @property
     def per_device(self) -> int:
-        """Bytes that each device holds."""
+        """Bytes on each device."""
         return sum(leaf.per_device for leaf in self.leaves)
 
     @property
     def held(self) -> int:
-        """Bytes on all devices together, copies included."""
+        """Bytes on all devices, copies included."""
         return sum(leaf.held for leaf in self.leaves)
 
     @property
     def replicated(self) -> int:
-        """Bytes on all devices together beyond the first copy of each array."""
+        """Bytes on all devices beyond the first copy of each array."""
         return sum(leaf.replicated for leaf in self.leaves)
 
     @property
     def replicated_share(self) -> float:
-        """Replicated bytes by all bytes held: 0 where every array is sharded over all devices, 7/8 where eight hold the same."""
+        """Replicated bytes / held bytes: 0 if fully sharded, 7/8 if eight devices hold the same."""
         return self.replicated / self.held if self.held else 0.0
 
     def select(self, pattern: str) -> TreeBytes:
-        """Return the arrays whose path a pattern is found in (`re.search`).
+        """Return the arrays whose path matches a pattern (`re.search`).
 
         Raises:
-          StrategyError: it is no regular expression.
+          StrategyError: The pattern is not a regular expression.
         """
         compiled = compile_pattern(pattern)
         return TreeBytes(leaves=tuple(leaf for leaf in self.leaves if compiled.search(leaf.path)))
 
     def most_replicated(self) -> TreeBytes:
-        """Return the arrays that have copies, those with most replicated bytes first."""
-        found = sorted(
+        """Return the arrays with replicated bytes, most first."""
+        leaves = sorted(
             (leaf for leaf in self.leaves if leaf.replicated), key=lambda leaf: -leaf.replicated
         )
-        return TreeBytes(leaves=tuple(found))
+        return TreeBytes(leaves=tuple(leaves))
 
     def to_json(self) -> dict[str, Any]:
         """Return sums and arrays as plain data."""
@@ -126,14 +126,16 @@ class TreeBytes:
 
 
 def bytes_by_path(tree: Any, shardings: Any = None) -> TreeBytes:
-    """Count the bytes of every array of a tree, on paper: nothing is computed or moved.
+    """Count the bytes of every array of a tree. Nothing is computed or moved.
 
     Args:
-      tree: arrays, `ShapeDtypeStruct`s with shardings, or with `shardings` anything that has a shape and a dtype.
-      shardings: a tree of shardings, or of prefixes; absent: the arrays' own.
+      tree: Arrays, `ShapeDtypeStruct`s with shardings, or with `shardings` any values with shape
+        and dtype.
+      shardings: Tree of shardings, or a prefix of one. Defaults to the arrays' own.
 
     Raises:
-      StrategyError: leaves without a sharding, or with one that does not fit or leaves a dim to the compiler; all at once.
+      StrategyError: Leaves have no sharding, or one that does not fit or leaves a dim to the
+        compiler. All are named.
 
     >>> from shardwright import abstract_mesh
     >>> everywhere = NamedSharding(abstract_mesh("dp:8"), PartitionSpec())
@@ -142,27 +144,27 @@ def bytes_by_path(tree: Any, shardings: Any = None) -> TreeBytes:
     (64, 64, 448, ('dp',))
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
-    lies = (
+    leaf_shardings = (
         [getattr(leaf, "sharding", None) for _, leaf in pairs]
         if shardings is None
-        else _each(structure, tree, shardings)
+        else _spread(structure, tree, shardings)
     )
-    found: list[LeafBytes] = []
+    leaves: list[LeafBytes] = []
     problems: list[Problem] = []
-    for (path, leaf), sharding in zip(pairs, lies, strict=True):
+    for (path, leaf), sharding in zip(pairs, leaf_shardings, strict=True):
         try:
-            found.append(leaf_bytes(leaf, sharding, path=path_text(path)))
+            leaves.append(leaf_bytes(leaf, sharding, path=path_text(path)))
         except ShardingError as error:
             problems += error.problems
     raise_problems(problems)
-    return TreeBytes(leaves=tuple(found))
+    return TreeBytes(leaves=tuple(leaves))
 
 
 def leaf_bytes(value: Any, sharding: Any, *, path: str = "") -> LeafBytes:
     """Count the bytes of one array under a sharding.
 
     Raises:
-      StrategyError: as `bytes_by_path` does.
+      StrategyError: As for `bytes_by_path`.
     """
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise StrategyError(
@@ -183,7 +185,7 @@ def leaf_bytes(value: Any, sharding: Any, *, path: str = "") -> LeafBytes:
         raise StrategyError(
             f"{spec} leaves a dim to the compiler, so its bytes are not known",
             path=path,
-            fix="say where every dim lies",
+            fix="give every dim mesh axes, or replicate it",
         )
     over = _replicated_over(sharding)
     return LeafBytes(
@@ -194,7 +196,7 @@ def leaf_bytes(value: Any, sharding: Any, *, path: str = "") -> LeafBytes:
         devices=sharding.num_devices,
         total=whole_bytes(math.prod(shape), value.dtype),
         per_device=whole_bytes(math.prod(_shard_shape(sharding, shape, path)), value.dtype),
-        copies=_copies(sharding, shape)
+        copies=_copy_count(sharding, shape)
         if over is None
         else math.prod(sharding.mesh.shape[axis] for axis in over),  # type: ignore[attr-defined]
         replicated_over=over or (),
@@ -202,21 +204,21 @@ def leaf_bytes(value: Any, sharding: Any, *, path: str = "") -> LeafBytes:
     )
 
 
-def _each(structure: Any, tree: Any, shardings: Any) -> list[Any]:
-    """Return the sharding of each array, where one may cover a whole subtree."""
-    ones, outer = jax.tree.flatten(shardings, is_leaf=_is_sharding)
+def _spread(structure: Any, tree: Any, shardings: Any) -> list[Any]:
+    """Return the sharding of each array. A sharding may cover a whole subtree."""
+    covers, outer = jax.tree.flatten(shardings, is_leaf=_is_sharding)
     try:
         parts = outer.flatten_up_to(tree)  # type: ignore[attr-defined]
     except ValueError as error:
         what = f"the tree of shardings does not fit the tree: {str(error).splitlines()[0]}"
         raise StrategyError(what, fix="pass pm.shardings(...) of the same tree") from error
-    found = [
-        one
-        for one, part in zip(ones, parts, strict=True)
+    each = [
+        sharding
+        for sharding, part in zip(covers, parts, strict=True)
         for _ in range(len(jax.tree.leaves(part)))
     ]
-    assert len(found) == structure.num_leaves
-    return found
+    assert len(each) == structure.num_leaves
+    return each
 
 
 def _is_sharding(value: object) -> bool:
@@ -224,10 +226,10 @@ def _is_sharding(value: object) -> bool:
 
 
 def _replicated_over(sharding: Sharding) -> tuple[str, ...] | None:
-    """Return the mesh axes that hold copies; None where the sharding names no mesh axes."""
+    """Return the mesh axes that hold copies; None if the sharding has no mesh axes."""
     if not isinstance(sharding, NamedSharding):
         return None
-    # Along an unreduced axis every device holds a summand of its own: no copy.
+    # Along an unreduced axis, each device holds its own summand, which is not a copy.
     named = {axis for entry in sharding.spec.partitions for axis in entry_names(entry)} | set(
         sharding.spec.unreduced
     )
@@ -236,7 +238,7 @@ def _replicated_over(sharding: Sharding) -> tuple[str, ...] | None:
     )
 
 
-def _copies(sharding: Sharding, shape: tuple[int, ...]) -> int:
+def _copy_count(sharding: Sharding, shape: tuple[int, ...]) -> int:
     places = {str(index) for index in sharding.devices_indices_map(shape).values()}
     return sharding.num_devices // len(places)
 
@@ -248,7 +250,7 @@ def _shard_shape(sharding: Sharding, shape: tuple[int, ...], path: str) -> tuple
         raise StrategyError(
             f"the sharding does not fit shape {shape}: {str(error).splitlines()[0]}",
             path=path,
-            fix="pass the sharding of this very array",
+            fix="pass the sharding of this array",
         ) from error
 
 

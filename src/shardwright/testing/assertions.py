@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardwright.errors import StrategyError
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
-from shardwright.plan.collectives.read import Collective, Kind, total
+from shardwright.plan.collectives.collective import Collective, Kind, total
 from shardwright.plan.memory import bytes_by_path
 from shardwright.plan.report.collectives import collectives_text
 from shardwright.plan.report.memory import memory_text

@@ -46,7 +46,7 @@ class Tensor:
             return None
         if not is_dtype(self.dtype):
             raise StrategyError(
-                f"unknown dtype {self.dtype!r}",
+                f"the size of dtype {self.dtype!r} is unknown",
                 path=self.path,
                 fix='pass a dtype such as "float32", or none',
             )

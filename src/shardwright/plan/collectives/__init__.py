@@ -1,6 +1,9 @@
-"""The collectives of a compiled program, read from its HLO text."""
+"""Collectives of a compiled program, read from its HLO text.
 
-from shardwright.plan.collectives.read import Collective as Collective
-from shardwright.plan.collectives.read import Kind as Kind
+`read` visits the program. Everything that knows the text of HLO belongs here.
+"""
+
+from shardwright.plan.collectives.collective import Collective as Collective
+from shardwright.plan.collectives.collective import Kind as Kind
+from shardwright.plan.collectives.collective import total as total
 from shardwright.plan.collectives.read import read_collectives as read_collectives
-from shardwright.plan.collectives.read import total as total

@@ -1,4 +1,4 @@
-"""From mesh axes back to semantic axes: what a collective over `tp` may be moving, under a manager's rules."""
+"""Map collectives from mesh axes back to semantic axes, by the rules of a manager."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from shardwright.manager.manager import PartitionManager
 from shardwright.mesh.build import mesh_sizes
-from shardwright.plan.collectives.read import Collective
+from shardwright.plan.collectives.collective import Collective
 from shardwright.resolution.rules import AxisRules
 from shardwright.vocabulary.axes import SEMANTIC_AXES
 from shardwright.vocabulary.modes import MODE_TRAIN, MODES, parse_mode
@@ -15,21 +15,24 @@ from shardwright.vocabulary.modes import MODE_TRAIN, MODES, parse_mode
 def carried_axes(
     manager: PartitionManager, *, mode: str | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """Return the semantic axes that may lie over each mesh axis of more than one device, in any role.
+    """Return the semantic axes that may be sharded over each mesh axis, in any role.
 
-    That is read from the rules: an axis counts where one of its candidates names the mesh axis, chosen or not.
+    An axis counts if any candidate of its rules names the mesh axis. Mesh axes of size 1 are left
+    out.
 
     Args:
-      manager: whose rules and mesh.
-      mode: runtime mode; absent: the manager's, else train.
+      manager: Manager with the rules and the mesh.
+      mode: Runtime mode. Defaults to the manager's, else train.
 
     >>> from shardwright import Strategy, abstract_mesh
     >>> carried_axes(PartitionManager(Strategy.preset("ddp"), mesh=abstract_mesh("dp:8")))
     {'dp': ('__BATCH__', '__CAPACITY__')}
     """
-    asked = parse_mode(mode) if mode is not None else manager.mode or MODE_TRAIN
+    resolved_mode = parse_mode(mode) if mode is not None else manager.mode or MODE_TRAIN
     rules = manager.rules
-    over = {axis: set(_named(rules, axis, asked)) for axis in (*SEMANTIC_AXES, *rules.user_axes)}
+    over = {
+        axis: set(_named(rules, axis, resolved_mode)) for axis in (*SEMANTIC_AXES, *rules.user_axes)
+    }
     mesh_axes = [name for name, size in mesh_sizes(manager.mesh).items() if size > 1]
     return {
         name: tuple(axis for axis, names in over.items() if name in names) for name in mesh_axes
@@ -37,9 +40,13 @@ def carried_axes(
 
 
 def _named(rules: AxisRules, axis: str, mode: str) -> Iterator[str]:
-    """Yield every mesh axis that a rule of an axis names."""
-    at = MODES.index(mode)
-    tables = [rules.activations[at], rules.params[at], *(entry.rules for entry in rules.tensors)]
+    """Yield every mesh axis that a rule of an axis names in a mode."""
+    index = MODES.index(mode)
+    tables = [
+        rules.activations[index],
+        rules.params[index],
+        *(entry.rules for entry in rules.tensors),
+    ]
     yield from (
         name for table in tables for key, rule in table if key == axis for name in rule.mesh_axes
     )
@@ -48,19 +55,22 @@ def _named(rules: AxisRules, axis: str, mode: str) -> Iterator[str]:
 def by_axis(
     collectives: Iterable[Collective], manager: PartitionManager, *, mode: str | None = None
 ) -> dict[str, tuple[Collective, ...]]:
-    """Return the collectives that each semantic axis may cause; those of no axis under `""`.
+    """Group collectives by the semantic axes that may cause them; those of no axis under `""`.
 
-    One over `tp` stands under every axis that may lie over tp: a program says which mesh axes it uses, not why.
+    A program does not say why it uses a mesh axis. A collective over `tp` is therefore listed under
+    every axis that may be sharded over `tp`.
 
     Args:
-      collectives: what `read_collectives` returned.
-      manager: whose rules and mesh.
-      mode: runtime mode; absent: the manager's, else train.
+      collectives: Result of `read_collectives`.
+      manager: Manager with the rules and the mesh.
+      mode: Runtime mode. Defaults to the manager's, else train.
     """
     carried = carried_axes(manager, mode=mode)
-    found: dict[str, list[Collective]] = {}
-    for one in collectives:
-        axes = dict.fromkeys(axis for name in one.mesh_axes for axis in carried.get(name, ()))
+    groups: dict[str, list[Collective]] = {}
+    for collective in collectives:
+        axes = dict.fromkeys(
+            axis for name in collective.mesh_axes for axis in carried.get(name, ())
+        )
         for axis in axes or ("",):
-            found.setdefault(axis, []).append(one)
-    return {axis: tuple(ones) for axis, ones in found.items()}
+            groups.setdefault(axis, []).append(collective)
+    return {axis: tuple(members) for axis, members in groups.items()}

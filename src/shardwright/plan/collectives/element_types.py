@@ -1,8 +1,9 @@
-"""The element type that the program had, where a backend widened a collective.
+"""Recover the element type of a program where the backend widened a collective.
 
-XLA for CPU runs bfloat16 collectives as float32, 8-bit and 4-bit floats as float16 (float8_e8m0fnu as float32), and int4 as int8,
-between conversions. Three marks tell: a reduction's `_promoted` computation; one that still adds the narrow type; and
-conversions right before and right after. A program that itself widens, moves and narrows again looks the same as the third.
+XLA for CPU runs bfloat16 collectives as float32, 8-bit and 4-bit floats as float16 (float8_e8m0fnu
+as float32), and int4 as int8, between conversions. Three marks tell: a reduction's `_promoted`
+computation; one that still adds the narrow type; and conversions right before and right after. A
+program that itself widens, moves and narrows again looks the same as the third.
 """
 
 from __future__ import annotations
@@ -21,20 +22,27 @@ _MOVES = frozenset(
 _FLOATS = ("f", "bf")
 
 
-def program_type(module: Module, computation: Computation, one: Instruction, position: int) -> str:
-    """Return the element type that operand `position` of a collective had before the backend widened it, if it did."""
-    operand = computation.instructions[one.operands[position]]
+def program_type(
+    module: Module, computation: Computation, instruction: Instruction, position: int
+) -> str:
+    """Return the element type of an operand of a collective before the backend widened it."""
+    operand = computation.instructions[instruction.operands[position]]
     wire = operand.shapes[0].dtype
-    lone = len(one.operands) == 1
-    reduction = one.attributes().get("to_apply", "")
-    # Re-associated sums are promoted by themselves: what they add may be wide.
+    lone = len(instruction.operands) == 1
+    reduction = instruction.attributes().get("to_apply", "")
+    # XLA also marks re-associated sums as promoted, although their type may be wide in the program.
     promoted = wire in _PROMOTED and reduction.removesuffix("_reassoc_promoted").endswith(
         "_promoted"
     )
     if lone and reduction:
         return _PROMOTED[wire] if promoted else _reduced_type(module, reduction, wire)
-    goes_to = set(_uses(module, computation, one, None if lone or not one.is_tuple else position))
-    # Of several reductions in one, only some may be promoted; a dot's own result is never narrowed before them.
+    goes_to = set(
+        _uses(
+            module, computation, instruction, None if lone or not instruction.is_tuple else position
+        )
+    )
+    # Of several reductions in one, only some may be promoted; a dot's own result is never narrowed
+    # before them.
     if len(goes_to) == 1 and (promoted or goes_to == set(_sources(module, computation, operand))):
         narrow = goes_to.pop()
         if _widens(narrow, wire):
@@ -43,12 +51,11 @@ def program_type(module: Module, computation: Computation, one: Instruction, pos
 
 
 def _reduced_type(module: Module, reduction: str, wire: str) -> str:
-    """Return the type that a reduction's computation adds if the backend widened what goes through it, else the wire's."""
-    computation = module.computations.get(
-        reduction.lstrip("%")
-    )  # absent where someone cut the text
+    """Return the type that a reduction's computation adds, if the backend may have widened it."""
+    computation = module.computations.get(reduction.lstrip("%"))  # absent if the text was cut
     adds = wire if computation is None else computation.root.shapes[0].dtype
-    # Wider ones come with computations of their own (`_promoted`); other backends may mix precisions.
+    # Wider ones come with computations of their own (`_promoted`); other backends may mix
+    # precisions.
     return adds if bits_of(adds) <= 8 and _widens(adds, wire) else wire
 
 
@@ -59,29 +66,29 @@ def _widens(narrow: str, wire: str) -> bool:
     return _UNPACKED.get(wire) == narrow
 
 
-def _sources(module: Module, computation: Computation, one: Instruction) -> Iterator[str]:
-    """Yield the types that a value was converted from, `""` where it was not."""
-    if one.opcode == "convert":
-        yield computation.instructions[one.operands[0]].shapes[0].dtype
-    elif one.opcode in _MOVES:
-        yield from _sources(module, computation, computation.instructions[one.operands[0]])
-    elif one.opcode == "fusion":
-        inner = module.computations[one.attributes()["calls"].lstrip("%")]
+def _sources(module: Module, computation: Computation, instruction: Instruction) -> Iterator[str]:
+    """Yield the types that a value was converted from; `""` if it was not converted."""
+    if instruction.opcode == "convert":
+        yield computation.instructions[instruction.operands[0]].shapes[0].dtype
+    elif instruction.opcode in _MOVES:
+        yield from _sources(module, computation, computation.instructions[instruction.operands[0]])
+    elif instruction.opcode == "fusion":
+        inner = module.computations[instruction.attributes()["calls"].lstrip("%")]
         yield from _sources(module, inner, inner.root)
-    elif one.opcode == "concatenate":
-        for operand in one.operands:
+    elif instruction.opcode == "concatenate":
+        for operand in instruction.operands:
             yield from _sources(module, computation, computation.instructions[operand])
     else:
         yield ""
 
 
 def _uses(
-    module: Module, computation: Computation, one: Instruction, index: int | None
+    module: Module, computation: Computation, instruction: Instruction, index: int | None
 ) -> Iterator[str]:
-    """Yield the types that a value is converted to by everything that reads it, `""` for any other use."""
-    if one.is_root:
+    """Yield the types that users of a value convert it to; `""` for any other use."""
+    if instruction.is_root:
         yield ""
-    for user in computation.users.get(one.name, ()):
+    for user in computation.users.get(instruction.name, ()):
         if user.opcode == "get-tuple-element":
             if index is None or int(user.attributes()["index"]) == index:
                 yield from _uses(module, computation, user, None)
@@ -91,7 +98,7 @@ def _uses(
             yield from _uses(module, computation, user, index)
         elif user.opcode == "fusion":
             inner = module.computations[user.attributes()["calls"].lstrip("%")]
-            places = [at for at, operand in enumerate(user.operands) if operand == one.name]
+            places = [at for at, operand in enumerate(user.operands) if operand == instruction.name]
             for parameter in inner.instructions.values():
                 if parameter.opcode == "parameter" and int(parameter.literal) in places:
                     yield from _uses(module, inner, parameter, None)

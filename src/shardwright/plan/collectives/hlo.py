@@ -1,7 +1,7 @@
-"""The text of a compiled program (HLO) as computations and instructions. Reads every form that XLA prints for CPU, GPU and TPU.
+"""Parse the text of a compiled program (HLO) of CPU, GPU and TPU backends.
 
-`compiled.as_text()` is the one view of a program that JAX offers on every backend; HLO has no stable grammar, so what cannot
-be read is an error, never skipped.
+`compiled.as_text()` is the only view of a program that JAX offers on every backend. HLO has no
+stable grammar, so a line that cannot be parsed is an error. It is never skipped.
 """
 
 from __future__ import annotations
@@ -11,23 +11,18 @@ import functools
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from shardwright.errors import ProgramError
+from shardwright.plan.collectives.frames import source_lines
 
 _COMMENT = re.compile(r"/\*index=\d+\*/")
-# What a Pallas kernel says of itself: the only attribute that XLA prints on lines of its own.
+# Metadata of a Pallas kernel: the only attribute that XLA prints on several lines.
 _BROKEN = re.compile(r'kernel_metadata=\{\n(?:"[^\n]*\n)*\}\}[^\n]*\n')
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = ")
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 _OPERAND = re.compile(r"%([^\s,()]+)")
-# Our own package: `shardwright/`, two folders above this one.
-_OWN = str(Path(__file__).parents[2]) + "/"
-# What comes with Python or was installed into it: a line of it says little to whoever wrote the program.
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 # Bits of one element. Tokens and opaque values hold no data.
 BITS: Mapping[str, int] = {
@@ -60,7 +55,7 @@ BITS: Mapping[str, int] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One array of a result: element type as HLO writes it, and dims on one device."""
+    """One array of a result: its element type as HLO writes it, and its shape on one device."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -83,12 +78,12 @@ def bits_of(dtype: str) -> int:
     """Return the bits of one element of a type.
 
     Raises:
-      ProgramError: a type that HLO did not have when this was written.
+      ProgramError: The type is unknown.
     """
     if dtype not in BITS:
         raise ProgramError(
-            f"element type {dtype!r} is not known",
-            fix="report it; the bytes of a program that has it cannot be told",
+            f"unknown element type {dtype!r}",
+            fix="report it; the bytes of this program cannot be counted",
         )
     return BITS[dtype]
 
@@ -97,7 +92,7 @@ def bytes_of(dtype: str, elements: int) -> int:
     """Return the whole bytes of elements of a type.
 
     Raises:
-      ProgramError: as `bits_of` does.
+      ProgramError: The type is unknown.
     """
     return -(-elements * bits_of(dtype) // 8)
 
@@ -107,15 +102,15 @@ class Instruction:
     """One instruction.
 
     Attributes:
-      name: its name, without the percent sign.
-      opcode: for instance `all-gather-start`.
-      shapes: the arrays of its result, those of nested tuples in a row.
-      is_tuple: whether the result is a tuple.
-      operands: names of the instructions that it reads.
-      literal: what stands between the parentheses: a constant's value, a parameter's number.
-      rest: the attributes, as text.
-      is_root: whether it is its computation's result.
-      line: line of the text, from 1.
+      name: Name, without the percent sign.
+      opcode: Opcode, such as `all-gather-start`.
+      shapes: Arrays of the result; nested tuples are flattened.
+      is_tuple: Whether the result is a tuple.
+      operands: Names of the instructions that it reads.
+      literal: Text between the parentheses: a constant's value, a parameter's number.
+      rest: Attributes, as text.
+      is_root: Whether it is the result of its computation.
+      line: Line of the text, from 1.
     """
 
     name: str
@@ -129,11 +124,12 @@ class Instruction:
     line: int
 
     def attributes(self) -> Mapping[str, str]:
-        """Return the attributes by name, values as text."""
+        """Return the attributes as text, by name."""
         return _attributes(self.rest)
 
 
-@functools.lru_cache(maxsize=4096)  # a loop's counter is asked for the same ones at every trip
+# Cached, because running a loop's counter reads the same attributes on every trip.
+@functools.lru_cache(maxsize=4096)
 def _attributes(text: str) -> Mapping[str, str]:
     pairs = (piece.partition("=") for piece in split(text))
     return types.MappingProxyType({key.strip(): value for key, _, value in pairs if value})
@@ -144,10 +140,10 @@ class Computation:
     """A named sequence of instructions: the program, a loop's body, a fusion.
 
     Attributes:
-      name: its name, without the percent sign.
-      instructions: by name, in the order of the text.
-      root: its result.
-      users: what reads each instruction's result.
+      name: Name, without the percent sign.
+      instructions: Instructions by name, in the order of the text.
+      root: Instruction whose result is the computation's.
+      users: Instructions that read each instruction's result, by its name.
     """
 
     name: str
@@ -161,11 +157,12 @@ class Module:
     """A compiled program.
 
     Attributes:
-      computations: by name.
-      entry: where it starts.
-      partitions: number of devices that run it together, by position in the mesh.
-      replicas: copies of the whole, as `pmap` of old made them; 1 for everything that `jit` compiles.
-      frames: `file.py:12` by stack frame id, where the text has that table: the innermost line outside of installed libraries.
+      computations: Computations by name.
+      entry: Computation that starts the program.
+      partitions: Number of devices that run it together.
+      replicas: Copies of the program, from the old `pmap`; 1 for everything that `jit` compiles.
+      frames: Source line (`file.py:12`) by stack frame id, if the text has that table. It is the
+        innermost line outside of installed libraries.
     """
 
     computations: Mapping[str, Computation]
@@ -179,23 +176,23 @@ def parse_hlo(text: str) -> Module:
     """Parse the text of a compiled program.
 
     Raises:
-      ProgramError: it is no HLO, or has a line that cannot be read.
+      ProgramError: The text is not HLO, or a line cannot be parsed.
     """
     if not text.startswith("HloModule"):
         raise ProgramError(
-            "the text is no compiled program: it does not start with HloModule",
+            "the text is not a compiled program: it does not start with HloModule",
             fix="pass jitted.lower(...).compile()",
         )
-    lines = _BROKEN.sub(_joined, _COMMENT.sub("", text)).splitlines()
+    lines = _BROKEN.sub(_join_lines, _COMMENT.sub("", text)).splitlines()
     head = lines[0]
     computations: dict[str, Computation] = {}
     entry = None
     for number, line in enumerate(lines, 1):
-        found = _COMPUTATION.match(line)
-        if found:
-            computation = _computation(found[2], lines, number)
+        match = _COMPUTATION.match(line)
+        if match:
+            computation = _computation(match[2], lines, number)
             computations[computation.name] = computation
-            entry = computation if found[1] else entry
+            entry = computation if match[1] else entry
     if entry is None:
         raise ProgramError(
             "the program has no ENTRY computation", fix="pass the whole text of compiled.as_text()"
@@ -205,18 +202,18 @@ def parse_hlo(text: str) -> Module:
         entry=entry,
         partitions=_number(head, "num_partitions"),
         replicas=_number(head, "replica_count"),
-        frames=_frames(lines),
+        frames=source_lines(lines),
     )
 
 
-def _joined(broken: re.Match[str]) -> str:
-    # The line breaks go to the end, so that other lines keep their numbers.
+def _join_lines(broken: re.Match[str]) -> str:
+    # The line breaks move to the end, so that other lines keep their numbers.
     return broken[0].replace("\n", "") + "\n" * broken[0].count("\n")
 
 
 def _number(head: str, key: str) -> int:
-    found = re.search(rf"\b{key}=(\d+)", head)
-    return int(found[1]) if found else 1
+    match = re.search(rf"\b{key}=(\d+)", head)
+    return int(match[1]) if match else 1
 
 
 def _computation(name: str, lines: list[str], start: int) -> Computation:
@@ -229,11 +226,11 @@ def _computation(name: str, lines: list[str], start: int) -> Computation:
             break
         if not line:
             continue
-        one = _instruction(line, number + 1)
-        instructions[one.name] = one
-        root = one if one.is_root else root
-        for operand in dict.fromkeys(one.operands):
-            users.setdefault(operand, []).append(one)
+        instruction = _instruction(line, number + 1)
+        instructions[instruction.name] = instruction
+        root = instruction if instruction.is_root else root
+        for operand in dict.fromkeys(instruction.operands):
+            users.setdefault(operand, []).append(instruction)
     if root is None:
         raise ProgramError(
             f"computation {name} has no ROOT", fix="pass the whole text of compiled.as_text()"
@@ -242,10 +239,10 @@ def _computation(name: str, lines: list[str], start: int) -> Computation:
 
 
 def _instruction(line: str, number: int) -> Instruction:
-    found = _INSTRUCTION.match(line)
-    if found is None:
+    match = _INSTRUCTION.match(line)
+    if match is None:
         raise _unreadable(line, number)
-    at = found.end()
+    at = match.end()
     end = _closing(line, at) + 1 if line.startswith("(", at) else line.find(" ", at)
     is_tuple, shapes = line.startswith("(", at), tuple(_shapes(line[at:end]))
     at = end + 1
@@ -256,36 +253,36 @@ def _instruction(line: str, number: int) -> Instruction:
     literal = line[opening + 1 : closing]
     opcode = line[at:opening]
     return Instruction(
-        name=found[2],
+        name=match[2],
         opcode=opcode,
         shapes=shapes,
         is_tuple=is_tuple,
         operands=() if opcode in ("constant", "parameter") else tuple(_OPERAND.findall(literal)),
         literal=literal,
         rest=line[closing + 1 :].lstrip(", "),
-        is_root=bool(found[1]),
+        is_root=bool(match[1]),
         line=number,
     )
 
 
 def _unreadable(line: str, number: int) -> ProgramError:
     return ProgramError(
-        f"line {number} of the compiled program cannot be read",
+        f"line {number} of the compiled program cannot be parsed",
         snippet=line.strip()[:200],
         fix="report it with the line",
     )
 
 
 def _shapes(text: str) -> Iterator[Shape]:
-    for found in _SHAPE.finditer(text):
-        # A dynamic dim is written with its bound, <=8.
+    for match in _SHAPE.finditer(text):
+        # HLO writes a dynamic dim with its bound, as <=8.
         yield Shape(
-            dtype=found[1], dims=tuple(int(dim.lstrip("<=")) for dim in found[2].split(",") if dim)
+            dtype=match[1], dims=tuple(int(dim.lstrip("<=")) for dim in match[2].split(",") if dim)
         )
 
 
 def _closing(line: str, opening: int) -> int:
-    """Return where the bracket that opens at `opening` is closed; strings are passed over."""
+    """Return the position that closes the bracket at `opening`. Strings are skipped."""
     depth = 0
     for at, mark in _marks(line, opening):
         if mark in "([{":
@@ -295,7 +292,7 @@ def _closing(line: str, opening: int) -> int:
             if depth == 0:
                 return at
     raise ProgramError(
-        "a bracket of the compiled program is never closed",
+        "the compiled program has an unclosed bracket",
         snippet=line.strip()[:200],
         fix="pass the whole text",
     )
@@ -303,13 +300,13 @@ def _closing(line: str, opening: int) -> int:
 
 def _marks(text: str, start: int = 0) -> Iterator[tuple[int, str]]:
     """Yield (position, character) of every bracket and comma outside double quotes."""
-    for found in _BRACKET.finditer(text, start):
-        if not found[0].startswith('"'):
-            yield found.start(), found[0]
+    for match in _BRACKET.finditer(text, start):
+        if not match[0].startswith('"'):
+            yield match.start(), match[0]
 
 
 def split(text: str) -> list[str]:
-    """Split at the commas that stand in no bracket and no string.
+    """Split at the commas outside of brackets and strings.
 
     >>> split('dimensions={0,1}, to_apply=%add, metadata={op_name="a, b"}')
     ['dimensions={0,1}', 'to_apply=%add', 'metadata={op_name="a, b"}']
@@ -323,53 +320,3 @@ def split(text: str) -> list[str]:
         else:
             depth += 1 if mark in "([{" else -1
     return [piece for piece in [*pieces, text[start:].strip()] if piece]
-
-
-def _frames(lines: list[str]) -> dict[str, str]:
-    """Return `file.py:12` for each stack frame of the tables at the top."""
-    tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
-    current = None
-    for line in lines[1:]:
-        if line in tables:
-            current = tables[line]
-        elif line.startswith(("%", "ENTRY")):
-            break
-        elif current is not None and line:
-            key, _, value = line.partition(" ")
-            current[key] = value
-    places = {key: _place(tables, value) for key, value in tables["StackFrames"].items()}
-    # Parents are written one too high, 1 for none. Our own frames say nothing to whoever called them.
-    parents = {
-        key: str(int(_field(value, "parent_frame_id") or 1) - 1)
-        for key, value in tables["StackFrames"].items()
-    }
-    frames = {key: _told([places[at] for at in _callers(key, parents)]) for key in places}
-    return {key: place for key, place in frames.items() if place}
-
-
-def _callers(frame: str, parents: Mapping[str, str]) -> Iterator[str]:
-    """Yield a frame, its caller, and so on."""
-    yield frame
-    while int(parents[frame]) in range(1, int(frame)):
-        frame = parents[frame]
-        yield frame
-
-
-def _told(places: Sequence[str]) -> str:
-    """Return the first place outside of libraries; without one the first that is not ours, else the outermost."""
-    theirs = [place for place in places if place and not place.startswith(_OWN)]
-    return next(
-        (place for place in theirs if not _LIBRARY.search(place)),
-        theirs[0] if theirs else places[-1],
-    )
-
-
-def _place(tables: Mapping[str, Mapping[str, str]], frame: str) -> str:
-    location = tables["FileLocations"].get(_field(frame, "file_location_id"), "")
-    file = tables["FileNames"].get(_field(location, "file_name_id"), "").strip('"')
-    return f"{file}:{_field(location, 'line')}" if file else ""
-
-
-def _field(text: str, key: str) -> str:
-    found = re.search(rf"\b{key}=(\d+)", text)
-    return found[1] if found else ""

@@ -1,8 +1,10 @@
-"""Who takes part in a collective: the forms in which HLO writes its groups of devices, and the mesh axes that they span.
+"""Parse the device groups of a collective, and find the mesh axes that they span.
 
-Ids are positions in `mesh.devices.flat`, not `device.id`. XLA writes groups as a list, `{{0,1},{2,3}}`; as an iota,
-`[2,4]<=[4,2]T(1,0)`; and by mesh axes, `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`, where `(2)2` takes part of
-an axis: of size 2, after a major part of size 2. The axes are the compiler's own, so they are spelled out as ids too.
+Ids are positions in `mesh.devices.flat`, not `device.id`. XLA writes groups in three forms: - as a
+list, `{{0,1},{2,3}}`; - as an iota, `[2,4]<=[4,2]T(1,0)`; - by mesh axes, `mesh['a'=2,'b'=4],
+device_ids=([4,2]T(1,0)) {'b':(2)2}`. Here `(2)2` is a part of an axis,
+  of size 2, after a major part of size 2. The axes are the compiler's own, so they are expanded to
+  ids.
 """
 
 from __future__ import annotations
@@ -30,27 +32,27 @@ def parse_groups(text: str, *, devices: int) -> Groups:
     """Return the groups of device positions that a `replica_groups` attribute names.
 
     Args:
-      text: the attribute's value; of the form by axes with its `device_ids`.
-      devices: number of devices; they are one group where the list is empty.
+      text: Value of the attribute; for the form by mesh axes, with its `device_ids`.
+      devices: Number of devices. An empty list means one group of all devices.
 
     Raises:
-      ProgramError: none of the known forms, or a position that does not exist.
+      ProgramError: The form is unknown, or a position does not exist.
 
     >>> parse_groups("[2,4]<=[4,2]T(1,0)", devices=8)
     ((0, 2, 4, 6), (1, 3, 5, 7))
     """
     text = text.strip()
-    if found := _IOTA.fullmatch(text):
-        positions, shape = _iota(_ints(found[2]), found[3]), _ints(found[1])
+    if match := _IOTA.fullmatch(text):
+        positions, shape = _iota(_ints(match[2]), match[3]), _ints(match[1])
         if positions.size != math.prod(shape):
             raise _unknown(text)
         groups = _rows(positions.reshape(shape))
-    elif found := _MESH.fullmatch(text):
-        groups = _by_axes(found, text)
-    elif found := _LIST.fullmatch(text):
-        inner = found[1].strip()
+    elif match := _MESH.fullmatch(text):
+        groups = _by_axes(match, text)
+    elif match := _LIST.fullmatch(text):
+        inner = match[1].strip()
         groups = (
-            tuple(tuple(_ints(one)) for one in re.findall(r"\{([\d,\s]*)\}", inner))
+            tuple(tuple(_ints(group_text)) for group_text in re.findall(r"\{([\d,\s]*)\}", inner))
             if inner
             else (tuple(range(devices)),)
         )
@@ -68,12 +70,12 @@ def parse_pairs(text: str, *, devices: int) -> Groups:
     """Return the (source, target) positions of a `source_target_pairs` attribute.
 
     Raises:
-      ProgramError: no pairs, or a position that does not exist.
+      ProgramError: The text has no pairs, or a position does not exist.
 
     >>> parse_pairs("{{0,1},{1,0}}", devices=2)
     ((0, 1), (1, 0))
     """
-    pairs = tuple(tuple(_ints(one)) for one in re.findall(r"\{([\d,\s]+)\}", text))
+    pairs = tuple(tuple(_ints(pair_text)) for pair_text in re.findall(r"\{([\d,\s]+)\}", text))
     if any(len(pair) != 2 for pair in pairs):
         raise _unknown(text)
     if any(max(pair) >= devices for pair in pairs):
@@ -86,13 +88,13 @@ def parse_pairs(text: str, *, devices: int) -> Groups:
 
 def _unknown(text: str) -> ProgramError:
     return ProgramError(
-        f"groups of devices in an unknown form: {text[:200]!r}",
+        f"device groups have an unknown form: {text[:200]!r}",
         fix="report it; collectives are never guessed",
     )
 
 
 def _ints(text: str) -> list[int]:
-    return [int(one) for one in text.split(",") if one.strip()]
+    return [int(number) for number in text.split(",") if number.strip()]
 
 
 def _iota(shape: Sequence[int], transposed: str | None) -> np.ndarray:
@@ -101,22 +103,26 @@ def _iota(shape: Sequence[int], transposed: str | None) -> np.ndarray:
 
 
 def _rows(array: np.ndarray) -> Groups:
-    return tuple(tuple(int(one) for one in row) for row in array.reshape(-1, array.shape[-1]))
+    return tuple(
+        tuple(int(position) for position in row) for row in array.reshape(-1, array.shape[-1])
+    )
 
 
-def _by_axes(found: re.Match[str], text: str) -> Groups:
-    """Spell out groups that are named by the axes of a mesh of the compiler's."""
-    sizes = {one[1] or one[2]: int(one[3]) for one in _MESH_AXIS.finditer(found[1])}
-    positions = _order(found[2], math.prod(sizes.values()), text).reshape(list(sizes.values()))
-    # Each axis is cut into (major, member, minor); a whole axis is all member.
+def _by_axes(match: re.Match[str], text: str) -> Groups:
+    """Expand groups that are written by the axes of the compiler's own mesh."""
+    sizes = {axis[1] or axis[2]: int(axis[3]) for axis in _MESH_AXIS.finditer(match[1])}
+    positions = _order(match[2], math.prod(sizes.values()), text).reshape(list(sizes.values()))
+    # Each axis is cut into (major, member, minor) parts. A whole axis is one member part.
     cuts = {name: [(size, False)] for name, size in sizes.items()}
     taken: list[tuple[str, int]] = []
-    for one in _GROUP_AXIS.finditer(found[3]):
-        name = one[1] or one[2]
+    for axis in _GROUP_AXIS.finditer(match[3]):
+        name = axis[1] or axis[2]
         if name not in sizes:
             raise _unknown(text)
-        major = int(one[3] or 1)
-        cuts[name] = _cut(cuts[name], major, int(one[4]), text) if one[3] else [(sizes[name], True)]
+        major = int(axis[3] or 1)
+        cuts[name] = (
+            _cut(cuts[name], major, int(axis[4]), text) if axis[3] else [(sizes[name], True)]
+        )
         taken.append((name, major))
     shape: list[int] = []
     member: list[int] = []
@@ -139,15 +145,15 @@ def _order(text: str | None, count: int, whole: str) -> np.ndarray:
     """Return the device positions in mesh order, from `device_ids`."""
     if text is None:
         return np.arange(count)
-    found = _ORDER.fullmatch(text.strip())
-    positions = _iota(_ints(found[1]), found[2]).reshape(-1) if found else np.array(_ints(text))
+    match = _ORDER.fullmatch(text.strip())
+    positions = _iota(_ints(match[1]), match[2]).reshape(-1) if match else np.array(_ints(text))
     if sorted(positions.tolist()) != list(range(count)):
         raise _unknown(whole)
     return positions
 
 
 def _cut(parts: list[tuple[int, bool]], major: int, size: int, text: str) -> list[tuple[int, bool]]:
-    """Cut the member of `size` after `major` positions out of the part of an axis that holds it."""
+    """Cut a member of `size` after `major` positions out of the part of an axis that has it."""
     done = 1
     result: list[tuple[int, bool]] = []
     for length, is_member in parts:
@@ -165,12 +171,12 @@ def _cut(parts: list[tuple[int, bool]], major: int, size: int, text: str) -> lis
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The mesh axes that groups of devices lie along.
+    """The mesh axes that groups of devices span.
 
     Attributes:
-      mesh_axes: axes along which members of one group differ, in mesh order.
-      devices: how many devices a group has, the largest if they differ.
-      partial: whether the groups have fewer members than those axes have positions together.
+      mesh_axes: Axes along which members of a group differ, in mesh order.
+      devices: Number of devices in the largest group.
+      partial: Whether the groups have fewer members than these axes have positions.
     """
 
     mesh_axes: tuple[str, ...]
@@ -184,9 +190,10 @@ def span_of(
     """Return the mesh axes that groups span.
 
     Args:
-      groups: positions of devices.
-      sizes: mesh axis name → size, in mesh order.
-      positions: where each id of the program lies in the mesh, if it is compiled for a part of the mesh.
+      groups: Device positions.
+      sizes: Size of each mesh axis, in mesh order.
+      positions: Position in the mesh of each id of the program, if it is compiled for a part of the
+        mesh.
 
     >>> span_of(((0, 1), (2, 3)), {"dp": 2, "tp": 2})
     Span(mesh_axes=('tp',), devices=2, partial=False)
@@ -194,10 +201,12 @@ def span_of(
     shape = tuple(sizes.values())
     differs = np.zeros(len(shape), dtype=bool)
     for group in groups:
-        ids = np.array(group if positions is None else [positions[one] for one in group])
+        ids = np.array(
+            group if positions is None else [positions[differing] for differing in group]
+        )
         coordinates = np.stack(np.unravel_index(ids, shape))
         differs |= (coordinates != coordinates[:, :1]).any(axis=1)
-    axes = tuple(name for name, one in zip(sizes, differs, strict=True) if one)
+    axes = tuple(name for name, differing in zip(sizes, differs, strict=True) if differing)
     devices = max((len(group) for group in groups), default=1)
     return Span(
         mesh_axes=axes, devices=devices, partial=devices < math.prod(sizes[axis] for axis in axes)
@@ -207,7 +216,7 @@ def span_of(
 def span_of_pairs(
     pairs: Groups, sizes: Mapping[str, int], *, positions: Sequence[int] | None = None
 ) -> Span:
-    """Return the mesh axes that sends from source to target go along; `devices` is the longest chain or ring."""
+    """Return the mesh axes that sends go along; `devices` is the longest chain or ring."""
     moving = tuple(pair for pair in pairs if pair[0] != pair[1])
     span = span_of(moving, sizes, positions=positions)
     longest = _longest_chain(moving)
@@ -219,19 +228,19 @@ def span_of_pairs(
 
 
 def _longest_chain(pairs: Groups) -> int:
-    """Return the number of devices in the largest set that sends connect."""
+    """Return the size of the largest set of devices that sends connect."""
     near: dict[int, list[int]] = {}
     for source, target in pairs:
         near.setdefault(source, []).append(target)
         near.setdefault(target, []).append(source)
     longest, seen = 1, set[int]()
     for start in near:
-        found, waiting = 0, [start]
+        size, waiting = 0, [start]
         while waiting:
-            one = waiting.pop()
-            if one not in seen:
-                seen.add(one)
-                found += 1
-                waiting += near[one]
-        longest = max(longest, found)
+            device = waiting.pop()
+            if device not in seen:
+                seen.add(device)
+                size += 1
+                waiting += near[device]
+        longest = max(longest, size)
     return longest

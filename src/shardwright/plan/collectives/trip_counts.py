@@ -1,7 +1,8 @@
-"""How often a loop of a compiled program runs: what XLA wrote down, else found by running the loop's counter.
+"""Trip counts of loops in compiled programs: as XLA states them, or by running the loop's counter.
 
-CPU and GPU programs carry `known_trip_count`; TPU programs do not. There the counter, the condition and whatever integers they
-depend on are interpreted from the loop's start values. A loop that ends on computed data has no count, and None says so.
+CPU and GPU programs state `known_trip_count`. For TPU programs, the counter, the condition and the
+integers they depend on are interpreted from the loop's start values. The count is None if it
+depends on computed data.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from shardwright.plan.collectives.hlo import BITS, Computation, Instruction, Module
 
-LIMIT = 1 << 16  # trips: a loop that interpretation does not see end by then counts as unknown
+LIMIT = 1 << 16  # trips to interpret before the count is unknown
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _INTEGERS = frozenset({"pred", *(f"{sign}{bits}" for sign in "su" for bits in (4, 8, 16, 32, 64))})
@@ -32,7 +33,7 @@ _COMPARE: Mapping[str, Callable[[int, int], bool]] = {
 
 
 def _quotient(a: int, b: int) -> int:
-    # Toward zero, as machines divide. Division by zero has no value worth counting on.
+    # Rounds toward zero, as XLA divides.
     return (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1)
 
 
@@ -61,12 +62,13 @@ _UNARY: Mapping[str, Callable[[int], int]] = {
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Frame:
-    """A computation as it is run from one place.
+    """One call of a computation.
 
     Attributes:
-      computation: what runs.
-      arguments: per parameter, either (frame, name) of the caller's operand or the known integers of a tuple, None where unknown.
-      known: values found so far.
+      computation: The computation.
+      arguments: For each parameter, (frame, name) of the caller's operand, or the integers of a
+        tuple, None if unknown.
+      known: Values computed so far, by instruction.
     """
 
     computation: Computation
@@ -75,7 +77,7 @@ class Frame:
 
 
 def called(module: Module, name: str, frame: Frame, operands: tuple[str, ...]) -> Frame:
-    """Return the frame of a computation called with operands of another one."""
+    """Return the frame of a computation that is called with operands of another frame."""
     return Frame(
         computation=module.computations[name],
         arguments=tuple((frame, operand) for operand in operands),
@@ -83,11 +85,11 @@ def called(module: Module, name: str, frame: Frame, operands: tuple[str, ...]) -
 
 
 def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
-    """Return how often the body of a `while` runs, or None if that depends on data."""
+    """Return the trip count of a `while`, or None if it depends on data."""
     attributes = loop.attributes()
-    written = _KNOWN.search(attributes.get("backend_config", ""))
-    if written:
-        return int(written[1])
+    stated = _KNOWN.search(attributes.get("backend_config", ""))
+    if stated:
+        return int(stated[1])
     condition = module.computations[attributes["condition"].lstrip("%")]
     body = module.computations[attributes["body"].lstrip("%")]
     try:
@@ -97,7 +99,7 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
 
 
 def body_frame(module: Module, frame: Frame, loop: Instruction) -> Frame:
-    """Return the frame of a loop's body: it knows the integers that no trip changes."""
+    """Return the frame of a loop's body, with the integers that no trip changes."""
     body = module.computations[loop.attributes()["body"].lstrip("%")]
     start = _start(module, frame, loop)
     fixed = tuple(value if _unchanged(body, index) else None for index, value in enumerate(start))
@@ -105,7 +107,7 @@ def body_frame(module: Module, frame: Frame, loop: Instruction) -> Frame:
 
 
 def _start(module: Module, frame: Frame, loop: Instruction) -> tuple[int | None, ...]:
-    """Return the integers of a loop's start values by their place; nothing for a state that is no flat tuple."""
+    """Return the integers of a loop's start values; empty if the state is not a flat tuple."""
     body = module.computations[loop.attributes()["body"].lstrip("%")]
     nested = body.root.opcode == "tuple" and len(body.root.operands) != len(loop.shapes)
     if nested or not loop.is_tuple:
@@ -141,94 +143,108 @@ def _run(
 
 
 def _unchanged(body: Computation, index: int) -> bool:
-    """Tell whether a body hands one element of its state on as it is."""
+    """Tell whether a body passes one element of its state on unchanged."""
     if body.root.opcode != "tuple":
         return False
-    one = body.instructions[body.root.operands[index]]
-    while one.opcode in ("copy", "bitcast"):
-        one = body.instructions[one.operands[0]]
-    if one.opcode != "get-tuple-element" or int(one.attributes()["index"]) != index:
+    instruction = body.instructions[body.root.operands[index]]
+    while instruction.opcode in ("copy", "bitcast"):
+        instruction = body.instructions[instruction.operands[0]]
+    if instruction.opcode != "get-tuple-element" or int(instruction.attributes()["index"]) != index:
         return False
-    return body.instructions[one.operands[0]].opcode == "parameter"
+    return body.instructions[instruction.operands[0]].opcode == "parameter"
 
 
 def _element(module: Module, frame: Frame, name: str, index: int) -> int | None:
     """Return one integer of a tuple, or None."""
-    one = frame.computation.instructions[name]
-    if one.opcode == "tuple":
-        return _value(module, frame, one.operands[index])
-    if one.opcode in ("copy", "opt-barrier"):
-        return _element(module, frame, one.operands[0], index)
-    if one.opcode == "parameter":
+    instruction = frame.computation.instructions[name]
+    if instruction.opcode == "tuple":
+        return _value(module, frame, instruction.operands[index])
+    if instruction.opcode in ("copy", "opt-barrier"):
+        return _element(module, frame, instruction.operands[0], index)
+    if instruction.opcode == "parameter":
         argument: Any = (
-            frame.arguments[int(one.literal)] if int(one.literal) < len(frame.arguments) else ()
+            frame.arguments[int(instruction.literal)]
+            if int(instruction.literal) < len(frame.arguments)
+            else ()
         )
         if argument and isinstance(argument[0], Frame):
             return _element(module, argument[0], argument[1], index)
         value: int | None = argument[index] if index < len(argument) else None
         return value
-    if one.opcode in ("fusion", "call"):
-        inner = called(module, _callee(one), frame, one.operands)
+    if instruction.opcode in ("fusion", "call"):
+        inner = called(module, _callee(instruction), frame, instruction.operands)
         return _element(module, inner, inner.computation.root.name, index)
     return None
 
 
-def _callee(one: Instruction) -> str:
-    attributes = one.attributes()
+def _callee(instruction: Instruction) -> str:
+    attributes = instruction.attributes()
     return (attributes.get("calls") or attributes["to_apply"]).lstrip("%")
 
 
 def _value(module: Module, frame: Frame, name: str) -> int | None:
-    """Return the integer that an instruction computes, or None where it is no lone integer or depends on data."""
+    """Return the integer that an instruction computes; None if unknown or not a single integer."""
     if name not in frame.known:
-        one = frame.computation.instructions[name]
-        fits = one.shapes and one.shapes[0].dtype in _INTEGERS and one.shapes[0].elements == 1
-        found = _computed(module, frame, one) if fits else None
-        frame.known[name] = None if found is None else _wrapped(found, one.shapes[0].dtype)
+        instruction = frame.computation.instructions[name]
+        fits = (
+            instruction.shapes
+            and instruction.shapes[0].dtype in _INTEGERS
+            and instruction.shapes[0].elements == 1
+        )
+        value = _computed(module, frame, instruction) if fits else None
+        frame.known[name] = None if value is None else _wrapped(value, instruction.shapes[0].dtype)
     return frame.known[name]
 
 
-def _computed(module: Module, frame: Frame, one: Instruction) -> int | None:
-    if one.opcode == "constant":
-        return _constant(one.literal)
-    if one.opcode == "get-tuple-element":
-        return _element(module, frame, one.operands[0], int(one.attributes()["index"]))
-    if one.opcode == "parameter":
+def _computed(module: Module, frame: Frame, instruction: Instruction) -> int | None:
+    if instruction.opcode == "constant":
+        return _constant(instruction.literal)
+    if instruction.opcode == "get-tuple-element":
+        return _element(
+            module, frame, instruction.operands[0], int(instruction.attributes()["index"])
+        )
+    if instruction.opcode == "parameter":
         argument: Any = (
-            frame.arguments[int(one.literal)] if int(one.literal) < len(frame.arguments) else ()
+            frame.arguments[int(instruction.literal)]
+            if int(instruction.literal) < len(frame.arguments)
+            else ()
         )
         return _value(module, *argument) if argument and isinstance(argument[0], Frame) else None
-    if one.opcode in ("fusion", "call"):
-        inner = called(module, _callee(one), frame, one.operands)
+    if instruction.opcode in ("fusion", "call"):
+        inner = called(module, _callee(instruction), frame, instruction.operands)
         return _value(module, inner, inner.computation.root.name)
-    if one.opcode in _SAME:
-        # copy-start makes a tuple of (copy, original, context): the original is what it reads.
-        source = frame.computation.instructions[one.operands[0]]
+    if instruction.opcode in _SAME:
+        # copy-start returns (copy, original, context). Its operand is the original.
+        source = frame.computation.instructions[instruction.operands[0]]
         return _value(
-            module, frame, source.operands[0] if source.opcode == "copy-start" else one.operands[0]
+            module,
+            frame,
+            source.operands[0] if source.opcode == "copy-start" else instruction.operands[0],
         )
-    return _arithmetic(one, [_value(module, frame, operand) for operand in one.operands])
+    return _arithmetic(
+        instruction, [_value(module, frame, operand) for operand in instruction.operands]
+    )
 
 
-def _arithmetic(one: Instruction, found: list[int | None]) -> int | None:
-    values = [value for value in found if value is not None]
-    if len(values) < len(found):
+def _arithmetic(instruction: Instruction, operands: list[int | None]) -> int | None:
+    values = [value for value in operands if value is not None]
+    if len(values) < len(operands):
         return None
-    if one.opcode in _BINARY:
-        if one.opcode in ("divide", "remainder") and values[1] == 0:
+    if instruction.opcode in _BINARY:
+        if instruction.opcode in ("divide", "remainder") and values[1] == 0:
             return None
-        return _BINARY[one.opcode](values[0], values[1])
-    if one.opcode == "shift-right-logical":
-        return (values[0] & ((1 << BITS[one.shapes[0].dtype]) - 1)) >> values[1]
-    if one.opcode == "compare":
-        return int(_COMPARE[one.attributes()["direction"]](values[0], values[1]))
-    if one.opcode == "select":
+        return _BINARY[instruction.opcode](values[0], values[1])
+    if instruction.opcode == "shift-right-logical":
+        return (values[0] & ((1 << BITS[instruction.shapes[0].dtype]) - 1)) >> values[1]
+    if instruction.opcode == "compare":
+        return int(_COMPARE[instruction.attributes()["direction"]](values[0], values[1]))
+    if instruction.opcode == "select":
         return values[1] if values[0] else values[2]
-    if one.opcode == "clamp":
+    if instruction.opcode == "clamp":
         return max(values[0], min(values[1], values[2]))
-    if one.opcode == "not":
-        return int(not values[0]) if one.shapes[0].dtype == "pred" else ~values[0]
-    unary = _UNARY.get(one.opcode)
+    if instruction.opcode == "not":
+        return int(not values[0]) if instruction.shapes[0].dtype == "pred" else ~values[0]
+    unary = _UNARY.get(instruction.opcode)
     return None if unary is None else unary(values[0])
 
 
@@ -240,7 +256,7 @@ def _constant(literal: str) -> int | None:
 
 
 def _wrapped(value: int, dtype: str) -> int:
-    """Return a value as its type holds it."""
+    """Wrap a value to the range of its type."""
     if dtype == "pred":
         return int(bool(value))
     bits = BITS[dtype]

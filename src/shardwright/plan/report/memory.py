@@ -1,4 +1,4 @@
-"""Bytes by path as a table."""
+"""Show bytes by path as a table."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _HEAD = ("path", "shape", "dtype", "spec", "bytes", "per device", "replicated", 
 
 
 def memory_text(found: TreeBytes, *, rows: int | None = None, width: int = WIDTH) -> str:
-    """Lay out bytes by path for people, with the sums below.
+    """Return a table of bytes by path, with sums below.
 
     Args:
-      found: what `shardwright.plan.bytes_by_path` returns, or a part or another order of it.
-      rows: show only so many arrays, the first ones; absent: all.
-      width: characters per line, exceeded where paths are long: neither they nor specs wrap.
+      found: Result of `shardwright.plan.bytes_by_path`, or a part of it.
+      rows: Number of arrays to show. Defaults to all.
+      width: Characters per line. Paths and specs are not wrapped, so lines may be longer.
     """
     shown = found.leaves if rows is None else found.leaves[:rows]
     kinds = any(leaf.memory_kind for leaf in shown)
@@ -45,7 +45,10 @@ def _row(leaf: LeafBytes, *, kinds: bool) -> tuple[str, ...]:
     return (*cells, leaf.memory_kind or "device") if kinds else cells
 
 
-def _sums(found: TreeBytes) -> str:
-    arrays = "1 array" if len(found.leaves) == 1 else f"{len(found.leaves)} arrays"
-    held = f"{bytes_text(found.replicated)} of {bytes_text(found.held)} held on all devices are copies ({found.replicated_share:.1%})"
-    return f"{arrays}, {bytes_text(found.total)}; {bytes_text(found.per_device)} per device; {held}"
+def _sums(tree: TreeBytes) -> str:
+    arrays = "1 array" if len(tree.leaves) == 1 else f"{len(tree.leaves)} arrays"
+    held = (
+        f"{bytes_text(tree.replicated)} of {bytes_text(tree.held)} held on all devices "
+        f"are copies ({tree.replicated_share:.1%})"
+    )
+    return f"{arrays}, {bytes_text(tree.total)}; {bytes_text(tree.per_device)} per device; {held}"

@@ -1,4 +1,4 @@
-"""Sizes as text for people, in binary units."""
+"""Sizes as text, in binary units."""
 
 from __future__ import annotations
 

@@ -1,0 +1,86 @@
+"""A collective of a compiled program, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+from typing import Any
+
+
+class Kind(enum.StrEnum):
+    """Kind of a collective."""
+
+    ALL_GATHER = "all_gather"
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    PERMUTE = "permute"
+    BROADCAST = "broadcast"
+    RAGGED_ALL_TO_ALL = "ragged_all_to_all"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective of a compiled program. Bytes are per run and per device.
+
+    Attributes:
+      kind: Kind of collective.
+      mesh_axes: Mesh axes along which its members differ, in mesh order.
+      devices: Number of devices in a group; for a permute, in the longest chain or ring.
+      partial: Whether a group covers only part of its mesh axes.
+      count: Number of runs, loops included. None if a loop's trip count depends on data.
+      maybe: Whether it is in a branch that may not be taken. `count` is then an upper bound.
+      gathers: Whether it is an all-reduce that sums slices into zeros. This is a gather that sends
+        twice the bytes of an all-gather.
+      between_slices: Whether it crosses the network between slices.
+      dtype: Element type in the program, as HLO writes it (`bf16`). Several are joined by `+`.
+      wire_dtype: Element type that is sent.
+      logical_bytes: Bytes in `dtype` of the whole array: the result of an all-gather, else the
+        operand.
+      wire_bytes: Bytes in `wire_dtype` that a device sends on a ring. An all-reduce sends twice as
+        much as a reduce-scatter.
+      name: Name of the instruction.
+      op_name: JAX operation with its scopes, or empty if the compiler does not say.
+      source: Source line (`file.py:12`), or empty if the compiler does not say.
+    """
+
+    kind: Kind
+    mesh_axes: tuple[str, ...]
+    devices: int
+    partial: bool
+    count: int | None
+    maybe: bool
+    gathers: bool
+    between_slices: bool
+    dtype: str
+    wire_dtype: str
+    logical_bytes: int
+    wire_bytes: int
+    name: str
+    op_name: str
+    source: str
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Logical bytes of all runs; None if their number is unknown."""
+        return None if self.count is None else self.count * self.logical_bytes
+
+    @property
+    def total_wire_bytes(self) -> int | None:
+        """Wire bytes of all runs; None if their number is unknown."""
+        return None if self.count is None else self.count * self.wire_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the collective as plain data."""
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**data, "kind": str(self.kind), "mesh_axes": list(self.mesh_axes)}
+
+
+def total(collectives: Iterable[Collective]) -> int | None:
+    """Return the logical bytes of all runs of all collectives.
+
+    None if one number of runs is unknown.
+    """
+    totals = [count.total_bytes for count in collectives]
+    return None if None in totals else sum(count for count in totals if count is not None)

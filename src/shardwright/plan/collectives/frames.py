@@ -1,0 +1,67 @@
+"""The source line of each instruction, from the stack frames that HLO text carries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+# Our own package: `shardwright/`, two folders above this one.
+_OWN = str(Path(__file__).parents[2]) + "/"
+
+
+# Python's own files and installed packages. Their lines say little to the author of the program.
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
+
+
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+def source_lines(lines: list[str]) -> dict[str, str]:
+    """Return the source line (`file.py:12`) of each stack frame in the text's tables."""
+    tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
+    current = None
+    for line in lines[1:]:
+        if line in tables:
+            current = tables[line]
+        elif line.startswith(("%", "ENTRY")):
+            break
+        elif current is not None and line:
+            key, _, value = line.partition(" ")
+            current[key] = value
+    places = {key: _place(tables, value) for key, value in tables["StackFrames"].items()}
+    # XLA writes the parent's id plus one, and 1 for no parent.
+    parents = {
+        key: str(int(_field(value, "parent_frame_id") or 1) - 1)
+        for key, value in tables["StackFrames"].items()
+    }
+    frames = {key: _shown_place([places[at] for at in _callers(key, parents)]) for key in places}
+    return {key: place for key, place in frames.items() if place}
+
+
+def _callers(frame: str, parents: Mapping[str, str]) -> Iterator[str]:
+    """Yield a frame, its caller, and so on."""
+    yield frame
+    while int(parents[frame]) in range(1, int(frame)):
+        frame = parents[frame]
+        yield frame
+
+
+def _shown_place(places: Sequence[str]) -> str:
+    """Return the innermost place outside of libraries, or outside of shardwright, or any."""
+    foreign = [place for place in places if place and not place.startswith(_OWN)]
+    return next(
+        (place for place in foreign if not _LIBRARY.search(place)),
+        foreign[0] if foreign else places[-1],
+    )
+
+
+def _place(tables: Mapping[str, Mapping[str, str]], frame: str) -> str:
+    location = tables["FileLocations"].get(_field(frame, "file_location_id"), "")
+    file = tables["FileNames"].get(_field(location, "file_name_id"), "").strip('"')
+    return f"{file}:{_field(location, 'line')}" if file else ""
+
+
+def _field(text: str, key: str) -> str:
+    match = re.search(rf"\b{key}=(\d+)", text)
+    return match[1] if match else ""
