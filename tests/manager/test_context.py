@@ -102,7 +102,7 @@ def test_leaving_in_the_wrong_order_is_told_and_leaves_nothing_entered() -> None
         other.__enter__()
         with pytest.raises(
             sw.NoManagerError,
-            match=r"is not the one entered last in this thread: that was .*; all since it are left now",
+            match=r"is not the manager that this thread entered last, which is .*; all managers entered since are left now",
         ):
             pm.__exit__(None, None, None)
         assert state() == before

@@ -317,7 +317,7 @@ def test_a_background_task_keeps_its_manager_from_later_cells(lasting: bool) -> 
     notebook.cell(lambda: running.append(asyncio.get_running_loop().create_task(background())))
     assert notebook.cell(seen) == NONE
     with pytest.raises(
-        sw.NoManagerError, match="entered by another task of this thread; this one has none"
+        sw.NoManagerError, match="entered by another task of this thread; this task has none"
     ):
         notebook.cell(lambda: spec_of(f))
     stop.append(True)

@@ -34,7 +34,7 @@ def test_jit_beside_another_task() -> None:
     async def what() -> None:
         with pytest.raises(
             sw.NoManagerError,
-            match=r"the ambient manager is .*, entered by another task of this thread; this one has none",
+            match=r"the ambient manager is .*, entered by another task of this thread; this task has none",
         ):
             f(numbers(8, 8))
 
@@ -64,7 +64,7 @@ def test_jit_of_what_another_task_compiled_meanwhile() -> None:
         running = asyncio.create_task(compiles())
         await entered.wait()
         with pytest.raises(
-            sw.NoManagerError, match="entered by another task of this thread; this one has none"
+            sw.NoManagerError, match="entered by another task of this thread; this task has none"
         ):
             f(jnp.asarray(numbers(8, 8)))
         with own():

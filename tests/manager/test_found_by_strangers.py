@@ -34,7 +34,7 @@ def test_shard_map_reuses_a_composite_as_the_inputs_decided_it() -> None:
     )(x)
     np.testing.assert_allclose(found, x.sum(0, keepdims=True))
     with pytest.raises(
-        sw.AxisConflictError, match="FSDP stands in the inputs only inside a composite"
+        sw.AxisConflictError, match="FSDP is in the inputs only as part of a composite"
     ):
         pm.shard_map(lambda x: x, in_axes=(axes,), out_axes=(sw.EMPTY, sw.FSDP))(x)
 

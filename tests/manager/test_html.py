@@ -21,7 +21,7 @@ def test_devices_by_mesh_axis() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:2,tp:4"))
     tags = Tags(pm._repr_html_())
     assert tags.texts("text") == [str(device.id) for device in pm.mesh.devices.flat]
-    assert tags.texts("figcaption") == ["Devices by mesh axis. rows: fsdp=2; columns: tp=4"]
+    assert tags.texts("figcaption") == ["Devices by mesh axis. Rows: fsdp=2. Columns: tp=4"]
     assert Tags(shown("dp:1")).texts("text") == ["0"]
 
 

@@ -284,7 +284,7 @@ def test_values_that_32_bits_do_not_hold_are_refused(value: Any) -> None:
     x[0, 0] = 0
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2"))
     axes = (sw.BATCH, sw.EMPTY)
-    says = rf"values of {x.dtype} do not fit (\w+32|complex64), which JAX makes of it while jax_enable_x64 is off\n  fix   jax.config.update"
+    says = rf"values of {x.dtype} do not fit (\w+32|complex64), which JAX casts them to while jax_enable_x64 is off\n  fix   jax.config.update"
     for call in (
         pm.shard,
         pm.hint,

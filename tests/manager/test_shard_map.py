@@ -95,7 +95,7 @@ def test_an_axis_that_lies_in_two_ways_is_refused() -> None:
     f = pm.shard_map(lambda x, y: x, in_axes=[(sw.KV_HEAD,), (sw.KV_HEAD,)], out_axes=(sw.KV_HEAD,))
     with pytest.raises(
         sw.AxisConflictError,
-        match="argument 1 dim 0 KV_HEAD: the axis lies over - here, and over tp in argument 0",
+        match="argument 1 dim 0 KV_HEAD: the axis is sharded over - here, and over tp in argument 0",
     ):
         f(numbers(8), numbers(6))
     np.testing.assert_array_equal(f(numbers(8), numbers(8)), numbers(8))
@@ -110,7 +110,7 @@ def test_sizes_of_axes_that_stand_in_no_input(key: str) -> None:
 
     with pytest.raises(
         sw.ShapeRequiredError,
-        match="KV_HEAD: the axis stands in no input, and where it lies depends on its size",
+        match="KV_HEAD: no input has this axis, and its mesh axes depend on its size",
     ) as caught:
         pm.shard_map(spread, in_axes=[(sw.LENGTH,)], out_axes=(sw.EMPTY, sw.KV_HEAD))(numbers(4))
     assert "pass sizes={KV_HEAD: ...}" in str(caught.value)

@@ -97,14 +97,14 @@ def test_refused_in_shard_map(where: str) -> None:
     }[where]
     with pytest.raises(
         sw.StrategyError,
-        match=r'"\?" leaves this dim to the compiler, but shard_map must know where it lies',
+        match=r'"\?" leaves this dim to the compiler, but shard_map needs a decision for every dim',
     ):
         pm.shard_map(lambda x: x, **axes)(numbers(8, 8))
 
 
 def test_refused_for_parameters() -> None:
     with pytest.raises(
-        sw.StrategyError, match=r'"\?" is for activations: a parameter needs a sharding'
+        sw.StrategyError, match=r'"\?" is for activations only: a parameter needs a sharding'
     ):
         sw.Strategy.loads('version = 1\n[params]\nembed = "?"\n')
     pm = make_manager(text='version = 1\n[rules]\nbatch = "dp"\nembed = "?"\n')

@@ -483,7 +483,7 @@ def test_moments_in_64_bits_lie_like_their_parameters_and_are_refused_where_32_b
     assert (placed.dtype, placed.sharding.spec) == (jnp.float32, P("fsdp", "tp"))
     with pytest.raises(
         sw.StrategyError,
-        match=r"^nu/w: values of float64 do not fit float32, which JAX makes of it while jax_enable_x64 is off",
+        match=r"^nu/w: values of float64 do not fit float32, which JAX casts them to while jax_enable_x64 is off",
     ):
         pm.shard({"nu": {"w": np.full((16, 32), 1e300)}}, {"nu": {"w": KERNEL}}, role="state")
     with jax.enable_x64(True):

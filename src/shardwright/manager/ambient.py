@@ -14,23 +14,25 @@ from shardwright.vocabulary.axes import Role
 
 
 def shard(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:
-    """Make an array, or every array of a tree, lie as its annotation resolves under the ambient manager.
+    """Shard an array, or every array of a tree, as the ambient manager resolves it.
 
-    `shard(x, BATCH, LENGTH, EMBED)`, `shard(x, ColumnWise)`, or `shard(tree, annotations)`. Strict: what does not fit raises.
-    See `PartitionManager.shard` for the arguments.
+    `shard(x, BATCH, LENGTH, EMBED)`, `shard(x, ColumnWise)`, or `shard(tree, annotations)`. `shard`
+    is
+    strict: an array that does not fit raises an error. See `PartitionManager.shard` for the
+      arguments.
 
     Raises:
-      ShardingError: the annotation does not fit the array, the rules or the mesh.
-      NoManagerError: no manager is entered in this thread.
+      ShardingError: The annotation does not fit the array, the rules or the mesh.
+      NoManagerError: No manager is entered in this thread.
     """
     manager: PartitionManager = context.current() or context.require("shard")
     return manager._place(x, axes, mode, role, True)
 
 
 def hint(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None) -> Any:
-    """Like `shard`, best effort: a dim that is indivisible, in conflict or Manual is left to the compiler.
+    """Like `shard`, but leave indivisible, conflicting and Manual dims to the compiler.
 
-    Without an ambient manager it returns `x` as it is. See `PartitionManager.hint`.
+    Without an ambient manager, return `x` unchanged. See `PartitionManager.hint` for the arguments.
     """
     manager = context.current()
     return x if manager is None else manager.hint(x, *axes, mode=mode, role=role)
@@ -39,13 +41,14 @@ def hint(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = 
 def gather(
     w: Any, *axes: Any, path: str | None = None, mode: str | None = None, shape: Any = None
 ) -> Any:
-    """Constrain a stored weight, or a tree of them, to where it is used, and its gradient back to where it is stored.
+    """Gather a stored weight, or a tree of them, into the sharding that computation uses.
 
-    `gather(w, EMBED, MLP_INTERMEDIATE)`. Inside `shard_map` it is an all-gather. See `PartitionManager.gather` for the arguments.
+    `gather(w, EMBED, MLP_INTERMEDIATE)`. The gradient goes back to the stored sharding. Inside
+    `shard_map` this is an all-gather. See `PartitionManager.gather` for the arguments.
 
     Raises:
-      ShardingError: the annotation does not fit the array, the rules or the mesh.
-      NoManagerError: no manager is entered in this thread.
+      ShardingError: The annotation does not fit the array, the rules or the mesh.
+      NoManagerError: No manager is entered in this thread.
     """
     return context.require("gather").gather(w, *axes, path=path, mode=mode, shape=shape)
 
@@ -54,7 +57,7 @@ def current_manager() -> PartitionManager:
     """Return the ambient manager.
 
     Raises:
-      NoManagerError: no manager is entered in this thread.
+      NoManagerError: No manager is entered in this thread.
     """
     return context.require("current_manager", method=False)  # type: ignore[no-any-return]
 
@@ -76,7 +79,7 @@ def current_mesh_has(*names: str) -> bool:
     """Tell whether the current mesh has all of these axes. Without a mesh there are none.
 
     Raises:
-      MeshSpecError: a name is not a string.
+      MeshSpecError: A name is not a string.
     """
     for name in names:
         if not isinstance(name, str):

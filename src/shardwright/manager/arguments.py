@@ -1,4 +1,4 @@
-"""Read the arguments of a manager: rules from a strategy, a mesh, and whether the two fit together."""
+"""Read the arguments of a manager: rules, a mesh, and whether the two fit together."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def check_rules_on_mesh(rules: AxisRules, sizes: Mapping[str, int]) -> None:
     """Check that rules and a mesh name the same mesh axes, apart from the standard ones.
 
     Raises:
-      MeshMismatchError: A rule names a mesh axis that is neither standard nor in the mesh; or the mesh has an
-        axis of more than one device that is neither standard nor idle nor named by any rule. Not under
-        `missing = "replicate"`.
+      MeshMismatchError: A rule names a mesh axis that is neither standard nor in the mesh; or the
+        mesh has an axis of more than one device that is neither standard nor idle nor named by any
+        rule. Not under `missing = "replicate"`.
     """
     if rules.policy.missing is Missing.REPLICATE:
         return  # Such a dim is dropped, and each resolution records it.
@@ -85,7 +85,7 @@ def _missing_mesh_axis(axis: str, sizes: Mapping[str, int]) -> Problem:
 
 
 def _idle_mesh_axis(axis: str, sizes: Mapping[str, int], named: Sequence[str]) -> Problem:
-    """Return the problem of a mesh axis that no rule names: every array would be replicated over it."""
+    """Return the problem of a mesh axis that no rule names, so that nothing is sharded over it."""
     names = f"the rules name {', '.join(named)}" if named else "the rules name no mesh axis"
     return Problem(
         error=MeshMismatchError,

@@ -41,8 +41,8 @@ class ArrayMethods(ManagerCore):
     ) -> Any:
         """Shard an array, or every array of a tree, as its annotation resolves.
 
-        Inside a trace this is a constraint, and over Explicit mesh axes a reshard. Outside of a trace the
-        array is placed. `shard` is strict: an array that does not fit raises an error.
+        Inside a trace this is a constraint, and over Explicit mesh axes a reshard. Outside of a
+        trace the array is placed. `shard` is strict: an array that does not fit raises an error.
 
         Args:
           x: JAX or NumPy arrays, or a tree of them.
@@ -52,7 +52,8 @@ class ArrayMethods(ManagerCore):
 
         Raises:
           ShardingError: See `resolve`. For a tree, the problems of all leaves at once.
-          ManualAxisError: Inside `shard_map`, over a Manual mesh axis that the value does not vary over.
+          ManualAxisError: Inside `shard_map`, over a Manual mesh axis that the value does not vary
+            over.
           MeshMismatchError: The ambient mesh is not the manager's.
         """
         return self._place(x, axes, mode, role, True)
@@ -60,7 +61,7 @@ class ArrayMethods(ManagerCore):
     def hint(
         self, x: Any, *axes: Any, mode: str | None = None, role: Role | str | None = None
     ) -> Any:
-        """Like `shard`, but leave a dim to the compiler if it is indivisible, in conflict or Manual."""
+        """Like `shard`, but leave indivisible, conflicting and Manual dims to the compiler."""
         return self._place(x, axes, mode, role, False)
 
     def global_array(
@@ -196,7 +197,8 @@ class ArrayMethods(ManagerCore):
     def _placement(
         self, request: Request, *, strict: bool = True
     ) -> tuple[Placement | None, Resolution | None]:
-        """Return where the array of a request goes, and the resolution if it names Manual mesh axes.
+        """Return where the array of a request goes, and the resolution if it names Manual mesh
+        axes.
 
         The placement is None where `shard_map` has applied all mesh axes.
         """
@@ -239,7 +241,8 @@ def _check_varying(x: Any, resolution: Resolution, path: str | None) -> None:
             decision,
             f"{axis} is Manual here, and the value does not vary over it",
             mesh_axes=(axis,),
-            fix=f"give the value to shard_map split over {axis}, annotate the dim EMPTY, or use hint",
+            fix=f"give the value to shard_map split over {axis}, annotate the dim EMPTY, "
+            "or use hint",
         )
         for decision, axis in missing
     ]

@@ -1,4 +1,4 @@
-"""From a resolved spec to an array that lies so: one recipe for Auto, Explicit, mixed and partly Manual meshes."""
+"""Shard one array by a resolved spec, on Auto, Explicit, mixed and partly Manual meshes."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ from shardwright.resolution.partition_specs import (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A spec on the mesh at hand; static and hashable, so that a custom VJP can carry it.
+    """A spec on the current mesh; static and hashable, so that a custom JVP can carry it.
 
     Attributes:
-      spec: the whole spec, without Manual mesh axes.
-      auto: its part over Auto mesh axes, or None if the mesh has none.
-      explicit: its part over Explicit mesh axes, or None if the mesh has none.
-      mesh: the manager's mesh, of the ambient one's axis types.
-      ambient: whether a mesh is ambient, so that bare specs have a meaning.
-      sharding: what an Auto constraint carries: a `NamedSharding` of the manager's mesh where that is possible, else the
-        bare spec. (A bare spec is refused by an eager `grad` or `vmap` of an array made before the mesh was set; a sharding
-        of the whole mesh is refused inside `shard_map` and beside Explicit axes.)
-      plain: whether inside a trace that constraint is all there is to do.
+      spec: The whole spec, without Manual mesh axes.
+      auto: Its part over Auto mesh axes, or None if the mesh has none.
+      explicit: Its part over Explicit mesh axes, or None if the mesh has none.
+      mesh: The manager's mesh with the axis types of the ambient one.
+      ambient: Whether a mesh is ambient, so that bare specs have a meaning.
+      sharding: Argument of the Auto constraint: a `NamedSharding` of the manager's mesh if that is
+        possible, else the bare spec. JAX refuses a bare spec in an eager `grad` or `vmap` of an
+        array that is older than the ambient mesh. It refuses a sharding of the whole mesh inside
+        `shard_map` and beside Explicit axes.
+      plain: Whether that constraint is all that a trace needs.
     """
 
     spec: PartitionSpec
@@ -56,10 +57,10 @@ class Placement:
 def make_placement(
     spec: PartitionSpec, mesh: Mesh | AbstractMesh, ambient: AbstractMesh | None
 ) -> Placement:
-    """Split a spec by the axis types of the ambient mesh, or of the manager's where none is ambient.
+    """Split a spec by the axis types of the ambient mesh, or of the manager's if none is ambient.
 
     Raises:
-      MeshMismatchError: one dim would lie over an Auto axis major to an Explicit one, which JAX cannot express.
+      MeshMismatchError: A dim has an Auto mesh axis before an Explicit one.
     """
     mesh = mesh_here(mesh, ambient)
     types = dict(zip((ambient or mesh).axis_names, (ambient or mesh).axis_types, strict=True))
@@ -87,7 +88,10 @@ def make_placement(
 
 
 def mesh_here(mesh: Mesh | AbstractMesh, ambient: AbstractMesh | None) -> Mesh | AbstractMesh:
-    """Return a mesh with the axis types of the ambient one, which arrays and constraints must have; as it is where parts are Manual."""
+    """Return a mesh with the axis types of the ambient mesh, which JAX requires.
+
+    Inside `shard_map` the mesh stays as it is.
+    """
     if (
         ambient is None
         or isinstance(mesh, AbstractMesh)
@@ -111,24 +115,26 @@ def _part(spec: PartitionSpec, axes: list[str]) -> PartitionSpec | None:
 
 
 def order_problems(spec: PartitionSpec, types: Mapping[str, AxisType]) -> list[Problem]:
-    """Return the dims that would lie over an Auto mesh axis major to an Explicit one, which JAX cannot express."""
+    """Return the dims that JAX cannot express: an Auto mesh axis before an Explicit one."""
     problems = []
     for dim, entry in enumerate(spec.partitions):
         kinds = [types[axis] for axis in entry_names(entry)]
         if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
             problem = Problem(
                 error=MeshMismatchError,
-                what=f"{'+'.join(entry)} puts an Auto mesh axis before an Explicit one in one dim, which JAX cannot express",
+                what=f"{'+'.join(entry)} puts an Auto mesh axis before an Explicit one in one dim, "
+                "which JAX cannot express",
                 dim=dim,
                 mesh_axes=entry_names(entry),
-                fix="write the Explicit mesh axis first in the rule, or give both the same axis type",
+                fix="write the Explicit mesh axis first in the rule, "
+                "or give both the same axis type",
             )
             problems.append(problem)
     return problems
 
 
 def place(x: Any, placement: Placement) -> Any:
-    """Make one array lie as placed: a constraint or a reshard while tracing, a transfer otherwise."""
+    """Place one array: by a constraint or a reshard inside a trace, by a transfer outside."""
     if isinstance(x, jax.core.Tracer):
         return constrain(x, placement)
     check_kept(x)
@@ -136,12 +142,13 @@ def place(x: Any, placement: Placement) -> Any:
 
 
 def check_kept(x: Any, *, path: str = "") -> None:
-    """Check that JAX keeps the values of a NumPy array or a number: without x64 it makes 32 bits of 64.
+    """Check that JAX keeps the values of a NumPy array or a number, which it casts without x64.
 
-    Integers must fit; floats may be rounded, to zero where they are tiny, but a finite one must stay finite.
+    Integers must fit in 32 bits. Floats may be rounded, tiny ones to zero, but a finite float must
+    stay finite.
 
     Raises:
-      StrategyError: values that do not.
+      StrategyError: Values do not fit.
     """
     if isinstance(x, (jax.Array, jax.core.Tracer)) or jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         return
@@ -153,7 +160,9 @@ def check_kept(x: Any, *, path: str = "") -> None:
     if _survives(x, half):
         return
     kind = dtype if plain is None else f"a Python {type(x).__name__}"
-    what = f"values of {kind} do not fit {half}, which JAX makes of it while jax_enable_x64 is off"
+    what = (
+        f"values of {kind} do not fit {half}, which JAX casts them to while jax_enable_x64 is off"
+    )
     raise StrategyError(
         what, path=path, fix='jax.config.update("jax_enable_x64", True), or cast it yourself'
     )
@@ -173,7 +182,7 @@ def _survives(x: Any, half: np.dtype[Any]) -> bool:
         limits = np.iinfo(half)
         return int(np.min(x)) >= limits.min and int(np.max(x)) <= limits.max
     for part in (np.real(x), np.imag(x)) if half.kind == "c" else (x,):
-        # Two passes without a copy; only where something is not finite anyway are the others looked for.
+        # Two passes without a copy. Only if a value is not finite, the finite ones are looked for.
         ends = [np.fmin.reduce(part, axis=None), np.fmax.reduce(part, axis=None)]
         if not np.isfinite(ends).all():
             finite = np.asarray(part)[np.isfinite(part)]
@@ -215,12 +224,12 @@ def _reshard(x: Any, placement: Placement) -> Any:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _both(x: Any, placement: Placement) -> Any:
-    """Both halves in one jitted function: eagerly, either alone would undo the other."""
+    """Do both in one jitted function, because eagerly each of them would undo the other."""
     return _constrain_auto(_reshard(x, placement), placement)
 
 
 def _fill_unconstrained(spec: Any, current: PartitionSpec) -> PartitionSpec:
-    """Replace UNCONSTRAINED by what the array has there already, as far as the spec's own axes leave it free."""
+    """Replace UNCONSTRAINED by the array's current mesh axes that the spec does not use."""
     if UNCONSTRAINED not in spec.partitions:
         return spec  # type: ignore[no-any-return]
     used = {axis for entry in spec.partitions for axis in entry_names(entry)}
@@ -236,19 +245,20 @@ def _fill_unconstrained(spec: Any, current: PartitionSpec) -> PartitionSpec:
 
 
 def no_devices() -> MeshSpecError:
-    """Return the error of an array that is wanted on an abstract mesh."""
+    """Return the error of placing an array on an abstract mesh."""
     return MeshSpecError(
         "the manager's mesh is abstract: there are no devices to place an array on",
-        fix="build the manager on create_mesh(...), or trace with jax.eval_shape or jax.jit(f).trace(...)",
+        fix="build the manager on create_mesh(...), "
+        "or trace with jax.eval_shape or jax.jit(f).trace(...)",
     )
 
 
 def put(x: Any, placement: Placement) -> Any:
-    """Place a concrete array; the same object if it lies so already.
+    """Place a concrete array; return the same object if it is already placed.
 
     Raises:
-      MeshSpecError: the mesh is abstract.
-      StrategyError: what is to be placed is no array.
+      MeshSpecError: The mesh is abstract.
+      StrategyError: The value is not an array.
     """
     if isinstance(placement.mesh, AbstractMesh):
         raise no_devices()
@@ -263,7 +273,7 @@ def put(x: Any, placement: Placement) -> Any:
         if isinstance(current, NamedSharding) and current.mesh == placement.mesh
         else PartitionSpec()
     )
-    # An array that was put aside in host memory stays there.
+    # An array in host memory stays there.
     kind = None if current is None or current.memory_kind == "device" else current.memory_kind
     sharding = NamedSharding(
         placement.mesh, _fill_unconstrained(placement.spec, held), memory_kind=kind
@@ -281,7 +291,8 @@ def gather(w: Any, use: Placement, stored: Placement) -> Any:
     check_kept(w)
     if stored.explicit is None:
         return _gather_auto(w, use, stored)
-    # A cotangent over Explicit axes has the type of its primal, so the weight is placed as stored first.
+    # A cotangent over Explicit axes has the type of its primal. So the weight is placed as stored
+    # first.
     w = place(w, stored)
     if stored.auto is None or not (isinstance(w, jax.core.Tracer) or _jax.in_trace()):
         return place(w, use)
@@ -297,13 +308,16 @@ def _gather_auto(w: Any, use: Placement, stored: Placement) -> Any:
 def _gather_auto_jvp(
     use: Placement, stored: Placement, primals: tuple[Any], tangents: tuple[Any]
 ) -> tuple[Any, Any]:
-    """Constrain the tangent as stored: a constraint transposes to itself, so the cotangent is constrained so too."""
+    """Constrain the tangent as stored; by transposition, the cotangent too."""
     return _gather_auto(*primals, use, stored), place(*tangents, stored)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _gather_mixed(w: Any, use: Placement, stored: Placement) -> Any:
-    """One jitted function, as in `_both`. A reshard transposes to the sharding of its input, which is the stored one."""
+    """Do both in one jitted function, as in `_both`.
+
+    A reshard transposes to the sharding of its input, which is the stored one.
+    """
     return _gather_auto(_reshard(w, use), auto_part(use), auto_part(stored))
 
 
@@ -313,7 +327,7 @@ def auto_part(placement: Placement) -> Placement:
 
 
 def global_shape(sharding: NamedSharding, local: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the whole array, of which this process has as many shards along each dim as it addresses."""
+    """Return the global shape of an array of which this process has a part of this local shape."""
     sizes = sharding.mesh.shape
     spec = (*sharding.spec.partitions, *[None] * len(local))
     shards = tuple(

@@ -1,9 +1,11 @@
-"""The ambient manager: which one a flow of the program has, and what JAX's caches know of it.
+"""The ambient manager: which manager a flow has, and what JAX's caches know of it.
 
-A flow is what runs in one `contextvars` context: a thread, a task, a copied context. A context variable holds the flow's manager, so
-a task inherits what was entered where it was created. JAX reads a user-context instead, which belongs to the thread: its value is a
-`Key`, part of the key of every cache of JAX. Where the two say different things, a trace is refused, since JAX would keep what
-it traces under the wrong key; outside of a trace the flow's own manager counts.
+A flow is what runs in one `contextvars` context: a thread, a task, or a copied context. A context
+variable holds the manager of the flow, so a task inherits what was entered where it was created.
+
+JAX reads a user-context instead, which belongs to the thread. Its value is a `Key`, which is part
+of the key of every cache of JAX. If the two disagree, a trace is refused, because JAX would keep
+the traced program under the wrong key. Outside of a trace the manager of the flow counts.
 """
 
 from __future__ import annotations
@@ -26,16 +28,19 @@ from shardwright.errors import NoManagerError
 
 
 class Key(frozenset[Hashable]):
-    """What JAX's caches know of a manager: values that are equal for equal managers, and small, because JAX keeps them for ever.
+    """What JAX's caches know of a manager.
 
-    JAX takes a cached program without asking anybody if it has the identical key. So the key of a manager that a task entered is
-    replaced whenever the manager is asked for, and is never met again; and an unequal object is compared here, in
-    Python, where a program that asked for the manager is for flows that have this manager only.
+    Keys of equal managers are equal. A key is small, because JAX keeps it forever.
+
+    JAX takes a cached program without a comparison if its key is the identical object. So the key
+    of a manager that a task entered is replaced at each request for the manager, and is never used
+    again. Other keys are compared here: a program that asked for the manager is only for flows that
+    have this manager.
 
     Attributes:
-      values: of the manager; None for no manager.
-      asked: whether some program under this key may have asked for the manager.
-      text: what messages call the manager.
+      values: Rules, mesh and mode of the manager; None for no manager.
+      asked: Whether a program under this key may have asked for the manager.
+      text: Name of the manager in messages.
     """
 
     __slots__ = ("asked", "text", "values")
@@ -50,7 +55,7 @@ class Key(frozenset[Hashable]):
         return key
 
     def fresh(self) -> Key:
-        """Return an equal key under which nothing is cached yet."""
+        """Return an equal key under which JAX has cached nothing yet."""
         return Key(self.values, self.text)
 
     # A set keeps its hash, and returns it without a Python call.
@@ -76,14 +81,16 @@ class _Entry:
     """One `with pm:`.
 
     Attributes:
-      manager: what was entered.
-      key: what JAX knows of it; another one each time it is asked for in a trace, where a task entered it.
-      mesh: the entered context of its mesh, or None.
-      outer: what the flow had before.
-      task: the asyncio task that entered it, or None.
-      number: counts entries, later ones are larger.
-      hidden_from: tasks that ran beside that task when it ended without leaving; until it ends None.
-      revoked: whether it was left by another flow than the one that entered it.
+      manager: The entered manager.
+      key: What JAX knows of it. If a task entered it, the key changes with each request inside a
+        trace.
+      mesh: The entered context of its mesh, or None.
+      outer: The entry that the flow had before.
+      task: The asyncio task that entered it, or None.
+      number: Number of the entry; later entries have larger ones.
+      hidden_from: Tasks that ran beside that task when it ended without leaving; None until it
+        ends.
+      revoked: Whether another flow left it than the one that entered it.
     """
 
     manager: Any
@@ -97,7 +104,7 @@ class _Entry:
 
 
 class _Thread(threading.local):
-    """What this thread has entered, innermost last, and what JAX's user-context had before."""
+    """The entries of this thread, innermost last, and what JAX's user-context had before."""
 
     def __init__(self) -> None:
         self.stack: list[_Entry] = []
@@ -119,7 +126,7 @@ _NUMBERS = itertools.count()
 
 
 def enter(manager: Any, mesh: Any, key: Key) -> None:
-    """Make a manager ambient, and its mesh, if it has one, unless something is tracing (a mesh cannot change inside a trace)."""
+    """Make a manager ambient, and its mesh too: except in a trace, where a mesh cannot change."""
     thread, task, outer = _ENTERED, _current_task(), _FLOW.get()
     stack = thread.stack
     if outer is None or outer.revoked:
@@ -145,10 +152,11 @@ def enter(manager: Any, mesh: Any, key: Key) -> None:
 
 
 def leave(manager: Any) -> None:
-    """Undo the manager's `enter`, and whatever this flow entered after it and did not leave.
+    """Undo the manager's `enter`, and every later one that this flow did not leave.
 
     Raises:
-      NoManagerError: the manager is not the one that this flow entered last; it is left, if it was entered at all.
+      NoManagerError: This flow did not enter the manager last. The manager is left, if it was
+        entered at all.
     """
     thread, entry = _ENTERED, _FLOW.get()
     stack = thread.stack
@@ -163,13 +171,13 @@ def leave(manager: Any) -> None:
         return
     _undo_last(stack)
     _FLOW.set(entry.outer)
-    entry.outer = None  # else tasks that make tasks would chain every entry there ever was
+    entry.outer = None  # else tasks that create tasks would keep a chain of all earlier entries
 
 
 def _leave_another(manager: Any) -> None:
-    """Leave a manager that is not the last of this thread: another task entered one since, or another flow entered it."""
+    """Leave a manager that another flow entered, or after which another task entered one."""
     stack = _ENTERED.stack
-    ended = [one for one in reversed(stack) if one.task is None or one.task.done()]
+    ended = [entry for entry in reversed(stack) if entry.task is None or entry.task.done()]
     entries = _since(manager, _chain(_FLOW.get())) or _since(manager, ended)
     if not entries:
         raise NoManagerError(
@@ -183,13 +191,15 @@ def _leave_another(manager: Any) -> None:
     _FLOW.set(_live(entries[-1].outer))
     if len(entries) > 1:
         raise NoManagerError(
-            f"{manager!r} is not the one entered last in this thread: that was {last!r}; all since it are left now",
-            fix="leave managers in the reverse order; do not yield inside `with pm:`, use the manager's methods there",
+            f"{manager!r} is not the manager that this thread entered last, which is {last!r}; "
+            "all managers entered since are left now",
+            fix="leave managers in the reverse order; do not yield inside `with pm:`, "
+            "use the manager's methods there",
         )
 
 
 def take_back() -> Any:
-    """Leave what this thread entered last, whichever flow did, and return the manager."""
+    """Leave the manager that this thread entered last, in whichever flow, and return it."""
     entry = _ENTERED.stack[-1]
     entry.revoked = True
     _undo_last(_ENTERED.stack)
@@ -199,18 +209,20 @@ def take_back() -> Any:
 
 def _chain(entry: _Entry | None) -> list[_Entry]:
     """Return what a flow has entered in this thread and not left, innermost first."""
-    found = []
+    chain = []
     while entry is not None:
-        if any(one is entry for one in _ENTERED.stack):
-            found.append(entry)
+        if any(entered is entry for entered in _ENTERED.stack):
+            chain.append(entry)
         entry = entry.outer
-    return found
+    return chain
 
 
 def _since(manager: Any, entries: list[_Entry]) -> list[_Entry]:
-    """Return the entries up to that of a manager, or none."""
-    at = next((at for at, entry in enumerate(entries) if entry.manager is manager), None)
-    return [] if at is None else entries[: at + 1]
+    """Return the entries up to the first one of a manager, or none if it has none."""
+    position = next(
+        (position for position, entry in enumerate(entries) if entry.manager is manager), None
+    )
+    return [] if position is None else entries[: position + 1]
 
 
 def _undo(entry: _Entry) -> None:
@@ -218,12 +230,12 @@ def _undo(entry: _Entry) -> None:
     if stack[-1] is entry:
         _undo_last(stack)
         return
-    at = stack.index(entry)
-    # Whoever entered a mesh after this one gives back what was there before this one.
-    heir = next((one for one in stack[at + 1 :] if one.mesh is not None), None)
+    position = stack.index(entry)
+    # The next entry with a mesh now restores the mesh that was ambient before this entry.
+    heir = next((later for later in stack[position + 1 :] if later.mesh is not None), None)
     if heir is not None and entry.mesh is not None:
         heir.mesh, entry.mesh = entry.mesh, None
-    del stack[at]
+    del stack[position]
     _unwatch(entry.task, stack)
 
 
@@ -247,7 +259,10 @@ def _unwatch(task: Any, stack: list[_Entry]) -> None:
 
 
 def _ended(task: Any) -> None:
-    """Note of what a task entered and did not leave which tasks ran beside it: they never get it; later ones do, as cells do."""
+    """Hide what a task entered and did not leave from the tasks that ran beside it.
+
+    Later tasks see it, as the later cells of a notebook must.
+    """
     tasks = asyncio.all_tasks()
     for entry in _ENTERED.stack:
         if entry.task is task:
@@ -255,7 +270,10 @@ def _ended(task: Any) -> None:
 
 
 def _watch_job() -> None:
-    """Have all that a job of a `ThreadPoolExecutor` enters left when the job ends: the next one runs in the same thread."""
+    """Leave all that a job of a `ThreadPoolExecutor` enters when the job ends.
+
+    The next job runs in the same thread.
+    """
     pool: Any = sys.modules.get("concurrent.futures.thread")
     if pool is None:
         return
@@ -267,7 +285,7 @@ def _watch_job() -> None:
         return
 
     def ended(_: object) -> None:
-        # A future calls back in the thread that ran the job, between that job and the next.
+        # A future calls back in the thread that ran the job, before the next job starts.
         while stack is _ENTERED.stack and stack:
             stack[-1].revoked = True
             _undo_last(stack)
@@ -276,7 +294,7 @@ def _watch_job() -> None:
     frame.f_locals["self"].future.add_done_callback(ended)
 
 
-# What a flow has.
+# The manager of a flow.
 
 
 def _current_task() -> Any:
@@ -284,10 +302,11 @@ def _current_task() -> Any:
 
 
 def _may_see(entry: _Entry) -> bool:
-    """Tell whether a flow without a manager of its own has what another flow of the thread entered and did not leave.
+    """Tell whether this flow, if it has no manager of its own, gets what another flow of the thread
+    left entered.
 
-    So it is between the cells of a notebook, which may run in a task and a context each; a task that is still running, or that
-    ran beside this one, keeps its manager to itself.
+    The cells of a notebook do, which may each run in a task and a context. A task that still runs,
+    or that ran beside this one, keeps its manager to itself.
     """
     if entry.task is None:
         return True
@@ -302,21 +321,21 @@ def _live(entry: _Entry | None) -> _Entry | None:
 
 
 def _of_this_flow() -> _Entry | None:
-    """Return what this flow entered or inherited, else what the thread has from a flow before it."""
+    """Return the entry of this flow, else one that an earlier flow did not leave."""
     own = _live(_FLOW.get())
-    return (
-        own
-        if own is not None
-        else next((entry for entry in reversed(_ENTERED.stack) if _may_see(entry)), None)
-    )
+    return _last_visible() if own is None else own
+
+
+def _last_visible() -> _Entry | None:
+    return next((entry for entry in reversed(_ENTERED.stack) if _may_see(entry)), None)
 
 
 def current() -> Any:
     """Return the manager of this flow, or None.
 
     Raises:
-      NoManagerError: inside a trace, JAX's caches know of another one here; or two flows of this thread entered one each, and
-        which of them counts here cannot be told.
+      NoManagerError: Inside a trace, JAX's caches know of another manager; or two flows of this
+        thread entered one each, and nothing tells which of them counts here.
     """
     entry, key = _FLOW.get(), _AMBIENT.value
     if entry is None or entry.key is not key or entry.revoked:
@@ -336,13 +355,12 @@ def current() -> Any:
 
 
 def _reconciled(key: Key) -> _Entry | None:
-    """Return the entry of this flow, where JAX may know of another one.
+    """Return the entry of this flow if JAX may know of another one.
 
     Raises:
-      NoManagerError: as `current` does.
+      NoManagerError: As `current` does.
     """
-    entry = _of_this_flow()
-    last = next((one for one in reversed(_ENTERED.stack) if _may_see(one)), None)
+    entry, last = _of_this_flow(), _last_visible()
     if (
         entry is not None
         and last is not None
@@ -350,8 +368,9 @@ def _reconciled(key: Key) -> _Entry | None:
         and last.manager is not entry.manager
     ):
         raise NoManagerError(
-            f"the ambient manager is {last.manager!r}, entered by another flow of this thread; this one entered {entry.manager!r}",
-            fix="leave managers where they were entered, or enter the one that is meant here: with pm: ...",
+            f"the ambient manager is {last.manager!r}, entered by another flow of this thread; "
+            f"this flow entered {entry.manager!r}",
+            fix="leave managers where they were entered, or enter the right one here: with pm: ...",
         )
     if (None if entry is None else entry.key.values) != key.values and _jax.in_trace():
         raise _unknown_to_jax(entry, key)
@@ -361,18 +380,25 @@ def _reconciled(key: Key) -> _Entry | None:
 def _unknown_to_jax(entry: _Entry | None, key: Key) -> NoManagerError:
     if entry is None:
         return NoManagerError(
-            f"the ambient manager is {key}, entered by another task of this thread; this one has none, and JAX cannot tell them apart",
-            fix="enter one around the call of the jitted function, with pm: ..., without an await inside",
+            f"the ambient manager is {key}, entered by another task of this thread; "
+            "this task has none, and JAX cannot tell them apart",
+            fix="enter one around the call of the jitted function, with pm: ..., "
+            "without an await inside",
         )
     known = f"; it knows of {key}, entered by another task" if key.values is not None else ""
     return NoManagerError(
-        f"the manager here was entered elsewhere: it is {entry.manager!r}, which JAX does not know of here{known}",
-        fix="with sw.current_manager(): ... around the call of the jitted function, without an await inside",
+        f"the manager here was entered elsewhere: it is {entry.manager!r}, "
+        f"which JAX does not know of here{known}",
+        fix="with sw.current_manager(): ... around the call of the jitted function, "
+        "without an await inside",
     )
 
 
 def _replace_default(fresh: Key) -> None:
-    """Give every thread without a manager a key under which nothing is cached: a flow with one must not take what is."""
+    """Give every thread without a manager a new key, under which nothing is cached.
+
+    A flow with a manager must not take a program that was cached for none.
+    """
     _AMBIENT.set_global(fresh)
     if _AMBIENT.value is not fresh:  # this thread has a value of its own
         _AMBIENT(fresh).__enter__()
@@ -387,7 +413,7 @@ def require(what: str, *, method: bool = True) -> Any:
     """Return the manager of this flow.
 
     Raises:
-      NoManagerError: it has none.
+      NoManagerError: It has none.
     """
     manager = current()
     if manager is None:
@@ -400,13 +426,13 @@ def require(what: str, *, method: bool = True) -> Any:
 
 
 def apart() -> AbstractContextManager[object]:
-    """Return a context in which JAX has compiled nothing yet: what is jitted there is traced anew, once."""
-    found: AbstractContextManager[object] = _APART(object())
-    return found
+    """Return a context in which JAX has compiled nothing yet, so that it traces again, once."""
+    entered: AbstractContextManager[object] = _APART(object())
+    return entered
 
 
 def mapped(inputs: Any) -> AbstractContextManager[object]:
-    """Return a context in which the function of a `pm.shard_map` is traced; what is jitted inside is traced for these inputs."""
+    """Return a context in which functions are traced for the inputs of a `pm.shard_map`."""
     entered: AbstractContextManager[object] = _INPUTS(inputs)
     return entered
 

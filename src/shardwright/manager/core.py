@@ -1,4 +1,4 @@
-"""`ManagerCore`: what all methods of a manager share. It answers a `Request` and makes shardings."""
+"""`ManagerCore`: what all methods of a manager share: answers to requests, and shardings."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def needs_sharding(resolution: Resolution) -> list[Problem]:
 
 
 def _order_problems(resolution: Resolution, mesh: Mesh | AbstractMesh) -> list[Problem]:
-    """Return the dims with an Auto mesh axis before an Explicit one, in the words of their rules."""
+    """Return the dims with an Auto mesh axis before an Explicit one, each with its rule."""
     assert resolution.spec is not None
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     problems = {

@@ -21,7 +21,7 @@ _MOST_ROWS: Final = 100
 
 
 def manager_html(manager: PartitionManager) -> str:
-    """Return a manager as HTML: its mesh with the devices if it is small, and its axes as a table."""
+    """Return a manager as HTML: its mesh as a picture if it is small, its axes as a table."""
     axes = [*SEMANTIC_AXES, *manager.rules.user_axes][:_MOST_ROWS]
     roles = (Role.ACTIVATION, Role.PARAM)
     rows = [(axis_label(axis), *(_placed(manager, axis, role) for role in roles)) for axis in axes]
@@ -43,7 +43,7 @@ def _placed(manager: PartitionManager, axis: str, role: Role) -> str:
 
 
 def _mesh_picture(manager: PartitionManager) -> str:
-    """Return the devices by their mesh axes, the last axis in columns; an empty string for a large mesh."""
+    """Return a picture of the devices by mesh axis, or an empty string for a large mesh."""
     sizes = {axis: size for axis, size in manager.mesh.shape.items() if size > 1}
     count = math.prod(sizes.values())
     columns = list(sizes.values())[-1] if sizes else 1
@@ -52,7 +52,7 @@ def _mesh_picture(manager: PartitionManager) -> str:
     names = iter(_device_names(manager.mesh))
     cells = [list(itertools.islice(names, columns)) for _ in range(count // columns)]
     *major, last = [f"{axis}={size}" for axis, size in sizes.items()] or ["one device"]
-    caption = f"rows: {', '.join(major)}; columns: {last}" if major else last
+    caption = f"Rows: {', '.join(major)}. Columns: {last}" if major else f"Columns: {last}"
     return grid(cells, f"Devices by mesh axis. {caption}")
 
 

@@ -1,4 +1,5 @@
-"""`PartitionManager`: rules, a mesh and a mode as one frozen value, and the questions that it answers.
+"""`PartitionManager`: rules, a mesh and a mode as one frozen value, and the questions that it
+answers.
 
 Its other methods come from the files beside this one: `arrays` (shard, hint, shard_map), `weights`
 (gather), `trees` (shardings, abstract, init) and `training` (optimizer state, the jitted step).
@@ -34,20 +35,20 @@ from shardwright.vocabulary.modes import mode_name, parse_mode
 class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
     """Resolve annotations on one mesh under one set of rules, and shard arrays accordingly.
 
-    Enter it (`with pm:`) to make it ambient for `shard`, `hint` and `gather`; it is then part of jit's
-    cache key. Equality and hash cover rules, policy, mode and mesh.
+    Enter it (`with pm:`) to make it ambient for `shard`, `hint` and `gather`; it is then part of
+    jit's cache key. Equality and hash cover rules, policy, mode and mesh.
 
     Args:
       strategy: A `Strategy`, compiled `AxisRules`, or a `PartitionAxis`.
-      mesh: A `Mesh` or an `AbstractMesh`. Defaults to the strategy's own mesh, which starts the backend; for
-        rules without a strategy, to the ambient mesh.
+      mesh: A `Mesh` or an `AbstractMesh`. Defaults to the strategy's own mesh, which starts the
+        backend; for rules without a strategy, to the ambient mesh.
       mode: Mode of the calls that name none. Defaults to none; see `for_mode`.
 
     Raises:
       StrategyError: The strategy does not compile, or names no mesh where none is given.
-      MeshMismatchError: A rule names a mesh axis that is neither standard nor in the mesh; or the mesh has an
-        axis of more than one device that is neither standard nor named by any rule. Not under
-        `missing = "replicate"`.
+      MeshMismatchError: A rule names a mesh axis that is neither standard nor in the mesh; or the
+        mesh has an axis of more than one device that is neither standard nor named by any rule. Not
+        under `missing = "replicate"`.
     """
 
     __slots__ = (
@@ -76,8 +77,11 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         rules = compiled_rules(strategy)
         own = mesh if mesh is not None else own_mesh(strategy)
         if not isinstance(own, (Mesh, AbstractMesh)):
-            fix = 'pass create_mesh("dp:2,tp:4"), or abstract_mesh("dp:2,tp:4") to plan without devices'
-            raise MeshSpecError(f"mesh={mesh!r} is neither a Mesh nor an AbstractMesh", fix=fix)
+            raise MeshSpecError(
+                f"mesh={mesh!r} is neither a Mesh nor an AbstractMesh",
+                fix='pass create_mesh("dp:2,tp:4"), '
+                'or abstract_mesh("dp:2,tp:4") to plan without devices',
+            )
         name = "" if isinstance(strategy, (AxisRules, PartitionAxis)) else strategy.name
         self._set(rules, own, None if mode is None else parse_mode(mode), name, {})
         if self.mode is not None:
@@ -166,7 +170,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         context.leave(self)
 
     def _make_key(self) -> context.Key:
-        """Return what JAX's caches know of an entered manager: equal for equal managers, made at the first entry."""
+        """Return the manager's part of JAX's cache keys; equal managers have equal ones."""
         key = context.Key((self.rules.fingerprint(), self.mesh, self.mode), repr(self))
         object.__setattr__(self, "_key", key)
         return key
@@ -198,7 +202,8 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         shape: Sequence[int] | None = None,
         path: str | None = None,
     ) -> Resolution:
-        """Return the spec of an annotation and, dim by dim, why. A failed request has `problems` and no spec.
+        """Return the spec of an annotation and, dim by dim, why. A failed request has `problems`
+        and no spec.
 
         Args:
           *axes: Axis strings and composites, or one annotation.

@@ -36,8 +36,8 @@ class AllGather:
       axes: Mesh axes that are gathered, major first.
       sizes: Sizes of these mesh axes.
       order: Mesh axes that split the dim, if one of `axes` comes before one that stays; else empty.
-      moves: (from, to) by position along `order`. Before the all-gather, the shards move so that the
-        gathered parts are in order.
+      moves: (from, to) by position along `order`. Before the all-gather, the shards move so that
+        the gathered parts are in order.
     """
 
     dim: int
@@ -73,7 +73,10 @@ def _all_gather_jvp(job: AllGather, primals: tuple[Any], tangents: tuple[Any]) -
 
 @functools.partial(jax.jit, static_argnums=1)
 def _sum_of_padded(x: Any, job: AllGather) -> Any:
-    """Gather a value by a sum. Jitted, because an eager `zeros_like` loses the type over Explicit axes."""
+    """Gather a value by a sum.
+
+    Jitted, because an eager `zeros_like` loses the type over Explicit axes.
+    """
     zeros = jnp.concatenate([jnp.zeros_like(x)] * math.prod(job.sizes), axis=job.dim)
     start = jax.lax.axis_index(job.axes) * x.shape[job.dim]
     summed = jax.lax.psum(
@@ -88,7 +91,8 @@ class ManualGather:
 
     Attributes:
       gathers: One all-gather per dim that is gathered over Manual mesh axes.
-      stored: Placement of the shard, and of its cotangent, over the other mesh axes; None if all are Manual.
+      stored: Placement of the shard, and of its cotangent, over the other mesh axes; None if all
+        are Manual.
       between: Placement of the shard while it is gathered, or None.
       use: Placement of the result, or None.
       beside_explicit: Whether one of the other mesh axes is Explicit.
@@ -118,8 +122,8 @@ def plan_gather(
 
     Raises:
       ShardingError: See `find_split`.
-      ManualAxisError: The used weight is sharded over a Manual mesh axis that does not split the value, or
-        that cannot be the major one.
+      ManualAxisError: The used weight is sharded over a Manual mesh axis that does not split the
+        value, or that cannot be the major one.
     """
     split = find_split(weight, inputs)
     shape = weight.whole(split)
@@ -163,7 +167,7 @@ def plan_gather(
 
 
 def _marked(resolution: Resolution, weight: Weight) -> Resolution:
-    """Return a resolution whose Manual mesh axes are marked as applied, so that its spec has the others."""
+    """Mark the Manual mesh axes of a resolution as applied, so that its spec has the others."""
     decisions = marked_manual(resolution.decisions, weight.manual)
     return dataclasses.replace(resolution, decisions=decisions)
 
@@ -186,8 +190,8 @@ def _all_gather_of(weight: Weight, decision: DimDecision, axes: tuple[str, ...])
     kept = tuple(axis for axis in axes if axis not in gathered)
     if (*kept, *gathered) == axes:
         return AllGather(dim=decision.dim, axes=gathered, sizes=sizes)
-    # Shards are numbered along `axes`. A device's place along (*kept, *gathered) is the number of the
-    # shard that it needs.
+    # Shards are numbered along `axes`. A device's place along (*kept, *gathered) is the number
+    # of the shard that it needs.
     order = (*kept, *gathered)
     numbers = np.arange(weight.shards(axes)).reshape([weight.manual[axis] for axis in order])
     wanted = numbers.transpose([order.index(axis) for axis in axes]).ravel()

@@ -1,4 +1,4 @@
-"""`Request`: one question to the rules as a frozen value, and the parts of an error that its answer provides."""
+"""`Request`: one question to the rules, as a frozen value; and errors about its answer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from shardwright.vocabulary.lowering import Dim
 class Request(NamedTuple):
     """One question: how is an array with this annotation sharded?
 
-    A named tuple, because a frozen dataclass takes four times as long to create, and `explain` creates one
-    at each call.
+    A named tuple, because a frozen dataclass takes four times as long to create, and `explain`
+    creates one at each call.
 
     Attributes:
       annotation: A layout, an `ArraySpec`, a tuple of axes, or a literal spec.
       shape: Global sizes; local ones along the mesh axes in `manual`. None if they are not known.
       mode: Runtime mode. None means the manager's mode, then the layout's, then train.
-      role: Role of the array. None means param for weight layouts and `ArraySpec`s, else activation.
-      path: Path of the array in its tree, for `[[tensors]]` entries and for messages. None if it is not known.
+      role: Role of the array. None means param for weight layouts and `ArraySpec`s, else
+        activation.
+      path: Path of the array in its tree, for `[[tensors]]` entries and for messages. None if it is
+        not known.
       manual: Mesh axes that a surrounding `shard_map` has already applied.
     """
 
@@ -57,7 +59,7 @@ def dim_problem(
     size: int | None = None,
     mesh_axes: Sequence[str] = (),
 ) -> Problem:
-    """Return a problem of one dim, with the path, axis and rule that the resolution recorded for it."""
+    """Return a problem of one dim, with the path, axis and rule of its decision."""
     return Problem(
         error=error,
         what=what,
@@ -77,7 +79,7 @@ def decision_rule(resolution: Resolution, decision: DimDecision) -> str:
 
 
 def suggest_for_missing_size(resolution: Resolution, fix: str) -> list[Problem]:
-    """Return the problems of a resolution; those about a missing size get a fix that fits the caller."""
+    """Return the problems of a resolution, with the caller's fix for a missing size."""
     return [
         dataclasses.replace(problem, fix=fix) if problem.error is ShapeRequiredError else problem
         for problem in resolution.problems

@@ -1,4 +1,7 @@
-"""`shard_map` in semantic axes: each axis resolves once per call, from the inputs, and outputs reuse it."""
+"""`shard_map` with axes in place of specs.
+
+Each axis resolves once per call, from the inputs. Outputs reuse it.
+"""
 
 from __future__ import annotations
 
@@ -41,23 +44,24 @@ from shardwright.vocabulary.axes import LAYERS, UNCONSTRAINED, axis_label, canon
 from shardwright.vocabulary.lowering import Dim, as_shape, lower
 from shardwright.vocabulary.merged_dims import MergedDim
 
-# Where each dim of the inputs lies, by its axes: several for a composite, which is decided as a whole.
-_Found = dict[tuple[str, ...], tuple[str, ...]]
+# Mesh axes of each dim of the inputs, by its axes. A composite has several axes and one decision.
+_MeshAxes = dict[tuple[str, ...], tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class SemanticShardMap:
-    """What `PartitionManager.shard_map` returns: a function of global arrays; see there.
+    """The function of global arrays that `PartitionManager.shard_map` returns.
 
     Attributes:
-      f: function of local arrays.
-      in_axes: one annotation, or tree of them, per positional argument.
-      out_axes: the outputs' annotations, as `checked_outputs` returns them.
-      sizes: global size of axes that stand in no input.
-      mesh: the manager's.
-      explain: resolves (annotation, shape, path) where it is called: what a surrounding `shard_map` has applied is Manual.
-      manual_axes: returns the Manual mesh axes of the ambient mesh, after checking that it is the manager's.
-      check_vma: as for `jax.shard_map`.
+      f: Function of local arrays.
+      in_axes: One annotation, or tree of them, per positional argument.
+      out_axes: Annotations of the outputs, as `checked_outputs` returns them.
+      sizes: Global sizes of axes that no input has.
+      mesh: The manager's mesh.
+      explain: Function of (annotation, shape, path) that resolves under the current ambient mesh.
+      manual_axes: Function that returns the Manual axes of the ambient mesh, after checking the
+        mesh.
+      check_vma: As for `jax.shard_map`.
     """
 
     f: Callable[..., Any]
@@ -68,7 +72,7 @@ class SemanticShardMap:
     explain: Callable[[Any, Sequence[int] | None, str | None], Resolution]
     manual_axes: Callable[[AbstractMesh | None], frozenset[str]]
     check_vma: bool = True
-    _made: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _kept: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, *args: Any) -> Any:
         """Resolve the axes from the arguments' shapes and run the function on their shards."""
@@ -77,40 +81,42 @@ class SemanticShardMap:
                 f"{len(args)} arguments, in_axes has {len(self.in_axes)} entries",
                 fix="give in_axes one entry per argument",
             )
-        found: _Found = {}
+        mesh_axes: _MeshAxes = {}
         owners: dict[tuple[str, ...], str] = {}
         problems: list[Problem] = []
         dims: list[tuple[Dim, ...]] = []
         in_specs = tuple(
-            self._specs(f"argument {at}", arg, axes, found, owners, problems, dims)
+            self._specs(f"argument {at}", arg, axes, mesh_axes, owners, problems, dims)
             for at, (arg, axes) in enumerate(zip(args, self.in_axes, strict=True))
         )
         raise_problems(problems)
         args, mesh = self._ready(args, in_specs)
         f = self._noted(in_specs, tuple(dims)) if mesh is not None else self.f
         outputs = self._outputs(f, args, in_specs, mesh)
-        out_specs = jax.tree.map(lambda output: self._out_spec(output.annotation, found), outputs)
+        out_specs = jax.tree.map(
+            lambda output: self._out_spec(output.annotation, mesh_axes), outputs
+        )
         key = (
             jax.tree.structure((in_specs, out_specs)),
             tuple(jax.tree.leaves((in_specs, out_specs))),
             mesh,
             tuple(dims),
         )
-        mapped = self._made.get(key)
+        mapped = self._kept.get(key)
         if mapped is None:
-            made = _jax.call_shard_map(
+            mapped = _jax.call_shard_map(
                 f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
             )
-            # Jitted, because shard_map by itself traces and compiles anew at every eager call.
-            mapped = self._made[key] = jax.jit(made)
+            # Jitted, because shard_map alone traces and compiles again at every eager call.
+            mapped = self._kept[key] = jax.jit(mapped)
         return mapped(*args)
 
     def _noted(
         self, in_specs: tuple[Any, ...], dims: tuple[tuple[Dim, ...], ...]
     ) -> Callable[..., Any]:
-        """Return the function, which tells `gather` inside it how its inputs are split.
+        """Return the function in a context that tells `gather` how the inputs are split.
 
-        Not so inside another `shard_map`: there the inputs' shapes are not global.
+        Inside another `shard_map` the shapes of the inputs are not global, so there is no context.
         """
         specs = jax.tree.leaves(in_specs)
 
@@ -118,7 +124,9 @@ class SemanticShardMap:
         def noted(*local: Any) -> Any:
             leaves = zip(dims, jax.tree.leaves(local), specs, strict=True)
             inputs = [
-                one for leaf, value, spec in leaves for one in _inputs(leaf, jnp.shape(value), spec)
+                entry
+                for leaf, value, spec in leaves
+                for entry in _inputs(leaf, jnp.shape(value), spec)
             ]
             with context.mapped(
                 Inputs(mesh=_jax.ambient_mesh(), leaves=tuple(dict.fromkeys(inputs)))
@@ -130,10 +138,9 @@ class SemanticShardMap:
     def _ready(
         self, args: tuple[Any, ...], in_specs: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], Mesh | AbstractMesh | None]:
-        """Return the arguments as `shard_map` takes them, and the mesh to give it, or None for the ambient one.
+        """Return the placed arguments, and the mesh for `shard_map`, or None for the ambient mesh.
 
-        It refuses a mesh of its own where the ambient one is partly Manual, and over Explicit axes an argument that does not
-        lie as its spec says.
+        `shard_map` refuses a mesh if the ambient one is partly Manual.
         """
         ambient = _jax.ambient_mesh()
         manual = self.manual_axes(ambient)
@@ -148,9 +155,10 @@ class SemanticShardMap:
         in_specs: tuple[Any, ...],
         mesh: Mesh | AbstractMesh | None,
     ) -> Any:
-        """Return the outputs' annotations; where one may be a tuple of them, as the function's own outputs say.
+        """Return the annotations of the outputs.
 
-        They are traced for that, once per shapes of the arguments.
+        A tuple of annotations can also be one annotation of composites. The function's outputs
+        decide, so it is traced, once per shapes of the arguments.
         """
         if not any(
             is_tuple_of_annotations(output.annotation) for output in jax.tree.leaves(self.out_axes)
@@ -160,10 +168,10 @@ class SemanticShardMap:
             (jax.eval_shape(lambda *given: given, *args), in_specs)
         )
         key = ("outputs", structure, mesh, *leaves)
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = self._paired_outputs(f, args, in_specs, mesh)
-        return found
+        outputs = self._kept.get(key)
+        if outputs is None:
+            outputs = self._kept[key] = self._paired_outputs(f, args, in_specs, mesh)
+        return outputs
 
     def _paired_outputs(
         self,
@@ -172,24 +180,24 @@ class SemanticShardMap:
         in_specs: tuple[Any, ...],
         mesh: Mesh | AbstractMesh | None,
     ) -> Any:
-        made: list[Any] = []
+        shapes: list[Any] = []
 
-        def traced(*local: Any) -> tuple[()]:
-            # Only ranks are looked at, so any dtype will do.
-            made.append(
-                jax.tree.map(lambda one: jax.ShapeDtypeStruct(np.shape(one), np.bool_), f(*local))
+        def trace(*local: Any) -> tuple[()]:
+            # Only the ranks are used, so any dtype will do.
+            shapes.append(
+                jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.bool_), f(*local))
             )
             return ()
 
         jax.eval_shape(
             _jax.call_shard_map(
-                traced, mesh=mesh, in_specs=in_specs, out_specs=(), check_vma=self.check_vma
+                trace, mesh=mesh, in_specs=in_specs, out_specs=(), check_vma=self.check_vma
             ),
             *args,
         )
         try:
             leaves = annotated.annotated_leaves(
-                made[0], jax.tree.map(lambda output: output.annotation, self.out_axes)
+                shapes[0], jax.tree.map(lambda output: output.annotation, self.out_axes)
             )
         except ShardingError as error:
             raise_problems(
@@ -200,7 +208,7 @@ class SemanticShardMap:
             )
             raise
         return jax.tree.unflatten(
-            jax.tree.structure(made[0]), [_Output(leaf.annotation) for leaf in leaves]
+            jax.tree.structure(shapes[0]), [_Output(leaf.annotation) for leaf in leaves]
         )
 
     def _specs(
@@ -208,7 +216,7 @@ class SemanticShardMap:
         name: str,
         arg: Any,
         axes: Any,
-        found: _Found,
+        mesh_axes: _MeshAxes,
         owners: dict[tuple[str, ...], str],
         problems: list[Problem],
         dims: list[tuple[Dim, ...]],
@@ -232,7 +240,7 @@ class SemanticShardMap:
                 problems += resolution.problems
                 continue
             dims.append(lower(leaf.annotation, np.shape(leaf.value)).dims)
-            problems += self._learn(path, dims[-1], resolution.decisions, found, owners)
+            problems += self._learn(path, dims[-1], resolution.decisions, mesh_axes, owners)
             specs.append(resolution.spec)
         return (
             jax.tree.unflatten(jax.tree.structure(arg), specs)
@@ -245,41 +253,41 @@ class SemanticShardMap:
         path: str,
         dims: tuple[Dim, ...],
         decisions: tuple[DimDecision, ...],
-        found: _Found,
+        mesh_axes: _MeshAxes,
         owners: dict[tuple[str, ...], str],
     ) -> list[Problem]:
-        """Note where each axis lies, and return the problems: an axis that lies in two ways, or nowhere."""
+        """Record the mesh axes of each axis; return the axes sharded in two ways or left open."""
         problems = []
         for dim, decision in zip(dims, decisions, strict=True):
             if decision.outcome is Outcome.UNCONSTRAINED:
                 problems.append(_open(path, decision))
             elif dim.axes:
-                said = None if decision.manual or len(dim.axes) > 1 else self.sizes.get(dim.axes[0])
-                if said is not None and said != decision.size:
-                    problems.append(_two_sizes(path, decision, said))
-                lies = tuple(axis for axis in decision.mesh_axes if axis not in decision.manual)
-                if found.setdefault(dim.axes, lies) != lies:
-                    problems.append(_two_ways(path, decision, found[dim.axes], owners[dim.axes]))
+                local = decision.manual or len(dim.axes) > 1
+                size = None if local else self.sizes.get(dim.axes[0])
+                if size is not None and size != decision.size:
+                    problems.append(_two_sizes(path, decision, size))
+                names = tuple(axis for axis in decision.mesh_axes if axis not in decision.manual)
+                if mesh_axes.setdefault(dim.axes, names) != names:
+                    before = mesh_axes[dim.axes]
+                    problems.append(_two_ways(path, decision, before, owners[dim.axes]))
                 owners.setdefault(dim.axes, path)
         return problems
 
-    def _out_spec(self, annotation: Any, found: _Found) -> PartitionSpec:
+    def _out_spec(self, annotation: Any, mesh_axes: _MeshAxes) -> PartitionSpec:
         entries: list[Any] = []
         taken: set[str] = set()
-        for at, dim in enumerate(lower(annotation).dims):
+        for position, dim in enumerate(lower(annotation).dims):
             names = (
-                self._out_dim(dim, found) if dim.literal is None else self._literal(at, dim.literal)
+                self._out_dim(dim, mesh_axes)
+                if dim.literal is None
+                else self._literal(position, dim.literal)
             )
-            clash = [
-                name
-                for at_name, name in enumerate(names)
-                if name in taken or name in names[:at_name]
-            ]
+            clash = [name for at, name in enumerate(names) if name in taken or name in names[:at]]
             if clash:
                 raise AxisConflictError(
                     f"mesh axis {clash[0]} occurs twice",
                     path="output",
-                    dim=at,
+                    dim=position,
                     axis=dim.label,
                     fix="annotate one of the dims EMPTY",
                 )
@@ -287,43 +295,45 @@ class SemanticShardMap:
             entries.append(entry_of(names))
         return canonical_spec(entries)
 
-    def _literal(self, at: int, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the mesh axes of an entry of a literal spec, checked."""
+    def _literal(self, position: int, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Check the mesh axes of an entry of a literal spec, and return them."""
         for name in names:
             if name == UNCONSTRAINED:
                 raise StrategyError(
                     "UNCONSTRAINED leaves this dim to the compiler",
                     path="output",
-                    dim=at,
+                    dim=position,
                     fix="write None, or a mesh axis",
                 )
             if name not in self.mesh.shape:
                 fix = lost_entry_fix(name, self.mesh.shape)
                 raise MissingMeshAxisError(
-                    f"mesh axis {name!r} is not in the mesh", path="output", dim=at, fix=fix
+                    f"mesh axis {name!r} is not in the mesh", path="output", dim=position, fix=fix
                 )
         return names
 
-    def _out_dim(self, dim: Dim, found: _Found) -> tuple[str, ...]:
-        """Return where an output's dim lies: as the inputs' dim of the same axes, else each of its axes by itself."""
-        if dim.axes in found:
-            return found[dim.axes]
+    def _out_dim(self, dim: Dim, mesh_axes: _MeshAxes) -> tuple[str, ...]:
+        """Return the mesh axes of an output's dim: as in the inputs, else of each axis alone."""
+        if dim.axes in mesh_axes:
+            return mesh_axes[dim.axes]
         inside = [
             axis
             for axis in dim.axes
-            if (axis,) not in found and any(axis in axes for axes in found)
+            if (axis,) not in mesh_axes and any(axis in axes for axes in mesh_axes)
         ]
         if inside:
             raise AxisConflictError(
-                f"{axis_label(inside[0])} stands in the inputs only inside a composite, so where it lies by itself is not decided",
+                f"{axis_label(inside[0])} is in the inputs only as part of a composite, "
+                "so its own mesh axes are not decided",
                 path="output",
                 axis=dim.label,
-                fix="annotate the output's dim with the same composite, or an input's dim with the axis alone",
+                fix="annotate the output's dim with the same composite, "
+                "or an input's dim with the axis alone",
             )
         return tuple(
             name
             for axis in dim.axes
-            for name in (found[axis,] if (axis,) in found else self._out_axis(axis, dim))
+            for name in (mesh_axes[axis,] if (axis,) in mesh_axes else self._out_axis(axis, dim))
         )
 
     def _out_axis(self, axis: str, dim: Dim) -> tuple[str, ...]:
@@ -331,7 +341,7 @@ class SemanticShardMap:
         resolution = self.explain((axis,), None if size is None else (size,), "output")
         if ShapeRequiredError in {problem.error for problem in resolution.problems}:
             raise ShapeRequiredError(
-                "the axis stands in no input, and where it lies depends on its size",
+                "no input has this axis, and its mesh axes depend on its size",
                 path="output",
                 axis=dim.label,
                 fix=f"pass sizes={{{axis_label(axis)}: ...}}",
@@ -344,7 +354,7 @@ class SemanticShardMap:
 
 
 def _inputs(dims: tuple[Dim, ...], shape: tuple[int, ...], spec: PartitionSpec) -> list[Input]:
-    """Return an input as the function sees it, and each layer of one that is stacked."""
+    """Return an input as the function sees it; for stacked layers, a layer too."""
     entries = (*spec.partitions, *[None] * len(shape))[: len(shape)]
     whole = Input(dims=dims, shape=shape, split=tuple(map(entry_names, entries)))
     if not shape or whole.split[0] or (dims[0].axes != (LAYERS,) and dims[0].literal is None):
@@ -354,31 +364,33 @@ def _inputs(dims: tuple[Dim, ...], shape: tuple[int, ...], spec: PartitionSpec) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Output:
-    """An output's annotation as a leaf: a tuple of axes by itself is a node to JAX."""
+    """An output's annotation as a leaf, because JAX takes a bare tuple of axes for a node."""
 
     annotation: Any
 
 
 def checked_outputs(out_axes: Any) -> Any:
-    """Return a tree of outputs' annotations, each checked and made a leaf.
+    """Check the annotations of the outputs, and return a tree with each of them as a leaf.
 
-    A tuple or list with an axis or a merged dim among its entries is one annotation; any other has an entry per output.
+    A tuple or list with an axis or a merged dim among its entries is one annotation. Any other has
+    one entry per output.
 
     Raises:
-      StrategyError: what stands for an output is no annotation.
+      StrategyError: An entry is not an annotation.
     """
     several = type(out_axes) is tuple and bool(out_axes) and not _is_dims(out_axes)
     pairs, structure = jax.tree_util.tree_flatten_with_path(
         out_axes,
-        is_leaf=lambda one: (
-            not (several and one is out_axes) and (is_annotation(one) or _is_dims(one))
+        is_leaf=lambda node: (
+            not (several and node is out_axes) and (is_annotation(node) or _is_dims(node))
         ),
     )
     problems: list[Problem] = []
     outputs = []
-    for path, one in pairs:
+    for path, axes in pairs:
         try:
-            outputs.append(_Output(as_annotation((one,) if isinstance(one, MergedDim) else one)))
+            annotation = as_annotation((axes,) if isinstance(axes, MergedDim) else axes)
+            outputs.append(_Output(annotation))
         except ShardingError as error:
             problems += [
                 dataclasses.replace(problem, path=f"output {paths.path_text(path)}".strip())
@@ -398,7 +410,8 @@ def known_sizes(sizes: Mapping[str, int], rules: AxisRules) -> dict[str, int]:
     """Return `sizes` by canonical axis.
 
     Raises:
-      UnknownAxisError, RankMismatchError: an axis that nobody knows, or what is no size of one.
+      UnknownAxisError: An axis is unknown.
+      RankMismatchError: A size is not a positive integer.
     """
     by_axis = {canonical_axis(axis): as_shape((size,))[0] for axis, size in sizes.items()}
     raise_problems(
@@ -414,7 +427,7 @@ def known_sizes(sizes: Mapping[str, int], rules: AxisRules) -> dict[str, int]:
 def _open(path: str, decision: DimDecision) -> Problem:
     return Problem(
         error=StrategyError,
-        what='"?" leaves this dim to the compiler, but shard_map must know where it lies',
+        what='"?" leaves this dim to the compiler, but shard_map needs a decision for every dim',
         path=path,
         dim=decision.dim,
         axis=decision.label,
@@ -423,14 +436,14 @@ def _open(path: str, decision: DimDecision) -> Problem:
     )
 
 
-def _two_sizes(path: str, decision: DimDecision, said: int) -> Problem:
+def _two_sizes(path: str, decision: DimDecision, size: int) -> Problem:
     return Problem(
         error=RankMismatchError,
-        what=f"the axis has size {decision.size} here, and {said} in sizes=",
+        what=f"the axis has size {decision.size} here, and {size} in sizes=",
         path=path,
         dim=decision.dim,
         axis=decision.label,
-        fix="sizes= is for axes that stand in no input: leave this one out",
+        fix="sizes= is for axes that no input has: leave this one out",
     )
 
 
@@ -438,10 +451,11 @@ def _two_ways(path: str, decision: DimDecision, before: tuple[str, ...], owner: 
     here, there = "+".join(decision.mesh_axes) or "-", "+".join(before) or "-"
     return Problem(
         error=AxisConflictError,
-        what=f"the axis lies over {here} here, and over {there} in {owner}",
+        what=f"the axis is sharded over {here} here, and over {there} in {owner}",
         path=path,
         dim=decision.dim,
         axis=decision.label,
         rule=str(decision.rule or ""),
-        fix="annotate one of them EMPTY or with another axis: inside shard_map an axis lies in one way",
+        fix="annotate one of them EMPTY or with another axis: "
+        "inside shard_map an axis has one sharding",
     )

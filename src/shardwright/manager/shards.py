@@ -1,7 +1,8 @@
 """Run a function on shards: place its arguments as `shard_map` needs them, then map it.
 
 Over Auto mesh axes `jax.shard_map` moves its arguments to their `in_specs`. Over Explicit mesh axes
-it moves nothing: an argument with another sharding is an error. So the arguments are resharded first.
+it moves nothing: an argument with another sharding is an error. So the arguments are resharded
+first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from shardwright.manager import constraint
 def place_for_shard_map(
     arguments: Sequence[Any], in_specs: Sequence[Any], *, mesh: Mesh | AbstractMesh
 ) -> tuple[Any, ...]:
-    """Reshard arguments to their `in_specs` if the mesh has an Explicit axis; else return them unchanged.
+    """Reshard arguments to their `in_specs` if the mesh has an Explicit axis; else return them
+    unchanged.
 
     Args:
       arguments: Trees of global arrays.

@@ -43,7 +43,8 @@ class TrainingMethods(TreeMethods):
           state: The state, or `jax.eval_shape(optimizer.init, params)`.
           params: Arrays, `ShapeDtypeStruct`s or `ArraySpec`s.
           annotations: Annotations of the parameters, required if these are not `ArraySpec`s.
-          overrides: Pattern -> annotation for state leaves that follow no parameter. Defaults to none.
+          overrides: Pattern -> annotation for state leaves that follow no parameter. Defaults to
+            none.
           mode: Runtime mode. Defaults to the manager's.
 
         Raises:
@@ -66,7 +67,8 @@ class TrainingMethods(TreeMethods):
         overrides: Mapping[str, Any] | None = None,
         mode: str | None = None,
     ) -> Any:
-        """Return an optimizer's state as `jax.ShapeDtypeStruct`s with shardings; nothing is allocated.
+        """Return an optimizer's state as `jax.ShapeDtypeStruct`s with shardings; nothing is
+        allocated.
 
         `{"params": pm.abstract(specs), "moments": pm.abstract_state(optimizer, specs)}` describes a
         training state: to jit a step, to compile ahead of time, or to restore a checkpoint into.
@@ -75,7 +77,8 @@ class TrainingMethods(TreeMethods):
           optimizer: Anything with `init(params)`, such as an optax transformation.
           params: Arrays, `ShapeDtypeStruct`s or `ArraySpec`s.
           annotations: Annotations of the parameters, required if these are not `ArraySpec`s.
-          overrides: Pattern -> annotation for state leaves that follow no parameter. Defaults to none.
+          overrides: Pattern -> annotation for state leaves that follow no parameter. Defaults to
+            none.
           mode: Runtime mode. Defaults to the manager's.
 
         Raises:
@@ -101,7 +104,8 @@ class TrainingMethods(TreeMethods):
           optimizer: Anything with `init(params)`, such as an optax transformation.
           params: Arrays, as `init` returns them.
           annotations: Annotations of the parameters, for instance their `ArraySpec`s.
-          overrides: Pattern -> annotation for state leaves that follow no parameter. Defaults to none.
+          overrides: Pattern -> annotation for state leaves that follow no parameter. Defaults to
+            none.
           mode: Runtime mode. Defaults to the manager's.
 
         Raises:
@@ -120,20 +124,21 @@ class TrainingMethods(TreeMethods):
     def jit_step(
         self, step: Callable[..., Any], state: Any, *inputs: Any, donate: bool = True
     ) -> Callable[..., Any]:
-        """Jit a training step `(state, *inputs) -> (state, metrics)` with its shardings and donation.
+        """Jit a training step `(state, *inputs) -> (state, metrics)` with its shardings and
+        donation.
 
-        The new state has the shardings of the old one and takes its memory. The step runs under this
-        manager, so calls need no `with pm:` around them. The result is what `jax.jit` returns, with
-        `lower` and `trace`. Every array of the state has a sharding on the manager's mesh: another one
-        would make the second call compile again.
+        The new state has the shardings of the old one and takes its memory. The step runs under
+        this manager, so calls need no `with pm:` around them. The result is what `jax.jit` returns,
+        with `lower` and `trace`. Every array of the state has a sharding on the manager's mesh:
+        another one would make the second call compile again.
 
         Args:
-          step: Function of the state and the inputs. It returns the new state, of the same structure,
-            shapes and dtypes, and a tree of anything else, such as the loss.
-          state: The state, or `ShapeDtypeStruct`s with shardings, as `abstract` and `abstract_state`
-            return them.
-          *inputs: One per further argument of the step: an annotation for all of its arrays, or a tree of
-            annotations, or arrays or `ShapeDtypeStruct`s with shardings.
+          step: Function of the state and the inputs. It returns the new state, of the same
+            structure, shapes and dtypes, and a tree of anything else, such as the loss.
+          state: The state, or `ShapeDtypeStruct`s with shardings, as `abstract` and
+            `abstract_state` return them.
+          *inputs: One per further argument of the step: an annotation for all of its arrays, or a
+            tree of annotations, or arrays or `ShapeDtypeStruct`s with shardings.
           donate: Whether the old state gives up its memory. Defaults to True.
 
         Raises:
@@ -184,7 +189,8 @@ class TrainingMethods(TreeMethods):
             raise StrategyError(
                 f"{describe(leaf)} is one annotation of composites, or one annotation per array",
                 path=path,
-                fix="write one annotation for all arrays of the input, or pass arrays with shardings",
+                fix="write one annotation for all arrays of the input, "
+                "or pass arrays with shardings",
             )
         if is_annotation(leaf):
             return self._sharding(self._answer(Request(leaf, path=path)))

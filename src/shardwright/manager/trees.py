@@ -73,7 +73,7 @@ class TreeMethods(ManagerCore):
         return map_leaves(values, annotations, shard_leaf)
 
     def _by_annotation(self, mode: str | None, role: Role | str) -> Shardings:
-        """Return the shardings of a mode and role by annotation and shape, which fill as they are asked for."""
+        """Return a table of shardings by annotation and shape, filled at each first request."""
         key = ("shardings", mode, role)
         known = self._cache.get(key) or self._cache.recall(key)
         if known is None:
@@ -95,12 +95,14 @@ class TreeMethods(ManagerCore):
         mode: str | None = None,
         role: Role | str = Role.PARAM,
     ) -> Any:
-        """Return a tree of `jax.ShapeDtypeStruct`s with shardings, to lower, to compile, or to restore into.
+        """Return a tree of `jax.ShapeDtypeStruct`s with shardings, to lower, to compile, or to
+        restore into.
 
         The arguments are those of `shardings`.
 
         Raises:
-          IndivisibleError: A symbolic size of `jax.export` may not divide, so JAX refuses it for an input.
+          IndivisibleError: A symbolic size of `jax.export` may not divide, so JAX refuses it for an
+            input.
           ShardingError: As `shardings` does.
         """
         shardings = self.shardings(values, annotations, mode=mode, role=role)

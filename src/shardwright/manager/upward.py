@@ -1,8 +1,8 @@
 """The manager's methods that rooms above it implement, as one table.
 
 A room imports only from the rooms below it. This table is the only exception: it names functions as
-text, and imports one when its method is first called. Each entry is `method: "module:function"`; the
-function takes the manager as its first argument, by the name `manager`.
+text, and imports one when its method is first called. Each entry is `method: "module:function"`;
+the function takes the manager as its first argument, by the name `manager`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-# A room that serves the manager adds its line here, for instance "reshard": "shardwright.reshard.run:reshard".
+# A room that serves the manager adds its line, for instance
+# "reshard": "shardwright.reshard.run:reshard".
 UPWARD: Final[Mapping[str, str]] = {}
 
 

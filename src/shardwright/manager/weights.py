@@ -43,17 +43,18 @@ class WeightMethods(ManagerCore):
     ) -> Any:
         """Gather a stored weight, or a tree of them, into the sharding that computation uses.
 
-        The weight is constrained to its `use` sharding, and its gradient to its `param` sharding. Inside
-        `shard_map` this is an all-gather of the shard, whose transpose is a reduce-scatter. `gather` has
-        derivatives of any order.
+        The weight is constrained to its `use` sharding, and its gradient to its `param` sharding.
+        Inside `shard_map` this is an all-gather of the shard, whose transpose is a reduce-scatter.
+        `gather` has derivatives of any order.
 
         Args:
           w: A weight, or a tree of them.
           *axes: Its annotation, as for `shard`.
-          path: Path of the weight, required if a `[[tensors]]` entry may cover it. For a tree, the path in
-            front of it, and "" at the root.
+          path: Path of the weight, required if a `[[tensors]]` entry may cover it. For a tree, the
+            path in front of it, and "" at the root.
           mode: Runtime mode. Defaults to the manager's.
-          shape: Global shape, or a tree of them, required inside `shard_map` where the value does not show it.
+          shape: Global shape, or a tree of them, required inside `shard_map` where the value does
+            not show it.
 
         Raises:
           ShardingError: The annotation does not fit the weight, the rules or the mesh.

@@ -4,7 +4,8 @@ Sizes are local there, but a weight is stored as its global shape resolves. So t
 found first. One of these tells it:
 
 1. The caller: `gather(..., shape=)`.
-2. JAX, which tracks the Manual mesh axes that a value varies over (`check_vma=True`). One global shape
+2. JAX, which tracks the Manual mesh axes that a value varies over (`check_vma=True`). One global
+shape
    fits them.
 3. `pm.shard_map`, which knows the global shapes of its inputs.
 
@@ -138,7 +139,7 @@ def _count(split: Split) -> int:
 
 
 def _split_untracked(weight: Weight, inputs: Inputs | None) -> Split:
-    """Return the split under `check_vma=False`, where JAX does not track what a value varies over."""
+    """Return the split under `check_vma=False`, where JAX does not track varying axes."""
     nowhere: Split = ((),) * len(weight.local)
     fitting = _fitting(weight, list(weight.manual))
     gathers = any(
@@ -204,7 +205,7 @@ def _split_of_input(
 
 
 def _like(weight: Weight, inputs: Inputs | None) -> list[Input]:
-    """Return the inputs with the weight's local shape and axes; if there are none, those of literal specs."""
+    """Return the inputs with the weight's local shape and axes, else those of literal specs."""
     same = [leaf for leaf in _here(inputs) if leaf.shape == weight.local]
     return _of_axes(weight, same) or [
         leaf for leaf in same if any(dim.literal is not None for dim in leaf.dims)
@@ -243,7 +244,7 @@ def _split_if_gathered(weight: Weight, inputs: Inputs | None) -> Split | None:
 
 
 def _axes_of(dim: Dim) -> Any:
-    """Return the axes that a dim means: in a weight layout, a parallelism axis means a semantic one."""
+    """Return the axes that a dim means; a parallelism axis of a layout means a semantic one."""
     return (dim.means,) if dim.means else dim.merged or dim.literal or dim.axes
 
 
@@ -295,7 +296,7 @@ def _not_a_shard(
     over: Sequence[str],
     fits: Sequence[Sequence[str]],
 ) -> Problem:
-    """Return the problem of a local size that is no shard of the global size, or a shard in several ways."""
+    """Return the problem of a local size that is not one shard of the global size in one way."""
     if fits:
         ways = " or ".join("+".join(axes) for axes in fits)
         what = f"local size {local} of {decision.size} is a shard over {ways}"

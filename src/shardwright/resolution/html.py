@@ -1,6 +1,6 @@
 """HTML for notebooks: a table of decisions, and a picture of which device holds which part.
 
-Colors are translucent over the page and lines have the color of its text, so that one picture suits a
+Colors are translucent over the page, and lines have the color of its text. So one picture suits a
 light and a dark page. Everything that comes from a user is escaped.
 """
 
@@ -25,7 +25,7 @@ MOST_DEVICES: Final = 64
 _MOST_NUMBERS: Final = 4
 _WIDTH, _HEIGHT = 76, 30
 
-_TABLE: Final = 'style="border-collapse: collapse; text-align: left; font-size: 0.9em"'
+_TABLE: Final = 'style="border-collapse: collapse; color: inherit; font-size: 0.9em"'
 _CELL: Final = 'style="padding: 2px 10px; text-align: left; border-bottom: 1px solid #8884"'
 
 
@@ -60,10 +60,10 @@ def _cells(row: object) -> str:
 
 
 def picture(resolution: Resolution) -> str:
-    """Return an SVG with one cell per part and the numbers of the devices that hold it, or an empty string.
+    """Return an SVG with the numbers of the devices that hold each part, or an empty string.
 
-    Devices are numbered in the order of the mesh, the last mesh axis fastest. There is no picture of a
-    failed resolution, of a mesh with more than 64 devices, or of more than two sharded dims.
+    Devices are numbered in the order of the mesh, the last mesh axis fastest. There is no picture
+    of a failed resolution, of a mesh with more than 64 devices, or of more than two sharded dims.
     """
     sizes = dict(resolution.mesh)
     if resolution.spec is None or not sizes or math.prod(sizes.values()) > MOST_DEVICES:
@@ -87,10 +87,10 @@ def picture(resolution: Resolution) -> str:
         f"{name}: {decision.label or f'dim {decision.dim}'}"
         f"{'' if decision.size is None else f' {decision.size}'}"
         f" over {'+'.join(decision.mesh_axes)}"
-        for name, decision in (("rows", rows), ("columns", columns))
+        for name, decision in (("Rows", rows), ("Columns", columns))
         if decision is not None
     ]
-    caption = "; ".join(captions) or "every device holds all of it"
+    caption = ". ".join(captions) or "Every device holds all of it"
     return grid(cells, f"Devices by the part that they hold. {caption}")
 
 
@@ -113,7 +113,7 @@ def _holders(
 
 
 def _part(at: dict[str, int], sizes: dict[str, int], decision: DimDecision | None) -> int:
-    """Return which part of a dim a device holds; the first mesh axis of the dim is the major one."""
+    """Return the part of a dim that a device holds; the first mesh axis is the major one."""
     index = 0
     for axis in () if decision is None else decision.mesh_axes:
         index = index * sizes.get(axis, 1) + at.get(axis, 0)
