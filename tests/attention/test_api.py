@@ -214,6 +214,7 @@ def test_the_output_lies_as_the_queries_do_and_nothing_is_sent(axis_types: Any) 
 
 
 @pytest.mark.parametrize("implementation", ["vanilla", "blockwise", "flash_decode", "sdpa"])
+@pytest.mark.sweep(keep=2)
 def test_nothing_is_promoted_in_silence(implementation: str) -> None:
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         grads = jax.grad(

@@ -36,6 +36,7 @@ ONE = ("vanilla", "blockwise", "sdpa")
 
 
 @pytest.mark.parametrize(("implementation", "mesh", "name"), CELLS)
+@pytest.mark.sweep(keep=5)
 def test_biases_equal_the_oracle(implementation: str, mesh: str, name: str) -> None:
     case = next(one for one in CASES if one.name == name)
     check(

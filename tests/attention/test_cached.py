@@ -219,6 +219,7 @@ QUICK_CELLS = {
         for place in PLACES
     ],
 )
+@pytest.mark.sweep(keep=2)
 def test_equals_attention_to_lists_of_tokens(name: str, place: str) -> None:
     here = session(name, manager_of(place))
     placed = jax.tree.map(lambda x: x.sharding, here.cache)
@@ -235,6 +236,7 @@ def test_equals_attention_to_lists_of_tokens(name: str, place: str) -> None:
     ],
 )
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.sweep(keep=1)
 def test_prefill_may_shard_the_queries(name: str, axis_types: str) -> None:
     manager = manager_of("length" if name != "paged" else "heads", "prefill", axis_types)
     here = session(name, manager)
@@ -331,6 +333,7 @@ def test_rows_that_are_no_tokens_may_hold_anything() -> None:
         ("sliding", "sdpa"),
     ],
 )
+@pytest.mark.sweep(keep=3)
 def test_what_an_earlier_sequence_left_behind_is_never_seen(
     name: str, implementation: str | None
 ) -> None:

@@ -56,6 +56,7 @@ def derivatives(f: Callable[[Arrays], jax.Array], given: Arrays) -> Any:
 @pytest.mark.parametrize(
     "implementation", ["blockwise", "ring", "ulysses", "allgather_kv", "flash_decode", "sdpa"]
 )
+@pytest.mark.sweep(keep=2)
 def test_forward_mode_and_derivatives_of_gradients(implementation: str) -> None:
     pm = sw.PartitionManager(
         sw.Strategy.loads(STRATEGY), mesh=cpu_mesh(MESHES.get(implementation, "dp:1"))

@@ -36,6 +36,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sweep(keep=2)
 def test_restored_on_another_mesh_and_in_another_mode(kind: str, tmp_path: Path) -> None:
     with manager_of():
         cache = filled(kind, **KINDS[kind])

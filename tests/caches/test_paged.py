@@ -261,6 +261,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.sweep(keep=1)
 def test_sequences_of_any_cache_can_be_inserted(name: str) -> None:
     source = put(make(batch=3, **SOURCES[name]), 9, 0, 6).require()
     cache = put(make(), 0, 1, 0, 0).require()
@@ -386,6 +387,7 @@ def bytes_per_device(tree: Any) -> int:
 )
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("mesh", mostly_slow("batch, pages and kv heads"))
+@pytest.mark.sweep(keep=1)
 def test_an_append_sends_no_pages_and_writes_in_place(
     mesh: str, axis_types: str, count: int
 ) -> None:

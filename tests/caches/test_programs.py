@@ -88,6 +88,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("mesh", "axis_types", "count"), CELLS)
+@pytest.mark.sweep(keep=2)
 def test_an_append_sends_nothing_and_writes_in_place(
     mesh: str, axis_types: str, count: int
 ) -> None:
@@ -135,6 +136,7 @@ def test_of_tokens_that_lie_over_the_length_only_they_move(axis_types: str) -> N
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.sweep(keep=1)
 def test_arrays_stay_where_they_are(axis_types: str) -> None:
     random = np.random.default_rng(0)
     k = random.standard_normal((BATCH, 40, HEADS, DIM)).astype(np.float32)

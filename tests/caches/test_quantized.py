@@ -206,6 +206,7 @@ def step_by_step(cache: Any, every: int, k: Any, v: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("stored", STORED)
+@pytest.mark.sweep(keep=1)
 def test_a_thousand_steps_do_not_drift(stored: str) -> None:
     k, v = (normal(BATCH, 1000, HEADS, DIM, seed=seed) for seed in (4, 5))
     empty = init(stored, capacity=1000)
@@ -299,6 +300,7 @@ CELLS = [
     ("mesh", "axis_types", "overflow"),
     [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow) for cell in CELLS],
 )
+@pytest.mark.sweep(keep=1)
 def test_wherever_it_lies_it_is_the_same(mesh: str, axis_types: Any, overflow: str) -> None:
     k = normal(BATCH, 12, HEADS, DIM)
     capacity = 16 if overflow == "ring" else CAPACITY

@@ -134,6 +134,7 @@ def run(run: Run, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", CACHES)
+@pytest.mark.sweep(keep=2)
 def test_a_few_hundred_operations(name: str) -> None:
     run(Run(**CACHES[name]), 200)
 

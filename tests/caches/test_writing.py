@@ -76,6 +76,7 @@ def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sweep(keep=2)
 def test_each_slot_appends_its_own_rows(kind: str) -> None:
     """A row number of `ROWS` or more is dropped; rows may go to any shard of the rows."""
     buffers, new = arrays(SLOTS, ROWS, first=0.0), arrays(SLOTS, 3, first=-1000.0)
@@ -94,6 +95,7 @@ def test_each_slot_appends_its_own_rows(kind: str) -> None:
     [[[3], [7], [0]], [[3, 3, 0, 1], [4, 2, 2, 9], [0, 1, 3, 1]]],
     ids=["a slot per entry", "a slot per row"],
 )
+@pytest.mark.sweep(keep=4)
 def test_rows_go_into_any_slots(kind: str, slots: Any) -> None:
     buffers, new = arrays(SLOTS, ROWS, first=0.0), arrays(3, 4, first=-1000.0)
     numbers, rows = (

@@ -19,9 +19,21 @@ from tests.docs import snippets
 from tests.docs.snippets import PAGES, ROOT
 
 ids = [page.relative_to(ROOT).as_posix() for page in PAGES]
+# Pages whose programs take seconds to compile. `make docs` and `make test-wide` run them.
+LONG = {
+    f"docs/{name}.md"
+    for name in ("attention", "caches", "generation", "managers", "serving", "testing")
+}
+assert set(ids) >= LONG
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name, marks=[pytest.mark.wide] if name in LONG else [])
+        for page, name in zip(PAGES, ids, strict=True)
+    ],
+)
 def test_snippets_run_and_print_what_the_page_shows(
     page: Path, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,7 +49,9 @@ def test_snippets_run_and_print_what_the_page_shows(
     assert context.current() is None
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", pytest.param("docs/tutorial.md", marks=pytest.mark.wide)]
+)
 def test_a_page_runs_as_a_script_of_its_own(name: str, tmp_path: Path) -> None:
     """A reader has no test session that made virtual devices: the page itself must."""
     page = ROOT / name

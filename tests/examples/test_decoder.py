@@ -234,6 +234,7 @@ def test_batches_are_the_text_shifted_by_one(text: np.ndarray) -> None:
     assert bytes(first["inputs"][0].astype(np.uint8)) in text.tobytes()
 
 
+@pytest.mark.wide
 def test_in_bfloat16_everything_stays_so_and_near_float32(text: np.ndarray) -> None:
     low = dataclasses.replace(TINY, dtype=jnp.bfloat16)
     trainer = make_trainer(load("fsdp_tp"), low, optax.adamw(1e-2))

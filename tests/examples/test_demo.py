@@ -67,6 +67,7 @@ def test_the_demo_runs_agrees_and_warns_of_nothing() -> None:
     assert "rematerialization" not in done.stderr
 
 
+@pytest.mark.wide
 def test_the_demo_in_short_agrees() -> None:
     done = run_demo("--quick", flags="--xla_backend_optimization_level=0")
     assert done.returncode == 0, done.stdout + done.stderr

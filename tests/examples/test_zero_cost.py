@@ -80,6 +80,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
         pytest.param("fsdp2_sp2_tp2", DEMO, id="demo-fsdp2_sp2_tp2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.wide
 def test_the_train_step_is_the_hand_written_program(name: str, config: DecoderConfig) -> None:
     text, specs = MESHES[name]
     mesh, optimizer = cpu_mesh(text), optax.adamw(1e-3)
@@ -115,6 +116,7 @@ def test_the_train_step_is_the_hand_written_program(name: str, config: DecoderCo
         pytest.param("dp2_tp4", DEMO, id="demo-dp2_tp4", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sweep(keep=1)
 def test_the_decode_step_is_the_hand_written_program(name: str, config: DecoderConfig) -> None:
     text, specs = MESHES.get(name, ("dp:2,tp:4", hand_written.DP2_TP4))
     mesh = cpu_mesh(text)

@@ -70,6 +70,7 @@ WANTED = {
     "ambient", [jax.set_mesh, lambda mesh: mesh], ids=["set_mesh", "with mesh"]
 )
 @pytest.mark.parametrize("policy", ["strict", "eformer"])
+@pytest.mark.sweep(keep=1)
 def test_sharded_training_equals_unsharded(
     ambient: Any, policy: str, unsharded: tuple[list[float], Any]
 ) -> None:

@@ -113,6 +113,7 @@ def test_no_elements_are_no_trouble() -> None:
 
 
 @pytest.mark.parametrize(("name", "bits"), [*((name, 8) for name in DOTS), ("several_of_each", 5)])
+@pytest.mark.sweep(keep=4)
 def test_a_dot_is_the_dot_of_the_integers(name: str, bits: int) -> None:
     x, y, dims = operands(name)
     (left, left_scale), (right, right_scale) = (
@@ -204,6 +205,7 @@ def gradients(dot: Any, x: Any, y: Any, weight: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("name", "bits", "bound"), [*((name, 8, 0.03) for name in DOTS), ("several_of_each", 4, 0.5)]
 )
+@pytest.mark.sweep(keep=4)
 def test_gradients_are_straight_through_and_close_to_those_of_floats(
     name: str, bits: int, bound: float
 ) -> None:
@@ -332,6 +334,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sweep(keep=2)
 def test_sharded_equals_unsharded(layout: str) -> None:
     x, y, dims = operands("matrix")
     weight = jnp.asarray(np.random.default_rng(3).normal(size=(8, 16)), jnp.float32)

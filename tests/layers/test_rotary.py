@@ -88,6 +88,7 @@ def test_bfloat16_is_turned_in_float32_and_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.sweep(keep=1)
 def test_a_sharded_array_is_turned_where_it_lies(axis_types: str) -> None:
     rules = sw.Strategy.loads(
         '[rules]\nbatch = "dp"\nquery_length = "sp"\nhead = "tp"\nhead_dim = "-"\n'

@@ -39,6 +39,7 @@ LEAVES = {
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("leaf", list(LEAVES))
+@pytest.mark.sweep(keep=10)
 def test_every_kind_of_array(leaf: str, kind: str, jit: bool) -> None:
     pm = make_manager(kind)
     value = LEAVES[leaf]
@@ -72,6 +73,7 @@ def test_arrays_without_elements(kind: str, shape: tuple[int, ...]) -> None:
     [1.5, 3, True, np.float32(2.5), np.int8(4), np.array(7), jnp.asarray(1, jnp.bfloat16)],
     ids=repr,
 )
+@pytest.mark.sweep(keep=8)
 def test_scalars_and_numbers(value: Any, operation: str) -> None:
     pm = make_manager()
     place = getattr(pm, operation)
@@ -127,6 +129,7 @@ TREES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("case", list(TREES))
+@pytest.mark.sweep(keep=12)
 def test_trees(case: str, kind: str, jit: bool) -> None:
     tree, annotations = TREES[case]
     pm = make_manager(kind)

@@ -75,6 +75,7 @@ def local_loss(pm: Any, x: Any, w: Any, shape: Any, gather: Any) -> Any:
 @VMA
 @pytest.mark.parametrize("names", [{"dp"}, {"dp", "tp"}], ids=["partly", "fully"])
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
+@pytest.mark.sweep(keep=4)
 def test_values_gradients_and_collectives(kind: str, names: set[str], check_vma: bool) -> None:
     pm = make_manager(kind)
     x, w = waves(4, 8), waves(8, 12)
@@ -329,6 +330,7 @@ def test_several_dims_are_gathered() -> None:
 
 @VMA
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
+@pytest.mark.sweep(keep=1)
 def test_stacked_layers_in_a_scan(remat: bool, check_vma: bool) -> None:
     pm = fsdp()
     shapes = {"up": (3, 16, 8), "down": (3, 8, 16)}

@@ -68,6 +68,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize(("operation", "transform", "jit", "entered"), PROGRAMS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sweep(keep=28)
 def test_activation_lies_as_ruled(
     operation: str, kind: str, transform: str, jit: bool, entered: bool
 ) -> None:
@@ -130,6 +131,7 @@ def test_grad_of_a_loss_inside_the_manager(kind: str, jit: bool) -> None:
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("transform", ["plain", "pull_back", "remat", "vmap"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sweep(keep=16)
 def test_weight_is_gathered(kind: str, transform: str, jit: bool, entered: bool) -> None:
     """Forward as used, (-, tp); its gradient as stored, (dp, tp)."""
     pm = make_manager(kind)

@@ -201,6 +201,7 @@ def test_explain_tells_a_request_that_cannot_be_read(axes: Any) -> None:
 
 @pytest.mark.parametrize("ambient", list(AXIS_TYPES))
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
+@pytest.mark.sweep(keep=6)
 def test_ambient_mesh_of_other_axis_types_will_do(kind: str, ambient: str) -> None:
     """Names and sizes must agree; what is Explicit in the ambient mesh is resharded, what is Auto constrained."""
     pm, x = make_manager(kind), numbers(8, 8)

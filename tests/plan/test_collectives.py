@@ -36,6 +36,7 @@ ROWS, COLUMNS = 64, 16  # of each device
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("name", list(OPS))
+@pytest.mark.sweep(keep=24)
 def test_every_collective_is_found_as_often_as_jax_wrote_it(
     name: str, place: str, dtype: Any
 ) -> None:

@@ -30,6 +30,7 @@ def in_a_process(seed: str) -> str:
 
 
 @pytest.mark.parametrize("seed", ["0", "20260101"])
+@pytest.mark.sweep(keep=1)
 def test_answers_are_the_same_over_processes_and_hash_seeds(seed: str) -> None:
     assert in_a_process(seed) == sample.text(300) + "\n"
 

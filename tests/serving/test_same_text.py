@@ -105,6 +105,7 @@ def cells(*, quick: bool) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("kind", "strategy"), cells(quick=True))
+@pytest.mark.sweep(keep=1)
 def test_texts_are_those_of_requests_alone(kind: str, strategy: str) -> None:
     assert_same(kind, strategy, 12, slots=4)
 

@@ -68,6 +68,7 @@ def test_a_token_depends_on_its_own_logits_seed_and_index_alone() -> None:
     assert together[0] == np.argmax(logits[0])
 
 
+@pytest.mark.wide
 def test_seeds_and_positions_draw_differently() -> None:
     flat = np.zeros(1000, np.float32)
     one, other = (drawn(Sampling(temperature=1.0, seed=seed), flat) for seed in (1, 2))
@@ -80,6 +81,7 @@ def test_seeds_and_positions_draw_differently() -> None:
     ("row", "token"),
     [([np.nan, 1, 2], -1), ([-np.inf] * 3, -1), ([np.inf, 0, 1], -1), ([-np.inf, 0, -np.inf], 1)],
 )
+@pytest.mark.sweep(keep=3)
 def test_what_is_no_number_is_told(row: list[float], token: int, temperature: float) -> None:
     given = first_draws(1, {0: Sampling(temperature=temperature)})
     assert np.asarray(sample(jnp.asarray([row], jnp.float32), given)).tolist() == [token]

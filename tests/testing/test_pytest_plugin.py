@@ -339,6 +339,7 @@ def devices(result: pytest.RunResult) -> list[str]:
     ],
     ids=lambda value: "" if not isinstance(value, int) else str(value),
 )
+@pytest.mark.sweep(keep=2)
 def test_the_number_of_devices(
     run: Run, conftest: str, ini: str, args: tuple[str, ...], count: int
 ) -> None:
@@ -348,6 +349,7 @@ def test_the_number_of_devices(
     assert devices(result) == [f"{count} None"]
 
 
+@pytest.mark.wide
 def test_too_few_devices_name_who_asked_and_what_to_change(run: Run) -> None:
     test = COUNT.replace("dp:2", "dp:8")
     result = run({"conftest.py": EARLY, "test_it.py": test})

@@ -101,6 +101,7 @@ def test_state_lies_like_the_parameters_that_it_follows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "chain", "masked", "multi_transform"])
+@pytest.mark.sweep(keep=1)
 def test_state_is_born_in_its_shards_and_a_step_keeps_it_there(name: str) -> None:
     pm = manager()
     tx = COPIES[name]()
@@ -218,6 +219,7 @@ def test_factored_moments_lose_the_dim_that_they_sum_over() -> None:
 @pytest.mark.parametrize(
     "shape", [(8, 8), (3, 8, 8), (8, 8, 8), (8, 3, 8), (8, 16, 8), (16, 8, 8), (8, 9), (9, 8)]
 )
+@pytest.mark.sweep(keep=2)
 def test_the_dims_of_factored_moments_are_those_that_optax_keeps(shape: tuple[int, ...]) -> None:
     """Against optax itself: a gradient that differs along one dim alone shows in exactly the moments that keep that dim."""
     axes = tuple(f"axis_{dim}" for dim in range(len(shape)))
@@ -280,6 +282,7 @@ def test_factored_moments_of_some_parameters() -> None:
 
 
 @pytest.mark.parametrize("tx", [adafactor(momentum=0.9), optax.sm3(0.1)], ids=["adafactor", "sm3"])
+@pytest.mark.sweep(keep=1)
 def test_twenty_steps_are_those_of_one_device(tx: Any) -> None:
     """Sharded sums equal unsharded ones, and stay where they were put."""
     specs = {

@@ -63,6 +63,7 @@ def step(
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("place", ["one device", "manager", "mesh of the configuration"])
+@pytest.mark.sweep(keep=2)
 def test_cache_has_all_tokens(quantized: bool, place: str) -> None:
     mesh = cpu_mesh("dp:2,fsdp:1,sp:2,tp:2")
     config = Config(

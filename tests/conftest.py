@@ -1,0 +1,28 @@
+"""Choose the cases of wide sweeps that every run includes."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+# Steps of the golden ratio spread the chosen cases over all the axes of a product.
+_STEP = (5**0.5 - 1) / 2
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but `keep` cases of each test with `@pytest.mark.sweep(keep=...)` as wide."""
+    sweeps: dict[tuple[str, object, int], list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        marker = item.get_closest_marker("sweep")
+        if marker is not None:
+            # Cases that are slow by themselves are not counted.
+            slow = any(item.get_closest_marker(name) for name in ("slow", "product", "wide"))
+            if not slow:
+                name = item.nodeid.partition("[")[0]
+                sweeps[name, item.parent, marker.kwargs["keep"]].append(item)
+    for (_, _, keep), cases in sweeps.items():
+        order = sorted(range(len(cases)), key=lambda index: index * _STEP % 1)
+        for index in order[keep:]:
+            cases[index].add_marker("wide")
