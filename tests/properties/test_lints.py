@@ -44,7 +44,7 @@ def without(data: dict[str, Any], finding: Finding) -> dict[str, Any]:
     table = left
     for key in parents:
         table = table[key]
-    candidate = re.search(r"the candidate (\S+) is never reached", finding.message)
+    candidate = re.search(r"the candidate (\S+) is never used", finding.message)
     if candidate:
         parts = table[last].split(" | ")
         at = (

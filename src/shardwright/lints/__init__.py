@@ -1,5 +1,5 @@
-"""Questions about a whole strategy: what is odd about it, and what it costs without need.
+"""Lints of a strategy: what is odd in the file, alone or against a mesh and a tree of tensors.
 
-A lint is one function that reads a strategy, a mesh and tensors and returns findings. It changes
-nothing and decides no spec.
+A lint is a function that reads a `Subject` (strategy, mesh, tensors) and yields findings. A lint
+changes nothing and resolves no specs by itself.
 """

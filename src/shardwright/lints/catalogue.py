@@ -1,4 +1,4 @@
-"""Lint a strategy: what is odd about the file, alone or against a mesh and a tree of tensors. Pure; needs no devices."""
+"""List all lints, and run them on a strategy. Needs no devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwright.trees.tensors import as_tensors
 
 __all__ = ["LINTS", "Code", "Finding", "Severity", "lint"]
 
-# A lint is a function of a subject: one line here, one code in `lints/finding.py`, one section of the documentation.
+# A new lint is a line here, a code in `lints/finding.py` and a section in docs/lints.md.
 LINTS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     mesh_use.lost_mesh_axes,
     trees.unresolved,
@@ -36,21 +36,23 @@ _WORST_FIRST = tuple(Severity)
 
 
 def lint(strategy: Any, tensors: Any = None, *, mesh: Any = None) -> tuple[Finding, ...]:
-    """Return what looks wrong about a strategy, worst first.
+    """Return what looks wrong in a strategy, worst first.
 
     Args:
-      strategy: a `Strategy`.
-      tensors: a tree of `ArraySpec`s or annotations, or a list of `Tensor`s; with it, rules are held against what a model uses.
-      mesh: a `Mesh`, an `AbstractMesh`, a mapping of mesh axis to size, a `MeshSpec`, or text such as `"dcn.dp:2,dp:4,tp:4"`; absent: the
-        strategy's own, as far as its sizes are known.
+      strategy: A `Strategy`.
+      tensors: Tree of `ArraySpec`s or annotations, or a list of `Tensor`s. With it, rules are
+        compared with what a model uses.
+      mesh: A `Mesh`, an `AbstractMesh`, a mapping of mesh axis to size, a `MeshSpec`, or text such
+        as `"dcn.dp:2,dp:4,tp:4"`. Defaults to the strategy's own, as far as its sizes are known.
 
     Raises:
-      StrategyError: it is no strategy, or the tree has leaves that are no annotations.
-      MeshSpecError: the mesh cannot be read.
+      StrategyError: `strategy` is not a `Strategy`, or the tree has leaves that are not
+        annotations.
+      MeshSpecError: The mesh cannot be read.
 
     >>> import shardwright as sw
-    >>> [one.message for one in lint(sw.Strategy(rules={"batch": "dp | dp"}))]
-    ['in "dp | dp" the candidate dp is never reached: wherever it fits, dp before it does']
+    >>> [finding.message for finding in lint(sw.Strategy(rules={"batch": "dp | dp"}))]
+    ['in "dp | dp" the candidate dp is never used: the earlier dp fits whenever it does']
     """
     from shardwright.strategy.model import Strategy
 
@@ -68,5 +70,5 @@ def lint(strategy: Any, tensors: Any = None, *, mesh: Any = None) -> tuple[Findi
         subject = make_subject(strategy, tree, mesh)
     except ShardingError as error:  # the rules do not compile; the mesh and the tree have been read
         return tuple(from_problem(problem) for problem in error.problems)
-    found = dict.fromkeys(finding for one in LINTS for finding in one(subject))
-    return tuple(sorted(found, key=lambda finding: _WORST_FIRST.index(finding.severity)))
+    findings = dict.fromkeys(finding for check in LINTS for finding in check(subject))
+    return tuple(sorted(findings, key=lambda finding: _WORST_FIRST.index(finding.severity)))

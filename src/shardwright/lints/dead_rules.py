@@ -1,4 +1,4 @@
-"""Lints of what is written: candidates, rules and tables that nothing ever reaches, or that change nothing."""
+"""Lints of the file itself: candidates, rules and tables that are never used or change nothing."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ _EVERYTHING = ("", ".", ".*", ".+", "^", "^.*", "^.*$")
 
 
 def unreachable_candidates(subject: Subject) -> Iterator[Finding]:
-    """Yield candidates that are never reached: wherever one divides and is free, an earlier one does and is."""
+    """Yield candidates that are never used: an earlier one is free and divides whenever they do."""
     for path, _, rule in subject.written():
         for at, candidate in enumerate(rule.candidates):
             earlier = next(
-                (one for one in rule.candidates[:at] if _beats(subject, one, candidate)), None
+                (other for other in rule.candidates[:at] if _beats(subject, other, candidate)), None
             )
             if earlier is None:
                 continue
             first, second = "+".join(earlier), "+".join(candidate)
-            twice = set(earlier) == set(candidate)
+            same_axes = set(earlier) == set(candidate)
             yield subject.finding(
                 Code.UNREACHABLE_CANDIDATE,
                 Severity.WARNING,
                 path,
-                message=f'in "{rule.ref.text}" the candidate {second} is never reached: wherever it fits, {first} before it does',
+                message=f'in "{rule.ref.text}" the candidate {second} is never used: '
+                f"the earlier {first} fits whenever it does",
                 fix=f"drop one of {first} and {second}"
-                if twice
+                if same_axes
                 else f'write the longer one first, "{second} | {first}", or drop {second}',
             )
 
@@ -39,11 +40,10 @@ def unreachable_candidates(subject: Subject) -> Iterator[Finding]:
 def _beats(subject: Subject, earlier: tuple[str, ...], later: tuple[str, ...]) -> bool:
     if set(earlier) == set(later):
         return True
-    if (
-        subject.rules.policy.missing is Missing.REPLICATE
-    ):  # a longer candidate is replicated where the mesh lacks a part of it
+    if subject.rules.policy.missing is Missing.REPLICATE:
+        # If the mesh lacks a part of the longer candidate, that candidate is replicated.
         return False
-    # As written too: that a mesh makes two candidates of a chain equal is what chains are for.
+    # Compare the candidates as written: chains exist so that they become equal on some meshes.
     return set(earlier) < set(later) and bool(subject.sizes) and bool(subject.live(earlier))
 
 
@@ -80,15 +80,16 @@ def _shadowed(subject: Subject, table: str, rule: Rule) -> Finding:
         Code.SHADOWED_RULE,
         Severity.WARNING,
         (table, rule.ref.key),
-        message=f'{rule.ref.key} = "{rule.ref.text}" is never used: every mode has a rule of its own',
-        fix=f"drop it, or drop the rule of the modes that should have it{'' if table == 'rules' else ', under [modes.M.params]'}",
+        message=f'{rule.ref.key} = "{rule.ref.text}" is never used: every mode has its own rule',
+        fix="drop it, or drop the rule of the modes that should use it"
+        + ("" if table == "rules" else ", under [modes.M.params]"),
     )
 
 
 def shadowed_tensors(subject: Subject) -> Iterator[Finding]:
-    """Yield rules of `[[tensors]]` that an earlier entry of the same file takes from every tensor."""
+    """Yield rules of `[[tensors]]` that an earlier entry of the file always overrides."""
     weights = [tensor for tensor in subject.tensors or () if role_of(tensor) is Role.PARAM]
-    # The first entry of each pattern, and the one that decides each weight: each pattern is searched once in each path.
+    # Each pattern is searched only once in each path, so remember what earlier entries matched.
     first: dict[tuple[str, str], int] = {}
     deciding: dict[tuple[str, str], int] = {}
     for at, pattern in enumerate(subject.patterns):
@@ -99,11 +100,11 @@ def shadowed_tensors(subject: Subject) -> Iterator[Finding]:
             first.setdefault((axis, pattern), at)
             for path in mine:
                 deciding.setdefault((axis, path), at)
-            # That an overlay's entries go before those below them is what overlays are for.
+            # Entries of an overlay are meant to override the file below, so compare files.
             if by is not None and _file(subject, by) == _file(subject, at):
                 source = subject.source("tensors", str(by))
                 where = f" ({source})" if source else ""
-                earlier = f"the earlier match {subject.patterns[by]!r}{where} goes first"
+                earlier = f"the earlier match {subject.patterns[by]!r}{where} decides first"
                 yield subject.finding(
                     Code.SHADOWED_TENSORS,
                     Severity.WARNING,
@@ -124,8 +125,16 @@ def _shadower(
     first: Mapping[tuple[str, str], int],
     deciding: Mapping[tuple[str, str], int],
 ) -> int | None:
-    """Return the first earlier entry that decides an axis wherever this one would, or None; `mine` are the paths it matches."""
-    same = [first[axis, one] for one in (pattern, *_EVERYTHING) if (axis, one) in first]
+    """Return the first earlier entry that decides an axis wherever this entry would, or None.
+
+    Args:
+      axis: The axis.
+      pattern: Pattern of this entry.
+      mine: Paths that this entry matches.
+      first: First entry of each (axis, pattern).
+      deciding: Entry that decides each (axis, path).
+    """
+    same = [first[axis, text] for text in (pattern, *_EVERYTHING) if (axis, text) in first]
     if same:
         return min(same)
     takers = [deciding.get((axis, path)) for path in mine]
@@ -133,7 +142,7 @@ def _shadower(
 
 
 def mode_changes_nothing(subject: Subject) -> Iterator[Finding]:
-    """Yield tables of modes, or rules in them, that say what holds without them."""
+    """Yield tables of modes, or rules in them, that equal what the mode inherits."""
     for table, rules in subject.tables.items():
         if table[0] != "modes" or (not rules and (*table, "params") in subject.tables):
             continue
@@ -143,7 +152,8 @@ def mode_changes_nothing(subject: Subject) -> Iterator[Finding]:
                 Code.MODE_CHANGES_NOTHING,
                 Severity.WARNING,
                 table,
-                message=f"[{'.'.join(table)}] {'says only what holds without it' if rules else 'is empty'}",
+                message=f"[{'.'.join(table)}] "
+                + ("changes nothing: the same rules hold without it" if rules else "is empty"),
                 fix="drop the table",
             )
         else:
@@ -152,55 +162,60 @@ def mode_changes_nothing(subject: Subject) -> Iterator[Finding]:
                     Code.MODE_CHANGES_NOTHING,
                     Severity.NOTE,
                     (*table, rule.ref.key),
-                    message=f'{rule.ref.key} = "{rule.ref.text}" holds without this line',
+                    message=f'{rule.ref.key} = "{rule.ref.text}" changes nothing: '
+                    "it holds without this line",
                     fix="drop the line",
                 )
 
 
 def _inherited(subject: Subject, table: KeyPath, axis: str) -> Rule | None:
-    """Return the rule that an axis has in a mode if the mode's own table does not say."""
+    """Return the rule that an axis has in a mode without the mode's own table."""
     inner = table[2:]
     chain: list[KeyPath] = [("modes", "decode", *inner)] if table[1] == "insert" else []
     chain += [("params",), ("rules",)] if inner else [("rules",)]
     tables: Mapping[KeyPath, Mapping[str, Rule]] = subject.tables
-    found = next((tables[path][axis] for path in chain if axis in tables.get(path, {})), None)
-    # A weight layout asks whether a parallelism axis has a rule that is written: writing its default there does change something.
-    return found if found is not None or inner else default_rule(axis)
+    rule = next((tables[path][axis] for path in chain if axis in tables.get(path, {})), None)
+    # For weight layouts, a written rule of a parallelism axis is not the same as its default rule.
+    return rule if rule is not None or inner else default_rule(axis)
 
 
 def weights_move(subject: Subject) -> Iterator[Finding]:
-    """Yield axes whose weights lie differently while a prompt is read and while it is answered."""
+    """Yield axes whose weights are sharded differently in decode and in prefill or insert."""
     decode = _weights(subject, "decode")
     for mode in ("prefill", "insert"):
         other = _weights(subject, mode)
         for axis in sorted({*decode, *other}):
-            one, two = other.get(axis), decode.get(axis)
-            if one == two or (one and two and _live(subject, one) == _live(subject, two)):
+            left, right = other.get(axis), decode.get(axis)
+            if left == right or (left and right and _live(subject, left) == _live(subject, right)):
                 continue
             if subject.tensors is not None and not _moved(subject, axis, mode):
                 continue
-            # One of the two is written for a mode: that is the line to show.
+            # Show the line of the rule that is written for a mode.
             rule = next(
                 rule
-                for rule in (two, one)
+                for rule in (right, left)
                 if rule is not None and rule.ref.table.startswith("modes.")
             )
-            lies = [
-                "nothing" if one_rule is None else f'"{one_rule.ref.text}"'
-                for one_rule in (one, two)
+            texts = [
+                "nothing" if rule_or_none is None else f'"{rule_or_none.ref.text}"'
+                for rule_or_none in (left, right)
             ]
             yield subject.finding(
                 Code.WEIGHTS_MOVE,
                 Severity.WARNING,
                 (*rule.ref.table.split("."), rule.ref.key),
-                message=f"weights with {axis_label(axis)} lie differently in {mode} ({lies[0]}) and in decode ({lies[1]}): "
-                "one server would move them, or keep them twice",
-                fix="give them one rule, under [params], or serve the modes with processes of their own",
+                message=f"weights with {axis_label(axis)} are sharded differently "
+                f"in {mode} ({texts[0]}) and in decode ({texts[1]}): "
+                "a server would move them or keep two copies",
+                fix="give them one rule, under [params], or serve each mode in its own process",
             )
 
 
 def _moved(subject: Subject, axis: str, mode: str) -> bool:
-    """Tell whether some weight of the tree with an axis lies differently; where sizes of the mesh are unknown, whether there is one."""
+    """Tell whether some weight of the tree with an axis is sharded differently in decode.
+
+    If sizes of the mesh are unknown, tell whether there is a weight with the axis.
+    """
     having = [
         answer
         for answer in subject.answers
@@ -208,17 +223,19 @@ def _moved(subject: Subject, axis: str, mode: str) -> bool:
     ]
     if not subject.exact:
         return bool(having)
-    lies = {
+    mesh_axes = {
         (at // len(MODES), mode_name(answer.mode)): [
-            one.mesh_axes for one in answer.found.decisions
+            decision.mesh_axes for decision in answer.resolution.decisions
         ]
         for at, answer in enumerate(having)
     }
-    return any(lies[at, mode] != lies[at, "decode"] for at, name in lies if name == mode)
+    return any(
+        mesh_axes[at, mode] != mesh_axes[at, "decode"] for at, name in mesh_axes if name == mode
+    )
 
 
 def _weights(subject: Subject, mode: str) -> dict[str, Rule]:
-    """Return the rules of weights in a mode, of the axes that some mode's own table states for weights."""
+    """Return the rules of weights in a mode, for the axes that some mode states for weights."""
     stated = {
         axis
         for table, rules in subject.tables.items()
@@ -230,7 +247,7 @@ def _weights(subject: Subject, mode: str) -> dict[str, Rule]:
 
 
 def _live(subject: Subject, rule: Rule) -> tuple[object, ...]:
-    lives = dict.fromkeys(
+    candidates = dict.fromkeys(
         live for candidate in rule.candidates if (live := subject.live(candidate))
     )
-    return (*lives, rule.fallback)
+    return (*candidates, rule.fallback)

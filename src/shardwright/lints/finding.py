@@ -1,4 +1,4 @@
-"""What a lint says: a code that stays, how bad it is, where, what, and how to fix it."""
+"""Findings of lints: code, severity, place, message and fix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwright.errors import MissingMeshAxisError, Problem, UnknownAxisError
 
 
 class Severity(enum.StrEnum):
-    """How bad a finding is. Worst first."""
+    """Severity of a finding, worst first."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -19,7 +19,7 @@ class Severity(enum.StrEnum):
 
 
 class Code(enum.StrEnum):
-    """What kind of finding it is. These names stay: scripts and pages refer to them."""
+    """Kind of a finding. The names are stable: scripts and pages refer to them."""
 
     INVALID = "invalid"
     UNKNOWN_AXIS = "unknown_axis"
@@ -45,12 +45,13 @@ class Finding:
     """One thing that looks wrong.
 
     Attributes:
-      code: which lint.
-      severity: error (it will fail), warning (it is not what you want), note (it does nothing).
-      source: `file:line`, or empty where nothing is written in a file.
-      key: key path in the file, or the path of a tensor and its dim.
-      message: what, in one line.
-      fix: how to fix it.
+      code: Which lint found it.
+      severity: error (it will fail), warning (it is probably not intended) or note (it has no
+        effect).
+      message: What is wrong, in one line.
+      fix: How to fix it.
+      source: `file:line`, or empty if it is not about a line of a file.
+      key: Key path in the file, or path and dim of a tensor.
     """
 
     code: Code
@@ -62,7 +63,7 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """File, line and key path, as far as they are known."""
+        """File, line and key path, leaving out what is unknown."""
         return f"{self.source} {self.key}".strip()
 
     def to_json(self) -> dict[str, Any]:
@@ -93,7 +94,7 @@ _MODE = re.compile(r", mode [a-z]+\)$", re.MULTILINE)
 
 
 def from_problem(problem: Problem) -> Finding:
-    """Return a problem of a file, whose path is `file:line key.path`, as a finding."""
+    """Turn a problem of a file, whose path is `file:line key.path`, into a finding."""
     kinds = {UnknownAxisError: Code.UNKNOWN_AXIS, MissingMeshAxisError: Code.UNKNOWN_MESH_AXIS}
     place = _PLACE.fullmatch(problem.path)
     return Finding(
@@ -107,12 +108,12 @@ def from_problem(problem: Problem) -> Finding:
 
 
 def problem_text(problem: Problem) -> str:
-    """Return what a problem says in one line, with the rule that decided and without the mode it was asked in."""
+    """Return a problem in one line, with its rule and without the mode."""
     rule = " and ".join(_MODE.sub(")", problem.rule).splitlines())
-    # A snippet's caret needs its own line: the words before it say enough.
+    # A snippet does not fit on one line, because its caret points at the line above.
     return " ".join(f"{problem.what}{f'; rule {rule}' if rule else ''}".split())
 
 
 def dim_key(path: str, dim: int | None, label: str) -> str:
-    """Return the key of a finding about a dim of a tensor: `blocks/q dim 1 HEAD`."""
+    """Return the key of a finding about a dim of a tensor, such as `blocks/q dim 1 HEAD`."""
     return " ".join(part for part in (path, "" if dim is None else f"dim {dim}", label) if part)

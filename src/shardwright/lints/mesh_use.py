@@ -1,4 +1,7 @@
-"""Lints of where things lie: mesh axes that do no work, slow networks in the wrong place, weights gathered for every token."""
+"""Lints of the mesh.
+
+Idle mesh axes, slow networks in inner axes, weights gathered for every token.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ from shardwright.vocabulary.axes import (
 )
 from shardwright.vocabulary.modes import MODE_DECODE
 
-# A file that says where these lie in decode is one that serves.
+# A file with rules of these axes for decode is meant for serving.
 _SERVING = (BATCH, KV_LENGTH, PAGE, CAPACITY)
 
 
 def lost_mesh_axes(subject: Subject) -> Iterator[Finding]:
-    """Yield mesh axes that a rule names and that are neither standard nor in the mesh asked about."""
+    """Yield mesh axes that a rule names, but that are neither standard nor in the mesh."""
     if not subject.sizes:
         return
     known = {*subject.sizes, *STANDARD_MESH_AXES}
@@ -45,26 +48,30 @@ def lost_mesh_axes(subject: Subject) -> Iterator[Finding]:
                 Code.UNKNOWN_MESH_AXIS,
                 Severity.ERROR,
                 path,
-                message=f'"{text}" names the mesh axis {axis!r}, which the mesh ({", ".join(subject.sizes)}) does not have',
+                message=f'"{text}" names the mesh axis {axis!r}, '
+                f"which the mesh ({', '.join(subject.sizes)}) does not have",
                 fix=f"add {axis} to the mesh, or name one that it has",
             )
 
 
 def idle_mesh_axes(subject: Subject) -> Iterator[Finding]:
-    """Yield mesh axes of more than one device over which nothing is split."""
+    """Yield mesh axes of size > 1 over which nothing is sharded."""
     named = set(subject.rules.named_mesh_axes())
     used = _used(subject) if subject.exact and subject.tensors else None
     for axis, size in subject.sizes.items():
         if size == 1 or axis in subject.rules.policy.idle:
             continue
-        own = axis not in STANDARD_MESH_AXES
-        if own and axis not in named:
+        is_own = axis not in STANDARD_MESH_AXES
+        if is_own and axis not in named:
             what, severity = (
                 "no rule names it",
                 Severity.WARNING if size == INFER else Severity.ERROR,
             )
         elif used is not None and axis not in used:
-            what, severity = "no tensor of the tree lies over it, in any mode", Severity.WARNING
+            what, severity = (
+                "no tensor of the tree is sharded over it in any mode",
+                Severity.WARNING,
+            )
         elif axis not in named and _renamed(subject, axis):
             what, severity = (
                 f"no rule names it, and {_parallelism(axis)} means another mesh axis",
@@ -77,13 +84,18 @@ def idle_mesh_axes(subject: Subject) -> Iterator[Finding]:
             severity=severity,
             source=subject.source("mesh", axis) if subject.own_mesh else "",
             key=f"mesh.{axis}" if subject.own_mesh else f"mesh axis {axis}",
-            message=f"{axis}{'' if size == INFER else f'={size}'} shards nothing: {what}, so {_repeated(size)} the same work",
-            fix=f'use it in a rule, such as batch = "{axis}", give its devices to another mesh axis, or say [policy] idle = "{axis}"',
+            message=f"{axis}{'' if size == INFER else f'={size}'} shards nothing: {what}, "
+            f"so {_repeated(size)} the same work",
+            fix=f'use it in a rule, such as batch = "{axis}", '
+            f'give its devices to another mesh axis, or write [policy] idle = "{axis}"',
         )
 
 
 def idle_zero1(subject: Subject) -> Iterator[Finding]:
-    """Yield a zero1 that shards no optimizer state: the mesh lacks its axes, or every parameter of the tree lies over them already."""
+    """Yield a zero1 that shards no optimizer state.
+
+    Either the mesh lacks its axes, or every parameter of the tree is already sharded over them.
+    """
     rule = subject.rules.policy.zero1
     if rule is None or not rule.candidates or not subject.sizes:
         return
@@ -95,17 +107,18 @@ def idle_zero1(subject: Subject) -> Iterator[Finding]:
     else:
         answers = _states(subject)
         if not answers or any(
-            not one.ok or any(decision.zero1 for decision in one.decisions) for one in answers
+            not resolution.ok or any(decision.zero1 for decision in resolution.decisions)
+            for resolution in answers
         ):
             return
-        said = dict.fromkeys(
+        reasons = dict.fromkeys(
             note.partition("]): ")[2]
-            for one in answers
-            for note in one.notes
+            for resolution in answers
+            for note in resolution.notes
             if note.startswith(str(rule.ref))
         )
         why, severity = (
-            f"of every weight of the tree, {'; '.join(said) or 'no dim may be sharded'}",
+            f"of every weight of the tree, {'; '.join(reasons) or 'no dim may be sharded'}",
             Severity.WARNING,
         )
     yield subject.finding(
@@ -113,27 +126,30 @@ def idle_zero1(subject: Subject) -> Iterator[Finding]:
         severity,
         ("policy", "zero1"),
         message=f'zero1 = "{rule.ref.text}" shards nothing: {why}',
-        fix='name a mesh axis that parameters leave free, such as zero1 = "dp | -", or drop the line',
+        fix='name a mesh axis that parameters do not use, such as zero1 = "dp | -", '
+        "or drop the line",
     )
 
 
 def _states(subject: Subject) -> list[Resolution]:
-    """Return where optimizer state of the tree's weights lies, of those whose sizes are known."""
+    """Return the resolutions of the optimizer state of the tree's weights with known sizes."""
     if not subject.exact:
         return []
     weights = [
-        one for one in subject.tensors or () if role_of(one) is Role.PARAM and one.shape is not None
+        tensor
+        for tensor in subject.tensors or ()
+        if role_of(tensor) is Role.PARAM and tensor.shape is not None
     ]
     return [
         explain(
-            one.axes,
+            tensor.axes,
             subject.rules,
             subject.sizes,
             role=Role.STATE,
-            shape=one.shape,
-            path=one.path or None,
+            shape=tensor.shape,
+            path=tensor.path or None,
         )
-        for one in weights
+        for tensor in weights
     ]
 
 
@@ -146,7 +162,7 @@ def _parallelism(axis: str) -> str:
 
 
 def _renamed(subject: Subject, axis: str) -> bool:
-    """Tell whether a standard mesh axis has lost its parallelism axis to another one; `-` is a decision, not a slip."""
+    """Tell whether a parallelism axis was given to a mesh axis other than its standard one."""
     name = next((label for label, mesh_axis in PARALLELISM_AXES.items() if mesh_axis == axis), "")
     return any(
         key == name and rule.candidates and axis not in rule.mesh_axes
@@ -155,15 +171,18 @@ def _renamed(subject: Subject, axis: str) -> bool:
 
 
 def _used(subject: Subject) -> set[str]:
-    """Return the mesh axes that some tensor lies over, or would if its problem were solved; roles that the tree lacks count as named."""
+    """Return the mesh axes that some tensor is sharded over, or would be without its problem.
+
+    The axes that rules name count for roles that the tree lacks.
+    """
     used: set[str] = set()
     for answer in subject.answers:
-        for decision in answer.found.decisions:
+        for decision in answer.resolution.decisions:
             used.update(decision.mesh_axes)
-        for problem in answer.found.problems:
+        for problem in answer.resolution.problems:
             used.update(problem.mesh_axes)
             if problem.error is ShapeRequiredError and problem.dim is not None:
-                rule = answer.found.decisions[problem.dim].rule
+                rule = answer.resolution.decisions[problem.dim].rule
                 used.update(re.findall(r"[^\s+|()]+", rule.text if rule is not None else ""))
     for role, tables in (
         (Role.ACTIVATION, subject.rules.activations),
@@ -181,8 +200,9 @@ def _used(subject: Subject) -> set[str]:
 def dcn_order(subject: Subject) -> Iterator[Finding]:
     """Yield composites in which a mesh axis that crosses slices is minor to one that does not.
 
-    The major mesh axis of a dim varies slowest: its neighbours are far apart, so it is the one that may cross the slow network
-    between slices. The other way round, every step of a collective over the minor axis crosses it.
+    The major mesh axis of a dim varies slowest, so it is the one that may cross the slow network
+    between slices. In the other order, every step of a collective over the minor axis crosses that
+    network.
     """
     for path, _, rule in subject.written():
         for candidate in rule.candidates:
@@ -192,12 +212,13 @@ def dcn_order(subject: Subject) -> Iterator[Finding]:
                     Code.DCN_MINOR,
                     Severity.WARNING,
                     path,
-                    message=f'in "{"+".join(candidate)}" {pair[1]} crosses slices and is minor to {pair[0]}, which does not',
+                    message=f'in "{"+".join(candidate)}" {pair[1]} crosses slices '
+                    f"and is minor to {pair[0]}, which does not",
                     fix=f'write the crossing axis first: "{"+".join(_sorted(subject, candidate))}"',
                 )
     seen: set[tuple[str, int]] = set()
     for answer in subject.answers:
-        for decision in answer.found.decisions:
+        for decision in answer.resolution.decisions:
             composed = decision.rule is not None and len(decision.rule.members) > 1
             pair = _minor(subject, decision.mesh_axes) if composed else ()
             if pair and (answer.tensor.path, decision.dim) not in seen:
@@ -206,16 +227,17 @@ def dcn_order(subject: Subject) -> Iterator[Finding]:
                     code=Code.DCN_MINOR,
                     severity=Severity.WARNING,
                     key=dim_key(answer.tensor.path, decision.dim, decision.label),
-                    message=f"the annotation puts {pair[1]}, which crosses slices, minor to {pair[0]}, which does not",
+                    message=f"the annotation makes {pair[1]}, which crosses slices, "
+                    f"minor to {pair[0]}, which does not",
                     fix="write the axis that crosses slices first in the composite",
                 )
 
 
 def _minor(subject: Subject, candidate: tuple[str, ...]) -> tuple[str, ...]:
-    """Return (inside a slice, crossing) where the second is minor to the first, or nothing."""
+    """Return (inside a slice, crossing) if the second is minor to the first, else nothing."""
     live = subject.live(candidate)
     for at, axis in enumerate(live):
-        inside = [one for one in live[:at] if one not in subject.crossing]
+        inside = [name for name in live[:at] if name not in subject.crossing]
         if axis in subject.crossing and inside:
             return inside[-1], axis
     return ()
@@ -226,7 +248,7 @@ def _sorted(subject: Subject, candidate: tuple[str, ...]) -> list[str]:
 
 
 def gathered_in_decode(subject: Subject) -> Iterator[Finding]:
-    """Yield the mesh axes over which a strategy that serves gathers weights for every token."""
+    """Yield the mesh axes over which a serving strategy gathers weights for every token."""
     if not _serves(subject):
         return
     over: dict[str, list[str]] = {}
@@ -253,8 +275,10 @@ def gathered_in_decode(subject: Subject) -> Iterator[Finding]:
             Code.GATHERED_IN_DECODE,
             Severity.WARNING,
             ("policy", "gather"),
-            message=f"in decode, weights with {names} are gathered over {'+'.join(over)} for every token",
-            fix='serve with weights that lie as they are used, [params] embed = "-" and gather = "-", as in the preset serve_tp',
+            message=f"in decode, weights with {names} are gathered "
+            f"over {'+'.join(over)} for every token",
+            fix='store weights as they are used, [params] embed = "-" and gather = "-", '
+            "as in the preset serve_tp",
         )
 
 
@@ -263,7 +287,10 @@ def _in_mesh(subject: Subject, name: str) -> bool:
 
 
 def _serves(subject: Subject) -> bool:
-    """Tell whether a file says how to serve: where the batch or the cache lies in decode, or weights of its own for it."""
+    """Tell whether a file is meant for serving.
+
+    It is if it has rules for decode or insert, of the batch, the cache or the weights.
+    """
     for mode in ("decode", "insert"):
         if any(
             axis in subject.tables.get(("modes", mode), {}) for axis in _SERVING

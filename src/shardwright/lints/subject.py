@@ -1,4 +1,7 @@
-"""What the lints look at: a strategy's tables and compiled rules, a mesh as far as it is known, a tree and how it resolves."""
+"""What lints read.
+
+Tables and compiled rules, the mesh as far as it is known, and resolved tensors.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from shardwright.vocabulary.lowering import lower
 from shardwright.vocabulary.modes import MODES
 
 KeyPath = tuple[str, ...]
-# Axes that only activations and caches have: no weight keeps their [rules] alive, or is gathered by them.
+# Axes of activations and caches only. Weights do not use their rules.
 NO_PARAMETER_HAS = frozenset(
     {BATCH, QUERY_LENGTH, KV_LENGTH, CAPACITY, BIAS_HEAD_SEQ, BIAS_KV_SEQ, PAGE}
 )
@@ -35,29 +38,29 @@ NO_PARAMETER_HAS = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """How a tensor resolves in one mode."""
+    """Resolution of a tensor in one mode."""
 
     tensor: Tensor
     mode: str
-    found: Resolution
+    resolution: Resolution
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A strategy, and what it is to be judged against.
+    """A strategy, and what it is checked against.
 
     Attributes:
-      tables: rules of every table as written, by key path and axis.
-      patterns: the `match` of each `[[tensors]]` entry.
-      axes: axes that the strategy declares.
-      rules: the compiled rules.
-      source: `file:line` of a key path.
-      own_mesh: whether the mesh is the strategy's own.
-      sizes: size of each mesh axis; -1 where it depends on the devices.
-      crossing: mesh axes of which a part crosses slices.
-      tensors: the tree, or None.
-      used: axes of the tree's tensors, by role: activation or param.
-      answers: each tensor in each mode; on a mesh of one device where the sizes are not all known.
+      tables: Rules of every table as written, by key path and axis.
+      patterns: `match` of each `[[tensors]]` entry.
+      axes: Axes that the strategy declares.
+      rules: Compiled rules.
+      source: Function from a key path to `file:line`.
+      own_mesh: Whether the mesh is the strategy's own.
+      sizes: Size of each mesh axis; -1 if it depends on the number of devices.
+      crossing: Mesh axes that cross slices in part.
+      tensors: Tensors of the tree, or None.
+      used: Axes of the tree's tensors, by role (activation or param).
+      answers: Each tensor in each mode. If sizes are unknown, on a mesh of one device.
     """
 
     tables: Mapping[KeyPath, Mapping[str, Rule]]
@@ -99,31 +102,31 @@ class Subject:
             yield ("policy", "zero1"), "", self.rules.policy.zero1
 
     def live(self, candidate: tuple[str, ...]) -> tuple[str, ...]:
-        """Return a candidate's mesh axes of more than one device; all of them where no mesh is known."""
+        """Return a candidate's mesh axes of size > 1; all of them if no mesh is known."""
         if not self.sizes:
             return candidate
         return tuple(axis for axis in candidate if self.sizes.get(axis, 1) != 1)
 
     def axes_of(self, *roles: Role) -> frozenset[str]:
-        """Return the axes that the tree's tensors of these roles have, layouts' meanings and merged members included."""
+        """Return the axes of the tree's tensors of some roles, members of merged dims included."""
         return frozenset().union(*(self.used[role] for role in roles if role in self.used))
 
     def roles(self) -> frozenset[Role]:
-        """Return the roles that the tree has."""
+        """Return the roles of the tree's tensors."""
         return frozenset(self.used)
 
 
 def role_of(tensor: Tensor) -> Role:
-    """Return activation or param: a weight that is used is a weight, and optimizer state lies like one."""
+    """Return activation or param. Used weights and optimizer state count as param."""
     try:
         role = tensor.role or lower(tensor.axes).role or Role.ACTIVATION
-    except ShardingError:  # a refused annotation: the lint of those says so
+    except ShardingError:  # an invalid annotation, which the lint `unresolved` reports
         role = Role.ACTIVATION
     return Role.ACTIVATION if role is Role.ACTIVATION else Role.PARAM
 
 
 def axes_of(tensor: Tensor) -> frozenset[str]:
-    """Return the axes of a tensor; none where its annotation is refused."""
+    """Return the axes of a tensor; none if its annotation is invalid."""
     try:
         dims = lower(tensor.axes, tensor.shape).dims
     except ShardingError:
@@ -139,16 +142,16 @@ def axes_of(tensor: Tensor) -> frozenset[str]:
 def make_subject(
     strategy: Any, tensors: tuple[Tensor, ...] | None, mesh: MeshSpec | Mapping[str, int] | None
 ) -> Subject:
-    """Return a strategy that compiles, with its mesh or another, and how a tree resolves there.
+    """Compile a strategy and resolve a tree on its mesh or on another.
 
     Raises:
-      ShardingError: the strategy does not compile.
+      ShardingError: The strategy does not compile.
     """
     rules = strategy.compile()
     sizes, crossing = _mesh(strategy, mesh)
     known = sizes if sizes and INFER not in sizes.values() else {"dp": 1}
     answers = tuple(
-        Answer(tensor=tensor, mode=mode, found=_ask(tensor, rules, known, mode))
+        Answer(tensor=tensor, mode=mode, resolution=_resolve(tensor, rules, known, mode))
         for tensor in tensors or ()
         for mode in MODES
     )
@@ -168,13 +171,13 @@ def make_subject(
 
 
 def _used(tensors: tuple[Tensor, ...]) -> dict[Role, frozenset[str]]:
-    found: dict[Role, set[str]] = {}
+    axes_by_role: dict[Role, set[str]] = {}
     for tensor in tensors:
-        found.setdefault(role_of(tensor), set()).update(axes_of(tensor))
-    return {role: frozenset(axes) for role, axes in found.items()}
+        axes_by_role.setdefault(role_of(tensor), set()).update(axes_of(tensor))
+    return {role: frozenset(axes) for role, axes in axes_by_role.items()}
 
 
-def _ask(tensor: Tensor, rules: AxisRules, sizes: Mapping[str, int], mode: str) -> Resolution:
+def _resolve(tensor: Tensor, rules: AxisRules, sizes: Mapping[str, int], mode: str) -> Resolution:
     role = Role.PARAM if tensor.role is Role.USE else tensor.role
     return explain(
         tensor.axes,
@@ -190,7 +193,7 @@ def _ask(tensor: Tensor, rules: AxisRules, sizes: Mapping[str, int], mode: str) 
 def _mesh(
     strategy: Any, mesh: MeshSpec | Mapping[str, int] | None
 ) -> tuple[dict[str, int], frozenset[str]]:
-    """Return the sizes of a mesh, absent: the strategy's own, and the axes of which a part crosses slices."""
+    """Return the mesh axes' sizes (by default the strategy's own) and the axes across slices."""
     crossing = frozenset(axis for axis, part in strategy.dcn.items() if part > 1)
     if mesh is None:
         return dict(strategy.mesh), crossing

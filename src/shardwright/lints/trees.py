@@ -1,4 +1,4 @@
-"""Lints of a strategy against a tree: axes without rules, rules without tensors, heads that are cut, tensors that do not resolve."""
+"""Lints of a tree: axes without rules, rules without tensors, split heads, unresolved tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _POLICY = (Outcome.POLICY_REPLICATE, Outcome.POLICY_DROP, Outcome.POLICY_PREFIX)
 
 
 def unresolved(subject: Subject) -> Iterator[Finding]:
-    """Yield tensors that have no spec, once for all modes in which the reason is the same."""
+    """Yield tensors that have no spec, once for all modes with the same problem."""
     for problem, modes in _problems(subject).items():
         if problem.error is ShapeRequiredError:
             continue
@@ -47,20 +47,23 @@ def unresolved(subject: Subject) -> Iterator[Finding]:
 
 
 def _in_modes(names: list[str]) -> str:
-    """Return in which modes something is so; nothing where it is in all of them."""
+    """Return the modes as text; empty if these are all modes."""
     return "" if len(names) == len(MODES) else f" (in {', '.join(names)})"
 
 
 def _problems(subject: Subject) -> dict[Problem, list[str]]:
-    """Return every problem with the modes that have it: rules differ by mode, so they are no part of what makes one the same."""
+    """Return every problem with the modes that have it.
+
+    Rules differ between modes, so they do not count for whether two problems are the same.
+    """
     first: dict[tuple[object, ...], Problem] = {}
     modes: dict[Problem, list[str]] = {}
     for answer in subject.answers:
-        for problem in answer.found.problems:
-            one = first.setdefault(
+        for problem in answer.resolution.problems:
+            representative = first.setdefault(
                 (answer.tensor.path, problem.error, problem.dim, problem.what), problem
             )
-            modes.setdefault(one, []).append(answer.mode)
+            modes.setdefault(representative, []).append(answer.mode)
     return modes
 
 
@@ -77,18 +80,18 @@ def _code(problem: Problem) -> Code:
 
 
 def _axis_of(label: str) -> str:
-    """Return the axis that a dim's label names first: `KV_HEAD*KV_HEAD_DIM` is about key and value heads."""
+    """Return the first axis of a dim's label: `KV_HEAD` of `KV_HEAD*KV_HEAD_DIM`."""
     return canonical_axis(label.partition("*")[0])
 
 
 def cut_heads(subject: Subject) -> Iterator[Finding]:
-    """Yield dims of heads that a policy quietly leaves whole, and flattened ones of which each shard has less than a head."""
+    """Yield dims of heads that a policy replicates, and flat dims whose shards split heads."""
     if not subject.exact:
         return
     flat = _flattened(subject)
     seen: set[tuple[str, int]] = set()
     for answer in subject.answers:
-        for decision in answer.found.decisions:
+        for decision in answer.resolution.decisions:
             key = (answer.tensor.path, decision.dim)
             message = _cut(subject, answer, decision.dim, flat)
             if message and key not in seen:
@@ -106,20 +109,21 @@ def _cut(
     subject: Subject, answer: Answer, position: int, flat: dict[str, dict[int, int]]
 ) -> tuple[str, str] | None:
     """Return what is wrong with a dim of heads and how to fix it, or None."""
-    decision = answer.found.decisions[position]
+    decision = answer.resolution.decisions[position]
     axis = _axis_of(decision.label)
     if axis not in _HEADS or decision.size is None:
         return None
     if decision.outcome in _POLICY:
-        asked = next(
+        failed = next(
             (skip for skip in decision.skipped if skip.detail and not skip.mesh_axis), None
         )
-        wanted = 1
-        for name in asked.candidate if asked is not None else ():
-            wanted *= subject.sizes.get(name, 1)
-        if wanted > decision.size:
-            fix = f'say that it is meant, {file_name(axis)} = "{"+".join(asked.candidate) if asked else "tp"} | -", or use fewer shards'
-            return f"{decision.size} heads for {wanted} shards: {decision.why}", fix
+        shards_wanted = 1
+        for name in failed.candidate if failed is not None else ():
+            shards_wanted *= subject.sizes.get(name, 1)
+        if shards_wanted > decision.size:
+            names = "+".join(failed.candidate) if failed else "tp"
+            fix = f'if intended, write {file_name(axis)} = "{names} | -", or use fewer shards'
+            return f"{decision.size} heads for {shards_wanted} shards: {decision.why}", fix
         return None
     shards = 1
     for name in decision.mesh_axes:
@@ -128,22 +132,27 @@ def _cut(
     if heads is None or heads % shards == 0:
         return None
     label = axis_label(axis)
-    fix = f"annotate the flat dim as merged(({label}, {heads}), ({axis_label(_HEADS[axis])}, {decision.size // heads}))"
+    width = decision.size // heads
+    inner = axis_label(_HEADS[axis])
+    fix = f"annotate the flat dim as merged(({label}, {heads}), ({inner}, {width}))"
     return (
-        f"size {decision.size} is {heads} heads flattened, over {shards} shards: heads are cut",
+        f"size {decision.size} is {heads} flattened heads over {shards} shards, which splits heads",
         fix,
     )
 
 
 def _flattened(subject: Subject) -> dict[str, dict[int, int]]:
-    """Return, by axis of heads, what size a flat dim would have, and of how many heads: from tensors that have both dims apart."""
-    found: dict[str, dict[int, int]] = {}
+    """Return, by axis of heads, the number of heads by the size that a flat dim would have.
+
+    The sizes come from tensors that have heads and head dims as separate dims.
+    """
+    flat_sizes: dict[str, dict[int, int]] = {}
     for tensor in subject.tensors or ():
         for axis, inner in _HEADS.items():
             for heads, width in _pairs(tensor.axes, tensor.shape, axis, inner):
                 if width > 1:
-                    found.setdefault(axis, {})[heads * width] = heads
-    return found
+                    flat_sizes.setdefault(axis, {})[heads * width] = heads
+    return flat_sizes
 
 
 def _pairs(
@@ -167,10 +176,10 @@ def _pairs(
 
 
 def no_rule(subject: Subject) -> Iterator[Finding]:
-    """Yield axes that the tree uses and the strategy gives no rule: they are replicated without anybody having said so."""
+    """Yield axes that the tree uses and that have no rule, so that they are replicated."""
     used: dict[tuple[str, Role], dict[str, list[str]]] = {}
     for answer in subject.answers:
-        for decision in answer.found.decisions:
+        for decision in answer.resolution.decisions:
             for label in _without_rule(decision):
                 paths = used.setdefault((label, role_of(answer.tensor)), {})
                 paths.setdefault(answer.tensor.path or "the tensor", []).append(
@@ -184,27 +193,28 @@ def no_rule(subject: Subject) -> Iterator[Finding]:
             Code.NO_RULE,
             Severity.WARNING,
             (table,),
-            message=f"{label} of {shown} has no rule: replicated{_in_modes(next(iter(paths.values())))}",
-            fix=f'say so, [{table}] {axis} = "-", or give it mesh axes',
+            message=f"{label} of {shown} has no rule: replicated"
+            + _in_modes(next(iter(paths.values()))),
+            fix=f'to replicate it, write [{table}] {axis} = "-", or give it mesh axes',
         )
 
 
 def _without_rule(decision: DimDecision) -> list[str]:
-    """Return the labels of a dim's axes that have no rule: of a composite, each by itself."""
+    """Return the labels of a dim's axes that have no rule."""
     if decision.outcome is Outcome.NO_RULE:
         return [decision.label] if "*" in decision.label else decision.label.split("+")
     return [skip.detail for skip in decision.skipped if skip.reason is Reason.NO_RULE]
 
 
 def unused_tensors(subject: Subject) -> Iterator[Finding]:
-    """Yield `[[tensors]]` entries whose pattern matches no weight of the tree, or none that has the axis."""
+    """Yield `[[tensors]]` entries that match no weight of the tree, or none with the axis."""
     weights = [tensor for tensor in subject.tensors or () if role_of(tensor) is Role.PARAM]
     if not weights:
         return
     for at, pattern in enumerate(subject.patterns):
         matched = [tensor for tensor in weights if subject.rules.tensors[at].matches(tensor.path)]
         if not matched:
-            example = f"; paths are such as {weights[0].path}" if weights[0].path else ""
+            example = f"; a path is {weights[0].path}" if weights[0].path else ""
             yield subject.finding(
                 Code.UNUSED_TENSORS,
                 Severity.WARNING,
@@ -219,16 +229,17 @@ def unused_tensors(subject: Subject) -> Iterator[Finding]:
                     Code.UNUSED_TENSORS,
                     Severity.WARNING,
                     ("tensors", str(at), rule.ref.key),
-                    message=f"no weight that match {pattern!r} matches has the axis {axis_label(axis)}",
+                    message=f"match {pattern!r} matches no weight with the axis {axis_label(axis)}",
                     fix="drop the rule, or correct the pattern",
                 )
 
 
 def unused_rules(subject: Subject) -> Iterator[Finding]:
-    """Yield rules that name mesh axes for an axis that no tensor of the tree has, and axes of one's own that none has.
+    """Yield rules with mesh axes, and declared axes, for axes that no tensor of the tree has.
 
-    A rule that says replicated changes nothing by being unused. Tables of a role that the tree lacks are not judged, and a file
-    that gives every axis of the vocabulary a rule is meant for any model: only its own axes are.
+    An unused rule that replicates changes nothing. Tables of a role that the tree lacks are
+    skipped. A file with a rule for every axis of the vocabulary is meant for any model, so only its
+    own axes are checked.
     """
     if not subject.tensors:
         return
