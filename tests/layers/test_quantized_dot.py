@@ -15,7 +15,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.layers import quantise, quantised_dot_general
+from shardwright import layers
+from shardwright.layers import quantize, quantized_dot_general
 from shardwright.testing import assert_collectives, assert_no_collectives, cpu_mesh
 from shardwright.trees.factored_weights import Quantized, quantized
 
@@ -52,7 +53,7 @@ def relative(found: Any, expected: Any) -> float:
 
 
 def as_integers(x: Any, shared: Sequence[int], bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Quantise in NumPy, in float64 beyond the division: what the values must be, by the definition."""
+    """Quantize in NumPy, in float64 beyond the division: what the values must be, by the definition."""
     largest = 2 ** (bits - 1) - 1
     scale = np.abs(np.asarray(x, np.float32)).max(axis=tuple(shared), keepdims=True) / np.float32(
         largest
@@ -68,7 +69,7 @@ def test_rounding_is_off_by_half_a_step_at_most(bits: int) -> None:
     x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32) * np.logspace(
         -3, 3, 8, dtype=np.float32
     )
-    found = quantise(x, shared=(0,), bits=bits)
+    found = quantize(x, shared=(0,), bits=bits)
     assert (found.value.dtype, found.value.shape, found.scale.dtype, found.scale.shape) == (
         jnp.int8,
         (16, 8),
@@ -80,32 +81,32 @@ def test_rounding_is_off_by_half_a_step_at_most(bits: int) -> None:
     assert np.all(np.abs(found.value * found.scale - x) <= 0.5001 * found.scale)
     np.testing.assert_array_equal(found.value, as_integers(x, (0,), bits)[0])
     # Symmetric: the negative is the negative.
-    np.testing.assert_array_equal(quantise(-x, shared=(0,), bits=bits).value, -found.value)
+    np.testing.assert_array_equal(quantize(-x, shared=(0,), bits=bits).value, -found.value)
 
 
 def test_zeros_stay_zeros_and_tiny_numbers_do_not_overflow() -> None:
     x = np.zeros((2, 4), np.float32)
     x[1] = [1e-38, -1e-40, 0, 1e-39]
-    found = quantise(x, shared=(1,))
+    found = quantize(x, shared=(1,))
     assert np.isfinite(found.scale).all()
     assert not np.asarray(found.value[0]).any()
     np.testing.assert_allclose(found.value * found.scale, x, atol=1.2e-38)
-    assert not np.asarray(quantised_dot_general(jnp.zeros((2, 4)), jnp.ones((4, 3)), MATMUL)).any()
+    assert not np.asarray(quantized_dot_general(jnp.zeros((2, 4)), jnp.ones((4, 3)), MATMUL)).any()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_never_hidden(bad: float) -> None:
     x = np.ones((3, 4), np.float32)
     x[1, 2] = bad
-    found = np.asarray(quantised_dot_general(x, jnp.ones((4, 2)), MATMUL))
+    found = np.asarray(quantized_dot_general(x, jnp.ones((4, 2)), MATMUL))
     assert not np.isfinite(found[1]).any()
     np.testing.assert_allclose(found[[0, 2]], 4.0, rtol=1e-6)
 
 
 def test_no_elements_are_no_trouble() -> None:
-    assert quantised_dot_general(jnp.ones((0, 4)), jnp.ones((4, 2)), MATMUL).shape == (0, 2)
+    assert quantized_dot_general(jnp.ones((0, 4)), jnp.ones((4, 2)), MATMUL).shape == (0, 2)
     np.testing.assert_array_equal(
-        quantised_dot_general(jnp.ones((3, 0)), jnp.ones((0, 2)), MATMUL), np.zeros((3, 2))
+        quantized_dot_general(jnp.ones((3, 0)), jnp.ones((0, 2)), MATMUL), np.zeros((3, 2))
     )
 
 
@@ -123,7 +124,7 @@ def test_a_dot_is_the_dot_of_the_integers(name: str, bits: int) -> None:
     expected = float_dot(
         (left * left_scale).astype(np.float32), (right * right_scale).astype(np.float32)
     )
-    found = jax.jit(functools.partial(quantised_dot_general, dimension_numbers=dims, bits=bits))(
+    found = jax.jit(functools.partial(quantized_dot_general, dimension_numbers=dims, bits=bits))(
         x, y
     )
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
@@ -134,7 +135,7 @@ def test_a_dot_is_the_dot_of_the_integers(name: str, bits: int) -> None:
 def test_the_error_is_that_of_the_bits(bits: int, bound: float) -> None:
     x, y, dims = operands("dense_general")
     exact = jax.lax.dot_general(x, y, dims, precision="highest")
-    found = jax.jit(functools.partial(quantised_dot_general, dimension_numbers=dims, bits=bits))(
+    found = jax.jit(functools.partial(quantized_dot_general, dimension_numbers=dims, bits=bits))(
         x, y
     )
     assert 0 < relative(found, exact) < bound
@@ -150,7 +151,7 @@ def test_a_scale_per_channel_keeps_small_channels() -> None:
     x, y, dims = operands("matrix")
     x = x * jnp.logspace(-6, 6, 8)[:, None]
     exact = jax.lax.dot_general(x, y, dims, precision="highest")
-    found = quantised_dot_general(x, y, dims)
+    found = quantized_dot_general(x, y, dims)
     assert max(relative(found[row], exact[row]) for row in range(8)) < 0.03
 
 
@@ -170,12 +171,12 @@ def test_dtypes_are_those_of_a_float_dot(
 
     def loss(x: Any, y: Any) -> Any:
         return (
-            quantised_dot_general(x, y, dims, preferred_element_type=preferred)
+            quantized_dot_general(x, y, dims, preferred_element_type=preferred)
             .astype(jnp.float32)
             .sum()
         )
 
-    assert quantised_dot_general(x, y, dims, preferred_element_type=preferred).dtype == result
+    assert quantized_dot_general(x, y, dims, preferred_element_type=preferred).dtype == result
     assert [g.dtype for g in jax.grad(loss, (0, 1))(x, y)] == [left, right]
 
 
@@ -183,12 +184,12 @@ def test_a_long_contraction_does_not_overflow() -> None:
     """127 * 127 * 140,000 is more than an int32 holds."""
     x, y = jnp.ones((1, 140_000)), jnp.ones((140_000, 1))
     np.testing.assert_allclose(
-        jax.jit(functools.partial(quantised_dot_general, dimension_numbers=MATMUL))(x, y),
+        jax.jit(functools.partial(quantized_dot_general, dimension_numbers=MATMUL))(x, y),
         140_000.0,
         rtol=1e-5,
     )
     np.testing.assert_allclose(
-        quantised_dot_general(x[:, :133_000], y[:133_000], MATMUL), 133_000.0, rtol=1e-6
+        quantized_dot_general(x[:, :133_000], y[:133_000], MATMUL), 133_000.0, rtol=1e-6
     )
 
 
@@ -218,13 +219,13 @@ def test_gradients_are_straight_through_and_close_to_those_of_floats(
 
     @jax.jit
     def run(x: Any, y: Any) -> tuple[Any, Any, Any]:
-        quantised = [
-            quantise(one, shared=shared, bits=bits)
+        quantized = [
+            quantize(one, shared=shared, bits=bits)
             for one, shared in zip((x, y), dims[0], strict=True)
         ]
-        rounded = [one.value * one.scale for one in quantised]
+        rounded = [one.value * one.scale for one in quantized]
         ours = gradients(
-            functools.partial(quantised_dot_general, dimension_numbers=dims, bits=bits),
+            functools.partial(quantized_dot_general, dimension_numbers=dims, bits=bits),
             x,
             y,
             weight,
@@ -247,7 +248,7 @@ def test_training_converges_on_integers() -> None:
     @jax.jit
     def step(w: Any) -> Any:
         loss, g = jax.value_and_grad(
-            lambda w: jnp.mean((quantised_dot_general(x, w, MATMUL) - x @ target) ** 2)
+            lambda w: jnp.mean((quantized_dot_general(x, w, MATMUL) - x @ target) ** 2)
         )(w)
         return w - 1.0 * g, loss
 
@@ -257,7 +258,7 @@ def test_training_converges_on_integers() -> None:
 
 def test_vmap_and_checkpoint_and_scan_change_nothing() -> None:
     x, y, dims = operands("matrix")
-    dot = functools.partial(quantised_dot_general, dimension_numbers=dims)
+    dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
     expected = gradients(dot, x, y, 1.0)
     stacked = jax.vmap(lambda x: gradients(dot, x, y, 1.0))(jnp.stack([x, 2 * x]))
     np.testing.assert_allclose(stacked[0][0], expected[0], rtol=1e-6)
@@ -284,7 +285,7 @@ def dots(text: str) -> list[str]:
 
 def test_the_compiled_program_multiplies_int8() -> None:
     x, y, dims = operands("matrix")
-    dot = functools.partial(quantised_dot_general, dimension_numbers=dims)
+    dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
     assert dots(jax.jit(dot).lower(x, y).compile().as_text()) == ["s32(s8, s8)"]
     lowered = jax.jit(lambda x, y, g: jax.vjp(dot, x, y)[1](g)).lower(x, y, jnp.ones((8, 16)))
     assert re.findall(
@@ -308,7 +309,7 @@ def test_the_compiled_program_multiplies_int8() -> None:
 
 def test_the_forward_pass_keeps_integers_for_the_backward_pass() -> None:
     x, y, dims = operands("matrix")
-    _, pullback = jax.vjp(functools.partial(quantised_dot_general, dimension_numbers=dims), x, y)
+    _, pullback = jax.vjp(functools.partial(quantized_dot_general, dimension_numbers=dims), x, y)
     kept = {
         (leaf.dtype.name, leaf.shape)
         for leaf in jax.tree.leaves(pullback)
@@ -338,7 +339,7 @@ LAYOUTS = {
 def test_sharded_equals_unsharded(layout: str) -> None:
     x, y, dims = operands("matrix")
     weight = jnp.asarray(np.random.default_rng(3).normal(size=(8, 16)), jnp.float32)
-    dot = functools.partial(quantised_dot_general, dimension_numbers=dims)
+    dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
 
     @jax.jit
     def run(x: Any, y: Any, weight: Any) -> tuple[Any, Any]:
@@ -361,7 +362,7 @@ def test_sharded_equals_unsharded(layout: str) -> None:
 def test_only_a_contracted_mesh_axis_costs_collectives() -> None:
     x, y, dims = operands("matrix")
     mesh = cpu_mesh("dp:2,tp:4")
-    dot = functools.partial(quantised_dot_general, dimension_numbers=dims)
+    dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
 
     def placed(layout: str) -> list[Any]:
         return [
@@ -378,7 +379,7 @@ def test_only_a_contracted_mesh_axis_costs_collectives() -> None:
 @pytest.mark.parametrize("layout", ["batch", "columns"])
 def test_explicit_axes_give_gradients_the_sharding_of_their_operands(layout: str) -> None:
     x, y, dims = operands("matrix")
-    dot = functools.partial(quantised_dot_general, dimension_numbers=dims)
+    dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
     expected = dot(x, y), gradients(dot, x, y, 1.0)
     mesh = cpu_mesh("dp:2,tp:4", axis_types="explicit")
     with jax.set_mesh(mesh):
@@ -405,11 +406,11 @@ def test_explicit_axes_that_are_contracted_take_an_out_sharding() -> None:
             for one, spec in zip((x, y), LAYOUTS["contracted"], strict=True)
         ]
         dot = functools.partial(
-            quantised_dot_general, dimension_numbers=dims, out_sharding=P("dp", "tp")
+            quantized_dot_general, dimension_numbers=dims, out_sharding=P("dp", "tp")
         )
         found = jax.jit(dot)(*placed)
         grads = jax.jit(lambda x, y: gradients(dot, x, y, 1.0))(*placed)
-    np.testing.assert_allclose(found, quantised_dot_general(x, y, dims), rtol=1e-6)
+    np.testing.assert_allclose(found, quantized_dot_general(x, y, dims), rtol=1e-6)
     assert found.sharding.spec == P("dp", "tp")
     assert [
         g.sharding.is_equivalent_to(one.sharding, 2) for g, one in zip(grads, placed, strict=True)
@@ -421,7 +422,7 @@ def test_inside_shard_map_a_replicated_operand_gets_the_sum_of_its_gradients(
     check_vma: bool,
 ) -> None:
     x, y, dims = operands("matrix")
-    dot = functools.partial(quantised_dot_general, dimension_numbers=dims)
+    dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
     with jax.set_mesh(cpu_mesh("dp:8")):
         local = jax.shard_map(dot, in_specs=(P("dp"), P()), out_specs=P("dp"), check_vma=check_vma)
         np.testing.assert_allclose(jax.jit(local)(x, y), dot(x, y), rtol=1e-6)
@@ -439,8 +440,8 @@ def test_inside_shard_map_a_replicated_operand_gets_the_sum_of_its_gradients(
 @pytest.mark.parametrize("name", ["dense_general", "several_of_each", "matrix_vector"])
 def test_a_stored_operand_gives_what_rounding_it_in_the_call_gives(name: str) -> None:
     x, y, dims = operands(name)
-    stored = jax.jit(functools.partial(quantise, shared=dims[0][1]))(y)
-    run = jax.jit(jax.value_and_grad(lambda x, y: (quantised_dot_general(x, y, dims) ** 2).sum()))
+    stored = jax.jit(functools.partial(quantize, shared=dims[0][1]))(y)
+    run = jax.jit(jax.value_and_grad(lambda x, y: (quantized_dot_general(x, y, dims) ** 2).sum()))
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
         run(x, stored),
@@ -450,14 +451,14 @@ def test_a_stored_operand_gives_what_rounding_it_in_the_call_gives(name: str) ->
 
 def test_a_stored_operand_goes_through_jit_and_shardings() -> None:
     x, y, dims = operands("matrix")
-    stored = quantise(y, shared=(0,))
+    stored = quantize(y, shared=(0,))
     mesh = cpu_mesh("dp:2,tp:4")
     placed = jax.device_put(
         stored,
         Quantized(value=jax.NamedSharding(mesh, P("tp")), scale=jax.NamedSharding(mesh, P())),
     )
-    found = jax.jit(lambda x, y: quantised_dot_general(x, y, dims))(x, placed)
-    np.testing.assert_array_equal(found, quantised_dot_general(x, y, dims))
+    found = jax.jit(lambda x, y: quantized_dot_general(x, y, dims))(x, placed)
+    np.testing.assert_array_equal(found, quantized_dot_general(x, y, dims))
 
 
 def test_a_stored_weight_is_annotated_like_the_weight() -> None:
@@ -465,13 +466,13 @@ def test_a_stored_weight_is_annotated_like_the_weight() -> None:
     x, y, dims = operands("matrix")
     spec = sw.ArraySpec((32, 16), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))
     shardings = pm.shardings(quantized(spec, (-1, 1)))
-    placed = jax.jit(functools.partial(quantise, shared=(0,)), out_shardings=shardings)(y)
+    placed = jax.jit(functools.partial(quantize, shared=(0,)), out_shardings=shardings)(y)
     assert (placed.value.sharding.spec, placed.scale.sharding.spec) == (
         P("fsdp", "tp"),
         P(None, "tp"),
     )
-    found = jax.jit(functools.partial(quantised_dot_general, dimension_numbers=dims))(x, placed)
-    np.testing.assert_allclose(found, quantised_dot_general(x, y, dims), rtol=1e-6, atol=1e-6)
+    found = jax.jit(functools.partial(quantized_dot_general, dimension_numbers=dims))(x, placed)
+    np.testing.assert_allclose(found, quantized_dot_general(x, y, dims), rtol=1e-6, atol=1e-6)
 
 
 # What it is not.
@@ -482,55 +483,55 @@ def test_other_bits_are_refused(bits: Any) -> None:
     with pytest.raises(
         sw.LayerError, match=re.escape(f"bits must be an integer from 4 to 8, got {bits!r}")
     ):
-        quantised_dot_general(jnp.ones((2, 2)), jnp.ones((2, 2)), MATMUL, bits=bits)
+        quantized_dot_general(jnp.ones((2, 2)), jnp.ones((2, 2)), MATMUL, bits=bits)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.bool, jnp.complex64])
 def test_operands_that_are_no_floats_are_refused(dtype: Any) -> None:
     with pytest.raises(
-        sw.LayerError, match=f"a quantised dot of {jnp.dtype(dtype)}, not of floats"
+        sw.LayerError, match=f"a quantized dot of {jnp.dtype(dtype)}, not of floats"
     ):
-        quantised_dot_general(jnp.ones((2, 2)), jnp.ones((2, 2), dtype), MATMUL)
+        quantized_dot_general(jnp.ones((2, 2)), jnp.ones((2, 2), dtype), MATMUL)
 
 
 def test_scales_along_a_contracted_dim_are_refused() -> None:
-    stored = quantise(jnp.ones((4, 2)), shared=(1,))
+    stored = quantize(jnp.ones((4, 2)), shared=(1,))
     with pytest.raises(
         sw.LayerError,
-        match=r"of shape \(4, 1\), differ along dim 0, which is contracted\n  fix   quantise\(x, shared=\(0,\)\)",
+        match=r"of shape \(4, 1\), differ along dim 0, which is contracted\n  fix   pass quantize\(x, shared=\(0,\)\)",
     ):
-        quantised_dot_general(jnp.ones((3, 4)), stored, MATMUL)
+        quantized_dot_general(jnp.ones((3, 4)), stored, MATMUL)
 
 
 def test_zero_points_are_refused() -> None:
     stored = dataclasses.replace(
-        quantise(jnp.ones((4, 2)), shared=(0,)), zero_point=jnp.zeros((1, 2))
+        quantize(jnp.ones((4, 2)), shared=(0,)), zero_point=jnp.zeros((1, 2))
     )
     with pytest.raises(
-        sw.LayerError, match="the quantised operand has zero points, this dot is symmetric"
+        sw.LayerError, match="the quantized operand has zero points, and this dot is symmetric"
     ):
-        quantised_dot_general(jnp.ones((3, 4)), stored, MATMUL)
+        quantized_dot_general(jnp.ones((3, 4)), stored, MATMUL)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float32, jnp.int16, jnp.int32, jnp.uint8])
 def test_stored_values_that_int8_cannot_hold_are_refused(dtype: Any) -> None:
     stored = Quantized(value=jnp.full((64, 2), 1.5, dtype), scale=jnp.ones((1, 2)))
-    says = rf"holds {jnp.dtype(dtype)}: this dot multiplies signed integers of 8 bits or fewer\n  fix   quantise\(x, shared=\(0,\)\)"
+    says = rf"holds {jnp.dtype(dtype)}, and this dot multiplies signed integers of 8 bits or fewer\n  fix   pass quantize\(x, shared=\(0,\)\)"
     with pytest.raises(sw.LayerError, match=says):
-        quantised_dot_general(jnp.ones((1, 64)), stored, MATMUL)
+        quantized_dot_general(jnp.ones((1, 64)), stored, MATMUL)
 
 
 def test_stored_values_of_four_bits_are_multiplied() -> None:
     stored = Quantized(value=jnp.full((64, 2), -3, jnp.int4), scale=jnp.ones((1, 2)))
     np.testing.assert_allclose(
-        quantised_dot_general(jnp.ones((1, 64)), stored, MATMUL), [[-192, -192]], rtol=1e-6
+        quantized_dot_general(jnp.ones((1, 64)), stored, MATMUL), [[-192, -192]], rtol=1e-6
     )
 
 
 def test_the_smallest_stored_integer_does_not_overflow_a_long_contraction() -> None:
     stored = Quantized(value=jnp.full((133_000, 1), -128, jnp.int8), scale=jnp.ones((1, 1)))
     np.testing.assert_allclose(
-        quantised_dot_general(jnp.ones((1, 133_000)), stored, MATMUL),
+        quantized_dot_general(jnp.ones((1, 133_000)), stored, MATMUL),
         [[-128 * 133_000.0]],
         rtol=1e-6,
     )
@@ -539,40 +540,48 @@ def test_the_smallest_stored_integer_does_not_overflow_a_long_contraction() -> N
 @pytest.mark.parametrize(
     ("scale", "says"),
     [
-        (jnp.ones((1, 4)), r"scales of shape \(1, 4\) for a quantised operand of shape \(64, 8\)"),
-        (jnp.float32(1), r"scales of shape \(\) for a quantised operand of shape \(64, 8\)"),
-        (jnp.ones((1, 8), jnp.int32), "scales of the quantised operand are int32, not floats"),
+        (jnp.ones((1, 4)), r"scales of shape \(1, 4\) for a quantized operand of shape \(64, 8\)"),
+        (jnp.float32(1), r"scales of shape \(\) for a quantized operand of shape \(64, 8\)"),
+        (jnp.ones((1, 8), jnp.int32), "scales of the quantized operand are int32, not floats"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(scale: Any, says: str) -> None:
     with pytest.raises(sw.LayerError, match=says):
-        quantised_dot_general(
+        quantized_dot_general(
             jnp.ones((3, 64)), Quantized(value=jnp.ones((64, 8), jnp.int8), scale=scale), MATMUL
         )
 
 
-def test_floats_of_eight_bits_are_quantised() -> None:
+def test_floats_of_eight_bits_are_quantized() -> None:
     x, y = jnp.array([[1.5, -3.0]], jnp.float8_e4m3fn), jnp.array([[2.0], [0.5]], jnp.float8_e4m3fn)
-    assert quantise(x, shared=(1,)).value.tolist() == [[64, -127]]
-    assert quantise(x, shared=(1,)).scale.dtype == jnp.float32
-    out = quantised_dot_general(x, y, MATMUL)
+    assert quantize(x, shared=(1,)).value.tolist() == [[64, -127]]
+    assert quantize(x, shared=(1,)).scale.dtype == jnp.float32
+    out = quantized_dot_general(x, y, MATMUL)
     assert (out.dtype, out.tolist()) == (jnp.float8_e4m3fn, [[1.5]])
     wide = jnp.asarray(y, jnp.float32)
     np.testing.assert_allclose(
-        quantised_dot_general(x, wide, MATMUL, preferred_element_type=jnp.float32),
+        quantized_dot_general(x, wide, MATMUL, preferred_element_type=jnp.float32),
         [[1.5]],
         rtol=0.02,
     )
     with pytest.raises(
-        sw.LayerError, match="a dot of float8_e4m3fn with float32, which JAX promotes to nothing"
+        sw.LayerError,
+        match="a dot of float8_e4m3fn with float32, which JAX does not promote to a common dtype",
     ):
-        quantised_dot_general(x, wide, MATMUL)
+        quantized_dot_general(x, wide, MATMUL)
     grads = jax.grad(
-        lambda x, y: quantised_dot_general(x, y, MATMUL).astype(jnp.float32).sum(), argnums=(0, 1)
+        lambda x, y: quantized_dot_general(x, y, MATMUL).astype(jnp.float32).sum(), argnums=(0, 1)
     )(x, y)
     assert [one.dtype for one in grads] == [jnp.float8_e4m3fn] * 2
 
 
 def test_operands_that_do_not_meet_are_refused_as_by_a_float_dot() -> None:
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
-        quantised_dot_general(jnp.ones((2, 3)), jnp.ones((4, 2)), MATMUL)
+        quantized_dot_general(jnp.ones((2, 3)), jnp.ones((4, 2)), MATMUL)
+
+
+@pytest.mark.parametrize("name", ["quantise", "quantised_dot_general"])
+def test_british_names_warn(name: str) -> None:
+    american = name.replace("quantis", "quantiz")
+    with pytest.warns(DeprecationWarning, match=rf"layers\.{name} is now .*layers\.{american};"):
+        assert getattr(layers, name) is getattr(layers, american)

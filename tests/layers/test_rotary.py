@@ -157,8 +157,11 @@ def test_copies_of_kv_heads_are_adjacent(repeats: int) -> None:
         ),
         (lambda x: rope(x[0], jnp.arange(2)[None]), "x: it has shape (2, 4, 8)"),
         (lambda x: rope(x[..., :3], jnp.arange(2)[None]), "x: it has shape (1, 2, 4, 3)"),
-        (lambda x: rope(x, jnp.arange(4)[None]), "positions: shape (1, 4), and x has (1, 2, 4, 8)"),
-        (lambda x: rope(x, jnp.arange(2)), "positions: shape (2,), and x has"),
+        (
+            lambda x: rope(x, jnp.arange(4)[None]),
+            "positions: it has shape (1, 4), and x has (1, 2, 4, 8)",
+        ),
+        (lambda x: rope(x, jnp.arange(2)), "positions: it has shape (2,), and x has"),
         (lambda x: repeat_kv_bnsh(x[0], 2), "the array has shape (2, 4, 8), not 4 dims"),
         (lambda x: repeat_kv_bsnh(x, 0), "n_rep=0 copies"),
     ],

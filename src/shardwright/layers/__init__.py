@@ -1,14 +1,14 @@
 """Layers: functions on arrays and axes, callable from any framework.
 
-A function belongs here if a model calls it on its activations or weights. Names that other libraries
-use for such functions live in `interop`.
+A function belongs here if a model calls it on its activations or weights. Functions under the names
+of other libraries are in `interop`; attention is in `attention`.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from shardwright import _moved
-from shardwright.layers.quantized_dot import quantise as quantise
-from shardwright.layers.quantized_dot import quantised_dot_general as quantised_dot_general
+from shardwright.layers.quantized_dot import quantize as quantize
+from shardwright.layers.quantized_dot import quantized_dot_general as quantized_dot_general
 from shardwright.layers.rope import rope as rope
 
 _BORROWED = dict.fromkeys(
@@ -26,11 +26,15 @@ _BORROWED = dict.fromkeys(
     "shardwright.interop.easydel",
 )
 
-if not TYPE_CHECKING:  # a type checker must still see what does not exist
+_RENAMED = {"quantise": "quantize", "quantised_dot_general": "quantized_dot_general"}
+
+if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
+        if name in _RENAMED:
+            return _moved.renamed(__name__, name, _RENAMED)
         return _moved.borrowed(__name__, name, _BORROWED)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_BORROWED])
+    return sorted([*globals(), *_BORROWED, *_RENAMED])

@@ -1,18 +1,21 @@
-"""Dot products on integers: operands rounded to a few bits with a scale per channel, exact integer sums.
+"""Dot products on integers: operands with few bits and one scale per channel, exact integer sums.
 
-    x ~ value * scale,  scale = max|x| / (2^(bits-1) - 1) over the contracted dims,  value = round(x / scale)
-    dot(x, y) ~ dot(x.value, y.value) * x.scale * y.scale
+    x ~ value * scale,  scale = max|x| / (2^(bits-1) - 1) over the contracted dims,  value = round(x
+    / scale) dot(x, y) ~ dot(x.value, y.value) * x.scale * y.scale
 
-Symmetric (zero stays zero), to nearest, ties to even. What is contracted shares a scale, so the scales come out of the sum,
-which runs on the hardware's int8 unit and is exact, sharded or not (up to 132,104 products; more are added as floats). The
-error of an operand is at most scale / 2 per element.
+Quantization is symmetric (zero stays zero) and rounds to nearest, ties to even. The error of an
+element is at most scale / 2. Contracted elements share a scale, so the scales factor out of the
+sum. The sum runs on the hardware's int8 unit and is exact, sharded or not, up to 132,104 products;
+longer sums are added as floats.
 
-Training is straight-through (Bengio et al., arXiv:1308.3432): rounding counts as the identity, and the backward dots run on
-integers too. The gradient of x is dot(g * y.scale, y.value), where g * y.scale is quantised
-over the dims that this dot contracts; so the forward pass keeps 8-bit operands, and nothing is quantised twice. Gradients are
-rounded to nearest too, not stochastically: the same step gives the same bits.
+Training is straight-through (Bengio et al., arXiv:1308.3432): the derivative of rounding is the
+identity. The backward dots run on integers too. The gradient of x is dot(g * y.scale, y.value),
+where g * y.scale is quantized over the dims that this dot contracts. So the forward pass keeps
+8-bit operands, and nothing is quantized twice. Gradients are rounded to nearest too, not
+stochastically: the same step gives the same bits.
 
-A dim contracted over mesh axes costs an all-reduce of int32 (the bytes of float32) and one of each operand's scales.
+A dim that is contracted over mesh axes costs an all-reduce of int32 (as many bytes as float32), and
+one of the scales of each operand.
 """
 
 from __future__ import annotations
@@ -40,51 +43,51 @@ DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int
 
 
 def check_bits(bits: object) -> int:
-    """Return a number of bits that a quantised dot has.
+    """Return a number of bits as a Python int.
 
     Raises:
-      LayerError: another than 4 to 8.
+      LayerError: It is not an integer from 4 to 8.
     """
     fix = f"pass {MIN_BITS} to {MAX_BITS} bits, or None for a dot of floats"
     return read_integer("bits", bits, error=LayerError, least=MIN_BITS, most=MAX_BITS, fix=fix)
 
 
-def quantise(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantized:
-    """Quantise a float array, with one scale along the `shared` dims and one each along the others.
+def quantize(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantized:
+    """Quantize a float array. Elements along the `shared` dims have one scale.
 
-    The integers are int8 whatever the bits: fewer are coarser, not smaller. The scales are float32 (float64 for float64), with
-    size 1 along the shared dims. Values that are not finite stay so: their channel's scale is not finite, and so is all that is
-    computed from it.
+    The integers are int8 for any number of bits: fewer bits are coarser, not smaller. The scales
+    are float32 (float64 for float64), with size 1 along the shared dims. If a value is not finite,
+    the scale of its channel is not finite either, and neither is any result computed from it.
 
     Args:
-      x: floats.
-      shared: the dims that a dot will contract; of a `[in, out]` weight, 0.
+      x: Floats.
+      shared: The dims that a dot will contract; 0 for a `[in, out]` weight.
       bits: 4 to 8.
 
     Raises:
-      LayerError: no floats, or other bits.
+      LayerError: Not floats, or another number of bits.
 
-    >>> quantise(jnp.array([[1.0, -4.0], [0.5, 2.0]]), shared=(0,)).value
+    >>> quantize(jnp.array([[1.0, -4.0], [0.5, 2.0]]), shared=(0,)).value
     Array([[ 127, -127],
            [  64,   64]], dtype=int8)
     """
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise LayerError(
-            f"a quantised dot of {x.dtype}, not of floats",
+            f"a quantized dot of {x.dtype}, not of floats",
             fix="cast the operand, or use jax.lax.dot_general",
         )
     largest = _largest(check_bits(bits))
     wide = x.astype(_wide(x.dtype))
     amax = jnp.max(jnp.abs(wide), axis=tuple(shared), keepdims=True, initial=0)
-    # A channel of zeros has the smallest scale rather than 0 / 0.
+    # A channel of zeros gets the smallest scale, because 0 / 0 is not a number.
     scale = jnp.maximum(amax, largest * jnp.finfo(wide.dtype).tiny) / largest
     value = jnp.clip(jnp.round(wide / scale), -largest, largest).astype(jnp.int8)
     return Quantized(value=value, scale=scale)
 
 
 def _wide(dtype: Any) -> Any:
-    """Return the dtype that scales of such values have: JAX promotes the floats of 8 bits and less to no other."""
+    """Return the dtype of scales, explicitly: JAX does not promote floats of 8 bits or fewer."""
     return jnp.dtype(dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32)
 
 
@@ -92,7 +95,7 @@ def _largest(bits: int) -> int:
     return int(2 ** (bits - 1)) - 1
 
 
-def quantised_dot_general(
+def quantized_dot_general(
     lhs: Any,
     rhs: Any,
     dimension_numbers: DimensionNumbers,
@@ -103,22 +106,22 @@ def quantised_dot_general(
 ) -> Any:
     """Compute `jax.lax.dot_general` on integers.
 
-    Gradients are straight-through, and quantised to the same bits. A `Quantized` as `rhs`, integers of 8 bits or fewer
-    whose scales must be shared along its contracted dims, is a constant: it is not rounded again and has no gradient;
-    `lhs` has one.
+    Gradients are straight-through, and quantized to the same number of bits. If `rhs` is
+    `Quantized`, it is a
+    constant: it is not rounded again and has no gradient, but `lhs` has one.
 
     Args:
-      lhs: floats.
-      rhs: floats, or what `quantise` made of them.
-      dimension_numbers: as in `jax.lax.dot_general`.
+      lhs: Floats.
+      rhs: Floats, or the result of `quantize`.
+      dimension_numbers: As in `jax.lax.dot_general`.
       bits: 4 to 8, forward and backward.
-      preferred_element_type: dtype of the result; absent: that of the operands.
-      out_sharding: as in `jax.lax.dot_general`, for meshes with Explicit axes.
+      preferred_element_type: dtype of the result. Defaults to that of the operands.
+      out_sharding: As in `jax.lax.dot_general`, for meshes with Explicit axes.
 
     Raises:
-      LayerError: operands that are no floats, or of dtypes that JAX does not promote; other bits; a stored operand of other
-        values than signed integers of 8 bits or fewer, with zero points, or with scales that differ along a contracted dim
-        or do not fit the values.
+      LayerError: An operand is not floats, or JAX does not promote the dtypes; another number of
+        bits; a quantized operand whose values are not signed integers of 8 bits or fewer, that has
+        zero points, or whose scales differ along a contracted dim or do not fit the values.
     """
     (left_contract, right_contract), (left_batch, right_batch) = dimension_numbers
     stored = isinstance(rhs, Quantized)
@@ -133,7 +136,7 @@ def quantised_dot_general(
         dims=dims,
         bits=check_bits(bits),
         dtype=jnp.dtype(
-            _common(lhs, None if stored else rhs)
+            _promoted(lhs, None if stored else rhs)
             if preferred_element_type is None
             else preferred_element_type
         ),
@@ -141,14 +144,17 @@ def quantised_dot_general(
         out_sharding=out_sharding,
         specs=(_explicit_spec(lhs), None if stored else _explicit_spec(rhs)),
     )
-    # Inside shard_map, gradients of what is replicated are summed by the transpose of this.
+    # Inside shard_map, the transpose of this sums the gradients of replicated operands.
     lhs, rhs = _jax.vary_together((lhs, rhs))
     return _dot_stored(lhs, rhs, call) if stored else _dot(lhs, rhs, call)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Dims:
-    """Which dims of the operands (left, right) meet. The result has the batch dims, then left's free dims, then right's."""
+    """The dims of both operands, (left, right).
+
+    The dims of the result are the batch dims, then left's free dims, then right's free dims.
+    """
 
     contract: tuple[tuple[int, ...], tuple[int, ...]]
     batch: tuple[tuple[int, ...], tuple[int, ...]]
@@ -158,8 +164,8 @@ class _Dims:
         taken = (*self.contract[side], *self.batch[side])
         return tuple(dim for dim in range(self.ranks[side]) if dim not in taken)
 
-    def placed(self, side: int) -> tuple[int, ...]:
-        """Return where an operand's free dims stand in the result."""
+    def in_result(self, side: int) -> tuple[int, ...]:
+        """Return the dims of the result that are an operand's free dims."""
         batch, left = len(self.batch[0]), len(self.free(0))
         start = batch + (left if side else 0)
         return tuple(range(start, start + len(self.free(side))))
@@ -167,7 +173,16 @@ class _Dims:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """All that is static about a dot. `specs` are the operands' over Explicit mesh axes, None where there are none."""
+    """The static part of a dot.
+
+    Attributes:
+      dims: Of both operands.
+      bits: 4 to 8.
+      dtype: Of the result.
+      dtypes: Of the operands; None for a quantized one.
+      out_sharding: Of the result.
+      specs: Of the operands, if the mesh has Explicit axes; else None.
+    """
 
     dims: _Dims
     bits: int
@@ -178,52 +193,64 @@ class _Call:
 
 
 def _explicit_spec(x: Any) -> PartitionSpec | None:
-    """Return the spec in an array's type where mesh axes are Explicit: its gradient must lie so too."""
+    """Return the spec in an array's type over Explicit mesh axes, which its gradient must have."""
     sharding = jax.typeof(x).sharding
     return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
-def _common(lhs: Any, rhs: Any) -> Any:
+def _promoted(lhs: Any, rhs: Any) -> Any:
     if rhs is None:
         return lhs.dtype
     try:
         return jnp.result_type(lhs, rhs)
     except ValueError as error:
-        what = f"a dot of {lhs.dtype} with {rhs.dtype}, which JAX promotes to nothing"
+        what = (
+            f"a dot of {lhs.dtype} with {rhs.dtype}, which JAX does not promote to a common dtype"
+        )
         raise LayerError(what, fix="pass preferred_element_type=, or cast an operand") from error
 
 
 def _checked(rhs: Quantized, contract: Sequence[int]) -> Quantized:
-    """Return a stored operand with its integers as int8."""
+    """Return a quantized operand, with its integers as int8."""
     value, scale = jnp.asarray(rhs.value), jnp.asarray(rhs.scale)
-    fix = f"quantise(x, shared={tuple(contract)})"
-    # Wider integers would overflow the sum, floats would be cut to integers in it.
+    fix = f"quantize(x, shared={tuple(contract)})"
+    # Wider integers would overflow the sum, and floats would be truncated in it.
     if not (
         jnp.issubdtype(value.dtype, jnp.signedinteger)
         and jax.dtypes.itemsize_bits(value.dtype) <= MAX_BITS
     ):
-        what = f"the quantised operand holds {value.dtype}: this dot multiplies signed integers of {MAX_BITS} bits or fewer"
-        raise LayerError(what, fix=f"{fix}, or value * scale and a dot of floats")
+        raise LayerError(
+            f"the quantized operand holds {value.dtype}, and this dot multiplies signed integers "
+            f"of {MAX_BITS} bits or fewer",
+            fix=f"pass {fix}, or value * scale to a dot of floats",
+        )
     if rhs.zero_point is not None:
         raise LayerError(
-            "the quantised operand has zero points, this dot is symmetric",
-            fix="quantise(x, shared=...) makes none",
+            "the quantized operand has zero points, and this dot is symmetric",
+            fix="pass quantize(x, shared=...), which has none",
         )
     if not jnp.issubdtype(scale.dtype, jnp.floating):
         raise LayerError(
-            f"the scales of the quantised operand are {scale.dtype}, not floats", fix=fix
+            f"the scales of the quantized operand are {scale.dtype}, not floats", fix=f"pass {fix}"
         )
     if scale.ndim != value.ndim:
         raise LayerError(
-            f"scales of shape {scale.shape} for a quantised operand of shape {value.shape}", fix=fix
+            f"scales of shape {scale.shape} for a quantized operand of shape {value.shape}",
+            fix=f"pass {fix}",
         )
     wrong = [dim for dim in contract if scale.shape[dim] != 1]
     if wrong:
-        what = f"the scales of the quantised operand, of shape {scale.shape}, differ along dim {wrong[0]}, which is contracted"
-        raise LayerError(what, fix=fix)
-    if any(one not in (1, size) for one, size in zip(scale.shape, value.shape, strict=True)):
-        what = f"scales of shape {scale.shape} for a quantised operand of shape {value.shape}"
-        raise LayerError(what, fix=f"{fix}: one scale along a dim, or one each")
+        raise LayerError(
+            f"the scales of the quantized operand, of shape {scale.shape}, differ along dim "
+            f"{wrong[0]}, which is contracted",
+            fix=f"pass {fix}",
+        )
+    sizes = zip(scale.shape, value.shape, strict=True)
+    if any(scales not in (1, values) for scales, values in sizes):
+        raise LayerError(
+            f"scales of shape {scale.shape} for a quantized operand of shape {value.shape}",
+            fix=f"pass {fix}: along a dim there is one scale, or one per element",
+        )
     return Quantized(value=value.astype(jnp.int8), scale=scale)
 
 
@@ -233,9 +260,9 @@ def _dot(lhs: Any, rhs: Any, call: _Call) -> Any:
 
 
 def _forward(lhs: Any, rhs: Any, call: _Call) -> tuple[Any, tuple[Quantized, Quantized]]:
-    left = quantise(lhs, shared=call.dims.contract[0], bits=call.bits)
-    right = quantise(rhs, shared=call.dims.contract[1], bits=call.bits)
-    return _dot_quantised(left, right, call), (left, right)
+    left = quantize(lhs, shared=call.dims.contract[0], bits=call.bits)
+    right = quantize(rhs, shared=call.dims.contract[1], bits=call.bits)
+    return _dot_quantized(left, right, call), (left, right)
 
 
 def _backward(call: _Call, kept: tuple[Quantized, Quantized], g: Any) -> tuple[Any, Any]:
@@ -252,8 +279,8 @@ def _dot_stored(lhs: Any, rhs: Quantized, call: _Call) -> Any:
 
 
 def _forward_stored(lhs: Any, rhs: Quantized, call: _Call) -> tuple[Any, Quantized]:
-    left = quantise(lhs, shared=call.dims.contract[0], bits=call.bits)
-    return _dot_quantised(left, rhs, call), rhs
+    left = quantize(lhs, shared=call.dims.contract[0], bits=call.bits)
+    return _dot_quantized(left, rhs, call), rhs
 
 
 def _backward_stored(call: _Call, rhs: Quantized, g: Any) -> tuple[Any, None]:
@@ -263,17 +290,22 @@ def _backward_stored(call: _Call, rhs: Quantized, g: Any) -> tuple[Any, None]:
 _dot_stored.defvjp(_forward_stored, _backward_stored)
 
 
-def _dot_quantised(left: Quantized, right: Quantized, call: _Call) -> Any:
+def _dot_quantized(left: Quantized, right: Quantized, call: _Call) -> Any:
     total = _integer_dot(left.value, right.value, call.dims, call.out_sharding)
     spec = call.out_sharding
-    scales = _lying(_beside(left.scale, 0, call.dims), spec) * _lying(
-        _beside(right.scale, 1, call.dims), spec
+    scales = _placed(_like_result(left.scale, 0, call.dims), spec) * _placed(
+        _like_result(right.scale, 1, call.dims), spec
     )
     return (total.astype(scales.dtype) * scales).astype(call.dtype)
 
 
-def _lying(scale: Any, spec: Any) -> Any:
-    """Lay scales as the result that they multiply, where that is said: they lie as their operand did, which may conflict."""
+def _placed(scale: Any, spec: Any) -> Any:
+    """Reshard scales like the result that they multiply; their own sharding may conflict with it.
+
+    Args:
+      scale: Of the rank of the result.
+      spec: Sharding of the result. None: JAX decides.
+    """
     if spec is None:
         return scale
     entries = (spec.spec if isinstance(spec, NamedSharding) else spec).partitions
@@ -288,8 +320,8 @@ def _lying(scale: Any, spec: Any) -> Any:
     )
 
 
-def _beside(scale: Any, side: int, dims: _Dims) -> Any:
-    """Lay an operand's scales beside the result: batch dims, left's free dims, right's free dims."""
+def _like_result(scale: Any, side: int, dims: _Dims) -> Any:
+    """Return an operand's scales with the dims of the result: batch, left's free, right's free."""
     order = (*dims.batch[side], *dims.free(side), *dims.contract[side])
     kept = len(order) - len(dims.contract[side])
     moved = jax.lax.squeeze(jax.lax.transpose(scale, order), tuple(range(kept, len(order))))
@@ -299,20 +331,29 @@ def _beside(scale: Any, side: int, dims: _Dims) -> Any:
 
 
 def _gradient(g: Any, other: Quantized, side: int, call: _Call) -> Any:
-    """Return the cotangent of one operand, from that of the result and the other operand."""
+    """Return the cotangent of one operand, given that of the result and the other operand.
+
+    Args:
+      g: Cotangent of the result.
+      other: The other operand, quantized.
+      side: 0 for left, 1 for right.
+      call: The dot.
+    """
     dims = call.dims
-    # The other's scales lie along the dims that are contracted now, so they go into g; its integers are used as they are.
-    scaled = g.astype(_wide(jnp.promote_types(_wide(g.dtype), _wide(other.scale.dtype)))) * _beside(
-        other.scale, 1 - side, dims
-    )
+    # The dims of the other operand's scales are contracted now, so the scales go into g. Its
+    # integers are used as they are.
+    scaled = g.astype(
+        _wide(jnp.promote_types(_wide(g.dtype), _wide(other.scale.dtype)))
+    ) * _like_result(other.scale, 1 - side, dims)
     batch = tuple(range(len(dims.batch[0])))
     back = _Dims(
-        contract=(dims.placed(1 - side), dims.free(1 - side)),
+        contract=(dims.in_result(1 - side), dims.free(1 - side)),
         batch=(batch, dims.batch[1 - side]),
         ranks=(g.ndim, dims.ranks[1 - side]),
     )
-    quantised = quantise(scaled, shared=back.contract[0], bits=call.bits)
-    # What is free of the other operand now are the dims that it was contracted over, in their order there.
+    quantized = quantize(scaled, shared=back.contract[0], bits=call.bits)
+    # The free dims of the other operand are now those that the forward dot contracted, in its own
+    # order.
     contracted = dims.contract[1 - side]
     meets = [dims.contract[side][contracted.index(dim)] for dim in sorted(contracted)]
     order = (*dims.batch[side], *dims.free(side), *meets)
@@ -322,17 +363,19 @@ def _gradient(g: Any, other: Quantized, side: int, call: _Call) -> Any:
         if spec is None
         else PartitionSpec(*[(*spec.partitions, *[None] * len(order))[dim] for dim in order])
     )
-    total = _integer_dot(quantised.value, other.value, back, sharding)
-    grad = total.astype(quantised.scale.dtype) * _lying(_beside(quantised.scale, 0, back), sharding)
+    total = _integer_dot(quantized.value, other.value, back, sharding)
+    grad = total.astype(quantized.scale.dtype) * _placed(
+        _like_result(quantized.scale, 0, back), sharding
+    )
     return jax.lax.transpose(grad, [order.index(dim) for dim in range(len(order))]).astype(
         call.dtypes[side]
     )
 
 
 def _integer_dot(left: Any, right: Any, dims: _Dims, out_sharding: Any) -> Any:
-    """Sum products of int8: exactly in int32, or in float32 where so many products could overflow that.
+    """Sum products of int8: exactly in int32, or in float32 if so many products could overflow.
 
-    A stored operand may hold −128, what is quantised here at most ±127.
+    A quantized operand of the caller may hold −128; `quantize` returns at most ±127.
     """
     products = math.prod(left.shape[dim] for dim in dims.contract[0])
     exact = products * _largest(MAX_BITS) * 2 ** (MAX_BITS - 1) <= jnp.iinfo(jnp.int32).max

@@ -1,4 +1,4 @@
-"""A quantised dot as a flax module, which keeps the integers of its right operand in a collection. Imports flax."""
+"""A quantized dot as a flax module that stores its right operand in a collection. Imports flax."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any, Final
 import flax.linen
 
 from shardwright.errors import LayerError
-from shardwright.layers.quantized_dot import DimensionNumbers, quantise, quantised_dot_general
+from shardwright.layers.quantized_dot import DimensionNumbers, quantize, quantized_dot_general
 from shardwright.trees.factored_weights import Quantized
 
-COLLECTION: Final = "quantised"
+COLLECTION: Final = "quantized"
 
-# Alike for type checkers with and without flax.
+# Any, so that type checkers give the same result with and without flax.
 _Module: Any = flax.linen.Module
 _compact: Any = flax.linen.compact
 
 
-class QuantisedDotGeneral(_Module):  # type: ignore[misc]
-    """`jax.lax.dot_general` on integers whose right operand is stored quantised.
+class QuantizedDotGeneral(_Module):  # type: ignore[misc]
+    """`jax.lax.dot_general` on integers, with a right operand that is stored quantized.
 
     Attributes:
       bits: 4 to 8.
-      convert: quantise the right operand and store it; else use what is stored.
+      convert: Quantize the right operand and store it. Otherwise the stored one is used.
     """
 
     bits: int
@@ -38,13 +38,13 @@ class QuantisedDotGeneral(_Module):  # type: ignore[misc]
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> Any:
-        """Compute it. `precision` has no meaning for integers.
+        """Compute the dot. `precision` has no meaning for integers.
 
         Raises:
-          LayerError: nothing is stored, it has another shape, or `convert` may not store it.
+          LayerError: Nothing is stored, it has another shape, or the collection is not mutable.
         """
         rhs = self._stored(rhs, dimension_numbers[0][1])
-        return quantised_dot_general(
+        return quantized_dot_general(
             lhs,
             rhs,
             dimension_numbers,
@@ -58,17 +58,20 @@ class QuantisedDotGeneral(_Module):  # type: ignore[misc]
         write = self.convert or self.is_initializing()
         if write and not self.is_mutable_collection(COLLECTION):
             raise LayerError(
-                "convert stores quantised weights",
+                "convert stores quantized weights",
                 path=place,
                 fix=f'model.apply(variables, x, mutable=["{COLLECTION}"])',
             )
         if not write and not self.has_variable(COLLECTION, "value"):
-            fix = f'store them with mode="convert": _, stored = model.apply(variables, x, mutable=["{COLLECTION}"])'
+            fix = (
+                'store them with mode="convert": _, stored = model.apply(variables, x, '
+                f'mutable=["{COLLECTION}"])'
+            )
             raise LayerError(
-                f"no quantised weights in the collection {COLLECTION!r}", path=place, fix=fix
+                f"no quantized weights in the collection {COLLECTION!r}", path=place, fix=fix
             )
         fresh = (
-            quantise(rhs, shared=contract, bits=self.bits)
+            quantize(rhs, shared=contract, bits=self.bits)
             if write
             else Quantized(value=None, scale=None)
         )

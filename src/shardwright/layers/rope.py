@@ -13,11 +13,12 @@ from shardwright.errors import LayerError, Problem, RankMismatchError, raise_pro
 
 
 def rope(x: jax.Array, positions: Any, *, theta: float = 10_000.0) -> jax.Array:
-    """Rotate queries or keys by the positions of their tokens (Su et al. 2021), in float32; return them in their own dtype.
+    """Rotate queries or keys by the positions of their tokens (Su et al. 2021).
 
-    Element i of the first half of a head and element i of its second half are one point, turned by
-    `position * theta ** (-2i / head_dim)`. Every token goes by its own position, so it serves permuted sequences, packed ones and
-    those that go on after a cache alike; nothing is sent, however `x` is sharded over batch, length and heads.
+    Element i of the first half of a head and element i of its second half are a point, rotated by
+    the angle `position * theta ** (-2i / head_dim)`, in float32. Every token has its own position,
+    so sequences may be permuted, packed, or continue a cache. Nothing is sent, if `x` is sharded
+    over batch, length or heads.
 
     >>> rope(jnp.ones((1, 2, 1, 2)), jnp.array([[0, 3]]))[0, :, 0].round(2)
     Array([[ 1.  ,  1.  ],
@@ -25,13 +26,17 @@ def rope(x: jax.Array, positions: Any, *, theta: float = 10_000.0) -> jax.Array:
 
     Args:
       x: `[batch, length, heads, head_dim]`, as attention takes them.
-      positions: `[batch, length]` integers, or `[1, length]` for all sequences alike. A negative one is no token: its row is
-        rotated as at position 0, and attention does not look at it.
-      theta: the base of the frequencies.
+      positions: `[batch, length]` integers, or `[1, length]` if all sequences have the same. A
+        negative position marks padding: the row is rotated as at position 0, and attention ignores
+        it.
+      theta: Base of the frequencies.
+
+    Returns:
+      An array like `x`.
 
     Raises:
-      RankMismatchError: shapes that do not go together, or an odd `head_dim`; all of it at once.
-      LayerError: positions that are no integers, or `theta` not above 0.
+      RankMismatchError: Shapes do not fit each other, or `head_dim` is odd; all problems at once.
+      LayerError: Positions are not integers, or `theta` is not positive.
     """
     raise_problems(_problems(x, positions, theta))
     half = x.shape[-1] // 2
@@ -47,34 +52,38 @@ def rope(x: jax.Array, positions: Any, *, theta: float = 10_000.0) -> jax.Array:
 
 
 def _problems(x: Any, positions: Any, theta: Any) -> list[Problem]:
-    shape, where = np.shape(x), np.shape(positions)
-    found = []
+    shape, given = np.shape(x), np.shape(positions)
+    problems = []
     if len(shape) != 4 or shape[-1] % 2:
-        fix = "pass queries or keys as [batch, length, heads, head_dim], of an even head_dim"
-        found.append(
+        fix = "pass queries or keys as [batch, length, heads, head_dim], with an even head_dim"
+        problems.append(
             Problem(error=RankMismatchError, what=f"it has shape {shape}", path="x", fix=fix)
         )
-    elif len(where) != 2 or where[1] != shape[1] or where[0] not in (1, shape[0]):
-        fix = f"pass {shape[:2]}, one per token, or {(1, shape[1])}; attention.next_positions gives those after a cache"
-        found.append(
+    elif len(given) != 2 or given[1] != shape[1] or given[0] not in (1, shape[0]):
+        fix = (
+            f"pass shape {shape[:2]}, one per token, or {(1, shape[1])}; attention.next_positions "
+            "returns those that follow a cache"
+        )
+        problems.append(
             Problem(
                 error=RankMismatchError,
-                what=f"shape {where}, and x has {shape}",
+                what=f"it has shape {given}, and x has {shape}",
                 path="positions",
                 fix=fix,
             )
         )
     dtype = getattr(positions, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        what = f"it is {type(positions).__name__ if dtype is None else dtype}, not an array of integers"
-        found.append(Problem(error=LayerError, what=what, path="positions", fix="pass int32"))
+        given_type = type(positions).__name__ if dtype is None else dtype
+        what = f"it is {given_type}, not an array of integers"
+        problems.append(Problem(error=LayerError, what=what, path="positions", fix="pass int32"))
     if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
-        found.append(
+        problems.append(
             Problem(
                 error=LayerError,
                 what=f"theta={theta!r}",
                 path="theta",
-                fix="pass a number above 0, such as 10_000.0",
+                fix="pass a positive number, such as 10_000.0",
             )
         )
-    return found
+    return problems

@@ -13,7 +13,7 @@ import pytest
 import shardwright as sw
 from shardwright.interop import fjformer
 from shardwright.interop.easydel import get_dot_general_by_bits
-from shardwright.layers import quantise, quantised_dot_general
+from shardwright.layers import quantize, quantized_dot_general
 from shardwright.testing import cpu_mesh
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -33,7 +33,7 @@ def test_train_without_flax(bits: int) -> None:
         jax.random.normal(jax.random.key(1), (8, 5)),
     )
     np.testing.assert_array_equal(
-        made()(x, y, MATMUL, precision=None), quantised_dot_general(x, y, MATMUL, bits=bits)
+        made()(x, y, MATMUL, precision=None), quantized_dot_general(x, y, MATMUL, bits=bits)
     )
     assert made()(x, y, MATMUL, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
 
@@ -90,7 +90,7 @@ def test_serve_without_flax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "shardwright.layers.quantized_module", raising=False)
     with pytest.raises(
         sw.LayerError,
-        match=r"flax is not installed\n  fix   pip install flax; without it, quantise\(w",
+        match=r"flax is not installed\n  fix   pip install flax; without it, quantize\(w",
     ):
         get_dot_general_by_bits(8, "serve")["dot_general_cls"]()
 
@@ -163,7 +163,7 @@ def test_nnx_layer() -> None:
 
 def converted(bits: int = 8) -> tuple[Any, Any, Any]:
     variables = model(None).init(jax.random.key(0), X)
-    y, stored = model(bits, "convert").apply(variables, X, mutable=["quantised"])
+    y, stored = model(bits, "convert").apply(variables, X, mutable=["quantized"])
     return variables, stored, y
 
 
@@ -174,8 +174,8 @@ def test_convert_then_serve() -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path(stored)[0]
     }
     assert sorted(name.rsplit("[")[-1] for name in leaves) == ["'scale']"] * 3 + ["'value']"] * 3
-    first = stored["quantised"]["layers_0"]["QuantisedDotGeneral_0"]
-    expected = quantise(variables["params"]["layers_0"]["kernel"], shared=(0,))
+    first = stored["quantized"]["layers_0"]["QuantizedDotGeneral_0"]
+    expected = quantize(variables["params"]["layers_0"]["kernel"], shared=(0,))
     np.testing.assert_array_equal(first["value"], expected.value)
     np.testing.assert_array_equal(first["scale"], expected.scale)
     assert first["value"].dtype == jnp.int8
@@ -208,7 +208,7 @@ def test_serve_sharded_equals_unsharded() -> None:
         return jax.device_put(leaf, jax.NamedSharding(mesh, spec))
 
     placed = jax.tree.map(place, {**variables, **stored})
-    assert placed["quantised"]["layers_0"]["QuantisedDotGeneral_0"]["value"].sharding.spec == jax.P(
+    assert placed["quantized"]["layers_0"]["QuantizedDotGeneral_0"]["value"].sharding.spec == jax.P(
         "tp"
     )
     x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("dp")))
@@ -229,14 +229,14 @@ def test_serve_without_stored_kernels() -> None:
     variables, stored, _ = converted()
     with pytest.raises(
         sw.LayerError,
-        match=r"layers_0/QuantisedDotGeneral_0: no quantised weights in the collection 'quantised'",
+        match=r"layers_0/QuantizedDotGeneral_0: no quantized weights in the collection 'quantized'",
     ):
         model(8, "serve").apply(variables, X)
     with pytest.raises(
         sw.LayerError,
         match=(
-            r"convert stores quantised weights\n  fix   model.apply\(variables, x, "
-            r"mutable=\[.quantised.\]\)"
+            r"convert stores quantized weights\n  fix   model.apply\(variables, x, "
+            r"mutable=\[.quantized.\]\)"
         ),
     ):
         model(8, "convert").apply(variables, X)

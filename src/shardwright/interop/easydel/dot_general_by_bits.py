@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Final
 
 from shardwright.errors import LayerError, did_you_mean
-from shardwright.layers.quantized_dot import DimensionNumbers, check_bits, quantised_dot_general
+from shardwright.layers.quantized_dot import DimensionNumbers, check_bits, quantized_dot_general
 
 _MODES: Final = ("train", "serve", "eval", "convert")
 
@@ -30,8 +30,8 @@ class TrainDotGeneral:
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> Any:
-        """Compute the product; see `quantised_dot_general`. `precision` is ignored for integers."""
-        return quantised_dot_general(
+        """Compute the product; see `quantized_dot_general`. `precision` is ignored for integers."""
+        return quantized_dot_general(
             lhs,
             rhs,
             dimension_numbers,
@@ -58,17 +58,17 @@ class DotGeneralClass:
         if self.mode == "train":
             return TrainDotGeneral(bits=self.bits)
         try:
-            from shardwright.layers.quantized_module import QuantisedDotGeneral
+            from shardwright.layers.quantized_module import QuantizedDotGeneral
         except ModuleNotFoundError as error:
             fix = (
-                "pip install flax; without it, quantise(w, shared=...) once and "
-                "quantised_dot_general(x, quantised, ...)"
+                "pip install flax; without it, quantize(w, shared=...) once and "
+                "quantized_dot_general(x, quantized, ...)"
             )
             raise LayerError(
                 f"mode {self.mode!r} keeps weights in a flax module, and flax is not installed",
                 fix=fix,
             ) from error
-        return QuantisedDotGeneral(bits=self.bits, convert=self.mode == "convert")
+        return QuantizedDotGeneral(bits=self.bits, convert=self.mode == "convert")
 
 
 def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dict[str, Any]:
