@@ -72,7 +72,7 @@ def read_group(spec: CacheSpec, group: int | None) -> int:
 
 
 def integers(name: str, values: Any, *, size: int | None = None, per: str = "slot") -> Any:
-    """Return `[n]` int32. Values beyond 32 bits become the nearest int32, so they stay out of range.
+    """Return `[n]` int32. Values beyond 32 bits become the nearest int32: they stay out of range.
 
     Args:
       name: Of the argument.
@@ -124,8 +124,8 @@ def _dim(array: Any, dim: int) -> int:
 
 
 _LAYOUTS = {
-    "k": "keys are [batch, q_length, kv_heads, head_dim], with the sizes of the cache and a q_length "
-    "of at least 1",
+    "k": "keys are [batch, q_length, kv_heads, head_dim], with the sizes of the cache and a "
+    "q_length of at least 1",
     "v": "values are [batch, q_length, kv_heads, v_dim], with the sizes of the cache and the "
     "q_length of k",
     "valid": "pass one bool per token: [batch, q_length]",

@@ -1,15 +1,15 @@
 """The interface of every KV cache, and the entry of every operation.
 
-A slot is a row of the batch: room for one sequence. Position p of a sequence is its p-th token, from 0.
-A slot holds the positions below its `length`; a ring holds those from its `start` on. Nothing else says
-which rows are valid.
+A slot is a row of the batch: room for one sequence. Position p of a sequence is its p-th token,
+from 0. A slot holds the positions below its `length`; a ring holds those from its `start` on.
+Nothing else says which rows are valid.
 
-Rows are written by scatters that drop what is out of range: no token is clamped, shifted or written over
-another one. What cannot be done is refused per slot, as a value in the `Change` that every operation
-returns. All of it runs inside `jit` and outside.
+Rows are written by scatters that drop what is out of range: no token is clamped, shifted or written
+over another one. What cannot be done is refused per slot, as a value in the `Change` that every
+operation returns. All of it runs inside `jit` and outside.
 
-A public method here checks its arguments and calls `operate` with the private method of the same name.
-Subclasses implement the private methods, which are traced.
+A public method here checks its arguments and calls `operate` with the private method of the same
+name. Subclasses implement the private methods, which are traced.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class View:
     """What attention reads: the arrays of the cache, not copies.
 
     Attributes:
-      k: `[batch, rows, kv_heads, head_dim]`; of a paged cache `[pages, page_size, kv_heads, head_dim]`.
+      k: `[batch, rows, kv_heads, head_dim]`; of a paged cache `[pages, page_size, kv_heads,
+        head_dim]`.
       v: Likewise, with v_dim.
       positions: `[batch, rows]` int32, -1 for an empty row. `[1, rows]` if all slots share the same
         positions and only `lengths` says which rows are valid. None for a paged cache.
@@ -131,7 +132,7 @@ class KVCache(abc.ABC):
         return self._sharding.placed(self.buffers, self.buffer_axes)
 
     def axes(self) -> Self:
-        """Return a cache whose arrays are replaced by their annotations, for the role activation."""
+        """Return the annotations in a cache of the same structure, for the role activation."""
         annotations: dict[str, Any] = self.array_axes
         return dataclasses.replace(self, **annotations)
 
@@ -203,9 +204,9 @@ class KVCache(abc.ABC):
 
         Args:
           parents: `[batch]` int, slots.
-          group: Size of the aligned groups of slots that contain both a slot and its parent, such as
-            the number of beams. If a group is on one shard of the batch, nothing is sent. A parent
-            outside its group is refused. Defaults to the whole batch.
+          group: Size of the aligned groups of slots that contain both a slot and its parent, such
+            as the number of beams. If a group is on one shard of the batch, nothing is sent. A
+            parent outside its group is refused. Defaults to the whole batch.
         """
         group = arguments.read_group(self.spec, group)
         parents = arguments.integers("parents", parents, size=self.batch)

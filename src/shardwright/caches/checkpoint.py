@@ -44,8 +44,8 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
       path: Of the directory, which must not exist.
 
     Raises:
-      CacheError: The path exists, the call is inside a trace, the class of the cache is unknown, its
-        arrays are deleted, or orbax is not installed.
+      CacheError: The path exists, the call is inside a trace, the class of the cache is unknown,
+        its arrays are deleted, or orbax is not installed.
     """
     orbax, directory = _import_orbax(), _directory(path)
     arrays = _check_saveable(cache)
@@ -116,8 +116,8 @@ def restore(
       mode: Runtime mode. Defaults to the manager's, then to that of the saved cache.
 
     Raises:
-      CacheError: There is no cache at the path, or it cannot be read; it differs from `like` in kind,
-        sizes or policy; the call is inside a trace; or orbax is not installed.
+      CacheError: There is no cache at the path, or it cannot be read; it differs from `like` in
+        kind, sizes or policy; the call is inside a trace; or orbax is not installed.
       ShardingError: The rules do not fit the sizes.
     """
     if like is not None and (manager is not None or mode is not None):
@@ -200,8 +200,9 @@ def _directory(path: str | os.PathLike[str]) -> str:
 def _staged(directory: str) -> Iterator[str]:
     """Give a new path beside a directory, and rename it to the directory at the end.
 
-    The path is new each time, because an earlier save that failed may still be writing to its own. Several
-    processes have to write to one path, and buckets cannot rename: then orbax itself stages the files.
+    The path is new each time, because an earlier save that failed may still be writing to its own.
+    Several processes have to write to one path, and buckets cannot rename: then orbax itself stages
+    the files.
     """
     if "://" in directory or jax.process_count() > 1:
         yield directory

@@ -44,9 +44,9 @@ def init(
 ) -> Any:
     """Create an empty cache, already sharded.
 
-    Under an ambient manager the arrays are created with the sharding that (BATCH, KV_LENGTH, KV_HEAD,
-    KV_HEAD_DIM) resolves to in the mode, so no device ever holds the whole cache. Every operation keeps
-    that sharding. Without a manager the cache is not sharded.
+    Under an ambient manager the arrays are created with the sharding that (BATCH, KV_LENGTH,
+    KV_HEAD, KV_HEAD_DIM) resolves to in the mode, so no device ever holds the whole cache. Every
+    operation keeps that sharding. Without a manager the cache is not sharded.
 
     Args:
       kind: "dense", "sliding", "quantized" or "paged".
@@ -58,12 +58,13 @@ def init(
       dtype: Of keys and values.
       overflow: "report", "ring" or "error", see `Overflow`. Defaults to "report"; for a sliding
         cache to "ring".
-      window: Positions that attention sees, including the query's own. Defaults to all; for a ring to
-        the capacity.
+      window: Positions that attention sees, including the query's own. Defaults to all; for a ring
+        to the capacity.
       order: Which row holds which position. Defaults to one after the other.
       mode: Runtime mode whose sharding the arrays get. Defaults to the manager's.
-      **options: Of the kind. For a quantized cache `stored`, the dtype of its rows ("int8" by default).
-        For a paged cache `page_size`, the rows of a page, and `pages`, the size of the pool.
+      **options: Of the kind. For a quantized cache `stored`, the dtype of its rows ("int8" by
+        default). For a paged cache `page_size`, the rows of a page, and `pages`, the size of the
+        pool.
 
     Raises:
       CacheError: Invalid sizes or options.
@@ -72,15 +73,16 @@ def init(
     cache_kind = _find_kind(kind)
     _check_options(kind, cache_kind, options)
     manager = context.current()
-    policy = _parse_overflow(overflow, cache_kind.overflow)
+    if capacity is None:
+        capacity = window
     spec = CacheSpec(
         batch=batch,
-        capacity=window if capacity is None and window is not None else capacity,  # type: ignore[arg-type]  # checked below
+        capacity=capacity,  # type: ignore[arg-type]  # checked below
         kv_heads=kv_heads,
         head_dim=head_dim,
         v_dim=head_dim if v_dim is None else v_dim,
         dtype=_parse_dtype(dtype),
-        overflow=policy,
+        overflow=_parse_overflow(overflow, cache_kind.overflow),
         order=RowOrder() if order is None else order,
         window=window,
         mode=_mode(mode, manager),

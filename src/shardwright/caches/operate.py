@@ -1,4 +1,4 @@
-"""Run an operation on a cache: compile it outside `jit`, and raise what the cache's policy wants raised."""
+"""Run an operation on a cache: compile it outside `jit`, raise refusals if the policy says so."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def operate(
     if traced:
         change = operation(cache, *arrays, **static)
     else:
-        # Compiled even here: a shard_map on its own is traced and compiled again by every eager call.
+        # Compiled even here: a shard_map on its own is traced and compiled again by every eager
+        # call.
         change = _jitted(operation, tuple(sorted(static.items())), cache, *arrays)
     if overflow is not Overflow.ERROR:
         return change

@@ -20,7 +20,8 @@ def positions_of_rows(spec: CacheSpec, length: jax.Array, start: jax.Array | Non
     Args:
       spec: Of the cache.
       length: `[batch]` int32.
-      start: `[batch]` int32, the first position that a slot of a ring still holds. None: not a ring.
+      start: `[batch]` int32, the first position that a slot of a ring still holds. None: not a
+        ring.
 
     Returns:
       For a ring `[batch, capacity]` int32, -1 for an empty row. Otherwise `[1, capacity]`: the same
@@ -35,7 +36,7 @@ def positions_of_rows(spec: CacheSpec, length: jax.Array, start: jax.Array | Non
 
 
 def first_needed(spec: CacheSpec, length: jax.Array) -> jax.Array:
-    """Return the first position that a query at each length can see: 0, or the start of the window."""
+    """Return the first position that a query at each length sees: 0, or the start of the window."""
     if not spec.is_ring:
         return jnp.zeros_like(length)
     window = spec.capacity if spec.window is None else spec.window

@@ -1,7 +1,7 @@
 """Keys and values in 8 bits, with a float32 scale per token and head: half the bytes of bfloat16.
 
-A row is quantized once, when it is written: later tokens do not change it. Attention reads the rows as they
-are and multiplies its logits and weights by the scales (`k_scale`, `v_scale`).
+A row is quantized once, when it is written: later tokens do not change it. Attention reads the rows
+as they are and multiplies its logits and weights by the scales (`k_scale`, `v_scale`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Quantized:
 
 
 def quantize(x: jax.Array, dtype: Any = "int8") -> Quantized:
-    """Round rows to 8 bits. The scale of a row is its largest magnitude divided by the dtype's largest.
+    """Round rows to 8 bits. A row's scale is its largest magnitude divided by the dtype's largest.
 
     In int8 the error of an element is at most half a scale (1/254 of the row's largest element). In
     float8_e4m3fn it is at most 1/16 of the element, in float8_e5m2 1/8, unless the quotient is

@@ -1,8 +1,8 @@
 """Why an operation leaves a slot unchanged: the codes, and the array functions that compute them.
 
-Some operations name slots: entry i of an `[n]` argument names slot `slots[i]`. `named`, `[n, batch]` bool,
-says which entry names which slot. It is used instead of indexing, because a number out of range then
-names no slot, and because the result does not depend on how the batch is sharded.
+Some operations name slots: entry i of an `[n]` argument names slot `slots[i]`. `named`, `[n,
+batch]` bool, says which entry names which slot. It is used instead of indexing, because a number
+out of range then names no slot, and because the result does not depend on how the batch is sharded.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def at_named(named: jax.Array, values: jax.Array) -> jax.Array:
 def set_named(
     old: jax.Array, named: jax.Array, done: jax.Array, values: jax.Array | int
 ) -> jax.Array:
-    """Return `[batch]` int32: the values of the entries at the slots that they name, else the old ones.
+    """Return `[batch]` int32: the values of entries at the slots that they name, else the old ones.
 
     Args:
       old: `[batch]` int32.

@@ -1,4 +1,4 @@
-"""Reshard a cache for another mode, such as from prefill to decode, with the collectives that send least."""
+"""Reshard a cache for another mode, as from prefill to decode, with the fewest bytes sent."""
 
 from __future__ import annotations
 
@@ -125,24 +125,26 @@ def reshard(
     manager: PartitionManager | None = None,
     donate: bool = False,
 ) -> C:
-    """Return a cache with the same content and the sharding of another mode, which operations then keep.
+    """Return a cache with the same content and the sharding of another mode.
 
-    On the same mesh this takes the collectives that send least; `plan_reshard` shows them. To another mesh,
-    and from arrays that are not sharded, JAX copies. Call it once between prefill and decode, never inside
-    a layer.
+    Operations on it keep that sharding.
+
+    On the same mesh this takes the collectives that send least; `plan_reshard` shows them. To
+    another mesh, and from arrays that are not sharded, JAX copies. Call it once between prefill and
+    decode, never inside a layer.
 
     Args:
       cache: Of any kind.
       mode: Runtime mode. Defaults to the manager's.
-      manager: Gives the rules and the mesh. Defaults to the ambient one, which the operations on the
-        new cache need.
+      manager: Gives the rules and the mesh. Defaults to the ambient one, which the operations on
+        the new cache need.
       donate: Free the memory of the old cache. If the meshes have devices in common, JAX may share
         arrays that stay; these are freed with their last reference. Inside `jit`, donate the
         cache there instead.
 
     Raises:
-      CacheError: No mode, no manager, an abstract mesh, another mesh inside a trace, or an order of rows
-        for another number of shards.
+      CacheError: No mode, no manager, an abstract mesh, another mesh inside a trace, or an order of
+        rows for another number of shards.
       ShardingError: The rules do not fit the sizes.
     """
     manager, mode = _target(cache, mode, manager)
@@ -278,7 +280,8 @@ def _move(
     if not donate:
         return moved
     for name, array in arrays.items():
-        # XLA keeps a donated array that it cannot write into, such as one with shards of another size.
+        # XLA keeps a donated array that it cannot write into, such as one with shards of another
+        # size.
         if array is not moved[name] and not array.is_deleted():
             array.delete()
     return moved

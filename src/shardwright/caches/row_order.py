@@ -1,4 +1,4 @@
-"""The order of a slot's rows: contiguous, or interleaved in blocks so that the shards of the rows fill evenly."""
+"""The order of a slot's rows: contiguous, or interleaved so that their shards fill evenly."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T", int, jax.Array)
 class RowOrder:
     """A static permutation of a slot's rows.
 
-    Contiguous: row r of a slot holds position r, so decoding fills one shard after the other. Interleaved:
-    blocks of `block` positions go to the shards in turn, position p to shard `(p // block) % shards`. Then
-    all shards hold equal parts of a sequence of any length.
+    Contiguous: row r of a slot holds position r, so decoding fills one shard after the other.
+    Interleaved: blocks of `block` positions go to the shards in turn, position p to shard
+    `(p // block) % shards`. Then all shards hold equal parts of a sequence of any length.
 
     Attributes:
       block: Positions that stay together. None: contiguous.

@@ -1,7 +1,7 @@
 """Caches of rows: every slot has rows of its own.
 
-Position p is stored in row p of the slot, in a ring in row p modulo the capacity. Subclasses decide what a
-row stores: keys and values as they are, or quantized ones with their scales.
+Position p is stored in row p of the slot, in a ring in row p modulo the capacity. Subclasses decide
+what a row stores: keys and values as they are, or quantized ones with their scales.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class RowCache(KVCache):
     """A cache whose buffers are `[batch, capacity, ...]`. Subclasses declare the buffers.
 
     Attributes:
-      start: `[batch]` int32, the first position that a slot of a ring still holds. None: not a ring.
+      start: `[batch]` int32, the first position that a slot of a ring still holds. None: not a
+        ring.
     """
 
     start: jax.Array | None = dataclasses.field(metadata=array(BATCH))
@@ -74,8 +75,8 @@ class RowCache(KVCache):
         # A ring takes any number of tokens, until positions exceed 32 bits and would wrap.
         overflows = after < self.length if spec.is_ring else after > spec.capacity
         taken = is_token & ~overflows[:, None]
-        # If a chunk is longer than a ring, only its last rows are written: two writes of one row in one
-        # scatter have no defined order.
+        # If a chunk is longer than a ring, only its last rows are written: two writes of one row in
+        # one scatter have no defined order.
         kept = taken & (new >= after[:, None] - spec.capacity)
         rows = jnp.where(kept, positions.row_of(spec, new), spec.capacity)
         buffers = scatter.append_rows(self._placed_buffers, self.encode(k, v), rows)

@@ -1,8 +1,8 @@
 """The only code that writes rows: scatters that run on the shards, so that only new rows are sent.
 
-An array is `[slots, rows, ...]`; of a paged cache, pages take the place of slots. A row that must not be
-written has a number that is out of range. It is never negative, because JAX wraps negative numbers.
-Each shard writes in place what belongs to its slots and rows.
+An array is `[slots, rows, ...]`; of a paged cache, pages take the place of slots. A row that must
+not be written has a number that is out of range. It is never negative, because JAX wraps negative
+numbers. Each shard writes in place what belongs to its slots and rows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Buffers = dict[str, jax.Array]
 
 
 def append_rows(buffers: PlacedArrays, new: Buffers, rows: jax.Array) -> Buffers:
-    """Return buffers with new rows in every slot. New rows are sent only if they are sharded differently.
+    """Return buffers with new rows in every slot. Nothing is sent but new rows of another sharding.
 
     Args:
       buffers: `[batch, rows, ...]` each.
       new: `[batch, q_length, ...]`, by the same names.
-      rows: `[batch, q_length]` int32, the row that each goes to, each at most once per slot. A number
-        out of range drops the new row.
+      rows: `[batch, q_length]` int32, the row that each goes to, each at most once per slot. A
+        number out of range drops the new row.
     """
     specs = buffers.specs
 

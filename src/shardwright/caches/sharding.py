@@ -1,4 +1,4 @@
-"""How the arrays of a cache are sharded: the manager's specs for its shapes, in the cache's mode."""
+"""How the arrays of a cache are sharded: the manager's specs, in the mode of the cache."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ class CacheSharding:
 
         Args:
           order: Of the rows.
-          axes: The annotation of an array. Without KV_LENGTH it has no rows, and nothing is checked.
+          axes: The annotation of an array. Without KV_LENGTH it has no rows, and nothing is
+            checked.
           shape: Its shape.
 
         Raises:

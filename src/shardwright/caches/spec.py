@@ -31,7 +31,8 @@ class CacheSpec:
       kv_heads: Heads of keys and values.
       head_dim: Size of a key.
       v_dim: Size of a value.
-      dtype: Of the keys and values that callers append. Stored as such, except in a quantized cache.
+      dtype: Of the keys and values that callers append. Stored as such, except in a quantized
+        cache.
       overflow: What happens to tokens that do not fit.
       order: Which row of a slot holds which position.
       window: Positions that attention sees, including the query's own. None: all.

@@ -1,7 +1,8 @@
 """Plan how to reshard an array with the fewest bytes sent: a shortest path from spec to spec.
 
-The partitioner plans one collective at a time. Where none is enough, it gathers the whole array ("involuntary
-full rematerialization"). Here a plan is a sequence of steps, each of which is one of these:
+The partitioner plans one collective at a time. Where none is enough, it gathers the whole array
+("involuntary full rematerialization"). Here a plan is a sequence of steps, each of which is one of
+these:
 
 - an all-to-all moves the last mesh axes of one dimension behind those of another;
 - an all-gather removes the last mesh axes of a dimension;
@@ -71,7 +72,7 @@ class Move:
 def plan_moves(
     source: Dims, target: Dims, *, shape: Sequence[int], itemsize: int, mesh: Mapping[str, int]
 ) -> tuple[Move, ...]:
-    """Return the steps that send the fewest bytes; among those plans, the one with the fewest steps.
+    """Return the steps that send the fewest bytes; among equal plans, the fewest steps.
 
     The search is Dijkstra's algorithm over all specs that divide the shape.
 
@@ -173,8 +174,8 @@ def _permuted(
 ) -> Iterator[Dims]:
     """Yield places whose shards have the same shapes, on other devices.
 
-    They are: the axes of one dimension in another order; and the axes of the target that are in use, with
-    the rest behind those of one dimension.
+    They are: the axes of one dimension in another order; and the axes of the target that are in
+    use, with the rest behind those of one dimension.
     """
     used = {name for axes in place for name in axes}
     ahead = tuple(tuple(name for name in axes if name in used) for axes in target)

@@ -57,7 +57,7 @@ def _permutation(move: Move, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
 def _devices_by_block(
     dims: Dims, mesh_axes: Sequence[str], mesh: Mapping[str, int]
 ) -> dict[tuple[int, ...], int]:
-    """Return which device has each block of the array; a block is its number along every dimension."""
+    """Return the device of each block of the array; a block has a number along every dimension."""
     sizes = [mesh[name] for name in mesh_axes]
     devices = {}
     for device in range(math.prod(sizes)):

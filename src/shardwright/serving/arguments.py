@@ -38,7 +38,7 @@ def check_kinds(
             "model",
             model,
             _is_hashable(model),
-            "pass a hashable model, which is a key of the compiled steps: a function, or a frozen dataclass",
+            "pass a hashable model, a key of the compiled steps: a function, or a frozen dataclass",
         ),
         (
             "shape",
@@ -83,7 +83,7 @@ def _is_manager(manager: Any) -> bool:
 def deleted_weights() -> ServingError:
     """Return the error of weights whose arrays were deleted."""
     return ServingError(
-        "arrays of the weights were deleted, by delete() or by a function that they were donated to",
+        "arrays of the weights were deleted, by delete() or because they were donated",
         path="params",
         fix="keep the arrays while the engine is in use: donate a copy to the training step, or "
         "create another engine with the new weights",

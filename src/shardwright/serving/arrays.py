@@ -1,6 +1,7 @@
 """The arrays of an engine, and the compiled functions that change them.
 
-A call that fails leaves the arrays as they were, or donated: then `is_deleted` tells, and `renew` replaces them.
+A call that fails leaves the arrays as they were, or donated: then `is_deleted` tells, and `renew`
+replaces them.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Setup:
         """Return the manager of a mode as a context manager.
 
         Raises:
-          ServingError: The engine has none, but the caller is under one, which would move all arrays to
-            its mesh.
+          ServingError: The engine has none, but the caller is under one, which would move all
+            arrays to its mesh.
         """
         manager = self.prefill_manager if mode == MODE_PREFILL else self.manager
         if manager is None and context.current() is not None:
@@ -81,7 +82,7 @@ class Setup:
         return contextlib.nullcontext() if manager is None else manager.for_mode(mode)
 
     def create_rows(self) -> Caches:
-        """Create the caches of the prefill batch. With paged slots too, prompts are read into dense rows."""
+        """Create the caches of the prefill batch; with paged slots they are dense."""
         kind, options = ("dense", {}) if self.kind == "paged" else (self.kind, self.options)
         with self.under(MODE_PREFILL), _naming("prefill_rows", self.prefill_rows):
             return steps.create_caches(
@@ -122,7 +123,8 @@ class Arrays:
           sampling: By row.
 
         Returns:
-          `[rows]` int32, the token that would follow each chunk, or a code such as `steps.NO_NUMBER`.
+          `[rows]` int32, the token that would follow each chunk, or a code such as
+          `steps.NO_NUMBER`.
         """
         setup = self._setup
         tokens = np.zeros((setup.prefill_rows, setup.chunk), np.int32)
@@ -286,7 +288,7 @@ def is_deleted(tree: Any) -> bool:
 
 @contextlib.contextmanager
 def _naming(argument: str, size: int) -> Iterator[None]:
-    """If the batch of a cache does not divide over the mesh, name the engine's argument in the error."""
+    """Name the engine's argument in the error that the batch of a cache does not divide."""
     try:
         yield
     except ShardingError as error:

@@ -1,6 +1,4 @@
-"""Continuous batching: prompts are read in chunks, between chunks every slot gets a token, and finished
-requests free their slot immediately.
-"""
+"""Continuous batching: requests share slots, and finished requests free theirs immediately."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ from shardwright.serving.steps import CacheShape, Model
 class Handle:
     """A request that an engine has accepted.
 
-    Iterate over it to get its tokens as they come; the iteration drives the engine. If the request fails,
-    the iteration raises a ServingError after the tokens that were written.
+    Iterate over it to get its tokens as they come; the iteration drives the engine. If the request
+    fails, the iteration raises a ServingError after the tokens that were written.
     """
 
     def __init__(self, engine: Engine, job: Job) -> None:
@@ -88,11 +86,12 @@ class Handle:
 class Engine:
     """Serves a model.
 
-    The text of a request depends on its prompt, its sampling and the weights, never on other requests. Every
-    `step` reads one chunk of each prompt in the prefill batch, moves prompts that are completely read into
-    slots, and gives every slot its next token.
+    The text of a request depends on its prompt, its sampling and the weights, never on other
+    requests. Every `step` reads one chunk of each prompt in the prefill batch, moves prompts that
+    are completely read into slots, and gives every slot its next token.
 
-    One thread at a time may use an engine. A second thread that calls it meanwhile gets a ServingError.
+    One thread at a time may use an engine. A second thread that calls it meanwhile gets a
+    ServingError.
 
     Attributes:
       vocabulary: Number of tokens that the model has logits for.
@@ -123,7 +122,8 @@ class Engine:
           params: Its weights, sharded as the manager says.
           shape: What it stores in a cache.
           slots: Sequences that are decoded together.
-          capacity: Tokens of a slot, including the prompt. Defaults to the window of a sliding cache.
+          capacity: Tokens of a slot, including the prompt. Defaults to the window of a sliding
+            cache.
           cache: "dense", "sliding", "quantized" or "paged".
           cache_options: Of that kind, such as `page_size` and `pages`; see `caches.init`.
           manager: Shards the caches of decode. Defaults to the ambient one, if any.
@@ -252,8 +252,8 @@ class Engine:
     def step(self) -> bool:
         """Read a chunk of every prompt, and give every slot its next token.
 
-        A step may raise an error, for instance one of the model. Then the requests whose caches were lost
-        have failed, and the others continue with the next step.
+        A step may raise an error, for instance one of the model. Then the requests whose caches
+        were lost have failed, and the others continue with the next step.
 
         Returns:
           Whether there is more to do.

@@ -1,7 +1,8 @@
-"""One step of an engine: read prompts, fill slots, decode, hand out tokens; and recover if a part fails.
+"""One step of an engine: read prompts, fill slots, decode, hand out tokens; recover from failures.
 
-The scheduler holds what requests own, and the arrays are on devices. Each part of a step changes both, or
-neither: if it fails after the arrays have changed, the requests in them fail and the arrays are replaced.
+The scheduler holds what requests own, and the arrays are on devices. Each part of a step changes
+both, or neither: if it fails after the arrays have changed, the requests in them fail and the
+arrays are replaced.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _changing(self, part: str) -> Iterator[None]:
-        """Change "rows" or "slots" and the scheduler together; if that fails, give up what may differ."""
+        """Change the scheduler and "rows" or "slots" together; a failure gives up both."""
         before = getattr(self.arrays, part)
         try:
             yield
@@ -190,7 +191,7 @@ class Loop:
         self.scheduler.clean(**{part: range(self.arrays.size(part))})
 
     def _end_all(self, cause: BaseException) -> None:
-        """Fail every request, because no later step can serve one without weights; empty what they held."""
+        """Fail every request, since none can be served without weights, and empty its slot."""
         jobs = self.scheduler.jobs()
         for job in jobs:
             error = deleted_weights()

@@ -39,7 +39,8 @@ class Report:
       slots_in_use: Mean over the decode steps.
       busy: Seconds within `step`.
       tokens_per_second: New tokens divided by `busy`.
-      first_token: Seconds from `submit` to the first token, including the wait. None without samples.
+      first_token: Seconds from `submit` to the first token, including the wait. None without
+        samples.
       per_token: Seconds from one token of a request to the next. None without samples.
     """
 

@@ -22,12 +22,14 @@ MOST_TOKEN = 2**31 - 1
 class Sampling:
     """How the next token is drawn. Defaults to the most likely token.
 
-    A draw depends only on the logits, the seed and the number of tokens that the request has written.
+    A draw depends only on the logits, the seed and the number of tokens that the request has
+    written.
 
     Attributes:
       temperature: Divides the logits. 0: the most likely token; among equals, the lowest number.
       top_k: Draw from this many of the most likely tokens. None: from all.
-      top_p: Draw from the fewest most likely tokens whose probabilities sum to this or more. 1: from all.
+      top_p: Draw from the fewest most likely tokens whose probabilities sum to this or more. 1:
+        from all.
       seed: Of the request, from 0 to 2**32 - 1.
     """
 
@@ -65,8 +67,8 @@ class Request:
       max_new_tokens: Maximum number of tokens to write, including those of a stop sequence.
       sampling: How tokens are drawn.
       stop: Tokens, or sequences of tokens, that end the text. They are not part of it.
-      on_token: Called with each token, as soon as the token cannot be part of a stop sequence any more.
-        An exception that it raises fails this request and no other.
+      on_token: Called with each token, as soon as the token cannot be part of a stop sequence any
+        more. An exception that it raises fails this request and no other.
     """
 
     prompt: Sequence[int]
@@ -164,7 +166,7 @@ def _tokens(name: str, given: Any, problems: list[Problem]) -> tuple[int, ...]:
 
 
 def _read(value: Any, name: str, **limits: Any) -> list[Problem]:
-    """Store an integer field of a frozen dataclass as a Python int, and return what is wrong with it."""
+    """Store an integer field of a frozen dataclass as an int; return what is wrong with it."""
     given = getattr(value, name)
     problem = integer_problem(name, given, error=ServingError, **limits)
     if problem is not None:

@@ -57,8 +57,8 @@ def first_draws(batch: int, sampling: Mapping[int, Sampling]) -> Draw:
 def sample(logits: jax.Array, draw: Draw) -> jax.Array:
     """Draw the next tokens, each from its own logits alone.
 
-    A token is the argmax of logits plus Gumbel noise (https://arxiv.org/abs/1611.01144, eq. 1). The noise
-    comes from `fold_in(key(seed), index)`, so it does not depend on the rest of the batch.
+    A token is the argmax of logits plus Gumbel noise (https://arxiv.org/abs/1611.01144, eq. 1). The
+    noise comes from `fold_in(key(seed), index)`, so it does not depend on the rest of the batch.
 
     Args:
       logits: `[batch, vocab]`.
@@ -69,8 +69,8 @@ def sample(logits: jax.Array, draw: Draw) -> jax.Array:
     """
     logits = logits.astype(jnp.float32)
     most_likely = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # Sorting a vocabulary takes longer than the rest of a small model. A batch that only needs the most
-    # likely tokens does not sort.
+    # Sorting a vocabulary takes longer than the rest of a small model. A batch that only needs the
+    # most likely tokens does not sort.
     tokens = jax.lax.cond(
         jnp.any(draw.temperature > 0), lambda: jax.vmap(_draw)(logits, draw), lambda: most_likely
     )
@@ -79,7 +79,8 @@ def sample(logits: jax.Array, draw: Draw) -> jax.Array:
 
 
 def _draw(logits: jax.Array, draw: Draw) -> jax.Array:
-    # Relative to the largest logit, which becomes 0: then it cannot overflow for a small temperature.
+    # Relative to the largest logit, which becomes 0: then it cannot overflow for a small
+    # temperature.
     scaled = (logits - jnp.max(logits)) / jnp.where(draw.temperature > 0, draw.temperature, 1.0)
     order = jnp.argsort(-scaled, stable=True)
     kept = keep(jax.nn.softmax(scaled[order]), top_k=draw.top_k, top_p=draw.top_p)
@@ -97,6 +98,6 @@ def keep(chances: jax.Array, *, top_k: jax.Array, top_p: jax.Array) -> jax.Array
       top_p: As in `Sampling`.
     """
     rank = jnp.arange(chances.size)
-    # float32 may round a small top_p to 0: the first token is kept anyway. For top_p = 1 nothing is cut,
-    # although sums may round up to 1 before the last token.
+    # float32 may round a small top_p to 0: the first token is kept anyway. For top_p = 1 nothing is
+    # cut, although sums may round up to 1 before the last token.
     return (rank < top_k) & ((rank == 0) | (top_p >= 1) | (jnp.cumsum(chances) - chances < top_p))

@@ -1,9 +1,9 @@
 """Which request gets which slot, and when. Plain Python over values, without arrays and devices.
 
-A request waits in the queue until a slot, a row of the prefill batch and its pages are free. Then its prompt
-is read in chunks, in that row. Then it moves to its slot, where it gets a token per step. Slots and pages are
-reserved for the longest text that it may have, so nothing can run out later. Requests are admitted in the
-order in which they came; none is overtaken.
+A request waits in the queue until a slot, a row of the prefill batch and its pages are free. Then
+its prompt is read in chunks, in that row. Then it moves to its slot, where it gets a token per
+step. Slots and pages are reserved for the longest text that it may have, so nothing can run out
+later. Requests are admitted in the order in which they came; none is overtaken.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A job whose prompt is completely read, with the row that it leaves and the slot that it gets."""
+    """A job whose prompt is completely read, the row that it leaves and the slot that it gets."""
 
     job: Job
     row: int
@@ -125,8 +125,8 @@ class Move:
 class Scheduler:
     """The queue, the prefill rows, the slots and the pages.
 
-    A slot or row that a job has left is "dirty" until `clean` is called, after the device has emptied it. Only
-    then may another job have it.
+    A slot or row that a job has left is "dirty" until `clean` is called, after the device has
+    emptied it. Only then may another job have it.
 
     Attributes:
       limits: What jobs share.
@@ -175,7 +175,7 @@ class Scheduler:
         self.queue.append(job)
 
     def admit(self) -> list[Job]:
-        """Give waiting jobs a row, a slot and pages, until the first job lacks one of them; return those admitted."""
+        """Give waiting jobs a row, a slot and pages, in order; stop at the first that lacks one."""
         admitted = []
         while self.queue:
             row, slot = self._free_row(), self._free_slot()
@@ -233,7 +233,7 @@ class Scheduler:
         }
 
     def write(self, job: Job, token: int) -> list[int]:
-        """Add a token to a job, end the job if it was the last one, and return the tokens to hand out now."""
+        """Add a token to a job, which may end the job; return the tokens to hand out."""
         job.written.append(token)
         stop = job.request.stop_sequences
         length = stopped_by(job.written, stop)
@@ -246,7 +246,7 @@ class Scheduler:
         return new
 
     def end(self, job: Job, finish: Finish, error: Exception | None = None) -> None:
-        """End a job in any phase. Its row and its slot become dirty. A second end changes nothing."""
+        """End a job in any phase; its row and its slot become dirty. A second end does nothing."""
         if job.phase is Phase.DONE:
             return
         if job.phase is Phase.QUEUED and job in self.queue:

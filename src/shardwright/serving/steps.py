@@ -1,8 +1,9 @@
-"""What runs on devices: five functions that are compiled, with the caches donated, and the arrays that they return.
+"""What runs on devices: five functions that are compiled, with the caches donated.
 
-`prefill` reads a chunk of every prompt into a cache of its own. `insert` copies prompts that are completely
-read into slots. `decode` gives every active slot its next token. `clear` and `clear_slots` empty rows and
-slots. No shape depends on the number of sequences, so nothing is compiled twice.
+`prefill` reads a chunk of every prompt into a cache of its own. `insert` copies prompts that are
+completely read into slots. `decode` gives every active slot its next token. `clear` and
+`clear_slots` empty rows and slots. No shape depends on the number of sequences, so nothing is
+compiled twice.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from shardwright.serving.sampling import Draw, sample
 from shardwright.vocabulary.axes import BATCH, EMPTY
 
 Caches = tuple[KVCache, ...]
-# Returned instead of a token: the logits are not numbers; a cache refused the tokens; a cache grew by
-# another number of tokens.
+# Returned instead of a token: the logits are not numbers; a cache refused the tokens; a cache grew
+# by another number of tokens.
 NO_NUMBER, REFUSED, MISCOUNTED = -1, -2, -3
 
 
@@ -192,8 +193,8 @@ def prefill(
       draw: How each row draws.
 
     Returns:
-      The caches, and `[rows]` int32: a token, NO_NUMBER, REFUSED or MISCOUNTED. For a row without tokens
-      the number means nothing.
+      The caches, and `[rows]` int32: a token, NO_NUMBER, REFUSED or MISCOUNTED. For a row without
+      tokens the number means nothing.
     """
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
     logits, new = read(model, params, tokens, rows, valid)
@@ -243,8 +244,8 @@ def decode(model: Model, slots: Slots, params: Any) -> tuple[Slots, jax.Array]:
       params: Weights.
 
     Returns:
-      The slots, and `[slots]` int32: a token, NO_NUMBER, REFUSED or MISCOUNTED. For a slot that is not
-      active the number means nothing.
+      The slots, and `[slots]` int32: a token, NO_NUMBER, REFUSED or MISCOUNTED. For a slot that is
+      not active the number means nothing.
     """
     mode = slots.caches[0].spec.mode
     counts = slots.active.astype(jnp.int32)

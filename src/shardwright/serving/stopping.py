@@ -1,4 +1,4 @@
-"""Stop sequences: whether a text ends with one, and which of its last tokens may become part of one."""
+"""Stop sequences: whether a text ends with one, and which last tokens may become part of one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def stopped_by(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
-    """Return the length of the longest stop sequence at the end of the tokens, 0 if there is none."""
+    """Return the length of the longest stop sequence that ends the tokens, 0 if there is none."""
     lengths = [
         len(sequence)
         for sequence in stop
@@ -16,7 +16,7 @@ def stopped_by(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
 
 
 def may_begin(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
-    """Return how many of the last tokens may become part of a stop sequence: they are the start of one."""
+    """Return how many of the last tokens may become part of a stop sequence: they start one."""
     most = max((len(sequence) for sequence in stop), default=1) - 1
     for count in range(min(most, len(tokens)), 0, -1):
         end = tuple(tokens[-count:])

@@ -1,4 +1,4 @@
-"""The paged cache: slots take pages of a common pool as sequences grow, and share those of a common prefix."""
+"""The paged cache: slots take pages of a pool as sequences grow, and share common prefixes."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ from shardwright.vocabulary.integers import read_integer
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PagedCache(KVCache):
-    """Keys and values in pages. Position p of slot b is row `p % page_size` of page `tables[b, p // page_size]`.
+    """Keys and values in pages of a pool.
 
-    A page may belong to several slots: `share` and `reorder` copy no rows. A slot that writes to a page that
-    other slots use too gets a copy of the page first. `append` and `insert` give pages to one slot after the
-    other; a slot for which too few are free is refused, and the next one may get them. `free` and `rewind`
-    give back pages that no other slot uses.
+    Position p of slot b is in row `p % page_size` of page `tables[b, p // page_size]`. A page may
+    belong to several slots: `share` and `reorder` copy no rows. A slot that writes to a page that
+    other slots use too gets a copy of the page first. `append` and `insert` give pages to one slot
+    after the other; a slot for which too few are free is refused, and the next one may get them.
+    `free` and `rewind` give back pages that no other slot uses.
 
-    Under a manager, pages are sharded as (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM) resolves. The tables are
-    replicated while an operation runs, so an append sends new rows and small integers, never pages.
+    Under a manager, pages are sharded as (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM) resolves. The tables
+    are replicated while an operation runs, so an append sends new rows and small integers, never
+    pages.
 
     Attributes:
       spec: The static part.
@@ -162,7 +164,7 @@ def make(spec: CacheSpec, *, page_size: int = 16, pages: int | None = None) -> P
     """Return an empty cache.
 
     Args:
-      spec: The static part. `capacity` is the most that a slot may hold, however many pages are free.
+      spec: The static part. `capacity` limits a slot even if more pages are free.
       page_size: Rows of a page.
       pages: Size of the pool. Defaults to what all slots need at their capacity.
 
@@ -176,7 +178,8 @@ def make(spec: CacheSpec, *, page_size: int = 16, pages: int | None = None) -> P
         raise CacheError(
             "a paged cache cannot be a ring",
             path="overflow",
-            fix='kind "sliding" keeps the latest tokens; overflow="report" refuses what does not fit',
+            fix='use kind "sliding", which keeps the latest tokens, or overflow="report", which '
+            "refuses what does not fit",
         )
     if spec.order.block is not None:
         raise CacheError(

@@ -1,7 +1,7 @@
 """Which free pages slots get for their next tokens.
 
-A page is free while `references[page]` is 0: it counts the table entries in use that name the page. Page
-numbers are small integers that every shard has, and every shard computes the same result.
+A page is free while `references[page]` is 0: it counts the table entries in use that name the page.
+Page numbers are small integers that every shard has, and every shard computes the same result.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ class Claim:
     """The pages that slots get for their next tokens.
 
     Attributes:
-      served: `[batch]` bool, which of the slots that asked get what they need; the others get nothing.
-      pages: `[batch, most]` int32, the new pages of each in the order of its tokens, then "no page".
+      served: `[batch]` bool, which of the slots that asked get what they need; the others get
+        nothing.
+      pages: `[batch, most]` int32, the new pages of each in the order of its tokens, then "no
+        page".
       columns: `[batch, most]` int32, the table column of each.
       shared: `[batch]` int32, a page that other slots use too, if the first new page must become a
         copy of it; otherwise "no page".
@@ -49,11 +51,11 @@ def claim_pages(
     page_size: int,
     most: int,
 ) -> Claim:
-    """Choose pages for the next tokens of slots: the free pages in order, for one slot after the other.
+    """Choose pages for the next tokens of slots: free pages in order, for one slot after the other.
 
-    A slot that cannot get all the pages it needs gets none, and the next slot may have them. A partly
-    filled page that other slots use too is not written to: the slot gets another page, a copy. The last
-    slot that still uses the page needs no copy.
+    A slot that cannot get all the pages it needs gets none, and the next slot may have them. A
+    partly filled page that other slots use too is not written to: the slot gets another page, a
+    copy. The last slot that still uses the page needs no copy.
 
     Args:
       references: `[pages]` int32.
@@ -72,7 +74,7 @@ def claim_pages(
     )
 
     def needs(asking: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the pages needed, their first column and who needs a copy, if all that ask are served."""
+        """Return pages needed, their first column, and who needs a copy, for slots that ask."""
         left_it = jnp.sum(before & asking[None, :], axis=1, dtype=jnp.int32)
         copies = asking & (holders - left_it > 1)
         first = count_pages(lengths, page_size) - copies.astype(jnp.int32)
@@ -85,9 +87,9 @@ def claim_pages(
         return jnp.sum(needs(asking)[0]) > free
 
     def refuse(asking: jax.Array) -> jax.Array:
-        # All slots before the first that lacks pages are served. A later slot that needs more than what
-        # is left can be refused now: what is left shrinks, and its need only grows when one slot less
-        # leaves a shared page.
+        # All slots before the first that lacks pages are served. A later slot that needs more than
+        # what is left can be refused now: what is left shrinks, and its need only grows when one
+        # slot less leaves a shared page.
         need = needs(asking)[0]
         left = free - (jnp.cumsum(need) - need)
         at = jnp.argmax(need > left)
@@ -113,7 +115,7 @@ def enter(tables: jax.Array, claim: Claim, slots: jax.Array, *, pages: int) -> j
 
 
 def used_entries(tables: jax.Array, first: jax.Array, end: jax.Array, *, pages: int) -> jax.Array:
-    """Return `[batch, columns]`: the pages in columns `first[b]` up to `end[b]`, elsewhere "no page"."""
+    """Return `[batch, columns]`: pages in the columns from `first` up to `end`, else "no page"."""
     columns = jnp.arange(tables.shape[1], dtype=jnp.int32)[None, :]
     return jnp.where((columns >= first[:, None]) & (columns < end[:, None]), tables, pages)
 

@@ -1,7 +1,7 @@
 """The pages themselves: copied before a shared one is written, and read as rows.
 
-A page number that is out of range, the number of pages, means "no page". It is never negative, because JAX
-wraps negative numbers.
+A page number that is out of range, the number of pages, means "no page". It is never negative,
+because JAX wraps negative numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGE_AXES = (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM)
 
 
 def copy_pages(buffers: PlacedArrays, sources: jax.Array, targets: jax.Array) -> Buffers:
-    """Return buffers with pages copied, in place. Only copied pages are sent, and only if sharded by page.
+    """Return buffers with pages copied, in place. Nothing is sent unless sharded by page.
 
     Args:
       buffers: `[pages, page_size, ...]` each.
@@ -83,7 +83,8 @@ def _read(buffer: jax.Array, pages: jax.Array, axes: tuple[str, ...]) -> jax.Arr
     own = buffer.at[_rows(pages, buffer)].get(mode="fill", fill_value=0)
     if not axes:
         return own
-    # One shard has the page and the others have zeros. Summed as integers, so that every bit is kept.
+    # One shard has the page and the others have zeros. Summed as integers, so that every bit is
+    # kept.
     bits = jax.lax.bitcast_convert_type(own, jnp.dtype(f"uint{8 * buffer.dtype.itemsize}"))
     read: jax.Array = jax.lax.bitcast_convert_type(jax.lax.psum(bits, axes), buffer.dtype)
     return read
@@ -97,6 +98,6 @@ def _copy(
 
 
 def _rows(pages: jax.Array, buffer: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # Row by row, as tokens are written: for whole pages XLA would choose another layout of the buffer on
-    # a TPU, and copy all of it.
+    # Row by row, as tokens are written: for whole pages XLA would choose another layout of the
+    # buffer on a TPU, and copy all of it.
     return pages[..., None], jnp.arange(buffer.shape[1], dtype=jnp.int32)

@@ -1,7 +1,8 @@
-"""Page ownership, computed identically on every shard: which slot uses which pages, before and after an operation.
+"""Page ownership, computed identically on every shard: which slot uses which pages.
 
-Each function takes the ownership before an operation and the caller's arguments, and returns a decision: the
-ownership after it, the refusals, and the rows to write. Keys and values are not needed here.
+Each function takes the ownership before an operation and the caller's arguments, and returns a
+decision: the ownership after it, the refusals, and the rows to write. Keys and values are not
+needed here.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Ownership:
         return used_entries(self.tables, jnp.zeros_like(end), end, pages=self.pages)
 
     def at(self, columns: jax.Array) -> jax.Array:
-        """Return `[batch, n]`: the pages in table columns, which are clipped to those that exist."""
+        """Return `[batch, n]`: the pages in table columns, clipped to columns that exist."""
         return jnp.take_along_axis(
             self.tables, jnp.clip(columns, 0, self.tables.shape[1] - 1), axis=1
         )
@@ -60,7 +61,8 @@ class Rows:
     Attributes:
       positions: `[n, m]` int32 of the tokens, -1 for a token that is not written.
       pages: `[n, m]` int32, the page of each, or "no page".
-      shared: `[n]` int32, pages to copy first, or "no page". None: the operation never copies pages.
+      shared: `[n]` int32, pages to copy first, or "no page". None: the operation never copies
+        pages.
       copies: `[n]` int32, the page that each is copied to.
     """
 
