@@ -233,3 +233,9 @@ def test_limits_of_lengths() -> None:
 def test_a_mask_that_makes_no_sense_is_refused(make: Any, says: str) -> None:
     with pytest.raises(AttentionError, match=re.escape(says)):
         make()
+
+
+def test_a_chunk_is_kept_beside_other_rules() -> None:
+    rules = MaskRules(causal=True, chunk=4)
+    assert (masks.chunk(4) & masks.causal()).rules == rules
+    assert (masks.causal() & masks.chunk(4)).rules == rules

@@ -135,3 +135,15 @@ def test_an_array_without_a_length(dim: int) -> None:
     message = rf"^batch/weight: no dim {dim} in shape \(3,\)\n  fix   leave what has no sequence out, or pass dim=$"
     with pytest.raises(AttentionError, match=message):
         zigzag.permute({"batch": {"weight": np.zeros(3)}}, shards=3, dim=dim)
+
+
+def test_rows_of_an_array_like() -> None:
+    """Whatever JAX reads as an array is taken, and comes back as an array of JAX."""
+
+    class Rows:
+        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+            return np.arange(8, dtype=np.float32)[None]
+
+    taken = zigzag.permute({"rows": Rows()}, shards=2)["rows"]
+    assert isinstance(taken, jax.Array)
+    np.testing.assert_array_equal(taken, zigzag.permute(np.asarray(Rows()), shards=2))
