@@ -72,7 +72,7 @@ SLIPS: dict[str, tuple[Callable[[], object], str]] = {
     "dp 2 tp 4": (lambda: sw.abstract_mesh("dp 2 tp 4"), r'fix   write "dp:2,tp:4"$'),
     "dp:2 tp:4": (
         lambda: sw.abstract_mesh("dp:2 tp:4"),
-        r"size '2 tp:4' is not a whole number\n.*\n.*\n  fix   write \"dp:2,tp:4\"$",
+        r"size '2 tp:4' is not an integer\n.*\n.*\n  fix   write \"dp:2,tp:4\"$",
     ),
     "dp2": (lambda: sw.abstract_mesh("dp2"), r'fix   write "dp:2"$'),
     "dp = 2": (lambda: sw.abstract_mesh("dp = 2"), r'fix   write "dp:2"$'),

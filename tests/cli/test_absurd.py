@@ -166,7 +166,7 @@ ARGUMENTS = {
     f"KV_HEAD:{DIGITS}*KV_HEAD_DIM:2": "is not AXIS:SIZE",
     f"EMBED --devices {DIGITS}": "is not a positive whole number",
     f"EMBED --width {'9' * 30}": "is not a positive whole number",
-    f"EMBED --mesh dp:{DIGITS}": "no mesh has a size of 20 digits",
+    f"EMBED --mesh dp:{DIGITS}": "a size of 20 digits is too large",
     "EMBED --mesh dp:4611686018427387904,fsdp:2": "no machine has so many devices",
 }
 

@@ -376,8 +376,8 @@ CASES: dict[str, Case] = {
         code=Code.IDLE_ZERO1,
         severity=Severity.WARNING,
         where="s.toml:5 policy.zero1",
-        says='zero1 = "fsdp | tp" shards nothing: of every weight of the tree, the parameter lies over fsdp already; '
-        "the parameter lies over tp already",
+        says='zero1 = "fsdp | tp" shards nothing: of every weight of the tree, the parameter is already sharded over fsdp; '
+        "the parameter is already sharded over tp",
         fix='name a mesh axis that parameters do not use, such as zero1 = "dp | -"',
         quiet='[params]\nembed = "fsdp"\nmlp_intermediate = "tp"\n[policy]\nzero1 = "fsdp | dp"\n',
     ),
@@ -630,7 +630,7 @@ def test_what_is_no_strategy_or_mesh_is_refused() -> None:
         sw.StrategyError, match=r"'fsdp' is not a Strategy\n  fix   pass Strategy.load\(path\)"
     ):
         lint("fsdp")
-    with pytest.raises(sw.MeshSpecError, match="size 'x' is not a whole number"):
+    with pytest.raises(sw.MeshSpecError, match="size 'x' is not an integer"):
         lint(sw.Strategy.preset("fsdp"), mesh="dp:x")
     with pytest.raises(sw.StrategyError, match="str is neither an ArraySpec nor an annotation"):
         lint(sw.Strategy.preset("fsdp"), {"w": "EMBED"})

@@ -108,9 +108,9 @@ def test_refused_for_parameters() -> None:
     ):
         sw.Strategy.loads('version = 1\n[params]\nembed = "?"\n')
     pm = make_manager(text='version = 1\n[rules]\nbatch = "dp"\nembed = "?"\n')
-    with pytest.raises(sw.StrategyError, match=r'"\?" cannot be the answer for a parameter'):
+    with pytest.raises(sw.StrategyError, match=r'"\?" is for activations only: a parameter needs'):
         pm.gather(numbers(8, 8), sw.EMBED, sw.EMPTY)
-    with pytest.raises(sw.StrategyError, match=r'"\?" cannot be the answer for a parameter'):
+    with pytest.raises(sw.StrategyError, match=r'"\?" is for activations only: a parameter needs'):
         pm.shardings({"w": numbers(8, 8)}, (sw.EMBED, sw.EMPTY))
     assert (
         '[{?}, {"dp"}]'

@@ -176,13 +176,13 @@ BAD_TEXTS = [
     ("dp:2,tp: -3", "mesh axis 'tp': size -3 is not positive\n  dp:2,tp: -3\n           ^\n"),
     (
         "tp:4,dp:" + "9" * 5000,
-        "mesh axis 'dp': no mesh has a size of 20 digits\n  tp:4,dp:"
+        "mesh axis 'dp': a size of 20 digits is too large\n  tp:4,dp:"
         + "9" * 72
         + "\n          ^\n",
     ),
-    ("dp:2.5", "mesh axis 'dp': size '2.5' is not a whole number\n  dp:2.5\n     ^\n"),
-    ("dp:2:3", "mesh axis 'dp': size '2:3' is not a whole number\n  dp:2:3\n     ^\n"),
-    ("dp:", "mesh axis 'dp': size '' is not a whole number\n  dp:\n     ^\n"),
+    ("dp:2.5", "mesh axis 'dp': size '2.5' is not an integer\n  dp:2.5\n     ^\n"),
+    ("dp:2:3", "mesh axis 'dp': size '2:3' is not an integer\n  dp:2:3\n     ^\n"),
+    ("dp:", "mesh axis 'dp': size '' is not an integer\n  dp:\n     ^\n"),
     (":2", "mesh axis name '' is empty\n  :2\n  ^\n"),
     ("dp:2,-:2", "mesh axis name '-' is a word of the rule grammar\n  dp:2,-:2\n       ^\n"),
     ("?:2", "mesh axis name '?' is a word of the rule grammar\n  ?:2\n  ^\n"),
@@ -193,17 +193,20 @@ BAD_TEXTS = [
     ("a?b:2", "mesh axis name 'a?b' contains '?', which rules and mesh texts use\n  a?b:2\n  ^\n"),
     (
         "dp:2,it's:2",
-        'mesh axis name "it\'s" contains "\'", which begins and ends a text\n  dp:2,it\'s:2\n       ^\n',
+        'mesh axis name "it\'s" contains "\'", which quotes a text\n  dp:2,it\'s:2\n       ^\n',
     ),
-    ('q"x:2', "mesh axis name 'q\"x' contains '\"', which begins and ends a text\n  q\"x:2\n  ^\n"),
-    ("-x:2", "mesh axis name '-x' starts with '-', which says replicated in a rule\n  -x:2\n  ^\n"),
+    ('q"x:2', "mesh axis name 'q\"x' contains '\"', which quotes a text\n  q\"x:2\n  ^\n"),
+    (
+        "-x:2",
+        "mesh axis name '-x' starts with '-', which means replicated in a rule\n  -x:2\n  ^\n",
+    ),
     (
         "dcn.dp:3,dp:4",
         "dcn part 3 does not divide dp = 4 (totals include the slices)\n  dcn.dp:3,dp:4\n         ^\n",
     ),
     (
         "dcn.fsp:2,fsdp:4",
-        "dcn names 'fsp', which is no axis of the mesh\n  dcn.fsp:2,fsdp:4\n      ^\n  fix   did you mean 'fsdp'?",
+        "dcn names 'fsp', which is not an axis of the mesh\n  dcn.fsp:2,fsdp:4\n      ^\n  fix   did you mean 'fsdp'?",
     ),
     (
         "dcn.dp:2,dcn.dp:2,dp:4",
@@ -249,9 +252,9 @@ def test_all_problems_of_a_text_are_told_at_once() -> None:
         (
             (2, True),
             {"axis_names": ("dp", "tp")},
-            "mesh axis 'tp': size True is not a whole number",
+            "mesh axis 'tp': size True is not an integer",
         ),
-        ((2, 4.0), {"axis_names": ("dp", "tp")}, "mesh axis 'tp': size 4.0 is not a whole number"),
+        ((2, 4.0), {"axis_names": ("dp", "tp")}, "mesh axis 'tp': size 4.0 is not an integer"),
         ({}, {}, "a mesh needs at least one axis"),
         (
             {"dcn.dp": 2, "dp": 4},
@@ -262,7 +265,7 @@ def test_all_problems_of_a_text_are_told_at_once() -> None:
         (8, {}, "a mesh cannot be read from 8 of type int"),
         ({"dp", "tp"}, {}, "a mesh cannot be read from"),
         ("dcn.dp:2,dp:4", {"dcn": {"dp": 2}}, "slices are given twice: in the text and in dcn="),
-        ({"dp": 4}, {"dcn": {"tp": 2}}, "dcn names 'tp', which is no axis of the mesh"),
+        ({"dp": 4}, {"dcn": {"tp": 2}}, "dcn names 'tp', which is not an axis of the mesh"),
         ({"dp": 4}, {"dcn": 2}, "dcn is of type int, not a mapping of axis to size"),
     ],
 )
@@ -557,7 +560,7 @@ BAD_CALLS: list[tuple[Any, str]] = [
     ),
     (
         lambda: create_mesh("dp:2", axis_types={"tp": "auto"}),
-        "axis_types names 'tp', which is no axis of the mesh\n  fix   name some of dp",
+        "axis_types names 'tp', which is not an axis of the mesh\n  fix   name some of dp",
     ),
     (
         lambda: create_mesh("dp:2", axis_types={"dp": 1}),
@@ -576,11 +579,11 @@ BAD_CALLS: list[tuple[Any, str]] = [
     ),
     (
         lambda: create_mesh("dp:2", devices=[0, 1]),
-        "0 of type int in devices= is no device\n  fix   pass the devices themselves",
+        "0 of type int in devices= is not a device\n  fix   pass the devices themselves",
     ),
     (
         lambda: create_mesh("dp:2", devices=[*virtual_devices(1), "cpu:1"]),
-        "'cpu:1' of type str in devices= is no device\n  fix   pass some",
+        "'cpu:1' of type str in devices= is not a device\n  fix   pass some",
     ),
     (
         lambda: create_mesh(b"dp:2"),
@@ -619,8 +622,8 @@ BAD_CALLS: list[tuple[Any, str]] = [
         lambda: abstract_mesh("fsdp:-1", devices=[1]),
         "devices must be a positive integer, got [1]\n",
     ),
-    (lambda: mesh_sizes("dp:2,tp:4"), "'dp:2,tp:4' of type str is no mesh\n"),
-    (lambda: mesh_sizes(["dp"]), "['dp'] of type list is no mesh\n"),
+    (lambda: mesh_sizes("dp:2,tp:4"), "'dp:2,tp:4' of type str is not a mesh\n"),
+    (lambda: mesh_sizes(["dp"]), "['dp'] of type list is not a mesh\n"),
     (lambda: mesh_sizes([("dp", 2), ("dp", 4)]), "mesh axis 'dp' occurs twice\n"),
     (
         lambda: mesh_sizes({"dp": -1}),

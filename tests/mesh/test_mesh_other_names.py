@@ -145,6 +145,6 @@ def test_a_model_on_a_part_of_a_process_has_no_rank(
     processes(monkeypatch, count=count, index=0, local=local)
     with pytest.raises(
         MeshMismatchError,
-        match=f"does not go evenly over {count} processes with {local} devices each",
+        match=f"does not divide evenly over {count} processes with {local} devices each",
     ):
         get_ranks_and_size(abstract_mesh(sizes))

@@ -166,7 +166,7 @@ class TestRefusals:
         assert explain(((B, Q, M),), three, MESH, shape=(3,)).spec == P()
         more = made(rules={B: four, Q: four, M: four, E: "tp | -"})
         with pytest.raises(
-            sw.StrategyError, match="128 candidates, more than the 64 that are tried"
+            sw.StrategyError, match="128 candidates, at most 64 are tried"
         ) as caught:
             resolve(((B, Q, M, E),), more, MESH, shape=(1024,))
         assert "fewer candidates" in caught.value.fix

@@ -6,8 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.resolution.decide import rule_text
-from shardwright.resolution.decisions import Outcome, RuleRef
+from shardwright.resolution.decisions import Outcome, RuleRef, rule_text
 from shardwright.resolution.resolver import explain
 from shardwright.resolution.rules import Conflict, Indivisible, Missing, Policy
 from tests.resolving import made, spec
@@ -116,7 +115,7 @@ def test_unconstrained_is_refused_for_a_parameter() -> None:
         explain((E,), made(rules={E: "?"}), {"dp": 2}, shape=(4,), role="param", path="w")
     )
     assert text == (
-        'w dim 0 EMBED: "?" cannot be the answer for a parameter: it must lie somewhere\n'
+        'w dim 0 EMBED: "?" is for activations only: a parameter needs a sharding\n'
         '  rule  embed = "?"   (t.toml, [rules], mode train)\n'
         '  fix   give it a rule of its own, [params] embed = "-"'
     )

@@ -164,7 +164,7 @@ def test_what_is_wrong_with_the_whole_is_wrong_with_the_part() -> None:
         sw.IndivisibleError, match=r"^0/mu/w dim 0 EMBED: size 6 does not divide over fsdp=4"
     ):
         explain(part((1,), (6, 32), path="w"), (32,), path="0/mu/w").require()
-    with pytest.raises(sw.ShapeRequiredError, match="a part of an array has a size of its own"):
+    with pytest.raises(sw.ShapeRequiredError, match="a part of an array needs its own shape"):
         explain(part((0,)), None).require()
     with pytest.raises(
         sw.RankMismatchError,
@@ -239,28 +239,28 @@ def test_zero1_is_explained() -> None:
     assert found.notes == ('zero1 = "dp | -"   ([policy]): dp on dim 0 EMBED',)
     assert found.to_json()["dims"][0]["zero1"] == ["dp"]
     assert explain(KERNEL, (4, 2), zero1="dp | -").notes == (
-        'zero1 = "dp | -"   ([policy]): no dim divides over dp too',
+        'zero1 = "dp | -"   ([policy]): no dim also divides over dp',
     )
     assert explain(KERNEL, (4, 2), zero1="fsdp").notes == (
-        'zero1 = "fsdp"   ([policy]): the parameter lies over fsdp already',
+        'zero1 = "fsdp"   ([policy]): the parameter is already sharded over fsdp',
     )
     taken, chosen = explain(KERNEL, (16, 32), zero1="fsdp | dp").notes
-    assert taken == 'zero1 = "fsdp | dp"   ([policy]): the parameter lies over fsdp already'
+    assert taken == 'zero1 = "fsdp | dp"   ([policy]): the parameter is already sharded over fsdp'
     assert chosen == 'zero1 = "fsdp | dp"   ([policy]): dp on dim 0 EMBED'
     assert explain(KERNEL, (4, 2), zero1="sp").notes == (
-        'zero1 = "sp"   ([policy]): of sp the mesh has no axis of more than one device',
+        'zero1 = "sp"   ([policy]): in the mesh, no axis of sp has more than one device',
     )
 
 
 def test_state_that_no_dim_can_take_is_an_error_with_the_fallback_to_write() -> None:
     with pytest.raises(
-        sw.IndivisibleError, match="no dim of this optimizer state divides over dp too"
+        sw.IndivisibleError, match="no dim of this optimizer state also divides over dp"
     ) as caught:
         explain(KERNEL, (4, 2), zero1="dp", path="0/mu/w").require()
     assert str(caught.value).splitlines() == [
-        "0/mu/w: no dim of this optimizer state divides over dp too: 4 over fsdp=4, dp=2; 2 over tp=2, dp=2",
+        "0/mu/w: no dim of this optimizer state also divides over dp: 4 over fsdp=4, dp=2; 2 over tp=2, dp=2",
         '  rule  zero1 = "dp"   ([policy])',
-        '  fix   end zero1 in a fallback, zero1 = "dp | -", which leaves such state where its parameter lies',
+        '  fix   end zero1 in a fallback, zero1 = "dp | -", which shards such state like its parameter',
     ]
 
 
@@ -337,7 +337,7 @@ def test_zero1_in_a_file() -> None:
         (
             "dp | ?",
             sw.StrategyError,
-            r"z.toml:2 policy.zero1: \"\?\" is for activations: optimizer state needs a sharding",
+            r"z.toml:2 policy.zero1: \"\?\" is for activations only: optimizer state needs a sharding",
         ),
         ("dp + | -", sw.StrategyError, "a mesh axis is missing here"),
         (

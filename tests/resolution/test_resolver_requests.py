@@ -171,7 +171,7 @@ class TestUnconstrainedParameters:
     def test_it_must_lie_somewhere(self) -> None:
         for role in ("param", "use"):
             with pytest.raises(
-                sw.StrategyError, match=r'"\?" cannot be the answer for a parameter'
+                sw.StrategyError, match=r'"\?" is for activations only: a parameter needs'
             ) as caught:
                 resolve((L,), made(rules={L: "tp | ?"}), {"tp": 2}, role=role, shape=(3,))
             assert '[params] length = "-"' in caught.value.fix

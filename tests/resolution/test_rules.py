@@ -74,8 +74,8 @@ def test_a_rule_is_candidates_and_a_fallback(
         ("- | tp", 4, 'nothing may follow "-", which always fits'),
         ("tp | ? | -", 9, 'nothing may follow "?", which always fits'),
         ("- | -", 4, 'nothing may follow "-", which always fits'),
-        ("tp+-", 3, '"-" stands alone, never inside a candidate'),
-        ("?+tp", 0, '"?" stands alone, never inside a candidate'),
+        ("tp+-", 3, '"-" cannot be joined with "+": write it alone'),
+        ("?+tp", 0, '"?" cannot be joined with "+": write it alone'),
         ("dp+dp", 3, "'dp' occurs twice in one candidate"),
         ("tp | dp + fsdp + dp", 17, "'dp' occurs twice in one candidate"),
         (
@@ -102,12 +102,12 @@ def test_a_rule_is_candidates_and_a_fallback(
         (
             "--",
             0,
-            "'--' is not the name of a mesh axis: it starts with '-', which says replicated in a rule",
+            "'--' is not the name of a mesh axis: it starts with '-', which means replicated in a rule",
         ),
         (
             "dp + 'tp'",
             5,
-            """"'tp'" is not the name of a mesh axis: it contains "'", which begins and ends a text""",
+            """"'tp'" is not the name of a mesh axis: it contains "'", which quotes a text""",
         ),
         (
             "dp | !tp",
@@ -287,7 +287,7 @@ def test_parallelism_axes_have_a_rule_without_being_stated() -> None:
         ),
         (
             {"zero1": parse_rule("dp | ?")},
-            '"?" cannot be the answer for optimizer state: it must lie somewhere\n  rule  rule = "dp | ?"\n  fix   write "-"',
+            '"?" is for activations only: optimizer state needs a sharding\n  rule  rule = "dp | ?"\n  fix   write "-"',
         ),
         (
             {"gather": ["fsdp"]},
@@ -339,7 +339,7 @@ def test_policy_presets() -> None:
         (
             "|",
             "rule: the rule has 65 candidates, at most 64 are read",
-            "keep the candidates that can apply; the first that fits wins",
+            "keep the candidates that can apply: the first that fits is chosen",
         ),
         (
             "+",

@@ -168,7 +168,7 @@ def test_every_byte_of_the_moments_is_held_once_or_the_leaf_is_named() -> None:
     )
     with pytest.raises(
         sw.IndivisibleError,
-        match=r"0/mu/odd: no dim of this optimizer state divides over dp too: 6 over dp=8",
+        match=r"0/mu/odd: no dim of this optimizer state also divides over dp: 6 over dp=8",
     ) as caught:
         manager("ddp", "dp:8", "dp").state_shardings(state, odd)
     assert [problem.path for problem in caught.value.problems] == ["0/mu/odd", "0/nu/odd"]

@@ -178,7 +178,7 @@ LONG_LINES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: sw.Strategy(rules={"batch": f"dp + {'x' * 9000} ! | dp"}),
         "is not the name of a mesh axis",
     ),
-    "mesh": (lambda: sw.abstract_mesh("dp:2,tp:" + "x" * 100_000), "is not a whole number"),
+    "mesh": (lambda: sw.abstract_mesh("dp:2,tp:" + "x" * 100_000), "is not an integer"),
     "pattern": (lambda: sw.match_paths({}, [("(" * 100_000, ())]), "not a regular expression"),
     "choice": (
         lambda: sw.Strategy(policy={"indivisible": "x" * 100_000}),

@@ -260,10 +260,10 @@ def test_a_mesh_that_is_set_for_longer_than_a_test_is_nobody_s_fault(run: Run) -
 
 
 MARKERS = {
-    '@pytest.mark.mesh("dp:2,tp:four")\ndef test_it(mesh): ...': "mesh axis 'tp': size 'four' is not a whole number\n  dp:2,tp:four",
+    '@pytest.mark.mesh("dp:2,tp:four")\ndef test_it(mesh): ...': "mesh axis 'tp': size 'four' is not an integer\n  dp:2,tp:four",
     '@pytest.mark.mesh("dp:2", axis_type="auto")\ndef test_it(mesh): ...': "no argument 'axis_type'\n  fix   did you mean 'axis_types'?",
     '@pytest.mark.mesh("dp:2", axis_types="exact")\ndef test_it(mesh): ...': "axis_types is 'exact', neither auto nor explicit",
-    '@pytest.mark.mesh("dp:2", axis_types={"tp": "auto"})\ndef test_it(mesh): ...': "axis_types names 'tp', which is no axis of the mesh",
+    '@pytest.mark.mesh("dp:2", axis_types={"tp": "auto"})\ndef test_it(mesh): ...': "axis_types names 'tp', which is not an axis of the mesh",
     '@pytest.mark.mesh("dp:2", strategy="ddp", mode="serve")\ndef test_it(manager): ...': "unknown mode 'serve'",
     "@pytest.mark.mesh()\ndef test_it(mesh): ...": "names neither a mesh nor a strategy\n  fix   write @pytest.mark.mesh",
     '@pytest.mark.mesh(strategy="ddp", axis_types="auto")\ndef test_it(mesh): ...': "axis_types is given without a mesh",

@@ -20,7 +20,7 @@ from shardwright.cli.tensors import read_tensors
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
 from shardwright.plan.compare import bytes_on_device
 from shardwright.plan.report.text import bytes_text
-from shardwright.resolution.decisions import HEAD, DimDecision, Resolution, lies_text, row
+from shardwright.resolution.decisions import HEAD, DimDecision, Resolution, mesh_axes_text, row
 from shardwright.resolution.partition_specs import spec_text
 from shardwright.resolution.tables import remarked_table, table
 from shardwright.trees.tensors import Tensor
@@ -316,7 +316,7 @@ def _columns(answers: Sequence[Answer]) -> list[list[str]]:
 
 def _cells(answer: Answer, mode: str) -> tuple[str, str]:
     resolution, count = answer.modes[mode], answer.bytes_per_device[mode]
-    lies = ", ".join(lies_text(decision) for decision in resolution.decisions) or (
+    lies = ", ".join(mesh_axes_text(decision) for decision in resolution.decisions) or (
         "()" if resolution.ok else "!"
     )
     return lies, "" if count is None else bytes_text(count)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jax.sharding import Mesh
 
-from shardwright.resolution.decisions import lies_text
+from shardwright.resolution.decisions import mesh_axes_text
 from shardwright.resolution.html import MOST_CELLS, MOST_DEVICES, grid, table
 from shardwright.vocabulary.axes import SEMANTIC_AXES, Role, axis_label
 
@@ -38,7 +38,7 @@ def _placed(manager: PartitionManager, axis: str, role: Role) -> str:
     if decision is None:
         return "!"
     if resolution.ok:
-        return lies_text(decision)
+        return mesh_axes_text(decision)
     return decision.rule.text if decision.rule is not None else "!"
 
 

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from shardwright.errors import Problem, ShapeRequiredError, ShardingError
 from shardwright.resolution import resolver
-from shardwright.resolution.decide import rule_text
-from shardwright.resolution.decisions import DimDecision, Resolution
+from shardwright.resolution.decisions import DimDecision, Resolution, rule_text
 from shardwright.resolution.rules import AxisRules
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.lowering import Dim

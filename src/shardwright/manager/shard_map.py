@@ -29,10 +29,10 @@ from shardwright.errors import (
 from shardwright.manager import constraint, context
 from shardwright.manager.shards import place_for_shard_map
 from shardwright.manager.which_shard import Input, Inputs
-from shardwright.resolution.decide import lost_entry_fix, unknown_axis
 from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
 from shardwright.resolution.partition_specs import canonical_spec, entry_names, entry_of
 from shardwright.resolution.rules import AxisRules
+from shardwright.resolution.unknown_axes import lost_entry_fix, unknown_axis
 from shardwright.trees import annotated, paths
 from shardwright.vocabulary.annotations import (
     as_annotation,

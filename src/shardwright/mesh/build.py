@@ -1,4 +1,4 @@
-"""Meshes: from text, sizes or a mapping to a `jax.sharding.Mesh` over one or several slices, or to one without devices."""
+"""Build a `jax.sharding.Mesh` over one or several slices, or an `AbstractMesh` without devices."""
 
 from __future__ import annotations
 
@@ -12,15 +12,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardwright.errors import MeshMismatchError, MeshSpecError, did_you_mean
-from shardwright.mesh.text import (
-    DEFAULT_MESH_AXES,
-    INFER,
-    MeshLike,
-    MeshSpec,
-    check_axes,
-    parse_mesh,
-    resolve_sizes,
-)
+from shardwright.mesh.check import INFER, check_axes
+from shardwright.mesh.text import DEFAULT_MESH_AXES, MeshLike, MeshSpec, parse_mesh, resolve_sizes
 
 __all__ = [
     "DEFAULT_MESH_AXES",
@@ -43,7 +36,7 @@ __all__ = [
 AxisTypeName = Literal["auto", "explicit"]
 AxisTypes = AxisTypeName | AxisType | Mapping[str, AxisTypeName | AxisType]
 
-# Where slices go when nobody says: these communicate rarely enough for the network between slices.
+# Slices go on the first of these axes by default: they communicate rarely enough for the network between slices.
 _SLICE_AXES: Final = ("pp", "dp", "fsdp")
 _AXIS_TYPES: Final = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -57,21 +50,21 @@ def create_mesh(
     axis_types: AxisTypes = "auto",
     dcn: Mapping[str, int] | None = None,
 ) -> Mesh:
-    """Build a mesh; starts the backend.
+    """Build a mesh. This starts the backend.
 
     Args:
-      axis_dims: `(2, -1, 1, 4)` or `"2,-1,1,4"` in the order of `axis_names`, or `"dp:2,fsdp:-1,tp:4"` or
-        `{"dp": 2, "fsdp": -1, "tp": 4}`, which bring their names. Slowest first; total sizes, slices included; one may be
-        -1. A leading `!` in text keeps the device order instead of following the topology inside each slice.
-      axis_names: names for `axis_dims` without names; absent: ("dp", "fsdp", "tp", "sp").
-      backend: platform such as "cpu"; empty: the default one.
-      devices: devices to use, a subset is fine; absent: all of the backend. Without a -1 the first ones that fit are used.
-      axis_types: "auto" or "explicit" for all axes, or by name, where the others are auto.
-      dcn: the part of each axis that crosses slices, `{"dp": 2}`; absent or empty: slices go on the first of pp, dp, fsdp
-        that they divide. Where the platform knows no slices, the processes are the slices.
+      axis_dims: Sizes, slowest first: `(2, -1, 1, 4)` or `"2,-1,1,4"` in the order of `axis_names`, or with names
+        `"dp:2,fsdp:-1,tp:4"` or `{"dp": 2, "fsdp": -1, "tp": 4}`. They include slices; one may be -1. In text, a leading
+        `!` keeps the device order instead of following the topology inside each slice.
+      axis_names: Names for sizes without names. Defaults to ("dp", "fsdp", "tp", "sp").
+      backend: Platform, such as "cpu". Defaults to JAX's.
+      devices: Devices to use. Defaults to all of the backend. Without a -1 the mesh takes as many as it needs, in order.
+      axis_types: "auto" or "explicit" for all axes, or by name, with auto for the others.
+      dcn: The part of each axis that crosses slices, `{"dp": 2}`. By default slices go on the first of pp, dp and fsdp
+        that their number divides. If the platform has no slices, the processes count as slices.
 
     Raises:
-      MeshSpecError: a mesh that cannot be read, sizes that do not fit the devices, slices that do not fit the axes.
+      MeshSpecError: The mesh cannot be read, or the sizes do not fit the devices or the slices.
     """
     spec = parse_mesh(axis_dims, axis_names, dcn=dcn)
     types = resolve_axis_types(spec.names, axis_types)
@@ -82,15 +75,16 @@ def create_mesh(
 
 
 def get_jax_mesh(axis_dims: str, names: Sequence[str] = ("x", "y", "z")) -> Mesh:
-    """Build a mesh from text; starts the backend. `create_mesh` reads more forms.
+    """Build a mesh from text. This starts the backend. `create_mesh` reads more forms.
 
     Args:
-      axis_dims: `"2,-1,4"` in the order of `names`, sizes left out at the end are 1; or `"dp:2,fsdp:-1,tp:4"` in the order
-        written, each of `names` exactly once. A leading `!` keeps the device order instead of following the topology.
-      names: the mesh axes.
+      axis_dims: `"2,-1,4"` in the order of `names`, where missing sizes at the end are 1; or `"dp:2,fsdp:-1,tp:4"` in the
+        order written, with each of `names` exactly once. A leading `!` keeps the device order instead of following the
+        topology.
+      names: The mesh axes.
 
     Raises:
-      MeshSpecError: text that cannot be read, more sizes than names, other names, or sizes that do not fit the devices.
+      MeshSpecError: The text cannot be read, has more sizes than names or other names, or does not fit the devices.
     """
     if not isinstance(axis_dims, str):
         raise MeshSpecError(
@@ -110,20 +104,23 @@ def get_jax_mesh(axis_dims: str, names: Sequence[str] = ("x", "y", "z")) -> Mesh
 
 
 def get_ranks_and_size(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
-    """Return where this process stands among those that hold one model (mp), and among the copies of it (dp).
+    """Return the rank of this process among those that hold one copy of the model (mp), and the rank of its copy (dp).
 
-    A model is split over tp * sp devices (an axis that the mesh does not have counts 1). So
-    `mp_node_size = max(1, tp * sp // local devices)`, `dp_node_size = processes // mp_node_size`, and the ranks are
-    `dp_node_rank = process index // mp_node_size`, `mp_node_rank = process index % mp_node_size`.
+    A model is split over tp * sp devices, where an axis that the mesh lacks counts as 1:
+
+    - `mp_node_size = max(1, tp * sp // local devices)`
+    - `dp_node_size = processes // mp_node_size`
+    - `dp_node_rank = process index // mp_node_size`
+    - `mp_node_rank = process index % mp_node_size`
 
     Returns:
-      `mesh` and these four.
+      A dict of `mesh` and these four.
 
     Raises:
-      MeshMismatchError: a model on a part of some process's devices, or processes left over: then there are no such ranks.
+      MeshMismatchError: A model would use only some devices of a process, or some processes would be left over.
     """
     sizes = mesh_sizes(mesh)
-    # The default backend may be another than the mesh's.
+    # The mesh may be on another backend than the default one.
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
     local, processes, index = (
         jax.local_device_count(platform),
@@ -134,8 +131,8 @@ def get_ranks_and_size(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
     nodes = max(1, split // local)
     if processes > 1 and (max(split, local) % min(split, local) or processes % nodes):
         raise MeshMismatchError(
-            f"tp * sp = {split} does not go evenly over {processes} processes with {local} devices each",
-            fix=f"choose tp * sp as a divisor or a multiple of {local} that leaves no process over",
+            f"tp * sp = {split} does not divide evenly over {processes} processes with {local} devices each",
+            fix=f"choose tp * sp as a divisor or a multiple of {local}, so that no process is left over",
         )
     return {
         "mesh": mesh,
@@ -153,16 +150,16 @@ def abstract_mesh(
     devices: int | None = None,
     axis_types: AxisTypes = "auto",
 ) -> AbstractMesh:
-    """Build a mesh of any size without devices, for planning and tests; starts no backend.
+    """Build a mesh of any size without devices, for planning and tests. This does not start a backend.
 
     Args:
-      axis_dims: as in `create_mesh`; a -1 needs `devices`.
-      axis_names: as in `create_mesh`.
-      devices: number of devices that the mesh is planned for.
-      axis_types: as in `create_mesh`.
+      axis_dims: As in `create_mesh`; a -1 needs `devices`.
+      axis_names: As in `create_mesh`.
+      devices: Number of devices to plan for.
+      axis_types: As in `create_mesh`.
 
     Raises:
-      MeshSpecError: a mesh that cannot be read, a -1 without `devices`, or sizes that do not fit `devices`.
+      MeshSpecError: The mesh cannot be read, has a -1 without `devices`, or does not fit `devices`.
 
     >>> abstract_mesh("fsdp:2048,tp:8").size
     16384
@@ -182,10 +179,10 @@ def abstract_mesh(
 
 
 class MeshSizes(dict[str, int]):
-    """Checked sizes by mesh axis, in mesh order; not changed once made.
+    """Checked sizes by mesh axis, in mesh order. Do not change them.
 
     Attributes:
-      pairs: the same as a tuple, to be part of a key.
+      pairs: The sizes as a tuple, for use in a cache key.
     """
 
     __slots__ = ("pairs",)
@@ -201,10 +198,10 @@ def mesh_sizes(
 ) -> MeshSizes:
     """Return axis name → size in mesh order, from a mesh, a mapping or (name, size) pairs.
 
-    JAX lets two axes have one name, and names that no rule can write; here they are errors.
+    JAX allows two axes of one name, and names that a rule cannot spell. Here both are errors.
 
     Raises:
-      MeshSpecError: a bad or repeated name, a size below 1, or something that is no mesh.
+      MeshSpecError: The value is not a mesh, a name is not allowed or occurs twice, or a size is below 1.
 
     >>> mesh_sizes([("dp", 2), ("tp", 4)])
     {'dp': 2, 'tp': 4}
@@ -220,7 +217,7 @@ def mesh_sizes(
     ):
         return MeshSizes(check_axes([(name, size) for name, size in mesh]))
     raise MeshSpecError(
-        f"{mesh!r} of type {type(mesh).__name__} is no mesh",
+        f"{mesh!r} of type {type(mesh).__name__} is not a mesh",
         fix='give a Mesh, an AbstractMesh, {"dp": 2, "tp": 4}, (("dp", 2), ("tp", 4)), or abstract_mesh("dp:2,tp:4")',
     )
 
@@ -234,28 +231,31 @@ def resolve_axis_types(names: Sequence[str], axis_types: AxisTypes) -> tuple[Axi
     """Return one `AxisType` per name, as `Mesh` wants them.
 
     Raises:
-      MeshSpecError: a type other than auto and explicit, or a name that the mesh does not have.
+      MeshSpecError: A type is neither auto nor explicit, or the mesh has no axis of a name.
     """
     if not isinstance(axis_types, Mapping):
         return (_axis_type(axis_types, "axis_types"),) * len(names)
     for name in axis_types:
         if name not in names:
             fix = did_you_mean(str(name), names) or f"name some of {', '.join(names)}"
-            raise MeshSpecError(f"axis_types names {name!r}, which is no axis of the mesh", fix=fix)
+            raise MeshSpecError(
+                f"axis_types names {name!r}, which is not an axis of the mesh", fix=fix
+            )
     return tuple(
         _axis_type(axis_types.get(name, "auto"), f"axis_types[{name!r}]") for name in names
     )
 
 
 def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
-    """Place devices in an array of shape `spec.sizes`. Pure: reads `platform`, `process_index`, `slice_index` and TPU coordinates.
+    """Arrange devices in an array of shape `spec.sizes`.
 
-    Inside a slice TPUs follow their torus, other devices the order given, as all do with `!`. The dcn part of an axis is its
-    slow part: `dp:4` with `dcn.dp:2` has dp 0 and 1 in the first slice.
+    The function is pure: it reads `platform`, `process_index`, `slice_index` and TPU coordinates of the devices. Inside a
+    slice TPUs follow their torus; other devices keep the given order, as all devices do with `!`. The part of an axis that
+    crosses slices is its slow part: `dp:4` with `dcn.dp:2` has dp 0 and 1 in the first slice.
 
     Raises:
-      MeshSpecError: devices of several platforms, listed twice or of another number; slices of unequal size; slices that
-        `spec.dcn` does not match or that no pipeline or data axis can take; a torus that has no such mesh.
+      MeshSpecError: The devices have several platforms, another number, or one occurs twice; the slices differ in size,
+        do not match `spec.dcn`, or fit no pipeline or data axis; or the torus cannot form the mesh.
     """
     _check_devices(spec, devices)
     slices = _slices(spec, devices)
@@ -284,9 +284,9 @@ def _check_devices(spec: MeshSpec, devices: Sequence[Any]) -> None:
 
 
 def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
-    """Group devices by slice, in slice order; where none are known but asked for, by process."""
+    """Group devices by slice, in slice order; by process if the spec asks for slices and the platform has none."""
     by_slice = _grouped(devices, "slice_index")
-    # A process of a GPU or CPU cluster is no slice by itself (one per GPU is common): only whoever writes dcn says so.
+    # On GPU or CPU clusters one process per device is common, so processes count as slices only if dcn is given.
     if len(by_slice) == 1 and math.prod(spec.dcn) > 1 and devices[0].platform != "tpu":
         by_slice = _grouped(devices, "process_index")
     counts = {len(members) for members in by_slice.values()}
@@ -303,7 +303,7 @@ def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
 def _grouped(devices: Sequence[Any], attribute: str) -> dict[int, list[Any]]:
     groups: dict[int, list[Any]] = {}
     for device in devices:
-        # Absent on CPU devices, None on some clients: one slice.
+        # CPU devices lack the attribute, on some clients it is None: both mean one slice.
         groups.setdefault(getattr(device, attribute, 0) or 0, []).append(device)
     return dict(sorted(groups.items()))
 
@@ -313,18 +313,12 @@ def _dcn(spec: MeshSpec, slices: Mapping[int, Sequence[Any]]) -> tuple[int, ...]
     count = len(slices)
     if spec.dcn:
         if math.prod(spec.dcn) != count:
-            asked = (
-                " * ".join(
-                    f"{name}={part}"
-                    for name, part in zip(spec.names, spec.dcn, strict=True)
-                    if part > 1
-                )
-                or "nothing"
-            )
+            pairs = zip(spec.names, spec.dcn, strict=True)
+            crossing = " * ".join(f"{name}={part}" for name, part in pairs if part > 1)
             fix = "leave dcn out" if count == 1 else f"make the product of dcn {count}"
             have = "1 slice" if count == 1 else f"{count} slices"
             raise MeshSpecError(
-                f"dcn puts {asked} across slices ({math.prod(spec.dcn)}), the devices are {have}",
+                f"dcn puts {crossing or 'nothing'} across slices ({math.prod(spec.dcn)}), the devices are {have}",
                 fix=fix,
             )
         return spec.dcn
@@ -336,13 +330,13 @@ def _dcn(spec: MeshSpec, slices: Mapping[int, Sequence[Any]]) -> tuple[int, ...]
             return tuple(count if name == axis else 1 for name in spec.names)
     raise MeshSpecError(
         f"mesh {spec} over {count} slices: none of {', '.join(_SLICE_AXES)} has a size that {count} divides",
-        rule="tensor, sequence and expert axes cross slices only where dcn says so: the network between slices is slow",
+        rule="tensor, sequence and expert axes cross slices only if dcn names them: the network between slices is slow",
         fix=f"make dp or fsdp a multiple of {count}, or write which axis crosses, as in dcn={{{spec.names[0]!r}: {count}}}",
     )
 
 
 def _arrange_slice(spec: MeshSpec, shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
-    """Place one slice's devices in an array of shape `shape`."""
+    """Arrange the devices of one slice in an array of shape `shape`."""
     if spec.contiguous or devices[0].platform != "tpu":
         grid = np.empty(len(devices), dtype=object)
         grid[:] = devices
@@ -353,7 +347,7 @@ def _arrange_slice(spec: MeshSpec, shape: tuple[int, ...], devices: Sequence[Any
         try:
             return mesh_utils.create_device_mesh(shape, devices)
         except NotImplementedError:
-            # No assignment of whole torus axes: splitting one costs bandwidth, so it is never tried first.
+            # Whole torus axes do not fit. Splitting one costs bandwidth, so it is tried last.
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     except (NotImplementedError, AssertionError, ValueError) as err:
         what = f"mesh {spec}: the torus of {len(devices)} TPU devices has no {'x'.join(map(str, shape))} arrangement"
@@ -385,7 +379,7 @@ def _devices(devices: Sequence[Any] | None, backend: str) -> list[Any]:
                 fix="pass a flat sequence, such as devices.ravel()",
             )
         chosen = list(devices)
-        wrong = next((one for one in chosen if not isinstance(one, jax.Device)), None)
+        wrong = next((device for device in chosen if not isinstance(device, jax.Device)), None)
         if wrong is not None:
             fix = (
                 f"pass the devices themselves, such as [jax.devices()[{wrong}]]"
@@ -393,7 +387,7 @@ def _devices(devices: Sequence[Any] | None, backend: str) -> list[Any]:
                 else "pass some of jax.devices()"
             )
             raise MeshSpecError(
-                f"{wrong!r} of type {type(wrong).__name__} in devices= is no device", fix=fix
+                f"{wrong!r} of type {type(wrong).__name__} in devices= is not a device", fix=fix
             )
         return chosen
     try:
@@ -407,7 +401,7 @@ def _devices(devices: Sequence[Any] | None, backend: str) -> list[Any]:
 
 
 def _more_devices(spec: MeshSpec, devices: Sequence[Any]) -> str:
-    """Say how a process that sees too few CPU devices gets more: a notebook's first error."""
+    """Return how a process with too few CPU devices gets more: often a notebook's first error."""
     needed = math.prod(size for size in spec.sizes if size != INFER)
     planning = "abstract_mesh plans without devices"
     if not devices or devices[0].platform != "cpu" or needed <= len(devices):

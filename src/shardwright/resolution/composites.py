@@ -1,6 +1,6 @@
-"""Candidates as they are tried: one chain for an axis, the product of its members' chains for a composite. Pure.
+"""The candidates of a dim: those of its rule, or for a composite the product of its members' candidates. Pure.
 
-A composite is one dim over several axes. Each member brings its chain; the first member varies slowest.
+A composite is one dim over several axes. The candidates of its last member vary fastest.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Candidate:
     """One candidate as it is tried.
 
     Attributes:
-      written: its mesh axes as the rules write them; none for `-`.
-      live: those of more than one device.
-      passed: what was passed over on the way to it: mesh axes, and candidates without any left.
-      lost: it names a mesh axis that the mesh lacks, and the policy says that its dim is then replicated.
-      parts: of a composite, what each member adds to `live`.
+      written: Its mesh axes as the rules write them; none for `-`.
+      live: Those of more than one device.
+      passed: What was passed over before it: mesh axes, and candidates that have none left.
+      lost: It names a mesh axis that the mesh lacks, and the policy replicates the dim for that.
+      parts: Of a composite, what each member adds to `live`.
     """
 
     written: tuple[str, ...]
@@ -39,7 +39,7 @@ class Candidate:
 
 
 def reduced(written: tuple[str, ...], sizes: Mapping[str, int], missing: Missing) -> Candidate:
-    """Return a candidate without mesh axes that are absent or of size 1, each recorded."""
+    """Return a candidate without the mesh axes that are absent or have size 1; record each of them."""
     live: list[str] = []
     passed: list[Skip] = []
     lost = False
@@ -58,13 +58,13 @@ def reduced(written: tuple[str, ...], sizes: Mapping[str, int], missing: Missing
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Composite:
-    """The chain of a dim over several axes: what `Rule` is for a dim over one.
+    """The candidates of a dim over several axes, as `Rule` has those of a dim over one axis.
 
     Attributes:
-      members: the rules of the members that have one, in order.
-      chains: what each member may add, in order; an empty candidate last where it may add nothing.
-      ref: the members' rules, for messages.
-      unruled: what is recorded of members without a rule, which add nothing.
+      members: The rules of the members that have one, in order.
+      chains: The candidates of each member, in order; the last one is empty if the member may add nothing.
+      ref: The members' rules, for messages.
+      unruled: A record for each member without a rule, which adds nothing.
     """
 
     members: tuple[Rule, ...]
@@ -74,10 +74,10 @@ class Composite:
 
     @property
     def fallback(self) -> Fallback:
-        """`-` where every member may add nothing and some rule says so."""
+        """`-` if every member may add nothing, and some rule ends in `-`."""
         may_be_empty = all(not chain[-1].written for chain in self.chains)
-        said = any(rule.fallback is Fallback.REPLICATED for rule in self.members)
-        return Fallback.REPLICATED if may_be_empty and said else Fallback.NONE
+        is_stated = any(rule.fallback is Fallback.REPLICATED for rule in self.members)
+        return Fallback.REPLICATED if may_be_empty and is_stated else Fallback.NONE
 
     @property
     def count(self) -> int:
@@ -85,13 +85,13 @@ class Composite:
         return math.prod(len(chain) for chain in self.chains)
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield the product lazily; what a member passed over is told once, with the candidate that it led to."""
-        told: set[int] = set()
+        """Yield the product lazily; what a member passed over is reported once, with the first candidate after it."""
+        reported: set[int] = set()
         for at, picks in enumerate(itertools.product(*self.chains)):
             passed = [] if at else [*self.unruled]
             for pick in picks:
-                if id(pick) not in told:
-                    told.add(id(pick))
+                if id(pick) not in reported:
+                    reported.add(id(pick))
                     passed += pick.passed
             yield Candidate(
                 written=tuple(axis for pick in picks for axis in pick.written),
@@ -104,9 +104,9 @@ class Composite:
     def with_fallback(
         self, parts: Sequence[tuple[str, ...]], fits: Callable[[tuple[str, ...]], bool]
     ) -> str:
-        """Return the change of members' rules that lets a failed candidate fit without their part of it.
+        """Return which members' rules need a fallback for a failed candidate to fit without their part.
 
-        One member is enough where the rest then fits, the later one first.
+        Prefer the change of a single rule, of a later member first.
         """
         able = [
             at
@@ -128,7 +128,7 @@ def _with_dash(rule: Rule) -> str:
 def make_composite(
     axes: Sequence[str], rules: Sequence[Rule | None], sizes: Mapping[str, int], missing: Missing
 ) -> Composite | Problem | None:
-    """Return the chain of a composite; None where no member has a rule, a problem where the rules make none."""
+    """Return the candidates of a composite; None if no member has a rule, a problem if the rules do not combine."""
     stated = [(axis, rule) for axis, rule in zip(axes, rules, strict=True) if rule is not None]
     if not stated:
         return None
@@ -153,7 +153,7 @@ def make_composite(
         counts = " * ".join(str(len(chain)) for chain in chains)
         return Problem(
             error=StrategyError,
-            what=f"{counts} = {composite.count} candidates, more than the {MOST_CANDIDATES} that are tried",
+            what=f"the composite has {counts} = {composite.count} candidates, at most {MOST_CANDIDATES} are tried",
             rule=str(composite.ref),
             fix="give the members' rules fewer candidates, or flatten fewer axes into one dim",
         )
@@ -161,20 +161,22 @@ def make_composite(
 
 
 def _chain(rule: Rule, sizes: Mapping[str, int], missing: Missing) -> tuple[Candidate, ...]:
-    """Return what a member may add to a composite, in order: no emptied candidate, none twice."""
-    found: list[Candidate] = []
+    """Return the candidates of a member, in order, each once and none without mesh axes."""
+    chain: list[Candidate] = []
     passed: tuple[Skip, ...] = ()
     for written in rule.candidates:
-        one = reduced(written, sizes, missing)
-        passed += one.passed
-        if one.lost or (one.live and one.live not in [other.live for other in found]):
-            found.append(dataclasses.replace(one, passed=passed))
+        candidate = reduced(written, sizes, missing)
+        passed += candidate.passed
+        if candidate.lost or (
+            candidate.live and candidate.live not in [other.live for other in chain]
+        ):
+            chain.append(dataclasses.replace(candidate, passed=passed))
             passed = ()
-        if one.lost:
-            return tuple(found)  # the dim is replicated when it is reached: nothing comes after it
-    if rule.fallback is Fallback.REPLICATED or not found:
-        found.append(Candidate(written=(), live=(), passed=passed))
-    return tuple(found)
+        if candidate.lost:
+            return tuple(chain)  # it replicates the dim, so nothing after it is tried
+    if rule.fallback is Fallback.REPLICATED or not chain:
+        chain.append(Candidate(written=(), live=(), passed=passed))
+    return tuple(chain)
 
 
 def _joined(refs: Sequence[RuleRef]) -> RuleRef:

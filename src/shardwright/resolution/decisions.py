@@ -1,6 +1,6 @@
-"""Why a dim got its spec: the data that a decision leaves behind, and the table that people read.
+"""Why a dim got its spec: the decisions as data, and the table that people read.
 
-A spec is derived from the decisions here, so that an explanation can never disagree with what was applied.
+The spec is derived from the decisions, so an explanation always agrees with what was applied.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Outcome(enum.StrEnum):
 
 
 class ModeFrom(enum.StrEnum):
-    """Where the mode of a call came from."""
+    """Who chose the mode of a request."""
 
     CALL = "call"
     MANAGER = "manager"
@@ -69,11 +69,11 @@ class RuleRef:
     """Where a rule was written.
 
     Attributes:
-      key: the axis as the file spells it, for instance `kv_head`.
-      text: the rule itself, for instance `tp | -`.
-      table: the table's key path, for instance `modes.decode`.
-      source: file and line, or whatever made the rule.
-      members: of a composite, the rules of its members; the other fields then join theirs.
+      key: The axis as the file spells it, for instance `kv_head`.
+      text: The rule itself, for instance `tp | -`.
+      table: Key path of the table, for instance `modes.decode`.
+      source: File and line, or what else made the rule.
+      members: Of a composite, the rules of its members; the other fields then join theirs.
     """
 
     key: str
@@ -84,12 +84,12 @@ class RuleRef:
 
     @property
     def written(self) -> str:
-        """The rule as a file has it; of a composite, each member's."""
+        """The rule as a file has it; for a composite, that of each member."""
         return "; ".join(f'{ref.key} = "{ref.text}"' for ref in self.members or (self,))
 
     @property
     def place(self) -> str:
-        """File, line and table; of a composite, each member's."""
+        """File, line and table; for a composite, those of each member."""
         places = [
             " ".join(part for part in (ref.source, f"[{ref.table}]" if ref.table else "") if part)
             for ref in self.members or (self,)
@@ -106,21 +106,35 @@ class RuleRef:
 
     def to_json(self) -> dict[str, Any]:
         """Return the rule as plain data; `members` only of a composite."""
-        made = {"key": self.key, "text": self.text, "table": self.table, "source": self.source}
-        return (
-            {**made, "members": [ref.to_json() for ref in self.members]} if self.members else made
-        )
+        data: dict[str, Any] = {
+            "key": self.key,
+            "text": self.text,
+            "table": self.table,
+            "source": self.source,
+        }
+        if self.members:
+            data["members"] = [ref.to_json() for ref in self.members]
+        return data
+
+
+def rule_text(rule: RuleRef, mode: str) -> str:
+    """Return a rule, where it is written, and the mode it applies in; of a composite one line per member."""
+    if rule.members:
+        return "\n".join(rule_text(member, mode) for member in rule.members)
+    text = str(rule)
+    mark = f"mode {mode_name(mode)}"
+    return f"{text[:-1]}, {mark})" if text.endswith(")") else f"{text}   ({mark})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
-    """One thing that was passed over on the way to a decision.
+    """A mesh axis or a candidate that was passed over before a decision.
 
     Attributes:
-      reason: why.
-      candidate: the candidate as written; empty where a member of a composite has no rule.
-      mesh_axis: the mesh axis that was removed from it, or empty if the whole candidate was passed over.
-      detail: the values, for instance `6 % 4`; of `NO_RULE` the member.
+      reason: Why.
+      candidate: The candidate as written; empty if a member of a composite has no rule.
+      mesh_axis: The mesh axis that was removed from it; empty if the whole candidate was passed over.
+      detail: The values, for instance `6 % 4 != 0`; for `NO_RULE` the member.
     """
 
     reason: Reason
@@ -142,17 +156,17 @@ class DimDecision:
     """How one dim was decided.
 
     Attributes:
-      dim: position.
-      label: the dim's axes as people read them.
-      size: number of elements, or None if no shape was given.
-      outcome: how it was decided.
-      mesh_axes: the mesh axes that the dim lies over, Manual ones included, major first.
-      rule: the rule that decided, or None.
-      skipped: what was passed over before, in order.
-      gathered: mesh axes of the stored weight that its use drops.
-      zero1: mesh axes among `mesh_axes` that optimizer state has beyond its parameter.
-      manual: mesh axes among `mesh_axes` that a surrounding `shard_map` has already applied.
-      unchecked: no size was given, so divisibility was not checked.
+      dim: Position.
+      label: The dim's axes as people read them.
+      size: Number of elements, or None if no shape was given.
+      outcome: How it was decided.
+      mesh_axes: The mesh axes that the dim is sharded over, slowest first; Manual ones are included.
+      rule: The rule that decided, or None.
+      skipped: What was passed over before, in order.
+      gathered: Mesh axes of the stored weight over which it is gathered for use.
+      zero1: Mesh axes among `mesh_axes` that optimizer state has in addition to its parameter.
+      manual: Mesh axes among `mesh_axes` that a surrounding `shard_map` has already applied.
+      unchecked: No size was given, so divisibility was not checked.
     """
 
     dim: int
@@ -172,16 +186,14 @@ class DimDecision:
         """The dim's entry in the spec: None, one mesh axis, a tuple of them, or `UNCONSTRAINED`."""
         if self.outcome is Outcome.UNCONSTRAINED:
             return UNCONSTRAINED
-        return entry_of(
-            tuple(axis for axis in self.mesh_axes if axis not in self.manual)
-            if self.manual
-            else self.mesh_axes
-        )
+        if not self.manual:
+            return entry_of(self.mesh_axes)
+        return entry_of(tuple(axis for axis in self.mesh_axes if axis not in self.manual))
 
     @property
     def why(self) -> str:
         """The decision in one line, with everything that was passed over."""
-        said = {
+        outcome = {
             Outcome.CHOSEN: "",
             Outcome.EMPTY: "not sharded by annotation",
             Outcome.REPLICATED: "replicated by rule",
@@ -198,7 +210,7 @@ class DimDecision:
         passed = dict.fromkeys(
             str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY
         )
-        parts = [*passed, *([said] if said else [])]
+        parts = [*passed, *([outcome] if outcome else [])]
         if self.gathered:
             parts.append("gathered over " + "+".join(self.gathered))
         if self.zero1:
@@ -231,18 +243,19 @@ class DimDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution:
-    """A spec and why, dim by dim.
+    """A spec, and the decision behind each of its entries.
 
     Attributes:
-      annotation: the annotation as people write it.
-      decisions: one per dim, in order.
-      mode: the mode it was resolved in, and in `mode_from` who said so.
+      annotation: The annotation as people write it.
+      decisions: One per dim, in order.
+      mode: The mode in which the request was resolved.
+      mode_from: Who chose the mode.
       role: activation, param, use or state.
-      path: the tensor's path, or empty.
-      problems: what is wrong; empty if all went well.
-      notes: what a permissive policy changed about the annotation as a whole.
-      mesh: name and size of each mesh axis, for the picture in a notebook; empty if not known.
-      spec: the spec, or None if anything is wrong.
+      path: The tensor's path, or empty.
+      problems: What is wrong; empty if nothing is.
+      notes: What a lenient policy changed about the annotation as a whole.
+      mesh: Name and size of each mesh axis, for the picture in a notebook; empty if unknown.
+      spec: The spec, or None if there are problems.
     """
 
     annotation: str
@@ -257,24 +270,21 @@ class Resolution:
     spec: PartitionSpec | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self,
-            "spec",
-            None
-            if self.problems
-            else canonical_spec([decision.entry for decision in self.decisions]),
-        )
+        spec = None
+        if not self.problems:
+            spec = canonical_spec([decision.entry for decision in self.decisions])
+        object.__setattr__(self, "spec", spec)
 
     @property
     def ok(self) -> bool:
-        """Whether there is a spec."""
+        """Whether the request has a spec."""
         return not self.problems
 
     def require(self) -> PartitionSpec:
         """Return the spec.
 
         Raises:
-          ShardingError: the class of the first problem, with all of them.
+          ShardingError: There are problems. The class is that of the first; the error has all of them.
         """
         raise_problems(self.problems, resolution=self)
         assert self.spec is not None
@@ -345,15 +355,17 @@ def row(decision: DimDecision) -> tuple[str, ...]:
         str(decision.dim),
         decision.label or EMPTY,
         size,
-        lies_text(decision),
+        mesh_axes_text(decision),
         rule,
         place,
         decision.why,
     )
 
 
-def lies_text(decision: DimDecision) -> str:
+def mesh_axes_text(decision: DimDecision) -> str:
     """Return the mesh axes of a dim as people read them: `-` replicated, `?` unconstrained, `!` failed."""
     if decision.outcome is Outcome.FAILED:
         return "!"
-    return "?" if decision.outcome is Outcome.UNCONSTRAINED else "+".join(decision.mesh_axes) or "-"
+    if decision.outcome is Outcome.UNCONSTRAINED:
+        return "?"
+    return "+".join(decision.mesh_axes) or "-"

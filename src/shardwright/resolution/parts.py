@@ -1,15 +1,22 @@
-"""What follows from a weight's decisions: where its parts lie, and where optimizer state lies beyond it. Pure.
+"""Derive decisions from those of a weight: for parts of it, and for optimizer state that is sharded further. Pure.
 
-Whether a size divides is the resolver's to judge: it hands in `fits`.
+Whether a size divides is decided in `decide`: the resolver passes it in as `fits`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from shardwright import _jax
-from shardwright.errors import IndivisibleError, Problem, RankMismatchError, ShapeRequiredError
+from shardwright.errors import (
+    IndivisibleError,
+    Problem,
+    RankMismatchError,
+    ShapeRequiredError,
+    ShardingError,
+)
 from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
 from shardwright.resolution.rules import Fallback, Indivisible, Policy, Rule
 from shardwright.vocabulary.annotations import PartOf
@@ -19,12 +26,20 @@ Fits = Callable[[int, tuple[str, ...]], bool]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """Decisions taken over from others, what is wrong with them, and what there is to say about them."""
+class Derived:
+    """Decisions of a request, its problems, and notes for its explanation."""
 
     decisions: tuple[DimDecision, ...]
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def _failed(error: type[ShardingError], what: str, *, path: str | None, fix: str) -> Derived:
+    problem = Problem(error=error, what=what, path=path or "", fix=fix)
+    return Derived(decisions=(), problems=(problem,))
+
+
+# Parts of a weight.
 
 
 def take_part(
@@ -35,77 +50,78 @@ def take_part(
     path: str | None,
     fits: Fits,
     policy: Policy,
-) -> Taken:
-    """Take the decisions of a whole array's dims for a part of it.
+) -> Derived:
+    """Derive the decisions of a part from those of the whole array.
 
-    A dim that is shorter than the one it follows, such as a number of blocks, must divide over the same mesh axes: a block is
-    never split.
+    A dim that is shorter than the one it follows, such as a number of blocks, must divide over the same mesh axes: a
+    block is never split.
+
+    Args:
+      whole: Resolution of the whole array.
+      part: Which dims of the whole the part follows.
+      shape: Shape of the part, or None if unknown.
+      path: Path of the part, for messages.
+      fits: Tells whether a size divides over mesh axes.
+      policy: What to do if it does not.
     """
     if whole.problems:
-        return Taken(
-            decisions=(),
-            problems=tuple(
-                dataclasses.replace(one, path=path or one.path) for one in whole.problems
-            ),
-        )
+        problems = [dataclasses.replace(one, path=path or one.path) for one in whole.problems]
+        return Derived(decisions=(), problems=tuple(problems))
     if shape is None:
-        what = "a part of an array has a size of its own"
-        return Taken(
-            decisions=(),
-            problems=(
-                Problem(error=ShapeRequiredError, what=what, path=path or "", fix="pass shape="),
-            ),
-        )
-    if len(shape) != len(
-        part.dims
-    ):  # which the policy rank = "fit" lets through: a part is not cut to fit
+        what = "a part of an array needs its own shape"
+        return _failed(ShapeRequiredError, what, path=path, fix="pass shape=")
+    # The policy rank = "fit" lets another rank through, but a part cannot be cut to fit.
+    if len(shape) != len(part.dims):
         what = f"{describe(part)} has {len(part.dims)} dims, the array has {len(shape)}: shape {tuple(shape)}"
         fix = "write one entry per dim, None for a dim that is not sharded"
-        return Taken(
-            decisions=(),
-            problems=(Problem(error=RankMismatchError, what=what, path=path or "", fix=fix),),
-        )
+        return _failed(RankMismatchError, what, path=path, fix=fix)
     decisions: list[DimDecision] = []
-    problems: list[Problem] = []
-    for at, (of, size) in enumerate(zip(part.dims, shape, strict=True)):
+    problems = []
+    for position, (of, size) in enumerate(zip(part.dims, shape, strict=True)):
         if of is None:
-            decisions.append(DimDecision(dim=at, label="", size=size, outcome=Outcome.EMPTY))
+            decisions.append(DimDecision(dim=position, label="", size=size, outcome=Outcome.EMPTY))
             continue
-        made = dataclasses.replace(whole.decisions[of], dim=at, size=size)
-        try:
-            split = size != part.shape[of] and not fits(size, made.mesh_axes)
-        except _jax.Inconclusive:
-            what = f"whether {size} parts divide over {'+'.join(made.mesh_axes)} is not known"
-            fix = "say more of the size, such as 8*b, or annotate the dim EMPTY"
-            problems.append(
-                Problem(
-                    error=ShapeRequiredError,
-                    what=what,
-                    path=path or "",
-                    dim=at,
-                    axis=made.label,
-                    fix=fix,
-                )
-            )
-            decisions.append(dataclasses.replace(made, outcome=Outcome.FAILED, mesh_axes=()))
-            continue
-        if split:
-            if policy.indivisible is Indivisible.ERROR:
-                problems.append(
-                    dataclasses.replace(_split_block(made, part.shape[of]), path=path or "")
-                )
-                made = dataclasses.replace(made, outcome=Outcome.FAILED, mesh_axes=())
-            else:
-                made = _shortened(made, fits, policy.indivisible)
-        decisions.append(made)
-    followed = [str(of) for of in part.dims if of is not None]
-    name = whole.path or whole.annotation
-    notes = (
-        ()
-        if len(followed) == len(part.dims) == len(part.shape) or not followed
-        else (f"dims {', '.join(followed)} of {name}",)
+        decision = dataclasses.replace(whole.decisions[of], dim=position, size=size)
+        decision, problem = _followed(decision, part.shape[of], fits, policy.indivisible)
+        decisions.append(decision)
+        if problem is not None:
+            problems.append(dataclasses.replace(problem, path=path or ""))
+    return Derived(
+        decisions=tuple(decisions),
+        problems=tuple(problems),
+        notes=whole.notes + _part_notes(whole, part),
     )
-    return Taken(decisions=tuple(decisions), problems=tuple(problems), notes=whole.notes + notes)
+
+
+def _followed(
+    decision: DimDecision, whole: int, fits: Fits, policy: Indivisible
+) -> tuple[DimDecision, Problem | None]:
+    """Return the decision of a dim of a part whose dim in the whole has size `whole`, and its problem."""
+    size: Any = decision.size
+    failed = dataclasses.replace(decision, outcome=Outcome.FAILED, mesh_axes=())
+    try:
+        if size == whole or fits(size, decision.mesh_axes):
+            return decision, None
+    except _jax.Inconclusive:
+        over = "+".join(decision.mesh_axes)
+        return failed, Problem(
+            error=ShapeRequiredError,
+            what=f"it is unknown whether {size} parts divide over {over}",
+            dim=decision.dim,
+            axis=decision.label,
+            fix="say more of the size, such as 8*b, or annotate the dim EMPTY",
+        )
+    if policy is Indivisible.ERROR:
+        return failed, _split_block(decision, whole)
+    return _shortened(decision, fits, policy), None
+
+
+def _part_notes(whole: Resolution, part: PartOf) -> tuple[str, ...]:
+    """Return which dims of the whole a part follows, unless it follows all or none."""
+    followed = [str(of) for of in part.dims if of is not None]
+    if not followed or len(followed) == len(part.dims) == len(part.shape):
+        return ()
+    return (f"dims {', '.join(followed)} of {whole.path or whole.annotation}",)
 
 
 _SHORTENED = {
@@ -124,14 +140,12 @@ def _shortened(decision: DimDecision, fits: Fits, policy: Indivisible) -> DimDec
 
 def _split_block(decision: DimDecision, whole: int) -> Problem:
     size, over = decision.size or 0, "+".join(decision.mesh_axes)
-    blocks = (
-        f"{size} blocks of {whole // size}"
-        if size and whole % size == 0
-        else f"size {size} (of {whole})"
-    )
+    blocks = f"size {size} (of {whole})"
+    if size and whole % size == 0:
+        blocks = f"{size} blocks of {whole // size}"
     return Problem(
         error=IndivisibleError,
-        what=f"{blocks} do not divide over {over}, where the whole dim lies: a block may not be split",
+        what=f"{blocks} do not divide over {over}, as the whole dim does: a block may not be split",
         dim=decision.dim,
         axis=decision.label,
         size=size,
@@ -141,27 +155,31 @@ def _split_block(decision: DimDecision, whole: int) -> Problem:
     )
 
 
+# Optimizer state.
+
+
 def add_zero1(
-    param: Taken,
+    param: Derived,
     rule: Rule | None,
     *,
     dims: Sequence[Dim],
     path: str | None,
     sizes: Mapping[str, int],
     fits: Fits,
-) -> Taken:
-    """Shard optimizer state over mesh axes that its parameter leaves free: by the first candidate that one dim takes whole.
+) -> Derived:
+    """Shard optimizer state over mesh axes that its parameter does not use.
 
-    A candidate of which the parameter leaves nothing free is passed over. The first dim that divides takes them, minor to what
-    it has. Dims that the annotation keeps whole are left alone, and so is an array that has no others.
+    Candidates are tried in order. Of a candidate, the mesh axes count that the parameter leaves free; if it leaves none,
+    the candidate is passed over. The first dim that divides over all of them takes them, as its fastest ones. Dims that
+    are annotated `EMPTY` stay whole, and so does an array that has no other dims.
 
     Args:
-      param: where the parameter lies.
-      rule: candidates in order; with `-` at the end an array that none fits stays as it is. None adds nothing.
-      dims: the lowered dims.
-      path: the state's path.
-      sizes: mesh axis -> size.
-      fits: whether a size divides over mesh axes.
+      param: Decisions of the parameter.
+      rule: Candidates in order. With `-` at the end, an array that none fits stays as it is. None adds nothing.
+      dims: Lowered dims.
+      path: Path of the state.
+      sizes: Size of each mesh axis.
+      fits: Tells whether a size divides over mesh axes.
     """
     if rule is None or param.problems:
         return param
@@ -171,71 +189,79 @@ def add_zero1(
     for candidate in rule.candidates if able else ():
         live = tuple(axis for axis in candidate if sizes.get(axis, 1) > 1)
         free = tuple(axis for axis in live if axis not in taken)
-        if live and not free:
-            param = _noted(param, f"{rule.ref}: the parameter lies over {'+'.join(live)} already")
-            continue
         if not free:
-            param = _noted(
-                param,
-                f"{rule.ref}: of {'+'.join(candidate)} the mesh has no axis of more than one device",
-            )
+            param = _noted(param, _passed_over(rule, candidate, live))
             continue
-        if any(_judged(decision, dims) is None for decision in able):
-            what = "which dim zero1 shards depends on the sizes"
-            problem = Problem(
-                error=ShapeRequiredError,
-                what=what,
-                path=path or "",
-                rule=str(rule.ref),
-                fix="pass shape=",
-            )
+        chosen = _first_fitting(able, free, rule, dims=dims, fits=fits)
+        if isinstance(chosen, Problem):
+            problem = dataclasses.replace(chosen, path=path or "")
             return dataclasses.replace(param, problems=(problem,))
-        for decision in able:
-            size = _judged(decision, dims)
-            try:
-                fitting = size is not None and fits(size, (*decision.mesh_axes, *free))
-            except _jax.Inconclusive:
-                what = f"which dim zero1 shards depends on the size {size}"
-                fix = "say more of it, such as 8*b"
-                problem = Problem(
-                    error=ShapeRequiredError,
-                    what=what,
-                    path=path or "",
-                    dim=decision.dim,
-                    rule=str(rule.ref),
-                    fix=fix,
-                )
-                return dataclasses.replace(param, problems=(problem,))
-            if fitting:
-                return _widened(param, decision, free, rule)
+        if chosen is not None:
+            return _widened(param, chosen, free, rule)
         tried.append(free)
     if not tried or rule.fallback is Fallback.REPLICATED:
-        return _noted(
-            param, *(f"{rule.ref}: no dim divides over {'+'.join(free)} too" for free in tried)
-        )
+        notes = [f"{rule.ref}: no dim also divides over {'+'.join(free)}" for free in tried]
+        return _noted(param, *notes)
     tries = [(_judged(decision, dims), (*decision.mesh_axes, *tried[0])) for decision in able]
-    return dataclasses.replace(
-        param, problems=(_none_fits(tries, tried[0], rule, sizes, path or ""),)
-    )
+    problem = _none_fits(tries, tried[0], rule, sizes, path or "")
+    return dataclasses.replace(param, problems=(problem,))
+
+
+def _passed_over(rule: Rule, candidate: tuple[str, ...], live: tuple[str, ...]) -> str:
+    if live:
+        return f"{rule.ref}: the parameter is already sharded over {'+'.join(live)}"
+    return f"{rule.ref}: in the mesh, no axis of {'+'.join(candidate)} has more than one device"
+
+
+def _first_fitting(
+    able: Sequence[DimDecision],
+    free: tuple[str, ...],
+    rule: Rule,
+    *,
+    dims: Sequence[Dim],
+    fits: Fits,
+) -> DimDecision | Problem | None:
+    """Return the first dim that also divides over `free`, or None; a problem if the sizes do not tell."""
+    if any(_judged(decision, dims) is None for decision in able):
+        return Problem(
+            error=ShapeRequiredError,
+            what="which dim zero1 shards depends on the sizes",
+            rule=str(rule.ref),
+            fix="pass shape=",
+        )
+    for decision in able:
+        size = _judged(decision, dims)
+        try:
+            if size is not None and fits(size, (*decision.mesh_axes, *free)):
+                return decision
+        except _jax.Inconclusive:
+            return Problem(
+                error=ShapeRequiredError,
+                what=f"which dim zero1 shards depends on the size {size}",
+                dim=decision.dim,
+                rule=str(rule.ref),
+                fix="say more of it, such as 8*b",
+            )
+    return None
 
 
 def _judged(decision: DimDecision, dims: Sequence[Dim]) -> int | None:
-    """Return the size that must divide: of a merged dim that of its first member."""
+    """Return the size that must divide: for a merged dim that of its first member."""
     dim = dims[decision.dim]
     return dim.merged[0][1] if dim.merged and dim.size == decision.size else decision.size
 
 
-def _noted(taken: Taken, *notes: str) -> Taken:
-    return dataclasses.replace(taken, notes=(*taken.notes, *notes))
+def _noted(derived: Derived, *notes: str) -> Derived:
+    return dataclasses.replace(derived, notes=(*derived.notes, *notes))
 
 
-def _widened(param: Taken, one: DimDecision, free: tuple[str, ...], rule: Rule) -> Taken:
-    wider = dataclasses.replace(one, mesh_axes=(*one.mesh_axes, *free), zero1=free)
-    found = tuple(wider if decision.dim == one.dim else decision for decision in param.decisions)
-    return _noted(
-        dataclasses.replace(param, decisions=found),
-        f"{rule.ref}: {'+'.join(free)} on dim {one.dim} {one.label}",
+def _widened(param: Derived, chosen: DimDecision, free: tuple[str, ...], rule: Rule) -> Derived:
+    wider = dataclasses.replace(chosen, mesh_axes=(*chosen.mesh_axes, *free), zero1=free)
+    decisions = tuple(
+        wider if decision.dim == chosen.dim else decision for decision in param.decisions
     )
+    note = f"{rule.ref}: {'+'.join(free)} on dim {chosen.dim} {chosen.label}"
+    return _noted(dataclasses.replace(param, decisions=decisions), note)
 
 
 def _none_fits(
@@ -245,14 +271,14 @@ def _none_fits(
     sizes: Mapping[str, int],
     path: str,
 ) -> Problem:
-    said = [
+    tried = [
         f"{size} over {', '.join(f'{axis}={sizes[axis]}' for axis in axes)}" for size, axes in tries
     ]
     return Problem(
         error=IndivisibleError,
-        what=f"no dim of this optimizer state divides over {'+'.join(free)} too: {'; '.join(said)}",
+        what=f"no dim of this optimizer state also divides over {'+'.join(free)}: {'; '.join(tried)}",
         path=path,
         rule=str(rule.ref),
         mesh_axes=free,
-        fix=f'end zero1 in a fallback, zero1 = "{rule.ref.text} | -", which leaves such state where its parameter lies',
+        fix=f'end zero1 in a fallback, zero1 = "{rule.ref.text} | -", which shards such state like its parameter',
     )

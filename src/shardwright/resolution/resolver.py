@@ -1,14 +1,15 @@
-"""The pure heart: which mesh axes each dim lies over, and why. No arrays, devices, globals or environment.
+"""Resolve an annotation: which mesh axes each dim is sharded over, and why.
 
-A request is lowered to dims, a mode and a role here; `deciding.py` decides each dim, left to right; what is kept of a part's
-whole, and what optimizer state takes besides, is `parts.py`'s. Answers are kept with the rules.
+The resolver is pure: no arrays, devices, globals or environment. It lowers a request to dims, a mode and a role.
+`decide` decides each dim from left to right, `parts` derives parts of a weight and optimizer state. The rules keep the
+answers of recent requests.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from shardwright.errors import (
     AxisConflictError,
@@ -21,10 +22,11 @@ from shardwright.errors import (
     raise_problems,
 )
 from shardwright.mesh.build import mesh_sizes
-from shardwright.resolution.decide import Frame, gathered, unknown_axis
+from shardwright.resolution.decide import Decider
 from shardwright.resolution.decisions import DimDecision, ModeFrom, Outcome, Resolution
-from shardwright.resolution.parts import Taken, add_zero1, take_part
+from shardwright.resolution.parts import Derived, add_zero1, take_part
 from shardwright.resolution.rules import AxisRules, Rank
+from shardwright.resolution.unknown_axes import unknown_axis
 from shardwright.vocabulary.annotations import ArraySpec, PartOf, as_annotation, is_annotation
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.lowering import (
@@ -56,18 +58,19 @@ def resolve(
     """Resolve an annotation to a spec and the decisions behind it.
 
     Args:
-      axes: an annotation; a list counts as a tuple.
-      rules: compiled rules.
-      mesh_shape: a mapping of mesh axis to size, pairs of them, a `Mesh` or an `AbstractMesh`.
-      mode: runtime mode; None means the layout's own, else train.
-      role: activation, param, use or state; None means param for weight layouts, else activation.
-      shape: global sizes; local ones along the mesh axes in `manual`.
-      path: the tensor's path, for `[[tensors]]` and for messages.
-      manual: mesh axes that a surrounding `shard_map` has already applied.
-      mode_from: who said `mode`.
+      axes: Annotation; a list counts as a tuple.
+      rules: Compiled rules.
+      mesh_shape: A `Mesh`, an `AbstractMesh`, a mapping of mesh axis to size, or pairs of them.
+      mode: Runtime mode. Defaults to the layout's own mode, else train.
+      role: activation, param, use or state. Defaults to param for weight layouts, else activation.
+      shape: Global sizes; local sizes along the mesh axes in `manual`.
+      path: Path of the tensor, for `[[tensors]]` and for messages.
+      manual: Mesh axes that a surrounding `shard_map` has already applied.
+      mode_from: Who gave `mode`, for explanations.
 
     Raises:
-      ShardingError: the class of the first problem, with all of them in `.problems` and the `.resolution`.
+      ShardingError: The request fails. The class is that of the first problem; the error has all of them in
+        `.problems`, and the `.resolution`.
     """
     resolution = explain(
         axes,
@@ -96,9 +99,9 @@ def explain(
     manual: frozenset[str] = frozenset(),
     mode_from: ModeFrom = ModeFrom.CALL,
 ) -> Resolution:
-    """Resolve like `resolve`, but return what went wrong as `problems` instead of raising it.
+    """Resolve like `resolve`, but return problems in `.problems` instead of raising them.
 
-    The same question returns an equal object, and the identical one for the last 10,000 shapes at least, as long as the rules live.
+    Equal requests return equal objects: the identical one if at most 10,000 other requests came in between.
     """
     sizes = mesh_sizes(mesh_shape)
     if not isinstance(rules, AxisRules):
@@ -117,9 +120,9 @@ def explain(
         )
     manual = frozenset(manual)
     request = (annotation, sizes.pairs, mode, role, dims, path, manual, mode_from)
-    found = rules._cache.get(request) or rules._cache.recall(request)
-    if found is None:
-        made = _explain(
+    resolution: Resolution | None = rules._cache.get(request) or rules._cache.recall(request)
+    if resolution is None:
+        fresh = _explain(
             annotation,
             rules,
             sizes,
@@ -130,15 +133,14 @@ def explain(
             manual=manual,
             mode_from=mode_from,
         )
-        found = rules._cache.keep(request, made)
-    answer: Resolution = found
-    return answer
+        resolution = rules._cache.keep(request, fresh)
+    return cast("Resolution", resolution)
 
 
 def _unwrap(
     annotation: Any, shape: tuple[int, ...] | None, role: Any
 ) -> tuple[Any, tuple[int, ...] | None, Any]:
-    """Return an `ArraySpec`'s axes, shape and role (a stored parameter unless said otherwise); anything else as it is."""
+    """Return the axes, shape and role of an `ArraySpec`, by default a stored parameter; other annotations as they are."""
     if not isinstance(annotation, ArraySpec):
         return annotation, shape, role
     lower(annotation, shape)
@@ -159,53 +161,61 @@ def _explain(
 ) -> Resolution:
     try:
         lowered, notes = lower_fitted(annotation, shape, rules)
-        said, said_by = _mode(lowered, mode, mode_from, shape)
-        role_ = as_role(role or lowered.role or Role.ACTIVATION)
+        chosen_mode, chosen_by = _mode(lowered, mode, mode_from, shape)
+        chosen_role = as_role(role or lowered.role or Role.ACTIVATION)
     except ShardingError as error:
         return _refused(annotation, error, mode=mode, role=role, path=path)
-    frame = Frame(
-        rules=rules, sizes=sizes, mode=said, role=role_, shape=shape, path=path, manual=manual
+    decider = Decider(
+        rules=rules,
+        sizes=sizes,
+        mode=chosen_mode,
+        role=chosen_role,
+        shape=shape,
+        path=path,
+        manual=manual,
     )
     if isinstance(annotation, PartOf):
-        taken = take_part(
-            _whole(annotation, frame, said_by),
-            annotation,
-            shape,
-            path=path,
-            fits=frame.fits,
-            policy=rules.policy,
+        whole = _whole(annotation, decider, chosen_by)
+        derived = take_part(
+            whole, annotation, shape, path=path, fits=decider.fits, policy=rules.policy
         )
     else:
-        decisions = tuple(
-            [frame.decide(position, dim) for position, dim in enumerate(lowered.dims)]
+        derived = Derived(
+            decisions=_decide_all(decider, lowered.dims),
+            problems=tuple(decider.problems),
+            notes=notes,
         )
-        if role_ is Role.USE:
-            decisions = tuple(
-                gathered(decision, dim, frame)
-                for decision, dim in zip(decisions, lowered.dims, strict=True)
-            )
-        taken = Taken(decisions=decisions, problems=tuple(frame.problems), notes=notes)
-    if role_ is Role.STATE:
-        taken = add_zero1(
-            taken, rules.policy.zero1, dims=lowered.dims, path=path, sizes=sizes, fits=frame.fits
+    if chosen_role is Role.STATE:
+        zero1 = rules.policy.zero1
+        derived = add_zero1(
+            derived, zero1, dims=lowered.dims, path=path, sizes=sizes, fits=decider.fits
         )
     return Resolution(
         annotation=describe(annotation),
-        decisions=marked_manual(taken.decisions, manual),
-        mode=said,
-        mode_from=said_by,
-        role=role_,
+        decisions=marked_manual(derived.decisions, manual),
+        mode=chosen_mode,
+        mode_from=chosen_by,
+        role=chosen_role,
         path=path or "",
-        problems=taken.problems,
-        notes=taken.notes,
+        problems=derived.problems,
+        notes=derived.notes,
         mesh=tuple(sizes.items()),
     )
+
+
+def _decide_all(decider: Decider, dims: Sequence[Dim]) -> tuple[DimDecision, ...]:
+    decisions = [decider.decide(position, dim) for position, dim in enumerate(dims)]
+    if decider.role is Role.USE:
+        decisions = [
+            decider.gathered(decision, dim) for decision, dim in zip(decisions, dims, strict=True)
+        ]
+    return tuple(decisions)
 
 
 def marked_manual(
     decisions: tuple[DimDecision, ...], manual: Collection[str]
 ) -> tuple[DimDecision, ...]:
-    """Mark the Manual mesh axes of each decision. It is done once, after the last change of a decision's mesh axes."""
+    """Mark the Manual mesh axes of each decision. Call it once, after the mesh axes are final."""
     if not manual:
         return decisions
     return tuple(
@@ -216,19 +226,25 @@ def marked_manual(
     )
 
 
-def _whole(part: PartOf, frame: Frame, mode_from: ModeFrom) -> Resolution:
-    """Resolve the array that a part is of, under its own shape and path."""
-    role = Role.PARAM if frame.role is Role.STATE else frame.role
-    how: Any = {"mode": frame.mode, "mode_from": mode_from, "role": role, "manual": frame.manual}
+def _whole(part: PartOf, decider: Decider, mode_from: ModeFrom) -> Resolution:
+    """Resolve the whole array of a part, under its own shape and path."""
     return explain(
-        part.annotation, frame.rules, frame.sizes, shape=part.shape, path=part.path or None, **how
+        part.annotation,
+        decider.rules,
+        decider.sizes,
+        shape=part.shape,
+        path=part.path or None,
+        mode=decider.mode,
+        mode_from=mode_from,
+        role=Role.PARAM if decider.role is Role.STATE else decider.role,
+        manual=decider.manual,
     )
 
 
 def _refused(
     axes: Any, error: ShardingError, *, mode: str | None, role: Any, path: str | None
 ) -> Resolution:
-    """A request whose annotation, mode or role is wrong before any dim is looked at."""
+    """Return the resolution of a request whose annotation, mode or role is wrong, so that no dim is decided."""
     problems = tuple(
         dataclasses.replace(problem, path=path or problem.path) for problem in error.problems
     )
@@ -246,13 +262,13 @@ def _refused(
 def lower_fitted(
     annotation: Any, shape: tuple[int, ...] | None, rules: AxisRules
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """Lower an annotation; under `rank = "fit"` cut or pad its dims to the array's rank, and say so."""
+    """Lower an annotation. Under `rank = "fit"` cut or pad its dims to the array's rank, and return a note about it."""
     try:
         return lower(annotation, shape), ()
     except RankMismatchError:
         lowered = lower(annotation)
         if rules.policy.rank is Rank.ERROR or shape is None or len(lowered.dims) == len(shape):
-            # A name that nobody knows explains a wrong rank better than the rank does: a layout's, for instance.
+            # An unknown name, such as that of a layout in quotes, explains a wrong rank better than the rank does.
             raise_problems(
                 [
                     unknown_axis(axis, rules)
@@ -269,10 +285,10 @@ def lower_fitted(
 
 
 def lower_local(annotation: Any, local: tuple[int, ...], rules: AxisRules) -> tuple[Dim, ...]:
-    """Return the dims of an annotation for a local array: of its rank, whatever its sizes.
+    """Return the dims of an annotation for a local array. Only the ranks must agree: local sizes may differ.
 
     Raises:
-      RankMismatchError: the ranks differ.
+      RankMismatchError: The ranks differ.
     """
     try:
         return lower_fitted(annotation, local, rules)[0].dims
@@ -289,20 +305,20 @@ def _mode(
     if mode is not None:
         return parse_mode(mode), mode_from
     if lowered.mode is not None:
-        found = ModeFrom.LAYOUT if isinstance(lowered.mode, str) else ModeFrom.LAYOUT_DIM
-        return mode_of_layout(lowered.mode, shape), found
+        by = ModeFrom.LAYOUT if isinstance(lowered.mode, str) else ModeFrom.LAYOUT_DIM
+        return mode_of_layout(lowered.mode, shape), by
     return MODE_TRAIN, ModeFrom.DEFAULT
 
 
 def as_role(role: object) -> Role:
-    """Return the role that a value names.
+    """Return a role from its name.
 
     Raises:
-      StrategyError: it names none.
+      StrategyError: There is no such role.
     """
     if isinstance(role, Role):
         return role
-    known = [str(known) for known in Role]
+    known = [str(member) for member in Role]
     if role not in known:
         raise StrategyError(
             f"unknown role {role!r}",
@@ -311,25 +327,28 @@ def as_role(role: object) -> Role:
     return Role(str(role))
 
 
-def left_open(found: Resolution) -> Resolution:
-    """Return what `hint` makes of a resolution: indivisible, conflicting and Manual dims are the compiler's; other problems stay."""
+def left_open(resolution: Resolution) -> Resolution:
+    """Return a resolution as `hint` uses it: indivisible, conflicting and Manual dims are left to the compiler.
+
+    Other problems stay.
+    """
     dims = {
         problem.dim
-        for problem in found.problems
-        if issubclass(problem.error, _LEFT_OPEN) and found.decisions
+        for problem in resolution.problems
+        if issubclass(problem.error, _LEFT_OPEN) and resolution.decisions
     }
-    dims |= {decision.dim for decision in found.decisions if decision.manual}
+    dims |= {decision.dim for decision in resolution.decisions if decision.manual}
     if not dims:
-        return found
+        return resolution
     decisions = tuple(
         dataclasses.replace(decision, outcome=Outcome.UNCONSTRAINED, mesh_axes=(), manual=())
         if decision.dim in dims
         else decision
-        for decision in found.decisions
+        for decision in resolution.decisions
     )
-    left = tuple(
+    problems = tuple(
         problem
-        for problem in found.problems
+        for problem in resolution.problems
         if problem.dim not in dims or not issubclass(problem.error, _LEFT_OPEN)
     )
-    return dataclasses.replace(found, decisions=decisions, problems=left)
+    return dataclasses.replace(resolution, decisions=decisions, problems=problems)

@@ -1,6 +1,9 @@
-"""Compiled rules: frozen, hashable, plain tuples. What a strategy file or a `PartitionAxis` compiles to.
+"""Compiled rules: frozen, hashable tuples. A strategy file or a `PartitionAxis` compiles to them.
 
-rule := candidate ("|" candidate)*        candidate := "-" | "?" | name ("+" name)*        "-" and "?" only last
+The grammar, where "-" and "?" may only come last:
+
+    rule      := candidate ("|" candidate)*
+    candidate := "-" | "?" | name ("+" name)*
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from shardwright.errors import StrategyError, did_you_mean
-from shardwright.mesh.text import MOST_MESH_AXES, name_fault
+from shardwright.mesh.check import MOST_MESH_AXES, name_fault
 from shardwright.resolution.decisions import RuleRef
 from shardwright.resolution.path_patterns import PathPattern
 from shardwright.resolution.recent import Recent
@@ -29,7 +32,7 @@ from shardwright.vocabulary.modes import MODE_NAMES, MODES, parse_mode
 
 
 class Fallback(enum.StrEnum):
-    """What a rule says last, where no candidate fits."""
+    """The last word of a rule: what happens if no candidate fits."""
 
     NONE = ""
     REPLICATED = REPLICATED
@@ -37,7 +40,7 @@ class Fallback(enum.StrEnum):
 
 
 class Attention(enum.StrEnum):
-    """The implementations of attention that a strategy may name, besides `own:NAME`; AUTO takes what suits the call."""
+    """The implementations of attention that a strategy may name, besides `own:NAME`; AUTO chooses one for each call."""
 
     AUTO = "auto"
     ALLGATHER_KV = "allgather_kv"
@@ -65,21 +68,21 @@ class Indivisible(enum.StrEnum):
 
 
 class Conflict(enum.StrEnum):
-    """What happens where two dims want one mesh axis."""
+    """What happens if two dims want the same mesh axis."""
 
     ERROR = "error"
     FIRST_DIM = "first_dim"
 
 
 class Missing(enum.StrEnum):
-    """What happens to a candidate that names a mesh axis which the mesh lacks."""
+    """What happens to a candidate that names a mesh axis that the mesh lacks."""
 
     SKIP = "skip"
     REPLICATE = "replicate"
 
 
 class Rank(enum.StrEnum):
-    """What happens where an annotation and an array differ in rank."""
+    """What happens if an annotation and an array differ in rank."""
 
     ERROR = "error"
     FIT = "fit"
@@ -87,21 +90,21 @@ class Rank(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What is done where a rule cannot be followed to the letter. Every choice but an error is recorded.
+    """What to do if a rule cannot be followed exactly. Every choice except an error is recorded in the `Resolution`.
 
     Attributes:
-      indivisible: error, the longest dividing prefix, replicate the dim, or drop it: replicate it before its mesh axes are
-        looked at, so that it conflicts with nothing.
-      conflict: error, or the earlier dim keeps the mesh axis.
-      gather: mesh axes over which a weight is gathered where it is used.
-      idle: mesh axes that no rule names, on purpose: everything is replicated over them.
-      zero1: candidates of mesh axes over which optimizer state is sharded beyond its parameter; None for none.
-      missing: drop an absent mesh axis from its candidate, or replicate the whole dim.
-      rank: error, or cut and pad the annotation to the array's rank.
+      indivisible: For a size that does not divide: raise an error; take the longest prefix that divides; replicate the
+        dim; or drop it, which replicates it before it can conflict with another dim.
+      conflict: For a mesh axis that an earlier dim holds: raise an error, or leave it to the earlier dim.
+      gather: Mesh axes over which a weight is gathered where it is used.
+      missing: For an absent mesh axis: drop it from its candidate, or replicate the whole dim.
+      rank: For another rank: raise an error, or cut and pad the annotation to the array's rank.
+      zero1: Candidates of mesh axes over which optimizer state is sharded beyond its parameter; None for none.
+      idle: Mesh axes that no rule names, on purpose: everything is replicated over them.
 
     Raises:
-      StrategyError: a choice that there is not, a name in `gather` or `idle` that no mesh axis can have or that occurs twice, or a
-        `zero1` that is no rule or ends in "?".
+      StrategyError: A choice that does not exist; a name in `gather` or `idle` that occurs twice or cannot name a mesh
+        axis; or a `zero1` that is not a rule, or ends in "?".
     """
 
     indivisible: Indivisible = Indivisible.ERROR
@@ -128,7 +131,7 @@ class Policy:
             raise StrategyError(f"policy zero1 is {self.zero1!r}, not a Rule", fix=fix)
         if self.zero1 is not None and self.zero1.fallback is Fallback.UNCONSTRAINED:
             raise StrategyError(
-                '"?" cannot be the answer for optimizer state: it must lie somewhere',
+                '"?" is for activations only: optimizer state needs a sharding',
                 rule=str(self.zero1.ref),
                 fix='write "-"',
             )
@@ -182,8 +185,12 @@ class Rule:
 def parse_rule(text: str, *, ref: RuleRef | None = None) -> Rule:
     """Parse `"dp+fsdp | dp | -"`.
 
+    Args:
+      text: The rule.
+      ref: Where the rule is written, for messages.
+
     Raises:
-      StrategyError: with a caret at the fault.
+      StrategyError: The text is not a rule. A caret marks the fault.
 
     >>> parse_rule("dp+fsdp | -").candidates
     (('dp', 'fsdp'),)
@@ -197,7 +204,7 @@ def parse_rule(text: str, *, ref: RuleRef | None = None) -> Rule:
             what,
             axis=ref.key,
             rule=str(ref),
-            fix="keep the candidates that can apply; the first that fits wins",
+            fix="keep the candidates that can apply: the first that fits is chosen",
         )
     for start, part in _split(text, "|", 0):
         word = part.strip()
@@ -226,7 +233,7 @@ def _parse_candidate(text: str, part: str, start: int, ref: RuleRef) -> tuple[st
         if not name:
             raise _grammar(text, min(column, len(text)), "a mesh axis is missing here", ref)
         if name in (REPLICATED, UNCONSTRAINED):
-            raise _grammar(text, column, f'"{name}" stands alone, never inside a candidate', ref)
+            raise _grammar(text, column, f'"{name}" cannot be joined with "+": write it alone', ref)
         if fault := name_fault(name):
             raise _grammar(
                 text, column, f"{name!r} is not the name of a mesh axis: it {fault}", ref
@@ -258,7 +265,7 @@ class TensorRules:
     """Rules for the tensors whose path a pattern matches.
 
     Raises:
-      StrategyError: the pattern is not one of `path_patterns`.
+      StrategyError: `path_patterns` does not support the pattern.
     """
 
     match: str
@@ -276,7 +283,7 @@ class TensorRules:
         return self._pattern.matches(path)
 
     def find(self, axis: str, path: str) -> Rule | None:
-        """Return the rule of an axis if the pattern matches the path and the entry names the axis."""
+        """Return the entry's rule for an axis if it has one and the pattern matches the path, else None."""
         rule = next((rule for name, rule in self.rules if name == axis), None)
         return rule if rule is not None and self.matches(path) else None
 
@@ -290,16 +297,16 @@ Table = tuple[tuple[str, Rule], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AxisRules:
-    """All rules of a strategy. Equality and hash cover rules and policy, not where they were written.
+    """All rules of a strategy. Equality and hash cover the rules and the policy, not where they are written.
 
     Attributes:
-      activations: for each of `MODES`, its effective table, sorted by axis.
-      params: likewise for stored weights.
-      tensors: exceptions by path, first match wins.
-      user_axes: axes that the strategy declares.
-      policy: what to do where a rule cannot be followed.
-      attention: (mode, the line that names an implementation) for each mode whose attention the strategy names, sorted.
-      known_axes: every axis that may stand in an annotation.
+      activations: For each of `MODES`, the table that applies, sorted by axis.
+      params: The same for stored weights.
+      tensors: Exceptions by path; the first match applies.
+      user_axes: Axes that the strategy declares.
+      policy: What to do if a rule cannot be followed.
+      attention: Pairs of a mode and the line that names its implementation of attention, sorted.
+      known_axes: Every axis that an annotation may use.
     """
 
     activations: tuple[Table, ...]
@@ -326,9 +333,8 @@ class AxisRules:
             )
         object.__setattr__(self, "known_axes", KNOWN_AXES | frozenset(self.user_axes))
         object.__setattr__(self, "_tables", tables)
-        named = tuple(
-            (mode, line.text) for mode, line in self.attention
-        )  # where it is written does not count
+        # Without the line's place, which does not count for equality.
+        named = tuple((mode, line.text) for mode, line in self.attention)
         object.__setattr__(
             self,
             "_values",
@@ -348,7 +354,7 @@ class AxisRules:
         return _rebuild, (*self._values[:-1], self.attention)
 
     def fingerprint(self) -> bytes:
-        """Return 32 bytes that are equal for equal rules, for those who may keep neither the rules nor what they have resolved."""
+        """Return 32 bytes that are equal for equal rules; a cache may keep them without keeping the rules alive."""
         if not self._fingerprint:
             digest = hashlib.blake2b(
                 repr(_plain(self._values, {})).encode(), digest_size=32
@@ -357,7 +363,7 @@ class AxisRules:
         return self._fingerprint
 
     def stated(self, axis: str, *, mode: str, role: Role, path: str | None) -> Rule | None:
-        """Return the rule that the strategy states for an axis, or None; `tensor_rule` is asked first for weights."""
+        """Return the rule that the strategy states for an axis, or None; for weights, `[[tensors]]` entries come first."""
         return self.tensor_rule(axis, role=role, path=path) or self._tables[mode, role].get(axis)
 
     def tensor_rule(self, axis: str, *, role: Role, path: str | None) -> Rule | None:
@@ -369,7 +375,7 @@ class AxisRules:
         )
 
     def attention_in(self, mode: str) -> RuleRef | None:
-        """Return the line of the strategy that names the implementation of attention in a mode, or None for AUTO."""
+        """Return the line that names a mode's implementation of attention, or None for AUTO."""
         return dict(self.attention).get(mode)
 
     def named_mesh_axes(self) -> tuple[str, ...]:
@@ -381,22 +387,25 @@ class AxisRules:
 
 
 def _plain(value: Any, known: dict[int, Any]) -> Any:
-    """Return nested tuples of what counts for equality, whose text differs where the values do; `known` by rule, as tables share them."""
+    """Return the fields that count for equality as nested tuples, whose text differs if the values do.
+
+    `known` keeps the tuple of each rule, because tables share rules.
+    """
     if isinstance(value, (str, type(None))):
         return str(value)
     if isinstance(value, tuple):
-        return tuple([_plain(one, known) for one in value])
-    found = known.get(id(value))
-    if found is None:
+        return tuple([_plain(entry, known) for entry in value])
+    plain = known.get(id(value))
+    if plain is None:
         fields = [field.name for field in dataclasses.fields(value) if field.compare]
-        found = known[id(value)] = tuple([_plain(getattr(value, name), known) for name in fields])
-    return found
+        plain = known[id(value)] = tuple([_plain(getattr(value, name), known) for name in fields])
+    return plain
 
 
 def share_values(one: Any, other: Any) -> bool:
-    """Tell whether two frozen objects are equal, by their `_hash` and `_values`; equal ones share their values from then on.
+    """Compare two frozen objects by `_hash` and `_values`; if they are equal, let them share one `_values`.
 
-    JAX compares the ambient manager at every cached look-up: what is compared in full once is then one object.
+    JAX compares the ambient manager at every cache look-up. After the first full comparison, an identity check is enough.
     """
     if one._values is other._values:
         return True
@@ -420,7 +429,7 @@ def _rebuild(
 
 
 def default_rule(axis: str) -> Rule | None:
-    """Return the rule that a parallelism axis has without being stated: its own mesh axis."""
+    """Return the rule that a parallelism axis has if none is stated: its own mesh axis."""
     name = PARALLELISM_AXES.get(axis)
     if name is None:
         return None
@@ -437,10 +446,16 @@ def build_rules(
     policy: Policy | None = None,
     attention: Mapping[str, RuleRef] | None = None,
 ) -> AxisRules:
-    """Layer tables into the effective table of each mode and role.
+    """Build the rules: layer tables into one effective table per mode and role.
 
-    `tables` maps `rules`, `params`, `modes.<m>` and `modes.<m>.params` to axis -> rule. Insert inherits from decode;
-    `[modes.M]` never touches a parameter. `attention` maps modes to lines that name one, and `default` to that of the others.
+    Insert inherits from decode. `[modes.M]` never affects a parameter.
+
+    Args:
+      tables: Tables of axis -> rule, by name: `rules`, `params`, `modes.<m>` and `modes.<m>.params`.
+      tensors: Exceptions by path.
+      user_axes: Axes that the strategy declares.
+      policy: What to do if a rule cannot be followed. Defaults to errors.
+      attention: Mode -> the line that names its implementation of attention; `default` is for the other modes.
     """
 
     def layer(*names: str) -> Table:
@@ -468,30 +483,25 @@ def build_rules(
 
 
 def _attention_by_mode(named: Mapping[str, RuleRef]) -> tuple[tuple[str, RuleRef], ...]:
-    """Return the line for each mode that attends and has one; canonical modes, sorted."""
-    found = [
-        (parse_mode(name), named.get(name, named.get("default")))
+    """Return the line of each mode that computes attention and names an implementation; canonical modes, sorted."""
+    lines = {
+        parse_mode(name): named.get(name, named.get("default"))
         for name in ("train", "prefill", "decode")
-    ]
+    }
     return tuple(
-        sorted(
-            [
-                (mode, line)
-                for mode, line in found
-                if line is not None and line.text != Attention.AUTO
-            ],
-            key=lambda one: one[0],
-        )
+        (mode, line)
+        for mode, line in sorted(lines.items(), key=lambda item: item[0])
+        if line is not None and line.text != Attention.AUTO
     )
 
 
 def unnamed_mesh_axes(rules: AxisRules, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes of more than one device that are neither standard nor idle nor named by any rule."""
+    """Return the mesh axes of more than one device that no rule names, and that are neither standard nor idle."""
     known = {*rules.named_mesh_axes(), *rules.policy.idle, *STANDARD_MESH_AXES}
     return tuple(name for name, size in sizes.items() if size > 1 and name not in known)
 
 
 def foreign_mesh_axes(named: Iterable[str], mesh_axes: Iterable[str]) -> tuple[str, ...]:
-    """Return the names that are neither in the mesh nor one of the standard mesh axes."""
+    """Return the names that are neither mesh axes of this mesh nor standard mesh axes."""
     known = {*mesh_axes, *STANDARD_MESH_AXES}
     return tuple(name for name in named if name not in known)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.mesh.text import MOST_MESH_AXES
+from shardwright.mesh.check import MOST_MESH_AXES
 from shardwright.strategy.origin import KeyPath, Origin, source_of, where
 
 DEEPEST = 64
