@@ -95,28 +95,19 @@ def train(
 ) -> list[float]:
     """Train from one seed on the same sequences, and return the loss of each step in nats per byte."""
     optimizer, specs = optax.adamw(3e-3), decoder_specs(config)
-    stored = pm.shardings(specs)
-    placed = {
-        "params": stored,
-        "opt": pm.state_shardings(jax.eval_shape(optimizer.init, pm.abstract(specs)), specs),
-    }
 
     def step(state: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
         loss, gradients = jax.value_and_grad(next_byte_loss)(state["params"], batch, config)
         updates, opt = optimizer.update(gradients, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
+    params = pm.init(specs, jax.random.key(SEED))
+    state = {"params": params, "opt": pm.init_state(optimizer, params, specs)}
+    jitted = pm.jit_step(step, state, BATCH_AXES)
     losses = []
-    with pm:
-        params = pm.init(specs, jax.random.key(SEED))
-        state = {
-            "params": params,
-            "opt": jax.jit(optimizer.init, out_shardings=placed["opt"])(params),
-        }
-        jitted = jax.jit(step, out_shardings=(placed, pm.sharding(())), donate_argnums=0)
-        for batch in itertools.islice(batches(pm, options.length), options.steps):
-            state, loss = jitted(state, batch)
-            losses.append(float(loss))
+    for batch in itertools.islice(batches(pm, options.length), options.steps):
+        state, loss = jitted(state, batch)
+        losses.append(float(loss))
     return losses
 
 

@@ -1,4 +1,4 @@
-"""Training: one jitted step with donated state, everything placed by the strategy."""
+"""Training: one jitted step with donated state, sharded by the strategy."""
 
 from __future__ import annotations
 
@@ -23,30 +23,25 @@ class Trainer:
     """A model in training on one mesh.
 
     Attributes:
-      pm: the manager, in train mode.
-      config: sizes.
-      optimizer: any optax transformation.
-      shardings: where parameters and optimizer state lie.
-      step: jitted `(state, batch) -> (state, loss)`; the state is donated.
+      pm: The manager, in train mode.
+      config: Sizes.
+      optimizer: Any optax transformation.
+      step: Jitted `(state, batch) -> (state, loss)`; it donates the state.
     """
 
     pm: sw.PartitionManager
     config: DecoderConfig
     optimizer: optax.GradientTransformation
-    shardings: State
     step: Callable[[State, Any], tuple[State, jax.Array]]
 
     def init(self, seed: int) -> State:
-        """Return fresh parameters and optimizer state; the values depend on the seed alone, not on the mesh."""
-        with self.pm:
-            params = self.pm.init(decoder_specs(self.config), jax.random.key(seed))
-            return {
-                "params": params,
-                "opt": jax.jit(self.optimizer.init, out_shardings=self.shardings["opt"])(params),
-            }
+        """Return new parameters and optimizer state. The values depend only on the seed."""
+        specs = decoder_specs(self.config)
+        params = self.pm.init(specs, jax.random.key(seed))
+        return {"params": params, "opt": self.pm.init_state(self.optimizer, params, specs)}
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Build the global batch from what each process has loaded."""
+        """Build the global batch from the rows that each process has loaded."""
         rows = jax.process_count()
         return {
             name: self.pm.global_array(
@@ -63,24 +58,23 @@ def make_trainer(
     *,
     mesh: Any = None,
 ) -> Trainer:
-    """Build the training step of a strategy, on its own mesh unless another is given.
+    """Build the training step of a strategy.
+
+    Args:
+      strategy: Decides the shardings.
+      config: Sizes.
+      optimizer: Any optax transformation.
+      mesh: Defaults to the mesh of the strategy.
 
     Raises:
-      ShardingError: a parameter does not fit the strategy; all of them at once, each with its path,
-        rule and fix.
+      ShardingError: Parameters do not fit the strategy; all of them at once, each with its path, rule
+        and fix.
     """
-    pm = sw.PartitionManager(strategy, mesh=mesh).for_mode("train")
+    pm = sw.PartitionManager(strategy, mesh=mesh, mode="train")
     specs = decoder_specs(config)
-    params = pm.abstract(specs)
-    opt = jax.eval_shape(optimizer.init, params)
-    shardings = {"params": pm.shardings(specs), "opt": pm.state_shardings(opt, specs)}
-    step = jax.jit(
-        train_step(config, optimizer),
-        in_shardings=(shardings, pm.sharding(BATCH_AXES)),
-        out_shardings=(shardings, pm.sharding(())),
-        donate_argnums=0,
-    )
-    return Trainer(pm=pm, config=config, optimizer=optimizer, shardings=shardings, step=step)
+    state = {"params": pm.abstract(specs), "opt": pm.abstract_state(optimizer, specs)}
+    step = pm.jit_step(train_step(config, optimizer), state, BATCH_AXES)
+    return Trainer(pm=pm, config=config, optimizer=optimizer, step=step)
 
 
 def train_step(
@@ -111,15 +105,14 @@ def train(
     *,
     on_step: Callable[[float], None] = print,
 ) -> Trained:
-    """Train a step per batch, from a state that is used up.
+    """Train one step per batch; the given state is donated.
 
     Raises:
-      IndivisibleError: a batch does not divide over the mesh.
+      IndivisibleError: A batch does not divide over the mesh.
     """
     losses = []
-    with trainer.pm:
-        for batch in batches:
-            state, loss = trainer.step(state, trainer.place(batch))
-            losses.append(float(loss))
-            on_step(losses[-1])
+    for batch in batches:
+        state, loss = trainer.step(state, trainer.place(batch))
+        losses.append(float(loss))
+        on_step(losses[-1])
     return Trained(state=state, losses=tuple(losses))

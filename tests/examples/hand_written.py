@@ -284,7 +284,7 @@ class HandWritten:
         )
         where = {
             "in_shardings": (state, self.named(self.specs.tokens)),
-            "out_shardings": (state, self.named(P())),
+            "out_shardings": (state, None),
         }
         return jax.jit(step, donate_argnums=0, **where)
 

@@ -89,14 +89,9 @@ def test_the_train_step_is_the_hand_written_program(name: str, config: DecoderCo
     tokens = jax.ShapeDtypeStruct(
         (8, 128), jnp.int32, sharding=trainer.pm.sharding(sw.BATCH, sw.LENGTH)
     )
-    opt = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        jax.eval_shape(optimizer.init, params),
-        trainer.shardings["opt"],
-    )
+    opt = trainer.pm.abstract_state(optimizer, decoder_specs(config))
     arguments = ({"params": params, "opt": opt}, {"inputs": tokens, "targets": tokens})
-    with trainer.pm:
-        ours = trainer.step.lower(*arguments).compile()
+    ours = trainer.step.lower(*arguments).compile()
     theirs = (
         hand_written.HandWritten(mesh=mesh, specs=specs, sizes=config)
         .train_step(optimizer)

@@ -112,10 +112,10 @@ def test_gradient_and_update(
         after, loss_of_step = trainer.step(state, placed)
     np.testing.assert_allclose(loss, unsharded["loss"], rtol=2e-6)
     np.testing.assert_allclose(loss_of_step, unsharded["loss"], rtol=2e-6)
-    for gradient, where in zip(
-        jax.tree.leaves(gradients), jax.tree.leaves(trainer.shardings["params"]), strict=True
+    for gradient, param in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(after["params"]), strict=True
     ):
-        assert gradient.sharding.is_equivalent_to(where, gradient.ndim)
+        assert gradient.sharding.is_equivalent_to(param.sharding, gradient.ndim)
     jax.tree.map(
         lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6),
         gradients,
