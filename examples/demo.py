@@ -1,9 +1,9 @@
-"""Train one decoder under four strategy files, serve it under a fifth; fail unless losses and texts agree.
+"""Train one decoder under four strategy files and serve it under a fifth.
 
     python examples/demo.py [--quick] [--steps N] [--batch N]
 
-Eight virtual CPU devices stand for eight accelerators. Only the strategy file differs from run to
-run.
+Eight virtual CPU devices take the place of eight accelerators. Only the strategy file differs
+between runs. The demo fails unless losses and texts agree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ try:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 except ModuleNotFoundError as error:
     sys.exit(
-        f'The demo needs {(error.name or "").partition(".")[0]}: run python -m pip install -e ".[demo]" in the clone, or make demo.'
+        f"The demo needs {(error.name or '').partition('.')[0]}: run "
+        'python -m pip install -e ".[demo]" in the clone, or make demo.'
     )
 
 from decoder import report
@@ -47,7 +48,7 @@ STRATEGIES = Path(__file__).parent / "strategies"
 TRAINED_UNDER = ("single", "fsdp", "fsdp_tp", "sequence")
 CONTINUED_UNDER = "fsdp_tp"
 SERVED_UNDER = ("single", "serve_tp")
-# Float32 sums in another order: measured differences are about 1e-6 of the loss over 40 steps.
+# Sums in another order differ: in float32 by about 1e-6 of the loss over 40 steps (measured).
 TOLERANCE = 2e-5
 SEED = 0
 LENGTH, SLOTS, CAPACITY, PROMPT_LENGTH = 128, 8, 128, 64
@@ -66,7 +67,7 @@ PROMPTS = (
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     jax.config.update("jax_platforms", "cpu")
-    virtual_devices(8)  # first of all: the number is fixed once JAX has run anything
+    virtual_devices(8)  # the first operation of JAX fixes the number
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
     try:
         failures = run(options, console)
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace, console: Console) -> list[str]:
 def train_everywhere(
     options: argparse.Namespace, config: DecoderConfig, text: np.ndarray, console: Console
 ) -> tuple[Tree, list[str]]:
-    """Train from one seed under each strategy, compare, and return the weights of the one that is trained further."""
+    """Train from one seed under each strategy, compare, and return the weights to serve."""
     console.print(
         f"\n[bold]Train[/]  {options.steps} steps of {options.batch} x {LENGTH} bytes from "
         f"seed {SEED}, under each strategy"
@@ -188,7 +189,7 @@ def train_further(
     batches: Iterator[dict[str, np.ndarray]],
     console: Console,
 ) -> Tree:
-    """Train one strategy's run further, so that there is something to serve, and return its weights."""
+    """Train one run further, for better text, and return its weights."""
     if not options.further:
         return begun.state["params"]
     console.print(
@@ -211,7 +212,7 @@ def train_further(
 def serve_everywhere(
     options: argparse.Namespace, config: DecoderConfig, params: Tree, console: Console
 ) -> list[str]:
-    """Serve the same weights under each serving strategy and return how their texts differ, if they do."""
+    """Serve the same weights under each serving strategy, and return how the texts differ."""
     console.print(
         f"\n[bold]Serve[/]  the weights of {CONTINUED_UNDER}: {len(PROMPTS)} prompts are "
         "prefilled one by one, "
@@ -240,7 +241,7 @@ def serve_everywhere(
                 sw.PartitionManager(load(name)), config, slots=SLOTS, capacity=CAPACITY
             )
         )
-    console.print("\nWhy does one prompt not lie over dp, when decode slots do?", style="bold")
+    console.print("\nWhy is one prompt not sharded over dp, as decode slots are?", style="bold")
     one_prompt = (1, PROMPT_LENGTH, config.kv_heads, config.head_dim)
     console.print(escape(str(server.pm.explain(CACHE_AXES, mode="prefill", shape=one_prompt))))
     console.print()
@@ -261,23 +262,23 @@ def serve_everywhere(
 
 
 def contradicted(config: DecoderConfig, params: Tree, texts: Sequence[bytes]) -> list[int]:
-    """Return the slots whose text is not what a plain forward pass over the whole of it, on one device, calls likeliest."""
+    """Return the slots whose text differs from that of a plain forward pass on one device."""
     pm = sw.PartitionManager(load(SERVED_UNDER[0]))
     rows = [
         np.frombuffer(prompt + text, np.uint8) for prompt, text in zip(PROMPTS, texts, strict=True)
     ]
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
-    for at, row in enumerate(rows):
-        tokens[at, : len(row)] = row
+    for slot, row in enumerate(rows):
+        tokens[slot, : len(row)] = row
     with pm:
         weights = pm.shard(params, decoder_specs(config), role="param")
         logits, _ = jax.jit(forward, static_argnums=2)(weights, tokens, config)
     likeliest = np.argmax(np.asarray(logits), axis=-1)
     ends = [slice(len(prompt) - 1, len(row) - 1) for prompt, row in zip(PROMPTS, rows, strict=True)]
     return [
-        at
-        for at, (row, part) in enumerate(zip(rows, ends, strict=True))
-        if not np.array_equal(likeliest[at, part], row[part.start + 1 :])
+        slot
+        for slot, (row, part) in enumerate(zip(rows, ends, strict=True))
+        if not np.array_equal(likeliest[slot, part], row[part.start + 1 :])
     ]
 
 
@@ -287,7 +288,7 @@ def load(name: str) -> sw.Strategy:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Callable[[str, int], Callable[[Any], None]]]:
-    """Show bars; yields a function that starts one and returns what to call after each of its steps."""
+    """Show progress bars. Yield a function that starts a bar and returns its update function."""
     columns = (
         TextColumn("  {task.description:28}"),
         BarColumn(30),

@@ -1,9 +1,10 @@
-"""Train on sequences that lie over eight devices, with ring attention in zigzag order; fail unless losses are one device's.
+"""Train on sequences that are sharded over eight devices, with ring attention in zigzag order.
 
     python examples/long_context.py [--length N] [--steps N]
 
-Eight virtual CPU devices stand for eight accelerators. The model's one call of attention is the
-same under both strategy files; what attends is a line in `strategies/long_context.toml`.
+Eight virtual CPU devices take the place of eight accelerators. The model calls attention in the same
+way under both strategy files; a line in `strategies/long_context.toml` selects the implementation.
+The example fails unless the losses equal those of one device.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SEED = 0
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     jax.config.update("jax_platforms", "cpu")
-    virtual_devices(8)  # first of all: the number is fixed once JAX has run anything
+    virtual_devices(8)  # the first operation of JAX fixes the number
     config = DecoderConfig(layers=2, embed=64, heads=4, kv_heads=2, mlp=128)
     print(
         f"{options.steps} steps of one sequence of {options.length} bytes, a decoder of "
@@ -82,7 +83,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def choice(pm: sw.PartitionManager, config: DecoderConfig, length: int) -> attention.Choice:
-    """Return what attends under a strategy, which can be printed."""
+    """Return the choice of an implementation under a strategy; print it."""
     q = jax.ShapeDtypeStruct((1, length, config.heads, config.head_dim), config.dtype)
     k = jax.ShapeDtypeStruct((1, length, config.kv_heads, config.head_dim), config.dtype)
     positions = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -93,7 +94,7 @@ def choice(pm: sw.PartitionManager, config: DecoderConfig, length: int) -> atten
 def train(
     pm: sw.PartitionManager, config: DecoderConfig, options: argparse.Namespace
 ) -> list[float]:
-    """Train from one seed on the same sequences, and return the loss of each step in nats per byte."""
+    """Train from one seed, and return the loss of each step in nats per byte."""
     optimizer, specs = optax.adamw(3e-3), decoder_specs(config)
 
     def step(state: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
@@ -112,7 +113,7 @@ def train(
 
 
 def batches(pm: sw.PartitionManager, length: int) -> Iterator[Tree]:
-    """Yield batches of one sequence with its positions, in the order that makes causal work equal on all shards."""
+    """Yield batches of one sequence and its positions in zigzag order, for equal work on shards."""
     shards = pm.axis_size(sw.QUERY_LENGTH)
     for batch in text_batches(stdlib_text(), batch=1, length=length, seed=SEED):
         batch["positions"] = np.arange(length, dtype=np.int32)[None]
@@ -123,7 +124,7 @@ def batches(pm: sw.PartitionManager, length: int) -> Iterator[Tree]:
 
 
 def next_byte_loss(params: Tree, batch: Tree, config: DecoderConfig) -> jax.Array:
-    """Return the mean cross entropy of the next byte, in nats; a mean does not mind the order."""
+    """Return the mean cross entropy of the next byte, in nats; the order does not matter."""
     logits = forward(params, batch["inputs"], batch["positions"], config)
     hit = jnp.arange(config.vocab) == batch["targets"][:, :, None]
     return jnp.mean(
@@ -134,7 +135,7 @@ def next_byte_loss(params: Tree, batch: Tree, config: DecoderConfig) -> jax.Arra
 def forward(
     params: Tree, tokens: jax.Array, positions: jax.Array, config: DecoderConfig
 ) -> jax.Array:
-    """Return logits `[batch, length, vocab]` of tokens in any order, each at its position, both `[batch, length]`."""
+    """Return logits `[batch, length, vocab]`; tokens and positions are `[batch, length]`."""
     weights = sw.gather(params, decoder_specs(config))
     x = jnp.einsum(
         "bqv,ve->bqe",
@@ -152,7 +153,7 @@ def forward(
 
 
 def attend(weights: Tree, x: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array:
-    """Return what attention adds to `x` `[batch, length, embed]`. Who sees whom goes by position, not by row."""
+    """Return what attention adds to `x` `[batch, length, embed]`; the mask uses positions."""
     x = rms_norm(x, weights["norm"], config)
     q = sw.shard(rope(jnp.einsum("bqe,ehd->bqhd", x, weights["q"]), positions, config), QUERY_AXES)
     k = sw.shard(

@@ -2,10 +2,9 @@
 
     python examples/serving.py [--quick] [--strategy NAME] [--cache KIND] [--json]
 
-Prompts are pieces of Python's standard library. Half of the requests are greedy, half draw with a
-seed of their own; some are
-cancelled on the way. At the end: a check that each text is what the request gives alone, and the
-engine's figures.
+Prompts are pieces of the standard library of Python. Half of the requests are greedy, and half sample
+with their own seed; one is canceled. At the end the example checks that each text equals the text of
+the request served alone, and prints the report of the engine.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ try:
     import optax
 except ModuleNotFoundError as error:
     sys.exit(
-        f'The example needs {error.name}: run python -m pip install -e ".[demo]" in the clone, or make demo.'
+        f"The example needs {error.name}: run "
+        'python -m pip install -e ".[demo]" in the clone, or make demo.'
     )
 
 from decoder.config import DecoderConfig, decoder_specs
@@ -50,7 +50,7 @@ STREAMED, CANCELLED = (0, 1), 5
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     jax.config.update("jax_platforms", "cpu")
-    virtual_devices(8)  # first of all: the number is fixed once JAX has run anything
+    virtual_devices(8)  # the first operation of JAX fixes the number
     text = stdlib_text(200_000)
     config = (
         DecoderConfig(layers=1, embed=64, heads=8, kv_heads=4, head_dim=8, mlp=128)
@@ -98,7 +98,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def trained(config: DecoderConfig, text: np.ndarray, steps: int) -> Any:
-    """Return weights after a few steps of training on one device, on the host."""
+    """Train a few steps on one device, and return the weights on the host."""
     trainer = make_trainer(
         sw.Strategy.preset("single"), config, optax.adamw(3e-3), mesh=cpu_mesh(MESHES["single"])
     )
@@ -108,15 +108,17 @@ def trained(config: DecoderConfig, text: np.ndarray, steps: int) -> Any:
 
 
 def make_requests(text: np.ndarray, count: int) -> list[Request]:
-    """Return prompts of 1 to 80 bytes, with 1 to 40 to follow; a blank line ends a text."""
+    """Return requests with prompts of 1 to 80 bytes and 1 to 40 new bytes."""
     draw = np.random.default_rng(0)
-    made = []
-    for at in range(count):
+    requests = []
+    for number in range(count):
         start, length = int(draw.integers(0, len(text) - 80)), int(draw.integers(1, 81))
         sampling = (
-            Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=at) if at % 2 else Sampling()
+            Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=number)
+            if number % 2
+            else Sampling()
         )
-        made.append(
+        requests.append(
             Request(
                 prompt=text[start : start + length],
                 max_new_tokens=int(draw.integers(1, 41)),
@@ -124,13 +126,13 @@ def make_requests(text: np.ndarray, count: int) -> list[Request]:
                 stop=[b"\n\n"],
             )
         )
-    return made
+    return requests
 
 
 def make_engine(
     config: DecoderConfig, params: Any, strategy: str, cache: str, *, slots: int
 ) -> Engine:
-    """Return an engine under a preset, with the weights where that wants them."""
+    """Return an engine under a preset, with the weights placed accordingly."""
     pm = sw.PartitionManager(sw.Strategy.preset(strategy), mesh=cpu_mesh(MESHES[strategy]))
     weights = pm.shard(params, decoder_specs(config), role="param")
     shape = cache_shape(config, window=WINDOW if cache == "sliding" else None)
@@ -140,28 +142,28 @@ def make_engine(
 
 
 def serve(engine: Engine, requests: Sequence[Request], say: Any) -> list[Completion]:
-    """Serve all, show the first ones byte by byte as they come, and cancel one on the way."""
+    """Serve all requests, stream the first ones, and cancel one."""
     handles = [engine.submit(request) for request in requests]
-    for at in STREAMED:
-        said = bytearray()
-        for token in handles[at]:
-            said.append(token)
-            if at == STREAMED[0] and len(said) == 2:
+    for number in STREAMED:
+        text = bytearray()
+        for token in handles[number]:
+            text.append(token)
+            if number == STREAMED[0] and len(text) == 2:
                 handles[CANCELLED].cancel()
-        say(f"request {at}: {bytes(requests[at].prompt)[-24:]!r} -> {bytes(said)!r}")
+        say(f"request {number}: {bytes(requests[number].prompt)[-24:]!r} -> {bytes(text)!r}")
     return [handle.result() for handle in handles]
 
 
 def differing(alone: Engine, requests: Sequence[Request], done: Sequence[Completion]) -> list[int]:
-    """Return the requests that write something else alone; of a cancelled one as far as it got."""
-    found = []
-    for at, (request, completion) in enumerate(zip(requests, done, strict=True)):
+    """Return the requests that write another text alone; a canceled one is compared so far."""
+    different = []
+    for number, (request, completion) in enumerate(zip(requests, done, strict=True)):
         tokens = alone.submit(request).result().tokens
         if completion.tokens != (
             tokens[: len(completion.tokens)] if completion.finish is Finish.CANCELLED else tokens
         ):
-            found.append(at)
-    return found
+            different.append(number)
+    return different
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""A small decoder language model, written once; strategy files decide where it lies."""
+"""A small decoder language model, written once; strategy files decide its sharding."""

@@ -1,7 +1,7 @@
-"""A plain KV cache: two arrays per layer and the number of rows that each batch entry holds. That is its whole state.
+"""A plain KV cache: two arrays per layer, and the number of rows of each batch entry.
 
-Each layer has leaves of its own, so that a donated cache is updated in place; stacked over layers
-and scanned, it would be copied at every step.
+Each layer has its own leaves, so that a donated cache is updated in place. A stack of all layers in
+a scan would be copied at every step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CACHE_AXES = (sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)
 
 
 def cache_specs(config: DecoderConfig, *, batch: int, capacity: int) -> dict[str, Any]:
-    """Return the cache as a tree of `ArraySpec`s: `k` and `v` are `[batch, capacity, kv_heads, head_dim]`."""
+    """Return the cache as `ArraySpec`s; `k` and `v` are `[batch, capacity, kv_heads, head_dim]`."""
     shape = (batch, capacity, config.kv_heads, config.head_dim)
     rows = sw.ArraySpec(shape, config.dtype, CACHE_AXES)
     return {
@@ -28,7 +28,7 @@ def cache_specs(config: DecoderConfig, *, batch: int, capacity: int) -> dict[str
 
 
 def empty_cache(pm: sw.PartitionManager, specs: dict[str, Any]) -> dict[str, Any]:
-    """Return a cache without rows, each array born in its shards."""
+    """Create an empty cache, already sharded."""
     shardings = pm.shardings(specs, role="activation")
 
     def zeros() -> dict[str, Any]:
@@ -38,13 +38,13 @@ def empty_cache(pm: sw.PartitionManager, specs: dict[str, Any]) -> dict[str, Any
 
 
 def next_positions(cache: dict[str, Any] | None, tokens: jax.Array) -> jax.Array:
-    """Return the positions `[batch, q_length]` of new tokens: they follow the rows that the cache holds."""
+    """Return the positions `[batch, q_length]` of new tokens after the rows of the cache."""
     steps = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return steps if cache is None else cache["length"][:, None] + steps
 
 
 def write_rows(rows: jax.Array, new: jax.Array, positions: jax.Array, real: jax.Array) -> jax.Array:
-    """Write new rows at their positions; of each batch entry only the first `real` ones, padding writes nothing.
+    """Write the first `real` new rows of each batch entry at their positions; skip padding.
 
     Args:
       rows: `[batch, capacity, kv_heads, head_dim]`.
@@ -53,17 +53,16 @@ def write_rows(rows: jax.Array, new: jax.Array, positions: jax.Array, real: jax.
       real: `[batch]`.
     """
     capacity = rows.shape[1]
-    at = jnp.where(jnp.arange(new.shape[1]) < real[:, None], positions, capacity)
-    # One scatter per batch entry (vmap keeps the batch a parallel dim); an index past the end is
-    # dropped, never clamped.
+    targets = jnp.where(jnp.arange(new.shape[1]) < real[:, None], positions, capacity)
+    # vmap keeps the batch a parallel dim of the scatter. An index past the end is dropped.
     written = jax.vmap(lambda row, values, index: row.at[index].set(values, mode="drop"))(
-        rows, new, at
+        rows, new, targets
     )
     return sw.shard(written, CACHE_AXES)
 
 
 def insert_rows(cache: dict[str, Any], prefix: dict[str, Any], slot: jax.Array) -> dict[str, Any]:
-    """Copy a prefilled cache of one prompt into a slot of a cache of many; the rest of the cache stays as it is."""
+    """Copy a prefilled cache of one prompt into one slot of a larger cache."""
 
     def copy(rows: jax.Array, prompt: jax.Array) -> jax.Array:
         prompt = sw.shard(prompt, CACHE_AXES)

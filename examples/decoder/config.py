@@ -1,4 +1,4 @@
-"""The sizes of the model, and what its parameters are: shape, dtype, axes and initializer of each, as data."""
+"""The sizes of the model, and its parameters as data: shape, dtype, axes, initializer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DecoderConfig:
 
 @functools.cache
 def decoder_specs(config: DecoderConfig) -> dict[str, Any]:
-    """Return the parameters as a tree of `ArraySpec`s: nothing is allocated, and each dim is named once."""
+    """Return the parameters as a tree of `ArraySpec`s; nothing is allocated."""
     embedding = jax.nn.initializers.variance_scaling(
         0.1, "fan_out", "uniform", in_axis=0, out_axis=1
     )

@@ -1,4 +1,7 @@
-"""The decoder, written once for every mesh and every mode: weights are read through `sw.gather`, activations through `sw.shard`."""
+"""The decoder, written once for every mesh and every mode.
+
+`sw.gather` gathers its weights, and `sw.shard` constrains its activations.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ def forward(
     cache: dict[str, Any] | None = None,
     real: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, Any] | None]:
-    """Return logits `[batch, q_length, vocab]`, and the cache with the tokens' rows in it.
+    """Return logits `[batch, q_length, vocab]`, and the cache with the rows of the tokens.
 
     Args:
-      params: the tree that `decoder_specs` describes.
+      params: The tree that `decoder_specs` describes.
       tokens: `[batch, q_length]`.
-      config: sizes.
-      cache: what came before the tokens; None to attend among the tokens alone.
-      real: `[batch]`, how many of the tokens are no padding; needed with a cache.
+      config: Sizes.
+      cache: The rows before the tokens. None attends among the tokens only.
+      real: `[batch]`, how many of the tokens are not padding; required with a cache.
     """
     positions = next_positions(cache, tokens)
 
@@ -64,29 +67,28 @@ def blocks(
     held: Sequence[Any],
     mix: Callable[..., Any],
 ) -> tuple[jax.Array, list[Any]]:
-    """Return logits `[batch, q_length, vocab]`, and what each layer holds now.
+    """Return logits `[batch, q_length, vocab]`, and the new cache of each layer.
 
     Args:
-      params: the tree that `decoder_specs` describes.
+      params: The tree that `decoder_specs` describes.
       tokens: `[batch, q_length]`.
-      config: sizes.
-      positions: of the tokens, `[batch, q_length]`.
-      held: what each layer held.
-      mix: `(q, k, v, held) -> (out, held)`: attention, and the cache, if there is one.
+      config: Sizes.
+      positions: Of the tokens, `[batch, q_length]`.
+      held: The cache of each layer, or None.
+      mix: `(q, k, v, held) -> (out, held)`: attention, with the cache, if there is one.
     """
     specs = decoder_specs(config)
     table = sw.gather(params["embedding"], specs["embedding"], path="embedding")
-    # With 256 bytes a product with one-hot rows is cheap, and partitions like any other weight; an
-    # indexed lookup does not.
+    # A product with one-hot rows is cheap for 256 bytes, and it partitions like any other product.
     x = sw.shard(
         jnp.einsum("bqv,ve->bqe", jax.nn.one_hot(tokens, config.vocab, dtype=table.dtype), table),
         HIDDEN_AXES,
     )
     layers = []
-    for at, (stored, axes) in enumerate(zip(params["layers"], specs["layers"], strict=True)):
-        weights = sw.gather(stored, axes, path=f"layers/{at}")
+    for number, (stored, axes) in enumerate(zip(params["layers"], specs["layers"], strict=True)):
+        weights = sw.gather(stored, axes, path=f"layers/{number}")
         mixed, after = attention(
-            weights["attention"], x, config, positions=positions, held=held[at], mix=mix
+            weights["attention"], x, config, positions=positions, held=held[number], mix=mix
         )
         x = sw.shard(x + mixed, HIDDEN_AXES)
         x = sw.shard(x + mlp(weights["mlp"], x, config), HIDDEN_AXES)
@@ -105,7 +107,7 @@ def attention(
     held: Any,
     mix: Callable[..., Any],
 ) -> tuple[jax.Array, Any]:
-    """Return what attention adds to `x` `[batch, q_length, embed]`, and what this layer holds now."""
+    """Return what attention adds to `x` `[batch, q_length, embed]`, and the new cache."""
     x = rms_norm(x, weights["norm"], config)
     q = sw.shard(rope(jnp.einsum("bqe,ehd->bqhd", x, weights["q"]), positions, config), QUERY_AXES)
     k = sw.shard(
@@ -117,14 +119,16 @@ def attention(
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, positions: jax.Array) -> jax.Array:
-    """Return causal grouped-query attention `[batch, q_length, heads, head_dim]`: the one call that a kernel replaces.
+    """Return causal grouped-query attention, `[batch, q_length, heads, head_dim]`.
+
+    It is written out here; `attention.dot_product_attention` does the same with faster kernels.
 
     Args:
       q: `[batch, q_length, heads, head_dim]`.
-      k: `[batch, kv_length, kv_heads, head_dim]`; row j stands at position j.
-      v: like `k`.
-      positions: of the queries, `[batch, q_length]`. A query sees the rows up to its own position,
-        so rows that a longer text left behind in the cache are never seen.
+      k: `[batch, kv_length, kv_heads, head_dim]`; row j has position j.
+      v: Like `k`.
+      positions: Of the queries, `[batch, q_length]`. A query sees the rows up to its own position,
+        so it does not see rows of an earlier, longer text in the cache.
     """
     heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
     # Query head h reads kv head h * kv_heads // heads.
@@ -132,8 +136,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, positions: jax.Array) ->
     scores = (
         jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
     )
-    seen = jnp.arange(k.shape[1]) <= positions[:, None, :, None]
-    scores = sw.shard(jnp.where(seen, scores, sw.DEFAULT_MASK_VALUE), SCORE_AXES)
+    visible = jnp.arange(k.shape[1]) <= positions[:, None, :, None]
+    scores = sw.shard(jnp.where(visible, scores, sw.DEFAULT_MASK_VALUE), SCORE_AXES)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
 
 
@@ -155,7 +159,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, config: DecoderConfig) -> jax.Array
 
 
 def rope(x: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array:
-    """Rotate pairs of `x` `[batch, q_length, heads, head_dim]` by their positions `[batch, q_length]`, in float32."""
+    """Rotate `x` `[batch, length, heads, head_dim]` by positions `[batch, length]`, in float32."""
     half = x.shape[-1] // 2
     frequencies = config.rope_theta ** (-jnp.arange(half) / half)
     angles = positions[:, :, None, None] * frequencies
@@ -171,7 +175,7 @@ def next_byte_loss(
 ) -> jax.Array:
     """Return the mean cross entropy of the next byte, in nats."""
     logits = forward(params, batch["inputs"], config)[0].astype(jnp.float32)
-    # A comparison instead of an index: a sharded vocabulary then needs no gather across devices.
+    # A comparison instead of an index, so that a sharded vocabulary is not gathered.
     hit = jnp.arange(config.vocab) == batch["targets"][:, :, None]
     chosen = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)

@@ -1,4 +1,4 @@
-"""What the demo prints: where tensors lie, what a device holds, how losses and texts compare."""
+"""The output of the demo: shardings, bytes per device, and how losses and texts compare."""
 
 from __future__ import annotations
 
@@ -55,31 +55,33 @@ def activations(
     return {name: sw.ArraySpec(shape, jnp.float32, axes) for name, (shape, axes) in shapes.items()}
 
 
-def lies(found: sw.Resolution) -> str:
-    """Return a resolution as one entry per dim: the mesh axes it lies over, or `-`."""
-    return ",".join("+".join(decision.mesh_axes) or "-" for decision in found.decisions)
+def mesh_axes(resolution: sw.Resolution) -> str:
+    """Return the mesh axes of each dim, or `-`."""
+    return ",".join("+".join(decision.mesh_axes) or "-" for decision in resolution.decisions)
 
 
 def training_table(
     config: DecoderConfig, managers: Mapping[str, sw.PartitionManager], *, batch: int, length: int
 ) -> Table:
-    """Return where each tensor lies in training, a column per strategy."""
-    table = _columns("Training: the mesh axes that each dim lies over", [*managers])
+    """Return the mesh axes of each tensor in training, with a column per strategy."""
+    table = _columns("Training: the mesh axes of each dim", [*managers])
     kinds = weights(config)
     _section(
         table,
         kinds,
-        lambda spec: [lies(_explain(pm, spec, role="param")) for pm in managers.values()],
+        lambda spec: [mesh_axes(_explain(pm, spec, role="param")) for pm in managers.values()],
     )
     used = {f"{name}, used": kinds[name] for name in ("attention q", "mlp down")}
     _section(
-        table, used, lambda spec: [lies(_explain(pm, spec, role="use")) for pm in managers.values()]
+        table,
+        used,
+        lambda spec: [mesh_axes(_explain(pm, spec, role="use")) for pm in managers.values()],
     )
     tensors = activations(config, batch=batch, q_length=length, kv_length=length)
     _section(
         table,
         tensors,
-        lambda spec: [lies(_explain(pm, spec, role="activation")) for pm in managers.values()],
+        lambda spec: [mesh_axes(_explain(pm, spec, role="activation")) for pm in managers.values()],
     )
     return table
 
@@ -87,7 +89,7 @@ def training_table(
 def serving_table(
     config: DecoderConfig, pm: sw.PartitionManager, *, slots: int, capacity: int, prompt_length: int
 ) -> Table:
-    """Return where each tensor lies under a serving strategy, a column per mode."""
+    """Return the mesh axes of each tensor under a serving strategy, with a column per mode."""
     sizes = {
         "train": {"batch": slots, "q_length": prompt_length, "kv_length": prompt_length},
         "prefill": {"batch": 1, "q_length": prompt_length, "kv_length": prompt_length},
@@ -99,22 +101,22 @@ def serving_table(
     _section(
         table,
         weights(config),
-        lambda spec: [lies(_explain(pm, spec, mode=mode, role="param")) for mode in sizes],
+        lambda spec: [mesh_axes(_explain(pm, spec, mode=mode, role="param")) for mode in sizes],
     )
     in_mode = {mode: activations(config, **size) for mode, size in sizes.items()}
     for name, spec in in_mode["train"].items():
         cells = [
-            lies(_explain(pm, in_mode[mode][name], mode=mode, role="activation")) for mode in sizes
+            mesh_axes(_explain(pm, in_mode[mode][name], mode=mode, role="activation"))
+            for mode in sizes
         ]
         table.add_row(name, _axes(spec), *cells)
     return table
 
 
 def _explain(pm: sw.PartitionManager, spec: sw.ArraySpec, **how: Any) -> sw.Resolution:
-    found = pm.explain(spec.axes, shape=spec.shape, **how)
-    if not found.ok:
-        raise found.problems[0].error(problems=found.problems, resolution=found)
-    return found
+    resolution = pm.explain(spec.axes, shape=spec.shape, **how)
+    resolution.require()
+    return resolution
 
 
 def _columns(title: str, names: Sequence[str]) -> Table:
@@ -141,7 +143,7 @@ def _axes(spec: sw.ArraySpec) -> str:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Return the most bytes that any device holds of a tree of arrays, counted on the arrays themselves."""
+    """Return the largest number of bytes that one device holds of a tree of arrays."""
     held: collections.Counter[Any] = collections.Counter()
     for array in jax.tree.leaves(tree):
         for shard in array.addressable_shards:
@@ -150,7 +152,7 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def spec_bytes(specs: Any, shardings: Any) -> int:
-    """Return the bytes per device of arrays that need not exist, from their specs and shardings."""
+    """Return the bytes per device of arrays, from their specs and shardings."""
     leaves = zip(jax.tree.leaves(specs), jax.tree.leaves(shardings), strict=True)
     return sum(
         int(np.prod(sharding.shard_shape(spec.shape))) * jnp.dtype(spec.dtype).itemsize
@@ -163,7 +165,7 @@ def memory_table(
     managers: Mapping[str, sw.PartitionManager],
     seconds: Mapping[str, float],
 ) -> Table:
-    """Return what one device holds under each strategy in training."""
+    """Return the bytes of one device under each strategy in training."""
     table = _table("Training: bytes per device")
     for name in (
         "strategy",
@@ -195,7 +197,7 @@ def memory_table(
 def serving_memory(
     pm: sw.PartitionManager, config: DecoderConfig, *, slots: int, capacity: int
 ) -> str:
-    """Return in a line what one device holds when serving."""
+    """Return one line with the bytes of one device when serving."""
     specs, cache = decoder_specs(config), cache_specs(config, batch=slots, capacity=capacity)
     held = spec_bytes(specs, pm.shardings(specs, mode="decode"))
     rows = spec_bytes(cache, pm.shardings(cache, mode="decode", role="activation"))
@@ -203,12 +205,12 @@ def serving_memory(
 
 
 def mesh_text(pm: sw.PartitionManager) -> str:
-    """Return a manager's mesh as people write it."""
+    """Return the mesh of a manager as text."""
     return " ".join(f"{axis}:{size}" for axis, size in pm.mesh.shape.items())
 
 
 def loss_table(losses: Mapping[str, Sequence[float]], *, rows: int = 6) -> Table:
-    """Return the losses of each strategy at a few steps, and how far apart they are there."""
+    """Return the losses of each strategy at a few steps, and their largest difference."""
     table = _table("Losses, nats per byte")
     for name in ("step", *losses, "largest difference"):
         table.add_column(name, justify="right")
@@ -222,9 +224,9 @@ def loss_table(losses: Mapping[str, Sequence[float]], *, rows: int = 6) -> Table
 
 
 def largest_difference(losses: Mapping[str, Sequence[float]]) -> float:
-    """Return the largest relative difference of any strategy's loss from the first one's, over all steps."""
+    """Return the largest relative difference of a loss from that of the first strategy."""
     first, *others = (np.asarray(series, np.float64) for series in losses.values())
-    # np.max keeps a NaN, which max drops: a loss that is no number agrees with nothing.
+    # np.max keeps a NaN, which max drops. A NaN must count as a difference.
     return (
         float(np.max([np.max(np.abs(other - first) / np.abs(first)) for other in others]))
         if others
@@ -233,7 +235,7 @@ def largest_difference(losses: Mapping[str, Sequence[float]]) -> float:
 
 
 def text_table(prompts: Sequence[bytes], texts: Mapping[str, Sequence[bytes]]) -> Table:
-    """Return what each strategy wrote, and whether it is the same byte by byte."""
+    """Return the text of each slot, and whether all strategies wrote the same bytes."""
     table = _table("Texts, greedy")
     for name in ("slot", "bytes", "prompt", "continuation", "equal"):
         table.add_column(name, justify="right" if name in ("slot", "bytes") else "left")
@@ -250,7 +252,7 @@ def text_table(prompts: Sequence[bytes], texts: Mapping[str, Sequence[bytes]]) -
 
 
 def differing(texts: Mapping[str, Sequence[bytes]]) -> Iterator[int | None]:
-    """Yield for each slot the first byte at which the strategies' texts differ, or None."""
+    """Yield for each slot the first byte at which the texts differ, or None."""
     for written in zip(*texts.values(), strict=True):
         first = (at for at, values in enumerate(zip(*written, strict=True)) if len(set(values)) > 1)
         yield next(first, None)

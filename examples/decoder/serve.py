@@ -1,4 +1,4 @@
-"""Serving: prefill each prompt, insert it into a slot, decode all slots together. Each mode has its own placement."""
+"""Serving: prefill each prompt, insert it into a slot, decode all slots together."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Server:
     """Compiled serving functions on one mesh.
 
     Attributes:
-      pm: the manager; each function runs under `pm.for_mode(...)` of its own.
-      config: sizes.
-      slots: how many texts are decoded together.
-      capacity: bytes that a slot holds, prompt included.
-      prompt_length: bytes that prompts are padded to, so that one compiled prefill serves all.
+      pm: The manager; each function runs under its own `pm.for_mode(...)`.
+      config: Sizes.
+      slots: How many texts are decoded together.
+      capacity: Bytes of a slot, prompt included.
+      prompt_length: Prompts are padded to this many bytes, so that one compiled prefill serves all.
       prefill: `(params, tokens[1, prompt_length], real[1]) -> (next byte[1], cache of one)`.
       insert: `(cache, last[slots], prefix, next byte[1], slot) -> (cache, last)`; the first two are
         donated.
-      decode: `(params, cache, last[slots]) -> (cache, next bytes[slots])`; cache and last are
+      decode: `(params, cache, last[slots]) -> (cache, next bytes[slots])`; the cache and `last` are
         donated.
     """
 
@@ -54,16 +54,16 @@ def make_server(
     prompt_length: int,
     mesh: Any = None,
 ) -> Server:
-    """Build the serving functions of a strategy, on its own mesh unless another is given.
+    """Build the serving functions of a strategy, by default on its own mesh.
 
     Raises:
-      ShardingError: the slots or a weight do not fit the strategy.
-      ValueError: prompts would be longer than a slot.
+      ShardingError: The slots or a weight do not fit the strategy.
+      ValueError: Prompts would be longer than a slot.
     """
     if prompt_length > capacity:
         raise ValueError(f"prompt_length {prompt_length} exceeds the capacity {capacity} of a slot")
     pm = sw.PartitionManager(strategy, mesh=mesh)
-    held = pm.shardings(
+    cache = pm.shardings(
         cache_specs(config, batch=slots, capacity=capacity), mode="decode", role="activation"
     )
     last = pm.sharding(sw.BATCH, shape=(slots,), mode="decode")
@@ -78,13 +78,13 @@ def make_server(
         capacity=capacity,
         prompt_length=prompt_length,
         prefill=jax.jit(prefill_step(config, prompt_length), out_shardings=(first, prefix)),
-        insert=jax.jit(insert_step, out_shardings=(held, last), donate_argnums=(0, 1)),
-        decode=jax.jit(decode_step(config), out_shardings=(held, last), donate_argnums=(1, 2)),
+        insert=jax.jit(insert_step, out_shardings=(cache, last), donate_argnums=(0, 1)),
+        decode=jax.jit(decode_step(config), out_shardings=(cache, last), donate_argnums=(1, 2)),
     )
 
 
 def prefill_step(config: DecoderConfig, capacity: int) -> Callable[..., Any]:
-    """Return the function that reads one padded prompt and fills a cache of its own."""
+    """Return the function that reads one padded prompt into a new cache."""
 
     def prefill(params: Tree, tokens: jax.Array, real: jax.Array) -> tuple[jax.Array, Tree]:
         specs = cache_specs(config, batch=tokens.shape[0], capacity=capacity)
@@ -106,7 +106,7 @@ def insert_step(
 
 
 def decode_step(config: DecoderConfig) -> Callable[..., Any]:
-    """Return the function that gives every occupied slot its next byte, the likeliest."""
+    """Return the function that writes the most likely next byte of every occupied slot."""
 
     def decode(params: Tree, cache: Tree, last: jax.Array) -> tuple[Tree, jax.Array]:
         occupied = (cache["length"] > 0).astype(jnp.int32)
@@ -124,18 +124,17 @@ def generate(
     new_bytes: int,
     on_step: Callable[[str], None] = print,
 ) -> list[bytes]:
-    """Return what the model writes after each prompt, greedily.
+    """Return the greedy continuation of each prompt.
 
     Args:
-      server: from `make_server`.
-      params: weights, wherever they lie: they are moved to where this server's strategy wants them.
-      prompts: at most one per slot, of any lengths that fit.
-      new_bytes: bytes to write after each.
-      on_step: told what was done.
+      server: From `make_server`.
+      params: Weights with any sharding; they are placed as the strategy of the server says.
+      prompts: At most one per slot, of any lengths that fit.
+      new_bytes: Bytes to write after each prompt.
+      on_step: Called with a description of each step.
 
     Raises:
-      ValueError: a prompt, or what is to follow it, does not fit. Before anything runs: a cache
-        never overflows.
+      ValueError: A prompt or its continuation does not fit. Nothing has run then.
     """
     check_fits(server, prompts, new_bytes)
     pm = server.pm
@@ -161,28 +160,28 @@ def generate(
 
 
 def check_fits(server: Server, prompts: Sequence[bytes], new_bytes: int) -> None:
-    """Raise ValueError for the first thing that would not fit the slots."""
+    """Raise ValueError for the first prompt that does not fit the slots."""
     if len(prompts) > server.slots:
         raise ValueError(
             f"{len(prompts)} prompts for {server.slots} slots: serve them in turns, or make "
             "more slots"
         )
-    for at, prompt in enumerate(prompts):
+    for number, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= server.prompt_length:
             raise ValueError(
-                f"prompt {at} has {len(prompt)} bytes, this server takes 1 to "
+                f"prompt {number} has {len(prompt)} bytes, this server takes 1 to "
                 f"{server.prompt_length}"
             )
         if len(prompt) + new_bytes > server.capacity:
             raise ValueError(
-                f"prompt {at}: {len(prompt)} bytes and {new_bytes} new ones exceed the slot's "
+                f"prompt {number}: {len(prompt)} bytes and {new_bytes} new ones exceed the slot's "
                 f"capacity {server.capacity}: "
                 "shorten one of them, or make the server with more capacity"
             )
 
 
 def padded(prompt: bytes, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a prompt as tokens `[1, length]`, zeros at the end, and its real length `[1]`."""
+    """Return a prompt as tokens `[1, length]`, padded with zeros, and its real length `[1]`."""
     tokens = np.zeros((1, length), np.int32)
     tokens[0, : len(prompt)] = np.frombuffer(prompt, np.uint8)
     return tokens, np.array([len(prompt)], np.int32)

@@ -1,4 +1,4 @@
-"""The decoder behind the library's caches, as an engine calls it: the same blocks, other cache calls."""
+"""The decoder with the caches of the library, as an engine calls it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwright.attention import append_and_attend, next_positions
 
 
 def cache_shape(config: DecoderConfig, *, window: int | None = None) -> serving.CacheShape:
-    """Return what the model keeps of a token."""
+    """Return the shape of the cache of one token."""
     return serving.CacheShape(
         layers=config.layers,
         kv_heads=config.kv_heads,
@@ -26,11 +26,11 @@ def cache_shape(config: DecoderConfig, *, window: int | None = None) -> serving.
 
 
 def served(config: DecoderConfig, *, implementation: str | None = None) -> Callable[..., Any]:
-    """Return the model as `serving.Model` has it. It reads caches of any kind, with or without a window.
+    """Return the model as a `serving.Model`. It reads every kind of cache.
 
     Args:
-      config: sizes.
-      implementation: of attention; absent: what the strategy names, else the best.
+      config: Sizes.
+      implementation: Of attention. Defaults to that of the strategy, else to the best.
     """
 
     def model(

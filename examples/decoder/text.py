@@ -1,4 +1,4 @@
-"""Real text that every machine has: the sources of Python's standard library, as bytes."""
+"""Real text on every machine: the sources of the standard library of Python, as bytes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 
 def stdlib_text(limit: int = 4_000_000) -> np.ndarray:
-    """Return the standard library's own modules, in alphabetical order, as one array of bytes `[size]`.
+    """Return the modules of the standard library, in alphabetical order, as bytes `[size]`.
 
     Raises:
-      FileNotFoundError: this Python has no sources.
+      FileNotFoundError: This Python has no sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     parts, size = [], 0
@@ -30,7 +30,7 @@ def stdlib_text(limit: int = 4_000_000) -> np.ndarray:
 def text_batches(
     text: np.ndarray, *, batch: int, length: int, seed: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield random windows for ever: `inputs` and `targets` `[batch, length]`, where each target is the byte after its input."""
+    """Yield random windows: `inputs`, and as `targets` the next bytes, `[batch, length]`."""
     draw = np.random.default_rng(seed)
     while True:
         starts = draw.integers(0, len(text) - length - 1, size=batch)

@@ -67,8 +67,8 @@ def make_trainer(
       mesh: Defaults to the mesh of the strategy.
 
     Raises:
-      ShardingError: Parameters do not fit the strategy; all of them at once, each with its path, rule
-        and fix.
+      ShardingError: Parameters do not fit the strategy; all of them at once, each with its path,
+        rule and fix.
     """
     pm = sw.PartitionManager(strategy, mesh=mesh, mode="train")
     specs = decoder_specs(config)
@@ -80,7 +80,7 @@ def make_trainer(
 def train_step(
     config: DecoderConfig, optimizer: optax.GradientTransformation
 ) -> Callable[[State, Any], tuple[State, jax.Array]]:
-    """Return the step as a plain function, to be jitted under a manager."""
+    """Return the step as a plain function."""
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, jax.Array]:
         loss, gradients = jax.value_and_grad(next_byte_loss)(state["params"], batch, config)
