@@ -1,4 +1,4 @@
-"""`abstract_state`, `init_state` and `jit_step`: a training step whose state keeps its shardings and memory."""
+"""`abstract_state`, `init_state` and `jit_step`: state that keeps its shardings and memory."""
 
 from __future__ import annotations
 
@@ -257,6 +257,22 @@ def test_arguments_without_shardings_are_refused() -> None:
     two = ((sw.BATCH, sw.EMPTY), (sw.BATCH, sw.EMPTY))
     with pytest.raises(sw.StrategyError, match=r"input 0: .* is one annotation of composites"):
         pm.jit_step(train_step, make_state(pm), two)
+
+
+def test_sizes_that_decide_come_with_the_batch() -> None:
+    """The batch rule of a serving preset has several candidates, so its sharding needs sizes."""
+    pm = sw.PartitionManager(sw.Strategy.preset("serve_tp"), mesh=cpu_mesh("dp:2,tp:4"))
+    pm = pm.for_mode("decode")
+    state = (pm.shard(jnp.zeros(()), ()), ())
+
+    def step(state: Any, batch: Any) -> Any:
+        return state, batch
+
+    with pytest.raises(sw.ShapeRequiredError, match="pass arrays with shardings"):
+        pm.jit_step(step, state, (sw.BATCH, sw.EMPTY))
+    batch = pm.abstract(make_batch(), (sw.BATCH, sw.EMPTY), role="activation")
+    _, placed = pm.jit_step(step, state, batch)(state, make_batch())
+    assert placed["x"].sharding.spec == jax.P("dp")
 
 
 def test_no_devices_no_state() -> None:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
 from shardwright.manager import constraint
-from shardwright.manager.request import Request
+from shardwright.manager.request import Request, suggest_for_missing_size
 from shardwright.manager.trees import TreeMethods, with_shardings
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import is_annotation, is_tuple_of_annotations
@@ -124,8 +124,7 @@ class TrainingMethods(TreeMethods):
     def jit_step(
         self, step: Callable[..., Any], state: Any, *inputs: Any, donate: bool = True
     ) -> Callable[..., Any]:
-        """Jit a training step `(state, *inputs) -> (state, metrics)` with its shardings and
-        donation.
+        """Jit a training step `(state, *inputs) -> (state, metrics)` that donates its state.
 
         The new state has the shardings of the old one and takes its memory. The step runs under
         this manager, so calls need no `with pm:` around them. The result is what `jax.jit` returns,
@@ -149,7 +148,9 @@ class TrainingMethods(TreeMethods):
         manager: Any = self
         state_shardings = self._shardings_of(state, "state")
         input_shardings = [
-            self._shardings_of(tree, f"input {position}") for position, tree in enumerate(inputs)
+            # An annotation may be an empty tuple, which is a node of the state.
+            self._shardings_of(tree, f"input {position}", is_leaf=is_annotation)
+            for position, tree in enumerate(inputs)
         ]
 
         @functools.wraps(step)
@@ -171,9 +172,11 @@ class TrainingMethods(TreeMethods):
             donate_argnums=(0,) if donate else (),
         )
 
-    def _shardings_of(self, tree: Any, name: str) -> Any:
+    def _shardings_of(
+        self, tree: Any, name: str, *, is_leaf: Callable[[Any], bool] | None = None
+    ) -> Any:
         """Return the shardings of a step's argument, from its annotations or its arrays."""
-        leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_annotation)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
         shardings: list[NamedSharding] = []
         problems: list[Problem] = []
         for path, leaf in leaves:
@@ -193,7 +196,10 @@ class TrainingMethods(TreeMethods):
                 "or pass arrays with shardings",
             )
         if is_annotation(leaf):
-            return self._sharding(self._answer(Request(leaf, path=path)))
+            resolution = self._answer(Request(leaf, path=path))
+            fix = 'pass arrays with shardings, or pm.abstract(batch, axes, role="activation")'
+            raise_problems(suggest_for_missing_size(resolution, fix), resolution=resolution)
+            return self._sharding(resolution)
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and _same_devices(sharding.mesh, self.mesh):
             return sharding

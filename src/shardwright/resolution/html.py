@@ -75,7 +75,8 @@ def picture(resolution: Resolution) -> str:
     ]
     if len(sharded) > 2:
         return ""
-    rows, columns = sharded if len(sharded) == 2 else (None, sharded[0] if sharded else None)
+    pair: list[DimDecision | None] = [*[None] * (2 - len(sharded)), *sharded]
+    rows, columns = pair
     holders = _holders(sizes, rows, columns)
     counts = _parts(sizes, rows), _parts(sizes, columns)
     if max(counts) > MOST_CELLS:
