@@ -1,4 +1,4 @@
-"""What the tests of flows share: two managers, what a flow sees of them, and a task that holds one while others run."""
+"""Two managers, the spec that a flow gets, and a task that holds one of them while others run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import shardwright as sw
 from shardwright.manager import context
 from tests.manager.programs import make_manager, numbers
 
-OWN, OTHER = jax.P("dp", "tp"), jax.P("dp")  # what the two managers below make of (BATCH, EMBED)
-NONE = "none"  # no manager: `hint` returns the array as it is, `shard` raises
+OWN, OTHER = jax.P("dp", "tp"), jax.P("dp")  # specs of (BATCH, EMBED) under the two managers below
+NONE = "none"  # no manager: `hint` returns the array unchanged, `shard` raises
 
 
 def own() -> sw.PartitionManager:
@@ -27,7 +27,7 @@ def other() -> sw.PartitionManager:
 
 
 def seen() -> Any:
-    """Return the spec that this flow's manager gives an array, or NONE; `shard`, `hint` and `current_manager` must agree."""
+    """Return the spec that this flow's manager gives an array, or NONE."""
     x = numbers(8, 8)
     manager = context.current()
     if manager is None:
@@ -61,7 +61,7 @@ async def turn(times: int = 3) -> None:
 
 
 async def holds(pm: sw.PartitionManager, entered: asyncio.Event, release: asyncio.Event) -> Any:
-    """Enter a manager, await with it, and tell what is seen then."""
+    """Enter a manager, await, and return the spec that the flow gets then."""
     with pm:
         entered.set()
         await release.wait()
@@ -69,7 +69,7 @@ async def holds(pm: sw.PartitionManager, entered: asyncio.Event, release: asynci
 
 
 async def beside(pm: sw.PartitionManager, what: Callable[[], Awaitable[Any]]) -> Any:
-    """Run what is given while another task awaits inside `with pm:`; that task still has its own manager afterwards."""
+    """Run a function while another task awaits inside `with pm:`, and check that task's manager."""
     entered, release = asyncio.Event(), asyncio.Event()
     holding = asyncio.create_task(holds(pm, entered, release))
     await entered.wait()

@@ -1,4 +1,4 @@
-"""One set of rules, four kinds of mesh, and the programs in which a constraint may stand."""
+"""One set of rules, four kinds of mesh, and the programs in which a constraint may be."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def vmap(f: Body) -> Body:
 
 
 def pull_back(f: Body) -> Body:
-    """The gradient of `f` along its own output: its cotangent is an array on the mesh, unlike the 1.0 of `jax.grad`."""
+    """Return the gradient of `f` along its own output, with a cotangent that is on the mesh."""
 
     def run(x: Any) -> Any:
         y, vjp = jax.vjp(f, x)
@@ -111,8 +111,8 @@ TRANSFORMS: dict[str, Callable[[Body], Body]] = {
 }
 
 
-def lies_over(x: Any, mesh: Mesh, *entries: Any) -> bool:
-    """Tell whether an array lies as a literal spec says."""
+def sharded_over(x: Any, mesh: Mesh, *entries: Any) -> bool:
+    """Tell whether an array is sharded by a literal spec."""
     return bool(x.sharding.is_equivalent_to(NamedSharding(mesh, P(*entries)), x.ndim))
 
 
@@ -127,7 +127,7 @@ def assert_like(found: Any, wanted: Any) -> None:
 
 
 def counting(f: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
-    """Return a function that calls `f`, and the list that grows with each call (each trace, once it is jitted)."""
+    """Return a function that calls `f`, and a list that grows with each call or trace."""
     calls: list[int] = []
 
     def counted(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The ambient manager: entered and left in order, per thread, inside and outside of traces, also when things go wrong."""
+"""The ambient manager: entering and leaving, per thread, inside and outside of traces."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 
 import shardwright as sw
 from shardwright.manager import context
-from tests.manager.programs import RULES, lies_over, make_manager, make_mesh, numbers
+from tests.manager.programs import RULES, make_manager, make_mesh, numbers, sharded_over
 
 
 def state() -> tuple[Any, Any, int]:
-    """What entering changes: the manager, the mesh, the stack of this thread."""
+    """Return what entering changes: the manager, the mesh, the stack of this thread."""
     return context.current(), jax.sharding.get_abstract_mesh(), len(context._ENTERED.stack)
 
 
@@ -32,12 +32,12 @@ def _leaves_nothing_behind() -> Iterator[None]:
 
 
 def in_thread(f: Callable[[], Any]) -> Any:
-    """Run in a thread that is new, and hand back its result or raise its error."""
+    """Run in a new thread, and return its result or raise its error."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(f).result()
 
 
-def test_entering_sets_manager_and_mesh_and_leaving_restores() -> None:
+def test_enter_sets_and_leave_restores() -> None:
     pm = make_manager()
     before = state()
     with pm as entered:
@@ -54,7 +54,7 @@ def test_a_surrounding_mesh_comes_back() -> None:
     with jax.set_mesh(other):
         with pm:
             assert jax.sharding.get_mesh() == pm.mesh
-            assert lies_over(sw.shard(numbers(8, 8), sw.BATCH, sw.EMBED), pm.mesh, "dp", "tp")
+            assert sharded_over(sw.shard(numbers(8, 8), sw.BATCH, sw.EMBED), pm.mesh, "dp", "tp")
         assert jax.sharding.get_mesh() == other
 
 
@@ -94,7 +94,7 @@ def test_exceptions_inside_a_trace_restore() -> None:
         jax.jit(broken)(numbers(8, 8))
 
 
-def test_leaving_in_the_wrong_order_is_told_and_leaves_nothing_entered() -> None:
+def test_leaving_in_the_wrong_order() -> None:
     pm, other = make_manager(), make_manager(text=RULES.replace('embed = "tp"', 'embed = "-"'))
     with make_manager() as outer:
         before = state()
@@ -102,7 +102,8 @@ def test_leaving_in_the_wrong_order_is_told_and_leaves_nothing_entered() -> None
         other.__enter__()
         with pytest.raises(
             sw.NoManagerError,
-            match=r"is not the manager that this thread entered last, which is .*; all managers entered since are left now",
+            match=r"is not the manager that this thread entered last, which is .*; "
+            "all managers entered since are left now",
         ):
             pm.__exit__(None, None, None)
         assert state() == before
@@ -113,7 +114,7 @@ def test_leaving_in_the_wrong_order_is_told_and_leaves_nothing_entered() -> None
         assert state() == before
 
 
-def test_a_generator_that_holds_a_manager_is_told_and_leaves_nothing_behind() -> None:
+def test_generator_that_leaves_out_of_order() -> None:
     pm = make_manager()
 
     def held() -> Iterator[None]:
@@ -140,7 +141,7 @@ async def places_later(pm: sw.PartitionManager, before: float, after: float) -> 
 @pytest.mark.parametrize(
     "times", [((0.06, 0.06), (0.03, 0.06)), ((0.03, 0.0), (0.09, 0.03)), ((0.0, 0.06), (0.03, 0.0))]
 )
-def test_a_task_never_places_under_another_tasks_manager(times: Any) -> None:
+def test_tasks_use_their_own_managers(times: Any) -> None:
     managers = [make_manager(), make_manager().for_mode("decode")]
     wanted = [jax.P("dp", "tp"), jax.P("dp")]
 
@@ -153,7 +154,7 @@ def test_a_task_never_places_under_another_tasks_manager(times: Any) -> None:
     assert state() == before
 
 
-def test_tasks_may_share_what_was_entered_around_them() -> None:
+def test_tasks_share_an_outer_manager() -> None:
     pm = make_manager()
 
     async def place() -> Any:
@@ -169,8 +170,8 @@ def test_tasks_may_share_what_was_entered_around_them() -> None:
     assert asyncio.run(both()) == [jax.P("dp", "tp")] * 2
 
 
-def test_entered_in_one_cell_of_a_notebook_and_used_in_the_next() -> None:
-    """Each cell may run in a context of its own, so that what a cell notes is lost with it."""
+def test_notebook_cells_share_a_manager() -> None:
+    """Each cell may run in its own context, whose variables are lost with it."""
     pm, other = make_manager(), make_manager(sizes="dp:4,tp:2")
     cell = contextvars.copy_context
     cell().run(pm.__enter__)
@@ -206,13 +207,13 @@ def test_no_manager() -> None:
     assert sw.hint(x, sw.BATCH, sw.EMBED) is x
 
 
-def test_a_manager_constructed_is_not_a_manager_entered() -> None:
+def test_constructing_does_not_enter() -> None:
     make_manager()
     with pytest.raises(sw.NoManagerError, match="none is entered"):
         sw.shard(numbers(8, 8), sw.BATCH, sw.EMBED)
 
 
-def test_threads_do_not_inherit_and_enter_their_own() -> None:
+def test_threads_enter_their_own_managers() -> None:
     pm, other = make_manager(), make_manager(sizes="dp:4,tp:2")
     x = numbers(8, 8)
 
@@ -224,17 +225,17 @@ def test_threads_do_not_inherit_and_enter_their_own() -> None:
         with pytest.raises(sw.NoManagerError, match="none is entered in this thread"):
             in_thread(lambda: sw.shard(x, sw.BATCH, sw.EMBED))
         assert in_thread(lambda: sw.hint(x, sw.BATCH)) is x
-        assert lies_over(in_thread(enters), other.mesh, "dp", "tp")
-        assert lies_over(in_thread(lambda: pm.shard(x, sw.BATCH, sw.EMBED)), pm.mesh, "dp", "tp"), (
-            "a method needs nobody entered"
-        )
+        assert sharded_over(in_thread(enters), other.mesh, "dp", "tp")
+        assert sharded_over(
+            in_thread(lambda: pm.shard(x, sw.BATCH, sw.EMBED)), pm.mesh, "dp", "tp"
+        ), "a method needs nobody entered"
         assert context.current() is pm
         with pytest.raises(sw.NoManagerError, match="is not entered in this thread"):
             in_thread(lambda: pm.__exit__(None, None, None))
 
 
 def test_threads_interleave() -> None:
-    """Four threads, each under its own manager, on one jitted function, in step with one another."""
+    """Four threads call one jitted function at the same time, each under its own manager."""
     managers = [
         make_manager(sizes=sizes) for sizes in ("dp:2,tp:4", "dp:4,tp:2", "dp:8,tp:1", "dp:1,tp:8")
     ]
@@ -271,10 +272,10 @@ def test_entered_inside_a_trace(outer: str) -> None:
     else:
         with pm if outer == "the same" else jax.set_mesh(pm.mesh):
             found = jax.jit(f)(numbers(8, 8))
-    assert lies_over(found, pm.mesh, "dp", "tp")
+    assert sharded_over(found, pm.mesh, "dp", "tp")
 
 
-def test_entered_inside_a_trace_under_another_mesh_is_refused_by_shard() -> None:
+def test_other_mesh_in_a_trace_is_refused() -> None:
     pm = make_manager()
 
     def f(x: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Which manager each flow of a program has: tasks, notebook cells, pool threads and copied contexts.
+"""The manager of each flow: tasks, notebook cells, pool threads and copied contexts.
 
-A flow is what runs in one `contextvars` context: a task, a cell, a thread's job. The table below says for each flow which
-manager it has. What may be traced there is in `test_context_jit.py`.
+A flow is what runs in one `contextvars` context: a task, a cell, a thread's job. The table below
+says for each flow which manager it has. `test_context_jit.py` tests what may be traced there.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ def test_the_manager_of_a_task(name: str) -> None:
     assert asyncio.run(run()) == wanted
 
 
-def test_tasks_that_overlap_leave_in_any_order() -> None:
-    """Each of the two leaves first once; both have their own manager to the end, and then nothing is left."""
+def test_overlapping_tasks_leave_in_any_order() -> None:
+    """Either task may leave first. Both keep their own manager until they leave."""
 
     async def held(pm: sw.PartitionManager, before: int, after: int) -> Any:
         await turn(before)
@@ -232,7 +232,7 @@ def test_tasks_that_overlap_leave_in_any_order() -> None:
         assert jax.sharding.get_mesh().empty
 
 
-def test_overlapping_tasks_give_the_mesh_back() -> None:
+def test_overlapping_tasks_restore_the_mesh() -> None:
     meshes = {}
 
     async def held(pm: sw.PartitionManager, before: int, after: int) -> None:
@@ -256,7 +256,7 @@ def test_overlapping_tasks_give_the_mesh_back() -> None:
 
 
 class Notebook:
-    """Runs cells as IPython does: one loop, and each cell in a task, in a context that lasts or in a copy of its own."""
+    """Run cells as IPython does: each in a task, in a lasting context or in a copy."""
 
     def __init__(self, *, lasting: bool, background: bool) -> None:
         self.loop = asyncio.new_event_loop()
@@ -302,7 +302,7 @@ def test_entered_in_a_cell_and_used_in_later_ones(lasting: bool, background: boo
 
 
 @pytest.mark.parametrize("lasting", [True, False], ids=["one context", "a context per cell"])
-def test_a_background_task_keeps_its_manager_from_later_cells(lasting: bool) -> None:
+def test_background_task_hides_its_manager(lasting: bool) -> None:
     notebook, f = Notebook(lasting=lasting, background=False), jitted()
     stop: list[bool] = []
 
@@ -340,8 +340,8 @@ def test_a_copied_context_has_the_manager() -> None:
         assert pool.submit(seen).result() == NONE
 
 
-def test_a_manager_left_in_another_context_is_left() -> None:
-    """Entered in one cell's lasting context, left in a copy of it: the first must not go on with it."""
+def test_leaving_in_another_context() -> None:
+    """Entered in a lasting context and left in a copy: the lasting one loses it too."""
     pm, lasting = own(), contextvars.copy_context()
 
     async def leaves() -> None:
@@ -357,8 +357,8 @@ def test_a_manager_left_in_another_context_is_left() -> None:
 # Threads of a pool.
 
 
-def test_a_pool_thread_never_keeps_an_earlier_job_s_manager() -> None:
-    """The thread is the same, and so is the context that its jobs run in."""
+def test_pool_thread_forgets_earlier_jobs() -> None:
+    """Both jobs run in the same thread and in the same context."""
     f, x = jitted(), jnp.asarray(numbers(8, 8))
     pm = own()
 
@@ -383,7 +383,7 @@ def test_a_pool_thread_never_keeps_an_earlier_job_s_manager() -> None:
                 pool.submit(pm.__exit__, None, None, None).result()
 
 
-def test_a_pool_thread_s_job_in_a_copied_context_that_never_leaves() -> None:
+def test_pool_job_that_never_leaves() -> None:
     async def main() -> Any:
         await asyncio.to_thread(own().__enter__)
         return [await asyncio.to_thread(seen) for _ in range(40)]
@@ -391,8 +391,8 @@ def test_a_pool_thread_s_job_in_a_copied_context_that_never_leaves() -> None:
     assert set(asyncio.run(main())) == {NONE}
 
 
-def test_a_thread_of_its_own_may_leave_one_entered() -> None:
-    """No pool, no next job: entered in one function, used in the next, as in a script."""
+def test_own_thread_may_stay_entered() -> None:
+    """Without a pool there is no next job: one function enters, the next one uses."""
     found = []
 
     def script() -> None:

@@ -1,4 +1,4 @@
-"""What a flow may trace, and what JAX's caches give it: no program of another flow's manager, and no error where it can work."""
+"""What a flow may trace, and which cached programs it gets: never those of another manager."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def _leaves_nothing_behind() -> Iterator[None]:
 
 
 def test_jit_beside_another_task() -> None:
-    """A cached program of another task's manager is not taken, and a new trace is refused, not placed by that manager."""
+    """A program cached under another task's manager is not used, and a new trace is refused."""
     f = jitted()
 
     async def what() -> None:
         with pytest.raises(
             sw.NoManagerError,
-            match=r"the ambient manager is .*, entered by another task of this thread; this task has none",
+            match=r"the ambient manager is .*, entered by another task of this thread; "
+            "this task has none",
         ):
             f(numbers(8, 8))
 
@@ -48,8 +49,8 @@ def test_jit_beside_another_task() -> None:
     asyncio.run(main())
 
 
-def test_jit_of_what_another_task_compiled_meanwhile() -> None:
-    """The program is in JAX's cache under the very manager that is ambient in this thread."""
+def test_jit_compiled_by_another_task() -> None:
+    """JAX's cache has the program under the manager that is ambient in this thread."""
     f = jitted()
     entered, release = asyncio.Event(), asyncio.Event()
 
@@ -76,7 +77,7 @@ def test_jit_of_what_another_task_compiled_meanwhile() -> None:
 
 
 def test_jit_in_a_task_that_awaited() -> None:
-    """Another task entered its manager since: JAX knows of that one."""
+    """Another task has entered its manager since, and JAX knows of that manager."""
     f = jitted()
 
     async def main() -> None:
@@ -120,8 +121,8 @@ def test_jit_in_the_task_that_entered() -> None:
     assert len(traces) == 1, "an equal manager never traces again"
 
 
-def test_jit_without_a_manager_is_not_traced_again_beside_a_task() -> None:
-    """What asks for no manager is compiled once, whoever holds one."""
+def test_no_retrace_beside_a_task() -> None:
+    """A program that asks for no manager is compiled once, whichever manager is entered."""
     traces = []
     g = jax.jit(lambda x: (traces.append(1), x * 2)[1])
     x = jnp.ones(4)
@@ -135,8 +136,8 @@ def test_jit_without_a_manager_is_not_traced_again_beside_a_task() -> None:
 
 
 @pytest.mark.parametrize("where", ["task made inside", "to_thread", "copied context"])
-def test_jit_where_only_the_context_has_the_manager(where: str) -> None:
-    """JAX would keep the program under no manager; `with sw.current_manager():` says which."""
+def test_jit_with_manager_in_context_only(where: str) -> None:
+    """JAX would cache the program under no manager; `with sw.current_manager():` names one."""
     f = jitted()
 
     def refused_then_entered() -> Any:
@@ -176,7 +177,7 @@ def test_jit_where_only_the_context_has_the_manager(where: str) -> None:
     assert runs[where]() == OWN
 
 
-def test_hint_compiled_without_a_manager_is_not_taken_with_one() -> None:
+def test_hint_retraces_under_a_manager() -> None:
     f = jax.jit(lambda x: sw.hint(x * 2, sw.BATCH, sw.EMBED))
     x = jnp.asarray(numbers(8, 8))
     assert f(x).sharding.is_fully_replicated
@@ -192,7 +193,7 @@ def test_hint_compiled_without_a_manager_is_not_taken_with_one() -> None:
 
 
 def test_scan_and_checkpoint_in_a_task() -> None:
-    """A manager swapped inside one trace is seen by the caches of inner traces, in a task too."""
+    """The caches of inner traces see a manager that is swapped inside one trace, in a task too."""
 
     def body(c: Any, _: None) -> Any:
         return sw.shard(c * 2, sw.BATCH, sw.EMBED), None
@@ -217,7 +218,7 @@ def test_scan_and_checkpoint_in_a_task() -> None:
 
 
 def test_jit_s_cache_does_not_keep_a_manager() -> None:
-    """Neither entered in a script nor in a task: what JAX keeps as part of its key is small."""
+    """JAX keeps a small key and not the manager, after a script and after a task."""
     f, x = jitted(), jnp.asarray(numbers(8, 8))
 
     def used() -> weakref.ref[Any]:
@@ -234,7 +235,7 @@ def test_jit_s_cache_does_not_keep_a_manager() -> None:
     assert [one() for one in kept] == [None, None]
 
 
-def test_equal_managers_are_one_entry_of_the_cache() -> None:
+def test_equal_managers_share_a_cache_entry() -> None:
     traces = []
     f = jax.jit(lambda x: (traces.append(1), sw.shard(x, sw.BATCH, sw.EMBED))[1])
     for _ in range(3):

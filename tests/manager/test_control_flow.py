@@ -1,4 +1,4 @@
-"""Constraints inside loops, branches, mapped axes, derivatives of other kinds, and on random keys."""
+"""Constraints inside loops, branches, mapped axes and derivatives, and on random keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from tests.manager.programs import assert_like, lies_over, make_manager, numbers
+from tests.manager.programs import assert_like, make_manager, numbers, sharded_over
 
 X = (sw.BATCH, sw.EMBED)
 
@@ -54,17 +54,17 @@ def test_inside(name: str, kind: str) -> None:
     with pm:
         found = jax.jit(lambda x: program(x, sw.shard))(pm.shard(numbers(8, 8), sw.Replicated))
     assert_like(found, program(jnp.asarray(numbers(8, 8)), lambda x, *_: x))
-    assert lies_over(found, pm.mesh, *spec)
+    assert sharded_over(found, pm.mesh, *spec)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_mapped_over_a_mesh_axis(kind: str) -> None:
-    """`spmd_axis_name` says where the mapped dim lies; the constraint inside says the rest."""
+    """`spmd_axis_name` shards the mapped dim, and the constraint inside the other dims."""
     pm = make_manager(kind)
     with pm:
         inside = jax.vmap(lambda row: sw.shard(row * 2, sw.EMBED) * 1, spmd_axis_name="dp")
         found = jax.jit(inside)(pm.shard(numbers(8, 8), sw.BATCH, sw.EMPTY))
-    assert lies_over(found, pm.mesh, "dp", "tp")
+    assert sharded_over(found, pm.mesh, "dp", "tp")
     assert_like(found, jnp.asarray(numbers(8, 8) * 2))
 
 
@@ -73,20 +73,20 @@ def test_random_keys(kind: str) -> None:
     pm = make_manager(kind)
     keys = jax.random.split(jax.random.key(0), 8)
     placed = pm.shard(keys, sw.BATCH)
-    assert lies_over(placed, pm.mesh, "dp")
+    assert sharded_over(placed, pm.mesh, "dp")
     assert pm.shard(jax.random.key(0), ()).sharding.is_fully_replicated
     with pm:
         again = jax.jit(lambda keys: sw.shard(keys, sw.BATCH))(placed)
     np.testing.assert_array_equal(jax.random.key_data(again), jax.random.key_data(keys))
 
 
-def test_gradients_of_low_precision_weights_keep_their_type() -> None:
+def test_low_precision_gradients_keep_dtype() -> None:
     pm = make_manager()
     kernel = (sw.EMBED, sw.MLP_INTERMEDIATE)
     w = pm.shard(jnp.asarray(numbers(8, 8), jnp.bfloat16), *kernel, role="param")
     grad = jax.jit(jax.grad(lambda w: (pm.gather(w, *kernel).astype(jnp.float32) ** 2).sum()))(w)
     assert grad.dtype == jnp.bfloat16
-    assert lies_over(grad, pm.mesh, "dp", "tp")
+    assert sharded_over(grad, pm.mesh, "dp", "tp")
     np.testing.assert_allclose(
         np.asarray(grad, np.float32), 2 * np.asarray(w, np.float32), rtol=1e-2
     )
@@ -98,5 +98,5 @@ def test_integer_weights_are_gathered_too() -> None:
         np.arange(64, dtype=np.int8).reshape(8, 8), sw.EMBED, sw.MLP_INTERMEDIATE, role="param"
     )
     found = jax.jit(lambda table: pm.gather(table, sw.EMBED, sw.MLP_INTERMEDIATE))(table)
-    assert lies_over(found, pm.mesh, None, "tp")
+    assert sharded_over(found, pm.mesh, None, "tp")
     np.testing.assert_array_equal(found, table)

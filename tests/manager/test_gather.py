@@ -1,4 +1,4 @@
-"""gather: where FSDP's traffic happens. Forward as used, the cotangent as stored, in every program that trains."""
+"""`gather`: used weights forward, stored cotangents backward, in every program that trains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from tests.manager.programs import AXIS_TYPES, RULES, assert_like, lies_over, make_manager, numbers
+from tests.manager.programs import (
+    AXIS_TYPES,
+    RULES,
+    assert_like,
+    make_manager,
+    numbers,
+    sharded_over,
+)
 
 KERNEL = (sw.EMBED, sw.MLP_INTERMEDIATE)
 OTHER = RULES.replace('embed = "dp"', 'embed = "-"')
@@ -40,8 +47,8 @@ def test_the_lowered_program_constrains_both_ways() -> None:
     assert constraints(both) == ['[{}, {"tp"}]', '[{"dp"}, {"tp"}]']
 
 
-def test_one_all_gather_forward_and_one_reduction_backward() -> None:
-    """With the batch over dp the compiled step gathers the weight once, and sums and scatters its gradient."""
+def test_collectives_forward_and_backward() -> None:
+    """With the batch over dp, the step gathers the weight and scatters its gradient, once each."""
     pm = make_manager("auto", sizes="dp:8,tp:1")
     x, w = numbers(16, 32), numbers(32, 64)
 
@@ -52,7 +59,7 @@ def test_one_all_gather_forward_and_one_reduction_backward() -> None:
     forward = jax.jit(loss).lower(*placed).compile().as_text()
     assert len(re.findall(r" all-gather(?:-start)?\(", forward)) == 1
     step = jax.jit(jax.grad(loss)).lower(*placed).compile()
-    assert lies_over(step(*placed), pm.mesh, "dp")
+    assert sharded_over(step(*placed), pm.mesh, "dp")
     assert len(re.findall(r" (?:all-reduce|reduce-scatter)(?:-start)?\(", step.as_text())) >= 1
     assert_like(step(*placed), jax.grad(lambda w: ((x @ w) ** 2).sum())(w))
 
@@ -84,19 +91,19 @@ def test_inside_scan_over_stacked_layers(kind: str, remat: bool) -> None:
             placed, pm.shard(x, sw.BATCH, sw.EMPTY)
         )
     assert_like(found, jax.grad(lambda stack: loss(stack, x, lambda w, *_: w))(stack))
-    assert lies_over(found["up"], pm.mesh, None, "dp", "tp")
-    assert lies_over(found["down"], pm.mesh, None, "tp", "dp")
+    assert sharded_over(found["up"], pm.mesh, None, "dp", "tp")
+    assert sharded_over(found["down"], pm.mesh, None, "tp", "dp")
 
 
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
 @pytest.mark.parametrize("later", ["outside", "another manager", "another thread"])
 @pytest.mark.sweep(keep=4)
-def test_backward_pass_does_not_read_the_ambient_manager(kind: str, later: str) -> None:
+def test_backward_reads_no_ambient_manager(kind: str, later: str) -> None:
     pm, other = make_manager(kind), make_manager(kind, text=OTHER)
     w = pm.shard(numbers(8, 12), *KERNEL, role="param")
     with pm:
         y, vjp = jax.vjp(lambda w: jnp.sin(sw.gather(w, *KERNEL)), w)
-    assert lies_over(y, pm.mesh, None, "tp")
+    assert sharded_over(y, pm.mesh, None, "tp")
     if later == "outside":
         (found,) = vjp(y)
     elif later == "another manager":
@@ -108,7 +115,7 @@ def test_backward_pass_does_not_read_the_ambient_manager(kind: str, later: str) 
         thread.start()
         thread.join()
         (found,) = box
-    assert lies_over(found, pm.mesh, "dp", "tp"), (
+    assert sharded_over(found, pm.mesh, "dp", "tp"), (
         "as stored under the manager that was ambient in the forward pass"
     )
     np.testing.assert_allclose(
@@ -127,18 +134,18 @@ def test_trees_and_paths() -> None:
             )
         )
     )(tree)
-    assert lies_over(found["mlp"]["kernel"], pm.mesh, "dp", "tp")
-    assert lies_over(found["lm_head"]["kernel"], pm.mesh, None, "tp")
+    assert sharded_over(found["mlp"]["kernel"], pm.mesh, "dp", "tp")
+    assert sharded_over(found["lm_head"]["kernel"], pm.mesh, None, "tp")
     one = jax.jit(jax.grad(lambda w: (pm.gather(w, *KERNEL, path="lm_head/kernel") ** 2).sum()))
-    assert lies_over(one(numbers(8, 8)), pm.mesh, None, "tp")
+    assert sharded_over(one(numbers(8, 8)), pm.mesh, None, "tp")
     under = jax.jit(
         jax.grad(lambda tree: (pm.gather(tree, KERNEL, path="lm_head")["kernel"] ** 2).sum())
     )
-    assert lies_over(under({"kernel": numbers(8, 8)})["kernel"], pm.mesh, None, "tp")
+    assert sharded_over(under({"kernel": numbers(8, 8)})["kernel"], pm.mesh, None, "tp")
 
 
-def test_a_weight_that_an_entry_may_cover_must_say_its_path() -> None:
-    """Without, it would lie elsewhere than `shardings` put it, and its gradient too."""
+def test_path_required_by_tensor_entries() -> None:
+    """Without the path, the weight and its gradient would not be sharded as `shardings` says."""
     pm = make_manager(text=RULES + '[[tensors]]\nmatch = "lm_head"\nembed = "-"\n')
     says = r"\[\[tensors\]\] match = 'lm_head' may cover this weight"
     for place in (
@@ -161,17 +168,15 @@ def test_a_weight_that_an_entry_may_cover_must_say_its_path() -> None:
     )
 
 
-def test_a_weight_whose_rank_is_fitted_is_asked_for_its_path_only_where_an_entry_covers_it() -> (
-    None
-):
+def test_path_required_of_fitted_ranks() -> None:
     pm = make_manager(text=RULES + 'rank = "fit"\n[[tensors]]\nmatch = "lm_head"\nvocab = "-"\n')
     assert pm.gather(numbers(8), *KERNEL).sharding.spec == jax.P()
     with pytest.raises(sw.StrategyError, match="may cover this weight"):
         pm.gather(numbers(8), sw.VOCAB, sw.EMPTY)
 
 
-def test_weight_that_is_used_as_it_is_stored() -> None:
-    """`gather = "-"`: still a constraint both ways, to one spec."""
+def test_weight_used_as_stored() -> None:
+    """`gather = "-"` is still a constraint both ways, with one spec."""
     pm = make_manager(text=RULES.replace('gather = "dp"', 'gather = "-"'))
     text = (
         jax.jit(jax.grad(lambda w: (pm.gather(w, *KERNEL) ** 2).sum()))

@@ -16,9 +16,9 @@ from tests.manager.programs import (
     AXIS_TYPES,
     TRANSFORMS,
     assert_like,
-    lies_over,
     make_manager,
     numbers,
+    sharded_over,
 )
 
 KERNEL = (sw.EMBED, sw.MLP_INTERMEDIATE)
@@ -131,17 +131,17 @@ def test_vmap_of_jvp_and_jvp_of_vmap(kind: str) -> None:
         assert_like(found, order(jnp.sin)(ws))
 
 
-def test_gradient_and_hessian_product_lie_as_stored() -> None:
+def test_gradient_and_hessian_are_as_stored() -> None:
     pm = make_manager()
     w = pm.shard(numbers(8, 12), *KERNEL, role="param")
     f = lambda w: loss(lambda w: pm.gather(w, *KERNEL), w)  # noqa: E731
-    assert lies_over(jax.jit(jax.grad(f))(w), pm.mesh, "dp", "tp")
+    assert sharded_over(jax.jit(jax.grad(f))(w), pm.mesh, "dp", "tp")
     product = jax.jit(lambda w, v: jax.jvp(jax.grad(f), (w,), (v,))[1])
-    assert lies_over(product(w, w), pm.mesh, "dp", "tp")
+    assert sharded_over(product(w, w), pm.mesh, "dp", "tp")
 
 
 def test_collectives_of_a_jvp() -> None:
-    """The weight and its tangent are gathered once each; nothing else of that size is sent."""
+    """The weight and its tangent are gathered once each. Nothing else of that size is sent."""
     pm = make_manager("auto", sizes="dp:8,tp:1")
     x, w = numbers(16, 32), numbers(32, 64)
 

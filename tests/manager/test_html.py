@@ -25,7 +25,7 @@ def test_devices_by_mesh_axis() -> None:
     assert Tags(shown("dp:1")).texts("text") == ["0"]
 
 
-def test_axes_that_depend_on_sizes_show_their_rule() -> None:
+def test_size_dependent_axes_show_their_rule() -> None:
     cells = Tags(shown("fsdp:2,tp:4")).texts("td")
     row = cells.index("KV_HEAD")
     assert cells[row : row + 3] == ["KV_HEAD", "tp | -", "tp | -"]

@@ -1,4 +1,4 @@
-"""What jit's cache sees: the same question gives the identical object, and a manager is part of the key."""
+"""The same question gives the identical object, and a manager is part of jit's cache key."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.manager.programs import (
     AXIS_TYPES,
     RULES,
     counting,
-    lies_over,
     make_manager,
     make_mesh,
     numbers,
+    sharded_over,
 )
 
 OTHER = RULES.replace('embed = "tp"', 'embed = "dp"').replace('batch = "dp"', 'batch = "tp"')
@@ -60,7 +60,7 @@ def test_pinned_host_memory_is_another_object() -> None:
     assert host is pm.sharding(sw.BATCH, memory_kind="pinned_host") is not pm.sharding(sw.BATCH)
 
 
-def test_equality_covers_rules_policy_mode_and_mesh() -> None:
+def test_equality_covers_rules_mode_and_mesh() -> None:
     pm = make_manager()
     assert pm == make_manager()
     assert hash(pm) == hash(make_manager())
@@ -83,11 +83,11 @@ def test_frozen() -> None:
             setattr(pm, name, None)
 
 
-def test_a_config_that_holds_a_manager_can_be_copied() -> None:
+def test_copies_of_a_manager() -> None:
     pm = make_manager()
     for copied in (copy.copy(pm), copy.deepcopy({"manager": pm})["manager"]):
         assert copied == pm
-        assert lies_over(copied.shard(numbers(8, 4), sw.BATCH, sw.EMBED), pm.mesh, "dp", "tp")
+        assert sharded_over(copied.shard(numbers(8, 4), sw.BATCH, sw.EMBED), pm.mesh, "dp", "tp")
 
 
 @pytest.mark.parametrize("way", ["entered", "method"])
@@ -107,7 +107,7 @@ def test_the_same_manager_never_retraces(way: str) -> None:
     assert len(traces) == 1
 
 
-def test_equal_managers_from_one_file_never_retrace(tmp_path: Path) -> None:
+def test_equal_managers_never_retrace(tmp_path: Path) -> None:
     path = sw.Strategy.loads(RULES).dump(tmp_path / "rules.toml")
     body, traces = counting(lambda x: sw.shard(x, sw.BATCH, sw.EMBED) * 2)
     f = jax.jit(body)
@@ -117,7 +117,7 @@ def test_equal_managers_from_one_file_never_retrace(tmp_path: Path) -> None:
     assert len(traces) == 1
 
 
-def test_one_jitted_function_under_two_managers_gives_two_specs() -> None:
+def test_one_function_under_two_managers() -> None:
     here, there = make_manager(), make_manager(text=OTHER)
     body, traces = counting(lambda x: sw.shard(x, sw.BATCH, sw.EMBED) * 2)
     f = jax.jit(body)
@@ -129,7 +129,7 @@ def test_one_jitted_function_under_two_managers_gives_two_specs() -> None:
         (there, ("tp", "dp")),
     ]:
         with manager:
-            assert lies_over(f(x), manager.mesh, *spec)
+            assert sharded_over(f(x), manager.mesh, *spec)
     assert len(traces) == 2
 
 
@@ -140,9 +140,9 @@ def test_for_mode_changes_specs_and_retraces() -> None:
     x = jnp.asarray(numbers(8, 8))
     for _ in range(2):
         with pm.for_mode("decode"):
-            assert lies_over(f(x), pm.mesh, "dp")
+            assert sharded_over(f(x), pm.mesh, "dp")
         with pm.for_mode("train"):
-            assert lies_over(f(x), pm.mesh, "dp", "tp")
+            assert sharded_over(f(x), pm.mesh, "dp", "tp")
     assert len(traces) == 2
 
 
@@ -172,8 +172,8 @@ def test_two_managers_inside_one_trace(wrapper: str) -> None:
         else:
             with outer:
                 first, second = jax.jit(both)(jnp.asarray(numbers(8, 8)))
-        assert lies_over(first, here.mesh, "dp", "tp")
-        assert lies_over(second, here.mesh, "tp", "dp")
+        assert sharded_over(first, here.mesh, "dp", "tp")
+        assert sharded_over(second, here.mesh, "tp", "dp")
         np.testing.assert_array_equal(first, second)
 
 

@@ -1,4 +1,4 @@
-"""Inside jax.shard_map: what is Manual there is applied already; what is not Manual is still constrained."""
+"""Inside `jax.shard_map`: Manual axes are already applied; other axes are still constrained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from tests.manager.programs import RULES, assert_like, lies_over, make_manager, numbers
+from tests.manager.programs import RULES, assert_like, make_manager, numbers, sharded_over
 
 P = jax.P
 
@@ -25,7 +25,7 @@ def mapped(
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("operation", ["shard", "hint"])
-def test_fully_manual_and_varying_is_applied_already(kind: str, operation: str) -> None:
+def test_fully_manual_is_already_applied(kind: str, operation: str) -> None:
     pm = make_manager(kind)
 
     def inside(x):
@@ -34,10 +34,10 @@ def test_fully_manual_and_varying_is_applied_already(kind: str, operation: str) 
     f = mapped(pm, inside, in_specs=P("dp", "tp"), out_specs=P("dp", "tp"))
     x = pm.shard(numbers(8, 8), sw.BATCH, sw.EMBED)
     assert_like(f(x), jnp.asarray(numbers(8, 8) * 2))
-    assert lies_over(f(x), pm.mesh, "dp", "tp")
+    assert sharded_over(f(x), pm.mesh, "dp", "tp")
 
 
-def test_recorded_as_manual_and_never_a_reason_for_the_next_candidate() -> None:
+def test_manual_axes_skip_no_candidate() -> None:
     pm = make_manager()
     found = sw.resolve(
         (sw.BATCH, sw.KV_HEAD), pm.rules, pm.mesh, shape=(4, 3), manual=frozenset({"tp"})
@@ -49,7 +49,7 @@ def test_recorded_as_manual_and_never_a_reason_for_the_next_candidate() -> None:
 
 
 def test_sizes_are_local_along_manual_axes() -> None:
-    """A local batch of 1 is right under a Manual dp of 2, and 6 is wrong over an Auto tp of 4 all the same."""
+    """A local batch of 1 is valid under a Manual dp of 2, but 6 is invalid over an Auto tp of 4."""
     pm = make_manager()
     f = mapped(pm, lambda x: pm.shard(x, sw.BATCH, sw.EMPTY), in_specs=P("dp"), out_specs=P("dp"))
     assert_like(f(numbers(2, 8)), jnp.asarray(numbers(2, 8)))
@@ -80,7 +80,7 @@ def test_partly_manual_constrains_the_rest(kind: str) -> None:
     if (
         kind != "tp explicit"
     ):  # there JAX forgets the Explicit axis on the way out, whoever resharded
-        assert lies_over(f(x), pm.mesh, "dp", "tp")
+        assert sharded_over(f(x), pm.mesh, "dp", "tp")
     loss = mapped(
         pm,
         lambda x: jax.lax.psum((inside(x) ** 2).sum(), "dp"),
@@ -93,7 +93,7 @@ def test_partly_manual_constrains_the_rest(kind: str) -> None:
 
 
 @pytest.mark.parametrize("axis_names", [{"dp"}, {"dp", "tp"}], ids=["partly", "fully"])
-def test_not_varying_is_refused_by_shard_and_dropped_by_hint(axis_names: set[str]) -> None:
+def test_value_that_does_not_vary(axis_names: set[str]) -> None:
     pm = make_manager()
 
     def run(f):
@@ -109,8 +109,8 @@ def test_not_varying_is_refused_by_shard_and_dropped_by_hint(axis_names: set[str
 
 
 @pytest.mark.parametrize("axis_names", [{"dp"}, {"dp", "tp"}], ids=["partly", "fully"])
-def test_without_varying_types_the_manual_axes_are_trusted(axis_names: set[str]) -> None:
-    """`check_vma=False` leaves no trace of what varies, so shard cannot refuse."""
+def test_untracked_manual_axes_are_trusted(axis_names: set[str]) -> None:
+    """Under `check_vma=False` JAX does not track what varies, so `shard` cannot refuse."""
     pm = make_manager()
     spec = P("dp", "tp") if "tp" in axis_names else P("dp")
     f = mapped(
@@ -161,7 +161,7 @@ def test_each_leaf_of_a_tree_is_named() -> None:
 
 @pytest.mark.parametrize(("manual", "spec"), [("dp", jax.P(("dp", "tp"))), ("tp", None)])
 def test_a_manual_axis_cannot_come_after_another(manual: str, spec: Any) -> None:
-    """`shard_map` has split over it first: it is major, whatever the rule says."""
+    """`shard_map` has split over it first, so it is the major axis, whatever the rule says."""
     pm = make_manager(text=RULES.replace('embed = "tp"', 'embed = "dp+tp"'))
 
     def run(place: Any) -> Any:
@@ -178,13 +178,14 @@ def test_a_manual_axis_cannot_come_after_another(manual: str, spec: Any) -> None
         return
     with pytest.raises(
         sw.ManualAxisError,
-        match=r"dim 0 EMBED: tp is Manual here and so comes first, but the rule dp\+tp puts it later",
+        match=r"dim 0 EMBED: tp is Manual here and so comes first, "
+        r"but the rule dp\+tp puts it later",
     ):
         run(pm.shard)
     np.testing.assert_array_equal(run(pm.hint), numbers(16))
 
 
-def test_the_resolution_of_an_error_is_of_its_leaf() -> None:
+def test_error_has_the_leaf_resolution() -> None:
     pm = make_manager()
     for name in ("first", "second"):
         with pytest.raises(sw.ManualAxisError, match=f"^{name} dim 0 BATCH: ") as caught:
@@ -208,7 +209,7 @@ STATE = RULES.replace("[policy]", '[policy]\nzero1 = "dp"').replace(
 def test_manual_axes_are_marked_in_every_role(
     role: str, manual: set[str], indivisible: str
 ) -> None:
-    """Whatever is done to a decision after it is made: its spec names no Manual mesh axis, its mesh axes do."""
+    """The spec of a decision never names a Manual mesh axis, but its mesh axes do."""
     text = STATE.replace("[policy]", f'[policy]\nindivisible = "{indivisible}"').replace(
         'gather = "dp"', 'gather = "tp"'
     )
@@ -245,7 +246,7 @@ def test_manual_axes_are_marked_in_every_role(
 
 @pytest.mark.parametrize("axis_names", [{"dp"}, {"dp", "tp"}], ids=["partly", "fully"])
 def test_zero1_over_a_manual_axis(axis_names: set[str]) -> None:
-    """Optimizer state that lies over dp by zero1 alone: recorded, applied and refused as a rule's dp would be."""
+    """State that only zero1 shards over dp: recorded, applied and refused like the dp of a rule."""
     pm = make_manager(text=STATE.replace('embed = "tp"', 'embed = "-"'))
     axes = (sw.EMBED, sw.EMPTY)
     assert pm.resolve(*axes, role="state", shape=(8, 12)) == P("dp")
@@ -277,7 +278,7 @@ def test_zero1_over_a_manual_axis(axis_names: set[str]) -> None:
     assert_like(hint(numbers(8, 12)), jnp.asarray(numbers(8, 12) * 2))
 
 
-def test_zero1_cannot_come_after_an_axis_that_is_not_manual() -> None:
+def test_zero1_after_a_non_manual_axis() -> None:
     pm = make_manager(text=STATE)
     assert pm.resolve(sw.EMBED, sw.EMPTY, role="state", shape=(16, 12)) == P(("tp", "dp"))
     f = mapped(

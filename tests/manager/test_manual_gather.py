@@ -1,4 +1,4 @@
-"""gather inside shard_map: an all-gather of the shard, and a reduce-scatter of its cotangent."""
+"""`gather` inside `shard_map`: an all-gather of the shard, a reduce-scatter of its cotangent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.testing import assert_collectives, cpu_mesh
-from tests.manager.programs import AXIS_TYPES, RULES, assert_like, lies_over, make_manager
+from tests.manager.programs import AXIS_TYPES, RULES, assert_like, make_manager, sharded_over
 
 P = jax.P
 KERNEL = (sw.EMBED, sw.MLP_INTERMEDIATE)
@@ -35,7 +35,7 @@ def same(w: Any, *_: Any) -> Any:
 def run_gather(
     pm: sw.PartitionManager, w: Any, spec: Any, out: Any, *axes: Any, **options: Any
 ) -> Any:
-    """Gather one weight inside a map over all mesh axes but those in `keep`, or over `axis_names`."""
+    """Gather one weight inside a map over `axis_names`, or over all mesh axes except `keep`."""
     shape = options.pop("shape", None)
     names = options.pop("axis_names", set(pm.mesh.axis_names))
     path = options.pop("path", None)
@@ -65,7 +65,7 @@ def test_loss_over_sharded_weights(check_vma: bool) -> None:
         np.testing.assert_allclose(mapped(h, stored), jnp.tanh(h @ w).sum(), rtol=1e-5)
         gradient = jax.jit(jax.grad(mapped, argnums=1))(h, stored)
     assert_like(gradient, jax.grad(lambda w: jnp.tanh(h @ w).sum())(w))
-    assert lies_over(gradient, pm.mesh, None, "fsdp")
+    assert sharded_over(gradient, pm.mesh, None, "fsdp")
 
 
 def local_loss(pm: Any, x: Any, w: Any, shape: Any, gather: Any) -> Any:
@@ -109,7 +109,7 @@ def test_values_gradients_and_collectives(kind: str, names: set[str], check_vma:
 
 @VMA
 def test_psum_in_the_differentiated_function(check_vma: bool) -> None:
-    """Without tracking, JAX transposes psum to psum: a gradient of the global loss, taken inside, is scaled."""
+    """Without tracking, JAX transposes psum to psum, which scales gradients inside."""
     pm, x, w = make_manager(), waves(4, 8), waves(8, 12)
 
     def inside(x: Any, w: Any) -> Any:
@@ -174,7 +174,7 @@ def test_whole_weight_comes_back_unchanged(names: set[str], check_vma: bool) -> 
 
 
 def test_varying_whole_weight_with_its_shape() -> None:
-    """A whole weight that was cast to varying looks like a shard; its global shape says that it is not."""
+    """A whole weight that is cast to varying looks like a shard, until its shape is given."""
     pm, w = make_manager(), waves(8, 12)
 
     def f(w: Any) -> Any:
@@ -188,7 +188,10 @@ def test_varying_whole_weight_with_its_shape() -> None:
 
 def test_weight_used_in_shards_must_be_split() -> None:
     pm, w = make_manager(), waves(8, 12)
-    says = "dim 1 MLP_INTERMEDIATE: tp is Manual here, and the value does not vary over it, but the weight is used in shards"
+    says = (
+        "dim 1 MLP_INTERMEDIATE: tp is Manual here, and the value does not vary over it, "
+        "but the weight is used in shards"
+    )
     for options in ({}, {"check_vma": False, "shape": (8, 12)}):
         with pytest.raises(sw.ManualAxisError, match=says):
             run_gather(pm, w, P("dp"), P(), *KERNEL, **options)
@@ -210,7 +213,7 @@ CHAINS = RULES.replace(
     ],
 )
 def test_chains_are_decided_on_the_global_size(shape: tuple[int, int], spec: Any) -> None:
-    """A local size of 3 does not divide over dp=2, and the weight of size 6 is stored over it all the same."""
+    """A local size of 3 does not divide over dp=2, but the weight of size 6 does."""
     pm, w = make_manager(text=CHAINS), waves(*shape)
     assert pm.resolve(*KERNEL, role="param", shape=shape) == spec
     use = pm.resolve(*KERNEL, role="use", shape=shape)
@@ -238,7 +241,7 @@ def test_chains_are_decided_on_the_global_size(shape: tuple[int, int], spec: Any
     assert_like(found, jnp.stack([w, w]))
 
 
-def test_value_that_fits_two_global_shapes_is_refused() -> None:
+def test_ambiguous_global_shape_is_refused() -> None:
     text = RULES.replace('[params]\nembed = "dp"', '[params]\nembed = "dp | -"\nvocab = "dp | -"')
     pm = make_manager(text=text)
     axes = (sw.EMBED, sw.VOCAB)
@@ -273,7 +276,7 @@ def test_value_that_fits_two_global_shapes_is_refused() -> None:
     ],
 )
 def test_two_mesh_axes_in_one_dim(stored: str, gather: str, moves: int, check_vma: bool) -> None:
-    """What is gathered may come before what stays: then shards change places first."""
+    """If a gathered mesh axis comes before one that stays, shards change places first."""
     text = RULES.replace("[params]", f'[params]\nvocab = "{stored}"').replace(
         'gather = "dp"', f'gather = "{gather}"'
     )
@@ -359,7 +362,7 @@ def test_stacked_layers_in_a_scan(remat: bool, check_vma: bool) -> None:
         gradient,
         wanted,
     )
-    assert lies_over(gradient["up"], pm.mesh, None, "fsdp")
+    assert sharded_over(gradient["up"], pm.mesh, None, "fsdp")
 
 
 def test_vmap_and_jit_inside() -> None:
@@ -457,8 +460,8 @@ def test_without_tracking_and_shape_it_is_refused() -> None:
     assert_like(plain, jnp.asarray(w))  # what is gathered nowhere needs no shape
 
 
-def test_what_is_jitted_inside_is_traced_per_map() -> None:
-    """One jitted function in two maps: the local shape is the same, the weight is not."""
+def test_inner_jit_is_traced_per_map() -> None:
+    """One jitted function in two maps: the local shapes are equal, the weights are not."""
     pm = fsdp()
     inner = jax.jit(lambda w: sw.gather(w, *KERNEL))
     with pm:
@@ -508,14 +511,14 @@ def test_input_split_elsewhere_is_refused() -> None:
         pm,
         pytest.raises(
             sw.ManualAxisError,
-            match="dim 1 MLP_INTERMEDIATE: the input is split over fsdp, the weight is stored over -",
+            match="MLP_INTERMEDIATE: the input is split over fsdp, the weight is stored over -",
         ),
     ):
         mapped(waves(16, 8))
 
 
 def test_nested_in_another_map_needs_the_shape() -> None:
-    """The inner map sees shards of the outer one: their shapes are not global."""
+    """The inner map sees shards of the outer one, whose shapes are not global."""
     text = RULES.replace(
         '[params]\nembed = "dp"', '[params]\nembed = "dp"\nmlp_intermediate = "tp"'
     )

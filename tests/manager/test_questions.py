@@ -1,4 +1,4 @@
-"""What a manager answers without touching an array: specs, shardings, abstract trees, shard counts; and where its mesh comes from."""
+"""Answers without arrays: specs, shardings, abstract trees, numbers of shards; and the mesh."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import shardwright as sw
 from tests.manager.programs import (
     AXIS_TYPES,
     RULES,
-    lies_over,
     make_manager,
     make_mesh,
     numbers,
     rules,
+    sharded_over,
 )
 
 P = jax.P
@@ -52,7 +52,7 @@ def test_who_said_the_mode(annotation: Any, options: dict[str, Any], said: str) 
     assert make_manager().explain(annotation, **options).mode_from == said
 
 
-def test_the_manager_s_mode_goes_before_the_layout_s() -> None:
+def test_manager_mode_before_layout_mode() -> None:
     found = make_manager().for_mode("train").explain(sw.HiddenStateSharding, shape=(8, 1, 8))
     assert (found.mode, found.mode_from) == (sw.MODE_TRAIN, "manager")
 
@@ -78,7 +78,7 @@ def test_mesh_axes_and_axis_size() -> None:
             ask("nonsense")
 
 
-def test_size_one_mesh_axes_count_for_nothing() -> None:
+def test_size_one_mesh_axes_are_ignored() -> None:
     pm = make_manager(sizes="dp:8,tp:1")
     assert (pm.mesh_axes(sw.EMBED), pm.axis_size(sw.EMBED), pm.axis_size(sw.KV_HEAD)) == ((), 1, 1)
 
@@ -124,7 +124,7 @@ def test_abstract_tree_lowers_without_arrays() -> None:
     assert compiled.output_shardings.spec == P("dp", "tp")
 
 
-def test_size_dependent_rules_on_an_abstract_mesh_of_any_size() -> None:
+def test_size_dependent_rules_on_any_mesh() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("fsdp:2048,tp:8"))
     assert pm.resolve(sw.EMBED, sw.MLP_INTERMEDIATE, role="param", shape=(16384, 53248)) == P(
         "fsdp", "tp"
@@ -132,7 +132,7 @@ def test_size_dependent_rules_on_an_abstract_mesh_of_any_size() -> None:
     assert pm.axis_size(sw.BATCH) == 2048
 
 
-# Not entered on an Explicit mesh is left out: there JAX itself lowers for one device and refuses.
+# The case of an Explicit mesh that is not entered is left out: JAX lowers it for one device.
 @pytest.mark.parametrize(("kind", "entered"), [("auto", True), ("auto", False), ("explicit", True)])
 def test_abstract_manager_traces_and_lowers(kind: str, entered: bool) -> None:
     pm = sw.PartitionManager(rules(), mesh=sw.abstract_mesh("dp:2,tp:4", axis_types=kind))
@@ -191,7 +191,7 @@ def test_rules_and_mesh_must_agree() -> None:
 
 
 @pytest.mark.parametrize("axes", [(5,), ((None,),), ((sw.BATCH, 5),), ({"a": (sw.BATCH,)},)])
-def test_explain_tells_a_request_that_cannot_be_read(axes: Any) -> None:
+def test_explain_of_an_invalid_request(axes: Any) -> None:
     pm = make_manager()
     found = pm.explain(*axes)
     assert not found.ok
@@ -202,8 +202,8 @@ def test_explain_tells_a_request_that_cannot_be_read(axes: Any) -> None:
 @pytest.mark.parametrize("ambient", list(AXIS_TYPES))
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
 @pytest.mark.sweep(keep=6)
-def test_ambient_mesh_of_other_axis_types_will_do(kind: str, ambient: str) -> None:
-    """Names and sizes must agree; what is Explicit in the ambient mesh is resharded, what is Auto constrained."""
+def test_ambient_mesh_of_other_axis_types(kind: str, ambient: str) -> None:
+    """Names and sizes must agree. The ambient axis types decide between reshard and constraint."""
     pm, x = make_manager(kind), numbers(8, 8)
     doubled = pm.shard_map(
         lambda x: x * 2, in_axes=[(sw.BATCH, sw.EMBED)], out_axes=(sw.BATCH, sw.EMBED)
@@ -228,12 +228,12 @@ def test_ambient_mesh_of_other_axis_types_will_do(kind: str, ambient: str) -> No
 def test_global_array_of_one_process(kind: str) -> None:
     pm = make_manager(kind)
     made = pm.global_array(numbers(8, 8), sw.BATCH, sw.EMBED)
-    assert lies_over(made, pm.mesh, "dp", "tp")
+    assert sharded_over(made, pm.mesh, "dp", "tp")
     np.testing.assert_array_equal(made, numbers(8, 8))
-    assert lies_over(
+    assert sharded_over(
         pm.global_array(numbers(8, 6), sw.BATCH, sw.KV_HEAD, global_shape=(8, 6)), pm.mesh, "dp"
     )
-    assert lies_over(
+    assert sharded_over(
         pm.global_array(numbers(8, 8), (sw.BATCH, sw.EMBED), mode="decode"), pm.mesh, "dp"
     )
     assert pm.global_array(np.int32(3), ()).sharding.is_fully_replicated

@@ -1,4 +1,4 @@
-"""`pm.shard_map`: shard_map in semantic axes. An axis resolves once per call, from the inputs; outputs reuse it."""
+"""`pm.shard_map`: an axis resolves once per call, from the inputs; outputs reuse it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from tests.manager.programs import RULES, assert_like, counting, lies_over, make_manager, numbers
+from tests.manager.programs import RULES, assert_like, counting, make_manager, numbers, sharded_over
 
 P = jax.P
 X = (sw.BATCH, sw.EMBED)
@@ -18,7 +18,7 @@ ROWS = (sw.BATCH, sw.EMPTY)
 
 
 def local_shapes(seen: list[Any], f: Any) -> Any:
-    """Return `f`, which notes the shapes that it is given."""
+    """Return `f`, which records the shapes of its arguments."""
 
     def noted(*args: Any) -> Any:
         seen.append([jnp.shape(arg) for arg in args])
@@ -37,11 +37,11 @@ def test_local_shapes_values_and_place(kind: str, jit: bool) -> None:
     found = (jax.jit(f) if jit else f)(*args)
     assert seen[0] == [(4, 2), (2,)]
     assert_like(found, jnp.asarray(numbers(8, 8) * numbers(8)))
-    assert lies_over(found, pm.mesh, "dp", "tp")
+    assert sharded_over(found, pm.mesh, "dp", "tp")
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit", "tp explicit"])
-def test_arguments_need_not_lie_so_beforehand(kind: str) -> None:
+def test_arguments_are_placed_first(kind: str) -> None:
     pm = make_manager(kind)
     f = pm.shard_map(lambda x: jax.lax.psum(x, "tp"), in_axes=[X], out_axes=(sw.BATCH, sw.EMPTY))
     with pm:
@@ -51,7 +51,7 @@ def test_arguments_need_not_lie_so_beforehand(kind: str) -> None:
                 np.testing.assert_allclose(
                     found, numbers(8, 8).reshape(8, 4, 2).sum(1), rtol=1e-5, atol=1e-6
                 )
-                assert lies_over(found, pm.mesh, "dp")
+                assert sharded_over(found, pm.mesh, "dp")
 
 
 def test_sum_over_the_mesh_axes_of_an_axis() -> None:
@@ -76,8 +76,8 @@ def test_sum_over_the_mesh_axes_of_an_axis() -> None:
         )
 
 
-def test_outputs_reuse_what_the_inputs_resolved_to() -> None:
-    """kv_head = "tp | -": with 6 heads it is replicated, and so it must be in the output, whatever its rule would say."""
+def test_outputs_reuse_input_axes() -> None:
+    """With `kv_head = "tp | -"`, 6 heads are replicated, and so they are in the output."""
     pm = make_manager()
     for heads, spec in ((8, P(None, "tp")), (6, P())):
         f = pm.shard_map(
@@ -86,23 +86,24 @@ def test_outputs_reuse_what_the_inputs_resolved_to() -> None:
             out_axes=(sw.EMPTY, sw.KV_HEAD),
         )
         found = jax.jit(f)(numbers(4, 3, heads))
-        assert lies_over(found, pm.mesh, *spec)
+        assert sharded_over(found, pm.mesh, *spec)
         np.testing.assert_allclose(found, numbers(4, 3, heads).sum(0), rtol=1e-5, atol=1e-6)
 
 
-def test_an_axis_that_lies_in_two_ways_is_refused() -> None:
+def test_axis_sharded_in_two_ways_is_refused() -> None:
     pm = make_manager()
     f = pm.shard_map(lambda x, y: x, in_axes=[(sw.KV_HEAD,), (sw.KV_HEAD,)], out_axes=(sw.KV_HEAD,))
     with pytest.raises(
         sw.AxisConflictError,
-        match="argument 1 dim 0 KV_HEAD: the axis is sharded over - here, and over tp in argument 0",
+        match="argument 1 dim 0 KV_HEAD: the axis is sharded over - here, "
+        "and over tp in argument 0",
     ):
         f(numbers(8), numbers(6))
     np.testing.assert_array_equal(f(numbers(8), numbers(8)), numbers(8))
 
 
 @pytest.mark.parametrize("key", [sw.KV_HEAD, "kv_head", "KV_HEAD"])
-def test_sizes_of_axes_that_stand_in_no_input(key: str) -> None:
+def test_sizes_of_axes_without_input(key: str) -> None:
     pm = make_manager()
 
     def spread(x):
@@ -118,7 +119,7 @@ def test_sizes_of_axes_that_stand_in_no_input(key: str) -> None:
         spread, in_axes=[(sw.LENGTH,)], out_axes=(sw.EMPTY, sw.KV_HEAD), sizes={key: 8}
     )(numbers(4))
     assert found.shape == (2, 8)
-    assert lies_over(found, pm.mesh, None, "tp")
+    assert sharded_over(found, pm.mesh, None, "tp")
 
 
 def test_an_unambiguous_axis_needs_no_size() -> None:
@@ -160,10 +161,10 @@ def test_literal_specs_and_layouts() -> None:
     def same(x):
         return x * 1
 
-    assert lies_over(
+    assert sharded_over(
         pm.shard_map(same, in_axes=[sw.Replicated], out_axes=sw.Replicated)(numbers(8, 8)), pm.mesh
     )
-    assert lies_over(
+    assert sharded_over(
         pm.shard_map(same, in_axes=[sw.HiddenStateSharding], out_axes=sw.HiddenStateSharding)(
             numbers(8, 2, 8)
         ),
@@ -172,7 +173,7 @@ def test_literal_specs_and_layouts() -> None:
         None,
         "tp",
     )
-    assert lies_over(
+    assert sharded_over(
         pm.shard_map(same, in_axes=[P("dp", "tp")], out_axes=P("dp", "tp"))(numbers(8, 8)),
         pm.mesh,
         "dp",
@@ -192,7 +193,7 @@ def test_modes() -> None:
 def test_policy_applies_here_too() -> None:
     pm = make_manager(text=RULES.replace("[policy]", '[policy]\nindivisible = "replicate"'))
     found = pm.shard_map(lambda x: x * 2, in_axes=[X], out_axes=X)(numbers(8, 6))
-    assert lies_over(found, pm.mesh, "dp")
+    assert sharded_over(found, pm.mesh, "dp")
     with pytest.raises(
         sw.IndivisibleError, match="argument 0 dim 1 EMBED: size 6 does not divide over tp=4"
     ):
@@ -214,7 +215,7 @@ def test_the_same_call_never_retraces(jit: bool) -> None:
 
 
 def test_nested_over_the_remaining_axes() -> None:
-    """The outer map is plain JAX over dp alone; the inner one, in semantic axes, over what is left."""
+    """The outer map is plain JAX over dp alone. The inner map has the remaining axes."""
     pm = make_manager()
     inner = pm.shard_map(
         lambda x: jax.lax.psum(x, "tp"),
@@ -401,7 +402,7 @@ def test_what_an_output_may_be(in_axes: Any, out_axes: Any, result: Any) -> None
     jax.tree.map(np.testing.assert_array_equal, found, result(numbers(8, 8)))
 
 
-def test_values_that_32_bits_do_not_hold_are_refused() -> None:
+def test_values_beyond_32_bits_are_refused() -> None:
     f = make_manager().shard_map(lambda x, y: x, in_axes=[X, X], out_axes=X)
     with pytest.raises(sw.StrategyError, match="argument 1: values of int64 do not fit int32"):
         f(numbers(8, 8), np.full((8, 8), 2**40))

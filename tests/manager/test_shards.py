@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardwright.manager.shards import call_on_shards, place_for_shard_map
-from tests.manager.programs import lies_over, make_manager, numbers
+from tests.manager.programs import make_manager, numbers, sharded_over
 
 P = jax.P
 
@@ -38,7 +38,7 @@ def test_arguments_are_placed_then_mapped(kind: str, ambient: bool, jit: bool) -
         with jax.set_mesh(mesh):
             found = run(x, bias)
     np.testing.assert_allclose(found, x * 2 + bias * mesh.shape["tp"])
-    assert lies_over(found, mesh, "dp")
+    assert sharded_over(found, mesh, "dp")
 
 
 def test_auto_arguments_stay_unchanged() -> None:
@@ -51,4 +51,4 @@ def test_auto_arguments_stay_unchanged() -> None:
 def test_explicit_arguments_are_resharded() -> None:
     mesh = make_manager("explicit").mesh
     (placed,) = place_for_shard_map((jnp.ones((8, 8)),), (P("dp"),), mesh=mesh)
-    assert lies_over(placed, mesh, "dp")
+    assert sharded_over(placed, mesh, "dp")

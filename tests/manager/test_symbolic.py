@@ -1,4 +1,4 @@
-"""Symbolic sizes of `jax.export`: JAX is asked whether they divide; where it cannot tell, the size is one that is not known."""
+"""Symbolic sizes of `jax.export`: a size is unknown if JAX cannot tell whether it divides."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_program_of_symbolic_sizes_is_exported(name: str, text: str) -> None:
         np.testing.assert_array_equal(exported.call(on_mesh), x * 2)
 
 
-def test_what_divides_is_checked_and_what_may_is_not() -> None:
+def test_only_known_divisibility_is_checked() -> None:
     found = manager().explain(sw.BATCH, sw.EMBED, shape=sizes("2*b, d"))
     assert found.spec == jax.P("dp", "tp")
     assert [decision.unchecked for decision in found.decisions] == [False, True]

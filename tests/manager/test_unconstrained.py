@@ -1,4 +1,4 @@
-"""Rules that say "?": the compiler decides, so they may constrain nothing and never stand where an answer is needed."""
+"""Rules that say "?": they constrain nothing, and are refused where a sharding is needed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from tests.manager.programs import AXIS_TYPES, lies_over, make_manager, numbers
+from tests.manager.programs import AXIS_TYPES, make_manager, numbers, sharded_over
 
 OPEN, OPEN_LAST = "open", "open_last"
 
 
-def test_the_program_leaves_the_dim_alone() -> None:
+def test_open_dims_are_not_constrained() -> None:
     pm = make_manager()
     text = jax.jit(lambda x: pm.shard(x, sw.BATCH, OPEN)).lower(jnp.zeros((8, 8))).as_text()
     assert '[{"dp"}, {?}]' in text
@@ -25,7 +25,7 @@ def test_the_program_leaves_the_dim_alone() -> None:
 
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
-def test_what_the_array_has_there_stays(kind: str, jit: bool) -> None:
+def test_open_dims_keep_their_sharding(kind: str, jit: bool) -> None:
     pm = make_manager(kind)
     with pm:
         x = pm.shard(numbers(8, 8), sw.EMPTY, sw.EMBED)
@@ -35,21 +35,19 @@ def test_what_the_array_has_there_stays(kind: str, jit: bool) -> None:
 
         found = (jax.jit(f) if jit else f)(x)
     np.testing.assert_array_equal(found, numbers(8, 8))
-    if (
-        jit and kind == "dp explicit"
-    ):  # over an Auto tp the compiler is free, and uses its freedom here
+    if jit and kind == "dp explicit":  # over an Auto tp the compiler chooses another sharding here
         assert found.sharding.spec[0] == "dp"
     else:
-        assert lies_over(found, pm.mesh, "dp", "tp")
+        assert sharded_over(found, pm.mesh, "dp", "tp")
 
 
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
-def test_what_the_array_has_there_gives_way_to_a_rule(kind: str) -> None:
-    """The open dim lies over dp; the other dim's rule wants dp: an array has each mesh axis once."""
+def test_rule_replaces_the_open_sharding(kind: str) -> None:
+    """The open dim is sharded over dp, and loses it to the rule of the other dim."""
     pm = make_manager(kind)
     x = pm.shard(numbers(8, 8), sw.EMPTY, sw.BATCH)
     found = pm.shard(x, sw.BATCH, OPEN)
-    assert lies_over(found, pm.mesh, "dp")
+    assert sharded_over(found, pm.mesh, "dp")
     np.testing.assert_array_equal(found, numbers(8, 8))
 
 
@@ -74,7 +72,7 @@ REFUSALS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", list(REFUSALS))
-def test_refused_where_an_array_must_lie_somewhere(case: str) -> None:
+def test_open_dims_refused_by_shardings(case: str) -> None:
     with pytest.raises(
         sw.StrategyError,
         match=r'"\?" leaves this dim to the compiler, but a sharding must decide every dim',

@@ -1,4 +1,4 @@
-"""Methods of the manager that rooms above it implement: imported at the first call, bound to the manager."""
+"""Methods of the manager that rooms above it implement: imported at the first call."""
 
 from __future__ import annotations
 

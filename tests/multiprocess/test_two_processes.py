@@ -1,4 +1,4 @@
-"""Two processes through jax.distributed on this machine, four virtual devices each: see `worker.py` for the cases."""
+"""Two processes of `jax.distributed` with four virtual devices each; `worker.py` has the cases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.multiprocess
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How one process ended, and all that it said."""
+    """Exit code, passed cases and output of one process."""
 
     code: int
     passed: frozenset[str]
@@ -52,7 +52,7 @@ def start(port: int, rank: int, folder: Path) -> subprocess.Popen[str]:
 
 
 def wait(processes: list[subprocess.Popen[str]]) -> None:
-    """Wait for all; the first failure, or the wall clock, ends the rest, which would wait in a collective."""
+    """Wait for all. End the rest after a failure, because they would wait in a collective."""
     deadline = time.monotonic() + WALL_S
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if any(process.poll() not in (None, 0) for process in processes):
@@ -82,7 +82,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
 
 @pytest.mark.parametrize("name", [case.__name__ for case in CASES])
 def test_case(name: str, ended: list[Ended]) -> None:
-    """A case that is not there failed, or came after the one that did: what both said shows which."""
+    """A missing case failed, or came after one that failed. The output shows which."""
     for rank, one in enumerate(ended):
         assert name in one.passed, f"process {rank}:\n{one.text}"
 

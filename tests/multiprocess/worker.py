@@ -1,7 +1,8 @@
-"""One of two processes with four virtual CPU devices each: `python -m tests.multiprocess.worker PORT RANK`.
+"""One of two processes with four virtual CPU devices each.
 
-Prints `ok NAME` for each case that passes. The first failure ends the process at once with its traceback: a process that
-merely raises would leave the other one waiting in a collective.
+`python -m tests.multiprocess.worker PORT RANK` prints `ok NAME` for each case that passes. The first
+failure ends the process at once with its traceback, because a process that only raises would leave
+the other one waiting in a collective.
 """
 
 from __future__ import annotations
@@ -22,7 +23,17 @@ import shardwright as sw
 from shardwright.interop import fjformer
 from shardwright.testing import virtual_devices
 
-RULES = 'version = 1\n[rules]\nbatch = "dp"\nembed = "tp"\nkv_head = "tp | -"\n[params]\nembed = "dp"\n[policy]\ngather = "dp"\n'
+RULES = """
+version = 1
+[rules]
+batch = "dp"
+embed = "tp"
+kv_head = "tp | -"
+[params]
+embed = "dp"
+[policy]
+gather = "dp"
+"""
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -43,7 +54,7 @@ def half(x: np.ndarray, axis: int) -> np.ndarray:
 
 
 def refused(call: Callable[[], Any], text: str) -> None:
-    """Check that a call raises, and that its message has the text. (This is no test process: pytest is not imported here.)"""
+    """Check that a call raises an error with this text. pytest is not imported here."""
     said = ""
     try:
         call()
@@ -62,7 +73,7 @@ def global_array_by_rows() -> None:
 
 
 def global_array_by_columns() -> None:
-    """tp crosses the processes, so each brings half of the columns and all rows."""
+    """tp crosses the processes, so each passes half of the columns and all rows."""
     pm = manager("tp:8,dp:1")
     made = pm.global_array(half(numbers(4, 16), 1), sw.BATCH, sw.EMBED)
     assert (made.shape, made.sharding.spec) == ((4, 16), jax.P(None, "tp"))
@@ -70,7 +81,7 @@ def global_array_by_columns() -> None:
 
 
 def global_array_of_equal_parts() -> None:
-    """Nothing lies over what crosses the processes: both bring the whole."""
+    """Nothing is sharded across the processes, so both pass the whole array."""
     pm = manager()
     made = pm.global_array(numbers(8, 8), sw.EMPTY, sw.EMBED)
     assert (made.shape, made.sharding.spec) == ((8, 8), jax.P(None, "tp"))
@@ -154,7 +165,7 @@ def shard_map_sums_over_both() -> None:
 
 
 def both_resolve_alike() -> None:
-    """The same specs, in the same order: else the processes would compile different programs."""
+    """Both processes get the same specs in the same order, so that they compile the same programs."""
     lines = []
     for name in sw.Strategy.presets():
         pm = sw.PartitionManager(
@@ -174,7 +185,7 @@ def both_resolve_alike() -> None:
 
 
 def to_the_mesh_and_back_to_both() -> None:
-    """Every process gathers all values, also of what it holds in part only."""
+    """Every process gathers all values, also of arrays of which it holds a part."""
     params = {"w": numbers(8, 16), "n": np.arange(8, dtype=np.int32), "s": np.float32(2)}
     specs = fjformer.match_partition_rules([("w", jax.P("dp", "tp")), ("n", jax.P("tp"))], params)
     with jax.set_mesh(sw.create_mesh("dp:2,tp:4")):
@@ -246,5 +257,5 @@ if __name__ == "__main__":
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not a return: an interpreter that exits by itself now and then waits for its peer for ever.
+        # Not a return: an interpreter that exits normally sometimes waits for its peer forever.
         os._exit(code)

@@ -1,4 +1,4 @@
-"""Faults that once were: each of these gave a wrong answer in silence, or an error that was none of ours."""
+"""Regressions: each of these once gave a wrong answer silently, or an error that was not ours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def manager(text: str, *, sizes: str = "dp:2,fsdp:2,tp:2", **kwargs: Any) -> sw.
     return sw.PartitionManager(sw.Strategy.loads(mesh + text), mesh=cpu_mesh(sizes, **kwargs))
 
 
-def test_shard_map_reuses_a_composite_as_the_inputs_decided_it() -> None:
+def test_shard_map_reuses_composites() -> None:
     pm = manager('[policy]\nconflict = "first_dim"\n[rules]\nbatch = "dp"')
     x = jnp.arange(32.0).reshape(4, 8)
     axes = (sw.BATCH, (sw.DP, sw.FSDP))
@@ -64,7 +64,7 @@ def test_no_two_parameters_share_a_key() -> None:
     assert len(set(values)) == 4
 
 
-def test_an_init_of_another_shape_or_dtype_is_refused() -> None:
+def test_init_of_wrong_shape_or_dtype() -> None:
     pm = manager("[rules]\n")
     wrong = sw.ArraySpec(
         (8,), jnp.float32, (sw.NORM,), lambda key, shape, dtype: jnp.zeros((16,), jnp.int32)
@@ -76,7 +76,7 @@ def test_an_init_of_another_shape_or_dtype_is_refused() -> None:
         pm.init({"a": wrong}, jax.random.key(0))
 
 
-def test_state_follows_a_parameter_only_inside_a_copy_of_them_all() -> None:
+def test_state_follows_whole_copies_only() -> None:
     params = [np.ones(8), np.ones(8), np.ones((8, 8))]
     annotations = [(sw.HEAD,), (sw.NORM,), (sw.EMBED, sw.MLP_INTERMEDIATE)]
     state = {"sums": jax.eval_shape(optax.sm3(0.1).init, params)[0].mu}
@@ -91,13 +91,13 @@ def test_state_follows_a_parameter_only_inside_a_copy_of_them_all() -> None:
     assert sw.annotate_state({"mu": both}, both, axes, by_path=False) == {"mu": axes}
 
 
-def test_a_merged_dim_is_checked_where_the_rank_is_fitted() -> None:
+def test_merged_dims_of_fitted_ranks() -> None:
     pm = manager('[rules]\nkv_head = "tp"\nembed = "-"\n[policy]\npreset = "eformer"')
     with pytest.raises(sw.RankMismatchError, match="size 7 is not KV_HEAD 8"):
         pm.sharding((sw.EMBED, sw.merged((sw.KV_HEAD, 8), (sw.KV_HEAD_DIM, 128))), shape=(16, 7, 3))
 
 
-def test_a_layout_that_goes_by_its_own_rule_is_gathered_by_its_own_rule() -> None:
+def test_layout_is_gathered_by_its_own_rule() -> None:
     text = '[rules]\ntensor_parallel = "fsdp"\nmlp_intermediate = "tp"\nembed = "-"\n[params]\nembed = "dp"\n[policy]\ngather = "dp+fsdp"'
     pm = manager(text)
     assert (
@@ -120,7 +120,7 @@ def test_hint_leaves_a_manual_dim_open() -> None:
 
 
 @pytest.mark.parametrize("kind", ["explicit", {"tp": "explicit"}])
-def test_gather_differentiates_a_weight_that_lies_elsewhere(kind: Any) -> None:
+def test_gradient_of_weights_placed_elsewhere(kind: Any) -> None:
     pm = manager(
         '[rules]\nhead = "tp"\n[params]\nembed = "fsdp"\n[policy]\ngather = "fsdp"', axis_types=kind
     )
@@ -132,7 +132,7 @@ def test_gather_differentiates_a_weight_that_lies_elsewhere(kind: Any) -> None:
     np.testing.assert_allclose(found, 2 * w)
 
 
-def test_a_mesh_axis_of_ones_own_must_be_in_a_rule() -> None:
+def test_own_mesh_axis_needs_a_rule() -> None:
     mesh = cpu_mesh("data:2,model:4")
     with pytest.raises(
         sw.MeshMismatchError,
@@ -143,7 +143,7 @@ def test_a_mesh_axis_of_ones_own_must_be_in_a_rule() -> None:
 
 
 def test_an_own_mesh_axis_of_size_one_may_be_idle() -> None:
-    """Nothing can be replicated over one device, so no rule needs to name its mesh axis."""
+    """A mesh axis of one device needs no rule."""
     mesh = sw.abstract_mesh("data:1,fsdp:8,model:1")
     assert sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh).resolve(
         sw.EMBED, role="param", shape=(16,)
@@ -174,7 +174,7 @@ class Scaled:
         return jnp.full(shape, self.scale, dtype)
 
 
-def test_a_spec_whose_initialiser_has_no_hash() -> None:
+def test_initializer_without_hash() -> None:
     pm = manager('[rules]\nhead = "tp"\n[params]\nembed = "fsdp"\n[policy]\ngather = "fsdp"')
     spec = sw.ArraySpec((4, 8), jnp.float32, (sw.EMBED, sw.HEAD), Scaled())
     assert pm.shard(np.ones((4, 8), np.float32), spec).sharding.spec == P("fsdp", "tp")
@@ -203,7 +203,7 @@ def test_a_bad_mode_or_role_is_ours(arguments: dict[str, Any]) -> None:
         pm.shard(np.ones(8), sw.BATCH, **arguments)
 
 
-def test_what_is_put_aside_in_host_memory_stays_there() -> None:
+def test_host_memory_is_kept() -> None:
     pm = manager('[rules]\nbatch = "dp"')
     aside = jax.device_put(
         np.ones((8, 4), np.float32), pm.sharding(sw.BATCH, sw.EMPTY, memory_kind="pinned_host")
@@ -212,14 +212,14 @@ def test_what_is_put_aside_in_host_memory_stays_there() -> None:
     assert pm.shard(aside, sw.EMPTY, sw.BATCH).sharding.memory_kind == "pinned_host"
 
 
-def test_identical_answers_whatever_the_spelling() -> None:
+def test_spellings_share_one_answer() -> None:
     pm = manager('[rules]\nbatch = "dp"')
     assert pm.explain(sw.BATCH, mode="decode") is pm.explain(sw.BATCH, mode=sw.MODE_DECODE)
     decode = pm.for_mode("decode")
     assert decode.for_mode("train").for_mode("decode") is decode
 
 
-def test_parallelism_axes_of_a_partition_axis_may_be_replicated() -> None:
+def test_partition_axis_may_replicate() -> None:
     rules = sw.PartitionAxis(
         tensor_parallel_axis=None, head_axis=sw.TP, vocab_axis=(sw.FSDP, sw.TP)
     ).compile()
@@ -228,7 +228,7 @@ def test_parallelism_axes_of_a_partition_axis_may_be_replicated() -> None:
     )
 
 
-def test_explain_sees_an_order_that_a_mixed_mesh_cannot_express() -> None:
+def test_explain_reports_mixed_mesh_order() -> None:
     mesh = sw.create_mesh("fsdp:2,tp:4", axis_types={"fsdp": "auto", "tp": "explicit"})
     strategy = sw.Strategy.loads(
         'version = 1\n[mesh]\nfsdp = 2\ntp = 4\n[rules]\nvocab = "fsdp+tp"\n'
@@ -250,7 +250,7 @@ def test_explain_sees_an_order_that_a_mixed_mesh_cannot_express() -> None:
     assert 'vocab = "fsdp+tp"' in caught.value.rule
 
 
-def test_an_axis_left_to_the_compiler_has_no_mesh_axes_to_tell() -> None:
+def test_mesh_axes_of_an_open_axis() -> None:
     strategy = sw.Strategy.loads(
         'version = 1\n[mesh]\ndp = 8\n[rules]\nbatch = "dp"\nlength = "?"\n'
     )
@@ -260,7 +260,7 @@ def test_an_axis_left_to_the_compiler_has_no_mesh_axes_to_tell() -> None:
             ask(sw.LENGTH)
 
 
-def test_a_manager_without_devices_pickles_and_one_with_devices_says_why_not() -> None:
+def test_only_abstract_managers_pickle() -> None:
     strategy = sw.Strategy.preset("fsdp_tp")
     planned = sw.PartitionManager(
         strategy, mesh=sw.abstract_mesh("dp:1,fsdp:2,sp:1,ep:1,tp:4"), mode="decode"
@@ -293,7 +293,7 @@ def test_a_manager_without_devices_pickles_and_one_with_devices_says_why_not() -
         (lambda pm: sw.match_paths({}, {"kernel": (sw.EMBED,)}), "rule 0: 'kernel' is not a pair"),
     ],
 )
-def test_a_call_of_the_wrong_kind_is_told_so(call: Any, says: str) -> None:
+def test_arguments_of_the_wrong_kind(call: Any, says: str) -> None:
     manager = sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=cpu_mesh("dp:8"))
     with pytest.raises(sw.StrategyError, match=says):
         call(manager)

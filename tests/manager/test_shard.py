@@ -1,4 +1,4 @@
-"""shard, hint and gather: on every kind of mesh, under every transformation, entered and as methods."""
+"""`shard`, `hint` and `gather` on every kind of mesh, under every transformation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.manager.programs import (
     Body,
     assert_like,
     grad,
-    lies_over,
     make_manager,
     numbers,
+    sharded_over,
 )
 
 KINDS = list(AXIS_TYPES)
@@ -50,7 +50,7 @@ def ambient(pm: sw.PartitionManager, *, entered: bool) -> Any:
     return pm if entered else contextlib.nullcontext()
 
 
-# What could go wrong for `hint` alone is the same program twice: each mesh sees it in the longest one.
+# `hint` differs from `shard` in few ways, so each mesh has it in the longest program only.
 PROGRAMS = [
     *[
         ("shard", transform, jit, entered)
@@ -79,13 +79,15 @@ def test_activation_lies_as_ruled(
     with ambient(pm, entered=entered):
         found = (jax.jit(f) if jit else f)(pm.shard(start, sw.BATCH, sw.EMBED))
     assert_like(found, wanted)
-    assert lies_over(found, pm.mesh, *((None, "dp", "tp") if transform == "vmap" else ("dp", "tp")))
+    assert sharded_over(
+        found, pm.mesh, *((None, "dp", "tp") if transform == "vmap" else ("dp", "tp"))
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transform", ["plain", "vmap"])
 def test_activation_moves_from_elsewhere(kind: str, transform: str) -> None:
-    """The input lies replicated, so only the constraint can have moved it."""
+    """The input is replicated, so only the constraint can have sharded it."""
     pm = make_manager(kind)
     start = numbers(8, 12)
     with pm:
@@ -93,7 +95,9 @@ def test_activation_moves_from_elsewhere(kind: str, transform: str) -> None:
             pm.shard(start, sw.Replicated)
         )
         still = jax.jit(stand_in("none", pm, entered=True))(pm.shard(start, sw.Replicated))
-    assert lies_over(found, pm.mesh, *((None, "dp", "tp") if transform == "vmap" else ("dp", "tp")))
+    assert sharded_over(
+        found, pm.mesh, *((None, "dp", "tp") if transform == "vmap" else ("dp", "tp"))
+    )
     assert still.sharding.is_fully_replicated
     assert_like(
         found, TRANSFORMS[transform](stand_in("none", pm, entered=False))(jnp.asarray(start))
@@ -101,7 +105,7 @@ def test_activation_moves_from_elsewhere(kind: str, transform: str) -> None:
 
 
 @pytest.mark.parametrize("entered", [True, False], ids=["entered", "method"])
-def test_uncommitted_arrays_are_fine_on_auto_meshes(entered: bool) -> None:
+def test_uncommitted_arrays_on_auto_meshes(entered: bool) -> None:
     pm = make_manager("auto")
     start = jnp.asarray(numbers(8, 12))
     with ambient(pm, entered=entered):
@@ -109,9 +113,9 @@ def test_uncommitted_arrays_are_fine_on_auto_meshes(entered: bool) -> None:
             stand_in("shard", pm, entered=entered),
             jax.jit(stand_in("shard", pm, entered=entered)),
         ):
-            assert lies_over(f(start), pm.mesh, "dp", "tp")
+            assert sharded_over(f(start), pm.mesh, "dp", "tp")
             found = grad(f)(start)
-            assert lies_over(found, pm.mesh, "dp", "tp")
+            assert sharded_over(found, pm.mesh, "dp", "tp")
             assert_like(found, grad(stand_in("none", pm, entered=False))(jnp.asarray(start)))
 
 
@@ -124,7 +128,7 @@ def test_grad_of_a_loss_inside_the_manager(kind: str, jit: bool) -> None:
     with pm:
         found = (jax.jit(f) if jit else f)(pm.shard(start, sw.BATCH, sw.EMBED))
     assert_like(found, grad(stand_in("none", pm, entered=False))(jnp.asarray(start)))
-    assert lies_over(found, pm.mesh, "dp", "tp")
+    assert sharded_over(found, pm.mesh, "dp", "tp")
 
 
 @pytest.mark.parametrize("entered", [True, False], ids=["entered", "method"])
@@ -144,11 +148,11 @@ def test_weight_is_gathered(kind: str, transform: str, jit: bool, entered: bool)
         )
     assert_like(found, wanted)
     spec = {"plain": (None, "tp"), "vmap": (None, None, "tp")}.get(transform, ("dp", "tp"))
-    assert lies_over(found, pm.mesh, *spec)
+    assert sharded_over(found, pm.mesh, *spec)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_three_ways_to_say_axes_are_one(kind: str) -> None:
+def test_spellings_of_axes_place_alike(kind: str) -> None:
     pm = make_manager(kind)
     x = numbers(8, 12)
     ways = [
@@ -158,14 +162,14 @@ def test_three_ways_to_say_axes_are_one(kind: str) -> None:
         pm.shard(x, "batch", "EMBED"),
     ]
     for found in ways:
-        assert lies_over(found, pm.mesh, "dp", "tp")
+        assert sharded_over(found, pm.mesh, "dp", "tp")
         np.testing.assert_array_equal(found, x)
 
 
-def test_composite_lies_over_two_mesh_axes_major_first() -> None:
+def test_composite_over_two_mesh_axes() -> None:
     pm = make_manager("auto")
     found = pm.shard(numbers(8, 3), (sw.BATCH, sw.VOCAB), sw.EMPTY)
-    assert lies_over(found, pm.mesh, ("dp", "tp"), None)
+    assert sharded_over(found, pm.mesh, ("dp", "tp"), None)
     assert pm.shard(numbers(3, 8), sw.EMPTY, (sw.LENGTH, sw.VOCAB)).sharding.spec == jax.P(
         None, "tp"
     )
@@ -179,9 +183,9 @@ def test_layout_classes_and_instances_place_alike() -> None:
         sw.HiddenStateSharding(),
         sw.HiddenStateSharding(mode="train"),
     ):
-        assert lies_over(pm.shard(x, layout), pm.mesh, "dp", None, "tp")
+        assert sharded_over(pm.shard(x, layout), pm.mesh, "dp", None, "tp")
     # Length 1 at dim 1 means decode, where EMBED is replicated.
-    assert lies_over(pm.shard(x[:, :1], sw.HiddenStateSharding), pm.mesh, "dp")
+    assert sharded_over(pm.shard(x[:, :1], sw.HiddenStateSharding), pm.mesh, "dp")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,11 +213,11 @@ def test_mode_of_the_call_then_of_the_manager(jit: bool) -> None:
 
         return (jax.jit(f) if jit else f)(x)
 
-    assert lies_over(run(pm, None), pm.mesh, "dp", "tp")
-    assert lies_over(run(pm, "decode"), pm.mesh, "dp")
-    assert lies_over(run(pm.for_mode("decode"), None), pm.mesh, "dp")
-    assert lies_over(run(pm.for_mode("decode"), "train"), pm.mesh, "dp", "tp")
-    assert lies_over(run(pm, "insert"), pm.mesh, "dp"), "insert inherits from decode"
+    assert sharded_over(run(pm, None), pm.mesh, "dp", "tp")
+    assert sharded_over(run(pm, "decode"), pm.mesh, "dp")
+    assert sharded_over(run(pm.for_mode("decode"), None), pm.mesh, "dp")
+    assert sharded_over(run(pm.for_mode("decode"), "train"), pm.mesh, "dp", "tp")
+    assert sharded_over(run(pm, "insert"), pm.mesh, "dp"), "insert inherits from decode"
 
 
 def test_constraint_is_in_the_program() -> None:
@@ -223,18 +227,18 @@ def test_constraint_is_in_the_program() -> None:
     assert '[{"dp"}, {"tp"}]' in text
 
 
-def test_strict_and_best_effort_differ_where_a_size_does_not_divide() -> None:
+def test_hint_leaves_an_indivisible_dim() -> None:
     pm = make_manager("auto")
     x = pm.shard(numbers(8, 6), sw.BATCH, sw.EMPTY)
     with pytest.raises(sw.IndivisibleError, match="dim 1 EMBED: size 6 does not divide over tp=4"):
         pm.shard(x, sw.BATCH, sw.EMBED)
     text = jax.jit(lambda x: pm.hint(x, sw.BATCH, sw.EMBED)).lower(x).as_text()
     assert '[{"dp"}, {?}]' in text
-    assert lies_over(pm.hint(x, sw.BATCH, sw.EMBED), pm.mesh, "dp")
+    assert sharded_over(pm.hint(x, sw.BATCH, sw.EMBED), pm.mesh, "dp")
     np.testing.assert_array_equal(pm.hint(x, sw.BATCH, sw.EMBED), numbers(8, 6))
 
 
-def test_hint_leaves_a_conflicting_dim_and_keeps_the_first() -> None:
+def test_hint_leaves_a_conflicting_dim() -> None:
     pm = make_manager("auto")
     x = numbers(8, 8)
     with pytest.raises(sw.AxisConflictError, match="dim 1 HEAD: tp is taken by dim 0 EMBED"):
@@ -243,7 +247,7 @@ def test_hint_leaves_a_conflicting_dim_and_keeps_the_first() -> None:
     assert '[{"tp"}, {?}]' in text
 
 
-def test_hint_still_refuses_unknown_axes_and_wrong_ranks() -> None:
+def test_hint_refuses_wrong_axes_and_ranks() -> None:
     pm = make_manager("auto")
     with pytest.raises(sw.UnknownAxisError, match="unknown axis 'EMBEDD'"):
         pm.hint(numbers(8, 8), sw.BATCH, "embedd")
@@ -275,13 +279,13 @@ def test_tensor_entries_are_told_apart_by_path() -> None:
             lambda tree: sum((leaf**2).sum() for leaf in pm.gather(tree, axes, path="").values())
         )
     )(placed)
-    assert lies_over(grads["block"], pm.mesh, "dp")
+    assert sharded_over(grads["block"], pm.mesh, "dp")
     assert grads["head"].sharding.is_fully_replicated
     assert pm.resolve(axes, role="param", path="head/kernel") == jax.P()
 
 
 @pytest.mark.parametrize("value", [2**40 + 7, -(2**40), 1e300, -1e300, complex(0, 1e300)])
-def test_values_that_32_bits_do_not_hold_are_refused(value: Any) -> None:
+def test_values_beyond_32_bits_are_refused(value: Any) -> None:
     x = np.full((8, 8), value)
     x[0, 0] = 0
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2"))
@@ -301,7 +305,7 @@ def test_values_that_32_bits_do_not_hold_are_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [2**40, 1e300, complex(0, 1e300)])
-def test_numbers_that_32_bits_do_not_hold_are_refused(value: Any) -> None:
+def test_numbers_beyond_32_bits_are_refused(value: Any) -> None:
     pm = make_manager()
     with pytest.raises(
         sw.StrategyError, match=rf"values of a Python {type(value).__name__} do not fit"
@@ -310,12 +314,12 @@ def test_numbers_that_32_bits_do_not_hold_are_refused(value: Any) -> None:
     assert pm.shard(type(value)(3)) == 3
 
 
-def test_what_has_only_a_shape_is_not_placed() -> None:
+def test_shapes_are_not_placed() -> None:
     with pytest.raises(sw.StrategyError, match="a ShapeDtypeStruct holds no values to place"):
         make_manager().shard(jax.ShapeDtypeStruct((8, 8), jnp.float32), sw.BATCH, sw.EMBED)
 
 
-def test_values_that_32_bits_hold_are_rounded_as_ever() -> None:
+def test_values_that_fit_32_bits_are_rounded() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2"))
     for x in (
         np.full(8, 2**31 - 1),

@@ -1,4 +1,4 @@
-"""What may be placed: JAX and NumPy arrays of any dtype and size, numbers, and trees of them."""
+"""Values that can be placed: JAX and NumPy arrays of any dtype and size, numbers, and trees."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from tests.manager.programs import AXIS_TYPES, assert_like, lies_over, make_manager, numbers
+from tests.manager.programs import AXIS_TYPES, assert_like, make_manager, numbers, sharded_over
 
-Pair = collections.namedtuple("Pair", ["first", "second"])  # noqa: PYI024  the tree type that JAX knows by itself
+Pair = collections.namedtuple("Pair", ["first", "second"])  # noqa: PYI024  JAX knows this type
 
 
 @jax.tree_util.register_dataclass
@@ -50,17 +50,17 @@ def test_every_kind_of_array(leaf: str, kind: str, jit: bool) -> None:
 
         found = (jax.jit(place) if jit else place)(value)
     assert found.dtype == value.dtype
-    assert lies_over(found, pm.mesh, "dp", "tp")
+    assert sharded_over(found, pm.mesh, "dp", "tp")
     np.testing.assert_array_equal(np.asarray(found), np.asarray(value))
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0)])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_arrays_without_elements(kind: str, shape: tuple[int, ...]) -> None:
-    """A dim of size 0 divides. What jit returns of such an array is XLA's affair, so the jitted part ends in a sum."""
+    """A dim of size 0 divides. XLA places such outputs, so the jitted part ends in a sum."""
     pm = make_manager(kind)
     found = pm.shard(np.zeros(shape, np.int32), sw.BATCH, sw.EMBED)
-    assert lies_over(found, pm.mesh, "dp", "tp")
+    assert sharded_over(found, pm.mesh, "dp", "tp")
     assert np.asarray(found).shape == shape
     with pm:
         assert jax.jit(lambda x: sw.shard(x, sw.BATCH, sw.EMBED).sum())(found) == 0
@@ -94,7 +94,7 @@ def test_numpy_leaf_is_not_changed_nor_aliased() -> None:
 
 
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
-def test_placed_array_is_returned_as_it_is(kind: str) -> None:
+def test_placed_array_is_returned(kind: str) -> None:
     pm = make_manager(kind)
     once = pm.shard(numbers(8, 8), sw.BATCH, sw.EMBED)
     assert pm.shard(once, sw.BATCH, sw.EMBED) is once
@@ -142,7 +142,7 @@ def test_trees(case: str, kind: str, jit: bool) -> None:
     assert_like(found, jax.tree.map(jnp.asarray, tree))
     for leaf in jax.tree.leaves(found):
         spec = ((), ("tp",), ("dp", "tp"))[leaf.ndim] if annotations is not sw.Replicated else ()
-        assert lies_over(leaf, pm.mesh, *spec), leaf.sharding
+        assert sharded_over(leaf, pm.mesh, *spec), leaf.sharding
 
 
 def test_prefix_annotation_over_axis_strings() -> None:
