@@ -476,7 +476,7 @@ def test_what_cannot_be_is_said() -> None:
             match=f"sees {seen} positions to the left, and the ring keeps a window of 6",
         ):
             append_and_attend(q, k, v, make("sliding"), window=window)
-    with pytest.raises(AttentionError, match="pages are attended to by paged_attention alone"):
+    with pytest.raises(AttentionError, match="only paged_attention reads pages"):
         append_and_attend(q, k, v, make("paged"), implementation="vanilla")
     with pytest.raises(AttentionError, match="insert moves rows"):
         append_and_attend(q, k, v, make("dense"), mode="insert")

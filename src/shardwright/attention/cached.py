@@ -1,4 +1,4 @@
-"""Attention to a cache: append the new tokens, then attend to all that each slot holds, by position."""
+"""Attend to a cache: append new tokens, then attend to all that each slot holds, by position."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ C = TypeVar("C", bound=KVCache)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CachedAttention(Generic[C]):
-    """What attention to a cache gives.
+    """The result of attention to a cache.
 
     Attributes:
-      o: `[batch, q_length, heads, v_dim]`; exactly 0 for rows that are no tokens and for slots that took none.
-      change: the cache after the append, what was refused, and the positions of the tokens.
+      o: `[batch, q_length, heads, v_dim]`. Exactly 0 for rows that are not tokens, and for slots
+        that refused theirs.
+      change: The cache after the append, the refusals, and the positions of the tokens.
     """
 
     o: jax.Array
@@ -65,42 +66,37 @@ def append_and_attend(
 ) -> CachedAttention[C]:
     """Append new tokens to every slot, and attend from them to all that the slot then holds.
 
-    Row i of the queries belongs to row i of the new keys. Masks go by position, so one call serves prefill, a chunk of it,
-    decode, and several drafted tokens: n tokens at once give what n calls with one token give. Of a ring, tokens that the call
-    itself makes the ring forget are still seen by the queries that need them: where a chunk is longer than the rows beyond
-    the window, `q_length > capacity - window + 1`, the call attends to a copy of the ring with the chunk behind it.
+    Row i of the queries belongs to row i of the new keys. Masks work by position, so one call
+    serves prefill, a chunk of it, decode, and several drafted tokens. n tokens in one call give the
+    same as n calls with one token each. That holds for a ring too: queries still see the tokens
+    that the call itself overwrites. If a chunk is longer than the rows beyond the window,
+    `q_length > capacity - window + 1`, the call attends to a copy of the ring and the chunk.
 
     Args:
       q: `[batch, q_length, heads, head_dim]`.
-      k: `[batch, q_length, kv_heads, head_dim]`, in the cache's dtype; query head h reads kv head `h * kv_heads // heads`.
-      v: `[batch, q_length, kv_heads, v_dim]`, likewise.
-      cache: of any kind. Under `jit`, donate it.
-      valid: `[batch, q_length]` bool, which rows are tokens; the others are neither written nor attended from. Absent: all.
-      mode: runtime mode, for where q lies; absent: that of the cache, else the manager's.
-      implementation: as in `dot_product_attention`; pages have one of their own.
-      causal: no key after the query.
-      window: (left, right), as in `dot_product_attention`; absent: the cache's.
-      chunk: as in `dot_product_attention`.
+      k: `[batch, q_length, kv_heads, head_dim]`, in the cache's dtype. Query head h reads kv head
+        `h * kv_heads // heads`.
+      v: `[batch, q_length, kv_heads, v_dim]`, in the cache's dtype.
+      cache: A cache of any kind. Under `jit`, donate it.
+      valid: `[batch, q_length]` bool, which rows are tokens. The others are not written, and their
+        output is 0. Defaults to all.
+      mode: Runtime mode, for the sharding of q. Defaults to that of the cache, else the manager's.
+      implementation: As in `dot_product_attention`. Pages have an implementation of their own.
+      causal: Whether a query sees no key after it.
+      window: (left, right), as in `dot_product_attention`. Defaults to the cache's.
+      chunk: As in `dot_product_attention`.
       sinks: `[heads]`, as in `dot_product_attention`.
-      softcap: as in `dot_product_attention`.
-      scale: factor of the products; absent: `1 / sqrt(head_dim)`.
+      softcap: As in `dot_product_attention`.
+      scale: Factor of the products. Defaults to `1 / sqrt(head_dim)`.
 
     Raises:
-      AttentionError: the arguments do not go together, a window reaches beyond what a ring keeps, or the cache lies elsewhere
-        than the mode says.
-      CacheError: keys and values do not go with the cache.
-      ShardingError: the arrays do not lie on the mesh as the rules say.
+      AttentionError: The arguments do not go together, a window reaches beyond the rows that a ring
+        keeps, or the mode needs another sharding of the cache.
+      CacheError: Keys and values do not fit the cache.
+      ShardingError: The rules of the manager do not fit the arrays.
     """
     _check_cache(cache)
-    if (
-        getattr(q, "ndim", None) == 4
-        and getattr(k, "ndim", None) == 4
-        and q.shape[:2] != k.shape[:2]
-    ):
-        what = f"q has [batch, q_length] {q.shape[:2]}, and k {k.shape[:2]}"
-        raise AttentionError(
-            what, path="q", fix="pass the queries of the tokens that are appended, row by row"
-        )
+    _check_rows(q, k)
     mode = _mode(cache, mode)
     seen = _window(cache, window)
     options = {
@@ -114,7 +110,7 @@ def append_and_attend(
     }
     change = cache.append(k, v, valid=valid)
     assert change.positions is not None
-    # Said here, or the partitioner would spread them as the keys' length, and gather them.
+    # Otherwise the partitioner would shard them like the keys' length, and gather them.
     positions = ambient_sharding(cache.spec.mode).place(change.positions, (BATCH, EMPTY))
     view = change.cache.view()
     if view.tables is not None:
@@ -125,29 +121,35 @@ def append_and_attend(
                 cache, jnp.asarray(k), jnp.asarray(v), positions
             )
         o = _attend_to_rows(q, view, positions, options, implementation)
-    # Causal or not, and whatever stands in rows that are no tokens.
+    # Also if the call is not causal, and whatever the rows hold that are not tokens.
     return CachedAttention(o=jnp.where(positions[:, :, None, None] >= 0, o, 0), change=change)
 
 
 def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> jax.Array:
-    """Return the positions that an append would give, `[batch, q_length]` int32, -1 where there is no token: for rotary embeddings.
+    """Return the positions that an append would give, for rotary embeddings.
 
     Args:
-      cache: before the append.
-      q_length: rows to append.
-      valid: `[batch, q_length]` bool, which of them are tokens; absent: all.
+      cache: The cache before the append.
+      q_length: Number of rows to append.
+      valid: `[batch, q_length]` bool, which rows are tokens. Defaults to all.
+
+    Returns:
+      `[batch, q_length]` int32, -1 for rows that are not tokens.
 
     Raises:
-      AttentionError: `valid` has another shape, `q_length` is no number of rows, or the cache is none.
+      AttentionError: `valid` has another shape, `q_length` is not a number of rows, or `cache` is
+        not a cache.
     """
     _check_cache(cache)
     fix = "pass the number of rows that are appended"
     q_length = read_integer("q_length", q_length, error=AttentionError, fix=fix)
     shape = (cache.batch, q_length)
     if valid is not None and (getattr(valid, "shape", None) != shape or valid.dtype != bool):
-        what = f"valid is {getattr(valid, 'dtype', type(valid).__name__)} of shape {getattr(valid, 'shape', None)}"
+        kind = getattr(valid, "dtype", type(valid).__name__)
         raise AttentionError(
-            what, path="valid", fix=f"pass bool of shape {shape}, one per row that is appended"
+            f"valid is {kind} of shape {getattr(valid, 'shape', None)}",
+            path="valid",
+            fix=f"pass bool of shape {shape}, one per row that is appended",
         )
     sharding = ambient_sharding(cache.spec.mode)
     is_token = sharding.place(
@@ -157,7 +159,7 @@ def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> j
     return jnp.where(is_token, positions, -1)
 
 
-# What is asked.
+# Arguments.
 
 
 def _check_cache(cache: Any) -> None:
@@ -169,34 +171,43 @@ def _check_cache(cache: Any) -> None:
         )
 
 
+def _check_rows(q: Any, k: Any) -> None:
+    """Check that each query belongs to a new key. Other faults of the shapes are found later."""
+    whole = getattr(q, "ndim", None) == 4 and getattr(k, "ndim", None) == 4
+    if whole and q.shape[:2] != k.shape[:2]:
+        raise AttentionError(
+            f"q has [batch, q_length] {q.shape[:2]}, and k {k.shape[:2]}",
+            path="q",
+            fix="pass the queries of the tokens that are appended, row by row",
+        )
+
+
 def _mode(cache: KVCache, mode: str | None) -> str:
-    """Return the mode of the call, in which the cache lies where it is."""
+    """Return the mode of the call. The cache must have the sharding of that mode."""
     own, manager = cache.spec.mode, context.current()
     if mode is None:
         return own or (manager.mode if manager is not None else None) or MODE_DECODE
-    said = parse_mode(mode)
-    if own is None or own == said:
-        return said
-    for name, axes, array in _placed(cache):
-        made, wanted = (ambient_sharding(which).spec(axes, array.shape) for which in (own, said))
-        if made != wanted:
-            lies, wants = spec_text(made), spec_text(wanted)
-            what = f"the cache lies as {mode_name(own)} says, {name} {lies}, and {mode_name(said)} says {wants}"
+    parsed = parse_mode(mode)
+    if own is None or own == parsed:
+        return parsed
+    for name, axes in cache.buffer_axes.items():
+        shape = cache.buffers[name].shape
+        current, required = (ambient_sharding(each).spec(axes, shape) for each in (own, parsed))
+        if current != required:
             raise AttentionError(
-                what, path="mode", fix="move it once, with caches.reshard, or leave mode out"
+                f"the cache is sharded for {mode_name(own)}, {name} as {spec_text(current)}, "
+                f"and {mode_name(parsed)} needs {spec_text(required)}",
+                path="mode",
+                fix="move it once, with caches.reshard, or leave mode out",
             )
-    return said
-
-
-def _placed(cache: Any) -> list[tuple[str, Any, jax.Array]]:
-    return [(name, axes, cache.buffers[name]) for name, axes in cache.buffer_axes.items()]
+    return parsed
 
 
 def _window(cache: KVCache, window: Window | None) -> Window | None:
-    """Return what the queries see.
+    """Return the window of the queries.
 
     Raises:
-      AttentionError: it is more than a ring keeps.
+      AttentionError: The window is longer than the one that a ring keeps.
     """
     own = cache.spec.window
     if window is None:
@@ -205,17 +216,19 @@ def _window(cache: KVCache, window: Window | None) -> Window | None:
     assert given is not None
     left = given[0]
     if cache.spec.is_ring and own is not None and (left is None or left >= own):
-        what = f"window={window} sees {'all' if left is None else left} positions to the left, and the ring keeps a window of {own}"
+        positions = "all" if left is None else left
         raise AttentionError(
-            what,
+            f"window={window} sees {positions} positions to the left, "
+            f"and the ring keeps a window of {own}",
             path="window",
-            fix=f"leave window out, pass {(own - 1, given[1])} or less, or make the cache with more",
+            fix=f"leave window out, pass {(own - 1, given[1])} or less, "
+            "or make the cache with more",
         )
     return given
 
 
 def _forgets(cache: KVCache, q_length: int, seen: Window | None) -> bool:
-    """Tell whether an append may overwrite what its own queries see."""
+    """Tell whether an append may overwrite keys that its own queries see."""
     if not cache.spec.is_ring or seen is None or seen[0] is None:
         return False
     return q_length > cache.spec.capacity - seen[0]
@@ -235,7 +248,7 @@ def _attend_to_rows(
         implementation=implementation,
         positions=positions,
         kv_positions=view.positions,
-        # Where slots share one row of positions, their lengths alone say what each holds.
+        # If slots share one row of positions, only their lengths tell which rows each holds.
         lengths=view.lengths if view.positions.shape[0] == 1 else None,
         k_scale=view.k_scale,
         v_scale=view.v_scale,
@@ -248,9 +261,7 @@ def _attend_to_pages(
     q: Any, view: View, positions: jax.Array, options: dict[str, Any], implementation: str | None
 ) -> jax.Array:
     if implementation is not None:
-        what = (
-            f"implementation={implementation!r}, and pages are attended to by paged_attention alone"
-        )
+        what = f"implementation={implementation!r}, and only paged_attention reads pages"
         raise AttentionError(what, path="implementation", fix="leave it out")
     o: jax.Array = paged_attention(
         q,
@@ -265,7 +276,10 @@ def _attend_to_pages(
 
 
 def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> View:
-    """Return a view of a ring as it was, and behind it the new tokens, on every shard some of them: nothing of the ring is sent."""
+    """Return a view of a ring before the append, followed by the new tokens.
+
+    Each shard holds some of the new tokens, so nothing of the ring is sent.
+    """
     assert isinstance(cache, RowCache)
     sharding, before = ambient_sharding(cache.spec.mode), cache.view()
     assert before.positions is not None
@@ -283,7 +297,7 @@ def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> V
         k=both["k"],
         v=both["v"],
         positions=both["positions"],
-        # With the new tokens: of one slot, lengths are read, and would hide them.
+        # These count the new tokens. With one slot, attention reads lengths, which would hide them.
         lengths=cache.length + jnp.sum(positions >= 0, axis=1, dtype=jnp.int32),
         k_scale=both.get("k_scale"),
         v_scale=both.get("v_scale"),
@@ -303,8 +317,6 @@ def _row_shards(placed: PlacedArrays) -> int:
 
 
 def _pad_rows(x: jax.Array, count: int, value: int) -> jax.Array:
-    return (
-        x
-        if not count
-        else jnp.pad(x, ((0, 0), (0, count), *((0, 0),) * (x.ndim - 2)), constant_values=value)
-    )
+    if not count:
+        return x
+    return jnp.pad(x, ((0, 0), (0, count), *((0, 0),) * (x.ndim - 2)), constant_values=value)

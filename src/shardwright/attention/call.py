@@ -1,8 +1,8 @@
 """One attention call in two values: `Operands` holds its arrays, `AttentionCall` everything else.
 
-`AttentionCall` is frozen and hashable. Operands are always BTHD, `[batch, length, heads, head_dim]`,
-whatever layout the caller uses. Masks and biases are `[batch, heads, q_length, kv_length]`, and each
-of their dims is full or 1.
+`AttentionCall` is frozen and hashable. Operands are always BTHD, `[batch, length, heads,
+head_dim]`, whatever layout the caller uses. Masks and biases are `[batch, heads, q_length,
+kv_length]`, and each of their dims is full or 1.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def choose(
     if implementation is None and manager is not None:
         line = manager.rules.attention_in(call.mode)
     name = implementation or AUTO if line is None else line.text
-    # A surrounding shard_map is a reason of some implementations, so the ambient mesh is in the key.
+    # Some implementations refuse a surrounding shard_map, so the ambient mesh is part of the key.
     return _choose(call, name, line, implementations(), _jax.ambient_mesh())
 
 

@@ -1,12 +1,15 @@
-"""What an implementation of your own is built of; the package's docstring says how.
+"""Parts for an implementation of your own; `attention.implementation` says how to write one.
 
-- refusals: `lengths_are_whole`, `no_weights`, each a tuple of reasons for `supports`;
-- `run_on_shards(kernel, operands, call)`: the one `shard_map`; `run_opaque`, for a kernel that JAX cannot look into;
-- a running softmax, float32: `start`, `forward` (adds a set of keys), `merge` (joins two), `add_sinks`, `finish`;
-- `without_remains(shard, call.recipe)`: values as zeros where there is no key. What an earlier sequence left in a cache may be
-  NaN, and 0 times NaN is not 0; `forward` does it by itself;
-- `visible(shard, call.recipe.mask)`: which pairs attend, and the bias to add. A bias of at most -2e38 hides its pair;
-- its gradients: `delta` once, `backward` per set of keys, `sinks_gradient` once.
+- `lengths_are_whole` and `no_weights` return reasons for `supports`.
+- `run_on_shards(kernel, operands, call)` calls `shard_map`. `run_opaque` does so for a kernel that
+  JAX cannot differentiate.
+- A running softmax, float32: `start`, `forward` (adds a set of keys), `merge` (joins two states),
+  `add_sinks`, `finish`.
+- Its gradients: `delta` once, `backward` for each set of keys, `sinks_gradient` once.
+- `without_remains(shard, call.recipe)` sets values to zero in rows that hold no key. What an
+  earlier sequence left in a cache may be NaN, and 0 times NaN is not 0. `forward` calls it itself.
+- `visible(shard, call.recipe.mask)` returns which pairs attend, and the bias to add. A bias of at
+  most -2e38 hides its pair.
 """
 
 from __future__ import annotations

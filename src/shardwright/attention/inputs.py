@@ -292,7 +292,8 @@ def _read_mask(options: Options, sizes: Sizes) -> Mask:
     if options.segment_ids is not None:
         if options.kv_segment_ids is None and sizes.q_length != sizes.kv_length:
             raise AttentionError(
-                f"segment_ids are of {sizes.q_length} queries, and there are {sizes.kv_length} keys",
+                f"segment_ids are of {sizes.q_length} queries, "
+                f"and there are {sizes.kv_length} keys",
                 path="segment_ids",
                 fix="pass kv_segment_ids too",
             )

@@ -1,17 +1,19 @@
-"""Which pairs of query and key attend: structured values, evaluated by position on any block. True = attend.
+"""Masks as structured values, evaluated by position on any block. True = attend.
 
-A query at position p and a key at position r attend to each other where all of these hold:
+A query at position p and a key at position r attend to each other if all of these hold:
 
-- `r >= 0`: a negative position marks a row that does not exist (padding, an unfilled slot of a cache);
+- `r >= 0`: a negative position marks a row that does not exist (padding, an unfilled cache slot);
 - causal: `r <= p`;
-- window (left, right): `p - left <= r <= p + right`, None for no bound. W tokens counting itself is `(W - 1, 0)`;
+- window (left, right): `p - left <= r <= p + right`, None for no bound. A window of W tokens that
+  counts the query itself is `(W - 1, 0)`;
 - chunk C: `p // C == r // C`;
 - segments: the two rows have equal ids;
 - lengths: `r < length` of the sequence;
-- a dense mask, if the caller gave one, says True;
-- the bias, if there is one, is more than -2e38: what is less is there to hide, whichever number it is (`bias_hides`).
+- a dense mask, if given, says True;
+- the bias, if given, is more than -2e38. A smaller bias hides the pair (`bias_hides`).
 
-Positions and not row numbers, so that a permuted batch, a shard of a sequence and a cache need no rules of their own.
+Masks use positions and not row numbers. A permuted batch, a shard of a sequence and a cache
+therefore need no rules of their own.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ import jax.numpy as jnp
 from shardwright.errors import AttentionError
 from shardwright.vocabulary.integers import as_integer, read_integer
 
-# What other code writes into a bias to hide a key is less: -inf, finfo.min of float32 and bfloat16, DEFAULT_MASK_VALUE. Numbers
-# that only weigh, such as -1e9, are far above.
+# Other code hides a key with a smaller bias: -inf, finfo.min of float32 or bfloat16,
+# DEFAULT_MASK_VALUE. A bias that only adds weight, such as -1e9, is far larger.
 _HIDING_BIAS = -2e38
 T = TypeVar("T", int, jax.Array)
 Window = tuple[int | None, int | None]
@@ -35,12 +37,13 @@ Window = tuple[int | None, int | None]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MaskRules:
-    """The static part of a mask: what depends on positions alone. Hashable.
+    """The static part of a mask, which depends on positions alone. Hashable.
 
     Attributes:
-      causal: no key after the query.
-      window: positions to the left and to the right that are seen, None for no bound; None for no window.
-      chunk: length of the chunks that do not see each other, or None.
+      causal: Whether a query sees no key after it.
+      window: (left, right), the positions seen before and after the query, each None for no bound;
+        or None for no window.
+      chunk: Length of chunks that do not see each other, or None.
     """
 
     causal: bool = False
@@ -57,12 +60,12 @@ class MaskRules:
 
     @property
     def positional(self) -> bool:
-        """Whether it matters where a query stands."""
+        """Whether the position of a query matters."""
         return self.causal or self.window is not None or self.chunk is not None
 
     @property
     def bounds(self) -> Window:
-        """How far to the left and to the right a query may see, None for no bound."""
+        """How far a query sees to the left and to the right; None for no bound."""
         left, right = self.window or (None, None)
         return left, 0 if self.causal else right
 
@@ -77,7 +80,10 @@ class MaskRules:
 def _check_window(window: Any) -> Window:
     good = isinstance(window, (tuple, list)) and len(window) == 2
     if not good or any(side is not None and as_integer(side) is None for side in window):
-        fix = "pass (left, right): (w - 1, 0) sees w tokens counting itself, (w, w) w on both sides, None means no bound"
+        fix = (
+            "pass (left, right): (w - 1, 0) sees w tokens counting itself, (w, w) w on both sides, "
+            "None means no bound"
+        )
         raise AttentionError(f"window={window!r} is not a pair of lengths", fix=fix)
     left, right = (None if side is None else int(side) for side in window)
     sides = [side for side in (left, right) if side is not None]
@@ -122,17 +128,17 @@ def _both_chunks(a: int | None, b: int | None) -> int | None:
 )
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mask:
-    """A mask as a value: rules by position, and the arrays that go with them. A pytree; combine with `&`.
+    """A mask as a value: rules by position, and arrays. A pytree; combine masks with `&`.
 
     >>> (causal() & window(left=3)).rules
     MaskRules(causal=True, window=(3, None), chunk=None)
 
     Attributes:
-      rules: the static part.
+      rules: The static part.
       q_segment_ids: `[batch, q_length]` int, or None.
-      kv_segment_ids: `[batch, kv_length]` int; None exactly where `q_segment_ids` is None.
-      lengths: `[batch]` int, keys at this position and after are not seen; or None.
-      dense: bool, `[batch, heads, q_length, kv_length]`, each dim full or 1; or None.
+      kv_segment_ids: `[batch, kv_length]` int. None if and only if `q_segment_ids` is None.
+      lengths: `[batch]` int, or None. Keys at this position and after it are hidden.
+      dense: Bool `[batch, heads, q_length, kv_length]`, each dim full or 1; or None.
     """
 
     rules: MaskRules = MaskRules()
@@ -142,10 +148,12 @@ class Mask:
     dense: Any = None
 
     def check_segments(self) -> None:
-        """Check that queries and keys both have segment ids, or neither. (A pytree may hold anything, so the constructor cannot.)
+        """Check that queries and keys both have segment ids, or neither.
+
+        The constructor cannot check it, because a pytree may hold anything.
 
         Raises:
-          AttentionError: only one of the two has them.
+          AttentionError: Only one of the two has segment ids.
         """
         if (self.q_segment_ids is None) == (self.kv_segment_ids is None):
             return
@@ -187,26 +195,29 @@ def full() -> Mask:
 
 
 def causal() -> Mask:
-    """Return the mask by which a query sees no later position."""
+    """Return the mask that hides later positions from a query."""
     return Mask(rules=MaskRules(causal=True))
 
 
 def window(left: int | None = None, right: int | None = None) -> Mask:
-    """Return the mask by which a query sees `left` positions before and `right` after its own; None for no bound."""
+    """Return the mask that shows `left` positions before a query and `right` after it.
+
+    None means no bound.
+    """
     return Mask(rules=MaskRules(window=(left, right)))
 
 
 def chunk(length: int) -> Mask:
-    """Return the mask by which a query sees only positions in its own chunk of `length`."""
+    """Return the mask that shows a query only positions in its own chunk of `length`."""
     return Mask(rules=MaskRules(chunk=length))
 
 
 def segments(q_segment_ids: Any, kv_segment_ids: Any = None) -> Mask:
-    """Return the mask by which rows see each other where their ids are equal; one array serves queries and keys.
+    """Return the mask that shows rows with equal ids to each other.
 
     Args:
       q_segment_ids: `[batch, q_length]` int.
-      kv_segment_ids: `[batch, kv_length]` int; absent: those of the queries.
+      kv_segment_ids: `[batch, kv_length]` int. Defaults to those of the queries.
     """
     return Mask(
         q_segment_ids=q_segment_ids,
@@ -215,22 +226,29 @@ def segments(q_segment_ids: Any, kv_segment_ids: Any = None) -> Mask:
 
 
 def lengths(valid: Any) -> Mask:
-    """Return the mask by which only keys at positions below `valid` `[batch]` are seen."""
+    """Return the mask that shows only keys at positions below `valid` `[batch]`."""
     return Mask(lengths=valid)
 
 
 def dense(attend: Any) -> Mask:
-    """Return a mask from a bool array `[batch, heads, q_length, kv_length]`, each dim full or 1, True = attend."""
+    """Return a mask from a bool array, True = attend.
+
+    Args:
+      attend: `[batch, heads, q_length, kv_length]`, each dim full or 1.
+    """
     return Mask(dense=attend)
 
 
 def pair_attends(rules: MaskRules, q: Any, kv: Any) -> Any:
-    """Tell which pairs attend by the rules alone: bool, in the shape to which q and kv broadcast, at most.
+    """Tell which pairs attend by the rules alone.
 
     Args:
-      rules: the static part of the mask.
-      q: positions of queries, an integer array of JAX or NumPy.
-      kv: positions of keys, broadcast with those of the queries.
+      rules: The static part of the mask.
+      q: Positions of queries, an integer array of JAX or NumPy.
+      kv: Positions of keys. They broadcast with those of the queries.
+
+    Returns:
+      Bool, in the shape to which q and kv broadcast, or a shape that broadcasts to it.
     """
     seen = kv >= 0
     left, right = rules.bounds
@@ -283,19 +301,20 @@ def allowed(
 
 
 def bias_hides(bias: jax.Array) -> jax.Array:
-    """Tell where a bias hides its pair, as False in a mask does: where it is at most -2e38 in float32. NaN hides nothing."""
+    """Tell where a bias hides its pair: where it is at most -2e38 in float32. NaN hides nothing."""
     return bias.astype(jnp.float32) <= _HIDING_BIAS
 
 
 def block_is_empty(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
     """Tell whether no pair of a block attends by the rules alone.
 
-    Args:
-      rules: the static part of the mask.
-      q: smallest and largest position of the block's queries: ints, or traced scalars for a traced answer.
-      kv: likewise of the block's keys.
+    True is a proof. False is not, because positions need not be contiguous and the arrays of a mask
+    are not read.
 
-    True is a proof. False says nothing, for positions need not be contiguous and the arrays of a mask are not asked.
+    Args:
+      rules: The static part of the mask.
+      q: Smallest and largest position of the block's queries: ints, or arrays for an array.
+      kv: The same for the block's keys.
     """
     (q_low, q_high), (kv_low, kv_high) = q, kv
     left, right = rules.bounds
@@ -314,7 +333,10 @@ def block_is_empty(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
 
 
 def block_is_full(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
-    """Tell whether every pair of a block attends by the rules alone; see `block_is_empty`. True is a proof."""
+    """Tell whether every pair of a block attends by the rules alone; see `block_is_empty`.
+
+    True is a proof.
+    """
     (q_low, q_high), (kv_low, kv_high) = q, kv
     left, right = rules.bounds
     full = kv_low >= 0

@@ -1,8 +1,9 @@
-"""Attention over a paged cache: each sequence reads the pages that its row of a table names, a few at a time (Kwon et al. 2023).
+"""Attend to a paged cache: each sequence reads the pages of its row of a table (Kwon et al. 2023).
 
-Sequences are ragged in keys and in queries, so that one call serves prefill and decode together. The pages of a sequence are
-never gathered whole: a loop over its table holds some rows of keys per sequence. Pages may lie over mesh axes by kv head,
-where nothing is sent, or by page: each shard reads those it has, and partial softmaxes are combined as in `flash_decode`.
+Sequences have any number of keys and queries, so one call serves prefill and decode together. The
+pages of a sequence are never gathered whole: a loop over its table holds some rows of keys per
+sequence. Pages may be sharded by kv head, and then nothing is sent. Or they may be sharded by page:
+each shard reads the pages that it has, and partial softmaxes are combined as in `flash_decode`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from shardwright import _jax
 from shardwright.attention.call import AttentionCall, JointSpecs, Operands, Result
-from shardwright.attention.checks import check_scale
+from shardwright.attention.checks import check_range, check_scale
 from shardwright.attention.inputs import describe, read_options
 from shardwright.attention.kernels import blockwise, flash_decode
 from shardwright.attention.parts import online_softmax, shards
@@ -52,43 +53,49 @@ def paged_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attend to keys and values in pages; otherwise as `dot_product_attention` does. Has no gradient.
+    """Attend to keys and values in pages, otherwise like `dot_product_attention`. Has no gradient.
 
-    Row j of sequence b's keys is row `j % page_size` of page `block_tables[b, j // page_size]`, for j below `lengths[b]`. The
-    sequence's queries are its last tokens: row i stands at position `lengths[b] - q_lengths[b] + i`; the rows from
-    `q_lengths[b]` on are none, and get exactly 0.
+    Row j of sequence b's keys is row `j % page_size` of page `block_tables[b, j // page_size]`, for
+    j below `lengths[b]`. The queries of a sequence are its last tokens: row i is at position
+    `lengths[b] - q_lengths[b] + i`. Rows from `q_lengths[b]` on are not tokens and get exactly 0.
 
-    Under an ambient manager q lies as (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM) resolves in the mode, the pages as (PAGE, EMPTY,
-    KV_HEAD, KV_HEAD_DIM); tables and lengths as the batch. Page numbers are global wherever the pages lie.
+    Under an ambient manager, q is sharded as (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM) resolves in the
+    mode, and the pages as (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM). Tables and lengths are sharded like
+    the batch. Page numbers are global however the pages are sharded.
 
-    A NumPy array is checked: the numbers of used pages, the lengths. What only the running program knows is not: a page that
-    does not exist has no keys, keys beyond a table do not exist either. Unused entries of a table may hold anything.
+    NumPy arrays are checked: the numbers of used pages, the lengths. Values that only the running
+    program knows are not. A page that does not exist has no keys, and keys beyond a table do not
+    exist either. Unused entries of a table may hold anything.
 
     Args:
       q: `[batch, q_length, heads, head_dim]`.
-      k_pages: `[pages, page_size, kv_heads, head_dim]`; query head h reads kv head `h * kv_heads // heads`.
+      k_pages: `[pages, page_size, kv_heads, head_dim]`. Query head h reads kv head
+        `h * kv_heads // heads`.
       v_pages: `[pages, page_size, kv_heads, v_dim]`.
       block_tables: `[batch, pages_per_sequence]` int.
-      lengths: `[batch]` int, keys of each sequence, those of its queries included.
-      q_lengths: `[batch]` int, queries of each sequence; absent: `q_length`.
-      positions: `[batch, q_length]` int, in place of `q_lengths`: where each row of the queries stands; negative: it is none.
-      k_scale_pages: `[pages, page_size, kv_heads]` float32 of int8 or float8 pages, as k_scale of `dot_product_attention`.
-      v_scale_pages: likewise of the values.
-      mode: runtime mode, for where arrays lie; absent: the manager's.
-      causal: no key after the query.
-      window: as in `dot_product_attention`.
-      chunk: as in `dot_product_attention`.
+      lengths: `[batch]` int, the number of keys of each sequence, those of its queries included.
+      q_lengths: `[batch]` int, the number of queries of each sequence. Defaults to `q_length`.
+      positions: `[batch, q_length]` int, in place of `q_lengths`: the position of each row of the
+        queries, negative for a row that is not a token.
+      k_scale_pages: `[pages, page_size, kv_heads]` float32 for int8 or float8 pages; see `k_scale`
+        of `dot_product_attention`.
+      v_scale_pages: The same for the values.
+      mode: Runtime mode, for the sharding. Defaults to the manager's.
+      causal: Whether a query sees no key after it.
+      window: As in `dot_product_attention`.
+      chunk: As in `dot_product_attention`.
       sinks: `[heads]`, as in `dot_product_attention`.
-      softcap: as in `dot_product_attention`.
-      scale: factor of the products; absent: `1 / sqrt(head_dim)`.
-      return_lse: return a `Result` with the logsumexp too, `[batch, heads, q_length]` float32.
+      softcap: As in `dot_product_attention`.
+      scale: Factor of the products. Defaults to `1 / sqrt(head_dim)`.
+      return_lse: Whether to return a `Result` with the logsumexp, `[batch, heads, q_length]`
+        float32.
 
     Returns:
       The output `[batch, q_length, heads, v_dim]`, or a `Result`.
 
     Raises:
-      AttentionError: the arguments do not go together; or the result is differentiated.
-      ShardingError: the arrays do not lie on the mesh as the rules say.
+      AttentionError: The arguments do not go together, or the result is differentiated.
+      ShardingError: The rules of the manager do not fit the arrays.
     """
     sizes = _check_pages(q, k_pages, v_pages)
     _check_tables(block_tables, lengths, q_lengths, sizes)
@@ -97,7 +104,7 @@ def paged_attention(
     given = {name: value for name, value in locals().items() if name in _ARITHMETIC}
     mode = mode or (MODE_DECODE if manager is None else manager.mode)
     batch, q_length = sizes.batch, sizes.q_length
-    stand = {
+    by_position = {
         "positions": _like((batch, q_length)),
         "kv_positions": _like((batch, sizes.capacity(block_tables))),
     }
@@ -109,7 +116,7 @@ def paged_attention(
     )
     in_rows = functools.partial(_in_rows, batch=batch, capacity=sizes.capacity(block_tables))
     scales = {"k_scale": in_rows(k_scale_pages), "v_scale": in_rows(v_scale_pages)}
-    options = read_options({**given, **stand, **scales, "mode": mode, "lengths": lengths})
+    options = read_options({**given, **by_position, **scales, "mode": mode, "lengths": lengths})
     specs = JointSpecs()
     if manager is not None and mode is not None:
         specs = resolve_pages(manager, q=q.shape, k=k_pages.shape, v=v_pages.shape, mode=mode)
@@ -134,8 +141,8 @@ def paged_attention(
         lengths=_integers(lengths),
         sinks=None if sinks is None else jnp.asarray(sinks),
     )
-    found = (_run if _jax.in_trace() else _jitted)(operands, _integers(block_tables), call)
-    return found if return_lse else found.o
+    result = (_run if _jax.in_trace() else _jitted)(operands, _integers(block_tables), call)
+    return result if return_lse else result.o
 
 
 _ARITHMETIC = ("causal", "window", "chunk", "sinks", "softcap", "scale", "return_lse")
@@ -166,8 +173,11 @@ def _run(operands: Operands, tables: jax.Array, call: AttentionCall) -> Result:
 @_run.defjvp
 def _no_gradient(call: AttentionCall, primals: Any, tangents: Any) -> Any:
     del call, primals, tangents
-    fix = "train with dot_product_attention; jax.lax.stop_gradient around the arguments if none is wanted"
-    raise AttentionError("paged attention reads a cache and has no gradient", fix=fix)
+    raise AttentionError(
+        "paged attention reads a cache and has no gradient",
+        fix="train with dot_product_attention; "
+        "jax.lax.stop_gradient around the arguments if none is wanted",
+    )
 
 
 _jitted = functools.partial(jax.jit, static_argnums=(2,))(_run)
@@ -179,12 +189,12 @@ _jitted = functools.partial(jax.jit, static_argnums=(2,))(_run)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Table:
-    """The pages that a shard has and its sequences use, those first: `[batch, columns]` each.
+    """The pages of a shard that its sequences use, `[batch, columns]` each. Used pages come first.
 
     Attributes:
-      pages: local numbers.
-      ordinals: which page of its sequence each is.
-      here: whether there is one.
+      pages: Local numbers of the pages.
+      ordinals: The place of each page in its sequence.
+      here: Whether the entry is a page.
     """
 
     pages: jax.Array
@@ -202,9 +212,9 @@ def _attend(
 ) -> Result:
     page_size = shard.k.shape[1]
     combine = flash_decode.combination(call.specs, call)
-    apart = bool(combine.axes)
-    whole = combine.with_all_heads(shard) if apart else shard
-    first = jax.lax.axis_index(call.specs.kv_length) * shard.k.shape[0] if apart else 0
+    by_page = bool(combine.axes)
+    whole = combine.with_all_heads(shard) if by_page else shard
+    first = jax.lax.axis_index(call.specs.kv_length) * shard.k.shape[0] if by_page else 0
     at_once = max(1, _ROWS // page_size)
     whole, table = _jax.vary_together(
         (whole.replace(sinks=None), _compact(tables - first, shard, at_once))
@@ -222,16 +232,16 @@ def _attend(
     state = jax.lax.fori_loop(
         0, (count + at_once - 1) // at_once, add, online_softmax.start(whole.q, whole.v)
     )
-    if apart:
-        found = combine(*online_softmax.finish(state), sinks=shard.sinks, dtype=call.dtype)
+    if by_page:
+        result = combine(*online_softmax.finish(state), sinks=shard.sinks, dtype=call.dtype)
     else:
         o, lse = online_softmax.finish(state, sinks=shard.sinks)
-        found = Result(o=o.astype(call.dtype), lse=lse)
-    real = shard.q_positions >= 0
-    o = jnp.where(real[:, :, None, None], found.o, 0)
-    return Result(
-        o=o, lse=jnp.where(real[:, None, :], found.lse, -jnp.inf) if call.return_lse else None
-    )
+        result = Result(o=o.astype(call.dtype), lse=lse)
+    tokens = shard.q_positions >= 0
+    o = jnp.where(tokens[:, :, None, None], result.o, 0)
+    if not call.return_lse:
+        return Result(o=o)
+    return Result(o=o, lse=jnp.where(tokens[:, None, :], result.lse, -jnp.inf))
 
 
 def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _Table:
@@ -246,7 +256,7 @@ def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _Table:
 
 
 def _read(whole: Operands, some: _Table) -> Operands:
-    """Return the operands with the keys of some pages, `[batch, pages * page_size, kv_heads, head_dim]`."""
+    """Return the operands with the keys of some pages, `[batch, rows, kv_heads, head_dim]`."""
     page_size = whole.k.shape[1]
     positions = (
         some.ordinals[:, :, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None]
@@ -317,14 +327,14 @@ def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, sizes: _Sizes
                 path=name,
                 fix=f"pass integers of shape {want}",
             )
-    _check_range(
+    check_range(
         "lengths",
         lengths,
         0,
         sizes.capacity(block_tables),
         "a table holds pages_per_sequence * page_size keys",
     )
-    _check_range("q_lengths", q_lengths, 0, sizes.q_length, "there are q_length rows of queries")
+    check_range("q_lengths", q_lengths, 0, sizes.q_length, "there are q_length rows of queries")
     if (
         isinstance(lengths, np.ndarray)
         and isinstance(q_lengths, np.ndarray)
@@ -342,9 +352,11 @@ def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, sizes: _Sizes
         wrong = used & ((block_tables < 0) | (block_tables >= sizes.pages))
         if wrong.any():
             b, j = (int(at) for at in np.argwhere(wrong)[0])
-            what = f"block_tables[{b}, {j}] is page {block_tables[b, j]}, and there are {sizes.pages}; sequence {b} has {lengths[b]} keys"
             raise AttentionError(
-                what, path="block_tables", fix=f"number pages from 0 to {sizes.pages - 1}"
+                f"block_tables[{b}, {j}] is page {block_tables[b, j]}, and there are "
+                f"{sizes.pages}; sequence {b} has {lengths[b]} keys",
+                path="block_tables",
+                fix=f"number pages from 0 to {sizes.pages - 1}",
             )
 
 
@@ -353,7 +365,7 @@ def _check_positions(positions: Any, q_lengths: Any, sizes: _Sizes) -> None:
         return
     if q_lengths is not None:
         raise AttentionError(
-            "positions and q_lengths both say where queries stand",
+            "positions and q_lengths both give the positions of the queries",
             path="positions",
             fix="pass one of them",
         )
@@ -364,27 +376,20 @@ def _check_positions(positions: Any, q_lengths: Any, sizes: _Sizes) -> None:
     if shape != (sizes.batch, sizes.q_length) or not jnp.issubdtype(kind, jnp.integer):
         want = f"pass integers of shape ({sizes.batch}, {sizes.q_length})"
         raise AttentionError(f"positions is {kind} of shape {shape}", path="positions", fix=want)
-    _check_range(
+    check_range(
         "positions",
         positions,
         -(2**31),
         2**31 - 1,
-        "positions are int32; negative for a row that is none",
+        "positions are int32; negative for a row that is not a token",
     )
-
-
-def _check_range(name: str, array: Any, low: int, high: int, fix: str) -> None:
-    if isinstance(array, np.ndarray) and (array.min() < low or array.max() > high):
-        worst = array.min() if array.min() < low else array.max()
-        raise AttentionError(f"{name} has {worst}, outside {low} to {high}", path=name, fix=fix)
 
 
 def _in_rows(pages: Any, *, batch: int, capacity: int) -> Any:
-    return (
-        None
-        if pages is None
-        else jax.ShapeDtypeStruct((batch, capacity, *pages.shape[2:]), pages.dtype)
-    )
+    """Return the shape and dtype of pages as rows of a cache, or None."""
+    if pages is None:
+        return None
+    return jax.ShapeDtypeStruct((batch, capacity, *pages.shape[2:]), pages.dtype)
 
 
 def _like(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -396,7 +401,7 @@ def _integers(array: Any) -> jax.Array:
 
 
 def _positions(lengths: Any, q_lengths: Any, sizes: _Sizes) -> jax.Array:
-    """Return `[batch, q_length]` positions of the queries, -1 for a row that is none."""
+    """Return `[batch, q_length]` positions of the queries, -1 for a row that is not a token."""
     have = (
         jnp.full((sizes.batch,), sizes.q_length, jnp.int32)
         if q_lengths is None

@@ -16,9 +16,10 @@ from shardwright.manager import constraint
 
 
 def attention(implementation: Implementation, operands: Operands, call: AttentionCall) -> Result:
-    """Return the result of an implementation, in the caller's layout; `run` is this function jitted.
+    """Return the result of an implementation, in the caller's layout.
 
-    JAX shows programs under the name of the function, so it is not called `run`.
+    `run` is this function jitted. JAX shows programs under the name of the function, so this one is
+    not called `run`.
 
     Args:
       implementation: An implementation that supports the call.

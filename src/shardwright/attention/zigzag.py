@@ -1,12 +1,15 @@
-"""The zigzag order of a sequence: shard r of n holds chunks r and 2n - 1 - r, so that causal attention is the same work on each.
+"""The zigzag order of a sequence, in which causal attention is the same work on each shard.
 
-Permute the batch once, where it is loaded; everything else goes by position:
+Shard r of n holds the chunks r and 2n - 1 - r.
+
+Permute the batch once, where it is loaded. Everything else works by position:
 
 >>> batch = {"tokens": np.arange(8)[None]}
 >>> permute(batch, shards=2)["tokens"]
 array([[0, 1, 6, 7, 2, 3, 4, 5]])
 
-A model that rotates or masks by position gets `positions(length, shards=...)`, or permuted positions of its own.
+A model that rotates or masks by position uses `positions(length, shards=...)`, or permutes its own
+positions.
 """
 
 from __future__ import annotations
@@ -22,15 +25,17 @@ from shardwright.errors import AttentionError
 
 
 def positions(length: int, *, shards: int) -> np.ndarray:
-    """Return the position of each row in zigzag order, `[length]` int32: row i of a permuted array is row `positions[i]` of it.
+    """Return the position of each row in zigzag order, `[length]` int32.
+
+    Row i of a permuted array is row `positions[i]` of the original.
 
     Args:
-      length: of the sequence.
-      shards: number of shards of it, odd ones too; `manager.axis_size(QUERY_LENGTH)`. With one shard
-        nothing moves, and any length will do.
+      length: Length of the sequence.
+      shards: Number of shards of the sequence, which may be odd: `manager.axis_size(QUERY_LENGTH)`.
+        With one shard nothing moves, and any length is valid.
 
     Raises:
-      AttentionError: there are several shards, and the length is not a multiple of `2 * shards`.
+      AttentionError: There are several shards, and the length is not a multiple of `2 * shards`.
     """
     if shards < 1:
         raise AttentionError(
@@ -42,7 +47,10 @@ def positions(length: int, *, shards: int) -> np.ndarray:
         return np.arange(length, dtype=np.int32)
     if length % (2 * shards):
         more = -length % (2 * shards)
-        fix = f"pad it by {more} rows (with segment id 0, or a loss weight of 0), or keep the order as it is"
+        fix = (
+            f"pad it by {more} rows (with segment id 0, or a loss weight of 0), "
+            "or keep the order as it is"
+        )
         raise AttentionError(
             f"a length of {length} does not divide into 2 * {shards} chunks, two per shard", fix=fix
         )
@@ -52,32 +60,33 @@ def positions(length: int, *, shards: int) -> np.ndarray:
 
 
 def permute(batch: Any, *, shards: int, dim: int = 1) -> Any:
-    """Return a tree of arrays whose rows are in zigzag order: tokens, targets, positions, segment ids alike.
+    """Return a tree of arrays with rows in zigzag order: tokens, targets, positions, segment ids.
 
-    NumPy arrays stay NumPy arrays, and sharded arrays lie as before; inside `jit`, on Auto mesh axes, as the compiler decides. Do
-    it before the batch is sharded: moving rows of a sharded array sends them.
+    NumPy arrays stay NumPy arrays, and sharded arrays keep their sharding. (Inside `jit`, on Auto
+    mesh axes, the compiler decides.) Permute before the batch is sharded: moving rows of a sharded
+    array sends them.
 
     Args:
-      batch: arrays of which dim `dim` is the length of the sequence.
-      shards: as for `positions`.
-      dim: the length's.
+      batch: Arrays whose dim `dim` is the length of the sequence.
+      shards: As for `positions`.
+      dim: The dim of the length.
 
     Raises:
-      AttentionError: an array without that dim, or a length that is not a multiple of `2 * shards`.
+      AttentionError: An array lacks that dim, or the length is not a multiple of `2 * shards`.
     """
     return _reorder(batch, dim, lambda length: positions(length, shards=shards))
 
 
 def unpermute(batch: Any, *, shards: int, dim: int = 1) -> Any:
-    """Return a tree of arrays whose rows are in order again, and lie as before; the inverse of `permute`.
+    """Return a tree of arrays with rows in their original order; the inverse of `permute`.
 
     Args:
-      batch: arrays in zigzag order.
-      shards: as for `positions`.
-      dim: the length's.
+      batch: Arrays in zigzag order.
+      shards: As for `positions`.
+      dim: The dim of the length.
 
     Raises:
-      AttentionError: as `permute`.
+      AttentionError: As for `permute`.
     """
     return _reorder(batch, dim, lambda length: np.argsort(positions(length, shards=shards)))
 
@@ -98,7 +107,7 @@ def _reorder(batch: Any, dim: int, order_of: Any) -> Any:
 
 
 def _take(array: Any, order: np.ndarray, dim: int) -> Any:
-    """Return rows in another order, which lie as they did, where that is known."""
+    """Return rows in another order, with the sharding that they had if it is known."""
     if isinstance(array, np.ndarray):
         return array.take(order, axis=dim)
     array = jnp.asarray(array)
@@ -106,5 +115,5 @@ def _take(array: Any, order: np.ndarray, dim: int) -> Any:
     if AxisType.Explicit in sharding.mesh.axis_types:
         return array.at[(*[slice(None)] * dim, order)].get(out_sharding=sharding)
     taken = jnp.take(array, order, axis=dim)
-    # Auto axes: the partitioner leaves the length whole, and inside a trace nobody knows how it lay.
+    # On Auto axes the partitioner replicates the length. Inside a trace the sharding is not known.
     return taken if isinstance(array, jax.core.Tracer) else jax.device_put(taken, array.sharding)

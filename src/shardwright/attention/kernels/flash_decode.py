@@ -1,7 +1,7 @@
 """Attend to sharded keys: each shard attends to its own, then partial softmaxes are combined.
 
-After Dao et al. 2023. The bytes sent grow with the queries and never with the keys. They take one or
-two collectives:
+After Dao et al. 2023. The bytes sent grow with the queries and never with the keys. They take one
+or two collectives:
 
 - Few queries take one all-gather of the shards' float32 outputs and logsumexps, which every shard
   combines. That sends more bytes than two collectives, in less time than the second takes to start.
@@ -9,8 +9,8 @@ two collectives:
   heads, and sends `(n - 1) / n` of a part. An all-gather then replicates the output. One collective
   cannot send so little: a whole sum is a reduce-scatter and an all-gather. Heads that do not divide
   over the shards take a maximum and a sum instead.
-- If the output's heads are sharded over the keys' mesh axes, the all-to-all suffices. The queries of
-  those heads are gathered first.
+- If the output's heads are sharded over the keys' mesh axes, the all-to-all suffices. The queries
+  of those heads are gathered first.
 
 JAX differentiates it.
 """

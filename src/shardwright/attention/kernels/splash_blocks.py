@@ -1,9 +1,9 @@
 """Splash on local arrays: the functions of `blockwise`, by the kernels of `splash_kernel`.
 
-Before a kernel runs, a table says which blocks of keys each block of queries visits, and whether all
-pairs of a block attend. The table is computed from the smallest and largest position and segment id
-of each block. If positions are known before the program runs, so is the largest number of visits,
-and the grid of the kernel has no more steps.
+Before a kernel runs, a table says which blocks of keys each block of queries visits, and whether
+all pairs of a block attend. The table is computed from the smallest and largest position and
+segment id of each block. If positions are known before the program runs, so is the largest number
+of visits, and the grid of the kernel has no more steps.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ class SplashBlocks:
             else tuple(block.pad_rows(x) for x in (state.o, *_rows_of(state.m, state.l)))
         )
         table = block.table(keys_outside=False)
-        o, m, l = splash_kernel.run_forward(block.plan, table, block.rows, block.qkv, state=before)  # noqa: E741
+        o, top, total = splash_kernel.run_forward(
+            block.plan, table, block.rows, block.qkv, state=before
+        )
         rows = slice(0, block.q_length)
-        return Running(o=o[:, :, rows], m=m[:, :, 0, rows], l=l[:, :, 0, rows])
+        return Running(o=o[:, :, rows], m=top[:, :, 0, rows], l=total[:, :, 0, rows])
 
     def backward(
         self,
@@ -110,7 +112,7 @@ class SplashBlocks:
         return o, lse, None
 
     def attend(self, operands: Operands, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
-        """Return the output and the logsumexp of local arrays; see `blockwise.attend`. Differentiable."""
+        """Return the output and the logsumexp; see `blockwise.attend`. Differentiable."""
         floats = {name: getattr(operands, name) for name in ("q", "k", "v", "sinks")}
         return _attend(self, recipe, floats, operands.replace(**dict.fromkeys(floats)))
 
@@ -191,7 +193,7 @@ class _Local:
         )
 
     def pad_rows(self, array: jax.Array) -> jax.Array:
-        """Pad `[batch, heads, q_length, dim]`, or `[batch, heads, 1, q_length]`, to whole blocks."""
+        """Pad `[batch, heads, q_length, dim]` or `[batch, heads, 1, q_length]` to blocks."""
         padded: jax.Array = _pad(
             array, 3 if array.shape[2] == 1 < self.q_length else 2, self.qkv[0].shape[2]
         )

@@ -1,11 +1,12 @@
-"""Sparse flash attention in Pallas, for TPUs: blocks of queries and keys, of which those that no pair attends are skipped.
+"""Sparse flash attention in Pallas, for TPUs, by blocks of queries and keys.
 
-Three kernels: the forward pass, the gradient of the queries, the gradients of keys and values. Products are float32 and
-scaled after they are summed, so that any scale is exact. Masks go by position, segments by id. The functions `forward` and
-`backward` have the interface of those of `blockwise`; see `_splash_blocks` for the table of blocks to visit.
+Blocks that no pair attends are skipped. There are three kernels: the forward pass, the gradient of
+the queries, and the gradients of keys and values. Products are float32 and are scaled after they
+are summed, so any scale is exact. Masks work by position, segments by id. `splash_blocks` gives these
+kernels the interface of `blockwise` and computes the table of blocks to visit.
 
-Operands are ordered by head here: `[batch, heads, length, dim]`. Rows of integers and floats are `[batch or 1, 1, length]`.
-Imports Pallas, so the implementations import it late.
+Operands are ordered by head here: `[batch, heads, length, dim]`. Rows of integers and floats are
+`[batch or 1, 1, length]`. This module imports Pallas, so implementations import it late.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shardwright.attention.kernels.splash_tiles import LANES
 from shardwright.attention.masks import MaskRules, pair_attends
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
-# What the table of blocks says of a block: no pair attends, some do, all do.
+# The kinds of a block in the table: no pair attends, some pairs do, all pairs do.
 EMPTY, PARTLY, FULL = 0, 1, 2
 KINDS = 4
 
@@ -38,12 +39,12 @@ class Plan:
     """The static part of the kernels.
 
     Attributes:
-      rules: the mask by position.
-      scale: factor of the products.
+      rules: The mask by position.
+      scale: Factor of the products.
       softcap: c in `c * tanh(logits / c)`, or None.
-      q_block: rows of queries of a block; divides their number.
-      kv_block: rows of keys of a block; divides their number.
-      interpret: whether to run on a CPU, slowly.
+      q_block: Rows of queries in a block; divides their number.
+      kv_block: Rows of keys in a block; divides their number.
+      interpret: Whether to run on a CPU, slowly.
     """
 
     rules: MaskRules
@@ -56,13 +57,13 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """What the mask asks of queries and keys: int32 `[batch or 1, 1, length]` each, all with one batch.
+    """The rows that the mask reads, int32 `[batch or 1, 1, length]` each, all with one batch.
 
     Attributes:
-      q_positions: of the queries.
-      kv_positions: of the keys; negative for a key that nobody sees.
-      q_segments: ids of the queries, or None.
-      kv_segments: ids of the keys, or None.
+      q_positions: Positions of the queries.
+      kv_positions: Positions of the keys; negative for a key that no query sees.
+      q_segments: Segment ids of the queries, or None.
+      kv_segments: Segment ids of the keys, or None.
     """
 
     q_positions: jax.Array
@@ -72,7 +73,7 @@ class Rows:
 
     @property
     def arrays(self) -> list[tuple[str, jax.Array]]:
-        """The arrays that there are, each with "q" or "kv"."""
+        """The arrays that are present, each with "q" or "kv"."""
         named = (
             ("q", self.q_positions),
             ("kv", self.kv_positions),
@@ -92,16 +93,18 @@ def run_forward(
     state: Sequence[jax.Array] | None = None,
     dtype: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Return `(o, lse)`, or with `dtype=None` the running `(o, m, l)`; the latter three `[batch, heads, 1, length]`.
+    """Return `(o, lse)`, or with `dtype=None` the running state `(o, m, l)`.
+
+    lse, m and l are `[batch, heads, 1, length]`.
 
     Args:
-      plan: the static part.
-      table: blocks of keys to visit, per block of queries.
-      rows: what the mask asks.
-      qkv: queries, keys and values, by head.
-      sinks: `[heads]` float32, a logit per head that takes weight and gives nothing; or None.
-      state: what was attended before, whose memory is used again; or None.
-      dtype: of a normalised output; None for the running state.
+      plan: The static part.
+      table: Blocks of keys to visit, for each block of queries.
+      rows: The rows that the mask reads.
+      qkv: Queries, keys and values, by head.
+      sinks: `[heads]` float32, a logit per head that takes weight and adds no value; or None.
+      state: The running state before, whose memory is reused; or None.
+      dtype: Dtype of a normalized output; None for the running state.
     """
     q, k, v = qkv
     grid = (*q.shape[:2], q.shape[2] // plan.q_block, table.shape[2])
@@ -155,13 +158,14 @@ def run_queries(
     """Return the gradient of the queries.
 
     Args:
-      plan: the static part.
-      table: blocks of keys to visit, per block of queries.
-      rows: what the mask asks.
-      qkv: queries, keys and values, by head.
-      cotangents: of the output, by head; the logsumexp and delta, `[batch, heads, 1, length]`.
-      dtype: of the result.
-      onto: what to add it to, in place; or None.
+      plan: The static part.
+      table: Blocks of keys to visit, for each block of queries.
+      rows: The rows that the mask reads.
+      qkv: Queries, keys and values, by head.
+      cotangents: Cotangent of the output, by head; logsumexp and delta, `[batch, heads, 1,
+        length]`.
+      dtype: Dtype of the result.
+      onto: Gradient to add it to, in place; or None.
     """
     q, k, _ = qkv
     specs = _Specs(plan=plan, table=table, group=q.shape[1] // k.shape[1], queries_outside=True)
@@ -206,7 +210,7 @@ def run_keys(
 ) -> tuple[jax.Array, ...]:
     """Return the gradients of keys and values; the arguments are those of `run_queries`.
 
-    The table has the blocks of queries to visit, per block of keys.
+    The table has the blocks of queries to visit, for each block of keys.
     """
     q, k, v = qkv
     group = q.shape[1] // k.shape[1]
@@ -258,11 +262,11 @@ class _Call:
     name: str
 
     def run(self, plan: Plan, *arrays: Any) -> tuple[jax.Array, ...]:
-        # The batch, the heads and the outer blocks are independent; inner blocks add up in scratch memory.
+        # Batch, heads and outer blocks are independent. Inner blocks add up in scratch memory.
         semantics: list[Any] = [
             "parallel" if at < 3 else "arbitrary" for at in range(len(self.grid))
         ]
-        found = pl.pallas_call(
+        results = pl.pallas_call(
             self.body,
             out_shape=self.outs,
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -277,7 +281,7 @@ class _Call:
             interpret=plan.interpret,
             name=self.name,
         )(*arrays)
-        return tuple(found)
+        return tuple(results)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -344,7 +348,7 @@ def _visited(table: Any, shape: tuple[int, ...], batch: Any, outer: Any, step: A
 
 
 def _named(body: Callable[..., None], *, scalars: int, before: int) -> Callable[..., None]:
-    """Return a kernel of all references in order from one of groups of them."""
+    """Return a kernel that takes all references in order, from one that takes groups of them."""
 
     def kernel(*refs: Any) -> None:
         body(refs[:scalars], refs[scalars:], before=before)
@@ -459,7 +463,7 @@ def _keys_body(
 
     def add(*, masked: bool) -> None:
         q, do = q_ref[...], do_ref[...]
-        # Transposed, keys by queries, so that the rows of queries lie along the lanes as they are.
+        # Keys by queries, so that the rows of queries stay along the lanes.
         logits, slope = _logits(k_ref[...], q, plan)
         p = jnp.exp(logits - lse_ref[...])
         if masked:
@@ -473,8 +477,8 @@ def _keys_body(
 
     @pl.when((head == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1))
     def _finish() -> None:
-        found = (dk_acc[...] * plan.scale, dv_acc[...])
-        for at, (ref, grad) in enumerate(zip((dk_ref, dv_ref), found, strict=True)):
+        grads = (dk_acc[...] * plan.scale, dv_acc[...])
+        for at, (ref, grad) in enumerate(zip((dk_ref, dv_ref), grads, strict=True)):
             ref[...] = (start[at][...] + grad if start else grad).astype(ref.dtype)
 
 
@@ -485,7 +489,7 @@ def _if_visited(table: Any, shape: tuple[int, ...], step: Any, add: Callable[...
 
 
 def _logits(a: jax.Array, b: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array | None]:
-    """Return the logits of rows by rows, float32, and their derivative by what is capped; None without a cap."""
+    """Return float32 logits of rows by rows, and the derivative of the cap; None without one."""
     logits = _product(a, b, _ROWS_BY_ROWS) * plan.scale
     if plan.softcap is None:
         return logits, None
@@ -496,10 +500,10 @@ def _logits(a: jax.Array, b: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Arra
 def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
     # By default a TPU multiplies float32 in bfloat16.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    found: jax.Array = jax.lax.dot_general(
+    product: jax.Array = jax.lax.dot_general(
         a, b, dims, precision=precision, preferred_element_type=jnp.float32
     )
-    return found
+    return product
 
 
 def _seen(ints: Any, rules: MaskRules, *, rows: str) -> jax.Array:

@@ -1,1 +1,4 @@
-"""What the kernels of attention share: shards, online softmax, dropout masks, Pallas under `shard_map`."""
+"""What the kernels share: shards, blocks, online softmax, dropout, derivatives.
+
+An implementation itself belongs in `attention.kernels`.
+"""

@@ -1,9 +1,10 @@
-"""Derivatives of kernels in both modes: a backward pass that is written down, and tangents by JAX.
+"""Derivatives of kernels in both modes: a backward pass written by hand, and tangents by JAX.
 
-`jax.custom_vjp` gives a function a backward pass and takes its tangents away: `jax.jvp`, `jax.jacfwd` and `jax.linearize` raise.
-`jax.custom_jvp` alone would let JAX transpose the tangents of a loop over blocks, and keep all of its weights. Here the rule of a
-`custom_jvp` calls one linear primitive. Evaluated, it is the tangent of the plain function; transposed, the backward pass. Both
-are ordinary JAX code, so that derivatives nest in every order.
+`jax.custom_vjp` gives a function a backward pass, but `jax.jvp`, `jax.jacfwd` and `jax.linearize`
+then raise. With `jax.custom_jvp` alone, JAX would transpose the tangents of a loop over blocks and
+keep all of its weights. Here the rule of a `custom_jvp` calls one linear primitive. When it is
+evaluated, it is the tangent of the plain function. When it is transposed, it is the backward pass.
+Both are ordinary JAX code, so derivatives nest in every order.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ from jax.interpreters import ad, batching, mlir
 from shardwright.errors import AttentionError
 
 Values = Callable[[Any, dict[str, Any], Any], Any]
-# The kept operands and results, and the cotangents of the results -> those of the floats, by name, None for what is not there.
+# From the static part, the kept operands and results, and the cotangents of the results to the
+# cotangents of the floats by name; None for an absent float.
 Backward = Callable[[Any, Any, Any], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Job:
-    """What the primitive is to do, on flat lists of arrays.
+    """What the primitive does, on flat lists of arrays.
 
     Attributes:
       tangents: `(operands, results, tangents of the floats) -> tangents of the results`.
       backward: `(operands, results, cotangents of the results) -> cotangents of the floats`.
-      results: number of results, which come first among the arguments.
-      operands: number of operands, which come next; the tangents are the rest.
+      results: Number of results. They are the first arguments.
+      operands: Number of operands. They come next, and the tangents last.
     """
 
     tangents: Callable[..., list[Any]]
@@ -56,11 +58,13 @@ def differentiable(values: Values, backward: Backward, *, names: tuple[str, ...]
     """Return `values` with a backward pass of its own.
 
     Args:
-      values: function of `(static, floats, others)`: something hashable, arrays by name that have gradients, and the rest, a pytree.
-        It returns a tree of floating-point arrays.
-      backward: function of `(static, (floats, others, results), cotangents)` that returns the cotangents of the floats.
-      names: of the results, for `checkpoint_name`, the last one for all that follow. What a remat policy saves by these names the
-        backward pass reads, and the forward pass is not run again.
+      values: Function of `(static, floats, others)`: a hashable value, arrays by name that have
+        gradients, and the rest, a pytree. It returns a tree of floating-point arrays.
+      backward: Function of `(static, (floats, others, results), cotangents)`. It returns the
+        cotangents of the floats.
+      names: Names of the results for `checkpoint_name`; the last one names all that follow. If a
+        remat policy saves them, the backward pass reads them and the forward pass does not run
+        again.
     """
     call = jax.custom_jvp(values, nondiff_argnums=(0,))
 
@@ -93,18 +97,20 @@ def differentiable(values: Values, backward: Backward, *, names: tuple[str, ...]
             )
 
         job = _Job(tangents=push, backward=pull, results=len(flat), operands=len(operands))
-        found = _tangents.bind(*flat, *operands, *float_tangents, job=job)
-        return results, jax.tree.unflatten(structure, found)
+        moved = _tangents.bind(*flat, *operands, *float_tangents, job=job)
+        return results, jax.tree.unflatten(structure, moved)
 
     return call
 
 
 def refuse_tangents(arrays: dict[str, Any], what: str) -> dict[str, Any]:
-    """Return arrays as they are; gradients pass, and forward mode raises AttentionError, when it is evaluated or compiled.
+    """Return arrays unchanged, and refuse forward-mode derivatives through them.
+
+    Gradients pass. Forward mode raises AttentionError when it is evaluated or compiled.
 
     Args:
-      arrays: by name, with gradients; None for what is not there.
-      what: what has no forward mode, for the message.
+      arrays: Arrays by name; None for an absent one.
+      what: What has no forward mode, for the message.
     """
 
     def refuse(*_: Any) -> list[Any]:
@@ -127,25 +133,25 @@ def refuse_tangents(arrays: dict[str, Any], what: str) -> dict[str, Any]:
             structure, _tangents.bind(*flat, *jax.tree.leaves(tangents[0]), job=job)
         )
 
-    found: dict[str, Any] = same(arrays)
-    return found
+    unchanged: dict[str, Any] = same(arrays)
+    return unchanged
 
 
 def without_tangents(f: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """Return a function that raises AttentionError where it is differentiated at all, as a pass of a kernel; see `refuse_tangents`."""
-    found = jax.custom_jvp(f)
+    """Return a function that raises AttentionError if it is differentiated."""
+    plain = jax.custom_jvp(f)
 
-    @found.defjvp
+    @plain.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
         raise _no_forward_mode(what)
 
-    return found
+    return plain
 
 
 def _no_forward_mode(what: str) -> AttentionError:
     fix = (
-        'pass implementation="vanilla", "sdpa" or "blockwise"; over a sharded sequence "ring", "ulysses" or '
-        '"allgather_kv", on TPUs and GPUs with backend="cpu" in the metadata'
+        'pass implementation="vanilla", "sdpa" or "blockwise"; over a sharded sequence "ring", '
+        '"ulysses" or "allgather_kv", on TPUs and GPUs with backend="cpu" in the metadata'
     )
     return AttentionError(
         f"{what} has no forward-mode derivatives (jvp, jacfwd, linearize, hessian)",
@@ -164,9 +170,8 @@ def _evaluate(*arguments: Any, job: _Job) -> list[Any]:
 
 
 def _abstract(*arguments: Any, job: _Job) -> list[Any]:
-    return job.split(arguments)[
-        0
-    ]  # a tangent is what its result is: shape, dtype, sharding, the mesh axes it varies over
+    # A tangent has the type of its result: shape, dtype, sharding, varying mesh axes.
+    return job.split(arguments)[0]
 
 
 def _nested(primals: Any, tangents: Any, *, job: _Job) -> Any:
@@ -176,14 +181,13 @@ def _nested(primals: Any, tangents: Any, *, job: _Job) -> Any:
 
 def _transpose(cotangents: Any, *arguments: Any, job: _Job) -> list[Any]:
     results, operands, tangents = job.split(arguments)
-    found = job.backward(
-        operands, results, [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
-    )
-    wanted = [
+    whole = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+    grads = job.backward(operands, results, whole)
+    of_tangents = [
         grad if ad.is_undefined_primal(tangent) else None
-        for grad, tangent in zip(found, tangents, strict=True)
+        for grad, tangent in zip(grads, tangents, strict=True)
     ]
-    return [None] * (len(results) + len(operands)) + wanted
+    return [None] * (len(results) + len(operands)) + of_tangents
 
 
 def _batch(arguments: Any, dims: Any, *, job: _Job) -> Any:
@@ -206,8 +210,8 @@ def _batch(arguments: Any, dims: Any, *, job: _Job) -> Any:
         tangents=jax.vmap(job.tangents, in_axes=in_axes),
         backward=jax.vmap(job.backward, in_axes=in_axes),
     )
-    found = _tangents.bind(*results, *operands, *tangents, job=batched)
-    return found, [0] * len(found)
+    moved = _tangents.bind(*results, *operands, *tangents, job=batched)
+    return moved, [0] * len(moved)
 
 
 _tangents.def_impl(_evaluate)

@@ -1,7 +1,8 @@
-"""Dropout by counting: whether a weight is dropped is a hash of the seed and of where the weight stands globally.
+"""Dropout by counting: a hash of the seed and of the global place decides about a weight.
 
-Batch row, head, positions and segment decide, so that the mask is the same on every mesh, under every permutation of the
-sequence and in every kernel, and a backward pass computes it again instead of keeping it.
+The batch row, the head, the positions and the segment enter the hash. The mask is therefore the
+same on every mesh, under every permutation of the sequence and in every kernel. A backward pass
+computes it again and does not store it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ from shardwright.attention.call import Operands
 
 
 def keep_factors(block: Operands, rate: float) -> jax.Array:
-    """Return the factors of the weights, 0 where dropped and `1 / (1 - rate)` elsewhere, `[batch, heads, q_length, kv_length]`."""
-    q, kv = (
-        _rows(block.q_positions, block.q_segment_ids),
-        _rows(block.kv_positions, block.kv_segment_ids),
-    )
+    """Return the factors of the weights: 0 for a dropped weight, else `1 / (1 - rate)`.
+
+    Args:
+      block: Local operands, or a block of them.
+      rate: Probability of dropping a weight.
+
+    Returns:
+      `[batch, heads, q_length, kv_length]` float32.
+    """
+    q = _rows(block.q_positions, block.q_segment_ids)
+    kv = _rows(block.kv_positions, block.kv_segment_ids)
     heads = _mix(block.seed ^ (block.head_index.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)))
     place = _mix(block.batch_index.astype(jnp.uint32)[:, None] + heads[None, :])
     row = _mix(place[:, :, None] ^ q[:, None, :])

@@ -1,4 +1,7 @@
-"""Which kernel runs on the shards of a call whose sequence is sharded: the platform's own where it can, else blocks."""
+"""Choose the kernel that runs on each shard if the sequence is sharded.
+
+It is the platform's own kernel if that can serve the call, else blocks.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ class Inner:
 
     Attributes:
       name: "splash", "cudnn" or "blockwise".
-      refused: the platform's own kernel, if it is another one and cannot serve the call; else empty.
-      reasons: why not.
+      refused: The platform's own kernel if it cannot serve the call, else empty.
+      reasons: Why it cannot.
     """
 
     name: str
@@ -40,40 +43,34 @@ class Inner:
 def inner_kernel(
     call: AttentionCall, *, q_shards: int = 1, kv_shards: int = 1, whole: bool = False
 ) -> Inner:
-    """Return the kernel for a call.
+    """Return the kernel for the shards of a call.
 
     Args:
-      call: the call.
-      q_shards: number of parts of the queries' length that the kernel sees one of.
-      kv_shards: likewise of the keys.
-      whole: whether the kernel sees whole sequences, so that cuDNN may serve.
+      call: The call.
+      q_shards: Number of shards of the queries' length. The kernel sees one of them.
+      kv_shards: The same for the keys.
+      whole: Whether the kernel sees whole sequences, which cuDNN needs.
     """
+    own, reasons = "", tuple[str, ...]()
     if call.platform == "tpu":
-        reasons = not_in_splash(call, q_shards=q_shards, kv_shards=kv_shards)
-        return (
-            Inner(name="blockwise", refused="splash", reasons=reasons)
-            if reasons
-            else Inner(name="splash")
-        )
-    if call.platform == "gpu" and whole:
-        reasons = cudnn.not_in_cudnn(call)
-        return (
-            Inner(name="blockwise", refused="cudnn", reasons=reasons)
-            if reasons
-            else Inner(name="cudnn")
-        )
-    return Inner(name="blockwise")
+        own, reasons = "splash", not_in_splash(call, q_shards=q_shards, kv_shards=kv_shards)
+    elif call.platform == "gpu" and whole:
+        own, reasons = "cudnn", cudnn.not_in_cudnn(call)
+    if own and not reasons:
+        return Inner(name=own)
+    return Inner(name="blockwise", refused=own, reasons=reasons)
 
 
 def blocks_of(
     inner: Inner, call: AttentionCall, *, first_rows: tuple[int, ...] | None = None
 ) -> Any:
-    """Return the functions `forward`, `backward`, `finish` and `attend` of an inner kernel. Hashable.
+    """Return `forward`, `backward`, `finish` and `attend` of an inner kernel. Hashable.
 
     Args:
       inner: "splash" or "blockwise".
-      call: what it is for.
-      first_rows: the positions at which the queries of each shard start, where keys start at 0; None if not known.
+      call: The call.
+      first_rows: The position of the first query of each shard, if keys start at 0. None if the
+        positions are not known.
     """
     if inner.name == "blockwise":
         return blockwise
@@ -83,27 +80,30 @@ def blocks_of(
 
 
 def explained(inner: Inner, call: AttentionCall) -> str:
-    """Return a line about an inner kernel; empty on a platform that has no kernels of its own."""
+    """Return a line about an inner kernel; empty on a platform without kernels of its own."""
     return "" if call.platform == "cpu" else str(inner)
 
 
 def recipe_of(inner: Inner, shard: Operands, call: AttentionCall) -> Recipe:
-    """Return the recipe with blocks that suit a shard; those of splash never leave the chip."""
+    """Return the recipe with blocks that suit a shard. Logits of splash never leave the chip."""
     if inner.name == "blockwise":
         return sequence.blocks(call.recipe, shard, call)
     return sequence.within_halves(call.recipe, shard, call)
 
 
 def attend_whole(inner: Inner, call: AttentionCall) -> Callable[..., Any]:
-    """Return a function of whole local sequences and a recipe to the output and the logsumexp, which cuDNN does not give."""
+    """Return a function from whole local sequences and a recipe to the output and the logsumexp.
+
+    cuDNN returns None for the logsumexp.
+    """
     if inner.name == "cudnn":
-        return functools.partial(_by_cudnn, call=call)
-    found: Callable[..., Any] = blocks_of(inner, call, first_rows=first_rows(call)).attend
-    return found
+        return functools.partial(_attend_by_cudnn, call=call)
+    attend: Callable[..., Any] = blocks_of(inner, call, first_rows=first_rows(call)).attend
+    return attend
 
 
 def first_rows(call: AttentionCall, *, shards: int = 1) -> tuple[int, ...] | None:
-    """Return the positions at which the queries of each of so many shards start; None where positions are arrays."""
+    """Return the position of the first query of each shard; None if positions are arrays."""
     if call.q_offset is None:
         return None
     rows = call.q_length // shards
@@ -111,16 +111,17 @@ def first_rows(call: AttentionCall, *, shards: int = 1) -> tuple[int, ...] | Non
 
 
 def run_inner(inner: Inner, kernel: Kernel, operands: Operands, call: AttentionCall) -> Result:
-    """Return `kernel(shards)` as global arrays, where the kernel calls an inner kernel: JAX cannot look into all of them."""
+    """Return `kernel(shards)` as global arrays, for a kernel that calls an inner kernel."""
+    # JAX cannot differentiate the platforms' own kernels.
     run = shards.run_on_shards if inner.name == "blockwise" else run_opaque
     return run(kernel, operands, call)
 
 
-def _by_cudnn(whole: Operands, recipe: Any, *, call: AttentionCall) -> tuple[Any, None]:
-    del recipe  # the call's
+def _attend_by_cudnn(whole: Operands, recipe: Any, *, call: AttentionCall) -> tuple[Any, None]:
+    del recipe  # cuDNN takes the call's
     return cudnn.attend(whole, call=call).o, None
 
 
 def _on_cpus(call: AttentionCall) -> bool:
-    """Whether a call for TPUs lies on CPUs, where kernels are interpreted: for tests."""
+    """Whether a call for TPUs runs on CPUs, where kernels are interpreted: for tests."""
     return isinstance(call.mesh, Mesh) and call.mesh.devices.flat[0].platform == "cpu"

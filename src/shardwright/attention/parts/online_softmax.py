@@ -1,8 +1,13 @@
 """Softmax in pieces: one running state and one merge for every kernel. All in float32.
 
-Per piece of keys `m' = max(m, max s)`, `p = where(mask, exp(s - m'), 0)`, `l = l exp(m - m') + sum p`,
-`o = o exp(m - m') + p v` (Rabe and Staats 2021; Dao et al. 2022). `m` starts finite, so that a row without any key stays
-at `l = 0`, `o = 0` and never divides 0 by 0.
+For each piece of keys (Rabe and Staats 2021; Dao et al. 2022):
+
+- `m' = max(m, max s)`
+- `p = where(mask, exp(s - m'), 0)`
+- `l = l exp(m - m') + sum p`
+- `o = o exp(m - m') + p v`
+
+`m` starts finite. A row without keys therefore stays at `l = 0`, `o = 0`, and never divides 0 by 0.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ class Running:
     """The state between two pieces of keys.
 
     Attributes:
-      o: `[batch, heads, q_length, v_dim]`, the weighted sum so far, not normalised.
+      o: `[batch, heads, q_length, v_dim]`, the weighted sum so far, not normalized.
       m: `[batch, heads, q_length]`, the largest logit so far.
       l: `[batch, heads, q_length]`, the sum of exponentials so far, relative to `m`.
     """
@@ -43,7 +48,8 @@ def start(q: jax.Array, v: jax.Array) -> Running:
       q: `[batch, q_length, heads, head_dim]`.
       v: `[batch, kv_length, kv_heads, v_dim]`.
     """
-    # zeros_like and not zeros: inside shard_map a scan's carry must vary as what is added to it does.
+    # zeros_like and not zeros: inside shard_map the carry of a scan must vary over the same mesh
+    # axes as what is added to it.
     batch, length, heads, _ = q.shape
     row = jnp.zeros_like(q, shape=(batch, heads, length), dtype=jnp.float32)
     row = row + jnp.zeros_like(v, shape=(), dtype=jnp.float32)
@@ -66,12 +72,12 @@ def update(
     """Return the state after a piece of keys.
 
     Args:
-      state: before.
+      state: The state before.
       logits: `[batch, heads, q_length, kv_length]` float32.
-      seen: the mask, broadcastable to the logits.
+      seen: The mask, broadcastable to the logits.
       v: `[batch, kv_length, kv_heads, v_dim]`.
-      v_scale: `[batch, kv_length, kv_heads]`, a value is `v * v_scale`; or None.
-      keep: factors of the weights under dropout, like the logits; or None.
+      v_scale: `[batch, kv_length, kv_heads]`, or None. A value is `v * v_scale`.
+      keep: Factors of the weights under dropout, like the logits; or None.
     """
     top = jnp.maximum(
         state.m,
@@ -95,7 +101,10 @@ def merge(a: Running, b: Running) -> Running:
 
 
 def add_sinks(state: Running, sinks: jax.Array) -> Running:
-    """Return the state with each head's sink in it: a logit that takes weight and gives nothing. Once per row."""
+    """Return the state with the sink of each head, a logit that takes weight and adds no value.
+
+    Call it once per row.
+    """
     sink = sinks.astype(jnp.float32)[None, :, None]
     top = jnp.maximum(state.m, sink)
     shrink = jnp.exp(state.m - top)
@@ -103,13 +112,16 @@ def add_sinks(state: Running, sinks: jax.Array) -> Running:
 
 
 def finish(state: Running, *, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """Return the output `[batch, q_length, heads, v_dim]` and the logsumexp `[batch, heads, q_length]`, float32.
+    """Return the output and the logsumexp, float32.
 
-    A row without keys is exactly 0, and its logsumexp -inf, or its sink.
+    A row without keys is exactly 0. Its logsumexp is -inf, or its sink.
 
     Args:
-      state: after all keys.
-      sinks: `[heads]`, see `add_sinks`, unless the state has them already; or None.
+      state: The state after all keys.
+      sinks: `[heads]`, or None. None too if the state has them already; see `add_sinks`.
+
+    Returns:
+      `[batch, q_length, heads, v_dim]` and `[batch, heads, q_length]`.
     """
     if sinks is not None:
         state = add_sinks(state, sinks)
@@ -120,13 +132,14 @@ def finish(state: Running, *, sinks: jax.Array | None = None) -> tuple[jax.Array
 
 
 def lse_error_of(state: Running, lse: jax.Array) -> jax.Array:
-    """Return what float32 lost of a logsumexp, `[batch, heads, q_length]`, to be added to it at the end; 0 for a row without keys.
+    """Return the rounding error of a logsumexp, `[batch, heads, q_length]`, to be added to it.
 
-    Of a largest logit of -1e9 and a logarithm of 3 nothing but -1e9 is left, and weights relative to it would sum to 20.
+    With a largest logit of -1e9 and a logarithm of 3, float32 keeps only -1e9, and weights relative
+    to it would sum to 20. The error of a row without keys is 0.
 
     Args:
-      state: after all keys, and the sinks if there are any.
-      lse: what `finish` made of it.
+      state: The state after all keys, and after the sinks if there are any.
+      lse: The logsumexp that `finish` returned for it.
     """
     none = state.l == 0.0
     lost = (state.m - jnp.where(none, 0.0, lse)) + jnp.log(jnp.where(none, 1.0, state.l))
@@ -134,7 +147,10 @@ def lse_error_of(state: Running, lse: jax.Array) -> jax.Array:
 
 
 def without_remains(operands: Operands, recipe: Recipe) -> Operands:
-    """Return operands whose values are 0 in rows that hold no key: what was left there may be NaN, and 0 times NaN is not 0."""
+    """Return operands whose values are 0 in rows that hold no key.
+
+    What an earlier sequence left in those rows may be NaN, and 0 times NaN is not 0.
+    """
     if not recipe.partly_filled:
         return operands
     lengths, positions = operands.lengths, operands.kv_positions
@@ -149,16 +165,17 @@ def without_remains(operands: Operands, recipe: Recipe) -> Operands:
 
 
 def visible(operands: Operands, rules: MaskRules) -> tuple[jax.Array, jax.Array | None]:
-    """Return which pairs attend, and the bias to add: 0 where a pair does not, so that nothing that is hidden reaches a gradient.
+    """Return which pairs attend, and the bias to add.
 
-    Every kernel takes both from here, so that a bias hides the same pairs in all of them.
+    Every kernel takes both from here, so a bias hides the same pairs in all of them. The bias is 0
+    for a hidden pair, so that no hidden number reaches a gradient.
 
     Args:
-      operands: local arrays, or a block of them.
-      rules: the static part of the mask.
+      operands: Local arrays, or a block of them.
+      rules: The static part of the mask.
 
     Returns:
-      Bool, broadcastable to `[batch, heads, q_length, kv_length]`, and the bias likewise, None without one.
+      Bool, broadcastable to `[batch, heads, q_length, kv_length]`; and the bias likewise, or None.
     """
     q, kv = operands.q_positions[:, None, :, None], operands.kv_positions[:, None, None, :]
     seen: jax.Array = pair_attends(rules, q, kv)
@@ -201,7 +218,15 @@ def logits_of(
 
 
 def products_of(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Return each query's product with each key, `[batch, heads, q_length, kv_length]`; also of a cotangent with values."""
+    """Return the products of queries and keys, or of cotangents and values.
+
+    Args:
+      q: `[batch, q_length, heads, head_dim]`.
+      k: `[batch, kv_length, kv_heads, head_dim]`.
+
+    Returns:
+      `[batch, heads, q_length, kv_length]` float32.
+    """
     batch, q_length, heads, dim = q.shape
     kv_length, kv_heads = k.shape[1:3]
     grouped = q.reshape(batch, q_length, kv_heads, heads // kv_heads, dim)
@@ -209,7 +234,13 @@ def products_of(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def weighted_sum(p: jax.Array, v: jax.Array, *, v_scale: jax.Array | None = None) -> jax.Array:
-    """Return `p v`, `[batch, heads, q_length, v_dim]`, for weights p `[batch, heads, q_length, kv_length]`, of values `v * v_scale`."""
+    """Return the sum of values `v * v_scale` with weights p, `[batch, heads, q_length, v_dim]`.
+
+    Args:
+      p: `[batch, heads, q_length, kv_length]`.
+      v: `[batch, kv_length, kv_heads, v_dim]`.
+      v_scale: `[batch, kv_length, kv_heads]`, or None.
+    """
     if v_scale is not None:
         p = p * by_head(v_scale, p.shape[1])
     out = _einsum("bkgts,bskd->bkgtd", _by_kv_head(p, v), v)
@@ -217,18 +248,31 @@ def weighted_sum(p: jax.Array, v: jax.Array, *, v_scale: jax.Array | None = None
 
 
 def by_head(scale: jax.Array, heads: int) -> jax.Array:
-    """Return scales `[batch, kv_length, kv_heads]` as factors of logits or weights, `[batch, heads, 1, kv_length]`."""
+    """Return scales `[batch, kv_length, kv_heads]` as factors `[batch, heads, 1, kv_length]`."""
     return jnp.repeat(jnp.swapaxes(scale, 1, 2), heads // scale.shape[2], axis=1)[:, :, None]
 
 
 def queries_of(ds: jax.Array, k: jax.Array) -> jax.Array:
-    """Return what cotangents of products send to the queries, `[batch, q_length, heads, head_dim]`."""
+    """Return the cotangent of the queries, `[batch, q_length, heads, head_dim]`.
+
+    Args:
+      ds: Cotangent of the products, `[batch, heads, q_length, kv_length]`.
+      k: `[batch, kv_length, kv_heads, head_dim]`.
+    """
     out = _einsum("bkgts,bskd->btkgd", _by_kv_head(ds, k), k)
     return out.reshape(ds.shape[0], ds.shape[2], ds.shape[1], k.shape[-1])
 
 
 def keys_of(ds: jax.Array, q: jax.Array, kv_heads: int) -> jax.Array:
-    """Return what cotangents of products send to the keys, `[batch, kv_length, kv_heads, head_dim]`; weights to the values."""
+    """Return the cotangent of the keys, `[batch, kv_length, kv_heads, head_dim]`.
+
+    With weights and the output's cotangent it returns the cotangent of the values.
+
+    Args:
+      ds: Cotangent of the products, `[batch, heads, q_length, kv_length]`.
+      q: `[batch, q_length, heads, head_dim]`.
+      kv_heads: Number of heads of the keys.
+    """
     batch, q_length, heads, dim = q.shape
     grouped = q.reshape(batch, q_length, kv_heads, heads // kv_heads, dim)
     return _einsum(
@@ -242,14 +286,14 @@ def _by_kv_head(p: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def full_precision(dtype: str) -> Any:
-    """Return a context in which products that name no precision have that of a dtype; for code that is not ours."""
-    return (
-        jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
-    )
+    """Return a context with the precision of a dtype, for code that sets no precision itself."""
+    if dtype == "float32":
+        return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()
 
 
 def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    # A float32 call means float32: by default an accelerator would multiply in bfloat16.
+    # By default an accelerator multiplies float32 in bfloat16.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     product = functools.partial(
         jnp.einsum, subscripts, precision=precision, preferred_element_type=jnp.float32
@@ -257,11 +301,12 @@ def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     if a.dtype == jnp.float32 and b.dtype == jnp.float32:
         out: jax.Array = product(a, b)
         return out
-    # XLA for CPUs widens such operands itself, but not in every layout: "Unsupported element type for DotThunk: BF16 x BF16 = F32".
-    found: jax.Array = jax.lax.platform_dependent(
+    # XLA for CPUs widens such operands itself, but not in every layout: "Unsupported element type
+    # for DotThunk: BF16 x BF16 = F32".
+    wide: jax.Array = jax.lax.platform_dependent(
         a,
         b,
         cpu=lambda a, b: product(a.astype(jnp.float32), b.astype(jnp.float32)),
         default=product,
     )
-    return found
+    return wide

@@ -1,8 +1,9 @@
-"""Run a kernel that JAX cannot look into, as of Pallas, on the shards of a call, forward and backward.
+"""Run a kernel that JAX cannot differentiate, such as a Pallas kernel, on the shards of a call.
 
-`shard_map` cannot know which of such a kernel's values are the same on which devices. Its own transpose would sum every
-gradient over each mesh axis that an operand does not lie over, used or not, in the operand's dtype. So the backward pass is a
-`shard_map` of its own here, and what it sums is written down: float32, over the mesh axes that split the work on an operand.
+`shard_map` cannot track through such a kernel which devices hold equal values. Its own transpose
+would sum every gradient over each mesh axis that does not shard the operand, used or not, in the
+operand's dtype. The backward pass here is therefore a `shard_map` of its own. It sums gradients in
+float32, over the mesh axes that split the work on an operand.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ from shardwright.attention.parts.shards import (
     shard_over,
 )
 from shardwright.manager.shards import place_for_shard_map
-from shardwright.resolution.partition_specs import spec_of
+from shardwright.resolution.partition_specs import entry_names, spec_of
 
 _WHAT = "a kernel that JAX cannot look into, such as splash or cudnn,"
-_HALF = ("q", "k", "v")  # in the call's dtype; what else has gradients is float32
+# These are in the call's dtype. The other operands with gradients are float32.
+_HALF = ("q", "k", "v")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Job:
-    """What is known before there are arrays.
+    """The static part.
 
     Attributes:
-      kernel: function of local operands.
-      call: what they are.
-      floats: where each operand that has a gradient lies, by name.
+      kernel: Function of local operands.
+      call: The call.
+      floats: The specs of the operands that have gradients, by name.
       others: The specs of the rest: operands without floats, and the numbers of the heads.
     """
 
@@ -53,17 +55,18 @@ class _Job:
 def run_opaque(
     kernel: Callable[[Operands], Result], operands: Operands, call: AttentionCall
 ) -> Result:
-    """Return `kernel(shards)` as global arrays; without a mesh simply `kernel(operands)`. Differentiable if the kernel is,
-    in reverse mode; forward mode is refused.
+    """Return `kernel(shards)` as global arrays; `kernel(operands)` without a mesh.
 
-    What the kernel gets is as in `_shards.run_on_shards`; it returns an output, and the logsumexp if the call asks for it. Beside
-    what the kernel sends, nothing is sent but, backward, the gradients of kv heads that several shards read, and of sinks and
-    biases that several shards of the batch or the sequence share.
+    The kernel gets what `shards.run_on_shards` passes. It returns an output, and the logsumexp if
+    the call asks for it. The result is differentiable in reverse mode if the kernel is. Forward
+    mode is refused. Beside what the kernel sends, only gradients are sent: those of kv heads that
+    several shards read, and those of sinks and biases that several shards of the batch or the
+    sequence share.
 
     Args:
-      kernel: function of local operands.
-      operands: global arrays.
-      call: what they are and where they lie.
+      kernel: Function of local operands.
+      operands: Global arrays.
+      call: Their description and sharding.
     """
     named, rest = split_floats(operands)
     named = refuse_tangents(named, _WHAT)
@@ -91,16 +94,13 @@ def run_opaque(
 
 
 def inside_shard_map() -> tuple[str, ...]:
-    """Return the reason of a kernel that JAX cannot look into where a `shard_map` is around the call: it tracks what varies."""
+    """Return the reason against a `shard_map` around the call, which tracks varying mesh axes."""
     ambient = _jax.ambient_mesh()
     manual = "+".join(ambient.manual_axes) if ambient is not None else ""
-    return (
-        (
-            f"a shard_map around the call has split {manual}, and its kernel needs one that checks nothing",
-        )
-        if manual
-        else ()
-    )
+    if not manual:
+        return ()
+    split = f"a shard_map around the call has split {manual}"
+    return (f"{split}, and its kernel needs one that checks nothing",)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -134,19 +134,19 @@ _alone.defvjp(_alone_forward, _alone_backward)
 
 
 def _run_forward(job: _Job, floats: dict[str, Any], others: Any) -> Any:
-    """Return the output, and what the kernel's backward pass needs: each shard's own, along a leading dim."""
+    """Return the output, and the kernel's residuals with a leading dim of shards."""
 
     def local(floats: dict[str, Any], others: Any) -> Any:
         read, rest = split_floats(_read(job, floats, others))
-        # Gradients in float32, as far as the kernel gives them, until they are summed; the casts of the operands cancel.
+        # Keep gradients in float32 until they are summed. The casts of the operands cancel.
         wide = {name: x if x is None else x.astype(jnp.float32) for name, x in read.items()}
-        found, pull_back = jax.vjp(lambda wide: job.kernel(rest.replace(**_as(wide, read))), wide)
-        return found, jax.tree.map(lambda kept: kept[None], pull_back)
+        result, pull_back = jax.vjp(lambda wide: job.kernel(rest.replace(**_as(wide, read))), wide)
+        return result, jax.tree.map(lambda kept: kept[None], pull_back)
 
-    found, pull_back = _over(
+    result, pull_back = _over(
         job, local, (job.floats, job.others), (_out_specs(job), _by_shard(job))
     )(floats, others)
-    return found, (pull_back, others)
+    return result, (pull_back, others)
 
 
 def _run_backward(job: _Job, kept: Any, cotangents: Result) -> Any:
@@ -189,9 +189,9 @@ def _as(values: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_all_kv_heads(job: _Job, grads: dict[str, Any], others: Any) -> dict[str, Any]:
-    """Return gradients of the kv heads that were read as gradients of all local ones."""
+    """Return gradients of all local kv heads from those of the heads that were read."""
     call, (_, *heads) = job.call, others
-    there = call.kv_heads // call.shards(call.specs.kv_heads)
+    local_heads = call.kv_heads // call.shards(call.specs.kv_heads)
 
     def pick(k: jax.Array, v: jax.Array) -> Any:
         shard = pick_kv_heads(
@@ -200,7 +200,7 @@ def _of_all_kv_heads(job: _Job, grads: dict[str, Any], others: Any) -> dict[str,
         return shard.k, shard.v
 
     shapes = [
-        jax.ShapeDtypeStruct((*x.shape[:2], there, x.shape[3]), x.dtype)
+        jax.ShapeDtypeStruct((*x.shape[:2], local_heads, x.shape[3]), x.dtype)
         for x in (grads["k"], grads["v"])
     ]
     dk, dv = jax.linear_transpose(pick, *shapes)((grads["k"], grads["v"]))
@@ -208,16 +208,12 @@ def _of_all_kv_heads(job: _Job, grads: dict[str, Any], others: Any) -> dict[str,
 
 
 def _sum(job: _Job, name: str, grad: jax.Array) -> jax.Array:
-    """Return a gradient in its operand's dtype, summed over the mesh axes of the call that the operand does not lie over."""
-    lies = {
-        axis
-        for entry in job.floats[name]
-        for axis in ((entry,) if isinstance(entry, str) else entry or ())
-    }
-    over = tuple(axis for axis in job.call.specs.mesh_axes if axis not in lies)
+    """Return a gradient in its operand's dtype, summed over the mesh axes that do not shard it."""
+    own = {axis for entry in job.floats[name] for axis in entry_names(entry)}
+    over = tuple(axis for axis in job.call.specs.mesh_axes if axis not in own)
     dtype = jnp.dtype(job.call.dtype if name in _HALF else jnp.float32)
     if over:
-        # Rounded by name: of a sum that is only cast XLA makes one in bfloat16, on TPUs.
+        # Round explicitly. XLA for TPUs turns a float32 sum with a cast into a sum in bfloat16.
         kind = jnp.finfo(dtype)
         grad = jax.lax.reduce_precision(
             jax.lax.psum(grad, over), exponent_bits=kind.nexp, mantissa_bits=kind.nmant

@@ -1,4 +1,7 @@
-"""What implementations that shard the length of the keys share: rows of the whole sequence, and k and v as one array."""
+"""What implementations that shard the keys' length share.
+
+These are whole rows of positions and segments, k and v packed as one array, and sizes of blocks.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,23 @@ import jax.numpy as jnp
 
 from shardwright.attention.call import AttentionCall, Operands, Recipe, default_positions
 
-# What is None in an Operands that only holds what is not differentiated.
+# The operands that have gradients.
 FLOATS = ("q", "k", "v", "bias", "sinks")
+# Blocks are not cut below this many rows.
 _SMALL = 128
 
 
 def split_floats(operands: Operands) -> tuple[dict[str, Any], Operands]:
     """Return the operands that have gradients, by name, and the rest."""
-    return {name: getattr(operands, name) for name in FLOATS}, operands.replace(
-        **dict.fromkeys(FLOATS)
-    )
+    floats = {name: getattr(operands, name) for name in FLOATS}
+    return floats, operands.replace(**dict.fromkeys(FLOATS))
 
 
 def with_whole_rows(shard: Operands, call: AttentionCall) -> Operands:
-    """Return the local operands with the positions and segment ids of all keys, and with all columns of a mask and a bias.
+    """Return local operands with positions and segment ids of all keys, and all mask columns.
 
-    Positions that count from an offset are computed. What is an array is gathered, once and small: `4 * kv_length` bytes per row.
+    Positions that count from an offset are computed. Arrays are gathered once: `4 * kv_length`
+    bytes per row.
     """
     axes = call.specs.kv_length
     rows: dict[str, jax.Array] = {"kv_segment_ids": shard.kv_segment_ids} if call.segments else {}
@@ -37,20 +41,20 @@ def with_whole_rows(shard: Operands, call: AttentionCall) -> Operands:
         changed["kv_positions"] = default_positions(call.kv_length)
     changed |= {name: gather(array, axes, dim=1) for name, array in rows.items()}
     for name, shape in (("mask", call.mask_shape), ("bias", call.bias_shape)):
-        # One row for all queries: its columns are the ones that are sharded.
+        # With one row for all queries, the columns are sharded.
         if shape is not None and shape[2] == 1 and shape[3] > 1:
             changed[name] = gather(getattr(shard, name), axes, dim=3)
     return shard.replace(**changed)
 
 
 def gather(array: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
-    """Return the shards of all ranks, joined along a dim."""
+    """Return the shards of all ranks, concatenated along a dim."""
     whole: jax.Array = jax.lax.all_gather(array, axes, axis=dim, tiled=True)
     return whole
 
 
 def keys_at(operands: Operands, start: Any, *, k: jax.Array, v: jax.Array) -> Operands:
-    """Return operands with whole rows, narrowed to the keys k and v that start at row `start`."""
+    """Return operands with whole rows, narrowed to keys k and v that start at row `start`."""
     length = k.shape[1]
     dims = {"kv_positions": 1, "kv_segment_ids": 1, "mask": 3, "bias": 3}
     changed = {}
@@ -62,7 +66,7 @@ def keys_at(operands: Operands, start: Any, *, k: jax.Array, v: jax.Array) -> Op
 
 
 def pack(k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-    """Return k and v as one array to send, where dtypes allow: one on top of the other, or head by head if sizes differ."""
+    """Return k and v as one array to send if their dtypes are equal: stacked, or concatenated."""
     if k.dtype != v.dtype:
         return k, v
     return (jnp.stack([k, v]) if k.shape == v.shape else jnp.concatenate([k, v], axis=-1),)
@@ -77,28 +81,28 @@ def unpack(packed: Sequence[jax.Array], *, head_dim: int) -> tuple[jax.Array, ja
 
 
 def blocks(recipe: Recipe, shard: Operands, call: AttentionCall) -> Recipe:
-    """Return a recipe whose blocks suit a shard: logits of a block no larger than its keys and values, down to 128 rows."""
+    """Return a recipe whose logits of a block are no larger than the shard's keys and values."""
     limit = shard.k.nbytes + shard.v.nbytes
     q_block, kv_block = (
         min(recipe.q_block, shard.q.shape[1]),
         min(recipe.kv_block, shard.k.shape[1]),
     )
-    while (
-        4 * shard.q.shape[0] * shard.q.shape[2] * q_block * kv_block > limit
-        and max(q_block, kv_block) > _SMALL
-    ):
-        q_block, kv_block = (
-            (-(-q_block // 2), kv_block) if q_block > kv_block else (q_block, -(-kv_block // 2))
-        )
+    rows = 4 * shard.q.shape[0] * shard.q.shape[2]
+    while rows * q_block * kv_block > limit and max(q_block, kv_block) > _SMALL:
+        if q_block > kv_block:
+            q_block = -(-q_block // 2)
+        else:
+            kv_block = -(-kv_block // 2)
     return within_halves(
         dataclasses.replace(recipe, q_block=q_block, kv_block=kv_block), shard, call
     )
 
 
 def within_halves(recipe: Recipe, shard: Operands, call: AttentionCall) -> Recipe:
-    """Return a recipe none of whose blocks lies in two halves of a shard, where positions are arrays.
+    """Return a recipe whose blocks do not cross the middle of a shard, if positions are arrays.
 
-    In zigzag order the halves stand far apart: a block with rows of both could never be skipped.
+    In zigzag order the positions of the two halves are far apart, and a block with rows of both
+    could never be skipped.
     """
     if call.q_offset is not None or not recipe.mask.positional:
         return recipe
@@ -110,12 +114,12 @@ def within_halves(recipe: Recipe, shard: Operands, call: AttentionCall) -> Recip
 
 
 def _within_half(block: int, length: int) -> int:
-    half = -(-length // 2)  # of an odd length one half is a row longer
+    half = -(-length // 2)  # with an odd length, one half is a row longer
     return -(-half // -(-half // block))
 
 
 def add_columns(whole: jax.Array | None, part: jax.Array | None, start: Any) -> jax.Array | None:
-    """Return a bias's gradient with that of the keys from row `start` added."""
+    """Return the gradient of a bias, with that of the keys from row `start` on added."""
     if whole is None or part is None:
         return None
     if whole.shape == part.shape:
@@ -124,31 +128,30 @@ def add_columns(whole: jax.Array | None, part: jax.Array | None, start: Any) -> 
     return jax.lax.dynamic_update_slice_in_dim(whole, old + part, start, 3)
 
 
-def cotangents(floats: dict[str, Any], **found: jax.Array | None) -> dict[str, Any]:
-    """Return gradients in the dtypes of what they are of."""
+def cotangents(floats: dict[str, Any], **grads: jax.Array | None) -> dict[str, Any]:
+    """Return gradients in the dtypes of their operands."""
     return {
-        name: None if one is None else one.astype(floats[name].dtype) for name, one in found.items()
+        name: None if grad is None else grad.astype(floats[name].dtype)
+        for name, grad in grads.items()
     }
 
 
 def sent_again(operands: Operands, do: jax.Array) -> tuple[Operands, jax.Array]:
-    """Return the operands and the output's cotangent, so that a compiler keeps nothing of what the forward pass received.
+    """Return the operands and the output's cotangent behind an optimization barrier.
 
-    What sends the same keys twice would else be merged, and every layer hold the keys of other ranks until its backward pass.
+    The backward pass sends the same keys again. Without the barrier XLA would merge the two sends,
+    and every layer would hold the keys of other ranks until its backward pass.
     """
     k, v, do = jax.lax.optimization_barrier((operands.k, operands.v, do))
     return operands.replace(k=k, v=v), do
 
 
 def apart(call: AttentionCall) -> tuple[str, ...]:
-    """Return the reason of a kernel that needs the lengths of queries and keys over the same mesh axes."""
+    """Return the reason of a kernel whose queries and keys need the same mesh axes."""
+    if call.specs.q_length == call.specs.kv_length:
+        return ()
     q, kv = (
         "+".join(axes) or "no mesh axis" for axes in (call.specs.q_length, call.specs.kv_length)
     )
-    return (
-        ()
-        if q == kv
-        else (
-            f"the length of the queries is sharded over {q}, that of the keys over {kv}; it needs both over the same",
-        )
-    )
+    lengths = f"the length of the queries is sharded over {q}, that of the keys over {kv}"
+    return (f"{lengths}; it needs both over the same",)

@@ -51,7 +51,7 @@ def shard_over(
 ) -> Callable[..., Any]:
     """Return a function of global arrays on the call's mesh, from one of local arrays.
 
-    `shard_map` does not track here which mesh axes values vary over: it cannot do so through Pallas.
+    `shard_map` does not track which mesh axes values vary over, as it cannot do so through Pallas.
 
     Args:
       local: Function of local arrays.
