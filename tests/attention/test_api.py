@@ -73,7 +73,7 @@ def test_equals_jax_nn(implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["vanilla", "blockwise"])
 @pytest.mark.slow
-def test_equals_splash_with_sinks_segments_and_a_cap(implementation: str) -> None:
+def test_equals_jax_splash(implementation: str) -> None:
     x = arrays(batch=2, q_length=16, kv_length=16, heads=2, kv_heads=1)
     ids = jnp.sort(jax.random.randint(jax.random.key(1), (2, 16), 0, 3))
     sinks = jnp.array([0.5, -1.0])
@@ -115,27 +115,25 @@ def seen_by(values: dict[str, Any], **options: Any) -> np.ndarray:
     return np.asarray(found.weights[0, 0] > 0).astype(int)
 
 
-def test_the_last_query_stands_at_the_last_key() -> None:
+def test_last_query_is_at_last_key() -> None:
     few = seen_by(arrays(q_length=2, kv_length=4), causal=True)
     np.testing.assert_array_equal(few, [[1, 1, 1, 0], [1, 1, 1, 1]])
     many = seen_by(arrays(q_length=4, kv_length=2), causal=True)
     np.testing.assert_array_equal(many, [[0, 0], [0, 0], [1, 0], [1, 1]])
 
 
-def test_in_decode_the_last_query_stands_at_the_last_valid_key() -> None:
+def test_last_query_is_at_last_valid_key_in_decode() -> None:
     lengths = jnp.array([3, 4, 4, 4])
     found = seen_by(arrays(q_length=2, kv_length=4), causal=True, lengths=lengths, mode="decode")
     np.testing.assert_array_equal(found, [[1, 1, 0, 0], [1, 1, 1, 0]])
 
 
-def test_in_training_lengths_leave_queries_where_they_are() -> None:
+def test_lengths_do_not_move_queries_in_training() -> None:
     found = seen_by(arrays(q_length=4, kv_length=4), causal=True, lengths=jnp.array([2, 4, 4, 4]))
     np.testing.assert_array_equal(found, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]])
 
 
-def test_positions_of_one_sequence_are_those_of_its_keys_in_training_and_of_a_caches_rows_in_decode() -> (
-    None
-):
+def test_key_positions_default_by_mode() -> None:
     x = arrays(q_length=4, kv_length=4)
     order = jnp.array([3, 0, 2, 1])
     np.testing.assert_array_equal(
@@ -146,7 +144,7 @@ def test_positions_of_one_sequence_are_those_of_its_keys_in_training_and_of_a_ca
     np.testing.assert_array_equal(cache, (np.arange(4)[None] <= np.asarray(order)[:, None]))
 
 
-def test_a_mask_value_and_keywords_say_the_same() -> None:
+def test_mask_value_equals_keywords() -> None:
     x = arrays()
     ids = jnp.sort(jax.random.randint(jax.random.key(1), (4, 24), 0, 3))
     value = masks.causal() & masks.window(left=5) & masks.segments(ids)
@@ -162,7 +160,7 @@ def test_a_mask_value_and_keywords_say_the_same() -> None:
 # Dropout.
 
 
-def test_dropout_drops_what_it_says_and_the_same_on_every_mesh() -> None:
+def test_dropout_is_equal_on_every_mesh() -> None:
     x = arrays(batch=4, q_length=64, kv_length=64)
     x["v"] = jnp.ones_like(x["v"])
     plain = attend(x, dropout=0.25, dropout_key=jax.random.key(3))
@@ -175,7 +173,7 @@ def test_dropout_drops_what_it_says_and_the_same_on_every_mesh() -> None:
 
 
 @pytest.mark.slow
-def test_weights_are_kept_at_the_rate_that_is_asked_for() -> None:
+def test_dropout_rate() -> None:
     found = attend(
         arrays(q_length=96, kv_length=96),
         implementation="vanilla",
@@ -193,7 +191,7 @@ def test_weights_are_kept_at_the_rate_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-def test_the_output_lies_as_the_queries_do_and_nothing_is_sent(axis_types: Any) -> None:
+def test_output_is_sharded_like_q_without_communication(axis_types: Any) -> None:
     pm = sw.PartitionManager(
         sw.Strategy.loads(STRATEGY), mesh=cpu_mesh("dp:2,tp:4", axis_types=axis_types)
     )
@@ -215,7 +213,7 @@ def test_the_output_lies_as_the_queries_do_and_nothing_is_sent(axis_types: Any) 
 
 @pytest.mark.parametrize("implementation", ["vanilla", "blockwise", "flash_decode", "sdpa"])
 @pytest.mark.sweep(keep=2)
-def test_nothing_is_promoted_in_silence(implementation: str) -> None:
+def test_dtypes_are_not_promoted(implementation: str) -> None:
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         grads = jax.grad(
             lambda x: jnp.sum(attend(x, causal=True, window=(5, 0), implementation=implementation))
@@ -232,7 +230,7 @@ def test_nothing_is_promoted_in_silence(implementation: str) -> None:
     np.testing.assert_allclose(o, 1.0, rtol=1e-6)
 
 
-def test_an_eager_call_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_call_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = []
 
     def run(operands: Any, call: Any) -> Any:
@@ -250,7 +248,7 @@ def test_an_eager_call_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention.explain(**arrays(), mode="train").name == "blockwise"
 
 
-def test_the_choice_is_printed_with_its_reasons() -> None:
+def test_choice_prints_its_reasons() -> None:
     with sw.PartitionManager(sw.Strategy.loads(STRATEGY), mesh=cpu_mesh("dp:2,tp:4")):
         said = str(
             attention.explain(**arrays(), mode="train", implementation="auto", return_weights=True)

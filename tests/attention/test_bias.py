@@ -67,7 +67,7 @@ def test_biases_equal_the_oracle(implementation: str, mesh: str, name: str) -> N
         (np.nan, "float32", False),
     ],
 )
-def test_what_hides(value: float, dtype: str, hides: bool) -> None:
+def test_bias_that_hides(value: float, dtype: str, hides: bool) -> None:
     assert bool(bias_hides(jnp.asarray(value, dtype))) is hides
 
 
@@ -89,7 +89,7 @@ def value_and_grads(implementation: str, bias: Any, **options: Any) -> tuple[Any
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("implementation", ONE)
-def test_nan_and_infinity_show_in_their_row(implementation: str, value: float) -> None:
+def test_nan_and_infinity_stay_in_their_row(implementation: str, value: float) -> None:
     bias = np.zeros((1, 1, 6, 6), np.float32)
     bias[..., 2, 1] = value
     o, _ = value_and_grads(implementation, bias)
@@ -101,7 +101,7 @@ def test_nan_and_infinity_show_in_their_row(implementation: str, value: float) -
     ("implementation", "softcap"),
     [("vanilla", 2.0), ("vanilla", None), ("blockwise", 2.0), ("sdpa", None)],
 )
-def test_a_bias_behind_a_mask_may_be_anything(implementation: str, softcap: float | None) -> None:
+def test_masked_bias_is_ignored(implementation: str, softcap: float | None) -> None:
     later = np.arange(6)[None, :] > np.arange(6)[:, None]
     bias = np.where(later, np.array([np.nan, np.inf, -np.inf])[np.arange(6) % 3], 0.5)[
         None, None
@@ -113,7 +113,7 @@ def test_a_bias_behind_a_mask_may_be_anything(implementation: str, softcap: floa
 
 
 @pytest.mark.parametrize("implementation", ONE)
-def test_a_row_of_large_biases_is_an_average(implementation: str) -> None:
+def test_row_of_large_biases_is_an_average(implementation: str) -> None:
     bias = np.full((1, 1, 6, 6), -1e9, np.float32)
     o, (_, _, dv, _) = value_and_grads(implementation, bias)
     v = jax.random.normal(jax.random.key(2), SHAPE)

@@ -82,13 +82,13 @@ def test_blocks_equal_the_oracle(name: str, left_out: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 13, 21), (2, 4, 1, 21), (2, 1, 13, 1), (1, 1, 1, 1)])
-def test_a_broadcast_bias_gets_the_sum(shape: tuple[int, ...]) -> None:
+def test_broadcast_bias_gradient_is_summed(shape: tuple[int, ...]) -> None:
     operands = make_operands().replace(bias=jax.random.normal(jax.random.key(3), shape))
     found = value_and_grads(lambda x: blockwise.attend(x, RECIPES["full"]), operands)
     assert_close(found, value_and_grads(lambda x: oracle(x, RECIPES["full"]), operands))
 
 
-def test_a_row_without_keys_is_exactly_zero() -> None:
+def test_row_without_keys_is_exactly_zero() -> None:
     operands = without(make_operands(), "bias", "sinks", "mask", "q_segment_ids", "kv_segment_ids")
     (out, grads) = value_and_grads(lambda x: blockwise.attend(x, RECIPES["full"]), operands)
     assert int(operands.lengths[0]) == 0
@@ -99,7 +99,7 @@ def test_a_row_without_keys_is_exactly_zero() -> None:
 
 
 @pytest.mark.slow
-def test_keys_may_come_in_pieces() -> None:
+def test_keys_in_pieces() -> None:
     operands, recipe = make_operands(), RECIPES["causal dropped"]
     want = value_and_grads(lambda x: oracle(x, recipe), operands)
 
@@ -148,7 +148,7 @@ def test_keys_may_come_in_pieces() -> None:
     ],
     ids=str,
 )
-def test_blocks_that_nobody_attends_to_are_never_read(mask: MaskRules) -> None:
+def test_empty_blocks_are_not_read(mask: MaskRules) -> None:
     operands, recipe = (
         make_operands(q_length=32, kv_length=32),
         Recipe(scale=0.3, mask=mask, q_block=8, kv_block=8),
@@ -172,7 +172,7 @@ def temporaries(attend: Callable[[Operands], Any], length: int) -> int:
 
 
 @pytest.mark.slow
-def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
+def test_memory_is_linear_in_length() -> None:
     recipe = Recipe(scale=0.3, q_block=64, kv_block=64, mask=MaskRules(causal=True))
     blocks = functools.partial(blockwise.attend, recipe=recipe)
     assert temporaries(blocks, 2048) < 2.5 * temporaries(blocks, 1024)

@@ -237,7 +237,7 @@ def test_equals_attention_to_lists_of_tokens(name: str, place: str) -> None:
 )
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.sweep(keep=1)
-def test_prefill_may_shard_the_queries(name: str, axis_types: str) -> None:
+def test_prefill_with_sharded_queries(name: str, axis_types: str) -> None:
     manager = manager_of("length" if name != "paged" else "heads", "prefill", axis_types)
     here = session(name, manager)
     found = here.step(4, seed=1, valid=RAGGED)
@@ -248,7 +248,7 @@ def test_prefill_may_shard_the_queries(name: str, axis_types: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "sliding", "quantized", "paged"])
-def test_explicit_meshes_give_the_same(name: str) -> None:
+def test_explicit_meshes(name: str) -> None:
     serve(session(name, manager_of("all of them", axis_types="explicit")))
 
 
@@ -256,7 +256,7 @@ def test_explicit_meshes_give_the_same(name: str) -> None:
     "name",
     [pytest.param(name, marks=[] if name == "sliding" else pytest.mark.slow) for name in CACHES],
 )
-def test_without_a_manager_and_a_trace(name: str) -> None:
+def test_without_manager_and_trace(name: str) -> None:
     serve(session(name, jitted=False))
 
 
@@ -270,7 +270,7 @@ def test_without_a_manager_and_a_trace(name: str) -> None:
         ),
     ],
 )
-def test_many_tokens_at_once_are_as_many_single_steps(name: str) -> None:
+def test_chunk_equals_single_steps(name: str) -> None:
     q, k, v = tokens(20, seed=7)
     with manager_of("length"):
         start = append_and_attend(*tokens(4, seed=8), make(name)).cache
@@ -300,7 +300,7 @@ def test_options_reach_the_arithmetic(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dense", pytest.param("paged", marks=pytest.mark.slow)])
-def test_slots_that_refuse_get_zeros_and_stay(name: str) -> None:
+def test_refusing_slots_get_zeros_and_stay(name: str) -> None:
     here = session(name)
     here.step(44, seed=1, valid=np.arange(44)[None] < np.array([[44], [8], [40], [0]]))
     before = np.asarray(here.cache.length)
@@ -312,7 +312,7 @@ def test_slots_that_refuse_get_zeros_and_stay(name: str) -> None:
     assert bool(jnp.any(found.o[1:] != 0, axis=(2, 3)).all())
 
 
-def test_rows_that_are_no_tokens_may_hold_anything() -> None:
+def test_rows_without_token_may_hold_anything() -> None:
     q, k, v = tokens(4, seed=1)
     wild = [np.where(RAGGED[:, :, None, None], x, np.nan).astype(np.float32) for x in (q, k, v)]
     for name in ("dense", "paged"):
@@ -334,9 +334,7 @@ def test_rows_that_are_no_tokens_may_hold_anything() -> None:
     ],
 )
 @pytest.mark.sweep(keep=3)
-def test_what_an_earlier_sequence_left_behind_is_never_seen(
-    name: str, implementation: str | None
-) -> None:
+def test_remains_of_earlier_sequence_are_hidden(name: str, implementation: str | None) -> None:
     q, k, v = (jnp.asarray(x) for x in tokens(6))
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, DIM - V_DIM)))
     cache = (
@@ -356,7 +354,7 @@ def test_what_an_earlier_sequence_left_behind_is_never_seen(
 
 @pytest.mark.parametrize("implementation", ["vanilla", "blockwise", "sdpa"])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_rows_that_do_not_exist_may_hold_nan(batch: int, implementation: str) -> None:
+def test_missing_rows_may_hold_nan(batch: int, implementation: str) -> None:
     q, k, v = (jax.random.normal(jax.random.key(at), (batch, 4, 2, 8)) for at in range(3))
     options = {
         "positions": jnp.arange(4),
@@ -371,7 +369,7 @@ def test_rows_that_do_not_exist_may_hold_nan(batch: int, implementation: str) ->
     assert np.isfinite(found).all()
 
 
-def test_of_attention_that_is_not_causal_rows_without_a_token_get_zeros() -> None:
+def test_not_causal_rows_without_token_get_zeros() -> None:
     here = session("dense", jitted=False, causal=False)
     here.step(4, seed=1, valid=RAGGED)
     here.step(4, seed=2)
@@ -399,7 +397,7 @@ def abstract(count: int, manager: sw.PartitionManager) -> Any:
         ),
     ],
 )
-def test_what_decode_sends_does_not_grow_with_the_cache(name: str, count: int) -> None:
+def test_decode_bytes_do_not_grow_with_cache(name: str, count: int) -> None:
     sent = []
     for capacity in (64, 512):
         changes = {"window": capacity - 4} if name == "sliding" else {}
@@ -429,7 +427,7 @@ def sent_by(name: str, count: int, **changes: Any) -> list[tuple[Any, int]]:
         pytest.param("quantized", marks=pytest.mark.slow),
     ],
 )
-def test_sharded_by_batch_or_by_heads_nothing_is_sent(name: str, place: str) -> None:
+def test_no_communication_over_batch_or_heads(name: str, place: str) -> None:
     manager = manager_of(place)
     with manager:
         program = (
@@ -440,14 +438,14 @@ def test_sharded_by_batch_or_by_heads_nothing_is_sent(name: str, place: str) -> 
         assert_no_collectives(program)
 
 
-def test_a_chunk_behind_a_ring_sends_no_rows_of_the_ring() -> None:
+def test_chunk_after_ring_sends_no_ring_rows() -> None:
     longer, shorter = ({"window": window, "capacity": 512} for window in (512, 508))
     assert (
         sent_by("sliding", 4, **longer) == sent_by("sliding", 4, **shorter) == sent_by("dense", 4)
     )
 
 
-def test_next_positions_follow_the_cache() -> None:
+def test_next_positions() -> None:
     cache = append_and_attend(*tokens(4), make("sliding"), valid=RAGGED).cache
     assert next_positions(cache).tolist() == [[3], [0], [3], [4]]
     valid = np.array([[True, False, True]] * BATCH)
@@ -464,7 +462,7 @@ def test_next_positions_follow_the_cache() -> None:
         next_positions(cache, q_length=2, valid=valid)
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_bad_arguments() -> None:
     q, k, v = tokens(4)
     with pytest.raises(AttentionError, match=r"q has \[batch, q_length\] \(4, 3\), and k \(4, 4\)"):
         append_and_attend(q[:, :3], k, v, make("dense"))
@@ -482,7 +480,7 @@ def test_what_cannot_be_is_said() -> None:
         append_and_attend(q, k, v, make("dense"), mode="insert")
 
 
-def test_a_cache_that_lies_elsewhere_is_not_moved_silently() -> None:
+def test_cache_is_not_resharded_silently() -> None:
     q, k, v = tokens(4)
     rules = RULES.format(page="-") + 'kv_length = "-"\n'
     pm = sw.PartitionManager(sw.Strategy.loads(rules), mesh=cpu_mesh("dp:1,sp:4,tp:1")).for_mode(
@@ -491,6 +489,7 @@ def test_a_cache_that_lies_elsewhere_is_not_moved_silently() -> None:
     with pm:
         cache = make("dense")
         with pytest.raises(
-            AttentionError, match=r"lies as decode says, k P\(None, 'sp'\), and prefill says P\(\)"
+            AttentionError,
+            match=r"sharded for decode, k as P\(None, 'sp'\), and prefill needs P\(\)",
         ):
             append_and_attend(q, k, v, cache, mode="prefill")

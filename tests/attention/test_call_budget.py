@@ -62,7 +62,7 @@ def manager() -> sw.PartitionManager:
 
 @pytest.mark.parametrize("kernel", ["kernel traced again", "kernel known"])
 @pytest.mark.parametrize("length", [64, 1024])
-def test_a_causal_call_within_its_budget(length: int, kernel: str) -> None:
+def test_causal_call_within_budget(length: int, kernel: str) -> None:
     """The third trace; with short lengths of one block, and with loops over blocks."""
     pm = manager()
     q, k = jnp.ones((4, length, 8, 16)), jnp.ones((4, length, 8, 16))

@@ -45,7 +45,7 @@ def test_every_implementation_has_a_row() -> None:
     assert set(ROWS) == {one.name for one in implementation.SHIPPED}
 
 
-def test_the_few_cells_that_run_by_default_see_every_case_and_every_mesh() -> None:
+def test_default_cells_cover_cases_and_meshes() -> None:
     few = [cell for cell, fast in cells() if fast and cell.implementation in list(ROWS)[:4]]
     assert {cell.case for cell in few} == set(CASES)
     assert {cell.mesh for cell in few} == set(MESHES)
@@ -72,14 +72,14 @@ def replace_blockwise(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setattr(implementation, "SHIPPED", tuple(shipped))
 
 
-def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     real = implementation.find("blockwise").run
     replace_blockwise(monkeypatch, run=lambda x, call: real(x.replace(q=x.q * 1.0001), call))
     with pytest.raises(AssertionError, match=r"blockwise-full.*: o: .* is more than 2e-06"):
         check(cell_of("full", "one"))
 
 
-def test_refusing_more_than_the_row_says_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusing_more_than_the_row_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_blockwise(monkeypatch, supports=lambda call: ("I am tired",))
     with pytest.raises(
         AssertionError, match=re.escape("blockwise-full-float32-one-auto: ['I am tired']")
@@ -87,7 +87,7 @@ def test_refusing_more_than_the_row_says_is_seen(monkeypatch: pytest.MonkeyPatch
         check(cell_of("full", "one"))
 
 
-def test_refusing_less_than_the_row_says_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusing_less_than_the_row_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_blockwise(monkeypatch, supports=lambda call: ())
     with pytest.raises(
         AssertionError, match=re.escape("blockwise-full-float32-sp-auto: not refused")

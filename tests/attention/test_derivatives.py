@@ -74,7 +74,7 @@ def test_forward_mode_and_derivatives_of_gradients(implementation: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, want)
 
 
-def test_a_hessian_and_batches_of_gradients() -> None:
+def test_hessian_and_batched_gradients() -> None:
     q, *rest = arrays()
 
     def of_q(q: jax.Array, implementation: str) -> jax.Array:
@@ -105,7 +105,7 @@ def test_a_hessian_and_batches_of_gradients() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["blockwise", "ring", "allgather_kv", "ulysses"])
-def test_saved_names_spare_the_forward_pass(implementation: str) -> None:
+def test_saved_names_avoid_second_forward_pass(implementation: str) -> None:
     """Products are counted in the program: two of a forward pass for each time that keys are read, and it runs once or twice."""
     pm = sw.PartitionManager(sw.Strategy.loads(STRATEGY), mesh=cpu_mesh(MESHES[implementation]))
     q, k, v, _, _ = arrays()

@@ -104,9 +104,7 @@ def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=["", "logsumexp"])
 @pytest.mark.parametrize("mesh", ["sp:4", "sp:3"])
 @pytest.mark.parametrize("rows", [48, 192])
-def test_few_queries_take_one_gather_whatever_the_number_of_keys(
-    rows: int, mesh: str, options: dict[str, Any]
-) -> None:
+def test_few_queries_take_one_gather(rows: int, mesh: str, options: dict[str, Any]) -> None:
     call = Call(rows=rows, mesh=mesh, drafts=2)
     parts = 4 * call.batch * call.heads * call.drafts * (call.v_dim + 1) * call.manager.mesh.size
     assert_collectives(
@@ -120,7 +118,7 @@ def test_few_queries_take_one_gather_whatever_the_number_of_keys(
 
 
 @pytest.mark.parametrize("rows", [48, 192])
-def test_many_are_swapped_once_and_their_heads_gathered_once_whatever_the_number_of_keys(
+def test_many_queries_take_all_to_all_and_gather(
     rows: int,
 ) -> None:
     call = Call(rows=rows, batch=64, v_dim=32)
@@ -136,7 +134,7 @@ def test_many_are_swapped_once_and_their_heads_gathered_once_whatever_the_number
 
 
 @pytest.mark.parametrize("rows", [48, 192])
-def test_heads_that_do_not_divide_take_a_maximum_and_a_sum(rows: int) -> None:
+def test_indivisible_heads_take_maximum_and_sum(rows: int) -> None:
     call = Call(rows=rows, mesh="sp:3", drafts=2, batch=48, v_dim=32)
     rows_of_queries = 4 * call.batch * call.heads * call.drafts
     assert_collectives(
@@ -149,9 +147,7 @@ def test_heads_that_do_not_divide_take_a_maximum_and_a_sum(rows: int) -> None:
     )
 
 
-def test_an_output_with_heads_over_the_keys_mesh_axis_needs_no_second_collective_but_the_queries_one() -> (
-    None
-):
+def test_output_heads_over_the_keys_mesh_axis() -> None:
     call = Call(mesh="sp:2,tp:2", head="tp+sp", rows=48)
     compiled = call.compiled()
     local = 4 * call.batch * call.heads // 2
@@ -167,12 +163,12 @@ def test_an_output_with_heads_over_the_keys_mesh_axis_needs_no_second_collective
         assert_spec(found, call.manager.resolve(Q_AXES, shape=found.shape))
 
 
-def test_keys_on_one_device_send_nothing() -> None:
+def test_whole_keys_send_nothing() -> None:
     call = Call(mesh="dp:2,tp:2")
     assert_no_collectives(call.compiled(), mesh=call.manager.mesh)
 
 
-def test_the_logsumexp_travels_with_the_output() -> None:
+def test_logsumexp_is_sent_with_output() -> None:
     call = Call(batch=64, v_dim=32)
     assert_collectives(
         call.compiled(return_lse=True),
@@ -187,7 +183,7 @@ def test_the_logsumexp_travels_with_the_output() -> None:
     ("mesh", "implementation"),
     [("dp:1", "blockwise"), ("sp:4", "flash_decode"), ("sp:3", "flash_decode")],
 )
-def test_a_cache_of_any_length_is_not_copied(mesh: str, implementation: str) -> None:
+def test_cache_is_not_copied(mesh: str, implementation: str) -> None:
     # Prime numbers of rows per device: no block divides them. In float32, since XLA for CPUs widens all of a bfloat16 array.
     calls = [
         Call(mesh=mesh, rows=rows * cpu_mesh(mesh).size, batch=1, dim=16, v_dim=16)
@@ -205,7 +201,7 @@ def test_a_cache_of_any_length_is_not_copied(mesh: str, implementation: str) -> 
 
 
 @pytest.mark.parametrize("rows", [521, 1031])
-def test_the_last_block_reads_no_key_twice(rows: int) -> None:
+def test_last_block_reads_no_key_twice(rows: int) -> None:
     call = Call(mesh="sp:2", rows=2 * rows)
     q, k, v = call.arrays()
     lengths = jnp.array([rows + 3, 2 * rows], jnp.int32)
@@ -233,7 +229,7 @@ def test_no_kv_head_is_repeated(mesh: str) -> None:
 
 @pytest.mark.usefixtures("_either")
 @pytest.mark.parametrize("shards", ["sp:4", "sp:3"])
-def test_some_drafts_at_once_equal_one_token_at_a_time(shards: str) -> None:
+def test_drafts_equal_single_tokens(shards: str) -> None:
     call = Call(mesh=shards, drafts=3)
     q, k, v = call.arrays()
     lengths = jnp.array([17, 48], jnp.int32)
@@ -244,7 +240,7 @@ def test_some_drafts_at_once_equal_one_token_at_a_time(shards: str) -> None:
     np.testing.assert_allclose(at_once, jnp.concatenate(each, axis=1), rtol=2e-6, atol=2e-6)
 
 
-def test_keys_may_be_interleaved_over_the_shards() -> None:
+def test_keys_interleaved_over_shards() -> None:
     call = Call(drafts=2)
     q, k, v = call.arrays()
     blocks = jnp.arange(48).reshape(3, 4, 4)  # position p lies on shard p // 4 % 4
@@ -276,7 +272,7 @@ FACTORED = {
 
 @pytest.mark.usefixtures("_either")
 @pytest.mark.parametrize("name", FACTORED)
-def test_a_mesh_axis_that_shards_the_keys_and_the_heads_of_the_queries(name: str) -> None:
+def test_mesh_axis_of_keys_and_query_heads(name: str) -> None:
     call = dataclasses.replace(FACTORED[name], drafts=2)
     if "dp" in call.keys:
         rules = RULES.format(head=call.head, keys=call.keys, queries="-").replace(
@@ -337,7 +333,7 @@ def test_gradients(mesh: str) -> None:
         np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_a_mesh_axis_of_size_one_is_none() -> None:
+def test_mesh_axis_of_size_one() -> None:
     call = Call(mesh="dp:1,sp:1,tp:1")
     with call.manager:
         found = jax.jit(attend())(*call.arrays())
@@ -346,7 +342,7 @@ def test_a_mesh_axis_of_size_one_is_none() -> None:
     assert_no_collectives(call.compiled(), mesh=call.manager.mesh)
 
 
-def test_partial_results_are_combined_in_float32() -> None:
+def test_partial_results_combine_in_float32() -> None:
     call = Call(dtype="bfloat16", rows=64)
     q, k, v = call.arrays()
     wanted = dot_product_attention(
@@ -362,7 +358,7 @@ def test_partial_results_are_combined_in_float32() -> None:
     assert error < 5e-3
 
 
-def test_decode_over_sharded_keys_takes_it_by_default() -> None:
+def test_auto_choice_for_sharded_keys_in_decode() -> None:
     call = Call()
     with call.manager:
         choice = explain(*call.abstract(), causal=True)
@@ -395,7 +391,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_refuses(name: str) -> None:
+def test_refusals(name: str) -> None:
     call, options, reason = REFUSED[name]
     with call.manager:
         (refusal,) = explain(*call.abstract(), implementation="flash_decode", **options).refusals

@@ -25,7 +25,7 @@ def chosen(length: int, *, batch: int = 1, heads: int = 16, mesh: str = "dp:1") 
     return choose(dataclasses.replace(call, platform="gpu"))
 
 
-def test_many_logits_are_not_made_at_once() -> None:
+def test_many_logits_take_blocks() -> None:
     choice = chosen(16384)
     assert (choice.name, choice.passed_over[0]) == ("blockwise", "sdpa")
     assert choice.why == (
@@ -33,7 +33,7 @@ def test_many_logits_are_not_made_at_once() -> None:
     )
 
 
-def test_few_logits_are_made_at_once() -> None:
+def test_few_logits_take_sdpa() -> None:
     choice = chosen(1024)  # 16 heads of 4 MiB
     assert (choice.name, choice.passed_over[0]) == ("sdpa", "blockwise")
     assert choice.why == "XLA's own: all 64.0 MiB of logits per device at once"
@@ -43,5 +43,5 @@ def test_few_logits_are_made_at_once() -> None:
     ("mesh", "name"),
     [("dp:1", "blockwise"), ("dp:2", "blockwise"), ("tp:4", "sdpa"), ("dp:2,tp:2", "sdpa")],
 )
-def test_the_limit_counts_per_device(mesh: str, name: str) -> None:
+def test_limit_counts_per_device(mesh: str, name: str) -> None:
     assert chosen(1024, batch=4, mesh=mesh).name == name  # 256 MiB in all

@@ -123,7 +123,7 @@ CASES: dict[str, dict[str, Any]] = {
 @slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", NAMES)
-def test_it_equals_one_device(name: str, case: str) -> None:
+def test_equals_one_device(name: str, case: str) -> None:
     check("tpu", name, "sp:4", arrays(), **CASES[case])
 
 
@@ -161,13 +161,15 @@ def test_cudnn_runs_in_ulysses(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gpu", {"softcap": 3.0}, "cudnn cannot: it has no softcap"),
     ],
 )
-def test_what_it_cannot_do_blocks_do(platform: str, options: dict[str, Any], says: str) -> None:
+def test_blocks_do_what_the_kernel_refuses(
+    platform: str, options: dict[str, Any], says: str
+) -> None:
     with manager("sp:2"):
         call = explain(*arrays(dtype="bfloat16"), implementation="ulysses", **options).call
     text = str(choose(dataclasses.replace(call, platform=platform), implementation="ulysses"))
     assert f"  runs  blockwise on each shard; {says}" in text
 
 
-def test_on_cpus_there_is_no_choice() -> None:
+def test_no_choice_on_cpus() -> None:
     with manager("sp:2"):
         assert "runs" not in str(explain(*arrays(), implementation="ring"))

@@ -157,19 +157,19 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "says"), BAD, ids=[says[:40] for _, says in BAD])
-def test_a_bad_argument_is_named(given: dict[str, Any], says: str) -> None:
+def test_bad_argument_is_named(given: dict[str, Any], says: str) -> None:
     with pytest.raises(sw.AttentionError, match=re.escape(says)):
         attention.explain(**{"q": Q, "k": K, "v": K, "mode": "train", **given})
 
 
-def test_an_unknown_mode_is_a_mistyped_one() -> None:
+def test_unknown_mode_suggests_another() -> None:
     with pytest.raises(
         sw.StrategyError, match="unknown mode 'trian'\n  fix   did you mean 'train'"
     ):
         attention.explain(Q, K, K, mode="trian")
 
 
-def test_the_mode_may_be_the_managers() -> None:
+def test_mode_of_the_manager() -> None:
     pm = sw.PartitionManager(sw.Strategy.loads('[rules]\nbatch = "dp"\n'), mesh=cpu_mesh("dp:2"))
     with pm.for_mode("decode"):
         assert attention.explain(Q, K, K).call.mode == sw.MODE_DECODE
@@ -177,7 +177,7 @@ def test_the_mode_may_be_the_managers() -> None:
         attention.explain(Q, K, K)
 
 
-def test_part_of_a_sequence_is_not_taken_for_the_whole() -> None:
+def test_shard_of_a_sequence_is_refused() -> None:
     pm = sw.PartitionManager(
         sw.Strategy.loads('[rules]\nbatch = "dp"\nquery_length = "sp"\nkv_length = "sp"\n'),
         mesh=cpu_mesh("dp:2,sp:2"),
@@ -197,7 +197,7 @@ def test_part_of_a_sequence_is_not_taken_for_the_whole() -> None:
         pm.shard_map(inside, in_axes=(axes,), out_axes=axes)(jnp.zeros((2, 4, 2, 8)))
 
 
-def test_dropout_inside_a_shard_map_is_refused() -> None:
+def test_dropout_inside_shard_map_is_refused() -> None:
     pm = sw.PartitionManager(sw.Strategy.loads('[rules]\nbatch = "dp"\n'), mesh=cpu_mesh("dp:2"))
     axes = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
 
@@ -214,7 +214,7 @@ def test_dropout_inside_a_shard_map_is_refused() -> None:
         pm.shard_map(inside, in_axes=(axes,), out_axes=axes)(jnp.zeros((2, 4, 2, 8)))
 
 
-def test_inside_a_shard_map_over_the_batch_it_attends_on_the_shard() -> None:
+def test_inside_shard_map_over_the_batch() -> None:
     pm = sw.PartitionManager(sw.Strategy.loads('[rules]\nbatch = "dp"\n'), mesh=cpu_mesh("dp:2"))
     x = jax.random.normal(jax.random.key(0), (2, 4, 2, 8))
     axes = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
@@ -227,7 +227,7 @@ def test_inside_a_shard_map_over_the_batch_it_attends_on_the_shard() -> None:
     np.testing.assert_allclose(found, inside(x), rtol=2e-6, atol=2e-6)
 
 
-def test_quantised_keys_have_no_gradient() -> None:
+def test_quantized_keys_have_no_gradient() -> None:
     q, k, scale = jnp.ones((2, 6, 4, 8)), jnp.ones((2, 6, 2, 8), jnp.int8), jnp.ones((2, 6, 2))
 
     def loss(q: jax.Array, scale: jax.Array) -> jax.Array:
@@ -241,7 +241,7 @@ def test_quantised_keys_have_no_gradient() -> None:
             differentiate(q, scale)
 
 
-def test_what_knows_no_scales_refuses_quantised_keys() -> None:
+def test_quantized_keys_refused_without_scales() -> None:
     choice = attention.explain(Q, mode="decode", **INT8)
     assert choice.name == "blockwise"
     assert "float32 with int8 keys, decode" in str(choice)

@@ -41,7 +41,7 @@ def attends(rules: MaskRules, p: int, r: int) -> bool:
 
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
-def test_a_mask_is_what_its_rules_say_of_each_pair(rules: MaskRules) -> None:
+def test_mask_follows_its_rules(rules: MaskRules) -> None:
     q, kv = np.array([[7, -2, 0, 3, 11, 5]]), np.array([[0, 9, -1, 4, 3, 2, 7, 11]])
     want = [[attends(rules, int(p), int(r)) for r in kv[0]] for p in q[0]]
     np.testing.assert_array_equal(
@@ -51,7 +51,7 @@ def test_a_mask_is_what_its_rules_say_of_each_pair(rules: MaskRules) -> None:
 
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
-def test_what_is_said_of_a_block_holds_for_each_of_its_pairs(rules: MaskRules) -> None:
+def test_block_answers_hold_for_each_pair(rules: MaskRules) -> None:
     said = {"empty": 0, "full": 0}
     for q, kv in itertools.product(RANGES, RANGES):
         pairs = [
@@ -70,7 +70,7 @@ def test_what_is_said_of_a_block_holds_for_each_of_its_pairs(rules: MaskRules) -
     assert all(said.values())
 
 
-def test_a_traced_block_gets_the_same_answer() -> None:
+def test_traced_block_gets_the_same_answer() -> None:
     rules = RULES[-1]
     for q, kv in itertools.product(RANGES, RANGES):
         traced = masks.block_is_empty(
@@ -79,7 +79,7 @@ def test_a_traced_block_gets_the_same_answer() -> None:
         assert bool(traced) == masks.block_is_empty(rules, q, kv)
 
 
-def test_segments_lengths_and_a_dense_mask_all_must_agree() -> None:
+def test_segments_lengths_and_dense_mask_combine() -> None:
     seen = masks.allowed(
         MaskRules(causal=True),
         jnp.arange(4)[None],
@@ -97,7 +97,7 @@ def test_segments_lengths_and_a_dense_mask_all_must_agree() -> None:
     )
 
 
-def test_segments_in_any_order_and_lengths_far_away() -> None:
+def test_unordered_segments_and_far_lengths() -> None:
     rows = jnp.arange(4)[None]
     ids, kv_ids = jnp.array([[2, 1, 1, 0]]), jnp.array([[0, 2, 1, 1]])
     seen = masks.allowed(MaskRules(), rows, rows, q_segment_ids=ids, kv_segment_ids=kv_ids)
@@ -230,7 +230,7 @@ def test_limits_of_lengths() -> None:
         ),
     ],
 )
-def test_a_mask_that_makes_no_sense_is_refused(make: Any, says: str) -> None:
+def test_bad_mask_is_refused(make: Any, says: str) -> None:
     with pytest.raises(AttentionError, match=re.escape(says)):
         make()
 

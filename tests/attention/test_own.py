@@ -52,7 +52,7 @@ def attend(**options: Any) -> Any:
         ),
     ],
 )
-def test_what_it_returns_is_looked_at(returned: Any, says: str) -> None:
+def test_result_is_checked(returned: Any, says: str) -> None:
     def run(operands: Any, call: Any) -> Any:
         o, lse = extend.finish(
             extend.forward(operands, call.recipe, state=extend.start(operands.q, operands.v))
@@ -66,7 +66,7 @@ def test_what_it_returns_is_looked_at(returned: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize("reasons", [None, True, "it rests", ("it rests", 3)])
-def test_what_supports_returns_is_looked_at(reasons: Any) -> None:
+def test_reasons_are_checked(reasons: Any) -> None:
     own(supports=lambda call: reasons)
     for name in ("mine", "auto"):
         with pytest.raises(
@@ -96,7 +96,7 @@ def test_a_name_belongs_to_one_implementation() -> None:
     assert implementation.names().count("mine") == 1
 
 
-def test_a_mesh_of_no_devices_explains_too() -> None:
+def test_explain_on_an_abstract_mesh() -> None:
     with sw.PartitionManager(
         sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("dp:2,tp:256")
     ).for_mode("train"):
@@ -107,7 +107,7 @@ def test_a_mesh_of_no_devices_explains_too() -> None:
 @pytest.mark.parametrize(
     ("shape", "fix"), [((16, 16), "mask[None, None]"), ((2, 16, 16), "mask[:, None]")]
 )
-def test_a_mask_of_too_few_dims_is_told_how_it_gets_four(shape: tuple[int, ...], fix: str) -> None:
+def test_mask_of_too_few_dims_gets_a_fix(shape: tuple[int, ...], fix: str) -> None:
     mask = jnp.ones(shape, bool)
     with pytest.raises(sw.AttentionError, match=re.escape(fix)):
         attention.dot_product_attention(Q, K, K, mode="train", mask=mask)
@@ -115,7 +115,7 @@ def test_a_mask_of_too_few_dims_is_told_how_it_gets_four(shape: tuple[int, ...],
     assert np.isfinite(attention.dot_product_attention(Q, K, K, mode="train", mask=right)).all()
 
 
-def test_remains_are_zeros_where_it_asks_for_it() -> None:
+def test_without_remains_sets_zeros() -> None:
     def run(operands: Any, call: Any) -> Any:
         shard = extend.without_remains(operands, call.recipe)
         logits = jnp.einsum("bqhd,bkhd->bhqk", shard.q, jnp.repeat(shard.k, 2, axis=2))

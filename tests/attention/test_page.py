@@ -95,7 +95,7 @@ def table() -> str:
     return "\n".join(" ".join(line.split()) for line in lines) + "\n"
 
 
-def test_the_table_of_features(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_of_features(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a machine where cuDNN works.
     monkeypatch.setattr(cudnn, "failure_on", lambda kind: "")
     text = PAGE.read_text(encoding="utf-8")
@@ -103,7 +103,7 @@ def test_the_table_of_features(golden: Golden, monkeypatch: pytest.MonkeyPatch) 
     golden.file(PAGE, f"{before}{START}\n{table()}\n{END}{rest.partition(END)[2]}")
 
 
-def test_every_implementation_has_a_row_that_says_what_it_is_for() -> None:
+def test_every_implementation_has_a_row() -> None:
     text = PAGE.read_text(encoding="utf-8")
     rows = [
         line.split("|")[1]

@@ -92,9 +92,7 @@ def reference(arrays: dict[str, Any], **options: Any) -> tuple[np.ndarray, np.nd
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (6, 2.0)])
-def test_prefill_and_decode_together_equal_the_ragged_reference_of_jax(
-    window: int | None, softcap: float | None
-) -> None:
+def test_equals_ragged_reference_of_jax(window: int | None, softcap: float | None) -> None:
     reference = pytest.importorskip(
         "jax.experimental.pallas.ops.tpu.ragged_paged_attention"
     ).ref_ragged_paged_attention
@@ -122,7 +120,7 @@ def test_prefill_and_decode_together_equal_the_ragged_reference_of_jax(
     np.testing.assert_allclose(rows, wanted, rtol=2e-6, atol=2e-6)
 
 
-def test_decode_equals_the_paged_reference_of_jax() -> None:
+def test_decode_equals_paged_reference_of_jax() -> None:
     reference = pytest.importorskip(
         "jax.experimental.pallas.ops.gpu.paged_attention"
     ).paged_attention_reference
@@ -176,7 +174,7 @@ def manager_of(layout: str, axis_types: str = "auto") -> sw.PartitionManager:
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_wherever_pages_lie_the_result_is_that_of_one_device(layout: str, axis_types: str) -> None:
+def test_every_sharding_equals_one_device(layout: str, axis_types: str) -> None:
     arrays = Batch(v_dim=12).arrays()
     sinks = jax.random.normal(jax.random.key(9), (4,))
     manager = manager_of(layout, axis_types)
@@ -200,7 +198,7 @@ def test_wherever_pages_lie_the_result_is_that_of_one_device(layout: str, axis_t
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_sent(layout: str) -> None:
+def test_communication(layout: str) -> None:
     manager = manager_of(layout)
     with manager:
         compiled = (
@@ -230,7 +228,7 @@ def sizes_of(jaxpr: Any) -> list[int]:
     return found
 
 
-def test_no_sequence_is_ever_gathered_whole() -> None:
+def test_no_sequence_is_gathered_whole() -> None:
     columns, page_size = 64, 16
     shapes = {
         "q": (4, 1, 4, 8),
@@ -247,7 +245,7 @@ def test_no_sequence_is_ever_gathered_whole() -> None:
     assert 0 < max(made) <= whole // 8
 
 
-def test_a_table_that_only_the_running_program_knows_may_name_pages_that_do_not_exist() -> None:
+def test_traced_table_may_name_missing_pages() -> None:
     arrays = Batch(q_length=1, q_lengths=(1, 1, 1, 1)).arrays()
     tables = arrays["block_tables"].copy()
     tables[1, 2], tables[3] = PAGES, -7
@@ -260,7 +258,7 @@ def test_a_table_that_only_the_running_program_knows_may_name_pages_that_do_not_
     assert np.abs(found[1]).min() > 0.0
 
 
-def test_what_others_left_in_a_page_does_not_matter() -> None:
+def test_remains_in_a_page_are_hidden() -> None:
     arrays = Batch().arrays()
     wanted = run(arrays)
     last = arrays["block_tables"][2, 0]  # a page of which one row is used
@@ -286,7 +284,7 @@ def test_bfloat16() -> None:
     assert np.linalg.norm(np.asarray(found, np.float32) - wanted) / np.linalg.norm(wanted) < 5e-3
 
 
-def test_it_has_no_gradient() -> None:
+def test_no_gradient() -> None:
     arrays = Batch().arrays()
     with pytest.raises(AttentionError, match="paged attention reads a cache and has no gradient"):
         jax.grad(lambda q: paged_attention(**{**arrays, "q": q}).sum())(arrays["q"])
@@ -335,7 +333,7 @@ def test_wrong_arguments(name: str) -> None:
         paged_attention(**{**Batch().arrays(), **changed})
 
 
-def test_pages_over_the_shards_of_the_batch() -> None:
+def test_pages_over_the_batch_axis_are_refused() -> None:
     manager = sw.PartitionManager(
         sw.Strategy.loads(RULES.format(head="tp", page="dp")), mesh=cpu_mesh("dp:2")
     ).for_mode("decode")
@@ -348,7 +346,7 @@ def test_pages_over_the_shards_of_the_batch() -> None:
         paged_attention(**Batch().arrays())
 
 
-def test_pages_that_a_shard_map_has_split() -> None:
+def test_pages_split_by_shard_map_are_refused() -> None:
     manager = manager_of("pages")
     arrays = {name: jnp.asarray(x) for name, x in Batch().arrays().items()}
     pages = P("sp")
@@ -366,7 +364,7 @@ def test_pages_that_a_shard_map_has_split() -> None:
         split(arrays["k_pages"], arrays["v_pages"])
 
 
-def test_heads_of_which_the_pages_take_a_part_that_is_not_the_last() -> None:
+def test_pages_over_a_leading_head_axis_are_refused() -> None:
     manager = sw.PartitionManager(
         sw.Strategy.loads(RULES.format(head="sp+tp", page="sp")), mesh=cpu_mesh("tp:2,sp:2")
     ).for_mode("decode")
@@ -374,7 +372,7 @@ def test_heads_of_which_the_pages_take_a_part_that_is_not_the_last() -> None:
         paged_attention(**Batch().arrays())
 
 
-def test_specs_of_pages_are_theirs() -> None:
+def test_specs_of_pages() -> None:
     manager = manager_of("batch, pages and kv heads")
     assert manager.resolve(
         (sw.PAGE, sw.EMPTY, sw.KV_HEAD, sw.KV_HEAD_DIM), shape=(PAGES, 4, 2, 8)
@@ -383,7 +381,7 @@ def test_specs_of_pages_are_theirs() -> None:
 
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("layout", ["one device", "batch, pages and kv heads"])
-def test_quantised_pages_are_read_as_they_are_with_their_scales(stored: str, layout: str) -> None:
+def test_quantized_pages(stored: str, layout: str) -> None:
     arrays = Batch().arrays()
     quantised = {name: quantize(arrays[name], stored) for name in ("k_pages", "v_pages")}
     plain = {
@@ -410,7 +408,7 @@ def test_quantised_pages_are_read_as_they_are_with_their_scales(stored: str, lay
     np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
 
 
-def test_what_another_sequence_left_in_a_scale_is_not_read() -> None:
+def test_remains_in_a_scale_are_hidden() -> None:
     arrays = Batch().arrays()
     quantised = {name: quantize(arrays[name]) for name in ("k_pages", "v_pages")}
     given = {**arrays, **{name: one.values for name, one in quantised.items()}}

@@ -87,7 +87,7 @@ def test_each_shard_reads_the_kv_heads_of_its_queries(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_sends_gradients_of_kv_heads_and_of_sinks_in_float32_and_nothing_else(
+def test_only_shared_gradients_are_sent_in_float32(
     dtype: str,
 ) -> None:
     call = call_of("one each", dtype=dtype)

@@ -49,7 +49,7 @@ def value_and_grads(*, implementation: str, given: tuple[jax.Array, ...], **opti
     return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(given)
 
 
-def test_a_row_without_keys_is_exactly_zero_and_so_are_its_gradients() -> None:
+def test_row_without_keys_is_exactly_zero() -> None:
     options = {"lengths": jnp.array([0, 16, 3, 9]), "given": arrays()}
     (_, o), grads = value_and_grads(implementation="sdpa", **options)
     (_, want), want_grads = value_and_grads(implementation="vanilla", **options)
@@ -63,7 +63,7 @@ def test_a_row_without_keys_is_exactly_zero_and_so_are_its_gradients() -> None:
     assert np.any(plain[0]), "JAX by itself returns the mean of the values"
 
 
-def test_the_last_query_stands_at_the_last_key() -> None:
+def test_last_query_is_at_last_key() -> None:
     given = arrays(rows=4)
     (_, o), _ = value_and_grads(implementation="sdpa", given=given, causal=True)
     (_, want), _ = value_and_grads(implementation="vanilla", given=given, causal=True)
@@ -74,7 +74,7 @@ def test_the_last_query_stands_at_the_last_key() -> None:
 
 
 @pytest.mark.parametrize("layout", ["BTHD", "BHTD"])
-def test_sums_of_bfloat16_are_float32_in_every_layout(layout: str) -> None:
+def test_bfloat16_sums_are_float32_in_every_layout(layout: str) -> None:
     shape = {"BTHD": (4, 200, 2, 8), "BHTD": (4, 2, 200, 8)}[layout]
     given = tuple(jax.random.normal(jax.random.key(at), shape, "bfloat16") for at in range(3))
     (_, o), grads = value_and_grads(implementation="sdpa", given=given, causal=True, layout=layout)
@@ -88,7 +88,7 @@ def test_sums_of_bfloat16_are_float32_in_every_layout(layout: str) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "kv_heads"), [("dp:2,tp:2", 2), ("dp:4", 1)])
-def test_nothing_is_sent_over_batch_and_heads(mesh: str, kv_heads: int) -> None:
+def test_no_communication_over_batch_and_heads(mesh: str, kv_heads: int) -> None:
     pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh))
     given = arrays(kv_heads=kv_heads)
     axes = (
@@ -125,7 +125,7 @@ def call_of(*, dtype: str = "bfloat16", rows: int = 16, **options: Any) -> Atten
         ({"return_weights": True}, "it never has all weights at once, and the call asks for them"),
     ],
 )
-def test_what_has_no_argument_is_refused(options: dict[str, Any], says: str) -> None:
+def test_missing_arguments_are_refused(options: dict[str, Any], says: str) -> None:
     assert sdpa.supports(call_of(**options)) == (says,)
 
 
@@ -162,14 +162,14 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, *, failure: str = "") -> None:
         ({"softcap": 2.0}, "it has no softcap, and softcap is 2.0"),
     ],
 )
-def test_what_cudnn_cannot_do_is_refused(
+def test_limits_of_cudnn_are_refused(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str
 ) -> None:
     on_gpu(monkeypatch)
     assert cudnn.supports(dataclasses.replace(call_of(**options), platform="gpu")) == (says,)
 
 
-def test_inside_a_shard_map_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_inside_shard_map_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch)
     call, mesh = dataclasses.replace(call_of(), platform="gpu"), cpu_mesh("dp:2")
     seen = []
@@ -187,7 +187,7 @@ def test_inside_a_shard_map_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("dim", [4, 136])
-def test_what_cudnn_takes_as_the_size_of_a_head(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+def test_head_dims_of_cudnn(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
     on_gpu(monkeypatch)
     call = dataclasses.replace(call_of(), platform="gpu", head_dim=dim, v_dim=dim)
     assert cudnn.supports(call) == (
@@ -204,7 +204,7 @@ CUDNN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CUDNN)
-def test_cudnn_is_asked_for_what_the_call_means(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_arguments_passed_to_cudnn(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """JAX gives both of its implementations one meaning, so XLA's stands in for cuDNN's where there is no GPU."""
     on_gpu(monkeypatch)
     real, asked = jax.nn.dot_product_attention, []
@@ -240,7 +240,7 @@ def test_cudnn_is_asked_for_what_the_call_means(monkeypatch: pytest.MonkeyPatch,
         assert all(not np.any(grad[0]) for grad in grads)
 
 
-def test_on_another_platform_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_not_tried_on_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "failure_on", lambda kind: pytest.fail("cuDNN was tried"))
     with pytest.raises(
         sw.AttentionError, match=re.escape("it runs on GPUs, and the platform is cpu")
@@ -248,13 +248,13 @@ def test_on_another_platform_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -
         dot_product_attention(*arrays(dtype="bfloat16"), mode="train", implementation="cudnn")
 
 
-def test_a_call_for_a_gpu_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     cudnn.failure_on.cache_clear()
     call = dataclasses.replace(call_of(), platform="gpu")
     assert cudnn.supports(call) == ("this process has no GPU; its backend is cpu",)
 
 
-def test_cudnn_is_tried_once_and_its_complaint_is_the_reason(
+def test_failure_of_cudnn_is_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cudnn.failure_on.cache_clear()
@@ -274,7 +274,7 @@ def test_cudnn_is_tried_once_and_its_complaint_is_the_reason(
     assert tried == ["cudnn"]
 
 
-def test_cudnn_is_tried_where_no_mesh_is_ambient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_tried_without_ambient_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     cudnn.failure_on.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     real = jax.nn.dot_product_attention

@@ -46,14 +46,14 @@ def blocks(
     return found.q_block, found.kv_block
 
 
-def test_logits_of_a_block_take_no_more_than_the_keys_of_a_shard() -> None:
+def test_logits_of_a_block_fit_the_keys_of_a_shard() -> None:
     assert blocks(shard_of(rows=2048, heads=1, dim=256)) == (512, 1024)
     assert blocks(shard_of(rows=2048, heads=4, dim=64)) == (256, 256)
     assert blocks(shard_of(rows=2048, heads=64, dim=8)) == (128, 128)
     assert blocks(shard_of(rows=16, heads=64, dim=8)) == (16, 16)
 
 
-def test_a_block_lies_in_one_half_where_positions_are_arrays() -> None:
+def test_blocks_do_not_cross_the_middle_of_a_shard() -> None:
     wide = 4096
     assert blocks(shard_of(rows=1536, heads=1, dim=wide), q_offset=None) == (384, 768)
     assert blocks(shard_of(rows=1536, heads=1, dim=wide)) == (512, 1024)
@@ -69,9 +69,7 @@ def test_a_block_lies_in_one_half_where_positions_are_arrays() -> None:
 @pytest.mark.parametrize(
     ("v_dim", "dtype", "arrays"), [(4, "float32", 1), (6, "float32", 1), (4, "bfloat16", 2)]
 )
-def test_keys_and_values_travel_as_one_array_where_they_can(
-    v_dim: int, dtype: str, arrays: int
-) -> None:
+def test_keys_and_values_pack_into_one_array(v_dim: int, dtype: str, arrays: int) -> None:
     k, v = jnp.arange(24.0).reshape(1, 3, 2, 4), jnp.ones((1, 3, 2, v_dim), dtype)
     packed = sequence.pack(k, v)
     assert len(packed) == arrays
@@ -81,7 +79,7 @@ def test_keys_and_values_travel_as_one_array_where_they_can(
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_an_unrolled_ring_equals_one_in_a_loop() -> None:
+def test_unrolled_ring_equals_loop() -> None:
     """`scan_ring_attention=False`."""
     strategy = sw.Strategy.loads('[rules]\nquery_length = "sp"\nkv_length = "sp"\n')
     q, k, v = (

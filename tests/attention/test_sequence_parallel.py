@@ -100,7 +100,7 @@ def attending(implementation: str, **options: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("ranks", "v_dim"), [(4, 8), (3, 12), (2, 8)])
-def test_a_ring_sends_keys_on_one_time_less_than_there_are_ranks(ranks: int, v_dim: int) -> None:
+def test_ring_sends_keys_ranks_minus_one_times(ranks: int, v_dim: int) -> None:
     call = Call(mesh=f"sp:{ranks}", v_dim=v_dim)
     sent = (ranks - 1) * call.kv_bytes(ranks)
     assert_collectives(
@@ -114,7 +114,7 @@ def test_a_ring_sends_keys_on_one_time_less_than_there_are_ranks(ranks: int, v_d
 
 
 @pytest.mark.parametrize("ranks", [3, 2])
-def test_backward_keys_go_round_again_and_their_gradients_come_home(ranks: int) -> None:
+def test_ring_backward_sends_keys_and_gradients(ranks: int) -> None:
     call = Call(mesh=f"sp:{ranks}")
     times = ranks - 1 + ranks
     compiled = call.compiled_backward("ring")
@@ -128,7 +128,7 @@ def test_backward_keys_go_round_again_and_their_gradients_come_home(ranks: int) 
     )
 
 
-def test_a_ring_over_two_mesh_axes() -> None:
+def test_ring_over_two_mesh_axes() -> None:
     call = Call(mesh="fsdp:2,sp:3", length="fsdp+sp")
     assert_collectives(
         call.compiled("ring"),
@@ -141,7 +141,7 @@ def test_a_ring_over_two_mesh_axes() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["ring", "ulysses", "allgather_kv"])
-def test_nothing_goes_over_the_batch_or_the_heads(implementation: str) -> None:
+def test_no_communication_over_batch_or_heads(implementation: str) -> None:
     call = Call(mesh="dp:2,sp:2,tp:2")
     compiled = call.compiled_backward(implementation)
     for axis in ("dp", "tp"):
@@ -149,12 +149,12 @@ def test_nothing_goes_over_the_batch_or_the_heads(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["ring", "ulysses", "allgather_kv"])
-def test_nothing_is_sent_where_the_sequence_is_whole(implementation: str) -> None:
+def test_whole_sequences_send_nothing(implementation: str) -> None:
     call = Call(mesh="dp:2,tp:2")
     assert_no_collectives(call.compiled_backward(implementation), mesh=call.manager.mesh)
 
 
-def test_more_tensor_shards_than_kv_heads_add_only_the_sum_of_their_gradients() -> None:
+def test_shared_kv_heads_add_a_sum_of_gradients() -> None:
     call = Call(mesh="sp:2,tp:4")
     compiled = call.compiled_backward("ring")
     assert_collectives(
@@ -175,7 +175,7 @@ def test_more_tensor_shards_than_kv_heads_add_only_the_sum_of_their_gradients() 
     )
 
 
-def test_a_window_needs_fewer_turns() -> None:
+def test_window_needs_fewer_turns() -> None:
     call = Call(mesh="sp:4")
     assert_collectives(
         call.compiled("ring", window=(11, 0)),
@@ -195,7 +195,7 @@ def described(call: Call, **options: Any) -> Any:
         return explain(*call.arrays(), implementation="ring", **options).call
 
 
-def test_which_turns_a_mask_leaves() -> None:
+def test_turns_that_a_mask_leaves() -> None:
     call = Call(mesh="sp:4")  # 12 rows each
     assert ring.turns_of(described(call)) == (0, 1, 2, 3)
     assert ring.turns_of(described(call, causal=True)) == (0, 1, 2, 3)
@@ -210,7 +210,7 @@ def test_which_turns_a_mask_leaves() -> None:
     ) == (0, 1, 2, 3)
 
 
-def test_positions_that_are_arrays_are_gathered_once() -> None:
+def test_position_arrays_are_gathered_once() -> None:
     call = Call(mesh="sp:4")
     order = zigzag.positions(call.rows, shards=4)
     compiled = call.compiled("ring", positions=order)
@@ -225,7 +225,7 @@ def test_positions_that_are_arrays_are_gathered_once() -> None:
     )
 
 
-def test_the_next_keys_are_on_their_way_before_the_work() -> None:
+def test_next_keys_are_sent_before_the_work() -> None:
     call = Call(mesh="sp:4")
     with call.manager:
         text = str(
@@ -239,7 +239,7 @@ def test_the_next_keys_are_on_their_way_before_the_work() -> None:
     assert "dot_general" in body
 
 
-def test_ulysses_swaps_four_arrays_forward_and_four_backward() -> None:
+def test_ulysses_all_to_alls() -> None:
     call = Call(mesh="sp:2")
     rows = call.batch * call.rows // 2
     moved = 4 * rows * (call.heads * (call.head_dim + call.v_dim)) + call.kv_bytes(2)
@@ -260,9 +260,7 @@ def test_ulysses_swaps_four_arrays_forward_and_four_backward() -> None:
 @pytest.mark.parametrize(
     ("ranks", "heads", "kv_heads", "sent"), [(4, 8, 2, 4), (6, 12, 4, 12), (3, 12, 2, 6)]
 )
-def test_ulysses_repeats_no_more_kv_heads_than_it_must(
-    ranks: int, heads: int, kv_heads: int, sent: int
-) -> None:
+def test_ulysses_repeats_few_kv_heads(ranks: int, heads: int, kv_heads: int, sent: int) -> None:
     call = Call(mesh=f"sp:{ranks}", heads=heads, kv_heads=kv_heads)
     rows = call.batch * call.rows // ranks
     moved = 4 * rows * (heads + sent) * (call.head_dim + call.v_dim)
@@ -276,7 +274,7 @@ def test_ulysses_repeats_no_more_kv_heads_than_it_must(
     )
 
 
-def test_gathered_keys_are_one_collective_and_are_not_kept() -> None:
+def test_gathered_keys_are_not_kept() -> None:
     call = Call(mesh="sp:4")
     whole = call.kv_bytes(1)
     assert_collectives(
@@ -305,7 +303,7 @@ def refusal(call: Call, implementation: str, **options: Any) -> str:
     return "\n".join(found.reasons)
 
 
-def test_what_they_refuse() -> None:
+def test_refusals() -> None:
     weights = "it never has all weights at once, and the call asks for them"
     for name in ("ring", "ulysses", "allgather_kv"):
         assert refusal(Call(mesh="sp:4"), name, return_weights=True) == weights
@@ -315,7 +313,7 @@ def test_what_they_refuse() -> None:
     )
 
 
-def test_queries_that_are_not_sharded_as_the_keys_are() -> None:
+def test_queries_and_keys_over_different_axes() -> None:
     call = Call(mesh="sp:4")
     both = "the length of the queries is sharded over no mesh axis, that of the keys over sp; it needs both over the same"
     with sw.PartitionManager(
@@ -341,7 +339,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("implementation", ["ring", "ulysses", "allgather_kv"])
-def test_over_two_mesh_axes_it_equals_one_device(implementation: str, name: str) -> None:
+def test_two_mesh_axes_equal_one_device(implementation: str, name: str) -> None:
     call = Call(mesh="fsdp:2,sp:3", length="fsdp+sp", heads=12, kv_heads=4)
     keys = jax.random.split(jax.random.key(1), 3)
     arrays = tuple(

@@ -83,7 +83,7 @@ def test_each_shard_reads_the_kv_heads_of_its_queries(
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients_of_replicated_operands_are_summed_once(check_vma: bool) -> None:
+def test_replicated_gradients_are_summed_once(check_vma: bool) -> None:
     given = operands(heads=4, kv_heads=2)
     specs = JointSpecs(batch=("dp",)).operands(given)
     names = [name for name in Operands.__dataclass_fields__ if getattr(given, name) is not None]

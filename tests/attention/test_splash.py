@@ -56,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_equals_the_oracle_where_blocks_are_skipped(name: str) -> None:
+def test_equals_the_oracle_with_skipped_blocks(name: str) -> None:
     options = dict(CASES[name])
     given = arrays(
         **{size: options.pop(size) for size in ("q_length", "kv_length") if size in options}
@@ -98,7 +98,7 @@ def test_any_scale_is_exact_in_bfloat16(head_dim: int) -> None:
         assert np.linalg.norm(error) <= 2e-2 * np.linalg.norm(want)
 
 
-def test_the_logsumexp_has_a_gradient() -> None:
+def test_logsumexp_has_a_gradient() -> None:
     given = arrays(q_length=130, kv_length=200)
 
     def loss(given: tuple[jax.Array, ...], implementation: str) -> Any:
@@ -112,7 +112,7 @@ def test_the_logsumexp_has_a_gradient() -> None:
         np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-5)
 
 
-def test_positions_may_be_arrays() -> None:
+def test_positions_as_arrays() -> None:
     given, positions = arrays(), jnp.asarray(np.random.default_rng(0).permutation(128))
     options = {"causal": True, "window": (30, 0), "positions": positions}
     found, wanted = both("splash", given, **options), both("vanilla", given, **options)
@@ -151,13 +151,13 @@ def lowered(
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-def test_nothing_is_sent_over_batch_and_heads(axis_types: str) -> None:
+def test_no_communication_over_batch_and_heads(axis_types: str) -> None:
     program, mesh = lowered("dp:2,tp:2", axis_types=axis_types, causal=True)
     assert_no_collectives(program, mesh=mesh)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kv_heads_that_are_read_by_several_shards_get_the_sum_of_their_gradients_in_float32(
+def test_shared_kv_head_gradients_sum_in_float32(
     dtype: str,
 ) -> None:
     program, mesh = lowered("dp:2,tp:2", causal=True, kv_heads=1, dtype=dtype)
@@ -169,9 +169,7 @@ def test_kv_heads_that_are_read_by_several_shards_get_the_sum_of_their_gradients
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("mesh", ["ep:2,dp:2", "ep:2,tp:2"])
-def test_over_a_mesh_axis_that_the_call_does_not_use_nothing_is_sent_and_no_gradient_counts_twice(
-    mesh: str, axis_types: Any
-) -> None:
+def test_unused_mesh_axis(mesh: str, axis_types: Any) -> None:
     given, sinks = arrays(kv_heads=2), jnp.array([0.5, -0.5])
     wanted = both("vanilla", given, causal=True, sinks=sinks)
     with sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types)):
@@ -191,12 +189,12 @@ def test_over_a_mesh_axis_that_the_call_does_not_use_nothing_is_sent_and_no_grad
         ({"dropout": 0.5, "dropout_key": 1}, "it has no dropout, and dropout is 0.5"),
     ],
 )
-def test_what_it_refuses(options: dict[str, Any], says: str) -> None:
+def test_refusals(options: dict[str, Any], says: str) -> None:
     call = explain(*arrays(), mode="train", **options).call
     assert splash.supports(call) == (says,)
 
 
-def test_it_is_for_tpus() -> None:
+def test_gpu_and_float16_are_refused() -> None:
     call = explain(*arrays(), mode="train").call
     gpu, half = (
         dataclasses.replace(call, platform="gpu"),
@@ -206,7 +204,7 @@ def test_it_is_for_tpus() -> None:
     assert splash.supports(half) == ("TPUs do not compute in float16",)
 
 
-def test_inside_a_shard_map_it_is_refused() -> None:
+def test_inside_shard_map_is_refused() -> None:
     pm = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:2,tp:2"))
     says = "a shard_map around the call has split dp, and its kernel needs one that checks nothing"
     seen = []
@@ -224,7 +222,7 @@ def test_inside_a_shard_map_it_is_refused() -> None:
     assert seen == [(says,)]
 
 
-def test_auto_takes_it_on_tpus_and_blocks_where_it_refuses() -> None:
+def test_auto_choice_on_tpus() -> None:
     from shardwright.attention.choose import choose
 
     call = dataclasses.replace(explain(*arrays(), mode="train", causal=True).call, platform="tpu")

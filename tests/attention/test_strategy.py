@@ -26,7 +26,7 @@ def shapes(length: int = 8) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((2, length, heads, 8), "float32") for heads in (4, 2, 2)]
 
 
-def test_each_mode_has_its_own_and_the_rest_the_default() -> None:
+def test_mode_line_else_default() -> None:
     rules = sw.Strategy.loads(TEXT).compile()
     found = {
         mode: str(rules.attention_in(mode))
@@ -82,12 +82,12 @@ def test_round_trip_overlay_and_schema(format: str) -> None:
         ("train = 3", "my.toml:2 attention.train: "),
     ],
 )
-def test_what_a_file_says_wrong(line: str, says: str) -> None:
+def test_mistakes_in_a_file(line: str, says: str) -> None:
     with pytest.raises(sw.StrategyError, match=re.escape(says)):
         sw.Strategy.loads(f"[attention]\n{line}\n", source="my.toml")
 
 
-def test_the_strategys_word_counts_unless_the_call_has_its_own() -> None:
+def test_call_overrides_strategy() -> None:
     q, k, v = shapes()
     with sw.PartitionManager(sw.Strategy.loads(TEXT), mesh=cpu_mesh("dp:2")):
         found = attention.explain(q, k, v, mode="train")
@@ -104,7 +104,7 @@ def test_the_strategys_word_counts_unless_the_call_has_its_own() -> None:
             attention.explain(q, k, v, mode="prefill", return_weights=True).require()
 
 
-def test_one_that_was_named_and_refuses_is_told_with_what_auto_takes() -> None:
+def test_refusal_names_the_choice_of_auto() -> None:
     q, k, v = shapes()
     with sw.PartitionManager(sw.Strategy.loads(TEXT), mesh=cpu_mesh("dp:2")):
         refused = attention.explain(
@@ -124,7 +124,7 @@ def test_one_that_was_named_and_refuses_is_told_with_what_auto_takes() -> None:
             attention.explain(q, k, v, mode="prefill", return_weights=True).require()
 
 
-def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_serves_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     resting = [dataclasses.replace(one, supports=lambda call: ("it rests",)) for one in SHIPPED]
     monkeypatch.setattr(implementation, "SHIPPED", tuple(resting))
     named = attention.explain(*shapes(), mode="train", implementation="ring")
@@ -140,7 +140,7 @@ def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         attention.explain(*shapes(), mode="train").require()
 
 
-def test_a_strategy_may_name_every_implementation_that_is_shipped() -> None:
+def test_strategy_names_every_implementation() -> None:
     assert {one.name for one in SHIPPED} | {AUTO} == set(Attention)
     names = sw.Strategy.json_schema()["$defs"]["AttentionTable"]["properties"]["default"]["anyOf"][
         0
@@ -149,7 +149,7 @@ def test_a_strategy_may_name_every_implementation_that_is_shipped() -> None:
     assert names[0] == AUTO
 
 
-def test_one_of_your_own_has_a_prefix_so_that_typing_errors_are_still_seen(
+def test_own_implementation_needs_a_prefix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     q, k, v = shapes()

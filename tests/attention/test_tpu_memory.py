@@ -32,7 +32,7 @@ def compiled() -> dict[str, Compiled]:
     return found
 
 
-def test_a_ring(compiled: dict[str, Compiled]) -> None:
+def test_ring(compiled: dict[str, Compiled]) -> None:
     ring = compiled["ring"]
     assert ring.temporary <= 16 * MB
     assert ring.kernels == 6  # forward, queries, keys; in the loop and after it

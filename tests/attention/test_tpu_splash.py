@@ -20,7 +20,7 @@ def compiled() -> dict[str, Compiled]:
     return found
 
 
-def test_it_is_three_kernels(compiled: dict[str, Compiled]) -> None:
+def test_three_kernels(compiled: dict[str, Compiled]) -> None:
     own = {
         name: one.kernels
         for name, one in compiled.items()
@@ -29,7 +29,7 @@ def test_it_is_three_kernels(compiled: dict[str, Compiled]) -> None:
     assert own == dict.fromkeys(own, 3)  # forward, queries, keys
 
 
-def test_it_sums_gradients_of_what_several_shards_read_in_float32_and_sends_nothing_else(
+def test_shared_gradients_sum_in_float32(
     compiled: dict[str, Compiled],
 ) -> None:
     sums = {name: compiled[name] for name in ("window, capped, sinks", "one kv head")}
@@ -41,7 +41,7 @@ def test_it_sums_gradients_of_what_several_shards_read_in_float32_and_sends_noth
     }
 
 
-def test_it_needs_less_memory_than_blocks_and_far_less_than_all_logits(
+def test_memory_is_below_that_of_blocks(
     compiled: dict[str, Compiled],
 ) -> None:
     assert compiled["plain"].temporary * 25 < compiled["plain by sdpa"].temporary

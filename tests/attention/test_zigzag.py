@@ -15,7 +15,7 @@ from shardwright.errors import AttentionError
 from shardwright.testing import cpu_mesh
 
 
-def test_a_shard_holds_an_early_and_a_late_chunk() -> None:
+def test_shard_holds_early_and_late_chunk() -> None:
     np.testing.assert_array_equal(
         zigzag.positions(12, shards=3), [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
     )
@@ -23,13 +23,13 @@ def test_a_shard_holds_an_early_and_a_late_chunk() -> None:
     assert zigzag.positions(12, shards=3).dtype == zigzag.positions(6, shards=1).dtype == np.int32
 
 
-def test_one_shard_keeps_its_order_at_any_length() -> None:
+def test_one_shard_keeps_its_order() -> None:
     np.testing.assert_array_equal(zigzag.positions(7, shards=1), np.arange(7))
     np.testing.assert_array_equal(zigzag.permute(np.eye(5), shards=1), np.eye(5))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])
-def test_rows_come_back(shards: int) -> None:
+def test_unpermute_restores_rows(shards: int) -> None:
     batch = {"tokens": np.arange(48).reshape(2, 24), "mask": jnp.arange(96.0).reshape(2, 24, 2)}
     there = zigzag.permute(batch, shards=shards)
     np.testing.assert_array_equal(there["tokens"][0], zigzag.positions(24, shards=shards))
@@ -51,7 +51,7 @@ def test_another_dim() -> None:
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-def test_sharded_rows_come_back_and_lie_as_before(axis_types: str) -> None:
+def test_unpermute_restores_rows_and_sharding(axis_types: str) -> None:
     mesh = cpu_mesh("dp:2,sp:4", axis_types=axis_types)
     sharding, plain = (
         NamedSharding(mesh, P("dp", "sp")),
@@ -67,7 +67,7 @@ def test_sharded_rows_come_back_and_lie_as_before(axis_types: str) -> None:
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-def test_a_loss_of_rows_put_in_order_has_its_gradient(axis_types: str) -> None:
+def test_gradient_through_unpermute(axis_types: str) -> None:
     mesh = cpu_mesh("dp:2,sp:4", axis_types=axis_types)
     weights = np.arange(16, dtype=np.float32)[:, None]
 
@@ -84,7 +84,7 @@ def test_a_loss_of_rows_put_in_order_has_its_gradient(axis_types: str) -> None:
 
 
 @pytest.mark.parametrize("shards", [2, 3, 8])
-def test_every_rank_has_the_same_causal_work_in_every_turn(shards: int) -> None:
+def test_equal_causal_work_on_every_rank(shards: int) -> None:
     """In blocks of half a shard: two of the four on each turn, three on the own one. Contiguous ranks have from none to all."""
     half = 4
     places = zigzag.positions(2 * half * shards, shards=shards).reshape(shards, 2, half)
@@ -104,7 +104,7 @@ def test_every_rank_has_the_same_causal_work_in_every_turn(shards: int) -> None:
         }
 
 
-def test_a_length_that_does_not_divide() -> None:
+def test_indivisible_length() -> None:
     message = (
         r"a length of 10 does not divide into 2 \* 3 chunks, two per shard[\s\S]*pad it by 2 rows"
     )
@@ -114,7 +114,7 @@ def test_a_length_that_does_not_divide() -> None:
         zigzag.permute({"tokens": np.zeros((1, 10))}, shards=3)
 
 
-def test_a_chunk_per_shard_is_not_enough() -> None:
+def test_one_chunk_per_shard_is_refused() -> None:
     with pytest.raises(
         AttentionError,
         match=r"a length of 9 does not divide into 2 \* 3 chunks, two per shard\n  fix   pad it by 3 rows",
@@ -131,7 +131,7 @@ def test_no_shards() -> None:
 
 
 @pytest.mark.parametrize("dim", [1, 2, -2, -3])
-def test_an_array_without_a_length(dim: int) -> None:
+def test_array_without_length(dim: int) -> None:
     message = rf"^batch/weight: no dim {dim} in shape \(3,\)\n  fix   leave what has no sequence out, or pass dim=$"
     with pytest.raises(AttentionError, match=message):
         zigzag.permute({"batch": {"weight": np.zeros(3)}}, shards=3, dim=dim)

@@ -73,7 +73,7 @@ def test_defaults() -> None:
         ),
     ],
 )
-def test_what_no_kernel_reads_is_refused(given: dict[str, Any], says: str) -> None:
+def test_attributes_without_effect_are_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(sw.AttentionError, match=re.escape(says)):
         metadata(**{"partition_manager": manager(mesh="dp:2,tp:2"), **given})
 
@@ -85,7 +85,7 @@ def test_float64_is_refused_as_a_runtime_dtype() -> None:
         dot_product_attention(q, q, q, mode="train", metadata=wide)
 
 
-def test_the_sequence_axis_is_where_the_rules_put_it() -> None:
+def test_sequence_axis_must_match_the_rules() -> None:
     pm = manager(mesh="dp:2,fsdp:2", rules='[rules]\nquery_length = "fsdp"\nkv_length = "fsdp"\n')
     q = jnp.ones((2, 4, 2, 4))
     for name in ("fsdp", sw.NOT_GIVEN):
@@ -101,7 +101,7 @@ def test_the_sequence_axis_is_where_the_rules_put_it() -> None:
         explain(q, q, q, mode="train", metadata=wrong)
 
 
-def test_what_is_not_given_comes_from_the_configuration() -> None:
+def test_defaults_from_the_configuration() -> None:
     config = types.SimpleNamespace(
         attn_dtype=jnp.bfloat16,
         attn_softmax_dtype=jnp.float32,
@@ -115,7 +115,7 @@ def test_what_is_not_given_comes_from_the_configuration() -> None:
     assert AttentionMetadata(jnp.float32, base_config=config, blocksize_q=8).blocksize_q == 8
 
 
-def test_the_entered_manager_serves_where_nothing_else_is_said() -> None:
+def test_ambient_manager_is_the_default() -> None:
     pm = manager()
     with pm:
         assert AttentionMetadata(jnp.float32).partition_manager is pm
@@ -125,7 +125,7 @@ def test_the_entered_manager_serves_where_nothing_else_is_said() -> None:
         )
 
 
-def test_without_a_mesh_the_field_is_named() -> None:
+def test_missing_mesh_is_named() -> None:
     with pytest.raises(ValueError, match="mesh: mesh is not given, and none is ambient"):
         AttentionMetadata(jnp.float32)
 
@@ -142,7 +142,7 @@ def test_specs_by_mode_and_layout() -> None:
     assert (decode.bias, decode.mask) == (P("dp", "tp", None, "sp"), P("dp", None, None, "sp"))
 
 
-def test_kv_heads_follow_the_query_heads_and_the_answer_says_how() -> None:
+def test_kv_heads_follow_the_query_heads() -> None:
     many = metadata(partition_manager=manager("dp:2,tp:4"))
     sizes = {sw.HEAD: 8, sw.KV_HEAD: 2}
     found = many.get_shardings("train", sizes=sizes)
@@ -166,7 +166,7 @@ def test_kv_heads_follow_the_query_heads_and_the_answer_says_how() -> None:
     assert parts.joint("train", sizes=sizes).grouping is KVHeads.PREFIX
 
 
-def test_the_keys_length_may_take_what_the_kv_heads_leave() -> None:
+def test_keys_length_over_a_mesh_axis_of_heads() -> None:
     rules = RULES.replace('kv_length = "sp"', 'kv_length = "tp"').replace(
         'kv_head = "tp | -"', 'kv_head = "-"'
     )
@@ -176,7 +176,7 @@ def test_the_keys_length_may_take_what_the_kv_heads_leave() -> None:
     assert (found.grouping, found.kv_length, found.heads) == (KVHeads.FACTOR, ("tp",), ("tp",))
 
 
-def test_sizes_come_from_the_configuration_and_a_missing_one_is_named() -> None:
+def test_sizes_from_the_configuration() -> None:
     config = types.SimpleNamespace(num_attention_heads=8, num_key_value_heads=3)
     assert metadata(base_config=config).get_shardings("train").key == P("dp", "sp")
     with pytest.raises(
@@ -185,7 +185,7 @@ def test_sizes_come_from_the_configuration_and_a_missing_one_is_named() -> None:
         metadata().get_shardings("train", sizes={"head": 8})
 
 
-def test_a_broadcast_dim_of_the_bias_is_not_sharded() -> None:
+def test_broadcast_dim_of_bias_is_not_sharded() -> None:
     sizes = {"head": 8, "kv_head": 2, "bias_head_seq": 1}
     assert metadata().get_shardings("train", sizes=sizes).bias == P("dp", None, "sp")
 
@@ -201,7 +201,7 @@ def test_a_broadcast_dim_of_the_bias_is_not_sharded() -> None:
         ),
     ],
 )
-def test_rules_that_do_not_go_together_are_refused(rules: str, says: str) -> None:
+def test_inconsistent_rules_are_refused(rules: str, says: str) -> None:
     with pytest.raises(sw.AttentionError, match=re.escape(says)):
         metadata(
             partition_manager=manager(
@@ -210,7 +210,7 @@ def test_rules_that_do_not_go_together_are_refused(rules: str, says: str) -> Non
         ).get_shardings("train", sizes={"head": 8, "kv_head": 2, "head_dim": 8, "kv_length": 8})
 
 
-def test_it_is_a_value_and_a_pytree_and_goes_to_json_and_back() -> None:
+def test_metadata_json_and_pytree() -> None:
     made = AttentionMetadata(
         jnp.bfloat16,
         mesh=cpu_mesh("dp:2,tp:2"),
@@ -230,7 +230,7 @@ def test_it_is_a_value_and_a_pytree_and_goes_to_json_and_back() -> None:
         metadata().to_json()
 
 
-def test_an_output_goes_to_json_and_back() -> None:
+def test_output_json() -> None:
     made = AttentionOutput(attention_outputs=jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 2, 1, 2))
     back = AttentionOutput.from_json(made.to_json())
     assert back.attention_weights is None
@@ -240,7 +240,7 @@ def test_an_output_goes_to_json_and_back() -> None:
     assert len(jax.tree.leaves(made)) == 1
 
 
-def test_an_instance_attends_as_its_metadata_says() -> None:
+def test_instance_uses_its_metadata() -> None:
     q, k, v = (jax.random.normal(jax.random.key(at), (2, 4, 2, 8)) for at in range(3))
     held = AttentionMetadata(jnp.float32, mesh=cpu_mesh("dp:2"), softmax_scale=0.1)
     found = AttentionRegistry.create("vanilla", held)(
@@ -256,7 +256,7 @@ def test_an_instance_attends_as_its_metadata_says() -> None:
         AttentionRegistry.create("blockwise", held)(q, k, v, mode="train", return_weights=True)
 
 
-def test_what_a_call_says_counts_before_the_metadata() -> None:
+def test_call_overrides_metadata() -> None:
     manager = sw.PartitionManager(
         sw.Strategy.loads('[rules]\nbatch = "dp"\n'), mesh=cpu_mesh("dp:2")
     )
@@ -293,7 +293,7 @@ def test_what_a_call_says_counts_before_the_metadata() -> None:
     assert held.replace(partition_manager=manager.for_mode("decode")).options({}).dropout is None
 
 
-def test_no_dropout_at_a_call_is_no_dropout() -> None:
+def test_dropout_zero_in_a_call_wins() -> None:
     x = jax.random.normal(jax.random.key(0), (2, 4, 2, 8))
     held = AttentionMetadata(jnp.float32, mesh=cpu_mesh("dp:2"), dropout_prob=0.5)
     attend = functools.partial(
@@ -305,7 +305,7 @@ def test_no_dropout_at_a_call_is_no_dropout() -> None:
         attend(metadata=held)
 
 
-def test_helpers_that_other_code_calls_by_name() -> None:
+def test_static_methods() -> None:
     made = AttentionRegistry.create("vanilla", metadata())
     q = jnp.zeros((2, 1, 4, 8))
     assert (made.get_mode(q), made.get_mode(q, BTHD=False), get_mode(q, mode="prefill")) == (
@@ -325,7 +325,7 @@ def test_helpers_that_other_code_calls_by_name() -> None:
     np.testing.assert_array_equal(made._create_causal_mask(2), [[True, False], [True, True]])
 
 
-def test_a_stable_sharding_keeps_the_dims_that_it_is_told_to() -> None:
+def test_create_stable_sharding() -> None:
     made = AttentionRegistry.create("vanilla", metadata())
     state = P("dp", "sp", "tp")
     assert made.create_stable_sharding(state) == state
