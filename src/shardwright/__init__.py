@@ -1,4 +1,6 @@
-"""Name every array dimension once; let a strategy file decide, per runtime mode, where it lives on the mesh."""
+"""Name every array dimension once; let a strategy file decide, per runtime mode, where it lives on
+the mesh.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,8 @@ __version__ = "0.1.0"
 _moved.install()
 
 
-# What most programs never call costs nothing at the import: pydantic above all, which only a Strategy needs.
+# What most programs never call costs nothing at the import: pydantic above all, which only a
+# Strategy needs.
 _ON_DEMAND = {
     "lint": "shardwright.lints.catalogue",
     "annotate_state": "shardwright.trees.optimizer_state",

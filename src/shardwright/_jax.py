@@ -43,15 +43,19 @@ def in_trace() -> bool:
 
 
 def ambient_mesh() -> AbstractMesh | None:
-    """Return the mesh set by `jax.set_mesh`, `use_abstract_mesh` or a surrounding `shard_map`, or None."""
+    """Return the mesh set by `jax.set_mesh`, `use_abstract_mesh` or a surrounding `shard_map`, or
+    None.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
 
 def concrete_mesh() -> Mesh | None:
-    """Return the mesh of `jax.set_mesh` with its devices, inside a trace too, else that of a legacy `with mesh:`, or None.
+    """Return the mesh of `jax.set_mesh` with its devices, inside a trace too, else that of a legacy
+    `with mesh:`, or None.
 
-    Both are private: `get_mesh` refuses to answer inside a trace, and nothing public reads a `with mesh:` without warning.
+    Both are private: `get_mesh` refuses to answer inside a trace, and nothing public reads a
+    `with mesh:` without warning.
     """
     from jax._src import mesh as private
 
@@ -63,7 +67,8 @@ def concrete_mesh() -> Mesh | None:
 
 
 def mesh_at_hand() -> Mesh | AbstractMesh | None:
-    """Return the mesh of `jax.set_mesh`, of a surrounding `shard_map` or of a legacy `with mesh:`, or None.
+    """Return the mesh of `jax.set_mesh`, of a surrounding `shard_map` or of a legacy `with mesh:`,
+    or None.
 
     With its devices where they can be known, which is nearly always.
     """
@@ -76,7 +81,9 @@ def mesh_at_hand() -> Mesh | AbstractMesh | None:
 
 
 def legacy_meshes() -> tuple[Mesh, ...]:
-    """Return the meshes of the legacy `with mesh:` that this thread is in, outermost first; private, as in `concrete_mesh`."""
+    """Return the meshes of the legacy `with mesh:` that this thread is in, outermost first;
+    private, as in `concrete_mesh`.
+    """
     from jax._src import mesh as private
 
     stack: Any = getattr(getattr(private, "thread_resources", None), "stack", ())
@@ -84,9 +91,11 @@ def legacy_meshes() -> tuple[Mesh, ...]:
 
 
 def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
-    """Make a mesh ambient and return what `__exit__` takes back, or None inside a trace, where a mesh cannot change.
+    """Make a mesh ambient and return what `__exit__` takes back, or None inside a trace, where a
+    mesh cannot change.
 
-    `jax.set_mesh` takes effect when it is called. It refuses inside a trace; to ask it first would take longer than the rest.
+    `jax.set_mesh` takes effect when it is called. It refuses inside a trace; to ask it first would
+    take longer than the rest.
     """
     if isinstance(mesh, Mesh):
         try:
@@ -103,7 +112,9 @@ def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
 
 
 def varying_axes(value: Any) -> frozenset[str]:
-    """Return the Manual mesh axes that a value varies over; all of them where `shard_map` does not track it."""
+    """Return the Manual mesh axes that a value varies over; all of them where `shard_map` does not
+    track it.
+    """
     if not tracks_varying():
         mesh = ambient_mesh()
         return frozenset(mesh.manual_axes) if mesh is not None else frozenset()
@@ -112,7 +123,8 @@ def varying_axes(value: Any) -> frozenset[str]:
 
 def tracks_varying() -> bool:
     """Tell whether `shard_map` tracks which Manual mesh axes a value varies over."""
-    # shard_map(check_vma=False) leaves every type without varying axes, and nothing public tells that it does.
+    # shard_map(check_vma=False) leaves every type without varying axes, and nothing public tells
+    # that it does.
     from jax._src import config
 
     check: Any = getattr(config, "_check_vma", None)
@@ -120,10 +132,12 @@ def tracks_varying() -> bool:
 
 
 def vary_together(values: Any) -> Any:
-    """Return a tree of arrays that all vary over whichever Manual mesh axes any of them varies over.
+    """Return a tree of arrays that all vary over whichever Manual mesh axes any of them varies
+    over.
 
-    A scan's carry, the branches of a `cond` and the cotangents of a `custom_vjp` must have one type; and the transpose of
-    this cast is the sum over shards that a replicated operand's gradient needs.
+    A scan's carry, the branches of a `cond` and the cotangents of a `custom_vjp` must have one
+    type; and the transpose of this cast is the sum over shards that a replicated operand's gradient
+    needs.
     """
     leaves, structure = jax.tree.flatten(values)
     axes = [frozenset(jax.typeof(leaf).manual_axis_type.varying) for leaf in leaves]
@@ -143,7 +157,9 @@ def call_shard_map(
     out_specs: Any,
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """Return `jax.shard_map` of a function; without a mesh it uses the ambient one, as nested use must."""
+    """Return `jax.shard_map` of a function; without a mesh it uses the ambient one, as nested use
+    must.
+    """
     if mesh is None:
         return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)

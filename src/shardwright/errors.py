@@ -1,7 +1,7 @@
 """Every error that shardwright raises, and the one way its message is laid out.
 
-An error is a list of `Problem`s: what failed and where, which rule said so, how to fix it. Trees and files
-collect all of theirs and raise once, with the class of the first.
+An error is a list of `Problem`s: what failed and where, which rule said so, how to fix it. Trees
+and files collect all of theirs and raise once, with the class of the first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Final
 # A message quotes what is wrong. It does not repeat a line of 100 kB.
 LONGEST_TEXT: Final = 1000
 LONGEST_LINE: Final = 160
-# Names beyond these are not compared: the comparison of two names takes time that grows with the product of their lengths.
+# Names beyond these are not compared: the comparison of two names takes time that grows with the
+# product of their lengths.
 LONGEST_NAME: Final = 64
 MOST_NAMES: Final = 2000
 
@@ -33,7 +34,8 @@ class Problem:
       size: number of elements of the dimension, or None.
       mesh_axes: the mesh axes concerned.
       shards: product of their sizes, or None.
-      rule: the rule that decided, as text with its source, or empty; of a composite one line per member.
+      rule: the rule that decided, as text with its source, or empty; of a composite one line per
+        member.
       fix: how to fix it, or empty; one line per way to do it.
       snippet: source lines with a caret, or empty.
     """
@@ -70,9 +72,11 @@ class Problem:
 
 
 class ShardingError(ValueError):
-    """Base of every deliberate error. `problems` holds them all; `resolution` is what `explain` would show.
+    """Base of every deliberate error. `problems` holds them all; `resolution` is what `explain`
+    would show.
 
-    The fields of the first problem (`path`, `dim`, `axis`, `size`, `mesh_axes`, `shards`, `rule`, `fix`) are attributes too.
+    The fields of the first problem (`path`, `dim`, `axis`, `size`, `mesh_axes`, `shards`, `rule`,
+    `fix`) are attributes too.
     """
 
     def __init__(
@@ -122,7 +126,9 @@ class ShapeRequiredError(ShardingError):
 
 
 class ManualAxisError(ShardingError):
-    """A constraint inside `shard_map` names a Manual mesh axis that the value does not vary over."""
+    """A constraint inside `shard_map` names a Manual mesh axis that the value does not vary
+    over.
+    """
 
 
 class MeshMismatchError(ShardingError):
@@ -138,7 +144,9 @@ class StrategyError(ShardingError):
 
 
 class MeshSpecError(ShardingError):
-    """A mesh that cannot be built: bad text, bad sizes, too few devices, a tensor axis across slices."""
+    """A mesh that cannot be built: bad text, bad sizes, too few devices, a tensor axis across
+    slices.
+    """
 
 
 class ProgramError(ShardingError):
@@ -192,7 +200,9 @@ def raise_problems(problems: Sequence[Problem], *, resolution: Any = None) -> No
 
 
 def shortened(text: str, most: int) -> str:
-    """Return text of at most about `most` characters: its beginning and its end, and how much is left out."""
+    """Return text of at most about `most` characters: its beginning and its end, and how much is
+    left out.
+    """
     if len(text) <= most:
         return text
     half = most // 2
@@ -207,18 +217,16 @@ def _window(snippet: str) -> str:
     at = len(caret) - 1
     start = max(0, at - LONGEST_LINE // 2)
     front = "..." if start else ""
-    cut = [
-        f"{front}{line[start : start + LONGEST_LINE]}{'...' if len(line) > start + LONGEST_LINE else ''}"
-        for line in lines
-    ]
+    end = start + LONGEST_LINE
+    cut = [f"{front}{line[start:end]}{'...' if len(line) > end else ''}" for line in lines]
     return "\n".join([*cut, " " * (at - start + len(front)) + "^"])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the closest known name, or an empty string.
 
-    A name that differs in case alone is the closest. Of equally close names the one with the longer common beginning counts,
-    because people rarely mistype the first letter.
+    A name that differs in case alone is the closest. Of equally close names the one with the longer
+    common beginning counts, because people rarely mistype the first letter.
     """
     names = [one for one in itertools.islice(known, MOST_NAMES) if len(one) <= LONGEST_NAME]
     if len(name) > LONGEST_NAME:

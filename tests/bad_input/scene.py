@@ -41,7 +41,9 @@ gather = "dp"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """A folder with one good file, a manager on dp=2, tp=4, and arrays: `host` is NumPy, `placed` lies over the mesh."""
+    """A folder with one good file, a manager on dp=2, tp=4, and arrays: `host` is NumPy, `placed`
+    lies over the mesh.
+    """
 
     folder: Path
     strategy: sw.Strategy
@@ -78,7 +80,9 @@ def make_scene(folder: Path) -> Scene:
 
 
 def state(scene: Scene) -> dict[str, Any]:
-    """Return all that a refused request must leave as it was; files that the request itself was given are the caller's to add."""
+    """Return all that a refused request must leave as it was; files that the request itself was
+    given are the caller's to add.
+    """
     mesh = jax.sharding.get_mesh()
     return {
         "files": {
@@ -108,5 +112,7 @@ Call = Callable[[Scene], Any]
 
 
 def message(scene: Scene, error: Exception) -> str:
-    """Return an error as the golden file shows it: its class, then what it says, without the folder's name."""
+    """Return an error as the golden file shows it: its class, then what it says, without the
+    folder's name.
+    """
     return f"{type(error).__name__}\n{error}".replace(str(scene.folder), "<folder>")

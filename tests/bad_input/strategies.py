@@ -80,7 +80,8 @@ CASES: dict[str, Call] = {
     "a bad pattern": file(HEAD + '[[tensors]]\nmatch = "lm_head/(.*"\nembed = "-"\n'),
     "a pattern without a rule": file(HEAD + '[[tensors]]\nmatch = "lm_head"\n'),
     "many problems at once": file(
-        'version = 1\nnames = "x"\n[mesh]\ndp = 2\ntp = "4"\n[rules]\nbacth = "dp"\nhead = "tp |"\nembed = "dq"\n'
+        'version = 1\nnames = "x"\n[mesh]\ndp = 2\ntp = "4"\n[rules]\nbacth = "dp"\nhead = '
+        '"tp |"\nembed = "dq"\n'
         '[[tensors]]\nmatch = "["\nembed = "-"\n'
     ),
     "a fragment that is never completed": compiled(

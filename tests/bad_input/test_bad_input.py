@@ -52,7 +52,9 @@ def test_message_says_how_to_fix_it(name: str, messages: dict[str, str]) -> None
 
 
 def test_messages_advise_what_exists_and_show_no_data(messages: dict[str, str]) -> None:
-    """A fix must be something that one can write; a message shows shapes and sizes, never an array's contents."""
+    """A fix must be something that one can write; a message shows shapes and sizes, never an
+    array's contents.
+    """
     assert "pm.current_manager" not in messages["current_manager without a manager"], (
         "a manager has no such method"
     )

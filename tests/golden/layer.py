@@ -1,4 +1,6 @@
-"""Every tensor of a Llama-style layer and of a mixture of experts, of Llama-3-8B's sizes, annotated as a model would."""
+"""Every tensor of a Llama-style layer and of a mixture of experts, of Llama-3-8B's sizes, annotated
+as a model would.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,16 @@ FEW_KV_HEADS = 2
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 LAYERS = 32
 
-# Sizes that the mode decides. A capacity is the average load of an expert; in decode, rounded up to a multiple of the shards.
+# Sizes that the mode decides. A capacity is the average load of an expert; in decode, rounded up to
+# a multiple of the shards.
 LENGTH, CAPACITY = "length", "capacity"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A named tensor, its annotation and its shape; `LENGTH` and `CAPACITY` stand for sizes that depend on the mode."""
+    """A named tensor, its annotation and its shape; `LENGTH` and `CAPACITY` stand for sizes that
+    depend on the mode.
+    """
 
     name: str
     axes: Any

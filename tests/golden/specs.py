@@ -13,8 +13,14 @@ MESHES = ("dp:1,fsdp:2,tp:4", "dp:2,tp:4", "fsdp:2,tp:2,ep:2", "sp:2")
 MODES = ("train", "prefill", "decode", "insert")
 
 NOTES = (
-    "A weight is stored as one spec and used as another; P() is replicated. Modes with the same answer share a row, whose shape is",
-    "that of its first mode: decode has a length of 1 and a capacity of 16. An error stands where its spec would.",
+    (
+        "A weight is stored as one spec and used as another; P() is replicated. Modes with the "
+        "same answer share a row, whose shape is"
+    ),
+    (
+        "that of its first mode: decode has a length of 1 and a capacity of 16. An error stands "
+        "where its spec would."
+    ),
 )
 
 Row = tuple[str, ...]

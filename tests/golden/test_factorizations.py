@@ -1,4 +1,6 @@
-"""Every preset places its golden tensors on every factorization of 8 devices, or refuses them for a reason listed here."""
+"""Every preset places its golden tensors on every factorization of 8 devices, or refuses them for a
+reason listed here.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ BATCH_AXES = {
 
 
 def questions(pm: sw.PartitionManager) -> Iterator[tuple[layer.Tensor, str, Resolution]]:
-    """Yield how every tensor resolves: a use has the problems of the stored weight, and no preset moves weights in prefill."""
+    """Yield how every tensor resolves: a use has the problems of the stored weight, and no preset
+    moves weights in prefill.
+    """
     of_weights = itertools.product(("train", "decode"), ("use",), layer.WEIGHTS)
     of_others = itertools.product(
         ("train", "prefill", "decode", "insert"), ("activation",), layer.ACTIVATIONS

@@ -1,4 +1,6 @@
-"""Meshes under the names that other code uses: `get_jax_mesh`, `get_ranks_and_size`, a positional backend."""
+"""Meshes under the names that other code uses: `get_jax_mesh`, `get_ranks_and_size`, a positional
+backend.
+"""
 
 from __future__ import annotations
 

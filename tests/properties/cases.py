@@ -1,4 +1,6 @@
-"""Generated requests: rules in every table, meshes, annotations, shapes, policies. One description for hypothesis and for `random`."""
+"""Generated requests: rules in every table, meshes, annotations, shapes, policies. One description
+for hypothesis and for `random`.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ class Case:
 
 
 def _pool() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Every candidate of one or two mesh axes and some of three; rules of one, two and three of them. Simple ones first."""
+    """Every candidate of one or two mesh axes and some of three; rules of one, two and three of
+    them. Simple ones first.
+    """
     pairs = ["+".join(pair) for pair in itertools.permutations(MESH_AXES, 2)]
     triples = ["+".join(triple) for triple in itertools.permutations(MESH_AXES, 3)][::7]
     one = (*MESH_AXES, *pairs, *triples)

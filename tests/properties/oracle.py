@@ -1,4 +1,6 @@
-"""Resolution once more, from the text of the rules, by search: slow, and written without a look at how it is done."""
+"""Resolution once more, from the text of the rules, by search: slow, and written without a look at
+how it is done.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def nothing(case: Case, text: str) -> bool:
 
 
 def product_of(case: Case, texts: list[str]) -> list[list[str] | None]:
-    """Return the joined candidates in order; None where one names a mesh axis for whose absence the dim is dropped."""
+    """Return the joined candidates in order; None where one names a mesh axis for whose absence the
+    dim is dropped.
+    """
     chains: list[list[list[str] | None]] = []
     for text in texts:
         chain: list[list[str] | None] = []
@@ -159,7 +163,9 @@ def answer(case: Case) -> list[Entry]:
 
 
 def gathered(case: Case, dim: Any, entry: Entry) -> Entry:
-    """Return a stored dim where it is used: without what is gathered and its activation rule does not name."""
+    """Return a stored dim where it is used: without what is gathered and its activation rule does
+    not name.
+    """
     members = dim if isinstance(dim, tuple) else (dim,)
     texts = [rule_of(case, axis, "activation") or "" for axis in members]
     named = {name.strip() for text in texts for part in text.split("|") for name in part.split("+")}

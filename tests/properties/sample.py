@@ -1,4 +1,6 @@
-"""A fixed sample of requests and their answers as text: `python -m tests.properties.sample`. Equal in every process."""
+"""A fixed sample of requests and their answers as text: `python -m tests.properties.sample`. Equal
+in every process.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def answers(count: int) -> Iterator[Resolution]:
 
 
 def text(count: int) -> str:
-    """Return answers with everything that is said about them, the specs of a layer, and a strategy written out."""
+    """Return answers with everything that is said about them, the specs of a layer, and a strategy
+    written out.
+    """
     lines = [line for found in answers(count) for line in (str(found), json.dumps(found.to_json()))]
     strategy = sw.Strategy.preset("moe_ep")
     lines += [render("moe_ep"), strategy.dumps(), strategy.dumps(format="json")]

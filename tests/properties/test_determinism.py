@@ -1,4 +1,6 @@
-"""The same answers in every process, whatever seeds its hashes: other hosts must build the same program."""
+"""The same answers in every process, whatever seeds its hashes: other hosts must build the same
+program.
+"""
 
 from __future__ import annotations
 

@@ -204,7 +204,8 @@ class TestRefusals:
             resolve(((E, sw.HEAD_DIM, sw.KV_HEAD, H),), made(), MESH, shape=(8,))
         assert (
             caught.value.fix
-            == "annotate the flat dim as merged((KV_HEAD, heads), (HEAD_DIM, head_dim)): then the number of heads must divide"
+            == "annotate the flat dim as merged((KV_HEAD, heads), (HEAD_DIM, head_dim)): then "
+            "the number of heads must divide"
         )
         assert resolve(((E, H), (B, sw.HEAD_DIM)), made(), MESH, shape=(8, 8)).spec == P()
 

@@ -1,4 +1,6 @@
-"""One dim's decision in detail: its outcome, what it records, and each field of the problem it leaves."""
+"""One dim's decision in detail: its outcome, what it records, and each field of the problem it
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,8 @@ def test_a_conflict_says_who_holds_the_mesh_axis() -> None:
     assert message(found) == (
         "x dim 1 EMBED: tp is taken by dim 0 BATCH; dp is taken by dim 0 BATCH\n"
         '  rule  embed = "tp+dp"   (t.toml, [rules], mode train)\n'
-        '  fix   an array has each mesh axis once: write EMPTY or another axis here, or end the rule in a fallback, "tp+dp | -"'
+        "  fix   an array has each mesh axis once: write EMPTY or another axis here, or end "
+        'the rule in a fallback, "tp+dp | -"'
     )
     assert found.problems[0].mesh_axes == ("tp", "dp")
     assert message(explain(P("dp", "dp"), made(), mesh, shape=(4, 4), path="x")) == (
@@ -157,7 +160,8 @@ def test_a_size_that_does_not_divide_over_several() -> None:
     assert message(found) == (
         "x dim 0 BATCH: size 12 does not divide over dp=2, fsdp=4 (8 shards)\n"
         '  rule  batch = "dp+fsdp"   (t.toml, [rules], mode train)\n'
-        '  fix   add a fallback, batch = "dp+fsdp | fsdp | -", or choose a size and a mesh that divide'
+        '  fix   add a fallback, batch = "dp+fsdp | fsdp | -", or choose a size and a mesh '
+        "that divide"
     )
     (problem,) = found.problems
     assert (problem.size, problem.mesh_axes, problem.shards) == (12, ("dp", "fsdp"), 8)
@@ -193,7 +197,8 @@ def test_a_prefix_is_the_longest_that_divides(size: int, prefix: tuple[str, ...]
 def test_a_conflict_with_experts_suggests_the_gate(axes: tuple[str, ...]) -> None:
     text = message(explain(axes, made(rules={sw.EXPERT: "ep", E: "ep"}), {"ep": 2}, shape=(4, 4)))
     assert text.endswith(
-        "fix   router weights and logits end in EXPERT_GATE: write it in place of EXPERT, or EMPTY here"
+        "fix   router weights and logits end in EXPERT_GATE: write it in place of EXPERT, or "
+        "EMPTY here"
     )
 
 
@@ -222,8 +227,8 @@ def test_the_rule_of_a_composite_is_its_members() -> None:
         )
     )
     assert (
-        '\n  rule  batch = "dp"   (t.toml, [rules], mode train)\n        embed = "fsdp"   (t.toml, [rules], mode train)\n'
-        in text
+        '\n  rule  batch = "dp"   (t.toml, [rules], mode train)\n        embed = "fsdp"   '
+        "(t.toml, [rules], mode train)\n" in text
     )
 
 

@@ -1,4 +1,6 @@
-"""What an answer says about itself: as a table, as data, and as a spec derived from its decisions."""
+"""What an answer says about itself: as a table, as data, and as a spec derived from its
+decisions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`PartitionAxis`: rules as attributes, with the defaults that ported code relies on, compiled to the same rules as a file."""
+"""`PartitionAxis`: rules as attributes, with the defaults that ported code relies on, compiled to
+the same rules as a file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Parts of a weight lie as the weight does; optimizer state lies beyond it where the policy says so."""
+"""Parts of a weight lie as the weight does; optimizer state lies beyond it where the policy says
+so.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,10 @@ def test_a_part_lies_as_the_dims_that_it_follows(dims: Any, shape: Any, spec: An
 
 @pytest.mark.parametrize("rank", ["error", "fit"])
 def test_a_part_is_never_longer_than_the_whole(rank: str) -> None:
-    says = r"^w dim 1: size 320 is more than the 32 of dim 1 of \(EMBED, MLP_INTERMEDIATE\), which it follows\n  fix   pass the whole array's shape"
+    says = (
+        r"^w dim 1: size 320 is more than the 32 of dim 1 of \(EMBED, MLP_INTERMEDIATE\), which "
+        r"it follows\n  fix   pass the whole array's shape"
+    )
     with pytest.raises(sw.RankMismatchError, match=says):
         explain(part((0, 1)), (16, 320), path="w", rank=rank).require()
     with pytest.raises(sw.RankMismatchError, match=says.replace("w dim", "dim")):
@@ -101,7 +106,10 @@ def test_a_part_may_be_as_long_as_the_whole(rank: str) -> None:
 def test_a_part_of_another_rank_is_not_cut_to_fit(rank: str) -> None:
     with pytest.raises(
         sw.RankMismatchError,
-        match=r"^w: dims \(0\) of .* has 1 dims, the array has 2: shape \(16, 4\)\n  fix   write one",
+        match=(
+            r"^w: dims \(0\) of .* has 1 dims, the array has 2: shape \(16, 4\)\n  fix   "
+            r"write one"
+        ),
     ):
         explain(part((0,)), (16, 4), path="w", rank=rank).require()
 
@@ -119,7 +127,9 @@ def test_dims_may_be_a_list_and_are_numbers() -> None:
 
 
 def test_the_whole_decides_and_not_what_the_part_could_have_had() -> None:
-    """Alone the second dim would take its first candidate; in the weight an earlier dim holds that."""
+    """Alone the second dim would take its first candidate; in the weight an earlier dim holds
+    that.
+    """
     both = {"embed": "tp | fsdp"}
     assert explain((sw.VOCAB, sw.EMBED), (8, 8), params=both).spec == P("tp", "fsdp")
     assert explain((sw.EMBED,), (8,), params=both).spec == P("tp")
@@ -143,7 +153,10 @@ def test_a_block_is_never_split() -> None:
     """Six blocks of eight rows over four shards: twelve rows each, which is a block and a half."""
     with pytest.raises(
         sw.IndivisibleError,
-        match=r"^s dim 0 EMBED: 6 blocks of 8 do not divide over fsdp, .*: a block may not be split",
+        match=(
+            r"^s dim 0 EMBED: 6 blocks of 8 do not divide over fsdp, .*: a block may not "
+            r"be split"
+        ),
     ):
         explain(part((0, 1), (48, 32)), (6, 32), path="s").require()
     assert explain(part((0, 1), (48, 32)), (12, 32)).spec == P("fsdp", "tp")
@@ -258,9 +271,15 @@ def test_state_that_no_dim_can_take_is_an_error_with_the_fallback_to_write() -> 
     ) as caught:
         explain(KERNEL, (4, 2), zero1="dp", path="0/mu/w").require()
     assert str(caught.value).splitlines() == [
-        "0/mu/w: no dim of this optimizer state also divides over dp: 4 over fsdp=4, dp=2; 2 over tp=2, dp=2",
+        (
+            "0/mu/w: no dim of this optimizer state also divides over dp: 4 over fsdp=4, dp=2; 2 "
+            "over tp=2, dp=2"
+        ),
         '  rule  zero1 = "dp"   ([policy])',
-        '  fix   end zero1 in a fallback, zero1 = "dp | -", which shards such state like its parameter',
+        (
+            '  fix   end zero1 in a fallback, zero1 = "dp | -", which shards such state like its '
+            "parameter"
+        ),
     ]
 
 
@@ -283,7 +302,9 @@ def test_a_part_of_a_parameter_takes_them_too() -> None:
 
 
 def test_laws_of_state_over_many_requests() -> None:
-    """State begins where its parameter lies, dim by dim, has each mesh axis once, and divides; else nothing or an error."""
+    """State begins where its parameter lies, dim by dim, has each mesh axis once, and divides; else
+    nothing or an error.
+    """
     draw = np.random.default_rng(0)
     sizes = (1, 2, 3, 4, 6, 8, 12, 16, 48)
     wider = 0
@@ -337,7 +358,10 @@ def test_zero1_in_a_file() -> None:
         (
             "dp | ?",
             sw.StrategyError,
-            r"z.toml:2 policy.zero1: \"\?\" is for activations only: optimizer state needs a sharding",
+            (
+                r"z.toml:2 policy.zero1: \"\?\" is for activations only: optimizer state needs a "
+                r"sharding"
+            ),
         ),
         ("dp + | -", sw.StrategyError, "a mesh axis is missing here"),
         (

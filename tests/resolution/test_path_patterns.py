@@ -98,7 +98,8 @@ def random_pattern(draw: random.Random, depth: int) -> str:
         return random_pattern(draw, depth - 1) + random_pattern(draw, depth - 1)
     if kind < 0.75:
         return f"({random_pattern(draw, depth - 1)}|{random_pattern(draw, depth - 1)})"
-    return f"(?:{random_pattern(draw, depth - 1)}){draw.choice(['*', '+', '?', '{2}', '{0,2}', '{1,}', '*?', '+?', '??', '{,2}', ''])}"
+    counts = ["*", "+", "?", "{2}", "{0,2}", "{1,}", "*?", "+?", "??", "{,2}", ""]
+    return f"(?:{random_pattern(draw, depth - 1)}){draw.choice(counts)}"
 
 
 def test_random_patterns_mean_what_re_means() -> None:

@@ -1,4 +1,6 @@
-"""Caches by shape are bounded, and the identical object comes back for the shapes asked for last."""
+"""Caches by shape are bounded, and the identical object comes back for the shapes asked for
+last.
+"""
 
 from __future__ import annotations
 

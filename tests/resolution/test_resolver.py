@@ -1,4 +1,6 @@
-"""Which rule, which candidate, and what if none fits: one test per sentence of the documentation of resolution."""
+"""Which rule, which candidate, and what if none fits: one test per sentence of the documentation of
+resolution.
+"""
 
 from __future__ import annotations
 
@@ -393,7 +395,9 @@ class TestPolicies:
             resolve((B, E), made(FIRST_DIM, rules={B: "dp", E: "dp+fsdp"}), self.MESH, shape=(4, 2))
 
     def test_a_dim_that_is_dropped_for_its_size_conflicts_with_nothing(self) -> None:
-        """Replicated, it is asked for its mesh axes first; of the rest, `first_dim` leaves it what divides."""
+        """Replicated, it is asked for its mesh axes first; of the rest, `first_dim` leaves it what
+        divides.
+        """
         mesh, wants = {"fsdp": 4}, {B: "fsdp", E: "fsdp"}
         found = resolve(
             (B, E), made(Policy(indivisible=Indivisible.DROP), rules=wants), mesh, shape=(4, 6)
@@ -550,8 +554,9 @@ class TestManual:
     MESH: ClassVar = {"dp": 2, "tp": 2}
 
     def test_one_name_is_no_set_of_manual_axes(self) -> None:
+        manual: Any = "dp"
         with pytest.raises(sw.StrategyError, match="manual='dp' is one name, not a set of them"):
-            resolve((B,), made(rules={B: "dp"}), self.MESH, shape=(2,), manual="dp")  # type: ignore[arg-type]
+            resolve((B,), made(rules={B: "dp"}), self.MESH, shape=(2,), manual=manual)
 
     def test_a_manual_axis_is_already_applied_and_sizes_are_local(self) -> None:
         found = resolve(

@@ -1,4 +1,6 @@
-"""What a request brings along (mode, role, layouts, literal specs), and what its answer is: errors, and one identity."""
+"""What a request brings along (mode, role, layouts, literal specs), and what its answer is: errors,
+and one identity.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,9 @@ class TestLayouts:
         assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4), path="mlp") == P("fsdp", "tp")
 
     def test_an_exception_by_path_comes_before_tables(self) -> None:
-        """An entry by path for the axis that a layout means beats a table that names the layout's parallelism axis."""
+        """An entry by path for the axis that a layout means beats a table that names the layout's
+        parallelism axis.
+        """
         rules = made(
             rules={M: "tp"},
             params={E: "fsdp", sw.FSDP: "sp", sw.SP: "-"},
@@ -142,7 +146,10 @@ class TestLiteralSpecs:
             match=r"\n  fix   write None there, or choose a size and a mesh that divide$",
         ):
             resolve(P("dp"), made(), self.MESH, shape=(3,))
-        says = r"^dim 1: tp is taken by dim 0\n  .*\n  fix   an array has each mesh axis once: write None or another mesh axis here$"
+        says = (
+            r"^dim 1: tp is taken by dim 0\n  .*\n  fix   an array has each mesh axis once: write "
+            r"None or another mesh axis here$"
+        )
         with pytest.raises(sw.AxisConflictError, match=says):
             resolve(P("tp", ("dp", "tp")), made(), self.MESH, shape=(4, 4))
         with pytest.raises(

@@ -81,17 +81,26 @@ def test_a_rule_is_candidates_and_a_fallback(
         (
             "dp fsdp",
             0,
-            "'dp fsdp' is not the name of a mesh axis: it contains ' ', which rules and mesh texts use",
+            (
+                "'dp fsdp' is not the name of a mesh axis: it contains ' ', which rules and mesh "
+                "texts use"
+            ),
         ),
         (
             "dp, fsdp",
             0,
-            "'dp, fsdp' is not the name of a mesh axis: it contains ',', which rules and mesh texts use",
+            (
+                "'dp, fsdp' is not the name of a mesh axis: it contains ',', which rules and mesh "
+                "texts use"
+            ),
         ),
         (
             "tp | dp:2",
             5,
-            "'dp:2' is not the name of a mesh axis: it contains ':', which rules and mesh texts use",
+            (
+                "'dp:2' is not the name of a mesh axis: it contains ':', which rules and mesh "
+                "texts use"
+            ),
         ),
         (
             "tp?",
@@ -102,7 +111,10 @@ def test_a_rule_is_candidates_and_a_fallback(
         (
             "--",
             0,
-            "'--' is not the name of a mesh axis: it starts with '-', which means replicated in a rule",
+            (
+                "'--' is not the name of a mesh axis: it starts with '-', which means replicated "
+                "in a rule"
+            ),
         ),
         (
             "dp + 'tp'",
@@ -275,23 +287,38 @@ def test_parallelism_axes_have_a_rule_without_being_stated() -> None:
     [
         (
             {"zero1": "dp | -"},
-            "policy zero1 is 'dp | -', not a Rule\n  fix   write shardwright.resolution.rules.parse_rule('dp | -'), or None for none",
+            (
+                "policy zero1 is 'dp | -', not a Rule\n  fix   write "
+                "shardwright.resolution.rules.parse_rule('dp | -'), or None for none"
+            ),
         ),
         (
             {"zero1": ("dp",)},
-            "policy zero1 is ('dp',), not a Rule\n  fix   write shardwright.resolution.rules.parse_rule('dp | -')",
+            (
+                "policy zero1 is ('dp',), not a Rule\n  fix   write "
+                "shardwright.resolution.rules.parse_rule('dp | -')"
+            ),
         ),
         (
             {"zero1": "fsdp"},
-            "policy zero1 is 'fsdp', not a Rule\n  fix   write shardwright.resolution.rules.parse_rule('fsdp'), or None for none",
+            (
+                "policy zero1 is 'fsdp', not a Rule\n  fix   write "
+                "shardwright.resolution.rules.parse_rule('fsdp'), or None for none"
+            ),
         ),
         (
             {"zero1": parse_rule("dp | ?")},
-            '"?" is for activations only: optimizer state needs a sharding\n  rule  rule = "dp | ?"\n  fix   write "-"',
+            (
+                '"?" is for activations only: optimizer state needs a sharding\n  rule  rule = '
+                '"dp | ?"\n  fix   write "-"'
+            ),
         ),
         (
             {"gather": ["fsdp"]},
-            'policy gather is [\'fsdp\'], not a tuple of mesh axes\n  fix   write ("fsdp", "sp"), or () for none',
+            (
+                "policy gather is ['fsdp'], not a tuple of mesh axes\n  fix   write (\"fsdp\", "
+                '"sp"), or () for none'
+            ),
         ),
         ({"idle": ["replica"]}, "policy idle is ['replica'], not a tuple of mesh axes"),
         ({"idle": ("replica", "replica")}, "policy idle has 'replica' twice"),
@@ -302,11 +329,17 @@ def test_parallelism_axes_have_a_rule_without_being_stated() -> None:
         ),
         (
             {"gather": ("",)},
-            "policy gather has '', which is not the name of a mesh axis: it is empty\n  fix   write each name by itself",
+            (
+                "policy gather has '', which is not the name of a mesh axis: it is empty\n  fix   "
+                "write each name by itself"
+            ),
         ),
         (
             {"gather": ("-",)},
-            "policy gather has '-', which is not the name of a mesh axis: it is a word of the rule grammar",
+            (
+                "policy gather has '-', which is not the name of a mesh axis: it is a word of the "
+                "rule grammar"
+            ),
         ),
         (
             {"gather": ("fsdp", "sp", "fsdp")},
@@ -363,7 +396,10 @@ def test_a_rule_without_a_place_is_called_rule() -> None:
 
 
 def strategy_rules(text: str = "", source: str = "a.toml") -> AxisRules:
-    common = '[params]\nembed = "fsdp"\n[[tensors]]\nmatch = "head"\nembed = "-"\n[attention]\ntrain = "ring"\n'
+    common = (
+        '[params]\nembed = "fsdp"\n[[tensors]]\nmatch = "head"\nembed = "-"\n[attention]\ntrain = '
+        '"ring"\n'
+    )
     return sw.Strategy.loads(common + text, source=source).compile()
 
 
@@ -440,7 +476,9 @@ def test_tables_of_every_mode_are_needed() -> None:
 
 @pytest.mark.parametrize("name", ["allgather_kv", "ring", "zz_own"])
 def test_attention_is_auto_or_named(name: str) -> None:
-    """Every name but `auto` is kept, whatever its place in the alphabet; modes without a line have the default's."""
+    """Every name but `auto` is kept, whatever its place in the alphabet; modes without a line have
+    the default's.
+    """
     lines = {
         "default": RuleRef(key="default", text=name),
         "decode": RuleRef(key="decode", text="auto"),

@@ -1,4 +1,6 @@
-"""ZeRO-1: the moments lie over mesh axes that their parameters leave free, and the compiled update keeps them there."""
+"""ZeRO-1: the moments lie over mesh axes that their parameters leave free, and the compiled update
+keeps them there.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def manager(preset: str, sizes: str, zero1: str = "-") -> sw.PartitionManager:
 
 
 def updated(pm: sw.PartitionManager, tx: Any, *, steps: int = 3) -> tuple[Any, Any, Any]:
-    """Parameters and state after a few updates with the same gradients everywhere, and the compiled update."""
+    """Parameters and state after a few updates with the same gradients everywhere, and the compiled
+    update.
+    """
     shardings = pm.shardings(SPECS)
     values = pm.init(SPECS, jax.random.key(0))
     state_shardings = pm.state_shardings(jax.eval_shape(tx.init, pm.abstract(SPECS)), SPECS)
@@ -111,7 +115,8 @@ def test_moments_stay_sharded_and_nothing_else_changes(
         (values, state),
         (wanted, wanted_state),
     )
-    # The program takes and returns shards of moments, holds no whole one, and gathers each parameter's update once.
+    # The program takes and returns shards of moments, holds no whole one, and gathers each
+    # parameter's update once.
     held = bytes_by_path({"gradients": values, "state": state, "values": values})
     memory, plain_memory = compiled.memory_analysis(), plain_compiled.memory_analysis()
     assert memory.argument_size_in_bytes == held.per_device
@@ -160,7 +165,9 @@ def test_gradients_may_be_sharded_like_the_state(axis_types: str) -> None:
 
 
 def test_every_byte_of_the_moments_is_held_once_or_the_leaf_is_named() -> None:
-    """What cannot be sharded further is an error, or with a fallback stays where its parameter lies."""
+    """What cannot be sharded further is an error, or with a fallback stays where its parameter
+    lies.
+    """
     odd = SPECS | {"odd": sw.ArraySpec((6,), jnp.float32, (sw.NORM,), ones)}
     state = jax.eval_shape(
         optax.adamw(1e-2).init,

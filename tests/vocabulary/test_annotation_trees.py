@@ -1,4 +1,6 @@
-"""One annotation or a tree of them, annotations as code spells them, and shapes with symbolic sizes."""
+"""One annotation or a tree of them, annotations as code spells them, and shapes with symbolic
+sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What an annotation is: tuples of axes, layouts, merged and stacked dims, and what is refused with which hint."""
+"""What an annotation is: tuples of axes, layouts, merged and stacked dims, and what is refused with
+which hint.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,10 @@ class TestMerged:
     def test_a_dim_that_is_not_the_product_is_refused(self) -> None:
         with pytest.raises(
             sw.RankMismatchError,
-            match=r"dim 1 KV_HEAD\*KV_HEAD_DIM: size 1000 is not KV_HEAD 8 \* KV_HEAD_DIM 128 = 1024",
+            match=(
+                r"dim 1 KV_HEAD\*KV_HEAD_DIM: size 1000 is not KV_HEAD 8 \* KV_HEAD_DIM "
+                r"128 = 1024"
+            ),
         ):
             lower((sw.EMBED, sw.merged((sw.KV_HEAD, 8), (sw.KV_HEAD_DIM, 128))), (64, 1000))
 
@@ -209,12 +214,17 @@ class TestStacked:
             lower(sw.stacked(sw.stacked((sw.EMBED,))))
         with pytest.raises(
             sw.AxisConflictError,
-            match=r"^LAYERS: stacked\(ColumnWise\) has LAYERS in front already\n  fix   for a stack",
+            match=(
+                r"^LAYERS: stacked\(ColumnWise\) has LAYERS in front already\n  fix   for "
+                r"a stack"
+            ),
         ):
             sw.stacked(sw.stacked(sw.ColumnWise))
 
     def test_of_a_literal_spec_is_a_literal_spec(self) -> None:
-        """Its entries are mesh axes: as axes they would be looked up in the rules, or be names that nobody knows."""
+        """Its entries are mesh axes: as axes they would be looked up in the rules, or be names that
+        nobody knows.
+        """
         assert sw.stacked(P("tp")) == P(None, "tp")
         assert sw.stacked(P()) == P(None)
         assert sw.stacked(P(("dp", "tp"), P.UNCONSTRAINED, None)) == P(
@@ -238,7 +248,10 @@ class TestStacked:
     def test_what_is_unreduced_is_no_annotation(self, use: Any) -> None:
         with pytest.raises(
             sw.StrategyError,
-            match=r"^the literal spec is unreduced along dp, which an annotation cannot express\n  fix   annotate the array",
+            match=(
+                r"^the literal spec is unreduced along dp, which an annotation cannot express\n  "
+                r"fix   annotate the array"
+            ),
         ):
             use(P("tp", unreduced={"dp"}))
         with pytest.raises(sw.StrategyError, match=r"^the literal spec is reduced along dp, "):
@@ -250,7 +263,10 @@ class TestStacked:
         for call in (lambda: sw.stacked(spec, layers), lambda: sw.stack_specs({"a": spec}, layers)):
             with pytest.raises(
                 sw.StrategyError,
-                match=r"^layers must be a positive integer, got .*\n  fix   pass the number of layers",
+                match=(
+                    r"^layers must be a positive integer, got .*\n  fix   pass the number of "
+                    r"layers"
+                ),
             ):
                 call()
         assert sw.stacked(spec, np.int32(3)).shape == (3, 4)
@@ -291,7 +307,10 @@ class TestRank:
             (
                 sw.ColumnWise,
                 (8,),
-                "for its bias use ColumnWise.bias; for a bias stacked over layers, stacked(ColumnWise.bias)",
+                (
+                    "for its bias use ColumnWise.bias; for a bias stacked over layers, "
+                    "stacked(ColumnWise.bias)"
+                ),
             ),
             (sw.RowWise(), (8,), "for its bias use RowWise.bias"),
             (sw.ExpertColumnWiseAlt, (2, 8), "for its bias use ExpertColumnWiseAlt.bias"),
@@ -348,7 +367,10 @@ class TestLowering:
     def test_the_same_axis_twice_is_refused(self, axes: Any) -> None:
         with pytest.raises(
             sw.AxisConflictError,
-            match=r"the axis occurs twice in one annotation, .*\n  fix   give each dim its own axis",
+            match=(
+                r"the axis occurs twice in one annotation, .*\n  fix   give each dim its "
+                r"own axis"
+            ),
         ):
             lower(axes)
 
@@ -422,7 +444,10 @@ class TestWhatIsChecked:
             sw.merged(member)
         with pytest.raises(
             sw.StrategyError,
-            match=r"^merged needs at least one \(axis, size\)\n  fix   write merged\(\(KV_HEAD, 8\)",
+            match=(
+                r"^merged needs at least one \(axis, size\)\n  fix   write "
+                r"merged\(\(KV_HEAD, 8\)"
+            ),
         ):
             sw.merged()
         assert sw.merged((sw.HEAD, 1)).size == 1
@@ -463,7 +488,10 @@ class TestWhatIsChecked:
         for shape in ((4, 7), (4, 9), (4,)):
             with pytest.raises(
                 sw.RankMismatchError,
-                match=rf"^the array has shape {re.escape(str(shape))}, its ArraySpec \(4, 8\)\n  fix   make",
+                match=(
+                    rf"^the array has shape {re.escape(str(shape))}, its ArraySpec \(4, 8\)\n  "
+                    rf"fix   make"
+                ),
             ):
                 lower(spec, shape)
         merged = sw.ArraySpec(
@@ -523,7 +551,10 @@ class TestWhatIsChecked:
         assert sw.stacked(spec, 1).shape == (1, 4)
         with pytest.raises(
             sw.StrategyError,
-            match=r"^layers= is required for an ArraySpec, and not allowed for other annotations\n  fix   write stacked\(spec, layers=32\)",
+            match=(
+                r"^layers= is required for an ArraySpec, and not allowed for other annotations\n  "
+                r"fix   write stacked\(spec, layers=32\)"
+            ),
         ):
             sw.stacked((sw.EMBED,), 1)
 
@@ -543,7 +574,10 @@ class TestWhatIsChecked:
         assert caught.value.dim == 2
         with pytest.raises(
             sw.RankMismatchError,
-            match=r"has 2 entries, the array has 1 dims: shape \(2,\)\n  fix   write at most one entry",
+            match=(
+                r"has 2 entries, the array has 1 dims: shape \(2,\)\n  fix   write at most one "
+                r"entry"
+            ),
         ):
             lower(P("dp", "tp"), (2,))
 
@@ -593,7 +627,10 @@ class TestWhatIsChecked:
             (
                 sw.stacked(sw.ColumnWise),
                 2,
-                "for its bias use ColumnWise.bias; for a bias stacked over layers, stacked(ColumnWise.bias)",
+                (
+                    "for its bias use ColumnWise.bias; for a bias stacked over layers, "
+                    "stacked(ColumnWise.bias)"
+                ),
             ),
             (sw.ColumnWise, 0, "write one axis per dim, EMPTY where a dim is not sharded"),
             (sw.ColumnWise, 4, "write one axis per dim, EMPTY where a dim is not sharded"),
@@ -607,7 +644,10 @@ class TestWhatIsChecked:
             (
                 (sw.EMBED, sw.VOCAB),
                 3,
-                "add the missing dim's axis, or EMPTY; for a stack of layers use stacked((EMBED, VOCAB))",
+                (
+                    "add the missing dim's axis, or EMPTY; for a stack of layers use "
+                    "stacked((EMBED, VOCAB))"
+                ),
             ),
         ],
     )

@@ -1,4 +1,6 @@
-"""The one reader of integers, and that the rooms use it: NumPy's integers go wherever Python's do."""
+"""The one reader of integers, and that the rooms use it: NumPy's integers go wherever Python's
+do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The named layouts: their axes and modes, the same as classes and as instances, and classes of users' own."""
+"""The named layouts: their axes and modes, the same as classes and as instances, and classes of
+users' own.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,7 @@ def test_layouts_of_one_content_but_two_names_differ() -> None:
 class Scores(sw.DynamicShardingAxes):
     """As a user would write it."""
 
-    axes = [sw.BATCH, sw.HEAD, None, [sw.KV_LENGTH, sw.HEAD_DIM]]  # noqa: RUF012  lists are what other code writes
+    axes = [sw.BATCH, sw.HEAD, None, [sw.KV_LENGTH, sw.HEAD_DIM]]  # noqa: RUF012  as other code
     mode = "prefill"
 
 

@@ -36,7 +36,8 @@ __all__ = [
 AxisTypeName = Literal["auto", "explicit"]
 AxisTypes = AxisTypeName | AxisType | Mapping[str, AxisTypeName | AxisType]
 
-# Slices go on the first of these axes by default: they communicate rarely enough for the network between slices.
+# Slices go on the first of these axes by default: they communicate rarely enough for the network
+# between slices.
 _SLICE_AXES: Final = ("pp", "dp", "fsdp")
 _AXIS_TYPES: Final = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -53,15 +54,18 @@ def create_mesh(
     """Build a mesh. This starts the backend.
 
     Args:
-      axis_dims: Sizes, slowest first: `(2, -1, 1, 4)` or `"2,-1,1,4"` in the order of `axis_names`, or with names
-        `"dp:2,fsdp:-1,tp:4"` or `{"dp": 2, "fsdp": -1, "tp": 4}`. They include slices; one may be -1. In text, a leading
-        `!` keeps the device order instead of following the topology inside each slice.
+      axis_dims: Sizes, slowest first: `(2, -1, 1, 4)` or `"2,-1,1,4"` in the order of `axis_names`,
+        or with names `"dp:2,fsdp:-1,tp:4"` or `{"dp": 2, "fsdp": -1, "tp": 4}`. They include
+        slices; one may be -1. In text, a leading `!` keeps the device order instead of following
+        the topology inside each slice.
       axis_names: Names for sizes without names. Defaults to ("dp", "fsdp", "tp", "sp").
       backend: Platform, such as "cpu". Defaults to JAX's.
-      devices: Devices to use. Defaults to all of the backend. Without a -1 the mesh takes as many as it needs, in order.
+      devices: Devices to use. Defaults to all of the backend. Without a -1 the mesh takes as many
+        as it needs, in order.
       axis_types: "auto" or "explicit" for all axes, or by name, with auto for the others.
-      dcn: The part of each axis that crosses slices, `{"dp": 2}`. By default slices go on the first of pp, dp and fsdp
-        that their number divides. If the platform has no slices, the processes count as slices.
+      dcn: The part of each axis that crosses slices, `{"dp": 2}`. By default slices go on the first
+        of pp, dp and fsdp that their number divides. If the platform has no slices, the processes
+        count as slices.
 
     Raises:
       MeshSpecError: The mesh cannot be read, or the sizes do not fit the devices or the slices.
@@ -78,13 +82,14 @@ def get_jax_mesh(axis_dims: str, names: Sequence[str] = ("x", "y", "z")) -> Mesh
     """Build a mesh from text. This starts the backend. `create_mesh` reads more forms.
 
     Args:
-      axis_dims: `"2,-1,4"` in the order of `names`, where missing sizes at the end are 1; or `"dp:2,fsdp:-1,tp:4"` in the
-        order written, with each of `names` exactly once. A leading `!` keeps the device order instead of following the
-        topology.
+      axis_dims: `"2,-1,4"` in the order of `names`, where missing sizes at the end are 1; or
+        `"dp:2,fsdp:-1,tp:4"` in the order written, with each of `names` exactly once. A leading `!`
+        keeps the device order instead of following the topology.
       names: The mesh axes.
 
     Raises:
-      MeshSpecError: The text cannot be read, has more sizes than names or other names, or does not fit the devices.
+      MeshSpecError: The text cannot be read, has more sizes than names or other names, or does not
+        fit the devices.
     """
     if not isinstance(axis_dims, str):
         raise MeshSpecError(
@@ -104,7 +109,8 @@ def get_jax_mesh(axis_dims: str, names: Sequence[str] = ("x", "y", "z")) -> Mesh
 
 
 def get_ranks_and_size(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
-    """Return the rank of this process among those that hold one copy of the model (mp), and the rank of its copy (dp).
+    """Return the rank of this process among those that hold one copy of the model (mp), and the
+    rank of its copy (dp).
 
     A model is split over tp * sp devices, where an axis that the mesh lacks counts as 1:
 
@@ -117,7 +123,8 @@ def get_ranks_and_size(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
       A dict of `mesh` and these four.
 
     Raises:
-      MeshMismatchError: A model would use only some devices of a process, or some processes would be left over.
+      MeshMismatchError: A model would use only some devices of a process, or some processes would
+        be left over.
     """
     sizes = mesh_sizes(mesh)
     # The mesh may be on another backend than the default one.
@@ -131,8 +138,12 @@ def get_ranks_and_size(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
     nodes = max(1, split // local)
     if processes > 1 and (max(split, local) % min(split, local) or processes % nodes):
         raise MeshMismatchError(
-            f"tp * sp = {split} does not divide evenly over {processes} processes with {local} devices each",
-            fix=f"choose tp * sp as a divisor or a multiple of {local}, so that no process is left over",
+            f"tp * sp = {split} does not divide evenly over {processes} processes with "
+            f"{local} devices each",
+            fix=(
+                f"choose tp * sp as a divisor or a multiple of {local}, so that no process is "
+                f"left over"
+            ),
         )
     return {
         "mesh": mesh,
@@ -150,7 +161,8 @@ def abstract_mesh(
     devices: int | None = None,
     axis_types: AxisTypes = "auto",
 ) -> AbstractMesh:
-    """Build a mesh of any size without devices, for planning and tests. This does not start a backend.
+    """Build a mesh of any size without devices, for planning and tests. This does not start a
+    backend.
 
     Args:
       axis_dims: As in `create_mesh`; a -1 needs `devices`.
@@ -201,7 +213,8 @@ def mesh_sizes(
     JAX allows two axes of one name, and names that a rule cannot spell. Here both are errors.
 
     Raises:
-      MeshSpecError: The value is not a mesh, a name is not allowed or occurs twice, or a size is below 1.
+      MeshSpecError: The value is not a mesh, a name is not allowed or occurs twice, or a size is
+        below 1.
 
     >>> mesh_sizes([("dp", 2), ("tp", 4)])
     {'dp': 2, 'tp': 4}
@@ -218,7 +231,10 @@ def mesh_sizes(
         return MeshSizes(check_axes([(name, size) for name, size in mesh]))
     raise MeshSpecError(
         f"{mesh!r} of type {type(mesh).__name__} is not a mesh",
-        fix='give a Mesh, an AbstractMesh, {"dp": 2, "tp": 4}, (("dp", 2), ("tp", 4)), or abstract_mesh("dp:2,tp:4")',
+        fix=(
+            'give a Mesh, an AbstractMesh, {"dp": 2, "tp": 4}, (("dp", 2), ("tp", 4)), or '
+            'abstract_mesh("dp:2,tp:4")'
+        ),
     )
 
 
@@ -249,13 +265,15 @@ def resolve_axis_types(names: Sequence[str], axis_types: AxisTypes) -> tuple[Axi
 def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
     """Arrange devices in an array of shape `spec.sizes`.
 
-    The function is pure: it reads `platform`, `process_index`, `slice_index` and TPU coordinates of the devices. Inside a
-    slice TPUs follow their torus; other devices keep the given order, as all devices do with `!`. The part of an axis that
-    crosses slices is its slow part: `dp:4` with `dcn.dp:2` has dp 0 and 1 in the first slice.
+    The function is pure: it reads `platform`, `process_index`, `slice_index` and TPU coordinates of
+    the devices. Inside a slice TPUs follow their torus; other devices keep the given order, as all
+    devices do with `!`. The part of an axis that crosses slices is its slow part: `dp:4` with
+    `dcn.dp:2` has dp 0 and 1 in the first slice.
 
     Raises:
-      MeshSpecError: The devices have several platforms, another number, or one occurs twice; the slices differ in size,
-        do not match `spec.dcn`, or fit no pipeline or data axis; or the torus cannot form the mesh.
+      MeshSpecError: The devices have several platforms, another number, or one occurs twice; the
+        slices differ in size, do not match `spec.dcn`, or fit no pipeline or data axis; or the
+        torus cannot form the mesh.
     """
     _check_devices(spec, devices)
     slices = _slices(spec, devices)
@@ -284,9 +302,12 @@ def _check_devices(spec: MeshSpec, devices: Sequence[Any]) -> None:
 
 
 def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
-    """Group devices by slice, in slice order; by process if the spec asks for slices and the platform has none."""
+    """Group devices by slice, in slice order; by process if the spec asks for slices and the
+    platform has none.
+    """
     by_slice = _grouped(devices, "slice_index")
-    # On GPU or CPU clusters one process per device is common, so processes count as slices only if dcn is given.
+    # On GPU or CPU clusters one process per device is common, so processes count as slices only if
+    # dcn is given.
     if len(by_slice) == 1 and math.prod(spec.dcn) > 1 and devices[0].platform != "tpu":
         by_slice = _grouped(devices, "process_index")
     counts = {len(members) for members in by_slice.values()}
@@ -318,7 +339,8 @@ def _dcn(spec: MeshSpec, slices: Mapping[int, Sequence[Any]]) -> tuple[int, ...]
             fix = "leave dcn out" if count == 1 else f"make the product of dcn {count}"
             have = "1 slice" if count == 1 else f"{count} slices"
             raise MeshSpecError(
-                f"dcn puts {crossing or 'nothing'} across slices ({math.prod(spec.dcn)}), the devices are {have}",
+                f"dcn puts {crossing or 'nothing'} across slices ({math.prod(spec.dcn)}), the "
+                f"devices are {have}",
                 fix=fix,
             )
         return spec.dcn
@@ -329,9 +351,16 @@ def _dcn(spec: MeshSpec, slices: Mapping[int, Sequence[Any]]) -> tuple[int, ...]
         if sizes.get(axis, 1) % count == 0:
             return tuple(count if name == axis else 1 for name in spec.names)
     raise MeshSpecError(
-        f"mesh {spec} over {count} slices: none of {', '.join(_SLICE_AXES)} has a size that {count} divides",
-        rule="tensor, sequence and expert axes cross slices only if dcn names them: the network between slices is slow",
-        fix=f"make dp or fsdp a multiple of {count}, or write which axis crosses, as in dcn={{{spec.names[0]!r}: {count}}}",
+        f"mesh {spec} over {count} slices: none of {', '.join(_SLICE_AXES)} has a size that "
+        f"{count} divides",
+        rule=(
+            "tensor, sequence and expert axes cross slices only if dcn names them: the network "
+            "between slices is slow"
+        ),
+        fix=(
+            f"make dp or fsdp a multiple of {count}, or write which axis crosses, as in "
+            f"dcn={{{spec.names[0]!r}: {count}}}"
+        ),
     )
 
 
@@ -350,7 +379,10 @@ def _arrange_slice(spec: MeshSpec, shape: tuple[int, ...], devices: Sequence[Any
             # Whole torus axes do not fit. Splitting one costs bandwidth, so it is tried last.
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     except (NotImplementedError, AssertionError, ValueError) as err:
-        what = f"mesh {spec}: the torus of {len(devices)} TPU devices has no {'x'.join(map(str, shape))} arrangement"
+        what = (
+            f"mesh {spec}: the torus of {len(devices)} TPU devices has no "
+            f"{'x'.join(map(str, shape))} arrangement"
+        )
         fix = (
             f'write "!{spec}" to take the devices in their order, or pass devices= that form a box'
         )
@@ -407,7 +439,10 @@ def _more_devices(spec: MeshSpec, devices: Sequence[Any]) -> str:
     if not devices or devices[0].platform != "cpu" or needed <= len(devices):
         return planning
     count = 8 if 8 % needed == 0 else needed
-    virtual = f"shardwright.testing.virtual_devices({count}) before JAX's first operation (in a notebook: restart the kernel, first cell)"
+    virtual = (
+        f"shardwright.testing.virtual_devices({count}) before JAX's first operation (in a "
+        f"notebook: restart the kernel, first cell)"
+    )
     return f"for virtual CPU devices call {virtual}; {planning}"
 
 

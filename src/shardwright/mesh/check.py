@@ -1,4 +1,6 @@
-"""Check the axes of a mesh as they are written: names, sizes, and the part that crosses slices. Pure."""
+"""Check the axes of a mesh as they are written: names, sizes, and the part that crosses slices.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ def check_number(count: int, things: str, most: int) -> None:
 
 
 def name_fault(name: object) -> str:
-    """Return why `name` cannot name a mesh axis, or an empty string. Rules and mesh texts must be able to spell it.
+    """Return why `name` cannot name a mesh axis, or an empty string. Rules and mesh texts must be
+    able to spell it.
 
     >>> name_fault("d p")
     "contains ' ', which rules and mesh texts use"
@@ -85,7 +88,9 @@ def name_fault(name: object) -> str:
 
 
 def with_colons(word: str) -> str:
-    """Return `dp:2,tp:4` for `dp 2 tp 4`, `dp=2 tp=4` or `dp2 tp4`; an empty string if there is more than names and sizes."""
+    """Return `dp:2,tp:4` for `dp 2 tp 4`, `dp=2 tp=4` or `dp2 tp4`; an empty string if there is
+    more than names and sizes.
+    """
     if len(word) > 200 or _PAIR.sub("", word).strip(" ,"):
         return ""
     return ",".join(f"{name}:{size}" for name, size in _PAIR.findall(word))
@@ -178,5 +183,7 @@ def caret(text: str, at: int) -> str:
 
 
 def exact(name: str) -> str:
-    """Return the name as exact `str`. `PartitionSpec`s are interned, so a member of an enum would leak through them."""
+    """Return the name as exact `str`. `PartitionSpec`s are interned, so a member of an enum would
+    leak through them.
+    """
     return str.__str__(name)

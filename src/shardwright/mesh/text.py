@@ -67,14 +67,17 @@ def parse_mesh(
     """Read a mesh and check everything that can be checked without devices.
 
     Args:
-      spec: One of three forms: `"dp:2,fsdp:-1,tp:4"`, in the order written; `"2,-1,4"` or `(2, -1, 4)`, in the order
-        of `axis_names`; or `{"dp": 2, "tp": 4}`. In text, a leading `!` keeps the device order, and `dcn.dp:2` names the
-        part of an axis that crosses slices.
-      axis_names: Names for sizes without names. Defaults to `DEFAULT_MESH_AXES`. Not allowed if `spec` names its axes.
-      dcn: The part of each axis that crosses slices. Defaults to nothing; an empty mapping is the same.
+      spec: One of three forms: `"dp:2,fsdp:-1,tp:4"`, in the order written; `"2,-1,4"` or
+        `(2, -1, 4)`, in the order of `axis_names`; or `{"dp": 2, "tp": 4}`. In text, a leading `!`
+        keeps the device order, and `dcn.dp:2` names the part of an axis that crosses slices.
+      axis_names: Names for sizes without names. Defaults to `DEFAULT_MESH_AXES`. Not allowed if
+        `spec` names its axes.
+      dcn: The part of each axis that crosses slices. Defaults to nothing; an empty mapping is the
+        same.
 
     Raises:
-      MeshSpecError: The mesh cannot be read. The error has every problem, for text with a caret at each.
+      MeshSpecError: The mesh cannot be read. The error has every problem, for text with a caret at
+        each.
 
     >>> parse_mesh("dcn.dp:2,dp:4,tp:-1")
     MeshSpec(names=('dp', 'tp'), sizes=(4, -1), dcn=(2, 1), contiguous=False)
@@ -110,7 +113,8 @@ def resolve_sizes(spec: MeshSpec, count: int, *, hint: str = "") -> MeshSpec:
       hint: Text to add to the fix: how the caller's user can get more devices.
 
     Raises:
-      MeshSpecError: There are too few devices, their number does not divide, or a dcn part does not divide its axis.
+      MeshSpecError: There are too few devices, their number does not divide, or a dcn part does not
+        divide its axis.
 
     >>> str(resolve_sizes(parse_mesh("dp:2,fsdp:-1,tp:2"), 8))
     'dp:2,fsdp:2,tp:2'
@@ -128,7 +132,8 @@ def resolve_sizes(spec: MeshSpec, count: int, *, hint: str = "") -> MeshSpec:
                 f"choose sizes whose product is at most {count}, or give one axis the size -1", hint
             )
             raise MeshSpecError(
-                f"mesh {listing} needs {needed} devices, there {'is' if count == 1 else 'are'} {count}",
+                f"mesh {listing} needs {needed} devices, there "
+                f"{'is' if count == 1 else 'are'} {count}",
                 fix=fix,
             )
         return spec
@@ -289,7 +294,10 @@ def _check_count(count: int, names: Sequence[str], *, given: bool, text: str = "
     if count != len(names):
         origin = "axis_names" if given else "the default axis names"
         sizes = "1 size" if count == 1 else f"{count} sizes"
-        what = f"{sizes} for {len(names)} axes: {origin} {'is' if given else 'are'} {', '.join(map(str, names))}"
+        what = (
+            f"{sizes} for {len(names)} axes: {origin} {'is' if given else 'are'} "
+            f"{', '.join(map(str, names))}"
+        )
         raise MeshSpecError(
             what,
             snippet=caret(text, len(text)),

@@ -1,4 +1,5 @@
-"""The candidates of a dim: those of its rule, or for a composite the product of its members' candidates. Pure.
+"""The candidates of a dim: those of its rule, or for a composite the product of its members'
+candidates. Pure.
 
 A composite is one dim over several axes. The candidates of its last member vary fastest.
 """
@@ -39,7 +40,9 @@ class Candidate:
 
 
 def reduced(written: tuple[str, ...], sizes: Mapping[str, int], missing: Missing) -> Candidate:
-    """Return a candidate without the mesh axes that are absent or have size 1; record each of them."""
+    """Return a candidate without the mesh axes that are absent or have size 1; record each of
+    them.
+    """
     live: list[str] = []
     passed: list[Skip] = []
     lost = False
@@ -62,7 +65,8 @@ class Composite:
 
     Attributes:
       members: The rules of the members that have one, in order.
-      chains: The candidates of each member, in order; the last one is empty if the member may add nothing.
+      chains: The candidates of each member, in order; the last one is empty if the member may add
+        nothing.
       ref: The members' rules, for messages.
       unruled: A record for each member without a rule, which adds nothing.
     """
@@ -85,7 +89,9 @@ class Composite:
         return math.prod(len(chain) for chain in self.chains)
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield the product lazily; what a member passed over is reported once, with the first candidate after it."""
+        """Yield the product lazily; what a member passed over is reported once, with the first
+        candidate after it.
+        """
         reported: set[int] = set()
         for at, picks in enumerate(itertools.product(*self.chains)):
             passed = [] if at else [*self.unruled]
@@ -104,7 +110,8 @@ class Composite:
     def with_fallback(
         self, parts: Sequence[tuple[str, ...]], fits: Callable[[tuple[str, ...]], bool]
     ) -> str:
-        """Return which members' rules need a fallback for a failed candidate to fit without their part.
+        """Return which members' rules need a fallback for a failed candidate to fit without their
+        part.
 
         Prefer the change of a single rule, of a later member first.
         """
@@ -128,7 +135,9 @@ def _with_dash(rule: Rule) -> str:
 def make_composite(
     axes: Sequence[str], rules: Sequence[Rule | None], sizes: Mapping[str, int], missing: Missing
 ) -> Composite | Problem | None:
-    """Return the candidates of a composite; None if no member has a rule, a problem if the rules do not combine."""
+    """Return the candidates of a composite; None if no member has a rule, a problem if the rules do
+    not combine.
+    """
     stated = [(axis, rule) for axis, rule in zip(axes, rules, strict=True) if rule is not None]
     if not stated:
         return None
@@ -136,9 +145,15 @@ def make_composite(
         if rule.fallback is Fallback.UNCONSTRAINED:
             return Problem(
                 error=StrategyError,
-                what=f'the rule of {axis_label(axis)} has "?", so it cannot be a member of a composite',
+                what=(
+                    f'the rule of {axis_label(axis)} has "?", so it cannot be a member of a '
+                    f"composite"
+                ),
                 rule=str(rule.ref),
-                fix=f'give {axis_label(axis)} a rule without "?", or annotate it on a dim of its own',
+                fix=(
+                    f'give {axis_label(axis)} a rule without "?", or annotate it on a dim of its '
+                    f"own"
+                ),
             )
     members = tuple(rule for _, rule in stated)
     chains = tuple(_chain(rule, sizes, missing) for rule in members)
@@ -153,7 +168,10 @@ def make_composite(
         counts = " * ".join(str(len(chain)) for chain in chains)
         return Problem(
             error=StrategyError,
-            what=f"the composite has {counts} = {composite.count} candidates, at most {MOST_CANDIDATES} are tried",
+            what=(
+                f"the composite has {counts} = {composite.count} candidates, at most "
+                f"{MOST_CANDIDATES} are tried"
+            ),
             rule=str(composite.ref),
             fix="give the members' rules fewer candidates, or flatten fewer axes into one dim",
         )

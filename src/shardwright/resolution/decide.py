@@ -1,11 +1,13 @@
-"""Decide one dim. Divisibility, conflicts and fallbacks are decided here, and nowhere else in the project.
+"""Decide one dim. Divisibility, conflicts and fallbacks are decided here, and nowhere else in the
+project.
 
 Dims are decided from left to right:
 
-1. Find the rule of the dim's axis, by mode, role and path (`_rule_for`). A composite has the rules of its members.
-2. Take the first candidate whose mesh axes are free and whose product divides the dim (`_try`).
-3. If none fits, apply the rule's own fallback, then the policy (`fallbacks.fall_back`).
-4. If a weight is used rather than stored, drop the mesh axes that it is gathered over (`gathered`).
+1. Find the rule of the dim's axis, by mode, role and path (`_rule_for`). A composite has the rules
+of its members. 2. Take the first candidate whose mesh axes are free and whose product divides the
+dim (`_try`). 3. If none fits, apply the rule's own fallback, then the policy
+(`fallbacks.fall_back`). 4. If a weight is used rather than stored, drop the mesh axes that it is
+gathered over (`gathered`).
 """
 
 from __future__ import annotations
@@ -86,7 +88,9 @@ class Decider:
         return decision
 
     def gathered(self, decision: DimDecision, dim: Dim) -> DimDecision:
-        """Drop from a stored dim the policy's gather axes that its activation rule does not name."""
+        """Drop from a stored dim the policy's gather axes that its activation rule does not
+        name.
+        """
         if not decision.mesh_axes:
             return decision
         kept: set[str] = set()
@@ -105,11 +109,14 @@ class Decider:
         Raises:
           _jax.Inconclusive: The size is symbolic, and the answer depends on its value.
         """
-        # For a symbolic size `== 0` would answer False where the remainder is unknown; `>= 1` raises.
+        # For a symbolic size `== 0` would answer False where the remainder is unknown; `>= 1`
+        # raises.
         return not size % self.shards(axes) >= 1
 
     def shards(self, live: tuple[str, ...]) -> int:
-        """Return the number of shards along mesh axes; along Manual ones sizes are already local."""
+        """Return the number of shards along mesh axes; along Manual ones sizes are already
+        local.
+        """
         if len(live) == 1 and not self.manual:
             return self.sizes[live[0]]
         return math.prod([self.sizes[axis] for axis in live if axis not in self.manual])
@@ -124,7 +131,9 @@ class Decider:
         return self._choose(draft, rule, dim.merged[0][1] if dim.merged else draft.size)
 
     def _literal(self, draft: Draft, names: tuple[str, ...]) -> DimDecision:
-        """Decide an entry of a literal spec like a rule's candidate, except that only a policy may drop a name."""
+        """Decide an entry of a literal spec like a rule's candidate, except that only a policy may
+        drop a name.
+        """
         draft.literal = True
         ref = RuleRef(key=f"dim {draft.dim}", text="+".join(names) or "-", source="literal spec")
         fallback = Fallback.NONE if names else Fallback.REPLICATED
@@ -161,7 +170,9 @@ class Decider:
         return self.rules.stated(axis, mode=self.mode, role=self.role, path=self.path)
 
     def _rule_for(self, dim: Dim, position: int) -> Chain | None:
-        """Return the rule of a dim; None if it has none, or if a composite's rules conflict (then a problem is added)."""
+        """Return the rule of a dim; None if it has none, or if a composite's rules conflict (then a
+        problem is added).
+        """
         if dim.means and self.role is not Role.ACTIVATION:
             rule = self._stand_in(dim)
             if rule is not None:
@@ -179,7 +190,8 @@ class Decider:
     def _stand_in(self, dim: Dim) -> Rule | None:
         """Return the rule of the semantic axis that a weight layout's dim stands for.
 
-        Exceptions by path come before tables. On either level a rule that is stated for the parallelism axis itself wins.
+        Exceptions by path come before tables. On either level a rule that is stated for the
+        parallelism axis itself wins.
         """
         for find in (self._tensor, self._stated):
             if any(find(axis) is not None for axis in dim.axes):
@@ -220,7 +232,9 @@ class Decider:
         return fall_back(self, draft, rule, trial, size)
 
     def _try(self, rule: Chain, size: int | None) -> Trial:
-        """Try the candidates in order. Without a size go on after a choice, to see all mesh axes that may apply."""
+        """Try the candidates in order. Without a size go on after a choice, to see all mesh axes
+        that may apply.
+        """
         trial = Trial()
         for candidate in self._candidates(rule):
             trial.skipped += candidate.passed
@@ -256,12 +270,16 @@ class Decider:
         return (reduced(written, self.sizes, missing) for written in rule.candidates)
 
     def _dropped(self, size: int | None, live: tuple[str, ...]) -> bool:
-        """Tell whether `indivisible = "drop"` replicates the dim, so that it cannot conflict with another dim."""
+        """Tell whether `indivisible = "drop"` replicates the dim, so that it cannot conflict with
+        another dim.
+        """
         is_drop = self.rules.policy.indivisible is Indivisible.DROP
         return is_drop and size is not None and not self.fits(size, live)
 
     def blocked(self, live: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the mesh axes of a candidate that an earlier dim, or an earlier member of it, holds."""
+        """Return the mesh axes of a candidate that an earlier dim, or an earlier member of it,
+        holds.
+        """
         if len(live) == 1:
             return live if live[0] in self.taken else ()
         return tuple(

@@ -118,7 +118,9 @@ class RuleRef:
 
 
 def rule_text(rule: RuleRef, mode: str) -> str:
-    """Return a rule, where it is written, and the mode it applies in; of a composite one line per member."""
+    """Return a rule, where it is written, and the mode it applies in; of a composite one line per
+    member.
+    """
     if rule.members:
         return "\n".join(rule_text(member, mode) for member in rule.members)
     text = str(rule)
@@ -133,7 +135,8 @@ class Skip:
     Attributes:
       reason: Why.
       candidate: The candidate as written; empty if a member of a composite has no rule.
-      mesh_axis: The mesh axis that was removed from it; empty if the whole candidate was passed over.
+      mesh_axis: The mesh axis that was removed from it; empty if the whole candidate was passed
+        over.
       detail: The values, for instance `6 % 4 != 0`; for `NO_RULE` the member.
     """
 
@@ -144,7 +147,10 @@ class Skip:
 
     def __str__(self) -> str:
         if self.mesh_axis:
-            return f"{self.mesh_axis} {'is not in the mesh' if self.reason is Reason.MISSING else 'has size 1'}"
+            return (
+                f"{self.mesh_axis} "
+                f"{'is not in the mesh' if self.reason is Reason.MISSING else 'has size 1'}"
+            )
         if self.reason is Reason.NO_RULE:
             return f"{self.detail} has no rule"
         name = "+".join(self.candidate)
@@ -160,7 +166,8 @@ class DimDecision:
       label: The dim's axes as people read them.
       size: Number of elements, or None if no shape was given.
       outcome: How it was decided.
-      mesh_axes: The mesh axes that the dim is sharded over, slowest first; Manual ones are included.
+      mesh_axes: The mesh axes that the dim is sharded over, slowest first; Manual ones are
+        included.
       rule: The rule that decided, or None.
       skipped: What was passed over before, in order.
       gathered: Mesh axes of the stored weight over which it is gathered for use.
@@ -284,7 +291,8 @@ class Resolution:
         """Return the spec.
 
         Raises:
-          ShardingError: There are problems. The class is that of the first; the error has all of them.
+          ShardingError: There are problems. The class is that of the first; the error has all of
+            them.
         """
         raise_problems(self.problems, resolution=self)
         assert self.spec is not None
@@ -363,7 +371,9 @@ def row(decision: DimDecision) -> tuple[str, ...]:
 
 
 def mesh_axes_text(decision: DimDecision) -> str:
-    """Return the mesh axes of a dim as people read them: `-` replicated, `?` unconstrained, `!` failed."""
+    """Return the mesh axes of a dim as people read them: `-` replicated, `?` unconstrained, `!`
+    failed.
+    """
     if decision.outcome is Outcome.FAILED:
         return "!"
     if decision.outcome is Outcome.UNCONSTRAINED:

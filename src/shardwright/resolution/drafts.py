@@ -34,7 +34,8 @@ class Trial:
       skipped: What was passed over.
       failure: The first candidate that did not fit, or None.
       lives: Mesh axes of every candidate that was tried.
-      dropped_missing: A candidate names an absent mesh axis, and the policy replicates the dim for it.
+      dropped_missing: A candidate names an absent mesh axis, and the policy replicates the dim for
+        it.
     """
 
     chosen: tuple[str, ...] | None = None

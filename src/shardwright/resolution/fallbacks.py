@@ -1,4 +1,6 @@
-"""What happens if no candidate fits: the rule's own fallback first, then the policy, else a problem."""
+"""What happens if no candidate fits: the rule's own fallback first, then the policy, else a
+problem.
+"""
 
 from __future__ import annotations
 

@@ -127,7 +127,9 @@ def default_of(attributes: Attributes, name: str) -> Any:
 
 
 def flat_names(names: Iterable[Any]) -> tuple[Any, ...] | None:
-    """Return nested names as one tuple, without those that are replicated (None); None if no name is left."""
+    """Return nested names as one tuple, without those that are replicated (None); None if no name
+    is left.
+    """
     flat = [
         name
         for entry in names
@@ -149,9 +151,11 @@ class PartitionAxis(Attributes):
     - None: replicated;
     - `NOT_GIVEN`: the default. The default of a `decode_*` attribute is the value of its base.
 
-    The `decode_*` attributes also apply in insert. As a parameter, `EMBED` is sharded over (fsdp, sp).
+    The `decode_*` attributes also apply in insert. As a parameter, `EMBED` is sharded over (fsdp,
+    sp).
 
-    The defaults differ from the preset files: hidden states are sharded over tp, and the batch over fsdp first.
+    The defaults differ from the preset files: hidden states are sharded over tp, and the batch over
+    fsdp first.
 
     >>> PartitionAxis(kv_head_axis="tp | -").compile() == PartitionAxis(
     ...     kv_head_axis="tp | -"
@@ -211,7 +215,10 @@ class PartitionAxis(Attributes):
             raise StrategyError(
                 f"{value!r} is not a rule",
                 axis=name,
-                fix='write a mesh axis, a tuple of them, a rule such as "tp | -", or None for replicated',
+                fix=(
+                    'write a mesh axis, a tuple of them, a rule such as "tp | -", or None for '
+                    "replicated"
+                ),
             )
         names = flat_names(self._mesh_axis(axis) for axis in axes)
         return "+".join(names) if names else REPLICATED

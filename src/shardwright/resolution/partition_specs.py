@@ -1,4 +1,6 @@
-"""Partition specs as values: from the mesh axes of each dim to the one canonical spec, and back, and as people write them."""
+"""Partition specs as values: from the mesh axes of each dim to the one canonical spec, and back,
+and as people write them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def spec_of(*dims: tuple[str, ...]) -> PartitionSpec:
 
 
 def spec_text(spec: PartitionSpec) -> str:
-    """Return a spec as people write it, for instance `P('dp', None, ('fsdp', 'sp'))` or `P('dp', unreduced={'tp'})`."""
+    """Return a spec as people write it, for instance `P('dp', None, ('fsdp', 'sp'))` or
+    `P('dp', unreduced={'tp'})`.
+    """
     entries = [
         "UNCONSTRAINED" if entry is UNCONSTRAINED else repr(entry) for entry in spec.partitions
     ]

@@ -1,4 +1,5 @@
-"""Derive decisions from those of a weight: for parts of it, and for optimizer state that is sharded further. Pure.
+"""Derive decisions from those of a weight: for parts of it, and for optimizer state that is sharded
+further. Pure.
 
 Whether a size divides is decided in `decide`: the resolver passes it in as `fits`.
 """
@@ -53,8 +54,8 @@ def take_part(
 ) -> Derived:
     """Derive the decisions of a part from those of the whole array.
 
-    A dim that is shorter than the one it follows, such as a number of blocks, must divide over the same mesh axes: a
-    block is never split.
+    A dim that is shorter than the one it follows, such as a number of blocks, must divide over the
+    same mesh axes: a block is never split.
 
     Args:
       whole: Resolution of the whole array.
@@ -72,7 +73,10 @@ def take_part(
         return _failed(ShapeRequiredError, what, path=path, fix="pass shape=")
     # The policy rank = "fit" lets another rank through, but a part cannot be cut to fit.
     if len(shape) != len(part.dims):
-        what = f"{describe(part)} has {len(part.dims)} dims, the array has {len(shape)}: shape {tuple(shape)}"
+        what = (
+            f"{describe(part)} has {len(part.dims)} dims, the array has {len(shape)}: shape "
+            f"{tuple(shape)}"
+        )
         fix = "write one entry per dim, None for a dim that is not sharded"
         return _failed(RankMismatchError, what, path=path, fix=fix)
     decisions: list[DimDecision] = []
@@ -96,7 +100,9 @@ def take_part(
 def _followed(
     decision: DimDecision, whole: int, fits: Fits, policy: Indivisible
 ) -> tuple[DimDecision, Problem | None]:
-    """Return the decision of a dim of a part whose dim in the whole has size `whole`, and its problem."""
+    """Return the decision of a dim of a part whose dim in the whole has size `whole`, and its
+    problem.
+    """
     size: Any = decision.size
     failed = dataclasses.replace(decision, outcome=Outcome.FAILED, mesh_axes=())
     try:
@@ -169,13 +175,15 @@ def add_zero1(
 ) -> Derived:
     """Shard optimizer state over mesh axes that its parameter does not use.
 
-    Candidates are tried in order. Of a candidate, the mesh axes count that the parameter leaves free; if it leaves none,
-    the candidate is passed over. The first dim that divides over all of them takes them, as its fastest ones. Dims that
-    are annotated `EMPTY` stay whole, and so does an array that has no other dims.
+    Candidates are tried in order. Of a candidate, the mesh axes count that the parameter leaves
+    free; if it leaves none, the candidate is passed over. The first dim that divides over all of
+    them takes them, as its fastest ones. Dims that are annotated `EMPTY` stay whole, and so does an
+    array that has no other dims.
 
     Args:
       param: Decisions of the parameter.
-      rule: Candidates in order. With `-` at the end, an array that none fits stays as it is. None adds nothing.
+      rule: Candidates in order. With `-` at the end, an array that none fits stays as it is. None
+        adds nothing.
       dims: Lowered dims.
       path: Path of the state.
       sizes: Size of each mesh axis.
@@ -221,7 +229,9 @@ def _first_fitting(
     dims: Sequence[Dim],
     fits: Fits,
 ) -> DimDecision | Problem | None:
-    """Return the first dim that also divides over `free`, or None; a problem if the sizes do not tell."""
+    """Return the first dim that also divides over `free`, or None; a problem if the sizes do not
+    tell.
+    """
     if any(_judged(decision, dims) is None for decision in able):
         return Problem(
             error=ShapeRequiredError,
@@ -276,9 +286,14 @@ def _none_fits(
     ]
     return Problem(
         error=IndivisibleError,
-        what=f"no dim of this optimizer state also divides over {'+'.join(free)}: {'; '.join(tried)}",
+        what=(
+            f"no dim of this optimizer state also divides over {'+'.join(free)}: {'; '.join(tried)}"
+        ),
         path=path,
         rule=str(rule.ref),
         mesh_axes=free,
-        fix=f'end zero1 in a fallback, zero1 = "{rule.ref.text} | -", which shards such state like its parameter',
+        fix=(
+            f'end zero1 in a fallback, zero1 = "{rule.ref.text} | -", which shards such state '
+            f"like its parameter"
+        ),
     )

@@ -1,8 +1,10 @@
-"""Patterns of `[[tensors]]` entries: the regular expressions whose search takes time linear in the path.
+"""Patterns of `[[tensors]]` entries: the regular expressions whose search takes time linear in the
+path.
 
-Python's `re` backtracks, so a file could hold a short pattern that searches for years: `(a+)+b`, or `(a|a)(a|a)...`. The
-patterns here are a subset of its syntax and mean the same. They become the instructions of a nondeterministic automaton
-(Thompson's construction), and a search follows all of its threads at once, one character at a time.
+Python's `re` backtracks, so a file could hold a short pattern that searches for years: `(a+)+b`, or
+`(a|a)(a|a)...`. The patterns here are a subset of its syntax and mean the same. They become the
+instructions of a nondeterministic automaton (Thompson's construction), and a search follows all of
+its threads at once, one character at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from shardwright.errors import StrategyError
 MOST_CHARACTERS: Final = 1000
 MOST_STEPS: Final = 1000
 DEEPEST: Final = 32
-# Sets of threads that a pattern remembers, and characters for each: what repeats in paths is looked up, not followed again.
+# Sets of threads that a pattern remembers, and characters for each: what repeats in paths is looked
+# up, not followed again.
 _MOST_STATES: Final = 500
 _MOST_SYMBOLS: Final = 300
 
@@ -39,11 +42,15 @@ _ASSERTIONS: Final = {
     "\\B": "no edge",
 }
 _REQUIREMENTS: Final = ("start", "end", "very end", "edge", "no edge")
-# The final newline of a path: `$` holds before it, and so it is another symbol than a newline elsewhere.
+# The final newline of a path: `$` holds before it, and so it is another symbol than a newline
+# elsewhere.
 _LAST_NEWLINE: Final = "\n$"
 _AT_START, _AFTER_WORD, _AFTER_OTHER = range(3)
 
-_EARLIER = "write the exception as a [[tensors]] entry of its own before this one: the first that matches and names the axis wins"
+_EARLIER = (
+    "write the exception as a [[tensors]] entry of its own before this one: the first that "
+    "matches and names the axis wins"
+)
 _SUBSET = (
     'a pattern has characters, ".", classes, groups, "|", "*", "+", "?", counts, "^", "$" and "\\b"'
 )
@@ -94,7 +101,8 @@ class PathPattern:
     True
 
     Raises:
-      StrategyError: it is not a regular expression, it is beyond a limit, or `re` alone could search it.
+      StrategyError: it is not a regular expression, it is beyond a limit, or `re` alone could
+        search it.
     """
 
     def __init__(self, text: str) -> None:
@@ -148,10 +156,16 @@ class PathPattern:
 
     def _add(self, operation: int, first: int = 0, second: int = 0) -> int:
         if len(self._code) >= MOST_STEPS:
-            what = f"the pattern has more than {MOST_STEPS} steps, counted with its repetitions written out"
+            what = (
+                f"the pattern has more than {MOST_STEPS} steps, counted with its repetitions "
+                f"written out"
+            )
             raise StrategyError(
                 what,
-                fix='write "*" or "+" for large counts, or split the pattern into several [[tensors]] entries',
+                fix=(
+                    'write "*" or "+" for large counts, or split the pattern into several '
+                    "[[tensors]] entries"
+                ),
             )
         self._code.append((operation, first, second))
         return len(self._code) - 1
@@ -212,7 +226,9 @@ class PathPattern:
         return following
 
     def _threads(self, state: _State, symbol: str | None) -> list[int] | None:
-        """Return the threads that wait for a character before `symbol` (None: the end), or None where one has matched."""
+        """Return the threads that wait for a character before `symbol` (None: the end), or None
+        where one has matched.
+        """
         waiting = [*state.threads, 0]  # a match may begin anywhere
         seen: set[int] = set()
         taking = []
@@ -248,7 +264,9 @@ class PathPattern:
 
 
 def _holds(requirement: str, before: int, ahead: bool, symbol: str | None) -> bool:
-    """Tell whether an assertion holds between what stood before and `symbol`; `ahead`: that is a word's character."""
+    """Tell whether an assertion holds between what stood before and `symbol`; `ahead`: that is a
+    word's character.
+    """
     if requirement == "start":
         return before == _AT_START
     if requirement == "end":
@@ -259,7 +277,9 @@ def _holds(requirement: str, before: int, ahead: bool, symbol: str | None) -> bo
 
 
 def _needle(node: _Node) -> str:
-    """Return the longest text that stands in everything a pattern matches, as far as its outermost sequence tells."""
+    """Return the longest text that stands in everything a pattern matches, as far as its outermost
+    sequence tells.
+    """
     parts = node.parts if node.kind == "sequence" else (node,)
     runs = "".join(part.literal or "\0" for part in parts).split("\0")
     return max(runs, key=len)

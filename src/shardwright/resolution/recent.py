@@ -1,4 +1,6 @@
-"""A dict that forgets: answers by shape are kept for the shapes that were asked for last, so that no run grows without end."""
+"""A dict that forgets: answers by shape are kept for the shapes that were asked for last, so that
+no run grows without end.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ KEPT: Final = 10_000
 class Recent(dict[Any, Any]):
     """Keep at least the last `KEPT` values that were asked for, and at most twice as many.
 
-    `get` finds most of them, at the speed of a dict. Where it finds nothing, `recall` looks among the older ones, and `keep` takes
-    a new value: threads that make one at once get the one object that came first.
+    `get` finds most of them, at the speed of a dict. Where it finds nothing, `recall` looks among
+    the older ones, and `keep` takes a new value: threads that make one at once get the one object
+    that came first.
     """
 
     __slots__ = ("_lock", "_older")
@@ -51,9 +54,11 @@ class Recent(dict[Any, Any]):
 
 
 class Shardings(dict[Any, Any]):
-    """Shardings by annotation and shape, each made when it is first asked for: one look-up per leaf, known or not.
+    """Shardings by annotation and shape, each made when it is first asked for: one look-up per
+    leaf, known or not.
 
-    Whoever makes them keeps the objects, so that forgetting all of them at once loses none of those kept there.
+    Whoever makes them keeps the objects, so that forgetting all of them at once loses none of those
+    kept there.
     """
 
     __slots__ = ("make",)

@@ -1,8 +1,8 @@
 """Resolve an annotation: which mesh axes each dim is sharded over, and why.
 
-The resolver is pure: no arrays, devices, globals or environment. It lowers a request to dims, a mode and a role.
-`decide` decides each dim from left to right, `parts` derives parts of a weight and optimizer state. The rules keep the
-answers of recent requests.
+The resolver is pure: no arrays, devices, globals or environment. It lowers a request to dims, a
+mode and a role. `decide` decides each dim from left to right, `parts` derives parts of a weight and
+optimizer state. The rules keep the answers of recent requests.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def resolve(
       mode_from: Who gave `mode`, for explanations.
 
     Raises:
-      ShardingError: The request fails. The class is that of the first problem; the error has all of them in
-        `.problems`, and the `.resolution`.
+      ShardingError: The request fails. The class is that of the first problem; the error has all of
+        them in `.problems`, and the `.resolution`.
     """
     resolution = explain(
         axes,
@@ -101,7 +101,8 @@ def explain(
 ) -> Resolution:
     """Resolve like `resolve`, but return problems in `.problems` instead of raising them.
 
-    Equal requests return equal objects: the identical one if at most 10,000 other requests came in between.
+    Equal requests return equal objects: the identical one if at most 10,000 other requests came in
+    between.
     """
     sizes = mesh_sizes(mesh_shape)
     if not isinstance(rules, AxisRules):
@@ -140,7 +141,9 @@ def explain(
 def _unwrap(
     annotation: Any, shape: tuple[int, ...] | None, role: Any
 ) -> tuple[Any, tuple[int, ...] | None, Any]:
-    """Return the axes, shape and role of an `ArraySpec`, by default a stored parameter; other annotations as they are."""
+    """Return the axes, shape and role of an `ArraySpec`, by default a stored parameter; other
+    annotations as they are.
+    """
     if not isinstance(annotation, ArraySpec):
         return annotation, shape, role
     lower(annotation, shape)
@@ -244,7 +247,9 @@ def _whole(part: PartOf, decider: Decider, mode_from: ModeFrom) -> Resolution:
 def _refused(
     axes: Any, error: ShardingError, *, mode: str | None, role: Any, path: str | None
 ) -> Resolution:
-    """Return the resolution of a request whose annotation, mode or role is wrong, so that no dim is decided."""
+    """Return the resolution of a request whose annotation, mode or role is wrong, so that no dim is
+    decided.
+    """
     problems = tuple(
         dataclasses.replace(problem, path=path or problem.path) for problem in error.problems
     )
@@ -262,13 +267,16 @@ def _refused(
 def lower_fitted(
     annotation: Any, shape: tuple[int, ...] | None, rules: AxisRules
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """Lower an annotation. Under `rank = "fit"` cut or pad its dims to the array's rank, and return a note about it."""
+    """Lower an annotation. Under `rank = "fit"` cut or pad its dims to the array's rank, and return
+    a note about it.
+    """
     try:
         return lower(annotation, shape), ()
     except RankMismatchError:
         lowered = lower(annotation)
         if rules.policy.rank is Rank.ERROR or shape is None or len(lowered.dims) == len(shape):
-            # An unknown name, such as that of a layout in quotes, explains a wrong rank better than the rank does.
+            # An unknown name, such as that of a layout in quotes, explains a wrong rank better than
+            # the rank does.
             raise_problems(
                 [
                     unknown_axis(axis, rules)
@@ -285,7 +293,8 @@ def lower_fitted(
 
 
 def lower_local(annotation: Any, local: tuple[int, ...], rules: AxisRules) -> tuple[Dim, ...]:
-    """Return the dims of an annotation for a local array. Only the ranks must agree: local sizes may differ.
+    """Return the dims of an annotation for a local array. Only the ranks must agree: local sizes
+    may differ.
 
     Raises:
       RankMismatchError: The ranks differ.
@@ -328,7 +337,8 @@ def as_role(role: object) -> Role:
 
 
 def left_open(resolution: Resolution) -> Resolution:
-    """Return a resolution as `hint` uses it: indivisible, conflicting and Manual dims are left to the compiler.
+    """Return a resolution as `hint` uses it: indivisible, conflicting and Manual dims are left to
+    the compiler.
 
     Other problems stay.
     """

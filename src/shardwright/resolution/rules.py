@@ -40,7 +40,9 @@ class Fallback(enum.StrEnum):
 
 
 class Attention(enum.StrEnum):
-    """The implementations of attention that a strategy may name, besides `own:NAME`; AUTO chooses one for each call."""
+    """The implementations of attention that a strategy may name, besides `own:NAME`; AUTO chooses
+    one for each call.
+    """
 
     AUTO = "auto"
     ALLGATHER_KV = "allgather_kv"
@@ -90,21 +92,25 @@ class Rank(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What to do if a rule cannot be followed exactly. Every choice except an error is recorded in the `Resolution`.
+    """What to do if a rule cannot be followed exactly. Every choice except an error is recorded in
+    the `Resolution`.
 
     Attributes:
-      indivisible: For a size that does not divide: raise an error; take the longest prefix that divides; replicate the
-        dim; or drop it, which replicates it before it can conflict with another dim.
-      conflict: For a mesh axis that an earlier dim holds: raise an error, or leave it to the earlier dim.
+      indivisible: For a size that does not divide: raise an error; take the longest prefix that
+        divides; replicate the dim; or drop it, which replicates it before it can conflict with
+        another dim.
+      conflict: For a mesh axis that an earlier dim holds: raise an error, or leave it to the
+        earlier dim.
       gather: Mesh axes over which a weight is gathered where it is used.
       missing: For an absent mesh axis: drop it from its candidate, or replicate the whole dim.
       rank: For another rank: raise an error, or cut and pad the annotation to the array's rank.
-      zero1: Candidates of mesh axes over which optimizer state is sharded beyond its parameter; None for none.
+      zero1: Candidates of mesh axes over which optimizer state is sharded beyond its parameter;
+        None for none.
       idle: Mesh axes that no rule names, on purpose: everything is replicated over them.
 
     Raises:
-      StrategyError: A choice that does not exist; a name in `gather` or `idle` that occurs twice or cannot name a mesh
-        axis; or a `zero1` that is not a rule, or ends in "?".
+      StrategyError: A choice that does not exist; a name in `gather` or `idle` that occurs twice or
+        cannot name a mesh axis; or a `zero1` that is not a rule, or ends in "?".
     """
 
     indivisible: Indivisible = Indivisible.ERROR
@@ -256,7 +262,10 @@ def _grammar(text: str, column: int, what: str, ref: RuleRef) -> StrategyError:
         axis=ref.key,
         snippet=f"{text}\n{' ' * column}^",
         rule=str(ref),
-        fix='a rule is candidates in order, such as "dp+fsdp | dp | -": "+" joins mesh axes, "-" replicated, "?" unconstrained',
+        fix=(
+            'a rule is candidates in order, such as "dp+fsdp | dp | -": "+" joins mesh axes, "-" '
+            'replicated, "?" unconstrained'
+        ),
     )
 
 
@@ -283,7 +292,9 @@ class TensorRules:
         return self._pattern.matches(path)
 
     def find(self, axis: str, path: str) -> Rule | None:
-        """Return the entry's rule for an axis if it has one and the pattern matches the path, else None."""
+        """Return the entry's rule for an axis if it has one and the pattern matches the path, else
+        None.
+        """
         rule = next((rule for name, rule in self.rules if name == axis), None)
         return rule if rule is not None and self.matches(path) else None
 
@@ -297,7 +308,8 @@ Table = tuple[tuple[str, Rule], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AxisRules:
-    """All rules of a strategy. Equality and hash cover the rules and the policy, not where they are written.
+    """All rules of a strategy. Equality and hash cover the rules and the policy, not where they are
+    written.
 
     Attributes:
       activations: For each of `MODES`, the table that applies, sorted by axis.
@@ -354,7 +366,9 @@ class AxisRules:
         return _rebuild, (*self._values[:-1], self.attention)
 
     def fingerprint(self) -> bytes:
-        """Return 32 bytes that are equal for equal rules; a cache may keep them without keeping the rules alive."""
+        """Return 32 bytes that are equal for equal rules; a cache may keep them without keeping the
+        rules alive.
+        """
         if not self._fingerprint:
             digest = hashlib.blake2b(
                 repr(_plain(self._values, {})).encode(), digest_size=32
@@ -363,11 +377,15 @@ class AxisRules:
         return self._fingerprint
 
     def stated(self, axis: str, *, mode: str, role: Role, path: str | None) -> Rule | None:
-        """Return the rule that the strategy states for an axis, or None; for weights, `[[tensors]]` entries come first."""
+        """Return the rule that the strategy states for an axis, or None; for weights, `[[tensors]]`
+        entries come first.
+        """
         return self.tensor_rule(axis, role=role, path=path) or self._tables[mode, role].get(axis)
 
     def tensor_rule(self, axis: str, *, role: Role, path: str | None) -> Rule | None:
-        """Return the rule of the first `[[tensors]]` entry that matches the path and names the axis, or None."""
+        """Return the rule of the first `[[tensors]]` entry that matches the path and names the
+        axis, or None.
+        """
         if path is None or role is Role.ACTIVATION:
             return None
         return next(
@@ -387,7 +405,8 @@ class AxisRules:
 
 
 def _plain(value: Any, known: dict[int, Any]) -> Any:
-    """Return the fields that count for equality as nested tuples, whose text differs if the values do.
+    """Return the fields that count for equality as nested tuples, whose text differs if the values
+    do.
 
     `known` keeps the tuple of each rule, because tables share rules.
     """
@@ -403,9 +422,11 @@ def _plain(value: Any, known: dict[int, Any]) -> Any:
 
 
 def share_values(one: Any, other: Any) -> bool:
-    """Compare two frozen objects by `_hash` and `_values`; if they are equal, let them share one `_values`.
+    """Compare two frozen objects by `_hash` and `_values`; if they are equal, let them share one
+    `_values`.
 
-    JAX compares the ambient manager at every cache look-up. After the first full comparison, an identity check is enough.
+    JAX compares the ambient manager at every cache look-up. After the first full comparison, an
+    identity check is enough.
     """
     if one._values is other._values:
         return True
@@ -451,11 +472,13 @@ def build_rules(
     Insert inherits from decode. `[modes.M]` never affects a parameter.
 
     Args:
-      tables: Tables of axis -> rule, by name: `rules`, `params`, `modes.<m>` and `modes.<m>.params`.
+      tables: Tables of axis -> rule, by name: `rules`, `params`, `modes.<m>` and
+        `modes.<m>.params`.
       tensors: Exceptions by path.
       user_axes: Axes that the strategy declares.
       policy: What to do if a rule cannot be followed. Defaults to errors.
-      attention: Mode -> the line that names its implementation of attention; `default` is for the other modes.
+      attention: Mode -> the line that names its implementation of attention; `default` is for the
+        other modes.
     """
 
     def layer(*names: str) -> Table:
@@ -483,7 +506,9 @@ def build_rules(
 
 
 def _attention_by_mode(named: Mapping[str, RuleRef]) -> tuple[tuple[str, RuleRef], ...]:
-    """Return the line of each mode that computes attention and names an implementation; canonical modes, sorted."""
+    """Return the line of each mode that computes attention and names an implementation; canonical
+    modes, sorted.
+    """
     lines = {
         parse_mode(name): named.get(name, named.get("default"))
         for name in ("train", "prefill", "decode")
@@ -496,7 +521,9 @@ def _attention_by_mode(named: Mapping[str, RuleRef]) -> tuple[tuple[str, RuleRef
 
 
 def unnamed_mesh_axes(rules: AxisRules, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes of more than one device that no rule names, and that are neither standard nor idle."""
+    """Return the mesh axes of more than one device that no rule names, and that are neither
+    standard nor idle.
+    """
     known = {*rules.named_mesh_axes(), *rules.policy.idle, *STANDARD_MESH_AXES}
     return tuple(name for name, size in sizes.items() if size > 1 and name not in known)
 

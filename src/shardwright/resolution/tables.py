@@ -88,7 +88,9 @@ def _row_lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 def _fit(
     columns: list[list[str]], width: int, prose: int | None, whole: Sequence[int]
 ) -> list[int]:
-    """Return the width of each column: as long as its longest cell, shortened until the row fits."""
+    """Return the width of each column: as long as its longest cell, shortened until the row
+    fits.
+    """
     widths = [max(map(len, column)) for column in columns]
     least = [
         max((len(word) for cell in column for word in cell.split()), default=0)

@@ -12,7 +12,9 @@ from shardwright.vocabulary.layouts import LAYOUTS
 
 
 def unknown_axis(axis: str, rules: AxisRules) -> Problem:
-    """Return the problem of an axis that is neither in the vocabulary nor declared by the strategy."""
+    """Return the problem of an axis that is neither in the vocabulary nor declared by the
+    strategy.
+    """
     name = axis_label(axis)
     meant = canonical_axis(name)
     if meant in rules.known_axes:  # only the underscores or the case are wrong
@@ -46,8 +48,13 @@ def _close_fix(name: str, rules: AxisRules) -> str:
 
 
 def lost_entry_fix(name: str, sizes: Iterable[str]) -> str:
-    """Return how to fix an entry of a literal spec that is not a mesh axis: a typing slip, or the name of an axis."""
+    """Return how to fix an entry of a literal spec that is not a mesh axis: a typing slip, or the
+    name of an axis.
+    """
     names = list(sizes)
     hint = did_you_mean(PARALLELISM_AXES.get(name, name), names)
-    logical = "write the axes themselves, such as (EMBED, MLP_INTERMEDIATE), or translate flax's with flax.linen.logical_to_mesh"
+    logical = (
+        "write the axes themselves, such as (EMBED, MLP_INTERMEDIATE), or translate flax's with "
+        "flax.linen.logical_to_mesh"
+    )
     return hint or f"name a mesh axis: the mesh has {', '.join(names)}. For logical names {logical}"

@@ -2,7 +2,8 @@
 
 An annotation is one of these:
 
-- a tuple with one entry per dim: an axis string, `EMPTY`, a composite (a tuple of axes) or `merged(...)`; `()` for scalars;
+- a tuple with one entry per dim: an axis string, `EMPTY`, a composite (a tuple of axes) or
+  `merged(...)`; `()` for scalars;
 - a layout, such as `ColumnWise`;
 - an `ArraySpec`: shape, dtype and axes of an array that does not exist yet;
 - a `PartOf`: the array is sharded like some dims of another array;
@@ -53,7 +54,8 @@ class ArraySpec(SizedAnnotation):
       shape: Global shape.
       dtype: Anything that `jax.numpy.dtype` takes.
       axes: Annotation: a layout or a tuple of axes.
-      init: Called as `init(key, shape, dtype)`, like those of `jax.nn.initializers`; None if never initialized.
+      init: Called as `init(key, shape, dtype)`, like those of `jax.nn.initializers`; None if never
+        initialized.
 
     Raises:
       RankMismatchError: The shape is not a shape, or the axes do not fit its rank.
@@ -97,16 +99,18 @@ class ArraySpec(SizedAnnotation):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartOf(SizedAnnotation):
-    """An array that is sharded like some dims of another array: a moment, a scale, one half of a low-rank pair.
+    """An array that is sharded like some dims of another array: a moment, a scale, one half of a
+    low-rank pair.
 
-    It may stand wherever an annotation may. The whole array is resolved first, under its own path; the part then takes
-    over the mesh axes of the dims it follows, so that both always fit together.
+    It may stand wherever an annotation may. The whole array is resolved first, under its own path;
+    the part then takes over the mesh axes of the dims it follows, so that both always fit together.
 
     Attributes:
       annotation: The whole array's annotation.
       shape: The whole array's shape.
-      dims: For each dim of the part, the dim of the whole that it follows; None for a dim that is not sharded. A dim
-        may be shorter than the one it follows (a number of blocks, for instance), never longer.
+      dims: For each dim of the part, the dim of the whole that it follows; None for a dim that is
+        not sharded. A dim may be shorter than the one it follows (a number of blocks, for
+        instance), never longer.
       path: The whole array's path.
 
     Raises:
@@ -128,9 +132,13 @@ class PartOf(SizedAnnotation):
         in_range = all(0 <= dim < len(self.shape) for dim in followed)
         if not is_sequence or not in_range or len(set(followed)) != len(given):
             raise RankMismatchError(
-                f"dims is {short(self.dims)}, and {describe(self.annotation)} has {len(self.shape)} dims",
+                f"dims is {short(self.dims)}, and {describe(self.annotation)} has "
+                f"{len(self.shape)} dims",
                 path=self.path,
-                fix="name each dim of the whole array at most once, None for a dim that is not sharded",
+                fix=(
+                    "name each dim of the whole array at most once, None for a dim that is not "
+                    "sharded"
+                ),
             )
         dims = tuple(None if dim is None else as_integer(dim) for dim in self.dims)
         object.__setattr__(self, "dims", dims)
@@ -141,17 +149,22 @@ class PartOf(SizedAnnotation):
         dims = tuple(Dim(axes=()) if of is None else whole.dims[of] for of in self.dims)
         if shape is not None and len(shape) != len(self.dims):
             raise RankMismatchError(
-                f"{self.described()} has {len(self.dims)} dims, the array has {len(shape)}: shape {tuple(shape)}",
+                f"{self.described()} has {len(self.dims)} dims, the array has {len(shape)}: "
+                f"shape {tuple(shape)}",
                 fix="write one entry per dim, None for a dim that is not sharded",
             )
         for position, (of, size) in enumerate(zip(self.dims, shape or (), strict=False)):
             if of is not None and size > self.shape[of]:
                 raise RankMismatchError(
-                    f"size {size} is more than the {self.shape[of]} of dim {of} of {describe(self.annotation)}, which it follows",
+                    f"size {size} is more than the {self.shape[of]} of dim {of} of "
+                    f"{describe(self.annotation)}, which it follows",
                     path=self.path,
                     dim=position,
                     size=size,
-                    fix="pass the whole array's shape, or None for a dim that is not sharded: a part is never larger than the whole",
+                    fix=(
+                        "pass the whole array's shape, or None for a dim that is not sharded: a "
+                        "part is never larger than the whole"
+                    ),
                 )
         return Lowered(dims=dims, mode=whole.mode, role=Role.PARAM)
 
@@ -177,7 +190,8 @@ def is_annotation(value: object) -> TypeGuard[Any]:
     (True, True, False)
     """
     if type(value) is tuple:
-        for entry in value:  # noqa: SIM110  a plain loop is twice as fast, and this runs once per leaf of every tree
+        # A plain loop is twice as fast as `all`, and this runs once per leaf of every tree.
+        for entry in value:  # noqa: SIM110
             if type(entry) is not str and not _is_dim(entry):
                 return False
         return True
@@ -212,7 +226,10 @@ def as_annotation(value: Any) -> Any:
         return _frozen(value)
     if is_annotation(value):
         return value
-    fix = "write a tuple of axes such as (BATCH, LENGTH, EMBED), a layout such as ColumnWise, or an ArraySpec"
+    fix = (
+        "write a tuple of axes such as (BATCH, LENGTH, EMBED), a layout such as ColumnWise, or an "
+        "ArraySpec"
+    )
     if isinstance(value, dict):
         fix = "for a tree call shardings, or annotate each leaf by itself"
     raise StrategyError(f"{short(value)} is not an annotation", fix=fix)
@@ -236,7 +253,9 @@ def _frozen(entries: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def one_annotation(axes: tuple[Any, ...]) -> Any:
-    """Return `*axes` as one annotation: they are axes, composites and merged dims, or already one annotation."""
+    """Return `*axes` as one annotation: they are axes, composites and merged dims, or already one
+    annotation.
+    """
     return as_annotation(asked_annotation(axes))
 
 
@@ -246,7 +265,9 @@ def asked_annotation(axes: tuple[Any, ...]) -> Any:
 
 
 def tree_of_annotations(axes: tuple[Any, ...]) -> Any:
-    """Return `*axes` as a tree of annotations for a tree of arrays; axes are one annotation for every leaf."""
+    """Return `*axes` as a tree of annotations for a tree of arrays; axes are one annotation for
+    every leaf.
+    """
     if not axes:
         return None
     if len(axes) == 1 and not isinstance(axes[0], (str, MergedDim)):
@@ -255,15 +276,17 @@ def tree_of_annotations(axes: tuple[Any, ...]) -> Any:
 
 
 def is_axes_list(value: object) -> bool:
-    """Tell whether a list is one annotation, as other code writes them, and not a list of annotations."""
+    """Tell whether a list is one annotation, as other code writes them, and not a list of
+    annotations.
+    """
     return isinstance(value, list) and any(isinstance(entry, (str, MergedDim)) for entry in value)
 
 
 def stacked(annotation: Any, layers: int | None = None) -> Any:
     """Put `LAYERS` in front of an annotation.
 
-    A stacked `ArraySpec` also gets the size `layers` in front of its shape, and its initializer one key per layer. A
-    literal `PartitionSpec` names mesh axes: its stack is not sharded over layers.
+    A stacked `ArraySpec` also gets the size `layers` in front of its shape, and its initializer one
+    key per layer. A literal `PartitionSpec` names mesh axes: its stack is not sharded over layers.
 
     >>> from shardwright.vocabulary.axes import EMBED
     >>> stacked((EMBED, "_"))
@@ -271,10 +294,12 @@ def stacked(annotation: Any, layers: int | None = None) -> Any:
 
     Args:
       annotation: Annotation of one layer.
-      layers: Number of layers. Required for an `ArraySpec` or a `PartOf`, not allowed for other annotations.
+      layers: Number of layers. Required for an `ArraySpec` or a `PartOf`, not allowed for other
+        annotations.
 
     Raises:
-      StrategyError: `layers` is missing, not allowed or not a positive integer; or a literal spec is unreduced.
+      StrategyError: `layers` is missing, not allowed or not a positive integer; or a literal spec
+        is unreduced.
       AxisConflictError: The layout is stacked already.
     """
     single = as_annotation(annotation)
@@ -298,7 +323,10 @@ def stacked(annotation: Any, layers: int | None = None) -> Any:
         raise AxisConflictError(
             f"{describe(single)} has LAYERS in front already",
             axis=axis_label(LAYERS),
-            fix="for a stack of stacks write its axes out, with an axis of your own in front, declared in the strategy under [axes]",
+            fix=(
+                "for a stack of stacks write its axes out, with an axis of your own in front, "
+                "declared in the strategy under [axes]"
+            ),
         )
     return StackedLayout(single) if is_layout(single) else (LAYERS, *single)
 

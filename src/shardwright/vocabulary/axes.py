@@ -1,7 +1,7 @@
 """The vocabulary: semantic names of array dimensions, as plain strings.
 
-`PartitionSpec`s are interned and keep the first equal key they saw, so a member of an enum would leak into
-everybody's specs: the constants are exact `str`.
+`PartitionSpec`s are interned and keep the first equal key they saw, so a member of an enum would
+leak into everybody's specs: the constants are exact `str`.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ AxisType = tuple[str, ...] | str | Any | None
 class Role(enum.StrEnum):
     """What an array is: the role picks the rule.
 
-    A weight is stored as `PARAM` and computed with as `USE`; an optimizer's `STATE` lies like the stored weight, and beyond it
-    where the policy says so.
+    A weight is stored as `PARAM` and computed with as `USE`; an optimizer's `STATE` lies like the
+    stored weight, and beyond it where the policy says so.
     """
 
     ACTIVATION = "activation"
@@ -99,13 +99,16 @@ class Role(enum.StrEnum):
     USE = "use"
     STATE = "state"
 
-    # A role equals its text, and so must hash like it; it is also hashed in every look-up of a rule.
+    # A role equals its text, and so must hash like it; it is also hashed in every look-up of a
+    # rule.
     __hash__ = str.__hash__
 
 
 @final
 class EMPTY_VAL:  # noqa: N801  the name is a contract
-    """Class of the sentinel `NOT_GIVEN`: absence, which means inherit. Never None, which means replicated."""
+    """Class of the sentinel `NOT_GIVEN`: absence, which means inherit. Never None, which means
+    replicated.
+    """
 
     _instance: EMPTY_VAL | None = None
 
@@ -135,7 +138,8 @@ NOT_GIVEN: Final = EMPTY_VAL()
 
 
 def canonical_axis(name: str) -> str:
-    """Return the constant's value for any spelling: `batch`, `BATCH` and `__BATCH__` are the same axis.
+    """Return the constant's value for any spelling: `batch`, `BATCH` and `__BATCH__` are the same
+    axis.
 
     >>> canonical_axis("kv_head")
     '__KV_HEAD__'
@@ -146,7 +150,9 @@ def canonical_axis(name: str) -> str:
 
 
 def axis_label(axis: str) -> str:
-    """Return the name that people read: `KV_HEAD` for `"__KV_HEAD__"`, `TP` for `"__TENSOR_PARALLEL__"`."""
+    """Return the name that people read: `KV_HEAD` for `"__KV_HEAD__"`, `TP` for
+    `"__TENSOR_PARALLEL__"`.
+    """
     if axis in PARALLELISM_AXES:
         return PARALLELISM_AXES[axis].upper()
     return axis[2:-2] if axis.startswith("__") and axis.endswith("__") and len(axis) > 4 else axis

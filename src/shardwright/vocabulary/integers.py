@@ -1,6 +1,7 @@
 """Read the integers that callers pass as sizes and counts: Python's and NumPy's, never a bool.
 
-Every room reads its integers here, so that all of them accept the same values and refuse the rest in the same words.
+Every room reads its integers here, so that all of them accept the same values and refuse the rest
+in the same words.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from shardwright.errors import Problem, ShardingError
 def as_integer(value: Any) -> int | None:
     """Return an integer as a Python `int`, or None if the value is not an integer.
 
-    A bool is not an integer: `layers=True` is a slip. Neither is an array, even if its value is known: sizes are static,
-    and inside `jit` the same array has no value.
+    A bool is not an integer: `layers=True` is a slip. Neither is an array, even if its value is
+    known: sizes are static, and inside `jit` the same array has no value.
 
     >>> as_integer(np.int64(8)), as_integer(8.0), as_integer(True)
     (8, None, None)
@@ -68,7 +69,9 @@ def integer_problem(
     most: int | None = None,
     fix: str = "",
 ) -> Problem | None:
-    """Return what is wrong with the integer argument `name`, or None; the arguments are those of `read_integer`."""
+    """Return what is wrong with the integer argument `name`, or None; the arguments are those of
+    `read_integer`.
+    """
     integer = as_integer(value)
     if integer is not None and least <= integer and (most is None or integer <= most):
         return None

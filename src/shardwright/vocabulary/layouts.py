@@ -1,8 +1,9 @@
 """Named layouts: `DynamicShardingAxes` and the classes that other code already uses by name.
 
-A layout is a tuple of dims and a mode, and reads the same as a class and as an instance: `ColumnWise.axes` and
-`ColumnWise().axes` are both `[[FSDP, SP], TP]`. Weight dims are `[in, out]`; expert weights are
-`[experts, hidden, intermediate]` (column) or `[experts, intermediate, hidden]` (row).
+A layout is a tuple of dims and a mode, and reads the same as a class and as an instance:
+`ColumnWise.axes` and `ColumnWise().axes` are both `[[FSDP, SP], TP]`. Weight dims are `[in, out]`;
+expert weights are `[experts, hidden, intermediate]` (column) or `[experts, intermediate, hidden]`
+(row).
 """
 
 from __future__ import annotations
@@ -80,11 +81,13 @@ class DynamicShardingAxes(_Fields):
     ['__BATCH__', '__EMBED__']
 
     Attributes:
-      axes: one entry per dim: an axis, `EMPTY` or None (not sharded), or a list (one dim over several).
-      mode: a runtime mode, or the index of a dim whose size picks it: 1 means decode, any other train.
+      axes: one entry per dim: an axis, `EMPTY` or None (not sharded), or a list (one dim over
+        several).
+      mode: a runtime mode, or the index of a dim whose size picks it: 1 means decode, any other
+        train.
       role: `Role.PARAM` for weight layouts, None where the call decides.
-      means: for weight layouts that name parallelism axes, the semantic axes that they stand for as a parameter
-        wherever the strategy has no rule of its own for the parallelism axis.
+      means: for weight layouts that name parallelism axes, the semantic axes that they stand for as
+        a parameter wherever the strategy has no rule of its own for the parallelism axis.
 
     Raises:
       StrategyError: an unknown mode, or other axes for a layout whose axes are fixed by its name.
@@ -133,8 +136,9 @@ class DynamicShardingAxes(_Fields):
         )
 
     @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # of any named tuple, not of this one
-        """Make an instance of axes and a mode, normalized as a call does; `_replace` goes through this too.
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
+        """Make an instance of axes and a mode, normalized as a call does; `_replace` goes through
+        this too.
 
         Raises:
           StrategyError: other than two values, or what a call refuses.
@@ -178,7 +182,8 @@ def _freeze_dims(axes: Any) -> tuple[LayoutDim, ...]:
             )
         if isinstance(dim, tuple) and EMPTY in dim:
             raise StrategyError(
-                f"{_spell((dim,))}: a composite may not contain EMPTY: it is one dim over several axes",
+                f"{_spell((dim,))}: a composite may not contain EMPTY: it is one dim over "
+                f"several axes",
                 fix="write EMPTY for a whole dim, or leave it out of the composite",
             )
     return dims
@@ -303,13 +308,17 @@ class ExpertRowWiseAlt(DynamicShardingAxes, role=Role.PARAM):
 
 
 class UnifiedExpertColumnWise(DynamicShardingAxes, role=Role.PARAM):
-    """Expert weight `[experts, hidden, intermediate]`, experts over all storage axes; never gathered."""
+    """Expert weight `[experts, hidden, intermediate]`, experts over all storage axes; never
+    gathered.
+    """
 
     axes = ((FSDP, SP, EP), EMPTY, TP)
 
 
 class UnifiedExpertRowWise(DynamicShardingAxes, role=Role.PARAM):
-    """Expert weight `[experts, intermediate, hidden]`, experts over all storage axes; never gathered."""
+    """Expert weight `[experts, intermediate, hidden]`, experts over all storage axes; never
+    gathered.
+    """
 
     axes = ((FSDP, SP, EP), TP, EMPTY)
 

@@ -85,7 +85,9 @@ class Lowered:
 
 
 class SizedAnnotation:
-    """Base of annotations that know the shape of their array: they lower and describe themselves."""
+    """Base of annotations that know the shape of their array: they lower and describe
+    themselves.
+    """
 
     __slots__ = ()
 
@@ -102,10 +104,11 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
     """Lower an annotation to one `Dim` per dim of the array; check it against `shape` if given.
 
     Raises:
-      RankMismatchError: The ranks differ, a merged dim is not the product of its members, or a part is larger than
-        its whole.
+      RankMismatchError: The ranks differ, a merged dim is not the product of its members, or a part
+        is larger than its whole.
       AxisConflictError: An axis occurs twice.
-      StrategyError: A composite contains `EMPTY`, or a head and its dim; or a literal spec is unreduced.
+      StrategyError: A composite contains `EMPTY`, or a head and its dim; or a literal spec is
+        unreduced.
     """
     if isinstance(annotation, SizedAnnotation):
         return annotation.lowered(shape)
@@ -152,7 +155,8 @@ def _lower_spec(spec: PartitionSpec, shape: Sequence[int] | None) -> tuple[Dim, 
     entries = spec_entries(spec)
     if shape is not None and len(entries) > len(shape):
         raise RankMismatchError(
-            f"the spec {spec} has {len(entries)} entries, the array has {len(shape)} dims: shape {tuple(shape)}",
+            f"the spec {spec} has {len(entries)} entries, the array has {len(shape)} dims: "
+            f"shape {tuple(shape)}",
             fix="write at most one entry per dim",
         )
     entries += [None] * (len(shape or ()) - len(entries))
@@ -170,7 +174,10 @@ def spec_entries(spec: PartitionSpec) -> list[Any]:
         names = ", ".join(sorted(spec.unreduced or spec.reduced))
         raise StrategyError(
             f"the literal spec is {kind} along {names}, which an annotation cannot express",
-            fix="annotate the array with the entries alone; to keep it unreduced, call jax.reshard with the spec itself",
+            fix=(
+                "annotate the array with the entries alone; to keep it unreduced, call "
+                "jax.reshard with the spec itself"
+            ),
         )
     return list(spec.partitions)
 
@@ -242,7 +249,8 @@ def _check_rank(annotation: Any, dims: tuple[Dim, ...], shape: Sequence[int] | N
         return
     if len(dims) != len(shape):
         raise RankMismatchError(
-            f"{describe(annotation)} has {len(dims)} dims, the array has {len(shape)}: shape {tuple(shape)}",
+            f"{describe(annotation)} has {len(dims)} dims, the array has {len(shape)}: shape "
+            f"{tuple(shape)}",
             fix=_rank_fix(annotation, len(dims), len(shape)),
         )
     check_merged(dims, shape)
@@ -287,8 +295,10 @@ def _check_composites(dims: tuple[Dim, ...]) -> None:
                 "a composite may not contain EMPTY: it is one dim over several axes",
                 dim=position,
                 axis=dim.label,
-                fix="write EMPTY for a whole dim, or leave it out of the composite; for one annotation per array of a "
-                "tuple, pass the arrays as a tuple",
+                fix=(
+                    "write EMPTY for a whole dim, or leave it out of the composite; for one "
+                    "annotation per array of a tuple, pass the arrays as a tuple"
+                ),
             )
         heads = [axis for axis in dim.axes if axis in _HEAD_DIM_OF]
         if heads and not _HEAD_DIMS.isdisjoint(dim.axes):
@@ -298,7 +308,10 @@ def _check_composites(dims: tuple[Dim, ...]) -> None:
                 f"a composite of {head} and {head_dim} could be split within a head",
                 dim=position,
                 axis=dim.label,
-                fix=f"annotate the flat dim as merged(({head}, heads), ({head_dim}, head_dim)): then the number of heads must divide",
+                fix=(
+                    f"annotate the flat dim as merged(({head}, heads), ({head_dim}, head_dim)): "
+                    f"then the number of heads must divide"
+                ),
             )
 
 
@@ -308,10 +321,14 @@ def _check_repeats(dims: tuple[Dim, ...]) -> None:
         for axis in (axis for axis, _ in dim.merged) if dim.merged else dim.axes:
             if axis in seen:
                 raise AxisConflictError(
-                    f"the axis occurs twice in one annotation, at dim {seen[axis]} and dim {position}",
+                    f"the axis occurs twice in one annotation, at dim {seen[axis]} and dim "
+                    f"{position}",
                     dim=position,
                     axis=axis_label(axis),
-                    fix="give each dim its own axis, or EMPTY: attention scores, for instance, are (BATCH, HEAD, QUERY_LENGTH, BIAS_KV_SEQ)",
+                    fix=(
+                        "give each dim its own axis, or EMPTY: attention scores, for instance, "
+                        "are (BATCH, HEAD, QUERY_LENGTH, BIAS_KV_SEQ)"
+                    ),
                 )
             seen[axis] = position
 
@@ -332,12 +349,16 @@ def mode_of_layout(mode: str | int, shape: Sequence[int] | None) -> str:
         )
     if not -len(shape) <= mode < len(shape):
         raise RankMismatchError(
-            f"the size of dim {mode} decides the layout's mode, and the array has shape {tuple(shape)}",
+            f"the size of dim {mode} decides the layout's mode, and the array has shape "
+            f"{tuple(shape)}",
             fix="pass mode=",
         )
     size = shape[mode]
     try:
         return MODE_TRAIN if size >= 2 or size < 1 else MODE_DECODE
     except _jax.Inconclusive as error:
-        what = f"the size of dim {mode} decides the layout's mode, and it is unknown whether {size} is 1"
+        what = (
+            f"the size of dim {mode} decides the layout's mode, and it is unknown whether {size} "
+            f"is 1"
+        )
         raise ShapeRequiredError(what, fix="pass mode=") from error
