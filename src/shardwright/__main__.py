@@ -1,4 +1,4 @@
-"""`python -m shardwright` is the command `shardwright`."""
+"""Run the command `shardwright` as `python -m shardwright`."""
 
 from __future__ import annotations
 

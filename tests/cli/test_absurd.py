@@ -51,12 +51,12 @@ TENSORS: dict[str, tuple[str, str, str]] = {
     "elements": (
         "json",
         tensor(axes="_ _", shape=[2**62, 2]),
-        "t.json:1 w.shape: no array has so many elements",
+        "t.json:1 w.shape: the array has too many elements",
     ),
     "rank": (
         "json",
         tensor(axes=" ".join("_" * 400), shape=[2**62] * 400),
-        "no array has so many elements",
+        "the array has too many elements",
     ),
     "deep": (
         "json",
@@ -161,13 +161,13 @@ def test_a_dtype_of_an_array_is_read(dtype: str | None, size: int | None, tmp_pa
 ARGUMENTS = {
     f"EMBED --shape {DIGITS}": "is not a shape",
     f"EMBED --shape {'8' * 400}": "is not a shape",
-    "_ _ --shape 4611686018427387904,2": "no array has so many elements",
+    "_ _ --shape 4611686018427387904,2": "has too many elements",
     "EMBED --shape ٣": "is not a shape",
     f"KV_HEAD:{DIGITS}*KV_HEAD_DIM:2": "is not AXIS:SIZE",
     f"EMBED --devices {DIGITS}": "is not a positive whole number",
     f"EMBED --width {'9' * 30}": "is not a positive whole number",
     f"EMBED --mesh dp:{DIGITS}": "a size of 20 digits is too large",
-    "EMBED --mesh dp:4611686018427387904,fsdp:2": "no machine has so many devices",
+    "EMBED --mesh dp:4611686018427387904,fsdp:2": "the mesh has too many devices",
 }
 
 
@@ -198,15 +198,15 @@ LISTED = {
     ),
     '[[tensors]]\nname = "a.b/0 c"\n': 'fix   write ["a.b"."0 c"], and below it',
     '[[tensors]]\nmatch = "lm_head/.*"\nembed = "-"\n': (
-        "t.toml:1 tensors: entries with match= are a strategy's: its file says by them where tensors lie; this one names the tensors\n"
+        "t.toml:1 tensors: entries with match= belong in a strategy file; this file names the tensors\n"
         "  fix   write [lm_head.kernel], and below it axes ="
     ),
     '{"tensors": [{"axes": "EMBED"}]}': (
         'tensors are not listed: … fix   {"mlp": {"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}}, a level for each "/"'
     ),
     'version = 1\n[rules]\nembed = "fsdp"\n': (
-        "t.toml: this is a strategy file: it says where axes lie, not which tensors a model has\n"
-        "  fix   name it as the strategy; a file of tensors has one table for each, such as [mlp.wi]: axes ="
+        "t.toml: this is a strategy file, not a file of tensors\n"
+        "  fix   pass it as the strategy; a file of tensors has one table per tensor, such as [mlp.wi]: axes ="
     ),
 }
 
@@ -236,7 +236,7 @@ def test_a_comma_too_many_in_json_is_named(text: str, tmp_path: Path) -> None:
 
 STRATEGIES = {
     '{"rules": {"batch": "\\ud800"}}': "rules.batch: mesh axis '\\ud800' is neither in [mesh] nor a standard one",
-    '{"\\ud800": 1}': "unable to parse raw data as a unicode string, not '\\ud800'",
+    '{"\\ud800": 1}': "unable to parse raw data as a unicode string, got '\\ud800'",
     '{"rules": {"batch": ' + "[" * 900 + "]" * 900 + "}}": "nested more than 64 deep",
     '{"mesh": {"dp": ' + "8" * 400 + "}}": "s.json:1 mesh.dp: a number of 1329 bits is too large",
 }

@@ -1,4 +1,4 @@
-"""Arguments that several commands have, spelled and explained the same way."""
+"""Arguments and help texts that several commands share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from shardwright.cli.inputs import read_count
 from shardwright.cli.show import LEAST_WIDTH
 from shardwright.resolution.tables import WIDTH
 
-STRATEGY_HELP = 'a preset, or a .toml or .json file; "base | overlay" puts one over another'
-EXIT_CODES = "2 the question cannot be asked (command line, file, mesh)"
+STRATEGY_HELP = 'a preset, or a .toml or .json file; "base | overlay" combines two'
+EXIT_CODES = "2 the question is invalid (command line, file or mesh)"
 
 
 def make_parser(name: str, what: str, *, epilog: str) -> argparse.ArgumentParser:
-    """Return the parser of a command; its help is as wide as the terminal, and indented lines of the epilog keep their form."""
+    """Return the parser of a command.
+
+    Its help fills the terminal; indented lines keep their form.
+    """
     width = help_width()
     return argparse.ArgumentParser(
         prog=f"shardwright {name}",
@@ -29,12 +32,15 @@ def make_parser(name: str, what: str, *, epilog: str) -> argparse.ArgumentParser
 
 
 def help_width() -> int:
-    """Return the characters per line of help: COLUMNS, else the terminal's, else the same as for other answers."""
+    """Return the characters per line of help: COLUMNS, else the terminal's, else the default."""
     return max(LEAST_WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return text whose paragraphs are filled to a width; indented lines, which are examples to copy, stay as they are."""
+    """Fill the paragraphs of a text to a width.
+
+    Indented lines, such as examples, stay as they are.
+    """
     lines: list[str] = []
     paragraph: list[str] = []
     for line in [*text.split("\n"), ""]:
@@ -50,12 +56,12 @@ def wrapped(text: str, width: int) -> str:
 
 
 def add_strategies(parser: argparse.ArgumentParser, nargs: str, what: str) -> None:
-    """Add the strategies that a command is about."""
+    """Add the positional strategies of a command."""
     parser.add_argument("strategies", nargs=nargs, metavar="STRATEGY", help=what)
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add how the answer is printed."""
+    """Add the options of printed output."""
     parser.add_argument(
         "--width",
         type=read_count,

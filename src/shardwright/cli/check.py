@@ -1,4 +1,4 @@
-"""`shardwright check`: lint strategies, alone or against a mesh and a tree of named tensors."""
+"""`shardwright check`: lint strategies, alone or against a mesh and a file of tensors."""
 
 from __future__ import annotations
 
@@ -30,57 +30,55 @@ from shardwright.lints.catalogue import Finding, Severity, lint
 from shardwright.lints.finding import from_problem
 
 _EPILOG = f"""\
-Each strategy is checked on its own. Without --tensors only the file is looked at; with it, also what a model uses, and
-with a mesh of known sizes also whether every tensor fits.
+Each strategy is checked on its own. --tensors also compares it with what a model uses and, with a
+mesh of known sizes, checks that every tensor fits.
 
 examples:
   shardwright check mine.toml
   shardwright check strategies/*.toml --strict
   shardwright check "fsdp_tp | mine.toml" --tensors model.toml --mesh dp:2,fsdp:2,tp:4
 
-exit codes: 0 nothing, or only warnings and notes; 1 errors, with --strict also warnings;
+exit codes: 0 no errors; 1 errors, with --strict also warnings;
 {EXIT_CODES}."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = make_parser(
-        "check", "Say what looks wrong about a strategy. Needs no devices.", epilog=_EPILOG
-    )
-    add_strategies(made, "*", STRATEGY_HELP)
-    made.add_argument(
+    command = make_parser("check", "Find mistakes in a strategy. Needs no devices.", epilog=_EPILOG)
+    add_strategies(command, "*", STRATEGY_HELP)
+    command.add_argument(
         "--strategy",
         action="append",
         metavar="STRATEGY",
-        help="a strategy, as explain takes it; again: an overlay on the one before",
+        help="a strategy, as for explain; repeat it to add an overlay",
     )
-    made.add_argument(
+    command.add_argument(
         "--tensors",
         metavar="FILE",
-        help="a .toml or .json file of named tensors to hold the strategies against",
+        help="a .toml or .json file of named tensors to check against",
     )
-    made.add_argument(
+    command.add_argument(
         "--mesh",
         metavar="M",
-        help="such as dp:1,fsdp:2,tp:4 or dcn.dp:2,dp:4,tp:4; absent: each strategy's own",
+        help="such as dp:1,fsdp:2,tp:4 or dcn.dp:2,dp:4,tp:4 (default: each strategy's own)",
     )
-    made.add_argument(
-        "--devices", type=read_count, metavar="N", help="number of devices, where a mesh has a -1"
+    command.add_argument(
+        "--devices", type=read_count, metavar="N", help="number of devices, if a mesh has a -1"
     )
-    made.add_argument("--strict", action="store_true", help="let warnings fail too")
-    add_output(made)
-    return made
+    command.add_argument("--strict", action="store_true", help="fail on warnings too")
+    add_output(command)
+    return command
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A strategy and what was found."""
+    """A strategy and its findings."""
 
     strategy: str
     findings: tuple[Finding, ...]
 
     def fails(self, *, strict: bool) -> bool:
-        """Whether it must not pass."""
+        """Whether the findings make the command fail."""
         failing = (Severity.ERROR, Severity.WARNING) if strict else (Severity.ERROR,)
         return any(finding.severity in failing for finding in self.findings)
 
@@ -89,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check, print and return the exit code.
 
     Raises:
-      ShardingError: the question cannot be asked.
+      ShardingError: The question is invalid.
     """
     strategies = [
         *arguments.strategies,
@@ -117,8 +115,8 @@ def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Ch
     try:
         strategy, label = read_strategy(text)
     except ShardingError as error:
-        # What is wrong inside a file is the answer here; that there is no such file is not.
-        if not _inside(error, text):
+        # Problems inside a file are findings. A missing file is an invalid question.
+        if not _is_about(error, text):
             raise
         return Checked(
             strategy=label, findings=tuple(from_problem(problem) for problem in error.problems)
@@ -129,8 +127,8 @@ def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Ch
     )
 
 
-def _inside(error: ShardingError, text: str) -> bool:
-    """Tell whether an error is about what stands in a file: its problems then name the file."""
+def _is_about(error: ShardingError, text: str) -> bool:
+    """Tell whether an error is about the contents of a file: its problems then name the file."""
     names = [os.path.basename(name) for name in strategy_names(text) if name]
     return all(problem.path.startswith(tuple(names)) for problem in error.problems)
 
@@ -145,14 +143,16 @@ def _json(result: Checked, *, strict: bool) -> dict[str, Any]:
 
 
 def report(results: Sequence[Checked], *, width: int) -> list[str]:
-    """Return what people read: a block per finding, and a line that counts them."""
+    """Return the report: a block per finding, and a line that counts them."""
     lines: list[str] = []
     for result in results:
         lines += [result.strategy] if len(results) > 1 or not result.findings else []
         for finding in result.findings:
             lines += _block(finding, width=width)
         lines += [
-            f"  {_counted(result.findings)}" if not result.findings else _counted(result.findings),
+            f"  {_counts_text(result.findings)}"
+            if not result.findings
+            else _counts_text(result.findings),
             "",
         ]
     return lines[:-1]
@@ -175,9 +175,11 @@ def _block(finding: Finding, *, width: int) -> list[str]:
     return [lines[0], *(f"  {line}" for line in lines[1:])]
 
 
-def _counted(findings: Sequence[Finding]) -> str:
+def _counts_text(findings: Sequence[Finding]) -> str:
     counts = Counter(finding.severity for finding in findings)
     words = [
-        f"{counts[one]} {one}{'' if counts[one] == 1 else 's'}" for one in Severity if counts[one]
+        f"{counts[severity]} {severity}{'' if counts[severity] == 1 else 's'}"
+        for severity in Severity
+        if counts[severity]
     ]
     return ", ".join(words) or "no findings"

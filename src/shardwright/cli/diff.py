@@ -1,4 +1,7 @@
-"""`shardwright diff`: which tensors lie differently under another strategy, mesh or mode, and what that does to bytes per device."""
+"""`shardwright diff`.
+
+Compare shardings and bytes per device under two strategies, meshes or modes.
+"""
 
 from __future__ import annotations
 
@@ -27,58 +30,58 @@ from shardwright.vocabulary.modes import MODE_NAMES, mode_name
 
 _GROWS = {r"\+[0-9][0-9,]*(?: \(.*\))?$": "red", r"-[0-9][0-9,]*(?: \(.*\))?$": "green"}
 _EPILOG = f"""\
-Two strategies, or one of them with --mesh, --devices or --mode given twice: first the left side, then the right.
-Weights count as they are stored. Bytes are exact, per device.
+Give two strategies, or one strategy and --mesh, --devices or --mode twice: first the left side,
+then the right. Weights count as stored. Bytes are exact and per device.
 
 examples:
   shardwright diff fsdp fsdp_tp --tensors model.toml --mesh dp:1,fsdp:2,tp:4
   shardwright diff fsdp_tp --tensors model.toml --mesh fsdp:4,tp:2 --mesh fsdp:2,tp:4
   shardwright diff fsdp_tp --tensors model.toml --devices 8 --mode train --mode decode
 
-exit codes: 0 compared; 1 a tensor has no spec on one side, or with --exit-code there are differences;
+exit codes: 0 compared; 1 a tensor has no spec on one side, or with --exit-code something differs;
 {EXIT_CODES}."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = make_parser(
+    command = make_parser(
         "diff",
-        "Say what another strategy, mesh or mode changes for a tree of tensors. Needs no devices.",
+        "Compare how tensors are sharded under two strategies, meshes or modes. Needs no devices.",
         epilog=_EPILOG,
     )
-    add_strategies(made, "+", f"one or two; {STRATEGY_HELP}")
-    made.add_argument(
+    add_strategies(command, "+", f"one or two; {STRATEGY_HELP}")
+    command.add_argument(
         "--tensors", metavar="FILE", required=True, help="a .toml or .json file of named tensors"
     )
-    made.add_argument(
+    command.add_argument(
         "--mesh",
         action="append",
         metavar="M",
-        help="such as dp:1,fsdp:2,tp:4; absent: each strategy's own",
+        help="such as dp:1,fsdp:2,tp:4 (default: each strategy's own)",
     )
-    made.add_argument(
+    command.add_argument(
         "--devices",
         action="append",
         type=read_count,
         metavar="N",
-        help="number of devices, where a mesh has a -1",
+        help="number of devices, if a mesh has a -1",
     )
-    made.add_argument(
+    command.add_argument(
         "--mode",
         action="append",
         choices=MODE_NAMES,
-        help="runtime mode (default: all, each with itself)",
+        help="runtime mode (default: compare every mode)",
     )
-    made.add_argument(
-        "--exit-code", action="store_true", help="exit with 1 where there are differences"
+    command.add_argument(
+        "--exit-code", action="store_true", help="exit with 1 if something differs"
     )
-    add_output(made)
-    return made
+    add_output(command)
+    return command
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One side of the comparison: where it is asked, and in which mode (None: all)."""
+    """One side of the comparison: its setting and its mode (None: all modes)."""
 
     setting: Setting
     mode: str | None
@@ -95,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare, print and return the exit code.
 
     Raises:
-      ShardingError: the question cannot be asked.
+      ShardingError: The question is invalid.
     """
     strategies, meshes = _two("STRATEGY", arguments.strategies), _two("--mesh", arguments.mesh)
     devices, modes = _two("--devices", arguments.devices), _two("--mode", arguments.mode)
@@ -115,16 +118,16 @@ def run(arguments: argparse.Namespace) -> int:
         side.setting.manager.for_mode(side.mode) if side.mode else side.setting.manager
         for side in (left, right)
     ]
-    found = compare(managers[0], managers[1], tensors=read_tensors(arguments.tensors))
+    comparison = compare(managers[0], managers[1], tensors=read_tensors(arguments.tensors))
     if arguments.json:
-        print_json(_json(found, left, right))
+        print_json(_json(comparison, left, right))
     else:
-        print_lines(report(found, left, right, width=width_of(arguments.width)), marks=_GROWS)
-    return 1 if not found.ok or (arguments.exit_code and found.changed) else 0
+        print_lines(report(comparison, left, right, width=width_of(arguments.width)), marks=_GROWS)
+    return 1 if not comparison.ok or (arguments.exit_code and comparison.changed) else 0
 
 
 def _two(name: str, given: Sequence[Any] | None) -> tuple[Any, Any]:
-    """Return what holds on the left and on the right: one value holds on both sides."""
+    """Return the values of the left and the right side. One value counts for both."""
     if not given:
         return None, None
     if len(given) > 2:
@@ -137,14 +140,14 @@ def _two(name: str, given: Sequence[Any] | None) -> tuple[Any, Any]:
 # Plain data.
 
 
-def _json(found: Comparison, left: Side, right: Side) -> dict[str, Any]:
+def _json(comparison: Comparison, left: Side, right: Side) -> dict[str, Any]:
     return {
         "before": left.to_json(),
         "after": right.to_json(),
-        "tensors": [_row_json(row) for row in found.rows],
-        "totals": [_total_json(total) for total in found.totals()],
-        "changed": len({row.tensor.path for row in found.changed}),
-        "ok": found.ok,
+        "tensors": [_row_json(row) for row in comparison.rows],
+        "totals": [_total_json(total) for total in comparison.totals()],
+        "changed": len({row.tensor.path for row in comparison.changed}),
+        "ok": comparison.ok,
     }
 
 
@@ -177,37 +180,39 @@ def _total_json(total: Total) -> dict[str, Any]:
     return {"role": str(total.role), "mode": mode_name(total.mode), **counts}
 
 
-# What people read: a table per role and group of modes in which the differences are the same.
+# The report: a table per role and per group of modes with the same differences.
 
 
-def report(found: Comparison, left: Side, right: Side, *, width: int) -> list[str]:
-    """Return the differences, the totals and the problems."""
+def report(comparison: Comparison, left: Side, right: Side, *, width: int) -> list[str]:
+    """Return the differences, the totals and the problems as lines."""
     lines = [f"- {left}", f"+ {right}"]
     for role in (Role.PARAM, Role.STATE, Role.ACTIVATION):
-        for modes in _groups(found, role):
-            lines += ["", *_section(found, role, modes, width=width)]
-    problems = _problems(found)
+        for modes in _groups(comparison, role):
+            lines += ["", *_section(comparison, role, modes, width=width)]
+    problems = _problems(comparison)
     return lines + (["", *render(problems).splitlines()] if problems else [])
 
 
-def _groups(found: Comparison, role: Role) -> list[list[str]]:
-    """Group the modes in which a role's tensors lie the same on both sides."""
+def _groups(comparison: Comparison, role: Role) -> list[list[str]]:
+    """Group the modes in which a role's tensors have the same differences."""
     groups: dict[tuple[Any, ...], list[str]] = {}
-    for mode in dict.fromkeys(row.mode for row in found.rows if row.role is role):
-        rows = [row for row in found.rows if row.role is role and row.mode == mode]
+    for mode in dict.fromkeys(row.mode for row in comparison.rows if row.role is role):
+        rows = [row for row in comparison.rows if row.role is role and row.mode == mode]
         groups.setdefault(tuple(_cells(row) for row in rows), []).append(mode)
     return list(groups.values())
 
 
-def _section(found: Comparison, role: Role, modes: Sequence[str], *, width: int) -> list[str]:
-    rows = [row for row in found.rows if row.role is role and row.mode == modes[0]]
+def _section(comparison: Comparison, role: Role, modes: Sequence[str], *, width: int) -> list[str]:
+    rows = [row for row in comparison.rows if row.role is role and row.mode == modes[0]]
     changed = [row for row in rows if row.changed]
     names = "all modes" if len(modes) == len(MODE_NAMES) else ", ".join(map(mode_name, modes))
     if rows[0].mode != rows[0].mode_after:
         names = f"{mode_name(rows[0].mode)} -> {mode_name(rows[0].mode_after)}"
     head = f"{role}, {names}: {len(changed)} of {len(rows)} differ"
-    total = next(total for total in found.totals() if (total.role, total.mode) == (role, modes[0]))
-    sums = (
+    total = next(
+        total for total in comparison.totals() if (total.role, total.mode) == (role, modes[0])
+    )
+    total_row = (
         "total",
         "",
         "",
@@ -216,16 +221,16 @@ def _section(found: Comparison, role: Role, modes: Sequence[str], *, width: int)
         f"{total.after:,}",
         _signed(total.after - total.before),
     )
-    known = any(row.grows is not None for row in rows)
-    body = [_HEAD, *map(_cells, changed), *([sums] if known else [])]
+    has_bytes = any(row.grows is not None for row in rows)
+    body = [_HEAD, *map(_cells, changed), *([total_row] if has_bytes else [])]
     if width < _ROOM:
         body = [(cells[0], *cells[2:]) for cells in body]
     lines = table(body, indent="  ", width=width, prose=1) if changed else []
-    return [head, *lines, *(_total_line(total) if known else [])]
+    return [head, *lines, *(_total_line(total) if has_bytes else [])]
 
 
 _HEAD = ("tensor", "axes", "before", "after", "bytes before", "bytes after", "change")
-_ROOM = 110  # characters: in a narrower terminal the axes, which the file of tensors says too, are left out
+_ROOM = 110  # characters per line; in narrower terminals, the column of axes is left out
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -233,30 +238,30 @@ def _cells(row: Row) -> tuple[str, ...]:
         "" if count is None else f"{count:,}" for count in (row.before.bytes, row.after.bytes)
     ]
     change = "" if row.grows is None else _signed(row.grows)
-    lies = [_lies(row.before), _lies(row.after)]
-    if not row.moved:  # the same mesh axes, of other sizes
-        lies = [_counts(row.before), _counts(row.after)]
-    return (row.tensor.path, describe(row.tensor.axes), *lies, *counts, change)
+    placements = [_placement_text(row.before), _placement_text(row.after)]
+    if not row.moved:  # the mesh axes are the same, but have other sizes
+        placements = [_counts(row.before), _counts(row.after)]
+    return (row.tensor.path, describe(row.tensor.axes), *placements, *counts, change)
 
 
 def _signed(count: int) -> str:
     return f"{count:+,}" if count else "0"
 
 
-def _lies(placed: Placed) -> str:
+def _placement_text(placed: Placed) -> str:
     if placed.mesh_axes is None:
         return "!"
     return ", ".join("+".join(axes) or "-" for axes in placed.mesh_axes) or "()"
 
 
 def _counts(placed: Placed) -> str:
-    """Return where a tensor lies, with the number of shards of each dim: `fsdp/2, tp/4`."""
+    """Return the mesh axes and the number of shards of each dim: `fsdp/2, tp/4`."""
     dims = zip(placed.mesh_axes or (), placed.shards or (), strict=True)
     return ", ".join(f"{'+'.join(axes)}/{count}" if axes else "-" for axes, count in dims) or "()"
 
 
 def _total_line(total: Total) -> list[str]:
-    """Return the bytes of all tensors, of the unchanged ones too, for people."""
+    """Return the bytes of all tensors as a line, unchanged ones included."""
     grows = total.after - total.before
     share = f" ({grows / total.before:+.1%})" if grows and total.before else ""
     left = f", {total.uncounted} not counted" if total.uncounted else ""
@@ -268,15 +273,15 @@ def _total_line(total: Total) -> list[str]:
     return [f"  per device: {sizes}{left}"]
 
 
-def _problems(found: Comparison) -> list[Problem]:
+def _problems(comparison: Comparison) -> list[Problem]:
     """Return the problems of both sides, once for all modes."""
-    # A file has no --shape: its sizes stand in it.
+    # Here shapes come from the file of tensors, not from --shape.
     sizes = "give its shape in the file of tensors"
     every = [
         dataclasses.replace(problem, fix=sizes) if problem.error is ShapeRequiredError else problem
-        for row in found.rows
-        for one in (row.before, row.after)
-        for problem in one.found.problems
+        for row in comparison.rows
+        for side in (row.before, row.after)
+        for problem in side.found.problems
     ]
     return list(
         {(problem.path, problem.dim, problem.what): problem for problem in reversed(every)}.values()

@@ -1,4 +1,7 @@
-"""`shardwright explain`: dim → rule → mesh axes → why, per mode, for one array or for a tree of named tensors."""
+"""`shardwright explain`.
+
+Show dim, rule, mesh axes and reason, per mode, for an array or a file of tensors.
+"""
 
 from __future__ import annotations
 
@@ -29,69 +32,72 @@ from shardwright.vocabulary.lowering import describe
 from shardwright.vocabulary.modes import MODE_NAMES, MODES, mode_name
 
 _EPILOG = f"""\
-axes: one word per dim: BATCH or batch, _ for a dim that is not sharded, DP+FSDP for one dim over several axes,
-KV_HEAD:8*KV_HEAD_DIM:128 for axes flattened into one dim; or the name of a layout, such as ColumnWise.
+axes: one word per dim, or the name of a layout such as ColumnWise. A word is an axis (BATCH or
+  batch), _ for a dim
+that is not sharded, DP+FSDP for several axes on one dim, or KV_HEAD:8*KV_HEAD_DIM:128 for axes
+flattened into one dim.
 
 examples:
-  shardwright explain BATCH QUERY_LENGTH EMBED --strategy fsdp_tp --mesh dp:1,fsdp:2,tp:4 --shape 16,4096,4096
-  shardwright explain EMBED VOCAB --role param --path lm_head/kernel --strategy fsdp_tp --strategy mine.toml --devices 8
-  shardwright explain --tensors model.toml --strategy serve_tp --mesh dp:2,tp:4
+  shardwright explain BATCH QUERY_LENGTH EMBED --strategy fsdp_tp --mesh dp:1,fsdp:2,tp:4 --shape
+  16,4096,4096 shardwright explain EMBED VOCAB --role param --path lm_head/kernel --strategy fsdp_tp
+  --strategy mine.toml --devices 8 shardwright explain --tensors model.toml --strategy serve_tp
+  --mesh dp:2,tp:4
 
-exit codes: 0 resolved; 1 the answer is a sharding problem;
+exit codes: 0 resolved; 1 a sharding problem;
 {EXIT_CODES}."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = make_parser(
+    command = make_parser(
         "explain",
-        "Say where each dim of an array lies on the mesh, and why. Needs no devices.",
+        "Show how each dim of an array is sharded, and why. Needs no devices.",
         epilog=_EPILOG,
     )
-    made.add_argument(
+    command.add_argument(
         "axes", nargs="*", metavar="AXIS", help="the array's axes, one per dim, or a layout"
     )
-    made.add_argument(
+    command.add_argument(
         "--tensors", metavar="FILE", help="a .toml or .json file of named tensors, instead of axes"
     )
-    made.add_argument(
+    command.add_argument(
         "--strategy",
         action="append",
         required=True,
         metavar="STRATEGY",
-        help="a preset, or a .toml or .json file; again: an overlay on the one before",
+        help="a preset, or a .toml or .json file; repeat it to add an overlay",
     )
-    made.add_argument(
-        "--mesh", metavar="M", help="such as dp:1,fsdp:2,tp:4; absent: the strategy's own"
+    command.add_argument(
+        "--mesh", metavar="M", help="such as dp:1,fsdp:2,tp:4 (default: the strategy's own)"
     )
-    made.add_argument(
-        "--devices", type=read_count, metavar="N", help="number of devices, where the mesh has a -1"
+    command.add_argument(
+        "--devices", type=read_count, metavar="N", help="number of devices, if the mesh has a -1"
     )
-    made.add_argument(
+    command.add_argument(
         "--shape", type=read_shape, metavar="SIZES", help="global sizes, such as 16,4096,4096"
     )
-    made.add_argument(
+    command.add_argument(
         "--mode", choices=(*MODE_NAMES, "all"), default="all", help="runtime mode (default: all)"
     )
-    made.add_argument(
+    command.add_argument(
         "--role",
         choices=list(map(str, Role)),
-        help="absent: param for weight layouts, else activation",
+        help="default: param for weight layouts, else activation",
     )
-    made.add_argument(
+    command.add_argument(
         "--path",
         metavar="PATH",
-        help="the tensor's path, where a [[tensors]] entry may cover it",
+        help="the tensor's path, if a [[tensors]] entry may match it",
     )
-    add_output(made)
-    return made
+    add_output(command)
+    return command
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer, print and return the exit code.
+    """Explain, print and return the exit code.
 
     Raises:
-      ShardingError: the question cannot be asked.
+      ShardingError: The question is invalid.
     """
     single = {
         "axes": bool(arguments.axes),
@@ -102,12 +108,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.tensors is None and not arguments.axes:
         raise StrategyError(
             "nothing to explain",
-            fix="name an array's axes, BATCH QUERY_LENGTH EMBED, or a file of them, --tensors model.toml",
+            fix="give the axes of an array, BATCH QUERY_LENGTH EMBED, or --tensors model.toml",
         )
     if arguments.tensors is not None and any(single.values()):
-        said = ", ".join(name for name, given in single.items() if given)
+        names = ", ".join(name for name, given in single.items() if given)
         raise StrategyError(
-            f"--tensors does not go with {said}", fix="say them in the file, or leave --tensors out"
+            f"--tensors does not go with {names}",
+            fix="write them in the file, or leave --tensors out",
         )
     setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=arguments.devices)
     modes = MODES if arguments.mode == "all" else (MODES[MODE_NAMES.index(arguments.mode)],)
@@ -140,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A tensor's resolution in each mode asked for, and the bytes per device where they are known."""
+    """A tensor's resolution in each requested mode, and its bytes per device if they are known."""
 
     tensor: Tensor
     modes: dict[str, Resolution]
@@ -153,11 +160,11 @@ class Answer:
 
     @property
     def role(self) -> Role:
-        """The role that was resolved."""
-        found = next(
+        """Role that was resolved."""
+        resolved = next(
             (resolution.role for resolution in self.modes.values() if resolution.decisions), None
         )
-        return found or self.tensor.role or Role.ACTIVATION
+        return resolved or self.tensor.role or Role.ACTIVATION
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as plain data."""
@@ -182,7 +189,7 @@ class Answer:
 
 def ask(tensor: Tensor, setting: Setting, modes: Sequence[str]) -> Answer:
     """Resolve a tensor in each mode."""
-    found = {
+    resolutions = {
         mode_name(mode): setting.manager.explain(
             tensor.axes, mode=mode, role=tensor.role, shape=tensor.shape, path=tensor.path or None
         )
@@ -190,15 +197,15 @@ def ask(tensor: Tensor, setting: Setting, modes: Sequence[str]) -> Answer:
     }
     return Answer(
         tensor=tensor,
-        modes=found,
+        modes=resolutions,
         bytes_per_device={
             name: bytes_on_device(tensor, resolution, setting.manager)
-            for name, resolution in found.items()
+            for name, resolution in resolutions.items()
         },
     )
 
 
-# One array: a table per group of modes that agree.
+# One array: a table per group of modes with equal results.
 
 
 def array_lines(answer: Answer, *, width: int) -> list[str]:
@@ -212,17 +219,17 @@ def array_lines(answer: Answer, *, width: int) -> list[str]:
         if resolution.decisions:
             lines += _dims(resolution.decisions, width=width)
         lines += [f"  note: {note}" for note in resolution.notes]
-        problems = _in_words(resolution.problems, sizes="give the sizes: --shape")
+        problems = _with_fix(resolution.problems, sizes="give the sizes: --shape")
         lines += [f"  {line}" for line in render(problems).splitlines() if problems]
     return lines
 
 
 def _groups(modes: Mapping[str, Resolution]) -> list[tuple[list[str], Resolution]]:
-    """Group modes whose decisions and problems are the same, in the order of modes."""
+    """Group modes with the same decisions and problems."""
     groups: list[tuple[list[str], Resolution]] = []
     for name, resolution in modes.items():
-        for names, one in groups:
-            if _same(one, resolution):
+        for names, other in groups:
+            if _same(other, resolution):
                 names.append(name)
                 break
         else:
@@ -241,11 +248,8 @@ def _same(one: Resolution, other: Resolution) -> bool:
 
 
 def _modes_text(names: Sequence[str], asked: Mapping[str, Any]) -> str:
-    return (
-        "all modes"
-        if len(names) == len(MODE_NAMES) and len(names) == len(asked)
-        else ", ".join(names)
-    )
+    is_all = len(names) == len(MODE_NAMES) == len(asked)
+    return "all modes" if is_all else ", ".join(names)
 
 
 def _dims(decisions: Sequence[DimDecision], *, width: int) -> list[str]:
@@ -255,15 +259,15 @@ def _dims(decisions: Sequence[DimDecision], *, width: int) -> list[str]:
     return remarked_table(rows, indent="  ", width=width)
 
 
-def _in_words(problems: Iterable[Problem], *, sizes: str) -> tuple[Problem, ...]:
+def _with_fix(problems: Iterable[Problem], *, sizes: str) -> tuple[Problem, ...]:
     """Return problems whose fix says where the sizes are given."""
     return tuple(
-        dataclasses.replace(one, fix=sizes) if one.error is ShapeRequiredError else one
-        for one in problems
+        dataclasses.replace(problem, fix=sizes) if problem.error is ShapeRequiredError else problem
+        for problem in problems
     )
 
 
-# A tree: a table per role, a column per group of modes that agree on every tensor.
+# A tree: a table per role, a column per group of modes with equal results.
 
 
 def tree_lines(answers: Sequence[Answer], *, width: int) -> list[str]:
@@ -273,19 +277,19 @@ def tree_lines(answers: Sequence[Answer], *, width: int) -> list[str]:
         section = [answer for answer in answers if answer.role is role]
         if section:
             lines += [*([""] if lines else []), str(role), *_section(section, width=width)]
-    found = [
+    problems = [
         problem
         for answer in answers
         for resolution in answer.modes.values()
         for problem in resolution.problems
     ]
-    # Modes under one rule have one problem, not four.
-    problems = {
+    # Modes with the same rule have the same problem: show it once.
+    unique = {
         (problem.path, problem.dim, problem.what, problem.fix): problem
-        for problem in reversed(found)
+        for problem in reversed(problems)
     }
-    said = _in_words(reversed(problems.values()), sizes="give its shape in the file of tensors")
-    return lines + (["", *render(said).splitlines()] if said else [])
+    shown = _with_fix(reversed(unique.values()), sizes="give its shape in the file of tensors")
+    return lines + (["", *render(shown).splitlines()] if shown else [])
 
 
 def _section(answers: Sequence[Answer], *, width: int) -> list[str]:
@@ -316,10 +320,10 @@ def _columns(answers: Sequence[Answer]) -> list[list[str]]:
 
 def _cells(answer: Answer, mode: str) -> tuple[str, str]:
     resolution, count = answer.modes[mode], answer.bytes_per_device[mode]
-    lies = ", ".join(mesh_axes_text(decision) for decision in resolution.decisions) or (
+    placement = ", ".join(mesh_axes_text(decision) for decision in resolution.decisions) or (
         "()" if resolution.ok else "!"
     )
-    return lies, "" if count is None else bytes_text(count)
+    return placement, "" if count is None else bytes_text(count)
 
 
 def _tensor_row(
@@ -330,26 +334,28 @@ def _tensor_row(
     row = [tensor.path, describe(tensor.axes), shape]
     first = _cells(answer, columns[0][0])
     for at, names in enumerate(columns):
-        lies, count = _cells(answer, names[0])
-        same = at > 0 and (lies, count) == first
-        row += ["=" if same else lies, *(["=" if same and count else count] if sized else [])]
+        placement, count = _cells(answer, names[0])
+        same = at > 0 and (placement, count) == first
+        row.append("=" if same else placement)
+        if sized:
+            row.append("=" if same and count else count)
     return tuple(row)
 
 
 def _totals(answers: Sequence[Answer], columns: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line with the bytes of all tensors per device, of those with a dtype and a spec."""
-    seen = [
+    """Return a line with the bytes per device of all tensors that have a dtype and a spec."""
+    counted = [
         answer
         for answer in answers
         if any(count is not None for count in answer.bytes_per_device.values())
     ]
-    whole = sum(answer.tensor.bytes_over(1) or 0 for answer in seen)
+    total = sum(answer.tensor.bytes_over(1) or 0 for answer in counted)
     parts = []
     for names in columns:
-        held = sum(
+        per_device = sum(
             count for answer in answers if (count := answer.bytes_per_device[names[0]]) is not None
         )
-        parts.append(f"{bytes_text(held)} in {_modes_text(names, answers[0].modes)}")
-    left = sum(1 for answer in answers if None in answer.bytes_per_device.values())
-    note = f" ({left} of {len(answers)} not counted)" if left else ""
-    return [f"  per device: {', '.join(parts)}; all together {bytes_text(whole)}{note}"]
+        parts.append(f"{bytes_text(per_device)} in {_modes_text(names, answers[0].modes)}")
+    uncounted = sum(1 for answer in answers if None in answer.bytes_per_device.values())
+    note = f" ({uncounted} of {len(answers)} not counted)" if uncounted else ""
+    return [f"  per device: {', '.join(parts)}; all together {bytes_text(total)}{note}"]

@@ -1,4 +1,4 @@
-"""What people write on the command line, as values: axes, shapes, strategies, meshes."""
+"""Read values of the command line: axes, shapes, strategies, meshes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ from shardwright.vocabulary.merged_dims import merged
 
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LAYOUT = re.compile(r"(stacked\()?([A-Za-z]+)(\.bias)?(?(1)\))")
-_HOW = "write axes such as BATCH QUERY_LENGTH EMBED, _ for a dim that is not sharded, DP+FSDP, KV_HEAD:8*KV_HEAD_DIM:128, or a layout"
+_FIX = (
+    "write axes such as BATCH QUERY_LENGTH EMBED, _ for a dim that is not sharded, "
+    "DP+FSDP, KV_HEAD:8*KV_HEAD_DIM:128, or a layout"
+)
 
 
 def read_axes(words: Sequence[str]) -> Any:
-    """Return the annotation that words are: one dim each, or the name of a layout.
+    """Return the annotation that words spell: one dim each, or the name of a layout.
 
     Raises:
-      StrategyError: a word that is neither, or words that are empty text.
+      StrategyError: A word is neither, or the words are empty text.
 
     >>> read_axes(["BATCH", "_", "dp+fsdp"])
     ('__BATCH__', '_', ('__DATA_PARALLEL__', '__FULLY_SHARDED_DATA_PARALLEL__'))
@@ -44,35 +47,36 @@ def read_axes(words: Sequence[str]) -> Any:
     dims = [word for text in words for word in text.replace(",", " ").split()]
     if dims == ["()"]:
         return ()
-    if (
-        words and not dims
-    ):  # an unset variable of the shell; no word at all is a scalar, `axes = []` in a file
+    # Empty text is probably an unset shell variable. No words at all (`axes = []` in a file) is a
+    # scalar.
+    if words and not dims:
         raise StrategyError(
             "the axes are empty text",
-            fix="of a scalar write (); else name its axes, such as BATCH QUERY_LENGTH EMBED",
+            fix="write (), for a scalar, or axes such as BATCH QUERY_LENGTH EMBED",
         )
     layout = _layout(dims[0]) if len(dims) == 1 else None
     return layout if layout is not None else tuple(_dim(word) for word in dims)
 
 
 def _layout(word: str) -> Any:
-    found = _LAYOUT.fullmatch(word)
-    if found is None or found[2] not in LAYOUTS:
-        # Axes are written in one case, layouts are not: a slip such as Columnwise would else be an unknown axis.
-        one_case = word.isupper() or word.islower()
-        close = "" if one_case else did_you_mean(found[2] if found else word, LAYOUTS)
-        if close:
-            raise StrategyError(f"no layout {word!r}", fix=close)
+    match = _LAYOUT.fullmatch(word)
+    if match is None or match[2] not in LAYOUTS:
+        # Axes have one case, layouts are mixed: `Columnwise` is a misspelled layout, not an axis.
+        if word.isupper() or word.islower():
+            return None
+        hint = did_you_mean(match[2] if match else word, LAYOUTS)
+        if hint:
+            raise StrategyError(f"no layout {word!r}", fix=hint)
         return None
-    layout: Any = LAYOUTS[found[2]]
-    if found[3]:
+    layout: Any = LAYOUTS[match[2]]
+    if match[3]:
         if layout.bias is None:
             named = ", ".join(
-                f"{name}.bias" for name, one in LAYOUTS.items() if one.bias is not None
+                f"{name}.bias" for name, known in LAYOUTS.items() if known.bias is not None
             )
-            raise StrategyError(f"layout {found[2]} has no bias", fix=f"biases are {named}")
+            raise StrategyError(f"layout {match[2]} has no bias", fix=f"biases are {named}")
         layout = layout.bias
-    return stacked(layout) if found[1] else layout
+    return stacked(layout) if match[1] else layout
 
 
 def _dim(word: str) -> Any:
@@ -83,7 +87,7 @@ def _dim(word: str) -> Any:
     names = word.split("+")
     for name in names:
         if not _AXIS.fullmatch(name):
-            raise StrategyError(f"{word!r} is not a dim", fix=_HOW)
+            raise StrategyError(f"{word!r} is not a dim", fix=_FIX)
     axes = tuple(EMPTY if name in (EMPTY, "EMPTY") else canonical_axis(name) for name in names)
     return axes if len(axes) > 1 else axes[0]
 
@@ -99,10 +103,10 @@ def _member(part: str, word: str) -> tuple[str, int]:
 
 
 def read_shape(text: str) -> tuple[int, ...]:
-    """Return the shape that text such as `16,4096` is; `()` is a scalar's. An argparse type.
+    """Return the shape that text such as `16,4096` spells; `()` for a scalar. An argparse type.
 
     Raises:
-      argparse.ArgumentTypeError: anything else.
+      argparse.ArgumentTypeError: The text is not a shape.
     """
     if text.strip() == "()":
         return ()
@@ -114,13 +118,13 @@ def read_shape(text: str) -> tuple[int, ...]:
         )
     if has_too_many_elements(sizes):
         raise argparse.ArgumentTypeError(
-            f"no array has so many elements as {text!r:.80}; write sizes whose product is < 2^63"
+            f"{text!r:.80} has too many elements; write sizes whose product is < 2^63"
         )
     return tuple(sizes)
 
 
 def _whole(text: str) -> int | None:
-    """Return a whole number that a size can be, or None. Python itself refuses to read numbers of thousands of digits."""
+    """Return a whole number that can be a size, or None. Python refuses very long numbers."""
     if not re.fullmatch(r"[0-9]{1,19}", text) or int(text) > MOST_ELEMENTS:
         return None
     return int(text)
@@ -130,7 +134,7 @@ def read_count(text: str) -> int:
     """Return a positive whole number. An argparse type.
 
     Raises:
-      argparse.ArgumentTypeError: anything else.
+      argparse.ArgumentTypeError: The text is not one.
     """
     count = _whole(text)
     if count is None or count < 1:
@@ -140,7 +144,7 @@ def read_count(text: str) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Where questions are asked: a manager on an abstract mesh, and what it was called on the command line."""
+    """A manager on an abstract mesh, and the name of its strategy on the command line."""
 
     manager: PartitionManager
     strategy: str
@@ -157,15 +161,16 @@ class Setting:
 
 
 def read_setting(strategies: Sequence[str], *, mesh: str | None, devices: int | None) -> Setting:
-    """Load strategies, each over the one before, and put them on a mesh without devices.
+    """Load strategies and put the result on a mesh without devices.
 
     Args:
-      strategies: names of presets, or paths of `.toml` and `.json` files.
-      mesh: text such as `dp:2,tp:4`; absent: the strategy's own.
-      devices: what a -1 is worked out from.
+      strategies: Names of presets, or paths of `.toml` and `.json` files. Each is an overlay on the one
+        before.
+      mesh: Text such as `dp:2,tp:4`. Defaults to the strategy's own.
+      devices: Number of devices, to work out a -1.
 
     Raises:
-      ShardingError: a strategy or a mesh that cannot be read, or that do not fit each other.
+      ShardingError: A strategy or a mesh cannot be read, or they do not fit each other.
     """
     combined, label = read_strategy(*strategies)
     return Setting(
@@ -175,26 +180,25 @@ def read_setting(strategies: Sequence[str], *, mesh: str | None, devices: int | 
 
 
 def read_strategy(*texts: str) -> tuple[Any, str]:
-    """Load strategies, each over the one before, and say what the result is called.
+    """Load strategies, each as an overlay on the one before; return the result and its label.
 
     Args:
       *texts: `fsdp_tp`, `mine.toml`, or `fsdp_tp | mine.toml` for an overlay.
 
     Raises:
-      ShardingError: a strategy that cannot be read, or that says something wrong.
+      ShardingError: A strategy cannot be read, or has problems.
     """
     names = [name for text in texts for name in strategy_names(text)]
     combined = _strategy(names[0])
     for overlay in names[1:]:
         combined = combined | _strategy(overlay)
     label = " | ".join(map(os.path.basename, names))
-    return combined, label.encode("utf-8", "backslashreplace").decode(
-        "utf-8"
-    )  # names of files may be no UTF-8
+    # File names may not be UTF-8.
+    return combined, label.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def strategy_names(text: str) -> list[str]:
-    """Return the strategies that text puts one over the other."""
+    """Return the strategies that a text combines."""
     return [text] if os.path.exists(text) else [name.strip() for name in text.split("|")]
 
 
@@ -204,7 +208,7 @@ def _strategy(name: str) -> Any:
     if not name.endswith((".toml", ".json")) and os.sep not in name:
         if re.fullmatch(r"\w+:-?\d+", name):
             raise StrategyError(
-                f"{name!r} is no strategy",
+                f"{name!r} is not a strategy",
                 fix=f"a mesh is one word, its axes joined by commas: --mesh dp:2,{name}",
             )
         if name not in Strategy.presets():
@@ -214,9 +218,7 @@ def _strategy(name: str) -> Any:
         return Strategy.preset(name)
     stem = os.path.splitext(name)[0]
     if stem in Strategy.presets() and not os.path.exists(name):
-        raise StrategyError(
-            f"no file {name!r}", fix=f"for the preset of that name: --strategy {stem}"
-        )
+        raise StrategyError(f"no file {name!r}", fix=f"for the preset, write {stem}")
     try:
         return Strategy.load(name)
     except OSError as error:
@@ -224,7 +226,7 @@ def _strategy(name: str) -> Any:
 
 
 def unreadable(name: str, error: OSError, *, verb: str = "read") -> StrategyError:
-    """Return the error for a file that the system does not let us read, or write."""
+    """Return the error for a file that cannot be read or written."""
     return StrategyError(
         f"cannot {verb} {name!r}: {(error.strerror or str(error)).lower()}",
         fix="check the path and its permissions",
@@ -232,10 +234,12 @@ def unreadable(name: str, error: OSError, *, verb: str = "read") -> StrategyErro
 
 
 def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> MeshSpec | None:
-    """Return the mesh that text or else a strategy describes, as far as its sizes are known; None where there is none.
+    """Return the mesh of a text, or else of a strategy, as far as its sizes are known.
+
+    None if there is no mesh.
 
     Raises:
-      MeshSpecError: it cannot be read, or does not fit the number of devices.
+      MeshSpecError: The mesh cannot be read, or does not fit the number of devices.
     """
     if text is None and (devices is None or not strategy.mesh):
         return None
@@ -248,16 +252,14 @@ def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> Mesh
 
 
 def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) -> AbstractMesh:
-    """Return the mesh that text or else a strategy describes, without devices.
+    """Return the mesh of a text, or else of a strategy, without devices.
 
     Raises:
-      MeshSpecError: it cannot be read, or has no size yet.
+      MeshSpecError: The mesh cannot be read, or a size is unknown.
     """
     if text is None and not strategy.mesh:
-        raise MeshSpecError(
-            f"strategy {label} has no [mesh]", fix="say which mesh: --mesh dp:2,tp:4"
-        )
-    asked: Any = text if text is not None else dict(strategy.mesh)
+        raise MeshSpecError(f"strategy {label} has no [mesh]", fix="give a mesh: --mesh dp:2,tp:4")
+    source: Any = text if text is not None else dict(strategy.mesh)
     if text is None and devices is None and INFER in strategy.mesh.values():
         name = next(axis for axis, size in strategy.mesh.items() if size == INFER)
         raise MeshSpecError(
@@ -265,15 +267,15 @@ def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) 
             fix="--devices 8, or sizes: --mesh dp:2,tp:4",
         )
     try:
-        made = abstract_mesh(asked, devices=devices)
+        built = abstract_mesh(source, devices=devices)
     except MeshSpecError as error:
         if text is not None and devices is None and "needs a number of devices" in str(error):
             raise MeshSpecError(
                 error.problems[0].what, fix="--devices 8, or give the size"
             ) from error
         raise
-    if made.size > MOST_ELEMENTS:
+    if built.size > MOST_ELEMENTS:
         raise MeshSpecError(
-            "no machine has so many devices", fix="write sizes whose product is < 2^63"
+            "the mesh has too many devices", fix="write sizes whose product is < 2^63"
         )
-    return made
+    return built

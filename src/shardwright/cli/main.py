@@ -1,7 +1,10 @@
-"""`shardwright <command>`: find the command, run it, turn what goes wrong into a message and an exit code.
+"""The command `shardwright`: find the command, run it, turn errors into messages and exit codes.
 
-0 answered; 1 answered, and the answer is bad news (a sharding problem; a finding; with --exit-code, a difference); 2 the question
-cannot be asked (command line, file, mesh); 70 a defect of ours. The same for every command.
+Exit codes are the same for every command:
+- 0: answered;
+- 1: answered, with bad news (a sharding problem, a finding, or with --exit-code a difference);
+- 2: the question is invalid (command line, file or mesh);
+- 70: a defect of shardwright.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ from shardwright.errors import ShardingError, did_you_mean
 
 OK, USAGE, DEFECT = 0, 2, 70
 
-# One line per command: each is the module of that name beside this file, with `parser()` and `run(arguments)`.
+# One line per command. Its module is the file of that name, with `parser()` and `run(arguments)`.
 COMMANDS: dict[str, str] = {
-    "explain": "say where each dim of an array lies on the mesh, and why",
-    "check": "say what looks wrong about a strategy",
-    "diff": "say which tensors lie differently under another strategy, mesh or mode",
-    "presets": "list the strategies that come with the package, show or copy one",
+    "explain": "show how each dim of an array is sharded, and why",
+    "check": "find mistakes in a strategy",
+    "diff": "compare how tensors are sharded under two strategies, meshes or modes",
+    "presets": "list, show or copy the strategies of the package",
     "schema": "write the JSON Schema of strategy files",
 }
 
@@ -40,29 +43,30 @@ _FILES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if sys.stdout is None:  # closed by the shell (`>&-`): the exit code is still an answer
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  for as long as the process runs
+    if sys.stdout is None:  # closed by the shell (`>&-`); the exit code is still useful
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open until exit
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
-        # Names of files may be no UTF-8, and terminals may know ASCII only: escapes are better than no answer.
+        # File names may not be UTF-8, and terminals may be ASCII only. Print escapes instead of
+        # failing.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _run(words)
         sys.stdout.flush()
         return code
-    except SystemExit as leaving:  # argparse has said what it had to say
-        return leaving.code if isinstance(leaving.code, int) else USAGE
+    except SystemExit as error:  # argparse has printed its message
+        return error.code if isinstance(error.code, int) else USAGE
     except ShardingError as error:
         print(f"shardwright: {error}", file=sys.stderr)
         return USAGE
     except BrokenPipeError:
-        _drop_output()  # the reader (`| head`) has seen enough
+        _drop_output()  # the reader, such as `head`, has closed the pipe
         return OK
     except OSError as error:
-        if error.filename is not None:  # a file that some command should have spoken of
+        if error.filename is not None:  # a command should have caught this error
             return _defect()
         _drop_output()
         print(
-            f"shardwright: cannot write the answer: {(error.strerror or str(error)).lower()}",
+            f"shardwright: cannot write the output: {(error.strerror or str(error)).lower()}",
             file=sys.stderr,
         )
         return USAGE
@@ -88,14 +92,15 @@ def parser() -> argparse.ArgumentParser:
 def _defect() -> int:
     traceback.print_exc()
     print(
-        "shardwright: this is a defect of shardwright, not of your input: please report the lines above",
+        "shardwright: this is a defect of shardwright, not of your input; "
+        "please report the lines above",
         file=sys.stderr,
     )
     return DEFECT
 
 
 def _drop_output() -> None:
-    """Let what is still buffered go nowhere: Python would complain again when it closes stdout."""
+    """Discard buffered output, or Python reports the error again when it closes stdout."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -130,6 +135,6 @@ def _overview() -> str:
         lines += textwrap.wrap(f"  {name:<10} {what}", help_width(), subsequent_indent=" " * 13)
     lines += [
         "",
-        "shardwright <command> --help says more; shardwright --version names the version.",
+        "shardwright <command> --help shows its options; shardwright --version shows the version.",
     ]
     return wrapped("\n".join(lines), help_width())

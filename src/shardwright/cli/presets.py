@@ -1,4 +1,4 @@
-"""`shardwright presets`: list the strategies that come with the package, show one, or copy one to start from."""
+"""`shardwright presets`: list the strategies of the package, show one, or copy one."""
 
 from __future__ import annotations
 
@@ -22,35 +22,36 @@ examples:
   shardwright presets copy fsdp_tp mine.toml
 
 exit codes: 0 done;
-{EXIT_CODES}, or the file is there already."""
+{EXIT_CODES}, or the file exists."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = make_parser(
+    command = make_parser(
         "presets",
-        "List the strategies that come with the package, show one, or copy one to start from.",
+        "List the strategies of the package, show one, or copy one as a start.",
         epilog=_EPILOG,
     )
-    actions = "list them (the default); show one as it is written; copy one to a file"
-    made.add_argument("action", nargs="?", choices=_ACTIONS, default="list", help=actions)
-    made.add_argument("preset", nargs="?", metavar="PRESET", help="which one to show or copy")
-    made.add_argument(
+    actions = "list them (default); show the file of one; copy one to a file"
+    command.add_argument("action", nargs="?", choices=_ACTIONS, default="list", help=actions)
+    command.add_argument("preset", nargs="?", metavar="PRESET", help="preset to show or copy")
+    command.add_argument(
         "file",
         nargs="?",
         metavar="FILE",
-        help="where to copy it to (default: PRESET.toml)",
+        help="file to write (default: PRESET.toml)",
     )
-    made.add_argument("--force", action="store_true", help="copy: replace a file that is there")
-    add_output(made)
-    return made
+    command.add_argument("--force", action="store_true", help="copy: replace an existing file")
+    add_output(command)
+    return command
 
 
 def run(arguments: argparse.Namespace) -> int:
     """List, show or copy, and return the exit code.
 
     Raises:
-      StrategyError: no such preset, arguments that do not go together, a file that is there or cannot be written.
+      StrategyError: The preset does not exist, arguments do not fit the action, or the file exists
+        or cannot be written.
     """
     action, preset, file = arguments.action, arguments.preset, arguments.file
     if (preset is not None) != (action != "list") or (file is not None and action != "copy"):
@@ -85,20 +86,20 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> None:
     from shardwright.strategy.model import Strategy
 
-    found = [(name, Strategy.preset(name)) for name in files.preset_names()]
+    presets = [(name, Strategy.preset(name)) for name in files.preset_names()]
     if arguments.json:
         print_json(
             {
                 "presets": [
                     {"name": name, "mesh": dict(strategy.mesh), "what": _what(name)}
-                    for name, strategy in found
+                    for name, strategy in presets
                 ]
             }
         )
         return
     rows = [
         ("preset", "mesh", "what"),
-        *((name, _mesh(strategy), _what(name)) for name, strategy in found),
+        *((name, _mesh(strategy), _what(name)) for name, strategy in presets),
     ]
     print_lines(table(rows, width=width_of(arguments.width), prose=2))
 
@@ -108,7 +109,7 @@ def _mesh(strategy: Any) -> str:
 
 
 def _what(name: str) -> str:
-    """Return what a preset is for: the comment that its file begins with."""
+    """Return what a preset is for: the first sentence of its file."""
     lines = files.preset_text(name).splitlines()
     comment = []
     for line in lines:
@@ -128,12 +129,12 @@ def _show(name: str, *, as_json: bool) -> None:
 
 
 def _copy(name: str, path: Path, *, force: bool) -> Path:
-    """Copy a preset to a file, or into a folder under its own name; return where it is."""
+    """Copy a preset to a file, or into a folder under its own name, and return the path."""
     if path.is_dir():
         path = path / f"{name}.toml"
     try:
         if path.suffix == ".toml":
-            # As it is written: the comments are half of what there is to learn from it.
+            # Copy the text, to keep the comments.
             files.write_text(path, files.preset_text(name), overwrite=force)
         else:
             from shardwright.strategy.model import Strategy
@@ -143,7 +144,7 @@ def _copy(name: str, path: Path, *, force: bool) -> Path:
             )
     except FileExistsError as error:
         raise StrategyError(
-            f"{os.fspath(path)!r} is there already",
+            f"{os.fspath(path)!r} exists",
             fix="choose another name, or replace it with --force",
         ) from error
     except OSError as error:

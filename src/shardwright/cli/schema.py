@@ -1,4 +1,4 @@
-"""`shardwright schema`: the JSON Schema of strategy files, for editors and other tools."""
+"""`shardwright schema`: write the JSON Schema of strategy files."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ exit codes: 0 done;
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = make_parser(
+    command = make_parser(
         "schema",
         "Write the JSON Schema of strategy files, for editors and other tools.",
         epilog=_EPILOG,
     )
-    made.add_argument(
+    command.add_argument(
         "file",
         nargs="?",
         metavar="FILE",
-        help="where to write it, whole or not at all (default: print it)",
+        help="file to write (default: print it)",
     )
-    return made
+    return command
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print or write the schema, and return the exit code.
 
     Raises:
-      StrategyError: the file cannot be written.
+      StrategyError: The file cannot be written.
     """
     from shardwright.strategy.model import Strategy
 

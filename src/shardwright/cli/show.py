@@ -1,4 +1,7 @@
-"""How commands print: at the width of the terminal, in colour where it shows colours and rich is installed, else plain text."""
+"""Print output.
+
+As wide as the terminal, and in color if the terminal has colors and rich is installed.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,18 @@ SEVERITIES: Mapping[str, str] = {
 }
 
 
-def width_of(asked: int | None) -> int:
-    """Return the characters per line: what was asked for, else the terminal's, else the same everywhere, for files and pipes."""
-    if asked is not None:
-        return asked
+def width_of(width: int | None) -> int:
+    """Return the characters per line: as given, else the terminal's, else the default."""
+    if width is not None:
+        return width
     try:
         return max(LEAST_WIDTH, os.get_terminal_size(sys.stdout.fileno()).columns)
-    except (OSError, ValueError):  # no terminal; no file
+    except (OSError, ValueError):  # stdout is not a terminal, or not a file
         return WIDTH
 
 
 def print_lines(lines: Iterable[str], *, marks: Mapping[str, str] | None = None) -> None:
-    """Print lines; what a pattern of `marks` matches is in its style where the terminal shows styles."""
+    """Print lines. On terminals with colors, matches of a pattern of `marks` get its style."""
     console = _console()
     if console is None or not marks:
         print("\n".join(lines))
@@ -42,17 +45,17 @@ def print_lines(lines: Iterable[str], *, marks: Mapping[str, str] | None = None)
         for pattern, style in marks.items():
             if re.search(pattern, line):
                 text.highlight_regex(pattern, style)
-        # Lines are laid out already: rich must not wrap them again.
+        # Lines already fit the width, so rich must not wrap them.
         console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def _console() -> Any:
-    """Return rich's console where stdout is a terminal that shows colours (rich honours NO_COLOR and TERM), or None."""
+    """Return rich's console if stdout is a terminal with colors, else None."""
     if not sys.stdout.isatty():
         return None
     try:
         from rich.console import Console
-    except ImportError:  # the extra `cli`: without it, the same text without colour
+    except ImportError:  # rich is optional (the extra `cli`)
         return None
     console = Console(file=sys.stdout)
     return None if console.no_color or console.color_system is None else console

@@ -1,4 +1,7 @@
-"""Files of named tensors: a tree in TOML or JSON whose leaves say axes, shape, role and dtype."""
+"""Read files of named tensors.
+
+A tree in TOML or JSON with axes, shape, role and dtype of each tensor.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,11 @@ _JSON_EXAMPLE = '{"mlp": {"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}}'
 def read_tensors(name: str) -> tuple[Tensor, ...]:
     """Read a file of named tensors, in the order written.
 
-    A table with `axes` is a tensor, any other a level of the tree; `role` and `dtype` hold for everything below them.
+    A table with `axes` is a tensor; any other table is a level of the tree. `role` and `dtype`
+    apply to everything below them.
 
     Raises:
-      StrategyError: every problem of the file at once, each with file, line and key path.
+      StrategyError: Every problem of the file, each with file, line and key path.
     """
     path = Path(name)
     if path.suffix not in (".toml", ".json"):
@@ -40,7 +44,7 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
             fix="give the file one of these endings",
         )
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark in front
+        text = path.read_text(encoding="utf-8-sig")  # skips the byte order mark of some editors
     except UnicodeDecodeError as error:
         raise StrategyError(
             f"{path.name} is not UTF-8: {error.reason} at byte {error.start}",
@@ -49,13 +53,16 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
     except OSError as error:
         raise unreadable(name, error) from error
     if path.suffix == ".json" and text.lstrip()[:1] != "{":
-        raise StrategyError("a file of tensors is one object", path=path.name, fix=_JSON_EXAMPLE)
+        raise StrategyError(
+            "a file of tensors must be an object", path=path.name, fix=_JSON_EXAMPLE
+        )
     data, origin = files.parse(text, format=path.suffix[1:], source=path.name)
     if any(_is_table_of_rules(data.get(name)) for name in ("mesh", "rules")):
         raise StrategyError(
-            "this is a strategy file: it says where axes lie, not which tensors a model has",
+            "this is a strategy file, not a file of tensors",
             path=path.name,
-            fix=f"name it as the strategy; a file of tensors has one table for each, such as [mlp.wi]: {_EXAMPLE}",
+            fix="pass it as the strategy; a file of tensors has one table per tensor, "
+            f"such as [mlp.wi]: {_EXAMPLE}",
         )
     problems: list[Problem] = []
     tensors = tuple(_walk(data, (), {}, origin, problems))
@@ -63,7 +70,7 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
         problems.append(
             Problem(
                 error=StrategyError,
-                what="the file names no tensor",
+                what="the file has no tensors",
                 path=path.name,
                 fix=f"[mlp.wi]: {_EXAMPLE}",
             )
@@ -73,12 +80,15 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
 
 
 def _is_table_of_rules(table: Any) -> bool:
-    """Tell a strategy's `[mesh]` or `[rules]` from a level of a tree, which holds tables, and from a tensor, which has axes."""
+    """Tell a strategy's `[mesh]` or `[rules]` from a level of a tree and from a tensor.
+
+    A level of a tree has tables, and a tensor has axes.
+    """
     return (
         isinstance(table, Mapping)
         and bool(table)
         and "axes" not in table
-        and not any(isinstance(one, Mapping) for one in table.values())
+        and not any(isinstance(value, Mapping) for value in table.values())
     )
 
 
@@ -105,7 +115,9 @@ def _walk(
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _walk(value, (*path, key), shared, origin, problems)
-        elif isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+        elif (
+            isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value)
+        ):
             problems.append(_listed((*path, key), value, origin))
         elif key not in _SHARED:
             what = "the tensor has no axes" if key in _KEYS else f"{key!r} is not a table"
@@ -118,7 +130,7 @@ def _walk(
 
 
 def _listed(path: KeyPath, entries: Sequence[Mapping[str, Any]], origin: Origin) -> Problem:
-    """Return the problem of `[[tensors]]`: tensors are named by the headers of their tables, not listed."""
+    """Return the problem of `[[tensors]]`: tensors are named by the headers of their tables."""
     first = entries[0]
     name = next(
         (first[key] for key in ("path", "name") if isinstance(first.get(key), str) and first[key]),
@@ -129,7 +141,7 @@ def _listed(path: KeyPath, entries: Sequence[Mapping[str, Any]], origin: Origin)
         _header([*path, "0"]),
     )
     if "match" in first:
-        what = "entries with match= are a strategy's: its file says by them where tensors lie; this one names the tensors"
+        what = "entries with match= belong in a strategy file; this file names the tensors"
         headers = _header(["lm_head", "kernel"])
     elif name:
         headers = _header(name.split("/"))
@@ -150,70 +162,50 @@ def _listed(path: KeyPath, entries: Sequence[Mapping[str, Any]], origin: Origin)
 
 def _header(parts: Sequence[str]) -> str:
     """Return the header of a TOML table."""
-    return f"[{'.'.join(part if re.fullmatch(r'[A-Za-z0-9_-]+', part) else json.dumps(part) for part in parts)}]"
+    bare = re.compile(r"[A-Za-z0-9_-]+")
+    names = [part if bare.fullmatch(part) else json.dumps(part) for part in parts]
+    return f"[{'.'.join(names)}]"
 
 
 def _tensor(
     table: Mapping[str, Any], path: KeyPath, origin: Origin, problems: list[Problem]
 ) -> Tensor | None:
+    """Return the tensor of a table, or None after its problems were added."""
     before = len(problems)
-    for key in (key for key in table if key not in _KEYS):
-        hint = did_you_mean(key, _KEYS)
-        problems.append(
-            _problem(
-                (*path, key),
-                origin,
-                f"unknown key {key!r}",
-                hint or f"a tensor has {', '.join(_KEYS)}",
-            )
-        )
     axes = _axes(table["axes"], (*path, "axes"), origin, problems)
-    shape, role, dtype = table.get("shape"), table.get("role"), table.get("dtype")
-    if shape is not None and not (
-        isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-    ):
-        problems.append(
-            _problem(
-                (*path, "shape"),
-                origin,
-                f"{shape!r} is not a shape",
-                "write a list of sizes, such as [4096, 14336]",
-            )
-        )
-    elif shape is not None and has_too_many_elements(shape):
-        problems.append(
-            _problem(
-                (*path, "shape"),
-                origin,
-                "no array has so many elements",
-                "write smaller sizes: their product is < 2^63",
-            )
-        )
-    if role is not None and role not in list(Role):
-        problems.append(
-            _problem(
-                (*path, "role"), origin, f"unknown role {role!r}", f"roles are {', '.join(Role)}"
-            )
-        )
-    if dtype is not None and not is_dtype(dtype):
-        problems.append(
-            _problem(
-                (*path, "dtype"),
-                origin,
-                f"unknown dtype {dtype!r}",
-                "write a name such as bfloat16 or float32",
-            )
-        )
+    problems += [_problem((*path, key), origin, what, fix) for key, what, fix in _faults_of(table)]
     if len(problems) > before:
         return None
-    sizes = None if shape is None else tuple(shape)
+    shape, role = table.get("shape"), table.get("role")
     return Tensor(
         path="/".join(path),
         axes=axes,
-        shape=sizes,
+        shape=None if shape is None else tuple(shape),
         role=None if role is None else Role(role),
-        dtype=dtype or "",
+        dtype=table.get("dtype") or "",
     )
+
+
+def _faults_of(table: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, what, fix) for each fault in a table of a tensor, except in its axes."""
+    for key in (key for key in table if key not in _KEYS):
+        hint = did_you_mean(key, _KEYS)
+        yield key, f"unknown key {key!r}", hint or f"a tensor has {', '.join(_KEYS)}"
+    shape, role, dtype = table.get("shape"), table.get("role"), table.get("dtype")
+    if shape is not None and not _is_shape(shape):
+        fix = "write a list of sizes, such as [4096, 14336]"
+        yield "shape", f"{shape!r} is not a shape", fix
+    elif shape is not None and has_too_many_elements(shape):
+        fix = "write smaller sizes: their product is < 2^63"
+        yield "shape", "the array has too many elements", fix
+    if role is not None and role not in list(Role):
+        yield "role", f"unknown role {role!r}", f"roles are {', '.join(Role)}"
+    if dtype is not None and not is_dtype(dtype):
+        yield "dtype", f"unknown dtype {dtype!r}", "write a name such as bfloat16 or float32"
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def _axes(value: Any, path: KeyPath, origin: Origin, problems: list[Problem]) -> Any:
@@ -223,7 +215,7 @@ def _axes(value: Any, path: KeyPath, origin: Origin, problems: list[Problem]) ->
             _problem(
                 path,
                 origin,
-                f"{value!r} are not axes",
+                f"{value!r} is not a list of axes",
                 'write "EMBED HEAD HEAD_DIM" or ["EMBED", "HEAD", "HEAD_DIM"]',
             )
         )
