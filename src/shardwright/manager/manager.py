@@ -8,7 +8,7 @@ Its other methods come from the files beside this one: `arrays` (shard, hint, sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -31,7 +31,6 @@ from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.modes import mode_name, parse_mode
 
 
-@final
 class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
     """Resolve annotations on one mesh under one set of rules, and shard arrays accordingly.
 

@@ -84,3 +84,11 @@ def total(collectives: Iterable[Collective]) -> int | None:
     """
     totals = [count.total_bytes for count in collectives]
     return None if None in totals else sum(count for count in totals if count is not None)
+
+
+def ring_bytes(kind: Kind, whole: int, devices: int) -> int:
+    """Return the bytes that each device sends on a ring, for an array of `whole` bytes."""
+    if kind in (Kind.PERMUTE, Kind.BROADCAST):
+        return whole
+    one_pass = -(-whole * (devices - 1) // devices)
+    return 2 * one_pass if kind is Kind.ALL_REDUCE else one_pass

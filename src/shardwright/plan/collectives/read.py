@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardwright.errors import MeshMismatchError, ProgramError
 from shardwright.mesh.build import mesh_sizes
-from shardwright.plan.collectives.collective import Collective, Kind
+from shardwright.plan.collectives.collective import Collective, Kind, ring_bytes
 from shardwright.plan.collectives.element_types import program_type
 from shardwright.plan.collectives.hlo import Computation, Instruction, Module, bytes_of, parse_hlo
 from shardwright.plan.collectives.instructions import (
@@ -266,7 +266,7 @@ class _Reader:
             dtype="+".join(dict.fromkeys(own)),
             wire_dtype="+".join(dict.fromkeys(wires)),
             logical_bytes=logical,
-            wire_bytes=_bytes_sent(kind, wire, span.devices),
+            wire_bytes=ring_bytes(kind, wire, span.devices),
             name=instruction.name,
             op_name=_op_name(metadata),
             source=self._source(metadata),
@@ -323,14 +323,6 @@ def _product(outer: int | None, inner: int | None) -> int | None:
 def _op_name(metadata: str) -> str:
     match = _OP_NAME.search(metadata)
     return match[1] if match else ""
-
-
-def _bytes_sent(kind: Kind, whole: int, devices: int) -> int:
-    """Return the bytes that each device sends on a ring, for an array of `whole` bytes."""
-    if kind in (Kind.PERMUTE, Kind.BROADCAST):
-        return whole
-    one_pass = -(-whole * (devices - 1) // devices)
-    return 2 * one_pass if kind is Kind.ALL_REDUCE else one_pass
 
 
 def _device_positions(

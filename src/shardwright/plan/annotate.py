@@ -1,0 +1,70 @@
+"""The primitive that keeps an annotation in a jaxpr, in place of a resolved constraint.
+
+A program traced under a planning manager holds `annotate_axes` where an ordinary trace holds a
+constraint. The walk resolves it, so one trace has an answer under every strategy and mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from shardwright.manager.request import Request
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Annotation:
+    """What one `shard`, `hint` or `gather` asks for.
+
+    Attributes:
+      request: The question that the constraint resolves.
+      strict: Whether it is `shard` or `gather`, which raise what `hint` leaves to the compiler.
+    """
+
+    request: Request
+    strict: bool = True
+
+
+annotate_axes_p = Primitive("annotate_axes")
+annotate_axes_p.def_impl(lambda x, **_: x)
+annotate_axes_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(annotate_axes_p, lambda _, x, **__: [x])
+# The transpose of a constraint constrains the cotangent in the same way.
+ad.deflinear2(
+    annotate_axes_p,
+    lambda cotangent, _, **parameters: [annotate_axes_p.bind(cotangent, **parameters)],
+)
+
+
+def _batch(args: Any, dims: Any, *, annotation: Annotation, added: tuple[int, ...]) -> Any:
+    """Under vmap the new dim has no axis: the annotation leaves it as it is."""
+    (x,), (dim,) = args, dims
+    shifted = tuple(at + (at >= dim) for at in added)
+    return annotate_axes_p.bind(x, annotation=annotation, added=(*shifted, dim)), dim
+
+
+batching.primitive_batchers[annotate_axes_p] = _batch
+
+
+def annotate(x: Any, annotation: Annotation) -> Any:
+    """Return x, with an annotation in the jaxpr of the trace at hand."""
+    return annotate_axes_p.bind(x, annotation=annotation, added=())
+
+
+def annotate_weight(w: Any, use: Annotation, stored: Annotation) -> Any:
+    """Annotate a weight as it is used, and its gradient as it is stored."""
+
+    @jax.custom_jvp
+    def gathered(w: Any) -> Any:
+        return annotate(w, use)
+
+    @gathered.defjvp
+    def _tangent(primals: tuple[Any], tangents: tuple[Any]) -> Any:
+        (primal,), (tangent,) = primals, tangents
+        return gathered(primal), annotate(tangent, stored)
+
+    return gathered(w)

@@ -1,0 +1,159 @@
+"""What a function sends and computes under a manager's strategy and mesh, before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from shardwright.manager.manager import PartitionManager
+from shardwright.plan.report.text import bytes_text
+from shardwright.plan.trace import trace, walk
+from shardwright.plan.walk.events import Event, Walked
+from shardwright.resolution.tables import WIDTH, remarked_table
+from shardwright.vocabulary.axes import axis_label
+
+_HEAD = ("times", "collective", "over", "axis", "bytes", "sent", "where")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """A plan: collectives, operations, and where the answer is a guess.
+
+    Attributes:
+      walked: What the walk over the program found.
+      strategy: Name of the strategy.
+      mesh: The mesh as text, `fsdp:2,tp:4`.
+    """
+
+    walked: Walked
+    strategy: str
+    mesh: str
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Collectives, in program order."""
+        return self.walked.events
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one device sends in all runs of all collectives, on rings."""
+        return sum(event.total_wire_bytes for event in self.events)
+
+    def by_mesh_axes(self) -> dict[tuple[str, ...], int]:
+        """Return the bytes that one device sends over each set of mesh axes."""
+        sent: Counter[tuple[str, ...]] = Counter()
+        for event in self.events:
+            sent[event.mesh_axes] += event.total_wire_bytes
+        return dict(sent)
+
+    def by_axis(self) -> dict[str, int]:
+        """Return the bytes that each semantic axis causes; "" for specs written by hand.
+
+        A collective that several axes cause counts for each of them.
+        """
+        sent: Counter[str] = Counter()
+        for event in self.events:
+            for axis in event.axes or ("",):
+                sent[axis] += event.total_wire_bytes
+        return dict(sent)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain data."""
+        return {
+            "strategy": self.strategy,
+            "mesh": self.mesh,
+            "complete": self.walked.complete,
+            "unknown": dict(self.walked.unknown),
+            "events": [event.to_json() for event in self.events],
+            "choices": [dataclasses.asdict(choice) for choice in self.walked.choices],
+            "idle": [dataclasses.asdict(idle) for idle in self.walked.idle],
+            "flops": self.walked.flops,
+            "product_bytes": self.walked.product_bytes,
+            "sent_bytes": self.sent_bytes,
+        }
+
+    def text(self, *, rows: int | None = None, width: int = WIDTH) -> str:
+        """Return the plan for people: the collectives that send most first, then what is unsure.
+
+        Args:
+          rows: How many rows to show. Defaults to all.
+          width: Characters per line.
+        """
+        lines = [f"strategy {self.strategy or '-'} on {self.mesh}", ""]
+        lines += self._table(rows, width)
+        lines += [f"incomplete: no rule for {name} ({count})" for name, count in self._unknown()]
+        lines += [
+            f"chosen: {choice.mesh_axis} at {choice.source}\n  fix   {choice.fix}"
+            for choice in self.walked.choices
+        ]
+        idle = {(item.source, "+".join(item.mesh_axes)) for item in self.walked.idle}
+        lines += [f"idle: {axes} at {source}" for source, axes in sorted(idle)]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _unknown(self) -> list[tuple[str, int]]:
+        return sorted(self.walked.unknown.items())
+
+    def _table(self, rows: int | None, width: int) -> list[str]:
+        alike: dict[tuple[Any, ...], list[Event]] = {}
+        for event in self.events:
+            key = (event.kind, event.mesh_axes, event.axes, event.logical_bytes, event.source)
+            alike.setdefault(key, []).append(event)
+        groups = sorted(alike.values(), key=_sent, reverse=True)
+        if not groups:
+            return ["nothing is sent"]
+        shown = groups if rows is None else groups[:rows]
+        table = remarked_table([_HEAD, *map(_row, shown)], width=width)
+        if len(shown) < len(groups):
+            table.append(f"and {len(groups) - len(shown)} more")
+        return [*table, f"sent per device: {bytes_text(self.sent_bytes)}"]
+
+
+def _sent(events: list[Event]) -> int:
+    return sum(event.total_wire_bytes for event in events)
+
+
+def _row(events: list[Event]) -> tuple[str, ...]:
+    event = events[0]
+    times = sum(each.runs for each in events)
+    return (
+        f"≤{times}" if event.maybe else str(times),
+        str(event.kind),
+        "+".join(event.mesh_axes),
+        ", ".join(map(axis_label, event.axes)) or "-",
+        bytes_text(event.logical_bytes),
+        bytes_text(_sent(events)),
+        event.source,
+    )
+
+
+def plan(
+    manager: PartitionManager,
+    function: Callable[..., Any],
+    *shapes: Any,
+    specs: Any = None,
+    outputs: Any = None,
+) -> PlanReport:
+    """Return what a function sends and computes under a manager, without a device or a compiler.
+
+    The function is traced on an abstract mesh, with Auto axes; its annotations stay in the trace.
+    A walk then follows the sharding of every value and notes each collective that it needs.
+
+    Args:
+      manager: Strategy, mesh and mode.
+      function: What would be jitted.
+      *shapes: Per argument, a tree of arrays or ShapeDtypeStructs. Their own shardings count where
+        `specs` gives no annotation.
+      specs: Per argument, a tree of annotations, or None. Defaults to None for all.
+      outputs: Annotations of the outputs. Defaults to leaving them as the program does.
+
+    Raises:
+      ShardingError: An annotation does not resolve.
+    """
+    traced = trace(manager, function, shapes, specs=specs, outputs=outputs)
+    mesh = ",".join(f"{axis}:{size}" for axis, size in manager.mesh.shape.items())
+    return PlanReport(walked=walk(traced, manager), strategy=manager.name, mesh=mesh)

@@ -1,0 +1,282 @@
+"""Trace a program once, with its annotations kept, so that many strategies can be priced from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from shardwright import _jax
+from shardwright.errors import StrategyError
+from shardwright.manager import context
+from shardwright.manager.manager import PartitionManager
+from shardwright.manager.request import Request
+from shardwright.plan.annotate import Annotation, annotate, annotate_axes_p, annotate_weight
+from shardwright.plan.walk.events import Walked
+from shardwright.plan.walk.ledger import Ledger
+from shardwright.plan.walk.program import source_line, walk_jaxpr, written_target
+from shardwright.plan.walk.values import Dims, Origin, Value, dims_of_spec
+from shardwright.resolution import resolver
+from shardwright.resolution.decisions import DimDecision, Resolution
+from shardwright.trees.annotated import annotated_leaves
+from shardwright.vocabulary.annotations import ArraySpec, one_annotation
+from shardwright.vocabulary.axes import Role
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A question that shapes a trace: asked by attention, a cache, `shard_map` or the model itself.
+
+    Attributes:
+      request: The question.
+      spec: What the manager of the trace answered; None for an error.
+    """
+
+    request: Request
+    spec: PartitionSpec | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A program whose constraints are annotations.
+
+    Attributes:
+      jaxpr: The program.
+      inputs: Per input, the request that its annotation is, or a sharding, or None (replicated).
+      outputs: Likewise per output; None means that it stays as the program leaves it.
+      paths: Path of each input.
+      answers: The questions that shaped the trace.
+    """
+
+    jaxpr: Any
+    inputs: tuple[Request | NamedSharding | None, ...]
+    outputs: tuple[Request | None, ...]
+    paths: tuple[str, ...]
+    answers: tuple[Answer, ...]
+
+    def fits(self, manager: PartitionManager) -> bool:
+        """Say whether a manager gives every answer that shaped the trace, so that it may share it."""
+        return all(manager._answer(answer.request).spec == answer.spec for answer in self.answers)
+
+
+class PlanningManager(PartitionManager):
+    """A manager under which `shard`, `hint` and `gather` leave annotations in the trace.
+
+    It answers every question as the manager that it stands for, and records those that shape the
+    trace. It equals no other manager, so that JAX shares no trace of it.
+    """
+
+    __slots__ = ("_answers", "_quiet")
+
+    _answers: dict[tuple[Any, ...], Answer]
+    _quiet: bool
+
+    @classmethod
+    def of(cls, manager: PartitionManager) -> PlanningManager:
+        """Return the planning manager of a manager, on an abstract mesh with Auto axes."""
+        shape = manager.mesh.shape
+        mesh = AbstractMesh(
+            tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
+        )
+        planning = object.__new__(cls)
+        planning._set(manager.rules, mesh, manager.mode, manager.name, {})
+        object.__setattr__(planning, "_values", (planning._values, object()))
+        object.__setattr__(planning, "_answers", {})
+        object.__setattr__(planning, "_quiet", False)
+        return planning
+
+    def for_mode(self, mode: str) -> PartitionManager:
+        """Return the planning manager whose calls resolve in a mode; it records into the same place."""
+        other = super().for_mode(mode)
+        if other is self or isinstance(other, PlanningManager):
+            return other
+        planning = PlanningManager.of(other)
+        object.__setattr__(planning, "_answers", self._answers)
+        self._modes[other.mode or ""] = planning
+        return planning
+
+    def _make_key(self) -> context.Key:
+        """Return a key that no other manager has: JAX must not reuse a trace with annotations."""
+        key = context.Key((*self._values, "planning"), repr(self))
+        object.__setattr__(self, "_key", key)
+        return key
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """The questions that shaped the trace so far."""
+        return tuple(self._answers.values())
+
+    def _answer(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
+        resolution = super()._answer(request, ambient)
+        if not self._quiet:
+            shape = None if request.shape is None else tuple(request.shape)
+            request = request._replace(shape=shape, mode=request.mode or self.mode)
+            key = (repr(request.annotation), shape, request.mode, request.role, request.path)
+            self._answers.setdefault(key, Answer(request=request, spec=resolution.spec))
+        return resolution
+
+    def _place(
+        self,
+        x: Any,
+        axes: tuple[Any, ...],
+        mode: str | None,
+        role: Role | str | None,
+        strict: bool,
+        path: str | None = None,
+    ) -> Any:
+        if not _jax.is_array(x) and not isinstance(x, jax.core.Tracer):
+            return super()._place(x, axes, mode, role, strict, path)
+        request = Request(one_annotation(axes), np.shape(x), mode or self.mode, role, path)
+        placement, checked = self._unrecorded(lambda: self._placement(request, strict=strict))
+        if checked is not None:  # some mesh axes are Manual: the constraint names the others
+            return super()._place(x, axes, mode, role, strict, path)
+        return x if placement is None else annotate(x, Annotation(request, strict))
+
+    def _gather(self, w: Any, request: Request) -> Any:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            return super()._gather(w, request)
+        shape = np.shape(w)
+        self._unrecorded(lambda: super(PlanningManager, self)._gather(w, request))
+        annotation = request.annotation
+        if isinstance(annotation, ArraySpec):
+            annotation = annotation.axes
+        asked = request._replace(annotation=annotation, mode=request.mode or self.mode)
+        use, stored = (Annotation(asked.of(role, shape)) for role in (Role.USE, Role.PARAM))
+        return annotate_weight(w, use, stored)
+
+    def _unrecorded(self, ask: Callable[[], Any]) -> Any:
+        """Ask a question whose answer the walk gives anew, so that it does not shape the trace."""
+        object.__setattr__(self, "_quiet", True)
+        try:
+            return ask()
+        finally:
+            object.__setattr__(self, "_quiet", False)
+
+
+def trace(
+    manager: PartitionManager,
+    function: Callable[..., Any],
+    shapes: Sequence[Any],
+    *,
+    specs: Any = None,
+    outputs: Any = None,
+) -> Trace:
+    """Trace a function with its annotations kept. No device is needed, and no backend is started.
+
+    Args:
+      manager: Rules and mesh whose answers shape the trace.
+      function: Takes the arguments that `shapes` stand for.
+      shapes: Per argument, a tree of arrays or ShapeDtypeStructs.
+      specs: Per argument, a tree of annotations, or None for arguments that bring shardings. As in
+        `shard`, `ArraySpec`s and weight layouts are parameters, other annotations activations.
+      outputs: Annotations of the outputs. Defaults to leaving them as the program does.
+    """
+    planning = PlanningManager.of(manager)
+    bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), _dtype(x)), tuple(shapes))
+    with planning:
+        traced = jax.jit(function).trace(*bare)
+    inputs, paths = _inputs(shapes, specs, planning.mode)
+    jaxpr = traced.jaxpr.jaxpr
+    if len(inputs) != len(jaxpr.invars):
+        raise StrategyError(
+            f"the function has {len(jaxpr.invars)} array arguments, its annotations {len(inputs)}",
+            fix="give one annotation, or tree of them, per argument",
+        )
+    goals = _outputs(traced, outputs, planning.mode)
+    return Trace(jaxpr=jaxpr, inputs=inputs, outputs=goals, paths=paths, answers=planning.answers)
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else np.result_type(x)
+
+
+def _inputs(
+    shapes: Sequence[Any], specs: Any, mode: str | None
+) -> tuple[tuple[Request | NamedSharding | None, ...], tuple[str, ...]]:
+    inputs: list[Request | NamedSharding | None] = []
+    paths: list[str] = []
+    for at, tree in enumerate(shapes):
+        annotations = None if specs is None else specs[at]
+        if annotations is None:
+            for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                sharding = getattr(leaf, "sharding", None)
+                inputs.append(sharding if isinstance(sharding, NamedSharding) else None)
+                paths.append(jax.tree_util.keystr(key, simple=True, separator="/"))
+            continue
+        for leaf in annotated_leaves(tree, annotations):
+            inputs.append(Request(leaf.annotation, np.shape(leaf.value), mode, None, leaf.path))
+            paths.append(leaf.path)
+    return tuple(inputs), tuple(paths)
+
+
+def _outputs(traced: Any, outputs: Any, mode: str | None) -> tuple[Request | None, ...]:
+    if outputs is None:
+        return (None,) * len(traced.jaxpr.jaxpr.outvars)
+    structure = traced.out_info
+    return tuple(
+        Request(leaf.annotation, leaf.value.shape, mode, None, leaf.path)
+        for leaf in annotated_leaves(structure, outputs)
+    )
+
+
+def walk(traced: Trace, manager: PartitionManager) -> Walked:
+    """Walk a trace under a manager's rules and mesh.
+
+    Args:
+      traced: The program, whose trace the manager may share (`traced.fits(manager)`).
+      manager: Rules and mesh to price it under.
+    """
+    sizes = {axis: size for axis, size in manager.mesh.shape.items() if size > 1}
+    known: dict[int, tuple[Dims, dict[str, DimDecision], str]] = {}
+
+    def target(equation: Any, ledger: Ledger) -> Value | None:
+        if equation.primitive is not annotate_axes_p:
+            return written_target(equation, ledger)
+        annotation: Annotation = equation.params["annotation"]
+        value = resolved(annotation.request, annotation.strict, source_line(equation))
+        dims = list(value.dims)
+        for at in equation.params["added"]:
+            dims.insert(at, ())
+        return dataclasses.replace(value, dims=tuple(dims))
+
+    def resolved(request: Request, strict: bool, source: str) -> Value:
+        key = id(request)
+        if key not in known:
+            resolution = manager._answer(request)
+            if not strict:
+                resolution = resolver.left_open(resolution)
+            spec = resolution.require()
+            known[key] = (
+                dims_of_spec(spec.partitions, len(request.shape or ()), sizes),
+                {axis: dim for dim in resolution.decisions for axis in dim.mesh_axes},
+                request.path or "",
+            )
+        dims, decisions, path = known[key]
+        origins = {
+            axis: Origin(
+                axis=decision.label,
+                rule="" if decision.rule is None else decision.rule.written,
+                source=source,
+                path=path,
+            )
+            for axis, decision in decisions.items()
+        }
+        return Value(dims=dims, origins=origins)
+
+    def value_of(given: Request | NamedSharding | None, ndim: int) -> Value:
+        if given is None:
+            return Value(dims=((),) * ndim)
+        if isinstance(given, NamedSharding):
+            return Value(dims=dims_of_spec(given.spec.partitions, ndim, sizes))
+        return resolved(given, True, "")
+
+    inputs = [
+        value_of(given, variable.aval.ndim)
+        for given, variable in zip(traced.inputs, traced.jaxpr.invars, strict=True)
+    ]
+    outputs = [None if goal is None else resolved(goal, True, "") for goal in traced.outputs]
+    return walk_jaxpr(traced.jaxpr, inputs, sizes, outputs=outputs, target=target)

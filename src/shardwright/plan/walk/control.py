@@ -1,0 +1,143 @@
+"""Rules of loops, branches and calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from shardwright.plan.walk.events import Site
+from shardwright.plan.walk.step import Step
+from shardwright.plan.walk.values import Value, merged_origins
+
+# A carry that starts anywhere takes the sharding that the body gives it, and the body then sees it.
+_ROUNDS = 2
+
+
+def scan(step: Step) -> list[Value]:
+    """Follow a scan: its body runs `length` times; every carry keeps one sharding."""
+    parameters = step.parameters
+    constants, carries, body = scan_parts(parameters)
+    avals, split = step.avals, constants + carries
+    site = dataclasses.replace(step.site, runs=step.site.runs * parameters["length"])
+    inputs = [
+        dataclasses.replace(value, dims=value.dims[1:], runs=site.runs)
+        for value in step.values[split:]
+    ]
+    fixed, starts = step.values[:constants], step.values[constants:split]
+    carry = _carried(step, body, (fixed, starts, inputs), site)
+    for value, aval, goal in zip(starts, avals[constants:split], carry, strict=True):
+        step.ledger.move(value, aval, goal.dims, step.site, origins=goal.origins)
+    wanted = [value.dims for value in carry] + [None] * (len(body.outvars) - carries)
+    ends = step.walk(body, [*fixed, *carry, *inputs], site=site, wanted=wanted)
+    for start, end, variable in zip(carry, ends, body.outvars, strict=False):
+        if not start.free:
+            step.ledger.move(end, variable.aval, start.dims, site, origins=start.origins)
+    stacked = [
+        step.ledger.settle(end, variable.aval, site)
+        for end, variable in zip(ends[carries:], body.outvars[carries:], strict=True)
+    ]
+    return [
+        *(_settled(value, runs=step.site.runs) for value in carry),
+        *(
+            dataclasses.replace(value, dims=((), *value.dims), runs=step.site.runs)
+            for value in stacked
+        ),
+    ]
+
+
+def _carried(
+    step: Step, body: Any, values: tuple[list[Value], list[Value], list[Value]], site: Site
+) -> list[Value]:
+    """Return the shardings that the carries of a scan keep.
+
+    A carry has the sharding of its first value, unless the body returns it with more shards, or it
+    starts as something that every device makes by itself.
+    """
+    fixed, starts, inputs = values
+    carry = [_settled(value, runs=site.runs) for value in starts]
+    for _ in range(_ROUNDS):
+        ends = step.walk(body, [*fixed, *carry, *inputs], ledger=step.ledger.blank())
+        carry = [
+            _settled(end, runs=site.runs) if _takes(start, end) else start
+            for start, end in zip(carry, ends, strict=False)
+        ]
+    return carry
+
+
+def _takes(start: Value, end: Value) -> bool:
+    if end.free:
+        return False
+    refined = all(
+        not old or old == new[: len(old)] for old, new in zip(start.dims, end.dims, strict=True)
+    )
+    return start.free or (refined and start.dims != end.dims)
+
+
+def _settled(value: Value, *, runs: int) -> Value:
+    return dataclasses.replace(value, owed=frozenset(), groups=(), runs=runs)
+
+
+def scan_parts(parameters: dict[str, Any]) -> tuple[int, int, Any]:
+    """Return the numbers of constants and carries of a scan, and its body; JAX lines differ here."""
+    body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
+    if "num_consts" in parameters:
+        return parameters["num_consts"], parameters["num_carry"], body
+    constants, carries, _ = parameters["ft_in"].unpack()
+    return len(list(constants.vals)), len(list(carries.vals)), body
+
+
+def while_loop(step: Step) -> list[Value]:
+    """Follow a while loop. Its number of runs is not known, so what it sends counts as unknown."""
+    parameters = step.parameters
+    start = parameters["cond_nconsts"]
+    split = start + parameters["body_nconsts"]
+    body = parameters["body_jaxpr"].jaxpr
+    carry = [
+        step.ledger.settle(value, aval, step.site)
+        for value, aval in zip(step.values[split:], step.avals[split:], strict=True)
+    ]
+    inner = step.ledger.blank()
+    ends = step.walk(body, [*step.values[start:split], *carry], ledger=inner)
+    for first, end, variable in zip(carry, ends, body.outvars, strict=True):
+        if not first.free:
+            inner.move(end, variable.aval, first.dims, step.site, origins=first.origins)
+    if inner.events:
+        step.ledger.unknown["while (number of runs)"] += 1
+    step.ledger.unknown.update(inner.unknown)
+    return carry
+
+
+def cond(step: Step) -> list[Value]:
+    """Follow a branch: every branch is walked and counted as one that may run."""
+    site = dataclasses.replace(step.site, maybe=True)
+    values = [step.whole(at) for at in range(1, len(step.values))]
+    branches = [
+        step.walk(branch.jaxpr, values, site=site, wanted=step.wanted)
+        for branch in step.parameters["branches"]
+    ]
+    first = branches[0]
+    for branch in branches[1:]:
+        for value, aval, goal in zip(branch, step.results, first, strict=True):
+            step.ledger.move(value, aval, goal.dims, site, origins=goal.origins)
+    return [
+        Value(
+            dims=value.dims,
+            free=all(b[at].free for b in branches),
+            origins=merged_origins(b[at] for b in branches),
+        )
+        for at, value in enumerate(first)
+    ]
+
+
+def call(step: Step) -> list[Value] | None:
+    """Follow a primitive that holds a jaxpr (jit, remat, custom derivatives), or return None."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = step.parameters.get(key)
+        if inner is not None:
+            body = getattr(inner, "jaxpr", inner)
+            values = step.values[len(step.values) - len(body.invars) :]
+            if step.parameters.get("differentiated") and step.parameters.get("prevent_cse"):
+                # A barrier keeps the recomputation where it is, inside its loop.
+                values = [dataclasses.replace(value, runs=step.site.runs) for value in values]
+            return step.walk(body, values, wanted=step.wanted)
+    return None

@@ -1,0 +1,71 @@
+"""What later constraints ask of each value: a pass from the end of a jaxpr to its start.
+
+Two operands of a product may compete for a mesh axis. The dims that a constraint further down gives
+the result decide which of them keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from jax.extend.core import Literal
+
+from shardwright.plan.walk.primitives import CONSTRAINTS, ELEMENTWISE
+from shardwright.plan.walk.reshapes import through_reshape
+from shardwright.plan.walk.values import Dims
+
+Demands: TypeAlias = dict[Any, Dims]
+
+
+def demands(
+    jaxpr: Any,
+    outputs: Sequence[Dims | None],
+    *,
+    sizes: Mapping[str, int],
+    target: Callable[[Any], Dims | None],
+) -> Demands:
+    """Return the dims that later constraints ask of the variables of a jaxpr.
+
+    Args:
+      jaxpr: The equations.
+      outputs: What is asked of each output, or None.
+      sizes: Size of each mesh axis.
+      target: The dims that a constraint equation asks for, or None where it asks for nothing.
+    """
+    asked: Demands = {}
+
+    def ask(variable: Any, dims: Dims | None) -> None:
+        if dims is None or isinstance(variable, Literal) or variable in asked:
+            return
+        if len(dims) == len(variable.aval.shape):
+            asked[variable] = dims
+
+    for variable, dims in zip(jaxpr.outvars, outputs, strict=True):
+        ask(variable, dims)
+    for equation in reversed(jaxpr.eqns):
+        if equation.primitive.name in CONSTRAINTS:
+            ask(equation.invars[0], target(equation))
+        elif equation.outvars and (dims := asked.get(equation.outvars[0])) is not None:
+            for variable, passed in zip(
+                equation.invars, _passed_on(equation, dims, sizes), strict=False
+            ):
+                ask(variable, passed)
+    return asked
+
+
+def _passed_on(equation: Any, dims: Dims, sizes: Mapping[str, int]) -> Sequence[Dims | None]:
+    """Return what an equation asks of its operands if `dims` are asked of its result."""
+    name, parameters, result = equation.primitive.name, equation.params, equation.outvars[0].aval
+    shapes = [variable.aval.shape for variable in equation.invars]
+    if name in ELEMENTWISE:
+        return [dims if shape == result.shape else None for shape in shapes]
+    if name == "transpose":
+        permutation = parameters["permutation"]
+        return [tuple(dims[permutation.index(dim)] for dim in range(len(dims)))]
+    if name == "broadcast_in_dim" and shapes:
+        kept = enumerate(parameters["broadcast_dimensions"])
+        return [tuple(dims[to] if shapes[0][at] == result.shape[to] else () for at, to in kept)]
+    if name == "reshape":
+        return [through_reshape(dims, result.shape, shapes[0], sizes)]
+    return []

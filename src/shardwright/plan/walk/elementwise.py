@@ -1,0 +1,101 @@
+"""Rules of primitives whose result has the shape of its operands, and of reductions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from shardwright.plan.walk.events import Choice
+from shardwright.plan.walk.primitives import ADDITIONS, KEEPS_SUM, NAMES
+from shardwright.plan.walk.step import Step
+from shardwright.plan.walk.values import Dims, Value, merged_origins, shards
+
+
+def elementwise(step: Step) -> list[Value]:
+    """Follow an elementwise primitive: operands move to one sharding, that of the result."""
+    if step.name in NAMES:
+        return step.values
+    if step.name in KEEPS_SUM:
+        return [step.maybe_partial(0)]
+    if step.name in ADDITIONS:
+        operands = [step.maybe_partial(at) for at in range(len(step.values))]
+        if _owe_alike(operands):
+            return [operands[0]]
+    values = [step.whole(at) for at in range(len(step.values))]
+    shape = step.results[0].shape
+    full = [at for at, aval in enumerate(step.avals) if aval.shape == shape and not values[at].free]
+    if not full:
+        return step.anywhere() if all(value.free for value in values) else step.replicated()
+    dims = _agreed(step, [values[at].dims for at in full])
+    for at in full:
+        step.move(at, dims)
+    origins = merged_origins(values[at] for at in full)
+    return [Value(dims=dims, origins=origins) for _ in step.results]
+
+
+def _owe_alike(values: Sequence[Value]) -> bool:
+    first = values[0]
+    return bool(first.owed) and all(
+        value.owed == first.owed and value.dims == first.dims and not value.free for value in values
+    )
+
+
+def _agreed(step: Step, operands: Sequence[Dims]) -> Dims:
+    """Return the dims on which the operands meet: those asked for, else the most sharded ones."""
+    sizes = step.ledger.sizes
+    wanted = step.wanted[0]
+    if wanted is not None and wanted in operands:
+        base = wanted
+    else:
+        base = max(operands, key=lambda dims: shards((axis for dim in dims for axis in dim), sizes))
+    used = {axis for dim in base for axis in dim}
+    agreed = list(base)
+    for dims in operands:
+        for at, axes in enumerate(dims):
+            if not agreed[at] and axes and not used & set(axes):
+                agreed[at] = axes
+                used |= set(axes)
+    if wanted is None:
+        _note_conflicts(step, operands, tuple(agreed))
+    return tuple(agreed)
+
+
+def _note_conflicts(step: Step, operands: Sequence[Dims], agreed: Dims) -> None:
+    """Note mesh axes that operands want on different dims, where no constraint decides."""
+    for axis in step.ledger.sizes:
+        places = {at for dims in operands for at, axes in enumerate(dims) if axis in axes}
+        if len(places) > 1:
+            step.ledger.choices[
+                Choice(
+                    mesh_axis=axis,
+                    source=step.site.source,
+                    fix=f"annotate the result of this {step.name} with shard(...)",
+                )
+            ] = None
+    del agreed
+
+
+def cumulative(step: Step) -> list[Value]:
+    """Follow a cumulative sum or maximum: its dim must be whole on each device."""
+    value = step.whole(0)
+    if value.free:
+        return step.anywhere()
+    axis = step.parameters["axis"]
+    dims = tuple(() if at == axis else axes for at, axes in enumerate(value.dims))
+    moved = step.move(0, dims)
+    return [moved for _ in step.results]
+
+
+def reduction(step: Step) -> list[Value]:
+    """Follow a reduction: shards of a reduced dim owe a sum (or a maximum, which is added at once)."""
+    value = step.whole(0)
+    if value.free:
+        return step.anywhere()
+    reduced = step.parameters.get("axes", step.parameters.get("dimensions", ()))
+    groups = tuple(frozenset(value.dims[at]) for at in reduced if value.dims[at])
+    owed = frozenset().union(*groups)
+    dims = tuple(axes for at, axes in enumerate(value.dims) if at not in reduced)
+    result = Value(dims=dims, owed=owed, groups=groups, origins=value.origins)
+    if step.name != "reduce_sum":
+        result = step.ledger.settle(result, step.results[0], step.site)
+    return [dataclasses.replace(result) for _ in step.results]

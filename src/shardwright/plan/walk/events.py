@@ -1,0 +1,125 @@
+"""What a walk reports: collectives, ambiguous products, idle mesh axes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from shardwright.plan.collectives.collective import Kind
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where in a program the walk is.
+
+    Attributes:
+      runs: How often the equation runs, loops included.
+      maybe: Whether it is in a branch of `cond`, which may not be taken.
+      source: Line of the model, `model.py:12`.
+    """
+
+    runs: int = 1
+    maybe: bool = False
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One collective that a program needs. Bytes are of one run, on one device.
+
+    Attributes:
+      kind: Kind of collective.
+      mesh_axes: Mesh axes that it runs over, in mesh order.
+      axes: Semantic axes that are sharded over them, and so cause it; empty for specs by hand.
+      rules: The rules that put these axes there.
+      dtype: Element type, as NumPy names it.
+      logical_bytes: Bytes of the array that is put together or taken apart: the result of an
+        all-gather, else the operand.
+      wire_bytes: Bytes that a device sends on a ring.
+      runs: How often it runs.
+      maybe: Whether it is in a branch that may not be taken.
+      source: Line of the model that asks for it, `model.py:12`.
+      path: Path of the tensor, or "".
+      chosen: The annotation that would settle it, where the walk had to choose; else "".
+    """
+
+    kind: Kind
+    mesh_axes: tuple[str, ...]
+    axes: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    dtype: str
+    logical_bytes: int
+    wire_bytes: int
+    runs: int
+    maybe: bool = False
+    source: str = ""
+    path: str = ""
+    chosen: str = ""
+
+    @property
+    def total_wire_bytes(self) -> int:
+        """Bytes that a device sends in all runs."""
+        return self.runs * self.wire_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the event as plain data."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        lists = {name: list(fields[name]) for name in ("mesh_axes", "axes", "rules")}
+        return {**fields, **lists, "kind": str(self.kind)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A mesh axis that two dims of a computation compete for, where no annotation says which wins.
+
+    Attributes:
+      mesh_axis: The mesh axis.
+      source: Line of the model.
+      fix: The annotation that would settle it.
+    """
+
+    mesh_axis: str
+    source: str
+    fix: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """A product that every device along some mesh axes repeats.
+
+    Attributes:
+      mesh_axes: Mesh axes that no dim of the product is sharded over.
+      source: Line of the model.
+      flops: Floating-point operations of one device, in all runs.
+    """
+
+    mesh_axes: tuple[str, ...]
+    source: str
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Walked:
+    """What one walk over a program found.
+
+    Attributes:
+      events: Collectives, in program order.
+      choices: Places where the walk had to choose.
+      idle: Products that leave mesh axes idle.
+      unknown: Primitive without a rule -> how many equations; if any, the answer is incomplete.
+      flops: Floating-point operations of products, per device.
+      product_bytes: Bytes that products read and write, per device.
+    """
+
+    events: tuple[Event, ...]
+    choices: tuple[Choice, ...]
+    idle: tuple[Idle, ...]
+    unknown: Mapping[str, int]
+    flops: int
+    product_bytes: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether every primitive of the program has a rule."""
+        return not self.unknown

@@ -1,0 +1,194 @@
+"""Moves between shardings and sums over shards, and the collectives that they cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardwright.plan.collectives.collective import Kind, ring_bytes
+from shardwright.plan.walk.events import Choice, Event, Idle, Site
+from shardwright.plan.walk.values import Dims, Origin, Value, local_elements, shards
+
+
+class Ledger:
+    """Everything that a walk has noted so far.
+
+    Attributes:
+      sizes: Size of each mesh axis that has more than one device, in mesh order.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        self.events: list[Event] = []
+        self.choices: dict[Choice, None] = {}
+        self.idle: list[Idle] = []
+        self.unknown: Counter[str] = Counter()
+        self.flops = 0
+        self.product_bytes = 0
+
+    def blank(self) -> Ledger:
+        """Return an empty ledger for the same mesh, for a walk that only asks where values end."""
+        return Ledger(self.sizes)
+
+    def local_bytes(self, aval: Any, dims: Dims) -> int:
+        """Return the bytes of a value on one device."""
+        return local_elements(aval.shape, dims, self.sizes) * int(aval.dtype.itemsize)
+
+    def move(
+        self, value: Value, aval: Any, dims: Dims, site: Site, *, origins: Mapping[str, Origin]
+    ) -> Value:
+        """Bring a value to other dims, and note what that sends.
+
+        The order is that of XLA's partitioner: sums that end in shards, slices (which send
+        nothing), sums that stay whole, moves between dims, gathers.
+
+        Args:
+          value: The value as it is.
+          aval: Its shape and dtype.
+          dims: Where it goes.
+          site: The equation that asks for it.
+          origins: Why each mesh axis of `dims` is there.
+        """
+        target = Value(dims=dims, runs=value.runs, origins={**value.origins, **origins}).pruned()
+        if value.free:
+            return target
+        held, wanted = value.mesh_axes, target.mesh_axes
+        current = [list(dim) for dim in value.dims]
+        scattered = value.owed & wanted
+        if scattered:
+            self._note(Kind.REDUCE_SCATTER, scattered, value, aval, _frozen(current), site)
+            current = [
+                [axis for axis in goal if axis in dim or axis in scattered]
+                if {*dim, *scattered} >= set(goal)
+                else list(dim)
+                for dim, goal in zip(current, dims, strict=True)
+            ]
+        for dim, goal in zip(current, dims, strict=True):
+            dim += [
+                axis
+                for axis in goal
+                if axis not in held and axis not in value.owed and axis not in dim
+            ]
+        for group in value.groups or (value.owed,):
+            if group - scattered:
+                rest = group - scattered
+                self._note(Kind.ALL_REDUCE, rest, value, aval, _frozen(current), site)
+        self._regroup(value, aval, current, dims, site)
+        return target
+
+    def _regroup(
+        self, value: Value, aval: Any, current: list[list[str]], dims: Dims, site: Site
+    ) -> None:
+        """Note moves of mesh axes between dims, gathers and changes of order."""
+        held = {axis: at for at, dim in enumerate(current) for axis in dim}
+        wanted = {axis: at for at, dim in enumerate(dims) for axis in dim}
+        moved = {axis for axis in held if axis in wanted and held[axis] != wanted[axis]}
+        if moved:
+            self._note(Kind.ALL_TO_ALL, moved, value, aval, _frozen(current), site)
+            for axis in sorted(moved, key=list(wanted).index):
+                current[held[axis]].remove(axis)
+                current[wanted[axis]].append(axis)
+        gone = {axis for axis in held if axis not in wanted}
+        if gone:
+            current = [[axis for axis in dim if axis not in gone] for dim in current]
+            self._note(Kind.ALL_GATHER, gone, value, aval, _frozen(current), site)
+        reordered = {
+            axis
+            for dim, goal in zip(current, dims, strict=True)
+            if dim != list(goal) and set(dim) == set(goal) and not moved & set(dim)
+            for axis in dim
+        }
+        if reordered:
+            self._note(Kind.PERMUTE, reordered, value, aval, _frozen(current), site)
+
+    def settle(self, value: Value, aval: Any, site: Site, *, wanted: Dims | None = None) -> Value:
+        """Add what the shards of a value still owe; into shards, if the consumer wants shards.
+
+        Args:
+          value: The value, maybe a partial sum.
+          aval: Its shape and dtype.
+          site: The equation that asks for it.
+          wanted: The dims that a later constraint gives the value.
+        """
+        if not value.owed:
+            return value
+        into_shards = (
+            wanted is not None
+            and value.owed & {axis for dim in wanted for axis in dim}
+            and value.mesh_axes <= {axis for dim in wanted for axis in dim}
+        )
+        dims = wanted if into_shards and wanted is not None else value.dims
+        return self.move(value, aval, dims, site, origins=value.origins)
+
+    def _note(
+        self,
+        kind: Kind,
+        mesh_axes: Iterable[str],
+        value: Value,
+        aval: Any,
+        dims: Dims,
+        site: Site,
+    ) -> None:
+        self.note(
+            kind,
+            mesh_axes,
+            self.local_bytes(aval, dims),
+            dataclasses.replace(site, runs=min(site.runs, value.runs)),
+            dtype=str(aval.dtype),
+            origins=value.origins,
+        )
+
+    def note(
+        self,
+        kind: Kind,
+        mesh_axes: Iterable[str],
+        logical_bytes: int,
+        site: Site,
+        *,
+        dtype: str,
+        origins: Mapping[str, Origin],
+    ) -> None:
+        """Note one collective, unless it has no members or no bytes."""
+        chosen = set(mesh_axes)
+        axes = tuple(axis for axis in self.sizes if axis in chosen)
+        devices = shards(axes, self.sizes)
+        if devices < 2 or not logical_bytes or not site.runs:
+            return
+        causes = [origins[axis] for axis in axes if axis in origins]
+        paths = [cause.path for cause in causes if cause.path]
+        self.events.append(
+            Event(
+                kind=kind,
+                mesh_axes=axes,
+                axes=_distinct(cause.axis for cause in causes),
+                rules=_distinct(cause.rule for cause in causes),
+                dtype=dtype,
+                logical_bytes=logical_bytes,
+                wire_bytes=ring_bytes(kind, logical_bytes, devices),
+                runs=site.runs,
+                maybe=site.maybe,
+                source=site.source,
+                path=paths[0] if paths else "",
+            )
+        )
+
+    def count_product(self, elements: int, operands: Iterable[int], site: Site) -> None:
+        """Count the operations and bytes of one product on one device.
+
+        Args:
+          elements: Multiplications of one run.
+          operands: Bytes of each operand and of the result.
+          site: The equation.
+        """
+        self.flops += 2 * elements * site.runs
+        self.product_bytes += sum(operands) * site.runs
+
+
+def _frozen(dims: Iterable[Iterable[str]]) -> Dims:
+    return tuple(tuple(dim) for dim in dims)
+
+
+def _distinct(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in names if name))

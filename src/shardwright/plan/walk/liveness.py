@@ -1,0 +1,42 @@
+"""Which equations matter, and which values must be whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from jax.extend.core import Literal
+
+from shardwright.plan.walk.primitives import ADDITIONS, KEEPS_SUM
+
+_PASS_SUMS_ON: Final = KEEPS_SUM | ADDITIONS | {"transpose", "reshape", "squeeze", "expand_dims"}
+
+
+def live_equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a jaxpr whose results are used or that have effects, in order."""
+    used = {id(variable) for variable in jaxpr.outvars}
+    live = []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or any(id(variable) in used for variable in equation.outvars):
+            live.append(equation)
+            used.update(map(id, equation.invars))
+    yield from reversed(live)
+
+
+def needed_whole(equations: Iterable[Any]) -> set[Any]:
+    """Return the variables with several uses, at least one of which needs a whole value.
+
+    The sum of such a value is added once, and every use gets the result. A value whose only use is
+    an addition may stay a partial sum.
+    """
+    uses: Counter[Any] = Counter()
+    needed = set()
+    for equation in equations:
+        for variable in equation.invars:
+            if isinstance(variable, Literal):
+                continue
+            uses[variable] += 1
+            if equation.primitive.name not in _PASS_SUMS_ON:
+                needed.add(variable)
+    return {variable for variable in needed if uses[variable] > 1}

@@ -1,0 +1,106 @@
+"""The rule of `shard_map`: inside it, the collectives are equations."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from shardwright.plan.collectives.collective import Kind
+from shardwright.plan.walk.control import scan_parts
+from shardwright.plan.walk.events import Site
+from shardwright.plan.walk.liveness import live_equations
+from shardwright.plan.walk.step import Step
+from shardwright.plan.walk.values import Origin, Value, dims_of_spec, merged_origins, shards
+
+_KINDS: Final = {
+    "psum": Kind.ALL_REDUCE,
+    "psum2": Kind.ALL_REDUCE,
+    "psum_invariant": Kind.ALL_REDUCE,
+    "pmax": Kind.ALL_REDUCE,
+    "pmin": Kind.ALL_REDUCE,
+    "all_gather": Kind.ALL_GATHER,
+    "all_gather_invariant": Kind.ALL_GATHER,
+    "reduce_scatter": Kind.REDUCE_SCATTER,
+    "all_to_all": Kind.ALL_TO_ALL,
+    "ragged_all_to_all": Kind.RAGGED_ALL_TO_ALL,
+    "ppermute": Kind.PERMUTE,
+    "pbroadcast": Kind.BROADCAST,
+}
+_JAXPRS: Final = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def shard_map(step: Step) -> list[Value]:
+    """Follow a `shard_map`: operands move to its input specs, then its own collectives run."""
+    parameters, sizes = step.parameters, step.ledger.sizes
+    for at, (spec, aval) in enumerate(zip(parameters["in_specs"], step.avals, strict=True)):
+        dims = dims_of_spec(spec.partitions, aval.ndim, sizes)
+        step.ledger.move(step.values[at], aval, dims, step.site, origins=step.values[at].origins)
+    origins = merged_origins(step.values)
+    body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
+    _follow(body, step, step.site, origins)
+    return [
+        Value(dims=dims_of_spec(spec.partitions, aval.ndim, sizes), origins=origins)
+        for spec, aval in zip(parameters["out_specs"], step.results, strict=True)
+    ]
+
+
+def _follow(jaxpr: Any, step: Step, site: Site, origins: dict[str, Origin]) -> None:
+    """Note the collectives of a jaxpr whose shapes are local."""
+    ledger = step.ledger
+    for equation in live_equations(jaxpr):
+        name, parameters = equation.primitive.name, equation.params
+        kind = _KINDS.get(name)
+        if kind is not None:
+            for variable in equation.invars:
+                _note(kind, variable.aval, equation, step, site, origins)
+        elif name == "dot_general":
+            _count(equation, step, site)
+        elif name == "while":
+            before = len(ledger.events)
+            _follow(parameters["body_jaxpr"].jaxpr, step, site, origins)
+            if len(ledger.events) > before:
+                ledger.unknown["while (number of runs)"] += 1
+        elif name == "scan":
+            inner = Site(
+                runs=site.runs * parameters["length"], maybe=site.maybe, source=site.source
+            )
+            _follow(scan_parts(parameters)[2], step, inner, origins)
+        elif name == "cond":
+            inner = Site(runs=site.runs, maybe=True, source=site.source)
+            for branch in parameters["branches"]:
+                _follow(branch.jaxpr, step, inner, origins)
+        else:
+            for key in _JAXPRS:
+                if key in parameters:
+                    held = parameters[key]
+                    _follow(getattr(held, "jaxpr", held), step, site, origins)
+
+
+def _note(
+    kind: Kind, aval: Any, equation: Any, step: Step, site: Site, origins: dict[str, Origin]
+) -> None:
+    axes = equation.params.get("axes", equation.params.get("axis_name"))
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    mesh_axes = [name for name in names if isinstance(name, str)]
+    local = aval.size * aval.dtype.itemsize
+    gathered = local * shards(
+        [name for name in mesh_axes if name in step.ledger.sizes], step.ledger.sizes
+    )
+    step.ledger.note(
+        kind,
+        mesh_axes,
+        gathered if kind is Kind.ALL_GATHER else local,
+        site,
+        dtype=str(aval.dtype),
+        origins=origins,
+    )
+
+
+def _count(equation: Any, step: Step, site: Site) -> None:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left, right = (variable.aval for variable in equation.invars)
+    result = equation.outvars[0].aval
+    inner = 1
+    for dim in contracted:
+        inner *= left.shape[dim]
+    sizes = [aval.size * aval.dtype.itemsize for aval in (left, right, result)]
+    step.ledger.count_product(result.size * inner, sizes, site)

@@ -1,0 +1,131 @@
+"""Families of JAX primitives that one rule serves."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# The result has the shape of the operands (scalars aside), element by element.
+ELEMENTWISE: Final = frozenset(
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "add_any",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "bessel_i0e",
+        "bessel_i1e",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "cosh",
+        "digamma",
+        "div",
+        "eq",
+        "eq_to",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "igamma",
+        "igammac",
+        "imag",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "le_to",
+        "lgamma",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "lt_to",
+        "max",
+        "min",
+        "mul",
+        "name",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "optimization_barrier",
+        "or",
+        "pcast",
+        "polygamma",
+        "population_count",
+        "pow",
+        "pvary",
+        "real",
+        "reduce_precision",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+        "zeta",
+    ]
+)
+# Of a sum that shards still owe, these may be computed before it is added.
+KEEPS_SUM: Final = frozenset({"convert_element_type", "neg", "copy", "copy_p", "reduce_precision"})
+# Names a value for a remat policy and changes nothing.
+NAMES: Final = frozenset({"name", "optimization_barrier"})
+ADDITIONS: Final = frozenset({"add", "sub", "add_any"})
+CUMULATIVE: Final = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"})
+REDUCTIONS: Final = frozenset(
+    [
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "reduce_and",
+        "reduce_or",
+        "reduce_xor",
+        "argmax",
+        "argmin",
+    ]
+)
+CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard", "annotate_axes"})
+# Every device makes the same value by itself.
+SOURCES: Final = frozenset(
+    {
+        "iota",
+        "empty",
+        "empty2",
+        "random_seed",
+        "random_wrap",
+        "random_bits",
+        "random_split",
+        "random_fold_in",
+        "random_unwrap",
+        "random_clone",
+        "threefry2x32",
+        "rng_bit_generator",
+        "axis_index",
+    }
+)

@@ -1,0 +1,229 @@
+"""Walk a jaxpr from its inputs to its outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+from jax.extend.core import Literal
+from jax.sharding import NamedSharding
+
+from shardwright.plan.walk import control, elementwise, indexing, products, shapes
+from shardwright.plan.walk.demands import demands
+from shardwright.plan.walk.events import Site, Walked
+from shardwright.plan.walk.ledger import Ledger
+from shardwright.plan.walk.liveness import live_equations, needed_whole
+from shardwright.plan.walk.manual import shard_map
+from shardwright.plan.walk.primitives import (
+    CONSTRAINTS,
+    CUMULATIVE,
+    ELEMENTWISE,
+    REDUCTIONS,
+    SOURCES,
+)
+from shardwright.plan.walk.step import Rule, Step
+from shardwright.plan.walk.values import Dims, Origin, Value, anywhere, dims_of_spec, most_runs
+
+_RULES: Final[Mapping[str, Rule]] = {
+    **dict.fromkeys(ELEMENTWISE, elementwise.elementwise),
+    **dict.fromkeys(REDUCTIONS, elementwise.reduction),
+    **dict.fromkeys(CUMULATIVE, elementwise.cumulative),
+    **dict.fromkeys(CONSTRAINTS, shapes.constraint),
+    **dict.fromkeys(SOURCES, Step.anywhere),
+    "transpose": shapes.transpose,
+    "reshape": shapes.reshape,
+    "squeeze": shapes.squeeze,
+    "expand_dims": shapes.expand_dims,
+    "broadcast_in_dim": shapes.broadcast_in_dim,
+    "rev": shapes.reverse,
+    "sort": shapes.sort,
+    "top_k": shapes.top_k,
+    "slice": shapes.cut,
+    "pad": shapes.cut,
+    "split": shapes.cut,
+    "concatenate": shapes.concatenate,
+    "dynamic_slice": indexing.dynamic_slice,
+    "dynamic_update_slice": indexing.dynamic_update_slice,
+    "gather": indexing.gather,
+    "scatter": indexing.scatter,
+    "scatter-add": indexing.scatter,
+    "scatter_add": indexing.scatter,
+    "scatter-max": indexing.scatter,
+    "scatter-min": indexing.scatter,
+    "scatter-mul": indexing.scatter,
+    "dot_general": products.dot_general,
+    "scan": control.scan,
+    "while": control.while_loop,
+    "cond": control.cond,
+    "shard_map": shard_map,
+}
+# Their rules say how often a result is computed.
+_LOOPS: Final = frozenset({"scan", "while", "cond"})
+# Lines of these packages are never lines of the model.
+_NOT_THE_MODEL: Final = tuple(
+    f"{folder}{os.sep}"
+    for folder in (Path(jax.__file__ or "").resolve().parent, Path(__file__).resolve().parents[2])
+)
+
+
+class Walker:
+    """One walk: the rules of constraints and the ledger of what they cost."""
+
+    def __init__(self, ledger: Ledger, target: Callable[[Any, Ledger], Value | None]) -> None:
+        self.ledger = ledger
+        self._target = target
+
+    def run(
+        self,
+        jaxpr: Any,
+        inputs: Sequence[Value],
+        *,
+        site: Site | None = None,
+        wanted: Sequence[Dims | None] | None = None,
+        ledger: Ledger | None = None,
+    ) -> list[Value]:
+        """Walk a jaxpr and return the values of its outputs.
+
+        Args:
+          jaxpr: The equations.
+          inputs: One value per input.
+          site: Where the jaxpr runs. Defaults to the start of the program.
+          wanted: Per output, the dims that its consumer asks for, or None.
+          ledger: Where events are noted. Defaults to the walker's.
+        """
+        notes = self.ledger if ledger is None else ledger
+        outer = site or Site()
+
+        def target(equation: Any) -> Value | None:
+            return self._target(equation, notes)
+
+        def target_dims(equation: Any) -> Dims | None:
+            goal = target(equation)
+            return None if goal is None else goal.dims
+
+        asked = demands(
+            jaxpr,
+            wanted or [None] * len(jaxpr.outvars),
+            sizes=notes.sizes,
+            target=target_dims,
+        )
+        held: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        held |= {variable: anywhere(variable.aval.ndim) for variable in jaxpr.constvars}
+        settled: dict[Any, Value] = {}
+        moved: dict[tuple[Any, ...], Value] = {}
+
+        def value(variable: Any) -> Value:
+            return anywhere(_rank(variable)) if isinstance(variable, Literal) else held[variable]
+
+        equations = list(live_equations(jaxpr))
+        whole = needed_whole(equations)
+        for equation in equations:
+            here = Site(
+                runs=outer.runs, maybe=outer.maybe, source=source_line(equation) or outer.source
+            )
+
+            def walk(
+                inner: Any,
+                values: Sequence[Value],
+                site: Site = here,
+                wanted: Sequence[Dims | None] | None = None,
+                ledger: Ledger = notes,
+            ) -> list[Value]:
+                return self.run(inner, values, site=site, wanted=wanted, ledger=ledger)
+
+            step = Step(
+                equation=equation,
+                values=[value(variable) for variable in equation.invars],
+                wanted=[asked.get(variable) for variable in equation.outvars],
+                site=here,
+                ledger=notes,
+                settled=settled,
+                asked=asked,
+                walk=walk,
+                moved=moved,
+                needed_whole=whole,
+                target=target,
+            )
+            held.update(zip(equation.outvars, _follow(step), strict=True))
+        return [value(variable) for variable in jaxpr.outvars]
+
+
+def _rank(variable: Any) -> int:
+    return len(variable.aval.shape)
+
+
+def _follow(step: Step) -> Sequence[Value]:
+    rule = _RULES.get(step.name)
+    if rule is not None:
+        results = [value.pruned() for value in rule(step)]
+        if step.name in _LOOPS:
+            return results
+        runs = most_runs(step.values)
+        return [dataclasses.replace(value, runs=runs) for value in results]
+    called = control.call(step)
+    if called is not None:
+        return called
+    step.ledger.unknown[step.name] += 1
+    return step.replicated()
+
+
+def source_line(equation: Any) -> str:
+    """Return the line of the model that an equation comes from, as `model.py:12`, or ""."""
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_NOT_THE_MODEL):
+            return f"{Path(frame.file_name).name}:{frame.line_num}"
+    return ""
+
+
+def written_target(equation: Any, ledger: Ledger) -> Value | None:
+    """Return where a constraint with a PartitionSpec moves its operand."""
+    parameters = equation.params
+    sharding = parameters.get("sharding", parameters.get("dst_sharding"))
+    if not isinstance(sharding, NamedSharding):
+        return None
+    aval = equation.invars[0].aval
+    dims = dims_of_spec(sharding.spec.partitions, aval.ndim, ledger.sizes)
+    origin = Origin(source=source_line(equation))
+    return Value(dims=dims, origins={axis: origin for dim in dims for axis in dim})
+
+
+def walk_jaxpr(
+    jaxpr: Any,
+    inputs: Sequence[Value],
+    sizes: Mapping[str, int],
+    *,
+    outputs: Sequence[Value | None] | None = None,
+    target: Callable[[Any, Ledger], Value | None] = written_target,
+) -> Walked:
+    """Walk a traced program and return what it sends and computes.
+
+    Args:
+      jaxpr: `jax.jit(f).trace(...).jaxpr.jaxpr`.
+      inputs: One value per input of the jaxpr.
+      sizes: Mesh axis -> size, in mesh order.
+      outputs: Where each output goes, or None where it stays as it is.
+      target: Where a constraint moves its operand: `(equation, ledger) -> Value`.
+    """
+    ledger = Ledger(sizes)
+    goals = outputs or [None] * len(jaxpr.outvars)
+    wanted = [None if goal is None else goal.dims for goal in goals]
+    results = Walker(ledger, target).run(jaxpr, inputs, wanted=wanted)
+    site = Site()
+    for goal, value, variable in zip(goals, results, jaxpr.outvars, strict=True):
+        if goal is None:
+            ledger.settle(value, variable.aval, site)
+        else:
+            ledger.move(value, variable.aval, goal.dims, site, origins=goal.origins)
+    return Walked(
+        events=tuple(ledger.events),
+        choices=tuple(ledger.choices),
+        idle=tuple(ledger.idle),
+        unknown=dict(ledger.unknown),
+        flops=ledger.flops,
+        product_bytes=ledger.product_bytes,
+    )

@@ -1,0 +1,73 @@
+"""Shardings through a reshape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from shardwright.plan.walk.values import Dims, shards
+
+Group = tuple[list[int], list[int]]
+
+
+def through_reshape(
+    dims: Dims, old: Sequence[int], new: Sequence[int], sizes: Mapping[str, int]
+) -> Dims | None:
+    """Return the dims of a reshaped value, or None where no sharding of the result fits.
+
+    Dims are cut into the smallest groups with equal products. In a group, the shards of the first
+    dim become those of the first dim of the result, if they divide it.
+
+    Args:
+      dims: Mesh axes of each dim before.
+      old: Shape before.
+      new: Shape after.
+      sizes: Size of each mesh axis.
+
+    >>> through_reshape((("dp",), ("tp",)), (4, 6), (4, 2, 3), {"dp": 2, "tp": 2})
+    (('dp',), ('tp',), ())
+    """
+    result: list[tuple[str, ...]] = [()] * len(new)
+    for before, after in _groups(old, new):
+        sharded = [at for at in before if dims[at]]
+        if not sharded:
+            continue
+        at = sharded[0]
+        wide_before = [dim for dim in before if old[dim] > 1] or before
+        wide_after = [dim for dim in after if new[dim] > 1] or after
+        if len(wide_before) == len(wide_after) == 1:
+            if at in wide_before:
+                result[wide_after[0]] = dims[at]
+            continue
+        kept = [dim for dim in wide_after if new[dim] == old[at]]
+        parts = shards(dims[at], sizes)
+        if len(sharded) > 1:
+            return None
+        if wide_after and at == wide_before[0] and new[wide_after[0]] % parts == 0:
+            result[wide_after[0]] = dims[at]
+        elif kept:
+            result[kept[-1]] = dims[at]
+        else:
+            return None
+    return tuple(result)
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[Group]:
+    """Cut two shapes into the smallest groups of neighboring dims with equal products."""
+    at_old = at_new = 0
+    while at_old < len(old) or at_new < len(new):
+        before, after = [], []
+        product_old = product_new = 1
+        if at_old < len(old):
+            before, product_old, at_old = [at_old], old[at_old], at_old + 1
+        if at_new < len(new):
+            after, product_new, at_new = [at_new], new[at_new], at_new + 1
+        while product_old != product_new:
+            if product_old < product_new and at_old < len(old):
+                before.append(at_old)
+                product_old, at_old = product_old * old[at_old], at_old + 1
+            elif at_new < len(new):
+                after.append(at_new)
+                product_new, at_new = product_new * new[at_new], at_new + 1
+            else:
+                break
+        yield before, after

@@ -1,0 +1,118 @@
+"""Rules of primitives that move, add or cut dims."""
+
+from __future__ import annotations
+
+from shardwright.plan.walk.reshapes import through_reshape
+from shardwright.plan.walk.step import Step
+from shardwright.plan.walk.values import Value, anywhere, merged_origins, shards
+
+
+def transpose(step: Step) -> list[Value]:
+    """Follow a transpose."""
+    value = step.maybe_partial(0)
+    return [value.with_dims(value.dims[at] for at in step.parameters["permutation"])]
+
+
+def reshape(step: Step) -> list[Value]:
+    """Follow a reshape; where no sharding of the result fits, the value is gathered first."""
+    value, aval, result = step.maybe_partial(0), step.avals[0], step.results[0]
+    if value.free:
+        return [anywhere(result.ndim)]
+    dims = through_reshape(value.dims, aval.shape, result.shape, step.ledger.sizes)
+    if dims is None:
+        value = step.move(0, ((),) * aval.ndim)
+        return [Value(dims=((),) * result.ndim, origins=value.origins)]
+    return [value.with_dims(dims)]
+
+
+def squeeze(step: Step) -> list[Value]:
+    """Follow the removal of dims of size 1."""
+    value, removed = step.maybe_partial(0), step.parameters["dimensions"]
+    return [value.with_dims(axes for at, axes in enumerate(value.dims) if at not in removed)]
+
+
+def expand_dims(step: Step) -> list[Value]:
+    """Follow the insertion of dims of size 1."""
+    value = step.maybe_partial(0)
+    dims = list(value.dims)
+    for at in sorted(step.parameters["dimensions"]):
+        dims.insert(at, ())
+    return [value.with_dims(dims)]
+
+
+def broadcast_in_dim(step: Step) -> list[Value]:
+    """Follow a broadcast: new dims are replicated, kept dims stay sharded."""
+    result = step.results[0]
+    if not step.values or step.values[0].free:
+        return [anywhere(result.ndim)]
+    value, aval = step.whole(0), step.avals[0]
+    dims: list[tuple[str, ...]] = [()] * result.ndim
+    for at, to in enumerate(step.parameters["broadcast_dimensions"]):
+        if aval.shape[at] == result.shape[to]:
+            dims[to] = value.dims[at]
+    return [value.with_dims(dims)]
+
+
+def reverse(step: Step) -> list[Value]:
+    """Follow `rev`: a reversed dim that is sharded changes places with its mirror image."""
+    return _cut(step, step.parameters["dimensions"])
+
+
+def sort(step: Step) -> list[Value]:
+    """Follow a sort: the sorted dim must be whole."""
+    return _cut(step, (step.parameters["dimension"] % step.results[0].ndim,))
+
+
+def top_k(step: Step) -> list[Value]:
+    """Follow `top_k`: the last dim must be whole."""
+    axis = step.parameters.get("axis", -1)
+    return _cut(step, (axis % step.avals[0].ndim,))
+
+
+def cut(step: Step) -> list[Value]:
+    """Follow a slice, pad or split: a dim whose size changes must be whole."""
+    shape = step.avals[0].shape
+    return _cut(
+        step,
+        [at for at, size in enumerate(shape) if any(size != r.shape[at] for r in step.results)],
+    )
+
+
+def concatenate(step: Step) -> list[Value]:
+    """Follow a concatenation: the joined dim must be whole, the other dims agree."""
+    return _cut(step, (step.parameters["dimension"],))
+
+
+def _cut(step: Step, whole: object) -> list[Value]:
+    """Bring all operands to one sharding, with the dims in `whole` replicated."""
+    gathered = set(whole)  # type: ignore[call-overload]
+    rank = step.results[0].ndim
+    values = [step.whole(at) for at in range(len(step.values))]
+    full = [at for at, value in enumerate(values) if step.avals[at].ndim == rank and not value.free]
+    if not full:
+        return step.anywhere()
+    sizes = step.ledger.sizes
+    base = max(
+        (values[at].dims for at in full),
+        key=lambda dims: shards((axis for dim in dims for axis in dim), sizes),
+    )
+    dims = tuple(() if at in gathered else axes for at, axes in enumerate(base))
+    for at in full:
+        step.move(at, dims)
+    origins = merged_origins(values[at] for at in full)
+    return [Value(dims=dims, origins=origins) for _ in step.results]
+
+
+def constraint(step: Step) -> list[Value]:
+    """Follow a constraint: the value moves to its dims, once per value and dims."""
+    target = step.target(step.equation)
+    if target is None:
+        return step.values
+    variable, value = step.equation.invars[0], step.maybe_partial(0)
+    key = (variable, target.dims, None)
+    if key not in step.moved:
+        moved = step.ledger.move(
+            value, step.avals[0], target.dims, step.site, origins=target.origins
+        )
+        step.moved[key] = moved
+    return [step.moved[key]]

@@ -1,0 +1,126 @@
+"""How a value is sharded at one point of a program, and which annotation decided that."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+# The mesh axes of each dim, major first. Mesh axes of size 1 never occur.
+Dims: TypeAlias = tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Why a mesh axis shards a dim.
+
+    Attributes:
+      axis: Semantic axis of the dim, or "" where a spec was written by hand.
+      rule: The rule that chose the mesh axis, as text.
+      source: Line of the annotation in the model, `model.py:12`.
+      path: Path of the tensor, or "".
+    """
+
+    axis: str = ""
+    rule: str = ""
+    source: str = ""
+    path: str = ""
+
+
+UNKNOWN_ORIGIN = Origin()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Value:
+    """The sharding of one value of a program.
+
+    Attributes:
+      dims: Mesh axes of each dim.
+      owed: Mesh axes over which the value is a partial sum: its shards must still be added.
+      groups: The parts of `owed` that XLA adds one after the other: a reduction adds dim by dim,
+        a product adds all at once. Empty means one group.
+      runs: How often the value is computed. XLA moves what a loop does not change out of the loop.
+      free: Whether every device can make the value by itself (constants, iotas), so that any
+        sharding of it costs nothing.
+      origins: Mesh axis -> why it is in `dims` or `owed`.
+    """
+
+    dims: Dims
+    owed: frozenset[str] = frozenset()
+    groups: tuple[frozenset[str], ...] = ()
+    runs: int = 1
+    free: bool = False
+    origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)
+
+    @property
+    def mesh_axes(self) -> frozenset[str]:
+        """Mesh axes that shard some dim."""
+        return frozenset(axis for dim in self.dims for axis in dim)
+
+    def with_dims(self, dims: Iterable[Iterable[str]]) -> Value:
+        """Return the value with other dims: its sum, freedom and origins stay."""
+        return dataclasses.replace(self, dims=tuple(tuple(dim) for dim in dims))
+
+    def pruned(self) -> Value:
+        """Return the value with the origins of its own mesh axes only."""
+        held = self.mesh_axes | self.owed
+        if held >= self.origins.keys():
+            return self
+        origins = {axis: origin for axis, origin in self.origins.items() if axis in held}
+        return dataclasses.replace(self, origins=origins)
+
+
+def replicated(ndim: int) -> Value:
+    """Return a value that every device holds whole."""
+    return Value(dims=((),) * ndim)
+
+
+def anywhere(ndim: int) -> Value:
+    """Return a value that every device can make by itself."""
+    return Value(dims=((),) * ndim, free=True)
+
+
+def dims_of_spec(spec: Sequence[Any], ndim: int, sizes: Mapping[str, int]) -> Dims:
+    """Return a PartitionSpec's mesh axes of each dim, without those of size 1.
+
+    Args:
+      spec: Entries of a PartitionSpec. An unconstrained entry counts as replicated.
+      ndim: Rank of the value.
+      sizes: Size of each mesh axis that has more than one device.
+    """
+    entries = [*spec, *[None] * (ndim - len(spec))]
+    return tuple(tuple(name for name in _names(entry) if name in sizes) for entry in entries)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    if isinstance(entry, str):
+        return (entry,)
+    return entry if isinstance(entry, tuple) else ()
+
+
+def shards(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Return into how many parts mesh axes cut a dim."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def local_elements(shape: Sequence[int], dims: Dims, sizes: Mapping[str, int]) -> int:
+    """Return the elements that one device holds; a dim that does not divide is padded."""
+    return math.prod(
+        -(-size // shards(axes, sizes)) for size, axes in zip(shape, dims, strict=True)
+    )
+
+
+def most_runs(values: Iterable[Value]) -> int:
+    """Return how often a result of these values is computed."""
+    return max((value.runs for value in values), default=1)
+
+
+def merged_origins(values: Iterable[Value]) -> dict[str, Origin]:
+    """Return the origins of several values. Of two for one mesh axis the first with a name wins."""
+    origins: dict[str, Origin] = {}
+    for value in values:
+        for axis, origin in value.origins.items():
+            if not origins.get(axis, UNKNOWN_ORIGIN).axis:
+                origins[axis] = origin
+    return origins

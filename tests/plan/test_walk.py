@@ -1,0 +1,259 @@
+"""Events of a walk, equal to counts worked out from sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import shardwright as sw
+from shardwright.plan.planner import PlanReport
+from shardwright.plan.trace import trace, walk
+
+BATCH, LENGTH, EMBED, INNER, HEADS, DIM = 8, 16, 64, 128, 8, 16
+F32 = 4
+HIDDEN = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
+SPECS = {
+    "up": sw.ArraySpec((EMBED, INNER), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE)),
+    "down": sw.ArraySpec((INNER, EMBED), jnp.float32, (sw.MLP_INTERMEDIATE, sw.EMBED)),
+}
+X = jax.ShapeDtypeStruct((BATCH, LENGTH, EMBED), jnp.float32)
+
+Row = tuple[str, tuple[str, ...], tuple[str, ...], int, int]
+
+
+def shapes(specs: Any) -> Any:
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype),
+        specs,
+        is_leaf=lambda leaf: isinstance(leaf, sw.ArraySpec),
+    )
+
+
+def manager(preset: str, mesh: str, **policy: Any) -> sw.PartitionManager:
+    strategy = sw.Strategy.preset(preset)
+    if policy:
+        strategy = strategy | sw.Strategy.model_validate({"policy": policy})
+    return sw.PartitionManager(strategy, mesh=sw.abstract_mesh(mesh))
+
+
+def rows(report: PlanReport) -> list[Row]:
+    """Kind, mesh axes, semantic axes, bytes and runs of each event, sorted."""
+    return sorted(
+        (str(event.kind), event.mesh_axes, event.axes, event.logical_bytes, event.runs)
+        for event in report.events
+    )
+
+
+def mlp(params: Any, x: Any) -> Any:
+    weights = sw.gather(params, SPECS)
+    x = sw.shard(x, HIDDEN)
+    inner = sw.shard(jnp.tanh(x @ weights["up"]), sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)
+    return sw.shard(inner @ weights["down"], HIDDEN)
+
+
+def gradient(params: Any, x: Any) -> Any:
+    return jax.grad(lambda params: mlp(params, x).sum())(params)
+
+
+def plan(pm: sw.PartitionManager, function: Callable[..., Any], outputs: Any = None) -> PlanReport:
+    report: PlanReport = pm.plan(function, shapes(SPECS), X, specs=(SPECS, HIDDEN), outputs=outputs)
+    return report
+
+
+WEIGHT = EMBED * INNER * F32
+GATHERS = [("all_gather", ("fsdp",), ("EMBED",), WEIGHT, 1)] * 2
+SCATTERS = [("reduce_scatter", ("fsdp",), ("BATCH",), WEIGHT, 1)] * 2
+
+
+def test_fsdp_forward_gathers_each_weight() -> None:
+    assert rows(plan(manager("fsdp", "fsdp:8"), mlp)) == GATHERS
+
+
+def test_fsdp_gradient_scatters_each_weight() -> None:
+    found = rows(plan(manager("fsdp", "fsdp:8"), gradient, outputs=SPECS))
+    assert found == GATHERS + SCATTERS
+
+
+@pytest.mark.parametrize(("fsdp", "tp"), [(2, 4), (4, 2)])
+def test_fsdp_tp_forward_adds_one_sum(fsdp: int, tp: int) -> None:
+    found = rows(plan(manager("fsdp_tp", f"fsdp:{fsdp},tp:{tp}"), mlp))
+    hidden = BATCH // fsdp * LENGTH * EMBED * F32
+    assert found == [
+        *[("all_gather", ("fsdp",), ("EMBED",), WEIGHT // tp, 1)] * 2,
+        ("all_reduce", ("tp",), ("MLP_INTERMEDIATE",), hidden, 1),
+    ]
+
+
+def test_data_parallel_gradient_sums_each_weight() -> None:
+    found = rows(plan(manager("ddp", "dp:8"), gradient, outputs=SPECS))
+    assert found == [("all_reduce", ("dp",), ("BATCH",), WEIGHT, 1)] * 2
+
+
+def test_scanned_layers_run_once_per_layer() -> None:
+    layers = 3
+    stacked = sw.stack_specs(SPECS, layers)
+
+    def forward(params: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, weights: (mlp(weights, x), None), x, params)[0]
+
+    pm = manager("fsdp_tp", "fsdp:2,tp:4")
+    found = rows(pm.plan(forward, shapes(stacked), X, specs=(stacked, HIDDEN)))
+    hidden = BATCH // 2 * LENGTH * EMBED * F32
+    assert found == [
+        *[("all_gather", ("fsdp",), ("EMBED",), WEIGHT // 4, layers)] * 2,
+        ("all_reduce", ("tp",), ("MLP_INTERMEDIATE",), hidden, layers),
+    ]
+
+
+def test_zero1_update_gathers_parameters() -> None:
+    state = {"moment": SPECS["up"]}
+    pm = manager("ddp", "dp:8", zero1="dp")
+
+    def update(params: Any, moment: Any) -> Any:
+        return sw.shard(params - moment, SPECS["up"].axes, role="param")
+
+    moment = jax.ShapeDtypeStruct(
+        SPECS["up"].shape,
+        jnp.float32,
+        sharding=pm.sharding(SPECS["up"].axes, role="state", shape=SPECS["up"].shape),
+    )
+    found = rows(pm.plan(update, shapes(state)["moment"], moment, specs=(SPECS["up"], None)))
+    # The difference is computed in shards, and the new parameters are gathered.
+    assert [row[:2] + row[3:] for row in found] == [("all_gather", ("dp",), WEIGHT, 1)]
+
+
+def test_decode_over_a_sharded_cache_sums_scores() -> None:
+    pm = manager("serve_long_context", "sp:8").for_mode("decode")
+    capacity = 64
+    cache = (sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)
+    query = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
+
+    def attend(q: Any, v: Any) -> Any:
+        scores = sw.shard(
+            jnp.einsum("bthd,bshd->bhts", q, v),
+            (sw.BATCH, sw.HEAD, sw.QUERY_LENGTH, sw.BIAS_KV_SEQ),
+        )
+        return sw.shard(jnp.einsum("bhts,bshd->bthd", jnp.exp(scores), v), query)
+
+    found = rows(
+        pm.plan(
+            attend,
+            jax.ShapeDtypeStruct((1, 1, HEADS, DIM), jnp.float32),
+            jax.ShapeDtypeStruct((1, capacity, HEADS, DIM), jnp.float32),
+            specs=(query, cache),
+        )
+    )
+    assert [row[:2] + row[3:] for row in found] == [("all_reduce", ("sp",), HEADS * DIM * F32, 1)]
+
+
+def test_ring_permutes_once_per_step() -> None:
+    pm = manager("sequence", "sp:8")
+
+    def ring(x: Any) -> Any:
+        def body(x: Any) -> Any:
+            def step(x: Any, _: Any) -> Any:
+                pairs = [(at, (at + 1) % 8) for at in range(8)]
+                return jax.lax.ppermute(x, "sp", pairs), None
+
+            return jax.lax.scan(step, x, None, length=7)[0]
+
+        return pm.shard_map(body, in_axes=[HIDDEN], out_axes=HIDDEN)(x)
+
+    found = rows(pm.plan(ring, X, specs=(HIDDEN,)))
+    local = BATCH * LENGTH // 8 * EMBED * F32
+    assert [row[:2] + row[3:] for row in found] == [("permute", ("sp",), local, 7)]
+
+
+def test_dispatch_and_return_are_two_all_to_alls() -> None:
+    mesh = sw.abstract_mesh("ep:8")
+    pm = sw.PartitionManager(sw.Strategy.preset("moe_ep"), mesh=mesh)
+    spec = PartitionSpec("ep")
+
+    def dispatch(x: Any) -> Any:
+        def body(x: Any) -> Any:
+            sent = jax.lax.all_to_all(x, "ep", 0, 0, tiled=True)
+            return jax.lax.all_to_all(sent * 2, "ep", 0, 0, tiled=True)
+
+        return jax.shard_map(body, in_specs=spec, out_specs=spec)(x)
+
+    tokens = jax.ShapeDtypeStruct((64, EMBED), jnp.float32)
+    found = rows(pm.plan(dispatch, tokens, specs=((sw.BATCH, sw.EMBED),)))
+    local = 64 // 8 * EMBED * F32
+    assert [row[:2] + row[3:] for row in found] == [("all_to_all", ("ep",), local, 1)] * 2
+
+
+def test_one_trace_is_priced_under_many_strategies() -> None:
+    pm = manager("fsdp_tp", "fsdp:2,tp:4")
+    traced = trace(pm, mlp, (shapes(SPECS), X), specs=(SPECS, HIDDEN))
+    for preset, mesh in [("fsdp", "fsdp:8"), ("tensor", "tp:8"), ("fsdp_tp", "fsdp:4,tp:2")]:
+        other = manager(preset, mesh)
+        assert traced.fits(other)
+        assert walk(traced, other).events == plan(other, mlp).events
+
+
+def test_one_rule_changes_the_events_of_its_axis() -> None:
+    before = manager("fsdp_tp", "fsdp:2,tp:4")
+    rules = sw.Strategy.model_validate({"rules": {"mlp_intermediate": "-"}})
+    after = sw.PartitionManager(sw.Strategy.preset("fsdp_tp") | rules, mesh=before.mesh)
+    named = [event for event in plan(before, mlp).events if "MLP_INTERMEDIATE" in event.axes]
+    assert len(named) == 1
+    assert not [event for event in plan(after, mlp).events if "MLP_INTERMEDIATE" in event.axes]
+    kept = {(event.kind, event.mesh_axes, event.axes) for event in plan(after, mlp).events}
+    assert kept == {("all_gather", ("fsdp",), ("EMBED",))}
+
+
+def test_events_name_lines_of_the_model() -> None:
+    report = plan(manager("fsdp_tp", "fsdp:2,tp:4"), gradient, outputs=SPECS)
+    assert {event.source.split(":")[0] for event in report.events} == {"test_walk.py"}
+    assert {event.path for event in report.events if event.axes == ("EMBED",)} == {"up", "down"}
+
+
+def test_a_replicated_product_is_idle() -> None:
+    report = plan(manager("ddp", "dp:2,tp:4"), mlp)
+    assert {item.mesh_axes for item in report.walked.idle} == {("tp",)}
+
+
+def test_an_unknown_primitive_makes_it_incomplete() -> None:
+    report: PlanReport = manager("ddp", "dp:8").plan(
+        jnp.linalg.cholesky, jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    )
+    assert not report.walked.complete
+    assert "incomplete: no rule for cholesky" in str(report)
+
+
+def test_plan_leaves_the_manager_as_it_was() -> None:
+    pm = manager("fsdp_tp", "fsdp:2,tp:4")
+    plan(pm, mlp)
+    with pm:
+        text = str(jax.jit(mlp).trace(shapes(SPECS), X).jaxpr)
+    assert "annotate_axes" not in text
+    assert "sharding_constraint" in text
+
+
+def test_flops_are_those_of_one_device() -> None:
+    report = plan(manager("fsdp_tp", "fsdp:2,tp:4"), mlp)
+    assert report.walked.flops == 2 * 2 * BATCH * LENGTH * EMBED * INNER // 8
+
+
+def test_vmap_leaves_the_new_dim_alone() -> None:
+    pm = manager("fsdp_tp", "fsdp:2,tp:4")
+    xs = jax.ShapeDtypeStruct((3, *X.shape), jnp.float32)
+
+    def mapped(params: Any, xs: Any) -> Any:
+        return jax.vmap(lambda x: mlp(params, x))(xs)
+
+    found = rows(pm.plan(mapped, shapes(SPECS), xs, specs=(SPECS, (sw.EMPTY, *HIDDEN))))
+    hidden = 3 * BATCH // 2 * LENGTH * EMBED * F32
+    assert ("all_reduce", ("tp",), ("MLP_INTERMEDIATE",), hidden, 1) in found
+
+
+def test_json_is_plain_data() -> None:
+    data = plan(manager("fsdp_tp", "fsdp:2,tp:4"), mlp).to_json()
+    assert data["sent_bytes"] == sum(e["runs"] * e["wire_bytes"] for e in data["events"])
+    assert np.all([isinstance(event["kind"], str) for event in data["events"]])
