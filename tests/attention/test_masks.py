@@ -239,3 +239,12 @@ def test_a_chunk_is_kept_beside_other_rules() -> None:
     rules = MaskRules(causal=True, chunk=4)
     assert (masks.chunk(4) & masks.causal()).rules == rules
     assert (masks.causal() & masks.chunk(4)).rules == rules
+
+
+def test_masks_with_arrays_compare_by_identity() -> None:
+    """As arrays do not compare to one truth value, neither do masks compare field by field."""
+    ends = jnp.array([1, 2])
+    mask = masks.lengths(ends)
+    assert mask == mask
+    assert mask != masks.lengths(ends)
+    assert len({mask, masks.lengths(ends)}) == 2

@@ -78,3 +78,10 @@ def test_suggested_fallback_prefers_the_prefix() -> None:
     assert spec((B,), made(rules={B: "dp+fsdp+tp | dp+fsdp | -"}), mesh, shape=(4,)) == P(
         ("dp", "fsdp")
     )
+
+
+def test_prefix_is_checked_against_the_size() -> None:
+    rules = made(Policy(indivisible=Indivisible.PREFIX), rules={B: "dp+tp"})
+    decision = explain((B,), rules, {"dp": 2, "tp": 2}, shape=(2,)).decisions[0]
+    assert (decision.outcome, decision.mesh_axes) == (Outcome.POLICY_PREFIX, ("dp",))
+    assert not decision.unchecked

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import shardwright as sw
+from shardwright.vocabulary.annotations import PartOf
 from shardwright.vocabulary.lowering import describe, lower, mode_of_layout
 
 
@@ -42,3 +43,13 @@ def test_mode_by_a_symbolic_size() -> None:
         mode_of_layout(1, (4, one))
     assert caught.value.fix == "pass mode="
     assert mode_of_layout(1, (4, several)) == sw.MODE_TRAIN
+
+
+def test_stacked_spec_with_an_initializer_is_a_key() -> None:
+    spec = sw.ArraySpec((4,), "float32", (sw.EMBED,), jax.nn.initializers.zeros)
+    assert hash(sw.stacked(spec, layers=2)) == hash(sw.stacked(spec, layers=2))
+    assert sw.stacked(spec, layers=2) == sw.stacked(spec, layers=2)
+
+
+def test_part_without_a_path() -> None:
+    assert PartOf(annotation=(sw.EMBED,), shape=(4,), dims=(0,)).path == ""
