@@ -1,7 +1,7 @@
-"""Every shipped implementation's row of the table, and which of its cells are tests of their own.
+"""The row of every shipped implementation in the conformance table, and the cells that are tests.
 
-A new implementation is one `Row` in `ROWS`, whose `refuses` repeats in the test's words what its `supports` refuses:
-refusing more fails, refusing less is compared.
+A new implementation is one `Row` in `ROWS`. Its `refuses` repeats independently what its `supports`
+refuses: refusing more fails, and refusing less is compared with the oracle.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ USUAL = Tolerances()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What an implementation refuses, said once more and independently of its `supports`, and how near it comes.
+    """What an implementation must refuse, independently of its `supports`, and its largest errors.
 
     Attributes:
-      refuses: of a call, whether it must be refused.
-      tolerances: what is allowed where it is not.
+      refuses: Function of a call that tells whether it must be refused.
+      tolerances: The largest errors if it is not.
     """
 
     refuses: Callable[[AttentionCall], bool]
@@ -90,7 +90,7 @@ ROWS: dict[str, Row] = {
 
 
 def check(cell: Cell) -> None:
-    """Assert that an implementation does on a cell what the oracle does, or says why not where its row says so."""
+    """Assert that an implementation equals the oracle on a cell, or refuses it as its row says."""
     row = ROWS[cell.implementation]
     attention_conformance.check(cell, refuses=row.refuses, tolerances=row.tolerances)
 
@@ -98,9 +98,10 @@ def check(cell: Cell) -> None:
 def cells() -> Iterator[tuple[Cell, bool]]:
     """Cells that are tests of their own, and whether each belongs to the few that run by default.
 
-    Every case stands on every mesh twice: in float32 on Auto axes, and in one of the other three combinations, which go
-    round. By default a case runs once in every fourth implementation, on a mesh and in a combination that go round too.
-    Implementations come last, so that those of which the programs are the same follow each other.
+    Every case is on every mesh twice: in float32 on Auto axes, and in one of the other three
+    combinations in turn. By default a case runs once for every fourth implementation; its mesh and
+    its combination take turns too. Implementations come last, so that those with equal programs
+    follow each other.
     """
     for number, case in enumerate(CASES):
         for at, mesh in enumerate(MESHES):

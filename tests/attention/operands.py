@@ -1,4 +1,4 @@
-"""Operands for the tests of kernels: every optional array present, to be left out by `without`."""
+"""Operands for the tests of kernels, with every optional array; `without` removes some."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_operands(
     head_dim: int = 8,
     v_dim: int = 6,
 ) -> Operands:
-    """Ragged lengths, one sequence without any key, segments, a dense mask, a bias per head, sinks and a dropout seed."""
+    """Return operands with ragged lengths, one sequence without keys, and every optional array."""
     keys = jax.random.split(jax.random.key(0), 8)
     lengths = jnp.resize(jnp.array([0, kv_length - 4, 3, kv_length], jnp.int32), (batch,))
     return Operands(

@@ -1,4 +1,4 @@
-"""The public call: where queries stand if nobody says, oracles that others wrote, dropout on every mesh, what is refused."""
+"""The public call: default positions, oracles of other libraries, dropout on every mesh."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_equals_jax_nn(implementation: str) -> None:
         local_window_size=(4, 0),
         key_value_seq_lengths=lengths,
     )
-    # A row whose window lies beyond the length has no keys: ours is 0 there, JAX's the mean of the values.
+    # A row whose window is beyond the length has no keys: ours is 0, JAX's a mean of values.
     some = (np.arange(24)[None] - 4 < np.asarray(lengths)[:, None])[:, :, None, None]
     np.testing.assert_allclose(np.where(some, found, 0.0), np.where(some, want, 0.0), **TOLERANCE)
     np.testing.assert_array_equal(np.where(some, 0.0, found), 0.0)
@@ -255,8 +255,10 @@ def test_choice_prints_its_reasons() -> None:
         )
     assert said.startswith(
         "vanilla   only it returns weights\n"
-        "  call  batch 4, 24 x 24, heads 4/2, head_dim 8, float32, train, cpu\n"
-        "  mesh  batch dp, heads tp; kv heads are replicated; over tp each shard picks what its queries read (tp: 2 % 4 != 0; replicated"
+        "  call  batch 4, 24 x 24, heads 4/2, head_dim 8, float32, train, cpu\n"(
+            "  mesh  batch dp, heads tp; kv heads are replicated; over tp each shard picks what "
+            "its queries read (tp: 2 % 4 != 0; replicated"
+        )
     )
     assert (
         "  not   blockwise: it never has all weights at once, and the call asks for them\n" in said

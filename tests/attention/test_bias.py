@@ -1,4 +1,4 @@
-"""A bias of at most -2e38 hides its pair, in every implementation; what is more is a number; NaN is never lost where it is seen."""
+"""A bias of at most -2e38 hides its pair in every implementation; a larger one is a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks equal the oracle, values and gradients, with tails, skipped blocks and rows without keys."""
+"""Blocks equal the oracle with tails, skipped blocks and rows without keys."""
 
 from __future__ import annotations
 
@@ -105,9 +105,13 @@ def test_keys_in_pieces() -> None:
 
     def piece(x: Operands, at: slice) -> Operands:
         return x.replace(
-            k=x.k[:, at], v=x.v[:, at], kv_positions=x.kv_positions[:, at], kv_segment_ids=x.kv_segment_ids[:, at],
-            mask=x.mask[..., at], bias=x.bias[..., at],
-        )  # fmt: skip
+            k=x.k[:, at],
+            v=x.v[:, at],
+            kv_positions=x.kv_positions[:, at],
+            kv_segment_ids=x.kv_segment_ids[:, at],
+            mask=x.mask[..., at],
+            bias=x.bias[..., at],
+        )
 
     # In no order, of any size: one after the other, then two states merged.
     slices = [slice(9, 21), slice(0, 2), slice(2, 9)]

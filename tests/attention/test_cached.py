@@ -1,4 +1,4 @@
-"""Attention to a cache equals attention to a plain list of tokens: every kind, wherever it lies, whatever the chunks."""
+"""Attention to a cache equals attention to a list of tokens, for every kind, sharding and chunk."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ RAGGED = np.array([[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1], [1, 1, 1, 1]], bool
 
 
 def serve(here: Session) -> None:
-    """A prefill, ragged, drafts that are not accepted, one token, and a chunk longer than any window."""
+    """A ragged prefill, drafts that are rejected, one token, and a chunk longer than any window."""
     here.step(4, seed=1, valid=RAGGED)
     here.step(4, seed=2)
     lengths = [slot - 2 for slot in here.cache.length.tolist()]

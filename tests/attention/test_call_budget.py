@@ -1,4 +1,4 @@
-"""A bound on the Python functions of this library that one attention call runs while it is traced."""
+"""A bound on the Python functions of this library that one traced attention call runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def count(trace: Callable[[], object]) -> Count:
 
 @functools.cache
 def manager() -> sw.PartitionManager:
-    """A manager that is equal to no other: JAX would compare the two, in Python, at every look-up."""
+    """A manager without an equal: JAX would compare the two in Python at every look-up."""
     auto = sw.Strategy.loads('[attention]\ntrain = "auto"\n', source="call_budget.toml")
     strategy = sw.Strategy.preset("fsdp_tp") | auto
     return sw.PartitionManager(strategy, mesh=cpu_mesh("fsdp:2,tp:4")).for_mode("train")

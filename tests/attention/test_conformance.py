@@ -1,4 +1,4 @@
-"""Every implementation on its cells of the table; by default a few that see every case, the rest with the slow ones."""
+"""Every implementation on its cells of the table; most cells are slow tests."""
 
 from __future__ import annotations
 

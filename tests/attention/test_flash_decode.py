@@ -1,4 +1,4 @@
-"""Decode over keys that are sharded: what is sent, that it does not grow with the keys, and that no kv head is repeated."""
+"""Decode over sharded keys: what is sent, what is copied, and which kv heads are read."""
 
 from __future__ import annotations
 
@@ -184,7 +184,8 @@ def test_logsumexp_is_sent_with_output() -> None:
     [("dp:1", "blockwise"), ("sp:4", "flash_decode"), ("sp:3", "flash_decode")],
 )
 def test_cache_is_not_copied(mesh: str, implementation: str) -> None:
-    # Prime numbers of rows per device: no block divides them. In float32, since XLA for CPUs widens all of a bfloat16 array.
+    # Prime numbers of rows per device, which no block divides. In float32, because XLA for CPUs
+    # widens all of a bfloat16 array.
     calls = [
         Call(mesh=mesh, rows=rows * cpu_mesh(mesh).size, batch=1, dim=16, v_dim=16)
         for rows in (4099, 16411)
@@ -213,7 +214,8 @@ def test_last_block_reads_no_key_twice(rows: int) -> None:
 
 @pytest.mark.parametrize("mesh", ["sp:4", "sp:3", "sp:2,tp:4"])
 def test_no_kv_head_is_repeated(mesh: str) -> None:
-    # 8 heads read one kv head of a shard's 512 keys or more: repeated, they would be the largest array by far.
+    # 8 heads read one kv head of at least 512 keys per shard. Repeated keys would be the largest
+    # array by far.
     call = Call(mesh=mesh, rows=1536, dim=32, v_dim=32, kv_heads=1)
     text = call.compiled().as_text()
     shapes = [
@@ -370,7 +372,10 @@ REFUSED = {
     "queries over the same mesh axis": (
         Call(queries="sp", drafts=4),
         {},
-        "the lengths of the keys and of the queries are both sharded over sp: every shard needs all queries",
+        (
+            "the lengths of the keys and of the queries are both sharded over sp: every shard "
+            "needs all queries"
+        ),
     ),
     "weights": (
         Call(),

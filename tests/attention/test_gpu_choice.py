@@ -1,4 +1,4 @@
-"""On a GPU, where cuDNN refuses, blocks come before all logits at once as soon as these are many."""
+"""If cuDNN refuses a call on a GPU, many logits take blocks and few logits take XLA."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def test_many_logits_take_blocks() -> None:
     choice = chosen(16384)
     assert (choice.name, choice.passed_over[0]) == ("blockwise", "sdpa")
     assert choice.why == (
-        "memory linear in length: all logits at once would take 16384.0 MiB per device, more than 64"
+        "memory linear in length: all logits at once would take 16384.0 MiB per device, more "
+        "than 64"
     )
 
 

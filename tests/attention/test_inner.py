@@ -1,4 +1,4 @@
-"""Over a sharded sequence the platform's own kernel runs on each shard, or blocks do and `explain` says why."""
+"""Over a sharded sequence each shard runs the platform's own kernel, or blocks with a reason."""
 
 from __future__ import annotations
 

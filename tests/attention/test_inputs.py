@@ -31,7 +31,10 @@ INT8 = {"k": I8, "v": I8, "k_scale": of(2, 6, 2), "v_scale": of(2, 6, 2)}
 BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"q": of(2, 6, 8)},
-        "q: q has shape (2, 6, 8), not 4 dims\n  fix   layout BTHD is [batch, length, heads, head_dim]",
+        (
+            "q: q has shape (2, 6, 8), not 4 dims\n"
+            "  fix   layout BTHD is [batch, length, heads, head_dim]"
+        ),
     ),
     ({"q": [[1.0]]}, "q: q has shape None, not 4 dims"),
     (
@@ -59,7 +62,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"chunk": 0}, "chunk must be a positive integer, got 0"),
     (
         {"mask": of(2, 6, 6, dtype=jnp.bool_)},
-        "mask: mask has shape (2, 6, 6), and the logits are [batch, heads, q_length, kv_length] = (2, 4, 6, 6)",
+        (
+            "mask: mask has shape (2, 6, 6), and the logits are [batch, heads, q_length, "
+            "kv_length] = (2, 4, 6, 6)"
+        ),
     ),
     ({"mask": of(2, 2, 6, 6, dtype=jnp.bool_)}, "mask: mask has shape (2, 2, 6, 6)"),
     ({"mask": of(2, 1, 6, 6)}, "mask: mask is float32, not bool\n  fix   True means attend"),
@@ -97,7 +103,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"mode": "prefill", "positions": np.arange(6)},
-        "positions: in prefill, positions of 6 queries do not give those of 6 keys\n  fix   pass kv_positions too",
+        (
+            "positions: in prefill, positions of 6 queries do not give those of 6 keys\n"
+            "  fix   pass kv_positions too"
+        ),
     ),
     (
         {"k": S10, "v": S10, "positions": np.arange(6)},
@@ -109,7 +118,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"k": S10, "v": S10, "causal": True, "lengths": np.array([3, 4])},
-        "lengths: with lengths, the positions of 6 queries among 10 keys are ambiguous in train\n  fix   pass positions and kv_positions",
+        (
+            "lengths: with lengths, the positions of 6 queries among 10 keys are ambiguous in "
+            "train\n  fix   pass positions and kv_positions"
+        ),
     ),
     ({"scale": float("nan")}, "scale: scale=nan is not a number"),
     ({"softcap": 0.0}, "softcap: softcap=0.0\n  fix   pass a positive number"),
@@ -127,7 +139,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"v": of(2, 6, 2, 8, dtype=jnp.float8_e4m3fn)}, "v: v is float8_e4m3fn, and k is float32"),
     (
         {"k_scale": of(2, 6, 2)},
-        "k_scale: k_scale is given, and k is float32\n  fix   scales go with keys and values in int8, float8_e4m3fn",
+        (
+            "k_scale: k_scale is given, and k is float32\n"
+            "  fix   scales go with keys and values in int8, float8_e4m3fn"
+        ),
     ),
     (
         {**INT8, "v_scale": of(2, 6, 2, dtype=jnp.bfloat16)},
@@ -135,7 +150,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {**INT8, "k_scale": of(2, 6, 4)},
-        "k_scale: k_scale is float32 of shape (2, 6, 4)\n  fix   pass float32 of shape (2, 6, 2), one scale",
+        (
+            "k_scale: k_scale is float32 of shape (2, 6, 4)\n"
+            "  fix   pass float32 of shape (2, 6, 2), one scale"
+        ),
     ),
     ({**INT8, "k_scale": 2.0}, "k_scale: k_scale is float of shape None"),
     (
@@ -208,7 +226,10 @@ def test_dropout_inside_shard_map_is_refused() -> None:
         pm,
         pytest.raises(
             sw.AttentionError,
-            match="dropout: dropout inside a shard_map over dp: which weights are dropped depends on global",
+            match=(
+                "dropout: dropout inside a shard_map over dp: which weights are dropped "
+                "depends on global"
+            ),
         ),
     ):
         pm.shard_map(inside, in_axes=(axes,), out_axes=axes)(jnp.zeros((2, 4, 2, 8)))
@@ -235,7 +256,10 @@ def test_quantized_keys_have_no_gradient() -> None:
             attention.dot_product_attention(q, k, k, k_scale=scale, v_scale=scale, mode="decode")
         )
 
-    says = "attention to int8 keys and values reads a cache and has no gradient\n  fix   train with keys that are not quantized"
+    says = (
+        "attention to int8 keys and values reads a cache and has no gradient\n"
+        "  fix   train with keys that are not quantized"
+    )
     for differentiate in (jax.grad(loss), jax.jit(jax.grad(loss, argnums=1))):
         with pytest.raises(sw.AttentionError, match=says):
             differentiate(q, scale)

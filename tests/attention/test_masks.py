@@ -187,16 +187,31 @@ def test_limits_of_lengths() -> None:
     [
         (
             lambda: masks.window(left=-1),
-            "window=(-1, None) has a negative side\n  fix   count positions to the left and to the right",
+            (
+                "window=(-1, None) has a negative side\n"
+                "  fix   count positions to the left and to the right"
+            ),
         ),
         (lambda: masks.window(right=-1), "window=(None, -1) has a negative side"),
         (
-            lambda: MaskRules(window=4),
-            "window=4 is not a pair of lengths\n  fix   pass (left, right): (w - 1, 0) sees w tokens",
-        ),  # type: ignore[arg-type]
-        (lambda: MaskRules(window=(1.5, 0)), "window=(1.5, 0) is not a pair of lengths"),  # type: ignore[arg-type]
-        (lambda: MaskRules(window=(1,)), "window=(1,) is not a pair of lengths"),  # type: ignore[arg-type]
-        (lambda: MaskRules(window=(1, 2, 3)), "window=(1, 2, 3) is not a pair of lengths"),  # type: ignore[arg-type]
+            lambda: MaskRules(window=4),  # type: ignore[arg-type]
+            (
+                "window=4 is not a pair of lengths\n"
+                "  fix   pass (left, right): (w - 1, 0) sees w tokens"
+            ),
+        ),
+        (
+            lambda: MaskRules(window=(1.5, 0)),  # type: ignore[arg-type]
+            "window=(1.5, 0) is not a pair of lengths",
+        ),
+        (
+            lambda: MaskRules(window=(1,)),  # type: ignore[arg-type]
+            "window=(1,) is not a pair of lengths",
+        ),
+        (
+            lambda: MaskRules(window=(1, 2, 3)),  # type: ignore[arg-type]
+            "window=(1, 2, 3) is not a pair of lengths",
+        ),
         (lambda: MaskRules(window=(True, 0)), "window=(True, 0) is not a pair of lengths"),
         (
             lambda: MaskRules(window=(2**30, 0)),
@@ -208,10 +223,16 @@ def test_limits_of_lengths() -> None:
         ),
         (
             lambda: masks.chunk(0),
-            "chunk must be a positive integer, got 0\n  fix   pass the number of positions per chunk, such as 8192",
+            (
+                "chunk must be a positive integer, got 0\n"
+                "  fix   pass the number of positions per chunk, such as 8192"
+            ),
         ),
         (lambda: masks.chunk(True), "chunk must be a positive integer, got True"),
-        (lambda: masks.chunk(4.0), "chunk must be a positive integer, got 4.0"),  # type: ignore[arg-type]
+        (
+            lambda: masks.chunk(4.0),  # type: ignore[arg-type]
+            "chunk must be a positive integer, got 4.0",
+        ),
         (
             lambda: masks.chunk(4) & masks.chunk(6),
             "chunks of 4 and of 6 positions do not nest\n  fix   use lengths of which one divides",

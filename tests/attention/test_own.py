@@ -1,4 +1,4 @@
-"""Implementations that users write: what is wrong with one is said by its name, before it costs anything."""
+"""Implementations that users register: mistakes in them are errors that name them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def attend(**options: Any) -> Any:
         (lambda o, lse: o, "mine returned a JitTracer\n  fix   return attention.Result(o=o)"),
         (
             lambda o, lse: Result(o=jnp.swapaxes(o, 1, 2)),
-            "mine returned float32 (2, 4, 16, 8) as o\n  fix   the call asks for float32 (2, 16, 4, 8)",
+            (
+                "mine returned float32 (2, 4, 16, 8) as o\n"
+                "  fix   the call asks for float32 (2, 16, 4, 8)"
+            ),
         ),
         (
             lambda o, lse: Result(o=o.astype("bfloat16")),

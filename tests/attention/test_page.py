@@ -1,4 +1,4 @@
-"""The page's table of features is what the registry answers: each implementation is asked about a call with each feature."""
+"""The table of features on the page equals what the implementations answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.docs.snippets import ROOT
 PAGE = ROOT / "docs" / "attention.md"
 START, END = "<!-- features -->\n", "<!-- /features -->"
 ROWS, HEADS = 128, 4
-# Where calls are asked about: mesh, rules, platform. An implementation has a feature if it has it in one place.
+# Mesh, rules and platform of the calls. An implementation has a feature if it serves one of them.
 PLACES = {
     "heads": ("dp:2,tp:2", '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp"\n', "cpu"),
     "heads, TPU": ("dp:2,tp:2", '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp"\n', "tpu"),

@@ -1,4 +1,4 @@
-"""Pages: equal to references that others wrote, wherever the pages lie; what is sent, what is read, what is refused."""
+"""Paged attention equals references of JAX under every sharding; what it sends and refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAGES, PAGE_SIZE, COLUMNS = 24, 4, 6
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Sequences that prefill and sequences that decode, their pages in no order, unused entries of the table nonsense."""
+    """Sequences in prefill and in decode, with pages in no order and nonsense in unused entries."""
 
     q_length: int = 5
     heads: int = 4
@@ -169,7 +169,8 @@ def place(arrays: dict[str, Any], manager: sw.PartitionManager) -> dict[str, Any
 def manager_of(layout: str, axis_types: str = "auto") -> sw.PartitionManager:
     mesh, head, page, _ = LAYOUTS[layout]
     rules = sw.Strategy.loads(RULES.format(head=head, page=page))
-    return sw.PartitionManager(rules, mesh=cpu_mesh(mesh, axis_types=axis_types)).for_mode("decode")  # type: ignore[arg-type]
+    devices = cpu_mesh(mesh, axis_types=axis_types)  # type: ignore[arg-type]
+    return sw.PartitionManager(rules, mesh=devices).for_mode("decode")
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
@@ -206,8 +207,9 @@ def test_communication(layout: str) -> None:
             .lower(place(Batch().arrays(), manager))
             .compile()
         )
-    if LAYOUTS[layout][3]:
-        assert_collectives(compiled, **LAYOUTS[layout][3], only=True, mesh=manager.mesh)  # type: ignore[arg-type]
+    counts: dict[str, Any] = LAYOUTS[layout][3]
+    if counts:
+        assert_collectives(compiled, **counts, only=True, mesh=manager.mesh)
     else:
         assert_no_collectives(compiled, mesh=manager.mesh)
 
@@ -430,7 +432,10 @@ def test_scales_of_pages_are_checked() -> None:
         "k_pages": arrays["k_pages"].astype(jnp.int8),
         "v_pages": arrays["v_pages"].astype(jnp.int8),
     }
-    says = f"k_scale_pages: k_pages is int8 and has no scale\n  fix   pass k_scale_pages=, float32 of shape {shape}"
+    says = (
+        f"k_scale_pages: k_pages is int8 and has no scale\n"
+        f"  fix   pass k_scale_pages=, float32 of shape {shape}"
+    )
     with pytest.raises(AttentionError, match=re.escape(says)):
         run(given)
     with pytest.raises(

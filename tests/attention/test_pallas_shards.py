@@ -1,4 +1,4 @@
-"""Kernels that JAX cannot look into: kv heads picked by number, gradients of what several shards read summed once, in float32."""
+"""Kernels that JAX cannot differentiate: kv heads per shard, and sums of shared gradients."""
 
 from __future__ import annotations
 
@@ -59,9 +59,16 @@ def operands(**heads: int) -> Operands:
 def call_of(name: str, *, dtype: str = "float32") -> AttentionCall:
     mesh, (heads, kv_heads), specs = LIES[name]
     return AttentionCall(
-        **SIZES, heads=heads, kv_heads=kv_heads, dtype=dtype, mode="__train__", recipe=RECIPE, sinks=True, specs=specs,
+        **SIZES,
+        heads=heads,
+        kv_heads=kv_heads,
+        dtype=dtype,
+        mode="__train__",
+        recipe=RECIPE,
+        sinks=True,
+        specs=specs,
         mesh=cpu_mesh(mesh),
-    )  # fmt: skip
+    )
 
 
 def gradients(attend: Any, given: Operands) -> Any:

@@ -1,4 +1,4 @@
-"""What jax.nn.dot_product_attention serves: rows without keys are exact zeros, nothing is sent; cuDNN is tried once, or refused."""
+"""`jax.nn.dot_product_attention`: rows without keys are zeros; when cuDNN is tried and refused."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ CUDNN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CUDNN)
 def test_arguments_passed_to_cudnn(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """JAX gives both of its implementations one meaning, so XLA's stands in for cuDNN's where there is no GPU."""
+    """Both implementations of JAX mean the same, so XLA's replaces cuDNN's without a GPU."""
     on_gpu(monkeypatch)
     real, asked = jax.nn.dot_product_attention, []
 

@@ -1,4 +1,4 @@
-"""What attention over a sharded sequence sends: which collectives, how often, how many bytes; forward, and backward too."""
+"""The collectives of attention over a sharded sequence: which, how often, how many bytes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Call:
             return jax.jit(attending(implementation, **options)).lower(*self.arrays()).compile()
 
     def compiled_backward(self, implementation: str, **options: Any) -> Any:
-        """The backward pass as a program of its own, so that nothing is shared with the forward pass."""
+        """The backward pass as a program of its own, which shares nothing with the forward pass."""
         attend = attending(implementation, **options)
         with self.manager:
             arrays = [
@@ -315,7 +315,10 @@ def test_refusals() -> None:
 
 def test_queries_and_keys_over_different_axes() -> None:
     call = Call(mesh="sp:4")
-    both = "the length of the queries is sharded over no mesh axis, that of the keys over sp; it needs both over the same"
+    both = (
+        "the length of the queries is sharded over no mesh axis, that of the keys over "
+        "sp; it needs both over the same"
+    )
     with sw.PartitionManager(
         sw.Strategy.loads(
             RULES.format(length="sp").replace('query_length = "sp"', 'query_length = "-"')
@@ -327,7 +330,10 @@ def test_queries_and_keys_over_different_axes() -> None:
             assert found.reasons == (both,)
         (found,) = explain(*call.arrays(), implementation="allgather_kv", mode="train").refusals
     assert found.reasons == (
-        "the length of the keys is sharded over sp and that of the queries does not: all its devices would compute the same",
+        (
+            "the length of the keys is sharded over sp and that of the queries is not: all its "
+            "devices would compute the same"
+        ),
     )
 
 

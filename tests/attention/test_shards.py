@@ -1,4 +1,4 @@
-"""Kernels on shards: kv heads picked by number, and gradients of what is replicated, with tracked types and without."""
+"""Kernels on shards: the kv heads that they read, and gradients of replicated operands."""
 
 from __future__ import annotations
 
@@ -72,9 +72,15 @@ def test_each_shard_reads_the_kv_heads_of_its_queries(
 ) -> None:
     given = operands(heads=heads[0], kv_heads=heads[1])
     call = AttentionCall(
-        **SIZES, heads=heads[0], kv_heads=heads[1], dtype="float32", mode="__train__", recipe=RECIPE, specs=specs,
+        **SIZES,
+        heads=heads[0],
+        kv_heads=heads[1],
+        dtype="float32",
+        mode="__train__",
+        recipe=RECIPE,
+        specs=specs,
         mesh=cpu_mesh(mesh),
-    )  # fmt: skip
+    )
 
     def sharded(x: Operands) -> Any:
         return run_on_shards(lambda shard: Result(o=blockwise.attend(shard, RECIPE)[0]), x, call).o

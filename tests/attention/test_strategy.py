@@ -1,4 +1,4 @@
-"""A strategy names implementations by mode: in files, in the schema, in the rules, in the choice."""
+"""Strategies name implementations by mode: files, schema, rules and choice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from shardwright.attention.implementation import SHIPPED
 from shardwright.resolution.rules import Attention
 from shardwright.testing.meshes import cpu_mesh
 
-TEXT = '[rules]\nbatch = "dp"\n[attention]\ndefault = "blockwise"\ntrain = "vanilla"\ndecode = "auto"\n'
+TEXT = (
+    '[rules]\nbatch = "dp"\n[attention]\ndefault = "blockwise"\ntrain = "vanilla"\ndecode '
+    '= "auto"\n'
+)
 
 
 def shapes(length: int = 8) -> list[jax.ShapeDtypeStruct]:
@@ -50,7 +53,8 @@ def test_mode_line_else_default() -> None:
 @pytest.mark.parametrize("format", ["toml", "json"])
 def test_round_trip_overlay_and_schema(format: str) -> None:
     strategy = sw.Strategy.loads(TEXT)
-    assert sw.Strategy.loads(strategy.dumps(format=format), format=format) == strategy  # type: ignore[arg-type]
+    text = strategy.dumps(format=format)  # type: ignore[arg-type]
+    assert sw.Strategy.loads(text, format=format) == strategy  # type: ignore[arg-type]
     both = strategy | sw.Strategy.loads('[attention]\ndecode = "flash_decode"\n')
     assert both.attention.model_dump() == {
         "default": "blockwise",
@@ -75,7 +79,10 @@ def test_round_trip_overlay_and_schema(format: str) -> None:
         ),
         (
             'train = "own:"',
-            "my.toml:2 attention.train: unknown value 'own:'\n  fix   write one of auto, allgather_kv,",
+            (
+                "my.toml:2 attention.train: unknown value 'own:'\n"
+                "  fix   write one of auto, allgather_kv,"
+            ),
         ),
         ('decode = "paged"', "vanilla, or own:NAME for one that you register"),
         ('insert = "ring"', "my.toml:2 attention.insert: unknown key"),
@@ -99,7 +106,10 @@ def test_call_overrides_strategy() -> None:
         assert attention.explain(q, k, v, mode="decode").name == "blockwise"
         with pytest.raises(
             sw.AttentionError,
-            match=r'says default = "blockwise"   \(<toml>:4, \[attention\]\), and it refuses\n(.*\n)*.*blockwise: it never has all',
+            match=(
+                r'says default = "blockwise"   \(<toml>:4, \[attention\]\), and it '
+                r"refuses\n(.*\n)*.*blockwise: it never has all"
+            ),
         ):
             attention.explain(q, k, v, mode="prefill", return_weights=True).require()
 
@@ -114,12 +124,18 @@ def test_refusal_names_the_choice_of_auto() -> None:
             str(refused).splitlines()[0] == "refused   blockwise was asked for by name and refuses"
         )
         assert str(refused).splitlines()[-1] == "  auto  vanilla: only it returns weights"
-        says = r'^blockwise was asked for by name.*\n(.*\n)* *not   blockwise: it never(.*\n)* *fix   implementation="auto" takes vanilla$'
+        says = (
+            r"^blockwise was asked for by name.*\n(.*\n)* *not   blockwise: it "
+            r'never(.*\n)* *fix   implementation="auto" takes vanilla$'
+        )
         with pytest.raises(sw.AttentionError, match=says):
             refused.require()
         with pytest.raises(
             sw.AttentionError,
-            match=r'says default = "blockwise".*\n(.*\n)*.*"auto" takes vanilla, and so does default = "auto" there',
+            match=(
+                r'says default = "blockwise".*\n(.*\n)*.*"auto" takes vanilla, and so does '
+                r'default = "auto" there'
+            ),
         ):
             attention.explain(q, k, v, mode="prefill", return_weights=True).require()
 
@@ -156,7 +172,8 @@ def test_own_implementation_needs_a_prefix(
     strategy = sw.Strategy.loads('[attention]\ntrain = "own:mine"\n', source="my.toml")
     with sw.PartitionManager(strategy, mesh=cpu_mesh("dp:2")):
         says = (
-            r"unknown attention implementation 'mine'\n  rule  train = \"own:mine\"   \(my.toml:2, .*\n"
+            r"unknown attention implementation 'mine'\n"
+            r"  rule  train = \"own:mine\"   \(my.toml:2, .*\n"
             r"  fix   .*import what registers your own"
         )
         with pytest.raises(sw.AttentionError, match=says):

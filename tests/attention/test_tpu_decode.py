@@ -1,4 +1,4 @@
-"""On TPUs decode reads a cache as it lies, in 8 bits or 16: no copy of it is made, in another order or another dtype."""
+"""On TPUs decode reads a cache in place: no copy in another order or dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def test_temporary_memory_does_not_grow_with_the_cache() -> None:
     for one in found:
         what = f"{one.kind}, {one.kv_heads} kv heads of {one.head_dim}, {one.capacity} rows"
         print(
-            f"{what:44} append {one.append:8} attend {one.attend:8} bytes of temporary memory, {one.held} of the cache"
+            f"{what:44} append {one.append:8} attend {one.attend:8} bytes of temporary "
+            f"memory, {one.held} of the cache"
         )
         assert one.append <= 2**18, what
         assert one.attend <= 2**20, what

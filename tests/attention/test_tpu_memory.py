@@ -1,4 +1,4 @@
-"""Attention over a sequence of 16,384 tokens on eight TPUs: memory of a few shards, where plain JAX takes gigabytes."""
+"""Memory of attention over 16,384 tokens on eight TPUs, compared with plain JAX."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def compiled() -> dict[str, Compiled]:
     found = measure("ring", "ulysses", "allgather_kv", PLAIN)
     for one in found.values():
         print(
-            f"{one.name:30} {one.temporary / MB:8.1f} MB of temporary memory per device, forward and backward; {one.counts}"
+            f"{one.name:30} {one.temporary / MB:8.1f} MB of temporary memory per device, "
+            f"forward and backward; {one.counts}"
         )
     return found
 
@@ -36,7 +37,8 @@ def test_ring(compiled: dict[str, Compiled]) -> None:
     ring = compiled["ring"]
     assert ring.temporary <= 16 * MB
     assert ring.kernels == 6  # forward, queries, keys; in the loop and after it
-    # Keys in bfloat16 seven times forward and seven backward; their gradients in float32 seven times, and home in bfloat16.
+    # Keys in bfloat16, seven times forward and seven times backward. Their gradients in float32
+    # seven times, and once more, to their owner, in bfloat16.
     assert ring.counts["permute"] == 22
     assert ring.sent["permute"] == SHARD * (2 * 14 + 4 * 7 + 2)
 

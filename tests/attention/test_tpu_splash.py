@@ -1,4 +1,4 @@
-"""On eight TPUs splash compiles for every size and option, and sends nothing but the gradients of what several shards read."""
+"""On eight TPUs splash compiles for every option, and sends only shared gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def compiled() -> dict[str, Compiled]:
     found = measure()
     for one in found.values():
         print(
-            f"{one.name:24} {one.temporary / 1e6:8.1f} MB of temporary memory per device, forward and backward; {one.counts}"
+            f"{one.name:24} {one.temporary / 1e6:8.1f} MB of temporary memory per device, "
+            f"forward and backward; {one.counts}"
         )
     return found
 

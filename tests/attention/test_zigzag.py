@@ -85,7 +85,7 @@ def test_gradient_through_unpermute(axis_types: str) -> None:
 
 @pytest.mark.parametrize("shards", [2, 3, 8])
 def test_equal_causal_work_on_every_rank(shards: int) -> None:
-    """In blocks of half a shard: two of the four on each turn, three on the own one. Contiguous ranks have from none to all."""
+    """Blocks of half a shard: two of four in each turn, three in the own. In order: none to all."""
     half = 4
     places = zigzag.positions(2 * half * shards, shards=shards).reshape(shards, 2, half)
 
@@ -117,7 +117,10 @@ def test_indivisible_length() -> None:
 def test_one_chunk_per_shard_is_refused() -> None:
     with pytest.raises(
         AttentionError,
-        match=r"a length of 9 does not divide into 2 \* 3 chunks, two per shard\n  fix   pad it by 3 rows",
+        match=(
+            r"a length of 9 does not divide into 2 \* 3 chunks, two per shard\n"
+            r"  fix   pad it by 3 rows"
+        ),
     ):
         zigzag.positions(9, shards=3)
 
@@ -132,7 +135,10 @@ def test_no_shards() -> None:
 
 @pytest.mark.parametrize("dim", [1, 2, -2, -3])
 def test_array_without_length(dim: int) -> None:
-    message = rf"^batch/weight: no dim {dim} in shape \(3,\)\n  fix   leave what has no sequence out, or pass dim=$"
+    message = (
+        rf"^batch/weight: no dim {dim} in shape \(3,\)\n"
+        rf"  fix   leave what has no sequence out, or pass dim=$"
+    )
     with pytest.raises(AttentionError, match=message):
         zigzag.permute({"batch": {"weight": np.zeros(3)}}, shards=3, dim=dim)
 

@@ -1,4 +1,4 @@
-"""Compile decode over caches for a TPU, without one: temporary memory, and what an append to the cache copies.
+"""Compile decode over caches for a TPU, without one: temporary memory, and copies of an append.
 
     python -m tests.attention.tpu_decode
 

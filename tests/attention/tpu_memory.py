@@ -45,7 +45,7 @@ def measure(*names: str) -> dict[str, Compiled]:
 
 
 def compiled(name: str) -> Compiled:
-    """Compile a forward and backward pass, causal and in zigzag order (but for plain JAX, which cannot)."""
+    """Compile a causal forward and backward pass, in zigzag order except for plain JAX."""
     import jax
     import jax.numpy as jnp
 

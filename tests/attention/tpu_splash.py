@@ -1,4 +1,4 @@
-"""Compile the splash kernel for eight TPUs, without one, forward and backward: that it does, its memory, what is sent.
+"""Compile the splash kernel for eight TPUs, without one: its memory, and what it sends.
 
     python -m tests.attention.tpu_splash [program ...]
 

@@ -1,4 +1,4 @@
-"""The calls that every implementation of attention is compared on, and the meshes on which."""
+"""The calls and the meshes of the conformance table of attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ kv_head = "tp | -"
 [modes.decode]
 query_length = "-"
 """
-# Name -> mesh. The fourth has more tensor shards than kv heads, the sixth an odd number of sequence shards.
+# Meshes by name. The fourth has more tensor shards than kv heads, the sixth an odd number of shards
+# of the sequence.
 MESHES = {
     "one": "dp:1",
     "dp": "dp:4",
@@ -38,17 +39,18 @@ COMBINATIONS: Final = tuple((dtype, axis_types) for dtype in DTYPES for axis_typ
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
-    """One call: sizes, static options, and which arrays it has.
+    """One call: sizes, static options, and the names of its arrays.
 
     Attributes:
-      name: what a test calls it.
-      mode: runtime mode; a case of training is one of prefill too.
-      options: static arguments of `dot_product_attention`.
-      arrays: names of the arrays that it gets beside q, k and v.
-      stored: dtype of quantised k and v, or None.
-      coarse: q and k are multiples of 1/4, so that a bias added to their products rounds alike everywhere.
-      spread: standard deviation of the scaled products.
-      slack: factor of the tolerances.
+      name: Name in test ids.
+      mode: Runtime mode. A training case runs in prefill too.
+      options: Static arguments of `dot_product_attention`.
+      arrays: Names of the arrays beside q, k and v.
+      stored: Dtype of quantized k and v, or None.
+      coarse: Whether q and k are multiples of 1/4. A bias added to their products then rounds alike
+        in every implementation.
+      spread: Standard deviation of the scaled products.
+      slack: Factor of the tolerances.
     """
 
     name: str
@@ -69,7 +71,10 @@ class Case:
 
     @functools.cache  # noqa: B019  a case lives as long as the module
     def values(self, dtype: str) -> dict[str, Any]:
-        """q, k, v and the arrays, of this case and of no other. NumPy's: JAX would compile a program for each."""
+        """Return q, k, v and the other arrays, different for each case.
+
+        They are NumPy arrays, because JAX would compile a program for each.
+        """
         random = np.random.default_rng(len(self.name))
         b, t, s, h = self.batch, self.q_length, self.kv_length, self.heads
         shapes = {
@@ -86,7 +91,7 @@ class Case:
         made = {name: x.astype(dtype) for name, x in made.items()}
         if self.options.get("layout") == "BHTD":
             made = {name: np.swapaxes(x, 1, 2) for name, x in made.items()}
-        # A permutation that puts neighbours far apart, as a balanced ring does, and then some.
+        # A permutation that puts neighbors far apart, more so than a balanced ring.
         shuffled = np.arange(s, dtype=np.int32).reshape(6, -1)[[0, 5, 1, 4, 2, 3]].reshape(-1)
         rows = np.arange(s, dtype=np.int32)
         known: dict[str, Callable[[], Any]] = {
@@ -125,7 +130,10 @@ class Case:
         return made if self.mode == "train" else self._with_remains(made)
 
     def _with_remains(self, made: dict[str, Any]) -> dict[str, Any]:
-        """Put NaN where there is no key: what an earlier sequence left in a cache may be anything. A cache has no gradient."""
+        """Put NaN into rows that hold no key: a cache may hold anything there.
+
+        Not in training, because a cache has no gradient.
+        """
         positions = np.broadcast_to(
             made.get("kv_positions", np.arange(self.kv_length)), (self.batch, self.kv_length)
         )
@@ -140,19 +148,20 @@ class Case:
         return made
 
     def weights(self) -> Any:
-        """What the elements of the output count in the loss."""
+        """Return the factors of the elements of the output in the loss."""
         weights = np.random.default_rng(1).standard_normal(
             (self.batch, self.q_length, self.heads, self.v_dim), np.float32
         )
         return np.swapaxes(weights, 1, 2) if self.options.get("layout") == "BHTD" else weights
 
 
-# What other code writes into a bias in place of a mask. Each of these is at most -2e38, in bfloat16 too, and hides.
+# Values that other code writes into a bias in place of a mask. Each is at most -2e38, also in
+# bfloat16, and hides its pair.
 _HIDING = np.array(
     [-np.inf, DEFAULT_MASK_VALUE, np.finfo(np.float32).min, -3.3895314e38, -2.01e38], np.float32
 )
-# Rows of biases by how they hide keys: with one value everywhere, with several, some keys, all but the last (which a causal mask
-# hides from most queries), none.
+# Rows of biases that hide all keys with one value, all with several values, some keys, all but the
+# last (which a causal mask hides from most queries), and none.
 _HIDING_ROWS: tuple[Callable[[Any], Any], ...] = (
     *(
         functools.partial(lambda column, value: np.full(column.shape, value), value=value)
@@ -164,7 +173,7 @@ _HIDING_ROWS: tuple[Callable[[Any], Any], ...] = (
     lambda column: np.where(column < column.max(), DEFAULT_MASK_VALUE, 1.0),
     lambda column: column % 4 / 4,
 )
-# Rows of numbers that hide nothing by themselves, however large: alone in their row they cancel.
+# Rows of numbers that hide nothing, however large: if they fill a row, they cancel.
 _LARGE_ROWS: tuple[Callable[[Any], Any], ...] = (
     lambda column: np.full(column.shape, -1e9),
     lambda column: np.full(column.shape, -65504.0),
@@ -180,7 +189,10 @@ _LARGE_ROWS: tuple[Callable[[Any], Any], ...] = (
 def _rows_of_biases(
     rows: tuple[Callable[[Any], Any], ...], heads: int, q_length: int, kv_length: int
 ) -> Any:
-    """Return a bias `[1, heads, q_length, kv_length]` float32 whose rows go round, other ones in each head."""
+    """Return a bias `[1, heads, q_length, kv_length]` float32 that cycles through rows.
+
+    Each head starts at another row.
+    """
     made = [
         [rows[(3 * head + row) % len(rows)](np.arange(kv_length)) for row in range(q_length)]
         for head in range(heads)
@@ -189,7 +201,7 @@ def _rows_of_biases(
 
 
 def quantised(name: str, x: Any, dtype: str) -> dict[str, Any]:
-    """Keys or values in a dtype of 8 bits, and their scales; whatever these are, they are to be multiplied."""
+    """Return keys or values in a dtype of 8 bits, and arbitrary scales."""
     scale = np.abs(x.astype(np.float32)).max(axis=-1) / 100
     return {
         name: np.round(x.astype(np.float32) / scale[..., None]).astype(dtype),
@@ -363,8 +375,9 @@ CASES = (
         options={"causal": True},
         arrays=("hiding_bias",),
     ),
-    # With large logits, an operand that is scaled and rounded shows. Of these sizes 80 and 128 have a scale that is not a
-    # power of two. Every implementation whose backward pass reads the rounded output needs the slack, in bfloat16.
+    # Large logits reveal an operand that is scaled and then rounded. Of these sizes 80 and 128 have
+    # a scale that is not a power of two. In bfloat16, every implementation whose backward pass
+    # reads the rounded output needs the slack.
     *(
         Case(
             name=f"large logits {dim}",

@@ -1,7 +1,7 @@
-"""A table for every implementation of attention: on each cell it equals the oracle, or `supports` says why not. No third outcome.
+"""The conformance table of attention: each cell equals the oracle, or `supports` refuses it.
 
-A cell is an implementation × a case × a dtype × a mesh × axis types × a mode. `AttentionConformance` is the table of one
-implementation as a test class.
+A cell is an implementation × a case × a dtype × a mesh × axis types × a mode.
+`AttentionConformance` is the table of one implementation as a test class.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shardwright.testing import attention_oracle as oracle
 from shardwright.testing.attention_cases import CASES, COMBINATIONS, MESHES, STRATEGY, Case
 from shardwright.testing.meshes import cpu_mesh
 
-# Optimising a program on a CPU takes five times as long as all the rest, and each of these runs once. In one piece it is
-# compiled with less work; older JAX has a way to generate code that takes half the time again.
+# Optimizing a program on a CPU takes five times as long as all the rest, and each of these runs
+# once. Compiling it in one piece is less work. Older JAX can generate code in half that time again.
 QUICK: Final[dict[str, bool | int]] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
@@ -40,12 +40,13 @@ FLOAT32_UNIT: Final = 2.0**-24
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerances:
-    """How near an implementation comes to the oracle.
+    """The largest errors of an implementation.
 
     Attributes:
-      forward: of outputs in float32, the largest difference, in parts of the largest value if that is above 1.
-      backward: of gradients in float32, likewise.
-      relative: in bfloat16, the norm of the error in parts of the norm.
+      forward: Largest difference of float32 outputs, relative to the largest value if that is above
+        1.
+      backward: The same for float32 gradients.
+      relative: In bfloat16, the norm of the error relative to the norm.
     """
 
     forward: float = 2e-6
@@ -63,8 +64,8 @@ class Tolerances:
     def with_logits(self, spread: float) -> Tolerances:
         """Add what rounding a float32 logit costs: a unit in the last place of the largest one.
 
-        The largest of normal logits is about 4 standard deviations. An error of the logit is a relative
-        error of its probability.
+        The largest of normal logits is about 4 standard deviations. An error of the logit is a
+        relative error of its probability.
 
         Args:
           spread: Standard deviation of the logits.
@@ -86,11 +87,12 @@ class Cell:
 
     def __str__(self) -> str:
         mode = f"-{self.mode}" if self.mode != self.case.mode else ""
-        return f"{self.implementation}-{self.case.name}-{self.dtype}-{self.mesh}-{self.axis_types}{mode}"
+        where = f"{self.dtype}-{self.mesh}-{self.axis_types}"
+        return f"{self.implementation}-{self.case.name}-{where}{mode}"
 
 
 def product(case: Case, mesh: str, implementations: tuple[str, ...]) -> Iterator[Cell]:
-    """Yield every cell of a case on a mesh: all dtypes, axis types, modes in which it makes sense, and implementations."""
+    """Yield every cell of a case on a mesh: all dtypes, axis types, implementations and modes."""
     for dtype, axis_types in COMBINATIONS:
         for mode in ("train", "prefill") if case.mode == "train" else (case.mode,):
             for name in implementations:
@@ -105,19 +107,20 @@ def product(case: Case, mesh: str, implementations: tuple[str, ...]) -> Iterator
 
 
 class AttentionConformance:
-    """The tests of an implementation of attention, for a subclass in a test module of yours:
+    """The tests of an implementation of attention. Subclass it in a test module:
 
         class TestHalves(AttentionConformance):
             implementation = "halves"
 
-    A cell that the implementation refuses is a skipped test with the reasons; one that it serves equals the oracle, values
-    and gradients.
+    A cell that the implementation refuses is a skipped test with the reasons. A cell that it serves
+    must equal the oracle, in values and gradients.
 
     Attributes:
-      implementation: the name that it is registered under.
-      refuses: of a call, whether it must be refused; refusing more, or less, then fails. None takes `supports` at its word.
-      tolerances: how near it must come.
-      every: every cell of the table, some 1,600, instead of each case on two meshes.
+      implementation: The registered name.
+      refuses: Function of a call that tells whether it must be refused. Refusing more or less then
+        fails. None accepts whatever `supports` refuses.
+      tolerances: The largest errors.
+      every: Whether to test all cells of the table, some 1,600, instead of each case on two meshes.
     """
 
     implementation: ClassVar[str] = ""
@@ -127,7 +130,7 @@ class AttentionConformance:
 
     @classmethod
     def cells(cls) -> list[Cell]:
-        """Return the cells that are its tests; by default meshes, dtypes and axis types go round."""
+        """Return the cells to test; by default meshes, dtypes and axis types take turns."""
         if cls.every:
             return [
                 cell
@@ -154,18 +157,18 @@ class AttentionConformance:
         return found
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Make a test of each cell: pytest's hook for a class."""
+        """Make a test of each cell; pytest calls this hook."""
         if "cell" in metafunc.fixturenames:
             metafunc.parametrize("cell", self.cells(), ids=str)
 
     def test_equals_the_oracle_or_says_why_not(self, cell: Cell) -> None:
-        """The values and the gradients of one cell."""
+        """Compare the values and the gradients of one cell."""
         refused = check(cell, refuses=type(self).refuses, tolerances=self.tolerances)
         if refused:
             raise unittest.SkipTest(f"refused: {'; '.join(refused)}")
 
     def test_serves_something(self) -> None:
-        """An implementation that refuses every cell has shown nothing."""
+        """Fail if the implementation refuses every cell."""
         _must(
             any(not _choose(cell, _values(cell))[1] for cell in self.cells()),
             f"{self.implementation} refuses every cell",
@@ -175,18 +178,18 @@ class AttentionConformance:
 def check(
     cell: Cell, *, refuses: Callable[[AttentionCall], bool] | None, tolerances: Tolerances
 ) -> tuple[str, ...]:
-    """Assert that an implementation does on a cell what the oracle does, or says why not.
+    """Assert that an implementation equals the oracle on a cell, or refuses it.
 
     Args:
-      cell: the cell.
-      refuses: of a call, whether it must be refused; None takes the implementation at its word.
-      tolerances: how near it must come.
+      cell: The cell.
+      refuses: Function of a call that tells whether it must be refused; None accepts any refusal.
+      tolerances: The largest errors.
 
     Returns:
-      The reasons why it is refused; none if it was compared.
+      The reasons of the refusal; none if the cell was compared.
 
     Raises:
-      AssertionError: it differs, or refuses more or less than it should.
+      AssertionError: The implementation differs, or refuses more or less than it should.
     """
     case, values = cell.case, _values(cell)
     call, refused = _choose(cell, values)
@@ -199,7 +202,7 @@ def check(
     if refused:
         return refused
     with _manager(cell):
-        attend = functools.partial(dot_product_attention, **_said(cell))
+        attend = functools.partial(dot_product_attention, **_keywords(cell))
         found = _found(
             _program(
                 attend, case, cell.dtype, values, mesh=cell.mesh, gradients=cell.mode == "train"
@@ -232,7 +235,7 @@ def _values(cell: Cell) -> dict[str, Any]:
     return cell.case.values(cell.dtype)
 
 
-def _said(cell: Cell) -> dict[str, Any]:
+def _keywords(cell: Cell) -> dict[str, Any]:
     return {**cell.case.options, "mode": cell.mode, "implementation": cell.implementation}
 
 
@@ -242,17 +245,18 @@ def _manager(cell: Cell) -> PartitionManager:
 
 
 def _choose(cell: Cell, values: dict[str, Any]) -> tuple[AttentionCall, tuple[str, ...]]:
-    """Return the call that a cell is, and the reasons why the implementation refuses it."""
+    """Return the call of a cell, and the reasons why the implementation refuses it."""
     with _manager(cell):
-        choice = explain(**values, **_said(cell))
+        choice = explain(**values, **_keywords(cell))
     return choice.call, tuple(reason for refusal in choice.refusals for reason in refusal.reasons)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Program:
-    """A lowered program and what it gets.
+    """A lowered program and its arguments.
 
-    Two with the same text do the same, and the second is not compiled: where no length is sharded, several implementations are one.
+    Programs with equal text are compiled once: if no length is sharded, several implementations
+    lower to the same program.
     """
 
     text: bytes
@@ -271,7 +275,10 @@ def _program(
     mesh: str,
     gradients: bool,
 ) -> _Program:
-    """Lower outputs by name and, if asked, the gradient of a loss that weighs each of them by each float input."""
+    """Lower a function that returns outputs by name and, with `gradients`, those of a loss.
+
+    The loss weighs every output; gradients are by float input.
+    """
     floats = {name: x for name, x in values.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     rest = {name: x for name, x in values.items() if name not in floats}
 
@@ -304,7 +311,7 @@ def _found(program: _Program) -> dict[str, Any]:
 
 @functools.cache
 def _wanted(case: Case, dtype: str) -> dict[str, Any]:
-    """What the oracle finds, unsharded, in float64, of the inputs as they are in their dtype."""
+    """Return the results of the oracle, unsharded, in float64, for inputs in their dtype."""
     arrays = dict(case.values(dtype))
     q, k, v = (arrays.pop(name) for name in ("q", "k", "v"))
     q, k, v = (

@@ -1,7 +1,7 @@
-"""The oracle of attention: the definition in NumPy and float64, forward and backward, without JAX's help and without blocks.
+"""The oracle of attention: the definition in NumPy and float64, forward and backward.
 
-Logits are the one exception from float64: a bias is added to them in float32, as everywhere, so that of -1e9 and a product
--1e9 is left. A bias of at most -2e38 hides its pair, as False in a mask does.
+Only the bias is added in float32, like everywhere: the sum of -1e9 and a product is then -1e9. A
+bias of at most -2e38 hides its pair, like False in a mask.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 from shardwright.attention.call import Operands, Recipe
 from shardwright.attention.parts.dropout import keep_factors
 
-# Said once more, independently of `masks`.
+# Repeated here, so that the oracle does not depend on `masks`.
 _HIDING = np.float32(-2e38)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Softmax:
-    """What both passes need: everything is `[batch, heads, q_length, kv_length]`, or less the last dim.
+    """Values of the forward pass that both passes use.
 
     Attributes:
-      logits: after the softcap.
-      p: weights before dropout.
-      lse: -inf for a row without keys.
-      keep: factors of the weights under dropout, or 1.
+      logits: Logits after the softcap, `[batch, heads, q_length, kv_length]`.
+      p: Weights before dropout, likewise.
+      lse: `[batch, heads, q_length]`, -inf for a row without keys.
+      keep: Factors of the weights under dropout, or 1.
     """
 
     logits: Any
@@ -36,44 +36,47 @@ class _Softmax:
 
 
 def forward(operands: Operands, recipe: Recipe) -> dict[str, Any]:
-    """Return the output `o`, `[batch, q_length, heads, v_dim]`, and `lse`, `[batch, heads, q_length]`.
+    """Return the output `o` and the logsumexp `lse`, by name.
 
     Args:
-      operands: arrays of a call, BTHD, as NumPy can read them.
-      recipe: the static part.
+      operands: Arrays of a call, BTHD, that NumPy can read.
+      recipe: The static part.
+
+    Returns:
+      `[batch, q_length, heads, v_dim]` and `[batch, heads, q_length]`.
     """
-    found = _softmax(operands, recipe)
+    softmax = _softmax(operands, recipe)
     _, v = _keys_and_values(operands)
-    return {"o": np.einsum("bhts,bshd->bthd", found.p * found.keep, v), "lse": found.lse}
+    return {"o": np.einsum("bhts,bshd->bthd", softmax.p * softmax.keep, v), "lse": softmax.lse}
 
 
 def backward(operands: Operands, recipe: Recipe, *, do: Any, dlse: Any) -> dict[str, Any]:
     """Return the cotangents of q, k, v, and of the bias and the sinks if there are any.
 
     Args:
-      operands: as in `forward`.
-      recipe: the static part.
-      do: cotangent of the output.
-      dlse: cotangent of the logsumexp, 0 in rows whose logsumexp is -inf.
+      operands: As in `forward`.
+      recipe: The static part.
+      do: Cotangent of the output.
+      dlse: Cotangent of the logsumexp, 0 in rows with a logsumexp of -inf.
     """
-    found = _softmax(operands, recipe)
+    softmax = _softmax(operands, recipe)
     q, (k, v) = np.asarray(operands.q, np.float64), _keys_and_values(operands)
-    dp = np.einsum("bthd,bshd->bhts", do, v) * found.keep
-    delta = np.sum(found.p * dp, axis=-1) - dlse
-    dlogits = found.p * (dp - delta[..., None])
+    dp = np.einsum("bthd,bshd->bhts", do, v) * softmax.keep
+    delta = np.sum(softmax.p * dp, axis=-1) - dlse
+    dlogits = softmax.p * (dp - delta[..., None])
     if recipe.softcap is not None:
-        dlogits = dlogits * (1.0 - np.square(found.logits / recipe.softcap))
+        dlogits = dlogits * (1.0 - np.square(softmax.logits / recipe.softcap))
     products = dlogits * recipe.scale
     grads = {
         "q": np.einsum("bhts,bshd->bthd", products, k),
         "k": _by_kv_head(np.einsum("bhts,bthd->bshd", products, q), operands),
-        "v": _by_kv_head(np.einsum("bhts,bthd->bshd", found.p * found.keep, do), operands),
+        "v": _by_kv_head(np.einsum("bhts,bthd->bshd", softmax.p * softmax.keep, do), operands),
     }
     if operands.bias is not None:
         shared = tuple(dim for dim, size in enumerate(operands.bias.shape) if size == 1)
         grads["bias"] = np.sum(dlogits, axis=shared, keepdims=True)
     if operands.sinks is not None:
-        share = np.exp(np.asarray(operands.sinks, np.float64)[None, :, None] - found.lse)
+        share = np.exp(np.asarray(operands.sinks, np.float64)[None, :, None] - softmax.lse)
         grads["sinks"] = -np.sum(share * delta, axis=(0, 2))
     return grads
 
@@ -109,7 +112,7 @@ def _softmax(operands: Operands, recipe: Recipe) -> _Softmax:
 
 
 def _seen(operands: Operands, recipe: Recipe) -> Any:
-    """Return which pairs attend, by the sentences in which `masks` says it."""
+    """Return which pairs attend, by the definitions in the docstring of `masks`."""
     q = np.asarray(operands.q_positions)[:, None, :, None]
     kv = np.asarray(operands.kv_positions)[:, None, None, :]
     rules, seen = recipe.mask, kv >= 0
@@ -117,11 +120,8 @@ def _seen(operands: Operands, recipe: Recipe) -> Any:
         seen = seen & (kv <= q)
     if rules.window is not None:
         left, right = rules.window
-        seen = (
-            seen
-            & (True if left is None else kv >= q - left)
-            & (True if right is None else kv <= q + right)
-        )
+        seen = seen if left is None else seen & (kv >= q - left)
+        seen = seen if right is None else seen & (kv <= q + right)
     if rules.chunk is not None:
         seen = seen & (kv // rules.chunk == q // rules.chunk)
     if operands.q_segment_ids is not None:
@@ -135,21 +135,21 @@ def _seen(operands: Operands, recipe: Recipe) -> Any:
 
 
 def _keys_and_values(operands: Operands) -> tuple[Any, Any]:
-    """Return k and v for every query head, with zeros in rows that hold no key: what was left there may be NaN."""
+    """Return k and v for every query head, with zeros in rows that hold no key.
+
+    What an earlier sequence left in those rows may be NaN.
+    """
     held = np.asarray(operands.kv_positions) >= 0
     if operands.lengths is not None:
         held = held & (np.asarray(operands.kv_positions) < np.asarray(operands.lengths)[:, None])
-    found = []
+    repeated = []
     for name in ("k", "v"):
         x = np.asarray(getattr(operands, name), np.float64)
         scale = getattr(operands, f"{name}_scale")
         x = x if scale is None else x * np.asarray(scale, np.float64)[..., None]
-        found.append(
-            np.repeat(
-                np.where(held[:, :, None, None], x, 0.0), operands.q.shape[2] // x.shape[2], axis=2
-            )
-        )
-    return found[0], found[1]
+        x = np.where(held[:, :, None, None], x, 0.0)
+        repeated.append(np.repeat(x, operands.q.shape[2] // x.shape[2], axis=2))
+    return repeated[0], repeated[1]
 
 
 def _by_kv_head(grad: Any, operands: Operands) -> Any:
