@@ -2,9 +2,9 @@
 
     python examples/serving.py [--quick] [--strategy NAME] [--cache KIND] [--json]
 
-Prompts are pieces of the standard library of Python. Half of the requests are greedy, and half sample
-with their own seed; one is canceled. At the end the example checks that each text equals the text of
-the request served alone, and prints the report of the engine.
+Prompts are pieces of the standard library of Python. Half of the requests are greedy, and half
+sample with their own seed; one is canceled. At the end the example checks that each text equals the
+text of the request served alone, and prints the report of the engine.
 """
 
 from __future__ import annotations
