@@ -1,1 +1,1 @@
-"""What the promises about speed cost: run `python -m benchmarks`, or `make bench`."""
+"""Measurements with targets: run `python -m benchmarks`, or `make bench`."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks [SUBJECT ...]`: measure, print, and fail where a target is missed."""
+"""`python -m benchmarks [SUBJECT ...]`: measure, print, and fail if a target is missed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUBJECTS = {
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "subjects", nargs="*", metavar="SUBJECT", help=f"of {', '.join(SUBJECTS)}; absent: all"
+        "subjects", nargs="*", metavar="SUBJECT", help=f"of {', '.join(SUBJECTS)}; defaults to all"
     )
     parser.add_argument("--peers", action="store_true", help="measure flax, eformer and haliax too")
     parser.add_argument(
@@ -48,13 +48,13 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the subjects; 0 if every target is met, 1 if one is missed, 2 if the request cannot be met."""
+    """Run the subjects. Return 0 if all targets are met, 1 if not, 2 for a bad request."""
     given = _arguments(argv)
-    lacking = peers.missing() if given.peers else []
-    if lacking:
+    missing = peers.missing() if given.peers else []
+    if missing:
         print(
             "peers are missing:",
-            *lacking,
+            *missing,
             'run python -m pip install -e ".[peers]" in the clone',
             sep="\n  ",
             file=sys.stderr,

@@ -1,4 +1,4 @@
-"""Attention on a CPU: blockwise beside `jax.nn.dot_product_attention`, and decode beside keys repeated for every query head."""
+"""Attention on a CPU beside `jax.nn.dot_product_attention`, and decode beside repeated keys."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _beside(
     repeats: int,
     target: Target | None,
 ) -> Row:
-    # Kernels run in threads of their own: the processor time of all of them counts.
+    # Kernels run in other threads, so the processor time of all threads counts.
     prepared = {name: timing.always(_call(jax.jit(f), arrays)) for name, f in cases.items()}
     times = timing.interleave(prepared, repeats=repeats, clock=time.process_time)
     return timing.ratio(times, OURS, against=against, subject="attention", case=case, target=target)

@@ -1,4 +1,4 @@
-"""`import shardwright` beside `import jax`, each in a process of its own, and that it starts no backend."""
+"""`import shardwright` beside `import jax`, each in a new process; it starts no backend."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from benchmarks.timing import Row, Target
 TARGET = Target(at_most=1.25)
 OURS, JAX = "import shardwright", "import jax"
 CLOCK = "import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
-# jax_num_cpu_devices can be set only while no backend runs, which tells without private names
-# whether one does.
+# jax_num_cpu_devices can be set only while no backend runs. So setting it shows, without private
+# names, whether a backend runs.
 PROBE = (
     "import shardwright, jax; jax.config.update('jax_num_cpu_devices', 3); assert "
     "len(jax.devices()) == 3"
@@ -23,7 +23,9 @@ PROBE = (
 
 
 def run(*, peers: bool, repeats: int) -> list[Row]:
-    """Measure the statements from inside fresh processes, in turn, after one of each that fills the bytecode caches.
+    """Measure the statements inside new processes, in turn.
+
+    A first process of each fills the bytecode caches.
 
     Raises:
       AssertionError: the import starts a backend.
@@ -65,12 +67,12 @@ def _seconds(statement: str) -> float:
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment in which the package is the one measured here, on CPU devices, without XLA flags."""
+    """Return an environment with this package, CPU devices and no XLA flags."""
     assert shardwright.__file__ is not None
     source = str(Path(shardwright.__file__).parents[1])
     paths = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Without bytecode every import compiles the package anew, while jax may have been installed
-    # with its own.
+    # Without bytecode every import compiles the package again, but jax may be installed with
+    # bytecode.
     dropped = {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "PYTHONDONTWRITEBYTECODE"}
     kept = {key: value for key, value in os.environ.items() if key not in dropped}
     return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}

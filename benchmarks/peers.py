@@ -1,4 +1,4 @@
-"""The same questions put to flax, eformer and haliax, each in the way its documentation shows, with the same rules."""
+"""The same work in flax, eformer and haliax, as their documentation shows, with the same rules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Kinds = tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
 
 
 def missing() -> list[str]:
-    """Return the peers that are not installed, or do not import here, each with the reason."""
+    """Return the peers that cannot be imported, each with the reason."""
     found = []
     for name in NAMES:
         try:
@@ -51,7 +51,7 @@ def missing() -> list[str]:
 
 
 def _supply_alias() -> None:
-    """Supply the one name that haliax 1.3 imports and newer JAX lacks: an alias that only an annotation of it uses."""
+    """Define the alias that haliax 1.3 imports and that newer JAX does not have."""
     tree_util = importlib.import_module("jax._src.tree_util")
     if not hasattr(tree_util, "BuiltInKeyEntry"):
         tree_util.BuiltInKeyEntry = Any
@@ -107,7 +107,7 @@ def _eformer_manager(rules: AxisRules, role: Role, mesh: Mesh) -> Any:
 
 
 def _eformer_axes(axes: tuple[str, ...]) -> tuple[str | None, ...]:
-    """Return axes with None for those that eformer does not have, all of which are replicated here."""
+    """Return axes, with None for those that eformer does not have; these are replicated here."""
     return tuple(axis if axis in EFORMER_NAMES else None for axis in axes)
 
 
@@ -141,7 +141,7 @@ def eformer_shardings(rules: AxisRules, mesh: Mesh) -> Iterator[Callable[..., Ca
 
 @contextlib.contextmanager
 def _legacy_mesh(mesh: Mesh) -> Iterator[None]:
-    """Enter a mesh in the way that eformer reads; JAX warns about it."""
+    """Enter a mesh in the way that eformer reads it; JAX warns of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with mesh:
@@ -209,7 +209,7 @@ def _trace(
 
 
 def _trace_haliax(rules: AxisRules, mesh: Mesh, kinds: Kinds, count: int) -> Callable[[], Any]:
-    """Trace `auto_sharded` of named arrays, which carry their axes: nothing is annotated at the call."""
+    """Trace `auto_sharded` of named arrays, which have axes without an annotation at the call."""
     import haliax
 
     mapping = {

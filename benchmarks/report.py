@@ -1,4 +1,4 @@
-"""What was measured, for people, for Markdown and for machines, always with the machine and the versions."""
+"""Measurements as text, Markdown and JSON, with the machine and the versions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEAD = (
 
 
 def context(*, peers: dict[str, str]) -> dict[str, str]:
-    """Return the machine and the versions that numbers depend on."""
+    """Return the machine and the versions."""
     return {
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
         "cpu": _cpu(),
@@ -43,9 +43,9 @@ def context(*, peers: dict[str, str]) -> dict[str, str]:
 
 
 def _cpu() -> str:
-    found = Path("/proc/cpuinfo")
-    if found.exists():
-        for line in found.read_text(encoding="utf-8").splitlines():
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or "unknown"
@@ -61,14 +61,14 @@ def markdown(rows: Sequence[Row], where: dict[str, str]) -> str:
     lines = ["# Speed", "", *(f"- {key}: {value}" for key, value in where.items()), ""]
     lines += [
         (
-            "Medians of interleaved repetitions in one run, of processor time (attention: of all "
-            "threads; import: of time passed)."
+            "Medians of interleaved repetitions of processor time in one run (attention: of all "
+            "threads; import: of wall time)."
         ),
         (
-            "A ratio is the median of the repetitions' own ratios: not that of the two times "
-            "beside it, which are medians by themselves."
+            "A ratio is the median of the ratios of the repetitions, and not the ratio of the "
+            "two medians beside it."
         ),
-        "`spread` is the interquartile range in parts of the median.",
+        "`spread` is the interquartile range divided by the median.",
         "",
     ]
     cells = [HEAD, tuple("---" for _ in HEAD), *map(_cells, rows)]

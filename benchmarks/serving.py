@@ -1,4 +1,4 @@
-"""Serving on 8 CPU devices: the engine beside one request after the other, its decode step beside one with a hand-written cache."""
+"""Serving on 8 CPU devices, beside single requests and beside a hand-written cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENGINE, WRITTEN, LOOP = "engine", "hand-written cache", "one after the other"
 
 
 def run(*, peers: bool, repeats: int) -> list[Row]:
-    """Measure decode steps with all slots in use, and requests that are served to their ends."""
+    """Measure decode steps with all slots in use, and requests from start to end."""
     del peers
     sys.path.insert(0, str(EXAMPLES))
     try:
@@ -117,7 +117,7 @@ def _server(slots: int) -> Any:
 
 
 def _written_step(server: Any, weights: Any) -> Callable[[], Any]:
-    """Return what decodes every slot once and reads the tokens, as the engine does."""
+    """Return a function that decodes every slot once and reads the tokens, as the engine does."""
     from decoder.cache import cache_specs, empty_cache
 
     with server.pm.for_mode("decode") as decoding:

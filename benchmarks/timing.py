@@ -1,7 +1,7 @@
-"""How time is taken here, and what a measurement says: medians of interleaved repetitions, as a ratio beside something else.
+"""Time several cases in interleaved repetitions, and compare them by ratios.
 
-A ratio is the median of the repetitions' own ratios: the two times of one repetition are taken
-within moments of each other, so a machine that is slower for a while is slower for both.
+A ratio is the median of the ratios of the repetitions. The two times of a repetition are measured
+shortly after each other, so a machine that is slow for a while is slow for both.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Prepare = Callable[[], Run]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a number has to be; one of the two is given."""
+    """An upper or a lower bound of a number."""
 
     at_most: float | None = None
     at_least: float | None = None
 
     def met(self, value: float) -> bool:
-        """Tell whether a measured value will do."""
+        """Tell whether a value meets the target."""
         return (self.at_most is None or value <= self.at_most) and (
             self.at_least is None or value >= self.at_least
         )
@@ -40,17 +40,17 @@ class Row:
     """One measured number.
 
     Attributes:
-      subject: the benchmark it belongs to.
-      case: the input it was measured on.
-      what: what was measured; for a ratio the numerator.
-      against: what it was measured beside: the denominator; empty for a plain time.
-      value: the number: a ratio (unit "x") or a time.
+      subject: The benchmark.
+      case: The input.
+      what: What was measured; the numerator of a ratio.
+      against: The denominator of a ratio; empty for a time.
+      value: A ratio (unit "x") or a time.
       unit: "x" or "us".
-      seconds: median time of `what`.
-      against_seconds: median time of `against`, or None.
-      spread: interquartile range of `what` in parts of its median, the noise of the run.
-      repeats: repetitions that the medians are of.
-      target: what `value` has to be, or None where the number is for information.
+      seconds: Median time of `what`.
+      against_seconds: Median time of `against`, or None.
+      spread: Interquartile range of `what` divided by its median: the noise of the run.
+      repeats: Number of repetitions.
+      target: The target of `value`, or None.
     """
 
     subject: str
@@ -68,7 +68,9 @@ class Row:
     @property
     def verdict(self) -> str:
         """`ok`, `MISSED`, or empty without a target."""
-        return "" if self.target is None else "ok" if self.target.met(self.value) else "MISSED"
+        if self.target is None:
+            return ""
+        return "ok" if self.target.met(self.value) else "MISSED"
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as plain data."""
@@ -79,17 +81,19 @@ class Row:
 def interleave(
     cases: Mapping[str, Prepare], *, repeats: int, clock: Callable[[], float] = time.thread_time
 ) -> dict[str, list[float]]:
-    """Time every case once per repetition, in an order that rotates, so that a busy moment of the machine hits all alike.
+    """Time every case once per repetition.
+
+    The order of the cases rotates, so that a busy moment of the machine affects all of them.
 
     Args:
-      cases: for each name, what prepares a repetition (untimed) and returns what is timed.
-      repeats: repetitions; one more, untimed, comes first.
-      clock: what tells the time, in seconds.
+      cases: For each name, a function that prepares a repetition (untimed) and returns the function
+        to time.
+      repeats: Number of repetitions; one more, untimed, comes first.
+      clock: Returns the time in seconds.
 
     Returns:
-      Seconds by name, by default of this thread's processor time: on an idle machine the time that
-      passes, on a busy one without the waiting. The garbage collector stands still while the clock
-      runs, as in `timeit`.
+      Seconds by name, by default of the processor time of this thread, which does not count waiting
+      for other processes. The garbage collector is off during a measurement, as in `timeit`.
     """
     names = list(cases)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -97,9 +101,9 @@ def interleave(
         turn = (repeat + 1) % len(names)
         gc.collect()
         for name in names[turn:] + names[:turn]:
-            taken = _once(cases[name](), clock)
+            seconds = _once(cases[name](), clock)
             if repeat >= 0:
-                times[name].append(taken)
+                times[name].append(seconds)
     return times
 
 
@@ -108,21 +112,21 @@ def _once(run: Run, clock: Callable[[], float]) -> float:
     try:
         start = clock()
         result = run()
-        taken = clock() - start
+        seconds = clock() - start
     finally:
         gc.enable()
     del result
-    return taken
+    return seconds
 
 
 def warmed(run: Run) -> Run:
-    """Return what has run once, so that its input is in the processor's caches."""
+    """Run a function once, so that its input is in the caches of the processor, and return it."""
     run()
     return run
 
 
 def always(run: Run) -> Prepare:
-    """Return what prepares a case that needs no preparation."""
+    """Return the preparation of a case that needs none."""
     return lambda: run
 
 
@@ -137,7 +141,7 @@ def ratio(
 ) -> Row:
     """Return the median ratio of two cases as a row."""
     top, bottom = statistics.median(times[what]), statistics.median(times[against])
-    ratios = [one / other for one, other in zip(times[what], times[against], strict=True)]
+    ratios = [ours / theirs for ours, theirs in zip(times[what], times[against], strict=True)]
     return Row(
         subject=subject,
         case=case,
@@ -153,13 +157,13 @@ def ratio(
 
 
 def spread(times: list[float]) -> float:
-    """Return the interquartile range in parts of the median."""
+    """Return the interquartile range divided by the median."""
     low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (0.0, 0.0, 0.0)
     return (high - low) / statistics.median(times)
 
 
 def clear_module_caches() -> None:
-    """Empty every `functools` cache of the package, so that a first call is one."""
+    """Clear every `functools` cache of the package, so that the next call is a first call."""
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "shardwright":
             for value in list(vars(module).values()):

@@ -1,9 +1,9 @@
-"""Tracing 1,000 constraints, beside `jax.lax.with_sharding_constraint` with the same shardings written out.
+"""Trace 1,000 constraints, beside `jax.lax.with_sharding_constraint` with ready-made shardings.
 
-The function has nothing but constraints, on arrays of four kinds in turn, and is a new one in every
-repetition, so that JAX traces it anew. The baseline gets its `NamedSharding`s ready made. Ours is
-`sw.shard` under an entered manager that has seen these annotations before, as from the second layer
-of a model on; "first" has not.
+The function consists of constraints, on arrays of four kinds in turn. It is a new function in every
+repetition, so JAX traces it again. The baseline gets its `NamedSharding`s ready-made. Ours is
+`sw.shard` under a manager that has seen these annotations, as in the second layer of a model. The
+row "first" uses a new manager.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def trace_constraints(constrain: Constrain) -> Any:
 def _check(
     name: str, trace: Callable[[], Any], mesh: Mesh, specs: dict[tuple[str, ...], PartitionSpec]
 ) -> None:
-    """Check, outside the clock, that a case traces every constraint, with the same shardings."""
+    """Check, untimed, that a case traces every constraint with the same shardings."""
     found = [
         equation
         for equation in trace().jaxpr.eqns

@@ -33,7 +33,7 @@ TARGETS = {
     "first, ArraySpecs": Target(at_most=1.0),
     "again, ArraySpecs": Target(at_most=0.5),
 }
-# eformer does what we do only with its size check; without, it resolves names alone.
+# Only with its size check does eformer do the same work; without it, it resolves names only.
 PEER_TARGETS = {
     "flax logical_to_mesh_sharding": Target(at_least=8.0),
     "eformer, sizes checked": Target(at_least=4.0),
@@ -41,7 +41,7 @@ PEER_TARGETS = {
 
 
 def run(*, peers: bool, repeats: int) -> list[Row]:
-    """Measure both models on a mesh of 8 devices and on a cluster's mesh without devices; peers on the former."""
+    """Measure both models on 8 devices and on an abstract mesh of a cluster; peers on 8 devices."""
     rows = []
     for model in trees.MODELS:
         strategy = sw.Strategy.preset(model.preset) | sw.Strategy.loads(model.overlay)
@@ -102,7 +102,7 @@ def _fresh(strategy: sw.Strategy, mesh: Mesh | AbstractMesh) -> sw.PartitionMana
 
 
 def _twice(make: Callable[[], timing.Run]) -> timing.Run:
-    """Return a run with empty caches, after another such run: what is new to it is the question, not the code that answers it."""
+    """Return a run with empty caches, after another such run, so that only the question is new."""
     make()()
     return make()
 
@@ -137,7 +137,7 @@ def _peers(
     expected: list[Any],
     stack: contextlib.ExitStack,
 ) -> dict[str, Any]:
-    """Return the peers' cases, after checking that they give the shardings that ours gives."""
+    """Return the cases of the peers, after a check that they give the same shardings."""
     from benchmarks import peers
 
     rules = strategy.compile()
@@ -157,7 +157,7 @@ def _agree(
     model: trees.Model,
     prefix: tuple[str, ...] = ("",),
 ) -> None:
-    """Check, outside the clock, that the cases compute the same thing."""
+    """Check, untimed, that the cases compute the same shardings."""
     ranks = [len(shape) for _, shape in sorted_shapes(model.leaves())]
     for name in (name for name in cases if name.startswith(prefix)):
         found = jax.tree.leaves(

@@ -34,7 +34,7 @@ Leaves = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model's parameters: `leaves` gives (shape, axes) by path, `strategy` the preset and overlay that a user would take.
+    """The parameters of a model, and the strategy of a user.
 
     Attributes:
       name: the published name.
@@ -76,7 +76,7 @@ def llama_405b() -> Leaves:
 
 
 def deepseek_v3() -> Leaves:
-    """Return the parameters of DeepSeek-V3 with a leaf per expert matrix: 45,456 leaves with 13 distinct axes tuples."""
+    """Return the 45,456 parameters of DeepSeek-V3, with one leaf per expert matrix."""
     embed, vocab = 7168, 129280
     leaves: Leaves = {
         "embed": ((vocab, embed), (VOCAB, EMBED)),
@@ -135,8 +135,11 @@ MODELS = (
         name="DeepSeek-V3",
         leaves=deepseek_v3,
         preset="moe_ep",
-        overlay='version = 1\n[axes]\nq_lora = "rank of the query projection"\nkv_lora = "rank of the key and value projections"\n'
-        '[rules]\nq_lora = "-"\nkv_lora = "-"\n',
+        overlay=(
+            'version = 1\n[axes]\nq_lora = "rank of the query projection"\n'
+            'kv_lora = "rank of the key and value projections"\n'
+            '[rules]\nq_lora = "-"\nkv_lora = "-"\n'
+        ),
         devices8="dp:1,fsdp:2,sp:1,ep:2,tp:2",
         cluster="dp:8,fsdp:64,sp:1,ep:8,tp:4",
     ),

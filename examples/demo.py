@@ -96,10 +96,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="5 steps, none further")
     options = parser.parse_args(argv)
-    options.steps = options.steps if options.steps is not None else 5 if options.quick else 40
-    options.further = (
-        options.further if options.further is not None else 0 if options.quick else 200
-    )
+    steps, further = (5, 0) if options.quick else (40, 200)
+    options.steps = steps if options.steps is None else options.steps
+    options.further = further if options.further is None else options.further
     if min(options.steps, options.batch, options.new_bytes) < 1 or options.further < 0:
         parser.error("--steps, --batch and --new-bytes are at least 1, --further at least 0")
     return options

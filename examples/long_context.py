@@ -4,7 +4,8 @@
 
 Eight virtual CPU devices take the place of eight accelerators. The model calls attention in the
 same way under both strategy files; a line in `strategies/long_context.toml` selects the
-implementation. The example fails unless the losses equal those of one device."""
+implementation. The example fails unless the losses equal those of one device.
+"""
 
 from __future__ import annotations
 

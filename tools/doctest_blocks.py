@@ -1,4 +1,4 @@
-"""For the API pages: an example in a docstring, a paragraph that starts with `>>>`, is a block of code and no quotation."""
+"""An extension for the API pages: examples in docstrings (`>>>`) become blocks of code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _EXAMPLE = re.compile(r"(?:^|(?<=\n\n))>>> .*?(?=\n\n|\Z)", re.DOTALL)
 
 
 class DoctestBlocks(griffe.Extension):
-    """Fence the examples of every docstring before it is parsed."""
+    """Fence the examples of each docstring."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rewrite one docstring."""

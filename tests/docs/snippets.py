@@ -15,6 +15,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import shardwright as sw
 from shardwright.cli.main import main
@@ -34,7 +35,7 @@ _NOT_RUN = ("git clone ", "cd ", "python -m pip install ", "pip install ")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A fenced block: its language, the rest of its first line, its text, and the line where the text starts (from 1)."""
+    """A fenced block: language, rest of its first line, text, and the first line of the text."""
 
     lang: str
     info: str
@@ -75,7 +76,11 @@ def blocks(text: str) -> list[Block]:
 
 
 def run_page(page: Path) -> Iterator[Shown]:
-    """Run a page's blocks in the current folder and yield each output shown; an output not shown is an AssertionError."""
+    """Run the blocks of a page in the current folder, and yield each output that it shows.
+
+    Raises:
+      AssertionError: The page does not show an output.
+    """
     namespace: dict[str, object] = {"__name__": "__main__"}
     name = page.relative_to(ROOT).as_posix()
     sequence = blocks(page.read_text(encoding="utf-8"))
@@ -98,7 +103,7 @@ def run_page(page: Path) -> Iterator[Shown]:
 
 
 def folded(text: str) -> str:
-    """Return text with its long lines folded between words, as a page shows messages; tables keep to the width themselves."""
+    """Return text with long lines folded between words, as a page shows messages."""
     return "\n".join(part for line in text.splitlines() for part in _fold(line))
 
 
@@ -149,7 +154,7 @@ def _run_console(block: Block, place: str) -> str:
 
 
 def _run_pytest(words: list[str]) -> str:
-    """Run pytest in the current folder, as a reader who installed the package does, and return what it prints."""
+    """Run pytest in the current folder, as a reader does, and return its output."""
     # Under CI, pytest prints whole messages in its summary; a page shows what a reader sees at a
     # terminal.
     env = {
@@ -190,7 +195,7 @@ def _run_pytest(words: list[str]) -> str:
 
 
 def needs(page: Path) -> set[str]:
-    """Return the packages that a page's code imports and that only `make docs` and `make check` install."""
+    """Return the packages of a page that only `make docs` and `make check` install."""
     code = "".join(
         block.text for block in blocks(page.read_text(encoding="utf-8")) if block.lang == "python"
     )
@@ -213,7 +218,8 @@ def _check_file(block: Block, place: str) -> None:
     elif "wrong" in block.info:
         (tomllib if block.lang == "toml" else json).loads(block.text)
     else:
-        sw.Strategy.loads(block.text, format=block.lang, source=block.title or place)  # type: ignore[arg-type]
+        format_: Any = block.lang
+        sw.Strategy.loads(block.text, format=format_, source=block.title or place)
 
 
 def rewritten(page: Path) -> str:

@@ -68,7 +68,7 @@ def _value(row: Row) -> str:
 
 
 def _table(subject: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a row for everything of a subject that has a target, with a column for each run that measured any of it."""
+    """Return a row for each target of a subject, with a column for each run that measured it."""
     by_run = {
         name: {_key(row): row for row in _with_targets(run) if row["subject"] == subject}
         for name, run in results.items()

@@ -1,4 +1,4 @@
-"""Every snippet of the documentation runs, every output that it shows is the one that running gives, every link leads somewhere."""
+"""Every snippet of the pages runs and prints what the page shows, and every link works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages and the errors say to install can be installed: the package is on no index, so extras come from a clone."""
+"""Pages and errors name extras that exist, and install them from a clone."""
 
 from __future__ import annotations
 

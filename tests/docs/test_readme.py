@@ -1,4 +1,4 @@
-"""The table of the README is true: its times are measured, and what it says of flax and JAX happens."""
+"""The table of the README is true: its times are measured, and flax and JAX behave as it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page on speed shows what the files of results say: `pytest tests/docs --update-golden -k speed` writes it anew."""
+"""The page on speed shows the files of results; `--update-golden -k speed` writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices hold which part of an array, as its sharding says, and how to draw that."""
+"""Compute which devices hold which part of an array, and draw the parts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Block = tuple[tuple[int, int], ...]  # for each dim: first index, and the one af
 
 
 def holders(sharding: NamedSharding, shape: Sequence[int]) -> dict[Block, list[int]]:
-    """Return the devices that hold each part of an array, numbered by their place in the mesh."""
+    """Return the devices that hold each part of an array, numbered by position in the mesh."""
     assert isinstance(sharding.mesh, Mesh)
     place = {device: number for number, device in enumerate(sharding.mesh.devices.flat)}
-    found: dict[Block, list[int]] = {}
+    parts: dict[Block, list[int]] = {}
     for device, slices in sharding.devices_indices_map(tuple(shape)).items():
-        bounds = (one.indices(size)[:2] for one, size in zip(slices, shape, strict=True))
-        found.setdefault(tuple(bounds), []).append(place[device])
-    return {block: sorted(devices) for block, devices in sorted(found.items())}
+        bounds = (part.indices(size)[:2] for part, size in zip(slices, shape, strict=True))
+        parts.setdefault(tuple(bounds), []).append(place[device])
+    return {block: sorted(devices) for block, devices in sorted(parts.items())}
 
 
 def spec_text(spec: PartitionSpec) -> str:
@@ -28,7 +28,7 @@ def spec_text(spec: PartitionSpec) -> str:
 
 
 def draw_matrix(picture: Picture, box: Box, sharding: NamedSharding, shape: Sequence[int]) -> None:
-    """Draw the parts of an array of two dims, the devices that hold each, device 0's in color."""
+    """Draw the parts of an array of two dims with their devices; color the part of device 0."""
     rows, columns = shape
     for ((top, bottom), (left, right)), devices in holders(sharding, shape).items():
         part = Box(

@@ -1,11 +1,11 @@
-"""An SVG document as text: boxes, lines and words, with colors for light and dark pages."""
+"""An SVG document: boxes, lines and text, with colors for light and dark pages."""
 
 from __future__ import annotations
 
 import dataclasses
 from xml.sax.saxutils import escape
 
-# The reader's system chooses. A background of its own keeps a picture readable on any page.
+# The system of the reader selects light or dark. The picture has its own background.
 _STYLE = """\
     svg { color-scheme: light dark }
     .page { fill: #ffffff; stroke: #d0d7de }

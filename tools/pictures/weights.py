@@ -1,4 +1,4 @@
-"""A weight on its way: stored, gathered, used, and its gradient back."""
+"""A weight: stored, gathered, used, and its gradient."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _next(picture: Picture, y: float, words: str) -> None:
 
 
 def _product(picture: Picture, y: float, pm: sw.PartitionManager) -> None:
-    """Draw `x @ w = y`: device 0 holds all that it multiplies, and gets its part of the result."""
+    """Draw `x @ w = y`: device 0 holds its factors, and computes its part of the result."""
     picture.text(20, y + 16, "3 used", kind="title")
     picture.text(100, y + 16, "x @ w = y", kind="code")
     picture.text(200, y + 16, "each device has its factors", kind="soft")
