@@ -197,10 +197,9 @@ class ArrayMethods(ManagerCore):
     def _placement(
         self, request: Request, *, strict: bool = True
     ) -> tuple[Placement | None, Resolution | None]:
-        """Return where the array of a request goes, and the resolution if it names Manual mesh
-        axes.
+        """Return the placement of an array, and its resolution if that has Manual mesh axes.
 
-        The placement is None where `shard_map` has applied all mesh axes.
+        The placement is None if `shard_map` has applied all mesh axes.
         """
         ambient = _jax.ambient_mesh()
         manual = self.manual_axes(ambient)

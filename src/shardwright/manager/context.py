@@ -90,7 +90,7 @@ class _Entry:
       number: Number of the entry; later entries have larger ones.
       hidden_from: Tasks that ran beside that task when it ended without leaving; None until it
         ends.
-      revoked: Whether another flow left it than the one that entered it.
+      revoked: Whether a flow left it that had not entered it.
     """
 
     manager: Any
@@ -302,8 +302,7 @@ def _current_task() -> Any:
 
 
 def _may_see(entry: _Entry) -> bool:
-    """Tell whether this flow, if it has no manager of its own, gets what another flow of the thread
-    left entered.
+    """Tell whether a flow without its own manager gets this entry of another flow of the thread.
 
     The cells of a notebook do, which may each run in a task and a context. A task that still runs,
     or that ran beside this one, keeps its manager to itself.

@@ -1,5 +1,4 @@
-"""`PartitionManager`: rules, a mesh and a mode as one frozen value, and the questions that it
-answers.
+"""`PartitionManager`: rules, a mesh and a mode as one frozen value that answers questions.
 
 Its other methods come from the files beside this one: `arrays` (shard, hint, shard_map), `weights`
 (gather), `trees` (shardings, abstract, init) and `training` (optimizer state, the jitted step).
@@ -119,9 +118,8 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         )
 
     if not TYPE_CHECKING:  # a type checker must still find names that are spelled wrong
-
+        # The methods that rooms above the manager implement.
         def __getattr__(self, name: str) -> Any:
-            """Return a method that a room above the manager implements."""
             method = upward.bind(name, self)
             if method is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -201,8 +199,9 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         shape: Sequence[int] | None = None,
         path: str | None = None,
     ) -> Resolution:
-        """Return the spec of an annotation and, dim by dim, why. A failed request has `problems`
-        and no spec.
+        """Return the spec of an annotation, and the decision of each dim.
+
+        A failed request has `problems` and no spec.
 
         Args:
           *axes: Axis strings and composites, or one annotation.

@@ -48,6 +48,23 @@ from shardwright.vocabulary.merged_dims import MergedDim
 _MeshAxes = dict[tuple[str, ...], tuple[str, ...]]
 
 
+@dataclasses.dataclass(slots=True)
+class _ResolvedInputs:
+    """What the inputs of one call resolve to, collected argument by argument.
+
+    Attributes:
+      mesh_axes: Mesh axes of each dim, by its axes.
+      owners: Path of the first array that has these axes.
+      dims: Lowered dims of each array.
+      problems: Problems of all arrays.
+    """
+
+    mesh_axes: _MeshAxes = dataclasses.field(default_factory=dict)
+    owners: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
+    dims: list[tuple[Dim, ...]] = dataclasses.field(default_factory=list)
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class SemanticShardMap:
     """The function of global arrays that `PartitionManager.shard_map` returns.
@@ -81,17 +98,15 @@ class SemanticShardMap:
                 f"{len(args)} arguments, in_axes has {len(self.in_axes)} entries",
                 fix="give in_axes one entry per argument",
             )
-        mesh_axes: _MeshAxes = {}
-        owners: dict[tuple[str, ...], str] = {}
-        problems: list[Problem] = []
-        dims: list[tuple[Dim, ...]] = []
+        resolved = _ResolvedInputs()
         in_specs = tuple(
-            self._specs(f"argument {at}", arg, axes, mesh_axes, owners, problems, dims)
-            for at, (arg, axes) in enumerate(zip(args, self.in_axes, strict=True))
+            self._specs(f"argument {position}", arg, axes, resolved)
+            for position, (arg, axes) in enumerate(zip(args, self.in_axes, strict=True))
         )
-        raise_problems(problems)
+        raise_problems(resolved.problems)
+        mesh_axes, dims = resolved.mesh_axes, tuple(resolved.dims)
         args, mesh = self._ready(args, in_specs)
-        f = self._noted(in_specs, tuple(dims)) if mesh is not None else self.f
+        f = self._noted(in_specs, dims) if mesh is not None else self.f
         outputs = self._outputs(f, args, in_specs, mesh)
         out_specs = jax.tree.map(
             lambda output: self._out_spec(output.annotation, mesh_axes), outputs
@@ -100,7 +115,7 @@ class SemanticShardMap:
             jax.tree.structure((in_specs, out_specs)),
             tuple(jax.tree.leaves((in_specs, out_specs))),
             mesh,
-            tuple(dims),
+            dims,
         )
         mapped = self._kept.get(key)
         if mapped is None:
@@ -211,23 +226,15 @@ class SemanticShardMap:
             jax.tree.structure(shapes[0]), [_Output(leaf.annotation) for leaf in leaves]
         )
 
-    def _specs(
-        self,
-        name: str,
-        arg: Any,
-        axes: Any,
-        mesh_axes: _MeshAxes,
-        owners: dict[tuple[str, ...], str],
-        problems: list[Problem],
-        dims: list[tuple[Dim, ...]],
-    ) -> Any:
+    def _specs(self, name: str, arg: Any, axes: Any, resolved: _ResolvedInputs) -> Any:
+        """Return the specs of an argument, or None; add what it resolves to, and its problems."""
         specs = []
         try:
             leaves = annotated.annotated_leaves(
                 arg, as_annotation(axes) if is_axes_list(axes) else axes
             )
         except ShardingError as error:
-            problems += [
+            resolved.problems += [
                 dataclasses.replace(problem, path=f"{name} {problem.path}".strip())
                 for problem in error.problems
             ]
@@ -237,10 +244,11 @@ class SemanticShardMap:
             constraint.check_kept(leaf.value, path=path)
             resolution = self.explain(leaf.annotation, np.shape(leaf.value), path)
             if resolution.problems:
-                problems += resolution.problems
+                resolved.problems += resolution.problems
                 continue
-            dims.append(lower(leaf.annotation, np.shape(leaf.value)).dims)
-            problems += self._learn(path, dims[-1], resolution.decisions, mesh_axes, owners)
+            dims = lower(leaf.annotation, np.shape(leaf.value)).dims
+            resolved.dims.append(dims)
+            resolved.problems += self._learn(path, dims, resolution.decisions, resolved)
             specs.append(resolution.spec)
         return (
             jax.tree.unflatten(jax.tree.structure(arg), specs)
@@ -253,8 +261,7 @@ class SemanticShardMap:
         path: str,
         dims: tuple[Dim, ...],
         decisions: tuple[DimDecision, ...],
-        mesh_axes: _MeshAxes,
-        owners: dict[tuple[str, ...], str],
+        resolved: _ResolvedInputs,
     ) -> list[Problem]:
         """Record the mesh axes of each axis; return the axes sharded in two ways or left open."""
         problems = []
@@ -267,10 +274,11 @@ class SemanticShardMap:
                 if size is not None and size != decision.size:
                     problems.append(_two_sizes(path, decision, size))
                 names = tuple(axis for axis in decision.mesh_axes if axis not in decision.manual)
-                if mesh_axes.setdefault(dim.axes, names) != names:
-                    before = mesh_axes[dim.axes]
-                    problems.append(_two_ways(path, decision, before, owners[dim.axes]))
-                owners.setdefault(dim.axes, path)
+                before = resolved.mesh_axes.setdefault(dim.axes, names)
+                if before != names:
+                    owner = resolved.owners[dim.axes]
+                    problems.append(_two_ways(path, decision, before, owner))
+                resolved.owners.setdefault(dim.axes, path)
         return problems
 
     def _out_spec(self, annotation: Any, mesh_axes: _MeshAxes) -> PartitionSpec:

@@ -20,8 +20,9 @@ from shardwright.manager import constraint
 def place_for_shard_map(
     arguments: Sequence[Any], in_specs: Sequence[Any], *, mesh: Mesh | AbstractMesh
 ) -> tuple[Any, ...]:
-    """Reshard arguments to their `in_specs` if the mesh has an Explicit axis; else return them
-    unchanged.
+    """Reshard arguments to their `in_specs` if the mesh has an Explicit axis.
+
+    Otherwise return them unchanged.
 
     Args:
       arguments: Trees of global arrays.

@@ -67,8 +67,7 @@ class TrainingMethods(TreeMethods):
         overrides: Mapping[str, Any] | None = None,
         mode: str | None = None,
     ) -> Any:
-        """Return an optimizer's state as `jax.ShapeDtypeStruct`s with shardings; nothing is
-        allocated.
+        """Return an optimizer's state as `jax.ShapeDtypeStruct`s with shardings, without arrays.
 
         `{"params": pm.abstract(specs), "moments": pm.abstract_state(optimizer, specs)}` describes a
         training state: to jit a step, to compile ahead of time, or to restore a checkpoint into.

@@ -95,9 +95,9 @@ class TreeMethods(ManagerCore):
         mode: str | None = None,
         role: Role | str = Role.PARAM,
     ) -> Any:
-        """Return a tree of `jax.ShapeDtypeStruct`s with shardings, to lower, to compile, or to
-        restore into.
+        """Return a tree of `jax.ShapeDtypeStruct`s with shardings.
 
+        It serves to lower a program, to compile it ahead of time, or to restore a checkpoint into.
         The arguments are those of `shardings`.
 
         Raises:
