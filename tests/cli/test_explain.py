@@ -152,7 +152,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_bad_input_is_told_and_never_a_traceback(line: str, tmp_path: Path) -> None:
+def test_bad_input_has_a_message(line: str, tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "latin.toml").write_bytes(b"\xe9")
@@ -166,7 +166,7 @@ def test_bad_input_is_told_and_never_a_traceback(line: str, tmp_path: Path) -> N
     assert bool(err) == (code == 2 and bool(line))
 
 
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     answers = []
     for encoding in ("utf-8", "utf-8-sig"):
         (tmp_path / "marked.toml").write_text(
@@ -182,7 +182,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
     assert answers.count(answers[0]) == 4
 
 
-def test_text_without_axes_is_refused_where_a_list_of_none_is_a_scalar(tmp_path: Path) -> None:
+def test_empty_axes_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty_text.toml").write_text('[x]\naxes = ""\n', encoding="utf-8")
     code, out, err = run("explain --tensors empty_text.toml --strategy ddp --devices 8", tmp_path)
     assert (code, out) == (2, "")
@@ -191,7 +191,7 @@ def test_text_without_axes_is_refused_where_a_list_of_none_is_a_scalar(tmp_path:
     assert run("explain --tensors none.toml --strategy ddp --devices 8", tmp_path)[0] == 0
 
 
-def test_every_problem_of_a_tensors_file_is_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_of_a_tensors_file(tmp_path: Path) -> None:
     text = """\
 [a]
 axes = "BATCH"
@@ -224,7 +224,7 @@ axes = "DP+"
         assert says in err
 
 
-def test_json_says_what_the_manager_applies(tmp_path: Path) -> None:
+def test_json_equals_the_manager(tmp_path: Path) -> None:
     code, out, _ = run(
         f"explain BATCH QUERY_LENGTH HEAD HEAD_DIM --strategy fsdp_tp {MESH} --shape 16,64,8,32 --json",
         tmp_path,
@@ -243,7 +243,7 @@ def test_json_says_what_the_manager_applies(tmp_path: Path) -> None:
         )
 
 
-def test_bytes_per_device_are_those_of_the_shards(tmp_path: Path) -> None:
+def test_bytes_per_device_equal_the_shards(tmp_path: Path) -> None:
     code, out, _ = run(f"explain --tensors tensors.json --strategy fsdp_tp {MESH} --json", tmp_path)
     weight, step = json.loads(out)["tensors"]
     manager = sw.PartitionManager(
@@ -257,7 +257,7 @@ def test_bytes_per_device_are_those_of_the_shards(tmp_path: Path) -> None:
     assert step["modes"]["train"]["bytes_per_device"] is None
 
 
-def test_what_the_compiler_decides_has_no_bytes(tmp_path: Path) -> None:
+def test_unconstrained_dims_have_no_bytes(tmp_path: Path) -> None:
     (tmp_path / "open.toml").write_text(
         'version = 1\nmesh = { tp = 4 }\n[rules]\nembed = "?"\nvocab = "tp"\n'
     )
@@ -270,7 +270,7 @@ def test_what_the_compiler_decides_has_no_bytes(tmp_path: Path) -> None:
     ) == (0, [None, None])
 
 
-def test_a_shape_that_is_missing_in_a_file_belongs_into_the_file(tmp_path: Path) -> None:
+def test_missing_shape_belongs_in_the_file(tmp_path: Path) -> None:
     (tmp_path / "sizes.json").write_text('{"h": {"axes": "KV_HEAD"}}')
     code, out, _ = run(f"explain --tensors sizes.json --strategy fsdp_tp {MESH}", tmp_path)
     assert code == 1
@@ -278,7 +278,7 @@ def test_a_shape_that_is_missing_in_a_file_belongs_into_the_file(tmp_path: Path)
     assert "--shape" not in out
 
 
-def test_the_mode_asked_for_is_the_mode_shown_where_the_annotation_is_refused(
+def test_refused_annotation_shows_the_mode(
     tmp_path: Path,
 ) -> None:
     _, out, _ = run(
@@ -287,7 +287,7 @@ def test_the_mode_asked_for_is_the_mode_shown_where_the_annotation_is_refused(
     assert json.loads(out)["modes"]["decode"]["mode"] == "decode"
 
 
-def test_a_defect_of_ours_is_called_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_defect_is_reported_as_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(words: list[str]) -> int:
         raise RuntimeError("oops")
 
@@ -355,7 +355,7 @@ def test_explain_starts_no_backend(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_python_m_is_the_command_and_a_reader_may_leave_early() -> None:
+def test_python_m_and_closed_pipes() -> None:
     read, write = os.pipe()
     os.close(read)
     try:

@@ -16,9 +16,7 @@ MESSAGE = re.compile(r" +(fix|rule|dim \d+) ")
 
 
 @pytest.mark.parametrize("name", CASES | OTHERS)
-def test_output_is_the_golden_one_and_keeps_to_the_width(
-    name: str, golden: Golden, tmp_path: Path
-) -> None:
+def test_output_is_golden(name: str, golden: Golden, tmp_path: Path) -> None:
     line = (CASES | OTHERS)[name]
     text = shown(line, tmp_path)
     golden(text, name)

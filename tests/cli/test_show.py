@@ -78,7 +78,7 @@ def on_terminal(
 EVERY = "import sys; from shardwright.cli.main import main; [main(line.split()) for line in sys.argv[1:]]"
 
 
-def test_lines_keep_to_the_terminal(folder: Path) -> None:
+def test_lines_fit_the_terminal(folder: Path) -> None:
     commands = [
         CHECK,
         DIFF,
@@ -108,13 +108,13 @@ main(sys.argv[1:])
 """
 
 
-def test_colours_are_only_where_they_show(folder: Path) -> None:
+def test_colors_need_a_color_terminal(folder: Path) -> None:
     coloured = on_terminal(CHECK, folder)
     assert "\x1b[33mwarning\x1b[0m unreachable_candidate" in coloured
     assert on_terminal(CHECK, folder, code=NO_COLOURS) == ESCAPE.sub("", coloured) * 2
 
 
-def test_bytes_saved_are_green_and_bytes_spent_red(folder: Path) -> None:
+def test_saved_bytes_are_green(folder: Path) -> None:
     back = ["diff", "fsdp_tp", "fsdp", *DIFF[3:]]
     shown = on_terminal([" ".join(DIFF), " ".join(back)], folder, code=EVERY)
     assert "\x1b[32m-262,668,288\x1b[0m" in shown
@@ -124,14 +124,14 @@ def test_bytes_saved_are_green_and_bytes_spent_red(folder: Path) -> None:
 WITHOUT_RICH = "import sys; sys.modules['rich'] = None; sys.modules['rich.console'] = None; from shardwright.cli.main import main; sys.exit(main())"
 
 
-def test_without_rich_the_same_text_has_no_colour(folder: Path) -> None:
+def test_without_rich_text_has_no_color(folder: Path) -> None:
     plain = on_terminal(CHECK, folder, code=WITHOUT_RICH)
     assert plain.endswith("4 warnings\n")
     assert "\x1b" not in plain
 
 
 @pytest.mark.parametrize("words", [DIFF, ["schema"]], ids=["diff", "schema"])
-def test_a_reader_may_leave_early(words: list[str], folder: Path) -> None:
+def test_reader_may_close_the_pipe(words: list[str], folder: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     try:
@@ -149,7 +149,7 @@ def test_a_reader_may_leave_early(words: list[str], folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_commands_start_no_backend_and_pipes_get_plain_text(folder: Path) -> None:
+def test_commands_start_no_backend(folder: Path) -> None:
     code = (
         "import sys, jax\nfrom shardwright.cli.main import main\n"
         "for line in sys.argv[1:]:\n    main(line.split())\n"
@@ -179,14 +179,14 @@ def test_commands_start_no_backend_and_pipes_get_plain_text(folder: Path) -> Non
     assert "\x1b" not in done.stdout
 
 
-def test_width_is_what_was_asked_for_or_the_same_everywhere(
+def test_default_width(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert show.width_of(77) == 77
     assert show.width_of(None) == WIDTH
 
 
-def test_every_command_is_tried_in_this_folder() -> None:
+def test_every_command_is_tested() -> None:
     text = "\n".join(
         path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*.py")
     )

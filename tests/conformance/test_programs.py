@@ -36,7 +36,7 @@ def numbers(*shape: int) -> np.ndarray:
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
 
 
-def test_two_managers_are_two_programs_and_one_manager_is_one() -> None:
+def test_one_program_per_manager() -> None:
     traces: list[None] = []
 
     @jax.jit
@@ -53,7 +53,7 @@ def test_two_managers_are_two_programs_and_one_manager_is_one() -> None:
     assert len(traces) == 2
 
 
-def test_the_same_question_is_the_same_object_and_no_new_entry_in_jit_s_cache() -> None:
+def test_same_question_keeps_the_jit_cache() -> None:
     pm = manager()
     assert (
         pm.sharding(sw.BATCH, sw.HEAD)
@@ -69,7 +69,7 @@ def test_the_same_question_is_the_same_object_and_no_new_entry_in_jit_s_cache() 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
 @pytest.mark.parametrize("entered", [True, False], ids=["entered", "mesh by itself"])
-def test_one_body_on_every_kind_of_mesh(kind: str, entered: bool) -> None:
+def test_same_body_on_every_mesh(kind: str, entered: bool) -> None:
     pm = manager(kind=kind)
 
     def body(x: Any) -> Any:
@@ -87,7 +87,7 @@ def test_one_body_on_every_kind_of_mesh(kind: str, entered: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_the_same_body_inside_shard_map(kind: str) -> None:
+def test_same_body_inside_shard_map(kind: str) -> None:
     pm = manager(kind=kind)
 
     def body(x: Any) -> Any:
@@ -103,7 +103,7 @@ def test_the_same_body_inside_shard_map(kind: str) -> None:
             assert y.sharding.is_equivalent_to(NamedSharding(pm.mesh, P("dp", "tp")), 2)
 
 
-def test_a_manual_axis_that_the_value_does_not_vary_over_is_an_error_and_hint_drops_it() -> None:
+def test_invariant_manual_axis() -> None:
     pm = manager()
     with pm:
         strict = jax.shard_map(
@@ -120,7 +120,7 @@ def test_a_manual_axis_that_the_value_does_not_vary_over_is_an_error_and_hint_dr
         np.testing.assert_array_equal(jax.jit(hinted)(numbers(4, 8)), 2 * numbers(4, 8))
 
 
-def test_replicated_replicates_and_unconstrained_stays_open() -> None:
+def test_replicated_and_unconstrained() -> None:
     pm = manager()
     x = pm.shard(numbers(4, 8), sw.BATCH, sw.HEAD)
     for y in (
@@ -138,7 +138,7 @@ def test_replicated_replicates_and_unconstrained_stays_open() -> None:
         assert jax.jit(lambda x: sw.shard(2 * x, "open", sw.HEAD))(x).sharding.spec == P("dp", "tp")
 
 
-def test_numpy_leaves_are_placed_and_a_tree_raises_all_its_errors() -> None:
+def test_numpy_leaves_and_all_errors() -> None:
     pm = manager()
     placed = pm.shard({"a": numbers(4, 8), "b": [jnp.ones((2, 4))]}, (sw.BATCH, sw.HEAD))
     assert {x.sharding.spec for x in jax.tree.leaves(placed)} == {P("dp", "tp")}
@@ -148,7 +148,7 @@ def test_numpy_leaves_are_placed_and_a_tree_raises_all_its_errors() -> None:
         pm.shard({"a": numbers(3, 8), "b": [numbers(2, 6)]}, (sw.BATCH, sw.HEAD))
 
 
-def test_collectives_are_attributed_to_mesh_axes_and_counted_in_the_program_s_bytes() -> None:
+def test_collectives_have_mesh_axes_and_bytes() -> None:
     pm = manager(
         'version = 1\n[rules]\nbatch = "dp"\nembed = "-"\nmlp_intermediate = "tp"\n[params]\nembed = "dp"\n[policy]\ngather = "dp"\n'
     )
@@ -173,7 +173,7 @@ def test_collectives_are_attributed_to_mesh_axes_and_counted_in_the_program_s_by
     ]
 
 
-def test_a_thread_has_the_manager_that_it_enters_and_no_other() -> None:
+def test_thread_has_its_own_manager() -> None:
     pm, said = manager(), []
 
     def bare() -> None:
@@ -189,7 +189,7 @@ def test_a_thread_has_the_manager_that_it_enters_and_no_other() -> None:
     assert said == [P("dp", "tp")]
 
 
-def test_a_manager_is_no_tree_of_strings() -> None:
+def test_manager_is_a_leaf() -> None:
     pm = manager()
     assert jax.tree.leaves(pm) == []
     traces: list[None] = []

@@ -23,12 +23,12 @@ def specs(axes: tuple[str, ...], of: sw.AxisRules, mesh: dict[str, int]) -> list
     return [sw.resolve(axes, of, mesh, mode=mode).spec for mode in MODES]
 
 
-def test_replicated_in_decode_is_replicated_in_decode_only() -> None:
+def test_replicated_in_decode_only() -> None:
     of = sw.PartitionAxis(decode_kv_head_axis=None).compile()
     assert specs((sw.KV_HEAD,), of, TP4) == [P("tp"), P("tp"), P(), P()]
 
 
-def test_another_name_for_an_axis_is_that_axis_in_every_mode() -> None:
+def test_axis_alias_in_every_mode() -> None:
     of = rules(
         'query_length = "dp"\n[modes.decode]\nquery_length = "-"\n[modes.insert]\nquery_length = "tp"'
     )
@@ -41,7 +41,7 @@ def test_another_name_for_an_axis_is_that_axis_in_every_mode() -> None:
 
 
 @pytest.mark.parametrize("mode", ["train", "prefill", "decode", "insert"])
-def test_each_mode_can_be_overridden_by_itself(mode: str) -> None:
+def test_each_mode_can_be_overridden(mode: str) -> None:
     of = rules(f'head = "tp"\n[modes.{mode}]\nhead = "dp"')
     found = dict(
         zip(("train", "prefill", "decode", "insert"), specs((sw.HEAD,), of, TP4), strict=True)
@@ -57,7 +57,7 @@ def test_an_unknown_mode_is_an_error() -> None:
         sw.resolve((sw.HEAD,), rules('head = "tp"'), TP4, mode="decoding")
 
 
-def test_a_mesh_axis_that_is_not_there_leaves_the_others_and_is_explained() -> None:
+def test_missing_mesh_axis_is_explained() -> None:
     found = sw.resolve((sw.BATCH,), sw.PartitionAxis().compile(), TP4, shape=(8,))
     assert found.spec == P("dp")
     assert [(skip.reason, skip.mesh_axis) for skip in found.decisions[0].skipped] == [
@@ -73,9 +73,7 @@ def test_a_mesh_axis_that_is_not_there_leaves_the_others_and_is_explained() -> N
 
 
 @pytest.mark.parametrize(("rows", "wanted"), [(16, P(("fsdp", "dp"))), (12, P("fsdp")), (2, P())])
-def test_the_longest_dividing_prefix_where_the_policy_says_so_else_an_error(
-    rows: int, wanted: P
-) -> None:
+def test_longest_dividing_prefix(rows: int, wanted: P) -> None:
     mesh = {"fsdp": 4, "dp": 2}
     found = sw.resolve(
         (sw.BATCH,), rules('batch = "fsdp+dp"', 'indivisible = "prefix"'), mesh, shape=(rows,)
@@ -95,7 +93,7 @@ def test_the_longest_dividing_prefix_where_the_policy_says_so_else_an_error(
 
 
 @pytest.mark.parametrize("preset", list(POLICY_PRESETS))
-def test_a_typo_inside_a_composite_is_an_error_under_every_policy(preset: str) -> None:
+def test_typo_in_a_composite_is_an_error(preset: str) -> None:
     of = sw.PartitionAxis().compile(policy=POLICY_PRESETS[preset])
     with pytest.raises(
         sw.UnknownAxisError, match=r"(?s)unknown axis 'KV_HAED'.*did you mean 'KV_HEAD'"
@@ -105,7 +103,7 @@ def test_a_typo_inside_a_composite_is_an_error_under_every_policy(preset: str) -
         sw.resolve(((sw.EMPTY, sw.TP),), of, TP4, shape=(8,))
 
 
-def test_two_dims_that_want_one_mesh_axis() -> None:
+def test_two_dims_claim_one_mesh_axis() -> None:
     axes = (sw.BATCH, sw.HEAD, sw.QUERY_LENGTH, sw.KV_LENGTH)
     of = sw.PartitionAxis().compile()
     assert sw.resolve(axes, of, {"dp": 2, "tp": 2, "sp": 1}, shape=(2, 2, 2, 2)).spec == P(

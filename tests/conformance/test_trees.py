@@ -29,7 +29,7 @@ def shaped(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def test_a_weight_its_stack_and_its_bias() -> None:
+def test_weight_stack_and_bias() -> None:
     weights = {
         "in": shaped(8, 16),
         "stack": shaped(3, 8, 16),
@@ -67,7 +67,7 @@ def test_a_weight_its_stack_and_its_bias() -> None:
         PM.shardings({"bias": shaped(16)}, sw.ColumnWise)
 
 
-def test_a_quantised_weight_lies_with_its_scale_or_says_why_not() -> None:
+def test_quantized_weight_and_scale() -> None:
     weight = sw.ArraySpec((64, 32), np.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))
     parts = PM.shardings(quantized(weight, (16, 1)))
     assert (parts.value.spec, parts.scale.spec) == (P("fsdp", "tp"), P("fsdp", "tp"))
@@ -78,7 +78,7 @@ def test_a_quantised_weight_lies_with_its_scale_or_says_why_not() -> None:
         PM.shardings(quantized(weight, (16, 16)))  # two blocks over four shards
 
 
-def test_optimizer_state_lies_like_its_parameters() -> None:
+def test_optimizer_state_follows_parameters() -> None:
     optax = pytest.importorskip("optax")
     params = {"up": shaped(256, 512), "down": shaped(512, 256), "norm": shaped(256)}
     axes = {
@@ -108,7 +108,7 @@ def test_optimizer_state_lies_like_its_parameters() -> None:
             )
 
 
-def test_what_is_replicated_is_measured_in_bytes_on_both_sides() -> None:
+def test_replicated_bytes_on_both_sides() -> None:
     """A float32 norm beside an int8 weight: 1 KiB on each of eight devices, seven of them copies, beside 128 KiB in shards."""
     tree = {"norm": shaped(256), "w": shaped(256, 512, dtype=np.int8)}
     found = bytes_by_path(
@@ -125,7 +125,7 @@ class Device(types.SimpleNamespace):
         return int(self.id)
 
 
-def test_a_mesh_is_what_was_asked_for() -> None:
+def test_mesh_equals_the_request() -> None:
     devices = [Device(id=i, platform="cpu", slice_index=i // 8, process_index=0) for i in range(16)]
     grid = arrange_devices(parse_mesh((4, 4), ("dp", "tp"), dcn={"tp": 2}), devices)
     assert grid.shape == (4, 4)
@@ -141,7 +141,7 @@ def test_a_mesh_is_what_was_asked_for() -> None:
     assert dict(sw.create_mesh("dp:3,tp:2", devices=jax.devices()[:6]).shape) == {"dp": 3, "tp": 2}
 
 
-def test_a_strategy_survives_its_text() -> None:
+def test_strategy_text_round_trip() -> None:
     for name in sw.Strategy.presets():
         strategy = sw.Strategy.preset(name)
         assert sw.Strategy.loads(strategy.dumps()) == strategy
@@ -162,7 +162,7 @@ print(json.dumps([specs, rules.named_mesh_axes(), hash(PartitionAxis(batch_axis=
 """
 
 
-def test_answers_do_not_depend_on_the_seed_of_a_process_s_hashes() -> None:
+def test_answers_ignore_the_hash_seed() -> None:
     said = set()
     for seed in ("1", "2"):
         env = {

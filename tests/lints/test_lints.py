@@ -481,7 +481,7 @@ def found(case: Case, text: str, mesh: Any) -> list[Finding]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_lint_fires_on_its_case_and_not_on_its_neighbour(name: str) -> None:
+def test_lint_fires_on_its_case_only(name: str) -> None:
     case = CASES[name]
     # A strategy that names an unknown axis in [rules] beside a mesh is refused when it is loaded: the command line's test.
     first = next(
@@ -529,7 +529,7 @@ def test_presets_are_clean(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_presets_are_clean_on_a_layer_but_for_what_does_not_fit(preset: str, mesh: str) -> None:
+def test_presets_are_clean_on_a_layer(preset: str, mesh: str) -> None:
     """A mesh axis that a preset does not use is idle, and a batch of one does not divide: both are true, and nothing else is said."""
     manager = sw.PartitionManager(sw.Strategy.preset(preset), mesh=sw.abstract_mesh(mesh))
     answers = [
@@ -555,12 +555,12 @@ def test_presets_are_clean_on_a_layer_but_for_what_does_not_fit(preset: str, mes
     assert {one.code for one in findings} <= {Code.IDLE_MESH_AXIS, Code.UNRESOLVED}
 
 
-def test_what_no_weight_has_is_not_gathered() -> None:
+def test_activation_axes_are_not_gathered() -> None:
     (one,) = lint(sw.Strategy.loads('[rules]\nbatch = "dp+fsdp"\n' + SERVING))
     assert one.message == "in decode, weights with EMBED are gathered over fsdp for every token"
 
 
-def test_the_worst_comes_first() -> None:
+def test_worst_finding_comes_first() -> None:
     strategy = sw.Strategy.loads(
         '[mesh]\nrow = 2\n[rules]\nbatch = "dp | dp"\n[modes.decode]\nbatch = "dp | dp"\nhead = "tp"\n'
     )
@@ -569,7 +569,7 @@ def test_the_worst_comes_first() -> None:
     assert {*severities} == {*Severity}
 
 
-def test_a_tree_of_specs_is_a_tree() -> None:
+def test_tree_of_specs() -> None:
     tree = {"layers": [{"up": sw.ArraySpec((6, 4), jnp.float32, (sw.EMBED, sw.VOCAB))}]}
     strategy = sw.Strategy.loads('[rules]\nembed = "dp"\nvocab = "-"\n')
     (one,) = sw.lint(strategy, tree, mesh=sw.abstract_mesh("dp:4"))
@@ -577,18 +577,18 @@ def test_a_tree_of_specs_is_a_tree() -> None:
     assert sw.lint(strategy, tree, mesh=sw.abstract_mesh("dp:2")) == ()
 
 
-def test_an_overlay_may_shadow_what_it_overlays() -> None:
+def test_overlay_may_shadow_its_base() -> None:
     base = sw.Strategy.loads('[[tensors]]\nmatch = "a"\nembed = "-"\n', source="base.toml")
     overlay = sw.Strategy.loads('[[tensors]]\nmatch = "a"\nembed = "dp"\n', source="overlay.toml")
     assert lint(base | overlay) == ()
 
 
-def test_sizes_that_are_not_given_are_no_finding() -> None:
+def test_missing_sizes_are_not_a_finding() -> None:
     strategy = sw.Strategy.loads('[rules]\nbatch = "dp+fsdp | dp | -"\n')
     assert lint(strategy, [act("x", sw.BATCH)], mesh="dp:2,fsdp:2") == ()
 
 
-def test_an_annotation_that_is_refused_is_one_finding() -> None:
+def test_bad_annotation_is_one_finding() -> None:
     (one,) = lint(
         sw.Strategy.loads('[rules]\nbatch = "dp"\n'),
         [Tensor(path="x", axes=(sw.BATCH, sw.BATCH))],
@@ -601,7 +601,7 @@ def test_an_annotation_that_is_refused_is_one_finding() -> None:
     )
 
 
-def test_a_finding_is_data() -> None:
+def test_finding_is_data() -> None:
     (one,) = lint(sw.Strategy.loads('[rules]\nbatch = "dp | dp"\n', source="s.toml"))
     assert one.to_json() == {
         "code": "unreachable_candidate",
@@ -618,14 +618,14 @@ def test_a_finding_is_data() -> None:
         one.fix = ""  # type: ignore[misc]
 
 
-def test_what_a_file_gets_wrong_has_a_place() -> None:
+def test_file_problem_has_a_place() -> None:
     with pytest.raises(sw.StrategyError, match="a mesh axis is missing here") as caught:
         sw.Strategy.loads('[rules]\nbatch = "dp |"\n', source="my file.toml")
     one = from_problem(caught.value.problems[0])
     assert (one.code, one.source, one.key) == (Code.INVALID, "my file.toml:2", "rules.batch")
 
 
-def test_what_is_no_strategy_or_mesh_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(
         sw.StrategyError, match=r"'fsdp' is not a Strategy\n  fix   pass Strategy.load\(path\)"
     ):
@@ -636,7 +636,7 @@ def test_what_is_no_strategy_or_mesh_is_refused() -> None:
         lint(sw.Strategy.preset("fsdp"), {"w": "EMBED"})
 
 
-def test_each_pattern_is_searched_once_in_each_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once for each pair of entries, which a file of 1,000 entries would make a million of."""
     entries = [{"match": f"^w{at}|w", "embed": "-"} for at in range(20)]
     tree = tuple(

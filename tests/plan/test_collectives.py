@@ -37,9 +37,7 @@ ROWS, COLUMNS = 64, 16  # of each device
 @pytest.mark.parametrize("place", list(PLACES))
 @pytest.mark.parametrize("name", list(OPS))
 @pytest.mark.sweep(keep=24)
-def test_every_collective_is_found_as_often_as_jax_wrote_it(
-    name: str, place: str, dtype: Any
-) -> None:
+def test_counts_equal_those_of_jax(name: str, place: str, dtype: Any) -> None:
     sizes, axes = PLACES[place]
     mesh, f = mapped(in_loops(OPS[name], axes), sizes)
     x = jax.ShapeDtypeStruct(
@@ -58,7 +56,7 @@ def test_every_collective_is_found_as_often_as_jax_wrote_it(
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-def test_collectives_that_the_partitioner_put_in(dtype: Any) -> None:
+def test_collectives_of_the_partitioner(dtype: Any) -> None:
     """A matmul with a sharded contraction, and one with a gathered weight: bytes from shapes alone."""
     mesh = cpu_mesh("dp:2,tp:4")
     size, name = jnp.dtype(dtype).itemsize, {4: "f32", 2: "bf16"}[jnp.dtype(dtype).itemsize]
@@ -81,7 +79,7 @@ def test_collectives_that_the_partitioner_put_in(dtype: Any) -> None:
     assert (gathered.count, gathered.logical_bytes) == (1, 128 * 32 // 4 * size)
 
 
-def test_a_manager_s_gather_counts_once_per_layer_and_pass() -> None:
+def test_gather_counts_per_layer_and_pass() -> None:
     """FSDP over a scan of layers: the closed form of its traffic, gathers of each weight forward and backward."""
     layers, embed, hidden = 5, 16, 64
     mesh = cpu_mesh("dp:1,fsdp:8,sp:1,ep:1,tp:1")
@@ -229,16 +227,16 @@ EXPECTED: dict[str, list[str]] = {
 }
 
 
-def test_every_text_has_its_expectation() -> None:
+def test_every_fixture_has_an_expectation() -> None:
     assert set(texts()) == {*EXPECTED, "tpu_two_slices"}
 
 
 @pytest.mark.parametrize("name", list(EXPECTED))
-def test_every_form_that_compilers_print(name: str) -> None:
+def test_every_printed_form(name: str) -> None:
     assert rows(name) == EXPECTED[name]
 
 
-def test_two_slices_have_a_part_inside_and_a_part_between() -> None:
+def test_collectives_of_two_slices() -> None:
     """Each fsdp gather of 8 is one of 4 inside a slice and one of 2 between slices; three of four layers are in the loop."""
     found = read_collectives(texts()["tpu_two_slices"], TWO_SLICES)
     between = [one for one in found if one.between_slices]
@@ -256,7 +254,7 @@ def test_two_slices_have_a_part_inside_and_a_part_between() -> None:
         read_collectives(texts()["tpu_two_slices"], {"fsdp": 8, "tp": 4})
 
 
-def test_trips_are_taken_where_a_loop_ends_on_data() -> None:
+def test_trips_of_loops_on_data() -> None:
     assert rows("tpu_loop_on_data", trips=11) == ["11 all_reduce tp f32 4096 6144"]
     assert rows("tpu_loop_by_three", trips=11) == ["5 all_reduce tp f32 4096 6144"], (
         "what is known is not overruled"
@@ -264,13 +262,13 @@ def test_trips_are_taken_where_a_loop_ends_on_data() -> None:
     assert total(read_collectives(texts()["cpu_loop_on_data"], {"dp": 2, "tp": 4})) is None
 
 
-def test_element_types_may_be_told() -> None:
+def test_given_element_types() -> None:
     assert rows("cpu_loop_on_data", dtypes={"f32": "bf16"}, trips=1) == [
         "1 all_reduce tp bf16 as f32 2048 6144"
     ]
 
 
-def test_a_sum_that_the_program_widens_itself_stays_wide() -> None:
+def test_sum_widened_by_the_program() -> None:
     mesh = cpu_mesh("dp:2,tp:4")
     wide = jax.shard_map(
         lambda x: lax.psum(x.astype(jnp.float32), "tp").astype(jnp.bfloat16),
@@ -348,14 +346,14 @@ LIST = "replica_groups={{0,1,2,3},{4,5,6,7}}"
         ),
     ],
 )
-def test_what_cannot_be_read_is_an_error(old: str, new: str, says: str) -> None:
+def test_unreadable_text_is_an_error(old: str, new: str, says: str) -> None:
     text = texts()["cpu_list_groups_promoted"]
     assert old in text
     with pytest.raises((ProgramError, MeshMismatchError), match=says):
         read_collectives(text.replace(old, new), {"dp": 2, "tp": 4})
 
 
-def test_a_collective_that_nothing_runs_is_an_error() -> None:
+def test_unreachable_collective_is_an_error() -> None:
     text = texts()["cpu_nested_loops"]
     hidden = text.replace(" while(", " wile(")
     with pytest.raises(
@@ -367,13 +365,13 @@ def test_a_collective_that_nothing_runs_is_an_error() -> None:
 @pytest.mark.parametrize(
     "opcode", ["all-broadcast", "collective-reduce-start", "all-reduce-scatter"]
 )
-def test_a_collective_of_another_name_is_an_error(opcode: str) -> None:
+def test_unknown_collective_is_an_error(opcode: str) -> None:
     text = texts()["cpu_list_groups_promoted"].replace(" all-reduce(", f" {opcode}(")
     with pytest.raises(ProgramError, match=rf"\(line [0-9]+\): unknown collective {opcode}"):
         read_collectives(text, {"dp": 2, "tp": 4})
 
 
-def test_an_unknown_transfer_between_slices_is_an_error() -> None:
+def test_unknown_slice_transfer_is_an_error() -> None:
     text = texts()["tpu_two_slices"].replace('transfer_type="ALL_GATHER"', 'transfer_type="GOSSIP"')
     with pytest.raises(ProgramError, match="unknown transfer GOSSIP between slices"):
         read_collectives(text, TWO_SLICES)

@@ -63,7 +63,7 @@ def test_two_strategies() -> None:
     assert found.ok
 
 
-def test_the_same_mesh_axes_of_other_sizes_are_a_difference() -> None:
+def test_other_axis_sizes_are_a_difference() -> None:
     found = compare(
         manager("fsdp_tp", "fsdp:2,tp:4"), manager("fsdp_tp", "fsdp:4,tp:2"), tensors=TREE
     )
@@ -73,7 +73,7 @@ def test_the_same_mesh_axes_of_other_sizes_are_a_difference() -> None:
     assert (row.before.shards, row.after.shards) == ((4, 2), (2, 4))
 
 
-def test_the_same_twice_is_no_difference() -> None:
+def test_same_manager_has_no_difference() -> None:
     found = compare(
         manager("fsdp_tp", "fsdp:2,tp:4"), manager("fsdp_tp", "fsdp:2,tp:4"), tensors=TREE
     )
@@ -105,7 +105,7 @@ def test_two_modes_of_one_manager() -> None:
         compare(pm.for_mode("train"), pm, tensors=acts)
 
 
-def test_a_weight_counts_as_it_is_stored() -> None:
+def test_weight_counts_as_stored() -> None:
     used = [
         Tensor(
             path="w", axes=(sw.EMBED, sw.VOCAB), shape=(32, 64), role=sw.Role.USE, dtype="float32"
@@ -116,7 +116,7 @@ def test_a_weight_counts_as_it_is_stored() -> None:
     assert (row.before.bytes, row.after.bytes) == (4096, 8192)
 
 
-def test_a_side_without_a_spec_is_a_difference_and_is_not_counted() -> None:
+def test_side_without_a_spec() -> None:
     found = compare(manager("ddp", "fsdp:3"), manager("fsdp", "fsdp:3"), tensors=TREE)
     assert not found.ok
     assert paths(found) == ["embed", "up"]
@@ -128,7 +128,7 @@ def test_a_side_without_a_spec_is_a_difference_and_is_not_counted() -> None:
     assert [(one.before, one.after, one.uncounted) for one in found.totals()] == [(128, 128, 2)] * 4
 
 
-def test_what_is_left_to_the_compiler_has_no_bytes() -> None:
+def test_unconstrained_dims_have_no_bytes() -> None:
     text = '[mesh]\ndp = 2\n[rules]\nbatch = "{}"\n'
     left, right = (
         sw.PartitionManager(
@@ -142,7 +142,7 @@ def test_what_is_left_to_the_compiler_has_no_bytes() -> None:
     assert (row.before.mesh_axes, row.before.bytes, row.after.bytes) == ((("?",),), None, 8)
 
 
-def test_a_dtype_without_bytes_is_named_and_keys_are_not_counted() -> None:
+def test_dtype_without_bytes_is_named() -> None:
     one = manager("ddp", "dp:2")
     with pytest.raises(sw.StrategyError, match=r"^rng: the size of dtype 'key<fry>' is unknown"):
         compare(

@@ -55,7 +55,7 @@ def each_way(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_every_collective_of_a_narrow_type(name: str) -> None:
+def test_collectives_of_narrow_types(name: str) -> None:
     spec = P(("dp", "tp"))
     f = jax.shard_map(
         each_way, mesh=cpu_mesh("dp:2,tp:4"), in_specs=spec, out_specs=spec, check_vma=False
@@ -74,7 +74,7 @@ def test_every_collective_of_a_narrow_type(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int4", "float8_e4m3fn"])
-def test_quantised_weights_that_are_gathered_for_a_dot(name: str) -> None:
+def test_gathered_quantized_weights(name: str) -> None:
     def layer(x: Any, w: Any) -> Any:
         return (
             x
@@ -103,7 +103,7 @@ def test_quantised_weights_that_are_gathered_for_a_dot(name: str) -> None:
     ("narrow", "wide", "name"),
     [("float8_e4m3fn", "float16", "f16"), ("int8", "int32", "s32"), ("int4", "int8", "s8")],
 )
-def test_a_sum_that_the_program_itself_widens_stays_wide(narrow: str, wide: str, name: str) -> None:
+def test_sum_widened_by_the_program(narrow: str, wide: str, name: str) -> None:
     def f(x: Any) -> Any:
         return lax.psum(x.astype(wide), "tp").astype(narrow)
 
@@ -115,7 +115,7 @@ def test_a_sum_that_the_program_itself_widens_stays_wide(narrow: str, wide: str,
     assert (one.kind, one.dtype, one.wire_dtype) == (Kind.ALL_REDUCE, name, name)
 
 
-def test_a_master_copy_that_is_gathered_in_bfloat16() -> None:
+def test_master_copy_gathered_in_bfloat16() -> None:
     """CPU drops the conversions around it, so the compiled program alone does not tell; bytes are asked of the function."""
     spec = P(("dp", "tp"))
     mesh = cpu_mesh("dp:2,tp:4")

@@ -36,7 +36,7 @@ PROGRAMS = {**{name: in_loops(op, ("tp",)) for name, op in OPS.items()}, "branch
 
 
 @pytest.mark.parametrize("name", list(PROGRAMS))
-def test_instructions_are_those_of_xla_s_own_module(name: str) -> None:
+def test_instructions_equal_xla_module(name: str) -> None:
     """XLA hands out the program as objects too: the same computations, opcodes and operands."""
     mesh, f = mapped(PROGRAMS[name], "dp:2,tp:4")
     program = compiled(f, mesh, jnp.bfloat16)
@@ -61,7 +61,7 @@ def test_instructions_are_those_of_xla_s_own_module(name: str) -> None:
     assert seen > 20
 
 
-def test_a_frame_is_the_caller_s_line_not_ours() -> None:
+def test_frame_is_the_caller_line() -> None:
     pm = sw.PartitionManager(
         sw.Strategy.preset("fsdp"), mesh=cpu_mesh("dp:1,fsdp:8,sp:1,ep:1,tp:1")
     )
@@ -78,7 +78,7 @@ def test_a_frame_is_the_caller_s_line_not_ours() -> None:
     ]
 
 
-def test_a_frame_is_outside_of_installed_libraries_where_one_is() -> None:
+def test_frame_is_outside_of_libraries() -> None:
     files = [
         "/home/me/model.py",
         "/env/lib/python3.11/site-packages/flax/linear.py",
@@ -132,7 +132,7 @@ def test_a_frame_is_outside_of_installed_libraries_where_one_is() -> None:
     )
 
 
-def test_shapes_of_tuples_layouts_and_tiles() -> None:
+def test_shapes_of_tuples_and_tiles() -> None:
     text = (FIXTURES / "gpu_nested_tuple_starts.hlo").read_text(encoding="utf-8")
     starts = [
         one
@@ -163,7 +163,7 @@ def test_bytes(dtype: str, elements: int, count: int) -> None:
     assert bytes_of(dtype, elements) == count
 
 
-def test_an_unknown_element_type_is_an_error() -> None:
+def test_unknown_element_type_is_an_error() -> None:
     with pytest.raises(ProgramError, match="unknown element type 'f3'"):
         bytes_of("f3", 1)
 
@@ -180,16 +180,16 @@ PIECES = st.sampled_from(
 
 
 @given(st.lists(PIECES, max_size=6))
-def test_attributes_come_apart_as_they_were_joined(pieces: list[str]) -> None:
+def test_split_attributes(pieces: list[str]) -> None:
     assert split(", ".join(pieces)) == pieces
 
 
-def test_a_computation_without_a_root_is_an_error() -> None:
+def test_computation_without_root_is_an_error() -> None:
     with pytest.raises(ProgramError, match="computation main has no ROOT"):
         parse_hlo("HloModule x\n\nENTRY %main () -> f32[] {\n  %a = f32[] constant(1)\n}\n")
 
 
-def test_what_a_pallas_kernel_says_of_itself_may_span_lines() -> None:
+def test_pallas_metadata_spans_lines() -> None:
     text = """HloModule x
 
 ENTRY %main (a: f32[8]) -> f32[8] {

@@ -48,7 +48,7 @@ def test_copies_are_counted_in_bytes(
     assert found.copies == found.held // found.total
 
 
-def test_a_mesh_axis_of_one_device_holds_no_copy() -> None:
+def test_mesh_axis_of_size_one_has_no_copy() -> None:
     found = bytes_by_path(leaf((8,), P("fsdp"), mesh=sw.abstract_mesh("dp:1,fsdp:4"))).leaves[0]
     assert (found.path, found.replicated, found.replicated_over) == ("", 0, ())
 
@@ -66,7 +66,7 @@ def test_a_mesh_axis_of_one_device_holds_no_copy() -> None:
         jnp.complex64,
     ],
 )
-def test_bytes_are_what_the_compiler_allots(dtype: Any) -> None:
+def test_bytes_equal_the_compiler(dtype: Any) -> None:
     """Against the account of a compiled program, which knows nothing of this module."""
     mesh = cpu_mesh("dp:2,fsdp:4")
     sharding = NamedSharding(mesh, P("fsdp"))
@@ -78,12 +78,12 @@ def test_bytes_are_what_the_compiler_allots(dtype: Any) -> None:
     assert found.total == 4 * found.per_device
 
 
-def test_odd_counts_of_small_elements_take_whole_bytes() -> None:
+def test_small_elements_take_whole_bytes() -> None:
     assert bytes_by_path(leaf((3,), P(), jnp.int4)).total == 2
     assert bytes_by_path(leaf((), P(), jnp.int2)).total == 1
 
 
-def test_concrete_arrays_hold_what_their_shards_hold() -> None:
+def test_concrete_arrays_equal_their_shards() -> None:
     mesh = cpu_mesh("dp:2,fsdp:4")
     arrays = {
         "a": jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, P("fsdp"))),
@@ -101,7 +101,7 @@ def test_concrete_arrays_hold_what_their_shards_hold() -> None:
     assert found["alone"].spec is None
 
 
-def test_a_tree_beside_its_shardings() -> None:
+def test_tree_with_separate_shardings() -> None:
     """Where an optimizer keeps nothing there is nothing to count; one sharding may cover a part of the tree."""
     specs = {
         "w": sw.ArraySpec((8, 8), jnp.bfloat16, (sw.EMBED, sw.MLP_INTERMEDIATE)),
@@ -123,13 +123,13 @@ def test_a_tree_beside_its_shardings() -> None:
     assert bytes_by_path({}).replicated_share == 0.0
 
 
-def test_partial_sums_are_no_copies() -> None:
+def test_partial_sums_are_not_copies() -> None:
     mesh = sw.abstract_mesh("dp:2,fsdp:4", axis_types="explicit")
     found = bytes_by_path(leaf((8,), P("fsdp", unreduced={"dp"}), mesh=mesh)).leaves[0]
     assert (found.replicated, found.replicated_over) == (0, ())
 
 
-def test_leaves_that_lie_nowhere_are_named_all_at_once() -> None:
+def test_leaves_without_sharding_are_all_named() -> None:
     with pytest.raises(
         sw.StrategyError, match=r"^2 problems\n 1. a: ndarray of shape \(2,\) has no sharding"
     ) as caught:
@@ -160,13 +160,13 @@ def test_the_table() -> None:
     ]
 
 
-def test_a_pattern_that_is_none_is_shown() -> None:
+def test_bad_pattern_is_shown() -> None:
     found = bytes_by_path({"w": leaf((8,), P())})
     with pytest.raises(sw.StrategyError, match="not a regular expression"):
         found.select("(")
 
 
-def test_a_long_path_leaves_the_specs_in_one_piece() -> None:
+def test_long_path_keeps_specs_whole() -> None:
     path = "transformer/" + "decoder/" * 12 + "kernel"
     sharding = NamedSharding(sw.abstract_mesh("dp:2,tp:4"), P(None, ("dp", "tp")))
     lines = memory_text(

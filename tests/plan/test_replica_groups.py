@@ -49,7 +49,7 @@ SHAPES = st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4)
 
 
 @given(SHAPES, st.data())
-def test_iota_is_numpy_s_transpose(shape: list[int], data: Any) -> None:
+def test_iota_equals_numpy_transpose(shape: list[int], data: Any) -> None:
     order = data.draw(st.permutations(range(len(shape))))
     count = math.prod(shape)
     size = data.draw(st.sampled_from([one for one in range(1, count + 1) if count % one == 0]))
@@ -59,7 +59,7 @@ def test_iota_is_numpy_s_transpose(shape: list[int], data: Any) -> None:
 
 
 @given(SHAPES, st.data())
-def test_groups_by_mesh_axes_are_numpy_s_and_span_those_axes(shape: list[int], data: Any) -> None:
+def test_groups_by_mesh_axes(shape: list[int], data: Any) -> None:
     """Groups over some axes of a mesh hold the positions that differ along those axes alone, and span_of finds the axes again."""
     names = [f"a{at}" for at in range(len(shape))]
     chosen = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
@@ -86,7 +86,7 @@ def test_groups_by_mesh_axes_are_numpy_s_and_span_those_axes(shape: list[int], d
     st.sampled_from([1, 2]),
     st.sampled_from([1, 2, 3]),
 )
-def test_a_part_of_an_axis_is_a_cut_of_it(major: int, size: int, minor: int, other: int) -> None:
+def test_groups_by_part_of_an_axis(major: int, size: int, minor: int, other: int) -> None:
     whole = major * size * minor
     positions = np.arange(whole * other).reshape(major, size, minor, other)
     expected = positions.transpose(0, 2, 3, 1).reshape(-1, size)
@@ -110,7 +110,7 @@ def test_a_part_of_an_axis_is_a_cut_of_it(major: int, size: int, minor: int, oth
         (((0,), (1,)), (), 1, False),
     ],
 )
-def test_axes_that_groups_span(
+def test_mesh_axes_of_groups(
     groups: Any, axes: tuple[str, ...], devices: int, partial: bool
 ) -> None:
     assert span_of(groups, EIGHT) == Span(mesh_axes=axes, devices=devices, partial=partial)
@@ -132,15 +132,13 @@ def test_positions_of_a_part_of_the_mesh() -> None:
         ("{{0,4}}", ("dp",), 2, False),
     ],
 )
-def test_axes_that_sends_go_along(
-    pairs: str, axes: tuple[str, ...], devices: int, partial: bool
-) -> None:
+def test_mesh_axes_of_sends(pairs: str, axes: tuple[str, ...], devices: int, partial: bool) -> None:
     assert span_of_pairs(parse_pairs(pairs, devices=8), EIGHT) == Span(
         mesh_axes=axes, devices=devices, partial=partial
     )
 
 
-def test_a_ring_of_many_devices_is_quick() -> None:
+def test_large_ring_is_fast() -> None:
     count = 16384
     pairs = tuple((at, (at + 1) % count) for at in range(count))
     assert span_of_pairs(pairs, {"fsdp": count}).devices == count
@@ -162,12 +160,12 @@ def test_other_forms_are_errors(text: str, says: str) -> None:
         parse_groups(text, devices=4)
 
 
-def test_a_pair_of_three_is_an_error() -> None:
+def test_pair_of_three_is_an_error() -> None:
     with pytest.raises(ProgramError, match="unknown form"):
         parse_pairs("{{0,1,2}}", devices=4)
 
 
-def test_a_pair_of_a_device_that_is_not_there_is_an_error() -> None:
+def test_pair_with_missing_device_is_an_error() -> None:
     with pytest.raises(
         ProgramError, match=r"pairs '\{\{0,4\}\}' do not fit a program for 4 devices"
     ):

@@ -37,7 +37,7 @@ def manager(mesh: object = MESH) -> sw.PartitionManager:
     return sw.PartitionManager(sw.Strategy.loads(RULES, source="rules.toml"), mesh=mesh)  # type: ignore[arg-type]
 
 
-def test_an_axis_counts_where_any_rule_of_the_mode_names_the_mesh_axis() -> None:
+def test_axis_counts_if_any_rule_names_it() -> None:
     pm = manager()
     assert carried_axes(pm) == {
         "dp": (sw.BATCH, sw.EMBED, sw.VOCAB),
@@ -47,16 +47,16 @@ def test_an_axis_counts_where_any_rule_of_the_mode_names_the_mesh_axis() -> None
     assert carried_axes(pm.for_mode("decode")) == carried_axes(pm, mode="decode")
 
 
-def test_a_mesh_axis_of_one_device_carries_nothing() -> None:
+def test_mesh_axis_of_size_one_carries_nothing() -> None:
     assert list(carried_axes(manager(sw.abstract_mesh("dp:8,tp:1")))) == ["dp"]
 
 
-def test_a_mesh_axis_that_no_rule_names_is_there_and_empty() -> None:
+def test_unnamed_mesh_axis_is_empty() -> None:
     assert carried_axes(manager(sw.abstract_mesh("dp:2,ep:2,tp:2")))["ep"] == ()
 
 
 @pytest.mark.parametrize("preset", list(sw.Strategy.presets()))
-def test_every_preset_says_what_its_mesh_axes_carry(preset: str) -> None:
+def test_axes_carried_by_presets(preset: str) -> None:
     """What a rule resolves to is among what its mesh axes carry."""
     mesh = sw.abstract_mesh("dp:2,fsdp:2,sp:2,ep:2,tp:2")
     pm = sw.PartitionManager(sw.Strategy.preset(preset), mesh=mesh)
@@ -67,7 +67,7 @@ def test_every_preset_says_what_its_mesh_axes_carry(preset: str) -> None:
                 assert axis in carried[name]
 
 
-def test_collectives_stand_under_every_axis_that_may_cause_them() -> None:
+def test_collectives_by_possible_axes() -> None:
     text = (FIXTURES / "cpu_nested_loops.hlo").read_text(encoding="utf-8")
     gathered, reduced = read_collectives(text, MESH)
     found = by_axis((gathered, reduced), manager())
@@ -78,7 +78,7 @@ def test_collectives_stand_under_every_axis_that_may_cause_them() -> None:
     }
 
 
-def test_those_of_no_axis_are_kept() -> None:
+def test_collectives_of_no_axis_are_kept() -> None:
     text = (FIXTURES / "tpu_loop_by_three.hlo").read_text(encoding="utf-8")
     found = read_collectives(text, MESH)
     pm = sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=MESH)

@@ -79,7 +79,7 @@ LOOPS: dict[str, tuple[Callable[[Any], Any], int]] = {
 
 
 @pytest.mark.parametrize("name", list(LOOPS))
-def test_a_loop_is_counted_with_and_without_the_compiler_s_word(name: str) -> None:
+def test_count_with_and_without_hint(name: str) -> None:
     program, trips = LOOPS[name]
     text = text_of(program)
     if not trips:
@@ -92,13 +92,13 @@ def test_a_loop_is_counted_with_and_without_the_compiler_s_word(name: str) -> No
         pytest.fail("XLA unrolled the loop: make it longer")
 
 
-def test_the_compiler_wrote_most_of_these_counts() -> None:
+def test_compiler_states_most_counts() -> None:
     """So that the comparison above is one."""
     written = [name for name, (program, _) in LOOPS.items() if KNOWN.search(text_of(program))]
     assert len(written) >= 5, written
 
 
-def test_nested_loops_and_what_the_outer_one_hands_on() -> None:
+def test_nested_loops() -> None:
     def program(x: Any) -> Any:
         def outer(i: Any, c: Any) -> Any:
             return lax.while_loop(
@@ -111,7 +111,7 @@ def test_nested_loops_and_what_the_outer_one_hands_on() -> None:
     assert counts(KNOWN.sub("", text)) == [4, 6]
 
 
-def test_a_triangle_of_loops_has_no_one_count() -> None:
+def test_triangular_loops_have_no_count() -> None:
     def program(x: Any) -> Any:
         def outer(i: Any, x: Any) -> Any:
             return lax.while_loop(lambda s: s[0] < i, lambda s: (s[0] + 1, jnp.sin(s[1])), (0, x))[
@@ -136,7 +136,7 @@ def test_a_triangle_of_loops_has_no_one_count() -> None:
     ],
     ids=["on data", "a limit from data", "too long"],
 )
-def test_what_cannot_be_told_is_none(program: Any) -> None:
+def test_unknown_count_is_none(program: Any) -> None:
     assert counts(KNOWN.sub("", text_of(program))) == [None]
 
 

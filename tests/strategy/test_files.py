@@ -25,7 +25,7 @@ def mode_of(path: Path) -> int:
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), KeyboardInterrupt("stopped")]
 )
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+def test_failed_write_keeps_the_old_file(
     call: str,
     overwrite: bool,
     error: BaseException,
@@ -46,20 +46,20 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_text_that_cannot_be_written_leaves_nothing(overwrite: bool, tmp_path: Path) -> None:
+def test_unwritable_text_leaves_nothing(overwrite: bool, tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
         files.write_text(tmp_path / "s.toml", "a" * 100_000 + "\ud800", overwrite=overwrite)
     assert os.listdir(tmp_path) == []
 
 
-def test_another_ending_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_unknown_ending_is_refused(tmp_path: Path) -> None:
     with pytest.raises(sw.StrategyError, match=r"'s.yaml' is neither a .toml nor a .json file"):
         SMALL.dump(tmp_path / "s.yaml")
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_permissions_follow_the_umask_which_nothing_changes(
+def test_new_file_follows_the_umask(
     overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def changed(mask: int) -> int:
@@ -78,7 +78,7 @@ def test_permissions_follow_the_umask_which_nothing_changes(
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o444, 0o664])
-def test_a_file_that_is_overwritten_keeps_its_permissions(mode: int, tmp_path: Path) -> None:
+def test_overwritten_file_keeps_permissions(mode: int, tmp_path: Path) -> None:
     path = SMALL.dump(tmp_path / "s.toml")
     path.chmod(mode)
     (tmp_path / "link.toml").symlink_to("s.toml")
@@ -89,7 +89,7 @@ def test_a_file_that_is_overwritten_keeps_its_permissions(mode: int, tmp_path: P
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_a_folder_is_no_file_to_write(overwrite: bool, tmp_path: Path) -> None:
+def test_folder_cannot_be_written(overwrite: bool, tmp_path: Path) -> None:
     (tmp_path / "s.toml").mkdir()
     with pytest.raises(
         sw.StrategyError,
@@ -100,7 +100,7 @@ def test_a_folder_is_no_file_to_write(overwrite: bool, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "s.toml") == []
 
 
-def test_a_link_into_no_folder_is_told(tmp_path: Path) -> None:
+def test_link_into_missing_folder(tmp_path: Path) -> None:
     (tmp_path / "link.toml").symlink_to("nowhere/s.toml")
     with pytest.raises(
         sw.StrategyError,
@@ -109,7 +109,7 @@ def test_a_link_into_no_folder_is_told(tmp_path: Path) -> None:
         SMALL.dump(tmp_path / "link.toml")
 
 
-def test_a_file_that_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:
+def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     path = SMALL.dump(tmp_path / "s.toml")
     with pytest.raises(FileExistsError, match="File exists"):
         files.write_text(path, "text", overwrite=False)
@@ -117,6 +117,6 @@ def test_a_file_that_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["s.toml"]
 
 
-def test_the_longest_name_that_a_file_can_have(tmp_path: Path) -> None:
+def test_longest_file_name(tmp_path: Path) -> None:
     path = SMALL.dump(tmp_path / ("s" * 250 + ".toml"))
     assert sw.Strategy.load(path) == SMALL

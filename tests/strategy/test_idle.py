@@ -31,7 +31,7 @@ def loaded(text: str = FILE) -> sw.Strategy:
     return sw.Strategy.loads(text, source="idle.toml")
 
 
-def test_a_mesh_axis_that_is_idle_needs_no_rule() -> None:
+def test_idle_mesh_axis_needs_no_rule() -> None:
     strategy = loaded()
     pm = sw.PartitionManager(strategy, mesh=cpu_mesh("replica:2,autoregressive:2,dp:2"))
     assert pm.rules.policy.idle == ("replica", "autoregressive")
@@ -43,13 +43,13 @@ def test_a_mesh_axis_that_is_idle_needs_no_rule() -> None:
     assert len({shard.replica_id for shard in x.addressable_shards}) == 4
 
 
-def test_other_unnamed_mesh_axes_are_refused() -> None:
+def test_unnamed_mesh_axes_are_refused() -> None:
     with pytest.raises(sw.MeshMismatchError, match="no rule names the mesh axis other=2") as caught:
         sw.PartitionManager(loaded(), mesh=cpu_mesh("replica:1,autoregressive:2,dp:2,other:2"))
     assert 'or declare that it is idle, [policy] idle = "other"' in str(caught.value)
 
 
-def test_an_idle_mesh_axis_must_be_in_the_mesh() -> None:
+def test_idle_mesh_axis_must_be_in_the_mesh() -> None:
     with pytest.raises(
         sw.MeshMismatchError, match="names the mesh axis 'autoregressive', which the mesh"
     ):
@@ -70,7 +70,7 @@ def test_an_idle_mesh_axis_must_be_in_the_mesh() -> None:
         '[[tensors]]\nmatch = "w"\nembed = "replica+dp"',
     ],
 )
-def test_a_rule_that_names_an_idle_mesh_axis(lines: str) -> None:
+def test_rule_names_idle_mesh_axis(lines: str) -> None:
     with pytest.raises(
         sw.StrategyError, match="'replica' is declared idle, but a rule names it"
     ) as caught:
@@ -80,7 +80,7 @@ def test_a_rule_that_names_an_idle_mesh_axis(lines: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["gather", "zero1"])
-def test_a_policy_that_names_an_idle_mesh_axis(key: str) -> None:
+def test_policy_names_idle_mesh_axis(key: str) -> None:
     with pytest.raises(sw.StrategyError, match="'replica' is declared idle, but a rule names it"):
         loaded(FILE + f'{key} = "replica"')
 
@@ -120,7 +120,7 @@ def test_idle_is_part_of_equality() -> None:
     assert one == loaded().compile()
 
 
-def test_the_lint_is_silent_about_it() -> None:
+def test_idle_mesh_axis_has_no_lint() -> None:
     def codes(strategy: sw.Strategy) -> list[tuple[str, str]]:
         return [
             (finding.code, finding.key)
@@ -140,6 +140,6 @@ def test_the_lint_is_silent_about_it() -> None:
         (("a", "a"), "policy idle has 'a' twice"),
     ],
 )
-def test_a_policy_in_python(idle: object, message: str) -> None:
+def test_policy_in_python(idle: object, message: str) -> None:
     with pytest.raises(sw.StrategyError, match=message):
         Policy(idle=idle)  # type: ignore[arg-type]

@@ -105,14 +105,14 @@ TOML: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", TOML)
-def test_a_limit_is_named(name: str) -> None:
+def test_error_names_the_limit(name: str) -> None:
     text, says = TOML[name]
     with pytest.raises(sw.ShardingError, match=says) as caught:
         sw.Strategy.loads(text).compile()
     assert len(str(caught.value)) < 20_000
 
 
-def test_what_is_within_the_limits_is_read() -> None:
+def test_values_within_limits_are_read() -> None:
     own = lines('a{} = "x"\n', 1000)
     entries = lines('[[tensors]]\nmatch = "w{}/.*"\nembed = "dp"\n', 1000)
     chain = 'batch = "' + " | ".join(["dp"] * 64) + '"\n'
@@ -151,7 +151,7 @@ MESHES: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_a_mesh_has_at_most_64_axes(name: str) -> None:
+def test_mesh_has_at_most_64_axes(name: str) -> None:
     spec, says = MESHES[name]
     with pytest.raises(sw.MeshSpecError, match=says) as caught:
         sw.abstract_mesh(spec)
@@ -192,7 +192,7 @@ LONG_LINES: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", LONG_LINES)
-def test_a_long_line_is_cut(name: str) -> None:
+def test_long_line_is_cut(name: str) -> None:
     call, says = LONG_LINES[name]
     with pytest.raises(sw.ShardingError, match=says) as caught:
         call()
@@ -200,7 +200,7 @@ def test_a_long_line_is_cut(name: str) -> None:
     assert max(map(len, caught.value.snippet.splitlines()), default=0) <= LONGEST_LINE + 10
 
 
-def test_the_caret_of_a_cut_line_points_at_the_fault() -> None:
+def test_caret_of_a_cut_line() -> None:
     text = "x" * 5000 + "FAULT" + "x" * 5000
     shown, caret = Problem(
         error=sw.StrategyError, what="bad", snippet=f"{text}\n{' ' * 5000}^"
@@ -230,7 +230,7 @@ def test_line_numbers_of_json_are_counted_once() -> None:
     assert 0 < Counted.seen <= 2 * len(text)
 
 
-def test_few_names_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_did_you_mean_compares_few_names(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     monkeypatch.setattr(
         "shardwright.errors.difflib.SequenceMatcher.set_seq1",
@@ -254,7 +254,7 @@ def test_products_of_shapes_stay_short() -> None:
     assert limits.has_too_many_elements([2**62] * 100_000)
 
 
-def test_keys_are_counted_outside_of_strings_and_comments() -> None:
+def test_dots_in_strings_are_not_key_parts() -> None:
     dots = ".".join("a" * 100)
     texts = [
         f'name = "{dots}"',
@@ -286,7 +286,7 @@ parse("[" + " " * 20_000 + "x]", format="toml", source="s")
 """
 
 
-def test_hostile_files_end(tmp_path: Path) -> None:
+def test_hostile_files_finish(tmp_path: Path) -> None:
     texts = [
         *(text for text, _ in TOML.values()),
         HEAD + "[axes]\n" + lines('a{} = "x"\n', 30_000),
@@ -308,7 +308,7 @@ def test_hostile_files_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-1000:]
 
 
-def test_a_shape_of_many_sizes_is_refused_at_once(tmp_path: Path) -> None:
+def test_shape_of_many_sizes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(
         json.dumps({"w": {"axes": "EMBED", "shape": [2**62] * 100_000}}), encoding="utf-8"
@@ -317,7 +317,7 @@ def test_a_shape_of_many_sizes_is_refused_at_once(tmp_path: Path) -> None:
         read_tensors(str(path))
 
 
-def test_a_file_of_tensors_lists_100_problems(tmp_path: Path) -> None:
+def test_tensors_file_lists_100_problems(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(
         json.dumps({f"w{at}": {"axis": "EMBED"} for at in range(300)}), encoding="utf-8"

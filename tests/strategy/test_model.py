@@ -25,7 +25,7 @@ def choices(annotation: Any) -> tuple[str, ...]:
     return found if all(isinstance(one, str) for one in found) else choices(found[0])
 
 
-def test_a_file_may_name_every_implementation_of_attention() -> None:
+def test_file_has_every_attention_implementation() -> None:
     assert choices(Shipped) == tuple(Attention)
 
 
@@ -34,11 +34,11 @@ def test_a_file_may_name_every_implementation_of_attention() -> None:
     [("indivisible", Indivisible), ("conflict", Conflict), ("missing", Missing), ("rank", Rank)],
     ids=str,
 )
-def test_a_file_may_say_every_choice_of_the_policy(key: str, kind: type[StrEnum]) -> None:
+def test_file_has_every_policy_choice(key: str, kind: type[StrEnum]) -> None:
     assert choices(PolicyTable.model_fields[key].annotation) == tuple(kind)
 
 
-def test_a_file_may_name_every_policy_and_every_mode() -> None:
+def test_file_names_every_policy_and_mode() -> None:
     assert choices(PolicyTable.model_fields["preset"].annotation) == tuple(POLICY_PRESETS)
     assert choices(get_args(Strategy.model_fields["modes"].annotation)[0]) == MODE_NAMES
     assert set(AttentionTable.model_fields) == {"default", *MODE_NAMES} - {"insert"}

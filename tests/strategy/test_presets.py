@@ -25,7 +25,7 @@ def manager(preset: str, mesh: str) -> sw.PartitionManager:
     return sw.PartitionManager(sw.Strategy.preset(preset), mesh=sw.abstract_mesh(mesh))
 
 
-def test_these_are_the_presets() -> None:
+def test_preset_names() -> None:
     wanted = (
         "ddp",
         "fsdp",
@@ -42,7 +42,7 @@ def test_these_are_the_presets() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("format", ["toml", "json"])
-def test_a_preset_survives_a_round_trip(preset: str, format: str, tmp_path: Path) -> None:
+def test_preset_round_trip(preset: str, format: str, tmp_path: Path) -> None:
     strategy = sw.Strategy.preset(preset)
     assert strategy.name == preset
     again = sw.Strategy.loads(strategy.dumps(format=format), format=format)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def test_a_preset_survives_a_round_trip(preset: str, format: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_axis_of_the_vocabulary_has_a_rule(preset: str) -> None:
+def test_every_axis_has_a_rule(preset: str) -> None:
     rules = sw.Strategy.preset(preset).compile()
     for mode in MODES:
         for role in Role:
@@ -76,7 +76,7 @@ def test_norms_head_dims_and_layers_are_replicated(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_no_rule_of_a_preset_names_a_mesh_axis_of_its_own(preset: str) -> None:
+def test_presets_use_standard_mesh_axes(preset: str) -> None:
     assert {*sw.Strategy.preset(preset).compile().named_mesh_axes()} <= {*PARALLELISM_AXES.values()}
 
 
@@ -93,7 +93,7 @@ LAYOUT_MEANS = [
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("mesh", [*MESHES, "dp:2,fsdp:2,sp:2,ep:2,tp:2"])
-def test_weight_layouts_lie_like_the_axes_that_they_mean(preset: str, mesh: str) -> None:
+def test_weight_layouts_equal_their_axes(preset: str, mesh: str) -> None:
     pm = manager(preset, mesh)
     for layout, axes in LAYOUT_MEANS:
         shape = tuple(64 * (dim + 1) for dim in range(len(axes)))
@@ -110,7 +110,7 @@ def test_weight_layouts_lie_like_the_axes_that_they_mean(preset: str, mesh: str)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_bias_of_a_row_wise_weight_is_replicated(preset: str) -> None:
+def test_row_wise_bias_is_replicated(preset: str) -> None:
     assert (
         manager(preset, "dp:2,fsdp:2,sp:2,ep:2,tp:2").resolve(sw.RowWise.bias, shape=(64,)) == P()
     )
@@ -122,7 +122,7 @@ def test_the_bias_of_a_row_wise_weight_is_replicated(preset: str) -> None:
     [sw.UnifiedExpertColumnWise, sw.UnifiedExpertRowWise],
     ids=lambda layout: layout.__name__,
 )
-def test_the_unified_family_is_never_gathered(
+def test_unified_layouts_are_never_gathered(
     preset: str, layout: type[sw.DynamicShardingAxes]
 ) -> None:
     for mesh in (*MESHES, "dp:2,fsdp:2,sp:2,ep:2,tp:2"):
@@ -135,7 +135,7 @@ def test_the_unified_family_is_never_gathered(
 
 
 @pytest.mark.parametrize("preset", ["single", "ddp"])
-def test_without_a_sharding_of_parameters_no_weight_layout_is_sharded(preset: str) -> None:
+def test_unsharded_params_leave_layouts_whole(preset: str) -> None:
     pm = manager(preset, "dp:2,fsdp:2,sp:2,ep:2,tp:2")
     for layout in (layout for layout in LAYOUTS.values() if layout.role is Role.PARAM):
         shape = (64,) * len(layout.axes)
@@ -143,7 +143,7 @@ def test_without_a_sharding_of_parameters_no_weight_layout_is_sharded(preset: st
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_weight_layout_resolves_on_every_mesh(preset: str) -> None:
+def test_weight_layouts_resolve_on_every_mesh(preset: str) -> None:
     for mesh in MESHES:
         pm = manager(preset, mesh)
         for layout in (layout for layout in LAYOUTS.values() if layout.role is Role.PARAM):
@@ -162,7 +162,7 @@ PROMPT = {
 @pytest.mark.parametrize("preset", SERVING)
 @pytest.mark.parametrize("mode", GENERATION)
 @pytest.mark.parametrize("mesh", [*MESHES, "dp:2,fsdp:2,ep:2,sp:2,tp:2"])
-def test_serving_presets_take_one_prompt(preset: str, mode: str, mesh: str) -> None:
+def test_serving_presets_accept_one_prompt(preset: str, mode: str, mesh: str) -> None:
     pm = manager(preset, mesh)
     for axes in PROMPT.values():
         found = pm.explain(axes, shape=(1, 64, 64, 64)[: len(axes)], mode=mode)
@@ -175,7 +175,7 @@ def test_serving_presets_take_one_prompt(preset: str, mode: str, mesh: str) -> N
     ("batch", "lies_over"),
     [(16, ("dp", "fsdp", "ep")), (4, ("dp", "fsdp")), (2, ("dp",)), (3, ())],
 )
-def test_serving_presets_shorten_the_batch_step_by_step(
+def test_serving_presets_shorten_the_batch(
     preset: str, batch: int, lies_over: tuple[str, ...]
 ) -> None:
     pm = manager(preset, "dp:2,fsdp:2,ep:4,tp:2")
@@ -188,7 +188,7 @@ def test_serving_presets_shorten_the_batch_step_by_step(
     ("capacity", "lies_over"),
     [(16, ("dp", "fsdp", "ep")), (4, ("dp", "fsdp")), (2, ("dp",)), (3, ())],
 )
-def test_serving_presets_shorten_the_capacity_like_the_batch(
+def test_serving_presets_shorten_the_capacity(
     preset: str, capacity: int, lies_over: tuple[str, ...]
 ) -> None:
     pm = manager(preset, "dp:2,fsdp:2,ep:4,tp:2")
@@ -199,9 +199,7 @@ def test_serving_presets_shorten_the_capacity_like_the_batch(
 @pytest.mark.parametrize("preset", [preset for preset in TRAINING if preset != "single"])
 @pytest.mark.parametrize("mode", ["train", *GENERATION])
 @pytest.mark.parametrize("mesh", ["fsdp:2,tp:4", "dp:2,tp:4"])
-def test_training_presets_refuse_one_prompt_where_it_does_not_divide(
-    preset: str, mode: str, mesh: str
-) -> None:
+def test_training_presets_refuse_one_prompt(preset: str, mode: str, mesh: str) -> None:
     with pytest.raises(
         sw.IndivisibleError, match=r"dim 0 BATCH: size 1 does not divide over (dp|fsdp)=2"
     ) as caught:
@@ -216,7 +214,7 @@ def test_serving_presets_are_strict_in_train(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", SERVING)
-def test_serving_presets_keep_weights_as_they_are_used(preset: str) -> None:
+def test_serving_presets_store_weights_as_used(preset: str) -> None:
     pm = manager(preset, "dp:2,fsdp:2,sp:2,tp:2")
     for axes in (
         (sw.EMBED, sw.MLP_INTERMEDIATE),
@@ -343,7 +341,7 @@ class TestMoeEp:
 
 @pytest.mark.parametrize("preset", SERVING)
 @pytest.mark.parametrize("mode", GENERATION)
-def test_serving_presets_have_one_chain_for_tokens(preset: str, mode: str) -> None:
+def test_serving_presets_share_the_token_chain(preset: str, mode: str) -> None:
     rules = sw.Strategy.preset(preset).compile()
     for axis in (sw.BATCH, sw.CAPACITY):
         rule = rules.stated(axis, mode=parse_mode(mode), role=Role.ACTIVATION, path=None)
@@ -351,7 +349,7 @@ def test_serving_presets_have_one_chain_for_tokens(preset: str, mode: str) -> No
         assert rule.ref.text == "dp+fsdp+ep | dp+fsdp | dp | -"
 
 
-def test_long_context_decode_lies_over_what_is_free() -> None:
+def test_long_context_decode_uses_free_axes() -> None:
     rules = sw.Strategy.preset("serve_long_context").compile()
     for axis, mode in itertools.product((sw.KV_LENGTH, sw.BIAS_KV_SEQ), ("decode", "insert")):
         rule = rules.stated(axis, mode=parse_mode(mode), role=Role.ACTIVATION, path=None)
@@ -360,7 +358,7 @@ def test_long_context_decode_lies_over_what_is_free() -> None:
 
 
 @pytest.mark.parametrize("preset", ["fsdp_tp", "moe_ep", "sequence", "serve_long_context"])
-def test_lengths_are_split_over_sp_where_the_preset_splits_them(preset: str) -> None:
+def test_lengths_are_sharded_over_sp(preset: str) -> None:
     pm = manager(preset, "sp:2")
     for mode in ("train", "prefill"):
         assert pm.resolve(PROMPT["scores"], shape=(2, 4, 64, 64), mode=mode) == P(None, None, "sp")
@@ -373,7 +371,7 @@ def test_lengths_are_split_over_sp_where_the_preset_splits_them(preset: str) -> 
         assert pm.resolve(PROMPT["cache"], shape=(2, 64, 4, 16), mode=mode) == P(None, "sp")
 
 
-def test_scores_annotated_with_both_lengths_are_refused_where_sp_is_more_than_one() -> None:
+def test_scores_with_two_lengths_are_refused() -> None:
     axes = (sw.BATCH, sw.HEAD, sw.QUERY_LENGTH, sw.KV_LENGTH)
     assert manager("fsdp_tp", "fsdp:2,sp:1,tp:4").resolve(axes, shape=(2, 4, 64, 64)) == P(
         "fsdp", "tp"
@@ -395,7 +393,7 @@ TOKENS = {
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("mesh", [*MESHES, "dp:2,fsdp:2,sp:2,ep:2,tp:2"])
-def test_flattened_tokens_lie_like_their_dims(preset: str, mesh: str) -> None:
+def test_flat_tokens_are_sharded_like_dims(preset: str, mesh: str) -> None:
     pm = manager(preset, mesh)
     for mode in MODES:
         length = 1 if mode == MODE_DECODE else 4096
@@ -416,7 +414,7 @@ def test_flattened_tokens_lie_like_their_dims(preset: str, mesh: str) -> None:
 @pytest.mark.parametrize("preset", SERVING)
 @pytest.mark.parametrize("mode", GENERATION)
 @pytest.mark.parametrize("mesh", [*MESHES, "dp:2,fsdp:2,ep:2,sp:2,tp:2"])
-def test_serving_presets_take_one_flat_prompt(preset: str, mode: str, mesh: str) -> None:
+def test_serving_presets_accept_a_flat_prompt(preset: str, mode: str, mesh: str) -> None:
     pm = manager(preset, mesh)
     for length in (1, 7, 4096):
         for name, axes in TOKENS.items():

@@ -43,7 +43,7 @@ embed = "dp"
 
 @pytest.mark.parametrize("format", ["toml", "json"])
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_survive_a_round_trip(name: str, format: str, tmp_path: Path) -> None:
+def test_presets_round_trip(name: str, format: str, tmp_path: Path) -> None:
     strategy = Strategy.preset(name)
     path = strategy.dump(tmp_path / f"{name}.{format}")
     again = Strategy.load(path)
@@ -54,7 +54,7 @@ def test_presets_survive_a_round_trip(name: str, format: str, tmp_path: Path) ->
     assert again.dump(tmp_path / f"again.{format}").read_text() == path.read_text()
 
 
-def test_presets_are_all_there() -> None:
+def test_all_presets_exist() -> None:
     assert PRESETS == (
         "ddp",
         "fsdp",
@@ -70,24 +70,24 @@ def test_presets_are_all_there() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_give_every_axis_a_rule(name: str) -> None:
+def test_presets_have_a_rule_for_every_axis(name: str) -> None:
     assert {file_name(axis) for axis in SEMANTIC_AXES} <= set(Strategy.preset(name).rules)
 
 
-def test_load_takes_text_and_path(tmp_path: Path) -> None:
+def test_load_accepts_text_and_path(tmp_path: Path) -> None:
     path = tmp_path / "small.toml"
     path.write_text(SMALL)
     assert Strategy.load(path) == Strategy.load(str(path)) == Strategy.loads(SMALL)
 
 
-def test_what_is_no_text_or_no_strategy_is_refused() -> None:
+def test_invalid_types_are_refused() -> None:
     with pytest.raises(sw.StrategyError, match="expected text, got 3"):
         Strategy.loads(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="unsupported operand"):
         Strategy() | 3  # type: ignore[operator]
 
 
-def test_what_was_not_set_is_not_written() -> None:
+def test_unset_keys_are_not_written() -> None:
     text = Strategy.loads(SMALL).dumps()
     assert text == SMALL
     assert Strategy.loads("version = 1\n").to_data() == {"version": 1}
@@ -136,7 +136,7 @@ def test_tables_are_frozen(change: Any) -> None:
     "again",
     [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), lambda one: one | one],
 )
-def test_copies_are_frozen_and_their_data_is_not(again: Any) -> None:
+def test_copies_are_frozen(again: Any) -> None:
     strategy = Strategy.loads(FROZEN.partition("[[")[0])
     copied = again(strategy)
     assert copied == strategy
@@ -147,7 +147,7 @@ def test_copies_are_frozen_and_their_data_is_not(again: Any) -> None:
     assert Strategy(**data).rules["batch"] == "tp"
 
 
-def test_a_copy_takes_no_update_that_nobody_checks() -> None:
+def test_copy_refuses_an_update() -> None:
     strategy = Strategy.loads(SMALL)
     assert strategy.model_copy() == strategy.model_copy(deep=True) == strategy
     with pytest.raises(
@@ -195,12 +195,12 @@ def test_spellings_are_one_axis(spelling: str) -> None:
     assert strategy.compile() == Strategy(rules={"kv_head": "tp"}).compile()
 
 
-def test_one_axis_in_two_spellings_is_refused() -> None:
+def test_two_spellings_of_one_axis() -> None:
     with pytest.raises(sw.StrategyError, match="'kv_head' is written twice, in two spellings"):
         Strategy(rules={"kv_head": "tp", "KV_HEAD": "dp"})
 
 
-def test_axes_of_one_s_own() -> None:
+def test_own_axes() -> None:
     text = SMALL + '[axes]\nrotary_dim = "half of a head"\n[modes.decode]\nrotary_dim = "-"\n'
     strategy = Strategy.loads(text.replace('embed = "-"', 'embed = "-"\nrotary_dim = "tp"'))
     rules = strategy.compile()
@@ -265,7 +265,7 @@ def test_exceptions_by_path() -> None:
 # Overlay.
 
 
-def test_later_wins_key_by_key() -> None:
+def test_overlay_wins_key_by_key() -> None:
     fragment = Strategy.loads(
         'version = 1\nname = "wide"\n[mesh]\ntp = 4\n[rules]\nhead = "-"\n[policy]\nindivisible = "prefix"\n',
         source="wide.toml",
@@ -279,7 +279,7 @@ def test_later_wins_key_by_key() -> None:
     assert [decision.rule.source for decision in found.decisions] == ["small.toml:9", "wide.toml:6"]
 
 
-def test_a_fragment_may_use_what_the_other_declares() -> None:
+def test_fragment_uses_names_of_the_other() -> None:
     fragment = Strategy.loads('version = 1\n[rules]\nrotary_dim = "columns"\n')
     base = Strategy.loads(
         'version = 1\n[mesh]\ncolumns = 2\n[axes]\nrotary_dim = "half of a head"\n'
@@ -291,7 +291,7 @@ def test_a_fragment_may_use_what_the_other_declares() -> None:
         fragment.compile()
 
 
-def test_tensors_of_the_later_come_first_and_keep_their_lines() -> None:
+def test_overlay_tensors_come_first() -> None:
     base = Strategy.loads(
         'version = 1\n[[tensors]]\nmatch = "a"\nembed = "dp"\n', source="base.toml"
     )
@@ -312,7 +312,7 @@ def test_tensors_of_the_later_come_first_and_keep_their_lines() -> None:
     assert [ask("a/b"), ask("a/x"), ask("c")] == ["over.toml:6", "base.toml:4", "over.toml:9"]
 
 
-def test_what_python_overlays_is_not_said_to_come_from_the_file() -> None:
+def test_python_overlay_has_no_file() -> None:
     both = Strategy.loads(SMALL, source="small.toml") | Strategy(rules={"batch": "tp"})
     found = sw.resolve((sw.BATCH, sw.HEAD), both.compile(), {"dp": 2, "tp": 1})
     assert found.decisions[0].rule.text == "tp"
@@ -332,9 +332,7 @@ def test_overlay_changes_neither_side() -> None:
 
 @pytest.mark.parametrize("format", ["toml", "json"])
 @pytest.mark.parametrize("name", ["fsdp_tp", "moe_ep", "serve_long_context"])
-def test_every_rule_names_the_line_that_it_stands_on(
-    name: str, format: str, tmp_path: Path
-) -> None:
+def test_every_rule_has_its_line(name: str, format: str, tmp_path: Path) -> None:
     path = Strategy.preset(name).dump(tmp_path / f"{name}.{format}")
     lines = path.read_text().splitlines()
     rules = Strategy.load(path).compile()
@@ -386,7 +384,7 @@ embed = "dp"
     assert ask(sw.EMBED, mode="prefill", role="param") == "awkward.toml:13"
 
 
-def test_dotted_and_inline_tables_still_name_the_file() -> None:
+def test_dotted_and_inline_tables_have_a_file() -> None:
     dotted = Strategy.loads(
         'version = 1\nmodes.decode.head = "-"\nrules.batch = "dp"\n', source="d.toml"
     ).compile()
@@ -461,7 +459,7 @@ def test_explain_shows_file_and_line() -> None:
         ),
     ],
 )
-def test_policy_presets_and_what_overrides_them(text: str, wanted: Any) -> None:
+def test_policy_presets_and_overrides(text: str, wanted: Any) -> None:
     policy = Strategy.loads(f"version = 1\n[policy]\n{text}\n").compile().policy
     found = (policy.indivisible, policy.conflict, policy.missing, policy.rank)
     assert found == (
@@ -471,7 +469,7 @@ def test_policy_presets_and_what_overrides_them(text: str, wanted: Any) -> None:
     )
 
 
-def test_the_permissive_preset_is_recorded() -> None:
+def test_permissive_preset_is_recorded() -> None:
     rules = Strategy.loads(
         'version = 1\n[rules]\nbatch = "dp"\nhead = "tp"\n[policy]\npreset = "eformer"\n'
     ).compile()
@@ -484,7 +482,7 @@ def test_the_permissive_preset_is_recorded() -> None:
 # Schema.
 
 
-def test_schema_accepts_every_preset_and_refuses_bad_data() -> None:
+def test_schema_accepts_presets_only() -> None:
     jsonschema = pytest.importorskip("jsonschema")
     schema = Strategy.json_schema()
     validator = jsonschema.Draft202012Validator(schema)
@@ -600,7 +598,7 @@ data = st.fixed_dictionaries(
 @example(data={"mesh": {"a.b": 2, "ü": 1}, "rules": {"batch": "a.b+ü"}}, format="toml")
 @example(data={"mesh": {}, "name": "\x7f\x00\u2028\r\n"}, format="toml")
 @example(data={"mesh": {}, "tensors": [], "rules": {}, "modes": {"decode": {}}}, format="toml")
-def test_what_is_written_is_read_again(data: dict[str, Any], format: Any, tmp_path: Path) -> None:
+def test_dump_and_load_round_trip(data: dict[str, Any], format: Any, tmp_path: Path) -> None:
     strategy = Strategy(**data)
     again = Strategy.load(strategy.dump(tmp_path / f"s.{format}"))
     assert again == strategy
@@ -610,9 +608,7 @@ def test_what_is_written_is_read_again(data: dict[str, Any], format: Any, tmp_pa
 
 @settings(max_examples=60, deadline=None)
 @given(first=data, second=data)
-def test_overlay_is_what_overlaying_the_data_is(
-    first: dict[str, Any], second: dict[str, Any]
-) -> None:
+def test_overlay_equals_overlaid_data(first: dict[str, Any], second: dict[str, Any]) -> None:
     second = {**second, "mesh": {}}
     kinds = [type(part["axis_types"]) for part in (first, second) if "axis_types" in part]
     if len(set(kinds)) > 1:
@@ -630,7 +626,7 @@ def test_overlay_is_what_overlaying_the_data_is(
     assert both == Strategy(**both.to_data())
 
 
-def test_a_word_and_a_table_of_axis_types_do_not_overlay() -> None:
+def test_axis_types_word_over_table() -> None:
     """Else dp would be explicit below, auto above, and another thing again where three are laid over each other."""
     word = Strategy.loads('axis_types = "explicit"\n[mesh]\ndp = 2\ntp = 4\n', source="base.toml")
     table = Strategy.loads('\naxis_types = {tp = "auto"}\n', source="over.toml")
@@ -651,7 +647,7 @@ def test_a_word_and_a_table_of_axis_types_do_not_overlay() -> None:
 
 
 @pytest.mark.parametrize("format", ["toml", "json"])
-def test_a_byte_order_mark_is_no_part_of_a_file(format: str, tmp_path: Path) -> None:
+def test_byte_order_mark_is_skipped(format: str, tmp_path: Path) -> None:
     path = tmp_path / f"s.{format}"
     path.write_text(Strategy.loads(SMALL).dumps(format=format), encoding="utf-8-sig")  # type: ignore[arg-type]
     assert path.read_bytes().startswith(b"\xef\xbb\xbf")
@@ -699,9 +695,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(format: str, tmp_path: Path) -> 
         ),
     ],
 )
-def test_one_mistake_is_one_problem_that_says_what_was_meant(
-    data: dict[str, Any], says: str
-) -> None:
+def test_one_mistake_is_one_problem(data: dict[str, Any], says: str) -> None:
     with pytest.raises(sw.ShardingError, match=says) as caught:
         Strategy(mesh={"dp": 2, "fsdp": 2, "tp": 2}, **data)
     assert len(caught.value.problems) == 1
@@ -729,6 +723,6 @@ def test_one_mistake_is_one_problem_that_says_what_was_meant(
         ),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_told_what_is_wanted(text: str, says: str) -> None:
+def test_value_of_the_wrong_type(text: str, says: str) -> None:
     with pytest.raises(sw.StrategyError, match=says):
         sw.Strategy.loads(text)

@@ -42,7 +42,7 @@ def test_abstract_then_shardings_then_arrays() -> None:
     assert 0.015 < np.std(made["embed"]) < 0.025
 
 
-def test_an_unsharded_copy_is_never_held() -> None:
+def test_init_never_holds_a_whole_copy() -> None:
     """Each device holds its eighth: outputs by the compiled program's own account, and temporaries far below one whole array."""
     pm = manager()
     big = {
@@ -67,7 +67,7 @@ def test_an_unsharded_copy_is_never_held() -> None:
         assert {shard.data.size * 8 for shard in leaf.addressable_shards} == {leaf.size}
 
 
-def test_values_do_not_depend_on_the_mesh_nor_on_the_neighbours() -> None:
+def test_values_depend_on_the_path_only() -> None:
     key = jax.random.key(7)
     one = manager("single", "dp:1").init(specs(), key)
     many = manager().init(specs(), key)
@@ -89,7 +89,7 @@ def test_values_do_not_depend_on_the_mesh_nor_on_the_neighbours() -> None:
     assert not np.array_equal(manager().init(specs(), jax.random.key(8))["embed"], many["embed"])
 
 
-def test_specs_without_an_initialiser_are_named_all_at_once() -> None:
+def test_specs_without_init_are_all_named() -> None:
     bare = {
         "a": sw.ArraySpec((8,), jnp.float32, (sw.NORM,)),
         "b": [sw.ArraySpec((8,), jnp.float32, (sw.NORM,))],
@@ -100,7 +100,7 @@ def test_specs_without_an_initialiser_are_named_all_at_once() -> None:
     assert spec_tree(manager().shardings(bare)) == {"a": P(), "b": [P()]}
 
 
-def test_an_array_spec_is_checked_when_it_is_written() -> None:
+def test_array_spec_is_checked_at_creation() -> None:
     with pytest.raises(
         sw.RankMismatchError, match=r"\(EMBED, MLP_INTERMEDIATE\) has 2 dims, the array has 3"
     ):
@@ -158,7 +158,7 @@ def test_stacked_specs_scan_over_layers() -> None:
 RULES = [("embed", (sw.VOCAB, sw.EMBED)), (r"up$", KERNEL), ("norm", (sw.NORM,))]
 
 
-def test_first_match_wins_and_layouts_and_specs_may_stand_for_axes() -> None:
+def test_first_match_wins() -> None:
     shapes = initialize.abstract(specs())
     found = sw.match_paths(
         shapes, [("blocks/1", sw.Replicated), *RULES, ("blocks/0", sw.ColumnWise)]
@@ -196,7 +196,7 @@ def test_unmatched_unused_and_shadowed() -> None:
     assert loose.annotations["step"] == (), "scalars need no rule"
 
 
-def test_one_pattern_twice_is_reported_once_each() -> None:
+def test_duplicate_pattern_is_reported() -> None:
     found = sw.match_paths({"a": np.zeros(4)}, [("a", (sw.NORM,)), ("a", (sw.EMBED,))])
     assert found.annotations == {"a": (sw.NORM,)}
     assert found.shadowed == ("a",)
@@ -247,7 +247,7 @@ class Box:
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
-def test_what_jax_makes_narrower_is_told_with_its_cause() -> None:
+def test_narrowed_dtype_names_its_cause() -> None:
     """The initializer does return the dtype that it is given: JAX itself narrows it."""
     wide = {
         "w": sw.ArraySpec((8,), jnp.float64, (sw.NORM,), zeros),
@@ -318,13 +318,13 @@ MISFITS: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_a_misfit_is_named_by_its_path(name: str) -> None:
+def test_misfit_is_named_by_path(name: str) -> None:
     sizes, annotations, says = MISFITS[name]
     with pytest.raises(sw.StrategyError, match=says):
         manager().shardings(jax.tree.map(np.zeros, sizes), annotations)
 
 
-def test_containers_that_differ_in_their_own_data_are_told_in_jax_words() -> None:
+def test_container_data_differs() -> None:
     Module = jax.tree_util.register_dataclass(
         dataclasses.make_dataclass("Module", ["w", "name"]), data_fields=["w"], meta_fields=["name"]
     )
@@ -335,7 +335,7 @@ def test_containers_that_differ_in_their_own_data_are_told_in_jax_words() -> Non
         manager().shardings(Module(np.zeros(4), "a"), Module((sw.NORM,), "b"))
 
 
-def test_a_path_match_is_not_its_annotations() -> None:
+def test_path_match_is_not_annotations() -> None:
     arrays = {"a": np.zeros(4), "b": np.zeros(4)}
     found = sw.match_paths(arrays, [(".*", (sw.NORM,))])
     with pytest.raises(
@@ -346,7 +346,7 @@ def test_a_path_match_is_not_its_annotations() -> None:
     assert spec_tree(manager().shardings(arrays, found.annotations)) == {"a": P(), "b": P()}
 
 
-def test_bad_annotations_are_named_all_at_once() -> None:
+def test_bad_annotations_are_all_named() -> None:
     shapes = {"a": np.zeros(4), "b": {"c": np.zeros(4)}, "d": np.zeros(4)}
     with pytest.raises(
         sw.StrategyError, match=r"^2 problems\n 1. a: int is not an annotation"

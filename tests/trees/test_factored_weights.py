@@ -52,9 +52,7 @@ def specs(shardings: Any) -> list[Any]:
         ((1, 1), (64, 96), P("fsdp", "tp")),
     ],
 )
-def test_scales_lie_over_the_mesh_axes_of_their_values(
-    blocks: Any, scale_shape: Any, scale_spec: Any
-) -> None:
+def test_scales_follow_their_values(blocks: Any, scale_shape: Any, scale_spec: Any) -> None:
     for axes in (KERNEL, sw.ColumnWise):
         made = quantized(weight(axes=axes), blocks, zero_point=jnp.int8)
         assert (made.value.shape, made.value.dtype, made.scale.shape, made.scale.dtype) == (
@@ -73,7 +71,7 @@ def test_scales_lie_over_the_mesh_axes_of_their_values(
 
 
 @pytest.mark.parametrize(("rows", "fits"), [(8, True), (16, True), (32, False)])
-def test_a_block_is_never_split(rows: int, fits: bool) -> None:
+def test_block_is_never_split(rows: int, fits: bool) -> None:
     """Where it fits, the values of each device are scaled by what the same device holds."""
     made = quantized(weight(), (rows, 1))
     if not fits:
@@ -95,7 +93,7 @@ def test_a_block_is_never_split(rows: int, fits: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
-def test_sharded_equals_unsharded_without_moving_a_scale(dtype: Any) -> None:
+def test_sharded_equals_unsharded_in_place(dtype: Any) -> None:
     made = quantized(weight(), (16, 1), dtype=dtype, zero_point=jnp.float32)
     w = jax.random.normal(jax.random.key(0), (64, 96))
     top = jnp.iinfo(dtype).max
@@ -125,7 +123,7 @@ def test_sharded_equals_unsharded_without_moving_a_scale(dtype: Any) -> None:
     ]
 
 
-def test_scales_of_values_that_exist_already() -> None:
+def test_scales_of_existing_values() -> None:
     pm = manager()
     assert pm.sharding(scale_axes(KERNEL, (64, 96), scale_shape=(4, 96)), shape=(4, 96)).spec == P(
         "fsdp", "tp"
@@ -142,7 +140,7 @@ def test_scales_of_values_that_exist_already() -> None:
     "make",
     [lambda axes: quantized(axes, (1, 1), path="w"), lambda axes: low_rank(axes, 4, path="w")],
 )
-def test_the_parts_of_a_weight_need_its_shape(make: Any) -> None:
+def test_parts_need_the_shape(make: Any) -> None:
     for axes in (KERNEL, sw.ColumnWise, np.zeros((4, 4))):
         with pytest.raises(
             sw.StrategyError,
@@ -151,7 +149,7 @@ def test_the_parts_of_a_weight_need_its_shape(make: Any) -> None:
             make(axes)
 
 
-def test_blocks_that_make_no_sense() -> None:
+def test_invalid_blocks() -> None:
     with pytest.raises(sw.RankMismatchError, match="1 blocks for"):
         quantized(weight(), 16)  # type: ignore[arg-type]
     with pytest.raises(sw.RankMismatchError, match="1 blocks for"):
@@ -222,9 +220,7 @@ def test_parts_of_a_stack_of_layers() -> None:
         ),
     ],
 )
-def test_a_pair_lies_as_inputs_and_outputs_of_its_weight(
-    axes: Any, shape: Any, how: Any, a: Any, b: Any
-) -> None:
+def test_pair_follows_inputs_and_outputs(axes: Any, shape: Any, how: Any, a: Any, b: Any) -> None:
     made = low_rank(weight(shape, axes, jnp.bfloat16), 4, **how)
     found = manager().shardings(made)
     assert ((made.a.shape, found.a.spec), (made.b.shape, found.b.spec)) == (a, b)
@@ -234,7 +230,7 @@ def test_a_pair_lies_as_inputs_and_outputs_of_its_weight(
     )
 
 
-def test_a_pair_adds_nothing_at_first() -> None:
+def test_pair_starts_as_zero() -> None:
     made = manager().init(
         {"w": low_rank(weight((64, 8, 4), (sw.EMBED, sw.HEAD, sw.HEAD_DIM)), 32)}, jax.random.key(0)
     )["w"]
@@ -246,7 +242,7 @@ def test_a_pair_adds_nothing_at_first() -> None:
     assert 0.9 < float(jnp.std(deep.a)) * 8 < 1.1
 
 
-def test_sharded_equals_unsharded_forward_and_gradient() -> None:
+def test_sharded_equals_unsharded() -> None:
     pm = manager()
     trees = {"w": weight(), "pair": low_rank(weight(), 4)}
     parts = {
@@ -276,7 +272,7 @@ def test_sharded_equals_unsharded_forward_and_gradient() -> None:
     assert jax.tree.map(lambda leaf: leaf.sharding, gradients) == shardings
 
 
-def test_pairs_that_make_no_sense() -> None:
+def test_invalid_pairs() -> None:
     with pytest.raises(
         sw.StrategyError, match=r"\(LAYERS, EMBED, MLP_INTERMEDIATE\) is a stack of layers"
     ) as caught:

@@ -90,7 +90,7 @@ COPIES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(COPIES))
-def test_state_lies_like_the_parameters_that_it_follows(name: str) -> None:
+def test_state_follows_its_parameters(name: str) -> None:
     """Structure equal to tx.init's, and no moment of a sharded parameter replicated."""
     state = state_of(COPIES[name](), params())
     shardings = manager().state_shardings(state, params())
@@ -102,7 +102,7 @@ def test_state_lies_like_the_parameters_that_it_follows(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "chain", "masked", "multi_transform"])
 @pytest.mark.sweep(keep=1)
-def test_state_is_born_in_its_shards_and_a_step_keeps_it_there(name: str) -> None:
+def test_state_is_created_sharded(name: str) -> None:
     pm = manager()
     tx = COPIES[name]()
     shardings = pm.state_shardings(state_of(tx, params()), params())
@@ -131,7 +131,7 @@ def test_slow_parameters_of_lookahead() -> None:
     assert found.fast_state[0].mu["embed"].spec == P("tp", "fsdp")
 
 
-def test_annotations_beside_the_parameters_serve_too() -> None:
+def test_separate_annotations() -> None:
     shapes = initialize.abstract(params())
     state = jax.eval_shape(optax.adam(1e-3).init, shapes)
     annotations = {"embed": (sw.VOCAB, sw.EMBED), "blocks": KERNEL, "norm": (sw.NORM,)}
@@ -141,7 +141,7 @@ def test_annotations_beside_the_parameters_serve_too() -> None:
     )
 
 
-def test_exceptions_by_path_are_those_of_the_parameter() -> None:
+def test_exceptions_use_the_parameter_path() -> None:
     """A pattern that begins with ^ matches the parameter's path, and so its moments lie with it, sums over a dim too."""
     exception = sw.Strategy(tensors=[{"match": "^w$", "embed": "tp", "mlp_intermediate": "fsdp"}])
     pm = sw.PartitionManager(
@@ -183,7 +183,7 @@ def factored_specs() -> dict[str, Any]:
     }
 
 
-def test_factored_moments_lose_the_dim_that_they_sum_over() -> None:
+def test_factored_moments_lose_a_dim() -> None:
     """Rows of a wide kernel are its embed dim, of a tall one too: optax sums over the largest dim first."""
     state = state_of(adafactor(momentum=0.9), factored_specs())
     found = manager().state_shardings(state, factored_specs())
@@ -220,7 +220,7 @@ def test_factored_moments_lose_the_dim_that_they_sum_over() -> None:
     "shape", [(8, 8), (3, 8, 8), (8, 8, 8), (8, 3, 8), (8, 16, 8), (16, 8, 8), (8, 9), (9, 8)]
 )
 @pytest.mark.sweep(keep=2)
-def test_the_dims_of_factored_moments_are_those_that_optax_keeps(shape: tuple[int, ...]) -> None:
+def test_factored_moments_match_optax(shape: tuple[int, ...]) -> None:
     """Against optax itself: a gradient that differs along one dim alone shows in exactly the moments that keep that dim."""
     axes = tuple(f"axis_{dim}" for dim in range(len(shape)))
     weight = {"w": jnp.ones(shape)}
@@ -242,7 +242,7 @@ def test_the_dims_of_factored_moments_are_those_that_optax_keeps(shape: tuple[in
             assert varies == ([dims.index(dim)] if dim in dims else [])
 
 
-def test_one_element_stand_ins_are_told_from_parameters_of_one_element() -> None:
+def test_one_element_placeholders() -> None:
     """A (1, 1) kernel that is factored has moments of one element too, and so has a norm of one element that is not."""
     tiny = {
         "w": sw.ArraySpec((1, 1), jnp.float32, (sw.EMPTY, sw.EMPTY), ones),
@@ -283,7 +283,7 @@ def test_factored_moments_of_some_parameters() -> None:
 
 @pytest.mark.parametrize("tx", [adafactor(momentum=0.9), optax.sm3(0.1)], ids=["adafactor", "sm3"])
 @pytest.mark.sweep(keep=1)
-def test_twenty_steps_are_those_of_one_device(tx: Any) -> None:
+def test_twenty_steps_equal_one_device(tx: Any) -> None:
     """Sharded sums equal unsharded ones, and stay where they were put."""
     specs = {
         "up": sw.ArraySpec((16, 64), jnp.float32, KERNEL, normal),
@@ -326,7 +326,7 @@ def test_one_accumulator_per_dim() -> None:
     assert (mu["stack"], mu["norm"]) == ([P(), P("fsdp"), P("tp")], [P()])
 
 
-def test_a_history_has_a_dim_in_front() -> None:
+def test_history_has_a_leading_dim() -> None:
     state = state_of(optax.lbfgs(memory_size=5), params())
     found = manager().state_shardings(state, params())[0]
     assert spec_tree(found.diff_params_memory)["blocks"][0]["up"] == P(None, "fsdp", "tp")
@@ -342,9 +342,7 @@ def test_a_history_has_a_dim_in_front() -> None:
         (lambda: contrib.sophia(1e-3), "key", 1),
     ],
 )
-def test_statistics_of_no_parameter_are_replicated(
-    tx: Callable[[], Any], pattern: str, whole: int
-) -> None:
+def test_global_statistics_are_replicated(tx: Callable[[], Any], pattern: str, whole: int) -> None:
     found = specs_by_path(manager().state_shardings(state_of(tx(), params()), params()))
     own = [spec for path, spec in found.items() if re.search(pattern, path)]
     assert own == [P()] * whole
@@ -353,7 +351,7 @@ def test_statistics_of_no_parameter_are_replicated(
     )
 
 
-def test_moments_inside_another_transformation_are_found() -> None:
+def test_nested_moments_are_found() -> None:
     """Mechanic keeps its own statistics around whatever state it tunes."""
     found = manager().state_shardings(state_of(contrib.mechanize(adafactor()), params()), params())
     assert found.base_optimizer_state[0].v_col["embed"].spec == P("tp")
@@ -372,7 +370,7 @@ class FactoredState(NamedTuple):
     v: Any
 
 
-def test_a_type_of_the_same_name_elsewhere_says_nothing() -> None:
+def test_type_of_another_package_is_ignored() -> None:
     weight = {"w": sw.ArraySpec((16, 16), jnp.float32, KERNEL, normal)}
     state = FactoredState(
         np.zeros(()), {"w": np.zeros(16)}, {"w": np.zeros(16)}, {"w": np.zeros(1)}
@@ -392,7 +390,7 @@ def test_a_type_of_the_same_name_elsewhere_says_nothing() -> None:
     )
 
 
-def test_a_state_of_another_model_is_refused() -> None:
+def test_state_of_another_model_is_refused() -> None:
     """A moment that cannot come from this parameter is named, even where the state's type is known."""
     other = {"w": sw.ArraySpec((16, 48), jnp.float32, KERNEL, normal)}
     weight = {"w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)}
@@ -413,9 +411,7 @@ def test_a_state_of_another_model_is_refused() -> None:
         (lambda: contrib.galore(1e-3, rank=4), "0/projector/embed"),
     ],
 )
-def test_what_mixes_dims_follows_nothing_until_it_is_annotated(
-    tx: Callable[[], Any], path: str
-) -> None:
+def test_mixed_dims_need_an_annotation(tx: Callable[[], Any], path: str) -> None:
     state = state_of(tx(), params())
     with pytest.raises(sw.ShardingError, match="overrides=") as caught:
         manager().state_shardings(state, params())
@@ -428,7 +424,7 @@ def test_what_mixes_dims_follows_nothing_until_it_is_annotated(
     assert specs_by_path(found)[path] == P()
 
 
-def test_joined_state_says_what_joins_it_and_what_to_do() -> None:
+def test_joined_state_names_optax_flatten() -> None:
     """Of one parameter alone, what `optax.flatten` keeps is not told from any other state."""
     flat = optax.flatten(optax.sgd(1e-2, momentum=0.9))
     sizes = sum(
@@ -475,9 +471,7 @@ def test_scalars_of_every_kind_are_replicated() -> None:
     }
 
 
-def test_moments_in_64_bits_lie_like_their_parameters_and_are_refused_where_32_bits_lose_them() -> (
-    None
-):
+def test_moments_in_64_bits() -> None:
     """Without x64 JAX halves them: rounding, to zero at the very least, is what it does everywhere; infinity is not."""
     pm, weight = manager(), {"w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)}
     moments = {"nu": {"w": np.full((16, 32), 0.1)}}
@@ -500,7 +494,7 @@ def test_moments_in_64_bits_lie_like_their_parameters_and_are_refused_where_32_b
         )
 
 
-def test_projected_state_of_the_parameters_own_shape_is_not_taken_for_a_copy() -> None:
+def test_projected_state_is_not_a_copy() -> None:
     """GaLore's projection of a square weight mixes its dims, and what Adam keeps of the projected gradient has no dim of the weight."""
     square = {
         "w": sw.ArraySpec((16, 16), jnp.float32, KERNEL, normal),
@@ -521,7 +515,7 @@ def test_projected_state_of_the_parameters_own_shape_is_not_taken_for_a_copy() -
     assert (specs["0/base_optimizer_state/mu/norm"], specs["0/projector/norm"]) == (P("fsdp"), P())
 
 
-def test_an_override_that_matches_nothing_is_named() -> None:
+def test_unused_override_is_named() -> None:
     says = (
         r"the override 'trase' matches no leaf of the state\n  fix   did you mean 'trace'\? "
         r"the leaves are trace; patterns are searched \(re.search\) in their paths"
@@ -547,7 +541,7 @@ def nested_params() -> dict[str, Any]:
     return {"enc": {"a": weight, "b": bias}, "dec": {"a": weight}}
 
 
-def test_masks_may_cover_whole_subtrees() -> None:
+def test_masks_cover_subtrees() -> None:
     specs = nested_params()
     mu = (
         manager()
@@ -561,7 +555,7 @@ def test_masks_may_cover_whole_subtrees() -> None:
     assert jax.tree.leaves(mu["dec"]) == []
 
 
-def test_labels_may_cover_whole_subtrees() -> None:
+def test_labels_cover_subtrees() -> None:
     specs = nested_params()
     tx = optax.multi_transform(
         {"x": optax.adam(1e-3), "y": optax.sgd(1e-2, momentum=0.9)}, {"enc": "x", "dec": "y"}
@@ -576,7 +570,7 @@ def test_labels_may_cover_whole_subtrees() -> None:
     }
 
 
-def test_a_mask_of_everything_but_a_part_elsewhere_is_not_a_copy() -> None:
+def test_mask_elsewhere_is_not_a_copy() -> None:
     """What lies at a parameter's name in a part without the other parameters' places follows nothing."""
     with pytest.raises(sw.StrategyError, match=r"extra/a: state of shape .* follows no parameter"):
         manager().state_shardings({"extra": {"a": np.zeros((16, 32))}}, nested_params()["enc"])
@@ -587,7 +581,7 @@ def test_a_mask_of_everything_but_a_part_elsewhere_is_not_a_copy() -> None:
     [optax.adam(1e-3), optax.masked(optax.adam(1e-3), [True, (), False])],
     ids=["adam", "masked by prefix"],
 )
-def test_parameters_with_empty_tuples_between_layers(tx: Any) -> None:
+def test_parameters_with_empty_tuples(tx: Any) -> None:
     weight, bias = (
         sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
         sw.ArraySpec((32,), jnp.float32, (sw.MLP_INTERMEDIATE,), ones),
@@ -605,7 +599,7 @@ def test_parameters_with_empty_tuples_between_layers(tx: Any) -> None:
     assert specs_by_path(beside) == specs_by_path(found)
 
 
-def test_the_suggested_override_is_accepted_as_it_stands() -> None:
+def test_suggested_override_is_accepted() -> None:
     pm = manager()
     state = {"extra.[0]": np.zeros((8, 8))}
     with pytest.raises(sw.StrategyError, match="follows no parameter") as caught:
@@ -616,7 +610,7 @@ def test_the_suggested_override_is_accepted_as_it_stands() -> None:
     }
 
 
-def test_longest_path_wins_among_parameters_of_one_name() -> None:
+def test_longest_path_wins() -> None:
     pm = manager()
     nested = {
         "w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
@@ -629,7 +623,7 @@ def test_longest_path_wins_among_parameters_of_one_name() -> None:
 @pytest.mark.parametrize(
     "tx", [optax.adam(1e-3), optax.sm3(1e-3), adafactor(), optax.lbfgs(3), contrib.muon(1e-3)]
 )
-def test_a_single_array_as_parameters(tx: Any) -> None:
+def test_single_array_as_parameters(tx: Any) -> None:
     one = sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)
     found = specs_by_path(manager().state_shardings(state_of(tx, one), one))
     assert {P("fsdp", "tp"), P("fsdp"), P(None, "fsdp", "tp")} & set(found.values())

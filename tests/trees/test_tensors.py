@@ -11,7 +11,7 @@ from shardwright.plan import bytes_by_path
 from shardwright.trees.tensors import Tensor, as_tensors, is_dtype
 
 
-def test_a_tree_becomes_tensors_by_path() -> None:
+def test_tree_becomes_tensors() -> None:
     ready = Tensor(path="elsewhere", axes=(sw.BATCH,))
     tree = {
         "up": sw.ArraySpec((8, 4), jnp.bfloat16, (sw.EMBED, sw.VOCAB)),
@@ -31,7 +31,7 @@ def test_a_tree_becomes_tensors_by_path() -> None:
     assert as_tensors([]) == as_tensors(()) == ()
 
 
-def test_what_is_no_annotation_is_refused_by_path() -> None:
+def test_bad_leaf_is_refused_by_path() -> None:
     with pytest.raises(
         sw.StrategyError,
         match=r"layers/0: str is neither an ArraySpec nor an annotation\n  fix   give ArraySpecs",
@@ -46,7 +46,7 @@ def test_bytes_are_exact() -> None:
     assert Tensor(path="w", axes=(sw.EMBED,), dtype="float32").bytes_over(1) is None
 
 
-def test_bits_smaller_than_a_byte_are_packed_as_memory_is() -> None:
+def test_small_dtypes_are_packed() -> None:
     """Here and in the account of a tree's memory."""
     for dtype, size in (("int4", 24 // 2), ("uint2", 24 // 4), ("int8", 24), ("bool", 24)):
         tensor = Tensor(path="w", axes=(sw.EMBED, sw.VOCAB), shape=(8, 24), dtype=dtype)
@@ -59,7 +59,7 @@ def test_bits_smaller_than_a_byte_are_packed_as_memory_is() -> None:
     assert Tensor(path="w", axes=(sw.EMBED,), shape=(3,), dtype="int4").bytes_over(1) == 2
 
 
-def test_keys_have_no_bytes_to_count() -> None:
+def test_prng_keys_have_no_bytes() -> None:
     (key,) = as_tensors(sw.ArraySpec((2,), jax.random.key(0).dtype, (sw.EMBED,)))
     assert key.bytes_over(1) is None
 
@@ -67,7 +67,7 @@ def test_keys_have_no_bytes_to_count() -> None:
 @pytest.mark.parametrize(
     "name", ["bfloat16", "float32", "int4", "uint8", "bool", "complex64", "float8_e4m3fn"]
 )
-def test_these_are_dtypes(name: str) -> None:
+def test_valid_dtypes(name: str) -> None:
     assert is_dtype(name)
 
 
@@ -75,5 +75,5 @@ def test_these_are_dtypes(name: str) -> None:
     "name",
     ["object", "str", "datetime64", "longdouble", "bf16", "i4,i4", ">f4", "", None, 3, jnp.float32],
 )
-def test_these_are_none(name: object) -> None:
+def test_invalid_dtypes(name: object) -> None:
     assert not is_dtype(name)

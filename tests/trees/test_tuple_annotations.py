@@ -77,7 +77,7 @@ def specs(tree: Any) -> list[P]:
 
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("call", CALLS)
-def test_refused_over_other_containers(container: str, call: str) -> None:
+def test_ambiguous_tuple_is_refused(container: str, call: str) -> None:
     with pytest.raises(
         sw.StrategyError, match=f"a tuple of 2 annotations over a {container_name(container)} of 2"
     ) as caught:
@@ -92,7 +92,7 @@ def container_name(container: str) -> str:
     return "Weights" if container == "NamedTuple" else container
 
 
-def test_the_error_shows_both_spellings() -> None:
+def test_error_shows_both_readings() -> None:
     with pytest.raises(sw.StrategyError, match="can be read in two ways") as caught:
         manager().shardings({"layer": [array(), array()]}, {"layer": PAIR})
     problem = caught.value.problems[0]
@@ -110,7 +110,7 @@ def test_the_error_shows_both_spellings() -> None:
     assert "Weights(first=(HEAD, BATCH), second=(EMBED, VOCAB))" in caught.value.fix
 
 
-def test_both_spellings_are_taken() -> None:
+def test_both_spellings_are_accepted() -> None:
     pm = manager()
     two = ((sw.BATCH, sw.LENGTH), (sw.EMBED, sw.VOCAB))
     assert specs(pm.shardings([array(), array()], list(two))) == [P("dp"), P("fsdp", "tp")]
@@ -120,7 +120,7 @@ def test_both_spellings_are_taken() -> None:
 @pytest.mark.parametrize(
     "other", [array(8), {"c": array(8), "d": array(8)}], ids=["exact", "prefix"]
 )
-def test_a_tuple_of_values_pairs_at_any_place(other: Any) -> None:
+def test_tuple_pairs_at_any_path(other: Any) -> None:
     """Another place's prefix must not change what a tuple means."""
     pm = manager()
     found = pm.shardings({"a": (array(), array()), "b": other}, {"a": PAIR, "b": (sw.EMBED,)})
@@ -129,7 +129,7 @@ def test_a_tuple_of_values_pairs_at_any_place(other: Any) -> None:
     assert [leaf.sharding.spec for leaf in placed["a"]] == SPECS
 
 
-def test_pairs_go_down_into_tuples_of_containers() -> None:
+def test_tuples_of_containers_pair() -> None:
     tree = (array(), [array(), array()])
     leaves = annotated_leaves({"a": tree, "b": [array(8)]}, {"a": PAIR, "b": (sw.EMBED,)})
     assert [(leaf.path, leaf.annotation) for leaf in leaves] == [
@@ -150,12 +150,12 @@ def test_pairs_go_down_into_tuples_of_containers() -> None:
     ],
     ids=["three", "another rank", "deeper", "an array"],
 )
-def test_otherwise_it_covers_what_is_below(tree: Any) -> None:
+def test_annotation_covers_the_subtree(tree: Any) -> None:
     two = ((sw.BATCH, sw.LENGTH), (sw.EMBED, sw.VOCAB))
     assert {leaf.annotation for leaf in annotated_leaves(tree, two)} == {two}
 
 
-def test_axes_that_are_no_annotations_cover_a_list() -> None:
+def test_composites_cover_a_list() -> None:
     found = manager().shardings([array(), array()], ((sw.BATCH, sw.LENGTH), sw.VOCAB))
     assert specs(found) == [P("dp", "tp")] * 2
 
@@ -209,7 +209,7 @@ class TestTreesOfAnnotationsAlone:
             assert "[(HEAD, BATCH), (EMBED, VOCAB)]" in caught.value.fix
             assert "Tensor(path=" in caught.value.fix
 
-    def test_both_spellings_are_taken(self) -> None:
+    def test_both_spellings_are_accepted(self) -> None:
         assert [one.axes for one in as_tensors(list(PAIR))] == list(PAIR)
         assert as_tensors([Tensor(path="w", axes=PAIR)])[0].axes == PAIR
 
