@@ -143,7 +143,7 @@ SLIPS: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", SLIPS)
-def test_a_slip_gets_its_fix(name: str) -> None:
+def test_fix_of_a_slip(name: str) -> None:
     call, says = SLIPS[name]
     with pytest.raises(sw.ShardingError, match=says):
         call()
@@ -168,7 +168,7 @@ def test_expert_gate_is_not_advised_elsewhere() -> None:
         ("zzz", ["dp"], ""),
     ],
 )
-def test_the_closest_name_begins_alike(name: str, known: list[str], meant: str) -> None:
+def test_closest_name(name: str, known: list[str], meant: str) -> None:
     assert did_you_mean(name, known) == (f"did you mean {meant!r}?" if meant else "")
 
 

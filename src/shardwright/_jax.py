@@ -1,4 +1,4 @@
-"""The only file that knows JAX versions: each difference behind a name that says what is wanted."""
+"""Differences between JAX versions. No other module may depend on a version, or use `jax._src`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from jax.sharding import AbstractMesh, Mesh
 
 def is_array(value: object) -> bool:
     """Tell whether a value is one array: a JAX or NumPy array, a tracer, or a number."""
-    # A tracer is a jax.Array too, but asking that first takes ten times as long.
+    # A tracer is a jax.Array too, but that check takes ten times as long, so it comes second.
     return isinstance(
         value, (jax.core.Tracer, jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     )
 
 
-# What JAX raises where symbolic sizes of `jax.export` do not say whether something holds.
+# JAX raises this if a comparison depends on the value of a symbolic size of `jax.export`.
 Inconclusive = jax.errors.InconclusiveDimensionOperation
 
 
 def is_symbolic(size: Any) -> bool:
-    """Tell whether a size is a symbolic one of `jax.export`."""
+    """Tell whether a size is a symbolic dimension of `jax.export`."""
     from jax import export
 
     return bool(export.is_symbolic_dim(size))
 
 
 def in_trace() -> bool:
-    """Tell whether some transformation is tracing. `get_mesh` refuses to answer exactly there."""
+    """Tell whether a transformation is tracing. Exactly then `get_mesh` raises an error."""
     try:
         jax.sharding.get_mesh()
     except ValueError:
@@ -43,7 +43,7 @@ def in_trace() -> bool:
 
 
 def ambient_mesh() -> AbstractMesh | None:
-    """Return the mesh set by `jax.set_mesh`, `use_abstract_mesh` or a surrounding `shard_map`, or
+    """Return the mesh of `jax.set_mesh`, `use_abstract_mesh` or a surrounding `shard_map`, or
     None.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -51,11 +51,11 @@ def ambient_mesh() -> AbstractMesh | None:
 
 
 def concrete_mesh() -> Mesh | None:
-    """Return the mesh of `jax.set_mesh` with its devices, inside a trace too, else that of a legacy
-    `with mesh:`, or None.
+    """Return the mesh of `jax.set_mesh`, else that of a legacy `with mesh:`, with its devices, or
+    None.
 
-    Both are private: `get_mesh` refuses to answer inside a trace, and nothing public reads a
-    `with mesh:` without warning.
+    It works inside a trace too. Both are read through private names: `get_mesh` raises an error
+    inside a trace, and no public function reads a `with mesh:` without a warning.
     """
     from jax._src import mesh as private
 
@@ -67,10 +67,9 @@ def concrete_mesh() -> Mesh | None:
 
 
 def mesh_at_hand() -> Mesh | AbstractMesh | None:
-    """Return the mesh of `jax.set_mesh`, of a surrounding `shard_map` or of a legacy `with mesh:`,
-    or None.
+    """Return the mesh of `jax.set_mesh`, of a surrounding `shard_map` or of a legacy `with mesh:`.
 
-    With its devices where they can be known, which is nearly always.
+    The mesh has its devices if they can be known, which is nearly always. None if there is no mesh.
     """
     ambient, concrete = ambient_mesh(), concrete_mesh()
     return (
@@ -81,8 +80,9 @@ def mesh_at_hand() -> Mesh | AbstractMesh | None:
 
 
 def legacy_meshes() -> tuple[Mesh, ...]:
-    """Return the meshes of the legacy `with mesh:` that this thread is in, outermost first;
-    private, as in `concrete_mesh`.
+    """Return the meshes of every legacy `with mesh:` that this thread is in, outermost first.
+
+    They are read through private names, as in `concrete_mesh`.
     """
     from jax._src import mesh as private
 
@@ -91,11 +91,10 @@ def legacy_meshes() -> tuple[Mesh, ...]:
 
 
 def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
-    """Make a mesh ambient and return what `__exit__` takes back, or None inside a trace, where a
-    mesh cannot change.
+    """Make a mesh ambient and return the object whose `__exit__` undoes it.
 
-    `jax.set_mesh` takes effect when it is called. It refuses inside a trace; to ask it first would
-    take longer than the rest.
+    Inside a trace a mesh cannot change: then return None. `jax.set_mesh` raises an error there. A
+    check beforehand would take longer than all the rest.
     """
     if isinstance(mesh, Mesh):
         try:
@@ -112,8 +111,8 @@ def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
 
 
 def varying_axes(value: Any) -> frozenset[str]:
-    """Return the Manual mesh axes that a value varies over; all of them where `shard_map` does not
-    track it.
+    """Return the Manual mesh axes that a value varies over; all if `shard_map` does not track
+    them.
     """
     if not tracks_varying():
         mesh = ambient_mesh()
@@ -132,12 +131,12 @@ def tracks_varying() -> bool:
 
 
 def vary_together(values: Any) -> Any:
-    """Return a tree of arrays that all vary over whichever Manual mesh axes any of them varies
+    """Make the arrays of a tree vary over the same Manual mesh axes: all that any of them varies
     over.
 
     A scan's carry, the branches of a `cond` and the cotangents of a `custom_vjp` must have one
-    type; and the transpose of this cast is the sum over shards that a replicated operand's gradient
-    needs.
+    type. The transpose of this cast is the sum over shards that the gradient of a replicated
+    operand needs.
     """
     leaves, structure = jax.tree.flatten(values)
     axes = [frozenset(jax.typeof(leaf).manual_axis_type.varying) for leaf in leaves]
@@ -157,8 +156,8 @@ def call_shard_map(
     out_specs: Any,
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """Return `jax.shard_map` of a function; without a mesh it uses the ambient one, as nested use
-    must.
+    """Return `jax.shard_map` of a function. Without a mesh use the ambient one, as nesting
+    requires.
     """
     if mesh is None:
         return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
@@ -173,13 +172,13 @@ _EVENTS = {
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Compilations:
-    """What JAX traced and compiled in this thread while it was watched, and why, in its own words.
+    """What JAX traced and compiled in this thread while it was watched, and why.
 
     Attributes:
-      traced: names of functions, JAX's own included.
-      compiled: names of programs.
-      reasons: what JAX says of each function that it traced, but for its own.
-      explained: whether it says so at all: who turns JAX's log off turns reasons off.
+      traced: Names of functions, JAX's own included.
+      compiled: Names of programs.
+      reasons: What JAX reports for each function that it traced, except its own.
+      explained: Whether JAX reports reasons at all. It does not if its log is turned off.
     """
 
     traced: list[str] = dataclasses.field(default_factory=list)
@@ -195,17 +194,17 @@ def watch_compilations() -> Iterator[Compilations]:
     Raises:
       RuntimeError: this JAX does not report what it compiles.
     """
-    found, thread, log = Compilations(), threading.get_ident(), logging.getLogger("jax")
+    seen, thread, log = Compilations(), threading.get_ident(), logging.getLogger("jax")
 
     def note(event: str, duration_secs: float, **about: Any) -> None:
-        # The names of events are not promised, so entering checks that they come.
+        # JAX does not document the names of events, so the code below checks that they occur.
         if threading.get_ident() == thread and event in _EVENTS:
-            getattr(found, _EVENTS[event]).append(str(about.get("fun_name", "?")))
+            getattr(seen, _EVENTS[event]).append(str(about.get("fun_name", "?")))
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "CACHE MISS" in record.getMessage():
-                found.reasons.append(record.getMessage())
+                seen.reasons.append(record.getMessage())
 
     handler = Handler()
     jax.monitoring.register_event_duration_secs_listener(note)
@@ -213,14 +212,14 @@ def watch_compilations() -> Iterator[Compilations]:
     try:
         with jax.explain_cache_misses(True):
             jax.jit(lambda: 0)()
-            if not (found.traced and found.compiled):
+            if not (seen.traced and seen.compiled):
                 raise RuntimeError(
                     "this version of JAX does not report what it traces and compiles"
                 )
-            found.explained = bool(found.reasons)
-            for said in (found.traced, found.compiled, found.reasons):
-                said.clear()
-            yield found
+            seen.explained = bool(seen.reasons)
+            for names in (seen.traced, seen.compiled, seen.reasons):
+                names.clear()
+            yield seen
     finally:
         log.removeHandler(handler)
         jax.monitoring.unregister_event_duration_listener(note)

@@ -1,7 +1,7 @@
-"""Every error that shardwright raises, and the one way its message is laid out.
+"""The errors that shardwright raises, and the layout of their messages.
 
-An error is a list of `Problem`s: what failed and where, which rule said so, how to fix it. Trees
-and files collect all of theirs and raise once, with the class of the first.
+An error is a list of `Problem`s: what failed and where, which rule decided so, how to fix it. Trees
+and files collect all their problems and raise once, with the class of the first.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-# A message quotes what is wrong. It does not repeat a line of 100 kB.
+# A message quotes what is wrong, but never a line of 100 kB.
 LONGEST_TEXT: Final = 1000
 LONGEST_LINE: Final = 160
-# Names beyond these are not compared: the comparison of two names takes time that grows with the
-# product of their lengths.
+# Longer names, and names beyond this number, are not compared: comparing two names takes time that
+# grows with the product of their lengths.
 LONGEST_NAME: Final = 64
 MOST_NAMES: Final = 2000
 
@@ -26,18 +26,18 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-      error: the exception class that a lone problem of this kind raises.
-      what: the failure in one line, without its place.
-      path: the tensor's path in its tree, or the key path in a file; empty when there is none.
-      dim: position of the dimension, or None.
-      axis: semantic axis as people write it (`HEAD`), or empty.
-      size: number of elements of the dimension, or None.
-      mesh_axes: the mesh axes concerned.
-      shards: product of their sizes, or None.
-      rule: the rule that decided, as text with its source, or empty; of a composite one line per
+      error: The exception class to raise for this problem.
+      what: The failure in one line, without its place.
+      path: The tensor's path in its tree, or the key path in a file; empty if there is none.
+      dim: Position of the dim, or None.
+      axis: Semantic axis as people write it (`HEAD`), or empty.
+      size: Number of elements of the dim, or None.
+      mesh_axes: The mesh axes concerned.
+      shards: Product of their sizes, or None.
+      rule: The rule that decided, as text with its source, or empty. A composite has one line per
         member.
-      fix: how to fix it, or empty; one line per way to do it.
-      snippet: source lines with a caret, or empty.
+      fix: How to fix it, or empty; one line per alternative.
+      snippet: Source lines with a caret, or empty.
     """
 
     error: type[ShardingError]
@@ -72,11 +72,11 @@ class Problem:
 
 
 class ShardingError(ValueError):
-    """Base of every deliberate error. `problems` holds them all; `resolution` is what `explain`
-    would show.
+    """Base of every deliberate error.
 
-    The fields of the first problem (`path`, `dim`, `axis`, `size`, `mesh_axes`, `shards`, `rule`,
-    `fix`) are attributes too.
+    `problems` has all problems; `resolution` is what `explain` would return. The fields of the
+    first problem (`path`, `dim`, `axis`, `size`, `mesh_axes`, `shards`, `rule`, `fix`) are
+    attributes too.
     """
 
     def __init__(
@@ -87,9 +87,8 @@ class ShardingError(ValueError):
         resolution: Any = None,
         **fields: Any,
     ) -> None:
-        found = tuple(problems) or (Problem(error=type(self), what=what, **fields),)
-        super().__init__(render(found))
-        self.problems = found
+        self.problems = tuple(problems) or (Problem(error=type(self), what=what, **fields),)
+        super().__init__(render(self.problems))
         self.resolution = resolution
 
     def __getattr__(self, name: str) -> Any:
@@ -102,7 +101,7 @@ class ShardingError(ValueError):
 
 
 class UnknownAxisError(ShardingError):
-    """A name that is neither an axis of the vocabulary nor one that the strategy declares."""
+    """A name is neither an axis of the vocabulary nor one that the strategy declares."""
 
 
 class MissingMeshAxisError(ShardingError):
@@ -114,15 +113,17 @@ class IndivisibleError(ShardingError):
 
 
 class AxisConflictError(ShardingError):
-    """Two dims of one array want the same mesh axis, or one semantic axis occurs twice."""
+    """Two dims of an array want the same mesh axis, or a semantic axis occurs twice."""
 
 
 class RankMismatchError(ShardingError):
-    """An annotation and an array differ in rank, or a merged dim is not its members' product."""
+    """An annotation and an array differ in rank, or a merged dim is not the product of its
+    members.
+    """
 
 
 class ShapeRequiredError(ShardingError):
-    """The answer depends on a size that was not given."""
+    """The sharding depends on a size that was not given."""
 
 
 class ManualAxisError(ShardingError):
@@ -132,45 +133,45 @@ class ManualAxisError(ShardingError):
 
 
 class MeshMismatchError(ShardingError):
-    """Two meshes that must agree do not: manager and context, or manager and strategy."""
+    """Two meshes differ that must agree: of manager and context, or of manager and strategy."""
 
 
 class NoManagerError(ShardingError):
-    """A free function was called where no manager is entered."""
+    """A function needs a manager, and none is entered."""
 
 
 class StrategyError(ShardingError):
-    """A strategy, a rule, a mode or a role that does not make sense."""
+    """A strategy, a rule, a mode or a role is invalid."""
 
 
 class MeshSpecError(ShardingError):
-    """A mesh that cannot be built: bad text, bad sizes, too few devices, a tensor axis across
+    """A mesh cannot be built: invalid text or sizes, too few devices, a tensor axis across
     slices.
     """
 
 
 class ProgramError(ShardingError):
-    """A compiled program that cannot be read, or that does not tell what is asked."""
+    """A compiled program cannot be read, or lacks the information that is asked for."""
 
 
 class AttentionError(ShardingError):
-    """An attention call that makes no sense, or that no implementation can serve as asked."""
+    """An attention call is invalid, or no implementation supports it."""
 
 
 class CacheError(ShardingError):
-    """A KV cache that is asked for what it cannot hold, or a refused change of one."""
+    """A KV cache is created or used in a way that it does not support, or it refused a change."""
 
 
 class LayerError(ShardingError):
-    """A layer or an operator that is asked for what it does not do."""
+    """A layer or an operator is used in a way that it does not support."""
 
 
 class ServingError(ShardingError):
-    """A request that can never be served, or an engine that is asked for what it does not do."""
+    """A request can never be served, or an engine is used in a way that it does not support."""
 
 
 class QueueFullError(ServingError):
-    """A request that came while as many wait as may: it can come again later."""
+    """The queue is full. The request may be submitted again later."""
 
 
 _PROBLEM_FIELDS = frozenset(f.name for f in dataclasses.fields(Problem))
@@ -183,7 +184,7 @@ def _rebuild(
 
 
 def render(problems: Sequence[Problem]) -> str:
-    """Lay out one problem as it is, several as a numbered list."""
+    """Return the message of one problem, or of several as a numbered list."""
     if len(problems) == 1:
         return str(problems[0])
     blocks = []
@@ -194,15 +195,13 @@ def render(problems: Sequence[Problem]) -> str:
 
 
 def raise_problems(problems: Sequence[Problem], *, resolution: Any = None) -> None:
-    """Raise the first problem's class with all of them; do nothing if there are none."""
+    """Raise the class of the first problem, with all of them; do nothing if there are none."""
     if problems:
         raise problems[0].error(problems=problems, resolution=resolution)
 
 
 def shortened(text: str, most: int) -> str:
-    """Return text of at most about `most` characters: its beginning and its end, and how much is
-    left out.
-    """
+    """Cut text to about `most` characters: keep its beginning and end, say how much is left out."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -210,7 +209,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def _window(snippet: str) -> str:
-    """Return a snippet whose lines are cut around the caret, which is the end of the last line."""
+    """Return a snippet whose lines are cut around the caret at the end of the last line."""
     *lines, caret = snippet.split("\n")
     if caret.strip() != "^":
         return "\n".join(shortened(line, LONGEST_LINE) for line in (*lines, caret))
@@ -225,30 +224,25 @@ def _window(snippet: str) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the closest known name, or an empty string.
 
-    A name that differs in case alone is the closest. Of equally close names the one with the longer
-    common beginning counts, because people rarely mistype the first letter.
+    A name that differs only in case is the closest. Of equally close names the one with the longer
+    common beginning is chosen, because people rarely mistype the first letter.
     """
-    names = [one for one in itertools.islice(known, MOST_NAMES) if len(one) <= LONGEST_NAME]
+    names = [other for other in itertools.islice(known, MOST_NAMES) if len(other) <= LONGEST_NAME]
     if len(name) > LONGEST_NAME:
         return ""
-    close = next((one for one in names if one.lower() == name.lower()), None) or _closest(
-        name, names
-    )
+    same = next((other for other in names if other.lower() == name.lower()), None)
+    close = same or _closest(name, names)
     return f"did you mean {close!r}?" if close else ""
 
 
 def _closest(name: str, names: Sequence[str]) -> str:
     matcher = difflib.SequenceMatcher(b=name)
     best = (0.6, 0, "")
-    for one in names:
-        matcher.set_seq1(one)
-        # The cheap upper bounds first, as `difflib.get_close_matches` does.
+    for other in names:
+        matcher.set_seq1(other)
+        # Compare the cheap upper bounds first, as `difflib.get_close_matches` does.
         if matcher.real_quick_ratio() >= best[0] and matcher.quick_ratio() >= best[0]:
-            alike = sum(
-                1
-                for _ in itertools.takewhile(
-                    lambda pair: pair[0] == pair[1], zip(name, one, strict=False)
-                )
-            )
-            best = max(best, (matcher.ratio(), alike, one))
+            pairs = zip(name, other, strict=False)
+            alike = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            best = max(best, (matcher.ratio(), alike, other))
     return best[2]

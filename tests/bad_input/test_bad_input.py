@@ -51,7 +51,7 @@ def test_message_says_how_to_fix_it(name: str, messages: dict[str, str]) -> None
         assert re.search(r"\n +fix   \S", block), block
 
 
-def test_messages_advise_what_exists_and_show_no_data(messages: dict[str, str]) -> None:
+def test_messages_name_only_what_exists(messages: dict[str, str]) -> None:
     """A fix must be something that one can write; a message shows shapes and sizes, never an
     array's contents.
     """

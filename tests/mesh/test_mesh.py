@@ -145,7 +145,7 @@ def test_a_spec_survives_its_own_text(
 
 
 @given(st.text(alphabet="dptfs:,-!?_+|. 0123=\n", max_size=20))
-def test_any_text_is_read_or_refused_with_a_caret_inside_it(text: str) -> None:
+def test_any_text_is_read_or_refused(text: str) -> None:
     try:
         spec = parse_mesh(text)
     except MeshSpecError as err:
@@ -296,7 +296,7 @@ def test_resolve_sizes(text: str, count: int, sizes: tuple[int, ...]) -> None:
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 4096))
-def test_inferred_sizes_use_every_device_or_are_refused(dp: int, tp: int, count: int) -> None:
+def test_inferred_size_uses_every_device(dp: int, tp: int, count: int) -> None:
     spec = parse_mesh({"dp": dp, "fsdp": -1, "tp": tp})
     if count % (dp * tp):
         refused(lambda: resolve_sizes(spec, count), "mesh axis fsdp = -1 has no size")
@@ -365,7 +365,7 @@ def test_totals_include_the_slices() -> None:
     assert ids(grid) == np.arange(16).reshape(4, 4).tolist()
 
 
-def test_slices_may_cross_two_axes_and_come_in_any_order() -> None:
+def test_slices_on_two_axes_in_any_order() -> None:
     spec = parse_mesh("dcn.pp:2,dcn.dp:2,pp:2,dp:4,tp:2")
     grid = arrange_devices(spec, list(reversed(sliced(4, 4))))
     slices = np.vectorize(lambda device: device.slice_index)(grid)
@@ -392,7 +392,7 @@ def test_only_the_asked_axis_crosses_slices(
 
 
 @pytest.mark.parametrize("text", ["tp:8", "dp:1,tp:8", "sp:2,ep:4", "dp:3,tp:2,fsdp:1"])
-def test_model_axes_across_slices_are_refused_unless_asked_for(text: str) -> None:
+def test_model_axes_do_not_cross_slices(text: str) -> None:
     spec = parse_mesh(text)
     devices = sliced(2, math.prod(spec.sizes) // 2)
     found = refused(
@@ -402,7 +402,7 @@ def test_model_axes_across_slices_are_refused_unless_asked_for(text: str) -> Non
     assert "as in dcn={" in found
 
 
-def test_a_tensor_axis_crosses_slices_where_dcn_says_so() -> None:
+def test_tensor_axis_crosses_slices_with_dcn() -> None:
     assert ids(arrange_devices(parse_mesh("dcn.tp:2,tp:8"), sliced(2, 4))) == list(range(8))
 
 
@@ -476,7 +476,7 @@ def test_tpus_follow_their_torus() -> None:
     assert [hops(kept, dim) for dim in range(2)] == [{2}, {1, 2}]
 
 
-def test_a_torus_is_split_only_where_nothing_else_works() -> None:
+def test_torus_axis_is_split_last() -> None:
     devices = torus(4, 4, 4)
     whole = arrange_devices(parse_mesh("dp:16,tp:4"), devices)
     assert ids(whole) == ids(mesh_utils.create_device_mesh((16, 4), devices))
@@ -507,7 +507,7 @@ def test_a_torus_with_a_hole_is_refused_with_a_way_out() -> None:
     assert ids(arrange_devices(parse_mesh("!dp:2,tp:2"), devices)) == [[0, 1], [2, 5]]
 
 
-def test_create_mesh_by_default_puts_everything_on_fsdp() -> None:
+def test_default_mesh_is_all_fsdp() -> None:
     mesh = create_mesh()
     assert dict(mesh.shape) == {"dp": 1, "fsdp": len(jax.devices()), "tp": 1, "sp": 1}
     assert set(mesh.axis_types) == {AxisType.Auto}
@@ -550,7 +550,7 @@ def test_axis_types() -> None:
     assert resolve_axis_types(("a", "b"), auto) == (auto, auto)
 
 
-def test_the_default_axis_types_are_auto_on_every_kind_of_mesh() -> None:
+def test_default_axis_types_are_auto() -> None:
     for mesh in (cpu_mesh("dp:2,tp:4"), create_mesh("dp:4,tp:2"), abstract_mesh("dp:2")):
         assert set(mesh.axis_types) == {AxisType.Auto}
     assert mesh_sizes(cpu_mesh("fsdp:2,tp:2,ep:2")) == {"fsdp": 2, "tp": 2, "ep": 2}
@@ -715,7 +715,7 @@ def run(script: str) -> str:
     return done.stdout
 
 
-def test_sixteen_thousand_abstract_devices_start_no_backend() -> None:
+def test_abstract_mesh_starts_no_backend() -> None:
     out = run(
         "import jax, shardwright.mesh.build as m, shardwright.testing as t\n"
         "mesh = m.abstract_mesh('fsdp:2048,tp:8')\n"
@@ -726,7 +726,7 @@ def test_sixteen_thousand_abstract_devices_start_no_backend() -> None:
     assert out == "16384 (8, 2048)\n3 2 3\n"
 
 
-def test_cpu_mesh_brings_eight_devices_and_more_where_needed() -> None:
+def test_cpu_mesh_creates_devices() -> None:
     assert (
         run(
             "import shardwright.testing as t; t.cpu_mesh('dp:2'); import jax; "
@@ -755,7 +755,7 @@ print(virtual_devices(1) == jax.devices(), cpu_mesh("dp:1").size, create_mesh().
 """
 
 
-def test_a_notebook_that_started_with_one_device_is_told_what_to_do() -> None:
+def test_notebook_with_too_few_devices() -> None:
     late = (
         "8 virtual CPU devices are needed, JAX already runs with 1 CPU device\n"
         "  fix   call virtual_devices(8) before JAX's first operation (in a notebook: restart "

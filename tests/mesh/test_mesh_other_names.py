@@ -52,7 +52,7 @@ def test_a_mesh_from_text(text: str, names: Any, expected: dict[str, int]) -> No
         ((2, 4), ("dp", "tp"), "axis_dims is (2, 4), not text"),
     ],
 )
-def test_a_text_that_is_no_mesh(text: Any, names: Any, says: str) -> None:
+def test_invalid_mesh_text(text: Any, names: Any, says: str) -> None:
     with pytest.raises(MeshSpecError, match=re.escape(says)):
         get_jax_mesh(text, names)
 
@@ -141,7 +141,7 @@ def test_one_process_is_the_only_rank_whatever_it_uses() -> None:
 @pytest.mark.parametrize(
     ("sizes", "count", "local"), [("dp:8,tp:3", 3, 8), ("dp:1,tp:12", 2, 8), ("dp:1,tp:16", 3, 8)]
 )
-def test_a_model_on_a_part_of_a_process_has_no_rank(
+def test_model_on_a_part_of_a_process(
     sizes: str, count: int, local: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processes(monkeypatch, count=count, index=0, local=local)

@@ -33,11 +33,11 @@ def in_a_process(seed: str) -> str:
 
 @pytest.mark.parametrize("seed", ["0", "20260101"])
 @pytest.mark.sweep(keep=1)
-def test_answers_are_the_same_over_processes_and_hash_seeds(seed: str) -> None:
+def test_same_answers_in_every_process(seed: str) -> None:
     assert in_a_process(seed) == sample.text(300) + "\n"
 
 
-def test_the_sample_meets_every_outcome_and_every_reason() -> None:
+def test_sample_has_every_outcome_and_reason() -> None:
     outcomes, reasons, problems = (
         collections.Counter[Outcome](),
         collections.Counter[Reason](),

@@ -114,7 +114,7 @@ def test_jax_accepts_every_spec_as_even(case: Case) -> None:
 
 
 @given(cases.cases(composites=True, shaped=False))
-def test_explain_reproduces_the_spec_and_agrees_with_resolve(case: Case) -> None:
+def test_explain_agrees_with_resolve(case: Case) -> None:
     rules = case.rules
     found = explain(case.axes, rules, case.mesh, **case.asked)
     if found.problems:
@@ -189,7 +189,7 @@ def test_every_decision_says_why(case: Case) -> None:
 
 
 @given(cases.cases(composites=True, shaped=False))
-def test_asked_again_the_answer_is_the_same_object_and_of_equal_rules_an_equal_one(
+def test_answers_are_cached(
     case: Case,
 ) -> None:
     rules = case.rules
@@ -234,7 +234,7 @@ def test_a_mesh_axis_of_size_one_is_as_good_as_none(case: Case, name: str) -> No
 
 
 @given(cases.cases(composites=True))
-def test_a_mesh_axis_that_no_rule_names_changes_nothing(case: Case) -> None:
+def test_unnamed_mesh_axis_changes_nothing(case: Case) -> None:
     assert outcome(dataclasses.replace(case, mesh={**case.mesh, "unnamed": 2})) == outcome(case)
 
 
@@ -250,7 +250,7 @@ def test_a_mesh_axis_that_no_rule_names_changes_nothing(case: Case) -> None:
         role="activation",
     )
 )
-def test_without_a_shape_the_answer_holds_for_every_size_that_divides(case: Case) -> None:
+def test_answer_without_a_shape(case: Case) -> None:
     unshaped = answer(dataclasses.replace(case, shape=None))
     if unshaped.spec is None:
         return
@@ -265,7 +265,7 @@ class TestChains:
     """What happens to an answer when a rule, or a size, changes."""
 
     @given(cases.cases(max_dims=1))
-    def test_a_fallback_turns_refusals_into_replication_and_nothing_else(self, case: Case) -> None:
+    def test_fallback_replaces_only_refusals(self, case: Case) -> None:
         case = dataclasses.replace(case, policy=sw.Policy())
         before = outcome(case)
         after = outcome(
@@ -274,9 +274,7 @@ class TestChains:
         assert after == (P() if before in ("IndivisibleError", "AxisConflictError") else before)
 
     @given(cases.cases(), cases.candidates())
-    def test_a_candidate_appended_never_changes_a_dim_that_was_chosen(
-        self, case: Case, more: str
-    ) -> None:
+    def test_appended_candidate_keeps_choices(self, case: Case, more: str) -> None:
         case = dataclasses.replace(case, policy=sw.Policy())
         before = answer(case)
         after = answer(
@@ -288,9 +286,7 @@ class TestChains:
             assert other.mesh_axes == one.mesh_axes or case.role == "use"
 
     @given(cases.cases(max_dims=1), st.integers(2, 6))
-    def test_a_multiple_of_a_size_never_falls_further_down_its_chain(
-        self, case: Case, factor: int
-    ) -> None:
+    def test_multiple_of_a_size_still_fits(self, case: Case, factor: int) -> None:
         case = dataclasses.replace(case, policy=sw.Policy())
         larger = dataclasses.replace(case, shape=tuple(size * factor for size in case.shape or ()))
         for one, other in zip(answer(case).decisions, answer(larger).decisions, strict=True):
@@ -310,7 +306,7 @@ class TestChains:
         assert outcome(doubled) == outcome(case)
 
     @given(cases.cases(composites=True))
-    def test_a_permissive_policy_changes_no_answer_that_strictness_gives(self, case: Case) -> None:
+    def test_lenient_policy_keeps_strict_answers(self, case: Case) -> None:
         strict = dataclasses.replace(case, policy=sw.Policy(gather=case.policy.gather))
         if answer(strict).spec is None:
             return
@@ -322,9 +318,7 @@ class TestChains:
                 assert outcome(dataclasses.replace(case, policy=policy)) == outcome(strict)
 
     @given(cases.cases(composites=True))
-    def test_under_replicate_and_first_dim_no_size_and_no_conflict_is_refused(
-        self, case: Case
-    ) -> None:
+    def test_lenient_policies_refuse_nothing(self, case: Case) -> None:
         for indivisible in (Indivisible.PREFIX, Indivisible.REPLICATE):
             policy = sw.Policy(indivisible=indivisible, conflict=Conflict.FIRST_DIM)
             found = answer(dataclasses.replace(case, policy=policy))

@@ -45,7 +45,7 @@ def test_a_rule_is_read_as_it_was_written(
 
 @settings(max_examples=500)
 @given(st.text(alphabet="dpt1_ +|-?:,.", max_size=12))
-def test_any_text_is_a_rule_or_an_error_with_a_caret_inside_it(text: str) -> None:
+def test_any_text_is_a_rule_or_an_error(text: str) -> None:
     rule, error = parsed(text)
     if error is not None:
         shown, mark = error.snippet.split("\n")
@@ -82,7 +82,7 @@ MESH_NAMES = st.one_of(st.text(alphabet="dcn.x_-+|:,?! '\"4", max_size=6), st.te
 @example("dcn.x")
 @example("x-y.z")
 @example("__")
-def test_what_a_mesh_may_have_a_rule_can_name_and_nothing_else(name: str) -> None:
+def test_rules_can_name_every_mesh_axis(name: str) -> None:
     """One rule of names, for meshes of JAX, for texts of meshes, for rules and for policies."""
     rule, _ = parsed(name)
     nameable = rule is not None and rule.candidates == ((name,),)
@@ -195,9 +195,7 @@ def test_a_strategy_is_read_as_it_was_written(strategy: sw.Strategy, format: Any
 
 @settings(max_examples=60)
 @given(strategies(), strategies())
-def test_an_overlay_says_what_the_later_says_and_keeps_the_rest(
-    base: sw.Strategy, over: sw.Strategy
-) -> None:
+def test_overlay_keeps_the_rest(base: sw.Strategy, over: sw.Strategy) -> None:
     both = base | over
     assert both.rules == {**base.rules, **over.rules}
     assert both.params == {**base.params, **over.params}

@@ -84,7 +84,7 @@ class TestProduct:
         assert found.mesh_axes == ("dp",)
         assert found.why == "fsdp has size 1; dp+fsdp+sp: 2 % 4 != 0"
 
-    def test_nothing_left_is_no_mesh_axis(self) -> None:
+    def test_no_mesh_axis_is_left(self) -> None:
         rules = made(rules={B: "pp", Q: "ep"})
         assert (
             explain(((B, Q),), rules, MESH, shape=(3,)).decisions[0].outcome is Outcome.NO_MESH_AXIS
@@ -185,7 +185,7 @@ class TestRefusals:
             ("head", sw.KV_HEAD_DIM),
         ],
     )
-    def test_a_head_beside_its_dim(self, axes: Any) -> None:
+    def test_head_and_head_dim_in_a_composite(self, axes: Any) -> None:
         """A flat dim that is cut in equal parts cuts heads where the parts are not whole heads."""
         for rules in (made(rules={H: "tp"}), made()):
             with pytest.raises(
@@ -251,7 +251,7 @@ class TestPolicies:
         rules = made(Policy(conflict=Conflict.FIRST_DIM), rules={B: "dp", H: "dp+tp"})
         assert spec(((B, H),), rules, MESH, shape=(8,)) == P(("dp", "tp"))
 
-    def test_a_missing_mesh_axis_drops_the_dim_when_it_is_reached(self) -> None:
+    def test_missing_mesh_axis_drops_the_dim(self) -> None:
         rules = made(Policy(missing=Missing.REPLICATE), rules={B: "dp | pp", H: "tp"})
         assert spec(((B, H),), rules, MESH, shape=(8,)) == P(("dp", "tp"))
         found = explain(((B, H),), rules, MESH, shape=(4,)).decisions[0]

@@ -58,7 +58,7 @@ def test_unknown_axes_of_a_composite(path: str | None) -> None:
 
 
 @pytest.mark.parametrize("path", [None, "mlp/up"])
-def test_a_composite_that_makes_no_rule(path: str | None) -> None:
+def test_members_whose_rules_conflict(path: str | None) -> None:
     """A refused composite has failed; a dim without a rule beside it has not."""
     found = explain(
         (L, (B, E), M), made(rules={B: "dp", E: "?"}), {"dp": 2}, shape=(4, 4, 4), path=path
@@ -127,7 +127,7 @@ def test_unconstrained_is_refused_for_a_parameter() -> None:
     ("rule", "shape", "unchecked"),
     [("dp+tp", None, True), ("dp+tp", (4, 4), False), ("dp", None, False)],
 )
-def test_first_dim_marks_what_no_size_checked(
+def test_first_dim_without_a_size_is_unchecked(
     rule: str, shape: tuple[int, ...] | None, unchecked: bool
 ) -> None:
     rules = made(Policy(conflict=Conflict.FIRST_DIM), rules={B: "dp", E: rule})
@@ -232,7 +232,7 @@ def test_the_rule_of_a_composite_is_its_members() -> None:
     )
 
 
-def test_a_rule_that_stands_in_no_file_has_a_mode_alone() -> None:
+def test_text_of_a_rule_without_a_file() -> None:
     assert (
         rule_text(RuleRef(key="batch", text="dp"), sw.MODE_TRAIN) == 'batch = "dp"   (mode train)'
     )

@@ -96,7 +96,7 @@ def test_a_long_why_is_below_its_row() -> None:
         assert f"       {decision.why}" in lines
 
 
-def test_a_failing_answer_shows_the_failure_and_the_dims_that_were_fine() -> None:
+def test_table_of_a_failed_resolution() -> None:
     found = explain((sw.BATCH, sw.HEAD), RULES, MESH, shape=(8, 6), path="attn/q")
     assert words(str(found)) == [
         "attn/q (BATCH, HEAD) as activation in train -> failed",
@@ -109,7 +109,7 @@ def test_a_failing_answer_shows_the_failure_and_the_dims_that_were_fine() -> Non
     ]
 
 
-def test_what_is_open_gathered_unchecked_or_applied_is_said() -> None:
+def test_remarks_of_decisions() -> None:
     assert (
         explain((sw.VOCAB,), RULES, MESH, shape=(7,)).decisions[0].why
         == "left to the compiler by rule"
@@ -239,7 +239,7 @@ def test_a_skip_says_what_was_passed_over() -> None:
     assert str(Skip(reason=Reason.EMPTY, candidate=("a",))) == "a: no mesh axis left"
 
 
-def test_remarks_are_the_last_column_where_there_is_room() -> None:
+def test_remarks_in_the_last_column() -> None:
     rows = [("dim", "rule", "why"), ("0", "dp", "dp has size 1, and sp is not in the mesh")]
     assert remarked_table(rows, width=36) == [
         "dim  rule  why",

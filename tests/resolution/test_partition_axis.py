@@ -114,7 +114,7 @@ def test_none_replicates_and_not_given_inherits() -> None:
     assert specs(axis, "prefill") == specs(axis, "train")
 
 
-def test_key_sequence_in_decode_is_the_base_unless_given() -> None:
+def test_default_of_decode_key_sequence() -> None:
     assert specs(sw.PartitionAxis(key_sequence_axis=None), "decode")[sw.KV_LENGTH] == P()
     assert specs(sw.PartitionAxis(decode_key_sequence_axis=("dp", "sp")), "decode")[
         sw.KV_LENGTH

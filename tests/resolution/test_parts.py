@@ -126,7 +126,7 @@ def test_dims_may_be_a_list_and_are_numbers() -> None:
             part(dims)
 
 
-def test_the_whole_decides_and_not_what_the_part_could_have_had() -> None:
+def test_part_takes_the_choice_of_the_whole() -> None:
     """Alone the second dim would take its first candidate; in the weight an earlier dim holds
     that.
     """
@@ -164,7 +164,7 @@ def test_a_block_is_never_split() -> None:
         explain(part((0,)), (5,)).require()
 
 
-def test_a_permissive_policy_says_what_it_did_to_a_part() -> None:
+def test_lenient_policy_on_a_part_is_recorded() -> None:
     long = {"embed": "dp+fsdp"}
     found = explain(part((0, 1), (48, 32)), (6, 32), params=long, indivisible="prefix")
     assert (found.spec, found.decisions[0].outcome) == (P("dp", "tp"), Outcome.POLICY_PREFIX)
@@ -172,7 +172,7 @@ def test_a_permissive_policy_says_what_it_did_to_a_part() -> None:
     assert (found.spec, found.decisions[0].outcome) == (P(None, "tp"), Outcome.POLICY_REPLICATE)
 
 
-def test_what_is_wrong_with_the_whole_is_wrong_with_the_part() -> None:
+def test_part_has_the_problems_of_the_whole() -> None:
     with pytest.raises(
         sw.IndivisibleError, match=r"^0/mu/w dim 0 EMBED: size 6 does not divide over fsdp=4"
     ):
@@ -234,9 +234,7 @@ def test_a_part_in_use_is_gathered_as_the_whole_is() -> None:
         (KERNEL, (16, 32), "sp", P("fsdp", "tp")),
     ],
 )
-def test_state_takes_mesh_axes_that_its_parameter_leaves_free(
-    axes: Any, shape: Any, zero1: str, spec: Any
-) -> None:
+def test_zero1_takes_free_mesh_axes(axes: Any, shape: Any, zero1: str, spec: Any) -> None:
     assert explain(axes, shape, zero1=zero1).spec == spec
     for role in ("param", "use", "activation"):
         assert (
@@ -265,7 +263,7 @@ def test_zero1_is_explained() -> None:
     )
 
 
-def test_state_that_no_dim_can_take_is_an_error_with_the_fallback_to_write() -> None:
+def test_zero1_that_no_dim_fits() -> None:
     with pytest.raises(
         sw.IndivisibleError, match="no dim of this optimizer state also divides over dp"
     ) as caught:

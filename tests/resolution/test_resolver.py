@@ -51,9 +51,7 @@ class TestWhichRule:
             ("insert", P("fsdp", None, "ep")),
         ],
     )
-    def test_activations_ask_their_mode_then_decode_for_insert_then_rules(
-        self, mode: str, wanted: P
-    ) -> None:
+    def test_table_order_of_activations(self, mode: str, wanted: P) -> None:
         assert spec((B, E, K), self.RULES, self.MESH, mode=mode, shape=(4, 4, 4)) == wanted
 
     @pytest.mark.parametrize("role", ["param", "use"])
@@ -66,12 +64,10 @@ class TestWhichRule:
             ("insert", P("sp", "tp")),
         ],
     )
-    def test_parameters_ask_tables_of_parameters_then_rules(
-        self, mode: str, role: str, wanted: P
-    ) -> None:
+    def test_table_order_of_parameters(self, mode: str, role: str, wanted: P) -> None:
         assert spec((E, H), self.RULES, self.MESH, mode=mode, role=role, shape=(4, 4)) == wanted
 
-    def test_a_mode_without_params_never_touches_a_parameter(self) -> None:
+    def test_mode_table_ignores_parameters(self) -> None:
         for mode in ("train", "prefill", "decode", "insert"):
             assert spec((B, K), self.RULES, self.MESH, mode=mode, role="param", shape=(4, 4)) == P(
                 "dp", "tp"
@@ -85,7 +81,7 @@ class TestWhichRule:
         ]
         assert str(found.decisions[1].rule) == 'batch = "fsdp"   (t.toml, [modes.decode])'
 
-    def test_exceptions_by_path_come_before_every_other_table(self) -> None:
+    def test_tensor_entries_come_first(self) -> None:
         rules = made(
             rules={E: "-", V: "tp"},
             params={E: "fsdp"},
@@ -103,7 +99,7 @@ class TestWhichRule:
         )
         assert spec((E, V), rules, self.MESH, role="param", shape=(4, 4)) == P("fsdp", "tp")
 
-    def test_an_axis_without_a_rule_is_replicated_and_recorded(self) -> None:
+    def test_axis_without_a_rule_is_replicated(self) -> None:
         found = resolve((L, "mine"), made(user_axes=("__MINE__",)), {"dp": 2}, shape=(4, 4))
         assert found.spec == P()
         assert [decision.outcome for decision in found.decisions] == [Outcome.NO_RULE] * 2
@@ -125,9 +121,7 @@ class TestWhichRule:
             ("DP+FSDP", r'a dim over several axes is a tuple of them: \("DP", "FSDP"\)'),
         ],
     )
-    def test_several_axes_in_one_text_are_told_how_they_are_written(
-        self, text: str, says: str
-    ) -> None:
+    def test_several_axes_in_one_string(self, text: str, says: str) -> None:
         with pytest.raises(sw.UnknownAxisError, match=rf"unknown axis [^\n]*\n  fix   {says}$"):
             resolve((text,), made(), {"dp": 2}, shape=(4,))
 
@@ -136,7 +130,7 @@ class TestWhichRule:
             resolve(((B, "EMBD"),), made(rules={B: "dp"}), {"dp": 2}, shape=(4,))
         assert "did you mean 'EMBED'?" in caught.value.fix
 
-    def test_a_parallelism_axis_means_its_mesh_axis_unless_a_table_says_else(self) -> None:
+    def test_default_rule_of_parallelism_axes(self) -> None:
         mesh = {"tp": 2, "model": 2}
         assert spec((sw.TP,), made(), mesh, shape=(4,)) == P("tp")
         renamed = made(rules={sw.TP: "model"}, params={sw.TP: "-"})
@@ -168,7 +162,7 @@ class TestUse:
             ((H,), P(("fsdp", "tp")), P(("fsdp", "tp")), [()]),
         ],
     )
-    def test_a_use_drops_what_is_gathered_and_its_activation_rule_does_not_name(
+    def test_use_drops_gathered_mesh_axes(
         self, axes: Any, stored: P, used: P, gathered: Any
     ) -> None:
         shape = (8,) * len(axes)
@@ -214,7 +208,7 @@ class TestWhichCandidate:
         rules = made(rules={B: "fsdp+dp"})
         assert spec((B,), rules, {"dp": 2, "fsdp": 2}, shape=(4,)) == P(("fsdp", "dp"))
 
-    def test_absent_and_size_one_mesh_axes_are_removed_and_recorded(self) -> None:
+    def test_absent_mesh_axes_are_skipped(self) -> None:
         found = resolve((B,), made(rules={B: "pp+dp+fsdp"}), {"dp": 2, "fsdp": 1}, shape=(4,))
         assert found.spec == P("dp")
         assert [(skip.reason, skip.mesh_axis) for skip in found.decisions[0].skipped] == [
@@ -223,7 +217,7 @@ class TestWhichCandidate:
         ]
         assert found.decisions[0].why == "pp is not in the mesh; fsdp has size 1"
 
-    def test_a_candidate_that_becomes_empty_is_passed_over_not_chosen(self) -> None:
+    def test_empty_candidate_is_skipped(self) -> None:
         found = resolve((B,), made(rules={B: "pp | dp"}), {"dp": 2}, shape=(4,))
         assert found.spec == P("dp")
         assert [skip.reason for skip in found.decisions[0].skipped] == [
@@ -291,7 +285,7 @@ class TestWhichCandidate:
 class TestPolicies:
     MESH: ClassVar = {"dp": 2, "fsdp": 4, "tp": 2}
 
-    def test_the_first_non_empty_candidates_reason_picks_the_policy(self) -> None:
+    def test_first_failure_selects_the_policy(self) -> None:
         # dp+tp is indivisible, dp is taken: the first one decides, so the error is about the size.
         rules = made(rules={H: "dp", B: "pp | dp+tp | tp"})
         with pytest.raises(sw.AxisConflictError, match="dp is taken by dim 0 HEAD"):
@@ -338,7 +332,7 @@ class TestPolicies:
         assert found.spec == P(None, "tp")
         assert found.decisions[0].outcome is Outcome.POLICY_REPLICATE
 
-    def test_prefix_and_strict_on_an_order_where_the_first_is_the_larger(self) -> None:
+    def test_prefix_with_the_larger_axis_first(self) -> None:
         mesh = {"fsdp": 4, "dp": 2}
         assert spec((B,), made(PREFIX, rules={B: "fsdp+dp"}), mesh, shape=(12,)) == P("fsdp")
         assert spec((B,), made(PREFIX, rules={B: "fsdp+dp"}), mesh, shape=(2,)) == P()
@@ -352,7 +346,7 @@ class TestPolicies:
             2,
         )
 
-    def test_first_dim_lets_the_later_dim_lose_what_is_taken(self) -> None:
+    def test_first_dim_keeps_the_mesh_axis(self) -> None:
         found = resolve(
             (B, E), made(FIRST_DIM, rules={B: "dp", E: "dp+fsdp"}), self.MESH, shape=(4, 8)
         )
@@ -388,13 +382,13 @@ class TestPolicies:
             (Reason.INDIVISIBLE, "3 % 2 != 0"),
         ]
 
-    def test_under_first_dim_the_rest_may_still_be_an_error(self) -> None:
+    def test_first_dim_with_an_indivisible_rest(self) -> None:
         with pytest.raises(
             sw.IndivisibleError, match="dim 1 EMBED: size 2 does not divide over fsdp=4"
         ):
             resolve((B, E), made(FIRST_DIM, rules={B: "dp", E: "dp+fsdp"}), self.MESH, shape=(4, 2))
 
-    def test_a_dim_that_is_dropped_for_its_size_conflicts_with_nothing(self) -> None:
+    def test_dropped_dim_does_not_conflict(self) -> None:
         """Replicated, it is asked for its mesh axes first; of the rest, `first_dim` leaves it what
         divides.
         """
@@ -415,7 +409,7 @@ class TestPolicies:
                 (B, E), made(Policy(indivisible=Indivisible.DROP), rules=wants), mesh, shape=(4, 8)
             )
 
-    def test_eformers_policy_drops_and_truncates_and_says_so(self) -> None:
+    def test_eformer_policy_is_recorded(self) -> None:
         policy = Policy(indivisible=Indivisible.DROP, missing=Missing.REPLICATE, rank=Rank.FIT)
         rules = made(policy, rules={B: "fsdp+dp", H: "tp", E: "pp"})
         mesh = {"dp": 2, "tp": 2}
@@ -454,7 +448,7 @@ class TestComposites:
         with pytest.raises(sw.AxisConflictError, match=r"dim 0 BATCH\+HEAD: dp occurs twice"):
             resolve(((B, H),), made(rules={B: "dp", H: "dp"}), self.MESH, shape=(8,))
 
-    def test_members_that_meet_on_a_mesh_axis_of_size_one_are_none(self) -> None:
+    def test_members_that_share_an_axis_of_size_one(self) -> None:
         assert spec(
             ((B, H),), made(rules={B: "dp+pp", H: "pp+tp"}), {**self.MESH, "pp": 1}, shape=(8,)
         ) == P(("dp", "tp"))
@@ -477,7 +471,7 @@ class TestComposites:
 class TestMerged:
     MESH: ClassVar = {"tp": 4, "dp": 2}
 
-    def test_only_the_first_members_rule_counts_and_its_own_size_must_divide(self) -> None:
+    def test_merged_dim_uses_its_first_member(self) -> None:
         rules = made(rules={K: "tp | -", D: "dp"})
         assert spec((sw.merged((K, 8), (D, 128)),), rules, self.MESH, shape=(1024,)) == P("tp")
         assert spec((sw.merged((K, 2), (D, 128)),), rules, self.MESH, shape=(256,)) == P()
@@ -553,12 +547,12 @@ class TestNoShape:
 class TestManual:
     MESH: ClassVar = {"dp": 2, "tp": 2}
 
-    def test_one_name_is_no_set_of_manual_axes(self) -> None:
+    def test_manual_axes_as_a_string(self) -> None:
         manual: Any = "dp"
         with pytest.raises(sw.StrategyError, match="manual='dp' is one name, not a set of them"):
             resolve((B,), made(rules={B: "dp"}), self.MESH, shape=(2,), manual=manual)
 
-    def test_a_manual_axis_is_already_applied_and_sizes_are_local(self) -> None:
+    def test_manual_axis_is_already_applied(self) -> None:
         found = resolve(
             (B, H),
             made(rules={B: "dp+tp", H: "-"}),

@@ -69,7 +69,7 @@ class TestModeOfACall:
             resolve((B,), self.RULES, self.MESH, role="parm")
         assert "did you mean 'param'?" in caught.value.fix
 
-    def test_weight_layouts_are_parameters_unless_a_role_is_given(self) -> None:
+    def test_default_role_of_weight_layouts(self) -> None:
         rules = made(rules={E: "-", M: "tp"}, params={E: "dp"})
         assert resolve(sw.ColumnWise, rules, self.MESH, shape=(4, 4)).role is sw.Role.PARAM
         assert resolve((E, M), rules, self.MESH, shape=(4, 4)).role is sw.Role.ACTIVATION
@@ -191,7 +191,7 @@ class TestErrors:
     RULES = made(rules={B: "dp", H: "tp", E: "dp"})
     MESH: ClassVar = {"dp": 2, "tp": 4}
 
-    def test_an_error_says_what_where_which_rule_and_how_to_fix_it(self) -> None:
+    def test_parts_of_a_message(self) -> None:
         with pytest.raises(
             sw.IndivisibleError, match=r"^attn/q dim 1 HEAD: size 6 does not divide over tp=4"
         ) as caught:
@@ -213,7 +213,7 @@ class TestErrors:
         with pytest.raises(AttributeError, match="no attribute 'colour'"):
             _ = error.colour
 
-    def test_all_problems_are_collected_and_the_first_names_the_class(self) -> None:
+    def test_all_problems_are_collected(self) -> None:
         with pytest.raises(sw.IndivisibleError, match=r"3 problems") as caught:
             resolve((B, "mine", H), self.RULES, self.MESH, shape=(3, 4, 6))
         assert [problem.error for problem in caught.value.problems] == [
@@ -223,7 +223,7 @@ class TestErrors:
         ]
         assert [problem.dim for problem in caught.value.problems] == [0, 1, 2]
 
-    def test_an_error_carries_the_resolution_that_explain_gives(self) -> None:
+    def test_error_has_the_resolution(self) -> None:
         asked = {"shape": (3, 4), "path": "x"}
         found = explain((B, H), self.RULES, self.MESH, **asked)
         with pytest.raises(sw.IndivisibleError, match="size 3") as caught:
@@ -283,7 +283,7 @@ class TestIdentity:
         assert explain((B, H), self.RULES, AbstractMesh((2, 2), ("dp", "tp")), shape=(4, 4)) is one
         assert explain((B, H), self.RULES, self.MESH, shape=(4, 3)) is not one
 
-    def test_a_failing_question_has_the_identical_answer_too(self) -> None:
+    def test_failed_resolutions_are_cached(self) -> None:
         one = explain((B,), self.RULES, self.MESH, shape=(3,))
         assert explain((B,), self.RULES, self.MESH, shape=(3,)) is one
 
@@ -303,7 +303,7 @@ class TestIdentity:
             (B, H), self.RULES, self.MESH, shape=(4, 4)
         )
 
-    def test_a_layout_is_not_mistaken_for_the_tuple_that_it_is(self) -> None:
+    def test_layout_and_equal_tuple_differ(self) -> None:
         layout = sw.DynamicShardingAxes([B, H], "train")
         asked = {"shape": (4, 4), "mode": "train"}
         assert (
@@ -318,21 +318,21 @@ class TestPartitionAxis:
 
     MESH: ClassVar = {"dp": 2, "tp": 2}
 
-    def test_decode_attributes_apply_in_decode_and_insert_only(self) -> None:
+    def test_decode_attributes_of_partition_axis(self) -> None:
         rules = sw.PartitionAxis(decode_kv_head_axis=sw.REPLICATED).compile()
         wanted = {"train": P("tp"), "prefill": P("tp"), "decode": P(), "insert": P()}
         assert {
             mode: spec((K,), rules, self.MESH, mode=mode, shape=(4,)) for mode in wanted
         } == wanted
 
-    def test_a_parallelism_axis_means_the_same_as_its_mesh_axis_in_every_mode(self) -> None:
+    def test_parallelism_axis_as_a_value(self) -> None:
         alias = sw.PartitionAxis(head_axis=sw.TP, tensor_parallel_axis="model").compile()
         named = sw.PartitionAxis(head_axis="model", tensor_parallel_axis="model").compile()
         assert alias == named
         for mode in ("train", "prefill", "decode", "insert"):
             assert spec((H,), alias, {"model": 2}, mode=mode, shape=(4,)) == P("model")
 
-    def test_an_absent_mesh_axis_is_left_out_of_the_batch_and_explained(self) -> None:
+    def test_absent_mesh_axis_of_the_batch(self) -> None:
         found = resolve((B,), sw.PartitionAxis().compile(), self.MESH, shape=(4,))
         assert found.spec == P("dp")
         assert "fsdp is not in the mesh" in found.decisions[0].why
@@ -360,17 +360,17 @@ class TestEformersPolicy:
     MESH: ClassVar = {"dp": 2, "fsdp": 2, "tp": 2}
     PERMISSIVE = sw.PartitionAxis().compile(policy=POLICY_PRESETS["eformer"])
 
-    def test_a_stack_of_layers_is_no_wrong_rank(self) -> None:
+    def test_fit_keeps_a_stack_of_layers(self) -> None:
         found = resolve(sw.ColumnWise, self.PERMISSIVE, {**self.MESH, "sp": 1}, shape=(6, 4, 4))
         assert (found.spec, found.notes) == (P(None, "fsdp", "tp"), ())
         assert resolve(sw.Replicated, self.PERMISSIVE, self.MESH, shape=(4, 4)).notes == ()
 
-    def test_a_bias_under_its_weight_s_layout_is_cut_and_noted(self) -> None:
+    def test_fit_cuts_a_weight_layout_for_a_bias(self) -> None:
         found = resolve(sw.ColumnWise, self.PERMISSIVE, {**self.MESH, "sp": 1}, shape=(4,))
         assert found.spec == P("fsdp")
         assert found.notes == ('policy rank = "fit": 2 dims fitted to the array\'s 1',)
 
-    def test_a_literal_spec_loses_the_dims_that_do_not_fit_and_says_so(self) -> None:
+    def test_fit_cuts_a_literal_spec(self) -> None:
         found = resolve(
             P(("tp", "model"), "tp", "dp", "fsdp"), self.PERMISSIVE, self.MESH, shape=(4, 4, 3)
         )
@@ -385,7 +385,7 @@ class TestEformersPolicy:
         with pytest.raises(sw.MissingMeshAxisError, match="mesh axis 'model' is not in the mesh"):
             resolve(P("model"), sw.PartitionAxis().compile(), self.MESH, shape=(4,))
 
-    def test_a_manager_takes_any_mesh_and_drops_what_it_lacks(self) -> None:
+    def test_eformer_policy_on_any_mesh(self) -> None:
         axis = sw.PartitionAxis(batch_axis="data")
         mesh = sw.abstract_mesh("x:2,tp:2")
         pm = sw.PartitionManager(axis.compile(policy=POLICY_PRESETS["eformer"]), mesh=mesh)

@@ -212,7 +212,7 @@ def test_equality_and_hash_cover_rules_and_policy_only() -> None:
     assert build_rules(TABLES) != "rules"
 
 
-def test_a_mode_that_says_what_it_would_inherit_changes_nothing() -> None:
+def test_mode_table_equal_to_the_inherited() -> None:
     said = build_rules(
         {**TABLES, "modes.insert": {sw.HEAD: parse_rule("-"), sw.BATCH: parse_rule("fsdp")}}
     )
@@ -230,7 +230,7 @@ def test_compiled_rules_pickle() -> None:
     )  # type: ignore[union-attr]
 
 
-def test_named_mesh_axes_are_listed_once_in_order_and_with_gather() -> None:
+def test_named_mesh_axes() -> None:
     tensors = [TensorRules(match="x", rules=((sw.EMBED, parse_rule("mine")),))]
     rules = build_rules(
         {"rules": {sw.BATCH: parse_rule("dp | a+dp")}},
@@ -261,7 +261,7 @@ class TestTensors:
             (sw.EMBED, None, None),
         ],
     )
-    def test_the_first_entry_that_matches_and_names_the_axis_wins(
+    def test_first_matching_tensor_entry(
         self, axis: str, path: str | None, found: str | None
     ) -> None:
         rules = build_rules({}, tensors=self.ENTRIES)
@@ -274,7 +274,7 @@ class TestTensors:
         assert rules.tensor_rule(sw.EMBED, role=Role.ACTIVATION, path="lm_head/kernel") is None
 
 
-def test_parallelism_axes_have_a_rule_without_being_stated() -> None:
+def test_default_rules() -> None:
     found = default_rule(sw.TP)
     assert found is not None
     assert found.candidates == (("tp",),)

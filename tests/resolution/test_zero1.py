@@ -164,7 +164,7 @@ def test_gradients_may_be_sharded_like_the_state(axis_types: str) -> None:
     )
 
 
-def test_every_byte_of_the_moments_is_held_once_or_the_leaf_is_named() -> None:
+def test_moments_are_not_replicated() -> None:
     """What cannot be sharded further is an error, or with a fallback stays where its parameter
     lies.
     """
@@ -190,7 +190,7 @@ def test_every_byte_of_the_moments_is_held_once_or_the_leaf_is_named() -> None:
     assert plain.replicated == 7 * plain.total
 
 
-def test_sums_over_a_dim_can_be_sharded_over_that_dims_mesh_axes() -> None:
+def test_factored_moments() -> None:
     """Adafactor's rows of a kernel over (fsdp, tp) lie over fsdp; nothing else lies over tp."""
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
     state = jax.eval_shape(tx.init, manager("fsdp_tp", "fsdp:4,tp:2").abstract(SPECS))

@@ -54,11 +54,11 @@ def test_is_annotation(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", BAD, ids=repr)
-def test_is_no_annotation(value: Any) -> None:
+def test_not_an_annotation(value: Any) -> None:
     assert not sw.is_annotation(value)
 
 
-def test_a_named_tuple_of_arrays_is_no_annotation_but_a_tree() -> None:
+def test_named_tuple_of_arrays_is_a_tree() -> None:
     state = jax.tree.structure(
         {"a": (sw.BATCH,), "b": [sw.ColumnWise, (sw.EMBED, (sw.HEAD, sw.HEAD_DIM))]},
         is_leaf=sw.is_annotation,
@@ -75,7 +75,7 @@ def test_a_named_tuple_of_arrays_is_no_annotation_but_a_tree() -> None:
         ([], ()),
     ],
 )
-def test_where_one_annotation_is_expected_a_list_does_too(given: Any, means: Any) -> None:
+def test_list_as_an_annotation(given: Any, means: Any) -> None:
     assert as_annotation(given) == means
 
 
@@ -95,7 +95,7 @@ def test_where_one_annotation_is_expected_a_list_does_too(given: Any, means: Any
         (int, "is not an annotation", "write a tuple of axes"),
     ],
 )
-def test_what_is_no_annotation_is_refused_with_a_hint(value: Any, says: str, fix: str) -> None:
+def test_invalid_annotation_has_a_fix(value: Any, says: str, fix: str) -> None:
     with pytest.raises(sw.StrategyError, match=says) as caught:
         as_annotation(value)
     assert fix in caught.value.fix
@@ -245,7 +245,7 @@ class TestStacked:
             sw.resolve(sw.stacked(P("dp")), rules, {"tp": 2, "model": 4}, shape=(3, 8))
 
     @pytest.mark.parametrize("use", [sw.stacked, lower])
-    def test_what_is_unreduced_is_no_annotation(self, use: Any) -> None:
+    def test_unreduced_spec_is_refused(self, use: Any) -> None:
         with pytest.raises(
             sw.StrategyError,
             match=(
@@ -258,7 +258,7 @@ class TestStacked:
             use(P("tp", reduced={"dp"}))
 
     @pytest.mark.parametrize("layers", [2.9, "3", 0, -1, True, [3]])
-    def test_layers_are_counted_in_whole_numbers(self, layers: Any) -> None:
+    def test_invalid_number_of_layers(self, layers: Any) -> None:
         spec = sw.ArraySpec((4,), jnp.float32, (sw.NORM,))
         for call in (lambda: sw.stacked(spec, layers), lambda: sw.stack_specs({"a": spec}, layers)):
             with pytest.raises(
@@ -285,7 +285,7 @@ class TestRank:
         ]
 
     @pytest.mark.parametrize("shape", [(), (4,), (1, 2, 3, 4)])
-    def test_a_weight_layout_takes_no_other_rank(self, shape: tuple[int, ...]) -> None:
+    def test_weight_layout_refuses_other_ranks(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(
             sw.RankMismatchError, match=rf"ColumnWise has 2 dims, the array has {len(shape)}"
         ):

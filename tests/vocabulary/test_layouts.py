@@ -47,9 +47,7 @@ ids = [layout.__name__ for layout, _, _ in TABLE]
 
 
 @pytest.mark.parametrize(("layout", "axes", "mode"), TABLE, ids=ids)
-def test_axes_and_mode_read_the_same_on_class_and_instance(
-    layout: Any, axes: list[Any], mode: str | int
-) -> None:
+def test_axes_and_mode_of_class_and_instance(layout: Any, axes: list[Any], mode: str | int) -> None:
     for one in (layout, layout()):
         assert one.axes == axes
         assert type(one.axes) is list
@@ -120,7 +118,7 @@ def test_layouts_without_a_bias_have_none() -> None:
     ]
 
 
-def test_weights_resolve_as_parameters_and_activations_do_not() -> None:
+def test_weight_layouts_resolve_as_parameters() -> None:
     activations = {
         sw.HiddenStateSharding,
         sw.AttnQSharding,
@@ -170,7 +168,7 @@ def test_a_users_class_hashes_compares_and_pickles() -> None:
     assert len({Scores(), Scores(), StoredScores()}) == 2
 
 
-def test_a_users_subclass_of_a_weight_layout_has_its_own_meaning() -> None:
+def test_subclass_of_a_weight_layout() -> None:
     class Wide(sw.ColumnWise):
         axes = (FSDP, TP)
 
@@ -189,7 +187,7 @@ def test_the_base_class_takes_axes_and_a_mode() -> None:
     assert pickle.loads(pickle.dumps(made)) == made
 
 
-def test_a_layout_takes_another_mode_but_keeps_its_axes() -> None:
+def test_layout_with_another_mode() -> None:
     assert sw.HiddenStateSharding(mode="decode").mode == sw.MODE_DECODE
     assert sw.HiddenStateSharding.mode == 1
     with pytest.raises(sw.StrategyError, match="ColumnWise has the axes") as caught:
@@ -231,7 +229,7 @@ def test_replace_and_make_normalize(change: dict[str, Any], wanted: sw.DynamicSh
     ("layout", "change", "says"),
     [
         (ROWS, {"axes": sw.BATCH}, "the axes of a layout are '__BATCH__', not a list"),
-        (ROWS, {"axes": [sw.BATCH, 3]}, "3 is no dim of a layout"),
+        (ROWS, {"axes": [sw.BATCH, 3]}, "3 is not a dim of a layout"),
         (ROWS, {"axes": [[sw.BATCH, EMPTY]]}, "a composite may not contain EMPTY"),
         (ROWS, {"mode": "training"}, "unknown mode 'training'"),
         (sw.ColumnWise(), {"axes": [TP, FSDP]}, "ColumnWise has the axes FSDP"),
@@ -261,7 +259,7 @@ def test_a_named_layout_keeps_its_class() -> None:
     assert (type(made), made.mode) == (sw.ColumnWise, sw.MODE_DECODE)
 
 
-def test_a_class_of_unknown_mode_is_refused_where_it_is_written() -> None:
+def test_class_with_an_unknown_mode() -> None:
     with pytest.raises(sw.StrategyError, match="unknown mode 'trian'"):
 
         class Bad(sw.DynamicShardingAxes):

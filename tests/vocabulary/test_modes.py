@@ -8,13 +8,13 @@ import shardwright as sw
 from shardwright.vocabulary.modes import MODE_NAMES, MODES, mode_name, parse_mode
 
 
-def test_every_mode_has_one_name_in_the_order_of_the_modes() -> None:
+def test_mode_names_follow_the_modes() -> None:
     assert MODE_NAMES == ("train", "prefill", "decode", "insert") == tuple(map(mode_name, MODES))
     assert tuple(map(parse_mode, MODE_NAMES)) == tuple(map(parse_mode, MODES)) == MODES
 
 
 @pytest.mark.parametrize("mode", ["decoding", "Decode", "", None, 1])
-def test_what_is_no_mode_is_refused(mode: object) -> None:
+def test_unknown_mode(mode: object) -> None:
     with pytest.raises(
         sw.StrategyError,
         match=r"unknown mode .*\n  fix   .*modes are train, prefill, decode, insert",

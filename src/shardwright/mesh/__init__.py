@@ -1,7 +1,7 @@
 """Meshes: their text form, and the real and abstract meshes that it describes.
 
-Code that builds a mesh or reads `"dp:2,tp:4"` belongs here. Which array dimension lies over which
-mesh axis does not: `resolution` decides that.
+Code that builds a mesh or reads `"dp:2,tp:4"` belongs here. Code that decides which dim is sharded
+over which mesh axis does not: it is in `resolution`.
 """
 
 from shardwright.mesh.build import abstract_mesh as abstract_mesh

@@ -1,7 +1,8 @@
-"""From an annotation, rules and mesh sizes to a spec, with one recorded decision per dim.
+"""Resolve an annotation, with rules and mesh sizes, to a spec and one recorded decision per dim.
 
-Everything here is pure: no arrays, no devices, no globals and no environment. Divisibility,
-conflicts and fallbacks are decided in `decide`, and nowhere else in the project.
+Rules, decisions and what follows from them belong here. Everything is pure: no arrays, devices,
+globals or environment. Divisibility, conflicts and fallbacks are decided in `decide`, and nowhere
+else in the project.
 """
 
 from shardwright.resolution.decisions import Resolution as Resolution

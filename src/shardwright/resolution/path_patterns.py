@@ -1,9 +1,8 @@
-"""Patterns of `[[tensors]]` entries: the regular expressions whose search takes time linear in the
-path.
+"""Patterns of `[[tensors]]` entries: regular expressions whose search takes linear time.
 
-Python's `re` backtracks, so a file could hold a short pattern that searches for years: `(a+)+b`, or
-`(a|a)(a|a)...`. The patterns here are a subset of its syntax and mean the same. They become the
-instructions of a nondeterministic automaton (Thompson's construction), and a search follows all of
+Python's `re` backtracks: a file could contain a short pattern that searches for years, such as
+`(a+)+b` or `(a|a)(a|a)...`. The patterns here are a subset of its syntax with the same meaning.
+They are compiled to a nondeterministic automaton (Thompson's construction). A search follows all
 its threads at once, one character at a time.
 """
 
@@ -49,7 +48,7 @@ _AT_START, _AFTER_WORD, _AFTER_OTHER = range(3)
 
 _EARLIER = (
     "write the exception as a [[tensors]] entry of its own before this one: the first that "
-    "matches and names the axis wins"
+    "matches and names the axis applies"
 )
 _SUBSET = (
     'a pattern has characters, ".", classes, groups, "|", "*", "+", "?", counts, "^", "$" and "\\b"'
@@ -122,7 +121,7 @@ class PathPattern:
 
     @property
     def steps(self) -> int:
-        """Instructions: what a search does at most for each character."""
+        """Number of instructions: the most work of a search per character."""
         return len(self._code)
 
     def matches(self, path: str) -> bool:
@@ -188,7 +187,7 @@ class PathPattern:
             before = len(self._code)
             self._emit(part)
             if len(self._code) == before:
-                return  # the part is empty, and so is any number of it
+                return  # the part matches nothing, and so does any number of it
         if node.most is None:
             loop = self._add(_SPLIT)
             self._emit(part)
@@ -229,7 +228,7 @@ class PathPattern:
         """Return the threads that wait for a character before `symbol` (None: the end), or None
         where one has matched.
         """
-        waiting = [*state.threads, 0]  # a match may begin anywhere
+        waiting = [*state.threads, 0]  # a match may start anywhere
         seen: set[int] = set()
         taking = []
         while waiting:
@@ -277,7 +276,7 @@ def _holds(requirement: str, before: int, ahead: bool, symbol: str | None) -> bo
 
 
 def _needle(node: _Node) -> str:
-    """Return the longest text that stands in everything a pattern matches, as far as its outermost
+    """Return the longest text that occurs in everything a pattern matches, as far as its outermost
     sequence tells.
     """
     parts = node.parts if node.kind == "sequence" else (node,)
@@ -286,10 +285,10 @@ def _needle(node: _Node) -> str:
 
 
 def check_syntax(text: object) -> None:
-    """Check that text is a regular expression of bearable length.
+    """Check that a text is a regular expression that is not too long.
 
     Raises:
-      StrategyError: it is not.
+      StrategyError: It is not.
     """
     if not isinstance(text, str):
         raise StrategyError(f"{text!r} is not a pattern", fix="write a regular expression as text")
@@ -305,18 +304,18 @@ def check_syntax(text: object) -> None:
         raise StrategyError(
             f"not a regular expression: {said}",
             snippet=f"{text}\n{' ' * at}^",
-            fix="see Python's re",
+            fix="see the documentation of Python's re",
         ) from error
 
 
 class _Parser:
-    """Reads a pattern that `re` accepts into nodes, and refuses what no linear search can do."""
+    """Parse a pattern that `re` accepts into nodes; refuse what a linear search cannot do."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.depth = text, 0, 0
 
     def parse(self) -> tuple[_Node, re.RegexFlag]:
-        """Return the pattern, and the flags that its characters are compared with."""
+        """Return the pattern and its flags."""
         flags = re.NOFLAG
         while found := _GLOBAL_FLAGS.match(self.text, self.at):
             if not set(found[1]) <= _FLAGS.keys():
@@ -350,7 +349,7 @@ class _Parser:
             end = self._class_end()
         elif character == "\\":
             found = _ESCAPE.match(self.text, self.at)
-            assert found is not None, "re has read it"
+            assert found is not None, "re accepts the pattern"
             end = found.end()
         item = self.text[self.at : end]
         if item in _ASSERTIONS:
@@ -365,7 +364,9 @@ class _Parser:
 
     def _class_end(self) -> int:
         at = self.at + (2 if self.text.startswith("[^", self.at) else 1)
-        at += self.text.startswith("]", at)  # first in its class, it is a character
+        at += self.text.startswith(
+            "]", at
+        )  # as the first character of its class, it is a plain one
         while self.text[at] != "]":
             at += 2 if self.text[at] == "\\" else 1
         return at + 1
@@ -376,7 +377,7 @@ class _Parser:
             for pattern, what, fix in _REFUSED:
                 if pattern.match(self.text, self.at):
                     raise self._refused(what, fix)
-            raise self._refused("has a group of its own kind", _SUBSET)
+            raise self._refused("has a group of another kind", _SUBSET)
         if self.depth >= DEEPEST:
             raise self._refused(
                 f"has more than {DEEPEST} groups within each other",
@@ -403,7 +404,7 @@ class _Parser:
             raise self._refused("has a possessive repetition", "leave out the second +")
         self.at += self.text.startswith(
             "?", self.at
-        )  # lazy: where a match ends does not matter here
+        )  # lazy: the end of a match does not matter here
         return _Node("repetition", parts=(item,), least=least, most=most)
 
     def _refused(self, what: str, fix: str) -> StrategyError:

@@ -1,6 +1,4 @@
-"""A dict that forgets: answers by shape are kept for the shapes that were asked for last, so that
-no run grows without end.
-"""
+"""A dict of bounded size: it keeps the answers for the shapes that were used last."""
 
 from __future__ import annotations
 
@@ -12,11 +10,11 @@ KEPT: Final = 10_000
 
 
 class Recent(dict[Any, Any]):
-    """Keep at least the last `KEPT` values that were asked for, and at most twice as many.
+    """Keep at least the last `KEPT` values that were used, and at most twice as many.
 
-    `get` finds most of them, at the speed of a dict. Where it finds nothing, `recall` looks among
-    the older ones, and `keep` takes a new value: threads that make one at once get the one object
-    that came first.
+    `get` finds most of them, at the speed of a dict. If it finds nothing, `recall` looks among the
+    older ones, and `keep` adds a new value. Threads that compute one value at the same time all get
+    the object that was kept first.
     """
 
     __slots__ = ("_lock", "_older")
@@ -27,38 +25,36 @@ class Recent(dict[Any, Any]):
         self._older: dict[Any, Any] = {}
 
     def recall(self, key: Any) -> Any:
-        """Return a value, which counts as asked for now if it is an older one, or None."""
-        found = self.get(key)
-        if found is None:
-            found = self._older.get(key)
-            if found is not None:
-                found = self.keep(key, found)
-        return found
+        """Return a value, or None; an older value counts as used again."""
+        value = self.get(key)
+        if value is None:
+            value = self._older.get(key)
+            if value is not None:
+                value = self.keep(key, value)
+        return value
 
     def replace(self, key: Any, value: Any) -> None:
-        """Keep a value in place of the one that there is."""
+        """Replace the value of a key."""
         with self._lock:
             self[key] = value
 
     def keep(self, key: Any, value: Any) -> Any:
-        """Keep a value, if there is none yet, and return the one that is kept."""
+        """Keep a value if the key has none yet, and return the value that is kept."""
         with self._lock:
-            found = self.get(key, self._older.get(key))
-            if found is None:
-                found = value
+            kept = self.get(key, self._older.get(key))
+            if kept is None:
+                kept = value
             if len(self) >= KEPT:
                 self._older = dict(self)
                 self.clear()
-            self[key] = found
-            return found
+            self[key] = kept
+            return kept
 
 
 class Shardings(dict[Any, Any]):
-    """Shardings by annotation and shape, each made when it is first asked for: one look-up per
-    leaf, known or not.
+    """Shardings by annotation and shape. Each is made at its first look-up.
 
-    Whoever makes them keeps the objects, so that forgetting all of them at once loses none of those
-    kept there.
+    `make` keeps the objects itself, so clearing this dict loses none of them.
     """
 
     __slots__ = ("make",)
@@ -68,8 +64,8 @@ class Shardings(dict[Any, Any]):
         self.make = make
 
     def __missing__(self, key: tuple[Any, tuple[int, ...]]) -> Any:
-        made = self.make(*key)
+        sharding = self.make(*key)
         if len(self) >= KEPT:
             self.clear()
-        self[key] = made
-        return made
+        self[key] = sharding
+        return sharding

@@ -1,11 +1,11 @@
-"""Tables as plain text that keep to a width. Pure, and the same on every terminal."""
+"""Lay out tables as plain text of a fixed width, the same on every terminal."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
 
-WIDTH = 90  # characters per line: what a page of the documentation shows without scrolling
+WIDTH = 90  # characters per line that a page of the documentation shows without scrolling
 _GAP = 2
 _PROSE = 24  # characters: prose in a narrower column is no longer readable
 

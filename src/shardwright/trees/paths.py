@@ -142,7 +142,7 @@ def compile_pattern(text: str, *, where: str = "") -> re.Pattern[str]:
         raise StrategyError(
             f"{where}not a regular expression: {message}",
             snippet=f"{text}\n{' ' * at}^",
-            fix="see Python's re",
+            fix="see the documentation of Python's re",
         ) from error
 
 

@@ -1,7 +1,8 @@
-"""The words of an annotation: axes, modes, layouts, and what counts as an annotation.
+"""The words of an annotation: axes, modes and layouts, and the code that reads them.
 
-A constant that names a dimension, a mode or a layout belongs here, and so does the code that reads
-an annotation into dims. What a name means on a mesh does not: that is a rule, in `resolution`.
+Constants that name a dimension, a mode or a layout belong here, and so do annotations, their
+lowering to dims, and the reader of integers. Rules, which map names to mesh axes, do not: they are
+in `resolution`.
 """
 
 from shardwright.vocabulary.annotations import ArraySpec as ArraySpec

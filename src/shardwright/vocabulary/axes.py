@@ -88,10 +88,10 @@ AxisType = tuple[str, ...] | str | Any | None
 
 
 class Role(enum.StrEnum):
-    """What an array is: the role picks the rule.
+    """What an array is. The role selects the rule.
 
-    A weight is stored as `PARAM` and computed with as `USE`; an optimizer's `STATE` lies like the
-    stored weight, and beyond it where the policy says so.
+    A weight is stored as `PARAM` and computed with as `USE`. An optimizer's `STATE` is sharded like
+    the stored weight, and further if the policy says so.
     """
 
     ACTIVATION = "activation"

@@ -47,32 +47,34 @@ class _Fields(NamedTuple):
 
 
 class _Axes:
-    """`.axes` as a fresh list, from the instance if there is one, else from its class."""
+    """`.axes` as a new list, of an instance or of the class."""
 
     def __get__(self, instance: Any, owner: type[DynamicShardingAxes]) -> list[str | list[str]]:
         dims = owner.default_axes if instance is None else instance[0]
         return [list(dim) if isinstance(dim, tuple) else dim for dim in dims]
 
     def __set__(self, instance: Any, value: object) -> None:
-        raise AttributeError("a layout is frozen: make DynamicShardingAxes(axes, mode)")
+        raise AttributeError(
+            "a layout is frozen: make another one, DynamicShardingAxes(axes, mode)"
+        )
 
 
 class _Mode:
-    """`.mode`, from the instance if there is one, else from its class."""
+    """`.mode` of an instance or of the class."""
 
     def __get__(self, instance: Any, owner: type[DynamicShardingAxes]) -> str | int:
         return owner.default_mode if instance is None else instance[1]
 
     def __set__(self, instance: Any, value: object) -> None:
         raise AttributeError(
-            "a layout is frozen: make another with the mode, for instance ColumnWise(mode='train')"
+            "a layout is frozen: make another one, such as ColumnWise(mode='train')"
         )
 
 
 class DynamicShardingAxes(_Fields):
-    """The axes of an array, and the mode that it resolves in when a call names none.
+    """The axes of an array, and the mode in which it resolves if a call names none.
 
-    Make your own either way:
+    Define your own in one of two ways:
 
     >>> class Scores(DynamicShardingAxes):
     ...     axes = [BATCH, HEAD, QUERY_LENGTH, EMPTY]
@@ -81,16 +83,17 @@ class DynamicShardingAxes(_Fields):
     ['__BATCH__', '__EMBED__']
 
     Attributes:
-      axes: one entry per dim: an axis, `EMPTY` or None (not sharded), or a list (one dim over
+      axes: One entry per dim: an axis, `EMPTY` or None (not sharded), or a list (one dim over
         several).
-      mode: a runtime mode, or the index of a dim whose size picks it: 1 means decode, any other
-        train.
-      role: `Role.PARAM` for weight layouts, None where the call decides.
-      means: for weight layouts that name parallelism axes, the semantic axes that they stand for as
-        a parameter wherever the strategy has no rule of its own for the parallelism axis.
+      mode: A runtime mode, or the index of a dim whose size decides it: 1 means decode, any other
+        size train.
+      role: `Role.PARAM` for weight layouts, None if the call decides.
+      means: For weight layouts, the semantic axes that their parallelism axes stand for. As a
+        parameter, a dim follows the rule of that axis, unless the strategy states a rule for the
+        parallelism axis itself.
 
     Raises:
-      StrategyError: an unknown mode, or other axes for a layout whose axes are fixed by its name.
+      StrategyError: The mode is unknown, or the class of the layout defines other axes.
     """
 
     default_axes: ClassVar[tuple[LayoutDim, ...]] = ()
@@ -119,7 +122,7 @@ class DynamicShardingAxes(_Fields):
             cls.mode = _Mode()
 
     def __new__(cls, axes: Any = NOT_GIVEN, mode: Any = NOT_GIVEN) -> Self:
-        """Make an instance; a layout that is named by its class has its own axes."""
+        """Make an instance. A layout whose class defines axes keeps those."""
         dims = cls.default_axes if isinstance(axes, EMPTY_VAL) else _freeze_dims(axes)
         if cls.named and dims != cls.default_axes:
             raise StrategyError(
@@ -141,7 +144,7 @@ class DynamicShardingAxes(_Fields):
         this too.
 
         Raises:
-          StrategyError: other than two values, or what a call refuses.
+          StrategyError: There are not two values, or a call would refuse them.
         """
         values = tuple(iterable)
         if len(values) != 2:
@@ -178,7 +181,8 @@ def _freeze_dims(axes: Any) -> tuple[LayoutDim, ...]:
     for dim in dims:
         if not all(isinstance(axis, str) for axis in (dim if isinstance(dim, tuple) else (dim,))):
             raise StrategyError(
-                f"{dim!r} is no dim of a layout", fix="write an axis, EMPTY, None or a list of axes"
+                f"{dim!r} is not a dim of a layout",
+                fix="write an axis, EMPTY, None or a list of axes",
             )
         if isinstance(dim, tuple) and EMPTY in dim:
             raise StrategyError(
@@ -216,7 +220,7 @@ class AttnKVSharding(DynamicShardingAxes):
 
 
 class Replicated(DynamicShardingAxes):
-    """Not sharded, whatever the rank."""
+    """Not sharded; fits any rank."""
 
     axes = (EMPTY,)
     any_rank = True
@@ -250,7 +254,7 @@ class ExpertRowWiseBias(DynamicShardingAxes, role=Role.PARAM):
 
 
 class ColumnWise(DynamicShardingAxes, role=Role.PARAM):
-    """Weight `[in, out]` whose output is split: the first of a pair."""
+    """Weight `[in, out]` whose output is sharded: the first weight of a pair."""
 
     axes = ((FSDP, SP), TP)
     means = (EMBED, MLP_INTERMEDIATE)
@@ -258,7 +262,7 @@ class ColumnWise(DynamicShardingAxes, role=Role.PARAM):
 
 
 class RowWise(DynamicShardingAxes, role=Role.PARAM):
-    """Weight `[in, out]` whose input is split: the second of a pair."""
+    """Weight `[in, out]` whose input is sharded: the second weight of a pair."""
 
     axes = (TP, (FSDP, SP))
     means = (MLP_INTERMEDIATE, EMBED)
@@ -266,13 +270,13 @@ class RowWise(DynamicShardingAxes, role=Role.PARAM):
 
 
 class SRowWise(DynamicShardingAxes, role=Role.PARAM):
-    """Rank-1 parameter over the tensor axis."""
+    """Parameter of rank 1, sharded over the tensor axis."""
 
     axes = (TP,)
 
 
 class SColumnWise(DynamicShardingAxes, role=Role.PARAM):
-    """Rank-1 parameter over the storage axes."""
+    """Parameter of rank 1, sharded over the storage axes."""
 
     axes = ((FSDP, SP),)
 

@@ -1,4 +1,4 @@
-"""Runtime modes: exact strings, so that they can stand in any static argument or JSON file."""
+"""Runtime modes: exact strings, so that they work in static arguments and in JSON files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parse_mode(mode: str) -> str:
     """Return the canonical mode of `"decode"` or `"__autoregressive__"`.
 
     Raises:
-      StrategyError: anything else.
+      StrategyError: There is no such mode.
 
     >>> parse_mode("decode")
     '__autoregressive__'
@@ -45,7 +45,7 @@ def parse_mode(mode: str) -> str:
 
 
 def is_mode(mode: object) -> TypeGuard[str]:
-    """Tell whether a value names a mode, in either spelling."""
+    """Tell whether a value names a mode in one of its two spellings."""
     return isinstance(mode, str) and mode in _MODE
 
 
