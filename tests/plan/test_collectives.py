@@ -134,6 +134,7 @@ MESHES: dict[str, Any] = {
     "tpu_permute_start_done": {"dp": 2, "fsdp": 2, "tp": 2},
     "tpu_async_collective_fusions": {"fsdp": 64, "tp": 4},
     "tpu_gather_as_all_reduce": {"fsdp": 64, "tp": 1},
+    "tpu_combined_reduce_scatter": {"fsdp": 8},
     "tpu_two_slices": TWO_SLICES,
 }
 
@@ -194,6 +195,10 @@ EXPECTED: dict[str, list[str]] = {
     "tpu_loop_on_data": ["None all_reduce tp f32 4096 6144"],
     "tpu_permute_start_done": ["7 permute dp+tp bf16 2048 2048"],
     "tpu_reduce_scatter_fusion": ["1 reduce_scatter tp bf16 32768 24576"],
+    # Four gradients of 64 KiB in one fusion, each cut into slices.
+    "tpu_combined_reduce_scatter": ["1 reduce_scatter fsdp bf16 262144 229376"],
+    # An all-reduce that adds in float32 and rounds its result: the operand travels.
+    "tpu_widened_all_reduce": ["1 all_reduce tp f32 4096 6144"],
     # Two weights of four layers, gathered forward and backward; printed three times each, run once.
     "tpu_async_collective_fusions": [
         *[f"4 all_gather fsdp bf16 {MLP} {MLP * 63 // 64}"] * 2,

@@ -141,16 +141,18 @@ def started_channels(computation: Computation) -> Iterator[str]:
                 yield instruction.attributes().get("channel_id", "")
 
 
+_RESHAPING = frozenset({"bitcast", "copy", "convert", "reshape", "transpose"})
+
+
 def is_scattered(computation: Computation, instruction: Instruction) -> bool:
-    """Tell whether a fused all-reduce only keeps this device's slice: a reduce-scatter."""
+    """Tell whether a fused all-reduce only keeps this device's slices: a reduce-scatter.
+
+    A combined all-reduce has a tuple of results, each of which must be sliced.
+    """
     following = computation.users.get(instruction.name, ())
-    while len(following) == 1 and following[0].opcode in (
-        "bitcast",
-        "copy",
-        "convert",
-        "reshape",
-        "transpose",
-    ):
+    if following and all(user.opcode == "get-tuple-element" for user in following):
+        return all(is_scattered(computation, part) for part in following)
+    while len(following) == 1 and following[0].opcode in _RESHAPING:
         following = computation.users.get(following[0].name, ())
     return len(following) == 1 and following[0].opcode == "dynamic-slice"
 
