@@ -46,5 +46,5 @@ def test_value_is_frozen_and_small(value: Any) -> None:
 )
 def test_fields_are_given_by_name(cls: Any) -> None:
     """A field that is added later must not change what a call means."""
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2"):
         cls(None)
