@@ -14,7 +14,7 @@ from shardwright.caches import CacheSpec, Overflow, Refusal
 
 @dataclasses.dataclass(slots=True)
 class Slot:
-    """One sequence: its length, and the tokens that are still held."""
+    """One sequence: its length, and the tokens that are still in the cache."""
 
     length: int = 0
     held: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -24,7 +24,7 @@ class Slot:
 
 
 class Model:
-    """What a cache should do, one slot after the other. Tokens are integers."""
+    """A reference cache in plain Python, slot by slot. Tokens are integers."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self.spec = spec
@@ -112,7 +112,7 @@ class Model:
 
 
 def keys_of(tokens: Any, spec: CacheSpec) -> np.ndarray:
-    """`[..., kv_heads, head_dim]` keys that tell tokens, heads and dims apart."""
+    """`[..., kv_heads, head_dim]` keys, different for every token, head and dim."""
     heads, dims = np.arange(spec.kv_heads)[:, None], np.arange(spec.head_dim)
     return (np.asarray(tokens)[..., None, None] * 8 + heads * 2 + dims / spec.head_dim).astype(
         spec.dtype
@@ -128,7 +128,7 @@ def values_of(tokens: Any, spec: CacheSpec) -> np.ndarray:
 
 
 def slots_of(cache: Any) -> list[Slot]:
-    """What a cache holds, read through its view; every head and dim is looked at."""
+    """The tokens in a cache, read through its view; checks every head and dim."""
     view, spec = cache.view(), cache.spec
     k, v, lengths = (np.asarray(x) for x in (view.k, view.v, view.lengths))
     positions = np.broadcast_to(np.asarray(view.positions), k.shape[:2])

@@ -1,4 +1,4 @@
-"""A paged cache in lists and dicts, and random operations on it: what the arrays must say after each."""
+"""A model of the paged cache in lists and dicts, and random operations on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Refusals = list[Refusal]
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class PageModel:
-    """Slots one after the other, each as somebody would serve it by hand.
+    """A reference cache in plain Python, slot by slot.
 
     Attributes:
       pages: of the pool.
@@ -173,7 +173,7 @@ NAMES = ("append", "append", "append", "insert", "free", "rewind", "reorder", "s
 def random_operation(
     random: random.Random, model: PageModel, *, first: int, most: int, entries: int
 ) -> Operation:
-    """Return an operation, mostly a sensible one, now and then with a slot, a length or a parent that does not exist.
+    """Return an operation, mostly valid, sometimes with a slot, length or parent out of range.
 
     Args:
       random: where chance comes from.

@@ -1,4 +1,4 @@
-"""What does not go with a cache is named before anything is traced."""
+"""Invalid arguments of caches raise errors before anything is traced."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "dtype": (
         lambda cache: cache.append(K.astype(np.float16), K),
-        r"k: dtype float16, not float32\n  fix   if the cast is intended.*CacheShape\(...\)\) with dtype=\"float16\"",
+        (
+            r"k: dtype float16, not float32"
+            r"\n  fix   if the cast is intended.*CacheShape\(...\)\) with dtype=\"float16\""
+        ),
     ),
     "lists": (lambda cache: cache.append([[1.0]], K), "k: it is list, not an array"),
     "both": (lambda cache: cache.append(K[:1], K.astype(np.float16)), "2 problems"),
@@ -76,14 +79,20 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a slot too few": (
         lambda cache: cache.insert(cache, [0]),
-        r"(?s)slots has shape \(1,\), not \(2,\).*one integer per sequence of the source; 2, which is not a slot, skips a sequence",
+        (
+            r"(?s)slots has shape \(1,\), not \(2,\).*one integer per sequence of the "
+            r"source; 2, which is not a slot, skips a sequence"
+        ),
     ),
     "no cache": (lambda cache: cache.insert(K, [0]), "source is ndarray, not a cache"),
     "other heads": (
         lambda cache: cache.insert(
             caches.init("dense", **SIZES | {"kv_heads": 1, "dtype": "bfloat16"}), [0, 1]
         ),
-        r"(?s)kv_heads is 1, and that of the cache is 2.*dtype is bfloat16, and that of the cache is float32",
+        (
+            r"(?s)kv_heads is 1, and that of the cache is 2.*dtype is bfloat16, and "
+            r"that of the cache is float32"
+        ),
     ),
 }
 
@@ -112,7 +121,10 @@ MAKING: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no window": (
         {"kind": "sliding"},
-        r"a sliding cache needs a window\n  fix   pass window=, of an engine CacheShape\(window=...\)",
+        (
+            r"a sliding cache needs a window"
+            r"\n  fix   pass window=, of an engine CacheShape\(window=...\)"
+        ),
     ),
     "sliding that reports": (
         {"kind": "sliding", "window": 4, "overflow": "report"},
@@ -151,7 +163,7 @@ def test_init(name: str) -> None:
         caches.init(**{"kind": "dense", **SIZES, **changed})
 
 
-def test_a_window_beyond_the_capacity_of_what_is_no_ring() -> None:
+def test_window_above_capacity_without_ring() -> None:
     assert caches.init("dense", window=9, **SIZES).spec.window == 9
 
 
@@ -162,7 +174,7 @@ def manager_of(mesh: str, **options: Any) -> sw.PartitionManager:
     return sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh), **options)
 
 
-def test_a_manager_without_a_mode() -> None:
+def test_manager_without_mode() -> None:
     with (
         manager_of("dp:2"),
         pytest.raises(CacheError, match="neither the call nor the manager names one"),
@@ -170,7 +182,7 @@ def test_a_manager_without_a_mode() -> None:
         caches.init("dense", **SIZES)
 
 
-def test_a_capacity_that_does_not_divide() -> None:
+def test_indivisible_capacity() -> None:
     with (
         manager_of("sp:8", mode="decode"),
         pytest.raises(
@@ -180,7 +192,7 @@ def test_a_capacity_that_does_not_divide() -> None:
         caches.init("dense", **SIZES)
 
 
-def test_pages_over_the_shards_of_the_batch() -> None:
+def test_pages_sharded_like_batch() -> None:
     manager = sw.PartitionManager(
         sw.Strategy.loads(RULES + 'page = "dp"\n'), mesh=cpu_mesh("dp:2,sp:2"), mode="decode"
     )
@@ -188,13 +200,16 @@ def test_pages_over_the_shards_of_the_batch() -> None:
         manager,
         pytest.raises(
             CacheError,
-            match=r"k_pages dim 0 PAGE: the pages and the batch are both sharded over dp[\s\S]*page = \"-\" replicates",
+            match=(
+                r"k_pages dim 0 PAGE: the pages and the batch are both sharded over "
+                r"dp[\s\S]*page = \"-\" replicates"
+            ),
         ),
     ):
         caches.init("paged", **SIZES, page_size=2)
 
 
-def test_an_abstract_mesh() -> None:
+def test_abstract_mesh() -> None:
     manager = sw.PartitionManager(
         sw.Strategy.loads(RULES), mesh=sw.abstract_mesh("dp:2"), mode="decode"
     )
@@ -205,7 +220,7 @@ def test_an_abstract_mesh() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "sliding"])
-def test_a_cache_lies_as_its_annotations_say_in_its_mode_and_stays_there_in_others(
+def test_cache_keeps_the_sharding_of_its_mode(
     kind: str,
 ) -> None:
     manager = manager_of("dp:2,sp:2,tp:2", mode="decode")
@@ -224,7 +239,7 @@ def test_a_cache_lies_as_its_annotations_say_in_its_mode_and_stays_there_in_othe
         )
 
 
-def test_a_shard_map_that_splits_the_cache() -> None:
+def test_shard_map_that_splits_cache() -> None:
     manager = manager_of("dp:2", mode="decode")
     with manager:
         cache = caches.init("dense", **SIZES)
@@ -235,7 +250,7 @@ def test_a_shard_map_that_splits_the_cache() -> None:
             jax.jit(split)(K)
 
 
-def test_a_shard_map_over_another_axis() -> None:
+def test_shard_map_over_another_axis() -> None:
     rules = '[mesh]\nstage = 2\ndp = 2\n[rules]\nbatch = "dp"\nlayers = "stage"\n'
     with sw.PartitionManager(
         sw.Strategy.loads(rules), mesh=cpu_mesh("stage:2,dp:2"), mode="decode"

@@ -1,4 +1,4 @@
-"""Saved and restored: the same content, on any mesh and in any mode; never half of it, never as what it is not."""
+"""Caches are saved completely or not at all, and restored on any mesh and in any mode."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sweep(keep=2)
-def test_restored_on_another_mesh_and_in_another_mode(kind: str, tmp_path: Path) -> None:
+def test_restore_on_another_mesh_and_mode(kind: str, tmp_path: Path) -> None:
     with manager_of():
         cache = filled(kind, **KINDS[kind])
     save(cache, tmp_path / "cache")
@@ -59,13 +59,16 @@ def test_restored_on_another_mesh_and_in_another_mode(kind: str, tmp_path: Path)
         ).ok.all()
 
 
-def test_another_cache_than_was_saved_is_refused(tmp_path: Path) -> None:
+def test_restore_refuses_different_cache(tmp_path: Path) -> None:
     save(filled(), tmp_path / "cache")
     with pytest.raises(CacheError, match="a DenseCache was saved, and like is a QuantizedCache"):
         restore(tmp_path / "cache", like=make("quantized"))
     with pytest.raises(
         CacheError,
-        match=r"(?s)capacity was saved as 16, and like has 32.*overflow was saved as 'report', and like has 'ring'",
+        match=(
+            r"(?s)capacity was saved as 16, and like has 32.*overflow was saved as "
+            r"'report', and like has 'ring'"
+        ),
     ):
         restore(tmp_path / "cache", like=make(capacity=32, overflow="ring"))
     with pytest.raises(
@@ -82,7 +85,7 @@ def test_another_cache_than_was_saved_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-def test_nothing_is_half_written_and_nothing_is_overwritten(
+def test_save_is_atomic_and_never_overwrites(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import orbax.checkpoint as orbax
@@ -99,21 +102,22 @@ def test_nothing_is_half_written_and_nothing_is_overwritten(
     assert not (tmp_path / "cache").exists()
     with pytest.raises(CacheError, match="there is no saved cache at"):
         restore(tmp_path / "cache")
-    # Elsewhere, for what failed may still be writing to its temporary directory.
+    # To another path, because the failed save may still be writing to its own.
     save(filled(), tmp_path / "whole")
     with pytest.raises(CacheError, match="exists"):
         save(make(), tmp_path / "whole")
     assert restore(tmp_path / "whole").length.tolist() == [1, 2, 3, 4, 5, 5, 5, 5]
 
 
-def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(CacheError, match="there is no saved cache at"):
         restore(tmp_path / "empty")
     with pytest.raises(CacheError, match=r"outside of jit"):
         jax.jit(lambda cache: save(cache, tmp_path / "traced"))(make())
+    rows: Any = caches.Quantized(values=make().k, scale=make().k)
     with pytest.raises(CacheError, match="is not a cache that can be restored"):
-        save(caches.Quantized(values=make().k, scale=make().k), tmp_path / "other")  # type: ignore[arg-type]
+        save(rows, tmp_path / "other")
     load = builtins.__import__
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -124,6 +128,9 @@ def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(
         CacheError,
-        match=r'pip install orbax-checkpoint, or python -m pip install -e "\.\[checkpoint\]" in a clone',
+        match=(
+            "pip install orbax-checkpoint, or "
+            r'python -m pip install -e "\.\[checkpoint\]" in a clone'
+        ),
     ):
         save(make(), tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""At the edges of what a cache is given: nothing is silently another dtype, another mesh or another order, and what cannot be is said."""
+"""Edge cases of caches: dtypes, meshes, orders, large numbers, donated and damaged caches."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ MAKING: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MAKING)
-def test_what_makes_no_cache(name: str) -> None:
+def test_init_with_invalid_options(name: str) -> None:
     options, message = MAKING[name]
     with pytest.raises(CacheError, match=message):
         make(**options)
 
 
-def test_a_dtype_that_jax_would_narrow_is_refused() -> None:
+def test_dtype_that_jax_would_narrow() -> None:
     with pytest.raises(
         CacheError, match='without x64, JAX stores float64 as float32\n  fix   pass "float32"'
     ):
@@ -95,16 +95,14 @@ def test_a_dtype_that_jax_would_narrow_is_refused() -> None:
         assert cache.k[0, 0, 0, 0] == 1e-12
 
 
-def test_a_mode_is_checked_also_where_nothing_lies_by_it() -> None:
+def test_mode_is_checked_without_manager() -> None:
     with pytest.raises(StrategyError, match="unknown mode 'decoding'"):
         make(mode="decoding")
     assert make(mode="decode").spec.mode is None
 
 
 @pytest.mark.parametrize(("shards", "fitting"), [(1, 2), (3, 6)])
-def test_rows_are_not_dealt_out_to_other_shards_than_they_lie_in(
-    shards: int, fitting: int, tmp_path: Path
-) -> None:
+def test_order_must_match_shards_of_rows(shards: int, fitting: int, tmp_path: Path) -> None:
     pytest.importorskip("orbax.checkpoint")
     order, pm = RowOrder(block=1, shards=shards), manager_of("dp:1,sp:2")
     message = (
@@ -158,21 +156,21 @@ NUMBERS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_what_is_no_number_of_slots(name: str) -> None:
+def test_invalid_slot_numbers(name: str) -> None:
     operation, message = NUMBERS[name]
     for run in (operation, jax.jit(operation)):
         with pytest.raises(CacheError, match=message):
             run(make())
 
 
-def test_slots_may_be_listed_inside_a_program() -> None:
+def test_list_of_traced_slots() -> None:
     cache = make().append(K, K).require()
     change = jax.jit(lambda cache, slot: cache.free([slot, 1]))(cache, 0)
     assert change.cache.length.tolist() == [0, 0]
     assert cache.free([jnp.int32(1), 5]).reasons() == {1: Refusal.SLOT_OUT_OF_RANGE}
 
 
-def test_a_cache_that_was_donated_says_so() -> None:
+def test_operation_on_donated_cache() -> None:
     cache, source = make(), make()
     jax.jit(lambda cache: cache.append(K, K), donate_argnums=0)(cache)
     with pytest.raises(CacheError, match="cache: its arrays are deleted: they were donated"):
@@ -182,7 +180,7 @@ def test_a_cache_that_was_donated_says_so() -> None:
         make().insert(source, [0, 1])
 
 
-def test_a_cache_on_another_mesh_says_so() -> None:
+def test_operation_on_cache_of_another_mesh() -> None:
     small, large = (
         manager_of("dp:2,sp:1").for_mode("decode"),
         manager_of("dp:2,sp:2").for_mode("decode"),
@@ -190,7 +188,10 @@ def test_a_cache_on_another_mesh_says_so() -> None:
     with large:
         cache = make().append(K, K).require()
     with small:
-        message = r"it is on the mesh \{'dp': 2, 'sp': 2\}, and the manager has the mesh \{'dp': 2, 'sp': 1\} of other devices\n  fix   move it with"
+        message = (
+            r"it is on the mesh \{'dp': 2, 'sp': 2\}, and the manager has the mesh "
+            r"\{'dp': 2, 'sp': 1\} of other devices\n  fix   move it with"
+        )
         with pytest.raises(CacheError, match="cache: " + message):
             cache.free([0])
         with pytest.raises(CacheError, match="source: " + message):
@@ -235,7 +236,7 @@ def test_operations_need_no_implicit_promotion(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "sliding", "quantized", "paged"])
 @pytest.mark.sweep(keep=1)
-def test_stacked_caches_are_those_that_stand_alone(kind: str) -> None:
+def test_stacked_caches_equal_single_caches(kind: str) -> None:
     options = {"sliding": {"window": 3}, "paged": {"page_size": 3, "pages": 3}}.get(kind, {})
     caches_, keys = [make(kind, **options)] * 3, jnp.stack([K, K + 1, K + 2]).astype(jnp.float32)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *caches_)
@@ -261,7 +262,7 @@ def test_stacked_caches_are_those_that_stand_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("cache", [None, {"k": K}])
-def test_attention_to_what_is_no_cache(cache: Any) -> None:
+def test_attention_without_cache(cache: Any) -> None:
     with pytest.raises(
         AttentionError, match=r"cache is .*, not a cache\n  fix   make one with caches.init"
     ):
@@ -271,15 +272,17 @@ def test_attention_to_what_is_no_cache(cache: Any) -> None:
 
 
 @pytest.mark.parametrize("q_length", [0, -1, 2.0, True])
-def test_positions_of_no_rows(q_length: Any) -> None:
+def test_next_positions_of_invalid_q_length(q_length: Any) -> None:
     with pytest.raises(
         AttentionError,
-        match=f"q_length must be a positive integer, got {q_length}\n  fix   pass the number of rows",
+        match=(
+            f"q_length must be a positive integer, got {q_length}\n  fix   pass the number of rows"
+        ),
     ):
         next_positions(make(), q_length=q_length)
 
 
-def test_a_position_beyond_32_bits_is_not_another_one() -> None:
+def test_position_beyond_32_bits() -> None:
     pages = np.ones((2, 2, 1, 2), np.float32)
     given: dict[str, Any] = {
         "block_tables": np.zeros((2, 1), np.int32),
@@ -295,13 +298,15 @@ def test_a_position_beyond_32_bits_is_not_another_one() -> None:
 
 
 def relayout() -> sw.PartitionManager:
-    rules = '[rules]\nbatch = "-"\nkv_length = "dp+tp"\nkv_head = "-"\n[modes.decode]\nbatch = "dp"\nkv_length = "-"\nkv_head = "tp"'
+    prefill = 'batch = "-"\nkv_length = "dp+tp"\nkv_head = "-"'
+    decode = 'batch = "dp"\nkv_length = "-"\nkv_head = "tp"'
+    rules = f"[rules]\n{prefill}\n[modes.decode]\n{decode}"
     return sw.PartitionManager(sw.Strategy.loads(rules), mesh=cpu_mesh("dp:2,tp:2"))
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_a_donated_cache_holds_nothing_and_the_new_one_everything(mode: str) -> None:
+def test_reshard_with_donation_deletes_source(mode: str) -> None:
     pm = relayout()
     keys = np.concatenate([K, K + 1], axis=2)
     with pm.for_mode("prefill"):
@@ -314,9 +319,7 @@ def test_a_donated_cache_holds_nothing_and_the_new_one_everything(mode: str) -> 
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_cache_moves_to_another_mesh_also_under_the_manager_that_it_leaves(
-    donate: bool, tmp_path: Path
-) -> None:
+def test_reshard_to_another_mesh(donate: bool, tmp_path: Path) -> None:
     pytest.importorskip("orbax.checkpoint")
     large, small = manager_of("dp:2,sp:2"), manager_of("dp:2,sp:1")
     apart = sw.PartitionManager(
@@ -336,7 +339,7 @@ def test_a_cache_moves_to_another_mesh_also_under_the_manager_that_it_leaves(
         np.testing.assert_array_equal(np.asarray(moved.k)[:, :2], K)
 
 
-def test_what_cannot_move() -> None:
+def test_reshard_with_invalid_arguments() -> None:
     for move in (caches.reshard, caches.plan_reshard):
         with pytest.raises(CacheError, match="cache is NoneType, not a cache"):
             move(None, "decode", manager=relayout())  # type: ignore[type-var]
@@ -386,18 +389,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", DAMAGE)
 @pytest.mark.sweep(keep=2)
-def test_what_was_damaged_is_not_restored(name: str, tmp_path: Path) -> None:
+def test_restore_of_damaged_cache(name: str, tmp_path: Path) -> None:
     pytest.importorskip("orbax.checkpoint")
     harm, message = DAMAGE[name]
     caches.save(make(), tmp_path / "cache")
     harm(tmp_path / "cache")
     with pytest.raises(CacheError, match=f"(?s){message}.*restore another one"):
         caches.restore(tmp_path / "cache")
-    # orbax leaves a reader behind that nobody awaits: it ends here, not in whichever test runs next.
+    # orbax leaves a coroutine that is never awaited. Collect it here, not in a later test.
     gc.collect()
 
 
-def test_what_cannot_be_saved_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_refused_save_writes_nothing(tmp_path: Path) -> None:
     pytest.importorskip("orbax.checkpoint")
     gone = make()
     jax.tree.map(lambda x: x.delete(), gone)
@@ -415,9 +418,7 @@ def test_what_cannot_be_saved_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-def test_a_save_that_failed_may_be_tried_again_at_the_same_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_save_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     orbax = pytest.importorskip("orbax.checkpoint")
 
     def fail(*args: Any, **kwargs: Any) -> None:

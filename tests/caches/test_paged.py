@@ -1,4 +1,4 @@
-"""The paged cache: what it refuses, what becomes of shared pages, what insert takes; what its programs send and copy."""
+"""The paged cache: refusals, shared pages, inserts, and what its programs send and copy."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def ragged(*counts: int, width: int) -> np.ndarray:
 
 
 def put(cache: Any, *counts: int, seed: int = 0) -> Any:
-    """Append so many tokens to each slot, always in chunks of one length, so that all tests share a program."""
+    """Append tokens to each slot, in chunks of one length, so that all tests share a program."""
     return cache.append(
         *some(cache.batch, CAPACITY + 1, seed=seed), valid=ragged(*counts, width=CAPACITY + 1)
     )
 
 
 def filled(*counts: int) -> Any:
-    """A cache whose slots hold so many tokens."""
+    """A cache whose slots have these lengths."""
     return put(make(), *counts).require()
 
 
 def read(cache: PagedCache, slot: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a slot holds, row after row."""
+    """The keys and values of a slot, row by row."""
     length, size = int(cache.length[slot]), cache.page_size
     used = np.asarray(cache.tables[slot])[: -(-length // size)]
     k, v = (
@@ -100,7 +100,7 @@ def assert_unchanged(cache: Any, before: Any) -> None:
 # What is refused.
 
 
-def test_a_slot_for_which_too_few_pages_are_free_gets_none_and_the_next_gets_them() -> None:
+def test_slot_gets_all_its_pages_or_none() -> None:
     change = put(make(), 12, 5, 8, 3)
     cache = change.cache
     assert change.reasons() == {2: Refusal.NO_FREE_PAGE}
@@ -108,7 +108,7 @@ def test_a_slot_for_which_too_few_pages_are_free_gets_none_and_the_next_gets_the
     assert int(cache.free_pages()) == 0
     assert change.positions[2].tolist() == [-1] * (CAPACITY + 1)
     assert change.positions[1].tolist() == [0, 1, 2, 3, 4] + [-1] * (CAPACITY - 4)
-    # A page that is there already has room, though none is free.
+    # The last page of the slot has room, although no page is free.
     change = put(cache, 0, 1, 0, 1, seed=1)
     assert change.reasons() == {}
     assert_holds(change.cache, 3, tokens(3, 3), tokens(3, 1, seed=1))
@@ -122,14 +122,14 @@ def test_a_slot_for_which_too_few_pages_are_free_gets_none_and_the_next_gets_the
         full.require()
 
 
-def test_no_slot_holds_more_than_its_capacity_though_pages_do() -> None:
+def test_capacity_limits_slot_despite_free_pages() -> None:
     cache = put(make(page_size=5), 11, 3, 0, 0).require()
     change = put(cache, 2, 2, 0, 0)
     assert change.reasons() == {0: Refusal.OVERFLOW}
     assert change.cache.length.tolist() == [11, 5, 0, 0]
 
 
-def test_what_is_freed_twice_or_does_not_exist_is_refused() -> None:
+def test_free_refuses_repeated_and_missing_slots() -> None:
     cache = filled(5, 5, 3, 0)
     freed = cache.free([1, 2]).require()
     assert freed.free([1, 0]).reasons() == {0: Refusal.SLOT_EMPTY}
@@ -140,7 +140,7 @@ def test_what_is_freed_twice_or_does_not_exist_is_refused() -> None:
     assert_unchanged(wrong.cache, cache)
 
 
-def test_what_cannot_be_shared() -> None:
+def test_refused_shares() -> None:
     cache = filled(5, 0, 0, 4)
     change = cache.share([0, 0, 0, 9, 0], [1, 3, 2, 2, -1], lengths=[6, 1, 1, 1, 1])
     assert change.reasons() == {
@@ -156,7 +156,7 @@ def test_what_cannot_be_shared() -> None:
         cache.share([0], [1, 2])
 
 
-def test_what_cannot_be_rewound_or_reordered() -> None:
+def test_refused_rewinds_and_reorders() -> None:
     cache = filled(5, 0, 3, 2)
     change = cache.rewind([6, 0, -1, 2])
     assert change.reasons() == {0: Refusal.LENGTH_OUT_OF_RANGE, 2: Refusal.LENGTH_OUT_OF_RANGE}
@@ -168,7 +168,7 @@ def test_what_cannot_be_rewound_or_reordered() -> None:
         cache.reorder([0, 1, 2, 3], group=3)
 
 
-def test_the_policy_error_raises_whatever_is_refused() -> None:
+def test_policy_error_raises_refusals() -> None:
     cache = make(overflow="error")
     with pytest.raises(CacheError, match="entry 2 was refused: too few pages are free"):
         put(cache, 12, 5, 8, 3)
@@ -188,7 +188,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_pages_that_make_no_sense(name: str) -> None:
+def test_invalid_pages(name: str) -> None:
     options, message = WRONG[name]
     with pytest.raises(CacheError, match=message):
         make(**options)
@@ -197,7 +197,7 @@ def test_pages_that_make_no_sense(name: str) -> None:
 # Shared pages.
 
 
-def test_a_shared_prefix_takes_no_page_and_whoever_writes_first_gets_a_copy() -> None:
+def test_first_write_to_shared_page_copies_it() -> None:
     cache = filled(6, 0, 0, 0)
     shared = cache.share([0, 0], [1, 2], lengths=[6, 3]).require()
     assert int(shared.free_pages()) == int(cache.free_pages())
@@ -210,7 +210,7 @@ def test_a_shared_prefix_takes_no_page_and_whoever_writes_first_gets_a_copy() ->
     assert_holds(after, 2, tokens(0, 3), tokens(2, 2, seed=1))
 
 
-def test_of_all_that_share_a_page_and_write_to_it_the_last_needs_no_copy() -> None:
+def test_last_writer_of_shared_page_needs_no_copy() -> None:
     cache = filled(3, 12, 0, 0).share([0, 0], [2, 3]).require()
     assert int(cache.free_pages()) == 2
     after = put(cache, 1, 0, 1, 1, seed=1).require()
@@ -219,7 +219,7 @@ def test_of_all_that_share_a_page_and_write_to_it_the_last_needs_no_copy() -> No
         assert_holds(after, slot, tokens(0, 3), tokens(slot, 1, seed=1))
 
 
-def test_what_is_left_of_a_shared_page_is_written_in_place_once_the_others_are_gone() -> None:
+def test_last_user_writes_shared_page_in_place() -> None:
     cache = filled(6, 0, 3, 0).share([0, 2], [1, 3]).require().free([0, 2]).require()
     after = put(cache, 0, 1, 0, 1, seed=1).require()
     np.testing.assert_array_equal(after.tables, cache.tables)
@@ -227,7 +227,7 @@ def test_what_is_left_of_a_shared_page_is_written_in_place_once_the_others_are_g
     assert_holds(after, 1, tokens(0, 6), tokens(1, 1, seed=1))
 
 
-def test_a_rewind_gives_back_whole_pages_and_leaves_shared_ones_to_others() -> None:
+def test_rewind_gives_back_unshared_pages() -> None:
     cache = filled(10, 0, 1, 0).share([0, 2], [1, 3], lengths=[5, 1]).require()
     assert cache.references.tolist() == [2, 2, 1, 2, 0, 0]
     back = cache.rewind([4, 5, 1, 1]).require()
@@ -243,7 +243,7 @@ def test_beams_copy_no_rows() -> None:
     reordered = cache.reorder([1, 1, 3, 2], group=2).require()
     assert_unchanged((reordered.k_pages, reordered.v_pages), (cache.k_pages, cache.v_pages))
     assert reordered.length.tolist() == [5, 5, 0, 4]
-    # The pages of the beam that nobody continues are free, those of the other belong to two.
+    # The pages of the beam without a child are free; those of its parent belong to two slots.
     assert reordered.references.tolist() == [0, 0, 2, 2, 1, 0]
     for slot, parent in enumerate([1, 1, 3, 2]):
         assert_holds(reordered, slot, read(cache, parent))
@@ -262,7 +262,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.sweep(keep=1)
-def test_sequences_of_any_cache_can_be_inserted(name: str) -> None:
+def test_insert_from_every_kind(name: str) -> None:
     source = put(make(batch=3, **SOURCES[name]), 9, 0, 6).require()
     cache = put(make(), 0, 1, 0, 0).require()
     after = cache.insert(source, np.array([3, 2, 0], np.int32)).require()
@@ -273,7 +273,7 @@ def test_sequences_of_any_cache_can_be_inserted(name: str) -> None:
     assert_holds(after, 1, tokens(1, 1))
 
 
-def test_a_quantised_source_is_inserted_as_what_it_stands_for() -> None:
+def test_insert_dequantizes_quantized_source() -> None:
     source = put(make(batch=3, kind="quantized"), 9, 0, 6).require()
     after = make().insert(source, [0, 1, 2]).require()
     view = source.view()
@@ -287,7 +287,7 @@ def test_a_quantised_source_is_inserted_as_what_it_stands_for() -> None:
     )
 
 
-def test_what_cannot_be_inserted() -> None:
+def test_refused_inserts() -> None:
     cache = filled(0, 3, 0, 0)
     lost = put(make(batch=3, kind="dense", overflow="ring", capacity=4), 6, 3, 4).require()
     assert cache.insert(lost, [0, 2, 3]).reasons() == {0: Refusal.POSITIONS_MISSING}
@@ -335,7 +335,7 @@ MESHES = {
 
 
 def mostly_slow(quick: str) -> list[Any]:
-    """All meshes; those beside one of them only in the slow suite, since they take minutes to compile."""
+    """All meshes; all but one are marked slow, because they take minutes to compile."""
     return [
         name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in MESHES
     ]
@@ -388,9 +388,7 @@ def bytes_per_device(tree: Any) -> int:
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("mesh", mostly_slow("batch, pages and kv heads"))
 @pytest.mark.sweep(keep=1)
-def test_an_append_sends_no_pages_and_writes_in_place(
-    mesh: str, axis_types: str, count: int
-) -> None:
+def test_append_sends_no_pages_and_writes_in_place(mesh: str, axis_types: str, count: int) -> None:
     manager = manager_of(mesh, axis_types)
     sizes = dict(manager.mesh.shape)
     with manager:
@@ -404,7 +402,7 @@ def test_an_append_sends_no_pages_and_writes_in_place(
         else:
             assert_no_collectives(compiled, axis=("dp", "tp"))
         if sizes["sp"] > 1:
-            # Only pages that are shared and written to are exchanged: all that slots could need, if there are any.
+            # Only shared pages that are written to are sent: as many as slots could need, if any.
             assert_collectives(compiled, all_reduce=0, axis="sp", only=True, trips=0)
             assert_collectives(compiled, all_reduce=range(1, 3), axis="sp", only=True, trips=1)
             assert_collectives(
@@ -417,13 +415,13 @@ def test_an_append_sends_no_pages_and_writes_in_place(
 
 
 @pytest.mark.parametrize("mesh", mostly_slow("kv heads"))
-def test_no_temporary_grows_with_the_pages(mesh: str) -> None:
+def test_no_temporary_grows_with_pages(mesh: str) -> None:
     with manager_of(mesh) as manager:
         (few, one), (many, other) = (
             compile_append(manager, 4, pages=pages) for pages in (256, 4096)
         )
     grown = other.memory_analysis().temp_size_in_bytes - one.memory_analysis().temp_size_in_bytes
-    # But for integers, of which a page has a few.
+    # Except integers, of which a page has a few.
     assert (
         grown
         <= 16 * (4096 - 256)
@@ -432,7 +430,7 @@ def test_no_temporary_grows_with_the_pages(mesh: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["free", "rewind", "reorder", "share"])
-def test_no_other_operation_touches_a_page(name: str) -> None:
+def test_other_operations_touch_no_page(name: str) -> None:
     integers = jax.ShapeDtypeStruct((8,), jnp.int32)
     arguments = (integers, integers) if name == "share" else (integers,)
     with manager_of("pages and kv heads"):
@@ -449,7 +447,7 @@ def test_no_other_operation_touches_a_page(name: str) -> None:
 
 @functools.partial(jax.jit, compiler_options=QUICK)
 def history(cache: Any, source: Any) -> Any:
-    """Operations of every kind, and what each refused."""
+    """Operations of every kind, and the refusals of each."""
     k, v = some(8, 9, heads=4)
     told = []
 
@@ -469,7 +467,7 @@ def history(cache: Any, source: Any) -> Any:
 
 @pytest.mark.parametrize("axis_types", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", mostly_slow("batch, pages and kv heads"))
-def test_everywhere_the_same_and_every_array_stays_where_it_is(mesh: str, axis_types: str) -> None:
+def test_sharded_equals_unsharded_and_stays_placed(mesh: str, axis_types: str) -> None:
     sizes = {"capacity": 12, "kv_heads": 4, "head_dim": DIM, "v_dim": V_DIM, "dtype": "float32"}
     empty = functools.partial(caches.init, "paged", **sizes, page_size=3)
     k, v = some(2, 6, heads=4)
@@ -478,7 +476,7 @@ def test_everywhere_the_same_and_every_array_stays_where_it_is(mesh: str, axis_t
     with manager_of(mesh, axis_types):
         cache = empty(batch=8)
         placed = jax.tree.map(lambda x: x.sharding, cache)
-        # The source comes in pages too, and they lie as the cache's do.
+        # The source is paged too, with the sharding of the cache.
         leaves, there = jax.tree.leaves(source), empty(batch=2)
         arrays = [
             jax.device_put(x, y.sharding)
@@ -494,7 +492,7 @@ def test_everywhere_the_same_and_every_array_stays_where_it_is(mesh: str, axis_t
     )
 
 
-def test_a_copied_page_is_the_same_bit_by_bit() -> None:
+def test_copied_page_keeps_every_bit() -> None:
     odd = np.array([0x80000000, 0x7FC12345, 0xFF800001, 1], np.uint32).view(np.float32)
     with manager_of("pages"):
         cache = caches.init(

@@ -48,7 +48,7 @@ def oracle(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array) -> jax
 
 
 def expected(q: np.ndarray, sequences: Sequences, counts: list[int]) -> np.ndarray:
-    """The last queries of each sequence over all of its tokens; 0 for rows that are none."""
+    """The last queries of each sequence over all of its tokens; 0 for padding."""
     found = np.zeros((*q.shape[:3], V_DIM), np.float32)
     for slot, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         k, v = (
@@ -83,8 +83,8 @@ def make(*, page_size: int) -> Any:
 
 
 def check_story(page_size: int, *, manager: Any = None, rtol: float = 2e-6) -> None:
-    """Prefill and decode in one call, a prefix shared and left, a rewind over a page boundary, slots without a sequence."""
-    # The oracle runs outside of it.
+    """Prefill and decode in one call, a shared prefix, a rewind across pages, empty slots."""
+    # The reference runs outside of the manager.
     within = contextlib.nullcontext() if manager is None else manager
     step = jax.jit(append_and_attend, donate_argnums=0, compiler_options=QUICK)
     sequences: Sequences = [[] for _ in range(BATCH)]
@@ -138,7 +138,7 @@ def test_one_device(page_size: int) -> None:
         pytest.param("dp:2,sp:2,tp:2", id="batch, pages and kv heads"),
     ],
 )
-def test_wherever_pages_lie(mesh: str, axis_types: Any) -> None:
+def test_sharded_pages(mesh: str, axis_types: Any) -> None:
     manager = sw.PartitionManager(
         sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types)
     ).for_mode("decode")

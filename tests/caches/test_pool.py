@@ -1,4 +1,4 @@
-"""Pages against a plain model of them: who gets which, who is refused, what each slot reads, after every operation."""
+"""Random operations on pages against a plain model: pages, refusals and rows after each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def empty() -> tuple[PagedCache, PageModel]:
 
 
 def keys(tokens: Any) -> jax.Array:
-    """Keys that say which token they are of; `[..., 1, 1]`."""
+    """`[..., 1, 1]` keys that identify their tokens."""
     return tokens[..., None, None].astype(jnp.float32)
 
 
@@ -41,7 +41,7 @@ def values(tokens: Any) -> jax.Array:
 def take_step(
     cache: PagedCache, at: jax.Array, arguments: dict[str, jax.Array]
 ) -> Change[PagedCache]:
-    """One operation of any kind, so that one program does all of them. Refusals are padded to the batch."""
+    """One operation of any kind, in one program for all. Refusals are padded to the batch."""
 
     def append(cache: PagedCache) -> Change[PagedCache]:
         tokens = arguments["tokens"]
@@ -80,7 +80,7 @@ def take_step(
 def padded(operation: Operation) -> tuple[int, dict[str, np.ndarray]]:
     given = operation.arguments
     tokens = np.full((BATCH, MOST), -1, np.int32)
-    # Tokens of an append stand anywhere in their row.
+    # Tokens of an append may be anywhere in their row.
     for i, new in enumerate(given.get("tokens", given.get("sequences", []))):
         at = (
             sorted(random.Random(sum(new)).sample(range(MOST), len(new)))
@@ -109,7 +109,7 @@ consuming = jax.jit(take_step, donate_argnums=0)
 
 
 def check(cache: PagedCache, model: PageModel) -> None:
-    """Nothing leaks, every slot reads what it was given, and the pages are those that the model chose."""
+    """No page leaks, every slot reads its tokens, and the pages are those of the model."""
     found = jax.tree.map(np.asarray, cache)
     assert found.length.tolist() == [len(sequence) for sequence in model.sequences]
     used = [
@@ -130,16 +130,16 @@ def check(cache: PagedCache, model: PageModel) -> None:
 
 
 def run(*, steps: int, seed: int, program: Any = leaving) -> dict[str, int]:
-    """Run operations, and check after each; return how often what was done and refused.
+    """Run operations and check after each; return how often each operation and refusal occurred.
 
-    Before every fourth comes another one whose outcome is lost: a request that fails between two operations. The cache is a
-    value, so the one that is still at hand goes on as if nothing had happened.
+    Before every fourth operation another one runs, and its result is dropped, as if a request had
+    failed. The cache is a value, so the old one is still valid.
     """
     chance = random.Random(seed)
     cache, model = empty()
     seen: Counter[str] = Counter()
     for step in range(steps):
-        # float32 keeps integers below 2**24.
+        # float32 represents integers below 2**24.
         ask = functools.partial(
             random_operation, first=1 + step * BATCH * MOST % 2**23, most=MOST, entries=ENTRIES
         )
@@ -172,7 +172,7 @@ def test_random_operations() -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_random_operations_that_consume_the_cache() -> None:
+def test_ten_thousand_donating_operations() -> None:
     seen = run(steps=10_000, seed=1, program=consuming)
     assert set(seen) == {*ORDER, *REASONS, "NONE"}
     assert min(seen.values()) > 50

@@ -48,7 +48,7 @@ def manager_of(mesh: str, axis_types: Any = "auto", mode: str = "decode") -> sw.
 
 
 def make(name: str = "dense", *, batch: int = BATCH, capacity: int = CAPACITY) -> Any:
-    # On a CPU a scatter of bfloat16 is one of a copy in float32.
+    # On a CPU, XLA scatters bfloat16 into a float32 copy.
     return caches.init(
         batch=batch,
         capacity=capacity,
@@ -60,7 +60,7 @@ def make(name: str = "dense", *, batch: int = BATCH, capacity: int = CAPACITY) -
 
 
 def tokens(count: int, manager: sw.PartitionManager | None = None, *, batch: int = BATCH) -> Any:
-    """Keys of new tokens; as a layer has them under a manager, whose query length may be sharded."""
+    """Keys of new tokens, sharded as in a layer, where the query length may be sharded."""
     shape = (batch, count, HEADS, DIM)
     sharding = (
         None
@@ -89,9 +89,7 @@ CELLS = [
 
 @pytest.mark.parametrize(("mesh", "axis_types", "count"), CELLS)
 @pytest.mark.sweep(keep=2)
-def test_an_append_sends_nothing_and_writes_in_place(
-    mesh: str, axis_types: str, count: int
-) -> None:
+def test_append_sends_nothing_and_writes_in_place(mesh: str, axis_types: str, count: int) -> None:
     manager = manager_of(MESHES[mesh], axis_types)
     temporary = []
     with manager:
@@ -115,7 +113,7 @@ def test_an_append_sends_nothing_and_writes_in_place(
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("name", ["sliding", "interleaved"])
-def test_so_does_an_append_to_a_ring_and_to_interleaved_rows(name: str, axis_types: str) -> None:
+def test_append_to_ring_or_interleaved_rows(name: str, axis_types: str) -> None:
     manager = manager_of("dp:1,sp:8,tp:1", axis_types)
     with manager:
         cache, new = make(name), tokens(4, manager)
@@ -125,7 +123,7 @@ def test_so_does_an_append_to_a_ring_and_to_interleaved_rows(name: str, axis_typ
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-def test_of_tokens_that_lie_over_the_length_only_they_move(axis_types: str) -> None:
+def test_append_of_length_sharded_tokens_sends_only_them(axis_types: str) -> None:
     manager = manager_of("dp:2,sp:4,tp:1", axis_types, mode="prefill")
     with manager:
         cache, new = make(), tokens(256, manager)
@@ -137,7 +135,7 @@ def test_of_tokens_that_lie_over_the_length_only_they_move(axis_types: str) -> N
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.sweep(keep=1)
-def test_arrays_stay_where_they_are(axis_types: str) -> None:
+def test_arrays_keep_their_shardings(axis_types: str) -> None:
     random = np.random.default_rng(0)
     k = random.standard_normal((BATCH, 40, HEADS, DIM)).astype(np.float32)
     alone = make("sliding").append(k, -k).cache.append(-k, k).cache
@@ -161,7 +159,7 @@ def test_arrays_stay_where_they_are(axis_types: str) -> None:
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-def test_beams_that_stay_on_their_shard_send_nothing(axis_types: str) -> None:
+def test_beams_on_one_shard_send_nothing(axis_types: str) -> None:
     parents = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     with manager_of("dp:2,sp:2,tp:2", axis_types):
         cache = make()
@@ -181,7 +179,7 @@ def test_beams_that_stay_on_their_shard_send_nothing(axis_types: str) -> None:
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-def test_an_insert_sends_the_new_rows_and_writes_in_place(axis_types: str) -> None:
+def test_insert_sends_new_rows_and_writes_in_place(axis_types: str) -> None:
     with manager_of("dp:2,sp:2,tp:2", axis_types):
         cache, source = make(), make(batch=2, capacity=64)
         insert = jax.jit(lambda cache, source, slots: cache.insert(source, slots), donate_argnums=0)
@@ -194,7 +192,7 @@ def test_an_insert_sends_the_new_rows_and_writes_in_place(axis_types: str) -> No
     assert memory.temp_size_in_bytes < bytes_per_device(cache) / 4
 
 
-def test_freeing_and_rewinding_touch_no_rows() -> None:
+def test_free_and_rewind_touch_no_rows() -> None:
     numbers = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     with manager_of("dp:2,sp:2,tp:2"):
         cache = make()
@@ -229,9 +227,7 @@ kv_head = "-"
     "kind",
     ["sliding", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "quantized"))],
 )
-def test_what_prefill_filled_in_its_layout_goes_into_the_slots_of_decode(
-    kind: str, axis_types: Any
-) -> None:
+def test_insert_from_prefill_layout_into_decode(kind: str, axis_types: Any) -> None:
     random = np.random.default_rng(0)
     k, v = (random.standard_normal((3, 16, HEADS, DIM)).astype(np.float32) for _ in range(2))
     valid = np.arange(16) < np.array([[16], [5], [9]])
@@ -266,7 +262,7 @@ def test_what_prefill_filled_in_its_layout_goes_into_the_slots_of_decode(
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-def test_the_caches_of_all_layers_as_one_tree(axis_types: Any) -> None:
+def test_caches_of_all_layers_as_one_tree(axis_types: Any) -> None:
     k = np.random.default_rng(0).standard_normal((3, BATCH, 2, HEADS, DIM)).astype(np.float32)
     with manager_of("dp:2,sp:2,tp:2", axis_types):
         layers = [make(capacity=8) for _ in range(3)]

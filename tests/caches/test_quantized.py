@@ -1,4 +1,4 @@
-"""A cache in 8 bits: what is lost and what never is, half the bytes, and the same wherever it lies."""
+"""The quantized cache: error bounds, half the bytes, and the same result for every sharding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwright.errors import CacheError
 from shardwright.testing import assert_no_collectives, assert_sharding, cpu_mesh
 
 STORED = ("int8", "float8_e4m3fn", "float8_e5m2")
-# What an element may be off by: of the largest of its row, and of itself. Half of the step between neighbours.
+# Largest error of an element, relative to its row's largest element and to itself: half a step.
 ABSOLUTE = {"int8": 0.5 / 127, "float8_e4m3fn": 2.0**-10 / 448, "float8_e5m2": 2.0**-17 / 57344}
 RELATIVE = {"int8": 0.0, "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
 ROUNDING = 1e-6  # of float32
@@ -80,7 +80,7 @@ def bits(cache: Any) -> list[bytes]:
 
 
 def error_of_rows(x: Any, stored: str) -> np.ndarray:
-    """What each element of rows may be off by."""
+    """The largest error of each element of rows."""
     magnitude = np.abs(np.asarray(x, np.float32))
     return ABSOLUTE[stored] * magnitude.max(axis=-1, keepdims=True) + RELATIVE[stored] * magnitude
 
@@ -90,7 +90,7 @@ def error_of_rows(x: Any, stored: str) -> np.ndarray:
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 3e38])
-def test_an_element_is_off_by_half_a_step_at_most(stored: str, size: float) -> None:
+def test_rounding_error_of_elements(stored: str, size: float) -> None:
     x = normal(50, 3, 32) / 6 * size
     found = quantize(x, stored)
     assert (found.values.dtype, found.scale.dtype) == (jnp.dtype(stored), jnp.float32)
@@ -103,13 +103,13 @@ def test_an_element_is_off_by_half_a_step_at_most(stored: str, size: float) -> N
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_rows_of_zeros_and_of_next_to_nothing_are_zeros(stored: str) -> None:
+def test_rows_of_zeros_and_tiny_numbers(stored: str) -> None:
     found = quantize(jnp.stack([jnp.zeros(8), jnp.full(8, 1e-38), jnp.full(8, 1e-45)]), stored)
     np.testing.assert_array_equal(np.asarray(found.values, np.float32), 0.0)
     np.testing.assert_array_equal(found.scale, 1.0)
 
 
-def test_another_dtype_is_refused() -> None:
+def test_invalid_dtype() -> None:
     for make in (lambda: init("int4"), lambda: quantize(jnp.ones(4), "int4")):
         with pytest.raises(
             CacheError,
@@ -132,23 +132,24 @@ def test_half_the_bytes_of_bfloat16(stored: str) -> None:
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_logits_are_within_what_rounding_allows(stored: str) -> None:
-    """|q·(k' - k)| is at most sum |q_i| e_i, with e_i what element i is off by: for int8 half a scale."""
+def test_error_of_logits(stored: str) -> None:
+    """|q·(k' - k)| is at most sum |q_i| e_i, where e_i is the error of element i."""
     q, k = normal(BATCH, 1, HEADS, 128, seed=1), normal(BATCH, 32, HEADS, 128, seed=2)
     cache = init(stored, head_dim=128).append(k, k).require()
     logits = np.einsum("bthd,bshd->bhs", q, read(cache)[0][:, :32])
     exact = np.einsum("bthd,bshd->bhs", q, k)
     bound = np.einsum("bthd,bshd->bhs", np.abs(q), error_of_rows(k, stored))
     assert (np.abs(logits - exact) <= bound * (1 + 1e-4) + 1e-4).all()
-    # The errors of elements are independent: of normal rows their root mean square is a scale / sqrt(12), and a scale some
-    # 2.7 / 127 of the rows' own for 128 elements, so 0.6 %. A float8 is off by 0.4 of its half step.
+    # The errors of elements are independent. For normal rows of 128 elements their root mean square
+    # is scale / sqrt(12), with a scale of about 2.7 / 127 of the root mean square: 0.6 %. For
+    # float8 it is 0.4 of half a step.
     usual = np.linalg.norm(logits - exact) / np.linalg.norm(exact)
     assert usual < {"int8": 0.008, "float8_e4m3fn": 0.03, "float8_e5m2": 0.06}[stored]
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_attention_is_within_what_rounding_allows_of_a_bfloat16_cache(stored: str) -> None:
-    """Logits off by d change weights by a factor e^(2d) at most: outputs by (e^(2d) - 1) max |v|, and what values are off by."""
+def test_attention_error_against_bfloat16_cache(stored: str) -> None:
+    """An error d of logits changes outputs by (e^(2d) - 1) max |v| at most."""
     heads, dim, count = 8, 128, 48
     q = jnp.asarray(normal(BATCH, 1, heads, dim, seed=1, dtype=jnp.bfloat16))
     k, v = (normal(BATCH, count, HEADS, dim, seed=seed, dtype=jnp.bfloat16) for seed in (2, 3))
@@ -174,7 +175,7 @@ def test_attention_is_within_what_rounding_allows_of_a_bfloat16_cache(stored: st
     assert usual < {"int8": 0.015, "float8_e4m3fn": 0.06, "float8_e5m2": 0.12}[stored]
 
 
-def test_a_decode_step_makes_no_copy_of_the_cache() -> None:
+def test_decode_step_copies_no_cache() -> None:
     temporary = {}
     for capacity in (2048, 16384):
         cache = jax.eval_shape(functools.partial(init, capacity=capacity, head_dim=64))
@@ -182,7 +183,7 @@ def test_a_decode_step_makes_no_copy_of_the_cache() -> None:
         memory = jax.jit(attend).lower(q, cache).compile().memory_analysis()
         temporary[capacity] = memory.temp_size_in_bytes
     held = BATCH * 16384 * HEADS * 64  # keys in int8
-    # The rows' positions are computed, 4 bytes each, and blocks counted; else it does not grow.
+    # Only the positions of the rows (4 bytes each) and counters of blocks grow with the capacity.
     assert temporary[16384] - temporary[2048] <= 4 * (16384 - 2048) + 1024
     assert temporary[16384] < held / 2
 
@@ -192,7 +193,7 @@ def test_a_decode_step_makes_no_copy_of_the_cache() -> None:
 
 @functools.partial(jax.jit, static_argnums=1)
 def step_by_step(cache: Any, every: int, k: Any, v: Any) -> tuple[Any, Any]:
-    """Append tokens one by one; return the cache after all, and the first rows' bits after every so many."""
+    """Append tokens one by one; return the last cache, and the first rows at intervals."""
 
     def some(cache: Any, kv: Any) -> tuple[Any, Any]:
         cache = jax.lax.scan(
@@ -207,7 +208,7 @@ def step_by_step(cache: Any, every: int, k: Any, v: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.sweep(keep=1)
-def test_a_thousand_steps_do_not_drift(stored: str) -> None:
+def test_thousand_steps_do_not_drift(stored: str) -> None:
     k, v = (normal(BATCH, 1000, HEADS, DIM, seed=seed) for seed in (4, 5))
     empty = init(stored, capacity=1000)
     after, first = step_by_step(empty, 40, k, v)
@@ -232,7 +233,7 @@ def test_a_thousand_steps_do_not_drift(stored: str) -> None:
 # Sources.
 
 
-def test_what_is_quantised_alike_is_inserted_as_it_is() -> None:
+def test_insert_copies_rows_of_same_dtype() -> None:
     k = normal(2, 9, HEADS, DIM)
     source = init(batch=2, capacity=16).append(k, -k).require()
     cache = init().insert(source, [3, 1]).require()
@@ -244,7 +245,7 @@ def test_what_is_quantised_alike_is_inserted_as_it_is() -> None:
     np.testing.assert_array_equal(cache.length, [0, 9, 0, 9])
 
 
-def test_of_other_sources_the_numbers_are_quantised() -> None:
+def test_insert_quantizes_other_sources() -> None:
     k = normal(2, 9, HEADS, DIM)
     sizes = {"batch": 2, "capacity": 16, "kv_heads": HEADS, "head_dim": DIM, "dtype": "float32"}
     dense, float8 = (
@@ -270,7 +271,7 @@ def test_of_other_sources_the_numbers_are_quantised() -> None:
 
 
 def operations(cache: Any, k: Any) -> list[Any]:
-    """A cache after each of some operations."""
+    """A cache after each of several operations."""
     found = [cache]
     for operation in (
         lambda cache: cache.append(k[:, :7], -k[:, :7]),
@@ -301,7 +302,7 @@ CELLS = [
     [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow) for cell in CELLS],
 )
 @pytest.mark.sweep(keep=1)
-def test_wherever_it_lies_it_is_the_same(mesh: str, axis_types: Any, overflow: str) -> None:
+def test_sharded_equals_unsharded(mesh: str, axis_types: Any, overflow: str) -> None:
     k = normal(BATCH, 12, HEADS, DIM)
     capacity = 16 if overflow == "ring" else CAPACITY
     alone = operations(init(overflow=overflow, capacity=capacity), k)
@@ -320,7 +321,7 @@ def test_wherever_it_lies_it_is_the_same(mesh: str, axis_types: Any, overflow: s
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_an_append_sends_nothing_and_writes_in_place(count: int) -> None:
+def test_append_sends_nothing_and_writes_in_place(count: int) -> None:
     temporary = []
     with sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(MESHES["all"])).for_mode(
         "decode"

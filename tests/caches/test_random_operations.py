@@ -1,4 +1,4 @@
-"""Random operations, good ones and bad ones, on caches and on a plain Python model of them: always the same."""
+"""Random operations, valid and invalid, on caches and on a plain Python model of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OPERATIONS = ("append", "append", "append", "insert", "free", "rewind", "rewind"
 
 @functools.partial(jax.jit, donate_argnums=1)
 def step(operation: Any, cache: Any, source: Any, tokens: Any, valid: Any, numbers: Any) -> Any:
-    """One program for all operations: what an operation does not need is padding."""
+    """One program for all operations; arguments that an operation does not need are padding."""
     k, v = (jnp.asarray(x, jnp.float32) for x in tokens)
 
     def codes(change: Any) -> Any:
@@ -61,7 +61,7 @@ def step(operation: Any, cache: Any, source: Any, tokens: Any, valid: Any, numbe
 
 
 class Run:
-    """A cache and its model, side by side."""
+    """A cache and its reference model."""
 
     def __init__(self, *, source: str = "dense", **options: Any) -> None:
         self.cache = caches.init(batch=BATCH, **SIZES, **options)
@@ -135,12 +135,12 @@ def run(run: Run, steps: int) -> None:
 
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.sweep(keep=2)
-def test_a_few_hundred_operations(name: str) -> None:
+def test_few_hundred_operations(name: str) -> None:
     run(Run(**CACHES[name]), 200)
 
 
 @pytest.mark.parametrize("name", ["dense", "sliding"])
-def test_sources_that_are_rings(name: str) -> None:
+def test_ring_sources(name: str) -> None:
     run(Run(source="sliding", **CACHES[name]), 200)
 
 

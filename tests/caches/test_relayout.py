@@ -1,4 +1,4 @@
-"""A cache moves to another mode's place by the collectives that were planned, and holds what it held."""
+"""Resharding a cache runs the planned collectives and keeps the content."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[P, P, list[str], int]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-def test_the_plan_sends_least_and_is_what_runs(name: str, axis_types: str) -> None:
+def test_plan_sends_least_and_matches_program(name: str, axis_types: str) -> None:
     source, target, wanted, sent = CASES[name]
     moves = plan_moves(
         axes_by_dim(source, 4), axes_by_dim(target, 4), shape=SHAPE, itemsize=4, mesh=SIZES
@@ -128,7 +128,7 @@ def test_the_plan_sends_least_and_is_what_runs(name: str, axis_types: str) -> No
     assert_sharding(run(x), NamedSharding(mesh, target))
 
 
-def test_every_place_is_reached_from_every_other() -> None:
+def test_plan_exists_between_all_specs() -> None:
     mesh, sizes = cpu_mesh("dp:2,tp:2"), {"dp": 2, "tp": 2}
     places: list[Any] = []
     for dims in itertools.product(range(-1, 3), repeat=2):
@@ -158,7 +158,7 @@ def test_every_place_is_reached_from_every_other() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "sliding", "quantized", "paged"])
-def test_a_cache_holds_what_it_held_and_goes_on(kind: str) -> None:
+def test_resharded_cache_keeps_content(kind: str) -> None:
     changes = {"window": 8} if kind == "sliding" else {"page_size": 4} if kind == "paged" else {}
     alone = filled(kind, **changes)
     pm = manager_of()
@@ -178,7 +178,7 @@ def test_a_cache_holds_what_it_held_and_goes_on(kind: str) -> None:
     assert after.length.tolist() == (alone.length + 1).tolist()
 
 
-def test_the_partitioner_gathers_what_the_plan_does_not() -> None:
+def test_plan_sends_less_than_partitioner() -> None:
     pm = manager_of()
     with pm:
         cache = make()
@@ -195,7 +195,7 @@ def test_the_partitioner_gathers_what_the_plan_does_not() -> None:
     assert 2 * sum(each.wire_bytes for each in read_collectives(naive, mesh=pm.mesh)) > plan.bytes
 
 
-def test_a_plan_can_be_read() -> None:
+def test_plan_text() -> None:
     with manager_of():
         plan = plan_reshard(make(), "decode")
     assert str(plan).splitlines()[:4] == [
@@ -206,7 +206,7 @@ def test_a_plan_can_be_read() -> None:
     ]
 
 
-def test_to_another_mesh_and_from_none_it_is_copied() -> None:
+def test_reshard_copies_to_another_mesh() -> None:
     alone = filled()
     pm, other = manager_of(), manager_of(mesh="dp:1,tp:2")
     with pm:
@@ -221,7 +221,7 @@ def test_to_another_mesh_and_from_none_it_is_copied() -> None:
         jax.jit(lambda cache: reshard(cache, "decode", manager=other))(alone)
 
 
-def test_a_donated_cache_is_given_up() -> None:
+def test_donated_cache_is_deleted() -> None:
     pm = manager_of()
     with pm:
         cache = filled()
@@ -230,7 +230,7 @@ def test_a_donated_cache_is_given_up() -> None:
     assert moved.length.tolist() == [1, 2, 3, 4, 5, 5, 5, 5]
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_invalid_arguments() -> None:
     with pytest.raises(CacheError, match="there is no manager to shard the cache"):
         reshard(make(), "decode")
     pm = manager_of(length="dp")
@@ -248,7 +248,7 @@ def test_what_cannot_be_is_said() -> None:
         )
 
 
-def test_a_plan_needs_no_devices() -> None:
+def test_plan_needs_no_devices() -> None:
     rules = sw.Strategy.loads(RULES.format(batch="-", length="dp+tp", head="-"))
     with manager_of():
         wanted = plan_reshard(make(), "decode")

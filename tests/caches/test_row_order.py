@@ -19,7 +19,7 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_row_for_every_place_and_back(order: RowOrder) -> None:
+def test_row_and_place_are_inverse(order: RowOrder) -> None:
     order.check(12)
     places = np.arange(12)
     rows = np.asarray(order.row(jnp.asarray(places), 12))
@@ -59,12 +59,15 @@ def test_blocks_go_to_the_shards_in_turn() -> None:
     [
         (
             RowOrder(block=5, shards=2),
-            "12 rows do not divide into blocks of 5 on 2 shards\n  fix   pass a capacity that is a multiple of 5",
+            (
+                "12 rows do not divide into blocks of 5 on 2 shards"
+                "\n  fix   pass a capacity that is a multiple of 5"
+            ),
         ),
         (RowOrder(block=0, shards=2), "block must be a positive integer, got 0"),
         (RowOrder(block=1, shards=0), "shards must be a positive integer, got 0"),
     ],
 )
-def test_rows_that_cannot_be_dealt_out(order: RowOrder, message: str) -> None:
+def test_rows_that_do_not_divide(order: RowOrder, message: str) -> None:
     with pytest.raises(CacheError, match=message):
         order.check(12)

@@ -1,4 +1,4 @@
-"""What each operation does to rows and lengths, and that what it refuses stays as it was, bit by bit."""
+"""What each operation does to rows and lengths; refused slots keep every bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def assert_same_bits(one: Any, other: Any) -> None:
         assert (a.dtype, np.asarray(a).tobytes()) == (b.dtype, np.asarray(b).tobytes())
 
 
-def test_what_is_no_token_is_skipped_wherever_it_stands() -> None:
+def test_append_skips_padding_anywhere() -> None:
     valid = np.array([[True, False, True], [False, False, True], [False, False, False]])
     change = append(make(), [[0, 1, 2], [10, 11, 12], [20, 21, 22]], valid)
     assert held(change.cache) == [[0, 2], [12], []]
@@ -57,7 +57,7 @@ def test_what_is_no_token_is_skipped_wherever_it_stands() -> None:
     assert change.reasons() == {}
 
 
-def test_of_a_slot_that_overflows_nothing_is_written() -> None:
+def test_overflowing_slot_is_unchanged() -> None:
     cache = filled([5, 4, 0])
     change = append(cache, [[100, 101]] * 3)
     assert change.reasons() == {0: Refusal.OVERFLOW}
@@ -79,7 +79,7 @@ def test_of_a_slot_that_overflows_nothing_is_written() -> None:
         {"capacity": 20},
     ],
 )
-def test_tokens_at_once_are_tokens_one_by_one(options: dict[str, Any], count: int) -> None:
+def test_tokens_at_once_equal_one_by_one(options: dict[str, Any], count: int) -> None:
     tokens = np.arange(count)[None] + 100 * np.arange(3)[:, None]
     at_once = append(make(**options), tokens)
     assert (
@@ -93,15 +93,15 @@ def test_tokens_at_once_are_tokens_one_by_one(options: dict[str, Any], count: in
     assert_same_bits(single, at_once.cache)
 
 
-def test_rewinding_a_ring_stops_where_newer_tokens_took_rows() -> None:
+def test_ring_refuses_rewind_to_overwritten_rows() -> None:
     cache = append(
         make("sliding", window=3, capacity=5), np.arange(10)[None] + np.zeros((3, 1), int)
     ).cache
     change = cache.rewind([7, 6, 11])
-    # At 7 a query sees 5 and 6, which are still there; at 6 it would see 4, whose row 9 has taken.
+    # A query at 7 sees 5 and 6, which are still held. At 6 it would see 4, which 9 has overwritten.
     assert change.reasons() == {1: Refusal.OVERWRITTEN, 2: Refusal.LENGTH_OUT_OF_RANGE}
     assert held(change.cache) == [[5, 6], [5, 6, 7, 8, 9], [5, 6, 7, 8, 9]]
-    # What is gone stays gone: a second rewind knows it.
+    # Overwritten rows stay overwritten: a second rewind is refused too.
     assert change.cache.rewind([6, 10, 10]).reasons() == {0: Refusal.OVERWRITTEN}
     again = append(change.cache, [[70, 80]] * 3).cache
     assert held(again)[0] == [5, 6, 70, 80]
@@ -109,7 +109,7 @@ def test_rewinding_a_ring_stops_where_newer_tokens_took_rows() -> None:
     np.testing.assert_array_equal(again.rewind([0, 0, 0]).cache.view().positions, -1)
 
 
-def test_sequences_go_into_free_slots_each_by_itself() -> None:
+def test_insert_into_free_slots() -> None:
     cache, source = filled([2, 0, 0, 0, 0, 0]), filled([3, 1, 2, 2, 1, 1], first=500)
     change = cache.insert(source, [4, 0, 2, 2, 6, -1])
     wanted = {
@@ -127,7 +127,7 @@ def test_sequences_go_into_free_slots_each_by_itself() -> None:
         )
 
 
-def test_a_sequence_that_is_too_long_or_has_lost_its_beginning_is_refused() -> None:
+def test_insert_of_long_or_overwritten_sequence() -> None:
     long = append(
         make(batch=2, overflow="ring"),
         np.arange(8)[None] + np.array([[0], [100]]),
@@ -150,7 +150,7 @@ def test_a_sequence_that_is_too_long_or_has_lost_its_beginning_is_refused() -> N
     }
 
 
-def test_a_paged_source() -> None:
+def test_paged_source() -> None:
     source = append(
         make("paged", batch=2, capacity=8, page_size=2),
         [[1, 2, 3], [4, 5, 6]],
@@ -173,7 +173,7 @@ def test_freeing() -> None:
     assert held(change.cache) == [[0, 1], [10], [], []]
 
 
-def test_rewinding_then_diverging() -> None:
+def test_rewind_then_diverge() -> None:
     change = filled([4, 3, 2]).rewind([1, 4, -1])
     assert change.reasons() == {1: Refusal.LENGTH_OUT_OF_RANGE, 2: Refusal.LENGTH_OUT_OF_RANGE}
     assert held(append(change.cache, [[7], [8], [9]]).cache) == [
@@ -209,8 +209,8 @@ def test_beams_over_several_shards(group: int | None) -> None:
         )
 
 
-def test_beams_in_a_group_that_two_shards_hold() -> None:
-    """Three slots per shard: slots 2 and 3 are one group, so a shard needs a slot that it does not hold."""
+def test_beams_in_group_on_two_shards() -> None:
+    """Three slots per shard: slots 2 and 3 are one group, on two shards."""
     parents = [1, 0, 3, 2, 5, 4]
     manager = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:2")).for_mode(
         "decode"
@@ -223,7 +223,7 @@ def test_beams_in_a_group_that_two_shards_hold() -> None:
 
 
 class TestErrorPolicy:
-    """`overflow="error"`: what is refused raises."""
+    """`overflow="error"`: refusals raise errors."""
 
     def test_outside_jit(self) -> None:
         cache = filled([5, 2, 6], overflow="error")
@@ -234,7 +234,10 @@ class TestErrorPolicy:
             append(cache, [[1, 2]] * 3)
         with pytest.raises(
             CacheError,
-            match=r"entry 1 was refused: the slot is named twice; 1 more were\n  fix   with overflow=.report., refusals are values",
+            match=(
+                r"entry 1 was refused: the slot is named twice; 1 more were"
+                r"\n  fix   with overflow=.report., refusals are values"
+            ),
         ):
             cache.free([0, 1, 1])
         assert held(append(cache, [[1]] * 3, np.array([[True], [True], [False]])).cache)[0] == [
@@ -280,7 +283,7 @@ class TestErrorPolicy:
                 check()
 
 
-def test_require_says_what_was_refused() -> None:
+def test_require_raises_refusals() -> None:
     with pytest.raises(
         CacheError,
         match=r"entry 1 was refused: the slot is empty\n  fix   look at `reasons\(\)`",
@@ -288,14 +291,14 @@ def test_require_says_what_was_refused() -> None:
         filled([1, 0]).free([0, 1]).require()
 
 
-def test_while_tracing_nobody_knows_what_is_refused() -> None:
+def test_refusals_are_unknown_while_tracing() -> None:
     with pytest.raises(
         CacheError, match="not known while a function is traced\n  fix   return the change"
     ):
         jax.jit(lambda cache: cache.free([0]).require())(make())
 
 
-def test_an_empty_slot_shows_nothing() -> None:
+def test_empty_slot_has_no_positions() -> None:
     view = make("sliding", window=4).view()
     np.testing.assert_array_equal(view.positions, -1)
     np.testing.assert_array_equal(

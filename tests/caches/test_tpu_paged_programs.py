@@ -1,4 +1,4 @@
-"""On eight TPUs a decode step over bfloat16 pages writes in place, and neither the append nor attention copies a pool."""
+"""On eight TPUs a decode step over bfloat16 pages writes in place and copies no pool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def test_steps() -> None:
     assert len(found) == len(MESHES) * len(COUNTS)
     for one in found:
         print(
-            f"{one.mesh:26} {one.count:4} tokens: {one.temporary} bytes of temporary memory, {one.held} of the cache"
+            f"{one.mesh:26} {one.count:4} tokens: {one.temporary} bytes of temporary memory, "
+            f"{one.held} of the cache"
         )
         assert one.copies == 0
         assert one.alias >= one.held  # arrays are padded to tiles

@@ -1,4 +1,4 @@
-"""On eight TPUs an append of bfloat16 sends nothing, copies nothing of the cache and writes in place."""
+"""On eight TPUs an append of bfloat16 sends nothing, copies nothing and writes in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def test_appends() -> None:
     assert len(found) == len(MESHES) * len(COUNTS)
     for one in found:
         print(
-            f"{one.mesh:24} {one.count:4} tokens: {one.temporary} bytes of temporary memory, {one.held} of the cache, {one.new} new"
+            f"{one.mesh:24} {one.count:4} tokens: {one.temporary} bytes of temporary memory, "
+            f"{one.held} of the cache, {one.new} new"
         )
         assert one.collectives == 0
         assert one.alias >= one.held  # arrays are padded to tiles

@@ -41,7 +41,7 @@ def sharding_of(kind: str) -> CacheSharding:
 
 
 def arrays(*leading: int, first: float) -> dict[str, np.ndarray]:
-    """Buffers of all ranks, each number once."""
+    """Buffers of all ranks, in which every number occurs once."""
     shapes = {"k": (*leading, 2, 3), "v": (*leading, 2, 2), "scale": (*leading, 2)}
     return {
         name: first + np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
@@ -77,7 +77,7 @@ def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sweep(keep=2)
-def test_each_slot_appends_its_own_rows(kind: str) -> None:
+def test_append_rows_per_slot(kind: str) -> None:
     """A row number of `ROWS` or more is dropped; rows may go to any shard of the rows."""
     buffers, new = arrays(SLOTS, ROWS, first=0.0), arrays(SLOTS, 3, first=-1000.0)
     rows = np.array([[0, 5, 3], [6, 2, 7], [3, 6, 0], [13, 6, 9]], np.int32)
@@ -96,7 +96,7 @@ def test_each_slot_appends_its_own_rows(kind: str) -> None:
     ids=["a slot per entry", "a slot per row"],
 )
 @pytest.mark.sweep(keep=4)
-def test_rows_go_into_any_slots(kind: str, slots: Any) -> None:
+def test_scatter_rows_into_any_slots(kind: str, slots: Any) -> None:
     buffers, new = arrays(SLOTS, ROWS, first=0.0), arrays(3, 4, first=-1000.0)
     numbers, rows = (
         np.array(slots, np.int32),
@@ -120,8 +120,8 @@ def test_rows_go_into_any_slots(kind: str, slots: Any) -> None:
         (8, [7, 0, 3, 3, 2, 1, 5, 6]),
     ],
 )
-def test_a_slot_becomes_what_its_parent_was(kind: str, group: int, parents: list[int]) -> None:
-    """Groups within a shard and over several, on two shards of four slots and on four shards of two slots."""
+def test_take_slots_copies_parents(kind: str, group: int, parents: list[int]) -> None:
+    """Groups on one shard and on several, with two shards of four slots and four shards of two."""
     buffers = arrays(8, ROWS, first=0.0)
     wanted = {name: array[parents] for name, array in buffers.items()}
     assert_equal(
@@ -130,7 +130,7 @@ def test_a_slot_becomes_what_its_parent_was(kind: str, group: int, parents: list
 
 
 @pytest.mark.parametrize(("group", "gathers"), [(1, False), (2, False), (4, False), (8, True)])
-def test_slots_are_sent_only_where_a_group_lies_on_two_shards(group: int, gathers: bool) -> None:
+def test_take_slots_gathers_only_across_shards(group: int, gathers: bool) -> None:
     sharding = sharding_of("auto")
     assert sharding.manager is not None
 

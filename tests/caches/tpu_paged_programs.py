@@ -1,4 +1,4 @@
-"""Compile a decode step over bfloat16 pages for eight TPUs, without one: what of the pool it copies.
+"""Compile a decode step over bfloat16 pages for eight TPUs, without TPUs: what does it copy?
 
     python -m tests.caches.tpu_paged_programs
 
@@ -25,12 +25,12 @@ RULES = '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp"\npage = "sp"\n'
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What the compiler says of an append and attention to it; bytes per device.
+    """What the compiler reports for an append and attention; bytes per device.
 
     Attributes:
       mesh: where pages lie.
       count: tokens per slot.
-      copies: instructions that copy a whole pool of keys or values. They may need no temporary memory that is told of.
+      copies: Instructions that copy a whole pool. Temporary memory may not show them.
       alias: of the arguments that are written in place.
       temporary: beside arguments and results.
       held: of the cache.

@@ -24,7 +24,7 @@ RULES = '[rules]\nbatch = "dp"\nkv_length = "sp"\nkv_head = "tp"\n'
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What the compiler says of an append; bytes per device."""
+    """What the compiler reports for an append; bytes per device."""
 
     mesh: str
     count: int

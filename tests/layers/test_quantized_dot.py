@@ -1,4 +1,4 @@
-"""Dots on integers: values, error bounds, gradients, the program, and the same bits on every mesh."""
+"""Dots on integers: values, error bounds, gradients, programs, and the same bits on every mesh."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def relative(found: Any, expected: Any) -> float:
 
 
 def as_integers(x: Any, shared: Sequence[int], bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize in NumPy, in float64 beyond the division: what the values must be, by the definition."""
+    """Quantize in NumPy by the definition, in float64 after the division."""
     largest = 2 ** (bits - 1) - 1
     scale = np.abs(np.asarray(x, np.float32)).max(axis=tuple(shared), keepdims=True) / np.float32(
         largest
@@ -65,7 +65,7 @@ def as_integers(x: Any, shared: Sequence[int], bits: int) -> tuple[np.ndarray, n
 
 
 @pytest.mark.parametrize("bits", range(4, 9))
-def test_rounding_is_off_by_half_a_step_at_most(bits: int) -> None:
+def test_rounding_error_is_half_a_step(bits: int) -> None:
     x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32) * np.logspace(
         -3, 3, 8, dtype=np.float32
     )
@@ -80,11 +80,11 @@ def test_rounding_is_off_by_half_a_step_at_most(bits: int) -> None:
     np.testing.assert_array_equal(np.abs(found.value).max(axis=0), np.full(8, largest))
     assert np.all(np.abs(found.value * found.scale - x) <= 0.5001 * found.scale)
     np.testing.assert_array_equal(found.value, as_integers(x, (0,), bits)[0])
-    # Symmetric: the negative is the negative.
+    # Symmetric: quantizing the negative gives the negative.
     np.testing.assert_array_equal(quantize(-x, shared=(0,), bits=bits).value, -found.value)
 
 
-def test_zeros_stay_zeros_and_tiny_numbers_do_not_overflow() -> None:
+def test_zeros_and_tiny_numbers() -> None:
     x = np.zeros((2, 4), np.float32)
     x[1] = [1e-38, -1e-40, 0, 1e-39]
     found = quantize(x, shared=(1,))
@@ -95,7 +95,7 @@ def test_zeros_stay_zeros_and_tiny_numbers_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_never_hidden(bad: float) -> None:
+def test_non_finite_values_stay_visible(bad: float) -> None:
     x = np.ones((3, 4), np.float32)
     x[1, 2] = bad
     found = np.asarray(quantized_dot_general(x, jnp.ones((4, 2)), MATMUL))
@@ -103,7 +103,7 @@ def test_what_is_not_finite_is_never_hidden(bad: float) -> None:
     np.testing.assert_allclose(found[[0, 2]], 4.0, rtol=1e-6)
 
 
-def test_no_elements_are_no_trouble() -> None:
+def test_empty_arrays() -> None:
     assert quantized_dot_general(jnp.ones((0, 4)), jnp.ones((4, 2)), MATMUL).shape == (0, 2)
     np.testing.assert_array_equal(
         quantized_dot_general(jnp.ones((3, 0)), jnp.ones((0, 2)), MATMUL), np.zeros((3, 2))
@@ -115,7 +115,7 @@ def test_no_elements_are_no_trouble() -> None:
 
 @pytest.mark.parametrize(("name", "bits"), [*((name, 8) for name in DOTS), ("several_of_each", 5)])
 @pytest.mark.sweep(keep=4)
-def test_a_dot_is_the_dot_of_the_integers(name: str, bits: int) -> None:
+def test_dot_equals_dot_of_integers(name: str, bits: int) -> None:
     x, y, dims = operands(name)
     (left, left_scale), (right, right_scale) = (
         as_integers(one, shared, bits) for one, shared in zip((x, y), dims[0], strict=True)
@@ -132,21 +132,21 @@ def test_a_dot_is_the_dot_of_the_integers(name: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 0.02), (7, 0.04), (6, 0.08), (5, 0.16), (4, 0.35)])
-def test_the_error_is_that_of_the_bits(bits: int, bound: float) -> None:
+def test_error_depends_on_bits(bits: int, bound: float) -> None:
     x, y, dims = operands("dense_general")
     exact = jax.lax.dot_general(x, y, dims, precision="highest")
     found = jax.jit(functools.partial(quantized_dot_general, dimension_numbers=dims, bits=bits))(
         x, y
     )
     assert 0 < relative(found, exact) < bound
-    # And no element is off by more than the two roundings allow.
+    # No element has a larger error than the two roundings allow.
     count = np.prod([x.shape[dim] for dim in dims[0][0]])
     half = [0.5 * np.abs(one).max() / (2 ** (bits - 1) - 1) for one in (x, y)]
     worst = count * (half[0] * np.abs(y).max() + half[1] * np.abs(x).max() + half[0] * half[1])
     assert np.abs(found - exact).max() <= worst
 
 
-def test_a_scale_per_channel_keeps_small_channels() -> None:
+def test_scale_per_channel_keeps_small_channels() -> None:
     """One scale for a whole operand would lose the small rows entirely."""
     x, y, dims = operands("matrix")
     x = x * jnp.logspace(-6, 6, 8)[:, None]
@@ -163,7 +163,7 @@ def test_a_scale_per_channel_keeps_small_channels() -> None:
         (jnp.float16, jnp.float16, jnp.float32, jnp.float32),
     ],
 )
-def test_dtypes_are_those_of_a_float_dot(
+def test_dtypes_equal_those_of_float_dot(
     left: Any, right: Any, preferred: Any, result: Any
 ) -> None:
     x, y, dims = operands("matrix")
@@ -180,8 +180,8 @@ def test_dtypes_are_those_of_a_float_dot(
     assert [g.dtype for g in jax.grad(loss, (0, 1))(x, y)] == [left, right]
 
 
-def test_a_long_contraction_does_not_overflow() -> None:
-    """127 * 127 * 140,000 is more than an int32 holds."""
+def test_long_contraction_does_not_overflow() -> None:
+    """127 * 127 * 140,000 exceeds int32."""
     x, y = jnp.ones((1, 140_000)), jnp.ones((140_000, 1))
     np.testing.assert_allclose(
         jax.jit(functools.partial(quantized_dot_general, dimension_numbers=MATMUL))(x, y),
@@ -207,10 +207,8 @@ def gradients(dot: Any, x: Any, y: Any, weight: Any) -> tuple[Any, Any]:
     ("name", "bits", "bound"), [*((name, 8, 0.03) for name in DOTS), ("several_of_each", 4, 0.5)]
 )
 @pytest.mark.sweep(keep=4)
-def test_gradients_are_straight_through_and_close_to_those_of_floats(
-    name: str, bits: int, bound: float
-) -> None:
-    """Beside the rounding of the cotangent, they are those of a float dot at the rounded operands."""
+def test_gradients_are_straight_through(name: str, bits: int, bound: float) -> None:
+    """Up to rounding of the cotangent, they equal those of a float dot of rounded operands."""
     x, y, dims = operands(name)
     float_dot = functools.partial(jax.lax.dot_general, dimension_numbers=dims, precision="highest")
     weight = jnp.asarray(
@@ -256,7 +254,7 @@ def test_training_converges_on_integers() -> None:
     assert losses[-1] < 1e-3 * losses[0]
 
 
-def test_vmap_and_checkpoint_and_scan_change_nothing() -> None:
+def test_vmap_checkpoint_and_scan_change_nothing() -> None:
     x, y, dims = operands("matrix")
     dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
     expected = gradients(dot, x, y, 1.0)
@@ -283,7 +281,7 @@ def dots(text: str) -> list[str]:
     return found
 
 
-def test_the_compiled_program_multiplies_int8() -> None:
+def test_program_multiplies_int8() -> None:
     x, y, dims = operands("matrix")
     dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
     assert dots(jax.jit(dot).lower(x, y).compile().as_text()) == ["s32(s8, s8)"]
@@ -296,7 +294,7 @@ def test_the_compiled_program_multiplies_int8() -> None:
         ("i8", "i8", "i32"),
     ]
     backward = lowered.compile().as_text()
-    # XLA for CPUs widens one of the two backward dots, whose left operand is transposed, from int8 to int32.
+    # XLA for CPUs widens one backward dot, whose left operand is transposed, from int8 to int32.
     assert sorted(dots(backward)) == ["s32(s32, s32)", "s32(s8, s8)"]
     floats = (
         jax.jit(functools.partial(jax.lax.dot_general, dimension_numbers=dims))
@@ -307,7 +305,7 @@ def test_the_compiled_program_multiplies_int8() -> None:
     assert dots(floats) == ["f32(f32, f32)"]
 
 
-def test_the_forward_pass_keeps_integers_for_the_backward_pass() -> None:
+def test_residuals_are_integers() -> None:
     x, y, dims = operands("matrix")
     _, pullback = jax.vjp(functools.partial(quantized_dot_general, dimension_numbers=dims), x, y)
     kept = {
@@ -351,7 +349,8 @@ def test_sharded_equals_unsharded(layout: str) -> None:
         jax.device_put(one, jax.NamedSharding(mesh, spec))
         for one, spec in zip((x, y), LAYOUTS[layout], strict=True)
     ]
-    # A float dot that is contracted over eight devices is off by 1e-5; sums of integers are not, only their scaling may round.
+    # A float dot contracted over eight devices has an error of 1e-5. Integer sums are exact; only
+    # their scaling may round.
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6),
         run(*placed, weight),
@@ -359,7 +358,7 @@ def test_sharded_equals_unsharded(layout: str) -> None:
     )
 
 
-def test_only_a_contracted_mesh_axis_costs_collectives() -> None:
+def test_only_contracted_mesh_axes_cost_collectives() -> None:
     x, y, dims = operands("matrix")
     mesh = cpu_mesh("dp:2,tp:4")
     dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
@@ -371,13 +370,13 @@ def test_only_a_contracted_mesh_axis_costs_collectives() -> None:
         ]
 
     assert_no_collectives(dot, *placed("columns"))
-    # The sums, and the scales of both operands, which the compiler may send together.
+    # The sums and the scales of both operands; the compiler may send them together.
     assert_collectives(dot, *placed("contracted"), all_reduce=range(2, 4), only=True)
     assert_no_collectives(dot, *placed("contracted"), axis="dp")
 
 
 @pytest.mark.parametrize("layout", ["batch", "columns"])
-def test_explicit_axes_give_gradients_the_sharding_of_their_operands(layout: str) -> None:
+def test_gradient_sharding_over_explicit_axes(layout: str) -> None:
     x, y, dims = operands("matrix")
     dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
     expected = dot(x, y), gradients(dot, x, y, 1.0)
@@ -397,7 +396,7 @@ def test_explicit_axes_give_gradients_the_sharding_of_their_operands(layout: str
     ] == [True, True]
 
 
-def test_explicit_axes_that_are_contracted_take_an_out_sharding() -> None:
+def test_contracted_explicit_axes_take_out_sharding() -> None:
     x, y, dims = operands("matrix")
     mesh = cpu_mesh("dp:2,tp:4", axis_types="explicit")
     with jax.set_mesh(mesh):
@@ -418,7 +417,7 @@ def test_explicit_axes_that_are_contracted_take_an_out_sharding() -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map_a_replicated_operand_gets_the_sum_of_its_gradients(
+def test_shard_map_sums_gradients_of_replicated_operand(
     check_vma: bool,
 ) -> None:
     x, y, dims = operands("matrix")
@@ -438,7 +437,7 @@ def test_inside_shard_map_a_replicated_operand_gets_the_sum_of_its_gradients(
 
 
 @pytest.mark.parametrize("name", ["dense_general", "several_of_each", "matrix_vector"])
-def test_a_stored_operand_gives_what_rounding_it_in_the_call_gives(name: str) -> None:
+def test_quantized_operand_equals_rounding_in_call(name: str) -> None:
     x, y, dims = operands(name)
     stored = jax.jit(functools.partial(quantize, shared=dims[0][1]))(y)
     run = jax.jit(jax.value_and_grad(lambda x, y: (quantized_dot_general(x, y, dims) ** 2).sum()))
@@ -449,7 +448,7 @@ def test_a_stored_operand_gives_what_rounding_it_in_the_call_gives(name: str) ->
     )
 
 
-def test_a_stored_operand_goes_through_jit_and_shardings() -> None:
+def test_quantized_operand_passes_jit_and_shardings() -> None:
     x, y, dims = operands("matrix")
     stored = quantize(y, shared=(0,))
     mesh = cpu_mesh("dp:2,tp:4")
@@ -461,7 +460,7 @@ def test_a_stored_operand_goes_through_jit_and_shardings() -> None:
     np.testing.assert_array_equal(found, quantized_dot_general(x, y, dims))
 
 
-def test_a_stored_weight_is_annotated_like_the_weight() -> None:
+def test_quantized_weight_is_annotated_like_weight() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:2,tp:4"))
     x, y, dims = operands("matrix")
     spec = sw.ArraySpec((32, 16), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))
@@ -479,7 +478,7 @@ def test_a_stored_weight_is_annotated_like_the_weight() -> None:
 
 
 @pytest.mark.parametrize("bits", [3, 9, 16, 0, -8, 8.0, "8", True])
-def test_other_bits_are_refused(bits: Any) -> None:
+def test_invalid_bits(bits: Any) -> None:
     with pytest.raises(
         sw.LayerError, match=re.escape(f"bits must be an integer from 4 to 8, got {bits!r}")
     ):
@@ -487,23 +486,26 @@ def test_other_bits_are_refused(bits: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.bool, jnp.complex64])
-def test_operands_that_are_no_floats_are_refused(dtype: Any) -> None:
+def test_operands_must_be_floats(dtype: Any) -> None:
     with pytest.raises(
         sw.LayerError, match=f"a quantized dot of {jnp.dtype(dtype)}, not of floats"
     ):
         quantized_dot_general(jnp.ones((2, 2)), jnp.ones((2, 2), dtype), MATMUL)
 
 
-def test_scales_along_a_contracted_dim_are_refused() -> None:
+def test_scales_along_contracted_dim() -> None:
     stored = quantize(jnp.ones((4, 2)), shared=(1,))
     with pytest.raises(
         sw.LayerError,
-        match=r"of shape \(4, 1\), differ along dim 0, which is contracted\n  fix   pass quantize\(x, shared=\(0,\)\)",
+        match=(
+            r"of shape \(4, 1\), differ along dim 0, which is contracted"
+            r"\n  fix   pass quantize\(x, shared=\(0,\)\)"
+        ),
     ):
         quantized_dot_general(jnp.ones((3, 4)), stored, MATMUL)
 
 
-def test_zero_points_are_refused() -> None:
+def test_quantized_operand_with_zero_points() -> None:
     stored = dataclasses.replace(
         quantize(jnp.ones((4, 2)), shared=(0,)), zero_point=jnp.zeros((1, 2))
     )
@@ -514,21 +516,24 @@ def test_zero_points_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float32, jnp.int16, jnp.int32, jnp.uint8])
-def test_stored_values_that_int8_cannot_hold_are_refused(dtype: Any) -> None:
+def test_quantized_values_must_fit_int8(dtype: Any) -> None:
     stored = Quantized(value=jnp.full((64, 2), 1.5, dtype), scale=jnp.ones((1, 2)))
-    says = rf"holds {jnp.dtype(dtype)}, and this dot multiplies signed integers of 8 bits or fewer\n  fix   pass quantize\(x, shared=\(0,\)\)"
+    says = (
+        rf"holds {jnp.dtype(dtype)}, and this dot multiplies signed integers of 8 bits or fewer"
+        r"\n  fix   pass quantize\(x, shared=\(0,\)\)"
+    )
     with pytest.raises(sw.LayerError, match=says):
         quantized_dot_general(jnp.ones((1, 64)), stored, MATMUL)
 
 
-def test_stored_values_of_four_bits_are_multiplied() -> None:
+def test_quantized_values_of_four_bits() -> None:
     stored = Quantized(value=jnp.full((64, 2), -3, jnp.int4), scale=jnp.ones((1, 2)))
     np.testing.assert_allclose(
         quantized_dot_general(jnp.ones((1, 64)), stored, MATMUL), [[-192, -192]], rtol=1e-6
     )
 
 
-def test_the_smallest_stored_integer_does_not_overflow_a_long_contraction() -> None:
+def test_long_contraction_of_smallest_integer() -> None:
     stored = Quantized(value=jnp.full((133_000, 1), -128, jnp.int8), scale=jnp.ones((1, 1)))
     np.testing.assert_allclose(
         quantized_dot_general(jnp.ones((1, 133_000)), stored, MATMUL),
@@ -545,7 +550,7 @@ def test_the_smallest_stored_integer_does_not_overflow_a_long_contraction() -> N
         (jnp.ones((1, 8), jnp.int32), "scales of the quantized operand are int32, not floats"),
     ],
 )
-def test_scales_that_do_not_fit_are_refused(scale: Any, says: str) -> None:
+def test_mismatched_scales(scale: Any, says: str) -> None:
     with pytest.raises(sw.LayerError, match=says):
         quantized_dot_general(
             jnp.ones((3, 64)), Quantized(value=jnp.ones((64, 8), jnp.int8), scale=scale), MATMUL
@@ -575,7 +580,7 @@ def test_floats_of_eight_bits_are_quantized() -> None:
     assert [one.dtype for one in grads] == [jnp.float8_e4m3fn] * 2
 
 
-def test_operands_that_do_not_meet_are_refused_as_by_a_float_dot() -> None:
+def test_mismatched_operands() -> None:
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
         quantized_dot_general(jnp.ones((2, 3)), jnp.ones((4, 2)), MATMUL)
 

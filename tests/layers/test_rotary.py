@@ -12,13 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.layers import (
+from shardwright.interop.easydel import (
     apply_rotary_pos_emb,
     repeat_kv_bnsh,
     repeat_kv_bsnh,
-    rope,
     rotate_half,
 )
+from shardwright.layers import rope
 from shardwright.testing import assert_no_collectives, cpu_mesh
 
 
@@ -34,7 +34,7 @@ def test_half_is_rotated() -> None:
     )
 
 
-def test_rotation_is_that_of_complex_numbers_and_tables_are_cut() -> None:
+def test_rotation_equals_complex_product() -> None:
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 3, 5, 8)))
     sin, cos = tables(9, 8)
     found = apply_rotary_pos_emb(jnp.asarray(x), sin, cos)
@@ -47,7 +47,7 @@ def test_rotation_is_that_of_complex_numbers_and_tables_are_cut() -> None:
 
 
 def turned(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
-    """Return `x` `[batch, length, heads, head_dim]` turned as complex numbers, in float64."""
+    """Return `x` `[batch, length, heads, head_dim]` rotated as complex numbers, in float64."""
     half = x.shape[-1] // 2
     angles = np.maximum(positions, 0)[:, :, None, None] * theta ** (-np.arange(half) / half)
     points = (x[..., :half] + 1j * x[..., half:].astype(np.float64)) * np.exp(1j * angles)
@@ -56,7 +56,7 @@ def turned(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
 
 @pytest.mark.parametrize("theta", [10_000.0, 500_000])
 @pytest.mark.parametrize("alike", [False, True])
-def test_tokens_are_turned_by_their_own_positions(theta: float, alike: bool) -> None:
+def test_tokens_are_rotated_by_their_positions(theta: float, alike: bool) -> None:
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 5, 3, 8)))
     positions = np.array([[0, 1, 700, 3, -1], [4, -1, 2, 1, 0]], np.int32)[: 1 if alike else 2]
     np.testing.assert_allclose(
@@ -64,18 +64,18 @@ def test_tokens_are_turned_by_their_own_positions(theta: float, alike: bool) -> 
     )
 
 
-def test_a_row_that_is_no_token_is_as_at_position_0() -> None:
+def test_padding_is_rotated_as_position_0() -> None:
     x = jax.random.normal(jax.random.key(0), (1, 2, 3, 4))
     np.testing.assert_array_equal(rope(x, jnp.array([[-1, 0]])), x)
 
 
-def test_rope_is_what_tables_are_with_heads_second() -> None:
+def test_rope_equals_tables() -> None:
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
     tabled = jnp.swapaxes(apply_rotary_pos_emb(jnp.swapaxes(x, 1, 2), *tables(5, 8)), 1, 2)
     np.testing.assert_allclose(rope(x, jnp.arange(5)[None]), tabled, atol=1e-5)
 
 
-def test_bfloat16_is_turned_in_float32_and_rounded_once() -> None:
+def test_bfloat16_is_rotated_in_float32() -> None:
     x, positions = (
         jax.random.normal(jax.random.key(0), (1, 4, 2, 8), jnp.bfloat16),
         jnp.array([[0, 3, 900, 70_001]]),
@@ -89,7 +89,7 @@ def test_bfloat16_is_turned_in_float32_and_rounded_once() -> None:
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.sweep(keep=1)
-def test_a_sharded_array_is_turned_where_it_lies(axis_types: str) -> None:
+def test_rope_of_sharded_array_sends_nothing(axis_types: str) -> None:
     rules = sw.Strategy.loads(
         '[rules]\nbatch = "dp"\nquery_length = "sp"\nhead = "tp"\nhead_dim = "-"\n'
     )
@@ -112,7 +112,7 @@ def test_a_sharded_array_is_turned_where_it_lies(axis_types: str) -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_copies_of_kv_heads_are_adjacent(repeats: int) -> None:
+def test_repeated_kv_heads_are_adjacent(repeats: int) -> None:
     x = jnp.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
     for repeat, dim in ((repeat_kv_bnsh, 1), (repeat_kv_bsnh, 2)):
         found = repeat(x, repeats)
@@ -166,7 +166,7 @@ def test_copies_of_kv_heads_are_adjacent(repeats: int) -> None:
         (lambda x: repeat_kv_bsnh(x, 0), "n_rep=0 copies"),
     ],
 )
-def test_bad_arrays_are_named(call: Any, says: str) -> None:
+def test_invalid_shapes(call: Any, says: str) -> None:
     with pytest.raises(sw.RankMismatchError, match=re.escape(says)):
         call(jnp.zeros((1, 2, 4, 8)))
 
@@ -181,6 +181,6 @@ def test_bad_arrays_are_named(call: Any, says: str) -> None:
         (jnp.array([[0, 1]]), float("nan"), "theta: theta=nan"),
     ],
 )
-def test_what_rope_cannot_turn_by_is_named(positions: Any, theta: Any, says: str) -> None:
+def test_rope_with_invalid_positions(positions: Any, theta: Any, says: str) -> None:
     with pytest.raises(sw.LayerError, match=re.escape(says)):
         rope(jnp.zeros((1, 2, 4, 8)), positions, theta=theta)

@@ -1,4 +1,4 @@
-"""The examples' decoder, and programs that compile fast: what is asserted here does not depend on how well they run."""
+"""The examples' decoder, and programs that compile fast: their speed does not matter here."""
 
 from __future__ import annotations
 

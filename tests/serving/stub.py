@@ -1,4 +1,4 @@
-"""A model that needs no weights: what it writes is arithmetic on all tokens before, read from its cache."""
+"""A model without weights: its text is arithmetic on all earlier tokens, read from its cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPE = serving.CacheShape(layers=2, kv_heads=1, head_dim=1, dtype="float32")
 
 
 def stub(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> tuple[jax.Array, Any]:
-    """Call `3 * sum + params` modulo VOCAB likeliest, where the sum is that of all tokens, in every cache."""
+    """Make `(3 * sum + params) % VOCAB` the most likely token; the sum is of all tokens so far."""
     rows = tokens[:, :, None, None].astype(jnp.float32)
     before = [held_sum(cache) for cache in held]
     new = [cache.append(rows, rows, valid=valid).cache for cache in held]
@@ -27,7 +27,7 @@ def stub(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> tuple[j
 
 
 def held_sum(cache: Any) -> jax.Array:
-    """Return the sums of the tokens that slots hold, `[batch]` int32."""
+    """Return `[batch]` int32: the sum of the tokens in each slot."""
     view = cache.row_view()
     assert view.positions is not None
     held = (view.positions >= 0) & (view.positions < view.lengths[:, None])
@@ -35,7 +35,7 @@ def held_sum(cache: Any) -> jax.Array:
 
 
 def text_of(prompt: Sequence[int], count: int, *, shift: int) -> list[int]:
-    """Return what the model writes, greedily."""
+    """Return the greedy text of the model."""
     written: list[int] = []
     for _ in range(count):
         written.append((3 * (sum(prompt) + sum(written)) + shift) % VOCAB)

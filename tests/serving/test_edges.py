@@ -1,4 +1,4 @@
-"""At the edges: no text is silently cut, mixed up or drawn from nothing, and what an engine cannot do is said in one clear error."""
+"""Edge cases of an engine: threads, deleted weights, extreme sampling, invalid models."""
 
 from __future__ import annotations
 
@@ -37,14 +37,17 @@ def ask(**options: Any) -> Request:
     return Request(**{"prompt": PROMPT, "max_new_tokens": 5, **options})
 
 
-def test_to_compile_takes_no_token_from_those_who_write() -> None:
+def test_compile_gives_no_token_to_running_requests() -> None:
     engine = make()
     queued = engine.submit(ask())
     engine.compile()
     engine.step()
     with pytest.raises(
         ServingError,
-        match=r"compile\(\) was called while 1 requests are running\n  fix   compile before the first",
+        match=(
+            r"compile\(\) was called while 1 requests are running"
+            r"\n  fix   compile before the first"
+        ),
     ):
         engine.compile()
     assert list(queued) == TEXT
@@ -52,7 +55,7 @@ def test_to_compile_takes_no_token_from_those_who_write() -> None:
     assert [list(done.tokens) for done in engine.run([ask()])] == [TEXT]
 
 
-def test_a_handle_of_another_engine_ends_nothing_here() -> None:
+def test_cancel_with_handle_of_another_engine() -> None:
     one, other = make(), make()
     theirs, ours = one.submit(ask()), other.submit(ask())
     one.step()
@@ -74,7 +77,7 @@ def test_two_engines_take_turns() -> None:
     assert other.held().pages == 0
 
 
-def test_a_text_that_a_failure_cuts_short_does_not_look_whole() -> None:
+def test_iteration_raises_if_request_failed() -> None:
     def stop_at_third(token: int) -> None:
         if token == TEXT[2]:
             raise KeyError("no such listener")
@@ -95,7 +98,7 @@ def test_a_text_that_a_failure_cuts_short_does_not_look_whole() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_deleted_weights_free_every_request(steps: int) -> None:
+def test_deleted_weights_fail_every_request(steps: int) -> None:
     weights = jax.numpy.int32(1)
     engine = serving.Engine(stub, weights, shape=SHAPE, slots=2, capacity=16, prefill_chunk=2)
     handles = [engine.submit(ask(prompt=[*PROMPT, at])) for at in range(4)]
@@ -120,14 +123,14 @@ def test_deleted_weights_free_every_request(steps: int) -> None:
         engine.run([ask()])
 
 
-def test_an_engine_of_deleted_weights_is_refused() -> None:
+def test_engine_refuses_deleted_weights() -> None:
     weights = jax.numpy.int32(1)
     weights.delete()
     with pytest.raises(ServingError, match="params: arrays of the weights were deleted"):
         serving.Engine(stub, weights, shape=SHAPE, slots=2, capacity=16)
 
 
-def test_a_second_thread_is_told_and_disturbs_nothing() -> None:
+def test_second_thread_gets_error() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def wait(token: int) -> None:
@@ -148,7 +151,10 @@ def test_a_second_thread_is_told_and_disturbs_nothing() -> None:
     ):
         with pytest.raises(
             ServingError,
-            match="while another thread is in a call of this engine\n  fix   let one thread own the engine",
+            match=(
+                "while another thread is in a call of this engine"
+                "\n  fix   let one thread own the engine"
+            ),
         ):
             call()
     leave.set()
@@ -158,17 +164,17 @@ def test_a_second_thread_is_told_and_disturbs_nothing() -> None:
 
 
 @pytest.mark.parametrize("top_p", [1e-40, 1e-46])
-def test_a_top_p_that_float32_makes_nothing_leaves_the_likeliest(top_p: float) -> None:
+def test_tiny_top_p_keeps_most_likely_token(top_p: float) -> None:
     given = first_draws(1, {0: Sampling(temperature=1.0, top_p=top_p)})
     assert np.asarray(sample(jnp.asarray([[1.0, 2.0, 9.0, 3.0]]), given)).tolist() == [2]
 
 
-def test_a_small_temperature_does_not_overflow() -> None:
+def test_small_temperature_does_not_overflow() -> None:
     given = first_draws(1, {0: Sampling(temperature=2e-38)})
     assert np.asarray(sample(jnp.asarray([[1.0, 20.0, 30.0, -jnp.inf]]), given)).tolist() == [2]
 
 
-def test_a_top_p_of_one_cuts_nothing_though_sums_round() -> None:
+def test_top_p_of_one_keeps_all_tokens() -> None:
     # A likely token and many unlikely ones: in float32 their running sum reaches 1 before the last.
     chances = jax.nn.softmax(jnp.concatenate([jnp.zeros(1), jnp.full(50_000, -20.0)]))
     assert not np.all(np.asarray(jnp.cumsum(chances) - chances < 1))
@@ -176,17 +182,20 @@ def test_a_top_p_of_one_cuts_nothing_though_sums_round() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-39, 1e39, float("nan"), float("inf"), -1.0, True])
-def test_a_temperature_that_float32_does_not_hold_is_refused(temperature: Any) -> None:
+def test_invalid_temperature(temperature: Any) -> None:
     with pytest.raises(
         ServingError,
-        match=r"temperature=.*\n  fix   pass 0 for the most likely token, or a float in the range of float32, from 1.18e-38 to 3.4e\+38",
+        match=(
+            r"temperature=.*\n  fix   pass 0 for the most likely token, or a float in "
+            r"the range of float32, from 1.18e-38 to 3.4e\+38"
+        ),
     ):
         Sampling(temperature=temperature)
 
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
-    """It has `__hash__`, which fails: a list is in it."""
+    """A model whose `__hash__` fails, because it holds a list."""
 
     layers: list[int]
 
@@ -214,14 +223,17 @@ class Unhashable:
         ({"cache_options": None}, "cache_options: cache_options=None\n  fix   pass a mapping"),
         (
             {"cache_options": {"window": 4}},
-            r"cache_options=\['window'\]\n  fix   leave them out: slots, capacity and shape set them",
+            (
+                r"cache_options=\['window'\]"
+                r"\n  fix   leave them out: slots, capacity and shape set them"
+            ),
         ),
         ({"cache_options": {"batch": 4, "mode": "decode"}}, r"cache_options=\['batch', 'mode'\]"),
         ({"clock": None}, "clock: clock=None\n  fix   pass a function that returns seconds"),
         ({"manager": "fsdp"}, "manager: manager='fsdp'\n  fix   pass a PartitionManager"),
     ],
 )
-def test_an_engine_of_what_it_is_not_made_of(options: dict[str, Any], message: str) -> None:
+def test_invalid_engine_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ServingError, match=message):
         make(**options)
 
@@ -234,7 +246,7 @@ def test_an_engine_of_what_it_is_not_made_of(options: dict[str, Any], message: s
         (ask(), "requests: requests is Request\n  fix   pass a list"),
     ],
 )
-def test_what_is_no_request_is_refused_before_any_is_taken_on(given: Any, message: str) -> None:
+def test_run_refuses_invalid_requests_first(given: Any, message: str) -> None:
     engine = make()
     with pytest.raises(ServingError, match=message):
         engine.run(given)
@@ -268,7 +280,7 @@ def rounded(params: Any, tokens: Any, held: Any, valid: Any) -> Any:
         (rounded, "the model returned logits of int32\n  fix   return floating point"),
     ],
 )
-def test_what_a_model_returns_is_looked_at_in_every_step(model: Any, message: str) -> None:
+def test_model_results_are_checked_in_every_step(model: Any, message: str) -> None:
     shape = serving.CacheShape(layers=1, kv_heads=1, head_dim=1, dtype="float32")
     with pytest.raises(ServingError, match=message):
         make(model, shape=shape).run([ask()])
@@ -288,15 +300,21 @@ def stale(params: Any, tokens: Any, held: Any, valid: Any) -> Any:
     [
         (
             blind,
-            r"model: the model does not use valid, .*\n  fix   pass it on: append_and_attend\(\.\.\., valid=valid\)",
+            (
+                r"model: the model does not use valid, .*"
+                r"\n  fix   pass it on: append_and_attend\(\.\.\., valid=valid\)"
+            ),
         ),
         (
             stale,
-            "model: the model returned the cache of layer 1 unchanged, without the tokens\n  fix   return done.cache",
+            (
+                "model: the model returned the cache of layer 1 unchanged, without "
+                "the tokens\n  fix   return done.cache"
+            ),
         ),
     ],
 )
-def test_a_model_that_no_request_would_survive_is_refused_at_once(model: Any, message: str) -> None:
+def test_engine_refuses_model_without_valid(model: Any, message: str) -> None:
     with pytest.raises(ServingError, match=message):
         make(model)
 
@@ -306,7 +324,10 @@ def test_a_model_that_no_request_would_survive_is_refused_at_once(model: Any, me
     [
         (
             {"slots": 4},
-            r"BATCH: prefill_rows=1 does not divide over dp=2\n  rule .*\n  fix   pass prefill_rows=2, or add",
+            (
+                r"BATCH: prefill_rows=1 does not divide over dp=2\n  rule .*"
+                r"\n  fix   pass prefill_rows=2, or add"
+            ),
         ),
         (
             {"slots": 3, "prefill_rows": 2},
@@ -314,9 +335,7 @@ def test_a_model_that_no_request_would_survive_is_refused_at_once(model: Any, me
         ),
     ],
 )
-def test_a_batch_that_does_not_divide_is_named_as_the_engine_names_it(
-    options: dict[str, Any], message: str
-) -> None:
+def test_indivisible_batch_names_engine_argument(options: dict[str, Any], message: str) -> None:
     pm = sw.PartitionManager(
         sw.Strategy.loads('[rules]\nbatch = "dp"\nkv_length = "-"\nkv_head = "-"\n'),
         mesh=cpu_mesh("dp:2"),
@@ -325,7 +344,7 @@ def test_a_batch_that_does_not_divide_is_named_as_the_engine_names_it(
         make(manager=pm, **options)
 
 
-def test_a_window_is_said_by_the_shape() -> None:
+def test_window_comes_from_cache_shape() -> None:
     with pytest.raises(
         CacheError, match=r"a sliding cache needs a window\n  fix   .*CacheShape\(window=...\)"
     ):
@@ -337,7 +356,7 @@ def test_a_window_is_said_by_the_shape() -> None:
         make(shape=dataclasses.replace(SHAPE, dtype="bfloat16"))
 
 
-def test_an_engine_without_a_manager_stays_off_its_mesh() -> None:
+def test_engine_without_manager_called_under_one() -> None:
     engine = make()
     handle = engine.submit(ask())
     engine.step()

@@ -1,4 +1,4 @@
-"""The engine around a model of arithmetic: who is served, in which order, what is streamed, how requests end."""
+"""The engine with a model of arithmetic: order, streaming, ends of requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_empty(engine: serving.Engine) -> None:
     [{}, {"prefill_rows": 2}, PAGED, PAGED | {"prefill_rows": 2}],
     ids=["one", "two", "paged", "paged two"],
 )
-def test_ragged_requests_each_get_their_text(options: dict[str, Any]) -> None:
+def test_ragged_requests_get_their_texts(options: dict[str, Any]) -> None:
     engine = make(**options)
     draw = np.random.default_rng(0)
     requests = [
@@ -59,7 +59,7 @@ def test_ragged_requests_each_get_their_text(options: dict[str, Any]) -> None:
     assert_empty(engine)
 
 
-def test_tokens_stream_while_others_are_prefilled() -> None:
+def test_tokens_stream_while_others_prefill() -> None:
     engine, seen = make(), []
     first = engine.submit(
         Request(prompt=[1], max_new_tokens=6, on_token=lambda token: seen.append(("first", token)))
@@ -72,14 +72,14 @@ def test_tokens_stream_while_others_are_prefilled() -> None:
     while engine.step():
         pass
     order = [name for name, _ in seen]
-    # The second prompt takes three chunks; the first request writes a token beside each of them.
+    # The second prompt takes three chunks; the first request gets a token beside each of them.
     assert order == ["first", "first", "first", "first", "second", "first", "second", "first"]
     assert [token for name, token in seen if name == "first"] == TEXT == list(first)
     assert second.result().tokens == tuple(text_of([1] * 9, 2, shift=SHIFT))
     assert_empty(engine)
 
 
-def test_a_handle_is_an_iterator_that_drives_the_engine() -> None:
+def test_iterating_over_handle_drives_engine() -> None:
     engine = make()
     other = engine.submit(Request(prompt=[2], max_new_tokens=3))
     handle = engine.submit(Request(prompt=[3, 4], max_new_tokens=4))
@@ -104,7 +104,7 @@ def test_a_handle_is_an_iterator_that_drives_the_engine() -> None:
         (([7, 2, 0],), 6),
     ],
 )
-def test_a_stop_sequence_ends_the_text_and_is_no_part_of_it(stop: Any, kept: int) -> None:
+def test_stop_sequence_is_not_part_of_text(stop: Any, kept: int) -> None:
     engine, seen = make(), []
     done = engine.submit(
         Request(prompt=[1], max_new_tokens=6, stop=stop, on_token=seen.append)
@@ -114,7 +114,7 @@ def test_a_stop_sequence_ends_the_text_and_is_no_part_of_it(stop: Any, kept: int
     assert_empty(engine)
 
 
-def test_requests_are_cancelled_wherever_they_are() -> None:
+def test_cancel_in_every_phase() -> None:
     engine = make()
     decoding, prefilling, queued, last = (
         engine.submit(Request(prompt=[at] * 5, max_new_tokens=9)) for at in (1, 2, 3, 4)
@@ -141,7 +141,7 @@ def test_requests_are_cancelled_wherever_they_are() -> None:
     assert_empty(engine)
 
 
-def test_a_callback_may_cancel_and_submit() -> None:
+def test_callback_may_cancel_and_submit() -> None:
     engine, more = make(), []
 
     def on_token(token: int) -> None:
@@ -157,7 +157,7 @@ def test_a_callback_may_cancel_and_submit() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 3, 5])
-def test_a_callback_that_fails_fails_its_request_alone(at: int) -> None:
+def test_failing_callback_fails_only_its_request(at: int) -> None:
     engine, error = make(), KeyError("theirs")
 
     def on_token(token: int) -> None:
@@ -173,7 +173,7 @@ def test_a_callback_that_fails_fails_its_request_alone(at: int) -> None:
     assert_empty(engine)
 
 
-def test_a_callback_that_steps_is_told_not_to() -> None:
+def test_step_inside_callback() -> None:
     engine = make()
     done = engine.submit(
         Request(prompt=[1], max_new_tokens=2, on_token=lambda token: engine.step())
@@ -184,7 +184,7 @@ def test_a_callback_that_steps_is_told_not_to() -> None:
     assert_empty(engine)
 
 
-def test_the_queue_is_bounded_and_run_waits_for_it() -> None:
+def test_queue_is_bounded_and_run_waits() -> None:
     engine = make(queue=2)
     for _ in range(2):
         engine.submit(Request(prompt=[1], max_new_tokens=2))
@@ -197,7 +197,7 @@ def test_the_queue_is_bounded_and_run_waits_for_it() -> None:
     assert_empty(engine)
 
 
-def test_what_can_never_be_served_is_refused() -> None:
+def test_submit_refuses_impossible_requests() -> None:
     engine = make(**PAGED)
     for request, says in (
         (
@@ -221,7 +221,7 @@ def test_what_can_never_be_served_is_refused() -> None:
     assert_empty(engine)
 
 
-def test_compiling_ahead_changes_nothing_and_leaves_nothing_to_compile() -> None:
+def test_compile_leaves_nothing_to_compile() -> None:
     engine = make(slots=3)
     engine.compile()
     assert_empty(engine)
@@ -237,7 +237,7 @@ def test_compiling_ahead_changes_nothing_and_leaves_nothing_to_compile() -> None
     assert_empty(engine)
 
 
-def test_the_report_counts() -> None:
+def test_report_counts() -> None:
     now = iter(range(10_000))
     engine = make(clock=lambda: float(next(now)))
     engine.run([Request(prompt=[1] * 4, max_new_tokens=6), Request(prompt=[2], max_new_tokens=1)])
@@ -276,7 +276,7 @@ def test_the_report_counts() -> None:
         ),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], says: str) -> None:
+def test_invalid_counts(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ServingError, match=says):
         make(**options)
 
@@ -298,7 +298,7 @@ def half(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
         (half, "other caches than it was given"),
     ],
 )
-def test_a_model_that_returns_something_else_is_refused(model: Any, says: str) -> None:
+def test_invalid_model_result(model: Any, says: str) -> None:
     with pytest.raises(ServingError, match=says):
         make(model)
 
@@ -313,7 +313,7 @@ def forgets(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
 
 
 def fills(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
-    """Append what is no token too."""
+    """Append padding too."""
     logits, _ = stub(params, tokens, held, valid)
     return logits, stub(params, tokens, held, jnp.ones_like(valid))[1]
 
@@ -330,12 +330,15 @@ def divides(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
         (forgets, "a cache refused its tokens\n  fix   return done.cache"),
         (
             fills,
-            "the caches grew by another number of tokens than were read\n  fix   pass valid= on to append_and_attend, and return done.cache",
+            (
+                "the caches grew by another number of tokens than were read"
+                "\n  fix   pass valid= on to append_and_attend, and return done.cache"
+            ),
         ),
         (divides, "the logits are not numbers"),
     ],
 )
-def test_what_goes_wrong_on_the_device_fails_the_request(model: Any, says: str) -> None:
+def test_device_error_fails_request(model: Any, says: str) -> None:
     engine = make(model)
     done = engine.submit(Request(prompt=[12], max_new_tokens=2)).result()
     assert done.finish is Finish.FAILED

@@ -1,4 +1,4 @@
-"""Random requests, cancels and failures at every place where an engine can fail: nothing leaks, and no text is ever wrong."""
+"""Random requests, cancels and failures everywhere in an engine: no leak and no wrong text."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PARTS = ("prefill", "insert", "decode", "clear_rows", "clear_slots")
 
 
 class Injected(Exception):
-    """What is raised on purpose."""
+    """An error that the test injects."""
 
 
 class Faults:
-    """Makes the device side of an engine fail, before an operation or after it, where the arrays have changed and no one knows."""
+    """Makes calls of an engine's arrays fail, before or after the arrays have changed."""
 
     def __init__(self, engine: serving.Engine, draw: random.Random) -> None:
         self.draw, self.chance, self.raised = draw, 0.0, 0
@@ -120,22 +120,26 @@ def finish(engine: serving.Engine) -> None:
 
 
 def assert_held_is_known(engine: serving.Engine) -> None:
-    """What the devices hold is what the books say, and what waits to be emptied."""
-    held, books = engine.held(), engine._scheduler
+    """Check that the devices hold what the scheduler knows: jobs, and dirty rows and slots."""
+    held, scheduler = engine.held(), engine._scheduler
     for slot, length in enumerate(held.slot_lengths):
-        job = books.decoding().get(slot)
+        job = scheduler.decoding().get(slot)
         if job is not None:
             assert length == len(job.request.prompt) + len(job.written) - 1
         else:
-            assert length == 0 or slot in books.dirty_slots
+            assert length == 0 or slot in scheduler.dirty_slots
     for row, length in enumerate(held.row_lengths):
         assert length == (
-            books.rows[row].read if row in books.rows else length if row in books.dirty_rows else 0
+            scheduler.rows[row].read
+            if row in scheduler.rows
+            else length
+            if row in scheduler.dirty_rows
+            else 0
         )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_operations_with_failures_leak_nothing(kind: str) -> None:
+def test_random_failures_leak_nothing(kind: str) -> None:
     handles, faults = run(kind, 300, seed=1, chance=0.03)
     whys = [handle.completion.finish for handle in handles if handle.completion]
     assert set(whys) == set(Finish)
@@ -143,7 +147,7 @@ def test_random_operations_with_failures_leak_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_failures_none_fails(kind: str) -> None:
+def test_no_request_fails_without_failures(kind: str) -> None:
     handles, _ = run(kind, 200, seed=2, chance=0.0)
     whys = [handle.completion.finish for handle in handles if handle.completion]
     assert set(whys) == {Finish.LENGTH, Finish.STOP, Finish.CANCELLED}
@@ -159,7 +163,7 @@ def test_ten_thousand_random_operations_leak_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_one_failure_costs_at_most_those_whose_state_it_took(part: str, after: bool) -> None:
+def test_failure_fails_only_requests_with_lost_arrays(part: str, after: bool) -> None:
     engine = serving.Engine(
         stub,
         np.int32(1),

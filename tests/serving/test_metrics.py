@@ -22,7 +22,7 @@ def test_percentiles_are_samples(samples: list[float], expected: tuple[float, ..
     )
 
 
-def test_without_samples_there_are_none() -> None:
+def test_percentiles_without_samples() -> None:
     report = Meter(lambda: 0.0).report(4)
     assert (
         report.first_token,
@@ -33,7 +33,7 @@ def test_without_samples_there_are_none() -> None:
     assert "first token   none" in str(report)
 
 
-def test_only_the_latest_times_are_kept_and_ended_requests_are_forgotten() -> None:
+def test_meter_keeps_latest_samples_only() -> None:
     now = [0.0]
     meter = Meter(lambda: now[0])
     meter.submitted(0)

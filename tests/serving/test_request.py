@@ -37,7 +37,7 @@ from shardwright.serving import Request, Sampling
         ),
     ],
 )
-def test_bad_requests(fields: dict[str, Any], says: str) -> None:
+def test_invalid_requests(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ServingError, match=says):
         Request(**({"prompt": [1], "max_new_tokens": 1} | fields))
 
@@ -50,7 +50,10 @@ def test_bad_requests(fields: dict[str, Any], says: str) -> None:
         ({"temperature": float("inf")}, "temperature=inf"),
         (
             {"top_k": 0},
-            "top_k must be an integer from 1 to 2147483647, got 0\n  fix   pass a number of tokens, or None for all",
+            (
+                "top_k must be an integer from 1 to 2147483647, got 0"
+                "\n  fix   pass a number of tokens, or None for all"
+            ),
         ),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.1}, "top_p=1.1"),
@@ -58,7 +61,7 @@ def test_bad_requests(fields: dict[str, Any], says: str) -> None:
         ({"seed": -1, "top_k": 1.5}, "(?s)2 problems.*got 1.5.*got -1"),
     ],
 )
-def test_bad_sampling(fields: dict[str, Any], says: str) -> None:
+def test_invalid_sampling(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ServingError, match=says):
         Sampling(**fields)
 

@@ -1,4 +1,4 @@
-"""Whatever is served beside it, and on whatever mesh: a request gets the text that it gets alone and unsharded."""
+"""A request gets the same text on every mesh and beside any other request."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ QUICK = {("dense", "serve_tp"), ("sliding", "serve_long_context"), ("paged", "se
 @functools.cache
 def weights() -> Any:
     pm = sw.PartitionManager(sw.Strategy.preset("single"), mesh=cpu_mesh("dp:1"))
-    # Wide logits: no two tokens are so alike that the order of a sum decides.
+    # Logits differ widely, so that the order of a sum does not change the most likely token.
     return jax.tree.map(
         lambda x: 1.5 * np.asarray(x), pm.init(decoder_specs(TINY), jax.random.key(3))
     )
 
 
 def requests(count: int) -> list[Request]:
-    """Ragged prompts, greedy ones and drawn ones, some with stops."""
+    """Prompts of different lengths, greedy and sampled, some with stop sequences."""
     draw = np.random.default_rng(7)
     made = []
     for at in range(count):
@@ -106,20 +106,20 @@ def cells(*, quick: bool) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("kind", "strategy"), cells(quick=True))
 @pytest.mark.sweep(keep=1)
-def test_texts_are_those_of_requests_alone(kind: str, strategy: str) -> None:
+def test_text_equals_request_alone(kind: str, strategy: str) -> None:
     assert_same(kind, strategy, 12, slots=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "strategy"), cells(quick=False))
-def test_texts_are_those_of_requests_alone_everywhere(kind: str, strategy: str) -> None:
+def test_text_equals_request_alone_on_all_meshes(kind: str, strategy: str) -> None:
     assert_same(kind, strategy, 12, slots=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", MESHES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_sixty_four_texts_are_those_of_requests_alone(kind: str, strategy: str) -> None:
+def test_sixty_four_texts_equal_requests_alone(kind: str, strategy: str) -> None:
     assert_same(kind, strategy, 64, slots=16)
 
 
@@ -131,7 +131,7 @@ def test_sixty_four_texts_are_those_of_requests_alone(kind: str, strategy: str) 
         pytest.param("sliding", marks=pytest.mark.slow),
     ],
 )
-def test_prefill_on_a_mesh_of_its_own_changes_no_text(kind: str) -> None:
+def test_prefill_on_its_own_mesh_changes_no_text(kind: str) -> None:
     first = manager_of("single")
     params = first.shard(weights(), decoder_specs(TINY), role="param")
     apart = engine(
@@ -143,7 +143,7 @@ def test_prefill_on_a_mesh_of_its_own_changes_no_text(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_ring_of_a_window_alone_changes_no_text() -> None:
+def test_ring_of_window_size_changes_no_text() -> None:
     """Chunks overwrite what their own queries see, in a batch of one prompt."""
     given = requests(12)
     shape, pm = cache_shape(TINY, window=WINDOW), manager_of("single")
@@ -159,7 +159,7 @@ def test_a_ring_of_a_window_alone_changes_no_text() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "paged"])
-def test_greedy_texts_are_what_the_model_calls_likeliest_without_a_cache(kind: str) -> None:
+def test_greedy_text_equals_uncached_argmax(kind: str) -> None:
     tokens = np.zeros((12, CAPACITY), np.int32)
     given = requests(12)
     for row, request, done in zip(tokens, given, alone(kind, 12), strict=True):

@@ -17,7 +17,7 @@ DRAWN = 4000
 
 
 def drawn(sampling: Sampling, logits: Any = LOGITS) -> np.ndarray:
-    """Return the first tokens of one text of which only the position differs."""
+    """Return draws from the same logits that differ only in the index."""
     one = first_draws(DRAWN, dict.fromkeys(range(DRAWN), sampling))
     draw = Draw(
         temperature=one.temperature,
@@ -46,14 +46,14 @@ def drawn(sampling: Sampling, logits: Any = LOGITS) -> np.ndarray:
         (Sampling(), [0, 1, 0, 0, 0]),
     ],
 )
-def test_tokens_come_as_often_as_they_should(sampling: Sampling, chances: list[float]) -> None:
+def test_sampling_frequencies(sampling: Sampling, chances: list[float]) -> None:
     found = np.bincount(drawn(sampling), minlength=5) / DRAWN
-    # Four standard deviations of a share of so many draws are at most 0.032.
+    # Four standard deviations of a relative frequency are at most 0.032 here.
     np.testing.assert_allclose(found, chances, atol=0.032)
     assert all(share == 0 for share, chance in zip(found, chances, strict=True) if chance == 0)
 
 
-def test_a_token_depends_on_its_own_logits_seed_and_index_alone() -> None:
+def test_token_depends_on_own_logits_seed_and_index() -> None:
     logits = jax.random.normal(jax.random.key(0), (6, 40))
     sampling = {
         at: Sampling(temperature=0.5 + at, top_k=5 * at + 1, top_p=0.9, seed=at)
@@ -82,10 +82,10 @@ def test_seeds_and_positions_draw_differently() -> None:
     [([np.nan, 1, 2], -1), ([-np.inf] * 3, -1), ([np.inf, 0, 1], -1), ([-np.inf, 0, -np.inf], 1)],
 )
 @pytest.mark.sweep(keep=3)
-def test_what_is_no_number_is_told(row: list[float], token: int, temperature: float) -> None:
+def test_logits_that_are_not_numbers(row: list[float], token: int, temperature: float) -> None:
     given = first_draws(1, {0: Sampling(temperature=temperature)})
     assert np.asarray(sample(jnp.asarray([row], jnp.float32), given)).tolist() == [token]
 
 
-def test_the_likeliest_is_the_lowest_among_equals() -> None:
+def test_argmax_takes_lowest_of_equal_tokens() -> None:
     assert np.asarray(sample(jnp.zeros((2, 4)), first_draws(2, {}))).tolist() == [0, 0]

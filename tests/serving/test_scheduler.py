@@ -1,4 +1,4 @@
-"""The scheduler, without any device: random operations never lose a slot, a row or a page, and no one is overtaken."""
+"""The scheduler: random operations lose no slot, row or page, and overtake nobody."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def job(number: int, prompt: int, new: int) -> Job:
 
 
 def assert_consistent(scheduler: Scheduler, jobs: list[Job]) -> None:
-    """Everything belongs to one job, to no one, or waits to be emptied."""
+    """Check that every row and slot belongs to one job, is free, or is dirty."""
     assert scheduler.rows.keys().isdisjoint(scheduler.dirty_rows)
     assert scheduler.slots.keys().isdisjoint(scheduler.dirty_slots)
     for number, phases in (
@@ -35,7 +35,7 @@ def assert_consistent(scheduler: Scheduler, jobs: list[Job]) -> None:
 
 
 def operate(scheduler: Scheduler, draw: random.Random, jobs: list[Job]) -> None:
-    """Do one thing that an engine may do, at any time that it may."""
+    """Do one thing that an engine may do at this time."""
     what = draw.choice(
         [
             "submit",
@@ -115,7 +115,7 @@ def test_ten_thousand_random_operations_lose_nothing(seed: int) -> None:
     run(10_000, seed)
 
 
-def test_the_first_that_waits_for_pages_is_not_overtaken() -> None:
+def test_request_waiting_for_pages_is_not_overtaken() -> None:
     scheduler = Scheduler(LIMITS)
     large, larger, small = job(0, 12, 8), job(1, 13, 8), job(2, 1, 1)
     for one in (large, larger, small):
@@ -140,7 +140,7 @@ def test_the_first_that_waits_for_pages_is_not_overtaken() -> None:
         ),
     ],
 )
-def test_what_can_never_fit_is_refused(prompt: int, new: int, limits: Limits, says: str) -> None:
+def test_impossible_requests(prompt: int, new: int, limits: Limits, says: str) -> None:
     with pytest.raises(ServingError, match=says):
         Scheduler(limits).submit(job(0, prompt, new))
     Scheduler(limits).submit(job(0, prompt - 1, new))

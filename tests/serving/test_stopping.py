@@ -26,11 +26,11 @@ STOP = ((5,), (1, 2, 3), (2, 3), (1, 2, 1, 2, 4))
         ((2, 7), 0, 0),
     ],
 )
-def test_the_longest_counts(tokens: tuple[int, ...], length: int, held: int) -> None:
+def test_longest_stop_sequence_counts(tokens: tuple[int, ...], length: int, held: int) -> None:
     assert stopped_by(tokens, STOP) == length
     assert may_begin(tokens, STOP) == held
 
 
-def test_without_stops_nothing_is_held_back() -> None:
+def test_nothing_is_withheld_without_stops() -> None:
     assert stopped_by((1, 2), ()) == 0
     assert may_begin((1, 2), ()) == 0
