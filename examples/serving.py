@@ -44,7 +44,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "quantized": {"capacity": CAPACITY},
     "paged": {"capacity": CAPACITY, "cache_options": {"page_size": 16, "pages": 64}},
 }
-STREAMED, CANCELLED = (0, 1), 5
+STREAMED, CANCELED = (0, 1), 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,7 +149,7 @@ def serve(engine: Engine, requests: Sequence[Request], say: Any) -> list[Complet
         for token in handles[number]:
             text.append(token)
             if number == STREAMED[0] and len(text) == 2:
-                handles[CANCELLED].cancel()
+                handles[CANCELED].cancel()
         say(f"request {number}: {bytes(requests[number].prompt)[-24:]!r} -> {bytes(text)!r}")
     return [handle.result() for handle in handles]
 
@@ -160,7 +160,7 @@ def differing(alone: Engine, requests: Sequence[Request], done: Sequence[Complet
     for number, (request, completion) in enumerate(zip(requests, done, strict=True)):
         tokens = alone.submit(request).result().tokens
         if completion.tokens != (
-            tokens[: len(completion.tokens)] if completion.finish is Finish.CANCELLED else tokens
+            tokens[: len(completion.tokens)] if completion.finish is Finish.CANCELED else tokens
         ):
             different.append(number)
     return different

@@ -16,7 +16,7 @@ def test_every_text_is_what_the_request_gives_alone(
     assert serving.main(["--quick", "--json", "--cache", cache]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["different"] == []
-    assert (said["report"]["requests"], said["report"]["finished"]["cancelled"]) == (12, 1)
+    assert (said["report"]["requests"], said["report"]["finished"]["canceled"]) == (12, 1)
     assert said["report"]["slots_in_use"] > 2
 
 

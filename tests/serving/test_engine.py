@@ -136,7 +136,7 @@ def test_cancel_in_every_phase() -> None:
     assert decoding.result().tokens == tuple(
         text_of([1] * 5, 9, shift=SHIFT)[: len(decoding.tokens)]
     )
-    assert (len(decoding.tokens), queued.result().finish) == (3, Finish.CANCELLED)
+    assert (len(decoding.tokens), queued.result().finish) == (3, Finish.CANCELED)
     assert list(last) == text_of([4] * 5, 9, shift=SHIFT)
     assert_empty(engine)
 
@@ -150,7 +150,7 @@ def test_callback_may_cancel_and_submit() -> None:
             more.append(engine.submit(Request(prompt=[1], max_new_tokens=2)))
 
     handle = engine.submit(Request(prompt=[1], max_new_tokens=6, on_token=on_token))
-    assert handle.result().finish is Finish.CANCELLED
+    assert handle.result().finish is Finish.CANCELED
     assert handle.tokens == tuple(TEXT[:3])
     assert list(more[0]) == TEXT[:2]
     assert_empty(engine)
@@ -169,7 +169,7 @@ def test_failing_callback_fails_only_its_request(at: int) -> None:
     assert list(other) == TEXT
     assert failing.completion is not None
     assert (failing.completion.finish, failing.completion.error) == (Finish.FAILED, error)
-    assert engine.report().finished == {"length": 1, "stop": 0, "cancelled": 0, "failed": 1}
+    assert engine.report().finished == {"length": 1, "stop": 0, "canceled": 0, "failed": 1}
     assert_empty(engine)
 
 

@@ -150,7 +150,7 @@ def test_random_failures_leak_nothing(kind: str) -> None:
 def test_no_request_fails_without_failures(kind: str) -> None:
     handles, _ = run(kind, 200, seed=2, chance=0.0)
     whys = [handle.completion.finish for handle in handles if handle.completion]
-    assert set(whys) == {Finish.LENGTH, Finish.STOP, Finish.CANCELLED}
+    assert set(whys) == {Finish.LENGTH, Finish.STOP, Finish.CANCELED}
 
 
 @pytest.mark.slow

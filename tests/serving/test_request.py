@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwright import serving
 from shardwright.errors import ServingError
 from shardwright.serving import Request, Sampling
 
@@ -73,3 +74,10 @@ def test_tokens_may_be_any_integers() -> None:
     assert made.prompt == (3, 4)
     assert made.stop == ((7,), (8, 9))
     assert made.rows == 6
+
+
+def test_british_name_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Finish\.CANCELLED is now Finish\.CANCELED;"):
+        assert serving.Finish.CANCELLED is serving.Finish.CANCELED  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="LOST"):
+        _ = serving.Finish.LOST  # type: ignore[attr-defined]

@@ -78,7 +78,7 @@ def operate(scheduler: Scheduler, draw: random.Random, jobs: list[Job]) -> None:
             scheduler.write(one, draw.randint(0, 7))
     elif what in ("cancel", "fail") and jobs:
         one = draw.choice(jobs)
-        scheduler.end(one, Finish.CANCELLED) if what == "cancel" else scheduler.fail(
+        scheduler.end(one, Finish.CANCELED) if what == "cancel" else scheduler.fail(
             one, RuntimeError("injected")
         )
     elif what == "clean":
@@ -94,7 +94,7 @@ def run(operations: int, seed: int) -> None:
         operate(scheduler, draw, jobs)
         assert_consistent(scheduler, jobs)
     for one in jobs:
-        scheduler.end(one, Finish.CANCELLED)
+        scheduler.end(one, Finish.CANCELED)
     scheduler.clean(rows=range(2), slots=range(3))
     assert scheduler.idle
     assert scheduler.free_pages == 9
@@ -122,7 +122,7 @@ def test_request_waiting_for_pages_is_not_overtaken() -> None:
         scheduler.submit(one)
     assert scheduler.admit() == [large]  # 5 pages of 9: the next needs 5 too
     assert scheduler.free_pages == 4
-    scheduler.end(large, Finish.CANCELLED)
+    scheduler.end(large, Finish.CANCELED)
     assert scheduler.admit() == []  # until the device has emptied what it had
     scheduler.clean(rows=[0], slots=[0])
     assert scheduler.admit() == [larger, small]

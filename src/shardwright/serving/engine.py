@@ -222,7 +222,7 @@ class Engine:
             job = handle._job
             if job.completion is not None:
                 return False
-            self._scheduler.end(job, Finish.CANCELLED)
+            self._scheduler.end(job, Finish.CANCELED)
             if not self._loop.stepping:
                 self._loop.clean()
             return True

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import numbers
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,12 +118,23 @@ class Request:
         )
 
 
-class Finish(enum.StrEnum):
+class _FinishNames(enum.EnumMeta):
+    """Gives `Finish.CANCELLED` for one more release."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name != "CANCELLED":
+            raise AttributeError(name)
+        what = "Finish.CANCELLED is now Finish.CANCELED; the old name goes away in the next release"
+        warnings.warn(what, DeprecationWarning, stacklevel=2)
+        return cls["CANCELED"]
+
+
+class Finish(enum.StrEnum, metaclass=_FinishNames):
     """Why a request ended."""
 
     LENGTH = "length"
     STOP = "stop"
-    CANCELLED = "cancelled"
+    CANCELED = "canceled"
     FAILED = "failed"
 
 
