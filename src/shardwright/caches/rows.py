@@ -97,6 +97,8 @@ class RowCache(KVCache):
             sharding.place(jnp.asarray(x), (EMPTY,)) for x in (view.lengths, slots, self.length)
         )
         held = _held_positions(view, sharding)
+        # A source that is a ring may have lost positions. That matters only for positions that a
+        # query in this cache can still see.
         first = jnp.min(jnp.where(held >= 0, held, lengths[:, None]), axis=1)
         needed = positions.first_needed(spec, lengths)
         named = refusals.named_slots(slots, spec.batch)
@@ -107,6 +109,7 @@ class RowCache(KVCache):
             ((needed < first) & (needed < lengths), Refusal.POSITIONS_MISSING),
         )
         done = refused == Refusal.NONE
+        # As in `_append`: of a sequence longer than this ring, only the last rows are written.
         kept = done[:, None] & (held >= 0) & (held >= lengths[:, None] - spec.capacity)
         rows = jnp.where(kept, positions.row_of(spec, held), spec.capacity)
         buffers = scatter.scatter_rows(
@@ -158,6 +161,7 @@ class RowCache(KVCache):
 
     def _reorder(self, parents: jax.Array, *, group: int) -> Change[Self]:
         sharding = self._sharding
+        # A refused slot keeps its own sequence: it is its own parent.
         own = sharding.place(jnp.arange(self.batch, dtype=jnp.int32), (BATCH,))
         wanted = sharding.place(jnp.asarray(parents), (BATCH,))
         outside = refusals.outside_group(wanted, own, batch=self.batch, group=group)

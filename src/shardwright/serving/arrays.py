@@ -218,6 +218,7 @@ class Arrays:
         with setup.under(MODE_DECODE):
             read = jax.make_jaxpr(functools.partial(steps.read, setup.model), return_shape=True)
             traced, (logits, _) = read(setup.params, tokens, self.slots.caches, valid)
+        # `valid` is the last input of the traced program: some equation has to read it.
         used = (variable for equation in traced.jaxpr.eqns for variable in equation.invars)
         if not any(variable is traced.jaxpr.invars[-1] for variable in used):
             raise ServingError(

@@ -212,13 +212,12 @@ class Scheduler:
 
     def ready(self) -> list[Move]:
         """Return the jobs whose prompts are completely read and that are not in their slots yet."""
-        slots = {id(job): slot for slot, job in self.slots.items()}
-        done = (
-            (row, job)
-            for row, job in sorted(self.rows.items())
-            if job.read == len(job.request.prompt)
-        )
-        return [Move(job=job, row=row, slot=slots[id(job)]) for row, job in done]
+        moves = []
+        for row, job in sorted(self.rows.items()):
+            if job.read == len(job.request.prompt):
+                assert job.slot is not None
+                moves.append(Move(job=job, row=row, slot=job.slot))
+        return moves
 
     def move(self, jobs: Sequence[Job]) -> None:
         """Record that jobs are in their slots; their rows become dirty."""
@@ -238,6 +237,7 @@ class Scheduler:
         stop = job.request.stop_sequences
         length = stopped_by(job.written, stop)
         done = length > 0 or len(job.written) == job.request.max_new_tokens
+        # The tokens of a stop sequence are dropped. Tokens that may still become one wait.
         withheld = length or (0 if done else may_begin(job.written, stop))
         new = job.written[len(job.text) : len(job.written) - withheld]
         job.text += new
@@ -258,6 +258,7 @@ class Scheduler:
             del self.slots[job.slot]
         job.phase = Phase.DONE
         job.completion = Completion(tokens=tuple(job.text), finish=finish, error=error)
+        # Counted later, by the loop, because `cancel` may be called in the middle of a step.
         self._ended.append(job)
 
     def fail(self, job: Job, error: Exception) -> None:

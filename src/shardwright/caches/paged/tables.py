@@ -99,13 +99,15 @@ def append(owned: Ownership, is_token: jax.Array, *, capacity: int, page_size: i
     """
     counts = jnp.sum(is_token, axis=1, dtype=jnp.int32)
     over = owned.length + counts > capacity
+    # A chunk that starts inside a page can touch one page more than its length suggests.
+    most = min(count_pages(is_token.shape[1] - 1, page_size) + 1, owned.tables.shape[1])
     claim = claims.claim_pages(
         owned.references,
         owned.at(owned.length[:, None] // page_size)[:, 0],
         lengths=owned.length,
         counts=jnp.where(over, 0, counts),
         page_size=page_size,
-        most=min(count_pages(is_token.shape[1] - 1, page_size) + 1, owned.tables.shape[1]),
+        most=most,
     )
     owned = owned.take(claim, jnp.arange(counts.shape[0], dtype=jnp.int32))
     positions = owned.length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
@@ -152,12 +154,14 @@ def insert(
         (jnp.sum(held >= 0, axis=1) < lengths, Refusal.POSITIONS_MISSING),
     )
     counts = jnp.where(refused == Refusal.NONE, lengths, 0)
+    # A free slot has no tokens and no partly filled page.
     nothing = jnp.zeros_like(lengths)
     most = min(count_pages(held.shape[1], page_size), owned.tables.shape[1])
     claim = claims.claim_pages(
         owned.references, nothing, lengths=nothing, counts=counts, page_size=page_size, most=most
     )
     held = jnp.where(claim.served[:, None], held, -1)
+    # An empty row has position -1. Its page is clipped here and replaced by "no page" below.
     page = jnp.take_along_axis(claim.pages, jnp.clip(held // page_size, 0, most - 1), axis=1)
     return Decision(
         owned=dataclasses.replace(
@@ -198,6 +202,7 @@ def share(
         refusals.invalid_length(wanted, held),
     )
     done = refused == Refusal.NONE
+    # Refused entries read the table of slot 0, but use none of its pages: their length is 0.
     rows = owned.tables[jnp.where(done, sources, 0)]
     shared = Ownership(
         length=jnp.where(done, wanted, 0), tables=rows, references=owned.references
@@ -230,6 +235,7 @@ def reorder(owned: Ownership, parents: jax.Array, *, group: int, page_size: int)
     own = jnp.arange(parents.shape[0], dtype=jnp.int32)
     outside = refusals.outside_group(parents, own, batch=parents.shape[0], group=group)
     parents = jnp.where(outside, own, parents)
+    # Children reference the pages of their parents. Pages used before lose one reference.
     after = dataclasses.replace(owned, length=owned.length[parents], tables=owned.tables[parents])
     references = refer(refer(owned.references, after.held(page_size), 1), owned.held(page_size), -1)
     return Decision(
