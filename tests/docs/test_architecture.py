@@ -19,7 +19,7 @@ import pytest
 import shardwright as sw
 from shardwright import attention, caches, serving
 from shardwright.testing import cpu_mesh
-from tests.docs.snippets import ROOT, anchors, blocks, links
+from tests.docs.snippets import COLUMNS, ROOT, anchors, blocks, links
 from tests.test_house import ORDER
 from tools.pictures.rooms import ROOMS
 
@@ -90,6 +90,11 @@ def location(name: str) -> Path:
 def test_the_page_has_four_paths() -> None:
     assert len(PATHS) == 4
     assert all(len(steps) >= 6 for steps in PATHS.values())
+
+
+def test_paths_fit_the_page() -> None:
+    lines = [line for block in blocks(PAGE) for line in block.text.splitlines()]
+    assert [line for line in lines if len(line) > COLUMNS] == []
 
 
 def test_named_files_and_functions_exist() -> None:
