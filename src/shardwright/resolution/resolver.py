@@ -8,7 +8,7 @@ optimizer state. The rules keep the answers of recent requests.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from shardwright.errors import (
@@ -21,7 +21,7 @@ from shardwright.errors import (
     did_you_mean,
     raise_problems,
 )
-from shardwright.mesh.build import mesh_sizes
+from shardwright.mesh.build import MeshSizes, mesh_sizes
 from shardwright.resolution.decide import Decider
 from shardwright.resolution.decisions import DimDecision, ModeFrom, Outcome, Resolution
 from shardwright.resolution.parts import Derived, add_zero1, take_part
@@ -153,7 +153,7 @@ def _unwrap(
 def _explain(
     annotation: Any,
     rules: AxisRules,
-    sizes: Mapping[str, int],
+    sizes: MeshSizes,
     *,
     mode: str | None,
     role: Role | str | None,
@@ -202,7 +202,7 @@ def _explain(
         path=path or "",
         problems=derived.problems,
         notes=derived.notes,
-        mesh=tuple(sizes.items()),
+        mesh=sizes.pairs,
     )
 
 
