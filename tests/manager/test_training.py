@@ -164,6 +164,8 @@ def test_any_object_with_init_is_an_optimizer() -> None:
     assert abstract["velocity"]["up"].sharding.spec == jax.P("fsdp", "tp")
     with pytest.raises(sw.StrategyError, match="the optimizer is a dict without init"):
         pm.abstract_state({}, SPECS)
+    with pytest.raises(sw.StrategyError, match="down: ArraySpec is not an array"):
+        pm.init_state(OPTIMIZER, SPECS)
 
 
 def test_step_compiles_ahead_of_time() -> None:

@@ -16,7 +16,7 @@ from shardwright.manager import constraint
 from shardwright.manager.request import Request, suggest_for_missing_size
 from shardwright.manager.trees import TreeMethods, with_shardings
 from shardwright.trees.paths import path_text
-from shardwright.vocabulary.annotations import is_annotation, is_tuple_of_annotations
+from shardwright.vocabulary.annotations import ArraySpec, is_annotation, is_tuple_of_annotations
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.lowering import describe
 
@@ -108,12 +108,13 @@ class TrainingMethods(TreeMethods):
           mode: Runtime mode. Defaults to the manager's.
 
         Raises:
-          StrategyError: The optimizer has no `init`.
+          StrategyError: The optimizer has no `init`, or a parameter is not an array.
           MeshSpecError: The mesh is abstract.
           ShardingError: As `state_shardings` does.
         """
         if isinstance(self.mesh, AbstractMesh):
             raise constraint.no_devices()
+        raise_problems(_shapes_alone(params))
         abstract = self.abstract_state(
             optimizer, params, annotations, overrides=overrides, mode=mode
         )
@@ -221,6 +222,21 @@ def _init_of(optimizer: Any) -> Callable[..., Any]:
         )
     found: Callable[..., Any] = init
     return found
+
+
+def _shapes_alone(params: Any) -> list[Problem]:
+    """Return the first parameter that is a shape and not an array."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return [
+        Problem(
+            error=StrategyError,
+            what=f"{type(leaf).__name__} is not an array",
+            path=path_text(path),
+            fix="pass the arrays that pm.init(specs, key) returns, or call pm.abstract_state",
+        )
+        for path, leaf in leaves
+        if isinstance(leaf, (ArraySpec, jax.ShapeDtypeStruct))
+    ][:1]
 
 
 def _same_devices(a: Mesh | AbstractMesh, b: Mesh | AbstractMesh) -> bool:
