@@ -1,4 +1,4 @@
-"""What counts as lying elsewhere: other devices, sums that are not finished, specs that do not fit."""
+"""Shardings that differ: other devices, unreduced sums, specs that do not fit."""
 
 from __future__ import annotations
 

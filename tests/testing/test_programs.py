@@ -42,7 +42,7 @@ def test_a_program_on_one_device_sends_nothing_and_says_nothing(w: Any) -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("tp:8"))
     with pytest.raises(ProgramError, match=ONE_DEVICE):
         assert_no_collectives(product, w, w, mesh=pm.mesh)
-    # A manager's mesh is ambient, so what lies nowhere lies on all of its devices.
+    # A manager's mesh is ambient, so an array without a sharding is on all of its devices.
     with pytest.raises(
         ProgramError,
         match=r"product does the same on each of 8 devices: nothing is sharded.*\n  fix   shard",

@@ -125,7 +125,7 @@ def test_donated_arguments_can_be_described() -> None:
 
 @pytest.mark.parametrize("calls", [(), ((1,),)])
 def test_one_call_says_nothing(calls: Any) -> None:
-    with pytest.raises(TypeError, match=f"got {len(calls)} calls: one alone may always trace"):
+    with pytest.raises(TypeError, match=f"got {len(calls)} calls: the first call always traces"):
         assert_no_retrace(jax.jit(double), *calls)
 
 
@@ -181,7 +181,7 @@ def test_a_compiled_program_never_traces() -> None:
     compiled = jax.jit(double).lower(jnp.ones(3)).compile()
     with pytest.raises(
         TypeError,
-        match=r"Compiled is compiled already and never traces again\n  fix   pass the jitted function",
+        match=r"Compiled is already compiled and never traces again\n  fix   pass the jitted function",
     ):
         assert_no_retrace(compiled, (jnp.ones(3),), (jnp.ones(3),))
 

@@ -1,4 +1,9 @@
-"""What a test of sharded code needs on a machine without accelerators."""
+"""Test sharded code without accelerators.
+
+Here: meshes of virtual CPU devices, assertions about shardings and collectives, golden files, and
+what the pytest plugin uses. Not here: questions that a program asks at run time (`manager/`,
+`plan/`).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
     from shardwright.testing.golden import spec_table as spec_table
     from shardwright.testing.retracing import assert_no_retrace as assert_no_retrace
 
-# Imported when they are first asked for: who only builds a mesh does not pay for reading programs.
+# Imported on first use, so that building a mesh does not import the reader of programs.
 _LATER = {
     "AttentionConformance": "attention_conformance",
     "Golden": "golden",

@@ -1,4 +1,4 @@
-"""What a thread has ambient, and taking back what a test leaves there: the next test must not depend on the last one."""
+"""Reset the ambient mesh and manager that a test leaves set, so that no test depends on another."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class AmbientLeftError(AssertionError):
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Run a block; the managers and the mesh that were ambient before it are ambient after it.
+    """Run a block, and restore the ambient managers and mesh after it.
 
     Raises:
-      AmbientLeftError: the block ended well and left something else, which is taken back first.
+      AmbientLeftError: the block succeeded and left a manager or a mesh, which is reset first.
     """
     depth, mesh, legacy = context.depth(), jax.sharding.get_mesh(), len(legacy_meshes())
     try:
@@ -34,7 +34,7 @@ def isolated() -> Iterator[None]:
 
 
 def _take_back(depth: int, mesh: Mesh, legacy: int) -> list[str]:
-    """Restore what was ambient and return what was found instead, with how to avoid it."""
+    """Restore what was ambient, and describe each thing that was left, with its fix."""
     left = []
     while context.depth() > depth:
         left.append(

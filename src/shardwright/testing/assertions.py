@@ -1,6 +1,6 @@
-"""Assertions about where arrays lie and what programs send.
+"""Assertions about the shardings of arrays and the collectives of programs.
 
-Each failure names the tensor, the axis and the bytes, and shows all that was found.
+Each failure names the tensor, the axis and the bytes, and shows everything that was found.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ Count = int | range
 
 
 def assert_sharding(x: Any, expected: Any) -> None:
-    """Assert that arrays lie as given shardings say; spellings that mean the same are equal.
+    """Assert that arrays have the expected shardings. Equivalent specs are equal.
 
     `assert_sharding(step(params, batch), state_shardings)`, `assert_sharding(y, P("dp"))`.
 
     Args:
       x: an array or a tree; anything with a shape, a dtype and a sharding.
-      expected: a sharding, a `PartitionSpec` on the array's own mesh, or a tree of them, where one may cover a subtree.
+      expected: a sharding, a `PartitionSpec` on the array's own mesh, or a tree of them. One entry
+        may cover a whole subtree.
 
     Raises:
-      AssertionError: every tensor that lies elsewhere.
+      AssertionError: some tensors have another sharding; all are listed.
     """
     __tracebackhide__ = True
     _judge(wanted_by_sharding(x, expected))
@@ -58,20 +59,22 @@ def assert_spec(
     mode: str | None = None,
     role: str | None = None,
 ) -> None:
-    """Assert that arrays lie as their annotations resolve, or as literal specs say.
+    """Assert that arrays are sharded as their annotations resolve, or as literal specs say.
 
-    `assert_spec(q, BATCH, LENGTH, HEAD, HEAD_DIM)`, `assert_spec(params, annotations, role="param")`, `assert_spec(y, P("dp"))`.
+    `assert_spec(q, BATCH, LENGTH, HEAD, HEAD_DIM)`,
+    `assert_spec(params, annotations, role="param")`, `assert_spec(y, P("dp"))`.
 
     Args:
       x: an array or a tree; anything with a shape, a dtype and a sharding.
       *axes: as for `shard`: axes, or one annotation, or a tree of annotations.
-      manager: absent: the ambient one; literal specs need none.
-      mode: runtime mode; absent: the manager's.
-      role: absent: param for weight layouts, else activation.
+      manager: Defaults to the ambient one. Literal specs need none.
+      mode: runtime mode. Defaults to the manager's.
+      role: Defaults to `param` for weight layouts, else to `activation`.
 
     Raises:
-      AssertionError: every tensor that lies elsewhere, with the dims and axes that differ.
-      ShardingError: an annotation does not resolve, or there are no arrays.
+      AssertionError: some tensors have another sharding; all are listed, with the dims and axes
+        that differ.
+      ShardingError: an annotation does not resolve, or the tree has no arrays.
     """
     __tracebackhide__ = True
     known = manager if manager is not None else context.current()
@@ -94,35 +97,37 @@ def assert_max_replicated(
     bytes: int | None = None,  # noqa: A002  what a test wants to say
     fraction: float | None = None,
 ) -> None:
-    """Assert that little of a tree is held more than once.
+    """Assert that few bytes of a tree are replicated.
 
-    `assert_max_replicated(params, fraction=0.02)`: at most 2 % of the bytes on all devices are copies.
+    With `assert_max_replicated(params, fraction=0.02)`, at most 2 % of the bytes on all devices are
+    copies.
 
     Args:
       x: an array or a tree, or with `shardings` anything that has shapes and dtypes.
-      shardings: a tree of shardings, or of prefixes; absent: the arrays' own.
-      bytes: limit of the bytes that full sharding over all devices would save, on all devices together.
-      fraction: the same by all bytes held: 7/8 where eight devices hold the same.
+      shardings: a tree of shardings, or of prefixes. Defaults to those of the arrays.
+      bytes: limit for the copies, in bytes over all devices: what full sharding would save.
+      fraction: limit for the copies as a fraction of all bytes held. Eight devices that hold the
+        same array give 7/8.
 
     Raises:
-      AssertionError: more is replicated; the arrays with most copies first.
-      ValueError: a fraction below 0 or above 1, bytes below 0.
-      StrategyError: leaves without a sharding, no leaves, or none that was ever placed on a mesh.
+      AssertionError: more is replicated. The arrays with the most copies come first.
+      ValueError: `fraction` is below 0 or above 1, or `bytes` is below 0.
+      StrategyError: a leaf has no sharding, there are no leaves, or none is placed on a mesh.
     """
     __tracebackhide__ = True
     if (bytes is None) == (fraction is None):
         raise TypeError("assert_max_replicated needs one limit: bytes=, or fraction=")
     if fraction is not None and not 0 <= fraction <= 1:
         raise ValueError(
-            f"fraction={fraction} is no part of the whole: it lies between 0 and 1, 0.02 for 2 %; for bytes write bytes="
+            f"fraction={fraction} is not a fraction from 0 to 1 (0.02 for 2 %); for bytes write bytes="
         )
     if bytes is not None and not bytes >= 0:
-        raise ValueError(f"bytes={bytes!r} is no number of bytes: nothing has fewer than 0")
+        raise ValueError(f"bytes={bytes!r} is not a number of bytes: it must be 0 or more")
     found = bytes_by_path(x, shardings)
     if not found.leaves:
         raise StrategyError(_NOTHING, fix=_NOTHING_FIX)
     if all(leaf.devices == 1 and leaf.spec is None for leaf in found.leaves):
-        what = "every array lies on one device and on no mesh, so none has copies, however it will be placed"
+        what = "every array is on one device and not on a mesh, so nothing is replicated yet"
         raise StrategyError(
             what, fix="place them first (pm.shard, pm.init), or pass shardings=pm.shardings(...)"
         )
@@ -159,33 +164,39 @@ def assert_collectives(
     manager: PartitionManager | None = None,
     trips: int | None = None,
 ) -> None:
-    """Assert which collectives a compiled program runs, how often, over which axis, and how many bytes they move.
+    """Assert which collectives a program runs: how often, over which axis, with how many bytes.
 
-    `assert_collectives(step, params, batch, all_gather=2, reduce_scatter=1, axis="fsdp")`. Loops count as often as they run,
-    branches as if taken. Kinds that are not named may occur, unless `only`.
+    `assert_collectives(step, params, batch, all_gather=2, reduce_scatter=1, axis="fsdp")`. A
+    collective in a loop counts once per trip; one in a branch counts as if the branch were taken.
+    Kinds that are not named may occur, unless `only` is set.
 
     Args:
-      program: a function, jitted or not; what `lower` or `compile` returned; its text; or what `read_collectives` returned.
+      program: a function, jitted or not; the result of `lower` or `compile`; HLO text; or the result
+        of `read_collectives`.
       *args: arguments of a function: arrays or `ShapeDtypeStruct`s.
-      all_gather: how often, as a number or a `range`; likewise the others.
-      all_reduce: see `all_gather`. CPU has it where TPU and GPU reduce-scatter.
+      all_gather: number of runs, as an integer or a `range`.
+      all_reduce: see `all_gather`. On CPU it replaces the reduce-scatter of TPU and GPU.
       reduce_scatter: see `all_gather`.
       all_to_all: see `all_gather`.
       permute: see `all_gather`.
       broadcast: see `all_gather`.
       ragged_all_to_all: see `all_gather`.
-      only: no kind occurs that is not named.
-      axis: look at collectives over this mesh axis or semantic axis only; several: over exactly these, but for axes of one device.
-      bytes: logical bytes of the named kinds (of all if none is named), loops included: a number or a `range`. In the element
-        types that the program has, which CPU widens; of an already compiled program not all of them can be told.
-      mesh: absent: the manager's, else that of the program's arguments and results.
-      manager: ambient while a function compiles; absent: the ambient one.
-      trips: taken for loops that end on data.
+      only: forbid kinds that are not named.
+      axis: count only collectives over this mesh axis or semantic axis. For several axes: over
+        exactly these, not counting axes of one device.
+      bytes: logical bytes of the named kinds, or of all kinds if none is named, as an integer or a
+        `range`. Loops count once per trip. The element types are the program's own, which XLA for
+        CPU widens; a program that is already compiled does not tell all of them.
+      mesh: Defaults to the manager's, else to that of the program's arguments and results.
+      manager: ambient while a function compiles. Defaults to the ambient one.
+      trips: number of trips of loops that end on data.
 
     Raises:
-      AssertionError: the program does something else.
-      TypeError: nothing is named, or by something that is neither an integer nor a range.
-      ProgramError, MeshSpecError, UnknownAxisError: the program, its mesh or the axis cannot be told.
+      AssertionError: the program runs other collectives.
+      TypeError: no kind and no bytes are named, or a count is neither an integer nor a range.
+      ProgramError: the program cannot be read.
+      MeshSpecError: its mesh is not known.
+      UnknownAxisError: `axis` is not an axis of the mesh, nor a semantic axis on it.
     """
     __tracebackhide__ = True
     counts = (
@@ -227,20 +238,22 @@ def assert_no_collectives(
     mesh: Mesh | AbstractMesh | None = None,
     manager: PartitionManager | None = None,
 ) -> None:
-    """Assert that a compiled program sends nothing, or nothing over an axis.
+    """Assert that a program runs no collectives, or none over an axis.
 
     `assert_no_collectives(decode_step, params, cache, token, axis="dp")`.
 
     Args:
       program: as for `assert_collectives`.
       *args: arguments of a function.
-      axis: a mesh axis or a semantic axis, or several: over none of them is anything sent; absent: any.
-      mesh: absent: the manager's, else that of the program's arguments and results.
-      manager: ambient while a function compiles; absent: the ambient one.
+      axis: a mesh axis or a semantic axis, or several. Defaults to all.
+      mesh: Defaults to the manager's, else to that of the program's arguments and results.
+      manager: ambient while a function compiles. Defaults to the ambient one.
 
     Raises:
-      AssertionError: it sends something.
-      ProgramError, MeshSpecError, UnknownAxisError: nothing is sharded, or the program, its mesh or the axis cannot be told.
+      AssertionError: a collective runs.
+      ProgramError: nothing is sharded, or the program cannot be read.
+      MeshSpecError: the mesh of the program is not known.
+      UnknownAxisError: `axis` is not an axis of the mesh, nor a semantic axis on it.
     """
     __tracebackhide__ = True
     found = read_program(program, args, mesh=mesh, manager=manager)
@@ -323,7 +336,7 @@ def _message(
     lines += ["", f"not{asked}:"] * bool(others and over) + [
         collectives_text(others, carried=found.carried, rows=_ROWS)
     ] * bool(others)
-    fix = "is anything sharded? assert_sharding tells where arguments lie"
+    fix = "check with assert_sharding that the arguments are sharded"
     if found.collectives:
         fix = "place operands as the lines above need them, or constrain what goes in and out there; or expect these if they are meant"
     return "\n".join([*lines, f"  fix   {fix}"])

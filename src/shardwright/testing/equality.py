@@ -1,4 +1,4 @@
-"""An assertion that sharding changes where numbers are computed, and not what they are."""
+"""Assert that a sharded function gives the values and gradients of one device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,17 @@ from shardwright.trees.paths import path_text
 
 # Relative to the largest value of an array: other orders of summation, no more.
 _RTOL = {"float64": 1e-11, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
-_HEAD = ("tensor", "shape", "dtype", "lies", "per device", "sharded", "unsharded", "at", "allowed")
+_HEAD = (
+    "tensor",
+    "shape",
+    "dtype",
+    "sharding",
+    "per device",
+    "sharded",
+    "unsharded",
+    "at",
+    "allowed",
+)
 _ROWS = 20
 
 
@@ -38,27 +48,28 @@ def assert_same_as_unsharded(
     rtol: float | None = None,
     atol: float = 0.0,
 ) -> None:
-    """Assert that a function of sharded arrays gives the values, and the gradients, that one device gives.
+    """Assert that a function of sharded arrays gives the values and gradients of one device.
 
-    `assert_same_as_unsharded(loss, params, batch, manager=pm)`. The function runs jitted, on the arguments as they lie; then on
-    copies of them on one device, under the same rules on a mesh of that device. Gradients are those of every floating
-    result, along a fixed direction, in every floating argument.
+    `assert_same_as_unsharded(loss, params, batch, manager=pm)`. The function runs twice, jitted:
+    on the sharded arguments, then on copies on one device under the same rules. Gradients are of
+    every floating-point result, along a fixed direction, by every floating-point argument.
 
     Args:
-      f: the function; it asks the ambient manager or mesh where things lie.
-      *args: arrays and trees of them, placed as they should be.
-      manager: absent: the ambient one.
-      mesh: in place of a manager, the mesh to make ambient; absent, and without a manager: the one that the arguments lie on.
+      f: the function. It must use the ambient manager or mesh, not one of its own.
+      *args: sharded arrays, and trees of them.
+      manager: Defaults to the ambient one.
+      mesh: the mesh to set, for functions without a manager. Defaults to that of the arguments.
       grad: compare gradients too.
-      reference: runs on one device in place of `f`, with no manager and no mesh: for a function bound to its mesh, as by a
-        `NamedSharding` inside. A bare `PartitionSpec` goes by the ambient mesh and needs none.
-      rtol: allowed difference by the largest value of the array; absent: by dtype, 2e-5 for float32 and 3e-2 for bfloat16.
-      atol: allowed difference beyond that.
+      reference: runs on one device instead of `f`, without a manager or a mesh. A function that
+        contains a `NamedSharding` of its mesh needs it; one with a bare `PartitionSpec` does not.
+      rtol: allowed difference, relative to the largest value of the array. Defaults to 2e-5 for
+        float32 and 3e-2 for bfloat16.
+      atol: allowed absolute difference, added to that.
 
     Raises:
-      AssertionError: tensors that differ, or nothing that is sharded.
+      AssertionError: tensors differ, or nothing is sharded.
       ProgramError: the function does not run on one device; pass `reference`.
-      MeshSpecError: neither a manager nor a mesh, and the arguments lie on none, or on several.
+      MeshSpecError: there is no manager and no mesh, and the arguments are not all on one mesh.
     """
     __tracebackhide__ = True
     known = manager if manager is not None or mesh is not None else context.current()
@@ -74,7 +85,7 @@ def assert_same_as_unsharded(
             unsharded = jax.jit(_run(reference or f, grad))(*copies)
         except (ShardingError, ValueError) as err:
             fix = (
-                "let it ask what is ambient (sw.shard, not pm.shard; a bare PartitionSpec, not a NamedSharding), "
+                "use the ambient manager or mesh inside it (sw.shard, not pm.shard; a bare PartitionSpec, not a NamedSharding), "
                 "or pass reference= with the unsharded function"
             )
             raise ProgramError(
@@ -90,7 +101,7 @@ def assert_same_as_unsharded(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _OneDevice:
-    """Where the reference runs: what makes the context to enter, and where its arguments go."""
+    """Where the reference runs: a function that enters its context, and the place of its arguments."""
 
     scope: Callable[
         [], Any
@@ -99,7 +110,7 @@ class _OneDevice:
 
 
 def _mesh_of(args: Any) -> Mesh:
-    """Return the one mesh that arguments lie on."""
+    """Return the mesh of the arguments, which must all have the same."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     found = list(
         dict.fromkeys(
@@ -109,9 +120,9 @@ def _mesh_of(args: Any) -> Mesh:
         )
     )
     if len(found) != 1:
-        on = "on no mesh" if not found else "on several meshes"
+        on = "not on a mesh" if not found else "on several meshes"
         what = (
-            f"there is neither a manager nor a mesh, and the arguments lie {on}, so nothing can run"
+            f"there is neither a manager nor a mesh, and the arguments are {on}, so nothing can run"
         )
         raise MeshSpecError(
             what,
@@ -180,7 +191,7 @@ def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
 
 def _direction(one: Any) -> Any:
     """Return distinct numbers between -1 and 1 in the shape, dtype and sharding of an array."""
-    # Of its own type: on Explicit meshes a cotangent must lie as its result does.
+    # On Explicit meshes a cotangent must have the sharding of its result, so its type too.
     ones = jnp.ones_like(one)
     for dim in range(one.ndim):
         ones = ones * jnp.cos(
@@ -228,7 +239,7 @@ def _check_comparable(name: str, sharded: Any, unsharded: Any) -> None:
 
 
 def _differences(name: str, sharded: Any, unsharded: Any, rtol: float | None, atol: float) -> str:
-    """Return what to say about the tensors that differ; nothing if none does."""
+    """Return the message about tensors that differ; empty if none does."""
     pairs = zip(_named(sharded), _named(unsharded), strict=True)
     rows = [row for (path, one), (_, other) in pairs if (row := _row(path, one, other, rtol, atol))]
     if not rows:
@@ -254,7 +265,7 @@ def _named(found: tuple[Any, Any]) -> list[tuple[str, Any]]:
 def _row(
     path: str, one: Any, other: Any, rtol: float | None, atol: float
 ) -> tuple[str, ...] | None:
-    """Return the cells of a tensor that differs, at its worst place."""
+    """Return the table row of a tensor that differs, at the largest difference."""
     shape = "x".join(map(str, one.shape)) or "scalar"
     about = (
         path,
@@ -285,7 +296,7 @@ def _row(
 
 def _rtol(dtype: Any) -> float:
     name = str(np.finfo(dtype).dtype) if str(dtype).startswith("complex") else str(dtype)
-    return _RTOL.get(name, 0.1)  # what is smaller than bfloat16 has a bit or two
+    return _RTOL.get(name, 0.1)  # types below bfloat16 have one to three bits
 
 
 def _numbers(value: Any) -> np.ndarray:

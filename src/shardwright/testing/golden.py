@@ -1,6 +1,6 @@
-"""Golden files: text that a person has read once, and that a test compares ever after.
+"""Golden files: text that a person reads once, and that a test compares from then on.
 
-`pytest --update-golden` writes them; a missing one, a stale one, and one that no test uses are failures.
+`pytest --update-golden` writes them. A missing, outdated or unused golden file fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LONGEST = 255 - len(".txt")  # bytes, on every usual file system
 
 
 class GoldenError(AssertionError):
-    """A golden file is missing, or says something else."""
+    """A golden file is missing, or its contents differ."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -43,15 +43,15 @@ class Golden:
     """The golden files of one test: `golden(text)`, or `golden(tree)` for the shardings of a tree.
 
     Attributes:
-      folder: where the files of the test's module are.
+      folder: the folder of the golden files of the test's module.
       test: the name of the file of a call without a name.
       update: write instead of comparing.
-      command: what writes the test's files anew.
-      case: appended to the names that calls give, so that each mesh of a test has files of its own: `dp2-tp4`.
-      parameters: the test's parameters in its id, or empty: all of its cases use the files that calls name.
-      rivals: the tests, this one among them, whose own names make the same file's name.
-      used: name → text of each file that the test used so far.
-      written: the names among them that were written.
+      command: the command that writes the test's files.
+      case: `dp2-tp4`, appended to the names that calls give, so that each mesh has its own files.
+      parameters: the parameters in the test's id. All cases use the files that calls name.
+      rivals: the tests (with this one) that would all use this file.
+      used: name → text of each file that the test has used.
+      written: the names of those that were written.
     """
 
     folder: Path
@@ -69,11 +69,11 @@ class Golden:
 
         Args:
           value: text; or a tree of arrays, `ShapeDtypeStruct`s, shardings or specs, compared as `spec_table` shows it.
-          name: the file's name without `.txt`, to which a test on meshes adds its mesh; absent: the test's own name.
-            Tests may share a file.
+          name: the file's name without `.txt`, to which a test on meshes adds its mesh.
+            Defaults to the test's own name. Tests may share a file.
 
         Raises:
-          GoldenError: no such file, other contents, a name used twice in a test, or one that is no file's name.
+          GoldenError: the file is missing or differs, or the name is used twice or is not valid.
         """
         __tracebackhide__ = True
         if not isinstance(name, str):
@@ -109,16 +109,19 @@ class Golden:
             self.written.append(name)
 
     def file(self, path: Path, text: str) -> None:
-        """Compare text with a file of your own that lies elsewhere, such as a page whose outputs are run.
+        """Compare text with a file at another place, such as a page of documentation.
 
         Raises:
-          GoldenError: no such file, or other contents.
+          GoldenError: the file is missing, or its contents differ.
         """
         __tracebackhide__ = True
         self._compare(path, text)
 
     def _compare(self, path: Path, text: str, *, shared: str = "") -> bool:
-        """Compare, or write and tell whether that changed anything; `shared` are parameters that the file's name leaves out."""
+        """Compare, or write and tell whether the file changed.
+
+        `shared` holds parameters of the test that the file's name leaves out.
+        """
         __tracebackhide__ = True
         if not text.endswith("\n"):
             text += "\n"
@@ -205,7 +208,9 @@ def difference(golden: str, now: str) -> str:
 
 
 def spec_table(tree: Any) -> str:
-    """Return where each leaf of a tree lies as a table: path, shape, dtype, spec and the shape that one device holds.
+    """Return the shardings of a tree as a table.
+
+    The columns are path, shape, dtype, spec, and the shape on one device.
 
     Leaves are arrays, `ShapeDtypeStruct`s, `NamedSharding`s or `PartitionSpec`s. Specs that mean the same are shown the
     same: without mesh axes of size 1 and without None at the end.

@@ -1,4 +1,4 @@
-"""Virtual CPU devices, and meshes of them: eight devices on a laptop behave as eight devices do."""
+"""Virtual CPU devices, and meshes of them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 def virtual_devices(count: int) -> list[jax.Device]:
-    """Give this process at least `count` CPU devices and return the first `count`; again is harmless.
+    """Give this process at least `count` CPU devices and return the first `count`.
 
-    Starts the backend. Call it before JAX's first operation: later the number is fixed. It takes the place of a
-    smaller number in XLA_FLAGS or `jax_num_cpu_devices`; a larger one stays.
+    Call it before the first operation of JAX: it starts the backend, which fixes the number of
+    devices. A larger number in XLA_FLAGS or `jax_num_cpu_devices` stays, a smaller one is raised.
+    A second call does no harm.
 
     Raises:
-      MeshSpecError: a count below 1, a backend that runs with fewer, or no CPU backend.
+      MeshSpecError: `count` is below 1, the backend already runs with fewer devices, or JAX has
+        no CPU backend.
     """
     fix = "pass the number of devices, such as 8"
     count = read_integer("count", count, error=MeshSpecError, fix=fix)
@@ -36,15 +38,17 @@ def virtual_devices(count: int) -> list[jax.Device]:
 def cpu_mesh(
     axis_dims: MeshLike, axis_names: Sequence[str] | None = None, *, axis_types: AxisTypes = "auto"
 ) -> Mesh:
-    """Build a mesh on the first virtual CPU devices, of which a process gets 8 unless the mesh needs more.
+    """Build a mesh of virtual CPU devices.
+
+    The process gets 8 devices, or more if the mesh needs more. The mesh takes the first of them.
 
     Args:
-      axis_dims: as in `create_mesh`; -1 takes all of the process's CPU devices.
+      axis_dims: as in `create_mesh`; -1 takes all CPU devices of the process.
       axis_names: as in `create_mesh`.
       axis_types: as in `create_mesh`.
 
     Raises:
-      MeshSpecError: a mesh that cannot be read, or a backend that runs with too few CPU devices.
+      MeshSpecError: the mesh cannot be read, or the backend runs with too few CPU devices.
     """
     spec = parse_mesh(axis_dims, axis_names)
     needed = math.prod(size for size in spec.sizes if size != INFER)
@@ -53,30 +57,30 @@ def cpu_mesh(
 
 
 def asked_devices() -> int:
-    """Return the number of CPU devices that JAX was asked for so far; 1 where nobody said anything."""
+    """Return the number of CPU devices requested so far. Defaults to 1."""
     option = int(getattr(jax.config, _OPTION, -1))
     return option if option > 0 else flagged_devices()
 
 
 def flagged_devices() -> int:
-    """Return the number of CPU devices that XLA_FLAGS asks for, 1 without; JAX's own option comes before it."""
+    """Return the number of CPU devices in XLA_FLAGS. Defaults to 1. JAX's own option overrides it."""
     flags = _FLAG.findall(os.environ.get("XLA_FLAGS", ""))
     return int(flags[-1]) if flags else 1
 
 
 def try_for_devices(count: int) -> None:
-    """Ask for `count` CPU devices; what JAX then has is for the caller to see."""
+    """Request `count` CPU devices. The caller checks how many JAX has then."""
     try:
         if asked_devices() < count:
             jax.config.update(_OPTION, count)
     except AttributeError:
-        pass  # A JAX without the option: only XLA_FLAGS sets the number.
+        pass  # This JAX lacks the option: only XLA_FLAGS sets the number.
     except RuntimeError:
-        pass  # The backend runs: what it has must do.
+        pass  # The backend already runs, so the number is fixed.
 
 
 def _ensure(*, wanted: int, needed: int) -> list[jax.Device]:
-    """Ask for `wanted` devices where the backend still listens, and return all of the process's, at least `needed`."""
+    """Request `wanted` devices if the backend is not running, and return all: at least `needed`."""
     try_for_devices(wanted)
     try:
         devices: list[jax.Device] = jax.local_devices(backend="cpu")

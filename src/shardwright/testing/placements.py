@@ -1,4 +1,4 @@
-"""Where arrays should lie, where they do, and the difference in words."""
+"""Expected and actual shardings of arrays, and the differences as text."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _SPECS = (_HEAD.index("found"), _HEAD.index("expected"))
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """An array and where it should lie.
+    """An array and its expected sharding.
 
     Attributes:
-      path: the array's path; empty for a lone one.
+      path: the path of the array; empty for a single one.
       value: anything with a shape and a dtype.
-      sharding: where it should lie.
-      decisions: of the annotation that says so, one per dim; empty for literal specs and shardings.
+      sharding: the expected sharding.
+      decisions: how its annotation resolved, one per dim; empty for literal specs and shardings.
     """
 
     path: str
@@ -156,9 +156,9 @@ def _as_sharding(one: Any, value: Any, path: str) -> Sharding:
     own = getattr(value, "sharding", None)
     if not isinstance(own, NamedSharding):
         where = (
-            "lies on no mesh"
+            "is not on a mesh"
             if own is None
-            else f"lies by {type(own).__name__}, which names no mesh axes"
+            else f"has a {type(own).__name__}, which names no mesh axes"
         )
         fix = "place it first, or expect a NamedSharding"
         raise StrategyError(
@@ -166,7 +166,7 @@ def _as_sharding(one: Any, value: Any, path: str) -> Sharding:
             path=path,
             fix=fix,
         )
-    # Its entries are what a mesh and a shape must fit; what is unreduced is not placed, only compared.
+    # The mesh and the shape must fit the entries. Unreduced axes are only compared.
     resolver.explain(
         PartitionSpec(*one.partitions),
         build_rules({}),
@@ -185,11 +185,13 @@ def wanted_by_annotation(
     mode: str | None,
     role: str | None,
 ) -> list[Wanted]:
-    """Pair arrays with where their annotations resolve to; of literal specs without a manager, with themselves.
+    """Pair arrays with the shardings to which their annotations resolve.
+
+    Literal specs need no manager.
 
     Raises:
-      ShardingError: what does not resolve, all at once.
-      NoManagerError: annotations without a manager.
+      ShardingError: annotations do not resolve; all problems are listed.
+      NoManagerError: there are annotations and no manager.
     """
     annotations = tree_of_annotations(axes)
     if manager is None:
@@ -205,7 +207,7 @@ def wanted_by_annotation(
     problems: list[Problem] = []
     for leaf in annotated_leaves(x, annotations):
         shape = np.shape(leaf.value)
-        # A literal spec is asserted as it stands: what a policy drops where it places would make a wrong place right here.
+        # A literal spec is compared without the policy, which could drop axes and so hide an error.
         judge = literal if isinstance(leaf.annotation, PartitionSpec) else manager
         found = judge.explain(
             leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None
@@ -225,21 +227,21 @@ def wanted_by_annotation(
 
 
 def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
-    """Return what to say about the arrays that lie elsewhere than wanted; nothing if none does."""
-    wrong = [one for one in wanted if not _lies(one)]
+    """Return the message about arrays with another sharding; empty if all are as expected."""
+    wrong = [one for one in wanted if not _as_expected(one)]
     if not wrong:
         return ""
-    count = "1 tensor lies" if len(wrong) == 1 else f"{len(wrong)} tensors lie"
+    count = "1 tensor has" if len(wrong) == 1 else f"{len(wrong)} tensors have"
     of = "" if len(wanted) == 1 else f" (of {len(wanted)})"
     lines = [
-        f"{count} elsewhere than expected{of}:",
+        f"{count} another sharding than expected{of}:",
         *(f"  {_sentence(one)}" for one in wrong[:rows]),
     ]
     lines += [f"  and {len(wrong) - rows} more"] * (len(wrong) > rows)
     lines += [
         "",
         *table(
-            [_HEAD, *map(_row, [*wrong, *(one for one in wanted if _lies(one))][:rows])],
+            [_HEAD, *map(_row, [*wrong, *(one for one in wanted if _as_expected(one))][:rows])],
             whole=_SPECS,
         ),
     ]
@@ -251,7 +253,7 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
 
 
 def _rules(wrong: Sequence[Wanted]) -> list[str]:
-    """Return the rules of the dims that lie elsewhere, each once, with where they are written."""
+    """Return the rules of the dims that differ, each once, with file and line."""
     found = [
         rule
         for one in wrong
@@ -261,7 +263,7 @@ def _rules(wrong: Sequence[Wanted]) -> list[str]:
     return [f"  rule  {rule}".replace("\n", "\n        ") for rule in dict.fromkeys(found)]
 
 
-def _lies(one: Wanted) -> bool:
+def _as_expected(one: Wanted) -> bool:
     own = getattr(one.value, "sharding", None)
     if own is None:
         return False
@@ -306,7 +308,7 @@ def _unreduced(sharding: NamedSharding) -> list[str]:
 
 
 def _other_devices(own: NamedSharding, wanted: NamedSharding) -> bool:
-    """Tell whether the devices, or their order, differ; an abstract mesh does not speak of devices."""
+    """Tell whether the devices, or their order, differ; an abstract mesh has none."""
     meshes = (own.mesh, wanted.mesh)
     return all(isinstance(mesh, Mesh) for mesh in meshes) and _devices(own) != _devices(wanted)
 
@@ -324,7 +326,7 @@ def _differences(one: Wanted) -> list[str]:
     """Return the dims whose mesh axes differ, as `dim 1 HEAD: -, not tp`; else what differs about the shardings."""
     own = getattr(one.value, "sharding", None)
     if own is None:
-        return ["it lies nowhere"]
+        return ["it has no sharding"]
     if not isinstance(own, NamedSharding) or not isinstance(one.sharding, NamedSharding):
         return [f"{type(own).__name__}, not {sharding_text(one.sharding)}"]
     if own.mesh.shape_tuple != one.sharding.mesh.shape_tuple:

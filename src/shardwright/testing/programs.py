@@ -1,4 +1,4 @@
-"""What an assertion about a program may be given, and the collectives found in it."""
+"""Compile the program that an assertion gets, and read its collectives."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from shardwright.vocabulary.axes import axis_label, canonical_axis
 
 Axis = str | Sequence[str]
 
-# By default XLA drops a conversion to bfloat16 and back, so that a float32 collective between two of them looks like any other.
+# By default XLA drops a conversion to bfloat16 and back, which hides that a collective between them
+# moves bfloat16.
 _ALL_CONVERSIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A compiled program's collectives, and what is known about it.
+    """The collectives of a compiled program.
 
     Attributes:
-      name: as people know it.
-      collectives: what it does.
-      sizes: mesh axis → size; empty where only collectives were given.
-      carried: mesh axis → the semantic axes that may lie over it; None without a manager.
+      name: the function's name, or `the program`.
+      collectives: in the order of the program.
+      sizes: mesh axis → size; empty if only collectives were given.
+      carried: mesh axis → the semantic axes that the rules may put on it; None without a manager.
     """
 
     name: str
@@ -48,12 +49,13 @@ class Program:
     carried: Mapping[str, Sequence[str]] | None
 
     def over(self, axis: Axis | None, *, exactly: bool = True) -> tuple[Collective, ...]:
-        """Return the collectives over a mesh axis or a semantic axis; of several, over exactly these, or over any of them.
+        """Return the collectives over a mesh axis, a semantic axis, or several.
 
-        Mesh axes of one device do not count: nothing is sent along them.
+        Several axes mean exactly these, or any of them if `exactly` is False. Mesh axes of one
+        device are ignored, since nothing is sent along them.
 
         Raises:
-          UnknownAxisError: neither the mesh nor the rules know the axis.
+          UnknownAxisError: the axis is neither in the mesh nor in the rules.
           TypeError: no axis is named.
         """
         if axis is None:
@@ -83,13 +85,13 @@ class Program:
             *known,
             *dict.fromkeys(axis_label(one) for axes in carried.values() for one in axes),
         ]
-        lies = (
+        reason = (
             "no rule puts it over a mesh axis of more than one device"
             if self.carried
             else "semantic axes need manager="
         )
         raise UnknownAxisError(
-            f"{axis!r} is no axis of the mesh {dict(self.sizes)}, and {lies}",
+            f"{axis!r} is not an axis of the mesh {dict(self.sizes)}, and {reason}",
             fix=did_you_mean(axis, everything) or f"name one of {', '.join(everything)}",
         )
 
@@ -106,17 +108,19 @@ def read_program(
     """Compile what can be compiled, and read its collectives.
 
     Args:
-      program: a function, jitted or not, for `args`; what `lower` or `compile` returned; HLO text; or `Collective`s.
+      program: a function, jitted or not, for `args`; the result of `lower` or `compile`; HLO text;
+        or a sequence of `Collective`s.
       args: arguments of a function: arrays or `ShapeDtypeStruct`s.
-      mesh: absent: the manager's, else that of the program's own arguments and results.
-      manager: ambient while a function is compiled; gives mesh axes their semantic axes. Absent: the ambient one.
-      trips: taken for loops that end on data.
-      own_types: compile once more where only that tells the element types that the program has.
+      mesh: Defaults to the manager's, else to that of the program's arguments and results.
+      manager: ambient while a function compiles; maps mesh axes to semantic axes. Defaults to the
+        ambient one.
+      trips: number of trips of loops that end on data.
+      own_types: compile a second time if only that shows the program's own element types.
 
     Raises:
-      ProgramError: arguments for something that takes none, a program that cannot be read, or one in which nothing is sharded.
-      MeshSpecError: the mesh cannot be told.
-      MeshMismatchError: the program's arrays lie on another mesh.
+      ProgramError: the program takes no arguments, cannot be read, or shards nothing.
+      MeshSpecError: the mesh is not known.
+      MeshMismatchError: the arrays of the program are on another mesh.
     """
     known = manager if manager is not None else context.current()
     carried = None if known is None else carried_axes(known)
@@ -144,7 +148,7 @@ def read_program(
         told = read_collectives(
             lowered.compile(compiler_options=_ALL_CONVERSIONS), found, trips=trips
         )
-        # Only what differs in nothing else says something about the program that runs.
+        # The second program counts only if its collectives are the same but for the element types.
         collectives = (
             told if list(map(_send, told)) == list(map(_send, collectives)) else collectives
         )
@@ -162,7 +166,7 @@ def read_program(
 
 
 def _lowered(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
-    """Return a program's name, and what is compiled of it, or is to be."""
+    """Return the name of a program, and the program lowered or compiled."""
     if isinstance(program, (jax.stages.Lowered, jax.stages.Compiled)):
         if args:
             raise ProgramError(
@@ -172,13 +176,13 @@ def _lowered(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
         return "the program", program
     if not callable(program):
         fix = "pass a function and its arguments, jitted.lower(...), jitted.lower(...).compile(), or its text"
-        raise ProgramError(f"{type(program).__name__} is no program", fix=fix)
+        raise ProgramError(f"{type(program).__name__} is not a program", fix=fix)
     jitted: Any = program if hasattr(program, "lower") else jax.jit(program)
     return function_name(program), jitted.lower(*args)
 
 
 def _may_hide_bfloat16(lowered: Any, compiled: Any, found: Sequence[Collective]) -> bool:
-    """Tell whether XLA for CPU may have left out the conversions by which bfloat16 collectives are known."""
+    """Tell whether XLA for CPU may have dropped the conversions that identify bfloat16 collectives."""
     if (
         not any(one.dtype == one.wire_dtype == "f32" for one in found)
         or "bf16" not in lowered.as_text()
@@ -193,7 +197,7 @@ def _send(one: Collective) -> tuple[Any, ...]:
 
 
 def is_same_everywhere(compiled: Any) -> bool:
-    """Tell whether each device of a compiled program does the whole of it: nothing comes, goes or is cut in parts."""
+    """Tell whether each device runs the whole program: nothing is sharded and nothing is sent."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return (
         all(one.is_fully_replicated for one in shardings)
@@ -207,7 +211,7 @@ def function_name(f: Callable[..., Any]) -> str:
 
 
 def _checked_mesh(asked: Mesh | AbstractMesh | None, compiled: Any) -> Mesh | AbstractMesh:
-    """Return the mesh that was asked for, else that of the program's arguments and results; they may not disagree."""
+    """Return the mesh of the caller, or that of the program's arguments; they must agree."""
     shardings = (
         ()
         if isinstance(compiled, str)
@@ -218,11 +222,11 @@ def _checked_mesh(asked: Mesh | AbstractMesh | None, compiled: Any) -> Mesh | Ab
     ]
     if asked is None and not own:
         raise MeshSpecError(
-            "no argument and no result of the program lies on a mesh", fix="pass mesh=, or manager="
+            "no argument and no result of the program is on a mesh", fix="pass mesh=, or manager="
         )
     if asked is not None and own and own[0].shape_tuple != asked.shape_tuple:
         raise MeshMismatchError(
-            f"the program's arrays lie on the mesh {dict(own[0].shape_tuple)}, asked is {dict(asked.shape_tuple)}",
+            f"the program's arrays are on the mesh {dict(own[0].shape_tuple)}, not on {dict(asked.shape_tuple)}",
             fix="pass the mesh or the manager that the arrays were placed with",
         )
     return own[0] if asked is None else asked

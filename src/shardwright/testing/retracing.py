@@ -1,4 +1,4 @@
-"""An assertion that a function is compiled once, however often it is called."""
+"""Assert that a function compiles only once."""
 
 from __future__ import annotations
 
@@ -26,25 +26,29 @@ def assert_no_retrace(
 ) -> None:
     """Call a function several times, and assert that only the first call traces or compiles anything.
 
-    `assert_no_retrace(step, (state, batch), lambda out: (out, batch))` feeds a step its own result: the state must come out
-    as it went in, or every second call compiles anew.
+    `assert_no_retrace(step, (state, batch), lambda out: (out, batch))` passes the result of a step to
+    the next one. It fails if the result has another sharding than the argument, because the second
+    call then compiles again.
 
     Args:
       f: a jitted function, or one that calls some.
-      *calls: per call its arguments, or a function from the last result to them; at least two.
+      *calls: for each call its arguments, or a function that makes them from the last result. At
+        least two.
 
     Raises:
-      AssertionError: a later call traced or compiled; with JAX's reasons and the arguments that changed.
-      TypeError: fewer than two calls, one that is no tuple or list of arguments, or nothing that is jitted.
+      AssertionError: a later call traced or compiled. The message has JAX's reasons and the
+        arguments that changed.
+      TypeError: there are fewer than two calls, a call is not a tuple or list of arguments, or
+        nothing is jitted.
     """
     __tracebackhide__ = True
     if len(calls) < 2:
         raise TypeError(
-            f"assert_no_retrace got {len(calls)} calls: one alone may always trace; pass the arguments of two or more"
+            f"assert_no_retrace got {len(calls)} calls: the first call always traces; pass the arguments of two or more"
         )
     first: Sequence[Any] = ()
     result = None
-    with context.apart():  # what another test has compiled does not count for this one
+    with context.apart():  # hides what other tests have compiled
         for number, call in enumerate(calls, 1):
             args = _arguments(call, result, number)
             seen = _seen(args)
@@ -58,15 +62,15 @@ def assert_no_retrace(
 
 
 def _check_jitted(f: Callable[..., Any], found: Compilations) -> None:
-    """Check that a first call came through `jit`, so that there is something to count in the next."""
+    """Check that the first call ran something jitted; otherwise there is nothing to count."""
     __tracebackhide__ = True
-    # Operations of JAX are jitted too, by JAX itself, which explains only what others jit.
+    # JAX jits its own operations too, but gives reasons only for functions that others jit.
     if hasattr(f, "clear_cache") or (
         found.reasons if found.explained else found.traced or found.compiled
     ):
         return
     if isinstance(f, jax.stages.Compiled):
-        what, fix = "is compiled already and never traces again", "pass the jitted function"
+        what, fix = "is already compiled and never traces again", "pass the jitted function"
     else:
         ran = ", ".join(dict.fromkeys(found.traced))
         what = (
@@ -79,7 +83,7 @@ def _check_jitted(f: Callable[..., Any], found: Compilations) -> None:
 
 
 def _arguments(call: Any, result: Any, number: int) -> Sequence[Any]:
-    """Return the arguments of a call; what could be unpacked by mistake, such as an array or a named tuple, is none."""
+    """Return the arguments of a call. An array or a named tuple, which also unpack, is an error."""
     __tracebackhide__ = True
     args = call(result) if callable(call) else call
     if type(args) not in (tuple, list):
@@ -92,7 +96,7 @@ def _arguments(call: Any, result: Any, number: int) -> Sequence[Any]:
 
 
 def _seen(args: Sequence[Any]) -> list[tuple[str, str, str]]:
-    """Return (path, what it is, bytes per device) of each argument, before a call donates it."""
+    """Return (path, description, bytes per device) of each argument, before a call donates it."""
     return [
         (path_text(path) or "-", _text(value), _bytes(value))
         for path, value in jax.tree_util.tree_flatten_with_path(tuple(args))[0]
@@ -104,8 +108,8 @@ def _text(value: Any) -> str:
         return type(value).__name__
     shape = "x".join(map(str, np.shape(value))) or "scalar"
     weak = " weak" if getattr(value, "weak_type", False) else ""
-    lies = f" {sharding_text(value.sharding)}" if isinstance(value, jax.Array) else " numpy"
-    return f"{value.dtype}{weak} {shape}{lies}"
+    sharding = f" {sharding_text(value.sharding)}" if isinstance(value, jax.Array) else " numpy"
+    return f"{value.dtype}{weak} {shape}{sharding}"
 
 
 def _bytes(value: Any) -> str:
