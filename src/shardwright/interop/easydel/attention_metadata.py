@@ -1,6 +1,6 @@
-"""`AttentionMetadata`: how attention runs, as one value, and the specs of its arrays; `AttentionOutput`: what it returns.
+"""`AttentionMetadata`: the options of attention as one value; `AttentionOutput`: its result.
 
-Names and defaults are those of EasyDeL's attention operators, so that code written for them ports by name.
+Names and defaults are those of EasyDeL's attention operators.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from shardwright.vocabulary.axes import (
 )
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN, parse_mode
 
-# Where a model's configuration says how long an axis is.
+# The attributes of a model configuration that give the size of an axis.
 _CONFIG_SIZES = {
     HEAD: "num_attention_heads",
     KV_HEAD: "num_key_value_heads",
     HEAD_DIM: "head_dim",
     KV_HEAD_DIM: "head_dim",
 }
-# The default of code that this ports: whoever leaves it leaves the sequence to the rules.
+# The default of EasyDeL. With it, the rules decide the mesh axis of the sequence.
 _ANY_SEQUENCE_AXIS = "sp"
 
 
@@ -68,30 +68,34 @@ class AttentionSpecs(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=False)
 class AttentionMetadata:
-    """How attention runs. Frozen, and a pytree without leaves; `replace` returns another.
+    """The options of attention. It is frozen, and a pytree without leaves.
 
-    What is not given is taken from `base_config` where that has it, else from a default.
+    An attribute that is not given is read from `base_config`, or else has a default.
 
     Attributes:
-      runtime_dtype: dtype that q, k and v are cast to (`attn_dtype` of a configuration; float32).
-      runtime_softmax_dtype: what a configuration asks for (`attn_softmax_dtype`; float32). Softmax is always float32.
-      sequence_axis_name: the mesh axis that the rules shard the sequence over, where they do. Another one
-        is refused. "sp", the default, says nothing.
-      mesh: absent: the manager's that is entered, else the ambient one.
-      platform: the backend, by another name; `implementation` names kernels. Absent: the backend.
-      backend: "cpu", "gpu" or "tpu"; absent: the current one.
-      partition_axis: rules as attributes; absent: `PartitionAxis()`.
-      partition_manager: rules and mesh; absent: the one that is entered, unless `partition_axis` or a mesh is given; else of these.
-      base_config: any object with attributes.
-      scan_ring_attention: ring attention as a `lax.scan`, else unrolled (True).
-      softmax_scale: factor of the logits; None: `1 / sqrt(head_dim)`.
-      dropout_prob: probability with which a weight is dropped in training (0.0).
-      blocksize_q: rows of queries in a block (512).
-      blocksize_k: rows of keys in a block (1024).
-      blocksize_b: sequences in a block: 1, as no kernel takes several.
+      runtime_dtype: q, k and v are cast to it. Defaults to `attn_dtype` of the configuration, else
+        to float32.
+      runtime_softmax_dtype: Must have at most 32 bits; softmax is always float32. Defaults to
+        `attn_softmax_dtype` of the configuration, else to float32.
+      sequence_axis_name: The mesh axis over which the rules shard the sequence; another one is
+        refused. The default, "sp", is not checked.
+      mesh: Defaults to that of the ambient manager, else to the ambient mesh.
+      platform: Must equal `backend`, which is the default.
+      backend: "cpu", "gpu" or "tpu". Defaults to the current one.
+      partition_axis: Rules as attributes. Defaults to `PartitionAxis()`.
+      partition_manager: Rules and mesh. Defaults to a manager of `partition_axis` and `mesh` if one
+        of them is given, else to the ambient manager.
+      base_config: Any object with attributes.
+      scan_ring_attention: Run ring attention as a `lax.scan` instead of unrolled. Defaults to True.
+      softmax_scale: Factor of the logits. None means `1 / sqrt(head_dim)`.
+      dropout_prob: Probability of dropping a weight in training. Defaults to 0.0.
+      blocksize_q: Rows of queries in a block. Defaults to 512.
+      blocksize_k: Rows of keys in a block. Defaults to 1024.
+      blocksize_b: Sequences in a block. Must be 1.
 
     Raises:
-      AttentionError: (a ValueError) no mesh is given or ambient; or a value that nothing here can honor.
+      AttentionError: No mesh is given or ambient, or a value is not supported. (It is a
+        ValueError.)
     """
 
     runtime_dtype: Any
@@ -133,7 +137,7 @@ class AttentionMetadata:
         self._check_honored()
 
     def _check_honored(self) -> None:
-        """Refuse what no kernel reads, instead of ignoring it."""
+        """Refuse values that no kernel reads."""
         if self.blocksize_b != 1:
             raise AttentionError(
                 f"blocksize_b={self.blocksize_b!r}: no kernel takes several sequences in a block",
@@ -157,9 +161,10 @@ class AttentionMetadata:
             and self.sequence_axis_name not in self.mesh.axis_names
         ):
             raise AttentionError(
-                f"sequence_axis_name={self.sequence_axis_name!r} is not an axis of the mesh {', '.join(self.mesh.axis_names)}",
+                f"sequence_axis_name={self.sequence_axis_name!r} is not an axis of the mesh "
+                f"{', '.join(self.mesh.axis_names)}",
                 path="sequence_axis_name",
-                fix="name the mesh axis that query_length and kv_length resolve to, or leave it out",
+                fix="name the mesh axis of query_length and kv_length, or leave it out",
             )
 
     def _set_manager(self) -> None:
@@ -195,13 +200,15 @@ class AttentionMetadata:
         pickup_name: str | None = None,
         use_base_config: bool = True,
     ) -> None:
-        """Fill an attribute that was not given: from the configuration, else with a default. Acts while the value is made.
+        """Set an attribute that was not given from the configuration, or else to a default.
+
+        It is called during initialization.
 
         Args:
-          attr_name: the attribute.
-          default: what it is if nothing says; `NOT_GIVEN` leaves it open.
-          pickup_name: the configuration's name for it; absent: the same.
-          use_base_config: whether the configuration is asked.
+          attr_name: The attribute.
+          default: The default value; `NOT_GIVEN` leaves the attribute unset.
+          pickup_name: Its name in the configuration. Defaults to the same name.
+          use_base_config: Whether to read the configuration.
         """
         if not isinstance(getattr(self, attr_name), EMPTY_VAL):
             return
@@ -234,15 +241,15 @@ class AttentionMetadata:
         """Return the specs of query, key, value, bias, mask and output in a mode, resolved jointly.
 
         Args:
-          mode: runtime mode.
+          mode: Runtime mode.
           BTHD: `[batch, length, heads, head_dim]`, else `[batch, heads, length, head_dim]`.
-          qkv_mni_sharding: k and v have as many heads as q: repeated already.
-          sizes: axis -> size; heads and head_dim are read from `base_config` where it has them. An axis of size 1 of the
-            bias or the mask is not sharded. What is not known is taken to divide.
+          qkv_mni_sharding: k and v are already repeated to the number of heads of q.
+          sizes: Axis -> size; heads and head_dim are also read from `base_config`. An axis of size
+            1 of the bias or the mask is not sharded. An unknown size counts as divisible.
 
         Raises:
-          ShapeRequiredError: where an axis lies depends on a size that is not known.
-          AttentionError: where q, k and v lie does not go together.
+          ShapeRequiredError: The spec of an axis depends on an unknown size.
+          AttentionError: The specs of q, k and v do not fit together.
         """
         mode = parse_mode(mode)
         known = self._sizes(sizes)
@@ -265,7 +272,7 @@ class AttentionMetadata:
     def joint(
         self, mode: str, *, qkv_mni_sharding: bool = False, sizes: Mapping[str, int] | None = None
     ) -> JointSpecs:
-        """Return where q, k and v lie and how the kv heads follow the query heads; see `get_shardings`."""
+        """Return the joint specs of q, k and v; see `get_shardings`."""
         mode = parse_mode(mode)
         known = self._sizes(sizes)
         query = tuple(
@@ -273,7 +280,7 @@ class AttentionMetadata:
         )
         if qkv_mni_sharding:
             length = self._size(KV_LENGTH, known, mode)
-            found = resolve_joint(
+            return resolve_joint(
                 self.partition_manager,
                 q=query,
                 k=(query[0], length, *query[2:]),
@@ -281,12 +288,10 @@ class AttentionMetadata:
                 mode=mode,
                 repeated=True,
             )
-        else:
-            key = tuple(
-                self._size(axis, known, mode) for axis in (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM)
-            )
-            found = resolve_joint(self.partition_manager, q=query, k=key, v=key, mode=mode)
-        return found
+        key = tuple(
+            self._size(axis, known, mode) for axis in (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM)
+        )
+        return resolve_joint(self.partition_manager, q=query, k=key, v=key, mode=mode)
 
     def _sizes(self, sizes: Mapping[str, int] | None) -> dict[str, int]:
         config = {
@@ -297,10 +302,10 @@ class AttentionMetadata:
         }
 
     def _size(self, axis: str, known: Mapping[str, int], mode: str) -> Any:
-        """Return an axis's size, or one that everything divides where it does not matter."""
+        """Return the size of an axis, or a size that divides if the size is unknown."""
         if axis in known:
             return known[axis]
-        self.partition_manager.mesh_axes(axis, mode=mode)  # raises where it does
+        self.partition_manager.mesh_axes(axis, mode=mode)  # raises an error if the size matters
         return self.partition_manager.mesh.size
 
     def _spec(self, axes: tuple[str, ...], known: Mapping[str, int], mode: str) -> PartitionSpec:
@@ -315,11 +320,11 @@ class AttentionMetadata:
     # Calls.
 
     def options(self, given: Mapping[str, Any]) -> Options:
-        """Return the options of a call: what is said there, the rest from here."""
-        said = read_options(given)
-        manager = self.partition_manager if said.manager is None else said.manager
-        mode = manager.mode if said.mode is None else said.mode
-        here = {
+        """Return the options of a call, with missing ones from the metadata."""
+        options = read_options(given)
+        manager = self.partition_manager if options.manager is None else options.manager
+        mode = manager.mode if options.mode is None else options.mode
+        defaults = {
             "scale": self.softmax_scale,
             "dropout": self.dropout_prob
             if mode is not None and parse_mode(mode) == MODE_TRAIN
@@ -335,13 +340,17 @@ class AttentionMetadata:
             else self.sequence_axis_name,
         }
         return dataclasses.replace(
-            said, **{name: value for name, value in here.items() if getattr(said, name) is None}
+            options,
+            **{name: value for name, value in defaults.items() if getattr(options, name) is None},
         )
 
     # Values.
 
     def replace(self, **changes: Any) -> AttentionMetadata:
-        """Return the metadata with some attributes changed. Another mesh or `partition_axis` brings another manager."""
+        """Return a copy with some attributes changed.
+
+        With another mesh or `partition_axis` it gets another manager.
+        """
         if {"mesh", "partition_axis"} & set(changes):
             changes.setdefault("partition_manager", NOT_GIVEN)
         return dataclasses.replace(self, **changes)
@@ -356,10 +365,10 @@ class AttentionMetadata:
         return cls(**values)
 
     def to_json(self, **kwargs: Any) -> str:
-        """Return JSON text; `kwargs` go to `json.dumps`. The configuration has done its work and is left out.
+        """Return JSON text, without the configuration; `kwargs` go to `json.dumps`.
 
         Raises:
-          AttentionError: the manager is not one of `partition_axis`: a strategy has a file of its own.
+          AttentionError: The manager does not come from `partition_axis`.
         """
         if self.partition_manager != PartitionManager(self.partition_axis, mesh=self.mesh):
             what = (
@@ -392,7 +401,7 @@ class AttentionMetadata:
 
     @classmethod
     def from_json(cls, text: str) -> AttentionMetadata:
-        """Return the metadata of `to_json`, on a mesh of this process's devices; starts the backend."""
+        """Return the metadata of `to_json` on a mesh of local devices. This starts the backend."""
         values = json.loads(text)
         axis = {
             name: tuple(value) if isinstance(value, list) else value
@@ -412,11 +421,11 @@ class AttentionMetadata:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionOutput:
-    """What an implementation returns. A pytree.
+    """The result of an implementation, as a pytree.
 
     Attributes:
       attention_weights: `[batch, heads, q_length, kv_length]`, or None.
-      attention_outputs: in the layout of the call, or None.
+      attention_outputs: In the layout of the call, or None.
     """
 
     attention_weights: Any = None
@@ -461,33 +470,34 @@ def create_stable_sharding(
     """Return a spec that keeps some dims of another one.
 
     Args:
-      manager: whose mesh the specs are of.
-      state_ps: the spec to start from.
-      preserved_indices: dims to keep, a dim past the spec's end being replicated; None: all.
-      clone_ps: where to take these dims from; None: `state_ps`.
-      dep: what the spec is for; None: nothing, and so is the result.
-      tensor: fit the spec to this array's shape: a dim that does not divide is replicated, and a dim that it lacks is cut.
+      manager: Has the mesh of the specs.
+      state_ps: The spec to start from.
+      preserved_indices: Dims to keep; a dim past the end of the spec is replicated. None keeps all.
+      clone_ps: The spec with the entries of these dims. Defaults to `state_ps`.
+      dep: None returns None.
+      tensor: Fit the spec to the shape of this array: replicate a dim that does not divide, and cut
+        dims that the array does not have.
     """
     if dep is None or state_ps is None:
         return None
-    found = state_ps
+    spec = state_ps
     if preserved_indices is not None:
         entries = tuple((clone_ps if clone_ps is not None else state_ps).partitions)
         kept = [
             entries[at] if at in preserved_indices and at < len(entries) else None
             for at in range(max(preserved_indices, default=-1) + 1)
         ]
-        found = PartitionSpec(*kept)
+        spec = PartitionSpec(*kept)
     if tensor is None:
-        return found
+        return spec
     permissive = build_rules({}, policy=POLICY_PRESETS["eformer"])
     return resolver.resolve(
-        found, permissive, manager.mesh, mode=MODE_TRAIN, shape=tensor.shape
+        spec, permissive, manager.mesh, mode=MODE_TRAIN, shape=tensor.shape
     ).spec
 
 
 def get_mode(q: Any, BTHD: bool = True, *, mode: str | None = None) -> str:  # noqa: N803
-    """Return the mode of a call: an explicit one wins; else decode for one query, else train. Our own kernels never guess."""
+    """Return the mode of a call: the given one, else decode for one query, else train."""
     if mode is not None:
         return parse_mode(mode)
     return MODE_DECODE if q.shape[1 if BTHD else 2] == 1 else MODE_TRAIN

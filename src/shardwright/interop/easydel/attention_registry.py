@@ -1,4 +1,4 @@
-"""Implementations of attention as classes, under EasyDeL's names: an adapter of `attention.register`.
+"""EasyDeL's implementation classes of attention, as an adapter of `attention.register`.
 
 A class has a name, a `supports` that judges a call before anything is traced, and a forward for
 each backend that takes global arrays. Registering it registers an `attention.Implementation` with
@@ -145,7 +145,7 @@ class AttentionImpl(abc.ABC):
         dep: Any = True,
         tensor: Any = None,
     ) -> PartitionSpec | None:
-        """Return a spec that keeps some dims of another one; see `attention_metadata.create_stable_sharding`."""
+        """Return a spec that keeps some dims of another; see `create_stable_sharding`."""
         return attention_metadata.create_stable_sharding(
             self.metadata.partition_manager, state_ps, preserved_indices, clone_ps, dep, tensor
         )
@@ -162,12 +162,12 @@ class AttentionImpl(abc.ABC):
 
     @staticmethod
     def repeat_kv_heads(k: jax.Array, v: jax.Array, num_reps: int) -> tuple[jax.Array, jax.Array]:
-        """Return k and v `[batch, length, kv_heads, dim]` with each head `num_reps` times, copies adjacent."""
+        """Repeat each head of `[batch, length, kv_heads, dim]` `num_reps` times."""
         return jnp.repeat(k, num_reps, axis=2), jnp.repeat(v, num_reps, axis=2)
 
     @staticmethod
     def _split_attention_mask(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return which queries attend to any key, and which keys any query attends to, of a mask `[..., q, kv]`."""
+        """Return the queries with a key, and the keys with a query, of a mask `[..., q, kv]`."""
         return jnp.any(mask, axis=-1), jnp.any(mask, axis=-2)
 
     @staticmethod
