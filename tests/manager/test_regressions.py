@@ -98,7 +98,16 @@ def test_merged_dims_of_fitted_ranks() -> None:
 
 
 def test_layout_is_gathered_by_its_own_rule() -> None:
-    text = '[rules]\ntensor_parallel = "fsdp"\nmlp_intermediate = "tp"\nembed = "-"\n[params]\nembed = "dp"\n[policy]\ngather = "dp+fsdp"'
+    text = """
+    [rules]
+    tensor_parallel = "fsdp"
+    mlp_intermediate = "tp"
+    embed = "-"
+    [params]
+    embed = "dp"
+    [policy]
+    gather = "dp+fsdp"
+    """
     pm = manager(text)
     assert (
         pm.resolve(sw.ColumnWise, role="use", shape=(8, 8))

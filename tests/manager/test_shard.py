@@ -263,7 +263,18 @@ def test_hint_without_a_manager_does_nothing() -> None:
 
 def test_tensor_entries_are_told_apart_by_path() -> None:
     """Two weights of one shape and one annotation, one of them covered by a [[tensors]] entry."""
-    text = 'version = 1\n[rules]\nembed = "tp"\n[params]\nembed = "dp"\n[policy]\ngather = "dp"\n[[tensors]]\nmatch = "head"\nembed = "-"\n'
+    text = """
+    version = 1
+    [rules]
+    embed = "tp"
+    [params]
+    embed = "dp"
+    [policy]
+    gather = "dp"
+    [[tensors]]
+    match = "head"
+    embed = "-"
+    """
     pm = make_manager(text=text)
     tree = {"block": numbers(8, 4), "head": numbers(8, 4)}
     axes = (sw.EMBED, sw.EMPTY)
@@ -290,7 +301,10 @@ def test_values_beyond_32_bits_are_refused(value: Any) -> None:
     x[0, 0] = 0
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2"))
     axes = (sw.BATCH, sw.EMPTY)
-    says = rf"values of {x.dtype} do not fit (\w+32|complex64), which JAX casts them to while jax_enable_x64 is off\n  fix   jax.config.update"
+    says = (
+        rf"values of {x.dtype} do not fit (\w+32|complex64), "
+        r"which JAX casts them to while jax_enable_x64 is off\n  fix   jax.config.update"
+    )
     for call in (
         pm.shard,
         pm.hint,

@@ -172,7 +172,8 @@ def test_structures_must_agree() -> None:
         pm.shard({"a": numbers(8, 4)}, {"b": (sw.BATCH, sw.EMBED)})
     with pytest.raises(
         sw.StrategyError,
-        match=r"^a: NoneType is not an annotation|^a: the tree has a leaf .* here, the tree of annotations has None\n",
+        match=r"^a: NoneType is not an annotation|"
+        r"^a: the tree has a leaf .* here, the tree of annotations has None\n",
     ):
         pm.shard({"a": numbers(8, 4)}, {"a": None})
 

@@ -1,8 +1,8 @@
 """One of two processes with four virtual CPU devices each.
 
-`python -m tests.multiprocess.worker PORT RANK` prints `ok NAME` for each case that passes. The first
-failure ends the process at once with its traceback, because a process that only raises would leave
-the other one waiting in a collective.
+`python -m tests.multiprocess.worker PORT RANK` prints `ok NAME` for each case that passes. The
+first failure ends the process at once with its traceback, because a process that only raises
+would leave the other one waiting in a collective.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def shard_map_sums_over_both() -> None:
 
 
 def both_resolve_alike() -> None:
-    """Both processes get the same specs in the same order, so that they compile the same programs."""
+    """Both processes get the same specs in the same order, and compile the same programs."""
     lines = []
     for name in sw.Strategy.presets():
         pm = sw.PartitionManager(

@@ -150,7 +150,8 @@ def check_kept(x: Any, *, path: str = "") -> None:
     Raises:
       StrategyError: Values do not fit.
     """
-    if isinstance(x, (jax.Array, jax.core.Tracer)) or jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+    wide: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    if wide or isinstance(x, (jax.Array, jax.core.Tracer)):
         return
     plain = _PYTHON.get(type(x))
     dtype = getattr(x, "dtype", None) if plain is None else np.dtype(plain)

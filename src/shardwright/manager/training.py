@@ -220,8 +220,8 @@ def _init_of(optimizer: Any) -> Callable[..., Any]:
             f"the optimizer is a {type(optimizer).__name__} without init",
             fix="pass an optax transformation, or an object with init(params)",
         )
-    found: Callable[..., Any] = init
-    return found
+    function: Callable[..., Any] = init
+    return function
 
 
 def _shapes_alone(params: Any) -> list[Problem]:

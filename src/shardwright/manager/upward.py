@@ -12,7 +12,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-# A room that serves the manager adds its line here, for instance "reshard": "shardwright.reshard.run:reshard".
+# A room that serves the manager adds its line, for instance
+# "reshard": "shardwright.reshard.run:reshard".
 UPWARD: Final[Mapping[str, str]] = {"plan": "shardwright.plan.planner:plan"}
 
 
