@@ -139,12 +139,12 @@ class AttentionConformance:
                 for cell in product(case, mesh, (cls.implementation,))
             ]
         names = list(MESHES)
-        found = []
+        cells = []
         for number, case in enumerate(CASES):
             for which in range(2):
                 at = (2 * number + which + 1) % len(names)
                 dtype, axis_types = COMBINATIONS[(number + 3 * which) % len(COMBINATIONS)]
-                found.append(
+                cells.append(
                     Cell(
                         implementation=cls.implementation,
                         case=case,
@@ -154,7 +154,7 @@ class AttentionConformance:
                         mode=case.mode,
                     )
                 )
-        return found
+        return cells
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Make a test of each cell; pytest calls this hook."""
@@ -203,23 +203,23 @@ def check(
         return refused
     with _manager(cell):
         attend = functools.partial(dot_product_attention, **_keywords(cell))
-        found = _found(
+        results = _results(
             _program(
                 attend, case, cell.dtype, values, mesh=cell.mesh, gradients=cell.mode == "train"
             )
         )
-    wanted = _wanted(case, cell.dtype)
-    names = {name for name in wanted if cell.mode == "train" or name in OUTPUTS}
-    _must(set(found) == names, f"{cell}: it returns {sorted(found)}, not {sorted(names)}")
-    for name in sorted(found, key=lambda name: (name not in OUTPUTS, name)):
+    expected = _expected(case, cell.dtype)
+    names = {name for name in expected if cell.mode == "train" or name in OUTPUTS}
+    _must(set(results) == names, f"{cell}: it returns {sorted(results)}, not {sorted(names)}")
+    for name in sorted(results, key=lambda name: (name not in OUTPUTS, name)):
         dtypes = {
             cell.dtype,
             cell.dtype if name in OUTPUTS else str(values[name.removeprefix("d")].dtype),
         }
         _compare(
             f"{cell}: {name}",
-            found[name],
-            wanted[name],
+            results[name],
+            expected[name],
             tolerances.times(case.slack).with_logits(case.spread),
             "float32" if dtypes == {"float32"} else "bfloat16",
         )
@@ -283,19 +283,21 @@ def _program(
     rest = {name: x for name, x in values.items() if name not in floats}
 
     def outputs(floats: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-        found = attend(**floats, **rest)
-        return {"o": found} if isinstance(found, jax.Array) else {"o": found.o, "lse": found.lse}
+        result = attend(**floats, **rest)
+        return (
+            {"o": result} if isinstance(result, jax.Array) else {"o": result.o, "lse": result.lse}
+        )
 
     def loss(floats: dict[str, Any], rest: dict[str, Any], weights: Any) -> Any:
-        found = outputs(floats, rest)
-        weighed = jnp.sum(found["o"].astype(jnp.float32) * weights)
-        if "lse" in found:
-            weighed += jnp.sum(jnp.where(jnp.isneginf(found["lse"]), 0.0, jnp.sin(found["lse"])))
-        return weighed, found
+        result = outputs(floats, rest)
+        weighed = jnp.sum(result["o"].astype(jnp.float32) * weights)
+        if "lse" in result:
+            weighed += jnp.sum(jnp.where(jnp.isneginf(result["lse"]), 0.0, jnp.sin(result["lse"])))
+        return weighed, result
 
     def everything(floats: dict[str, Any], rest: dict[str, Any], weights: Any) -> dict[str, Any]:
-        (_, found), grads = jax.value_and_grad(loss, has_aux=True)(floats, rest, weights)
-        return {**found, **{f"d{name}": grad for name, grad in grads.items()}}
+        (_, result), grads = jax.value_and_grad(loss, has_aux=True)(floats, rest, weights)
+        return {**result, **{f"d{name}": grad for name, grad in grads.items()}}
 
     given = (floats, rest, case.weights()) if gradients else (floats, rest)
     lowered = jax.jit(everything if gradients else outputs).lower(*given)
@@ -304,13 +306,13 @@ def _program(
 
 
 @functools.lru_cache(maxsize=32)
-def _found(program: _Program) -> dict[str, Any]:
-    found = program.lowered.compile(compiler_options=QUICK)(*program.given)
-    return {name: np.asarray(x, np.float32) for name, x in found.items()}
+def _results(program: _Program) -> dict[str, Any]:
+    results = program.lowered.compile(compiler_options=QUICK)(*program.given)
+    return {name: np.asarray(x, np.float32) for name, x in results.items()}
 
 
 @functools.cache
-def _wanted(case: Case, dtype: str) -> dict[str, Any]:
+def _expected(case: Case, dtype: str) -> dict[str, Any]:
     """Return the results of the oracle, unsharded, in float64, for inputs in their dtype."""
     arrays = dict(case.values(dtype))
     q, k, v = (arrays.pop(name) for name in ("q", "k", "v"))
@@ -323,34 +325,34 @@ def _wanted(case: Case, dtype: str) -> dict[str, Any]:
     turned = (
         functools.partial(np.swapaxes, axis1=1, axis2=2) if call.layout == "BHTD" else np.asarray
     )
-    found = oracle.forward(operands, call.recipe)
-    wanted = {"o": turned(found["o"]), **({"lse": found["lse"]} if call.return_lse else {})}
+    exact = oracle.forward(operands, call.recipe)
+    expected = {"o": turned(exact["o"]), **({"lse": exact["lse"]} if call.return_lse else {})}
     if case.mode == "train":
         # Of the loss of `_program`.
-        some = ~np.isneginf(found["lse"]) & call.return_lse
-        dlse = np.where(some, np.cos(np.where(some, found["lse"], 0.0)), 0.0)
+        some = ~np.isneginf(exact["lse"]) & call.return_lse
+        dlse = np.where(some, np.cos(np.where(some, exact["lse"], 0.0)), 0.0)
         grads = oracle.backward(operands, call.recipe, do=turned(case.weights()), dlse=dlse)
-        wanted |= {
+        expected |= {
             f"d{name}": turned(grad) if name in ("q", "k", "v") else grad
             for name, grad in grads.items()
         }
-    return {name: x.astype(np.float32) for name, x in wanted.items()}
+    return {name: x.astype(np.float32) for name, x in expected.items()}
 
 
-def _compare(what: str, found: Any, want: Any, tolerances: Tolerances, dtype: str) -> None:
-    _must(found.shape == want.shape, f"{what}: shape {found.shape}, not {want.shape}")
-    np.testing.assert_array_equal(np.isneginf(found), np.isneginf(want), err_msg=what)
-    found, want = (np.where(np.isneginf(want), 0.0, x) for x in (found, want))
-    _must(bool(np.isfinite(found).all()), f"{what}: NaN or infinite")
+def _compare(what: str, got: Any, want: Any, tolerances: Tolerances, dtype: str) -> None:
+    _must(got.shape == want.shape, f"{what}: shape {got.shape}, not {want.shape}")
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want), err_msg=what)
+    got, want = (np.where(np.isneginf(want), 0.0, x) for x in (got, want))
+    _must(bool(np.isfinite(got).all()), f"{what}: NaN or infinite")
     gradient = what.rpartition(" ")[2].startswith("d")
     if not gradient:  # a row without keys
-        np.testing.assert_array_equal(found[want == 0.0], 0.0, err_msg=what)
+        np.testing.assert_array_equal(got[want == 0.0], 0.0, err_msg=what)
     if dtype == "float32":
         tolerance = tolerances.backward if gradient else tolerances.forward
-        error = np.abs(found - want).max() / max(1.0, np.abs(want).max())
+        error = np.abs(got - want).max() / max(1.0, np.abs(want).max())
     else:
         tolerance, error = (
             tolerances.relative,
-            np.linalg.norm(found - want) / max(float(np.linalg.norm(want)), 1e-6),
+            np.linalg.norm(got - want) / max(float(np.linalg.norm(want)), 1e-6),
         )
     _must(bool(error <= tolerance), f"{what}: {error:.2e} is more than {tolerance:.0e}")

@@ -217,8 +217,8 @@ class _Local:
         last = jnp.maximum(jnp.sum(~empty, axis=2, keepdims=True, dtype=jnp.int32) - 1, 0)
         visits = jnp.minimum(jnp.arange(kinds.shape[2], dtype=jnp.int32), last)
         where = jnp.take_along_axis(order, visits, axis=2)
-        found = where * KINDS + jnp.take_along_axis(kinds, order, axis=2)
-        return found[:, :, : self._most_visits(keys_outside=keys_outside)]
+        table = where * KINDS + jnp.take_along_axis(kinds, order, axis=2)
+        return table[:, :, : self._most_visits(keys_outside=keys_outside)]
 
     def _most_visits(self, *, keys_outside: bool) -> int:
         """Return a bound of the number of blocks that any block visits."""
