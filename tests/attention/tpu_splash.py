@@ -83,18 +83,12 @@ def measure(*names: str) -> dict[str, Compiled]:
     }
 
 
-def compiled(name: str) -> Compiled:
-    """Compile a forward and a backward pass."""
+def inputs(program: Program, pm: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Return the shapes of the arrays with gradients, of the others, and of the cotangent."""
     import jax
     import jax.numpy as jnp
 
     import shardwright as sw
-    from shardwright.attention.api import dot_product_attention
-
-    program = PROGRAMS[name]
-    pm = sw.PartitionManager(
-        sw.Strategy.loads(program.rules), mesh=tpu_compile.tpu_mesh(dp=2, tp=4)
-    )
 
     def array(axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=pm.sharding(axes, shape=shape))
@@ -121,6 +115,22 @@ def compiled(name: str) -> Compiled:
         name: known[name]() for name in program.arrays if name == "sinks"
     }
     rest = {name: known[name]() for name in program.arrays if name != "sinks"}
+    return floats, rest, do
+
+
+def compiled(name: str) -> Compiled:
+    """Compile a forward and a backward pass."""
+    import jax
+
+    import shardwright as sw
+    from shardwright.attention.api import dot_product_attention
+
+    program = PROGRAMS[name]
+    pm = sw.PartitionManager(
+        sw.Strategy.loads(program.rules), mesh=tpu_compile.tpu_mesh(dp=2, tp=4)
+    )
+
+    floats, rest, do = inputs(program, pm)
 
     def both(floats: dict[str, Any], rest: dict[str, Any], do: Any) -> Any:
         def attend(floats: dict[str, Any]) -> Any:

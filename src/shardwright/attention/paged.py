@@ -100,23 +100,59 @@ def paged_attention(
     sizes = _check_pages(q, k_pages, v_pages)
     _check_tables(block_tables, lengths, q_lengths, sizes)
     _check_positions(positions, q_lengths, sizes)
-    manager = context.current()
     given = {name: value for name, value in locals().items() if name in _ARITHMETIC}
-    mode = mode or (MODE_DECODE if manager is None else manager.mode)
-    batch, q_length = sizes.batch, sizes.q_length
-    by_position = {
-        "positions": _like((batch, q_length)),
-        "kv_positions": _like((batch, sizes.capacity(block_tables))),
-    }
-    check_scale(
-        "k_scale_pages", k_scale_pages, k_pages.shape[:3], of="k_pages", dtype=k_pages.dtype
+    scales = {"k_scale": k_scale_pages, "v_scale": v_scale_pages}
+    rows = sizes.capacity(block_tables)
+    call = _call_of(q, k_pages, v_pages, scales, rows, {**given, "mode": mode, "lengths": lengths})
+    if positions is None:
+        q_positions = _positions(lengths, q_lengths, sizes)
+    else:
+        q_positions = _integers(positions)
+    operands = Operands(
+        q=jnp.asarray(q),
+        k=jnp.asarray(k_pages),
+        v=jnp.asarray(v_pages),
+        k_scale=None if k_scale_pages is None else jnp.asarray(k_scale_pages),
+        v_scale=None if v_scale_pages is None else jnp.asarray(v_scale_pages),
+        q_positions=q_positions,
+        kv_positions=None,
+        lengths=_integers(lengths),
+        sinks=None if sinks is None else jnp.asarray(sinks),
     )
-    check_scale(
-        "v_scale_pages", v_scale_pages, v_pages.shape[:3], of="v_pages", dtype=v_pages.dtype
-    )
-    in_rows = functools.partial(_in_rows, batch=batch, capacity=sizes.capacity(block_tables))
-    scales = {"k_scale": in_rows(k_scale_pages), "v_scale": in_rows(v_scale_pages)}
-    options = read_options({**given, **by_position, **scales, "mode": mode, "lengths": lengths})
+    result = (_run if _jax.in_trace() else _jitted)(operands, _integers(block_tables), call)
+    return result if return_lse else result.o
+
+
+_ARITHMETIC = ("causal", "window", "chunk", "sinks", "softcap", "scale", "return_lse")
+
+
+def _call_of(
+    q: Any, k_pages: Any, v_pages: Any, scales: dict[str, Any], rows: int, given: dict[str, Any]
+) -> AttentionCall:
+    """Return the call, described as if each sequence had all its keys in `rows` rows of its own.
+
+    Args:
+      q: As for `paged_attention`.
+      k_pages: As for `paged_attention`.
+      v_pages: As for `paged_attention`.
+      scales: Scales of the pages by name, each None without one.
+      rows: Number of rows of keys that a row of the tables can hold.
+      given: The keywords that pages share with `dot_product_attention`.
+    """
+    for name, pages in (("k", k_pages), ("v", v_pages)):
+        check_scale(
+            f"{name}_scale_pages",
+            scales[f"{name}_scale"],
+            pages.shape[:3],
+            of=f"{name}_pages",
+            dtype=pages.dtype,
+        )
+    manager, (batch, q_length) = context.current(), q.shape[:2]
+    mode = given["mode"] or (MODE_DECODE if manager is None else manager.mode)
+    in_rows = functools.partial(_in_rows, batch=batch, capacity=rows)
+    by_position = {"positions": _like((batch, q_length)), "kv_positions": _like((batch, rows))}
+    shapes = {name: in_rows(scale) for name, scale in scales.items()}
+    options = read_options({**given, **by_position, **shapes, "mode": mode})
     specs = JointSpecs()
     if manager is not None and mode is not None:
         specs = resolve_pages(manager, q=q.shape, k=k_pages.shape, v=v_pages.shape, mode=mode)
@@ -128,24 +164,7 @@ def paged_attention(
             path="k_pages",
             fix="put that axis last in head's rule",
         )
-    operands = Operands(
-        q=jnp.asarray(q),
-        k=jnp.asarray(k_pages),
-        v=jnp.asarray(v_pages),
-        k_scale=None if k_scale_pages is None else jnp.asarray(k_scale_pages),
-        v_scale=None if v_scale_pages is None else jnp.asarray(v_scale_pages),
-        q_positions=_positions(lengths, q_lengths, sizes)
-        if positions is None
-        else _integers(positions),
-        kv_positions=None,
-        lengths=_integers(lengths),
-        sinks=None if sinks is None else jnp.asarray(sinks),
-    )
-    result = (_run if _jax.in_trace() else _jitted)(operands, _integers(block_tables), call)
-    return result if return_lse else result.o
-
-
-_ARITHMETIC = ("causal", "window", "chunk", "sinks", "softcap", "scale", "return_lse")
+    return call
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
