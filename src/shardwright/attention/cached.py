@@ -285,7 +285,7 @@ def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> V
     assert before.positions is not None
     old = {**cache.buffers, "positions": before.positions}
     new = {**cache.encode(k, v), "positions": positions}
-    placed = sharding.placed(old, {**cache.buffer_axes, "positions": (BATCH, KV_LENGTH)})
+    placed = sharding.with_specs(old, {**cache.buffer_axes, "positions": (BATCH, KV_LENGTH)})
     padding = -positions.shape[1] % _row_shards(placed)
     new = {name: _pad_rows(x, padding, -1 if name == "positions" else 0) for name, x in new.items()}
 

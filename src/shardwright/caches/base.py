@@ -129,7 +129,7 @@ class KVCache(abc.ABC):
     @property
     def _placed_buffers(self) -> PlacedArrays:
         """The buffers and their specs, for functions that run on shards."""
-        return self._sharding.placed(self.buffers, self.buffer_axes)
+        return self._sharding.with_specs(self.buffers, self.buffer_axes)
 
     def axes(self) -> Self:
         """Return the annotations in a cache of the same structure, for the role activation."""

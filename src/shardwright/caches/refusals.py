@@ -79,10 +79,10 @@ def set_named(
       done: `[n]` bool. Other entries change nothing.
       values: `[n]` int32, not negative, or one value for all.
     """
-    given = jnp.where(
+    entry_values = jnp.where(
         named & done[:, None], jnp.reshape(jnp.asarray(values, jnp.int32), (-1, 1)), -1
     )
-    new = jnp.max(given, axis=0)
+    new = jnp.max(entry_values, axis=0)
     return jnp.where(new < 0, old, new)
 
 

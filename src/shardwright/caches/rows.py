@@ -149,13 +149,13 @@ class RowCache(KVCache):
         )
 
     def _rewind(self, lengths: jax.Array) -> Change[Self]:
-        wanted, start = self._sharding.place(jnp.asarray(lengths), (BATCH,)), self.start
-        reasons = [refusals.invalid_length(wanted, self.length)]
+        lengths, start = self._sharding.place(jnp.asarray(lengths), (BATCH,)), self.start
+        reasons = [refusals.invalid_length(lengths, self.length)]
         if start is not None:
-            needed = positions.first_needed(self.spec, wanted)
-            reasons.append((needed < jnp.minimum(start, wanted), Refusal.OVERWRITTEN))
+            needed = positions.first_needed(self.spec, lengths)
+            reasons.append((needed < jnp.minimum(start, lengths), Refusal.OVERWRITTEN))
         refused = refusals.first_refusal(*reasons)
-        length = jnp.where(refused == Refusal.NONE, wanted, self.length)
+        length = jnp.where(refused == Refusal.NONE, lengths, self.length)
         start = None if start is None else jnp.minimum(start, length)
         return self._changed(refused, length=length, start=start)
 
@@ -163,12 +163,14 @@ class RowCache(KVCache):
         sharding = self._sharding
         # A refused slot keeps its own sequence: it is its own parent.
         own = sharding.place(jnp.arange(self.batch, dtype=jnp.int32), (BATCH,))
-        wanted = sharding.place(jnp.asarray(parents), (BATCH,))
-        outside = refusals.outside_group(wanted, own, batch=self.batch, group=group)
+        parents = sharding.place(jnp.asarray(parents), (BATCH,))
+        outside = refusals.outside_group(parents, own, batch=self.batch, group=group)
         # Every array of a row cache has one entry per slot.
         arrays = self.buffers | {name: getattr(self, name) for name in self.array_axes}
         taken: dict[str, Any] = scatter.take_slots(
-            sharding.placed(arrays, self.array_axes), jnp.where(outside, own, wanted), group=group
+            sharding.with_specs(arrays, self.array_axes),
+            jnp.where(outside, own, parents),
+            group=group,
         )
         refused = refusals.first_refusal((outside, Refusal.SLOT_OUT_OF_RANGE))
         return self._changed(

@@ -104,7 +104,7 @@ class CacheSharding:
         )
         return placed
 
-    def placed(self, arrays: Mapping[str, jax.Array], axes: Mapping[str, Axes]) -> PlacedArrays:
+    def with_specs(self, arrays: Mapping[str, jax.Array], axes: Mapping[str, Axes]) -> PlacedArrays:
         """Return arrays together with their specs.
 
         Args:
@@ -182,8 +182,8 @@ def ambient_sharding(mode: str | None) -> CacheSharding:
 
 def axes_by_dim(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
     """Return the mesh axes of every dimension."""
-    given = tuple(entry_names(entry) for entry in spec.partitions)
-    return given + ((),) * (rank - len(given))
+    by_dim = tuple(entry_names(entry) for entry in spec.partitions)
+    return by_dim + ((),) * (rank - len(by_dim))
 
 
 def local_numbers(numbers: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:

@@ -54,7 +54,7 @@ def read_rows(view: View, sharding: CacheSharding) -> View:
       sharding: Of that cache.
     """
     assert view.tables is not None
-    pages = sharding.placed({"k": view.k, "v": view.v}, {"k": PAGE_AXES, "v": PAGE_AXES})
+    pages = sharding.with_specs({"k": view.k, "v": view.v}, {"k": PAGE_AXES, "v": PAGE_AXES})
     axes = pages.leading_axes()
 
     def local(pages: Buffers, tables: jax.Array) -> Buffers:
