@@ -26,8 +26,8 @@ def run(*, peers: bool, repeats: int) -> list[Row]:
         "with jax.set_mesh": timing.always(lambda: _set_mesh(mesh)),
     }
     times = {
-        name: [taken / TIMES for taken in found]
-        for name, found in timing.interleave(cases, repeats=repeats).items()
+        name: [each / TIMES for each in seconds]
+        for name, seconds in timing.interleave(cases, repeats=repeats).items()
     }
     return [_row(times, "with pm", TARGET), _row(times, "with jax.set_mesh", None)]
 

@@ -38,7 +38,7 @@ Kinds = tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
 
 def missing() -> list[str]:
     """Return the peers that cannot be imported, each with the reason."""
-    found = []
+    reasons = []
     for name in NAMES:
         try:
             with warnings.catch_warnings():
@@ -46,8 +46,8 @@ def missing() -> list[str]:
                 _supply_alias()
                 importlib.import_module(name)
         except ImportError as error:
-            found.append(f"{name}: {error}")
-    return found
+            reasons.append(f"{name}: {error}")
+    return reasons
 
 
 def _supply_alias() -> None:

@@ -40,10 +40,10 @@ def run(*, peers: bool, repeats: int) -> list[Row]:
     mesh = cpu_mesh("dp:1,fsdp:2,sp:1,ep:1,tp:4")
     warm = sw.PartitionManager(strategy, mesh=mesh)
     specs = {axes: warm.resolve(axes, shape=shape) for shape, axes in KINDS}
-    made = {axes: NamedSharding(mesh, spec) for axes, spec in specs.items()}
+    shardings = {axes: NamedSharding(mesh, spec) for axes, spec in specs.items()}
     cases = {
         RAW: lambda: _entered(
-            warm, lambda x, axes: jax.lax.with_sharding_constraint(x, made[axes])
+            warm, lambda x, axes: jax.lax.with_sharding_constraint(x, shardings[axes])
         ),
         "bare specs": lambda: _entered(
             warm, lambda x, axes: jax.lax.with_sharding_constraint(x, specs[axes])
@@ -104,13 +104,15 @@ def _check(
     name: str, trace: Callable[[], Any], mesh: Mesh, specs: dict[tuple[str, ...], PartitionSpec]
 ) -> None:
     """Check, untimed, that a case traces every constraint with the same shardings."""
-    found = [
+    constraints = [
         equation
         for equation in trace().jaxpr.eqns
         if equation.primitive.name == "sharding_constraint"
     ]
-    assert len(found) == COUNT, f"{name} traces {len(found)} constraints instead of {COUNT}"
-    for step, equation in enumerate(found):
+    assert len(constraints) == COUNT, (
+        f"{name} traces {len(constraints)} constraints instead of {COUNT}"
+    )
+    for step, equation in enumerate(constraints):
         shape, axes = KINDS[step % len(KINDS)]
         spec = equation.params["sharding"].spec
         same = NamedSharding(mesh, spec).is_equivalent_to(

@@ -160,12 +160,12 @@ def _agree(
     """Check, untimed, that the cases compute the same shardings."""
     ranks = [len(shape) for _, shape in sorted_shapes(model.leaves())]
     for name in (name for name in cases if name.startswith(prefix)):
-        found = jax.tree.leaves(
+        shardings = jax.tree.leaves(
             cases[name]()(), is_leaf=lambda leaf: isinstance(leaf, NamedSharding)
         )
         same = [
-            one.is_equivalent_to(other, rank)
-            for one, other, rank in zip(found, expected, ranks, strict=True)
+            sharding.is_equivalent_to(other, rank)
+            for sharding, other, rank in zip(shardings, expected, ranks, strict=True)
         ]
         assert all(same), (
             f"{name} gives another sharding than ours for leaf {same.index(False)} of {model.name}"

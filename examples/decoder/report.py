@@ -144,11 +144,11 @@ def _axes(spec: sw.ArraySpec) -> str:
 
 def bytes_per_device(tree: Any) -> int:
     """Return the largest number of bytes that one device holds of a tree of arrays."""
-    held: collections.Counter[Any] = collections.Counter()
+    bytes_of: collections.Counter[Any] = collections.Counter()
     for array in jax.tree.leaves(tree):
         for shard in array.addressable_shards:
-            held[shard.device] += shard.data.nbytes
-    return max(held.values())
+            bytes_of[shard.device] += shard.data.nbytes
+    return max(bytes_of.values())
 
 
 def spec_bytes(specs: Any, shardings: Any) -> int:

@@ -50,7 +50,7 @@ def ones(*shape: int) -> np.ndarray:
     return np.ones(shape, np.float32)
 
 
-def lies(x: Any) -> P:
+def spec_of(x: Any) -> P:
     return x.sharding.spec
 
 
@@ -130,8 +130,8 @@ def test_06_quickstart_shards_its_batch(mesh: jax.sharding.Mesh) -> None:
         permissive = PartitionManager(PartitionAxis(), policy="eformer")
         dropped = permissive.shard(ones(4, 2, 8), [BATCH, LENGTH, EMBED], MODE_TRAIN)
         found = permissive.explain([BATCH, LENGTH, EMBED], MODE_TRAIN, shape=(4, 2, 8))
-    assert lies(x) == P("dp", None, "tp")
-    assert lies(dropped) == found.spec == P(None, None, "tp")
+    assert spec_of(x) == P("dp", None, "tp")
+    assert spec_of(dropped) == found.spec == P(None, None, "tp")
     assert 'fsdp is not in the mesh; policy missing = "replicate"' in str(found)
 
 
@@ -143,16 +143,16 @@ def test_07_indivisible_composite() -> None:
         ):
             PartitionManager(PartitionAxis()).shard(ones(2, 4), [BATCH, None], MODE_TRAIN)
         prefix = PartitionManager(PartitionAxis(), policy=sw.Policy(indivisible="prefix"))
-        assert lies(prefix.shard(ones(2, 4), [BATCH, None], MODE_TRAIN)) == P("fsdp")
+        assert spec_of(prefix.shard(ones(2, 4), [BATCH, None], MODE_TRAIN)) == P("fsdp")
         dropped = PartitionManager(PartitionAxis(), policy="eformer")
-        assert lies(dropped.shard(ones(2, 4), [BATCH, None], MODE_TRAIN)) == P()
+        assert spec_of(dropped.shard(ones(2, 4), [BATCH, None], MODE_TRAIN)) == P()
 
 
 def test_08_empty_spec_replicates(mesh: jax.sharding.Mesh) -> None:
     with jax.set_mesh(mesh):
         pm = PartitionManager(PartitionAxis())
         x = pm.shard(ones(4, 8), [BATCH, HEAD], MODE_TRAIN)
-        assert lies(x) == P("dp", "tp")
+        assert spec_of(x) == P("dp", "tp")
         for y in (
             pm.shard(x, Replicated),
             ef.with_sharding_constraint(x, P()),
@@ -166,7 +166,9 @@ def test_09_unconstrained(mesh: jax.sharding.Mesh) -> None:
     open_dim = P(P.UNCONSTRAINED, "tp")
     with jax.set_mesh(mesh):
         x = ef.with_sharding_constraint(ones(4, 8), P("dp"))
-        assert lies(jax.jit(lambda x: ef.with_sharding_constraint(x, open_dim))(x)) == P("dp", "tp")
+        assert spec_of(jax.jit(lambda x: ef.with_sharding_constraint(x, open_dim))(x)) == P(
+            "dp", "tp"
+        )
         assert (
             '[{?}, {"tp"}]'
             in jax.jit(lambda x: ef.with_sharding_constraint(x, open_dim)).lower(x).as_text()
@@ -175,10 +177,10 @@ def test_09_unconstrained(mesh: jax.sharding.Mesh) -> None:
 
 def test_10_numpy_arrays_are_placed(mesh: jax.sharding.Mesh) -> None:
     with jax.set_mesh(mesh):
-        assert lies(ef.with_sharding_constraint(ones(4, 8), P("dp", "tp"))) == P("dp", "tp")
+        assert spec_of(ef.with_sharding_constraint(ones(4, 8), P("dp", "tp"))) == P("dp", "tp")
         shard_fns, gather_fns = ef.make_shard_and_gather_fns({"w": P("dp", "tp")})
     placed = shard_fns["w"](np.arange(32.0, dtype=np.float32).reshape(4, 8))
-    assert lies(placed) == P("dp", "tp")
+    assert spec_of(placed) == P("dp", "tp")
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 2)}
     back = gather_fns["w"](placed)
     assert isinstance(back, np.ndarray)
@@ -192,7 +194,7 @@ def test_11_tree_on_explicit_meshes() -> None:
         traced = jax.jit(lambda tree: ef.with_sharding_constraint(tree, P("dp")))(
             {"a": ones(4), "b": [ones(2, 8)]}
         )
-        assert [lies(x)[0] for x in jax.tree.leaves((placed, traced))] == ["dp"] * 4
+        assert [spec_of(x)[0] for x in jax.tree.leaves((placed, traced))] == ["dp"] * 4
         with pytest.raises(sw.IndivisibleError, match=r"(?s)2 problems.*a dim 0.*b/0 dim 0"):
             ef.with_sharding_constraint({"a": ones(3), "b": [ones(5, 8)]}, P("dp"))
 
@@ -210,7 +212,7 @@ def test_12_set_mesh_without_warnings(mesh: jax.sharding.Mesh) -> None:
         with ambient, warnings.catch_warnings():
             warnings.simplefilter("error")
             assert ef.get_incontext_mesh() is mesh
-            assert lies(jax.jit(f)(ones(4, 8))) == lies(f(ones(4, 8))) == P("dp", "tp")
+            assert spec_of(jax.jit(f)(ones(4, 8))) == spec_of(f(ones(4, 8))) == P("dp", "tp")
     for call in (f, lambda x: ef.with_sharding_constraint(x, P("dp"))):
         with pytest.raises(AssertionError, match="No mesh found under this context manager"):
             call(ones(4, 8))
@@ -224,9 +226,9 @@ def test_13_auto_explicit_and_manual_axes() -> None:
         }
     explicit = ef.create_mesh((2, 4), ("dp", "tp"), axis_types=("auto", "explicit"))
     with jax.set_mesh(explicit):
-        assert lies(jax.jit(lambda x: pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN))(ones(4, 8))) == P(
-            "dp", "tp"
-        )
+        assert spec_of(
+            jax.jit(lambda x: pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN))(ones(4, 8))
+        ) == P("dp", "tp")
     with jax.set_mesh(ef.create_mesh((2, 4), ("dp", "tp"))):
         inside = jax.shard_map(
             lambda x: pm.shard(2 * x, [BATCH, HEAD], MODE_TRAIN),
@@ -265,7 +267,7 @@ def test_14_managers_do_not_share_programs(mesh: jax.sharding.Mesh) -> None:
         found = []
         for pm in (one, other, one, same):
             with pm:
-                found.append(lies(f(ones(4, 8))))
+                found.append(spec_of(f(ones(4, 8))))
     assert found == [P("dp", "tp"), P("dp"), P("dp", "tp"), P("dp", "tp")]
     assert len(traces) == 2
 
@@ -307,7 +309,7 @@ def test_17_conflicting_dims() -> None:
     axes = [BATCH, HEAD, QUERY_LENGTH, KV_LENGTH]
     pm = PartitionManager(PartitionAxis())
     with jax.set_mesh(ef.create_mesh((2, 4, 1), ("fsdp", "tp", "sp"))):
-        assert lies(pm.shard(ones(2, 4, 3, 3), axes, MODE_TRAIN)) == P("fsdp", "tp")
+        assert spec_of(pm.shard(ones(2, 4, 3, 3), axes, MODE_TRAIN)) == P("fsdp", "tp")
         assert pm.resolve(axes, MODE_TRAIN) == P(("fsdp", "dp"), "tp", "sp", None)
     with jax.set_mesh(ef.create_mesh((2, 2, 2), ("fsdp", "tp", "sp"))):
         for call in (
@@ -340,7 +342,7 @@ def test_17_conflicting_dims() -> None:
     ):
         ef.with_sharding_constraint(ones(4, 4, 4, 4), written)
     with jax.set_mesh(ef.create_mesh((2, 2, 2, 1), ("fsdp", "dp", "tp", "sp"))):
-        assert lies(ef.with_sharding_constraint(ones(4, 4, 4, 4), written)) == P(
+        assert spec_of(ef.with_sharding_constraint(ones(4, 4, 4, 4), written)) == P(
             ("fsdp", "dp"), "tp"
         )
 
@@ -388,10 +390,10 @@ def test_19_none_constants_and_text() -> None:
 
 def test_20_weight_layouts_of_stacks_and_biases() -> None:
     pm = PartitionManager(PartitionAxis(), mesh=ef.create_mesh((4, 2), ("fsdp", "tp")))
-    assert lies(pm.shard(ones(8, 4), ColumnWise)) == P("fsdp", "tp")
-    assert lies(pm.shard(ones(3, 8, 4), ColumnWise)) == P(None, "fsdp", "tp")
-    assert lies(pm.shard(ones(4), ColumnWise.bias)) == P("tp")
-    assert lies(pm.shard(ones(4), RowWise.bias)) == P()
+    assert spec_of(pm.shard(ones(8, 4), ColumnWise)) == P("fsdp", "tp")
+    assert spec_of(pm.shard(ones(3, 8, 4), ColumnWise)) == P(None, "fsdp", "tp")
+    assert spec_of(pm.shard(ones(4), ColumnWise.bias)) == P("tp")
+    assert spec_of(pm.shard(ones(4), RowWise.bias)) == P()
     with pytest.raises(sw.RankMismatchError, match=r"for its bias use ColumnWise\.bias"):
         pm.shard(ones(4), ColumnWise)
     rules = [("bias", P("tp")), ("", P("fsdp", "tp"))]

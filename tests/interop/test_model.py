@@ -48,8 +48,8 @@ def run(es: ModuleType, ct: ModuleType, ambient: Any, **options: Any) -> tuple[l
         losses, trained = train(
             Model(es, ct, pm).loss, jax.tree.map(lambda f, p: f(p), shard_fns, params), TOKENS
         )
-        lies = es.get_partition_spec(trained)
-        return losses, (jax.tree.map(lambda f, p: f(p), gather_fns, trained), lies)
+        specs = es.get_partition_spec(trained)
+        return losses, (jax.tree.map(lambda f, p: f(p), gather_fns, trained), specs)
 
 
 WANTED = {
@@ -74,7 +74,7 @@ WANTED = {
 def test_sharded_training_equals_unsharded(
     ambient: Any, policy: str, unsharded: tuple[list[float], Any]
 ) -> None:
-    losses, (params, lies) = run(eformer.escale, eformer.common_types, ambient, policy=policy)
+    losses, (params, specs) = run(eformer.escale, eformer.common_types, ambient, policy=policy)
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.05
     np.testing.assert_allclose(losses, unsharded[0], rtol=2e-5)
@@ -83,7 +83,7 @@ def test_sharded_training_equals_unsharded(
         params,
         unsharded[1],
     )
-    assert lies == WANTED
+    assert specs == WANTED
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -91,14 +91,14 @@ def test_eformer_trains_the_same(unsharded: tuple[list[float], Any]) -> None:
     es = pytest.importorskip("eformer.escale")
     from eformer import common_types as ct
 
-    losses, (params, lies) = run(es, ct, lambda mesh: mesh)
+    losses, (params, specs) = run(es, ct, lambda mesh: mesh)
     np.testing.assert_allclose(losses, unsharded[0], rtol=2e-5)
     jax.tree.map(
         lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-5),
         params,
         unsharded[1],
     )
-    assert lies == WANTED
+    assert specs == WANTED
 
 
 def test_constraints_are_in_the_program() -> None:

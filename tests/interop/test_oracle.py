@@ -214,12 +214,12 @@ def test_arrays_under_the_permissive_policy() -> None:
         with mesh:
             found = mine.shard(x, named, getattr(ours, mode))
             wanted = theirs.shard(x, named, getattr(ct, mode))
-        lies = (
+        expected_sharding = (
             wanted.sharding
             if isinstance(wanted.sharding, NamedSharding)
             else NamedSharding(mesh, P())
         )  # 8
-        assert found.sharding.is_equivalent_to(lies, x.ndim), (axes, mode, shape)
+        assert found.sharding.is_equivalent_to(expected_sharding, x.ndim), (axes, mode, shape)
 
 
 CONFLICT = "conflict"

@@ -212,12 +212,12 @@ class AttentionMetadata:
         """
         if not isinstance(getattr(self, attr_name), EMPTY_VAL):
             return
-        found = (
+        value = (
             getattr(self.base_config, pickup_name or attr_name, NOT_GIVEN)
             if use_base_config
             else NOT_GIVEN
         )
-        object.__setattr__(self, attr_name, default if isinstance(found, EMPTY_VAL) else found)
+        object.__setattr__(self, attr_name, default if isinstance(value, EMPTY_VAL) else value)
 
     @classmethod
     def from_config(

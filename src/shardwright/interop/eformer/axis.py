@@ -312,11 +312,11 @@ def written_spec(
 
 def without_repeats(entries: Sequence[Any]) -> list[Any]:
     """Remove from each entry the mesh axes of earlier entries."""
-    held: set[str] = set()
+    used: set[str] = set()
     kept = []
     for entry in entries:
-        names = tuple(name for name in _names(entry) if name not in held)
-        held.update(names)
+        names = tuple(name for name in _names(entry) if name not in used)
+        used.update(names)
         kept.append(
             entry
             if entry is PartitionSpec.UNCONSTRAINED or names == _names(entry)
