@@ -145,3 +145,11 @@ def test_take_slots_gathers_only_across_shards(group: int, gathers: bool) -> Non
         }
         text = jax.jit(take).lower(buffers, jnp.arange(8, dtype=jnp.int32)).as_text()
     assert ("all_gather" in text) == gathers
+
+
+def test_take_slots_of_a_group_across_shards() -> None:
+    """Three slots per shard and groups of two: the second group has a slot on each shard."""
+    buffers, parents = arrays(6, ROWS, first=0.0), [1, 0, 3, 2, 5, 5]
+    expected = {name: array[parents] for name, array in buffers.items()}
+    taken = run("auto", scatter.take_slots, buffers, np.array(parents, np.int32), group=2)
+    assert_equal(taken, expected)

@@ -85,3 +85,15 @@ def test_prefix_is_checked_against_the_size() -> None:
     decision = explain((B,), rules, {"dp": 2, "tp": 2}, shape=(2,)).decisions[0]
     assert (decision.outcome, decision.mesh_axes) == (Outcome.POLICY_PREFIX, ("dp",))
     assert not decision.unchecked
+
+
+def test_exception_by_path_precedes_tables() -> None:
+    """MLP_INTERMEDIATE by path is more specific than TP in a table, and TP by path than both."""
+    rules = made(
+        tensors=[("up", {M: "-"}), ("down", {M: "-", sw.TP: "tp"})],
+        rules={sw.TP: "tp", E: "-"},
+    )
+    sharded, mesh = (4, 4), {"fsdp": 2, "tp": 2}
+    assert spec(sw.ColumnWise, rules, mesh, shape=sharded, path="up") == P()
+    assert spec(sw.ColumnWise, rules, mesh, shape=sharded, path="down") == P(None, "tp")
+    assert spec(sw.ColumnWise, rules, mesh, shape=sharded, path="other") == P(None, "tp")
