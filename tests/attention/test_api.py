@@ -191,6 +191,7 @@ def test_dropout_rate() -> None:
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.sweep(keep=1)
 def test_output_is_sharded_like_q_without_communication(axis_types: Any) -> None:
     pm = sw.PartitionManager(
         sw.Strategy.loads(STRATEGY), mesh=cpu_mesh("dp:2,tp:4", axis_types=axis_types)

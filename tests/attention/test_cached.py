@@ -270,6 +270,7 @@ def test_without_manager_and_trace(name: str) -> None:
         ),
     ],
 )
+@pytest.mark.wide
 def test_chunk_equals_single_steps(name: str) -> None:
     q, k, v = tokens(20, seed=7)
     with manager_of("length"):
@@ -288,6 +289,7 @@ def test_chunk_equals_single_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dense", "sliding", "paged"])
+@pytest.mark.sweep(keep=1)
 def test_options_reach_the_arithmetic(name: str) -> None:
     options = {
         "softcap": 2.0,
@@ -312,6 +314,7 @@ def test_refusing_slots_get_zeros_and_stay(name: str) -> None:
     assert bool(jnp.any(found.o[1:] != 0, axis=(2, 3)).all())
 
 
+@pytest.mark.wide
 def test_rows_without_token_may_hold_anything() -> None:
     q, k, v = tokens(4, seed=1)
     wild = [np.where(RAGGED[:, :, None, None], x, np.nan).astype(np.float32) for x in (q, k, v)]
@@ -397,6 +400,7 @@ def abstract(count: int, manager: sw.PartitionManager) -> Any:
         ),
     ],
 )
+@pytest.mark.sweep(keep=1)
 def test_decode_bytes_do_not_grow_with_cache(name: str, count: int) -> None:
     sent = []
     for capacity in (64, 512):
@@ -438,6 +442,7 @@ def test_no_communication_over_batch_or_heads(name: str, place: str) -> None:
         assert_no_collectives(program)
 
 
+@pytest.mark.wide
 def test_chunk_after_ring_sends_no_ring_rows() -> None:
     longer, shorter = ({"window": window, "capacity": 512} for window in (512, 508))
     assert (

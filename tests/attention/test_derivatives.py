@@ -74,6 +74,7 @@ def test_forward_mode_and_derivatives_of_gradients(implementation: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, want)
 
 
+@pytest.mark.wide
 def test_hessian_and_batched_gradients() -> None:
     q, *rest = arrays()
 

@@ -273,6 +273,7 @@ def test_insert_from_every_kind(name: str) -> None:
     assert_holds(after, 1, tokens(1, 1))
 
 
+@pytest.mark.wide
 def test_insert_dequantizes_quantized_source() -> None:
     source = put(make(batch=3, kind="quantized"), 9, 0, 6).require()
     after = make().insert(source, [0, 1, 2]).require()
@@ -415,6 +416,7 @@ def test_append_sends_no_pages_and_writes_in_place(mesh: str, axis_types: str, c
 
 
 @pytest.mark.parametrize("mesh", mostly_slow("kv heads"))
+@pytest.mark.wide
 def test_no_temporary_grows_with_pages(mesh: str) -> None:
     with manager_of(mesh) as manager:
         (few, one), (many, other) = (
@@ -492,6 +494,7 @@ def test_sharded_equals_unsharded_and_stays_placed(mesh: str, axis_types: str) -
     )
 
 
+@pytest.mark.wide
 def test_copied_page_keeps_every_bit() -> None:
     odd = np.array([0x80000000, 0x7FC12345, 0xFF800001, 1], np.uint32).view(np.float32)
     with manager_of("pages"):

@@ -113,6 +113,7 @@ def test_append_sends_nothing_and_writes_in_place(mesh: str, axis_types: str, co
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("name", ["sliding", "interleaved"])
+@pytest.mark.sweep(keep=1)
 def test_append_to_ring_or_interleaved_rows(name: str, axis_types: str) -> None:
     manager = manager_of("dp:1,sp:8,tp:1", axis_types)
     with manager:
@@ -227,6 +228,7 @@ kv_head = "-"
     "kind",
     ["sliding", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "quantized"))],
 )
+@pytest.mark.sweep(keep=1)
 def test_insert_from_prefill_layout_into_decode(kind: str, axis_types: Any) -> None:
     random = np.random.default_rng(0)
     k, v = (random.standard_normal((3, 16, HEADS, DIM)).astype(np.float32) for _ in range(2))

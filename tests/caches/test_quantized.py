@@ -148,6 +148,7 @@ def test_error_of_logits(stored: str) -> None:
 
 
 @pytest.mark.parametrize("stored", STORED)
+@pytest.mark.sweep(keep=1)
 def test_attention_error_against_bfloat16_cache(stored: str) -> None:
     """An error d of logits changes outputs by (e^(2d) - 1) max |v| at most."""
     heads, dim, count = 8, 128, 48

@@ -153,6 +153,7 @@ SHARDED = [
 
 
 @pytest.mark.parametrize(("name", "axis_types"), SHARDED)
+@pytest.mark.sweep(keep=1)
 def test_sharded_over_batch_length_and_heads(name: str, axis_types: Any) -> None:
     manager = sw.PartitionManager(
         sw.Strategy.loads(RULES), mesh=cpu_mesh("dp:2,sp:2,tp:2", axis_types=axis_types)

@@ -162,6 +162,7 @@ print(json.dumps([specs, rules.named_mesh_axes(), hash(PartitionAxis(batch_axis=
 """
 
 
+@pytest.mark.wide
 def test_answers_ignore_the_hash_seed() -> None:
     said = set()
     for seed in ("1", "2"):

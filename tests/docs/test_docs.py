@@ -22,7 +22,16 @@ ids = [page.relative_to(ROOT).as_posix() for page in PAGES]
 # Pages whose programs take seconds to compile. `make docs` and `make test-wide` run them.
 LONG = {
     f"docs/{name}.md"
-    for name in ("attention", "caches", "generation", "managers", "serving", "testing")
+    for name in (
+        "attention",
+        "caches",
+        "generation",
+        "managers",
+        "serving",
+        "testing",
+        "training",
+        "utilities",
+    )
 }
 assert set(ids) >= LONG
 

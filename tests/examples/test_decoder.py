@@ -99,6 +99,7 @@ def test_texts_are_equal_byte_by_byte(trained: dict[str, Any], servers: dict[str
     assert done[:4] == ["prefill 9 bytes", "prefill 6 bytes", "prefill 20 bytes", "decode 3 slots"]
 
 
+@pytest.mark.wide
 def test_the_cache_changes_nothing(trained: dict[str, Any], servers: dict[str, Server]) -> None:
     """Each byte written with a cache is what a forward pass over the whole text calls likeliest."""
     pm = sw.PartitionManager(load("single"))

@@ -139,6 +139,7 @@ def test_the_decode_step_is_the_hand_written_program(name: str, config: DecoderC
     assert_same(ours, theirs)
 
 
+@pytest.mark.wide
 def test_another_spec_is_another_program() -> None:
     """The comparison sees what it is for: the same model with one spec changed differs."""
     mesh = cpu_mesh("fsdp:2,tp:4")

@@ -84,6 +84,7 @@ def test_rounding_error_is_half_a_step(bits: int) -> None:
     np.testing.assert_array_equal(quantize(-x, shared=(0,), bits=bits).value, -found.value)
 
 
+@pytest.mark.wide
 def test_zeros_and_tiny_numbers() -> None:
     x = np.zeros((2, 4), np.float32)
     x[1] = [1e-38, -1e-40, 0, 1e-39]
@@ -103,6 +104,7 @@ def test_non_finite_values_stay_visible(bad: float) -> None:
     np.testing.assert_allclose(found[[0, 2]], 4.0, rtol=1e-6)
 
 
+@pytest.mark.wide
 def test_empty_arrays() -> None:
     assert quantized_dot_general(jnp.ones((0, 4)), jnp.ones((4, 2)), MATMUL).shape == (0, 2)
     np.testing.assert_array_equal(
@@ -146,6 +148,7 @@ def test_error_depends_on_bits(bits: int, bound: float) -> None:
     assert np.abs(found - exact).max() <= worst
 
 
+@pytest.mark.wide
 def test_scale_per_channel_keeps_small_channels() -> None:
     """One scale for a whole operand would lose the small rows entirely."""
     x, y, dims = operands("matrix")
@@ -417,6 +420,7 @@ def test_contracted_explicit_axes_take_out_sharding() -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.sweep(keep=1)
 def test_shard_map_sums_gradients_of_replicated_operand(
     check_vma: bool,
 ) -> None:
@@ -557,6 +561,7 @@ def test_mismatched_scales(scale: Any, says: str) -> None:
         )
 
 
+@pytest.mark.wide
 def test_floats_of_eight_bits_are_quantized() -> None:
     x, y = jnp.array([[1.5, -3.0]], jnp.float8_e4m3fn), jnp.array([[2.0], [0.5]], jnp.float8_e4m3fn)
     assert quantize(x, shared=(1,)).value.tolist() == [[64, -127]]

@@ -166,6 +166,7 @@ def test_repeated_kv_heads_are_adjacent(repeats: int) -> None:
         (lambda x: repeat_kv_bsnh(x, 0), "n_rep=0 copies"),
     ],
 )
+@pytest.mark.sweep(keep=5)
 def test_invalid_shapes(call: Any, says: str) -> None:
     with pytest.raises(sw.RankMismatchError, match=re.escape(says)):
         call(jnp.zeros((1, 2, 4, 8)))

@@ -529,6 +529,7 @@ def test_presets_are_clean(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.sweep(keep=12)
 def test_presets_are_clean_on_a_layer(preset: str, mesh: str) -> None:
     """A mesh axis that a preset does not use is idle, and a batch of one does not divide: both are true, and nothing else is said."""
     manager = sw.PartitionManager(sw.Strategy.preset(preset), mesh=sw.abstract_mesh(mesh))

@@ -68,6 +68,7 @@ def test_cancel_with_handle_of_another_engine() -> None:
     assert [engine.report().finished["length"] for engine in (one, other)] == [1, 1]
 
 
+@pytest.mark.wide
 def test_two_engines_take_turns() -> None:
     one, other = make(), make(cache="paged", cache_options={"page_size": 8, "pages": 1}, slots=1)
     handles = [engine.submit(ask(max_new_tokens=4)) for engine in (one, other) for _ in range(3)]

@@ -139,6 +139,7 @@ def assert_held_is_known(engine: serving.Engine) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sweep(keep=1)
 def test_random_failures_leak_nothing(kind: str) -> None:
     handles, faults = run(kind, 300, seed=1, chance=0.03)
     whys = [handle.completion.finish for handle in handles if handle.completion]

@@ -55,6 +55,7 @@ class TestOtherWords(Few):
 """
 
 
+@pytest.mark.wide
 def test_a_subclass_passes_skips_with_reasons_or_fails(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

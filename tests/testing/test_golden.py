@@ -285,6 +285,7 @@ def test_a_run_writes_compares_and_reports(run: Run, pytester: pytest.Pytester) 
     assert sorted(path.name for path in folder.iterdir()) == FILES
 
 
+@pytest.mark.wide
 def test_the_workers_of_xdist_write_and_the_controller_reports(
     run: Run, pytester: pytest.Pytester
 ) -> None:
@@ -311,6 +312,7 @@ def test_the_workers_of_xdist_write_and_the_controller_reports(
     ],
     ids=["-k", "node id", "--deselect", "a skip", "--lf"],
 )
+@pytest.mark.sweep(keep=2)
 def test_a_part_of_a_module_says_nothing_about_the_other_files(
     run: Run, pytester: pytest.Pytester, args: tuple[str, ...], files: dict[str, str]
 ) -> None:

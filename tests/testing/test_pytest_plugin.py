@@ -114,6 +114,7 @@ def test_one_test_per_mesh_with_a_name_that_says_which(run: Run) -> None:
     assert [line.partition("LIES ")[2] for line in text.splitlines() if "LIES" in line] == LIES
 
 
+@pytest.mark.wide
 def test_a_test_is_selected_by_its_mesh(run: Run) -> None:
     result = run(
         {"test_it.py": MESHES, "mine.toml": MINE, "nested/own.toml": MINE},
@@ -123,6 +124,7 @@ def test_a_test_is_selected_by_its_mesh(run: Run) -> None:
     result.assert_outcomes(passed=1, deselected=len(IDS) - 1)
 
 
+@pytest.mark.wide
 def test_xdist_gives_every_worker_its_devices(run: Run) -> None:
     result = run({"test_it.py": MESHES, "mine.toml": MINE, "nested/own.toml": MINE}, "-n", "2")
     result.assert_outcomes(passed=len(IDS))

@@ -112,6 +112,7 @@ def test_cache_has_all_tokens(quantized: bool, place: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.sweep(keep=1)
 def test_appending_sends_nothing(count: int) -> None:
     mesh = cpu_mesh("dp:1,sp:4,tp:1")
     with sw.PartitionManager(sw.Strategy.loads(RULES), mesh=mesh).for_mode("decode"):
@@ -140,6 +141,7 @@ def test_mask_is_merged() -> None:
 
 
 @pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.sweep(keep=1)
 def test_tokens_beyond_the_capacity(
     quantized: bool,
 ) -> None:

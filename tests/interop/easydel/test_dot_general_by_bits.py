@@ -154,6 +154,7 @@ def test_equal_flax_layers_do_not_retrace() -> None:
     assert len(traces) == 1
 
 
+@pytest.mark.wide
 def test_nnx_layer() -> None:
     nnx = pytest.importorskip("flax.nnx")
     dot = get_dot_general_by_bits(8)["dot_general_cls"]()
@@ -199,6 +200,7 @@ def test_serve_does_not_read_the_float_kernels() -> None:
     assert "f32[32,2,8]" not in parameters
 
 
+@pytest.mark.wide
 def test_serve_sharded_equals_unsharded() -> None:
     variables, stored, y = converted()
     mesh = cpu_mesh("dp:2,tp:4")
