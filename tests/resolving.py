@@ -20,7 +20,7 @@ def table(name: str, rules: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def made(
+def make_rules(
     policy: Policy | None = None,
     /,
     *,
@@ -42,5 +42,5 @@ def made(
     return build_rules(named, tensors=entries, user_axes=user_axes, policy=policy)
 
 
-def spec(axes: Any, rules: AxisRules, mesh: dict[str, int], **asked: Any) -> P:
-    return resolve(axes, rules, mesh, **asked).spec
+def spec(axes: Any, rules: AxisRules, mesh: dict[str, int], **options: Any) -> P:
+    return resolve(axes, rules, mesh, **options).spec

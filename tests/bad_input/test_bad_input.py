@@ -20,7 +20,7 @@ PLAIN = {"a manager that is assigned to": AttributeError}
 
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each case says."""
+    """The message of each case."""
     found = {}
     for name, call in CASES.items():
         scene = make_scene(tmp_path_factory.mktemp("scene"))

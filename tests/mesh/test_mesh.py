@@ -1,4 +1,4 @@
-"""Meshes: the text that people write, the sizes it means, and where each device stands."""
+"""Meshes: their text form, their sizes, and the place of each device."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def ids(grid: np.ndarray) -> list[Any]:
 
 
 def refused(call: Any, message: str) -> str:
-    """Check that the call's error starts with `message`, and return all it says."""
+    """Check that the error of a call starts with `message`, and return the whole message."""
     with pytest.raises(MeshSpecError, match=f"^{re.escape(message)}") as caught:
         call()
     return str(caught.value)

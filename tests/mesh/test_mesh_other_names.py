@@ -1,6 +1,4 @@
-"""Meshes under the names that other code uses: `get_jax_mesh`, `get_ranks_and_size`, a positional
-backend.
-"""
+"""Meshes under borrowed names: `get_jax_mesh`, `get_ranks_and_size`, a positional backend."""
 
 from __future__ import annotations
 

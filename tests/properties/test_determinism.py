@@ -1,6 +1,4 @@
-"""The same answers in every process, whatever seeds its hashes: other hosts must build the same
-program.
-"""
+"""Every process gets the same answers, whatever its hash seed: all hosts build one program."""
 
 from __future__ import annotations
 

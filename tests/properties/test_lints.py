@@ -1,4 +1,4 @@
-"""What a lint calls useless can be dropped: no request is answered otherwise without it."""
+"""What a lint calls useless can be dropped without changing an answer."""
 
 from __future__ import annotations
 

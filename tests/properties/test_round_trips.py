@@ -1,4 +1,4 @@
-"""What is written can be read back: rules, meshes, strategies."""
+"""Rules, meshes and strategies can be written and read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composites: the product of the members' chains, checked by hand and against a reference."""
+"""Composites: the product of their members' candidates, by hand and against a reference."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shardwright.resolution.composites import MOST_CANDIDATES
 from shardwright.resolution.decisions import Outcome, Reason, row
 from shardwright.resolution.resolver import explain, resolve
 from shardwright.resolution.rules import Conflict, Indivisible, Missing, Policy
-from tests.resolving import made, spec
+from tests.resolving import make_rules, spec
 
 B, Q, L, E, H, K, D, M = (
     *(sw.BATCH, sw.QUERY_LENGTH, sw.LENGTH, sw.EMBED, sw.HEAD, sw.KV_HEAD),
     *(sw.HEAD_DIM, sw.MLP_INTERMEDIATE),
 )
 MESH = {"dp": 2, "fsdp": 2, "sp": 2, "tp": 4}
-CHAINS = made(rules={B: "dp+fsdp | dp | -", Q: "sp | -"})
+CHAINS = make_rules(rules={B: "dp+fsdp | dp | -", Q: "sp | -"})
 
 
 class TestProduct:
@@ -40,80 +40,82 @@ class TestProduct:
         assert spec(((B, Q),), CHAINS, MESH, shape=(size,)) == wanted
 
     def test_order_of_members_is_order_of_the_product(self) -> None:
-        rules = made(rules={B: "dp | fsdp", H: "tp | sp"})
+        rules = make_rules(rules={B: "dp | fsdp", H: "tp | sp"})
         # 4 % (2 * 4) fails; what is tried next depends on which member varies faster.
         assert spec(((B, H),), rules, MESH, shape=(4,)) == P(("dp", "sp"))
-        rules = made(rules={B: "tp | dp", H: "sp | fsdp"})
+        rules = make_rules(rules={B: "tp | dp", H: "sp | fsdp"})
         assert spec(((B, H),), rules, MESH, shape=(4,)) == P(("dp", "sp"))
         assert spec(((B, H),), rules, MESH, shape=(12,)) == P(("dp", "sp"))
 
     def test_every_tried_candidate_is_recorded(self) -> None:
-        found = explain(((B, Q),), CHAINS, MESH, shape=(2,))
-        tried = [(skip.reason, skip.candidate, skip.detail) for skip in found.decisions[0].skipped]
+        resolution = explain(((B, Q),), CHAINS, MESH, shape=(2,))
+        tried = [
+            (skip.reason, skip.candidate, skip.detail) for skip in resolution.decisions[0].skipped
+        ]
         assert tried == [
             (Reason.INDIVISIBLE, ("dp", "fsdp", "sp"), "2 % 8 != 0"),
             (Reason.INDIVISIBLE, ("dp", "fsdp"), "2 % 4 != 0"),
             (Reason.INDIVISIBLE, ("dp", "sp"), "2 % 4 != 0"),
         ]
         why = "dp+fsdp+sp: 2 % 8 != 0; dp+fsdp: 2 % 4 != 0; dp+sp: 2 % 4 != 0"
-        assert found.decisions[0].why == why
+        assert resolution.decisions[0].why == why
 
     def test_explain_shows_the_rules_of_all_members(self) -> None:
-        rules = made(rules={Q: "sp | -"}, decode={B: "dp | -"})
+        rules = make_rules(rules={Q: "sp | -"}, decode={B: "dp | -"})
         resolution = explain(((B, Q), E), rules, MESH, shape=(8, 4), mode="decode")
         cells = row(resolution.decisions[0])
         assert 'batch = "dp | -"; query_length = "sp | -"' in cells
         assert "t.toml [modes.decode]; t.toml [rules]" in cells
-        found = resolution.to_json()
-        members = found["dims"][0]["rule"]["members"]
+        resolution = resolution.to_json()
+        members = resolution["dims"][0]["rule"]["members"]
         assert [(one["key"], one["table"]) for one in members] == [
             ("batch", "modes.decode"),
             ("query_length", "rules"),
         ]
 
     def test_emptied_candidates_leave_the_product(self) -> None:
-        rules = made(rules={B: "pp | dp", Q: "pp+sp | -"})
+        rules = make_rules(rules={B: "pp | dp", Q: "pp+sp | -"})
         assert spec(((B, Q),), rules, MESH, shape=(4,)) == P(("dp", "sp"))
-        found = explain(((B, Q),), rules, MESH, shape=(6,)).decisions[0]
-        assert found.mesh_axes == ("dp",)
-        assert "pp is not in the mesh" in found.why
+        resolution = explain(((B, Q),), rules, MESH, shape=(6,)).decisions[0]
+        assert resolution.mesh_axes == ("dp",)
+        assert "pp is not in the mesh" in resolution.why
 
     def test_a_mesh_axis_of_size_one_leaves_its_candidate(self) -> None:
         sizes = {"dp": 2, "fsdp": 1, "sp": 2}
-        found = explain(((B, Q),), CHAINS, sizes, shape=(2,)).decisions[0]
-        assert found.mesh_axes == ("dp",)
-        assert found.why == "fsdp has size 1; dp+fsdp+sp: 2 % 4 != 0"
+        resolution = explain(((B, Q),), CHAINS, sizes, shape=(2,)).decisions[0]
+        assert resolution.mesh_axes == ("dp",)
+        assert resolution.why == "fsdp has size 1; dp+fsdp+sp: 2 % 4 != 0"
 
     def test_no_mesh_axis_is_left(self) -> None:
-        rules = made(rules={B: "pp", Q: "ep"})
+        rules = make_rules(rules={B: "pp", Q: "ep"})
         assert (
             explain(((B, Q),), rules, MESH, shape=(3,)).decisions[0].outcome is Outcome.NO_MESH_AXIS
         )
-        rules = made(rules={B: "pp", Q: "ep | -"})
+        rules = make_rules(rules={B: "pp", Q: "ep | -"})
         assert (
             explain(((B, Q),), rules, MESH, shape=(3,)).decisions[0].outcome is Outcome.REPLICATED
         )
 
     def test_members_that_meet_fail_that_candidate_alone(self) -> None:
-        rules = made(rules={B: "dp", H: "dp | tp"})
-        found = explain(((B, H),), rules, MESH, shape=(8,)).decisions[0]
-        assert found.mesh_axes == ("dp", "tp")
-        assert [(skip.reason, skip.detail) for skip in found.skipped] == [
+        rules = make_rules(rules={B: "dp", H: "dp | tp"})
+        resolution = explain(((B, H),), rules, MESH, shape=(8,)).decisions[0]
+        assert resolution.mesh_axes == ("dp", "tp")
+        assert [(skip.reason, skip.detail) for skip in resolution.skipped] == [
             (Reason.TAKEN, "dp occurs twice")
         ]
 
     def test_a_taken_mesh_axis_moves_on(self) -> None:
-        rules = made(rules={E: "sp", B: "dp", Q: "sp | -"})
-        found = explain((E, (B, Q)), rules, MESH, shape=(4, 4))
-        assert found.spec == P("sp", "dp")
-        assert found.decisions[1].skipped[0].detail == "sp is taken by dim 0 EMBED"
+        rules = make_rules(rules={E: "sp", B: "dp", Q: "sp | -"})
+        resolution = explain((E, (B, Q)), rules, MESH, shape=(4, 4))
+        assert resolution.spec == P("sp", "dp")
+        assert resolution.decisions[1].skipped[0].detail == "sp is taken by dim 0 EMBED"
 
     def test_weights_gather_what_no_member_names(self) -> None:
-        rules = made(
+        rules = make_rules(
             Policy(gather=("fsdp", "dp")), rules={E: "-", M: "dp | tp"}, params={E: "fsdp | -"}
         )
-        found = explain(((E, M),), rules, MESH, shape=(16,), role="use").decisions[0]
-        assert (found.mesh_axes, found.gathered) == (("dp",), ("fsdp",))
+        resolution = explain(((E, M),), rules, MESH, shape=(16,), role="use").decisions[0]
+        assert (resolution.mesh_axes, resolution.gathered) == (("dp",), ("fsdp",))
 
 
 class TestNoShape:
@@ -128,9 +130,9 @@ class TestNoShape:
         ],
     )
     def test_allowed_where_the_product_has_one(self, batch: str, length: str, wanted: P) -> None:
-        found = resolve(((B, Q),), made(rules={B: batch, Q: length}), MESH)
-        assert found.spec == wanted
-        assert found.decisions[0].unchecked is bool(wanted.partitions)
+        resolution = resolve(((B, Q),), make_rules(rules={B: batch, Q: length}), MESH)
+        assert resolution.spec == wanted
+        assert resolution.decisions[0].unchecked is bool(wanted.partitions)
 
     @pytest.mark.parametrize(
         ("batch", "length"), [("dp | -", "sp"), ("dp", "sp | -"), ("dp | -", "-")]
@@ -139,10 +141,10 @@ class TestNoShape:
         with pytest.raises(
             sw.ShapeRequiredError, match=r"dim 0 BATCH\+QUERY_LENGTH: which candidate applies"
         ):
-            resolve(((B, Q),), made(rules={B: batch, Q: length}), MESH)
+            resolve(((B, Q),), make_rules(rules={B: batch, Q: length}), MESH)
 
     def test_a_policy_needs_the_size(self) -> None:
-        rules = made(Policy(indivisible=Indivisible.PREFIX), rules={B: "dp", Q: "sp"})
+        rules = make_rules(Policy(indivisible=Indivisible.PREFIX), rules={B: "dp", Q: "sp"})
         with pytest.raises(
             sw.ShapeRequiredError, match="which candidate applies depends on the size"
         ):
@@ -155,16 +157,16 @@ class TestRefusals:
         with pytest.raises(
             sw.StrategyError, match=r'the rule of KV_HEAD has "\?", so it cannot be a member'
         ) as caught:
-            resolve(((B, K),), made(rules={B: "dp", K: rule}), MESH, shape=(8,))
+            resolve(((B, K),), make_rules(rules={B: "dp", K: rule}), MESH, shape=(8,))
         assert "kv_head" in caught.value.rule
         assert 'without "?"' in caught.value.fix
 
     def test_more_than_64_candidates(self) -> None:
         four = "dp+fsdp | dp | fsdp | -"
-        three = made(rules={B: four, Q: four, M: four})
+        three = make_rules(rules={B: four, Q: four, M: four})
         assert MOST_CANDIDATES == 4**3
         assert explain(((B, Q, M),), three, MESH, shape=(3,)).spec == P()
-        more = made(rules={B: four, Q: four, M: four, E: "tp | -"})
+        more = make_rules(rules={B: four, Q: four, M: four, E: "tp | -"})
         with pytest.raises(
             sw.StrategyError, match="128 candidates, at most 64 are tried"
         ) as caught:
@@ -173,7 +175,7 @@ class TestRefusals:
 
     def test_candidates_that_a_mesh_makes_equal_count_once(self) -> None:
         chain = "dp+fsdp+ep | dp+fsdp | dp+ep | dp | -"
-        rules = made(rules={B: chain, Q: chain, M: chain})
+        rules = make_rules(rules={B: chain, Q: chain, M: chain})
         assert explain(((B, Q, M),), rules, {"dp": 2}, shape=(4,)).ok
 
     @pytest.mark.parametrize(
@@ -187,7 +189,7 @@ class TestRefusals:
     )
     def test_head_and_head_dim_in_a_composite(self, axes: Any) -> None:
         """A flat dim that is cut in equal parts cuts heads where the parts are not whole heads."""
-        for rules in (made(rules={H: "tp"}), made()):
+        for rules in (make_rules(rules={H: "tp"}), make_rules()):
             with pytest.raises(
                 sw.StrategyError, match=r"dim 1 .*: a composite of .* could be split within a head"
             ) as caught:
@@ -196,23 +198,23 @@ class TestRefusals:
             assert caught.value.dim == 1
 
     def test_which_head_and_which_dim(self) -> None:
-        """The first head is named, and the dim that stands with it; other members do not matter."""
+        """The message names the first head and the head dim; other members do not matter."""
         with pytest.raises(
             sw.StrategyError,
             match=r"^dim 0 EMBED\+HEAD_DIM\+KV_HEAD\+HEAD: a composite of KV_HEAD and HEAD_DIM",
         ) as caught:
-            resolve(((E, sw.HEAD_DIM, sw.KV_HEAD, H),), made(), MESH, shape=(8,))
+            resolve(((E, sw.HEAD_DIM, sw.KV_HEAD, H),), make_rules(), MESH, shape=(8,))
         assert (
             caught.value.fix
             == "annotate the flat dim as merged((KV_HEAD, heads), (HEAD_DIM, head_dim)): then "
             "the number of heads must divide"
         )
-        assert resolve(((E, H), (B, sw.HEAD_DIM)), made(), MESH, shape=(8, 8)).spec == P()
+        assert resolve(((E, H), (B, sw.HEAD_DIM)), make_rules(), MESH, shape=(8, 8)).spec == P()
 
     @pytest.mark.parametrize("axes", [((H, sw.EMPTY),), ((sw.EMPTY,),), (B, (sw.EMPTY, Q))])
     def test_empty_in_a_composite(self, axes: Any) -> None:
         with pytest.raises(sw.StrategyError, match="a composite may not contain EMPTY") as caught:
-            resolve(axes, made(rules={H: "tp"}), MESH)
+            resolve(axes, make_rules(rules={H: "tp"}), MESH)
         assert caught.value.dim == len(axes) - 1
         assert caught.value.axis
         assert caught.value.fix.startswith(
@@ -222,20 +224,22 @@ class TestRefusals:
 
 class TestPolicies:
     def test_indivisible_names_a_fallback_that_helps(self) -> None:
-        rules = made(rules={B: "dp", H: "tp"})
+        rules = make_rules(rules={B: "dp", H: "tp"})
         with pytest.raises(
             sw.IndivisibleError, match=r"size 6 does not divide over dp=2, tp=4 \(8 shards\)"
         ) as caught:
             resolve(((B, H),), rules, MESH, shape=(6,))
         assert 'head = "tp | -"' in caught.value.fix
         assert "batch" not in caught.value.fix
-        assert spec(((B, H),), made(rules={B: "dp", H: "tp | -"}), MESH, shape=(6,)) == P("dp")
+        assert spec(((B, H),), make_rules(rules={B: "dp", H: "tp | -"}), MESH, shape=(6,)) == P(
+            "dp"
+        )
         with pytest.raises(sw.IndivisibleError, match="size 3 does not divide") as caught:
             resolve(((B, H),), rules, MESH, shape=(3,))
         assert 'batch = "dp | -" and head = "tp | -"' in caught.value.fix
 
     def test_conflict_names_a_fallback_that_helps(self) -> None:
-        rules = made(rules={E: "dp", B: "dp", H: "tp"})
+        rules = make_rules(rules={E: "dp", B: "dp", H: "tp"})
         with pytest.raises(
             sw.AxisConflictError, match=r"dim 1 BATCH\+HEAD: dp is taken by dim 0 EMBED"
         ) as caught:
@@ -244,19 +248,21 @@ class TestPolicies:
         assert "head" not in caught.value.fix
 
     def test_the_first_candidate_picks_the_policy(self) -> None:
-        rules = made(Policy(indivisible=Indivisible.PREFIX), rules={B: "dp+fsdp | fsdp", H: "tp"})
+        rules = make_rules(
+            Policy(indivisible=Indivisible.PREFIX), rules={B: "dp+fsdp | fsdp", H: "tp"}
+        )
         assert spec(((B, H),), rules, MESH, shape=(12,)) == P(("dp", "fsdp"))
 
     def test_first_dim_drops_what_stands_twice(self) -> None:
-        rules = made(Policy(conflict=Conflict.FIRST_DIM), rules={B: "dp", H: "dp+tp"})
+        rules = make_rules(Policy(conflict=Conflict.FIRST_DIM), rules={B: "dp", H: "dp+tp"})
         assert spec(((B, H),), rules, MESH, shape=(8,)) == P(("dp", "tp"))
 
     def test_missing_mesh_axis_drops_the_dim(self) -> None:
-        rules = made(Policy(missing=Missing.REPLICATE), rules={B: "dp | pp", H: "tp"})
+        rules = make_rules(Policy(missing=Missing.REPLICATE), rules={B: "dp | pp", H: "tp"})
         assert spec(((B, H),), rules, MESH, shape=(8,)) == P(("dp", "tp"))
-        found = explain(((B, H),), rules, MESH, shape=(4,)).decisions[0]
-        assert found.outcome is Outcome.POLICY_MISSING
-        assert "pp is not in the mesh" in found.why
+        resolution = explain(((B, H),), rules, MESH, shape=(4,)).decisions[0]
+        assert resolution.outcome is Outcome.POLICY_MISSING
+        assert "pp is not in the mesh" in resolution.why
 
 
 RULES = st.lists(
@@ -309,9 +315,15 @@ class TestAgainstAReference:
             axis: " | ".join(["+".join(names) for names in candidates] + ["-"] * replicated)
             for axis, (candidates, replicated) in zip(axes, members, strict=True)
         }
-        found = explain((E, axes), made(rules={E: held or "-", **text}), mesh, shape=(48, size))
+        resolution = explain(
+            (E, axes), make_rules(rules={E: held or "-", **text}), mesh, shape=(48, size)
+        )
         taken = {held} if mesh.get(held, 1) > 1 else set()
         wanted = reference(members, mesh, size, taken)
         names = {sw.AxisConflictError: "conflict", sw.IndivisibleError: "indivisible"}
-        got = names[found.problems[0].error] if found.problems else found.decisions[1].mesh_axes
+        got = (
+            names[resolution.problems[0].error]
+            if resolution.problems
+            else resolution.decisions[1].mesh_axes
+        )
         assert got == wanted

@@ -1,6 +1,4 @@
-"""One dim's decision in detail: its outcome, what it records, and each field of the problem it
-leaves.
-"""
+"""The decision of one dim: its outcome, what it records, and every field of its problem."""
 
 from __future__ import annotations
 
@@ -11,30 +9,30 @@ import shardwright as sw
 from shardwright.resolution.decisions import Outcome, RuleRef, rule_text
 from shardwright.resolution.resolver import explain
 from shardwright.resolution.rules import Conflict, Indivisible, Missing, Policy
-from tests.resolving import made, spec
+from tests.resolving import make_rules, spec
 
 B, L, E, H, D, M = sw.BATCH, sw.LENGTH, sw.EMBED, sw.HEAD, sw.HEAD_DIM, sw.MLP_INTERMEDIATE
 
 
-def outcomes(found: sw.Resolution) -> list[Outcome]:
-    return [decision.outcome for decision in found.decisions]
+def outcomes(resolution: sw.Resolution) -> list[Outcome]:
+    return [decision.outcome for decision in resolution.decisions]
 
 
-def message(found: sw.Resolution) -> str:
+def message(resolution: sw.Resolution) -> str:
     """The whole text of the one problem."""
-    assert len(found.problems) == 1
+    assert len(resolution.problems) == 1
     with pytest.raises(sw.ShardingError, match=r"\S") as caught:
-        found.require()
+        resolution.require()
     return str(caught.value)
 
 
 def test_entries_of_a_literal_spec() -> None:
-    found = explain(
-        P(("dp", "tp"), None, P.UNCONSTRAINED), made(), {"dp": 2, "tp": 2}, shape=(4, 4, 4)
+    resolution = explain(
+        P(("dp", "tp"), None, P.UNCONSTRAINED), make_rules(), {"dp": 2, "tp": 2}, shape=(4, 4, 4)
     )
-    assert outcomes(found) == [Outcome.CHOSEN, Outcome.REPLICATED, Outcome.UNCONSTRAINED]
-    assert [decision.skipped for decision in found.decisions] == [()] * 3
-    rules = [decision.rule for decision in found.decisions if decision.rule is not None]
+    assert outcomes(resolution) == [Outcome.CHOSEN, Outcome.REPLICATED, Outcome.UNCONSTRAINED]
+    assert [decision.skipped for decision in resolution.decisions] == [()] * 3
+    rules = [decision.rule for decision in resolution.decisions if decision.rule is not None]
     assert [(rule.key, rule.text, rule.source) for rule in rules] == [
         ("dim 0", "dp+tp", "literal spec"),
         ("dim 1", "-", "literal spec"),
@@ -45,14 +43,16 @@ def test_entries_of_a_literal_spec() -> None:
 @pytest.mark.parametrize("path", [None, "mlp/up"])
 def test_unknown_axes_of_a_composite(path: str | None) -> None:
     """Each unknown member is a problem of the whole dim; the dims beside it are decided."""
-    rules = made(rules={B: "dp", E: "fsdp"})
-    found = explain((B, (E, "mine", "yours")), rules, {"dp": 2, "fsdp": 2}, shape=(4, 4), path=path)
-    assert outcomes(found) == [Outcome.CHOSEN, Outcome.FAILED]
-    assert [problem.what for problem in found.problems] == [
+    rules = make_rules(rules={B: "dp", E: "fsdp"})
+    resolution = explain(
+        (B, (E, "mine", "yours")), rules, {"dp": 2, "fsdp": 2}, shape=(4, 4), path=path
+    )
+    assert outcomes(resolution) == [Outcome.CHOSEN, Outcome.FAILED]
+    assert [problem.what for problem in resolution.problems] == [
         "unknown axis 'MINE'",
         "unknown axis 'YOURS'",
     ]
-    assert {(problem.path, problem.dim, problem.axis) for problem in found.problems} == {
+    assert {(problem.path, problem.dim, problem.axis) for problem in resolution.problems} == {
         (path or "", 1, "EMBED+MINE+YOURS")
     }
 
@@ -60,11 +60,11 @@ def test_unknown_axes_of_a_composite(path: str | None) -> None:
 @pytest.mark.parametrize("path", [None, "mlp/up"])
 def test_members_whose_rules_conflict(path: str | None) -> None:
     """A refused composite has failed; a dim without a rule beside it has not."""
-    found = explain(
-        (L, (B, E), M), made(rules={B: "dp", E: "?"}), {"dp": 2}, shape=(4, 4, 4), path=path
+    resolution = explain(
+        (L, (B, E), M), make_rules(rules={B: "dp", E: "?"}), {"dp": 2}, shape=(4, 4, 4), path=path
     )
-    assert outcomes(found) == [Outcome.NO_RULE, Outcome.FAILED, Outcome.NO_RULE]
-    (problem,) = found.problems
+    assert outcomes(resolution) == [Outcome.NO_RULE, Outcome.FAILED, Outcome.NO_RULE]
+    (problem,) = resolution.problems
     assert (problem.error, problem.path, problem.dim, problem.axis) == (
         sw.StrategyError,
         path or "",
@@ -74,12 +74,14 @@ def test_members_whose_rules_conflict(path: str | None) -> None:
 
 
 def test_two_dims_that_fail() -> None:
-    found = explain(("mine", (B, E), L), made(rules={B: "dp", E: "?"}), {"dp": 2}, shape=(4, 4, 4))
-    assert outcomes(found) == [Outcome.FAILED, Outcome.FAILED, Outcome.NO_RULE]
+    resolution = explain(
+        ("mine", (B, E), L), make_rules(rules={B: "dp", E: "?"}), {"dp": 2}, shape=(4, 4, 4)
+    )
+    assert outcomes(resolution) == [Outcome.FAILED, Outcome.FAILED, Outcome.NO_RULE]
 
 
 def test_a_merged_dim_is_judged_by_its_first_member() -> None:
-    rules, mesh = made(rules={H: "tp"}), {"tp": 4}
+    rules, mesh = make_rules(rules={H: "tp"}), {"tp": 4}
     one = message(explain((sw.merged((H, 6), (D, 128)),), rules, mesh, shape=(768,), path="q"))
     assert one.startswith("q dim 0 HEAD*HEAD_DIM: HEAD of size 6 does not divide over tp=4\n")
     other = message(explain((H,), rules, mesh, shape=(6,), path="q"))
@@ -88,7 +90,7 @@ def test_a_merged_dim_is_judged_by_its_first_member() -> None:
 
 def test_a_layout_in_use_asks_the_axis_that_it_means() -> None:
     """FSDP's own rule would keep fsdp; EMBED's rule for activations does not name it."""
-    rules = made(Policy(gather=("fsdp",)), rules={E: "-", M: "tp"}, params={E: "fsdp"})
+    rules = make_rules(Policy(gather=("fsdp",)), rules={E: "-", M: "tp"}, params={E: "fsdp"})
     mesh = {"fsdp": 2, "tp": 2}
     assert spec(sw.ColumnWise, rules, mesh, shape=(4, 4)) == P("fsdp", "tp")
     assert spec(sw.ColumnWise, rules, mesh, shape=(4, 4), role="use") == P(None, "tp")
@@ -96,7 +98,7 @@ def test_a_layout_in_use_asks_the_axis_that_it_means() -> None:
 
 def test_without_a_shape_a_lost_candidate_counts() -> None:
     """`dp` would do for some sizes; for the others the dim is dropped, so the size decides."""
-    rules = made(Policy(missing=Missing.REPLICATE), rules={B: "dp | model"})
+    rules = make_rules(Policy(missing=Missing.REPLICATE), rules={B: "dp | model"})
     text = message(explain((B,), rules, {"dp": 2}, path="x"))
     assert text == (
         "x dim 0 BATCH: which candidate applies depends on the size\n"
@@ -108,13 +110,13 @@ def test_without_a_shape_a_lost_candidate_counts() -> None:
         explain((B,), rules, {"dp": 2}, shape=(3,)).decisions[0].outcome is Outcome.POLICY_MISSING
     )
     assert explain(
-        (B,), made(Policy(missing=Missing.REPLICATE), rules={B: "model | dp"}), {"dp": 2}
+        (B,), make_rules(Policy(missing=Missing.REPLICATE), rules={B: "model | dp"}), {"dp": 2}
     ).ok
 
 
 def test_unconstrained_is_refused_for_a_parameter() -> None:
     text = message(
-        explain((E,), made(rules={E: "?"}), {"dp": 2}, shape=(4,), role="param", path="w")
+        explain((E,), make_rules(rules={E: "?"}), {"dp": 2}, shape=(4,), role="param", path="w")
     )
     assert text == (
         'w dim 0 EMBED: "?" is for activations only: a parameter needs a sharding\n'
@@ -130,7 +132,7 @@ def test_unconstrained_is_refused_for_a_parameter() -> None:
 def test_first_dim_without_a_size_is_unchecked(
     rule: str, shape: tuple[int, ...] | None, unchecked: bool
 ) -> None:
-    rules = made(Policy(conflict=Conflict.FIRST_DIM), rules={B: "dp", E: rule})
+    rules = make_rules(Policy(conflict=Conflict.FIRST_DIM), rules={B: "dp", E: rule})
     decision = explain((B, E), rules, {"dp": 2, "tp": 2}, shape=shape).decisions[1]
     assert decision.outcome is Outcome.POLICY_FIRST_DIM
     assert decision.mesh_axes == (("tp",) if rule == "dp+tp" else ())
@@ -139,15 +141,17 @@ def test_first_dim_without_a_size_is_unchecked(
 
 def test_a_conflict_says_who_holds_the_mesh_axis() -> None:
     mesh = {"dp": 2, "tp": 2}
-    found = explain((B, E), made(rules={B: "dp+tp", E: "tp+dp"}), mesh, shape=(4, 4), path="x")
-    assert message(found) == (
+    resolution = explain(
+        (B, E), make_rules(rules={B: "dp+tp", E: "tp+dp"}), mesh, shape=(4, 4), path="x"
+    )
+    assert message(resolution) == (
         "x dim 1 EMBED: tp is taken by dim 0 BATCH; dp is taken by dim 0 BATCH\n"
         '  rule  embed = "tp+dp"   (t.toml, [rules], mode train)\n'
         "  fix   an array has each mesh axis once: write EMPTY or another axis here, or end "
         'the rule in a fallback, "tp+dp | -"'
     )
-    assert found.problems[0].mesh_axes == ("tp", "dp")
-    assert message(explain(P("dp", "dp"), made(), mesh, shape=(4, 4), path="x")) == (
+    assert resolution.problems[0].mesh_axes == ("tp", "dp")
+    assert message(explain(P("dp", "dp"), make_rules(), mesh, shape=(4, 4), path="x")) == (
         "x dim 1: dp is taken by dim 0\n"
         '  rule  dim 1 = "dp"   (literal spec, mode train)\n'
         "  fix   an array has each mesh axis once: write None or another mesh axis here"
@@ -156,26 +160,28 @@ def test_a_conflict_says_who_holds_the_mesh_axis() -> None:
 
 def test_a_size_that_does_not_divide_over_several() -> None:
     mesh = {"dp": 2, "fsdp": 4}
-    found = explain((B,), made(rules={B: "dp+fsdp"}), mesh, shape=(12,), path="x")
-    assert message(found) == (
+    resolution = explain((B,), make_rules(rules={B: "dp+fsdp"}), mesh, shape=(12,), path="x")
+    assert message(resolution) == (
         "x dim 0 BATCH: size 12 does not divide over dp=2, fsdp=4 (8 shards)\n"
         '  rule  batch = "dp+fsdp"   (t.toml, [rules], mode train)\n'
         '  fix   add a fallback, batch = "dp+fsdp | fsdp | -", or choose a size and a mesh '
         "that divide"
     )
-    (problem,) = found.problems
+    (problem,) = resolution.problems
     assert (problem.size, problem.mesh_axes, problem.shards) == (12, ("dp", "fsdp"), 8)
     assert 'batch = "dp+fsdp | dp | -"' in message(
-        explain((B,), made(rules={B: "dp+fsdp"}), mesh, shape=(6,))
+        explain((B,), make_rules(rules={B: "dp+fsdp"}), mesh, shape=(6,))
     )
-    three = message(explain((B,), made(rules={B: "dp+fsdp+tp"}), {**mesh, "tp": 3}, shape=(12,)))
+    three = message(
+        explain((B,), make_rules(rules={B: "dp+fsdp+tp"}), {**mesh, "tp": 3}, shape=(12,))
+    )
     assert 'batch = "dp+fsdp+tp | fsdp+tp | -"' in three, (
         "of the parts that fit the one with the most shards"
     )
     assert 'batch = "dp+fsdp | -"' in message(
-        explain((B,), made(rules={B: "dp+fsdp"}), mesh, shape=(3,))
+        explain((B,), make_rules(rules={B: "dp+fsdp"}), mesh, shape=(3,))
     )
-    assert message(explain(P("fsdp"), made(), mesh, shape=(6,), path="x")) == (
+    assert message(explain(P("fsdp"), make_rules(), mesh, shape=(6,), path="x")) == (
         "x dim 0: size 6 does not divide over fsdp=4\n"
         '  rule  dim 0 = "fsdp"   (literal spec, mode train)\n'
         "  fix   write None there, or choose a size and a mesh that divide"
@@ -186,7 +192,7 @@ def test_a_size_that_does_not_divide_over_several() -> None:
     ("size", "prefix"), [(16, ("dp", "fsdp", "tp")), (8, ("dp", "fsdp")), (4, ("dp",)), (3, ())]
 )
 def test_a_prefix_is_the_longest_that_divides(size: int, prefix: tuple[str, ...]) -> None:
-    rules = made(Policy(indivisible=Indivisible.PREFIX), rules={B: "dp+fsdp+tp"})
+    rules = make_rules(Policy(indivisible=Indivisible.PREFIX), rules={B: "dp+fsdp+tp"})
     assert (
         explain((B,), rules, {"dp": 2, "fsdp": 4, "tp": 2}, shape=(size,)).decisions[0].mesh_axes
         == prefix
@@ -195,7 +201,9 @@ def test_a_prefix_is_the_longest_that_divides(size: int, prefix: tuple[str, ...]
 
 @pytest.mark.parametrize("axes", [(sw.EXPERT, E), (E, sw.EXPERT)])
 def test_a_conflict_with_experts_suggests_the_gate(axes: tuple[str, ...]) -> None:
-    text = message(explain(axes, made(rules={sw.EXPERT: "ep", E: "ep"}), {"ep": 2}, shape=(4, 4)))
+    text = message(
+        explain(axes, make_rules(rules={sw.EXPERT: "ep", E: "ep"}), {"ep": 2}, shape=(4, 4))
+    )
     assert text.endswith(
         "fix   router weights and logits end in EXPERT_GATE: write it in place of EXPERT, or "
         "EMPTY here"
@@ -215,7 +223,7 @@ def test_a_conflict_with_experts_suggests_the_gate(axes: tuple[str, ...]) -> Non
 def test_an_unknown_axis_of_the_wrong_rank(axis: str, label: str, fix: str) -> None:
     """The unknown name explains more than the rank does: the error is about the name."""
     with pytest.raises(sw.UnknownAxisError, match="unknown axis") as caught:
-        explain((axis,), made(), {"dp": 2}, shape=(4, 4)).require()
+        explain((axis,), make_rules(), {"dp": 2}, shape=(4, 4)).require()
     assert caught.value.axis == label
     assert fix in caught.value.fix
 
@@ -223,7 +231,11 @@ def test_an_unknown_axis_of_the_wrong_rank(axis: str, label: str, fix: str) -> N
 def test_the_rule_of_a_composite_is_its_members() -> None:
     text = message(
         explain(
-            ((B, E),), made(rules={B: "dp", E: "fsdp"}), {"dp": 2, "fsdp": 2}, shape=(6,), path="x"
+            ((B, E),),
+            make_rules(rules={B: "dp", E: "fsdp"}),
+            {"dp": 2, "fsdp": 2},
+            shape=(6,),
+            path="x",
         )
     )
     assert (

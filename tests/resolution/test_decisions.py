@@ -1,6 +1,4 @@
-"""What an answer says about itself: as a table, as data, and as a spec derived from its
-decisions.
-"""
+"""A resolution as a table, as data, and as a spec that is derived from its decisions."""
 
 from __future__ import annotations
 
@@ -26,9 +24,9 @@ from shardwright.resolution.partition_specs import canonical_spec
 from shardwright.resolution.resolver import explain
 from shardwright.resolution.rules import Policy
 from shardwright.resolution.tables import WIDTH, remarked_table, table
-from tests.resolving import made
+from tests.resolving import make_rules
 
-RULES = made(
+RULES = make_rules(
     Policy(gather=("fsdp",)),
     rules={
         sw.BATCH: "dp+fsdp",
@@ -49,7 +47,7 @@ def words(text: str) -> list[str]:
 
 
 def test_the_table_that_people_read() -> None:
-    found = explain(
+    resolution = explain(
         (sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD, sw.EMPTY),
         RULES,
         MESH,
@@ -57,7 +55,7 @@ def test_the_table_that_people_read() -> None:
         mode="decode",
         path="attn/k",
     )
-    assert words(str(found)) == [
+    assert words(str(resolution)) == [
         "attn/k (BATCH, QUERY_LENGTH, KV_HEAD, _) as activation in decode -> P(('dp', 'fsdp'))",
         "dim axis size mesh axes rule written in",
         "why",
@@ -73,14 +71,14 @@ def test_the_table_that_people_read() -> None:
 
 
 def test_the_columns_of_the_table_are_aligned() -> None:
-    found = explain((sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD), RULES, MESH, shape=(8, 16, 6))
-    _, head, *rows = str(found).splitlines()
+    resolution = explain((sw.BATCH, sw.QUERY_LENGTH, sw.KV_HEAD), RULES, MESH, shape=(8, 16, 6))
+    _, head, *rows = str(resolution).splitlines()
     for column in ("axis", "size", "mesh axes", "rule"):
         at = head.index(column)
         cells = [row for row in rows if row.strip()[0].isdigit()]
         assert len(cells) == 3
         assert all(row[at - 1] == " " and row[at] != " " for row in cells)
-    assert not any(line != line.rstrip() for line in str(found).splitlines())
+    assert not any(line != line.rstrip() for line in str(resolution).splitlines())
 
 
 def test_a_long_why_is_below_its_row() -> None:
@@ -97,8 +95,8 @@ def test_a_long_why_is_below_its_row() -> None:
 
 
 def test_table_of_a_failed_resolution() -> None:
-    found = explain((sw.BATCH, sw.HEAD), RULES, MESH, shape=(8, 6), path="attn/q")
-    assert words(str(found)) == [
+    resolution = explain((sw.BATCH, sw.HEAD), RULES, MESH, shape=(8, 6), path="attn/q")
+    assert words(str(resolution)) == [
         "attn/q (BATCH, HEAD) as activation in train -> failed",
         "dim axis size mesh axes rule written in why",
         '0 BATCH 8 dp+fsdp batch = "dp+fsdp" t.toml [rules] first candidate fits',
@@ -127,10 +125,10 @@ def test_remarks_of_decisions() -> None:
 
 
 def test_as_data() -> None:
-    found = explain(
+    resolution = explain(
         (sw.VOCAB, sw.BATCH, sw.KV_HEAD), RULES, MESH, shape=(7, 8, 6), mode="prefill", path="x"
     )
-    data = json.loads(json.dumps(found.to_json()))
+    data = json.loads(json.dumps(resolution.to_json()))
     assert {
         key: data[key]
         for key in ("annotation", "path", "mode", "mode_from", "role", "ok", "problems", "notes")
@@ -193,29 +191,29 @@ def test_a_spec_is_what_its_decisions_amount_to(
     decisions: tuple[DimDecision, ...], spec: P
 ) -> None:
     assert canonical_spec(decision.entry for decision in decisions) == spec
-    found = Resolution(
+    resolution = Resolution(
         annotation="x",
         decisions=decisions,
         mode=sw.MODE_TRAIN,
         mode_from=ModeFrom.CALL,
         role=sw.Role.PARAM,
     )
-    assert found.ok
-    assert found.spec == spec
+    assert resolution.ok
+    assert resolution.spec == spec
 
 
 def test_a_resolution_with_problems_has_no_spec() -> None:
-    found = explain((sw.BATCH,), RULES, MESH, shape=(8,))
-    failed = dataclasses.replace(found, problems=(Problem(error=sw.StrategyError, what="no"),))
+    resolution = explain((sw.BATCH,), RULES, MESH, shape=(8,))
+    failed = dataclasses.replace(resolution, problems=(Problem(error=sw.StrategyError, what="no"),))
     assert not failed.ok
     assert failed.spec is None
 
 
 def test_answers_pickle_and_are_frozen() -> None:
-    found = explain((sw.BATCH, sw.HEAD), RULES, MESH, shape=(8, 6))
-    assert pickle.loads(pickle.dumps(found)) == found
+    resolution = explain((sw.BATCH, sw.HEAD), RULES, MESH, shape=(8, 6))
+    assert pickle.loads(pickle.dumps(resolution)) == resolution
     with pytest.raises(dataclasses.FrozenInstanceError, match="mode"):
-        found.mode = "train"  # type: ignore[misc]
+        resolution.mode = "train"  # type: ignore[misc]
 
 
 def test_a_rule_says_where_it_was_written() -> None:

@@ -1,6 +1,4 @@
-"""`PartitionAxis`: rules as attributes, with the defaults that ported code relies on, compiled to
-the same rules as a file.
-"""
+"""`PartitionAxis`: its defaults, and that it compiles to the same rules as a file."""
 
 from __future__ import annotations
 
@@ -164,7 +162,7 @@ def test_values_of_every_kind() -> None:
 
 
 def test_replicated_parallelism_axes() -> None:
-    """None for a mesh axis itself: whatever lies over it by default does not any more."""
+    """If a mesh axis is None, no default uses it any more."""
     axis = sw.PartitionAxis(tensor_parallel_axis=None, sequence_parallel_axis=None)
     assert specs(axis, "train") == {
         **dict.fromkeys(TRAIN, P()),
@@ -190,14 +188,14 @@ def test_policy_is_the_caller_s() -> None:
 
 
 def test_provenance_names_the_attribute() -> None:
-    found = sw.resolve(
+    resolution = sw.resolve(
         (sw.BATCH, sw.QUERY_LENGTH), sw.PartitionAxis().compile(), MESH, mode="decode"
     )
-    assert [decision.rule.key for decision in found.decisions] == [
+    assert [decision.rule.key for decision in resolution.decisions] == [
         "batch_axis",
         "decode_query_sequence_axis",
     ]
-    assert {decision.rule.source for decision in found.decisions} == {"PartitionAxis"}
+    assert {decision.rule.source for decision in resolution.decisions} == {"PartitionAxis"}
 
 
 def test_bad_values_are_named_all_at_once() -> None:

@@ -1,4 +1,4 @@
-"""Specs as values: one spec for one meaning, and the way back."""
+"""Canonical specs, and the mesh axes of their entries."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Parts of a weight lie as the weight does; optimizer state lies beyond it where the policy says
-so.
-"""
+"""Parts are sharded like their weight, optimizer state further if the policy says so."""
 
 from __future__ import annotations
 
@@ -133,10 +131,10 @@ def test_part_takes_the_choice_of_the_whole() -> None:
     both = {"embed": "tp | fsdp"}
     assert explain((sw.VOCAB, sw.EMBED), (8, 8), params=both).spec == P("tp", "fsdp")
     assert explain((sw.EMBED,), (8,), params=both).spec == P("tp")
-    found = explain(part((1,), (8, 8), (sw.VOCAB, sw.EMBED)), (8,), params=both)
-    assert found.spec == P("fsdp")
-    assert found.decisions[0].why == "tp: tp is taken by dim 0 VOCAB"
-    assert found.notes == ("dims 1 of (VOCAB, EMBED)",)
+    resolution = explain(part((1,), (8, 8), (sw.VOCAB, sw.EMBED)), (8,), params=both)
+    assert resolution.spec == P("fsdp")
+    assert resolution.decisions[0].why == "tp: tp is taken by dim 0 VOCAB"
+    assert resolution.notes == ("dims 1 of (VOCAB, EMBED)",)
 
 
 def test_exceptions_by_path_are_those_of_the_whole() -> None:
@@ -166,10 +164,16 @@ def test_a_block_is_never_split() -> None:
 
 def test_lenient_policy_on_a_part_is_recorded() -> None:
     long = {"embed": "dp+fsdp"}
-    found = explain(part((0, 1), (48, 32)), (6, 32), params=long, indivisible="prefix")
-    assert (found.spec, found.decisions[0].outcome) == (P("dp", "tp"), Outcome.POLICY_PREFIX)
-    found = explain(part((0, 1), (48, 32)), (6, 32), params=long, indivisible="replicate")
-    assert (found.spec, found.decisions[0].outcome) == (P(None, "tp"), Outcome.POLICY_REPLICATE)
+    resolution = explain(part((0, 1), (48, 32)), (6, 32), params=long, indivisible="prefix")
+    assert (resolution.spec, resolution.decisions[0].outcome) == (
+        P("dp", "tp"),
+        Outcome.POLICY_PREFIX,
+    )
+    resolution = explain(part((0, 1), (48, 32)), (6, 32), params=long, indivisible="replicate")
+    assert (resolution.spec, resolution.decisions[0].outcome) == (
+        P(None, "tp"),
+        Outcome.POLICY_REPLICATE,
+    )
 
 
 def test_part_has_the_problems_of_the_whole() -> None:
@@ -244,11 +248,11 @@ def test_zero1_takes_free_mesh_axes(axes: Any, shape: Any, zero1: str, spec: Any
 
 
 def test_zero1_is_explained() -> None:
-    found = explain(KERNEL, (16, 32), zero1="dp | -")
-    assert found.decisions[0].zero1 == ("dp",)
-    assert found.decisions[0].why == "dp by zero1"
-    assert found.notes == ('zero1 = "dp | -"   ([policy]): dp on dim 0 EMBED',)
-    assert found.to_json()["dims"][0]["zero1"] == ["dp"]
+    resolution = explain(KERNEL, (16, 32), zero1="dp | -")
+    assert resolution.decisions[0].zero1 == ("dp",)
+    assert resolution.decisions[0].why == "dp by zero1"
+    assert resolution.notes == ('zero1 = "dp | -"   ([policy]): dp on dim 0 EMBED',)
+    assert resolution.to_json()["dims"][0]["zero1"] == ["dp"]
     assert explain(KERNEL, (4, 2), zero1="dp | -").notes == (
         'zero1 = "dp | -"   ([policy]): no dim also divides over dp',
     )

@@ -1,4 +1,4 @@
-"""Patterns of paths: they mean what `re` means by them, and a search takes linear time."""
+"""Patterns of paths: they mean the same as in `re`, and a search takes linear time."""
 
 from __future__ import annotations
 

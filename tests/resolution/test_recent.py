@@ -1,6 +1,4 @@
-"""Caches by shape are bounded, and the identical object comes back for the shapes asked for
-last.
-"""
+"""Caches by shape are bounded; recent shapes return the identical object."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Which rule, which candidate, and what if none fits: one test per sentence of the documentation of
-resolution.
-"""
+"""Rules, candidates and fallbacks: one test for each sentence of the page on resolution."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import shardwright as sw
 from shardwright.resolution.decisions import Outcome, Reason
 from shardwright.resolution.resolver import explain, resolve
 from shardwright.resolution.rules import Conflict, Indivisible, Missing, Policy, Rank
-from tests.resolving import made, spec
+from tests.resolving import make_rules, spec
 
 B, L, E, H, K, D, V, M = (
     sw.BATCH,
@@ -31,7 +29,7 @@ REPLICATE = Policy(indivisible=Indivisible.REPLICATE)
 
 
 class TestWhichRule:
-    RULES = made(
+    RULES = make_rules(
         rules={B: "dp", E: "-", H: "tp", K: "tp"},
         params={E: "fsdp"},
         decode={B: "fsdp", K: "-"},
@@ -74,15 +72,15 @@ class TestWhichRule:
             )
 
     def test_the_decision_names_the_table(self) -> None:
-        found = resolve((K, B), self.RULES, self.MESH, mode="insert", shape=(4, 4))
-        assert [decision.rule.table for decision in found.decisions if decision.rule] == [
+        resolution = resolve((K, B), self.RULES, self.MESH, mode="insert", shape=(4, 4))
+        assert [decision.rule.table for decision in resolution.decisions if decision.rule] == [
             "modes.insert",
             "modes.decode",
         ]
-        assert str(found.decisions[1].rule) == 'batch = "fsdp"   (t.toml, [modes.decode])'
+        assert str(resolution.decisions[1].rule) == 'batch = "fsdp"   (t.toml, [modes.decode])'
 
     def test_tensor_entries_come_first(self) -> None:
-        rules = made(
+        rules = make_rules(
             rules={E: "-", V: "tp"},
             params={E: "fsdp"},
             decode_params={E: "sp"},
@@ -90,9 +88,9 @@ class TestWhichRule:
         )
         for mode in ("train", "decode"):
             for role in ("param", "use"):
-                asked = {"mode": mode, "role": role, "shape": (4, 4)}
-                assert spec((E, V), rules, self.MESH, path="lm_head/kernel", **asked) == P("ep")
-                assert spec((E, V), rules, self.MESH, path="head", **asked) == P("dp")
+                options = {"mode": mode, "role": role, "shape": (4, 4)}
+                assert spec((E, V), rules, self.MESH, path="lm_head/kernel", **options) == P("ep")
+                assert spec((E, V), rules, self.MESH, path="head", **options) == P("dp")
         assert spec((E, V), rules, self.MESH, path="lm_head/kernel", shape=(4, 4)) == P(None, "tp")
         assert spec((E, V), rules, self.MESH, path="mlp", role="param", shape=(4, 4)) == P(
             "fsdp", "tp"
@@ -100,14 +98,16 @@ class TestWhichRule:
         assert spec((E, V), rules, self.MESH, role="param", shape=(4, 4)) == P("fsdp", "tp")
 
     def test_axis_without_a_rule_is_replicated(self) -> None:
-        found = resolve((L, "mine"), made(user_axes=("__MINE__",)), {"dp": 2}, shape=(4, 4))
-        assert found.spec == P()
-        assert [decision.outcome for decision in found.decisions] == [Outcome.NO_RULE] * 2
+        resolution = resolve(
+            (L, "mine"), make_rules(user_axes=("__MINE__",)), {"dp": 2}, shape=(4, 4)
+        )
+        assert resolution.spec == P()
+        assert [decision.outcome for decision in resolution.decisions] == [Outcome.NO_RULE] * 2
 
     @pytest.mark.parametrize("axes", [("mine",), ((B, "mine"),), (sw.merged((B, 2), ("mine", 2)),)])
     def test_any_other_name_is_unknown_with_a_hint(self, axes: Any) -> None:
         with pytest.raises(sw.UnknownAxisError, match="unknown axis 'MINE'") as caught:
-            resolve(axes, made(), {"dp": 2}, shape=(4,))
+            resolve(axes, make_rules(), {"dp": 2}, shape=(4,))
         assert "[axes] mine =" in caught.value.fix
 
     @pytest.mark.parametrize(
@@ -123,23 +123,23 @@ class TestWhichRule:
     )
     def test_several_axes_in_one_string(self, text: str, says: str) -> None:
         with pytest.raises(sw.UnknownAxisError, match=rf"unknown axis [^\n]*\n  fix   {says}$"):
-            resolve((text,), made(), {"dp": 2}, shape=(4,))
+            resolve((text,), make_rules(), {"dp": 2}, shape=(4,))
 
     def test_a_typo_inside_a_composite_has_a_suggestion(self) -> None:
         with pytest.raises(sw.UnknownAxisError, match="unknown axis 'EMBD'") as caught:
-            resolve(((B, "EMBD"),), made(rules={B: "dp"}), {"dp": 2}, shape=(4,))
+            resolve(((B, "EMBD"),), make_rules(rules={B: "dp"}), {"dp": 2}, shape=(4,))
         assert "did you mean 'EMBED'?" in caught.value.fix
 
     def test_default_rule_of_parallelism_axes(self) -> None:
         mesh = {"tp": 2, "model": 2}
-        assert spec((sw.TP,), made(), mesh, shape=(4,)) == P("tp")
-        renamed = made(rules={sw.TP: "model"}, params={sw.TP: "-"})
+        assert spec((sw.TP,), make_rules(), mesh, shape=(4,)) == P("tp")
+        renamed = make_rules(rules={sw.TP: "model"}, params={sw.TP: "-"})
         assert spec((sw.TP,), renamed, mesh, shape=(4,)) == P("model")
         assert spec((sw.TP,), renamed, mesh, shape=(4,), role="param") == P()
 
 
 class TestUse:
-    RULES = made(
+    RULES = make_rules(
         Policy(gather=("fsdp", "sp", "ep")),
         rules={E: "-", sw.EXPERT: "ep", M: "tp", V: "tp", H: "fsdp+tp", L: "sp"},
         params={E: "fsdp+sp", V: "fsdp+tp", L: "-"},
@@ -170,30 +170,32 @@ class TestUse:
             axes, shape = axes[:1], shape[:1]
             gathered = [("fsdp",)]
         assert spec(axes, self.RULES, self.MESH, role="param", shape=shape) == stored
-        found = resolve(axes, self.RULES, self.MESH, role="use", shape=shape)
-        assert found.spec == used
-        assert [decision.gathered for decision in found.decisions] == gathered
+        resolution = resolve(axes, self.RULES, self.MESH, role="use", shape=shape)
+        assert resolution.spec == used
+        assert [decision.gathered for decision in resolution.decisions] == gathered
 
     def test_the_activation_rule_is_that_of_the_mode(self) -> None:
         assert spec((E,), self.RULES, self.MESH, role="use", shape=(8,), mode="decode") == P("sp")
 
     def test_an_exception_by_path_is_gathered_too(self) -> None:
-        asked = {"shape": (8, 8), "path": "lm_head"}
-        assert spec((E, V), self.RULES, self.MESH, role="param", **asked) == P(None, ("fsdp", "tp"))
-        assert spec((E, V), self.RULES, self.MESH, role="use", **asked) == P(None, "tp")
+        options = {"shape": (8, 8), "path": "lm_head"}
+        assert spec((E, V), self.RULES, self.MESH, role="param", **options) == P(
+            None, ("fsdp", "tp")
+        )
+        assert spec((E, V), self.RULES, self.MESH, role="use", **options) == P(None, "tp")
 
     def test_without_gather_a_use_is_what_is_stored(self) -> None:
-        rules = made(rules={E: "-", M: "tp"}, params={E: "fsdp"})
+        rules = make_rules(rules={E: "-", M: "tp"}, params={E: "fsdp"})
         assert spec((E, M), rules, self.MESH, role="use", shape=(8, 8)) == P("fsdp", "tp")
 
     def test_gathering_keeps_order_within_a_dim(self) -> None:
-        rules = made(Policy(gather=("sp",)), rules={E: "-"}, params={E: "fsdp+sp+tp"})
+        rules = make_rules(Policy(gather=("sp",)), rules={E: "-"}, params={E: "fsdp+sp+tp"})
         assert spec((E,), rules, self.MESH, role="use", shape=(8,)) == P(("fsdp", "tp"))
 
 
 class TestWhichCandidate:
     def test_the_first_that_divides_wins(self) -> None:
-        rules = made(rules={B: "dp+fsdp | dp | fsdp | -"})
+        rules = make_rules(rules={B: "dp+fsdp | dp | fsdp | -"})
         mesh = {"dp": 2, "fsdp": 3}
         for size, wanted in {
             6: P(("dp", "fsdp")),
@@ -205,81 +207,87 @@ class TestWhichCandidate:
             assert spec((B,), rules, mesh, shape=(size,)) == wanted
 
     def test_the_order_of_mesh_axes_is_kept(self) -> None:
-        rules = made(rules={B: "fsdp+dp"})
+        rules = make_rules(rules={B: "fsdp+dp"})
         assert spec((B,), rules, {"dp": 2, "fsdp": 2}, shape=(4,)) == P(("fsdp", "dp"))
 
     def test_absent_mesh_axes_are_skipped(self) -> None:
-        found = resolve((B,), made(rules={B: "pp+dp+fsdp"}), {"dp": 2, "fsdp": 1}, shape=(4,))
-        assert found.spec == P("dp")
-        assert [(skip.reason, skip.mesh_axis) for skip in found.decisions[0].skipped] == [
+        resolution = resolve(
+            (B,), make_rules(rules={B: "pp+dp+fsdp"}), {"dp": 2, "fsdp": 1}, shape=(4,)
+        )
+        assert resolution.spec == P("dp")
+        assert [(skip.reason, skip.mesh_axis) for skip in resolution.decisions[0].skipped] == [
             (Reason.MISSING, "pp"),
             (Reason.SIZE_ONE, "fsdp"),
         ]
-        assert found.decisions[0].why == "pp is not in the mesh; fsdp has size 1"
+        assert resolution.decisions[0].why == "pp is not in the mesh; fsdp has size 1"
 
     def test_empty_candidate_is_skipped(self) -> None:
-        found = resolve((B,), made(rules={B: "pp | dp"}), {"dp": 2}, shape=(4,))
-        assert found.spec == P("dp")
-        assert [skip.reason for skip in found.decisions[0].skipped] == [
+        resolution = resolve((B,), make_rules(rules={B: "pp | dp"}), {"dp": 2}, shape=(4,))
+        assert resolution.spec == P("dp")
+        assert [skip.reason for skip in resolution.decisions[0].skipped] == [
             Reason.MISSING,
             Reason.EMPTY,
         ]
 
     def test_where_all_became_empty_the_dim_is_replicated(self) -> None:
-        found = resolve((B,), made(rules={B: "pp | dp"}), {"dp": 1, "tp": 2}, shape=(3,))
-        assert found.spec == P()
-        assert found.decisions[0].outcome is Outcome.NO_MESH_AXIS
+        resolution = resolve((B,), make_rules(rules={B: "pp | dp"}), {"dp": 1, "tp": 2}, shape=(3,))
+        assert resolution.spec == P()
+        assert resolution.decisions[0].outcome is Outcome.NO_MESH_AXIS
 
     @pytest.mark.parametrize(
         ("rule", "outcome"), [("pp | -", Outcome.REPLICATED), ("pp | ?", Outcome.UNCONSTRAINED)]
     )
     def test_a_fallback_never_becomes_empty(self, rule: str, outcome: Outcome) -> None:
         assert (
-            resolve((B,), made(rules={B: rule}), {"dp": 2}, shape=(3,)).decisions[0].outcome
+            resolve((B,), make_rules(rules={B: rule}), {"dp": 2}, shape=(3,)).decisions[0].outcome
             is outcome
         )
 
     def test_unconstrained_stays_open_in_the_spec(self) -> None:
         assert spec(
             (B, L, H),
-            made(rules={B: "dp", L: "?", H: "tp | ?"}),
+            make_rules(rules={B: "dp", L: "?", H: "tp | ?"}),
             {"dp": 2, "tp": 2},
             shape=(4, 4, 3),
         ) == P("dp", P.UNCONSTRAINED, P.UNCONSTRAINED)
 
     def test_dims_are_decided_left_to_right(self) -> None:
-        rules = made(rules={B: "tp | dp", H: "tp | -"})
+        rules = make_rules(rules={B: "tp | dp", H: "tp | -"})
         assert spec((B, H), rules, {"dp": 2, "tp": 2}, shape=(4, 4)) == P("tp")
         assert spec((H, B), rules, {"dp": 2, "tp": 2}, shape=(4, 4)) == P("tp", "dp")
 
     def test_a_taken_axis_is_checked_before_divisibility(self) -> None:
-        rules = made(rules={B: "tp", H: "tp"})
+        rules = make_rules(rules={B: "tp", H: "tp"})
         with pytest.raises(sw.AxisConflictError, match="dim 1 HEAD: tp is taken by dim 0 BATCH"):
             resolve((B, H), rules, {"tp": 2}, shape=(4, 3))
-        found = explain((B, H), made(rules={B: "tp", H: "tp | -"}), {"tp": 2}, shape=(4, 3))
-        assert found.decisions[1].skipped[0].reason is Reason.TAKEN
-        assert found.decisions[1].skipped[0].detail == "tp is taken by dim 0 BATCH"
+        resolution = explain(
+            (B, H), make_rules(rules={B: "tp", H: "tp | -"}), {"tp": 2}, shape=(4, 3)
+        )
+        assert resolution.decisions[1].skipped[0].reason is Reason.TAKEN
+        assert resolution.decisions[1].skipped[0].detail == "tp is taken by dim 0 BATCH"
 
     def test_indivisible_is_recorded_with_its_numbers(self) -> None:
-        found = resolve((K,), made(rules={K: "tp | -"}), {"tp": 4}, shape=(6,))
-        skip = found.decisions[0].skipped[0]
+        resolution = resolve((K,), make_rules(rules={K: "tp | -"}), {"tp": 4}, shape=(6,))
+        skip = resolution.decisions[0].skipped[0]
         assert (skip.reason, skip.candidate, skip.detail) == (
             Reason.INDIVISIBLE,
             ("tp",),
             "6 % 4 != 0",
         )
-        assert found.decisions[0].outcome is Outcome.REPLICATED
+        assert resolution.decisions[0].outcome is Outcome.REPLICATED
 
     def test_a_size_zero_divides(self) -> None:
-        assert spec((B, L), made(rules={B: "dp", L: "sp"}), {"dp": 2, "sp": 3}, shape=(0, 0)) == P(
-            "dp", "sp"
-        )
+        assert spec(
+            (B, L), make_rules(rules={B: "dp", L: "sp"}), {"dp": 2, "sp": 3}, shape=(0, 0)
+        ) == P("dp", "sp")
 
     def test_empty_dims_and_scalars(self) -> None:
-        assert spec((), made(), {"dp": 2}, shape=()) == P()
-        found = resolve((sw.EMPTY, B, sw.EMPTY), made(rules={B: "dp"}), {"dp": 2}, shape=(3, 4, 5))
-        assert found.spec == P(None, "dp")
-        assert found.decisions[0].outcome is Outcome.EMPTY
+        assert spec((), make_rules(), {"dp": 2}, shape=()) == P()
+        resolution = resolve(
+            (sw.EMPTY, B, sw.EMPTY), make_rules(rules={B: "dp"}), {"dp": 2}, shape=(3, 4, 5)
+        )
+        assert resolution.spec == P(None, "dp")
+        assert resolution.decisions[0].outcome is Outcome.EMPTY
 
 
 class TestPolicies:
@@ -287,10 +295,10 @@ class TestPolicies:
 
     def test_first_failure_selects_the_policy(self) -> None:
         # dp+tp is indivisible, dp is taken: the first one decides, so the error is about the size.
-        rules = made(rules={H: "dp", B: "pp | dp+tp | tp"})
+        rules = make_rules(rules={H: "dp", B: "pp | dp+tp | tp"})
         with pytest.raises(sw.AxisConflictError, match="dp is taken by dim 0 HEAD"):
             resolve((H, B), rules, self.MESH, shape=(2, 3))
-        rules = made(rules={H: "dp", B: "pp | tp | dp"})
+        rules = make_rules(rules={H: "dp", B: "pp | tp | dp"})
         with pytest.raises(sw.IndivisibleError, match="size 3 does not divide over tp=2"):
             resolve((H, B), rules, self.MESH, shape=(2, 3))
 
@@ -306,40 +314,44 @@ class TestPolicies:
         ],
     )
     def test_prefix_is_the_longest_that_divides(self, size: int, wanted: tuple[str, ...]) -> None:
-        found = resolve((B,), made(PREFIX, rules={B: "dp+fsdp+tp"}), self.MESH, shape=(size,))
-        assert found.decisions[0].mesh_axes == wanted
-        assert found.decisions[0].outcome is (
+        resolution = resolve(
+            (B,), make_rules(PREFIX, rules={B: "dp+fsdp+tp"}), self.MESH, shape=(size,)
+        )
+        assert resolution.decisions[0].mesh_axes == wanted
+        assert resolution.decisions[0].outcome is (
             Outcome.CHOSEN if size == 16 else Outcome.POLICY_PREFIX
         )
 
     def test_prefix_never_shortens_what_a_fallback_answers(self) -> None:
-        assert spec((B,), made(PREFIX, rules={B: "dp+fsdp | -"}), self.MESH, shape=(2,)) == P()
+        assert (
+            spec((B,), make_rules(PREFIX, rules={B: "dp+fsdp | -"}), self.MESH, shape=(2,)) == P()
+        )
 
     def test_prefix_acts_on_the_first_non_empty_candidate(self) -> None:
         assert spec(
-            (B,), made(PREFIX, rules={B: "pp | dp+fsdp | fsdp"}), self.MESH, shape=(2,)
+            (B,), make_rules(PREFIX, rules={B: "pp | dp+fsdp | fsdp"}), self.MESH, shape=(2,)
         ) == P("dp")
 
     def test_a_mesh_axis_that_a_prefix_left_is_free(self) -> None:
         assert spec(
-            (B, H), made(PREFIX, rules={B: "dp+tp", H: "tp"}), self.MESH, shape=(2, 2)
+            (B, H), make_rules(PREFIX, rules={B: "dp+tp", H: "tp"}), self.MESH, shape=(2, 2)
         ) == P("dp", "tp")
 
     def test_replicate(self) -> None:
-        found = resolve(
-            (B, H), made(REPLICATE, rules={B: "dp+fsdp", H: "tp"}), self.MESH, shape=(2, 4)
+        resolution = resolve(
+            (B, H), make_rules(REPLICATE, rules={B: "dp+fsdp", H: "tp"}), self.MESH, shape=(2, 4)
         )
-        assert found.spec == P(None, "tp")
-        assert found.decisions[0].outcome is Outcome.POLICY_REPLICATE
+        assert resolution.spec == P(None, "tp")
+        assert resolution.decisions[0].outcome is Outcome.POLICY_REPLICATE
 
     def test_prefix_with_the_larger_axis_first(self) -> None:
         mesh = {"fsdp": 4, "dp": 2}
-        assert spec((B,), made(PREFIX, rules={B: "fsdp+dp"}), mesh, shape=(12,)) == P("fsdp")
-        assert spec((B,), made(PREFIX, rules={B: "fsdp+dp"}), mesh, shape=(2,)) == P()
+        assert spec((B,), make_rules(PREFIX, rules={B: "fsdp+dp"}), mesh, shape=(12,)) == P("fsdp")
+        assert spec((B,), make_rules(PREFIX, rules={B: "fsdp+dp"}), mesh, shape=(2,)) == P()
         with pytest.raises(
             sw.IndivisibleError, match=r"size 2 does not divide over fsdp=4, dp=2 \(8 shards\)"
         ) as caught:
-            resolve((B,), made(rules={B: "fsdp+dp"}), mesh, shape=(2,))
+            resolve((B,), make_rules(rules={B: "fsdp+dp"}), mesh, shape=(2,))
         assert (caught.value.shards, caught.value.mesh_axes, caught.value.size) == (
             8,
             ("fsdp", "dp"),
@@ -347,15 +359,15 @@ class TestPolicies:
         )
 
     def test_first_dim_keeps_the_mesh_axis(self) -> None:
-        found = resolve(
-            (B, E), made(FIRST_DIM, rules={B: "dp", E: "dp+fsdp"}), self.MESH, shape=(4, 8)
+        resolution = resolve(
+            (B, E), make_rules(FIRST_DIM, rules={B: "dp", E: "dp+fsdp"}), self.MESH, shape=(4, 8)
         )
-        assert found.spec == P("dp", "fsdp")
-        assert found.decisions[1].outcome is Outcome.POLICY_FIRST_DIM
+        assert resolution.spec == P("dp", "fsdp")
+        assert resolution.decisions[1].outcome is Outcome.POLICY_FIRST_DIM
 
     def test_first_dim_with_nothing_left_is_replicated(self) -> None:
         assert spec(
-            (B, E), made(FIRST_DIM, rules={B: "dp", E: "dp"}), self.MESH, shape=(4, 3)
+            (B, E), make_rules(FIRST_DIM, rules={B: "dp", E: "dp"}), self.MESH, shape=(4, 3)
         ) == P("dp")
 
     @pytest.mark.parametrize(
@@ -367,17 +379,25 @@ class TestPolicies:
     ) -> None:
         policy = Policy(conflict=Conflict.FIRST_DIM, indivisible=indivisible)
         assert (
-            spec((B, E), made(policy, rules={B: "dp", E: "tp+dp+fsdp"}), self.MESH, shape=(4, 2))
+            spec(
+                (B, E),
+                make_rules(policy, rules={B: "dp", E: "tp+dp+fsdp"}),
+                self.MESH,
+                shape=(4, 2),
+            )
             == wanted
         )
 
     @pytest.mark.parametrize("indivisible", [Indivisible.PREFIX, Indivisible.REPLICATE])
     def test_under_first_dim_both_reasons_are_recorded(self, indivisible: Indivisible) -> None:
         policy = Policy(conflict=Conflict.FIRST_DIM, indivisible=indivisible)
-        found = resolve(
-            (H, E), made(policy, rules={H: "tp", E: "tp+dp"}), {"dp": 2, "tp": 4}, shape=(8, 3)
+        resolution = resolve(
+            (H, E),
+            make_rules(policy, rules={H: "tp", E: "tp+dp"}),
+            {"dp": 2, "tp": 4},
+            shape=(8, 3),
         )
-        assert [(skip.reason, skip.detail) for skip in found.decisions[1].skipped] == [
+        assert [(skip.reason, skip.detail) for skip in resolution.decisions[1].skipped] == [
             (Reason.TAKEN, "tp is taken by dim 0 HEAD"),
             (Reason.INDIVISIBLE, "3 % 2 != 0"),
         ]
@@ -386,76 +406,95 @@ class TestPolicies:
         with pytest.raises(
             sw.IndivisibleError, match="dim 1 EMBED: size 2 does not divide over fsdp=4"
         ):
-            resolve((B, E), made(FIRST_DIM, rules={B: "dp", E: "dp+fsdp"}), self.MESH, shape=(4, 2))
+            resolve(
+                (B, E),
+                make_rules(FIRST_DIM, rules={B: "dp", E: "dp+fsdp"}),
+                self.MESH,
+                shape=(4, 2),
+            )
 
     def test_dropped_dim_does_not_conflict(self) -> None:
-        """Replicated, it is asked for its mesh axes first; of the rest, `first_dim` leaves it what
+        """An indivisible dim gives up its mesh axes before `first_dim` leaves it those that
         divides.
         """
         mesh, wants = {"fsdp": 4}, {B: "fsdp", E: "fsdp"}
-        found = resolve(
-            (B, E), made(Policy(indivisible=Indivisible.DROP), rules=wants), mesh, shape=(4, 6)
+        resolution = resolve(
+            (B, E),
+            make_rules(Policy(indivisible=Indivisible.DROP), rules=wants),
+            mesh,
+            shape=(4, 6),
         )
-        assert (found.spec, found.decisions[1].outcome) == (P("fsdp"), Outcome.POLICY_DROP)
-        assert found.decisions[1].why == 'fsdp: 6 % 4 != 0; policy indivisible = "drop"'
+        assert (resolution.spec, resolution.decisions[1].outcome) == (
+            P("fsdp"),
+            Outcome.POLICY_DROP,
+        )
+        assert resolution.decisions[1].why == 'fsdp: 6 % 4 != 0; policy indivisible = "drop"'
         for policy, size in (
             (REPLICATE, 6),
             (Policy(indivisible=Indivisible.REPLICATE, missing=Missing.REPLICATE), 6),
         ):
             with pytest.raises(sw.AxisConflictError, match="fsdp is taken by dim 0 BATCH"):
-                resolve((B, E), made(policy, rules=wants), mesh, shape=(4, size))
+                resolve((B, E), make_rules(policy, rules=wants), mesh, shape=(4, size))
         with pytest.raises(sw.AxisConflictError, match="fsdp is taken by dim 0 BATCH"):
             resolve(
-                (B, E), made(Policy(indivisible=Indivisible.DROP), rules=wants), mesh, shape=(4, 8)
+                (B, E),
+                make_rules(Policy(indivisible=Indivisible.DROP), rules=wants),
+                mesh,
+                shape=(4, 8),
             )
 
     def test_eformer_policy_is_recorded(self) -> None:
         policy = Policy(indivisible=Indivisible.DROP, missing=Missing.REPLICATE, rank=Rank.FIT)
-        rules = made(policy, rules={B: "fsdp+dp", H: "tp", E: "pp"})
+        rules = make_rules(policy, rules={B: "fsdp+dp", H: "tp", E: "pp"})
         mesh = {"dp": 2, "tp": 2}
-        found = resolve((B, H), rules, mesh, shape=(4, 4))
-        assert found.spec == P(None, "tp")
-        assert found.decisions[0].outcome is Outcome.POLICY_MISSING
-        assert "fsdp is not in the mesh" in found.decisions[0].why
+        resolution = resolve((B, H), rules, mesh, shape=(4, 4))
+        assert resolution.spec == P(None, "tp")
+        assert resolution.decisions[0].outcome is Outcome.POLICY_MISSING
+        assert "fsdp is not in the mesh" in resolution.decisions[0].why
         assert resolve((H,), rules, mesh, shape=(3,)).decisions[0].outcome is Outcome.POLICY_DROP
         for axes, shape, wanted in (
             ((H, sw.EMPTY, L), (4, 4), P("tp")),
             ((H,), (4, 4, 4), P("tp")),
         ):
-            found = resolve(axes, rules, mesh, shape=shape)
-            assert found.spec == wanted
-            assert found.notes == (
+            resolution = resolve(axes, rules, mesh, shape=shape)
+            assert resolution.spec == wanted
+            assert resolution.notes == (
                 f'policy rank = "fit": {len(axes)} dims fitted to the array\'s {len(shape)}',
             )
-            assert len(found.decisions) == len(shape)
+            assert len(resolution.decisions) == len(shape)
 
 
 class TestComposites:
     MESH: ClassVar = {"dp": 2, "fsdp": 2, "tp": 2}
 
     def test_a_composite_keeps_member_order(self) -> None:
-        rules = made(rules={B: "dp+fsdp", H: "tp"})
+        rules = make_rules(rules={B: "dp+fsdp", H: "tp"})
         assert spec(((H, B),), rules, self.MESH, shape=(8,)) == P(("tp", "dp", "fsdp"))
         assert spec(((B, H),), rules, self.MESH, shape=(8,)) == P(("dp", "fsdp", "tp"))
 
     def test_replicated_and_unruled_members_add_nothing(self) -> None:
-        rules = made(rules={B: "dp", E: "-"})
-        found = resolve(((E, L, B),), rules, self.MESH, shape=(8,))
-        assert (found.spec, found.decisions[0].why) == (P("dp"), "LENGTH has no rule")
+        rules = make_rules(rules={B: "dp", E: "-"})
+        resolution = resolve(((E, L, B),), rules, self.MESH, shape=(8,))
+        assert (resolution.spec, resolution.decisions[0].why) == (P("dp"), "LENGTH has no rule")
         assert spec(((E, L),), rules, self.MESH, shape=(8,)) == P()
 
     def test_members_that_meet_are_a_conflict(self) -> None:
         with pytest.raises(sw.AxisConflictError, match=r"dim 0 BATCH\+HEAD: dp occurs twice"):
-            resolve(((B, H),), made(rules={B: "dp", H: "dp"}), self.MESH, shape=(8,))
+            resolve(((B, H),), make_rules(rules={B: "dp", H: "dp"}), self.MESH, shape=(8,))
 
     def test_members_that_share_an_axis_of_size_one(self) -> None:
         assert spec(
-            ((B, H),), made(rules={B: "dp+pp", H: "pp+tp"}), {**self.MESH, "pp": 1}, shape=(8,)
+            ((B, H),),
+            make_rules(rules={B: "dp+pp", H: "pp+tp"}),
+            {**self.MESH, "pp": 1},
+            shape=(8,),
         ) == P(("dp", "tp"))
 
     def test_the_rule_of_a_composite_names_both(self) -> None:
-        found = resolve(((B, H),), made(rules={B: "dp", H: "tp | -"}), self.MESH, shape=(8,))
-        rule = found.decisions[0].rule
+        resolution = resolve(
+            ((B, H),), make_rules(rules={B: "dp", H: "tp | -"}), self.MESH, shape=(8,)
+        )
+        rule = resolution.decisions[0].rule
         assert str(rule) == 'batch = "dp"   (t.toml, [rules])\nhead = "tp | -"   (t.toml, [rules])'
         assert rule is not None
         assert (rule.key, rule.text) == ("batch + head", "dp + (tp | -)")
@@ -465,14 +504,14 @@ class TestComposites:
             sw.IndivisibleError,
             match=r"dim 0 BATCH\+HEAD: size 6 does not divide over dp=2, tp=2 \(4 shards\)",
         ):
-            resolve(((B, H),), made(rules={B: "dp", H: "tp"}), self.MESH, shape=(6,))
+            resolve(((B, H),), make_rules(rules={B: "dp", H: "tp"}), self.MESH, shape=(6,))
 
 
 class TestMerged:
     MESH: ClassVar = {"tp": 4, "dp": 2}
 
     def test_merged_dim_uses_its_first_member(self) -> None:
-        rules = made(rules={K: "tp | -", D: "dp"})
+        rules = make_rules(rules={K: "tp | -", D: "dp"})
         assert spec((sw.merged((K, 8), (D, 128)),), rules, self.MESH, shape=(1024,)) == P("tp")
         assert spec((sw.merged((K, 2), (D, 128)),), rules, self.MESH, shape=(256,)) == P()
         assert spec((sw.merged((D, 128), (K, 2)),), rules, self.MESH, shape=(256,)) == P("dp")
@@ -482,13 +521,17 @@ class TestMerged:
             sw.IndivisibleError,
             match=r"dim 0 HEAD\*HEAD_DIM: HEAD of size 6 does not divide over tp=4",
         ):
-            resolve((sw.merged((H, 6), (D, 128)),), made(rules={H: "tp"}), self.MESH, shape=(768,))
+            resolve(
+                (sw.merged((H, 6), (D, 128)),), make_rules(rules={H: "tp"}), self.MESH, shape=(768,)
+            )
 
     def test_a_merged_dim_brings_its_own_size(self) -> None:
-        found = resolve((sw.merged((K, 2), (D, 128)),), made(rules={K: "tp | -"}), self.MESH)
-        assert found.spec == P()
-        assert found.decisions[0].size == 256
-        assert not found.decisions[0].unchecked
+        resolution = resolve(
+            (sw.merged((K, 2), (D, 128)),), make_rules(rules={K: "tp | -"}), self.MESH
+        )
+        assert resolution.spec == P()
+        assert resolution.decisions[0].size == 256
+        assert not resolution.decisions[0].unchecked
 
 
 class TestNoShape:
@@ -506,16 +549,18 @@ class TestNoShape:
         ],
     )
     def test_allowed_where_there_is_one_distinct_candidate(self, rule: str, wanted: P) -> None:
-        found = resolve((B,), made(rules={B: rule}), self.MESH)
-        assert found.spec == wanted
-        assert found.decisions[0].unchecked is (found.decisions[0].outcome is Outcome.CHOSEN)
+        resolution = resolve((B,), make_rules(rules={B: rule}), self.MESH)
+        assert resolution.spec == wanted
+        assert resolution.decisions[0].unchecked is (
+            resolution.decisions[0].outcome is Outcome.CHOSEN
+        )
 
     @pytest.mark.parametrize("rule", ["dp | -", "dp+fsdp | dp", "dp | ?", "dp | fsdp"])
     def test_refused_where_the_size_picks(self, rule: str) -> None:
         with pytest.raises(
             sw.ShapeRequiredError, match="dim 0 BATCH: which candidate applies depends on the size"
         ) as caught:
-            resolve((B,), made(rules={B: rule}), self.MESH)
+            resolve((B,), make_rules(rules={B: rule}), self.MESH)
         assert caught.value.fix == "pass shape="
 
     @pytest.mark.parametrize("policy", [PREFIX, REPLICATE])
@@ -523,14 +568,14 @@ class TestNoShape:
         with pytest.raises(
             sw.ShapeRequiredError, match="which candidate applies depends on the size"
         ):
-            resolve((B,), made(policy, rules={B: "dp"}), self.MESH)
-        assert spec((B,), made(policy, rules={B: "pp"}), self.MESH) == P()
-        assert spec((B,), made(policy, rules={B: "-"}), self.MESH) == P()
+            resolve((B,), make_rules(policy, rules={B: "dp"}), self.MESH)
+        assert spec((B,), make_rules(policy, rules={B: "pp"}), self.MESH) == P()
+        assert spec((B,), make_rules(policy, rules={B: "-"}), self.MESH) == P()
 
     def test_a_conflict_is_found_without_a_shape(self) -> None:
         with pytest.raises(sw.AxisConflictError, match="dim 1 EMBED: dp is taken by dim 0 BATCH"):
-            resolve((B, E), made(rules={B: "dp", E: "dp"}), self.MESH)
-        assert spec((B, E), made(FIRST_DIM, rules={B: "dp", E: "dp+tp"}), self.MESH) == P(
+            resolve((B, E), make_rules(rules={B: "dp", E: "dp"}), self.MESH)
+        assert spec((B, E), make_rules(FIRST_DIM, rules={B: "dp", E: "dp+tp"}), self.MESH) == P(
             "dp", "tp"
         )
 
@@ -538,10 +583,10 @@ class TestNoShape:
         with pytest.raises(
             sw.ShapeRequiredError, match="the size of dim 1 decides the layout's mode"
         ):
-            resolve(sw.HiddenStateSharding, made(rules={B: "dp"}), self.MESH)
-        assert spec(sw.HiddenStateSharding, made(rules={B: "dp"}), self.MESH, mode="train") == P(
-            "dp"
-        )
+            resolve(sw.HiddenStateSharding, make_rules(rules={B: "dp"}), self.MESH)
+        assert spec(
+            sw.HiddenStateSharding, make_rules(rules={B: "dp"}), self.MESH, mode="train"
+        ) == P("dp")
 
 
 class TestManual:
@@ -550,33 +595,33 @@ class TestManual:
     def test_manual_axes_as_a_string(self) -> None:
         manual: Any = "dp"
         with pytest.raises(sw.StrategyError, match="manual='dp' is one name, not a set of them"):
-            resolve((B,), made(rules={B: "dp"}), self.MESH, shape=(2,), manual=manual)
+            resolve((B,), make_rules(rules={B: "dp"}), self.MESH, shape=(2,), manual=manual)
 
     def test_manual_axis_is_already_applied(self) -> None:
-        found = resolve(
+        resolution = resolve(
             (B, H),
-            made(rules={B: "dp+tp", H: "-"}),
+            make_rules(rules={B: "dp+tp", H: "-"}),
             self.MESH,
             shape=(2, 4),
             manual=frozenset({"dp"}),
         )
-        assert found.spec == P("tp")
-        assert found.decisions[0].mesh_axes == ("dp", "tp")
-        assert found.decisions[0].manual == ("dp",)
-        assert "dp already applied by shard_map" in found.decisions[0].why
+        assert resolution.spec == P("tp")
+        assert resolution.decisions[0].mesh_axes == ("dp", "tp")
+        assert resolution.decisions[0].manual == ("dp",)
+        assert "dp already applied by shard_map" in resolution.decisions[0].why
 
     def test_it_is_never_a_reason_for_the_next_candidate(self) -> None:
-        found = resolve(
-            (B,), made(rules={B: "dp | tp"}), self.MESH, shape=(3,), manual=frozenset({"dp"})
+        resolution = resolve(
+            (B,), make_rules(rules={B: "dp | tp"}), self.MESH, shape=(3,), manual=frozenset({"dp"})
         )
-        assert found.spec == P()
-        assert found.decisions[0].mesh_axes == ("dp",)
+        assert resolution.spec == P()
+        assert resolution.decisions[0].mesh_axes == ("dp",)
 
     def test_it_is_still_taken(self) -> None:
         with pytest.raises(sw.AxisConflictError, match="dp is taken by dim 0 BATCH"):
             resolve(
                 (B, E),
-                made(rules={B: "dp", E: "dp"}),
+                make_rules(rules={B: "dp", E: "dp"}),
                 self.MESH,
                 shape=(1, 1),
                 manual=frozenset({"dp"}),

@@ -1,6 +1,4 @@
-"""What a request brings along (mode, role, layouts, literal specs), and what its answer is: errors,
-and one identity.
-"""
+"""Requests (mode, role, layouts, literal specs) and their answers: errors and identity."""
 
 from __future__ import annotations
 
@@ -16,17 +14,17 @@ import shardwright as sw
 from shardwright.resolution.decisions import ModeFrom, Outcome
 from shardwright.resolution.resolver import explain, resolve
 from shardwright.resolution.rules import POLICY_PRESETS, Indivisible, Missing, Policy, Rank
-from tests.resolving import made, spec
+from tests.resolving import make_rules, spec
 
 B, L, E, H, K, M = sw.BATCH, sw.LENGTH, sw.EMBED, sw.HEAD, sw.KV_HEAD, sw.MLP_INTERMEDIATE
 
 
 class TestModeOfACall:
-    RULES = made(rules={B: "dp"}, decode={B: "tp"}, prefill={B: "-"})
+    RULES = make_rules(rules={B: "dp"}, decode={B: "tp"}, prefill={B: "-"})
     MESH: ClassVar = {"dp": 2, "tp": 2}
 
     @pytest.mark.parametrize(
-        ("axes", "asked", "mode", "mode_from"),
+        ("axes", "options", "mode", "mode_from"),
         [
             ((B,), {"mode": "decode"}, sw.MODE_DECODE, ModeFrom.CALL),
             (
@@ -49,13 +47,13 @@ class TestModeOfACall:
         ],
     )
     def test_call_then_layout_then_train(
-        self, axes: Any, asked: Any, mode: str, mode_from: ModeFrom
+        self, axes: Any, options: Any, mode: str, mode_from: ModeFrom
     ) -> None:
-        found = resolve(axes, self.RULES, self.MESH, shape=(4,), **asked)
-        assert (found.mode, found.mode_from) == (mode, mode_from)
+        resolution = resolve(axes, self.RULES, self.MESH, shape=(4,), **options)
+        assert (resolution.mode, resolution.mode_from) == (mode, mode_from)
 
     def test_an_integer_mode_reads_the_size(self) -> None:
-        rules = made(rules={B: "dp", E: "-"}, decode={B: "tp"})
+        rules = make_rules(rules={B: "dp", E: "-"}, decode={B: "tp"})
         assert spec(sw.HiddenStateSharding, rules, self.MESH, shape=(4, 1, 8)) == P("tp")
         assert spec(sw.HiddenStateSharding, rules, self.MESH, shape=(4, 2, 8)) == P("dp")
 
@@ -70,7 +68,7 @@ class TestModeOfACall:
         assert "did you mean 'param'?" in caught.value.fix
 
     def test_default_role_of_weight_layouts(self) -> None:
-        rules = made(rules={E: "-", M: "tp"}, params={E: "dp"})
+        rules = make_rules(rules={E: "-", M: "tp"}, params={E: "dp"})
         assert resolve(sw.ColumnWise, rules, self.MESH, shape=(4, 4)).role is sw.Role.PARAM
         assert resolve((E, M), rules, self.MESH, shape=(4, 4)).role is sw.Role.ACTIVATION
         assert (
@@ -82,27 +80,27 @@ class TestLayouts:
     MESH: ClassVar = {"fsdp": 2, "sp": 2, "tp": 2}
 
     def test_a_weight_layout_lies_like_the_axes_it_means(self) -> None:
-        rules = made(rules={M: "sp"}, params={E: "tp"})
+        rules = make_rules(rules={M: "sp"}, params={E: "tp"})
         assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4)) == P("tp", "sp")
         assert spec(sw.RowWise, rules, self.MESH, shape=(4, 4)) == P("sp", "tp")
 
     def test_a_table_that_names_the_parallelism_axis_wins(self) -> None:
-        rules = made(
+        rules = make_rules(
             rules={M: "tp", E: "-"}, params={E: "fsdp", sw.FSDP: "fsdp", sw.SP: "sp", sw.TP: "-"}
         )
         assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4)) == P(("fsdp", "sp"))
 
     def test_as_an_activation_it_means_its_own_axes(self) -> None:
-        rules = made(rules={M: "-", E: "-"})
+        rules = make_rules(rules={M: "-", E: "-"})
         assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4), role="activation") == P(
             ("fsdp", "sp"), "tp"
         )
 
     def test_without_any_rule_it_means_its_own_axes(self) -> None:
-        assert spec(sw.ColumnWise, made(), self.MESH, shape=(4, 4)) == P(("fsdp", "sp"), "tp")
+        assert spec(sw.ColumnWise, make_rules(), self.MESH, shape=(4, 4)) == P(("fsdp", "sp"), "tp")
 
     def test_exceptions_by_path_apply_to_layouts(self) -> None:
-        rules = made(
+        rules = make_rules(
             rules={M: "tp"},
             params={E: "fsdp"},
             tensors=[("lm_head", {E: "-"}), ("odd", {sw.TP: "-"})],
@@ -115,63 +113,67 @@ class TestLayouts:
         """An entry by path for the axis that a layout means beats a table that names the layout's
         parallelism axis.
         """
-        rules = made(
+        rules = make_rules(
             rules={M: "tp"},
             params={E: "fsdp", sw.FSDP: "sp", sw.SP: "-"},
             tensors=[("lm_head", {E: "fsdp"})],
         )
         for role in ("param", "use"):
-            asked = {"shape": (4, 4), "role": role}
-            assert spec(sw.ColumnWise, rules, self.MESH, path="lm_head", **asked) == P("fsdp", "tp")
-            assert spec(sw.ColumnWise, rules, self.MESH, path="mlp", **asked) == P("sp", "tp")
+            options = {"shape": (4, 4), "role": role}
+            assert spec(sw.ColumnWise, rules, self.MESH, path="lm_head", **options) == P(
+                "fsdp", "tp"
+            )
+            assert spec(sw.ColumnWise, rules, self.MESH, path="mlp", **options) == P("sp", "tp")
 
     @pytest.mark.parametrize("rank", range(4))
     def test_replicated_fits_any_rank(self, rank: int) -> None:
-        assert spec(sw.Replicated, made(), self.MESH, shape=(3,) * rank) == P()
+        assert spec(sw.Replicated, make_rules(), self.MESH, shape=(3,) * rank) == P()
 
 
 class TestLiteralSpecs:
     MESH: ClassVar = {"dp": 2, "tp": 2}
 
     def test_a_literal_spec_is_checked_like_a_rule(self) -> None:
-        assert spec(P("dp", None), made(), self.MESH, shape=(4, 3)) == P("dp")
-        assert spec(P(None, ("tp", "dp")), made(), self.MESH, shape=(3, 4)) == P(None, ("tp", "dp"))
-        assert spec(P(P.UNCONSTRAINED, "tp"), made(), self.MESH, shape=(3, 4)) == P(
+        assert spec(P("dp", None), make_rules(), self.MESH, shape=(4, 3)) == P("dp")
+        assert spec(P(None, ("tp", "dp")), make_rules(), self.MESH, shape=(3, 4)) == P(
+            None, ("tp", "dp")
+        )
+        assert spec(P(P.UNCONSTRAINED, "tp"), make_rules(), self.MESH, shape=(3, 4)) == P(
             P.UNCONSTRAINED, "tp"
         )
         with pytest.raises(sw.IndivisibleError, match="size 3 does not divide over dp=2"):
-            resolve(P("dp"), made(), self.MESH, shape=(3,))
+            resolve(P("dp"), make_rules(), self.MESH, shape=(3,))
         with pytest.raises(
             sw.IndivisibleError,
             match=r"\n  fix   write None there, or choose a size and a mesh that divide$",
         ):
-            resolve(P("dp"), made(), self.MESH, shape=(3,))
+            resolve(P("dp"), make_rules(), self.MESH, shape=(3,))
         says = (
             r"^dim 1: tp is taken by dim 0\n  .*\n  fix   an array has each mesh axis once: write "
             r"None or another mesh axis here$"
         )
         with pytest.raises(sw.AxisConflictError, match=says):
-            resolve(P("tp", ("dp", "tp")), made(), self.MESH, shape=(4, 4))
+            resolve(P("tp", ("dp", "tp")), make_rules(), self.MESH, shape=(4, 4))
         with pytest.raises(
             sw.MissingMeshAxisError, match="mesh axis 'ttp' is not in the mesh"
         ) as caught:
-            resolve(P("ttp"), made(), self.MESH, shape=(4,))
+            resolve(P("ttp"), make_rules(), self.MESH, shape=(4,))
         assert "did you mean 'tp'?" in caught.value.fix
         with pytest.raises(sw.AxisConflictError, match="tp is taken by dim 0"):
-            resolve(P("tp", "tp"), made(), self.MESH, shape=(4, 4))
+            resolve(P("tp", "tp"), make_rules(), self.MESH, shape=(4, 4))
 
 
 class TestArraySpecs:
     def test_an_array_spec_brings_its_shape(self) -> None:
         one = sw.ArraySpec((3,), jnp.float32, (K,))
-        assert spec(one, made(rules={K: "tp | -"}), {"tp": 2}) == P()
-        assert spec(one, made(rules={K: "tp | -"}), {"tp": 2}, shape=(3,)) == P()
+        assert spec(one, make_rules(rules={K: "tp | -"}), {"tp": 2}) == P()
+        assert spec(one, make_rules(rules={K: "tp | -"}), {"tp": 2}, shape=(3,)) == P()
 
     def test_another_shape_is_refused(self) -> None:
         with pytest.raises(
             sw.RankMismatchError, match=r"array has shape \(4,\), its ArraySpec \(3,\)"
         ):
-            resolve(sw.ArraySpec((3,), jnp.float32, (K,)), made(), {"tp": 2}, shape=(4,))
+            resolve(sw.ArraySpec((3,), jnp.float32, (K,)), make_rules(), {"tp": 2}, shape=(4,))
 
 
 class TestUnconstrainedParameters:
@@ -180,15 +182,17 @@ class TestUnconstrainedParameters:
             with pytest.raises(
                 sw.StrategyError, match=r'"\?" is for activations only: a parameter needs'
             ) as caught:
-                resolve((L,), made(rules={L: "tp | ?"}), {"tp": 2}, role=role, shape=(3,))
+                resolve((L,), make_rules(rules={L: "tp | ?"}), {"tp": 2}, role=role, shape=(3,))
             assert '[params] length = "-"' in caught.value.fix
 
     def test_a_candidate_that_fits_is_fine(self) -> None:
-        assert spec((L,), made(rules={L: "tp | ?"}), {"tp": 2}, role="param", shape=(4,)) == P("tp")
+        assert spec(
+            (L,), make_rules(rules={L: "tp | ?"}), {"tp": 2}, role="param", shape=(4,)
+        ) == P("tp")
 
 
 class TestErrors:
-    RULES = made(rules={B: "dp", H: "tp", E: "dp"})
+    RULES = make_rules(rules={B: "dp", H: "tp", E: "dp"})
     MESH: ClassVar = {"dp": 2, "tp": 4}
 
     def test_parts_of_a_message(self) -> None:
@@ -224,18 +228,18 @@ class TestErrors:
         assert [problem.dim for problem in caught.value.problems] == [0, 1, 2]
 
     def test_error_has_the_resolution(self) -> None:
-        asked = {"shape": (3, 4), "path": "x"}
-        found = explain((B, H), self.RULES, self.MESH, **asked)
+        options = {"shape": (3, 4), "path": "x"}
+        resolution = explain((B, H), self.RULES, self.MESH, **options)
         with pytest.raises(sw.IndivisibleError, match="size 3") as caught:
-            resolve((B, H), self.RULES, self.MESH, **asked)
-        assert caught.value.resolution is found
-        assert caught.value.problems == found.problems
-        assert not found.ok
-        assert found.decisions[0].outcome is Outcome.FAILED
-        assert found.decisions[1].mesh_axes == ("tp",)
+            resolve((B, H), self.RULES, self.MESH, **options)
+        assert caught.value.resolution is resolution
+        assert caught.value.problems == resolution.problems
+        assert not resolution.ok
+        assert resolution.decisions[0].outcome is Outcome.FAILED
+        assert resolution.decisions[1].mesh_axes == ("tp",)
 
     @pytest.mark.parametrize(
-        ("axes", "asked", "error"),
+        ("axes", "options", "error"),
         [
             ((B,), {"shape": (3,)}, sw.IndivisibleError),
             ((B, E), {"shape": (4, 4)}, sw.AxisConflictError),
@@ -251,12 +255,12 @@ class TestErrors:
         ids=str,
     )
     def test_every_error_is_a_sharding_error_that_pickles(
-        self, axes: Any, asked: Any, error: type[sw.ShardingError]
+        self, axes: Any, options: Any, error: type[sw.ShardingError]
     ) -> None:
-        found = explain(axes, self.RULES, self.MESH, **asked)
-        assert not found.ok
+        resolution = explain(axes, self.RULES, self.MESH, **options)
+        assert not resolution.ok
         with pytest.raises(sw.ShardingError, match=r".") as caught:
-            resolve(axes, self.RULES, self.MESH, **asked)
+            resolve(axes, self.RULES, self.MESH, **options)
         assert type(caught.value) is error
         assert isinstance(caught.value, ValueError)
         again = pickle.loads(pickle.dumps(caught.value))
@@ -267,13 +271,13 @@ class TestErrors:
         assert again.fix == caught.value.fix
 
     def test_a_failed_resolution_has_no_spec(self) -> None:
-        found = explain((B,), self.RULES, self.MESH, shape=(3,))
-        assert found.spec is None
-        assert "failed" in str(found)
+        resolution = explain((B,), self.RULES, self.MESH, shape=(3,))
+        assert resolution.spec is None
+        assert "failed" in str(resolution)
 
 
 class TestIdentity:
-    RULES = made(rules={B: "dp", H: "tp | -"})
+    RULES = make_rules(rules={B: "dp", H: "tp | -"})
     MESH: ClassVar = {"dp": 2, "tp": 2}
 
     def test_the_same_question_has_the_identical_answer(self) -> None:
@@ -288,14 +292,14 @@ class TestIdentity:
         assert explain((B,), self.RULES, self.MESH, shape=(3,)) is one
 
     def test_caches_belong_to_their_rules(self) -> None:
-        other = made(rules={B: "dp", H: "tp | -"})
+        other = make_rules(rules={B: "dp", H: "tp | -"})
         assert other == self.RULES
-        asked = {"shape": (4, 4)}
-        assert explain((B, H), other, self.MESH, **asked) is not explain(
-            (B, H), self.RULES, self.MESH, **asked
+        options = {"shape": (4, 4)}
+        assert explain((B, H), other, self.MESH, **options) is not explain(
+            (B, H), self.RULES, self.MESH, **options
         )
-        assert explain((B, H), other, self.MESH, **asked) == explain(
-            (B, H), self.RULES, self.MESH, **asked
+        assert explain((B, H), other, self.MESH, **options) == explain(
+            (B, H), self.RULES, self.MESH, **options
         )
 
     def test_the_order_of_a_mesh_changes_no_spec(self) -> None:
@@ -305,12 +309,12 @@ class TestIdentity:
 
     def test_layout_and_equal_tuple_differ(self) -> None:
         layout = sw.DynamicShardingAxes([B, H], "train")
-        asked = {"shape": (4, 4), "mode": "train"}
+        options = {"shape": (4, 4), "mode": "train"}
         assert (
-            explain(layout, self.RULES, self.MESH, **asked).annotation
+            explain(layout, self.RULES, self.MESH, **options).annotation
             == "DynamicShardingAxes(BATCH, HEAD)"
         )
-        assert explain((B, H), self.RULES, self.MESH, **asked).annotation == "(BATCH, HEAD)"
+        assert explain((B, H), self.RULES, self.MESH, **options).annotation == "(BATCH, HEAD)"
 
 
 class TestPartitionAxis:
@@ -333,15 +337,15 @@ class TestPartitionAxis:
             assert spec((H,), alias, {"model": 2}, mode=mode, shape=(4,)) == P("model")
 
     def test_absent_mesh_axis_of_the_batch(self) -> None:
-        found = resolve((B,), sw.PartitionAxis().compile(), self.MESH, shape=(4,))
-        assert found.spec == P("dp")
-        assert "fsdp is not in the mesh" in found.decisions[0].why
+        resolution = resolve((B,), sw.PartitionAxis().compile(), self.MESH, shape=(4,))
+        assert resolution.spec == P("dp")
+        assert "fsdp is not in the mesh" in resolution.decisions[0].why
 
     def test_under_eformers_policy_it_drops_the_dim(self) -> None:
         policy = Policy(indivisible=Indivisible.DROP, missing=Missing.REPLICATE, rank=Rank.FIT)
-        found = resolve((B,), sw.PartitionAxis().compile(policy=policy), self.MESH, shape=(4,))
-        assert found.spec == P()
-        assert "fsdp is not in the mesh" in found.decisions[0].why
+        resolution = resolve((B,), sw.PartitionAxis().compile(policy=policy), self.MESH, shape=(4,))
+        assert resolution.spec == P()
+        assert "fsdp is not in the mesh" in resolution.decisions[0].why
 
     def test_scores_with_both_lengths(self) -> None:
         rules = sw.PartitionAxis().compile()
@@ -361,27 +365,29 @@ class TestEformersPolicy:
     PERMISSIVE = sw.PartitionAxis().compile(policy=POLICY_PRESETS["eformer"])
 
     def test_fit_keeps_a_stack_of_layers(self) -> None:
-        found = resolve(sw.ColumnWise, self.PERMISSIVE, {**self.MESH, "sp": 1}, shape=(6, 4, 4))
-        assert (found.spec, found.notes) == (P(None, "fsdp", "tp"), ())
+        resolution = resolve(
+            sw.ColumnWise, self.PERMISSIVE, {**self.MESH, "sp": 1}, shape=(6, 4, 4)
+        )
+        assert (resolution.spec, resolution.notes) == (P(None, "fsdp", "tp"), ())
         assert resolve(sw.Replicated, self.PERMISSIVE, self.MESH, shape=(4, 4)).notes == ()
 
     def test_fit_cuts_a_weight_layout_for_a_bias(self) -> None:
-        found = resolve(sw.ColumnWise, self.PERMISSIVE, {**self.MESH, "sp": 1}, shape=(4,))
-        assert found.spec == P("fsdp")
-        assert found.notes == ('policy rank = "fit": 2 dims fitted to the array\'s 1',)
+        resolution = resolve(sw.ColumnWise, self.PERMISSIVE, {**self.MESH, "sp": 1}, shape=(4,))
+        assert resolution.spec == P("fsdp")
+        assert resolution.notes == ('policy rank = "fit": 2 dims fitted to the array\'s 1',)
 
     def test_fit_cuts_a_literal_spec(self) -> None:
-        found = resolve(
+        resolution = resolve(
             P(("tp", "model"), "tp", "dp", "fsdp"), self.PERMISSIVE, self.MESH, shape=(4, 4, 3)
         )
-        assert found.spec == P(None, "tp")
-        assert [str(one.outcome) for one in found.decisions] == [
+        assert resolution.spec == P(None, "tp")
+        assert [str(one.outcome) for one in resolution.decisions] == [
             "policy_missing",
             "chosen",
             "policy_drop",
         ]
-        assert "model is not in the mesh" in found.decisions[0].why
-        assert found.notes == ('policy rank = "fit": 4 dims fitted to the array\'s 3',)
+        assert "model is not in the mesh" in resolution.decisions[0].why
+        assert resolution.notes == ('policy rank = "fit": 4 dims fitted to the array\'s 3',)
         with pytest.raises(sw.MissingMeshAxisError, match="mesh axis 'model' is not in the mesh"):
             resolve(P("model"), sw.PartitionAxis().compile(), self.MESH, shape=(4,))
 
@@ -398,9 +404,9 @@ class TestEformersPolicy:
             'version = 1\n[rules]\nbatch = "fsdp+dp"\nhead = "tp"\n[policy]\npreset = "eformer"\n'
         )
         rules = sw.Strategy.loads(text, source="s.toml").compile()
-        found = resolve((B, H), rules, {"dp": 2, "tp": 4}, shape=(4, 6))
-        assert found.spec == P()
-        assert [one.why for one in found.decisions] == [
+        resolution = resolve((B, H), rules, {"dp": 2, "tp": 4}, shape=(4, 6))
+        assert resolution.spec == P()
+        assert [one.why for one in resolution.decisions] == [
             'fsdp is not in the mesh; policy missing = "replicate"',
             'tp: 6 % 4 != 0; policy indivisible = "drop"',
         ]

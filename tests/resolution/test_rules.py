@@ -1,4 +1,4 @@
-"""The grammar of rules, with carets at faults, and the tables that they are layered into."""
+"""The grammar of rules, with carets at faults, and the layering of tables."""
 
 from __future__ import annotations
 
@@ -213,10 +213,10 @@ def test_equality_and_hash_cover_rules_and_policy_only() -> None:
 
 
 def test_mode_table_equal_to_the_inherited() -> None:
-    said = build_rules(
+    inherited = build_rules(
         {**TABLES, "modes.insert": {sw.HEAD: parse_rule("-"), sw.BATCH: parse_rule("fsdp")}}
     )
-    assert said == build_rules(TABLES)
+    assert inherited == build_rules(TABLES)
 
 
 def test_compiled_rules_pickle() -> None:

@@ -1,4 +1,4 @@
-"""What a decision records of the candidates that it passed over, each skip once."""
+"""Decisions record every candidate that was passed over, each once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shardwright as sw
 from shardwright.resolution.decisions import DimDecision, Outcome, Reason, RuleRef
 from shardwright.resolution.resolver import explain
 from shardwright.resolution.rules import Missing, Policy, build_rules, parse_rule
-from tests.resolving import made
+from tests.resolving import make_rules
 
 B, E, H, L, M = sw.BATCH, sw.EMBED, sw.HEAD, sw.LENGTH, sw.MLP_INTERMEDIATE
 REPLICATE = Policy(missing=Missing.REPLICATE)
@@ -18,7 +18,7 @@ def skips(decision: DimDecision) -> list[tuple[Reason, tuple[str, ...]]]:
 
 def test_lost_candidate_whose_last_axis_has_size_one() -> None:
     """One absent mesh axis is enough, wherever in the candidate it is."""
-    rules = made(REPLICATE, rules={B: "model+tp | dp"})
+    rules = make_rules(REPLICATE, rules={B: "model+tp | dp"})
     (decision,) = explain((B,), rules, {"dp": 2, "tp": 1}, shape=(4,)).decisions
     assert decision.outcome is Outcome.POLICY_MISSING
     assert skips(decision) == [
@@ -28,14 +28,14 @@ def test_lost_candidate_whose_last_axis_has_size_one() -> None:
 
 
 def test_lost_candidate_is_not_recorded_as_empty() -> None:
-    rules = made(REPLICATE, rules={B: "model"})
+    rules = make_rules(REPLICATE, rules={B: "model"})
     (decision,) = explain((B,), rules, {"dp": 2}, shape=(4,)).decisions
     assert skips(decision) == [(Reason.MISSING, ("model",))]
 
 
 def test_member_without_a_rule_is_recorded_once() -> None:
     """The first candidate does not divide, so a second one is tried."""
-    rules = made(rules={B: "dp | fsdp"})
+    rules = make_rules(rules={B: "dp | fsdp"})
     (decision,) = explain(((B, H),), rules, {"dp": 4, "fsdp": 2}, shape=(2,)).decisions
     assert decision.mesh_axes == ("fsdp",)
     assert skips(decision) == [(Reason.NO_RULE, ()), (Reason.INDIVISIBLE, ("dp",))]
@@ -43,7 +43,7 @@ def test_member_without_a_rule_is_recorded_once() -> None:
 
 def test_skip_of_a_member_is_recorded_once() -> None:
     """Both candidates of BATCH meet the one candidate of EMBED, whose `sp` is absent."""
-    rules = made(rules={B: "dp | fsdp", E: "sp+tp"})
+    rules = make_rules(rules={B: "dp | fsdp", E: "sp+tp"})
     mesh = {"dp": 4, "fsdp": 2, "tp": 2}
     (decision,) = explain(((B, E),), rules, mesh, shape=(4,)).decisions
     assert decision.mesh_axes == ("fsdp", "tp")
@@ -54,32 +54,32 @@ def test_skip_of_a_member_is_recorded_once() -> None:
 
 
 def test_composite_without_any_rule() -> None:
-    (decision,) = explain(((B, H),), made(rules={E: "dp"}), {"dp": 2}, shape=(4,)).decisions
+    (decision,) = explain(((B, H),), make_rules(rules={E: "dp"}), {"dp": 2}, shape=(4,)).decisions
     assert decision.outcome is Outcome.NO_RULE
     assert decision.skipped == ()
 
 
 def test_fix_leaves_members_that_may_add_nothing() -> None:
     """Both mesh axes are taken. BATCH has its fallback already, so the fix is for EMBED alone."""
-    rules = made(rules={L: "dp", H: "fsdp", B: "dp | -", E: "fsdp"})
-    found = explain((L, H, (B, E)), rules, {"dp": 2, "fsdp": 2}, shape=(4, 4, 4))
-    (problem,) = found.problems
+    rules = make_rules(rules={L: "dp", H: "fsdp", B: "dp | -", E: "fsdp"})
+    resolution = explain((L, H, (B, E)), rules, {"dp": 2, "fsdp": 2}, shape=(4, 4, 4))
+    (problem,) = resolution.problems
     assert problem.error is sw.AxisConflictError
     assert problem.fix.endswith(' in a fallback, embed = "fsdp | -"')
 
 
 def test_fix_leaves_members_that_add_nothing() -> None:
     """`sp` has one device, so a fallback of EMBED would change nothing."""
-    rules = made(rules={L: "dp", H: "tp", B: "dp", E: "sp", M: "tp"})
-    found = explain((L, H, (B, E, M)), rules, {"dp": 2, "sp": 1, "tp": 2}, shape=(4, 4, 4))
-    (problem,) = found.problems
+    rules = make_rules(rules={L: "dp", H: "tp", B: "dp", E: "sp", M: "tp"})
+    resolution = explain((L, H, (B, E, M)), rules, {"dp": 2, "sp": 1, "tp": 2}, shape=(4, 4, 4))
+    (problem,) = resolution.problems
     assert problem.fix.endswith(' batch = "dp | -" and mlp_intermediate = "tp | -"')
 
 
 def test_candidates_after_a_lost_one_do_not_count() -> None:
     """The chain of BATCH ends where it is lost: its product with nine candidates stays below 64."""
     nine = "a | b | c | d | a+b | a+c | a+d | b+c | b+d"
-    rules = made(REPLICATE, rules={B: f"model | {nine}", E: nine})
+    rules = make_rules(REPLICATE, rules={B: f"model | {nine}", E: nine})
     (decision,) = explain(((B, E),), rules, dict.fromkeys("abcd", 2), shape=(4,)).decisions
     assert decision.outcome is Outcome.POLICY_MISSING
 

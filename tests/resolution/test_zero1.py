@@ -1,6 +1,4 @@
-"""ZeRO-1: the moments lie over mesh axes that their parameters leave free, and the compiled update
-keeps them there.
-"""
+"""ZeRO-1: moments use free mesh axes, and the compiled update keeps them there."""
 
 from __future__ import annotations
 
@@ -191,7 +189,7 @@ def test_moments_are_not_replicated() -> None:
 
 
 def test_factored_moments() -> None:
-    """Adafactor's rows of a kernel over (fsdp, tp) lie over fsdp; nothing else lies over tp."""
+    """Adafactor's rows of a kernel over (fsdp, tp) are sharded over fsdp; only the kernel uses tp."""
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
     state = jax.eval_shape(tx.init, manager("fsdp_tp", "fsdp:4,tp:2").abstract(SPECS))
     rows = {}

@@ -1,6 +1,4 @@
-"""One annotation or a tree of them, annotations as code spells them, and shapes with symbolic
-sizes.
-"""
+"""One annotation or a tree of them, annotations as code, and shapes with symbolic sizes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What an annotation is: tuples of axes, layouts, merged and stacked dims, and what is refused with
-which hint.
-"""
+"""Annotations: tuples of axes, layouts, merged and stacked dims, and the fixes for invalid ones."""
 
 from __future__ import annotations
 
@@ -427,7 +425,7 @@ class TestModeOfALayout:
 
 
 class TestWhatIsChecked:
-    """Annotations check what they are given, and say what is wrong with it and how to write it."""
+    """Annotations check their arguments; the message says what is wrong and how to write it."""
 
     @pytest.mark.parametrize(
         ("member", "says"),

@@ -1,6 +1,4 @@
-"""The one reader of integers, and that the rooms use it: NumPy's integers go wherever Python's
-do.
-"""
+"""The one reader of integers: every room accepts NumPy's integers as well as Python's."""
 
 from __future__ import annotations
 

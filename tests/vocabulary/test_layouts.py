@@ -1,6 +1,4 @@
-"""The named layouts: their axes and modes, the same as classes and as instances, and classes of
-users' own.
-"""
+"""The named layouts and those of users: axes and modes of the class and of its instances."""
 
 from __future__ import annotations
 

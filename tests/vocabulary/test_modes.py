@@ -1,4 +1,4 @@
-"""Runtime modes: their exact strings and what people call them."""
+"""Runtime modes: their strings and their short names."""
 
 from __future__ import annotations
 
