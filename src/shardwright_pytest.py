@@ -69,7 +69,7 @@ def devices_asked(config: pytest.Config) -> int | None:
     text = str(config.getini("virtual_devices") if option is None else option)
     if text and (not text.isdecimal() or int(text) < 1):
         raise pytest.UsageError(
-            f"virtual_devices is {text!r}, not a positive whole number; write virtual_devices = 8"
+            f"virtual_devices is {text!r}, not a positive integer; write virtual_devices = 8"
         )
     return int(text) if text else None
 

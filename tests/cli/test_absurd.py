@@ -164,8 +164,8 @@ ARGUMENTS = {
     "_ _ --shape 4611686018427387904,2": "has too many elements",
     "EMBED --shape ٣": "is not a shape",
     f"KV_HEAD:{DIGITS}*KV_HEAD_DIM:2": "is not AXIS:SIZE",
-    f"EMBED --devices {DIGITS}": "is not a positive whole number",
-    f"EMBED --width {'9' * 30}": "is not a positive whole number",
+    f"EMBED --devices {DIGITS}": "is not a positive integer",
+    f"EMBED --width {'9' * 30}": "is not a positive integer",
     f"EMBED --mesh dp:{DIGITS}": "a size of 20 digits is too large",
     "EMBED --mesh dp:4611686018427387904,fsdp:2": "the mesh has too many devices",
 }

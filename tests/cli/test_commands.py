@@ -29,7 +29,7 @@ BAD = {
     "check fsdp --mesh dp:x": "size 'x' is not an integer",
     "check fsdp --mesh dp:99999999999999999999": "a size of 20 digits is too large",
     "check fsdp_tp --devices 6": "6 devices cannot be divided by",
-    "check fsdp_tp --devices 0": "'0' is not a positive whole number",
+    "check fsdp_tp --devices 0": "'0' is not a positive integer",
     "diff fsdp": "the following arguments are required: --tensors",
     "diff fsdp --tensors tensors.toml": "both sides are the same\n  fix   give two strategies, or --mesh, --devices or --mode twice",
     "diff fsdp fsdp --tensors tensors.toml --mesh dp:2": "both sides are the same",

@@ -54,7 +54,7 @@ BAD = {
         "",
     ),
     "explain BATCH --strategy fsdp_tp --devices 6": (2, "6 devices cannot be divided by", ""),
-    "explain BATCH --strategy fsdp_tp --devices 0": (2, "'0' is not a positive whole number", ""),
+    "explain BATCH --strategy fsdp_tp --devices 0": (2, "'0' is not a positive integer", ""),
     "explain BATCH --strategy fsdp_tp --devices 8 --shape 4,x": (2, "'4,x' is not a shape", ""),
     "explain BATCH --strategy fsdp_tp --devices 8 --mode serve": (2, "invalid choice: 'serve'", ""),
     "explain BATCH --strategy head.toml": (

@@ -199,7 +199,7 @@ def test_no_manager() -> None:
             call()
         with pytest.raises(
             sw.NoManagerError,
-            match=rf"with pm: ... around the call \(each thread enters its own\), or pm.{name}",
+            match=rf"enter a manager, with pm: ... \(each thread enters its own\), or call pm.{name}",
         ):
             jax.jit(lambda x, call=call: call())(x)
     with pytest.raises(sw.NoManagerError, match="current_manager needs a PartitionManager"):

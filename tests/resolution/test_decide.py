@@ -147,14 +147,14 @@ def test_a_conflict_says_who_holds_the_mesh_axis() -> None:
     assert message(resolution) == (
         "x dim 1 EMBED: tp is taken by dim 0 BATCH; dp is taken by dim 0 BATCH\n"
         '  rule  embed = "tp+dp"   (t.toml, [rules], mode train)\n'
-        "  fix   an array has each mesh axis once: write EMPTY or another axis here, or end "
+        "  fix   an array uses each mesh axis once: write EMPTY or another axis here, or end "
         'the rule in a fallback, "tp+dp | -"'
     )
     assert resolution.problems[0].mesh_axes == ("tp", "dp")
     assert message(explain(P("dp", "dp"), make_rules(), mesh, shape=(4, 4), path="x")) == (
         "x dim 1: dp is taken by dim 0\n"
         '  rule  dim 1 = "dp"   (literal spec, mode train)\n'
-        "  fix   an array has each mesh axis once: write None or another mesh axis here"
+        "  fix   an array uses each mesh axis once: write None or another mesh axis here"
     )
 
 

@@ -92,7 +92,7 @@ def test_prefix_is_checked_against_the_size() -> None:
 
 def test_exception_by_path_precedes_tables() -> None:
     """MLP_INTERMEDIATE by path is more specific than TP in a table, and TP by path than both."""
-    rules = made(
+    rules = make_rules(
         tensors=[("up", {M: "-"}), ("down", {M: "-", sw.TP: "tp"})],
         rules={sw.TP: "tp", E: "-"},
     )

@@ -414,9 +414,7 @@ class TestPolicies:
             )
 
     def test_dropped_dim_does_not_conflict(self) -> None:
-        """An indivisible dim gives up its mesh axes before `first_dim` leaves it those that
-        divides.
-        """
+        """Under `indivisible = "drop"` a dim gives up its mesh axes before conflicts are judged."""
         mesh, wants = {"fsdp": 4}, {B: "fsdp", E: "fsdp"}
         resolution = resolve(
             (B, E),

@@ -149,7 +149,7 @@ class TestLiteralSpecs:
         ):
             resolve(P("dp"), make_rules(), self.MESH, shape=(3,))
         says = (
-            r"^dim 1: tp is taken by dim 0\n  .*\n  fix   an array has each mesh axis once: write "
+            r"^dim 1: tp is taken by dim 0\n  .*\n  fix   an array uses each mesh axis once: write "
             r"None or another mesh axis here$"
         )
         with pytest.raises(sw.AxisConflictError, match=says):

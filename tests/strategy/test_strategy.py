@@ -706,7 +706,7 @@ def test_one_mistake_is_one_problem(data: dict[str, Any], says: str) -> None:
     [
         (
             "version = true\n",
-            r"<toml>:1 version: expected a whole number, got True\n  fix   write version = 1",
+            r"<toml>:1 version: expected an integer, got True\n  fix   write version = 1",
         ),
         (
             'version = 1\nrules = ["a"]\n',

@@ -380,7 +380,7 @@ def test_a_number_of_devices_that_is_none(run: Run, word: str) -> None:
     result = run({"test_it.py": "def test_it(): ..."}, ini=f"virtual_devices = {word}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert (
-        f"virtual_devices is '{word}', not a positive whole number; write virtual_devices = 8"
+        f"virtual_devices is '{word}', not a positive integer; write virtual_devices = 8"
         in said(result)
     )
 

@@ -124,21 +124,21 @@ def read_shape(text: str) -> tuple[int, ...]:
 
 
 def _whole(text: str) -> int | None:
-    """Return a whole number that can be a size, or None. Python refuses very long numbers."""
+    """Return an integer that can be a size, or None. Python refuses very long numbers."""
     if not re.fullmatch(r"[0-9]{1,19}", text) or int(text) > MOST_ELEMENTS:
         return None
     return int(text)
 
 
 def read_count(text: str) -> int:
-    """Return a positive whole number. An argparse type.
+    """Return a positive integer. An argparse type.
 
     Raises:
       argparse.ArgumentTypeError: The text is not one.
     """
     count = _whole(text)
     if count is None or count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a positive whole number")
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a positive integer")
     return count
 
 

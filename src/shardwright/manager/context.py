@@ -418,8 +418,8 @@ def require(what: str, *, method: bool = True) -> Any:
     if manager is None:
         raise NoManagerError(
             f"{what} needs a PartitionManager, and none is entered in this thread",
-            fix="with pm: ... around the call (each thread enters its own)"
-            + (f", or pm.{what}(...)" if method else ""),
+            fix="enter a manager, with pm: ... (each thread enters its own)"
+            + (f", or call pm.{what}(...)" if method else ""),
         )
     return manager
 

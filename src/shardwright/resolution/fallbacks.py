@@ -85,7 +85,7 @@ def _conflict_fix(
     holders = [decider.taken.get(axis, (0, ""))[1] for axis in failure.blocked_by]
     if axis_label(EXPERT) in (draft.named, *holders):
         return _ROUTER
-    once = "an array has each mesh axis once: write "
+    once = "an array uses each mesh axis once: write "
     if draft.literal:
         return once + "None or another mesh axis here"
     end = f', or end the rule in a fallback, "{rule.ref.text} | -"'

@@ -53,7 +53,7 @@ def data_problems(data: Mapping[str, Any], origin: Origin) -> Iterator[Problem]:
         path = where(("version",), origin)
         yield Problem(
             error=StrategyError,
-            what="expected a whole number, got True",
+            what="expected an integer, got True",
             path=path,
             fix="write version = 1",
         )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # (what was expected, fix), by pydantic's type of error.
 _EXPECTED = {
-    "int_type": ("expected a whole number", "write a whole number"),
+    "int_type": ("expected an integer", "write an integer"),
     "dict_type": ("expected a table", "write a table: [{table}] and a line for each key"),
     "model_type": ("expected a table", "write a table: [{table}] and a line for each key"),
     "list_type": ("expected entries", "write [[{table}]] with two brackets above each entry"),

@@ -88,7 +88,7 @@ class ArraySpec(SizedAnnotation):
         if shape is not None and tuple(shape) != self.shape:
             raise RankMismatchError(
                 f"the array has shape {tuple(shape)}, its ArraySpec {self.shape}",
-                fix="make them agree",
+                fix="give both the same shape",
             )
         return lower(self.axes, self.shape)
 
