@@ -1,6 +1,6 @@
-"""Input that no person writes: numbers of thousands of digits, tables without end, halves of characters, dtypes of no array.
+"""Absurd input: huge numbers, deep nesting, undecodable text, invalid dtypes.
 
-Each is an input error with a message, never a traceback, and never an answer.
+Each is an input error with a message, never a traceback.
 """
 
 from __future__ import annotations
@@ -198,15 +198,18 @@ LISTED = {
     ),
     '[[tensors]]\nname = "a.b/0 c"\n': 'fix   write ["a.b"."0 c"], and below it',
     '[[tensors]]\nmatch = "lm_head/.*"\nembed = "-"\n': (
-        "t.toml:1 tensors: entries with match= belong in a strategy file; this file names the tensors\n"
+        "t.toml:1 tensors: entries with match= belong in a strategy file; this file names the "
+        "tensors\n"
         "  fix   write [lm_head.kernel], and below it axes ="
     ),
     '{"tensors": [{"axes": "EMBED"}]}': (
-        'tensors are not listed: … fix   {"mlp": {"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}}, a level for each "/"'
+        'tensors are not listed: … fix   {"mlp": {"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}}, a '
+        'level for each "/"'
     ),
     'version = 1\n[rules]\nembed = "fsdp"\n': (
         "t.toml: this is a strategy file, not a file of tensors\n"
-        "  fix   pass it as the strategy; a file of tensors has one table per tensor, such as [mlp.wi]: axes ="
+        "  fix   pass it as the strategy; a file of tensors has one table per tensor, such as "
+        "[mlp.wi]: axes ="
     ),
 }
 
@@ -233,7 +236,8 @@ def test_trailing_comma_in_json(text: str, tmp_path: Path) -> None:
 
 
 STRATEGIES = {
-    '{"rules": {"batch": "\\ud800"}}': "rules.batch: mesh axis '\\ud800' is neither in [mesh] nor a standard one",
+    '{"rules": {"batch": "\\ud800"}}': "rules.batch: mesh axis '\\ud800' is neither in [mesh] nor "
+    "a standard one",
     '{"\\ud800": 1}': "unable to parse raw data as a unicode string, got '\\ud800'",
     '{"rules": {"batch": ' + "[" * 900 + "]" * 900 + "}}": "nested more than 64 deep",
     '{"mesh": {"dp": ' + "8" * 400 + "}}": "s.json:1 mesh.dp: a number of 1329 bits is too large",

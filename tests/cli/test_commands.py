@@ -1,4 +1,7 @@
-"""`check`, `diff`, `presets` and `schema`: exit codes, files, bad input. Whole outputs are golden files, see test_outputs.py."""
+"""`check`, `diff`, `presets` and `schema`: exit codes, files and bad input.
+
+Whole outputs are golden files; see test_outputs.py.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +34,28 @@ BAD = {
     "check fsdp_tp --devices 6": "6 devices cannot be divided by",
     "check fsdp_tp --devices 0": "'0' is not a positive integer",
     "diff fsdp": "the following arguments are required: --tensors",
-    "diff fsdp --tensors tensors.toml": "both sides are the same\n  fix   give two strategies, or --mesh, --devices or --mode twice",
+    "diff fsdp --tensors tensors.toml": "both sides are the same\n  fix   give two strategies, or "
+    "--mesh, --devices or --mode twice",
     "diff fsdp fsdp --tensors tensors.toml --mesh dp:2": "both sides are the same",
     "diff fsdp ddp tensor --tensors tensors.toml --mesh dp:2": "STRATEGY is given 3 times\n  fix   give one for both sides",
     "diff fsdp --tensors tensors.toml --mesh dp:2 --mesh dp:4 --mesh dp:8": "--mesh is given 3 times",
-    "diff fsdp ddp --tensors tensors.toml": "mesh axis fsdp = -1 in strategy fsdp needs a number of devices",
+    "diff fsdp ddp --tensors tensors.toml": "mesh axis fsdp = -1 in strategy fsdp needs a number "
+    "of devices",
     "diff fsdp ddp --tensors tensors.toml --devices 8 --mode serve": "invalid choice: 'serve'",
     "diff fsdp ddp --tensors odd.toml --devices 8": "odd.toml",
     "presets lst": "invalid choice: 'lst'",
     "presets list ddp": "presets list takes no preset\n  fix   write shardwright presets list",
     "presets show": "presets show takes a preset\n  fix   write shardwright presets show fsdp_tp",
     "presets show ddp x.toml": "presets show takes a preset",
-    "presets copy": "presets copy takes a preset\n  fix   write shardwright presets copy fsdp_tp mine.toml",
+    "presets copy": "presets copy takes a preset\n  fix   write shardwright presets copy fsdp_tp "
+    "mine.toml",
     "presets show fdsp": "no preset 'fdsp'\n  fix   did you mean 'fsdp'? presets are ddp,",
     "presets copy ddp mine.yaml": "'mine.yaml' is neither a .toml nor a .json file",
     "presets copy ddp nowhere/mine.toml": "no folder 'nowhere' to write 'mine.toml' in",
     "schema nowhere/schema.json": "no folder 'nowhere' to write 'schema.json' in",
     "schema folder": "cannot write 'folder': is a directory",
-    "schema pipe": "'pipe' is not a regular file, and would be replaced by one\n  fix   choose another name, or print and redirect (>)",
+    "schema pipe": "'pipe' is not a regular file, and would be replaced by one\n"
+    "  fix   choose another name, or print and redirect (>)",
     "check 'fsdp |'": "no preset ''",
 }
 

@@ -1,4 +1,7 @@
-"""`shardwright explain`: messages for bad input, and no backend ever. Whole outputs are golden files, see test_outputs.py."""
+"""`shardwright explain`.
+
+Messages for bad input, and no backend ever. Whole outputs are golden files, see test_outputs.py.
+"""
 
 from __future__ import annotations
 
@@ -226,7 +229,8 @@ axes = "DP+"
 
 def test_json_equals_the_manager(tmp_path: Path) -> None:
     code, out, _ = run(
-        f"explain BATCH QUERY_LENGTH HEAD HEAD_DIM --strategy fsdp_tp {MESH} --shape 16,64,8,32 --json",
+        f"explain BATCH QUERY_LENGTH HEAD HEAD_DIM --strategy fsdp_tp {MESH} --shape 16,64,8,32 "
+        f"--json",
         tmp_path,
     )
     answer = json.loads(out)

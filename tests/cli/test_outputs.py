@@ -1,4 +1,4 @@
-"""Whole outputs of commands against golden files that were read line by line."""
+"""Whole outputs of commands, compared with golden files."""
 
 from __future__ import annotations
 

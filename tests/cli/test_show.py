@@ -1,4 +1,4 @@
-"""Output on terminals: their width, colours only where they show, pipes that close early, and no rich at all."""
+"""Output on terminals: width, colors, closed pipes, and no rich."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def on_terminal(
     return read.decode().replace("\r\n", "\n")
 
 
-EVERY = "import sys; from shardwright.cli.main import main; [main(line.split()) for line in sys.argv[1:]]"
+EVERY = (
+    "import sys; from shardwright.cli.main import main; "
+    "[main(line.split()) for line in sys.argv[1:]]"
+)
 
 
 def test_lines_fit_the_terminal(folder: Path) -> None:
@@ -97,7 +100,7 @@ def test_lines_fit_the_terminal(folder: Path) -> None:
         assert any(line.startswith("fsdp_tp ") for line in lines)
 
 
-NO_COLOURS = """
+NO_COLORS = """
 import os, sys
 from shardwright.cli.main import main
 os.environ["NO_COLOR"] = "1"
@@ -109,9 +112,9 @@ main(sys.argv[1:])
 
 
 def test_colors_need_a_color_terminal(folder: Path) -> None:
-    coloured = on_terminal(CHECK, folder)
-    assert "\x1b[33mwarning\x1b[0m unreachable_candidate" in coloured
-    assert on_terminal(CHECK, folder, code=NO_COLOURS) == ESCAPE.sub("", coloured) * 2
+    colored = on_terminal(CHECK, folder)
+    assert "\x1b[33mwarning\x1b[0m unreachable_candidate" in colored
+    assert on_terminal(CHECK, folder, code=NO_COLORS) == ESCAPE.sub("", colored) * 2
 
 
 def test_saved_bytes_are_green(folder: Path) -> None:
@@ -121,7 +124,10 @@ def test_saved_bytes_are_green(folder: Path) -> None:
     assert "\x1b[31m+262,668,288\x1b[0m" in shown
 
 
-WITHOUT_RICH = "import sys; sys.modules['rich'] = None; sys.modules['rich.console'] = None; from shardwright.cli.main import main; sys.exit(main())"
+WITHOUT_RICH = (
+    "import sys; sys.modules['rich'] = None; sys.modules['rich.console'] = None; "
+    "from shardwright.cli.main import main; sys.exit(main())"
+)
 
 
 def test_without_rich_text_has_no_color(folder: Path) -> None:

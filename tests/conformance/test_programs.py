@@ -1,4 +1,4 @@
-"""What other sharding libraries get wrong about programs: stale rules, mesh contexts, axis types, threads, constraints that do nothing."""
+"""Mistakes of other sharding libraries: stale rules, mesh contexts, axis types, threads, no-op constraints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.collectives.read import read_collectives
 from shardwright.testing import cpu_mesh
 
-TEXT = 'version = 1\n[axes]\nopen = "left to the compiler"\n[rules]\nbatch = "dp"\nhead = "tp"\nopen = "?"\n'
+TEXT = (
+    'version = 1\n[axes]\nopen = "left to the compiler"\n'
+    '[rules]\nbatch = "dp"\nhead = "tp"\nopen = "?"\n'
+)
 AXIS_TYPES: dict[str, Any] = {
     "auto": "auto",
     "explicit": "explicit",
@@ -151,7 +154,8 @@ def test_numpy_leaves_and_all_errors() -> None:
 
 def test_collectives_have_mesh_axes_and_bytes() -> None:
     pm = manager(
-        'version = 1\n[rules]\nbatch = "dp"\nembed = "-"\nmlp_intermediate = "tp"\n[params]\nembed = "dp"\n[policy]\ngather = "dp"\n'
+        'version = 1\n[rules]\nbatch = "dp"\nembed = "-"\nmlp_intermediate = "tp"\n[params]\n'
+        'embed = "dp"\n[policy]\ngather = "dp"\n'
     )
 
     def f(x: Any, up: Any, down: Any) -> Any:

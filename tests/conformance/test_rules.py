@@ -1,4 +1,4 @@
-"""What other sharding libraries get wrong about rules, as one test each: silent drops, typos, aliases, modes, conflicts."""
+"""Mistakes of other sharding libraries: silent drops, typos, aliases, modes, conflicts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def test_replicated_in_decode_only() -> None:
 
 def test_axis_alias_in_every_mode() -> None:
     of = rules(
-        'query_length = "dp"\n[modes.decode]\nquery_length = "-"\n[modes.insert]\nquery_length = "tp"'
+        'query_length = "dp"\n[modes.decode]\nquery_length = "-"\n[modes.insert]\n'
+        'query_length = "tp"'
     )
     for name in ("query_length", "QUERY_LENGTH", "__QUERY_LENGTH__"):
         assert specs((name,), of, TP4) == [P("dp"), P("dp"), P(), P("tp")]

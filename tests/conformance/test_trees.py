@@ -1,4 +1,4 @@
-"""What other sharding libraries get wrong about weights, optimizer state, meshes and values that travel."""
+"""Mistakes of other sharding libraries: weights, optimizer state, meshes and round trips."""
 
 from __future__ import annotations
 
@@ -109,7 +109,10 @@ def test_optimizer_state_follows_parameters() -> None:
 
 
 def test_replicated_bytes_on_both_sides() -> None:
-    """A float32 norm beside an int8 weight: 1 KiB on each of eight devices, seven of them copies, beside 128 KiB in shards."""
+    """A float32 norm beside an int8 weight.
+
+    1 KiB on each of eight devices, seven of them copies, beside 128 KiB in shards.
+    """
     tree = {"norm": shaped(256), "w": shaped(256, 512, dtype=np.int8)}
     found = bytes_by_path(
         tree, PM.shardings(tree, {"norm": (sw.NORM,), "w": (sw.EMBED, sw.MLP_INTERMEDIATE)})

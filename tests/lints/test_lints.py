@@ -1,4 +1,4 @@
-"""Every lint fires on a case made for it, says where and how to fix it, and is silent on the presets."""
+"""Every lint fires on its case, with place and fix, and is silent on the presets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ PRESETS = sw.Strategy.presets()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A strategy that a lint is about, and what it must say; `quiet` is the nearest strategy that it must not be about."""
+    """A strategy that a lint is about, and what it must say.
+
+    `quiet` is the nearest strategy that it must not be about.
+    """
 
     text: str
     code: Code
@@ -192,35 +195,42 @@ CASES: dict[str, Case] = {
         quiet='[mesh]\ndp = 1\nfsdp = 4\n[rules]\nbatch = "dp | dp+fsdp | -"\n',
     ),
     "a candidate of optimizer state behind a part of it": Case(
-        text='[mesh]\ndp = 2\nfsdp = 4\n[rules]\nbatch = "dp+fsdp"\n[policy]\nzero1 = "dp | dp+fsdp"\n',
+        text='[mesh]\ndp = 2\nfsdp = 4\n[rules]\nbatch = "dp+fsdp"\n[policy]\n'
+        'zero1 = "dp | dp+fsdp"\n',
         code=Code.UNREACHABLE_CANDIDATE,
         severity=Severity.WARNING,
         where="s.toml:7 policy.zero1",
         says="the candidate dp+fsdp is never used",
         fix='"dp+fsdp | dp"',
-        quiet='[mesh]\ndp = 2\nfsdp = 4\n[rules]\nbatch = "dp+fsdp"\n[policy]\nzero1 = "dp+fsdp | dp"\n',
+        quiet='[mesh]\ndp = 2\nfsdp = 4\n[rules]\nbatch = "dp+fsdp"\n[policy]\n'
+        'zero1 = "dp+fsdp | dp"\n',
     ),
     "a rule that every mode replaces": Case(
-        text='[rules]\nbatch = "dp"\n[modes.train]\nbatch = "-"\n[modes.prefill]\nbatch = "sp"\n[modes.decode]\nbatch = "tp"\n',
+        text='[rules]\nbatch = "dp"\n[modes.train]\nbatch = "-"\n[modes.prefill]\nbatch = "sp"\n'
+        '[modes.decode]\nbatch = "tp"\n',
         code=Code.SHADOWED_RULE,
         severity=Severity.WARNING,
         where="s.toml:2 rules.batch",
         says='batch = "dp" is never used',
         fix="drop it",
-        quiet='[rules]\nbatch = "dp"\n[modes.train]\nbatch = "-"\n[modes.insert]\nbatch = "sp"\n[modes.decode]\nbatch = "tp"\n',
+        quiet='[rules]\nbatch = "dp"\n[modes.train]\nbatch = "-"\n[modes.insert]\nbatch = "sp"\n'
+        '[modes.decode]\nbatch = "tp"\n',
     ),
     "a rule of parameters that every mode replaces": Case(
-        text='[params]\nvocab = "-"\n[modes.train.params]\nvocab = "dp"\n[modes.prefill.params]\nvocab = "tp"\n'
+        text='[params]\nvocab = "-"\n[modes.train.params]\nvocab = "dp"\n[modes.prefill.params]\n'
+        'vocab = "tp"\n'
         '[modes.decode.params]\nvocab = "tp"\n',
         code=Code.SHADOWED_RULE,
         severity=Severity.WARNING,
         where="s.toml:2 params.vocab",
         says='vocab = "-" is never used',
         fix="under [modes.M.params]",
-        quiet='[params]\nvocab = "-"\n[modes.prefill.params]\nvocab = "tp"\n[modes.decode.params]\nvocab = "tp"\n',
+        quiet='[params]\nvocab = "-"\n[modes.prefill.params]\nvocab = "tp"\n'
+        '[modes.decode.params]\nvocab = "tp"\n',
     ),
     "a pattern twice": Case(
-        text='[[tensors]]\nmatch = "a"\nembed = "-"\n[[tensors]]\nmatch = "a"\nembed = "dp"\nvocab = "tp"\n',
+        text='[[tensors]]\nmatch = "a"\nembed = "-"\n[[tensors]]\nmatch = "a"\nembed = "dp"\n'
+        'vocab = "tp"\n',
         code=Code.SHADOWED_TENSORS,
         severity=Severity.WARNING,
         where="s.toml:6 tensors.1.embed",
@@ -229,14 +239,16 @@ CASES: dict[str, Case] = {
         quiet='[[tensors]]\nmatch = "a"\nembed = "-"\n[[tensors]]\nmatch = "a"\nvocab = "tp"\n',
     ),
     "a pattern behind a wider one": Case(
-        text='[[tensors]]\nmatch = "lm"\nembed = "-"\n[[tensors]]\nmatch = "lm_head"\nembed = "dp"\n',
+        text='[[tensors]]\nmatch = "lm"\nembed = "-"\n[[tensors]]\nmatch = "lm_head"\n'
+        'embed = "dp"\n',
         tensors=[weight("lm_head/kernel", sw.EMBED)],
         code=Code.SHADOWED_TENSORS,
         severity=Severity.WARNING,
         where="s.toml:6 tensors.1.embed",
         says="the earlier match 'lm' (s.toml:1) decides first",
         fix="put the narrower pattern first",
-        quiet='[[tensors]]\nmatch = "lm_head"\nembed = "dp"\n[[tensors]]\nmatch = "lm"\nvocab = "-"\n[rules]\nvocab = "-"\n',
+        quiet='[[tensors]]\nmatch = "lm_head"\nembed = "dp"\n[[tensors]]\nmatch = "lm"\n'
+        'vocab = "-"\n[rules]\nvocab = "-"\n',
     ),
     "a mode that says nothing new": Case(
         text='[rules]\nbatch = "dp"\n[modes.decode]\nbatch = "dp"\n',
@@ -278,7 +290,8 @@ CASES: dict[str, Case] = {
         code=Code.WEIGHTS_MOVE,
         severity=Severity.WARNING,
         where="s.toml:4 modes.decode.params.vocab",
-        says='weights with VOCAB are sharded differently in prefill ("tp") and in decode ("tp+fsdp")',
+        says='weights with VOCAB are sharded differently in prefill ("tp") and in decode '
+        '("tp+fsdp")',
         fix="give them one rule, under [params]",
         quiet='[params]\nvocab = "tp"\n[modes.train.params]\nvocab = "tp+fsdp"\n',
     ),
@@ -350,7 +363,8 @@ CASES: dict[str, Case] = {
         code=Code.IDLE_MESH_AXIS,
         severity=Severity.WARNING,
         where="s.toml:3 mesh.tp",
-        says="tp shards nothing: no rule names it, and tensor_parallel means another mesh axis, so all its devices do the same work",
+        says="tp shards nothing: no rule names it, and tensor_parallel means another mesh axis, "
+        "so all its devices do the same work",
         fix="give its devices to another mesh axis",
         quiet='[mesh]\ntp = -1\n[rules]\ntensor_parallel = "-"\n',
     ),
@@ -376,7 +390,8 @@ CASES: dict[str, Case] = {
         code=Code.IDLE_ZERO1,
         severity=Severity.WARNING,
         where="s.toml:5 policy.zero1",
-        says='zero1 = "fsdp | tp" shards nothing: of every weight of the tree, the parameter is already sharded over fsdp; '
+        says='zero1 = "fsdp | tp" shards nothing: of every weight of the tree, the parameter is '
+        "already sharded over fsdp; "
         "the parameter is already sharded over tp",
         fix='name a mesh axis that parameters do not use, such as zero1 = "dp | -"',
         quiet='[params]\nembed = "fsdp"\nmlp_intermediate = "tp"\n[policy]\nzero1 = "fsdp | dp"\n',
@@ -386,7 +401,8 @@ CASES: dict[str, Case] = {
         code=Code.IDLE_ZERO1,
         severity=Severity.NOTE,
         where="s.toml:6 policy.zero1",
-        says='zero1 = "dp | -" shards nothing: the mesh has no axis of more than one device among dp',
+        says='zero1 = "dp | -" shards nothing: the mesh has no axis of more than one device among '
+        "dp",
         fix="or drop the line",
         quiet='[mesh]\nfsdp = 4\ndp = -1\n[rules]\nbatch = "fsdp"\n[policy]\nzero1 = "dp | -"\n',
     ),
@@ -483,7 +499,8 @@ def found(case: Case, text: str, mesh: Any) -> list[Finding]:
 @pytest.mark.parametrize("name", CASES)
 def test_lint_fires_on_its_case_only(name: str) -> None:
     case = CASES[name]
-    # A strategy that names an unknown axis in [rules] beside a mesh is refused when it is loaded: the command line's test.
+    # A strategy that names an unknown axis in [rules] beside a mesh is refused when it is loaded:
+    # the command line's test.
     first = next(
         (one for one in found(case, case.text, case.mesh) if one.where == case.where), None
     )
@@ -531,7 +548,10 @@ def test_presets_are_clean(preset: str) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.sweep(keep=12)
 def test_presets_are_clean_on_a_layer(preset: str, mesh: str) -> None:
-    """A mesh axis that a preset does not use is idle, and a batch of one does not divide: both are true, and nothing else is said."""
+    """A mesh axis that a preset does not use is idle, and a batch of one does not divide.
+
+    Both are true, and nothing else is said.
+    """
     manager = sw.PartitionManager(sw.Strategy.preset(preset), mesh=sw.abstract_mesh(mesh))
     answers = [
         manager.explain(one.axes, mode=mode, role=one.role, shape=one.shape, path=one.path)
@@ -563,7 +583,8 @@ def test_activation_axes_are_not_gathered() -> None:
 
 def test_worst_finding_comes_first() -> None:
     strategy = sw.Strategy.loads(
-        '[mesh]\nrow = 2\n[rules]\nbatch = "dp | dp"\n[modes.decode]\nbatch = "dp | dp"\nhead = "tp"\n'
+        '[mesh]\nrow = 2\n[rules]\nbatch = "dp | dp"\n[modes.decode]\nbatch = "dp | dp"\n'
+        'head = "tp"\n'
     )
     severities = [one.severity for one in lint(strategy)]
     assert severities == sorted(severities, key=list(Severity).index)
@@ -610,7 +631,8 @@ def test_finding_is_data() -> None:
         "file": "s.toml",
         "line": 2,
         "key": "rules.batch",
-        "message": 'in "dp | dp" the candidate dp is never used: the earlier dp fits whenever it does',
+        "message": 'in "dp | dp" the candidate dp is never used: the earlier dp fits whenever it '
+        "does",
         "fix": "drop one of dp and dp",
     }
     assert str(one).startswith("s.toml:2 rules.batch: warning unreachable_candidate: in ")

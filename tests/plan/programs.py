@@ -1,4 +1,4 @@
-"""Programs whose collectives are known, and what JAX itself says about them before a compiler saw them."""
+"""Programs with known collectives, and the collectives that JAX states before compilation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ OPS: dict[str, Op] = {
 
 
 def in_loops(op: Op, axes: Axes) -> Callable[[Any], Any]:
-    """Run an operation by itself, in a fori_loop of 7, and in a scan of 3 around a fori_loop of 2: 14 times in all."""
+    """Run an operation by itself, in a fori_loop of 7, and in a scan of 3 around a fori_loop of 2.
+
+    14 times in all.
+    """
 
     def step(x: Any) -> Any:
         return jnp.sin(op(x, axes))
@@ -101,7 +104,10 @@ Run = tuple[Kind, frozenset[str], int, str]
 
 
 def traced_runs(f: Callable[..., Any], *args: Any) -> dict[Run, int]:
-    """Count the collectives of a function's jaxpr: JAX's own record of them, which no compiler has touched."""
+    """Count the collectives of a function's jaxpr.
+
+    JAX's own record of them, which no compiler has touched.
+    """
     counts: dict[Run, int] = {}
     for times, equation in _equations(jax.make_jaxpr(f)(*args).jaxpr, 1):
         kind = _PRIMITIVES.get(equation.primitive.name)

@@ -1,4 +1,4 @@
-"""What is read from compiled programs, against JAX's own jaxprs, closed forms and texts of real CPU, GPU and TPU programs."""
+"""Collectives read from programs equal jaxprs, closed forms and texts of three backends."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def test_counts_equal_those_of_jax(name: str, place: str, dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_collectives_of_the_partitioner(dtype: Any) -> None:
-    """A matmul with a sharded contraction, and one with a gathered weight: bytes from shapes alone."""
+    """A matmul with a sharded contraction, and one with a gathered weight.
+
+    Bytes from shapes alone.
+    """
     mesh = cpu_mesh("dp:2,tp:4")
     size, name = jnp.dtype(dtype).itemsize, {4: "f32", 2: "bf16"}[jnp.dtype(dtype).itemsize]
 
@@ -80,7 +83,10 @@ def test_collectives_of_the_partitioner(dtype: Any) -> None:
 
 
 def test_gather_counts_per_layer_and_pass() -> None:
-    """FSDP over a scan of layers: the closed form of its traffic, gathers of each weight forward and backward."""
+    """FSDP over a scan of layers.
+
+    The closed form of its traffic, gathers of each weight forward and backward.
+    """
     layers, embed, hidden = 5, 16, 64
     mesh = cpu_mesh("dp:1,fsdp:8,sp:1,ep:1,tp:1")
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh)
@@ -101,7 +107,8 @@ def test_gather_counts_per_layer_and_pass() -> None:
     gathers = [one for one in found if one.kind is Kind.ALL_GATHER]
     assert {one.mesh_axes for one in found} == {("fsdp",)}
     assert {one.logical_bytes for one in gathers} == {weight}
-    # The forward pass, the repeated forward pass of remat; its weight may serve the backward pass too.
+    # The forward pass, the repeated forward pass of remat; its weight may serve the backward pass
+    # too.
     assert total(gathers) in (2 * layers * weight, 3 * layers * weight)
     # CPU sums gradients whole and slices; elsewhere that is a reduce-scatter of the same bytes.
     sums = [
@@ -147,7 +154,8 @@ def row(one: Collective) -> str:
     )
     dtype = one.dtype if one.dtype == one.wire_dtype else f"{one.dtype} as {one.wire_dtype}"
     kind = f"{one.kind} as gather" if one.gathers else str(one.kind)
-    return f"{one.count} {kind} {over} {dtype} {one.logical_bytes} {one.wire_bytes}{' maybe' if one.maybe else ''}"
+    text = f"{one.count} {kind} {over} {dtype} {one.logical_bytes} {one.wire_bytes}"
+    return f"{text} maybe" if one.maybe else text
 
 
 def rows(name: str, **options: Any) -> list[str]:
@@ -207,7 +215,8 @@ EXPECTED: dict[str, list[str]] = {
         *[f"4 reduce_scatter fsdp bf16 {MLP} {MLP * 63 // 64}"] * 2,
         f"4 all_reduce tp bf16 {MLP} {MLP * 3 // 2}",
     ],
-    # Here the compiler gathers by summing into zeros, which sends twice as much: as it is compiled, so it is read.
+    # Here the compiler gathers by summing into zeros, which sends twice as much: as it is compiled,
+    # so it is read.
     "tpu_gather_as_all_reduce": [
         *[f"4 all_reduce as gather fsdp bf16 {4 * MLP} {2 * 4 * MLP * 63 // 64}"] * 4,
         *[f"4 all_reduce fsdp bf16 {4 * MLP} {2 * 4 * MLP * 63 // 64}"] * 2,
@@ -242,7 +251,10 @@ def test_every_printed_form(name: str) -> None:
 
 
 def test_collectives_of_two_slices() -> None:
-    """Each fsdp gather of 8 is one of 4 inside a slice and one of 2 between slices; three of four layers are in the loop."""
+    """Each fsdp gather of 8 is one of 4 inside a slice and one of 2 between slices.
+
+    Three of four layers are in the loop.
+    """
     found = read_collectives(texts()["tpu_two_slices"], TWO_SLICES)
     between = [one for one in found if one.between_slices]
     assert {(one.mesh_axes, one.devices, one.partial) for one in between} == {(("fsdp",), 2, True)}
@@ -250,7 +262,8 @@ def test_collectives_of_two_slices() -> None:
     inside = [one for one in found if not one.between_slices]
     assert {(one.mesh_axes, one.devices) for one in inside} == {(("fsdp",), 4), (("tp",), 4)}
     gathers = [one for one in inside if one.kind is Kind.ALL_GATHER]
-    # Two weights of four layers in two passes; and their gradients, which are summed as scatter, sum between slices, gather.
+    # Two weights of four layers in two passes; and their gradients, which are summed as scatter,
+    # sum between slices, gather.
     assert sum(one.count or 0 for one in gathers) == 2 * 4 * (2 + 1)
     assert sum(one.count or 0 for one in between if one.kind is Kind.ALL_GATHER) == 2 * 2 * 4
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Two placings of a tree: what moved, and the exact bytes that it costs, as JAX itself counts them."""
+"""Comparing two managers: what moved, and the exact bytes, as JAX counts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types that XLA for CPU widens are read as the program has them, in sums and in what is only moved."""
+"""Element types that XLA for CPU widens are read as in the program."""
 
 from __future__ import annotations
 
@@ -116,7 +116,10 @@ def test_sum_widened_by_the_program(narrow: str, wide: str, name: str) -> None:
 
 
 def test_master_copy_gathered_in_bfloat16() -> None:
-    """CPU drops the conversions around it, so the compiled program alone does not tell; bytes are asked of the function."""
+    """CPU drops the conversions around it, so the compiled program alone does not tell.
+
+    Bytes are asked of the function.
+    """
     spec = P(("dp", "tp"))
     mesh = cpu_mesh("dp:2,tp:4")
 

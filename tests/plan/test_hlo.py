@@ -1,4 +1,4 @@
-"""The text of a program as instructions, against XLA's own account of the same program."""
+"""Parsed HLO text equals XLA's own view of the same program."""
 
 from __future__ import annotations
 

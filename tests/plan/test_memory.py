@@ -1,4 +1,4 @@
-"""Bytes by path: exact, on paper, for every kind of leaf; and how they are shown."""
+"""Bytes by path: exact for every kind of leaf, and shown as a table."""
 
 from __future__ import annotations
 
@@ -102,7 +102,10 @@ def test_concrete_arrays_equal_their_shards() -> None:
 
 
 def test_tree_with_separate_shardings() -> None:
-    """Where an optimizer keeps nothing there is nothing to count; one sharding may cover a part of the tree."""
+    """Where an optimizer keeps nothing there is nothing to count.
+
+    One sharding may cover a part of the tree.
+    """
     specs = {
         "w": sw.ArraySpec((8, 8), jnp.bfloat16, (sw.EMBED, sw.MLP_INTERMEDIATE)),
         "none": None,
@@ -156,7 +159,10 @@ def test_the_table() -> None:
         "path  shape  dtype    spec  bytes     per device  replicated  over",
         "norm  4096   float32  P()   16.0 KiB  16.0 KiB    112.0 KiB   dp fsdp",
         "and 1 more",
-        "2 arrays, 16.5 KiB; 16.1 KiB per device; 112.5 KiB of 129.0 KiB held on all devices are copies (87.2%)",
+        (
+            "2 arrays, 16.5 KiB; 16.1 KiB per device; 112.5 KiB of 129.0 KiB held on all devices are "
+            "copies (87.2%)"
+        ),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The three ways to write groups of devices, against numpy; and the mesh axes that groups span."""
+"""Device groups in all three forms, and the mesh axes that they span."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_iota_equals_numpy_transpose(shape: list[int], data: Any) -> None:
 
 @given(SHAPES, st.data())
 def test_groups_by_mesh_axes(shape: list[int], data: Any) -> None:
-    """Groups over some axes of a mesh hold the positions that differ along those axes alone, and span_of finds the axes again."""
+    """Members of a group differ along the group's axes only, and `span_of` finds these axes."""
     names = [f"a{at}" for at in range(len(shape))]
     chosen = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
     positions = np.arange(math.prod(shape)).reshape(shape)

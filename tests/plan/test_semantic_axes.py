@@ -1,4 +1,4 @@
-"""Which semantic axes a collective over a mesh axis may carry."""
+"""Semantic axes that a collective over a mesh axis may carry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often loops run: interpretation against the counts that XLA itself wrote into the same programs."""
+"""Trip counts: interpreted loops equal the counts that XLA states in the same programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing strategy files: whole or not at all, with the permissions that a file should have, and nothing left behind."""
+"""Writing strategy files: atomic, with the right permissions, and without leftovers."""
 
 from __future__ import annotations
 

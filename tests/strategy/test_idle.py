@@ -1,4 +1,4 @@
-"""`[policy] idle`: mesh axes over which everything is replicated on purpose, so that no rule has to name them."""
+"""`[policy] idle`: mesh axes that no rule names on purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A file cannot take unbounded time: each part has a limit, far beyond what a strategy needs, and its error names the limit."""
+"""Limits on files, so that no file takes unbounded time.
+
+Each limit is far beyond the needs of a strategy, and its error names it.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ TOML: dict[str, tuple[str, str]] = {
     ),
     "patterns": (
         HEAD + lines(f'[[tensors]]\nmatch = "w{{}}{"a" * 900}"\nembed = "dp"\n', 30),
-        r"^<toml> tensors: the patterns have \d+ steps together, at most 20000 are searched for each path",
+        (
+            r"^<toml> tensors: the patterns have \d+ steps together, at most 20000 are searched for "
+            r"each path"
+        ),
     ),
     "candidates": (
         rule(" | ".join(["dp"] * 65)),

@@ -1,4 +1,4 @@
-"""What the file format may say, against what the rules know: pydantic needs its choices written out."""
+"""The choices of the file format equal those of the rules. pydantic needs them written out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The packaged strategies keep the promises of the documentation: complete rules, layouts that mean axes, prompts that fit."""
+"""Presets keep the promises of the documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Strategy files: reading, writing, overlaying, their schema, and where each line of an explanation comes from."""
+"""Strategy files.
+
+Reading, writing, overlaying, their schema, and where each line of an explanation comes from.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +155,8 @@ def test_copy_refuses_an_update() -> None:
     assert strategy.model_copy() == strategy.model_copy(deep=True) == strategy
     with pytest.raises(
         sw.StrategyError,
-        match=r"^model_copy\(update=\.\.\.\) would not check rules, name\n  fix   overlay the change",
+        match=r"^model_copy\(update=\.\.\.\) would not check rules, name\n"
+        r"  fix   overlay the change",
     ):
         strategy.model_copy(update={"rules": {"nonsense": 3}, "name": "x"})
 
@@ -237,8 +241,8 @@ sequence_parallel = "-"
 
 def test_exceptions_by_path() -> None:
     text = (
-        SMALL
-        + '[[tensors]]\nmatch = "lm_head/.*"\nembed = "-"\nvocab = "tp"\n[[tensors]]\nmatch = "head"\nembed = "tp"\n'
+        SMALL + '[[tensors]]\nmatch = "lm_head/.*"\nembed = "-"\nvocab = "tp"\n[[tensors]]\n'
+        'match = "head"\nembed = "tp"\n'
     )
     rules = Strategy.loads(text, source="small.toml").compile()
     mesh = {"dp": 2, "tp": 4}
@@ -267,7 +271,8 @@ def test_exceptions_by_path() -> None:
 
 def test_overlay_wins_key_by_key() -> None:
     fragment = Strategy.loads(
-        'version = 1\nname = "wide"\n[mesh]\ntp = 4\n[rules]\nhead = "-"\n[policy]\nindivisible = "prefix"\n',
+        'version = 1\nname = "wide"\n[mesh]\ntp = 4\n[rules]\nhead = "-"\n[policy]\n'
+        'indivisible = "prefix"\n',
         source="wide.toml",
     )
     both = Strategy.loads(SMALL, source="small.toml") | fragment
@@ -296,7 +301,8 @@ def test_overlay_tensors_come_first() -> None:
         'version = 1\n[[tensors]]\nmatch = "a"\nembed = "dp"\n', source="base.toml"
     )
     over = Strategy.loads(
-        'version = 1\n\n\n[[tensors]]\nmatch = "a/b"\nembed = "tp"\n[[tensors]]\nmatch = "c"\nembed = "-"\n',
+        'version = 1\n\n\n[[tensors]]\nmatch = "a/b"\nembed = "tp"\n[[tensors]]\nmatch = "c"\n'
+        'embed = "-"\n',
         source="over.toml",
     )
     rules = (base | over).compile()
@@ -491,7 +497,8 @@ def test_schema_accepts_presets_only() -> None:
         validator.validate(json.loads(Strategy.preset(name).dumps(format="json")))
     full = (
         SMALL
-        + '[dcn]\ndp = 2\n[axes]\nmine = "x"\n[modes.decode.params]\nembed = "-"\n[[tensors]]\nmatch = "a"\nembed = "-"\n'
+        + '[dcn]\ndp = 2\n[axes]\nmine = "x"\n[modes.decode.params]\nembed = "-"\n[[tensors]]\n'
+        'match = "a"\nembed = "-"\n'
     )
     validator.validate(
         json.loads(
@@ -614,7 +621,8 @@ def test_overlay_equals_overlaid_data(first: dict[str, Any], second: dict[str, A
     if len(set(kinds)) > 1:
         with pytest.raises(
             sw.StrategyError,
-            match=r"axis_types: .* by mesh axis.* leaves the mesh axes that the table does not name without a type",
+            match=r"axis_types: .* by mesh axis.* leaves the mesh axes that the table does not "
+            r"name without a type",
         ):
             _ = Strategy(**first) | Strategy(**second)
         return
@@ -627,18 +635,20 @@ def test_overlay_equals_overlaid_data(first: dict[str, Any], second: dict[str, A
 
 
 def test_axis_types_word_over_table() -> None:
-    """Else dp would be explicit below, auto above, and another thing again where three are laid over each other."""
+    """The type of dp would depend on the order of three overlays."""
     word = Strategy.loads('axis_types = "explicit"\n[mesh]\ndp = 2\ntp = 4\n', source="base.toml")
     table = Strategy.loads('\naxis_types = {tp = "auto"}\n', source="over.toml")
     with pytest.raises(
         sw.StrategyError,
-        match=r'^over.toml:2 axis_types: a table by mesh axis over "explicit" \(base.toml:1\) leaves ',
+        match=r'^over.toml:2 axis_types: a table by mesh axis over "explicit" \(base.toml:1\) '
+        r"leaves ",
     ) as caught:
         _ = word | table
     assert 'axis_types = {dp = "explicit", tp = "explicit"}' in caught.value.fix
     with pytest.raises(
         sw.StrategyError,
-        match=r'^base.toml:1 axis_types: "explicit" over a table by mesh axis \(over.toml:2\) leaves ',
+        match=r'^base.toml:1 axis_types: "explicit" over a table by mesh axis \(over.toml:2\) '
+        r"leaves ",
     ):
         _ = table | word
     tables = Strategy(mesh={"dp": 2, "tp": 4}, axis_types={"dp": "explicit"}) | table
@@ -669,7 +679,10 @@ def test_byte_order_mark_is_skipped(format: str, tmp_path: Path) -> None:
         ),
         (
             {"rules": {"batch": ["dp", "fsdp"]}},
-            r'\n  fix   write "dp\+fsdp" for all of them at once, "dp \| fsdp" for the first that fits$',
+            (
+                r'\n  fix   write "dp\+fsdp" for all of them at once, "dp \| fsdp" for the first that '
+                r"fits$"
+            ),
         ),
         (
             {"modes": {"decode": {"params": {"embed": ["dp", "-"]}}}},
@@ -719,7 +732,10 @@ def test_one_mistake_is_one_problem(data: dict[str, Any], says: str) -> None:
         ),
         (
             'version = 1\n[modes.decode.rules]\nbatch = "dp"\n',
-            r"^<toml>:2 modes.decode.rules: a mode has no such table\n  fix   write its rules under \[modes.decode\]",
+            (
+                r"^<toml>:2 modes.decode.rules: a mode has no such table\n"
+                r"  fix   write its rules under \[modes.decode\]"
+            ),
         ),
     ],
 )

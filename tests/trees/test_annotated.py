@@ -1,4 +1,4 @@
-"""Trees: from ArraySpecs to arrays born in their shards, path rules, stacks of layers, optimizer state."""
+"""Trees: arrays created sharded, path rules, stacks of layers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def test_abstract_then_shardings_then_arrays() -> None:
 
 
 def test_init_never_holds_a_whole_copy() -> None:
-    """Each device holds its eighth: outputs by the compiled program's own account, and temporaries far below one whole array."""
+    """Each device holds its eighth.
+
+    Outputs by the compiled program's own account, and temporaries far below one whole array.
+    """
     pm = manager()
     big = {
         "w": sw.ArraySpec((1024, 1024), jnp.float32, KERNEL, normal),
@@ -255,7 +258,8 @@ def test_narrowed_dtype_names_its_cause() -> None:
     }
     with pytest.raises(
         sw.StrategyError,
-        match=r"^w: the ArraySpec has dtype float64, which JAX narrows to float32 while jax_enable_x64 is off\n  fix",
+        match=r"^w: the ArraySpec has dtype float64, which JAX narrows to float32 while "
+        r"jax_enable_x64 is off\n  fix",
     ):
         manager().init(wide, jax.random.key(0))
     with jax.enable_x64(True):
@@ -289,7 +293,10 @@ MISFITS: dict[str, tuple[Any, Any, str]] = {
     "one mistyped": (
         {"gate": 4},
         {"gaet": (sw.NORM,)},
-        r"^2 problems\n 1. gate: [^\n]*\n[^\n]*\n 2. gaet: [^\n]*\n      fix   did you mean 'gate'\? drop",
+        (
+            r"^2 problems\n 1. gate: [^\n]*\n[^\n]*\n 2. gaet: [^\n]*\n"
+            r"      fix   did you mean 'gate'\? drop"
+        ),
     ),
     "a list too long": (
         {"x": [4]},
@@ -340,7 +347,8 @@ def test_path_match_is_not_annotations() -> None:
     found = sw.match_paths(arrays, [(".*", (sw.NORM,))])
     with pytest.raises(
         sw.StrategyError,
-        match=r"^a PathMatch is not a tree of annotations\n  fix   pass match_paths\(...\).annotations$",
+        match=r"^a PathMatch is not a tree of annotations\n"
+        r"  fix   pass match_paths\(...\).annotations$",
     ):
         manager().shardings(arrays, found)
     assert spec_tree(manager().shardings(arrays, found.annotations)) == {"a": P(), "b": P()}

@@ -1,4 +1,4 @@
-"""Quantized weights and low-rank pairs, annotated once: their parts lie together, and compute what one device computes."""
+"""Quantized weights and low-rank pairs: sharded like their weight, and equal to one device."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_block_is_never_split(rows: int, fits: bool) -> None:
     if not fits:
         with pytest.raises(
             sw.IndivisibleError,
-            match=r"^w/scale dim 0 EMBED: 2 blocks of 32 do not divide over fsdp, .*may not be split",
+            match=r"^w/scale dim 0 EMBED: 2 blocks of 32 do not divide over fsdp, .*may not be "
+            r"split",
         ) as caught:
             manager().shardings({"w": made})
         assert "choose a block size whose number of blocks divides" in caught.value.fix

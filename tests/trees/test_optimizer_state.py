@@ -1,4 +1,4 @@
-"""Optimizer state: every leaf lies like the parameter that it follows, for every kind of state that optax keeps."""
+"""Optimizer state of every optax transformation follows its parameters."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_separate_annotations() -> None:
 
 
 def test_exceptions_use_the_parameter_path() -> None:
-    """A pattern that begins with ^ matches the parameter's path, and so its moments lie with it, sums over a dim too."""
+    """A pattern with ^ matches the parameter's path, and applies to its moments and sums."""
     exception = sw.Strategy(tensors=[{"match": "^w$", "embed": "tp", "mlp_intermediate": "fsdp"}])
     pm = sw.PartitionManager(
         sw.Strategy.preset("fsdp_tp") | exception, mesh=cpu_mesh("fsdp:4,tp:2")
@@ -184,7 +184,10 @@ def factored_specs() -> dict[str, Any]:
 
 
 def test_factored_moments_lose_a_dim() -> None:
-    """Rows of a wide kernel are its embed dim, of a tall one too: optax sums over the largest dim first."""
+    """Optax sums over the largest dim first.
+
+    The row sums of a wide kernel and of a tall kernel therefore keep the same dim, EMBED.
+    """
     state = state_of(adafactor(momentum=0.9), factored_specs())
     found = manager().state_shardings(state, factored_specs())
     assert jax.tree.structure(found) == jax.tree.structure(state)
@@ -221,7 +224,7 @@ def test_factored_moments_lose_a_dim() -> None:
 )
 @pytest.mark.sweep(keep=2)
 def test_factored_moments_match_optax(shape: tuple[int, ...]) -> None:
-    """Against optax itself: a gradient that differs along one dim alone shows in exactly the moments that keep that dim."""
+    """A gradient that differs along one dim shows only in the moments that keep that dim."""
     axes = tuple(f"axis_{dim}" for dim in range(len(shape)))
     weight = {"w": jnp.ones(shape)}
     tx = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
@@ -243,7 +246,7 @@ def test_factored_moments_match_optax(shape: tuple[int, ...]) -> None:
 
 
 def test_one_element_placeholders() -> None:
-    """A (1, 1) kernel that is factored has moments of one element too, and so has a norm of one element that is not."""
+    """Moments of one element belong to a factored (1, 1) kernel or to an unfactored norm."""
     tiny = {
         "w": sw.ArraySpec((1, 1), jnp.float32, (sw.EMPTY, sw.EMPTY), ones),
         "b": sw.ArraySpec((1,), jnp.float32, (sw.NORM,), ones),
@@ -264,7 +267,7 @@ def test_one_element_placeholders() -> None:
 
 
 def test_factored_moments_of_some_parameters() -> None:
-    """Masks and labels leave holes; what is left is known by its type."""
+    """Masks and labels leave holes. The type of the rest is known."""
     labels = {"embed": "factored", "blocks": [{"up": "factored"}, {"up": "sgd"}], "norm": "sgd"}
     for tx, at in (
         (optax.masked(adafactor(), MASK), lambda found: found.inner_state[0]),
@@ -284,7 +287,7 @@ def test_factored_moments_of_some_parameters() -> None:
 @pytest.mark.parametrize("tx", [adafactor(momentum=0.9), optax.sm3(0.1)], ids=["adafactor", "sm3"])
 @pytest.mark.sweep(keep=1)
 def test_twenty_steps_equal_one_device(tx: Any) -> None:
-    """Sharded sums equal unsharded ones, and stay where they were put."""
+    """Sharded sums equal unsharded ones, and keep their sharding."""
     specs = {
         "up": sw.ArraySpec((16, 64), jnp.float32, KERNEL, normal),
         "down": sw.ArraySpec((64, 16), jnp.float32, KERNEL[::-1], normal),
@@ -352,7 +355,7 @@ def test_global_statistics_are_replicated(tx: Callable[[], Any], pattern: str, w
 
 
 def test_nested_moments_are_found() -> None:
-    """Mechanic keeps its own statistics around whatever state it tunes."""
+    """Mechanic adds its own statistics to any inner state."""
     found = manager().state_shardings(state_of(contrib.mechanize(adafactor()), params()), params())
     assert found.base_optimizer_state[0].v_col["embed"].spec == P("tp")
     assert found.x0["embed"].spec == P("tp", "fsdp")
@@ -391,7 +394,7 @@ def test_type_of_another_package_is_ignored() -> None:
 
 
 def test_state_of_another_model_is_refused() -> None:
-    """A moment that cannot come from this parameter is named, even where the state's type is known."""
+    """A moment that cannot belong to this parameter is named, even in a known type."""
     other = {"w": sw.ArraySpec((16, 48), jnp.float32, KERNEL, normal)}
     weight = {"w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)}
     for tx, field in (
@@ -425,14 +428,15 @@ def test_mixed_dims_need_an_annotation(tx: Callable[[], Any], path: str) -> None
 
 
 def test_joined_state_names_optax_flatten() -> None:
-    """Of one parameter alone, what `optax.flatten` keeps is not told from any other state."""
+    """With a single parameter, joined state cannot be told from other state."""
     flat = optax.flatten(optax.sgd(1e-2, momentum=0.9))
     sizes = sum(
         math.prod(one.shape)
         for one in jax.tree.leaves(params(), is_leaf=lambda one: isinstance(one, sw.ArraySpec))
     )
     says = (
-        rf"^0/trace: state of shape \({sizes},\) follows no parameter: it has as many elements as all "
+        rf"^0/trace: state of shape \({sizes},\) follows no parameter: it has as many elements as "
+        rf"all "
         r"parameters, so optax.flatten may have joined them\n"
         r"  fix   leave optax.flatten out, so that the state follows the parameters; "
         r"or overrides={'0/trace': \(...\)} annotates it$"
@@ -447,7 +451,7 @@ def test_joined_state_names_optax_flatten() -> None:
 
 
 def test_scalars_of_every_kind_are_replicated() -> None:
-    """Counts and rates come as JAX arrays, as NumPy's, and as Python's own numbers, which have no dtype."""
+    """Counts and rates are JAX arrays, NumPy scalars or Python numbers without a dtype."""
     scalars = {
         "count": np.int64(3),
         "rate": 1e-3,
@@ -472,7 +476,7 @@ def test_scalars_of_every_kind_are_replicated() -> None:
 
 
 def test_moments_in_64_bits() -> None:
-    """Without x64 JAX halves them: rounding, to zero at the very least, is what it does everywhere; infinity is not."""
+    """Without x64, JAX narrows to 32 bits. Rounding is accepted, infinity is not."""
     pm, weight = manager(), {"w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)}
     moments = {"nu": {"w": np.full((16, 32), 0.1)}}
     assert specs_by_path(pm.state_shardings(moments, weight)) == {"nu/w": P("fsdp", "tp")}
@@ -480,7 +484,8 @@ def test_moments_in_64_bits() -> None:
     assert (placed.dtype, placed.sharding.spec) == (jnp.float32, P("fsdp", "tp"))
     with pytest.raises(
         sw.StrategyError,
-        match=r"^nu/w: values of float64 do not fit float32, which JAX casts them to while jax_enable_x64 is off",
+        match=r"^nu/w: values of float64 do not fit float32, which JAX casts them to while "
+        r"jax_enable_x64 is off",
     ):
         pm.shard({"nu": {"w": np.full((16, 32), 1e300)}}, {"nu": {"w": KERNEL}}, role="state")
     with jax.enable_x64(True):
@@ -495,14 +500,17 @@ def test_moments_in_64_bits() -> None:
 
 
 def test_projected_state_is_not_a_copy() -> None:
-    """GaLore's projection of a square weight mixes its dims, and what Adam keeps of the projected gradient has no dim of the weight."""
+    """GaLore's projection of a square weight mixes its dims, and so does Adam's state of it."""
     square = {
         "w": sw.ArraySpec((16, 16), jnp.float32, KERNEL, normal),
         "norm": sw.ArraySpec((16,), jnp.float32, (sw.EMBED,), ones),
     }
     state = state_of(contrib.galore(1e-3, rank=16), square)
     assert state[0].projector["w"].shape == state[0].base_optimizer_state.mu["w"].shape == (16, 16)
-    says = r"state of shape \(16, 16\) in a GaLoreState, which projects parameters: it mixes their dims, even if the sizes are equal"
+    says = (
+        r"state of shape \(16, 16\) in a GaLoreState, which projects parameters: "
+        r"it mixes their dims, even if the sizes are equal"
+    )
     with pytest.raises(sw.StrategyError, match=says) as caught:
         manager().state_shardings(state, square)
     assert [problem.path for problem in caught.value.problems] == [
@@ -528,7 +536,8 @@ def test_unused_override_is_named() -> None:
     state = state_of(optax.adam(1e-3), params())
     with pytest.raises(
         sw.StrategyError,
-        match=r"'2/nu' matches no leaf of the state\n  fix   .*0/count, 0/mu/.* and 6 more; patterns",
+        match=r"'2/nu' matches no leaf of the state\n  fix   .*0/count, 0/mu/.* and 6 more; "
+        r"patterns",
     ):
         manager().state_shardings(state, params(), overrides={"2/nu": sw.Replicated})
 
@@ -571,7 +580,7 @@ def test_labels_cover_subtrees() -> None:
 
 
 def test_mask_elsewhere_is_not_a_copy() -> None:
-    """What lies at a parameter's name in a part without the other parameters' places follows nothing."""
+    """A leaf with a parameter's name follows nothing if the other parameters are missing there."""
     with pytest.raises(sw.StrategyError, match=r"extra/a: state of shape .* follows no parameter"):
         manager().state_shardings({"extra": {"a": np.zeros((16, 32))}}, nested_params()["enc"])
 
@@ -630,7 +639,7 @@ def test_single_array_as_parameters(tx: Any) -> None:
 
 
 def test_parameters_in_a_plain_tuple() -> None:
-    """The state's annotations are a tuple of tuples of axes too, which must not be read as one annotation of composites."""
+    """A tuple of tuples of axes must not be read as one annotation of composites."""
     pm = manager()
     pair = (
         sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),

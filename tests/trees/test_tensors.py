@@ -1,4 +1,4 @@
-"""Named tensors: from trees of specs, annotations and tensors; their bytes."""
+"""Named tensors of trees of specs, annotations and tensors, and their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tuple of annotations pairs with a tuple of values; over another container of as many arrays it is refused."""
+"""A tuple of annotations pairs with a tuple of values, and is refused over other containers."""
 
 from __future__ import annotations
 

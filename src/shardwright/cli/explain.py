@@ -33,15 +33,15 @@ from shardwright.vocabulary.modes import MODE_NAMES, MODES, mode_name
 
 _EPILOG = f"""\
 axes: one word per dim, or the name of a layout such as ColumnWise. A word is an axis (BATCH or
-  batch), _ for a dim
-that is not sharded, DP+FSDP for several axes on one dim, or KV_HEAD:8*KV_HEAD_DIM:128 for axes
-flattened into one dim.
+batch), _ for a dim that is not sharded, DP+FSDP for several axes on one dim, or
+KV_HEAD:8*KV_HEAD_DIM:128 for axes flattened into one dim.
 
 examples:
-  shardwright explain BATCH QUERY_LENGTH EMBED --strategy fsdp_tp --mesh dp:1,fsdp:2,tp:4 --shape
-  16,4096,4096 shardwright explain EMBED VOCAB --role param --path lm_head/kernel --strategy fsdp_tp
-  --strategy mine.toml --devices 8 shardwright explain --tensors model.toml --strategy serve_tp
-  --mesh dp:2,tp:4
+  shardwright explain BATCH QUERY_LENGTH EMBED --strategy fsdp_tp \\
+    --mesh dp:1,fsdp:2,tp:4 --shape 16,4096,4096
+  shardwright explain EMBED VOCAB --role param --path lm_head/kernel \\
+    --strategy fsdp_tp --strategy mine.toml --devices 8
+  shardwright explain --tensors model.toml --strategy serve_tp --mesh dp:2,tp:4
 
 exit codes: 0 resolved; 1 a sharding problem;
 {EXIT_CODES}."""

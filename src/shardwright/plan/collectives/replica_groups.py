@@ -1,10 +1,12 @@
 """Parse the device groups of a collective, and find the mesh axes that they span.
 
-Ids are positions in `mesh.devices.flat`, not `device.id`. XLA writes groups in three forms: - as a
-list, `{{0,1},{2,3}}`; - as an iota, `[2,4]<=[4,2]T(1,0)`; - by mesh axes, `mesh['a'=2,'b'=4],
-device_ids=([4,2]T(1,0)) {'b':(2)2}`. Here `(2)2` is a part of an axis,
-  of size 2, after a major part of size 2. The axes are the compiler's own, so they are expanded to
-  ids.
+Ids are positions in `mesh.devices.flat`, not `device.id`. XLA writes groups in three forms:
+- as a list, `{{0,1},{2,3}}`;
+- as an iota, `[2,4]<=[4,2]T(1,0)`;
+- by mesh axes, `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`.
+
+In the third form, `(2)2` is a part of an axis: of size 2, after a major part of size 2. The axes are
+the compiler's own, so they are expanded to ids.
 """
 
 from __future__ import annotations
