@@ -18,6 +18,7 @@ import pytest
 import shardwright as sw
 from shardwright.plan.collectives.read import read_collectives
 from shardwright.plan.planner import PlanReport
+from shardwright.testing import virtual_devices
 from tests.plan.random_programs import HIDDEN, Drawn, draw, shape
 
 # XLA makes all-reduces of reduce-scatters on CPUs. Both have the operand's bytes.
@@ -111,4 +112,5 @@ def main(first: int, last: int) -> None:
 
 
 if __name__ == "__main__":
+    virtual_devices(8)
     main(int(sys.argv[1]), int(sys.argv[2]))
