@@ -17,6 +17,23 @@ from shardwright.vocabulary.axes import axis_label
 _HEAD = ("times", "collective", "over", "axis", "bytes", "sent", "where")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """What to plan: a function and what it is called with. `shardwright plan` reads these.
+
+    Attributes:
+      function: What would be jitted.
+      shapes: Per argument, a tree of arrays or ShapeDtypeStructs.
+      specs: Per argument, a tree of annotations, or None. Defaults to None for all.
+      outputs: Annotations of the outputs. Defaults to leaving them as the program does.
+    """
+
+    function: Callable[..., Any]
+    shapes: tuple[Any, ...]
+    specs: Any = None
+    outputs: Any = None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
     """A plan: collectives, operations, and where the answer is a guess.

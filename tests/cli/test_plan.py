@@ -1,0 +1,150 @@
+"""`shardwright plan`: what it prints, what it refuses, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardwright.cli.main import main
+
+MODEL = """
+import jax
+import jax.numpy as jnp
+import shardwright as sw
+from shardwright.plan import Program
+
+specs = {"up": sw.ArraySpec((64, 256), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))}
+hidden = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
+
+
+def forward(params, x):
+    w = sw.gather(params, specs)
+    return sw.shard(sw.shard(x, hidden) @ w["up"], sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)
+
+
+def programs():
+    params = {"up": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
+    x = jax.ShapeDtypeStruct((8, 16, 64), jnp.float32)
+    one = jax.ShapeDtypeStruct((8, 1, 64), jnp.float32)
+    return {
+        "train": Program(forward, (params, x), (specs, hidden)),
+        "decode": Program(forward, (params, one), (specs, hidden)),
+    }
+
+
+def incomplete():
+    return Program(jnp.linalg.cholesky, (jax.ShapeDtypeStruct((8, 8), jnp.float32),))
+
+
+def fails():
+    return Program(lambda x: x.nothing, (jax.ShapeDtypeStruct((8,), jnp.float32),))
+
+
+def raises():
+    raise KeyError("data")
+
+
+def wrong():
+    return 3
+"""
+SETTING = "--strategy fsdp_tp --mesh fsdp:2,tp:4"
+
+
+def plan(words: str) -> int:
+    """Run the command and return its exit code."""
+    return main(shlex.split(f"plan {words}"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "planned_model.py"
+    path.write_text(MODEL, encoding="utf-8")
+    return str(path)
+
+
+def test_it_prints_a_table_per_mode(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(f"{model}:programs {SETTING}") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("mode")] == ["mode train", "mode decode"]
+    rows = [line.split() for line in lines if "all_gather" in line]
+    # 64 x 256 float32 over tp:4, gathered over fsdp:2.
+    assert (
+        rows
+        == [
+            ["1", "all_gather", "fsdp", "EMBED", "16.0", "KiB", "8.0", "KiB", "planned_model.py:12"]
+        ]
+        * 2
+    )
+
+
+def test_json_has_the_events_of_each_mode(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(f"{model}:programs {SETTING} --json --mode decode") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert list(data["modes"]) == ["decode"]
+    (event,) = data["modes"]["decode"]["events"]
+    assert (event["kind"], event["axes"], event["logical_bytes"]) == (
+        "all_gather",
+        ["EMBED"],
+        64 * 256,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "code"),
+    [
+        ("all_gather@decode>1KiB", 1),
+        ("all_gather@decode>1MiB", 0),
+        ("all_gather@prefill", 0),
+        ("*@train", 1),
+        ("all_to_all", 0),
+    ],
+)
+def test_forbidden_collectives_fail(
+    model: str, rule: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(f"{model}:programs {SETTING} --forbid '{rule}'") == code
+    assert ("forbidden by" in capsys.readouterr().out) == bool(code)
+
+
+def test_an_incomplete_plan_fails(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(f"{model}:incomplete {SETTING}") == 1
+    assert "incomplete: no rule for cholesky (1)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("programs", "is not file.py:function"),
+        ("absent.py:programs", "no file"),
+        ("{model}:program", "has no function 'program'"),
+        ("{model}:raises", "raised KeyError: 'data' at planned_model.py:35"),
+        ("{model}:fails", "for train raised AttributeError"),
+        ("{model}:wrong", "returned 3 for train"),
+    ],
+)
+def test_invalid_models_are_refused(
+    model: str, what: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(f"{what.format(model=model)} {SETTING}") == 2
+    message = capsys.readouterr().err
+    assert says in message
+    assert "fix" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--mode insert", "has no mode insert"),
+        ("--forbid all_gathr", "did you mean"),
+        ("--forbid 'all_gather>1'", "is not KIND, KIND@MODE or KIND@MODE>BYTES"),
+        ("--mesh fsdp:2,tq:4", "tq"),
+    ],
+)
+def test_invalid_options_are_refused(
+    model: str, arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(f"{model}:programs {SETTING} {arguments}") == 2
+    assert says in capsys.readouterr().err
