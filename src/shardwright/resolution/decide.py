@@ -4,10 +4,10 @@ project.
 Dims are decided from left to right:
 
 1. Find the rule of the dim's axis, by mode, role and path (`_rule_for`). A composite has the rules
-of its members. 2. Take the first candidate whose mesh axes are free and whose product divides the
-dim (`_try`). 3. If none fits, apply the rule's own fallback, then the policy
-(`fallbacks.fall_back`). 4. If a weight is used rather than stored, drop the mesh axes that it is
-gathered over (`gathered`).
+   of its members.
+2. Take the first candidate whose mesh axes are free and whose product divides the dim (`_try`).
+3. If none fits, apply the rule's own fallback, then the policy (`fallbacks.fall_back`).
+4. If a weight is used rather than stored, drop the mesh axes that it is gathered over (`gathered`).
 """
 
 from __future__ import annotations
