@@ -251,7 +251,9 @@ def pair_attends(rules: MaskRules, q: Any, kv: Any) -> Any:
       Bool, in the shape to which q and kv broadcast, or a shape that broadcasts to it.
     """
     seen = kv >= 0
-    left, right = rules.bounds
+    # As `rules.bounds`, without a call: this is the innermost function of a traced kernel.
+    left, right = rules.window or (None, None)
+    right = 0 if rules.causal else right
     if left is not None:
         seen = seen & (kv >= q - left)
     if right is not None:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwright.attention.call import Operands, Recipe
-from shardwright.attention.masks import MaskRules, bias_hides, pair_attends
+from shardwright.attention.masks import MaskRules, allowed
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
 
@@ -177,19 +177,18 @@ def visible(operands: Operands, rules: MaskRules) -> tuple[jax.Array, jax.Array 
     Returns:
       Bool, broadcastable to `[batch, heads, q_length, kv_length]`; and the bias likewise, or None.
     """
-    q, kv = operands.q_positions[:, None, :, None], operands.kv_positions[:, None, None, :]
-    seen: jax.Array = pair_attends(rules, q, kv)
-    if operands.q_segment_ids is not None:
-        q_ids, kv_ids = operands.q_segment_ids, operands.kv_segment_ids
-        seen = seen & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
-    if operands.lengths is not None:
-        seen = seen & (kv < operands.lengths[:, None, None, None])
-    if operands.mask is not None:
-        seen = seen & operands.mask
-    if operands.bias is None:
-        return seen, None
-    seen = seen & ~bias_hides(operands.bias)
-    return seen, jnp.where(seen, operands.bias, jnp.zeros((), operands.bias.dtype))
+    bias = operands.bias
+    seen = allowed(
+        rules,
+        operands.q_positions,
+        operands.kv_positions,
+        q_segment_ids=operands.q_segment_ids,
+        kv_segment_ids=operands.kv_segment_ids,
+        lengths=operands.lengths,
+        dense=operands.mask,
+        bias=bias,
+    )
+    return seen, None if bias is None else jnp.where(seen, bias, jnp.zeros((), bias.dtype))
 
 
 def logits_of(
