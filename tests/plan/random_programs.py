@@ -77,10 +77,8 @@ def shape(*axes: str) -> tuple[int, ...]:
     return tuple(SIZES[axis] for axis in axes)
 
 
-def draw(seed: int) -> Drawn:
-    """Draw a program; the same one for the same seed."""
-    rng = random.Random(seed)
-    mesh = rng.choice(MESHES)
+def draw_strategy(rng: random.Random, mesh: str) -> tuple[sw.Strategy, str]:
+    """Draw rules for a mesh; return them and their text."""
     names = [part.split(":")[0] for part in mesh.split(",")]
     fsdp = [name for name in names if name in ("dp", "fsdp", "sp")]
     tensor = "tp" if "tp" in names else "-"
@@ -94,14 +92,21 @@ def draw(seed: int) -> Drawn:
         "vocab": rng.choice([tensor, tensor, "-"]),
         "head_dim": "-",
     }
-    params = {"embed": stored}
     strategy = sw.Strategy.model_validate(
         {
             "rules": rules,
-            "params": params,
+            "params": {"embed": stored},
             "policy": {"gather": "+".join(fsdp) or "-", "conflict": "first_dim"},
         }
     )
+    return strategy, f"{mesh} {rules} stored={stored}"
+
+
+def draw(seed: int) -> Drawn:
+    """Draw a program; the same one for the same seed."""
+    rng = random.Random(seed)
+    mesh = rng.choice(MESHES)
+    strategy, text = draw_strategy(rng, mesh)
     kinds = [
         rng.choice(["mlp", "mlp", "attention", "gated", "norm"]) for _ in range(rng.randint(1, 3))
     ]
@@ -140,7 +145,7 @@ def draw(seed: int) -> Drawn:
     result = (sw.BATCH, sw.QUERY_LENGTH, sw.VOCAB) if head else HIDDEN
     drawn = f"{kinds} scan={scanned} remat={remat} gradient={gradient} head={head}"
     return Drawn(
-        text=f"{seed}: {mesh} {rules} stored={stored} {drawn}",
+        text=f"{seed}: {text} {drawn}",
         strategy=strategy,
         mesh=mesh,
         function=jax.grad(loss) if gradient else forward,

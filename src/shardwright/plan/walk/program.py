@@ -25,7 +25,7 @@ from shardwright.plan.walk.primitives import (
     REDUCTIONS,
     SOURCES,
 )
-from shardwright.plan.walk.step import Rule, Step
+from shardwright.plan.walk.step import Rule, Scope, Step
 from shardwright.plan.walk.values import Dims, Origin, Value, anywhere, dims_of_spec, most_runs
 
 _RULES: Final[Mapping[str, Rule]] = {
@@ -105,48 +105,28 @@ class Walker:
             goal = target(equation)
             return None if goal is None else goal.dims
 
-        asked = demands(
-            jaxpr,
-            wanted or [None] * len(jaxpr.outvars),
-            sizes=notes.sizes,
-            target=target_dims,
+        goals = wanted or [None] * len(jaxpr.outvars)
+        equations = list(live_equations(jaxpr))
+        scope = Scope(
+            ledger=notes,
+            asked=demands(jaxpr, goals, sizes=notes.sizes, target=target_dims),
+            needed_whole=needed_whole(equations),
+            target=target,
+            follow=self.run,
         )
         held: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-        held |= {variable: anywhere(variable.aval.ndim) for variable in jaxpr.constvars}
-        settled: dict[Any, Value] = {}
-        moved: dict[tuple[Any, ...], Value] = {}
+        held |= {variable: anywhere(_rank(variable)) for variable in jaxpr.constvars}
 
         def value(variable: Any) -> Value:
             return anywhere(_rank(variable)) if isinstance(variable, Literal) else held[variable]
 
-        equations = list(live_equations(jaxpr))
-        whole = needed_whole(equations)
         for equation in equations:
-            here = Site(
-                runs=outer.runs, maybe=outer.maybe, source=source_line(equation) or outer.source
-            )
-
-            def walk(
-                inner: Any,
-                values: Sequence[Value],
-                site: Site = here,
-                wanted: Sequence[Dims | None] | None = None,
-                ledger: Ledger = notes,
-            ) -> list[Value]:
-                return self.run(inner, values, site=site, wanted=wanted, ledger=ledger)
-
+            source = source_line(equation) or outer.source
             step = Step(
                 equation=equation,
                 values=[value(variable) for variable in equation.invars],
-                wanted=[asked.get(variable) for variable in equation.outvars],
-                site=here,
-                ledger=notes,
-                settled=settled,
-                asked=asked,
-                walk=walk,
-                moved=moved,
-                needed_whole=whole,
-                target=target,
+                site=dataclasses.replace(outer, source=source),
+                scope=scope,
             )
             held.update(zip(equation.outvars, _follow(step), strict=True))
         return [value(variable) for variable in jaxpr.outvars]

@@ -105,14 +105,14 @@ def _cut(step: Step, whole: object) -> list[Value]:
 
 def constraint(step: Step) -> list[Value]:
     """Follow a constraint: the value moves to its dims, once per value and dims."""
-    target = step.target(step.equation)
+    target = step.scope.target(step.equation)
     if target is None:
         return step.values
     variable, value = step.equation.invars[0], step.maybe_partial(0)
     key = (variable, target.dims, None)
-    if key not in step.moved:
+    if key not in step.scope.moved:
         moved = step.ledger.move(
             value, step.avals[0], target.dims, step.site, origins=target.origins
         )
-        step.moved[key] = moved
-    return [step.moved[key]]
+        step.scope.moved[key] = moved
+    return [step.scope.moved[key]]

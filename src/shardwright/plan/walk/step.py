@@ -14,33 +14,67 @@ from shardwright.plan.walk.values import Dims, Value, anywhere, replicated
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
+class Scope:
+    """What the equations of one jaxpr share.
+
+    Attributes:
+      ledger: Where events are noted.
+      asked: Variable -> the dims that a later constraint asks for.
+      needed_whole: Variables with several uses, one of which needs the sum to be added.
+      target: Returns the dims and origins that a constraint equation asks for.
+      follow: Walks an inner jaxpr, see `Walker.run`.
+      settled: Variables whose sum was added already, and what they became.
+      moved: (variable, dims, use) of moves that were paid already, and what they became.
+    """
+
+    ledger: Ledger
+    asked: dict[Any, Dims]
+    needed_whole: set[Any]
+    target: Callable[[Any], Value | None]
+    follow: Callable[..., list[Value]]
+    settled: dict[Any, Value] = dataclasses.field(default_factory=dict)
+    moved: dict[tuple[Any, ...], Value] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """An equation, the values that enter it, and what is asked of its results.
+    """One equation and the values that enter it.
 
     Attributes:
       equation: The equation of the jaxpr.
       values: One value per operand.
-      wanted: Per result, the dims that a later constraint asks for, or None.
       site: Where the walk is.
-      ledger: Where events are noted.
-      settled: Variables of this jaxpr whose sum was added already, and what they became.
-      walk: Walks an inner jaxpr: (jaxpr, values, site, wanted, ledger) -> values.
-      moved: (variable, dims) of moves that were paid already, and what they became.
-      needed_whole: Variables with several uses, one of which needs the sum to be added.
-      target: The dims and origins that a constraint asks for.
+      scope: What the equations of its jaxpr share.
     """
 
     equation: Any
     values: list[Value]
-    wanted: Sequence[Dims | None]
     site: Site
-    ledger: Ledger
-    settled: dict[Any, Value]
-    asked: dict[Any, Dims]
-    walk: Callable[..., list[Value]]
-    moved: dict[tuple[Any, ...], Value]
-    needed_whole: set[Any]
-    target: Callable[[Any], Value | None]
+    scope: Scope
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where events are noted."""
+        return self.scope.ledger
+
+    @property
+    def wanted(self) -> list[Dims | None]:
+        """Per result, the dims that a later constraint asks for, or None."""
+        return [self.scope.asked.get(variable) for variable in self.equation.outvars]
+
+    def walk(
+        self,
+        jaxpr: Any,
+        values: Sequence[Value],
+        *,
+        site: Site | None = None,
+        wanted: Sequence[Dims | None] | None = None,
+        ledger: Ledger | None = None,
+    ) -> list[Value]:
+        """Walk a jaxpr that the equation holds, by default at the equation's own site."""
+        return self.scope.follow(
+            jaxpr, values, site=site or self.site, wanted=wanted, ledger=ledger or self.ledger
+        )
 
     @property
     def name(self) -> str:
@@ -67,16 +101,16 @@ class Step:
         variable, value = self.equation.invars[at], self.values[at]
         if isinstance(variable, Literal) or not value.owed:
             return value
-        if variable not in self.settled:
-            self.settled[variable] = self.ledger.settle(
-                value, variable.aval, self.site, wanted=self.asked.get(variable)
+        if variable not in self.scope.settled:
+            self.scope.settled[variable] = self.ledger.settle(
+                value, variable.aval, self.site, wanted=self.scope.asked.get(variable)
             )
-        return self.settled[variable]
+        return self.scope.settled[variable]
 
     def maybe_partial(self, at: int) -> Value:
         """Return an operand as it is, or whole if another use needs it whole."""
         variable = self.equation.invars[at]
-        if not isinstance(variable, Literal) and variable in self.needed_whole:
+        if not isinstance(variable, Literal) and variable in self.scope.needed_whole:
             return self.whole(at)
         return self.values[at]
 
@@ -93,11 +127,11 @@ class Step:
         if isinstance(variable, Literal):
             return value
         key = (variable, dims, use)
-        if key not in self.moved:
-            self.moved[key] = self.ledger.move(
+        if key not in self.scope.moved:
+            self.scope.moved[key] = self.ledger.move(
                 value, variable.aval, dims, self.site, origins=value.origins
             )
-        return self.moved[key]
+        return self.scope.moved[key]
 
     def anywhere(self) -> list[Value]:
         """Return results that every device makes by itself."""
