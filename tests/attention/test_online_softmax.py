@@ -12,7 +12,7 @@ import pytest
 from shardwright.attention.parts import online_softmax as online
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
-BATCH, HEADS, KV_HEADS, Q, KV, D, V = 2, 4, 2, 3, 6, 5, 7
+BATCH, HEADS, KV_HEADS, Q, KV, D, V = 2, 6, 2, 3, 6, 5, 7
 RNG = np.random.default_rng(0)
 
 
