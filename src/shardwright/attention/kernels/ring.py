@@ -91,19 +91,19 @@ def turns_of(call: AttentionCall) -> tuple[int, ...]:
     q_rows, kv_rows = call.q_length // ranks, call.kv_length // ranks
     q_starts = [call.q_offset + rank * q_rows for rank in range(ranks)]
 
-    def nobody_reads(turn: int) -> bool:
+    def is_unread(turn: int) -> bool:
         pairs = ((q, (rank - turn) % ranks * kv_rows) for rank, q in enumerate(q_starts))
         return all(
             block_is_empty(call.recipe.mask, (q, q + q_rows - 1), (kv, kv + kv_rows - 1))
             for q, kv in pairs
         )
 
-    return (0, *(turn for turn in range(1, ranks) if not nobody_reads(turn)))
+    return (0, *(turn for turn in range(1, ranks) if not is_unread(turn)))
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
     """Return why a call cannot be served: different mesh axes for queries and keys, or weights."""
-    return (*shards.no_weights(call), *sequence.apart(call))
+    return (*shards.no_weights(call), *sequence.different_axes(call))
 
 
 def inner(call: AttentionCall) -> str:

@@ -20,7 +20,7 @@ from shardwright.attention.parts import inner_kernel, sequence, shards
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
     """Return why a call cannot be served: mesh axes that differ, or heads that do not divide."""
-    reasons = (*shards.no_weights(call), *sequence.apart(call))
+    reasons = (*shards.no_weights(call), *sequence.different_axes(call))
     heads, ranks = call.heads // call.shards(call.specs.heads), call.shards(call.specs.q_length)
     if heads % ranks:
         over = f"{'+'.join(call.specs.q_length)}={ranks}"

@@ -146,7 +146,7 @@ def sent_again(operands: Operands, do: jax.Array) -> tuple[Operands, jax.Array]:
     return operands.replace(k=k, v=v), do
 
 
-def apart(call: AttentionCall) -> tuple[str, ...]:
+def different_axes(call: AttentionCall) -> tuple[str, ...]:
     """Return the reason of a kernel whose queries and keys need the same mesh axes."""
     if call.specs.q_length == call.specs.kv_length:
         return ()
