@@ -79,7 +79,7 @@ CASES = [(kind, True) for kind in AXIS_TYPES] + [("auto", False), ("tp explicit"
 
 
 @pytest.mark.parametrize(("kind", "jit"), CASES)
-@pytest.mark.sweep(keep=2)
+@pytest.mark.sweep(keep=1)
 def test_derivatives_equal_unsharded(kind: str, jit: bool) -> None:
     pm = make_manager(kind, sizes="dp:2,tp:2")
     w, v = numbers(2, 4), numbers(2, 4)[::-1] * 2

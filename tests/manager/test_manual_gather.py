@@ -49,6 +49,7 @@ def run_gather(
 
 
 @VMA
+@pytest.mark.sweep(keep=1)
 def test_loss_over_sharded_weights(check_vma: bool) -> None:
     pm, h, w = fsdp(), waves(8, 32), waves(32, 16)
     axes = (sw.MLP_INTERMEDIATE, sw.EMBED)
@@ -275,6 +276,7 @@ def test_ambiguous_global_shape_is_refused() -> None:
         ("dp+tp", "-", 0),
     ],
 )
+@pytest.mark.sweep(keep=4)
 def test_two_mesh_axes_in_one_dim(stored: str, gather: str, moves: int, check_vma: bool) -> None:
     """If a gathered mesh axis comes before one that stays, shards change places first."""
     text = RULES.replace("[params]", f'[params]\nvocab = "{stored}"').replace(

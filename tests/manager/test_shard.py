@@ -68,7 +68,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize(("operation", "transform", "jit", "entered"), PROGRAMS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sweep(keep=28)
+@pytest.mark.sweep(keep=14)
 def test_activation_lies_as_ruled(
     operation: str, kind: str, transform: str, jit: bool, entered: bool
 ) -> None:
@@ -86,6 +86,7 @@ def test_activation_lies_as_ruled(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transform", ["plain", "vmap"])
+@pytest.mark.sweep(keep=4)
 def test_activation_moves_from_elsewhere(kind: str, transform: str) -> None:
     """The input is replicated, so only the constraint can have sharded it."""
     pm = make_manager(kind)
@@ -105,6 +106,7 @@ def test_activation_moves_from_elsewhere(kind: str, transform: str) -> None:
 
 
 @pytest.mark.parametrize("entered", [True, False], ids=["entered", "method"])
+@pytest.mark.sweep(keep=1)
 def test_uncommitted_arrays_on_auto_meshes(entered: bool) -> None:
     pm = make_manager("auto")
     start = jnp.asarray(numbers(8, 12))
@@ -121,6 +123,7 @@ def test_uncommitted_arrays_on_auto_meshes(entered: bool) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+@pytest.mark.sweep(keep=2)
 def test_grad_of_a_loss_inside_the_manager(kind: str, jit: bool) -> None:
     pm = make_manager(kind)
     start = numbers(8, 12)
@@ -135,7 +138,7 @@ def test_grad_of_a_loss_inside_the_manager(kind: str, jit: bool) -> None:
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("transform", ["plain", "pull_back", "remat", "vmap"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sweep(keep=16)
+@pytest.mark.sweep(keep=8)
 def test_weight_is_gathered(kind: str, transform: str, jit: bool, entered: bool) -> None:
     """Forward as used, (-, tp); its gradient as stored, (dp, tp)."""
     pm = make_manager(kind)

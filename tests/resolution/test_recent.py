@@ -59,7 +59,7 @@ def test_threads_get_one_object() -> None:
 
 
 @pytest.mark.parametrize("what", ["resolve", "explain", "sharding", "shardings", "shard"])
-@pytest.mark.sweep(keep=2)
+@pytest.mark.sweep(keep=1)
 def test_many_shapes_take_bounded_memory(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent, "KEPT", 100)
     pm = manager()
