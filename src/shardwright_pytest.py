@@ -1,7 +1,7 @@
-"""The front of the pytest plugin: options, markers, fixtures.
+"""The hooks of the pytest plugin: options, markers and fixtures.
 
-It loads in every pytest run where shardwright is installed, so it imports neither JAX nor shardwright: what it needs of
-them lies in `shardwright.testing.pytest_plugin` and is imported when a test uses it.
+pytest loads this module in every run where shardwright is installed. So it imports neither JAX nor
+shardwright: the rest is in `shardwright.testing.pytest_plugin`, imported when a test uses it.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Ask for the virtual devices before a conftest.py can start JAX."""
+    """Request the virtual devices before a conftest.py can start JAX."""
     if count := devices_asked(early_config):
         _ask_for(early_config, count)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and refuse a number that is none before anything runs."""
+    """Register the marker, and reject an invalid number of devices before any test runs."""
     config.addinivalue_line("markers", _MARKER)
     config.pluginmanager.register(_GoldenReports(config), "shardwright_golden_reports")
     devices_asked(config)
 
 
 def devices_asked(config: pytest.Config) -> int | None:
-    """Return the number of virtual devices that an option or the ini file names, or None."""
+    """Return the number of virtual devices in the option or the ini file, or None."""
     option = getattr(config.known_args_namespace, "virtual_devices", None)
     text = str(config.getini("virtual_devices") if option is None else option)
     if text and (not text.isdecimal() or int(text) < 1):
@@ -75,19 +75,19 @@ def devices_asked(config: pytest.Config) -> int | None:
 
 
 def _ask_for(config: pytest.Config, count: int) -> None:
-    # Not by importing JAX: a conftest.py may still set variables, such as JAX_PLATFORMS, that JAX reads at its import.
+    # Do not import JAX here: a conftest.py may still set variables that JAX reads at import.
     jax = sys.modules.get("jax")
     if jax is None:
         config.stash[_BEFORE] = os.environ.get(_COUNT)
         os.environ[_COUNT] = str(max(count, int(os.environ.get(_COUNT, "-1"))))
     elif jax.config.jax_num_cpu_devices < count:
-        # Where a backend runs already, the first test that needs more devices than it has says so.
+        # If a backend already runs, the first test that needs more devices fails with the reason.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
 
 
 def _restore(config: pytest.Config) -> None:
-    """Take the variable back once JAX has read it: a test's own processes should not inherit it."""
+    """Reset the variable once JAX has read it, so that a test's own processes do not inherit it."""
     if _BEFORE not in config.stash:
         return
     before = config.stash[_BEFORE]
@@ -99,7 +99,7 @@ def _restore(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test per mesh."""
+    """Make one test per mesh."""
     if "_mesh_case" in metafunc.fixturenames:
         from shardwright.testing import pytest_plugin
 
@@ -108,7 +108,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a test whose marker does nothing; not while tests are collected, which would keep its whole module from running."""
+    """Fail a test whose marker has no effect.
+
+    An error at collection would keep the whole module from running.
+    """
     if "mesh" in getattr(item, "fixturenames", ("mesh",)):
         return
     for marker in filter(_is_ours, item.own_markers):
@@ -129,7 +132,10 @@ def _is_ours(marker: pytest.Mark) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Ask for the virtual devices if any test needs a mesh; collecting may have set XLA_FLAGS or imported JAX."""
+    """Request the virtual devices if a test needs a mesh.
+
+    Collection may have set XLA_FLAGS or imported JAX.
+    """
     if any("_mesh_case" in getattr(item, "fixturenames", ()) for item in session.items):
         from shardwright.testing import pytest_plugin
 
@@ -141,14 +147,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _watch_nothing(items: Sequence[pytest.Item]) -> None:
-    """Spare each test a fixture in a run that has no meshes. Tests of one function share the list of names."""
+    """Remove the fixture that checks the ambient mesh from a run without meshes.
+
+    Tests of one function share the list of names.
+    """
     for item in items:
         if _WATCH in (names := getattr(item, "fixturenames", [])):
             names.remove(_WATCH)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Leave the environment as it was."""
+    """Restore the environment."""
     _restore(config)
 
 
@@ -164,7 +173,10 @@ def _mesh_case(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
-    """Take back a mesh or a manager that any test of a run with meshes leaves set, and fail it: the next one would have it too."""
+    """Reset a mesh or a manager that a test leaves set, and fail that test.
+
+    Otherwise the next test would run under it.
+    """
     from shardwright.testing import pytest_plugin
 
     with pytest_plugin.nothing_left():
@@ -186,7 +198,7 @@ def mesh(_mesh_case: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def manager(_mesh_case: Any, mesh: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The `PartitionManager` of `@pytest.mark.mesh("dp:2,tp:4", strategy="fsdp_tp")`, entered."""
+    """The entered `PartitionManager` of `@pytest.mark.mesh("dp:2,tp:4", strategy="fsdp_tp")`."""
     from shardwright.testing import pytest_plugin
 
     with pytest_plugin.managed(_mesh_case, mesh, root=request.config.rootpath) as entered:
@@ -195,7 +207,10 @@ def manager(_mesh_case: Any, mesh: Any, request: pytest.FixtureRequest) -> Itera
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Any:
-    """Compare text, or the shardings of a tree, with a file that a person has read; see `shardwright.testing.golden`."""
+    """Compare text, or the shardings of a tree, with a golden file.
+
+    See `shardwright.testing.golden`.
+    """
     from shardwright.testing import golden_report
 
     request.node.stash[_ATTACH] = golden_report.attach
@@ -203,14 +218,17 @@ def golden(request: pytest.FixtureRequest) -> Any:
 
 
 def _may_use_golden(item: pytest.Item) -> bool:
-    """Tell whether a test may use golden files: also by `request.getfixturevalue`, and a doctest by `getfixture`."""
+    """Tell whether a test may use golden files.
+
+    A test may also use `request.getfixturevalue`, and a doctest `getfixture`.
+    """
     return not isinstance(item, pytest.Function) or not {"golden", "request"}.isdisjoint(
         item.fixturenames
     )
 
 
 class _GoldenReports:
-    """What the tests of a run, in whichever process, said about the golden files that they used."""
+    """The golden files that the tests of a run used, in all processes."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -232,7 +250,7 @@ class _GoldenReports:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
-        """Send what a test used of its golden files along with its report, as xdist's workers must."""
+        """Attach the golden files of a test to its report, so that xdist workers send them."""
         report = yield
         if _may_use_golden(item):
             report.golden_user = str(item.path)

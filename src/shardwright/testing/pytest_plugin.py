@@ -1,6 +1,6 @@
-"""What the pytest plugin does once a test asks for a mesh: cases from markers, devices, meshes, and nothing left behind.
+"""The part of the pytest plugin that needs JAX: cases of markers, devices, meshes and cleanup.
 
-The hooks and fixtures themselves are in `shardwright_pytest`, which is light enough to load in every pytest run.
+The hooks and fixtures are in `shardwright_pytest`, which loads in every pytest run.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class MeshCase:
     """One mesh of a marker.
 
     Attributes:
-      spec: the mesh, or None for the strategy's own.
+      spec: the mesh, or None for the mesh of the strategy.
       axis_types: as in `create_mesh`.
-      strategy: a preset's name, the path of a file from pytest's root, anything a manager takes, or None.
-      mode: the manager's mode, or None.
+      strategy: the name of a preset, the path of a file from pytest's root, anything that a manager
+        takes, or None.
+      mode: the mode of the manager, or None.
     """
 
     spec: MeshSpec | None
@@ -47,7 +48,7 @@ class MeshCase:
 
     @property
     def id(self) -> str:
-        """The case in a test's name: `dp2-tp4-explicit-fsdp_tp-decode`."""
+        """The case as part of a test's name: `dp2-tp4-explicit-fsdp_tp-decode`."""
         return "-".join(
             part
             for part in (self._mesh_id(), self._types_id(), self._strategy_id(), self._mode_id())
@@ -85,10 +86,10 @@ class MeshCase:
 
 
 def generate(metafunc: pytest.Metafunc) -> None:
-    """Make one test of each mesh that the nearest markers name.
+    """Make one test for each mesh of the nearest markers.
 
     Raises:
-      Collector.CollectError: a marker that cannot be read.
+      Collector.CollectError: a marker cannot be read.
     """
     try:
         cases = [
@@ -101,7 +102,10 @@ def generate(metafunc: pytest.Metafunc) -> None:
 
 
 def _nearest_markers(definition: Any) -> list[pytest.Mark]:
-    """Return the `mesh` markers of the function, else of its class, else of its module, in the order written."""
+    """Return the `mesh` markers of the function, its class or its module, as written.
+
+    The nearest of these that has markers counts.
+    """
     found = list(definition.iter_markers_with_node("mesh"))
     nearest = [mark for node, mark in found if node is found[0][0]]
     # Decorators apply from the bottom up; a module's `pytestmark` is a list as written.
@@ -109,11 +113,12 @@ def _nearest_markers(definition: Any) -> list[pytest.Mark]:
 
 
 def cases_of(marker: pytest.Mark) -> list[MeshCase]:
-    """Return the cases of one marker; lists of axis types, strategies and modes multiply.
+    """Return the cases of one marker: the product of its axis types, strategies and modes.
 
     Raises:
-      MeshSpecError: a mesh that cannot be read, an unknown argument, or neither a mesh nor a strategy.
-      StrategyError: an unknown mode.
+      MeshSpecError: the mesh cannot be read, an argument is unknown, or the marker names neither a
+        mesh nor a strategy.
+      StrategyError: the mode is unknown.
     """
     for name in marker.kwargs:
         if name not in _ARGUMENTS:
@@ -152,9 +157,9 @@ def _several(value: Any) -> Sequence[Any]:
 
 
 def prepare(asked: int | None) -> None:
-    """Ask for the devices of the session while JAX may still listen.
+    """Request the devices of the session before a backend starts.
 
-    Whoever set XLA_FLAGS or `jax_num_cpu_devices` is obeyed, unless the plugin's option asks for more.
+    XLA_FLAGS and `jax_num_cpu_devices` count, unless the plugin's option is larger.
     """
     already = max(asked_devices(), flagged_devices())
     try_for_devices(max(asked, already) if asked else (already if already > 1 else USUAL))
@@ -164,9 +169,9 @@ def prepare(asked: int | None) -> None:
 def placed(
     case: MeshCase, root: Path, *, asked: int | None = None, backend: str = "cpu"
 ) -> Iterator[Mesh]:
-    """Build a case's mesh for one test; on a machine with accelerators the test computes on CPU devices too.
+    """Build the mesh of a case for one test, which computes on the devices of that mesh.
 
-    Yields the mesh. What the test leaves ambient is taken back, and is a failure.
+    Yields the mesh. A test that leaves a mesh or a manager set fails, and it is reset.
     """
     devices = _devices(case, asked, backend)
     try:
@@ -182,7 +187,7 @@ def placed(
 
 @contextlib.contextmanager
 def managed(case: MeshCase, mesh: Mesh, *, root: Path) -> Iterator[PartitionManager]:
-    """Enter the manager of a case's strategy on a mesh for one test."""
+    """Enter a manager with the strategy of a case on a mesh, for one test."""
     if case.strategy is None:
         raise _failure(
             f'the marker names no strategy for the manager: write {_EXAMPLE[:-1]}, strategy="fsdp_tp")'
@@ -197,7 +202,7 @@ def managed(case: MeshCase, mesh: Mesh, *, root: Path) -> Iterator[PartitionMana
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Take back what a test leaves ambient, and fail it."""
+    """Reset a mesh or a manager that a test leaves set, and fail the test."""
     try:
         with isolated():
             yield
@@ -206,12 +211,12 @@ def nothing_left() -> Iterator[None]:
 
 
 def _failure(message: str) -> BaseException:
-    """Return a failure of the test itself: the message without a traceback through here."""
+    """Return a test failure with a message and no traceback."""
     return pytest.fail.Exception(message, pytrace=False)
 
 
 def _strategy(strategy: Any, root: Path) -> Any:
-    """Load what names a strategy; a path counts from pytest's root."""
+    """Load a strategy by preset name, or by a path from pytest's root."""
     from shardwright.strategy.model import Strategy
 
     if isinstance(strategy, Path) or (
@@ -223,7 +228,7 @@ def _strategy(strategy: Any, root: Path) -> Any:
 
 @contextlib.contextmanager
 def _computing_on(device: jax.Device) -> Iterator[None]:
-    """Make uncommitted arrays land on the mesh's platform, where that is not JAX's default one."""
+    """Place uncommitted arrays on the platform of the mesh if it is not JAX's default."""
     if device.platform == jax.default_backend():
         yield
     else:
@@ -232,7 +237,7 @@ def _computing_on(device: jax.Device) -> Iterator[None]:
 
 
 def _devices(case: MeshCase, asked: int | None, backend: str) -> list[jax.Device]:
-    """Return the devices of a backend, at least as many as a case needs, or fail the test."""
+    """Return the devices of a backend, or fail the test if a case needs more."""
     needed = math.prod(size for size in case.spec.sizes if size != INFER) if case.spec else 1
     try:
         devices: list[jax.Device] = jax.local_devices(backend=backend)
@@ -248,7 +253,7 @@ def _devices(case: MeshCase, asked: int | None, backend: str) -> list[jax.Device
 
 
 def _too_few(mesh: str, *, needed: int, have: int, asked: int | None, backend: str) -> str:
-    """Say why there are too few devices, and what changes that."""
+    """Return the message about too few devices: the reason and the fix."""
     label = f"{backend.upper()} device{'' if have == 1 else 's'}"
     what = f"{mesh} needs {needed}, JAX runs with {have} {label}"
     option = f"pytest --virtual-devices {needed}"
