@@ -54,7 +54,7 @@ DCN = '[mesh]\ndp = 4\nfsdp = 2\n[dcn]\ndp = 2\n[rules]\nbatch = "{}"\n'
 HEADS = '[rules]\nkv_head = "{}"\nkv_head_dim = "-"\nembed = "-"\n'
 
 CASES: dict[str, Case] = {
-    "a name that is no axis": Case(
+    "an unknown axis": Case(
         text='[rules]\nbathc = "dp"\n',
         code=Code.UNKNOWN_AXIS,
         severity=Severity.ERROR,
@@ -63,7 +63,7 @@ CASES: dict[str, Case] = {
         fix="did you mean 'batch'?",
         quiet='[rules]\nbatch = "dp"\n',
     ),
-    "a tensor's name that is no axis": Case(
+    "an unknown axis of a tensor": Case(
         text='[rules]\nbatch = "dp"\n',
         tensors=[act("acts/x", "BATHC")],
         code=Code.UNKNOWN_AXIS,
@@ -72,7 +72,7 @@ CASES: dict[str, Case] = {
         says="unknown axis 'BATHC'",
         fix="did you mean 'BATCH'?",
     ),
-    "a name that is no mesh axis": Case(
+    "an unknown mesh axis": Case(
         text='[rules]\nbatch = "dpp"\n',
         code=Code.UNKNOWN_MESH_AXIS,
         severity=Severity.ERROR,
@@ -368,7 +368,7 @@ CASES: dict[str, Case] = {
         fix="give its devices to another mesh axis",
         quiet='[mesh]\ntp = -1\n[rules]\ntensor_parallel = "-"\n',
     ),
-    "a mesh axis that no tensor lies over": Case(
+    "a mesh axis without tensors": Case(
         text='[rules]\nbatch = "dp"\n',
         tensors=[act("x", sw.BATCH), weight("w", sw.BATCH)],
         mesh="dp:2,tp:4",

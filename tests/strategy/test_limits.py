@@ -101,7 +101,7 @@ TOML: dict[str, tuple[str, str]] = {
         lines('[modes.m{}]\nbatch = "dp"\n'),
         r"^101 problems\n(.|\n)*there are more problems than these 100\n",
     ),
-    "rules that are no text": (HEAD + "[rules]\n" + lines("a{} = 1\n"), r"^101 problems\n"),
+    "rules that are not text": (HEAD + "[rules]\n" + lines("a{} = 1\n"), r"^101 problems\n"),
     "a long file": (
         "# " + "x" * 1_000_000,
         r"^<toml>: the file has 1000002 characters, at most 1000000 are read",

@@ -237,18 +237,18 @@ def _groups(modes: Mapping[str, Resolution]) -> list[tuple[list[str], Resolution
     return groups
 
 
-def _same(one: Resolution, other: Resolution) -> bool:
+def _same(left: Resolution, right: Resolution) -> bool:
     problems = [
         [(problem.error, problem.what, problem.dim) for problem in resolution.problems]
-        for resolution in (one, other)
+        for resolution in (left, right)
     ]
-    return (one.decisions, one.notes) == (other.decisions, other.notes) and problems[0] == problems[
-        1
-    ]
+    return (left.decisions, left.notes) == (right.decisions, right.notes) and problems[
+        0
+    ] == problems[1]
 
 
-def _modes_text(names: Sequence[str], asked: Mapping[str, Any]) -> str:
-    is_all = len(names) == len(MODE_NAMES) == len(asked)
+def _modes_text(names: Sequence[str], modes: Mapping[str, Any]) -> str:
+    is_all = len(names) == len(MODE_NAMES) == len(modes)
     return "all modes" if is_all else ", ".join(names)
 
 

@@ -164,8 +164,7 @@ def read_setting(strategies: Sequence[str], *, mesh: str | None, devices: int | 
     """Load strategies and put the result on a mesh without devices.
 
     Args:
-      strategies: Names of presets, or paths of `.toml` and `.json` files. Each is an overlay on the one
-        before.
+      strategies: Names of presets, or paths of `.toml` and `.json` files. Each overlays the one before.
       mesh: Text such as `dp:2,tp:4`. Defaults to the strategy's own.
       devices: Number of devices, to work out a -1.
 

@@ -147,7 +147,7 @@ def _listed(path: KeyPath, entries: Sequence[Mapping[str, Any]], origin: Origin)
         headers = _header(name.split("/"))
     elif len(entries) > 1:
         headers += f", {_header([*path, '1'])}"
-    place = next((found for found in ((*path, "0"), path) if found in origin), path)
+    place = next((key for key in ((*path, "0"), path) if key in origin), path)
     in_json = origin.get((), "").endswith(".json")
     fix = (
         f'{_JSON_EXAMPLE}, a level for each "/"'
