@@ -95,7 +95,10 @@ def product_of(case: Case, texts: list[str]) -> list[list[str] | None]:
         for names in split(text)[0]:
             lost = case.policy.missing is Missing.REPLICATE and not {*names} <= {*case.mesh}
             live = [name for name in names if case.mesh.get(name, 1) != 1]
-            chain += [None] if lost else [live] if live else []
+            if lost:
+                chain.append(None)
+            elif live:
+                chain.append(live)
         chains.append(chain + ([[]] if nothing(case, text) else []))
     return [
         None if None in picks else [name for names in picks for name in names or ()]

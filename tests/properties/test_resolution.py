@@ -28,14 +28,17 @@ def answer(case: Case) -> Resolution:
 
 def entries(spec: P) -> list[tuple[str, ...]]:
     """The mesh axes of each entry; none for None and UNCONSTRAINED."""
-    return [
-        ()
-        if entry is None or entry is P.UNCONSTRAINED
-        else (entry,)
-        if isinstance(entry, str)
-        else entry
-        for entry in spec.partitions
+    named = [
+        () if entry is None or entry is P.UNCONSTRAINED else entry for entry in spec.partitions
     ]
+    return [(entry,) if isinstance(entry, str) else entry for entry in named]
+
+
+def spec_entry(names: tuple[str, ...]) -> Any:
+    """The entry of a spec for some mesh axes."""
+    if not names:
+        return None
+    return names[0] if len(names) == 1 else names
 
 
 def outcome(case: Case) -> Any:
@@ -49,16 +52,7 @@ def oracles_outcome(case: Case) -> Any:
         dims = oracle.answer(case)
     except oracle.RefusedError as refused:
         return str(refused)
-    made = [
-        P.UNCONSTRAINED
-        if entry == oracle.OPEN
-        else None
-        if not entry
-        else entry[0]
-        if len(entry) == 1
-        else entry
-        for entry in dims
-    ]
+    made = [P.UNCONSTRAINED if entry == oracle.OPEN else spec_entry(entry) for entry in dims]
     while made and made[-1] is None:
         made.pop()
     return P(*made)
@@ -137,15 +131,8 @@ def spec_from_json(data: dict[str, Any]) -> P:
     made: list[Any] = []
     for dim in data["dims"]:
         names = [name for name in dim["mesh_axes"] if name not in dim["manual"]]
-        made.append(
-            P.UNCONSTRAINED
-            if dim["outcome"] == "unconstrained"
-            else None
-            if not names
-            else names[0]
-            if len(names) == 1
-            else tuple(names)
-        )
+        is_open = dim["outcome"] == "unconstrained"
+        made.append(P.UNCONSTRAINED if is_open else spec_entry(tuple(names)))
     while made and made[-1] is None:
         made.pop()
     return P(*made)

@@ -14,7 +14,9 @@ UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
 def entry_of(names: tuple[str, ...]) -> Any:
     """Return a dim's entry: None, one mesh axis, or a tuple of several."""
-    return None if not names else names[0] if len(names) == 1 else names
+    if not names:
+        return None
+    return names[0] if len(names) == 1 else names
 
 
 def entry_names(entry: Any) -> tuple[str, ...]:

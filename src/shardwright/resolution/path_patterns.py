@@ -396,7 +396,9 @@ class _Parser:
             self.at += 1
         elif counted and (counted[1] or counted[2]):
             least = int(counted[1] or 0)
-            most = least if not counted[2] else int(counted[3]) if counted[3] else None
+            most = int(counted[3]) if counted[3] else None
+            if not counted[2]:  # {3}, without a comma
+                most = least
             self.at = counted.end()
         else:
             return item

@@ -174,10 +174,8 @@ def _freeze_dims(axes: Any) -> tuple[LayoutDim, ...]:
             f"the axes of a layout are {axes!r}, not a list",
             fix="write one entry per dim: an axis, EMPTY, None or a list of axes",
         )
-    dims = tuple(
-        EMPTY if dim is None else tuple(dim) if isinstance(dim, (list, tuple)) else dim
-        for dim in axes
-    )
+    named = [EMPTY if dim is None else dim for dim in axes]
+    dims = tuple(tuple(dim) if isinstance(dim, (list, tuple)) else dim for dim in named)
     for dim in dims:
         if not all(isinstance(axis, str) for axis in (dim if isinstance(dim, tuple) else (dim,))):
             raise StrategyError(
