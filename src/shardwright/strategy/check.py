@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shardwright.errors import (
     MissingMeshAxisError,
@@ -16,9 +16,7 @@ from shardwright.errors import (
 )
 from shardwright.mesh.build import parse_mesh
 from shardwright.resolution.path_patterns import PathPattern
-from shardwright.resolution.rules import (
-    foreign_mesh_axes,
-)
+from shardwright.resolution.rules import foreign_mesh_axes
 from shardwright.strategy.origin import Origin, where
 from shardwright.strategy.tables import ParsedTables, at_path, parse_rules, rule_tables
 from shardwright.vocabulary.axes import (
@@ -29,10 +27,6 @@ from shardwright.vocabulary.axes import (
     canonical_axis,
     file_name,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 # Steps of all patterns together. They bound the cost of matching one path, per character.
 MOST_STEPS: Final = 20_000

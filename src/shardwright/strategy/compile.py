@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardwright.errors import (
-    raise_problems,
-)
+from shardwright.errors import raise_problems
 from shardwright.resolution.decisions import RuleRef
 from shardwright.resolution.rules import (
     POLICY_PRESETS,
@@ -25,12 +23,7 @@ from shardwright.strategy.check import name_problems
 from shardwright.strategy.limits import first_problems
 from shardwright.strategy.origin import Origin, source_of
 from shardwright.strategy.tables import ParsedTables, parse_rules
-from shardwright.vocabulary.axes import (
-    canonical_axis,
-)
-
-if TYPE_CHECKING:
-    pass
+from shardwright.vocabulary.axes import canonical_axis
 
 
 def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisRules:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardwright.errors import (
-    Problem,
-    StrategyError,
-)
+from shardwright.errors import Problem, StrategyError
 from shardwright.strategy.origin import KeyPath, Origin, source_of, where
-
-if TYPE_CHECKING:
-    pass
 
 
 def overlay_problems(

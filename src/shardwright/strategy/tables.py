@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardwright.errors import (
-    Problem,
-    ShardingError,
-    StrategyError,
-)
+from shardwright.errors import Problem, ShardingError, StrategyError
 from shardwright.resolution.decisions import RuleRef
-from shardwright.resolution.rules import (
-    Fallback,
-    Rule,
-    parse_rule,
-)
+from shardwright.resolution.rules import Fallback, Rule, parse_rule
 from shardwright.strategy.origin import KeyPath, Origin, source_of, where
-from shardwright.vocabulary.axes import (
-    REPLICATED,
-    Role,
-    canonical_axis,
-    file_name,
-)
-
-if TYPE_CHECKING:
-    pass
+from shardwright.vocabulary.axes import REPLICATED, Role, canonical_axis, file_name
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

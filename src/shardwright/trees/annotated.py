@@ -10,18 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwright.errors import (
-    Problem,
-    StrategyError,
-    did_you_mean,
-    raise_problems,
-)
+from shardwright.errors import Problem, StrategyError, did_you_mean, raise_problems
 from shardwright.trees.paths import PathMatch, is_array_spec, path_text
-from shardwright.vocabulary.annotations import (
-    is_annotation,
-    is_axes_list,
-    is_tuple_of_annotations,
-)
+from shardwright.vocabulary.annotations import is_annotation, is_axes_list, is_tuple_of_annotations
 from shardwright.vocabulary.lowering import spelled
 
 _SHAPE = operator.attrgetter("shape")

@@ -9,17 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwright.errors import (
-    Problem,
-    RankMismatchError,
-    StrategyError,
-    raise_problems,
-)
+from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
 from shardwright.trees.paths import is_array_spec, path_text
-from shardwright.vocabulary.annotations import (
-    ArraySpec,
-    stacked,
-)
+from shardwright.vocabulary.annotations import ArraySpec, stacked
 
 
 def abstract(specs: Any) -> Any:

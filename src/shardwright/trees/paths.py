@@ -10,15 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwright.errors import (
-    Problem,
-    StrategyError,
-    raise_problems,
-)
-from shardwright.vocabulary.annotations import (
-    ArraySpec,
-    as_annotation,
-)
+from shardwright.errors import Problem, StrategyError, raise_problems
+from shardwright.vocabulary.annotations import ArraySpec, as_annotation
 from shardwright.vocabulary.layouts import Replicated
 
 
