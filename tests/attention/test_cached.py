@@ -256,6 +256,7 @@ def test_explicit_meshes(name: str) -> None:
     "name",
     [pytest.param(name, marks=[] if name == "sliding" else pytest.mark.slow) for name in CACHES],
 )
+@pytest.mark.wide
 def test_without_manager_and_trace(name: str) -> None:
     serve(session(name, jitted=False))
 

@@ -302,7 +302,7 @@ CELLS = [
     ("mesh", "axis_types", "overflow"),
     [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow) for cell in CELLS],
 )
-@pytest.mark.sweep(keep=1)
+@pytest.mark.wide
 def test_sharded_equals_unsharded(mesh: str, axis_types: Any, overflow: str) -> None:
     k = normal(BATCH, 12, HEADS, DIM)
     capacity = 16 if overflow == "ring" else CAPACITY

@@ -22,6 +22,9 @@ import shardwright as sw
 from shardwright.testing.meshes import cpu_mesh
 from tests.examples import hand_written
 
+# Programs of several seconds; the parts are tested by themselves.
+pytestmark = pytest.mark.wide
+
 STRATEGIES = Path(__file__).parents[2] / "examples" / "strategies"
 TINY = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
 DEMO = DecoderConfig()
@@ -80,7 +83,6 @@ def assert_same(ours: Any, theirs: Any) -> None:
         pytest.param("fsdp2_sp2_tp2", DEMO, id="demo-fsdp2_sp2_tp2", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.wide
 def test_the_train_step_is_the_hand_written_program(name: str, config: DecoderConfig) -> None:
     text, specs = MESHES[name]
     mesh, optimizer = cpu_mesh(text), optax.adamw(1e-3)
@@ -111,7 +113,6 @@ def test_the_train_step_is_the_hand_written_program(name: str, config: DecoderCo
         pytest.param("dp2_tp4", DEMO, id="demo-dp2_tp4", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.sweep(keep=1)
 def test_the_decode_step_is_the_hand_written_program(name: str, config: DecoderConfig) -> None:
     text, specs = MESHES.get(name, ("dp:2,tp:4", hand_written.DP2_TP4))
     mesh = cpu_mesh(text)
@@ -139,7 +140,6 @@ def test_the_decode_step_is_the_hand_written_program(name: str, config: DecoderC
     assert_same(ours, theirs)
 
 
-@pytest.mark.wide
 def test_another_spec_is_another_program() -> None:
     """The comparison sees what it is for: the same model with one spec changed differs."""
     mesh = cpu_mesh("fsdp:2,tp:4")

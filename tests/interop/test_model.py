@@ -16,6 +16,9 @@ import shardwright as sw
 from shardwright.interop import eformer
 from tests.interop.model import VOCAB, Model, init, rules, train
 
+# Programs of several seconds; the parts are tested by themselves.
+pytestmark = pytest.mark.wide
+
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, size=(8, 9))
 SIZES = (1, 2, 1, 2, 2)
 
@@ -70,7 +73,6 @@ WANTED = {
     "ambient", [jax.set_mesh, lambda mesh: mesh], ids=["set_mesh", "with mesh"]
 )
 @pytest.mark.parametrize("policy", ["strict", "eformer"])
-@pytest.mark.sweep(keep=1)
 def test_sharded_training_equals_unsharded(
     ambient: Any, policy: str, unsharded: tuple[list[float], Any]
 ) -> None:

@@ -96,6 +96,7 @@ def test_zeros_and_tiny_numbers() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.sweep(keep=1)
 def test_non_finite_values_stay_visible(bad: float) -> None:
     x = np.ones((3, 4), np.float32)
     x[1, 2] = bad
@@ -530,6 +531,7 @@ def test_quantized_values_must_fit_int8(dtype: Any) -> None:
         quantized_dot_general(jnp.ones((1, 64)), stored, MATMUL)
 
 
+@pytest.mark.wide
 def test_quantized_values_of_four_bits() -> None:
     stored = Quantized(value=jnp.full((64, 2), -3, jnp.int4), scale=jnp.ones((1, 2)))
     np.testing.assert_allclose(

@@ -56,6 +56,7 @@ def turned(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
 
 @pytest.mark.parametrize("theta", [10_000.0, 500_000])
 @pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.sweep(keep=1)
 def test_tokens_are_rotated_by_their_positions(theta: float, alike: bool) -> None:
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 5, 3, 8)))
     positions = np.array([[0, 1, 700, 3, -1], [4, -1, 2, 1, 0]], np.int32)[: 1 if alike else 2]
@@ -64,6 +65,7 @@ def test_tokens_are_rotated_by_their_positions(theta: float, alike: bool) -> Non
     )
 
 
+@pytest.mark.wide
 def test_padding_is_rotated_as_position_0() -> None:
     x = jax.random.normal(jax.random.key(0), (1, 2, 3, 4))
     np.testing.assert_array_equal(rope(x, jnp.array([[-1, 0]])), x)

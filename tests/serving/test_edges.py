@@ -37,6 +37,7 @@ def ask(**options: Any) -> Request:
     return Request(**{"prompt": PROMPT, "max_new_tokens": 5, **options})
 
 
+@pytest.mark.wide
 def test_compile_gives_no_token_to_running_requests() -> None:
     engine = make()
     queued = engine.submit(ask())

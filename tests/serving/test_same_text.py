@@ -159,6 +159,7 @@ def test_ring_of_window_size_changes_no_text() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "paged"])
+@pytest.mark.sweep(keep=1)
 def test_greedy_text_equals_uncached_argmax(kind: str) -> None:
     tokens = np.zeros((12, CAPACITY), np.int32)
     given = requests(12)

@@ -53,6 +53,7 @@ def test_sampling_frequencies(sampling: Sampling, chances: list[float]) -> None:
     assert all(share == 0 for share, chance in zip(found, chances, strict=True) if chance == 0)
 
 
+@pytest.mark.wide
 def test_token_depends_on_own_logits_seed_and_index() -> None:
     logits = jax.random.normal(jax.random.key(0), (6, 40))
     sampling = {

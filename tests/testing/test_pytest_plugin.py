@@ -341,7 +341,7 @@ def devices(result: pytest.RunResult) -> list[str]:
     ],
     ids=lambda value: "" if not isinstance(value, int) else str(value),
 )
-@pytest.mark.sweep(keep=2)
+@pytest.mark.sweep(keep=1)
 def test_the_number_of_devices(
     run: Run, conftest: str, ini: str, args: tuple[str, ...], count: int
 ) -> None:

@@ -285,7 +285,7 @@ def test_factored_moments_of_some_parameters() -> None:
 
 
 @pytest.mark.parametrize("tx", [adafactor(momentum=0.9), optax.sm3(0.1)], ids=["adafactor", "sm3"])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.wide
 def test_twenty_steps_equal_one_device(tx: Any) -> None:
     """Sharded sums equal unsharded ones, and keep their sharding."""
     specs = {

@@ -21,6 +21,9 @@ pytest.importorskip("flax")
 
 from shardwright.interop.easydel.attention_module import BaseJAXAttentionModule
 
+# Programs of several seconds; the parts are tested by themselves.
+pytestmark = pytest.mark.wide
+
 BATCH, CAPACITY, HEADS, DIM = 4, 8, 2, 4
 RULES = 'name = "a"\n[rules]\nbatch = "dp"\nkv_length = "sp"\nkv_head = "tp"\n'
 
@@ -63,7 +66,6 @@ def step(
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("place", ["one device", "manager", "mesh of the configuration"])
-@pytest.mark.sweep(keep=2)
 def test_cache_has_all_tokens(quantized: bool, place: str) -> None:
     mesh = cpu_mesh("dp:2,fsdp:1,sp:2,tp:2")
     config = Config(
@@ -112,7 +114,6 @@ def test_cache_has_all_tokens(quantized: bool, place: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.sweep(keep=1)
 def test_appending_sends_nothing(count: int) -> None:
     mesh = cpu_mesh("dp:1,sp:4,tp:1")
     with sw.PartitionManager(sw.Strategy.loads(RULES), mesh=mesh).for_mode("decode"):
@@ -141,7 +142,6 @@ def test_mask_is_merged() -> None:
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.sweep(keep=1)
 def test_tokens_beyond_the_capacity(
     quantized: bool,
 ) -> None:

@@ -25,6 +25,7 @@ def test_without_bits() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.sweep(keep=1)
 def test_train_without_flax(bits: int) -> None:
     (name, made) = next(iter(get_dot_general_by_bits(bits).items()))
     assert name == "dot_general_cls"
@@ -122,6 +123,7 @@ def relative(found: Any, expected: Any) -> float:
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 0.03), (6, 0.12)])
+@pytest.mark.sweep(keep=1)
 def test_flax_layer_trains(bits: int, bound: float) -> None:
     variables = model(None).init(jax.random.key(0), X)
     assert jax.tree.structure(model(bits).init(jax.random.key(0), X)) == jax.tree.structure(
