@@ -24,6 +24,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 
+# Programs of several seconds; the parts are tested by themselves.
+pytestmark = pytest.mark.wide
+
 STRATEGIES = Path(__file__).parents[2] / "examples" / "strategies"
 TINY = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
 PROMPTS = (b"def f(x):", b"import", b"    return self.name")
@@ -99,7 +102,6 @@ def test_texts_are_equal_byte_by_byte(trained: dict[str, Any], servers: dict[str
     assert done[:4] == ["prefill 9 bytes", "prefill 6 bytes", "prefill 20 bytes", "decode 3 slots"]
 
 
-@pytest.mark.wide
 def test_the_cache_changes_nothing(trained: dict[str, Any], servers: dict[str, Server]) -> None:
     """Each byte written with a cache is what a forward pass over the whole text calls likeliest."""
     pm = sw.PartitionManager(load("single"))
@@ -235,7 +237,6 @@ def test_batches_are_the_text_shifted_by_one(text: np.ndarray) -> None:
     assert bytes(first["inputs"][0].astype(np.uint8)) in text.tobytes()
 
 
-@pytest.mark.wide
 def test_in_bfloat16_everything_stays_so_and_near_float32(text: np.ndarray) -> None:
     low = dataclasses.replace(TINY, dtype=jnp.bfloat16)
     trainer = make_trainer(load("fsdp_tp"), low, optax.adamw(1e-2))

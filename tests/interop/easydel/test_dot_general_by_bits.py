@@ -123,7 +123,7 @@ def relative(found: Any, expected: Any) -> float:
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 0.03), (6, 0.12)])
-@pytest.mark.sweep(keep=1)
+@pytest.mark.wide
 def test_flax_layer_trains(bits: int, bound: float) -> None:
     variables = model(None).init(jax.random.key(0), X)
     assert jax.tree.structure(model(bits).init(jax.random.key(0), X)) == jax.tree.structure(
