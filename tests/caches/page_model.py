@@ -86,14 +86,14 @@ class PageModel:
 
     def naming(self, slots: list[int]) -> Refusals:
         batch, named = len(self.tables), Counter(slots)
-        return [
-            Refusal.SLOT_OUT_OF_RANGE
-            if not 0 <= slot < batch
-            else Refusal.SLOT_TWICE
-            if named[slot] > 1
-            else Refusal.NONE
-            for slot in slots
-        ]
+
+
+        def refusal(slot: int) -> Refusal:
+            if not 0 <= slot < batch:
+                return Refusal.SLOT_OUT_OF_RANGE
+            return Refusal.SLOT_TWICE if named[slot] > 1 else Refusal.NONE
+
+        return [refusal(slot) for slot in slots]
 
     def append(self, tokens: list[list[int]]) -> Refusals:
         return [self.put(slot, new) for slot, new in enumerate(tokens)]
@@ -144,15 +144,12 @@ class PageModel:
             if not 0 <= source < len(held):
                 refused[i] = Refusal.SLOT_OUT_OF_RANGE
             elif not refused[i]:
-                refused[i] = (
-                    Refusal.SLOT_IN_USE
-                    if held[slot]
-                    else Refusal.SLOT_EMPTY
-                    if not held[source]
-                    else Refusal.LENGTH_OUT_OF_RANGE
-                    if not 0 <= length <= held[source]
-                    else Refusal.NONE
-                )
+                if held[slot]:
+                    refused[i] = Refusal.SLOT_IN_USE
+                elif not held[source]:
+                    refused[i] = Refusal.SLOT_EMPTY
+                elif not 0 <= length <= held[source]:
+                    refused[i] = Refusal.LENGTH_OUT_OF_RANGE
             if not refused[i]:
                 self.sequences[slot] = self.sequences[source][:length]
                 self.tables[slot] = self.tables[source][: -(-length // self.page_size)]

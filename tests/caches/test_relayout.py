@@ -160,7 +160,7 @@ def test_plan_exists_between_all_specs() -> None:
 @pytest.mark.parametrize("kind", ["dense", "sliding", "quantized", "paged"])
 @pytest.mark.sweep(keep=2)
 def test_resharded_cache_keeps_content(kind: str) -> None:
-    changes = {"window": 8} if kind == "sliding" else {"page_size": 4} if kind == "paged" else {}
+    changes = {"sliding": {"window": 8}, "paged": {"page_size": 4}}.get(kind, {})
     alone = filled(kind, **changes)
     pm = manager_of()
     with pm:

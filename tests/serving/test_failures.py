@@ -129,13 +129,10 @@ def assert_held_is_known(engine: serving.Engine) -> None:
         else:
             assert length == 0 or slot in scheduler.dirty_slots
     for row, length in enumerate(held.row_lengths):
-        assert length == (
-            scheduler.rows[row].read
-            if row in scheduler.rows
-            else length
-            if row in scheduler.dirty_rows
-            else 0
-        )
+        if row in scheduler.rows:
+            assert length == scheduler.rows[row].read
+        elif row not in scheduler.dirty_rows:
+            assert length == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -399,10 +399,7 @@ def test_flat_tokens_are_sharded_like_dims(preset: str, mesh: str) -> None:
         length = 1 if mode == MODE_DECODE else 4096
         for name, axes in TOKENS.items():
             apart = pm.resolve(*axes[0], axes[1], shape=(16, length, 64), mode=mode)
-            entries = [
-                () if entry is None else (entry,) if isinstance(entry, str) else entry
-                for entry in apart
-            ]
+            entries = [entry_names(entry) for entry in apart]
             batch, tokens, last = [*entries, (), (), ()][:3]
             flat = pm.explain(*axes, shape=(16 * length, 64), mode=mode)
             assert [decision.mesh_axes for decision in flat.decisions] == [

@@ -1,4 +1,4 @@
-"""Trace a program once, with its annotations kept, so that many strategies can be priced from it."""
+"""Trace a program once, with its annotations kept, to price it under many strategies."""
 
 from __future__ import annotations
 
