@@ -87,7 +87,6 @@ class PageModel:
     def naming(self, slots: list[int]) -> Refusals:
         batch, named = len(self.tables), Counter(slots)
 
-
         def refusal(slot: int) -> Refusal:
             if not 0 <= slot < batch:
                 return Refusal.SLOT_OUT_OF_RANGE
@@ -184,14 +183,10 @@ def random_operation(
     held = [len(sequence) for sequence in model.sequences]
 
     def new(count: int) -> list[list[int]]:
+        starts = [first + i * most for i in range(count)]
+        tokens = [random.choice((0, 1, 1, random.randint(0, most))) for _ in starts]
         return [
-            list(
-                range(
-                    first + i * most,
-                    first + i * most + random.choice((0, 1, 1, random.randint(0, most))),
-                )
-            )
-            for i in range(count)
+            list(range(start, start + number)) for start, number in zip(starts, tokens, strict=True)
         ]
 
     def wrong(number: int, chance: float = 0.03) -> int:

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.resolution.decisions import Outcome
+from shardwright.resolution.partition_specs import entry_names
 from shardwright.vocabulary.axes import PARALLELISM_AXES, SEMANTIC_AXES, Role
 from shardwright.vocabulary.layouts import LAYOUTS
 from shardwright.vocabulary.modes import MODE_DECODE, MODES, parse_mode

@@ -1,0 +1,305 @@
+"""State that follows no parameter, and state that does not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.trees import initialize
+from tests.small_model import KERNEL, manager, normal, ones, spec_tree
+from tests.small_model import specs as params
+from tests.trees.test_optimizer_state import (
+    FactoredState,
+    P,
+    adafactor,
+    contrib,
+    optax,
+    specs_by_path,
+    state_of,
+)
+
+
+def test_type_of_another_package_is_ignored() -> None:
+    weight = {"w": sw.ArraySpec((16, 16), jnp.float32, KERNEL, normal)}
+    state = FactoredState(
+        np.zeros(()), {"w": np.zeros(16)}, {"w": np.zeros(16)}, {"w": np.zeros(1)}
+    )
+    with pytest.raises(
+        sw.RankMismatchError,
+        match=r"^3 problems\n 1. v_row/w: state of shape \(16,\) differs from its parameter w",
+    ) as caught:
+        manager().state_shardings(state, weight)
+    assert "overrides={'v_row/w': (...)}" in caught.value.fix
+    overrides = {"v_row": (sw.EMBED,), "v_col": (sw.MLP_INTERMEDIATE,), "v/w": (sw.EMPTY,)}
+    found = manager().state_shardings(state, weight, overrides=overrides)
+    assert (found.v_row["w"].spec, found.v_col["w"].spec, found.v["w"].spec) == (
+        P("fsdp"),
+        P("tp"),
+        P(),
+    )
+
+
+def test_state_of_another_model_is_refused() -> None:
+    """A moment that cannot belong to this parameter is named, even in a known type."""
+    other = {"w": sw.ArraySpec((16, 48), jnp.float32, KERNEL, normal)}
+    weight = {"w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)}
+    for tx, field in (
+        (adafactor(), "0/v_col/w"),
+        (optax.sm3(1e-3), "0/mu/w/1"),
+        (optax.scale_by_lbfgs(3), "diff_params_memory/w"),
+    ):
+        with pytest.raises(sw.RankMismatchError, match="differs from its parameter w") as caught:
+            manager().state_shardings(state_of(tx, other), weight)
+        assert field in [problem.path for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("tx", "path"),
+    [
+        (lambda: optax.flatten(optax.adam(1e-3)), "0/mu"),
+        (lambda: contrib.galore(1e-3, rank=4), "0/projector/embed"),
+    ],
+)
+def test_mixed_dims_need_an_annotation(tx: Callable[[], Any], path: str) -> None:
+    state = state_of(tx(), params())
+    with pytest.raises(sw.ShardingError, match="overrides=") as caught:
+        manager().state_shardings(state, params())
+    assert path in [problem.path for problem in caught.value.problems]
+    found = manager().state_shardings(
+        state,
+        params(),
+        overrides={problem.path: sw.Replicated for problem in caught.value.problems},
+    )
+    assert specs_by_path(found)[path] == P()
+
+
+def test_joined_state_names_optax_flatten() -> None:
+    """With a single parameter, joined state cannot be told from other state."""
+    flat = optax.flatten(optax.sgd(1e-2, momentum=0.9))
+    sizes = sum(
+        math.prod(one.shape)
+        for one in jax.tree.leaves(params(), is_leaf=lambda one: isinstance(one, sw.ArraySpec))
+    )
+    says = (
+        rf"^0/trace: state of shape \({sizes},\) follows no parameter: it has as many elements as "
+        rf"all "
+        r"parameters, so optax.flatten may have joined them\n"
+        r"  fix   leave optax.flatten out, so that the state follows the parameters; "
+        r"or overrides={'0/trace': \(...\)} annotates it$"
+    )
+    with pytest.raises(sw.StrategyError, match=says):
+        manager().state_shardings(state_of(flat, params()), params())
+    alone = {"w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)}
+    with pytest.raises(
+        sw.StrategyError, match=r"state of shape \(512,\) follows no parameter\n  fix   overrides="
+    ):
+        manager().state_shardings(state_of(flat, alone), alone)
+
+
+def test_scalars_of_every_kind_are_replicated() -> None:
+    """Counts and rates are JAX arrays, NumPy scalars or Python numbers without a dtype."""
+    scalars = {
+        "count": np.int64(3),
+        "rate": 1e-3,
+        "steps": 7,
+        "skip": True,
+        "loss": np.float64(0.5),
+        "at": jnp.int32(1),
+        "zero_d": np.zeros(()),
+    }
+    found = manager().state_shardings(scalars, params())
+    assert specs_by_path(found) == dict.fromkeys(scalars, P())
+    placed = manager().shard(scalars, dict.fromkeys(scalars, ()), role="state")
+    assert {name: (one.shape, one.dtype.name) for name, one in placed.items()} == {
+        "count": ((), "int32"),
+        "rate": ((), "float32"),
+        "steps": ((), "int32"),
+        "skip": ((), "bool"),
+        "loss": ((), "float32"),
+        "at": ((), "int32"),
+        "zero_d": ((), "float32"),
+    }
+
+
+def test_moments_in_64_bits() -> None:
+    """Without x64, JAX narrows to 32 bits. Rounding is accepted, infinity is not."""
+    pm, weight = manager(), {"w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)}
+    moments = {"nu": {"w": np.full((16, 32), 0.1)}}
+    assert specs_by_path(pm.state_shardings(moments, weight)) == {"nu/w": P("fsdp", "tp")}
+    placed = pm.shard(moments, {"nu": {"w": KERNEL}}, role="state")["nu"]["w"]
+    assert (placed.dtype, placed.sharding.spec) == (jnp.float32, P("fsdp", "tp"))
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"^nu/w: values of float64 do not fit float32, which JAX casts them to while "
+        r"jax_enable_x64 is off",
+    ):
+        pm.shard({"nu": {"w": np.full((16, 32), 1e300)}}, {"nu": {"w": KERNEL}}, role="state")
+    with jax.enable_x64(True):
+        whole = pm.shard(
+            {"nu": {"w": np.full((16, 32), 1e-300)}}, {"nu": {"w": KERNEL}}, role="state"
+        )["nu"]["w"]
+        assert (whole.dtype, whole.sharding.spec, float(whole[0, 0])) == (
+            jnp.float64,
+            P("fsdp", "tp"),
+            1e-300,
+        )
+
+
+def test_projected_state_is_not_a_copy() -> None:
+    """GaLore's projection of a square weight mixes its dims, and so does Adam's state of it."""
+    square = {
+        "w": sw.ArraySpec((16, 16), jnp.float32, KERNEL, normal),
+        "norm": sw.ArraySpec((16,), jnp.float32, (sw.EMBED,), ones),
+    }
+    state = state_of(contrib.galore(1e-3, rank=16), square)
+    assert state[0].projector["w"].shape == state[0].base_optimizer_state.mu["w"].shape == (16, 16)
+    says = (
+        r"state of shape \(16, 16\) in a GaLoreState, which projects parameters: "
+        r"it mixes their dims, even if the sizes are equal"
+    )
+    with pytest.raises(sw.StrategyError, match=says) as caught:
+        manager().state_shardings(state, square)
+    assert [problem.path for problem in caught.value.problems] == [
+        "0/base_optimizer_state/mu/w",
+        "0/base_optimizer_state/nu/w",
+        "0/projector/w",
+    ]
+    found = manager().state_shardings(state, square, overrides={"/w$": sw.Replicated})
+    specs = specs_by_path(found)
+    assert (specs["0/base_optimizer_state/mu/norm"], specs["0/projector/norm"]) == (P("fsdp"), P())
+
+
+def test_unused_override_is_named() -> None:
+    says = (
+        r"the override 'trase' matches no leaf of the state\n  fix   did you mean 'trace'\? "
+        r"the leaves are trace; patterns are searched \(re.search\) in their paths"
+    )
+    one = {"trace": np.zeros((8,))}
+    with pytest.raises(sw.StrategyError, match=says):
+        manager().state_shardings(
+            one, params(), overrides={"trace": (sw.EMBED,), "trase": (sw.EMBED,)}
+        )
+    state = state_of(optax.adam(1e-3), params())
+    with pytest.raises(
+        sw.StrategyError,
+        match=r"'2/nu' matches no leaf of the state\n  fix   .*0/count, 0/mu/.* and 6 more; "
+        r"patterns",
+    ):
+        manager().state_shardings(state, params(), overrides={"2/nu": sw.Replicated})
+
+
+def nested_params() -> dict[str, Any]:
+    weight, bias = (
+        sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
+        sw.ArraySpec((32,), jnp.float32, (sw.MLP_INTERMEDIATE,), ones),
+    )
+    return {"enc": {"a": weight, "b": bias}, "dec": {"a": weight}}
+
+
+def test_masks_cover_subtrees() -> None:
+    specs = nested_params()
+    mu = (
+        manager()
+        .state_shardings(
+            state_of(optax.masked(optax.adam(1e-3), {"enc": True, "dec": False}), specs), specs
+        )
+        .inner_state[0]
+        .mu
+    )
+    assert spec_tree(mu["enc"]) == {"a": P("fsdp", "tp"), "b": P("tp")}
+    assert jax.tree.leaves(mu["dec"]) == []
+
+
+def test_labels_cover_subtrees() -> None:
+    specs = nested_params()
+    tx = optax.multi_transform(
+        {"x": optax.adam(1e-3), "y": optax.sgd(1e-2, momentum=0.9)}, {"enc": "x", "dec": "y"}
+    )
+    found = specs_by_path(manager().state_shardings(state_of(tx, specs), specs))
+    assert {path: spec for path, spec in found.items() if spec != P()} == {
+        "inner_states/x/inner_state/0/mu/enc/a": P("fsdp", "tp"),
+        "inner_states/x/inner_state/0/mu/enc/b": P("tp"),
+        "inner_states/x/inner_state/0/nu/enc/a": P("fsdp", "tp"),
+        "inner_states/x/inner_state/0/nu/enc/b": P("tp"),
+        "inner_states/y/inner_state/0/trace/dec/a": P("fsdp", "tp"),
+    }
+
+
+def test_mask_elsewhere_is_not_a_copy() -> None:
+    """A leaf with a parameter's name follows nothing if the other parameters are missing there."""
+    with pytest.raises(sw.StrategyError, match=r"extra/a: state of shape .* follows no parameter"):
+        manager().state_shardings({"extra": {"a": np.zeros((16, 32))}}, nested_params()["enc"])
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [optax.adam(1e-3), optax.masked(optax.adam(1e-3), [True, (), False])],
+    ids=["adam", "masked by prefix"],
+)
+def test_parameters_with_empty_tuples(tx: Any) -> None:
+    weight, bias = (
+        sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
+        sw.ArraySpec((32,), jnp.float32, (sw.MLP_INTERMEDIATE,), ones),
+    )
+    specs = [(weight, bias), (), (weight, bias)]
+    found = manager().state_shardings(state_of(tx, specs), specs)
+    assert jax.tree.structure(found) == jax.tree.structure(state_of(tx, specs))
+    adam = (found.inner_state if hasattr(found, "inner_state") else found)[0]
+    assert [sharding.spec for sharding in adam.mu[0]] == [P("fsdp", "tp"), P("tp")]
+    beside = manager().state_shardings(
+        state_of(tx, specs),
+        initialize.abstract(specs),
+        [(KERNEL, (sw.MLP_INTERMEDIATE,)), (), (KERNEL, (sw.MLP_INTERMEDIATE,))],
+    )
+    assert specs_by_path(beside) == specs_by_path(found)
+
+
+def test_suggested_override_is_accepted() -> None:
+    pm = manager()
+    state = {"extra.[0]": np.zeros((8, 8))}
+    with pytest.raises(sw.StrategyError, match="follows no parameter") as caught:
+        pm.state_shardings(state, params())
+    pattern = caught.value.fix.split("{", 1)[1].split(":", 1)[0]
+    assert spec_tree(pm.state_shardings(state, params(), overrides={eval(pattern): KERNEL})) == {
+        "extra.[0]": P("fsdp", "tp")
+    }
+
+
+def test_longest_path_wins() -> None:
+    pm = manager()
+    nested = {
+        "w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
+        "block": {"w": sw.ArraySpec((16, 32), jnp.float32, sw.Replicated, normal)},
+    }
+    mu = pm.state_shardings(state_of(optax.adam(1e-3), nested), nested)[0].mu
+    assert spec_tree(mu) == {"w": P("fsdp", "tp"), "block": {"w": P()}}
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.adam(1e-3), optax.sm3(1e-3), adafactor(), optax.lbfgs(3), contrib.muon(1e-3)]
+)
+def test_single_array_as_parameters(tx: Any) -> None:
+    one = sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)
+    found = specs_by_path(manager().state_shardings(state_of(tx, one), one))
+    assert {P("fsdp", "tp"), P("fsdp"), P(None, "fsdp", "tp")} & set(found.values())
+
+
+def test_parameters_in_a_plain_tuple() -> None:
+    """A tuple of tuples of axes must not be read as one annotation of composites."""
+    pm = manager()
+    pair = (
+        sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
+        sw.ArraySpec((32, 16), jnp.float32, KERNEL[::-1], normal),
+    )
+    found = pm.state_shardings(state_of(optax.sgd(1e-2, momentum=0.9), pair), pair)
+    assert jax.tree.leaves(spec_tree(found), is_leaf=lambda leaf: isinstance(leaf, P)) == [
+        P("fsdp", "tp"),
+        P("tp", "fsdp"),
+    ]
