@@ -222,10 +222,8 @@ def random_operation(
         ]
         return Operation(name=name, arguments={"lengths": lengths})
     if name == "reorder":
-        parents = [
-            wrong(random.choice((slot, slot, random.randrange(batch)))) for slot in range(batch)
-        ]
-        return Operation(name=name, arguments={"parents": parents})
+        anywhere = [random.choice((slot, slot, random.randrange(batch))) for slot in range(batch)]
+        return Operation(name=name, arguments={"parents": [*map(wrong, anywhere)]})
     sources = [
         wrong(random.choice(full if full and random.random() < 0.8 else range(batch)))
         for _ in range(entries)
