@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 _MARKER = (
-    "mesh(*meshes, axis_types='auto', strategy=None, mode=None): run the test once on each mesh of virtual CPU devices, such as "
+    "mesh(*meshes, axis_types='auto', strategy=None, mode=None): run the test once on each "
+    "mesh of virtual CPU devices, such as "
     "'dp:2,tp:4'; the fixtures mesh and manager give it to the test (shardwright)"
 )
 _WATCH = "_nothing_left"
@@ -119,7 +120,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             *(f'"{mesh}"' for mesh in marker.args),
             *(f"{name}={value!r}" for name, value in marker.kwargs.items()),
         ]
-        what = f"@pytest.mark.mesh({', '.join(words)}) does nothing for a test that takes neither mesh nor manager"
+        what = (
+            f"@pytest.mark.mesh({', '.join(words)}) does nothing for a test that takes neither "
+            f"mesh nor manager"
+        )
         pytest.fail(f"{what}\n  fix   add the argument mesh", pytrace=False)
 
 

@@ -153,7 +153,10 @@ def complaint(module: str, target: str) -> str:
             else ""
         )
     if ORDER.index(imported) > ORDER.index(importer):
-        return f"{importer} imports {imported}, which comes after it in the import order (ORDER in {HERE}); move the code that needs it"
+        return (
+            f"{importer} imports {imported}, which comes after it in the import order (ORDER in "
+            f"{HERE}); move the code that needs it"
+        )
     return ""
 
 
@@ -172,7 +175,10 @@ def bridge_complaint(module: str, target: str) -> str:
 
 
 def unknown(where: str, name: str) -> str:
-    return f"{where}: {name!r} has no place in the import order; add it to ORDER in {HERE}, after what it imports, before what imports it"
+    return (
+        f"{where}: {name!r} has no place in the import order; add it to ORDER in {HERE}, after "
+        f"what it imports, before what imports it"
+    )
 
 
 def foreign_problems(src: Path) -> list[str]:
@@ -405,13 +411,18 @@ def write_tree(root: Path, **files: str) -> Path:
         ),
         (
             {
-                "mesh__text": "if TYPE_CHECKING:\n    pass\nelse:\n    from shardwright.plan import x"
+                "mesh__text": (
+                    "if TYPE_CHECKING:\n    pass\nelse:\n    from shardwright.plan import x"
+                )
             },
             "text.py:4: mesh imports plan",
         ),
         (
             {"banana": ""},
-            "src/shardwright/banana.py: 'banana' has no place in the import order; add it to ORDER in tests/test_house.py",
+            (
+                "src/shardwright/banana.py: 'banana' has no place in the import order; add it to "
+                "ORDER in tests/test_house.py"
+            ),
         ),
         (
             {"manager": "import shardwright.banana"},
@@ -498,7 +509,10 @@ def test_long_files_and_functions_are_reported(tmp_path: Path) -> None:
         "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES + "\n" * MAX_FILE_LINES, encoding="utf-8"
     )
     assert size_problems([path], tmp_path) == [
-        f"long.py: {1 + MAX_FUNCTION_LINES + MAX_FILE_LINES} lines, at most {MAX_FILE_LINES}; split it by reader",
+        (
+            f"long.py: {1 + MAX_FUNCTION_LINES + MAX_FILE_LINES} lines, at most "
+            f"{MAX_FILE_LINES}; split it by reader"
+        ),
         f"long.py:1: f has {MAX_FUNCTION_LINES + 1} lines, at most {MAX_FUNCTION_LINES}",
     ]
 

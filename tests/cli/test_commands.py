@@ -37,7 +37,9 @@ BAD = {
     "diff fsdp --tensors tensors.toml": "both sides are the same\n  fix   give two strategies, or "
     "--mesh, --devices or --mode twice",
     "diff fsdp fsdp --tensors tensors.toml --mesh dp:2": "both sides are the same",
-    "diff fsdp ddp tensor --tensors tensors.toml --mesh dp:2": "STRATEGY is given 3 times\n  fix   give one for both sides",
+    "diff fsdp ddp tensor --tensors tensors.toml --mesh dp:2": (
+        "STRATEGY is given 3 times\n  fix   give one for both sides"
+    ),
     "diff fsdp --tensors tensors.toml --mesh dp:2 --mesh dp:4 --mesh dp:8": "--mesh is given 3 times",
     "diff fsdp ddp --tensors tensors.toml": "mesh axis fsdp = -1 in strategy fsdp needs a number "
     "of devices",
@@ -145,7 +147,10 @@ def test_file_name_with_a_bar(tmp_path: Path) -> None:
 
 
 def test_explain_accepts_overlays_in_one_word(tmp_path: Path) -> None:
-    line = "explain EMBED VOCAB --role param --path lm_head/kernel --mesh fsdp:2,tp:2 --shape 64,256 --mode train"
+    line = (
+        "explain EMBED VOCAB --role param --path lm_head/kernel --mesh fsdp:2,tp:2 --shape "
+        "64,256 --mode train"
+    )
     one = run(f'{line} --strategy "fsdp_tp | head.toml"', tmp_path)
     assert one == run(f"{line} --strategy fsdp_tp --strategy head.toml", tmp_path)
     assert one[1].startswith("strategy fsdp_tp | head.toml on")

@@ -265,7 +265,10 @@ def test_unconstrained_dims_have_no_bytes(tmp_path: Path) -> None:
     (tmp_path / "open.toml").write_text(
         'version = 1\nmesh = { tp = 4 }\n[rules]\nembed = "?"\nvocab = "tp"\n'
     )
-    tensors = '{"h": {"axes": "VOCAB EMBED", "shape": [8, 8], "dtype": "float32"}, "s": {"axes": "VOCAB EMBED", "dtype": "float32"}}'
+    tensors = (
+        '{"h": {"axes": "VOCAB EMBED", "shape": [8, 8], "dtype": "float32"}, "s": {"axes": '
+        '"VOCAB EMBED", "dtype": "float32"}}'
+    )
     (tmp_path / "open.json").write_text(tensors)
     code, out, _ = run("explain --tensors open.json --strategy open.toml --json", tmp_path)
     assert (

@@ -87,7 +87,16 @@ def test_02_alias_in_every_mode(alias: str, axis: str) -> None:
 
 
 def test_03_every_axis_in_every_mode() -> None:
-    text = 'version = 1\n[rules]\nembed = "tp"\nlength = "sp"\n[modes.decode]\nembed = "-"\n[modes.prefill]\nlength = "-"\n'
+    text = (
+        "version = 1\n"
+        "[rules]\n"
+        'embed = "tp"\n'
+        'length = "sp"\n'
+        "[modes.decode]\n"
+        'embed = "-"\n'
+        "[modes.prefill]\n"
+        'length = "-"\n'
+    )
     rules = sw.Strategy.loads(text).compile()
     found = {
         mode: sw.resolve((LENGTH, EMBED), rules, {"tp": 2, "sp": 2}, mode=mode).spec

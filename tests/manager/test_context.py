@@ -199,7 +199,10 @@ def test_no_manager() -> None:
             call()
         with pytest.raises(
             sw.NoManagerError,
-            match=rf"enter a manager, with pm: ... \(each thread enters its own\), or call pm.{name}",
+            match=(
+                rf"enter a manager, with pm: ... \(each thread enters its own\), or call "
+                rf"pm.{name}"
+            ),
         ):
             jax.jit(lambda x, call=call: call())(x)
     with pytest.raises(sw.NoManagerError, match="current_manager needs a PartitionManager"):

@@ -160,7 +160,8 @@ def test_the_table() -> None:
         "norm  4096   float32  P()   16.0 KiB  16.0 KiB    112.0 KiB   dp fsdp",
         "and 1 more",
         (
-            "2 arrays, 16.5 KiB; 16.1 KiB per device; 112.5 KiB of 129.0 KiB held on all devices are "
+            "2 arrays, 16.5 KiB; 16.1 KiB per device; 112.5 KiB of 129.0 KiB held on all "
+            "devices are "
             "copies (87.2%)"
         ),
     ]

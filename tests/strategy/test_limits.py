@@ -57,7 +57,8 @@ TOML: dict[str, tuple[str, str]] = {
     "patterns": (
         HEAD + lines(f'[[tensors]]\nmatch = "w{{}}{"a" * 900}"\nembed = "dp"\n', 30),
         (
-            r"^<toml> tensors: the patterns have \d+ steps together, at most 20000 are searched for "
+            r"^<toml> tensors: the patterns have \d+ steps together, at most 20000 are "
+            r"searched for "
             r"each path"
         ),
     ),

@@ -110,7 +110,16 @@ def test_lines_of_compact_and_awkward_json() -> None:
         sw.resolve((sw.BATCH,), one_line.compile(), {"dp": 2}).decisions[0].rule.source
         == "s.json:1"
     )
-    text = '{\n  "name": "x, [y]: {z}",\n  "tensors": [\n    {"match": "a", "embed": "dp"},\n    {"match": "b",\n     "embed": "tp"}\n  ]\n}\n'
+    text = (
+        "{\n"
+        '  "name": "x, [y]: {z}",\n'
+        '  "tensors": [\n'
+        '    {"match": "a", "embed": "dp"},\n'
+        '    {"match": "b",\n'
+        '     "embed": "tp"}\n'
+        "  ]\n"
+        "}\n"
+    )
     rules = Strategy.loads(text, format="json", source="s.json").compile()
 
     def ask(path):

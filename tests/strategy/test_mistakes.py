@@ -25,7 +25,9 @@ from shardwright.strategy.model import Strategy
         (
             {"rules": {"batch": ["dp", "fsdp"]}},
             (
-                r'\n  fix   write "dp\+fsdp" for all of them at once, "dp \| fsdp" for the first that '
+                r"\n"
+                r'  fix   write "dp\+fsdp" for all of them at once, "dp \| fsdp" for the '
+                r"first that "
                 r"fits$"
             ),
         ),

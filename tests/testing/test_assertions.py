@@ -179,7 +179,11 @@ def test_what_cannot_be_compared() -> None:
     ) as caught:
         assert_sharding({"mlp": {"up": x, "down": x}}, {"mlp": {"upp": P()}})
     assert [one.path for one in caught.value.problems] == ["mlp/upp", "mlp/down", "mlp/up"]
-    says = r"^a dim 0: mesh axis 'fdsp' is not in the mesh\n  rule  .*literal spec.*\n  fix   did you mean 'fsdp'\?"
+    says = (
+        r"^a dim 0: mesh axis 'fdsp' is not in the mesh\n"
+        r"  rule  .*literal spec.*\n"
+        r"  fix   did you mean 'fsdp'\?"
+    )
     with pytest.raises(MissingMeshAxisError, match=says):
         assert_sharding({"a": x}, {"a": P("fdsp")})
     six = pm.shard(np.zeros((6, 16), np.float32), sw.BATCH, sw.EMPTY)
@@ -349,9 +353,9 @@ def test_loops_count_as_often_as_they_run() -> None:
     )
     message = failing(lambda: assert_collectives(mapped, *args, permute=5, bytes=80))
     assert (
-        "permute: 5 expected, found in a loop that ends on data: pass trips= to say how often it runs"
-        in message
-    )
+        "permute: 5 expected, found in a loop that ends on data: pass trips= to say how "
+        "often it runs"
+    ) in message
     assert (
         "bytes: unknown, because a loop ends on data: pass trips= to say how often it runs"
         in message
@@ -401,7 +405,10 @@ def test_a_program_that_does_something_else(name: str, golden: Golden) -> None:
 @pytest.mark.parametrize("count", ["1", (1, 100), 1.0, True])
 @pytest.mark.parametrize("name", ["all_reduce", "bytes"])
 def test_a_count_is_a_whole_number_or_a_range(name: str, count: Any) -> None:
-    says = rf"{name}={re.escape(repr(count))} is neither an integer nor a range: write {name}=1, or {name}=range\(1, 4\) for 1 to 3"
+    says = (
+        rf"{name}={re.escape(repr(count))} is neither an integer nor a range: write {name}=1, or "
+        rf"{name}=range\(1, 4\) for 1 to 3"
+    )
     with pytest.raises(TypeError, match=says):
         assert_collectives(text("cpu_nested_loops"), **{name: count}, mesh=cpu_mesh("dp:2,tp:4"))
 
@@ -417,7 +424,8 @@ def test_a_live_failure_names_the_function_and_the_line() -> None:
     pm = manager()
     message = failing(lambda: assert_no_collectives(mlp, placed(pm), batch(pm), manager=pm))
     assert message.startswith(
-        "collectives of mlp on dp=1, fsdp=2, sp=1, ep=1, tp=4:\n  all_gather: none is expected, 2 (256 B) found\n"
+        "collectives of mlp on dp=1, fsdp=2, sp=1, ep=1, tp=4:\n"
+        "  all_gather: none is expected, 2 (256 B) found\n"
     )
     assert "test_assertions.py:" in message
     assert "tp may carry HEAD, KV_HEAD, MLP_INTERMEDIATE, VOCAB" in message

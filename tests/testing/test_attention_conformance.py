@@ -69,9 +69,9 @@ def test_a_subclass_passes_skips_with_reasons_or_fails(
         "FAILED": {"TestWrong", "TestTired", "TestOtherWords"},
     }
     assert (
-        "refused: the length of the queries is sharded over sp; the length of the keys is sharded over sp"
-        in text
-    )
+        "refused: the length of the queries is sharded over sp; the length of the keys is "
+        "sharded over sp"
+    ) in text
     assert re.search(r"wrong-full-float32-dp-auto: o: .* is more than 2e-06", text)
     assert "tired refuses every cell" in text
     assert re.search(r"right-\S+.*: \['the length of the queries is sharded over sp'", text)

@@ -123,7 +123,10 @@ def test_a_function_bound_to_its_mesh_has_a_reference() -> None:
     ):
         assert_same_as_unsharded(bound, params, x, manager=pm)
     named = jax.NamedSharding(pm.mesh, P("fsdp"))
-    fix = r"a bare PartitionSpec, not a NamedSharding\), or pass reference= with the unsharded function"
+    fix = (
+        r"a bare PartitionSpec, not a NamedSharding\), or pass reference= with the unsharded "
+        r"function"
+    )
     with pytest.raises(
         ProgramError, match=rf"does not run on one device\n  rule  .*\n  fix   .*{fix}"
     ):
@@ -238,7 +241,8 @@ def test_nothing_sharded_is_no_comparison() -> None:
     copies = pm.shard(np.ones((4, 8), np.float32), sw.EMPTY, sw.EMPTY)
     message = failing(lambda: assert_same_as_unsharded(lambda x: x * 2, copies, manager=pm))
     assert message == (
-        "<lambda> does the same on each of 8 devices: nothing is sharded, so there is nothing to compare\n"
+        "<lambda> does the same on each of 8 devices: nothing is sharded, so there is "
+        "nothing to compare\n"
         "  fix   place the arguments first, over mesh axes of more than one device"
     )
     # Inputs and outputs that are whole, and work in between that is not.
@@ -254,7 +258,10 @@ def test_what_cannot_be_compared() -> None:
     _, x = inputs(pm)
     with pytest.raises(
         MeshSpecError,
-        match=r"neither a manager nor a mesh, and the arguments are not on a mesh.*\n  fix   .* the fixture mesh",
+        match=(
+            r"neither a manager nor a mesh, and the arguments are not on a mesh.*\n"
+            r"  fix   .* the fixture mesh"
+        ),
     ):
         assert_same_as_unsharded(lambda x: x, np.ones(4))
     other = jax.device_put(np.ones(8, np.float32), jax.NamedSharding(cpu_mesh("dp:8"), P("dp")))
@@ -266,6 +273,8 @@ def test_what_cannot_be_compared() -> None:
         )
     with pytest.raises(
         ProgramError,
-        match="no floating argument or no floating result to differentiate\n  fix   pass grad=False",
+        match=(
+            "no floating argument or no floating result to differentiate\n  fix   pass grad=False"
+        ),
     ):
         assert_same_as_unsharded(lambda x: x > 0, x, manager=pm)

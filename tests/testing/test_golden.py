@@ -41,7 +41,10 @@ def updated(golden: Golden) -> Golden:
 def test_missing_then_written_then_compared(one: Golden) -> None:
     with pytest.raises(
         GoldenError,
-        match=r"no golden file .*golden/it\.txt\n  fix   write it, read it, commit it: pytest 'test_a.py::test_it' --upd",
+        match=(
+            r"no golden file .*golden/it\.txt\n"
+            r"  fix   write it, read it, commit it: pytest 'test_a.py::test_it' --upd"
+        ),
     ):
         one("text")
     update = updated(one)
@@ -60,8 +63,16 @@ def test_a_stale_file_shows_what_changed(one: Golden) -> None:
         one("a\nb\nc\nD\ne\nf\ng")
     path = one.folder / "it.txt"
     assert str(caught.value) == (
-        f"{path} says something else (- golden, + now)\n  line 2\n    b\n    c\n  - d\n  + D\n    e\n    f\n"
-        "  fix   if what is new is right, write it, read it, commit it: pytest 'test_a.py::test_it' --update-golden"
+        f"{path} says something else (- golden, + now)\n"
+        f"  line 2\n"
+        f"    b\n"
+        f"    c\n"
+        f"  - d\n"
+        f"  + D\n"
+        f"    e\n"
+        f"    f\n"
+        "  fix   if what is new is right, write it, read it, commit it: pytest "
+        "'test_a.py::test_it' --update-golden"
     )
 
 
@@ -117,7 +128,10 @@ def test_what_cannot_be_a_file_is_told(one: Golden) -> None:
     long = "n" * 300
     with pytest.raises(
         GoldenError,
-        match=r"is 300 bytes, a file's name holds 251\n  fix   give a shorter one: golden\(value, name\)",
+        match=(
+            r"is 300 bytes, a file's name holds 251\n"
+            r"  fix   give a shorter one: golden\(value, name\)"
+        ),
     ):
         updated(one)("text", long)
     updated(one)("text", long[:251])
@@ -129,7 +143,10 @@ def test_what_cannot_be_a_file_is_told(one: Golden) -> None:
     assert not (one.folder / "it.txt").exists()
     with pytest.raises(
         GoldenError,
-        match=r"a bytes is neither text nor a tree of arrays\n  fix   decode it: golden\(value.decode\(\)\)",
+        match=(
+            r"a bytes is neither text nor a tree of arrays\n"
+            r"  fix   decode it: golden\(value.decode\(\)\)"
+        ),
     ):
         updated(one)(b"x")
     with pytest.raises(
@@ -223,7 +240,10 @@ def test_other_leaves(mesh: Mesh) -> None:
         spec_table({})
     with pytest.raises(
         GoldenError,
-        match=r"a/b: str has no sharding\n  fix   give arrays, ShapeDtypeStructs, shardings or specs",
+        match=(
+            r"a/b: str has no sharding\n"
+            r"  fix   give arrays, ShapeDtypeStructs, shardings or specs"
+        ),
     ):
         spec_table({"a": {"b": "text"}})
 
@@ -260,7 +280,10 @@ def test_a_run_writes_compares_and_reports(run: Run, pytester: pytest.Pytester) 
     folder = pytester.path / "golden" / "test_a"
     result = run({"test_a.py": TESTS})
     result.assert_outcomes(failed=3, passed=1)
-    says = "no golden file golden/test_a/it-b-c.txt\nE         fix   write it, read it, commit it: pytest 'test_a.py::test_it[b c]'"
+    says = (
+        "no golden file golden/test_a/it-b-c.txt\n"
+        "E         fix   write it, read it, commit it: pytest 'test_a.py::test_it[b c]'"
+    )
     assert says in said(result)
     assert "golden.py:" not in said(result), "a message needs no traceback through the library"
     result = run({}, "--update-golden")
@@ -340,15 +363,16 @@ def test_tests_that_share_a_file_must_agree_and_a_module_that_is_gone_is_told(
     result = run({"test_it.py": CLASH}, "--update-golden")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert (
-        "test_it.py::test_a and test_it.py::test_b share golden/test_it/shared.txt and want different contents; give each a name of its own"
+        "test_it.py::test_a and test_it.py::test_b share golden/test_it/shared.txt and want "
+        "different contents; give each a name of its own"
     ) in result.outlines
     assert "no module test_gone.py beside golden/test_gone; remove the folder" in result.outlines
     later = run({})
     assert later.ret == pytest.ExitCode.TESTS_FAILED
     assert (
-        "test_it.py::test_a and test_it.py::test_b share golden/test_it/shared.txt and want different"
-        in said(later)
-    )
+        "test_it.py::test_a and test_it.py::test_b share golden/test_it/shared.txt and want "
+        "different"
+    ) in said(later)
 
 
 MESHES = """
@@ -384,9 +408,9 @@ def test_cases_that_share_a_name_are_told_so_when_they_fail(run: Run) -> None:
     result = run({}, "-x")
     result.assert_outcomes(failed=1)
     assert (
-        "fix   the cases of this test share the file: where they differ, put what differs, [a], into the name"
-        in said(result)
-    )
+        "fix   the cases of this test share the file: where they differ, put what differs, "
+        "[a], into the name"
+    ) in said(result)
 
 
 HIDDEN = """
@@ -484,7 +508,10 @@ def test_named(golden, text): golden(text, f"named{len(text)}{text.count('/')}")
 def test_no_two_tests_have_one_file_by_their_names(run: Run, pytester: pytest.Pytester) -> None:
     result = run({"test_a.py": ALIKE}, "--update-golden")
     result.assert_outcomes(passed=4, failed=2)
-    says = "test_a.py::test_it[a/b] and test_a.py::test_it[a-b] would share golden 'it-a-b'\nE     fix   give each a name: golden("
+    says = (
+        "test_a.py::test_it[a/b] and test_a.py::test_it[a-b] would share golden 'it-a-b'\n"
+        "E     fix   give each a name: golden("
+    )
     assert said(result).count(says) == 2
     found = sorted(path.name for path in (pytester.path / "golden" / "test_a").iterdir())
     assert found == ["TestA-x.txt", "TestB-x.txt", "named30.txt", "named31.txt"]

@@ -29,9 +29,13 @@ def test_a_larger_number_in_xla_flags_stays(call: str, flag: str) -> None:
     if flag:
         # XLA obeys the last one.
         env["XLA_FLAGS"] = (
-            f"--xla_force_host_platform_device_count=3 --xla_force_host_platform_device_count={flag}"
+            f"--xla_force_host_platform_device_count=3 "
+            f"--xla_force_host_platform_device_count={flag}"
         )
-    code = f"from shardwright.testing import cpu_mesh, virtual_devices; {call}; import jax; print(jax.device_count())"
+    code = (
+        f"from shardwright.testing import cpu_mesh, virtual_devices; {call}; import jax; "
+        f"print(jax.device_count())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=env,

@@ -19,7 +19,10 @@ from shardwright.testing import assert_collectives, assert_no_collectives, cpu_m
 
 P = jax.P
 WHOLE = np.ones((8, 8), np.float32)
-ONE_DEVICE = r"the program runs on one device, the mesh .* has 8: nothing is sharded.*\n  fix   shard the arguments"
+ONE_DEVICE = (
+    r"the program runs on one device, the mesh .* has 8: nothing is sharded.*\n"
+    r"  fix   shard the arguments"
+)
 
 
 def product(x: Any, w: Any) -> Any:

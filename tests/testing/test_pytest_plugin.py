@@ -186,10 +186,15 @@ def test_nothing_is_left():
 """
 SAYS = {
     "test_no_marker": 'no marker says which mesh: write @pytest.mark.mesh("dp:2,tp:4") above the test',
-    "test_no_strategy[dp2]": 'the marker names no strategy for the manager: write @pytest.mark.mesh("dp:2,tp:4", strategy="fsdp_tp")',
+    "test_no_strategy[dp2]": (
+        'the marker names no strategy for the manager: write @pytest.mark.mesh("dp:2,tp:4", '
+        'strategy="fsdp_tp")'
+    ),
     "test_too_many[dp16]": (
-        "mesh dp:16 needs 16, JAX runs with 8 CPU devices: that is what XLA_FLAGS or a conftest.py asks for, or the usual 8\n"
-        "  fix   set virtual_devices = 16 for pytest (in pyproject.toml under [tool.pytest.ini_options]), "
+        "mesh dp:16 needs 16, JAX runs with 8 CPU devices: that is what XLA_FLAGS or a "
+        "conftest.py asks for, or the usual 8\n"
+        "  fix   set virtual_devices = 16 for pytest (in pyproject.toml under "
+        "[tool.pytest.ini_options]), "
         "or run pytest --virtual-devices 16"
     ),
     "test_no_preset[dp2-fsdp_pt]": "no preset 'fsdp_pt'\n  fix   did you mean 'fsdp_tp'?",
@@ -197,15 +202,27 @@ SAYS = {
     "test_no_file[missing]": "/missing.toml'\n  fix   did you mean",
     "test_indivisible[dp3-tpN]": "mesh axis tp = -1 has no size: 8 devices cannot be divided by dp=3",
     "test_leaves_a_mesh[dp2]": (
-        "left behind: the mesh dp:2 is set\n  fix   write `with jax.set_mesh(mesh):`; as a statement of its own `jax.set_mesh(mesh)` stays"
+        "left behind: the mesh dp:2 is set\n"
+        "  fix   write `with jax.set_mesh(mesh):`; as a statement of its own "
+        "`jax.set_mesh(mesh)` stays"
     ),
     "test_leaves_a_manager[dp2-ddp]": (
-        "left behind: PartitionManager('ddp', mesh='dp:2', mode='decode') is entered\n  fix   write `with manager:` around what needs it"
+        "left behind: PartitionManager('ddp', mesh='dp:2', mode='decode') is entered\n"
+        "  fix   write `with manager:` around what needs it"
     ),
-    "test_unmarked_leaves_a_mesh": "left behind: the mesh tp:2 is set\n  fix   write `with jax.set_mesh(mesh):`",
-    "test_a_fixture_leaves_a_mesh[1]": "left behind: the mesh sp:2 is set\n  fix   write `with jax.set_mesh(mesh):`",
-    "test_leaves_a_legacy_mesh": "left behind: the mesh ep:2 is entered\n  fix   write `with jax.set_mesh(mesh):` around what needs it",
-    "test_unsets_the_mesh[dp2-ddp]": "left behind: the mesh is unset\n  fix   write `with jax.set_mesh(mesh):`",
+    "test_unmarked_leaves_a_mesh": (
+        "left behind: the mesh tp:2 is set\n  fix   write `with jax.set_mesh(mesh):`"
+    ),
+    "test_a_fixture_leaves_a_mesh[1]": (
+        "left behind: the mesh sp:2 is set\n  fix   write `with jax.set_mesh(mesh):`"
+    ),
+    "test_leaves_a_legacy_mesh": (
+        "left behind: the mesh ep:2 is entered\n"
+        "  fix   write `with jax.set_mesh(mesh):` around what needs it"
+    ),
+    "test_unsets_the_mesh[dp2-ddp]": (
+        "left behind: the mesh is unset\n  fix   write `with jax.set_mesh(mesh):`"
+    ),
 }
 
 
@@ -262,13 +279,27 @@ def test_a_mesh_that_is_set_for_longer_than_a_test_is_nobody_s_fault(run: Run) -
 
 
 MARKERS = {
-    '@pytest.mark.mesh("dp:2,tp:four")\ndef test_it(mesh): ...': "mesh axis 'tp': size 'four' is not an integer\n  dp:2,tp:four",
-    '@pytest.mark.mesh("dp:2", axis_type="auto")\ndef test_it(mesh): ...': "no argument 'axis_type'\n  fix   did you mean 'axis_types'?",
-    '@pytest.mark.mesh("dp:2", axis_types="exact")\ndef test_it(mesh): ...': "axis_types is 'exact', neither auto nor explicit",
-    '@pytest.mark.mesh("dp:2", axis_types={"tp": "auto"})\ndef test_it(mesh): ...': "axis_types names 'tp', which is not an axis of the mesh",
-    '@pytest.mark.mesh("dp:2", strategy="ddp", mode="serve")\ndef test_it(manager): ...': "unknown mode 'serve'",
-    "@pytest.mark.mesh()\ndef test_it(mesh): ...": "names neither a mesh nor a strategy\n  fix   write @pytest.mark.mesh",
-    '@pytest.mark.mesh(strategy="ddp", axis_types="auto")\ndef test_it(mesh): ...': "axis_types is given without a mesh",
+    ('@pytest.mark.mesh("dp:2,tp:four")\ndef test_it(mesh): ...'): (
+        "mesh axis 'tp': size 'four' is not an integer\n  dp:2,tp:four"
+    ),
+    ('@pytest.mark.mesh("dp:2", axis_type="auto")\ndef test_it(mesh): ...'): (
+        "no argument 'axis_type'\n  fix   did you mean 'axis_types'?"
+    ),
+    (
+        '@pytest.mark.mesh("dp:2", axis_types="exact")\ndef test_it(mesh): ...'
+    ): "axis_types is 'exact', neither auto nor explicit",
+    (
+        '@pytest.mark.mesh("dp:2", axis_types={"tp": "auto"})\ndef test_it(mesh): ...'
+    ): "axis_types names 'tp', which is not an axis of the mesh",
+    (
+        '@pytest.mark.mesh("dp:2", strategy="ddp", mode="serve")\ndef test_it(manager): ...'
+    ): "unknown mode 'serve'",
+    ("@pytest.mark.mesh()\ndef test_it(mesh): ..."): (
+        "names neither a mesh nor a strategy\n  fix   write @pytest.mark.mesh"
+    ),
+    (
+        '@pytest.mark.mesh(strategy="ddp", axis_types="auto")\ndef test_it(mesh): ...'
+    ): "axis_types is given without a mesh",
 }
 
 
@@ -298,7 +329,10 @@ def test_a_marker_that_does_nothing_fails_its_test_alone(run: Run) -> None:
     result = run({"test_it.py": IDLE})
     result.assert_outcomes(errors=2, passed=1)
     assert "@pytest.mark.mesh(strategy='fsdp_tp') does nothing for a test" in said(result)
-    says = '@pytest.mark.mesh("dp:2,tp:2", "dp:4", axis_types=\'explicit\') does nothing for a test that takes neither mesh nor manager'
+    says = (
+        '@pytest.mark.mesh("dp:2,tp:2", "dp:4", axis_types=\'explicit\') does nothing for a test '
+        "that takes neither mesh nor manager"
+    )
     assert f"{says}\n  fix   add the argument mesh" in said(result)
 
 
@@ -356,22 +390,27 @@ def test_too_few_devices_name_who_asked_and_what_to_change(run: Run) -> None:
     test = COUNT.replace("dp:2", "dp:8")
     result = run({"conftest.py": EARLY, "test_it.py": test})
     assert (
-        "mesh dp:8 needs 8, JAX runs with 1 CPU device: a module or a conftest.py used JAX while tests were collected\n"
-        "  fix   set virtual_devices = 8 for pytest (in pyproject.toml under [tool.pytest.ini_options]), or run "
-        "pytest --virtual-devices 8; it is then set before any of them is read; or move that use of JAX into a test or a fixture"
+        "mesh dp:8 needs 8, JAX runs with 1 CPU device: a module or a conftest.py used JAX "
+        "while tests were collected\n"
+        "  fix   set virtual_devices = 8 for pytest (in pyproject.toml under "
+        "[tool.pytest.ini_options]), or run "
+        "pytest --virtual-devices 8; it is then set before any of them is read; or move that "
+        "use of JAX into a test or a fixture"
     ) in said(result)
     result = run({"conftest.py": "", "test_it.py": test}, ini="virtual_devices = 4")
     assert (
-        "mesh dp:8 needs 8, JAX runs with 4 CPU devices: virtual_devices = 4\n  fix   set virtual_devices = 8"
-        in said(result)
-    )
+        "mesh dp:8 needs 8, JAX runs with 4 CPU devices: virtual_devices = 4\n"
+        "  fix   set virtual_devices = 8"
+    ) in said(result)
     result = run(
         {"early.py": EARLY, "conftest.py": "", "test_it.py": test},
         ini="virtual_devices = 8\naddopts = -p early",
     )
     assert (
-        "mesh dp:8 needs 8, JAX runs with 1 CPU device: something used JAX before virtual_devices = 8 was read, such as another plugin\n"
-        "  fix   start pytest with XLA_FLAGS=--xla_force_host_platform_device_count=8, or move that use of JAX into a fixture"
+        "mesh dp:8 needs 8, JAX runs with 1 CPU device: something used JAX before "
+        "virtual_devices = 8 was read, such as another plugin\n"
+        "  fix   start pytest with XLA_FLAGS=--xla_force_host_platform_device_count=8, or "
+        "move that use of JAX into a fixture"
     ) in said(result)
 
 
@@ -463,7 +502,10 @@ def test_on_an_accelerator_machine_a_test_computes_on_cpu_devices(
 def test_too_few_real_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (case,) = pytest_plugin.cases_of(pytest.mark.mesh("dp:2").mark)
     monkeypatch.setattr(jax, "local_devices", lambda backend: ["the only one"])
-    says = "mesh dp:2 needs 2, JAX runs with 1 GPU device\n  fix   run without --mesh-backend for virtual CPU devices, or select"
+    says = (
+        "mesh dp:2 needs 2, JAX runs with 1 GPU device\n"
+        "  fix   run without --mesh-backend for virtual CPU devices, or select"
+    )
     with (
         pytest.raises(pytest.fail.Exception, match=says),
         pytest_plugin.placed(case, tmp_path, backend="gpu"),

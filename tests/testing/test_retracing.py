@@ -101,7 +101,8 @@ def test_a_function_jitted_anew_each_time() -> None:
     message = failing(lambda: assert_no_retrace(anew, (x,), (x,)))
     assert "no argument changed its shape, dtype or sharding\n" in message
     assert message.endswith(
-        "fix   jit once, outside the call; look at static arguments, closures and the ambient context"
+        "fix   jit once, outside the call; look at static arguments, closures and the "
+        "ambient context"
     )
     assert "seen another function defined on the same line" in message
 
@@ -164,7 +165,10 @@ def plain(x: Any) -> Any:
     [
         (
             plain,
-            r"plain is not jitted and calls nothing that is: it ran .*, _where one by one\n  fix   pass jax.jit\(f\), made once",
+            (
+                r"plain is not jitted and calls nothing that is: it ran .*, _where one by one\n"
+                r"  fix   pass jax.jit\(f\), made once"
+            ),
         ),
         (lambda x: x, r"<lambda> is not jitted and calls nothing that is\n  fix   pass jax.jit"),
         (lambda x: np.sin(x) + 1, r"<lambda> is not jitted and calls nothing that is\n"),
@@ -181,7 +185,10 @@ def test_a_compiled_program_never_traces() -> None:
     compiled = jax.jit(double).lower(jnp.ones(3)).compile()
     with pytest.raises(
         TypeError,
-        match=r"Compiled is already compiled and never traces again\n  fix   pass the jitted function",
+        match=(
+            r"Compiled is already compiled and never traces again\n"
+            r"  fix   pass the jitted function"
+        ),
     ):
         assert_no_retrace(compiled, (jnp.ones(3),), (jnp.ones(3),))
 
@@ -221,7 +228,10 @@ def test_arguments_that_are_not_in_a_tuple() -> None:
     ]:
         with pytest.raises(
             TypeError,
-            match=rf"{got}, not the arguments of a call\n  fix   .*assert_no_retrace\(f, \(x,\), \(x,\)\)",
+            match=(
+                rf"{got}, not the arguments of a call\n"
+                rf"  fix   .*assert_no_retrace\(f, \(x,\), \(x,\)\)"
+            ),
         ):
             assert_no_retrace(jax.jit(lambda *args: args[0]), *calls)
 

@@ -38,18 +38,22 @@ def _take_back(depth: int, mesh: Mesh, legacy: int) -> list[str]:
     left = []
     while context.depth() > depth:
         left.append(
-            f"{context.take_back()!r} is entered\n  fix   write `with manager:` around what needs it"
+            f"{context.take_back()!r} is entered\n"
+            f"  fix   write `with manager:` around what needs it"
         )
     for entered in reversed(legacy_meshes()[legacy:]):
         entered.__exit__(None, None, None)
         left.append(
-            f"the mesh {_sizes(entered)} is entered\n  fix   write `with jax.set_mesh(mesh):` around what needs it"
+            f"the mesh {_sizes(entered)} is entered\n"
+            f"  fix   write `with jax.set_mesh(mesh):` around what needs it"
         )
     now, abstract = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
     if now != mesh or (mesh.empty and not abstract.empty):
         what = "the mesh is unset" if abstract.empty else f"the mesh {_sizes(abstract)} is set"
         left.append(
-            f"{what}\n  fix   write `with jax.set_mesh(mesh):`; as a statement of its own `jax.set_mesh(mesh)` stays"
+            f"{what}\n"
+            f"  fix   write `with jax.set_mesh(mesh):`; as a statement of its own "
+            f"`jax.set_mesh(mesh)` stays"
         )
         jax.set_mesh(None if mesh.empty else mesh)
     return left

@@ -119,7 +119,8 @@ def assert_max_replicated(
         raise TypeError("assert_max_replicated needs one limit: bytes=, or fraction=")
     if fraction is not None and not 0 <= fraction <= 1:
         raise ValueError(
-            f"fraction={fraction} is not a fraction from 0 to 1 (0.02 for 2 %); for bytes write bytes="
+            f"fraction={fraction} is not a fraction from 0 to 1 (0.02 for 2 %); for bytes "
+            f"write bytes="
         )
     if bytes is not None and not bytes >= 0:
         raise ValueError(f"bytes={bytes!r} is not a number of bytes: it must be 0 or more")
@@ -138,9 +139,15 @@ def assert_max_replicated(
         good, limit = found.replicated_share <= fraction, f"{fraction:.1%} may be"
     if not good:
         worst = found.most_replicated()
-        held = f"{bytes_text(found.replicated)} of {bytes_text(found.held)} held on all devices are copies ({found.replicated_share:.1%})"
+        held = (
+            f"{bytes_text(found.replicated)} of {bytes_text(found.held)} held on all devices are "
+            f"copies ({found.replicated_share:.1%})"
+        )
         first = worst.leaves[0]
-        where = f"most by {first.path or 'the array'}, over {' and '.join(first.replicated_over) or 'its devices'}"
+        where = (
+            f"most by {first.path or 'the array'}, over "
+            f"{' and '.join(first.replicated_over) or 'its devices'}"
+        )
         fix = "shard it over those mesh axes, or raise the limit if the copies are meant"
         raise AssertionError(
             f"{held}, {limit}; {where}\n\n{memory_text(worst, rows=_ROWS)}\n  fix   {fix}"
@@ -211,7 +218,8 @@ def assert_collectives(
     wanted = {kind: count for kind, count in zip(Kind, counts, strict=True) if count is not None}
     if not wanted and bytes is None:
         raise TypeError(
-            "assert_collectives asserts nothing: name a kind, as in all_reduce=1, or bytes=; or use assert_no_collectives"
+            "assert_collectives asserts nothing: name a kind, as in all_reduce=1, or bytes=; "
+            "or use assert_no_collectives"
         )
     _check_counts({**{str(kind): count for kind, count in wanted.items()}, "bytes": bytes})
     found = read_program(
@@ -270,7 +278,8 @@ def _check_counts(wanted: Mapping[str, Any]) -> None:
     for name, count in wanted.items():
         if count is not None and not isinstance(count, range) and as_integer(count) is None:
             raise TypeError(
-                f"{name}={count!r} is neither an integer nor a range: write {name}=1, or {name}=range(1, 4) for 1 to 3"
+                f"{name}={count!r} is neither an integer nor a range: write {name}=1, or "
+                f"{name}=range(1, 4) for 1 to 3"
             )
 
 
@@ -294,7 +303,10 @@ def _often(kind: Kind, found: Sequence[Collective]) -> str:
 def _wrong_count(kind: Kind, wanted: Count, found: Sequence[Collective]) -> str:
     runs = _runs(kind, found)
     if runs is None:
-        return f"{kind}: {_expected(wanted)}, found in a loop that ends on data: pass trips= to say how often it runs"
+        return (
+            f"{kind}: {_expected(wanted)}, found in a loop that ends on data: pass trips= to say "
+            f"how often it runs"
+        )
     fits = runs in wanted if isinstance(wanted, range) else runs == wanted
     return "" if fits else f"{kind}: {_expected(wanted)}, {_often(kind, found)} found"
 
@@ -338,5 +350,8 @@ def _message(
     ] * bool(others)
     fix = "check with assert_sharding that the arguments are sharded"
     if found.collectives:
-        fix = "place operands as the lines above need them, or constrain what goes in and out there; or expect these if they are meant"
+        fix = (
+            "place operands as the lines above need them, or constrain what goes in and out "
+            "there; or expect these if they are meant"
+        )
     return "\n".join([*lines, f"  fix   {fix}"])

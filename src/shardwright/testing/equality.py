@@ -85,7 +85,8 @@ def assert_same_as_unsharded(
             unsharded = jax.jit(_run(reference or f, grad))(*copies)
         except (ShardingError, ValueError) as err:
             fix = (
-                "use the ambient manager or mesh inside it (sw.shard, not pm.shard; a bare PartitionSpec, not a NamedSharding), "
+                "use the ambient manager or mesh inside it (sw.shard, not pm.shard; a bare "
+                "PartitionSpec, not a NamedSharding), "
                 "or pass reference= with the unsharded function"
             )
             raise ProgramError(
@@ -126,7 +127,10 @@ def _mesh_of(args: Any) -> Mesh:
         )
         raise MeshSpecError(
             what,
-            fix='place the arguments, or pass manager= or mesh=: the fixture mesh, or cpu_mesh("dp:2,tp:4")',
+            fix=(
+                "place the arguments, or pass manager= or mesh=: the fixture mesh, or "
+                'cpu_mesh("dp:2,tp:4")'
+            ),
         )
     return found[0]
 
@@ -221,11 +225,13 @@ def _check_comparable(name: str, sharded: Any, unsharded: Any) -> None:
     has, wants = (str(jax.tree.structure(tree[0])) for tree in (sharded, unsharded))
     if has != wants:
         raise AssertionError(
-            f"{name} and its reference return other trees: {has}, not {wants}\n  fix   return the same names in the same order from both"
+            f"{name} and its reference return other trees: {has}, not {wants}\n"
+            f"  fix   return the same names in the same order from both"
         )
     if not any(value.size for value in jax.tree.leaves(sharded[0])):
         raise AssertionError(
-            f"{name} returns no numbers, so there is nothing to compare\n  fix   return what should be the same"
+            f"{name} returns no numbers, so there is nothing to compare\n"
+            f"  fix   return what should be the same"
         )
     for path, value in _named(sharded):
         if (
@@ -234,7 +240,8 @@ def _check_comparable(name: str, sharded: Any, unsharded: Any) -> None:
             and not np.isfinite(_numbers(value)).any()
         ):
             raise AssertionError(
-                f"{path} of {name} has no finite value, so there is nothing to compare\n  fix   choose arguments that give numbers"
+                f"{path} of {name} has no finite value, so there is nothing to compare\n"
+                f"  fix   choose arguments that give numbers"
             )
 
 

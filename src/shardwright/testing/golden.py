@@ -89,19 +89,23 @@ class Golden:
         name = "-".join(part for part in (name, self.case) if part) if name else self.test
         if not _NAME.fullmatch(name):
             raise GoldenError(
-                f"{name!r} cannot name a golden file\n  fix   use letters, digits and any of . , = + - _"
+                f"{name!r} cannot name a golden file\n"
+                f"  fix   use letters, digits and any of . , = + - _"
             )
         if (size := len(name.encode())) > _LONGEST:
             raise GoldenError(
-                f"golden {name!r} is {size} bytes, a file's name holds {_LONGEST}\n  fix   give a shorter one: golden(value, name)"
+                f"golden {name!r} is {size} bytes, a file's name holds {_LONGEST}\n"
+                f"  fix   give a shorter one: golden(value, name)"
             )
         if not given and self.rivals:
             raise GoldenError(
-                f"{' and '.join(self.rivals)} would share golden {name!r}\n  fix   give each a name: golden(value, name)"
+                f"{' and '.join(self.rivals)} would share golden {name!r}\n"
+                f"  fix   give each a name: golden(value, name)"
             )
         if name in self.used:
             raise GoldenError(
-                f"the test uses golden {name!r} twice\n  fix   give each a name: golden(value, name)"
+                f"the test uses golden {name!r} twice\n"
+                f"  fix   give each a name: golden(value, name)"
             )
         text = value if isinstance(value, str) else spec_table(value)
         self.used[name] = text
@@ -134,12 +138,18 @@ class Golden:
             return True
         if kept is None:
             raise GoldenError(
-                f"no golden file {_shown(path)}\n  fix   write it, read it, commit it: {self.command}"
+                f"no golden file {_shown(path)}\n"
+                f"  fix   write it, read it, commit it: {self.command}"
             )
-        several = f"  fix   the cases of this test share the file: where they differ, put what differs, [{shared}], into the name\n"
+        several = (
+            f"  fix   the cases of this test share the file: where they differ, put what "
+            f"differs, [{shared}], into the name\n"
+        )
         changed = difference(kept.decode(errors="backslashreplace"), text)
         raise GoldenError(
-            f"{_shown(path)} says something else (- golden, + now)\n{changed}\n{several if shared else ''}"
+            f"{_shown(path)} says something else (- golden, + now)\n"
+            f"{changed}\n"
+            f"{several if shared else ''}"
             f"  fix   if what is new is right, write it, read it, commit it: {self.command}"
         )
 
@@ -156,7 +166,10 @@ def _encoded(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        what = f"the text has {text[error.start]!r} in line {text.count(chr(10), 0, error.start) + 1}, which UTF-8 cannot write"
+        what = (
+            f"the text has {text[error.start]!r} in line "
+            f"{text.count(chr(10), 0, error.start) + 1}, which UTF-8 cannot write"
+        )
         raise GoldenError(
             f"{what}\n  fix   spell it: text.encode(errors='backslashreplace').decode()"
         ) from None

@@ -147,7 +147,8 @@ def _clashes(uses: Sequence[dict[str, Any]], root: Path) -> list[str]:
             if first["used"][name] != text and first["test"] != use["test"]:
                 path = _shown(Path(use["folder"]) / f"{name}.txt", root)
                 found.append(
-                    f"{first['test']} and {use['test']} share {path} and want different contents; give each a name of its own"
+                    f"{first['test']} and {use['test']} share {path} and want different "
+                    f"contents; give each a name of its own"
                 )
     return found
 

@@ -92,7 +92,8 @@ def _ensure(*, wanted: int, needed: int) -> list[jax.Device]:
         have = "1 CPU device" if len(devices) == 1 else f"{len(devices)} CPU devices"
         raise MeshSpecError(
             f"{needed} virtual CPU devices are needed, JAX already runs with {have}",
-            fix=f"call virtual_devices({needed}) before JAX's first operation (in a notebook: restart the kernel, first cell), "
+            fix=f"call virtual_devices({needed}) before JAX's first operation (in a notebook: "
+            f"restart the kernel, first cell), "
             f"or start Python with XLA_FLAGS=--xla_force_host_platform_device_count={needed}",
         )
     return devices

@@ -142,7 +142,10 @@ def _covers(one: Any) -> bool:
 def _as_sharding(one: Any, value: Any, path: str) -> Sharding:
     if isinstance(one, Sharding):
         if isinstance(one, NamedSharding) and len(one.spec.partitions) > np.ndim(value):
-            what = f"{spec_text(one.spec)} has {len(one.spec.partitions)} entries, the array {np.ndim(value)} dims"
+            what = (
+                f"{spec_text(one.spec)} has {len(one.spec.partitions)} entries, the array "
+                f"{np.ndim(value)} dims"
+            )
             raise RankMismatchError(
                 what, path=path, fix="expect a spec of as many entries as there are dims, or fewer"
             )

@@ -62,7 +62,8 @@ class Program:
             return self.collectives
         if not len(axis):
             raise TypeError(
-                f"axis={axis!r} names no axis, so nothing is looked at: leave it out for all, or name one"
+                f"axis={axis!r} names no axis, so nothing is looked at: leave it out for "
+                f"all, or name one"
             )
         wanted = frozenset().union(*map(self._mesh_axes, [axis] if isinstance(axis, str) else axis))
         wanted = frozenset(name for name in wanted if self.sizes.get(name) != 1)
@@ -159,8 +160,14 @@ def read_program(
         and is_same_everywhere(compiled)
     ):
         raise ProgramError(
-            f"{name} does the same on each of {found.size} devices: nothing is sharded, so nothing can be sent",
-            fix="shard the arguments (pm.shard, jax.device_put), or give ShapeDtypeStructs that have shardings",
+            (
+                f"{name} does the same on each of {found.size} devices: nothing is sharded, so "
+                f"nothing can be sent"
+            ),
+            fix=(
+                "shard the arguments (pm.shard, jax.device_put), or give ShapeDtypeStructs that "
+                "have shardings"
+            ),
         )
     return Program(name=name, collectives=collectives, sizes=mesh_sizes(found), carried=carried)
 
@@ -175,7 +182,10 @@ def _lowered(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
             )
         return "the program", program
     if not callable(program):
-        fix = "pass a function and its arguments, jitted.lower(...), jitted.lower(...).compile(), or its text"
+        fix = (
+            "pass a function and its arguments, jitted.lower(...), jitted.lower(...).compile(), "
+            "or its text"
+        )
         raise ProgramError(f"{type(program).__name__} is not a program", fix=fix)
     jitted: Any = program if hasattr(program, "lower") else jax.jit(program)
     return function_name(program), jitted.lower(*args)
@@ -226,7 +236,10 @@ def _checked_mesh(asked: Mesh | AbstractMesh | None, compiled: Any) -> Mesh | Ab
         )
     if asked is not None and own and own[0].shape_tuple != asked.shape_tuple:
         raise MeshMismatchError(
-            f"the program's arrays are on the mesh {dict(own[0].shape_tuple)}, not on {dict(asked.shape_tuple)}",
+            (
+                f"the program's arrays are on the mesh {dict(own[0].shape_tuple)}, not on "
+                f"{dict(asked.shape_tuple)}"
+            ),
             fix="pass the mesh or the manager that the arrays were placed with",
         )
     return own[0] if asked is None else asked

@@ -190,7 +190,8 @@ def managed(case: MeshCase, mesh: Mesh, *, root: Path) -> Iterator[PartitionMana
     """Enter a manager with the strategy of a case on a mesh, for one test."""
     if case.strategy is None:
         raise _failure(
-            f'the marker names no strategy for the manager: write {_EXAMPLE[:-1]}, strategy="fsdp_tp")'
+            f"the marker names no strategy for the manager: write {_EXAMPLE[:-1]}, "
+            f'strategy="fsdp_tp")'
         )
     try:
         made = PartitionManager(_strategy(case.strategy, root), mesh=mesh, mode=case.mode)
@@ -257,13 +258,23 @@ def _too_few(mesh: str, *, needed: int, have: int, asked: int | None, backend: s
     label = f"{backend.upper()} device{'' if have == 1 else 's'}"
     what = f"{mesh} needs {needed}, JAX runs with {have} {label}"
     option = f"pytest --virtual-devices {needed}"
-    more = f"set virtual_devices = {needed} for pytest (in pyproject.toml under [tool.pytest.ini_options]), or run {option}"
+    more = (
+        f"set virtual_devices = {needed} for pytest (in pyproject.toml under "
+        f"[tool.pytest.ini_options]), or run {option}"
+    )
     if backend != "cpu":
-        return f"{what}\n  fix   run without --mesh-backend for virtual CPU devices, or select the tests that fit {have} {label}"
+        return (
+            f"{what}\n"
+            f"  fix   run without --mesh-backend for virtual CPU devices, or select the tests "
+            f"that fit {have} {label}"
+        )
     if asked and have < asked:
         return (
-            f"{what}: something used JAX before virtual_devices = {asked} was read, such as another plugin\n"
-            f"  fix   start pytest with XLA_FLAGS=--xla_force_host_platform_device_count={needed}, or move that use of JAX into a fixture"
+            f"{what}: something used JAX before virtual_devices = {asked} was read, such as "
+            f"another plugin\n"
+            f"  fix   start pytest with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}, or move that use of "
+            f"JAX into a fixture"
         )
     if asked or asked_devices() == have > 1:
         source = (
@@ -274,5 +285,6 @@ def _too_few(mesh: str, *, needed: int, have: int, asked: int | None, backend: s
         return f"{what}: {source}\n  fix   {more}"
     return (
         f"{what}: a module or a conftest.py used JAX while tests were collected\n"
-        f"  fix   {more}; it is then set before any of them is read; or move that use of JAX into a test or a fixture"
+        f"  fix   {more}; it is then set before any of them is read; or move that use of JAX "
+        f"into a test or a fixture"
     )

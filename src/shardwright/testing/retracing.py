@@ -44,7 +44,8 @@ def assert_no_retrace(
     __tracebackhide__ = True
     if len(calls) < 2:
         raise TypeError(
-            f"assert_no_retrace got {len(calls)} calls: the first call always traces; pass the arguments of two or more"
+            f"assert_no_retrace got {len(calls)} calls: the first call always traces; pass "
+            f"the arguments of two or more"
         )
     first: Sequence[Any] = ()
     result = None
@@ -90,7 +91,8 @@ def _arguments(call: Any, result: Any, number: int) -> Sequence[Any]:
         got = f"the function of call {number} returned" if callable(call) else f"call {number} is"
         raise TypeError(
             f"{got} one {type(args).__name__}, not the arguments of a call\n"
-            "  fix   write each call as a tuple: assert_no_retrace(f, (x,), (x,)), or lambda out: (out,)"
+            "  fix   write each call as a tuple: assert_no_retrace(f, (x,), (x,)), or lambda "
+            "out: (out,)"
         )
     return args  # type: ignore[no-any-return]
 
@@ -139,12 +141,14 @@ def _message(
     if rows:
         lines += ["", *table([_HEAD, *rows])]
         lines.append(
-            "  fix   call it with the same shapes, dtypes and shardings: where it gets its own result, give it out_shardings="
+            "  fix   call it with the same shapes, dtypes and shardings: where it gets its "
+            "own result, give it out_shardings="
         )
     else:
         lines.append("  no argument changed its shape, dtype or sharding")
         lines.append(
-            "  fix   jit once, outside the call; look at static arguments, closures and the ambient context"
+            "  fix   jit once, outside the call; look at static arguments, closures and the "
+            "ambient context"
         )
     reasons = [f"  {line}" for reason in found.reasons for line in ["", *reason.splitlines()]]
     *lines, fix = lines
