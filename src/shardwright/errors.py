@@ -12,11 +12,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-# A message quotes what is wrong, but never a line of 100 kB.
+# Limits on the text that a message quotes, in characters.
 LONGEST_TEXT: Final = 1000
 LONGEST_LINE: Final = 160
-# Longer names, and names beyond this number, are not compared: comparing two names takes time that
-# grows with the product of their lengths.
+# `did_you_mean` skips longer names, and names beyond this number: comparing two names takes time
+# proportional to the product of their lengths.
 LONGEST_NAME: Final = 64
 MOST_NAMES: Final = 2000
 
@@ -201,7 +201,7 @@ def raise_problems(problems: Sequence[Problem], *, resolution: Any = None) -> No
 
 
 def shortened(text: str, most: int) -> str:
-    """Cut text to about `most` characters: keep its beginning and end, say how much is left out."""
+    """Cut text to about `most` characters: keep both ends, and say how much is left out."""
     if len(text) <= most:
         return text
     half = most // 2

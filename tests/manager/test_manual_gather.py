@@ -191,7 +191,7 @@ def test_weight_used_in_shards_must_be_split() -> None:
     pm, w = make_manager(), waves(8, 12)
     says = (
         "dim 1 MLP_INTERMEDIATE: tp is Manual here, and the value does not vary over it, "
-        "but the weight is used in shards"
+        "but the used weight is sharded over"
     )
     for options in ({}, {"check_vma": False, "shape": (8, 12)}):
         with pytest.raises(sw.ManualAxisError, match=says):

@@ -74,7 +74,7 @@ def test_a_chain_needs_to_know() -> None:
         sw.ShapeRequiredError, match="which candidate applies depends on the size"
     ) as caught:
         pm.resolve(sw.BATCH, sw.HEAD, shape=sizes("b, h"))
-    assert "say more of h" in str(caught.value)
+    assert "write h as a multiple" in str(caught.value)
 
 
 @pytest.mark.parametrize("policy", ["prefix", "replicate", "drop"])

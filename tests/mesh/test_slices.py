@@ -456,7 +456,7 @@ def test_notebook_with_too_few_devices() -> None:
     late = (
         "8 virtual CPU devices are needed, JAX already runs with 1 CPU device\n"
         "  fix   call virtual_devices(8) before JAX's first operation (in a notebook: restart "
-        "the kernel, first cell), "
+        "the kernel and call it in the first cell), "
         "or start Python with XLA_FLAGS=--xla_force_host_platform_device_count=8\n"
     )
     assert run(NOTEBOOK) == (
@@ -464,6 +464,6 @@ def test_notebook_with_too_few_devices() -> None:
         "  fix   choose sizes whose product is at most 1, or give one axis the size -1; for "
         "virtual CPU devices call "
         "shardwright.testing.virtual_devices(8) before JAX's first operation (in a notebook: "
-        "restart the kernel, first cell); "
+        "restart the kernel and call it in the first cell); "
         "abstract_mesh plans without devices\n" + late + late + "True 1 1\n"
     )

@@ -31,7 +31,7 @@ def test_unknown_mesh_axis_lists_the_mesh() -> None:
 def test_symbolic_size_asks_for_more() -> None:
     (size,) = jax.export.symbolic_shape("b")
     (problem,) = explain((B,), make_rules(rules={B: "dp | -"}), {"dp": 2}, shape=(size,)).problems
-    assert problem.fix == "say more of b, such as 8*b, or give the rule one candidate"
+    assert problem.fix == "write b as a multiple, such as 8*b, or give the rule one candidate"
 
 
 @pytest.mark.parametrize("rule", ["dp | fsdp", "dp | dp"])

@@ -43,7 +43,7 @@ def _beats(subject: Subject, earlier: tuple[str, ...], later: tuple[str, ...]) -
     if subject.rules.policy.missing is Missing.REPLICATE:
         # If the mesh lacks a part of the longer candidate, that candidate is replicated.
         return False
-    # Compare the candidates as written: chains exist so that they become equal on some meshes.
+    # Compare candidates as written: without absent mesh axes, they may be equal on purpose.
     return set(earlier) < set(later) and bool(subject.sizes) and bool(subject.live(earlier))
 
 
@@ -100,7 +100,7 @@ def shadowed_tensors(subject: Subject) -> Iterator[Finding]:
             first.setdefault((axis, pattern), at)
             for path in mine:
                 deciding.setdefault((axis, path), at)
-            # Entries of an overlay are meant to override the file below, so compare files.
+            # An overlay overrides the file below on purpose, so compare only entries of one file.
             if by is not None and _file(subject, by) == _file(subject, at):
                 source = subject.source("tensors", str(by))
                 where = f" ({source})" if source else ""

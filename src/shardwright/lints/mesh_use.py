@@ -173,7 +173,7 @@ def _renamed(subject: Subject, axis: str) -> bool:
 def _used(subject: Subject) -> set[str]:
     """Return the mesh axes that some tensor is sharded over, or would be without its problem.
 
-    The axes that rules name count for roles that the tree lacks.
+    For roles that the tree lacks, the mesh axes that rules name count.
     """
     used: set[str] = set()
     for answer in subject.answers:
@@ -289,7 +289,7 @@ def _in_mesh(subject: Subject, name: str) -> bool:
 def _serves(subject: Subject) -> bool:
     """Tell whether a file is meant for serving.
 
-    It is if it has rules for decode or insert, of the batch, the cache or the weights.
+    It is if it has rules of the batch, the cache or the weights for decode or insert.
     """
     for mode in ("decode", "insert"):
         if any(

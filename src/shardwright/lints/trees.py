@@ -54,7 +54,7 @@ def _in_modes(names: list[str]) -> str:
 def _problems(subject: Subject) -> dict[Problem, list[str]]:
     """Return every problem with the modes that have it.
 
-    Rules differ between modes, so they do not count for whether two problems are the same.
+    Problems that differ only in their rule are one problem, because rules differ between modes.
     """
     first: dict[tuple[object, ...], Problem] = {}
     modes: dict[Problem, list[str]] = {}
@@ -142,7 +142,7 @@ def _cut(
 
 
 def _flattened(subject: Subject) -> dict[str, dict[int, int]]:
-    """Return, by axis of heads, the number of heads by the size that a flat dim would have.
+    """Return, for each axis of heads, a dict from the size of a flat dim to its number of heads.
 
     The sizes come from tensors that have heads and head dims as separate dims.
     """

@@ -65,8 +65,8 @@ def current_manager() -> PartitionManager:
 def current_mesh() -> Mesh | AbstractMesh | None:
     """Return the current mesh, or None.
 
-    It is that of `jax.set_mesh`, of a surrounding `shard_map`, of a legacy `with mesh:` or of the
-    entered manager; the first of these counts.
+    It is the first of these that exists: the mesh of `jax.set_mesh`, of a surrounding `shard_map`,
+    of a legacy `with mesh:`, of the entered manager.
     """
     mesh = _jax.mesh_at_hand()
     if mesh is not None:
@@ -76,7 +76,7 @@ def current_mesh() -> Mesh | AbstractMesh | None:
 
 
 def current_mesh_has(*names: str) -> bool:
-    """Tell whether the current mesh has all of these axes. Without a mesh there are none.
+    """Tell whether the current mesh has all of these axes. No mesh counts as one without axes.
 
     Raises:
       MeshSpecError: A name is not a string.

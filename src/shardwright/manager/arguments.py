@@ -63,7 +63,7 @@ def check_rules_on_mesh(rules: AxisRules, sizes: Mapping[str, int]) -> None:
         rule. Not under `missing = "replicate"`.
     """
     if rules.policy.missing is Missing.REPLICATE:
-        return  # Such a dim is dropped, and each resolution records it.
+        return  # The dim is then replicated, and each resolution records it.
     named = (*rules.named_mesh_axes(), *rules.policy.idle)
     raise_problems([_missing_mesh_axis(axis, sizes) for axis in foreign_mesh_axes(named, sizes)])
     raise_problems(

@@ -156,9 +156,9 @@ class ArrayMethods(ManagerCore):
         strict: bool,
         path: str | None = None,
     ) -> Any:
-        """Place an array; or, if no path is given, a tree, each of its leaves under its path."""
-        # Nearly every call has a tracer, thousands of times in a trace. So this asks for that once,
-        # and builds a request only if the answer is not known yet.
+        """Place an array. Without a path, place a tree: each leaf under its own path."""
+        # A trace calls this thousands of times, nearly always with a tracer. So test for a tracer
+        # once, and build a request only if the answer is not cached.
         traced = isinstance(x, jax.core.Tracer)
         if not traced and path is None and not _jax.is_array(x):
             return map_leaves(

@@ -183,7 +183,7 @@ def _survives(x: Any, half: np.dtype[Any]) -> bool:
         limits = np.iinfo(half)
         return int(np.min(x)) >= limits.min and int(np.max(x)) <= limits.max
     for part in (np.real(x), np.imag(x)) if half.kind == "c" else (x,):
-        # Two passes without a copy. Only if a value is not finite, the finite ones are looked for.
+        # Two passes without a copy. Select the finite values only if one is not finite.
         ends = [np.fmin.reduce(part, axis=None), np.fmax.reduce(part, axis=None)]
         if not np.isfinite(ends).all():
             finite = np.asarray(part)[np.isfinite(part)]
@@ -225,7 +225,7 @@ def _reshard(x: Any, placement: Placement) -> Any:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _both(x: Any, placement: Placement) -> Any:
-    """Do both in one jitted function, because eagerly each of them would undo the other."""
+    """Reshard and constrain in one jitted function: eagerly, each would undo the other."""
     return _constrain_auto(_reshard(x, placement), placement)
 
 
@@ -266,7 +266,7 @@ def put(x: Any, placement: Placement) -> Any:
     if not _jax.is_array(x):
         raise StrategyError(
             f"a {type(x).__name__} holds no values to place",
-            fix="ask pm.shardings or pm.abstract of what has only a shape",
+            fix="for a value that has only a shape, call pm.shardings or pm.abstract",
         )
     current = x.sharding if isinstance(x, jax.Array) else None
     held = (
@@ -334,7 +334,7 @@ def global_shape(sharding: NamedSharding, local: Sequence[int]) -> tuple[int, ..
     shards = tuple(
         math.prod(sizes[axis] for axis in entry_names(spec[dim])) for dim in range(len(local))
     )
-    # An array with one element per shard shows which of them are here.
+    # Use an array with one element per shard, to count the shards of this process.
     here = sharding.addressable_devices_indices_map(shards).values()
     mine = [
         len({index[dim].indices(count) for index in here if index is not None})

@@ -34,8 +34,8 @@ class Key(frozenset[Hashable]):
 
     JAX takes a cached program without a comparison if its key is the identical object. So the key
     of a manager that a task entered is replaced at each request for the manager, and is never used
-    again. Other keys are compared here: a program that asked for the manager is only for flows that
-    have this manager.
+    again. Other keys are compared in `__eq__`: only flows with an equal manager may run a program
+    that asked for the manager.
 
     Attributes:
       values: Rules, mesh and mode of the manager; None for no manager.
@@ -199,7 +199,7 @@ def _leave_another(manager: Any) -> None:
 
 
 def take_back() -> Any:
-    """Leave the manager that this thread entered last, in whichever flow, and return it."""
+    """Leave the manager that any flow of this thread entered last, and return it."""
     entry = _ENTERED.stack[-1]
     entry.revoked = True
     _undo_last(_ENTERED.stack)
@@ -334,7 +334,7 @@ def current() -> Any:
 
     Raises:
       NoManagerError: Inside a trace, JAX's caches know of another manager; or two flows of this
-        thread entered one each, and nothing tells which of them counts here.
+        thread entered one each, and it is ambiguous which of them counts here.
     """
     entry, key = _FLOW.get(), _AMBIENT.value
     if entry is None or entry.key is not key or entry.revoked:

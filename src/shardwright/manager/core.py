@@ -1,4 +1,4 @@
-"""`ManagerCore`: what all methods of a manager share: answers to requests, and shardings."""
+"""`ManagerCore`: answers to requests, and shardings, for all methods of a manager."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
         if manager is None:
             manager = object.__new__(PartitionManager)
             manager._set(self.rules, self.mesh, parsed, self.name, self._modes)
-            # Not an assignment: threads that ask at once get one object.
+            # setdefault, so that concurrent threads get the same object.
             manager = self._modes.setdefault(parsed, manager)
         return manager
 

@@ -1,4 +1,4 @@
-"""`gather` inside `shard_map`: the all-gather that makes a weight's shard the weight as it is used.
+"""`gather` inside `shard_map`: all-gather the shard of a weight into its `use` sharding.
 
 `which_shard` finds which shard of the weight a value is.
 """
@@ -35,7 +35,7 @@ class AllGather:
       dim: Position of the dim.
       axes: Mesh axes that are gathered, major first.
       sizes: Sizes of these mesh axes.
-      order: Mesh axes that split the dim, if one of `axes` comes before one that stays; else empty.
+      order: Mesh axes that split the dim, if one of `axes` is major to one that stays; else empty.
       moves: (from, to) by position along `order`. Before the all-gather, the shards move so that
         the gathered parts are in order.
     """
@@ -118,7 +118,7 @@ class ManualGather:
 def plan_gather(
     weight: Weight, inputs: Inputs | None, *, mesh: Mesh | AbstractMesh
 ) -> ManualGather:
-    """Return the steps that make a value the weight as it is used.
+    """Return the steps from a value to the `use` sharding of its weight.
 
     Raises:
       ShardingError: See `find_split`.
@@ -178,7 +178,7 @@ def _not_split(use: Resolution, decision: DimDecision, axis: str) -> Problem:
         use,
         decision,
         f"{axis} is Manual here, and the value does not vary over it, "
-        "but the weight is used in shards over it",
+        "but the used weight is sharded over it",
         mesh_axes=(axis,),
         fix=f"give the weight to shard_map split over {axis}, or annotate the dim EMPTY",
     )

@@ -372,7 +372,7 @@ def _inputs(dims: tuple[Dim, ...], shape: tuple[int, ...], spec: PartitionSpec) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Output:
-    """An output's annotation as a leaf, because JAX takes a bare tuple of axes for a node."""
+    """An output's annotation as a leaf, because JAX treats a bare tuple of axes as a node."""
 
     annotation: Any
 

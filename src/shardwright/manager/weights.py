@@ -51,7 +51,7 @@ class WeightMethods(ManagerCore):
           w: A weight, or a tree of them.
           *axes: Its annotation, as for `shard`.
           path: Path of the weight, required if a `[[tensors]]` entry may cover it. For a tree, the
-            path in front of it, and "" at the root.
+            path of the tree itself: "" at the root.
           mode: Runtime mode. Defaults to the manager's.
           shape: Global shape, or a tree of them, required inside `shard_map` where the value does
             not show it.
@@ -59,8 +59,8 @@ class WeightMethods(ManagerCore):
         Raises:
           ShardingError: The annotation does not fit the weight, the rules or the mesh.
           StrategyError: No `path`, and a `[[tensors]]` entry names an axis of the weight.
-          ShapeRequiredError: Inside `shard_map`, nothing tells which shard of the weight `w` is.
-          ManualAxisError: Inside `shard_map`, `w` is not split as its use is.
+          ShapeRequiredError: Inside `shard_map`, it is unknown which shard of the weight `w` is.
+          ManualAxisError: Inside `shard_map`, `w` is not split over the mesh axes of its use.
         """
         if _jax.is_array(w):
             return self._gather(w, Request(one_annotation(axes), shape, mode, None, path))

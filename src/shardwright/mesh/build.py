@@ -433,7 +433,7 @@ def _devices(devices: Sequence[Any] | None, backend: str) -> list[Any]:
 
 
 def _more_devices(spec: MeshSpec, devices: Sequence[Any]) -> str:
-    """Return how a process with too few CPU devices gets more: often a notebook's first error."""
+    """Return how to get more CPU devices: too few are often the first error in a notebook."""
     needed = math.prod(size for size in spec.sizes if size != INFER)
     planning = "abstract_mesh plans without devices"
     if not devices or devices[0].platform != "cpu" or needed <= len(devices):
@@ -441,7 +441,7 @@ def _more_devices(spec: MeshSpec, devices: Sequence[Any]) -> str:
     count = 8 if 8 % needed == 0 else needed
     virtual = (
         f"shardwright.testing.virtual_devices({count}) before JAX's first operation (in a "
-        f"notebook: restart the kernel, first cell)"
+        f"notebook: restart the kernel and call it in the first cell)"
     )
     return f"for virtual CPU devices call {virtual}; {planning}"
 

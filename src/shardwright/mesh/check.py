@@ -18,7 +18,7 @@ INFER: Final = -1
 MOST_MESH_AXES: Final = 64
 # Above the number of devices of any mesh. Python refuses to convert numbers of thousands of digits.
 MOST_SIZE: Final = 10**19
-# How mesh text begins if devices keep their order, and what marks the part that crosses slices.
+# A prefix of mesh text: devices keep their order. A prefix of a name: the part that crosses slices.
 CONTIGUOUS: Final = "!"
 DCN: Final = "dcn."
 
@@ -26,7 +26,7 @@ _FORBIDDEN = re.compile(r"[\s+|:,?]")
 _QUOTE = re.compile("[\"']")
 _RULE_WORDS = (REPLICATED, UNCONSTRAINED, EMPTY)
 _NAME_FIX = "use a plain name such as dp, fsdp, tp, ep, sp or pp"
-# A name and a size, with anything or nothing in between that people write for the colon.
+# A name and a size, joined by a colon, by what people write instead of it, or by nothing.
 _PAIR = re.compile(r"([A-Za-z_.]{1,40})[\s=:]*(-?[0-9]{1,18})")
 
 

@@ -22,7 +22,7 @@ class Annotation:
 
     Attributes:
       request: The question that the constraint resolves.
-      strict: Whether it is `shard` or `gather`, which raise what `hint` leaves to the compiler.
+      strict: True for `shard` and `gather`, which raise where `hint` leaves a dim to the compiler.
     """
 
     request: Request
@@ -51,7 +51,7 @@ batching.primitive_batchers[annotate_axes_p] = _batch
 
 
 def annotate(x: Any, annotation: Annotation) -> Any:
-    """Return x, with an annotation in the jaxpr of the trace at hand."""
+    """Return x, with an annotation in the jaxpr of the current trace."""
     return annotate_axes_p.bind(x, annotation=annotation, added=())
 
 

@@ -1,7 +1,7 @@
 """Reshard an array with the collectives that send the fewest bytes.
 
-`plan` finds the steps, `run` runs them inside `shard_map`. What an array belongs to (a cache) is up
-to the rooms above, which decide on its source and its target.
+`plan` finds the steps, `run` runs them inside `shard_map`. The rooms
+above decide which arrays move, from which sharding to which.
 """
 
 from shardwright.reshard.plan import Dims as Dims

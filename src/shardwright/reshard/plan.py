@@ -40,7 +40,7 @@ class Move:
 
     Attributes:
       kind: Its collective.
-      mesh_axes: Of the step, the major axis first; of a permute all that shard the array.
+      mesh_axes: Mesh axes of the step, major first; for a permute, all that shard the array.
       source: Dimension that they shard before the step, or None.
       target: Dimension that they shard after the step, or None.
       before: Mesh axes of every dimension before the step.
@@ -103,7 +103,7 @@ def plan_moves(
                 best[move.after], last_move[move.after] = cost, move
                 discovered += 1
                 heapq.heappush(queue, (*cost, discovered, move.after))
-    # Not reached: to gather everything and then slice it is always possible.
+    # Unreachable: it is always possible to gather everything and then slice it.
     raise AssertionError(f"no plan from {source} to {target}")
 
 
@@ -129,7 +129,7 @@ def _next_moves(
     mesh: Mapping[str, int],
     usable: Sequence[str],
 ) -> Iterator[Move]:
-    """Yield every step from a place; `local` is the bytes of a shard there."""
+    """Yield every step from a sharding; `local` is the bytes of one of its shards."""
     for dim, axes in enumerate(place):
         for count in range(1, len(axes) + 1):
             last = axes[-count:]
@@ -172,10 +172,10 @@ def _next_moves(
 def _permuted(
     place: Dims, target: Dims, mesh: Mapping[str, int], usable: Sequence[str]
 ) -> Iterator[Dims]:
-    """Yield places whose shards have the same shapes, on other devices.
+    """Yield shardings that put shards of the same shapes on other devices.
 
-    They are: the axes of one dimension in another order; and the axes of the target that are in
-    use, with the rest behind those of one dimension.
+    Either the axes of one dimension change their order. Or the axes in use go to their dimensions
+    in the target, and those that the target lacks become the minor axes of one dimension.
     """
     used = {name for axes in place for name in axes}
     ahead = tuple(tuple(name for name in axes if name in used) for axes in target)

@@ -28,7 +28,7 @@ class Candidate:
       written: Its mesh axes as the rules write them; none for `-`.
       live: Those of more than one device.
       passed: What was passed over before it: mesh axes, and candidates that have none left.
-      lost: It names a mesh axis that the mesh lacks, and the policy replicates the dim for that.
+      lost: It names a mesh axis that the mesh lacks, and the policy then replicates the dim.
       parts: Of a composite, what each member adds to `live`.
     """
 

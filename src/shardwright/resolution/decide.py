@@ -221,7 +221,9 @@ class Decider:
         if size is None and self._needs_shape(trial, rule):
             fix = "pass shape="
             if draft.size is not None:
-                fix = f"say more of {draft.size}, such as 8*b, or give the rule one candidate"
+                fix = (
+                    f"write {draft.size} as a multiple, such as 8*b, or give the rule one candidate"
+                )
             what = "which candidate applies depends on the size"
             self.add_problem(
                 ShapeRequiredError, what, draft.dim, draft.label, rule=rule.ref, fix=fix
@@ -232,8 +234,8 @@ class Decider:
         return fall_back(self, draft, rule, trial, size)
 
     def _try(self, rule: Chain, size: int | None) -> Trial:
-        """Try the candidates in order. Without a size go on after a choice, to see all mesh axes
-        that may apply.
+        """Try the candidates in order. Without a size, continue after the first that fits, to
+        collect all mesh axes that may apply.
         """
         trial = Trial()
         for candidate in self._candidates(rule):

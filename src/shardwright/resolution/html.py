@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # A picture has at most this many cells in each direction; larger meshes get a table alone.
 MOST_CELLS: Final = 16
 MOST_DEVICES: Final = 64
-# At most this many numbers of devices stand in a cell.
+# A cell lists at most this many device numbers.
 _MOST_NUMBERS: Final = 4
 _WIDTH, _HEIGHT = 76, 30
 

@@ -103,7 +103,7 @@ DECODE_ATTRIBUTES: tuple[str, ...] = tuple(
     name.removeprefix(_DECODE) for name in ATTRIBUTES if name.startswith(_DECODE)
 )
 _AXES = {name: axis for axis, name in (MESH_ATTRIBUTES | SEMANTIC_ATTRIBUTES).items()}
-# An attribute that is not given takes the values of these.
+# The default of an attribute: the values of these other attributes.
 _FOLLOWS = {
     "batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis"),
     "sequence_axis": ("sequence_parallel_axis",),
@@ -119,7 +119,7 @@ _FOLLOWS = {
 
 
 def default_of(attributes: Attributes, name: str) -> Any:
-    """Return the value that an attribute has if it is not given; `NOT_GIVEN` if it follows none."""
+    """Return an attribute's default, from the attributes it follows; `NOT_GIVEN` if none."""
     if name not in _FOLLOWS:
         return NOT_GIVEN
     values = tuple(getattr(attributes, other) for other in _FOLLOWS[name])

@@ -115,7 +115,7 @@ def _followed(
             what=f"it is unknown whether {size} parts divide over {over}",
             dim=decision.dim,
             axis=decision.label,
-            fix="say more of the size, such as 8*b, or annotate the dim EMPTY",
+            fix="write the size as a multiple, such as 8*b, or annotate the dim EMPTY",
         )
     if policy is Indivisible.ERROR:
         return failed, _split_block(decision, whole)
@@ -175,10 +175,9 @@ def add_zero1(
 ) -> Derived:
     """Shard optimizer state over mesh axes that its parameter does not use.
 
-    Candidates are tried in order. Of a candidate, the mesh axes count that the parameter leaves
-    free; if it leaves none, the candidate is passed over. The first dim that divides over all of
-    them takes them, as its fastest ones. Dims that are annotated `EMPTY` stay whole, and so does an
-    array that has no other dims.
+    Candidates are tried in order. A candidate's free mesh axes are those that do not shard the
+    parameter; a candidate without free mesh axes is skipped. The first dim that also divides over
+    all of them is sharded over them, as its minor axes. Dims annotated `EMPTY` are never sharded.
 
     Args:
       param: Decisions of the parameter.
@@ -250,7 +249,7 @@ def _first_fitting(
                 what=f"which dim zero1 shards depends on the size {size}",
                 dim=decision.dim,
                 rule=str(rule.ref),
-                fix="say more of it, such as 8*b",
+                fix="write it as a multiple, such as 8*b",
             )
     return None
 

@@ -18,8 +18,8 @@ from shardwright.errors import StrategyError
 MOST_CHARACTERS: Final = 1000
 MOST_STEPS: Final = 1000
 DEEPEST: Final = 32
-# Sets of threads that a pattern remembers, and characters for each: what repeats in paths is looked
-# up, not followed again.
+# Limits of a pattern's cache: sets of threads, and characters for each set. Text that repeats in
+# paths is looked up instead of searched again.
 _MOST_STATES: Final = 500
 _MOST_SYMBOLS: Final = 300
 
@@ -41,8 +41,8 @@ _ASSERTIONS: Final = {
     "\\B": "no edge",
 }
 _REQUIREMENTS: Final = ("start", "end", "very end", "edge", "no edge")
-# The final newline of a path: `$` holds before it, and so it is another symbol than a newline
-# elsewhere.
+# The final newline of a path: `$` holds before it, so its symbol differs from that of other
+# newlines.
 _LAST_NEWLINE: Final = "\n$"
 _AT_START, _AFTER_WORD, _AFTER_OTHER = range(3)
 
@@ -83,7 +83,7 @@ class _Node:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _State:
-    """Threads between two characters, what stood before, and where each next symbol leads."""
+    """The threads between two characters, the character before them, and the next states."""
 
     threads: frozenset[int]
     before: int
@@ -276,8 +276,8 @@ def _holds(requirement: str, before: int, ahead: bool, symbol: str | None) -> bo
 
 
 def _needle(node: _Node) -> str:
-    """Return the longest text that occurs in everything a pattern matches, as far as its outermost
-    sequence tells.
+    """Return the longest text that every match must contain, judged by the pattern's outermost
+    sequence alone.
     """
     parts = node.parts if node.kind == "sequence" else (node,)
     runs = "".join(part.literal or "\0" for part in parts).split("\0")
@@ -300,9 +300,11 @@ def check_syntax(text: object) -> None:
     try:
         re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
-        said, at = (error.msg, error.pos or 0) if isinstance(error, re.error) else (str(error), 0)
+        message, at = str(error), 0
+        if isinstance(error, re.error):
+            message, at = error.msg, error.pos or 0
         raise StrategyError(
-            f"not a regular expression: {said}",
+            f"not a regular expression: {message}",
             snippet=f"{text}\n{' ' * at}^",
             fix="see the documentation of Python's re",
         ) from error

@@ -141,8 +141,8 @@ def explain(
 def _unwrap(
     annotation: Any, shape: tuple[int, ...] | None, role: Any
 ) -> tuple[Any, tuple[int, ...] | None, Any]:
-    """Return the axes, shape and role of an `ArraySpec`, by default a stored parameter; other
-    annotations as they are.
+    """Return the axes, shape and role of an annotation. An `ArraySpec` brings its own shape, and is
+    a stored parameter by default.
     """
     if not isinstance(annotation, ArraySpec):
         return annotation, shape, role
@@ -275,8 +275,8 @@ def lower_fitted(
     except RankMismatchError:
         lowered = lower(annotation)
         if rules.policy.rank is Rank.ERROR or shape is None or len(lowered.dims) == len(shape):
-            # An unknown name, such as that of a layout in quotes, explains a wrong rank better than
-            # the rank does.
+            # An unknown name, such as a layout in quotes, is the likely cause of a wrong rank, so
+            # report the name.
             raise_problems(
                 [
                     unknown_axis(axis, rules)

@@ -105,7 +105,7 @@ def _fit(
         widest = max(
             (at for at in range(len(widths)) if widths[at] > least[at]), key=lambda at: widths[at]
         )
-        # Wrapped at one character less, a cell of two words may need much less.
+        # One character less may move a whole word to the next line, and then free more width.
         needed = max(
             len(line) for cell in columns[widest] for line in _wrap(cell, widths[widest] - 1)
         )

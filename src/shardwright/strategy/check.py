@@ -28,7 +28,7 @@ from shardwright.vocabulary.axes import (
     file_name,
 )
 
-# Steps of all patterns together. They bound the cost of matching one path, per character.
+# Limit on the steps of all patterns together: the most work for one character of a path.
 MOST_STEPS: Final = 20_000
 _AXIS_NAME: Final = re.compile(
     r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?|__[A-Z]([A-Z0-9_]*[A-Z0-9])?__"

@@ -56,8 +56,7 @@ def merge_origin(base: Origin, other: Origin, data: Mapping[str, Any]) -> Origin
     """Overlay origins the way `merge` overlays data.
 
     The base's `[[tensors]]` move behind those of `other`. A key that `other` sets without an origin
-    gets
-    an empty one: the base's line does not say what it holds now.
+    gets an empty one, because the base's line has the old value.
 
     Args:
       base: Origin of the strategy below.

@@ -49,10 +49,7 @@ def problems_of(error: ValidationError, model: type[BaseModel], origin: Origin) 
 
 
 def _is_other_half(entry: Any) -> bool:
-    """Tell whether an entry judges `axis_types` in the form it was not written in.
-
-    Word or table.
-    """
+    """Tell whether an error is about the form of `axis_types`, word or table, that is not used."""
     if entry["loc"][:1] != ("axis_types",) or len(entry["loc"]) < 2:
         return False
     if str(entry["loc"][1]).startswith("literal["):

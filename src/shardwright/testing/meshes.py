@@ -93,7 +93,7 @@ def _ensure(*, wanted: int, needed: int) -> list[jax.Device]:
         raise MeshSpecError(
             f"{needed} virtual CPU devices are needed, JAX already runs with {have}",
             fix=f"call virtual_devices({needed}) before JAX's first operation (in a notebook: "
-            f"restart the kernel, first cell), "
+            "restart the kernel and call it in the first cell), "
             f"or start Python with XLA_FLAGS=--xla_force_host_platform_device_count={needed}",
         )
     return devices

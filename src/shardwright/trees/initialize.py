@@ -51,8 +51,8 @@ def initializer(specs: Any) -> Callable[[Any], Any]:
 
 def _initialize(key: Any, path: Sequence[Any], spec: ArraySpec) -> Any:
     assert spec.init is not None
-    # 64 bits of a digest: no two of a million leaves collide. keystr tells the key "a/b" from "a",
-    # "b".
+    # 64 bits of a digest: among a million leaves a collision is very unlikely. keystr
+    # distinguishes the key "a/b" from the keys "a", "b".
     digest = hashlib.sha256(jax.tree_util.keystr(tuple(path)).encode()).digest()
     for at in (0, 4):
         key = jax.random.fold_in(key, int.from_bytes(digest[at : at + 4], "big"))

@@ -286,7 +286,7 @@ def stacked(annotation: Any, layers: int | None = None) -> Any:
     """Put `LAYERS` in front of an annotation.
 
     A stacked `ArraySpec` also gets the size `layers` in front of its shape, and its initializer one
-    key per layer. A literal `PartitionSpec` names mesh axes: its stack is not sharded over layers.
+    key per layer. A literal `PartitionSpec` gets an entry that does not shard the layers.
 
     >>> from shardwright.vocabulary.axes import EMBED
     >>> stacked((EMBED, "_"))

@@ -1,7 +1,7 @@
 """The vocabulary: semantic names of array dimensions, as plain strings.
 
-`PartitionSpec`s are interned and keep the first equal key they saw, so a member of an enum would
-leak into everybody's specs: the constants are exact `str`.
+The constants are exact `str`, not enum members. JAX interns `PartitionSpec`s: of several equal
+names it keeps the first, so an enum member would also appear in the specs of other code.
 """
 
 from __future__ import annotations
@@ -106,9 +106,7 @@ class Role(enum.StrEnum):
 
 @final
 class EMPTY_VAL:  # noqa: N801  the name is a contract
-    """Class of the sentinel `NOT_GIVEN`: absence, which means inherit. Never None, which means
-    replicated.
-    """
+    """Class of the sentinel `NOT_GIVEN`, which means inherit. (None means replicated.)"""
 
     _instance: EMPTY_VAL | None = None
 

@@ -19,7 +19,7 @@ from shardwright.errors import Problem, ShardingError
 def as_integer(value: Any) -> int | None:
     """Return an integer as a Python `int`, or None if the value is not an integer.
 
-    A bool is not an integer: `layers=True` is a slip. Neither is an array, even if its value is
+    A bool is not an integer: `layers=True` is a mistake. Neither is an array, even if its value is
     known: sizes are static, and inside `jit` the same array has no value.
 
     >>> as_integer(np.int64(8)), as_integer(8.0), as_integer(True)

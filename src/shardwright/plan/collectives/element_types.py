@@ -1,7 +1,7 @@
 """Recover the element type of a program where the backend widened a collective.
 
 XLA for CPU runs bfloat16 collectives as float32, 8-bit and 4-bit floats as float16 (float8_e8m0fnu
-as float32), and int4 as int8, between conversions. Three marks tell: a reduction's `_promoted`
+as float32), and int4 as int8, between conversions. Three signs show it: a reduction's `_promoted`
 computation; one that still adds the narrow type; and conversions right before and right after. A
 program that itself widens, moves and narrows again looks the same as the third.
 """
