@@ -2,9 +2,9 @@
 
 This package holds the call, the implementations, their masks, and attention to caches. `api` has
 the public call, `inputs` reads its arguments, `choose` picks an implementation, `run` runs it;
-`kernels` has one file per implementation, and `parts` what they share. `implementation` says how to
-add one. Caches themselves belong in `caches`, rotary embeddings and modules in `layers`, and the
-names of other libraries in `interop`.
+`kernels` has one file per implementation, and `parts` has what they share. `implementation` says
+how to add one. Caches themselves belong in `caches`, rotary embeddings and modules in `layers`, and
+the names of other libraries in `interop`.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def append_and_attend(
     }
     change = cache.append(k, v, valid=valid)
     assert change.positions is not None
-    # Otherwise the partitioner would shard them like the keys' length, and gather them.
+    # Otherwise the partitioner would shard the positions like the keys' length, and gather them.
     positions = ambient_sharding(cache.spec.mode).place(change.positions, (BATCH, EMPTY))
     view = change.cache.view()
     if view.tables is not None:
@@ -121,7 +121,7 @@ def append_and_attend(
                 cache, jnp.asarray(k), jnp.asarray(v), positions
             )
         o = _attend_to_rows(q, view, positions, options, implementation)
-    # Also if the call is not causal, and whatever the rows hold that are not tokens.
+    # Zero the rows that are not tokens, even in a call that is not causal.
     return CachedAttention(o=jnp.where(positions[:, :, None, None] >= 0, o, 0), change=change)
 
 

@@ -211,7 +211,7 @@ def _preference(call: AttentionCall) -> list[tuple[str, str]]:
 
 
 def _without_cudnn(call: AttentionCall) -> list[tuple[str, str]]:
-    """Rank XLA's ways for a GPU: all logits at once are faster while they are few."""
+    """Rank the implementations by XLA for a GPU: few logits are faster all at once."""
     logits = _logit_bytes(call)
     if logits > _LOGIT_BYTES:
         many = (
@@ -224,7 +224,7 @@ def _without_cudnn(call: AttentionCall) -> list[tuple[str, str]]:
 
 
 def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
-    """Rank the ways to attend over a sharded sequence, by bytes sent."""
+    """Rank the implementations for a sharded sequence by bytes sent."""
     specs = call.specs
     shards = call.shards(specs.kv_length or specs.q_length)
     local_heads = call.kv_heads / call.shards(specs.kv_heads)

@@ -286,7 +286,7 @@ def _check_sequence_axis(name: str, specs: JointSpecs) -> None:
 
 
 def _read_mask(options: Options, sizes: Sizes) -> Mask:
-    """Return everything that masks, as one value."""
+    """Return the mask of a call: rules, segment ids, lengths and the dense mask."""
     rules = MaskRules(causal=options.causal, window=options.window, chunk=options.chunk)
     mask = Mask(rules=rules)
     if options.segment_ids is not None:

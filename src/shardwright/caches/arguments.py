@@ -72,13 +72,13 @@ def read_group(spec: CacheSpec, group: int | None) -> int:
 
 
 def integers(name: str, values: Any, *, size: int | None = None, per: str = "slot") -> Any:
-    """Return `[n]` int32. Values beyond 32 bits become the nearest int32: they stay out of range.
+    """Return `[n]` int32. Values beyond 32 bits become the nearest int32: also out of range.
 
     Args:
-      name: Of the argument.
+      name: Name of the argument, for messages.
       values: Integers, as an array or a list.
-      size: n. None: any number except 0.
-      per: What each of them belongs to.
+      size: Required n. None allows any n except 0.
+      per: What each integer belongs to, for messages.
 
     Raises:
       CacheError: They are not integers, or have another shape.

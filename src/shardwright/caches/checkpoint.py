@@ -40,8 +40,8 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
     """Write a cache to a new directory. The directory appears when it is complete, or not at all.
 
     Args:
-      cache: Of any kind, outside of `jit`.
-      path: Of the directory, which must not exist.
+      cache: A cache of any kind, outside of `jit`.
+      path: Path of the directory, which must not exist.
 
     Raises:
       CacheError: The path exists, the call is inside a trace, the class of the cache is unknown,
@@ -111,8 +111,8 @@ def restore(
       path: Where it was saved.
       like: A cache of the same kind and sizes, of arrays or of `jax.ShapeDtypeStruct`s. Its
         shardings and its mode are used.
-      manager: Gives the rules and the mesh, instead of `like`. Defaults to the ambient one; without
-        one the cache is not sharded.
+      manager: Manager whose rules and mesh are used, instead of `like`. Defaults to the ambient
+        manager. Without any manager the cache is not sharded.
       mode: Runtime mode. Defaults to the manager's, then to that of the saved cache.
 
     Raises:
@@ -201,8 +201,8 @@ def _staged(directory: str) -> Iterator[str]:
     """Give a new path beside a directory, and rename it to the directory at the end.
 
     The path is new each time, because an earlier save that failed may still be writing to its own.
-    Several processes have to write to one path, and buckets cannot rename: then orbax itself stages
-    the files.
+    Several processes must write to the same path, and storage buckets have no rename. In these
+    cases orbax itself stages the files.
     """
     if "://" in directory or jax.process_count() > 1:
         yield directory

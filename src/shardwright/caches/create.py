@@ -60,11 +60,11 @@ def init(
         cache to "ring".
       window: Positions that attention sees, including the query's own. Defaults to all; for a ring
         to the capacity.
-      order: Which row holds which position. Defaults to one after the other.
+      order: Which row holds which position. Defaults to contiguous.
       mode: Runtime mode whose sharding the arrays get. Defaults to the manager's.
-      **options: Of the kind. For a quantized cache `stored`, the dtype of its rows ("int8" by
-        default). For a paged cache `page_size`, the rows of a page, and `pages`, the size of the
-        pool.
+      **options: Options of the kind. A quantized cache has `stored`, the dtype of its rows ("int8"
+        by default). A paged cache has `page_size`, the rows of a page, and `pages`, the size of
+        the pool.
 
     Raises:
       CacheError: Invalid sizes or options.
@@ -138,7 +138,7 @@ def _find_kind(kind: str) -> Kind:
 
 
 _COMMON = ("capacity", "v_dim", "dtype", "overflow", "window", "order", "mode")
-# Names of other libraries for arguments of `init`.
+# What other libraries call the arguments of `init`, and the fix for each.
 _OTHER_NAMES = MappingProxyType(
     dict.fromkeys(
         ("max_length", "max_len", "max_seq_len", "length", "size"),

@@ -45,8 +45,7 @@ def operate(
     if traced:
         change = operation(cache, *arrays, **static)
     else:
-        # Compiled even here: a shard_map on its own is traced and compiled again by every eager
-        # call.
+        # Compile outside jit too: an eager call would trace and compile every shard_map again.
         change = _jitted(operation, tuple(sorted(static.items())), cache, *arrays)
     if overflow is not Overflow.ERROR:
         return change

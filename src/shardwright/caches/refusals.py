@@ -87,7 +87,7 @@ def set_named(
 
 
 def invalid_names(named: jax.Array) -> tuple[Reason, Reason]:
-    """Return the reasons against the names: out of range, or named by another entry too."""
+    """Return the reasons to refuse names: out of range, or named by several entries."""
     twice = jnp.sum(named, axis=0) > 1
     return (
         (~jnp.any(named, axis=1), Refusal.SLOT_OUT_OF_RANGE),
@@ -101,7 +101,7 @@ def refuse_free(named: jax.Array, length: jax.Array) -> jax.Array:
 
 
 def invalid_length(wanted: jax.Array, held: jax.Array) -> Reason:
-    """Return the reason against lengths that are negative or larger than what is held."""
+    """Return the reason to refuse lengths: negative, or more than the slot holds."""
     return (wanted < 0) | (wanted > held), Refusal.LENGTH_OUT_OF_RANGE
 
 

@@ -89,7 +89,7 @@ def plan_reshard(
       manager: As for `reshard`.
 
     Raises:
-      CacheError: As `reshard`; or the cache is on another mesh, between which JAX copies.
+      CacheError: As `reshard`; or the cache is on another mesh, from which JAX would copy.
       ShardingError: As `reshard`.
     """
     manager, mode = _target(cache, mode, manager)
@@ -134,10 +134,10 @@ def reshard(
     decode, never inside a layer.
 
     Args:
-      cache: Of any kind.
+      cache: A cache of any kind.
       mode: Runtime mode. Defaults to the manager's.
-      manager: Gives the rules and the mesh. Defaults to the ambient one, which the operations on
-        the new cache need.
+      manager: Manager whose rules and mesh are used. Defaults to the ambient manager, which the
+        operations on the new cache need.
       donate: Free the memory of the old cache. If the meshes have devices in common, JAX may share
         arrays that stay; these are freed with their last reference. Inside `jit`, donate the
         cache there instead.

@@ -28,7 +28,7 @@ class CacheSharding:
     """The specs of a cache's arrays under the ambient manager.
 
     Attributes:
-      manager: The ambient one. None: nothing is sharded, or the caller takes care of it.
+      manager: The ambient manager. None: nothing is sharded, or the caller shards it.
       mode: Runtime mode of the cache.
     """
 
@@ -64,7 +64,7 @@ class CacheSharding:
         return spec
 
     def check_order(self, order: RowOrder, axes: Axes, shape: Sequence[int]) -> None:
-        """Check that an order deals rows out to all shards of the rows equally.
+        """Check that a row order gives every shard the same number of rows.
 
         Otherwise some shards would fill before others.
 
@@ -192,7 +192,7 @@ def local_numbers(numbers: jax.Array, axes: tuple[str, ...], size: int) -> jax.A
     Args:
       numbers: Global numbers.
       axes: Mesh axes that shard what is numbered.
-      size: How many of them a shard has. Also the result for numbers of other shards: it is out of
+      size: How many of them a shard has. A number of another shard becomes `size`, which is out of
         range, so a scatter with `mode="drop"` skips it. A negative number would wrap around.
     """
     own = numbers - jax.lax.axis_index(axes) * size if axes else numbers

@@ -43,7 +43,7 @@ def _beats(subject: Subject, earlier: tuple[str, ...], later: tuple[str, ...]) -
     if subject.rules.policy.missing is Missing.REPLICATE:
         # If the mesh lacks a part of the longer candidate, that candidate is replicated.
         return False
-    # Compare candidates as written: without absent mesh axes, they may be equal on purpose.
+    # Compare candidates as written: on a mesh that lacks an axis, they may be equal on purpose.
     return set(earlier) < set(later) and bool(subject.sizes) and bool(subject.live(earlier))
 
 

@@ -149,7 +149,7 @@ class PlanningManager(PartitionManager):
         return annotate_weight(w, use, stored)
 
     def _unrecorded(self, ask: Callable[[], Any]) -> Any:
-        """Ask a question whose answer the walk gives anew, so that it does not shape the trace."""
+        """Ask a question that the walk asks again, so its answer does not shape the trace."""
         object.__setattr__(self, "_quiet", True)
         try:
             return ask()

@@ -300,11 +300,9 @@ def check_syntax(text: object) -> None:
     try:
         re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
-        message, at = str(error), 0
-        if isinstance(error, re.error):
-            message, at = error.msg, error.pos or 0
+        said, at = (error.msg, error.pos or 0) if isinstance(error, re.error) else (str(error), 0)
         raise StrategyError(
-            f"not a regular expression: {message}",
+            f"not a regular expression: {said}",
             snippet=f"{text}\n{' ' * at}^",
             fix="see the documentation of Python's re",
         ) from error

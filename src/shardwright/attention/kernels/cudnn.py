@@ -21,7 +21,7 @@ from shardwright.attention.parts.shards import lengths_are_whole, no_weights
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: the platform, the call, or a cuDNN that does not work."""
+    """Return why a call cannot be served: the platform, the call, or a broken cuDNN."""
     if call.platform != "gpu":
         return (f"it runs on GPUs, and the platform is {call.platform}",)
     return not_in_cudnn(call, (*lengths_are_whole(call), *no_weights(call)))

@@ -29,7 +29,7 @@ from shardwright.attention.parts import online_softmax, sequence, shards
 from shardwright.attention.parts.online_softmax import Running
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
-# A device sends this many more bytes in less time than a second collective takes to start: about a
+# Sending this many more bytes takes less time than starting a second collective: about a
 # microsecond, over a link between accelerators of at least 50 GB/s.
 _FEW_BYTES = 64 * 2**10
 
@@ -180,7 +180,7 @@ def run(operands: Operands, call: AttentionCall) -> Result:
 
 
 def factored(call: AttentionCall) -> tuple[str, ...]:
-    """Return the reasons against a mesh axis that shards both the query heads and the keys."""
+    """Return the reasons to refuse a mesh axis that shards both the query heads and the keys."""
     specs = call.specs
     if specs.grouping is not KVHeads.FACTOR:
         return ()

@@ -18,8 +18,8 @@ from shardwright.attention.call import Layout, Operands, Recipe, dims_along
 from shardwright.attention.masks import block_is_empty
 from shardwright.attention.parts import online_softmax
 
-# By default a TPU stores a dim as the minor one only if it is a multiple of the lanes, and as the
-# next one only if its bytes fill whole sublanes.
+# By default, a TPU stores a dim as the minor one only if its size is a multiple of the lanes. It
+# stores a dim as the second minor one only if its bytes fill whole sublanes.
 _LANES, _SUBLANE_BYTES = 128, 4
 _Q_DIM, _KV_DIM = dims_along("q_length"), dims_along("kv_length")
 
@@ -55,7 +55,7 @@ def repeat(count: int, step: Callable[[Any, Any], Any], init: Any) -> Any:
 
 
 def may_be_empty(operands: Operands, recipe: Recipe) -> bool:
-    """Tell whether a mask may hide all pairs of a block, so that it is worth a test."""
+    """Tell whether a mask may hide all pairs of a block, so that `is_empty` is worth calling."""
     arrays = operands.lengths is not None or operands.q_segment_ids is not None
     return recipe.mask.positional or arrays
 

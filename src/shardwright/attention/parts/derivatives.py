@@ -23,8 +23,8 @@ from jax.interpreters import ad, batching, mlir
 from shardwright.errors import AttentionError
 
 Values = Callable[[Any, dict[str, Any], Any], Any]
-# From the static part, the kept operands and results, and the cotangents of the results to the
-# cotangents of the floats by name; None for an absent float.
+# `(static, residuals, cotangents of the results) -> cotangents of the floats by name`, with None
+# for an absent float. The residuals are the kept operands and results.
 Backward = Callable[[Any, Any, Any], dict[str, Any]]
 
 

@@ -1,4 +1,4 @@
-"""Dropout by counting: a hash of the seed and of the global place decides about a weight.
+"""Dropout by counting: a hash of the seed and of a weight's global position decides about it.
 
 The batch row, the head, the positions and the segment enter the hash. The mask is therefore the
 same on every mesh, under every permutation of the sequence and in every kernel. A backward pass

@@ -1,6 +1,6 @@
 """Run a kernel that JAX cannot differentiate, such as a Pallas kernel, on the shards of a call.
 
-`shard_map` cannot track through such a kernel which devices hold equal values. Its own transpose
+`shard_map` cannot track, through such a kernel, which devices hold equal values. Its own transpose
 would sum every gradient over each mesh axis that does not shard the operand, used or not, in the
 operand's dtype. The backward pass here is therefore a `shard_map` of its own. It sums gradients in
 float32, over the mesh axes that split the work on an operand.
@@ -94,7 +94,7 @@ def run_opaque(
 
 
 def inside_shard_map() -> tuple[str, ...]:
-    """Return the reason against a `shard_map` around the call, which tracks varying mesh axes."""
+    """Return the reason to refuse a `shard_map` around the call, which tracks varying mesh axes."""
     ambient = _jax.ambient_mesh()
     manual = "+".join(ambient.manual_axes) if ambient is not None else ""
     if not manual:

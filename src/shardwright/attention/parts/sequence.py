@@ -1,6 +1,6 @@
-"""What implementations that shard the keys' length share.
+"""Common parts of the implementations that shard the keys' length.
 
-These are whole rows of positions and segments, k and v packed as one array, and sizes of blocks.
+They gather positions and segment ids, pack k and v into one array, and choose sizes of blocks.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""The paged KV cache: one pool of pages, and a table per sequence that says which are its own."""
+"""The paged KV cache: one pool of pages, and a table of page numbers per sequence."""
 
 from shardwright.caches.paged.cache import PagedCache as PagedCache

@@ -87,9 +87,9 @@ def claim_pages(
         return jnp.sum(needs(asking)[0]) > free
 
     def refuse(asking: jax.Array) -> jax.Array:
-        # All slots before the first that lacks pages are served. A later slot that needs more than
-        # what is left can be refused now: what is left shrinks, and its need only grows when one
-        # slot less leaves a shared page.
+        # All slots before the first that lacks pages are served. Refuse it, and also each later
+        # slot that needs more pages than are left there: later, fewer pages are left, and a slot
+        # never needs fewer. (It needs one more if another slot no longer copies a shared page.)
         need = needs(asking)[0]
         left = free - (jnp.cumsum(need) - need)
         at = jnp.argmax(need > left)

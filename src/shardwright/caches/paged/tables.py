@@ -245,7 +245,7 @@ def reorder(owned: Ownership, parents: jax.Array, *, group: int, page_size: int)
 
 
 def _shorten(owned: Ownership, length: jax.Array, page_size: int) -> Ownership:
-    """Return the ownership after slots gave back the pages that so many tokens do not need."""
+    """Return the ownership after slots gave back the pages beyond `length` tokens."""
     first, end = count_pages(length, page_size), count_pages(owned.length, page_size)
     unneeded = used_entries(owned.tables, first, end, pages=owned.pages)
     return dataclasses.replace(

@@ -9,7 +9,8 @@ from shardwright.plan.walk.events import Site
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Value, merged_origins
 
-# A carry that starts anywhere takes the sharding that the body gives it, and the body then sees it.
+# If every device can make the first value of a carry by itself, the carry takes the sharding that
+# the body returns. The second round uses it.
 _ROUNDS = 2
 
 
@@ -50,8 +51,8 @@ def _carried(
 ) -> list[Value]:
     """Return the shardings that the carries of a scan keep.
 
-    A carry has the sharding of its first value, unless the body returns it with more shards, or it
-    starts as something that every device makes by itself.
+    A carry has the sharding of its first value, unless the body returns it with more shards, or
+    every device can make the first value by itself.
     """
     fixed, starts, inputs = values
     carry = [_settled(value, runs=site.runs) for value in starts]
@@ -137,7 +138,7 @@ def call(step: Step) -> list[Value] | None:
             body = getattr(inner, "jaxpr", inner)
             values = step.values[len(step.values) - len(body.invars) :]
             if step.parameters.get("differentiated") and step.parameters.get("prevent_cse"):
-                # A barrier keeps the recomputation where it is, inside its loop.
+                # An optimization barrier keeps XLA from moving the recomputation out of its loop.
                 values = [dataclasses.replace(value, runs=step.site.runs) for value in values]
             return step.walk(body, values, wanted=step.wanted)
     return None

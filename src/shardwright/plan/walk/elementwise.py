@@ -41,7 +41,7 @@ def _owe_alike(values: Sequence[Value]) -> bool:
 
 
 def _agreed(step: Step, operands: Sequence[Dims]) -> Dims:
-    """Return the dims on which the operands meet: those asked for, else the most sharded ones."""
+    """Return the common dims of the operands: those of a constraint, else the most sharded."""
     sizes = step.ledger.sizes
     wanted = step.wanted[0]
     if wanted is not None and wanted in operands:
@@ -87,7 +87,7 @@ def cumulative(step: Step) -> list[Value]:
 
 
 def reduction(step: Step) -> list[Value]:
-    """Follow a reduction: shards of a reduced dim owe a sum (or a maximum, which is added at once)."""
+    """Follow a reduction: a sharded dim leaves a partial sum (a maximum is completed at once)."""
     value = step.whole(0)
     if value.free:
         return step.anywhere()

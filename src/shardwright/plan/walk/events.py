@@ -41,7 +41,7 @@ class Event:
       maybe: Whether it is in a branch that may not be taken.
       source: Line of the model that asks for it, `model.py:12`.
       path: Path of the tensor, or "".
-      chosen: The annotation that would settle it, where the walk had to choose; else "".
+      chosen: The annotation that would decide, if the walk had to choose; else "".
     """
 
     kind: Kind

@@ -29,7 +29,7 @@ class Ledger:
         self.product_bytes = 0
 
     def blank(self) -> Ledger:
-        """Return an empty ledger for the same mesh, for a walk that only asks where values end."""
+        """Return an empty ledger for the same mesh, for a walk that only computes shardings."""
         return Ledger(self.sizes)
 
     def local_bytes(self, aval: Any, dims: Dims) -> int:
@@ -104,7 +104,7 @@ class Ledger:
             self._note(Kind.PERMUTE, reordered, value, aval, _frozen(current), site)
 
     def settle(self, value: Value, aval: Any, site: Site, *, wanted: Dims | None = None) -> Value:
-        """Add what the shards of a value still owe; into shards, if the consumer wants shards.
+        """Sum a partial sum over its mesh axes; by a reduce-scatter, if the consumer wants shards.
 
         Args:
           value: The value, maybe a partial sum.

@@ -1,4 +1,4 @@
-"""The rule of `shard_map`: inside it, the collectives are equations."""
+"""The rule of `shard_map`. Inside it, collectives are equations of the jaxpr."""
 
 from __future__ import annotations
 

@@ -91,9 +91,9 @@ ELEMENTWISE: Final = frozenset(
         "zeta",
     ]
 )
-# Of a sum that shards still owe, these may be computed before it is added.
+# These may run on the terms of a partial sum, before the all-reduce.
 KEEPS_SUM: Final = frozenset({"convert_element_type", "neg", "copy", "copy_p", "reduce_precision"})
-# Names a value for a remat policy and changes nothing.
+# These return their operands unchanged: a name for a remat policy, a barrier.
 NAMES: Final = frozenset({"name", "optimization_barrier"})
 ADDITIONS: Final = frozenset({"add", "sub", "add_any"})
 CUMULATIVE: Final = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"})

@@ -51,7 +51,7 @@ class Labels:
 
 
 def dot_general(step: Step) -> list[Value]:
-    """Follow a product: each mesh axis shards one label; contracted labels owe a sum."""
+    """Follow a product: each mesh axis shards one label; contracted labels leave a partial sum."""
     values = [step.whole(0), step.whole(1)]
     labels = Labels.of(step.parameters["dimension_numbers"], step.avals)
     places = _places(step, values, labels)
@@ -70,10 +70,11 @@ def dot_general(step: Step) -> list[Value]:
 
 
 def _use(step: Step, value: Value, names: Sequence[str], order: dict[str, list[str]]) -> object:
-    """Return what tells apart two moves of one value that XLA does not merge.
+    """Return a key: XLA merges two moves of one value only if their keys are equal.
 
     XLA partitions a product over the mesh axes with most devices first. A gather over them is then
-    made once per kind of the dims that stay sharded; a gather over fewer devices is shared.
+    shared only by products that keep the same kinds of dims sharded. A gather over fewer devices
+    is shared by all.
     """
     sizes = step.ledger.sizes
     kept = {axis for name in names for axis in order.get(name, ())}
@@ -92,7 +93,7 @@ def _places(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, st
     * A contracted label that both operands shard is summed.
     * A contracted label that one operand shards is summed if the result is smaller than that
       operand, else the operand is gathered.
-    * Two labels that compete are gathered, if a constraint leaves both out of the result.
+    * If two labels compete and a constraint shards neither in the result, both are gathered.
     """
     places: dict[str, str] = {}
     one_sided: dict[str, str] = {}

@@ -61,9 +61,9 @@ _RULES: Final[Mapping[str, Rule]] = {
     "cond": control.cond,
     "shard_map": shard_map,
 }
-# Their rules say how often a result is computed.
+# The rules of these primitives set how often a result is computed.
 _LOOPS: Final = frozenset({"scan", "while", "cond"})
-# Lines of these packages are never lines of the model.
+# A line in one of these packages is not a line of the model.
 _NOT_THE_MODEL: Final = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(jax.__file__ or "").resolve().parent, Path(__file__).resolve().parents[2])

@@ -97,7 +97,7 @@ class Step:
         return [variable.aval for variable in self.equation.outvars]
 
     def whole(self, at: int) -> Value:
-        """Return an operand as a whole value: what its shards owe is added, once per value."""
+        """Return an operand that is not a partial sum: sum it if needed, once per value."""
         variable, value = self.equation.invars[at], self.values[at]
         if isinstance(variable, Literal) or not value.owed:
             return value

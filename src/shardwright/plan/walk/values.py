@@ -40,7 +40,7 @@ class Value:
       owed: Mesh axes over which the value is a partial sum: its shards must still be added.
       groups: The parts of `owed` that XLA adds one after the other: a reduction adds dim by dim,
         a product adds all at once. Empty means one group.
-      runs: How often the value is computed. XLA moves what a loop does not change out of the loop.
+      runs: How often the value is computed. XLA moves loop-invariant code out of a loop.
       free: Whether every device can make the value by itself (constants, iotas), so that any
         sharding of it costs nothing.
       origins: Mesh axis -> why it is in `dims` or `owed`.
@@ -59,7 +59,7 @@ class Value:
         return frozenset(axis for dim in self.dims for axis in dim)
 
     def with_dims(self, dims: Iterable[Iterable[str]]) -> Value:
-        """Return the value with other dims: its sum, freedom and origins stay."""
+        """Return the value with other dims: `owed`, `free` and `origins` stay."""
         return dataclasses.replace(self, dims=tuple(tuple(dim) for dim in dims))
 
     def pruned(self) -> Value:
