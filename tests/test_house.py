@@ -220,6 +220,13 @@ def private_jax(tree: ast.AST) -> list[int]:
     return sorted(set(lines))
 
 
+def code_files() -> list[Path]:
+    """Every Python file of the repository's own code, this one included."""
+    files = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert Path(__file__).resolve() in files
+    return files
+
+
 def size_problems(files: Iterable[Path], root: Path) -> list[str]:
     """Files and functions that are too long to read in one go."""
     problems = []
@@ -248,6 +255,18 @@ def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
         return count
     docstring = node.body[0]
     return count - ((docstring.end_lineno or docstring.lineno) - docstring.lineno + 1)
+
+
+def nested_conditionals(files: Iterable[Path], root: Path) -> list[str]:
+    """Conditional expressions that directly contain another one."""
+    return [
+        f"{path.relative_to(root).as_posix()}:{node.lineno}: nested conditional expression; "
+        "write an if statement"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.IfExp)
+        and any(isinstance(part, ast.IfExp) for part in (node.body, node.test, node.orelse))
+    ]
 
 
 def test_imports_follow_the_order() -> None:
@@ -319,13 +338,17 @@ def test_private_jax_and_pydantic_stay_where_they_belong() -> None:
 
 
 def test_files_and_functions_are_short() -> None:
-    files = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
-    assert Path(__file__).resolve() in files
-    problems = size_problems(files, ROOT)
+    problems = size_problems(code_files(), ROOT)
     assert not problems, "\n" + "\n".join(problems)
 
 
-# jax_num_cpu_devices can be set only while no backend exists, so it tells, without private names, whether one was started.
+def test_no_nested_conditional_expression() -> None:
+    problems = nested_conditionals(code_files(), ROOT)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+# jax_num_cpu_devices can be set only before a backend starts. So setting it shows, without private
+# names, whether a backend was started.
 PROBE = """
 import sys
 {first}
@@ -524,3 +547,12 @@ def test_a_docstring_does_not_make_a_function_long(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     assert size_problems([path], tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["a if (b if c else d) else e", "(a if b else c) if d else e"])
+def test_nested_conditional_is_reported(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "nested.py"
+    path.write_text(f"x = a if b else c\ny = {text}\nz = a if b else c if d else e\n")
+    assert nested_conditionals([path], tmp_path) == [
+        f"nested.py:{line}: nested conditional expression; write an if statement" for line in (2, 3)
+    ]

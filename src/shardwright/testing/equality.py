@@ -138,7 +138,9 @@ def _mesh_of(args: Any) -> Mesh:
 def _on_one_device(
     manager: PartitionManager | None, mesh: Mesh | None, *, plain: bool
 ) -> _OneDevice:
-    whole = mesh if mesh is not None else None if manager is None else manager.mesh
+    whole: Any = mesh
+    if whole is None and manager is not None:
+        whole = manager.mesh
     if not isinstance(whole, Mesh):
         raise MeshSpecError(
             "the mesh is abstract, so nothing can run",

@@ -125,21 +125,18 @@ def read_program(
     """
     known = manager if manager is not None else context.current()
     carried = None if known is None else carried_axes(known)
+    requested = mesh
+    if requested is None and known is not None:
+        requested = known.mesh
     if isinstance(program, (tuple, list)) and all(isinstance(one, Collective) for one in program):
-        sizes = (
-            {}
-            if mesh is None and known is None
-            else mesh_sizes(mesh if mesh is not None else known.mesh)
-        )
+        sizes = {} if requested is None else mesh_sizes(requested)
         return Program(name="the program", collectives=tuple(program), sizes=sizes, carried=carried)
     with manager if manager is not None else contextlib.nullcontext():
         name, lowered = (
             ("the program", program) if isinstance(program, str) else _lowered(program, args)
         )
         compiled = lowered.compile() if isinstance(lowered, jax.stages.Lowered) else lowered
-    found = _checked_mesh(
-        mesh if mesh is not None else None if known is None else known.mesh, compiled
-    )
+    found = _checked_mesh(requested, compiled)
     collectives = read_collectives(compiled, found, trips=trips)
     if (
         own_types

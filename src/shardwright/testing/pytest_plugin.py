@@ -162,7 +162,11 @@ def prepare(asked: int | None) -> None:
     XLA_FLAGS and `jax_num_cpu_devices` count, unless the plugin's option is larger.
     """
     already = max(asked_devices(), flagged_devices())
-    try_for_devices(max(asked, already) if asked else (already if already > 1 else USUAL))
+    if asked:
+        count = max(asked, already)
+    else:
+        count = already if already > 1 else USUAL
+    try_for_devices(count)
 
 
 @contextlib.contextmanager
