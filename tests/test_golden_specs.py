@@ -1,4 +1,4 @@
-"""The specs of a whole layer under every preset, compared with golden files that were read line by line."""
+"""The specs of a whole layer under every preset, compared with golden files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on: which module may import which, how long things are, what an import costs.
+"""The house rules that a reader relies on: import order, lengths, and the cost of an import.
 
 Everything is derived from the files that exist. A new module is one line in `ORDER`.
 """
@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "shardwright"
 HERE = "tests/test_house.py"
 
-# The rooms, lowest first. A module imports only from those before it; inside a room any sibling will do, without cycles.
-# `shardwright` is the public face: only what comes after it may import from it.
+# The rooms, lowest first. A module imports only from rooms before its own, and from siblings, but
+# not in a cycle. `shardwright` is the public package: only rooms after it may import from it.
 ROOMS = (
     *("vocabulary", "mesh", "resolution", "trees", "strategy", "manager"),
     *("lints", "plan", "reshard", "caches", "attention", "layers", "serving", "interop"),
@@ -66,7 +66,10 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def imports(node: ast.AST, *, types: bool = False) -> Iterator[Import]:
-    """Every import below node, inside functions too; those that only a type checker sees if `types`."""
+    """Every import below a node, inside functions too.
+
+    With `types`, imports that only a type checker sees are included.
+    """
     if isinstance(node, ast.Import):
         yield from (Import(line=node.lineno, module=alias.name) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -94,12 +97,12 @@ def module_files(src: Path) -> dict[str, Path]:
 
 
 def unit(module: str) -> str:
-    """The entry of `ORDER` that a module belongs to: `strategy` for `shardwright.strategy.model`."""
+    """The entry of `ORDER` that contains a module: `strategy` for `shardwright.strategy.model`."""
     return module.split(".")[1] if "." in module else module
 
 
 def import_problems(src: Path) -> list[str]:
-    """Every import that goes against `ORDER`, every cycle and every module that `ORDER` does not know."""
+    """Imports against `ORDER`, import cycles, and modules that `ORDER` does not contain."""
     files = module_files(src)
     problems = []
     graph: dict[str, set[str]] = {}
@@ -133,7 +136,8 @@ def own_imports(tree: ast.AST, files: Iterable[str]) -> Iterator[tuple[int, str]
             yield found.line, ""
         elif found.module.split(".")[0] == PACKAGE:
             inner = f"{found.module}.{found.name}"
-            # `from shardwright import axes` means the module; `from shardwright import shard` the public face.
+            # In `from shardwright import axes` the target is the module; in
+            # `from shardwright import shard` it is the public package.
             yield found.line, inner if inner in files else found.module
 
 
@@ -206,7 +210,7 @@ def foreign_problems(src: Path) -> list[str]:
 
 
 def private_jax(tree: ast.AST) -> list[int]:
-    """Lines that import `jax._src`, reach it as an attribute, or name it in a string for importlib."""
+    """Lines that import `jax._src`, read it as an attribute, or name it in a string."""
     lines = [
         found.line
         for found in imports(tree, types=True)

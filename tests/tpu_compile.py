@@ -1,4 +1,6 @@
-"""Compile for eight TPUs without one: what the modules `tpu_*` share, each of which prints a line of JSON per program.
+"""Compile for eight TPUs on a machine without TPUs.
+
+The modules `tpu_*` share this code. Each prints one line of JSON per program.
 
     python -m tests.attention.tpu_memory
 
@@ -39,7 +41,9 @@ Found = TypeVar("Found")
 
 
 def measure(module: str, into: type[Found], *names: str) -> list[Found]:
-    """Run a module that prints, in a process of its own, whose settings libtpu reads when it is loaded.
+    """Run a module in its own process, and return what it prints.
+
+    libtpu reads its settings once, when it is loaded, so each module needs its own process.
 
     Args:
       module: its name.
@@ -102,7 +106,7 @@ def held(tree: Any) -> int:
 
 
 def collectives(compiled: Any, mesh: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Return how often each kind of collective runs, and the logical bytes of each kind, all runs together."""
+    """Return the number of runs and the total logical bytes of each kind of collective."""
     from shardwright.plan.collectives.read import read_collectives
 
     counts: dict[str, int] = {}

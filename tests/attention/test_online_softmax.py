@@ -28,7 +28,8 @@ QUERIES, KEYS, VALUES = (
 LOGITS = draw(BATCH, HEADS, Q, KV) * 3
 SCALES = np.abs(draw(BATCH, KV, KV_HEADS)) + 0.5
 SINKS = draw(HEADS)
-# The last query of the first sequence sees nothing; the first query of the second sees the second piece alone.
+# The last query of the first sequence sees nothing. The first query of the second sequence sees
+# only the second piece.
 SEEN = RNG.random((BATCH, HEADS, Q, KV)) < 0.7
 SEEN[0, :, -1] = False
 SEEN[1, :, 0, :4] = False

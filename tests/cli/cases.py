@@ -135,7 +135,8 @@ axes = "BATCH HEAD QUERY_LENGTH BIAS_KV_SEQ"
 shape = [16, 32, 4096, 4096]
 """,
     "tensors.json": """\
-{"wi": {"axes": "EMBED MLP_INTERMEDIATE", "shape": [64, 256], "role": "param", "dtype": "float32"}, "step": {"axes": "()", "shape": []}}
+{"wi": {"axes": "EMBED MLP_INTERMEDIATE", "shape": [64, 256], "role": "param", \
+"dtype": "float32"}, "step": {"axes": "()", "shape": []}}
 """,
 }
 

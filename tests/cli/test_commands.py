@@ -40,7 +40,9 @@ BAD = {
     "diff fsdp ddp tensor --tensors tensors.toml --mesh dp:2": (
         "STRATEGY is given 3 times\n  fix   give one for both sides"
     ),
-    "diff fsdp --tensors tensors.toml --mesh dp:2 --mesh dp:4 --mesh dp:8": "--mesh is given 3 times",
+    "diff fsdp --tensors tensors.toml --mesh dp:2 --mesh dp:4 --mesh dp:8": (
+        "--mesh is given 3 times"
+    ),
     "diff fsdp ddp --tensors tensors.toml": "mesh axis fsdp = -1 in strategy fsdp needs a number "
     "of devices",
     "diff fsdp ddp --tensors tensors.toml --devices 8 --mode serve": "invalid choice: 'serve'",

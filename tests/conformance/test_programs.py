@@ -1,4 +1,7 @@
-"""Mistakes of other sharding libraries: stale rules, mesh contexts, axis types, threads, no-op constraints."""
+"""Known mistakes of sharding libraries do not occur here.
+
+The mistakes are about stale rules, mesh contexts, axis types, threads and no-op constraints.
+"""
 
 from __future__ import annotations
 

@@ -163,8 +163,15 @@ import json, shardwright as sw
 from shardwright.interop.eformer import PartitionAxis
 rules = sw.Strategy.preset("moe_ep").compile()
 mesh = {"dp": 2, "fsdp": 2, "sp": 2, "ep": 2, "tp": 2}
-asked = [(sw.VOCAB, sw.EMBED, sw.LAYERS), (sw.EXPERT, sw.EMBED, sw.MLP_INTERMEDIATE), sw.ExpertColumnWiseAlt]
-specs = [[str(sw.resolve(axes, rules, mesh, shape=(64, 64, 64), role=role).spec) for axes in asked] for role in ("param", "use")]
+tensors = [
+    (sw.VOCAB, sw.EMBED, sw.LAYERS),
+    (sw.EXPERT, sw.EMBED, sw.MLP_INTERMEDIATE),
+    sw.ExpertColumnWiseAlt,
+]
+specs = [
+    [str(sw.resolve(axes, rules, mesh, shape=(64, 64, 64), role=role).spec) for axes in tensors]
+    for role in ("param", "use")
+]
 print(json.dumps([specs, rules.named_mesh_axes(), hash(PartitionAxis(batch_axis=("dp", "sp")))]))
 """
 

@@ -1,6 +1,7 @@
-"""The demo's model as people write it without this library: plain JAX, literal `PartitionSpec`s, one table of them per mesh.
+"""The demo's model in plain JAX, with literal `PartitionSpec`s: one table of them per mesh.
 
-What the library emits must compile to the same program as this. Nothing here may import it, or the example.
+The demo must compile to the same program as this model. This module imports neither the library
+nor the demo.
 """
 
 from __future__ import annotations

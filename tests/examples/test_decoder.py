@@ -198,7 +198,7 @@ def test_an_insert_touches_one_slot(serving: sw.PartitionManager) -> None:
 
 
 def test_attention_is_causal_and_grouped(serving: sw.PartitionManager) -> None:
-    """Against NumPy, head by head: query head h reads kv head h * 4 // 8, and positions after its own are not seen."""
+    """The result equals NumPy's: query head h reads kv head h * 4 // 8, and no later position."""
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (
         np.asarray(jax.random.normal(key, (2, 5, heads, 8)))

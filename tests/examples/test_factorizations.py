@@ -1,4 +1,7 @@
-"""Sharded equals unsharded for the demo's model, on every way to write 8 as dp * fsdp * sp * ep * tp."""
+"""The demo's model computes the same sharded and unsharded, on every mesh of 8 devices.
+
+The meshes are all factorizations of 8 as dp * fsdp * sp * ep * tp.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ EIGHT = [
     (2, 1, 1, 2, 2),
 ]
 CONFIG = DecoderConfig(layers=1, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=64)
-# adamw divides a gradient by its own size: eps keeps rounding noise in gradients near 0 from becoming a whole step.
+# adamw divides a gradient by its own size. Without eps, rounding noise in a gradient near 0 would
+# become a whole step.
 OPTIMIZER = optax.adamw(1e-2, eps=1e-4)
 
 

@@ -1,4 +1,7 @@
-"""Ten optimizers on the demo's parameters: no byte of a moment is a copy unless asked, and training is that of one device."""
+"""Ten optimizers on the demo's parameters.
+
+A moment is replicated only as its parameter is, and training equals training on one device.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ DDP = sw.Strategy.preset("ddp") | sw.Strategy(mesh={"dp": 8})
 
 
 def by_rank() -> Any:
-    labels = lambda params: jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "rest", params)  # noqa: E731
+    def labels(params: Any) -> Any:
+        return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "rest", params)
+
     return optax.partition(
         {"matrix": optax.sgd(0.1, momentum=0.9), "rest": optax.adam(1e-2)}, labels
     )
@@ -73,7 +78,7 @@ def held(name: str, strategy: sw.Strategy, mesh: Any, config: DecoderConfig) -> 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_no_byte_of_a_moment_is_a_copy_unless_its_parameter_is_one(name: str) -> None:
-    """Each leaf of the state is replicated over what its parameter is replicated over, and byte by byte as often."""
+    """Each leaf of the state is replicated over the same mesh axes as its parameter."""
     params, state = held(
         name, sw.Strategy.preset("fsdp_tp"), sw.abstract_mesh("fsdp:4,tp:2"), DecoderConfig()
     )
@@ -101,7 +106,7 @@ def test_no_byte_of_a_moment_is_a_copy_unless_its_parameter_is_one(name: str) ->
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_asked_to_spread_no_moment_is_a_copy(name: str) -> None:
-    """Where the parameters are replicated, zero1 leaves only what has no dim: counts, keys, stand-ins and the like."""
+    """Parameters are replicated: zero1 then replicates only leaves without dims, such as counts."""
     spread = sw.Strategy.preset("ddp") | sw.Strategy(policy={"zero1": "dp"})
     _, plain = held(name, sw.Strategy.preset("ddp"), sw.abstract_mesh("dp:4"), DecoderConfig())
     _, state = held(name, spread, sw.abstract_mesh("dp:4"), DecoderConfig())

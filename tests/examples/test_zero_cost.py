@@ -1,4 +1,7 @@
-"""The demo's train and decode steps compile to the same program as a hand-written model with literal specs."""
+"""The demo's train and decode steps compile to the program of a hand-written model.
+
+The hand-written model has literal specs.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ def program(compiled: Any) -> str:
     assert "metadata=" not in text
     kept, table = [], False
     for line in text.splitlines():
-        # FileNames, FunctionNames, FileLocations and StackFrames: a heading, numbered lines, an empty line.
+        # FileNames, FunctionNames, FileLocations and StackFrames are tables: a heading, numbered
+        # lines, an empty line.
         table = bool(
             re.fullmatch(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*", line)
         ) or (table and bool(line.strip()))

@@ -91,7 +91,10 @@ def rules(ct: ModuleType, pm: Any) -> list[tuple[str, Any]]:
 
 def init() -> Any:
     rng = np.random.default_rng(0)
-    make = lambda *shape: (rng.normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)  # noqa: E731
+
+    def make(*shape: int) -> Any:
+        return (rng.normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
+
     return {
         "attn": {name: make(HIDDEN, HIDDEN) for name in ("q", "k", "v", "o")},
         **{

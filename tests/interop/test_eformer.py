@@ -22,18 +22,23 @@ from shardwright.interop.eformer.escale.partition import constraints, manager
 
 # Every name that code written for eformer may import, by where from.
 COMMON_TYPES = """
-BATCH LENGTH KV_LENGTH QUERY_LENGTH EMBED HEAD KV_HEAD MLP_INTERMEDIATE VOCAB EXPERT EXPERT_GATE HEAD_DIM KV_HEAD_DIM BIAS_HEAD_SEQ
-BIAS_KV_SEQ EMPTY DATA_PARALLEL DP FULLY_SHARDED_DATA_PARALLEL FSDP TENSOR_PARALLEL TP EXPERT_PARALLEL EP SEQUENCE_PARALLEL SP
-MODE_DECODE MODE_PREFILL MODE_TRAIN MODE_INSERT GENERATION_MODES RUNTIME_MODE_TYPES NOT_GIVEN EMPTY_VAL DEFAULT_MASK_VALUE AxisType
-Array PRNGKey DType Shape Mesh AxisNames AxisIdxes DynamicShardingAxes HiddenStateSharding AttnQSharding AttnKVSharding RowWise SRowWise
-ColumnWise SColumnWise Replicated ExpertColumnWise ExpertRowWise ExpertColumnWiseAlt ExpertRowWiseAlt UnifiedExpertColumnWise
-UnifiedExpertRowWise ExpertActivations ExpertActivationsAlt ExpertTensorParallel
+BATCH LENGTH KV_LENGTH QUERY_LENGTH EMBED HEAD KV_HEAD MLP_INTERMEDIATE VOCAB EXPERT EXPERT_GATE
+HEAD_DIM KV_HEAD_DIM BIAS_HEAD_SEQ BIAS_KV_SEQ EMPTY DATA_PARALLEL DP FULLY_SHARDED_DATA_PARALLEL
+FSDP TENSOR_PARALLEL TP EXPERT_PARALLEL EP SEQUENCE_PARALLEL SP MODE_DECODE MODE_PREFILL
+MODE_TRAIN MODE_INSERT GENERATION_MODES RUNTIME_MODE_TYPES NOT_GIVEN EMPTY_VAL DEFAULT_MASK_VALUE
+AxisType Array PRNGKey DType Shape Mesh AxisNames AxisIdxes DynamicShardingAxes
+HiddenStateSharding AttnQSharding AttnKVSharding RowWise SRowWise ColumnWise SColumnWise
+Replicated ExpertColumnWise ExpertRowWise ExpertColumnWiseAlt ExpertRowWiseAlt
+UnifiedExpertColumnWise UnifiedExpertRowWise ExpertActivations ExpertActivationsAlt
+ExpertTensorParallel
 """
 ESCALE = """
-PartitionAxis PartitionManager apply_logical_sharding get_current_partition_manager get_partition_manager get_corrected_named_sharding
-with_sharding_constraint lax_reshard match_partition_rules make_shard_and_gather_fns create_mesh parse_mesh_from_string create_cpu_mesh
-cpu_context force_cpu get_incontext_mesh get_axes_size_in_mesh get_mesh_axis_names get_mesh_axis_size get_submesh_device_index
-names_in_current_mesh extract_shardings extract_sharding_structure get_shardings_with_structure get_partition_spec
+PartitionAxis PartitionManager apply_logical_sharding get_current_partition_manager
+get_partition_manager get_corrected_named_sharding with_sharding_constraint lax_reshard
+match_partition_rules make_shard_and_gather_fns create_mesh parse_mesh_from_string create_cpu_mesh
+cpu_context force_cpu get_incontext_mesh get_axes_size_in_mesh get_mesh_axis_names
+get_mesh_axis_size get_submesh_device_index names_in_current_mesh extract_shardings
+extract_sharding_structure get_shardings_with_structure get_partition_spec
 get_names_from_partition_spec NamedSharding PartitionSpec
 """
 
@@ -84,8 +89,8 @@ SUBMODULES = {
     "escale.helpers": (
         "",
         """
-        AutoShardingRule CompositeShardingRule MemoryConstrainedShardingRule ShapeBasedShardingRule ShardingAnalyzer ShardingRule
-        barrier_sync
+        AutoShardingRule CompositeShardingRule MemoryConstrainedShardingRule
+        ShapeBasedShardingRule ShardingAnalyzer ShardingRule barrier_sync
         """,
     ),
     "escale.helpers.base": ("", "ShardingRule create_monitored_function barrier_sync"),
@@ -96,8 +101,8 @@ SUBMODULES = {
     "escale.partition.auto_spec": (
         "",
         """
-        auto_partition_spec vrn_auto_partition_spec auto_shard_array auto_namedsharding optimize_sharding_for_memory
-        validate_sharding_config convert_sharding_strategy
+        auto_partition_spec vrn_auto_partition_spec auto_shard_array auto_namedsharding
+        optimize_sharding_for_memory validate_sharding_config convert_sharding_strategy
         """,
     ),
     "escale.partition.constraints": (

@@ -194,7 +194,8 @@ def test_pallas_metadata_spans_lines() -> None:
 
 ENTRY %main (a: f32[8]) -> f32[8] {
   %a = f32[8]{0} parameter(0)
-  %kernel.1 = (f32[8]{0}, s32[]) custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+  %kernel.1 = (f32[8]{0}, s32[]) custom-call(%a), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
 "xprof_metadata":"{\\"block_q\\": 512}",
 "other":"x"
 }}, metadata={op_name="jit(f)/pallas_call" stack_frame_id=21}

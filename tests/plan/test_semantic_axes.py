@@ -34,7 +34,8 @@ vocab = "dp+tp"
 
 
 def manager(mesh: object = MESH) -> sw.PartitionManager:
-    return sw.PartitionManager(sw.Strategy.loads(RULES, source="rules.toml"), mesh=mesh)  # type: ignore[arg-type]
+    strategy = sw.Strategy.loads(RULES, source="rules.toml")
+    return sw.PartitionManager(strategy, mesh=mesh)  # type: ignore[arg-type]
 
 
 def test_axis_counts_if_any_rule_names_it() -> None:

@@ -189,7 +189,7 @@ def test_moments_are_not_replicated() -> None:
 
 
 def test_factored_moments() -> None:
-    """Adafactor's rows of a kernel over (fsdp, tp) are sharded over fsdp; only the kernel uses tp."""
+    """The kernel is sharded over (fsdp, tp), Adafactor's rows of it over fsdp only."""
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
     state = jax.eval_shape(tx.init, manager("fsdp_tp", "fsdp:4,tp:2").abstract(SPECS))
     rows = {}

@@ -227,7 +227,9 @@ def test_line_numbers_of_json_are_counted_once() -> None:
         __slots__ = ()
         seen = 0
 
-        def count(self, sub: str, start: int = 0, end: int | None = None) -> int:  # type: ignore[override]
+        def count(  # type: ignore[override]
+            self, sub: str, start: int = 0, end: int | None = None
+        ) -> int:
             Counted.seen += (len(self) if end is None else end) - start
             return super().count(sub, start, len(self) if end is None else end)
 

@@ -46,7 +46,8 @@ def test_preset_names() -> None:
 def test_preset_round_trip(preset: str, format: str, tmp_path: Path) -> None:
     strategy = sw.Strategy.preset(preset)
     assert strategy.name == preset
-    again = sw.Strategy.loads(strategy.dumps(format=format), format=format)  # type: ignore[arg-type]
+    text = strategy.dumps(format=format)  # type: ignore[arg-type]
+    again = sw.Strategy.loads(text, format=format)  # type: ignore[arg-type]
     from_file = sw.Strategy.load(strategy.dump(tmp_path / f"copy.{format}"))
     assert again == strategy
     assert from_file == strategy

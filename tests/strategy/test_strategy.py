@@ -545,7 +545,8 @@ def test_axis_types_word_over_table() -> None:
 @pytest.mark.parametrize("format", ["toml", "json"])
 def test_byte_order_mark_is_skipped(format: str, tmp_path: Path) -> None:
     path = tmp_path / f"s.{format}"
-    path.write_text(Strategy.loads(SMALL).dumps(format=format), encoding="utf-8-sig")  # type: ignore[arg-type]
+    text = Strategy.loads(SMALL).dumps(format=format)  # type: ignore[arg-type]
+    path.write_text(text, encoding="utf-8-sig")
     assert path.read_bytes().startswith(b"\xef\xbb\xbf")
     assert Strategy.load(path) == Strategy.loads(SMALL)
     assert Strategy.load(path).source("rules", "head").startswith(path.name)

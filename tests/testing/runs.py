@@ -19,9 +19,9 @@ def run_pytest(
     ini: str = "",
     inline: bool = False,
 ) -> pytest.RunResult:
-    """Write files into pytester's folder and run pytest there, with JAX as a fresh process finds it.
+    """Write files into pytester's folder and run pytest there, without settings of this process.
 
-    `inline` runs it in this process, which saves the import of JAX: for what has nothing to do with JAX.
+    `inline` runs it in this process. That saves the import of JAX for tests that do not use JAX.
     """
     for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""Each assertion holds where it should, and fails with a message that says which tensor, which axis, how many bytes."""
+"""Each assertion passes for correct values, and otherwise names the tensor, axis and bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The conformance tests as a user has them: a subclass passes, skips with reasons, and fails where the implementation is wrong."""
+"""The conformance tests as a user runs them, in a subclass.
+
+They pass, skip with a reason, and fail if the implementation is wrong.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""assert_same_as_unsharded: it holds for right programs, and fails for each way to be wrong, forward and backward."""
+"""`assert_same_as_unsharded` passes for correct programs and fails for each kind of mistake.
+
+The mistakes are in the forward and in the backward pass.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,8 +43,9 @@ def test_other_devices_are_another_place() -> None:
     for where, ids in ((backwards, "3,2,1,0"), (others, "4,5,6,7")):
         x = jax.device_put(ONES, NamedSharding(where, P(None, "tp")))
         says = f"devices: {ids}, not 0,1,2,3 (64 B per device either way)"
-        assert says in failing(lambda x=x: assert_sharding(x, NamedSharding(mesh, P(None, "tp"))))  # type: ignore[misc]
-        assert says in failing(lambda x=x: assert_spec(x, sw.EMPTY, sw.HEAD, manager=pm))  # type: ignore[misc]
+        expected = NamedSharding(mesh, P(None, "tp"))
+        assert says in failing(functools.partial(assert_sharding, x, expected))
+        assert says in failing(functools.partial(assert_spec, x, sw.EMPTY, sw.HEAD, manager=pm))
         assert_sharding(x, P(None, "tp"))
         assert_sharding(x, NamedSharding(pm.mesh.abstract_mesh, P(None, "tp")))
     assert_sharding(

@@ -34,7 +34,8 @@ from shardwright.manager import context
 
 @pytest.mark.mesh("dp:2,tp:4", "dp:8", axis_types=["auto", "explicit"])
 def test_several(mesh):
-    print("LIES", dict(mesh.shape), {str(kind) for kind in mesh.axis_types}, {d.platform for d in mesh.devices.flat})
+    types = {str(kind) for kind in mesh.axis_types}
+    print("LIES", dict(mesh.shape), types, {d.platform for d in mesh.devices.flat})
 
 @pytest.mark.mesh("dp:2,fsdp:-1", axis_types={"dp": "explicit"})
 @pytest.mark.mesh("tp:4")
@@ -181,11 +182,14 @@ def test_leaves_a_legacy_mesh():
     sw.create_mesh("ep:2").__enter__()
 
 def test_nothing_is_left():
-    assert jax.sharding.get_abstract_mesh().empty and context.current() is None and context.depth() == 0
+    assert jax.sharding.get_abstract_mesh().empty
+    assert context.current() is None and context.depth() == 0
     assert jax.jit(lambda x: x)(1.0).sharding.device_set == {jax.devices()[0]}
 """
 SAYS = {
-    "test_no_marker": 'no marker says which mesh: write @pytest.mark.mesh("dp:2,tp:4") above the test',
+    "test_no_marker": (
+        'no marker says which mesh: write @pytest.mark.mesh("dp:2,tp:4") above the test'
+    ),
     "test_no_strategy[dp2]": (
         'the marker names no strategy for the manager: write @pytest.mark.mesh("dp:2,tp:4", '
         'strategy="fsdp_tp")'
@@ -200,7 +204,9 @@ SAYS = {
     "test_no_preset[dp2-fsdp_pt]": "no preset 'fsdp_pt'\n  fix   did you mean 'fsdp_tp'?",
     "test_misfit[model2-ddp]": "the mesh axis model",
     "test_no_file[missing]": "/missing.toml'\n  fix   did you mean",
-    "test_indivisible[dp3-tpN]": "mesh axis tp = -1 has no size: 8 devices cannot be divided by dp=3",
+    "test_indivisible[dp3-tpN]": (
+        "mesh axis tp = -1 has no size: 8 devices cannot be divided by dp=3"
+    ),
     "test_leaves_a_mesh[dp2]": (
         "left behind: the mesh dp:2 is set\n"
         "  fix   write `with jax.set_mesh(mesh):`; as a statement of its own "
@@ -379,7 +385,7 @@ def devices(result: pytest.RunResult) -> list[str]:
 def test_the_number_of_devices(
     run: Run, conftest: str, ini: str, args: tuple[str, ...], count: int
 ) -> None:
-    """An option counts before any conftest.py is read; otherwise an existing one is obeyed; no variable is left behind."""
+    """The plugin's option counts first, then an existing one; no variable is left behind."""
     result = run({"conftest.py": conftest, "test_it.py": COUNT}, "-s", *args, ini=ini)
     result.assert_outcomes(passed=1)
     assert devices(result) == [f"{count} None"]

@@ -1,4 +1,4 @@
-"""assert_no_retrace: one compilation however often a function is called, and the reason where there is another."""
+"""`assert_no_retrace` passes if a function compiles once, and else reports why it recompiled."""
 
 from __future__ import annotations
 

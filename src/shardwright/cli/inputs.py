@@ -164,7 +164,8 @@ def read_setting(strategies: Sequence[str], *, mesh: str | None, devices: int | 
     """Load strategies and put the result on a mesh without devices.
 
     Args:
-      strategies: Names of presets, or paths of `.toml` and `.json` files. Each overlays the one before.
+      strategies: Names of presets, or paths of `.toml` and `.json` files. Each overlays the one
+        before it.
       mesh: Text such as `dp:2,tp:4`. Defaults to the strategy's own.
       devices: Number of devices, to work out a -1.
 

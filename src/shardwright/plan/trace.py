@@ -59,7 +59,7 @@ class Trace:
     answers: tuple[Answer, ...]
 
     def fits(self, manager: PartitionManager) -> bool:
-        """Say whether a manager gives every answer that shaped the trace, so that it may share it."""
+        """Tell whether a manager gives every answer that shaped the trace, and so may share it."""
         return all(manager._answer(answer.request).spec == answer.spec for answer in self.answers)
 
 
@@ -90,7 +90,7 @@ class PlanningManager(PartitionManager):
         return planning
 
     def for_mode(self, mode: str) -> PartitionManager:
-        """Return the planning manager whose calls resolve in a mode; it records into the same place."""
+        """Return a planning manager that resolves in a mode and records into the same place."""
         other = super().for_mode(mode)
         if other is self or isinstance(other, PlanningManager):
             return other

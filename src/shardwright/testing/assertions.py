@@ -178,8 +178,8 @@ def assert_collectives(
     Kinds that are not named may occur, unless `only` is set.
 
     Args:
-      program: a function, jitted or not; the result of `lower` or `compile`; HLO text; or the result
-        of `read_collectives`.
+      program: a function, jitted or not; the result of `lower` or `compile`; HLO text; or the
+        result of `read_collectives`.
       *args: arguments of a function: arrays or `ShapeDtypeStruct`s.
       all_gather: number of runs, as an integer or a `range`.
       all_reduce: see `all_gather`. On CPU it replaces the reduce-scatter of TPU and GPU.

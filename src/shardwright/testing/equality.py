@@ -102,11 +102,13 @@ def assert_same_as_unsharded(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _OneDevice:
-    """Where the reference runs: a function that enters its context, and the place of its arguments."""
+    """Where the reference runs.
 
-    scope: Callable[
-        [], Any
-    ]  # `jax.set_mesh` sets the mesh when it is called, so not before the `with`
+    `scope` returns the context to enter, and `place` is the device or sharding of the arguments.
+    """
+
+    # A function, because `jax.set_mesh` sets the mesh as soon as it is called.
+    scope: Callable[[], Any]
     place: Any
 
 
@@ -207,7 +209,7 @@ def _direction(one: Any) -> Any:
 
 
 def _check_sharded(compiled: Any, f: Any) -> None:
-    """Check that there is something to compare: a program of several devices of which each does its own part."""
+    """Check that the program runs on several devices, and that each does its own part."""
     __tracebackhide__ = True
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     if is_same_everywhere(compiled):

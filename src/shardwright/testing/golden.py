@@ -68,7 +68,8 @@ class Golden:
         """Compare a value with a file of the test's module.
 
         Args:
-          value: text; or a tree of arrays, `ShapeDtypeStruct`s, shardings or specs, compared as `spec_table` shows it.
+          value: text; or a tree of arrays, `ShapeDtypeStruct`s, shardings or specs, which is
+            compared as the text of its `spec_table`.
           name: the file's name without `.txt`, to which a test on meshes adds its mesh.
             Defaults to the test's own name. Tests may share a file.
 
@@ -176,7 +177,7 @@ def _encoded(text: str) -> bytes:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file in one step, so that a test of another process reads the old text or the new one."""
+    """Write a file in one step, so that another process reads either the old or the new text."""
     data = _encoded(text)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".golden.")
@@ -193,7 +194,8 @@ def write(path: Path, text: str) -> None:
 def difference(golden: str, now: str) -> str:
     """Return the lines that differ, with a few around them.
 
-    Blanks do not count where something else differs too: one longer cell moves the columns of a whole table.
+    Blanks do not count if something else differs too, because one longer cell moves the columns
+    of a whole table.
     """
     before, after = golden.splitlines(), now.splitlines()
     old, new = ([_BLANKS.sub(" ", line).strip() for line in lines] for lines in (before, after))
@@ -225,8 +227,8 @@ def spec_table(tree: Any) -> str:
 
     The columns are path, shape, dtype, spec, and the shape on one device.
 
-    Leaves are arrays, `ShapeDtypeStruct`s, `NamedSharding`s or `PartitionSpec`s. Specs that mean the same are shown the
-    same: without mesh axes of size 1 and without None at the end.
+    Leaves are arrays, `ShapeDtypeStruct`s, `NamedSharding`s or `PartitionSpec`s. Specs are shown
+    without mesh axes of size 1 and without None at the end, so equivalent specs look the same.
 
     Raises:
       GoldenError: an empty tree, or a leaf that is none of these.

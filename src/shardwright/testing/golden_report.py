@@ -1,6 +1,7 @@
 """Golden files over a whole run: which files the tests of a module used, and which no test uses.
 
-Tests run in any process (pytest-xdist), so a test's report carries what it used, and the process that started judges.
+With pytest-xdist, tests run in several processes. Each test's report carries the files that it
+used, and the process that started the run evaluates the reports.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _UNFIT = re.compile(r"[^\w.,=+-]+")
 
 
 def golden_of(item: pytest.Item) -> Golden:
-    """Return new golden files of a test, which may run again: `golden/<module>/<test>.txt` beside the module."""
+    """Return a `Golden` for one run of a test: `golden/<module>/<test>.txt` beside the module."""
     call = getattr(item, "callspec", None)
     item.stash[_GOLDEN] = Golden(
         folder=_folder(item),
@@ -64,7 +65,10 @@ def _reports(item: pytest.Item) -> Any:
 
 
 def _names_part_of(path: Path, argument: str, config: pytest.Config) -> bool:
-    """Tell whether `pytest module.py::test` names a part of a module; `--pyargs package.module::test` may be of any."""
+    """Tell whether an argument such as `module.py::test` names a part of a module.
+
+    An argument of `--pyargs`, such as `package.module::test`, may be part of any module.
+    """
     file, part, _ = argument.partition("::")
     named = (config.invocation_params.dir / file).resolve()
     return bool(part) and (named == path.resolve() or not named.exists())
@@ -100,9 +104,11 @@ def judge(
     phases: Mapping[str, Mapping[str, set[str]]],
     session: pytest.Session,
 ) -> list[str]:
-    """Return what to say at the end; fail the run for files that no test uses, or remove them with `--update-golden`.
+    """Return the lines of the final report about golden files.
 
-    A module is judged only if all of its tests that may use golden files ran and passed: another run knows no more.
+    A file that no test uses fails the run; `--update-golden` removes it instead. A module is
+    checked only if all of its tests that may use golden files ran and passed, because otherwise
+    an unused file may belong to a test that did not run.
 
     Args:
       uses: what tests used, as `attach` put it.
@@ -138,7 +144,7 @@ def judge(
 
 
 def _clashes(uses: Sequence[dict[str, Any]], root: Path) -> list[str]:
-    """Say which tests want different contents of one file: whichever is written, the others fail."""
+    """Return a line for each two tests that want different contents of one file."""
     seen: dict[tuple[str, str], dict[str, Any]] = {}
     found = []
     for use in uses:

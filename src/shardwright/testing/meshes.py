@@ -63,7 +63,7 @@ def asked_devices() -> int:
 
 
 def flagged_devices() -> int:
-    """Return the number of CPU devices in XLA_FLAGS. Defaults to 1. JAX's own option overrides it."""
+    """Return the number of CPU devices in XLA_FLAGS, or 1; JAX's own option overrides it."""
     flags = _FLAG.findall(os.environ.get("XLA_FLAGS", ""))
     return int(flags[-1]) if flags else 1
 

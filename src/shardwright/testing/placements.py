@@ -60,7 +60,8 @@ def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
     """Pair arrays with shardings or specs; one may cover a subtree.
 
     Raises:
-      StrategyError: the trees differ, something is neither a sharding nor a spec, or a spec meets an array without a mesh.
+      StrategyError: the trees differ, a value is neither a sharding nor a spec, or a spec is
+        compared with an array without a mesh.
     """
     ones, structure = jax.tree.flatten(expected, is_leaf=_covers)
     try:
@@ -302,7 +303,10 @@ def _entries(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
 
 
 def _unreduced(sharding: NamedSharding) -> list[str]:
-    """Return the mesh axes along which every device holds a summand, in mesh order, without those of one device."""
+    """Return the mesh axes along which every device holds a summand, in mesh order.
+
+    Mesh axes of size 1 are left out.
+    """
     return [
         axis
         for axis, size in mesh_sizes(sharding.mesh).items()
@@ -326,7 +330,10 @@ def _devices_text(sharding: NamedSharding) -> str:
 
 
 def _differences(one: Wanted) -> list[str]:
-    """Return the dims whose mesh axes differ, as `dim 1 HEAD: -, not tp`; else what differs about the shardings."""
+    """Return the dims with different mesh axes, as `dim 1 HEAD: -, not tp`.
+
+    If every dim agrees, return what else differs about the shardings.
+    """
     own = getattr(one.value, "sharding", None)
     if own is None:
         return ["it has no sharding"]
@@ -352,7 +359,7 @@ def _differences(one: Wanted) -> list[str]:
 
 
 def _apart(one: Wanted) -> list[int]:
-    """Return the dims whose mesh axes differ; all of them where the shardings cannot be compared by dim."""
+    """Return the dims with different mesh axes, or all if the shardings have no comparable dims."""
     own, rank = getattr(one.value, "sharding", None), np.ndim(one.value)
     if not isinstance(own, NamedSharding) or not isinstance(one.sharding, NamedSharding):
         return list(range(rank))

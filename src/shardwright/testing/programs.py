@@ -189,7 +189,7 @@ def _lowered(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
 
 
 def _may_hide_bfloat16(lowered: Any, compiled: Any, found: Sequence[Collective]) -> bool:
-    """Tell whether XLA for CPU may have dropped the conversions that identify bfloat16 collectives."""
+    """Tell whether XLA for CPU may have dropped the conversions that show bfloat16 collectives."""
     if (
         not any(one.dtype == one.wire_dtype == "f32" for one in found)
         or "bf16" not in lowered.as_text()

@@ -24,11 +24,11 @@ _HEAD = ("argument", "in the first call", "per device", "now", "per device")
 def assert_no_retrace(
     f: Callable[..., Any], *calls: Sequence[Any] | Callable[[Any], Sequence[Any]]
 ) -> None:
-    """Call a function several times, and assert that only the first call traces or compiles anything.
+    """Call a function several times, and assert that only the first call traces or compiles.
 
-    `assert_no_retrace(step, (state, batch), lambda out: (out, batch))` passes the result of a step to
-    the next one. It fails if the result has another sharding than the argument, because the second
-    call then compiles again.
+    `assert_no_retrace(step, (state, batch), lambda out: (out, batch))` passes the result of a step
+    to the next one. It fails if the result has another sharding than the argument, because the
+    second call then compiles again.
 
     Args:
       f: a jitted function, or one that calls some.

@@ -1,4 +1,4 @@
-"""The operator's metadata: where it gets each attribute, the specs that it resolves, its way to JSON and back."""
+"""The operator's metadata: the source of each attribute, the specs, and the JSON round trip."""
 
 from __future__ import annotations
 

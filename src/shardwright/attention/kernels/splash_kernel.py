@@ -2,8 +2,8 @@
 
 Blocks that no pair attends are skipped. There are three kernels: the forward pass, the gradient of
 the queries, and the gradients of keys and values. Products are float32 and are scaled after they
-are summed, so any scale is exact. Masks work by position, segments by id. `splash_blocks` gives these
-kernels the interface of `blockwise` and computes the table of blocks to visit.
+are summed, so any scale is exact. Masks compare positions and segment ids. `splash_blocks` gives
+these kernels the interface of `blockwise` and computes the table of blocks to visit.
 
 Operands are ordered by head here: `[batch, heads, length, dim]`. Rows of integers and floats are
 `[batch or 1, 1, length]`. This module imports Pallas, so implementations import it late.

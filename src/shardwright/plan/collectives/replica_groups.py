@@ -5,8 +5,8 @@ Ids are positions in `mesh.devices.flat`, not `device.id`. XLA writes groups in 
 - as an iota, `[2,4]<=[4,2]T(1,0)`;
 - by mesh axes, `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`.
 
-In the third form, `(2)2` is a part of an axis: of size 2, after a major part of size 2. The axes are
-the compiler's own, so they are expanded to ids.
+In the third form, `(2)2` is a part of an axis: of size 2, after a major part of size 2. The axes
+are the compiler's own, so they are expanded to ids.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _settled(value: Value, *, runs: int) -> Value:
 
 
 def scan_parts(parameters: dict[str, Any]) -> tuple[int, int, Any]:
-    """Return the numbers of constants and carries of a scan, and its body; JAX lines differ here."""
+    """Return how many constants and carries a scan has, and its body; JAX versions differ here."""
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
     if "num_consts" in parameters:
         return parameters["num_consts"], parameters["num_carry"], body

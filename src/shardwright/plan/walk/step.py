@@ -115,7 +115,7 @@ class Step:
         return self.values[at]
 
     def move(self, at: int, dims: Dims, *, use: object = None) -> Value:
-        """Bring an operand, whole, to other dims; once per value, dims and use, as XLA merges moves.
+        """Move a whole operand to other dims, once per value, dims and use, as XLA merges moves.
 
         Args:
           at: Position of the operand.
