@@ -101,7 +101,7 @@ def _defect() -> int:
 
 
 def _drop_output() -> None:
-    """Discard buffered output, or Python reports the error again when it closes stdout."""
+    """Discard buffered output; otherwise Python reports the error again when it closes stdout."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -239,7 +239,7 @@ def _module(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[path.stem] = module  # dataclasses of the file look themselves up here
+    sys.modules[path.stem] = module  # where dataclasses look up the module of their class
     try:
         spec.loader.exec_module(module)
     except ShardingError:

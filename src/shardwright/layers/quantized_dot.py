@@ -1,7 +1,9 @@
 """Dot products on integers: operands with few bits and one scale per channel, exact integer sums.
 
-    x ~ value * scale,  scale = max|x| / (2^(bits-1) - 1) over the contracted dims,  value = round(x
-    / scale) dot(x, y) ~ dot(x.value, y.value) * x.scale * y.scale
+    x ~ value * scale
+    scale = max|x| / (2^(bits-1) - 1), with the maximum over the contracted dims
+    value = round(x / scale)
+    dot(x, y) ~ dot(x.value, y.value) * x.scale * y.scale
 
 Quantization is symmetric (zero stays zero) and rounds to nearest, ties to even. The error of an
 element is at most scale / 2. Contracted elements share a scale, so the scales factor out of the
@@ -15,7 +17,7 @@ where g * y.scale is quantized over the dims that this dot contracts. So the for
 stochastically: the same step gives the same bits.
 
 A dim that is contracted over mesh axes costs an all-reduce of int32 (as many bytes as float32), and
-one of the scales of each operand.
+an all-reduce of the scales of each operand.
 """
 
 from __future__ import annotations
@@ -300,10 +302,10 @@ def _dot_quantized(left: Quantized, right: Quantized, call: _Call) -> Any:
 
 
 def _placed(scale: Any, spec: Any) -> Any:
-    """Reshard scales like the result that they multiply; their own sharding may conflict with it.
+    """Reshard scales like the result that they multiply: their own sharding may conflict with it.
 
     Args:
-      scale: Of the rank of the result.
+      scale: Scales with the rank of the result.
       spec: Sharding of the result. None: JAX decides.
     """
     if spec is None:

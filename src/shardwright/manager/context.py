@@ -175,7 +175,7 @@ def leave(manager: Any) -> None:
 
 
 def _leave_another(manager: Any) -> None:
-    """Leave a manager that another flow entered, or after which another task entered one."""
+    """Leave a manager that another flow or task entered, or that is not the last one entered."""
     stack = _ENTERED.stack
     ended = [entry for entry in reversed(stack) if entry.task is None or entry.task.done()]
     entries = _since(manager, _chain(_FLOW.get())) or _since(manager, ended)
@@ -261,7 +261,7 @@ def _unwatch(task: Any, stack: list[_Entry]) -> None:
 def _ended(task: Any) -> None:
     """Hide what a task entered and did not leave from the tasks that ran beside it.
 
-    Later tasks see it, as the later cells of a notebook must.
+    Tasks that start later see it, because later cells of a notebook need it.
     """
     tasks = asyncio.all_tasks()
     for entry in _ENTERED.stack:

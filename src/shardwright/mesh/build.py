@@ -63,9 +63,9 @@ def create_mesh(
       devices: Devices to use. Defaults to all of the backend. Without a -1 the mesh takes as many
         as it needs, in order.
       axis_types: "auto" or "explicit" for all axes, or by name, with auto for the others.
-      dcn: The part of each axis that crosses slices, `{"dp": 2}`. By default slices go on the first
-        of pp, dp and fsdp that their number divides. If the platform has no slices, the processes
-        count as slices.
+      dcn: The part of each axis that crosses slices, `{"dp": 2}`. By default, slices lie along the
+        first of pp, dp and fsdp whose size is a multiple of the number of slices. If the platform
+        has no slices, the processes count as slices.
 
     Raises:
       MeshSpecError: The mesh cannot be read, or the sizes do not fit the devices or the slices.

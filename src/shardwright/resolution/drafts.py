@@ -53,7 +53,7 @@ class Draft:
       dim: Position.
       label: The dim's axes as people read them.
       size: Number of elements, or None if no shape is given.
-      judged_as: Of a merged dim, the member whose size must divide.
+      judged_as: For a merged dim, the member whose size must divide.
       literal: The dim is an entry of a literal spec.
       rule: The rule that applies, once it is found.
       skipped: What was passed over.

@@ -104,7 +104,7 @@ def read_counts(
     manager: PartitionManager | None,
     prefill_manager: PartitionManager | None,
 ) -> dict[str, int]:
-    """Return sizes by name as Python ints, and check that not prefill alone has a manager.
+    """Return sizes by name as Python ints. Check that prefill has a manager only with decode.
 
     Raises:
       ServingError: All problems at once.

@@ -1,7 +1,7 @@
 """The arrays of an engine, and the compiled functions that change them.
 
-A call that fails leaves the arrays as they were, or donated: then `is_deleted` tells, and `renew`
-replaces them.
+If a call fails, the arrays are unchanged, or they were donated and are deleted. `is_deleted` tells
+which, and `renew` replaces deleted arrays.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Setup:
     Attributes:
       model: The model.
       params: Its weights.
-      manager: For insert and decode. None: nothing is sharded.
-      prefill_manager: For prefill.
+      manager: Manager for insert and decode. None: nothing is sharded.
+      prefill_manager: Manager for prefill.
       prefill_params: The weights, sharded for prefill.
       shape: What the model stores in a cache.
-      kind: Of the slots' caches.
-      options: Of that kind.
+      kind: Kind of the slots' caches.
+      options: Options of that kind.
       slots: Sequences that are decoded together.
       capacity: Rows per slot.
       prefill_rows: Prompts that are read together.
@@ -289,7 +289,7 @@ def is_deleted(tree: Any) -> bool:
 
 @contextlib.contextmanager
 def _naming(argument: str, size: int) -> Iterator[None]:
-    """Name the engine's argument in the error that the batch of a cache does not divide."""
+    """Name the engine's argument if the batch of a cache does not divide."""
     try:
         yield
     except ShardingError as error:

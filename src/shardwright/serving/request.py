@@ -31,7 +31,7 @@ class Sampling:
       top_k: Draw from this many of the most likely tokens. None: from all.
       top_p: Draw from the fewest most likely tokens whose probabilities sum to this or more. 1:
         from all.
-      seed: Of the request, from 0 to 2**32 - 1.
+      seed: Seed of the request, from 0 to 2**32 - 1.
     """
 
     temperature: float = 0.0

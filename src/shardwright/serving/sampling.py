@@ -79,8 +79,7 @@ def sample(logits: jax.Array, draw: Draw) -> jax.Array:
 
 
 def _draw(logits: jax.Array, draw: Draw) -> jax.Array:
-    # Relative to the largest logit, which becomes 0: then it cannot overflow for a small
-    # temperature.
+    # Subtract the largest logit, so that dividing by a small temperature cannot overflow.
     scaled = (logits - jnp.max(logits)) / jnp.where(draw.temperature > 0, draw.temperature, 1.0)
     order = jnp.argsort(-scaled, stable=True)
     kept = keep(jax.nn.softmax(scaled[order]), top_k=draw.top_k, top_p=draw.top_p)
@@ -98,6 +97,6 @@ def keep(chances: jax.Array, *, top_k: jax.Array, top_p: jax.Array) -> jax.Array
       top_p: As in `Sampling`.
     """
     rank = jnp.arange(chances.size)
-    # float32 may round a small top_p to 0: the first token is kept anyway. For top_p = 1 nothing is
-    # cut, although sums may round up to 1 before the last token.
+    # float32 may round a small top_p to 0, so always keep the first token. For top_p = 1 keep all,
+    # although sums may round up to 1 before the last token.
     return (rank < top_k) & ((rank == 0) | (top_p >= 1) | (jnp.cumsum(chances) - chances < top_p))

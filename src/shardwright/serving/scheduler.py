@@ -3,7 +3,7 @@
 A request waits in the queue until a slot, a row of the prefill batch and its pages are free. Then
 its prompt is read in chunks, in that row. Then it moves to its slot, where it gets a token per
 step. Slots and pages are reserved for the longest text that it may have, so nothing can run out
-later. Requests are admitted in the order in which they came; none is overtaken.
+later. Requests are admitted strictly in the order in which they came.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Job:
     """The state of a request.
 
     Attributes:
-      number: Of the request, in order of arrival.
+      number: Number of the request, in order of arrival.
       request: The request.
       phase: Where it is.
       slot: Its slot, reserved from admission on.

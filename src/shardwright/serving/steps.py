@@ -54,7 +54,7 @@ class CacheShape:
       kv_heads: Heads of keys and values.
       head_dim: Size of a key.
       v_dim: Size of a value. None: `head_dim`.
-      dtype: Of keys and values, as the model computes them.
+      dtype: Dtype of keys and values, as the model computes them.
       window: Positions that attention sees. None: all.
     """
 

@@ -34,7 +34,7 @@ def isolated() -> Iterator[None]:
 
 
 def _take_back(depth: int, mesh: Mesh, legacy: int) -> list[str]:
-    """Restore what was ambient, and describe each thing that was left, with its fix."""
+    """Restore the ambient mesh and managers; describe what was left, with a fix for each."""
     left = []
     while context.depth() > depth:
         left.append(

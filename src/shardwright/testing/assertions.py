@@ -351,7 +351,7 @@ def _message(
     fix = "check with assert_sharding that the arguments are sharded"
     if found.collectives:
         fix = (
-            "place operands as the lines above need them, or constrain what goes in and out "
-            "there; or expect these if they are meant"
+            "shard the operands as the lines above need them, or constrain the values there; "
+            "or expect these collectives if they are intended"
         )
     return "\n".join([*lines, f"  fix   {fix}"])

@@ -91,7 +91,7 @@ class Case:
         made = {name: x.astype(dtype) for name, x in made.items()}
         if self.options.get("layout") == "BHTD":
             made = {name: np.swapaxes(x, 1, 2) for name, x in made.items()}
-        # A permutation that puts neighbors far apart, more so than a balanced ring.
+        # Chunks in the zigzag order of three shards, which puts neighbors far apart.
         shuffled = np.arange(s, dtype=np.int32).reshape(6, -1)[[0, 5, 1, 4, 2, 3]].reshape(-1)
         rows = np.arange(s, dtype=np.int32)
         known: dict[str, Callable[[], Any]] = {
@@ -173,7 +173,7 @@ _HIDING_ROWS: tuple[Callable[[Any], Any], ...] = (
     lambda column: np.where(column < column.max(), DEFAULT_MASK_VALUE, 1.0),
     lambda column: column % 4 / 4,
 )
-# Rows of numbers that hide nothing, however large: if they fill a row, they cancel.
+# Rows with large numbers, which hide nothing, unlike -inf: a number that fills a row cancels.
 _LARGE_ROWS: tuple[Callable[[Any], Any], ...] = (
     lambda column: np.full(column.shape, -1e9),
     lambda column: np.full(column.shape, -65504.0),

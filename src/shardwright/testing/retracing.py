@@ -65,7 +65,7 @@ def assert_no_retrace(
 def _check_jitted(f: Callable[..., Any], found: Compilations) -> None:
     """Check that the first call ran something jitted; otherwise there is nothing to count."""
     __tracebackhide__ = True
-    # JAX jits its own operations too, but gives reasons only for functions that others jit.
+    # JAX jits its own operations too, but gives reasons only for functions that users jit.
     if hasattr(f, "clear_cache") or (
         found.reasons if found.explained else found.traced or found.compiled
     ):

@@ -199,7 +199,7 @@ def is_annotation(value: object) -> TypeGuard[Any]:
 
 
 def is_tuple_of_annotations(value: object) -> bool:
-    """Tell whether a tuple could be one annotation of composites as well as a tuple of annotations.
+    """Tell whether a tuple has two readings: one annotation of composites, or several annotations.
 
     >>> (
     ...     is_tuple_of_annotations((("__BATCH__", "__EMBED__"), ("__EMBED__",))),
@@ -260,14 +260,12 @@ def one_annotation(axes: tuple[Any, ...]) -> Any:
 
 
 def asked_annotation(axes: tuple[Any, ...]) -> Any:
-    """Return `*axes` as `one_annotation` does, before any check."""
+    """Return `*axes` as one annotation, without the checks of `one_annotation`."""
     return axes[0] if len(axes) == 1 and not isinstance(axes[0], (str, MergedDim)) else axes
 
 
 def tree_of_annotations(axes: tuple[Any, ...]) -> Any:
-    """Return `*axes` as a tree of annotations for a tree of arrays; axes are one annotation for
-    every leaf.
-    """
+    """Return `*axes` as a tree of annotations. Several axes are one annotation, for every leaf."""
     if not axes:
         return None
     if len(axes) == 1 and not isinstance(axes[0], (str, MergedDim)):

@@ -123,5 +123,5 @@ def _attend_by_cudnn(whole: Operands, recipe: Any, *, call: AttentionCall) -> tu
 
 
 def _on_cpus(call: AttentionCall) -> bool:
-    """Whether a call for TPUs runs on CPUs, where kernels are interpreted: for tests."""
+    """Whether a call for TPUs runs on CPUs, where kernels are interpreted; tests do this."""
     return isinstance(call.mesh, Mesh) and call.mesh.devices.flat[0].platform == "cpu"

@@ -84,8 +84,8 @@ class PartitionAxis(Attributes):
         return None if isinstance(default, EMPTY_VAL) else default
 
     def __hash__(self) -> int:
-        # A hash of text, since hash() of a str differs between processes and hosts may compare this
-        # one.
+        # Hash the text with blake2b: hash() of a str differs between processes, and hosts may
+        # compare this hash.
         text = repr([getattr(self, name) for name in ATTRIBUTES])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
@@ -288,7 +288,7 @@ class PartitionAxis(Attributes):
 def written(annotation: Sequence[Any], rules: AxisRules, mode: str) -> list[Any]:
     """Return the entry of each dim as its rule writes it, as if the mesh had every mesh axis.
 
-    The rules must be strict, because a policy looks at sizes.
+    The rules must be strict, because a lenient policy depends on sizes.
     """
     sizes = dict.fromkeys([*rules.named_mesh_axes(), *STANDARD_MESH_AXES], 2)
     mode = parse_mode(mode)
@@ -305,7 +305,7 @@ def written_spec(
     entries = written(annotation, rules, mode)
     if mesh is None:
         return PartitionSpec(*entries)
-    # The resolver raises conflicts, so what is left out below has size 1.
+    # The resolver raises an error for a conflict, so the axes removed below have size 1.
     resolver.resolve(tuple(annotation), rules, mesh, mode=mode)
     return PartitionSpec(*without_repeats(entries))
 

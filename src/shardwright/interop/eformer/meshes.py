@@ -34,7 +34,7 @@ def current_mesh() -> Mesh | AbstractMesh | None:
     """Return the current mesh, or None.
 
     It is the mesh of `jax.set_mesh`, a surrounding `shard_map`, a legacy `with mesh:` or the
-    ambient manager. It nearly always has its devices.
+    ambient manager. It has devices if they can be known.
     """
     mesh = _jax.mesh_at_hand()
     if mesh is not None:

@@ -1,7 +1,7 @@
 """Trees of `PartitionSpec`s written by hand.
 
 `shard`, `match_paths` and `PartitionManager.shardings` do the same more strictly. With these
-functions a code base can move over line by line.
+functions a code base can migrate line by line.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _names(specs: Any) -> Iterable[str]:
 def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
     """Constrain an array or a tree of arrays, if the current mesh has all mesh axes of the specs.
 
-    Otherwise return it unchanged. So one model runs on a mesh, on another mesh with fewer axes, and
-    without a mesh. But a mistyped name does nothing; `shard` is strict about names. A spec longer
+    Otherwise return it unchanged. So one model runs on any mesh, and without one. But a mistyped
+    name is ignored too; `shard` raises an error for it. A spec longer
     than its array and a dim that does not divide are errors here too. It works on Auto and Explicit
     axes, eagerly and traced. Inside `shard_map` the Manual axes are left out.
 
