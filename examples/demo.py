@@ -110,13 +110,10 @@ def run(options: argparse.Namespace, console: Console) -> list[str]:
     config, text = DecoderConfig(), stdlib_text()
     count = sum(math.prod(spec.shape) for spec in jax.tree.leaves(decoder_specs(config)))
     console.print(
-        (
-            f"[bold]shardwright demo[/]  JAX {jax.__version__}, {jax.device_count()} virtual CPU "
-            "devices\n"
-        )(
-            f"One decoder source ({count:,} parameters), {len(text):,} bytes of Python's standard "
-            "library, and a strategy file per run."
-        )
+        f"[bold]shardwright demo[/]  JAX {jax.__version__}, {jax.device_count()} virtual CPU "
+        "devices\n"
+        f"One decoder source ({count:,} parameters), {len(text):,} bytes of Python's standard "
+        "library, and a strategy file per run."
     )
     params, failures = train_everywhere(options, config, text, console)
     failures += serve_everywhere(options, config, params, console)

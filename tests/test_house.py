@@ -11,6 +11,7 @@ import graphlib
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -344,6 +345,14 @@ def test_private_jax_and_pydantic_stay_where_they_belong() -> None:
 def test_files_and_functions_are_short() -> None:
     problems = size_problems(code_files(), ROOT)
     assert not problems, "\n" + "\n".join(problems)
+
+
+def test_no_file_compiles_with_a_warning() -> None:
+    """A missing operator between two strings compiles, and fails when it runs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SyntaxWarning)
+        for path in code_files():
+            compile(path.read_text(encoding="utf-8"), str(path), "exec")
 
 
 def test_no_nested_conditional_expression() -> None:

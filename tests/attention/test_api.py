@@ -256,10 +256,9 @@ def test_choice_prints_its_reasons() -> None:
         )
     assert said.startswith(
         "vanilla   only it returns weights\n"
-        "  call  batch 4, 24 x 24, heads 4/2, head_dim 8, float32, train, cpu\n"(
-            "  mesh  batch dp, heads tp; kv heads are replicated; over tp each shard picks what "
-            "its queries read (tp: 2 % 4 != 0; replicated"
-        )
+        "  call  batch 4, 24 x 24, heads 4/2, head_dim 8, float32, train, cpu\n"
+        "  mesh  batch dp, heads tp; kv heads are replicated; over tp each shard picks what "
+        "its queries read (tp: 2 % 4 != 0; replicated"
     )
     assert (
         "  not   blockwise: it never has all weights at once, and the call asks for them\n" in said
