@@ -365,7 +365,12 @@ def _inputs(dims: tuple[Dim, ...], shape: tuple[int, ...], spec: PartitionSpec) 
     """Return an input as the function sees it; for stacked layers, a layer too."""
     entries = (*spec.partitions, *[None] * len(shape))[: len(shape)]
     whole = Input(dims=dims, shape=shape, split=tuple(map(entry_names, entries)))
-    if not shape or whole.split[0] or (dims[0].axes != (LAYERS,) and dims[0].literal is None):
+    # Layers may be annotated LAYERS, EMPTY (no axes), or with a literal spec.
+    if (
+        not shape
+        or whole.split[0]
+        or (dims[0].literal is None and dims[0].axes not in ((LAYERS,), ()))
+    ):
         return [whole]
     return [whole, Input(dims=dims[1:], shape=shape[1:], split=whole.split[1:])]
 

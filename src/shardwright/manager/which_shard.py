@@ -5,9 +5,9 @@ found first. One of these tells it:
 
 1. The caller: `gather(..., shape=)`.
 2. JAX, which tracks the Manual mesh axes that a value varies over (`check_vma=True`). One global
-shape
-   fits them.
-3. `pm.shard_map`, which knows the global shapes of its inputs.
+   shape fits them.
+3. `pm.shard_map`, which knows the global shapes of its inputs. Every input that the value can be
+   must have the same shards.
 
 Everything else follows from how that shape resolves, once.
 """
@@ -108,6 +108,10 @@ class Weight:
         """Return the global shape of the value if it has this split."""
         return tuple(size * self.shards(axes) for size, axes in zip(self.local, split, strict=True))
 
+    def split_of(self, leaf: Input) -> Split:
+        """Return the split of an input, without mesh axes of size 1."""
+        return tuple(tuple(axis for axis in axes if axis in self.manual) for axes in leaf.split)
+
     def over(self, decision: DimDecision) -> tuple[str, ...]:
         """Return the Manual mesh axes among those of a decision."""
         return tuple(axis for axis in decision.mesh_axes if axis in self.manual)
@@ -182,16 +186,20 @@ def _split_of_shape(weight: Weight, shape: tuple[int, ...]) -> Split:
 def _split_of_input(
     weight: Weight, inputs: Inputs | None, *, among: Sequence[Split] | None = None
 ) -> Split:
-    """Return the split of the inputs with the weight's axes and local shape, if all of them agree.
+    """Return the split of the inputs that the value can be, if all of them agree.
 
     Args:
       weight: The weight.
       inputs: The inputs of `pm.shard_map`, or None outside of it.
       among: The splits that are possible. Defaults to all.
     """
-    splits = {leaf.split for leaf in _like(weight, inputs) if among is None or leaf.split in among}
+    splits = dict.fromkeys(
+        split
+        for leaf in _candidates(weight, inputs)
+        if (split := weight.split_of(leaf)) in (among or [split])
+    )
     if len(splits) != 1:
-        raise_problems([_unknown_shard(weight)])
+        raise_problems([_unknown_shard(weight, tuple(splits))])
     (split,) = splits
     stored = weight.stored(weight.whole(split))
     stored.require()
@@ -204,11 +212,20 @@ def _split_of_input(
     return split
 
 
-def _like(weight: Weight, inputs: Inputs | None) -> list[Input]:
-    """Return the inputs with the weight's local shape and axes, else those of literal specs."""
-    same = [leaf for leaf in _here(inputs) if leaf.shape == weight.local]
-    return _of_axes(weight, same) or [
-        leaf for leaf in same if any(dim.literal is not None for dim in leaf.dims)
+def _candidates(weight: Weight, inputs: Inputs | None) -> list[Input]:
+    """Return the inputs that the value can be: those of its shape whose axes fit the weight's.
+
+    A dim that is written `EMPTY`, or as an entry of a literal spec, names no axis. It fits any dim.
+    """
+    return [
+        leaf
+        for leaf in _here(inputs)
+        if leaf.shape == weight.local
+        and len(leaf.dims) == len(weight.dims)
+        and all(
+            _is_unnamed(dim) or _axes_of(dim) == _axes_of(named)
+            for dim, named in zip(leaf.dims, weight.dims, strict=True)
+        )
     ]
 
 
@@ -230,17 +247,33 @@ def _split_if_gathered(weight: Weight, inputs: Inputs | None) -> Split | None:
     if any(leaf.shape == weight.local for leaf in alike):
         return None
     for leaf in alike:
+        split = weight.split_of(leaf)
         shape = tuple(
-            size * weight.shards(axes) for size, axes in zip(leaf.shape, leaf.split, strict=True)
+            size * weight.shards(axes) for size, axes in zip(leaf.shape, split, strict=True)
         )
         used = weight.use(shape).decisions
         kept = tuple(
             tuple(axis for axis in axes if axis in decision.mesh_axes)
-            for axes, decision in zip(leaf.split, used, strict=True)
+            for axes, decision in zip(split, used, strict=True)
         )
         if weight.whole(kept) == shape:
+            _refuse_other_splits(weight, inputs, kept)
             return kept
     return None
+
+
+def _refuse_other_splits(weight: Weight, inputs: Inputs | None, split: Split) -> None:
+    """Raise if the value can also be an input with another split, by what JAX tracks."""
+    splits = dict.fromkeys(weight.split_of(leaf) for leaf in _candidates(weight, inputs))
+    if weight.varying is not None:
+        varying = weight.varying & set(weight.manual)
+        splits = {split: None for split in splits if set(itertools.chain(*split)) == varying}
+    others = tuple(other for other in splits if weight.whole(other) != weight.whole(split))
+    raise_problems([_unknown_shard(weight, (split, *others))] if others else [])
+
+
+def _is_unnamed(dim: Dim) -> bool:
+    return dim.literal is not None or not (dim.axes or dim.merged)
 
 
 def _axes_of(dim: Dim) -> Any:
@@ -327,10 +360,18 @@ def _split_elsewhere(stored: Resolution, decision: DimDecision, axes: Sequence[s
     )
 
 
-def _unknown_shard(weight: Weight) -> Problem:
+def _unknown_shard(weight: Weight, splits: Sequence[Split] = ()) -> Problem:
+    """Return the problem of a value whose global shape is unknown, or is one of several."""
+    what = f"nothing tells which shard of the weight this value of shape {weight.local} is"
+    shapes = dict.fromkeys(weight.whole(split) for split in splits)
+    if len(shapes) > 1:
+        what = (
+            f"the value of shape {weight.local} can be a shard of inputs with different global "
+            f"shapes: {' or '.join(map(str, shapes))}"
+        )
     return Problem(
         error=ShapeRequiredError,
-        what=f"nothing tells which shard of the weight this value of shape {weight.local} is",
+        what=what,
         path=weight.path,
         fix="pass the weight's global shape, gather(..., shape=); with check_vma=True JAX may tell",
     )
