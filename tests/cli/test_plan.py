@@ -49,6 +49,18 @@ def raises():
 
 def wrong():
     return 3
+
+
+def empty():
+    return {}
+
+
+def leaves():
+    raise SystemExit(0)
+
+
+def twice():
+    return {"decode": incomplete(), "__autoregressive__": incomplete()}
 """
 SETTING = "--strategy fsdp_tp --mesh fsdp:2,tp:4"
 
@@ -97,7 +109,6 @@ def test_json_has_the_events_of_each_mode(model: str, capsys: pytest.CaptureFixt
     [
         ("all_gather@decode>1KiB", 1),
         ("all_gather@decode>1MiB", 0),
-        ("all_gather@prefill", 0),
         ("*@train", 1),
         ("all_to_all", 0),
     ],
@@ -123,6 +134,9 @@ def test_an_incomplete_plan_fails(model: str, capsys: pytest.CaptureFixture[str]
         ("{model}:raises", "raised KeyError: 'data' at planned_model.py:35"),
         ("{model}:fails", "for train raised AttributeError"),
         ("{model}:wrong", "returned 3 for train"),
+        ("{model}:empty", "returned no program"),
+        ("{model}:leaves", "raised SystemExit"),
+        ("{model}:twice", "names one mode twice"),
     ],
 )
 def test_invalid_models_are_refused(
@@ -138,6 +152,8 @@ def test_invalid_models_are_refused(
     ("arguments", "says"),
     [
         ("--mode insert", "has no mode insert"),
+        ("--forbid all_gather@prefill", "names a mode that is not planned"),
+        ("--forbid 'all_gather>..B'", "is not KIND"),
         ("--forbid all_gathr", "did you mean"),
         ("--forbid 'all_gather>1'", "is not KIND, KIND@MODE or KIND@MODE>BYTES"),
         ("--mesh fsdp:2,tq:4", "tq"),

@@ -253,6 +253,117 @@ def test_vmap_leaves_the_new_dim_alone() -> None:
     assert ("all_reduce", ("tp",), ("MLP_INTERMEDIATE",), hidden, 1) in found
 
 
+SEQUENCE = (sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)
+Y = jax.ShapeDtypeStruct((8, 16, 64), jnp.float32)
+
+
+def cross_entropy(y: Any, labels: Any) -> Any:
+    picked = jnp.take_along_axis(jax.nn.log_softmax(y), labels[..., None], -1)
+    return -picked.mean()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: jnp.where(y > 0, y, 0.0),
+        jax.nn.elu,
+        jax.vmap(lambda a: sw.shard(a * 2, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)),
+        lambda y: sw.hint(y * 2, sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE),
+    ],
+)
+def test_elementwise_work_sends_nothing(function: Callable[..., Any]) -> None:
+    report: PlanReport = manager("fsdp_tp", "fsdp:2,tp:4").plan(function, Y, specs=(SEQUENCE,))
+    assert rows(report) == []
+    assert report.walked.complete
+
+
+def test_gradient_of_cross_entropy_gathers_no_logits() -> None:
+    labels = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    report: PlanReport = manager("fsdp", "fsdp:8").plan(
+        jax.grad(cross_entropy),
+        Y,
+        labels,
+        specs=((sw.BATCH, sw.QUERY_LENGTH, sw.VOCAB), (sw.BATCH, sw.QUERY_LENGTH)),
+    )
+    assert [row for row in rows(report) if row[3] > F32] == []
+
+
+def test_pairwise_work_gathers_one_operand() -> None:
+    def pairs(s: Any) -> Any:
+        same = (s[:, :, None] == s[:, None, :]).astype(jnp.float32)
+        return sw.shard(same, sw.BATCH, sw.QUERY_LENGTH, sw.BIAS_KV_SEQ)
+
+    report: PlanReport = manager("sequence", "fsdp:2,sp:4").plan(
+        pairs, jax.ShapeDtypeStruct((8, 64), jnp.int32), specs=((sw.BATCH, sw.QUERY_LENGTH),)
+    )
+    assert [row[:2] + row[3:] for row in rows(report)] == [
+        ("all_gather", ("sp",), 8 // 2 * 64 * 4, 1)
+    ]
+
+
+def test_scan_over_a_sharded_stack_gathers_it() -> None:
+    pm = manager("fsdp", "fsdp:8")
+    sharding = jax.sharding.NamedSharding(pm.mesh, PartitionSpec("fsdp"))
+    stack = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32, sharding=sharding)
+
+    def net(x: Any, stack: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return sw.shard(jnp.tanh(x @ w), sw.BATCH, sw.EMBED), None
+
+        return jax.lax.scan(layer, x, stack)[0]
+
+    x = jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    found = rows(pm.plan(net, x, stack, specs=((sw.BATCH, sw.EMBED), None)))
+    assert [row[:2] + row[3:] for row in found] == [("all_gather", ("fsdp",), 8 * 64 * 64 * F32, 1)]
+
+
+def test_lookup_in_sharded_rows_adds_results() -> None:
+    pm, table = manager("fsdp", "fsdp:8"), (sw.BATCH, sw.EMPTY)
+    found = rows(
+        pm.plan(
+            lambda rows, at: sw.shard(rows[at], *table),
+            jax.ShapeDtypeStruct((64, 32), jnp.float32),
+            jax.ShapeDtypeStruct((16,), jnp.int32),
+            specs=(table, (sw.BATCH,)),
+        )
+    )
+    assert ("all_gather", ("fsdp",), 16 * 4, 1) in [row[:2] + row[3:] for row in found]
+    assert {row[0] for row in found} > {"all_gather"}
+
+
+def test_python_scalar_keeps_its_weak_type() -> None:
+    x = jax.ShapeDtypeStruct((8, 16, 64), jnp.bfloat16)
+    report: PlanReport = manager("fsdp_tp", "fsdp:2,tp:4").plan(
+        lambda x, scale: sw.shard(x * scale, *HIDDEN), x, 2.0, specs=(SEQUENCE, None)
+    )
+    assert {event.dtype for event in report.events} == {"bfloat16"}
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    pm = manager("fsdp_tp", "fsdp:2,tp:4")
+    with pytest.raises(sw.StrategyError, match="one entry for each of the 2 arguments"):
+        pm.plan(lambda a, b: a, X, X, specs=(HIDDEN,))
+    other = jax.sharding.NamedSharding(sw.abstract_mesh("dp:8"), PartitionSpec("dp"))
+    elsewhere = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=other)
+    with pytest.raises(sw.MeshMismatchError, match="sharded on the mesh"):
+        pm.plan(lambda a: a, elsewhere)
+
+
+def test_shard_map_on_the_mesh_of_the_manager() -> None:
+    pm = sw.PartitionManager(
+        sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("dp:1,fsdp:2,sp:1,ep:1,tp:4")
+    )
+
+    def summed(y: Any) -> Any:
+        body = pm.shard_map(lambda a: jax.lax.psum(a, "tp"), in_axes=[SEQUENCE], out_axes=HIDDEN)
+        return body(y)
+
+    found = rows(pm.plan(summed, Y, specs=(SEQUENCE,)))
+    assert [row[:2] + row[3:] for row in found] == [
+        ("all_reduce", ("tp",), 8 // 2 * 16 * 64 // 4 * F32, 1)
+    ]
+
+
 def test_json_is_plain_data() -> None:
     data = plan(manager("fsdp_tp", "fsdp:2,tp:4"), mlp).to_json()
     assert data["sent_bytes"] == sum(e["runs"] * e["wire_bytes"] for e in data["events"])

@@ -35,7 +35,7 @@ examples:
 exit codes: 0 planned; 1 a collective is forbidden, or the plan is incomplete;
 {EXIT_CODES}."""
 
-_FORBID = re.compile(r"([a-z_*]+)(?:@([a-z]+))?(?:>([0-9.]+)\s*(B|KiB|MiB|GiB|TiB))?")
+_FORBID = re.compile(r"([a-z_*]+)(?:@([a-z]+))?(?:>([0-9]+(?:\.[0-9]+)?)\s*(B|KiB|MiB|GiB|TiB))?")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -133,6 +133,12 @@ def run(arguments: argparse.Namespace) -> int:
     """
     setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=arguments.devices)
     programs = read_programs(arguments.model, arguments.mode)
+    for rule in arguments.forbid:
+        if rule.mode is not None and rule.mode not in programs:
+            raise StrategyError(
+                f"--forbid {rule.text!r} names a mode that is not planned",
+                fix=f"the modes are {', '.join(map(mode_name, programs))}",
+            )
     reports: dict[str, PlanReport] = {}
     for mode, program in programs.items():
         manager = setting.manager.for_mode(mode)
@@ -209,10 +215,13 @@ def read_programs(model: str, mode: str | None) -> dict[str, Program]:
         )
     try:
         made = make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _raised(model, error) from error
     programs = made if isinstance(made, Mapping) else {MODES[0]: made}
     by_mode = {parse_mode(key): program for key, program in programs.items()}
+    if len(by_mode) < max(1, len(programs)):
+        what = "names one mode twice" if programs else "returned no program"
+        raise StrategyError(f"{model} {what}", fix="return one Program for each mode")
     for key, program in by_mode.items():
         if not isinstance(program, Program):
             raise StrategyError(
@@ -244,19 +253,22 @@ def _module(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except ShardingError:
         raise
-    except Exception as error:
+    except SyntaxError as error:
+        what = f"{path}:{error.lineno} is not Python: {error.msg}"
+        raise StrategyError(what, fix="repair the file") from error
+    except (Exception, SystemExit) as error:
         raise _raised(str(path), error) from error
     finally:
         sys.path.pop(0)
     return module
 
 
-def _raised(what: str, error: Exception) -> StrategyError:
+def _raised(what: str, error: BaseException) -> StrategyError:
     """Return the error of user code that raised, with the line that did."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if "site-packages" not in frame.filename]
     place = f" at {Path(inside[-1].filename).name}:{inside[-1].lineno}" if inside else ""
     return StrategyError(
         f"{what} raised {type(error).__name__}: {error}{place}",
-        fix="make it run under jax.eval_shape first",
+        fix="make it importable, and make the function run under jax.eval_shape",
     )

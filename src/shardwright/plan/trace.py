@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardwright import _jax
-from shardwright.errors import StrategyError
+from shardwright.errors import MeshMismatchError, StrategyError
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.request import Request
@@ -19,7 +20,7 @@ from shardwright.plan.annotate import Annotation, annotate, annotate_axes_p, ann
 from shardwright.plan.walk.events import Walked
 from shardwright.plan.walk.ledger import Ledger
 from shardwright.plan.walk.program import source_line, walk_jaxpr, written_target
-from shardwright.plan.walk.values import Dims, Origin, Value, dims_of_spec
+from shardwright.plan.walk.values import KEEP, Dims, Origin, Value, dims_of_spec
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import DimDecision, Resolution
 from shardwright.trees.annotated import annotated_leaves
@@ -77,14 +78,18 @@ class PlanningManager(PartitionManager):
 
     @classmethod
     def of(cls, manager: PartitionManager) -> PlanningManager:
-        """Return the planning manager of a manager, on an abstract mesh with Auto axes."""
-        shape = manager.mesh.shape
-        mesh = AbstractMesh(
-            tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
-        )
+        """Return the planning manager of a manager, on a mesh with Auto axes.
+
+        It is abstract, unless the manager has devices and Auto axes: a `shard_map` of the model may
+        name that very mesh.
+        """
+        mesh, shape = manager.mesh, manager.mesh.shape
+        auto = (AxisType.Auto,) * len(shape)
+        if mesh.axis_types != auto:
+            mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=auto)
         planning = object.__new__(cls)
         planning._set(manager.rules, mesh, manager.mode, manager.name, {})
-        object.__setattr__(planning, "_values", (planning._values, object()))
+        object.__setattr__(planning, "_values", (planning._values, "planning"))
         object.__setattr__(planning, "_answers", {})
         object.__setattr__(planning, "_quiet", False)
         return planning
@@ -175,11 +180,22 @@ def trace(
         `shard`, `ArraySpec`s and weight layouts are parameters, other annotations activations.
       outputs: Annotations of the outputs. Defaults to leaving them as the program does.
     """
-    planning = PlanningManager.of(manager)
-    bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), _dtype(x)), tuple(shapes))
+    if specs is not None and (not isinstance(specs, (tuple, list)) or len(specs) != len(shapes)):
+        raise StrategyError(
+            f"specs is not a tuple with one entry for each of the {len(shapes)} arguments",
+            fix="write specs=(annotations of the first argument, ...), None for an argument "
+            "that brings its own shardings",
+        )
+    planning = _planning(manager)
+    bare = jax.tree.map(_bare, tuple(shapes))
+
+    def traced_once(*arguments: Any) -> Any:
+        # A function of its own: JAX drops its trace with it.
+        return function(*arguments)
+
     with planning:
-        traced = jax.jit(function).trace(*bare)
-    inputs, paths = _inputs(shapes, specs, planning.mode)
+        traced = jax.jit(traced_once).trace(*bare)
+    inputs, paths = _inputs(shapes, specs, planning)
     jaxpr = traced.jaxpr.jaxpr
     if len(inputs) != len(jaxpr.invars):
         raise StrategyError(
@@ -190,12 +206,21 @@ def trace(
     return Trace(jaxpr=jaxpr, inputs=inputs, outputs=goals, paths=paths, answers=planning.answers)
 
 
-def _dtype(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else np.result_type(x)
+@functools.lru_cache(maxsize=32)
+def _planning(manager: PartitionManager) -> PlanningManager:
+    """Return one planning manager for equal managers, so that JAX's caches do not grow."""
+    return PlanningManager.of(manager)
+
+
+def _bare(x: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an argument, without its sharding."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
 def _inputs(
-    shapes: Sequence[Any], specs: Any, mode: str | None
+    shapes: Sequence[Any], specs: Any, manager: PartitionManager
 ) -> tuple[tuple[Request | NamedSharding | None, ...], tuple[str, ...]]:
     inputs: list[Request | NamedSharding | None] = []
     paths: list[str] = []
@@ -203,14 +228,30 @@ def _inputs(
         annotations = None if specs is None else specs[at]
         if annotations is None:
             for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                sharding = getattr(leaf, "sharding", None)
-                inputs.append(sharding if isinstance(sharding, NamedSharding) else None)
+                inputs.append(_own_sharding(leaf, manager.mesh))
                 paths.append(jax.tree_util.keystr(key, simple=True, separator="/"))
             continue
         for leaf in annotated_leaves(tree, annotations):
-            inputs.append(Request(leaf.annotation, np.shape(leaf.value), mode, None, leaf.path))
+            inputs.append(
+                Request(leaf.annotation, np.shape(leaf.value), manager.mode, None, leaf.path)
+            )
             paths.append(leaf.path)
     return tuple(inputs), tuple(paths)
+
+
+def _own_sharding(leaf: Any, mesh: Any) -> NamedSharding | None:
+    """Return the sharding that an argument brings, after checking that it is on the mesh."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    if dict(sharding.mesh.shape) != dict(mesh.shape):
+        raise MeshMismatchError(
+            f"an argument is sharded on the mesh {dict(sharding.mesh.shape)}, "
+            f"and the manager's is {dict(mesh.shape)}",
+            fix="give shapes without shardings and their annotations in specs=, "
+            "or pm.abstract(specs) of this manager",
+        )
+    return sharding
 
 
 def _outputs(traced: Any, outputs: Any, mode: str | None) -> tuple[Request | None, ...]:
@@ -240,7 +281,7 @@ def walk(traced: Trace, manager: PartitionManager) -> Walked:
         value = resolved(annotation.request, annotation.strict, source_line(equation))
         dims = list(value.dims)
         for at in equation.params["added"]:
-            dims.insert(at, ())
+            dims.insert(at, KEEP)
         return dataclasses.replace(value, dims=tuple(dims))
 
     def resolved(request: Request, strict: bool, source: str) -> Value:

@@ -21,8 +21,8 @@ def scan(step: Step) -> list[Value]:
     avals, split = step.avals, constants + carries
     site = dataclasses.replace(step.site, runs=step.site.runs * parameters["length"])
     inputs = [
-        dataclasses.replace(value, dims=value.dims[1:], runs=site.runs)
-        for value in step.values[split:]
+        dataclasses.replace(_unstacked(step, at), runs=site.runs)
+        for at in range(split, len(step.values))
     ]
     fixed, starts = step.values[:constants], step.values[constants:split]
     carry = _carried(step, body, (fixed, starts, inputs), site)
@@ -44,6 +44,14 @@ def scan(step: Step) -> list[Value]:
             for value in stacked
         ),
     ]
+
+
+def _unstacked(step: Step, at: int) -> Value:
+    """Return one layer of a stacked operand. A sharded first dim is gathered before the loop."""
+    value = step.values[at]
+    if value.dims[0]:
+        value = step.move(at, ((), *value.dims[1:]))
+    return dataclasses.replace(value, dims=value.dims[1:])
 
 
 def _carried(

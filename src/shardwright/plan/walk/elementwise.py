@@ -23,12 +23,24 @@ def elementwise(step: Step) -> list[Value]:
             return [operands[0]]
     values = [step.whole(at) for at in range(len(step.values))]
     shape = step.results[0].shape
-    full = [at for at, aval in enumerate(step.avals) if aval.shape == shape and not values[at].free]
+    full = [
+        at
+        for at, aval in enumerate(step.avals)
+        if aval.ndim == len(shape) and aval.ndim and not values[at].free
+    ]
     if not full:
         return step.anywhere() if all(value.free for value in values) else step.replicated()
     dims = _agreed(step, [values[at].dims for at in full])
     for at in full:
-        step.move(at, dims)
+        # A dim of size 1 is broadcast, and has nothing to shard.
+        sizes = step.avals[at].shape
+        step.move(
+            at,
+            tuple(
+                axes if size == whole else ()
+                for axes, size, whole in zip(dims, sizes, shape, strict=True)
+            ),
+        )
     origins = merged_origins(values[at] for at in full)
     return [Value(dims=dims, origins=origins) for _ in step.results]
 
@@ -56,11 +68,11 @@ def _agreed(step: Step, operands: Sequence[Dims]) -> Dims:
                 agreed[at] = axes
                 used |= set(axes)
     if wanted is None:
-        _note_conflicts(step, operands, tuple(agreed))
+        _note_conflicts(step, operands)
     return tuple(agreed)
 
 
-def _note_conflicts(step: Step, operands: Sequence[Dims], agreed: Dims) -> None:
+def _note_conflicts(step: Step, operands: Sequence[Dims]) -> None:
     """Note mesh axes that operands want on different dims, where no constraint decides."""
     for axis in step.ledger.sizes:
         places = {at for dims in operands for at, axes in enumerate(dims) if axis in axes}
@@ -72,7 +84,6 @@ def _note_conflicts(step: Step, operands: Sequence[Dims], agreed: Dims) -> None:
                     fix=f"annotate the result of this {step.name} with shard(...)",
                 )
             ] = None
-    del agreed
 
 
 def cumulative(step: Step) -> list[Value]:

@@ -36,29 +36,58 @@ def _kept(dims: Dims, shape: Any, part: Any) -> Dims:
 def scatter(step: Step) -> list[Value]:
     """Follow a scatter: updates move to the shards that they are written to.
 
-    Batch dims of the operand stay sharded, so that appending to a cache sends nothing.
+    Batch dims of the operand stay sharded, so that appending to a cache sends nothing. Rows that
+    are added to zeros stay where they are: the shards then owe a sum.
     """
     value, update = step.whole(0), step.whole(2)
+    numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
+    pairs = _update_dims(numbers, shape, step.avals[2].shape)
+    adds = step.name in ("scatter-add", "scatter_add")
     if value.free:
-        value = Value(dims=step.wanted[0] or value.dims, origins=update.origins)
-    numbers, rank = step.parameters["dimension_numbers"], step.avals[0].ndim
-    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
+        dims = step.wanted[0] or _followed(value.dims, update.dims, pairs)
+        value = Value(dims=dims, origins=update.origins)
+        rows = [at for at in range(len(update.dims)) if at not in pairs.values()]
+        used = {axis for axes in value.dims for axis in axes}
+        owed = frozenset(axis for at in rows for axis in update.dims[at]) - used
+        if adds and owed:
+            kept = list(_targets(value.dims, update.dims, pairs))
+            for at in rows:
+                kept[at] = tuple(axis for axis in update.dims[at] if axis in owed)
+            step.move(2, tuple(kept))
+            return [Value(dims=value.dims, owed=owed, origins=update.origins)]
+    if not update.free:
+        step.move(2, _targets(value.dims, update.dims, pairs))
+    return [Value(dims=value.dims, origins=value.origins)]
+
+
+def _update_dims(numbers: Any, shape: Any, part: Any) -> dict[int, int]:
+    """Return the dims of the operand that the updates have too: operand dim -> update dim."""
+    batching = sorted(getattr(numbers, "operand_batching_dims", ()))
     window = [
         dim
-        for dim in range(rank)
+        for dim in range(len(shape))
         if dim not in numbers.inserted_window_dims and dim not in batching
     ]
-    shape, part = step.avals[0].shape, step.avals[2].shape
-    dims: list[tuple[str, ...]] = [()] * step.avals[2].ndim
-    for dim, at in zip(window, numbers.update_window_dims, strict=False):
-        if shape[dim] == part[at]:
-            dims[at] = value.dims[dim]
-    rows = [at for at in range(step.avals[2].ndim) if at not in numbers.update_window_dims]
-    for dim, at in zip(sorted(batching), rows, strict=False):
-        dims[at] = value.dims[dim]
-    if not update.free:
-        step.move(2, tuple(dims))
-    return [Value(dims=value.dims, origins=value.origins)]
+    rows = [at for at in range(len(part)) if at not in numbers.update_window_dims]
+    pairs = {
+        dim: at
+        for dim, at in zip(window, numbers.update_window_dims, strict=False)
+        if shape[dim] == part[at]
+    }
+    return pairs | dict(zip(batching, rows, strict=False))
+
+
+def _followed(dims: Dims, update: Dims, pairs: dict[int, int]) -> Dims:
+    """Return the dims of an operand that takes the sharding of its updates."""
+    return tuple(update[pairs[at]] if at in pairs else axes for at, axes in enumerate(dims))
+
+
+def _targets(dims: Dims, update: Dims, pairs: dict[int, int]) -> Dims:
+    """Return the dims that updates need, to be written to an operand with `dims`."""
+    targets: list[tuple[str, ...]] = [()] * len(update)
+    for dim, at in pairs.items():
+        targets[at] = dims[dim]
+    return tuple(targets)
 
 
 def gather(step: Step) -> list[Value]:
@@ -66,6 +95,7 @@ def gather(step: Step) -> list[Value]:
     value, index, result = step.whole(0), step.whole(1), step.results[0]
     numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
+    owed = frozenset(axis for dim in numbers.collapsed_slice_dims for axis in value.dims[dim])
     dims: list[tuple[str, ...]] = [()] * result.ndim
     window = [
         dim
@@ -75,14 +105,15 @@ def gather(step: Step) -> list[Value]:
     for at, dim in zip(numbers.offset_dims, window, strict=False):
         if step.parameters["slice_sizes"][dim] == shape[dim]:
             dims[at] = value.dims[dim]
-    used = {axis for axes in dims for axis in axes}
+    used = {axis for axes in dims for axis in axes} | owed
     rows = [at for at in range(result.ndim) if at not in numbers.offset_dims]
+    kept: list[tuple[str, ...]] = [()] * step.avals[1].ndim
     for at, dim in zip(rows, range(step.avals[1].ndim - 1), strict=False):
         if not index.free and not set(index.dims[dim]) & used:
-            dims[at] = index.dims[dim]
+            dims[at] = kept[dim] = index.dims[dim]
             used |= set(dims[at])
-    owed = (
-        frozenset(axis for dim in numbers.collapsed_slice_dims for axis in value.dims[dim]) - used
-    )
+    if not index.free:
+        # Every device along a sharded dim looks all rows up, so it needs all of their positions.
+        step.move(1, tuple(kept))
     found = Value(dims=tuple(dims), owed=owed, origins={**index.origins, **value.origins})
     return [step.ledger.settle(found, result, step.site)]

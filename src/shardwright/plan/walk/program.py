@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import jax
 from jax.extend.core import Literal
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from shardwright.plan.walk import control, elementwise, indexing, products, shapes
 from shardwright.plan.walk.demands import demands
@@ -26,7 +26,15 @@ from shardwright.plan.walk.primitives import (
     SOURCES,
 )
 from shardwright.plan.walk.step import Rule, Scope, Step
-from shardwright.plan.walk.values import Dims, Origin, Value, anywhere, dims_of_spec, most_runs
+from shardwright.plan.walk.values import (
+    KEEP,
+    Dims,
+    Origin,
+    Value,
+    anywhere,
+    dims_of_spec,
+    most_runs,
+)
 
 _RULES: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(ELEMENTWISE, elementwise.elementwise),
@@ -103,7 +111,7 @@ class Walker:
 
         def target_dims(equation: Any) -> Dims | None:
             goal = target(equation)
-            return None if goal is None else goal.dims
+            return None if goal is None or KEEP in goal.dims else goal.dims
 
         goals = wanted or [None] * len(jaxpr.outvars)
         equations = list(live_equations(jaxpr))
@@ -166,6 +174,8 @@ def written_target(equation: Any, ledger: Ledger) -> Value | None:
     sharding = parameters.get("sharding", parameters.get("dst_sharding"))
     if not isinstance(sharding, NamedSharding):
         return None
+    if equation.primitive.name == "reshard" and AxisType.Explicit not in sharding.mesh.axis_types:
+        return None  # library code marks values so; over Auto axes it changes nothing
     aval = equation.invars[0].aval
     dims = dims_of_spec(sharding.spec.partitions, aval.ndim, ledger.sizes)
     origin = Origin(source=source_line(equation))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwright.plan.walk.reshapes import through_reshape
 from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Value, anywhere, merged_origins, shards
+from shardwright.plan.walk.values import Value, anywhere, merged_origins, shards, with_kept
 
 
 def transpose(step: Step) -> list[Value]:
@@ -109,10 +109,9 @@ def constraint(step: Step) -> list[Value]:
     if target is None:
         return step.values
     variable, value = step.equation.invars[0], step.maybe_partial(0)
-    key = (variable, target.dims, None)
+    dims = with_kept(target.dims, value.dims)
+    key = (variable, dims, None)
     if key not in step.scope.moved:
-        moved = step.ledger.move(
-            value, step.avals[0], target.dims, step.site, origins=target.origins
-        )
+        moved = step.ledger.move(value, step.avals[0], dims, step.site, origins=target.origins)
         step.scope.moved[key] = moved
     return [step.scope.moved[key]]

@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
+
+from jax.sharding import PartitionSpec
 
 # The mesh axes of each dim, major first. Mesh axes of size 1 never occur.
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
+# In the target of a constraint: this dim stays as it is.
+KEEP: Final = ("*",)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +89,28 @@ def dims_of_spec(spec: Sequence[Any], ndim: int, sizes: Mapping[str, int]) -> Di
     """Return a PartitionSpec's mesh axes of each dim, without those of size 1.
 
     Args:
-      spec: Entries of a PartitionSpec. An unconstrained entry counts as replicated.
+      spec: Entries of a PartitionSpec. An unconstrained entry becomes `KEEP`.
       ndim: Rank of the value.
       sizes: Size of each mesh axis that has more than one device.
     """
     entries = [*spec, *[None] * (ndim - len(spec))]
-    return tuple(tuple(name for name in _names(entry) if name in sizes) for entry in entries)
+    return tuple(
+        KEEP
+        if entry is PartitionSpec.UNCONSTRAINED
+        else tuple(name for name in _names(entry) if name in sizes)
+        for entry in entries
+    )
+
+
+def with_kept(dims: Dims, current: Dims) -> Dims:
+    """Return target dims with each `KEEP` replaced by what the value has there already."""
+    if KEEP not in dims:
+        return dims
+    used = {axis for axes in dims if axes != KEEP for axis in axes}
+    return tuple(
+        tuple(axis for axis in held if axis not in used) if axes == KEEP else axes
+        for axes, held in zip(dims, current, strict=True)
+    )
 
 
 def _names(entry: Any) -> tuple[str, ...]:
