@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
 from shardwright.manager import constraint
+from shardwright.manager.jitted_step import Argument, JittedStep
 from shardwright.manager.request import Request, suggest_for_missing_size
 from shardwright.manager.trees import TreeMethods, with_shardings
 from shardwright.trees.paths import path_text
@@ -127,9 +128,11 @@ class TrainingMethods(TreeMethods):
         """Jit a training step `(state, *inputs) -> (state, metrics)` that donates its state.
 
         The new state has the shardings of the old one and takes its memory. The step runs under
-        this manager, so calls need no `with pm:` around them. The result is what `jax.jit` returns,
-        with `lower` and `trace`. Every array of the state has a sharding on the manager's mesh:
-        another one would make the second call compile again.
+        this manager, so calls need no `with pm:` around them. The result has `lower`, `trace` and
+        the other attributes of what `jax.jit` returns. A call takes its arguments by position; it
+        raises a ShardingError if they do not fit what `jit_step` was given. Every array of the
+        state has a sharding on the manager's mesh: another one would make the second call compile
+        again.
 
         Args:
           step: Function of the state and the inputs. It returns the new state, of the same
@@ -165,12 +168,22 @@ class TrainingMethods(TreeMethods):
             raise_problems(_changes(state, result[0]))
             return result
 
-        return jax.jit(
+        jitted = jax.jit(
             run,
             in_shardings=(state_shardings, *input_shardings),
             out_shardings=(state_shardings, None),
             donate_argnums=(0,) if donate else (),
         )
+        arguments = [
+            Argument(f"input {position}", tree, shardings)
+            for position, (tree, shardings) in enumerate(zip(inputs, input_shardings, strict=True))
+        ]
+
+        def check(annotation: Any, shape: tuple[int, ...], path: str) -> None:
+            self._answer(Request(annotation, shape, path=path)).require()
+
+        described = Argument("state", state, state_shardings)
+        return JittedStep(jitted, described, arguments, check, donate=donate)
 
     def _shardings_of(
         self, tree: Any, name: str, *, is_leaf: Callable[[Any], bool] | None = None

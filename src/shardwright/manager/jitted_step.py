@@ -1,0 +1,229 @@
+"""`JittedStep`: a jitted training step that checks its arguments before JAX sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from shardwright.errors import (
+    IndivisibleError,
+    Problem,
+    ShardingError,
+    StrategyError,
+    raise_problems,
+)
+from shardwright.trees.paths import path_text
+from shardwright.vocabulary.annotations import is_annotation
+
+
+class Argument:
+    """What `jit_step` knows of one argument of the step.
+
+    Args:
+      name: `state`, or `input` and a position, for messages.
+      tree: Annotations, or arrays or `ShapeDtypeStruct`s with shardings.
+      shardings: The shardings of these leaves, in the same structure.
+    """
+
+    def __init__(self, name: str, tree: Any, shardings: Any) -> None:
+        self.name = name
+        leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_known)
+        self.structure: Any = structure
+        self.paths = [path for path, _ in leaves]
+        self.leaves = [leaf for _, leaf in leaves]
+        # JAX leaves the sharding of an array open where its entry is None.
+        self.shardings = jax.tree.leaves(shardings, is_leaf=lambda leaf: leaf is None)
+
+    def path(self, path: Sequence[Any]) -> str:
+        """Return the text of a path in this argument."""
+        return f"{self.name} {path_text(path)}".strip()
+
+    def structure_problems(self, value: Any) -> list[Problem]:
+        """Return where a value has other keys or containers than this argument."""
+        try:
+            self.structure.flatten_up_to(value)
+        except ValueError as error:
+            reason = str(error).splitlines()[0]
+        else:
+            return []
+        fix = f"pass the {self.name} in the structure that jit_step was given"
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]]
+        missing = [known for known in self.paths if not any(_starts(path, known) for path in paths)]
+        unknown = [path for path in paths if not any(_starts(path, known) for known in self.paths)]
+        problems = [
+            Problem(error=StrategyError, what=what, path=self.path(path), fix=fix)
+            for what, those in (
+                ("jit_step was given this, and the call does not pass it", missing),
+                ("the call passes this, and jit_step was not given it", unknown),
+            )
+            for path in those
+        ]
+        what = f"the call passes another structure than jit_step was given: {reason}"
+        return problems or [Problem(error=StrategyError, what=what, path=self.name, fix=fix)]
+
+    def size_problems(self, value: Any, check: Callable[[Any, Any, str], Any]) -> list[Problem]:
+        """Return the arrays of a value that their annotations or shardings do not fit."""
+        problems: list[Problem] = []
+        parts = self.structure.flatten_up_to(value)
+        for part, path, leaf, sharding in zip(
+            parts, self.paths, self.leaves, self.shardings, strict=True
+        ):
+            if sharding is None:
+                continue
+            for below, array in jax.tree_util.tree_flatten_with_path(part)[0]:
+                try:
+                    if is_annotation(leaf):
+                        # The path of the annotation, because `[[tensors]]` entries match it.
+                        check(leaf, np.shape(array), self.path(path))
+                    _check_shards(sharding, np.shape(array))
+                except ShardingError as error:
+                    full = self.path((*path, *below))
+                    problems += [
+                        dataclasses.replace(problem, path=full) for problem in error.problems
+                    ]
+        return problems
+
+
+class JittedStep:
+    """A training step that `jit_step` returns: `jax.jit`'s function behind checks.
+
+    The checks run once for each structure of the arguments and each shape of the inputs.
+
+    Args:
+      jitted: What `jax.jit` returned.
+      state: The state that the step takes and returns.
+      inputs: The other arguments of the step.
+      check: Raises if an annotation does not fit a shape, under the path that it is given.
+      donate: Whether the old state gives up its memory.
+    """
+
+    def __init__(
+        self,
+        jitted: Any,
+        state: Argument,
+        inputs: Sequence[Argument],
+        check: Callable[[Any, Any, str], Any],
+        *,
+        donate: bool,
+    ) -> None:
+        functools.update_wrapper(self, jitted)
+        self._jitted = jitted
+        self._arguments = (state, *inputs)
+        self._check = check
+        self._donate = donate
+        self._known: set[Any] = set()
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Run the step on a state and its inputs, all by position."""
+        self._check_call(arguments, keywords)
+        return self._jitted(*arguments)
+
+    def lower(self, *arguments: Any, **keywords: Any) -> Any:
+        """Lower the step for arguments, or for `ShapeDtypeStruct`s."""
+        self._check_call(arguments, keywords)
+        return self._jitted.lower(*arguments)
+
+    def trace(self, *arguments: Any, **keywords: Any) -> Any:
+        """Trace the step for arguments, or for `ShapeDtypeStruct`s."""
+        self._check_call(arguments, keywords)
+        return self._jitted.trace(*arguments)
+
+    def eval_shape(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the shapes of the step's results."""
+        self._check_call(arguments, keywords)
+        return self._jitted.eval_shape(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_jitted":  # copying asks before `__init__` has run
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
+
+    def _check_call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if keywords or len(arguments) != len(self._arguments):
+            raise_problems([self._call_problem(arguments, keywords)])
+        state, structure = jax.tree.flatten(arguments[0])
+        if self._donate and len(set(map(id, state))) != len(state):
+            raise_problems(_repeated(arguments[0]))
+        leaves, input_structure = jax.tree.flatten(arguments[1:])
+        key = (structure, input_structure, tuple(map(np.shape, leaves)))
+        if key in self._known:
+            return
+        pairs = list(zip(self._arguments, arguments, strict=True))
+        raise_problems(
+            [problem for known, value in pairs for problem in known.structure_problems(value)]
+        )
+        raise_problems(
+            [
+                problem
+                for known, value in pairs[1:]
+                for problem in known.size_problems(value, self._check)
+            ]
+        )
+        self._known.add(key)
+
+    def _call_problem(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Problem:
+        """Return the problem of a call with keywords or with another number of arguments."""
+        expected = len(self._arguments) - 1
+        if keywords:
+            what = f"the call passes {', '.join(keywords)} by keyword"
+        elif arguments:
+            passed = len(arguments) - 1
+            what = f"the call passes {passed} inputs, jit_step was given annotations of {expected}"
+        else:
+            what = "the call passes no state"
+        order = ", ".join(known.name for known in self._arguments)
+        return Problem(
+            error=StrategyError,
+            what=what,
+            path="step",
+            fix=f"pass by position: {order}; give jit_step one annotation per input",
+        )
+
+
+def _is_known(leaf: Any) -> bool:
+    return leaf is None or is_annotation(leaf)
+
+
+def _starts(path: Sequence[Any], start: Sequence[Any]) -> bool:
+    return tuple(path[: len(start)]) == tuple(start)
+
+
+def _check_shards(sharding: NamedSharding, shape: tuple[Any, ...]) -> None:
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        raise IndivisibleError(
+            f"the shape {shape} does not fit the sharding {sharding.spec} on "
+            f"{dict(sharding.mesh.shape_tuple)}",
+            fix="pass an array of a size that divides, or give jit_step an array or "
+            "a ShapeDtypeStruct whose sharding fits this shape",
+        ) from error
+
+
+def _repeated(state: Any) -> list[Problem]:
+    """Return the arrays that a donated state has twice; XLA can take over their memory once."""
+    first: dict[int, str] = {}
+    problems = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        # Only arrays are donated: the same number or the same tracer twice is harmless.
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            continue
+        text = path_text(path)
+        if id(leaf) in first:
+            problems.append(
+                Problem(
+                    error=StrategyError,
+                    what=f"this is the same array as {first[id(leaf)]}, "
+                    "and an array can be donated only once",
+                    path=f"state {text}".strip(),
+                    fix="copy it, x.copy(), or pass donate=False to jit_step",
+                )
+            )
+        first.setdefault(id(leaf), text)
+    return problems
