@@ -134,3 +134,37 @@ def test_an_open_input_takes_any_array() -> None:
     jitted = pm.jit_step(step, make_state(pm), {"x": AXES, "y": None})
     for y in (np.ones(7), None):
         jitted(make_state(pm), {"x": np.ones((8, 8)), "y": y})
+
+
+def test_weak_types_compile_once() -> None:
+    pm = make_manager()
+
+    def to_strong(state: Any) -> Any:
+        return {"w": state["w"] + jnp.ones((), jnp.float32)}, None
+
+    def to_weak(state: Any) -> Any:
+        return {"w": jnp.where(state["w"] > 0, 1.0, 0.0)}, None
+
+    weak, strong = {"w": pm.shard(1.0)}, {"w": pm.shard(jnp.float32(1))}
+    with pytest.raises(sw.StrategyError, match=r"state w: the step takes a weakly typed") as caught:
+        pm.jit_step(to_strong, weak)(weak)
+    assert "pm.shard(jnp.asarray(x, jnp.float32))" in caught.value.fix
+    assert not weak["w"].is_deleted()
+    for take, first in ((to_strong, strong), (to_weak, {"w": strong["w"] + 1}), (to_weak, weak)):
+        jitted = pm.jit_step(take, first)
+        state, before = first, first["w"].aval
+        for _ in range(3):
+            state, _ = jitted(state)
+        assert state["w"].aval == before
+        assert jitted._cache_size() == 1
+
+
+def test_state_keeps_leaves_of_every_kind() -> None:
+    """Keys have no weak type, and a step may return Python numbers."""
+    pm = make_manager()
+    state = {"key": pm.shard(jax.random.key(0)), "n": pm.shard(jnp.zeros((), jnp.int32))}
+    jitted = pm.jit_step(lambda state: ({"key": state["key"], "n": 3}, None), state)
+    for _ in range(2):
+        state, _ = jitted(state)
+    assert state["n"].dtype == jnp.int32
+    assert jitted._cache_size() == 1

@@ -166,7 +166,7 @@ class TrainingMethods(TreeMethods):
                     fix="return the new state and the rest, for instance `return state, loss`",
                 )
             raise_problems(_changes(state, result[0]))
-            return result
+            return jax.tree.map(_typed_like, state, result[0]), result[1]
 
         jitted = jax.jit(
             run,
@@ -222,7 +222,7 @@ class TrainingMethods(TreeMethods):
             path=path,
             fix="pass arrays that pm.init, pm.init_state or pm.shard returned, "
             "or pm.abstract(specs) and pm.abstract_state(optimizer, specs); "
-            "pm.shard(x) replicates a scalar",
+            "pm.shard(jnp.asarray(x, dtype)) replicates a scalar",
         )
 
 
@@ -280,7 +280,7 @@ def _changes(before: Any, after: Any) -> list[Problem]:
         (path, _aval(old), _aval(new))
         for (path, old), new in zip(leaves, jax.tree.leaves(after), strict=True)
     ]
-    return [
+    changed = [
         Problem(
             error=StrategyError,
             what=f"the step takes {old} and returns {new}",
@@ -291,6 +291,33 @@ def _changes(before: Any, after: Any) -> list[Problem]:
         for path, old, new in pairs
         if old != new
     ]
+    return changed or _weak_types(before, after)
+
+
+def _weak_types(before: Any, after: Any) -> list[Problem]:
+    """Return where a state of the same dtypes takes a weak type and returns a strong one."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(before)
+    return [
+        Problem(
+            error=StrategyError,
+            what=f"the step takes a weakly typed {_aval(old)} and returns a strongly typed one",
+            path=f"state {path_text(path)}".strip(),
+            fix="create the state with a dtype, for instance "
+            f"pm.shard(jnp.asarray(x, jnp.{jnp.result_type(old)}))",
+        )
+        for (path, old), new in zip(leaves, jax.tree.leaves(after), strict=True)
+        if jax.typeof(old).weak_type and not jax.typeof(new).weak_type
+    ]
+
+
+def _typed_like(old: Any, new: Any) -> Any:
+    """Return a new leaf of the state, strongly typed if the old one is.
+
+    JAX counts a weak type as another type, so the next call would compile again.
+    """
+    if jax.typeof(new).weak_type and not jax.typeof(old).weak_type:
+        return jax.lax.convert_element_type(new, jnp.result_type(new))
+    return new
 
 
 def _aval(x: Any) -> str:
