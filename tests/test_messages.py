@@ -193,3 +193,14 @@ def test_help_follows_the_width_of_the_terminal(
     assert [line for line in prose if len(line) > columns] == []
     monkeypatch.setenv("COLUMNS", "200")
     assert len(run(f"{command} --help", tmp_path)[1].splitlines()) <= len(out.splitlines())
+
+
+def test_control_characters_are_escaped() -> None:
+    text = "\x1b[2J\ud800"
+    error = sw.StrategyError(
+        f"rule {text}", path=text, axis=text, rule=text, fix=text, snippet=text
+    )
+    message = str(error)
+    assert message.count(r"\x1b[2J\ud800") == 5
+    assert all(line.isprintable() for line in message.split("\n"))
+    assert error.path == text

@@ -62,13 +62,31 @@ class Problem:
 
     def __str__(self) -> str:
         dim = "" if self.dim is None else f"dim {self.dim}"
-        place = " ".join(part for part in (self.path, dim, self.axis) if part)
-        lines = [f"{place}: {self.what}" if place else self.what]
-        lines += [f"  {line}" for line in self.snippet.splitlines()]
+        place = " ".join(_escaped(part) for part in (self.path, dim, self.axis) if part)
+        what = _escaped(self.what)
+        lines = [f"{place}: {what}" if place else what]
+        # One space per character, so that the caret stays under its column.
+        lines += [f"  {_blanked(line)}" for line in self.snippet.split("\n") if self.snippet]
         for mark, text in (("rule", self.rule), ("fix", self.fix)):
-            for at, line in enumerate(text.splitlines()):
+            for at, line in enumerate(_escaped(text).splitlines()):
                 lines.append(f"        {line}" if at else f"  {mark:4}  {line}")
         return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    """Return text without control characters: names from a file must not reach a terminal raw."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char
+        if char == "\n" or char.isprintable()
+        else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
+
+
+def _blanked(line: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in line)
 
 
 class ShardingError(ValueError):
