@@ -148,3 +148,22 @@ def test_model_on_a_part_of_a_process(
         match=f"does not divide evenly over {count} processes with {local} devices each",
     ):
         get_ranks_and_size(abstract_mesh(sizes))
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("dp:2.0", 'write "dp:2"'),
+        ("dp:1_0", 'write "dp:10"'),
+        ("dp:2.5", "write an integer, such as 4"),
+        ("dp:0x8", "write an integer, such as 4"),
+        ("dp\uff1a8", 'write "dp:8"'),
+        ("dp\uff1a\uff18", 'write "dp:8"'),
+        ("2.0", 'write a name and a size, such as "dp:2"'),
+        ("dp 2.0", 'write a name and a size, such as "dp:2"'),
+    ],
+)
+def test_fix_for_a_size_in_another_spelling(text: str, fix: str) -> None:
+    with pytest.raises(MeshSpecError) as caught:
+        abstract_mesh(text)
+    assert caught.value.fix == fix

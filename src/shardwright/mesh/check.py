@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -27,7 +28,9 @@ _QUOTE = re.compile("[\"']")
 _RULE_WORDS = (REPLICATED, UNCONSTRAINED, EMPTY)
 _NAME_FIX = "use a plain name such as dp, fsdp, tp, ep, sp or pp"
 # A name and a size, joined by a colon, by what people write instead of it, or by nothing.
-_PAIR = re.compile(r"([A-Za-z_.]{1,40})[\s=:]*(-?[0-9]{1,18})")
+_PAIR = re.compile(r"([A-Za-z][A-Za-z_.]{0,39})[\s=:]*(-?[0-9]{1,18})(?![\w.])")
+# An integer as `2.0` or `1_000`.
+_OTHER_INTEGER = re.compile(r"[0-9]{1,18}\.0{0,18}|[0-9]{1,3}(_[0-9]{1,3}){1,5}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +92,12 @@ def name_fault(name: object) -> str:
 
 def with_colons(word: str) -> str:
     """Return `dp:2,tp:4` for `dp 2 tp 4`, `dp=2 tp=4` or `dp2 tp4`; an empty string if there is
-    more than names and sizes.
+    more than names and sizes. Full-width letters, digits and colons count as plain ones.
     """
-    if len(word) > 200 or _PAIR.sub("", word).strip(" ,"):
+    if len(word) > 200:
+        return ""
+    word = unicodedata.normalize("NFKC", word)
+    if _PAIR.sub("", word).strip(" ,"):
         return ""
     return ",".join(f"{name}:{size}" for name, size in _PAIR.findall(word))
 
@@ -124,7 +130,10 @@ def part_problems(parts: Sequence[Part], *, text: str, infer: bool) -> list[Prob
 def _size_problems(part: Part, *, text: str, what: str, infer: bool) -> list[Problem]:
     size, at = part.size, part.size_at
     if as_integer(size) is None:
-        meant = with_colons(f"{part.name}:{size}") if isinstance(size, str) else ""
+        meant = ""
+        if isinstance(size, str):
+            plain = str(int(size.partition(".")[0])) if _OTHER_INTEGER.fullmatch(size) else size
+            meant = with_colons(f"{part.name}:{plain}")
         fix = f'write "{meant}"' if meant else "write an integer, such as 4"
         return [fault(f"{what}: size {size!r} is not an integer", text=text, at=at, fix=fix)]
     if abs(size) >= MOST_SIZE:

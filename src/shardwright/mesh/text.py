@@ -29,6 +29,7 @@ from shardwright.vocabulary.integers import read_integer
 
 DEFAULT_MESH_AXES: Final = ("dp", "fsdp", "tp", "sp")
 _INTEGER = re.compile(r"-?[0-9]+")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 
 MeshLike = str | Mapping[str, int] | Sequence[int]
 
@@ -208,7 +209,10 @@ def _word_faults(word: str, named: bool) -> list[tuple[str, str]]:
             if named
             else []
         )
-    return [(f"part {word!r} has no size", f'write "{with_colons(word) or f"{word}:2"}"')]
+    fix = 'write a name and a size, such as "dp:2"'
+    if meant := with_colons(word) or (f"{word}:2" if _NAME.fullmatch(word) else ""):
+        fix = f'write "{meant}"'
+    return [(f"part {word!r} has no size", fix)]
 
 
 def _words(text: str, start: int) -> list[tuple[int, str]]:
