@@ -89,3 +89,25 @@ def test_one_mistake_is_one_problem(data: dict[str, Any], says: str) -> None:
 def test_value_of_the_wrong_type(text: str, says: str) -> None:
     with pytest.raises(sw.StrategyError, match=says):
         sw.Strategy.loads(text)
+
+
+@pytest.mark.parametrize("value", ["__batch__", "__BATCH__", "batch", "BATCH", "kv_head"])
+def test_semantic_axis_as_a_rule_value(value: str) -> None:
+    with pytest.raises(sw.MissingMeshAxisError) as caught:
+        Strategy(mesh={"dp": 2}, rules={"batch": value})
+    axis = "KV_HEAD" if value == "kv_head" else "BATCH"
+    says = f"a rule names mesh axes, and {axis} is a semantic axis: name one of dp, fsdp, tp, ep, "
+    assert caught.value.fix == f"{says}sp, pp"
+
+
+def test_parallelism_axis_as_a_rule_value() -> None:
+    with pytest.raises(sw.MissingMeshAxisError) as caught:
+        Strategy(mesh={"dp": 2}, rules={"batch": "data_parallel"})
+    assert caught.value.fix == "did you mean 'dp'?"
+
+
+@pytest.mark.parametrize("key", ["_", "-", "EMPTY"])
+def test_rule_for_a_word_that_names_no_axis(key: str) -> None:
+    with pytest.raises(sw.ShardingError) as caught:
+        Strategy(mesh={"dp": 2}, rules={key: "dp"})
+    assert caught.value.fix == "use the name of an axis, such as batch"

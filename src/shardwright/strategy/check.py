@@ -82,6 +82,8 @@ def name_problems(
                 declare = f'declare an axis of your own with [axes] {key} = "what it is"'
                 # If only underscores or case differ from a known axis, the user means that one.
                 fix = hint if canonical_axis(bare) in known else f"{hint} {declare}".strip()
+                if bare.upper() == "EMPTY" or not _AXIS_NAME.fullmatch(key):
+                    fix = hint or "use the name of an axis, such as batch"
                 yield Problem(
                     error=UnknownAxisError,
                     what=f"unknown axis {key!r}",
@@ -127,9 +129,14 @@ def _fix_for_unknown(name: str, known: Sequence[str]) -> str:
     words = [word for word in re.split(r"\W+", name) if word]
     if len(words) > 1 and all(word in known for word in words):
         return f'mesh axes are joined by "+": did you mean "{"+".join(words)}"?'
-    meant = PARALLELISM_AXES.get(name) or axis_label(name).lower()
+    axis = canonical_axis(name.strip("_"))
+    if (parallelism := PARALLELISM_AXES.get(axis)) in known:
+        return did_you_mean(str(parallelism), known)
+    if axis in KNOWN_AXES and name.lower() not in map(str.lower, known):
+        semantic = f"a rule names mesh axes, and {axis_label(axis)} is a semantic axis"
+        return f"{semantic}: name one of {', '.join(known)}"
     return (
-        did_you_mean(meant, known)
+        did_you_mean(axis_label(name).lower(), known)
         or f"add it to [mesh], {name} = 1, or name one of {', '.join(known)}"
     )
 
