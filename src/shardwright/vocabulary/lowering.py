@@ -251,22 +251,37 @@ def _check_rank(annotation: Any, dims: tuple[Dim, ...], shape: Sequence[int] | N
         raise RankMismatchError(
             f"{describe(annotation)} has {len(dims)} dims, the array has {len(shape)}: shape "
             f"{tuple(shape)}",
-            fix=_rank_fix(annotation, len(dims), len(shape)),
+            fix=_rank_fix(annotation, dims, len(shape)),
         )
     check_merged(dims, shape)
 
 
-def _rank_fix(annotation: Any, dims: int, rank: int) -> str:
+def _rank_fix(annotation: Any, dims: tuple[Dim, ...], rank: int) -> str:
     layout = annotation.layout if isinstance(annotation, StackedLayout) else annotation
     bias = layout.bias if is_layout(layout) else None
     name = describe(layout)
-    if bias is not None and rank == dims - 1:
+    if bias is not None and rank == len(dims) - 1:
         return f"for its bias use {name}.bias; for a bias stacked over layers, stacked({name}.bias)"
-    if rank == dims + 1:
+    if rank == len(dims) + 1:
         # As Python spells a tuple of one: (BATCH,).
-        axes = name.removesuffix(")") + ",)" if dims == 1 and name.startswith("(") else name
+        axes = name.removesuffix(")") + ",)" if len(dims) == 1 and name.startswith("(") else name
         return f"add the missing dim's axis, or EMPTY; for a stack of layers use stacked({axes})"
-    return "write one axis per dim, EMPTY where a dim is not sharded"
+    fix = "write one axis per dim, EMPTY where a dim is not sharded"
+    if rank == 1 and isinstance(annotation, tuple | list) and _can_be_one_dim(dims):
+        fix += f"; for dims that were flattened into one, write ({name},)"
+    return fix
+
+
+def _can_be_one_dim(dims: tuple[Dim, ...]) -> bool:
+    """Return whether dims of one axis each can be the members of one composite."""
+    axes = [dim.axes[0] for dim in dims if len(dim.axes) == 1 and not dim.merged]
+    if len(axes) < max(len(dims), 2) or len(set(axes)) < len(axes):
+        return False
+    try:
+        _check_composites((Dim(axes=tuple(axes)),))
+    except StrategyError:
+        return False
+    return True
 
 
 def check_merged(dims: tuple[Dim, ...], shape: Sequence[int]) -> None:
