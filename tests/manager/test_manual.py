@@ -293,3 +293,25 @@ def test_zero1_after_a_non_manual_axis() -> None:
         match=r"dp is Manual here and so comes first, but the rule tp\+dp puts it later",
     ):
         f(numbers(16, 12))
+
+
+def test_explain_of_the_manager_ignores_manual_axes() -> None:
+    """The pages say so: `pm.explain` takes global shapes, `sw.explain` takes `manual=`."""
+    strategy = sw.Strategy.preset("fsdp") | sw.Strategy(policy={"zero1": "dp | -"})
+    pm = sw.PartitionManager(strategy, mesh=sw.create_mesh("dp:2,fsdp:4"))
+    axes = (sw.EMBED, sw.MLP_INTERMEDIATE)
+    outside = pm.explain(*axes, role="state", shape=(16, 8))
+
+    def f(x: Any) -> Any:
+        assert pm.explain(*axes, role="state", shape=(16, 8)) == outside
+        inside = sw.explain(axes, pm.rules, pm.mesh, role="state", shape=x.shape, manual={"fsdp"})
+        assert "fsdp already applied by shard_map" in str(inside)
+        assert inside.spec == jax.P("dp")
+        return pm.shard(x, *axes, role="state")
+
+    options: dict[str, Any] = {"in_specs": jax.P("fsdp"), "out_specs": jax.P("fsdp")}
+    with pm:
+        mapped = jax.shard_map(f, mesh=pm.mesh, axis_names={"fsdp"}, **options)
+        traced = jax.make_jaxpr(mapped)(jnp.ones((16, 8)))
+    assert "already applied" not in str(outside)
+    assert "sharding_constraint" in str(traced)

@@ -201,7 +201,8 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
     ) -> Resolution:
         """Return the spec of an annotation, and the decision of each dim.
 
-        A failed request has `problems` and no spec.
+        A failed request has `problems` and no spec. Inside `shard_map` the answer is the same as
+        outside. `sw.explain` with `manual=` answers for local shapes.
 
         Args:
           *axes: Axis strings and composites, or one annotation.
