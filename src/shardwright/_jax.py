@@ -223,3 +223,17 @@ def watch_compilations() -> Iterator[Compilations]:
     finally:
         log.removeHandler(handler)
         jax.monitoring.unregister_event_duration_listener(note)
+
+
+def newly_manual_axes(parameters: dict[str, Any]) -> frozenset[str]:
+    """Return the mesh axes that a `shard_map` equation makes Manual."""
+    return frozenset(parameters.get("newly_manual_axes", parameters.get("manual_axes", ())))
+
+
+def scan_parts(parameters: dict[str, Any]) -> tuple[int, int, Any]:
+    """Return how many constants and carries a `scan` equation has, and the jaxpr of its body."""
+    body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
+    if "num_consts" in parameters:
+        return parameters["num_consts"], parameters["num_carry"], body
+    constants, carries, _ = parameters["ft_in"].unpack()  # JAX 0.12 keeps flat trees
+    return len(list(constants.vals)), len(list(carries.vals)), body

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import shardwright as sw
+from shardwright import attention
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.trace import trace, walk
 
@@ -362,6 +363,66 @@ def test_shard_map_on_the_mesh_of_the_manager() -> None:
     assert [row[:2] + row[3:] for row in found] == [
         ("all_reduce", ("tp",), 8 // 2 * 16 * 64 // 4 * F32, 1)
     ]
+
+
+def test_branch_of_zeros_takes_the_sharding_of_the_other() -> None:
+    def pick(which: Any, y: Any) -> Any:
+        return jax.lax.cond(which, jnp.zeros_like, lambda y: y * 2, y)
+
+    which = jax.ShapeDtypeStruct((), jnp.bool_)
+    report: PlanReport = manager("fsdp_tp", "fsdp:2,tp:4").plan(
+        pick, which, Y, specs=(None, SEQUENCE)
+    )
+    assert rows(report) == []
+
+
+def test_loop_on_data_makes_it_incomplete() -> None:
+    def doubled(x: Any) -> Any:
+        return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x)
+
+    report: PlanReport = manager("ddp", "dp:8").plan(
+        doubled, jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    )
+    assert report.walked.unknown == {"while (number of runs)": 1}
+
+
+def test_map_over_some_mesh_axes_makes_it_incomplete() -> None:
+    pm, spec = manager("fsdp_tp", "fsdp:2,tp:4"), PartitionSpec("fsdp")
+
+    def partly(x: Any) -> Any:
+        double = jax.shard_map(
+            lambda a: a * 2, in_specs=spec, out_specs=spec, axis_names=frozenset({"fsdp"})
+        )
+        return double(x)
+
+    report: PlanReport = pm.plan(partly, X, specs=(HIDDEN,))
+    assert report.walked.unknown == {"shard_map (over some mesh axes only)": 1}
+
+
+def test_nested_vmap_leaves_both_new_dims_alone() -> None:
+    y = jax.ShapeDtypeStruct((8, 4, 16, 64), jnp.float32)
+    inner = jax.vmap(lambda a: sw.shard(a, sw.MLP_INTERMEDIATE), in_axes=1, out_axes=1)
+    report: PlanReport = manager("fsdp_tp", "fsdp:2,tp:4").plan(
+        jax.vmap(jax.vmap(inner)),
+        y,
+        specs=((sw.BATCH, sw.EMPTY, sw.MLP_INTERMEDIATE, sw.EMPTY),),
+    )
+    assert rows(report) == []
+
+
+def attend(q: Any, k: Any) -> Any:
+    return attention.dot_product_attention(q, k, k, causal=True, mode="train")
+
+
+def test_answers_of_attention_shape_the_trace() -> None:
+    pm = manager("fsdp_tp", "fsdp:2,tp:4")
+    q = jax.ShapeDtypeStruct((8, 16, 8, 16), jnp.float32)
+    # The second trace finds attention's answers kept, and must report them too.
+    first, second = (trace(pm, attend, (q, q)) for _ in range(2))
+    assert first.answers
+    assert first.answers == second.answers
+    assert second.fits(pm)
+    assert not second.fits(manager("fsdp_tp", "fsdp:8"))
 
 
 def test_json_is_plain_data() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Final
 
 from shardwright import _jax
@@ -114,17 +113,19 @@ def choose(
     if implementation is None and manager is not None:
         line = manager.rules.attention_in(call.mode)
     name = implementation or AUTO if line is None else line.text
+    known = implementations()
+    if manager is None:
+        return _choose(call, name, line, known)
     # Some implementations refuse a surrounding shard_map, so the ambient mesh is part of the key.
-    return _choose(call, name, line, implementations(), _jax.ambient_mesh())
+    choice: Choice = manager.remember(
+        ("choose", call, name, line, known, _jax.ambient_mesh()),
+        lambda: _choose(call, name, line, known),
+    )
+    return choice
 
 
-@functools.lru_cache(maxsize=1024)
 def _choose(
-    call: AttentionCall,
-    name: str,
-    line: RuleRef | None,
-    known: tuple[Implementation, ...],
-    ambient: Any,
+    call: AttentionCall, name: str, line: RuleRef | None, known: tuple[Implementation, ...]
 ) -> Choice:
     if name == AUTO:
         return _choose_best(call, known)
@@ -136,7 +137,7 @@ def _choose(
         why = f"{named.name} was asked for by name and refuses" if reasons else "asked for by name"
     if reasons:
         refusals = (Refusal(name=named.name, reasons=reasons),)
-        instead = _choose(call, AUTO, None, known, ambient)
+        instead = _choose_best(call, known)
         return Choice(
             name="",
             why=why,

@@ -17,8 +17,8 @@ from shardwright import _jax
 from shardwright.attention.call import JointSpecs, KVHeads
 from shardwright.errors import AttentionError
 from shardwright.manager.manager import PartitionManager
-from shardwright.resolution import resolver
-from shardwright.resolution.decisions import DimDecision, ModeFrom, Outcome, Resolution
+from shardwright.manager.request import Request
+from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
 from shardwright.vocabulary.axes import (
     BATCH,
     EMPTY,
@@ -58,11 +58,15 @@ def resolve_joint(
       ShardingError: The rules do not fit the sizes.
       AttentionError: The rules for q, k and v do not go together.
     """
-    return _resolve_joint(manager, q, k, v, mode, repeated, _jax.ambient_mesh())
+    ambient = _jax.ambient_mesh()
+    # The layers of a model ask the same question again and again.
+    specs: JointSpecs = manager.remember(
+        ("resolve_joint", q, k, v, mode, repeated, ambient),
+        lambda: _resolve_joint(manager, q, k, v, mode, repeated, ambient),
+    )
+    return specs
 
 
-# The layers of a model ask the same question again and again.
-@functools.lru_cache(maxsize=1024)
 def _resolve_joint(
     manager: PartitionManager,
     q: Dims,
@@ -190,16 +194,7 @@ def _resolve(
     shape: Dims,
 ) -> Resolution:
     """Resolve one array, and refuse shardings that no kernel can serve."""
-    resolution = resolver.explain(
-        axes,
-        manager.rules,
-        manager.mesh,
-        mode=mode,
-        shape=shape,
-        path=name,
-        manual=manual,
-        mode_from=ModeFrom.CALL,
-    )
+    resolution = manager.answer(Request(axes, shape, mode, None, name, manual))
     resolution.require()
     for decision in resolution.decisions:
         if decision.outcome is Outcome.UNCONSTRAINED:

@@ -83,7 +83,7 @@ class ArrayMethods(ManagerCore):
           ShapeRequiredError: The spec depends on sizes, and `global_shape` is not given.
         """
         annotation = one_annotation(axes)
-        resolution = self._answer(Request(annotation, global_shape, mode))
+        resolution = self.answer(Request(annotation, global_shape, mode))
         if ShapeRequiredError in {problem.error for problem in resolution.problems}:
             problems = suggest_for_missing_size(resolution, "pass global_shape=")
             raise_problems(problems, resolution=resolution)
@@ -94,7 +94,7 @@ class ArrayMethods(ManagerCore):
         if global_shape is None:
             global_shape = constraint.global_shape(sharding, local.shape)
         shape = tuple(global_shape)
-        self._answer(Request(annotation, shape, mode)).require()
+        self.answer(Request(annotation, shape, mode)).require()
         array: jax.Array = jax.make_array_from_process_local_data(sharding, local, shape)
         return array
 
@@ -134,7 +134,7 @@ class ArrayMethods(ManagerCore):
         def explain(annotation: Any, shape: Sequence[int] | None, path: str | None) -> Resolution:
             ambient = _jax.ambient_mesh()
             manual = self.manual_axes(ambient)
-            return self._answer(Request(annotation, shape, mode, None, path, manual), ambient)
+            return self.answer(Request(annotation, shape, mode, None, path, manual), ambient)
 
         return SemanticShardMap(
             f,
@@ -205,7 +205,7 @@ class ArrayMethods(ManagerCore):
         manual = self.manual_axes(ambient)
         if manual:
             request = request._replace(manual=manual)
-        resolution = self._answer(request, ambient)
+        resolution = self.answer(request, ambient)
         if not strict:
             resolution = resolver.left_open(resolution)
         spec: PartitionSpec = resolution.require()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -42,8 +43,10 @@ class ManagerCore:
     _uniform: bool  # whether all axes of the mesh have one axis type
     _cache: Recent
 
-    def _answer(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
+    def answer(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
         """Resolve a request. What JAX cannot express on the mesh is a problem too.
+
+        The rooms above ask here, never the resolver: a planning manager records what they ask.
 
         Args:
           request: The question.
@@ -73,6 +76,19 @@ class ManagerCore:
             ("refused", resolution), dataclasses.replace(resolution, problems=tuple(problems))
         )
         return refused
+
+    def remember(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """Return what `compute` returned for a key, kept with the manager.
+
+        Rooms above keep here what they derive from the manager's answers, so that no cache outlives
+        the manager. The last 10,000 values are kept.
+
+        Args:
+          key: Names the question; it starts with the name of the function that asks.
+          compute: Returns the answer, which is not None.
+        """
+        value = self._cache.get(key) or self._cache.recall(key)
+        return self._cache.keep(key, compute()) if value is None else value
 
     def _sharding(self, resolution: Resolution, memory_kind: str | None = None) -> NamedSharding:
         """Return the sharding of a resolution; the identical object for the same spec.

@@ -211,7 +211,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
           shape: Global shape, required if the spec depends on sizes.
           path: Path of the array, for `[[tensors]]` entries and for messages.
         """
-        return self._answer(Request(asked_annotation(axes), shape, mode, role, path))
+        return self.answer(Request(asked_annotation(axes), shape, mode, role, path))
 
     def resolve(
         self,

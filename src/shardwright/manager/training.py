@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
 from shardwright.manager import constraint
-from shardwright.manager.jitted_step import Argument, JittedStep
 from shardwright.manager.request import Request, suggest_for_missing_size
 from shardwright.manager.trees import TreeMethods, with_shardings
 from shardwright.trees.paths import path_text
@@ -148,6 +147,8 @@ class TrainingMethods(TreeMethods):
           ShapeRequiredError: The sharding of an annotated input depends on its sizes.
           ShardingError: An annotation does not fit the rules or the mesh.
         """
+        from shardwright.manager.jitted_step import Argument, JittedStep
+
         manager: Any = self
         state_shardings = self._shardings_of(state, "state")
         input_shardings = [
@@ -180,7 +181,7 @@ class TrainingMethods(TreeMethods):
         ]
 
         def check(annotation: Any, shape: tuple[int, ...], path: str) -> None:
-            self._answer(Request(annotation, shape, path=path)).require()
+            self.answer(Request(annotation, shape, path=path)).require()
 
         described = Argument("state", state, state_shardings)
         return JittedStep(jitted, described, arguments, check, donate=donate)
@@ -209,7 +210,7 @@ class TrainingMethods(TreeMethods):
                 "or pass arrays with shardings",
             )
         if is_annotation(leaf):
-            resolution = self._answer(Request(leaf, path=path))
+            resolution = self.answer(Request(leaf, path=path))
             fix = 'pass arrays with shardings, or pm.abstract(batch, axes, role="activation")'
             raise_problems(suggest_for_missing_size(resolution, fix), resolution=resolution)
             return self._sharding(resolution)

@@ -67,7 +67,7 @@ class TreeMethods(ManagerCore):
         def shard_leaf(leaf: annotated.Leaf) -> NamedSharding:
             shape = np.shape(leaf.value)
             return self._sharding(
-                self._answer(Request(leaf.annotation, shape, mode, role, leaf.path))
+                self.answer(Request(leaf.annotation, shape, mode, role, leaf.path))
             )
 
         return map_leaves(values, annotations, shard_leaf)
@@ -81,7 +81,7 @@ class TreeMethods(ManagerCore):
             def make(annotation: Any, shape: tuple[int, ...]) -> NamedSharding:
                 if not is_annotation(annotation):
                     raise TypeError
-                return self._sharding(self._answer(Request(annotation, shape, mode, role)))
+                return self._sharding(self.answer(Request(annotation, shape, mode, role)))
 
             known = self._cache.keep(key, Shardings(make))
         shardings: Shardings = known

@@ -102,7 +102,7 @@ class WeightMethods(ManagerCore):
     def _weight_placement(self, request: Request) -> Placement:
         ambient = _jax.ambient_mesh()
         self.manual_axes(ambient)  # checks the ambient mesh
-        resolution = self._answer(request, ambient)
+        resolution = self.answer(request, ambient)
         spec = resolution.require()
         if request.path is None:
             raise_problems(path_required(request, self.rules), resolution=resolution)
@@ -125,7 +125,7 @@ class WeightMethods(ManagerCore):
         if request.path is None:
             raise_problems(path_required(request, self.rules, local=local))
         weight = Weight(
-            resolve=lambda role, shape: self._answer(request.of(role, shape)),
+            resolve=lambda role, shape: self.answer(request.of(role, shape)),
             dims=dims,
             local=local,
             shape=None if request.shape is None else tuple(request.shape),

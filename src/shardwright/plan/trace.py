@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +16,13 @@ from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.request import Request
 from shardwright.plan.annotate import Annotation, annotate, annotate_axes_p, annotate_weight
+from shardwright.plan.walk.equations import holds_shard_map
 from shardwright.plan.walk.events import Walked
 from shardwright.plan.walk.ledger import Ledger
 from shardwright.plan.walk.program import source_line, walk_jaxpr, written_target
 from shardwright.plan.walk.values import KEEP, Dims, Origin, Value, dims_of_spec
 from shardwright.resolution import resolver
-from shardwright.resolution.decisions import DimDecision, Resolution
+from shardwright.resolution.decisions import DimDecision, Resolution, RuleRef
 from shardwright.trees.annotated import annotated_leaves
 from shardwright.vocabulary.annotations import ArraySpec, one_annotation
 from shardwright.vocabulary.axes import Role
@@ -49,19 +49,31 @@ class Trace:
       jaxpr: The program.
       inputs: Per input, the request that its annotation is, or a sharding, or None (replicated).
       outputs: Likewise per output; None means that it stays as the program leaves it.
-      paths: Path of each input.
       answers: The questions that shaped the trace.
+      mesh: Size of each mesh axis.
+      attention: The strategy's lines on implementations of attention.
     """
 
     jaxpr: Any
     inputs: tuple[Request | NamedSharding | None, ...]
     outputs: tuple[Request | None, ...]
-    paths: tuple[str, ...]
     answers: tuple[Answer, ...]
+    mesh: Mapping[str, int]
+    attention: tuple[tuple[str, RuleRef], ...]
 
     def fits(self, manager: PartitionManager) -> bool:
-        """Tell whether a manager gives every answer that shaped the trace, and so may share it."""
-        return all(manager._answer(answer.request).spec == answer.spec for answer in self.answers)
+        """Tell whether a manager gives every answer that shaped the trace, and so may share it.
+
+        A trace with answers or with a `shard_map` holds shapes of shards, so it fits only meshes of
+        the same sizes.
+        """
+        if not self.answers and not holds_shard_map(self.jaxpr):
+            return True
+        return (
+            dict(self.mesh) == dict(manager.mesh.shape)
+            and self.attention == manager.rules.attention
+            and all(manager.answer(known.request).spec == known.spec for known in self.answers)
+        )
 
 
 class PlanningManager(PartitionManager):
@@ -89,7 +101,7 @@ class PlanningManager(PartitionManager):
             mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=auto)
         planning = object.__new__(cls)
         planning._set(manager.rules, mesh, manager.mode, manager.name, {})
-        object.__setattr__(planning, "_values", (planning._values, "planning"))
+        object.__setattr__(planning, "_values", (planning._values, object()))
         object.__setattr__(planning, "_answers", {})
         object.__setattr__(planning, "_quiet", False)
         return planning
@@ -115,12 +127,13 @@ class PlanningManager(PartitionManager):
         """The questions that shaped the trace so far."""
         return tuple(self._answers.values())
 
-    def _answer(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
-        resolution = super()._answer(request, ambient)
+    def answer(self, request: Request, ambient: AbstractMesh | None = None) -> Resolution:
+        """Resolve a request, and record it if its answer shapes the trace."""
+        resolution = super().answer(request, ambient)
         if not self._quiet:
             shape = None if request.shape is None else tuple(request.shape)
             request = request._replace(shape=shape, mode=request.mode or self.mode)
-            key = (repr(request.annotation), shape, request.mode, request.role, request.path)
+            key = (repr(request.annotation), shape, request.mode, *request[3:])
             self._answers.setdefault(key, Answer(request=request, spec=resolution.spec))
         return resolution
 
@@ -186,7 +199,8 @@ def trace(
             fix="write specs=(annotations of the first argument, ...), None for an argument "
             "that brings its own shardings",
         )
-    planning = _planning(manager)
+    # One for all plans of a manager, so that JAX's caches do not grow with each plan.
+    planning = manager.remember(("planning",), lambda: PlanningManager.of(manager))
     bare = jax.tree.map(_bare, tuple(shapes))
 
     def traced_once(*arguments: Any) -> Any:
@@ -195,7 +209,7 @@ def trace(
 
     with planning:
         traced = jax.jit(traced_once).trace(*bare)
-    inputs, paths = _inputs(shapes, specs, planning)
+    inputs = _inputs(shapes, specs, planning)
     jaxpr = traced.jaxpr.jaxpr
     if len(inputs) != len(jaxpr.invars):
         raise StrategyError(
@@ -203,13 +217,14 @@ def trace(
             fix="give one annotation, or tree of them, per argument",
         )
     goals = _outputs(traced, outputs, planning.mode)
-    return Trace(jaxpr=jaxpr, inputs=inputs, outputs=goals, paths=paths, answers=planning.answers)
-
-
-@functools.lru_cache(maxsize=32)
-def _planning(manager: PartitionManager) -> PlanningManager:
-    """Return one planning manager for equal managers, so that JAX's caches do not grow."""
-    return PlanningManager.of(manager)
+    return Trace(
+        jaxpr=jaxpr,
+        inputs=inputs,
+        outputs=goals,
+        answers=planning.answers,
+        mesh=dict(manager.mesh.shape),
+        attention=manager.rules.attention,
+    )
 
 
 def _bare(x: Any) -> jax.ShapeDtypeStruct:
@@ -221,22 +236,17 @@ def _bare(x: Any) -> jax.ShapeDtypeStruct:
 
 def _inputs(
     shapes: Sequence[Any], specs: Any, manager: PartitionManager
-) -> tuple[tuple[Request | NamedSharding | None, ...], tuple[str, ...]]:
+) -> tuple[Request | NamedSharding | None, ...]:
     inputs: list[Request | NamedSharding | None] = []
-    paths: list[str] = []
-    for at, tree in enumerate(shapes):
-        annotations = None if specs is None else specs[at]
-        if annotations is None:
-            for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                inputs.append(_own_sharding(leaf, manager.mesh))
-                paths.append(jax.tree_util.keystr(key, simple=True, separator="/"))
+    for tree, spec in zip(shapes, specs or [None] * len(shapes), strict=True):
+        if spec is None:
+            inputs += [_own_sharding(leaf, manager.mesh) for leaf in jax.tree.leaves(tree)]
             continue
-        for leaf in annotated_leaves(tree, annotations):
-            inputs.append(
-                Request(leaf.annotation, np.shape(leaf.value), manager.mode, None, leaf.path)
-            )
-            paths.append(leaf.path)
-    return tuple(inputs), tuple(paths)
+        inputs += [
+            Request(leaf.annotation, np.shape(leaf.value), manager.mode, None, leaf.path)
+            for leaf in annotated_leaves(tree, spec)
+        ]
+    return tuple(inputs)
 
 
 def _own_sharding(leaf: Any, mesh: Any) -> NamedSharding | None:
@@ -257,10 +267,9 @@ def _own_sharding(leaf: Any, mesh: Any) -> NamedSharding | None:
 def _outputs(traced: Any, outputs: Any, mode: str | None) -> tuple[Request | None, ...]:
     if outputs is None:
         return (None,) * len(traced.jaxpr.jaxpr.outvars)
-    structure = traced.out_info
     return tuple(
         Request(leaf.annotation, leaf.value.shape, mode, None, leaf.path)
-        for leaf in annotated_leaves(structure, outputs)
+        for leaf in annotated_leaves(traced.out_info, outputs)
     )
 
 
@@ -280,14 +289,14 @@ def walk(traced: Trace, manager: PartitionManager) -> Walked:
         annotation: Annotation = equation.params["annotation"]
         value = resolved(annotation.request, annotation.strict, source_line(equation))
         dims = list(value.dims)
-        for at in equation.params["added"]:
+        for at in sorted(equation.params["added"]):
             dims.insert(at, KEEP)
         return dataclasses.replace(value, dims=tuple(dims))
 
     def resolved(request: Request, strict: bool, source: str) -> Value:
         key = id(request)
         if key not in known:
-            resolution = manager._answer(request)
+            resolution = manager.answer(request)
             if not strict:
                 resolution = resolver.left_open(resolution)
             spec = resolution.require()

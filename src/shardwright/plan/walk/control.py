@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
+from shardwright import _jax
 from shardwright.plan.walk.events import Site
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Value, merged_origins
@@ -12,12 +13,14 @@ from shardwright.plan.walk.values import Value, merged_origins
 # If every device can make the first value of a carry by itself, the carry takes the sharding that
 # the body returns. The second round uses it.
 _ROUNDS = 2
+# Such a loop is listed like a primitive without a rule: what it sends and computes is not counted.
+UNKNOWN_RUNS: Final = "while (number of runs)"
 
 
 def scan(step: Step) -> list[Value]:
     """Follow a scan: its body runs `length` times; every carry keeps one sharding."""
     parameters = step.parameters
-    constants, carries, body = scan_parts(parameters)
+    constants, carries, body = _jax.scan_parts(parameters)
     avals, split = step.avals, constants + carries
     site = dataclasses.replace(step.site, runs=step.site.runs * parameters["length"])
     inputs = [
@@ -86,15 +89,6 @@ def _settled(value: Value, *, runs: int) -> Value:
     return dataclasses.replace(value, owed=frozenset(), groups=(), runs=runs)
 
 
-def scan_parts(parameters: dict[str, Any]) -> tuple[int, int, Any]:
-    """Return how many constants and carries a scan has, and its body; JAX versions differ here."""
-    body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
-    if "num_consts" in parameters:
-        return parameters["num_consts"], parameters["num_carry"], body
-    constants, carries, _ = parameters["ft_in"].unpack()
-    return len(list(constants.vals)), len(list(carries.vals)), body
-
-
 def while_loop(step: Step) -> list[Value]:
     """Follow a while loop. Its number of runs is not known, so what it sends counts as unknown."""
     parameters = step.parameters
@@ -110,8 +104,8 @@ def while_loop(step: Step) -> list[Value]:
     for first, end, variable in zip(carry, ends, body.outvars, strict=True):
         if not first.free:
             inner.move(end, variable.aval, first.dims, step.site, origins=first.origins)
-    if inner.events:
-        step.ledger.unknown["while (number of runs)"] += 1
+    if inner.events or inner.flops:
+        step.ledger.unknown[UNKNOWN_RUNS] += 1
     step.ledger.unknown.update(inner.unknown)
     return carry
 
@@ -124,18 +118,15 @@ def cond(step: Step) -> list[Value]:
         step.walk(branch.jaxpr, values, site=site, wanted=step.wanted)
         for branch in step.parameters["branches"]
     ]
-    first = branches[0]
-    for branch in branches[1:]:
-        for value, aval, goal in zip(branch, step.results, first, strict=True):
-            step.ledger.move(value, aval, goal.dims, site, origins=goal.origins)
-    return [
-        Value(
-            dims=value.dims,
-            free=all(b[at].free for b in branches),
-            origins=merged_origins(b[at] for b in branches),
-        )
-        for at, value in enumerate(first)
-    ]
+    results = []
+    for number, aval in enumerate(step.results):
+        ends = [branch[number] for branch in branches]
+        # A result that every device can make by itself takes the sharding of the other branches.
+        goal = next((end for end in ends if not end.free), ends[0])
+        for end in ends:
+            step.ledger.move(end, aval, goal.dims, site, origins=goal.origins)
+        results.append(Value(dims=goal.dims, free=goal.free, origins=merged_origins(ends)))
+    return results
 
 
 def call(step: Step) -> list[Value] | None:

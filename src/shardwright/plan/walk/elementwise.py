@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
-from shardwright.plan.walk.events import Choice
 from shardwright.plan.walk.primitives import ADDITIONS, KEEPS_SUM, NAMES
 from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Dims, Value, merged_origins, shards
+from shardwright.plan.walk.values import Dims, Value, axes_of, merged_origins, most_sharded
 
 
 def elementwise(step: Step) -> list[Value]:
@@ -54,13 +52,12 @@ def _owe_alike(values: Sequence[Value]) -> bool:
 
 def _agreed(step: Step, operands: Sequence[Dims]) -> Dims:
     """Return the common dims of the operands: those of a constraint, else the most sharded."""
-    sizes = step.ledger.sizes
     wanted = step.wanted[0]
     if wanted is not None and wanted in operands:
         base = wanted
     else:
-        base = max(operands, key=lambda dims: shards((axis for dim in dims for axis in dim), sizes))
-    used = {axis for dim in base for axis in dim}
+        base = most_sharded(operands, step.ledger.sizes)
+    used = set(axes_of(base))
     agreed = list(base)
     for dims in operands:
         for at, axes in enumerate(dims):
@@ -68,22 +65,10 @@ def _agreed(step: Step, operands: Sequence[Dims]) -> Dims:
                 agreed[at] = axes
                 used |= set(axes)
     if wanted is None:
-        _note_conflicts(step, operands)
+        for axis in step.ledger.sizes:
+            if len({at for dims in operands for at, axes in enumerate(dims) if axis in axes}) > 1:
+                step.note_choice(axis)
     return tuple(agreed)
-
-
-def _note_conflicts(step: Step, operands: Sequence[Dims]) -> None:
-    """Note mesh axes that operands want on different dims, where no constraint decides."""
-    for axis in step.ledger.sizes:
-        places = {at for dims in operands for at, axes in enumerate(dims) if axis in axes}
-        if len(places) > 1:
-            step.ledger.choices[
-                Choice(
-                    mesh_axis=axis,
-                    source=step.site.source,
-                    fix=f"annotate the result of this {step.name} with shard(...)",
-                )
-            ] = None
 
 
 def cumulative(step: Step) -> list[Value]:
@@ -109,4 +94,4 @@ def reduction(step: Step) -> list[Value]:
     result = Value(dims=dims, owed=owed, groups=groups, origins=value.origins)
     if step.name != "reduce_sum":
         result = step.ledger.settle(result, step.results[0], step.site)
-    return [dataclasses.replace(result) for _ in step.results]
+    return [result for _ in step.results]

@@ -41,7 +41,6 @@ class Event:
       maybe: Whether it is in a branch that may not be taken.
       source: Line of the model that asks for it, `model.py:12`.
       path: Path of the tensor, or "".
-      chosen: The annotation that would decide, if the walk had to choose; else "".
     """
 
     kind: Kind
@@ -55,7 +54,6 @@ class Event:
     maybe: bool = False
     source: str = ""
     path: str = ""
-    chosen: str = ""
 
     @property
     def total_wire_bytes(self) -> int:

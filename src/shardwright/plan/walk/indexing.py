@@ -47,8 +47,7 @@ def scatter(step: Step) -> list[Value]:
         dims = step.wanted[0] or _followed(value.dims, update.dims, pairs)
         value = Value(dims=dims, origins=update.origins)
         rows = [at for at in range(len(update.dims)) if at not in pairs.values()]
-        used = {axis for axes in value.dims for axis in axes}
-        owed = frozenset(axis for at in rows for axis in update.dims[at]) - used
+        owed = frozenset(axis for at in rows for axis in update.dims[at]) - value.mesh_axes
         if adds and owed:
             kept = list(_targets(value.dims, update.dims, pairs))
             for at in rows:

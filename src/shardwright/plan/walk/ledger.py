@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.walk.events import Choice, Event, Idle, Site
-from shardwright.plan.walk.values import Dims, Origin, Value, local_elements, shards
+from shardwright.plan.walk.values import Dims, Origin, Value, axes_of, local_elements, shards
 
 
 class Ledger:
@@ -114,12 +114,11 @@ class Ledger:
         """
         if not value.owed:
             return value
-        into_shards = (
-            wanted is not None
-            and value.owed & {axis for dim in wanted for axis in dim}
-            and value.mesh_axes <= {axis for dim in wanted for axis in dim}
-        )
-        dims = wanted if into_shards and wanted is not None else value.dims
+        dims = value.dims
+        if wanted is not None:
+            axes = axes_of(wanted)
+            if value.owed & axes and value.mesh_axes <= axes:
+                dims = wanted
         return self.move(value, aval, dims, site, origins=value.origins)
 
     def _note(
@@ -174,16 +173,18 @@ class Ledger:
             )
         )
 
-    def count_product(self, elements: int, operands: Iterable[int], site: Site) -> None:
-        """Count the operations and bytes of one product on one device.
+    def count_product(self, elements: int, operands: Iterable[int], site: Site) -> int:
+        """Count the bytes and operations of one product on one device; return the operations.
 
         Args:
           elements: Multiplications of one run.
           operands: Bytes of each operand and of the result.
           site: The equation.
         """
-        self.flops += 2 * elements * site.runs
+        flops = 2 * elements * site.runs
+        self.flops += flops
         self.product_bytes += sum(operands) * site.runs
+        return flops
 
 
 def _frozen(dims: Iterable[Iterable[str]]) -> Dims:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Final
 
+from shardwright import _jax
 from shardwright.plan.collectives.collective import Kind
-from shardwright.plan.walk.control import scan_parts
+from shardwright.plan.walk.control import UNKNOWN_RUNS
+from shardwright.plan.walk.equations import live_equations
 from shardwright.plan.walk.events import Site
-from shardwright.plan.walk.liveness import live_equations
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Origin, Value, dims_of_spec, merged_origins, shards
 
@@ -34,6 +36,9 @@ def shard_map(step: Step) -> list[Value]:
     for at, (spec, aval) in enumerate(zip(parameters["in_specs"], step.avals, strict=True)):
         dims = dims_of_spec(spec.partitions, aval.ndim, sizes)
         step.ledger.move(step.values[at], aval, dims, step.site, origins=step.values[at].origins)
+    if set(sizes) - _jax.newly_manual_axes(parameters):
+        # The partitioner still works over the other mesh axes inside; that is not followed.
+        step.ledger.unknown["shard_map (over some mesh axes only)"] += 1
     origins = merged_origins(step.values)
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
     _follow(body, step, step.site, origins)
@@ -55,17 +60,15 @@ def _follow(jaxpr: Any, step: Step, site: Site, origins: dict[str, Origin]) -> N
         elif name == "dot_general":
             _count(equation, step, site)
         elif name == "while":
-            before = len(ledger.events)
+            before = len(ledger.events), ledger.flops
             _follow(parameters["body_jaxpr"].jaxpr, step, site, origins)
-            if len(ledger.events) > before:
-                ledger.unknown["while (number of runs)"] += 1
+            if (len(ledger.events), ledger.flops) != before:
+                ledger.unknown[UNKNOWN_RUNS] += 1
         elif name == "scan":
-            inner = Site(
-                runs=site.runs * parameters["length"], maybe=site.maybe, source=site.source
-            )
-            _follow(scan_parts(parameters)[2], step, inner, origins)
+            inner = dataclasses.replace(site, runs=site.runs * parameters["length"])
+            _follow(_jax.scan_parts(parameters)[2], step, inner, origins)
         elif name == "cond":
-            inner = Site(runs=site.runs, maybe=True, source=site.source)
+            inner = dataclasses.replace(site, maybe=True)
             for branch in parameters["branches"]:
                 _follow(branch.jaxpr, step, inner, origins)
         else:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.plan.walk.events import Choice, Idle
+from shardwright.plan.walk.events import Idle
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Dims, Value, merged_origins, shards
 
@@ -65,7 +65,6 @@ def dot_general(step: Step) -> list[Value]:
     _count(step, labels, order)
     owed = frozenset(axis for axis, label in places.items() if label.startswith("c"))
     result = Value(dims=dims(labels.result), owed=owed, origins=merged_origins(values))
-    _note_idle(step, labels, order)
     return [result]
 
 
@@ -96,11 +95,11 @@ def _places(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, st
     * If two labels compete and a constraint shards neither in the result, both are gathered.
     """
     places: dict[str, str] = {}
-    one_sided: dict[str, str] = {}
+    one_sided: dict[str, tuple[str, int]] = {}
     for axis, claims in _claims(step, values, labels).items():
         told = _told(axis, labels, step.wanted[0])
         contracted = [label for label in claims if label.startswith("c")]
-        shared = [label for label in contracted if claims[label].operands == 2]
+        shared = [label for label in contracted if len(claims[label].operands) == 2]
         if told in claims:
             places[axis] = told
         elif shared:
@@ -108,76 +107,58 @@ def _places(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, st
         elif len(claims) == 1 and contracted and told is not None:
             places[axis] = told
         elif len(claims) == 1 and contracted:
-            one_sided[axis] = contracted[0]
+            (label,) = contracted
+            one_sided[axis] = label, claims[label].operands[0]
         elif len(claims) == 1:
             places[axis] = next(iter(claims))
         elif step.wanted[0] is None:
             places[axis] = max(
                 claims, key=lambda label: (claims[label].bytes, not label.startswith("c"))
             )
-            _note_choice(step, axis)
-    for axis, label in one_sided.items():
-        if _sum_is_smaller(step, values, labels, places, axis, label):
+            step.note_choice(axis)
+    for axis, (label, side) in one_sided.items():
+        if _sum_is_smaller(step, labels, places, side):
             places[axis] = label
     return places
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Claim:
-    """The operands that shard a label over a mesh axis: how many, and the bytes of the largest."""
+    """Which operands (0, 1) shard a label over a mesh axis, and the bytes of the largest."""
 
-    operands: int
-    bytes: int
+    operands: tuple[int, ...] = ()
+    bytes: int = 0
 
 
 def _claims(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, dict[str, _Claim]]:
     """Return, for each mesh axis, the labels that operands shard over it."""
     claims: dict[str, dict[str, _Claim]] = {}
-    for value, aval, names in zip(values, step.avals, labels.operands, strict=False):
+    for side, (value, names) in enumerate(zip(values, labels.operands, strict=True)):
         if value.free:
             continue
-        size = math.prod(aval.shape) * aval.dtype.itemsize
+        size = _bytes(step.avals[side])
         for label, axes in zip(names, value.dims, strict=True):
             for axis in axes:
-                earlier = claims.setdefault(axis, {}).get(label, _Claim(operands=0, bytes=0))
+                claim = claims.setdefault(axis, {}).get(label, _Claim())
                 claims[axis][label] = _Claim(
-                    operands=earlier.operands + 1, bytes=max(earlier.bytes, size)
+                    operands=(*claim.operands, side), bytes=max(claim.bytes, size)
                 )
     return claims
 
 
-def _sum_is_smaller(
-    step: Step,
-    values: Sequence[Value],
-    labels: Labels,
-    places: dict[str, str],
-    axis: str,
-    label: str,
-) -> bool:
-    """Say whether adding the result over a mesh axis sends less than gathering the operand."""
-    sizes = step.ledger.sizes
+def _sum_is_smaller(step: Step, labels: Labels, places: dict[str, str], side: int) -> bool:
+    """Say whether the result has fewer bytes on one device than the operand, once gathered."""
 
     def local_bytes(names: Sequence[str], aval: Any) -> int:
-        parts = math.prod(
-            sizes[placed] for placed, at in places.items() if at in names and placed != axis
-        )
-        return int(math.prod(aval.shape) * aval.dtype.itemsize // parts)
+        placed = [axis for axis, label in places.items() if label in names]
+        return _bytes(aval) // shards(placed, step.ledger.sizes)
 
-    side = next(
-        at
-        for at, names in enumerate(labels.operands)
-        if label in names
-        and axis
-        in {
-            held
-            for name, axes in zip(names, values[at].dims, strict=True)
-            if name == label
-            for held in axes
-        }
-    )
-    return local_bytes(labels.result, step.results[0]) < local_bytes(
-        labels.operands[side], step.avals[side]
-    )
+    result = local_bytes(labels.result, step.results[0])
+    return result < local_bytes(labels.operands[side], step.avals[side])
+
+
+def _bytes(aval: Any) -> int:
+    return int(math.prod(aval.shape) * aval.dtype.itemsize)
 
 
 def _told(axis: str, labels: Labels, wanted: Dims | None) -> str | None:
@@ -185,15 +166,6 @@ def _told(axis: str, labels: Labels, wanted: Dims | None) -> str | None:
         return None
     pairs = zip(labels.result, wanted, strict=True)
     return next((label for label, axes in pairs if axis in axes), None)
-
-
-def _note_choice(step: Step, axis: str) -> None:
-    choice = Choice(
-        mesh_axis=axis,
-        source=step.site.source,
-        fix="annotate the result of this product with shard(...)",
-    )
-    step.ledger.choices[choice] = None
 
 
 def _order(values: Sequence[Value], labels: Labels, places: dict[str, str]) -> dict[str, list[str]]:
@@ -208,32 +180,21 @@ def _order(values: Sequence[Value], labels: Labels, places: dict[str, str]) -> d
 
 
 def _count(step: Step, labels: Labels, order: dict[str, list[str]]) -> None:
-    sizes = step.ledger.sizes
+    """Count the work of the product, and note the mesh axes along which devices repeat it."""
+    ledger = step.ledger
     elements = math.prod(
-        -(-size // shards(order.get(label, ()), sizes)) for label, size in labels.sizes.items()
+        -(-size // shards(order.get(label, ()), ledger.sizes))
+        for label, size in labels.sizes.items()
     )
     operands = [
-        step.ledger.local_bytes(aval, tuple(tuple(order.get(label, ())) for label in names))
+        ledger.local_bytes(aval, tuple(tuple(order.get(label, ())) for label in names))
         for aval, names in (
             *zip(step.avals, labels.operands, strict=False),
             (step.results[0], labels.result),
         )
     ]
-    step.ledger.count_product(elements, operands, step.site)
-
-
-def _note_idle(step: Step, labels: Labels, order: dict[str, list[str]]) -> None:
-    sizes = step.ledger.sizes
+    flops = ledger.count_product(elements, operands, step.site)
     used = {axis for axes in order.values() for axis in axes}
-    idle = tuple(axis for axis in sizes if axis not in used)
+    idle = tuple(axis for axis in ledger.sizes if axis not in used)
     if idle:
-        elements = math.prod(
-            -(-size // shards(order.get(label, ()), sizes)) for label, size in labels.sizes.items()
-        )
-        step.ledger.idle.append(
-            Idle(
-                mesh_axes=idle,
-                source=step.site.source,
-                flops=2 * elements * step.site.runs,
-            )
-        )
+        ledger.idle.append(Idle(mesh_axes=idle, source=step.site.source, flops=flops))

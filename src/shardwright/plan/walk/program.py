@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 
 from shardwright.plan.walk import control, elementwise, indexing, products, shapes
 from shardwright.plan.walk.demands import demands
+from shardwright.plan.walk.equations import live_equations, needed_whole
 from shardwright.plan.walk.events import Site, Walked
 from shardwright.plan.walk.ledger import Ledger
-from shardwright.plan.walk.liveness import live_equations, needed_whole
 from shardwright.plan.walk.manual import shard_map
 from shardwright.plan.walk.primitives import (
     CONSTRAINTS,

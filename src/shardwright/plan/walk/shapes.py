@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwright.plan.walk.reshapes import through_reshape
 from shardwright.plan.walk.step import Step
-from shardwright.plan.walk.values import Value, anywhere, merged_origins, shards, with_kept
+from shardwright.plan.walk.values import Value, anywhere, merged_origins, most_sharded, with_kept
 
 
 def transpose(step: Step) -> list[Value]:
@@ -91,11 +91,7 @@ def _cut(step: Step, whole: object) -> list[Value]:
     full = [at for at, value in enumerate(values) if step.avals[at].ndim == rank and not value.free]
     if not full:
         return step.anywhere()
-    sizes = step.ledger.sizes
-    base = max(
-        (values[at].dims for at in full),
-        key=lambda dims: shards((axis for dim in dims for axis in dim), sizes),
-    )
+    base = most_sharded((values[at].dims for at in full), step.ledger.sizes)
     dims = tuple(() if at in gathered else axes for at, axes in enumerate(base))
     for at in full:
         step.move(at, dims)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import Literal
 
-from shardwright.plan.walk.events import Site
+from shardwright.plan.walk.events import Choice, Site
 from shardwright.plan.walk.ledger import Ledger
 from shardwright.plan.walk.values import Dims, Value, anywhere, replicated
 
@@ -84,7 +84,8 @@ class Step:
     @property
     def parameters(self) -> dict[str, Any]:
         """Parameters of the primitive."""
-        return dict(self.equation.params)
+        parameters: dict[str, Any] = self.equation.params
+        return parameters
 
     @property
     def avals(self) -> list[Any]:
@@ -132,6 +133,15 @@ class Step:
                 value, variable.aval, dims, self.site, origins=value.origins
             )
         return self.scope.moved[key]
+
+    def note_choice(self, mesh_axis: str) -> None:
+        """Note that dims compete for a mesh axis, and that no constraint decides between them."""
+        choice = Choice(
+            mesh_axis=mesh_axis,
+            source=self.site.source,
+            fix=f"annotate the result of this {self.name} with shard(...)",
+        )
+        self.ledger.choices[choice] = None
 
     def anywhere(self) -> list[Value]:
         """Return results that every device makes by itself."""

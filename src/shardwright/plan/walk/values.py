@@ -60,7 +60,7 @@ class Value:
     @property
     def mesh_axes(self) -> frozenset[str]:
         """Mesh axes that shard some dim."""
-        return frozenset(axis for dim in self.dims for axis in dim)
+        return axes_of(self.dims)
 
     def with_dims(self, dims: Iterable[Iterable[str]]) -> Value:
         """Return the value with other dims: `owed`, `free` and `origins` stay."""
@@ -106,7 +106,7 @@ def with_kept(dims: Dims, current: Dims) -> Dims:
     """Return target dims with each `KEEP` replaced by what the value has there already."""
     if KEEP not in dims:
         return dims
-    used = {axis for axes in dims if axes != KEEP for axis in axes}
+    used = axes_of(dims)
     return tuple(
         tuple(axis for axis in held if axis not in used) if axes == KEEP else axes
         for axes, held in zip(dims, current, strict=True)
@@ -117,6 +117,16 @@ def _names(entry: Any) -> tuple[str, ...]:
     if isinstance(entry, str):
         return (entry,)
     return entry if isinstance(entry, tuple) else ()
+
+
+def axes_of(dims: Dims) -> frozenset[str]:
+    """Return the mesh axes that shard some dim."""
+    return frozenset(axis for axes in dims for axis in axes)
+
+
+def most_sharded(candidates: Iterable[Dims], sizes: Mapping[str, int]) -> Dims:
+    """Return the dims with the most shards in all, the first of several."""
+    return max(candidates, key=lambda dims: shards(axes_of(dims), sizes))
 
 
 def shards(axes: Iterable[str], sizes: Mapping[str, int]) -> int:

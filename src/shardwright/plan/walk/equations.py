@@ -1,4 +1,4 @@
-"""Which equations matter, and which values must be whole."""
+"""Questions about the equations of a jaxpr: which matter, what they need, what they hold."""
 
 from __future__ import annotations
 
@@ -40,3 +40,20 @@ def needed_whole(equations: Iterable[Any]) -> set[Any]:
             if equation.primitive.name not in _PASS_SUMS_ON:
                 needed.add(variable)
     return {variable for variable in needed if uses[variable] > 1}
+
+
+def holds_shard_map(jaxpr: Any) -> bool:
+    """Tell whether a jaxpr, or one inside it, has a `shard_map`."""
+    return any(
+        equation.primitive.name == "shard_map" or any(map(holds_shard_map, _inner(equation)))
+        for equation in jaxpr.eqns
+    )
+
+
+def _inner(equation: Any) -> Iterator[Any]:
+    """Yield the jaxprs that an equation holds."""
+    for value in equation.params.values():
+        for held in value if isinstance(value, (tuple, list)) else (value,):
+            jaxpr = getattr(held, "jaxpr", held)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
