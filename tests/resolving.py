@@ -6,9 +6,32 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+import shardwright as sw
 from shardwright.resolution.decisions import RuleRef
 from shardwright.resolution.resolver import resolve
-from shardwright.resolution.rules import AxisRules, Policy, TensorRules, build_rules, parse_rule
+from shardwright.resolution.rules import (
+    AxisRules,
+    Conflict,
+    Indivisible,
+    Policy,
+    TensorRules,
+    build_rules,
+    parse_rule,
+)
+
+B, L, E, H, K, D, V, M = (
+    sw.BATCH,
+    sw.LENGTH,
+    sw.EMBED,
+    sw.HEAD,
+    sw.KV_HEAD,
+    sw.HEAD_DIM,
+    sw.VOCAB,
+    sw.MLP_INTERMEDIATE,
+)
+FIRST_DIM = Policy(conflict=Conflict.FIRST_DIM)
+PREFIX = Policy(indivisible=Indivisible.PREFIX)
+REPLICATE = Policy(indivisible=Indivisible.REPLICATE)
 
 
 def table(name: str, rules: dict[str, str]) -> dict[str, Any]:

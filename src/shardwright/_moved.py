@@ -126,37 +126,35 @@ def borrowed(module: str, name: str, table: Mapping[str, str]) -> Any:
     """Return a name that now lives in another package, and warn.
 
     Args:
-      module: the module that still offers the name.
-      name: the name.
-      table: the package of each such name.
+      module: The module that still offers the name.
+      name: The name.
+      table: The package of each such name.
 
     Raises:
-      AttributeError: the table does not have the name.
+      AttributeError: The table does not have the name.
     """
-    if name not in table:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    new = table[name]
-    what = f"{module}.{name} is now {new}.{name}; the old name goes away in the next release"
-    # The caller of the module's __getattr__.
-    warnings.warn(what, DeprecationWarning, stacklevel=3)
-    return getattr(importlib.import_module(new), name)
+    _warn(module, name, table, new=f"{table.get(name)}.{name}")
+    return getattr(importlib.import_module(table[name]), name)
 
 
 def renamed(module: str, name: str, table: Mapping[str, str]) -> Any:
     """Return what a module now has under a new name, and warn.
 
     Args:
-      module: the module.
-      name: the name asked for.
-      table: the new name by old name.
+      module: The module.
+      name: The name asked for.
+      table: The new name by old name.
 
     Raises:
-      AttributeError: the table does not have the name.
+      AttributeError: The table does not have the name.
     """
+    _warn(module, name, table, new=f"{module}.{table.get(name)}")
+    return getattr(sys.modules[module], table[name])
+
+
+def _warn(module: str, name: str, table: Mapping[str, str], *, new: str) -> None:
     if name not in table:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    new = table[name]
-    what = f"{module}.{name} is now {module}.{new}; the old name goes away in the next release"
-    # The caller of the module's __getattr__.
-    warnings.warn(what, DeprecationWarning, stacklevel=3)
-    return getattr(sys.modules[module], new)
+    what = f"{module}.{name} is now {new}; the old name goes away in the next release"
+    # The caller of the module's `__getattr__`.
+    warnings.warn(what, DeprecationWarning, stacklevel=4)

@@ -11,21 +11,7 @@ import shardwright as sw
 from shardwright.resolution.decisions import Outcome, Reason
 from shardwright.resolution.resolver import explain, resolve
 from shardwright.resolution.rules import Conflict, Indivisible, Missing, Policy, Rank
-from tests.resolving import make_rules, spec
-
-B, L, E, H, K, D, V, M = (
-    sw.BATCH,
-    sw.LENGTH,
-    sw.EMBED,
-    sw.HEAD,
-    sw.KV_HEAD,
-    sw.HEAD_DIM,
-    sw.VOCAB,
-    sw.MLP_INTERMEDIATE,
-)
-FIRST_DIM = Policy(conflict=Conflict.FIRST_DIM)
-PREFIX = Policy(indivisible=Indivisible.PREFIX)
-REPLICATE = Policy(indivisible=Indivisible.REPLICATE)
+from tests.resolving import FIRST_DIM, PREFIX, REPLICATE, B, E, H, K, L, M, V, make_rules, spec
 
 
 class TestWhichRule:

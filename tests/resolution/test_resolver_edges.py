@@ -10,22 +10,8 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 from shardwright.resolution.decisions import Outcome
 from shardwright.resolution.resolver import resolve
-from shardwright.resolution.rules import Conflict, Indivisible, Policy
-from tests.resolving import make_rules, spec
-
-B, L, E, H, K, D, V, M = (
-    sw.BATCH,
-    sw.LENGTH,
-    sw.EMBED,
-    sw.HEAD,
-    sw.KV_HEAD,
-    sw.HEAD_DIM,
-    sw.VOCAB,
-    sw.MLP_INTERMEDIATE,
-)
-FIRST_DIM = Policy(conflict=Conflict.FIRST_DIM)
-PREFIX = Policy(indivisible=Indivisible.PREFIX)
-REPLICATE = Policy(indivisible=Indivisible.REPLICATE)
+from shardwright.resolution.rules import Policy
+from tests.resolving import FIRST_DIM, PREFIX, REPLICATE, B, D, E, H, K, L, make_rules, spec
 
 
 class TestComposites:

@@ -11,22 +11,7 @@ import pytest
 import shardwright as sw
 from shardwright.strategy.model import Strategy
 from shardwright.vocabulary.axes import file_name
-
-SMALL = """version = 1
-name = "small"
-
-[mesh]
-dp = 2
-tp = -1
-
-[rules]
-batch = "dp"
-embed = "-"
-head = "tp | -"
-
-[params]
-embed = "dp"
-"""
+from tests.strategy.small import SMALL
 
 
 @pytest.mark.parametrize("format", ["toml", "json"])

@@ -19,25 +19,10 @@ from hypothesis import strategies as st
 import shardwright as sw
 from shardwright.strategy.model import Strategy
 from shardwright.vocabulary.axes import SEMANTIC_AXES, file_name
+from tests.strategy.small import SMALL
 
 P = jax.P
 PRESETS = Strategy.presets()
-
-SMALL = """version = 1
-name = "small"
-
-[mesh]
-dp = 2
-tp = -1
-
-[rules]
-batch = "dp"
-embed = "-"
-head = "tp | -"
-
-[params]
-embed = "dp"
-"""
 
 
 # Reading and writing.

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import unicodedata
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -96,6 +95,8 @@ def with_colons(word: str) -> str:
     """
     if len(word) > 200:
         return ""
+    import unicodedata  # only a mistake needs it
+
     word = unicodedata.normalize("NFKC", word)
     if _PAIR.sub("", word).strip(" ,"):
         return ""

@@ -35,10 +35,7 @@ def inner(call: AttentionCall) -> str:
 
 def run(operands: Operands, call: AttentionCall) -> Result:
     """Attend with one `shard_map` over all mesh axes of the call."""
-    kernel = _inner_of(call)
-    return inner_kernel.run_inner(
-        kernel, functools.partial(_run, call=call, inner=kernel), operands, call
-    )
+    return inner_kernel.run_inner(_inner_of(call), _run, operands, call)
 
 
 def _inner_of(call: AttentionCall) -> inner_kernel.Inner:

@@ -110,11 +110,13 @@ def first_rows(call: AttentionCall, *, shards: int = 1) -> tuple[int, ...] | Non
     return tuple(call.q_offset + shard * rows for shard in range(shards))
 
 
-def run_inner(inner: Inner, kernel: Kernel, operands: Operands, call: AttentionCall) -> Result:
-    """Return `kernel(shards)` as global arrays, for a kernel that calls an inner kernel."""
+def run_inner(
+    inner: Inner, kernel: Callable[..., Result], operands: Operands, call: AttentionCall
+) -> Result:
+    """Return `kernel(shard, call=call, inner=inner)` of all shards as global arrays."""
     # JAX cannot differentiate the platforms' own kernels.
     run = shards.run_on_shards if inner.name == "blockwise" else run_opaque
-    return run(kernel, operands, call)
+    return run(functools.partial(kernel, call=call, inner=inner), operands, call)
 
 
 def _attend_by_cudnn(whole: Operands, recipe: Any, *, call: AttentionCall) -> tuple[Any, None]:
