@@ -399,7 +399,9 @@ class AxisRules:
     def named_mesh_axes(self) -> tuple[str, ...]:
         """Every mesh axis that any rule names, in order, once."""
         tables = [*self.activations, *self.params, *(entry.rules for entry in self.tensors)]
-        named = [axis for table in tables for _, rule in table for axis in rule.mesh_axes]
+        # The tables of the modes share most of their rules.
+        rules = {id(rule): rule for table in tables for _, rule in table}
+        named = [axis for rule in rules.values() for axis in rule.mesh_axes]
         zero1 = self.policy.zero1.mesh_axes if self.policy.zero1 is not None else ()
         return tuple(dict.fromkeys([*named, *self.policy.gather, *zero1]))
 
