@@ -43,6 +43,9 @@ def reduced(written: tuple[str, ...], sizes: Mapping[str, int], missing: Missing
     """Return a candidate without the mesh axes that are absent or have size 1; record each of
     them.
     """
+    # Most candidates are single mesh axes that stay.
+    if len(written) == 1 and sizes.get(written[0], 1) > 1:
+        return Candidate(written=written, live=written)
     live: list[str] = []
     passed: list[Skip] = []
     lost = False

@@ -193,8 +193,9 @@ class Decider:
         Exceptions by path come before tables. On either level a rule that is stated for the
         parallelism axis itself wins.
         """
-        for find in (self._tensor, self._stated):
-            if any(find(axis) is not None for axis in dim.axes):
+        # `_stated` includes `[[tensors]]` entries: without a match, one level is left.
+        for find in (self._tensor, self._stated) if self.rules.tensors else (self._stated,):
+            if [axis for axis in dim.axes if find(axis) is not None]:
                 return None
             rule = find(dim.means)
             if rule is not None:

@@ -305,6 +305,8 @@ def check_merged(dims: tuple[Dim, ...], shape: Sequence[int]) -> None:
 def _check_composites(dims: tuple[Dim, ...]) -> None:
     """Check that no composite contains `EMPTY`, or could be split within a head."""
     for position, dim in enumerate(dims):
+        if len(dim.axes) <= 1 and dim.axes != (EMPTY,):
+            continue
         if EMPTY in dim.axes:
             raise StrategyError(
                 "a composite may not contain EMPTY: it is one dim over several axes",
