@@ -26,6 +26,8 @@ from shardwright.manager.ambient import current_manager as current_manager
 from shardwright.manager.ambient import gather as gather
 from shardwright.manager.ambient import hint as hint
 from shardwright.manager.ambient import shard as shard
+from shardwright.manager.einsum import dot_general as dot_general
+from shardwright.manager.einsum import einsum as einsum
 from shardwright.manager.manager import PartitionManager as PartitionManager
 from shardwright.mesh.build import abstract_mesh as abstract_mesh
 from shardwright.mesh.build import create_mesh as create_mesh

@@ -189,7 +189,7 @@ class ArrayMethods(ManagerCore):
                 self._cache.keep(key, answer)
         placement, resolution = answer
         if resolution is not None and strict:
-            _check_varying(x, resolution, path)
+            check_varying(x, resolution, path)
         if placement is None:
             return x
         return constraint.constrain(x, placement) if traced else constraint.place(x, placement)
@@ -218,7 +218,7 @@ class ArrayMethods(ManagerCore):
         return constraint.make_placement(spec, self.mesh, ambient), checked
 
 
-def _check_varying(x: Any, resolution: Resolution, path: str | None) -> None:
+def check_varying(x: Any, resolution: Resolution, path: str | None) -> None:
     """Check that an array varies over every Manual mesh axis that its dims are sharded over.
 
     The resolution is shared by all paths that it holds for. The error names this path.

@@ -1,0 +1,144 @@
+"""`einsum` and `dot_general` with a sharded result, on Auto, Explicit and mixed meshes.
+
+Over Auto mesh axes the result gets a constraint. Over Explicit ones JAX refuses a product that
+contracts a sharded dim unless the call itself says how the result is sharded, so there the
+sharding is the argument `out_sharding`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from shardwright import _jax
+from shardwright.manager import constraint, context
+from shardwright.manager.arrays import check_varying
+from shardwright.manager.constraint import Placement
+from shardwright.manager.manager import PartitionManager
+from shardwright.manager.request import Request
+from shardwright.resolution.partition_specs import UNCONSTRAINED
+from shardwright.vocabulary.annotations import one_annotation
+
+_Product = Callable[..., Any]  # (*operands, out_sharding=...) -> array
+
+
+def einsum(
+    spec: str,
+    *operands: Any,
+    out: Any,
+    mode: str | None = None,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+) -> Any:
+    """Compute `jnp.einsum` with its result sharded as the ambient manager resolves `out`.
+
+    Use it in place of `sw.shard(jnp.einsum(...), *out)`. It does the same on Auto meshes, and it
+    also works on Explicit and mixed ones, where a product over a sharded dim needs the sharding of
+    its result. A dim that a rule leaves to the compiler (`?`) is not sharded over Explicit axes.
+    Without an ambient manager this is `jnp.einsum`.
+
+    >>> import shardwright as sw
+    >>> sw.einsum("ij,jk->ik", jnp.ones((2, 3)), jnp.ones((3, 4)), out=(sw.BATCH, sw.EMBED)).shape
+    (2, 4)
+
+    Args:
+      spec: Subscripts, as in `jnp.einsum`.
+      *operands: Arrays.
+      out: Annotation of the result: a tuple of axes, or a layout.
+      mode: Runtime mode. Defaults to the manager's.
+      precision: As in `jnp.einsum`.
+      preferred_element_type: As in `jnp.einsum`.
+
+    Raises:
+      ShardingError: The annotation does not fit the result, the rules or the mesh.
+    """
+
+    def product(*operands: Any, out_sharding: Any = None) -> Any:
+        return jnp.einsum(
+            spec,
+            *operands,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
+
+    return _sharded(product, operands, out, mode)
+
+
+def dot_general(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: Any,
+    *,
+    out: Any,
+    mode: str | None = None,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+) -> Any:
+    """Compute `jax.lax.dot_general` with its result sharded as the ambient manager resolves `out`.
+
+    The dims of the result are the batch dims, the free dims of `lhs`, the free dims of `rhs`. See
+    `einsum` for what happens on each kind of mesh.
+
+    Args:
+      lhs: Array.
+      rhs: Array.
+      dimension_numbers: As in `jax.lax.dot_general`.
+      out: Annotation of the result: a tuple of axes, or a layout.
+      mode: Runtime mode. Defaults to the manager's.
+      precision: As in `jax.lax.dot_general`.
+      preferred_element_type: As in `jax.lax.dot_general`.
+
+    Raises:
+      ShardingError: The annotation does not fit the result, the rules or the mesh.
+    """
+
+    def product(lhs: Any, rhs: Any, out_sharding: Any = None) -> Any:
+        return jax.lax.dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
+
+    return _sharded(product, (lhs, rhs), out, mode)
+
+
+def _sharded(product: _Product, operands: tuple[Any, ...], out: Any, mode: str | None) -> Any:
+    manager: PartitionManager | None = context.current()
+    if manager is None:
+        return product(*operands)
+    mesh = _jax.ambient_mesh() or manager.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return manager._place(product(*operands), (out,), mode, None, True)
+    # The spec depends on the shape of the result. P() keeps JAX from refusing the product.
+    result = jax.eval_shape(functools.partial(product, out_sharding=PartitionSpec()), *operands)
+    placement, resolution = manager._placement(Request(one_annotation((out,)), result.shape, mode))
+    if placement is None:  # a surrounding shard_map has made all mesh axes Manual
+        y = product(*operands)
+    elif placement.auto is None or _jax.in_trace():
+        y = _place_result(product, operands, placement)
+    else:
+        # Eagerly the constraint over Auto axes would undo the sharding over Explicit ones.
+        y = jax.jit(lambda *operands: _place_result(product, operands, placement))(*operands)
+    if resolution is not None:
+        check_varying(y, resolution, None)
+    return y
+
+
+def _place_result(product: _Product, operands: tuple[Any, ...], placement: Placement) -> Any:
+    assert placement.explicit is not None
+    entries = [None if entry is UNCONSTRAINED else entry for entry in placement.explicit.partitions]
+    spec: Any = PartitionSpec(*entries)
+    # A bare spec needs an ambient mesh, which a manager entered inside a trace does not set.
+    if not placement.ambient:
+        spec = NamedSharding(placement.mesh, spec)
+    y = product(*operands, out_sharding=spec)
+    return y if placement.auto is None else constraint.constrain(y, constraint.auto_part(placement))
