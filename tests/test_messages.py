@@ -57,6 +57,22 @@ SLIPS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: strategy(rules={"dpp": "dp"}),
         r"rules\.dpp: unknown axis 'dpp'\n  fix   did you mean 'dp'\?",
     ),
+    "the name of another library": (
+        lambda: manager().resolve(("mlp",)),
+        r"unknown axis 'MLP'\n  fix   did you mean 'MLP_INTERMEDIATE'\?",
+    ),
+    "the name of another library as a key": (
+        lambda: strategy(rules={"mlp": "tp"}),
+        r"rules\.mlp: unknown axis 'mlp'\n  fix   did you mean 'mlp_intermediate'\?",
+    ),
+    "a name with two meanings": (
+        lambda: manager().resolve(("seq",)),
+        r"unknown axis 'SEQ'\n  fix   did you mean 'LENGTH' or 'QUERY_LENGTH'\?",
+    ),
+    "a parallelism axis for an axis": (
+        lambda: manager().resolve(("model",)),
+        r"unknown axis 'MODEL'\n  fix   did you mean 'EMBED' or 'TP'\?",
+    ),
     "dpp in a spec": (
         lambda: manager(mesh="dp:8").resolve(P("dpp"), shape=(8,)),
         r"'dpp' is not in the mesh\n.*\n  fix   did you mean 'dp'\?",

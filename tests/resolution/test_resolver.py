@@ -8,9 +8,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
+from shardwright.resolution import unknown_axes
 from shardwright.resolution.decisions import Outcome, Reason
 from shardwright.resolution.resolver import explain, resolve
 from shardwright.resolution.rules import Conflict, Indivisible, Missing, Policy, Rank
+from shardwright.vocabulary.axes import KNOWN_AXES, axis_label
 from tests.resolving import FIRST_DIM, PREFIX, REPLICATE, B, E, H, K, L, M, V, make_rules, spec
 
 
@@ -115,6 +117,35 @@ class TestWhichRule:
         with pytest.raises(sw.UnknownAxisError, match="unknown axis 'EMBD'") as caught:
             resolve(((B, "EMBD"),), make_rules(rules={B: "dp"}), {"dp": 2}, shape=(4,))
         assert "did you mean 'EMBED'?" in caught.value.fix
+
+    def test_names_of_other_libraries_are_translated(self) -> None:
+        expected = {
+            "mlp": "MLP_INTERMEDIATE",
+            "heads": "HEAD",
+            "kv_heads": "KV_HEAD",
+            "kv": "KV_HEAD",
+            "hidden": "EMBED",
+            "d_model": "EMBED",
+            "sequence": "LENGTH",
+            "vocab_size": "VOCAB",
+            "layer": "LAYERS",
+            "experts": "EXPERT",
+            "activation_mlp": "MLP_INTERMEDIATE",
+            "activation_batch": "BATCH",
+        }
+        wrong = {}
+        for name, axis in expected.items():
+            with pytest.raises(sw.UnknownAxisError) as caught:
+                resolve((name,), make_rules(), {"dp": 2}, shape=(4,))
+            if not caught.value.fix.startswith(f"did you mean '{axis}'"):
+                wrong[name] = caught.value.fix
+        assert not wrong
+
+    def test_every_translation_names_a_known_axis(self) -> None:
+        known = {axis_label(axis) for axis in KNOWN_AXES}
+        for axes, names in unknown_axes.OTHER_NAMES.items():
+            assert set(axes.split()) <= known, axes
+            assert not {name.upper() for name in names.split()} & known, names
 
     def test_default_rule_of_parallelism_axes(self) -> None:
         mesh = {"tp": 2, "model": 2}

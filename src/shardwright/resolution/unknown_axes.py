@@ -10,6 +10,27 @@ from shardwright.resolution.rules import AxisRules
 from shardwright.vocabulary.axes import PARALLELISM_AXES, axis_label, canonical_axis
 from shardwright.vocabulary.layouts import LAYOUTS
 
+# Names that other libraries (flax, T5X, MaxText, transformers) give to dims, by our names for them.
+# Where a name has two meanings, both are suggested: "kv" is the size of a head in T5X.
+OTHER_NAMES = {
+    "BATCH": "batch_size bsz",
+    "BATCH DP": "data",
+    "EMBED": "hidden hidden_size d_model emb embedding embed_dim model_dim",
+    "EMBED TP": "model",
+    "EXPERT": "experts exp num_experts",
+    "HEAD": "heads q_heads num_heads n_heads",
+    "HEAD_DIM": "head_size d_head d_kv",
+    "KV_HEAD": "kv_heads num_kv_heads n_kv_heads",
+    "KV_HEAD HEAD_DIM": "kv",
+    "KV_LENGTH": "kv_seq cache_sequence kv_len",
+    "LAYERS": "layer num_layers scan",
+    "LENGTH QUERY_LENGTH": "seq sequence seq_len sequence_length time",
+    "MLP_INTERMEDIATE": "mlp mlp_dim ffn d_ff intermediate intermediate_size",
+    "QUERY_LENGTH": "q_length q_len",
+    "VOCAB": "vocab_size vocabulary",
+}
+_MEANT = {name: axes.split() for axes, names in OTHER_NAMES.items() for name in names.split()}
+
 
 def unknown_axis(axis: str, rules: AxisRules) -> Problem:
     """Return the problem of an axis that is neither in the vocabulary nor declared by the
@@ -38,13 +59,33 @@ def _several_fix(name: str) -> str:
 
 def _close_fix(name: str, rules: AxisRules) -> str:
     layout = next((layout for layout in LAYOUTS if layout.upper() == name), "")
-    hint = did_you_mean(name, sorted(map(axis_label, rules.known_axes)))
+    hint = axis_hint(name, sorted(map(axis_label, rules.known_axes)))
     if layout:
         hint = f"did you mean the layout {layout}?"
     declare = (
         f'an axis of your own is declared in the strategy: [axes] {name.lower()} = "what it is"'
     )
     return f"{hint} {declare}".strip()
+
+
+def axis_hint(name: str, labels: Iterable[str]) -> str:
+    """Return `did you mean 'X'?` for a name that is not an axis, or an empty string.
+
+    Names of other libraries come first, then names with similar letters.
+
+    Args:
+      name: The unknown name, in any case.
+      labels: Known axes, in the case in which the answer is to name them.
+
+    >>> axis_hint("mlp", ["batch", "mlp_intermediate"])
+    "did you mean 'mlp_intermediate'?"
+    """
+    by_name = {label.lower(): label for label in labels}
+    bare = name.lower().removeprefix("activation_")  # MaxText's prefix of activations
+    meant = [by_name[axis.lower()] for axis in _MEANT.get(bare, [bare]) if axis.lower() in by_name]
+    if not meant:
+        return did_you_mean(name, by_name.values())
+    return f"did you mean {' or '.join(map(repr, meant))}?"
 
 
 def lost_entry_fix(name: str, sizes: Iterable[str]) -> str:

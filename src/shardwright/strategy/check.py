@@ -17,6 +17,7 @@ from shardwright.errors import (
 from shardwright.mesh.build import parse_mesh
 from shardwright.resolution.path_patterns import PathPattern
 from shardwright.resolution.rules import foreign_mesh_axes
+from shardwright.resolution.unknown_axes import axis_hint
 from shardwright.strategy.origin import Origin, where
 from shardwright.strategy.tables import ParsedTables, at_path, parse_rules, rule_tables
 from shardwright.vocabulary.axes import (
@@ -78,7 +79,7 @@ def name_problems(
                 and not isinstance(table[key], Mapping)
             ):
                 bare = axis_label(key).lower()
-                hint = did_you_mean(bare, labels)
+                hint = axis_hint(bare, labels)
                 declare = f'declare an axis of your own with [axes] {key} = "what it is"'
                 # If only underscores or case differ from a known axis, the user means that one.
                 fix = hint if canonical_axis(bare) in known else f"{hint} {declare}".strip()
