@@ -64,12 +64,13 @@ def candidate_of(case: Case, texts: list[str], size: int, used: set[str]) -> Ent
             return ()
         if not names:
             continue
-        if (
-            used.isdisjoint(names)
-            and len({*names}) == len(names)
-            and size % shards(case, names) == 0
-        ):
+        divides, free = size % shards(case, names) == 0, used.isdisjoint(names)
+        if free and len({*names}) == len(names) and divides:
             return tuple(names)
+        if case.policy.conflict is Conflict.NEXT:
+            is_dropped = case.policy.indivisible is Indivisible.DROP and not divides
+            if is_dropped or (free and len({*names}) == len(names)):
+                return policy_of(case, names, size, used)
         first = first or names
     ends = [split(text)[1] for text in texts]
     if OPEN in ends:
@@ -116,6 +117,8 @@ def policy_of(case: Case, names: list[str], size: int, used: set[str]) -> Entry:
     if distinct != names:
         if case.policy.conflict is Conflict.ERROR:
             raise RefusedError("AxisConflictError")
+        if case.policy.conflict is Conflict.NEXT:
+            return ()
         if size % shards(case, distinct) == 0:
             return tuple(distinct)
     if case.policy.indivisible is Indivisible.ERROR:

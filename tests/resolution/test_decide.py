@@ -252,3 +252,54 @@ def test_text_of_a_rule_without_a_file() -> None:
         rule_text(RuleRef(key="batch", text="dp", source="default"), sw.MODE_DECODE)
         == 'batch = "dp"   (default, mode decode)'
     )
+
+
+NEXT = Policy(conflict=Conflict.NEXT)
+
+
+def test_next_candidate_after_a_conflict() -> None:
+    rules = make_rules(NEXT, rules={B: "dp", E: "dp | tp", M: "dp | tp"})
+    resolution = explain((B, E, M), rules, {"dp": 2, "tp": 2}, shape=(4, 4, 4))
+    assert resolution.spec == P("dp", "tp")
+    assert outcomes(resolution) == [Outcome.CHOSEN, Outcome.CHOSEN, Outcome.POLICY_NEXT]
+    assert resolution.decisions[2].why == (
+        "dp: dp is taken by dim 0 BATCH; tp: tp is taken by dim 1 EMBED; "
+        'policy conflict = "next": replicated'
+    )
+
+
+@pytest.mark.parametrize("rule", ["tp | dp", "tp | -", "tp | ?"])
+def test_next_never_follows_a_size(rule: str) -> None:
+    rules = make_rules(NEXT, rules={E: rule})
+    text = message(explain((E,), rules, {"dp": 2, "tp": 4}, shape=(6,), path="x"))
+    assert text == (
+        "x dim 0 EMBED: size 6 does not divide over tp=4\n"
+        f'  rule  embed = "{rule}"   (t.toml, [rules], mode train)\n'
+        '  fix   under conflict = "next" a fallback is not for sizes: set [policy] indivisible, '
+        "or choose a size and a mesh that divide"
+    )
+
+
+def test_next_with_indivisible() -> None:
+    """The candidate after the conflict is judged, not the one before it."""
+    for indivisible, expected in (
+        (Indivisible.PREFIX, P("ep", "tp")),
+        (Indivisible.REPLICATE, P("ep")),
+        (Indivisible.DROP, P("ep")),
+    ):
+        policy = Policy(conflict=Conflict.NEXT, indivisible=indivisible)
+        rules = make_rules(policy, rules={B: "ep", E: "ep | tp+dp | -"})
+        mesh = {"dp": 4, "tp": 2, "ep": 2}
+        assert spec((B, E), rules, mesh, shape=(4, 2)) == expected, indivisible
+
+
+def test_next_needs_no_shape() -> None:
+    rules = make_rules(NEXT, rules={B: "dp", E: "dp | tp | -", M: "dp | -"})
+    resolution = explain((B, E, M), rules, {"dp": 2, "tp": 2})
+    assert resolution.spec == P("dp", "tp")
+    assert [decision.unchecked for decision in resolution.decisions] == [True, True, False]
+    assert outcomes(resolution)[2] is Outcome.REPLICATED
+    lenient = Policy(conflict=Conflict.NEXT, indivisible=Indivisible.PREFIX)
+    rules = make_rules(lenient, rules={E: "dp | tp"})
+    with pytest.raises(sw.ShapeRequiredError, match="depends on the size"):
+        spec((E,), rules, {"dp": 2, "tp": 2})

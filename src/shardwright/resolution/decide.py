@@ -32,6 +32,7 @@ from shardwright.resolution.drafts import Chain, Draft, Failure, Trial
 from shardwright.resolution.fallbacks import fall_back
 from shardwright.resolution.rules import (
     AxisRules,
+    Conflict,
     Fallback,
     Indivisible,
     Missing,
@@ -259,8 +260,14 @@ class Decider:
             elif size is not None and not self.fits(size, live):
                 failure = Failure(candidate=candidate, reason=Reason.INDIVISIBLE)
                 self._fail(trial, failure, size=size)
+                if self.rules.policy.conflict is Conflict.NEXT:
+                    # A size never leads to the next candidate: `indivisible` decides.
+                    trial.failure = failure
+                    return trial
             elif size is None:
                 trial.chosen = trial.chosen or live
+                if self.rules.policy.conflict is Conflict.NEXT:
+                    return trial
             else:
                 trial.chosen = live
                 return trial
@@ -301,9 +308,12 @@ class Decider:
 
     def _needs_shape(self, trial: Trial, rule: Chain) -> bool:
         """Tell whether the size decides which of several answers applies."""
+        policy = self.rules.policy
+        if trial.lives and policy.indivisible is not Indivisible.ERROR:
+            return True
         answers = {*trial.lives, *([(rule.fallback.value,)] if rule.fallback else [])}
-        is_lenient = self.rules.policy.indivisible is not Indivisible.ERROR
-        return len(answers) > 1 or (bool(trial.lives) and is_lenient)
+        # Under `conflict = "next"` the size never selects a candidate.
+        return len(answers) > 1 and policy.conflict is not Conflict.NEXT
 
     # Texts for problems.
 

@@ -48,6 +48,7 @@ class Outcome(enum.StrEnum):
     POLICY_REPLICATE = "policy_replicate"
     POLICY_DROP = "policy_drop"
     POLICY_FIRST_DIM = "policy_first_dim"
+    POLICY_NEXT = "policy_next"
     POLICY_MISSING = "policy_missing"
     FAILED = "failed"
 
@@ -211,6 +212,7 @@ class DimDecision:
             Outcome.POLICY_REPLICATE: 'policy indivisible = "replicate"',
             Outcome.POLICY_DROP: 'policy indivisible = "drop"',
             Outcome.POLICY_FIRST_DIM: 'policy conflict = "first_dim"',
+            Outcome.POLICY_NEXT: 'policy conflict = "next": replicated',
             Outcome.POLICY_MISSING: 'policy missing = "replicate"',
             Outcome.FAILED: "failed",
         }[self.outcome]

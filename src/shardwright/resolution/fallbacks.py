@@ -23,15 +23,20 @@ def fall_back(
     decider: Decider, draft: Draft, rule: Chain, trial: Trial, size: int | None
 ) -> DimDecision:
     """Decide a dim that no candidate fits."""
+    failure = trial.failure
+    is_next = decider.rules.policy.conflict is Conflict.NEXT
+    if is_next and failure is not None and failure.reason is Reason.INDIVISIBLE:
+        # Neither `-` nor `?` is for sizes then.
+        return _indivisible(decider, draft, rule, failure, failure.live, size)
     if rule.fallback is Fallback.REPLICATED:
         return draft.decided(Outcome.REPLICATED)
     if rule.fallback is Fallback.UNCONSTRAINED:
         return _unconstrained(decider, draft, rule)
-    if trial.failure is None:
+    if failure is None:
         return draft.decided(Outcome.NO_MESH_AXIS)
-    if trial.failure.reason is Reason.TAKEN:
-        return _conflict(decider, draft, rule, trial.failure, size)
-    return _indivisible(decider, draft, rule, trial.failure, trial.failure.live, size)
+    if failure.reason is Reason.TAKEN:
+        return _conflict(decider, draft, rule, failure, size)
+    return _indivisible(decider, draft, rule, failure, failure.live, size)
 
 
 def _unconstrained(decider: Decider, draft: Draft, rule: Chain) -> DimDecision:
@@ -51,6 +56,8 @@ def _unconstrained(decider: Decider, draft: Draft, rule: Chain) -> DimDecision:
 def _conflict(
     decider: Decider, draft: Draft, rule: Chain, failure: Failure, size: int | None
 ) -> DimDecision:
+    if decider.rules.policy.conflict is Conflict.NEXT:
+        return draft.decided(Outcome.POLICY_NEXT)
     if decider.rules.policy.conflict is Conflict.FIRST_DIM:
         return _leave_to_first(decider, draft, rule, failure, size)
     decider.add_problem(
@@ -130,7 +137,9 @@ def _add_indivisible(
     count = f" ({shards} shards)" if len(live) > 1 else ""
     judged = f"{draft.judged_as} of " if draft.judged_as else ""
     fallback = "write None there"
-    if not draft.literal:
+    if not draft.literal and decider.rules.policy.conflict is Conflict.NEXT:
+        fallback = 'under conflict = "next" a fallback is not for sizes: set [policy] indivisible'
+    elif not draft.literal:
         fallback = f"add a fallback, {_fallback_for(decider, rule, failure, live, size)}"
     decider.add_problem(
         IndivisibleError,

@@ -74,6 +74,7 @@ class Conflict(enum.StrEnum):
 
     ERROR = "error"
     FIRST_DIM = "first_dim"
+    NEXT = "next"
 
 
 class Missing(enum.StrEnum):
@@ -99,8 +100,9 @@ class Policy:
       indivisible: For a size that does not divide: raise an error; take the longest prefix that
         divides; replicate the dim; or drop it, which replicates it before it can conflict with
         another dim.
-      conflict: For a mesh axis that an earlier dim holds: raise an error, or leave it to the
-        earlier dim.
+      conflict: For a mesh axis that another dim already holds: raise an error; leave it to that
+        dim; or try the next candidate. Under "next" only a conflict leads to the next candidate: a
+        size that does not divide is a matter of `indivisible`.
       gather: Mesh axes over which a weight is gathered where it is used.
       missing: For an absent mesh axis: drop it from its candidate, or replicate the whole dim.
       rank: For another rank: raise an error, or cut and pad the annotation to the array's rank.

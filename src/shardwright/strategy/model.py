@@ -124,7 +124,7 @@ class PolicyTable(BaseModel):
     indivisible: Literal["error", "prefix", "replicate", "drop"] | None = Field(
         default=None, description="If a size does not divide."
     )
-    conflict: Literal["error", "first_dim"] | None = Field(
+    conflict: Literal["error", "first_dim", "next"] | None = Field(
         default=None, description="If two dims claim the same mesh axis."
     )
     gather: str = Field(
