@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -210,14 +211,15 @@ def test_presets_copy_keeps_comments(tmp_path: Path) -> None:
         "fsdp_tp copied to mine.toml\n",
     )
     copied = (tmp_path / "mine.toml").read_text(encoding="utf-8")
-    assert copied == files.preset_text("fsdp_tp")
+    assert copied == files.preset_text("fsdp_tp").replace('name = "fsdp_tp"', 'name = "mine"')
+    assert sw.Strategy.load(tmp_path / "mine.toml").name == "mine"
     assert "# replicated on purpose" in copied
     code, out, err = run("presets copy ddp mine.toml", tmp_path)
     assert (code, out) == (2, "")
     assert "'mine.toml' exists\n  fix   choose another name, or replace it with --force" in err
     assert (tmp_path / "mine.toml").read_text(encoding="utf-8") == copied
     assert run("presets copy ddp mine.toml --force", tmp_path)[0] == 0
-    assert (tmp_path / "mine.toml").read_text(encoding="utf-8") == files.preset_text("ddp")
+    assert sw.Strategy.load(tmp_path / "mine.toml").mesh == {"dp": -1}
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
@@ -226,10 +228,31 @@ def test_presets_copy_names_and_formats(tmp_path: Path) -> None:
     assert run("presets copy ddp", tmp_path)[1] == "ddp copied to ddp.toml\n"
     assert run("presets copy ddp folder", tmp_path)[1] == "ddp copied to folder/ddp.toml\n"
     assert run("presets copy ddp mine.json", tmp_path)[0] == 0
-    assert sw.Strategy.load(tmp_path / "mine.json") == sw.Strategy.preset("ddp")
+    preset = sw.Strategy.preset("ddp")
+    assert (tmp_path / "ddp.toml").read_text(encoding="utf-8") == files.preset_text("ddp")
+    copied = sw.Strategy.load(tmp_path / "mine.json")
+    assert copied.to_data() == {**preset.to_data(), "name": "mine"}
     mask = os.umask(0)
     os.umask(mask)
     assert stat.S_IMODE((tmp_path / "ddp.toml").stat().st_mode) == 0o666 & ~mask
+
+
+def test_presets_copy_name(tmp_path: Path) -> None:
+    names = {
+        "a.toml --name ours": "ours",
+        "b.json --name ours": "ours",
+        "c.toml --name \\1": "\\1",
+        'd"e.toml': 'd"e',
+        "x.y.toml": "x.y",
+        "f.toml --name ": "",
+        os.fsdecode(b"g\xff.toml"): "g?",
+    }
+    for words, name in names.items():
+        file, *option = words.split(" ", maxsplit=2)
+        code, _, err = run(shlex.join(["presets", "copy", "fsdp", file, *option]), tmp_path)
+        assert (code, err) == (0, "")
+        assert sw.Strategy.load(tmp_path / file).name == name
+    assert "takes no --name" in run("presets list --name x", tmp_path)[2]
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,9 +273,7 @@ def test_write_through_a_link(tmp_path: Path) -> None:
     assert run("presets copy ddp link.toml", tmp_path)[0] == 2
     assert run("presets copy ddp link.toml --force", tmp_path)[0] == 0
     assert (tmp_path / "link.toml").is_symlink()
-    assert (tmp_path / "folder" / "real.toml").read_text(encoding="utf-8") == files.preset_text(
-        "ddp"
-    )
+    assert sw.Strategy.load(tmp_path / "folder" / "real.toml").name == "link"
 
 
 @pytest.mark.parametrize(

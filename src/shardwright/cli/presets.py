@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="file to write (default: PRESET.toml)",
     )
+    command.add_argument(
+        "--name", metavar="NAME", help="copy: name of the new strategy (default: the file's name)"
+    )
     command.add_argument("--force", action="store_true", help="copy: replace an existing file")
     add_output(command)
     return command
@@ -54,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         or cannot be written.
     """
     action, preset, file = arguments.action, arguments.preset, arguments.file
+    if arguments.name is not None and action != "copy":
+        raise StrategyError(f"presets {action} takes no --name", fix="leave it out")
     if (preset is not None) != (action != "list") or (file is not None and action != "copy"):
         fix = {
             "list": "shardwright presets list",
@@ -75,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif action == "show":
         _show(preset, as_json=arguments.json)
     else:
-        path = _copy(preset, Path(file or f"{preset}.toml"), force=arguments.force)
+        path = Path(file or f"{preset}.toml")
+        path = _copy(preset, path, name=arguments.name, force=arguments.force)
         if arguments.json:
             print_json({"preset": preset, "file": os.fspath(path)})
         else:
@@ -128,20 +135,24 @@ def _show(name: str, *, as_json: bool) -> None:
         print_lines(files.preset_text(name).rstrip("\n").split("\n"))
 
 
-def _copy(name: str, path: Path, *, force: bool) -> Path:
-    """Copy a preset to a file, or into a folder under its own name, and return the path."""
+def _copy(preset: str, path: Path, *, name: str | None, force: bool) -> Path:
+    """Copy a preset to a file, or into a folder under its own name, and return the path.
+
+    The copy is named for its file, because errors and reports show the name of a strategy.
+    """
     if path.is_dir():
-        path = path / f"{name}.toml"
+        path = path / f"{preset}.toml"
+    # The name of a file may have bytes that are not text; a strategy file is UTF-8.
+    name = (path.stem if name is None else name).encode(errors="replace").decode()
     try:
         if path.suffix == ".toml":
             # Copy the text, to keep the comments.
-            files.write_text(path, files.preset_text(name), overwrite=force)
+            files.write_text(path, _renamed(files.preset_text(preset), name), overwrite=force)
         else:
             from shardwright.strategy.model import Strategy
 
-            files.write_text(
-                path, files.rendered(path, Strategy.preset(name).to_data()), overwrite=force
-            )
+            data = {**Strategy.preset(preset).to_data(), "name": name}
+            files.write_text(path, files.rendered(path, data), overwrite=force)
     except FileExistsError as error:
         raise StrategyError(
             f"{os.fspath(path)!r} exists",
@@ -150,3 +161,9 @@ def _copy(name: str, path: Path, *, force: bool) -> Path:
     except OSError as error:
         raise unreadable(os.fspath(path), error, verb="write") from error
     return path
+
+
+def _renamed(text: str, name: str) -> str:
+    """Return the text of a preset with another name."""
+    line = files.render({"name": name}, format="toml").rstrip("\n")
+    return re.sub(r"^name = .*$", lambda _: line, text, count=1, flags=re.MULTILINE)
