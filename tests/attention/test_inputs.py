@@ -56,7 +56,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "v: length is 3 in v, and 2 in k\n  fix   layout BHTD is [batch, heads, length, head_dim]",
     ),
     ({"layout": "THD"}, "unknown layout 'THD'\n  fix   BTHD is [batch, length, heads, head_dim]"),
-    ({"mode": None}, "attention needs a mode, and neither the call nor a manager has one"),
     ({"mode": "insert"}, "insert moves rows of a cache and attends to nothing"),
     ({"window": 4}, "window=4 is not a pair of lengths"),
     ({"chunk": 0}, "chunk must be a positive integer, got 0"),
@@ -187,11 +186,21 @@ def test_unknown_mode_suggests_another() -> None:
         attention.explain(Q, K, K, mode="trian")
 
 
+def test_no_manager_and_no_mode() -> None:
+    for call in (attention.explain, attention.dot_product_attention):
+        with pytest.raises(
+            sw.NoManagerError,
+            match=r"attention needs a PartitionManager, and none is entered in this thread\n"
+            r"  fix   enter a manager that has a mode, with pm\.for_mode\(\"train\"\): \.\.\., ",
+        ):
+            call(Q, K, K)
+
+
 def test_mode_of_the_manager() -> None:
     pm = sw.PartitionManager(sw.Strategy.loads('[rules]\nbatch = "dp"\n'), mesh=cpu_mesh("dp:2"))
     with pm.for_mode("decode"):
         assert attention.explain(Q, K, K).call.mode == sw.MODE_DECODE
-    with pm, pytest.raises(sw.AttentionError, match="attention needs a mode"):
+    with pm, pytest.raises(sw.AttentionError, match="neither the call nor the manager has"):
         attention.explain(Q, K, K)
 
 

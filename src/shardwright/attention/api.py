@@ -100,6 +100,7 @@ def dot_product_attention(
     Raises:
       AttentionError: The arguments do not go together, or no implementation can serve them. Raised
         before anything is traced.
+      NoManagerError: No manager is entered or passed, and the call has no mode.
       ShardingError: The rules of the manager do not fit the arrays.
     """
     given = dict(locals())

@@ -27,7 +27,7 @@ from shardwright.attention.call import (
 from shardwright.attention.checks import Sizes
 from shardwright.attention.masks import Mask, MaskRules
 from shardwright.attention.sharding import resolve_joint
-from shardwright.errors import AttentionError, did_you_mean
+from shardwright.errors import AttentionError, NoManagerError, did_you_mean
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_TRAIN, mode_name, parse_mode
@@ -118,6 +118,7 @@ def read(q: Any, k: Any, v: Any, options: Options) -> tuple[Operands, AttentionC
 
     Raises:
       AttentionError: The arguments do not go together; see `dot_product_attention`.
+      NoManagerError: No manager is entered or passed, and the call has no mode.
       ShardingError: The rules of the manager do not fit the arrays.
     """
     call, mask = _read_call(q, k, v, options, None)
@@ -138,6 +139,7 @@ def describe(
 
     Raises:
       AttentionError: The arguments do not go together; see `dot_product_attention`.
+      NoManagerError: No manager is entered or passed, and the call has no mode.
       ShardingError: The rules of the manager do not fit the arrays.
     """
     return _read_call(q, k, v, options, specs)[0]
@@ -248,9 +250,16 @@ def _seed(key: Any) -> jax.Array:
 def _read_mode(mode: str | None, manager: PartitionManager | None) -> str:
     if mode is None and manager is not None:
         mode = manager.mode
+    if mode is None and manager is None:
+        # With a mode, a call without a manager is attention without sharding, as in a reference.
+        raise NoManagerError(
+            "attention needs a PartitionManager, and none is entered in this thread",
+            fix='enter a manager that has a mode, with pm.for_mode("train"): ..., or pass '
+            'mode="train" to attend without sharding',
+        )
     if mode is None:
         raise AttentionError(
-            "attention needs a mode, and neither the call nor a manager has one",
+            "attention needs a mode, and neither the call nor the manager has one",
             fix='pass mode="train", "prefill" or "decode", '
             'or use a manager with a mode, pm.for_mode("decode")',
         )
