@@ -99,6 +99,32 @@ def test_ported_layouts() -> None:
     assert sw.resolve(sw.RowWise, rules, MESH).spec == P("tp", ("fsdp", "sp"))
 
 
+def test_one_new_token_follows_the_query_length() -> None:
+    """In decode and insert; elsewhere, and for longer sequences, LENGTH has its own rule."""
+    residual = (sw.BATCH, sw.LENGTH, sw.EMBED)
+    rules = sw.PartitionAxis().compile()
+    for mode in ("decode", "insert"):
+        answer = sw.explain(residual, rules, MESH, mode=mode, shape=(8, 1, 8))
+        assert answer.spec == P(("fsdp", "dp"), None, "tp")
+        assert answer.decisions[1].rule.key == "decode_query_sequence_axis"
+        assert sw.resolve(residual, rules, MESH, mode=mode, shape=(8, 4, 8)).spec == P(
+            ("fsdp", "dp"), "sp", "tp"
+        )
+        with pytest.raises(sw.IndivisibleError, match="LENGTH: size 3 does not divide over sp=2"):
+            sw.resolve(residual, rules, MESH, mode=mode, shape=(8, 3, 8))
+    for mode in ("train", "prefill"):
+        with pytest.raises(sw.IndivisibleError, match="LENGTH: size 1 does not divide over sp=2"):
+            sw.resolve(residual, rules, MESH, mode=mode, shape=(8, 1, 8))
+    # Inside a shard_map over sp, a local length of 1 is a shard of a longer sequence.
+    local = sw.explain(
+        residual, rules, MESH, mode="insert", shape=(8, 1, 8), manual=frozenset({"sp"})
+    )
+    assert local.decisions[1].manual == ("sp",)
+    own = sw.PartitionAxis(decode_query_sequence_axis="sp").compile()
+    with pytest.raises(sw.IndivisibleError, match="LENGTH: size 1 does not divide over sp=2"):
+        sw.resolve(residual, own, MESH, mode="decode", shape=(8, 1, 8))
+
+
 def test_none_replicates_and_not_given_inherits() -> None:
     axis = sw.PartitionAxis(
         head_axis=None,

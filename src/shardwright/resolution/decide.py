@@ -129,7 +129,16 @@ class Decider:
             return draft.decided(Outcome.FAILED if failed else Outcome.NO_RULE)
         if dim.merged:
             draft.judged_as = axis_label(dim.axes[0])
-        return self._choose(draft, rule, dim.merged[0][1] if dim.merged else draft.size)
+        size = dim.merged[0][1] if dim.merged else draft.size
+        if isinstance(rule, Rule) and rule.of_one is not None and self._is_one(size, rule):
+            rule = rule.of_one
+        return self._choose(draft, rule, size)
+
+    def _is_one(self, size: int | None, rule: Rule) -> bool:
+        """Tell whether the global size of a dim is 1. A local size is not: it has been divided."""
+        if size is None or _jax.is_symbolic(size) or not self.manual.isdisjoint(rule.mesh_axes):
+            return False
+        return size == 1
 
     def _literal(self, draft: Draft, names: tuple[str, ...]) -> DimDecision:
         """Decide an entry of a literal spec like a rule's candidate, except that only a policy may

@@ -151,8 +151,9 @@ class PartitionAxis(Attributes):
     - None: replicated;
     - `NOT_GIVEN`: the default. The default of a `decode_*` attribute is the value of its base.
 
-    The `decode_*` attributes also apply in insert. As a parameter, `EMBED` is sharded over (fsdp,
-    sp).
+    The `decode_*` attributes also apply in insert. There a `LENGTH` of size 1, the one new token,
+    follows `QUERY_LENGTH`: `sequence_axis` has no `decode_*` attribute. As a parameter, `EMBED` is
+    sharded over (fsdp, sp).
 
     The defaults differ from the preset files: hidden states are sharded over tp, and the batch over
     fsdp first.
@@ -182,6 +183,11 @@ class PartitionAxis(Attributes):
             "params": self._table({"hidden_state_axis": stored}, problems),
         }
         raise_problems(problems)
+        length, query = (
+            tables["modes.decode"].get(axis) or tables["rules"][axis]
+            for axis in (LENGTH, QUERY_LENGTH)
+        )
+        tables["modes.decode"][LENGTH] = dataclasses.replace(length, of_one=query)
         return build_rules(tables, policy=policy)
 
     def _value(self, name: str) -> Any:

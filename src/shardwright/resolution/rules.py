@@ -178,11 +178,19 @@ POLICY_PRESETS: dict[str, Policy] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Ordered candidates of mesh axes for one axis, and what to do when none fits."""
+    """Ordered candidates of mesh axes for one axis, and what to do when none fits.
+
+    Attributes:
+      candidates: Mesh axes, in the order in which they are tried.
+      fallback: What applies if no candidate fits.
+      ref: Where the rule is written.
+      of_one: The rule of a dim of size 1. None for this rule itself.
+    """
 
     candidates: tuple[tuple[str, ...], ...]
     fallback: Fallback = Fallback.NONE
     ref: RuleRef = dataclasses.field(compare=False)
+    of_one: Rule | None = None
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
