@@ -31,6 +31,7 @@ def test_preset_names() -> None:
         "ddp",
         "fsdp",
         "fsdp_tp",
+        "fsdp_tp_sp",
         "moe_ep",
         "sequence",
         "serve_long_context",
@@ -270,6 +271,31 @@ class TestServeLongContext:
         assert pm.resolve(PROMPT["scores"], shape=(1, 32, 4096, 4096), mode="prefill") == P(
             None, "tp", "sp"
         )
+
+
+class TestFsdpTpSp:
+    MESH = "fsdp:2,sp:2,tp:2"
+    RESIDUAL = (sw.BATCH, sw.LENGTH, sw.EMBED)
+
+    def test_only_length_differs_from_fsdp_tp(self) -> None:
+        own, other = sw.Strategy.preset("fsdp_tp_sp"), sw.Strategy.preset("fsdp_tp")
+        assert dict(own.rules) == {**other.rules, "length": "sp+tp"}
+        assert (own.params, own.policy, own.mesh) == (other.params, other.policy, other.mesh)
+
+    def test_length_is_sharded_over_tp(self) -> None:
+        pm = manager("fsdp_tp_sp", self.MESH)
+        assert pm.resolve(self.RESIDUAL, shape=(4, 16, 8)) == P("fsdp", ("sp", "tp"))
+        assert pm.resolve(PROMPT["hidden"], shape=(4, 16, 8)) == P("fsdp", "sp")
+        with pytest.raises(sw.IndivisibleError, match="LENGTH: size 6 does not divide"):
+            pm.resolve(self.RESIDUAL, shape=(4, 6, 8))
+
+    def test_prompts_of_any_length(self) -> None:
+        pm = manager("fsdp_tp_sp", self.MESH)
+        specs = {16: P("fsdp", ("sp", "tp")), 6: P("fsdp", "sp"), 5: P("fsdp")}
+        for length, spec in specs.items():
+            assert pm.resolve(self.RESIDUAL, shape=(4, length, 8), mode="prefill") == spec
+        for mode in ("decode", "insert"):
+            assert pm.resolve(self.RESIDUAL, shape=(4, 1, 8), mode=mode) == P("fsdp")
 
 
 class TestMoeEp:

@@ -46,6 +46,7 @@ def test_all_presets_exist() -> None:
         "ddp",
         "fsdp",
         "fsdp_tp",
+        "fsdp_tp_sp",
         "moe_ep",
         "sequence",
         "serve_long_context",
