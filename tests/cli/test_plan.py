@@ -164,3 +164,71 @@ def test_invalid_options_are_refused(
 ) -> None:
     assert plan(f"{model}:programs {SETTING} {arguments}") == 2
     assert says in capsys.readouterr().err
+
+
+TENSORS = """
+role = "param"
+dtype = "bfloat16"
+[up]
+axes = "EMBED MLP_INTERMEDIATE"
+shape = [64, 256]
+[norm]
+axes = "NORM"
+shape = [64]
+[cache.keys]
+role = "activation"
+axes = "BATCH KV_LENGTH KV_HEAD KV_HEAD_DIM"
+shape = [8, 32, 4, 16]
+"""
+
+
+@pytest.fixture
+def tensors(tmp_path: Path) -> str:
+    path = tmp_path / "tensors.toml"
+    path.write_text(TENSORS, encoding="utf-8")
+    return str(path)
+
+
+def test_tensors_give_state_alone(tensors: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(f"{tensors} {SETTING} --optimizer-copies 2 --cache ^cache/ --json") == 0
+    (state,) = [mode["state"] for mode in json.loads(capsys.readouterr().out)["modes"].values()]
+    parameters = 64 * 256 * 2 // 8 + 64 * 2
+    counted = {name: sums["per_device"] for name, sums in state["by_category"].items()}
+    assert counted == {
+        "parameters": parameters,
+        "gradients": parameters,
+        "optimizer": 2 * parameters,
+        "cache": 8 * 32 * 4 * 16 * 2 // 8,
+    }
+    assert plan(f"{tensors} {SETTING} --cache ^cache/") == 0
+    assert "collectives and activations need a function" in capsys.readouterr().out
+
+
+def test_uncounted_tensors_fail(tensors: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(f"{tensors} {SETTING}") == 1
+    assert "not counted: cache/keys is an activation" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("limit", "code"), [("2%", 0), ("1%", 1), ("1KiB", 1), ("4KiB", 0)])
+def test_copies_above_a_limit_fail(
+    tensors: str, limit: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """896 bytes of the norm and 896 of its gradient are copies, of 98 KiB held."""
+    assert plan(f"{tensors} {SETTING} --cache ^cache/ --max-replicated {limit}") == code
+    assert ("of the state are copies" in capsys.readouterr().out) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("{tensors} --forbid all_gather", "--forbid needs a function"),
+        ("{model}:programs --cache x", "--cache is for a file of tensors"),
+        ("{model}:programs --optimizer-copies 2", "--optimizer-copies is for a file of tensors"),
+        ("{tensors} --max-replicated 2", "'2' is not a size; write 2% or 1GiB"),
+    ],
+)
+def test_misplaced_options_are_refused(
+    model: str, tensors: str, words: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(f"{words.format(model=model, tensors=tensors)} {SETTING}") == 2
+    assert says in capsys.readouterr().err

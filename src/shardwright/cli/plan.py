@@ -1,105 +1,52 @@
-"""`shardwright plan`: what the functions of a model send under a strategy, without a device."""
+"""`shardwright plan`: what a model holds and sends under a strategy, without a device."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib.util
-import re
-import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from shardwright.cli.arguments import EXIT_CODES, STRATEGY_HELP, add_output, make_parser
-from shardwright.cli.inputs import read_count, read_setting
+from shardwright.cli.inputs import Setting, read_count, read_setting
+from shardwright.cli.plan_checks import Forbidden, read_forbidden, read_most_replicated
+from shardwright.cli.programs import plan_program, read_programs
 from shardwright.cli.show import print_json, print_lines, width_of
-from shardwright.errors import ShardingError, StrategyError, did_you_mean
-from shardwright.plan.collectives.collective import Kind
-from shardwright.plan.planner import PlanReport, Program, plan
+from shardwright.cli.tensors import read_tensors
+from shardwright.errors import StrategyError
+from shardwright.plan.planner import PlanReport
+from shardwright.plan.report.state import state_text
 from shardwright.plan.report.text import bytes_text
+from shardwright.plan.state import StateBytes, count_tensors
 from shardwright.plan.walk.events import Event
-from shardwright.vocabulary.modes import MODES, mode_name, parse_mode
+from shardwright.trees.paths import compile_pattern
+from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
 _EPILOG = f"""\
-MODEL is file.py:function. The function takes nothing and returns a shardwright.plan.Program, or a
-dict of them by mode. A Program is a function, the shapes of its arguments and their annotations.
+MODEL is file.py:function, or a file of named tensors. The function takes nothing and returns a
+shardwright.plan.Program, or a dict of them by mode. A Program is a function, the shapes of its
+arguments and their annotations. A file of tensors, .toml or .json, gives the bytes of the state
+alone.
 
 examples:
   shardwright plan model.py:programs --strategy fsdp_tp --mesh fsdp:16,tp:4
   shardwright plan model.py:programs --strategy mine.toml --mesh fsdp:64 --mode train --rows 10
   shardwright plan model.py:programs --strategy serve_tp --mesh tp:8 \\
       --forbid "all_gather@decode>1MiB"
+  shardwright plan model.toml --strategy fsdp --mesh fsdp:64 --optimizer-copies 2 \\
+      --max-replicated 2%
 
-exit codes: 0 planned; 1 a collective is forbidden, or the plan is incomplete;
+exit codes: 0 planned; 1 a check fails, or the plan is incomplete;
 {EXIT_CODES}."""
-
-_FORBID = re.compile(r"([a-z_*]+)(?:@([a-z]+))?(?:>([0-9]+(?:\.[0-9]+)?)\s*(B|KiB|MiB|GiB|TiB))?")
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Forbidden:
-    """A collective that must not occur.
-
-    Attributes:
-      text: As written.
-      kind: Kind of collective, or None for all.
-      mode: Mode, or None for all.
-      more_than: Bytes that one device may send in all runs of one event.
-    """
-
-    text: str
-    kind: Kind | None
-    mode: str | None
-    more_than: int
-
-    def matches(self, event: Event, mode: str) -> bool:
-        """Tell whether an event is forbidden."""
-        return (
-            self.kind in (None, event.kind)
-            and self.mode in (None, mode)
-            and event.total_wire_bytes > self.more_than
-        )
-
-
-def read_forbidden(text: str) -> Forbidden:
-    """Return the collective that text such as `all_gather@decode>1MiB` forbids. An argparse type.
-
-    Raises:
-      argparse.ArgumentTypeError: The text is not a kind, a mode and a number of bytes.
-    """
-    match = _FORBID.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r:.80} is not KIND, KIND@MODE or KIND@MODE>BYTES; "
-            'write "all_gather@decode>1MiB"'
-        )
-    kind, mode, number, unit = match.groups()
-    if kind != "*" and kind not in set(Kind):
-        hint = did_you_mean(kind, [str(known) for known in Kind])
-        raise argparse.ArgumentTypeError(f"no collective {kind!r}; {hint}".rstrip("; "))
-    try:
-        parsed = None if mode is None else parse_mode(mode)
-    except ShardingError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return Forbidden(
-        text=text,
-        kind=None if kind == "*" else Kind(kind),
-        mode=parsed,
-        more_than=0 if number is None else int(float(number) * _UNITS[unit]),
-    )
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     command = make_parser(
         "plan",
-        "Show what a model's functions send between devices. Needs no devices.",
-        epilog=_EPILOG,
+        "Show what a model holds on each device and sends between them. Needs no devices.",
+        epilog=_EPILOG.replace("%", "%%"),
     )
-    command.add_argument("model", metavar="MODEL", help="file.py:function")
+    command.add_argument("model", metavar="MODEL", help="file.py:function, or a file of tensors")
     command.add_argument(
         "--strategy", action="append", required=True, metavar="STRATEGY", help=STRATEGY_HELP
     )
@@ -109,7 +56,34 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--devices", type=read_count, metavar="N", help="number of devices, if a mesh has a -1"
     )
-    command.add_argument("--mode", metavar="MODE", help="plan only this mode")
+    command.add_argument(
+        "--mode", metavar="MODE", help="plan only this mode (default for tensors: train)"
+    )
+    _add_tensor_options(command)
+    _add_checks(command)
+    command.add_argument(
+        "--rows", type=read_count, metavar="N", help="show only the N rows that send most"
+    )
+    add_output(command)
+    return command
+
+
+def _add_tensor_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--optimizer-copies",
+        type=read_count,
+        metavar="N",
+        help="copies of each parameter that the optimizer keeps, such as 2 for Adam; "
+        "for a file of tensors",
+    )
+    command.add_argument(
+        "--cache",
+        metavar="PATTERN",
+        help="activations whose path matches are caches; for a file of tensors",
+    )
+
+
+def _add_checks(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--forbid",
         action="append",
@@ -119,10 +93,11 @@ def parser() -> argparse.ArgumentParser:
         help="fail if such a collective occurs; repeat it for more",
     )
     command.add_argument(
-        "--rows", type=read_count, metavar="N", help="show only the N rows that send most"
+        "--max-replicated",
+        type=read_most_replicated,
+        metavar="SHARE",
+        help="fail if more of the state is copies; a share such as 2%%, or bytes such as 1GiB",
     )
-    add_output(command)
-    return command
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,6 +107,18 @@ def run(arguments: argparse.Namespace) -> int:
       ShardingError: The question is invalid.
     """
     setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=arguments.devices)
+    if arguments.model.endswith((".toml", ".json")):
+        return _run_tensors(arguments, setting)
+    for option in ("optimizer_copies", "cache"):
+        if getattr(arguments, option) is not None:
+            raise StrategyError(
+                f"--{option.replace('_', '-')} is for a file of tensors",
+                fix="a Program says in holds= what each argument is",
+            )
+    return _run_programs(arguments, setting)
+
+
+def _run_programs(arguments: argparse.Namespace, setting: Setting) -> int:
     programs = read_programs(arguments.model, arguments.mode)
     for rule in arguments.forbid:
         if rule.mode is not None and rule.mode not in programs:
@@ -139,34 +126,74 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--forbid {rule.text!r} names a mode that is not planned",
                 fix=f"the modes are {', '.join(map(mode_name, programs))}",
             )
-    reports: dict[str, PlanReport] = {}
-    for mode, program in programs.items():
-        manager = setting.manager.for_mode(mode)
-        try:
-            reports[mode] = plan(
-                manager,
-                program.function,
-                *program.shapes,
-                specs=program.specs,
-                outputs=program.outputs,
-            )
-        except ShardingError:
-            raise
-        except Exception as error:
-            raise _raised(f"{arguments.model} for {mode_name(mode)}", error) from error
+    reports = {
+        mode: plan_program(
+            program, setting.manager.for_mode(mode), f"{arguments.model} for {mode_name(mode)}"
+        )
+        for mode, program in programs.items()
+    }
     breaches = list(_breaches(reports, arguments.forbid))
+    failures = _failures(arguments, {mode: report.state for mode, report in reports.items()})
     incomplete = any(not report.walked.complete for report in reports.values())
+    failed = bool(breaches or failures or incomplete)
     if arguments.json:
         print_json(
             {
                 "modes": {mode_name(mode): report.to_json() for mode, report in reports.items()},
                 "forbidden": [{"rule": rule, "event": event.to_json()} for rule, event in breaches],
-                "ok": not breaches and not incomplete,
+                "failed": failures,
+                "ok": not failed,
             }
         )
     else:
-        print_lines(_lines(reports, breaches, rows=arguments.rows, width=arguments.width))
-    return 1 if breaches or incomplete else 0
+        lines = _lines(reports, breaches, rows=arguments.rows, width=arguments.width)
+        print_lines([*lines, *failures])
+    return 1 if failed else 0
+
+
+def _run_tensors(arguments: argparse.Namespace, setting: Setting) -> int:
+    """Count the state of a file of tensors."""
+    if arguments.forbid:
+        raise StrategyError(
+            "--forbid needs a function, and a file of tensors has none",
+            fix="pass file.py:function as MODEL",
+        )
+    mode = MODE_TRAIN if arguments.mode is None else parse_mode(arguments.mode)
+    tensors = read_tensors(arguments.model)
+    pattern = None if arguments.cache is None else compile_pattern(arguments.cache)
+    state = count_tensors(
+        setting.manager.for_mode(mode),
+        tensors,
+        caches=[tensor.path for tensor in tensors if pattern and pattern.search(tensor.path)],
+        copies=arguments.optimizer_copies or 0,
+        train=mode == MODE_TRAIN,
+    )
+    failures = _failures(arguments, {mode: state})
+    failed = bool(failures or state.missing)
+    if arguments.json:
+        modes = {mode_name(mode): {"state": state.to_json()}}
+        print_json({"modes": modes, "failed": failures, "ok": not failed})
+        return 1 if failed else 0
+    lines = [f"mode {mode_name(mode)}", str(setting), ""]
+    lines += state_text(state, rows=arguments.rows, width=width_of(arguments.width)).split("\n")
+    lines += [
+        "collectives and activations need a function: pass file.py:function as MODEL",
+        *failures,
+    ]
+    print_lines(lines)
+    return 1 if failed else 0
+
+
+def _failures(arguments: argparse.Namespace, states: Mapping[str, StateBytes]) -> list[str]:
+    """Return how the state of each mode exceeds its limits."""
+    limit: Any = arguments.max_replicated
+    if limit is None:
+        return []
+    return [
+        f"--max-replicated {limit.text}: mode {mode_name(mode)}: {breach}"
+        for mode, state in states.items()
+        if (breach := limit.breach(state))
+    ]
 
 
 def _breaches(
@@ -192,83 +219,3 @@ def _lines(
     for rule, event in breaches:
         over, sent = "+".join(event.mesh_axes), bytes_text(event.total_wire_bytes)
         yield f"forbidden by {rule}: {event.kind} over {over} sends {sent} at {event.source}"
-
-
-def read_programs(model: str, mode: str | None) -> dict[str, Program]:
-    """Return the programs of `file.py:function` by mode.
-
-    Args:
-      model: The file and the function.
-      mode: Return only this mode. None means all modes that the function returns.
-
-    Raises:
-      StrategyError: The file cannot be read or raises, or the function returns something else.
-    """
-    name, colon, function = model.rpartition(":")
-    if not colon or not name.endswith(".py"):
-        raise StrategyError(f"MODEL {model!r} is not file.py:function", fix="model.py:programs")
-    make = getattr(_module(Path(name)), function, None)
-    if not callable(make):
-        raise StrategyError(
-            f"{name} has no function {function!r}",
-            fix="define it; it returns a shardwright.plan.Program, or a dict of them by mode",
-        )
-    try:
-        made = make()
-    except (Exception, SystemExit) as error:
-        raise _raised(model, error) from error
-    programs = made if isinstance(made, Mapping) else {MODES[0]: made}
-    by_mode = {parse_mode(key): program for key, program in programs.items()}
-    if len(by_mode) < max(1, len(programs)):
-        what = "names one mode twice" if programs else "returned no program"
-        raise StrategyError(f"{model} {what}", fix="return one Program for each mode")
-    for key, program in by_mode.items():
-        if not isinstance(program, Program):
-            raise StrategyError(
-                f"{model} returned {program!r:.80} for {mode_name(key)}",
-                fix="return shardwright.plan.Program(function, shapes, specs)",
-            )
-    if mode is None:
-        return by_mode
-    wanted = parse_mode(mode)
-    if wanted not in by_mode:
-        raise StrategyError(
-            f"{model} has no mode {mode_name(wanted)}",
-            fix=f"its modes are {', '.join(map(mode_name, by_mode))}",
-        )
-    return {wanted: by_mode[wanted]}
-
-
-def _module(path: Path) -> ModuleType:
-    """Import a file. Files beside it can be imported from it."""
-    if not path.is_file():
-        raise StrategyError(f"no file {str(path)!r}", fix="check the path")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[path.stem] = module  # where dataclasses look up the module of their class
-    try:
-        spec.loader.exec_module(module)
-    except ShardingError:
-        raise
-    except SyntaxError as error:
-        what = f"{path}:{error.lineno} is not Python: {error.msg}"
-        raise StrategyError(what, fix="repair the file") from error
-    except (Exception, SystemExit) as error:
-        raise _raised(str(path), error) from error
-    finally:
-        sys.path.pop(0)
-    return module
-
-
-def _raised(what: str, error: BaseException) -> StrategyError:
-    """Return the error of user code that raised, with the line that did."""
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [frame for frame in frames if "site-packages" not in frame.filename]
-    place = f" at {Path(inside[-1].filename).name}:{inside[-1].lineno}" if inside else ""
-    return StrategyError(
-        f"{what} raised {type(error).__name__}: {error}{place}",
-        fix="make it importable, and make the function run under jax.eval_shape",
-    )

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from shardwright.manager.manager import PartitionManager
+from shardwright.plan.report.state import state_text
 from shardwright.plan.report.text import bytes_text
-from shardwright.plan.trace import trace, walk
+from shardwright.plan.state import ROLES, Category, Held, StateBytes, count_state, read_holds
+from shardwright.plan.trace import Trace, trace, walk
 from shardwright.plan.walk.events import Event, Walked
 from shardwright.resolution.tables import WIDTH, remarked_table
+from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import axis_label
 
 _HEAD = ("times", "collective", "over", "axis", "bytes", "sent", "where")
@@ -26,12 +31,15 @@ class Program:
       shapes: Per argument, a tree of arrays or ShapeDtypeStructs.
       specs: Per argument, a tree of annotations, or None. Defaults to None for all.
       outputs: Annotations of the outputs. Defaults to leaving them as the program does.
+      holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a name
+        covers a subtree. Defaults to telling parameters from inputs by their annotations.
     """
 
     function: Callable[..., Any]
     shapes: tuple[Any, ...]
     specs: Any = None
     outputs: Any = None
+    holds: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +50,13 @@ class PlanReport:
       walked: What the walk over the program found.
       strategy: Name of the strategy.
       mesh: The mesh as text, `fsdp:2,tp:4`.
+      state: Bytes of the arguments, and of the gradients if one of them is optimizer state.
     """
 
     walked: Walked
     strategy: str
     mesh: str
+    state: StateBytes
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -81,6 +91,7 @@ class PlanReport:
         return {
             "strategy": self.strategy,
             "mesh": self.mesh,
+            "state": self.state.to_json(),
             "complete": self.walked.complete,
             "unknown": dict(self.walked.unknown),
             "events": [event.to_json() for event in self.events],
@@ -92,13 +103,15 @@ class PlanReport:
         }
 
     def text(self, *, rows: int | None = None, width: int = WIDTH) -> str:
-        """Return the plan for people: the collectives that send most first, then what is unsure.
+        """Return the plan for people: state, the collectives that send most, what is unsure.
 
         Args:
           rows: How many rows to show. Defaults to all.
           width: Characters per line.
         """
         lines = [f"strategy {self.strategy or '-'} on {self.mesh}", ""]
+        if self.state.leaves:
+            lines += [state_text(self.state, rows=rows, width=width), ""]
         lines += self._table(rows, width)
         lines += [f"incomplete: no rule for {name} ({count})" for name, count in self._unknown()]
         lines += [
@@ -154,6 +167,7 @@ def plan(
     *shapes: Any,
     specs: Any = None,
     outputs: Any = None,
+    holds: Any = None,
 ) -> PlanReport:
     """Return what a function sends and computes under a manager, without a device or a compiler.
 
@@ -167,10 +181,28 @@ def plan(
         `specs` gives no annotation.
       specs: Per argument, a tree of annotations, or None. Defaults to None for all.
       outputs: Annotations of the outputs. Defaults to leaving them as the program does.
+      holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a name
+        covers a subtree. It chooses the role of annotations (`optimizer` is resolved as `state`).
+        Defaults to telling parameters from inputs by their annotations.
 
     Raises:
       ShardingError: An annotation does not resolve.
     """
-    traced = trace(manager, function, shapes, specs=specs, outputs=outputs)
+    categories = read_holds(shapes, holds)
+    roles = [None if category is None else ROLES[category] for category in categories]
+    traced = trace(manager, function, shapes, specs=specs, outputs=outputs, roles=roles)
+    state = count_state(manager, _held(shapes, traced, categories))
     mesh = ",".join(f"{axis}:{size}" for axis, size in manager.mesh.shape.items())
-    return PlanReport(walked=walk(traced, manager), strategy=manager.name, mesh=mesh)
+    walked = walk(traced, manager)
+    return PlanReport(walked=walked, strategy=manager.name, mesh=mesh, state=state)
+
+
+def _held(
+    shapes: tuple[Any, ...], traced: Trace, categories: Sequence[Category | None]
+) -> Iterator[Held]:
+    """Yield each argument's arrays as what to count."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
+    for (path, leaf), source, category in zip(leaves, traced.inputs, categories, strict=True):
+        value = leaf if hasattr(leaf, "dtype") else jax.typeof(leaf)
+        # The first key is the number of the argument.
+        yield Held(path=path_text(path[1:]), value=value, source=source, category=category)

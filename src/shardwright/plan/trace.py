@@ -182,6 +182,7 @@ def trace(
     *,
     specs: Any = None,
     outputs: Any = None,
+    roles: Sequence[Role | None] | None = None,
 ) -> Trace:
     """Trace a function with its annotations kept. No device is needed, and no backend is started.
 
@@ -192,6 +193,7 @@ def trace(
       specs: Per argument, a tree of annotations, or None for arguments that bring shardings. As in
         `shard`, `ArraySpec`s and weight layouts are parameters, other annotations activations.
       outputs: Annotations of the outputs. Defaults to leaving them as the program does.
+      roles: Role of each array of the arguments, or None where its annotation decides.
     """
     if specs is not None and (not isinstance(specs, (tuple, list)) or len(specs) != len(shapes)):
         raise StrategyError(
@@ -209,7 +211,7 @@ def trace(
 
     with planning:
         traced = jax.jit(traced_once).trace(*bare)
-    inputs = _inputs(shapes, specs, planning)
+    inputs = _inputs(shapes, specs, planning, roles)
     jaxpr = traced.jaxpr.jaxpr
     if len(inputs) != len(jaxpr.invars):
         raise StrategyError(
@@ -235,7 +237,10 @@ def _bare(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _inputs(
-    shapes: Sequence[Any], specs: Any, manager: PartitionManager
+    shapes: Sequence[Any],
+    specs: Any,
+    manager: PartitionManager,
+    roles: Sequence[Role | None] | None,
 ) -> tuple[Request | NamedSharding | None, ...]:
     inputs: list[Request | NamedSharding | None] = []
     for tree, spec in zip(shapes, specs or [None] * len(shapes), strict=True):
@@ -246,7 +251,10 @@ def _inputs(
             Request(leaf.annotation, np.shape(leaf.value), manager.mode, None, leaf.path)
             for leaf in annotated_leaves(tree, spec)
         ]
-    return tuple(inputs)
+    return tuple(
+        given._replace(role=role) if isinstance(given, Request) and role is not None else given
+        for given, role in zip(inputs, roles or [None] * len(inputs), strict=True)
+    )
 
 
 def _own_sharding(leaf: Any, mesh: Any) -> NamedSharding | None:

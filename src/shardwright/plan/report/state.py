@@ -1,0 +1,58 @@
+"""Show state by category, and the rules that leave it replicated."""
+
+from __future__ import annotations
+
+from shardwright.plan.report.text import bytes_text
+from shardwright.plan.state import Category, StateBytes
+from shardwright.resolution.tables import WIDTH, remarked_table, table
+
+_HEAD = ("state", "arrays", "per device", "on all devices", "copies")
+_CAUSES = ("replicated over", "could save", "arrays", "rule", "why")
+_ROWS = 5
+
+
+def state_text(state: StateBytes, *, rows: int | None = None, width: int = WIDTH) -> str:
+    """Return a table of bytes by category, and one of the rules that replicate most.
+
+    Args:
+      state: What is held.
+      rows: How many rules to show. Defaults to 5.
+      width: Characters per line.
+    """
+    lines = table([_HEAD, *(_row(state, category) for category in state.categories)], width=width)
+    causes = _cause_rows(state)
+    shown = causes[: _ROWS if rows is None else rows]
+    if shown:
+        lines += ["", *remarked_table([_CAUSES, *shown], width=width)]
+    if len(shown) < len(causes):
+        lines.append(f"and {len(causes) - len(shown)} more")
+    lines += [f"not counted: {text}" for text in state.missing]
+    return "\n".join(lines)
+
+
+def _row(state: StateBytes, category: Category) -> tuple[str, ...]:
+    tree = state.of(category)
+    return (
+        str(category),
+        str(len(tree.leaves)),
+        bytes_text(tree.per_device),
+        bytes_text(tree.held),
+        f"{bytes_text(tree.replicated)} ({tree.replicated_share:.1%})",
+    )
+
+
+def _cause_rows(state: StateBytes) -> list[tuple[str, ...]]:
+    """Return one row per mesh axis and rule, the one that saves most first."""
+    saved: dict[tuple[str, ...], list[int]] = {}
+    for leaf in state.leaves:
+        if leaf.category is Category.INPUTS:
+            continue  # they are small, and replicated by intent
+        for cause in leaf.causes:
+            place = f"   ({cause.place})" if cause.place else ""
+            key = (cause.mesh_axis, f"{cause.rule or '-'}{place}", cause.why)
+            saved.setdefault(key, []).append(cause.saves)
+    ordered = sorted(saved.items(), key=lambda item: -sum(item[1]))
+    return [
+        (axis, bytes_text(sum(each)), str(len(each)), rule, why)
+        for (axis, rule, why), each in ordered
+    ]

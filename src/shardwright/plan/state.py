@@ -1,0 +1,332 @@
+"""Bytes of what a program holds between steps: parameters, gradients, optimizer state, caches.
+
+Counts are exact and need neither a function nor a device. Each mesh axis that an array is
+replicated over has a cause: the rule that leaves the array's dims unsharded over it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardwright.errors import Problem, ShardingError, StrategyError, did_you_mean, raise_problems
+from shardwright.manager.manager import PartitionManager
+from shardwright.manager.request import Request
+from shardwright.plan.memory import LeafBytes, TreeBytes, leaf_bytes
+from shardwright.resolution.decisions import DimDecision, Reason, Resolution
+from shardwright.trees.tensors import Tensor, is_dtype
+from shardwright.vocabulary.axes import Role
+
+
+class Category(enum.StrEnum):
+    """What an array is for."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    CACHE = "cache"
+    INPUTS = "inputs"
+
+    __hash__ = str.__hash__
+
+
+# The role under which the arrays of a category are resolved. None: the annotation decides.
+ROLES: Final = {
+    Category.PARAMETERS: Role.PARAM,
+    Category.GRADIENTS: Role.PARAM,
+    Category.OPTIMIZER: Role.STATE,
+    Category.CACHE: Role.ACTIVATION,
+    Category.INPUTS: None,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why an array is replicated over a mesh axis.
+
+    Attributes:
+      mesh_axis: The mesh axis.
+      rule: The rule as written, `embed = "-"`, or "" if no rule decides.
+      place: File, line and table of the rule.
+      why: What the rule did.
+      saves: Bytes on each device that sharding the array over the mesh axis would save.
+    """
+
+    mesh_axis: str
+    rule: str
+    place: str
+    why: str
+    saves: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StateLeaf:
+    """One array: its category, its bytes, and why it is replicated.
+
+    Attributes:
+      category: What it is for.
+      bytes: Its bytes.
+      causes: One per mesh axis that it is replicated over.
+    """
+
+    category: Category
+    bytes: LeafBytes
+    causes: tuple[Cause, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the array as plain data."""
+        causes = [dataclasses.asdict(cause) for cause in self.causes]
+        return {"category": str(self.category), **self.bytes.to_json(), "causes": causes}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """What a program holds between steps.
+
+    Attributes:
+      leaves: One entry per array, in flattening order.
+      missing: Arrays that are not counted, each with the reason.
+    """
+
+    leaves: tuple[StateLeaf, ...]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def categories(self) -> tuple[Category, ...]:
+        """The categories that occur."""
+        held = {leaf.category for leaf in self.leaves}
+        return tuple(category for category in Category if category in held)
+
+    def of(self, *categories: str) -> TreeBytes:
+        """Return the bytes of some categories. Without names, of all but gradients.
+
+        Gradients exist only during a step, so they are not among a program's arguments.
+        """
+        wanted = categories or [each for each in Category if each is not Category.GRADIENTS]
+        return TreeBytes(
+            leaves=tuple(leaf.bytes for leaf in self.leaves if leaf.category in wanted)
+        )
+
+    @property
+    def stored(self) -> TreeBytes:
+        """Bytes of all categories but inputs."""
+        return self.of(*(each for each in Category if each is not Category.INPUTS))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return sums by category and all arrays as plain data."""
+        names = ("total", "per_device", "held", "replicated", "replicated_share")
+        sums = {str(category): self.of(category) for category in self.categories}
+        return {
+            "by_category": {
+                category: {name: getattr(tree, name) for name in names}
+                for category, tree in sums.items()
+            },
+            "replicated_share": self.stored.replicated_share,
+            "missing": list(self.missing),
+            "leaves": [leaf.to_json() for leaf in self.leaves],
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One array to count.
+
+    Attributes:
+      path: Its path.
+      value: Anything with shape and dtype.
+      source: The request that its annotation is, or a sharding, or None (replicated).
+      category: What it is for. None: parameters if it resolves as a parameter, else inputs.
+    """
+
+    path: str
+    value: Any
+    source: Request | NamedSharding | None
+    category: Category | None = None
+
+
+def count_state(manager: PartitionManager, arrays: Iterable[Held]) -> StateBytes:
+    """Count arrays under a manager. If one is optimizer state, add the gradients.
+
+    A gradient has the sharding and the dtype of its parameter.
+
+    Raises:
+      ShardingError: Annotations do not resolve. All are named.
+    """
+    leaves: list[StateLeaf] = []
+    problems: list[Problem] = []
+    for array in arrays:
+        try:
+            leaves.append(_leaf(manager, array))
+        except ShardingError as error:
+            problems += error.problems
+    raise_problems(problems)
+    if any(leaf.category is Category.OPTIMIZER for leaf in leaves):
+        leaves += gradients(leaves)
+    return StateBytes(leaves=tuple(leaves))
+
+
+def gradients(leaves: Iterable[StateLeaf]) -> list[StateLeaf]:
+    """Return the gradients of the parameters among some arrays."""
+    return [
+        dataclasses.replace(leaf, category=Category.GRADIENTS)
+        for leaf in leaves
+        if leaf.category is Category.PARAMETERS
+    ]
+
+
+def count_tensors(
+    manager: PartitionManager,
+    tensors: Iterable[Tensor],
+    *,
+    caches: Iterable[str] = (),
+    copies: int = 0,
+    train: bool = True,
+) -> StateBytes:
+    """Count named tensors under a manager, without a function.
+
+    Args:
+      manager: Strategy, mesh and mode.
+      tensors: Parameters, optimizer state and caches, told apart by their roles.
+      caches: Paths of the activations that are caches. Other activations are listed as missing.
+      copies: Copies of each parameter that an optimizer keeps, two for Adam.
+      train: Whether to add the gradients.
+
+    Raises:
+      ShardingError: Annotations do not resolve. All are named.
+    """
+    cached = set(caches)
+    arrays: list[Held] = []
+    missing: list[str] = []
+    for tensor in tensors:
+        request = Request(tensor.axes, tensor.shape, manager.mode, tensor.role, tensor.path)
+        role = manager.answer(request).role
+        reason = _reason_missing(tensor, role, cached=tensor.path in cached)
+        if reason:
+            missing.append(f"{tensor.path or 'a tensor'} {reason}")
+            continue
+        value = jax.ShapeDtypeStruct(tensor.shape or (), tensor.dtype)
+        category = _category(role, tensor.path in cached)
+        arrays.append(Held(path=tensor.path, value=value, source=request, category=category))
+        if category is Category.PARAMETERS:
+            arrays += [
+                Held(
+                    path=f"optimizer/{number}/{tensor.path}",
+                    value=value,
+                    # A [[tensors]] entry that matches the parameter matches its state too.
+                    source=request._replace(role=Role.STATE),
+                    category=Category.OPTIMIZER,
+                )
+                for number in range(copies)
+            ]
+    counted = count_state(manager, arrays)
+    leaves = counted.leaves
+    if train and Category.GRADIENTS not in counted.categories:
+        leaves += tuple(gradients(leaves))
+    elif not train:
+        leaves = tuple(leaf for leaf in leaves if leaf.category is not Category.GRADIENTS)
+    return StateBytes(leaves=leaves, missing=tuple(missing))
+
+
+def _reason_missing(tensor: Tensor, role: Role, *, cached: bool) -> str:
+    if role is Role.ACTIVATION and not cached:
+        return "is an activation; --cache PATTERN counts it as a cache"
+    if tensor.shape is None:
+        return "has no shape"
+    return "" if is_dtype(tensor.dtype) else "has no dtype"
+
+
+def _category(role: Role, cached: bool) -> Category:
+    if cached:
+        return Category.CACHE
+    return Category.OPTIMIZER if role is Role.STATE else Category.PARAMETERS
+
+
+def read_holds(shapes: Sequence[Any], holds: Any) -> list[Category | None]:
+    """Return the category of each array of some arguments; None where none is given.
+
+    Args:
+      shapes: Per argument, a tree of arrays.
+      holds: Per argument, a category, None, or a tree of them. A category covers a subtree.
+
+    Raises:
+      StrategyError: `holds` does not fit the arguments, or names an unknown category.
+    """
+    if holds is None:
+        return [None] * len(jax.tree.leaves(tuple(shapes)))
+    fix = 'write one name per argument, such as holds=("parameters", "optimizer", "inputs")'
+    if not isinstance(holds, (tuple, list)) or len(holds) != len(shapes):
+        what = f"holds is not a tuple with one entry for each of the {len(shapes)} arguments"
+        raise StrategyError(what, fix=fix)
+    known = {str(category) for category in Category if category is not Category.GRADIENTS}
+    categories: list[Category | None] = []
+    for tree, names in zip(shapes, holds, strict=True):
+        covers, structure = jax.tree.flatten(names, is_leaf=lambda name: name is None)
+        try:
+            parts = structure.flatten_up_to(tree)  # type: ignore[attr-defined]
+        except ValueError as error:
+            what = f"holds does not fit its argument: {str(error).splitlines()[0]}"
+            raise StrategyError(what, fix=fix) from error
+        for name, part in zip(covers, parts, strict=True):
+            if name is not None and name not in known:
+                hint = did_you_mean(str(name), known)
+                what = f"holds names the unknown category {name!r}"
+                raise StrategyError(what, fix=hint or f"categories are {', '.join(sorted(known))}")
+            category = None if name is None else Category(name)
+            categories += [category] * len(jax.tree.leaves(part))
+    return categories
+
+
+def _leaf(manager: PartitionManager, array: Held) -> StateLeaf:
+    source, resolution = array.source, None
+    if isinstance(source, Request):
+        resolution = manager.answer(source)
+        sharding = NamedSharding(manager.mesh, resolution.require())
+    else:
+        sharding = source or NamedSharding(manager.mesh, PartitionSpec())
+    counted = leaf_bytes(array.value, sharding, path=array.path)
+    causes = tuple(
+        _cause(resolution, counted, axis, manager.mesh.shape) for axis in counted.replicated_over
+    )
+    category = array.category
+    if category is None:
+        stored = resolution is not None and resolution.role is Role.PARAM
+        category = Category.PARAMETERS if stored else Category.INPUTS
+    return StateLeaf(category=category, bytes=counted, causes=causes)
+
+
+def _cause(
+    resolution: Resolution | None, counted: LeafBytes, axis: str, sizes: Mapping[str, int]
+) -> Cause:
+    """Return the cause: the rule that passed the mesh axis over, else that of the largest dim."""
+    devices = sizes[axis]
+    saves = counted.per_device - -(-counted.per_device // devices)
+    decisions = () if resolution is None else resolution.decisions
+    if not decisions:
+        why = "not annotated" if counted.shape else "a scalar"
+        return Cause(mesh_axis=axis, rule="", place="", why=why, saves=saves)
+    for decision in decisions:
+        for skip in decision.skipped:
+            if skip.reason is Reason.INDIVISIBLE and axis in skip.candidate:
+                return _caused(decision, axis, str(skip), saves)
+
+    def room(decision: DimDecision) -> int:
+        """Return the local size of a dim if the mesh axis divides it, else 0."""
+        ways = math.prod(sizes[name] for name in decision.mesh_axes)
+        local = counted.shape[decision.dim] // ways
+        return local if local % devices == 0 else 0
+
+    widest = max(decisions, key=room)
+    why = f"no candidate has {axis}" if room(widest) else f"{axis}: no dim divides by {devices}"
+    return _caused(widest, axis, why, saves)
+
+
+def _caused(decision: DimDecision, axis: str, why: str, saves: int) -> Cause:
+    rule = "" if decision.rule is None else decision.rule.written
+    place = "" if decision.rule is None else decision.rule.place
+    return Cause(mesh_axis=axis, rule=rule, place=place, why=why, saves=saves)
