@@ -1,0 +1,21 @@
+"""A mixture of experts: each token goes through the few expert MLPs that a router picks for it.
+
+`config` holds the options and the parameters, `routing` picks experts, `dispatch` moves tokens to
+them and back, `block` is the layer. What belongs here works on the tokens and experts of one layer;
+a dense MLP does not.
+
+    config = moe.MoEConfig(embed=64, intermediate=128, experts=8, per_token=2)
+    params = pm.init(moe.specs(config), key)
+    y, state = moe.apply(config, params, x)
+"""
+
+from shardwright.layers.moe.block import Dispatch as Dispatch
+from shardwright.layers.moe.block import MoEState as MoEState
+from shardwright.layers.moe.block import MoEStats as MoEStats
+from shardwright.layers.moe.block import apply as apply
+from shardwright.layers.moe.block import explain as explain
+from shardwright.layers.moe.config import Dropless as Dropless
+from shardwright.layers.moe.config import Factor as Factor
+from shardwright.layers.moe.config import MoEConfig as MoEConfig
+from shardwright.layers.moe.config import specs as specs
+from shardwright.layers.moe.routing import update_bias as update_bias

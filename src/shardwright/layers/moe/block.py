@@ -1,0 +1,379 @@
+"""The layer: route each device's tokens, send them to their experts, and sum the results.
+
+    tokens x [t, E]  --slots-->  [X, C, E]  --all-to-all-->  [X / ep, ep * C, E]  --experts-->
+    [X / ep, ep * C, E]  --all-to-all-->  [X, C, E]  --weighted sum-->  y [t, E]
+
+t: tokens of a device, E: embed, X: experts, C: slots of a sender at an expert, ep: devices that the
+experts are sharded over. Where the tokens are replicated over those devices instead, nothing is
+sent: each device serves its own experts, and a sum over the devices adds up the results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwright.errors import LayerError, RankMismatchError, StrategyError
+from shardwright.layers.moe.config import ACTIVATIONS, MoEConfig, specs
+from shardwright.layers.moe.dispatch import Slots, assign_slots, combine, fill_slots
+from shardwright.layers.moe.routing import Routes, route
+from shardwright.manager import context
+from shardwright.manager.manager import PartitionManager
+from shardwright.vocabulary.axes import (
+    BATCH,
+    CAPACITY,
+    EMBED,
+    EMPTY,
+    EXPERT,
+    EXPERT_GATE,
+    MLP_INTERMEDIATE,
+    QUERY_LENGTH,
+)
+
+_UP = (EXPERT, EMBED, MLP_INTERMEDIATE)
+_DOWN = (EXPERT, MLP_INTERMEDIATE, EMBED)
+_USED_AS = {
+    "router": (EMBED, EXPERT_GATE),
+    "gate": _UP,
+    "up": _UP,
+    "down": _DOWN,
+    "shared_gate": (EMBED, MLP_INTERMEDIATE),
+    "shared_up": (EMBED, MLP_INTERMEDIATE),
+    "shared_down": (MLP_INTERMEDIATE, EMBED),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MoEStats:
+    """What the router did with all tokens of the batch, over all devices.
+
+    Attributes:
+      load: [experts] int32, how many tokens picked each expert, the dropped ones included.
+      dropped: int32, how many copies of tokens found no slot; 0 if dropless.
+      aux: float32, the losses of the router times their factors: add it to the loss.
+    """
+
+    load: Any
+    dropped: Any
+    aux: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MoEState:
+    """State of the router.
+
+    Attributes:
+      bias: [experts] float32, added to the scores for picking only; None picks by the scores.
+      stats: `MoEStats` of the last call, or None before it.
+    """
+
+    bias: Any = None
+    stats: MoEStats | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """How the tokens of one call reach their experts.
+
+    Attributes:
+      sent: Mesh axes that tokens are sent over: the experts and the tokens are sharded over them.
+      summed: Mesh axes that results are summed over: experts or their hidden dims are sharded over
+        them, the tokens are not.
+      expert_axes: Mesh axes that the experts are sharded over.
+      token_axes: Mesh axes that the tokens are sharded over.
+      senders: Number of shards of the tokens.
+      shards: Number of shards of the experts.
+      slots: Slots of a sender at each expert.
+    """
+
+    sent: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
+    expert_axes: tuple[str, ...] = ()
+    token_axes: tuple[str, ...] = ()
+    senders: int = 1
+    shards: int = 1
+    slots: int
+
+    @property
+    def why(self) -> str:
+        """Why tokens are sent, or why not."""
+        if not self.expert_axes:
+            return "every device has all experts: nothing is sent"
+        axes = "+".join(self.expert_axes)
+        if self.sent:
+            return f"tokens and experts are sharded over {axes}: two all-to-alls"
+        return f"the tokens are replicated over {axes}: each device serves its own experts"
+
+
+def apply(
+    config: MoEConfig,
+    params: Any,
+    x: Any,
+    *,
+    keys: Any = None,
+    state: MoEState | None = None,
+    mode: str | None = None,
+) -> tuple[Any, MoEState]:
+    """Send each token through its experts and return the weighted sum of their results.
+
+    With a manager entered, the experts and the tokens are sharded as it resolves their axes.
+    Without one, the layer is a function of whole arrays.
+
+    Args:
+      config: The mixture.
+      params: Arrays as `specs(config)` describes them, stored as the manager shards parameters.
+      x: Tokens, (BATCH, QUERY_LENGTH, EMBED) or flattened to (BATCH, EMBED).
+      keys: Not used: the layer has no randomness.
+      state: The router's bias. None means that it has none.
+      mode: Runtime mode. Defaults to the manager's.
+
+    Returns:
+      (y, state). y has the shape and dtype of x. The state has the same bias and this call's
+      statistics. Statistics that are not used cost nothing under jit.
+
+    Raises:
+      IndivisibleError: The experts or the tokens do not divide over their mesh axes.
+      LayerError: A parameter is missing or has a wrong shape.
+      RankMismatchError: x does not have 2 or 3 dims, or another size of a token.
+      StrategyError: The strategy shards a dim that the layer needs whole.
+    """
+    del keys
+    state = MoEState() if state is None else state
+    _check(config, params, x, state)
+    manager: PartitionManager | None = context.current()
+    if manager is None:
+        dispatch = _plan_alone(config, x)
+        y, sums = _on_shard(config, dispatch, params, state.bias, x)
+    else:
+        dispatch = explain(config, x.shape, mode=mode)
+        y, sums = _over_shards(config, dispatch, manager, params, state.bias, x, mode)
+    stats = _stats(config, sums, tokens=x.size // config.embed)
+    return y, MoEState(bias=state.bias, stats=stats)
+
+
+def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = None) -> Dispatch:
+    """Return how the entered manager lets tokens of a shape reach their experts.
+
+    Args:
+      config: The mixture.
+      shape: Shape of x, global.
+      mode: Runtime mode. Defaults to the manager's.
+
+    Raises:
+      ShardingError: As `apply` does.
+    """
+    manager: PartitionManager = context.require("moe.explain", method=False)
+    sizes = dict(zip(manager.mesh.axis_names, manager.mesh.axis_sizes, strict=True))
+    tokens = manager.explain(_token_axes(shape), mode=mode, shape=shape)
+    tokens.require()
+    up = (config.experts, config.embed, config.intermediate)
+    experts = manager.explain(_UP, mode=mode, shape=up)
+    experts.require()
+    *token_dims, embed = tokens.decisions
+    if embed.mesh_axes or experts.decisions[1].mesh_axes:
+        raise StrategyError(
+            "the strategy shards EMBED of activations, and a router needs whole tokens",
+            fix='write embed = "-" under [rules]',
+        )
+    token_axes = tuple(axis for dim in token_dims for axis in dim.mesh_axes if sizes[axis] > 1)
+    expert_axes = tuple(axis for axis in experts.decisions[0].mesh_axes if sizes[axis] > 1)
+    hidden_axes = tuple(axis for axis in experts.decisions[2].mesh_axes if sizes[axis] > 1)
+    both = tuple(axis for axis in expert_axes if axis in token_axes)
+    if both and both != expert_axes:
+        raise StrategyError(
+            f"the experts are sharded over {'+'.join(expert_axes)}, the tokens only over "
+            f"{'+'.join(both)} of these",
+            fix="shard BATCH over all mesh axes of EXPERT, or over none of them",
+        )
+    if shared := [axis for axis in hidden_axes if axis in token_axes]:
+        raise StrategyError(
+            f"{'+'.join(shared)} shards both the tokens and MLP_INTERMEDIATE of the experts",
+            fix="give BATCH and MLP_INTERMEDIATE different mesh axes",
+        )
+    senders = math.prod(sizes[axis] for axis in token_axes)
+    dispatch = Dispatch(
+        sent=both,
+        summed=(*(() if both else expert_axes), *hidden_axes),
+        expert_axes=expert_axes,
+        token_axes=token_axes,
+        senders=senders,
+        shards=math.prod(sizes[axis] for axis in expert_axes),
+        slots=config.capacity.slots(
+            math.prod(shape[:-1]) // senders, config.per_token, config.experts
+        ),
+    )
+    _check_capacity(config, dispatch, manager, mode)
+    return dispatch
+
+
+def _check_capacity(
+    config: MoEConfig, dispatch: Dispatch, manager: PartitionManager, mode: str | None
+) -> None:
+    """Check that the strategy shards CAPACITY over the mesh axes that the senders have besides the
+    experts' own.
+    """
+    # A multiple of every number of shards, because only the mesh axes are asked for.
+    rows = max(dispatch.slots, 1) * math.prod(manager.mesh.axis_sizes)
+    shape = (config.experts, rows, config.embed)
+    capacity = manager.explain((EXPERT, CAPACITY, EMBED), mode=mode, shape=shape)
+    capacity.require()
+    needed = [axis for axis in dispatch.token_axes if axis not in dispatch.expert_axes]
+    if missing := [axis for axis in needed if axis not in capacity.decisions[1].mesh_axes]:
+        raise StrategyError(
+            f"CAPACITY is not sharded over {'+'.join(missing)}, but the tokens are",
+            fix=f'write capacity = "{"+".join(needed)}" under [rules]',
+        )
+
+
+def _plan_alone(config: MoEConfig, x: Any) -> Dispatch:
+    tokens = math.prod(x.shape[:-1])
+    return Dispatch(slots=config.capacity.slots(tokens, config.per_token, config.experts))
+
+
+def _token_axes(shape: tuple[int, ...]) -> tuple[str, ...]:
+    return (BATCH, EMBED) if len(shape) == 2 else (BATCH, QUERY_LENGTH, EMBED)
+
+
+def _check(config: MoEConfig, params: Any, x: Any, state: MoEState) -> None:
+    if x.ndim not in (2, 3) or x.shape[-1] != config.embed:
+        raise RankMismatchError(
+            f"tokens of shape {x.shape}, the mixture takes [..., {config.embed}]",
+            fix=f"pass (BATCH, QUERY_LENGTH, EMBED) or (BATCH, EMBED) with EMBED {config.embed}",
+        )
+    shapes = {name: spec.shape for name, spec in specs(config).items()}
+    for name, shape in shapes.items():
+        has = getattr(params.get(name), "shape", None)
+        if has != shape:
+            raise LayerError(
+                f"parameter {name} has shape {has}, the mixture needs {shape}"
+                if has is not None
+                else f"parameter {name} is missing",
+                fix="create the parameters from moe.specs(config)",
+            )
+    if unknown := sorted(set(params) - set(shapes)):
+        raise LayerError(
+            f"the mixture has no parameter {', '.join(unknown)}",
+            fix=f"its parameters are {', '.join(shapes)}",
+        )
+    if state.bias is not None and state.bias.shape != (config.experts,):
+        raise LayerError(
+            f"the router's bias has shape {state.bias.shape}, not ({config.experts},)",
+            fix="pass one number per expert, such as jnp.zeros(experts)",
+        )
+
+
+def _over_shards(
+    config: MoEConfig,
+    dispatch: Dispatch,
+    manager: PartitionManager,
+    params: Any,
+    bias: Any,
+    x: Any,
+    mode: str | None,
+) -> tuple[Any, dict[str, Any]]:
+    """Run the layer on the shards of tokens and experts."""
+    layouts = {name: spec.axes for name, spec in specs(config).items()}
+    used = {
+        name: manager.gather(weight, layouts[name], mode=mode) for name, weight in params.items()
+    }
+    axes = _token_axes(x.shape)
+    sums = {"load": (EMPTY,), "losses": (EMPTY,)} if config.has_loss else {"load": (EMPTY,)}
+    on_shard = manager.shard_map(
+        lambda weights, shift, tokens: _on_shard(config, dispatch, weights, shift, tokens),
+        in_axes=({name: _USED_AS[name] for name in used}, None if bias is None else (EMPTY,), axes),
+        out_axes=(axes, sums),
+        mode=mode,
+    )
+    y, totals = on_shard(used, bias, x)
+    return y, totals
+
+
+def _on_shard(
+    config: MoEConfig, dispatch: Dispatch, params: Any, bias: Any, x: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Run the layer on one device's tokens and experts; the collectives are here."""
+    tokens = x.reshape(-1, config.embed)
+    routes = route(config, params["router"], bias, tokens)
+    slots = assign_slots(routes.experts, experts=config.experts, slots=dispatch.slots)
+    results = _serve(config, dispatch, params, fill_slots(tokens, slots), slots)
+    y = combine(results, slots, routes.weights)
+    if config.shared:
+        y = y + _shared(config, dispatch, params, tokens)
+    y = y.astype(x.dtype)
+    if dispatch.summed:
+        y = jax.lax.psum(y, dispatch.summed)
+    return y.reshape(x.shape), _sums(config, dispatch, routes, slots)
+
+
+def _serve(config: MoEConfig, dispatch: Dispatch, params: Any, filled: Any, slots: Slots) -> Any:
+    """Return the results of the slots, [experts * slots, embed]; 0 where another device has the
+    expert.
+    """
+    rows = filled.reshape(config.experts, dispatch.slots, config.embed)
+    if dispatch.sent:
+        rows = jax.lax.all_to_all(rows, dispatch.sent, split_axis=0, concat_axis=1, tiled=True)
+        results = _experts(config, params, rows)
+        results = jax.lax.all_to_all(
+            results, dispatch.sent, split_axis=1, concat_axis=0, tiled=True
+        )
+        return results.reshape(slots.total, config.embed)
+    if dispatch.shards == 1:
+        return _experts(config, params, rows).reshape(slots.total, config.embed)
+    own = config.experts // dispatch.shards
+    first = jax.lax.axis_index(dispatch.expert_axes) * own
+    results = _experts(config, params, jax.lax.dynamic_slice_in_dim(rows, first, own))
+    whole = jnp.zeros(rows.shape, results.dtype)
+    whole = jax.lax.dynamic_update_slice_in_dim(whole, results, first, axis=0)
+    return whole.reshape(slots.total, config.embed)
+
+
+def _experts(config: MoEConfig, params: Any, rows: Any) -> Any:
+    """Run each expert on its rows, [experts, rows, embed]."""
+    gate, up, down = (params[name].astype(rows.dtype) for name in ("gate", "up", "down"))
+    hidden = ACTIVATIONS[config.activation](jnp.einsum("xre,xef->xrf", rows, gate))
+    hidden = hidden * jnp.einsum("xre,xef->xrf", rows, up)
+    return jnp.einsum("xrf,xfe->xre", hidden, down)
+
+
+def _shared(config: MoEConfig, dispatch: Dispatch, params: Any, tokens: Any) -> Any:
+    """Run the shared experts, [tokens, embed] float32."""
+    names = ("shared_gate", "shared_up", "shared_down")
+    gate, up, down = (params[name].astype(tokens.dtype) for name in names)
+    hidden = ACTIVATIONS[config.activation](tokens @ gate) * (tokens @ up)
+    result = (hidden @ down).astype(jnp.float32)
+    if not dispatch.sent and dispatch.shards > 1:
+        # The sum over the experts' devices must count the shared experts once.
+        is_first = jax.lax.axis_index(dispatch.expert_axes) == 0
+        result = jnp.where(is_first, result, 0)
+    return result
+
+
+def _sums(config: MoEConfig, dispatch: Dispatch, routes: Routes, slots: Slots) -> dict[str, Any]:
+    """Return what the statistics need, summed over all tokens: one all-reduce of integers, and one
+    of floats if the router has a loss.
+    """
+    sums = {"load": jnp.append(slots.load, slots.dropped)}
+    if config.has_loss:
+        z = jnp.square(jax.nn.logsumexp(routes.logits, axis=-1)).sum()
+        sums["losses"] = jnp.append(routes.probabilities.sum(0), z)
+    if not dispatch.token_axes:
+        return sums
+    return {name: jax.lax.psum(value, dispatch.token_axes) for name, value in sums.items()}
+
+
+def _stats(config: MoEConfig, sums: dict[str, Any], *, tokens: int) -> MoEStats:
+    load, dropped = sums["load"][:-1], sums["load"][-1]
+    aux = jnp.zeros((), jnp.float32)
+    if config.has_loss:
+        count = max(tokens, 1)
+        picked = load.astype(jnp.float32) / (count * config.per_token)
+        mean = sums["losses"][:-1] / count
+        balance = config.experts * jnp.sum(picked * mean)
+        aux = config.balance_loss * balance + config.z_loss * sums["losses"][-1] / count
+    return MoEStats(load=load, dropped=dropped, aux=aux)

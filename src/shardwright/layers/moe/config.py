@@ -1,0 +1,187 @@
+"""Options and parameters of a mixture of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+
+from shardwright.errors import LayerError
+from shardwright.vocabulary.annotations import ArraySpec
+from shardwright.vocabulary.axes import EMBED, EXPERT_GATE
+from shardwright.vocabulary.integers import read_integer
+from shardwright.vocabulary.layouts import (
+    ColumnWise,
+    ExpertColumnWiseAlt,
+    ExpertRowWiseAlt,
+    RowWise,
+)
+
+# The gate of a gated MLP: activation(x @ gate) * (x @ up).
+ACTIVATIONS: Final[dict[str, Callable[[Any], Any]]] = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dropless:
+    """Every token reaches every expert that it picked.
+
+    A device then has room for all of its tokens at each expert, so its buffers hold `experts`
+    times its tokens.
+    """
+
+    def slots(self, tokens: int, per_token: int, experts: int) -> int:
+        """Return how many tokens of one device each expert has room for."""
+        del per_token, experts
+        return tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Factor:
+    """Each expert has room for `factor` times the tokens that it gets if all experts get equally
+    many; further tokens are dropped, and counted in `MoEStats.dropped`.
+
+    The room is counted per device that sends tokens, so which tokens are dropped depends on the
+    mesh.
+
+    Attributes:
+      factor: 1.25 leaves a quarter of the room free if the load is even.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.factor, int | float) and not isinstance(self.factor, bool)
+        if not is_number or not math.isfinite(self.factor) or self.factor <= 0:
+            raise LayerError(
+                f"factor={self.factor!r} is not a positive number", fix="write Factor(1.25)"
+            )
+
+    def slots(self, tokens: int, per_token: int, experts: int) -> int:
+        """Return how many tokens of one device each expert has room for."""
+        return math.ceil(tokens * per_token / experts * self.factor)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """A mixture of experts.
+
+    Attributes:
+      embed: Size of a token.
+      intermediate: Hidden size of each expert.
+      experts: Number of experts.
+      per_token: How many experts each token goes to; at most `experts`.
+      capacity: `Dropless()` or `Factor(1.25)`.
+      score: How the router scores experts: "softmax" over all of them, or "sigmoid" of each.
+      normalize: Whether the weights of a token's experts are divided by their sum.
+      scale: Factor of the weights of the routed experts.
+      groups: Number of groups of experts. A token picks only from its best groups.
+      top_groups: How many groups a token picks from; at most `groups`.
+      shared: Number of shared experts, which every token goes to.
+      activation: "silu", "gelu" or "relu", applied to the gate.
+      balance_loss: Factor of the loss for an even load (Fedus et al., arXiv:2101.03961, eq. 4).
+      z_loss: Factor of the loss for small router logits (Zoph et al., arXiv:2202.08906, eq. 5).
+      param_dtype: Dtype of the experts. The router is float32.
+    """
+
+    embed: int
+    intermediate: int
+    experts: int
+    per_token: int
+    capacity: Dropless | Factor = Dropless()
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    shared: int = 0
+    activation: str = "silu"
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+    param_dtype: Any = jnp.float32
+
+    def __post_init__(self) -> None:
+        for name in ("embed", "intermediate", "experts", "per_token", "groups", "top_groups"):
+            _check_size(name, getattr(self, name), least=1)
+        _check_size("shared", self.shared, least=0)
+        _check_choice("score", self.score, ("softmax", "sigmoid"))
+        _check_choice("activation", self.activation, tuple(ACTIVATIONS))
+        if not isinstance(self.capacity, Dropless | Factor):
+            raise LayerError(
+                f"capacity={self.capacity!r} is neither Dropless() nor a Factor",
+                fix="write capacity=Factor(1.25), or Dropless()",
+            )
+        if self.experts % self.groups:
+            raise LayerError(
+                f"{self.experts} experts do not divide into {self.groups} groups",
+                fix="give a number of groups that divides the number of experts",
+            )
+        if self.top_groups > self.groups:
+            raise LayerError(
+                f"top_groups={self.top_groups} of {self.groups} groups",
+                fix=f"give at most {self.groups}",
+            )
+        if self.per_token > self.pickable:
+            where = "" if self.groups == 1 else f" in the {self.top_groups} best groups"
+            raise LayerError(
+                f"per_token={self.per_token} of {self.pickable} experts{where}",
+                fix=f"give at most {self.pickable}",
+            )
+
+    @property
+    def pickable(self) -> int:
+        """Number of experts that a token may pick from."""
+        return self.experts // self.groups * self.top_groups
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the router has a loss of its own."""
+        return bool(self.balance_loss or self.z_loss)
+
+
+def _check_size(name: str, value: object, *, least: int) -> None:
+    fix = f"give an integer of at least {least}"
+    read_integer(name, value, error=LayerError, least=least, fix=fix)
+
+
+def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise LayerError(f"{name}={value!r} is unknown", fix=f"give one of {', '.join(known)}")
+
+
+def specs(config: MoEConfig) -> dict[str, ArraySpec]:
+    """Return the parameters: router, gate, up and down of the experts, and of the shared experts.
+
+    Shapes: router [embed, experts]; gate and up [experts, embed, intermediate]; down [experts,
+    intermediate, embed]; shared_gate and shared_up [embed, shared * intermediate]; shared_down the
+    other way round.
+    """
+    init = jax.nn.initializers.lecun_normal
+    embed, hidden, experts = config.embed, config.intermediate, config.experts
+    into = init(in_axis=-2, out_axis=-1, batch_axis=0)
+
+    def expert(shape: tuple[int, ...], axes: Any) -> ArraySpec:
+        return ArraySpec(shape, config.param_dtype, axes, into)
+
+    params = {
+        "router": ArraySpec((embed, experts), jnp.float32, (EMBED, EXPERT_GATE), init()),
+        "gate": expert((experts, embed, hidden), ExpertColumnWiseAlt),
+        "up": expert((experts, embed, hidden), ExpertColumnWiseAlt),
+        "down": expert((experts, hidden, embed), ExpertRowWiseAlt),
+    }
+    if config.shared:
+        wide = config.shared * hidden
+        dtype = config.param_dtype
+        params |= {
+            "shared_gate": ArraySpec((embed, wide), dtype, ColumnWise, init()),
+            "shared_up": ArraySpec((embed, wide), dtype, ColumnWise, init()),
+            "shared_down": ArraySpec((wide, embed), dtype, RowWise, init()),
+        }
+    return params

@@ -1,0 +1,87 @@
+"""Dispatch: one device's tokens to the slots of the experts, and their results back.
+
+A slot is a place for one token at one expert. The tokens of a device fill the slots of an expert in
+the order of the tokens, so the same tokens get the same slots in every run. These functions see the
+tokens of one device; the collectives are in `block`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """Where each copy of each token goes.
+
+    Attributes:
+      places: [tokens * per_token] int32, expert * slots + slot; at least `total` if dropped.
+      load: [experts] int32, how many tokens picked each expert, the dropped ones included.
+      dropped: int32, how many copies found no slot.
+      total: Number of slots of all experts.
+    """
+
+    places: Any
+    load: Any
+    dropped: Any
+    total: int = dataclasses.field(metadata={"static": True})
+
+
+def assign_slots(picked: Any, *, experts: int, slots: int) -> Slots:
+    """Give each copy of a token a slot at its expert, in order, as long as there are free ones.
+
+    Args:
+      picked: [tokens, per_token] int32.
+      experts: Number of experts.
+      slots: Slots per expert.
+    """
+    flat = picked.reshape(-1)
+    load = jnp.zeros(experts, jnp.int32).at[flat].add(1)
+    # Sorted by expert, a copy's slot is its distance from the first copy of its expert.
+    order = jnp.argsort(flat, stable=True)
+    first = jnp.cumsum(load) - load
+    rank = jnp.arange(flat.size, dtype=jnp.int32) - first[flat[order]]
+    slot = jnp.zeros_like(flat).at[order].set(rank)
+    total = experts * slots
+    is_kept = slot < slots
+    return Slots(
+        # Dropped copies get places of their own, because a scatter wants no place twice.
+        places=jnp.where(is_kept, flat * slots + slot, total + jnp.arange(flat.size)),
+        load=load,
+        dropped=jnp.sum(~is_kept, dtype=jnp.int32),
+        total=total,
+    )
+
+
+def fill_slots(x: Any, assigned: Slots) -> Any:
+    """Return the tokens in their slots, [experts * slots, embed]; free slots are 0.
+
+    Args:
+      x: [tokens, embed].
+      assigned: The slots of the tokens.
+    """
+    copies = jnp.repeat(x, assigned.places.size // max(x.shape[0], 1), axis=0)
+    empty = jnp.zeros((assigned.total, x.shape[1]), x.dtype)
+    return empty.at[assigned.places].set(copies, mode="drop", unique_indices=True)
+
+
+def combine(results: Any, assigned: Slots, weights: Any) -> Any:
+    """Return the weighted sum of each token's results, [tokens, embed] float32; dropped copies
+    add 0.
+
+    Args:
+      results: [experts * slots, embed].
+      assigned: The slots of the tokens.
+      weights: [tokens, per_token] float32.
+    """
+    copies = results.at[assigned.places].get(mode="fill", fill_value=0)
+    copies = copies.reshape(*weights.shape, results.shape[-1]).astype(jnp.float32)
+    is_kept = (assigned.places < assigned.total).reshape(weights.shape)
+    # Not 0 * weight: a weight that is not finite would reach rows that have no result.
+    scaled = jnp.where(is_kept[..., None], copies * weights[..., None], 0)
+    return scaled.sum(axis=1)

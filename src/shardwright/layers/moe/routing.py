@@ -1,0 +1,92 @@
+"""Routing: which experts each token goes to, and with which weights. All in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwright.layers.moe.config import MoEConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Routes:
+    """The experts of each token.
+
+    Attributes:
+      experts: [tokens, per_token] int32, best first.
+      weights: [tokens, per_token] float32.
+      probabilities: [tokens, experts] float32, which sum to 1, for the balance loss.
+      logits: [tokens, experts] float32.
+    """
+
+    experts: Any
+    weights: Any
+    probabilities: Any
+    logits: Any
+
+
+def route(config: MoEConfig, router: Any, bias: Any, x: Any) -> Routes:
+    """Pick the experts of each token. Equal scores go to the expert with the lower index.
+
+    Args:
+      config: The mixture.
+      router: [embed, experts].
+      bias: [experts] float32, added to the scores for picking only, or None.
+      x: [tokens, embed].
+    """
+    logits = jnp.einsum(
+        "te,ex->tx",
+        x.astype(jnp.float32),
+        router.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    if config.score == "softmax":
+        scores = probabilities = jax.nn.softmax(logits)
+    else:
+        scores = jax.nn.sigmoid(logits)
+        probabilities = scores / scores.sum(-1, keepdims=True)
+    preferred = scores if bias is None else scores + jax.lax.stop_gradient(bias)
+    _, experts = jax.lax.top_k(_in_best_groups(config, preferred), config.per_token)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if config.normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return Routes(
+        experts=experts,
+        weights=weights * config.scale,
+        probabilities=probabilities,
+        logits=logits,
+    )
+
+
+def _in_best_groups(config: MoEConfig, preferred: Any) -> Any:
+    """Return the scores with -inf outside each token's best groups of experts.
+
+    A group's score is the sum of its two best experts (DeepSeek-V3, arXiv:2412.19437, §2.1.2).
+    """
+    if config.top_groups == config.groups:
+        return preferred
+    members = config.experts // config.groups
+    grouped = preferred.reshape(-1, config.groups, members)
+    best, _ = jax.lax.top_k(grouped, min(2, members))
+    _, groups = jax.lax.top_k(best.sum(-1), config.top_groups)
+    is_best = (jnp.arange(config.groups) == groups[..., None]).any(-2)
+    return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(preferred.shape)
+
+
+def update_bias(bias: Any, load: Any, rate: float = 0.001) -> Any:
+    """Return the router's bias after a step: lower for busy experts, higher for idle ones.
+
+    bias + rate * sign(mean(load) - load), which balances the load without a loss (Wang et al.,
+    arXiv:2408.15664, algorithm 1).
+
+    Args:
+      bias: [experts] float32.
+      load: [experts], `MoEStats.load` of the step.
+      rate: Size of the change.
+    """
+    load = load.astype(jnp.float32)
+    return bias + rate * jnp.sign(load.mean() - load)

@@ -1,0 +1,83 @@
+"""Errors of the mixture: what is wrong, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import shardwright as sw
+from shardwright.errors import IndivisibleError, LayerError, RankMismatchError, StrategyError
+from shardwright.layers import moe
+from shardwright.testing import cpu_mesh
+from tests.layers.moe.reference import config, manager, parameters, tokens
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: config(per_token=9), "per_token=9 of 8 experts\n  fix   give at most 8"),
+        (lambda: config(groups=3), "8 experts do not divide into 3 groups"),
+        (lambda: config(groups=4, top_groups=5), "top_groups=5 of 4 groups"),
+        (lambda: config(groups=4, per_token=3), "of 2 experts in the 1 best groups"),
+        (lambda: config(experts=0), "experts"),
+        (lambda: config(shared=-1), "shared"),
+        (lambda: config(score="tanh"), "give one of softmax, sigmoid"),
+        (lambda: config(activation="swish2"), "give one of silu, gelu, relu"),
+        (lambda: config(capacity=1.25), "write capacity=Factor(1.25)"),
+        (lambda: moe.Factor(0), "write Factor(1.25)"),
+        (lambda: moe.Factor(float("nan")), "write Factor(1.25)"),
+    ],
+)
+def test_invalid_config(build: Callable[[], Any], text: str) -> None:
+    with pytest.raises(LayerError) as error:
+        build()
+    assert text in str(error.value)
+
+
+def test_invalid_arguments() -> None:
+    mixture = config()
+    params, x = parameters(mixture), tokens(8, 4, 16)
+    with pytest.raises(RankMismatchError, match="EMBED 16"):
+        moe.apply(mixture, params, x[..., :8])
+    with pytest.raises(RankMismatchError, match="EMBED 16"):
+        moe.apply(mixture, params, x[0, 0])
+    with pytest.raises(LayerError, match="parameter gate is missing"):
+        moe.apply(mixture, {"router": params["router"]}, x)
+    with pytest.raises(LayerError, match="parameter up has shape"):
+        moe.apply(mixture, {**params, "up": params["down"]}, x)
+    with pytest.raises(LayerError, match="no parameter bias"):
+        moe.apply(mixture, {**params, "bias": x}, x)
+    with pytest.raises(LayerError, match="one number per expert"):
+        moe.apply(mixture, params, x, state=moe.MoEState(bias=jnp.zeros(4)))
+
+
+def test_what_does_not_divide() -> None:
+    mixture = config(experts=6)
+    with manager("moe_ep", "fsdp:2,ep:4"), pytest.raises(IndivisibleError) as error:
+        moe.apply(mixture, parameters(mixture), tokens(8, 4, 16))
+    assert "EXPERT" in str(error.value)
+    with manager("moe_ep", "fsdp:2,ep:4"), pytest.raises(IndivisibleError) as error:
+        moe.apply(config(), parameters(config()), tokens(4, 4, 16))
+    assert "BATCH" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overlay", "text"),
+    [
+        ('capacity = "-"', 'write capacity = "fsdp" under [rules]'),
+        ('embed = "tp"\nmlp_intermediate = "-"', 'write embed = "-" under [rules]'),
+        ('batch = "fsdp+ep"\nexpert = "ep+tp"\nmlp_intermediate = "-"', "over all mesh axes"),
+        ('mlp_intermediate = "fsdp"', "give BATCH and MLP_INTERMEDIATE different mesh axes"),
+    ],
+)
+def test_strategies_that_it_cannot_follow(overlay: str, text: str) -> None:
+    rules = sw.Strategy.loads(f"version = 1\n[rules]\n{overlay}\n")
+    pm = sw.PartitionManager(
+        sw.Strategy.preset("moe_ep") | rules, mesh=cpu_mesh("fsdp:2,ep:2,tp:2")
+    )
+    with pm, pytest.raises(StrategyError) as error:
+        moe.explain(config(), (8, 4, 16))
+    assert text in str(error.value)

@@ -1,0 +1,88 @@
+"""What the dispatch sends: counts and bytes, from compiled programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardwright as sw
+from shardwright.layers import moe
+from shardwright.plan.collectives import Kind, read_collectives
+from shardwright.testing import assert_collectives, cpu_mesh
+from tests.layers.moe.reference import NOTHING_GATHERED, config, parameters, tokens
+
+
+@pytest.fixture(scope="module")
+def pm() -> sw.PartitionManager:
+    strategy = sw.Strategy.preset("moe_ep") | NOTHING_GATHERED
+    return sw.PartitionManager(strategy, mesh=cpu_mesh("fsdp:2,ep:4"))
+
+
+def arguments(pm: sw.PartitionManager, mixture: moe.MoEConfig) -> tuple[Any, Any]:
+    params = jax.device_put(parameters(mixture), pm.shardings(moe.specs(mixture)))
+    return params, pm.shard(tokens(8, 4, 16), sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
+
+
+@pytest.mark.parametrize("capacity", [moe.Dropless(), moe.Factor(2.0)], ids=str)
+def test_forward_is_two_all_to_alls(pm: sw.PartitionManager, capacity: Any) -> None:
+    mixture = config(capacity=capacity)
+    with pm:
+        slots = moe.explain(mixture, (8, 4, 16)).slots
+        assert_collectives(
+            lambda params, x: moe.apply(mixture, params, x)[0],
+            *arguments(pm, mixture),
+            all_to_all=2,
+            only=True,
+            axis="ep",
+            bytes=2 * 8 * slots * 16 * 4,  # experts * slots * embed * float32, twice
+        )
+
+
+def test_gradient_is_four_all_to_alls_and_two_sums(pm: sw.PartitionManager) -> None:
+    mixture = config()
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.square(moe.apply(mixture, params, x)[0]).sum()
+
+    with pm:
+        given = arguments(pm, mixture)
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+        assert_collectives(gradient, *given, all_to_all=4, all_reduce=2, only=True)
+        of_parameters = jax.jit(jax.grad(loss))
+        assert_collectives(of_parameters, *given, all_to_all=3, all_reduce=2, only=True)
+
+
+def test_statistics_are_two_sums(pm: sw.PartitionManager) -> None:
+    mixture = config(balance_loss=0.01, z_loss=0.001)
+    with pm:
+        program = jax.jit(lambda params, x: moe.apply(mixture, params, x)[1].stats)
+        assert_collectives(program, *arguments(pm, mixture), all_reduce=2, only=True)
+
+
+def test_replicated_tokens_are_summed_not_sent() -> None:
+    mixture = config(shared=1)
+    strategy = sw.Strategy.preset("fsdp_tp") | NOTHING_GATHERED
+    with sw.PartitionManager(strategy, mesh=cpu_mesh("fsdp:2,ep:2,tp:2")) as pm:
+        program = jax.jit(lambda params, x: moe.apply(mixture, params, x)[0])
+        assert_collectives(program, *arguments(pm, mixture), all_reduce=1, only=True)
+
+
+def test_experts_are_never_gathered_over_ep() -> None:
+    mixture = config()
+    with sw.PartitionManager(sw.Strategy.preset("moe_ep"), mesh=cpu_mesh("fsdp:2,ep:4")) as pm:
+        program = jax.jit(lambda params, x: moe.apply(mixture, params, x)[0])
+        given = arguments(pm, mixture)
+        # gate, up and down over fsdp; the router, which is stored over fsdp and ep, over both.
+        mesh = pm.mesh
+        gathers = [
+            (event.mesh_axes, event.logical_bytes)
+            for event in read_collectives(program.lower(*given).compile(), mesh)
+            if event.kind is Kind.ALL_GATHER
+        ]
+        # [8, 16, 24] float32 of the experts, a quarter of it per device of ep.
+        assert sorted(gathers) == [(("fsdp",), 2 * 16 * 24 * 4)] * 3 + [
+            (("fsdp", "ep"), 16 * 8 * 4)
+        ]

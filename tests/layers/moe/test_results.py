@@ -1,0 +1,162 @@
+"""Values and gradients of the mixture, beside the dense reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import shardwright as sw
+from shardwright.layers import moe
+from tests.layers.moe.reference import config, dense, error, manager, parameters, tokens
+
+TOKENS = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
+MESHES = [
+    ("moe_ep", "fsdp:2,ep:4"),
+    ("fsdp_tp", "fsdp:2,ep:2,tp:2"),
+    ("serve_tp", "ep:2,tp:4"),
+    ("moe_ep", "ep:8"),
+    ("moe_ep", "fsdp:4,ep:2"),
+    ("moe_ep", "fsdp:2,ep:2,tp:2"),
+    ("moe_ep", "fsdp:2,sp:2,ep:2"),
+    ("fsdp", "fsdp:8"),
+    ("fsdp_tp", "fsdp:2,tp:4"),
+    ("fsdp_tp", "fsdp:4,tp:2"),
+    ("tensor", "tp:8"),
+    ("serve_tp", "dp:2,ep:4"),
+    ("serve_tp", "tp:8"),
+    ("single", "dp:1"),
+]
+
+
+def check(pm: sw.PartitionManager, mixture: moe.MoEConfig) -> str:
+    """Return what differs from the dense reference by more than 1e-6."""
+    params, x = parameters(mixture), tokens(8, 4, mixture.embed)
+
+    def expected_loss(params: Any, x: Any) -> Any:
+        y = dense(mixture, params, x)
+        return jnp.square(y).sum(), y
+
+    def loss(params: Any, x: Any) -> Any:
+        y, state = moe.apply(mixture, params, x)
+        return jnp.square(y).sum(), (y, state.stats)
+
+    gradient = jax.value_and_grad(expected_loss, argnums=(0, 1), has_aux=True)
+    (_, expected), expected_gradients = jax.jit(gradient)(params, x)
+    with pm:
+        placed = jax.device_put(params, pm.shardings(moe.specs(mixture)))
+        placed_x = pm.shard(x, *TOKENS)
+        gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        (_, (y, stats)), gradients = jax.jit(gradient)(placed, placed_x)
+    assert int(stats.dropped) == 0
+    assert int(stats.load.sum()) == 32 * mixture.per_token
+    errors = {"y": error(y, expected), "x": error(gradients[1], expected_gradients[1])}
+    for name, value in gradients[0].items():
+        errors[name] = error(value, expected_gradients[0][name])
+    wrong = {name: value for name, value in errors.items() if not value <= 1e-6}
+    return f"{pm.name} {dict(pm.mesh.shape)}: {wrong}" if wrong else ""
+
+
+def sweep(cases: list[tuple[str, str]]) -> None:
+    mixture = config(shared=1)
+    assert not [fault for case in cases if (fault := check(manager(*case), mixture))]
+
+
+def test_sharded_equals_dense() -> None:
+    sweep(MESHES[:2])
+
+
+@pytest.mark.wide
+def test_sharded_equals_dense_on_all_meshes() -> None:
+    sweep(MESHES[2:])
+
+
+@pytest.mark.wide
+def test_sharded_equals_dense_for_all_counts() -> None:
+    pm = manager("moe_ep", "fsdp:2,ep:4")
+    counts = [(4, 1), (4, 2), (8, 1), (8, 8), (64, 1), (64, 2), (64, 8)]
+    # The normalized weight of a single expert is 1, and the router's gradient is then only noise.
+    mixtures = [config(experts=experts, per_token=k, normalize=k > 1) for experts, k in counts]
+    faults = [check(pm, mixture) for mixture in mixtures]
+    assert not [fault for fault in faults if fault]
+
+
+@pytest.mark.wide
+def test_sharded_equals_dense_on_explicit_axes() -> None:
+    for types in ((AxisType.Explicit, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)):
+        mesh = jax.make_mesh((2, 4), ("fsdp", "ep"), axis_types=types)
+        assert not check(sw.PartitionManager(sw.Strategy.preset("moe_ep"), mesh=mesh), config())
+
+
+def test_without_a_manager() -> None:
+    mixture = config(shared=2)
+    params, x = parameters(mixture), tokens(3, 5, 16)
+    y, _ = moe.apply(mixture, params, x)
+    assert error(y, dense(mixture, params, x)) <= 1e-6
+    flat, _ = moe.apply(mixture, params, x.reshape(15, 16))
+    np.testing.assert_array_equal(flat.reshape(y.shape), y)
+
+
+def test_decode_with_one_token_per_device_and_with_none() -> None:
+    mixture = config()
+    params, x = parameters(mixture), tokens(8, 1, 16)
+    with manager("moe_ep", "fsdp:2,ep:4", mode="decode"):
+        assert moe.explain(mixture, (8, 1, 16)).slots == 1
+        y, _ = moe.apply(mixture, params, x)
+        empty, state = moe.apply(mixture, params, x[:0])
+        half, _ = moe.apply(mixture, params, jnp.asarray(x, jnp.bfloat16))
+    assert error(y, dense(mixture, params, x)) <= 1e-6
+    assert empty.shape == (0, 1, 16)
+    assert int(state.stats.load.sum()) == 0
+    assert half.dtype == jnp.bfloat16
+    assert error(half, y) < 0.03
+
+
+def test_a_prompt_that_does_not_divide_falls_back() -> None:
+    mixture = config()
+    params, x = parameters(mixture), tokens(1, 4, 16)
+    with manager("serve_tp", "ep:4,tp:2", mode="prefill"):
+        assert moe.explain(mixture, x.shape).sent == ()
+        y, _ = moe.apply(mixture, params, x)
+    assert error(y, dense(mixture, params, x)) <= 1e-6
+
+
+def test_all_tokens_to_one_expert() -> None:
+    mixture = config(per_token=1)
+    params, x = parameters(mixture), np.abs(tokens(8, 4, 16))
+    params["router"] = np.zeros_like(params["router"])
+    params["router"][:, 5] = 1
+    with manager("moe_ep", "fsdp:2,ep:4"):
+        y, state = moe.apply(mixture, params, x)
+    assert state.stats.load.tolist() == [0, 0, 0, 0, 0, 32, 0, 0]
+    assert error(y, dense(mixture, params, x)) <= 1e-6
+
+
+def test_not_a_number_stays_in_its_row() -> None:
+    mixture = config()
+    params, x = parameters(mixture), tokens(8, 4, 16)
+    with manager("moe_ep", "fsdp:2,ep:4"):
+        expected, _ = moe.apply(mixture, params, x)
+        x[2, 1, 0] = np.nan
+        y, _ = moe.apply(mixture, params, x)
+    y, expected = np.array(y), np.array(expected)
+    assert np.isnan(y[2, 1]).all()
+    y[2, 1] = expected[2, 1]
+    np.testing.assert_array_equal(y, expected)
+
+
+def test_permuted_experts_give_the_same_result() -> None:
+    mixture = config(experts=8, per_token=2)
+    params, x = parameters(mixture), tokens(8, 4, 16)
+    order = np.random.default_rng(2).permutation(8)
+    permuted = {name: value[order] for name, value in params.items() if name != "router"}
+    permuted["router"] = params["router"][:, order]
+    with manager("moe_ep", "fsdp:2,ep:4"):
+        y, state = moe.apply(mixture, params, x)
+        other, other_state = moe.apply(mixture, permuted, x)
+    assert error(other, y) <= 1e-6
+    np.testing.assert_array_equal(other_state.stats.load, np.array(state.stats.load)[order])

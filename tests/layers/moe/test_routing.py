@@ -1,0 +1,134 @@
+"""Routers beside NumPy, and the statistics of a call."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.layers import moe
+from shardwright.layers.moe.routing import route
+from tests.layers.moe.reference import config, error, manager, parameters, tokens
+
+
+def numpy_routes(
+    mixture: moe.MoEConfig, logits: np.ndarray, bias: np.ndarray
+) -> list[dict[int, float]]:
+    """Pick experts token by token, in float64: expert -> weight."""
+    routes = []
+    for row in logits.astype(np.float64):
+        scores = 1 / (1 + np.exp(-row))
+        if mixture.score == "softmax":
+            scores = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+        preferred = scores + bias
+        groups = np.split(np.arange(mixture.experts), mixture.groups)
+        best = [np.sort(preferred[group])[-2:].sum() for group in groups]
+        chosen = np.argsort(best)[::-1][: mixture.top_groups]
+        allowed = [expert for group in chosen for expert in groups[group]]
+        picked = sorted(allowed, key=lambda expert: -preferred[expert])[: mixture.per_token]
+        total = scores[picked].sum() if mixture.normalize else 1.0
+        routes.append({int(e): scores[e] / total * mixture.scale for e in picked})
+    return routes
+
+
+def test_routes_equal_numpy() -> None:
+    random = np.random.default_rng(3)
+    bias = random.standard_normal(16) / 4
+    faults = []
+    for score in ("softmax", "sigmoid"):
+        for groups, best, normalize, scale in (
+            (1, 1, True, 1),
+            (4, 2, True, 2.5),
+            (8, 4, False, 1),
+        ):
+            mixture = config(
+                experts=16,
+                per_token=4,
+                score=score,
+                groups=groups,
+                top_groups=best,
+                normalize=normalize,
+                scale=scale,
+            )
+            router, x = parameters(mixture)["router"], tokens(32, 16)
+            routes = route(mixture, router, jnp.asarray(bias, jnp.float32), x)
+            expected = numpy_routes(mixture, x @ router, bias)
+            for row, wanted in enumerate(expected):
+                weights = dict(zip(routes.experts[row].tolist(), routes.weights[row], strict=True))
+                if weights.keys() != wanted.keys() or any(
+                    abs(weights[expert] - wanted[expert]) > 1e-5 for expert in wanted
+                ):
+                    faults.append((score, groups, row, weights, wanted))
+    assert not faults
+
+
+def test_equal_scores_go_to_the_lower_index() -> None:
+    routes = route(config(), np.zeros((16, 8), np.float32), None, tokens(4, 16))
+    assert routes.experts.tolist() == [[0, 1]] * 4
+
+
+def test_losses_are_global_means() -> None:
+    mixture = config(balance_loss=0.5, z_loss=0.25)
+    params, x = parameters(mixture), tokens(8, 4, 16)
+    flat = x.reshape(-1, 16).astype(np.float64)
+    logits = flat @ params["router"]
+    exp = np.exp(logits)
+    probabilities = exp / exp.sum(-1, keepdims=True)
+    picked = np.zeros(8)
+    for row in np.argsort(-logits)[:, :2]:
+        picked[row] += 1 / (32 * 2)
+    balance = 8 * (picked * probabilities.mean(0)).sum()
+    z = np.square(np.log(exp.sum(-1))).mean()
+
+    def aux(params: dict[str, jax.Array]) -> jax.Array:
+        return moe.apply(mixture, params, x)[1].stats.aux
+
+    alone = jax.grad(aux)(params)["router"]
+    with manager("moe_ep", "fsdp:2,ep:4"):
+        value, gradient = jax.jit(jax.value_and_grad(aux))(params)
+    assert error(value, 0.5 * balance + 0.25 * z) <= 1e-6
+    assert error(gradient["router"], alone) <= 1e-5
+
+
+def test_dropped_equals_a_numpy_count() -> None:
+    mixture = config(capacity=moe.Factor(0.75))
+    params, x = parameters(mixture), tokens(8, 4, 16)
+    with manager("moe_ep", "fsdp:2,ep:4"):
+        dispatch = moe.explain(mixture, x.shape)
+        y, state = moe.apply(mixture, params, x)
+        again, _ = moe.apply(mixture, params, x)
+    # Every device sends the tokens of one row of the batch.
+    assert dispatch.slots == 1  # ceil(4 tokens * 2 / 8 experts * 0.75)
+    dropped, reference = 0, np.zeros_like(x)
+    for sender, rows in enumerate(x):
+        used = np.zeros(8, int)
+        logits = rows @ params["router"]
+        for position, row in enumerate(logits):
+            best = np.argsort(-row, kind="stable")[:2]
+            weights = np.exp(row[best]) / np.exp(row[best]).sum()
+            for expert, weight in zip(best, weights, strict=True):
+                used[expert] += 1
+                if used[expert] > dispatch.slots:
+                    dropped += 1
+                    continue
+                token = rows[position]
+                gate = token @ params["gate"][expert]
+                hidden = gate / (1 + np.exp(-gate)) * (token @ params["up"][expert])
+                reference[sender, position] += weight * (hidden @ params["down"][expert])
+    assert 0 < dropped == int(state.stats.dropped)
+    assert int(state.stats.load.sum()) == 64
+    assert error(y, reference) <= 1e-5
+    np.testing.assert_array_equal(again, y)
+
+
+def test_bias_moves_tokens_and_is_updated() -> None:
+    mixture = config(per_token=1)
+    params, x = parameters(mixture), tokens(8, 4, 16)
+    bias = jnp.zeros(8).at[3].set(10.0)
+    with manager("moe_ep", "fsdp:2,ep:4"):
+        y, state = moe.apply(mixture, params, x, state=moe.MoEState(bias=bias))
+    assert state.stats.load.tolist() == [0, 0, 0, 32, 0, 0, 0, 0]
+    # The bias picks; it does not weigh.
+    assert jnp.isfinite(y).all()
+    updated = moe.update_bias(state.bias, state.stats.load, rate=0.5)
+    np.testing.assert_array_equal(updated, [0.5, 0.5, 0.5, 9.5, 0.5, 0.5, 0.5, 0.5])
