@@ -71,14 +71,24 @@ def test_sharded_equals_dense() -> None:
 
 
 @pytest.mark.wide
+def test_sharded_equals_dense_on_more_meshes() -> None:
+    sweep(MESHES[2:6])
+
+
+@pytest.mark.slow
 def test_sharded_equals_dense_on_all_meshes() -> None:
-    sweep(MESHES[2:])
+    sweep(MESHES[6:])
 
 
-@pytest.mark.wide
-def test_sharded_equals_dense_for_all_counts() -> None:
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param([(8, 1), (64, 8)], marks=pytest.mark.wide, id="some"),
+        pytest.param([(4, 1), (4, 2), (8, 8), (64, 1), (64, 2)], marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_sharded_equals_dense_for_counts(counts: list[tuple[int, int]]) -> None:
     pm = manager("moe_ep", "fsdp:2,ep:4")
-    counts = [(4, 1), (4, 2), (8, 1), (8, 8), (64, 1), (64, 2), (64, 8)]
     # The normalized weight of a single expert is 1, and the router's gradient is then only noise.
     mixtures = [config(experts=experts, per_token=k, normalize=k > 1) for experts, k in counts]
     faults = [check(pm, mixture) for mixture in mixtures]
