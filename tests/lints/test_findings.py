@@ -14,7 +14,7 @@ from shardwright.lints.finding import from_problem
 from shardwright.lints.subject import make_subject
 from shardwright.resolution.rules import TensorRules
 from shardwright.trees.tensors import Tensor
-from tests.lints.test_lints import SERVING, act
+from tests.lints.cases import SERVING, act
 
 
 def test_activation_axes_are_not_gathered() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardwright.errors import ShardingError, StrategyError
-from shardwright.lints import dead_rules, mesh_use, trees
+from shardwright.lints import dead_rules, gathering, mesh_use, trees
 from shardwright.lints.finding import Code, Finding, Severity, from_problem
 from shardwright.lints.subject import Subject, make_subject
 from shardwright.mesh.build import MeshSpec, mesh_sizes, parse_mesh
@@ -24,7 +24,8 @@ LINTS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     dead_rules.shadowed_tensors,
     dead_rules.mode_changes_nothing,
     dead_rules.weights_move,
-    mesh_use.gathered_in_decode,
+    gathering.not_gathered,
+    gathering.gathered_in_decode,
     mesh_use.dcn_order,
     mesh_use.idle_mesh_axes,
     mesh_use.idle_zero1,

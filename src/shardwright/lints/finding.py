@@ -31,6 +31,7 @@ class Code(enum.StrEnum):
     SHADOWED_TENSORS = "shadowed_tensors"
     MODE_CHANGES_NOTHING = "mode_changes_nothing"
     WEIGHTS_MOVE = "weights_move"
+    NOT_GATHERED = "not_gathered"
     GATHERED_IN_DECODE = "gathered_in_decode"
     DCN_MINOR = "dcn_minor"
     IDLE_MESH_AXIS = "idle_mesh_axis"

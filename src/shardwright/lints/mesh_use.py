@@ -1,6 +1,6 @@
 """Lints of the mesh.
 
-Idle mesh axes, slow networks in inner axes, weights gathered for every token.
+Mesh axes that do not exist, idle mesh axes, slow networks in inner axes.
 """
 
 from __future__ import annotations
@@ -8,27 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from shardwright.errors import ShapeRequiredError
+from shardwright.errors import ShapeRequiredError, did_you_mean
 from shardwright.lints.finding import Code, Finding, Severity, dim_key
-from shardwright.lints.subject import NO_PARAMETER_HAS, Subject, role_of
+from shardwright.lints.subject import Subject, role_of
 from shardwright.mesh.build import INFER
 from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.resolver import explain
-from shardwright.resolution.rules import default_rule
-from shardwright.vocabulary.axes import (
-    BATCH,
-    CAPACITY,
-    KV_LENGTH,
-    PAGE,
-    PARALLELISM_AXES,
-    STANDARD_MESH_AXES,
-    Role,
-    axis_label,
-)
-from shardwright.vocabulary.modes import MODE_DECODE
-
-# A file with rules of these axes for decode is meant for serving.
-_SERVING = (BATCH, KV_LENGTH, PAGE, CAPACITY)
+from shardwright.resolution.rules import Rule
+from shardwright.vocabulary.axes import PARALLELISM_AXES, STANDARD_MESH_AXES, Role
 
 
 def lost_mesh_axes(subject: Subject) -> Iterator[Finding]:
@@ -56,39 +43,64 @@ def lost_mesh_axes(subject: Subject) -> Iterator[Finding]:
 
 def idle_mesh_axes(subject: Subject) -> Iterator[Finding]:
     """Yield mesh axes of size > 1 over which nothing is sharded."""
-    named = set(subject.rules.named_mesh_axes())
+    named = subject.rules.named_mesh_axes()
     used = _used(subject) if subject.exact and subject.tensors else None
     for axis, size in subject.sizes.items():
         if size == 1 or axis in subject.rules.policy.idle:
             continue
-        is_own = axis not in STANDARD_MESH_AXES
-        if is_own and axis not in named:
-            what, severity = (
-                "no rule names it",
-                Severity.WARNING if size == INFER else Severity.ERROR,
-            )
-        elif used is not None and axis not in used:
-            what, severity = (
-                "no tensor of the tree is sharded over it in any mode",
-                Severity.WARNING,
-            )
-        elif axis not in named and _renamed(subject, axis):
-            what, severity = (
-                f"no rule names it, and {_parallelism(axis)} means another mesh axis",
-                Severity.WARNING,
-            )
-        else:
+        idle = _idle(subject, axis, named, used)
+        if idle is None:
             continue
+        what, severity = idle
+        fix = (
+            f'use it in a rule, such as batch = "{axis}", '
+            f'give its devices to another mesh axis, or write [policy] idle = "{axis}"'
+        )
+        # A typing error in [mesh] leaves the name that rules use without a mesh axis.
+        lost = [name for name in named if name not in subject.sizes]
+        hint = did_you_mean(axis, lost) if axis not in named else ""
         yield Finding(
             code=Code.IDLE_MESH_AXIS,
             severity=severity,
             source=subject.source("mesh", axis) if subject.own_mesh else "",
             key=f"mesh.{axis}" if subject.own_mesh else f"mesh axis {axis}",
-            message=f"{axis}{'' if size == INFER else f'={size}'} shards nothing: {what}, "
-            f"so {_repeated(size)} the same work",
-            fix=f'use it in a rule, such as batch = "{axis}", '
-            f'give its devices to another mesh axis, or write [policy] idle = "{axis}"',
+            message=f"{axis}{'' if size == INFER else f'={size}'} {what}",
+            fix=f"{hint} Rules name that, and the mesh does not have it. Else {fix}"
+            if hint
+            else fix,
         )
+
+
+def _idle(
+    subject: Subject, axis: str, named: tuple[str, ...], used: set[str] | None
+) -> tuple[str, Severity] | None:
+    """Return in which way a mesh axis is idle, and how bad that is; None if it is used.
+
+    Args:
+      subject: What is checked.
+      axis: A mesh axis of more than one device.
+      named: Mesh axes that rules name.
+      used: Mesh axes that the tree is sharded over; None without a tree.
+    """
+    size = subject.sizes[axis]
+    repeated = f"so {_repeated(size)} the same work"
+    if axis not in STANDARD_MESH_AXES and axis not in named:
+        severity = Severity.WARNING if size == INFER else Severity.ERROR
+        return f"shards nothing: no rule names it, {repeated}", severity
+    if used is not None and axis not in used:
+        what = "no tensor of the tree is sharded over it in any mode"
+        return f"shards nothing: {what}, {repeated}", Severity.WARNING
+    if axis in named:
+        return None
+    stated = _parallelism_rules(subject, axis)
+    if any(rule.candidates and axis not in rule.mesh_axes for rule in stated):
+        what = f"no rule names it, and {_parallelism(axis)} means another mesh axis"
+        return f"shards nothing: {what}, {repeated}", Severity.WARNING
+    # A mesh that is given for the check is often meant for several strategies.
+    if used is None and subject.own_mesh and not stated:
+        what = f"only dims that are annotated {axis.upper()} are sharded over it"
+        return f"is in no rule: {what}", Severity.NOTE
+    return None
 
 
 def idle_zero1(subject: Subject) -> Iterator[Finding]:
@@ -161,13 +173,9 @@ def _parallelism(axis: str) -> str:
     return next(label[2:-2].lower() for label, name in PARALLELISM_AXES.items() if name == axis)
 
 
-def _renamed(subject: Subject, axis: str) -> bool:
-    """Tell whether a parallelism axis was given to a mesh axis other than its standard one."""
-    name = next((label for label, mesh_axis in PARALLELISM_AXES.items() if mesh_axis == axis), "")
-    return any(
-        key == name and rule.candidates and axis not in rule.mesh_axes
-        for _, key, rule in subject.written()
-    )
+def _parallelism_rules(subject: Subject, axis: str) -> list[Rule]:
+    """Return the rules written for the parallelism axis that means a mesh axis by default."""
+    return [rule for _, key, rule in subject.written() if PARALLELISM_AXES.get(key) == axis]
 
 
 def _used(subject: Subject) -> set[str]:
@@ -245,55 +253,3 @@ def _minor(subject: Subject, candidate: tuple[str, ...]) -> tuple[str, ...]:
 
 def _sorted(subject: Subject, candidate: tuple[str, ...]) -> list[str]:
     return sorted(candidate, key=lambda axis: axis not in subject.crossing)
-
-
-def gathered_in_decode(subject: Subject) -> Iterator[Finding]:
-    """Yield the mesh axes over which a serving strategy gathers weights for every token."""
-    if not _serves(subject):
-        return
-    over: dict[str, list[str]] = {}
-    for axis, rule in subject.rules.params[2]:
-        used = subject.rules.stated(
-            axis, mode=MODE_DECODE, role=Role.ACTIVATION, path=None
-        ) or default_rule(axis)
-        stays = used.mesh_axes if used is not None else ()
-        if axis in NO_PARAMETER_HAS or (
-            subject.tensors is not None and axis not in subject.axes_of(Role.PARAM)
-        ):
-            continue
-        for name in rule.mesh_axes:
-            if (
-                name in subject.rules.policy.gather
-                and name not in stays
-                and subject.live((name,))
-                and _in_mesh(subject, name)
-            ):
-                over.setdefault(name, []).append(axis_label(axis))
-    if over:
-        names = ", ".join(dict.fromkeys(label for labels in over.values() for label in labels))
-        yield subject.finding(
-            Code.GATHERED_IN_DECODE,
-            Severity.WARNING,
-            ("policy", "gather"),
-            message=f"in decode, weights with {names} are gathered "
-            f"over {'+'.join(over)} for every token",
-            fix='store weights as they are used, [params] embed = "-" and gather = "-", '
-            "as in the preset serve_tp",
-        )
-
-
-def _in_mesh(subject: Subject, name: str) -> bool:
-    return not subject.sizes or name in subject.sizes
-
-
-def _serves(subject: Subject) -> bool:
-    """Tell whether a file is meant for serving.
-
-    It is if it has rules of the batch, the cache or the weights for decode or insert.
-    """
-    for mode in ("decode", "insert"):
-        if any(
-            axis in subject.tables.get(("modes", mode), {}) for axis in _SERVING
-        ) or subject.tables.get(("modes", mode, "params")):
-            return True
-    return False

@@ -1,0 +1,127 @@
+"""Lints of gathered weights: those that are gathered for every token, and those that never are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwright.lints.finding import Code, Finding, Severity
+from shardwright.lints.subject import NO_PARAMETER_HAS, KeyPath, Subject
+from shardwright.resolution.rules import Rule, default_rule
+from shardwright.vocabulary.axes import (
+    BATCH,
+    CAPACITY,
+    EXPERT,
+    KV_LENGTH,
+    LAYERS,
+    LENGTH,
+    PAGE,
+    QUERY_LENGTH,
+    Role,
+    axis_label,
+)
+from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN
+
+# A file with rules of these axes for decode is meant for serving.
+_SERVING = (BATCH, KV_LENGTH, PAGE, CAPACITY)
+# Dims of activations that count tokens.
+_TOKENS = (BATCH, LENGTH, QUERY_LENGTH, CAPACITY)
+# Products do not sum over these dims of a weight: each layer and each expert has its own product.
+_STACKED = frozenset({LAYERS, EXPERT})
+
+
+def not_gathered(subject: Subject) -> Iterator[Finding]:
+    """Yield rules that store weights over a mesh axis of the tokens, without gathering them.
+
+    In `x @ w` with the tokens of `x` and a dim of `w` over fsdp, every device has other tokens and
+    another part of `w`. So each product must move `w` or the activations. FSDP moves `w`, which is
+    `policy.gather`.
+    """
+    tokens: dict[str, str] = {}
+    for axis in _TOKENS:
+        for name in _activation_axes(subject, axis, MODE_TRAIN):
+            tokens.setdefault(name, axis_label(axis))
+    for axis, rule in subject.rules.params[0]:  # of train, the first mode
+        if axis in NO_PARAMETER_HAS | _STACKED | {LENGTH} or not _has_parameter(subject, axis):
+            continue
+        kept = {*subject.rules.policy.gather, *_activation_axes(subject, axis, MODE_TRAIN)}
+        over = [
+            name
+            for name in rule.mesh_axes
+            if name in tokens and name not in kept and _splits(subject, name)
+        ]
+        if over:
+            shared = " and ".join(dict.fromkeys(tokens[name] for name in over))
+            gather = "+".join((*subject.rules.policy.gather, *over))
+            yield subject.finding(
+                Code.NOT_GATHERED,
+                Severity.WARNING,
+                _written_at(subject, axis, rule),
+                message=f"weights with {axis_label(axis)} are stored over {'+'.join(over)}, as "
+                f"{shared} of activations is, and they are not gathered: every product with them "
+                "moves activations or sums parts",
+                fix=f'gather them for use, [policy] gather = "{gather}", or store them over '
+                "another mesh axis",
+            )
+
+
+def _written_at(subject: Subject, axis: str, rule: Rule) -> KeyPath:
+    """Return the key path of a rule of weights."""
+    return next(
+        (path for path, key, other in subject.written() if key == axis and other.ref == rule.ref),
+        ("params", rule.ref.key),
+    )
+
+
+def gathered_in_decode(subject: Subject) -> Iterator[Finding]:
+    """Yield the mesh axes over which a serving strategy gathers weights for every token."""
+    if not _serves(subject):
+        return
+    over: dict[str, list[str]] = {}
+    for axis, rule in subject.rules.params[2]:
+        if axis in NO_PARAMETER_HAS or not _has_parameter(subject, axis):
+            continue
+        stays = _activation_axes(subject, axis, MODE_DECODE)
+        for name in rule.mesh_axes:
+            if name in subject.rules.policy.gather and name not in stays and _splits(subject, name):
+                over.setdefault(name, []).append(axis_label(axis))
+    if over:
+        names = ", ".join(dict.fromkeys(label for labels in over.values() for label in labels))
+        yield subject.finding(
+            Code.GATHERED_IN_DECODE,
+            Severity.WARNING,
+            ("policy", "gather"),
+            message=f"in decode, weights with {names} are gathered "
+            f"over {'+'.join(over)} for every token",
+            fix='store weights as they are used, [params] embed = "-" and gather = "-", '
+            "as in the preset serve_tp",
+        )
+
+
+def _activation_axes(subject: Subject, axis: str, mode: str) -> tuple[str, ...]:
+    """Return the mesh axes that an axis of activations may be sharded over in a mode."""
+    stated = subject.rules.stated(axis, mode=mode, role=Role.ACTIVATION, path=None)
+    rule = stated or default_rule(axis)
+    return () if rule is None else rule.mesh_axes
+
+
+def _has_parameter(subject: Subject, axis: str) -> bool:
+    """Tell whether a parameter of the tree has an axis. Without a tree, any may."""
+    return subject.tensors is None or axis in subject.axes_of(Role.PARAM)
+
+
+def _splits(subject: Subject, name: str) -> bool:
+    """Tell whether a mesh axis is in the mesh with more than one device, as far as is known."""
+    return bool(subject.live((name,))) and (not subject.sizes or name in subject.sizes)
+
+
+def _serves(subject: Subject) -> bool:
+    """Tell whether a file is meant for serving.
+
+    It is if it has rules of the batch, the cache or the weights for decode or insert.
+    """
+    for mode in ("decode", "insert"):
+        if any(
+            axis in subject.tables.get(("modes", mode), {}) for axis in _SERVING
+        ) or subject.tables.get(("modes", mode, "params")):
+            return True
+    return False
