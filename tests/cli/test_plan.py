@@ -232,3 +232,26 @@ def test_misplaced_options_are_refused(
 ) -> None:
     assert plan(f"{words.format(model=model, tensors=tensors)} {SETTING}") == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_topology_sizes_the_mesh(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--strategy fsdp_tp --mesh fsdp:-1,tp:4 --topology v5e:2x4 --mode train"
+    assert plan(f"{model}:programs {words}") == 0
+    assert "v5e:2x4: fsdp on x, tp on y" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--topology v5e:2x5", "the nearest slices are 2x4"),
+        ("--topology v5e:2x2", "8"),
+        ("--topology v5e:2x4 --devices 8", "--topology and --devices exclude each other"),
+        ("--hardware mine.toml", "no --topology is given"),
+        ("--topology v5e:2x4 --hardware absent.toml", "cannot read 'absent.toml'"),
+    ],
+)
+def test_bad_topologies_are_refused(
+    model: str, words: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(f"{model}:programs {SETTING} {words}") == 2
+    assert says in capsys.readouterr().err

@@ -13,6 +13,8 @@ from shardwright.cli.programs import plan_program, read_programs
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.errors import StrategyError
+from shardwright.plan.hardware import Topology, parse_topology, read_hardware
+from shardwright.plan.layout import lay_out
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.report.state import state_text
 from shardwright.plan.report.text import bytes_text
@@ -55,6 +57,12 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--devices", type=read_count, metavar="N", help="number of devices, if a mesh has a -1"
+    )
+    command.add_argument(
+        "--topology", metavar="T", help="the slice that the mesh is on, such as v5p:4x4x4"
+    )
+    command.add_argument(
+        "--hardware", metavar="FILE", help="a .toml file that adds chips, or replaces their values"
     )
     command.add_argument(
         "--mode", metavar="MODE", help="plan only this mode (default for tensors: train)"
@@ -106,19 +114,38 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ShardingError: The question is invalid.
     """
-    setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=arguments.devices)
+    topology = _read_topology(arguments)
+    devices = arguments.devices if topology is None else topology.devices
+    setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=devices)
     if arguments.model.endswith((".toml", ".json")):
-        return _run_tensors(arguments, setting)
+        return _run_tensors(arguments, setting, topology)
     for option in ("optimizer_copies", "cache"):
         if getattr(arguments, option) is not None:
             raise StrategyError(
                 f"--{option.replace('_', '-')} is for a file of tensors",
                 fix="a Program says in holds= what each argument is",
             )
-    return _run_programs(arguments, setting)
+    return _run_programs(arguments, setting, topology)
 
 
-def _run_programs(arguments: argparse.Namespace, setting: Setting) -> int:
+def _read_topology(arguments: argparse.Namespace) -> Topology | None:
+    if arguments.topology is None:
+        if arguments.hardware is not None:
+            raise StrategyError(
+                "--hardware describes chips, and no --topology is given",
+                fix="add --topology v5p:4x4x4",
+            )
+        return None
+    if arguments.devices is not None:
+        raise StrategyError(
+            "--topology and --devices exclude each other", fix="leave out --devices"
+        )
+    return parse_topology(arguments.topology, read_hardware(arguments.hardware))
+
+
+def _run_programs(
+    arguments: argparse.Namespace, setting: Setting, topology: Topology | None
+) -> int:
     programs = read_programs(arguments.model, arguments.mode)
     for rule in arguments.forbid:
         if rule.mode is not None and rule.mode not in programs:
@@ -128,7 +155,10 @@ def _run_programs(arguments: argparse.Namespace, setting: Setting) -> int:
             )
     reports = {
         mode: plan_program(
-            program, setting.manager.for_mode(mode), f"{arguments.model} for {mode_name(mode)}"
+            program,
+            setting.manager.for_mode(mode),
+            f"{arguments.model} for {mode_name(mode)}",
+            topology=topology,
         )
         for mode, program in programs.items()
     }
@@ -151,7 +181,7 @@ def _run_programs(arguments: argparse.Namespace, setting: Setting) -> int:
     return 1 if failed else 0
 
 
-def _run_tensors(arguments: argparse.Namespace, setting: Setting) -> int:
+def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topology | None) -> int:
     """Count the state of a file of tensors."""
     if arguments.forbid:
         raise StrategyError(
@@ -168,13 +198,16 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting) -> int:
         copies=arguments.optimizer_copies or 0,
         train=mode == MODE_TRAIN,
     )
+    layout = None if topology is None else lay_out(topology, setting.sizes)
     failures = _failures(arguments, {mode: state})
     failed = bool(failures or state.missing)
     if arguments.json:
-        modes = {mode_name(mode): {"state": state.to_json()}}
+        plan = {"layout": None if layout is None else layout.to_json(), "state": state.to_json()}
+        modes = {mode_name(mode): plan}
         print_json({"modes": modes, "failed": failures, "ok": not failed})
         return 1 if failed else 0
-    lines = [f"mode {mode_name(mode)}", str(setting), ""]
+    lines = [f"mode {mode_name(mode)}", str(setting)]
+    lines += [*([] if layout is None else [str(layout)]), ""]
     lines += state_text(state, rows=arguments.rows, width=width_of(arguments.width)).split("\n")
     lines += [
         "collectives and activations need a function: pass file.py:function as MODEL",

@@ -11,17 +11,21 @@ from types import ModuleType
 
 from shardwright.errors import ShardingError, StrategyError
 from shardwright.manager.manager import PartitionManager
+from shardwright.plan.hardware import Topology
 from shardwright.plan.planner import PlanReport, Program, plan
 from shardwright.vocabulary.modes import MODES, mode_name, parse_mode
 
 
-def plan_program(program: Program, manager: PartitionManager, label: str) -> PlanReport:
+def plan_program(
+    program: Program, manager: PartitionManager, label: str, *, topology: Topology | None = None
+) -> PlanReport:
     """Return the plan of one program.
 
     Args:
       program: What to plan.
       manager: Strategy, mesh and mode.
       label: Name of the program in messages.
+      topology: The slice that the mesh is on, or None.
 
     Raises:
       StrategyError: The function raises.
@@ -34,6 +38,7 @@ def plan_program(program: Program, manager: PartitionManager, label: str) -> Pla
             specs=program.specs,
             outputs=program.outputs,
             holds=program.holds,
+            topology=topology,
         )
     except ShardingError:
         raise

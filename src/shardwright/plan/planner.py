@@ -10,6 +10,9 @@ from typing import Any
 import jax
 
 from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.build import mesh_sizes
+from shardwright.plan.hardware import Topology, parse_topology, read_hardware
+from shardwright.plan.layout import Layout, lay_out
 from shardwright.plan.report.state import state_text
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.state import ROLES, Category, Held, StateBytes, count_state, read_holds
@@ -51,12 +54,14 @@ class PlanReport:
       strategy: Name of the strategy.
       mesh: The mesh as text, `fsdp:2,tp:4`.
       state: Bytes of the arguments, and of the gradients if one of them is optimizer state.
+      layout: Where the mesh axes are on a slice, or None if no slice was given.
     """
 
     walked: Walked
     strategy: str
     mesh: str
     state: StateBytes
+    layout: Layout | None = None
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -91,6 +96,7 @@ class PlanReport:
         return {
             "strategy": self.strategy,
             "mesh": self.mesh,
+            "layout": None if self.layout is None else self.layout.to_json(),
             "state": self.state.to_json(),
             "complete": self.walked.complete,
             "unknown": dict(self.walked.unknown),
@@ -109,7 +115,8 @@ class PlanReport:
           rows: How many rows to show. Defaults to all.
           width: Characters per line.
         """
-        lines = [f"strategy {self.strategy or '-'} on {self.mesh}", ""]
+        lines = [f"strategy {self.strategy or '-'} on {self.mesh}"]
+        lines += ["" if self.layout is None else f"{self.layout}\n"]
         if self.state.leaves:
             lines += [state_text(self.state, rows=rows, width=width), ""]
         lines += self._table(rows, width)
@@ -168,6 +175,7 @@ def plan(
     specs: Any = None,
     outputs: Any = None,
     holds: Any = None,
+    topology: str | Topology | None = None,
 ) -> PlanReport:
     """Return what a function sends and computes under a manager, without a device or a compiler.
 
@@ -184,17 +192,22 @@ def plan(
       holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a name
         covers a subtree. It chooses the role of annotations (`optimizer` is resolved as `state`).
         Defaults to telling parameters from inputs by their annotations.
+      topology: The slice that the mesh is on, such as `v5p:4x4x4`. Defaults to no hardware.
 
     Raises:
       ShardingError: An annotation does not resolve.
+      MeshSpecError: There is no such slice, or it has another number of devices than the mesh.
     """
+    if isinstance(topology, str):
+        topology = parse_topology(topology, read_hardware())
+    layout = None if topology is None else lay_out(topology, mesh_sizes(manager.mesh))
     categories = read_holds(shapes, holds)
     roles = [None if category is None else ROLES[category] for category in categories]
     traced = trace(manager, function, shapes, specs=specs, outputs=outputs, roles=roles)
     state = count_state(manager, _held(shapes, traced, categories))
     mesh = ",".join(f"{axis}:{size}" for axis, size in manager.mesh.shape.items())
     walked = walk(traced, manager)
-    return PlanReport(walked=walked, strategy=manager.name, mesh=mesh, state=state)
+    return PlanReport(walked=walked, strategy=manager.name, mesh=mesh, state=state, layout=layout)
 
 
 def _held(

@@ -1,0 +1,236 @@
+"""Chips and slices as data: rates, usable memory, and which shapes a slice has.
+
+The values are in `hardware.toml`, each with its source and date. A file of the user overlays them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import itertools
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from shardwright.errors import MeshSpecError, Problem, StrategyError, did_you_mean, raise_problems
+
+Shape = tuple[int, ...]
+
+_CELLS: Final = ("bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps")
+_NUMBERS: Final = ("dims", "devices_per_chip", "cube", "longest", "most_chips", "wraps")
+_KEYS: Final = (*_NUMBERS, "shapes", *_CELLS)
+_NEAREST = 3  # slices that an error proposes
+_TOPOLOGY = re.compile(r"([A-Za-z0-9_-]+):([0-9]{1,4}(?:x[0-9]{1,4}){0,3})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """A kind of accelerator.
+
+    Attributes:
+      name: `v5p`.
+      dims: Dimensions of its interconnect.
+      devices: Devices that JAX sees per chip.
+      shapes: Slices that are not multiples of `cube`.
+      cube: Every other slice has sides that are multiples of it; 0 for none.
+      longest: Longest side of a slice.
+      most_chips: Chips of the largest slice.
+      wraps: A side that is a multiple of it is a ring.
+      flops: bfloat16 operations per second of one device, at peak.
+      hbm_bytes: Bytes of memory that a program may use on one device.
+      hbm_rate: Bytes per second that one device reads or writes.
+      link_rates: Least and most bytes per second of one link in one direction, per device.
+      sources: Cell -> source and date.
+    """
+
+    name: str
+    dims: int
+    devices: int
+    shapes: tuple[Shape, ...]
+    cube: int
+    longest: int
+    most_chips: int
+    wraps: int
+    flops: float
+    hbm_bytes: int
+    hbm_rate: float
+    link_rates: tuple[float, float]
+    sources: Mapping[str, str]
+
+    def slices(self) -> Iterator[Shape]:
+        """Yield the shapes of all slices."""
+        yield from self.shapes
+        if not self.cube:
+            return
+        sides = range(self.cube, self.longest + 1, self.cube)
+        for shape in itertools.combinations_with_replacement(sides, self.dims):
+            if math.prod(shape) <= self.most_chips:
+                yield shape
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """A slice of chips.
+
+    Attributes:
+      chip: Kind of the chips.
+      shape: Chips along each side.
+    """
+
+    chip: Chip
+    shape: Shape
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return math.prod(self.shape) * self.chip.devices
+
+    @property
+    def sides(self) -> dict[str, int]:
+        """Length of each physical axis: x, y, z, and `core` where a chip is several devices."""
+        sides = dict(zip("xyzw", self.shape, strict=False))
+        return sides if self.chip.devices == 1 else {**sides, "core": self.chip.devices}
+
+    def is_ring(self, side: str) -> bool:
+        """Tell whether the links along a side wrap around. For 3D slices all sides do, or none."""
+        lengths = self.shape if len(self.shape) > 2 else (self.sides[side],)
+        return side != "core" and all(length % self.chip.wraps == 0 for length in lengths)
+
+    def __str__(self) -> str:
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+
+def read_hardware(overlay: str | None = None) -> dict[str, Chip]:
+    """Return the known chips by name.
+
+    Args:
+      overlay: A TOML file in the format of `hardware.toml`. Its cells replace those of the package,
+        and it may add chips.
+
+    Raises:
+      StrategyError: The file cannot be read, or has problems. All are named.
+    """
+    own = importlib.resources.files("shardwright.plan") / "hardware.toml"
+    data: dict[str, Any] = tomllib.loads(own.read_text(encoding="utf-8"))
+    source = "hardware.toml"
+    if overlay is not None:
+        source = Path(overlay).name
+        for name, cells in _read_overlay(overlay).items():
+            data[name] = {**data.get(name, {}), **cells}
+    problems: list[Problem] = []
+    for name, cells in data.items():
+        problems += [
+            Problem(error=StrategyError, what=what, path=f"{source} {name}.{key}", fix=fix)
+            for key, what, fix in _faults(cells)
+        ]
+    raise_problems(problems)
+    return {name: _chip(name, cells) for name, cells in data.items()}
+
+
+def _read_overlay(name: str) -> dict[str, Any]:
+    try:
+        data = tomllib.loads(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        what = f"cannot read {name!r}: {(error.strerror or str(error)).lower()}"
+        raise StrategyError(what, fix="check the path and its permissions") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        what = f"{Path(name).name} is not TOML: {error}"
+        raise StrategyError(what, fix="write one table per chip, such as [v5p]") from error
+    for chip, cells in data.items():
+        if not isinstance(cells, dict):
+            what = f"{Path(name).name}: {chip!r} is not a table"
+            raise StrategyError(what, fix="write one table per chip, such as [v5p]")
+    return data
+
+
+def _faults(cells: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, what, fix) for each fault of one chip."""
+    for key in cells:
+        if key not in _KEYS:
+            yield key, "is unknown", did_you_mean(key, _KEYS) or f"keys are {', '.join(_KEYS)}"
+    for key in _KEYS:
+        if key not in cells:
+            yield key, "is missing", "a new chip needs every key"
+    for key in _NUMBERS:
+        value = cells.get(key, 1)
+        if type(value) is not int or value < (key != "cube"):
+            yield key, f"{value!r} is not a positive integer", f"write {key} = 4"
+    shapes = cells.get("shapes", [])
+    if not isinstance(shapes, list) or not all(_is_shape(text) for text in shapes):
+        yield "shapes", f"{shapes!r} is not a list of shapes", 'write shapes = ["2x2", "2x4"]'
+    for key in _CELLS:
+        if key not in cells:
+            continue
+        numbers = ("low", "high") if key == "link_gbps" else ("value",)
+        cell = cells[key]
+        if not isinstance(cell, dict) or set(cell) != {*numbers, "source", "date"}:
+            example = ", ".join(f"{number} = 100" for number in numbers)
+            fix = f'write {key} = {{ {example}, source = "where", date = "2026-01-31" }}'
+            yield key, f"{cell!r} is not a cell", fix
+        elif not all(type(cell[each]) in (int, float) and cell[each] > 0 for each in numbers):
+            yield key, f"{cell!r} has a value that is not a positive number", "write a number"
+
+
+def _is_shape(text: Any) -> bool:
+    return isinstance(text, str) and re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4}){0,3}", text) is not None
+
+
+def _chip(name: str, cells: Mapping[str, Any]) -> Chip:
+    devices = cells["devices_per_chip"]
+    link = cells["link_gbps"]
+    return Chip(
+        name=name,
+        dims=cells["dims"],
+        devices=devices,
+        shapes=tuple(_sides(text) for text in cells["shapes"]),
+        cube=cells["cube"],
+        longest=cells["longest"],
+        most_chips=cells["most_chips"],
+        wraps=cells["wraps"],
+        flops=cells["bf16_tflops"]["value"] * 1e12 / devices,
+        hbm_bytes=int(cells["hbm_gib"]["value"] * 2**30),
+        hbm_rate=cells["hbm_gbps"]["value"] * 1e9 / devices,
+        link_rates=(link["low"] * 1e9 / devices, link["high"] * 1e9 / devices),
+        sources={key: f"{cells[key]['source']}, {cells[key]['date']}" for key in _CELLS},
+    )
+
+
+def _sides(text: str) -> Shape:
+    return tuple(int(side) for side in text.split("x"))
+
+
+def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
+    """Return the slice that text such as `v5p:4x4x4` names.
+
+    Raises:
+      MeshSpecError: There is no such chip or slice. The error names the nearest slices.
+    """
+    match = _TOPOLOGY.fullmatch(text.strip())
+    if match is None:
+        raise MeshSpecError(
+            f"{text!r:.80} is not a topology", fix="write a chip and its slice: v5p:4x4x4"
+        )
+    chip = hardware.get(match[1])
+    if chip is None:
+        hint = did_you_mean(match[1], hardware)
+        known = f"chips are {', '.join(hardware)}"
+        raise MeshSpecError(f"no chip {match[1]!r}", fix=f"{hint} {known}".strip())
+    shape = _sides(match[2])
+    slices = list(chip.slices())
+    if shape not in slices:
+        nearest = sorted(slices, key=lambda known: _distance(known, shape))[:_NEAREST]
+        names = ", ".join("x".join(map(str, known)) for known in nearest)
+        raise MeshSpecError(
+            f"{chip.name} has no slice {match[2]}", fix=f"the nearest slices are {names}"
+        )
+    return Topology(chip=chip, shape=shape)
+
+
+def _distance(known: Shape, wanted: Shape) -> tuple[float, int]:
+    """Compare the number of chips first, then the sides."""
+    chips = math.prod(known) / max(1, math.prod(wanted))
+    pairs = itertools.zip_longest(sorted(known), sorted(wanted), fillvalue=1)
+    return abs(math.log(chips)), sum(abs(a - b) for a, b in pairs)

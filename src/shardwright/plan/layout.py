@@ -1,0 +1,140 @@
+"""Where the axes of a mesh are on the links of a slice, and how fast each of them is.
+
+The assignment is that of `jax.experimental.mesh_utils.create_device_mesh`: the last mesh axis is
+assigned first, to as many whole physical axes as its size allows. Where no whole axes fit, a mesh
+axis takes parts of them, and a part is not a ring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shardwright.errors import MeshSpecError
+from shardwright.plan.hardware import Topology
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A physical axis, or a part of one, that a mesh axis covers.
+
+    Attributes:
+      side: x, y, z or core.
+      size: Devices along it.
+      whole: Whether it is the whole physical axis.
+      ring: Whether its links wrap around.
+    """
+
+    side: str
+    size: int
+    whole: bool
+    ring: bool
+
+    def __str__(self) -> str:
+        text = self.side if self.whole else f"{self.size} of {self.side}"
+        return f"{text} (ring)" if self.ring else text
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The assignment of a mesh to a slice.
+
+    Attributes:
+      topology: The slice.
+      parts: Mesh axis -> the physical axes that it covers; none for a mesh axis of size 1.
+    """
+
+    topology: Topology
+    parts: Mapping[str, tuple[Part, ...]]
+
+    def rates(self, mesh_axes: tuple[str, ...]) -> tuple[float, float]:
+        """Return least and most bytes per second that a device sends over mesh axes on rings.
+
+        The physical axes send at the same time, and a ring sends both ways.
+        """
+        links = sum(
+            2 if part.ring else 1 for axis in mesh_axes for part in self.parts.get(axis, ())
+        )
+        low, high = self.topology.chip.link_rates
+        return low * links, high * links
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the layout as plain data."""
+        return {
+            "topology": str(self.topology),
+            "parts": {
+                axis: [dataclasses.asdict(part) for part in parts]
+                for axis, parts in self.parts.items()
+            },
+        }
+
+    def __str__(self) -> str:
+        axes = [
+            f"{axis} on {' + '.join(map(str, parts))}"
+            for axis, parts in self.parts.items()
+            if parts
+        ]
+        return f"{self.topology}: {', '.join(axes) or 'one device'}"
+
+
+def lay_out(topology: Topology, sizes: Mapping[str, int]) -> Layout:
+    """Assign the axes of a mesh to the physical axes of a slice.
+
+    Args:
+      topology: The slice.
+      sizes: Size of each mesh axis, slowest first.
+
+    Raises:
+      MeshSpecError: The mesh has another number of devices than the slice.
+    """
+    if math.prod(sizes.values()) != topology.devices:
+        mesh = ",".join(f"{axis}:{size}" for axis, size in sizes.items())
+        raise MeshSpecError(
+            f"the mesh {mesh} has {math.prod(sizes.values())} devices, "
+            f"and {topology} has {topology.devices}",
+            fix="give one mesh axis the size -1, or change the slice",
+        )
+    free = {side: length for side, length in topology.sides.items() if length > 1}
+    parts: dict[str, tuple[Part, ...]] = {}
+    for axis, size in reversed(list(sizes.items())):
+        if size == 1:
+            parts[axis] = ()
+            continue
+        taken = {side: free[side] for side in _whole_sides(free, size)}
+        taken = taken or _split_sides(free, size)
+        parts[axis] = tuple(_part(topology, side, length) for side, length in taken.items())
+        for side, length in taken.items():
+            free[side] //= length
+    ordered = {axis: parts[axis] for axis in sizes}
+    return Layout(topology=topology, parts=ordered)
+
+
+def _whole_sides(free: Mapping[str, int], size: int) -> tuple[str, ...]:
+    """Return free sides whose lengths multiply to a size, as many as possible."""
+    sides = [side for side, length in free.items() if length > 1]
+    for count in range(len(sides), 0, -1):
+        for chosen in itertools.combinations(sides, count):
+            if math.prod(free[side] for side in chosen) == size:
+                return chosen
+    return ()
+
+
+def _split_sides(free: Mapping[str, int], size: int) -> dict[str, int]:
+    """Return parts of free sides whose lengths multiply to a size, the longest parts first."""
+    taken: dict[str, int] = {}
+    while size > 1:
+        left = {side: length // taken.get(side, 1) for side, length in free.items()}
+        side = max(left, key=lambda each: math.gcd(left[each], size))
+        # The sizes of the mesh multiply to the devices, so some side has a factor left.
+        length = math.gcd(left[side], size)
+        taken[side] = taken.get(side, 1) * length
+        size //= length
+    return taken
+
+
+def _part(topology: Topology, side: str, size: int) -> Part:
+    whole = size == topology.sides[side]
+    return Part(side=side, size=size, whole=whole, ring=whole and topology.is_ring(side))

@@ -1,0 +1,169 @@
+"""Chips, slices, and where mesh axes are on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jax.experimental import mesh_utils
+
+import shardwright as sw
+from shardwright.plan.hardware import Topology, parse_topology, read_hardware
+from shardwright.plan.layout import lay_out
+
+HARDWARE = read_hardware()
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    """What `create_device_mesh` reads of a TPU device."""
+
+    coords: tuple[int, ...]
+    core_on_chip: int = 0
+    device_kind: str = "TPU v4"
+    platform: str = "tpu"
+    process_index: int = 0
+
+
+def fake_devices(topology: Topology) -> list[Any]:
+    shape = (*topology.shape, *[1] * (3 - len(topology.shape)))
+    ranges = [range(length) for length in reversed(shape)]
+    return [FakeDevice(coords=tuple(reversed(at))) for at in itertools.product(*ranges)]
+
+
+def moving_sides(topology: Topology, sizes: dict[str, int], axis: str) -> set[str]:
+    """Return the physical axes along which JAX's devices differ on a mesh axis."""
+    devices = mesh_utils.create_device_mesh(
+        tuple(sizes.values()), fake_devices(topology), allow_split_physical_axes=True
+    )
+    position = list(sizes).index(axis)
+    line = devices[tuple(slice(None) if at == position else 0 for at in range(devices.ndim))]
+    return {
+        side for at, side in enumerate("xyz") if len({device.coords[at] for device in line}) > 1
+    }
+
+
+@pytest.mark.parametrize(
+    ("slice_", "sizes"),
+    [
+        ("v5p:4x4x4", (16, 4)),
+        ("v5p:4x4x4", (64, 1)),
+        ("v5p:4x4x4", (4, 4, 4)),
+        ("v5p:4x4x8", (16, 8)),
+        ("v5p:4x4x8", (8, 16)),
+        ("v5p:8x8x16", (128, 8)),
+        ("v5e:16x16", (16, 16)),
+        ("v5e:4x8", (4, 8)),
+        ("v5e:2x4", (8,)),
+    ],
+)
+def test_layout_equals_device_mesh_of_jax(slice_: str, sizes: tuple[int, ...]) -> None:
+    topology = parse_topology(slice_, HARDWARE)
+    named = dict(zip(("dp", "fsdp", "tp"), sizes, strict=False))
+    layout = lay_out(topology, named)
+    for axis in named:
+        sides = {part.side for part in layout.parts[axis]}
+        assert sides == moving_sides(topology, named, axis), axis
+
+
+def test_split_axes_cover_the_slice() -> None:
+    """Every device is covered once, and no part of a physical axis is a ring."""
+    topology = parse_topology("v5p:4x4x4", HARDWARE)
+    for sizes in ((32, 2), (2, 32), (8, 8), (2, 2, 16)):
+        named = dict(zip(("dp", "fsdp", "tp"), sizes, strict=False))
+        layout = lay_out(topology, named)
+        covered: dict[str, int] = {}
+        for axis, size in named.items():
+            parts = layout.parts[axis]
+            assert math.prod(part.size for part in parts) == size
+            for part in parts:
+                covered[part.side] = covered.get(part.side, 1) * part.size
+                assert part.ring == part.whole == (part.size == 4)
+        assert covered == {"x": 4, "y": 4, "z": 4}
+    assert "tp on 2 of x" in str(lay_out(topology, {"fsdp": 32, "tp": 2}))
+
+
+def test_rates_count_links_and_rings() -> None:
+    cube = parse_topology("v5p:4x4x4", HARDWARE)
+    layout = lay_out(cube, {"fsdp": 16, "tp": 4})
+    assert layout.rates(("tp",)) == (2 * 90e9, 2 * 100e9)
+    assert layout.rates(("fsdp",)) == (4 * 90e9, 4 * 100e9)
+    # Sides of 8 are no rings on a v5e, and a side of 16 is one.
+    flat = lay_out(parse_topology("v5e:8x16", HARDWARE), {"fsdp": 8, "tp": 16})
+    assert flat.rates(("fsdp",)) == (45e9, 50e9)
+    assert flat.rates(("tp",)) == (90e9, 100e9)
+    # 2x2x1 is smaller than a cube.
+    assert not parse_topology("v5p:2x2x1", HARDWARE).is_ring("x")
+
+
+def test_chip_of_two_devices_shares_its_rates() -> None:
+    topology = parse_topology("tpu7x:4x4x4", HARDWARE)
+    assert topology.devices == 128
+    assert topology.chip.flops == 2307e12 / 2
+    assert topology.chip.hbm_bytes == int(94.75 * 2**30)
+    layout = lay_out(topology, {"fsdp": 64, "tp": 2})
+    assert str(layout) == "tpu7x:4x4x4: fsdp on x (ring) + y (ring) + z (ring), tp on core"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("v5p", "'v5p' is not a topology"),
+        ("v5p-64", "is not a topology"),
+        ("v5q:4x4x4", "no chip 'v5q'(.|\n)*did you mean"),
+        ("v5e:16x32", "v5e has no slice 16x32(.|\n)*nearest slices are 16x16"),
+        ("v5p:4x4x5", "no slice 4x4x5(.|\n)*nearest slices are 4x4x4"),
+        ("v5p:8x4x4", "nearest slices are 4x4x8"),
+        ("v5p:0x4x4", "no slice 0x4x4"),
+    ],
+)
+def test_unknown_topologies_name_the_nearest(text: str, says: str) -> None:
+    with pytest.raises(sw.MeshSpecError, match=says):
+        parse_topology(text, HARDWARE)
+
+
+def test_mesh_of_another_size_is_refused() -> None:
+    with pytest.raises(sw.MeshSpecError, match="8 devices, and v5p:4x4x4 has 64"):
+        lay_out(parse_topology("v5p:4x4x4", HARDWARE), {"fsdp": 8})
+
+
+def test_every_cell_has_source_and_date() -> None:
+    for chip in HARDWARE.values():
+        assert sorted(chip.sources) == ["bf16_tflops", "hbm_gbps", "hbm_gib", "link_gbps"]
+        assert all(len(source) > len(", 2026-11-22") for source in chip.sources.values())
+        assert list(chip.slices())
+
+
+def test_a_file_overlays_cells_and_adds_chips(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    cell = 'source = "measured", date = "2026-11-22"'
+    path.write_text(f"[v5e]\nhbm_gib = {{ value = 15.0, {cell} }}\n", encoding="utf-8")
+    chip = read_hardware(str(path))["v5e"]
+    assert chip.hbm_bytes == 15 * 2**30
+    assert chip.sources["hbm_gib"] == "measured, 2026-11-22"
+    assert chip.flops == HARDWARE["v5e"].flops
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[v5e]\nhbm = 3", "mine.toml v5e.hbm: is unknown"),
+        ("[new]\ndims = 2", "new.link_gbps: is missing"),
+        ("[v5e]\nhbm_gib = 15", "v5e.hbm_gib: 15 is not a cell"),
+        ("[v5e]\ndims = 0", "v5e.dims: 0 is not a positive integer"),
+        ("[v5e]\nshapes = 4", "4 is not a list of shapes"),
+        ("v5e = 4", "'v5e' is not a table"),
+        ("v5e", "is not TOML"),
+    ],
+)
+def test_bad_overlays_are_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(sw.StrategyError, match=says):
+        read_hardware(str(path))
+    with pytest.raises(sw.StrategyError, match="no such file"):
+        read_hardware(str(tmp_path / "absent.toml"))
