@@ -2,11 +2,20 @@
 
 A function belongs here if a model calls it on its activations or weights. Functions under the names
 of other libraries are in `interop`; attention is in `attention`.
+
+Each module is a namespace: `from shardwright.layers import mlp_block, norm`. A block is a module
+with a frozen config, `specs(config)` and `apply(config, params, x, *, keys, state, path)`.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from shardwright import _moved
+from shardwright.layers import activation as activation
+from shardwright.layers import dense as dense
+from shardwright.layers import dropout as dropout
+from shardwright.layers import dtypes as dtypes
+from shardwright.layers import mlp_block as mlp_block
+from shardwright.layers import norm as norm
 from shardwright.layers.quantized_dot import quantize as quantize
 from shardwright.layers.quantized_dot import quantized_dot_general as quantized_dot_general
 from shardwright.layers.rope import rope as rope

@@ -1,0 +1,110 @@
+"""A product with a kernel whose result is sharded by its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.errors import RankMismatchError
+from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.manager.einsum import dot_general
+from shardwright.vocabulary.annotations import ArraySpec
+
+Dims = Sequence[tuple[str, int]]  # (axis, size) of each dim
+
+
+def specs(
+    inputs: Dims,
+    outputs: Dims,
+    *,
+    bias: bool = False,
+    init: Any = None,
+    bias_init: Any = None,
+    dtypes: Dtypes = FLOAT32,
+) -> dict[str, ArraySpec]:
+    """Return the parameters of a product: `kernel`, and `bias` if there is one.
+
+    >>> specs([(EMBED, 64)], [(HEAD, 8), (HEAD_DIM, 16)])["kernel"].shape
+    (64, 8, 16)
+
+    Args:
+      inputs: Axis and size of the dims that are contracted.
+      outputs: Axis and size of the dims of the result.
+      bias: Whether there is a bias.
+      init: Initializer of the kernel. Defaults to a normal distribution with the variance of 1 /
+        (number of inputs), truncated.
+      bias_init: Initializer of the bias. Defaults to zeros.
+      dtypes: Whose `param` is that of the parameters.
+    """
+    dtype = dtypes.param
+    axes, shape = zip(*inputs, *outputs, strict=True)
+    if init is None:
+        dims = range(len(shape))
+        init = jax.nn.initializers.variance_scaling(
+            1.0,
+            "fan_in",
+            "truncated_normal",
+            in_axis=tuple(dims[: len(inputs)]),
+            out_axis=tuple(dims[len(inputs) :]),
+        )
+    params = {"kernel": ArraySpec(shape, dtype, axes, init)}
+    if bias:
+        own, sizes = zip(*outputs, strict=True)
+        params["bias"] = ArraySpec(sizes, dtype, own, bias_init or jax.nn.initializers.zeros)
+    return params
+
+
+def dense(
+    x: Any,
+    kernel: Any,
+    bias: Any = None,
+    *,
+    out: Any,
+    contract: int = 1,
+    mode: str | None = None,
+    dtype: Any = None,
+) -> Any:
+    """Return `x @ kernel + bias`, sharded as `out` resolves.
+
+    The last `contract` dims of `x` are contracted with the first ones of the kernel. Without an
+    ambient manager nothing is sharded.
+
+    Args:
+      x: `[..., *inputs]`.
+      kernel: `[*inputs, *outputs]`, as it is used: gathered.
+      bias: `[*outputs]`. Defaults to none.
+      out: Annotation of the result, `[..., *outputs]`.
+      contract: Number of dims that are contracted.
+      mode: Runtime mode. Defaults to the manager's.
+      dtype: Of the operands and the result. Defaults to that of `x`.
+
+    Raises:
+      RankMismatchError: The shapes do not fit each other.
+      ShardingError: `out` does not fit the result, the rules or the mesh.
+    """
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    _check(x, kernel, bias, contract)
+    rank = np.ndim(x)
+    dims = (tuple(range(rank - contract, rank)), tuple(range(contract)))
+    y = dot_general(x.astype(dtype), kernel.astype(dtype), (dims, ((), ())), out=out, mode=mode)
+    return y if bias is None else y + bias.astype(dtype)
+
+
+def _check(x: Any, kernel: Any, bias: Any, contract: int) -> None:
+    left, right = np.shape(x), np.shape(kernel)
+    if len(left) < contract or left[len(left) - contract :] != right[:contract]:
+        raise RankMismatchError(
+            f"kernel has shape {right}, and x {left}, whose last {contract} dims are contracted",
+            path="kernel",
+            fix=f"pass a kernel of shape ({', '.join(map(str, left[-contract:]))}, ...)",
+        )
+    if bias is not None and np.shape(bias) != right[contract:]:
+        raise RankMismatchError(
+            f"bias has shape {np.shape(bias)}, and the kernel {right}",
+            path="bias",
+            fix=f"pass a bias of shape {right[contract:]}",
+        )

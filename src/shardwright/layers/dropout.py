@@ -1,0 +1,50 @@
+"""Dropout with a mask that is the same on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwright.errors import LayerError
+
+
+def dropout(x: Any, key: Any, rate: float, *, shared: Sequence[int] = ()) -> Any:
+    """Set elements to 0 with probability `rate`, and divide the others by `1 - rate`.
+
+    The mask depends on the key and the global shape only, not on the sharding.
+
+    Args:
+      x: Floats.
+      key: A JAX key. None drops nothing.
+      rate: From 0 (nothing is dropped) up to, but not including, 1.
+      shared: Dims along which all elements have one mask.
+
+    Raises:
+      LayerError: The rate is outside of [0, 1), or a shared dim does not exist.
+    """
+    check_rate("rate", rate)
+    if key is None or rate == 0:
+        return x
+    if any(not -x.ndim <= dim < x.ndim for dim in shared):
+        raise LayerError(
+            f"shared={tuple(shared)} names a dim that x of shape {x.shape} lacks",
+            path="shared",
+            fix=f"write dims from 0 to {x.ndim - 1}",
+        )
+    one = {dim % x.ndim for dim in shared}
+    shape = tuple(1 if dim in one else size for dim, size in enumerate(x.shape))
+    keep = jax.random.bernoulli(key, 1 - rate, shape)
+    return jnp.where(keep, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))
+
+
+def check_rate(name: str, rate: Any) -> None:
+    """Check a probability of dropping.
+
+    Raises:
+      LayerError: It is not a number from 0 up to, but not including, 1.
+    """
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+        raise LayerError(f"{name}={rate!r} is not in [0, 1)", path=name, fix="write 0.1, or 0")

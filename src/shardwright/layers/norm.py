@@ -1,0 +1,150 @@
+"""Layer norm and RMS norm, in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.errors import LayerError, RankMismatchError, did_you_mean
+from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.vocabulary.annotations import ArraySpec
+from shardwright.vocabulary.axes import NORM
+
+KINDS = ("layer", "rms")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NormConfig:
+    """Which norm, and its constants.
+
+    Attributes:
+      kind: "layer" (subtracts the mean, has a bias) or "rms".
+      epsilon: Added to the variance, inside the root, for both kinds.
+      zero_centered: The stored scale is centered on 0, and 1 is added in float32. For "layer" only.
+
+    Raises:
+      LayerError: The kind is unknown, epsilon is not positive, or an RMS norm is zero-centered.
+    """
+
+    kind: str = "rms"
+    epsilon: float = 1e-6
+    zero_centered: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            hint = did_you_mean(str(self.kind), KINDS)
+            raise LayerError(
+                f"norm kind {self.kind!r} is unknown", fix=f'{hint} write "layer" or "rms"'.strip()
+            )
+        if not self.epsilon > 0:
+            raise LayerError(f"epsilon={self.epsilon!r} is not positive", fix="write 1e-6")
+        if self.zero_centered and self.kind == "rms":
+            raise LayerError(
+                "zero_centered=True with an RMS norm, whose scale is centered on 1",
+                fix='leave zero_centered out, or write kind="layer"',
+            )
+
+
+RMS: Final = NormConfig()
+
+
+def specs(config: NormConfig, size: int, dtypes: Dtypes = FLOAT32) -> dict[str, ArraySpec]:
+    """Return the parameters of a norm over a dim of this size: `scale`, and `bias` for "layer"."""
+    dtype = dtypes.param
+    zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
+    scale = ArraySpec((size,), dtype, (NORM,), zeros if config.zero_centered else ones)
+    if config.kind == "rms":
+        return {"scale": scale}
+    return {"scale": scale, "bias": ArraySpec((size,), dtype, (NORM,), zeros)}
+
+
+def apply(config: NormConfig, params: dict[str, Any], x: Any, *, dtype: Any = None) -> Any:
+    """Normalize the last dim of `x` by the parameters that `specs` describes.
+
+    Args:
+      config: Which norm.
+      params: `scale`, and `bias` for "layer".
+      x: `[..., size]`.
+      dtype: Of the result. Defaults to that of `x`.
+    """
+    if config.kind == "rms":
+        return rms_norm(x, params["scale"], epsilon=config.epsilon, dtype=dtype)
+    return layer_norm(
+        x,
+        params["scale"],
+        params["bias"],
+        epsilon=config.epsilon,
+        zero_centered=config.zero_centered,
+        dtype=dtype,
+    )
+
+
+def layer_norm(
+    x: Any,
+    scale: Any,
+    bias: Any = None,
+    *,
+    epsilon: float = 1e-6,
+    zero_centered: bool = False,
+    dtype: Any = None,
+) -> Any:
+    """Return `(x - mean) / sqrt(variance + epsilon) * scale + bias` (Ba et al., arXiv:1607.06450).
+
+    The statistics are those of the last dim, in float32: first the mean, then the mean square of
+    the differences. The result is cast once, at the end.
+
+    Args:
+      x: `[..., size]`.
+      scale: `[size]`.
+      bias: `[size]`. Defaults to none.
+      epsilon: Added to the variance.
+      zero_centered: Multiply by `1 + scale`.
+      dtype: Of the result. Defaults to that of `x`.
+
+    Raises:
+      RankMismatchError: `scale` or `bias` does not fit the last dim.
+    """
+    _check(x, scale=scale, bias=bias)
+    wide = jnp.asarray(x).astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    scale = jnp.asarray(scale).astype(jnp.float32) + (1 if zero_centered else 0)
+    y = wide * jax.lax.rsqrt(variance + epsilon) * scale
+    y = y if bias is None else y + jnp.asarray(bias).astype(jnp.float32)
+    return y.astype(x.dtype if dtype is None else dtype)
+
+
+def rms_norm(x: Any, scale: Any, *, epsilon: float = 1e-6, dtype: Any = None) -> Any:
+    """Return `x / sqrt(mean(x^2) + epsilon) * scale` (Zhang and Sennrich, arXiv:1910.07467).
+
+    The mean is that of the last dim, in float32. The result is cast once, at the end.
+
+    Args:
+      x: `[..., size]`.
+      scale: `[size]`.
+      epsilon: Added to the mean square, inside the root.
+      dtype: Of the result. Defaults to that of `x`.
+
+    Raises:
+      RankMismatchError: `scale` does not fit the last dim.
+    """
+    _check(x, scale=scale)
+    wide = jnp.asarray(x).astype(jnp.float32)
+    mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    y = wide * jax.lax.rsqrt(mean + epsilon) * jnp.asarray(scale).astype(jnp.float32)
+    return y.astype(x.dtype if dtype is None else dtype)
+
+
+def _check(x: Any, **params: Any) -> None:
+    for name, value in params.items():
+        if value is not None and np.shape(value) != np.shape(x)[-1:]:
+            raise RankMismatchError(
+                f"{name} has shape {np.shape(value)}, and x {np.shape(x)}",
+                path=name,
+                fix=f"pass {name} of shape {np.shape(x)[-1:]}, one value per element of the last "
+                "dim",
+            )

@@ -1,0 +1,104 @@
+"""Run a block sharded and unsharded, and read the table of collectives in the docs."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import shardwright as sw
+from shardwright.plan.collectives import read_collectives
+from shardwright.testing import cpu_mesh
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "layers.md"
+MESHES = {
+    "fsdp": "fsdp:8",
+    "tensor": "dp:2,tp:4",
+    "fsdp_tp": "fsdp:2,tp:4",
+    "fsdp_tp_sp": "fsdp:2,tp:4",
+}
+AXIS_TYPES: dict[str, Any] = {"auto": "auto", "explicit": "explicit", "mixed": None}
+# Each preset on an Auto mesh, and every kind of mesh at least once.
+SAMPLE = [
+    ("fsdp_tp_sp", "explicit"),
+    ("fsdp", "auto"),
+    ("tensor", "mixed"),
+    ("fsdp_tp_sp", "auto"),
+]
+CASES = [(preset, kind) for preset in MESHES for kind in AXIS_TYPES]
+
+Loss = Callable[..., tuple[jax.Array, Any]]  # (params, *arrays) -> (loss, output)
+
+
+def make_manager(preset: str, kind: str, *, mode: str = "train") -> sw.PartitionManager:
+    """Return the manager of a preset; a mixed mesh has one Explicit axis, the last."""
+    mesh = MESHES[preset]
+    axis_types = AXIS_TYPES[kind] or {mesh.split(",")[-1].split(":")[0]: "explicit"}
+    return sw.PartitionManager(
+        sw.Strategy.preset(preset), mesh=cpu_mesh(mesh, axis_types=axis_types), mode=mode
+    )
+
+
+def random_params(specs: Any) -> Any:
+    """Return parameters in host memory: no two elements are equal, and nothing is compiled."""
+    rng = np.random.default_rng(1)
+
+    def values(spec: sw.ArraySpec) -> np.ndarray:
+        size = 1.0 if spec.ndim == 1 else 0.25
+        return rng.normal(size=spec.shape, scale=size).astype(spec.dtype)
+
+    return jax.tree.map(values, specs, is_leaf=lambda node: isinstance(node, sw.ArraySpec))
+
+
+def total(f: Callable[..., Any]) -> Loss:
+    """Return a scalar function of the output of `f`, and the output itself."""
+
+    def loss(*args: Any) -> tuple[jax.Array, Any]:
+        y = f(*args)
+        return sum(jnp.sum(jnp.sin(part)) for part in jax.tree.leaves(y)), y  # type: ignore[return-value]
+
+    return loss
+
+
+def values_and_gradients(f: Callable[..., Any], params: Any, x: Any) -> Any:
+    """Return the output and the gradients by the parameters and the float inputs."""
+    return jax.jit(jax.value_and_grad(total(f), (0, 1), has_aux=True))(params, x)
+
+
+def assert_close(got: Any, wanted: Any, *, rtol: float = 2e-5) -> None:
+    """Compare trees leaf by leaf, relative to the largest value of each leaf."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(wanted)
+    faults = []
+    for (path, leaf), own in zip(pairs, structure.flatten_up_to(got), strict=True):
+        left, right = np.asarray(own, np.float64), np.asarray(leaf, np.float64)
+        assert left.shape == right.shape
+        error = np.max(np.abs(left - right), initial=0)
+        if not error <= rtol * np.max(np.abs(right), initial=1e-6):
+            faults.append(f"{jax.tree_util.keystr(path)}: {error}")
+    assert not faults, faults
+
+
+def counted(compiled: Any, pm: sw.PartitionManager) -> dict[str, int]:
+    """Return how often a compiled program runs each kind of collective."""
+    found: collections.Counter[str] = collections.Counter()
+    for collective in read_collectives(compiled, pm.mesh):
+        found[collective.kind.value.replace("_", "-")] += 1
+    return dict(found)
+
+
+def documented(block: str) -> Iterator[tuple[str, dict[str, int], dict[str, int]]]:
+    """Yield preset, forward counts and training counts from the table of a block in the docs."""
+    for row in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip().strip("`") for cell in row.strip("|").split("|")]
+        if len(cells) == 4 and cells[0] == block and cells[1] in MESHES:
+            yield cells[1], _counts(cells[2]), _counts(cells[3])
+
+
+def _counts(cell: str) -> dict[str, int]:
+    return {kind: int(count) for count, kind in re.findall(r"(\d+) ([a-z-]+)", cell)}
