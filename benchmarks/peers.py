@@ -224,7 +224,7 @@ def _trace_haliax(rules: AxisRules, mesh: Mesh, kinds: Kinds, count: int) -> Cal
         for step in range(count):
             at = step % len(kinds)
             named[at] = haliax.auto_sharded(named[at], mesh)
-        return [one.array for one in named]
+        return [axis_array.array for axis_array in named]
 
     def trace() -> Any:
         with jax.set_mesh(mesh), haliax.axis_mapping(mapping):

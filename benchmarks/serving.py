@@ -148,5 +148,5 @@ def _prompt(length: int) -> np.ndarray:
     return np.arange(length) % 256
 
 
-def _ignore(said: str) -> None:
-    del said
+def _ignore(line: str) -> None:
+    del line

@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Request the virtual devices before a conftest.py can start JAX."""
-    if count := devices_asked(early_config):
+    if count := configured_devices(early_config):
         _ask_for(early_config, count)
 
 
@@ -61,10 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker, and reject an invalid number of devices before any test runs."""
     config.addinivalue_line("markers", _MARKER)
     config.pluginmanager.register(_GoldenReports(config), "shardwright_golden_reports")
-    devices_asked(config)
+    configured_devices(config)
 
 
-def devices_asked(config: pytest.Config) -> int | None:
+def configured_devices(config: pytest.Config) -> int | None:
     """Return the number of virtual devices in the option or the ini file, or None."""
     option = getattr(config.known_args_namespace, "virtual_devices", None)
     text = str(config.getini("virtual_devices") if option is None else option)
@@ -143,7 +143,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any("_mesh_case" in getattr(item, "fixturenames", ()) for item in session.items):
         from shardwright.testing import pytest_plugin
 
-        pytest_plugin.prepare(devices_asked(session.config))
+        pytest_plugin.prepare(configured_devices(session.config))
     else:
         _watch_nothing(session.items)
     if "jax" in sys.modules:
@@ -195,9 +195,9 @@ def mesh(_mesh_case: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     config = request.config
     backend = config.getoption("mesh_backend")
     with pytest_plugin.placed(
-        _mesh_case, config.rootpath, asked=devices_asked(config), backend=backend
-    ) as made:
-        yield made
+        _mesh_case, config.rootpath, requested=configured_devices(config), backend=backend
+    ) as mesh_of_case:
+        yield mesh_of_case
 
 
 @pytest.fixture

@@ -112,8 +112,8 @@ def collectives(compiled: Any, mesh: Any) -> tuple[dict[str, int], dict[str, int
     counts: dict[str, int] = {}
     sent: dict[str, int] = {}
     for one in read_collectives(compiled, mesh):
-        assert one.count is not None, f"nothing tells how often {one} runs"
-        assert one.total_bytes is not None, f"nothing tells what {one} sends"
+        assert one.count is not None, f"it is unknown how often {one} runs"
+        assert one.total_bytes is not None, f"it is unknown what {one} sends"
         counts[str(one.kind)] = counts.get(str(one.kind), 0) + one.count
         sent[str(one.kind)] = sent.get(str(one.kind), 0) + one.total_bytes
     return counts, sent

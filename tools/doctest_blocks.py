@@ -17,5 +17,5 @@ class DoctestBlocks(griffe.Extension):
         """Rewrite one docstring."""
         if obj.docstring:
             obj.docstring.value = _EXAMPLE.sub(
-                lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value
+                lambda match: f"```pycon\n{match[0]}\n```", obj.docstring.value
             )

@@ -122,8 +122,8 @@ __version__ = "0.1.0"
 _moved.install()
 
 
-# What most programs never call costs nothing at the import: pydantic above all, which only a
-# Strategy needs.
+# Imported on first use, because most programs do not need these names and their imports are slow.
+# The slowest is pydantic, which only `Strategy` needs.
 _ON_DEMAND = {
     "lint": "shardwright.lints.catalogue",
     "annotate_state": "shardwright.trees.optimizer_state",

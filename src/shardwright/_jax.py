@@ -122,8 +122,8 @@ def varying_axes(value: Any) -> frozenset[str]:
 
 def tracks_varying() -> bool:
     """Tell whether `shard_map` tracks which Manual mesh axes a value varies over."""
-    # shard_map(check_vma=False) leaves every type without varying axes, and nothing public tells
-    # that it does.
+    # Under shard_map(check_vma=False) no type has varying axes, and no public function tells which
+    # setting is in use.
     from jax._src import config
 
     check: Any = getattr(config, "_check_vma", None)

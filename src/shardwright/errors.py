@@ -74,7 +74,7 @@ class Problem:
 
 
 def _escaped(text: str) -> str:
-    """Return text without control characters: names from a file must not reach a terminal raw."""
+    """Return text with its control characters escaped, so that a terminal does not obey them."""
     if text.isprintable():
         return text
     return "".join(

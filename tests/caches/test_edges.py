@@ -106,7 +106,7 @@ def test_order_must_match_shards_of_rows(shards: int, fitting: int, tmp_path: Pa
     pytest.importorskip("orbax.checkpoint")
     order, pm = RowOrder(block=1, shards=shards), manager_of("dp:1,sp:2")
     message = (
-        rf"order deals rows out to {shards} shards, but the rows have 2 shards, over sp\n"
+        rf"order distributes the rows over {shards} shards, but the rows have 2 shards, over sp\n"
         rf"  fix   create the cache with RowOrder\(block=1, shards={fitting}\)"
     )
     with pm:

@@ -257,7 +257,7 @@ def test_ambiguous_global_shape_is_refused() -> None:
 
     with pytest.raises(
         sw.ShapeRequiredError,
-        match=r"nothing tells which shard of the weight this value of shape \(3, 4\) is",
+        match=r"it is unknown which shard of the weight this value of shape \(3, 4\) is",
     ) as caught:
         gather(None, P("dp"))(waves(6, 4))
     assert "shape=" in str(caught.value)
@@ -440,7 +440,7 @@ def test_inputs_of_a_map_tell_without_tracking(axes: Any) -> None:
 
 def test_without_tracking_and_shape_it_is_refused() -> None:
     pm, w = fsdp(), waves(16, 8)
-    says = r"nothing tells which shard of the weight this value of shape \(2, 8\) is"
+    says = r"it is unknown which shard of the weight this value of shape \(2, 8\) is"
     with pytest.raises(sw.ShapeRequiredError, match=says) as caught:
         run_gather(pm, w, P("fsdp"), P(), *KERNEL, check_vma=False)
     assert "shape=" in str(caught.value)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 import shardwright as sw
 from shardwright.testing import pytest_plugin
-from shardwright.testing.meshes import asked_devices, cpu_mesh
+from shardwright.testing.meshes import cpu_mesh, requested_devices
 from shardwright_pytest import pytest_configure
 from tests.testing.runs import SRC, run_pytest, said
 
@@ -524,7 +524,7 @@ def test_the_project_uses_it_itself(mesh: Mesh) -> None:
     assert mesh == cpu_mesh(
         "dp:2,tp:4", axis_types="explicit" if AxisType.Explicit in mesh.axis_types else "auto"
     )
-    assert asked_devices() >= 8
+    assert requested_devices() >= 8
 
 
 @pytest.mark.mesh("dp:2,tp:4", strategy="fsdp_tp", mode="train")

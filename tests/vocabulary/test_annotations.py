@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.vocabulary.annotations import PartOf, as_annotation, one_annotation
+from shardwright.vocabulary.annotations import PartOf, as_annotation, read_annotation
 from shardwright.vocabulary.axes import SEMANTIC_AXES, axis_label, canonical_axis, file_name
 from shardwright.vocabulary.lowering import Dim, describe, lower
 
@@ -428,13 +428,16 @@ class TestWhatIsChecked:
     def test_one_annotation_from_arguments(self) -> None:
         axes = (sw.BATCH, (sw.HEAD, sw.EMBED))
         assert (
-            one_annotation(axes) == one_annotation((axes,)) == one_annotation((list(axes),)) == axes
+            read_annotation(axes)
+            == read_annotation((axes,))
+            == read_annotation((list(axes),))
+            == axes
         )
-        assert one_annotation((sw.BATCH,)) == (sw.BATCH,)
+        assert read_annotation((sw.BATCH,)) == (sw.BATCH,)
         merged = sw.merged((sw.HEAD, 2), (sw.HEAD_DIM, 4))
-        assert one_annotation((merged,)) == (merged,)
-        assert one_annotation((sw.ColumnWise,)) is sw.ColumnWise
-        assert one_annotation(()) == ()
+        assert read_annotation((merged,)) == (merged,)
+        assert read_annotation((sw.ColumnWise,)) is sw.ColumnWise
+        assert read_annotation(()) == ()
 
     def test_what_layouts_and_literal_specs_lower_to(self) -> None:
         for layout, role in (

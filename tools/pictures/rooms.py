@@ -15,7 +15,7 @@ ROOMS = (
     ("caches", "dense, sliding, 8 bits, paged"),
     ("reshard", "moves of arrays between specs"),
     ("plan", "memory, collectives, differences"),
-    ("lints", "what is odd about a strategy"),
+    ("lints", "likely mistakes in a strategy"),
     ("manager", "PartitionManager: shard, gather, explain"),
     ("strategy", "strategy files and presets"),
     ("trees", "annotated trees, optimizer state"),

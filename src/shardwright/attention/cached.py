@@ -297,7 +297,7 @@ def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> V
         k=both["k"],
         v=both["v"],
         positions=both["positions"],
-        # These count the new tokens. With one slot, attention reads lengths, which would hide them.
+        # The new tokens count too. With one slot, attention hides every row beyond the length.
         lengths=cache.length + jnp.sum(positions >= 0, axis=1, dtype=jnp.int32),
         k_scale=both.get("k_scale"),
         v_scale=both.get("v_scale"),

@@ -255,7 +255,8 @@ def _copy(
         )
     if isinstance(manager.mesh, AbstractMesh):
         raise constraint.no_devices()
-    with manager:  # the ambient manager may be the one that the cache leaves
+    # Enter the new manager: the ambient one may still be that of the old mesh.
+    with manager:
         specs = _target_specs(cache, manager, mode)
     copies = {}
     for name, array in _arrays(cache).items():

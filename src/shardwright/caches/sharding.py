@@ -83,8 +83,8 @@ class CacheSharding:
         parts = math.prod(self.manager.mesh.shape[name] for name in mesh_axes)
         if order.shards % parts:
             raise CacheError(
-                f"order deals rows out to {order.shards} shards, but the rows have {parts} shards, "
-                f"over {'+'.join(mesh_axes)}",
+                f"order distributes the rows over {order.shards} shards, but the rows have "
+                f"{parts} shards, over {'+'.join(mesh_axes)}",
                 path="order",
                 mesh_axes=mesh_axes,
                 fix=f"create the cache with RowOrder(block={order.block}, "

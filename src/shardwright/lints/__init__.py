@@ -1,4 +1,4 @@
-"""Lints of a strategy: what is odd in the file, alone or against a mesh and a tree of tensors.
+"""Lints: find likely mistakes in a strategy file, alone or against a mesh and a tree of tensors.
 
 A lint is a function that reads a `Subject` (strategy, mesh, tensors) and yields findings. A lint
 changes nothing and resolves no specs by itself.

@@ -27,7 +27,7 @@ from shardwright.manager.trees import map_leaves
 from shardwright.manager.weights import path_required
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import Resolution
-from shardwright.vocabulary.annotations import one_annotation, tree_of_annotations
+from shardwright.vocabulary.annotations import read_annotation, tree_of_annotations
 from shardwright.vocabulary.axes import Role
 
 
@@ -82,7 +82,7 @@ class ArrayMethods(ManagerCore):
         Raises:
           ShapeRequiredError: The spec depends on sizes, and `global_shape` is not given.
         """
-        annotation = one_annotation(axes)
+        annotation = read_annotation(axes)
         resolution = self.answer(Request(annotation, global_shape, mode))
         if ShapeRequiredError in {problem.error for problem in resolution.problems}:
             problems = suggest_for_missing_size(resolution, "pass global_shape=")
@@ -183,7 +183,7 @@ class ArrayMethods(ManagerCore):
         except TypeError:  # an unhashable annotation, such as a list among the axes
             answer, key = None, None
         if answer is None:
-            request = Request(one_annotation(axes), shape, mode, role, path)
+            request = Request(read_annotation(axes), shape, mode, role, path)
             answer = self._placement(request, strict=strict)
             if key is not None:
                 self._cache.keep(key, answer)

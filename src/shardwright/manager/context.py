@@ -354,7 +354,7 @@ def current() -> Any:
 
 
 def _reconciled(key: Key) -> _Entry | None:
-    """Return the entry of this flow if JAX may know of another one.
+    """Return the entry of this flow, after checking it against the key that JAX has.
 
     Raises:
       NoManagerError: As `current` does.

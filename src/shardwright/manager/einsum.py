@@ -22,7 +22,7 @@ from shardwright.manager.constraint import Placement
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.request import Request
 from shardwright.resolution.partition_specs import UNCONSTRAINED
-from shardwright.vocabulary.annotations import one_annotation
+from shardwright.vocabulary.annotations import read_annotation
 
 _Product = Callable[..., Any]  # (*operands, out_sharding=...) -> array
 
@@ -120,7 +120,7 @@ def _sharded(product: _Product, operands: tuple[Any, ...], out: Any, mode: str |
         return manager._place(product(*operands), (out,), mode, None, True)
     # The spec depends on the shape of the result. P() keeps JAX from refusing the product.
     result = jax.eval_shape(functools.partial(product, out_sharding=PartitionSpec()), *operands)
-    placement, resolution = manager._placement(Request(one_annotation((out,)), result.shape, mode))
+    placement, resolution = manager._placement(Request(read_annotation((out,)), result.shape, mode))
     if placement is None:  # a surrounding shard_map has made all mesh axes Manual
         y = product(*operands)
     elif placement.auto is None or _jax.in_trace():

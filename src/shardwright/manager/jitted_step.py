@@ -91,7 +91,7 @@ class Argument:
 
 
 class JittedStep:
-    """A training step that `jit_step` returns: `jax.jit`'s function behind checks.
+    """The training step that `jit_step` returns. It checks its arguments, then runs the step.
 
     The checks run once for each structure of the arguments and each shape of the inputs.
 
@@ -140,7 +140,8 @@ class JittedStep:
         return self._jitted.eval_shape(*arguments)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_jitted":  # copying asks before `__init__` has run
+        # `copy` and `pickle` look up attributes before `__init__` has run.
+        if name.startswith("__") or name == "_jitted":
             raise AttributeError(name)
         return getattr(self._jitted, name)
 

@@ -25,7 +25,7 @@ from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.partition_axis import PartitionAxis
 from shardwright.resolution.recent import Recent
 from shardwright.resolution.rules import AxisRules, share_values
-from shardwright.vocabulary.annotations import asked_annotation
+from shardwright.vocabulary.annotations import join_axes
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.modes import mode_name, parse_mode
 
@@ -211,7 +211,7 @@ class PartitionManager(ArrayMethods, WeightMethods, TrainingMethods):
           shape: Global shape, required if the spec depends on sizes.
           path: Path of the array, for `[[tensors]]` entries and for messages.
         """
-        return self.answer(Request(asked_annotation(axes), shape, mode, role, path))
+        return self.answer(Request(join_axes(axes), shape, mode, role, path))
 
     def resolve(
         self,

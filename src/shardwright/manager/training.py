@@ -130,7 +130,7 @@ class TrainingMethods(TreeMethods):
         this manager, so calls need no `with pm:` around them. The result has `lower`, `trace` and
         the other attributes of what `jax.jit` returns. A call takes its arguments by position; it
         raises a ShardingError if they do not fit what `jit_step` was given. Every array of the
-        state has a sharding on the manager's mesh: another one would make the second call compile
+        state must have a sharding on the manager's mesh. Otherwise the second call would compile
         again.
 
         Args:

@@ -123,15 +123,15 @@ class TreeMethods(ManagerCore):
         """
         if isinstance(self.mesh, AbstractMesh):
             raise constraint.no_devices()
-        asked = (*jax.tree.flatten(specs), mode)
+        request = (*jax.tree.flatten(specs), mode)
         kept: tuple[Any, Any] = self._cache.recall("init") or (None, None)
         before, init = kept
         # Keep only the last function: initializers of jax.nn that are created twice are not equal.
-        if before != asked:
+        if before != request:
             init = jax.jit(
                 initialize.initializer(specs), out_shardings=self.shardings(specs, mode=mode)
             )
-            self._cache.replace("init", (asked, init))
+            self._cache.replace("init", (request, init))
         return init(key)
 
 

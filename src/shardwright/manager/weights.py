@@ -21,7 +21,7 @@ from shardwright.trees import annotated
 from shardwright.vocabulary.annotations import (
     ArraySpec,
     PartOf,
-    one_annotation,
+    read_annotation,
     tree_of_annotations,
 )
 from shardwright.vocabulary.axes import Role
@@ -63,7 +63,7 @@ class WeightMethods(ManagerCore):
           ManualAxisError: Inside `shard_map`, `w` is not split over the mesh axes of its use.
         """
         if _jax.is_array(w):
-            return self._gather(w, Request(one_annotation(axes), shape, mode, None, path))
+            return self._gather(w, Request(read_annotation(axes), shape, mode, None, path))
         prefix, shapes = f"{path}/" if path else "", iter(annotated.shapes_like(w, shape))
 
         def gather_leaf(leaf: annotated.Leaf) -> Any:

@@ -1,7 +1,7 @@
 """Inside `shard_map`, find which shard of a weight a value is.
 
-Sizes are local there, but a weight is stored as its global shape resolves. So the global shape is
-found first. One of these tells it:
+Sizes are local there, but the sharding of a weight follows from its global shape. So the global
+shape is determined first, from one of these:
 
 1. The caller: `gather(..., shape=)`.
 2. JAX, which tracks the Manual mesh axes that a value varies over (`check_vma=True`). One global
@@ -9,7 +9,7 @@ found first. One of these tells it:
 3. `pm.shard_map`, which knows the global shapes of its inputs. Every input that the value can be
    must have the same shards.
 
-Everything else follows from how that shape resolves, once.
+That shape is then resolved once, and everything else follows from the resolution.
 """
 
 from __future__ import annotations
@@ -263,7 +263,10 @@ def _split_if_gathered(weight: Weight, inputs: Inputs | None) -> Split | None:
 
 
 def _refuse_other_splits(weight: Weight, inputs: Inputs | None, split: Split) -> None:
-    """Raise if the value can also be an input with another split, by what JAX tracks."""
+    """Raise if the value may also be an input with another split.
+
+    If JAX tracks the axes that values vary over, inputs that do not agree with them are ruled out.
+    """
     splits = dict.fromkeys(weight.split_of(leaf) for leaf in _candidates(weight, inputs))
     if weight.varying is not None:
         varying = weight.varying & set(weight.manual)
@@ -362,7 +365,7 @@ def _split_elsewhere(stored: Resolution, decision: DimDecision, axes: Sequence[s
 
 def _unknown_shard(weight: Weight, splits: Sequence[Split] = ()) -> Problem:
     """Return the problem of a value whose global shape is unknown, or is one of several."""
-    what = f"nothing tells which shard of the weight this value of shape {weight.local} is"
+    what = f"it is unknown which shard of the weight this value of shape {weight.local} is"
     shapes = dict.fromkeys(weight.whole(split) for split in splits)
     if len(shapes) > 1:
         what = (

@@ -24,7 +24,7 @@ from shardwright.plan.walk.values import KEEP, Dims, Origin, Value, dims_of_spec
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import DimDecision, Resolution, RuleRef
 from shardwright.trees.annotated import annotated_leaves
-from shardwright.vocabulary.annotations import ArraySpec, one_annotation
+from shardwright.vocabulary.annotations import ArraySpec, read_annotation
 from shardwright.vocabulary.axes import Role
 
 
@@ -47,7 +47,7 @@ class Trace:
 
     Attributes:
       jaxpr: The program.
-      inputs: Per input, the request that its annotation is, or a sharding, or None (replicated).
+      inputs: Per input, its annotation as a request, or its sharding, or None (replicated).
       outputs: Likewise per output; None means that it stays as the program leaves it.
       answers: The questions that shaped the trace.
       mesh: Size of each mesh axis.
@@ -148,7 +148,7 @@ class PlanningManager(PartitionManager):
     ) -> Any:
         if not _jax.is_array(x) and not isinstance(x, jax.core.Tracer):
             return super()._place(x, axes, mode, role, strict, path)
-        request = Request(one_annotation(axes), np.shape(x), mode or self.mode, role, path)
+        request = Request(read_annotation(axes), np.shape(x), mode or self.mode, role, path)
         placement, checked = self._unrecorded(lambda: self._placement(request, strict=strict))
         if checked is not None:  # some mesh axes are Manual: the constraint names the others
             return super()._place(x, axes, mode, role, strict, path)
@@ -162,8 +162,8 @@ class PlanningManager(PartitionManager):
         annotation = request.annotation
         if isinstance(annotation, ArraySpec):
             annotation = annotation.axes
-        asked = request._replace(annotation=annotation, mode=request.mode or self.mode)
-        use, stored = (Annotation(asked.of(role, shape)) for role in (Role.USE, Role.PARAM))
+        use_request = request._replace(annotation=annotation, mode=request.mode or self.mode)
+        use, stored = (Annotation(use_request.of(role, shape)) for role in (Role.USE, Role.PARAM))
         return annotate_weight(w, use, stored)
 
     def _unrecorded(self, ask: Callable[[], Any]) -> Any:

@@ -27,7 +27,7 @@ class Candidate:
     Attributes:
       written: Its mesh axes as the rules write them; none for `-`.
       live: Those of more than one device.
-      passed: What was passed over before it: mesh axes, and candidates that have none left.
+      passed: What was passed over before it: mesh axes, and candidates without any mesh axis left.
       lost: It names a mesh axis that the mesh lacks, and the policy then replicates the dim.
       parts: Of a composite, what each member adds to `live`.
     """
@@ -113,10 +113,10 @@ class Composite:
     def with_fallback(
         self, parts: Sequence[tuple[str, ...]], fits: Callable[[tuple[str, ...]], bool]
     ) -> str:
-        """Return which members' rules need a fallback for a failed candidate to fit without their
-        part.
+        """Return the members' rules, with a fallback added, that would make a failed candidate fit.
 
-        Prefer the change of a single rule, of a later member first.
+        A member with a fallback may leave its part out. Try to change one rule, the last member's
+        first. If one is not enough, return all of them.
         """
         able = [
             at

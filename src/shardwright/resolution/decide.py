@@ -58,7 +58,7 @@ class Decider:
       manual: Mesh axes that a surrounding `shard_map` has already applied.
       taken: Mesh axis -> position and label of the dim that holds it.
       problems: What went wrong so far.
-      stood_in: Dims whose rule is that of the semantic axis they mean.
+      stood_in: Dims that use the rule of the semantic axis named in `Dim.means`.
     """
 
     rules: AxisRules
@@ -89,8 +89,9 @@ class Decider:
         return decision
 
     def gathered(self, decision: DimDecision, dim: Dim) -> DimDecision:
-        """Drop from a stored dim the policy's gather axes that its activation rule does not
-        name.
+        """Return a stored dim's decision without the mesh axes that the weight is gathered over.
+
+        These are the policy's gather axes, except those that the dim's activation rule names.
         """
         if not decision.mesh_axes:
             return decision
@@ -198,9 +199,9 @@ class Decider:
         return composite
 
     def _stand_in(self, dim: Dim) -> Rule | None:
-        """Return the rule of the semantic axis that a weight layout's dim stands for.
+        """Return the rule of the semantic axis in `dim.means`, or None if the dim keeps its own.
 
-        Exceptions by path come before tables. On either level a rule that is stated for the
+        Exceptions by path come before tables. On either level, a rule that is stated for the
         parallelism axis itself wins.
         """
         # `_stated` includes `[[tensors]]` entries: without a match, one level is left.
@@ -252,7 +253,8 @@ class Decider:
         for candidate in self._candidates(rule):
             trial.skipped += candidate.passed
             if candidate.lost and size is None and trial.lives:
-                # An earlier candidate would apply for some sizes: without a size, both may.
+                # An earlier candidate applies to some sizes and this one to the others. Without a
+                # size, list both.
                 trial.lives.append(candidate.written)
                 return trial
             if candidate.lost:

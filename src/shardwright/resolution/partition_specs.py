@@ -1,6 +1,4 @@
-"""Partition specs as values: from the mesh axes of each dim to the one canonical spec, and back,
-and as people write them.
-"""
+"""Convert between the mesh axes of each dim, the canonical `PartitionSpec` and its text."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def entry_names(entry: Any) -> tuple[str, ...]:
 
 
 def canonical_spec(entries: Iterable[Any]) -> PartitionSpec:
-    """Return the spec of some entries, without trailing Nones: specs of one meaning are equal."""
+    """Return the spec of entries, without trailing Nones, so that equivalent specs are equal."""
     kept = list(entries)
     while kept and kept[-1] is None:
         kept.pop()

@@ -66,7 +66,9 @@ def take_part(
       policy: What to do if it does not.
     """
     if whole.problems:
-        problems = [dataclasses.replace(one, path=path or one.path) for one in whole.problems]
+        problems = [
+            dataclasses.replace(problem, path=path or problem.path) for problem in whole.problems
+        ]
         return Derived(decisions=(), problems=tuple(problems))
     if shape is None:
         what = "a part of an array needs its own shape"
@@ -100,8 +102,13 @@ def take_part(
 def _followed(
     decision: DimDecision, whole: int, fits: Fits, policy: Indivisible
 ) -> tuple[DimDecision, Problem | None]:
-    """Return the decision of a dim of a part whose dim in the whole has size `whole`, and its
-    problem.
+    """Return the decision of one dim of a part, and its problem if it has one.
+
+    Args:
+      decision: Decision of the dim that it follows, with the part's own position and size.
+      whole: Size of the dim that it follows.
+      fits: Tells whether a size divides over mesh axes.
+      policy: What to do if it does not.
     """
     size: Any = decision.size
     failed = dataclasses.replace(decision, outcome=Outcome.FAILED, mesh_axes=())

@@ -41,8 +41,7 @@ _ASSERTIONS: Final = {
     "\\B": "no edge",
 }
 _REQUIREMENTS: Final = ("start", "end", "very end", "edge", "no edge")
-# The final newline of a path: `$` holds before it, so its symbol differs from that of other
-# newlines.
+# The symbol of a newline at the end of a path. `$` matches before it, but before no other newline.
 _LAST_NEWLINE: Final = "\n$"
 _AT_START, _AFTER_WORD, _AFTER_OTHER = range(3)
 
@@ -206,12 +205,12 @@ class PathPattern:
     # The search.
 
     def _state(self, threads: frozenset[int], before: int) -> _State:
-        found = self._states.get((threads, before))
-        if found is None:
+        state = self._states.get((threads, before))
+        if state is None:
             if len(self._states) >= _MOST_STATES:
                 self._states.clear()
-            found = self._states[threads, before] = _State(threads, before)
-        return found
+            state = self._states[threads, before] = _State(threads, before)
+        return state
 
     def _step(self, state: _State, symbol: str) -> _State:
         character = symbol[0]
@@ -225,8 +224,9 @@ class PathPattern:
         return following
 
     def _threads(self, state: _State, symbol: str | None) -> list[int] | None:
-        """Return the threads that wait for a character before `symbol` (None: the end), or None
-        where one has matched.
+        """Return the threads that need a character in order to continue, or None on a match.
+
+        `symbol` is the next character, or None at the end of the text. Assertions look at it.
         """
         waiting = [*state.threads, 0]  # a match may start anywhere
         seen: set[int] = set()
@@ -263,8 +263,13 @@ class PathPattern:
 
 
 def _holds(requirement: str, before: int, ahead: bool, symbol: str | None) -> bool:
-    """Tell whether an assertion holds between what stood before and `symbol`; `ahead`: that is a
-    word's character.
+    """Tell whether an assertion holds at a position.
+
+    Args:
+      requirement: One of `_REQUIREMENTS`.
+      before: The kind of the previous character, such as `_AFTER_WORD`.
+      ahead: Whether the next character belongs to a word.
+      symbol: The next character, or None at the end.
     """
     if requirement == "start":
         return before == _AT_START
@@ -276,9 +281,7 @@ def _holds(requirement: str, before: int, ahead: bool, symbol: str | None) -> bo
 
 
 def _needle(node: _Node) -> str:
-    """Return the longest text that every match must contain, judged by the pattern's outermost
-    sequence alone.
-    """
+    """Return a text that every match contains: the longest one in the outermost sequence."""
     parts = node.parts if node.kind == "sequence" else (node,)
     runs = "".join(part.literal or "\0" for part in parts).split("\0")
     return max(runs, key=len)
@@ -300,9 +303,9 @@ def check_syntax(text: object) -> None:
     try:
         re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
-        said, at = (error.msg, error.pos or 0) if isinstance(error, re.error) else (str(error), 0)
+        reason, at = (error.msg, error.pos or 0) if isinstance(error, re.error) else (str(error), 0)
         raise StrategyError(
-            f"not a regular expression: {said}",
+            f"not a regular expression: {reason}",
             snippet=f"{text}\n{' ' * at}^",
             fix="see the documentation of Python's re",
         ) from error
@@ -317,14 +320,14 @@ class _Parser:
     def parse(self) -> tuple[_Node, re.RegexFlag]:
         """Return the pattern and its flags."""
         flags = re.NOFLAG
-        while found := _GLOBAL_FLAGS.match(self.text, self.at):
-            if not set(found[1]) <= _FLAGS.keys():
+        while letters := _GLOBAL_FLAGS.match(self.text, self.at):
+            if not set(letters[1]) <= _FLAGS.keys():
                 raise self._refused(
                     "changes flags", "of the flags only (?a), (?i), (?s) and (?u) can be set"
                 )
-            for letter in found[1]:
+            for letter in letters[1]:
                 flags |= _FLAGS[letter]
-            self.at = found.end()
+            self.at = letters.end()
         return self._choice(), flags
 
     def _choice(self) -> _Node:
@@ -348,9 +351,9 @@ class _Parser:
         if character == "[":
             end = self._class_end()
         elif character == "\\":
-            found = _ESCAPE.match(self.text, self.at)
-            assert found is not None, "re accepts the pattern"
-            end = found.end()
+            escape = _ESCAPE.match(self.text, self.at)
+            assert escape is not None, "re accepts the pattern"
+            end = escape.end()
         item = self.text[self.at : end]
         if item in _ASSERTIONS:
             self.at = end
@@ -364,9 +367,8 @@ class _Parser:
 
     def _class_end(self) -> int:
         at = self.at + (2 if self.text.startswith("[^", self.at) else 1)
-        at += self.text.startswith(
-            "]", at
-        )  # as the first character of its class, it is a plain one
+        # A "]" that comes first in a class is an ordinary character.
+        at += self.text.startswith("]", at)
         while self.text[at] != "]":
             at += 2 if self.text[at] == "\\" else 1
         return at + 1
@@ -404,9 +406,8 @@ class _Parser:
             return item
         if self.text.startswith("+", self.at):
             raise self._refused("has a possessive repetition", "leave out the second +")
-        self.at += self.text.startswith(
-            "?", self.at
-        )  # lazy: the end of a match does not matter here
+        # Skip the "?" of a lazy repetition: where a match ends does not matter here.
+        self.at += self.text.startswith("?", self.at)
         return _Node("repetition", parts=(item,), least=least, most=most)
 
     def _refused(self, what: str, fix: str) -> StrategyError:

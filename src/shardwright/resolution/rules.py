@@ -355,7 +355,7 @@ class AxisRules:
             )
         object.__setattr__(self, "known_axes", KNOWN_AXES | frozenset(self.user_axes))
         object.__setattr__(self, "_tables", tables)
-        # Without the line's place, which does not count for equality.
+        # Leave out the file and line of each rule, which do not count for equality.
         named = tuple((mode, line.text) for mode, line in self.attention)
         object.__setattr__(
             self,
@@ -417,8 +417,7 @@ class AxisRules:
 
 
 def _plain(value: Any, known: dict[int, Any]) -> Any:
-    """Return the fields that count for equality as nested tuples, whose text differs if the values
-    do.
+    """Return the fields that count for equality as nested tuples. Unequal values give unequal text.
 
     `known` keeps the tuple of each rule, because tables share rules.
     """
@@ -433,18 +432,18 @@ def _plain(value: Any, known: dict[int, Any]) -> Any:
     return plain
 
 
-def share_values(one: Any, other: Any) -> bool:
+def share_values(rules: Any, other: Any) -> bool:
     """Compare two frozen objects by `_hash` and `_values`; if they are equal, let them share one
     `_values`.
 
     JAX compares the ambient manager at every cache look-up. After the first full comparison, an
     identity check is enough.
     """
-    if one._values is other._values:
+    if rules._values is other._values:
         return True
-    if one._hash != other._hash or one._values != other._values:
+    if rules._hash != other._hash or rules._values != other._values:
         return False
-    object.__setattr__(one, "_values", other._values)
+    object.__setattr__(rules, "_values", other._values)
     return True
 
 

@@ -1,7 +1,7 @@
 """Serve a model: requests of any length share decode slots.
 
-What decides on requests, slots and steps belongs here. The caches are in `caches`, attention to
-them in `attention`; a model is the caller's.
+Code that schedules requests, assigns slots and runs steps belongs here. The caches are in `caches`,
+attention to them in `attention`. The caller brings the model.
 """
 
 from shardwright.serving.arrays import Held as Held

@@ -32,7 +32,8 @@ def problems_of(error: ValidationError, model: type[BaseModel], origin: Origin) 
     for entry in error.errors():
         if len(problems) > MOST_PROBLEMS:
             break
-        # pydantic reports each half of a union. The other half explains the problem better.
+        # For a value of several allowed forms, pydantic reports an error per form. Skip the errors
+        # of the forms that the user did not write.
         if "constrained-str" in entry["loc"] or _is_other_half(entry):
             continue
         path = tuple(

@@ -124,24 +124,24 @@ def assert_max_replicated(
         )
     if bytes is not None and not bytes >= 0:
         raise ValueError(f"bytes={bytes!r} is not a number of bytes: it must be 0 or more")
-    found = bytes_by_path(x, shardings)
-    if not found.leaves:
+    tree_bytes = bytes_by_path(x, shardings)
+    if not tree_bytes.leaves:
         raise StrategyError(_NOTHING, fix=_NOTHING_FIX)
-    if all(leaf.devices == 1 and leaf.spec is None for leaf in found.leaves):
+    if all(leaf.devices == 1 and leaf.spec is None for leaf in tree_bytes.leaves):
         what = "every array is on one device and not on a mesh, so nothing is replicated yet"
         raise StrategyError(
             what, fix="place them first (pm.shard, pm.init), or pass shardings=pm.shardings(...)"
         )
     if bytes is not None:
-        good, limit = found.replicated <= bytes, f"{bytes_text(bytes)} may be"
+        good, limit = tree_bytes.replicated <= bytes, f"{bytes_text(bytes)} may be"
     else:
         assert fraction is not None
-        good, limit = found.replicated_share <= fraction, f"{fraction:.1%} may be"
+        good, limit = tree_bytes.replicated_share <= fraction, f"{fraction:.1%} may be"
     if not good:
-        worst = found.most_replicated()
+        worst = tree_bytes.most_replicated()
         held = (
-            f"{bytes_text(found.replicated)} of {bytes_text(found.held)} held on all devices are "
-            f"copies ({found.replicated_share:.1%})"
+            f"{bytes_text(tree_bytes.replicated)} of {bytes_text(tree_bytes.held)} held on all "
+            f"devices are copies ({tree_bytes.replicated_share:.1%})"
         )
         first = worst.leaves[0]
         where = (
@@ -222,10 +222,10 @@ def assert_collectives(
             "or use assert_no_collectives"
         )
     _check_counts({**{str(kind): count for kind, count in wanted.items()}, "bytes": bytes})
-    found = read_program(
+    compiled = read_program(
         program, args, mesh=mesh, manager=manager, trips=trips, own_types=bytes is not None
     )
-    over = found.over(axis)
+    over = compiled.over(axis)
     problems = [text for kind, count in wanted.items() if (text := _wrong_count(kind, count, over))]
     if only:
         problems += [
@@ -234,9 +234,11 @@ def assert_collectives(
             if kind not in wanted
         ]
     if bytes is not None:
-        problems += _wrong_bytes(bytes, [one for one in over if one.kind in wanted or not wanted])
+        problems += _wrong_bytes(
+            bytes, [collective for collective in over if collective.kind in wanted or not wanted]
+        )
     if problems:
-        raise AssertionError(_message(found, axis, over, problems))
+        raise AssertionError(_message(compiled, axis, over, problems))
 
 
 def assert_no_collectives(
@@ -264,13 +266,13 @@ def assert_no_collectives(
       UnknownAxisError: `axis` is not an axis of the mesh, nor a semantic axis on it.
     """
     __tracebackhide__ = True
-    found = read_program(program, args, mesh=mesh, manager=manager)
-    over = found.over(axis, exactly=False)
+    compiled = read_program(program, args, mesh=mesh, manager=manager)
+    over = compiled.over(axis, exactly=False)
     if over:
         problems = [
             f"{kind}: none is expected, {_often(kind, over)} found" for kind in _kinds(over)
         ]
-        raise AssertionError(_message(found, axis, over, problems))
+        raise AssertionError(_message(compiled, axis, over, problems))
 
 
 def _check_counts(wanted: Mapping[str, Any]) -> None:
@@ -283,32 +285,32 @@ def _check_counts(wanted: Mapping[str, Any]) -> None:
             )
 
 
-def _kinds(found: Sequence[Collective]) -> list[Kind]:
-    return [kind for kind in Kind if any(one.kind is kind for one in found)]
+def _kinds(collectives: Sequence[Collective]) -> list[Kind]:
+    return [kind for kind in Kind if any(collective.kind is kind for collective in collectives)]
 
 
-def _runs(kind: Kind, found: Sequence[Collective]) -> int | None:
-    counts = [one.count for one in found if one.kind is kind]
+def _runs(kind: Kind, collectives: Sequence[Collective]) -> int | None:
+    counts = [collective.count for collective in collectives if collective.kind is kind]
     return None if None in counts else sum(count for count in counts if count is not None)
 
 
-def _often(kind: Kind, found: Sequence[Collective]) -> str:
-    runs = _runs(kind, found)
-    moved = total(one for one in found if one.kind is kind)
+def _often(kind: Kind, collectives: Sequence[Collective]) -> str:
+    runs = _runs(kind, collectives)
+    moved = total(collective for collective in collectives if collective.kind is kind)
     if runs is None or moved is None:
         return "an unknown number"
     return f"{runs} ({bytes_text(moved)})" if runs else "none"
 
 
-def _wrong_count(kind: Kind, wanted: Count, found: Sequence[Collective]) -> str:
-    runs = _runs(kind, found)
+def _wrong_count(kind: Kind, wanted: Count, collectives: Sequence[Collective]) -> str:
+    runs = _runs(kind, collectives)
     if runs is None:
         return (
             f"{kind}: {_expected(wanted)}, found in a loop that ends on data: pass trips= to say "
             f"how often it runs"
         )
     fits = runs in wanted if isinstance(wanted, range) else runs == wanted
-    return "" if fits else f"{kind}: {_expected(wanted)}, {_often(kind, found)} found"
+    return "" if fits else f"{kind}: {_expected(wanted)}, {_often(kind, collectives)} found"
 
 
 def _expected(wanted: Count) -> str:
@@ -319,8 +321,8 @@ def _expected(wanted: Count) -> str:
     )
 
 
-def _wrong_bytes(wanted: Count, found: Sequence[Collective]) -> list[str]:
-    moved = total(found)
+def _wrong_bytes(wanted: Count, collectives: Sequence[Collective]) -> list[str]:
+    moved = total(collectives)
     if moved is None:
         return ["bytes: unknown, because a loop ends on data: pass trips= to say how often it runs"]
     fits = moved in wanted if isinstance(wanted, range) else moved == wanted
@@ -328,28 +330,28 @@ def _wrong_bytes(wanted: Count, found: Sequence[Collective]) -> list[str]:
 
 
 def _message(
-    found: Program, axis: Axis | None, over: Sequence[Collective], problems: Sequence[str]
+    program: Program, axis: Axis | None, over: Sequence[Collective], problems: Sequence[str]
 ) -> str:
-    sizes = ", ".join(f"{name}={size}" for name, size in found.sizes.items())
-    asked = (
+    sizes = ", ".join(f"{name}={size}" for name, size in program.sizes.items())
+    over_axes = (
         ""
         if axis is None
         else f" over {axis_label(axis) if isinstance(axis, str) else '+'.join(axis)}"
     )
     lines = [
-        f"collectives of {found.name}{f' on {sizes}' if sizes else ''}{asked}:",
+        f"collectives of {program.name}{f' on {sizes}' if sizes else ''}{over_axes}:",
         *(f"  {problem}" for problem in problems),
         "",
     ]
-    others = [one for one in found.collectives if one not in over]
+    others = [collective for collective in program.collectives if collective not in over]
     lines += (
-        [collectives_text(over, carried=found.carried, rows=_ROWS)] if over or not others else []
+        [collectives_text(over, carried=program.carried, rows=_ROWS)] if over or not others else []
     )
-    lines += ["", f"not{asked}:"] * bool(others and over) + [
-        collectives_text(others, carried=found.carried, rows=_ROWS)
+    lines += ["", f"not{over_axes}:"] * bool(others and over) + [
+        collectives_text(others, carried=program.carried, rows=_ROWS)
     ] * bool(others)
     fix = "check with assert_sharding that the arguments are sharded"
-    if found.collectives:
+    if program.collectives:
         fix = (
             "shard the operands as the lines above need them, or constrain the values there; "
             "or expect these collectives if they are intended"

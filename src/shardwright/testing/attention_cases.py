@@ -82,15 +82,15 @@ class Case:
             "k": (b, s, self.kv_heads, self.head_dim),
             "v": (b, s, self.kv_heads, self.v_dim),
         }
-        made: dict[str, Any] = {
+        arrays: dict[str, Any] = {
             name: random.standard_normal(shape) for name, shape in shapes.items()
         }
         if self.coarse:
-            made |= {name: np.round(4 * made[name]) / 4 for name in ("q", "k")}
-        made["q"] = made["q"] * self.spread
-        made = {name: x.astype(dtype) for name, x in made.items()}
+            arrays |= {name: np.round(4 * arrays[name]) / 4 for name in ("q", "k")}
+        arrays["q"] = arrays["q"] * self.spread
+        arrays = {name: x.astype(dtype) for name, x in arrays.items()}
         if self.options.get("layout") == "BHTD":
-            made = {name: np.swapaxes(x, 1, 2) for name, x in made.items()}
+            arrays = {name: np.swapaxes(x, 1, 2) for name, x in arrays.items()}
         # Chunks in the zigzag order of three shards, which puts neighbors far apart.
         shuffled = np.arange(s, dtype=np.int32).reshape(6, -1)[[0, 5, 1, 4, 2, 3]].reshape(-1)
         rows = np.arange(s, dtype=np.int32)
@@ -118,34 +118,34 @@ class Case:
             "dropout_key": lambda: np.uint32(5),
         }
         if self.stored is not None:
-            made |= {
+            arrays |= {
                 key: x
                 for name in ("k", "v")
-                for key, x in quantised(name, made[name], self.stored).items()
+                for key, x in quantize_arrays(name, arrays[name], self.stored).items()
             }
-        made |= {
+        arrays |= {
             "bias" if name.endswith("bias") else name.removeprefix("row_"): known[name]()
             for name in self.arrays
         }
-        return made if self.mode == "train" else self._with_remains(made)
+        return arrays if self.mode == "train" else self._with_remains(arrays)
 
-    def _with_remains(self, made: dict[str, Any]) -> dict[str, Any]:
+    def _with_remains(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Put NaN into rows that hold no key: a cache may hold anything there.
 
         Not in training, because a cache has no gradient.
         """
         positions = np.broadcast_to(
-            made.get("kv_positions", np.arange(self.kv_length)), (self.batch, self.kv_length)
+            arrays.get("kv_positions", np.arange(self.kv_length)), (self.batch, self.kv_length)
         )
         held = positions >= 0
-        if "lengths" in made:
-            held = held & (positions < made["lengths"][:, None])
+        if "lengths" in arrays:
+            held = held & (positions < arrays["lengths"][:, None])
         for name in ("k_scale", "v_scale") if self.stored is not None else ("k", "v"):
-            x = made[name].copy()
+            x = arrays[name].copy()
             rows = np.swapaxes(x, 1, 2) if self.options.get("layout") == "BHTD" else x
             rows[~held] = np.nan
-            made[name] = x
-        return made
+            arrays[name] = x
+        return arrays
 
     def weights(self) -> Any:
         """Return the factors of the elements of the output in the loss."""
@@ -193,14 +193,14 @@ def _rows_of_biases(
 
     Each head starts at another row.
     """
-    made = [
+    biases = [
         [rows[(3 * head + row) % len(rows)](np.arange(kv_length)) for row in range(q_length)]
         for head in range(heads)
     ]
-    return np.asarray(made, np.float32)[None]
+    return np.asarray(biases, np.float32)[None]
 
 
-def quantised(name: str, x: Any, dtype: str) -> dict[str, Any]:
+def quantize_arrays(name: str, x: Any, dtype: str) -> dict[str, Any]:
     """Return keys or values in a dtype of 8 bits, and arbitrary scales."""
     scale = np.abs(x.astype(np.float32)).max(axis=-1) / 100
     return {

@@ -340,20 +340,20 @@ def _expected(case: Case, dtype: str) -> dict[str, Any]:
     return {name: x.astype(np.float32) for name, x in expected.items()}
 
 
-def _compare(what: str, got: Any, want: Any, tolerances: Tolerances, dtype: str) -> None:
-    _must(got.shape == want.shape, f"{what}: shape {got.shape}, not {want.shape}")
-    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want), err_msg=what)
-    got, want = (np.where(np.isneginf(want), 0.0, x) for x in (got, want))
-    _must(bool(np.isfinite(got).all()), f"{what}: NaN or infinite")
+def _compare(what: str, actual: Any, want: Any, tolerances: Tolerances, dtype: str) -> None:
+    _must(actual.shape == want.shape, f"{what}: shape {actual.shape}, not {want.shape}")
+    np.testing.assert_array_equal(np.isneginf(actual), np.isneginf(want), err_msg=what)
+    actual, want = (np.where(np.isneginf(want), 0.0, x) for x in (actual, want))
+    _must(bool(np.isfinite(actual).all()), f"{what}: NaN or infinite")
     gradient = what.rpartition(" ")[2].startswith("d")
     if not gradient:  # a row without keys
-        np.testing.assert_array_equal(got[want == 0.0], 0.0, err_msg=what)
+        np.testing.assert_array_equal(actual[want == 0.0], 0.0, err_msg=what)
     if dtype == "float32":
         tolerance = tolerances.backward if gradient else tolerances.forward
-        error = np.abs(got - want).max() / max(1.0, np.abs(want).max())
+        error = np.abs(actual - want).max() / max(1.0, np.abs(want).max())
     else:
         tolerance, error = (
             tolerances.relative,
-            np.linalg.norm(got - want) / max(float(np.linalg.norm(want)), 1e-6),
+            np.linalg.norm(actual - want) / max(float(np.linalg.norm(want)), 1e-6),
         )
     _must(bool(error <= tolerance), f"{what}: {error:.2e} is more than {tolerance:.0e}")

@@ -74,13 +74,13 @@ def assert_same_as_unsharded(
     __tracebackhide__ = True
     known = manager if manager is not None or mesh is not None else context.current()
     mesh = _mesh_of(args) if known is None and mesh is None else mesh
-    one = _on_one_device(known, mesh, plain=reference is not None)
+    single_device = _on_one_device(known, mesh, plain=reference is not None)
     with known if known is not None else jax.set_mesh(mesh):
         compiled = jax.jit(_run(f, grad)).lower(*args).compile()
         _check_sharded(compiled, f)
         sharded = compiled(*args)
-    with one.scope():
-        copies = jax.tree.map(lambda value: jax.device_put(value, one.place), args)
+    with single_device.scope():
+        copies = jax.tree.map(lambda value: jax.device_put(value, single_device.place), args)
         try:
             unsharded = jax.jit(_run(reference or f, grad))(*copies)
         except (ShardingError, ValueError) as err:
@@ -115,15 +115,15 @@ class _OneDevice:
 def _mesh_of(args: Any) -> Mesh:
     """Return the mesh of the arguments, which must all have the same."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
-    found = list(
+    meshes = list(
         dict.fromkeys(
-            one.mesh
-            for one in shardings
-            if isinstance(one, NamedSharding) and isinstance(one.mesh, Mesh)
+            sharding.mesh
+            for sharding in shardings
+            if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
         )
     )
-    if len(found) != 1:
-        on = "not on a mesh" if not found else "on several meshes"
+    if len(meshes) != 1:
+        on = "not on a mesh" if not meshes else "on several meshes"
         what = (
             f"there is neither a manager nor a mesh, and the arguments are {on}, so nothing can run"
         )
@@ -134,7 +134,7 @@ def _mesh_of(args: Any) -> Mesh:
                 'cpu_mesh("dp:2,tp:4")'
             ),
         )
-    return found[0]
+    return meshes[0]
 
 
 def _on_one_device(
@@ -151,16 +151,16 @@ def _on_one_device(
     if plain:
         return _OneDevice(scope=contextlib.nullcontext, place=whole.devices.flat[0])
     grid = np.asarray(whole.devices).reshape(-1)[:1].reshape((1,) * whole.devices.ndim)
-    one = Mesh(grid, whole.axis_names, axis_types=whole.axis_types)
+    single_mesh = Mesh(grid, whole.axis_names, axis_types=whole.axis_types)
 
     def scope() -> Any:
         return (
-            jax.set_mesh(one)
+            jax.set_mesh(single_mesh)
             if manager is None
-            else PartitionManager(manager.rules, mesh=one, mode=manager.mode)
+            else PartitionManager(manager.rules, mesh=single_mesh, mode=manager.mode)
         )
 
-    return _OneDevice(scope=scope, place=NamedSharding(one, PartitionSpec()))
+    return _OneDevice(scope=scope, place=NamedSharding(single_mesh, PartitionSpec()))
 
 
 def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
@@ -180,7 +180,9 @@ def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
                 merged[at] = value
             result = f(*jax.tree.unflatten(structure, merged))
             return [
-                one for one in jax.tree.leaves(result) if jnp.issubdtype(one.dtype, jnp.inexact)
+                array
+                for array in jax.tree.leaves(result)
+                if jnp.issubdtype(array.dtype, jnp.inexact)
             ], result
 
         if not grad:
@@ -190,21 +192,21 @@ def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
             raise ProgramError(
                 "no floating argument or no floating result to differentiate", fix="pass grad=False"
             )
-        (found,) = pull_back([_direction(one) for one in floats])
-        by_leaf = dict(zip(moving, found, strict=True))
+        (gradients,) = pull_back([_direction(result_leaf) for result_leaf in floats])
+        by_leaf = dict(zip(moving, gradients, strict=True))
         return result, jax.tree.unflatten(structure, [by_leaf.get(at) for at in range(len(leaves))])
 
     return run
 
 
-def _direction(one: Any) -> Any:
+def _direction(array: Any) -> Any:
     """Return distinct numbers between -1 and 1 in the shape, dtype and sharding of an array."""
     # On Explicit meshes a cotangent must have the sharding of its result, so its type too.
-    ones = jnp.ones_like(one)
-    for dim in range(one.ndim):
+    ones = jnp.ones_like(array)
+    for dim in range(array.ndim):
         ones = ones * jnp.cos(
-            1.0 + (dim + 1) * jax.lax.broadcasted_iota(jnp.float32, one.shape, dim)
-        ).astype(one.dtype)
+            1.0 + (dim + 1) * jax.lax.broadcasted_iota(jnp.float32, array.shape, dim)
+        ).astype(array.dtype)
     return ones
 
 
@@ -213,7 +215,7 @@ def _check_sharded(compiled: Any, f: Any) -> None:
     __tracebackhide__ = True
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     if is_same_everywhere(compiled):
-        devices = max((one.num_devices for one in shardings), default=1)
+        devices = max((sharding.num_devices for sharding in shardings), default=1)
         does = (
             "runs on one device" if devices == 1 else f"does the same on each of {devices} devices"
         )
@@ -252,7 +254,9 @@ def _check_comparable(name: str, sharded: Any, unsharded: Any) -> None:
 def _differences(name: str, sharded: Any, unsharded: Any, rtol: float | None, atol: float) -> str:
     """Return the message about tensors that differ; empty if none does."""
     pairs = zip(_named(sharded), _named(unsharded), strict=True)
-    rows = [row for (path, one), (_, other) in pairs if (row := _row(path, one, other, rtol, atol))]
+    rows = [
+        row for (path, value), (_, other) in pairs if (row := _row(path, value, other, rtol, atol))
+    ]
     if not rows:
         return ""
     count = "1 tensor differs" if len(rows) == 1 else f"{len(rows)} tensors differ"
@@ -264,9 +268,9 @@ def _differences(name: str, sharded: Any, unsharded: Any, rtol: float | None, at
     return "\n".join([*lines, *[f"and {len(rows) - _ROWS} more"] * (len(rows) > _ROWS)])
 
 
-def _named(found: tuple[Any, Any]) -> list[tuple[str, Any]]:
+def _named(results: tuple[Any, Any]) -> list[tuple[str, Any]]:
     named = []
-    for what, tree in zip(("result", "gradient"), found, strict=True):
+    for what, tree in zip(("result", "gradient"), results, strict=True):
         for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]:
             text = path_text(path)
             named.append((f"{what} {text}" if text else what, value))
@@ -274,26 +278,26 @@ def _named(found: tuple[Any, Any]) -> list[tuple[str, Any]]:
 
 
 def _row(
-    path: str, one: Any, other: Any, rtol: float | None, atol: float
+    path: str, array: Any, other: Any, rtol: float | None, atol: float
 ) -> tuple[str, ...] | None:
     """Return the table row of a tensor that differs, at the largest difference."""
-    shape = "x".join(map(str, one.shape)) or "scalar"
+    shape = "x".join(map(str, array.shape)) or "scalar"
     about = (
         path,
         shape,
-        str(one.dtype),
-        sharding_text(one.sharding),
-        bytes_text(leaf_bytes(one, one.sharding).per_device),
+        str(array.dtype),
+        sharding_text(array.sharding),
+        bytes_text(leaf_bytes(array, array.sharding).per_device),
     )
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if array.shape != other.shape or array.dtype != other.dtype:
         return (*about, "-", f"{other.dtype} {'x'.join(map(str, other.shape))}", "-", "-")
-    a, b = _numbers(one), _numbers(other)
+    a, b = _numbers(array), _numbers(other)
     if not a.size:
         return None
     allowed = atol
-    if jnp.issubdtype(one.dtype, jnp.inexact):
+    if jnp.issubdtype(array.dtype, jnp.inexact):
         finite = np.abs(b[np.isfinite(b)])
-        allowed += (_rtol(one.dtype) if rtol is None else rtol) * float(finite.max(initial=0.0))
+        allowed += (_rtol(array.dtype) if rtol is None else rtol) * float(finite.max(initial=0.0))
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
         apart = np.where(same, 0.0, np.abs(a - b))

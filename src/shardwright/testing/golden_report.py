@@ -146,17 +146,17 @@ def judge(
 def _clashes(uses: Sequence[dict[str, Any]], root: Path) -> list[str]:
     """Return a line for each two tests that want different contents of one file."""
     seen: dict[tuple[str, str], dict[str, Any]] = {}
-    found = []
+    lines = []
     for use in uses:
         for name, text in use["used"].items():
             first = seen.setdefault((use["folder"], name), use)
             if first["used"][name] != text and first["test"] != use["test"]:
                 path = _shown(Path(use["folder"]) / f"{name}.txt", root)
-                found.append(
+                lines.append(
                     f"{first['test']} and {use['test']} share {path} and want different "
                     f"contents; give each a name of its own"
                 )
-    return found
+    return lines
 
 
 def _unused(

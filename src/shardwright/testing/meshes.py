@@ -56,7 +56,7 @@ def cpu_mesh(
     return create_mesh(axis_dims, axis_names, devices=devices, axis_types=axis_types)
 
 
-def asked_devices() -> int:
+def requested_devices() -> int:
     """Return the number of CPU devices requested so far. Defaults to 1."""
     option = int(getattr(jax.config, _OPTION, -1))
     return option if option > 0 else flagged_devices()
@@ -71,7 +71,7 @@ def flagged_devices() -> int:
 def try_for_devices(count: int) -> None:
     """Request `count` CPU devices. The caller checks how many JAX has then."""
     try:
-        if asked_devices() < count:
+        if requested_devices() < count:
             jax.config.update(_OPTION, count)
     except AttributeError:
         pass  # This JAX lacks the option: only XLA_FLAGS sets the number.
@@ -80,7 +80,7 @@ def try_for_devices(count: int) -> None:
 
 
 def _ensure(*, wanted: int, needed: int) -> list[jax.Device]:
-    """Request `wanted` devices if the backend is not running, and return all: at least `needed`."""
+    """Request `wanted` devices if no backend runs yet. Return all devices, at least `needed`."""
     try_for_devices(wanted)
     try:
         devices: list[jax.Device] = jax.local_devices(backend="cpu")

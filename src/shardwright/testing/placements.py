@@ -63,7 +63,7 @@ def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
       StrategyError: the trees differ, a value is neither a sharding nor a spec, or a spec is
         compared with an array without a mesh.
     """
-    ones, structure = jax.tree.flatten(expected, is_leaf=_covers)
+    shardings, structure = jax.tree.flatten(expected, is_leaf=_covers)
     try:
         parts = structure.flatten_up_to(x)  # type: ignore[attr-defined]
     except ValueError as error:
@@ -72,17 +72,21 @@ def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
         raise StrategyError(
             what, fix="pass a tree of the same structure, or one sharding for a whole subtree"
         ) from error
-    each = [one for one, part in zip(ones, parts, strict=True) for _ in jax.tree.leaves(part)]
+    each = [
+        sharding
+        for sharding, part in zip(shardings, parts, strict=True)
+        for _ in jax.tree.leaves(part)
+    ]
     pairs = jax.tree_util.tree_flatten_with_path(x)[0]
     wanted = []
     problems: list[Problem] = []
-    for (path, value), one in zip(pairs, each, strict=True):
+    for (path, value), sharding in zip(pairs, each, strict=True):
         try:
             wanted.append(
                 Wanted(
                     path=path_text(path),
                     value=value,
-                    sharding=_as_sharding(one, value, path_text(path)),
+                    sharding=_as_sharding(sharding, value, path_text(path)),
                 )
             )
         except ShardingError as error:
@@ -100,14 +104,14 @@ def _unpaired(x: Any, expected: Any) -> list[Problem]:
         ]
         for tree in (x, expected)
     )
-    found = []
+    problems = []
     for place in places:
         if not any(_below(name, place) for name in names):
             fix = (
                 did_you_mean(place, names)
                 or f"the tree has {', '.join(names[:_SHOWN])}{', …' * (len(names) > _SHOWN)}"
             )
-            found.append(
+            problems.append(
                 Problem(
                     error=StrategyError,
                     what="a sharding is expected, and the tree has no such tensor",
@@ -121,7 +125,7 @@ def _unpaired(x: Any, expected: Any) -> list[Problem]:
                 did_you_mean(name, places)
                 or "expect a sharding for it, or one for the whole subtree"
             )
-            found.append(
+            problems.append(
                 Problem(
                     error=StrategyError,
                     what="the tree of expected shardings says nothing about it",
@@ -129,31 +133,31 @@ def _unpaired(x: Any, expected: Any) -> list[Problem]:
                     fix=fix,
                 )
             )
-    return found
+    return problems
 
 
 def _below(name: str, place: str) -> bool:
     return not place or name == place or name.startswith(f"{place}/")
 
 
-def _covers(one: Any) -> bool:
-    return isinstance(one, (Sharding, PartitionSpec))
+def _covers(value: Any) -> bool:
+    return isinstance(value, (Sharding, PartitionSpec))
 
 
-def _as_sharding(one: Any, value: Any, path: str) -> Sharding:
-    if isinstance(one, Sharding):
-        if isinstance(one, NamedSharding) and len(one.spec.partitions) > np.ndim(value):
+def _as_sharding(expected: Any, value: Any, path: str) -> Sharding:
+    if isinstance(expected, Sharding):
+        if isinstance(expected, NamedSharding) and len(expected.spec.partitions) > np.ndim(value):
             what = (
-                f"{spec_text(one.spec)} has {len(one.spec.partitions)} entries, the array "
-                f"{np.ndim(value)} dims"
+                f"{spec_text(expected.spec)} has {len(expected.spec.partitions)} entries, "
+                f"the array {np.ndim(value)} dims"
             )
             raise RankMismatchError(
                 what, path=path, fix="expect a spec of as many entries as there are dims, or fewer"
             )
-        return one
-    if not isinstance(one, PartitionSpec):
+        return expected
+    if not isinstance(expected, PartitionSpec):
         raise StrategyError(
-            f"{type(one).__name__} is neither a sharding nor a PartitionSpec",
+            f"{type(expected).__name__} is neither a sharding nor a PartitionSpec",
             path=path,
             fix="for annotations use assert_spec",
         )
@@ -166,19 +170,19 @@ def _as_sharding(one: Any, value: Any, path: str) -> Sharding:
         )
         fix = "place it first, or expect a NamedSharding"
         raise StrategyError(
-            f"{spec_text(one)} is expected of a {type(value).__name__} that {where}",
+            f"{spec_text(expected)} is expected of a {type(value).__name__} that {where}",
             path=path,
             fix=fix,
         )
     # The mesh and the shape must fit the entries. Unreduced axes are only compared.
     resolver.explain(
-        PartitionSpec(*one.partitions),
+        PartitionSpec(*expected.partitions),
         build_rules({}),
         own.mesh,
         shape=np.shape(value),
         path=path or None,
     ).require()
-    return NamedSharding(own.mesh, one)
+    return NamedSharding(own.mesh, expected)
 
 
 def wanted_by_annotation(
@@ -200,8 +204,8 @@ def wanted_by_annotation(
     annotations = tree_of_annotations(axes)
     if manager is None:
         if all(
-            isinstance(one, PartitionSpec)
-            for one in jax.tree.leaves(annotations, is_leaf=is_annotation)
+            isinstance(annotation, PartitionSpec)
+            for annotation in jax.tree.leaves(annotations, is_leaf=is_annotation)
         ):
             return wanted_by_sharding(x, annotations)
         context.require("assert_spec", method=False)
@@ -213,43 +217,46 @@ def wanted_by_annotation(
         shape = np.shape(leaf.value)
         # A literal spec is compared without the policy, which could drop axes and so hide an error.
         judge = literal if isinstance(leaf.annotation, PartitionSpec) else manager
-        found = judge.explain(
+        resolution = judge.explain(
             leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None
         )
-        if found.ok:
+        if resolution.ok:
             sharding = judge.sharding(
                 leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None
             )
             wanted.append(
                 Wanted(
-                    path=leaf.path, value=leaf.value, sharding=sharding, decisions=found.decisions
+                    path=leaf.path,
+                    value=leaf.value,
+                    sharding=sharding,
+                    decisions=resolution.decisions,
                 )
             )
-        problems += found.problems
+        problems += resolution.problems
     raise_problems(problems)
     return wanted
 
 
 def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
     """Return the message about arrays with another sharding; empty if all are as expected."""
-    wrong = [one for one in wanted if not _as_expected(one)]
+    wrong = [pair for pair in wanted if not _as_expected(pair)]
     if not wrong:
         return ""
     count = "1 tensor has" if len(wrong) == 1 else f"{len(wrong)} tensors have"
     of = "" if len(wanted) == 1 else f" (of {len(wanted)})"
     lines = [
         f"{count} another sharding than expected{of}:",
-        *(f"  {_sentence(one)}" for one in wrong[:rows]),
+        *(f"  {_sentence(pair)}" for pair in wrong[:rows]),
     ]
     lines += [f"  and {len(wrong) - rows} more"] * (len(wrong) > rows)
     lines += [
         "",
         *table(
-            [_HEAD, *map(_row, [*wrong, *(one for one in wanted if _as_expected(one))][:rows])],
+            [_HEAD, *map(_row, [*wrong, *(pair for pair in wanted if _as_expected(pair))][:rows])],
             whole=_SPECS,
         ),
     ]
-    by_rule = any(one.decisions for one in wrong)
+    by_rule = any(pair.decisions for pair in wrong)
     fix = "place it so (sw.shard, jax.device_put, out_shardings=), or " + (
         "change the rule" if by_rule else "expect what is found"
     )
@@ -258,32 +265,32 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
 
 def _rules(wrong: Sequence[Wanted]) -> list[str]:
     """Return the rules of the dims that differ, each once, with file and line."""
-    found = [
+    rules = [
         rule
-        for one in wrong
-        for dim in _apart(one)
-        if dim < len(one.decisions) and (rule := one.decisions[dim].rule) is not None
+        for pair in wrong
+        for dim in _apart(pair)
+        if dim < len(pair.decisions) and (rule := pair.decisions[dim].rule) is not None
     ]
-    return [f"  rule  {rule}".replace("\n", "\n        ") for rule in dict.fromkeys(found)]
+    return [f"  rule  {rule}".replace("\n", "\n        ") for rule in dict.fromkeys(rules)]
 
 
-def _as_expected(one: Wanted) -> bool:
-    own = getattr(one.value, "sharding", None)
+def _as_expected(pair: Wanted) -> bool:
+    own = getattr(pair.value, "sharding", None)
     if own is None:
         return False
-    rank = np.ndim(one.value)
+    rank = np.ndim(pair.value)
     if (
         isinstance(own, NamedSharding)
-        and isinstance(one.sharding, NamedSharding)
-        and own.mesh.shape_tuple == one.sharding.mesh.shape_tuple
+        and isinstance(pair.sharding, NamedSharding)
+        and own.mesh.shape_tuple == pair.sharding.mesh.shape_tuple
     ):
-        dims = _entries(own, rank) == _entries(one.sharding, rank) and _unreduced(
+        dims = _entries(own, rank) == _entries(pair.sharding, rank) and _unreduced(
             own
-        ) == _unreduced(one.sharding)
-        memory = own.memory_kind in (None, one.sharding.memory_kind or own.memory_kind)
-        return dims and memory and not _other_devices(own, one.sharding)
+        ) == _unreduced(pair.sharding)
+        memory = own.memory_kind in (None, pair.sharding.memory_kind or own.memory_kind)
+        return dims and memory and not _other_devices(own, pair.sharding)
     try:
-        return bool(own.is_equivalent_to(one.sharding, rank))
+        return bool(own.is_equivalent_to(pair.sharding, rank))
     except (TypeError, ValueError):  # one of them has no devices
         return False
 
@@ -295,11 +302,11 @@ def _memory(sharding: NamedSharding) -> str:
 def _entries(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
     """Return the mesh axes of each dim, without those of one device."""
     sizes = mesh_sizes(sharding.mesh)
-    found = [
+    axes_by_dim = [
         tuple(axis for axis in entry_names(entry) if sizes[axis] > 1)
         for entry in sharding.spec.partitions
     ]
-    return [*found, *[()] * (rank - len(found))]
+    return [*axes_by_dim, *[()] * (rank - len(axes_by_dim))]
 
 
 def _unreduced(sharding: NamedSharding) -> list[str]:
@@ -325,47 +332,47 @@ def _devices(sharding: Sharding) -> list[Any]:
 
 
 def _devices_text(sharding: NamedSharding) -> str:
-    ids = [str(one.id) for one in _devices(sharding)]
+    ids = [str(device.id) for device in _devices(sharding)]
     return ",".join([*ids[:_DEVICES], *["…"] * (len(ids) > _DEVICES)])
 
 
-def _differences(one: Wanted) -> list[str]:
+def _differences(pair: Wanted) -> list[str]:
     """Return the dims with different mesh axes, as `dim 1 HEAD: -, not tp`.
 
     If every dim agrees, return what else differs about the shardings.
     """
-    own = getattr(one.value, "sharding", None)
+    own = getattr(pair.value, "sharding", None)
     if own is None:
         return ["it has no sharding"]
-    if not isinstance(own, NamedSharding) or not isinstance(one.sharding, NamedSharding):
-        return [f"{type(own).__name__}, not {sharding_text(one.sharding)}"]
-    if own.mesh.shape_tuple != one.sharding.mesh.shape_tuple:
-        return [f"the mesh: {_mesh_text(own)}, not {_mesh_text(one.sharding)}"]
-    rank = np.ndim(one.value)
-    pairs = list(zip(_entries(own, rank), _entries(one.sharding, rank), strict=True))
-    found = []
+    if not isinstance(own, NamedSharding) or not isinstance(pair.sharding, NamedSharding):
+        return [f"{type(own).__name__}, not {sharding_text(pair.sharding)}"]
+    if own.mesh.shape_tuple != pair.sharding.mesh.shape_tuple:
+        return [f"the mesh: {_mesh_text(own)}, not {_mesh_text(pair.sharding)}"]
+    rank = np.ndim(pair.value)
+    pairs = list(zip(_entries(own, rank), _entries(pair.sharding, rank), strict=True))
+    lines = []
     for dim, (has, wants) in enumerate(pairs):
         if has != wants:
-            label = one.decisions[dim].label if dim < len(one.decisions) else ""
+            label = pair.decisions[dim].label if dim < len(pair.decisions) else ""
             label = f" {label}" if label not in ("", EMPTY) else ""
-            found.append(f"dim {dim}{label}: {'+'.join(has) or '-'}, not {'+'.join(wants) or '-'}")
-    summands = _unreduced(own), _unreduced(one.sharding)
+            lines.append(f"dim {dim}{label}: {'+'.join(has) or '-'}, not {'+'.join(wants) or '-'}")
+    summands = _unreduced(own), _unreduced(pair.sharding)
     if summands[0] != summands[1]:
         has_sums, wants_sums = ("+".join(axes) or "-" for axes in summands)
-        found.append(f"not summed over: {has_sums}, not {wants_sums}")
-    if _other_devices(own, one.sharding):
-        found.append(f"devices: {_devices_text(own)}, not {_devices_text(one.sharding)}")
-    return found or [f"memory: {_memory(own)}, not {_memory(one.sharding)}"]
+        lines.append(f"not summed over: {has_sums}, not {wants_sums}")
+    if _other_devices(own, pair.sharding):
+        lines.append(f"devices: {_devices_text(own)}, not {_devices_text(pair.sharding)}")
+    return lines or [f"memory: {_memory(own)}, not {_memory(pair.sharding)}"]
 
 
-def _apart(one: Wanted) -> list[int]:
+def _apart(pair: Wanted) -> list[int]:
     """Return the dims with different mesh axes, or all if the shardings have no comparable dims."""
-    own, rank = getattr(one.value, "sharding", None), np.ndim(one.value)
-    if not isinstance(own, NamedSharding) or not isinstance(one.sharding, NamedSharding):
+    own, rank = getattr(pair.value, "sharding", None), np.ndim(pair.value)
+    if not isinstance(own, NamedSharding) or not isinstance(pair.sharding, NamedSharding):
         return list(range(rank))
-    if own.mesh.shape_tuple != one.sharding.mesh.shape_tuple:
+    if own.mesh.shape_tuple != pair.sharding.mesh.shape_tuple:
         return list(range(rank))
-    pairs = zip(_entries(own, rank), _entries(one.sharding, rank), strict=True)
+    pairs = zip(_entries(own, rank), _entries(pair.sharding, rank), strict=True)
     return [dim for dim, (has, wants) in enumerate(pairs) if has != wants]
 
 
@@ -373,28 +380,28 @@ def _mesh_text(sharding: NamedSharding) -> str:
     return ",".join(f"{axis}={size}" for axis, size in mesh_sizes(sharding.mesh).items())
 
 
-def _sentence(one: Wanted) -> str:
-    has, wants = _bytes(one)
+def _sentence(pair: Wanted) -> str:
+    has, wants = _bytes(pair)
     size = f"{has} per device either way" if has == wants else f"{has} per device, not {wants}"
-    return f"{one.path or 'the array'}: {'; '.join(_differences(one))} ({size})"
+    return f"{pair.path or 'the array'}: {'; '.join(_differences(pair))} ({size})"
 
 
-def _bytes(one: Wanted) -> tuple[str, str]:
+def _bytes(pair: Wanted) -> tuple[str, str]:
     """Return the bytes per device as found and as expected, as text."""
     texts = []
-    for sharding in (getattr(one.value, "sharding", None), one.sharding):
+    for sharding in (getattr(pair.value, "sharding", None), pair.sharding):
         try:
-            texts.append(bytes_text(leaf_bytes(one.value, sharding, path=one.path).per_device))
+            texts.append(bytes_text(leaf_bytes(pair.value, sharding, path=pair.path).per_device))
         except ShardingError:
             texts.append("?")
     return texts[0], texts[1]
 
 
-def _row(one: Wanted) -> tuple[str, ...]:
-    own = getattr(one.value, "sharding", None)
-    shape = "x".join(map(str, np.shape(one.value))) or "scalar"
-    has, wants = _bytes(one)
-    return (one.path or "-", shape, sharding_text(own), has, sharding_text(one.sharding), wants)
+def _row(pair: Wanted) -> tuple[str, ...]:
+    own = getattr(pair.value, "sharding", None)
+    shape = "x".join(map(str, np.shape(pair.value))) or "scalar"
+    has, wants = _bytes(pair)
+    return (pair.path or "-", shape, sharding_text(own), has, sharding_text(pair.sharding), wants)
 
 
 def sharding_text(sharding: Sharding | None) -> str:

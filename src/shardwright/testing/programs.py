@@ -68,12 +68,21 @@ class Program:
         wanted = frozenset().union(*map(self._mesh_axes, [axis] if isinstance(axis, str) else axis))
         wanted = frozenset(name for name in wanted if self.sizes.get(name) != 1)
         if exactly and not isinstance(axis, str):
-            return tuple(one for one in self.collectives if set(one.mesh_axes) == wanted)
-        return tuple(one for one in self.collectives if not wanted.isdisjoint(one.mesh_axes))
+            return tuple(
+                collective for collective in self.collectives if set(collective.mesh_axes) == wanted
+            )
+        return tuple(
+            collective
+            for collective in self.collectives
+            if not wanted.isdisjoint(collective.mesh_axes)
+        )
 
     def _mesh_axes(self, axis: str) -> frozenset[str]:
         known = dict.fromkeys(
-            [*self.sizes, *(name for one in self.collectives for name in one.mesh_axes)]
+            [
+                *self.sizes,
+                *(name for collective in self.collectives for name in collective.mesh_axes),
+            ]
         )
         if axis in known:
             return frozenset({axis})
@@ -84,7 +93,9 @@ class Program:
             return names
         everything = [
             *known,
-            *dict.fromkeys(axis_label(one) for axes in carried.values() for one in axes),
+            *dict.fromkeys(
+                axis_label(semantic_axis) for axes in carried.values() for semantic_axis in axes
+            ),
         ]
         reason = (
             "no rule puts it over a mesh axis of more than one device"
@@ -128,7 +139,9 @@ def read_program(
     requested = mesh
     if requested is None and known is not None:
         requested = known.mesh
-    if isinstance(program, (tuple, list)) and all(isinstance(one, Collective) for one in program):
+    if isinstance(program, (tuple, list)) and all(
+        isinstance(entry, Collective) for entry in program
+    ):
         sizes = {} if requested is None else mesh_sizes(requested)
         return Program(name="the program", collectives=tuple(program), sizes=sizes, carried=carried)
     with manager if manager is not None else contextlib.nullcontext():
@@ -136,37 +149,41 @@ def read_program(
             ("the program", program) if isinstance(program, str) else _lowered(program, args)
         )
         compiled = lowered.compile() if isinstance(lowered, jax.stages.Lowered) else lowered
-    found = _checked_mesh(requested, compiled)
-    collectives = read_collectives(compiled, found, trips=trips)
+    program_mesh = _checked_mesh(requested, compiled)
+    collectives = read_collectives(compiled, program_mesh, trips=trips)
     if (
         own_types
         and isinstance(lowered, jax.stages.Lowered)
         and _may_hide_bfloat16(lowered, compiled, collectives)
     ):
-        told = read_collectives(
-            lowered.compile(compiler_options=_ALL_CONVERSIONS), found, trips=trips
+        recompiled = read_collectives(
+            lowered.compile(compiler_options=_ALL_CONVERSIONS), program_mesh, trips=trips
         )
         # The second program counts only if its collectives are the same but for the element types.
         collectives = (
-            told if list(map(_send, told)) == list(map(_send, collectives)) else collectives
+            recompiled
+            if list(map(_send, recompiled)) == list(map(_send, collectives))
+            else collectives
         )
     if (
         not collectives
-        and found.size > 1
+        and program_mesh.size > 1
         and not isinstance(compiled, str)
         and is_same_everywhere(compiled)
     ):
         raise ProgramError(
             (
-                f"{name} does the same on each of {found.size} devices: nothing is sharded, so "
-                f"nothing can be sent"
+                f"{name} does the same on each of {program_mesh.size} devices: nothing is sharded, "
+                f"so nothing can be sent"
             ),
             fix=(
                 "shard the arguments (pm.shard, jax.device_put), or give ShapeDtypeStructs that "
                 "have shardings"
             ),
         )
-    return Program(name=name, collectives=collectives, sizes=mesh_sizes(found), carried=carried)
+    return Program(
+        name=name, collectives=collectives, sizes=mesh_sizes(program_mesh), carried=carried
+    )
 
 
 def _lowered(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
@@ -188,26 +205,33 @@ def _lowered(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
     return function_name(program), jitted.lower(*args)
 
 
-def _may_hide_bfloat16(lowered: Any, compiled: Any, found: Sequence[Collective]) -> bool:
+def _may_hide_bfloat16(lowered: Any, compiled: Any, collectives: Sequence[Collective]) -> bool:
     """Tell whether XLA for CPU may have dropped the conversions that show bfloat16 collectives."""
     if (
-        not any(one.dtype == one.wire_dtype == "f32" for one in found)
+        not any(collective.dtype == collective.wire_dtype == "f32" for collective in collectives)
         or "bf16" not in lowered.as_text()
     ):
         return False
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return all(device.platform == "cpu" for one in shardings for device in one.device_set)
+    return all(device.platform == "cpu" for sharding in shardings for device in sharding.device_set)
 
 
-def _send(one: Collective) -> tuple[Any, ...]:
-    return (one.kind, one.mesh_axes, one.devices, one.count, one.wire_dtype, one.wire_bytes)
+def _send(collective: Collective) -> tuple[Any, ...]:
+    return (
+        collective.kind,
+        collective.mesh_axes,
+        collective.devices,
+        collective.count,
+        collective.wire_dtype,
+        collective.wire_bytes,
+    )
 
 
 def is_same_everywhere(compiled: Any) -> bool:
     """Tell whether each device runs the whole program: nothing is sharded and nothing is sent."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return (
-        all(one.is_fully_replicated for one in shardings)
+        all(sharding.is_fully_replicated for sharding in shardings)
         and "partition-id()" not in compiled.as_text()
     )
 
@@ -217,7 +241,7 @@ def function_name(f: Callable[..., Any]) -> str:
     return getattr(f, "__name__", type(f).__name__)
 
 
-def _checked_mesh(asked: Mesh | AbstractMesh | None, compiled: Any) -> Mesh | AbstractMesh:
+def _checked_mesh(requested: Mesh | AbstractMesh | None, compiled: Any) -> Mesh | AbstractMesh:
     """Return the mesh of the caller, or that of the program's arguments; they must agree."""
     shardings = (
         ()
@@ -225,18 +249,20 @@ def _checked_mesh(asked: Mesh | AbstractMesh | None, compiled: Any) -> Mesh | Ab
         else jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     )
     own: list[Any] = [
-        one.mesh for one in shardings if isinstance(one, NamedSharding) and one.mesh.size > 1
+        sharding.mesh
+        for sharding in shardings
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
     ]
-    if asked is None and not own:
+    if requested is None and not own:
         raise MeshSpecError(
             "no argument and no result of the program is on a mesh", fix="pass mesh=, or manager="
         )
-    if asked is not None and own and own[0].shape_tuple != asked.shape_tuple:
+    if requested is not None and own and own[0].shape_tuple != requested.shape_tuple:
         raise MeshMismatchError(
             (
                 f"the program's arrays are on the mesh {dict(own[0].shape_tuple)}, not on "
-                f"{dict(asked.shape_tuple)}"
+                f"{dict(requested.shape_tuple)}"
             ),
             fix="pass the mesh or the manager that the arrays were placed with",
         )
-    return own[0] if asked is None else asked
+    return own[0] if requested is None else requested

@@ -21,7 +21,7 @@ from shardwright.errors import MeshSpecError, ShardingError, did_you_mean
 from shardwright.manager.manager import PartitionManager
 from shardwright.mesh.build import INFER, MeshSpec, create_mesh, parse_mesh, resolve_axis_types
 from shardwright.testing.ambient import AmbientLeftError, isolated
-from shardwright.testing.meshes import USUAL, asked_devices, flagged_devices, try_for_devices
+from shardwright.testing.meshes import USUAL, flagged_devices, requested_devices, try_for_devices
 from shardwright.vocabulary.modes import mode_name, parse_mode
 
 _ARGUMENTS = ("axis_types", "strategy", "mode")
@@ -106,10 +106,10 @@ def _nearest_markers(definition: Any) -> list[pytest.Mark]:
 
     The nearest of these that has markers counts.
     """
-    found = list(definition.iter_markers_with_node("mesh"))
-    nearest = [mark for node, mark in found if node is found[0][0]]
+    marked = list(definition.iter_markers_with_node("mesh"))
+    nearest = [mark for node, mark in marked if node is marked[0][0]]
     # Decorators apply from the bottom up; a module's `pytestmark` is a list as written.
-    return nearest if found and isinstance(found[0][0], pytest.Module) else nearest[::-1]
+    return nearest if marked and isinstance(marked[0][0], pytest.Module) else nearest[::-1]
 
 
 def cases_of(marker: pytest.Mark) -> list[MeshCase]:
@@ -156,14 +156,14 @@ def _several(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
-def prepare(asked: int | None) -> None:
+def prepare(requested: int | None) -> None:
     """Request the devices of the session before a backend starts.
 
     XLA_FLAGS and `jax_num_cpu_devices` count, unless the plugin's option is larger.
     """
-    already = max(asked_devices(), flagged_devices())
-    if asked:
-        count = max(asked, already)
+    already = max(requested_devices(), flagged_devices())
+    if requested:
+        count = max(requested, already)
     else:
         count = already if already > 1 else USUAL
     try_for_devices(count)
@@ -171,22 +171,22 @@ def prepare(asked: int | None) -> None:
 
 @contextlib.contextmanager
 def placed(
-    case: MeshCase, root: Path, *, asked: int | None = None, backend: str = "cpu"
+    case: MeshCase, root: Path, *, requested: int | None = None, backend: str = "cpu"
 ) -> Iterator[Mesh]:
     """Build the mesh of a case for one test, which computes on the devices of that mesh.
 
     Yields the mesh. A test that leaves a mesh or a manager set fails, and it is reset.
     """
-    devices = _devices(case, asked, backend)
+    devices = _devices(case, requested, backend)
     try:
         if case.spec is None:
-            made = _strategy(case.strategy, root).make_mesh(devices=devices)
+            mesh = _strategy(case.strategy, root).make_mesh(devices=devices)
         else:
-            made = create_mesh(str(case.spec), devices=devices, axis_types=case.axis_types)
+            mesh = create_mesh(str(case.spec), devices=devices, axis_types=case.axis_types)
     except ShardingError as error:
         raise _failure(str(error)) from None
     with nothing_left(), _computing_on(devices[0]):
-        yield made
+        yield mesh
 
 
 @contextlib.contextmanager
@@ -198,11 +198,11 @@ def managed(case: MeshCase, mesh: Mesh, *, root: Path) -> Iterator[PartitionMana
             f'strategy="fsdp_tp")'
         )
     try:
-        made = PartitionManager(_strategy(case.strategy, root), mesh=mesh, mode=case.mode)
+        manager = PartitionManager(_strategy(case.strategy, root), mesh=mesh, mode=case.mode)
     except ShardingError as error:
         raise _failure(str(error)) from None
-    with made, nothing_left():
-        yield made
+    with manager, nothing_left():
+        yield manager
 
 
 @contextlib.contextmanager
@@ -241,7 +241,7 @@ def _computing_on(device: jax.Device) -> Iterator[None]:
             yield
 
 
-def _devices(case: MeshCase, asked: int | None, backend: str) -> list[jax.Device]:
+def _devices(case: MeshCase, requested: int | None, backend: str) -> list[jax.Device]:
     """Return the devices of a backend, or fail the test if a case needs more."""
     needed = math.prod(size for size in case.spec.sizes if size != INFER) if case.spec else 1
     try:
@@ -251,13 +251,17 @@ def _devices(case: MeshCase, asked: int | None, backend: str) -> list[jax.Device
     if len(devices) < needed:
         raise _failure(
             _too_few(
-                f"mesh {case.spec}", needed=needed, have=len(devices), asked=asked, backend=backend
+                f"mesh {case.spec}",
+                needed=needed,
+                have=len(devices),
+                requested=requested,
+                backend=backend,
             )
         )
     return devices
 
 
-def _too_few(mesh: str, *, needed: int, have: int, asked: int | None, backend: str) -> str:
+def _too_few(mesh: str, *, needed: int, have: int, requested: int | None, backend: str) -> str:
     """Return the message about too few devices: the reason and the fix."""
     label = f"{backend.upper()} device{'' if have == 1 else 's'}"
     what = f"{mesh} needs {needed}, JAX runs with {have} {label}"
@@ -272,18 +276,18 @@ def _too_few(mesh: str, *, needed: int, have: int, asked: int | None, backend: s
             f"  fix   run without --mesh-backend for virtual CPU devices, or select the tests "
             f"that fit {have} {label}"
         )
-    if asked and have < asked:
+    if requested and have < requested:
         return (
-            f"{what}: something used JAX before virtual_devices = {asked} was read, such as "
+            f"{what}: something used JAX before virtual_devices = {requested} was read, such as "
             f"another plugin\n"
             f"  fix   start pytest with "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}, or move that use of "
             f"JAX into a fixture"
         )
-    if asked or asked_devices() == have > 1:
+    if requested or requested_devices() == have > 1:
         source = (
-            f"virtual_devices = {asked}"
-            if asked
+            f"virtual_devices = {requested}"
+            if requested
             else f"that is what XLA_FLAGS or a conftest.py asks for, or the usual {USUAL}"
         )
         return f"{what}: {source}\n  fix   {more}"

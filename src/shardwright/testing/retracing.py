@@ -53,27 +53,29 @@ def assert_no_retrace(
         for number, call in enumerate(calls, 1):
             args = _arguments(call, result, number)
             seen = _seen(args)
-            with watch_compilations() as found:
+            with watch_compilations() as compilations:
                 result = f(*args)
             if number == 1:
                 first = seen
-                _check_jitted(f, found)
-            elif found.traced or found.compiled:
-                raise AssertionError(_message(f, number, found, first, seen))
+                _check_jitted(f, compilations)
+            elif compilations.traced or compilations.compiled:
+                raise AssertionError(_message(f, number, compilations, first, seen))
 
 
-def _check_jitted(f: Callable[..., Any], found: Compilations) -> None:
+def _check_jitted(f: Callable[..., Any], compilations: Compilations) -> None:
     """Check that the first call ran something jitted; otherwise there is nothing to count."""
     __tracebackhide__ = True
     # JAX jits its own operations too, but gives reasons only for functions that users jit.
     if hasattr(f, "clear_cache") or (
-        found.reasons if found.explained else found.traced or found.compiled
+        compilations.reasons
+        if compilations.explained
+        else compilations.traced or compilations.compiled
     ):
         return
     if isinstance(f, jax.stages.Compiled):
         what, fix = "is already compiled and never traces again", "pass the jitted function"
     else:
-        ran = ", ".join(dict.fromkeys(found.traced))
+        ran = ", ".join(dict.fromkeys(compilations.traced))
         what = (
             f"is not jitted and calls nothing that is{f': it ran {ran} one by one' if ran else ''}"
         )
@@ -88,9 +90,11 @@ def _arguments(call: Any, result: Any, number: int) -> Sequence[Any]:
     __tracebackhide__ = True
     args = call(result) if callable(call) else call
     if type(args) not in (tuple, list):
-        got = f"the function of call {number} returned" if callable(call) else f"call {number} is"
+        source = (
+            f"the function of call {number} returned" if callable(call) else f"call {number} is"
+        )
         raise TypeError(
-            f"{got} one {type(args).__name__}, not the arguments of a call\n"
+            f"{source} one {type(args).__name__}, not the arguments of a call\n"
             "  fix   write each call as a tuple: assert_no_retrace(f, (x,), (x,)), or lambda "
             "out: (out,)"
         )
@@ -122,11 +126,11 @@ def _bytes(value: Any) -> str:
 
 
 def _message(
-    f: Any, number: int, found: Compilations, first: Sequence[Any], now: Sequence[Any]
+    f: Any, number: int, compilations: Compilations, first: Sequence[Any], now: Sequence[Any]
 ) -> str:
     did = [
         f"{verb} {', '.join(dict.fromkeys(names))}"
-        for verb, names in (("traced", found.traced), ("compiled", found.compiled))
+        for verb, names in (("traced", compilations.traced), ("compiled", compilations.compiled))
         if names
     ]
     lines = [f"call {number} of {function_name(f)} {' and '.join(did)}"]
@@ -136,7 +140,7 @@ def _message(
     rows += [
         (path, text, size, "absent", "-")
         for path, text, size in first
-        if path not in {one for one, _, _ in now}
+        if path not in {path_now for path_now, _, _ in now}
     ]
     if rows:
         lines += ["", *table([_HEAD, *rows])]
@@ -150,6 +154,8 @@ def _message(
             "  fix   jit once, outside the call; look at static arguments, closures and the "
             "ambient context"
         )
-    reasons = [f"  {line}" for reason in found.reasons for line in ["", *reason.splitlines()]]
+    reasons = [
+        f"  {line}" for reason in compilations.reasons for line in ["", *reason.splitlines()]
+    ]
     *lines, fix = lines
     return "\n".join([*lines, *reasons, fix])

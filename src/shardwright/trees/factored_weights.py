@@ -1,6 +1,7 @@
-"""Weights stored in parts, annotated once by the weight.
+"""Annotate weights that are stored as several arrays.
 
-Quantized values and scales, low-rank pairs.
+These are quantized values with their scales, and low-rank pairs. The annotation of the whole weight
+gives those of its arrays.
 """
 
 from __future__ import annotations

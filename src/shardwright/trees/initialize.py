@@ -1,4 +1,4 @@
-"""Make the arrays of a tree of ArraySpecs."""
+"""Create the arrays of a tree of `ArraySpec`s."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class _Place:
     Attributes:
       shape: Shape of the array.
       rest: Path of the array below the node's field.
-      param: Parameter whose path starts `rest`, or None.
+      param: Parameter whose path is the first part of `rest`, or None.
       below: Part of `rest` below the parameter's path.
       sibling: Function from another field to the shape at the same path there, or None.
     """

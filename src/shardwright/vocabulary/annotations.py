@@ -102,8 +102,8 @@ class PartOf(SizedAnnotation):
     """An array that is sharded like some dims of another array: a moment, a scale, one half of a
     low-rank pair.
 
-    It may stand wherever an annotation may. The whole array is resolved first, under its own path;
-    the part then takes over the mesh axes of the dims it follows, so that both always fit together.
+    It is itself an annotation. The whole array is resolved first, under its own path. The part then
+    takes over the mesh axes of the dims it follows, so that both always fit together.
 
     Attributes:
       annotation: The whole array's annotation.
@@ -252,15 +252,15 @@ def _frozen(entries: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
     return frozen
 
 
-def one_annotation(axes: tuple[Any, ...]) -> Any:
+def read_annotation(axes: tuple[Any, ...]) -> Any:
     """Return `*axes` as one annotation: they are axes, composites and merged dims, or already one
     annotation.
     """
-    return as_annotation(asked_annotation(axes))
+    return as_annotation(join_axes(axes))
 
 
-def asked_annotation(axes: tuple[Any, ...]) -> Any:
-    """Return `*axes` as one annotation, without the checks of `one_annotation`."""
+def join_axes(axes: tuple[Any, ...]) -> Any:
+    """Return `*axes` as one annotation, without the checks of `read_annotation`."""
     return axes[0] if len(axes) == 1 and not isinstance(axes[0], (str, MergedDim)) else axes
 
 

@@ -4,7 +4,7 @@ After Dao et al. 2023. The bytes sent grow with the queries and never with the k
 or two collectives:
 
 - Few queries take one all-gather of the shards' float32 outputs and logsumexps, which every shard
-  combines. That sends more bytes than two collectives, in less time than the second takes to start.
+  combines. That sends more bytes than two collectives, but saves the time to start the second one.
 - Many queries take two. An all-to-all trades the shards' partial results for whole results of some
   heads, and sends `(n - 1) / n` of a part. An all-gather then replicates the output. One collective
   cannot send so little: a whole sum is a reduce-scatter and an all-gather. Heads that do not divide

@@ -148,7 +148,8 @@ def _attend_backward(how: SplashBlocks, recipe: Recipe, kept: Any, cotangents: A
     if floats["sinks"] is not None:
         grads["sinks"] = blockwise.sinks_gradient(floats["sinks"], lse=lse, delta=delta)
     return {
-        name: None if one is None else one.astype(floats[name].dtype) for name, one in grads.items()
+        name: None if grad is None else grad.astype(floats[name].dtype)
+        for name, grad in grads.items()
     }, None
 
 

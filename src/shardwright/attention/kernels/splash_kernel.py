@@ -379,7 +379,7 @@ def _forward_body(
     def _start() -> None:
         if start:
             acc_ref[...] = start[0][...]
-            m_ref[...], l_ref[...] = (_column(one[0], lanes=LANES) for one in start[1:])
+            m_ref[...], l_ref[...] = (_column(running[0], lanes=LANES) for running in start[1:])
         else:
             sink = scalars[1][head] if len(scalars) > 1 else DEFAULT_MASK_VALUE
             acc_ref[...] = jnp.zeros_like(acc_ref)

@@ -120,7 +120,7 @@ def run_inner(
 
 
 def _attend_by_cudnn(whole: Operands, recipe: Any, *, call: AttentionCall) -> tuple[Any, None]:
-    del recipe  # cuDNN takes the call's
+    del recipe  # cuDNN reads the recipe of the call
     return cudnn.attend(whole, call=call).o, None
 
 

@@ -94,13 +94,15 @@ def run_opaque(
 
 
 def inside_shard_map() -> tuple[str, ...]:
-    """Return the reason to refuse a `shard_map` around the call, which tracks varying mesh axes."""
+    """Return the reason to refuse a call inside a `shard_map`; empty outside of one.
+
+    That `shard_map` may track varying mesh axes, which it cannot do through the kernel.
+    """
     ambient = _jax.ambient_mesh()
     manual = "+".join(ambient.manual_axes) if ambient is not None else ""
     if not manual:
         return ()
-    split = f"a shard_map around the call has split {manual}"
-    return (f"{split}, and its kernel needs one that checks nothing",)
+    return (f"its kernel cannot run inside a shard_map, and one has split {manual} here",)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -95,7 +95,7 @@ class PartitionAxis(Attributes):
     def _clean(self, value: Any) -> Any:
         """Normalize a value: lists to tuples, parallelism axes to mesh axes, replicated to None."""
         if isinstance(value, (list, tuple)):
-            return flat_names(tuple(self._clean(one) for one in value)) if value else value
+            return flat_names(tuple(self._clean(entry) for entry in value)) if value else value
         if not isinstance(value, str):
             return value
         if value in (EMPTY, REPLICATED):

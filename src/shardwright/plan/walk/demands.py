@@ -33,25 +33,27 @@ def demands(
       sizes: Size of each mesh axis.
       target: The dims that a constraint equation asks for, or None where it asks for nothing.
     """
-    asked: Demands = {}
+    demands_by_variable: Demands = {}
 
     def ask(variable: Any, dims: Dims | None) -> None:
-        if dims is None or isinstance(variable, Literal) or variable in asked:
+        if dims is None or isinstance(variable, Literal) or variable in demands_by_variable:
             return
         if len(dims) == len(variable.aval.shape):
-            asked[variable] = dims
+            demands_by_variable[variable] = dims
 
     for variable, dims in zip(jaxpr.outvars, outputs, strict=True):
         ask(variable, dims)
     for equation in reversed(jaxpr.eqns):
         if equation.primitive.name in CONSTRAINTS:
             ask(equation.invars[0], target(equation))
-        elif equation.outvars and (dims := asked.get(equation.outvars[0])) is not None:
+        elif (
+            equation.outvars and (dims := demands_by_variable.get(equation.outvars[0])) is not None
+        ):
             for variable, passed in zip(
                 equation.invars, _passed_on(equation, dims, sizes), strict=False
             ):
                 ask(variable, passed)
-    return asked
+    return demands_by_variable
 
 
 def _passed_on(equation: Any, dims: Dims, sizes: Mapping[str, int]) -> Sequence[Dims | None]:

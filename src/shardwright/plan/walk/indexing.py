@@ -114,5 +114,5 @@ def gather(step: Step) -> list[Value]:
     if not index.free:
         # Every device along a sharded dim looks all rows up, so it needs all of their positions.
         step.move(1, tuple(kept))
-    found = Value(dims=tuple(dims), owed=owed, origins={**index.origins, **value.origins})
-    return [step.ledger.settle(found, result, step.site)]
+    looked_up = Value(dims=tuple(dims), owed=owed, origins={**index.origins, **value.origins})
+    return [step.ledger.settle(looked_up, result, step.site)]

@@ -97,15 +97,15 @@ def _places(step: Step, values: Sequence[Value], labels: Labels) -> dict[str, st
     places: dict[str, str] = {}
     one_sided: dict[str, tuple[str, int]] = {}
     for axis, claims in _claims(step, values, labels).items():
-        told = _told(axis, labels, step.wanted[0])
+        decided_label = _told(axis, labels, step.wanted[0])
         contracted = [label for label in claims if label.startswith("c")]
         shared = [label for label in contracted if len(claims[label].operands) == 2]
-        if told in claims:
-            places[axis] = told
+        if decided_label in claims:
+            places[axis] = decided_label
         elif shared:
             places[axis] = shared[0]
-        elif len(claims) == 1 and contracted and told is not None:
-            places[axis] = told
+        elif len(claims) == 1 and contracted and decided_label is not None:
+            places[axis] = decided_label
         elif len(claims) == 1 and contracted:
             (label,) = contracted
             one_sided[axis] = label, claims[label].operands[0]
