@@ -70,7 +70,7 @@ def test_one_mistake_is_one_problem(data: dict[str, Any], says: str) -> None:
         ),
         (
             'version = 1\nrules = ["a"]\n',
-            r"<toml>:2 rules: expected a table, got \['a'\]\n  fix   write a table: \[rules\]",
+            r"<toml>:2 rules.0: expected a table, got 'a'\n  fix   write \[\[rules\]\] above",
         ),
         ("version = 1\npolicy = 3\n", r"<toml>:2 policy: expected a table, got 3"),
         (

@@ -39,19 +39,21 @@ class Candidate:
     parts: tuple[tuple[str, ...], ...] = ()
 
 
-def reduced(written: tuple[str, ...], sizes: Mapping[str, int], missing: Missing) -> Candidate:
-    """Return a candidate without the mesh axes that are absent or have size 1; record each of
-    them.
+def reduced(
+    written: tuple[str, ...], sizes: Mapping[str, int], missing: Missing, least: int = 2
+) -> Candidate:
+    """Return a candidate without the mesh axes that are absent or smaller than `least`; record each
+    of them.
     """
     # Most candidates are single mesh axes that stay.
-    if len(written) == 1 and sizes.get(written[0], 1) > 1:
+    if len(written) == 1 and sizes.get(written[0], 0) >= least:
         return Candidate(written=written, live=written)
     live: list[str] = []
     passed: list[Skip] = []
     lost = False
     for axis in written:
         size = sizes.get(axis)
-        if size is not None and size > 1:
+        if size is not None and size >= least:
             live.append(axis)
             continue
         reason = Reason.MISSING if size is None else Reason.SIZE_ONE
@@ -136,7 +138,11 @@ def _with_dash(rule: Rule) -> str:
 
 
 def make_composite(
-    axes: Sequence[str], rules: Sequence[Rule | None], sizes: Mapping[str, int], missing: Missing
+    axes: Sequence[str],
+    rules: Sequence[Rule | None],
+    sizes: Mapping[str, int],
+    missing: Missing,
+    least: int = 2,
 ) -> Composite | Problem | None:
     """Return the candidates of a composite; None if no member has a rule, a problem if the rules do
     not combine.
@@ -159,7 +165,7 @@ def make_composite(
                 ),
             )
     members = tuple(rule for _, rule in stated)
-    chains = tuple(_chain(rule, sizes, missing) for rule in members)
+    chains = tuple(_chain(rule, sizes, missing, least) for rule in members)
     unruled = [axis_label(axis) for axis, rule in zip(axes, rules, strict=True) if rule is None]
     composite = Composite(
         members=members,
@@ -181,12 +187,14 @@ def make_composite(
     return composite
 
 
-def _chain(rule: Rule, sizes: Mapping[str, int], missing: Missing) -> tuple[Candidate, ...]:
+def _chain(
+    rule: Rule, sizes: Mapping[str, int], missing: Missing, least: int
+) -> tuple[Candidate, ...]:
     """Return the candidates of a member, in order, each once and none without mesh axes."""
     chain: list[Candidate] = []
     passed: tuple[Skip, ...] = ()
     for written in rule.candidates:
-        candidate = reduced(written, sizes, missing)
+        candidate = reduced(written, sizes, missing, least)
         passed += candidate.passed
         if candidate.lost or (
             candidate.live and candidate.live not in [other.live for other in chain]

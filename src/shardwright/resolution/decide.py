@@ -1,11 +1,11 @@
 """Decide one dim. Divisibility, conflicts and fallbacks are decided here, and nowhere else in the
 project.
 
-Dims are decided from left to right:
+Dims are decided from left to right (`policy.order = "rules"`: see `rule_order`):
 
-1. Find the rule of the dim's axis, by mode, role and path (`_rule_for`). A composite has the rules
+1. Find the rule of the dim's axis, by mode, role and path (`rule_for`). A composite has the rules
    of its members.
-2. Take the first candidate whose mesh axes are free and whose product divides the dim (`_try`).
+2. Take the first candidate whose mesh axes are free and whose product divides the dim (`attempt`).
 3. If none fits, apply the rule's own fallback, then the policy (`fallbacks.fall_back`).
 4. If a weight is used rather than stored, drop the mesh axes that it is gathered over (`gathered`).
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shardwright import _jax
@@ -59,6 +59,7 @@ class Decider:
       taken: Mesh axis -> position and label of the dim that holds it.
       problems: What went wrong so far.
       stood_in: Dims that use the rule of the semantic axis named in `Dim.means`.
+      least: Smallest mesh axis that a dim takes. A mesh axis of size 1 shards nothing.
     """
 
     rules: AxisRules
@@ -71,6 +72,7 @@ class Decider:
     taken: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     problems: list[Problem] = dataclasses.field(default_factory=list)
     stood_in: set[int] = dataclasses.field(default_factory=set)
+    least: int = 2
 
     def decide(self, position: int, dim: Dim) -> DimDecision:
         """Decide one dim and take its mesh axes."""
@@ -124,22 +126,26 @@ class Decider:
         return math.prod([self.sizes[axis] for axis in live if axis not in self.manual])
 
     def _by_rule(self, draft: Draft, dim: Dim) -> DimDecision:
-        rule = self._rule_for(dim, draft.dim)
+        rule = self.rule_for(dim, draft.dim)
         if rule is None:
-            failed = bool(self.problems) and self.problems[-1].dim == draft.dim
-            return draft.decided(Outcome.FAILED if failed else Outcome.NO_RULE)
+            return self.without_rule(draft)
         if dim.merged:
             draft.judged_as = axis_label(dim.axes[0])
         size = dim.merged[0][1] if dim.merged else draft.size
-        if isinstance(rule, Rule) and rule.of_one is not None and self._is_one(size, rule):
+        if isinstance(rule, Rule) and rule.of_one is not None and self.is_one(size, rule):
             rule = rule.of_one
         return self._choose(draft, rule, size)
 
-    def _is_one(self, size: int | None, rule: Rule) -> bool:
+    def is_one(self, size: int | None, rule: Rule) -> bool:
         """Tell whether the global size of a dim is 1. A local size is not: it has been divided."""
         if size is None or _jax.is_symbolic(size) or not self.manual.isdisjoint(rule.mesh_axes):
             return False
         return size == 1
+
+    def without_rule(self, draft: Draft) -> DimDecision:
+        """Decide a dim that has no rule, or whose composite's rules conflict."""
+        failed = bool(self.problems) and self.problems[-1].dim == draft.dim
+        return draft.decided(Outcome.FAILED if failed else Outcome.NO_RULE)
 
     def _literal(self, draft: Draft, names: tuple[str, ...]) -> DimDecision:
         """Decide an entry of a literal spec like a rule's candidate, except that only a policy may
@@ -180,7 +186,7 @@ class Decider:
     def _stated(self, axis: str) -> Rule | None:
         return self.rules.stated(axis, mode=self.mode, role=self.role, path=self.path)
 
-    def _rule_for(self, dim: Dim, position: int) -> Chain | None:
+    def rule_for(self, dim: Dim, position: int) -> Chain | None:
         """Return the rule of a dim; None if it has none, or if a composite's rules conflict (then a
         problem is added).
         """
@@ -192,7 +198,8 @@ class Decider:
         if len(dim.axes) == 1:
             return self._stated(dim.axes[0]) or default_rule(dim.axes[0])
         rules = [self._stated(axis) or default_rule(axis) for axis in dim.axes]
-        composite = make_composite(dim.axes, rules, self.sizes, self.rules.policy.missing)
+        missing = self.rules.policy.missing
+        composite = make_composite(dim.axes, rules, self.sizes, missing, self.least)
         if isinstance(composite, Problem):
             self._add(composite, dim, position)
             return None
@@ -226,31 +233,31 @@ class Decider:
             return self._chosen(draft, rule, None)
 
     def _chosen(self, draft: Draft, rule: Chain, size: int | None) -> DimDecision:
-        trial = self._try(rule, size)
+        trial = self.attempt(self.candidates(rule), size)
         draft.rule, draft.skipped = rule.ref, tuple(trial.skipped)
         if trial.dropped_missing:
             return draft.decided(Outcome.POLICY_MISSING)
-        if size is None and self._needs_shape(trial, rule):
-            fix = "pass shape="
-            if draft.size is not None:
-                fix = (
-                    f"write {draft.size} as a multiple, such as 8*b, or give the rule one candidate"
-                )
-            what = "which candidate applies depends on the size"
-            self.add_problem(
-                ShapeRequiredError, what, draft.dim, draft.label, rule=rule.ref, fix=fix
-            )
-            return draft.decided(Outcome.FAILED)
+        if size is None and self.needs_shape(trial, rule):
+            return self.without_shape(draft, rule)
         if trial.chosen is not None:
             return draft.decided(Outcome.CHOSEN, mesh_axes=trial.chosen, unchecked=size is None)
         return fall_back(self, draft, rule, trial, size)
 
-    def _try(self, rule: Chain, size: int | None) -> Trial:
+    def without_shape(self, draft: Draft, rule: Chain) -> DimDecision:
+        """Decide a dim whose size is unknown, but selects the candidate: that is a problem."""
+        fix = "pass shape="
+        if draft.size is not None:
+            fix = f"write {draft.size} as a multiple, such as 8*b, or give the rule one candidate"
+        what = "which candidate applies depends on the size"
+        self.add_problem(ShapeRequiredError, what, draft.dim, draft.label, rule=rule.ref, fix=fix)
+        return draft.decided(Outcome.FAILED)
+
+    def attempt(self, candidates: Iterable[Candidate], size: int | None) -> Trial:
         """Try the candidates in order. Without a size, continue after the first that fits, to
         collect all mesh axes that may apply.
         """
         trial = Trial()
-        for candidate in self._candidates(rule):
+        for candidate in candidates:
             trial.skipped += candidate.passed
             if candidate.lost and size is None and trial.lives:
                 # An earlier candidate applies to some sizes and this one to the others. Without a
@@ -284,11 +291,12 @@ class Decider:
                 return trial
         return trial
 
-    def _candidates(self, rule: Chain) -> Iterator[Candidate]:
+    def candidates(self, rule: Chain) -> Iterator[Candidate]:
+        """Yield the candidates of a rule as they are tried."""
         if isinstance(rule, Composite):
             return rule.candidates()
         missing = self.rules.policy.missing
-        return (reduced(written, self.sizes, missing) for written in rule.candidates)
+        return (reduced(written, self.sizes, missing, self.least) for written in rule.candidates)
 
     def _dropped(self, size: int | None, live: tuple[str, ...]) -> bool:
         """Tell whether `indivisible = "drop"` replicates the dim, so that it cannot conflict with
@@ -317,7 +325,7 @@ class Decider:
         trial.skipped.append(Skip(reason=failure.reason, candidate=written, detail=detail))
         trial.failure = trial.failure or failure
 
-    def _needs_shape(self, trial: Trial, rule: Chain) -> bool:
+    def needs_shape(self, trial: Trial, rule: Chain) -> bool:
         """Tell whether the size decides which of several answers applies."""
         policy = self.rules.policy
         if trial.lives and policy.indivisible is not Indivisible.ERROR:

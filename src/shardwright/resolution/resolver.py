@@ -1,7 +1,8 @@
 """Resolve an annotation: which mesh axes each dim is sharded over, and why.
 
 The resolver is pure: no arrays, devices, globals or environment. It lowers a request to dims, a
-mode and a role. `decide` decides each dim from left to right, `parts` derives parts of a weight and
+mode and a role. `decide` decides each dim from left to right, or `rule_order` in the order of the
+rules; `parts` derives parts of a weight and
 optimizer state. The rules keep the answers of recent requests.
 """
 
@@ -25,7 +26,8 @@ from shardwright.mesh.build import MeshSizes, mesh_sizes
 from shardwright.resolution.decide import Decider
 from shardwright.resolution.decisions import DimDecision, ModeFrom, Outcome, Resolution
 from shardwright.resolution.parts import Derived, add_zero1, take_part
-from shardwright.resolution.rules import AxisRules, Rank
+from shardwright.resolution.rule_order import decide_in_rule_order
+from shardwright.resolution.rules import AxisRules, Order, Rank
 from shardwright.resolution.unknown_axes import unknown_axis
 from shardwright.vocabulary.annotations import ArraySpec, PartOf, as_annotation, is_annotation
 from shardwright.vocabulary.axes import Role
@@ -207,7 +209,10 @@ def _explain(
 
 
 def _decide_all(decider: Decider, dims: Sequence[Dim]) -> tuple[DimDecision, ...]:
-    decisions = [decider.decide(position, dim) for position, dim in enumerate(dims)]
+    if decider.rules.policy.order is Order.RULES:
+        decisions = decide_in_rule_order(decider, dims)
+    else:
+        decisions = [decider.decide(position, dim) for position, dim in enumerate(dims)]
     if decider.role is Role.USE:
         decisions = [
             decider.gathered(decision, dim) for decision, dim in zip(decisions, dims, strict=True)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from shardwright.errors import StrategyError, did_you_mean
 from shardwright.mesh.check import MOST_MESH_AXES, name_fault
 from shardwright.resolution.decisions import RuleRef
 from shardwright.resolution.path_patterns import PathPattern
+from shardwright.resolution.ranks import rank_orders
 from shardwright.resolution.recent import Recent
 from shardwright.vocabulary.axes import (
     KNOWN_AXES,
@@ -77,6 +78,13 @@ class Conflict(enum.StrEnum):
     NEXT = "next"
 
 
+class Order(enum.StrEnum):
+    """What is decided first if two dims want the same mesh axis."""
+
+    DIMS = "dims"
+    RULES = "rules"
+
+
 class Missing(enum.StrEnum):
     """What happens to a candidate that names a mesh axis that the mesh lacks."""
 
@@ -103,6 +111,8 @@ class Policy:
       conflict: For a mesh axis that another dim already holds: raise an error; leave it to that
         dim; or try the next candidate. Under "next" only a conflict leads to the next candidate: a
         size that does not divide is a matter of `indivisible`.
+      order: Decide dims from left to right, or try rules in the order in which they are written,
+        whatever their dim.
       gather: Mesh axes over which a weight is gathered where it is used.
       missing: For an absent mesh axis: drop it from its candidate, or replicate the whole dim.
       rank: For another rank: raise an error, or cut and pad the annotation to the array's rank.
@@ -117,6 +127,7 @@ class Policy:
 
     indivisible: Indivisible = Indivisible.ERROR
     conflict: Conflict = Conflict.ERROR
+    order: Order = Order.DIMS
     gather: tuple[str, ...] = ()
     missing: Missing = Missing.SKIP
     rank: Rank = Rank.ERROR
@@ -127,6 +138,7 @@ class Policy:
         for name, kind in (
             ("indivisible", Indivisible),
             ("conflict", Conflict),
+            ("order", Order),
             ("missing", Missing),
             ("rank", Rank),
         ):
@@ -184,12 +196,14 @@ class Rule:
       candidates: Mesh axes, in the order in which they are tried.
       fallback: What applies if no candidate fits.
       ref: Where the rule is written.
+      refs: Where each candidate is written, if that is not one line.
       of_one: The rule of a dim of size 1. None for this rule itself.
     """
 
     candidates: tuple[tuple[str, ...], ...]
     fallback: Fallback = Fallback.NONE
     ref: RuleRef = dataclasses.field(compare=False)
+    refs: tuple[RuleRef, ...] = dataclasses.field(default=(), compare=False, repr=False)
     of_one: Rule | None = None
 
     @property
@@ -328,6 +342,8 @@ class AxisRules:
       user_axes: Axes that the strategy declares.
       policy: What to do if a rule cannot be followed.
       attention: Pairs of a mode and the line that names its implementation of attention, sorted.
+      order: Under `policy.order = "rules"`, for the activations of each of `MODES` and then for
+        the params: the axis of every candidate, in the order in which they are tried. Else empty.
       known_axes: Every axis that an annotation may use.
     """
 
@@ -337,6 +353,7 @@ class AxisRules:
     user_axes: tuple[str, ...] = ()
     policy: Policy = Policy()
     attention: tuple[tuple[str, RuleRef], ...] = ()
+    order: tuple[tuple[str, ...], ...] = ()
     known_axes: frozenset[str] = dataclasses.field(init=False, repr=False)
     _tables: dict[tuple[str, Role], dict[str, Rule]] = dataclasses.field(init=False, repr=False)
     _values: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
@@ -345,6 +362,9 @@ class AxisRules:
     _fingerprint: bytes = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.policy.order is Order.RULES and not self.order:
+            what = 'policy order = "rules", but the rules have no order'
+            raise StrategyError(what, fix="compile a Strategy, or call build_rules")
         tables = {
             (mode, Role.ACTIVATION): dict(table)
             for mode, table in zip(MODES, self.activations, strict=True)
@@ -360,7 +380,15 @@ class AxisRules:
         object.__setattr__(
             self,
             "_values",
-            (self.activations, self.params, self.tensors, self.user_axes, self.policy, named),
+            (
+                self.activations,
+                self.params,
+                self.tensors,
+                self.user_axes,
+                self.policy,
+                self.order,
+                named,
+            ),
         )
         object.__setattr__(self, "_hash", hash(self._values))
         object.__setattr__(self, "_cache", Recent())
@@ -448,7 +476,13 @@ def share_values(rules: Any, other: Any) -> bool:
 
 
 def _rebuild(
-    activations: Any, params: Any, tensors: Any, user_axes: Any, policy: Policy, attention: Any
+    activations: Any,
+    params: Any,
+    tensors: Any,
+    user_axes: Any,
+    policy: Policy,
+    order: Any,
+    attention: Any,
 ) -> AxisRules:
     return AxisRules(
         activations=activations,
@@ -456,6 +490,7 @@ def _rebuild(
         tensors=tensors,
         user_axes=user_axes,
         policy=policy,
+        order=order,
         attention=attention,
     )
 
@@ -477,6 +512,7 @@ def build_rules(
     user_axes: Iterable[str] = (),
     policy: Policy | None = None,
     attention: Mapping[str, RuleRef] | None = None,
+    orders: Mapping[str, Sequence[str]] | None = None,
 ) -> AxisRules:
     """Build the rules: layer tables into one effective table per mode and role.
 
@@ -490,6 +526,8 @@ def build_rules(
       policy: What to do if a rule cannot be followed. Defaults to errors.
       attention: Mode -> the line that names its implementation of attention; `default` is for the
         other modes.
+      orders: Axis of every candidate of a table in the order in which they are written, by name of
+        the table. Defaults to the order of the table. Only `policy.order = "rules"` needs it.
     """
 
     def layer(*names: str) -> Table:
@@ -506,12 +544,14 @@ def build_rules(
         layer("rules", "params", *(f"modes.{mode}.params" for mode in chains[name]))
         for name in MODE_NAMES
     )
+    policy = policy or Policy()
     return AxisRules(
         activations=activations,
         params=params,
         tensors=tuple(tensors),
         user_axes=tuple(user_axes),
-        policy=policy or Policy(),
+        policy=policy,
+        order=rank_orders(tables, orders or {}) if policy.order is Order.RULES else (),
         attention=_attention_by_mode(attention or {}),
     )
 

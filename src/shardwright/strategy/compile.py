@@ -14,6 +14,7 @@ from shardwright.resolution.rules import (
     Conflict,
     Indivisible,
     Missing,
+    Order,
     Policy,
     Rank,
     TensorRules,
@@ -36,9 +37,12 @@ def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisR
     raise_problems(
         first_problems(itertools.chain(parsed.problems, name_problems(data, parsed, origin=origin)))
     )
+    compiled = _compile_policy(policy, parsed)
+    # The order within an entry counts only where rules are tried in their order.
+    arranged = sorted if compiled.order is Order.DIMS else list
     tensors = [
         TensorRules(
-            match=entry["match"], rules=tuple(sorted(parsed.tables["tensors", str(at)].items()))
+            match=entry["match"], rules=tuple(arranged(parsed.tables["tensors", str(at)].items()))
         )
         for at, entry in enumerate(data.get("tensors", ()))
     ]
@@ -50,7 +54,8 @@ def compile_rules(data: Mapping[str, Any], origin: Origin, policy: Any) -> AxisR
         layered,
         tensors=tensors,
         user_axes=user_axes,
-        policy=_compile_policy(policy, parsed),
+        policy=compiled,
+        orders={".".join(path): order for path, order in parsed.orders.items()},
         attention={
             key: RuleRef(
                 key=key, text=name, table="attention", source=source_of(("attention", key), origin)
@@ -66,6 +71,7 @@ def _compile_policy(table: Any, parsed: ParsedTables) -> Policy:
     return Policy(
         indivisible=Indivisible(table.indivisible or base.indivisible),
         conflict=Conflict(table.conflict or base.conflict),
+        order=Order(table.order or base.order),
         gather=parsed.gather.mesh_axes if parsed.gather is not None else (),
         idle=parsed.idle.mesh_axes if parsed.idle is not None else (),
         zero1=parsed.zero1 if parsed.zero1 is not None and parsed.zero1.candidates else None,

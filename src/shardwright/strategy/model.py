@@ -19,19 +19,22 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
+    WithJsonSchema,
     WrapSerializer,
+    WrapValidator,
     field_validator,
 )
 
-from shardwright.errors import Problem, StrategyError, raise_problems
+from shardwright.errors import StrategyError, raise_problems
 from shardwright.mesh.build import create_mesh
 from shardwright.resolution.rules import OWN_ATTENTION, AxisRules, Rule
 from shardwright.strategy import check, files, overlay
+from shardwright.strategy.chains import SCHEMA, InterleavedRules, normalized
 from shardwright.strategy.compile import compile_rules
 from shardwright.strategy.limits import check_entries, first_problems
 from shardwright.strategy.origin import KeyPath, Origin, source_of
 from shardwright.strategy.pydantic_errors import problems_of
-from shardwright.strategy.tables import parse_rules
+from shardwright.strategy.tables import parse_rules, rule_tables
 from shardwright.vocabulary.axes import Mesh, canonical_axis, file_name
 from shardwright.vocabulary.integers import as_integer
 
@@ -48,6 +51,27 @@ _ReadOnly = AfterValidator(MappingProxyType)
 _AsDict = WrapSerializer(lambda table, dump: dump(dict(table)))
 Table = Annotated[dict[str, _T], _ReadOnly, _AsDict]
 Rules = Table[str]
+
+
+def _read_chains(value: Any, read: Any) -> Any:
+    if isinstance(value, list):  # `chains.normalized` has checked it
+        return InterleavedRules(value)
+    return MappingProxyType(read(value))
+
+
+def _write_chains(table: Any, write: Any) -> Any:
+    if isinstance(table, InterleavedRules):
+        return [dict(part) for part in table.tables]
+    return write(dict(table))
+
+
+# A table of rules, or an array of tables whose chains interleave.
+ChainedRules = Annotated[
+    dict[str, str],
+    WrapValidator(_read_chains),
+    WrapSerializer(_write_chains),
+    WithJsonSchema(SCHEMA),
+]
 
 
 def _python_integers(sizes: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -127,6 +151,9 @@ class PolicyTable(BaseModel):
     conflict: Literal["error", "first_dim", "next"] | None = Field(
         default=None, description="If two dims claim the same mesh axis."
     )
+    order: Literal["dims", "rules"] | None = Field(
+        default=None, description="What is decided first: the earlier dim, or the earlier rule."
+    )
     gather: str = Field(
         default="-",
         description='Mesh axes over which a weight is gathered before use, "fsdp+sp".',
@@ -204,8 +231,10 @@ class Strategy(BaseModel):
         default_factory=_empty_table,
         description="Axes of your own, each with a one-line description.",
     )
-    rules: Rules = Field(default_factory=_empty_table, description=f"Rule of each axis. {RULE}")
-    params: Rules = Field(
+    rules: ChainedRules = Field(
+        default_factory=_empty_table, description=f"Rule of each axis. {RULE}"
+    )
+    params: ChainedRules = Field(
         default_factory=_empty_table, description="Rules of stored parameters, where they differ."
     )
     modes: Annotated[
@@ -252,11 +281,11 @@ class Strategy(BaseModel):
 
     def _build(self, data: Mapping[str, Any], origin: Origin) -> None:
         check_entries(data, origin)
-        problems: list[Problem] = []
+        data, origin, problems = normalized(data, origin)
         try:
             super().__init__(**data)
         except ValidationError as error:
-            problems = problems_of(error, type(self), origin)
+            problems += problems_of(error, type(self), origin)
         raise_problems(first_problems(itertools.chain(problems, check.data_problems(data, origin))))
         self._origin = origin
 
@@ -348,7 +377,7 @@ class Strategy(BaseModel):
             overlay.overlay_problems(base, over, below=self._origin, above=other._origin)
         )
         return type(self)._from_data(
-            overlay.merge(base, over), overlay.merge_origin(self._origin, other._origin, over)
+            *overlay.overlay(base, over, below=self._origin, above=other._origin)
         )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -370,12 +399,18 @@ class Strategy(BaseModel):
     def __reduce__(self) -> Any:
         return _restore, (self.to_data(), self._origin)
 
-    def _identity(self) -> tuple[str, tuple[str, ...]]:
+    def _identity(self) -> tuple[Any, ...]:
         """Return what equality and hash cover: every key, and the order of the mesh axes.
 
-        The order of the mesh axes is the order of the devices.
+        The order of the mesh axes is the order of the devices. Under `order = "rules"` the order of
+        the rules counts too.
         """
-        return json.dumps(self.model_dump(), sort_keys=True), tuple(self.mesh)
+        keys = self.model_dump() | {"rules": dict(self.rules), "params": dict(self.params)}
+        order: tuple[Any, ...] = ()
+        if self.policy.order == "rules":
+            tables = rule_tables(self.to_data())
+            order = tuple((path, tuple(table.items())) for path, table, _ in tables)
+        return json.dumps(keys, sort_keys=True), tuple(self.mesh), order
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Strategy) and self._identity() == other._identity()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwright.errors import Problem, StrategyError
+from shardwright.strategy import chains
 from shardwright.strategy.origin import KeyPath, Origin, source_of, where
 
 
@@ -36,6 +37,22 @@ def overlay_problems(
             "or both as one word for all mesh axes",
         )
     ]
+
+
+def overlay(
+    base: Mapping[str, Any], other: Mapping[str, Any], *, below: Origin, above: Origin
+) -> tuple[dict[str, Any], Origin]:
+    """Overlay `other` on `base`; return the data and the origin of each key."""
+    data, origin = merge(base, other), merge_origin(below, above, other)
+    for name in chains.ARRAYS:
+        tables = base.get(name), other.get(name)
+        if None in tables or not any(isinstance(table, list) for table in tables):
+            continue
+        data[name], sources = chains.overlaid(name, *tables, below=below, above=above)
+        origin = {path: place for path, place in origin.items() if path[:1] != (name,)}
+        for at, (table, source) in enumerate(zip(data[name], sources, strict=True)):
+            origin.update({(name, str(at), axis): source for axis in table})
+    return data, origin
 
 
 def merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from shardwright.errors import Problem, ShardingError, StrategyError
 from shardwright.resolution.decisions import RuleRef
-from shardwright.resolution.rules import Fallback, Rule, parse_rule
+from shardwright.resolution.rules import MOST_CANDIDATES, Fallback, Rule, parse_rule
+from shardwright.strategy.chains import ARRAYS
 from shardwright.strategy.origin import KeyPath, Origin, source_of, where
 from shardwright.vocabulary.axes import REPLICATED, Role, canonical_axis, file_name
 
@@ -19,6 +20,7 @@ class ParsedTables:
 
     Attributes:
       tables: Rules of every table, by key path and then axis. Rules that do not parse are left out.
+      orders: Of each array of tables, the axis of every candidate as they are written.
       gather: Rule of `policy.gather`: one candidate, or "-". None if it is neither.
       zero1: Rule of `policy.zero1`. None if it does not parse.
       idle: Rule of `policy.idle`: one candidate, or "-". None if it is neither.
@@ -26,6 +28,7 @@ class ParsedTables:
     """
 
     tables: dict[KeyPath, dict[str, Rule]]
+    orders: dict[KeyPath, list[str]]
     gather: Rule | None
     zero1: Rule | None
     idle: Rule | None
@@ -35,8 +38,11 @@ class ParsedTables:
 def rule_tables(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Mapping[str, Any], Role]]:
     """Yield key path, rules and role of every table that holds rules; skip malformed tables."""
     for name, role in (("rules", Role.ACTIVATION), ("params", Role.PARAM)):
-        if isinstance(data.get(name), Mapping):
-            yield (name,), data[name], role
+        value = data.get(name)
+        if isinstance(value, Mapping):
+            yield (name,), value, role
+        for at, table in enumerate(value if isinstance(value, list) else ()):
+            yield (name, str(at)), table, role
     modes = data.get("modes")
     for mode, table in modes.items() if isinstance(modes, Mapping) else ():
         if isinstance(table, Mapping):
@@ -60,16 +66,22 @@ def rule_tables(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Mapping[str,
 def parse_rules(data: Mapping[str, Any], origin: Origin) -> ParsedTables:
     """Parse the rules of every table and of `[policy]`, and collect the problems of their texts."""
     tables: dict[KeyPath, dict[str, Rule]] = {}
+    orders: dict[KeyPath, list[str]] = {}
     problems: list[Problem] = []
     for path, table, role in rule_tables(data):
-        parsed = tables.setdefault(path, {})
+        is_array = path[0] in ARRAYS and len(path) > 1
+        home = path[:1] if is_array else path
+        parsed = tables.setdefault(home, {})
         for key, text in table.items():
             if not (isinstance(key, str) and isinstance(text, str)):
                 continue
             full = (*path, key)
-            rule = _parse(text, full, origin, problems, key=file_name(canonical_axis(key)))
+            axis = canonical_axis(key)
+            rule = _parse(text, full, origin, problems, key=file_name(axis), table=".".join(home))
             if rule is None:
                 continue
+            if is_array:
+                orders.setdefault(home, []).extend([axis] * len(rule.candidates))
             if role is Role.PARAM and rule.fallback is Fallback.UNCONSTRAINED:
                 problems.append(
                     Problem(
@@ -80,25 +92,69 @@ def parse_rules(data: Mapping[str, Any], origin: Origin) -> ParsedTables:
                         fix='write "-" for replicated, or mesh axes',
                     )
                 )
-            parsed[canonical_axis(key)] = rule
+            if axis in parsed:
+                problems += _continuation_problems(parsed[axis], rule, where(full, origin))
+                rule = _continued(parsed[axis], rule)
+            parsed[axis] = rule
     gather, zero1, idle = (
         _policy_rule(key, data, origin, problems) for key in ("gather", "zero1", "idle")
     )
     return ParsedTables(
-        tables=tables, gather=gather, zero1=zero1, idle=idle, problems=tuple(problems)
+        tables=tables,
+        orders=orders,
+        gather=gather,
+        zero1=zero1,
+        idle=idle,
+        problems=tuple(problems),
+    )
+
+
+def _continuation_problems(first: Rule, rest: Rule, path: str) -> list[Problem]:
+    """Return what forbids that a chain goes on in a later table of the array."""
+    what = fix = ""
+    if first.fallback:
+        what = f'nothing may follow "{first.fallback}", which always fits'
+        fix = f"drop this line, or the fallback of {first.ref}"
+    elif (count := len(first.candidates) + len(rest.candidates)) > MOST_CANDIDATES:
+        what = f"the rule has {count} candidates, at most {MOST_CANDIDATES} are read"
+        fix = "keep the candidates that can apply: the first that fits is chosen"
+    if not what:
+        return []
+    return [Problem(error=StrategyError, what=what, path=path, rule=str(rest.ref), fix=fix)]
+
+
+def _continued(first: Rule, rest: Rule) -> Rule:
+    """Return a chain that goes on in a later table of the array."""
+    ref = dataclasses.replace(
+        first.ref,
+        text=f"{first.ref.text} | {rest.ref.text}",
+        source=", ".join(dict.fromkeys(filter(None, (first.ref.source, rest.ref.source)))),
+    )
+    refs = [
+        each for rule in (first, rest) for each in rule.refs or (rule.ref,) * len(rule.candidates)
+    ]
+    return Rule(
+        candidates=first.candidates + rest.candidates,
+        fallback=rest.fallback,
+        ref=ref,
+        refs=tuple(refs),
     )
 
 
 def _parse(
-    text: str, path: KeyPath, origin: Origin, problems: list[Problem], *, key: str
+    text: str,
+    path: KeyPath,
+    origin: Origin,
+    problems: list[Problem],
+    *,
+    key: str,
+    table: str = "policy",
 ) -> Rule | None:
     """Parse the rule of a key. On failure, append to `problems` and return None."""
     try:
         return parse_rule(
             text,
-            ref=RuleRef(
-                key=key, text=text, table=".".join(path[:-1]), source=source_of(path, origin)
-            ),
+            ref=RuleRef(key=key, text=text, table=table, source=source_of(path, origin)),
         )
     except ShardingError as error:
         problems += [at_path(problem, path, origin) for problem in error.problems]

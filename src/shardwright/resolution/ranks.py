@@ -1,0 +1,63 @@
+"""The order in which candidates are tried under `policy.order = "rules"`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.modes import MODE_NAMES, MODES
+
+if TYPE_CHECKING:
+    from shardwright.resolution.rules import AxisRules, Rule
+
+# Level of the rule, then its place on that level: entry and line, or place in the order.
+Rank = tuple[int, int, int]
+TENSORS, TABLES, DEFAULT = range(3)
+
+
+def rank_orders(
+    tables: Mapping[str, Mapping[str, Rule]], written: Mapping[str, Sequence[str]]
+) -> tuple[tuple[str, ...], ...]:
+    """Return the axis of every candidate that applies, in rank order: for the activations of each
+    of `MODES`, then for their params.
+
+    Candidates rank by table, in the order in which tables are looked up, then by place.
+
+    Args:
+      tables: Tables of axis -> rule, by name.
+      written: Axis of every candidate of a table as they are written, by name of the table.
+        Defaults to the order of the table.
+    """
+
+    def ranked(*names: str) -> tuple[str, ...]:
+        order: list[str] = []
+        known: set[str] = set()
+        for name in names:
+            table = tables.get(name, {})
+            axes = [axis for axis, rule in table.items() for _ in rule.candidates]
+            order += [axis for axis in written.get(name, axes) if axis not in known]
+            known.update(table)
+        return tuple(order)
+
+    chains = {mode: ("insert", "decode") if mode == "insert" else (mode,) for mode in MODE_NAMES}
+    own = {name: [f"modes.{mode}" for mode in chains[name]] for name in MODE_NAMES}
+    activations = [ranked(*own[name], "rules") for name in MODE_NAMES]
+    params = [
+        ranked(*(f"{mode}.params" for mode in own[name]), "params", "rules") for name in MODE_NAMES
+    ]
+    return (*activations, *params)
+
+
+def ranks_of(rules: AxisRules, axis: str, *, mode: str, role: Role, path: str | None) -> list[Rank]:
+    """Return the rank of each candidate of the rule of an axis, in order."""
+    is_weight = role is not Role.ACTIVATION
+    for number, entry in enumerate(rules.tensors if is_weight and path is not None else ()):
+        rule = entry.find(axis, path or "")
+        if rule is not None:
+            line = [name for name, _ in entry.rules].index(axis)
+            return [(TENSORS, number, line)] * len(rule.candidates)
+    if rules.stated(axis, mode=mode, role=role, path=None) is None:
+        return [(DEFAULT, 0, 0)]
+    order = rules.order[MODES.index(mode) + (len(MODES) if is_weight else 0)]
+    return [(TABLES, place, 0) for place, name in enumerate(order) if name == axis]

@@ -1,0 +1,182 @@
+"""Decide the dims of a request in the order of the rules: `policy.order = "rules"`.
+
+The unit is the candidate, not the dim. All candidates of all dims are tried once, in rank order:
+
+1. Candidates of `[[tensors]]` entries, by entry and line.
+2. Candidates of the tables, in the order in which tables are looked up, then by place.
+3. Default rules, by dim.
+
+A composite has the lowest rank of its members. A candidate wins if its mesh axes are free and its
+size divides, as in `decide`. When the last candidate of a dim has failed, the rule's fallback or
+the policy decides the dim, before the next rule is tried.
+
+A mesh axis of size 1 is taken like any other, and only leaves the spec. With
+`policy.conflict = "next"` this is the meaning of flax's `logical_axis_rules`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from shardwright import _jax
+from shardwright.resolution.composites import Candidate, Composite
+from shardwright.resolution.decide import Decider
+from shardwright.resolution.decisions import DimDecision, Outcome, Reason, Skip
+from shardwright.resolution.drafts import Chain, Draft, Trial
+from shardwright.resolution.fallbacks import fall_back
+from shardwright.resolution.ranks import DEFAULT, Rank, ranks_of
+from shardwright.resolution.rules import Conflict, Rule
+from shardwright.vocabulary.axes import axis_label
+from shardwright.vocabulary.lowering import Dim
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Open:
+    """A dim that is not decided yet.
+
+    Attributes:
+      draft: Its decision so far.
+      rule: Its rule.
+      candidates: Its candidates, in order.
+      size: The size that must divide, or None if it is unknown.
+      trial: The result of the candidates that were tried.
+    """
+
+    draft: Draft
+    rule: Chain
+    candidates: tuple[Candidate, ...]
+    size: int | None
+    trial: Trial = dataclasses.field(default_factory=Trial)
+
+
+def decide_in_rule_order(decider: Decider, dims: Sequence[Dim]) -> list[DimDecision]:
+    """Decide all dims of a request, in the order of their rules."""
+    decider.least = 1
+    decisions: dict[int, DimDecision] = {}
+    waiting: dict[int, _Open] = {}
+    turns: list[tuple[Rank, int, int]] = []
+    for position, dim in enumerate(dims):
+        entry = _opened(decider, position, dim)
+        if isinstance(entry, DimDecision):
+            decisions[position] = entry
+            continue
+        waiting[position] = entry
+        ranks = _ranks(decider, position, dim, entry)
+        turns += [(rank, position, at) for at, rank in enumerate(ranks)]
+    for _, position, at in sorted(turns):
+        if position in decisions:
+            continue
+        entry = waiting[position]
+        decision = _settled(decider, entry, at)
+        if decision is not None:
+            decisions[position] = decision
+            for axis in decision.mesh_axes:
+                decider.taken[axis] = (position, entry.draft.named)
+    decider.problems.sort(key=lambda problem: problem.dim or 0)
+    return [_sharded(decisions[position], decider.sizes) for position in range(len(dims))]
+
+
+def _opened(decider: Decider, position: int, dim: Dim) -> DimDecision | _Open:
+    """Return what is tried for a dim, or its decision if no rule has a candidate for it."""
+    names = [axis for axis, _ in dim.merged] if dim.merged else dim.axes
+    if dim.literal is not None or not names or not decider.rules.known_axes.issuperset(names):
+        return decider.decide(position, dim)
+    size = None if decider.shape is None else decider.shape[position]
+    draft = Draft(dim=position, label=dim.label, size=dim.size if dim.merged else size)
+    rule = decider.rule_for(dim, position)
+    if rule is None:
+        return decider.without_rule(draft)
+    if dim.merged:
+        draft.judged_as = axis_label(dim.axes[0])
+        size = dim.merged[0][1]
+    if isinstance(rule, Rule) and rule.of_one is not None and decider.is_one(size, rule):
+        rule = rule.of_one
+    draft.rule = rule.ref
+    entry = _Open(draft=draft, rule=rule, candidates=tuple(decider.candidates(rule)), size=size)
+    if size is None and _needs_shape(decider, entry):
+        return decider.without_shape(draft, rule)
+    if not entry.candidates:
+        return fall_back(decider, draft, rule, entry.trial, size)
+    return entry
+
+
+def _needs_shape(decider: Decider, entry: _Open) -> bool:
+    trial = Trial()
+    for candidate in entry.candidates:
+        if candidate.live or (candidate.lost and trial.lives):
+            trial.lives.append(candidate.live or candidate.written)
+        if candidate.lost:
+            break
+    return decider.needs_shape(trial, entry.rule)
+
+
+def _ranks(decider: Decider, position: int, dim: Dim, entry: _Open) -> Sequence[Rank]:
+    """Return the rank of each candidate of a dim."""
+    axes = (dim.means,) if position in decider.stood_in else dim.axes
+    ranks = [
+        ranks_of(decider.rules, axis, mode=decider.mode, role=decider.role, path=decider.path)
+        for axis in axes
+    ]
+    if not isinstance(entry.rule, Composite) and len(ranks[0]) == len(entry.candidates):
+        return ranks[0]
+    lowest = min((rank for member in ranks for rank in member), default=(DEFAULT, 0, 0))
+    return [lowest] * len(entry.candidates)
+
+
+def _settled(decider: Decider, entry: _Open, at: int) -> DimDecision | None:
+    """Try one candidate of a dim. Return the decision, or None if the dim stays open."""
+    tried = dataclasses.replace(entry.trial, skipped=[*entry.trial.skipped])
+    try:
+        return _tried(decider, entry, at)
+    except _jax.Inconclusive:
+        # Whether a symbolic size divides is unknown: decide as if no size were given.
+        entry.size, entry.trial = None, tried
+        if _needs_shape(decider, entry):
+            return decider.without_shape(entry.draft, entry.rule)
+        return _tried(decider, entry, at)
+
+
+def _tried(decider: Decider, entry: _Open, at: int) -> DimDecision | None:
+    draft, trial = entry.draft, entry.trial
+    attempt = decider.attempt((entry.candidates[at],), entry.size)
+    trial.skipped += attempt.skipped
+    draft.skipped = tuple(trial.skipped)
+    failure = attempt.failure
+    if attempt.dropped_missing:
+        return draft.decided(Outcome.POLICY_MISSING)
+    if attempt.chosen is not None:
+        refs = () if isinstance(entry.rule, Composite) else entry.rule.refs
+        draft.rule = refs[at] if refs else entry.rule.ref
+        unchecked = entry.size is None
+        return draft.decided(Outcome.CHOSEN, mesh_axes=attempt.chosen, unchecked=unchecked)
+    # Under `conflict = "next"` a size that does not divide ends the chain.
+    is_next = decider.rules.policy.conflict is Conflict.NEXT
+    is_last = is_next and failure is not None and failure.reason is Reason.INDIVISIBLE
+    trial.failure = failure if is_last else trial.failure or failure
+    if not is_last and at + 1 < len(entry.candidates):
+        return None
+    if trial.failure is not None:
+        # Since it failed, other dims may have taken its mesh axes.
+        again = (trial.failure.candidate,)
+        trial.failure = decider.attempt(again, entry.size).failure
+    return fall_back(decider, draft, entry.rule, trial, entry.size)
+
+
+def _sharded(decision: DimDecision, sizes: Mapping[str, int]) -> DimDecision:
+    """Drop the mesh axes of size 1, which were taken, and record them."""
+    small = [axis for axis in decision.mesh_axes if sizes[axis] == 1]
+    if not small:
+        return decision
+    left = tuple(axis for axis in decision.mesh_axes if axis not in small)
+    skips = [
+        Skip(reason=Reason.SIZE_ONE, candidate=decision.mesh_axes, mesh_axis=axis) for axis in small
+    ]
+    is_empty = decision.outcome is Outcome.CHOSEN and not left
+    return dataclasses.replace(
+        decision,
+        mesh_axes=left,
+        skipped=(*decision.skipped, *skips),
+        outcome=Outcome.NO_MESH_AXIS if is_empty else decision.outcome,
+        unchecked=decision.unchecked and bool(left),
+    )
