@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +98,41 @@ def test_the_demo_fails_when_losses_or_texts_differ() -> None:
     assert "FAILED slot 3: single and serve_tp differ from byte 0" in done.stdout
     assert "FAILED slot 3: without a cache the model writes another text" in done.stdout
     assert "Everything agrees" not in done.stdout
+
+
+def test_demo_reports_without_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything that the demo prints, in seconds: zeros take the place of trained weights."""
+    pytest.importorskip("rich")
+    import demo
+    from decoder.config import DecoderConfig
+    from decoder.train import Trained, Trainer, decoder_specs
+
+    def zeros(trainer: Trainer, seed: int) -> dict[str, Any]:
+        specs = decoder_specs(trainer.config)
+        params = trainer.pm.abstract(specs)
+        opt = trainer.pm.abstract_state(trainer.optimizer, specs)
+        return jax.tree.map(
+            lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding),
+            {"params": params, "opt": opt},
+        )
+
+    def untrained(trainer: Trainer, state: Any, batches: Any, *, on_step: Any) -> Trained:
+        losses = tuple(float(batch["inputs"].shape[0]) for batch in batches)
+        on_step(losses[-1])
+        return Trained(state=state, losses=losses)
+
+    tiny = functools.partial(DecoderConfig, layers=1, embed=16, head_dim=4, mlp=16)
+    monkeypatch.setattr(demo, "DecoderConfig", tiny)
+    monkeypatch.setattr(demo, "train", untrained)
+    monkeypatch.setattr(Trainer, "init", zeros)
+    assert demo.main(["--steps", "1", "--further", "1", "--new-bytes", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "Everything agrees" in printed
+    assert "8 of 8 texts confirmed" in printed
+    for mesh in ("fsdp:8", "fsdp:2 tp:4", "fsdp:2 sp:4", "dp:2 tp:4"):
+        assert mesh in printed
 
 
 def test_a_wrong_option_says_what_is_right() -> None:
