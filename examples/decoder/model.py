@@ -121,8 +121,6 @@ def attention(
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, positions: jax.Array) -> jax.Array:
     """Return causal grouped-query attention, `[batch, q_length, heads, head_dim]`.
 
-    It is written out here; `attention.dot_product_attention` does the same with faster kernels.
-
     Args:
       q: `[batch, q_length, heads, head_dim]`.
       k: `[batch, kv_length, kv_heads, head_dim]`; row j has position j.
@@ -130,6 +128,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, positions: jax.Array) ->
       positions: Of the queries, `[batch, q_length]`. A query sees the rows up to its own position,
         so it does not see rows of an earlier, longer text in the cache.
     """
+    # Written out, because a test compares the compiled program with a model in plain JAX, which
+    # cannot call the library. Models of your own call `attention.dot_product_attention`.
     heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
     # Query head h reads kv head h * kv_heads // heads.
     k, v = (jnp.repeat(sw.shard(rows, CACHE_AXES), heads // kv_heads, axis=2) for rows in (k, v))
