@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardwright import _jax
@@ -291,12 +291,12 @@ class Decider:
                 return trial
         return trial
 
-    def candidates(self, rule: Chain) -> Iterator[Candidate]:
-        """Yield the candidates of a rule as they are tried."""
+    def candidates(self, rule: Chain) -> Iterable[Candidate]:
+        """Return the candidates of a rule as they are tried."""
         if isinstance(rule, Composite):
             return rule.candidates()
         missing = self.rules.policy.missing
-        return (reduced(written, self.sizes, missing, self.least) for written in rule.candidates)
+        return [reduced(written, self.sizes, missing, self.least) for written in rule.candidates]
 
     def _dropped(self, size: int | None, live: tuple[str, ...]) -> bool:
         """Tell whether `indivisible = "drop"` replicates the dim, so that it cannot conflict with

@@ -27,7 +27,7 @@ class Recent(dict[Any, Any]):
     def recall(self, key: Any) -> Any:
         """Return a value, or None; an older value counts as used again."""
         value = self.get(key)
-        if value is None:
+        if value is None and self._older:
             value = self._older.get(key)
             if value is not None:
                 value = self.keep(key, value)
@@ -41,6 +41,8 @@ class Recent(dict[Any, Any]):
     def keep(self, key: Any, value: Any) -> Any:
         """Keep a value if the key has none yet, and return the value that is kept."""
         with self._lock:
+            if not self._older and len(self) < KEPT:
+                return self.setdefault(key, value)
             kept = self.get(key, self._older.get(key))
             if kept is None:
                 kept = value

@@ -28,6 +28,8 @@ from shardwright.vocabulary.axes import (
     KV_HEAD,
     KV_HEAD_DIM,
     LAYERS,
+    PARALLELISM_AXES,
+    SEMANTIC_AXES,
     UNCONSTRAINED,
     Role,
     axis_label,
@@ -117,7 +119,8 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
     if is_layout(annotation):
         lowered = _lower_layout(annotation, None if shape is None else len(shape))
     else:
-        lowered = Lowered(dims=tuple([_lower_dim(entry, "") for entry in annotation]))
+        dims = [_DIMS.get(entry) or _lower_dim(entry, "") for entry in annotation]
+        lowered = Lowered(dims=tuple(dims))
     _check_composites(lowered.dims)
     _check_rank(annotation, lowered.dims, shape)
     _check_repeats(lowered.dims)
@@ -132,6 +135,10 @@ def _lower_dim(entry: Any, means: str) -> Dim:
     if entry == EMPTY:
         names = ()
     return Dim(axes=tuple(map(canonical_axis, names)), means="" if means == EMPTY else means)
+
+
+# The dims of one axis each, which are most of what is lowered.
+_DIMS = {axis: Dim(axes=(axis,)) for axis in (*SEMANTIC_AXES, *PARALLELISM_AXES)}
 
 
 def _lower_layout(annotation: Any, rank: int | None) -> Lowered:
@@ -193,7 +200,8 @@ def _literal(entry: Any) -> tuple[str, ...]:
 def describe(annotation: Any) -> str:
     """Return an annotation as people write it: `ColumnWise`, `(BATCH, LENGTH)`."""
     if type(annotation) is tuple:
-        return "(" + ", ".join([_lower_dim(entry, "").label for entry in annotation]) + ")"
+        dims = [_DIMS.get(entry) or _lower_dim(entry, "") for entry in annotation]
+        return "(" + ", ".join([dim.label for dim in dims]) + ")"
     if isinstance(annotation, SizedAnnotation):
         return annotation.described()
     if isinstance(annotation, StackedLayout):
