@@ -15,6 +15,7 @@ from shardwright.layers import dense as dense
 from shardwright.layers import dropout as dropout
 from shardwright.layers import dtypes as dtypes
 from shardwright.layers import mlp_block as mlp_block
+from shardwright.layers import moe as moe
 from shardwright.layers import norm as norm
 from shardwright.layers.quantized_dot import quantize as quantize
 from shardwright.layers.quantized_dot import quantized_dot_general as quantized_dot_general

@@ -17,7 +17,7 @@ NOTHING_GATHERED = sw.Strategy.loads('version = 1\n[params]\nembed = "-"\n[polic
 
 
 def config(**changes: Any) -> moe.MoEConfig:
-    sizes = {"embed": 16, "intermediate": 24, "experts": 8, "per_token": 2}
+    sizes = {"embed": 16, "hidden": 24, "experts": 8, "per_token": 2}
     return moe.MoEConfig(**{**sizes, **changes})
 
 

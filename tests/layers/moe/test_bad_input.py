@@ -25,7 +25,7 @@ from tests.layers.moe.reference import config, manager, parameters, tokens
         (lambda: config(experts=0), "experts"),
         (lambda: config(shared=-1), "shared"),
         (lambda: config(score="tanh"), "give one of softmax, sigmoid"),
-        (lambda: config(activation="swish2"), "give one of silu, gelu, relu"),
+        (lambda: config(activation="swish2"), "activation 'swish2' is unknown"),
         (lambda: config(capacity=1.25), "write capacity=Factor(1.25)"),
         (lambda: moe.Factor(0), "write Factor(1.25)"),
         (lambda: moe.Factor(float("nan")), "write Factor(1.25)"),

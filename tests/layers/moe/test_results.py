@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 
 import shardwright as sw
 from shardwright.layers import moe
+from shardwright.layers.dtypes import Dtypes
 from tests.layers.moe.reference import config, dense, error, manager, parameters, tokens
 
 TOKENS = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
@@ -118,7 +119,8 @@ def test_decode_with_one_token_per_device_and_with_none() -> None:
         assert moe.explain(mixture, (8, 1, 16)).slots == 1
         y, _ = moe.apply(mixture, params, x)
         empty, state = moe.apply(mixture, params, x[:0])
-        half, _ = moe.apply(mixture, params, jnp.asarray(x, jnp.bfloat16))
+        small = config(dtypes=Dtypes(compute="bfloat16"))
+        half, _ = moe.apply(small, params, x)
     assert error(y, dense(mixture, params, x)) <= 1e-6
     assert empty.shape == (0, 1, 16)
     assert int(state.stats.load.sum()) == 0

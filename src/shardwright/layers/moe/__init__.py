@@ -4,7 +4,7 @@
 them and back, `block` is the layer. What belongs here works on the tokens and experts of one layer;
 a dense MLP does not.
 
-    config = moe.MoEConfig(embed=64, intermediate=128, experts=8, per_token=2)
+    config = moe.MoEConfig(embed=64, hidden=128, experts=8, per_token=2)
     params = pm.init(moe.specs(config), key)
     y, state = moe.apply(config, params, x)
 """

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from shardwright.errors import LayerError, RankMismatchError, StrategyError
-from shardwright.layers.moe.config import ACTIVATIONS, MoEConfig, specs
+from shardwright.layers.activation import activation
+from shardwright.layers.moe.config import MoEConfig, specs
 from shardwright.layers.moe.dispatch import Slots, assign_slots, combine, fill_slots
 from shardwright.layers.moe.routing import Routes, route
 from shardwright.manager import context
@@ -118,6 +119,7 @@ def apply(
     *,
     keys: Any = None,
     state: MoEState | None = None,
+    path: str | None = None,
     mode: str | None = None,
 ) -> tuple[Any, MoEState]:
     """Send each token through its experts and return the weighted sum of their results.
@@ -131,11 +133,12 @@ def apply(
       x: Tokens, (BATCH, QUERY_LENGTH, EMBED) or flattened to (BATCH, EMBED).
       keys: Not used: the layer has no randomness.
       state: The router's bias. None means that it has none.
+      path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       mode: Runtime mode. Defaults to the manager's.
 
     Returns:
-      (y, state). y has the shape and dtype of x. The state has the same bias and this call's
-      statistics. Statistics that are not used cost nothing under jit.
+      (y, state). y has the shape of x, in `config.dtypes.output`. The state has the same bias and
+      this call's statistics. Statistics that are not used cost nothing under jit.
 
     Raises:
       IndivisibleError: The experts or the tokens do not divide over their mesh axes.
@@ -146,15 +149,16 @@ def apply(
     del keys
     state = MoEState() if state is None else state
     _check(config, params, x, state)
+    x = x.astype(config.dtypes.compute)
     manager: PartitionManager | None = context.current()
     if manager is None:
-        dispatch = _plan_alone(config, x)
-        y, sums = _on_shard(config, dispatch, params, state.bias, x)
+        y, sums = _on_shard(config, _plan_alone(config, x), params, state.bias, x)
     else:
+        params = manager.gather(params, specs(config), path=path, mode=mode)
         dispatch = explain(config, x.shape, mode=mode)
         y, sums = _over_shards(config, dispatch, manager, params, state.bias, x, mode)
     stats = _stats(config, sums, tokens=x.size // config.embed)
-    return y, MoEState(bias=state.bias, stats=stats)
+    return y.astype(config.dtypes.output), MoEState(bias=state.bias, stats=stats)
 
 
 def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = None) -> Dispatch:
@@ -172,7 +176,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
     sizes = dict(zip(manager.mesh.axis_names, manager.mesh.axis_sizes, strict=True))
     tokens = manager.explain(_token_axes(shape), mode=mode, shape=shape)
     tokens.require()
-    up = (config.experts, config.embed, config.intermediate)
+    up = (config.experts, config.embed, config.hidden)
     experts = manager.explain(_UP, mode=mode, shape=up)
     experts.require()
     *token_dims, embed = tokens.decisions
@@ -278,19 +282,19 @@ def _over_shards(
     mode: str | None,
 ) -> tuple[Any, dict[str, Any]]:
     """Run the layer on the shards of tokens and experts."""
-    layouts = {name: spec.axes for name, spec in specs(config).items()}
-    used = {
-        name: manager.gather(weight, layouts[name], mode=mode) for name, weight in params.items()
-    }
     axes = _token_axes(x.shape)
     sums = {"load": (EMPTY,), "losses": (EMPTY,)} if config.has_loss else {"load": (EMPTY,)}
     on_shard = manager.shard_map(
         lambda weights, shift, tokens: _on_shard(config, dispatch, weights, shift, tokens),
-        in_axes=({name: _USED_AS[name] for name in used}, None if bias is None else (EMPTY,), axes),
+        in_axes=(
+            {name: _USED_AS[name] for name in params},
+            None if bias is None else (EMPTY,),
+            axes,
+        ),
         out_axes=(axes, sums),
         mode=mode,
     )
-    y, totals = on_shard(used, bias, x)
+    y, totals = on_shard(params, bias, x)
     return y, totals
 
 
@@ -336,7 +340,7 @@ def _serve(config: MoEConfig, dispatch: Dispatch, params: Any, filled: Any, slot
 def _experts(config: MoEConfig, params: Any, rows: Any) -> Any:
     """Run each expert on its rows, [experts, rows, embed]."""
     gate, up, down = (params[name].astype(rows.dtype) for name in ("gate", "up", "down"))
-    hidden = ACTIVATIONS[config.activation](jnp.einsum("xre,xef->xrf", rows, gate))
+    hidden = activation(config.activation, jnp.einsum("xre,xef->xrf", rows, gate))
     hidden = hidden * jnp.einsum("xre,xef->xrf", rows, up)
     return jnp.einsum("xrf,xfe->xre", hidden, down)
 
@@ -345,7 +349,7 @@ def _shared(config: MoEConfig, dispatch: Dispatch, params: Any, tokens: Any) -> 
     """Run the shared experts, [tokens, embed] float32."""
     names = ("shared_gate", "shared_up", "shared_down")
     gate, up, down = (params[name].astype(tokens.dtype) for name in names)
-    hidden = ACTIVATIONS[config.activation](tokens @ gate) * (tokens @ up)
+    hidden = activation(config.activation, tokens @ gate) * (tokens @ up)
     result = (hidden @ down).astype(jnp.float32)
     if not dispatch.sent and dispatch.shards > 1:
         # The sum over the experts' devices must count the shared experts once.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from shardwright.errors import LayerError
+from shardwright.layers.activation import check_names
+from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import EMBED, EXPERT_GATE
 from shardwright.vocabulary.integers import read_integer
@@ -20,13 +21,6 @@ from shardwright.vocabulary.layouts import (
     ExpertRowWiseAlt,
     RowWise,
 )
-
-# The gate of a gated MLP: activation(x @ gate) * (x @ up).
-ACTIVATIONS: Final[dict[str, Callable[[Any], Any]]] = {
-    "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,
-    "relu": jax.nn.relu,
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +69,7 @@ class MoEConfig:
 
     Attributes:
       embed: Size of a token.
-      intermediate: Hidden size of each expert.
+      hidden: Hidden size of each expert.
       experts: Number of experts.
       per_token: How many experts each token goes to; at most `experts`.
       capacity: `Dropless()` or `Factor(1.25)`.
@@ -85,14 +79,17 @@ class MoEConfig:
       groups: Number of groups of experts. A token picks only from its best groups.
       top_groups: How many groups a token picks from; at most `groups`.
       shared: Number of shared experts, which every token goes to.
-      activation: "silu", "gelu" or "relu", applied to the gate.
+      activation: Name of the gate's activation; see `shardwright.layers.activation`.
       balance_loss: Factor of the loss for an even load (Fedus et al., arXiv:2101.03961, eq. 4).
       z_loss: Factor of the loss for small router logits (Zoph et al., arXiv:2202.08906, eq. 5).
-      param_dtype: Dtype of the experts. The router is float32.
+      dtypes: Of the experts, their products and the result. The router is float32.
+
+    Raises:
+      LayerError: An option is not valid.
     """
 
     embed: int
-    intermediate: int
+    hidden: int
     experts: int
     per_token: int
     capacity: Dropless | Factor = Dropless()
@@ -105,14 +102,14 @@ class MoEConfig:
     activation: str = "silu"
     balance_loss: float = 0.0
     z_loss: float = 0.0
-    param_dtype: Any = jnp.float32
+    dtypes: Dtypes = FLOAT32
 
     def __post_init__(self) -> None:
-        for name in ("embed", "intermediate", "experts", "per_token", "groups", "top_groups"):
+        for name in ("embed", "hidden", "experts", "per_token", "groups", "top_groups"):
             _check_size(name, getattr(self, name), least=1)
         _check_size("shared", self.shared, least=0)
         _check_choice("score", self.score, ("softmax", "sigmoid"))
-        _check_choice("activation", self.activation, tuple(ACTIVATIONS))
+        check_names((self.activation,))
         if not isinstance(self.capacity, Dropless | Factor):
             raise LayerError(
                 f"capacity={self.capacity!r} is neither Dropless() nor a Factor",
@@ -159,16 +156,16 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
 def specs(config: MoEConfig) -> dict[str, ArraySpec]:
     """Return the parameters: router, gate, up and down of the experts, and of the shared experts.
 
-    Shapes: router [embed, experts]; gate and up [experts, embed, intermediate]; down [experts,
-    intermediate, embed]; shared_gate and shared_up [embed, shared * intermediate]; shared_down the
-    other way round.
+    Shapes: router [embed, experts]; gate and up [experts, embed, hidden]; down [experts,
+    hidden, embed]; shared_gate and shared_up [embed, shared * hidden]; shared_down the other way
+    round.
     """
     init = jax.nn.initializers.lecun_normal
-    embed, hidden, experts = config.embed, config.intermediate, config.experts
+    embed, hidden, experts = config.embed, config.hidden, config.experts
     into = init(in_axis=-2, out_axis=-1, batch_axis=0)
 
     def expert(shape: tuple[int, ...], axes: Any) -> ArraySpec:
-        return ArraySpec(shape, config.param_dtype, axes, into)
+        return ArraySpec(shape, config.dtypes.param, axes, into)
 
     params = {
         "router": ArraySpec((embed, experts), jnp.float32, (EMBED, EXPERT_GATE), init()),
@@ -178,7 +175,7 @@ def specs(config: MoEConfig) -> dict[str, ArraySpec]:
     }
     if config.shared:
         wide = config.shared * hidden
-        dtype = config.param_dtype
+        dtype = config.dtypes.param
         params |= {
             "shared_gate": ArraySpec((embed, wide), dtype, ColumnWise, init()),
             "shared_up": ArraySpec((embed, wide), dtype, ColumnWise, init()),
