@@ -90,11 +90,11 @@ def imports(node: ast.AST, *, types: bool = False) -> Iterator[Import]:
 
 def module_files(src: Path) -> dict[str, Path]:
     """The package's files by dotted module name; a package's name is that of its `__init__`."""
-    found = {}
+    actual = {}
     for path in sorted((src / PACKAGE).rglob("*.py")):
         parts = path.relative_to(src).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        actual[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return actual
 
 
 def unit(module: str) -> str:
@@ -132,14 +132,14 @@ def import_problems(src: Path) -> list[str]:
 
 def own_imports(tree: ast.AST, files: Iterable[str]) -> Iterator[tuple[int, str]]:
     """(line, module) of each import from this package; an empty module for a relative one."""
-    for found in imports(tree):
-        if found.level:
-            yield found.line, ""
-        elif found.module.split(".")[0] == PACKAGE:
-            inner = f"{found.module}.{found.name}"
+    for imported in imports(tree):
+        if imported.level:
+            yield imported.line, ""
+        elif imported.module.split(".")[0] == PACKAGE:
+            inner = f"{imported.module}.{imported.name}"
             # In `from shardwright import axes` the target is the module; in
             # `from shardwright import shard` it is the public package.
-            yield found.line, inner if inner in files else found.module
+            yield imported.line, inner if inner in files else imported.module
 
 
 def complaint(module: str, target: str) -> str:
@@ -199,9 +199,9 @@ def foreign_problems(src: Path) -> list[str]:
             ]
         if unit(module) != "strategy":
             lines = [
-                found.line
-                for found in imports(tree, types=True)
-                if found.module.split(".")[0] == "pydantic"
+                imported.line
+                for imported in imports(tree, types=True)
+                if imported.module.split(".")[0] == "pydantic"
             ]
             problems += [
                 f"{where}:{line}: pydantic is imported; it stays inside {PACKAGE}/strategy/"
@@ -213,9 +213,9 @@ def foreign_problems(src: Path) -> list[str]:
 def private_jax(tree: ast.AST) -> list[int]:
     """Lines that import `jax._src`, read it as an attribute, or name it in a string."""
     lines = [
-        found.line
-        for found in imports(tree, types=True)
-        if f"{found.module}.{found.name}.".startswith("jax._src.")
+        imported.line
+        for imported in imports(tree, types=True)
+        if f"{imported.module}.{imported.name}.".startswith("jax._src.")
     ]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -532,9 +532,9 @@ def test_a_foreign_import_is_reported(tmp_path: Path, files: dict[str, str], say
 
 
 def test_foreign_imports_in_their_place_are_not_reported(tmp_path: Path) -> None:
-    said = '"""No jax._src here."""\nimport jax'
+    source = '"""No jax._src here."""\nimport jax'
     src = write_tree(
-        tmp_path, _jax="from jax._src import mesh", strategy__model="import pydantic", axes=said
+        tmp_path, _jax="from jax._src import mesh", strategy__model="import pydantic", axes=source
     )
     assert foreign_problems(src) == []
 

@@ -62,9 +62,9 @@ def measure(module: str, into: type[Found], *names: str) -> list[Found]:
     return [into(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def tell(found: Any) -> None:
+def tell(actual: Any) -> None:
     """Print a dataclass for `measure`."""
-    print(json.dumps(dataclasses.asdict(found)), flush=True)
+    print(json.dumps(dataclasses.asdict(actual)), flush=True)
 
 
 def tpu_mesh(**sizes: int) -> Any:
@@ -90,8 +90,8 @@ def compile_for_tpus(function: Any, *arguments: Any, **options: Any) -> Any:
 
 def temporary(compiled: Any) -> int:
     """Return bytes per device beside arguments and results."""
-    found: int = compiled.memory_analysis().temp_size_in_bytes
-    return found
+    actual: int = compiled.memory_analysis().temp_size_in_bytes
+    return actual
 
 
 def held(tree: Any) -> int:
@@ -111,9 +111,9 @@ def collectives(compiled: Any, mesh: Any) -> tuple[dict[str, int], dict[str, int
 
     counts: dict[str, int] = {}
     sent: dict[str, int] = {}
-    for one in read_collectives(compiled, mesh):
-        assert one.count is not None, f"it is unknown how often {one} runs"
-        assert one.total_bytes is not None, f"it is unknown what {one} sends"
-        counts[str(one.kind)] = counts.get(str(one.kind), 0) + one.count
-        sent[str(one.kind)] = sent.get(str(one.kind), 0) + one.total_bytes
+    for collective in read_collectives(compiled, mesh):
+        assert collective.count is not None, f"it is unknown how often {collective} runs"
+        assert collective.total_bytes is not None, f"it is unknown what {collective} sends"
+        counts[str(collective.kind)] = counts.get(str(collective.kind), 0) + collective.count
+        sent[str(collective.kind)] = sent.get(str(collective.kind), 0) + collective.total_bytes
     return counts, sent

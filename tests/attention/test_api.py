@@ -47,7 +47,7 @@ def test_equals_jax_nn(implementation: str) -> None:
     x = arrays()
     bias = jax.random.normal(jax.random.key(1), (1, 4, 24, 24))
     lengths = jnp.array([24, 7, 1, 12], jnp.int32)
-    found = attend(
+    output = attend(
         x,
         implementation=implementation,
         causal=True,
@@ -66,8 +66,8 @@ def test_equals_jax_nn(implementation: str) -> None:
     )
     # A row whose window is beyond the length has no keys: ours is 0, JAX's a mean of values.
     some = (np.arange(24)[None] - 4 < np.asarray(lengths)[:, None])[:, :, None, None]
-    np.testing.assert_allclose(np.where(some, found, 0.0), np.where(some, want, 0.0), **TOLERANCE)
-    np.testing.assert_array_equal(np.where(some, 0.0, found), 0.0)
+    np.testing.assert_allclose(np.where(some, output, 0.0), np.where(some, want, 0.0), **TOLERANCE)
+    np.testing.assert_array_equal(np.where(some, 0.0, output), 0.0)
     assert not some.all()
 
 
@@ -98,12 +98,12 @@ def test_equals_jax_splash(implementation: str) -> None:
     given = (*x.values(), sinks)
     np.testing.assert_allclose(ours(*given), reference(*given), **TOLERANCE)
     weigh = jax.random.normal(jax.random.key(2), given[0].shape)
-    found, want = (
+    actual, want = (
         jax.jit(jax.grad(lambda *a, f=f: jnp.sum(f(*a) * weigh), argnums=(0, 1, 2, 3)))(*given)
         for f in (ours, reference)
     )
-    for one, other in zip(found, want, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    for pair, other in zip(actual, want, strict=True):
+        np.testing.assert_allclose(pair, other, rtol=1e-5, atol=1e-5)
 
 
 # Where queries and keys stand.
@@ -111,8 +111,8 @@ def test_equals_jax_splash(implementation: str) -> None:
 
 def seen_by(values: dict[str, Any], **options: Any) -> np.ndarray:
     """Which keys each query of the first sequence sees, by head 0."""
-    found = attend(values, **{"implementation": "vanilla", "return_weights": True, **options})
-    return np.asarray(found.weights[0, 0] > 0).astype(int)
+    output = attend(values, **{"implementation": "vanilla", "return_weights": True, **options})
+    return np.asarray(output.weights[0, 0] > 0).astype(int)
 
 
 def test_last_query_is_at_last_key() -> None:
@@ -124,13 +124,13 @@ def test_last_query_is_at_last_key() -> None:
 
 def test_last_query_is_at_last_valid_key_in_decode() -> None:
     lengths = jnp.array([3, 4, 4, 4])
-    found = seen_by(arrays(q_length=2, kv_length=4), causal=True, lengths=lengths, mode="decode")
-    np.testing.assert_array_equal(found, [[1, 1, 0, 0], [1, 1, 1, 0]])
+    actual = seen_by(arrays(q_length=2, kv_length=4), causal=True, lengths=lengths, mode="decode")
+    np.testing.assert_array_equal(actual, [[1, 1, 0, 0], [1, 1, 1, 0]])
 
 
 def test_lengths_do_not_move_queries_in_training() -> None:
-    found = seen_by(arrays(q_length=4, kv_length=4), causal=True, lengths=jnp.array([2, 4, 4, 4]))
-    np.testing.assert_array_equal(found, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]])
+    actual = seen_by(arrays(q_length=4, kv_length=4), causal=True, lengths=jnp.array([2, 4, 4, 4]))
+    np.testing.assert_array_equal(actual, [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]])
 
 
 def test_key_positions_default_by_mode() -> None:
@@ -174,17 +174,17 @@ def test_dropout_is_equal_on_every_mesh() -> None:
 
 @pytest.mark.slow
 def test_dropout_rate() -> None:
-    found = attend(
+    output = attend(
         arrays(q_length=96, kv_length=96),
         implementation="vanilla",
         dropout=0.1,
         dropout_key=1,
         return_weights=True,
     )
-    kept = float((found.weights > 0).mean())
+    kept = float((output.weights > 0).mean())
     assert abs(kept - 0.9) < 0.005
     for axes in ((0, 1, 2), (0, 1, 3), (1, 2, 3), (0, 2, 3)):
-        assert float(jnp.abs((found.weights > 0).mean(axis=axes) - 0.9).max()) < 0.06
+        assert float(jnp.abs((output.weights > 0).mean(axis=axes) - 0.9).max()) < 0.06
 
 
 # Where the output lies, and what is traced.
@@ -251,15 +251,15 @@ def test_eager_call_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_choice_prints_its_reasons() -> None:
     with sw.PartitionManager(sw.Strategy.loads(STRATEGY), mesh=cpu_mesh("dp:2,tp:4")):
-        said = str(
+        text = str(
             attention.explain(**arrays(), mode="train", implementation="auto", return_weights=True)
         )
-    assert said.startswith(
+    assert text.startswith(
         "vanilla   only it returns weights\n"
         "  call  batch 4, 24 x 24, heads 4/2, head_dim 8, float32, train, cpu\n"
         "  mesh  batch dp, heads tp; kv heads are replicated; over tp each shard picks what "
         "its queries read (tp: 2 % 4 != 0; replicated"
     )
     assert (
-        "  not   blockwise: it never has all weights at once, and the call asks for them\n" in said
+        "  not   blockwise: it never has all weights at once, and the call asks for them\n" in text
     )

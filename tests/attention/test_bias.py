@@ -38,7 +38,7 @@ ONE = ("vanilla", "blockwise", "sdpa")
 @pytest.mark.parametrize(("implementation", "mesh", "name"), CELLS)
 @pytest.mark.sweep(keep=5)
 def test_biases_equal_the_oracle(implementation: str, mesh: str, name: str) -> None:
-    case = next(one for one in CASES if one.name == name)
+    case = next(listed for listed in CASES if listed.name == name)
     check(
         Cell(
             implementation=implementation,
@@ -107,9 +107,9 @@ def test_masked_bias_is_ignored(implementation: str, softcap: float | None) -> N
         None, None
     ].astype(np.float32)
     options = {"causal": True} if softcap is None else {"causal": True, "softcap": softcap}
-    found = value_and_grads(implementation, bias, **options)
+    actual = value_and_grads(implementation, bias, **options)
     want = value_and_grads(implementation, np.where(later, 0.0, bias).astype(np.float32), **options)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), actual, want)
 
 
 @pytest.mark.parametrize("implementation", ONE)

@@ -57,18 +57,18 @@ def value_and_grads(attend: Callable[[Operands], Any], operands: Operands) -> An
 
 
 def oracle(operands: Operands, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
-    found = vanilla.attend(operands, recipe)
-    return found.o, found.lse
+    output = vanilla.attend(operands, recipe)
+    return output.o, output.lse
 
 
-def assert_close(found: Any, wanted: Any) -> None:
+def assert_close(actual: Any, wanted: Any) -> None:
     for name in wanted[0]:
         np.testing.assert_allclose(
-            found[0][name], wanted[0][name], rtol=2e-6, atol=2e-6, err_msg=name
+            actual[0][name], wanted[0][name], rtol=2e-6, atol=2e-6, err_msg=name
         )
     for name in wanted[1]:
         np.testing.assert_allclose(
-            found[1][name], wanted[1][name], rtol=1e-5, atol=1e-5, err_msg=name
+            actual[1][name], wanted[1][name], rtol=1e-5, atol=1e-5, err_msg=name
         )
 
 
@@ -76,16 +76,16 @@ def assert_close(found: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_blocks_equal_the_oracle(name: str, left_out: str) -> None:
     recipe, operands = RECIPES[name], without(make_operands(), *LEFT_OUT[left_out])
-    found = value_and_grads(lambda x: blockwise.attend(x, recipe), operands)
-    assert_close(found, value_and_grads(lambda x: oracle(x, recipe), operands))
-    assert all(np.isfinite(grad).all() for grad in found[1].values())
+    actual = value_and_grads(lambda x: blockwise.attend(x, recipe), operands)
+    assert_close(actual, value_and_grads(lambda x: oracle(x, recipe), operands))
+    assert all(np.isfinite(grad).all() for grad in actual[1].values())
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 13, 21), (2, 4, 1, 21), (2, 1, 13, 1), (1, 1, 1, 1)])
 def test_broadcast_bias_gradient_is_summed(shape: tuple[int, ...]) -> None:
     operands = make_operands().replace(bias=jax.random.normal(jax.random.key(3), shape))
-    found = value_and_grads(lambda x: blockwise.attend(x, RECIPES["full"]), operands)
-    assert_close(found, value_and_grads(lambda x: oracle(x, RECIPES["full"]), operands))
+    actual = value_and_grads(lambda x: blockwise.attend(x, RECIPES["full"]), operands)
+    assert_close(actual, value_and_grads(lambda x: oracle(x, RECIPES["full"]), operands))
 
 
 def test_row_without_keys_is_exactly_zero() -> None:
@@ -128,17 +128,17 @@ def test_keys_in_pieces() -> None:
         blockwise.backward(piece(operands, at), recipe, lse=lse, do=weigh, delta=delta)
         for at in slices
     ]
-    found = {
+    actual = {
         "q": sum(part.q for part in parts),
         "sinks": blockwise.sinks_gradient(operands.sinks, lse=lse, delta=delta),
     }
     order = np.argsort(np.concatenate([np.arange(21)[at] for at in slices]))
-    found |= {
+    actual |= {
         name: np.concatenate([getattr(part, name) for part in parts], axis=1)[:, order]
         for name in "kv"
     }
-    found["bias"] = np.concatenate([part.bias for part in parts], axis=3)[..., order]
-    for name, grad in found.items():
+    actual["bias"] = np.concatenate([part.bias for part in parts], axis=3)[..., order]
+    for name, grad in actual.items():
         np.testing.assert_allclose(grad, want[1][name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 

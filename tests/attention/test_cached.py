@@ -100,8 +100,8 @@ class Lists:
     def rows(self, x: np.ndarray) -> np.ndarray:
         if self.stored is None:
             return x
-        found = caches.quantize(jnp.asarray(x), self.stored)
-        return np.asarray(found.values, np.float32) * np.asarray(found.scale)[..., None]
+        quantized = caches.quantize(jnp.asarray(x), self.stored)
+        return np.asarray(quantized.values, np.float32) * np.asarray(quantized.scale)[..., None]
 
     def step(
         self,
@@ -133,7 +133,7 @@ class Lists:
             "mode": "decode",
             "implementation": "vanilla",
         } | self.options
-        found = dot_product_attention(
+        output = dot_product_attention(
             q,
             keys,
             values,
@@ -142,7 +142,7 @@ class Lists:
             lengths=lengths,
             **options,
         )
-        return np.where(positions[:, :, None, None] >= 0, np.asarray(found), 0)
+        return np.where(positions[:, :, None, None] >= 0, np.asarray(output), 0)
 
     def rewind(self, lengths: list[int]) -> None:
         self.held = [slot[:length] for slot, length in zip(self.held, lengths, strict=True)]
@@ -161,15 +161,15 @@ class Session:
         q, k, v = tokens(count, seed)
         valid = np.ones((BATCH, count), bool) if valid is None else valid
         with self.manager:
-            found = self.run(q, k, v, self.cache, valid=valid)
-        refused = [b for b, why in found.change.reasons().items() if why]
+            result = self.run(q, k, v, self.cache, valid=valid)
+        refused = [b for b, why in result.change.reasons().items() if why]
         wanted = self.lists.step(q, k, v, valid, refused)
-        np.testing.assert_allclose(found.o, wanted, rtol=1e-5, atol=1e-5)
-        rows = np.asarray(found.change.positions) < 0
-        assert (np.asarray(found.o)[rows] == 0).all()
-        self.cache = found.cache
+        np.testing.assert_allclose(result.o, wanted, rtol=1e-5, atol=1e-5)
+        rows = np.asarray(result.change.positions) < 0
+        assert (np.asarray(result.o)[rows] == 0).all()
+        self.cache = result.cache
         assert self.cache.length.tolist() == [len(slot) for slot in self.lists.held]
-        return found
+        return result
 
     def rewind(self, lengths: list[int]) -> None:
         with self.manager:
@@ -240,8 +240,8 @@ def test_equals_attention_to_lists_of_tokens(name: str, place: str) -> None:
 def test_prefill_with_sharded_queries(name: str, axis_types: str) -> None:
     manager = manager_of("length" if name != "paged" else "heads", "prefill", axis_types)
     here = session(name, manager)
-    found = here.step(4, seed=1, valid=RAGGED)
-    assert_spec(found.o, sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM, manager=manager)
+    actual = here.step(4, seed=1, valid=RAGGED)
+    assert_spec(actual.o, sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM, manager=manager)
     here.step(16, seed=2)
     here.step(4, seed=3)
 
@@ -276,13 +276,13 @@ def test_chunk_equals_single_steps(name: str) -> None:
     q, k, v = tokens(20, seed=7)
     with manager_of("length"):
         start = append_and_attend(*tokens(4, seed=8), make(name)).cache
-        one = jax.jit(append_and_attend, compiler_options=QUICK)
+        single = jax.jit(append_and_attend, compiler_options=QUICK)
         outputs, cache = [], start
         for at in range(20):
-            found = one(*(x[:, at : at + 1] for x in (q, k, v)), cache)
-            cache = found.cache
-            outputs.append(found.o)
-        together = one(q, k, v, start)
+            actual = single(*(x[:, at : at + 1] for x in (q, k, v)), cache)
+            cache = actual.cache
+            outputs.append(actual.o)
+        together = single(q, k, v, start)
     np.testing.assert_allclose(together.o, jnp.concatenate(outputs, axis=1), rtol=1e-5, atol=1e-5)
     assert together.cache.length.tolist() == cache.length.tolist() == [24] * BATCH
     if name != "paged":  # whose pages are numbered as they are taken
@@ -307,12 +307,12 @@ def test_refusing_slots_get_zeros_and_stay(name: str) -> None:
     here = session(name)
     here.step(44, seed=1, valid=np.arange(44)[None] < np.array([[44], [8], [40], [0]]))
     before = np.asarray(here.cache.length)
-    found = here.step(8, seed=2)
-    assert found.change.reasons() == {0: Refusal.OVERFLOW}
-    assert found.cache.length.tolist() == [44, 16, 48, 8]
+    actual = here.step(8, seed=2)
+    assert actual.change.reasons() == {0: Refusal.OVERFLOW}
+    assert actual.cache.length.tolist() == [44, 16, 48, 8]
     assert before.tolist() == [44, 8, 40, 0]
-    assert (found.o[0] == 0).all()
-    assert bool(jnp.any(found.o[1:] != 0, axis=(2, 3)).all())
+    assert (actual.o[0] == 0).all()
+    assert bool(jnp.any(actual.o[1:] != 0, axis=(2, 3)).all())
 
 
 @pytest.mark.wide
@@ -320,10 +320,10 @@ def test_rows_without_token_may_hold_anything() -> None:
     q, k, v = tokens(4, seed=1)
     wild = [np.where(RAGGED[:, :, None, None], x, np.nan).astype(np.float32) for x in (q, k, v)]
     for name in ("dense", "paged"):
-        found = append_and_attend(*wild, make(name), valid=RAGGED)
+        result = append_and_attend(*wild, make(name), valid=RAGGED)
         wanted = append_and_attend(q, k, v, make(name), valid=RAGGED)
-        np.testing.assert_array_equal(found.o, wanted.o)
-        assert (np.asarray(found.o)[~RAGGED] == 0).all()
+        np.testing.assert_array_equal(result.o, wanted.o)
+        assert (np.asarray(result.o)[~RAGGED] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -348,12 +348,12 @@ def test_remains_of_earlier_sequence_are_hidden(name: str, implementation: str |
         .free(np.arange(BATCH))
         .require()
     )
-    found = append_and_attend(q[:, :2], k[:, :2], v[:, :2], cache, implementation=implementation)
+    result = append_and_attend(q[:, :2], k[:, :2], v[:, :2], cache, implementation=implementation)
     fresh = append_and_attend(
         q[:, :2], k[:, :2], v[:, :2], make(name, v_dim=DIM), implementation=implementation
     )
-    np.testing.assert_array_equal(found.o, fresh.o)
-    assert np.isfinite(found.o).all()
+    np.testing.assert_array_equal(result.o, fresh.o)
+    assert np.isfinite(result.o).all()
 
 
 @pytest.mark.parametrize("implementation", ["vanilla", "blockwise", "sdpa"])
@@ -366,11 +366,11 @@ def test_missing_rows_may_hold_nan(batch: int, implementation: str) -> None:
         "mode": "decode",
         "implementation": implementation,
     }
-    found = dot_product_attention(q, k, v.at[:, 1].set(jnp.nan), **options)
+    output = dot_product_attention(q, k, v.at[:, 1].set(jnp.nan), **options)
     np.testing.assert_array_equal(
-        found, dot_product_attention(q, k, v.at[:, 1].set(0.0), **options)
+        output, dot_product_attention(q, k, v.at[:, 1].set(0.0), **options)
     )
-    assert np.isfinite(found).all()
+    assert np.isfinite(output).all()
 
 
 def test_not_causal_rows_without_token_get_zeros() -> None:

@@ -42,7 +42,7 @@ def test_every_dtype_axis_type_and_mode(case: Case, mesh: str) -> None:
 
 
 def test_every_implementation_has_a_row() -> None:
-    assert set(ROWS) == {one.name for one in implementation.SHIPPED}
+    assert set(ROWS) == {kernel.name for kernel in implementation.SHIPPED}
 
 
 def test_default_cells_cover_cases_and_meshes() -> None:
@@ -54,21 +54,23 @@ def test_default_cells_cover_cases_and_meshes() -> None:
 
 
 def cell_of(case: str, mesh: str, implementation: str = "blockwise") -> Cell:
-    found = next(one for one in CASES if one.name == case)
+    actual = next(listed for listed in CASES if listed.name == case)
     return Cell(
         implementation=implementation,
-        case=found,
+        case=actual,
         dtype="float32",
         mesh=mesh,
         axis_types="auto",
-        mode=found.mode,
+        mode=actual.mode,
     )
 
 
 def replace_blockwise(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Put another implementation in the place of blockwise."""
     blockwise = dataclasses.replace(implementation.find("blockwise"), **changes)
-    shipped = [blockwise if one.name == "blockwise" else one for one in implementation.SHIPPED]
+    shipped = [
+        blockwise if kernel.name == "blockwise" else kernel for kernel in implementation.SHIPPED
+    ]
     monkeypatch.setattr(implementation, "SHIPPED", tuple(shipped))
 
 

@@ -63,7 +63,7 @@ def test_forward_mode_and_derivatives_of_gradients(implementation: str) -> None:
     )
     f = functools.partial(loss, implementation=implementation)
     with pm:
-        found = jax.jit(lambda given: derivatives(f, given), compiler_options=QUICK)(arrays())
+        actual = jax.jit(lambda given: derivatives(f, given), compiler_options=QUICK)(arrays())
     reference = functools.partial(loss, implementation="vanilla")
     if implementation == "sdpa":
 
@@ -71,7 +71,7 @@ def test_forward_mode_and_derivatives_of_gradients(implementation: str) -> None:
             return loss((*given[:4], jnp.full(2, -jnp.inf)), implementation="vanilla")
 
     want = jax.jit(lambda given: derivatives(reference, given), compiler_options=QUICK)(arrays())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), actual, want)
 
 
 @pytest.mark.wide
@@ -90,19 +90,19 @@ def test_hessian_and_batched_gradients() -> None:
             jax.jacfwd(f)(q),
         )
 
-    found, want = (
+    actual, want = (
         jax.jit(everything, static_argnums=1, compiler_options=QUICK)(q, name)
         for name in ("blockwise", "vanilla")
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, want)
-    found, want = (
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), actual, want)
+    actual, want = (
         jax.jit(
             lambda row, name=name: jax.hessian(lambda row: of_q(q.at[0, 1].set(row), name))(row),
             compiler_options=QUICK,
         )(q[0, 1])
         for name in ("blockwise", "vanilla")
     )
-    np.testing.assert_allclose(found, want, atol=1e-5)
+    np.testing.assert_allclose(actual, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["blockwise", "ring", "allgather_kv", "ulysses"])

@@ -159,8 +159,8 @@ def test_output_heads_over_the_keys_mesh_axis() -> None:
     )
     assert_collectives(compiled, all_to_all=1, all_gather=1, only=True, mesh=call.manager.mesh)
     with call.manager:
-        found = jax.jit(attend())(*call.arrays())
-        assert_spec(found, call.manager.resolve(Q_AXES, shape=found.shape))
+        actual = jax.jit(attend())(*call.arrays())
+        assert_spec(actual, call.manager.resolve(Q_AXES, shape=actual.shape))
 
 
 def test_whole_keys_send_nothing() -> None:
@@ -208,8 +208,8 @@ def test_last_block_reads_no_key_twice(rows: int) -> None:
     lengths = jnp.array([rows + 3, 2 * rows], jnp.int32)
     wanted = jax.jit(attend(lengths=lengths, implementation="vanilla", mode="decode"))(q, k, v)
     with call.manager:
-        found = jax.jit(attend(lengths=lengths))(q, k, v)
-    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
+        actual = jax.jit(attend(lengths=lengths))(q, k, v)
+    np.testing.assert_allclose(actual, wanted, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("mesh", ["sp:4", "sp:3", "sp:2,tp:4"])
@@ -223,10 +223,10 @@ def test_no_kv_head_is_repeated(mesh: str) -> None:
         for dims in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", text)
     ]
     shards = call.manager.mesh.shape
-    one = call.batch * call.rows // shards["sp"] * call.dim
+    gathered_elements = call.batch * call.rows // shards["sp"] * call.dim
     heads = call.heads // shards.get("tp", 1)
-    assert max(shapes) == one  # the cache itself, and nothing larger
-    assert heads * one > one
+    assert max(shapes) == gathered_elements  # the cache itself, and nothing larger
+    assert heads * gathered_elements > gathered_elements
 
 
 @pytest.mark.usefixtures("_either")
@@ -237,8 +237,8 @@ def test_drafts_equal_single_tokens(shards: str) -> None:
     lengths = jnp.array([17, 48], jnp.int32)
     with call.manager:
         at_once = jax.jit(attend(lengths=lengths, window=(20, None)))(q, k, v)
-        one = jax.jit(lambda q, lengths: attend(lengths=lengths, window=(20, None))(q, k, v))
-        each = [one(q[:, i : i + 1], lengths - 2 + i) for i in range(3)]
+        decode_one = jax.jit(lambda q, lengths: attend(lengths=lengths, window=(20, None))(q, k, v))
+        each = [decode_one(q[:, i : i + 1], lengths - 2 + i) for i in range(3)]
     np.testing.assert_allclose(at_once, jnp.concatenate(each, axis=1), rtol=2e-6, atol=2e-6)
 
 
@@ -253,9 +253,9 @@ def test_keys_interleaved_over_shards() -> None:
     )
     with call.manager:
         given = {"positions": positions, "kv_positions": kept}
-        found = jax.jit(attend(**given))(q, k[:, kept], v[:, kept])
+        actual = jax.jit(attend(**given))(q, k[:, kept], v[:, kept])
         compiled = call.compiled(**given)
-    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(actual, wanted, rtol=2e-6, atol=2e-6)
     assert_collectives(compiled, all_gather=1, only=True, mesh=call.manager.mesh)
 
 
@@ -298,9 +298,9 @@ def test_mesh_axis_of_keys_and_query_heads(name: str) -> None:
     wanted = jax.jit(attend(**given, implementation="vanilla", mode="decode"))(*arrays)
     with manager:
         assert explain(*arrays, implementation="flash_decode").call.specs.grouping == "factor"
-        found = jax.jit(attend(**given))(*arrays)
-    np.testing.assert_allclose(found.o, wanted.o, rtol=2e-6, atol=2e-6)
-    np.testing.assert_allclose(found.lse, wanted.lse, rtol=2e-6, atol=2e-6)
+        actual = jax.jit(attend(**given))(*arrays)
+    np.testing.assert_allclose(actual.o, wanted.o, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(actual.lse, wanted.lse, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.usefixtures("_either")
@@ -316,7 +316,7 @@ def test_gradients(mesh: str) -> None:
     lengths = jnp.array([30, 0], jnp.int32)
 
     def loss(floats: dict[str, jax.Array], implementation: str) -> jax.Array:
-        found = dot_product_attention(
+        output = dot_product_attention(
             **floats,
             lengths=lengths,
             softcap=3.0,
@@ -324,23 +324,23 @@ def test_gradients(mesh: str) -> None:
             return_lse=True,
             implementation=implementation,
         )
-        return jnp.sum(jnp.sin(found.o)) + jnp.sum(
-            jnp.sin(jnp.where(jnp.isneginf(found.lse), 0.0, found.lse))
+        return jnp.sum(jnp.sin(output.o)) + jnp.sum(
+            jnp.sin(jnp.where(jnp.isneginf(output.lse), 0.0, output.lse))
         )
 
     wanted = jax.jit(jax.grad(loss), static_argnums=1)(floats, "vanilla")
     with call.manager:
-        found = jax.jit(jax.grad(loss), static_argnums=1)(floats, "flash_decode")
+        actual = jax.jit(jax.grad(loss), static_argnums=1)(floats, "flash_decode")
     for name in floats:
-        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(actual[name], wanted[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def test_mesh_axis_of_size_one() -> None:
     call = Call(mesh="dp:1,sp:1,tp:1")
     with call.manager:
-        found = jax.jit(attend())(*call.arrays())
+        actual = jax.jit(attend())(*call.arrays())
     wanted = jax.jit(attend(implementation="vanilla", mode="decode"))(*call.arrays())
-    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(actual, wanted, rtol=2e-6, atol=2e-6)
     assert_no_collectives(call.compiled(), mesh=call.manager.mesh)
 
 
@@ -354,9 +354,9 @@ def test_partial_results_combine_in_float32() -> None:
         implementation="vanilla",
     )
     with call.manager:
-        found = jax.jit(attend())(q, k, v)
-    assert found.dtype == jnp.bfloat16
-    error = np.linalg.norm(np.asarray(found, np.float32) - wanted) / np.linalg.norm(wanted)
+        actual = jax.jit(attend())(q, k, v)
+    assert actual.dtype == jnp.bfloat16
+    error = np.linalg.norm(np.asarray(actual, np.float32) - wanted) / np.linalg.norm(wanted)
     assert error < 5e-3
 
 

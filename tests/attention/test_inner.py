@@ -59,11 +59,11 @@ def as_on(platform: str, name: str, given: tuple[Any, ...], options: dict[str, A
 
 def value_and_grads(run: Callable[[tuple[Any, ...]], Any], given: tuple[Any, ...]) -> Any:
     def loss(given: tuple[Any, ...]) -> Any:
-        found = run(given)
-        o = found if isinstance(found, jax.Array) else found.o
+        result = run(given)
+        o = result if isinstance(result, jax.Array) else result.o
         total = jnp.sum(jnp.sin(o.astype(jnp.float32)))
-        if o is not found and found.lse is not None:
-            total += jnp.sum(jnp.where(jnp.isneginf(found.lse), 0.0, jnp.cos(found.lse)))
+        if o is not result and result.lse is not None:
+            total += jnp.sum(jnp.where(jnp.isneginf(result.lse), 0.0, jnp.cos(result.lse)))
         return total, o
 
     (_, o), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(given)
@@ -97,11 +97,11 @@ def check(
 
     wanted = value_and_grads(oracle, given)
     with manager(mesh, axis_types):
-        found = value_and_grads(sharded, given)
-    pairs = zip(found, wanted, strict=True)
-    for one, want in ((np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in pairs):
-        assert np.isfinite(one).all()
-        assert np.linalg.norm(one - want) <= tolerance * max(1.0, float(np.linalg.norm(want)))
+        actual = value_and_grads(sharded, given)
+    pairs = zip(actual, wanted, strict=True)
+    for pair, want in ((np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in pairs):
+        assert np.isfinite(pair).all()
+        assert np.linalg.norm(pair - want) <= tolerance * max(1.0, float(np.linalg.norm(want)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,15 +143,15 @@ def test_shards_of_odd_length(name: str) -> None:
 def test_cudnn_runs_in_ulysses(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA's attention stands in for cuDNN's, whose meaning it has."""
     monkeypatch.setattr(cudnn, "failure_on", lambda kind: "")
-    real, asked = jax.nn.dot_product_attention, []
+    real, requests = jax.nn.dot_product_attention, []
 
     def by_xla(*given: Any, implementation: str, **rest: Any) -> Any:
-        asked.append(implementation)
+        requests.append(implementation)
         return real(*given, implementation="xla", **rest)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     check("gpu", "ulysses", "sp:2", arrays(32, dtype="bfloat16"), tolerance=1e-2, causal=True)
-    assert set(asked) == {"cudnn"}
+    assert set(requests) == {"cudnn"}
 
 
 @pytest.mark.parametrize(

@@ -253,8 +253,8 @@ def test_inside_shard_map_over_the_batch() -> None:
         return attention.dot_product_attention(x, x, x, mode="train", causal=True)
 
     with pm:
-        found = pm.shard_map(inside, in_axes=(axes,), out_axes=axes)(x)
-    np.testing.assert_allclose(found, inside(x), rtol=2e-6, atol=2e-6)
+        actual = pm.shard_map(inside, in_axes=(axes,), out_axes=axes)(x)
+    np.testing.assert_allclose(actual, inside(x), rtol=2e-6, atol=2e-6)
 
 
 def test_quantized_keys_have_no_gradient() -> None:
@@ -278,7 +278,7 @@ def test_quantized_keys_refused_without_scales() -> None:
     choice = attention.explain(Q, mode="decode", **INT8)
     assert choice.name == "blockwise"
     assert "float32 with int8 keys, decode" in str(choice)
-    refused = {one.name: one.reasons for one in choice.refusals}
+    refused = {refusal.name: refusal.reasons for refusal in choice.refusals}
     assert all(
         "it takes no scales, and k and v are int8" in refused[name]
         for name in ("ring", "ulysses", "allgather_kv", "sdpa", "splash")

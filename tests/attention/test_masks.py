@@ -52,7 +52,7 @@ def test_mask_follows_its_rules(rules: MaskRules) -> None:
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_block_answers_hold_for_each_pair(rules: MaskRules) -> None:
-    said = {"empty": 0, "full": 0}
+    counts = {"empty": 0, "full": 0}
     for q, kv in itertools.product(RANGES, RANGES):
         pairs = [
             attends(rules, p, r) for p in range(q[0], q[1] + 1) for r in range(kv[0], kv[1] + 1)
@@ -65,9 +65,9 @@ def test_block_answers_hold_for_each_pair(rules: MaskRules) -> None:
         # Where only bounds or only chunks decide, the answer is exact.
         if kv[1] < 0 or (kv[0] >= 0 and (rules.chunk is None or rules.bounds == (None, None))):
             assert empty == (not any(pairs))
-        said["empty"] += empty
-        said["full"] += full
-    assert all(said.values())
+        counts["empty"] += empty
+        counts["full"] += full
+    assert all(counts.values())
 
 
 def test_traced_block_gets_the_same_answer() -> None:
@@ -153,16 +153,16 @@ def test_arrays_combine_from_either_side() -> None:
         assert ids.q_segment_ids is q
         assert ids.kv_segment_ids is kv
         assert ids.rules == MaskRules(causal=True)
-    one, other = (
+    first_dense, other = (
         jnp.array([[[[True, True, False, False]]]]),
         jnp.array([[[[True, False, True, False]]]]),
     )
-    for first, second in ((one, other), (other, one)):
+    for first, second in ((first_dense, other), (other, first_dense)):
         np.testing.assert_array_equal(
             (masks.dense(first) & masks.dense(second)).dense, [[[[True, False, False, False]]]]
         )
-    for mask in (masks.full() & masks.dense(one), masks.dense(one) & masks.full()):
-        assert mask.dense is one
+    for mask in (masks.full() & masks.dense(first_dense), masks.dense(first_dense) & masks.full()):
+        assert mask.dense is first_dense
         assert mask.lengths is None
     for mask in (masks.full() & masks.lengths(q), masks.lengths(q) & masks.full()):
         assert mask.lengths is q

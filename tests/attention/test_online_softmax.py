@@ -145,14 +145,14 @@ def test_products_by_head(dtype: Any) -> None:
         wide_p.reshape(BATCH, KV_HEADS, group, Q, KV),
         wide_q.reshape(BATCH, Q, KV_HEADS, group, D),
     )
-    for found, wanted in (
+    for actual, wanted in (
         (online.products_of(q, k), np.einsum("bthd,bshd->bhts", wide_q, wide_k)),
         (online.weighted_sum(p, v), np.einsum("bhts,bshd->bhtd", wide_p, wide_v)),
         (online.queries_of(p, k), np.einsum("bhts,bshd->bthd", wide_p, wide_k)),
         (online.keys_of(p, q, KV_HEADS), np.einsum("bkgts,btkgd->bskd", *grouped)),
     ):
-        assert found.dtype == jnp.float32
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+        assert actual.dtype == jnp.float32
+        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_logits_are_scaled_then_biased_then_capped() -> None:
@@ -167,6 +167,6 @@ def test_logits_are_scaled_then_biased_then_capped() -> None:
         ({"bias": jnp.asarray(bias)}, plain + bias),
         ({"softcap": 2.0, "bias": jnp.asarray(bias)}, 2.0 * np.tanh((plain + bias) / 2.0)),
     ):
-        found = online.logits_of(products, scale=0.3, **options)  # type: ignore[arg-type]
-        assert found.dtype == jnp.float32
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        actual = online.logits_of(products, scale=0.3, **options)  # type: ignore[arg-type]
+        assert actual.dtype == jnp.float32
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)

@@ -129,7 +129,7 @@ def test_without_remains_sets_zeros() -> None:
     own(run=run)
     left = K.at[:, 9:].set(jnp.nan)
     lengths = jnp.array([9, 3])
-    found = attention.dot_product_attention(
+    output = attention.dot_product_attention(
         Q[:, :1], left, left, mode="decode", implementation="mine", lengths=lengths
     )
-    np.testing.assert_allclose(found, 1.0, rtol=1e-6)
+    np.testing.assert_allclose(output, 1.0, rtol=1e-6)

@@ -83,13 +83,13 @@ def has(implementation: Implementation, feature: str) -> bool:
 
 
 def table() -> str:
-    names = [one.name for one in SHIPPED]
+    names = [kernel.name for kernel in SHIPPED]
     lines = [
         f"| | {' | '.join(f'`{name}`' for name in names)} |",
         f"| --- |{' :-: |' * len(names)}",
     ]
     lines += [
-        f"| {feature} | {' | '.join('✓' if has(one, feature) else '' for one in SHIPPED)} |"
+        f"| {feature} | {' | '.join('✓' if has(kernel, feature) else '' for kernel in SHIPPED)} |"
         for feature in FEATURES
     ]
     return "\n".join(" ".join(line.split()) for line in lines) + "\n"
@@ -112,4 +112,6 @@ def test_every_implementation_has_a_row() -> None:
         ].splitlines()
         if "|" in line
     ]
-    assert [one.name for one in SHIPPED if not any(f"`{one.name}`" in row for row in rows)] == []
+    assert [
+        kernel.name for kernel in SHIPPED if not any(f"`{kernel.name}`" in row for row in rows)
+    ] == []

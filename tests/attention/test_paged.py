@@ -75,9 +75,9 @@ def reference(arrays: dict[str, Any], **options: Any) -> tuple[np.ndarray, np.nd
             arrays[name][used].reshape(1, -1, *arrays[name].shape[2:])[:, :length]
             for name in ("k_pages", "v_pages")
         )
-        one = q[b : b + 1, :count]
-        found = dot_product_attention(
-            one,
+        query = q[b : b + 1, :count]
+        output = dot_product_attention(
+            query,
             k,
             v,
             implementation="vanilla",
@@ -86,7 +86,7 @@ def reference(arrays: dict[str, Any], **options: Any) -> tuple[np.ndarray, np.nd
             return_lse=True,
             **options,
         )
-        o[b, :count], lse[b, :, :count] = found.o[0], found.lse[0]
+        o[b, :count], lse[b, :, :count] = output.o[0], output.lse[0]
     return o, lse
 
 
@@ -113,10 +113,10 @@ def test_equals_ragged_reference_of_jax(window: int | None, softcap: float | Non
         sliding_window=window,
         soft_cap=softcap,
     )
-    found = run(
+    result = run(
         arrays, scale=0.3, softcap=softcap, window=None if window is None else (window - 1, None)
     )
-    rows = jnp.concatenate([found[b, :count] for b, count in enumerate(counts)])
+    rows = jnp.concatenate([result[b, :count] for b, count in enumerate(counts)])
     np.testing.assert_allclose(rows, wanted, rtol=2e-6, atol=2e-6)
 
 
@@ -131,8 +131,8 @@ def test_decode_equals_paged_reference_of_jax() -> None:
         for name in ("k_pages", "v_pages")
     )
     wanted = reference(arrays["q"][:, 0], k, v, jnp.asarray(arrays["lengths"]))
-    found = run({**arrays, "q_lengths": None}, scale=1.0)
-    np.testing.assert_allclose(found[:, 0], wanted, rtol=2e-6, atol=2e-6)
+    result = run({**arrays, "q_lengths": None}, scale=1.0)
+    np.testing.assert_allclose(result[:, 0], wanted, rtol=2e-6, atol=2e-6)
 
 
 # Name -> mesh, rule of the heads, rule of the pages, collectives.
@@ -181,21 +181,23 @@ def test_every_sharding_equals_one_device(layout: str, axis_types: str) -> None:
     manager = manager_of(layout, axis_types)
     with manager:
         placed = place(arrays, manager)
-        found: Result = run(placed, sinks=sinks, window=(9, None), softcap=3.0, return_lse=True)
+        result: Result = run(placed, sinks=sinks, window=(9, None), softcap=3.0, return_lse=True)
         assert_spec(
-            found.o,
-            manager.resolve((sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM), shape=found.o.shape),
+            result.o,
+            manager.resolve(
+                (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM), shape=result.o.shape
+            ),
         )
     o, lse = reference(arrays, sinks=sinks, window=(9, None), softcap=3.0)
-    np.testing.assert_allclose(found.o, o, rtol=2e-6, atol=2e-6)
-    np.testing.assert_array_equal(np.isneginf(found.lse), np.isneginf(lse))
+    np.testing.assert_allclose(result.o, o, rtol=2e-6, atol=2e-6)
+    np.testing.assert_array_equal(np.isneginf(result.lse), np.isneginf(lse))
     np.testing.assert_allclose(
-        np.where(np.isneginf(lse), 0, found.lse),
+        np.where(np.isneginf(lse), 0, result.lse),
         np.where(np.isneginf(lse), 0, lse),
         rtol=2e-6,
         atol=2e-6,
     )
-    np.testing.assert_array_equal(np.asarray(found.o)[1, 1:], 0.0)
+    np.testing.assert_array_equal(np.asarray(result.o)[1, 1:], 0.0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -216,18 +218,18 @@ def test_communication(layout: str) -> None:
 
 def sizes_of(jaxpr: Any) -> list[int]:
     """Sizes of every array that a program makes, loops and branches included."""
-    found = []
+    actual = []
     for equation in jaxpr.eqns:
-        found += [out.aval.size for out in equation.outvars]
+        actual += [out.aval.size for out in equation.outvars]
         for value in equation.params.values():
             programs = (
-                getattr(one, "jaxpr", one)
-                for one in (value if isinstance(value, (tuple, list)) else [value])
+                getattr(item, "jaxpr", item)
+                for item in (value if isinstance(value, (tuple, list)) else [value])
             )
-            found += [
+            actual += [
                 size for inner in programs if hasattr(inner, "eqns") for size in sizes_of(inner)
             ]
-    return found
+    return actual
 
 
 def test_no_sequence_is_gathered_whole() -> None:
@@ -242,22 +244,22 @@ def test_no_sequence_is_gathered_whole() -> None:
         "block_tables": jax.ShapeDtypeStruct((4, columns), jnp.int32),
         "lengths": jax.ShapeDtypeStruct((4,), jnp.int32),
     }
-    made = sizes_of(jax.make_jaxpr(lambda arrays: paged_attention(**arrays))(arrays).jaxpr)
+    sizes = sizes_of(jax.make_jaxpr(lambda arrays: paged_attention(**arrays))(arrays).jaxpr)
     whole = 4 * columns * page_size * 2 * 8
-    assert 0 < max(made) <= whole // 8
+    assert 0 < max(sizes) <= whole // 8
 
 
 def test_traced_table_may_name_missing_pages() -> None:
     arrays = Batch(q_length=1, q_lengths=(1, 1, 1, 1)).arrays()
     tables = arrays["block_tables"].copy()
     tables[1, 2], tables[3] = PAGES, -7
-    found = run({**arrays, "block_tables": tables, "q_lengths": None})
+    result = run({**arrays, "block_tables": tables, "q_lengths": None})
     v = arrays["v_pages"].at[arrays["block_tables"][1, 2]].set(1e9)  # is not read
     np.testing.assert_array_equal(
-        run({**arrays, "block_tables": tables, "q_lengths": None, "v_pages": v}), found
+        run({**arrays, "block_tables": tables, "q_lengths": None, "v_pages": v}), result
     )
-    np.testing.assert_array_equal(found[3], 0.0)
-    assert np.abs(found[1]).min() > 0.0
+    np.testing.assert_array_equal(result[3], 0.0)
+    assert np.abs(result[1]).min() > 0.0
 
 
 def test_remains_in_a_page_are_hidden() -> None:
@@ -281,9 +283,9 @@ def test_bfloat16() -> None:
     )
     manager = manager_of("pages")
     with manager:
-        found = run(place(arrays, manager))
-    assert found.dtype == jnp.bfloat16
-    assert np.linalg.norm(np.asarray(found, np.float32) - wanted) / np.linalg.norm(wanted) < 5e-3
+        result = run(place(arrays, manager))
+    assert result.dtype == jnp.bfloat16
+    assert np.linalg.norm(np.asarray(result, np.float32) - wanted) / np.linalg.norm(wanted) < 5e-3
 
 
 def test_no_gradient() -> None:
@@ -389,11 +391,11 @@ def test_quantized_pages(stored: str, layout: str) -> None:
     plain = {
         **arrays,
         **{
-            name: one.values.astype(jnp.float32) * one.scale[..., None]
-            for name, one in quantised.items()
+            name: pages.values.astype(jnp.float32) * pages.scale[..., None]
+            for name, pages in quantised.items()
         },
     }
-    given = {**arrays, **{name: one.values for name, one in quantised.items()}}
+    given = {**arrays, **{name: pages.values for name, pages in quantised.items()}}
     scales = {
         "k_scale_pages": quantised["k_pages"].scale,
         "v_scale_pages": quantised["v_pages"].scale,
@@ -406,20 +408,20 @@ def test_quantized_pages(stored: str, layout: str) -> None:
             name: jax.device_put(x, manager.sharding(axes, shape=x.shape))
             for name, x in scales.items()
         }
-        found = run(place(given, manager), window=(9, None), **scales)
-    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
+        result = run(place(given, manager), window=(9, None), **scales)
+    np.testing.assert_allclose(result, wanted, rtol=2e-6, atol=2e-6)
 
 
 def test_remains_in_a_scale_are_hidden() -> None:
     arrays = Batch().arrays()
     quantised = {name: quantize(arrays[name]) for name in ("k_pages", "v_pages")}
-    given = {**arrays, **{name: one.values for name, one in quantised.items()}}
+    given = {**arrays, **{name: pages.values for name, pages in quantised.items()}}
     used = np.zeros((PAGES, PAGE_SIZE), bool)
     for row, length in zip(arrays["block_tables"], arrays["lengths"], strict=True):
         for position in range(length):
             used[row[position // PAGE_SIZE], position % PAGE_SIZE] = True
     assert not used.all()
-    clean = {f"{name[0]}_scale_pages": one.scale for name, one in quantised.items()}
+    clean = {f"{name[0]}_scale_pages": pages.scale for name, pages in quantised.items()}
     dirty = {name: jnp.where(used[..., None], scale, jnp.inf) for name, scale in clean.items()}
     np.testing.assert_array_equal(run(given, **dirty), run(given, **clean))
 

@@ -50,9 +50,9 @@ LIES = {
 
 
 def operands(**heads: int) -> Operands:
-    made = make_operands(**SIZES, **heads)
+    arrays = make_operands(**SIZES, **heads)
     return without(
-        made, "mask", "q_segment_ids", "kv_segment_ids", "seed", "batch_index", "head_index"
+        arrays, "mask", "q_segment_ids", "kv_segment_ids", "seed", "batch_index", "head_index"
     )
 
 
@@ -86,11 +86,13 @@ def attend(shard: Operands) -> Result:
 def test_each_shard_reads_the_kv_heads_of_its_queries(name: str) -> None:
     call = call_of(name)
     given = operands(heads=call.heads, kv_heads=call.kv_heads)
-    found = gradients(lambda x: run_opaque(attend, x, call).o, given)
+    actual = gradients(lambda x: run_opaque(attend, x, call).o, given)
     wanted = gradients(lambda x: vanilla.attend(x, RECIPE).o, given)
-    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
-    for one in wanted[1]:
-        np.testing.assert_allclose(found[1][one], wanted[1][one], rtol=1e-5, atol=1e-5, err_msg=one)
+    np.testing.assert_allclose(actual[0], wanted[0], rtol=1e-5)
+    for gradient in wanted[1]:
+        np.testing.assert_allclose(
+            actual[1][gradient], wanted[1][gradient], rtol=1e-5, atol=1e-5, err_msg=gradient
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

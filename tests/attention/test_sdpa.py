@@ -82,9 +82,9 @@ def test_bfloat16_sums_are_float32_in_every_layout(layout: str) -> None:
     (_, want), want_grads = value_and_grads(
         implementation="vanilla", given=exact, causal=True, layout=layout
     )
-    for found, wanted in zip((o, *grads), (want, *want_grads), strict=True):
-        assert found.dtype == jnp.bfloat16
-        assert np.linalg.norm(found.astype(jnp.float32) - wanted) <= 4e-3 * np.linalg.norm(wanted)
+    for actual, wanted in zip((o, *grads), (want, *want_grads), strict=True):
+        assert actual.dtype == jnp.bfloat16
+        assert np.linalg.norm(actual.astype(jnp.float32) - wanted) <= 4e-3 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize(("mesh", "kv_heads"), [("dp:2,tp:2", 2), ("dp:4", 1)])
@@ -205,10 +205,10 @@ CUDNN: dict[str, dict[str, Any]] = {
 def test_arguments_passed_to_cudnn(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Both implementations of JAX mean the same, so XLA's replaces cuDNN's without a GPU."""
     on_gpu(monkeypatch)
-    real, asked = jax.nn.dot_product_attention, []
+    real, requests = jax.nn.dot_product_attention, []
 
     def by_xla(*given: Any, implementation: str, **rest: Any) -> Any:
-        asked.append(implementation)
+        requests.append(implementation)
         return real(*given, implementation="xla", **rest)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
@@ -226,13 +226,13 @@ def test_arguments_passed_to_cudnn(monkeypatch: pytest.MonkeyPatch, name: str) -
         (_, o), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(
             given
         )
-    assert asked == ["cudnn"]
+    assert requests == ["cudnn"]
     (_, want), want_grads = value_and_grads(implementation="vanilla", given=given, **CUDNN[name])
     pairs = zip((o, *grads), (want, *want_grads), strict=True)
-    for found, wanted in (
-        (np.asarray(one, np.float32), np.asarray(other, np.float32)) for one, other in pairs
+    for actual, wanted in (
+        (np.asarray(pair, np.float32), np.asarray(other, np.float32)) for pair, other in pairs
     ):
-        assert np.linalg.norm(found - wanted) <= 1e-2 * np.linalg.norm(wanted)
+        assert np.linalg.norm(actual - wanted) <= 1e-2 * np.linalg.norm(wanted)
     if "lengths" in CUDNN[name]:
         assert not np.any(o[0])
         assert all(not np.any(grad[0]) for grad in grads)

@@ -42,8 +42,8 @@ def shard_of(*, rows: int, heads: int, dim: int) -> Operands:
 def blocks(
     shard: Operands, recipe: Recipe = CAUSAL, *, q_offset: int | None = 0
 ) -> tuple[int, int]:
-    found = sequence.blocks(recipe, shard, call_of(recipe, q_offset=q_offset))
-    return found.q_block, found.kv_block
+    actual = sequence.blocks(recipe, shard, call_of(recipe, q_offset=q_offset))
+    return actual.q_block, actual.kv_block
 
 
 def test_logits_of_a_block_fit_the_keys_of_a_shard() -> None:
@@ -74,9 +74,9 @@ def test_keys_and_values_pack_into_one_array(v_dim: int, dtype: str, arrays: int
     packed = sequence.pack(k, v)
     assert len(packed) == arrays
     assert sum(array.nbytes for array in packed) == k.nbytes + v.nbytes
-    for found, wanted in zip(sequence.unpack(packed, head_dim=4), (k, v), strict=True):
-        assert found.dtype == wanted.dtype
-        np.testing.assert_array_equal(found, wanted)
+    for actual, wanted in zip(sequence.unpack(packed, head_dim=4), (k, v), strict=True):
+        assert actual.dtype == wanted.dtype
+        np.testing.assert_array_equal(actual, wanted)
 
 
 def test_unrolled_ring_equals_loop() -> None:

@@ -59,15 +59,15 @@ class Call:
         }
         axes = {"q": (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)}
         kv_axes = (sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM)
-        made = []
+        values = []
         for name, (heads, dim) in dims.items():
             shape = (self.batch, self.rows, heads, dim)
-            made.append(
+            values.append(
                 jax.ShapeDtypeStruct(
                     shape, self.dtype, sharding=pm.sharding(axes.get(name, kv_axes), shape=shape)
                 )
             )
-        return tuple(made)
+        return tuple(values)
 
     def compiled(self, implementation: str, **options: Any) -> Any:
         """The forward pass."""
@@ -299,8 +299,8 @@ def test_gathered_keys_are_not_kept() -> None:
 
 def refusal(call: Call, implementation: str, **options: Any) -> str:
     with call.manager:
-        (found,) = explain(*call.arrays(), implementation=implementation, **options).refusals
-    return "\n".join(found.reasons)
+        (actual,) = explain(*call.arrays(), implementation=implementation, **options).refusals
+    return "\n".join(actual.reasons)
 
 
 def test_refusals() -> None:
@@ -326,10 +326,10 @@ def test_queries_and_keys_over_different_axes() -> None:
         mesh=cpu_mesh(call.mesh),
     ):
         for name in ("ring", "ulysses"):
-            (found,) = explain(*call.arrays(), implementation=name, mode="train").refusals
-            assert found.reasons == (both,)
-        (found,) = explain(*call.arrays(), implementation="allgather_kv", mode="train").refusals
-    assert found.reasons == (
+            (actual,) = explain(*call.arrays(), implementation=name, mode="train").refusals
+            assert actual.reasons == (both,)
+        (actual,) = explain(*call.arrays(), implementation="allgather_kv", mode="train").refusals
+    assert actual.reasons == (
         (
             "the length of the keys is sharded over sp and that of the queries is not: all its "
             "devices would compute the same"
@@ -367,5 +367,7 @@ def test_two_mesh_axes_equal_one_device(implementation: str, name: str) -> None:
 
     wanted = run("vanilla")(arrays)
     with call.manager:
-        found = run(implementation)(arrays)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, wanted)
+        actual = run(implementation)(arrays)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, wanted
+    )

@@ -44,11 +44,11 @@ def gradients(attend: Any, given: Operands) -> Any:
     return jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)(floats(given))
 
 
-def assert_same(found: Any, wanted: Any) -> None:
-    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
+def assert_same(actual: Any, wanted: Any) -> None:
+    np.testing.assert_allclose(actual[0], wanted[0], rtol=1e-5)
     for name in wanted[1]:
         np.testing.assert_allclose(
-            found[1][name], wanted[1][name], rtol=1e-5, atol=1e-5, err_msg=name
+            actual[1][name], wanted[1][name], rtol=1e-5, atol=1e-5, err_msg=name
         )
 
 

@@ -61,19 +61,19 @@ def test_equals_the_oracle_with_skipped_blocks(name: str) -> None:
     given = arrays(
         **{size: options.pop(size) for size in ("q_length", "kv_length") if size in options}
     )
-    found, wanted = both("splash", given, **options), both("vanilla", given, **options)
-    for one, want, tolerance in zip(found, wanted, (2e-6, 1e-5, 1e-5, 1e-5), strict=True):
-        assert np.isfinite(one).all()
-        np.testing.assert_allclose(one, want, rtol=tolerance, atol=tolerance)
+    actual, wanted = both("splash", given, **options), both("vanilla", given, **options)
+    for computed, want, tolerance in zip(actual, wanted, (2e-6, 1e-5, 1e-5, 1e-5), strict=True):
+        assert np.isfinite(computed).all()
+        np.testing.assert_allclose(computed, want, rtol=tolerance, atol=tolerance)
     nothing = ~np.any(wanted[0], axis=-1)  # queries that see no key
     assert np.any(nothing) == (name != "a window over a longer past")
-    assert not np.any(found[0][nothing])
-    assert not np.any(found[1][nothing])
+    assert not np.any(actual[0][nothing])
+    assert not np.any(actual[1][nothing])
 
 
 def exact(given: tuple[Any, ...], do: Any) -> tuple[Any, ...]:
     """Return a softmax's output and gradients, in float64, of the head that is there."""
-    q, k, v, do = (np.asarray(one, np.float64)[0, :, 0] for one in (*given, do))
+    q, k, v, do = (np.asarray(item, np.float64)[0, :, 0] for item in (*given, do))
     scale = q.shape[1] ** -0.5
     logits = q @ k.T * scale
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -93,8 +93,8 @@ def test_any_scale_is_exact_in_bfloat16(head_dim: int) -> None:
     o, pull_back = jax.vjp(
         functools.partial(dot_product_attention, mode="train", implementation="splash"), q, k, v
     )
-    for found, want in zip((o, *pull_back(do)), exact((q, k, v), do), strict=True):
-        error = np.asarray(found, np.float64)[0, :, 0] - want
+    for actual, want in zip((o, *pull_back(do)), exact((q, k, v), do), strict=True):
+        error = np.asarray(actual, np.float64)[0, :, 0] - want
         assert np.linalg.norm(error) <= 2e-2 * np.linalg.norm(want)
 
 
@@ -102,22 +102,22 @@ def test_logsumexp_has_a_gradient() -> None:
     given = arrays(q_length=130, kv_length=200)
 
     def loss(given: tuple[jax.Array, ...], implementation: str) -> Any:
-        found = dot_product_attention(
+        output = dot_product_attention(
             *given, mode="train", causal=True, return_lse=True, implementation=implementation
         )
-        return jnp.sum(jnp.sin(found.o)) + jnp.sum(jnp.cos(found.lse))
+        return jnp.sum(jnp.sin(output.o)) + jnp.sum(jnp.cos(output.lse))
 
-    found, wanted = (jax.grad(loss)(given, name) for name in ("splash", "vanilla"))
-    for one, want in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-5)
+    actual, wanted = (jax.grad(loss)(given, name) for name in ("splash", "vanilla"))
+    for computed, want in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(computed, want, rtol=1e-5, atol=1e-5)
 
 
 def test_positions_as_arrays() -> None:
     given, positions = arrays(), jnp.asarray(np.random.default_rng(0).permutation(128))
     options = {"causal": True, "window": (30, 0), "positions": positions}
-    found, wanted = both("splash", given, **options), both("vanilla", given, **options)
-    for one, want in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-5)
+    actual, wanted = both("splash", given, **options), both("vanilla", given, **options)
+    for computed, want in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(computed, want, rtol=1e-5, atol=1e-5)
 
 
 def lowered(
@@ -173,9 +173,9 @@ def test_unused_mesh_axis(mesh: str, axis_types: Any) -> None:
     given, sinks = arrays(kv_heads=2), jnp.array([0.5, -0.5])
     wanted = both("vanilla", given, causal=True, sinks=sinks)
     with sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(mesh, axis_types=axis_types)):
-        found = both("splash", given, causal=True, sinks=sinks)
-    for one, want, tolerance in zip(found, wanted, (2e-6, 1e-5, 1e-5, 1e-5), strict=True):
-        np.testing.assert_allclose(one, want, rtol=tolerance, atol=tolerance)
+        actual = both("splash", given, causal=True, sinks=sinks)
+    for computed, want, tolerance in zip(actual, wanted, (2e-6, 1e-5, 1e-5, 1e-5), strict=True):
+        np.testing.assert_allclose(computed, want, rtol=tolerance, atol=tolerance)
     program, where = lowered(mesh, axis_types=axis_types, causal=True)
     assert_no_collectives(program, mesh=where)
 

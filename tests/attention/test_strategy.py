@@ -31,11 +31,11 @@ def shapes(length: int = 8) -> list[jax.ShapeDtypeStruct]:
 
 def test_mode_line_else_default() -> None:
     rules = sw.Strategy.loads(TEXT).compile()
-    found = {
+    actual = {
         mode: str(rules.attention_in(mode))
         for mode in (sw.MODE_TRAIN, sw.MODE_PREFILL, sw.MODE_DECODE)
     }
-    assert found == {
+    assert actual == {
         sw.MODE_TRAIN: 'train = "vanilla"   (<toml>:5, [attention])',
         sw.MODE_PREFILL: 'default = "blockwise"   (<toml>:4, [attention])',
         sw.MODE_DECODE: "None",
@@ -97,8 +97,8 @@ def test_mistakes_in_a_file(line: str, says: str) -> None:
 def test_call_overrides_strategy() -> None:
     q, k, v = shapes()
     with sw.PartitionManager(sw.Strategy.loads(TEXT), mesh=cpu_mesh("dp:2")):
-        found = attention.explain(q, k, v, mode="train")
-        assert (found.name, found.why) == (
+        resolution = attention.explain(q, k, v, mode="train")
+        assert (resolution.name, resolution.why) == (
             "vanilla",
             'the strategy says train = "vanilla"   (<toml>:5, [attention])',
         )
@@ -141,7 +141,9 @@ def test_refusal_names_the_choice_of_auto() -> None:
 
 
 def test_nothing_serves_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    resting = [dataclasses.replace(one, supports=lambda call: ("it rests",)) for one in SHIPPED]
+    resting = [
+        dataclasses.replace(kernel, supports=lambda call: ("it rests",)) for kernel in SHIPPED
+    ]
     monkeypatch.setattr(implementation, "SHIPPED", tuple(resting))
     named = attention.explain(*shapes(), mode="train", implementation="ring")
     assert str(named).splitlines()[-1] == "  auto  no implementation: all refuse"
@@ -157,7 +159,7 @@ def test_nothing_serves_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_strategy_names_every_implementation() -> None:
-    assert {one.name for one in SHIPPED} | {AUTO} == set(Attention)
+    assert {kernel.name for kernel in SHIPPED} | {AUTO} == set(Attention)
     names = sw.Strategy.json_schema()["$defs"]["AttentionTable"]["properties"]["default"]["anyOf"][
         0
     ]["enum"]
@@ -180,8 +182,8 @@ def test_own_implementation_needs_a_prefix(
             attention.explain(q, k, v, mode="train")
         monkeypatch.setattr(implementation, "_own", ())
         attention.register(dataclasses.replace(implementation.find("blockwise"), name="mine"))
-        found = attention.explain(q, k, v, mode="train")
-        assert (found.name, found.why) == (
+        resolution = attention.explain(q, k, v, mode="train")
+        assert (resolution.name, resolution.why) == (
             "mine",
             'the strategy says train = "own:mine"   (my.toml:2, [attention])',
         )

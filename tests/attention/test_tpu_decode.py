@@ -9,16 +9,19 @@ pytestmark = tpu_compile.MARKS
 
 
 def test_temporary_memory_does_not_grow_with_the_cache() -> None:
-    found = measure()
-    assert len(found) == len(KINDS) * len(SHAPES) * len(CAPACITIES)
-    for one in found:
-        what = f"{one.kind}, {one.kv_heads} kv heads of {one.head_dim}, {one.capacity} rows"
-        print(
-            f"{what:44} append {one.append:8} attend {one.attend:8} bytes of temporary "
-            f"memory, {one.held} of the cache"
+    actual = measure()
+    assert len(actual) == len(KINDS) * len(SHAPES) * len(CAPACITIES)
+    for program in actual:
+        what = (
+            f"{program.kind}, {program.kv_heads} kv heads of {program.head_dim}, "
+            f"{program.capacity} rows"
         )
-        assert one.append <= 2**18, what
-        assert one.attend <= 2**20, what
-    for short, long in zip(found[::2], found[1::2], strict=True):
+        print(
+            f"{what:44} append {program.append:8} attend {program.attend:8} bytes of temporary "
+            f"memory, {program.held} of the cache"
+        )
+        assert program.append <= 2**18, what
+        assert program.attend <= 2**20, what
+    for short, long in zip(actual[::2], actual[1::2], strict=True):
         assert long.held > 7 * short.held
         assert long.attend <= short.attend + 2**16

@@ -24,13 +24,13 @@ SHARD = BATCH * LENGTH // SHARDS * KV_HEADS * 2 * HEAD_DIM  # elements of one ra
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Compiled]:
-    found = measure("ring", "ulysses", "allgather_kv", PLAIN)
-    for one in found.values():
+    actual = measure("ring", "ulysses", "allgather_kv", PLAIN)
+    for program in actual.values():
         print(
-            f"{one.name:30} {one.temporary / MB:8.1f} MB of temporary memory per device, "
-            f"forward and backward; {one.counts}"
+            f"{program.name:30} {program.temporary / MB:8.1f} MB of temporary memory per device, "
+            f"forward and backward; {program.counts}"
         )
-    return found
+    return actual
 
 
 def test_ring(compiled: dict[str, Compiled]) -> None:

@@ -12,19 +12,19 @@ pytestmark = tpu_compile.MARKS
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Compiled]:
-    found = measure()
-    for one in found.values():
+    actual = measure()
+    for program in actual.values():
         print(
-            f"{one.name:24} {one.temporary / 1e6:8.1f} MB of temporary memory per device, "
-            f"forward and backward; {one.counts}"
+            f"{program.name:24} {program.temporary / 1e6:8.1f} MB of temporary memory per device, "
+            f"forward and backward; {program.counts}"
         )
-    return found
+    return actual
 
 
 def test_three_kernels(compiled: dict[str, Compiled]) -> None:
     own = {
-        name: one.kernels
-        for name, one in compiled.items()
+        name: program.kernels
+        for name, program in compiled.items()
         if PROGRAMS[name].implementation == "splash"
     }
     assert own == dict.fromkeys(own, 3)  # forward, queries, keys
@@ -34,11 +34,15 @@ def test_shared_gradients_sum_in_float32(
     compiled: dict[str, Compiled],
 ) -> None:
     sums = {name: compiled[name] for name in ("window, capped, sinks", "one kv head")}
-    assert {name for name, one in compiled.items() if one.counts} == set(sums)
-    assert all(one.counts == {"all_reduce": 1} for one in sums.values())
-    one = PROGRAMS["one kv head"]  # over dp:2,tp:4
+    assert {name for name, program in compiled.items() if program.counts} == set(sums)
+    assert all(size.counts == {"all_reduce": 1} for size in sums.values())
+    program = PROGRAMS["one kv head"]  # over dp:2,tp:4
     assert sums["one kv head"].sent == {
-        "all_reduce": 4 * one.batch // 2 * one.kv_length * (one.head_dim + one.v_dim)
+        "all_reduce": 4
+        * program.batch
+        // 2
+        * program.kv_length
+        * (program.head_dim + program.v_dim)
     }
 
 

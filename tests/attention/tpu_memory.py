@@ -40,7 +40,8 @@ class Compiled:
 
 def measure(*names: str) -> dict[str, Compiled]:
     return {
-        one.name: one for one in tpu_compile.measure("tests.attention.tpu_memory", Compiled, *names)
+        program.name: program
+        for program in tpu_compile.measure("tests.attention.tpu_memory", Compiled, *names)
     }
 
 

@@ -79,7 +79,8 @@ class Compiled:
 
 def measure(*names: str) -> dict[str, Compiled]:
     return {
-        one.name: one for one in tpu_compile.measure("tests.attention.tpu_splash", Compiled, *names)
+        program.name: program
+        for program in tpu_compile.measure("tests.attention.tpu_splash", Compiled, *names)
     }
 
 
@@ -147,13 +148,13 @@ def compiled(name: str) -> Compiled:
 
     start = time.perf_counter()
     with pm:
-        found = tpu_compile.compile_for_tpus(both, floats, rest, do)
+        actual = tpu_compile.compile_for_tpus(both, floats, rest, do)
     seconds = time.perf_counter() - start
-    counts, sent = tpu_compile.collectives(found, pm.mesh)
-    kernels = found.as_text().count('custom_call_target="tpu_custom_call"')
+    counts, sent = tpu_compile.collectives(actual, pm.mesh)
+    kernels = actual.as_text().count('custom_call_target="tpu_custom_call"')
     return Compiled(
         name=name,
-        temporary=tpu_compile.temporary(found),
+        temporary=tpu_compile.temporary(actual),
         kernels=kernels,
         counts=counts,
         sent=sent,

@@ -21,13 +21,13 @@ PLAIN = {"a manager that is assigned to": AttributeError}
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The message of each case."""
-    found = {}
+    actual = {}
     for name, call in CASES.items():
         scene = make_scene(tmp_path_factory.mktemp("scene"))
         with pytest.raises(PLAIN.get(name, sw.ShardingError), match=r"\S") as caught:
             call(scene)
-        found[name] = message(scene, caught.value)
-    return found
+        actual[name] = message(scene, caught.value)
+    return actual
 
 
 def test_messages(messages: dict[str, str], golden: Golden) -> None:

@@ -132,7 +132,7 @@ def slots_of(cache: Any) -> list[Slot]:
     view, spec = cache.view(), cache.spec
     k, v, lengths = (np.asarray(x) for x in (view.k, view.v, view.lengths))
     positions = np.broadcast_to(np.asarray(view.positions), k.shape[:2])
-    found = []
+    actual = []
     for b, length in enumerate(lengths):
         rows = np.flatnonzero((positions[b] >= 0) & (positions[b] < length))
         tokens = np.round(k[b, rows, 0, 0] / 8).astype(int)
@@ -140,5 +140,5 @@ def slots_of(cache: Any) -> list[Slot]:
         np.testing.assert_array_equal(v[b, rows], values_of(tokens, spec))
         held = dict(zip(positions[b, rows].tolist(), tokens.tolist(), strict=True))
         assert len(held) == len(rows), "a position stands in two rows"
-        found.append(Slot(int(length), held))
-    return found
+        actual.append(Slot(int(length), held))
+    return actual

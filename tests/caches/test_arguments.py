@@ -227,8 +227,8 @@ def test_cache_keeps_the_sharding_of_its_mode(
     with manager:
         cache = caches.init(kind, window=4, **SIZES)
         inside = jax.jit(lambda: caches.init(kind, window=4, **SIZES))()
-    for made in (cache, inside):
-        assert_spec(made, made.axes(), manager=manager, role="activation")
+    for item in (cache, inside):
+        assert_spec(item, item.axes(), manager=manager, role="activation")
     with manager.for_mode("train"):
         assert_spec(
             cache.append(K, K).cache,
@@ -263,9 +263,9 @@ def test_shard_map_over_another_axis() -> None:
             axis_names={"stage"},
             check_vma=False,
         )
-        found = jax.jit(both)(K + 1)
+        actual = jax.jit(both)(K + 1)
     np.testing.assert_array_equal(
-        found, np.broadcast_to(cache.append(K + 1, K).cache.k, (2, *cache.k.shape))
+        actual, np.broadcast_to(cache.append(K + 1, K).cache.k, (2, *cache.k.shape))
     )
 
 

@@ -45,16 +45,16 @@ def test_restore_on_another_mesh_and_mode(kind: str, tmp_path: Path) -> None:
     assert_same(alone, cache)
     assert alone.spec.mode is None
     other = manager_of(mesh="dp:1,tp:2")
-    found = restore(tmp_path / "cache", manager=other, mode="decode")
-    assert_same(found, cache)
-    assert_spec(found, found.axes(), manager=other, mode="decode")
+    actual = restore(tmp_path / "cache", manager=other, mode="decode")
+    assert_same(actual, cache)
+    assert_spec(actual, actual.axes(), manager=other, mode="decode")
     with other.for_mode("decode"):
         assert_same(restore(tmp_path / "cache"), cache)
         like = jax.eval_shape(lambda: make(kind, **KINDS[kind]))
         assert_same(restore(tmp_path / "cache", like=like), cache)
-        placed = restore(tmp_path / "cache", like=found)
+        placed = restore(tmp_path / "cache", like=actual)
         assert_spec(placed, placed.axes())
-        assert found.append(
+        assert actual.append(
             np.ones((8, 1, 4, 4), np.float32), np.ones((8, 1, 4, 4), np.float32)
         ).ok.all()
 

@@ -230,8 +230,8 @@ def test_operations_need_no_implicit_promotion(kind: str) -> None:
             .cache.rewind([1, 2])
             .cache
         )
-        found = append_and_attend(K, K, K, cache).cache
-    assert found.length.tolist() == [3, 4]
+        actual = append_and_attend(K, K, K, cache).cache
+    assert actual.length.tolist() == [3, 4]
 
 
 @pytest.mark.parametrize("kind", ["dense", "sliding", "quantized", "paged"])
@@ -255,9 +255,9 @@ def test_stacked_caches_equal_single_caches(kind: str) -> None:
     ):
         together.reasons()
     for at in range(3):
-        one, alone = jax.tree.map(lambda x, at=at: x[at], together), twice(caches_[at], keys[at])
-        assert one.reasons() == alone.reasons()
-        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(alone), strict=True):
+        first, alone = jax.tree.map(lambda x, at=at: x[at], together), twice(caches_[at], keys[at])
+        assert first.reasons() == alone.reasons()
+        for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(alone), strict=True):
             np.testing.assert_array_equal(x, y)
 
 
@@ -328,13 +328,13 @@ def test_reshard_to_another_mesh(donate: bool, tmp_path: Path) -> None:
     with large.for_mode("decode"):
         cache = make().append(K, K).require()
         caches.save(cache, tmp_path / "cache")
-        found = [
+        actual = [
             caches.reshard(cache, manager=small, mode="decode", donate=donate),
             caches.restore(tmp_path / "cache", manager=small, mode="decode"),
             caches.reshard(cache, manager=apart, mode="decode", donate=donate),
         ]
     assert all(array.is_deleted() == donate for array in jax.tree.leaves(cache))
-    for moved, manager in zip(found, (small, small, apart), strict=True):
+    for moved, manager in zip(actual, (small, small, apart), strict=True):
         assert_spec(moved, moved.axes(), manager=manager, mode="decode")
         np.testing.assert_array_equal(np.asarray(moved.k)[:, :2], K)
 

@@ -81,8 +81,8 @@ def read(cache: PagedCache, slot: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_holds(cache: PagedCache, slot: int, *parts: tuple[np.ndarray, np.ndarray]) -> None:
-    for found, *wanted in zip(read(cache, slot), *parts, strict=True):
-        np.testing.assert_array_equal(found, np.concatenate(wanted))
+    for actual, *wanted in zip(read(cache, slot), *parts, strict=True):
+        np.testing.assert_array_equal(actual, np.concatenate(wanted))
 
 
 def tokens(
@@ -172,11 +172,11 @@ def test_policy_error_raises_refusals() -> None:
     cache = make(overflow="error")
     with pytest.raises(CacheError, match="entry 2 was refused: too few pages are free"):
         put(cache, 12, 5, 8, 3)
-    told, _ = jax.jit(checkify.checkify(lambda cache: put(cache, 12, 5, 8, 3).cache))(cache)
+    error, _ = jax.jit(checkify.checkify(lambda cache: put(cache, 12, 5, 8, 3).cache))(cache)
     with pytest.raises(
         checkify.JaxRuntimeError, match=f"{int(Refusal.NO_FREE_PAGE)} too few pages are free"
     ):
-        told.throw()
+        error.throw()
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -419,10 +419,10 @@ def test_append_sends_no_pages_and_writes_in_place(mesh: str, axis_types: str, c
 @pytest.mark.wide
 def test_no_temporary_grows_with_pages(mesh: str) -> None:
     with manager_of(mesh) as manager:
-        (few, one), (many, other) = (
+        (few, single), (many, other) = (
             compile_append(manager, 4, pages=pages) for pages in (256, 4096)
         )
-    grown = other.memory_analysis().temp_size_in_bytes - one.memory_analysis().temp_size_in_bytes
+    grown = other.memory_analysis().temp_size_in_bytes - single.memory_analysis().temp_size_in_bytes
     # Except integers, of which a page has a few.
     assert (
         grown
@@ -451,10 +451,10 @@ def test_other_operations_touch_no_page(name: str) -> None:
 def history(cache: Any, source: Any) -> Any:
     """Operations of every kind, and the refusals of each."""
     k, v = some(8, 9, heads=4)
-    told = []
+    refusals = []
 
     def then(change: Any) -> Any:
-        told.append(change.refused)
+        refusals.append(change.refused)
         return change.cache
 
     cache = then(cache.append(k, v, valid=ragged(9, 3, 0, 7, 0, 0, 0, 1, width=9)))
@@ -464,7 +464,7 @@ def history(cache: Any, source: Any) -> Any:
     cache = then(cache.append(k[:, :4], v[:, :4], valid=ragged(1, 2, 3, 1, 0, 0, 1, 0, width=4)))
     cache = then(cache.rewind([5, 4, 8, 3, 0, 0, 10, 1]))
     cache = then(cache.free([7, 4]))
-    return then(cache.insert(source, [4, 7])), told
+    return then(cache.insert(source, [4, 7])), refusals
 
 
 @pytest.mark.parametrize("axis_types", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
@@ -485,12 +485,14 @@ def test_sharded_equals_unsharded_and_stays_placed(mesh: str, axis_types: str) -
             jax.device_put(x, y.sharding)
             for x, y in zip(leaves, jax.tree.leaves(there), strict=True)
         ]
-        found, told = history(cache, jax.tree.unflatten(jax.tree.structure(there), arrays))
-        assert_sharding(found, placed)
+        actual, refusal_codes = history(
+            cache, jax.tree.unflatten(jax.tree.structure(there), arrays)
+        )
+        assert_sharding(actual, placed)
     assert wanted.length.tolist() == [5, 4, 8, 3, 6, 0, 9, 4]
     jax.tree.map(
         np.testing.assert_array_equal,
-        jax.tree.leaves((found, told)),
+        jax.tree.leaves((actual, refusal_codes)),
         jax.tree.leaves((wanted, refused)),
     )
 

@@ -49,7 +49,7 @@ def oracle(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array) -> jax
 
 def expected(q: np.ndarray, sequences: Sequences, counts: list[int]) -> np.ndarray:
     """The last queries of each sequence over all of its tokens; 0 for padding."""
-    found = np.zeros((*q.shape[:3], V_DIM), np.float32)
+    actual = np.zeros((*q.shape[:3], V_DIM), np.float32)
     for slot, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         k, v = (
             np.zeros((CAPACITY, KV_HEADS, DIM), np.float32),
@@ -58,8 +58,8 @@ def expected(q: np.ndarray, sequences: Sequences, counts: list[int]) -> np.ndarr
         for position, (key, value) in enumerate(sequence):
             k[position], v[position] = key, value
         for i in range(count):
-            found[slot, i] = oracle(q[slot, i], k, v, jnp.int32(len(sequence) - count + i))
-    return found
+            actual[slot, i] = oracle(q[slot, i], k, v, jnp.int32(len(sequence) - count + i))
+    return actual
 
 
 def append_and_attend(cache: Any, q: Any, k: Any, v: Any, counts: Any) -> tuple[Any, Any]:

@@ -110,20 +110,20 @@ consuming = jax.jit(take_step, donate_argnums=0)
 
 def check(cache: PagedCache, model: PageModel) -> None:
     """No page leaks, every slot reads its tokens, and the pages are those of the model."""
-    found = jax.tree.map(np.asarray, cache)
-    assert found.length.tolist() == [len(sequence) for sequence in model.sequences]
+    actual = jax.tree.map(np.asarray, cache)
+    assert actual.length.tolist() == [len(sequence) for sequence in model.sequences]
     used = [
-        found.tables[slot, : -(-length // PAGE_SIZE)] for slot, length in enumerate(found.length)
+        actual.tables[slot, : -(-length // PAGE_SIZE)] for slot, length in enumerate(actual.length)
     ]
     counted = np.bincount(np.concatenate(used).astype(np.int64), minlength=PAGES)
-    assert found.references.tolist() == counted.tolist()
-    assert int(np.sum(found.references == 0)) == len(model.free_list)
+    assert actual.references.tolist() == counted.tolist()
+    assert int(np.sum(actual.references == 0)) == len(model.free_list)
     assert [table.tolist() for table in used] == model.tables
     for slot, sequence in enumerate(model.sequences):
         assert model.read(slot) == sequence, "the model itself"
         k, v = (
             x[used[slot]].reshape(-1, x.shape[-1])[: len(sequence)]
-            for x in (found.k_pages, found.v_pages)
+            for x in (actual.k_pages, actual.v_pages)
         )
         np.testing.assert_array_equal(k[:, 0], np.asarray(sequence, np.float32))
         np.testing.assert_array_equal(v, np.stack([-k[:, 0], 2 * k[:, 0]], axis=1))

@@ -282,6 +282,6 @@ def test_caches_of_all_layers_as_one_tree(axis_types: Any) -> None:
         after = scan(stacked, k)
         mapped = jax.jit(jax.vmap(lambda cache, k: cache.append(k, -k).cache))(stacked, k)
     for at, cache in enumerate(one_by_one):
-        for found in (after, mapped):
-            layer = [x[at] for x in jax.tree.leaves(found)]
+        for actual in (after, mapped):
+            layer = [x[at] for x in jax.tree.leaves(actual)]
             jax.tree.map(np.testing.assert_array_equal, layer, jax.tree.leaves(cache))

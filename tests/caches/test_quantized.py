@@ -61,7 +61,7 @@ def read(cache: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def attend(q: Any, cache: Any, *, implementation: str = "blockwise") -> jax.Array:
     view = cache.view()
-    found: jax.Array = dot_product_attention(
+    output: jax.Array = dot_product_attention(
         q,
         view.k,
         view.v,
@@ -72,7 +72,7 @@ def attend(q: Any, cache: Any, *, implementation: str = "blockwise") -> jax.Arra
         causal=True,
         implementation=implementation,
     )
-    return found
+    return output
 
 
 def bits(cache: Any) -> list[bytes]:
@@ -92,9 +92,9 @@ def error_of_rows(x: Any, stored: str) -> np.ndarray:
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 3e38])
 def test_rounding_error_of_elements(stored: str, size: float) -> None:
     x = normal(50, 3, 32) / 6 * size
-    found = quantize(x, stored)
-    assert (found.values.dtype, found.scale.dtype) == (jnp.dtype(stored), jnp.float32)
-    back = np.asarray(found.values, np.float32) * np.asarray(found.scale)[..., None]
+    quantized = quantize(x, stored)
+    assert (quantized.values.dtype, quantized.scale.dtype) == (jnp.dtype(stored), jnp.float32)
+    back = np.asarray(quantized.values, np.float32) * np.asarray(quantized.scale)[..., None]
     assert (np.abs(back - x) <= error_of_rows(x, stored) * (1 + 1e-5) + ROUNDING * np.abs(x)).all()
     most = np.abs(x).max(axis=-1)
     np.testing.assert_allclose(
@@ -104,9 +104,9 @@ def test_rounding_error_of_elements(stored: str, size: float) -> None:
 
 @pytest.mark.parametrize("stored", STORED)
 def test_rows_of_zeros_and_tiny_numbers(stored: str) -> None:
-    found = quantize(jnp.stack([jnp.zeros(8), jnp.full(8, 1e-38), jnp.full(8, 1e-45)]), stored)
-    np.testing.assert_array_equal(np.asarray(found.values, np.float32), 0.0)
-    np.testing.assert_array_equal(found.scale, 1.0)
+    quantized = quantize(jnp.stack([jnp.zeros(8), jnp.full(8, 1e-38), jnp.full(8, 1e-45)]), stored)
+    np.testing.assert_array_equal(np.asarray(quantized.values, np.float32), 0.0)
+    np.testing.assert_array_equal(quantized.scale, 1.0)
 
 
 def test_invalid_dtype() -> None:
@@ -163,16 +163,16 @@ def test_attention_error_against_bfloat16_cache(stored: str) -> None:
     }
     ours = caches.init("quantized", stored=stored, **sizes).append(k, v).require()
     dense = caches.init("dense", **sizes).append(k, v).require()
-    found, wanted = (np.asarray(attend(q, cache), np.float32) for cache in (ours, dense))
+    actual, wanted = (np.asarray(attend(q, cache), np.float32) for cache in (ours, dense))
     grouped = np.abs(np.asarray(q, np.float32)).reshape(BATCH, HEADS, -1, dim)
     d = np.einsum("bkgd,bskd->bkgs", grouped, error_of_rows(k, stored)).max(axis=-1) / np.sqrt(dim)
     largest = np.abs(np.asarray(v, np.float32)).max(axis=(1, 3))[..., None]
     bound = (np.exp(2 * d) - 1) * largest + error_of_rows(v, stored).max(axis=(1, 3))[..., None]
     rounding = 2.0**-7 * largest  # weights and outputs in bfloat16
     assert (
-        np.abs(found - wanted).reshape(BATCH, HEADS, -1, dim) <= (bound + rounding)[..., None]
+        np.abs(actual - wanted).reshape(BATCH, HEADS, -1, dim) <= (bound + rounding)[..., None]
     ).all()
-    usual = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    usual = np.linalg.norm(actual - wanted) / np.linalg.norm(wanted)
     assert usual < {"int8": 0.015, "float8_e4m3fn": 0.06, "float8_e5m2": 0.12}[stored]
 
 
@@ -273,7 +273,7 @@ def test_insert_quantizes_other_sources() -> None:
 
 def operations(cache: Any, k: Any) -> list[Any]:
     """A cache after each of several operations."""
-    found = [cache]
+    actual = [cache]
     for operation in (
         lambda cache: cache.append(k[:, :7], -k[:, :7]),
         lambda cache: cache.append(
@@ -284,8 +284,8 @@ def operations(cache: Any, k: Any) -> list[Any]:
         lambda cache: cache.free([2]),
         lambda cache: cache.append(-k, k),
     ):
-        found.append(jax.jit(operation)(found[-1]).require())
-    return found
+        actual.append(jax.jit(operation)(actual[-1]).require())
+    return actual
 
 
 # Two cells by default, all of them in the slow suite.
@@ -314,11 +314,11 @@ def test_sharded_equals_unsharded(mesh: str, axis_types: Any, overflow: str) -> 
         cache = init(overflow=overflow, capacity=capacity)
         placed = jax.tree.map(lambda x: x.sharding, cache)
         sharded = operations(cache, k)
-        found = jax.jit(functools.partial(attend, implementation="flash_decode"))(q, sharded[1])
+        actual = jax.jit(functools.partial(attend, implementation="flash_decode"))(q, sharded[1])
     assert_sharding(sharded[-1], placed)
     assert manager is not None
-    assert [bits(one) for one in sharded] == [bits(one) for one in alone]
-    np.testing.assert_allclose(found, attend(q, alone[1]), rtol=2e-6, atol=2e-6)
+    assert [bits(item) for item in sharded] == [bits(item) for item in alone]
+    np.testing.assert_allclose(actual, attend(q, alone[1]), rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("count", [1, 4])

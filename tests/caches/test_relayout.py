@@ -121,9 +121,9 @@ def test_plan_sends_least_and_matches_program(name: str, axis_types: str) -> Non
         )
     )
     program = run.lower(x).compile()
-    found = read_collectives(program, mesh=mesh)
-    assert sorted(each.kind for each in found) == sorted(wanted)
-    assert sum(each.wire_bytes for each in found) == sent
+    collectives = read_collectives(program, mesh=mesh)
+    assert sorted(each.kind for each in collectives) == sorted(wanted)
+    assert sum(each.wire_bytes for each in collectives) == sent
     np.testing.assert_array_equal(run(x), np.arange(np.prod(SHAPE)).reshape(SHAPE))
     assert_sharding(run(x), NamedSharding(mesh, target))
 
@@ -168,9 +168,9 @@ def test_resharded_cache_keeps_content(kind: str) -> None:
         moved = reshard(cache, "decode")
         inside = jax.jit(lambda cache: reshard(cache, "decode"))(cache)
     assert moved.spec.mode == sw.MODE_DECODE
-    for found in (moved, inside):
-        assert_spec(found, found.axes(), manager=pm, mode="decode")
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+    for actual in (moved, inside):
+        assert_spec(actual, actual.axes(), manager=pm, mode="decode")
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(alone), strict=True):
             np.testing.assert_array_equal(a, b)
     with pm.for_mode("decode"):
         k = jnp.ones((8, 1, 4, 4))
@@ -185,9 +185,13 @@ def test_plan_sends_less_than_partitioner() -> None:
         cache = make()
         program = jax.jit(lambda cache: reshard(cache, "decode")).lower(cache).compile()
         plan = plan_reshard(cache, "decode")
-    found = read_collectives(program, mesh=pm.mesh)
-    assert {each.kind for each in found} == {"all_to_all"}
-    assert plan.bytes == sum(each.wire_bytes for each in found) == 2 * (BYTES // 2 + BYTES * 3 // 4)
+    collectives = read_collectives(program, mesh=pm.mesh)
+    assert {each.kind for each in collectives} == {"all_to_all"}
+    assert (
+        plan.bytes
+        == sum(each.wire_bytes for each in collectives)
+        == 2 * (BYTES // 2 + BYTES * 3 // 4)
+    )
     naive = (
         jax.jit(lambda x: x, out_shardings=NamedSharding(pm.mesh, P("dp", None, "tp")))
         .lower(cache.k)

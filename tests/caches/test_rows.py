@@ -44,8 +44,8 @@ def held(cache: Any) -> list[list[int]]:
     return [[slot.held[position] for position in sorted(slot.held)] for slot in slots_of(cache)]
 
 
-def assert_same_bits(one: Any, other: Any) -> None:
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+def assert_same_bits(value: Any, other: Any) -> None:
+    for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(other), strict=True):
         assert (a.dtype, np.asarray(a).tobytes()) == (b.dtype, np.asarray(b).tobytes())
 
 

@@ -9,14 +9,15 @@ pytestmark = tpu_compile.MARKS
 
 
 def test_steps() -> None:
-    found = measure()
-    assert len(found) == len(MESHES) * len(COUNTS)
-    for one in found:
+    actual = measure()
+    assert len(actual) == len(MESHES) * len(COUNTS)
+    for program in actual:
         print(
-            f"{one.mesh:26} {one.count:4} tokens: {one.temporary} bytes of temporary memory, "
-            f"{one.held} of the cache"
+            f"{program.mesh:26} {program.count:4} tokens: {program.temporary} bytes "
+            f"of temporary memory, "
+            f"{program.held} of the cache"
         )
-        assert one.copies == 0
-        assert one.alias >= one.held  # arrays are padded to tiles
-        assert one.alias < 1.01 * one.held
-        assert one.temporary < one.held / 2  # a pool of keys, or of values
+        assert program.copies == 0
+        assert program.alias >= program.held  # arrays are padded to tiles
+        assert program.alias < 1.01 * program.held
+        assert program.temporary < program.held / 2  # a pool of keys, or of values

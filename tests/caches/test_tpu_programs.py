@@ -9,14 +9,15 @@ pytestmark = tpu_compile.MARKS
 
 
 def test_appends() -> None:
-    found = measure()
-    assert len(found) == len(MESHES) * len(COUNTS)
-    for one in found:
+    actual = measure()
+    assert len(actual) == len(MESHES) * len(COUNTS)
+    for program in actual:
         print(
-            f"{one.mesh:24} {one.count:4} tokens: {one.temporary} bytes of temporary memory, "
-            f"{one.held} of the cache, {one.new} new"
+            f"{program.mesh:24} {program.count:4} tokens: {program.temporary} bytes "
+            f"of temporary memory, "
+            f"{program.held} of the cache, {program.new} new"
         )
-        assert one.collectives == 0
-        assert one.alias >= one.held  # arrays are padded to tiles
-        assert one.alias < 1.01 * one.held
-        assert one.temporary <= 2**17
+        assert program.collectives == 0
+        assert program.alias >= program.held  # arrays are padded to tiles
+        assert program.alias < 1.01 * program.held
+        assert program.temporary <= 2**17

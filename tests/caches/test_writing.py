@@ -69,10 +69,10 @@ def run(kind: str, write: Any, buffers: Any, *arguments: Any, **options: Any) ->
     return {name: np.asarray(x) for name, x in written.items()}
 
 
-def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    assert found.keys() == wanted.keys()
+def assert_equal(actual: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == wanted.keys()
     for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+        np.testing.assert_array_equal(actual[name], array, err_msg=name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -112,9 +112,11 @@ def test_check_finds_what_load_refuses(tmp_path: Path) -> None:
         '[mesh]\ndp = 2\n[rules]\nbatch = "dp |"\nbathc = "dp"\nhead = "dpp"\n', encoding="utf-8"
     )
     code, out, _ = run("check two.toml --json", tmp_path)
-    found = json.loads(out)["strategies"][0]["findings"]
+    actual = json.loads(out)["strategies"][0]["findings"]
     assert code == 1
-    assert [(one["code"], one["file"], one["line"], one["key"]) for one in found] == [
+    assert [
+        (finding["code"], finding["file"], finding["line"], finding["key"]) for finding in actual
+    ] == [
         ("invalid", "two.toml", 4, "rules.batch"),
         ("unknown_axis", "two.toml", 5, "rules.bathc"),
         ("unknown_mesh_axis", "two.toml", 6, "rules.head"),
@@ -124,12 +126,12 @@ def test_check_finds_what_load_refuses(tmp_path: Path) -> None:
 def test_check_names_the_overlay_file(tmp_path: Path) -> None:
     (tmp_path / "over.toml").write_text('[rules]\nbatch = "dp | dp"\n', encoding="utf-8")
     code, out, _ = run('check "fsdp_tp | over.toml" --json', tmp_path)
-    (found,) = json.loads(out)["strategies"][0]["findings"]
-    assert (code, found["file"], found["line"]) == (0, "over.toml", 2)
+    (actual,) = json.loads(out)["strategies"][0]["findings"]
+    assert (code, actual["file"], actual["line"]) == (0, "over.toml", 2)
     (tmp_path / "wrong.toml").write_text('[rules]\nbatch = "dpp"\n', encoding="utf-8")
     code, out, _ = run('check "fsdp_tp | wrong.toml" --json', tmp_path)
-    (found,) = json.loads(out)["strategies"][0]["findings"]
-    assert (code, found["code"], found["file"]) == (1, "unknown_mesh_axis", "wrong.toml")
+    (actual,) = json.loads(out)["strategies"][0]["findings"]
+    assert (code, actual["code"], actual["file"]) == (1, "unknown_mesh_axis", "wrong.toml")
 
 
 def test_check_accepts_strategy_options(tmp_path: Path) -> None:
@@ -154,9 +156,9 @@ def test_explain_accepts_overlays_in_one_word(tmp_path: Path) -> None:
         "explain EMBED VOCAB --role param --path lm_head/kernel --mesh fsdp:2,tp:2 --shape "
         "64,256 --mode train"
     )
-    one = run(f'{line} --strategy "fsdp_tp | head.toml"', tmp_path)
-    assert one == run(f"{line} --strategy fsdp_tp --strategy head.toml", tmp_path)
-    assert one[1].startswith("strategy fsdp_tp | head.toml on")
+    result = run(f'{line} --strategy "fsdp_tp | head.toml"', tmp_path)
+    assert result == run(f"{line} --strategy fsdp_tp --strategy head.toml", tmp_path)
+    assert result[1].startswith("strategy fsdp_tp | head.toml on")
 
 
 def test_diff_has_exact_bytes(tmp_path: Path) -> None:
@@ -164,18 +166,20 @@ def test_diff_has_exact_bytes(tmp_path: Path) -> None:
         "diff ddp fsdp_tp --tensors tensors.toml --mesh fsdp:2,tp:2 --json", tmp_path
     )
     answer = json.loads(out)
-    embed = next(one for one in answer["tensors"] if one["path"] == "params/embed")
+    embed = next(tensor for tensor in answer["tensors"] if tensor["path"] == "params/embed")
     assert code == 0
     assert embed["before"]["bytes_per_device"] == 128256 * 4096 * 2
     assert embed["after"]["bytes_per_device"] == 128256 * 4096 * 2 // 4
     assert embed["after"]["shards"] == [2, 2]
     total = next(
-        one for one in answer["totals"] if one["role"] == "param" and one["mode"] == "train"
+        row for row in answer["totals"] if row["role"] == "param" and row["mode"] == "train"
     )
     in_train = [
-        one for one in answer["tensors"] if one["role"] == "param" and one["mode"] == "train"
+        tensor
+        for tensor in answer["tensors"]
+        if tensor["role"] == "param" and tensor["mode"] == "train"
     ]
-    assert total["bytes_after"] == sum(one["after"]["bytes_per_device"] for one in in_train)
+    assert total["bytes_after"] == sum(tensor["after"]["bytes_per_device"] for tensor in in_train)
     assert answer["changed"] == 6
 
 
@@ -291,8 +295,8 @@ def test_unwritable_output_has_a_message(redirection: str, code: int, said: str)
 
 def test_presets_as_json(tmp_path: Path) -> None:
     listed = json.loads(run("presets list --json", tmp_path)[1])["presets"]
-    assert [one["name"] for one in listed] == list(sw.Strategy.presets())
-    assert all(one["what"] for one in listed)
+    assert [preset["name"] for preset in listed] == list(sw.Strategy.presets())
+    assert all(preset["what"] for preset in listed)
     assert (
         json.loads(run("presets show serve_tp --json", tmp_path)[1])
         == sw.Strategy.preset("serve_tp").to_data()

@@ -273,7 +273,7 @@ def test_unconstrained_dims_have_no_bytes(tmp_path: Path) -> None:
     code, out, _ = run("explain --tensors open.json --strategy open.toml --json", tmp_path)
     assert (
         code,
-        [one["modes"]["train"]["bytes_per_device"] for one in json.loads(out)["tensors"]],
+        [tensor["modes"]["train"]["bytes_per_device"] for tensor in json.loads(out)["tensors"]],
     ) == (0, [None, None])
 
 

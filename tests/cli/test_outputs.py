@@ -22,5 +22,5 @@ def test_output_is_golden(name: str, golden: Golden, tmp_path: Path) -> None:
     golden(text, name)
     if "json" not in name:
         width = 80 if "80" in line else WIDTH
-        tables = [found for found in text.splitlines()[1:] if not MESSAGE.match(found)]
-        assert [found for found in tables if len(found) > width] == []
+        tables = [row for row in text.splitlines()[1:] if not MESSAGE.match(row)]
+        assert [lines for lines in tables if len(lines) > width] == []

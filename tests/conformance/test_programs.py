@@ -50,12 +50,12 @@ def test_one_program_per_manager() -> None:
         traces.append(None)
         return sw.shard(2 * x, sw.BATCH, sw.HEAD)
 
-    one, other = manager(), manager(TEXT.replace('head = "tp"', 'head = "-"'))
-    found = []
-    for pm in (one, other, one, manager(), other):
+    first, other = manager(), manager(TEXT.replace('head = "tp"', 'head = "-"'))
+    actual = []
+    for pm in (first, other, first, manager(), other):
         with pm:
-            found.append(f(numbers(4, 8)).sharding.spec)
-    assert found == [P("dp", "tp"), P("dp"), P("dp", "tp"), P("dp", "tp"), P("dp")]
+            actual.append(f(numbers(4, 8)).sharding.spec)
+    assert actual == [P("dp", "tp"), P("dp"), P("dp", "tp"), P("dp", "tp"), P("dp")]
     assert len(traces) == 2
 
 
@@ -171,30 +171,30 @@ def test_collectives_have_mesh_axes_and_bytes() -> None:
     weights = pm.shard([numbers(16, 8), numbers(8, 16)], [sw.ColumnWise, sw.RowWise])
     with pm:
         compiled = jax.jit(f).lower(numbers(4, 16), *weights).compile()
-    found = [
-        (one.kind, one.mesh_axes, one.count, one.logical_bytes)
-        for one in read_collectives(compiled, pm.mesh)
+    collectives = [
+        (collective.kind, collective.mesh_axes, collective.count, collective.logical_bytes)
+        for collective in read_collectives(compiled, pm.mesh)
     ]
     gathered, summed = 16 * 8 // 4 * 4, 4 // 2 * 16 * 4
-    assert sorted(found) == [(Kind.ALL_GATHER, ("dp",), 1, gathered)] * 2 + [
+    assert sorted(collectives) == [(Kind.ALL_GATHER, ("dp",), 1, gathered)] * 2 + [
         (Kind.ALL_REDUCE, ("tp",), 1, summed)
     ]
 
 
 def test_thread_has_its_own_manager() -> None:
-    pm, said = manager(), []
+    pm, texts = manager(), []
 
     def bare() -> None:
         with pytest.raises(sw.NoManagerError, match="none is entered in this thread"):
             sw.shard(numbers(4, 8), sw.BATCH, sw.HEAD)
         with pm:
-            said.append(sw.shard(numbers(4, 8), sw.BATCH, sw.HEAD).sharding.spec)
+            texts.append(sw.shard(numbers(4, 8), sw.BATCH, sw.HEAD).sharding.spec)
 
     with manager(TEXT.replace('head = "tp"', 'head = "-"')):
         thread = threading.Thread(target=bare)
         thread.start()
         thread.join()
-    assert said == [P("dp", "tp")]
+    assert texts == [P("dp", "tp")]
 
 
 def test_manager_is_a_leaf() -> None:

@@ -44,11 +44,11 @@ def test_axis_alias_in_every_mode() -> None:
 @pytest.mark.parametrize("mode", ["train", "prefill", "decode", "insert"])
 def test_each_mode_can_be_overridden(mode: str) -> None:
     of = rules(f'head = "tp"\n[modes.{mode}]\nhead = "dp"')
-    found = dict(
+    actual = dict(
         zip(("train", "prefill", "decode", "insert"), specs((sw.HEAD,), of, TP4), strict=True)
     )
     changed = {"decode", "insert"} if mode == "decode" else {mode}
-    assert found == {name: P("dp") if name in changed else P("tp") for name in found}
+    assert actual == {name: P("dp") if name in changed else P("tp") for name in actual}
 
 
 def test_an_unknown_mode_is_an_error() -> None:
@@ -59,12 +59,12 @@ def test_an_unknown_mode_is_an_error() -> None:
 
 
 def test_missing_mesh_axis_is_explained() -> None:
-    found = sw.resolve((sw.BATCH,), sw.PartitionAxis().compile(), TP4, shape=(8,))
-    assert found.spec == P("dp")
-    assert [(skip.reason, skip.mesh_axis) for skip in found.decisions[0].skipped] == [
+    resolution = sw.resolve((sw.BATCH,), sw.PartitionAxis().compile(), TP4, shape=(8,))
+    assert resolution.spec == P("dp")
+    assert [(skip.reason, skip.mesh_axis) for skip in resolution.decisions[0].skipped] == [
         (Reason.MISSING, "fsdp")
     ]
-    assert "fsdp is not in the mesh" in str(found)
+    assert "fsdp is not in the mesh" in str(resolution)
     permissive = sw.resolve(
         (sw.BATCH,), sw.PartitionAxis().compile(policy=POLICY_PRESETS["eformer"]), TP4, shape=(8,)
     )
@@ -76,16 +76,16 @@ def test_missing_mesh_axis_is_explained() -> None:
 @pytest.mark.parametrize(("rows", "wanted"), [(16, P(("fsdp", "dp"))), (12, P("fsdp")), (2, P())])
 def test_longest_dividing_prefix(rows: int, wanted: P) -> None:
     mesh = {"fsdp": 4, "dp": 2}
-    found = sw.resolve(
+    resolution = sw.resolve(
         (sw.BATCH,), rules('batch = "fsdp+dp"', 'indivisible = "prefix"'), mesh, shape=(rows,)
     )
-    assert found.spec == wanted
+    assert resolution.spec == wanted
     strict = rules('batch = "fsdp+dp"')
     if rows % 8 == 0:
         assert sw.resolve((sw.BATCH,), strict, mesh, shape=(rows,)).spec == wanted
         return
-    assert found.decisions[0].outcome is Outcome.POLICY_PREFIX
-    assert f"{rows} % 8 != 0" in found.decisions[0].why
+    assert resolution.decisions[0].outcome is Outcome.POLICY_PREFIX
+    assert f"{rows} % 8 != 0" in resolution.decisions[0].why
     with pytest.raises(
         sw.IndivisibleError,
         match=rf"dim 0 BATCH: size {rows} does not divide over fsdp=4, dp=2 \(8 shards\)",

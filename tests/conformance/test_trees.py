@@ -48,10 +48,10 @@ def test_weight_stack_and_bias() -> None:
         "bias": sw.RowWise.bias,
         "biases": sw.stacked(sw.RowWise.bias),
     }
-    found = jax.tree.map(
-        lambda one: one.spec, [PM.shardings(weights, column), PM.shardings(weights, row)]
+    shardings = jax.tree.map(
+        lambda value: value.spec, [PM.shardings(weights, column), PM.shardings(weights, row)]
     )
-    assert found == [
+    assert shardings == [
         {
             "in": P("fsdp", "tp"),
             "stack": P(None, "fsdp", "tp"),
@@ -86,13 +86,13 @@ def test_optimizer_state_follows_parameters() -> None:
         "down": (sw.MLP_INTERMEDIATE, sw.EMBED),
         "norm": (sw.NORM,),
     }
-    specs = {name: one.spec for name, one in PM.shardings(params, axes).items()}
+    specs = {name: item.spec for name, item in PM.shardings(params, axes).items()}
     assert specs == {"up": P("fsdp", "tp"), "down": P("tp", "fsdp"), "norm": P()}
     for tx in (optax.adam(1e-3), optax.adafactor(1e-3)):
         state = jax.eval_shape(tx.init, params)
-        found = PM.state_shardings(state, params, axes)
-        assert jax.tree.structure(found) == jax.tree.structure(state)
-        specs_by_field = jax.tree.map(lambda sharding: sharding.spec, found[0])._asdict()
+        shardings = PM.state_shardings(state, params, axes)
+        assert jax.tree.structure(shardings) == jax.tree.structure(state)
+        specs_by_field = jax.tree.map(lambda sharding: sharding.spec, shardings[0])._asdict()
         assert specs_by_field.pop("count") == P()
         if "mu" in specs_by_field:
             assert specs_by_field == {"mu": specs, "nu": specs}
@@ -107,7 +107,7 @@ def test_optimizer_state_follows_parameters() -> None:
                 P(),
             )
             assert (
-                bytes_by_path(state, found).select("/up$").most_replicated().leaves[0].path
+                bytes_by_path(state, shardings).select("/up$").most_replicated().leaves[0].path
                 == "0/v_row/up"
             )
 
@@ -118,11 +118,11 @@ def test_replicated_bytes_on_both_sides() -> None:
     1 KiB on each of eight devices, seven of them copies, beside 128 KiB in shards.
     """
     tree = {"norm": shaped(256), "w": shaped(256, 512, dtype=np.int8)}
-    found = bytes_by_path(
+    shardings = bytes_by_path(
         tree, PM.shardings(tree, {"norm": (sw.NORM,), "w": (sw.EMBED, sw.MLP_INTERMEDIATE)})
     )
-    assert (found.held, found.replicated) == (8 * 1024 + 128 * 1024, 7 * 1024)
-    assert found.replicated_share == pytest.approx(7 / 136)
+    assert (shardings.held, shardings.replicated) == (8 * 1024 + 128 * 1024, 7 * 1024)
+    assert shardings.replicated_share == pytest.approx(7 / 136)
 
 
 class Device(types.SimpleNamespace):
@@ -178,7 +178,7 @@ print(json.dumps([specs, rules.named_mesh_axes(), hash(PartitionAxis(batch_axis=
 
 @pytest.mark.wide
 def test_answers_ignore_the_hash_seed() -> None:
-    said = set()
+    texts = set()
     for seed in ("1", "2"):
         env = {
             **os.environ,
@@ -195,5 +195,5 @@ def test_answers_ignore_the_hash_seed() -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        said.add(json.dumps(json.loads(done.stdout)))
-    assert len(said) == 1
+        texts.add(json.dumps(json.loads(done.stdout)))
+    assert len(texts) == 1

@@ -44,8 +44,8 @@ class Block:
 
     @property
     def title(self) -> str:
-        found = _TITLE.search(self.info)
-        return found[1] if found else ""
+        match = _TITLE.search(self.info)
+        return match[1] if match else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Shown:
 
 def blocks(text: str) -> list[Block]:
     """Return the fenced blocks of a page, in order."""
-    found: list[Block] = []
+    actual: list[Block] = []
     lines = text.splitlines()
     at = 0
     while at < len(lines):
@@ -68,11 +68,11 @@ def blocks(text: str) -> list[Block]:
             start = at
             while lines[at] != "```":
                 at += 1
-            found.append(
+            actual.append(
                 Block(lang=fence[1], info=fence[2], text="\n".join(lines[start:at]), line=start + 1)
             )
             at += 1
-    return found
+    return actual
 
 
 def run_page(page: Path) -> Iterator[Shown]:

@@ -35,13 +35,13 @@ def with_tables(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     subjects = list(
         dict.fromkeys(row["subject"] for run in results.values() for row in _with_targets(run))
     )
-    marked = [found[2] for found in _TABLE.finditer(text)]
+    marked = [actual[2] for actual in _TABLE.finditer(text)]
     assert sorted(marked) == sorted([*subjects, "machines", "missed"]), (
         f"the results have {subjects}, the page {marked}"
     )
-    made = {"machines": _machines(results), "missed": _missed(results)}
-    made |= {subject: _table(subject, results) for subject in subjects}
-    return _TABLE.sub(lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", text)
+    value = {"machines": _machines(results), "missed": _missed(results)}
+    value |= {subject: _table(subject, results) for subject in subjects}
+    return _TABLE.sub(lambda actual: f"{actual[1]}\n{value[actual[2]]}\n\n{actual[3]}", text)
 
 
 def _with_targets(run: Mapping[str, Any]) -> list[Row]:

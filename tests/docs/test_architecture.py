@@ -49,15 +49,15 @@ class Step:
 
 def paths() -> dict[str, list[Step]]:
     """Return the paths of the page, by the call that each follows."""
-    found = {}
+    actual = {}
     for block in blocks(PAGE):
         if block.lang == "text" and (lines := list(_STEP.finditer(block.text))):
             column = min(line.start("name") - line.start() for line in lines)
-            found[block.text.partition("\n")[0]] = [
+            actual[block.text.partition("\n")[0]] = [
                 Step(line["file"], line["name"], (line.start("name") - line.start() - column) // 2)
                 for line in lines
             ]
-    return found
+    return actual
 
 
 PATHS = paths()

@@ -95,10 +95,10 @@ def test_a_page_runs_as_a_script_of_its_own(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_code_fits_the_page(page: Path) -> None:
-    found = snippets.blocks(page.read_text(encoding="utf-8"))
+    actual = snippets.blocks(page.read_text(encoding="utf-8"))
     lines = [
         (block.line + at, line)
-        for block in found
+        for block in actual
         for at, line in enumerate(block.text.splitlines())
     ]
     assert [f"line {at}: {line}" for at, line in lines if len(line) > snippets.COLUMNS] == []
@@ -157,12 +157,14 @@ def test_the_pages_name_every_preset_axis_reason_and_error() -> None:
     from shardwright.resolution import decisions
 
     assert [
-        one.value for one in (*decisions.Reason, *decisions.Outcome) if f"`{one.value}`" not in why
+        reason.value
+        for reason in (*decisions.Reason, *decisions.Outcome)
+        if f"`{reason.value}`" not in why
     ] == []
     classes = [
-        one.__name__
-        for one in vars(errors).values()
-        if isinstance(one, type) and issubclass(one, errors.ShardingError)
+        member.__name__
+        for member in vars(errors).values()
+        if isinstance(member, type) and issubclass(member, errors.ShardingError)
     ]
     assert [name for name in classes if name != "ShardingError" and f"`{name}`" not in why] == []
 

@@ -34,8 +34,8 @@ def test_extras_that_are_named_exist() -> None:
     named = {
         extra
         for path in FILES
-        for one in EXTRAS.findall(path.read_text(encoding="utf-8"))
-        for extra in one.split(",")
+        for extra_name in EXTRAS.findall(path.read_text(encoding="utf-8"))
+        for extra in extra_name.split(",")
     }
     assert named >= {"checkpoint", "demo", "optax", "pytest"}
     assert named <= set(extras)

@@ -112,13 +112,13 @@ _KIND = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "up"}
 def parameter_tree(table: dict[str, P], layers: int) -> dict[str, Any]:
     """Lay one table out as the parameters' tree."""
     layer = {"attention": ("norm", "q", "k", "v", "o"), "mlp": ("norm", "gate", "up", "down")}
-    one = {
+    layer_specs = {
         part: {name: table[_KIND.get(name, name)] for name in names}
         for part, names in layer.items()
     }
     return {
         "embedding": table["embedding"],
-        "layers": [one] * layers,
+        "layers": [layer_specs] * layers,
         "norm": table["norm"],
         "lm_head": table["lm_head"],
     }

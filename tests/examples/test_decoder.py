@@ -110,7 +110,7 @@ def test_the_cache_changes_nothing(trained: dict[str, Any], servers: dict[str, S
         trained["single"].state["params"],
         PROMPTS,
         new_bytes=12,
-        on_step=lambda said: None,
+        on_step=lambda output: None,
     )
     with pm:
         weights = pm.shard(trained["single"].state["params"], decoder_specs(TINY), role="param")
@@ -254,5 +254,5 @@ def test_in_bfloat16_everything_stays_so_and_near_float32(text: np.ndarray) -> N
     assert logits.dtype == jnp.bfloat16
     assert jnp.linalg.norm(logits.astype(jnp.float32) - exact) < 0.02 * jnp.linalg.norm(exact)
     server = make_server(load("serve_tp"), low, slots=4, capacity=48, prompt_length=24)
-    texts = generate(server, params, PROMPTS, new_bytes=4, on_step=lambda said: None)
+    texts = generate(server, params, PROMPTS, new_bytes=4, on_step=lambda output: None)
     assert [len(written) for written in texts] == [4, 4, 4]

@@ -56,7 +56,7 @@ def test_the_demo_runs_agrees_and_warns_of_nothing() -> None:
     done = run_demo()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Everything agrees" in done.stdout
-    for said in (
+    for text in (
         "single",
         "fsdp:8",
         "fsdp:2 tp:4",
@@ -67,7 +67,7 @@ def test_the_demo_runs_agrees_and_warns_of_nothing() -> None:
         "decode",
         "bytes per device",
     ):
-        assert said in done.stdout
+        assert text in done.stdout
     assert "8 of 8 texts confirmed" in done.stdout
     assert "Warning" not in done.stderr
     assert "rematerialization" not in done.stderr

@@ -64,14 +64,14 @@ def unsharded(batch: dict[str, np.ndarray]) -> dict[str, Any]:
         )
         before = jax.tree.map(np.asarray, state["params"])
         after, _ = trainer.step(state, trainer.place(batch))
-    found = {
+    actual = {
         "params": before,
         "logits": logits,
         "loss": loss,
         "gradients": gradients,
         "after": after,
     }
-    return jax.tree.map(np.asarray, found)
+    return jax.tree.map(np.asarray, actual)
 
 
 def test_there_are_35_factorisations() -> None:

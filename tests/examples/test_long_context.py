@@ -13,17 +13,17 @@ from tests.examples.test_demo import ROOT, run_python
 @pytest.mark.slow
 def test_a_ring_trains_as_one_device_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert long_context.main(["--length", "128", "--steps", "2"]) == 0
-    said = capsys.readouterr().out
-    assert 'long_context: ring   the strategy says train = "ring"' in said
-    assert "lies  q_length sp, kv_length sp" in said
-    assert "The losses agree" in said
+    text = capsys.readouterr().out
+    assert 'long_context: ring   the strategy says train = "ring"' in text
+    assert "lies  q_length sp, kv_length sp" in text
+    assert "The losses agree" in text
 
 
 def test_losses_that_differ_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found: dict[int, list[float]] = {1: [2.0, 1.0], 8: [2.0, 1.001]}
-    monkeypatch.setattr(long_context, "train", lambda pm, *_: found[pm.mesh.size])
+    actual: dict[int, list[float]] = {1: [2.0, 1.0], 8: [2.0, 1.001]}
+    monkeypatch.setattr(long_context, "train", lambda pm, *_: actual[pm.mesh.size])
     assert long_context.main(["--length", "128"]) == 1
     assert "FAILED: largest relative difference 1.0e-03 (at most 2e-05)." in capsys.readouterr().out
 

@@ -88,7 +88,9 @@ def test_no_byte_of_a_moment_is_a_copy_unless_its_parameter_is_one(name: str) ->
     }
     copies, sums, others = 0, 0, 0
     for leaf in state.leaves:
-        owner = next((one for path, one in by_path.items() if leaf.path.endswith("/" + path)), None)
+        owner = next(
+            (item for path, item in by_path.items() if leaf.path.endswith("/" + path)), None
+        )
         if owner is not None and leaf.shape[-len(owner.shape) :] == owner.shape:
             assert leaf.replicated * owner.total == owner.replicated * leaf.total
             copies += leaf.replicated
@@ -143,14 +145,14 @@ def model(name: str) -> Model:
 
 def trained(name: str, on: str, *, zero1: str = "-") -> tuple[list[float], Any]:
     """Losses and the last state, after which everything must lie where it was put."""
-    made, tx = model(on), OPTIMIZERS[name]()
-    policy = dataclasses.replace(made.pm.rules.policy, zero1=parse_rule(zero1))
+    optimizer, tx = model(on), OPTIMIZERS[name]()
+    policy = dataclasses.replace(optimizer.pm.rules.policy, zero1=parse_rule(zero1))
     spread = sw.PartitionManager(
-        dataclasses.replace(made.pm.rules, policy=policy), mesh=made.pm.mesh
+        dataclasses.replace(optimizer.pm.rules, policy=policy), mesh=optimizer.pm.mesh
     )
     placed = (
-        made.pm.shardings(SPECS),
-        spread.state_shardings(jax.eval_shape(tx.init, made.pm.abstract(SPECS)), SPECS),
+        optimizer.pm.shardings(SPECS),
+        spread.state_shardings(jax.eval_shape(tx.init, optimizer.pm.abstract(SPECS)), SPECS),
     )
 
     def update(gradients: Any, state: Any, params: Any) -> Any:
@@ -159,11 +161,11 @@ def trained(name: str, on: str, *, zero1: str = "-") -> tuple[list[float], Any]:
 
     jitted = jax.jit(update, out_shardings=placed, donate_argnums=(1, 2))
     losses = []
-    with made.pm:
-        params = made.pm.init(SPECS, jax.random.key(7))
+    with optimizer.pm:
+        params = optimizer.pm.init(SPECS, jax.random.key(7))
         state = jax.jit(tx.init, out_shardings=placed[1])(params)
-        for batch in made.batches:
-            loss, gradients = made.gradient(params, batch)
+        for batch in optimizer.batches:
+            loss, gradients = optimizer.gradient(params, batch)
             params, state = jitted(gradients, state, params)
             losses.append(float(loss))
     assert jax.tree.map(lambda leaf: leaf.sharding, (params, state)) == placed

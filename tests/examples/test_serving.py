@@ -14,17 +14,17 @@ def test_every_text_is_what_the_request_gives_alone(
     cache: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert serving.main(["--quick", "--json", "--cache", cache]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["different"] == []
-    assert (said["report"]["requests"], said["report"]["finished"]["canceled"]) == (12, 1)
-    assert said["report"]["slots_in_use"] > 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["different"] == []
+    assert (report["report"]["requests"], report["report"]["finished"]["canceled"]) == (12, 1)
+    assert report["report"]["slots_in_use"] > 2
 
 
 @pytest.mark.slow
 def test_texts_are_streamed_and_figures_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert serving.main(["--quick"]) == 0
-    said = capsys.readouterr().out
-    assert "12 requests, 4 slots, dense caches, serve_tp on dp:2,tp:4" in said
-    assert "12 of 12 texts are what the request writes alone" in said
-    assert "request 1: " in said
-    assert "first token   p50 " in said
+    text = capsys.readouterr().out
+    assert "12 requests, 4 slots, dense caches, serve_tp on dp:2,tp:4" in text
+    assert "12 of 12 texts are what the request writes alone" in text
+    assert "request 1: " in text
+    assert "first token   p50 " in text

@@ -67,25 +67,25 @@ def activation_rows(pm: sw.PartitionManager) -> list[Row]:
 
 def answer(pm: sw.PartitionManager, tensor: layer.Tensor, mode: str, role: str) -> str:
     """Return the spec of a tensor, or the class and the first line of its error."""
-    found = pm.explain(tensor.axes, mode=mode, role=role, shape=tensor.shape(mode))
-    if found.spec is not None:
-        return spec_text(found.spec)
-    return f"{found.problems[0].error.__name__}: {str(found.problems[0]).splitlines()[0]}"
+    resolution = pm.explain(tensor.axes, mode=mode, role=role, shape=tensor.shape(mode))
+    if resolution.spec is not None:
+        return spec_text(resolution.spec)
+    return f"{resolution.problems[0].error.__name__}: {str(resolution.problems[0]).splitlines()[0]}"
 
 
 def collapsed(tensor: layer.Tensor, answers: dict[str, Row]) -> list[Row]:
     """Return one row for all modes of the same answer; a repeated name is left out."""
     groups: dict[Row, list[str]] = {}
-    for mode, said in answers.items():
-        groups.setdefault(said, []).append(mode)
+    for mode, text in answers.items():
+        groups.setdefault(text, []).append(mode)
     rows = []
-    for at, (said, modes) in enumerate(groups.items()):
+    for at, (text, modes) in enumerate(groups.items()):
         names = "all" if len(modes) == len(MODES) else " ".join(modes)
         size = " ".join(map(str, tensor.shape(modes[0])))
         rows.append(
-            (tensor.name, size, describe(tensor.axes), names, *said)
+            (tensor.name, size, describe(tensor.axes), names, *text)
             if not at
-            else ("", size, "", names, *said)
+            else ("", size, "", names, *text)
         )
     return rows
 

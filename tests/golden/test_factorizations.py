@@ -65,11 +65,11 @@ def test_goldens_are_placed_on_every_mesh(preset: str) -> None:
     for factors in FACTORIZATIONS:
         sizes = dict(zip(MESH_AXES, factors, strict=True))
         pm = sw.PartitionManager(strategy, mesh=sw.abstract_mesh(sizes))
-        for tensor, mode, found in questions(pm):
+        for tensor, mode, case in questions(pm):
             wanted = refused_by_name(preset, sizes, tensor, mode)
-            got = found.problems[0].error.__name__ if found.problems else ""
-            if got != wanted:
+            actual = case.problems[0].error.__name__ if case.problems else ""
+            if actual != wanted:
                 wrong.append(
-                    (sizes, tensor.name, mode_name(found.mode), str(found.role), got, wanted)
+                    (sizes, tensor.name, mode_name(case.mode), str(case.role), actual, wanted)
                 )
     assert wrong == []

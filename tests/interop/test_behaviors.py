@@ -60,8 +60,8 @@ def mesh() -> jax.sharding.Mesh:
 
 
 def test_01_none_in_decode_replicates() -> None:
-    asked = PartitionAxis(decode_kv_head_axis=None)
-    assert [asked.resolve_axis([KV_HEAD], mode) for mode in MODES] == [
+    axes = PartitionAxis(decode_kv_head_axis=None)
+    assert [axes.resolve_axis([KV_HEAD], mode) for mode in MODES] == [
         ["tp"],
         ["tp"],
         [None],
@@ -98,11 +98,11 @@ def test_03_every_axis_in_every_mode() -> None:
         'length = "-"\n'
     )
     rules = sw.Strategy.loads(text).compile()
-    found = {
+    actual = {
         mode: sw.resolve((LENGTH, EMBED), rules, {"tp": 2, "sp": 2}, mode=mode).spec
         for mode in MODES
     }
-    assert found == {
+    assert actual == {
         MODE_TRAIN: P("sp", "tp"),
         MODE_PREFILL: P(None, "tp"),
         MODE_DECODE: P("sp"),
@@ -138,10 +138,10 @@ def test_06_quickstart_shards_its_batch(mesh: jax.sharding.Mesh) -> None:
         )
         permissive = PartitionManager(PartitionAxis(), policy="eformer")
         dropped = permissive.shard(ones(4, 2, 8), [BATCH, LENGTH, EMBED], MODE_TRAIN)
-        found = permissive.explain([BATCH, LENGTH, EMBED], MODE_TRAIN, shape=(4, 2, 8))
+        resolution = permissive.explain([BATCH, LENGTH, EMBED], MODE_TRAIN, shape=(4, 2, 8))
     assert spec_of(x) == P("dp", None, "tp")
-    assert spec_of(dropped) == found.spec == P(None, None, "tp")
-    assert 'fsdp is not in the mesh; policy missing = "replicate"' in str(found)
+    assert spec_of(dropped) == resolution.spec == P(None, None, "tp")
+    assert 'fsdp is not in the mesh; policy missing = "replicate"' in str(resolution)
 
 
 def test_07_indivisible_composite() -> None:
@@ -266,31 +266,31 @@ def test_14_managers_do_not_share_programs(mesh: jax.sharding.Mesh) -> None:
         return ef.apply_logical_sharding(x, axes=[BATCH, "X"], mode=MODE_TRAIN)
 
     PartitionAxis.register("X", "tp")
-    one = PartitionManager(PartitionAxis())
+    manager = PartitionManager(PartitionAxis())
     PartitionAxis.register("X", None, override=True)  # changes no manager that exists
     other = PartitionManager(PartitionAxis())
     PartitionAxis.register("X", "tp", override=True)
     same = PartitionManager(PartitionAxis())
-    assert one == same != other
+    assert manager == same != other
     with jax.set_mesh(mesh):
-        found = []
-        for pm in (one, other, one, same):
+        actual = []
+        for pm in (manager, other, manager, same):
             with pm:
-                found.append(spec_of(f(ones(4, 8))))
-    assert found == [P("dp", "tp"), P("dp"), P("dp", "tp"), P("dp", "tp")]
+                actual.append(spec_of(f(ones(4, 8))))
+    assert actual == [P("dp", "tp"), P("dp"), P("dp", "tp"), P("dp", "tp")]
     assert len(traces) == 2
 
 
 def test_15_no_implicit_manager(mesh: jax.sharding.Mesh) -> None:
     PartitionManager(PartitionAxis())
-    said = []
+    events = []
 
     def call() -> None:
         assert ef.get_partition_manager() is None
         assert ef.get_current_partition_manager() is None
         with pytest.raises(sw.NoManagerError, match="No PartitionManager is available"):
             ef.apply_logical_sharding(ones(4), axes=[BATCH], mode=MODE_TRAIN)
-        said.append(True)
+        events.append(True)
 
     with jax.set_mesh(mesh):
         call()
@@ -299,7 +299,7 @@ def test_15_no_implicit_manager(mesh: jax.sharding.Mesh) -> None:
             thread = threading.Thread(target=call)
             thread.start()
             thread.join()
-    assert said == [True, True]
+    assert events == [True, True]
 
 
 def test_16_enter_and_leave_twice() -> None:
@@ -330,11 +330,14 @@ def test_17_conflicting_dims() -> None:
             ):
                 call()
         permissive = PartitionManager(PartitionAxis(), policy="eformer")
-        found = permissive.explain(
+        resolution = permissive.explain(
             axes, MODE_TRAIN, shape=(2, 4, 4, 3)
         )  # a dim that is dropped for its size wants no mesh axis
-        assert (found.spec, found.ok) == (P(None, "tp", "sp"), True)  # dp is not in the mesh
-        assert "sp: 3 % 2 != 0; policy indivisible" in found.decisions[3].why
+        assert (resolution.spec, resolution.ok) == (
+            P(None, "tp", "sp"),
+            True,
+        )  # dp is not in the mesh
+        assert "sp: 3 % 2 != 0; policy indivisible" in resolution.decisions[3].why
         with pytest.raises(sw.AxisConflictError, match="sp is taken by dim 2"):
             permissive.shard(ones(2, 4, 4, 4), axes, MODE_TRAIN)
     written = pm.resolve(

@@ -72,14 +72,14 @@ def test_every_mesh_and_context(kind: str, where: str) -> None:
             }[where]
         )
         warnings.simplefilter("error")
-        found = [jax.jit(body)(x), body(x)]
+        actual = [jax.jit(body)(x), body(x)]
         if kind == "auto":
             for axes in (("dp",), ("dp", "tp")):
                 inside = jax.shard_map(
                     body, mesh=mesh, in_specs=P(*axes), out_specs=P(*axes), axis_names={*axes}
                 )
-                found.append(jax.jit(inside)(x))
-    for y in found:
+                actual.append(jax.jit(inside)(x))
+    for y in actual:
         np.testing.assert_array_equal(y, 2 * numbers(4, 8))
         assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "tp")), 2)
 

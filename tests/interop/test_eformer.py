@@ -117,11 +117,11 @@ SUBMODULES = {
 def test_submodules_and_missing_names(name: str) -> None:
     module = importlib.import_module(f"shardwright.interop.eformer.{name}")
     given, absent = SUBMODULES[name]
-    for one in given.split():
-        assert getattr(module, one) is getattr(ef, one)
-    for one in absent.split():
-        with pytest.raises(ImportError, match=rf"^{one} of eformer is not provided here: \w+"):
-            getattr(module, one)
+    for part in given.split():
+        assert getattr(module, part) is getattr(ef, part)
+    for part in absent.split():
+        with pytest.raises(ImportError, match=rf"^{part} of eformer is not provided here: \w+"):
+            getattr(module, part)
     with pytest.raises(AttributeError, match="has no attribute 'nobody'"):
         _ = module.nobody
 
@@ -247,7 +247,7 @@ class TestManager:
 
         with jax.set_mesh(mesh):
             managers = [ef.PartitionManager(ef.PartitionAxis()) for _ in range(2)]
-            assert [f(one, ones(4, 8)).sharding.spec for one in managers] == [P("dp", "tp")] * 2
+            assert [f(item, ones(4, 8)).sharding.spec for item in managers] == [P("dp", "tp")] * 2
         assert len(traces) == 1
         assert (
             {*managers}
@@ -341,10 +341,10 @@ class TestConstraints:
         permissive = ef.PartitionManager(ef.PartitionAxis(), policy="eformer")
         native = sw.PartitionManager(permissive.rules, mesh=mesh)
         calls = (
-            lambda **said: (
-                ef.with_sharding_constraint(ones(6, 8), P("tp", "dp"), **said).sharding.spec
+            lambda **text: (
+                ef.with_sharding_constraint(ones(6, 8), P("tp", "dp"), **text).sharding.spec
             ),
-            lambda **said: ef.get_corrected_named_sharding((6, 8), P("tp", "dp"), **said).spec,
+            lambda **text: ef.get_corrected_named_sharding((6, 8), P("tp", "dp"), **text).spec,
         )
         with jax.set_mesh(mesh):
             for call in calls:
@@ -393,11 +393,11 @@ class TestConstraints:
             calls()
         monkeypatch.setenv("LOG_SHARDING_MOVE", "true")
         assert ef.LOG_SHARDING_MOVE is True
-        with pytest.warns(UserWarning, match="the policy changed a sharding") as said:
+        with pytest.warns(UserWarning, match="the policy changed a sharding") as warned:
             calls()
-        assert len(said) == 3
-        assert "6 % 4 != 0" in str(said[0].message)
-        assert "nowhere is not in the mesh" in str(said[2].message)
+        assert len(warned) == 3
+        assert "6 % 4 != 0" in str(warned[0].message)
+        assert "nowhere is not in the mesh" in str(warned[2].message)
 
 
 class TestMeshes:

@@ -81,7 +81,7 @@ def test_sharded_training_equals_unsharded(
     assert losses[-1] < losses[0] - 0.05
     np.testing.assert_allclose(losses, unsharded[0], rtol=2e-5)
     jax.tree.map(
-        lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-5),
+        lambda actual, wanted: np.testing.assert_allclose(actual, wanted, rtol=2e-3, atol=2e-5),
         params,
         unsharded[1],
     )
@@ -96,7 +96,7 @@ def test_eformer_trains_the_same(unsharded: tuple[list[float], Any]) -> None:
     losses, (params, specs) = run(es, ct, lambda mesh: mesh)
     np.testing.assert_allclose(losses, unsharded[0], rtol=2e-5)
     jax.tree.map(
-        lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-5),
+        lambda actual, wanted: np.testing.assert_allclose(actual, wanted, rtol=2e-3, atol=2e-5),
         params,
         unsharded[1],
     )

@@ -63,8 +63,8 @@ CONSTANTS = (
 )
 LAYOUTS = sorted(
     name
-    for name, one in vars(ct).items()
-    if isinstance(one, type) and issubclass(one, tuple) and name != "DynamicShardingAxes"
+    for name, member in vars(ct).items()
+    if isinstance(member, type) and issubclass(member, tuple) and name != "DynamicShardingAxes"
 )
 PAXES: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -122,11 +122,11 @@ DIFFERS = {("MODE_DECODE", "QUERY_LENGTH"): 1, ("MODE_INSERT", "QUERY_LENGTH"): 
 def test_every_axis_in_every_mode(given: dict[str, Any], mode: str) -> None:
     mine, theirs = both(**given)
     for name in AXES:
-        asked = [getattr(ours, name)], getattr(ours, mode)
-        same = mine.resolve_axis(*asked) == theirs.resolve_axis(*asked)
+        requests = [getattr(ours, name)], getattr(ours, mode)
+        same = mine.resolve_axis(*requests) == theirs.resolve_axis(*requests)
         assert same != ((mode, name) in DIFFERS), name
         if same:
-            assert mine.resolve_spec(*asked) == theirs.resolve_spec(*asked)
+            assert mine.resolve_spec(*requests) == theirs.resolve_spec(*requests)
 
 
 @pytest.mark.parametrize(
@@ -136,15 +136,19 @@ def test_every_axis_in_every_mode(given: dict[str, Any], mode: str) -> None:
 )
 def test_composites(axes: list[Any]) -> None:
     named = [
-        [getattr(ours, one, one) for one in dim]
+        [getattr(ours, name, name) for name in dim]
         if isinstance(dim, list)
         else dim and getattr(ours, dim)
         for dim in axes
     ]
     for mode in MODES:
-        asked = named, getattr(ours, mode)
-        assert ours.PartitionAxis().resolve_axis(*asked) == es.PartitionAxis().resolve_axis(*asked)
-        assert ours.PartitionAxis().resolve_spec(*asked) == es.PartitionAxis().resolve_spec(*asked)
+        requests = named, getattr(ours, mode)
+        assert ours.PartitionAxis().resolve_axis(*requests) == es.PartitionAxis().resolve_axis(
+            *requests
+        )
+        assert ours.PartitionAxis().resolve_spec(*requests) == es.PartitionAxis().resolve_spec(
+            *requests
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -155,9 +159,9 @@ def test_layouts_by_a_manager(layout: str) -> None:
     )
     rank = len(getattr(ct, layout).axes)
     for shape in ((8,) * rank, (8, 2, 8, 8)[:rank]):
-        got = mine.resolve(getattr(ours, layout), shape=shape)
-        assert got == theirs.resolve(getattr(ct, layout), shape=shape)
-        assert got == theirs.resolve(dynamic_axes=getattr(ct, layout), shape=shape)
+        resolution = mine.resolve(getattr(ours, layout), shape=shape)
+        assert resolution == theirs.resolve(getattr(ct, layout), shape=shape)
+        assert resolution == theirs.resolve(dynamic_axes=getattr(ct, layout), shape=shape)
 
 
 SPECS = [
@@ -205,21 +209,21 @@ def test_arrays_under_the_permissive_policy() -> None:
     ]
     for (axes, mode), shape in itertools.product(cases, [(4, 4, 4), (2, 3, 4), (6, 8, 1)]):
         named = [
-            [getattr(ours, one) for one in dim]
+            [getattr(ours, name) for name in dim]
             if isinstance(dim, list)
             else dim and getattr(ours, dim)
             for dim in axes
         ]
         x = jax.numpy.ones(shape)
         with mesh:
-            found = mine.shard(x, named, getattr(ours, mode))
+            actual = mine.shard(x, named, getattr(ours, mode))
             wanted = theirs.shard(x, named, getattr(ct, mode))
         expected_sharding = (
             wanted.sharding
             if isinstance(wanted.sharding, NamedSharding)
             else NamedSharding(mesh, P())
         )  # 8
-        assert found.sharding.is_equivalent_to(expected_sharding, x.ndim), (axes, mode, shape)
+        assert actual.sharding.is_equivalent_to(expected_sharding, x.ndim), (axes, mode, shape)
 
 
 CONFLICT = "conflict"
@@ -237,9 +241,9 @@ def theirs_of(pm: Any, mesh: Any, axes: list[Any], mode: str, shape: tuple[int, 
 
 
 def ours_of(pm: Any, axes: list[Any], mode: str, shape: tuple[int, ...]) -> Any:
-    found = pm.explain(axes, mode, shape=shape)
-    assert {problem.error for problem in found.problems} <= {sw.AxisConflictError}
-    return CONFLICT if found.problems else found.spec
+    resolution = pm.explain(axes, mode, shape=shape)
+    assert {problem.error for problem in resolution.problems} <= {sw.AxisConflictError}
+    return CONFLICT if resolution.problems else resolution.spec
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -277,23 +281,23 @@ def test_random_requests_under_the_permissive_policy(
             for _ in range(max(1, len(axes) + draw.choice((-1, 0, 0, 0, 1))))
         )
         wanted = theirs_of(theirs, mesh, axes, getattr(ours, mode), shape)
-        got = ours_of(mine, axes, getattr(ours, mode), shape)
-        if wanted is CONFLICT and got is not CONFLICT:
+        actual = ours_of(mine, axes, getattr(ours, mode), shape)
+        if wanted is CONFLICT and actual is not CONFLICT:
             # 17: there two dims are in conflict even over a mesh axis of size 1.
-            assert 1 in sizes, (axes, mode, shape, got)
+            assert 1 in sizes, (axes, mode, shape, actual)
             continue
-        seen["conflict" if got is CONFLICT else "spec"] += 1
+        seen["conflict" if actual is CONFLICT else "spec"] += 1
         same = (
-            got == wanted
-            if CONFLICT in (got, wanted)
-            else lies_alike(mesh, got, wanted, len(shape))
+            actual == wanted
+            if CONFLICT in (actual, wanted)
+            else lies_alike(mesh, actual, wanted, len(shape))
         )
-        assert same, (axes, mode, shape, got, wanted)
+        assert same, (axes, mode, shape, actual, wanted)
     assert seen["spec"] > 50
 
 
-def lies_alike(mesh: Any, one: P, two: P, rank: int) -> bool:
-    return NamedSharding(mesh, one).is_equivalent_to(NamedSharding(mesh, two), rank)
+def lies_alike(mesh: Any, value: P, two: P, rank: int) -> bool:
+    return NamedSharding(mesh, value).is_equivalent_to(NamedSharding(mesh, two), rank)
 
 
 def test_dropped_dims_do_not_conflict() -> None:
@@ -303,11 +307,11 @@ def test_dropped_dims_do_not_conflict() -> None:
     assert theirs_of(es.PartitionManager(other), mesh, axes, ours.MODE_TRAIN, shape) == P(
         None, "sp", None
     )
-    found = ours.PartitionManager(paxis, mesh=mesh, policy="eformer").explain(
+    resolution = ours.PartitionManager(paxis, mesh=mesh, policy="eformer").explain(
         axes, ours.MODE_TRAIN, shape=shape
     )
-    assert found.spec == P(None, "sp")
-    assert 'sp: 3 % 2 != 0; policy indivisible = "drop"' in str(found)
+    assert resolution.spec == P(None, "sp")
+    assert 'sp: 3 % 2 != 0; policy indivisible = "drop"' in str(resolution)
 
 
 def test_composite_with_a_replicated_member() -> None:
@@ -431,10 +435,10 @@ def test_signatures(name: str) -> None:
     """The parameters, their order and their defaults are equal; more keywords may follow."""
 
     def found(lib: Any) -> list[tuple[str, Any]]:
-        one = lib
+        single = lib
         for part in name.split("."):
-            one = getattr(one, part)
-        parameters = inspect.signature(one).parameters.values()
+            single = getattr(single, part)
+        parameters = inspect.signature(single).parameters.values()
         defaults = {ct.NOT_GIVEN: "NOT_GIVEN", ours.NOT_GIVEN: "NOT_GIVEN"}
         return [
             (p.name, defaults.get(p.default, p.default) if p.default.__hash__ else p.default)
@@ -452,8 +456,8 @@ def test_registered_axes() -> None:
     try:
         mine, theirs = both(decode_head_axis="sp")
         for mode in MODES:
-            asked = ["heads", "both"], getattr(ours, mode)
-            assert mine.resolve_axis(*asked) == theirs.resolve_axis(*asked)
+            requests = ["heads", "both"], getattr(ours, mode)
+            assert mine.resolve_axis(*requests) == theirs.resolve_axis(*requests)
         mine, theirs = (
             {
                 name: list(map(str, rules.values()))

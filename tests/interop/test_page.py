@@ -18,12 +18,12 @@ ROWS = re.findall(r"^\| (\d+) \| .+ \| .+ \| `(.+)` \|$", TEXT, flags=re.MULTILI
 
 @pytest.fixture(scope="module")
 def namespace() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()):
         for block in blocks(TEXT):
             if block.lang == "python":
-                exec(block.text, found)
-    return found
+                exec(block.text, actual)
+    return actual
 
 
 def test_every_behavior_has_a_row_and_a_test() -> None:

@@ -18,8 +18,8 @@ from tests.lints.cases import SERVING, act
 
 
 def test_activation_axes_are_not_gathered() -> None:
-    (one,) = lint(sw.Strategy.loads('[rules]\nbatch = "dp+fsdp"\n' + SERVING))
-    assert one.message == "in decode, weights with EMBED are gathered over fsdp for every token"
+    (finding,) = lint(sw.Strategy.loads('[rules]\nbatch = "dp+fsdp"\n' + SERVING))
+    assert finding.message == "in decode, weights with EMBED are gathered over fsdp for every token"
 
 
 def test_worst_finding_comes_first() -> None:
@@ -27,7 +27,7 @@ def test_worst_finding_comes_first() -> None:
         '[mesh]\nrow = 2\n[rules]\nbatch = "dp | dp"\n[modes.decode]\nbatch = "dp | dp"\n'
         'head = "tp"\n'
     )
-    severities = [one.severity for one in lint(strategy)]
+    severities = [finding.severity for finding in lint(strategy)]
     assert severities == sorted(severities, key=list(Severity).index)
     assert {*severities} == {*Severity}
 
@@ -35,8 +35,8 @@ def test_worst_finding_comes_first() -> None:
 def test_tree_of_specs() -> None:
     tree = {"layers": [{"up": sw.ArraySpec((6, 4), jnp.float32, (sw.EMBED, sw.VOCAB))}]}
     strategy = sw.Strategy.loads('[rules]\nembed = "dp"\nvocab = "-"\n')
-    (one,) = sw.lint(strategy, tree, mesh=sw.abstract_mesh("dp:4"))
-    assert (one.code, one.key) == (Code.UNRESOLVED, "layers/0/up dim 0 EMBED")
+    (finding,) = sw.lint(strategy, tree, mesh=sw.abstract_mesh("dp:4"))
+    assert (finding.code, finding.key) == (Code.UNRESOLVED, "layers/0/up dim 0 EMBED")
     assert sw.lint(strategy, tree, mesh=sw.abstract_mesh("dp:2")) == ()
 
 
@@ -52,21 +52,21 @@ def test_missing_sizes_are_not_a_finding() -> None:
 
 
 def test_bad_annotation_is_one_finding() -> None:
-    (one,) = lint(
+    (finding,) = lint(
         sw.Strategy.loads('[rules]\nbatch = "dp"\n'),
         [Tensor(path="x", axes=(sw.BATCH, sw.BATCH))],
         mesh="dp:2",
     )
-    assert one.code is Code.UNRESOLVED
-    assert (one.key, one.message.partition(",")[0]) == (
+    assert finding.code is Code.UNRESOLVED
+    assert (finding.key, finding.message.partition(",")[0]) == (
         "x dim 1 BATCH",
         "the axis occurs twice in one annotation",
     )
 
 
 def test_finding_is_data() -> None:
-    (one,) = lint(sw.Strategy.loads('[rules]\nbatch = "dp | dp"\n', source="s.toml"))
-    assert one.to_json() == {
+    (finding,) = lint(sw.Strategy.loads('[rules]\nbatch = "dp | dp"\n', source="s.toml"))
+    assert finding.to_json() == {
         "code": "unreachable_candidate",
         "severity": "warning",
         "file": "s.toml",
@@ -76,17 +76,21 @@ def test_finding_is_data() -> None:
         "does",
         "fix": "drop one of dp and dp",
     }
-    assert str(one).startswith("s.toml:2 rules.batch: warning unreachable_candidate: in ")
-    assert hash(one) == hash(dataclasses.replace(one))
+    assert str(finding).startswith("s.toml:2 rules.batch: warning unreachable_candidate: in ")
+    assert hash(finding) == hash(dataclasses.replace(finding))
     with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign"):
-        one.fix = ""  # type: ignore[misc]
+        finding.fix = ""  # type: ignore[misc]
 
 
 def test_file_problem_has_a_place() -> None:
     with pytest.raises(sw.StrategyError, match="a mesh axis is missing here") as caught:
         sw.Strategy.loads('[rules]\nbatch = "dp |"\n', source="my file.toml")
-    one = from_problem(caught.value.problems[0])
-    assert (one.code, one.source, one.key) == (Code.INVALID, "my file.toml:2", "rules.batch")
+    finding = from_problem(caught.value.problems[0])
+    assert (finding.code, finding.source, finding.key) == (
+        Code.INVALID,
+        "my file.toml:2",
+        "rules.batch",
+    )
 
 
 def test_invalid_arguments_are_refused() -> None:

@@ -18,9 +18,9 @@ PRESETS = sw.Strategy.presets()
 
 def found(case: Case, text: str, mesh: Any) -> list[Finding]:
     return [
-        one
-        for one in lint(sw.Strategy.loads(text, source="s.toml"), case.tensors, mesh=mesh)
-        if one.code is case.code
+        finding
+        for finding in lint(sw.Strategy.loads(text, source="s.toml"), case.tensors, mesh=mesh)
+        if finding.code is case.code
     ]
 
 
@@ -30,7 +30,8 @@ def test_lint_fires_on_its_case_only(name: str) -> None:
     # A strategy that names an unknown axis in [rules] beside a mesh is refused when it is loaded:
     # the command line's test.
     first = next(
-        (one for one in found(case, case.text, case.mesh) if one.where == case.where), None
+        (finding for finding in found(case, case.text, case.mesh) if finding.where == case.where),
+        None,
     )
     assert first is not None, found(case, case.text, case.mesh)
     assert case.says in first.message
@@ -47,19 +48,24 @@ def test_every_code_has_a_case() -> None:
 TREE = [
     *(
         Tensor(
-            path=f"params/{one.name}", axes=one.axes, shape=one.shape("train"), role=sw.Role.PARAM
+            path=f"params/{tensor.name}",
+            axes=tensor.axes,
+            shape=tensor.shape("train"),
+            role=sw.Role.PARAM,
         )
-        for one in layer.WEIGHTS
+        for tensor in layer.WEIGHTS
     ),
     *(
-        Tensor(path=f"acts/{one.name}", axes=one.axes, shape=one.shape("train"))
-        for one in layer.ACTIVATIONS
+        Tensor(path=f"acts/{tensor.name}", axes=tensor.axes, shape=tensor.shape("train"))
+        for tensor in layer.ACTIVATIONS
     ),
 ]
 DENSE = [
-    one
-    for one in TREE
-    if "expert" not in one.path and "router" not in one.path and "by layout" not in one.path
+    tensor
+    for tensor in TREE
+    if "expert" not in tensor.path
+    and "router" not in tensor.path
+    and "by layout" not in tensor.path
 ]
 
 
@@ -82,8 +88,10 @@ def test_presets_are_clean_on_a_layer(preset: str, mesh: str) -> None:
     """
     manager = sw.PartitionManager(sw.Strategy.preset(preset), mesh=sw.abstract_mesh(mesh))
     answers = [
-        manager.explain(one.axes, mode=mode, role=one.role, shape=one.shape, path=one.path)
-        for one in TREE
+        manager.explain(
+            tensor.axes, mode=mode, role=tensor.role, shape=tensor.shape, path=tensor.path
+        )
+        for tensor in TREE
         for mode in ("train", "decode", "prefill")
     ]
     named = {
@@ -95,10 +103,10 @@ def test_presets_are_clean_on_a_layer(preset: str, mesh: str) -> None:
     idle = [axis for axis, size in manager.mesh.shape.items() if size > 1 and axis not in named]
     failing = {answer.path for answer in answers if not answer.ok}
     findings = lint(sw.Strategy.preset(preset), TREE, mesh=mesh)
-    assert [one.key for one in findings if one.code is Code.IDLE_MESH_AXIS] == [
+    assert [finding.key for finding in findings if finding.code is Code.IDLE_MESH_AXIS] == [
         f"mesh axis {axis}" for axis in idle
     ]
     assert {
-        one.key.partition(" dim ")[0] for one in findings if one.code is Code.UNRESOLVED
+        finding.key.partition(" dim ")[0] for finding in findings if finding.code is Code.UNRESOLVED
     } == failing
-    assert {one.code for one in findings} <= {Code.IDLE_MESH_AXIS, Code.UNRESOLVED}
+    assert {finding.code for finding in findings} <= {Code.IDLE_MESH_AXIS, Code.UNRESOLVED}

@@ -116,13 +116,13 @@ def sharded_over(x: Any, mesh: Mesh, *entries: Any) -> bool:
     return bool(x.sharding.is_equivalent_to(NamedSharding(mesh, P(*entries)), x.ndim))
 
 
-def assert_like(found: Any, wanted: Any) -> None:
+def assert_like(actual: Any, wanted: Any) -> None:
     """Compare two trees of arrays: the same dtypes, the same values to float32 tolerance."""
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert one.dtype == other.dtype
+    assert jax.tree.structure(actual) == jax.tree.structure(wanted)
+    for leaf, other in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+        assert leaf.dtype == other.dtype
         np.testing.assert_allclose(
-            np.asarray(one, np.float64), np.asarray(other, np.float64), rtol=2e-5, atol=2e-6
+            np.asarray(leaf, np.float64), np.asarray(other, np.float64), rtol=2e-5, atol=2e-6
         )
 
 

@@ -133,9 +133,9 @@ def test_generator_that_leaves_out_of_order() -> None:
 async def places_later(pm: sw.PartitionManager, before: float, after: float) -> Any:
     with pm:
         await asyncio.sleep(before)
-        found = sw.shard(numbers(8, 8), sw.BATCH, sw.EMBED).sharding.spec
+        actual = sw.shard(numbers(8, 8), sw.BATCH, sw.EMBED).sharding.spec
         await asyncio.sleep(after)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -250,9 +250,9 @@ def test_threads_interleave() -> None:
             barrier.wait()
             with pm:
                 barrier.wait()
-                found = f(jnp.asarray(numbers(8, 8)))
-                assert found.sharding.is_equivalent_to(pm.sharding(sw.BATCH, sw.EMBED), 2)
-                np.testing.assert_array_equal(found, numbers(8, 8) * 2)
+                actual = f(jnp.asarray(numbers(8, 8)))
+                assert actual.sharding.is_equivalent_to(pm.sharding(sw.BATCH, sw.EMBED), 2)
+                np.testing.assert_array_equal(actual, numbers(8, 8) * 2)
 
     with concurrent.futures.ThreadPoolExecutor(len(managers)) as pool:
         for running in [pool.submit(run, pm) for pm in managers]:
@@ -270,12 +270,12 @@ def test_entered_inside_a_trace(outer: str) -> None:
             return sw.shard(x, sw.BATCH, sw.EMBED) * 2
 
     if outer == "nothing":
-        found = jax.jit(f)(numbers(8, 8))
+        actual = jax.jit(f)(numbers(8, 8))
         assert seen[0].empty, "a trace's mesh is not touched"
     else:
         with pm if outer == "the same" else jax.set_mesh(pm.mesh):
-            found = jax.jit(f)(numbers(8, 8))
-    assert sharded_over(found, pm.mesh, "dp", "tp")
+            actual = jax.jit(f)(numbers(8, 8))
+    assert sharded_over(actual, pm.mesh, "dp", "tp")
 
 
 def test_other_mesh_in_a_trace_is_refused() -> None:

@@ -62,11 +62,11 @@ async def task_that_entered_its_own_first() -> Any:
     with own():
         holding = asyncio.create_task(holds(other(), entered, release))
         await entered.wait()
-        found = seen()
+        actual = seen()
     assert seen() == NONE
     release.set()
     assert await holding == OTHER
-    return found
+    return actual
 
 
 async def task_that_entered_its_own_last() -> Any:
@@ -172,12 +172,12 @@ async def asynchronous_generator() -> Any:
             await turn()
             yield seen()
 
-    found = []
+    actual = []
     async for spec in steps():
         await turn()
-        found.append(spec)
+        actual.append(spec)
     assert seen() == NONE
-    return found[0]
+    return actual[0]
 
 
 TASKS: dict[str, tuple[Callable[[], Coroutine[Any, Any, Any]], Any]] = {
@@ -211,13 +211,13 @@ def test_overlapping_tasks_leave_in_any_order() -> None:
         await turn(before)
         with pm:
             await turn(after)
-            found = seen()
+            actual = seen()
         assert seen() == NONE
-        return found
+        return actual
 
     async def both(*turns: tuple[int, int]) -> Any:
         return await asyncio.gather(
-            *[held(pm, *one) for pm, one in zip((own(), other()), turns, strict=True)]
+            *[held(pm, *item) for pm, item in zip((own(), other()), turns, strict=True)]
         )
 
     for turns in (
@@ -394,13 +394,13 @@ def test_pool_job_that_never_leaves() -> None:
 
 def test_own_thread_may_stay_entered() -> None:
     """Without a pool there is no next job: one function enters, the next one uses."""
-    found = []
+    actual = []
 
     def script() -> None:
         own().__enter__()
-        found.append(seen())
+        actual.append(seen())
 
     thread = threading.Thread(target=script)
     thread.start()
     thread.join()
-    assert found == [OWN]
+    assert actual == [OWN]

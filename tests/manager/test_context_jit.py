@@ -212,9 +212,9 @@ def test_scan_and_checkpoint_in_a_task() -> None:
         with own():
             return specs(numbers(8, 8))
 
-    found = asyncio.run(main())
-    assert found.count("spec=P('dp', 'tp')") == 1
-    assert found.count("spec=P('dp',)") == 1
+    result = asyncio.run(main())
+    assert result.count("spec=P('dp', 'tp')") == 1
+    assert result.count("spec=P('dp',)") == 1
 
 
 @pytest.mark.wide
@@ -233,7 +233,7 @@ def test_jit_s_cache_does_not_keep_a_manager() -> None:
 
     kept = [used(), asyncio.run(task())]
     gc.collect()
-    assert [one() for one in kept] == [None, None]
+    assert [reference() for reference in kept] == [None, None]
 
 
 def test_equal_managers_share_a_cache_entry() -> None:

@@ -52,9 +52,9 @@ def test_inside(name: str, kind: str) -> None:
     program, spec = PROGRAMS[name]
     pm = make_manager(kind)
     with pm:
-        found = jax.jit(lambda x: program(x, sw.shard))(pm.shard(numbers(8, 8), sw.Replicated))
-    assert_like(found, program(jnp.asarray(numbers(8, 8)), lambda x, *_: x))
-    assert sharded_over(found, pm.mesh, *spec)
+        actual = jax.jit(lambda x: program(x, sw.shard))(pm.shard(numbers(8, 8), sw.Replicated))
+    assert_like(actual, program(jnp.asarray(numbers(8, 8)), lambda x, *_: x))
+    assert sharded_over(actual, pm.mesh, *spec)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -63,9 +63,9 @@ def test_mapped_over_a_mesh_axis(kind: str) -> None:
     pm = make_manager(kind)
     with pm:
         inside = jax.vmap(lambda row: sw.shard(row * 2, sw.EMBED) * 1, spmd_axis_name="dp")
-        found = jax.jit(inside)(pm.shard(numbers(8, 8), sw.BATCH, sw.EMPTY))
-    assert sharded_over(found, pm.mesh, "dp", "tp")
-    assert_like(found, jnp.asarray(numbers(8, 8) * 2))
+        actual = jax.jit(inside)(pm.shard(numbers(8, 8), sw.BATCH, sw.EMPTY))
+    assert sharded_over(actual, pm.mesh, "dp", "tp")
+    assert_like(actual, jnp.asarray(numbers(8, 8) * 2))
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -97,6 +97,6 @@ def test_integer_weights_are_gathered_too() -> None:
     table = pm.shard(
         np.arange(64, dtype=np.int8).reshape(8, 8), sw.EMBED, sw.MLP_INTERMEDIATE, role="param"
     )
-    found = jax.jit(lambda table: pm.gather(table, sw.EMBED, sw.MLP_INTERMEDIATE))(table)
-    assert sharded_over(found, pm.mesh, None, "tp")
-    np.testing.assert_array_equal(found, table)
+    actual = jax.jit(lambda table: pm.gather(table, sw.EMBED, sw.MLP_INTERMEDIATE))(table)
+    assert sharded_over(actual, pm.mesh, None, "tp")
+    np.testing.assert_array_equal(actual, table)

@@ -85,9 +85,11 @@ def test_products_equal_unsharded(kind: str) -> None:
                 np.testing.assert_allclose(result, y, rtol=2e-6, atol=2e-6)
             decoded = jax.jit(lambda *arrays, f=f: f(*arrays, mode="decode"))(*placed)
             assert sharded_over(decoded, pm.mesh, "dp")
-            for number, got in enumerate(jax.jit(jax.grad(loss(f), (0, 1, 2)))(*placed)):
-                np.testing.assert_allclose(got, gradients[number], rtol=2e-6, atol=2e-5)
-                assert kind == "auto" or sharded_over(got, pm.mesh, *placed[number].sharding.spec)
+            for number, actual in enumerate(jax.jit(jax.grad(loss(f), (0, 1, 2)))(*placed)):
+                np.testing.assert_allclose(actual, gradients[number], rtol=2e-6, atol=2e-5)
+                assert kind == "auto" or sharded_over(
+                    actual, pm.mesh, *placed[number].sharding.spec
+                )
 
 
 def test_products_without_a_manager() -> None:

@@ -87,12 +87,12 @@ def test_inside_scan_over_stacked_layers(kind: str, remat: bool) -> None:
     placed = pm.shard(stack, axes, role="param")
     assert placed["up"].sharding.spec == jax.P(None, "dp", "tp")
     with pm:
-        found = jax.jit(jax.grad(lambda stack, x: loss(stack, x, sw.gather)))(
+        actual = jax.jit(jax.grad(lambda stack, x: loss(stack, x, sw.gather)))(
             placed, pm.shard(x, sw.BATCH, sw.EMPTY)
         )
-    assert_like(found, jax.grad(lambda stack: loss(stack, x, lambda w, *_: w))(stack))
-    assert sharded_over(found["up"], pm.mesh, None, "dp", "tp")
-    assert sharded_over(found["down"], pm.mesh, None, "tp", "dp")
+    assert_like(actual, jax.grad(lambda stack: loss(stack, x, lambda w, *_: w))(stack))
+    assert sharded_over(actual["up"], pm.mesh, None, "dp", "tp")
+    assert sharded_over(actual["down"], pm.mesh, None, "tp", "dp")
 
 
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
@@ -105,21 +105,21 @@ def test_backward_reads_no_ambient_manager(kind: str, later: str) -> None:
         y, vjp = jax.vjp(lambda w: jnp.sin(sw.gather(w, *KERNEL)), w)
     assert sharded_over(y, pm.mesh, None, "tp")
     if later == "outside":
-        (found,) = vjp(y)
+        (actual,) = vjp(y)
     elif later == "another manager":
         with other:
-            (found,) = vjp(y)
+            (actual,) = vjp(y)
     else:
         box: list[Any] = []
         thread = threading.Thread(target=lambda: box.append(vjp(y)[0]))
         thread.start()
         thread.join()
-        (found,) = box
-    assert sharded_over(found, pm.mesh, "dp", "tp"), (
+        (actual,) = box
+    assert sharded_over(actual, pm.mesh, "dp", "tp"), (
         "as stored under the manager that was ambient in the forward pass"
     )
     np.testing.assert_allclose(
-        found, np.cos(numbers(8, 12)) * np.sin(numbers(8, 12)), rtol=2e-5, atol=1e-6
+        actual, np.cos(numbers(8, 12)) * np.sin(numbers(8, 12)), rtol=2e-5, atol=1e-6
     )
 
 
@@ -127,17 +127,19 @@ def test_trees_and_paths() -> None:
     text = RULES + '[[tensors]]\nmatch = "lm_head/.*"\nembed = "-"\n'
     pm = make_manager(text=text)
     tree = {"mlp": {"kernel": numbers(8, 8)}, "lm_head": {"kernel": numbers(8, 8)}}
-    found = jax.jit(
+    actual = jax.jit(
         jax.grad(
             lambda tree: sum(
                 (leaf**2).sum() for leaf in jax.tree.leaves(pm.gather(tree, KERNEL, path=""))
             )
         )
     )(tree)
-    assert sharded_over(found["mlp"]["kernel"], pm.mesh, "dp", "tp")
-    assert sharded_over(found["lm_head"]["kernel"], pm.mesh, None, "tp")
-    one = jax.jit(jax.grad(lambda w: (pm.gather(w, *KERNEL, path="lm_head/kernel") ** 2).sum()))
-    assert sharded_over(one(numbers(8, 8)), pm.mesh, None, "tp")
+    assert sharded_over(actual["mlp"]["kernel"], pm.mesh, "dp", "tp")
+    assert sharded_over(actual["lm_head"]["kernel"], pm.mesh, None, "tp")
+    gradient = jax.jit(
+        jax.grad(lambda w: (pm.gather(w, *KERNEL, path="lm_head/kernel") ** 2).sum())
+    )
+    assert sharded_over(gradient(numbers(8, 8)), pm.mesh, None, "tp")
     under = jax.jit(
         jax.grad(lambda tree: (pm.gather(tree, KERNEL, path="lm_head")["kernel"] ** 2).sum())
     )

@@ -86,13 +86,13 @@ def test_derivatives_equal_unsharded(kind: str, jit: bool) -> None:
     derivatives = DERIVATIVES if jit else (jvp, forward_over_reverse, reverse_over_forward)
 
     def run(gather: Gather, w: Any, v: Any) -> Any:
-        return {one.__name__: one(gather, w, v) for one in derivatives}
+        return {derivative.__name__: derivative(gather, w, v) for derivative in derivatives}
 
     placed = pm.shard(w, *KERNEL, role="param"), pm.shard(v, *KERNEL, role="param")
     with pm:
         f = lambda w, v: run(lambda w: sw.gather(w, *KERNEL), w, v)  # noqa: E731
-        found = (jax.jit(f) if jit else f)(*placed)
-    assert_like(found, jax.jit(lambda w, v: run(lambda w: w, w, v))(w, v))
+        actual = (jax.jit(f) if jit else f)(*placed)
+    assert_like(actual, jax.jit(lambda w, v: run(lambda w: w, w, v))(w, v))
 
 
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
@@ -112,8 +112,8 @@ def test_jvp_in_every_program(name: str, kind: str) -> None:
 
     placed = pm.shard(w, *KERNEL, role="param"), pm.shard(v, *KERNEL, role="param")
     with pm:
-        found = jax.jit(run(gather))(*placed)
-    assert_like(found, run(lambda w: w)(w, v))
+        actual = jax.jit(run(gather))(*placed)
+    assert_like(actual, run(lambda w: w)(w, v))
 
 
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
@@ -127,8 +127,8 @@ def test_vmap_of_jvp_and_jvp_of_vmap(kind: str) -> None:
         lambda f: jax.vmap(jax.grad(lambda w: f(w).sum())),
     ):
         with pm:
-            found = jax.jit(order(lambda w: jnp.sin(sw.gather(w, *KERNEL))))(ws)
-        assert_like(found, order(jnp.sin)(ws))
+            actual = jax.jit(order(lambda w: jnp.sin(sw.gather(w, *KERNEL))))(ws)
+        assert_like(actual, order(jnp.sin)(ws))
 
 
 def test_gradient_and_hessian_are_as_stored() -> None:

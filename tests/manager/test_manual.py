@@ -39,11 +39,11 @@ def test_fully_manual_is_already_applied(kind: str, operation: str) -> None:
 
 def test_manual_axes_skip_no_candidate() -> None:
     pm = make_manager()
-    found = sw.resolve(
+    resolution = sw.resolve(
         (sw.BATCH, sw.KV_HEAD), pm.rules, pm.mesh, shape=(4, 3), manual=frozenset({"tp"})
     )
-    assert found.spec == P("dp")
-    decision = found.decisions[1]
+    assert resolution.spec == P("dp")
+    decision = resolution.decisions[1]
     assert (decision.mesh_axes, decision.manual, decision.skipped) == (("tp",), ("tp",), ())
     assert "tp already applied by shard_map" in decision.why
 
@@ -229,18 +229,18 @@ def test_manual_axes_are_marked_in_every_role(
     ]
     seen = set()
     for annotation, shape in [*wholes.items(), *((part, (2, 3)) for part in parts)]:
-        found = sw.explain(
+        resolution = sw.explain(
             annotation, rules, mesh, role=role, shape=shape, manual=frozenset(manual)
         )
-        for decision in found.decisions:
+        for decision in resolution.decisions:
             assert decision.manual == tuple(
                 axis for axis in decision.mesh_axes if axis in manual
-            ), found
+            ), resolution
             seen |= set(decision.manual)
-        if found.spec is not None:
+        if resolution.spec is not None:
             assert not manual & {
-                name for entry in found.spec.partitions for name in np.ravel([entry]) if name
-            }, found
+                name for entry in resolution.spec.partitions for name in np.ravel([entry]) if name
+            }, resolution
     assert seen == manual or role == "use"
 
 
@@ -250,12 +250,12 @@ def test_zero1_over_a_manual_axis(axis_names: set[str]) -> None:
     pm = make_manager(text=STATE.replace('embed = "tp"', 'embed = "-"'))
     axes = (sw.EMBED, sw.EMPTY)
     assert pm.resolve(*axes, role="state", shape=(8, 12)) == P("dp")
-    found = sw.explain(
+    resolution = sw.explain(
         axes, pm.rules, pm.mesh, role="state", shape=(4, 12), manual=frozenset(axis_names)
     )
-    assert found.spec == P()
-    assert found.decisions[0].manual == ("dp",)
-    assert "dp by zero1; dp already applied by shard_map" in found.decisions[0].why
+    assert resolution.spec == P()
+    assert resolution.decisions[0].manual == ("dp",)
+    assert "dp by zero1; dp already applied by shard_map" in resolution.decisions[0].why
 
     def place(x: Any) -> Any:
         return pm.shard(x, *axes, role="state") * 2

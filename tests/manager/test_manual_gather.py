@@ -152,12 +152,12 @@ def test_forward_mode_inside() -> None:
             with pytest.raises(sw.ShapeRequiredError, match="shape="):
                 jax.jit(mapped)(w, v)
             mapped = jax.shard_map(
-                lambda w, v, f=f: (*(one[None] for one in f(w, v)[:2]), f(w, v)[2]),
+                lambda w, v, f=f: (*(item[None] for item in f(w, v)[:2]), f(w, v)[2]),
                 in_specs=(spec, spec),
                 out_specs=(P("dp", *whole), P("dp", *whole), spec),
                 axis_names=names,
             )
-            placed = [pm.shard(one, *KERNEL, role="param") for one in (w, v)]
+            placed = [pm.shard(item, *KERNEL, role="param") for item in (w, v)]
             y, tangent, product = jax.jit(mapped)(*placed)
         assert_like((y[0], tangent[1]), (jnp.asarray(w), jnp.asarray(v)))
         # Each of the two devices along dp has the loss of the whole weight.
@@ -170,8 +170,8 @@ def test_forward_mode_inside() -> None:
 def test_whole_weight_comes_back_unchanged(names: set[str], check_vma: bool) -> None:
     pm, w = make_manager(), waves(8, 12)
     axes, shape = (sw.EMBED, sw.EMPTY), None if check_vma else (8, 12)
-    found = run_gather(pm, w, P(), P(), *axes, axis_names=names, check_vma=check_vma, shape=shape)
-    assert_like(found, jnp.asarray(w))
+    actual = run_gather(pm, w, P(), P(), *axes, axis_names=names, check_vma=check_vma, shape=shape)
+    assert_like(actual, jnp.asarray(w))
 
 
 def test_varying_whole_weight_with_its_shape() -> None:
@@ -221,25 +221,25 @@ def test_chains_are_decided_on_the_global_size(shape: tuple[int, int], spec: Any
     gathered = P("dp", *use)  # every device along dp shows what it has
 
     def f(w: Any, shape: Any) -> Any:
-        found = pm.gather(w, *KERNEL, shape=shape)[None]
+        actual = pm.gather(w, *KERNEL, shape=shape)[None]
         return (
-            found
-            if "dp" in jax.typeof(found).manual_axis_type.varying
-            else jax.lax.pcast(found, "dp", to="varying")
+            actual
+            if "dp" in jax.typeof(actual).manual_axis_type.varying
+            else jax.lax.pcast(actual, "dp", to="varying")
         )
 
-    found = jax.jit(
+    actual = jax.jit(
         jax.shard_map(lambda w: f(w, None), mesh=pm.mesh, in_specs=spec, out_specs=gathered)
     )(w)
-    assert_like(found, jnp.stack([w, w]))
+    assert_like(actual, jnp.stack([w, w]))
 
     def untracked(w: Any) -> Any:
         return pm.gather(w, *KERNEL, shape=shape)[None]
 
-    found = jax.jit(
+    actual = jax.jit(
         jax.shard_map(untracked, mesh=pm.mesh, in_specs=spec, out_specs=gathered, check_vma=False)
     )(w)
-    assert_like(found, jnp.stack([w, w]))
+    assert_like(actual, jnp.stack([w, w]))
 
 
 def test_ambiguous_global_shape_is_refused() -> None:
@@ -306,9 +306,9 @@ def test_two_mesh_axes_in_one_dim(stored: str, gather: str, moves: int, check_vm
             check_vma=check_vma,
         )
     )
-    found, gradient = run(w)
-    copies = found.shape[0]
-    assert_like(found, jnp.stack([w] * copies))
+    actual, gradient = run(w)
+    copies = actual.shape[0]
+    assert_like(actual, jnp.stack([w] * copies))
     local = 16 // int(np.prod([pm.mesh.shape[axis] for axis in kept]))
     weights = np.tile(np.arange(1.0, 1 + local, dtype=np.float32), 16 // local)[:, None]
     assert_like(gradient, jnp.asarray(np.cos(w) * weights * copies))
@@ -327,10 +327,10 @@ def test_several_dims_are_gathered() -> None:
     )
     w = waves(8, 12)
     assert pm.resolve(*KERNEL, role="use") == P()
-    found = run_gather(pm, w, P("dp", "tp"), P("dp", "tp"), *KERNEL)
-    assert_like(found, jnp.tile(w, (2, 4)))
-    found = run_gather(pm, w, P("dp"), P("dp"), *KERNEL)
-    assert_like(found, jnp.tile(w, (2, 1)))  # whole over tp, a shard over dp
+    actual = run_gather(pm, w, P("dp", "tp"), P("dp", "tp"), *KERNEL)
+    assert_like(actual, jnp.tile(w, (2, 4)))
+    actual = run_gather(pm, w, P("dp"), P("dp"), *KERNEL)
+    assert_like(actual, jnp.tile(w, (2, 1)))  # whole over tp, a shard over dp
 
 
 @VMA
@@ -360,7 +360,7 @@ def test_stacked_layers_in_a_scan(remat: bool, check_vma: bool) -> None:
     np.testing.assert_allclose(value, apply(x, stack, same), rtol=1e-5)
     wanted = jax.grad(lambda stack: apply(x, stack, same))(stack)
     jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-3),
+        lambda weight, other: np.testing.assert_allclose(weight, other, rtol=2e-4, atol=1e-3),
         gradient,
         wanted,
     )
@@ -371,8 +371,8 @@ def test_vmap_and_jit_inside() -> None:
     pm, ws = fsdp(), waves(3, 16, 8)
 
     def f(ws: Any) -> Any:
-        one = jax.jit(lambda w: sw.gather(w, *KERNEL))
-        return jax.lax.pmax(jax.vmap(one)(ws), "fsdp")
+        gather_jitted = jax.jit(lambda w: sw.gather(w, *KERNEL))
+        return jax.lax.pmax(jax.vmap(gather_jitted)(ws), "fsdp")
 
     mapped = jax.shard_map(f, mesh=pm.mesh, in_specs=P(None, "fsdp"), out_specs=P())
     with pm:
@@ -390,11 +390,11 @@ def test_trees_paths_and_shapes(check_vma: bool) -> None:
     def f(tree: Any) -> Any:
         return pm.gather(tree, KERNEL, path="", shape=shapes)
 
-    found = jax.jit(
+    actual = jax.jit(
         jax.shard_map(f, mesh=pm.mesh, in_specs=(specs,), out_specs=wholes, check_vma=check_vma)
     )(tree)
-    assert found["mlp"]["kernel"].shape == (16, 8), "once per device along dp"
-    assert found["lm_head"]["kernel"].shape == (8, 8), "stored whole along dp"
+    assert actual["mlp"]["kernel"].shape == (16, 8), "once per device along dp"
+    assert actual["lm_head"]["kernel"].shape == (8, 8), "stored whole along dp"
     with pytest.raises(sw.StrategyError, match="may cover this weight"):
         run_gather(pm, waves(8, 8), P("dp", "tp"), P("dp", "tp"), *KERNEL, check_vma=check_vma)
     with pytest.raises(sw.StrategyError, match="shape= has another structure than the tree"):
@@ -406,15 +406,15 @@ def test_merged_dims_array_specs_and_bfloat16(check_vma: bool) -> None:
     pm, w = make_manager(), jnp.asarray(waves(8, 16), jnp.bfloat16)
     flat = (sw.EMBED, sw.merged((sw.KV_HEAD, 4), (sw.KV_HEAD_DIM, 4)))
     shape = None if check_vma else (8, 16)
-    found = run_gather(pm, w, P("dp", "tp"), P("dp", "tp"), *flat, shape=shape, check_vma=check_vma)
-    assert found.dtype == jnp.bfloat16
+    local = run_gather(pm, w, P("dp", "tp"), P("dp", "tp"), *flat, shape=shape, check_vma=check_vma)
+    assert local.dtype == jnp.bfloat16
     np.testing.assert_array_equal(
-        np.asarray(found, np.float32), np.tile(np.asarray(w, np.float32), (2, 1))
+        np.asarray(local, np.float32), np.tile(np.asarray(w, np.float32), (2, 1))
     )
     spec = sw.ArraySpec((8, 16), jnp.bfloat16, KERNEL)
-    found = run_gather(pm, w, P("dp", "tp"), P("dp", "tp"), spec, check_vma=check_vma)
+    local = run_gather(pm, w, P("dp", "tp"), P("dp", "tp"), spec, check_vma=check_vma)
     np.testing.assert_array_equal(
-        np.asarray(found, np.float32), np.tile(np.asarray(w, np.float32), (2, 1))
+        np.asarray(local, np.float32), np.tile(np.asarray(w, np.float32), (2, 1))
     )
     with pytest.raises(
         sw.RankMismatchError, match=r"the array has shape \(8, 8\), its ArraySpec \(8, 16\)"
@@ -434,8 +434,8 @@ def test_inputs_of_a_map_tell_without_tracking(axes: Any) -> None:
         return jax.jit(lambda w: sw.gather(w * 1, *KERNEL))(w)
 
     with pm:
-        found = pm.shard_map(f, in_axes=[axes], out_axes=P(), check_vma=False)(w)
-        assert_like(found, jnp.asarray(w))
+        actual = pm.shard_map(f, in_axes=[axes], out_axes=P(), check_vma=False)(w)
+        assert_like(actual, jnp.asarray(w))
 
 
 def test_without_tracking_and_shape_it_is_refused() -> None:
@@ -490,10 +490,10 @@ def test_gathering_twice_is_gathering_once(check_vma: bool) -> None:
         def twice(w: Any, shape: Any = None, pm: Any = pm, axes: Any = axes) -> Any:
             return pm.gather(pm.gather(w, *axes, shape=shape), *axes, shape=shape)[None]
 
-        found = pm.shard_map(
+        actual = pm.shard_map(
             twice, in_axes=[annotation], out_axes=P("dp", *use), check_vma=check_vma
         )(w)
-        assert_like(found, jnp.stack([w, w]))
+        assert_like(actual, jnp.stack([w, w]))
         mapped = jax.shard_map(
             lambda w, f=twice: f(w, (8, 12)),
             mesh=pm.mesh,
@@ -586,11 +586,11 @@ def test_explain_agrees_with_what_is_applied() -> None:
     pm, w = make_manager(), waves(8, 12)
 
     def f(w: Any) -> Any:
-        found = pm.explain(*KERNEL, role="use", shape=(8, 12))
-        assert found.decisions[0].gathered == ("dp",)
+        resolution = pm.explain(*KERNEL, role="use", shape=(8, 12))
+        assert resolution.decisions[0].gathered == ("dp",)
         sizes = [
-            size // int(np.prod([pm.mesh.shape[axis] for axis in one.mesh_axes]))
-            for size, one in zip((8, 12), found.decisions, strict=True)
+            size // int(np.prod([pm.mesh.shape[axis] for axis in decision.mesh_axes]))
+            for size, decision in zip((8, 12), resolution.decisions, strict=True)
         ]
         gathered = pm.gather(w, *KERNEL)
         assert list(gathered.shape) == sizes

@@ -53,8 +53,8 @@ def test_who_said_the_mode(annotation: Any, options: dict[str, Any], said: str) 
 
 
 def test_manager_mode_before_layout_mode() -> None:
-    found = make_manager().for_mode("train").explain(sw.HiddenStateSharding, shape=(8, 1, 8))
-    assert (found.mode, found.mode_from) == (sw.MODE_TRAIN, "manager")
+    resolution = make_manager().for_mode("train").explain(sw.HiddenStateSharding, shape=(8, 1, 8))
+    assert (resolution.mode, resolution.mode_from) == (sw.MODE_TRAIN, "manager")
 
 
 def test_mesh_axes_and_axis_size() -> None:
@@ -193,8 +193,8 @@ def test_rules_and_mesh_must_agree() -> None:
 @pytest.mark.parametrize("axes", [(5,), ((None,),), ((sw.BATCH, 5),), ({"a": (sw.BATCH,)},)])
 def test_explain_of_an_invalid_request(axes: Any) -> None:
     pm = make_manager()
-    found = pm.explain(*axes)
-    assert not found.ok
+    resolution = pm.explain(*axes)
+    assert not resolution.ok
     with pytest.raises(sw.StrategyError, match="is not an annotation"):
         pm.resolve(*axes)
 
@@ -212,24 +212,24 @@ def test_ambient_mesh_of_other_axis_types(kind: str, ambient: str) -> None:
         placed = pm.shard(x, sw.BATCH, sw.EMBED)
         weight = pm.shard(x, sw.EMBED, sw.MLP_INTERMEDIATE, role="param")
         used = jax.grad(lambda w: (pm.gather(w, sw.EMBED, sw.MLP_INTERMEDIATE) ** 2).sum())
-        for found in (
+        for actual in (
             placed,
             jax.jit(lambda x: pm.shard(x, sw.BATCH, sw.EMBED))(x),
             jax.jit(used)(weight),
         ):
-            assert found.sharding.spec == P("dp", "tp")
-        for found in (doubled(x), doubled(placed), jax.jit(doubled)(x)):
-            np.testing.assert_array_equal(found, x * 2)
-            assert found.sharding.spec == P("dp", "tp")
+            assert actual.sharding.spec == P("dp", "tp")
+        for actual in (doubled(x), doubled(placed), jax.jit(doubled)(x)):
+            np.testing.assert_array_equal(actual, x * 2)
+            assert actual.sharding.spec == P("dp", "tp")
     assert placed.sharding.mesh.axis_types == make_mesh(ambient).axis_types
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_global_array_of_one_process(kind: str) -> None:
     pm = make_manager(kind)
-    made = pm.global_array(numbers(8, 8), sw.BATCH, sw.EMBED)
-    assert sharded_over(made, pm.mesh, "dp", "tp")
-    np.testing.assert_array_equal(made, numbers(8, 8))
+    array = pm.global_array(numbers(8, 8), sw.BATCH, sw.EMBED)
+    assert sharded_over(array, pm.mesh, "dp", "tp")
+    np.testing.assert_array_equal(array, numbers(8, 8))
     assert sharded_over(
         pm.global_array(numbers(8, 6), sw.BATCH, sw.KV_HEAD, global_shape=(8, 6)), pm.mesh, "dp"
     )

@@ -27,12 +27,12 @@ def test_shard_map_reuses_composites() -> None:
     pm = manager('[policy]\nconflict = "first_dim"\n[rules]\nbatch = "dp"')
     x = jnp.arange(32.0).reshape(4, 8)
     axes = (sw.BATCH, (sw.DP, sw.FSDP))
-    found = pm.shard_map(
+    actual = pm.shard_map(
         lambda x: jax.lax.psum(x, "dp").sum(0, keepdims=True),
         in_axes=(axes,),
         out_axes=(sw.EMPTY, axes[1]),
     )(x)
-    np.testing.assert_allclose(found, x.sum(0, keepdims=True))
+    np.testing.assert_allclose(actual, x.sum(0, keepdims=True))
     with pytest.raises(
         sw.AxisConflictError, match="FSDP is in the inputs only as part of a composite"
     ):
@@ -135,10 +135,10 @@ def test_gradient_of_weights_placed_elsewhere(kind: Any) -> None:
     )
     w = jnp.arange(32.0).reshape(4, 8)
     with pm:
-        found = jax.jit(jax.grad(lambda w: (pm.gather(w, sw.EMBED, sw.HEAD) ** 2).sum()))(
+        actual = jax.jit(jax.grad(lambda w: (pm.gather(w, sw.EMBED, sw.HEAD) ** 2).sum()))(
             jnp.asarray(w)
         )
-    np.testing.assert_allclose(found, 2 * w)
+    np.testing.assert_allclose(actual, 2 * w)
 
 
 def test_own_mesh_axis_needs_a_rule() -> None:
@@ -242,14 +242,16 @@ def test_explain_reports_mixed_mesh_order() -> None:
     strategy = sw.Strategy.loads(
         'version = 1\n[mesh]\nfsdp = 2\ntp = 4\n[rules]\nvocab = "fsdp+tp"\n'
     )
-    found = sw.PartitionManager(strategy, mesh=mesh).explain(sw.VOCAB, shape=(16,), path="lm_head")
-    assert not found.ok
-    assert found.spec is None
+    resolution = sw.PartitionManager(strategy, mesh=mesh).explain(
+        sw.VOCAB, shape=(16,), path="lm_head"
+    )
+    assert not resolution.ok
+    assert resolution.spec is None
     with pytest.raises(
         sw.MeshMismatchError,
         match=r"lm_head dim 0 VOCAB: fsdp\+tp puts an Auto mesh axis before an Explicit one",
     ):
-        found.require()
+        resolution.require()
     manager = sw.PartitionManager(strategy, mesh=mesh)
     with pytest.raises(
         sw.MeshMismatchError, match=r"head dim 0 VOCAB: fsdp\+tp puts an Auto mesh axis before"

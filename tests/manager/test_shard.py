@@ -77,10 +77,10 @@ def test_activation_lies_as_ruled(
     wanted = TRANSFORMS[transform](stand_in("none", pm, entered=False))(jnp.asarray(start))
     f = TRANSFORMS[transform](stand_in(operation, pm, entered=entered))
     with ambient(pm, entered=entered):
-        found = (jax.jit(f) if jit else f)(pm.shard(start, sw.BATCH, sw.EMBED))
-    assert_like(found, wanted)
+        actual = (jax.jit(f) if jit else f)(pm.shard(start, sw.BATCH, sw.EMBED))
+    assert_like(actual, wanted)
     assert sharded_over(
-        found, pm.mesh, *((None, "dp", "tp") if transform == "vmap" else ("dp", "tp"))
+        actual, pm.mesh, *((None, "dp", "tp") if transform == "vmap" else ("dp", "tp"))
     )
 
 
@@ -92,16 +92,16 @@ def test_activation_moves_from_elsewhere(kind: str, transform: str) -> None:
     pm = make_manager(kind)
     start = numbers(8, 12)
     with pm:
-        found = jax.jit(TRANSFORMS[transform](stand_in("shard", pm, entered=True)))(
+        actual = jax.jit(TRANSFORMS[transform](stand_in("shard", pm, entered=True)))(
             pm.shard(start, sw.Replicated)
         )
         still = jax.jit(stand_in("none", pm, entered=True))(pm.shard(start, sw.Replicated))
     assert sharded_over(
-        found, pm.mesh, *((None, "dp", "tp") if transform == "vmap" else ("dp", "tp"))
+        actual, pm.mesh, *((None, "dp", "tp") if transform == "vmap" else ("dp", "tp"))
     )
     assert still.sharding.is_fully_replicated
     assert_like(
-        found, TRANSFORMS[transform](stand_in("none", pm, entered=False))(jnp.asarray(start))
+        actual, TRANSFORMS[transform](stand_in("none", pm, entered=False))(jnp.asarray(start))
     )
 
 
@@ -116,9 +116,9 @@ def test_uncommitted_arrays_on_auto_meshes(entered: bool) -> None:
             jax.jit(stand_in("shard", pm, entered=entered)),
         ):
             assert sharded_over(f(start), pm.mesh, "dp", "tp")
-            found = grad(f)(start)
-            assert sharded_over(found, pm.mesh, "dp", "tp")
-            assert_like(found, grad(stand_in("none", pm, entered=False))(jnp.asarray(start)))
+            actual = grad(f)(start)
+            assert sharded_over(actual, pm.mesh, "dp", "tp")
+            assert_like(actual, grad(stand_in("none", pm, entered=False))(jnp.asarray(start)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,9 +129,9 @@ def test_grad_of_a_loss_inside_the_manager(kind: str, jit: bool) -> None:
     start = numbers(8, 12)
     f = grad(stand_in("shard", pm, entered=True))
     with pm:
-        found = (jax.jit(f) if jit else f)(pm.shard(start, sw.BATCH, sw.EMBED))
-    assert_like(found, grad(stand_in("none", pm, entered=False))(jnp.asarray(start)))
-    assert sharded_over(found, pm.mesh, "dp", "tp")
+        actual = (jax.jit(f) if jit else f)(pm.shard(start, sw.BATCH, sw.EMBED))
+    assert_like(actual, grad(stand_in("none", pm, entered=False))(jnp.asarray(start)))
+    assert sharded_over(actual, pm.mesh, "dp", "tp")
 
 
 @pytest.mark.parametrize("entered", [True, False], ids=["entered", "method"])
@@ -146,12 +146,12 @@ def test_weight_is_gathered(kind: str, transform: str, jit: bool, entered: bool)
     wanted = TRANSFORMS[transform](stand_in("none", pm, entered=False))(jnp.asarray(start))
     f = TRANSFORMS[transform](stand_in("gather", pm, entered=entered))
     with ambient(pm, entered=entered):
-        found = (jax.jit(f) if jit else f)(
+        actual = (jax.jit(f) if jit else f)(
             pm.shard(start, sw.EMBED, sw.MLP_INTERMEDIATE, role="param")
         )
-    assert_like(found, wanted)
+    assert_like(actual, wanted)
     spec = {"plain": (None, "tp"), "vmap": (None, None, "tp")}.get(transform, ("dp", "tp"))
-    assert sharded_over(found, pm.mesh, *spec)
+    assert sharded_over(actual, pm.mesh, *spec)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,15 +164,15 @@ def test_spellings_of_axes_place_alike(kind: str) -> None:
         pm.shard(x, [sw.BATCH, sw.EMBED]),
         pm.shard(x, "batch", "EMBED"),
     ]
-    for found in ways:
-        assert sharded_over(found, pm.mesh, "dp", "tp")
-        np.testing.assert_array_equal(found, x)
+    for actual in ways:
+        assert sharded_over(actual, pm.mesh, "dp", "tp")
+        np.testing.assert_array_equal(actual, x)
 
 
 def test_composite_over_two_mesh_axes() -> None:
     pm = make_manager("auto")
-    found = pm.shard(numbers(8, 3), (sw.BATCH, sw.VOCAB), sw.EMPTY)
-    assert sharded_over(found, pm.mesh, ("dp", "tp"), None)
+    actual = pm.shard(numbers(8, 3), (sw.BATCH, sw.VOCAB), sw.EMPTY)
+    assert sharded_over(actual, pm.mesh, ("dp", "tp"), None)
     assert pm.shard(numbers(3, 8), sw.EMPTY, (sw.LENGTH, sw.VOCAB)).sharding.spec == jax.P(
         None, "tp"
     )

@@ -34,10 +34,10 @@ def test_local_shapes_values_and_place(kind: str, jit: bool) -> None:
     seen: list[Any] = []
     f = pm.shard_map(local_shapes(seen, lambda x, w: x * w), in_axes=[X, (sw.EMBED,)], out_axes=X)
     args = pm.shard(numbers(8, 8), *X), pm.shard(numbers(8), sw.EMBED)
-    found = (jax.jit(f) if jit else f)(*args)
+    actual = (jax.jit(f) if jit else f)(*args)
     assert seen[0] == [(4, 2), (2,)]
-    assert_like(found, jnp.asarray(numbers(8, 8) * numbers(8)))
-    assert sharded_over(found, pm.mesh, "dp", "tp")
+    assert_like(actual, jnp.asarray(numbers(8, 8) * numbers(8)))
+    assert sharded_over(actual, pm.mesh, "dp", "tp")
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit", "tp explicit"])
@@ -47,11 +47,11 @@ def test_arguments_are_placed_first(kind: str) -> None:
     with pm:
         for x in (jnp.asarray(numbers(8, 8)), pm.shard(numbers(8, 8), sw.EMPTY, sw.EMPTY)):
             for run in (f, jax.jit(f)):
-                found = run(x)
+                result = run(x)
                 np.testing.assert_allclose(
-                    found, numbers(8, 8).reshape(8, 4, 2).sum(1), rtol=1e-5, atol=1e-6
+                    result, numbers(8, 8).reshape(8, 4, 2).sum(1), rtol=1e-5, atol=1e-6
                 )
-                assert sharded_over(found, pm.mesh, "dp")
+                assert sharded_over(result, pm.mesh, "dp")
 
 
 def test_sum_over_the_mesh_axes_of_an_axis() -> None:
@@ -70,9 +70,9 @@ def test_sum_over_the_mesh_axes_of_an_axis() -> None:
 
         f = pm.shard_map(contract, in_axes=[X, (sw.EMBED, sw.EMPTY)], out_axes=(sw.BATCH, sw.EMPTY))
         np.testing.assert_allclose(jax.jit(f)(x, w), x @ w, rtol=2e-5, atol=2e-6)
-        found = jax.jit(jax.grad(lambda w, f=f: (f(x, w) ** 2).sum()))(w)
+        actual = jax.jit(jax.grad(lambda w, f=f: (f(x, w) ** 2).sum()))(w)
         np.testing.assert_allclose(
-            found, jax.grad(lambda w: ((x @ w) ** 2).sum())(w), rtol=2e-4, atol=1e-5
+            actual, jax.grad(lambda w: ((x @ w) ** 2).sum())(w), rtol=2e-4, atol=1e-5
         )
 
 
@@ -85,9 +85,9 @@ def test_outputs_reuse_input_axes() -> None:
             in_axes=[(sw.LENGTH, sw.EMPTY, sw.KV_HEAD)],
             out_axes=(sw.EMPTY, sw.KV_HEAD),
         )
-        found = jax.jit(f)(numbers(4, 3, heads))
-        assert sharded_over(found, pm.mesh, *spec)
-        np.testing.assert_allclose(found, numbers(4, 3, heads).sum(0), rtol=1e-5, atol=1e-6)
+        actual = jax.jit(f)(numbers(4, 3, heads))
+        assert sharded_over(actual, pm.mesh, *spec)
+        np.testing.assert_allclose(actual, numbers(4, 3, heads).sum(0), rtol=1e-5, atol=1e-6)
 
 
 def test_axis_sharded_in_two_ways_is_refused() -> None:
@@ -115,11 +115,11 @@ def test_sizes_of_axes_without_input(key: str) -> None:
     ) as caught:
         pm.shard_map(spread, in_axes=[(sw.LENGTH,)], out_axes=(sw.EMPTY, sw.KV_HEAD))(numbers(4))
     assert "pass sizes={KV_HEAD: ...}" in str(caught.value)
-    found = pm.shard_map(
+    actual = pm.shard_map(
         spread, in_axes=[(sw.LENGTH,)], out_axes=(sw.EMPTY, sw.KV_HEAD), sizes={key: 8}
     )(numbers(4))
-    assert found.shape == (2, 8)
-    assert sharded_over(found, pm.mesh, None, "tp")
+    assert actual.shape == (2, 8)
+    assert sharded_over(actual, pm.mesh, None, "tp")
 
 
 def test_an_unambiguous_axis_needs_no_size() -> None:
@@ -128,8 +128,8 @@ def test_an_unambiguous_axis_needs_no_size() -> None:
     def spread(x):
         return jax.lax.pcast(jnp.zeros((2,)) + x.sum(), ("tp",), to="varying")
 
-    found = pm.shard_map(spread, in_axes=[(sw.LENGTH,)], out_axes=(sw.VOCAB,))(numbers(4))
-    assert (found.shape, found.sharding.spec) == ((8,), P("tp"))
+    actual = pm.shard_map(spread, in_axes=[(sw.LENGTH,)], out_axes=(sw.VOCAB,))(numbers(4))
+    assert (actual.shape, actual.sharding.spec) == ((8,), P("tp"))
 
 
 def test_trees_of_arguments_and_results() -> None:
@@ -192,8 +192,8 @@ def test_modes() -> None:
 
 def test_policy_applies_here_too() -> None:
     pm = make_manager(text=RULES.replace("[policy]", '[policy]\nindivisible = "replicate"'))
-    found = pm.shard_map(lambda x: x * 2, in_axes=[X], out_axes=X)(numbers(8, 6))
-    assert sharded_over(found, pm.mesh, "dp")
+    actual = pm.shard_map(lambda x: x * 2, in_axes=[X], out_axes=X)(numbers(8, 6))
+    assert sharded_over(actual, pm.mesh, "dp")
     with pytest.raises(
         sw.IndivisibleError, match="argument 0 dim 1 EMBED: size 6 does not divide over tp=4"
     ):
@@ -225,8 +225,8 @@ def test_nested_over_the_remaining_axes() -> None:
     outer = jax.shard_map(
         inner, mesh=pm.mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}
     )
-    found = jax.jit(outer)(numbers(8, 4))
-    np.testing.assert_allclose(found, numbers(8, 4).sum(1, keepdims=True), rtol=1e-5, atol=1e-6)
+    actual = jax.jit(outer)(numbers(8, 4))
+    np.testing.assert_allclose(actual, numbers(8, 4).sum(1, keepdims=True), rtol=1e-5, atol=1e-6)
 
 
 def test_inside_a_manager_and_inside_jit() -> None:
@@ -238,9 +238,9 @@ def test_inside_a_manager_and_inside_jit() -> None:
                 sw.Replicated,
             )
         )
-        found = f(numbers(8, 8))
-        assert found.sharding.is_fully_replicated
-        assert_like(found, jnp.asarray(numbers(8, 8) * 2))
+        actual = f(numbers(8, 8))
+        assert actual.sharding.is_fully_replicated
+        assert_like(actual, jnp.asarray(numbers(8, 8) * 2))
     with (
         jax.set_mesh(make_manager(sizes="dp:4,tp:2").mesh),
         pytest.raises(sw.MeshMismatchError, match="the ambient mesh is"),
@@ -265,9 +265,9 @@ def test_under_scan_vmap_and_remat() -> None:
         return (jax.lax.scan(lambda x, w: (jax.checkpoint(f)(x, w), None), x, ws)[0] ** 2).sum()
 
     with pm:
-        found = jax.jit(jax.grad(lambda ws: loss(f, ws)))(ws)
+        actual = jax.jit(jax.grad(lambda ws: loss(f, ws)))(ws)
     np.testing.assert_allclose(
-        found, jax.grad(lambda ws: loss(plain, ws))(ws), rtol=2e-4, atol=1e-5
+        actual, jax.grad(lambda ws: loss(plain, ws))(ws), rtol=2e-4, atol=1e-5
     )
     batched = jax.jit(jax.vmap(f, in_axes=(None, 0)))(x, ws)
     np.testing.assert_allclose(
@@ -398,8 +398,8 @@ def test_errors_name_the_argument(case: str) -> None:
 )
 def test_what_an_output_may_be(in_axes: Any, out_axes: Any, result: Any) -> None:
     pm = make_manager()
-    found = pm.shard_map(result, in_axes=[in_axes], out_axes=out_axes)(numbers(8, 8))
-    jax.tree.map(np.testing.assert_array_equal, found, result(numbers(8, 8)))
+    actual = pm.shard_map(result, in_axes=[in_axes], out_axes=out_axes)(numbers(8, 8))
+    jax.tree.map(np.testing.assert_array_equal, actual, result(numbers(8, 8)))
 
 
 def test_values_beyond_32_bits_are_refused() -> None:

@@ -33,12 +33,12 @@ def test_arguments_are_placed_then_mapped(kind: str, ambient: bool, jit: bool) -
 
     run = jax.jit(run) if jit else run
     if not ambient:
-        found = run(x, bias)
+        result = run(x, bias)
     else:
         with jax.set_mesh(mesh):
-            found = run(x, bias)
-    np.testing.assert_allclose(found, x * 2 + bias * mesh.shape["tp"])
-    assert sharded_over(found, mesh, "dp")
+            result = run(x, bias)
+    np.testing.assert_allclose(result, x * 2 + bias * mesh.shape["tp"])
+    assert sharded_over(result, mesh, "dp")
 
 
 def test_auto_arguments_stay_unchanged() -> None:

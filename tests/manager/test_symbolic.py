@@ -55,11 +55,11 @@ def test_a_program_of_symbolic_sizes_is_exported(name: str, text: str) -> None:
 
 
 def test_only_known_divisibility_is_checked() -> None:
-    found = manager().explain(sw.BATCH, sw.EMBED, shape=sizes("2*b, d"))
-    assert found.spec == jax.P("dp", "tp")
-    assert [decision.unchecked for decision in found.decisions] == [False, True]
-    assert found.to_json()["dims"][0]["size"] == "2*b"
-    assert "2*b" in str(found)
+    resolution = manager().explain(sw.BATCH, sw.EMBED, shape=sizes("2*b, d"))
+    assert resolution.spec == jax.P("dp", "tp")
+    assert [decision.unchecked for decision in resolution.decisions] == [False, True]
+    assert resolution.to_json()["dims"][0]["size"] == "2*b"
+    assert "2*b" in str(resolution)
 
 
 def test_what_does_not_divide_is_an_error() -> None:
@@ -115,8 +115,8 @@ def test_gather() -> None:
 def test_trees(make: Callable[..., Any]) -> None:
     pm = manager()
     x = jax.ShapeDtypeStruct(sizes("2*b, 16"), jnp.float32)
-    found = make(pm, {"w": x}, {"w": (sw.EMBED, sw.EMPTY)})["w"]
-    assert getattr(found, "sharding", found).spec == jax.P("dp")
+    actual = make(pm, {"w": x}, {"w": (sw.EMBED, sw.EMPTY)})["w"]
+    assert getattr(actual, "sharding", actual).spec == jax.P("dp")
 
 
 def test_abstract_refuses_what_jax_refuses() -> None:
@@ -166,6 +166,6 @@ def test_the_mode_of_a_layout() -> None:
     pm = manager()
     layout = sw.DynamicShardingAxes((sw.BATCH, sw.EMPTY), 1)
     assert pm.explain(layout, shape=sizes("b, q + 1")).mode == sw.MODE_TRAIN
-    found = pm.explain(layout, shape=sizes("b, q"))
-    assert [problem.error for problem in found.problems] == [sw.ShapeRequiredError]
-    assert found.decisions == () or found.decisions[0].outcome is Outcome.FAILED
+    resolution = pm.explain(layout, shape=sizes("b, q"))
+    assert [problem.error for problem in resolution.problems] == [sw.ShapeRequiredError]
+    assert resolution.decisions == () or resolution.decisions[0].outcome is Outcome.FAILED

@@ -91,8 +91,8 @@ def test_step_equals_the_plain_step(sizes: str, axis_types: str) -> None:
         losses.append(float(metrics["loss"]))
     expected, expected_losses = plain_steps(3)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
-    for found, value in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-6)
+    for leaf, value in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, value, rtol=1e-4, atol=1e-6)
     assert_sharding(state["params"], before["params"])
     assert_sharding(state["moments"], before["moments"])
     up = state["params"]["up"]

@@ -33,12 +33,12 @@ def test_open_dims_keep_their_sharding(kind: str, jit: bool) -> None:
         def f(x):
             return sw.shard(x, sw.BATCH, OPEN) * 1
 
-        found = (jax.jit(f) if jit else f)(x)
-    np.testing.assert_array_equal(found, numbers(8, 8))
+        actual = (jax.jit(f) if jit else f)(x)
+    np.testing.assert_array_equal(actual, numbers(8, 8))
     if jit and kind == "dp explicit":  # over an Auto tp the compiler chooses another sharding here
-        assert found.sharding.spec[0] == "dp"
+        assert actual.sharding.spec[0] == "dp"
     else:
-        assert sharded_over(found, pm.mesh, "dp", "tp")
+        assert sharded_over(actual, pm.mesh, "dp", "tp")
 
 
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
@@ -46,9 +46,9 @@ def test_rule_replaces_the_open_sharding(kind: str) -> None:
     """The open dim is sharded over dp, and loses it to the rule of the other dim."""
     pm = make_manager(kind)
     x = pm.shard(numbers(8, 8), sw.EMPTY, sw.BATCH)
-    found = pm.shard(x, sw.BATCH, OPEN)
-    assert sharded_over(found, pm.mesh, "dp")
-    np.testing.assert_array_equal(found, numbers(8, 8))
+    actual = pm.shard(x, sw.BATCH, OPEN)
+    assert sharded_over(actual, pm.mesh, "dp")
+    np.testing.assert_array_equal(actual, numbers(8, 8))
 
 
 def test_open_only_where_nothing_divides() -> None:

@@ -48,10 +48,10 @@ def test_every_kind_of_array(leaf: str, kind: str, jit: bool) -> None:
         def place(x):
             return sw.shard(x, sw.BATCH, sw.EMBED)
 
-        found = (jax.jit(place) if jit else place)(value)
-    assert found.dtype == value.dtype
-    assert sharded_over(found, pm.mesh, "dp", "tp")
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(value))
+        actual = (jax.jit(place) if jit else place)(value)
+    assert actual.dtype == value.dtype
+    assert sharded_over(actual, pm.mesh, "dp", "tp")
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(value))
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0)])
@@ -59,12 +59,12 @@ def test_every_kind_of_array(leaf: str, kind: str, jit: bool) -> None:
 def test_arrays_without_elements(kind: str, shape: tuple[int, ...]) -> None:
     """A dim of size 0 divides. XLA places such outputs, so the jitted part ends in a sum."""
     pm = make_manager(kind)
-    found = pm.shard(np.zeros(shape, np.int32), sw.BATCH, sw.EMBED)
-    assert sharded_over(found, pm.mesh, "dp", "tp")
-    assert np.asarray(found).shape == shape
+    actual = pm.shard(np.zeros(shape, np.int32), sw.BATCH, sw.EMBED)
+    assert sharded_over(actual, pm.mesh, "dp", "tp")
+    assert np.asarray(actual).shape == shape
     with pm:
-        assert jax.jit(lambda x: sw.shard(x, sw.BATCH, sw.EMBED).sum())(found) == 0
-        assert jax.eval_shape(lambda x: sw.shard(x, sw.BATCH, sw.EMBED), found).shape == shape
+        assert jax.jit(lambda x: sw.shard(x, sw.BATCH, sw.EMBED).sum())(actual) == 0
+        assert jax.eval_shape(lambda x: sw.shard(x, sw.BATCH, sw.EMBED), actual).shape == shape
 
 
 @pytest.mark.parametrize("operation", ["shard", "hint", "gather"])
@@ -77,9 +77,9 @@ def test_arrays_without_elements(kind: str, shape: tuple[int, ...]) -> None:
 def test_scalars_and_numbers(value: Any, operation: str) -> None:
     pm = make_manager()
     place = getattr(pm, operation)
-    for found in (place(value, ()), jax.jit(lambda x: place(x, ()))(value)):
-        assert found.shape == ()
-        assert found == value
+    for actual in (place(value, ()), jax.jit(lambda x: place(x, ()))(value)):
+        assert actual.shape == ()
+        assert actual == value
     with pytest.raises(sw.RankMismatchError, match=r"\(BATCH\) has 1 dims, the array has 0"):
         place(value, (sw.BATCH,))
 
@@ -88,9 +88,9 @@ def test_numpy_leaf_is_not_changed_nor_aliased() -> None:
     pm = make_manager()
     value = numbers(8, 8)
     kept = value.copy()
-    found = pm.shard(value, sw.BATCH, sw.EMBED)
+    actual = pm.shard(value, sw.BATCH, sw.EMBED)
     value[:] = 0
-    np.testing.assert_array_equal(found, kept)
+    np.testing.assert_array_equal(actual, kept)
 
 
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
@@ -138,17 +138,17 @@ def test_trees(case: str, kind: str, jit: bool) -> None:
         def place(tree):
             return sw.shard(tree, annotations)
 
-        found = (jax.jit(place) if jit else place)(tree)
-    assert_like(found, jax.tree.map(jnp.asarray, tree))
-    for leaf in jax.tree.leaves(found):
+        actual = (jax.jit(place) if jit else place)(tree)
+    assert_like(actual, jax.tree.map(jnp.asarray, tree))
+    for leaf in jax.tree.leaves(actual):
         spec = ((), ("tp",), ("dp", "tp"))[leaf.ndim] if annotations is not sw.Replicated else ()
         assert sharded_over(leaf, pm.mesh, *spec), leaf.sharding
 
 
 def test_prefix_annotation_over_axis_strings() -> None:
     pm = make_manager()
-    found = pm.shard({"a": numbers(8, 4), "b": numbers(2, 8)}, sw.BATCH, sw.EMBED)
-    assert [leaf.sharding.spec for leaf in found.values()] == [jax.P("dp", "tp")] * 2
+    actual = pm.shard({"a": numbers(8, 4), "b": numbers(2, 8)}, sw.BATCH, sw.EMBED)
+    assert [leaf.sharding.spec for leaf in actual.values()] == [jax.P("dp", "tp")] * 2
 
 
 def test_tree_reports_every_leaf_at_once() -> None:

@@ -51,8 +51,8 @@ def torus(x: int, y: int, z: int, *, slice_index: int = 0) -> list[Device]:
 
 
 def ids(grid: np.ndarray) -> list[Any]:
-    found: list[Any] = np.vectorize(lambda device: device.id, otypes=[int])(grid).tolist()
-    return found
+    actual: list[Any] = np.vectorize(lambda device: device.id, otypes=[int])(grid).tolist()
+    return actual
 
 
 def refused(call: Any, message: str) -> str:
@@ -85,9 +85,9 @@ def refused(call: Any, message: str) -> str:
     ],
 )
 def test_parse_mesh(spec: Any, names: Any, expected: MeshSpec) -> None:
-    found = parse_mesh(spec, names)
-    assert found == expected
-    assert parse_mesh(str(found)) == expected
+    actual = parse_mesh(spec, names)
+    assert actual == expected
+    assert parse_mesh(str(actual)) == expected
 
 
 def test_dcn_may_come_beside_any_form() -> None:
@@ -216,8 +216,8 @@ BAD_TEXTS = [
 
 @pytest.mark.parametrize(("text", "message"), BAD_TEXTS, ids=[text for text, _ in BAD_TEXTS])
 def test_a_bad_text_points_at_the_fault(text: str, message: str) -> None:
-    found = refused(lambda: parse_mesh(text), message)
-    assert "\n  fix   " in found
+    actual = refused(lambda: parse_mesh(text), message)
+    assert "\n  fix   " in actual
 
 
 def test_all_problems_of_a_text_are_told_at_once() -> None:
@@ -317,5 +317,5 @@ def test_inferred_size_uses_every_device(dp: int, tp: int, count: int) -> None:
     ],
 )
 def test_sizes_that_do_not_fit(text: str, count: int, message: str) -> None:
-    found = refused(lambda: resolve_sizes(parse_mesh(text), count), message)
-    assert "\n  fix   " in found
+    actual = refused(lambda: resolve_sizes(parse_mesh(text), count), message)
+    assert "\n  fix   " in actual

@@ -83,20 +83,20 @@ def test_only_the_asked_axis_crosses_slices(
     spec = parse_mesh(sizes, dcn={crossing: slices})
     grid = arrange_devices(spec, sliced(slices, inner * other * 2))
     assert sorted(np.ravel(ids(grid))) == list(range(grid.size))
-    found = np.vectorize(lambda device: device.slice_index)(grid)
+    actual = np.vectorize(lambda device: device.slice_index)(grid)
     expected = np.repeat(np.arange(slices), inner)[None, :, None]
-    assert (found == expected).all()
+    assert (actual == expected).all()
 
 
 @pytest.mark.parametrize("text", ["tp:8", "dp:1,tp:8", "sp:2,ep:4", "dp:3,tp:2,fsdp:1"])
 def test_model_axes_do_not_cross_slices(text: str) -> None:
     spec = parse_mesh(text)
     devices = sliced(2, math.prod(spec.sizes) // 2)
-    found = refused(
+    actual = refused(
         lambda: arrange_devices(spec, devices),
         f"mesh {text} over 2 slices: none of pp, dp, fsdp has a size that 2 divides\n",
     )
-    assert "as in dcn={" in found
+    assert "as in dcn={" in actual
 
 
 def test_tensor_axis_crosses_slices_with_dcn() -> None:
@@ -196,11 +196,11 @@ def test_each_tpu_slice_follows_its_torus() -> None:
 
 def test_a_torus_with_a_hole_is_refused_with_a_way_out() -> None:
     devices = [*torus(2, 2, 1)[:3], *torus(2, 2, 2)[5:6]]
-    found = refused(
+    actual = refused(
         lambda: arrange_devices(parse_mesh("dp:2,tp:2"), devices),
         "mesh dp:2,tp:2: the torus of 4 TPU devices has no 2x2 arrangement\n",
     )
-    assert 'write "!dp:2,tp:2"' in found
+    assert 'write "!dp:2,tp:2"' in actual
     assert ids(arrange_devices(parse_mesh("!dp:2,tp:2"), devices)) == [[0, 1], [2, 5]]
 
 
@@ -371,9 +371,9 @@ def test_a_mesh_with_one_name_for_two_axes_is_refused() -> None:
     ],
 )
 def test_mesh_sizes_reads_mappings_and_pairs(mesh: Any) -> None:
-    found = mesh_sizes(mesh)
-    assert list(found.items()) == [("dp", 2), ("tp", 4)]
-    assert {type(size) for size in found.values()} == {int}
+    actual = mesh_sizes(mesh)
+    assert list(actual.items()) == [("dp", 2), ("tp", 4)]
+    assert {type(size) for size in actual.values()} == {int}
 
 
 def test_abstract_and_concrete_meshes_agree() -> None:

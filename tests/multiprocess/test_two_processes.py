@@ -71,21 +71,23 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
     port = free_port()
     processes = [start(port, rank, folder) for rank in range(2)]
     wait(processes)
-    found = []
+    actual = []
     for rank, process in enumerate(processes):
         text = (folder / f"{rank}.txt").read_text()
         # Not by line: the collectives' own messages may begin in the middle of one.
         passed = frozenset(re.findall(r"ok (\w+)", text))
-        found.append(Ended(code=process.returncode, passed=passed, text=text))
-    return found
+        actual.append(Ended(code=process.returncode, passed=passed, text=text))
+    return actual
 
 
 @pytest.mark.parametrize("name", [case.__name__ for case in CASES])
 def test_case(name: str, ended: list[Ended]) -> None:
     """A missing case failed, or came after one that failed. The output shows which."""
-    for rank, one in enumerate(ended):
-        assert name in one.passed, f"process {rank}:\n{one.text}"
+    for rank, process in enumerate(ended):
+        assert name in process.passed, f"process {rank}:\n{process.text}"
 
 
 def test_both_end_by_themselves(ended: list[Ended]) -> None:
-    assert [one.code for one in ended] == [0, 0], "\n".join(one.text for one in ended)
+    assert [process.code for process in ended] == [0, 0], "\n".join(
+        process.text for process in ended
+    )

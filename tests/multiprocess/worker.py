@@ -55,47 +55,47 @@ def half(x: np.ndarray, axis: int) -> np.ndarray:
 
 def refused(call: Callable[[], Any], text: str) -> None:
     """Check that a call raises an error with this text. pytest is not imported here."""
-    said = ""
+    output = ""
     try:
         call()
     except sw.ShardingError as error:
-        said = str(error)
-    assert text in said, said or "nothing was raised"
+        output = str(error)
+    assert text in output, output or "nothing was raised"
 
 
 def global_array_by_rows() -> None:
     pm = manager()
-    made = pm.global_array(half(numbers(8, 8), 0), sw.BATCH, sw.EMBED)
-    assert made.shape == (8, 8)
-    assert made.sharding.spec == jax.P("dp", "tp")
-    np.testing.assert_array_equal(whole(made), numbers(8, 8))
-    assert {shard.data.shape for shard in made.addressable_shards} == {(4, 2)}
+    array = pm.global_array(half(numbers(8, 8), 0), sw.BATCH, sw.EMBED)
+    assert array.shape == (8, 8)
+    assert array.sharding.spec == jax.P("dp", "tp")
+    np.testing.assert_array_equal(whole(array), numbers(8, 8))
+    assert {shard.data.shape for shard in array.addressable_shards} == {(4, 2)}
 
 
 def global_array_by_columns() -> None:
     """tp crosses the processes, so each passes half of the columns and all rows."""
     pm = manager("tp:8,dp:1")
-    made = pm.global_array(half(numbers(4, 16), 1), sw.BATCH, sw.EMBED)
-    assert (made.shape, made.sharding.spec) == ((4, 16), jax.P(None, "tp"))
-    np.testing.assert_array_equal(whole(made), numbers(4, 16))
+    array = pm.global_array(half(numbers(4, 16), 1), sw.BATCH, sw.EMBED)
+    assert (array.shape, array.sharding.spec) == ((4, 16), jax.P(None, "tp"))
+    np.testing.assert_array_equal(whole(array), numbers(4, 16))
 
 
 def global_array_of_equal_parts() -> None:
     """Nothing is sharded across the processes, so both pass the whole array."""
     pm = manager()
-    made = pm.global_array(numbers(8, 8), sw.EMPTY, sw.EMBED)
-    assert (made.shape, made.sharding.spec) == ((8, 8), jax.P(None, "tp"))
-    np.testing.assert_array_equal(whole(made), numbers(8, 8))
+    array = pm.global_array(numbers(8, 8), sw.EMPTY, sw.EMBED)
+    assert (array.shape, array.sharding.spec) == ((8, 8), jax.P(None, "tp"))
+    np.testing.assert_array_equal(whole(array), numbers(8, 8))
 
 
 def global_array_that_depends_on_its_size() -> None:
     pm = manager()
     for heads, spec in ((8, jax.P("dp", "tp")), (6, jax.P("dp"))):
-        made = pm.global_array(
+        array = pm.global_array(
             half(numbers(8, heads), 0), sw.BATCH, sw.KV_HEAD, global_shape=(8, heads)
         )
-        assert (made.shape, made.sharding.spec) == ((8, heads), spec)
-        np.testing.assert_array_equal(whole(made), numbers(8, heads))
+        assert (array.shape, array.sharding.spec) == ((8, heads), spec)
+        np.testing.assert_array_equal(whole(array), numbers(8, heads))
     refused(
         lambda: pm.global_array(half(numbers(8, 6), 0), sw.BATCH, sw.KV_HEAD), "pass global_shape="
     )
@@ -127,8 +127,8 @@ def a_strategy_s_own_mesh_over_both() -> None:
     text = RULES + "[mesh]\ndp = -1\ntp = 2\n[dcn]\ndp = 2\n"
     pm = sw.PartitionManager(sw.Strategy.loads(text))
     assert dict(pm.mesh.shape) == {"dp": 4, "tp": 2}
-    made = pm.global_array(half(numbers(8, 4), 0), sw.BATCH, sw.EMBED)
-    np.testing.assert_array_equal(whole(made), numbers(8, 4))
+    array = pm.global_array(half(numbers(8, 4), 0), sw.BATCH, sw.EMBED)
+    np.testing.assert_array_equal(whole(array), numbers(8, 4))
 
 
 def a_training_step_equals_the_unsharded_one() -> None:
@@ -144,7 +144,7 @@ def a_training_step_equals_the_unsharded_one() -> None:
         placed = pm.init(specs, jax.random.key(0))
         assert placed.sharding.spec == jax.P("dp")
         batch = pm.global_array(half(x, 0), sw.BATCH, sw.EMPTY)
-        found, grad = jax.jit(jax.value_and_grad(lambda w, x: loss(w, x, sw.gather, sw.shard)))(
+        actual, grad = jax.jit(jax.value_and_grad(lambda w, x: loss(w, x, sw.gather, sw.shard)))(
             placed, batch
         )
     wanted, wanted_grad = jax.value_and_grad(
@@ -152,7 +152,7 @@ def a_training_step_equals_the_unsharded_one() -> None:
     )(w)
     assert grad.sharding.is_equivalent_to(placed.sharding, 2)
     np.testing.assert_allclose(whole(grad), wanted_grad, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(float(found), float(wanted), rtol=1e-6)
+    np.testing.assert_allclose(float(actual), float(wanted), rtol=1e-6)
 
 
 def shard_map_sums_over_both() -> None:
@@ -160,8 +160,8 @@ def shard_map_sums_over_both() -> None:
     total = pm.shard_map(
         lambda x: jax.lax.psum(x.sum(), pm.mesh_axes(sw.BATCH)), in_axes=[(sw.BATCH,)], out_axes=()
     )
-    found = jax.jit(total)(pm.global_array(half(np.arange(16, dtype=np.float32), 0), sw.BATCH))
-    assert float(found) == 120.0
+    actual = jax.jit(total)(pm.global_array(half(np.arange(16, dtype=np.float32), 0), sw.BATCH))
+    assert float(actual) == 120.0
 
 
 def both_resolve_alike() -> None:

@@ -137,16 +137,16 @@ def _equations(jaxpr: Any, times: int) -> Iterator[tuple[int, Any]]:
             times * equation.params.get("length", 1) if equation.primitive.name == "scan" else times
         )
         for value in equation.params.values():
-            for one in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(one, "jaxpr", one)
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(item, "jaxpr", item)
                 if hasattr(inner, "eqns"):
                     yield from _equations(inner, inside)
 
 
-def compiled_runs(found: Any) -> dict[Run, int]:
+def compiled_runs(actual: Any) -> dict[Run, int]:
     """Count what was read from a compiled program in the same terms."""
     counts: dict[Run, int] = {}
-    for one in found:
-        run = (one.kind, frozenset(one.mesh_axes), one.logical_bytes, one.dtype)
-        counts[run] = counts.get(run, 0) + one.count
+    for item in actual:
+        run = (item.kind, frozenset(item.mesh_axes), item.logical_bytes, item.dtype)
+        counts[run] = counts.get(run, 0) + item.count
     return counts

@@ -43,16 +43,19 @@ def test_counts_equal_those_of_jax(name: str, place: str, dtype: Any) -> None:
     x = jax.ShapeDtypeStruct(
         (ROWS * mesh.size, COLUMNS), dtype, sharding=NamedSharding(mesh, P(mesh.axis_names))
     )
-    found = read_collectives(jax.jit(f).lower(x).compile(), mesh)
+    collectives = read_collectives(jax.jit(f).lower(x).compile(), mesh)
     expected = traced_runs(f, x)
     assert list(expected.values()) == [14]
-    assert compiled_runs(found) == expected
-    for one in found:
-        assert one.devices == ways(mesh, axes)
-        assert not one.partial
-        assert not one.maybe
-        assert name.removeprefix("psum_scatter") in one.op_name or "reduce_scatter" in one.op_name
-        assert "programs.py:" in one.source
+    assert compiled_runs(collectives) == expected
+    for collective in collectives:
+        assert collective.devices == ways(mesh, axes)
+        assert not collective.partial
+        assert not collective.maybe
+        assert (
+            name.removeprefix("psum_scatter") in collective.op_name
+            or "reduce_scatter" in collective.op_name
+        )
+        assert "programs.py:" in collective.source
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
@@ -95,26 +98,27 @@ def test_gather_counts_per_layer_and_pass() -> None:
     x = pm.shard(np.zeros((32, embed), np.float32), sw.BATCH, sw.EMBED)
 
     def loss(w: Any, x: Any) -> Any:
-        def layer(x: Any, one: Any) -> Any:
-            one = sw.gather(one, sw.EMBED, sw.MLP_INTERMEDIATE)
-            return jnp.tanh(x @ one) @ one.T, None
+        def layer(x: Any, value: Any) -> Any:
+            value = sw.gather(value, sw.EMBED, sw.MLP_INTERMEDIATE)
+            return jnp.tanh(x @ value) @ value.T, None
 
         return (lax.scan(jax.checkpoint(layer), x, w)[0] ** 2).sum()
 
     with pm:
-        found = read_collectives(jax.jit(jax.grad(loss)).lower(w, x).compile(), mesh)
+        collectives = read_collectives(jax.jit(jax.grad(loss)).lower(w, x).compile(), mesh)
     weight = embed * hidden * 4
-    gathers = [one for one in found if one.kind is Kind.ALL_GATHER]
-    assert {one.mesh_axes for one in found} == {("fsdp",)}
-    assert {one.logical_bytes for one in gathers} == {weight}
+    gathers = [collective for collective in collectives if collective.kind is Kind.ALL_GATHER]
+    assert {collective.mesh_axes for collective in collectives} == {("fsdp",)}
+    assert {collective.logical_bytes for collective in gathers} == {weight}
     # The forward pass, the repeated forward pass of remat; its weight may serve the backward pass
     # too.
     assert total(gathers) in (2 * layers * weight, 3 * layers * weight)
     # CPU sums gradients whole and slices; elsewhere that is a reduce-scatter of the same bytes.
     sums = [
-        one
-        for one in found
-        if one.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) and one.logical_bytes > 4
+        collective
+        for collective in collectives
+        if collective.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+        and collective.logical_bytes > 4
     ]
     assert total(sums) in (layers * weight, 2 * layers * weight)
 
@@ -146,22 +150,26 @@ MESHES: dict[str, Any] = {
 }
 
 
-def row(one: Collective) -> str:
+def row(value: Collective) -> str:
     over = (
-        "+".join(one.mesh_axes)
-        + (f" part {one.devices}" if one.partial else "")
-        + (" dcn" if one.between_slices else "")
+        "+".join(value.mesh_axes)
+        + (f" part {value.devices}" if value.partial else "")
+        + (" dcn" if value.between_slices else "")
     )
-    dtype = one.dtype if one.dtype == one.wire_dtype else f"{one.dtype} as {one.wire_dtype}"
-    kind = f"{one.kind} as gather" if one.gathers else str(one.kind)
-    text = f"{one.count} {kind} {over} {dtype} {one.logical_bytes} {one.wire_bytes}"
-    return f"{text} maybe" if one.maybe else text
+    dtype = (
+        value.dtype if value.dtype == value.wire_dtype else f"{value.dtype} as {value.wire_dtype}"
+    )
+    kind = f"{value.kind} as gather" if value.gathers else str(value.kind)
+    text = f"{value.count} {kind} {over} {dtype} {value.logical_bytes} {value.wire_bytes}"
+    return f"{text} maybe" if value.maybe else text
 
 
 def rows(name: str, **options: Any) -> list[str]:
     return [
-        row(one)
-        for one in read_collectives(texts()[name], MESHES.get(name, {"dp": 2, "tp": 4}), **options)
+        row(collective)
+        for collective in read_collectives(
+            texts()[name], MESHES.get(name, {"dp": 2, "tp": 4}), **options
+        )
     ]
 
 
@@ -255,17 +263,25 @@ def test_collectives_of_two_slices() -> None:
 
     Three of four layers are in the loop.
     """
-    found = read_collectives(texts()["tpu_two_slices"], TWO_SLICES)
-    between = [one for one in found if one.between_slices]
-    assert {(one.mesh_axes, one.devices, one.partial) for one in between} == {(("fsdp",), 2, True)}
-    assert {one.kind for one in between} == {Kind.ALL_GATHER, Kind.ALL_REDUCE}
-    inside = [one for one in found if not one.between_slices]
-    assert {(one.mesh_axes, one.devices) for one in inside} == {(("fsdp",), 4), (("tp",), 4)}
-    gathers = [one for one in inside if one.kind is Kind.ALL_GATHER]
+    collectives = read_collectives(texts()["tpu_two_slices"], TWO_SLICES)
+    between = [collective for collective in collectives if collective.between_slices]
+    assert {
+        (collective.mesh_axes, collective.devices, collective.partial) for collective in between
+    } == {(("fsdp",), 2, True)}
+    assert {collective.kind for collective in between} == {Kind.ALL_GATHER, Kind.ALL_REDUCE}
+    inside = [collective for collective in collectives if not collective.between_slices]
+    assert {(collective.mesh_axes, collective.devices) for collective in inside} == {
+        (("fsdp",), 4),
+        (("tp",), 4),
+    }
+    gathers = [collective for collective in inside if collective.kind is Kind.ALL_GATHER]
     # Two weights of four layers in two passes; and their gradients, which are summed as scatter,
     # sum between slices, gather.
-    assert sum(one.count or 0 for one in gathers) == 2 * 4 * (2 + 1)
-    assert sum(one.count or 0 for one in between if one.kind is Kind.ALL_GATHER) == 2 * 2 * 4
+    assert sum(collective.count or 0 for collective in gathers) == 2 * 4 * (2 + 1)
+    assert (
+        sum(collective.count or 0 for collective in between if collective.kind is Kind.ALL_GATHER)
+        == 2 * 2 * 4
+    )
     with pytest.raises(
         MeshMismatchError, match=r"compiled for 16 devices, the mesh {'fsdp': 8, 'tp': 4} has 32"
     ):
@@ -295,8 +311,8 @@ def test_sum_widened_by_the_program() -> None:
         out_specs=P("dp", None),
     )
     x = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=NamedSharding(mesh, P("dp", "tp")))
-    (found,) = read_collectives(jax.jit(wide).lower(x).compile(), mesh)
-    assert (found.dtype, found.wire_dtype) == ("f32", "f32")
+    (actual,) = read_collectives(jax.jit(wide).lower(x).compile(), mesh)
+    assert (actual.dtype, actual.wire_dtype) == ("f32", "f32")
 
 
 def test_device_ids_are_positions_in_the_mesh() -> None:
@@ -308,8 +324,8 @@ def test_device_ids_are_positions_in_the_mesh() -> None:
             lambda x: lax.psum(x, "tp"), mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", None)
         )
         x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P("dp", "tp")))
-        (found,) = read_collectives(jax.jit(f).lower(x).compile(), mesh)
-        assert (found.mesh_axes, found.partial) == (("tp",), False)
+        (actual,) = read_collectives(jax.jit(f).lower(x).compile(), mesh)
+        assert (actual.mesh_axes, actual.partial) == (("tp",), False)
 
 
 def test_one_device_sends_nothing() -> None:
@@ -396,8 +412,8 @@ def test_unknown_slice_transfer_is_an_error() -> None:
 
 
 def test_as_data() -> None:
-    (found,) = read_collectives(texts()["async_generic"], {"dp": 2, "tp": 4})
-    assert found.to_json() == {
+    (actual,) = read_collectives(texts()["async_generic"], {"dp": 2, "tp": 4})
+    assert actual.to_json() == {
         "kind": "reduce_scatter",
         "mesh_axes": ["tp"],
         "devices": 4,
@@ -414,18 +430,23 @@ def test_as_data() -> None:
         "op_name": "jit(shifted)/psum_scatter",
         "source": "",
     }
-    assert (found.total_bytes, found.total_wire_bytes) == (4096, 3072)
+    assert (actual.total_bytes, actual.total_wire_bytes) == (4096, 3072)
 
 
 def test_as_a_table() -> None:
-    found = read_collectives(texts()["cpu_nested_loops"], {"dp": 2, "tp": 4})
-    found += read_collectives(texts()["cpu_compiler_mesh_with_device_ids"], {"dp": 2, "tp": 4})[:1]
-    found += read_collectives(texts()["cpu_loop_on_data"], {"dp": 2, "tp": 4})
-    found += read_collectives(texts()["cpu_conditional"], {"dp": 2, "tp": 4})[:1]
-    found += read_collectives(texts()["cpu_list_groups_promoted"], {"dp": 2, "tp": 4})
-    found += read_collectives(texts()["tpu_two_slices"], TWO_SLICES)[:1]
-    assert collectives_text(found, carried={"tp": (sw.HEAD, sw.VOCAB), "sp": (sw.LENGTH,)}) == TABLE
-    assert collectives_text(found, rows=1).splitlines()[2:] == ["and 6 more"]
+    collectives = read_collectives(texts()["cpu_nested_loops"], {"dp": 2, "tp": 4})
+    collectives += read_collectives(
+        texts()["cpu_compiler_mesh_with_device_ids"], {"dp": 2, "tp": 4}
+    )[:1]
+    collectives += read_collectives(texts()["cpu_loop_on_data"], {"dp": 2, "tp": 4})
+    collectives += read_collectives(texts()["cpu_conditional"], {"dp": 2, "tp": 4})[:1]
+    collectives += read_collectives(texts()["cpu_list_groups_promoted"], {"dp": 2, "tp": 4})
+    collectives += read_collectives(texts()["tpu_two_slices"], TWO_SLICES)[:1]
+    assert (
+        collectives_text(collectives, carried={"tp": (sw.HEAD, sw.VOCAB), "sp": (sw.LENGTH,)})
+        == TABLE
+    )
+    assert collectives_text(collectives, rows=1).splitlines()[2:] == ["and 6 more"]
     assert collectives_text(()) == "no collectives"
 
 

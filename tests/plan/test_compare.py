@@ -23,8 +23,8 @@ def manager(preset: str, mesh: str) -> sw.PartitionManager:
     return sw.PartitionManager(sw.Strategy.preset(preset), mesh=sw.abstract_mesh(mesh))
 
 
-def paths(found: Comparison) -> list[str]:
-    return list(dict.fromkeys(row.tensor.path for row in found.changed))
+def paths(actual: Comparison) -> list[str]:
+    return list(dict.fromkeys(row.tensor.path for row in actual.changed))
 
 
 def held(pm: sw.PartitionManager) -> int:
@@ -33,7 +33,8 @@ def held(pm: sw.PartitionManager) -> int:
         pm.abstract(TREE), is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     )
     return sum(
-        math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in leaves
+        math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        for array in leaves
     )
 
 
@@ -47,38 +48,40 @@ def held(pm: sw.PartitionManager) -> int:
 )
 def test_totals_are_what_jax_would_hold(left: tuple[str, str], right: tuple[str, str]) -> None:
     before, after = manager(*left), manager(*right)
-    found = compare(before, after, tensors=TREE)
-    assert [(one.before, one.after, one.uncounted) for one in found.totals()] == [
+    comparison = compare(before, after, tensors=TREE)
+    assert [(total.before, total.after, total.uncounted) for total in comparison.totals()] == [
         (held(before), held(after), 0)
     ] * 4
 
 
 def test_two_strategies() -> None:
-    found = compare(manager("fsdp", "fsdp:2,tp:4"), manager("fsdp_tp", "fsdp:2,tp:4"), tensors=TREE)
-    assert paths(found) == ["embed", "up"]
-    row = found.changed[0]
+    comparison = compare(
+        manager("fsdp", "fsdp:2,tp:4"), manager("fsdp_tp", "fsdp:2,tp:4"), tensors=TREE
+    )
+    assert paths(comparison) == ["embed", "up"]
+    row = comparison.changed[0]
     assert (row.before.mesh_axes, row.after.mesh_axes) == (((), ("fsdp",)), (("tp",), ("fsdp",)))
     assert (row.before.bytes, row.after.bytes, row.grows) == (2048, 512, -1536)
     assert row.moved
-    assert found.ok
+    assert comparison.ok
 
 
 def test_other_axis_sizes_are_a_difference() -> None:
-    found = compare(
+    comparison = compare(
         manager("fsdp_tp", "fsdp:2,tp:4"), manager("fsdp_tp", "fsdp:4,tp:2"), tensors=TREE
     )
-    assert paths(found) == ["embed", "up"]
-    row = found.changed[0]
+    assert paths(comparison) == ["embed", "up"]
+    row = comparison.changed[0]
     assert (row.moved, row.grows) == (False, 0)
     assert (row.before.shards, row.after.shards) == ((4, 2), (2, 4))
 
 
 def test_same_manager_has_no_difference() -> None:
-    found = compare(
+    comparison = compare(
         manager("fsdp_tp", "fsdp:2,tp:4"), manager("fsdp_tp", "fsdp:2,tp:4"), tensors=TREE
     )
-    assert found.changed == ()
-    assert len(found.rows) == 12
+    assert comparison.changed == ()
+    assert len(comparison.rows) == 12
 
 
 def test_two_modes_of_one_manager() -> None:
@@ -117,15 +120,17 @@ def test_weight_counts_as_stored() -> None:
 
 
 def test_side_without_a_spec() -> None:
-    found = compare(manager("ddp", "fsdp:3"), manager("fsdp", "fsdp:3"), tensors=TREE)
-    assert not found.ok
-    assert paths(found) == ["embed", "up"]
+    comparison = compare(manager("ddp", "fsdp:3"), manager("fsdp", "fsdp:3"), tensors=TREE)
+    assert not comparison.ok
+    assert paths(comparison) == ["embed", "up"]
     assert (
-        found.changed[0].after.mesh_axes,
-        found.changed[0].after.bytes,
-        found.changed[0].grows,
+        comparison.changed[0].after.mesh_axes,
+        comparison.changed[0].after.bytes,
+        comparison.changed[0].grows,
     ) == (None, None, None)
-    assert [(one.before, one.after, one.uncounted) for one in found.totals()] == [(128, 128, 2)] * 4
+    assert [(total.before, total.after, total.uncounted) for total in comparison.totals()] == [
+        (128, 128, 2)
+    ] * 4
 
 
 def test_unconstrained_dims_have_no_bytes() -> None:
@@ -143,12 +148,14 @@ def test_unconstrained_dims_have_no_bytes() -> None:
 
 
 def test_dtype_without_bytes_is_named() -> None:
-    one = manager("ddp", "dp:2")
+    single = manager("ddp", "dp:2")
     with pytest.raises(sw.StrategyError, match=r"^rng: the size of dtype 'key<fry>' is unknown"):
         compare(
-            one, one, tensors=[Tensor(path="rng", axes=(sw.BATCH,), shape=(8,), dtype="key<fry>")]
+            single,
+            single,
+            tensors=[Tensor(path="rng", axes=(sw.BATCH,), shape=(8,), dtype="key<fry>")],
         )
     key = {"rng": sw.ArraySpec((8,), jax.random.key(0).dtype, (sw.BATCH,))}
-    assert {row.before.bytes for row in compare(one, one, tensors=key).rows} == {None}
+    assert {row.before.bytes for row in compare(single, single, tensors=key).rows} == {None}
     packed = [Tensor(path="w", axes=(sw.EMPTY,), shape=(7,), dtype="int4")]
-    assert {row.before.bytes for row in compare(one, one, tensors=packed).rows} == {4}
+    assert {row.before.bytes for row in compare(single, single, tensors=packed).rows} == {4}

@@ -32,9 +32,9 @@ NARROW = {
 
 def read(f: Any, *args: Any) -> dict[Kind, Collective]:
     """Return a program's collectives by kind; of each there is one."""
-    found = read_collectives(jax.jit(f).lower(*args).compile(), cpu_mesh("dp:2,tp:4"))
-    assert len({one.kind for one in found}) == len(found)
-    return {one.kind: one for one in found}
+    collectives = read_collectives(jax.jit(f).lower(*args).compile(), cpu_mesh("dp:2,tp:4"))
+    assert len({collective.kind for collective in collectives}) == len(collectives)
+    return {collective.kind: collective for collective in collectives}
 
 
 def lying(shape: tuple[int, ...], dtype: Any, *spec: Any) -> Any:
@@ -60,11 +60,13 @@ def test_collectives_of_narrow_types(name: str) -> None:
     f = jax.shard_map(
         each_way, mesh=cpu_mesh("dp:2,tp:4"), in_specs=spec, out_specs=spec, check_vma=False
     )
-    found = read(f, lying((8 * 16, 8), jnp.dtype(name), ("dp", "tp")))
+    actual = read(f, lying((8 * 16, 8), jnp.dtype(name), ("dp", "tp")))
     own, wire, bits = NARROW[name]
-    assert {(one.dtype, one.wire_dtype) for one in found.values()} == {(own, wire)}
+    assert {(collective.dtype, collective.wire_dtype) for collective in actual.values()} == {
+        (own, wire)
+    }
     whole = 16 * 8 * bits // 8
-    assert {kind: one.logical_bytes for kind, one in found.items()} == {
+    assert {kind: collective.logical_bytes for kind, collective in actual.items()} == {
         Kind.ALL_REDUCE: whole,
         Kind.REDUCE_SCATTER: whole,
         Kind.ALL_GATHER: 4 * whole,
@@ -111,8 +113,8 @@ def test_sum_widened_by_the_program(narrow: str, wide: str, name: str) -> None:
     mapped = jax.shard_map(
         f, mesh=cpu_mesh("dp:2,tp:4"), in_specs=spec, out_specs=spec, check_vma=False
     )
-    (one,) = read(mapped, lying((8 * 16, 8), jnp.dtype(narrow), ("dp", "tp"))).values()
-    assert (one.kind, one.dtype, one.wire_dtype) == (Kind.ALL_REDUCE, name, name)
+    (first,) = read(mapped, lying((8 * 16, 8), jnp.dtype(narrow), ("dp", "tp"))).values()
+    assert (first.kind, first.dtype, first.wire_dtype) == (Kind.ALL_REDUCE, name, name)
 
 
 def test_master_copy_gathered_in_bfloat16() -> None:

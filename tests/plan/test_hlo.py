@@ -43,20 +43,21 @@ def test_instructions_equal_xla_module(name: str) -> None:
     (own,) = program.runtime_executable().hlo_modules()
     module = parse_hlo(program.as_text())
     theirs = {
-        one.name: {each.name: each for each in one.instructions()} for one in own.computations()
+        function.name: {each.name: each for each in function.instructions()}
+        for function in own.computations()
     }
-    assert {name: set(one.instructions) for name, one in module.computations.items()} == {
-        name: set(one) for name, one in theirs.items()
+    assert {name: set(function.instructions) for name, function in module.computations.items()} == {
+        name: set(other) for name, other in theirs.items()
     }
     seen = 0
     for name, computation in module.computations.items():
-        for one in computation.instructions.values():
-            each = theirs[name][one.name]
+        for instruction in computation.instructions.values():
+            each = theirs[name][instruction.name]
             # kAllReduce is all-reduce, kSin sine.
-            assert one.opcode.replace("-", "").removesuffix("e") == str(each.opcode).rpartition(
-                ".k"
-            )[2].lower().removesuffix("e")
-            assert list(one.operands) == [operand.name for operand in each.operands()]
+            assert instruction.opcode.replace("-", "").removesuffix("e") == str(
+                each.opcode
+            ).rpartition(".k")[2].lower().removesuffix("e")
+            assert list(instruction.operands) == [operand.name for operand in each.operands()]
             seen += 1
     assert seen > 20
 
@@ -135,17 +136,17 @@ def test_frame_is_outside_of_libraries() -> None:
 def test_shapes_of_tuples_and_tiles() -> None:
     text = (FIXTURES / "gpu_nested_tuple_starts.hlo").read_text(encoding="utf-8")
     starts = [
-        one
-        for one in parse_hlo(text).entry.instructions.values()
-        if one.opcode == "all-to-all-start"
+        instruction
+        for instruction in parse_hlo(text).entry.instructions.values()
+        if instruction.opcode == "all-to-all-start"
     ]
     assert [(shape.dtype, shape.dims) for shape in starts[0].shapes] == [("bf16", (2, 64, 128))] * 2
     text = (FIXTURES / "tpu_permute_start_done.hlo").read_text(encoding="utf-8")
     (start,) = (
-        one
+        instruction
         for computation in parse_hlo(text).computations.values()
-        for one in computation.instructions.values()
-        if one.opcode == "collective-permute-start"
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "collective-permute-start"
     )
     assert [(shape.dtype, shape.bytes) for shape in start.shapes] == [
         ("bf16", 2048),

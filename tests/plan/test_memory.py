@@ -36,21 +36,21 @@ def leaf(shape: tuple[int, ...], spec: Any, dtype: Any = jnp.float32, mesh: Any 
 def test_copies_are_counted_in_bytes(
     spec: Any, per_device: int, replicated: int, over: tuple[str, ...]
 ) -> None:
-    found = bytes_by_path({"w": leaf((8, 16), spec)}).leaves[0]
-    assert (found.path, found.shape, found.dtype, found.spec) == ("w", (8, 16), "float32", spec)
-    assert (found.total, found.per_device, found.replicated, found.replicated_over) == (
+    actual = bytes_by_path({"w": leaf((8, 16), spec)}).leaves[0]
+    assert (actual.path, actual.shape, actual.dtype, actual.spec) == ("w", (8, 16), "float32", spec)
+    assert (actual.total, actual.per_device, actual.replicated, actual.replicated_over) == (
         512,
         per_device,
         replicated,
         over,
     )
-    assert found.held == found.total + found.replicated == 8 * per_device
-    assert found.copies == found.held // found.total
+    assert actual.held == actual.total + actual.replicated == 8 * per_device
+    assert actual.copies == actual.held // actual.total
 
 
 def test_mesh_axis_of_size_one_has_no_copy() -> None:
-    found = bytes_by_path(leaf((8,), P("fsdp"), mesh=sw.abstract_mesh("dp:1,fsdp:4"))).leaves[0]
-    assert (found.path, found.replicated, found.replicated_over) == ("", 0, ())
+    actual = bytes_by_path(leaf((8,), P("fsdp"), mesh=sw.abstract_mesh("dp:1,fsdp:4"))).leaves[0]
+    assert (actual.path, actual.replicated, actual.replicated_over) == ("", 0, ())
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_bytes_equal_the_compiler(dtype: Any) -> None:
     compiled = (
         jax.jit(lambda: jnp.zeros((64, 512), dtype), out_shardings=sharding).lower().compile()
     )
-    found = bytes_by_path(jax.ShapeDtypeStruct((64, 512), dtype, sharding=sharding))
-    assert found.per_device == compiled.memory_analysis().output_size_in_bytes
-    assert found.total == 4 * found.per_device
+    tree_bytes = bytes_by_path(jax.ShapeDtypeStruct((64, 512), dtype, sharding=sharding))
+    assert tree_bytes.per_device == compiled.memory_analysis().output_size_in_bytes
+    assert tree_bytes.total == 4 * tree_bytes.per_device
 
 
 def test_small_elements_take_whole_bytes() -> None:
@@ -91,14 +91,18 @@ def test_concrete_arrays_equal_their_shards() -> None:
         "key": jax.device_put(jax.random.key(0), NamedSharding(mesh, P())),
         "alone": jnp.ones(5),
     }
-    found = {one.path: one for one in bytes_by_path(arrays).leaves}
-    assert list(found) == ["a", "alone", "b/0", "key"]
+    actual = {entry.path: entry for entry in bytes_by_path(arrays).leaves}
+    assert list(actual) == ["a", "alone", "b/0", "key"]
     for path in ("a", "alone", "b/0"):
         array = arrays["b"][0] if path == "b/0" else arrays[path]
-        assert found[path].held == sum(shard.data.nbytes for shard in array.addressable_shards)
-    assert (found["key"].total, found["key"].dtype, found["key"].replicated) == (8, "key<fry>", 56)
-    assert (found["alone"].devices, found["alone"].replicated) == (1, 0)
-    assert found["alone"].spec is None
+        assert actual[path].held == sum(shard.data.nbytes for shard in array.addressable_shards)
+    assert (actual["key"].total, actual["key"].dtype, actual["key"].replicated) == (
+        8,
+        "key<fry>",
+        56,
+    )
+    assert (actual["alone"].devices, actual["alone"].replicated) == (1, 0)
+    assert actual["alone"].spec is None
 
 
 def test_tree_with_separate_shardings() -> None:
@@ -112,24 +116,29 @@ def test_tree_with_separate_shardings() -> None:
         "b": [np.ones(4, np.float32)] * 2,
     }
     everywhere, split = NamedSharding(MESH, P()), NamedSharding(MESH, P("dp", "fsdp"))
-    found = bytes_by_path(specs, {"w": split, "none": None, "b": everywhere})
-    assert [one.dtype for one in found.leaves] == ["float32", "float32", "bfloat16"]
-    assert [(one.path, one.total, one.per_device) for one in found.leaves] == [
+    tree_bytes = bytes_by_path(specs, {"w": split, "none": None, "b": everywhere})
+    assert [array.dtype for array in tree_bytes.leaves] == ["float32", "float32", "bfloat16"]
+    assert [(array.path, array.total, array.per_device) for array in tree_bytes.leaves] == [
         ("b/0", 16, 16),
         ("b/1", 16, 16),
         ("w", 128, 16),
     ]
-    assert (found.total, found.per_device, found.held, found.replicated) == (160, 48, 384, 224)
-    assert found.replicated_share == 224 / 384
-    assert [one.path for one in found.select("^b/").leaves] == ["b/0", "b/1"]
-    assert [one.path for one in found.most_replicated().leaves] == ["b/0", "b/1"]
+    assert (tree_bytes.total, tree_bytes.per_device, tree_bytes.held, tree_bytes.replicated) == (
+        160,
+        48,
+        384,
+        224,
+    )
+    assert tree_bytes.replicated_share == 224 / 384
+    assert [array.path for array in tree_bytes.select("^b/").leaves] == ["b/0", "b/1"]
+    assert [array.path for array in tree_bytes.most_replicated().leaves] == ["b/0", "b/1"]
     assert bytes_by_path({}).replicated_share == 0.0
 
 
 def test_partial_sums_are_not_copies() -> None:
     mesh = sw.abstract_mesh("dp:2,fsdp:4", axis_types="explicit")
-    found = bytes_by_path(leaf((8,), P("fsdp", unreduced={"dp"}), mesh=mesh)).leaves[0]
-    assert (found.replicated, found.replicated_over) == (0, ())
+    actual = bytes_by_path(leaf((8,), P("fsdp", unreduced={"dp"}), mesh=mesh)).leaves[0]
+    assert (actual.replicated, actual.replicated_over) == (0, ())
 
 
 def test_leaves_without_sharding_are_all_named() -> None:
@@ -147,15 +156,15 @@ def test_leaves_without_sharding_are_all_named() -> None:
 
 
 def test_plain_data() -> None:
-    found = bytes_by_path({"w": leaf((8, 16), P(("dp", "fsdp")))}).to_json()
-    assert found["leaves"][0]["spec"] == [["dp", "fsdp"]]
-    assert found["leaves"][0]["shape"] == [8, 16]
-    assert (found["per_device"], found["replicated"]) == (64, 0)
+    actual = bytes_by_path({"w": leaf((8, 16), P(("dp", "fsdp")))}).to_json()
+    assert actual["leaves"][0]["spec"] == [["dp", "fsdp"]]
+    assert actual["leaves"][0]["shape"] == [8, 16]
+    assert (actual["per_device"], actual["replicated"]) == (64, 0)
 
 
 def test_the_table() -> None:
-    found = bytes_by_path({"embed": leaf((8, 16), P("fsdp")), "norm": leaf((4096,), P())})
-    assert memory_text(found.most_replicated(), rows=1).splitlines() == [
+    tree_bytes = bytes_by_path({"embed": leaf((8, 16), P("fsdp")), "norm": leaf((4096,), P())})
+    assert memory_text(tree_bytes.most_replicated(), rows=1).splitlines() == [
         "path  shape  dtype    spec  bytes     per device  replicated  over",
         "norm  4096   float32  P()   16.0 KiB  16.0 KiB    112.0 KiB   dp fsdp",
         "and 1 more",
@@ -168,9 +177,9 @@ def test_the_table() -> None:
 
 
 def test_bad_pattern_is_shown() -> None:
-    found = bytes_by_path({"w": leaf((8,), P())})
+    tree_bytes = bytes_by_path({"w": leaf((8,), P())})
     with pytest.raises(sw.StrategyError, match="not a regular expression"):
-        found.select("(")
+        tree_bytes.select("(")
 
 
 def test_long_path_keeps_specs_whole() -> None:

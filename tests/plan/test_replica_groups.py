@@ -52,7 +52,9 @@ SHAPES = st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4)
 def test_iota_equals_numpy_transpose(shape: list[int], data: Any) -> None:
     order = data.draw(st.permutations(range(len(shape))))
     count = math.prod(shape)
-    size = data.draw(st.sampled_from([one for one in range(1, count + 1) if count % one == 0]))
+    size = data.draw(
+        st.sampled_from([number for number in range(1, count + 1) if count % number == 0])
+    )
     expected = np.arange(count).reshape(shape).transpose(order).reshape(-1, size)
     text = f"[{count // size},{size}]<=[{','.join(map(str, shape))}]T({','.join(map(str, order))})"
     assert parse_groups(text, devices=count) == tuple(map(tuple, expected.tolist()))

@@ -71,8 +71,8 @@ def test_axes_carried_by_presets(preset: str) -> None:
 def test_collectives_by_possible_axes() -> None:
     text = (FIXTURES / "cpu_nested_loops.hlo").read_text(encoding="utf-8")
     gathered, reduced = read_collectives(text, MESH)
-    found = by_axis((gathered, reduced), manager())
-    assert found == {
+    actual = by_axis((gathered, reduced), manager())
+    assert actual == {
         **dict.fromkeys((sw.BATCH, sw.EMBED), (gathered,)),
         sw.VOCAB: (gathered, reduced),
         **dict.fromkeys((sw.HEAD, sw.KV_HEAD, CHANNEL), (reduced,)),
@@ -81,6 +81,6 @@ def test_collectives_by_possible_axes() -> None:
 
 def test_collectives_of_no_axis_are_kept() -> None:
     text = (FIXTURES / "tpu_loop_by_three.hlo").read_text(encoding="utf-8")
-    found = read_collectives(text, MESH)
+    collectives = read_collectives(text, MESH)
     pm = sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=MESH)
-    assert by_axis(found, pm) == {"": found}
+    assert by_axis(collectives, pm) == {"": collectives}

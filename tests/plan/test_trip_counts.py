@@ -41,15 +41,23 @@ def counts(text: str) -> list[int | None]:
     module = parse_hlo(text)
 
     def of(frame: Frame) -> list[int | None]:
-        found: list[int | None] = []
-        for one in frame.computation.instructions.values():
-            if one.opcode == "while":
-                found += [trip_count(module, frame, one), *of(body_frame(module, frame, one))]
-            elif one.opcode == "call":
-                found += of(
-                    called(module, one.attributes()["to_apply"].lstrip("%"), frame, one.operands)
+        actual: list[int | None] = []
+        for instruction in frame.computation.instructions.values():
+            if instruction.opcode == "while":
+                actual += [
+                    trip_count(module, frame, instruction),
+                    *of(body_frame(module, frame, instruction)),
+                ]
+            elif instruction.opcode == "call":
+                actual += of(
+                    called(
+                        module,
+                        instruction.attributes()["to_apply"].lstrip("%"),
+                        frame,
+                        instruction.operands,
+                    )
                 )
-        return found
+        return actual
 
     return of(Frame(computation=module.entry))
 

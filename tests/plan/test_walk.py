@@ -77,23 +77,23 @@ def test_fsdp_forward_gathers_each_weight() -> None:
 
 
 def test_fsdp_gradient_scatters_each_weight() -> None:
-    found = rows(plan(manager("fsdp", "fsdp:8"), gradient, outputs=SPECS))
-    assert found == GATHERS + SCATTERS
+    actual = rows(plan(manager("fsdp", "fsdp:8"), gradient, outputs=SPECS))
+    assert actual == GATHERS + SCATTERS
 
 
 @pytest.mark.parametrize(("fsdp", "tp"), [(2, 4), (4, 2)])
 def test_fsdp_tp_forward_adds_one_sum(fsdp: int, tp: int) -> None:
-    found = rows(plan(manager("fsdp_tp", f"fsdp:{fsdp},tp:{tp}"), mlp))
+    actual = rows(plan(manager("fsdp_tp", f"fsdp:{fsdp},tp:{tp}"), mlp))
     hidden = BATCH // fsdp * LENGTH * EMBED * F32
-    assert found == [
+    assert actual == [
         *[("all_gather", ("fsdp",), ("EMBED",), WEIGHT // tp, 1)] * 2,
         ("all_reduce", ("tp",), ("MLP_INTERMEDIATE",), hidden, 1),
     ]
 
 
 def test_data_parallel_gradient_sums_each_weight() -> None:
-    found = rows(plan(manager("ddp", "dp:8"), gradient, outputs=SPECS))
-    assert found == [("all_reduce", ("dp",), ("BATCH",), WEIGHT, 1)] * 2
+    actual = rows(plan(manager("ddp", "dp:8"), gradient, outputs=SPECS))
+    assert actual == [("all_reduce", ("dp",), ("BATCH",), WEIGHT, 1)] * 2
 
 
 def test_scanned_layers_run_once_per_layer() -> None:
@@ -104,9 +104,9 @@ def test_scanned_layers_run_once_per_layer() -> None:
         return jax.lax.scan(lambda x, weights: (mlp(weights, x), None), x, params)[0]
 
     pm = manager("fsdp_tp", "fsdp:2,tp:4")
-    found = rows(pm.plan(forward, shapes(stacked), X, specs=(stacked, HIDDEN)))
+    actual = rows(pm.plan(forward, shapes(stacked), X, specs=(stacked, HIDDEN)))
     hidden = BATCH // 2 * LENGTH * EMBED * F32
-    assert found == [
+    assert actual == [
         *[("all_gather", ("fsdp",), ("EMBED",), WEIGHT // 4, layers)] * 2,
         ("all_reduce", ("tp",), ("MLP_INTERMEDIATE",), hidden, layers),
     ]
@@ -124,9 +124,9 @@ def test_zero1_update_gathers_parameters() -> None:
         jnp.float32,
         sharding=pm.sharding(SPECS["up"].axes, role="state", shape=SPECS["up"].shape),
     )
-    found = rows(pm.plan(update, shapes(state)["moment"], moment, specs=(SPECS["up"], None)))
+    actual = rows(pm.plan(update, shapes(state)["moment"], moment, specs=(SPECS["up"], None)))
     # The difference is computed in shards, and the new parameters are gathered.
-    assert [row[:2] + row[3:] for row in found] == [("all_gather", ("dp",), WEIGHT, 1)]
+    assert [row[:2] + row[3:] for row in actual] == [("all_gather", ("dp",), WEIGHT, 1)]
 
 
 def test_decode_over_a_sharded_cache_sums_scores() -> None:
@@ -142,7 +142,7 @@ def test_decode_over_a_sharded_cache_sums_scores() -> None:
         )
         return sw.shard(jnp.einsum("bhts,bshd->bthd", jnp.exp(scores), v), query)
 
-    found = rows(
+    actual = rows(
         pm.plan(
             attend,
             jax.ShapeDtypeStruct((1, 1, HEADS, DIM), jnp.float32),
@@ -150,7 +150,7 @@ def test_decode_over_a_sharded_cache_sums_scores() -> None:
             specs=(query, cache),
         )
     )
-    assert [row[:2] + row[3:] for row in found] == [("all_reduce", ("sp",), HEADS * DIM * F32, 1)]
+    assert [row[:2] + row[3:] for row in actual] == [("all_reduce", ("sp",), HEADS * DIM * F32, 1)]
 
 
 def test_ring_permutes_once_per_step() -> None:
@@ -166,9 +166,9 @@ def test_ring_permutes_once_per_step() -> None:
 
         return pm.shard_map(body, in_axes=[HIDDEN], out_axes=HIDDEN)(x)
 
-    found = rows(pm.plan(ring, X, specs=(HIDDEN,)))
+    actual = rows(pm.plan(ring, X, specs=(HIDDEN,)))
     local = BATCH * LENGTH // 8 * EMBED * F32
-    assert [row[:2] + row[3:] for row in found] == [("permute", ("sp",), local, 7)]
+    assert [row[:2] + row[3:] for row in actual] == [("permute", ("sp",), local, 7)]
 
 
 def test_dispatch_and_return_are_two_all_to_alls() -> None:
@@ -184,9 +184,9 @@ def test_dispatch_and_return_are_two_all_to_alls() -> None:
         return jax.shard_map(body, in_specs=spec, out_specs=spec)(x)
 
     tokens = jax.ShapeDtypeStruct((64, EMBED), jnp.float32)
-    found = rows(pm.plan(dispatch, tokens, specs=((sw.BATCH, sw.EMBED),)))
+    actual = rows(pm.plan(dispatch, tokens, specs=((sw.BATCH, sw.EMBED),)))
     local = 64 // 8 * EMBED * F32
-    assert [row[:2] + row[3:] for row in found] == [("all_to_all", ("ep",), local, 1)] * 2
+    assert [row[:2] + row[3:] for row in actual] == [("all_to_all", ("ep",), local, 1)] * 2
 
 
 def test_one_trace_is_priced_under_many_strategies() -> None:
@@ -249,9 +249,9 @@ def test_vmap_leaves_the_new_dim_alone() -> None:
     def mapped(params: Any, xs: Any) -> Any:
         return jax.vmap(lambda x: mlp(params, x))(xs)
 
-    found = rows(pm.plan(mapped, shapes(SPECS), xs, specs=(SPECS, (sw.EMPTY, *HIDDEN))))
+    actual = rows(pm.plan(mapped, shapes(SPECS), xs, specs=(SPECS, (sw.EMPTY, *HIDDEN))))
     hidden = 3 * BATCH // 2 * LENGTH * EMBED * F32
-    assert ("all_reduce", ("tp",), ("MLP_INTERMEDIATE",), hidden, 1) in found
+    assert ("all_reduce", ("tp",), ("MLP_INTERMEDIATE",), hidden, 1) in actual
 
 
 SEQUENCE = (sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)
@@ -314,13 +314,15 @@ def test_scan_over_a_sharded_stack_gathers_it() -> None:
         return jax.lax.scan(layer, x, stack)[0]
 
     x = jax.ShapeDtypeStruct((16, 64), jnp.float32)
-    found = rows(pm.plan(net, x, stack, specs=((sw.BATCH, sw.EMBED), None)))
-    assert [row[:2] + row[3:] for row in found] == [("all_gather", ("fsdp",), 8 * 64 * 64 * F32, 1)]
+    actual = rows(pm.plan(net, x, stack, specs=((sw.BATCH, sw.EMBED), None)))
+    assert [row[:2] + row[3:] for row in actual] == [
+        ("all_gather", ("fsdp",), 8 * 64 * 64 * F32, 1)
+    ]
 
 
 def test_lookup_in_sharded_rows_adds_results() -> None:
     pm, table = manager("fsdp", "fsdp:8"), (sw.BATCH, sw.EMPTY)
-    found = rows(
+    actual = rows(
         pm.plan(
             lambda rows, at: sw.shard(rows[at], *table),
             jax.ShapeDtypeStruct((64, 32), jnp.float32),
@@ -328,8 +330,8 @@ def test_lookup_in_sharded_rows_adds_results() -> None:
             specs=(table, (sw.BATCH,)),
         )
     )
-    assert ("all_gather", ("fsdp",), 16 * 4, 1) in [row[:2] + row[3:] for row in found]
-    assert {row[0] for row in found} > {"all_gather"}
+    assert ("all_gather", ("fsdp",), 16 * 4, 1) in [row[:2] + row[3:] for row in actual]
+    assert {row[0] for row in actual} > {"all_gather"}
 
 
 def test_python_scalar_keeps_its_weak_type() -> None:
@@ -359,8 +361,8 @@ def test_shard_map_on_the_mesh_of_the_manager() -> None:
         body = pm.shard_map(lambda a: jax.lax.psum(a, "tp"), in_axes=[SEQUENCE], out_axes=HIDDEN)
         return body(y)
 
-    found = rows(pm.plan(summed, Y, specs=(SEQUENCE,)))
-    assert [row[:2] + row[3:] for row in found] == [
+    actual = rows(pm.plan(summed, Y, specs=(SEQUENCE,)))
+    assert [row[:2] + row[3:] for row in actual] == [
         ("all_reduce", ("tp",), 8 // 2 * 16 * 64 // 4 * F32, 1)
     ]
 

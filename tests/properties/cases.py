@@ -84,10 +84,12 @@ def _pool() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """
     pairs = ["+".join(pair) for pair in itertools.permutations(MESH_AXES, 2)]
     triples = ["+".join(triple) for triple in itertools.permutations(MESH_AXES, 3)][::7]
-    one = (*MESH_AXES, *pairs, *triples)
+    single = (*MESH_AXES, *pairs, *triples)
     random = Random(0)
-    chains = [" | ".join(random.choices(one, k=count)) for count in (2, 2, 2, 3) for _ in range(40)]
-    return one, ("-", *one, *chains, *(f"{text} | -" for text in (*one, *chains)))
+    chains = [
+        " | ".join(random.choices(single, k=count)) for count in (2, 2, 2, 3) for _ in range(40)
+    ]
+    return single, ("-", *single, *chains, *(f"{text} | -" for text in (*single, *chains)))
 
 
 CANDIDATES, PARAMETER_RULES = _pool()
@@ -121,16 +123,16 @@ def candidates() -> st.SearchStrategy[str]:
 @st.composite
 def tables(draw: Choose, axes: Sequence[str]) -> Tables:
     """A rule in `[rules]` for most axes, and some in the other tables."""
-    made: Tables = {name: {} for name in TABLES}
+    drawn: Tables = {name: {} for name in TABLES}
     for axis in axes:
         if draw(st.integers(0, 7)):
-            made["rules"][axis] = draw(st.sampled_from(RULES))
+            drawn["rules"][axis] = draw(st.sampled_from(RULES))
     for _ in range(draw(st.integers(0, 4)) if axes else 0):
         name = draw(st.sampled_from(TABLES[1:]))
-        made[name][draw(st.sampled_from(axes))] = draw(
+        drawn[name][draw(st.sampled_from(axes))] = draw(
             st.sampled_from(PARAMETER_RULES if "params" in name else RULES)
         )
-    return made
+    return drawn
 
 
 def policies() -> st.SearchStrategy[Policy]:

@@ -36,12 +36,12 @@ def table_order(mode: str, role: str) -> list[str]:
 
 def rule_of(case: Case, axis: str, role: str) -> str | None:
     """Return the text of the rule, or None."""
-    said = [
+    rules = [
         case.tables[name][axis]
         for name in table_order(case.mode, role)
         if axis in case.tables.get(name, {})
     ]
-    return said[0] if said else None
+    return rules[0] if rules else None
 
 
 def split(text: str) -> tuple[list[list[str]], str]:
@@ -126,7 +126,7 @@ def policy_of(case: Case, names: list[str], size: int, used: set[str]) -> Entry:
     if case.policy.indivisible in (Indivisible.REPLICATE, Indivisible.DROP):
         return ()
     prefixes = itertools.accumulate(
-        ([name] for name in distinct), lambda one, other: one + other, initial=[]
+        ([name] for name in distinct), lambda value, other: value + other, initial=[]
     )
     return tuple(max((prefix for prefix in prefixes if size % shards(case, prefix) == 0), key=len))
 

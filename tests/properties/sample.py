@@ -55,7 +55,9 @@ def text(count: int) -> str:
     """Return answers with everything that is said about them, the specs of a layer, and a strategy
     written out.
     """
-    lines = [line for found in answers(count) for line in (str(found), json.dumps(found.to_json()))]
+    lines = [
+        line for answer in answers(count) for line in (str(answer), json.dumps(answer.to_json()))
+    ]
     strategy = sw.Strategy.preset("moe_ep")
     lines += [render("moe_ep"), strategy.dumps(), strategy.dumps(format="json")]
     lines += [" ".join(strategy.compile().named_mesh_axes()), json.dumps(sw.Strategy.json_schema())]

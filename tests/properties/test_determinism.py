@@ -41,10 +41,10 @@ def test_sample_has_every_outcome_and_reason() -> None:
         collections.Counter[Reason](),
         collections.Counter[str](),
     )
-    for found in sample.answers(1000):
-        outcomes.update(decision.outcome for decision in found.decisions)
-        reasons.update(skip.reason for decision in found.decisions for skip in decision.skipped)
-        problems.update(problem.error.__name__ for problem in found.problems)
+    for answer in sample.answers(1000):
+        outcomes.update(decision.outcome for decision in answer.decisions)
+        reasons.update(skip.reason for decision in answer.decisions for skip in decision.skipped)
+        problems.update(problem.error.__name__ for problem in answer.problems)
     assert {*outcomes} == {*Outcome}
     assert {*reasons} == {*Reason}
     assert {*problems} == {

@@ -24,17 +24,17 @@ def data_of(case: Case) -> dict[str, Any]:
     policy = {
         name: str(getattr(case.policy, name)) for name in ("indivisible", "conflict", "missing")
     }
-    made: dict[str, Any] = {
+    data_of_case: dict[str, Any] = {
         "mesh": {"model": 1, **case.mesh},
         "policy": {**policy, "gather": "+".join(case.policy.gather) or "-"},
     }
     for name, table in case.tables.items():
         if table:
-            at = made
+            at = data_of_case
             for key in name.split("."):
                 at = at.setdefault(key, {})
             at.update({file_name(axis): text for axis, text in table.items()})
-    return made
+    return data_of_case
 
 
 def without(data: dict[str, Any], finding: Finding) -> dict[str, Any]:
@@ -63,10 +63,13 @@ def answers(data: dict[str, Any], case: Case) -> Iterator[Any]:
     rules = sw.Strategy(**data).compile()
     for mode in cases.MODES:
         for role in sw.Role:
-            found = sw.explain(
+            resolution = sw.explain(
                 case.axes, rules, data["mesh"], mode=mode, role=role, shape=case.shape
             )
-            yield found.spec, [(one.error, one.dim, one.what) for one in found.problems]
+            yield (
+                resolution.spec,
+                [(problem.error, problem.dim, problem.what) for problem in resolution.problems],
+            )
 
 
 @given(cases.cases())
@@ -91,9 +94,9 @@ def test_lints_answer_every_strategy_that_loads(case: Case) -> None:
     except sw.ShardingError:
         return
     tree = [Tensor(path="x", axes=case.axes, shape=case.shape, role=Role(case.role))]
-    found = lint(strategy, tree)
-    assert found == lint(strategy, tree)
-    for one in found:
-        assert one.message
-        assert one.fix
-        assert "\n" not in one.message
+    findings = lint(strategy, tree)
+    assert findings == lint(strategy, tree)
+    for finding in findings:
+        assert finding.message
+        assert finding.fix
+        assert "\n" not in finding.message

@@ -43,8 +43,8 @@ def spec_entry(names: tuple[str, ...]) -> Any:
 
 def outcome(case: Case) -> Any:
     """The spec, or the class of the error."""
-    found = answer(case)
-    return found.problems[0].error.__name__ if found.problems else found.spec
+    actual = answer(case)
+    return actual.problems[0].error.__name__ if actual.problems else actual.spec
 
 
 def oracles_outcome(case: Case) -> Any:
@@ -52,10 +52,12 @@ def oracles_outcome(case: Case) -> Any:
         dims = oracle.answer(case)
     except oracle.RefusedError as refused:
         return str(refused)
-    made = [P.UNCONSTRAINED if entry == oracle.OPEN else spec_entry(entry) for entry in dims]
-    while made and made[-1] is None:
-        made.pop()
-    return P(*made)
+    spec_entries = [
+        P.UNCONSTRAINED if entry == oracle.OPEN else spec_entry(entry) for entry in dims
+    ]
+    while spec_entries and spec_entries[-1] is None:
+        spec_entries.pop()
+    return P(*spec_entries)
 
 
 @settings(max_examples=1000)
@@ -110,32 +112,32 @@ def test_jax_accepts_every_spec_as_even(case: Case) -> None:
 @given(cases.cases(composites=True, shaped=False))
 def test_explain_agrees_with_resolve(case: Case) -> None:
     rules = case.rules
-    found = explain(case.axes, rules, case.mesh, **case.asked)
-    if found.problems:
+    resolution = explain(case.axes, rules, case.mesh, **case.asked)
+    if resolution.problems:
         with pytest.raises(sw.ShardingError, match=r".") as caught:
             resolve(case.axes, rules, case.mesh, **case.asked)
-        assert type(caught.value) is found.problems[0].error
-        assert caught.value.problems == found.problems
-        assert caught.value.resolution is found
-        assert found.spec is None
+        assert type(caught.value) is resolution.problems[0].error
+        assert caught.value.problems == resolution.problems
+        assert caught.value.resolution is resolution
+        assert resolution.spec is None
         return
     resolved = resolve(case.axes, rules, case.mesh, **case.asked)
-    assert resolved is found
-    assert found.spec == canonical_spec(decision.entry for decision in found.decisions)
-    assert spec_from_json(json.loads(json.dumps(found.to_json()))) == found.spec
-    assert str(found).splitlines()[0].endswith(f"  ->  {text_of(found.spec)}")
+    assert resolved is resolution
+    assert resolution.spec == canonical_spec(decision.entry for decision in resolution.decisions)
+    assert spec_from_json(json.loads(json.dumps(resolution.to_json()))) == resolution.spec
+    assert str(resolution).splitlines()[0].endswith(f"  ->  {text_of(resolution.spec)}")
 
 
 def spec_from_json(data: dict[str, Any]) -> P:
     """Read the spec back from the decisions that were written out, not from the spec."""
-    made: list[Any] = []
+    values: list[Any] = []
     for dim in data["dims"]:
         names = [name for name in dim["mesh_axes"] if name not in dim["manual"]]
         is_open = dim["outcome"] == "unconstrained"
-        made.append(P.UNCONSTRAINED if is_open else spec_entry(tuple(names)))
-    while made and made[-1] is None:
-        made.pop()
-    return P(*made)
+        values.append(P.UNCONSTRAINED if is_open else spec_entry(tuple(names)))
+    while values and values[-1] is None:
+        values.pop()
+    return P(*values)
 
 
 def text_of(spec: P) -> str:
@@ -161,10 +163,10 @@ BY_POLICY = {
 
 @given(cases.cases(composites=True, shaped=False))
 def test_every_decision_says_why(case: Case) -> None:
-    found = answer(case)
-    for decision in found.decisions:
+    actual = answer(case)
+    for decision in actual.decisions:
         if decision.outcome is Outcome.FAILED:
-            assert decision.dim in {problem.dim for problem in found.problems}
+            assert decision.dim in {problem.dim for problem in actual.problems}
         if decision.outcome not in (Outcome.EMPTY, Outcome.NO_RULE, Outcome.FAILED):
             assert decision.rule is not None
         if not decision.mesh_axes and not decision.gathered:
@@ -180,9 +182,9 @@ def test_answers_are_cached(
     case: Case,
 ) -> None:
     rules = case.rules
-    one = explain(case.axes, rules, case.mesh, **case.asked)
-    assert explain(list(case.axes), rules, [*case.mesh.items()], **case.asked) is one
-    assert explain(case.axes, case.rules, case.mesh, **case.asked) == one
+    resolution = explain(case.axes, rules, case.mesh, **case.asked)
+    assert explain(list(case.axes), rules, [*case.mesh.items()], **case.asked) is resolution
+    assert explain(case.axes, case.rules, case.mesh, **case.asked) == resolution
     assert case.rules == rules
     assert hash(case.rules) == hash(rules)
 
@@ -213,11 +215,11 @@ def test_the_order_of_tables_and_mesh_changes_nothing(case: Case, random: Any) -
 def test_a_mesh_axis_of_size_one_is_as_good_as_none(case: Case, name: str) -> None:
     policy = dataclasses.replace(case.policy, missing=Missing.SKIP)
     without = {axis: size for axis, size in case.mesh.items() if axis != name}
-    one, other = (
+    first, other = (
         dataclasses.replace(case, mesh=mesh, policy=policy)
         for mesh in ({**without, name: 1}, without)
     )
-    assert outcome(one) == outcome(other)
+    assert outcome(first) == outcome(other)
 
 
 @given(cases.cases(composites=True))
@@ -267,19 +269,19 @@ class TestChains:
         after = answer(
             case.with_tables(lambda text: text if text.endswith(("-", "?")) else f"{text} | {more}")
         )
-        for one, other in zip(before.decisions, after.decisions, strict=True):
-            if one.outcome is not Outcome.CHOSEN and one.mesh_axes != other.mesh_axes:
+        for decision, other in zip(before.decisions, after.decisions, strict=True):
+            if decision.outcome is not Outcome.CHOSEN and decision.mesh_axes != other.mesh_axes:
                 return  # From here on other mesh axes are free.
-            assert other.mesh_axes == one.mesh_axes or case.role == "use"
+            assert other.mesh_axes == decision.mesh_axes or case.role == "use"
 
     @given(cases.cases(max_dims=1), st.integers(2, 6))
     def test_multiple_of_a_size_still_fits(self, case: Case, factor: int) -> None:
         case = dataclasses.replace(case, policy=sw.Policy())
         larger = dataclasses.replace(case, shape=tuple(size * factor for size in case.shape or ()))
-        for one, other in zip(answer(case).decisions, answer(larger).decisions, strict=True):
-            if one.outcome is Outcome.CHOSEN:
+        for decision, other in zip(answer(case).decisions, answer(larger).decisions, strict=True):
+            if decision.outcome is Outcome.CHOSEN:
                 assert other.outcome is Outcome.CHOSEN
-                assert len(other.skipped) <= len(one.skipped)
+                assert len(other.skipped) <= len(decision.skipped)
 
     @given(cases.cases(composites=True))
     def test_a_repeated_candidate_changes_nothing(self, case: Case) -> None:
@@ -308,8 +310,8 @@ class TestChains:
     def test_lenient_policies_refuse_nothing(self, case: Case) -> None:
         for indivisible in (Indivisible.PREFIX, Indivisible.REPLICATE):
             policy = sw.Policy(indivisible=indivisible, conflict=Conflict.FIRST_DIM)
-            found = answer(dataclasses.replace(case, policy=policy))
-            assert {problem.error for problem in found.problems} <= {sw.StrategyError}
+            actual = answer(dataclasses.replace(case, policy=policy))
+            assert {problem.error for problem in actual.problems} <= {sw.StrategyError}
 
     @given(cases.cases(composites=True, max_dims=1))
     def test_prefix_shards_at_least_as_far_as_replicate(self, case: Case) -> None:
@@ -321,8 +323,8 @@ class TestChains:
             )
             for kind in (Indivisible.PREFIX, Indivisible.REPLICATE)
         )
-        for one, other in zip(prefix.decisions, replicate.decisions, strict=True):
-            assert {*other.mesh_axes} <= {*one.mesh_axes}
+        for decision, other in zip(prefix.decisions, replicate.decisions, strict=True):
+            assert {*other.mesh_axes} <= {*decision.mesh_axes}
 
 
 class TestUse:
@@ -333,13 +335,13 @@ class TestUse:
         assert [problem.error for problem in used.problems] == [
             problem.error for problem in stored.problems
         ]
-        for one, other in zip(stored.decisions, used.decisions, strict=True):
+        for decision, other in zip(stored.decisions, used.decisions, strict=True):
             assert {*other.gathered} <= {*case.policy.gather}
             assert (
-                tuple(name for name in one.mesh_axes if name not in other.gathered)
+                tuple(name for name in decision.mesh_axes if name not in other.gathered)
                 == other.mesh_axes
             )
-            assert {*other.gathered} <= {*one.mesh_axes}
+            assert {*other.gathered} <= {*decision.mesh_axes}
 
     @given(cases.cases(composites=True))
     def test_without_gather_a_use_is_what_is_stored(self, case: Case) -> None:

@@ -208,8 +208,8 @@ def test_overlay_keeps_the_rest(base: sw.Strategy, over: sw.Strategy) -> None:
 
 @pytest.mark.parametrize("preset", sw.Strategy.presets())
 def test_a_preset_overlaid_with_itself_means_the_same(preset: str) -> None:
-    one = sw.Strategy.preset(preset)
-    assert (one | one).compile() == one.compile()
+    strategy = sw.Strategy.preset(preset)
+    assert (strategy | strategy).compile() == strategy.compile()
 
 
 @settings(max_examples=60)

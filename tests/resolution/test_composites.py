@@ -68,7 +68,7 @@ class TestProduct:
         assert "t.toml [modes.decode]; t.toml [rules]" in cells
         resolution = resolution.to_json()
         members = resolution["dims"][0]["rule"]["members"]
-        assert [(one["key"], one["table"]) for one in members] == [
+        assert [(member["key"], member["table"]) for member in members] == [
             ("batch", "modes.decode"),
             ("query_length", "rules"),
         ]
@@ -321,9 +321,9 @@ class TestAgainstAReference:
         taken = {held} if mesh.get(held, 1) > 1 else set()
         wanted = reference(members, mesh, size, taken)
         names = {sw.AxisConflictError: "conflict", sw.IndivisibleError: "indivisible"}
-        got = (
+        actual = (
             names[resolution.problems[0].error]
             if resolution.problems
             else resolution.decisions[1].mesh_axes
         )
-        assert got == wanted
+        assert actual == wanted

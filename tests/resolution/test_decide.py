@@ -82,8 +82,8 @@ def test_two_dims_that_fail() -> None:
 
 def test_a_merged_dim_is_judged_by_its_first_member() -> None:
     rules, mesh = make_rules(rules={H: "tp"}), {"tp": 4}
-    one = message(explain((sw.merged((H, 6), (D, 128)),), rules, mesh, shape=(768,), path="q"))
-    assert one.startswith("q dim 0 HEAD*HEAD_DIM: HEAD of size 6 does not divide over tp=4\n")
+    text = message(explain((sw.merged((H, 6), (D, 128)),), rules, mesh, shape=(768,), path="q"))
+    assert text.startswith("q dim 0 HEAD*HEAD_DIM: HEAD of size 6 does not divide over tp=4\n")
     other = message(explain((H,), rules, mesh, shape=(6,), path="q"))
     assert other.startswith("q dim 0 HEAD: size 6 does not divide over tp=4\n")
 

@@ -196,15 +196,15 @@ def test_part_has_the_problems_of_the_whole() -> None:
 
 
 def test_a_part_is_an_annotation() -> None:
-    one = part((0, None))
-    assert sw.is_annotation(one)
-    assert sw.ArraySpec((16, 4), "float32", one).axes == one
-    assert [dim.label for dim in lower(one).dims] == ["EMBED", "_"]
-    assert (describe(one), describe(part((0, 1)))) == (
+    first_part = part((0, None))
+    assert sw.is_annotation(first_part)
+    assert sw.ArraySpec((16, 4), "float32", first_part).axes == first_part
+    assert [dim.label for dim in lower(first_part).dims] == ["EMBED", "_"]
+    assert (describe(first_part), describe(part((0, 1)))) == (
         "dims (0, -) of (EMBED, MLP_INTERMEDIATE)",
         "(EMBED, MLP_INTERMEDIATE)",
     )
-    assert hash(one) == hash(part((0, None)))
+    assert hash(first_part) == hash(part((0, None)))
 
 
 def test_a_part_in_use_is_gathered_as_the_whole_is() -> None:
@@ -331,8 +331,10 @@ def test_laws_of_state_over_many_requests() -> None:
             continue
         held = [axis for decision in state.decisions for axis in decision.mesh_axes]
         assert len(held) == len(set(held))
-        for size, one, other in zip(shape, param.decisions, state.decisions, strict=True):
-            assert other.mesh_axes == (*one.mesh_axes, *other.zero1)
+        for size, param_decision, other in zip(
+            shape, param.decisions, state.decisions, strict=True
+        ):
+            assert other.mesh_axes == (*param_decision.mesh_axes, *other.zero1)
             assert size % math.prod(MESH[axis] for axis in other.mesh_axes) == 0
         added = [decision.zero1 for decision in state.decisions if decision.zero1]
         assert len(added) <= 1
@@ -346,12 +348,12 @@ def test_laws_of_state_over_many_requests() -> None:
 
 def test_zero1_in_a_file() -> None:
     text = '[policy]\nzero1 = "dp | -"\n'
-    made = sw.Strategy.loads(text, source="z.toml")
-    assert str(made.compile().policy.zero1.ref) == 'zero1 = "dp | -"   (z.toml:2, [policy])'
-    assert sw.Strategy.loads(made.dumps()) == made
-    assert made.compile() != sw.Strategy().compile()
+    strategy = sw.Strategy.loads(text, source="z.toml")
+    assert str(strategy.compile().policy.zero1.ref) == 'zero1 = "dp | -"   (z.toml:2, [policy])'
+    assert sw.Strategy.loads(strategy.dumps()) == strategy
+    assert strategy.compile() != sw.Strategy().compile()
     assert sw.Strategy(policy={"zero1": "-"}).compile() == sw.Strategy().compile()
-    assert (sw.Strategy.preset("ddp") | made).compile().policy.zero1.mesh_axes == ("dp",)
+    assert (sw.Strategy.preset("ddp") | strategy).compile().policy.zero1.mesh_axes == ("dp",)
 
 
 @pytest.mark.parametrize(

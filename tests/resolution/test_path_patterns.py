@@ -205,10 +205,10 @@ def test_empty_parts_may_be_counted() -> None:
 
 
 def test_patterns_of_a_program_are_those_of_re() -> None:
-    found = sw.match_paths(
+    matched = sw.match_paths(
         {"embed": 0, "up": 0}, [("^(?!embed)", (sw.EMBED,)), ("embed", (sw.VOCAB,))]
     )
-    assert found.annotations == {"embed": (sw.VOCAB,), "up": (sw.EMBED,)}
+    assert matched.annotations == {"embed": (sw.VOCAB,), "up": (sw.EMBED,)}
 
 
 def test_an_entry_is_pickled_and_compared_by_its_text() -> None:

@@ -55,7 +55,7 @@ def test_threads_get_one_object() -> None:
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         first, *others = pool.map(ask, range(4))
-    assert all(found == first for found in others)
+    assert all(value == first for value in others)
 
 
 @pytest.mark.parametrize("what", ["resolve", "explain", "sharding", "shardings", "shard"])

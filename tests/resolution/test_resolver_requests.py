@@ -165,9 +165,9 @@ class TestLiteralSpecs:
 
 class TestArraySpecs:
     def test_an_array_spec_brings_its_shape(self) -> None:
-        one = sw.ArraySpec((3,), jnp.float32, (K,))
-        assert spec(one, make_rules(rules={K: "tp | -"}), {"tp": 2}) == P()
-        assert spec(one, make_rules(rules={K: "tp | -"}), {"tp": 2}, shape=(3,)) == P()
+        array_spec = sw.ArraySpec((3,), jnp.float32, (K,))
+        assert spec(array_spec, make_rules(rules={K: "tp | -"}), {"tp": 2}) == P()
+        assert spec(array_spec, make_rules(rules={K: "tp | -"}), {"tp": 2}, shape=(3,)) == P()
 
     def test_another_shape_is_refused(self) -> None:
         with pytest.raises(
@@ -281,15 +281,18 @@ class TestIdentity:
     MESH: ClassVar = {"dp": 2, "tp": 2}
 
     def test_the_same_question_has_the_identical_answer(self) -> None:
-        one = explain((B, H), self.RULES, self.MESH, shape=(4, 4))
-        assert explain([B, H], self.RULES, dict(self.MESH), shape=[4, 4]) is one
-        assert explain((B, H), self.RULES, tuple(self.MESH.items()), shape=(4, 4)) is one
-        assert explain((B, H), self.RULES, AbstractMesh((2, 2), ("dp", "tp")), shape=(4, 4)) is one
-        assert explain((B, H), self.RULES, self.MESH, shape=(4, 3)) is not one
+        resolution = explain((B, H), self.RULES, self.MESH, shape=(4, 4))
+        assert explain([B, H], self.RULES, dict(self.MESH), shape=[4, 4]) is resolution
+        assert explain((B, H), self.RULES, tuple(self.MESH.items()), shape=(4, 4)) is resolution
+        assert (
+            explain((B, H), self.RULES, AbstractMesh((2, 2), ("dp", "tp")), shape=(4, 4))
+            is resolution
+        )
+        assert explain((B, H), self.RULES, self.MESH, shape=(4, 3)) is not resolution
 
     def test_failed_resolutions_are_cached(self) -> None:
-        one = explain((B,), self.RULES, self.MESH, shape=(3,))
-        assert explain((B,), self.RULES, self.MESH, shape=(3,)) is one
+        resolution = explain((B,), self.RULES, self.MESH, shape=(3,))
+        assert explain((B,), self.RULES, self.MESH, shape=(3,)) is resolution
 
     def test_caches_belong_to_their_rules(self) -> None:
         other = make_rules(rules={B: "dp", H: "tp | -"})
@@ -381,7 +384,7 @@ class TestEformersPolicy:
             P(("tp", "model"), "tp", "dp", "fsdp"), self.PERMISSIVE, self.MESH, shape=(4, 4, 3)
         )
         assert resolution.spec == P(None, "tp")
-        assert [str(one.outcome) for one in resolution.decisions] == [
+        assert [str(decision.outcome) for decision in resolution.decisions] == [
             "policy_missing",
             "chosen",
             "policy_drop",
@@ -406,7 +409,7 @@ class TestEformersPolicy:
         rules = sw.Strategy.loads(text, source="s.toml").compile()
         resolution = resolve((B, H), rules, {"dp": 2, "tp": 4}, shape=(4, 6))
         assert resolution.spec == P()
-        assert [one.why for one in resolution.decisions] == [
+        assert [decision.why for decision in resolution.decisions] == [
             'fsdp is not in the mesh; policy missing = "replicate"',
             'tp: 6 % 4 != 0; policy indivisible = "drop"',
         ]

@@ -96,7 +96,7 @@ def all_tries(case: Case) -> dict[int, list[tuple[Any, tuple[str, ...]]]]:
             tries[position] = chains[0]
             continue
         lowest = min(written, default=None)
-        tries[position] = [(lowest, one + two) for _, one in chains[0] for _, two in chains[1]]
+        tries[position] = [(lowest, item + two) for _, item in chains[0] for _, two in chains[1]]
     return tries
 
 
@@ -176,13 +176,13 @@ def reference(case: Case) -> list[tuple[str, ...]]:
 
 def random_case(random: Random) -> Case:
     def pieces(most: int) -> Pieces:
-        made: Pieces = []
+        values: Pieces = []
         for _ in range(random.randrange(most)):
             axis = random.choice(AXES)
-            if (axis, "-") not in made:
+            if (axis, "-") not in values:
                 names = random.sample(MESH_AXES, random.choice((1, 1, 1, 2)))
-                made.append((axis, random.choice(("+".join(names),) * 6 + ("-",))))
-        return made
+                values.append((axis, random.choice(("+".join(names),) * 6 + ("-",))))
+        return values
 
     axes: list[Any] = random.sample(AXES, random.randrange(1, 5))
     if len(axes) > 2 and not random.randrange(4):
@@ -221,9 +221,9 @@ def test_equals_the_reference() -> None:
         except RefusedError as error:
             expected = str(error)
             refused += 1
-        found = answer(case)
-        if found != expected:
-            different.append((case, expected, found))
+        actual = answer(case)
+        if actual != expected:
+            different.append((case, expected, actual))
     assert not different, (len(different), different[0])
     assert 200 < refused < 1500
 
@@ -306,13 +306,15 @@ def test_merged_dim_in_rule_order() -> None:
 
 
 def test_order_is_part_of_equality_only_in_rule_order() -> None:
-    one, other = {E: "tp", M: "dp | tp"}, {M: "dp | tp", E: "tp"}
-    assert make_rules(rules=one) == make_rules(rules=other)
-    assert make_rules(NEXT, rules=one) != make_rules(NEXT, rules=other)
-    assert make_rules(NEXT, rules=one).fingerprint() != make_rules(NEXT, rules=other).fingerprint()
-    same = make_rules(NEXT, rules={V: "-", **one})
-    assert same.order == make_rules(NEXT, rules=one).order
-    assert hash(make_rules(NEXT, rules=one)) == hash(make_rules(NEXT, rules=dict(one)))
+    first, other = {E: "tp", M: "dp | tp"}, {M: "dp | tp", E: "tp"}
+    assert make_rules(rules=first) == make_rules(rules=other)
+    assert make_rules(NEXT, rules=first) != make_rules(NEXT, rules=other)
+    assert (
+        make_rules(NEXT, rules=first).fingerprint() != make_rules(NEXT, rules=other).fingerprint()
+    )
+    same = make_rules(NEXT, rules={V: "-", **first})
+    assert same.order == make_rules(NEXT, rules=first).order
+    assert hash(make_rules(NEXT, rules=first)) == hash(make_rules(NEXT, rules=dict(first)))
 
 
 def test_rules_without_an_order() -> None:

@@ -146,14 +146,14 @@ def test_a_fault_has_a_caret(text: str, caret: int, says: str) -> None:
 
 
 def test_rules_are_equal_wherever_they_were_written() -> None:
-    one = parse_rule(
+    rule = parse_rule(
         "tp | -", ref=RuleRef(key="head", text="tp | -", table="rules", source="a.toml:1")
     )
     other = parse_rule("tp|-", ref=RuleRef(key="kv_head", text="tp|-", source="b.json:9"))
-    assert one == other
-    assert hash(one) == hash(other)
-    assert one != parse_rule("tp")
-    assert one != parse_rule("tp | ?")
+    assert rule == other
+    assert hash(rule) == hash(other)
+    assert rule != parse_rule("tp")
+    assert rule != parse_rule("tp | ?")
 
 
 def test_rules_are_frozen() -> None:
@@ -275,10 +275,10 @@ class TestTensors:
 
 
 def test_default_rules() -> None:
-    found = default_rule(sw.TP)
-    assert found is not None
-    assert found.candidates == (("tp",),)
-    assert str(found.ref) == 'tensor_parallel = "tp"   (default)'
+    actual = default_rule(sw.TP)
+    assert actual is not None
+    assert actual.candidates == (("tp",),)
+    assert str(actual.ref) == 'tensor_parallel = "tp"   (default)'
     assert default_rule(sw.HEAD) is None
 
 
@@ -447,21 +447,21 @@ def test_a_fingerprint_tells_rules_apart() -> None:
 
 
 def test_equal_values_become_one_object() -> None:
-    one, other = strategy_rules(), strategy_rules(source="b.toml")
-    assert one._values is not other._values
-    assert one == other
-    assert one._values is other._values
-    assert one == other
-    assert (one == strategy_rules('[rules]\nbatch = "dp"\n')) is False
+    first, other = strategy_rules(), strategy_rules(source="b.toml")
+    assert first._values is not other._values
+    assert first == other
+    assert first._values is other._values
+    assert first == other
+    assert (first == strategy_rules('[rules]\nbatch = "dp"\n')) is False
 
 
 def test_values_are_compared_where_hashes_agree() -> None:
     def frozen(value: int, code: int) -> Any:
         return SimpleNamespace(_values=[value], _hash=code)
 
-    one = frozen(1, 5)
-    assert share_values(one, one) is True
-    assert share_values(one, frozen(1, 5)) is True
+    rules = frozen(1, 5)
+    assert share_values(rules, rules) is True
+    assert share_values(rules, frozen(1, 5)) is True
     for value, other in ((1, 2), (2, 1)):
         assert share_values(frozen(value, 5), frozen(other, 5)) is False
         assert share_values(frozen(1, value), frozen(1, other)) is False

@@ -109,7 +109,7 @@ def test_moments_stay_sharded_and_nothing_else_changes(
     # The parameters lie and are as without.
     assert jax.tree.map(lambda leaf: leaf.sharding, values) == pm.shardings(SPECS)
     jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8),
+        lambda value, other: np.testing.assert_allclose(value, other, rtol=1e-6, atol=1e-8),
         (values, state),
         (wanted, wanted_state),
     )
@@ -156,7 +156,7 @@ def test_gradients_may_be_sharded_like_the_state(axis_types: str) -> None:
     )
     updates, _ = tx.update(jax.tree.map(np.ones_like, alone), tx.init(alone), alone)
     jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-8),
+        lambda value, other: np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-8),
         values,
         optax.apply_updates(alone, updates),
     )
@@ -177,13 +177,13 @@ def test_moments_are_not_replicated() -> None:
     ) as caught:
         manager("ddp", "dp:8", "dp").state_shardings(state, odd)
     assert [problem.path for problem in caught.value.problems] == ["0/mu/odd", "0/nu/odd"]
-    found = bytes_by_path(state, manager("ddp", "dp:8", "dp | -").state_shardings(state, odd))
-    assert {leaf.path for leaf in found.most_replicated().leaves} == {
+    shardings = bytes_by_path(state, manager("ddp", "dp:8", "dp | -").state_shardings(state, odd))
+    assert {leaf.path for leaf in shardings.most_replicated().leaves} == {
         "0/count",
         "0/mu/odd",
         "0/nu/odd",
     }
-    assert found.replicated == 7 * (4 + 2 * 6 * 4)
+    assert shardings.replicated == 7 * (4 + 2 * 6 * 4)
     plain = bytes_by_path(state, manager("ddp", "dp:8").state_shardings(state, odd))
     assert plain.replicated == 7 * plain.total
 
@@ -194,8 +194,8 @@ def test_factored_moments() -> None:
     state = jax.eval_shape(tx.init, manager("fsdp_tp", "fsdp:4,tp:2").abstract(SPECS))
     rows = {}
     for zero1 in ("-", "tp+fsdp | -"):
-        found = manager("fsdp_tp", "fsdp:4,tp:2", zero1).state_shardings(state, SPECS)[0]
-        rows[zero1] = found.v_row["up"].spec, found.v_col["up"].spec
+        shardings = manager("fsdp_tp", "fsdp:4,tp:2", zero1).state_shardings(state, SPECS)[0]
+        rows[zero1] = shardings.v_row["up"].spec, shardings.v_col["up"].spec
     assert rows == {
         "-": (P("fsdp"), P("tp")),
         "tp+fsdp | -": (P(("fsdp", "tp")), P(("tp", "fsdp"))),
@@ -203,10 +203,13 @@ def test_factored_moments() -> None:
 
 
 def test_the_explanation_names_the_rule_and_the_dim() -> None:
-    found = manager("ddp", "dp:8", "dp | -").explain(
+    resolution = manager("ddp", "dp:8", "dp | -").explain(
         sw.EMBED, sw.MLP_INTERMEDIATE, role="state", shape=(16, 64)
     )
-    assert str(found).splitlines()[-1] == '  note: zero1 = "dp | -"   ([policy]): dp on dim 0 EMBED'
+    assert (
+        str(resolution).splitlines()[-1]
+        == '  note: zero1 = "dp | -"   ([policy]): dp on dim 0 EMBED'
+    )
     assert manager("ddp", "dp:8", "dp | -").sharding(sw.NORM, role="state", shape=(16,)).spec == P(
         "dp"
     )

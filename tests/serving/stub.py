@@ -20,10 +20,10 @@ def stub(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> tuple[j
     before = [held_sum(cache) for cache in held]
     new = [cache.append(rows, rows, valid=valid).cache for cache in held]
     sums = jnp.stack(
-        [one[:, None] + jnp.cumsum(jnp.where(valid, tokens, 0), axis=1) for one in before]
+        [layer[:, None] + jnp.cumsum(jnp.where(valid, tokens, 0), axis=1) for layer in before]
     )
-    found = jnp.where(jnp.all(sums == sums[0], axis=0), (3 * sums[0] + params) % VOCAB, 0)
-    return 4.0 * jax.nn.one_hot(found, VOCAB), new
+    next_tokens = jnp.where(jnp.all(sums == sums[0], axis=0), (3 * sums[0] + params) % VOCAB, 0)
+    return 4.0 * jax.nn.one_hot(next_tokens, VOCAB), new
 
 
 def held_sum(cache: Any) -> jax.Array:

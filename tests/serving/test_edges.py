@@ -57,22 +57,22 @@ def test_compile_gives_no_token_to_running_requests() -> None:
 
 
 def test_cancel_with_handle_of_another_engine() -> None:
-    one, other = make(), make()
-    theirs, ours = one.submit(ask()), other.submit(ask())
-    one.step()
+    first, other = make(), make()
+    theirs, ours = first.submit(ask()), other.submit(ask())
+    first.step()
     other.step()
     with pytest.raises(ServingError, match="handle: it belongs to another engine"):
         other.cancel(theirs)
     with pytest.raises(ServingError, match="handle: it is int, not a handle"):
         other.cancel(0)  # type: ignore[arg-type]
     assert list(theirs) == list(ours) == TEXT
-    assert [engine.report().finished["length"] for engine in (one, other)] == [1, 1]
+    assert [engine.report().finished["length"] for engine in (first, other)] == [1, 1]
 
 
 @pytest.mark.wide
 def test_two_engines_take_turns() -> None:
-    one, other = make(), make(cache="paged", cache_options={"page_size": 8, "pages": 1}, slots=1)
-    handles = [engine.submit(ask(max_new_tokens=4)) for engine in (one, other) for _ in range(3)]
+    first, other = make(), make(cache="paged", cache_options={"page_size": 8, "pages": 1}, slots=1)
+    handles = [engine.submit(ask(max_new_tokens=4)) for engine in (first, other) for _ in range(3)]
     for texts in zip(*handles, strict=True):
         assert len(set(texts)) == 1
     assert [list(handle.tokens) for handle in handles] == [TEXT[:4]] * 6

@@ -66,16 +66,16 @@ def logits(
     }
 
     def step(held: Any, token: jax.Array) -> tuple[Any, jax.Array]:
-        found, held = model(weights, token[None, None], held, jnp.ones((1, 1), bool))
-        return held, found[0, 0]
+        actual, held = model(weights, token[None, None], held, jnp.ones((1, 1), bool))
+        return held, actual[0, 0]
 
     with manager.for_mode("decode"):
         empty = [caches.init(kind, **sizes, **options) for _ in range(CONFIG.layers)]
-        held, found = jax.jit(lambda held, tokens: jax.lax.scan(step, held, tokens))(
+        held, actual = jax.jit(lambda held, tokens: jax.lax.scan(step, held, tokens))(
             empty, jnp.asarray(text[1000:][:STEPS], jnp.int32)
         )
     assert [int(cache.length[0]) for cache in held] == [STEPS] * CONFIG.layers
-    return np.asarray(found, np.float32)
+    return np.asarray(actual, np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +87,9 @@ def exact(manager: sw.PartitionManager, weights: Any, text: np.ndarray) -> np.nd
 def test_thousand_steps_stay_within_error_bound(
     stored: str, exact: np.ndarray, manager: sw.PartitionManager, weights: Any, text: np.ndarray
 ) -> None:
-    found = logits(manager, weights, text, "quantized", stored=stored)
-    error = np.linalg.norm(found - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
+    actual = logits(manager, weights, text, "quantized", stored=stored)
+    error = np.linalg.norm(actual - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
     assert error.max() < BOUNDS[stored]
     # No drift: the last steps, which read a thousand rounded rows, have no larger errors.
     assert 0 < np.median(error[-200:]) < 1.25 * np.median(error[:200])
-    assert np.mean(found.argmax(-1) == exact.argmax(-1)) > 0.97
+    assert np.mean(actual.argmax(-1) == exact.argmax(-1)) > 0.97

@@ -122,12 +122,12 @@ def test_cancel_in_every_phase() -> None:
     )
     for _ in range(3):
         engine.step()
-    assert [one.phase for one in (decoding, prefilling, queued)] == [
+    assert [job.phase for job in (decoding, prefilling, queued)] == [
         Phase.DECODING,
         Phase.PREFILLING,
         Phase.QUEUED,
     ]
-    assert [one.cancel() for one in (decoding, prefilling, queued, queued)] == [
+    assert [job.cancel() for job in (decoding, prefilling, queued, queued)] == [
         True,
         True,
         True,
@@ -226,14 +226,14 @@ def test_compile_leaves_nothing_to_compile() -> None:
     engine = make(slots=3)
     engine.compile()
     assert_empty(engine)
-    with _jax.watch_compilations() as found:
+    with _jax.watch_compilations() as compilations:
         done = engine.run(
             [
                 Request(prompt=[1], max_new_tokens=6),
                 Request(prompt=[2] * 7, max_new_tokens=2, stop=[[1, 2]]),
             ]
         )
-    assert found.compiled == []
+    assert compilations.compiled == []
     assert list(done[0].tokens) == TEXT
     assert_empty(engine)
 

@@ -37,9 +37,9 @@ class Faults:
     def around(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         def failing(*args: Any) -> Any:
             self.maybe()
-            found = operation(*args)
+            actual = operation(*args)
             self.maybe()
-            return found
+            return actual
 
         return failing
 
@@ -58,11 +58,13 @@ def request(draw: random.Random, faults: Faults) -> Request:
     return Request(prompt=prompt, max_new_tokens=draw.randint(1, 7), stop=stop, on_token=on_token)
 
 
-def expected(asked: Request) -> list[int]:
+def expected(requests: Request) -> list[int]:
     """Return the whole text, without its stop."""
-    text = text_of(asked.prompt, asked.max_new_tokens, shift=1)
+    text = text_of(requests.prompt, requests.max_new_tokens, shift=1)
     ends = [
-        text.index(stop[0]) for stop in asked.stop if not isinstance(stop, int) and stop[0] in text
+        text.index(stop[0])
+        for stop in requests.stop
+        if not isinstance(stop, int) and stop[0] in text
     ]
     return text[: min(ends, default=len(text))]
 
@@ -172,8 +174,8 @@ def test_failure_fails_only_requests_with_lost_arrays(part: str, after: bool) ->
         queue=4,
         **KINDS["dense"],
     )
-    asked = [Request(prompt=[at] * 6, max_new_tokens=5) for at in range(5)]
-    handles = [engine.submit(one) for one in asked[:4]]
+    requests = [Request(prompt=[at] * 6, max_new_tokens=5) for at in range(5)]
+    handles = [engine.submit(item) for item in requests[:4]]
     arrays: Any = engine._arrays
     operation, raised = getattr(arrays, part), []
 
@@ -188,7 +190,7 @@ def test_failure_fails_only_requests_with_lost_arrays(part: str, after: bool) ->
     setattr(arrays, part, failing)
     with pytest.raises(Injected, match=r"^$"):
         finish(engine)
-    handles.append(engine.submit(asked[4]))
+    handles.append(engine.submit(requests[4]))
     finish(engine)
     for handle in handles:
         assert_right(handle)

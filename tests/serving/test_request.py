@@ -68,12 +68,12 @@ def test_invalid_sampling(fields: dict[str, Any], says: str) -> None:
 
 
 def test_tokens_may_be_any_integers() -> None:
-    made = Request(
+    request = Request(
         prompt=np.array([3, 4], np.uint8), max_new_tokens=5, stop=[np.int64(7), np.array([8, 9])]
     )
-    assert made.prompt == (3, 4)
-    assert made.stop == ((7,), (8, 9))
-    assert made.rows == 6
+    assert request.prompt == (3, 4)
+    assert request.stop == ((7,), (8, 9))
+    assert request.rows == 6
 
 
 def test_british_name_warns() -> None:

@@ -46,7 +46,7 @@ def weights() -> Any:
 def requests(count: int) -> list[Request]:
     """Prompts of different lengths, greedy and sampled, some with stop sequences."""
     draw = np.random.default_rng(7)
-    made = []
+    values = []
     for at in range(count):
         sampling = (
             Sampling(temperature=0.8, top_k=40 if at % 4 == 1 else None, top_p=0.9, seed=at)
@@ -54,7 +54,7 @@ def requests(count: int) -> list[Request]:
             else Sampling()
         )
         prompt = draw.integers(0, 256, int(draw.integers(1, 40)))
-        made.append(
+        values.append(
             Request(
                 prompt=prompt,
                 max_new_tokens=int(draw.integers(1, 14)),
@@ -62,7 +62,7 @@ def requests(count: int) -> list[Request]:
                 stop=[at, [at, at]],
             )
         )
-    return made
+    return values
 
 
 def engine(kind: str, manager: sw.PartitionManager, **options: Any) -> serving.Engine:
@@ -75,8 +75,8 @@ def engine(kind: str, manager: sw.PartitionManager, **options: Any) -> serving.E
 
 @functools.cache
 def alone(kind: str, count: int) -> list[serving.Completion]:
-    one = engine(kind, manager_of("single"), slots=1)
-    return [one.run([request])[0] for request in requests(count)]
+    single = engine(kind, manager_of("single"), slots=1)
+    return [single.run([request])[0] for request in requests(count)]
 
 
 def manager_of(strategy: str) -> sw.PartitionManager:
@@ -87,10 +87,10 @@ def assert_same(kind: str, strategy: str, count: int, *, slots: int) -> None:
     together = engine(kind, manager_of(strategy), slots=slots, prefill_rows=2)
     together.compile()
     with _jax.watch_compilations() as compilations:
-        found = together.run(requests(count))
+        result = together.run(requests(count))
     assert compilations.compiled == []
-    assert [done.tokens for done in found] == [done.tokens for done in alone(kind, count)]
-    assert [done.finish for done in found] == [done.finish for done in alone(kind, count)]
+    assert [done.tokens for done in result] == [done.tokens for done in alone(kind, count)]
+    assert [done.finish for done in result] == [done.finish for done in alone(kind, count)]
     held = together.held()
     assert (set(held.slot_lengths), set(held.row_lengths), held.pages) == ({0}, {0}, 0)
 

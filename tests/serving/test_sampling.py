@@ -18,12 +18,12 @@ DRAWN = 4000
 
 def drawn(sampling: Sampling, logits: Any = LOGITS) -> np.ndarray:
     """Return draws from the same logits that differ only in the index."""
-    one = first_draws(DRAWN, dict.fromkeys(range(DRAWN), sampling))
+    first_draw = first_draws(DRAWN, dict.fromkeys(range(DRAWN), sampling))
     draw = Draw(
-        temperature=one.temperature,
-        top_k=one.top_k,
-        top_p=one.top_p,
-        seed=one.seed,
+        temperature=first_draw.temperature,
+        top_k=first_draw.top_k,
+        top_p=first_draw.top_p,
+        seed=first_draw.seed,
         index=jnp.arange(DRAWN),
     )
     return np.asarray(jax.jit(sample)(jnp.broadcast_to(logits, (DRAWN, logits.size)), draw))
@@ -47,10 +47,10 @@ def drawn(sampling: Sampling, logits: Any = LOGITS) -> np.ndarray:
     ],
 )
 def test_sampling_frequencies(sampling: Sampling, chances: list[float]) -> None:
-    found = np.bincount(drawn(sampling), minlength=5) / DRAWN
+    actual = np.bincount(drawn(sampling), minlength=5) / DRAWN
     # Four standard deviations of a relative frequency are at most 0.032 here.
-    np.testing.assert_allclose(found, chances, atol=0.032)
-    assert all(share == 0 for share, chance in zip(found, chances, strict=True) if chance == 0)
+    np.testing.assert_allclose(actual, chances, atol=0.032)
+    assert all(share == 0 for share, chance in zip(actual, chances, strict=True) if chance == 0)
 
 
 @pytest.mark.wide
@@ -72,9 +72,9 @@ def test_token_depends_on_own_logits_seed_and_index() -> None:
 @pytest.mark.wide
 def test_seeds_and_positions_draw_differently() -> None:
     flat = np.zeros(1000, np.float32)
-    one, other = (drawn(Sampling(temperature=1.0, seed=seed), flat) for seed in (1, 2))
-    assert len(set(one.tolist())) > 900
-    assert np.mean(one == other) < 0.01
+    first, other = (drawn(Sampling(temperature=1.0, seed=seed), flat) for seed in (1, 2))
+    assert len(set(first.tolist())) > 900
+    assert np.mean(first == other) < 0.01
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -30,8 +30,10 @@ def assert_consistent(scheduler: Scheduler, jobs: list[Job]) -> None:
     assert len(scheduler.slots) + len(scheduler.dirty_slots) <= LIMITS.slots
     assert len(scheduler.rows) + len(scheduler.dirty_rows) <= LIMITS.prefill_rows
     assert 0 <= scheduler.free_pages <= 9
-    assert [one.number for one in scheduler.queue] == sorted(one.number for one in scheduler.queue)
-    assert all((one.completion is None) == (one.phase is not Phase.DONE) for one in jobs)
+    assert [item.number for item in scheduler.queue] == sorted(
+        item.number for item in scheduler.queue
+    )
+    assert all((item.completion is None) == (item.phase is not Phase.DONE) for item in jobs)
 
 
 def operate(scheduler: Scheduler, draw: random.Random, jobs: list[Job]) -> None:
@@ -74,18 +76,18 @@ def operate(scheduler: Scheduler, draw: random.Random, jobs: list[Job]) -> None:
     elif what == "move":
         scheduler.move([move.job for move in scheduler.ready() if move.job.written])
     elif what == "write":
-        for one in scheduler.decoding().values():
-            scheduler.write(one, draw.randint(0, 7))
+        for item in scheduler.decoding().values():
+            scheduler.write(item, draw.randint(0, 7))
     elif what in ("cancel", "fail") and jobs:
-        one = draw.choice(jobs)
-        scheduler.end(one, Finish.CANCELED) if what == "cancel" else scheduler.fail(
-            one, RuntimeError("injected")
+        item = draw.choice(jobs)
+        scheduler.end(item, Finish.CANCELED) if what == "cancel" else scheduler.fail(
+            item, RuntimeError("injected")
         )
     elif what == "clean":
         scheduler.clean(rows=list(scheduler.dirty_rows), slots=list(scheduler.dirty_slots))
     elif what == "lose" and draw.random() < 0.2:
-        for one in scheduler.holding(draw.choice(["rows", "slots"])):
-            scheduler.end(one, Finish.FAILED, RuntimeError("injected"))
+        for item in scheduler.holding(draw.choice(["rows", "slots"])):
+            scheduler.end(item, Finish.FAILED, RuntimeError("injected"))
 
 
 def run(operations: int, seed: int) -> None:
@@ -93,14 +95,14 @@ def run(operations: int, seed: int) -> None:
     for _ in range(operations):
         operate(scheduler, draw, jobs)
         assert_consistent(scheduler, jobs)
-    for one in jobs:
-        scheduler.end(one, Finish.CANCELED)
+    for item in jobs:
+        scheduler.end(item, Finish.CANCELED)
     scheduler.clean(rows=range(2), slots=range(3))
     assert scheduler.idle
     assert scheduler.free_pages == 9
-    assert {one.phase for one in jobs} == {Phase.DONE}
+    assert {item.phase for item in jobs} == {Phase.DONE}
     assert len(scheduler.take_ended()) == len(jobs)
-    whys = {one.completion.finish for one in jobs if one.completion}
+    whys = {item.completion.finish for item in jobs if item.completion}
     assert whys == set(Finish)
 
 
@@ -118,8 +120,8 @@ def test_ten_thousand_random_operations_lose_nothing(seed: int) -> None:
 def test_request_waiting_for_pages_is_not_overtaken() -> None:
     scheduler = Scheduler(LIMITS)
     large, larger, small = job(0, 12, 8), job(1, 13, 8), job(2, 1, 1)
-    for one in (large, larger, small):
-        scheduler.submit(one)
+    for item in (large, larger, small):
+        scheduler.submit(item)
     assert scheduler.admit() == [large]  # 5 pages of 9: the next needs 5 too
     assert scheduler.free_pages == 4
     scheduler.end(large, Finish.CANCELED)

@@ -22,11 +22,11 @@ def load(text: str, source: str = "a.toml") -> sw.Strategy:
 
 
 def test_array_without_interleaving_is_one_table() -> None:
-    one = load(ORDERED + '[[rules]]\nembed = "fsdp"\n[[rules]]\nEMBED = "sp"\nvocab = "tp"\n')
-    assert dict(one.rules) == {"embed": "fsdp | sp", "vocab": "tp"}
-    assert one == load(ORDERED + '[rules]\nembed = "fsdp | sp"\nvocab = "tp"\n')
-    assert "[rules]" in one.dumps()
-    assert one.source("rules", "embed") == "a.toml:9, a.toml:11"
+    strategy = load(ORDERED + '[[rules]]\nembed = "fsdp"\n[[rules]]\nEMBED = "sp"\nvocab = "tp"\n')
+    assert dict(strategy.rules) == {"embed": "fsdp | sp", "vocab": "tp"}
+    assert strategy == load(ORDERED + '[rules]\nembed = "fsdp | sp"\nvocab = "tp"\n')
+    assert "[rules]" in strategy.dumps()
+    assert strategy.source("rules", "embed") == "a.toml:9, a.toml:11"
     assert sw.Strategy(rules=[]).rules == {}
 
 
@@ -51,12 +51,12 @@ def test_interleaved_chains_round_trip() -> None:
 
 
 def test_order_counts_only_in_rule_order() -> None:
-    one, other = (
+    first, other = (
         '[rules]\nembed = "fsdp"\nvocab = "tp"\n',
         '[rules]\nvocab = "tp"\nembed = "fsdp"\n',
     )
-    assert load(MESH + one) == load(MESH + other)
-    assert load(ORDERED + one) != load(ORDERED + other)
+    assert load(MESH + first) == load(MESH + other)
+    assert load(ORDERED + first) != load(ORDERED + other)
     plain = '[rules]\nembed = "fsdp | sp"\nvocab = "tp"\n'
     assert load(MESH + INTERLEAVED) == load(MESH + plain)
     assert hash(load(MESH + INTERLEAVED)) == hash(load(MESH + plain))
@@ -149,5 +149,5 @@ def test_params_rank_before_rules() -> None:
     rules = load(text).compile()
     for role, expected in (("activation", (["tp"], [])), ("param", ([], ["tp"]))):
         resolution = sw.explain((sw.EMBED, sw.VOCAB), rules, MESH_SIZES, shape=(4, 4), role=role)
-        found = tuple(list(decision.mesh_axes) for decision in resolution.decisions)
-        assert found == (expected if role == "param" else (["tp"], [])), role
+        actual = tuple(list(decision.mesh_axes) for decision in resolution.decisions)
+        assert actual == (expected if role == "param" else (["tp"], [])), role

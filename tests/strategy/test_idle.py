@@ -114,10 +114,10 @@ def test_overlay() -> None:
 
 
 def test_idle_is_part_of_equality() -> None:
-    one, other = loaded().compile(), loaded(FILE.replace("replica+autoregressive", "-")).compile()
-    assert one != other
-    assert one.fingerprint() != other.fingerprint()
-    assert one == loaded().compile()
+    first, other = loaded().compile(), loaded(FILE.replace("replica+autoregressive", "-")).compile()
+    assert first != other
+    assert first.fingerprint() != other.fingerprint()
+    assert first == loaded().compile()
 
 
 def test_idle_mesh_axis_has_no_lint() -> None:

@@ -118,13 +118,13 @@ def test_lines_of_compact_and_awkward_json() -> None:
 
 
 def test_explain_shows_file_and_line() -> None:
-    found = sw.resolve(
+    resolution = sw.resolve(
         (sw.BATCH, sw.HEAD),
         Strategy.loads(SMALL, source="small.toml").compile(),
         {"dp": 2, "tp": 4},
         shape=(8, 6),
     )
-    lines = [" ".join(line.split()) for line in str(found).splitlines()]
+    lines = [" ".join(line.split()) for line in str(resolution).splitlines()]
     assert lines[3:] == [
         '0 BATCH 8 dp batch = "dp" small.toml:9 [rules]',
         "first candidate fits",

@@ -21,8 +21,8 @@ from shardwright.vocabulary.modes import MODE_NAMES
 
 def choices(annotation: Any) -> tuple[str, ...]:
     """The texts of a Literal, or of `Literal[...] | None`."""
-    found = get_args(annotation)
-    return found if all(isinstance(one, str) for one in found) else choices(found[0])
+    actual = get_args(annotation)
+    return actual if all(isinstance(argument, str) for argument in actual) else choices(actual[0])
 
 
 def test_file_has_every_attention_implementation() -> None:

@@ -168,9 +168,9 @@ PROMPT = {
 def test_serving_presets_accept_one_prompt(preset: str, mode: str, mesh: str) -> None:
     pm = manager(preset, mesh)
     for axes in PROMPT.values():
-        found = pm.explain(axes, shape=(1, 64, 64, 64)[: len(axes)], mode=mode)
-        assert found.ok, found
-        assert found.decisions[0].outcome is Outcome.REPLICATED
+        resolution = pm.explain(axes, shape=(1, 64, 64, 64)[: len(axes)], mode=mode)
+        assert resolution.ok, resolution
+        assert resolution.decisions[0].outcome is Outcome.REPLICATED
 
 
 @pytest.mark.parametrize("preset", SERVING)
@@ -443,13 +443,13 @@ def test_serving_presets_accept_a_flat_prompt(preset: str, mode: str, mesh: str)
     pm = manager(preset, mesh)
     for length in (1, 7, 4096):
         for name, axes in TOKENS.items():
-            found = pm.explain(*axes, shape=(length, 64), mode=mode)
+            resolution = pm.explain(*axes, shape=(length, 64), mode=mode)
             if (
                 preset == "serve_long_context"
                 and mode == "prefill"
                 and "sp" in mesh
                 and length < 4096
             ):
-                assert [problem.error for problem in found.problems] == [sw.IndivisibleError]
+                assert [problem.error for problem in resolution.problems] == [sw.IndivisibleError]
             else:
-                assert found.ok, (name, found)
+                assert resolution.ok, (name, resolution)

@@ -82,13 +82,13 @@ def test_unset_keys_are_not_written() -> None:
 
 
 def test_equal_strategies_hash_alike() -> None:
-    said, unsaid = (
+    explicit, unsaid = (
         Strategy(version=1, name="", mesh={"dp": 2}, tensors=[]),
         Strategy(mesh={"dp": 2}),
     )
-    assert said == unsaid
-    assert hash(said) == hash(unsaid)
-    assert len({said, unsaid}) == 1
+    assert explicit == unsaid
+    assert hash(explicit) == hash(unsaid)
+    assert len({explicit, unsaid}) == 1
 
 
 def test_frozen() -> None:
@@ -122,7 +122,12 @@ def test_tables_are_frozen(change: Any) -> None:
 
 @pytest.mark.parametrize(
     "again",
-    [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), lambda one: one | one],
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda value: pickle.loads(pickle.dumps(value)),
+        lambda value: value | value,
+    ],
 )
 def test_copies_are_frozen(again: Any) -> None:
     strategy = Strategy.loads(FROZEN.partition("[[")[0])
@@ -265,8 +270,11 @@ def test_overlay_wins_key_by_key() -> None:
     assert both.rules == {"batch": "dp", "embed": "-", "head": "-"}
     rules = both.compile()
     assert rules.policy.indivisible == "prefix"
-    found = sw.resolve((sw.BATCH, sw.HEAD), rules, {"dp": 2, "tp": 4}, shape=(8, 8))
-    assert [decision.rule.source for decision in found.decisions] == ["small.toml:9", "wide.toml:6"]
+    resolution = sw.resolve((sw.BATCH, sw.HEAD), rules, {"dp": 2, "tp": 4}, shape=(8, 8))
+    assert [decision.rule.source for decision in resolution.decisions] == [
+        "small.toml:9",
+        "wide.toml:6",
+    ]
 
 
 def test_fragment_uses_names_of_the_other() -> None:
@@ -305,10 +313,10 @@ def test_overlay_tensors_come_first() -> None:
 
 def test_python_overlay_has_no_file() -> None:
     both = Strategy.loads(SMALL, source="small.toml") | Strategy(rules={"batch": "tp"})
-    found = sw.resolve((sw.BATCH, sw.HEAD), both.compile(), {"dp": 2, "tp": 1})
-    assert found.decisions[0].rule.text == "tp"
-    assert "small.toml" not in found.decisions[0].rule.source
-    assert found.decisions[1].rule.source == "small.toml:11"
+    resolution = sw.resolve((sw.BATCH, sw.HEAD), both.compile(), {"dp": 2, "tp": 1})
+    assert resolution.decisions[0].rule.text == "tp"
+    assert "small.toml" not in resolution.decisions[0].rule.source
+    assert resolution.decisions[1].rule.source == "small.toml:11"
 
 
 def test_overlay_changes_neither_side() -> None:
@@ -339,8 +347,8 @@ def test_overlay_changes_neither_side() -> None:
 )
 def test_policy_presets_and_overrides(text: str, wanted: Any) -> None:
     policy = Strategy.loads(f"version = 1\n[policy]\n{text}\n").compile().policy
-    found = (policy.indivisible, policy.conflict, policy.missing, policy.rank)
-    assert found == (
+    actual = (policy.indivisible, policy.conflict, policy.missing, policy.rank)
+    assert actual == (
         wanted
         if isinstance(wanted, tuple)
         else (wanted.indivisible, wanted.conflict, wanted.missing, wanted.rank)
@@ -351,10 +359,10 @@ def test_permissive_preset_is_recorded() -> None:
     rules = Strategy.loads(
         'version = 1\n[rules]\nbatch = "dp"\nhead = "tp"\n[policy]\npreset = "eformer"\n'
     ).compile()
-    found = sw.resolve((sw.BATCH, sw.HEAD, sw.EMBED), rules, {"dp": 2, "tp": 4}, shape=(8, 6))
-    assert found.spec == P("dp")
-    assert found.decisions[1].outcome == "policy_drop"
-    assert "3 dims fitted to the array's 2" in str(found)
+    resolution = sw.resolve((sw.BATCH, sw.HEAD, sw.EMBED), rules, {"dp": 2, "tp": 4}, shape=(8, 6))
+    assert resolution.spec == P("dp")
+    assert resolution.decisions[1].outcome == "policy_drop"
+    assert "3 dims fitted to the array's 2" in str(resolution)
 
 
 # Schema.

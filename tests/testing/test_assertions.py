@@ -56,7 +56,7 @@ def placed(pm: sw.PartitionManager, axes: Any = AXES) -> Any:
     values = jax.tree.map(
         lambda shape: np.zeros(shape, np.float32),
         SHAPES,
-        is_leaf=lambda one: isinstance(one, tuple),
+        is_leaf=lambda value: isinstance(value, tuple),
     )
     return pm.shard(values, axes, role="param")
 
@@ -178,7 +178,7 @@ def test_what_cannot_be_compared() -> None:
         StrategyError, match=r"mlp/upp: a sharding is .*\n.*fix   did you mean 'mlp/up'\?"
     ) as caught:
         assert_sharding({"mlp": {"up": x, "down": x}}, {"mlp": {"upp": P()}})
-    assert [one.path for one in caught.value.problems] == ["mlp/upp", "mlp/down", "mlp/up"]
+    assert [problem.path for problem in caught.value.problems] == ["mlp/upp", "mlp/down", "mlp/up"]
     says = (
         r"^a dim 0: mesh axis 'fdsp' is not in the mesh\n"
         r"  rule  .*literal spec.*\n"
@@ -265,8 +265,8 @@ def test_what_was_never_placed_has_no_copies_to_count() -> None:
         match=r"every array is on one device and not on a mesh(.|\n)*fix   place them first",
     ):
         assert_max_replicated(loose, fraction=0.0)
-    one = cpu_mesh("fsdp:1,tp:1")  # on purpose, as one of several meshes
-    assert_max_replicated(jax.device_put(loose, NamedSharding(one, P())), fraction=0.0)
+    mesh = cpu_mesh("fsdp:1,tp:1")  # on purpose, as one of several meshes
+    assert_max_replicated(jax.device_put(loose, NamedSharding(mesh, P())), fraction=0.0)
     assert_max_replicated({**loose, **placed(manager())["mlp"]}, bytes=0)
 
 
@@ -317,7 +317,7 @@ def pm_abstract(pm: sw.PartitionManager) -> tuple[Any, Any]:
     shapes = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
         SHAPES,
-        is_leaf=lambda one: isinstance(one, tuple),
+        is_leaf=lambda value: isinstance(value, tuple),
     )
     x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
     return pm.abstract(shapes, AXES), pm.abstract(x, (sw.BATCH, sw.EMBED), role="activation")

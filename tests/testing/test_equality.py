@@ -91,7 +91,9 @@ def test_the_mesh_of_the_arguments_will_do() -> None:
     _, x = inputs(manager())
     assert_same_as_unsharded(lambda x: jax.lax.with_sharding_constraint(jnp.sin(x), P("fsdp")), x)
     assert "result" in failing(
-        lambda: assert_same_as_unsharded(per_shard(lambda one: one - one.sum()), x, grad=False)
+        lambda: assert_same_as_unsharded(
+            per_shard(lambda value: value - value.sum()), x, grad=False
+        )
     )
 
 
@@ -166,7 +168,9 @@ def _forward(x: Any) -> Any:
 
 def _backward(_: Any, cotangent: Any) -> Any:
     return (
-        per_shard(lambda one: one * (1 + jax.lax.axis_index("fsdp")).astype(one.dtype))(cotangent),
+        per_shard(lambda value: value * (1 + jax.lax.axis_index("fsdp")).astype(value.dtype))(
+            cotangent
+        ),
     )
 
 
@@ -177,7 +181,7 @@ def test_values_that_differ(golden: Golden) -> None:
     """Each shard normalises over its own rows: right alone, wrong in parts."""
     pm = manager()
     x = pm.shard(np.arange(32, dtype=np.float32).reshape(4, 8), sw.BATCH, sw.EMBED)
-    wrong = per_shard(lambda one: one - one.sum())
+    wrong = per_shard(lambda value: value - value.sum())
     golden(failing(lambda: assert_same_as_unsharded(wrong, x, manager=pm, grad=False)))
 
 
@@ -195,13 +199,15 @@ def test_whole_numbers_and_nan_and_infinity() -> None:
     pm = manager()
     x = pm.shard(np.array([[np.nan, np.inf], [1.0, -np.inf]], np.float32), sw.BATCH, sw.EMPTY)
     assert_same_as_unsharded(lambda x: x * 2, x, manager=pm)
-    index = per_shard(lambda one: jnp.where(jnp.isnan(one), jax.lax.axis_index("fsdp") + 1.0, one))
+    index = per_shard(
+        lambda value: jnp.where(jnp.isnan(value), jax.lax.axis_index("fsdp") + 1.0, value)
+    )
     assert_same_as_unsharded(index, x, manager=pm, grad=False)
     second = pm.shard(np.array([[1.0, 1.0], [np.nan, 1.0]], np.float32), sw.BATCH, sw.EMPTY)
     assert "8 B         2        1          1,0  ±2.0e-05" in failing(
         lambda: assert_same_as_unsharded(index, second, manager=pm, grad=False)
     )
-    counts = per_shard(lambda one: one.astype(jnp.int32) + jax.lax.axis_index("fsdp"))
+    counts = per_shard(lambda value: value.astype(jnp.int32) + jax.lax.axis_index("fsdp"))
     ones = pm.shard(np.ones((4, 2), np.float32), sw.BATCH, sw.EMPTY)
     assert "int32" in failing(
         lambda: assert_same_as_unsharded(counts, ones, manager=pm, grad=False)
@@ -225,7 +231,7 @@ def test_other_trees_and_no_numbers_are_no_comparison() -> None:
 def test_tolerances() -> None:
     pm = manager()
     x = pm.shard(np.full((4, 8), 2.0, np.float32), sw.BATCH, sw.EMBED)
-    off = per_shard(lambda one: one + 1e-3 * jax.lax.axis_index("fsdp"))
+    off = per_shard(lambda value: value + 1e-3 * jax.lax.axis_index("fsdp"))
     assert "±4.0e-05" in failing(lambda: assert_same_as_unsharded(off, x, manager=pm, grad=False))
     assert_same_as_unsharded(off, x, manager=pm, grad=False, rtol=1e-3)
     assert_same_as_unsharded(off, x, manager=pm, grad=False, atol=1e-2)

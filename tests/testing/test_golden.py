@@ -513,5 +513,5 @@ def test_no_two_tests_have_one_file_by_their_names(run: Run, pytester: pytest.Py
         "E     fix   give each a name: golden("
     )
     assert said(result).count(says) == 2
-    found = sorted(path.name for path in (pytester.path / "golden" / "test_a").iterdir())
-    assert found == ["TestA-x.txt", "TestB-x.txt", "named30.txt", "named31.txt"]
+    actual = sorted(path.name for path in (pytester.path / "golden" / "test_a").iterdir())
+    assert actual == ["TestA-x.txt", "TestB-x.txt", "named30.txt", "named31.txt"]

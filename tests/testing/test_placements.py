@@ -30,11 +30,11 @@ def meshes() -> tuple[Mesh, Mesh, Mesh]:
     """Return three meshes tp=4: of four devices, of the same backwards, of four others."""
     devices = cpu_mesh("tp:8").devices
     types = (jax.sharding.AxisType.Auto,)
-    one, other, rest = (
+    first, other, rest = (
         Mesh(some, ("tp",), axis_types=types)
         for some in (devices[:4], devices[:4][::-1], devices[4:])
     )
-    return one, other, rest
+    return first, other, rest
 
 
 def test_other_devices_are_another_place() -> None:

@@ -151,9 +151,11 @@ def test_what_ran_before_does_not_count_in_a_function_that_calls_it_either() -> 
     assert failing(lambda: assert_no_retrace(call, (jnp.ones(3),), (jnp.ones(4),))).startswith(
         "call 2 of call traced double"
     )
-    with watch_compilations() as found:
+    with watch_compilations() as compilations:
         call(jnp.ones(4))
-    assert (found.traced, found.compiled) == ([], []), "what was compiled before still is"
+    assert (compilations.traced, compilations.compiled) == ([], []), (
+        "what was compiled before still is"
+    )
 
 
 def plain(x: Any) -> Any:
@@ -221,7 +223,7 @@ class State(NamedTuple):
 def test_arguments_that_are_not_in_a_tuple() -> None:
     """An array would be unpacked into its rows, a state into its fields."""
     x = jnp.ones((2, 3))
-    for calls, got in [
+    for calls, actual in [
         ((x, x), "call 1 is one ArrayImpl"),
         (((x,), lambda out: out), "the function of call 2 returned one ArrayImpl"),
         ((State(x, x), State(x, x)), "call 1 is one State"),
@@ -229,7 +231,7 @@ def test_arguments_that_are_not_in_a_tuple() -> None:
         with pytest.raises(
             TypeError,
             match=(
-                rf"{got}, not the arguments of a call\n"
+                rf"{actual}, not the arguments of a call\n"
                 rf"  fix   .*assert_no_retrace\(f, \(x,\), \(x,\)\)"
             ),
         ):
@@ -240,11 +242,11 @@ def test_only_this_thread_is_watched_and_nothing_stays() -> None:
     def elsewhere() -> None:
         jax.jit(lambda x: x - 3)(np.ones(5))
 
-    with watch_compilations() as found:
+    with watch_compilations() as compilations:
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-    assert (found.traced, found.compiled) == ([], [])
+    assert (compilations.traced, compilations.compiled) == ([], [])
     with watch_compilations() as first:
         jax.jit(lambda x: x - 4)(np.ones(5))
     assert first.compiled

@@ -33,13 +33,13 @@ def test_abstract_then_shardings_then_arrays() -> None:
     assert spec_tree(pm.shardings(specs())) == wanted
     shapes = initialize.abstract(specs())
     assert (shapes["embed"].shape, shapes["blocks"][1]["up"].dtype) == ((64, 16), jnp.bfloat16)
-    made = pm.init(specs(), jax.random.key(0))
-    assert jax.tree.map(lambda leaf: leaf.sharding.spec, made) == wanted
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made) == jax.tree.map(
+    arrays = pm.init(specs(), jax.random.key(0))
+    assert jax.tree.map(lambda leaf: leaf.sharding.spec, arrays) == wanted
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), arrays) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), shapes
     )
-    np.testing.assert_array_equal(made["norm"], np.ones(16))
-    assert 0.015 < np.std(made["embed"]) < 0.025
+    np.testing.assert_array_equal(arrays["norm"], np.ones(16))
+    assert 0.015 < np.std(arrays["embed"]) < 0.025
 
 
 def test_init_never_holds_a_whole_copy() -> None:
@@ -65,21 +65,21 @@ def test_init_never_holds_a_whole_copy() -> None:
     assert memory.temp_size_in_bytes < 4 * 1024 * 1024, (
         "less than one whole array beside the shards"
     )
-    made = pm.init(big, jax.random.key(0))
-    for leaf in jax.tree.leaves(made):
+    arrays = pm.init(big, jax.random.key(0))
+    for leaf in jax.tree.leaves(arrays):
         assert {shard.data.size * 8 for shard in leaf.addressable_shards} == {leaf.size}
 
 
 def test_values_depend_on_the_path_only() -> None:
     key = jax.random.key(7)
-    one = manager("single", "dp:1").init(specs(), key)
+    cache = manager("single", "dp:1").init(specs(), key)
     many = manager().init(specs(), key)
     # Not bit by bit: another partition fuses otherwise, and the last bit with it.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(
             np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-6
         ),
-        one,
+        cache,
         many,
     )
     grown = manager().init(
@@ -131,12 +131,12 @@ def test_stacked_specs_scan_over_layers() -> None:
     stack = sw.stack_specs(layer, 3)
     assert stack["up"].shape == (3, 16, 32)
     assert stack["up"].axes == (sw.LAYERS, *KERNEL)
-    made = pm.init(stack, jax.random.key(0))
-    assert (made["up"].sharding.spec, made["down"].sharding.spec) == (
+    arrays = pm.init(stack, jax.random.key(0))
+    assert (arrays["up"].sharding.spec, arrays["down"].sharding.spec) == (
         P(None, "fsdp", "tp"),
         P(None, "tp", "fsdp"),
     )
-    assert not np.array_equal(made["up"][0], made["up"][1]), "each layer has its own key"
+    assert not np.array_equal(arrays["up"][0], arrays["up"][1]), "each layer has its own key"
     x = pm.shard(np.ones((8, 16), np.float32), sw.BATCH, sw.EMPTY)
 
     def run(stack: Any, x: Any) -> Any:
@@ -150,10 +150,10 @@ def test_stacked_specs_scan_over_layers() -> None:
 
     wanted = np.ones((8, 16), np.float32)
     for at in range(3):
-        wanted = wanted + np.tanh(wanted @ np.asarray(made["up"][at])) @ np.asarray(
-            made["down"][at]
+        wanted = wanted + np.tanh(wanted @ np.asarray(arrays["up"][at])) @ np.asarray(
+            arrays["down"][at]
         )
-    np.testing.assert_allclose(jax.jit(run)(made, x), wanted, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(run)(arrays, x), wanted, rtol=1e-5)
 
 
 # Path rules.
@@ -163,12 +163,12 @@ RULES = [("embed", (sw.VOCAB, sw.EMBED)), (r"up$", KERNEL), ("norm", (sw.NORM,))
 
 def test_first_match_wins() -> None:
     shapes = initialize.abstract(specs())
-    found = sw.match_paths(
+    matched = sw.match_paths(
         shapes, [("blocks/1", sw.Replicated), *RULES, ("blocks/0", sw.ColumnWise)]
     )
-    assert found.annotations["blocks"] == [{"up": KERNEL}, {"up": sw.Replicated}]
-    assert (found.unmatched, found.unused, found.shadowed) == ((), (), ("blocks/0",))
-    assert spec_tree(manager().shardings(shapes, found.annotations))["blocks"] == [
+    assert matched.annotations["blocks"] == [{"up": KERNEL}, {"up": sw.Replicated}]
+    assert (matched.unmatched, matched.unused, matched.shadowed) == ((), (), ("blocks/0",))
+    assert spec_tree(manager().shardings(shapes, matched.annotations))["blocks"] == [
         {"up": P("fsdp", "tp")},
         {"up": P()},
     ]
@@ -200,17 +200,17 @@ def test_unmatched_unused_and_shadowed() -> None:
 
 
 def test_duplicate_pattern_is_reported() -> None:
-    found = sw.match_paths({"a": np.zeros(4)}, [("a", (sw.NORM,)), ("a", (sw.EMBED,))])
-    assert found.annotations == {"a": (sw.NORM,)}
-    assert found.shadowed == ("a",)
+    matched = sw.match_paths({"a": np.zeros(4)}, [("a", (sw.NORM,)), ("a", (sw.EMBED,))])
+    assert matched.annotations == {"a": (sw.NORM,)}
+    assert matched.shadowed == ("a",)
 
 
 def test_loose_path_rules_give_annotations() -> None:
     tree = {"w": np.zeros((8, 4)), "norm": np.zeros(8), "step": np.zeros(())}
-    found = sw.match_paths(tree, [("w", (sw.EMBED, sw.MLP_INTERMEDIATE))], strict=False)
-    assert (found.unmatched, found.annotations["norm"]) == (("norm",), sw.Replicated)
+    matched = sw.match_paths(tree, [("w", (sw.EMBED, sw.MLP_INTERMEDIATE))], strict=False)
+    assert (matched.unmatched, matched.annotations["norm"]) == (("norm",), sw.Replicated)
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.create_mesh("fsdp:8"))
-    specs = jax.tree.map(lambda sharding: sharding.spec, pm.shardings(tree, found.annotations))
+    specs = jax.tree.map(lambda sharding: sharding.spec, pm.shardings(tree, matched.annotations))
     assert specs == {"w": P("fsdp"), "norm": P(), "step": P()}
     with pytest.raises(sw.StrategyError, match="norm: no partition rule matches"):
         fjformer.match_partition_rules([("w", P("fsdp"))], tree)
@@ -263,8 +263,8 @@ def test_narrowed_dtype_names_its_cause() -> None:
     ):
         manager().init(wide, jax.random.key(0))
     with jax.enable_x64(True):
-        made = manager().init(wide, jax.random.key(0))
-    assert (made["w"].dtype, made["v"].dtype) == (jnp.float64, jnp.float32)
+        arrays = manager().init(wide, jax.random.key(0))
+    assert (arrays["w"].dtype, arrays["v"].dtype) == (jnp.float64, jnp.float32)
 
 
 # Annotated trees.
@@ -344,14 +344,14 @@ def test_container_data_differs() -> None:
 
 def test_path_match_is_not_annotations() -> None:
     arrays = {"a": np.zeros(4), "b": np.zeros(4)}
-    found = sw.match_paths(arrays, [(".*", (sw.NORM,))])
+    matched = sw.match_paths(arrays, [(".*", (sw.NORM,))])
     with pytest.raises(
         sw.StrategyError,
         match=r"^a PathMatch is not a tree of annotations\n"
         r"  fix   pass match_paths\(...\).annotations$",
     ):
-        manager().shardings(arrays, found)
-    assert spec_tree(manager().shardings(arrays, found.annotations)) == {"a": P(), "b": P()}
+        manager().shardings(arrays, matched)
+    assert spec_tree(manager().shardings(arrays, matched.annotations)) == {"a": P(), "b": P()}
 
 
 def test_bad_annotations_are_all_named() -> None:

@@ -54,16 +54,16 @@ def specs(shardings: Any) -> list[Any]:
 )
 def test_scales_follow_their_values(blocks: Any, scale_shape: Any, scale_spec: Any) -> None:
     for axes in (KERNEL, sw.ColumnWise):
-        made = quantized(weight(axes=axes), blocks, zero_point=jnp.int8)
-        assert (made.value.shape, made.value.dtype, made.scale.shape, made.scale.dtype) == (
+        parts = quantized(weight(axes=axes), blocks, zero_point=jnp.int8)
+        assert (parts.value.shape, parts.value.dtype, parts.scale.shape, parts.scale.dtype) == (
             (64, 96),
             jnp.int8,
             scale_shape,
             jnp.float32,
         )
-        assert (made.zero_point.shape, made.zero_point.dtype) == (scale_shape, jnp.int8)
-        found = manager().shardings({"w": made})["w"]
-        assert (found.value.spec, found.scale.spec, found.zero_point.spec) == (
+        assert (parts.zero_point.shape, parts.zero_point.dtype) == (scale_shape, jnp.int8)
+        shardings = manager().shardings({"w": parts})["w"]
+        assert (shardings.value.spec, shardings.scale.spec, shardings.zero_point.spec) == (
             P("fsdp", "tp"),
             scale_spec,
             scale_spec,
@@ -73,20 +73,20 @@ def test_scales_follow_their_values(blocks: Any, scale_shape: Any, scale_spec: A
 @pytest.mark.parametrize(("rows", "fits"), [(8, True), (16, True), (32, False)])
 def test_block_is_never_split(rows: int, fits: bool) -> None:
     """Where it fits, the values of each device are scaled by what the same device holds."""
-    made = quantized(weight(), (rows, 1))
+    parts = quantized(weight(), (rows, 1))
     if not fits:
         with pytest.raises(
             sw.IndivisibleError,
             match=r"^w/scale dim 0 EMBED: 2 blocks of 32 do not divide over fsdp, .*may not be "
             r"split",
         ) as caught:
-            manager().shardings({"w": made})
+            manager().shardings({"w": parts})
         assert "choose a block size whose number of blocks divides" in caught.value.fix
         return
-    found = manager().shardings(made)
-    values = found.value.devices_indices_map(made.value.shape)
-    for device, (scale_rows, scale_columns) in found.scale.devices_indices_map(
-        made.scale.shape
+    shardings = manager().shardings(parts)
+    values = shardings.value.devices_indices_map(parts.value.shape)
+    for device, (scale_rows, scale_columns) in shardings.scale.devices_indices_map(
+        parts.scale.shape
     ).items():
         row, column = values[device]
         assert (scale_rows.start * rows, scale_rows.stop * rows) == (row.start, row.stop)
@@ -95,7 +95,7 @@ def test_block_is_never_split(rows: int, fits: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
 def test_sharded_equals_unsharded_in_place(dtype: Any) -> None:
-    made = quantized(weight(), (16, 1), dtype=dtype, zero_point=jnp.float32)
+    weight_parts = quantized(weight(), (16, 1), dtype=dtype, zero_point=jnp.float32)
     w = jax.random.normal(jax.random.key(0), (64, 96))
     top = jnp.iinfo(dtype).max
     blocks = w.reshape(4, 16, 96)
@@ -110,7 +110,7 @@ def test_sharded_equals_unsharded_in_place(dtype: Any) -> None:
         apart = parts.value.reshape(4, 16, 96).astype(jnp.float32)
         return ((apart - parts.zero_point[:, None]) * parts.scale[:, None]).reshape(64, 96)
 
-    shardings = manager().shardings(made)
+    shardings = manager().shardings(weight_parts)
     placed = jax.device_put(parts, shardings)
     assert jax.tree.map(lambda leaf: leaf.sharding, placed) == shardings
     jitted = jax.jit(dequantized, out_shardings=shardings.value)
@@ -170,20 +170,20 @@ def test_invalid_blocks() -> None:
 
 def test_exceptions_by_path_cover_every_part() -> None:
     pm = manager(tensors=[{"match": "^head$", "embed": "tp", "mlp_intermediate": "fsdp"}])
-    made = {
+    parts = {
         "head": quantized(weight(), (16, 1), path="head"),
         "other": quantized(weight(), (16, 1), path="other"),
     }
-    assert specs(pm.shardings(made)) == [P("tp", "fsdp")] * 2 + [P("fsdp", "tp")] * 2
+    assert specs(pm.shardings(parts)) == [P("tp", "fsdp")] * 2 + [P("fsdp", "tp")] * 2
     pair = {"head": low_rank(weight(), 4, path="head")}
     assert specs(pm.shardings(pair)) == [P("tp"), P(None, "fsdp")]
 
 
 def test_parts_of_a_stack_of_layers() -> None:
-    made = sw.stack_specs({"w": quantized(weight(), (16, 1)), "pair": low_rank(weight(), 4)}, 3)
-    assert (made["w"].scale.shape, made["pair"].a.shape) == ((3, 4, 96), (3, 64, 4))
-    found = manager().shardings(made)
-    assert (found["w"].scale.spec, found["pair"].a.spec, found["pair"].b.spec) == (
+    parts = sw.stack_specs({"w": quantized(weight(), (16, 1)), "pair": low_rank(weight(), 4)}, 3)
+    assert (parts["w"].scale.shape, parts["pair"].a.shape) == ((3, 4, 96), (3, 64, 4))
+    shardings = manager().shardings(parts)
+    assert (shardings["w"].scale.spec, shardings["pair"].a.spec, shardings["pair"].b.spec) == (
         P(None, "fsdp", "tp"),
         P(None, "fsdp"),
         P(None, None, "tp"),
@@ -222,21 +222,21 @@ def test_parts_of_a_stack_of_layers() -> None:
     ],
 )
 def test_pair_follows_inputs_and_outputs(axes: Any, shape: Any, how: Any, a: Any, b: Any) -> None:
-    made = low_rank(weight(shape, axes, jnp.bfloat16), 4, **how)
-    found = manager().shardings(made)
-    assert ((made.a.shape, found.a.spec), (made.b.shape, found.b.spec)) == (a, b)
-    assert (made.a.dtype, low_rank(weight(), 4, dtype=jnp.float32).b.dtype) == (
+    parts = low_rank(weight(shape, axes, jnp.bfloat16), 4, **how)
+    shardings = manager().shardings(parts)
+    assert ((parts.a.shape, shardings.a.spec), (parts.b.shape, shardings.b.spec)) == (a, b)
+    assert (parts.a.dtype, low_rank(weight(), 4, dtype=jnp.float32).b.dtype) == (
         jnp.bfloat16,
         jnp.float32,
     )
 
 
 def test_pair_starts_as_zero() -> None:
-    made = manager().init(
+    arrays = manager().init(
         {"w": low_rank(weight((64, 8, 4), (sw.EMBED, sw.HEAD, sw.HEAD_DIM)), 32)}, jax.random.key(0)
     )["w"]
-    assert 0.9 < float(jnp.std(made.a)) * 8 < 1.1, "variance 1 / inputs"
-    assert not np.asarray(made.b).any()
+    assert 0.9 < float(jnp.std(arrays.a)) * 8 < 1.1, "variance 1 / inputs"
+    assert not np.asarray(arrays.b).any()
     deep = manager().init(
         low_rank(weight((4, 64, 96), (sw.LAYERS, *KERNEL)), 32, leading=1), jax.random.key(0)
     )
@@ -261,12 +261,12 @@ def test_sharded_equals_unsharded() -> None:
     want, wanted = jax.value_and_grad(loss)(parts, x)
     shardings = pm.shardings(trees)
     placed = jax.device_put(parts, shardings)
-    got, gradients = jax.jit(
+    actual, gradients = jax.jit(
         lambda parts, x: jax.value_and_grad(loss)(parts, x, pm), out_shardings=(None, shardings)
     )(placed, x)
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(actual, want, rtol=1e-5)
     jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5),
+        lambda value, other: np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-5),
         gradients,
         wanted,
     )

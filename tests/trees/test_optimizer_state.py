@@ -106,17 +106,17 @@ def test_state_is_created_sharded(name: str) -> None:
     tx = COPIES[name]()
     shardings = pm.state_shardings(state_of(tx, params()), params())
     values = pm.init(params(), jax.random.key(0))
-    made = jax.jit(tx.init, out_shardings=shardings)(values)
-    assert jax.tree.structure(made) == jax.tree.structure(tx.init(values))
+    created = jax.jit(tx.init, out_shardings=shardings)(values)
+    assert jax.tree.structure(created) == jax.tree.structure(tx.init(values))
 
     def step(state: Any, values: Any) -> Any:
         updates, state = tx.update(jax.tree.map(jnp.ones_like, values), state, values)
         return state, optax.apply_updates(values, updates)
 
     param_shardings = pm.shardings(params())
-    after, moved = jax.jit(step, out_shardings=(shardings, param_shardings))(made, values)
+    after, moved = jax.jit(step, out_shardings=(shardings, param_shardings))(created, values)
     assert jax.tree.map(lambda leaf: leaf.sharding, moved) == param_shardings
-    assert jax.tree.structure(after) == jax.tree.structure(made)
+    assert jax.tree.structure(after) == jax.tree.structure(created)
 
 
 def test_slow_parameters_of_lookahead() -> None:
@@ -126,8 +126,8 @@ def test_slow_parameters_of_lookahead() -> None:
     pairs = pm.shardings(both)
     assert spec_tree(pairs.fast) == spec_tree(pairs.slow) == spec_tree(pm.shardings(params()))
     tx = optax.lookahead(optax.adam(1e-3), sync_period=2, slow_step_size=0.5)
-    found = pm.state_shardings(state_of(tx, both), params())
-    assert found.fast_state[0].mu["embed"].spec == P("tp", "fsdp")
+    shardings = pm.state_shardings(state_of(tx, both), params())
+    assert shardings.fast_state[0].mu["embed"].spec == P("tp", "fsdp")
 
 
 def test_separate_annotations() -> None:
@@ -150,16 +150,16 @@ def test_exceptions_use_the_parameter_path() -> None:
         "w": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
         "v": sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
     }
-    found = pm.state_shardings(state_of(optax.adam(1e-3), specs), specs)
+    shardings = pm.state_shardings(state_of(optax.adam(1e-3), specs), specs)
     assert (
-        spec_tree(found[0].mu)
+        spec_tree(shardings[0].mu)
         == spec_tree(pm.shardings(specs))
         == {"w": P("tp", "fsdp"), "v": P("fsdp", "tp")}
     )
     state = state_of(optax.adam(1e-3), specs)
-    assert pm.shardings(state, sw.annotate_state(state, specs), role="state") == found
-    found = pm.state_shardings(state_of(optax.sm3(1e-3), specs), specs)
-    assert spec_tree(found[0].mu) == {"w": [P("tp"), P("fsdp")], "v": [P("fsdp"), P("tp")]}
+    assert pm.shardings(state, sw.annotate_state(state, specs), role="state") == shardings
+    shardings = pm.state_shardings(state_of(optax.sm3(1e-3), specs), specs)
+    assert spec_tree(shardings[0].mu) == {"w": [P("tp"), P("fsdp")], "v": [P("fsdp"), P("tp")]}
 
 
 # Factored moments.
@@ -188,9 +188,9 @@ def test_factored_moments_lose_a_dim() -> None:
     The row sums of a wide kernel and of a tall kernel therefore keep the same dim, EMBED.
     """
     state = state_of(adafactor(momentum=0.9), factored_specs())
-    found = manager().state_shardings(state, factored_specs())
-    assert jax.tree.structure(found) == jax.tree.structure(state)
-    factored = spec_tree(found[0])
+    shardings = manager().state_shardings(state, factored_specs())
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    factored = spec_tree(shardings[0])
     fsdp, tp, both, nothing = P("fsdp"), P("tp"), P("fsdp", "tp"), P()
     rows = {
         "wide": fsdp,
@@ -250,15 +250,15 @@ def test_one_element_placeholders() -> None:
         "w": sw.ArraySpec((1, 1), jnp.float32, (sw.EMPTY, sw.EMPTY), ones),
         "b": sw.ArraySpec((1,), jnp.float32, (sw.NORM,), ones),
     }
-    found = sw.annotate_state(
+    actual = sw.annotate_state(
         state_of(adafactor(min_dim_size_to_factor=1), tiny), tiny, by_path=False
     )[0]
-    assert (found.v_row["w"].dims, found.v_col["w"].dims, found.v["w"].dims) == (
+    assert (actual.v_row["w"].dims, actual.v_col["w"].dims, actual.v["w"].dims) == (
         (0,),
         (1,),
         (None,),
     )
-    assert (found.v_row["b"].dims, found.v_col["b"].dims, found.v["b"]) == (
+    assert (actual.v_row["b"].dims, actual.v_col["b"].dims, actual.v["b"]) == (
         (None,),
         (None,),
         (sw.NORM,),
@@ -269,18 +269,18 @@ def test_factored_moments_of_some_parameters() -> None:
     """Masks and labels leave holes. The type of the rest is known."""
     labels = {"embed": "factored", "blocks": [{"up": "factored"}, {"up": "sgd"}], "norm": "sgd"}
     for tx, at in (
-        (optax.masked(adafactor(), MASK), lambda found: found.inner_state[0]),
+        (optax.masked(adafactor(), MASK), lambda actual: actual.inner_state[0]),
         (
             optax.partition({"factored": adafactor(), "sgd": optax.sgd(1e-2)}, labels),
-            lambda found: found.inner_states["factored"].inner_state[0],
+            lambda actual: actual.inner_states["factored"].inner_state[0],
         ),
     ):
         state = state_of(tx, params())
-        found = manager().state_shardings(state, params())
-        assert jax.tree.structure(found) == jax.tree.structure(state)
-        assert at(found).v_row["embed"].spec == P("fsdp")
-        assert at(found).v_col["embed"].spec == P("tp")
-        assert isinstance(at(found).v_row["norm"], optax.MaskedNode)
+        shardings = manager().state_shardings(state, params())
+        assert jax.tree.structure(shardings) == jax.tree.structure(state)
+        assert at(shardings).v_row["embed"].spec == P("fsdp")
+        assert at(shardings).v_col["embed"].spec == P("tp")
+        assert isinstance(at(shardings).v_row["norm"], optax.MaskedNode)
 
 
 @pytest.mark.parametrize("tx", [adafactor(momentum=0.9), optax.sm3(0.1)], ids=["adafactor", "sm3"])
@@ -301,17 +301,17 @@ def test_twenty_steps_equal_one_device(tx: Any) -> None:
             return jnp.mean((jnp.tanh(x @ values["up"]) @ values["down"] - x[:, ::-1]) ** 2)
 
         def step(values: Any, state: Any, x: Any) -> Any:
-            found, gradients = jax.value_and_grad(loss)(values, x)
+            actual, gradients = jax.value_and_grad(loss)(values, x)
             updates, state = tx.update(gradients, state, values)
-            return optax.apply_updates(values, updates), state, found
+            return optax.apply_updates(values, updates), state, actual
 
         values = pm.init(specs, jax.random.key(0))
         state = jax.jit(tx.init, out_shardings=placed[1])(values)
         run = jax.jit(step, out_shardings=(*placed, None))
         losses[preset] = []
         for _ in range(20):
-            values, state, found = run(values, state, pm.shard(x, sw.BATCH, sw.EMPTY))
-            losses[preset].append(float(found))
+            values, state, actual = run(values, state, pm.shard(x, sw.BATCH, sw.EMPTY))
+            losses[preset].append(float(actual))
         assert jax.tree.map(lambda leaf: leaf.sharding, (values, state)) == placed
     np.testing.assert_allclose(losses["fsdp_tp"], losses["single"], rtol=1e-5)
     assert losses["single"][-1] < losses["single"][0]
@@ -321,8 +321,10 @@ def test_twenty_steps_equal_one_device(tx: Any) -> None:
 
 
 def test_one_accumulator_per_dim() -> None:
-    found = manager().state_shardings(state_of(optax.sm3(1e-3), factored_specs()), factored_specs())
-    mu = spec_tree(found[0].mu)
+    shardings = manager().state_shardings(
+        state_of(optax.sm3(1e-3), factored_specs()), factored_specs()
+    )
+    mu = spec_tree(shardings[0].mu)
     assert (mu["wide"], mu["tall"]) == ([P("fsdp"), P("tp")], [P("tp"), P("fsdp")])
     assert (mu["square"], mu["layout"]) == ([P("fsdp"), P("tp")], [P("tp"), P("fsdp")])
     assert (mu["stack"], mu["norm"]) == ([P(), P("fsdp"), P("tp")], [P()])
@@ -330,10 +332,10 @@ def test_one_accumulator_per_dim() -> None:
 
 def test_history_has_a_leading_dim() -> None:
     state = state_of(optax.lbfgs(memory_size=5), params())
-    found = manager().state_shardings(state, params())[0]
-    assert spec_tree(found.diff_params_memory)["blocks"][0]["up"] == P(None, "fsdp", "tp")
-    assert spec_tree(found.diff_updates_memory)["embed"] == P(None, "tp", "fsdp")
-    assert (found.weights_memory.spec, found.params["embed"].spec) == (P(), P("tp", "fsdp"))
+    shardings = manager().state_shardings(state, params())[0]
+    assert spec_tree(shardings.diff_params_memory)["blocks"][0]["up"] == P(None, "fsdp", "tp")
+    assert spec_tree(shardings.diff_updates_memory)["embed"] == P(None, "tp", "fsdp")
+    assert (shardings.weights_memory.spec, shardings.params["embed"].spec) == (P(), P("tp", "fsdp"))
 
 
 @pytest.mark.parametrize(
@@ -345,19 +347,22 @@ def test_history_has_a_leading_dim() -> None:
     ],
 )
 def test_global_statistics_are_replicated(tx: Callable[[], Any], pattern: str, whole: int) -> None:
-    found = specs_by_path(manager().state_shardings(state_of(tx(), params()), params()))
-    own = [spec for path, spec in found.items() if re.search(pattern, path)]
+    shardings = specs_by_path(manager().state_shardings(state_of(tx(), params()), params()))
+    own = [spec for path, spec in shardings.items() if re.search(pattern, path)]
     assert own == [P()] * whole
     assert (
-        sum(path.endswith("embed") and spec == P("tp", "fsdp") for path, spec in found.items()) >= 1
+        sum(path.endswith("embed") and spec == P("tp", "fsdp") for path, spec in shardings.items())
+        >= 1
     )
 
 
 def test_nested_moments_are_found() -> None:
     """Mechanic adds its own statistics to any inner state."""
-    found = manager().state_shardings(state_of(contrib.mechanize(adafactor()), params()), params())
-    assert found.base_optimizer_state[0].v_col["embed"].spec == P("tp")
-    assert found.x0["embed"].spec == P("tp", "fsdp")
+    shardings = manager().state_shardings(
+        state_of(contrib.mechanize(adafactor()), params()), params()
+    )
+    assert shardings.base_optimizer_state[0].v_col["embed"].spec == P("tp")
+    assert shardings.x0["embed"].spec == P("tp", "fsdp")
 
 
 # What follows nothing.

@@ -38,8 +38,8 @@ def test_type_of_another_package_is_ignored() -> None:
         manager().state_shardings(state, weight)
     assert "overrides={'v_row/w': (...)}" in caught.value.fix
     overrides = {"v_row": (sw.EMBED,), "v_col": (sw.MLP_INTERMEDIATE,), "v/w": (sw.EMPTY,)}
-    found = manager().state_shardings(state, weight, overrides=overrides)
-    assert (found.v_row["w"].spec, found.v_col["w"].spec, found.v["w"].spec) == (
+    shardings = manager().state_shardings(state, weight, overrides=overrides)
+    assert (shardings.v_row["w"].spec, shardings.v_col["w"].spec, shardings.v["w"].spec) == (
         P("fsdp"),
         P("tp"),
         P(),
@@ -72,20 +72,20 @@ def test_mixed_dims_need_an_annotation(tx: Callable[[], Any], path: str) -> None
     with pytest.raises(sw.ShardingError, match="overrides=") as caught:
         manager().state_shardings(state, params())
     assert path in [problem.path for problem in caught.value.problems]
-    found = manager().state_shardings(
+    shardings = manager().state_shardings(
         state,
         params(),
         overrides={problem.path: sw.Replicated for problem in caught.value.problems},
     )
-    assert specs_by_path(found)[path] == P()
+    assert specs_by_path(shardings)[path] == P()
 
 
 def test_joined_state_names_optax_flatten() -> None:
     """With a single parameter, joined state cannot be told from other state."""
     flat = optax.flatten(optax.sgd(1e-2, momentum=0.9))
     sizes = sum(
-        math.prod(one.shape)
-        for one in jax.tree.leaves(params(), is_leaf=lambda one: isinstance(one, sw.ArraySpec))
+        math.prod(leaf.shape)
+        for leaf in jax.tree.leaves(params(), is_leaf=lambda value: isinstance(value, sw.ArraySpec))
     )
     says = (
         rf"^0/trace: state of shape \({sizes},\) follows no parameter: it has as many elements as "
@@ -114,10 +114,10 @@ def test_scalars_of_every_kind_are_replicated() -> None:
         "at": jnp.int32(1),
         "zero_d": np.zeros(()),
     }
-    found = manager().state_shardings(scalars, params())
-    assert specs_by_path(found) == dict.fromkeys(scalars, P())
+    shardings = manager().state_shardings(scalars, params())
+    assert specs_by_path(shardings) == dict.fromkeys(scalars, P())
     placed = manager().shard(scalars, dict.fromkeys(scalars, ()), role="state")
-    assert {name: (one.shape, one.dtype.name) for name, one in placed.items()} == {
+    assert {name: (leaf.shape, leaf.dtype.name) for name, leaf in placed.items()} == {
         "count": ((), "int32"),
         "rate": ((), "float32"),
         "steps": ((), "int32"),
@@ -171,8 +171,8 @@ def test_projected_state_is_not_a_copy() -> None:
         "0/base_optimizer_state/nu/w",
         "0/projector/w",
     ]
-    found = manager().state_shardings(state, square, overrides={"/w$": sw.Replicated})
-    specs = specs_by_path(found)
+    shardings = manager().state_shardings(state, square, overrides={"/w$": sw.Replicated})
+    specs = specs_by_path(shardings)
     assert (specs["0/base_optimizer_state/mu/norm"], specs["0/projector/norm"]) == (P("fsdp"), P())
 
 
@@ -181,10 +181,10 @@ def test_unused_override_is_named() -> None:
         r"the override 'trase' matches no leaf of the state\n  fix   did you mean 'trace'\? "
         r"the leaves are trace; patterns are searched \(re.search\) in their paths"
     )
-    one = {"trace": np.zeros((8,))}
+    trace = {"trace": np.zeros((8,))}
     with pytest.raises(sw.StrategyError, match=says):
         manager().state_shardings(
-            one, params(), overrides={"trace": (sw.EMBED,), "trase": (sw.EMBED,)}
+            trace, params(), overrides={"trace": (sw.EMBED,), "trase": (sw.EMBED,)}
         )
     state = state_of(optax.adam(1e-3), params())
     with pytest.raises(
@@ -222,8 +222,8 @@ def test_labels_cover_subtrees() -> None:
     tx = optax.multi_transform(
         {"x": optax.adam(1e-3), "y": optax.sgd(1e-2, momentum=0.9)}, {"enc": "x", "dec": "y"}
     )
-    found = specs_by_path(manager().state_shardings(state_of(tx, specs), specs))
-    assert {path: spec for path, spec in found.items() if spec != P()} == {
+    shardings = specs_by_path(manager().state_shardings(state_of(tx, specs), specs))
+    assert {path: spec for path, spec in shardings.items() if spec != P()} == {
         "inner_states/x/inner_state/0/mu/enc/a": P("fsdp", "tp"),
         "inner_states/x/inner_state/0/mu/enc/b": P("tp"),
         "inner_states/x/inner_state/0/nu/enc/a": P("fsdp", "tp"),
@@ -249,16 +249,16 @@ def test_parameters_with_empty_tuples(tx: Any) -> None:
         sw.ArraySpec((32,), jnp.float32, (sw.MLP_INTERMEDIATE,), ones),
     )
     specs = [(weight, bias), (), (weight, bias)]
-    found = manager().state_shardings(state_of(tx, specs), specs)
-    assert jax.tree.structure(found) == jax.tree.structure(state_of(tx, specs))
-    adam = (found.inner_state if hasattr(found, "inner_state") else found)[0]
+    shardings = manager().state_shardings(state_of(tx, specs), specs)
+    assert jax.tree.structure(shardings) == jax.tree.structure(state_of(tx, specs))
+    adam = (shardings.inner_state if hasattr(shardings, "inner_state") else shardings)[0]
     assert [sharding.spec for sharding in adam.mu[0]] == [P("fsdp", "tp"), P("tp")]
     beside = manager().state_shardings(
         state_of(tx, specs),
         initialize.abstract(specs),
         [(KERNEL, (sw.MLP_INTERMEDIATE,)), (), (KERNEL, (sw.MLP_INTERMEDIATE,))],
     )
-    assert specs_by_path(beside) == specs_by_path(found)
+    assert specs_by_path(beside) == specs_by_path(shardings)
 
 
 def test_suggested_override_is_accepted() -> None:
@@ -286,9 +286,9 @@ def test_longest_path_wins() -> None:
     "tx", [optax.adam(1e-3), optax.sm3(1e-3), adafactor(), optax.lbfgs(3), contrib.muon(1e-3)]
 )
 def test_single_array_as_parameters(tx: Any) -> None:
-    one = sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)
-    found = specs_by_path(manager().state_shardings(state_of(tx, one), one))
-    assert {P("fsdp", "tp"), P("fsdp"), P(None, "fsdp", "tp")} & set(found.values())
+    spec = sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal)
+    shardings = specs_by_path(manager().state_shardings(state_of(tx, spec), spec))
+    assert {P("fsdp", "tp"), P("fsdp"), P(None, "fsdp", "tp")} & set(shardings.values())
 
 
 def test_parameters_in_a_plain_tuple() -> None:
@@ -298,8 +298,8 @@ def test_parameters_in_a_plain_tuple() -> None:
         sw.ArraySpec((16, 32), jnp.float32, KERNEL, normal),
         sw.ArraySpec((32, 16), jnp.float32, KERNEL[::-1], normal),
     )
-    found = pm.state_shardings(state_of(optax.sgd(1e-2, momentum=0.9), pair), pair)
-    assert jax.tree.leaves(spec_tree(found), is_leaf=lambda leaf: isinstance(leaf, P)) == [
+    shardings = pm.state_shardings(state_of(optax.sgd(1e-2, momentum=0.9), pair), pair)
+    assert jax.tree.leaves(spec_tree(shardings), is_leaf=lambda leaf: isinstance(leaf, P)) == [
         P("fsdp", "tp"),
         P("tp", "fsdp"),
     ]

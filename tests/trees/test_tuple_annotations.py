@@ -123,8 +123,8 @@ def test_both_spellings_are_accepted() -> None:
 def test_tuple_pairs_at_any_path(other: Any) -> None:
     """Another place's prefix must not change what a tuple means."""
     pm = manager()
-    found = pm.shardings({"a": (array(), array()), "b": other}, {"a": PAIR, "b": (sw.EMBED,)})
-    assert specs(found["a"]) == SPECS
+    shardings = pm.shardings({"a": (array(), array()), "b": other}, {"a": PAIR, "b": (sw.EMBED,)})
+    assert specs(shardings["a"]) == SPECS
     placed = pm.shard({"a": (array(), array()), "b": other}, {"a": PAIR, "b": (sw.EMBED,)})
     assert [leaf.sharding.spec for leaf in placed["a"]] == SPECS
 
@@ -156,8 +156,8 @@ def test_annotation_covers_the_subtree(tree: Any) -> None:
 
 
 def test_composites_cover_a_list() -> None:
-    found = manager().shardings([array(), array()], ((sw.BATCH, sw.LENGTH), sw.VOCAB))
-    assert specs(found) == [P("dp", "tp")] * 2
+    shardings = manager().shardings([array(), array()], ((sw.BATCH, sw.LENGTH), sw.VOCAB))
+    assert specs(shardings) == [P("dp", "tp")] * 2
 
 
 class TestOutputs:
@@ -173,11 +173,11 @@ class TestOutputs:
         return mapped(x, x + 16)
 
     def test_a_tuple_of_outputs_pairs_below_the_top(self) -> None:
-        found = self.call(
+        actual = self.call(
             lambda x, y: {"a": (x, y), "b": x}, {"a": self.AXES, "b": (sw.BATCH, sw.EMPTY)}
         )
-        assert [one.sharding.spec for one in found["a"]] == [P("dp"), P("fsdp")]
-        np.testing.assert_array_equal(found["a"][1], np.arange(16, 32).reshape(4, 4))
+        assert [leaf.sharding.spec for leaf in actual["a"]] == [P("dp"), P("fsdp")]
+        np.testing.assert_array_equal(actual["a"][1], np.arange(16, 32).reshape(4, 4))
 
     def test_a_list_of_outputs_is_refused(self) -> None:
         with pytest.raises(
@@ -187,8 +187,8 @@ class TestOutputs:
 
     def test_one_output_of_composites(self) -> None:
         axes = {"a": ((sw.BATCH, sw.LENGTH), (sw.EMBED, sw.VOCAB))}
-        found = self.call(lambda x, y: {"a": x + y[:1]}, axes)
-        assert found["a"].sharding.spec == P("dp", ("fsdp", "tp"))
+        actual = self.call(lambda x, y: {"a": x + y[:1]}, axes)
+        assert actual["a"].sharding.spec == P("dp", ("fsdp", "tp"))
 
 
 class TestTreesOfAnnotationsAlone:
@@ -210,7 +210,7 @@ class TestTreesOfAnnotationsAlone:
             assert "Tensor(path=" in caught.value.fix
 
     def test_both_spellings_are_accepted(self) -> None:
-        assert [one.axes for one in as_tensors(list(PAIR))] == list(PAIR)
+        assert [tensor.axes for tensor in as_tensors(list(PAIR))] == list(PAIR)
         assert as_tensors([Tensor(path="w", axes=PAIR)])[0].axes == PAIR
 
     def test_one_composite_is_one_tensor(self) -> None:

@@ -182,9 +182,9 @@ class TestStacked:
         "layout", [sw.ColumnWise, sw.ColumnWise(), sw.ColumnWise.bias, sw.HiddenStateSharding]
     )
     def test_of_a_layout(self, layout: Any) -> None:
-        one, many = lower(layout), lower(sw.stacked(layout))
-        assert many.dims == (Dim(axes=(sw.LAYERS,)), *one.dims)
-        assert (many.mode, many.role) == (one.mode, one.role)
+        first, many = lower(layout), lower(sw.stacked(layout))
+        assert many.dims == (Dim(axes=(sw.LAYERS,)), *first.dims)
+        assert (many.mode, many.role) == (first.mode, first.role)
         assert sw.stacked(layout) == sw.stacked(layout)
         assert hash(sw.stacked(layout)) == hash(sw.stacked(layout))
 
@@ -193,13 +193,13 @@ class TestStacked:
         many = sw.stacked(spec, layers=3)
         assert many.shape == (3, 4, 8)
         assert many.dtype == jnp.bfloat16
-        made = many.init(jax.random.key(0), many.shape, many.dtype)
-        assert made.shape == (3, 4, 8)
-        assert made.dtype == jnp.bfloat16
+        arrays = many.init(jax.random.key(0), many.shape, many.dtype)
+        assert arrays.shape == (3, 4, 8)
+        assert arrays.dtype == jnp.bfloat16
         # One key per layer: layers differ, and each is what its key gives alone.
         keys = jax.random.split(jax.random.key(0), 3)
-        np.testing.assert_array_equal(made[1], spec.init(keys[1], spec.shape, spec.dtype))
-        assert not np.array_equal(made[0], made[1])
+        np.testing.assert_array_equal(arrays[1], spec.init(keys[1], spec.shape, spec.dtype))
+        assert not np.array_equal(arrays[0], arrays[1])
 
     def test_layers_go_with_an_array_spec_only(self) -> None:
         with pytest.raises(sw.StrategyError, match="layers= is required for an ArraySpec"):
@@ -450,7 +450,10 @@ class TestWhatIsChecked:
         assert lower(sw.Replicated).dims == ()
         literal = lower(P("dp", None, ("dp2", "tp"), P.UNCONSTRAINED), (1, 2, 3, 4, 5)).dims
         assert [dim.literal for dim in literal] == [("dp",), (), ("dp2", "tp"), ("?",), ()]
-        assert [describe(one) for one in (P("dp", None), sw.DynamicShardingAxes([sw.BATCH]))] == [
+        assert [
+            describe(annotation)
+            for annotation in (P("dp", None), sw.DynamicShardingAxes([sw.BATCH]))
+        ] == [
             str(P("dp", None)),
             "DynamicShardingAxes(BATCH)",
         ]

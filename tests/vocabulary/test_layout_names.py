@@ -38,9 +38,9 @@ def test_layout_whose_means_do_not_fit() -> None:
 
 def test_mode_by_a_symbolic_size() -> None:
     """Whether `b` is 1 is not known, so no mode can be picked; `b + 1` is more than 1."""
-    one, several = jax.export.symbolic_shape("b, b + 1")
+    first, several = jax.export.symbolic_shape("b, b + 1")
     with pytest.raises(sw.ShapeRequiredError, match=r"\bb\b") as caught:
-        mode_of_layout(1, (4, one))
+        mode_of_layout(1, (4, first))
     assert caught.value.fix == "pass mode="
     assert mode_of_layout(1, (4, several)) == sw.MODE_TRAIN
 

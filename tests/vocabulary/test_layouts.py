@@ -46,48 +46,48 @@ ids = [layout.__name__ for layout, _, _ in TABLE]
 
 @pytest.mark.parametrize(("layout", "axes", "mode"), TABLE, ids=ids)
 def test_axes_and_mode_of_class_and_instance(layout: Any, axes: list[Any], mode: str | int) -> None:
-    for one in (layout, layout()):
-        assert one.axes == axes
-        assert type(one.axes) is list
-        assert one.mode == mode
-        assert type(one.mode) is type(mode)
+    for form in (layout, layout()):
+        assert form.axes == axes
+        assert type(form.axes) is list
+        assert form.mode == mode
+        assert type(form.mode) is type(mode)
 
 
 @pytest.mark.parametrize(("layout", "axes", "mode"), TABLE, ids=ids)
 def test_axes_is_a_fresh_list_each_time(layout: Any, axes: list[Any], mode: str | int) -> None:
-    for one in (layout, layout()):
-        one.axes.append("spoilt")
-        for entry in one.axes:
+    for form in (layout, layout()):
+        form.axes.append("spoilt")
+        for entry in form.axes:
             if isinstance(entry, list):
                 entry.clear()
-        assert one.axes == axes
+        assert form.axes == axes
 
 
 @pytest.mark.parametrize(("layout", "axes", "mode"), TABLE, ids=ids)
 def test_an_instance_is_a_named_tuple_of_axes_and_mode(
     layout: Any, axes: list[Any], mode: str | int
 ) -> None:
-    made = layout()
-    assert isinstance(made, tuple)
-    assert len(made) == 2
-    assert made._fields == ("axes", "mode")
-    dims, own_mode = made
+    instance = layout()
+    assert isinstance(instance, tuple)
+    assert len(instance) == 2
+    assert instance._fields == ("axes", "mode")
+    dims, own_mode = instance
     assert [list(dim) if isinstance(dim, tuple) else dim for dim in dims] == axes
     assert own_mode == mode
-    assert layout(axes, mode) == made
+    assert layout(axes, mode) == instance
 
 
 @pytest.mark.parametrize(("layout", "axes", "mode"), TABLE, ids=ids)
 def test_layouts_hash_compare_and_pickle(layout: Any, axes: list[Any], mode: str | int) -> None:
-    made = layout()
-    assert made == layout()
-    assert hash(made) == hash(layout())
-    again = pickle.loads(pickle.dumps(made))
-    assert again == made
+    instance = layout()
+    assert instance == layout()
+    assert hash(instance) == hash(layout())
+    again = pickle.loads(pickle.dumps(instance))
+    assert again == instance
     assert type(again) is layout
     assert pickle.loads(pickle.dumps(layout)) is layout
-    assert made != tuple(made)
-    assert tuple(made) != made
+    assert instance != tuple(instance)
+    assert tuple(instance) != instance
 
 
 def test_the_table_is_complete() -> None:
@@ -151,9 +151,9 @@ class DecodedScores(Scores):
 
 
 def test_a_users_class_reads_like_ours() -> None:
-    for one in (Scores, Scores(), StoredScores, StoredScores()):
-        assert one.axes == [sw.BATCH, sw.HEAD, EMPTY, [sw.KV_LENGTH, sw.HEAD_DIM]]
-        assert one.mode == sw.MODE_PREFILL
+    for form in (Scores, Scores(), StoredScores, StoredScores()):
+        assert form.axes == [sw.BATCH, sw.HEAD, EMPTY, [sw.KV_LENGTH, sw.HEAD_DIM]]
+        assert form.mode == sw.MODE_PREFILL
     assert Scores.role is None
     assert StoredScores.role is Role.PARAM
     assert DecodedScores.axes == Scores.axes
@@ -176,13 +176,13 @@ def test_subclass_of_a_weight_layout() -> None:
 
 
 def test_the_base_class_takes_axes_and_a_mode() -> None:
-    made = sw.DynamicShardingAxes([sw.BATCH, None, [FSDP, SP]], mode=1)
-    assert made.axes == [sw.BATCH, EMPTY, [FSDP, SP]]
-    assert made.mode == 1
+    instance = sw.DynamicShardingAxes([sw.BATCH, None, [FSDP, SP]], mode=1)
+    assert instance.axes == [sw.BATCH, EMPTY, [FSDP, SP]]
+    assert instance.mode == 1
     assert sw.DynamicShardingAxes([sw.BATCH], "decode").mode == sw.MODE_DECODE
     assert sw.DynamicShardingAxes([sw.BATCH]).mode == sw.MODE_TRAIN
     assert sw.DynamicShardingAxes(axes=[sw.BATCH], mode=0) == sw.DynamicShardingAxes((sw.BATCH,), 0)
-    assert pickle.loads(pickle.dumps(made)) == made
+    assert pickle.loads(pickle.dumps(instance)) == instance
 
 
 def test_layout_with_another_mode() -> None:
@@ -212,15 +212,19 @@ CHANGES: list[tuple[dict[str, Any], sw.DynamicShardingAxes]] = [
 
 @pytest.mark.parametrize(("change", "wanted"), CHANGES)
 def test_replace_and_make_normalize(change: dict[str, Any], wanted: sw.DynamicShardingAxes) -> None:
-    found = [
+    actual = [
         ROWS._replace(**change),
         sw.DynamicShardingAxes._make({"axes": ROWS[0], "mode": ROWS[1], **change}.values()),
     ]
     if sys.version_info >= (3, 13):
-        found.append(copy.replace(ROWS, **change))
-    for one in found:
-        assert (type(one), tuple(one), hash(one)) == (type(wanted), tuple(wanted), hash(wanted))
-        assert sw.explain(one, sw.PartitionAxis().compile(), {"tp": 2}, shape=(8, 8)).ok
+        actual.append(copy.replace(ROWS, **change))
+    for replaced in actual:
+        assert (type(replaced), tuple(replaced), hash(replaced)) == (
+            type(wanted),
+            tuple(wanted),
+            hash(wanted),
+        )
+        assert sw.explain(replaced, sw.PartitionAxis().compile(), {"tp": 2}, shape=(8, 8)).ok
 
 
 @pytest.mark.parametrize(
@@ -253,8 +257,8 @@ def test_make_takes_axes_and_a_mode(values: Any) -> None:
 
 
 def test_a_named_layout_keeps_its_class() -> None:
-    made = sw.ColumnWise()._replace(mode="decode")
-    assert (type(made), made.mode) == (sw.ColumnWise, sw.MODE_DECODE)
+    instance = sw.ColumnWise()._replace(mode="decode")
+    assert (type(instance), instance.mode) == (sw.ColumnWise, sw.MODE_DECODE)
 
 
 def test_class_with_an_unknown_mode() -> None:
@@ -272,8 +276,8 @@ def test_the_base_class_needs_axes() -> None:
 
 @pytest.mark.parametrize("name", ["axes", "mode"])
 def test_a_layout_cannot_be_changed(name: str) -> None:
-    made = sw.HiddenStateSharding()
+    instance = sw.HiddenStateSharding()
     with pytest.raises(AttributeError, match=r"set|attribute|frozen"):
-        setattr(made, name, "decode")
-    assert made.mode == 1
-    assert made.axes == [sw.BATCH, sw.QUERY_LENGTH, sw.EMBED]
+        setattr(instance, name, "decode")
+    assert instance.mode == 1
+    assert instance.axes == [sw.BATCH, sw.QUERY_LENGTH, sw.EMBED]

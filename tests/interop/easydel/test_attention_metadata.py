@@ -44,18 +44,23 @@ def metadata(**given: Any) -> AttentionMetadata:
 
 
 def test_defaults() -> None:
-    found = AttentionMetadata(sw.NOT_GIVEN, mesh=cpu_mesh("dp:2,tp:2"))
-    assert (found.runtime_dtype, found.runtime_softmax_dtype) == (jnp.float32, jnp.float32)
-    assert (found.sequence_axis_name, found.backend, found.platform, found.scan_ring_attention) == (
+    actual = AttentionMetadata(sw.NOT_GIVEN, mesh=cpu_mesh("dp:2,tp:2"))
+    assert (actual.runtime_dtype, actual.runtime_softmax_dtype) == (jnp.float32, jnp.float32)
+    assert (
+        actual.sequence_axis_name,
+        actual.backend,
+        actual.platform,
+        actual.scan_ring_attention,
+    ) == (
         "sp",
         "cpu",
         "cpu",
         True,
     )
-    assert (found.softmax_scale, found.dropout_prob) == (None, 0.0)
-    assert (found.blocksize_q, found.blocksize_k, found.blocksize_b) == (512, 1024, 1)
-    assert found.partition_axis == sw.PartitionAxis()
-    assert found.partition_manager == sw.PartitionManager(sw.PartitionAxis(), mesh=found.mesh)
+    assert (actual.softmax_scale, actual.dropout_prob) == (None, 0.0)
+    assert (actual.blocksize_q, actual.blocksize_k, actual.blocksize_b) == (512, 1024, 1)
+    assert actual.partition_axis == sw.PartitionAxis()
+    assert actual.partition_manager == sw.PartitionManager(sw.PartitionAxis(), mesh=actual.mesh)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +94,10 @@ def test_sequence_axis_must_match_the_rules() -> None:
     pm = manager(mesh="dp:2,fsdp:2", rules='[rules]\nquery_length = "fsdp"\nkv_length = "fsdp"\n')
     q = jnp.ones((2, 4, 2, 4))
     for name in ("fsdp", sw.NOT_GIVEN):
-        found = explain(
+        resolution = explain(
             q, q, q, mode="train", metadata=metadata(partition_manager=pm, sequence_axis_name=name)
         )
-        assert found.call.specs.q_length == ("fsdp",)
+        assert resolution.call.specs.q_length == ("fsdp",)
     wrong = metadata(partition_manager=pm, sequence_axis_name="dp")
     with pytest.raises(
         sw.AttentionError,
@@ -109,9 +114,13 @@ def test_defaults_from_the_configuration() -> None:
         mesh=cpu_mesh("dp:2"),
         dropout_prob=0.5,
     )
-    found = AttentionMetadata.from_config(config, softmax_scale=0.25)
-    assert (found.runtime_dtype, found.blocksize_q, found.blocksize_k) == (jnp.bfloat16, 64, 1024)
-    assert (found.mesh, found.softmax_scale, found.dropout_prob) == (config.mesh, 0.25, 0.0)
+    actual = AttentionMetadata.from_config(config, softmax_scale=0.25)
+    assert (actual.runtime_dtype, actual.blocksize_q, actual.blocksize_k) == (
+        jnp.bfloat16,
+        64,
+        1024,
+    )
+    assert (actual.mesh, actual.softmax_scale, actual.dropout_prob) == (config.mesh, 0.25, 0.0)
     assert AttentionMetadata(jnp.float32, base_config=config, blocksize_q=8).blocksize_q == 8
 
 
@@ -145,8 +154,8 @@ def test_specs_by_mode_and_layout() -> None:
 def test_kv_heads_follow_the_query_heads() -> None:
     many = metadata(partition_manager=manager("dp:2,tp:4"))
     sizes = {sw.HEAD: 8, sw.KV_HEAD: 2}
-    found = many.get_shardings("train", sizes=sizes)
-    assert (found.query, found.key) == (P("dp", None, "tp"), P("dp"))
+    actual = many.get_shardings("train", sizes=sizes)
+    assert (actual.query, actual.key) == (P("dp", None, "tp"), P("dp"))
     assert many.joint("train", sizes=sizes).grouping is KVHeads.INDEX
     assert (
         "over tp each shard picks what its queries read (tp: 2 % 4 != 0"
@@ -170,10 +179,10 @@ def test_keys_length_over_a_mesh_axis_of_heads() -> None:
     rules = RULES.replace('kv_length = "sp"', 'kv_length = "tp"').replace(
         'kv_head = "tp | -"', 'kv_head = "-"'
     )
-    found = metadata(partition_manager=manager("dp:2,tp:2", rules)).joint(
+    actual = metadata(partition_manager=manager("dp:2,tp:2", rules)).joint(
         "decode", sizes={"head": 8, "kv_head": 2}
     )
-    assert (found.grouping, found.kv_length, found.heads) == (KVHeads.FACTOR, ("tp",), ("tp",))
+    assert (actual.grouping, actual.kv_length, actual.heads) == (KVHeads.FACTOR, ("tp",), ("tp",))
 
 
 def test_sizes_from_the_configuration() -> None:
@@ -211,44 +220,46 @@ def test_inconsistent_rules_are_refused(rules: str, says: str) -> None:
 
 
 def test_metadata_json_and_pytree() -> None:
-    made = AttentionMetadata(
+    held = AttentionMetadata(
         jnp.bfloat16,
         mesh=cpu_mesh("dp:2,tp:2"),
         partition_axis=sw.PartitionAxis(batch_axis=("dp",)),
         softmax_scale=0.5,
     )
-    assert jax.tree.leaves(made) == []
-    assert AttentionMetadata.from_dict(made.to_dict()) == made
-    assert AttentionMetadata.from_json(made.to_json()) == made
-    assert json.loads(made.to_json(indent=1))["mesh"] == {
+    assert jax.tree.leaves(held) == []
+    assert AttentionMetadata.from_dict(held.to_dict()) == held
+    assert AttentionMetadata.from_json(held.to_json()) == held
+    assert json.loads(held.to_json(indent=1))["mesh"] == {
         "sizes": {"dp": 2, "tp": 2},
         "types": ["auto", "auto"],
     }
-    other = made.replace(mesh=cpu_mesh("dp:4"), blocksize_q=8)
+    other = held.replace(mesh=cpu_mesh("dp:4"), blocksize_q=8)
     assert (other.partition_manager.mesh, other.blocksize_q) == (cpu_mesh("dp:4"), 8)
     with pytest.raises(sw.AttentionError, match="the manager has other rules than partition_axis"):
         metadata().to_json()
 
 
 def test_output_json() -> None:
-    made = AttentionOutput(attention_outputs=jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 2, 1, 2))
-    back = AttentionOutput.from_json(made.to_json())
+    output = AttentionOutput(
+        attention_outputs=jnp.arange(4, dtype=jnp.bfloat16).reshape(1, 2, 1, 2)
+    )
+    back = AttentionOutput.from_json(output.to_json())
     assert back.attention_weights is None
     assert back.attention_outputs.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(back.attention_outputs, made.attention_outputs)
-    assert AttentionOutput.from_dict(made.to_dict()).attention_outputs is made.attention_outputs
-    assert len(jax.tree.leaves(made)) == 1
+    np.testing.assert_array_equal(back.attention_outputs, output.attention_outputs)
+    assert AttentionOutput.from_dict(output.to_dict()).attention_outputs is output.attention_outputs
+    assert len(jax.tree.leaves(output)) == 1
 
 
 def test_instance_uses_its_metadata() -> None:
     q, k, v = (jax.random.normal(jax.random.key(at), (2, 4, 2, 8)) for at in range(3))
     held = AttentionMetadata(jnp.float32, mesh=cpu_mesh("dp:2"), softmax_scale=0.1)
-    found = AttentionRegistry.create("vanilla", held)(
+    actual = AttentionRegistry.create("vanilla", held)(
         q, k, v, mode="train", causal=True, return_weights=True
     )
     want = jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=0.1)
-    np.testing.assert_allclose(found.attention_outputs, want, atol=2e-6)
-    np.testing.assert_allclose(found.attention_weights.sum(axis=-1), 1.0, atol=1e-6)
+    np.testing.assert_allclose(actual.attention_outputs, want, atol=2e-6)
+    np.testing.assert_allclose(actual.attention_weights.sum(axis=-1), 1.0, atol=1e-6)
     with pytest.raises(
         sw.AttentionError,
         match="blockwise cannot serve this call: it never has all weights at once",
@@ -276,7 +287,7 @@ def test_call_overrides_metadata() -> None:
         False,
         jnp.float32,
     )
-    said = {
+    options = {
         "scale": 0.3,
         "dropout": 0.0,
         "q_block": 8,
@@ -285,8 +296,8 @@ def test_call_overrides_metadata() -> None:
         "dtype": jnp.bfloat16,
         "platform": "tpu",
     }
-    found = held.options({"mode": "train", **said})
-    assert {name: getattr(found, name) for name in said} == said
+    actual = held.options({"mode": "train", **options})
+    assert {name: getattr(actual, name) for name in options} == options
     # Dropout of the metadata is for training, whoever says that it is.
     assert held.options({"mode": "prefill"}).dropout is None
     assert held.replace(partition_manager=manager.for_mode("train")).options({}).dropout == 0.5
@@ -306,32 +317,38 @@ def test_dropout_zero_in_a_call_wins() -> None:
 
 
 def test_static_methods() -> None:
-    made = AttentionRegistry.create("vanilla", metadata())
+    instance = AttentionRegistry.create("vanilla", metadata())
     q = jnp.zeros((2, 1, 4, 8))
-    assert (made.get_mode(q), made.get_mode(q, BTHD=False), get_mode(q, mode="prefill")) == (
+    assert (
+        instance.get_mode(q),
+        instance.get_mode(q, BTHD=False),
+        get_mode(q, mode="prefill"),
+    ) == (
         sw.MODE_DECODE,
         sw.MODE_TRAIN,
         sw.MODE_PREFILL,
     )
-    assert made.get_impl_metadata() is made.metadata
-    assert made.current_backend() == "cpu"
-    k, v = made.repeat_kv_heads(jnp.arange(2.0).reshape(1, 1, 2, 1), jnp.ones((1, 1, 2, 1)), 2)
+    assert instance.get_impl_metadata() is instance.metadata
+    assert instance.current_backend() == "cpu"
+    k, v = instance.repeat_kv_heads(jnp.arange(2.0).reshape(1, 1, 2, 1), jnp.ones((1, 1, 2, 1)), 2)
     np.testing.assert_array_equal(k[0, 0, :, 0], [0, 0, 1, 1])
     assert v.shape == (1, 1, 4, 1)
-    mask = made._combine_query_kv_masks(jnp.array([True, False]), jnp.array([True, True, False]))
+    mask = instance._combine_query_kv_masks(
+        jnp.array([True, False]), jnp.array([True, True, False])
+    )
     np.testing.assert_array_equal(mask, [[True, True, False], [False, False, False]])
-    np.testing.assert_array_equal(made._split_attention_mask(mask)[0], [True, False])
-    np.testing.assert_array_equal(made._split_attention_mask(mask)[1], [True, True, False])
-    np.testing.assert_array_equal(made._create_causal_mask(2), [[True, False], [True, True]])
+    np.testing.assert_array_equal(instance._split_attention_mask(mask)[0], [True, False])
+    np.testing.assert_array_equal(instance._split_attention_mask(mask)[1], [True, True, False])
+    np.testing.assert_array_equal(instance._create_causal_mask(2), [[True, False], [True, True]])
 
 
 def test_create_stable_sharding() -> None:
-    made = AttentionRegistry.create("vanilla", metadata())
+    instance = AttentionRegistry.create("vanilla", metadata())
     state = P("dp", "sp", "tp")
-    assert made.create_stable_sharding(state) == state
-    assert made.create_stable_sharding() is None
-    assert made.create_stable_sharding(state, dep=None) is None
-    assert made.create_stable_sharding(state, [0, 2]) == P("dp", None, "tp")
-    assert made.create_stable_sharding(P("dp"), [0, 2]) == P("dp", None, None)
-    assert made.create_stable_sharding(state, [1], clone_ps=P(None, "tp")) == P(None, "tp")
-    assert made.create_stable_sharding(state, [0, 2], tensor=jnp.zeros((4, 1, 3, 8))) == P("dp")
+    assert instance.create_stable_sharding(state) == state
+    assert instance.create_stable_sharding() is None
+    assert instance.create_stable_sharding(state, dep=None) is None
+    assert instance.create_stable_sharding(state, [0, 2]) == P("dp", None, "tp")
+    assert instance.create_stable_sharding(P("dp"), [0, 2]) == P("dp", None, None)
+    assert instance.create_stable_sharding(state, [1], clone_ps=P(None, "tp")) == P(None, "tp")
+    assert instance.create_stable_sharding(state, [0, 2], tensor=jnp.zeros((4, 1, 3, 8))) == P("dp")

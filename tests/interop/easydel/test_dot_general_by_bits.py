@@ -27,25 +27,25 @@ def test_without_bits() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.sweep(keep=1)
 def test_train_without_flax(bits: int) -> None:
-    (name, made) = next(iter(get_dot_general_by_bits(bits).items()))
+    (name, value) = next(iter(get_dot_general_by_bits(bits).items()))
     assert name == "dot_general_cls"
     x, y = (
         jax.random.normal(jax.random.key(0), (3, 8)),
         jax.random.normal(jax.random.key(1), (8, 5)),
     )
     np.testing.assert_array_equal(
-        made()(x, y, MATMUL, precision=None), quantized_dot_general(x, y, MATMUL, bits=bits)
+        value()(x, y, MATMUL, precision=None), quantized_dot_general(x, y, MATMUL, bits=bits)
     )
-    assert made()(x, y, MATMUL, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
+    assert value()(x, y, MATMUL, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
 
 
 def test_equal_arguments_do_not_retrace() -> None:
     """A layer is often a static argument, so an equal object must not trace again."""
-    one, two = (get_dot_general_by_bits(8)["dot_general_cls"] for _ in range(2))
-    assert one == two
-    assert hash(one) == hash(two)
-    assert one() == two()
-    assert one != get_dot_general_by_bits(7)["dot_general_cls"]
+    first, two = (get_dot_general_by_bits(8)["dot_general_cls"] for _ in range(2))
+    assert first == two
+    assert hash(first) == hash(two)
+    assert first() == two()
+    assert first != get_dot_general_by_bits(7)["dot_general_cls"]
     assert (
         get_dot_general_by_bits(8, "eval")
         == get_dot_general_by_bits(8, "serve")
@@ -58,10 +58,10 @@ def test_dot_general_of_an_einsum() -> None:
         jax.random.normal(jax.random.key(0), (2, 3, 8)),
         jax.random.normal(jax.random.key(1), (8, 4, 5)),
     )
-    found = jnp.einsum(
+    actual = jnp.einsum(
         "bsd,dhk->bshk", x, y, _dot_general=get_dot_general_by_bits(8)["dot_general_cls"]()
     )
-    np.testing.assert_allclose(found, jnp.einsum("bsd,dhk->bshk", x, y), atol=0.15)
+    np.testing.assert_allclose(actual, jnp.einsum("bsd,dhk->bshk", x, y), atol=0.15)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def model(bits: int | None, mode: str = "train") -> Any:
 X = np.asarray(np.random.default_rng(0).normal(size=(16, 8)), np.float32)
 
 
-def relative(found: Any, expected: Any) -> float:
+def relative(actual: Any, expected: Any) -> float:
     return float(
-        np.linalg.norm(np.asarray(found) - np.asarray(expected))
+        np.linalg.norm(np.asarray(actual) - np.asarray(expected))
         / np.linalg.norm(np.asarray(expected))
     )
 
@@ -133,10 +133,10 @@ def test_flax_layer_trains(bits: int, bound: float) -> None:
     def loss(layers: Any, variables: Any) -> Any:
         return jnp.sum(layers.apply(variables, X) ** 2)
 
-    found = jax.jit(jax.value_and_grad(lambda variables: loss(model(bits), variables)))(variables)
+    actual = jax.jit(jax.value_and_grad(lambda variables: loss(model(bits), variables)))(variables)
     exact = jax.jit(jax.value_and_grad(lambda variables: loss(model(None), variables)))(variables)
-    assert 0 < relative(found[0], exact[0]) < bound
-    for ours, theirs in zip(jax.tree.leaves(found[1]), jax.tree.leaves(exact[1]), strict=True):
+    assert 0 < relative(actual[0], exact[0]) < bound
+    for ours, theirs in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(exact[1]), strict=True):
         assert np.isfinite(ours).all()
         assert relative(ours, theirs) < 2 * bound
 

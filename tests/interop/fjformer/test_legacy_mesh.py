@@ -55,9 +55,9 @@ def scanned(x: Any) -> Any:
 def test_constraint_under_a_legacy_mesh(program: Callable[[Any], Any]) -> None:
     mesh = cpu_mesh("dp:2,tp:4")
     with mesh:
-        found = program(jnp.asarray(X))
-    assert found.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("dp", "tp")), 2)
-    np.testing.assert_array_equal(found, X)
+        actual = program(jnp.asarray(X))
+    assert actual.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("dp", "tp")), 2)
+    np.testing.assert_array_equal(actual, X)
 
 
 @pytest.mark.parametrize("kind", ["explicit", {"tp": "explicit"}], ids=["explicit", "mixed"])
@@ -67,9 +67,9 @@ def test_explicit_axes_of_a_legacy_mesh(kind: Any, program: Callable[[Any], Any]
     mesh = cpu_mesh("dp:2,tp:4", axis_types=kind)
     x = jax.device_put(X, jax.NamedSharding(mesh, P()))
     with mesh:
-        found = program(x)
-    assert found.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("dp", "tp")), 2)
-    np.testing.assert_array_equal(found, X)
+        actual = program(x)
+    assert actual.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("dp", "tp")), 2)
+    np.testing.assert_array_equal(actual, X)
 
 
 def test_names_under_a_legacy_mesh() -> None:

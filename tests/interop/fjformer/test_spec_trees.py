@@ -102,10 +102,10 @@ def test_constraint_on_every_axis_type(axis_types: Any, jit: bool) -> None:
     x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     constrain = lambda x: with_sharding_constraint(x, P("tp", "dp"))  # noqa: E731
     with jax.set_mesh(cpu_mesh("dp:2,tp:4", axis_types=axis_types)):
-        found = (jax.jit(constrain) if jit else constrain)(x)
-    np.testing.assert_array_equal(found, x)
-    assert found.sharding.spec == P("tp", "dp")
-    assert found.addressable_shards[0].data.shape == (2, 4)
+        actual = (jax.jit(constrain) if jit else constrain)(x)
+    np.testing.assert_array_equal(actual, x)
+    assert actual.sharding.spec == P("tp", "dp")
+    assert actual.addressable_shards[0].data.shape == (2, 4)
 
 
 def test_constraint_is_in_the_program() -> None:
@@ -133,8 +133,8 @@ def test_constraint_without_the_mesh_axes() -> None:
 def test_constraint_of_a_tree() -> None:
     tree = {"a": jnp.ones((8, 8)), "b": [jnp.ones(8), jnp.ones((8, 2))]}
     with jax.set_mesh(cpu_mesh("dp:2,tp:4")):
-        found = with_sharding_constraint(tree, {"a": P("dp", "tp"), "b": P("tp")})
-        assert jax.tree.map(lambda leaf: leaf.sharding.spec, found) == {
+        actual = with_sharding_constraint(tree, {"a": P("dp", "tp"), "b": P("tp")})
+        assert jax.tree.map(lambda leaf: leaf.sharding.spec, actual) == {
             "a": P("dp", "tp"),
             "b": [P("tp"), P("tp")],
         }
@@ -200,17 +200,17 @@ def test_first_matching_rule_wins() -> None:
 
 def test_single_elements_are_replicated() -> None:
     tree = {"scale": np.ones((1, 1)), "step": 3, "count": jnp.int32(0), "empty": np.ones((0, 4))}
-    found = match_partition_rules([(".*", P(None, "tp"))], tree)
-    assert found == {"scale": P(), "step": P(), "count": P(), "empty": P(None, "tp")}
+    actual = match_partition_rules([(".*", P(None, "tp"))], tree)
+    assert actual == {"scale": P(), "step": P(), "count": P(), "empty": P(None, "tp")}
 
 
 def test_match_a_train_state() -> None:
     tx = optax.chain(optax.clip(1.0), optax.adamw(1e-3))
     state = {"params": PARAMS, "opt": jax.eval_shape(tx.init, PARAMS), "nothing": None}
-    found = match_partition_rules(RULES, state)
-    assert jax.tree.structure(found) == jax.tree.structure(state)
-    assert found["opt"][1][0].mu == SPECS
-    assert found["opt"][1][0].count == P()
+    actual = match_partition_rules(RULES, state)
+    assert jax.tree.structure(actual) == jax.tree.structure(state)
+    assert actual["opt"][1][0].mu == SPECS
+    assert actual["opt"][1][0].count == P()
 
 
 def test_rules_with_semantic_axes() -> None:

@@ -49,17 +49,17 @@ def test_old_style_keys_and_shared_chain() -> None:
 
 def test_threads_get_different_keys() -> None:
     draw = wrap_function_with_rng(jax.random.key(0))(data)
-    found: list[tuple[int, ...]] = []
+    actual: list[tuple[int, ...]] = []
     threads = [
-        threading.Thread(target=lambda: found.extend(draw() for _ in range(25))) for _ in range(8)
+        threading.Thread(target=lambda: actual.extend(draw() for _ in range(25))) for _ in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     alone = wrap_function_with_rng(jax.random.key(0))(data)
-    assert sorted(found) == sorted(alone() for _ in range(200))
-    assert len(set(found)) == 200
+    assert sorted(actual) == sorted(alone() for _ in range(200))
+    assert len(set(actual)) == 200
 
 
 def test_outer_key_inside_a_trace() -> None:
@@ -91,17 +91,17 @@ def test_inner_key_inside_a_trace() -> None:
 def test_metrics_are_floats() -> None:
     mesh = cpu_mesh("dp:8")
     loss = jax.device_put(jnp.float32(0.5), jax.NamedSharding(mesh, jax.P()))
-    found = get_metrics({"loss": loss, "tokens": jnp.int32(7), "lr": 0.25, "one": np.ones((1,))})
-    assert found == {"loss": 0.5, "tokens": 7.0, "lr": 0.25, "one": 1.0}
-    assert {type(value) for value in found.values()} == {float}
+    actual = get_metrics({"loss": loss, "tokens": jnp.int32(7), "lr": 0.25, "one": np.ones((1,))})
+    assert actual == {"loss": 0.5, "tokens": 7.0, "lr": 0.25, "one": 1.0}
+    assert {type(value) for value in actual.values()} == {float}
 
 
 def test_stacked_metrics() -> None:
     steps = [{"loss": jnp.float32(at), "grad": {"norm": jnp.arange(2) + at}} for at in range(3)]
-    found = get_metrics(steps, stack=True)
-    assert isinstance(found["loss"], np.ndarray)
-    np.testing.assert_array_equal(found["loss"], [0.0, 1.0, 2.0])
-    np.testing.assert_array_equal(found["grad"]["norm"], [[0, 1], [1, 2], [2, 3]])
+    actual = get_metrics(steps, stack=True)
+    assert isinstance(actual["loss"], np.ndarray)
+    np.testing.assert_array_equal(actual["loss"], [0.0, 1.0, 2.0])
+    np.testing.assert_array_equal(actual["grad"]["norm"], [[0, 1], [1, 2], [2, 3]])
 
 
 def test_unreplicate() -> None:

@@ -69,10 +69,10 @@ def test_duplicate_names_are_an_error() -> None:
 
 
 def test_named_map_of_several_trees() -> None:
-    found = named_tree_map(
+    actual = named_tree_map(
         lambda name, x, y: (name, x + y), {"a": 1, "b": [2]}, {"a": 10, "b": [20]}, sep="/"
     )
-    assert found == {"a": ("a", 11), "b": [("b/0", 22)]}
+    assert actual == {"a": ("a", 11), "b": [("b/0", 22)]}
     assert named_tree_map(lambda name, x: name, {"a": [1]}) == {"a": [("a", "0")]}
     assert named_tree_map(
         lambda name, x: len(x), {"a": [1, 2]}, is_leaf=lambda node: isinstance(node, list)
