@@ -17,6 +17,8 @@ PYTHON ?=
 WORKERS ?= auto
 ARGS ?=
 export PYTHON
+# Also where the shell says not to: dozens of processes that tests start share the bytecode.
+export PYTHONDONTWRITEBYTECODE :=
 
 ready = sh tools/environment.sh
 bin = $(VENV)/bin

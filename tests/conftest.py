@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 
 import pytest
 
@@ -26,3 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         order = sorted(range(len(cases)), key=lambda index: index * _STEP % 1)
         for index in order[keep:]:
             cases[index].add_marker("wide")
+
+
+def pytest_collection_finish() -> None:
+    """Run the garbage collector rarely, and not over the objects that collection creates.
+
+    JAX adds work to each run of the collector. Thousands of runs take a twentieth of all time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
