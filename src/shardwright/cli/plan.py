@@ -24,7 +24,7 @@ from shardwright.trees.paths import compile_pattern
 from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
 _EPILOG = f"""\
-MODEL is file.py:function, or a file of named tensors. The function takes nothing and returns a
+MODEL is file.py:function, or a file of named tensors. The function takes no arguments and returns a
 shardwright.plan.Program, or a dict of them by mode. A Program is a function, the shapes of its
 arguments and their annotations. A file of tensors, .toml or .json, gives the bytes of the state
 alone.
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     command = make_parser(
         "plan",
         "Show what a model holds on each device and sends between them. Needs no devices.",
-        epilog=_EPILOG.replace("%", "%%"),
+        epilog=_EPILOG,
     )
     command.add_argument("model", metavar="MODEL", help="file.py:function, or a file of tensors")
     command.add_argument(
