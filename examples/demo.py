@@ -94,7 +94,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--new-bytes", type=int, default=48, help="bytes to write after each prompt (48)"
     )
-    parser.add_argument("--quick", action="store_true", help="5 steps, none further")
+    parser.add_argument(
+        "--quick", action="store_true", help="5 steps, and no more steps before serving"
+    )
     options = parser.parse_args(argv)
     steps, further = (5, 0) if options.quick else (40, 200)
     options.steps = steps if options.steps is None else options.steps

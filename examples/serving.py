@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     alone = make_engine(config, params, "single", options.cache, slots=1)
     different = differing(alone, requests, done)
     say(
-        f"\n{len(done) - len(different)} of {len(done)} texts are what the request writes "
+        f"\n{len(done) - len(different)} of {len(done)} texts equal the text of the request "
         "alone, on one device.\n"
     )
     report = engine.report()
@@ -155,7 +155,10 @@ def serve(engine: Engine, requests: Sequence[Request], say: Any) -> list[Complet
 
 
 def differing(alone: Engine, requests: Sequence[Request], done: Sequence[Completion]) -> list[int]:
-    """Return the requests that write another text alone; a canceled one is compared so far."""
+    """Return the numbers of the requests whose text differs from that of the request alone.
+
+    Of a canceled request, only the tokens written before the end are compared.
+    """
     different = []
     for number, (request, completion) in enumerate(zip(requests, done, strict=True)):
         tokens = alone.submit(request).result().tokens

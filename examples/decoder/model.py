@@ -37,7 +37,7 @@ def forward(
       params: The tree that `decoder_specs` describes.
       tokens: `[batch, q_length]`.
       config: Sizes.
-      cache: The rows before the tokens. None attends among the tokens only.
+      cache: The rows before the tokens. With None, the tokens attend only to each other.
       real: `[batch]`, how many of the tokens are not padding; required with a cache.
     """
     positions = next_positions(cache, tokens)
@@ -73,7 +73,7 @@ def blocks(
       params: The tree that `decoder_specs` describes.
       tokens: `[batch, q_length]`.
       config: Sizes.
-      positions: Of the tokens, `[batch, q_length]`.
+      positions: Positions of the tokens, `[batch, q_length]`.
       held: The cache of each layer, or None.
       mix: `(q, k, v, held) -> (out, held)`: attention, with the cache, if there is one.
     """
@@ -125,8 +125,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, positions: jax.Array) ->
       q: `[batch, q_length, heads, head_dim]`.
       k: `[batch, kv_length, kv_heads, head_dim]`; row j has position j.
       v: Like `k`.
-      positions: Of the queries, `[batch, q_length]`. A query sees the rows up to its own position,
-        so it does not see rows of an earlier, longer text in the cache.
+      positions: Positions of the queries, `[batch, q_length]`. A query sees the rows up to its own
+        position, so it does not see rows of an earlier, longer text in the cache.
     """
     # Written out, because a test compares the compiled program with a model in plain JAX, which
     # cannot call the library. Models of your own call `attention.dot_product_attention`.

@@ -30,7 +30,8 @@ def served(config: DecoderConfig, *, implementation: str | None = None) -> Calla
 
     Args:
       config: Sizes.
-      implementation: Of attention. Defaults to that of the strategy, else to the best.
+      implementation: The implementation of attention. Defaults to that of the strategy, else
+        to `auto`.
     """
 
     def model(

@@ -25,6 +25,6 @@ def test_texts_are_streamed_and_figures_shown(capsys: pytest.CaptureFixture[str]
     assert serving.main(["--quick"]) == 0
     text = capsys.readouterr().out
     assert "12 requests, 4 slots, dense caches, serve_tp on dp:2,tp:4" in text
-    assert "12 of 12 texts are what the request writes alone" in text
+    assert "12 of 12 texts equal the text of the request alone" in text
     assert "request 1: " in text
     assert "first token   p50 " in text
