@@ -15,7 +15,7 @@ from tests.bad_input.scene import Call, make_scene, message, state
 CASES: dict[str, Call] = {**strategies.CASES, **calls.MESHES, **calls.ANNOTATIONS, **calls.CALLS}
 
 # Python says this well enough itself.
-PLAIN = {"a manager that is assigned to": AttributeError}
+PLAIN = {"an assignment to a manager": AttributeError}
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,15 @@ def test_messages_name_only_what_exists(messages: dict[str, str]) -> None:
     assert "pm.current_manager" not in messages["current_manager without a manager"], (
         "a manager has no such method"
     )
-    assert "shape=" not in messages["mesh_axes of a size that decides"], "mesh_axes takes a size"
+    assert "shape=" not in messages["mesh_axes without a size that decides"], (
+        "mesh_axes takes a size"
+    )
     assert "array(" not in messages["a tree of lists"]
     assert "scene.toml" not in messages["an overlay with a bad mesh axis"], (
         "the rule came from Python, not from that line"
     )
     assert (
         "this manager"
-        not in messages["left and never entered"] + messages["left in the wrong order"]
+        not in messages["a manager left without being entered"]
+        + messages["managers left in the wrong order"]
     ), "which one?"

@@ -229,13 +229,13 @@ class TestErrorPolicy:
         cache = filled([5, 2, 6], overflow="error")
         with pytest.raises(
             CacheError,
-            match="entry 0 was refused: the tokens exceed the capacity of the slot; 1 more were",
+            match=r"the tokens exceed the capacity of the slot \(1 of 2 refused entries\)",
         ):
             append(cache, [[1, 2]] * 3)
         with pytest.raises(
             CacheError,
             match=(
-                r"entry 1 was refused: the slot is named twice; 1 more were"
+                r"entry 1 was refused: the slot is named twice \(1 of 2 refused entries\)"
                 r"\n  fix   with overflow=.report., refusals are values"
             ),
         ):

@@ -18,8 +18,8 @@ NOTES = (
         "same answer share a row, whose shape is"
     ),
     (
-        "that of its first mode: decode has a length of 1 and a capacity of 16. An error stands "
-        "where its spec would."
+        "that of its first mode: decode has a length of 1 and a capacity of 16. If there is no "
+        "spec, the row has the error."
     ),
 )
 

@@ -303,7 +303,7 @@ def test_ambient_mesh_of_another_order_is_refused() -> None:
             jax.set_mesh(make_mesh(sizes=sizes)),
             pytest.raises(
                 sw.MeshMismatchError,
-                match=r"the ambient mesh is .*, the manager's \{'dp': 2, 'tp': 4\}",
+                match=r"the ambient mesh is .*, the manager's mesh is \{'dp': 2, 'tp': 4\}",
             ),
         ):
             pm.shard(numbers(8, 8), sw.BATCH, sw.EMBED)

@@ -140,7 +140,7 @@ def test_another_mesh_inside_is_refused() -> None:
     pm, other = make_manager(), make_manager(sizes="dp:4,tp:2")
     with pytest.raises(
         sw.MeshMismatchError,
-        match=r"the ambient mesh is \{'dp': 2, 'tp': 4\}, the manager's \{'dp': 4, 'tp': 2\}",
+        match=r"mesh is \{'dp': 2, 'tp': 4\}, the manager's mesh is \{'dp': 4, 'tp': 2\}",
     ):
         mapped(
             pm, lambda x: other.shard(x, sw.BATCH, sw.EMBED), in_specs=P("dp"), out_specs=P("dp")

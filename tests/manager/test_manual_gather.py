@@ -565,7 +565,8 @@ def test_shapes_that_are_wrong() -> None:
     ):
         run_gather(pm, w, P("dp", "tp"), P("dp", "tp"), *KERNEL, shape=(16, 12))
     with pytest.raises(
-        sw.RankMismatchError, match=r"\(EMBED, MLP_INTERMEDIATE\) has 2 dims, the array has 1"
+        sw.RankMismatchError,
+        match=r"\(EMBED, MLP_INTERMEDIATE\) has rank 2, and the array has rank 1",
     ):
         run_gather(pm, waves(8), P("dp"), P("dp"), *KERNEL)
     with pytest.raises(

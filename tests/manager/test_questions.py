@@ -242,7 +242,7 @@ def test_global_array_of_one_process(kind: str) -> None:
     ):
         pm.global_array(numbers(8, 8), sw.BATCH, sw.KV_HEAD)
     with pytest.raises(
-        sw.RankMismatchError, match=r"\(BATCH\) has 1 dims, the local array has shape \(8, 8\)"
+        sw.RankMismatchError, match=r"\(BATCH\) has rank 1, and the local array has shape \(8, 8\)"
     ):
         pm.global_array(numbers(8, 8), sw.BATCH)
     with pytest.raises(sw.IndivisibleError, match="dim 1 EMBED: size 6 does not divide over tp=4"):

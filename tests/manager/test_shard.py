@@ -254,7 +254,9 @@ def test_hint_refuses_wrong_axes_and_ranks() -> None:
     pm = make_manager("auto")
     with pytest.raises(sw.UnknownAxisError, match="unknown axis 'EMBEDD'"):
         pm.hint(numbers(8, 8), sw.BATCH, "embedd")
-    with pytest.raises(sw.RankMismatchError, match=r"\(BATCH\) has 1 dims, the array has 2"):
+    with pytest.raises(
+        sw.RankMismatchError, match=r"\(BATCH\) has rank 1, and the array has rank 2"
+    ):
         pm.hint(numbers(8, 8), sw.BATCH)
 
 

@@ -80,7 +80,9 @@ def test_scalars_and_numbers(value: Any, operation: str) -> None:
     for actual in (place(value, ()), jax.jit(lambda x: place(x, ()))(value)):
         assert actual.shape == ()
         assert actual == value
-    with pytest.raises(sw.RankMismatchError, match=r"\(BATCH\) has 1 dims, the array has 0"):
+    with pytest.raises(
+        sw.RankMismatchError, match=r"\(BATCH\) has rank 1, and the array has rank 0"
+    ):
         place(value, (sw.BATCH,))
 
 

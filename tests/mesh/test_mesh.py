@@ -156,8 +156,8 @@ BAD_TEXTS = [
     (
         "dp:-1,tp:-1",
         (
-            "mesh axes 'dp' and 'tp' are both -1, only one can be inferred\n  dp:-1,tp:-1\n       "
-            "    ^\n"
+            "mesh axes 'dp' and 'tp' are both -1, and only one size can be inferred\n"
+            "  dp:-1,tp:-1\n           ^\n"
         ),
     ),
     ("dp:2,tp:0", "mesh axis 'tp': size 0 is not positive\n  dp:2,tp:0\n          ^\n"),
@@ -181,9 +181,9 @@ BAD_TEXTS = [
     ("a?b:2", "mesh axis name 'a?b' contains '?', which rules and mesh texts use\n  a?b:2\n  ^\n"),
     (
         "dp:2,it's:2",
-        'mesh axis name "it\'s" contains "\'", which quotes a text\n  dp:2,it\'s:2\n       ^\n',
+        'mesh axis name "it\'s" contains "\'", which is a quote\n  dp:2,it\'s:2\n       ^\n',
     ),
-    ('q"x:2', "mesh axis name 'q\"x' contains '\"', which quotes a text\n  q\"x:2\n  ^\n"),
+    ('q"x:2', "mesh axis name 'q\"x' contains '\"', which is a quote\n  q\"x:2\n  ^\n"),
     (
         "-x:2",
         "mesh axis name '-x' starts with '-', which means replicated in a rule\n  -x:2\n  ^\n",

@@ -119,7 +119,7 @@ def test_a_rule_is_candidates_and_a_fallback(
         (
             "dp + 'tp'",
             5,
-            """"'tp'" is not the name of a mesh axis: it contains "'", which quotes a text""",
+            """"'tp'" is not the name of a mesh axis: it contains "'", which is a quote""",
         ),
         (
             "dp | !tp",
@@ -289,7 +289,7 @@ def test_default_rules() -> None:
             {"zero1": "dp | -"},
             (
                 "policy zero1 is 'dp | -', not a Rule\n  fix   write "
-                "shardwright.resolution.rules.parse_rule('dp | -'), or None for none"
+                "shardwright.resolution.rules.parse_rule('dp | -'), or None for no mesh axes"
             ),
         ),
         (
@@ -303,7 +303,7 @@ def test_default_rules() -> None:
             {"zero1": "fsdp"},
             (
                 "policy zero1 is 'fsdp', not a Rule\n  fix   write "
-                "shardwright.resolution.rules.parse_rule('fsdp'), or None for none"
+                "shardwright.resolution.rules.parse_rule('fsdp'), or None for no mesh axes"
             ),
         ),
         (
@@ -317,7 +317,7 @@ def test_default_rules() -> None:
             {"gather": ["fsdp"]},
             (
                 "policy gather is ['fsdp'], not a tuple of mesh axes\n  fix   write (\"fsdp\", "
-                '"sp"), or () for none'
+                '"sp"), or () for no mesh axes'
             ),
         ),
         ({"idle": ["replica"]}, "policy idle is ['replica'], not a tuple of mesh axes"),

@@ -231,7 +231,7 @@ def test_shardings_beside_shapes() -> None:
     pm = manager()
     shapes = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
     assert_max_replicated(shapes, pm.shardings(shapes, (sw.EMBED, sw.MLP_INTERMEDIATE)), bytes=0)
-    assert "most by w, over fsdp and tp" in failing(
+    assert "most are of w, over fsdp and tp" in failing(
         lambda: assert_max_replicated(shapes, NamedSharding(pm.mesh, P()), bytes=0)
     )
 

@@ -191,7 +191,7 @@ def test_gradients_that_differ_where_values_agree() -> None:
     message = failing(lambda: assert_same_as_unsharded(forgets, x, manager=pm))
     assert_same_as_unsharded(forgets, x, manager=pm, grad=False)
     lines = message.splitlines()
-    assert lines[0] == "1 tensor differs between forgets sharded and on one device:"
+    assert lines[0] == "1 tensor differs between forgets on the mesh and on one device:"
     assert lines[3].startswith("gradient 0  4x8    float32  P('fsdp')  64 B")
 
 

@@ -66,8 +66,8 @@ def test_a_manager_is_no_reason() -> None:
     assert_no_retrace(call, (x,), (x,), (x,))
 
 
-def test_a_result_that_lies_otherwise_than_its_argument(golden: Golden) -> None:
-    """The classic: a step whose state comes out whole compiles twice."""
+def test_result_sharded_unlike_its_argument(golden: Golden) -> None:
+    """A common case: a step whose new state is replicated compiles twice."""
     pm = manager()
     step = jax.jit(double, out_shardings=jax.NamedSharding(pm.mesh, P()))
     golden(failing(lambda: assert_no_retrace(step, ({"w": placed(pm)}["w"],), lambda out: (out,))))

@@ -105,7 +105,8 @@ def test_specs_without_init_are_all_named() -> None:
 
 def test_array_spec_is_checked_at_creation() -> None:
     with pytest.raises(
-        sw.RankMismatchError, match=r"\(EMBED, MLP_INTERMEDIATE\) has 2 dims, the array has 3"
+        sw.RankMismatchError,
+        match=r"\(EMBED, MLP_INTERMEDIATE\) has rank 2, and the array has rank 3",
     ):
         sw.ArraySpec((4, 8, 8), jnp.float32, KERNEL)
     with pytest.raises(sw.AxisConflictError, match="the axis occurs twice in one annotation"):

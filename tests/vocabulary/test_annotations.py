@@ -213,7 +213,7 @@ class TestStacked:
         with pytest.raises(
             sw.AxisConflictError,
             match=(
-                r"^LAYERS: stacked\(ColumnWise\) has LAYERS in front already\n  fix   for "
+                r"^LAYERS: stacked\(ColumnWise\) already starts with LAYERS\n  fix   for "
                 r"a stack"
             ),
         ):
@@ -349,13 +349,13 @@ class TestWhatIsChecked:
         assert type(part.shape[0]) is int
         with pytest.raises(
             sw.RankMismatchError,
-            match=r"^\(EMBED, VOCAB\) has 2 dims, the array has 1: shape \(4,\)\n",
+            match=r"^\(EMBED, VOCAB\) has rank 2, and the array has rank 1: shape \(4,\)\n",
         ):
             PartOf(annotation=(sw.EMBED, sw.VOCAB), shape=(4,), dims=(0,))
         for dims in ((3,), (2,), (0, 0), (-1,)):
             with pytest.raises(
                 sw.RankMismatchError,
-                match=r"^w: dims is .*, and \(EMBED, VOCAB\) has 2 dims\n  fix   name each dim",
+                match=r"^w: dims=.* is not valid for .* of rank 2\n  fix   name each dim",
             ):
                 PartOf(annotation=(sw.EMBED, sw.VOCAB), shape=(4, 8), dims=dims, path="w")
 
@@ -369,11 +369,11 @@ class TestWhatIsChecked:
         assert (lower(part).mode, lower(part).role) == (sw.MODE_DECODE, sw.Role.PARAM)
         for shape in ((), (8, 1)):
             with pytest.raises(
-                sw.RankMismatchError, match=rf"has 1 dims, the array has {len(shape)}"
+                sw.RankMismatchError, match=rf"has rank 1, and the array has rank {len(shape)}"
             ):
                 lower(part, shape)
         with pytest.raises(
-            sw.RankMismatchError, match=r"^w dim 0: size 9 is more than the 8 of dim 1"
+            sw.RankMismatchError, match=r"^w dim 0: the part has size 9, but dim 1"
         ) as caught:
             lower(part, (9,))
         assert caught.value.size == 9
@@ -419,7 +419,7 @@ class TestWhatIsChecked:
         with pytest.raises(
             sw.RankMismatchError,
             match=(
-                r"has 2 entries, the array has 1 dims: shape \(2,\)\n  fix   write at most one "
+                r"has 2 entries, and the array has rank 1: shape \(2,\)\n  fix   write at most one "
                 r"entry"
             ),
         ):
@@ -502,6 +502,6 @@ class TestWhatIsChecked:
         ],
     )
     def test_the_fix_for_another_rank(self, annotation: Any, rank: int, fix: str) -> None:
-        with pytest.raises(sw.RankMismatchError, match="dims, the array has") as caught:
+        with pytest.raises(sw.RankMismatchError, match="and the array has rank") as caught:
             lower(annotation, (2,) * rank)
         assert caught.value.fix == fix

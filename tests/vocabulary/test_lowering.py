@@ -27,13 +27,14 @@ class TestRank:
     @pytest.mark.parametrize("shape", [(), (4,), (1, 2, 3, 4)])
     def test_weight_layout_refuses_other_ranks(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(
-            sw.RankMismatchError, match=rf"ColumnWise has 2 dims, the array has {len(shape)}"
+            sw.RankMismatchError,
+            match=rf"ColumnWise has rank 2, and the array has rank {len(shape)}",
         ):
             lower(sw.ColumnWise, shape)
 
     def test_an_activation_layout_takes_its_rank_only(self) -> None:
         with pytest.raises(
-            sw.RankMismatchError, match="HiddenStateSharding has 3 dims, the array has 4"
+            sw.RankMismatchError, match="HiddenStateSharding has rank 3, and the array has rank 4"
         ):
             lower(sw.HiddenStateSharding, (1, 2, 3, 4))
 
@@ -66,17 +67,19 @@ class TestRank:
     def test_the_error_says_what_to_write(
         self, layout: Any, shape: tuple[int, ...], fix: str
     ) -> None:
-        with pytest.raises(sw.RankMismatchError, match=r"dims, the array has") as caught:
+        with pytest.raises(sw.RankMismatchError, match=r"and the array has rank") as caught:
             lower(layout, shape)
         assert fix in caught.value.fix
 
     def test_a_literal_spec_may_be_short_but_not_long(self) -> None:
         assert len(lower(P("dp"), (2, 3, 4)).dims) == 3
-        with pytest.raises(sw.RankMismatchError, match="has 2 entries, the array has 1 dims"):
+        with pytest.raises(sw.RankMismatchError, match="has 2 entries, and the array has rank 1"):
             lower(P("dp", "tp"), (2,))
 
     def test_an_array_spec_checks_itself(self) -> None:
-        with pytest.raises(sw.RankMismatchError, match=r"\(EMBED\) has 1 dims, the array has 2"):
+        with pytest.raises(
+            sw.RankMismatchError, match=r"\(EMBED\) has rank 1, and the array has rank 2"
+        ):
             sw.ArraySpec((2, 3), jnp.float32, (sw.EMBED,))
 
 

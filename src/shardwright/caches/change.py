@@ -72,7 +72,7 @@ class Change(Generic[C]):
         reasons = self.reasons()
         if reasons:
             at, first = next(iter(reasons.items()))
-            more = f"; {len(reasons) - 1} more were" if len(reasons) > 1 else ""
+            more = f" (1 of {len(reasons)} refused entries)" if len(reasons) > 1 else ""
             raise CacheError(f"entry {at} was refused: {first.meaning}{more}", fix=fix)
 
     def require(self) -> C:

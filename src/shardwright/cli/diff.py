@@ -31,7 +31,7 @@ from shardwright.vocabulary.modes import MODE_NAMES, mode_name
 _GROWS = {r"\+[0-9][0-9,]*(?: \(.*\))?$": "red", r"-[0-9][0-9,]*(?: \(.*\))?$": "green"}
 _EPILOG = f"""\
 Give two strategies, or one strategy and --mesh, --devices or --mode twice: first the left side,
-then the right. Weights count as stored. Bytes are exact and per device.
+then the right. Bytes are exact and per device; those of weights are of the stored shards.
 
 examples:
   shardwright diff fsdp fsdp_tp --tensors model.toml --mesh dp:1,fsdp:2,tp:4

@@ -220,8 +220,8 @@ def dcn_order(subject: Subject) -> Iterator[Finding]:
                     Code.DCN_MINOR,
                     Severity.WARNING,
                     path,
-                    message=f'in "{"+".join(candidate)}" {pair[1]} crosses slices '
-                    f"and is minor to {pair[0]}, which does not",
+                    message=f'in "{"+".join(candidate)}", {pair[1]} crosses slices but comes '
+                    f"after {pair[0]}, which does not cross them",
                     fix=f'write the crossing axis first: "{"+".join(_sorted(subject, candidate))}"',
                 )
     seen: set[tuple[str, int]] = set()
@@ -235,8 +235,8 @@ def dcn_order(subject: Subject) -> Iterator[Finding]:
                     code=Code.DCN_MINOR,
                     severity=Severity.WARNING,
                     key=dim_key(answer.tensor.path, decision.dim, decision.label),
-                    message=f"the annotation makes {pair[1]}, which crosses slices, "
-                    f"minor to {pair[0]}, which does not",
+                    message=f"in the annotation, {pair[1]} crosses slices but comes after "
+                    f"{pair[0]}, which does not cross them",
                     fix="write the axis that crosses slices first in the composite",
                 )
 

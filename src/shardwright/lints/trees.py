@@ -214,7 +214,7 @@ def unused_tensors(subject: Subject) -> Iterator[Finding]:
     for at, pattern in enumerate(subject.patterns):
         matched = [tensor for tensor in weights if subject.rules.tensors[at].matches(tensor.path)]
         if not matched:
-            example = f"; a path is {weights[0].path}" if weights[0].path else ""
+            example = f"; the tree has the path {weights[0].path}" if weights[0].path else ""
             yield subject.finding(
                 Code.UNUSED_TENSORS,
                 Severity.WARNING,

@@ -240,7 +240,7 @@ def check_varying(x: Any, resolution: Resolution, path: str | None) -> None:
             decision,
             f"{axis} is Manual here, and the value does not vary over it",
             mesh_axes=(axis,),
-            fix=f"give the value to shard_map split over {axis}, annotate the dim EMPTY, "
+            fix=f"shard the value over {axis} in the inputs of shard_map, annotate the dim EMPTY, "
             "or use hint",
         )
         for decision, axis in missing
@@ -251,7 +251,7 @@ def check_varying(x: Any, resolution: Resolution, path: str | None) -> None:
 def _local_rank_problem(resolution: Resolution, local: Any) -> Problem:
     return Problem(
         error=RankMismatchError,
-        what=f"{resolution.annotation} has {len(resolution.decisions)} dims, "
-        f"the local array has shape {local.shape}",
+        what=f"{resolution.annotation} has rank {len(resolution.decisions)}, "
+        f"and the local array has shape {local.shape}",
         fix="annotate every dim; the local array has the rank of the global one",
     )

@@ -380,16 +380,15 @@ def _unknown_to_jax(entry: _Entry | None, key: Key) -> NoManagerError:
     if entry is None:
         return NoManagerError(
             f"the ambient manager is {key}, entered by another task of this thread; "
-            "this task has none, and JAX cannot tell them apart",
+            "this task has none, and JAX cannot distinguish the two tasks",
             fix="enter one around the call of the jitted function, with pm: ..., "
             "without an await inside",
         )
-    known = f"; it knows of {key}, entered by another task" if key.values is not None else ""
+    known = f"; they know {key}, entered by another task" if key.values is not None else ""
     return NoManagerError(
-        f"the manager here was entered elsewhere: it is {entry.manager!r}, "
-        f"which JAX does not know of here{known}",
-        fix="with sw.current_manager(): ... around the call of the jitted function, "
-        "without an await inside",
+        f"JAX's caches in this thread do not know the ambient manager, {entry.manager!r}{known}",
+        fix="enter it again around the call of the jitted function, "
+        "with sw.current_manager(): ..., without an await inside",
     )
 
 

@@ -118,7 +118,7 @@ class ManagerCore:
         if ambient.shape_tuple != self.mesh.shape_tuple:
             raise MeshMismatchError(
                 f"the ambient mesh is {dict(ambient.shape_tuple)}, "
-                f"the manager's {dict(self.mesh.shape_tuple)}",
+                f"the manager's mesh is {dict(self.mesh.shape_tuple)}",
                 fix="enter the manager (with pm:) instead of another mesh, "
                 "or build the manager on that mesh",
             )

@@ -95,7 +95,8 @@ class SemanticShardMap:
         """Resolve the axes from the arguments' shapes and run the function on their shards."""
         if len(args) != len(self.in_axes):
             raise StrategyError(
-                f"{len(args)} arguments, in_axes has {len(self.in_axes)} entries",
+                f"the number of arguments is {len(args)}, and in_axes has length "
+                f"{len(self.in_axes)}",
                 fix="give in_axes one entry per argument",
             )
         resolved = _ResolvedInputs()
@@ -460,11 +461,15 @@ def _two_sizes(path: str, decision: DimDecision, size: int) -> Problem:
     )
 
 
+def _sharded_over(mesh_axes: tuple[str, ...]) -> str:
+    return f"sharded over {'+'.join(mesh_axes)}" if mesh_axes else "not sharded"
+
+
 def _two_ways(path: str, decision: DimDecision, before: tuple[str, ...], owner: str) -> Problem:
-    here, there = "+".join(decision.mesh_axes) or "-", "+".join(before) or "-"
+    here, there = (_sharded_over(axes) for axes in (decision.mesh_axes, before))
     return Problem(
         error=AxisConflictError,
-        what=f"the axis is sharded over {here} here, and over {there} in {owner}",
+        what=f"the axis is {here} here, and {there} in {owner}",
         path=path,
         dim=decision.dim,
         axis=decision.label,

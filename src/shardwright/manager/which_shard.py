@@ -376,5 +376,5 @@ def _unknown_shard(weight: Weight, splits: Sequence[Split] = ()) -> Problem:
         error=ShapeRequiredError,
         what=what,
         path=weight.path,
-        fix="pass the weight's global shape, gather(..., shape=); with check_vma=True JAX may tell",
+        fix="pass the global shape, gather(..., shape=), or try check_vma=True",
     )

@@ -81,7 +81,7 @@ def name_fault(name: object) -> str:
     if bad := _FORBIDDEN.search(name):
         return f"contains {bad.group()!r}, which rules and mesh texts use"
     if bad := _QUOTE.search(name):
-        return f"contains {bad.group()!r}, which quotes a text"
+        return f"contains {bad.group()!r}, which is a quote"
     if name.startswith(REPLICATED):
         return f"starts with {REPLICATED!r}, which means replicated in a rule"
     if name.startswith((CONTIGUOUS, DCN)):
@@ -114,14 +114,17 @@ def part_problems(parts: Sequence[Part], *, text: str, infer: bool) -> list[Prob
             what_name = f"mesh axis name {part.name!r} {reason}"
             problems.append(fault(what_name, text=text, at=part.name_at, fix=_NAME_FIX))
         elif part.name in seen:
-            fix = "give every axis once"
+            fix = "name each axis once"
             problems.append(fault(f"{what} occurs twice", text=text, at=part.name_at, fix=fix))
         seen.append(part.name)
         if not infer or as_integer(part.size) != INFER:
             problems += _size_problems(part, text=text, what=what, infer=infer)
             continue
         if inferred:
-            both = f"mesh axes {inferred} and {part.name!r} are both -1, only one can be inferred"
+            both = (
+                f"mesh axes {inferred} and {part.name!r} are both -1, "
+                "and only one size can be inferred"
+            )
             fix = f"give {part.name!r} a size, such as 1"
             problems.append(fault(both, text=text, at=part.size_at, fix=fix))
         inferred = repr(part.name)
@@ -159,7 +162,7 @@ def dcn_problems(parts: Sequence[Part], crossing: Sequence[Part], *, text: str) 
             what = f"dcn names {name!r}, which is not an axis of the mesh"
             problems.append(fault(what, text=text, at=at, fix=fix))
         elif name in seen:
-            fix = "give every axis once"
+            fix = "name each axis once"
             problems.append(fault(f"dcn names {name!r} twice", text=text, at=at, fix=fix))
         elif bad := _size_problems(part, text=text, what=f"dcn part of {name!r}", infer=False):
             problems += bad

@@ -76,8 +76,8 @@ def take_part(
     # The policy rank = "fit" lets another rank through, but a part cannot be cut to fit.
     if len(shape) != len(part.dims):
         what = (
-            f"{describe(part)} has {len(part.dims)} dims, the array has {len(shape)}: shape "
-            f"{tuple(shape)}"
+            f"{describe(part)} has rank {len(part.dims)}, and the array has rank {len(shape)}: "
+            f"shape {tuple(shape)}"
         )
         fix = "write one entry per dim, None for a dim that is not sharded"
         return _failed(RankMismatchError, what, path=path, fix=fix)

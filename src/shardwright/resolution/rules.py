@@ -147,7 +147,9 @@ class Policy:
         _check_mesh_axes("idle", self.idle)
         if self.zero1 is not None and not isinstance(self.zero1, Rule):
             text = self.zero1 if isinstance(self.zero1, str) else "dp | -"
-            fix = f"write shardwright.resolution.rules.parse_rule({text!r}), or None for none"
+            fix = (
+                f"write shardwright.resolution.rules.parse_rule({text!r}), or None for no mesh axes"
+            )
             raise StrategyError(f"policy zero1 is {self.zero1!r}, not a Rule", fix=fix)
         if self.zero1 is not None and self.zero1.fallback is Fallback.UNCONSTRAINED:
             raise StrategyError(
@@ -161,13 +163,13 @@ def _check_mesh_axes(key: str, value: object) -> None:
     if not isinstance(value, tuple) or not all(isinstance(axis, str) for axis in value):
         raise StrategyError(
             f"policy {key} is {value!r}, not a tuple of mesh axes",
-            fix='write ("fsdp", "sp"), or () for none',
+            fix='write ("fsdp", "sp"), or () for no mesh axes',
         )
     for at, axis in enumerate(value):
         if fault := name_fault(axis):
             what = f"policy {key} has {axis!r}, which is not the name of a mesh axis: it {fault}"
             raise StrategyError(
-                what, fix='write each name by itself, ("fsdp", "sp"), or () for none'
+                what, fix='write each name by itself, ("fsdp", "sp"), or () for no mesh axes'
             )
         if axis in value[:at]:
             raise StrategyError(f"policy {key} has {axis!r} twice", fix="name every mesh axis once")
@@ -287,8 +289,8 @@ def _grammar(text: str, column: int, what: str, ref: RuleRef) -> StrategyError:
         snippet=f"{text}\n{' ' * column}^",
         rule=str(ref),
         fix=(
-            'a rule is candidates in order, such as "dp+fsdp | dp | -": "+" joins mesh axes, "-" '
-            'replicated, "?" unconstrained'
+            'a rule lists candidates in order, such as "dp+fsdp | dp | -": "+" joins mesh axes, '
+            '"-" means replicated, "?" unconstrained'
         ),
     )
 

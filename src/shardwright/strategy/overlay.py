@@ -30,8 +30,8 @@ def overlay_problems(
     return [
         Problem(
             error=StrategyError,
-            what=f"{texts[0]} over {texts[1]}{f' ({source})' if source else ''} "
-            "leaves the mesh axes that the table does not name without a type",
+            what=f"{texts[0]} overlays {texts[1]}{f' ({source})' if source else ''}: "
+            "mesh axes that the table does not name would have no axis type",
             path=where(("axis_types",), above),
             fix=f"write both as tables, axis_types = {{{example}}}, "
             "or both as one word for all mesh axes",

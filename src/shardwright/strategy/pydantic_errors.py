@@ -87,7 +87,7 @@ def _explain_choice(entry: Any, path: KeyPath) -> tuple[str, str]:
     given = entry["input"]
     if path == ("version",):
         return (
-            f"this shardwright does not read version {given!r}",
+            f"this release of shardwright cannot read version {given!r}",
             "write version = 1, or upgrade shardwright",
         )
     known = re.findall(r"'([^']*)'", entry["ctx"]["expected"])

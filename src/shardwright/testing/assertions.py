@@ -133,10 +133,10 @@ def assert_max_replicated(
             what, fix="place them first (pm.shard, pm.init), or pass shardings=pm.shardings(...)"
         )
     if bytes is not None:
-        good, limit = tree_bytes.replicated <= bytes, f"{bytes_text(bytes)} may be"
+        good, limit = tree_bytes.replicated <= bytes, f"the limit is {bytes_text(bytes)}"
     else:
         assert fraction is not None
-        good, limit = tree_bytes.replicated_share <= fraction, f"{fraction:.1%} may be"
+        good, limit = tree_bytes.replicated_share <= fraction, f"the limit is {fraction:.1%}"
     if not good:
         worst = tree_bytes.most_replicated()
         held = (
@@ -145,12 +145,12 @@ def assert_max_replicated(
         )
         first = worst.leaves[0]
         where = (
-            f"most by {first.path or 'the array'}, over "
+            f"most are of {first.path or 'the array'}, over "
             f"{' and '.join(first.replicated_over) or 'its devices'}"
         )
-        fix = "shard it over those mesh axes, or raise the limit if the copies are meant"
+        fix = "shard it over those mesh axes, or raise the limit if the copies are intended"
         raise AssertionError(
-            f"{held}, {limit}; {where}\n\n{memory_text(worst, rows=_ROWS)}\n  fix   {fix}"
+            f"{held}; {limit}; {where}\n\n{memory_text(worst, rows=_ROWS)}\n  fix   {fix}"
         )
 
 

@@ -261,7 +261,7 @@ def _differences(name: str, sharded: Any, unsharded: Any, rtol: float | None, at
         return ""
     count = "1 tensor differs" if len(rows) == 1 else f"{len(rows)} tensors differ"
     lines = [
-        f"{count} between {name} sharded and on one device:",
+        f"{count} between {name} on the mesh and on one device:",
         "",
         *table([_HEAD, *rows[:_ROWS]]),
     ]

@@ -257,8 +257,8 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
         ),
     ]
     by_rule = any(pair.decisions for pair in wrong)
-    fix = "place it so (sw.shard, jax.device_put, out_shardings=), or " + (
-        "change the rule" if by_rule else "expect what is found"
+    fix = "place it as expected (sw.shard, jax.device_put, out_shardings=), or " + (
+        "change the rule" if by_rule else "change the expectation"
     )
     return "\n".join([*lines, *_rules(wrong[:rows]), f"  fix   {fix}"])
 

@@ -145,8 +145,8 @@ def _message(
     if rows:
         lines += ["", *table([_HEAD, *rows])]
         lines.append(
-            "  fix   call it with the same shapes, dtypes and shardings: where it gets its "
-            "own result, give it out_shardings="
+            "  fix   call it with the same shapes, dtypes and shardings; if an argument is an "
+            "earlier result, pass out_shardings= to jit"
         )
     else:
         lines.append("  no argument changed its shape, dtype or sharding")

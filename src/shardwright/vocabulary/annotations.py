@@ -132,8 +132,8 @@ class PartOf(SizedAnnotation):
         in_range = all(0 <= dim < len(self.shape) for dim in followed)
         if not is_sequence or not in_range or len(set(followed)) != len(given):
             raise RankMismatchError(
-                f"dims is {short(self.dims)}, and {describe(self.annotation)} has "
-                f"{len(self.shape)} dims",
+                f"dims={short(self.dims)} is not valid for {describe(self.annotation)} of rank "
+                f"{len(self.shape)}",
                 path=self.path,
                 fix=(
                     "name each dim of the whole array at most once, None for a dim that is not "
@@ -149,15 +149,15 @@ class PartOf(SizedAnnotation):
         dims = tuple(Dim(axes=()) if of is None else whole.dims[of] for of in self.dims)
         if shape is not None and len(shape) != len(self.dims):
             raise RankMismatchError(
-                f"{self.described()} has {len(self.dims)} dims, the array has {len(shape)}: "
-                f"shape {tuple(shape)}",
+                f"{self.described()} has rank {len(self.dims)}, and the array has rank "
+                f"{len(shape)}: shape {tuple(shape)}",
                 fix="write one entry per dim, None for a dim that is not sharded",
             )
         for position, (of, size) in enumerate(zip(self.dims, shape or (), strict=False)):
             if of is not None and size > self.shape[of]:
                 raise RankMismatchError(
-                    f"size {size} is more than the {self.shape[of]} of dim {of} of "
-                    f"{describe(self.annotation)}, which it follows",
+                    f"the part has size {size}, but dim {of} of {describe(self.annotation)}, "
+                    f"which it follows, has size {self.shape[of]}",
                     path=self.path,
                     dim=position,
                     size=size,
@@ -319,11 +319,11 @@ def stacked(annotation: Any, layers: int | None = None) -> Any:
         return PartitionSpec(None, *spec_entries(single))
     if isinstance(single, StackedLayout):
         raise AxisConflictError(
-            f"{describe(single)} has LAYERS in front already",
+            f"{describe(single)} already starts with LAYERS",
             axis=axis_label(LAYERS),
             fix=(
-                "for a stack of stacks write its axes out, with an axis of your own in front, "
-                "declared in the strategy under [axes]"
+                "for a stack of stacks, write all axes as a tuple that starts with an axis of "
+                "your own, declared in the strategy under [axes]"
             ),
         )
     return StackedLayout(single) if is_layout(single) else (LAYERS, *single)

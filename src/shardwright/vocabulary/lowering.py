@@ -162,7 +162,7 @@ def _lower_spec(spec: PartitionSpec, shape: Sequence[int] | None) -> tuple[Dim, 
     entries = spec_entries(spec)
     if shape is not None and len(entries) > len(shape):
         raise RankMismatchError(
-            f"the spec {spec} has {len(entries)} entries, the array has {len(shape)} dims: "
+            f"the spec {spec} has {len(entries)} entries, and the array has rank {len(shape)}: "
             f"shape {tuple(shape)}",
             fix="write at most one entry per dim",
         )
@@ -257,8 +257,8 @@ def _check_rank(annotation: Any, dims: tuple[Dim, ...], shape: Sequence[int] | N
         return
     if len(dims) != len(shape):
         raise RankMismatchError(
-            f"{describe(annotation)} has {len(dims)} dims, the array has {len(shape)}: shape "
-            f"{tuple(shape)}",
+            f"{describe(annotation)} has rank {len(dims)}, and the array has rank {len(shape)}: "
+            f"shape {tuple(shape)}",
             fix=_rank_fix(annotation, dims, len(shape)),
         )
     check_merged(dims, shape)
