@@ -1,0 +1,485 @@
+"""Rule lists of other libraries: pairs of a logical axis name and mesh axes.
+
+flax, T5X, MaxText and TransformerEngine map names to mesh axes by an ordered list of pairs. These
+functions turn such a list into a strategy and back. Every bridge may use them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from shardwright.errors import (
+    IndivisibleError,
+    MissingMeshAxisError,
+    Problem,
+    ShapeRequiredError,
+    ShardingError,
+    StrategyError,
+    UnknownAxisError,
+    did_you_mean,
+    raise_problems,
+)
+from shardwright.mesh.build import mesh_sizes
+from shardwright.resolution.composites import reduced
+from shardwright.resolution.ranks import ranks_of
+from shardwright.resolution.resolver import as_role
+from shardwright.resolution.rules import (
+    Conflict,
+    Fallback,
+    Indivisible,
+    Order,
+    Policy,
+    Rule,
+    default_rule,
+)
+from shardwright.vocabulary.axes import (
+    EMPTY,
+    KNOWN_AXES,
+    REPLICATED,
+    STANDARD_MESH_AXES,
+    Role,
+    axis_label,
+    canonical_axis,
+    file_name,
+)
+from shardwright.vocabulary.modes import MODE_TRAIN
+
+if TYPE_CHECKING:
+    from shardwright.manager.manager import PartitionManager
+    from shardwright.strategy.model import Strategy
+
+Semantics = Literal["flax", "nnx", "strict"]
+Names = Mapping[str, "tuple[str, Role | str] | str"]
+MeshAxes = str | tuple[str, ...] | None
+Pairs = Sequence[tuple[str, MeshAxes]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """A strategy that means what a list of rules means.
+
+    Attributes:
+      strategy: The strategy.
+      names: Their name -> axis and role, or an axis of their own for both roles.
+      notes: What was declared, merged or dropped on the way.
+    """
+
+    strategy: Strategy
+    names: Mapping[str, tuple[str, Role] | str]
+    notes: tuple[str, ...]
+
+    def annotation(self, names: Sequence[str | None]) -> tuple[str, ...]:
+        """Return the annotation of an array from their names; None is `EMPTY`.
+
+        Raises:
+          UnknownAxisError: A name has no rule and is not in `names`.
+        """
+        axes = []
+        for name in names:
+            if name is not None and name not in self.names:
+                hint = did_you_mean(str(name), list(self.names))
+                fix = f"{hint} add it to names=".strip()
+                raise UnknownAxisError(f"the name {name!r} has no rule", fix=fix)
+            target = EMPTY if name is None else self.names[name]
+            axes.append(target if isinstance(target, str) else target[0])
+        return tuple(axes)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.names)} names imported"]
+        return "\n".join([*lines, *(f"  note  {note}" for note in self.notes)])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """One rule of a list: `axes` is empty if it replicates."""
+
+    name: str
+    axes: tuple[str, ...]
+    source: str
+
+    @property
+    def text(self) -> str:
+        return "+".join(self.axes) or REPLICATED
+
+    def __str__(self) -> str:
+        return f'{self.name} = "{self.text}"   ({self.source})'
+
+
+def from_logical_axis_rules(
+    rules: Sequence[tuple[str, Any]],
+    *,
+    mesh: Any,
+    names: Names | None = None,
+    semantics: Semantics = "flax",
+    source: str | Sequence[str] = "rules",
+) -> Imported:
+    """Turn a list of rules into a strategy with the same specs.
+
+    Args:
+      rules: Pairs of a name and mesh axes: one, a tuple of them, or None for replicated.
+      mesh: A `Mesh`, an `AbstractMesh`, a mapping of mesh axis to size, or pairs of them.
+      names: Their name -> (axis, role), or the name of an axis of their own. A name that is not
+        listed becomes an axis of its own: `embed` becomes `logical_embed`.
+      semantics: "flax": the rule that comes first decides first, and a rule whose mesh axis is
+        taken is passed over. "nnx": the last rule of a name counts, and a conflict is an error; a
+        mesh axis is a name too. "strict": one rule for each name, and a conflict is an error.
+      source: Where the rules are written: one text, or one for each rule. `explain` shows it.
+
+    Raises:
+      StrategyError: A rule is not a pair, a name has two rules under "strict", or two names that
+        are mapped to one axis and role have different rules.
+      MissingMeshAxisError: Rules name mesh axes that the mesh lacks; all are reported at once.
+
+    >>> rules = (("batch", "data"), ("embed", "model"), ("mlp", "model"))
+    >>> imported = from_logical_axis_rules(rules, mesh={"data": 2, "model": 4})
+    >>> dict(imported.strategy.rules)
+    {'logical_batch': 'data', 'logical_embed': 'model', 'logical_mlp': 'model'}
+    """
+    from shardwright.strategy.model import Strategy
+
+    if semantics not in get_args(Semantics):
+        fix = f"write one of {', '.join(get_args(Semantics))}"
+        raise StrategyError(f"unknown semantics {semantics!r}", fix=fix)
+    sizes = dict(mesh_sizes(mesh))
+    pairs = _read(rules, sizes, source)
+    notes: list[str] = []
+    if semantics == "flax":
+        pairs = _until_replicated(pairs, notes)
+    else:
+        pairs = _one_each(pairs, semantics, notes)
+    if semantics == "nnx":
+        pairs += _mesh_axes_as_names(pairs, sizes, notes)
+    targets = _targets(pairs, names or {}, notes)
+    raise_problems(_disagreements(pairs, targets, notes))
+    tables = {"rules": _table(pairs, targets, Role.ACTIVATION)}
+    if (params := _table(pairs, targets, Role.PARAM)) != tables["rules"]:
+        tables["params"] = params
+    policy = {"order": "rules", "conflict": "next"} if semantics == "flax" else {}
+    idle = _idle(pairs, sizes)
+    if idle:
+        policy["idle"] = "+".join(idle)
+        notes.append(f"mesh axes that no rule names are idle: {', '.join(idle)}")
+    own = {
+        file_name(axis): f"{name} in the imported rules"
+        for name, target in targets.items()
+        for axis in [target if isinstance(target, str) else target[0]]
+        if canonical_axis(axis) not in KNOWN_AXES
+    }
+    data: dict[str, Any] = {"version": 1, "mesh": sizes, "axes": own, "policy": policy}
+    origin: dict[tuple[str, ...], str] = {}
+    for key, table in tables.items():
+        data[key] = [{axis: pair.text} for axis, pair in table]
+        for at, (axis, pair) in enumerate(table):
+            origin[key, str(at), axis] = pair.source
+    return Imported(strategy=Strategy._from_data(data, origin), names=targets, notes=tuple(notes))
+
+
+def _read(rules: Any, sizes: Mapping[str, int], source: str | Sequence[str]) -> list[_Pair]:
+    """Return checked rules.
+
+    Raises:
+      ShardingError: Every rule that cannot be read, or names an absent mesh axis.
+    """
+    pairs, problems = [], []
+    for at, rule in enumerate(rules):
+        place = f"{source}[{at}]" if isinstance(source, str) else source[at]
+        fault = _fault(rule, sizes)
+        if fault is not None:
+            problems.append(dataclasses.replace(fault, path=place))
+            continue
+        name, value = rule
+        axes = (value,) if isinstance(value, str) else tuple(value or ())
+        pairs.append(_Pair(name=name, axes=axes, source=place))
+    raise_problems(problems)
+    return pairs
+
+
+def _fault(rule: Any, sizes: Mapping[str, int]) -> Problem | None:
+    what, fix = "", 'write ("embed", "fsdp"), ("embed", ("fsdp", "sp")) or ("embed", None)'
+    error: type[ShardingError] = StrategyError
+    if not isinstance(rule, (tuple, list)) or len(rule) != 2 or not isinstance(rule[0], str):
+        what = f"the rule {rule!r} is not a pair of a name and mesh axes"
+        return Problem(error=error, what=what, fix=fix)
+    value = (rule[1],) if isinstance(rule[1], str) else rule[1]
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)) or not all(isinstance(axis, str) for axis in value):
+        what = f"the rule of {rule[0]!r} has {rule[1]!r}, which is not mesh axes"
+    elif absent := [axis for axis in value if axis not in sizes]:
+        error = MissingMeshAxisError
+        what = f"the rule of {rule[0]!r} names {', '.join(absent)}, which the mesh lacks"
+        fix = f"add it to the mesh, with size 1 if need be; the mesh has {', '.join(sizes)}"
+    elif len({*value}) < len(value):
+        what, fix = f"the rule of {rule[0]!r} has a mesh axis twice", "name each mesh axis once"
+    return Problem(error=error, what=what, fix=fix) if what else None
+
+
+def _until_replicated(pairs: Sequence[_Pair], notes: list[str]) -> list[_Pair]:
+    """Drop the rules of a name that follow one that replicates: they never apply."""
+    ended: set[str] = set()
+    kept = []
+    for pair in pairs:
+        if pair.name in ended:
+            notes.append(f'never applies, after "{REPLICATED}": {pair}')
+            continue
+        kept.append(pair)
+        if not pair.axes:
+            ended.add(pair.name)
+    return kept
+
+
+def _one_each(pairs: Sequence[_Pair], semantics: Semantics, notes: list[str]) -> list[_Pair]:
+    """Return the last rule of each name; under "strict" a second one is an error."""
+    last: dict[str, _Pair] = {}
+    problems = []
+    for pair in pairs:
+        earlier = last.get(pair.name)
+        if earlier is not None and semantics == "strict":
+            what = f"{pair.name!r} has a second rule; the first is {earlier.text!r}"
+            fix = 'drop one, or pass semantics="flax" if the list is ordered'
+            where = pair.source
+            problems.append(Problem(error=StrategyError, what=what, path=where, fix=fix))
+        elif earlier is not None:
+            notes.append(f"replaced by a later rule of the name: {earlier}")
+        last[pair.name] = pair
+    raise_problems(problems)
+    return list(last.values())
+
+
+def _mesh_axes_as_names(
+    pairs: Sequence[_Pair], sizes: Mapping[str, int], notes: list[str]
+) -> list[_Pair]:
+    known = {pair.name for pair in pairs}
+    new = [axis for axis in sizes if axis not in known]
+    if new:
+        notes.append(f"mesh axes are names too: {', '.join(new)}")
+    return [_Pair(name=axis, axes=(axis,), source="mesh axis") for axis in new]
+
+
+def _targets(
+    pairs: Sequence[_Pair], names: Names, notes: list[str]
+) -> dict[str, tuple[str, Role] | str]:
+    """Return the axis and role of each of their names."""
+    targets: dict[str, tuple[str, Role] | str] = {}
+    for name, target in names.items():
+        if isinstance(target, str):
+            targets[name] = canonical_axis(target)
+        else:
+            targets[name] = (canonical_axis(target[0]), _weight_or_activation(name, target[1]))
+    ruled = dict.fromkeys(pair.name for pair in pairs)
+    if unruled := [name for name in names if name not in ruled]:
+        notes.append(f"names without a rule are replicated: {', '.join(unruled)}")
+    taken = {
+        file_name(target if isinstance(target, str) else target[0]) for target in targets.values()
+    }
+    own = [name for name in ruled if name not in targets]
+    for name in own:
+        axis = "logical_" + (re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "axis")
+        count = 2
+        while axis.lower() in taken:
+            axis = f"{axis.rstrip('0123456789_')}_{count}"
+            count += 1
+        taken.add(axis.lower())
+        targets[name] = canonical_axis(axis)
+    if own and names:
+        notes.append(f"names that became axes of their own: {', '.join(own)}")
+    return targets
+
+
+def _weight_or_activation(name: str, role: Role | str) -> Role:
+    if (known := as_role(role)) not in (Role.ACTIVATION, Role.PARAM):
+        fix = "map it as an activation or a param"
+        raise StrategyError(f"the name {name!r} is mapped to the role {role!r}", fix=fix)
+    return known
+
+
+def _disagreements(
+    pairs: Sequence[_Pair], targets: Mapping[str, Any], notes: list[str]
+) -> list[Problem]:
+    """Return a problem for names that are one axis in one role, but have different rules."""
+    chains: dict[str, list[_Pair]] = {}
+    for pair in pairs:
+        chains.setdefault(pair.name, []).append(pair)
+    first: dict[Any, str] = {}
+    problems = []
+    for name in chains:
+        other = first.setdefault(targets[name], name)
+        if other == name:
+            continue
+        texts = [" | ".join(pair.text for pair in chains[each]) for each in (other, name)]
+        if texts[0] == texts[1]:
+            notes.append(f"{name} has the rule of {other}, and became the same axis")
+            continue
+        what = f'{other} = "{texts[0]}" and {name} = "{texts[1]}" cannot be one axis in one role'
+        fix = "leave one of them out of names=, so that it becomes an axis of its own"
+        place = chains[name][0].source
+        problems.append(Problem(error=StrategyError, what=what, path=place, fix=fix))
+    return problems
+
+
+def _table(
+    pairs: Sequence[_Pair], targets: Mapping[str, Any], role: Role
+) -> list[tuple[str, _Pair]]:
+    """Return the whole list for one role, since the order of all rules counts.
+
+    A name of the other role is left out if its axis has a name of this role.
+    """
+    ruled = {pair.name for pair in pairs}
+    own = {target[0] for name, target in targets.items() if name in ruled and target[1] is role}
+    speaker: dict[str, str] = {}
+    table = []
+    for pair in pairs:
+        target = targets[pair.name]
+        axis = target if isinstance(target, str) else target[0]
+        if not isinstance(target, str) and target[1] is not role and axis in own:
+            continue
+        # Names with the same rule may have become one axis: the first one speaks for it.
+        if speaker.setdefault(axis, pair.name) == pair.name:
+            table.append((file_name(axis), pair))
+    return table
+
+
+def _idle(pairs: Sequence[_Pair], sizes: Mapping[str, int]) -> list[str]:
+    named = {axis for pair in pairs for axis in pair.axes} | {*STANDARD_MESH_AXES}
+    return [axis for axis in sizes if axis not in named]
+
+
+def to_logical_axis_rules(
+    pm: PartitionManager, names: Names, *, sizes: Mapping[str, int] | None = None
+) -> tuple[tuple[str, MeshAxes], ...]:
+    """Return a manager's rules as an ordered list of pairs, in the manager's mode.
+
+    Under `order = "dims"` the earlier dim of an annotation gets a mesh axis that two dims want. A
+    list cannot say this: in it, the name that comes first in `names` gets the mesh axis.
+
+    Args:
+      pm: The manager.
+      names: Their name -> (axis, role), or an axis that has one rule for both roles.
+      sizes: Size of the dims of a name, for rules whose answer depends on it.
+
+    Raises:
+      ShapeRequiredError: The answer of a rule depends on a size that is not given.
+      IndivisibleError: A size does not divide, and the strategy has no fallback for it.
+      StrategyError: A rule has `?`, or the policy is `conflict = "first_dim"`, which a list cannot
+        say.
+    """
+    if pm.rules.policy.conflict is Conflict.FIRST_DIM:
+        what = 'conflict = "first_dim" cannot be written as a list of rules'
+        raise StrategyError(what, fix='use conflict = "next" or "error"')
+    is_ordered = pm.rules.policy.order is Order.RULES
+    ranked: list[tuple[Any, tuple[str, MeshAxes]]] = []
+    for place, (name, target) in enumerate(names.items()):
+        axis, role = _exported(pm, name, target)
+        size = None if sizes is None else sizes.get(name)
+        chain, ranks = _chain(pm, axis, role, name, size)
+        for at, axes in enumerate(chain):
+            rank = (0, *ranks[at]) if is_ordered and at < len(ranks) else (is_ordered, 0, 0, 0)
+            ranked.append(((rank, place, at), (name, axes)))
+    return tuple(pair for _, pair in sorted(ranked, key=lambda entry: entry[0]))
+
+
+def _exported(pm: PartitionManager, name: str, target: Any) -> tuple[str, Role]:
+    """Return axis and role of a name that is exported."""
+    if not isinstance(target, str):
+        return canonical_axis(target[0]), _weight_or_activation(name, target[1])
+    axis = canonical_axis(target)
+    roles = (Role.ACTIVATION, Role.PARAM)
+    one, other = (_rule(pm, axis, role) for role in roles)
+    if one != other:
+        what = f"{axis_label(axis)} has different rules as an activation and as a param"
+        raise StrategyError(
+            what, fix=f'map {name!r} to ({axis_label(axis)}, "param"), for instance'
+        )
+    return axis, Role.ACTIVATION
+
+
+def _rule(pm: PartitionManager, axis: str, role: Role) -> Rule | None:
+    stated = pm.rules.stated(axis, mode=_mode_of(pm), role=role, path=None)
+    return stated or default_rule(axis)
+
+
+def _chain(
+    pm: PartitionManager, axis: str, role: Role, name: str, size: int | None
+) -> tuple[list[MeshAxes], list[Any]]:
+    """Return the rules of one name, and under `order = "rules"` the rank of each but the last None.
+
+    Candidates whose size does not divide are left out, since a list knows no sizes.
+    """
+    rule, policy = _rule(pm, axis, role), pm.rules.policy
+    if rule is None:
+        return [None], []
+    if rule.fallback is Fallback.UNCONSTRAINED:
+        what = f'the rule of {name!r} has "?", and a list of rules cannot leave a dim open'
+        raise StrategyError(what, rule=str(rule.ref), fix='give it a rule without "?"')
+    is_ordered = policy.order is Order.RULES
+    places: list[Any] = []
+    if is_ordered:
+        places = ranks_of(pm.rules, axis, mode=_mode_of(pm), role=role, path=None)
+    candidates = [
+        (candidate, places[at] if places else None)
+        for at, written in enumerate(rule.candidates)
+        for candidate in [reduced(written, pm.mesh.shape, policy.missing, 1 if is_ordered else 2)]
+        if candidate.live or candidate.lost
+    ]
+    if size is None:
+        _check_shape(rule, [candidate.live for candidate, _ in candidates], policy, name)
+    chain: list[MeshAxes] = []
+    ranks: list[Any] = []
+    failed: tuple[str, ...] = ()
+    for candidate, rank in candidates:
+        if candidate.lost:
+            return [*chain, None], ranks
+        if size is not None and size % _shards(pm, candidate.live):
+            failed = failed or candidate.live
+            if policy.conflict is Conflict.NEXT:
+                return [*chain, _by_policy(pm, rule, name, size, candidate.live)], [*ranks, rank]
+            continue
+        chain.append(_entry(candidate.live))
+        ranks.append(rank)
+    if rule.fallback is Fallback.REPLICATED or not (chain or failed):
+        chain.append(None)
+    elif not chain:
+        assert size is not None
+        chain.append(_by_policy(pm, rule, name, size, failed))
+    return chain, ranks
+
+
+def _mode_of(pm: PartitionManager) -> str:
+    return pm.mode or MODE_TRAIN
+
+
+def _shards(pm: PartitionManager, live: Sequence[str]) -> int:
+    return math.prod(pm.mesh.shape[axis] for axis in live)
+
+
+def _entry(live: tuple[str, ...]) -> MeshAxes:
+    return live[0] if len(live) == 1 else live or None
+
+
+def _check_shape(rule: Rule, lives: Sequence[tuple[str, ...]], policy: Policy, name: str) -> None:
+    """Check that the answer of a rule depends on no size."""
+    is_lenient = policy.indivisible is not Indivisible.ERROR and bool(lives)
+    answers = len({*lives}) + bool(rule.fallback)
+    if is_lenient or (answers > 1 and policy.conflict is not Conflict.NEXT):
+        what = f"which mesh axes {name!r} has depends on its size"
+        fix = f"pass sizes={{{name!r}: ...}}"
+        raise ShapeRequiredError(what, rule=str(rule.ref), fix=fix)
+
+
+def _by_policy(
+    pm: PartitionManager, rule: Rule, name: str, size: int, live: tuple[str, ...]
+) -> MeshAxes:
+    """Return what the policy makes of a size that does not divide."""
+    policy = pm.rules.policy.indivisible
+    if policy is Indivisible.PREFIX:
+        ends = range(len(live) - 1, -1, -1)
+        return _entry(next(live[:end] for end in ends if size % _shards(pm, live[:end]) == 0))
+    if policy is not Indivisible.ERROR:
+        return None
+    what = f"size {size} of {name!r} does not divide over {'+'.join(live)}"
+    fix = "give the rule a fallback, or choose a size and a mesh that divide"
+    raise IndivisibleError(what, rule=str(rule.ref), fix=fix)

@@ -1,0 +1,339 @@
+"""Lists of logical axis rules, compared with flax."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardwright as sw
+from shardwright.interop.logical_rules import (
+    Imported,
+    Names,
+    from_logical_axis_rules,
+    to_logical_axis_rules,
+)
+from shardwright.vocabulary.axes import CAPACITY, NORM
+from tests.interop.rule_lists import NAMES, as_tuples, entries, random_lists
+
+GOLDEN = Path(__file__).parent / "golden" / "flax_rules.json"
+OWN = {name: f"name_{name}" for name in NAMES}
+MESH = {"data": 2, "model": 4}
+
+
+def different(case: dict[str, Any], expected: list[Any]) -> list[Any]:
+    """Return the arrays of a list whose imported spec is another one."""
+    rules, mesh = as_tuples(case["rules"]), case["mesh"]
+    imported = from_logical_axis_rules(rules, mesh=mesh, names=OWN)
+    compiled = imported.strategy.compile()
+    found = [
+        entries(sw.resolve(imported.annotation(names), compiled, mesh).spec, mesh)
+        for names in case["arrays"]
+    ]
+    return [] if found == expected else [(rules, mesh, case["arrays"], expected, found)]
+
+
+def test_golden_specs_of_flax() -> None:
+    lists = json.loads(GOLDEN.read_text())["lists"]
+    wrong = [one for case in lists for one in different(case, case["specs"])]
+    assert not wrong, (len(wrong), wrong[0])
+    assert sum(len(case["arrays"]) for case in lists) == 600
+    drawn = [{**case, "specs": None} for case in random_lists(seed=0, count=200)]
+    assert [{**case, "specs": None} for case in lists] == drawn
+
+
+@pytest.mark.wide
+def test_random_lists_equal_flax() -> None:
+    spmd = pytest.importorskip("flax.linen.spmd")
+    wrong = []
+    for case in random_lists(seed=1, count=5000):
+        rules = as_tuples(case["rules"])
+        specs = [spmd.logical_to_mesh_axes(tuple(names), rules) for names in case["arrays"]]
+        wrong += different(case, [entries(spec, case["mesh"]) for spec in specs])
+    assert not wrong, (len(wrong), wrong[0])
+
+
+RULES = (
+    ("batch", "data"),
+    ("embed", "model"),
+    ("embed", "data"),
+    ("mlp", "model"),
+    ("embed", None),
+    ("embed", "model"),
+    ("activation_embed", None),
+    ("kv", ()),
+)
+
+
+def test_explain_names_the_imported_rule() -> None:
+    places = [f"base.yml:{number}" for number in range(10, 18)]
+    imported = from_logical_axis_rules(RULES, mesh=MESH, source=places)
+    rules = imported.strategy.compile()
+    resolution = sw.explain(imported.annotation(("mlp", "embed", "batch")), rules, MESH)
+    assert [str(decision.rule) for decision in resolution.decisions] == [
+        'logical_mlp = "model"   (base.yml:13, [rules])',
+        'logical_embed = "model | data"   (base.yml:11, base.yml:12, [rules])',
+        'logical_batch = "data"   (base.yml:10, [rules])',
+    ]
+    assert resolution.spec == P(None, "model", "data")
+    assert imported.notes == ('never applies, after "-": embed = "model"   (base.yml:15)',)
+    assert str(imported).splitlines()[0] == "5 names imported"
+
+
+def test_names_with_roles() -> None:
+    names: Names = {
+        "batch": (sw.BATCH, "activation"),
+        "embed": (sw.EMBED, "param"),
+        "activation_embed": (sw.EMBED, sw.Role.ACTIVATION),
+        "heads": "heads",
+    }
+    imported = from_logical_axis_rules(RULES, mesh=MESH, names=names)
+    strategy = imported.strategy
+    assert imported.names["embed"] == (sw.EMBED, "param")
+    assert strategy.rules["embed"] == "-"
+    assert strategy.params["embed"] == "model | data | -"
+    assert strategy.params["batch"] == "data"
+    assert imported.notes[1:] == (
+        "names without a rule are replicated: heads",
+        "names that became axes of their own: mlp, kv",
+    )
+    pm = sw.PartitionManager(strategy, mesh=sw.abstract_mesh("data:2,model:4"))
+    assert pm.resolve(sw.BATCH, sw.EMBED) == P("data")
+    weight = imported.annotation(("mlp", "embed"))
+    assert weight == ("__LOGICAL_MLP__", sw.EMBED)
+    assert pm.resolve(*weight, role="param") == P(None, "model")
+    assert pm.resolve(*imported.annotation(("heads", None))) == P()
+    assert sw.Strategy.loads(strategy.dumps()) == strategy
+
+
+def test_idle_mesh_axes_are_declared() -> None:
+    mesh = {"data": 2, "replica": 2, "tp": 2}
+    imported = from_logical_axis_rules([("batch", "data")], mesh=mesh)
+    assert imported.strategy.policy.idle == "replica"
+    assert imported.notes == ("mesh axes that no rule names are idle: replica",)
+    sw.PartitionManager(imported.strategy, mesh=sw.abstract_mesh("data:2,replica:2,tp:2"))
+
+
+def test_names_that_collide() -> None:
+    rules = [("a.b", "data"), ("a-b", "model"), ("A_B", None), ("embed", None)]
+    imported = from_logical_axis_rules(rules, mesh=MESH)
+    assert list(imported.strategy.axes) == [
+        "logical_a_b",
+        "logical_a_b_2",
+        "logical_a_b_3",
+        "logical_embed",
+    ]
+
+
+def test_nnx_takes_the_last_rule() -> None:
+    rules = (("embed", "data"), ("mlp", "model"), ("embed", ("model",)))
+    imported = from_logical_axis_rules(rules, mesh=MESH, semantics="nnx")
+    compiled = imported.strategy.compile()
+    assert imported.notes == (
+        'replaced by a later rule of the name: embed = "data"   (rules[0])',
+        "mesh axes are names too: data, model",
+    )
+    expected = {
+        ("embed",): P("model"),
+        ("embed", "data"): P("model", "data"),
+        ("mlp", None): P("model"),
+    }
+    for names, spec in expected.items():
+        assert (
+            sw.resolve(imported.annotation(names), compiled, MESH, shape=(8,) * len(names)).spec
+            == spec
+        )
+    with pytest.raises(sw.AxisConflictError, match="model is taken by dim 0 LOGICAL_EMBED"):
+        sw.resolve(imported.annotation(("embed", "mlp")), compiled, MESH, shape=(8, 8))
+
+
+def test_strict_has_one_rule_for_each_name() -> None:
+    imported = from_logical_axis_rules(RULES[3:5], mesh=MESH, semantics="strict")
+    assert dict(imported.strategy.rules) == {"logical_mlp": "model", "logical_embed": "-"}
+    with pytest.raises(sw.StrategyError, match=r"rules\[2\]: 'embed' has a second rule"):
+        from_logical_axis_rules(RULES, mesh=MESH, semantics="strict")
+
+
+def test_every_bad_rule_is_reported() -> None:
+    rules: Any = [
+        ("embed", "fsdp"),
+        ("mlp", ("model", "sp")),
+        ("heads",),
+        ("kv", 3),
+        ("vocab", ("data", "data")),
+    ]
+    with pytest.raises(sw.MissingMeshAxisError) as caught:
+        from_logical_axis_rules(rules, mesh=MESH, source="t5x.py")
+    pair = 'write ("embed", "fsdp"), ("embed", ("fsdp", "sp")) or ("embed", None)'
+    size = "add it to the mesh, with size 1 if need be; the mesh has data, model"
+    expected = (
+        ("[0]: the rule of 'embed' names fsdp, which the mesh lacks", size),
+        ("[1]: the rule of 'mlp' names sp, which the mesh lacks", size),
+        ("[2]: the rule ('heads',) is not a pair of a name and mesh axes", pair),
+        ("[3]: the rule of 'kv' has 3, which is not mesh axes", pair),
+        ("[4]: the rule of 'vocab' has a mesh axis twice", "name each mesh axis once"),
+    )
+    assert [str(problem) for problem in caught.value.problems] == [
+        f"t5x.py{what}\n  fix   {fix}" for what, fix in expected
+    ]
+
+
+def test_bad_arguments() -> None:
+    same: Names = {"embed": (sw.EMBED, "param"), "mlp": (sw.EMBED, "param")}
+    with pytest.raises(
+        sw.StrategyError, match=r'embed = "model \| data \| -" and mlp = "model" cannot'
+    ):
+        from_logical_axis_rules(RULES, mesh=MESH, names=same)
+    with pytest.raises(sw.StrategyError, match="unknown semantics 't5x'"):
+        from_logical_axis_rules(RULES, mesh=MESH, semantics="t5x")  # type: ignore[arg-type]
+    with pytest.raises(sw.StrategyError, match="is mapped to the role 'use'"):
+        from_logical_axis_rules(RULES, mesh=MESH, names={"embed": (sw.EMBED, "use")})
+    imported = from_logical_axis_rules(RULES, mesh=MESH)
+    with pytest.raises(
+        sw.UnknownAxisError, match="the name 'mpl' has no rule\n  fix   did you mean 'mlp'"
+    ):
+        imported.annotation(("mpl",))
+
+
+def test_equal_rules_may_become_one_axis() -> None:
+    rules = (("embed", "model"), ("mlp", "data"), ("emb", "model"))
+    same: Names = {"embed": (sw.EMBED, "param"), "emb": (sw.EMBED, "param")}
+    imported = from_logical_axis_rules(rules, mesh=MESH, names=same)
+    assert imported.strategy.rules["embed"] == "model"
+    assert imported.notes[-1] == "emb has the rule of embed, and became the same axis"
+
+
+# Round trips.
+
+WEIGHTS = (
+    (sw.VOCAB, sw.EMBED),
+    (sw.EMBED, sw.HEAD, sw.HEAD_DIM),
+    (sw.EMBED, sw.KV_HEAD, sw.KV_HEAD_DIM),
+    (sw.HEAD, sw.HEAD_DIM, sw.EMBED),
+    (sw.EMBED, sw.MLP_INTERMEDIATE),
+    (sw.MLP_INTERMEDIATE, sw.EMBED),
+    (sw.EXPERT, sw.EMBED, sw.MLP_INTERMEDIATE),
+    (sw.EMBED, sw.EXPERT_GATE),
+    (sw.LAYERS, NORM),
+)
+ACTIVATIONS = (
+    (sw.BATCH, sw.LENGTH, sw.EMBED),
+    (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM),
+    (sw.BATCH, sw.KV_LENGTH, sw.KV_HEAD, sw.KV_HEAD_DIM),
+    (sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE),
+    (sw.BATCH, sw.QUERY_LENGTH, sw.VOCAB),
+    (sw.BATCH, sw.HEAD, sw.QUERY_LENGTH, sw.BIAS_KV_SEQ),
+    (sw.EXPERT, CAPACITY, sw.EMBED),
+)
+MESHES = (
+    "fsdp:8",
+    "fsdp:4,tp:2",
+    "dp:2,tp:4",
+    "dp:2,fsdp:2,sp:2,tp:2",
+    "fsdp:2,ep:2,sp:2,tp:1",
+)
+
+
+def exported_names(arrays: Any, role: str) -> dict[str, tuple[str, str]]:
+    """Return a name for each axis; the first to want a mesh axis comes first."""
+    axes = dict.fromkeys(axis for annotation in arrays for axis in annotation)
+    first = [sw.EXPERT, sw.BATCH]
+    ordered = [*[axis for axis in first if axis in axes], *[a for a in axes if a not in first]]
+    return {f"{role}_{axis.strip('_').lower()}": (axis, role) for axis in ordered}
+
+
+def sizes_of(names: dict[str, tuple[str, str]]) -> dict[str, int]:
+    return {name: 3 if axis == sw.KV_HEAD else 48 for name, (axis, _) in names.items()}
+
+
+def outcome(axes: Any, pm: sw.PartitionManager, role: str, shape: Any) -> Any:
+    try:
+        return pm.resolve(*axes, role=role, shape=shape)
+    except sw.ShardingError as error:
+        return type(error).__name__
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_round_trip_of_every_preset(mesh: str) -> None:
+    problems = []
+    for preset in sw.Strategy.presets():
+        pm = sw.PartitionManager(sw.Strategy.preset(preset), mesh=sw.abstract_mesh(mesh))
+        for mode in (sw.MODE_TRAIN, sw.MODE_DECODE):
+            for role, arrays in (("param", WEIGHTS), ("activation", ACTIVATIONS)):
+                there = pm.for_mode(mode)
+                names = exported_names(arrays, role)
+                problems += lost(there, names, arrays, role, f"{preset} {mode}")
+    assert not problems, (len(problems), problems[:3])
+
+
+def lost(pm: sw.PartitionManager, names: Any, arrays: Any, role: str, label: str) -> list[Any]:
+    """Return the annotations whose spec differs after a round trip; a refused one may differ."""
+    sizes = sizes_of(names)
+    try:
+        rules = to_logical_axis_rules(pm, names, sizes=sizes)
+    except sw.IndivisibleError:
+        names = {name: target for name, target in names.items() if target[0] != sw.KV_HEAD}
+        rules = to_logical_axis_rules(pm, names, sizes=sizes_of(names))
+    imported = from_logical_axis_rules(rules, mesh=pm.mesh, names=names)
+    again = sw.PartitionManager(imported.strategy, mesh=pm.mesh)
+    found = []
+    known = {axis for axis, _ in names.values()}
+    for annotation in arrays:
+        if not known.issuperset(annotation):
+            continue
+        shape = tuple(3 if axis == sw.KV_HEAD else 48 for axis in annotation)
+        expected = outcome(annotation, pm, role, shape)
+        if isinstance(expected, str):
+            continue
+        if outcome(annotation, again, role, shape) != expected:
+            found.append((label, annotation, expected, outcome(annotation, again, role, shape)))
+    return found
+
+
+def test_ordered_rules_round_trip() -> None:
+    """Interleaved chains keep their order."""
+    for case in random_lists(seed=2, count=40):
+        rules = as_tuples(case["rules"])
+        imported: Imported = from_logical_axis_rules(rules, mesh=case["mesh"], names=OWN)
+        mesh = sw.abstract_mesh(case["mesh"])
+        pm = sw.PartitionManager(imported.strategy, mesh=mesh)
+        again = from_logical_axis_rules(
+            to_logical_axis_rules(pm, OWN), mesh=case["mesh"], names=OWN
+        )
+        for names in case["arrays"]:
+            axes = imported.annotation(names)
+            one, other = (
+                sw.resolve(axes, each.strategy.compile(), case["mesh"]).spec
+                for each in (imported, again)
+            )
+            assert one == other, (rules, names)
+
+
+def test_exports_that_are_refused() -> None:
+    pm = sw.PartitionManager(
+        sw.Strategy(
+            mesh={"dp": 2, "tp": 4},
+            rules={"batch": "dp | -", "embed": "tp", "vocab": "?", "head": "tp"},
+            params={"embed": "dp"},
+        ),
+        mesh=sw.abstract_mesh("dp:2,tp:4"),
+    )
+    for names, sizes, error, message in (
+        ({"b": sw.BATCH}, {}, sw.ShapeRequiredError, r"'b' has depends on its size"),
+        ({"v": (sw.VOCAB, "activation")}, {}, sw.StrategyError, r"cannot leave a dim open"),
+        ({"e": sw.EMBED}, {}, sw.StrategyError, "different rules as an activation and as a param"),
+        ({"h": sw.HEAD}, {"h": 6}, sw.IndivisibleError, "size 6 of 'h' does not divide over tp"),
+    ):
+        with pytest.raises(error, match=message):
+            to_logical_axis_rules(pm, names, sizes=sizes)  # type: ignore[arg-type]
+    assert to_logical_axis_rules(pm, {"b": sw.BATCH, "h": sw.HEAD}, sizes={"b": 4, "h": 8}) == (
+        ("b", "dp"),
+        ("b", None),
+        ("h", "tp"),
+    )
+    first = sw.Strategy(rules={"embed": "tp"}, policy={"conflict": "first_dim"})
+    with pytest.raises(sw.StrategyError, match="cannot be written as a list"):
+        to_logical_axis_rules(sw.PartitionManager(first, mesh=pm.mesh), {}, sizes={})
