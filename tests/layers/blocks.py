@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import shardwright as sw
 from shardwright.plan.collectives import read_collectives
@@ -67,8 +68,52 @@ def total(f: Callable[..., Any]) -> Loss:
 
 
 def values_and_gradients(f: Callable[..., Any], params: Any, x: Any) -> Any:
-    """Return the output and the gradients by the parameters and the float inputs."""
-    return jax.jit(jax.value_and_grad(total(f), (0, 1), has_aux=True))(params, x)
+    """Return the output and the gradients by the parameters and by `x`, if that is floats."""
+    return jax.jit(_differentiated(f, x))(params, x)
+
+
+def _differentiated(f: Callable[..., Any], x: Any) -> Any:
+    arguments = (0, 1) if jnp.issubdtype(x.dtype, jnp.floating) else (0,)
+    return jax.value_and_grad(total(f), arguments, has_aux=True)
+
+
+def check_sharded(
+    name: str, f: Callable[..., Any], inputs: Any, wanted: Any, preset: str, kind: str
+) -> Any:
+    """Run a function of `(params, x)` under a preset: values, gradients and collectives.
+
+    Args:
+      name: Its name in the table of the docs.
+      f: The function.
+      inputs: (params, their specs, x, the axes of x).
+      wanted: `values_and_gradients` without a manager.
+      preset: Name.
+      kind: Of the mesh.
+
+    Returns:
+      The output, sharded.
+    """
+    params, specs, x, axes = inputs
+    documented_counts = {preset: counts for preset, *counts in documented(name)}
+    with make_manager(preset, kind) as pm:
+        stored, x = pm.shard(params, specs, role="param"), pm.shard(x, axes)
+        training = jax.jit(_differentiated(f, x)).lower(stored, x).compile()
+        forward = jax.jit(f).lower(stored, x).compile()
+        got = training(stored, x)
+    assert_close(got, wanted)
+    for gradient, value in zip(jax.tree.leaves(got[1][0]), jax.tree.leaves(stored), strict=True):
+        assert gradient.sharding.is_equivalent_to(value.sharding, value.ndim)
+    found = [counted(forward, pm), counted(training, pm)]
+    assert found == documented_counts[preset], (preset, kind)
+    return got[0][1]
+
+
+def cases() -> Any:
+    """Return the (preset, kind) of a sweep: a sample, and the whole product marked wide."""
+    return pytest.mark.parametrize(
+        ("preset", "kind"),
+        [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.wide) for case in CASES],
+    )
 
 
 def assert_close(got: Any, wanted: Any, *, rtol: float = 2e-5) -> None:

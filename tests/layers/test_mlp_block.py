@@ -70,29 +70,12 @@ def test_values_and_gradients_of_numpy() -> None:
     np.testing.assert_allclose(sum(jax.tree.leaves(products)), slope, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("preset", "kind"),
-    [
-        pytest.param(*case, marks=() if case in blocks.SAMPLE else pytest.mark.wide)
-        for case in blocks.CASES
-    ],
-)
+@blocks.cases()
 def test_sharded_equals_unsharded(preset: str, kind: str) -> None:
-    params = init(CONFIG)
-    documented = {name: counts for name, *counts in blocks.documented("mlp_block")}
+    inputs = (init(CONFIG), mlp_block.specs(CONFIG), X, mlp_block.RESIDUAL)
+    y = blocks.check_sharded("mlp_block", block, inputs, unsharded(), preset, kind)
     with blocks.make_manager(preset, kind) as pm:
-        stored = pm.shard(params, mlp_block.specs(CONFIG), role="param")
-        x = pm.shard(X, mlp_block.RESIDUAL)
-        step = jax.jit(jax.value_and_grad(blocks.total(block), (0, 1), has_aux=True))
-        compiled = step.lower(stored, x).compile()
-        got = compiled(stored, x)
-        forward = jax.jit(block).lower(stored, x).compile()
-    blocks.assert_close(got, unsharded())
-    assert got[0][1].sharding.is_equivalent_to(pm.sharding(mlp_block.RESIDUAL, shape=X.shape), 3)
-    for name, gradient in jax.tree_util.tree_leaves_with_path(got[1][0]):
-        value = dict(jax.tree_util.tree_leaves_with_path(stored))[name]
-        assert gradient.sharding.is_equivalent_to(value.sharding, value.ndim), name
-    assert [blocks.counted(forward, pm), blocks.counted(compiled, pm)] == documented[preset]
+        assert y.sharding.is_equivalent_to(pm.sharding(mlp_block.RESIDUAL, shape=X.shape), 3)
 
 
 def test_bfloat16_and_dropout() -> None:

@@ -14,6 +14,8 @@ from shardwright.layers import activation as activation
 from shardwright.layers import dense as dense
 from shardwright.layers import dropout as dropout
 from shardwright.layers import dtypes as dtypes
+from shardwright.layers import embedding as embedding
+from shardwright.layers import loss as loss
 from shardwright.layers import mlp_block as mlp_block
 from shardwright.layers import moe as moe
 from shardwright.layers import norm as norm

@@ -1,0 +1,119 @@
+"""Token embeddings: an indexed lookup in a table whose vocabulary may be sharded."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwright import _jax
+from shardwright.errors import LayerError, RankMismatchError
+from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.placement import place, use
+from shardwright.manager import context
+from shardwright.manager.manager import PartitionManager
+from shardwright.vocabulary.annotations import ArraySpec
+from shardwright.vocabulary.axes import BATCH, EMBED, EMPTY, LENGTH, QUERY_LENGTH, VOCAB, axis_label
+
+TOKENS = (BATCH, QUERY_LENGTH)
+
+
+def specs(vocab: int, embed: int, *, init: Any = None, dtypes: Dtypes = FLOAT32) -> ArraySpec:
+    """Return the table, `[vocab, embed]`.
+
+    Args:
+      vocab: Number of tokens.
+      embed: Size of the residual.
+      init: Initializer. Defaults to a normal distribution with the variance 1 / embed.
+      dtypes: Whose `param` is that of the table.
+    """
+    if init is None:
+        init = jax.nn.initializers.variance_scaling(1.0, "fan_out", "normal", in_axis=0, out_axis=1)
+    return ArraySpec((vocab, embed), dtypes.param, (VOCAB, EMBED), init)
+
+
+def apply(
+    table: Any, tokens: Any, *, dtypes: Dtypes = FLOAT32, path: str | None = None
+) -> jax.Array:
+    """Return the residual of tokens, sharded as (BATCH, LENGTH, EMBED).
+
+    Each shard of the vocabulary looks up its own tokens, and the results are summed. Nothing
+    multiplies one-hot rows: that would cost as much as the output projection. A token outside of
+    `[0, vocab)`, such as padding of -1, gets zeros and has no gradient.
+
+    Args:
+      table: `[vocab, embed]`, as stored. A tied output projection uses the same leaf.
+      tokens: `[batch, length]` integers.
+      dtypes: The rows are looked up in `compute` and returned in `output`.
+      path: Path of the table in the model, required if the strategy has `[[tensors]]` entries.
+
+    Raises:
+      LayerError: The tokens are not integers, or one mesh axis shards both VOCAB and the tokens.
+      RankMismatchError: The tokens are not `[batch, length]`, or the table is not `[vocab, embed]`.
+      ShardingError: The rules of the ambient manager do not fit the arrays.
+    """
+    table, tokens = jnp.asarray(table), jnp.asarray(tokens)
+    _check(table, tokens)
+    vocab, embed = table.shape
+    table = use(table, specs(vocab, embed, dtypes=dtypes), path=path).astype(dtypes.compute)
+    manager: PartitionManager | None = context.current()
+    if manager is None or _is_inside_shard_map():
+        rows = _lookup(table, tokens, ())
+    else:
+        rows = _on_shards(manager, vocab, tokens)(table, tokens)
+    residual: jax.Array = place(rows.astype(dtypes.output), (BATCH, LENGTH, EMBED))
+    return residual
+
+
+def _on_shards(manager: PartitionManager, vocab: int, tokens: Any) -> Any:
+    """Return the lookup as a function that runs on shards."""
+    names = manager.mesh_axes(VOCAB, vocab)
+    resolution = manager.explain(TOKENS, shape=tokens.shape, path="tokens")
+    resolution.require()
+    both = [axis for dim in resolution.decisions for axis in dim.mesh_axes if axis in names]
+    if both:
+        raise LayerError(
+            f"{both[0]} shards VOCAB and the tokens, so no device has the tokens of its rows",
+            path="tokens",
+            fix=f"give VOCAB or {' and '.join(map(axis_label, TOKENS))} a rule without {both[0]}",
+        )
+    return manager.remember(
+        ("embedding", names),
+        lambda: manager.shard_map(
+            functools.partial(_lookup, names=names),
+            in_axes=((VOCAB, EMPTY), TOKENS),
+            out_axes=(*TOKENS, EMPTY),
+        ),
+    )
+
+
+def _lookup(table: Any, tokens: Any, names: tuple[str, ...]) -> Any:
+    """Look up tokens in a shard of the vocabulary; `names` are the mesh axes that it is split
+    over.
+    """
+    rows = table.shape[0]
+    local = tokens - jax.lax.axis_index(names) * rows if names else tokens
+    is_here = (local >= 0) & (local < rows)
+    found = table.at[jnp.where(is_here, local, 0)].get(mode="promise_in_bounds")
+    found = jnp.where(is_here[..., None], found, jnp.zeros((), found.dtype))
+    return jax.lax.psum(found, names) if names else found
+
+
+def _is_inside_shard_map() -> bool:
+    mesh = _jax.ambient_mesh()
+    return mesh is not None and bool(mesh.manual_axes)
+
+
+def _check(table: Any, tokens: Any) -> None:
+    if table.ndim != 2:
+        raise RankMismatchError(
+            f"the table has shape {table.shape}", path="table", fix="pass [vocab, embed]"
+        )
+    if tokens.ndim != 2:
+        raise RankMismatchError(
+            f"tokens have shape {tokens.shape}", path="tokens", fix="pass [batch, length]"
+        )
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise LayerError(f"tokens are {tokens.dtype}", path="tokens", fix="pass integers")

@@ -1,0 +1,228 @@
+"""Cross-entropy over a vocabulary that may be sharded. The logits are never gathered."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.errors import LayerError, RankMismatchError
+from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.placement import place, use
+from shardwright.manager.einsum import einsum
+from shardwright.vocabulary.annotations import ArraySpec
+from shardwright.vocabulary.axes import BATCH, EMBED, QUERY_LENGTH, VOCAB
+from shardwright.vocabulary.integers import read_integer
+
+LOGITS = (BATCH, QUERY_LENGTH, VOCAB)
+_TOKENS = (BATCH, QUERY_LENGTH)
+_OPERAND = (BATCH, QUERY_LENGTH, EMBED)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A mean over the tokens that count.
+
+    Attributes:
+      mean: Cross-entropy in nats per token, plus the z-loss: what training minimizes.
+      cross_entropy: Without the z-loss.
+      z_loss: Mean of the squared logsumexp, times its factor.
+      tokens: Number of tokens that count, int32.
+    """
+
+    mean: jax.Array
+    cross_entropy: jax.Array
+    z_loss: jax.Array
+    tokens: jax.Array
+
+
+def specs(vocab: int, embed: int, *, init: Any = None, dtypes: Dtypes = FLOAT32) -> ArraySpec:
+    """Return the output projection, `[embed, vocab]`. A tied one is the embedding table instead.
+
+    Args:
+      vocab: Number of tokens.
+      embed: Size of the residual.
+      init: Initializer. Defaults to a normal distribution with the variance 1 / embed.
+      dtypes: Whose `param` is that of the projection.
+    """
+    if init is None:
+        init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+    return ArraySpec((embed, vocab), dtypes.param, (EMBED, VOCAB), init)
+
+
+def logits(
+    x: Any,
+    head: Any,
+    *,
+    tied: bool = False,
+    softcap: float | None = None,
+    dtypes: Dtypes = FLOAT32,
+    path: str | None = None,
+) -> jax.Array:
+    """Return float32 logits `[batch, length, vocab]`, sharded as (BATCH, QUERY_LENGTH, VOCAB).
+
+    Args:
+      x: `[batch, length, embed]`, after the last norm.
+      head: As stored: `[embed, vocab]`, or the embedding table `[vocab, embed]`.
+      tied: Whether `head` is the embedding table.
+      softcap: c in `c * tanh(logits / c)`. Defaults to none.
+      dtypes: Whose `compute` is that of the operands.
+      path: Path of `head` in the model, required if the strategy has `[[tensors]]` entries.
+
+    Raises:
+      RankMismatchError: The shapes do not fit each other.
+      LayerError: `softcap` is not positive.
+      ShardingError: The rules of the ambient manager do not fit the arrays.
+    """
+    x, head = jnp.asarray(x), jnp.asarray(head)
+    _check_head(x, head, tied)
+    axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
+    weight = use(head, axes, path=path).astype(dtypes.compute)
+    return _logits(place(x, _OPERAND).astype(dtypes.compute), weight, tied, _cap(softcap))
+
+
+def cross_entropy(
+    x: Any,
+    head: Any,
+    labels: Any,
+    *,
+    tied: bool = False,
+    chunks: int = 1,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    ignore: int = -100,
+    dtypes: Dtypes = FLOAT32,
+    path: str | None = None,
+) -> Loss:
+    """Return the cross-entropy of labels, averaged over all tokens of all shards.
+
+    Each shard of the vocabulary has its part of the logits. What is sent per token is a maximum, a
+    sum and the logit of the label. With `chunks`, the logits of only one part of the tokens exist
+    at a time, in the backward pass too, which computes them again.
+
+    Args:
+      x: `[batch, length, embed]`, after the last norm.
+      head: As stored: `[embed, vocab]`, or the embedding table `[vocab, embed]`.
+      labels: `[batch, length]` integers.
+      tied: Whether `head` is the embedding table.
+      chunks: Number of parts. It divides the length; with a sharded length, that of a shard.
+      z_loss: Factor of the mean squared logsumexp (PaLM, arXiv:2204.02311, section 5).
+      softcap: As in `logits`.
+      ignore: Tokens with this label, or with any negative one, do not count.
+      dtypes: Whose `compute` is that of the operands. All sums are float32.
+      path: As in `logits`.
+
+    Raises:
+      RankMismatchError: The shapes do not fit each other, or `chunks` does not divide the length.
+      LayerError: The labels are not integers, or `chunks`, `z_loss` or `softcap` is not valid.
+      ShardingError: The rules of the ambient manager do not fit the arrays.
+    """
+    x, head, labels = jnp.asarray(x), jnp.asarray(head), jnp.asarray(labels)
+    _check_head(x, head, tied)
+    _check_labels(x, labels, chunks, z_loss)
+    axes = (VOCAB, EMBED) if tied else (EMBED, VOCAB)
+    weight = use(head, axes, path=path).astype(dtypes.compute)
+    x, labels = place(x, _OPERAND).astype(dtypes.compute), place(labels, _TOKENS)
+    cap = _cap(softcap)
+
+    def sums(x: Any, labels: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return _sums(_logits(x, weight, tied, cap), labels, ignore)
+
+    if chunks == 1:
+        entropy, square, count = sums(x, labels)
+    else:
+        entropy, square, count = _by_chunks(sums, x, labels, chunks)
+    tokens = jnp.maximum(count, 1).astype(jnp.float32)
+    entropy, square = entropy / tokens, z_loss * square / tokens
+    return Loss(mean=entropy + square, cross_entropy=entropy, z_loss=square, tokens=count)
+
+
+def _logits(x: Any, weight: Any, tied: bool, cap: float | None) -> jax.Array:
+    values = einsum(
+        "ble,ve->blv" if tied else "ble,ev->blv",
+        x,
+        weight,
+        out=LOGITS,
+        preferred_element_type=jnp.float32,
+    )
+    return values if cap is None else cap * jnp.tanh(values / cap)
+
+
+def _sums(values: Any, labels: Any, ignore: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the sums of cross-entropy and squared logsumexp, and the number of tokens."""
+    counts = (labels != ignore) & (labels >= 0)
+    total = jax.nn.logsumexp(values, axis=-1)
+    # A comparison, not an index: an index into a sharded vocabulary would gather the logits.
+    is_label = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2) == labels[..., None]
+    chosen = jnp.sum(jnp.where(is_label, values, 0), axis=-1)
+    entropy = jnp.sum(jnp.where(counts, total - chosen, 0))
+    square = jnp.sum(jnp.where(counts, jnp.square(total), 0))
+    return entropy, square, jnp.sum(counts, dtype=jnp.int32)
+
+
+def _by_chunks(sums: Any, x: Any, labels: Any, chunks: int) -> Any:
+    """Add the sums of one chunk after the other.
+
+    Chunk i takes every token whose position is i modulo `chunks`. So a sharded length stays sharded
+    within a chunk, and nothing is sent.
+    """
+    batch, length, embed = x.shape
+    x = x.reshape(batch, length // chunks, chunks, embed)
+    labels = labels.reshape(batch, length // chunks, chunks)
+
+    @jax.checkpoint
+    def step(carry: Any, at: Any) -> tuple[Any, None]:
+        part = sums(
+            jax.lax.dynamic_index_in_dim(x, at, 2, keepdims=False),
+            jax.lax.dynamic_index_in_dim(labels, at, 2, keepdims=False),
+        )
+        return jax.tree.map(jnp.add, carry, part), None
+
+    zero = jnp.zeros((), jnp.float32)
+    start = (zero, zero, jnp.zeros((), jnp.int32))
+    return jax.lax.scan(step, start, jnp.arange(chunks))[0]
+
+
+def _cap(softcap: float | None) -> float | None:
+    if softcap is not None and not softcap > 0:
+        raise LayerError(
+            f"softcap={softcap!r} is not positive", path="softcap", fix="leave it out for none"
+        )
+    return softcap
+
+
+def _check_head(x: Any, head: Any, tied: bool) -> None:
+    shape, own = np.shape(x), np.shape(head)
+    if len(shape) != 3 or len(own) != 2 or own[1 if tied else 0] != shape[-1]:
+        kind = "[vocab, embed], the embedding table" if tied else "[embed, vocab]"
+        raise RankMismatchError(
+            f"head has shape {own}, and x {shape}",
+            path="head",
+            fix=f"pass x as [batch, length, embed], and head as {kind}",
+        )
+
+
+def _check_labels(x: Any, labels: Any, chunks: int, z_loss: float) -> None:
+    if labels.shape != x.shape[:2]:
+        raise RankMismatchError(
+            f"labels have shape {labels.shape}, and x {x.shape}",
+            path="labels",
+            fix=f"pass shape {x.shape[:2]}, one label per token",
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise LayerError(f"labels are {labels.dtype}", path="labels", fix="pass integers")
+    read_integer("chunks", chunks, error=LayerError, fix="pass 1 for all tokens at once")
+    if x.shape[1] % chunks:
+        raise RankMismatchError(
+            f"chunks={chunks} does not divide the length {x.shape[1]}",
+            path="chunks",
+            fix="pass a divisor of the length",
+        )
+    if not z_loss >= 0:
+        raise LayerError(
+            f"z_loss={z_loss!r} is negative", path="z_loss", fix="pass 1e-4, or 0 for none"
+        )

@@ -1,0 +1,191 @@
+"""Embedding and cross-entropy: equal to NumPy and optax, and over a sharded vocabulary."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.layers import embedding, loss
+from shardwright.layers.dtypes import Dtypes
+from tests.layers import blocks
+
+VOCAB, EMBED = 32, 16
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(-1, VOCAB + 1, (8, 8))
+LABELS = RNG.integers(-1, VOCAB, (8, 8))
+X = RNG.normal(size=(8, 8, EMBED)).astype(np.float32)
+TABLE, HEAD = embedding.specs(VOCAB, EMBED), loss.specs(VOCAB, EMBED)
+TOKEN_AXES = (sw.BATCH, sw.QUERY_LENGTH)
+RESIDUAL = (sw.BATCH, sw.LENGTH, sw.EMBED)
+
+
+def look_up(table: Any, tokens: Any) -> Any:
+    return embedding.apply(table, tokens)
+
+
+def mean_loss(head: Any, x: Any) -> Any:
+    return loss.cross_entropy(x, head, LABELS).mean
+
+
+@functools.cache
+def unsharded(f: Any, spec: sw.ArraySpec) -> Any:
+    return blocks.values_and_gradients(f, blocks.random_params(spec), TOKENS if f is look_up else X)
+
+
+@blocks.cases()
+def test_embedding_sharded_equals_unsharded(preset: str, kind: str) -> None:
+    inputs = (blocks.random_params(TABLE), TABLE, TOKENS, TOKEN_AXES)
+    wanted = unsharded(look_up, TABLE)
+    rows = blocks.check_sharded("embedding", look_up, inputs, wanted, preset, kind)
+    with blocks.make_manager(preset, kind) as pm:
+        assert rows.sharding.is_equivalent_to(pm.sharding(RESIDUAL, shape=rows.shape), 3)
+
+
+@blocks.cases()
+def test_loss_sharded_equals_unsharded(preset: str, kind: str) -> None:
+    inputs = (blocks.random_params(HEAD), HEAD, X, RESIDUAL)
+    wanted = unsharded(mean_loss, HEAD)
+    blocks.check_sharded("loss.cross_entropy", mean_loss, inputs, wanted, preset, kind)
+
+
+def test_embedding_equals_numpy() -> None:
+    table = blocks.random_params(TABLE)
+    inside = (TOKENS >= 0) & (TOKENS < VOCAB)
+    wanted = np.where(inside[..., None], table[np.where(inside, TOKENS, 0)], 0)
+    (_, rows), (gradient,) = unsharded(look_up, TABLE)
+    np.testing.assert_array_equal(rows, wanted)
+    by_row = np.zeros_like(table)
+    np.add.at(by_row, TOKENS[inside], np.cos(wanted[inside]))
+    np.testing.assert_allclose(gradient, by_row, rtol=1e-5, atol=1e-6)
+    half = jax.eval_shape(
+        functools.partial(embedding.apply, dtypes=Dtypes(compute="bfloat16")), table, TOKENS
+    )
+    assert half.dtype == jnp.bfloat16
+
+
+def by_numpy(head: Any, *, z_loss: float = 0.0, cap: float | None = None) -> list[float]:
+    """Return mean, cross-entropy, z-loss and tokens, in float64."""
+    logits = X.astype(np.float64) @ head
+    logits = logits if cap is None else cap * np.tanh(logits / cap)
+    total = np.log(np.exp(logits).sum(-1))
+    counts = LABELS >= 0
+    chosen = np.take_along_axis(logits, np.where(counts, LABELS, 0)[..., None], -1)[..., 0]
+    entropy = (total - chosen)[counts].mean()
+    square = z_loss * (total**2)[counts].mean()
+    return [entropy + square, entropy, square, counts.sum()]
+
+
+def test_loss_equals_numpy() -> None:
+    head = blocks.random_params(HEAD)
+    options: list[dict[str, Any]] = [
+        {},
+        {"z_loss": 0.1, "softcap": 2.0, "chunks": 4},
+        {"z_loss": 0.1, "softcap": 2.0, "tied": True, "ignore": -1},
+    ]
+
+    @jax.jit
+    def run(head: Any, x: Any) -> Any:
+        return [
+            loss.cross_entropy(x, head.T if given.get("tied") else head, LABELS, **given)
+            for given in options
+        ]
+
+    for got, given in zip(run(head, X), options, strict=True):
+        wanted = by_numpy(head, z_loss=given.get("z_loss", 0.0), cap=given.get("softcap"))
+        values = [got.mean, got.cross_entropy, got.z_loss, got.tokens]
+        np.testing.assert_allclose(values, wanted, rtol=1e-5, err_msg=str(given))
+    everything_ignored = loss.cross_entropy(X, head, np.full_like(LABELS, -100))
+    assert [float(everything_ignored.mean), int(everything_ignored.tokens)] == [0.0, 0]
+
+
+def test_loss_equals_optax() -> None:
+    optax = pytest.importorskip("optax")
+    head = blocks.random_params(HEAD)
+
+    def wanted(head: Any, x: Any) -> Any:
+        each = optax.softmax_cross_entropy_with_integer_labels(x @ head, jnp.maximum(LABELS, 0))
+        return jnp.sum(jnp.where(LABELS >= 0, each, 0)) / jnp.sum(LABELS >= 0)
+
+    blocks.assert_close(unsharded(mean_loss, HEAD), blocks.values_and_gradients(wanted, head, X))
+
+
+def test_chunks_keep_one_part_of_the_logits() -> None:
+    """Values and gradients are equal, and the largest array is a chunk of the logits."""
+    head = blocks.random_params(HEAD)
+
+    def chunked(head: Any, x: Any) -> Any:
+        return loss.cross_entropy(x, head, LABELS, chunks=4).mean
+
+    blocks.assert_close(blocks.values_and_gradients(chunked, head, X), unsharded(mean_loss, HEAD))
+    for kind in ("auto", "explicit"):
+        with blocks.make_manager("fsdp_tp_sp", kind) as pm:
+            stored, x = pm.shard(head, HEAD, role="param"), pm.shard(X, RESIDUAL)
+            compiled = jax.jit(jax.value_and_grad(chunked)).lower(stored, x).compile()
+        text = compiled.as_text()
+        assert text is not None
+        assert "f32[4,2,8]" in text, "a chunk of the logits of one device"
+        assert not {"f32[4,8,8]", "f32[4,8,32]", "f32[8,8,32]"} & set(text.split("{")), kind
+
+
+def test_tied_head_is_one_leaf() -> None:
+    table = blocks.random_params(TABLE)
+
+    def tied(table: Any, tokens: Any) -> Any:
+        x = embedding.apply(table, tokens)
+        return loss.cross_entropy(x, table, LABELS, tied=True).mean
+
+    wanted = blocks.values_and_gradients(tied, table, TOKENS)
+
+    def two_leaves(table: Any, head: Any) -> Any:
+        x = look_up(table, TOKENS)
+        return jnp.sin(loss.cross_entropy(x, head, LABELS, tied=True).mean)
+
+    parts = jax.jit(jax.grad(two_leaves, (0, 1)))(table, table)
+    blocks.assert_close(wanted[1], (parts[0] + parts[1],))
+    with blocks.make_manager("fsdp_tp", "auto"):
+        blocks.assert_close(blocks.values_and_gradients(tied, table, TOKENS), wanted)
+
+
+def test_logits() -> None:
+    head = blocks.random_params(HEAD)
+    got = loss.logits(X, head, softcap=3.0)
+    wanted = 3 * np.tanh(X.astype(np.float64) @ head / 3)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    with blocks.make_manager("fsdp_tp_sp", "explicit") as pm:
+        sharded = jax.jit(loss.logits)(X, pm.shard(head, HEAD, role="param"))
+    assert sharded.sharding.spec == jax.sharding.PartitionSpec("fsdp", None, "tp")
+    assert sharded.dtype == jnp.float32
+
+
+def test_bad_input() -> None:
+    table, head = blocks.random_params(TABLE), blocks.random_params(HEAD)
+    cases: list[tuple[Any, str]] = [
+        (lambda: embedding.apply(table[0], TOKENS), r"the table has shape \(16,\)"),
+        (lambda: embedding.apply(table, TOKENS[0]), r"tokens have shape \(8,\)"),
+        (lambda: embedding.apply(table, TOKENS.astype(np.float32)), "tokens are float32"),
+        (lambda: loss.cross_entropy(X, head.T, LABELS), r"head has shape \(32, 16\), and x"),
+        (lambda: loss.cross_entropy(X, head, LABELS[0]), r"labels have shape \(8,\)"),
+        (lambda: loss.cross_entropy(X, head, LABELS * 1.0), "labels are float32"),
+        (lambda: loss.cross_entropy(X, head, LABELS, chunks=3), "chunks=3 does not divide"),
+        (lambda: loss.cross_entropy(X, head, LABELS, chunks=0), "chunks must be"),
+        (lambda: loss.cross_entropy(X, head, LABELS, z_loss=-1), "z_loss=-1 is negative"),
+        (lambda: loss.logits(X, head, softcap=0), "softcap=0 is not positive"),
+    ]
+    for call, message in cases:
+        with pytest.raises(sw.ShardingError, match=message) as caught:
+            call()
+        assert "fix  " in str(caught.value)
+    rules = 'version = 1\nname = "own"\n[rules]\nbatch = "fsdp"\nquery_length = "tp"\nvocab = "tp"'
+    strategy = sw.Strategy.loads(rules)
+    mesh = blocks.make_manager("fsdp_tp", "auto").mesh
+    with (
+        sw.PartitionManager(strategy, mesh=mesh),
+        pytest.raises(sw.LayerError, match="tp shards VOCAB and the tokens"),
+    ):
+        embedding.apply(table, TOKENS)
