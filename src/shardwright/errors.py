@@ -180,6 +180,23 @@ class CacheError(ShardingError):
     """A KV cache is created or used in a way that it does not support, or it refused a change."""
 
 
+class MoveError(ShardingError):
+    """A move of arrays between shardings failed on its way.
+
+    Attributes:
+      tree: The tree as it is now: arrays that have moved, and the others where they were. Moving it
+        again resumes the move.
+      moved: Paths of the arrays that have moved.
+    """
+
+    def __init__(
+        self, what: str = "", *, tree: Any = None, moved: Sequence[str] = (), **fields: Any
+    ) -> None:
+        super().__init__(what, **fields)
+        self.tree = tree
+        self.moved = tuple(moved)
+
+
 class LayerError(ShardingError):
     """A layer or an operator is used in a way that it does not support."""
 

@@ -12,9 +12,12 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-# A room that serves the manager adds its line, for instance
-# "reshard": "shardwright.reshard.run:reshard".
-UPWARD: Final[Mapping[str, str]] = {"plan": "shardwright.plan.planner:plan"}
+# A room that serves the manager adds its line.
+UPWARD: Final[Mapping[str, str]] = {
+    "plan": "shardwright.plan.planner:plan",
+    "plan_reshard": "shardwright.reshard.tree:plan_reshard",
+    "reshard": "shardwright.reshard.move:reshard",
+}
 
 
 def bind(name: str, manager: Any) -> Callable[..., Any] | None:

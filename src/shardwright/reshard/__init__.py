@@ -1,11 +1,17 @@
-"""Reshard an array with the collectives that send the fewest bytes.
+"""Move arrays between shardings: plan the bytes and the peak, then keep to the plan.
 
-`plan` finds the steps, `run` runs them inside `shard_map`. The rooms
-above decide which arrays move, from which sharding to which.
+`tree` plans whole trees and `move` moves them; both are methods of the manager. `plan` finds the
+collectives between two specs and `run` runs them inside `shard_map`, which caches use inside `jit`
+too. Reading and writing files is not part of this room.
 """
 
+from shardwright.reshard.move import Progress as Progress
+from shardwright.reshard.move import reshard as reshard
 from shardwright.reshard.plan import Dims as Dims
 from shardwright.reshard.plan import Move as Move
 from shardwright.reshard.plan import MoveKind as MoveKind
 from shardwright.reshard.plan import plan_moves as plan_moves
 from shardwright.reshard.run import run_moves as run_moves
+from shardwright.reshard.tree import LeafMove as LeafMove
+from shardwright.reshard.tree import ReshardPlan as ReshardPlan
+from shardwright.reshard.tree import plan_reshard as plan_reshard

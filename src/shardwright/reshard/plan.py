@@ -40,7 +40,8 @@ class Move:
 
     Attributes:
       kind: Its collective.
-      mesh_axes: Mesh axes of the step, major first; for a permute, all that shard the array.
+      mesh_axes: Mesh axes of the step, major first; for a permute, all that shard the array, in
+        mesh order.
       source: Dimension that they shard before the step, or None.
       target: Dimension that they shard after the step, or None.
       before: Mesh axes of every dimension before the step.
@@ -163,9 +164,11 @@ def _next_moves(
                 yield Move(
                     kind=MoveKind.SLICE, mesh_axes=(name,), target=to, before=place, after=after
                 )
+    # JAX requires the axes of a permute in the order of the mesh.
+    permuting = tuple(name for name in usable if name in used)
     for after in _permuted(place, target, mesh, usable):
         yield Move(
-            kind=MoveKind.PERMUTE, mesh_axes=tuple(used), before=place, after=after, bytes=local
+            kind=MoveKind.PERMUTE, mesh_axes=permuting, before=place, after=after, bytes=local
         )
 
 

@@ -43,11 +43,11 @@ def _run(x: jax.Array, move: Move, mesh: Mapping[str, int]) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(
             x, jax.lax.axis_index(move.mesh_axes) * size, size, move.target
         )
-    sent: jax.Array = jax.lax.ppermute(x, move.mesh_axes, _permutation(move, mesh))
+    sent: jax.Array = jax.lax.ppermute(x, move.mesh_axes, permutation(move, mesh))
     return sent
 
 
-def _permutation(move: Move, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
+def permutation(move: Move, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
     """Return pairs (sender, receiver) of devices, counted over the mesh axes of the step."""
     device_before = _devices_by_block(move.before, move.mesh_axes, mesh)
     device_after = _devices_by_block(move.after, move.mesh_axes, mesh)

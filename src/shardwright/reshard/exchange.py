@@ -1,0 +1,138 @@
+"""Move blocks directly from the devices that hold them to the devices that need them.
+
+This sends the least possible bytes between any two shardings. Each device sends at most one block
+and receives at most one block in a round, so a round is one permute. It takes more rounds than
+collectives take steps, so it serves where collectives would send much more, or cannot express the
+move.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from shardwright.reshard.grid import Block, Grid
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """One block that goes to a device.
+
+    Attributes:
+      sender: Position of the device that holds it, among those of the source.
+      taken: Where the block begins in the shard of the sender, in units along each dimension.
+      receiver: Position of the device that needs it, among those of the target.
+      put: Where it begins in the shard of the receiver, in units along each dimension.
+      stays: Whether both are the same device.
+    """
+
+    sender: int
+    taken: Block
+    receiver: int
+    put: Block
+    stays: bool
+
+
+def units_of(source: Grid, target: Grid) -> tuple[int, ...]:
+    """Return into how many units each dimension is cut. A unit is the block that is sent."""
+    return tuple(map(math.lcm, source.counts, target.counts))
+
+
+def sends_of(source: Grid, target: Grid) -> tuple[Send, ...]:
+    """Return what every target device receives, in the order of its units.
+
+    A device that holds a unit keeps it. Of several holders the one that has sent least sends.
+    """
+    units = units_of(source, target)
+    holders: dict[Block, list[int]] = {}
+    for at, block in enumerate(source.blocks):
+        holders.setdefault(block, []).append(at)
+    place = {device: at for at, device in enumerate(source.devices)}
+    sent = [0] * len(source.devices)
+    sends = []
+    for receiver, (device, block) in enumerate(zip(target.devices, target.blocks, strict=True)):
+        own = place.get(device)
+        for unit, put in _units_in(block, target.counts, units):
+            holder = tuple(
+                number * count // total
+                for number, count, total in zip(unit, source.counts, units, strict=True)
+            )
+            candidates = holders[holder]
+            stays = own in candidates
+            # The distance breaks ties, so that equal devices send in a ring.
+            sender = (
+                own
+                if own is not None and stays
+                else min(
+                    candidates,
+                    key=lambda at: (sent[at], (at - receiver) % len(source.devices)),
+                )
+            )
+            sent[sender] += not stays
+            sends.append(
+                Send(
+                    sender=sender,
+                    taken=_offset(unit, holder, source.counts, units),
+                    receiver=receiver,
+                    put=put,
+                    stays=stays,
+                )
+            )
+    return tuple(sends)
+
+
+def rounds_of(sends: Sequence[Send], devices: int) -> tuple[tuple[Send, ...], ...]:
+    """Arrange sends in rounds: in each, a device sends at most once and receives at most once.
+
+    What stays on its device comes first, in rounds of its own.
+    """
+    order = sorted(
+        sends,
+        key=lambda send: (not send.stays, (send.sender - send.receiver) % devices, send.receiver),
+    )
+    rounds: list[_Round] = []
+    for send in order:
+        free = next((each for each in rounds if each.has_room(send)), None)
+        if free is None:
+            free = _Round(stays=send.stays)
+            rounds.append(free)
+        free.by_sender[send.sender] = free.by_receiver[send.receiver] = send
+    return tuple(tuple(each.by_sender.values()) for each in rounds)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Round:
+    """The sends of one round, as they are found."""
+
+    stays: bool
+    by_sender: dict[int, Send] = dataclasses.field(default_factory=dict)
+    by_receiver: dict[int, Send] = dataclasses.field(default_factory=dict)
+
+    def has_room(self, send: Send) -> bool:
+        """Tell whether neither device of a send is busy in this round."""
+        return (
+            send.stays == self.stays
+            and send.sender not in self.by_sender
+            and send.receiver not in self.by_receiver
+        )
+
+
+def _units_in(
+    block: Block, counts: Sequence[int], units: Sequence[int]
+) -> Iterator[tuple[Block, Block]]:
+    """Yield every unit of a block: its number in the array, and its number in the block."""
+    sizes = [total // count for total, count in zip(units, counts, strict=True)]
+    for put in itertools.product(*map(range, sizes)):
+        unit = tuple(
+            number * size + offset for number, size, offset in zip(block, sizes, put, strict=True)
+        )
+        yield unit, put
+
+
+def _offset(unit: Block, holder: Block, counts: Sequence[int], units: Sequence[int]) -> Block:
+    return tuple(
+        number - at * (total // count)
+        for number, at, count, total in zip(unit, holder, counts, units, strict=True)
+    )

@@ -1,0 +1,228 @@
+"""Move one array along its route."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from shardwright.errors import ShardingError
+from shardwright.reshard import transfer
+from shardwright.reshard.exchange import sends_of
+from shardwright.reshard.host import host_block
+from shardwright.reshard.programs import (
+    flat_mesh,
+    flat_shape,
+    flat_sharding,
+    join_program,
+    move_program,
+    split_program,
+    zeros_program,
+)
+from shardwright.reshard.route import Route, Way
+
+# Called with the number of pieces that have moved, and that of all.
+Tick = Callable[[int, int], None]
+
+
+def move_leaf(
+    value: Any, target: NamedSharding, route: Route, *, donate: bool, tick: Tick
+) -> jax.Array:
+    """Return an array with another sharding. The source is not deleted.
+
+    Args:
+      value: JAX array, array of the host, or number.
+      target: Its sharding after.
+      route: How it moves.
+      donate: Whether the caller deletes the source afterwards, so that nothing may be shared.
+      tick: Called after each piece.
+
+    Raises:
+      ShardingError: The move needs blocks of other processes.
+    """
+    if route.way is Way.STAYS:
+        kept: jax.Array = value
+        return kept
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        with jax.set_mesh(flat_mesh(list(target.mesh.devices.flat))):
+            data = jax.random.key_data(value)
+        moved = _move(data, target, route, donate=donate, tick=tick)
+        with jax.set_mesh(flat_mesh(list(target.mesh.devices.flat))):
+            keys: jax.Array = jax.random.wrap_key_data(moved, impl=jax.random.key_impl(value))
+        return keys
+    return _move(value, target, route, donate=donate, tick=tick)
+
+
+def _move(
+    value: Any, target: NamedSharding, route: Route, *, donate: bool, tick: Tick
+) -> jax.Array:
+    if route.way is Way.RELABEL:
+        return _assemble(_shards(value), target, route.shape)
+    if route.way in (Way.COLLECTIVES, Way.EXCHANGE):
+        flat = _run_pieces(value, target, route, tick)
+    elif route.way is Way.TRANSFER:
+        flat = _transfer(value, target, route, donate=donate, tick=tick)
+    else:
+        flat = _upload(value, target, route, tick)
+    return _assemble(_shards(flat), target, route.shape)
+
+
+def _shards(x: jax.Array) -> dict[jax.Device, jax.Array]:
+    """Return the shard of each device of this process, without a copy."""
+    return {shard.device: shard.data for shard in x.addressable_shards}
+
+
+def _assemble(
+    shards: dict[jax.Device, jax.Array], sharding: NamedSharding, shape: Sequence[int]
+) -> jax.Array:
+    """Return shards as one array, without a copy."""
+    own = [device for device in sharding.mesh.devices.flat if device in shards]
+    return jax.make_array_from_single_device_arrays(
+        tuple(shape), sharding, [shards[device] for device in own]
+    )
+
+
+def _flat(shards: dict[jax.Device, jax.Array], mesh: Mesh) -> jax.Array:
+    """Return shards as the one array that programs take."""
+    local = next(iter(shards.values())).shape
+    return _assemble(shards, flat_sharding(mesh, len(local)), flat_shape(local, mesh))
+
+
+def _mesh_of(devices: Sequence[jax.Device], route: Route) -> Mesh:
+    return flat_mesh(devices, route.common.sizes if route.common else None)
+
+
+def _run_pieces(value: jax.Array, target: NamedSharding, route: Route, tick: Tick) -> jax.Array:
+    """Move by programs on the devices that hold the array."""
+    mesh = _mesh_of(list(target.mesh.devices.flat), route)
+    program, source = move_program(mesh, route), _flat(_shards(value), mesh)
+    if route.pieces.dim is None:
+        moved: jax.Array = jax.block_until_ready(program(source))
+        tick(1, 1)
+        return moved
+    result = _zeros(mesh, route)
+    for number in range(route.pieces.count):
+        start = np.int32(route.pieces.start(number))
+        # Wait, so that the temporaries of two pieces never exist at the same time.
+        result = jax.block_until_ready(program(source, result, start))
+        tick(number + 1, route.pieces.count)
+    return result
+
+
+def _zeros(mesh: Mesh, route: Route) -> jax.Array:
+    local = route.target.local_shape(route.shape)
+    zeros: jax.Array = zeros_program(mesh, local, route.to_dtype)()
+    return zeros
+
+
+def _transfer(
+    value: jax.Array, target: NamedSharding, route: Route, *, donate: bool, tick: Tick
+) -> jax.Array:
+    """Move blocks from device to device: split each piece, copy the blocks, and join them."""
+    assert route.source is not None
+    own: Any = value.sharding.device_set
+    by_id = {device.id: device for device in own}
+    senders = [by_id[number] for number in route.source.devices]
+    receivers = list(target.mesh.devices.flat)
+    if not value.is_fully_addressable or not target.is_fully_addressable:
+        raise ShardingError(
+            "blocks would go directly between the devices of different processes",
+            fix="move between meshes of the same devices, or through a checkpoint",
+        )
+    source_mesh, target_mesh = flat_mesh(senders), flat_mesh(receivers)
+    sends = sends_of(route.source, route.target)
+    units = len(sends) // len(receivers)
+    per_sender = _units_of_sender(route)
+    whole = len(per_sender) == units == 1 and route.dtype == route.to_dtype
+    whole = whole and route.pieces.dim is None
+    source = _flat(_shards(value), source_mesh)
+    result = None if route.pieces.dim is None else _zeros(target_mesh, route)
+    for number in range(route.pieces.count):
+        start = np.int32(route.pieces.start(number))
+        parts = (source,) if whole else split_program(source_mesh, route)(source, start)
+        blocks = [_shards(part) for part in parts]
+        chosen = [blocks[per_sender[send.taken]][senders[send.sender]] for send in sends]
+        goals = [receivers[send.receiver] for send in sends]
+        copies = _send_missing(chosen, goals, [send.stays for send in sends])
+        if whole and donate:
+            # The source is deleted next, so a shard that stays is copied.
+            copies = [
+                jax.device_put(copy, goal, may_alias=False) if send.stays else copy
+                for copy, goal, send in zip(copies, goals, sends, strict=True)
+            ]
+        # Sends are in the order of receivers, and then of their units.
+        columns = [copies[unit::units] for unit in range(units)]
+        arrived = [
+            _flat(dict(zip(receivers, column, strict=True)), target_mesh) for column in columns
+        ]
+        result = _join(result, arrived, route, target_mesh, start, whole=whole)
+        tick(number + 1, route.pieces.count)
+    assert result is not None
+    return result
+
+
+def _units_of_sender(route: Route) -> dict[tuple[int, ...], int]:
+    """Return the number of each unit of a source shard, by where it begins."""
+    assert route.source is not None
+    units = [
+        total // count
+        for total, count in zip(
+            map(np.lcm, route.source.counts, route.target.counts), route.source.counts, strict=True
+        )
+    ]
+    return {tuple(index): number for number, index in enumerate(np.ndindex(*units))}
+
+
+def _send_missing(
+    blocks: Sequence[jax.Array], devices: Sequence[jax.Device], stays: Sequence[bool]
+) -> list[jax.Array]:
+    """Return the blocks on their devices; only those that are not there are sent."""
+    moving = [at for at, there in enumerate(stays) if not there]
+    result = list(blocks)
+    if moving:
+        sent = transfer.send([blocks[at] for at in moving], [devices[at] for at in moving])
+        for at, block in zip(moving, sent, strict=True):
+            result[at] = block
+    return result
+
+
+def _join(
+    result: jax.Array | None,
+    arrived: Sequence[jax.Array],
+    route: Route,
+    mesh: Mesh,
+    start: np.int32,
+    *,
+    whole: bool,
+) -> jax.Array:
+    """Write blocks that have arrived into the target."""
+    if whole:
+        alone: jax.Array = jax.block_until_ready(arrived[0])
+        return alone
+    unit = arrived[0].sharding.shard_shape(arrived[0].shape)
+    program = join_program(mesh, route, tuple(unit))
+    arguments = arrived if result is None else (result, *arrived, start)
+    joined: jax.Array = jax.block_until_ready(program(*arguments))
+    return joined
+
+
+def _upload(value: Any, target: NamedSharding, route: Route, tick: Tick) -> jax.Array:
+    """Move from the memory of the host, each shard to its device."""
+    mesh = flat_mesh(list(target.mesh.devices.flat))
+    boxes: dict[jax.Device, Any] = dict(target.addressable_devices_indices_map(route.shape))
+    whole = route.pieces.dim is None
+    result = None if whole else _zeros(mesh, route)
+    for number in range(route.pieces.count):
+        start = route.pieces.start(number)
+        # Each device gets a copy of its own: on the CPU, JAX may use the memory without copying.
+        blocks = [host_block(value, box, route, start) for box in boxes.values()]
+        sent = transfer.send(blocks, list(boxes))
+        arrived = [_flat(dict(zip(boxes, sent, strict=True)), mesh)]
+        result = _join(result, arrived, route, mesh, np.int32(start), whole=whole)
+        tick(number + 1, route.pieces.count)
+    assert result is not None
+    return result

@@ -1,0 +1,112 @@
+"""Cut a move into pieces, so that its temporaries have a size that the caller chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+from shardwright.errors import ShardingError
+
+_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """How a leaf is cut along one dimension.
+
+    Every shard of the dimension, at every step of the move, consists of `groups` in which rows are
+    never reordered. A piece has the same rows of each group, so it moves exactly like the whole.
+
+    Attributes:
+      dim: The dimension, or None if the leaf moves in one piece.
+      groups: Into how many groups the dimension of the whole array is cut.
+      rows: Rows of a group.
+      size: Rows of a group in a piece.
+      count: Number of pieces. The last overlaps the one before if `size` does not divide `rows`.
+      bytes: The largest size of a piece at any step, over all devices.
+    """
+
+    dim: int | None = None
+    groups: int = 1
+    rows: int = 1
+    size: int = 1
+    count: int = 1
+    bytes: int = 0
+
+    def of_all(self, whole: int) -> int:
+        """Return the bytes that all pieces have together, given those of the whole leaf."""
+        return whole // self.rows * self.size * self.count
+
+    def start(self, number: int) -> int:
+        """Return the first row of a piece, in each group."""
+        return min(number * self.size, self.rows - self.size)
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a piece of an array or of a shard, given its own shape."""
+        if self.dim is None:
+            return tuple(shape)
+        cut = list(shape)
+        cut[self.dim] = cut[self.dim] // self.rows * self.size
+        return tuple(cut)
+
+
+def cut(
+    shape: Sequence[int], counts: Sequence[Sequence[int]], *, largest: int, limit: int
+) -> Pieces:
+    """Return the pieces of a leaf.
+
+    Args:
+      shape: Of the leaf.
+      counts: Number of shards along each dimension, at every step of the move.
+      largest: Its bytes over all devices, at the step where it is largest.
+      limit: Bytes that a piece should not exceed. A piece has at least one row of each group.
+    """
+    groups = [math.lcm(*each) for each in zip(*counts, strict=True)]
+    rows = [size // group for size, group in zip(shape, groups, strict=True)]
+    if largest <= limit or max(rows, default=1) <= 1:
+        return Pieces(bytes=largest)
+    wanted = -(-largest // limit)
+    # An outer dimension gives contiguous pieces, if it has rows enough.
+    dim = next((at for at, count in enumerate(rows) if count >= wanted), rows.index(max(rows)))
+    size = _size(rows[dim], max(1, rows[dim] // wanted))
+    return Pieces(
+        dim=dim,
+        groups=groups[dim],
+        rows=rows[dim],
+        size=size,
+        count=-(-rows[dim] // size),
+        bytes=largest // rows[dim] * size,
+    )
+
+
+def _size(rows: int, most: int) -> int:
+    """Return the rows of a piece: a divisor of all rows if one is near, else about equal parts."""
+    # Of few rows, an overlap would be a large share, so a small divisor is better.
+    least = most // 2 if most >= 8 else 0
+    for size in range(most, least, -1):
+        if rows % size == 0:
+            return size
+    count = -(-rows // most)
+    return -(-rows // count)
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a number of bytes, which may be text such as `64MiB`.
+
+    Raises:
+      ShardingError: It is neither a positive integer nor such text.
+    """
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d{1,12})\s*([KMGT]?i?B)?\s*", size, re.IGNORECASE)
+        unit = (found[2] or "B").upper() if found else ""
+        if found and unit in _UNITS and int(found[1]) > 0:
+            return int(found[1]) * _UNITS[unit]
+    elif isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    raise ShardingError(
+        f"{size!r} is not a number of bytes",
+        path="piece",
+        fix='pass a positive integer, or text such as "64MiB"',
+    )

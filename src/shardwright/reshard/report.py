@@ -1,0 +1,152 @@
+"""Show the plan of a move as a table and as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from shardwright.plan.report.text import bytes_text
+from shardwright.reshard.plan import MoveKind
+from shardwright.reshard.route import Route, Way, sent_bytes
+from shardwright.resolution.tables import WIDTH, table
+
+if TYPE_CHECKING:
+    from shardwright.reshard.tree import LeafMove, ReshardPlan
+
+_HEAD = ("path", "shape", "from", "to", "how", "pieces", "sent")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRow:
+    """All steps of one kind over the same mesh axes.
+
+    Attributes:
+      kind: A collective, `transfer` (device to device) or `upload` (host to device).
+      mesh_axes: Mesh axes of the steps; empty without a mesh. `fsdp.0` is a part of `fsdp`.
+      count: How often it runs, all pieces included.
+      bytes: Bytes that all devices send.
+    """
+
+    kind: str
+    mesh_axes: tuple[str, ...]
+    count: int
+    bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        return {**dataclasses.asdict(self), "mesh_axes": list(self.mesh_axes)}
+
+
+def collective_rows(leaves: Iterable[LeafMove]) -> tuple[CollectiveRow, ...]:
+    """Return what leaves send, by kind and mesh axes."""
+    sums: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(lambda: [0, 0])
+    for leaf in leaves:
+        for kind, axes, count, sent in _sent(leaf.route) if leaf.moves else ():
+            sums[kind, axes][0] += count
+            sums[kind, axes][1] += sent
+    return tuple(
+        CollectiveRow(kind=kind, mesh_axes=axes, count=count, bytes=sent)
+        for (kind, axes), (count, sent) in sums.items()
+    )
+
+
+def _sent(route: Route) -> Iterable[tuple[str, tuple[str, ...], int, int]]:
+    count = route.pieces.count
+    if route.way is Way.COLLECTIVES:
+        assert route.common is not None
+        sizes = dict(route.common.sizes)
+        for step in route.steps:
+            if step.kind is not MoveKind.SLICE:
+                sent = route.pieces.of_all(sent_bytes(step, sizes))
+                yield str(step.kind), _whole_axes(step.mesh_axes, sizes), count, sent
+    elif route.way is Way.EXCHANGE:
+        yield str(MoveKind.PERMUTE), (), count * route.rounds, route.bytes_sent
+    else:
+        yield str(route.way), (), count, route.bytes_sent
+
+
+def _whole_axes(axes: Iterable[str], sizes: Iterable[str]) -> tuple[str, ...]:
+    """Return mesh axes, with `fsdp` for all parts of it, such as `fsdp.0` and `fsdp.1`."""
+    names = tuple(axes)
+    shown: list[str] = []
+    for name in names:
+        whole = name.partition(".")[0]
+        parts = {part for part in sizes if part.partition(".")[0] == whole}
+        label = whole if parts <= set(names) else name
+        if label not in shown:
+            shown.append(label)
+    return tuple(shown)
+
+
+def plan_text(plan: ReshardPlan) -> str:
+    """Return the table of a plan: a row per leaf, then the collectives, bytes and peak."""
+    rows = [_row(plan.leaves[index]) for index in plan.order]
+    lines = table([_HEAD, *rows], width=WIDTH, whole=[2, 3, 6])
+    for row in collective_rows(plan.leaves):
+        over = f" over {'+'.join(row.mesh_axes)}" if row.mesh_axes else ""
+        runs = "1 run" if row.count == 1 else f"{row.count} runs"
+        lines.append(f"{row.kind}{over}: {runs}, {bytes_text(row.bytes)} sent")
+    moved = sum(leaf.moves for leaf in plan.leaves)
+    moves = "moves" if moved == 1 else "move"
+    lines.append(
+        f"{moved} of {len(plan.leaves)} arrays {moves}: {bytes_text(plan.bytes_sent)} sent, "
+        f"the least possible is {bytes_text(plan.least_bytes)}"
+    )
+    lines.append(
+        f"peak: at most {bytes_text(plan.peak_growth)} more on all devices, "
+        f"{bytes_text(plan.peak_per_device)} on one"
+        + (f", {bytes_text(plan.host_bytes)} on the host" if plan.host_bytes else "")
+    )
+    if moved:
+        after = "is then deleted" if plan.donate else "is kept"
+        lines.append(f"source and target of a leaf exist side by side; the source {after}")
+    return "\n".join(lines)
+
+
+def _row(leaf: LeafMove) -> tuple[str, ...]:
+    route = leaf.route
+    return (
+        leaf.path or "-",
+        "x".join(map(str, route.shape)) or "scalar",
+        leaf.source,
+        leaf.target,
+        f"tied to {leaf.tied_to}" if leaf.tied_to else _how(route),
+        str(route.pieces.count) if leaf.moves else "-",
+        bytes_text(route.bytes_sent) if leaf.moves else "-",
+    )
+
+
+def _how(route: Route) -> str:
+    cast = "" if route.dtype == route.to_dtype else f"as {route.to_dtype}, "
+    if route.way is Way.COLLECTIVES:
+        assert route.common is not None
+        sizes = dict(route.common.sizes)
+        steps = [
+            f"{step.kind} {'+'.join(_whole_axes(step.mesh_axes, sizes))}" for step in route.steps
+        ]
+        return (cast + ", ".join(steps)).removesuffix(", ")
+    if route.way is Way.EXCHANGE:
+        return f"{cast}{route.rounds} permutes"
+    return f"{cast}{route.way}"
+
+
+def leaf_json(leaf: LeafMove) -> dict[str, Any]:
+    """Return one leaf of a plan as plain data."""
+    route = leaf.route
+    return {
+        "path": leaf.path,
+        "shape": list(route.shape),
+        "dtype": str(route.dtype),
+        "to_dtype": str(route.to_dtype),
+        "source": leaf.source,
+        "target": leaf.target,
+        "tied_to": leaf.tied_to,
+        "way": str(route.way),
+        "steps": [str(step) for step in route.steps],
+        "rounds": route.rounds,
+        "pieces": route.pieces.count,
+        "bytes_sent": route.bytes_sent,
+        "least_bytes": route.least_bytes,
+    }

@@ -1,0 +1,226 @@
+"""How one array goes from one sharding to another: which way, in which pieces, with which bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from shardwright.reshard.exchange import Send, rounds_of, sends_of, units_of
+from shardwright.reshard.grid import Grid, grid_of, missing_bytes, same_blocks
+from shardwright.reshard.pieces import Pieces, cut
+from shardwright.reshard.plan import Dims, Move, MoveKind, plan_moves, shard_count
+from shardwright.reshard.refine import CommonAxes, common_axes
+from shardwright.reshard.run import permutation
+
+# The search for collectives visits all specs over the mesh axes in use. Beyond this number of axes
+# it takes seconds.
+_MOST_AXES = 5
+
+
+_ONE_PIECE = Pieces()
+
+
+class Way(enum.StrEnum):
+    """How an array moves.
+
+    Attributes:
+      STAYS: It is in place. The result is the same object.
+      RELABEL: Every device keeps its shard; only the sharding is another one.
+      COLLECTIVES: By collectives over mesh axes, on the devices that hold it.
+      EXCHANGE: By permutes that send each block to the devices that need it.
+      TRANSFER: By copies of blocks from device to device, to another set of devices.
+      UPLOAD: From the memory of the host.
+    """
+
+    STAYS = "stays"
+    RELABEL = "relabel"
+    COLLECTIVES = "collectives"
+    EXCHANGE = "exchange"
+    TRANSFER = "transfer"
+    UPLOAD = "upload"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How an array moves. Bytes are summed over all devices, copies included.
+
+    Attributes:
+      way: How it moves.
+      shape: Shape of the array.
+      dtype: Its dtype before.
+      to_dtype: Its dtype after.
+      source: Which block each device holds before; None for an array of the host.
+      target: Which block each device holds after.
+      common: Mesh axes of the steps; None without collectives.
+      steps: The collectives of the whole array.
+      rounds: Number of permutes of an exchange.
+      pieces: How it is cut.
+      bytes_sent: Bytes that devices send to others, or that the host sends.
+      least_bytes: The least that any move sends.
+      source_bytes: Bytes before.
+      target_bytes: Bytes after.
+    """
+
+    way: Way
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    to_dtype: np.dtype
+    source: Grid | None
+    target: Grid
+    common: CommonAxes | None = None
+    steps: tuple[Move, ...] = ()
+    rounds: int = 0
+    pieces: Pieces = _ONE_PIECE
+    bytes_sent: int = 0
+    least_bytes: int = 0
+    source_bytes: int = 0
+    target_bytes: int = 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether a program runs or bytes are sent."""
+        return self.way not in (Way.STAYS, Way.RELABEL)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Upper bound of what the move takes beside source and target, over all devices."""
+        return 3 * self.pieces.bytes if self.moves else 0
+
+    @property
+    def wire_dtype(self) -> np.dtype:
+        """Dtype that is sent: the smaller of both."""
+        return self.to_dtype if self.casts_first else self.dtype
+
+    @property
+    def casts_first(self) -> bool:
+        """Whether the cast comes before the steps: on the host, or since it saves bytes."""
+        return self.way is Way.UPLOAD or self.to_dtype.itemsize <= self.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=4096)
+def find_route(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    to_dtype: np.dtype,
+    source: Sharding | None,
+    target: NamedSharding,
+    limit: int,
+) -> Route:
+    """Return how an array moves.
+
+    Args:
+      shape: Shape of the array.
+      dtype: Its dtype before.
+      to_dtype: Its dtype after.
+      source: Its sharding before; None for an array of the host.
+      target: Its sharding after.
+      limit: Bytes of a piece, over all devices.
+
+    Raises:
+      ShardingError: The source is unreduced, or not cut into equal blocks.
+    """
+    after = grid_of(target, shape)
+    elements = math.prod(shape)
+    wire = min(dtype, to_dtype, key=lambda each: each.itemsize)
+    base = Route(
+        way=Way.UPLOAD,
+        shape=shape,
+        dtype=dtype,
+        to_dtype=to_dtype,
+        source=None,
+        target=after,
+        target_bytes=elements * to_dtype.itemsize * after.copies,
+    )
+    if source is None:
+        sent = base.target_bytes
+        return _with_pieces(base, [after.counts], sent=sent, least=sent, limit=limit)
+    before = grid_of(source, shape)
+    base = dataclasses.replace(
+        base, source=before, source_bytes=elements * dtype.itemsize * before.copies
+    )
+    if dtype == to_dtype and same_blocks(before, after):
+        stays = isinstance(source, NamedSharding) and source.mesh == target.mesh
+        return dataclasses.replace(base, way=Way.STAYS if stays else Way.RELABEL)
+    least = missing_bytes(before, after, elements * wire.itemsize)
+    ends = [before.counts, after.counts]
+    if set(before.devices) != set(after.devices):
+        base = dataclasses.replace(base, way=Way.TRANSFER)
+        return _with_pieces(base, ends, sent=least, least=least, limit=limit)
+    common = common_axes(before, after)
+    steps = None if common is None else _steps(common, shape, wire)
+    if common is not None and steps is not None:
+        sizes = dict(common.sizes)
+        sent = sum(sent_bytes(step, sizes) for step in steps)
+        places = [common.source, *(step.after for step in steps)]
+        counts = [[shard_count(axes, sizes) for axes in place] for place in places]
+        route = dataclasses.replace(base, way=Way.COLLECTIVES, common=common, steps=steps)
+        route = _with_pieces(route, counts, sent=sent, least=least, limit=limit)
+        if 2 * route.bytes_sent <= 3 * least:
+            return route
+    rounds = sum(not sends[0].stays for sends in schedule(before, after))
+    base = dataclasses.replace(base, way=Way.EXCHANGE, rounds=rounds)
+    return _with_pieces(base, ends, sent=least, least=least, limit=limit)
+
+
+def _with_pieces(
+    base: Route, counts: Sequence[Sequence[int]], *, sent: int, least: int, limit: int
+) -> Route:
+    devices = max(len(base.target.devices), len(base.source.devices) if base.source else 1)
+    itemsize = max(base.dtype.itemsize, base.to_dtype.itemsize)
+    elements = math.prod(base.shape)
+    largest = max(elements // math.prod(each) for each in counts) * devices * itemsize
+    pieces = cut(base.shape, counts, largest=largest, limit=limit) if elements else _ONE_PIECE
+    return dataclasses.replace(
+        base, pieces=pieces, bytes_sent=pieces.of_all(sent), least_bytes=least
+    )
+
+
+def _steps(common: CommonAxes, shape: tuple[int, ...], wire: np.dtype) -> tuple[Move, ...] | None:
+    used = {name for dims in (common.source, common.target) for axes in dims for name in axes}
+    if len(used) > _MOST_AXES or 0 in shape:
+        return None
+    return _plan_moves(common.source, common.target, shape, wire.itemsize, common.sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_moves(
+    source: Dims,
+    target: Dims,
+    shape: tuple[int, ...],
+    itemsize: int,
+    sizes: tuple[tuple[str, int], ...],
+) -> tuple[Move, ...]:
+    return plan_moves(source, target, shape=shape, itemsize=itemsize, mesh=dict(sizes))
+
+
+def sent_bytes(step: Move, sizes: dict[str, int]) -> int:
+    """Return what all devices of a mesh send in a step. What a device sends to itself is free."""
+    devices = math.prod(sizes.values())
+    if step.kind is not MoveKind.PERMUTE:
+        return step.bytes * devices
+    pairs = permutation(step, sizes)
+    groups = devices // len(pairs)
+    return step.bytes * groups * sum(sender != receiver for sender, receiver in pairs)
+
+
+@functools.lru_cache(maxsize=1024)
+def schedule(source: Grid, target: Grid) -> tuple[tuple[Send, ...], ...]:
+    """Return the rounds of an exchange; the first ones copy what stays on its device."""
+    return rounds_of(sends_of(source, target), len(target.devices))
+
+
+def unit_shape(shape: Sequence[int], source: Grid, target: Grid) -> tuple[int, ...]:
+    """Return the shape of the blocks that an exchange or a transfer sends."""
+    return tuple(size // units for size, units in zip(shape, units_of(source, target), strict=True))
+
+
+def local_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype that JAX gives to an array of the host."""
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))

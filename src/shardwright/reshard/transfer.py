@@ -1,0 +1,19 @@
+"""The only place where blocks go from device to device without a program, or from the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+
+def send(blocks: Sequence[Any], devices: Sequence[jax.Device]) -> list[jax.Array]:
+    """Copy each block to a device.
+
+    Args:
+      blocks: Arrays of one device each, or of the host.
+      devices: Where they go; a block never is on its device already.
+    """
+    sent: list[jax.Array] = jax.device_put(list(blocks), list(devices))
+    return sent

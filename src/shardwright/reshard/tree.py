@@ -1,0 +1,388 @@
+"""Plan how a tree of arrays goes to the shardings of a manager: the bytes and the peak, in advance.
+
+`plan_reshard` and `shardwright.reshard.move.reshard` are methods of the manager.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+
+from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
+from shardwright.manager.manager import PartitionManager
+from shardwright.reshard.pieces import parse_bytes
+from shardwright.reshard.report import collective_rows, leaf_json, plan_text
+from shardwright.reshard.route import Route, Way, find_route, local_dtype
+from shardwright.resolution.partition_specs import spec_text
+from shardwright.trees.paths import is_array_spec, path_text
+from shardwright.vocabulary.annotations import ArraySpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeafMove:
+    """How one array of a tree moves.
+
+    Attributes:
+      path: Its path in the tree.
+      source: Where it is: a spec, `host`, or `one device`.
+      target: Its spec after the move.
+      route: How it moves.
+      tied_to: Path of the first place of an array that is in the tree more than once, or empty.
+        The array moves once, and the result is in all its places.
+    """
+
+    path: str
+    source: str
+    target: str
+    route: Route
+    tied_to: str = ""
+
+    @property
+    def moves(self) -> bool:
+        """Whether a program runs or bytes are sent for this leaf."""
+        return self.route.moves and not self.tied_to
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardPlan:
+    """How a tree moves. Print it. Bytes are summed over all devices, copies included.
+
+    Attributes:
+      leaves: In the order of the tree.
+      order: Positions of the leaves in the order in which they move.
+      piece: Bytes of a piece that a leaf is cut into.
+      donate: Whether each source array is deleted once its leaf has moved.
+    """
+
+    leaves: tuple[LeafMove, ...]
+    order: tuple[int, ...]
+    piece: int
+    donate: bool
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that devices send to other devices, or that the host sends."""
+        return sum(leaf.route.bytes_sent for leaf in self.leaves if leaf.moves)
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of the target that devices do not hold: no move sends fewer."""
+        return sum(leaf.route.least_bytes for leaf in self.leaves if leaf.moves)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all device arrays before the move."""
+        return sum(leaf.route.source_bytes for leaf in self.leaves if not leaf.tied_to)
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of all arrays after the move."""
+        return sum(leaf.route.target_bytes for leaf in self.leaves if not leaf.tied_to)
+
+    @property
+    def peak_growth(self) -> int:
+        """Upper bound of the bytes that all devices hold at one time beyond those before."""
+        return max((now for now, _ in self._growth()), default=0)
+
+    @property
+    def peak_per_device(self) -> int:
+        """Upper bound of the bytes that one device holds at one time, this tree alone."""
+        return max((int(held.max()) for _, held in self._growth()), default=0)
+
+    @property
+    def host_bytes(self) -> int:
+        """Upper bound of the temporaries on the host, for leaves that come from there."""
+        sizes = [leaf.route.pieces.bytes for leaf in self.leaves if leaf.route.way is Way.UPLOAD]
+        return max(sizes, default=0)
+
+    def _growth(self) -> list[tuple[int, Any]]:
+        """Return, at the peak of each leaf, the growth of all devices and the bytes of each."""
+        routes = [leaf.route for leaf in self.leaves if not leaf.tied_to]
+        devices = sorted({number for route in routes for number in _devices(route)})
+        place = {device: at for at, device in enumerate(devices)}
+        held = np.zeros(len(devices), np.int64)
+        for route in routes:
+            held[_at(route, place, source=True)] += _source_share(route)
+        before = int(held.sum())
+        peaks = [(0, held.copy())] if routes else []
+        for index in self.order:
+            leaf = self.leaves[index]
+            if not leaf.moves:
+                continue
+            route = leaf.route
+            ends = _at(route, place, source=False)
+            held[ends] += route.target_bytes // len(route.target.devices)
+            peak = held.copy()
+            peak[ends] += -(-route.temporary_bytes // len(route.target.devices))
+            peaks.append((int(held.sum()) - before + route.temporary_bytes, peak))
+            if self.donate:
+                held[_at(route, place, source=True)] -= _source_share(route)
+        return peaks
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain data."""
+        totals = (
+            "bytes_sent",
+            "least_bytes",
+            "source_bytes",
+            "target_bytes",
+            "peak_growth",
+            "peak_per_device",
+            "host_bytes",
+        )
+        return {
+            "piece": self.piece,
+            "donate": self.donate,
+            **{name: getattr(self, name) for name in totals},
+            "collectives": [row.to_json() for row in collective_rows(self.leaves)],
+            "leaves": [leaf_json(self.leaves[index]) for index in self.order],
+        }
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+
+def _devices(route: Route) -> tuple[int, ...]:
+    own = route.source.devices if route.source else ()
+    return (*own, *route.target.devices)
+
+
+def _at(route: Route, place: dict[int, int], *, source: bool) -> list[int]:
+    grid = route.source if source else route.target
+    return [place[device] for device in grid.devices] if grid else []
+
+
+def _source_share(route: Route) -> int:
+    return route.source_bytes // len(route.source.devices) if route.source else 0
+
+
+def plan_reshard(
+    manager: PartitionManager,
+    tree: Any,
+    specs: Any,
+    *,
+    source: Any = None,
+    piece: int | str = "64MiB",
+    donate: bool = False,
+    dtype: Any = None,
+) -> ReshardPlan:
+    """Return how `reshard` would move a tree to this manager's shardings, without moving it.
+
+    It compiles nothing and needs no devices: meshes may be abstract, and leaves may be
+    `jax.ShapeDtypeStruct`s. The devices of an abstract mesh are numbered from 0 in mesh order, so
+    two abstract meshes share their first devices.
+
+    Args:
+      manager: The manager that the tree goes to.
+      tree: Tree of arrays, of NumPy arrays, or of anything with a shape and a dtype.
+      specs: Tree of annotations, as for `shardings`; or a tree of shardings, such as that of
+        `state_shardings`.
+      source: Manager or tree of shardings that the tree comes from. Defaults to where its arrays
+        are.
+      piece: Bytes of a piece, summed over all devices, as an integer or as text. Defaults to 64
+        MiB. A leaf that is larger moves in several pieces.
+      donate: Delete each source array once its leaf has moved. Defaults to False.
+      dtype: Dtype of floating-point leaves after the move. Defaults to that of each leaf. Leaves
+        are cast before they are sent if that makes them smaller.
+
+    Raises:
+      ShardingError: The problems of all leaves at once, each with its path.
+
+    >>> import jax, shardwright as sw
+    >>> strategy = sw.Strategy.preset("fsdp_tp")
+    >>> train, serve = (
+    ...     sw.PartitionManager(strategy, mesh=sw.abstract_mesh(mesh))
+    ...     for mesh in ("dp:1,fsdp:4,ep:1,tp:2,sp:1", "dp:1,fsdp:2,ep:1,tp:4,sp:1")
+    ... )
+    >>> tree = {"up": jax.ShapeDtypeStruct((512, 1024), "float32")}
+    >>> specs = {"up": (sw.EMBED, sw.MLP_INTERMEDIATE)}
+    >>> plan = serve.plan_reshard(tree, specs, source=train)
+    >>> plan.bytes_sent, plan.least_bytes
+    (1572864, 1572864)
+    """
+    targets = target_shardings(manager, tree, specs)
+    sources = None if source is None else source_shardings(source, tree, specs)
+    return plan_moves_of(tree, targets, sources=sources, piece=piece, donate=donate, dtype=dtype)
+
+
+def target_shardings(manager: PartitionManager, tree: Any, specs: Any) -> Any:
+    """Return the shardings that a tree goes to; `specs` are annotations or already shardings."""
+    if _are_shardings(specs):
+        return specs
+    return manager.shardings(_with_shapes(tree), specs)
+
+
+def source_shardings(source: Any, tree: Any, specs: Any) -> Any:
+    """Return the shardings that a tree comes from, given a manager or these shardings.
+
+    Raises:
+      StrategyError: It is neither.
+    """
+    if isinstance(source, PartitionManager):
+        if _are_shardings(specs):
+            raise StrategyError(
+                "specs are shardings, so source= cannot be a manager",
+                path="source",
+                fix="pass the shardings of the source, or annotations as specs",
+            )
+        return source.shardings(_with_shapes(tree), specs)
+    if _are_shardings(source):
+        return source
+    raise StrategyError(
+        f"source is {type(source).__name__}",
+        path="source",
+        fix="pass a PartitionManager or a tree of shardings",
+    )
+
+
+def plan_moves_of(
+    tree: Any,
+    targets: Any,
+    *,
+    sources: Any = None,
+    piece: int | str = "64MiB",
+    donate: bool = False,
+    dtype: Any = None,
+) -> ReshardPlan:
+    """Return how a tree moves to a tree of shardings; the other arguments are of `plan_reshard`."""
+    limit = parse_bytes(piece)
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array_spec)
+    to = _flattened(structure, targets, "specs")
+    came = [None] * len(pairs) if sources is None else _flattened(structure, sources, "source")
+    leaves: list[LeafMove] = []
+    problems: list[Problem] = []
+    first: dict[tuple[int, Sharding], str] = {}
+    for (key_path, value), target, own in zip(pairs, to, came, strict=True):
+        path = path_text(key_path)
+        try:
+            leaf = _plan_leaf(path, value, target, own, limit=limit, dtype=dtype)
+        except ShardingError as error:
+            problems += [
+                dataclasses.replace(problem, path=problem.path or path)
+                for problem in error.problems
+            ]
+            continue
+        if isinstance(value, jax.Array | np.ndarray):
+            tied = first.setdefault((id(value), target), path)
+            leaf = leaf if tied == path else dataclasses.replace(leaf, tied_to=tied)
+        leaves.append(leaf)
+    raise_problems(problems)
+    return ReshardPlan(
+        leaves=tuple(leaves), order=_order(leaves, donate=donate), piece=limit, donate=donate
+    )
+
+
+def _order(leaves: Sequence[LeafMove], *, donate: bool) -> tuple[int, ...]:
+    """Return the order of the moves: with donation, first the leaves that free most memory."""
+    if not donate:
+        return tuple(range(len(leaves)))
+    return tuple(
+        sorted(
+            range(len(leaves)),
+            key=lambda at: leaves[at].route.target_bytes - leaves[at].route.source_bytes,
+        )
+    )
+
+
+def _plan_leaf(
+    path: str, value: Any, target: Any, source: Any, *, limit: int, dtype: Any
+) -> LeafMove:
+    if not isinstance(target, NamedSharding):
+        raise ShardingError(
+            f"the target is {type(target).__name__}", fix="move to a jax.sharding.NamedSharding"
+        )
+    where = source if source is not None else where_is(value, target)
+    shape, own = plain_type(value)
+    route = find_route(shape, own, _cast(own, dtype), where, target, limit)
+    return LeafMove(
+        path=path, source=_source_text(where), target=spec_text(target.spec), route=route
+    )
+
+
+def plain_type(value: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Return the shape and the dtype of the numbers of a leaf: for PRNG keys, of their data."""
+    if not hasattr(value, "dtype"):
+        value = np.asarray(value)
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype))
+        return tuple(data.shape), np.dtype(data.dtype)
+    return tuple(value.shape), local_dtype(np.dtype(value.dtype))
+
+
+def _cast(own: np.dtype, dtype: Any) -> np.dtype:
+    if dtype is None or not jnp.issubdtype(own, jnp.floating):
+        return own
+    wanted: np.dtype = np.dtype(dtype)
+    return wanted
+
+
+def where_is(value: Any, target: NamedSharding) -> Sharding | None:
+    """Return the sharding of a leaf; None if it is in the memory of the host.
+
+    Raises:
+      ShardingError: Nothing says where it is.
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise ShardingError(
+            "it is a traced value, and reshard moves arrays between compiled steps",
+            fix="call it outside of jit; inside jit, constrain with sw.shard",
+        )
+    sharding = getattr(value, "sharding", None)
+    if sharding is None:
+        if isinstance(value, jax.ShapeDtypeStruct | ArraySpec):
+            raise ShardingError(
+                "nothing says where it is",
+                fix="pass source=, a manager or a tree of shardings",
+            )
+        return None
+    if sharding.memory_kind in ("pinned_host", "unpinned_host") or _other_platform(value, target):
+        return None
+    own: Sharding = sharding
+    return own
+
+
+def _other_platform(value: Any, target: NamedSharding) -> bool:
+    """Tell whether an array is on a backend other than the target's, as a CPU array is to a GPU."""
+    if not isinstance(value, jax.Array) or not hasattr(target.mesh, "devices"):
+        return False
+    platforms = {device.platform for device in target.mesh.devices.flat}
+    return not platforms & {device.platform for device in value.devices()}
+
+
+def _source_text(sharding: Sharding | None) -> str:
+    if sharding is None:
+        return "host"
+    if isinstance(sharding, NamedSharding):
+        return spec_text(sharding.spec)
+    return "one device" if isinstance(sharding, SingleDeviceSharding) else str(sharding)
+
+
+def _are_shardings(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree)
+    return bool(leaves) and all(isinstance(leaf, Sharding) for leaf in leaves)
+
+
+def _with_shapes(tree: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf),
+        tree,
+        is_leaf=is_array_spec,
+    )
+
+
+def _flattened(structure: Any, tree: Any, name: str) -> list[Any]:
+    try:
+        leaves: list[Any] = structure.flatten_up_to(tree)
+    except ValueError as error:
+        raise StrategyError(
+            "the shardings have another structure than the tree",
+            path=name,
+            fix="pass one sharding for each array",
+        ) from error
+    return leaves
