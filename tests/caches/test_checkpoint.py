@@ -36,7 +36,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sweep(keep=2)
+@pytest.mark.sweep(keep=1)
 def test_restore_on_another_mesh_and_mode(kind: str, tmp_path: Path) -> None:
     with manager_of():
         cache = filled(kind, **KINDS[kind])

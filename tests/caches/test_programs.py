@@ -88,7 +88,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("mesh", "axis_types", "count"), CELLS)
-@pytest.mark.sweep(keep=2)
+@pytest.mark.sweep(keep=1)
 def test_append_sends_nothing_and_writes_in_place(mesh: str, axis_types: str, count: int) -> None:
     manager = manager_of(MESHES[mesh], axis_types)
     temporary = []
@@ -264,6 +264,7 @@ def test_insert_from_prefill_layout_into_decode(kind: str, axis_types: Any) -> N
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.sweep(keep=1)
 def test_caches_of_all_layers_as_one_tree(axis_types: Any) -> None:
     k = np.random.default_rng(0).standard_normal((3, BATCH, 2, HEADS, DIM)).astype(np.float32)
     with manager_of("dp:2,sp:2,tp:2", axis_types):

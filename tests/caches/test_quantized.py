@@ -322,6 +322,7 @@ def test_sharded_equals_unsharded(mesh: str, axis_types: Any, overflow: str) -> 
 
 
 @pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.sweep(keep=1)
 def test_append_sends_nothing_and_writes_in_place(count: int) -> None:
     temporary = []
     with sw.PartitionManager(sw.Strategy.loads(RULES), mesh=cpu_mesh(MESHES["all"])).for_mode(

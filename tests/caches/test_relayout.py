@@ -104,6 +104,7 @@ CASES: dict[str, tuple[P, P, list[str], int]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.sweep(keep=10)
 def test_plan_sends_least_and_matches_program(name: str, axis_types: str) -> None:
     source, target, wanted, sent = CASES[name]
     moves = plan_moves(
@@ -158,7 +159,7 @@ def test_plan_exists_between_all_specs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "sliding", "quantized", "paged"])
-@pytest.mark.sweep(keep=2)
+@pytest.mark.sweep(keep=1)
 def test_resharded_cache_keeps_content(kind: str) -> None:
     changes = {"sliding": {"window": 8}, "paged": {"page_size": 4}}.get(kind, {})
     alone = filled(kind, **changes)

@@ -380,6 +380,7 @@ def test_only_contracted_mesh_axes_cost_collectives() -> None:
 
 
 @pytest.mark.parametrize("layout", ["batch", "columns"])
+@pytest.mark.sweep(keep=1)
 def test_gradient_sharding_over_explicit_axes(layout: str) -> None:
     x, y, dims = operands("matrix")
     dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
