@@ -75,53 +75,79 @@ def on_terminal(
     return read.decode().replace("\r\n", "\n")
 
 
-EVERY = (
-    "import sys; from shardwright.cli.main import main; "
-    "[main(line.split()) for line in sys.argv[1:]]"
-)
-
-
-def test_lines_fit_the_terminal(folder: Path) -> None:
-    commands = [
-        CHECK,
-        DIFF,
-        ["presets", "list"],
-        ["explain", "BATCH", "EMBED", "--strategy", "ddp", "--devices", "8"],
-    ]
-    for columns in (80, 60):
-        lines = ESCAPE.sub(
-            "",
-            on_terminal(
-                [" ".join(words) for words in commands], folder, columns=columns, code=EVERY
-            ),
-        ).splitlines()
-        # Single words are never broken: two tables have columns that need more than 60.
-        assert [line for line in lines if len(line) > max(columns, 76)] == []
-        assert any(line.startswith("fsdp_tp ") for line in lines)
-
-
-NO_COLORS = """
-import os, sys
+# Runs several commands, each with variables of its own before it, such as `TERM=dumb check`.
+# COLUMNS changes the size of the terminal itself, and the variable stays unset.
+SESSION = """
+import fcntl, os, struct, sys, termios
 from shardwright.cli.main import main
-os.environ["NO_COLOR"] = "1"
-main(sys.argv[1:])
-del os.environ["NO_COLOR"]
-os.environ["TERM"] = "dumb"
-main(sys.argv[1:])
+before = dict(os.environ)
+for line in sys.argv[1:]:
+    words = line.split()
+    variables = dict(word.split("=") for word in words if "=" in word)
+    size = struct.pack("HHHH", 50, int(variables.pop("COLUMNS", 80)), 0, 0)
+    fcntl.ioctl(1, termios.TIOCSWINSZ, size)
+    os.environ.update(variables)
+    main([word for word in words if "=" not in word])
+    print("end of", line, flush=True)
+    for name in variables:
+        del os.environ[name]
+    os.environ.update(before)
 """
+CHECKED = " ".join(CHECK)
+BACK = ["diff", "fsdp_tp", "fsdp", *DIFF[3:]]
+TABLES = [
+    CHECKED,
+    " ".join(DIFF),
+    "presets list",
+    "explain BATCH EMBED --strategy ddp --devices 8",
+]
+LINES = [
+    *TABLES,
+    *(f"COLUMNS=60 {line}" for line in TABLES),
+    " ".join(BACK),
+    f"NO_COLOR=1 {CHECKED}",
+    f"TERM=dumb {CHECKED}",
+]
 
 
-def test_colors_need_a_color_terminal(folder: Path) -> None:
-    colored = on_terminal(CHECK, folder)
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each of LINES prints on a terminal, all from one process."""
+    folder = tmp_path_factory.mktemp("session")
+    for name, text in FILES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    rest = on_terminal(LINES, folder, code=SESSION)
+    shown = {}
+    for line in LINES:
+        shown[line], mark, rest = rest.partition(f"end of {line}\n")
+        assert mark, rest
+    assert rest == ""
+    return shown
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_lines_fit_the_terminal(session: dict[str, str], columns: int) -> None:
+    prefix = "" if columns == 80 else f"COLUMNS={columns} "
+    lines = ESCAPE.sub("", "".join(session[prefix + line] for line in TABLES)).splitlines()
+    # Single words are never broken: two tables have columns that need more than 60.
+    assert [line for line in lines if len(line) > max(columns, 76)] == []
+    assert any(line.startswith("fsdp_tp ") for line in lines)
+
+
+def test_the_width_is_that_of_the_terminal(session: dict[str, str]) -> None:
+    assert any(session[line] != session[f"COLUMNS=60 {line}"] for line in TABLES)
+
+
+def test_colors_need_a_color_terminal(session: dict[str, str]) -> None:
+    colored = session[CHECKED]
     assert "\x1b[33mwarning\x1b[0m unreachable_candidate" in colored
-    assert on_terminal(CHECK, folder, code=NO_COLORS) == ESCAPE.sub("", colored) * 2
+    assert session[f"NO_COLOR=1 {CHECKED}"] == ESCAPE.sub("", colored)
+    assert session[f"TERM=dumb {CHECKED}"] == ESCAPE.sub("", colored)
 
 
-def test_saved_bytes_are_green(folder: Path) -> None:
-    back = ["diff", "fsdp_tp", "fsdp", *DIFF[3:]]
-    shown = on_terminal([" ".join(DIFF), " ".join(back)], folder, code=EVERY)
-    assert "\x1b[32m-262,668,288\x1b[0m" in shown
-    assert "\x1b[31m+262,668,288\x1b[0m" in shown
+def test_saved_bytes_are_green(session: dict[str, str]) -> None:
+    assert "\x1b[32m-262,668,288\x1b[0m" in session[" ".join(DIFF)] + session[" ".join(BACK)]
+    assert "\x1b[31m+262,668,288\x1b[0m" in session[" ".join(DIFF)] + session[" ".join(BACK)]
 
 
 WITHOUT_RICH = (
@@ -136,7 +162,9 @@ def test_without_rich_text_has_no_color(folder: Path) -> None:
     assert "\x1b" not in plain
 
 
-@pytest.mark.parametrize("words", [DIFF, ["schema"]], ids=["diff", "schema"])
+@pytest.mark.parametrize(
+    "words", [DIFF, pytest.param(["schema"], marks=pytest.mark.wide)], ids=["diff", "schema"]
+)
 def test_reader_may_close_the_pipe(words: list[str], folder: Path) -> None:
     read, write = os.pipe()
     os.close(read)

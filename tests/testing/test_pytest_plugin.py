@@ -101,11 +101,49 @@ LIES = [
     "{'dp': 4}",
     "{'dp': 2}",
 ]
+SET_FOR_LONGER = """
+import unittest
+import jax, pytest
+import shardwright as sw
+
+@pytest.fixture(scope="module", autouse=True)
+def of_the_module():
+    with jax.set_mesh(sw.create_mesh("dp:2")):
+        yield
+
+@pytest.fixture
+def tidy():
+    with jax.set_mesh(sw.create_mesh("dp:4")):
+        yield
+
+def test_first():
+    assert jax.sharding.get_mesh().shape == {"dp": 2}
+
+def test_inside(tidy):
+    assert jax.sharding.get_mesh().shape == {"dp": 4}
+
+@pytest.mark.mesh("tp:8")
+def test_marked(mesh):
+    assert jax.sharding.get_mesh().shape == {"dp": 2}
+
+class TestOfUnittest(unittest.TestCase):
+    def setUp(self):
+        self.set = jax.set_mesh(sw.create_mesh("dp:8"))
+        self.set.__enter__()
+
+    def tearDown(self):
+        self.set.__exit__(None, None, None)
+
+    def test_it(self):
+        assert jax.sharding.get_mesh().shape == {"dp": 8}
+"""
 
 
 def test_one_test_per_mesh_with_a_name_that_says_which(run: Run) -> None:
-    result = run({"test_it.py": MESHES, "mine.toml": MINE, "nested/own.toml": MINE}, "-v", "-s")
-    result.assert_outcomes(passed=len(IDS))
+    """A mesh that a fixture sets for longer than a test is not an error of the test."""
+    files = {"test_it.py": MESHES, "mine.toml": MINE, "nested/own.toml": MINE}
+    result = run({**files, "test_longer.py": SET_FOR_LONGER}, "-v", "-s")
+    result.assert_outcomes(passed=len(IDS) + 4)
     text = said(result)
     assert [
         line.split()[0].removeprefix("test_it.py::")
@@ -230,58 +268,35 @@ SAYS = {
         "left behind: the mesh is unset\n  fix   write `with jax.set_mesh(mesh):`"
     ),
 }
+IDLE = """
+import pytest
+
+@pytest.mark.mesh("dp:2,tp:2", "dp:4", axis_types="explicit")
+def test_idle(): ...
+
+@pytest.mark.mesh(strategy="fsdp_tp")
+def test_idle_too(): ...
+
+def test_other(): ...
+"""
 
 
 def test_what_does_not_fit_is_told_and_nothing_leaks_into_the_next_test(run: Run) -> None:
-    result = run({"test_it.py": REFUSED}, "-p", "no:randomly", "-W", "ignore::DeprecationWarning")
-    result.assert_outcomes(errors=len(SAYS), passed=7)
+    """Also a marker that has no effect, which fails its own test and no other."""
+    files = {"test_it.py": REFUSED, "test_other.py": IDLE}
+    result = run(files, "-p", "no:randomly", "-W", "ignore::DeprecationWarning")
+    result.assert_outcomes(errors=len(SAYS) + 2, passed=7 + 1)
     text = said(result)
     for test, words in SAYS.items():
         assert words in text.partition(f" of {test} ")[2], test
     assert "site-packages" not in text, "a message needs no traceback"
     assert "During handling" not in text
-
-
-SET_FOR_LONGER = """
-import unittest
-import jax, pytest
-import shardwright as sw
-
-@pytest.fixture(scope="module", autouse=True)
-def of_the_module():
-    with jax.set_mesh(sw.create_mesh("dp:2")):
-        yield
-
-@pytest.fixture
-def tidy():
-    with jax.set_mesh(sw.create_mesh("dp:4")):
-        yield
-
-def test_first():
-    assert jax.sharding.get_mesh().shape == {"dp": 2}
-
-def test_inside(tidy):
-    assert jax.sharding.get_mesh().shape == {"dp": 4}
-
-@pytest.mark.mesh("tp:8")
-def test_marked(mesh):
-    assert jax.sharding.get_mesh().shape == {"dp": 2}
-
-class TestOfUnittest(unittest.TestCase):
-    def setUp(self):
-        self.set = jax.set_mesh(sw.create_mesh("dp:8"))
-        self.set.__enter__()
-
-    def tearDown(self):
-        self.set.__exit__(None, None, None)
-
-    def test_it(self):
-        assert jax.sharding.get_mesh().shape == {"dp": 8}
-"""
-
-
-def test_a_mesh_that_is_set_for_longer_than_a_test_is_nobody_s_fault(run: Run) -> None:
-    run({"test_it.py": SET_FOR_LONGER}).assert_outcomes(passed=4)
+    assert "@pytest.mark.mesh(strategy='fsdp_tp') does nothing for a test" in text
+    says = (
+        '@pytest.mark.mesh("dp:2,tp:2", "dp:4", axis_types=\'explicit\') does nothing for a test '
+        "that takes neither mesh nor manager"
+    )
+    assert f"{says}\n  fix   add the argument mesh" in text
 
 
 MARKERS = {
@@ -316,30 +331,6 @@ def test_a_marker_that_cannot_be_read_is_told_while_tests_are_collected(run: Run
     for at, words in enumerate(MARKERS.values()):
         assert f"test_{at}.py::test_it: " in said(result)
         assert words in said(result)
-
-
-IDLE = """
-import pytest
-
-@pytest.mark.mesh("dp:2,tp:2", "dp:4", axis_types="explicit")
-def test_idle(): ...
-
-@pytest.mark.mesh(strategy="fsdp_tp")
-def test_idle_too(): ...
-
-def test_other(): ...
-"""
-
-
-def test_a_marker_that_does_nothing_fails_its_test_alone(run: Run) -> None:
-    result = run({"test_it.py": IDLE})
-    result.assert_outcomes(errors=2, passed=1)
-    assert "@pytest.mark.mesh(strategy='fsdp_tp') does nothing for a test" in said(result)
-    says = (
-        '@pytest.mark.mesh("dp:2,tp:2", "dp:4", axis_types=\'explicit\') does nothing for a test '
-        "that takes neither mesh nor manager"
-    )
-    assert f"{says}\n  fix   add the argument mesh" in said(result)
 
 
 EARLY = "import jax.numpy as jnp\nONES = jnp.ones(3)\n"
@@ -486,7 +477,7 @@ def test_it(mesh):
 
 
 def test_real_devices_only_when_asked(run: Run) -> None:
-    result = run({"test_it.py": REAL}, "--mesh-backend", "tpu")
+    result = run({"test_it.py": REAL}, "--mesh-backend", "tpu", inline=True)
     result.assert_outcomes(errors=1)
     assert "no tpu devices here: " in said(result)
     run({"test_it.py": REAL}, "--mesh-backend", "cpu").assert_outcomes(passed=1)
