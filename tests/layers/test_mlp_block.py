@@ -13,6 +13,7 @@ import shardwright as sw
 from shardwright.layers import mlp_block
 from shardwright.layers.dtypes import Dtypes
 from shardwright.layers.norm import NormConfig
+from shardwright.layers.placement import RESIDUAL
 from tests.layers import blocks
 
 CONFIG = mlp_block.MlpConfig(embed=16, hidden=32)
@@ -72,10 +73,10 @@ def test_values_and_gradients_of_numpy() -> None:
 
 @blocks.cases()
 def test_sharded_equals_unsharded(preset: str, kind: str) -> None:
-    inputs = (init(CONFIG), mlp_block.specs(CONFIG), X, mlp_block.RESIDUAL)
+    inputs = (init(CONFIG), mlp_block.specs(CONFIG), X, RESIDUAL)
     y = blocks.check_sharded("mlp_block", block, inputs, unsharded(), preset, kind)
     with blocks.make_manager(preset, kind) as pm:
-        assert y.sharding.is_equivalent_to(pm.sharding(mlp_block.RESIDUAL, shape=X.shape), 3)
+        assert y.sharding.is_equivalent_to(pm.sharding(RESIDUAL, shape=X.shape), 3)
 
 
 def test_bfloat16_and_dropout() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright import _moved
 from shardwright.layers import activation as activation
+from shardwright.layers import attention_block as attention_block
 from shardwright.layers import dense as dense
 from shardwright.layers import dropout as dropout
 from shardwright.layers import dtypes as dtypes

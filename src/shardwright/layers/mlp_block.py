@@ -9,25 +9,22 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from shardwright.errors import LayerError, RankMismatchError
+from shardwright.errors import LayerError
 from shardwright.layers import dense, norm
 from shardwright.layers.activation import CLAMP, Clamp, check_names, gated
 from shardwright.layers.dropout import check_rate, dropout
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.norm import RMS, NormConfig
-from shardwright.layers.placement import place, use
+from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place, use
 from shardwright.vocabulary.axes import (
     BATCH,
     EMBED,
     EMPTY,
-    LENGTH,
     MLP_INTERMEDIATE,
     QUERY_LENGTH,
 )
 from shardwright.vocabulary.integers import read_integer
 
-RESIDUAL = (BATCH, LENGTH, EMBED)
-OPERAND = (BATCH, QUERY_LENGTH, EMBED)
 HIDDEN = (BATCH, QUERY_LENGTH, MLP_INTERMEDIATE)
 
 
@@ -140,18 +137,3 @@ def apply(
         dtype=compute,
     )
     return checkpoint_name(y.astype(config.dtypes.output), "mlp_down"), state
-
-
-def check_residual(x: Any, embed: int) -> None:
-    """Check the shape of a residual.
-
-    Raises:
-      RankMismatchError: It is not `[batch, length, embed]`.
-    """
-    shape = getattr(x, "shape", None)
-    if shape is None or len(shape) != 3 or shape[-1] != embed:
-        raise RankMismatchError(
-            f"x has shape {shape}",
-            path="x",
-            fix=f"pass the residual, [batch, length, {embed}]",
-        )

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwright.errors import RankMismatchError
 from shardwright.manager import context
+from shardwright.vocabulary.axes import BATCH, EMBED, LENGTH, QUERY_LENGTH
+
+RESIDUAL = (BATCH, LENGTH, EMBED)
+OPERAND = (BATCH, QUERY_LENGTH, EMBED)
 
 
 def place(x: Any, axes: Any) -> Any:
@@ -27,3 +32,18 @@ def use(params: Any, specs: Any, *, path: str | None = None) -> Any:
     """
     manager = context.current()
     return params if manager is None else manager.gather(params, specs, path=path)
+
+
+def check_residual(x: Any, embed: int) -> None:
+    """Check the shape of a residual.
+
+    Raises:
+      RankMismatchError: It is not `[batch, length, embed]`.
+    """
+    shape = getattr(x, "shape", None)
+    if shape is None or len(shape) != 3 or shape[-1] != embed:
+        raise RankMismatchError(
+            f"x has shape {shape}",
+            path="x",
+            fix=f"pass the residual, [batch, length, {embed}]",
+        )

@@ -1,0 +1,299 @@
+"""The attention of a transformer layer: norm, projections, attention (with a cache), projection."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from shardwright.attention.api import dot_product_attention
+from shardwright.attention.cached import append_and_attend, next_positions
+from shardwright.attention.masks import Window
+from shardwright.caches import create
+from shardwright.caches.base import KVCache
+from shardwright.errors import LayerError
+from shardwright.layers import dense, norm
+from shardwright.layers.dropout import check_rate
+from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.norm import RMS, NormConfig
+from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place, use
+from shardwright.layers.rope import rope
+from shardwright.manager import context
+from shardwright.vocabulary.axes import (
+    BATCH,
+    EMBED,
+    HEAD,
+    HEAD_DIM,
+    KV_HEAD,
+    KV_HEAD_DIM,
+    QUERY_LENGTH,
+)
+from shardwright.vocabulary.integers import read_integer
+from shardwright.vocabulary.modes import MODE_TRAIN
+
+QUERIES = (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM)
+NEW_ROWS = (BATCH, QUERY_LENGTH, KV_HEAD, KV_HEAD_DIM)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """Sizes and options of attention.
+
+    Attributes:
+      embed: Size of the residual.
+      heads: Heads of queries.
+      kv_heads: Heads of keys and values; they divide `heads`. Defaults to `heads`.
+      head_dim: Size of a head. Defaults to `embed / heads`.
+      causal: Whether a query sees no key after it.
+      window: (left, right), positions seen before and after the query. Defaults to all.
+      softcap: c in `c * tanh(logits / c)`. Defaults to none.
+      scale: Factor of the products. Defaults to `1 / sqrt(head_dim)`.
+      rope_theta: Base of the rotary frequencies. None for no rotary positions.
+      norm: The norm before the block. None for none.
+      qk_norm: The norm of each head of queries and keys, before the rotation. None for none.
+      bias: Whether the projections have biases.
+      dropout: Probability of dropping a weight, where a key is given.
+      init: Initializer of the kernels. Defaults to that of `dense.specs`.
+      dtypes: Of parameters, products, the result and the cache.
+
+    Raises:
+      LayerError: A size or rate is not valid, or the sizes do not fit each other.
+    """
+
+    embed: int
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    causal: bool = True
+    window: Window | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    rope_theta: float | None = 10_000.0
+    norm: NormConfig | None = RMS
+    qk_norm: NormConfig | None = None
+    bias: bool = False
+    dropout: float = 0.0
+    init: Any = None
+    dtypes: Dtypes = FLOAT32
+
+    def __post_init__(self) -> None:
+        self._check("embed", self.embed)
+        self._check("heads", self.heads)
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.head_dim is None:
+            if self.embed % self.heads:
+                raise LayerError(
+                    f"heads={self.heads} do not divide embed={self.embed}",
+                    fix="pass head_dim=, or a number of heads that divides",
+                )
+            object.__setattr__(self, "head_dim", self.embed // self.heads)
+        self._check("kv_heads", self.kv_heads)
+        self._check("head_dim", self.head_dim)
+        if self.heads % self.key_heads:
+            raise LayerError(
+                f"kv_heads={self.kv_heads} do not divide heads={self.heads}",
+                fix="each kv head serves the same number of query heads",
+            )
+        check_rate("dropout", self.dropout)
+
+    def _check(self, name: str, value: Any) -> None:
+        read_integer(
+            name, value, error=LayerError, fix=f"pass a positive integer, such as {name}=8"
+        )
+
+    @property
+    def key_heads(self) -> int:
+        """`kv_heads`, as an integer."""
+        assert self.kv_heads is not None
+        return self.kv_heads
+
+    @property
+    def size(self) -> int:
+        """`head_dim`, as an integer."""
+        assert self.head_dim is not None
+        return self.head_dim
+
+
+def specs(config: AttentionConfig) -> dict[str, Any]:
+    """Return the parameters of the block as `ArraySpec`s."""
+    options: dict[str, Any] = {"init": config.init, "dtypes": config.dtypes, "bias": config.bias}
+    embed = [(EMBED, config.embed)]
+    heads = [(HEAD, config.heads), (HEAD_DIM, config.size)]
+    rows = [(KV_HEAD, config.key_heads), (KV_HEAD_DIM, config.size)]
+    tree: dict[str, Any] = {
+        "query": dense.specs(embed, heads, **options),
+        "key": dense.specs(embed, rows, **options),
+        "value": dense.specs(embed, rows, **options),
+        "out": dense.specs(heads, embed, **options),
+    }
+    if config.norm is not None:
+        tree["norm"] = norm.specs(config.norm, config.embed, config.dtypes)
+    if config.qk_norm is not None:
+        for name in ("query_norm", "key_norm"):
+            tree[name] = norm.specs(config.qk_norm, config.size, config.dtypes)
+    return tree
+
+
+def init_cache(
+    config: AttentionConfig, kind: str = "dense", *, batch: int, capacity: int, **options: Any
+) -> KVCache:
+    """Create an empty cache for the block, already sharded; see `caches.init` for the arguments."""
+    cache: KVCache = create.init(
+        kind,
+        batch=batch,
+        capacity=capacity,
+        kv_heads=config.key_heads,
+        head_dim=config.size,
+        dtype=config.dtypes.cache,
+        **options,
+    )
+    return cache
+
+
+def apply(
+    config: AttentionConfig,
+    params: dict[str, Any],
+    x: Any,
+    *,
+    keys: Mapping[str, jax.Array] | None = None,
+    state: KVCache | None = None,
+    path: str | None = None,
+    positions: Any = None,
+    segment_ids: Any = None,
+    valid: Any = None,
+    bias: Any = None,
+) -> tuple[jax.Array, KVCache | None]:
+    """Return what the block adds to the residual `x`, and the cache after the append.
+
+    Without a cache the tokens of `x` attend to each other. With one they are appended, at the next
+    positions of their slot, and attend to all that the slot then holds: prefill, a chunk of it, and
+    decode are the same call. The mode is that of the cache, else that of the ambient manager.
+
+    Args:
+      config: Sizes and options.
+      params: The tree that `specs` describes, as stored.
+      x: `[batch, length, embed]`.
+      keys: `{"dropout": key}`. Defaults to none: nothing is dropped. Not with a cache.
+      state: A cache, such as that of `init_cache`. Under `jit`, donate it.
+      path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
+      positions: `[batch, length]`, for rotary positions and masks. Defaults to the row number;
+        with a cache it follows from the cache.
+      segment_ids: `[batch, length]`. Packed sequences do not see each other. Not with a cache.
+      valid: `[batch, length]` bool, which rows are tokens. With a cache only.
+      bias: As in `dot_product_attention`. Not with a cache.
+
+    Raises:
+      RankMismatchError: `x` is not `[batch, length, embed]`.
+      LayerError: An argument does not go with a cache, or goes only with one.
+      AttentionError: The arguments do not fit each other.
+      ShardingError: The rules of the ambient manager do not fit the arrays.
+    """
+    check_residual(x, config.embed)
+    given = {"positions": positions, "segment_ids": segment_ids, "bias": bias}
+    _check_arguments(state, valid, given, (keys or {}).get("dropout"))
+    weights = use(params, specs(config), path=path)
+    compute = config.dtypes.compute
+    x = place(x, RESIDUAL)
+    if config.norm is not None:
+        x = norm.apply(config.norm, weights["norm"], x, dtype=compute)
+    # With sequence parallelism the residual is gathered here, after the norm.
+    x = place(x.astype(compute), OPERAND)
+    if state is not None:
+        rotations = next_positions(state, q_length=x.shape[1], valid=valid)
+    else:
+        rotations = jnp.arange(x.shape[1])[None] if positions is None else positions
+    q, k, v = _project(config, weights, x, rotations)
+    if state is None:
+        context_rows = _attend(config, q, k, v, given, keys)
+    else:
+        context_rows, state = _attend_to_cache(config, q, k, v, state, valid)
+    context_rows = checkpoint_name(place(context_rows, QUERIES), "context")
+    # And here the sums over shards are scattered.
+    y = dense.dense(
+        context_rows.astype(compute),
+        weights["out"]["kernel"],
+        weights["out"].get("bias"),
+        out=RESIDUAL,
+        contract=2,
+    )
+    return checkpoint_name(y.astype(config.dtypes.output), "attention_out"), state
+
+
+def _project(
+    config: AttentionConfig, weights: dict[str, Any], x: Any, positions: Any
+) -> tuple[Any, Any, Any]:
+    """Return queries, keys and values; queries and keys are normalized and rotated."""
+    rows = []
+    for name, axes in (("query", QUERIES), ("key", NEW_ROWS), ("value", NEW_ROWS)):
+        y = dense.dense(x, weights[name]["kernel"], weights[name].get("bias"), out=axes)
+        if name != "value" and config.qk_norm is not None:
+            y = norm.apply(config.qk_norm, weights[f"{name}_norm"], y)
+        if name != "value" and config.rope_theta is not None:
+            y = rope(y, positions, theta=config.rope_theta)
+        rows.append(checkpoint_name(y, name))
+    return rows[0], rows[1], rows[2]
+
+
+def _attend(
+    config: AttentionConfig, q: Any, k: Any, v: Any, given: dict[str, Any], keys: Any
+) -> Any:
+    manager, key = context.current(), (keys or {}).get("dropout")
+    return dot_product_attention(
+        q,
+        k,
+        v,
+        # Without a manager nothing is sharded, so every mode is the same.
+        mode=MODE_TRAIN if manager is None or manager.mode is None else None,
+        causal=config.causal,
+        window=config.window,
+        softcap=config.softcap,
+        scale=config.scale,
+        dropout=config.dropout if key is not None else 0.0,
+        dropout_key=key,
+        **given,
+    )
+
+
+def _attend_to_cache(
+    config: AttentionConfig, q: Any, k: Any, v: Any, cache: KVCache, valid: Any
+) -> tuple[Any, KVCache]:
+    stored = cache.spec.dtype  # attention computes in the dtype of the cache
+    result = append_and_attend(
+        q.astype(stored),
+        k.astype(stored),
+        v.astype(stored),
+        cache,
+        valid=valid,
+        causal=config.causal,
+        window=config.window,
+        softcap=config.softcap,
+        scale=config.scale,
+    )
+    return result.o, result.cache
+
+
+def _check_arguments(state: Any, valid: Any, given: dict[str, Any], key: Any) -> None:
+    if state is None:
+        if valid is not None:
+            raise LayerError(
+                "valid= without a cache", path="valid", fix="pass segment_ids= for padding"
+            )
+        return
+    if not isinstance(state, KVCache):
+        raise LayerError(
+            f"state is {type(state).__name__}, not a cache",
+            path="state",
+            fix="pass attention_block.init_cache(config, batch=..., capacity=...)",
+        )
+    for name, value in {**given, 'keys["dropout"]': key}.items():
+        if value is not None:
+            raise LayerError(
+                f"{name} with a cache",
+                path=name,
+                fix="leave it out: positions follow from the cache, and it is for inference only",
+            )
