@@ -255,3 +255,37 @@ def test_bad_topologies_are_refused(
 ) -> None:
     assert plan(f"{model}:programs {SETTING} {words}") == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("--topology v5e:2x4", 0, "15.8 GiB usable on v5e: fits"),
+        ("--topology v5e:2x4 --hardware small.toml", 1, "mode train does not fit"),
+        ("--topology v5e:2x4 --hardware near.toml", 0, "close: compile the program to know"),
+        ("--max-hbm 1KiB", 1, "--max-hbm 1KiB: mode train: up to 56.0 KiB per device"),
+        ("--topology v5e:2x4 --max-hbm 1%", 0, "fits"),
+        ("--max-hbm 90%", 2, "no --topology is given"),
+    ],
+)
+def test_memory_is_judged(
+    model: str, words: str, code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(model).parent
+    for name, gib in (("small", 1e-6), ("near", 5e-5)):
+        cell = f'{{ value = {gib}, source = "a test", date = "2026-01-01" }}'
+        (folder / f"{name}.toml").write_text(f"[v5e]\nhbm_gib = {cell}\n", encoding="utf-8")
+        words = words.replace(f"{name}.toml", str(folder / f"{name}.toml"))
+    assert plan(f"{model}:programs {SETTING} --mode train {words}") == code
+    captured = capsys.readouterr()
+    assert says in (captured.err if code == 2 else captured.out)
+
+
+def test_state_too_large_does_not_fit(
+    tensors: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell = '{ value = 1e-6, source = "a test", date = "2026-01-01" }'
+    (tmp_path / "small.toml").write_text(f"[v5e]\nhbm_gib = {cell}\n", encoding="utf-8")
+    words = f"--cache ^cache/ --topology v5e:2x4 --hardware {tmp_path / 'small.toml'}"
+    assert plan(f"{tensors} {SETTING} {words}") == 1
+    assert "does not fit: the state alone is too large" in capsys.readouterr().out

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from shardwright.cli.arguments import EXIT_CODES, STRATEGY_HELP, add_output, make_parser
 from shardwright.cli.inputs import Setting, read_count, read_setting
-from shardwright.cli.plan_checks import Forbidden, read_forbidden, read_most_replicated
+from shardwright.cli.plan_checks import (
+    Forbidden,
+    MostMemory,
+    MostReplicated,
+    read_forbidden,
+    read_most_memory,
+    read_most_replicated,
+)
 from shardwright.cli.programs import plan_program, read_programs
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.errors import StrategyError
+from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import lay_out
 from shardwright.plan.planner import PlanReport
@@ -37,7 +44,7 @@ examples:
   shardwright plan model.toml --strategy fsdp --mesh fsdp:64 --optimizer-copies 2 \\
       --max-replicated 2%
 
-exit codes: 0 planned; 1 a check fails, or the plan is incomplete;
+exit codes: 0 planned; 1 a check fails, or the plan does not fit or is incomplete;
 {EXIT_CODES}."""
 
 
@@ -99,6 +106,12 @@ def _add_checks(command: argparse.ArgumentParser) -> None:
         type=read_forbidden,
         metavar="KIND@MODE>BYTES",
         help="fail if such a collective occurs; repeat it for more",
+    )
+    command.add_argument(
+        "--max-hbm",
+        type=read_most_memory,
+        metavar="SIZE",
+        help="fail if a device may need more memory; a share of the chip's such as 90%%, or bytes",
     )
     command.add_argument(
         "--max-replicated",
@@ -163,7 +176,17 @@ def _run_programs(
         for mode, program in programs.items()
     }
     breaches = list(_breaches(reports, arguments.forbid))
-    failures = _failures(arguments, {mode: report.state for mode, report in reports.items()})
+    failures = _failures(
+        arguments,
+        {mode: report.state for mode, report in reports.items()},
+        {mode: report.memory.high for mode, report in reports.items()},
+        topology,
+    )
+    failures += [
+        f"mode {mode_name(mode)} does not fit"
+        for mode, report in reports.items()
+        if report.verdict is Verdict.DOES_NOT_FIT
+    ]
     incomplete = any(not report.walked.complete for report in reports.values())
     failed = bool(breaches or failures or incomplete)
     if arguments.json:
@@ -199,7 +222,10 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
         train=mode == MODE_TRAIN,
     )
     layout = None if topology is None else lay_out(topology, setting.sizes)
-    failures = _failures(arguments, {mode: state})
+    needed = state.of().per_device
+    failures = _failures(arguments, {mode: state}, {mode: needed}, topology)
+    if topology is not None and needed > topology.chip.hbm_bytes:
+        failures.append(f"mode {mode_name(mode)} does not fit: the state alone is too large")
     failed = bool(failures or state.missing)
     if arguments.json:
         plan = {"layout": None if layout is None else layout.to_json(), "state": state.to_json()}
@@ -217,16 +243,25 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
     return 1 if failed else 0
 
 
-def _failures(arguments: argparse.Namespace, states: Mapping[str, StateBytes]) -> list[str]:
-    """Return how the state of each mode exceeds its limits."""
-    limit: Any = arguments.max_replicated
-    if limit is None:
-        return []
-    return [
-        f"--max-replicated {limit.text}: mode {mode_name(mode)}: {breach}"
-        for mode, state in states.items()
-        if (breach := limit.breach(state))
-    ]
+def _failures(
+    arguments: argparse.Namespace,
+    states: Mapping[str, StateBytes],
+    peaks: Mapping[str, int],
+    topology: Topology | None,
+) -> list[str]:
+    """Return how the state and the memory of each mode exceed their limits."""
+    copies: MostReplicated | None = arguments.max_replicated
+    memory: MostMemory | None = arguments.max_hbm
+    usable = None if topology is None else topology.chip.hbm_bytes
+    failures: list[str] = []
+    for mode, state in states.items():
+        breach = "" if copies is None else copies.breach(state)
+        if copies is not None and breach:
+            failures.append(f"--max-replicated {copies.text}: mode {mode_name(mode)}: {breach}")
+        breach = "" if memory is None else memory.breach(peaks[mode], usable)
+        if memory is not None and breach:
+            failures.append(f"--max-hbm {memory.text}: mode {mode_name(mode)}: {breach}")
+    return failures
 
 
 def _breaches(

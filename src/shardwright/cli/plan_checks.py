@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import re
 
-from shardwright.errors import ShardingError, did_you_mean
+from shardwright.errors import ShardingError, StrategyError, did_you_mean
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.state import StateBytes
@@ -105,6 +105,53 @@ def read_most_replicated(text: str) -> MostReplicated:
     if unit == "%":
         return MostReplicated(text=text, share=number / 100)
     return MostReplicated(text=text, bytes=int(number * _UNITS[unit]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MostMemory:
+    """A limit on the bytes of one device.
+
+    Attributes:
+      text: As written.
+      share: Share of the usable bytes of the chip, or None.
+      bytes: Bytes, or None.
+    """
+
+    text: str
+    share: float | None = None
+    bytes: int | None = None
+
+    def breach(self, most: int, usable: int | None) -> str:
+        """Return how a peak exceeds the limit, or "".
+
+        Args:
+          most: Upper end of the peak.
+          usable: Usable bytes of the chip, or None if it is not known.
+
+        Raises:
+          StrategyError: The limit is a share, and the chip is not known.
+        """
+        if self.share is not None and usable is None:
+            raise StrategyError(
+                f"--max-hbm {self.text} is a share of a chip, and no --topology is given",
+                fix="add --topology v5p:4x4x4, or give bytes such as 16GiB",
+            )
+        limit = self.bytes if self.share is None else int(self.share * (usable or 0))
+        if limit is not None and most > limit:
+            return f"up to {bytes_text(most)} per device"
+        return ""
+
+
+def read_most_memory(text: str) -> MostMemory:
+    """Return the limit that text such as `90%` or `16GiB` sets. An argparse type.
+
+    Raises:
+      argparse.ArgumentTypeError: The text is neither a share nor a number of bytes.
+    """
+    number, unit = _read_size(text, "90% or 16GiB")
+    if unit == "%":
+        return MostMemory(text=text, share=number / 100)
+    return MostMemory(text=text, bytes=int(number * _UNITS[unit]))
 
 
 def _read_size(text: str, example: str) -> tuple[float, str]:

@@ -38,6 +38,7 @@ def plan_program(
             specs=program.specs,
             outputs=program.outputs,
             holds=program.holds,
+            donated=program.donated,
             topology=topology,
         )
     except ShardingError:

@@ -11,13 +11,16 @@ import jax
 
 from shardwright.manager.manager import PartitionManager
 from shardwright.mesh.build import mesh_sizes
+from shardwright.plan.fit import Verdict, judge
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import Layout, lay_out
+from shardwright.plan.report.fit import fit_lines
 from shardwright.plan.report.state import state_text
 from shardwright.plan.report.text import bytes_text
 from shardwright.plan.state import ROLES, Category, Held, StateBytes, count_state, read_holds
 from shardwright.plan.trace import Trace, trace, walk
 from shardwright.plan.walk.events import Event, Walked
+from shardwright.plan.walk.liveness import Peak
 from shardwright.resolution.tables import WIDTH, remarked_table
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import axis_label
@@ -36,6 +39,7 @@ class Program:
       outputs: Annotations of the outputs. Defaults to leaving them as the program does.
       holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a name
         covers a subtree. Defaults to telling parameters from inputs by their annotations.
+      donated: Positions of the arguments whose memory the program may overwrite.
     """
 
     function: Callable[..., Any]
@@ -43,6 +47,7 @@ class Program:
     specs: Any = None
     outputs: Any = None
     holds: Any = None
+    donated: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +72,19 @@ class PlanReport:
     def events(self) -> tuple[Event, ...]:
         """Collectives, in program order."""
         return self.walked.events
+
+    @property
+    def memory(self) -> Peak:
+        """The most bytes in memory at one time on one device, as a range."""
+        return self.walked.memory
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Whether the program fits into the memory of its chips; None if no slice was given."""
+        if self.layout is None:
+            return None
+        usable = self.layout.topology.chip.hbm_bytes
+        return judge(self.memory, usable, complete=self.walked.complete)
 
     @property
     def sent_bytes(self) -> int:
@@ -98,6 +116,8 @@ class PlanReport:
             "mesh": self.mesh,
             "layout": None if self.layout is None else self.layout.to_json(),
             "state": self.state.to_json(),
+            "memory": dataclasses.asdict(self.memory),
+            "verdict": self.verdict,
             "complete": self.walked.complete,
             "unknown": dict(self.walked.unknown),
             "events": [event.to_json() for event in self.events],
@@ -119,6 +139,8 @@ class PlanReport:
         lines += ["" if self.layout is None else f"{self.layout}\n"]
         if self.state.leaves:
             lines += [state_text(self.state, rows=rows, width=width), ""]
+        chip = None if self.layout is None else self.layout.topology.chip
+        lines += [*fit_lines(self.memory, chip, complete=self.walked.complete), ""]
         lines += self._table(rows, width)
         lines += [f"incomplete: no rule for {name} ({count})" for name, count in self._unknown()]
         lines += [
@@ -175,6 +197,7 @@ def plan(
     specs: Any = None,
     outputs: Any = None,
     holds: Any = None,
+    donated: Sequence[int] = (),
     topology: str | Topology | None = None,
 ) -> PlanReport:
     """Return what a function sends and computes under a manager, without a device or a compiler.
@@ -192,6 +215,8 @@ def plan(
       holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a name
         covers a subtree. It chooses the role of annotations (`optimizer` is resolved as `state`).
         Defaults to telling parameters from inputs by their annotations.
+      donated: Positions of the arguments whose memory the program may overwrite, as in
+        `jax.jit(donate_argnums=)`. Defaults to none.
       topology: The slice that the mesh is on, such as `v5p:4x4x4`. Defaults to no hardware.
 
     Raises:
@@ -206,7 +231,13 @@ def plan(
     traced = trace(manager, function, shapes, specs=specs, outputs=outputs, roles=roles)
     state = count_state(manager, _held(shapes, traced, categories))
     mesh = ",".join(f"{axis}:{size}" for axis, size in manager.mesh.shape.items())
-    walked = walk(traced, manager)
+    walked = walk(
+        traced,
+        manager,
+        # Gradients come last, and are no arguments.
+        kinds=[str(leaf.category) for leaf in state.leaves[: len(traced.inputs)]],
+        donated=[at in donated for at, tree in enumerate(shapes) for _ in jax.tree.leaves(tree)],
+    )
     return PlanReport(walked=walked, strategy=manager.name, mesh=mesh, state=state, layout=layout)
 
 

@@ -281,12 +281,20 @@ def _outputs(traced: Any, outputs: Any, mode: str | None) -> tuple[Request | Non
     )
 
 
-def walk(traced: Trace, manager: PartitionManager) -> Walked:
+def walk(
+    traced: Trace,
+    manager: PartitionManager,
+    *,
+    kinds: Sequence[str] | None = None,
+    donated: Sequence[bool] | None = None,
+) -> Walked:
     """Walk a trace under a manager's rules and mesh.
 
     Args:
       traced: The program, whose trace the manager may share (`traced.fits(manager)`).
       manager: Rules and mesh to price it under.
+      kinds: What each input is for, in the account of memory. Defaults to `inputs`.
+      donated: Whether each input may be overwritten. Defaults to none.
     """
     sizes = {axis: size for axis, size in manager.mesh.shape.items() if size > 1}
     known: dict[int, tuple[Dims, dict[str, DimDecision], str]] = {}
@@ -314,16 +322,7 @@ def walk(traced: Trace, manager: PartitionManager) -> Walked:
                 request.path or "",
             )
         dims, decisions, path = known[key]
-        origins = {
-            axis: Origin(
-                axis=decision.label,
-                rule="" if decision.rule is None else decision.rule.written,
-                source=source,
-                path=path,
-            )
-            for axis, decision in decisions.items()
-        }
-        return Value(dims=dims, origins=origins)
+        return Value(dims=dims, origins=_origins(decisions, source, path))
 
     def value_of(given: Request | NamedSharding | None, ndim: int) -> Value:
         if given is None:
@@ -337,4 +336,25 @@ def walk(traced: Trace, manager: PartitionManager) -> Walked:
         for given, variable in zip(traced.inputs, traced.jaxpr.invars, strict=True)
     ]
     outputs = [None if goal is None else resolved(goal, True, "") for goal in traced.outputs]
-    return walk_jaxpr(traced.jaxpr, inputs, sizes, outputs=outputs, target=target)
+    return walk_jaxpr(
+        traced.jaxpr,
+        inputs,
+        sizes,
+        outputs=outputs,
+        target=target,
+        kinds=kinds,
+        donated=donated,
+    )
+
+
+def _origins(decisions: Mapping[str, DimDecision], source: str, path: str) -> dict[str, Origin]:
+    """Return why each mesh axis shards a dim."""
+    return {
+        axis: Origin(
+            axis=decision.label,
+            rule="" if decision.rule is None else decision.rule.written,
+            source=source,
+            path=path,
+        )
+        for axis, decision in decisions.items()
+    }

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from shardwright import _jax
 from shardwright.plan.walk.events import Site
+from shardwright.plan.walk.liveness import TEMPORARY, Buffer, Peak
 from shardwright.plan.walk.step import Step
 from shardwright.plan.walk.values import Value, merged_origins
 
@@ -32,7 +33,11 @@ def scan(step: Step) -> list[Value]:
     for value, aval, goal in zip(starts, avals[constants:split], carry, strict=True):
         step.ledger.move(value, aval, goal.dims, step.site, origins=goal.origins)
     wanted = [value.dims for value in carry] + [None] * (len(body.outvars) - carries)
-    ends = step.walk(body, [*fixed, *carry, *inputs], site=site, wanted=wanted)
+    outer = step.ledger.begin_inner()
+    # The carry is in memory all the time: it is counted outside, with the results of the scan.
+    held = [dataclasses.replace(value, buffer=None) for value in carry]
+    sliced = _with_slices(step, inputs, body.invars[split:])
+    ends = step.walk(body, [*fixed, *held, *sliced], site=site, wanted=wanted)
     for start, end, variable in zip(carry, ends, body.outvars, strict=False):
         if not start.free:
             step.ledger.move(end, variable.aval, start.dims, site, origins=start.origins)
@@ -40,6 +45,7 @@ def scan(step: Step) -> list[Value]:
         step.ledger.settle(end, variable.aval, site)
         for end, variable in zip(ends[carries:], body.outvars[carries:], strict=True)
     ]
+    step.ledger.inner = step.ledger.end_inner(outer, ends)
     return [
         *(_settled(value, runs=step.site.runs) for value in carry),
         *(
@@ -47,6 +53,21 @@ def scan(step: Step) -> list[Value]:
             for value in stacked
         ),
     ]
+
+
+def _with_slices(step: Step, values: list[Value], variables: Any) -> list[Value]:
+    """Return the layers of stacked operands with memory of their own, in a loop's timeline."""
+    if step.ledger.timeline is None:
+        return values
+    slices = [
+        None
+        if value.free
+        else Buffer(size=step.ledger.local_bytes(variable.aval, value.dims), kind=TEMPORARY)
+        for value, variable in zip(values, variables, strict=True)
+    ]
+    step.ledger.timeline.add(births=[part for part in slices if part is not None])
+    pairs = zip(values, slices, strict=True)
+    return [dataclasses.replace(value, buffer=part) for value, part in pairs]
 
 
 def _unstacked(step: Step, at: int) -> Value:
@@ -114,10 +135,11 @@ def cond(step: Step) -> list[Value]:
     """Follow a branch: every branch is walked and counted as one that may run."""
     site = dataclasses.replace(step.site, maybe=True)
     values = [step.whole(at) for at in range(1, len(step.values))]
-    branches = [
-        step.walk(branch.jaxpr, values, site=site, wanted=step.wanted)
-        for branch in step.parameters["branches"]
-    ]
+    branches, peaks = [], []
+    for branch in step.parameters["branches"]:
+        outer = step.ledger.begin_inner()
+        branches.append(step.walk(branch.jaxpr, values, site=site, wanted=step.wanted))
+        peaks.append(step.ledger.end_inner(outer, branches[-1]))
     results = []
     for number, aval in enumerate(step.results):
         ends = [branch[number] for branch in branches]
@@ -126,6 +148,7 @@ def cond(step: Step) -> list[Value]:
         for end in ends:
             step.ledger.move(end, aval, goal.dims, site, origins=goal.origins)
         results.append(Value(dims=goal.dims, free=goal.free, origins=merged_origins(ends)))
+    step.ledger.inner = Peak.most(peaks)
     return results
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright.plan.collectives.collective import Kind
+from shardwright.plan.walk.liveness import Peak
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,7 @@ class Walked:
       unknown: Primitive without a rule -> how many equations; if any, the answer is incomplete.
       flops: Floating-point operations of products, per device.
       product_bytes: Bytes that products read and write, per device.
+      memory: The most bytes in memory at one time, per device.
     """
 
     events: tuple[Event, ...]
@@ -116,6 +118,7 @@ class Walked:
     unknown: Mapping[str, int]
     flops: int
     product_bytes: int
+    memory: Peak
 
     @property
     def complete(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.walk.events import Choice, Event, Idle, Site
+from shardwright.plan.walk.liveness import Peak, Timeline
 from shardwright.plan.walk.values import Dims, Origin, Value, axes_of, local_elements, shards
 
 
@@ -27,10 +28,30 @@ class Ledger:
         self.unknown: Counter[str] = Counter()
         self.flops = 0
         self.product_bytes = 0
+        # None in walks that only compute shardings.
+        self.timeline: Timeline | None = Timeline()
+        self.inner = Peak()  # peak of the program that the current equation runs
+        self.moved = 0  # bytes of operands that the current equation moves
 
     def blank(self) -> Ledger:
         """Return an empty ledger for the same mesh, for a walk that only computes shardings."""
-        return Ledger(self.sizes)
+        ledger = Ledger(self.sizes)
+        ledger.timeline = None
+        return ledger
+
+    def begin_inner(self) -> tuple[Timeline | None, int]:
+        """Start the timeline of a loop's body, and return what `end_inner` goes back to."""
+        outer = self.timeline, self.moved
+        self.timeline = None if self.timeline is None else Timeline()
+        return outer
+
+    def end_inner(self, outer: tuple[Timeline | None, int], results: Iterable[Value]) -> Peak:
+        """Go back to the outer timeline, and return the peak of the body."""
+        inner, (self.timeline, self.moved) = self.timeline, outer
+        if inner is None:
+            return Peak()
+        held = [value.buffer for value in results if value.buffer is not None]
+        return inner.peak(held, within=True)
 
     def local_bytes(self, aval: Any, dims: Dims) -> int:
         """Return the bytes of a value on one device."""
@@ -54,6 +75,8 @@ class Ledger:
         target = Value(dims=dims, runs=value.runs, origins={**value.origins, **origins}).pruned()
         if value.free:
             return target
+        if target.dims != value.dims:
+            self.moved += self.local_bytes(aval, target.dims)
         held, wanted = value.mesh_axes, target.mesh_axes
         current = [list(dim) for dim in value.dims]
         scattered = value.owed & wanted

@@ -13,10 +13,12 @@ from jax.extend.core import Literal
 from jax.sharding import AxisType, NamedSharding
 
 from shardwright.plan.walk import control, elementwise, indexing, products, shapes
+from shardwright.plan.walk.buffers import with_buffers
 from shardwright.plan.walk.demands import demands
 from shardwright.plan.walk.equations import live_equations, needed_whole
 from shardwright.plan.walk.events import Site, Walked
 from shardwright.plan.walk.ledger import Ledger
+from shardwright.plan.walk.liveness import RESULTS, TEMPORARY, Buffer, Peak
 from shardwright.plan.walk.manual import shard_map
 from shardwright.plan.walk.primitives import (
     CONSTRAINTS,
@@ -136,6 +138,7 @@ class Walker:
                 site=dataclasses.replace(outer, source=source),
                 scope=scope,
             )
+            notes.moved, notes.inner = 0, Peak()
             held.update(zip(equation.outvars, _follow(step), strict=True))
         return [value(variable) for variable in jaxpr.outvars]
 
@@ -145,18 +148,19 @@ def _rank(variable: Any) -> int:
 
 
 def _follow(step: Step) -> Sequence[Value]:
+    """Return the results of an equation, each with its memory."""
     rule = _RULES.get(step.name)
     if rule is not None:
         results = [value.pruned() for value in rule(step)]
-        if step.name in _LOOPS:
-            return results
-        runs = most_runs(step.values)
-        return [dataclasses.replace(value, runs=runs) for value in results]
+        if step.name not in _LOOPS:
+            runs = most_runs(step.values)
+            results = [dataclasses.replace(value, runs=runs) for value in results]
+        return with_buffers(step, results)
     called = control.call(step)
     if called is not None:
         return called
     step.ledger.unknown[step.name] += 1
-    return step.replicated()
+    return with_buffers(step, step.replicated())
 
 
 def source_line(equation: Any) -> str:
@@ -182,6 +186,32 @@ def written_target(equation: Any, ledger: Ledger) -> Value | None:
     return Value(dims=dims, origins={axis: origin for dim in dims for axis in dim})
 
 
+def _with_memory(
+    ledger: Ledger, variables: Sequence[Any], inputs: Sequence[Value], kinds: Sequence[str] | None
+) -> list[Value]:
+    """Return the inputs of a program with their memory."""
+    assert ledger.timeline is not None
+    buffers = [
+        Buffer(size=ledger.local_bytes(variable.aval, value.dims), kind=kind)
+        for variable, value, kind in zip(
+            variables, inputs, kinds or ["inputs"] * len(inputs), strict=True
+        )
+    ]
+    ledger.timeline.add(births=buffers)
+    pairs = zip(inputs, buffers, strict=True)
+    return [dataclasses.replace(value, buffer=buffer) for value, buffer in pairs]
+
+
+def _peak(ledger: Ledger, results: Sequence[Value], kept: Sequence[Buffer]) -> Peak:
+    """Return the peak of a program. What it returns and did not get is counted as results."""
+    assert ledger.timeline is not None
+    buffers = [value.buffer for value in results if value.buffer is not None]
+    for buffer in buffers:
+        if buffer.kind == TEMPORARY:
+            buffer.kind = RESULTS
+    return ledger.timeline.peak(buffers, kept=kept)
+
+
 def walk_jaxpr(
     jaxpr: Any,
     inputs: Sequence[Value],
@@ -189,6 +219,8 @@ def walk_jaxpr(
     *,
     outputs: Sequence[Value | None] | None = None,
     target: Callable[[Any, Ledger], Value | None] = written_target,
+    kinds: Sequence[str] | None = None,
+    donated: Sequence[bool] | None = None,
 ) -> Walked:
     """Walk a traced program and return what it sends and computes.
 
@@ -198,8 +230,11 @@ def walk_jaxpr(
       sizes: Mesh axis -> size, in mesh order.
       outputs: Where each output goes, or None where it stays as it is.
       target: Where a constraint moves its operand: `(equation, ledger) -> Value`.
+      kinds: What each input is for, in the account of memory. Defaults to `inputs`.
+      donated: Whether each input may be overwritten. Defaults to none.
     """
     ledger = Ledger(sizes)
+    inputs = _with_memory(ledger, jaxpr.invars, inputs, kinds)
     goals = outputs or [None] * len(jaxpr.outvars)
     wanted = [None if goal is None else goal.dims for goal in goals]
     results = Walker(ledger, target).run(jaxpr, inputs, wanted=wanted)
@@ -209,7 +244,10 @@ def walk_jaxpr(
             ledger.settle(value, variable.aval, site)
         else:
             ledger.move(value, variable.aval, goal.dims, site, origins=goal.origins)
+    overwritten = donated or [False] * len(inputs)
+    kept = [value.buffer for value, given in zip(inputs, overwritten, strict=True) if not given]
     return Walked(
+        memory=_peak(ledger, results, [buffer for buffer in kept if buffer is not None]),
         events=tuple(ledger.events),
         choices=tuple(ledger.choices),
         idle=tuple(ledger.idle),

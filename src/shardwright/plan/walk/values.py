@@ -9,6 +9,8 @@ from typing import Any, Final, TypeAlias
 
 from jax.sharding import PartitionSpec
 
+from shardwright.plan.walk.liveness import Buffer
+
 # The mesh axes of each dim, major first. Mesh axes of size 1 never occur.
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
 # In the target of a constraint: this dim stays as it is.
@@ -48,6 +50,7 @@ class Value:
       free: Whether every device can make the value by itself (constants, iotas), so that any
         sharding of it costs nothing.
       origins: Mesh axis -> why it is in `dims` or `owed`.
+      buffer: Its memory, or None if it takes none (constants) or memory is not followed.
     """
 
     dims: Dims
@@ -56,6 +59,7 @@ class Value:
     runs: int = 1
     free: bool = False
     origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)
+    buffer: Buffer | None = None
 
     @property
     def mesh_axes(self) -> frozenset[str]:
