@@ -33,6 +33,11 @@ class Part:
     whole: bool
     ring: bool
 
+    @property
+    def hops(self) -> int:
+        """Links to the farthest device."""
+        return self.size // 2 if self.ring else self.size - 1
+
     def __str__(self) -> str:
         text = self.side if self.whole else f"{self.size} of {self.side}"
         return f"{text} (ring)" if self.ring else text

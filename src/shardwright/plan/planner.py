@@ -17,7 +17,9 @@ from shardwright.plan.layout import Layout, lay_out
 from shardwright.plan.report.fit import fit_lines
 from shardwright.plan.report.state import state_text
 from shardwright.plan.report.text import bytes_text
+from shardwright.plan.report.time import time_lines
 from shardwright.plan.state import ROLES, Category, Held, StateBytes, count_state, read_holds
+from shardwright.plan.time import TimeRange, estimate_time
 from shardwright.plan.trace import Trace, trace, walk
 from shardwright.plan.walk.events import Event, Walked
 from shardwright.plan.walk.liveness import Peak
@@ -87,6 +89,13 @@ class PlanReport:
         return judge(self.memory, usable, complete=self.walked.complete)
 
     @property
+    def time(self) -> TimeRange | None:
+        """The time of one run on the slice, as a range; None if no slice was given."""
+        if self.layout is None:
+            return None
+        return estimate_time(self.walked, self.layout, state_bytes=self.state.of().per_device)
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes that one device sends in all runs of all collectives, on rings."""
         return sum(event.total_wire_bytes for event in self.events)
@@ -118,6 +127,7 @@ class PlanReport:
             "state": self.state.to_json(),
             "memory": dataclasses.asdict(self.memory),
             "verdict": self.verdict,
+            "time": None if self.time is None else self.time.to_json(),
             "complete": self.walked.complete,
             "unknown": dict(self.walked.unknown),
             "events": [event.to_json() for event in self.events],
@@ -142,6 +152,8 @@ class PlanReport:
         chip = None if self.layout is None else self.layout.topology.chip
         lines += [*fit_lines(self.memory, chip, complete=self.walked.complete), ""]
         lines += self._table(rows, width)
+        if self.time is not None and self.layout is not None:
+            lines += ["", *time_lines(self.time, self.layout, width=width)]
         lines += [f"incomplete: no rule for {name} ({count})" for name, count in self._unknown()]
         lines += [
             f"chosen: {choice.mesh_axis} at {choice.source}\n  fix   {choice.fix}"

@@ -1,0 +1,115 @@
+"""A roofline estimate of a program's time on a slice, as a range with its assumptions.
+
+No part of it is calibrated on hardware. The lower end assumes peak rates and that everything
+overlaps. The upper end assumes half of the peak for products, the slower link rate, a latency per
+hop, and that nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+from shardwright.plan.collectives.collective import Kind
+from shardwright.plan.layout import Layout
+from shardwright.plan.walk.events import Event, Walked
+
+# Share of the peak that products reach at the upper end of the range.
+_LEAST_USE: Final = 0.5
+# Seconds of one hop on the interconnect: the scaling book's figure.
+_HOP: Final = 1e-6
+# On a ring that sends both ways, an all-to-all takes a quarter of an all-gather of the same bytes.
+_EXCHANGE: Final = 0.25
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Seconds, at least and at most."""
+
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TimeRange:
+    """The estimate for one run of a program.
+
+    Attributes:
+      products: Operations of products, on the units that multiply.
+      memory: Bytes that products read and write.
+      links: Mesh axes -> what is sent over them.
+    """
+
+    products: Span
+    memory: Span
+    links: dict[tuple[str, ...], Span]
+
+    @property
+    def low(self) -> float:
+        """Seconds if everything overlaps."""
+        sent = [span.low for span in self.links.values()]
+        return max(self.products.low, self.memory.low, *sent)
+
+    @property
+    def high(self) -> float:
+        """Seconds if nothing overlaps but the memory traffic of products with their operations."""
+        sent = sum(span.high for span in self.links.values())
+        return max(self.products.high, self.memory.high) + sent
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the range and its parts as plain data, in seconds."""
+        links = {"+".join(axes): dataclasses.asdict(span) for axes, span in self.links.items()}
+        return {
+            "low": self.low,
+            "high": self.high,
+            "products": dataclasses.asdict(self.products),
+            "memory": dataclasses.asdict(self.memory),
+            "links": links,
+        }
+
+
+def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRange:
+    """Return the time of one run of a program.
+
+    Args:
+      walked: What the program computes and sends.
+      layout: Where its mesh axes are.
+      state_bytes: Bytes of the arguments on one device, each of which is read once at least.
+    """
+    chip = layout.topology.chip
+    least = walked.flops / chip.flops
+    read = max(state_bytes, walked.product_bytes) / chip.hbm_rate
+    links: dict[tuple[str, ...], Span] = {}
+    for event in walked.events:
+        span = _sending(event, layout)
+        known = links.get(event.mesh_axes, Span(low=0.0, high=0.0))
+        links[event.mesh_axes] = Span(low=known.low + span.low, high=known.high + span.high)
+    return TimeRange(
+        products=Span(low=least, high=least / _LEAST_USE),
+        memory=Span(low=state_bytes / chip.hbm_rate, high=read),
+        links=links,
+    )
+
+
+def _sending(event: Event, layout: Layout) -> Span:
+    slow, fast = layout.rates(event.mesh_axes)
+    sent = event.wire_bytes
+    least = sent * _EXCHANGE if event.kind is Kind.ALL_TO_ALL else sent
+    hops = sum(part.hops for axis in event.mesh_axes for part in layout.parts[axis])
+    if event.kind is Kind.PERMUTE:
+        # A neighbor is one hop away, over one link.
+        slow, hops = layout.topology.chip.link_rates[0], 1
+    low = 0.0 if event.maybe else event.runs * least / fast
+    return Span(low=low, high=event.runs * max(sent / slow, hops * _HOP))
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time in s, ms or µs.
+
+    >>> seconds_text(0.00123), seconds_text(2.5)
+    ('1.23 ms', '2.50 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.2f} {unit}"
+    return f"{seconds / 1e-6:.2f} µs"
