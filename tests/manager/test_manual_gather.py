@@ -417,7 +417,7 @@ def test_merged_dims_array_specs_and_bfloat16(check_vma: bool) -> None:
         np.asarray(local, np.float32), np.tile(np.asarray(w, np.float32), (2, 1))
     )
     with pytest.raises(
-        sw.RankMismatchError, match=r"the array has shape \(8, 8\), its ArraySpec \(8, 16\)"
+        sw.RankMismatchError, match=r"the array has shape \(8, 8\), its ArraySpec has \(8, 16\)"
     ):
         run_gather(pm, w, P("dp", "tp"), P("dp", "tp"), spec, check_vma=check_vma, shape=(8, 8))
 

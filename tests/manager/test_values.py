@@ -189,6 +189,6 @@ def test_array_specs_bring_their_own_axes() -> None:
         "a spec is a stored parameter"
     )
     with pytest.raises(
-        sw.RankMismatchError, match=r"array has shape \(8, 8\), its ArraySpec \(8, 4\)"
+        sw.RankMismatchError, match=r"array has shape \(8, 8\), its ArraySpec has \(8, 4\)"
     ):
         pm.shard(numbers(8, 8), spec)

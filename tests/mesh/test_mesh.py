@@ -239,7 +239,7 @@ def test_all_problems_of_a_text_are_told_at_once() -> None:
             {"axis_names": ("dp",)},
             "axis_names is given, but the text 'dp:2' names its axes",
         ),
-        ((2, 4), {"axis_names": ("dp",)}, "2 sizes for 1 axes: axis_names is dp"),
+        ((2, 4), {"axis_names": ("dp",)}, "2 sizes for 1 axis: axis_names is dp"),
         ((2,), {"axis_names": "dp"}, "axis_names is 'dp', not a sequence of names"),
         ((2, 4), {"axis_names": ("dp", 3)}, "mesh axis name 3 is of type int, not a string"),
         ((2, 4), {"axis_names": ("dp", "dp")}, "mesh axis 'dp' occurs twice"),

@@ -171,7 +171,7 @@ class TestArraySpecs:
 
     def test_another_shape_is_refused(self) -> None:
         with pytest.raises(
-            sw.RankMismatchError, match=r"array has shape \(4,\), its ArraySpec \(3,\)"
+            sw.RankMismatchError, match=r"array has shape \(4,\), its ArraySpec has \(3,\)"
         ):
             resolve(sw.ArraySpec((3,), jnp.float32, (K,)), make_rules(), {"tp": 2}, shape=(4,))
 

@@ -333,7 +333,7 @@ class TestWhatIsChecked:
             with pytest.raises(
                 sw.RankMismatchError,
                 match=(
-                    rf"^the array has shape {re.escape(str(shape))}, its ArraySpec \(4, 8\)\n  "
+                    rf"^the array has shape {re.escape(str(shape))}, its ArraySpec has \(4, 8\)\n  "
                     rf"fix   give"
                 ),
             ):

@@ -27,7 +27,7 @@ COMMANDS: dict[str, str] = {
     "explain": "show how each dim of an array is sharded, and why",
     "check": "find mistakes in a strategy",
     "diff": "compare how tensors are sharded under two strategies, meshes or modes",
-    "plan": "show what a model holds and sends between devices",
+    "plan": "show what a model holds on each device, and what it sends",
     "presets": "list, show or copy the strategies of the package",
     "schema": "write the JSON Schema of strategy files",
 }

@@ -144,7 +144,7 @@ def _size_problems(part: Part, *, text: str, what: str, infer: bool) -> list[Pro
         long = f"{what}: a size of 20 digits is too large"
         return [fault(long, text=f"{text:.80}", at=min(at, 80), fix="write a size such as 4")]
     if size < 1:
-        rest = ", or -1 for what the other axes leave" if infer else ""
+        rest = ", or -1 for the devices that the other axes leave" if infer else ""
         fix = f"give a size of 1 or more{rest}"
         return [fault(f"{what}: size {size} is not positive", text=text, at=at, fix=fix)]
     return []

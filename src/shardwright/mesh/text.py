@@ -298,9 +298,9 @@ def _check_count(count: int, names: Sequence[str], *, given: bool, text: str = "
     if count != len(names):
         origin = "axis_names" if given else "the default axis names"
         sizes = "1 size" if count == 1 else f"{count} sizes"
+        axes = "1 axis" if len(names) == 1 else f"{len(names)} axes"
         what = (
-            f"{sizes} for {len(names)} axes: {origin} {'is' if given else 'are'} "
-            f"{', '.join(map(str, names))}"
+            f"{sizes} for {axes}: {origin} {'is' if given else 'are'} {', '.join(map(str, names))}"
         )
         raise MeshSpecError(
             what,

@@ -36,7 +36,7 @@ def initializer(specs: Any) -> Callable[[Any], Any]:
             error=StrategyError,
             what="the ArraySpec has no init",
             path=path_text(path),
-            fix="ArraySpec(..., init=jax.nn.initializers.…)",
+            fix="pass one: ArraySpec(..., init=jax.nn.initializers.…)",
         )
         for path, spec in pairs
         if not isinstance(spec, ArraySpec) or spec.init is None

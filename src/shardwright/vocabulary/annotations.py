@@ -87,7 +87,7 @@ class ArraySpec(SizedAnnotation):
         """Return the dims of the axes, after checking that an array has this shape."""
         if shape is not None and tuple(shape) != self.shape:
             raise RankMismatchError(
-                f"the array has shape {tuple(shape)}, its ArraySpec {self.shape}",
+                f"the array has shape {tuple(shape)}, its ArraySpec has {self.shape}",
                 fix="give both the same shape",
             )
         return lower(self.axes, self.shape)
