@@ -1,0 +1,22 @@
+"""The peak of a move of real size, measured in a fresh process, is below that of its plan."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks import moving
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="resets the peak through /proc"),
+]
+
+
+@pytest.mark.parametrize("way", [moving.DONATED, moving.KEPT])
+@pytest.mark.parametrize("tree", moving.TREES)
+def test_peak_is_planned(tree: str, way: str) -> None:
+    peak = moving.measure(tree, way)
+    assert peak.growth <= peak.allowed
+    assert peak.growth <= peak.planned
