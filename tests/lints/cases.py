@@ -388,6 +388,16 @@ CASES: dict[str, Case] = {
         fix="did you mean 'fsdp'? Rules name that, and the mesh does not have it. Else use it in",
         quiet='[mesh]\nfdsp = 4\n[rules]\nbatch = "dp"\n[policy]\nidle = "fdsp"\n',
     ),
+    "a typing error in the mesh and in the rules": Case(
+        text='[mesh]\ndp = 2\nfdsp = 4\n[rules]\nbatch = "dp+fdsp"\n',
+        code=Code.UNKNOWN_MESH_AXIS,
+        severity=Severity.NOTE,
+        where="s.toml:3 mesh.fdsp",
+        says="fdsp is not a standard mesh axis, and the mesh has no fsdp: FSDP in an annotation is",
+        fix="did you mean 'fsdp'?",
+        quiet="[mesh]\nfdsp = 2\nfsdp = 2\nps = 2\nhsdp = 2\n"
+        '[rules]\nbatch = "fdsp+fsdp+ps+hsdp"\n',
+    ),
     "a standard mesh axis that no rule names": Case(
         text='[mesh]\ndp = 2\ntp = 4\n[rules]\nbatch = "dp"\n',
         code=Code.IDLE_MESH_AXIS,

@@ -41,6 +41,31 @@ def lost_mesh_axes(subject: Subject) -> Iterator[Finding]:
             )
 
 
+def swapped_letters(subject: Subject) -> Iterator[Finding]:
+    """Yield mesh axes named like a standard one with letters in another order, such as `fdsp`.
+
+    Names of two letters are skipped: `ps` is rarely `sp`. `idle_mesh_axes` is about those that no
+    rule names.
+    """
+    for axis in subject.rules.named_mesh_axes() if subject.own_mesh else ():
+        for name in STANDARD_MESH_AXES:
+            if (
+                len(name) > 2
+                and axis in subject.sizes
+                and name not in subject.sizes
+                and axis != name
+                and sorted(axis) == sorted(name)
+            ):
+                yield subject.finding(
+                    Code.UNKNOWN_MESH_AXIS,
+                    Severity.NOTE,
+                    ("mesh", axis),
+                    message=f"{axis} is not a standard mesh axis, and the mesh has no {name}: "
+                    f"{name.upper()} in an annotation is replicated",
+                    fix=f"did you mean {name!r}?",
+                )
+
+
 def idle_mesh_axes(subject: Subject) -> Iterator[Finding]:
     """Yield mesh axes of size > 1 over which nothing is sharded."""
     named = subject.rules.named_mesh_axes()
