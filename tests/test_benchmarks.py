@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from benchmarks.__main__ import main
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -39,11 +43,11 @@ def test_a_subject_is_measured_printed_and_written(tmp_path: Path) -> None:
     assert "| enter |" in (tmp_path / "r.md").read_text()
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, says in (
         (["entr"], "unknown subject 'entr'"),
         (["enter", "--repeats", "2"], "a median needs at least 3"),
     ):
-        done = run(*arguments)
-        assert done.returncode == 2
-        assert says in done.stderr
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main(arguments)
+        assert says in capsys.readouterr().err

@@ -95,13 +95,14 @@ def check(cell: Cell) -> None:
     attention_conformance.check(cell, refuses=row.refuses, tolerances=row.tolerances)
 
 
-def cells() -> Iterator[tuple[Cell, bool]]:
-    """Cells that are tests of their own, and whether each belongs to the few that run by default.
+def cells() -> Iterator[tuple[Cell, str]]:
+    """Cells that are tests of their own, each with its marker; "" runs by default.
 
     Every case is on every mesh twice: in float32 on Auto axes, and in one of the other three
     combinations in turn. By default a case runs once for every fourth implementation; its mesh and
-    its combination take turns too. Implementations come last, so that those with equal programs
-    follow each other.
+    its combination take turns too. For implementations after the first four, half of these cells
+    are in the wide run. Implementations come last, so that those with equal programs follow each
+    other.
     """
     for number, case in enumerate(CASES):
         for at, mesh in enumerate(MESHES):
@@ -117,9 +118,17 @@ def cells() -> Iterator[tuple[Cell, bool]]:
                         axis_types=axis_types,
                         mode=case.mode,
                     )
-                    yield (
-                        cell,
+                    fast = (
                         number % 4 == mine % 4
                         and at == (number * 3 + mine) % len(MESHES)
-                        and which == (number // 2 + mine) % 2,
+                        and which == (number // 2 + mine) % 2
                     )
+                    wide = mine >= 4 and number % 8 != mine % 8
+                    yield cell, marker_of(fast=fast, wide=wide)
+
+
+def marker_of(*, fast: bool, wide: bool) -> str:
+    """The marker of a cell: most are slow, and some of the others wide."""
+    if not fast:
+        return "slow"
+    return "wide" if wide else ""

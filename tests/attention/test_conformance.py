@@ -13,8 +13,8 @@ from shardwright.testing.attention_conformance import product
 from tests.attention.conformance import CASES, MESHES, ROWS, Case, Cell, cells, check
 
 EVERY = [
-    pytest.param(cell, id=str(cell), marks=() if fast else (pytest.mark.slow,))
-    for cell, fast in cells()
+    pytest.param(cell, id=str(cell), marks=[getattr(pytest.mark, marker)] if marker else [])
+    for cell, marker in cells()
 ]
 
 
@@ -46,11 +46,13 @@ def test_every_implementation_has_a_row() -> None:
 
 
 def test_default_cells_cover_cases_and_meshes() -> None:
-    few = [cell for cell, fast in cells() if fast and cell.implementation in list(ROWS)[:4]]
+    default = [cell for cell, marker in cells() if not marker]
+    few = [cell for cell in default if cell.implementation in list(ROWS)[:4]]
     assert {cell.case for cell in few} == set(CASES)
     assert {cell.mesh for cell in few} == set(MESHES)
     assert {cell.axis_types for cell in few} == {"auto", "explicit"}
     assert {cell.dtype for cell in few} == {"float32", "bfloat16"}
+    assert {cell.implementation for cell in default} == set(ROWS)
 
 
 def cell_of(case: str, mesh: str, implementation: str = "blockwise") -> Cell:

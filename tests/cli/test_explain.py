@@ -362,6 +362,7 @@ def test_explain_starts_no_backend(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.wide
 def test_python_m_and_closed_pipes() -> None:
     read, write = os.pipe()
     os.close(read)
