@@ -1,4 +1,4 @@
-"""A small model of `ArraySpec`s, and a manager to lay it out with."""
+"""A small model of `ArraySpec`s, and a manager that shards it."""
 
 from __future__ import annotations
 

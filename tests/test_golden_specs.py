@@ -10,11 +10,11 @@ from tests.golden import layer, specs
 
 
 @pytest.mark.parametrize("preset", sw.Strategy.presets())
-def test_the_specs_of_a_layer_are_those_of_the_golden_file(preset: str, golden: Golden) -> None:
+def test_layer_specs_equal_golden(preset: str, golden: Golden) -> None:
     golden(specs.render(preset), preset)
 
 
-def test_modes_of_one_answer_share_a_row_and_others_do_not() -> None:
+def test_equal_modes_share_a_row() -> None:
     tensor = next(tensor for tensor in layer.ACTIVATIONS if tensor.name == "tokens")
     answers = {"train": ("a",), "prefill": ("a",), "decode": ("b",), "insert": ("a",)}
     rows = specs.collapsed(tensor, answers)

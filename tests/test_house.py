@@ -337,7 +337,7 @@ def test_every_room_says_what_belongs_there() -> None:
     assert silent == []
 
 
-def test_private_jax_and_pydantic_stay_where_they_belong() -> None:
+def test_private_jax_and_pydantic_imports() -> None:
     problems = foreign_problems(ROOT / "src")
     assert not problems, "\n" + "\n".join(problems)
 
@@ -406,7 +406,7 @@ def test_import_is_light_and_starts_no_backend() -> None:
         pytest.param("import pydantic", "imported: pydantic", marks=pytest.mark.wide),
     ],
 )
-def test_the_import_probe_sees_what_it_looks_for(first: str, says: str) -> None:
+def test_import_probe_detects_a_backend(first: str, says: str) -> None:
     done = run_probe(first)
     assert done.returncode != 0
     assert says in done.stderr
@@ -531,7 +531,7 @@ def test_a_foreign_import_is_reported(tmp_path: Path, files: dict[str, str], say
     assert says in problems[0]
 
 
-def test_foreign_imports_in_their_place_are_not_reported(tmp_path: Path) -> None:
+def test_allowed_foreign_imports(tmp_path: Path) -> None:
     source = '"""No jax._src here."""\nimport jax'
     src = write_tree(
         tmp_path, _jax="from jax._src import mesh", strategy__model="import pydantic", axes=source

@@ -1,4 +1,4 @@
-"""What messages suggest for slips that are easy to make."""
+"""What messages suggest for mistakes that are easy to make."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_equals_jax_splash(implementation: str) -> None:
         np.testing.assert_allclose(pair, other, rtol=1e-5, atol=1e-5)
 
 
-# Where queries and keys stand.
+# Positions of queries and keys.
 
 
 def seen_by(values: dict[str, Any], **options: Any) -> np.ndarray:
@@ -187,7 +187,7 @@ def test_dropout_rate() -> None:
         assert float(jnp.abs((output.weights > 0).mean(axis=axes) - 0.9).max()) < 0.06
 
 
-# Where the output lies, and what is traced.
+# The sharding of the output, and retracing.
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])

@@ -36,7 +36,7 @@ def test_every_dtype_axis_type_and_mode(case: Case, mesh: str) -> None:
             RuntimeError,
             TypeError,
             ValueError,
-        ) as err:  # all of them are told at once
+        ) as err:  # report all of them at once
             failures.append(f"{cell}: {type(err).__name__}: {err}")
     assert not failures, "\n".join(failures)
 

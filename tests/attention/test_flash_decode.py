@@ -245,7 +245,7 @@ def test_drafts_equal_single_tokens(shards: str) -> None:
 def test_keys_interleaved_over_shards() -> None:
     call = Call(drafts=2)
     q, k, v = call.arrays()
-    blocks = jnp.arange(48).reshape(3, 4, 4)  # position p lies on shard p // 4 % 4
+    blocks = jnp.arange(48).reshape(3, 4, 4)  # position p is on shard p // 4 % 4
     kept = blocks.swapaxes(0, 1).reshape(-1)
     positions = jnp.array([[20, 21], [40, 41]])
     wanted = dot_product_attention(

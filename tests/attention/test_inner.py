@@ -141,7 +141,7 @@ def test_shards_of_odd_length(name: str) -> None:
 
 
 def test_cudnn_runs_in_ulysses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA's attention stands in for cuDNN's, whose meaning it has."""
+    """XLA's attention replaces cuDNN's: both compute the same."""
     monkeypatch.setattr(cudnn, "failure_on", lambda kind: "")
     real, requests = jax.nn.dot_product_attention, []
 
@@ -162,7 +162,7 @@ def test_cudnn_runs_in_ulysses(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gpu", {"softcap": 3.0}, "cudnn cannot: it has no softcap"),
     ],
 )
-def test_blocks_do_what_the_kernel_refuses(
+def test_blocks_serve_what_the_kernel_refuses(
     platform: str, options: dict[str, Any], says: str
 ) -> None:
     with manager("sp:2"):

@@ -120,7 +120,7 @@ def test_sinks_take_weight_and_give_nothing() -> None:
     assert_finished(state, expected(sinks=large), sinks=jnp.asarray(large))
 
 
-def test_what_float32_loses_of_a_logsumexp() -> None:
+def test_rounding_error_of_a_logsumexp() -> None:
     """Three logits of -1e9: the logarithm of 3 does not fit beside them."""
     logits = jnp.full((1, 1, 2, 3), -1e9, jnp.float32)
     seen = jnp.array([[True] * 3, [False] * 3])[None, None]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 RECIPE = Recipe(scale=0.3, mask=MaskRules(causal=True), q_block=8, kv_block=8)
 SIZES: dict[str, Any] = {"batch": 4, "q_length": 16, "kv_length": 16, "head_dim": 8, "v_dim": 6}
-LIES = {
+SPLITS = {
     "same": ("dp:2,tp:4", (8, 4), JointSpecs(batch=("dp",), heads=("tp",), kv_heads=("tp",))),
     "one each": (
         "dp:2,tp:4",
@@ -57,7 +57,7 @@ def operands(**heads: int) -> Operands:
 
 
 def call_of(name: str, *, dtype: str = "float32") -> AttentionCall:
-    mesh, (heads, kv_heads), specs = LIES[name]
+    mesh, (heads, kv_heads), specs = SPLITS[name]
     return AttentionCall(
         **SIZES,
         heads=heads,
@@ -82,7 +82,7 @@ def attend(shard: Operands) -> Result:
     return Result(o=blockwise.attend(shard, RECIPE)[0])
 
 
-@pytest.mark.parametrize("name", LIES)
+@pytest.mark.parametrize("name", SPLITS)
 def test_each_shard_reads_the_kv_heads_of_its_queries(name: str) -> None:
     call = call_of(name)
     given = operands(heads=call.heads, kv_heads=call.kv_heads)

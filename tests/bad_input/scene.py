@@ -42,7 +42,7 @@ gather = "dp"
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """A folder with one good file, a manager on dp=2, tp=4, and arrays: `host` is NumPy, `placed`
-    lies over the mesh.
+    is sharded over the mesh.
     """
 
     folder: Path

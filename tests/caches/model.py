@@ -139,6 +139,6 @@ def slots_of(cache: Any) -> list[Slot]:
         np.testing.assert_array_equal(k[b, rows], keys_of(tokens, spec))
         np.testing.assert_array_equal(v[b, rows], values_of(tokens, spec))
         held = dict(zip(positions[b, rows].tolist(), tokens.tolist(), strict=True))
-        assert len(held) == len(rows), "a position stands in two rows"
+        assert len(held) == len(rows), "a position is in two rows"
         actual.append(Slot(int(length), held))
     return actual

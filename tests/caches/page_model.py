@@ -21,8 +21,8 @@ class PageModel:
       page_size: rows of a page.
       capacity: tokens that a slot may hold.
       tables: the pages of each slot.
-      sequences: the tokens of each slot, which no page has a say in.
-      rows: what stands in the row of a page.
+      sequences: the tokens of each slot, recorded without pages.
+      rows: the content of each row of a page.
     """
 
     pages: int
@@ -172,8 +172,8 @@ def random_operation(
     """Return an operation, mostly valid, sometimes with a slot, length or parent out of range.
 
     Args:
-      random: where chance comes from.
-      model: as it is.
+      random: source of random numbers.
+      model: the model before the operation.
       first: number of the first new token.
       most: tokens that one slot gets at most.
       entries: slots that an operation names.

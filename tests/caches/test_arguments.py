@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda cache: cache.append(K, K, valid=np.ones(2, bool)),
         r"valid: shape \(2,\), not \(2, 1\)",
     ),
-    "slots that are no integers": (
+    "slots that are not integers": (
         lambda cache: cache.free([0.5]),
         "slots is float64, not integers",
     ),

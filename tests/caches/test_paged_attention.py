@@ -1,4 +1,4 @@
-"""Attention over a paged cache equals the oracle over sequences that nobody ever put into pages."""
+"""Attention over a paged cache equals the oracle, which has no pages."""
 
 from __future__ import annotations
 

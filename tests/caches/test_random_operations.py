@@ -48,7 +48,7 @@ def step(operation: Any, cache: Any, source: Any, tokens: Any, valid: Any, numbe
     def codes(change: Any) -> Any:
         return change.cache, sw.hint(
             change.refused, sw.EMPTY
-        )  # over Explicit axes branches must agree where it lies
+        )  # over Explicit axes the branches must agree on its sharding
 
     branches = (
         lambda cache: codes(cache.append(k, v, valid=valid)),

@@ -16,7 +16,7 @@ from shardwright.caches.sharding import CacheSharding, PlacedArrays
 from shardwright.testing import cpu_mesh
 
 SLOTS, ROWS = 4, 6
-# Of one cache: the batch lies alike everywhere, rows and heads need not.
+# Of one cache: the batch has one sharding everywhere, rows and heads need not.
 SPECS = {"k": P("dp", "sp", "tp"), "v": P("dp", None, None, "tp"), "scale": P("dp", "sp")}
 EVERYWHERE = dict.fromkeys(SPECS, P())
 SPECS_BY_KIND = {

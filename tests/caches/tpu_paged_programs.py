@@ -28,7 +28,7 @@ class Compiled:
     """What the compiler reports for an append and attention; bytes per device.
 
     Attributes:
-      mesh: where pages lie.
+      mesh: how pages are sharded.
       count: tokens per slot.
       copies: Instructions that copy a whole pool. Temporary memory may not show them.
       alias: of the arguments that are written in place.

@@ -77,7 +77,7 @@ def model(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_it_prints_a_table_per_mode(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_per_mode(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(f"{model}:programs {SETTING}") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("mode")] == ["mode train", "mode decode"]

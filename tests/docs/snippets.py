@@ -135,7 +135,7 @@ def _run_console(block: Block, place: str) -> str:
     out = io.StringIO()
     for line in block.text.replace("\\\n", " ").splitlines():
         assert line.startswith("$ "), (
-            f"{place}: {line!r} is no command; outputs go into a text block"
+            f"{place}: {line!r} is not a command; outputs go into a text block"
         )
         command = line.removeprefix("$ ").partition("  #")[0].strip()
         if command.startswith("make "):

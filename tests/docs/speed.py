@@ -24,7 +24,7 @@ def read_results(folder: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def with_tables(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a page with what stands between its markers written from the results.
+    """Return a page with the text between its markers written from the results.
 
     Markers are `<!-- results: SUBJECT -->`, with `machines` and `missed` for the tables of all,
     each up to `<!-- end -->`.

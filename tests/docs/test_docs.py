@@ -43,7 +43,7 @@ assert set(ids) >= LONG
         for page, name in zip(PAGES, ids, strict=True)
     ],
 )
-def test_snippets_run_and_print_what_the_page_shows(
+def test_snippets_print_what_pages_show(
     page: Path, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in snippets.needs(page):
@@ -61,7 +61,7 @@ def test_snippets_run_and_print_what_the_page_shows(
 @pytest.mark.parametrize(
     "name", ["README.md", pytest.param("docs/tutorial.md", marks=pytest.mark.wide)]
 )
-def test_a_page_runs_as_a_script_of_its_own(name: str, tmp_path: Path) -> None:
+def test_page_runs_as_a_script(name: str, tmp_path: Path) -> None:
     """A reader has no test session that made virtual devices: the page itself must."""
     page = ROOT / name
     for block in snippets.blocks(page.read_text(encoding="utf-8")):
@@ -111,7 +111,7 @@ def test_long_lines_of_an_output_are_folded() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in snippets.links(page.read_text(encoding="utf-8")):
         if target.startswith(("https://", "http://")):
             continue
@@ -142,7 +142,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
     assert [page.name for page in PAGES if page not in reached] == []
 
 
-def test_the_pages_name_every_preset_axis_reason_and_error() -> None:
+def test_pages_name_every_public_word() -> None:
     strategies = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
     glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     why = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
@@ -169,9 +169,7 @@ def test_the_pages_name_every_preset_axis_reason_and_error() -> None:
     assert [name for name in classes if name != "ShardingError" and f"`{name}`" not in why] == []
 
 
-def test_a_page_that_says_something_else_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_output_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snippets, "ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n", encoding="utf-8")

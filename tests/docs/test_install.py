@@ -49,5 +49,5 @@ def test_extras_that_are_named_exist() -> None:
         "pip install -U shardwright",
     ],
 )
-def test_an_install_by_name_is_found(text: str) -> None:
+def test_install_by_name_is_detected(text: str) -> None:
     assert BY_NAME.search(text)

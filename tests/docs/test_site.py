@@ -43,7 +43,7 @@ def shown_on_api_pages() -> set[str]:
     }
 
 
-def test_every_page_has_its_place_in_the_navigation() -> None:
+def test_every_page_is_in_the_navigation() -> None:
     nav = list(
         nav_pages(
             tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
@@ -65,7 +65,7 @@ def titles(entry: Any) -> Iterator[tuple[str, str]]:
                 yield from titles(each)
 
 
-def test_a_page_is_called_the_same_in_the_navigation() -> None:
+def test_navigation_titles_equal_page_titles() -> None:
     nav = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
     named = {
         page: title
@@ -94,7 +94,7 @@ def test_every_public_name_is_on_an_api_page(package: str) -> None:
     assert missing == []
 
 
-def test_an_api_page_shows_what_exists_and_each_thing_once() -> None:
+def test_api_pages_show_each_name_once() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
     names = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
     assert sorted(names) == sorted(set(names))

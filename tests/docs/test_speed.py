@@ -50,7 +50,7 @@ def test_the_page_shows_the_results(golden: Golden) -> None:
     )
 
 
-def test_tables_say_what_is_missed() -> None:
+def test_tables_mark_missed_targets() -> None:
     missed, met, free = (
         row("tree", 0.512, "MISSED", at_most=0.5),
         row("tree", 9.0, "ok", at_least=8.0),
@@ -67,7 +67,7 @@ def test_tables_say_what_is_missed() -> None:
     assert "- `new`: 1 of 1 targets met.\n" in with_tables(page, results(met))
 
 
-def test_a_subject_that_the_page_leaves_out_is_found() -> None:
+def test_missing_subject_is_detected() -> None:
     with pytest.raises(AssertionError, match=r"the results have \['tree', 'enter'\]"):
         with_tables(
             MARKS,

@@ -23,7 +23,7 @@ MASKED = -0.7 * float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Specs:
-    """Where everything lies on one mesh: stored weights, the same weights used, activations."""
+    """The specs on one mesh: of stored weights, of the same weights in use, and of activations."""
 
     stored: dict[str, P]
     used: dict[str, P]

@@ -59,7 +59,7 @@ def test_losses_agree_and_fall(trained: dict[str, Any]) -> None:
     assert report.largest_difference({"single": single, "fsdp_tp": sharded}) < 2e-6
 
 
-def test_state_lies_where_the_strategy_says_and_survives_the_step(trained: dict[str, Any]) -> None:
+def test_state_keeps_its_sharding_in_a_step(trained: dict[str, Any]) -> None:
     state = trained["fsdp_tp"].state
     adam = state["opt"][0]
     for tree in (state["params"], adam.mu, adam.nu):
@@ -74,7 +74,7 @@ def test_state_lies_where_the_strategy_says_and_survives_the_step(trained: dict[
     )
 
 
-def test_sharded_parameters_equal_unsharded_ones_after_training(trained: dict[str, Any]) -> None:
+def test_trained_parameters_equal_unsharded(trained: dict[str, Any]) -> None:
     for sharded, single in zip(
         *(jax.tree.leaves(trained[name].state["params"]) for name in ("fsdp_tp", "single")),
         strict=True,
@@ -102,7 +102,9 @@ def test_texts_are_equal_byte_by_byte(trained: dict[str, Any], servers: dict[str
     assert done[:4] == ["prefill 9 bytes", "prefill 6 bytes", "prefill 20 bytes", "decode 3 slots"]
 
 
-def test_the_cache_changes_nothing(trained: dict[str, Any], servers: dict[str, Server]) -> None:
+def test_cache_equals_full_forward_pass(
+    trained: dict[str, Any], servers: dict[str, Server]
+) -> None:
     """Each byte written with a cache is what a forward pass over the whole text calls likeliest."""
     pm = sw.PartitionManager(load("single"))
     texts = generate(
@@ -132,18 +134,18 @@ def test_the_cache_changes_nothing(trained: dict[str, Any], servers: dict[str, S
         ((b"a",) * 5, 1, r"5 prompts for 4 slots"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_runs(
+def test_invalid_sizes_are_refused_early(
     servers: dict[str, Server], prompts: Any, new: int, says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
         generate(servers["single"], {}, prompts, new_bytes=new)
 
 
-def test_what_just_fits_is_served(servers: dict[str, Server]) -> None:
+def test_largest_request_is_served(servers: dict[str, Server]) -> None:
     check_fits(servers["single"], (b"a" * 24,) * 4, 24)
 
 
-def test_a_batch_that_does_not_divide_is_the_librarys_error(text: np.ndarray) -> None:
+def test_indivisible_batch_error(text: np.ndarray) -> None:
     trainer = make_trainer(load("fsdp"), TINY, optax.adamw(1e-2))
     batch = next(text_batches(text, batch=12, length=32, seed=0))
     with pytest.raises(
@@ -153,7 +155,7 @@ def test_a_batch_that_does_not_divide_is_the_librarys_error(text: np.ndarray) ->
         trainer.place(batch)
 
 
-def test_a_model_that_does_not_divide_names_every_weight() -> None:
+def test_indivisible_weights_are_all_named() -> None:
     odd = DecoderConfig(layers=1, embed=36, heads=6, kv_heads=3, head_dim=8, mlp=64)
     with pytest.raises(
         sw.IndivisibleError,
@@ -217,14 +219,14 @@ def test_attention_is_causal_and_grouped(serving: sw.PartitionManager) -> None:
         )
 
 
-def test_differences_are_seen() -> None:
+def test_differences_are_detected() -> None:
     assert list(report.differing({"a": [b"same", b"text"], "b": [b"same", b"tent"]})) == [None, 2]
     assert report.largest_difference({"a": [4.0, 2.0], "b": [4.0, 2.5], "c": [3.0, 2.0]}) == 0.25
     assert report.largest_difference({"a": [4.0, 2.0]}) == 0.0
 
 
 @pytest.mark.parametrize("series", [[math.nan, 4.0], [5.0, math.nan], [math.inf, 4.0]])
-def test_a_loss_that_is_no_number_agrees_with_nothing(series: list[float]) -> None:
+def test_nan_loss_agrees_with_nothing(series: list[float]) -> None:
     good = [5.0, 4.0]
     for losses in ({"a": good, "b": series, "c": good}, {"a": good, "b": good, "c": series}):
         assert not report.largest_difference(losses) <= 1e6
@@ -237,7 +239,7 @@ def test_batches_are_the_text_shifted_by_one(text: np.ndarray) -> None:
     assert bytes(first["inputs"][0].astype(np.uint8)) in text.tobytes()
 
 
-def test_in_bfloat16_everything_stays_so_and_near_float32(text: np.ndarray) -> None:
+def test_bfloat16_is_kept_and_near_float32(text: np.ndarray) -> None:
     low = dataclasses.replace(TINY, dtype=jnp.bfloat16)
     trainer = make_trainer(load("fsdp_tp"), low, optax.adamw(1e-2))
     batches = list(itertools.islice(text_batches(text, batch=8, length=32, seed=1), 3))

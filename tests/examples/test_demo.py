@@ -52,7 +52,7 @@ def run_python(*arguments: str, flags: str = "") -> subprocess.CompletedProcess[
 
 
 @pytest.mark.slow
-def test_the_demo_runs_agrees_and_warns_of_nothing() -> None:
+def test_demo_runs_without_warnings() -> None:
     done = run_demo()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Everything agrees" in done.stdout
@@ -74,7 +74,7 @@ def test_the_demo_runs_agrees_and_warns_of_nothing() -> None:
 
 
 @pytest.mark.wide
-def test_the_demo_in_short_agrees() -> None:
+def test_short_demo_agrees() -> None:
     done = run_demo("--quick", flags="--xla_backend_optimization_level=0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Everything agrees" in done.stdout
@@ -82,7 +82,7 @@ def test_the_demo_in_short_agrees() -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_shows_a_batch_that_does_not_divide_as_the_librarys_error() -> None:
+def test_demo_with_indivisible_batch() -> None:
     done = run_demo("--quick", "--batch", "12")
     assert done.returncode == 2
     assert "IndivisibleError  dim 0 BATCH: size 12 does not divide over fsdp=8" in done.stdout
@@ -91,7 +91,7 @@ def test_the_demo_shows_a_batch_that_does_not_divide_as_the_librarys_error() -> 
 
 
 @pytest.mark.slow
-def test_the_demo_fails_when_losses_or_texts_differ() -> None:
+def test_demo_fails_on_different_results() -> None:
     done = run_python("-c", SPOILT, str(ROOT / "examples"))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED losses differ by" in done.stdout
@@ -135,7 +135,7 @@ def test_demo_reports_without_training(
         assert mesh in printed
 
 
-def test_a_wrong_option_says_what_is_right() -> None:
+def test_wrong_option_has_a_fix() -> None:
     done = run_demo("--steps", "0")
     assert done.returncode == 2
     assert "--steps, --batch and --new-bytes are at least 1" in done.stderr

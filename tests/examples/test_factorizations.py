@@ -74,7 +74,7 @@ def unsharded(batch: dict[str, np.ndarray]) -> dict[str, Any]:
     return jax.tree.map(np.asarray, actual)
 
 
-def test_there_are_35_factorisations() -> None:
+def test_there_are_35_factorizations() -> None:
     assert len(ALL) == 35
     assert set(EIGHT) <= set(ALL)
 

@@ -11,7 +11,7 @@ from tests.examples.test_demo import ROOT, run_python
 
 
 @pytest.mark.slow
-def test_a_ring_trains_as_one_device_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ring_training_equals_one_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert long_context.main(["--length", "128", "--steps", "2"]) == 0
     text = capsys.readouterr().out
     assert 'long_context: ring   the strategy says train = "ring"' in text
@@ -29,14 +29,14 @@ def test_losses_that_differ_fail(
 
 
 @pytest.mark.parametrize("options", [["--length", "100"], ["--length", "0"], ["--steps", "0"]])
-def test_sizes_that_cannot_be(options: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_sizes(options: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         long_context.main(options)
     assert "--length is a multiple of 16" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_it_runs_as_its_docstring_says() -> None:
+def test_command_of_the_docstring_runs() -> None:
     done = run_python(str(ROOT / "examples" / "long_context.py"), "--length", "64", "--steps", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The losses agree" in done.stdout

@@ -77,7 +77,7 @@ def held(name: str, strategy: sw.Strategy, mesh: Any, config: DecoderConfig) -> 
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_no_byte_of_a_moment_is_a_copy_unless_its_parameter_is_one(name: str) -> None:
+def test_moments_replicate_like_parameters(name: str) -> None:
     """Each leaf of the state is replicated over the same mesh axes as its parameter."""
     params, state = held(
         name, sw.Strategy.preset("fsdp_tp"), sw.abstract_mesh("fsdp:4,tp:2"), DecoderConfig()
@@ -107,7 +107,7 @@ def test_no_byte_of_a_moment_is_a_copy_unless_its_parameter_is_one(name: str) ->
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_asked_to_spread_no_moment_is_a_copy(name: str) -> None:
+def test_zero1_replicates_no_moment(name: str) -> None:
     """Parameters are replicated: zero1 then replicates only leaves without dims, such as counts."""
     spread = sw.Strategy.preset("ddp") | sw.Strategy(policy={"zero1": "dp"})
     _, plain = held(name, sw.Strategy.preset("ddp"), sw.abstract_mesh("dp:4"), DecoderConfig())
@@ -144,7 +144,7 @@ def model(name: str) -> Model:
 
 
 def trained(name: str, on: str, *, zero1: str = "-") -> tuple[list[float], Any]:
-    """Losses and the last state, after which everything must lie where it was put."""
+    """Losses and the last state, which must keep its shardings."""
     optimizer, tx = model(on), OPTIMIZERS[name]()
     policy = dataclasses.replace(optimizer.pm.rules.policy, zero1=parse_rule(zero1))
     spread = sw.PartitionManager(
@@ -175,14 +175,14 @@ def trained(name: str, on: str, *, zero1: str = "-") -> tuple[list[float], Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_twenty_steps_are_those_of_one_device(name: str) -> None:
+def test_twenty_steps_equal_one_device(name: str) -> None:
     sharded, single = trained(name, "fsdp_tp"), trained(name, "single")
     np.testing.assert_allclose(sharded[0], single[0], rtol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "sm3", "schedule_free"])
-def test_twenty_steps_with_zero1_are_those_without(name: str) -> None:
+def test_twenty_steps_with_zero1_are_equal(name: str) -> None:
     spread, plain = trained(name, "ddp", zero1="dp | -"), trained(name, "ddp")
     np.testing.assert_allclose(spread[0], plain[0], rtol=1e-5)
     assert (

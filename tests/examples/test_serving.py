@@ -10,9 +10,7 @@ import serving
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", serving.CACHES)
-def test_every_text_is_what_the_request_gives_alone(
-    cache: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_texts_equal_requests_alone(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert serving.main(["--quick", "--json", "--cache", cache]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["different"] == []
@@ -21,7 +19,7 @@ def test_every_text_is_what_the_request_gives_alone(
 
 
 @pytest.mark.slow
-def test_texts_are_streamed_and_figures_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_streams_and_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert serving.main(["--quick"]) == 0
     text = capsys.readouterr().out
     assert "12 requests, 4 slots, dense caches, serve_tp on dp:2,tp:4" in text

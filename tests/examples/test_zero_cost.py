@@ -39,7 +39,7 @@ MESHES = {
 
 
 def program(compiled: Any) -> str:
-    """Return a compiled program's text without what says where its source stands."""
+    """Return a compiled program's text without the locations of its source."""
     text = re.sub(r",? ?metadata=\{[^{}]*\}", "", compiled.as_text())
     assert "metadata=" not in text
     kept, table = [], False
@@ -87,7 +87,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
         pytest.param("fsdp2_sp2_tp2", DEMO, id="demo-fsdp2_sp2_tp2", marks=pytest.mark.slow),
     ],
 )
-def test_the_train_step_is_the_hand_written_program(name: str, config: DecoderConfig) -> None:
+def test_train_step_equals_hand_written(name: str, config: DecoderConfig) -> None:
     text, specs = MESHES[name]
     mesh, optimizer = cpu_mesh(text), optax.adamw(1e-3)
     trainer = make_trainer(strategy_for(name), config, optimizer, mesh=mesh)
@@ -117,7 +117,7 @@ def test_the_train_step_is_the_hand_written_program(name: str, config: DecoderCo
         pytest.param("dp2_tp4", DEMO, id="demo-dp2_tp4", marks=pytest.mark.slow),
     ],
 )
-def test_the_decode_step_is_the_hand_written_program(name: str, config: DecoderConfig) -> None:
+def test_decode_step_equals_hand_written(name: str, config: DecoderConfig) -> None:
     text, specs = MESHES.get(name, ("dp:2,tp:4", hand_written.DP2_TP4))
     mesh = cpu_mesh(text)
     one_prompt = sw.Strategy(
@@ -144,7 +144,7 @@ def test_the_decode_step_is_the_hand_written_program(name: str, config: DecoderC
     assert_same(ours, theirs)
 
 
-def test_another_spec_is_another_program() -> None:
+def test_changed_spec_changes_program() -> None:
     """The comparison sees what it is for: the same model with one spec changed differs."""
     mesh = cpu_mesh("fsdp:2,tp:4")
     pm = sw.PartitionManager(strategy_for("fsdp2_tp4"), mesh=mesh)
@@ -163,7 +163,7 @@ def test_another_spec_is_another_program() -> None:
     assert good != loss(dataclasses.replace(hand_written.FSDP2_TP4, mlp=P("fsdp")))
 
 
-def test_the_hand_written_model_stands_alone() -> None:
+def test_hand_written_model_is_independent() -> None:
     tree = ast.parse(Path(hand_written.__file__).read_text(encoding="utf-8"))
     modules = {
         alias.name

@@ -91,7 +91,7 @@ def collapsed(tensor: layer.Tensor, answers: dict[str, Row]) -> list[Row]:
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """Return rows as aligned columns; the last column may be as long as it likes."""
+    """Return rows as aligned columns; the length of the last column is not limited."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

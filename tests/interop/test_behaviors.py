@@ -342,7 +342,7 @@ def test_17_conflicting_dims() -> None:
             permissive.shard(ones(2, 4, 4, 4), axes, MODE_TRAIN)
     written = pm.resolve(
         axes, MODE_TRAIN
-    )  # no mesh to tell: as the rules say, and judged where it is used
+    )  # without a mesh the rules apply as written, and are checked where the spec is used
     assert (
         written
         == PartitionAxis().resolve_spec(axes, MODE_TRAIN)

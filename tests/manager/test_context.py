@@ -309,7 +309,7 @@ def test_ambient_mesh_of_another_order_is_refused() -> None:
             pm.shard(numbers(8, 8), sw.BATCH, sw.EMBED)
 
 
-def test_entering_is_one_entry_in_jit_s_cache() -> None:
+def test_entering_adds_one_jit_cache_entry() -> None:
     pm = make_manager()
     traces: list[int] = []
 

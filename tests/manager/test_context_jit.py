@@ -219,7 +219,7 @@ def test_scan_and_checkpoint_in_a_task() -> None:
 
 
 @pytest.mark.wide
-def test_jit_s_cache_does_not_keep_a_manager() -> None:
+def test_jit_cache_does_not_keep_a_manager() -> None:
     """JAX keeps a small key and not the manager, after a script and after a task."""
     f, x = jitted(), jnp.asarray(numbers(8, 8))
 

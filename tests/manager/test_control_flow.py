@@ -48,7 +48,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("name", list(PROGRAMS))
 @pytest.mark.sweep(keep=2)
-def test_inside(name: str, kind: str) -> None:
+def test_constraint_inside_control_flow(name: str, kind: str) -> None:
     program, spec = PROGRAMS[name]
     pm = make_manager(kind)
     with pm:

@@ -427,7 +427,7 @@ def test_merged_dims_array_specs_and_bfloat16(check_vma: bool) -> None:
     [sw.ColumnWise, sw.ArraySpec((16, 8), jnp.float32, KERNEL), P("fsdp"), P()],
     ids=["layout", "ArraySpec", "literal", "whole"],
 )
-def test_inputs_of_a_map_tell_without_tracking(axes: Any) -> None:
+def test_inputs_give_the_shape_without_tracking(axes: Any) -> None:
     pm, w = fsdp(), waves(16, 8)
 
     def f(w: Any) -> Any:
@@ -438,7 +438,7 @@ def test_inputs_of_a_map_tell_without_tracking(axes: Any) -> None:
         assert_like(actual, jnp.asarray(w))
 
 
-def test_without_tracking_and_shape_it_is_refused() -> None:
+def test_unknown_shape_is_refused() -> None:
     pm, w = fsdp(), waves(16, 8)
     says = r"it is unknown which shard of the weight this value of shape \(2, 8\) is"
     with pytest.raises(sw.ShapeRequiredError, match=says) as caught:
@@ -553,7 +553,7 @@ def test_nested_in_another_map_needs_the_shape() -> None:
         assert_like(nested(shape, check_vma), jnp.tile(waves(8, 12), (2, 4)))
 
 
-def test_shapes_that_are_wrong() -> None:
+def test_wrong_shapes() -> None:
     pm, w = make_manager(), waves(8, 12)
     with pytest.raises(
         sw.RankMismatchError, match=r"the weight has shape \(8, 12\), but shape=\(16, 12\)"

@@ -48,7 +48,7 @@ def test_spec_of_roles_and_modes() -> None:
         (sw.HiddenStateSharding, {"mode": "train", "shape": (8, 1, 8)}, "call"),
     ],
 )
-def test_who_said_the_mode(annotation: Any, options: dict[str, Any], said: str) -> None:
+def test_source_of_the_mode(annotation: Any, options: dict[str, Any], said: str) -> None:
     assert make_manager().explain(annotation, **options).mode_from == said
 
 

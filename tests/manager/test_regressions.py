@@ -194,7 +194,7 @@ def test_initializer_without_hash() -> None:
 
 
 @pytest.mark.parametrize("shape", [8, ("8",), (-8,), (8.5,), "84"])
-def test_what_is_no_shape_is_refused(shape: Any) -> None:
+def test_invalid_shape_is_refused(shape: Any) -> None:
     pm = manager('[rules]\nbatch = "dp"')
     with pytest.raises(sw.RankMismatchError, match=r"is not a shape|has a negative size"):
         pm.resolve(sw.BATCH, shape=shape)
@@ -205,7 +205,7 @@ def test_what_is_no_shape_is_refused(shape: Any) -> None:
 @pytest.mark.parametrize(
     "arguments", [{"mode": ["train"]}, {"role": {}}, {"mode": "zz"}, {"role": "weight"}]
 )
-def test_a_bad_mode_or_role_is_ours(arguments: dict[str, Any]) -> None:
+def test_invalid_mode_or_role_error(arguments: dict[str, Any]) -> None:
     pm = manager('[rules]\nbatch = "dp"')
     assert not pm.explain(sw.BATCH, shape=(8,), **arguments).ok
     with pytest.raises(sw.StrategyError, match=r"unknown (mode|role)"):

@@ -69,7 +69,7 @@ PROGRAMS = [
 @pytest.mark.parametrize(("operation", "transform", "jit", "entered"), PROGRAMS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sweep(keep=14)
-def test_activation_lies_as_ruled(
+def test_activation_is_sharded_by_rule(
     operation: str, kind: str, transform: str, jit: bool, entered: bool
 ) -> None:
     pm = make_manager(kind)
@@ -87,7 +87,7 @@ def test_activation_lies_as_ruled(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transform", ["plain", "vmap"])
 @pytest.mark.sweep(keep=4)
-def test_activation_moves_from_elsewhere(kind: str, transform: str) -> None:
+def test_replicated_activation_is_resharded(kind: str, transform: str) -> None:
     """The input is replicated, so only the constraint can have sharded it."""
     pm = make_manager(kind)
     start = numbers(8, 12)

@@ -189,7 +189,7 @@ def test_modes() -> None:
     assert {tuple(shapes[0]) for shapes in seen} == {(4, 8)}
 
 
-def test_policy_applies_here_too() -> None:
+def test_policy_applies_in_shard_map() -> None:
     pm = make_manager(text=RULES.replace("[policy]", '[policy]\nindivisible = "replicate"'))
     actual = pm.shard_map(lambda x: x * 2, in_axes=[X], out_axes=X)(numbers(8, 6))
     assert sharded_over(actual, pm.mesh, "dp")
@@ -395,7 +395,7 @@ def test_errors_name_the_argument(case: str) -> None:
         (ROWS, [(sw.BATCH,), {"a": ROWS}], lambda x: [x[:, 0], {"a": x}]),
     ],
 )
-def test_what_an_output_may_be(in_axes: Any, out_axes: Any, result: Any) -> None:
+def test_valid_output_annotations(in_axes: Any, out_axes: Any, result: Any) -> None:
     pm = make_manager()
     actual = pm.shard_map(result, in_axes=[in_axes], out_axes=out_axes)(numbers(8, 8))
     jax.tree.map(np.testing.assert_array_equal, actual, result(numbers(8, 8)))

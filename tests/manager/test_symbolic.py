@@ -62,12 +62,12 @@ def test_only_known_divisibility_is_checked() -> None:
     assert "2*b" in str(resolution)
 
 
-def test_what_does_not_divide_is_an_error() -> None:
+def test_indivisible_symbolic_size() -> None:
     with pytest.raises(sw.IndivisibleError, match=r"size 2\*b \+ 1 does not divide over dp=2"):
         manager().resolve(sw.BATCH, sw.EMBED, shape=sizes("2*b + 1, 16"))
 
 
-def test_a_chain_needs_to_know() -> None:
+def test_chain_needs_known_divisibility() -> None:
     pm = manager()
     assert pm.resolve(sw.BATCH, sw.HEAD, shape=sizes("b, 4*h")) == jax.P("dp", "tp")
     with pytest.raises(
@@ -106,7 +106,7 @@ def test_gather() -> None:
         exported = export.export(jax.jit(jax.grad(lambda w: f(w).sum())))(
             jax.ShapeDtypeStruct(sizes("b, 4"), jnp.float32)
         )
-    assert '[{"dp"}, {}]' in exported.mlir_module(), "the gradient lies as it is stored"
+    assert '[{"dp"}, {}]' in exported.mlir_module(), "the gradient has the stored sharding"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_abstract_refuses_what_jax_refuses() -> None:
     assert caught.value.problems[0].path == "w"
 
 
-def test_scopes_do_not_meet() -> None:
+def test_symbolic_scopes_are_distinct() -> None:
     """Equal names of two scopes are two sizes, for every cache."""
     pm = manager()
     for _ in range(3):

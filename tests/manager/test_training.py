@@ -263,7 +263,7 @@ def test_arguments_without_shardings_are_refused() -> None:
         pm.jit_step(train_step, make_state(pm), two)
 
 
-def test_sizes_that_decide_come_with_the_batch() -> None:
+def test_size_dependent_batch_sharding() -> None:
     """The batch rule of a serving preset has several candidates, so its sharding needs sizes."""
     pm = sw.PartitionManager(sw.Strategy.preset("serve_tp"), mesh=cpu_mesh("dp:2,tp:4"))
     pm = pm.for_mode("decode")
@@ -279,7 +279,7 @@ def test_sizes_that_decide_come_with_the_batch() -> None:
     assert placed["x"].sharding.spec == jax.P("dp")
 
 
-def test_no_devices_no_state() -> None:
+def test_state_needs_devices() -> None:
     strategy = sw.Strategy.preset("fsdp_tp")
     pm = sw.PartitionManager(strategy, mesh=sw.abstract_mesh("fsdp:4,tp:8"))
     assert pm.abstract_state(OPTIMIZER, SPECS)[0].count.sharding.spec == jax.P()

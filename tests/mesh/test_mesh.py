@@ -220,7 +220,7 @@ def test_a_bad_text_points_at_the_fault(text: str, message: str) -> None:
     assert "\n  fix   " in actual
 
 
-def test_all_problems_of_a_text_are_told_at_once() -> None:
+def test_all_problems_of_a_text_are_listed() -> None:
     with pytest.raises(MeshSpecError, match="3 problems") as caught:
         parse_mesh("dp:0,a+b:2,dp:2")
     assert [problem.what for problem in caught.value.problems] == [

@@ -125,7 +125,7 @@ def test_ranks_follow_from_how_a_model_is_split(
     assert get_ranks_and_size(mesh) == {"mesh": mesh, **expected}
 
 
-def test_one_process_is_the_only_rank_whatever_it_uses() -> None:
+def test_one_process_is_the_only_rank() -> None:
     mesh = cpu_mesh("dp:1,tp:3")
     assert get_ranks_and_size(mesh) == {
         "mesh": mesh,

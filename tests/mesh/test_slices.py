@@ -76,7 +76,7 @@ def test_slices_on_two_axes_in_any_order() -> None:
     st.integers(1, 3),
     st.integers(1, 3),
 )
-def test_only_the_asked_axis_crosses_slices(
+def test_only_the_dcn_axis_crosses_slices(
     crossing: str, slices: int, inner: int, other: int
 ) -> None:
     sizes = {"a": other, crossing: slices * inner, "b": 2}
@@ -103,7 +103,7 @@ def test_tensor_axis_crosses_slices_with_dcn() -> None:
     assert ids(arrange_devices(parse_mesh("dcn.tp:2,tp:8"), sliced(2, 4))) == list(range(8))
 
 
-def test_processes_are_slices_only_where_dcn_says_so() -> None:
+def test_processes_are_slices_only_with_dcn() -> None:
     devices = [
         Device(id=i, process_index=i % 2, platform="cpu", slice_index=None) for i in range(8)
     ]
@@ -194,7 +194,7 @@ def test_each_tpu_slice_follows_its_torus() -> None:
     ]
 
 
-def test_a_torus_with_a_hole_is_refused_with_a_way_out() -> None:
+def test_torus_with_a_hole_has_a_fix() -> None:
     devices = [*torus(2, 2, 1)[:3], *torus(2, 2, 2)[5:6]]
     actual = refused(
         lambda: arrange_devices(parse_mesh("dp:2,tp:2"), devices),
@@ -353,7 +353,7 @@ def test_a_bad_call_is_refused(call: Any, message: str) -> None:
     refused(call, message)
 
 
-def test_a_mesh_with_one_name_for_two_axes_is_refused() -> None:
+def test_repeated_mesh_axis_name_is_refused() -> None:
     twice = Mesh(
         np.array(virtual_devices(8)).reshape(2, 4), ("q", "q"), axis_types=(AxisType.Auto,) * 2
     )

@@ -87,7 +87,7 @@ def test_case(name: str, ended: list[Ended]) -> None:
         assert name in process.passed, f"process {rank}:\n{process.text}"
 
 
-def test_both_end_by_themselves(ended: list[Ended]) -> None:
+def test_both_processes_exit_normally(ended: list[Ended]) -> None:
     assert [process.code for process in ended] == [0, 0], "\n".join(
         process.text for process in ended
     )

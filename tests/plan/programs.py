@@ -52,7 +52,7 @@ def _shifted(x: Any, axes: Axes) -> Any:
     return lax.ppermute(x, axes, [(at, (at + 1) % count) for at in range(count)])
 
 
-# Each keeps the shape, so that it can stand in a loop.
+# Each keeps the shape, so that it can be the body of a loop.
 OPS: dict[str, Op] = {
     "psum": lax.psum,
     "pmax": lax.pmax,

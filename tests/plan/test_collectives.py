@@ -174,7 +174,7 @@ def rows(name: str, **options: Any) -> list[str]:
 
 
 MLP = 4096 * 4096 * 2  # bytes of one bfloat16 weight on one tensor shard
-# What stands in each text, counted by hand from the program that it was compiled from.
+# The collectives in each text, counted by hand from the program that it was compiled from.
 EXPECTED: dict[str, list[str]] = {
     "async_generic": ["1 reduce_scatter tp f32 4096 3072"],
     "cpu_list_groups_promoted": ["1 all_reduce tp bf16 as f32 2048 6144"],

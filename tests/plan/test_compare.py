@@ -46,7 +46,7 @@ def held(pm: sw.PartitionManager) -> int:
         (("fsdp_tp", "fsdp:2,tp:4"), ("fsdp_tp", "fsdp:4,tp:2")),
     ],
 )
-def test_totals_are_what_jax_would_hold(left: tuple[str, str], right: tuple[str, str]) -> None:
+def test_totals_equal_jax_shard_bytes(left: tuple[str, str], right: tuple[str, str]) -> None:
     before, after = manager(*left), manager(*right)
     comparison = compare(before, after, tensors=TREE)
     assert [(total.before, total.after, total.uncounted) for total in comparison.totals()] == [

@@ -92,7 +92,7 @@ def test_rates_count_links_and_rings() -> None:
     layout = lay_out(cube, {"fsdp": 16, "tp": 4})
     assert layout.rates(("tp",)) == (2 * 90e9, 2 * 100e9)
     assert layout.rates(("fsdp",)) == (4 * 90e9, 4 * 100e9)
-    # Sides of 8 are no rings on a v5e, and a side of 16 is one.
+    # On a v5e a side of 8 is not a ring, and a side of 16 is one.
     flat = lay_out(parse_topology("v5e:8x16", HARDWARE), {"fsdp": 8, "tp": 16})
     assert flat.rates(("fsdp",)) == (45e9, 50e9)
     assert flat.rates(("tp",)) == (90e9, 100e9)

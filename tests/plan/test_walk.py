@@ -220,7 +220,7 @@ def test_a_replicated_product_is_idle() -> None:
     assert {item.mesh_axes for item in report.walked.idle} == {("tp",)}
 
 
-def test_an_unknown_primitive_makes_it_incomplete() -> None:
+def test_unknown_primitive_makes_plan_incomplete() -> None:
     report: PlanReport = manager("ddp", "dp:8").plan(
         jnp.linalg.cholesky, jax.ShapeDtypeStruct((8, 8), jnp.float32)
     )
@@ -378,7 +378,7 @@ def test_branch_of_zeros_takes_the_sharding_of_the_other() -> None:
     assert rows(report) == []
 
 
-def test_loop_on_data_makes_it_incomplete() -> None:
+def test_loop_on_data_makes_plan_incomplete() -> None:
     def doubled(x: Any) -> Any:
         return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x)
 
@@ -388,7 +388,7 @@ def test_loop_on_data_makes_it_incomplete() -> None:
     assert report.walked.unknown == {"while (number of runs)": 1}
 
 
-def test_map_over_some_mesh_axes_makes_it_incomplete() -> None:
+def test_partial_map_makes_plan_incomplete() -> None:
     pm, spec = manager("fsdp_tp", "fsdp:2,tp:4"), PartitionSpec("fsdp")
 
     def partly(x: Any) -> Any:

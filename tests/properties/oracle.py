@@ -57,7 +57,7 @@ def shards(case: Case, names: Any) -> int:
 
 
 def candidate_of(case: Case, texts: list[str], size: int, used: set[str]) -> Entry:
-    """Return where one dim lies, given its members' rules and what earlier dims use."""
+    """Return the mesh axes of one dim, given its members' rules and what earlier dims use."""
     first: list[str] | None = None
     for names in product_of(case, texts):
         if names is None:

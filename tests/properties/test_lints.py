@@ -73,7 +73,7 @@ def answers(data: dict[str, Any], case: Case) -> Iterator[Any]:
 
 
 @given(cases.cases())
-def test_what_is_called_useless_can_be_dropped(case: Case) -> None:
+def test_useless_rules_can_be_dropped(case: Case) -> None:
     data = data_of(case)
     try:
         strategy = sw.Strategy(**data)

@@ -62,14 +62,14 @@ def oracles_outcome(case: Case) -> Any:
 
 @settings(max_examples=1000)
 @given(cases.cases(composites=True))
-def test_the_answer_is_the_oracles(case: Case) -> None:
+def test_answer_equals_oracle(case: Case) -> None:
     assert outcome(case) == oracles_outcome(case)
 
 
 @pytest.mark.slow
 @settings(settings.get_profile("thorough"), max_examples=20_000)
 @given(cases.cases(composites=True))
-def test_the_answer_is_the_oracles_many_times(case: Case) -> None:
+def test_many_answers_equal_oracle(case: Case) -> None:
     assert outcome(case) == oracles_outcome(case)
 
 
@@ -151,7 +151,7 @@ def text_of(spec: P) -> str:
     )
 
 
-# What a policy acts on stands among the reasons.
+# The reason that a policy acts on is recorded.
 BY_POLICY = {
     Outcome.POLICY_PREFIX: Reason.INDIVISIBLE,
     Outcome.POLICY_REPLICATE: Reason.INDIVISIBLE,
@@ -199,7 +199,7 @@ def test_a_spec_resolves_to_itself(case: Case) -> None:
 
 
 @given(cases.cases(composites=True, shaped=False), st.randoms(use_true_random=False))
-def test_the_order_of_tables_and_mesh_changes_nothing(case: Case, random: Any) -> None:
+def test_order_of_tables_and_mesh_is_irrelevant(case: Case, random: Any) -> None:
     def shuffled(mapping: dict[str, Any]) -> dict[str, Any]:
         keys = [*mapping]
         random.shuffle(keys)
@@ -212,7 +212,7 @@ def test_the_order_of_tables_and_mesh_changes_nothing(case: Case, random: Any) -
 
 
 @given(cases.cases(composites=True, shaped=False), st.sampled_from(cases.MESH_AXES))
-def test_a_mesh_axis_of_size_one_is_as_good_as_none(case: Case, name: str) -> None:
+def test_mesh_axis_of_size_one_equals_absent(case: Case, name: str) -> None:
     policy = dataclasses.replace(case.policy, missing=Missing.SKIP)
     without = {axis: size for axis, size in case.mesh.items() if axis != name}
     first, other = (
@@ -314,7 +314,7 @@ class TestChains:
             assert {problem.error for problem in actual.problems} <= {sw.StrategyError}
 
     @given(cases.cases(composites=True, max_dims=1))
-    def test_prefix_shards_at_least_as_far_as_replicate(self, case: Case) -> None:
+    def test_prefix_shards_no_less_than_replicate(self, case: Case) -> None:
         prefix, replicate = (
             answer(
                 dataclasses.replace(
@@ -329,7 +329,7 @@ class TestChains:
 
 class TestUse:
     @given(cases.cases(composites=True))
-    def test_a_use_is_what_is_stored_less_what_is_gathered(self, case: Case) -> None:
+    def test_use_is_stored_without_gathered_axes(self, case: Case) -> None:
         stored = answer(dataclasses.replace(case, role="param"))
         used = answer(dataclasses.replace(case, role="use"))
         assert [problem.error for problem in used.problems] == [
@@ -344,7 +344,7 @@ class TestUse:
             assert {*other.gathered} <= {*decision.mesh_axes}
 
     @given(cases.cases(composites=True))
-    def test_without_gather_a_use_is_what_is_stored(self, case: Case) -> None:
+    def test_use_equals_stored_without_gather(self, case: Case) -> None:
         policy = dataclasses.replace(case.policy, gather=())
         stored, used = (
             outcome(dataclasses.replace(case, role=role, policy=policy))

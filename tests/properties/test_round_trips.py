@@ -23,7 +23,7 @@ CANDIDATES = st.lists(NAMES, min_size=1, max_size=4, unique=True).map(tuple)
 
 
 @given(st.lists(CANDIDATES, max_size=4), st.sampled_from(list(Fallback)), st.data())
-def test_a_rule_is_read_as_it_was_written(
+def test_rule_round_trip(
     candidates: list[tuple[str, ...]], fallback: Fallback, data: st.DataObject
 ) -> None:
     if not candidates and fallback is Fallback.NONE:
@@ -124,7 +124,7 @@ def accepted(call: Callable[[], Any]) -> bool:
         max_size=6,
     )
 )
-def test_a_mesh_is_read_as_it_was_written(sizes: dict[str, int]) -> None:
+def test_mesh_round_trip(sizes: dict[str, int]) -> None:
     text = ",".join(f"{name}:{size}" for name, size in sizes.items())
     assert parse_mesh(text) == parse_mesh(sizes) == parse_mesh(tuple(sizes.values()), tuple(sizes))
     assert dict(zip(parse_mesh(text).names, parse_mesh(text).sizes, strict=True)) == sizes
@@ -185,7 +185,7 @@ def strategies(draw: cases.Choose) -> sw.Strategy:
 @settings(max_examples=80)
 @given(strategies(), st.sampled_from(["toml", "json"]))
 @example(sw.Strategy(name="\U0001f600 \x7f \u2028 \x85"), "toml")
-def test_a_strategy_is_read_as_it_was_written(strategy: sw.Strategy, format: Any) -> None:
+def test_strategy_round_trip(strategy: sw.Strategy, format: Any) -> None:
     again = sw.Strategy.loads(strategy.dumps(format=format), format=format)
     assert again == strategy
     assert hash(again) == hash(strategy)
@@ -207,7 +207,7 @@ def test_overlay_keeps_the_rest(base: sw.Strategy, over: sw.Strategy) -> None:
 
 
 @pytest.mark.parametrize("preset", sw.Strategy.presets())
-def test_a_preset_overlaid_with_itself_means_the_same(preset: str) -> None:
+def test_preset_over_itself_is_equal(preset: str) -> None:
     strategy = sw.Strategy.preset(preset)
     assert (strategy | strategy).compile() == strategy.compile()
 
@@ -224,6 +224,6 @@ def test_equal_strategies_have_equal_hashes(strategy: sw.Strategy, random: Any) 
     assert hash(other) == hash(strategy)
 
 
-def test_the_order_of_a_mesh_is_part_of_a_strategy() -> None:
+def test_mesh_order_is_part_of_a_strategy() -> None:
     # Slowest first: these two lay devices out in different ways.
     assert sw.Strategy(mesh={"dp": 2, "tp": 4}) != sw.Strategy(mesh={"tp": 4, "dp": 2})

@@ -96,7 +96,7 @@ class TestProduct:
             explain(((B, Q),), rules, MESH, shape=(3,)).decisions[0].outcome is Outcome.REPLICATED
         )
 
-    def test_members_that_meet_fail_that_candidate_alone(self) -> None:
+    def test_shared_axis_fails_one_candidate(self) -> None:
         rules = make_rules(rules={B: "dp", H: "dp | tp"})
         resolution = explain(((B, H),), rules, MESH, shape=(8,)).decisions[0]
         assert resolution.mesh_axes == ("dp", "tp")
@@ -104,13 +104,13 @@ class TestProduct:
             (Reason.TAKEN, "dp occurs twice")
         ]
 
-    def test_a_taken_mesh_axis_moves_on(self) -> None:
+    def test_taken_mesh_axis_tries_next_candidate(self) -> None:
         rules = make_rules(rules={E: "sp", B: "dp", Q: "sp | -"})
         resolution = explain((E, (B, Q)), rules, MESH, shape=(4, 4))
         assert resolution.spec == P("sp", "dp")
         assert resolution.decisions[1].skipped[0].detail == "sp is taken by dim 0 EMBED"
 
-    def test_weights_gather_what_no_member_names(self) -> None:
+    def test_weights_gather_axes_no_member_names(self) -> None:
         rules = make_rules(
             Policy(gather=("fsdp", "dp")), rules={E: "-", M: "dp | tp"}, params={E: "fsdp | -"}
         )
@@ -197,7 +197,7 @@ class TestRefusals:
             assert "merged((" in caught.value.fix
             assert caught.value.dim == 1
 
-    def test_which_head_and_which_dim(self) -> None:
+    def test_message_names_head_and_dim(self) -> None:
         """The message names the first head and the head dim; other members do not matter."""
         with pytest.raises(
             sw.StrategyError,
@@ -253,7 +253,7 @@ class TestPolicies:
         )
         assert spec(((B, H),), rules, MESH, shape=(12,)) == P(("dp", "fsdp"))
 
-    def test_first_dim_drops_what_stands_twice(self) -> None:
+    def test_first_dim_drops_repeated_axes(self) -> None:
         rules = make_rules(Policy(conflict=Conflict.FIRST_DIM), rules={B: "dp", H: "dp+tp"})
         assert spec(((B, H),), rules, MESH, shape=(8,)) == P(("dp", "tp"))
 
@@ -306,7 +306,7 @@ class TestAgainstAReference:
         st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 48]),
         st.sampled_from(["", "dp", "tp"]),
     )
-    def test_the_product_is_the_references(
+    def test_product_equals_reference(
         self, members: Any, mesh: dict[str, int], size: int, held: str
     ) -> None:
         members = [(candidates, replicated or not candidates) for candidates, replicated in members]

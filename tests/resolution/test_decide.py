@@ -88,7 +88,7 @@ def test_a_merged_dim_is_judged_by_its_first_member() -> None:
     assert other.startswith("q dim 0 HEAD: size 6 does not divide over tp=4\n")
 
 
-def test_a_layout_in_use_asks_the_axis_that_it_means() -> None:
+def test_used_layout_follows_its_semantic_axis() -> None:
     """FSDP's own rule would keep fsdp; EMBED's rule for activations does not name it."""
     rules = make_rules(Policy(gather=("fsdp",)), rules={E: "-", M: "tp"}, params={E: "fsdp"})
     mesh = {"fsdp": 2, "tp": 2}
@@ -139,7 +139,7 @@ def test_first_dim_without_a_size_is_unchecked(
     assert decision.unchecked is unchecked
 
 
-def test_a_conflict_says_who_holds_the_mesh_axis() -> None:
+def test_conflict_names_the_holding_dim() -> None:
     mesh = {"dp": 2, "tp": 2}
     resolution = explain(
         (B, E), make_rules(rules={B: "dp+tp", E: "tp+dp"}), mesh, shape=(4, 4), path="x"
@@ -228,7 +228,7 @@ def test_an_unknown_axis_of_the_wrong_rank(axis: str, label: str, fix: str) -> N
     assert fix in caught.value.fix
 
 
-def test_the_rule_of_a_composite_is_its_members() -> None:
+def test_rule_of_a_composite_lists_members() -> None:
     text = message(
         explain(
             ((B, E),),

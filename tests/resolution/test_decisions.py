@@ -187,9 +187,7 @@ def decision(
         ((decision(0, outcome=Outcome.UNCONSTRAINED),), P(P.UNCONSTRAINED)),
     ],
 )
-def test_a_spec_is_what_its_decisions_amount_to(
-    decisions: tuple[DimDecision, ...], spec: P
-) -> None:
+def test_spec_follows_from_decisions(decisions: tuple[DimDecision, ...], spec: P) -> None:
     assert canonical_spec(decision.entry for decision in decisions) == spec
     resolution = Resolution(
         annotation="x",

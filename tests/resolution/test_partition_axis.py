@@ -77,7 +77,7 @@ def test_defaults_in_every_mode(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("role", ["activation", "param", "use"])
-def test_defaults_are_what_the_file_says(mode: str, role: str) -> None:
+def test_defaults_equal_the_file(mode: str, role: str) -> None:
     rules = sw.Strategy.loads(FILE).compile()
     assert specs(sw.PartitionAxis(), mode, role) == {
         name: sw.resolve((name,), rules, MESH, mode=mode, role=role).spec for name in TRAIN
@@ -148,7 +148,7 @@ def test_default_of_decode_key_sequence() -> None:
     ] == P("sp")
 
 
-def test_renamed_mesh_axes_carry_every_default_along() -> None:
+def test_renamed_mesh_axes_change_all_defaults() -> None:
     axis = sw.PartitionAxis(
         data_parallel_axis="data",
         fully_sharded_data_parallel_axis="shard",
@@ -205,7 +205,7 @@ def test_equal_values_compile_to_equal_rules() -> None:
     assert sw.PartitionAxis(head_axis=None).compile() != sw.PartitionAxis().compile()
 
 
-def test_policy_is_the_caller_s() -> None:
+def test_policy_of_the_caller() -> None:
     policy = sw.Policy(indivisible="replicate")
     rules = sw.PartitionAxis().compile(policy=policy)
     assert sw.resolve((sw.HEAD,), rules, MESH, shape=(3,)).spec == P()
@@ -213,7 +213,7 @@ def test_policy_is_the_caller_s() -> None:
         sw.resolve((sw.HEAD,), sw.PartitionAxis().compile(), MESH, shape=(3,))
 
 
-def test_provenance_names_the_attribute() -> None:
+def test_rule_source_names_the_attribute() -> None:
     resolution = sw.resolve(
         (sw.BATCH, sw.QUERY_LENGTH), sw.PartitionAxis().compile(), MESH, mode="decode"
     )

@@ -66,7 +66,7 @@ def part(
         ((0, 1), (4, 32), P("fsdp", "tp")),
     ],
 )
-def test_a_part_lies_as_the_dims_that_it_follows(dims: Any, shape: Any, spec: Any) -> None:
+def test_part_is_sharded_like_followed_dims(dims: Any, shape: Any, spec: Any) -> None:
     for axes in (KERNEL, sw.ColumnWise, P("fsdp", "tp")):
         for role in (None, "param", "state"):
             assert explain(part(dims, axes=axes), shape, role=role).spec == spec
@@ -204,7 +204,7 @@ def test_a_part_is_an_annotation() -> None:
     assert hash(first_part) == hash(part((0, None)))
 
 
-def test_a_part_in_use_is_gathered_as_the_whole_is() -> None:
+def test_used_part_is_gathered_like_the_whole() -> None:
     assert explain(part((0,)), (16,), role="use", gather="fsdp").spec == P()
     assert explain(part((1,)), (32,), role="use", gather="fsdp").spec == P("tp")
 
@@ -288,21 +288,22 @@ def test_zero1_needs_sizes() -> None:
     assert explain(KERNEL, None, zero1="sp").spec == P("fsdp", "tp")
 
 
-def test_of_a_merged_dim_the_first_member_must_divide() -> None:
+def test_first_member_of_merged_dim_must_divide() -> None:
     flat = (sw.EMPTY, sw.merged((sw.HEAD, 2), (sw.HEAD_DIM, 8)))
     assert explain(flat, (4, 16), zero1="dp | -").spec == P(None, "tp")
     flat = (sw.EMPTY, sw.merged((sw.HEAD, 4), (sw.HEAD_DIM, 8)))
     assert explain(flat, (4, 32), zero1="dp | -").spec == P(None, ("tp", "dp"))
 
 
-def test_a_part_of_a_parameter_takes_them_too() -> None:
+def test_zero1_applies_to_parts() -> None:
     assert explain(part((0,)), (16,), zero1="dp").spec == P(("fsdp", "dp"))
     assert explain(part((None, 0)), (2, 16), zero1="dp").spec == P(None, ("fsdp", "dp"))
 
 
 def test_laws_of_state_over_many_requests() -> None:
-    """State begins where its parameter lies, dim by dim, has each mesh axis once, and divides; else
-    nothing or an error.
+    """State keeps the mesh axes of its parameter in front, has each mesh axis once, and divides.
+
+    Otherwise it is sharded like the parameter, or it is an error.
     """
     draw = np.random.default_rng(0)
     sizes = (1, 2, 3, 4, 6, 8, 12, 16, 48)
@@ -377,7 +378,7 @@ def test_bad_zero1_is_named_by_its_line(text: str, error: type[Exception], says:
         sw.Strategy.loads(f'[policy]\nzero1 = "{text}"\n', source="z.toml").compile()
 
 
-def test_zero1_names_mesh_axes_that_the_mesh_must_have() -> None:
+def test_zero1_mesh_axes_must_exist() -> None:
     own = sw.Strategy(mesh={"data": 8}, rules={"batch": "data"}, policy={"zero1": "data"})
     assert sw.PartitionManager(own, mesh=sw.abstract_mesh("data:8")).rules.policy.zero1 is not None
     with pytest.raises(sw.MeshMismatchError, match="a rule names the mesh axis 'data'"):

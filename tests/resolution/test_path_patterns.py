@@ -68,7 +68,7 @@ USUAL = [
 
 
 @pytest.mark.parametrize("pattern", USUAL)
-def test_a_usual_pattern_means_what_re_means(pattern: str) -> None:
+def test_usual_patterns_equal_re(pattern: str) -> None:
     compiled = PathPattern(pattern)
     assert [compiled.matches(path) for path in PATHS] == [
         re.search(pattern, path) is not None for path in PATHS
@@ -102,7 +102,7 @@ def random_pattern(draw: random.Random, depth: int) -> str:
     return f"(?:{random_pattern(draw, depth - 1)}){draw.choice(counts)}"
 
 
-def test_random_patterns_mean_what_re_means() -> None:
+def test_random_patterns_equal_re() -> None:
     draw = random.Random(16)
     wrong, compared = [], 0
     while compared < 8000:
@@ -152,7 +152,7 @@ def test_a_search_does_linear_work(pattern: str, monkeypatch: pytest.MonkeyPatch
     assert compiled.steps <= MOST_STEPS
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_cache_is_bounded() -> None:
     compiled = PathPattern("(a|b)*a(a|b){9}x")
     draw = random.Random(3)
     for _ in range(300):
@@ -192,7 +192,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("pattern", REFUSED, ids=range(len(REFUSED)))
-def test_what_is_beyond_the_subset_is_refused(pattern: str) -> None:
+def test_unsupported_syntax_is_refused(pattern: str) -> None:
     with pytest.raises(sw.StrategyError, match=REFUSED[pattern]) as caught:
         PathPattern(pattern)
     assert caught.value.fix
@@ -204,7 +204,7 @@ def test_empty_parts_may_be_counted() -> None:
     assert PathPattern("(){4000000000}a").matches("a")
 
 
-def test_patterns_of_a_program_are_those_of_re() -> None:
+def test_patterns_in_python_use_re() -> None:
     matched = sw.match_paths(
         {"embed": 0, "up": 0}, [("^(?!embed)", (sw.EMBED,)), ("embed", (sw.VOCAB,))]
     )

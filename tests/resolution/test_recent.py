@@ -36,7 +36,7 @@ def test_the_last_values_are_identical() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1, KEPT // 2, KEPT - 1])
-def test_at_least_as_many_as_promised_are_kept(start: int) -> None:
+def test_promised_number_of_values_is_kept(start: int) -> None:
     cache = Recent()
     for at in range(start):
         cache.keep(("before", at), object())

@@ -201,7 +201,7 @@ class TestUse:
         )
         assert spec((E, V), self.RULES, self.MESH, role="use", **options) == P(None, "tp")
 
-    def test_without_gather_a_use_is_what_is_stored(self) -> None:
+    def test_use_equals_stored_without_gather(self) -> None:
         rules = make_rules(rules={E: "-", M: "tp"}, params={E: "fsdp"})
         assert spec((E, M), rules, self.MESH, role="use", shape=(8, 8)) == P("fsdp", "tp")
 
@@ -246,7 +246,7 @@ class TestWhichCandidate:
             Reason.EMPTY,
         ]
 
-    def test_where_all_became_empty_the_dim_is_replicated(self) -> None:
+    def test_dim_without_candidates_is_replicated(self) -> None:
         resolution = resolve((B,), make_rules(rules={B: "pp | dp"}), {"dp": 1, "tp": 2}, shape=(3,))
         assert resolution.spec == P()
         assert resolution.decisions[0].outcome is Outcome.NO_MESH_AXIS

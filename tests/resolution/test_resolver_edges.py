@@ -160,14 +160,14 @@ class TestManual:
         assert resolution.decisions[0].manual == ("dp",)
         assert "dp already applied by shard_map" in resolution.decisions[0].why
 
-    def test_it_is_never_a_reason_for_the_next_candidate(self) -> None:
+    def test_manual_axis_skips_no_candidate(self) -> None:
         resolution = resolve(
             (B,), make_rules(rules={B: "dp | tp"}), self.MESH, shape=(3,), manual=frozenset({"dp"})
         )
         assert resolution.spec == P()
         assert resolution.decisions[0].mesh_axes == ("dp",)
 
-    def test_it_is_still_taken(self) -> None:
+    def test_manual_axis_is_still_taken(self) -> None:
         with pytest.raises(sw.AxisConflictError, match="dp is taken by dim 0 BATCH"):
             resolve(
                 (B, E),

@@ -79,7 +79,7 @@ class TestModeOfACall:
 class TestLayouts:
     MESH: ClassVar = {"fsdp": 2, "sp": 2, "tp": 2}
 
-    def test_a_weight_layout_lies_like_the_axes_it_means(self) -> None:
+    def test_weight_layout_follows_its_semantic_axes(self) -> None:
         rules = make_rules(rules={M: "sp"}, params={E: "tp"})
         assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4)) == P("tp", "sp")
         assert spec(sw.RowWise, rules, self.MESH, shape=(4, 4)) == P("sp", "tp")
@@ -90,13 +90,13 @@ class TestLayouts:
         )
         assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4)) == P(("fsdp", "sp"))
 
-    def test_as_an_activation_it_means_its_own_axes(self) -> None:
+    def test_layout_as_activation_uses_own_axes(self) -> None:
         rules = make_rules(rules={M: "-", E: "-"})
         assert spec(sw.ColumnWise, rules, self.MESH, shape=(4, 4), role="activation") == P(
             ("fsdp", "sp"), "tp"
         )
 
-    def test_without_any_rule_it_means_its_own_axes(self) -> None:
+    def test_layout_without_rule_uses_own_axes(self) -> None:
         assert spec(sw.ColumnWise, make_rules(), self.MESH, shape=(4, 4)) == P(("fsdp", "sp"), "tp")
 
     def test_exceptions_by_path_apply_to_layouts(self) -> None:
@@ -177,7 +177,7 @@ class TestArraySpecs:
 
 
 class TestUnconstrainedParameters:
-    def test_it_must_lie_somewhere(self) -> None:
+    def test_unconstrained_parameter_is_refused(self) -> None:
         for role in ("param", "use"):
             with pytest.raises(
                 sw.StrategyError, match=r'"\?" is for activations only: a parameter needs'
@@ -185,7 +185,7 @@ class TestUnconstrainedParameters:
                 resolve((L,), make_rules(rules={L: "tp | ?"}), {"tp": 2}, role=role, shape=(3,))
             assert '[params] length = "-"' in caught.value.fix
 
-    def test_a_candidate_that_fits_is_fine(self) -> None:
+    def test_fitting_candidate_is_allowed(self) -> None:
         assert spec(
             (L,), make_rules(rules={L: "tp | ?"}), {"tp": 2}, role="param", shape=(4,)
         ) == P("tp")
@@ -344,7 +344,7 @@ class TestPartitionAxis:
         assert resolution.spec == P("dp")
         assert "fsdp is not in the mesh" in resolution.decisions[0].why
 
-    def test_under_eformers_policy_it_drops_the_dim(self) -> None:
+    def test_eformer_policy_drops_the_dim(self) -> None:
         policy = Policy(indivisible=Indivisible.DROP, missing=Missing.REPLICATE, rank=Rank.FIT)
         resolution = resolve((B,), sw.PartitionAxis().compile(policy=policy), self.MESH, shape=(4,))
         assert resolution.spec == P()

@@ -348,7 +348,7 @@ def test_default_rules() -> None:
         ({"missing": "skipp"}, "policy missing is 'skipp'\n  fix   did you mean 'skip'?"),
     ],
 )
-def test_a_policy_checks_what_it_is_given(fields: dict[str, Any], says: str) -> None:
+def test_policy_checks_its_values(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(sw.StrategyError, match=f"^{re.escape(says)}"):
         Policy(**fields)
 
@@ -390,7 +390,7 @@ def test_the_length_of_a_rule_is_limited(mark: str, says: str, fix: str) -> None
     assert caught.value.rule.startswith('rule = "m0')
 
 
-def test_a_rule_without_a_place_is_called_rule() -> None:
+def test_rule_without_source_text() -> None:
     ref = parse_rule("dp | -").ref
     assert (ref.key, ref.text) == ("rule", "dp | -")
 

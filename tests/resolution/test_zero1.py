@@ -106,7 +106,7 @@ def test_moments_stay_sharded_and_nothing_else_changes(
     for part in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, dict)):
         if isinstance(part, dict):
             assert {name: leaf.sharding.spec for name, leaf in part.items()} == specs
-    # The parameters lie and are as without.
+    # The parameters have the values and shardings that they have without zero1.
     assert jax.tree.map(lambda leaf: leaf.sharding, values) == pm.shardings(SPECS)
     jax.tree.map(
         lambda value, other: np.testing.assert_allclose(value, other, rtol=1e-6, atol=1e-8),
@@ -163,8 +163,8 @@ def test_gradients_may_be_sharded_like_the_state(axis_types: str) -> None:
 
 
 def test_moments_are_not_replicated() -> None:
-    """What cannot be sharded further is an error, or with a fallback stays where its parameter
-    lies.
+    """State that cannot be sharded further is an error. With a fallback it is sharded like its
+    parameter.
     """
     odd = SPECS | {"odd": sw.ArraySpec((6,), jnp.float32, (sw.NORM,), ones)}
     state = jax.eval_shape(

@@ -235,7 +235,7 @@ class TestServeLongContext:
     MESH = "dp:2,fsdp:2,sp:2,tp:2"
 
     @pytest.mark.parametrize("mode", ["decode", "insert"])
-    def test_one_prompt_lies_over_all_data_axes_in_decode(self, mode: str) -> None:
+    def test_one_prompt_decodes_over_all_data_axes(self, mode: str) -> None:
         pm = manager("serve_long_context", self.MESH)
         assert pm.resolve(PROMPT["cache"], shape=(1, 4096, 8, 128), mode=mode) == P(
             None, ("dp", "fsdp", "sp"), "tp"
@@ -253,7 +253,7 @@ class TestServeLongContext:
             ("dp", "fsdp"), "tp", None, "sp"
         )
 
-    def test_a_length_that_divides_over_sp_alone_lies_over_sp(self) -> None:
+    def test_length_divisible_by_sp_is_sharded(self) -> None:
         pm = manager("serve_long_context", self.MESH)
         assert pm.resolve(PROMPT["cache"], shape=(1, 4098, 8, 128), mode="decode") == P(
             None, "sp", "tp"
@@ -301,10 +301,10 @@ class TestFsdpTpSp:
 class TestMoeEp:
     MESH = "dp:2,fsdp:2,sp:2,ep:2,tp:2"
 
-    def test_the_batch_lies_over_all_data_axes_and_ep(self) -> None:
+    def test_batch_is_sharded_over_data_axes_and_ep(self) -> None:
         assert manager("moe_ep", self.MESH).mesh_axes(sw.BATCH) == ("dp", "fsdp", "ep")
 
-    def test_dense_weights_are_stored_over_ep_too_and_gathered(self) -> None:
+    def test_dense_weights_are_stored_over_ep(self) -> None:
         pm = manager("moe_ep", self.MESH)
         axes = (sw.EMBED, sw.MLP_INTERMEDIATE)
         assert pm.resolve(axes, shape=(64, 64), role="param") == P(("fsdp", "sp", "ep"), "tp")
@@ -312,7 +312,7 @@ class TestMoeEp:
         assert used.spec == P(None, "tp")
         assert used.decisions[0].gathered == ("fsdp", "sp", "ep")
 
-    def test_expert_weights_keep_ep_where_they_are_used(self) -> None:
+    def test_used_expert_weights_keep_ep(self) -> None:
         pm = manager("moe_ep", self.MESH)
         axes = (sw.EXPERT, sw.EMBED, sw.MLP_INTERMEDIATE)
         assert pm.resolve(axes, shape=(8, 64, 64), role="param") == P("ep", ("fsdp", "sp"), "tp")
@@ -320,7 +320,7 @@ class TestMoeEp:
         assert used.spec == P("ep", None, "tp")
         assert [decision.gathered for decision in used.decisions] == [(), ("fsdp", "sp"), ()]
 
-    def test_dispatched_tokens_lie_over_ep_and_the_data_axes(self) -> None:
+    def test_dispatched_tokens_over_ep_and_data_axes(self) -> None:
         pm = manager("moe_ep", self.MESH)
         assert pm.resolve((sw.EXPERT, sw.CAPACITY, sw.EMBED), shape=(8, 64, 64)) == P(
             "ep", ("dp", "fsdp", "sp")
@@ -329,7 +329,7 @@ class TestMoeEp:
         with pytest.raises(sw.IndivisibleError, match="CAPACITY: size 12 does not divide"):
             pm.resolve((sw.EXPERT, sw.CAPACITY, sw.EMBED), shape=(8, 12, 64))
 
-    def test_router_logits_are_split_like_the_tokens_and_not_by_expert(self) -> None:
+    def test_router_logits_are_sharded_like_tokens(self) -> None:
         pm = manager("moe_ep", self.MESH)
         assert pm.resolve((sw.BATCH, sw.QUERY_LENGTH, sw.EXPERT_GATE), shape=(16, 64, 8)) == P(
             ("dp", "fsdp", "ep"), "sp"
@@ -346,7 +346,7 @@ class TestMoeEp:
         ],
     )
     def test_expert_weights_need_no_fsdp(self, mesh: str, stored: P) -> None:
-        """Only the experts lie over ep, and the mesh has nothing else to store the rest over."""
+        """Only the experts are sharded over ep. The mesh has no other axis for the other dims."""
         pm = manager("moe_ep", mesh)
         axes = (sw.EXPERT, sw.EMBED, sw.MLP_INTERMEDIATE)
         assert pm.resolve(axes, shape=(8, 64, 64), role="param") == stored

@@ -1,4 +1,4 @@
-"""What a block leaves ambient is taken back, and said."""
+"""A mesh or a manager that a block leaves set is reset and reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwright.testing.ambient import AmbientLeftError, isolated
 
 
 @pytest.mark.mesh("dp:2", strategy="ddp")
-def test_every_manager_and_the_mesh_are_taken_back_at_once(manager: sw.PartitionManager) -> None:
+def test_managers_and_mesh_are_reset(manager: sw.PartitionManager) -> None:
     def leave_two() -> None:
         manager.__enter__()
         manager.for_mode("decode").__enter__()
@@ -27,7 +27,7 @@ def test_every_manager_and_the_mesh_are_taken_back_at_once(manager: sw.Partition
 
 
 @pytest.mark.mesh("dp:2")
-def test_an_error_of_the_block_is_the_one_that_is_raised(mesh: Mesh) -> None:
+def test_error_of_the_block_is_raised(mesh: Mesh) -> None:
     def fail() -> float:
         jax.set_mesh(mesh)
         return 1 / 0
@@ -37,14 +37,14 @@ def test_an_error_of_the_block_is_the_one_that_is_raised(mesh: Mesh) -> None:
     assert jax.sharding.get_mesh().empty
 
 
-def test_an_abstract_mesh_left_behind_is_seen_too() -> None:
+def test_abstract_mesh_left_set_is_detected() -> None:
     with pytest.raises(AmbientLeftError, match="the mesh dp:2 is set"), isolated():
         jax.sharding.use_abstract_mesh(sw.abstract_mesh("dp:2")).__enter__()
     assert jax.sharding.get_abstract_mesh().empty
 
 
 @pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
-def test_legacy_meshes_left_behind_are_left() -> None:
+def test_legacy_meshes_are_not_reset() -> None:
     def leave_two() -> None:
         mesh.__enter__()
         sw.create_mesh("tp:2").__enter__()
@@ -62,6 +62,6 @@ def test_legacy_meshes_left_behind_are_left() -> None:
         assert legacy_meshes() == (mesh,)
 
 
-def test_a_block_that_tidies_up_says_nothing() -> None:
+def test_clean_block_raises_nothing() -> None:
     with isolated(), sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=sw.create_mesh("dp:2")):
         assert context.depth() == 1

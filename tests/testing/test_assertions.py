@@ -81,7 +81,7 @@ def batch(pm: sw.PartitionManager) -> Any:
 # assert_spec, assert_sharding
 
 
-def test_arrays_that_lie_right() -> None:
+def test_expected_shardings_pass() -> None:
     pm = manager()
     params = placed(pm)
     assert_spec(params, AXES, manager=pm, role="param")
@@ -95,14 +95,14 @@ def test_arrays_that_lie_right() -> None:
         assert_spec(jax.jit(mlp)(params, batch(pm)), sw.BATCH, sw.EMBED)
 
 
-def test_arrays_that_do_not_exist_yet() -> None:
+def test_abstract_arrays() -> None:
     pm = manager(sw.abstract_mesh("dp:1,fsdp:64,sp:1,ep:1,tp:4"))
     specs = {"up": sw.ArraySpec((1024, 4096), jnp.bfloat16, AXES["mlp"]["up"])}
     assert_spec(pm.abstract(specs), {"up": AXES["mlp"]["up"]}, manager=pm, role="param")
     assert_sharding(pm.abstract(specs), P("fsdp", "tp"))
 
 
-def test_a_mode_and_a_role_are_asked_for() -> None:
+def test_mode_and_role_arguments() -> None:
     pm = sw.PartitionManager(
         sw.Strategy.preset("serve_tp"), mesh=cpu_mesh("dp:2,fsdp:1,sp:1,ep:1,tp:4")
     )
@@ -141,7 +141,7 @@ def test_an_array_on_another_mesh(golden: Golden) -> None:
     golden(failing(lambda: assert_sharding(x, NamedSharding(cpu_mesh(SIZES), P("fsdp")))))
 
 
-def test_an_array_on_no_mesh(golden: Golden) -> None:
+def test_array_without_a_mesh(golden: Golden) -> None:
     pm = manager()
     tree = {"host": np.zeros((8, 16), np.float32), "device": jnp.zeros((8, 16))}
     golden(
@@ -151,7 +151,7 @@ def test_an_array_on_no_mesh(golden: Golden) -> None:
     )
 
 
-def test_other_memory_is_another_place() -> None:
+def test_memory_kind_is_compared() -> None:
     pm = manager()
     x = jax.ShapeDtypeStruct(
         (8,), jnp.float32, sharding=NamedSharding(pm.mesh, P("tp"), memory_kind="pinned_host")
@@ -159,7 +159,7 @@ def test_other_memory_is_another_place() -> None:
     assert "memory: pinned_host, not device" in failing(lambda: assert_sharding(x, P("tp")))
 
 
-def test_what_cannot_be_compared() -> None:
+def test_invalid_comparisons() -> None:
     pm = manager()
     x = batch(pm)
     with pytest.raises(NoManagerError, match="assert_spec needs a PartitionManager"):
@@ -194,7 +194,7 @@ def test_what_cannot_be_compared() -> None:
 
 
 @pytest.mark.parametrize("policy", [{"indivisible": "replicate"}, {"preset": "eformer"}], ids=str)
-def test_a_literal_spec_is_asserted_as_it_stands_whatever_a_policy_drops(
+def test_literal_spec_ignores_policy(
     policy: dict[str, Any],
 ) -> None:
     pm = sw.PartitionManager(
@@ -227,7 +227,7 @@ def test_too_many_copies(limit: dict[str, Any], golden: Golden) -> None:
     golden(failing(lambda: assert_max_replicated(placed(manager()), **limit)))
 
 
-def test_shardings_beside_shapes() -> None:
+def test_shardings_of_abstract_arrays() -> None:
     pm = manager()
     shapes = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
     assert_max_replicated(shapes, pm.shardings(shapes, (sw.EMBED, sw.MLP_INTERMEDIATE)), bytes=0)
@@ -243,7 +243,7 @@ def test_one_limit_is_needed(limits: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("fraction", [2, -0.1, 1.01, float("nan")])
-def test_a_fraction_is_a_part_of_the_whole(fraction: float) -> None:
+def test_invalid_fraction(fraction: float) -> None:
     with pytest.raises(
         ValueError,
         match=r"is not a fraction from 0 to 1 .* for bytes write bytes=",
@@ -251,14 +251,14 @@ def test_a_fraction_is_a_part_of_the_whole(fraction: float) -> None:
         assert_max_replicated(placed(manager()), fraction=fraction)
 
 
-def test_no_array_has_fewer_than_no_copies() -> None:
+def test_negative_limit_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"bytes=-1 is not a number of bytes: it must be 0 or more"
     ):
         assert_max_replicated(placed(manager())["mlp"], bytes=-1)
 
 
-def test_what_was_never_placed_has_no_copies_to_count() -> None:
+def test_arrays_on_one_device_are_refused() -> None:
     loose = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
     with pytest.raises(
         StrategyError,
@@ -273,7 +273,7 @@ def test_what_was_never_placed_has_no_copies_to_count() -> None:
 # assert_collectives, assert_no_collectives
 
 
-def test_a_program_s_collectives() -> None:
+def test_collectives_of_a_program() -> None:
     """A tensor-parallel MLP with sharded storage: two weights gathered, one sum."""
     pm = manager()
     params, x = placed(pm), batch(pm)
@@ -323,14 +323,14 @@ def pm_abstract(pm: sw.PartitionManager) -> tuple[Any, Any]:
     return pm.abstract(shapes, AXES), pm.abstract(x, (sw.BATCH, sw.EMBED), role="activation")
 
 
-def test_nothing_is_sent_where_nothing_must_be() -> None:
+def test_no_collectives() -> None:
     pm = manager()
     x = batch(pm)
     assert_no_collectives(lambda x: jnp.sin(x) * 2, x)
     assert_no_collectives(jax.jit(lambda x: sw.shard(x, sw.BATCH, sw.EMBED)), x, manager=pm)
 
 
-def test_loops_count_as_often_as_they_run() -> None:
+def test_loops_count_every_trip() -> None:
     mesh = cpu_mesh("dp:2,tp:4")
     spec = P(("dp", "tp"))
 
@@ -398,13 +398,13 @@ FAILURES: dict[str, Callable[[], None]] = {
 
 
 @pytest.mark.parametrize("name", list(FAILURES))
-def test_a_program_that_does_something_else(name: str, golden: Golden) -> None:
+def test_wrong_collectives_fail(name: str, golden: Golden) -> None:
     golden(failing(FAILURES[name]), name)
 
 
 @pytest.mark.parametrize("count", ["1", (1, 100), 1.0, True])
 @pytest.mark.parametrize("name", ["all_reduce", "bytes"])
-def test_a_count_is_a_whole_number_or_a_range(name: str, count: Any) -> None:
+def test_count_is_an_integer_or_a_range(name: str, count: Any) -> None:
     says = (
         rf"{name}={re.escape(repr(count))} is neither an integer nor a range: write {name}=1, or "
         rf"{name}=range\(1, 4\) for 1 to 3"
@@ -413,14 +413,14 @@ def test_a_count_is_a_whole_number_or_a_range(name: str, count: Any) -> None:
         assert_collectives(text("cpu_nested_loops"), **{name: count}, mesh=cpu_mesh("dp:2,tp:4"))
 
 
-def test_only_looks_at_the_axis_that_is_named() -> None:
+def test_only_the_named_axis_counts() -> None:
     """Over dp the step gathers too; over tp it sums and does nothing else."""
     assert_collectives(
         text("cpu_train_step"), all_reduce=12, axis="tp", only=True, mesh=cpu_mesh("dp:2,tp:4")
     )
 
 
-def test_a_live_failure_names_the_function_and_the_line() -> None:
+def test_failure_names_function_and_line() -> None:
     pm = manager()
     message = failing(lambda: assert_no_collectives(mlp, placed(pm), batch(pm), manager=pm))
     assert message.startswith(
@@ -431,7 +431,7 @@ def test_a_live_failure_names_the_function_and_the_line() -> None:
     assert "tp may carry HEAD, KV_HEAD, MLP_INTERMEDIATE, VOCAB" in message
 
 
-def test_what_cannot_be_asked_of_a_program() -> None:
+def test_invalid_program_arguments() -> None:
     pm = manager()
     params, x = placed(pm), batch(pm)
     with pytest.raises(

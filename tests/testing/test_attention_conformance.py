@@ -59,9 +59,7 @@ class TestOtherWords(Few):
 
 
 @pytest.mark.wide
-def test_a_subclass_passes_skips_with_reasons_or_fails(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outcomes_of_a_subclass(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     done = run_pytest(pytester, monkeypatch, {"test_mine.py": MINE}, "-rA", "--tb=line")
     text = said(done)
     outcomes = {
@@ -80,7 +78,7 @@ def test_a_subclass_passes_skips_with_reasons_or_fails(
     assert re.search(r"right-\S+.*: \['the length of the queries is sharded over sp'", text)
 
 
-def test_the_few_cells_see_every_case_mesh_dtype_and_axis_type() -> None:
+def test_default_cells_cover_every_parameter() -> None:
     few = AttentionConformance.cells()
     assert {cell.case for cell in few} == set(CASES)
     assert {cell.mesh for cell in few} == set(MESHES)

@@ -55,12 +55,12 @@ def failing(call: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("grad", [True, False], ids=["gradients", "values"])
 @pytest.mark.sweep(keep=2)
-def test_a_right_program(grad: bool, dtype: Any) -> None:
+def test_correct_program_passes(grad: bool, dtype: Any) -> None:
     pm = manager()
     assert_same_as_unsharded(mlp, *inputs(pm, dtype), manager=pm, grad=grad)
 
 
-def test_the_ambient_manager_and_jitted_functions_and_trees() -> None:
+def test_ambient_manager_jit_and_trees() -> None:
     pm = manager()
 
     @jax.jit
@@ -87,7 +87,7 @@ def test_a_mesh_without_a_manager() -> None:
     assert_same_as_unsharded(lambda params, x: x @ params["up"], *inputs(pm), mesh=pm.mesh)
 
 
-def test_the_mesh_of_the_arguments_will_do() -> None:
+def test_mesh_defaults_to_the_arguments() -> None:
     _, x = inputs(manager())
     assert_same_as_unsharded(lambda x: jax.lax.with_sharding_constraint(jnp.sin(x), P("fsdp")), x)
     assert "result" in failing(
@@ -116,7 +116,7 @@ def test_explicit_axes() -> None:
     assert_same_as_unsharded(lambda x: sw.shard(jnp.sin(x) * 2, sw.BATCH, sw.EMBED), x, manager=pm)
 
 
-def test_a_function_bound_to_its_mesh_has_a_reference() -> None:
+def test_bound_function_needs_a_reference() -> None:
     pm = manager()
     params, x = inputs(pm)
 
@@ -178,14 +178,14 @@ forgets.defvjp(_forward, _backward)
 
 
 def test_values_that_differ(golden: Golden) -> None:
-    """Each shard normalises over its own rows: right alone, wrong in parts."""
+    """Each shard normalizes over its own rows, which is wrong on several shards."""
     pm = manager()
     x = pm.shard(np.arange(32, dtype=np.float32).reshape(4, 8), sw.BATCH, sw.EMBED)
     wrong = per_shard(lambda value: value - value.sum())
     golden(failing(lambda: assert_same_as_unsharded(wrong, x, manager=pm, grad=False)))
 
 
-def test_gradients_that_differ_where_values_agree() -> None:
+def test_only_gradients_differ() -> None:
     pm = manager()
     x = pm.shard(np.ones((4, 8), np.float32), sw.BATCH, sw.EMBED)
     message = failing(lambda: assert_same_as_unsharded(forgets, x, manager=pm))
@@ -195,7 +195,7 @@ def test_gradients_that_differ_where_values_agree() -> None:
     assert lines[3].startswith("gradient 0  4x8    float32  P('fsdp')  64 B")
 
 
-def test_whole_numbers_and_nan_and_infinity() -> None:
+def test_integers_nan_and_infinity() -> None:
     pm = manager()
     x = pm.shard(np.array([[np.nan, np.inf], [1.0, -np.inf]], np.float32), sw.BATCH, sw.EMPTY)
     assert_same_as_unsharded(lambda x: x * 2, x, manager=pm)
@@ -214,7 +214,7 @@ def test_whole_numbers_and_nan_and_infinity() -> None:
     )
 
 
-def test_other_trees_and_no_numbers_are_no_comparison() -> None:
+def test_different_trees_and_empty_results() -> None:
     pm = manager()
     _, x = inputs(pm)
     for reference in (lambda x: {"b": x, "c": x * 2}, lambda x: {"a": x}, lambda x: (x, x * 2)):
@@ -239,13 +239,13 @@ def test_tolerances() -> None:
 
 
 @pytest.mark.parametrize("nothing", [lambda x: x[:0], lambda x: {}], ids=["size 0", "no arrays"])
-def test_a_result_without_numbers_is_no_comparison(nothing: Callable[[Any], Any]) -> None:
+def test_result_without_finite_numbers(nothing: Callable[[Any], Any]) -> None:
     _, x = inputs(pm := manager())
     message = failing(lambda: assert_same_as_unsharded(nothing, x, manager=pm, grad=False))
     assert "there is nothing to compare" in message
 
 
-def test_nothing_sharded_is_no_comparison() -> None:
+def test_unsharded_program_fails() -> None:
     pm = manager()
     copies = pm.shard(np.ones((4, 8), np.float32), sw.EMPTY, sw.EMPTY)
     message = failing(lambda: assert_same_as_unsharded(lambda x: x * 2, copies, manager=pm))
@@ -262,7 +262,7 @@ def test_nothing_sharded_is_no_comparison() -> None:
     )
 
 
-def test_what_cannot_be_compared() -> None:
+def test_invalid_arguments() -> None:
     pm = manager()
     _, x = inputs(pm)
     with pytest.raises(

@@ -57,7 +57,7 @@ def test_missing_then_written_then_compared(one: Golden) -> None:
     Golden(folder=one.folder, test="it")("text")
 
 
-def test_a_stale_file_shows_what_changed(one: Golden) -> None:
+def test_outdated_file_shows_changes(one: Golden) -> None:
     updated(one)("a\nb\nc\nd\ne\nf\ng")
     with pytest.raises(GoldenError, match="says something else") as caught:
         one("a\nb\nc\nD\ne\nf\ng")
@@ -76,7 +76,7 @@ def test_a_stale_file_shows_what_changed(one: Golden) -> None:
     )
 
 
-def test_columns_that_move_do_not_hide_the_line_that_changed() -> None:
+def test_moved_columns_do_not_hide_changes() -> None:
     before = "path  spec\na     P()\nb     P('tp')\n"
     after = "path    spec\na       P()\nb       P('dp')\nlonger  P()\n"
     assert difference(before, after).splitlines() == [
@@ -124,7 +124,7 @@ def test_line_ends_and_bytes_that_differ_are_shown(one: Golden) -> None:
         Golden(folder=one.folder, test="it")("b")
 
 
-def test_what_cannot_be_a_file_is_told(one: Golden) -> None:
+def test_invalid_names_and_values(one: Golden) -> None:
     long = "n" * 300
     with pytest.raises(
         GoldenError,
@@ -157,7 +157,7 @@ def test_what_cannot_be_a_file_is_told(one: Golden) -> None:
         updated(one)("text", 3)  # type: ignore[arg-type]
 
 
-def test_a_file_of_ones_own(one: Golden, tmp_path: Path) -> None:
+def test_file_at_another_path(one: Golden, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     updated(one).file(page, "text\n")
     one.file(page, "text\n")
@@ -165,7 +165,7 @@ def test_a_file_of_ones_own(one: Golden, tmp_path: Path) -> None:
         one.file(page, "other\n")
 
 
-def test_a_reader_sees_the_old_text_or_the_new_one(tmp_path: Path) -> None:
+def test_write_is_atomic(tmp_path: Path) -> None:
     path, texts = tmp_path / "deep" / "file.txt", [letter * 20_000 for letter in "abcd"]
     write(path, texts[0])
     seen, stop = set(), threading.Event()
@@ -191,7 +191,7 @@ def test_a_reader_sees_the_old_text_or_the_new_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.mesh("dp:2,tp:4,sp:1", axis_types=["auto", "explicit"])
-def test_a_tree_is_a_table_that_says_the_same_for_the_same_sharding(mesh: Mesh) -> None:
+def test_equal_shardings_have_equal_tables(mesh: Mesh) -> None:
     def placed(*spec: object) -> jax.Array:
         return jax.device_put(jnp.zeros((8, 4)), NamedSharding(mesh, P(*spec)))
 
@@ -309,9 +309,7 @@ def test_a_run_writes_compares_and_reports(run: Run, pytester: pytest.Pytester) 
 
 
 @pytest.mark.wide
-def test_the_workers_of_xdist_write_and_the_controller_reports(
-    run: Run, pytester: pytest.Pytester
-) -> None:
+def test_xdist_workers_write(run: Run, pytester: pytest.Pytester) -> None:
     result = run(
         {"test_a.py": TESTS, "golden/test_a/old.txt": "nobody wants it\n"},
         "--update-golden",
@@ -336,7 +334,7 @@ def test_the_workers_of_xdist_write_and_the_controller_reports(
     ids=["-k", "node id", "--deselect", "a skip", "--lf"],
 )
 @pytest.mark.sweep(keep=2)
-def test_a_part_of_a_module_says_nothing_about_the_other_files(
+def test_partial_run_ignores_unused_files(
     run: Run, pytester: pytest.Pytester, args: tuple[str, ...], files: dict[str, str]
 ) -> None:
     run({"test_a.py": TESTS}, "--update-golden")
@@ -355,9 +353,7 @@ def test_c(golden): golden("one", "shared")
 """
 
 
-def test_tests_that_share_a_file_must_agree_and_a_module_that_is_gone_is_told(
-    run: Run, pytester: pytest.Pytester
-) -> None:
+def test_shared_files_and_removed_modules(run: Run, pytester: pytest.Pytester) -> None:
     gone = pytester.path / "golden" / "test_gone"
     gone.mkdir(parents=True)
     result = run({"test_it.py": CLASH}, "--update-golden")
@@ -384,7 +380,7 @@ def test_it(mesh, golden):
 """
 
 
-def test_a_name_has_the_mesh_of_its_test(run: Run, pytester: pytest.Pytester) -> None:
+def test_mesh_is_part_of_the_name(run: Run, pytester: pytest.Pytester) -> None:
     run({"test_a.py": MESHES}, "--update-golden").assert_outcomes(passed=2)
     folder = pytester.path / "golden" / "test_a"
     assert {path.name: path.read_text() for path in folder.iterdir()} == {
@@ -403,7 +399,7 @@ def test_it(golden, word):
 """
 
 
-def test_cases_that_share_a_name_are_told_so_when_they_fail(run: Run) -> None:
+def test_failure_of_cases_that_share_a_file(run: Run) -> None:
     run({"test_a.py": CASES}, "--update-golden")
     result = run({}, "-x")
     result.assert_outcomes(failed=1)
@@ -434,7 +430,7 @@ def test_late(golden, late): ...
 @pytest.mark.parametrize(
     "workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["one", "xdist"]
 )
-def test_a_file_used_by_a_fixture_or_asked_for_by_name_is_not_removed(
+def test_files_used_by_fixtures_are_kept(
     run: Run, pytester: pytest.Pytester, workers: tuple[str, ...]
 ) -> None:
     old = {"test_a.py": HIDDEN, "golden/test_a/old.txt": "nobody wants it\n"}
@@ -452,9 +448,7 @@ def test_a_file_used_by_a_fixture_or_asked_for_by_name_is_not_removed(
     assert (pytester.path / "golden" / "test_a" / "asked.txt").exists()
 
 
-def test_a_test_that_asks_for_it_and_did_not_pass_leaves_its_file(
-    run: Run, pytester: pytest.Pytester
-) -> None:
+def test_failed_test_keeps_its_file(run: Run, pytester: pytest.Pytester) -> None:
     run({"test_a.py": HIDDEN}, "--update-golden")
     run(
         {"test_a.py": HIDDEN.replace("(request):", "(request):\n    pytest.skip()")},
@@ -477,7 +471,7 @@ def pytest_runtest_protocol(item, nextitem):
 """
 
 
-def test_a_test_that_runs_again_starts_anew(run: Run) -> None:
+def test_rerun_starts_fresh(run: Run) -> None:
     files = {
         "conftest.py": AGAIN,
         "test_a.py": "def test_flaky(golden): golden('text')\n",
@@ -505,7 +499,7 @@ def test_named(golden, text): golden(text, f"named{len(text)}{text.count('/')}")
 """
 
 
-def test_no_two_tests_have_one_file_by_their_names(run: Run, pytester: pytest.Pytester) -> None:
+def test_tests_with_one_file_name(run: Run, pytester: pytest.Pytester) -> None:
     result = run({"test_a.py": ALIKE}, "--update-golden")
     result.assert_outcomes(passed=4, failed=2)
     says = (

@@ -37,7 +37,7 @@ def meshes() -> tuple[Mesh, Mesh, Mesh]:
     return first, other, rest
 
 
-def test_other_devices_are_another_place() -> None:
+def test_device_order_is_compared() -> None:
     mesh, backwards, others = meshes()
     pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=mesh)
     for where, ids in ((backwards, "3,2,1,0"), (others, "4,5,6,7")):
@@ -53,7 +53,7 @@ def test_other_devices_are_another_place() -> None:
     )
 
 
-def test_a_sum_that_is_not_finished_is_another_place() -> None:
+def test_unreduced_axes_are_compared() -> None:
     mesh = cpu_mesh("dp:2,tp:4,sp:1", axis_types="explicit")
     x = jax.ShapeDtypeStruct(
         (8, 8), np.float32, sharding=NamedSharding(mesh, P("dp", unreduced={"tp", "sp"}))
@@ -78,7 +78,7 @@ def test_a_sum_that_is_not_finished_is_another_place() -> None:
         (P("zz"), r"^a[ :].*zz"),
     ],
 )
-def test_a_spec_that_does_not_fit_is_told_by_path(spec: Any, says: str) -> None:
+def test_misfit_names_the_path(spec: Any, says: str) -> None:
     mesh = cpu_mesh("dp:2,tp:4")
     tree = {"a": jax.device_put(ONES, NamedSharding(mesh, P("dp")))}
     with pytest.raises(ShardingError, match=says):
@@ -103,7 +103,7 @@ def test_a_spec_that_does_not_fit_is_told_by_path(spec: Any, says: str) -> None:
         lambda pm: assert_max_replicated({}, bytes=0),
     ],
 )
-def test_a_tree_without_arrays_is_no_question(call: Callable[[Any], None]) -> None:
+def test_tree_without_arrays_is_refused(call: Callable[[Any], None]) -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("tp:8"))
     with pytest.raises(
         StrategyError, match="the tree has no arrays, so there is nothing to look at"

@@ -1,4 +1,4 @@
-"""What an assertion about a program looks at: never at nothing."""
+"""Assertions about programs refuse a program in which nothing is sharded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def summing(axes: Any, mesh: Mesh) -> tuple[Callable[[Any], Any], Any]:
 @pytest.mark.parametrize(
     "w", [WHOLE, jax.ShapeDtypeStruct(WHOLE.shape, WHOLE.dtype)], ids=["numpy", "no_sharding"]
 )
-def test_a_program_on_one_device_sends_nothing_and_says_nothing(w: Any) -> None:
+def test_program_on_one_device_is_refused(w: Any) -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("tp:8"))
     with pytest.raises(ProgramError, match=ONE_DEVICE):
         assert_no_collectives(product, w, w, mesh=pm.mesh)
@@ -59,16 +59,16 @@ def test_a_program_on_one_device_sends_nothing_and_says_nothing(w: Any) -> None:
         read_collectives(jax.jit(product).lower(WHOLE, WHOLE).compile(), pm.mesh)
 
 
-def test_a_program_that_shards_inside_is_looked_at() -> None:
+def test_program_that_shards_inside() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=cpu_mesh("tp:8"))
     assert_no_collectives(lambda x: sw.shard(jnp.sin(x), sw.EMPTY, sw.HEAD), WHOLE, manager=pm)
 
 
-def test_one_device_is_all_that_a_mesh_of_one_has() -> None:
+def test_mesh_of_one_device() -> None:
     assert_no_collectives(product, WHOLE, WHOLE, mesh=cpu_mesh("tp:1"))
 
 
-def test_of_several_axes_none_may_be_sent_over() -> None:
+def test_no_collectives_over_several_axes() -> None:
     mesh = cpu_mesh("dp:2,tp:4")
     for axes in ("dp", "tp", ("dp", "tp")):
         f, x = summing(axes, mesh)
@@ -82,7 +82,7 @@ def test_of_several_axes_none_may_be_sent_over() -> None:
     assert_collectives(f, x, all_reduce=1, axis=("dp",))
 
 
-def test_axes_of_one_device_do_not_count() -> None:
+def test_axes_of_size_one_are_ignored() -> None:
     f, x = summing(("dp", "tp"), cpu_mesh("dp:8,tp:1"))
     assert_collectives(f, x, all_reduce=1, axis=("dp", "tp"))
     assert_no_collectives(f, x, axis=("tp",))
@@ -91,7 +91,7 @@ def test_axes_of_one_device_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("axis", [(), []])
-def test_no_axis_is_no_question(axis: Any) -> None:
+def test_empty_axis_is_refused(axis: Any) -> None:
     f, x = summing("dp", cpu_mesh("dp:2,tp:4"))
     with pytest.raises(TypeError, match="names no axis, so nothing is looked at"):
         assert_no_collectives(f, x, axis=axis)

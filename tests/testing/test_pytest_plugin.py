@@ -35,32 +35,32 @@ from shardwright.manager import context
 @pytest.mark.mesh("dp:2,tp:4", "dp:8", axis_types=["auto", "explicit"])
 def test_several(mesh):
     types = {str(kind) for kind in mesh.axis_types}
-    print("LIES", dict(mesh.shape), types, {d.platform for d in mesh.devices.flat})
+    print("MESHES_SEEN", dict(mesh.shape), types, {d.platform for d in mesh.devices.flat})
 
 @pytest.mark.mesh("dp:2,fsdp:-1", axis_types={"dp": "explicit"})
 @pytest.mark.mesh("tp:4")
 def test_stacked(mesh):
-    print("LIES", dict(mesh.shape))
+    print("MESHES_SEEN", dict(mesh.shape))
 
 @pytest.mark.mesh("fsdp:2,tp:2", strategy=["fsdp_tp", "mine.toml"], mode="decode")
 @pytest.mark.parametrize("size", [4, 8])
 def test_manager(manager, mesh, size):
     assert sw.current_manager() is manager and manager.mesh is mesh
     assert jax.sharding.get_mesh() == mesh
-    print("LIES", manager, manager.mesh_axes(sw.BATCH, size))
+    print("MESHES_SEEN", manager, manager.mesh_axes(sw.BATCH, size))
 
 @pytest.mark.mesh(strategy="nested/own.toml")
 def test_own_mesh(manager):
-    print("LIES", manager)
+    print("MESHES_SEEN", manager)
 
 @pytest.mark.mesh("dp:2")
 class TestClass:
     @pytest.mark.mesh("dp:4")
     def test_nearest(self, mesh):
-        print("LIES", dict(mesh.shape))
+        print("MESHES_SEEN", dict(mesh.shape))
 
     def test_inherited(self, mesh):
-        print("LIES", dict(mesh.shape))
+        print("MESHES_SEEN", dict(mesh.shape))
 
     def test_without(self):
         assert context.current() is None and jax.sharding.get_mesh().empty
@@ -86,7 +86,7 @@ IDS = [
     "TestClass::test_without",
     "test_plain",
 ]
-LIES = [
+MESHES_SEEN = [
     "{'dp': 2, 'tp': 4} {'AxisType.Auto'} {'cpu'}",
     "{'dp': 2, 'tp': 4} {'AxisType.Explicit'} {'cpu'}",
     "{'dp': 8} {'AxisType.Auto'} {'cpu'}",
@@ -150,7 +150,9 @@ def test_one_test_per_mesh_with_a_name_that_says_which(run: Run) -> None:
         for line in result.outlines
         if line.startswith("test_it.py::")
     ] == IDS
-    assert [line.partition("LIES ")[2] for line in text.splitlines() if "LIES" in line] == LIES
+    assert [
+        line.partition("MESHES_SEEN ")[2] for line in text.splitlines() if "MESHES_SEEN" in line
+    ] == MESHES_SEEN
 
 
 @pytest.mark.wide
@@ -324,7 +326,7 @@ MARKERS = {
 }
 
 
-def test_a_marker_that_cannot_be_read_is_told_while_tests_are_collected(run: Run) -> None:
+def test_invalid_marker_fails_collection(run: Run) -> None:
     files = {f"test_{at}.py": f"import pytest\n\n{text}\n" for at, text in enumerate(MARKERS)}
     result = run(files)
     result.assert_outcomes(errors=len(MARKERS))
@@ -383,7 +385,7 @@ def test_the_number_of_devices(
 
 
 @pytest.mark.wide
-def test_too_few_devices_name_who_asked_and_what_to_change(run: Run) -> None:
+def test_too_few_devices_has_a_fix(run: Run) -> None:
     test = COUNT.replace("dp:2", "dp:8")
     result = run({"conftest.py": EARLY, "test_it.py": test})
     assert (
@@ -412,7 +414,7 @@ def test_too_few_devices_name_who_asked_and_what_to_change(run: Run) -> None:
 
 
 @pytest.mark.parametrize("word", ["eight", "0", "-1", "2.5"])
-def test_a_number_of_devices_that_is_none(run: Run, word: str) -> None:
+def test_invalid_device_count(run: Run, word: str) -> None:
     result = run({"test_it.py": "def test_it(): ..."}, ini=f"virtual_devices = {word}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert (
@@ -442,15 +444,13 @@ def test_a_marker_of_their_own(): ...
 """
 
 
-def test_it_is_light_and_out_of_the_way_where_nobody_uses_it(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unused_plugin_is_light(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a project whose meshes are of triangles."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others do import JAX
     run({"test_it.py": QUIET}).assert_outcomes(passed=3)
 
 
-def test_an_installed_package_brings_the_plugin_of_the_same_name() -> None:
+def test_plugin_is_loaded_once() -> None:
     """`-p shardwright_pytest` and the entry point are then one plugin, not two."""
     project = tomllib.loads((SRC.parent / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["entry-points"]["pytest11"] == {
@@ -483,7 +483,7 @@ def test_real_devices_only_when_asked(run: Run) -> None:
     run({"test_it.py": REAL}, "--mesh-backend", "cpu").assert_outcomes(passed=1)
 
 
-def test_on_an_accelerator_machine_a_test_computes_on_cpu_devices(
+def test_cpu_meshes_on_an_accelerator_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Arrays that are not committed would land on the accelerator, away from the mesh."""
@@ -511,7 +511,7 @@ def test_too_few_real_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 @pytest.mark.mesh("dp:2,tp:4", axis_types=["auto", "explicit"])
-def test_the_project_uses_it_itself(mesh: Mesh) -> None:
+def test_this_project_uses_the_plugin(mesh: Mesh) -> None:
     assert mesh == cpu_mesh(
         "dp:2,tp:4", axis_types="explicit" if AxisType.Explicit in mesh.axis_types else "auto"
     )

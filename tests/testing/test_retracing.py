@@ -51,7 +51,7 @@ def test_a_step_that_is_compiled_once() -> None:
     )
 
 
-def test_a_manager_is_no_reason() -> None:
+def test_equal_managers_do_not_retrace() -> None:
     """Two equal managers, entered by turns, are one entry of the cache."""
     x = placed(manager())
 
@@ -73,7 +73,7 @@ def test_result_sharded_unlike_its_argument(golden: Golden) -> None:
     golden(failing(lambda: assert_no_retrace(step, ({"w": placed(pm)}["w"],), lambda out: (out,))))
 
 
-def test_another_shape_another_dtype_a_missing_argument() -> None:
+def test_changed_arguments() -> None:
     pm = manager()
     step = jax.jit(lambda x, y=None: x * 2)
     message = failing(lambda: assert_no_retrace(step, (placed(pm),), (placed(pm, 16),)))
@@ -92,7 +92,7 @@ def test_another_shape_another_dtype_a_missing_argument() -> None:
     assert "1         float32 8x4 P('fsdp')  16 B        absent" in message
 
 
-def test_a_function_jitted_anew_each_time() -> None:
+def test_function_jitted_in_each_call() -> None:
     x = jnp.ones(3)
 
     def anew(x: Any) -> Any:
@@ -125,12 +125,12 @@ def test_donated_arguments_can_be_described() -> None:
 
 
 @pytest.mark.parametrize("calls", [(), ((1,),)])
-def test_one_call_says_nothing(calls: Any) -> None:
+def test_one_call_is_refused(calls: Any) -> None:
     with pytest.raises(TypeError, match=f"got {len(calls)} calls: the first call always traces"):
         assert_no_retrace(jax.jit(double), *calls)
 
 
-def test_what_ran_before_does_not_count() -> None:
+def test_earlier_compilations_do_not_count() -> None:
     step = jax.jit(double)
     step(jnp.ones(3))
     step(jnp.ones(4))
@@ -139,7 +139,7 @@ def test_what_ran_before_does_not_count() -> None:
     )
 
 
-def test_what_ran_before_does_not_count_in_a_function_that_calls_it_either() -> None:
+def test_earlier_compilations_of_callees() -> None:
     step = jax.jit(double)
 
     def call(x: Any) -> Any:
@@ -177,7 +177,7 @@ def plain(x: Any) -> Any:
     ],
     ids=["operations", "nothing", "numpy"],
 )
-def test_where_nothing_is_jitted_there_is_nothing_to_count(f: Any, says: str) -> None:
+def test_nothing_jitted_is_refused(f: Any, says: str) -> None:
     for _ in range(2):  # whether or not its operations were compiled before
         with pytest.raises(TypeError, match=f"^assert_no_retrace has nothing to count: {says}"):
             assert_no_retrace(f, (jnp.ones(3),), (jnp.ones(3),))
@@ -207,7 +207,7 @@ def test_what_counts_as_jitted() -> None:
         assert_no_retrace(f, (jnp.ones(3),), (jnp.ones(3),))
 
 
-def test_where_the_log_is_off_what_was_compiled_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilations_count_without_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     step = jax.jit(double)
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
     assert_no_retrace(lambda x: step(x) + 1, (jnp.ones(3),), (jnp.ones(3),))
@@ -238,7 +238,7 @@ def test_arguments_that_are_not_in_a_tuple() -> None:
             assert_no_retrace(jax.jit(lambda *args: args[0]), *calls)
 
 
-def test_only_this_thread_is_watched_and_nothing_stays() -> None:
+def test_only_this_thread_is_watched() -> None:
     def elsewhere() -> None:
         jax.jit(lambda x: x - 3)(np.ones(5))
 

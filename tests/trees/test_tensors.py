@@ -50,10 +50,10 @@ def test_small_dtypes_are_packed() -> None:
     """Here and in the account of a tree's memory."""
     for dtype, size in (("int4", 24 // 2), ("uint2", 24 // 4), ("int8", 24), ("bool", 24)):
         tensor = Tensor(path="w", axes=(sw.EMBED, sw.VOCAB), shape=(8, 24), dtype=dtype)
-        lies = jax.NamedSharding(sw.abstract_mesh("tp:8"), jax.P("tp"))
+        sharding = jax.NamedSharding(sw.abstract_mesh("tp:8"), jax.P("tp"))
         assert (
             tensor.bytes_over(8)
-            == bytes_by_path(jax.ShapeDtypeStruct((8, 24), dtype), lies).per_device
+            == bytes_by_path(jax.ShapeDtypeStruct((8, 24), dtype), sharding).per_device
             == size
         )
     assert Tensor(path="w", axes=(sw.EMBED,), shape=(3,), dtype="int4").bytes_over(1) == 2

@@ -117,7 +117,7 @@ def test_parallelism_axes_have_short_names(short: str, axis: str) -> None:
     assert axis_label(axis) == short.upper()
 
 
-def test_not_given_is_one_object_for_ever() -> None:
+def test_not_given_is_a_singleton() -> None:
     assert pickle.loads(pickle.dumps(sw.NOT_GIVEN)) is sw.NOT_GIVEN
     assert sw.EMPTY_VAL() is sw.NOT_GIVEN
     assert not sw.NOT_GIVEN
@@ -129,7 +129,7 @@ def test_the_mask_value_is_large_finite_and_negative() -> None:
 
 
 class TestMerged:
-    def test_its_size_is_the_product(self) -> None:
+    def test_size_of_a_merged_dim(self) -> None:
         dim = sw.merged((sw.KV_HEAD, 8), (sw.KV_HEAD_DIM, 128))
         assert dim.size == 1024
         assert hash(dim) == hash(sw.merged(("kv_head", 8), ("KV_HEAD_DIM", 128)))
@@ -207,7 +207,7 @@ class TestStacked:
         with pytest.raises(sw.StrategyError, match="layers= is required for an ArraySpec"):
             sw.stacked(sw.ArraySpec((4,), jnp.float32, (sw.NORM,)))
 
-    def test_twice_is_refused(self) -> None:
+    def test_stacking_twice_is_refused(self) -> None:
         with pytest.raises(sw.AxisConflictError, match="LAYERS: the axis occurs twice"):
             lower(sw.stacked(sw.stacked((sw.EMBED,))))
         with pytest.raises(
@@ -439,7 +439,7 @@ class TestWhatIsChecked:
         assert read_annotation((sw.ColumnWise,)) is sw.ColumnWise
         assert read_annotation(()) == ()
 
-    def test_what_layouts_and_literal_specs_lower_to(self) -> None:
+    def test_lowered_layouts_and_literal_specs(self) -> None:
         for layout, role in (
             (sw.ColumnWise, sw.Role.PARAM),
             (sw.HiddenStateSharding(mode="prefill"), None),

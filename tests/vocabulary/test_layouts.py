@@ -129,7 +129,7 @@ def test_weight_layouts_resolve_as_parameters() -> None:
     assert {layout.role for layout in LAYOUTS.values()} == {None, Role.PARAM}
 
 
-def test_layouts_of_one_content_but_two_names_differ() -> None:
+def test_equal_layouts_of_two_names_differ() -> None:
     assert sw.SRowWise() != sw.ColumnWise.bias()
     assert sw.SRowWise() != sw.DynamicShardingAxes([TP], sw.MODE_TRAIN)
     assert len({sw.SRowWise(), sw.ColumnWise.bias(), sw.SRowWise()}) == 2

@@ -117,7 +117,7 @@ class TestLowering:
         ):
             lower(axes)
 
-    def test_empty_may_stand_often(self) -> None:
+    def test_empty_may_repeat(self) -> None:
         assert lower((sw.EMPTY, sw.EMPTY, sw.EMPTY)).dims == (Dim(axes=()),) * 3
 
     @pytest.mark.parametrize(

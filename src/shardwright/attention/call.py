@@ -101,7 +101,7 @@ OPERAND_DIMS: Final[dict[str, tuple[str, ...]]] = {
     "batch_index": ("batch",),
     "head_index": ("heads",),
 }
-# A dim of size 1 of these stands for every row, so it is never sharded.
+# A dim of size 1 of these applies to every row, so it is never sharded.
 _BROADCAST = frozenset({"q_positions", "kv_positions", "mask", "bias"})
 
 

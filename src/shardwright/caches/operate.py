@@ -39,7 +39,7 @@ def operate(
 
     Raises:
       CacheError: Outside a trace, something is refused and the policy is `error`. Inside a trace,
-        `checkify` is told instead.
+        the refusal goes to `checkify`.
     """
     traced = _jax.in_trace()
     if traced:

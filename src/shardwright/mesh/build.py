@@ -63,7 +63,7 @@ def create_mesh(
       devices: Devices to use. Defaults to all of the backend. Without a -1 the mesh takes as many
         as it needs, in order.
       axis_types: "auto" or "explicit" for all axes, or by name, with auto for the others.
-      dcn: The part of each axis that crosses slices, `{"dp": 2}`. By default, slices lie along the
+      dcn: The part of each axis that crosses slices, `{"dp": 2}`. By default, the slices split the
         first of pp, dp and fsdp whose size is a multiple of the number of slices. If the platform
         has no slices, the processes count as slices.
 

@@ -89,7 +89,7 @@ def axis_hint(name: str, labels: Iterable[str]) -> str:
 
 
 def lost_entry_fix(name: str, sizes: Iterable[str]) -> str:
-    """Return how to fix an entry of a literal spec that is not a mesh axis: a typing slip, or the
+    """Return how to fix an entry of a literal spec that is not a mesh axis: a typing error, or the
     name of an axis.
     """
     names = list(sizes)

@@ -50,7 +50,7 @@ class Named(AttentionImpl):
         return cls.forward_native(operands, call)
 
 
-def test_one_that_lacks_a_method_is_not_registered() -> None:
+def test_incomplete_class_is_not_registered() -> None:
     class Half(AttentionImpl):
         @classmethod
         def get_impl_name(cls) -> str:
@@ -66,7 +66,7 @@ def test_one_that_lacks_a_method_is_not_registered() -> None:
     assert "half" not in AttentionRegistry.list_implementations()
 
 
-def test_a_class_serves_calls_by_all_its_names() -> None:
+def test_class_serves_all_its_names() -> None:
     AttentionRegistry.register(Named)
     assert {"named", "called", "ring"} <= set(AttentionRegistry.list_implementations())
     Named.ran.clear()
