@@ -15,7 +15,7 @@ def test_ring_training_equals_one_device(capsys: pytest.CaptureFixture[str]) -> 
     assert long_context.main(["--length", "128", "--steps", "2"]) == 0
     text = capsys.readouterr().out
     assert 'long_context: ring   the strategy says train = "ring"' in text
-    assert "lies  q_length sp, kv_length sp" in text
+    assert "mesh  q_length sp, kv_length sp" in text
     assert "The losses agree" in text
 
 
