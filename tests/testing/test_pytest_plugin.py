@@ -139,7 +139,7 @@ class TestOfUnittest(unittest.TestCase):
 """
 
 
-def test_one_test_per_mesh_with_a_name_that_says_which(run: Run) -> None:
+def test_one_test_per_mesh(run: Run) -> None:
     """A mesh that a fixture sets for longer than a test is not an error of the test."""
     files = {"test_it.py": MESHES, "mine.toml": MINE, "nested/own.toml": MINE}
     result = run({**files, "test_longer.py": SET_FOR_LONGER}, "-v", "-s")
@@ -283,7 +283,7 @@ def test_other(): ...
 """
 
 
-def test_what_does_not_fit_is_told_and_nothing_leaks_into_the_next_test(run: Run) -> None:
+def test_failures_do_not_affect_later_tests(run: Run) -> None:
     """Also a marker that has no effect, which fails its own test and no other."""
     files = {"test_it.py": REFUSED, "test_other.py": IDLE}
     result = run(files, "-p", "no:randomly", "-W", "ignore::DeprecationWarning")
@@ -476,7 +476,7 @@ def test_it(mesh):
 """
 
 
-def test_real_devices_only_when_asked(run: Run) -> None:
+def test_real_devices_by_option(run: Run) -> None:
     result = run({"test_it.py": REAL}, "--mesh-backend", "tpu", inline=True)
     result.assert_outcomes(errors=1)
     assert "no tpu devices here: " in said(result)
