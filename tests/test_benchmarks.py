@@ -43,7 +43,7 @@ def test_a_subject_is_measured_printed_and_written(tmp_path: Path) -> None:
     assert "| enter |" in (tmp_path / "r.md").read_text()
 
 
-def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_benchmark_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, says in (
         (["entr"], "unknown subject 'entr'"),
         (["enter", "--repeats", "2"], "a median needs at least 3"),

@@ -19,7 +19,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("flag", ["16", "", "4"])
 @pytest.mark.sweep(keep=1)
-def test_a_larger_number_in_xla_flags_stays(call: str, flag: str) -> None:
+def test_larger_number_in_xla_flags_is_kept(call: str, flag: str) -> None:
     env = {
         key: value
         for key, value in os.environ.items()
