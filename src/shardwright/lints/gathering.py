@@ -33,8 +33,8 @@ def not_gathered(subject: Subject) -> Iterator[Finding]:
     """Yield rules that store weights over a mesh axis of the tokens, without gathering them.
 
     In `x @ w` with the tokens of `x` and a dim of `w` over fsdp, every device has other tokens and
-    another part of `w`. So each product must move `w` or the activations. FSDP moves `w`, which is
-    `policy.gather`.
+    another part of `w`. So XLA must move something for each product. With fsdp in `policy.gather`,
+    `sw.gather` gathers `w` once for all its products.
     """
     tokens: dict[str, str] = {}
     for axis in _TOKENS:
@@ -57,8 +57,8 @@ def not_gathered(subject: Subject) -> Iterator[Finding]:
                 Severity.WARNING,
                 _written_at(subject, axis, rule),
                 message=f"weights with {axis_label(axis)} are stored over {'+'.join(over)}, as "
-                f"{shared} of activations is, and they are not gathered: every product with them "
-                "moves activations or sums parts",
+                f"{shared} of activations is, and they are not gathered: XLA chooses for every "
+                "product whether to move the weight, activations or partial sums",
                 fix=f'gather them for use, [policy] gather = "{gather}", or store them over '
                 "another mesh axis",
             )
