@@ -115,6 +115,7 @@ if TYPE_CHECKING:
         get_names_from_partition_spec as get_names_from_partition_spec,
     )
     from shardwright.lints.catalogue import lint as lint
+    from shardwright.plan.search import search as search
     from shardwright.strategy.model import Strategy as Strategy
     from shardwright.trees.optimizer_state import annotate_state as annotate_state
 
@@ -126,6 +127,7 @@ _moved.install()
 # The slowest is pydantic, which only `Strategy` needs.
 _ON_DEMAND = {
     "lint": "shardwright.lints.catalogue",
+    "search": "shardwright.plan.search",
     "annotate_state": "shardwright.trees.optimizer_state",
     "Strategy": "shardwright.strategy.model",
 }

@@ -238,18 +238,53 @@ def plan(
     if isinstance(topology, str):
         topology = parse_topology(topology, read_hardware())
     layout = None if topology is None else lay_out(topology, mesh_sizes(manager.mesh))
-    categories = read_holds(shapes, holds)
-    roles = [None if category is None else ROLES[category] for category in categories]
-    traced = trace(manager, function, shapes, specs=specs, outputs=outputs, roles=roles)
-    state = count_state(manager, _held(shapes, traced, categories))
-    mesh = ",".join(f"{axis}:{size}" for axis, size in manager.mesh.shape.items())
+    program = Program(function, shapes, specs, outputs, holds, tuple(donated))
+    return price(manager, trace_program(manager, program), program, layout=layout)
+
+
+def trace_program(manager: PartitionManager, program: Program) -> Trace:
+    """Trace a program, so that it can be priced under every manager that the trace fits.
+
+    Raises:
+      ShardingError: An annotation does not resolve.
+    """
+    categories = read_holds(program.shapes, program.holds)
+    return trace(
+        manager,
+        program.function,
+        program.shapes,
+        specs=program.specs,
+        outputs=program.outputs,
+        roles=[None if category is None else ROLES[category] for category in categories],
+    )
+
+
+def price(
+    manager: PartitionManager, traced: Trace, program: Program, *, layout: Layout | None = None
+) -> PlanReport:
+    """Return the plan of a traced program under a manager.
+
+    Args:
+      manager: Strategy, mesh and mode.
+      traced: The program, whose trace the manager may share (`traced.fits(manager)`).
+      program: What was traced.
+      layout: Where the mesh axes are on a slice. Defaults to no hardware.
+
+    Raises:
+      ShardingError: An annotation does not resolve.
+    """
+    shapes = program.shapes
+    state = count_state(manager, _held(shapes, traced, read_holds(shapes, program.holds)))
     walked = walk(
         traced,
         manager,
         # Gradients come last, and are no arguments.
         kinds=[str(leaf.category) for leaf in state.leaves[: len(traced.inputs)]],
-        donated=[at in donated for at, tree in enumerate(shapes) for _ in jax.tree.leaves(tree)],
+        donated=[
+            at in program.donated for at, tree in enumerate(shapes) for _ in jax.tree.leaves(tree)
+        ],
     )
+    mesh = ",".join(f"{axis}:{size}" for axis, size in manager.mesh.shape.items())
     return PlanReport(walked=walked, strategy=manager.name, mesh=mesh, state=state, layout=layout)
 
 
