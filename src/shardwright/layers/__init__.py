@@ -20,6 +20,7 @@ from shardwright.layers import loss as loss
 from shardwright.layers import mlp_block as mlp_block
 from shardwright.layers import moe as moe
 from shardwright.layers import norm as norm
+from shardwright.layers import transformer_block as transformer_block
 from shardwright.layers.quantized_dot import quantize as quantize
 from shardwright.layers.quantized_dot import quantized_dot_general as quantized_dot_general
 from shardwright.layers.rope import rope as rope

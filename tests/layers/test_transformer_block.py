@@ -1,0 +1,175 @@
+"""The stack of layers: scan equals a loop, remat changes no gradient, decode equals one call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.layers import attention_block, mlp_block, transformer_block
+from shardwright.layers.placement import RESIDUAL
+from tests.layers import blocks
+
+CONFIG = transformer_block.TransformerConfig(
+    layers=4,
+    attention=attention_block.AttentionConfig(embed=16, heads=8, kv_heads=4, head_dim=4),
+    mlp=mlp_block.MlpConfig(embed=16, hidden=32),
+    windows=((2, 0), None),
+)
+X = np.random.default_rng(0).normal(size=(8, 8, 16)).astype(np.float32)
+PARAMS = blocks.random_params(transformer_block.specs(CONFIG))
+
+
+def stack(params: Any, x: Any, config: Any = CONFIG) -> Any:
+    return transformer_block.apply(config, params, x)[0]
+
+
+@functools.cache
+def unsharded() -> Any:
+    return blocks.values_and_gradients(stack, PARAMS, X)
+
+
+def by_blocks(params: Any, x: Any) -> Any:
+    """Return the stack as a loop over its blocks, which have their own oracles."""
+    for number in range(4):
+        layer = jax.tree.map(lambda w, at=number // 2: w[at], params[number % 2])
+        own = dataclasses.replace(CONFIG.attention, window=CONFIG.windows[number % 2])
+        x = x + attention_block.apply(own, layer["attention"], x)[0]
+        x = x + mlp_block.apply(CONFIG.mlp, layer["mlp"], x)[0]
+    return x
+
+
+def test_scan_equals_a_loop_over_blocks() -> None:
+    blocks.assert_close(unsharded(), blocks.values_and_gradients(by_blocks, PARAMS, X))
+
+
+def test_unstack_gives_the_same_layers() -> None:
+    config, layers = transformer_block.unstack(CONFIG, PARAMS)
+    assert len(layers) == len(transformer_block.specs(config)) == 4
+    assert transformer_block.unstack(config, layers)[1] == layers
+    shapes = jax.tree.map(np.shape, layers)
+    wanted = jax.tree.map(
+        lambda spec: spec.shape,
+        transformer_block.specs(config),
+        is_leaf=lambda node: isinstance(node, sw.ArraySpec),
+    )
+    assert shapes == wanted
+    y = jax.jit(functools.partial(stack, config=config))(layers, X)
+    blocks.assert_close(y, unsharded()[0][1])
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind", "remat"),
+    [
+        ("fsdp_tp_sp", "mixed", "full"),
+        *[
+            pytest.param(preset, kind, remat, marks=pytest.mark.wide)
+            for preset, kind, remat in [
+                ("fsdp_tp_sp", "explicit", "none"),
+                ("fsdp_tp_sp", "auto", "blocks"),
+                ("fsdp_tp", "explicit", "dots"),
+                ("fsdp_tp", "auto", "full"),
+                ("tensor", "mixed", "none"),
+                ("fsdp", "auto", "blocks"),
+            ]
+        ],
+    ],
+)
+def test_sharded_equals_unsharded(preset: str, kind: str, remat: str) -> None:
+    config = dataclasses.replace(CONFIG, remat=remat)
+    with blocks.make_manager(preset, kind) as pm:
+        stored = pm.shard(PARAMS, transformer_block.specs(config), role="param")
+        got = blocks.values_and_gradients(
+            functools.partial(stack, config=config), stored, pm.shard(X, RESIDUAL)
+        )
+        assert got[0][1].sharding.is_equivalent_to(pm.sharding(RESIDUAL, shape=X.shape), 3)
+    blocks.assert_close(got, unsharded(), rtol=1e-4)
+
+
+def test_remat_keeps_less() -> None:
+    """Residuals of the backward pass, in elements: the more is computed again, the fewer."""
+    kept = {}
+    for remat in transformer_block.REMAT:
+        config = dataclasses.replace(CONFIG, remat=remat)
+        _, pullback = jax.eval_shape(
+            lambda params, x, config=config: jax.vjp(lambda x: stack(params, x, config), x),
+            PARAMS,
+            X,
+        )
+        kept[remat] = sum(leaf.size for leaf in jax.tree.leaves(pullback))
+    assert kept["full"] < kept["blocks"] < kept["dots"] < kept["none"], kept
+
+
+@pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.wide)])
+def test_decode_equals_one_call(kind: str) -> None:
+    config, layers = transformer_block.unstack(CONFIG, PARAMS)
+    pm = blocks.make_manager("fsdp_tp_sp", kind, mode="decode")
+
+    def step(params: Any, x: Any, caches: Any) -> Any:
+        return transformer_block.apply(config, params, x, state=caches)
+
+    with pm:
+        caches = transformer_block.init_caches(config, batch=8, capacity=8)
+        stored = pm.shard(layers, transformer_block.specs(config), role="param")
+        run, rows = jax.jit(step, donate_argnums=2), []
+        for at in range(8):
+            y, caches = run(stored, X[:, at : at + 1], caches)
+            rows.append(np.asarray(y))
+    blocks.assert_close(np.concatenate(rows, 1), unsharded()[0][1], rtol=1e-4)
+
+
+def test_dropout_is_the_same_with_scan() -> None:
+    config = dataclasses.replace(CONFIG, dropout=0.5, layers=2, windows=())
+    params = [jax.tree.map(lambda w: w[:2], PARAMS[0])]
+    unstacked, layers = transformer_block.unstack(config, params)
+    keys = {"dropout": jax.random.key(0)}
+
+    @jax.jit
+    def both(x: Any) -> Any:
+        scanned, _ = transformer_block.apply(config, params, x, keys=keys)
+        return scanned, transformer_block.apply(unstacked, layers, x, keys=keys)[0]
+
+    scanned, looped = both(X)
+    blocks.assert_close(scanned, looped)
+    assert not np.allclose(scanned, jnp.asarray(stack(params, X, config)), rtol=1e-2)
+
+
+def test_bad_input() -> None:
+    caches = [None] * 4
+    small = mlp_block.MlpConfig(embed=8, hidden=32)
+
+    def change(**given: Any) -> Any:
+        return dataclasses.replace(CONFIG, **given)
+
+    cases: list[tuple[Any, str]] = [
+        (lambda: change(layers=0), "layers must be a positive integer"),
+        (lambda: change(mlp=small), "mlp.embed=8, and attention.embed=16"),
+        (lambda: change(remat="all"), "remat='all' is unknown"),
+        (lambda: change(windows=(None,) * 3), "windows has 3 entries, which do not divide 4"),
+        (lambda: change(dropout=-1), "dropout=-1 is not in"),
+        (lambda: stack(PARAMS[:1], X), "params has 1 trees, and the config describes 2"),
+        (lambda: stack(PARAMS, X[0]), r"x has shape \(8, 16\)"),
+        (
+            lambda: transformer_block.apply(CONFIG, PARAMS, X, state=caches),  # type: ignore[arg-type]
+            "caches with scan=True",
+        ),
+        (
+            lambda: transformer_block.apply(
+                change(scan=False),
+                [{}] * 4,
+                X,
+                state=caches[:3],  # type: ignore[arg-type]
+            ),
+            "state has 3 caches for 4 layers",
+        ),
+    ]
+    for call, message in cases:
+        with pytest.raises(sw.ShardingError, match=message) as caught:
+            call()
+        assert "fix  " in str(caught.value)
