@@ -17,6 +17,7 @@ from shardwright.errors import CacheError
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.shards import call_on_shards
+from shardwright.reshard.move import move_tree
 from shardwright.reshard.plan import Move, MoveKind, plan_moves
 from shardwright.reshard.run import run_moves
 from shardwright.resolution.partition_specs import entry_names, spec_of, spec_text
@@ -258,15 +259,14 @@ def _copy(
     # Enter the new manager: the ambient one may still be that of the old mesh.
     with manager:
         specs = _target_specs(cache, manager, mode)
-    copies = {}
+    copies: dict[str, jax.Array] = {}
     for name, array in _arrays(cache).items():
-        copies[name] = jax.device_put(array, NamedSharding(manager.mesh, specs[name]))
+        target = NamedSharding(manager.mesh, specs[name])
         # On a device that both meshes have, the copy may share the memory of the array.
-        shares = not isinstance(array, jax.Array) or not array.sharding.device_set.isdisjoint(
-            copies[name].sharding.device_set
+        apart = isinstance(array, jax.Array) and array.sharding.device_set.isdisjoint(
+            target.device_set
         )
-        if donate and not shares:
-            array.delete()
+        copies |= move_tree({name: array}, {name: target}, donate=donate and apart)
     return copies
 
 
