@@ -204,6 +204,19 @@ def to_the_mesh_and_back_to_both() -> None:
     assert fjformer.get_metrics({"s": placed["s"]}) == {"s": 2.0}
 
 
+def planned_moves_cross_processes() -> None:
+    """Collectives and permutes move between meshes of the same devices, piece by piece."""
+    axes = (sw.EMBED, sw.KV_HEAD)
+    x = manager().reshard(numbers(16, 32), axes, piece=256)
+    target = manager("tp:4,dp:2")
+    assert target.plan_reshard(x, axes, piece=256).bytes_sent > 0
+    moved = target.reshard(x, axes, piece=256)
+    np.testing.assert_array_equal(whole(moved), numbers(16, 32))
+    few = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
+    some = sw.PartitionManager(sw.Strategy.loads(RULES), mesh=few)
+    refused(lambda: some.reshard(x, axes), "between the devices of different processes")
+
+
 def ranks_of_processes_that_share_a_model_or_not() -> None:
     index = jax.process_index()
     shared = sw.get_ranks_and_size(sw.create_mesh("dp:1,tp:8"))
@@ -226,6 +239,7 @@ CASES = [
     shard_map_sums_over_both,
     both_resolve_alike,
     to_the_mesh_and_back_to_both,
+    planned_moves_cross_processes,
     ranks_of_processes_that_share_a_model_or_not,
 ]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from shardwright.errors import ShardingError
+from shardwright.errors import Problem, ShardingError
 from shardwright.reshard import transfer
 from shardwright.reshard.exchange import sends_of
 from shardwright.reshard.host import host_block
@@ -29,6 +29,21 @@ from shardwright.reshard.route import Route, Way
 Tick = Callable[[int, int], None]
 
 
+def check_processes(path: str, value: Any, target: NamedSharding, route: Route) -> list[Problem]:
+    """Return a problem if a move needs direct copies between the devices of two processes."""
+    if route.way is not Way.TRANSFER:
+        return []
+    if value.is_fully_addressable and target.is_fully_addressable:
+        return []
+    problem = Problem(
+        error=ShardingError,
+        what="blocks would go directly between the devices of different processes",
+        path=path,
+        fix="move between meshes of the same devices, or through a checkpoint",
+    )
+    return [problem]
+
+
 def move_leaf(
     value: Any, target: NamedSharding, route: Route, *, donate: bool, tick: Tick
 ) -> jax.Array:
@@ -40,9 +55,6 @@ def move_leaf(
       route: How it moves.
       donate: Whether the caller deletes the source afterwards, so that nothing may be shared.
       tick: Called after each piece.
-
-    Raises:
-      ShardingError: The move needs blocks of other processes.
     """
     if route.way is Way.STAYS:
         kept: jax.Array = value
@@ -128,11 +140,6 @@ def _transfer(
     by_id = {device.id: device for device in own}
     senders = [by_id[number] for number in route.source.devices]
     receivers = list(target.mesh.devices.flat)
-    if not value.is_fully_addressable or not target.is_fully_addressable:
-        raise ShardingError(
-            "blocks would go directly between the devices of different processes",
-            fix="move between meshes of the same devices, or through a checkpoint",
-        )
     source_mesh, target_mesh = flat_mesh(senders), flat_mesh(receivers)
     sends = sends_of(route.source, route.target)
     units = len(sends) // len(receivers)

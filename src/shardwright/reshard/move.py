@@ -12,10 +12,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from shardwright.errors import MoveError
+from shardwright.errors import MoveError, raise_problems
 from shardwright.manager import constraint
 from shardwright.manager.manager import PartitionManager
-from shardwright.reshard.leaf import move_leaf
+from shardwright.reshard.leaf import check_processes, move_leaf
 from shardwright.reshard.tree import LeafMove, ReshardPlan, plan_moves_of, target_shardings
 from shardwright.trees.paths import is_array_spec
 
@@ -76,7 +76,8 @@ def reshard(
 
     Raises:
       MeshSpecError: The manager's mesh is abstract.
-      ShardingError: As for `plan_reshard`.
+      ShardingError: As for `plan_reshard`; or blocks would go directly between the devices of
+        different processes.
       MoveError: A piece failed. The error holds the tree as it is then, from which the move can be
         resumed: `pm.reshard(error.tree, specs, ...)`.
     """
@@ -99,6 +100,13 @@ def move_tree(
     plan = plan_moves_of(tree, targets, piece=piece, donate=donate, dtype=dtype)
     values, structure = jax.tree.flatten(tree, is_leaf=is_array_spec)
     shardings: list[NamedSharding] = structure.flatten_up_to(targets)  # type: ignore[attr-defined]
+    raise_problems(
+        [
+            problem
+            for leaf, value, target in zip(plan.leaves, values, shardings, strict=True)
+            for problem in check_processes(leaf.path, value, target, leaf.route)
+        ]
+    )
     results = list(values)
     reporter = _Reporter(plan, progress)
     uses = Counter(map(id, values))
