@@ -357,7 +357,7 @@ def test_remains_of_earlier_sequence_are_hidden(name: str, implementation: str |
 
 
 @pytest.mark.parametrize("implementation", ["vanilla", "blockwise", "sdpa"])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.wide), 2])
 def test_missing_rows_may_hold_nan(batch: int, implementation: str) -> None:
     q, k, v = (jax.random.normal(jax.random.key(at), (batch, 4, 2, 8)) for at in range(3))
     options = {

@@ -139,7 +139,8 @@ def test_few_hundred_operations(name: str) -> None:
     run(Run(**CACHES[name]), 200)
 
 
-@pytest.mark.parametrize("name", ["dense", "sliding"])
+@pytest.mark.parametrize("name", ["sliding", "dense"])
+@pytest.mark.sweep(keep=1)
 def test_ring_sources(name: str) -> None:
     run(Run(source="sliding", **CACHES[name]), 200)
 

@@ -443,6 +443,7 @@ def test_shard_map_sums_gradients_of_replicated_operand(
 
 
 @pytest.mark.parametrize("name", ["dense_general", "several_of_each", "matrix_vector"])
+@pytest.mark.sweep(keep=2)
 def test_quantized_operand_equals_rounding_in_call(name: str) -> None:
     x, y, dims = operands(name)
     stored = jax.jit(functools.partial(quantize, shared=dims[0][1]))(y)
