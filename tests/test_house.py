@@ -366,7 +366,7 @@ PROBE = """
 import sys
 {first}
 import shardwright
-extra = sorted(name for name in ("pydantic", "rich") if name in sys.modules)
+extra = sorted(name for name in sys.modules if name in ("pydantic", "rich") or "interop" in name)
 if extra:
     sys.exit("imported: " + ", ".join(extra))
 import jax

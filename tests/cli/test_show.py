@@ -184,9 +184,13 @@ def test_reader_may_close_the_pipe(words: list[str], folder: Path) -> None:
 
 
 def test_commands_start_no_backend(folder: Path) -> None:
+    (folder / "weights.json").write_text(
+        '{"w": {"axes": "EMBED VOCAB", "shape": [8, 8], "dtype": "bfloat16"}}', encoding="utf-8"
+    )
+    weights = ["--tensors", "weights.json"]
     code = (
         "import sys, jax\nfrom shardwright.cli.main import main\n"
-        "for line in sys.argv[1:]:\n    main(line.split())\n"
+        "for line in sys.argv[1:]:\n    print('status', main(line.split()))\n"
         "jax.config.update('jax_num_cpu_devices', 3)\nassert len(jax.devices()) == 3\n"
         "assert 'rich' not in sys.modules\n"
     )
@@ -198,6 +202,7 @@ def test_commands_start_no_backend(folder: Path) -> None:
             DIFF,
             ["presets", "list"],
             ["schema"],
+            ["explain", *weights, "--strategy", "fsdp_tp", "--mesh", "fsdp:2048,tp:8"],
         )
     ]
     done = subprocess.run(
@@ -211,6 +216,10 @@ def test_commands_start_no_backend(folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
+    *_, explained, end = done.stdout.split("status 0\n")
+    assert "16384 devices" in explained
+    assert "-, tp" in explained
+    assert end == ""
 
 
 def test_default_width(
