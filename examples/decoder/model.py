@@ -79,7 +79,7 @@ def blocks(
     """
     specs = decoder_specs(config)
     table = sw.gather(params["embedding"], specs["embedding"], path="embedding")
-    # A product with one-hot rows is cheap for 256 bytes, and it partitions like any other product.
+    # One-hot rows are cheap for 256 bytes. For large vocabularies, layers.embedding looks rows up.
     x = sw.shard(
         jnp.einsum("bqv,ve->bqe", jax.nn.one_hot(tokens, config.vocab, dtype=table.dtype), table),
         HIDDEN_AXES,

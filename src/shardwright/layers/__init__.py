@@ -16,10 +16,12 @@ from shardwright.layers import dense as dense
 from shardwright.layers import dropout as dropout
 from shardwright.layers import dtypes as dtypes
 from shardwright.layers import embedding as embedding
+from shardwright.layers import lora as lora
 from shardwright.layers import loss as loss
 from shardwright.layers import mlp_block as mlp_block
 from shardwright.layers import moe as moe
 from shardwright.layers import norm as norm
+from shardwright.layers import relative_bias as relative_bias
 from shardwright.layers import transformer_block as transformer_block
 from shardwright.layers.quantized_dot import quantize as quantize
 from shardwright.layers.quantized_dot import quantized_dot_general as quantized_dot_general

@@ -1,0 +1,107 @@
+"""Low-rank adaptation of a product: `x A B * (alpha / rank)`, added to its result."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.errors import LayerError, RankMismatchError
+from shardwright.layers import dense
+from shardwright.layers.dense import Dims
+from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.vocabulary.annotations import ArraySpec
+from shardwright.vocabulary.axes import EMPTY
+from shardwright.vocabulary.integers import read_integer
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """The rank and the scale of an adaptation (Hu et al., arXiv:2106.09685).
+
+    Attributes:
+      rank: Size of the dim between A and B.
+      alpha: The result is multiplied by `alpha / rank`. None for a factor of 1.
+
+    Raises:
+      LayerError: The rank is not a positive integer, or alpha is not positive.
+    """
+
+    rank: int = 32
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        read_integer("rank", self.rank, error=LayerError, fix="pass a positive integer, rank=32")
+        if self.alpha is not None and not self.alpha > 0:
+            raise LayerError(
+                f"alpha={self.alpha!r} is not positive", fix="leave it out for a factor of 1"
+            )
+
+    @property
+    def scale(self) -> float:
+        """The factor of the result."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+def specs(
+    config: LoraConfig,
+    inputs: Dims,
+    outputs: Dims,
+    *,
+    init: Any = None,
+    dtypes: Dtypes = FLOAT32,
+) -> dict[str, ArraySpec]:
+    """Return `a`, `[*inputs, rank]`, and `b`, `[rank, *outputs]`, which starts at 0.
+
+    Args:
+      config: The rank.
+      inputs: Axis and size of the dims that the adapted product contracts.
+      outputs: Axis and size of the dims of its result.
+      init: Initializer of `a`. Defaults to that of `dense.specs`.
+      dtypes: Whose `param` is that of the parameters.
+    """
+    rank = [(EMPTY, config.rank)]
+    zeros = jax.nn.initializers.zeros
+    return {
+        "a": dense.specs(inputs, rank, init=init, dtypes=dtypes)["kernel"],
+        "b": dense.specs(rank, outputs, init=zeros, dtypes=dtypes)["kernel"],
+    }
+
+
+def apply(
+    config: LoraConfig,
+    params: dict[str, Any],
+    x: Any,
+    *,
+    out: Any,
+    inner: Any,
+    contract: int = 1,
+    dtype: Any = None,
+) -> jax.Array:
+    """Return what the adaptation adds to the product of `x` with a kernel.
+
+    Args:
+      config: The scale.
+      params: `a` and `b`, as they are used: gathered.
+      x: `[..., *inputs]`: the input of the adapted product.
+      out: Annotation of the result, `[..., *outputs]`.
+      inner: Annotation of `x A`, `[..., rank]`; the rank is `EMPTY`.
+      contract: Number of dims of `x` that are contracted.
+      dtype: Of the operands and the result. Defaults to that of `x`.
+
+    Raises:
+      RankMismatchError: The shapes do not fit each other.
+      ShardingError: An annotation does not fit, or the rules or the mesh do not.
+    """
+    a, b = np.shape(params["a"]), np.shape(params["b"])
+    if a[-1:] != (config.rank,) or b[:1] != (config.rank,):
+        raise RankMismatchError(
+            f"a has shape {a} and b {b}, and the rank is {config.rank}",
+            fix=f"pass a of shape (..., {config.rank}) and b of shape ({config.rank}, ...)",
+        )
+    low = dense.dense(x, params["a"], out=inner, contract=contract, dtype=dtype)
+    y: jax.Array = dense.dense(low, params["b"], out=out)
+    return y * jnp.asarray(config.scale, y.dtype)

@@ -1,0 +1,127 @@
+"""Relative position biases of T5: a learned bias per head and bucket of distances."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwright.errors import LayerError, RankMismatchError
+from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.placement import place
+from shardwright.vocabulary.annotations import ArraySpec
+from shardwright.vocabulary.axes import BIAS_HEAD_SEQ, BIAS_KV_SEQ, EMPTY, HEAD, QUERY_LENGTH
+from shardwright.vocabulary.integers import read_integer
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RelativeBiasConfig:
+    """Buckets of distances (Raffel et al., arXiv:1910.10683).
+
+    Attributes:
+      heads: Heads of queries.
+      buckets: Number of buckets. Half of those of a direction hold one distance each, the other
+        half logarithmic ranges.
+      max_distance: From this distance on, all keys are in the last bucket.
+      bidirectional: Whether keys after the query have buckets of their own, half of all. Otherwise
+        they are in bucket 0.
+
+    Raises:
+      LayerError: A value is not valid, or there are too few buckets.
+    """
+
+    heads: int
+    buckets: int = 32
+    max_distance: int = 128
+    bidirectional: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "buckets", "max_distance"):
+            fix = f"pass a positive integer, such as {name}=32"
+            read_integer(name, getattr(self, name), error=LayerError, fix=fix)
+        exact = self.buckets // (4 if self.bidirectional else 2)
+        if not exact or self.max_distance <= exact:
+            raise LayerError(
+                f"buckets={self.buckets} with max_distance={self.max_distance}: "
+                f"{exact} distances have a bucket of their own",
+                fix="pass at least 4 buckets, and a max_distance beyond half of a direction's",
+            )
+
+
+def specs(config: RelativeBiasConfig, *, init: Any = None, dtypes: Dtypes = FLOAT32) -> ArraySpec:
+    """Return the table, `[heads, buckets]`.
+
+    Args:
+      config: Sizes.
+      init: Initializer. Defaults to a uniform distribution with the variance of 2 / (heads +
+        buckets).
+      dtypes: Whose `param` is that of the table.
+    """
+    if init is None:
+        init = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
+    return ArraySpec((config.heads, config.buckets), dtypes.param, (HEAD, EMPTY), init)
+
+
+def apply(
+    config: RelativeBiasConfig,
+    table: Any,
+    *,
+    q_length: int,
+    kv_length: int,
+    q_start: int = 0,
+    dtype: Any = None,
+) -> jax.Array:
+    """Return the bias `[1, heads, q_length, kv_length]` that attention adds to its logits.
+
+    Args:
+      config: Sizes.
+      table: `[heads, buckets]`, as it is used.
+      q_length: Number of queries.
+      kv_length: Number of keys, at the positions from 0 on.
+      q_start: Position of the first query. A decoded token has the length of the cache.
+      dtype: Of the bias. Defaults to that of the table.
+
+    Raises:
+      RankMismatchError: The table has another shape.
+    """
+    if np.shape(table) != (config.heads, config.buckets):
+        raise RankMismatchError(
+            f"the table has shape {np.shape(table)}",
+            path="table",
+            fix=f"pass shape {(config.heads, config.buckets)}, [heads, buckets]",
+        )
+    queries, positions = np.arange(q_length) + q_start, np.arange(kv_length)
+    chosen = bucket(config, positions[None] - queries[:, None])
+    bias = jnp.asarray(table)[:, chosen][None]
+    axes = (EMPTY, BIAS_HEAD_SEQ, QUERY_LENGTH, BIAS_KV_SEQ)
+    placed: jax.Array = place(bias if dtype is None else bias.astype(dtype), axes)
+    return placed
+
+
+def bucket(config: RelativeBiasConfig, distance: Any) -> np.ndarray:
+    """Return the bucket of each distance, computed by NumPy while tracing.
+
+    With n buckets for a direction, a distance d < n/2 is in bucket d, and a larger one in
+    `n/2 + floor(log(d / (n/2)) / log(max_distance / (n/2)) * n/2)`, at most n - 1.
+
+    Args:
+      config: Sizes.
+      distance: Integers, position of the key minus that of the query.
+    """
+    count, before = config.buckets, -np.asarray(distance)
+    start = np.zeros_like(before)
+    if config.bidirectional:
+        count //= 2
+        start = np.where(before < 0, count, 0)
+        before = np.abs(before)
+    before = np.maximum(before, 0)
+    exact = count // 2
+    # In float32, as T5 computes it: a distance on the border of two buckets falls as it does there.
+    share = np.log(before.astype(np.float32) / exact + np.finfo(np.float32).eps)
+    steps = share / np.log(config.max_distance / exact) * (count - exact)
+    far = np.minimum(exact + steps.astype(np.int32), count - 1)
+    buckets: np.ndarray = start + np.where(before < exact, before, far)
+    return buckets

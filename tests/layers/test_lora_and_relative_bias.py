@@ -1,0 +1,102 @@
+"""Low-rank adaptation and relative position biases."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import shardwright as sw
+from shardwright.layers import lora, relative_bias
+from shardwright.layers.lora import LoraConfig
+from shardwright.layers.relative_bias import RelativeBiasConfig
+from tests.layers import blocks
+
+X = np.random.default_rng(0).normal(size=(8, 4, 16)).astype(np.float32)
+OUT = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
+INNER = (sw.BATCH, sw.QUERY_LENGTH, sw.EMPTY)
+
+
+def test_lora_equals_numpy() -> None:
+    config = LoraConfig(rank=4, alpha=8.0)
+    made = lora.specs(config, [(sw.EMBED, 16)], [(sw.HEAD, 8), (sw.HEAD_DIM, 2)])
+    assert made["b"].init is not None
+    assert not made["b"].init(jax.random.key(0), made["b"].shape, made["b"].dtype).any()
+    assert (LoraConfig(rank=4).scale, config.scale) == (1.0, 2.0)
+    params = blocks.random_params(made)
+    wanted = 2 * np.einsum("ble,er,rhd->blhd", X.astype(np.float64), params["a"], params["b"])
+    for kind in ("auto", "explicit"):
+        with blocks.make_manager("fsdp_tp", kind) as pm:
+            weights = pm.shard(params, made, role="use")
+            got = jax.jit(lambda p, x: lora.apply(config, p, x, out=OUT, inner=INNER))(weights, X)
+            assert got.sharding.is_equivalent_to(pm.sharding(OUT, shape=got.shape), 4)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def bucket_by_paper(distance: int, buckets: int, most: int, both: bool) -> int:
+    """Return the bucket of one distance, as the paper describes it."""
+    start = 0
+    if both:
+        buckets //= 2
+        start = buckets if distance > 0 else 0
+        distance = -abs(distance)
+    behind = max(-distance, 0)
+    half = buckets // 2
+    if behind < half:
+        return start + behind
+    share = math.log(behind / half) / math.log(most / half)
+    return start + min(half + int(share * (buckets - half) + 1e-6), buckets - 1)
+
+
+def test_buckets_equal_the_formula() -> None:
+    distances = np.arange(-300, 301)
+    for buckets, most, both in ((32, 128, False), (32, 128, True), (8, 20, True), (5, 9, False)):
+        config = RelativeBiasConfig(heads=2, buckets=buckets, max_distance=most, bidirectional=both)
+        got = relative_bias.bucket(config, distances)
+        wanted = [bucket_by_paper(int(d), buckets, most, both) for d in distances]
+        assert got.tolist() == wanted, (buckets, most, both)
+
+
+def test_bias_of_heads_and_positions() -> None:
+    config = RelativeBiasConfig(heads=8, buckets=8, max_distance=16)
+    table = blocks.random_params(relative_bias.specs(config))
+    whole = relative_bias.apply(config, table, q_length=12, kv_length=12)
+    assert whole.shape == (1, 8, 12, 12)
+    np.testing.assert_array_equal(whole[0, :, 5, 3], table[:, 2])
+    last = relative_bias.apply(config, table, q_length=1, kv_length=12, q_start=7)
+    np.testing.assert_array_equal(last[:, :, 0], whole[:, :, 7])
+    with blocks.make_manager("fsdp_tp", "explicit") as pm:
+        stored = pm.shard(table, relative_bias.specs(config), role="use")
+        sharded = jax.jit(
+            lambda table: relative_bias.apply(config, table, q_length=12, kv_length=12)
+        )(stored)
+    np.testing.assert_array_equal(sharded, whole)
+    assert sharded.sharding.spec[1] == "tp"
+
+
+def test_bad_input() -> None:
+    config = RelativeBiasConfig(heads=2)
+    cases: list[tuple[Any, str]] = [
+        (lambda: LoraConfig(rank=0), "rank must be a positive integer"),
+        (lambda: LoraConfig(alpha=-1), "alpha=-1 is not positive"),
+        (
+            lambda: lora.apply(
+                LoraConfig(rank=3), {"a": X[0].T, "b": X[0]}, X, out=OUT, inner=INNER
+            ),
+            r"a has shape \(16, 4\) and b \(4, 16\), and the rank is 3",
+        ),
+        (lambda: RelativeBiasConfig(heads=0), "heads must be a positive integer"),
+        (lambda: RelativeBiasConfig(heads=2, buckets=1), "buckets=1 with max_distance=128"),
+        (lambda: RelativeBiasConfig(heads=2, max_distance=16), "16 distances have a bucket"),
+        (
+            lambda: relative_bias.apply(config, np.ones((2, 3)), q_length=1, kv_length=1),
+            r"the table has shape \(2, 3\)",
+        ),
+    ]
+    for call, message in cases:
+        with pytest.raises(sw.ShardingError, match=message) as caught:
+            call()
+        assert "fix  " in str(caught.value)
