@@ -90,9 +90,12 @@ def _carried(
     carry = [_settled(value, runs=site.runs) for value in starts]
     for _ in range(_ROUNDS):
         ends = step.walk(body, [*fixed, *carry, *inputs], ledger=step.ledger.blank())
+        taken = [_takes(start, end) for start, end in zip(carry, ends, strict=False)]
+        if not any(taken):
+            break
         carry = [
-            _settled(end, runs=site.runs) if _takes(start, end) else start
-            for start, end in zip(carry, ends, strict=False)
+            _settled(end, runs=site.runs) if takes else start
+            for start, end, takes in zip(carry, ends, taken, strict=False)
         ]
     return carry
 

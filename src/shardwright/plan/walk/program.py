@@ -168,7 +168,7 @@ def source_line(equation: Any) -> str:
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not frame.file_name.startswith(_NOT_THE_MODEL):
-            return f"{Path(frame.file_name).name}:{frame.line_num}"
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return ""
 
 
