@@ -181,7 +181,7 @@ class CacheError(ShardingError):
 
 
 class MoveError(ShardingError):
-    """A move of arrays between shardings failed on its way.
+    """A move of arrays between shardings failed before it was complete.
 
     Attributes:
       tree: The tree as it is now: arrays that have moved, and the others where they were. Moving it

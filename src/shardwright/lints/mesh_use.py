@@ -99,7 +99,7 @@ def idle_mesh_axes(subject: Subject) -> Iterator[Finding]:
 def _idle(
     subject: Subject, axis: str, named: tuple[str, ...], used: set[str] | None
 ) -> tuple[str, Severity] | None:
-    """Return in which way a mesh axis is idle, and how bad that is; None if it is used.
+    """Return why a mesh axis is idle, and the severity; None if it is used.
 
     Args:
       subject: What is checked.

@@ -118,8 +118,9 @@ class Decider:
         return not size % self.shards(axes) >= 1
 
     def shards(self, live: tuple[str, ...]) -> int:
-        """Return the number of shards along mesh axes; along Manual ones sizes are already
-        local.
+        """Return the number of shards along mesh axes that are not Manual.
+
+        Along Manual mesh axes a size is local already.
         """
         if len(live) == 1 and not self.manual:
             return self.sizes[live[0]]
@@ -244,7 +245,7 @@ class Decider:
         return fall_back(self, draft, rule, trial, size)
 
     def without_shape(self, draft: Draft, rule: Chain) -> DimDecision:
-        """Decide a dim whose size is unknown, but selects the candidate: that is a problem."""
+        """Refuse a dim whose candidate depends on its unknown size."""
         fix = "pass shape="
         if draft.size is not None:
             fix = f"write {draft.size} as a multiple, such as 8*b, or give the rule one candidate"
@@ -306,9 +307,7 @@ class Decider:
         return is_drop and size is not None and not self.fits(size, live)
 
     def blocked(self, live: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the mesh axes of a candidate that an earlier dim, or an earlier member of it,
-        holds.
-        """
+        """Return the mesh axes of a candidate that an earlier dim or an earlier member holds."""
         if len(live) == 1:
             return live if live[0] in self.taken else ()
         return tuple(

@@ -26,7 +26,7 @@ def fall_back(
     failure = trial.failure
     is_next = decider.rules.policy.conflict is Conflict.NEXT
     if is_next and failure is not None and failure.reason is Reason.INDIVISIBLE:
-        # Neither `-` nor `?` is for sizes then.
+        # Under `conflict = "next"`, neither `-` nor `?` applies to sizes.
         return _indivisible(decider, draft, rule, failure, failure.live, size)
     if rule.fallback is Fallback.REPLICATED:
         return draft.decided(Outcome.REPLICATED)

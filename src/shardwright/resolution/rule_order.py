@@ -157,7 +157,8 @@ def _tried(decider: Decider, entry: _Open, at: int) -> DimDecision | None:
     if not is_last and at + 1 < len(entry.candidates):
         return None
     if trial.failure is not None:
-        # Since it failed, other dims may have taken its mesh axes.
+        # After this candidate failed, other dims may have taken its mesh axes. Try it again, for
+        # the reason that holds now.
         again = (trial.failure.candidate,)
         trial.failure = decider.attempt(again, entry.size).failure
     return fall_back(decider, draft, entry.rule, trial, entry.size)

@@ -118,7 +118,7 @@ def pieces(name: str, value: Any, origin: Origin) -> list[Piece]:
 
 
 def _joined(parts: Sequence[Piece]) -> Piece:
-    """Return pieces of one name as one."""
+    """Join the pieces of one name."""
     if len(parts) == 1:
         return parts[0]
     return Piece(

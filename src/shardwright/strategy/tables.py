@@ -110,7 +110,7 @@ def parse_rules(data: Mapping[str, Any], origin: Origin) -> ParsedTables:
 
 
 def _continuation_problems(first: Rule, rest: Rule, path: str) -> list[Problem]:
-    """Return what forbids that a chain goes on in a later table of the array."""
+    """Return the problem of a chain that continues in a later table of the array, if it has one."""
     what = fix = ""
     if first.fallback:
         what = f'nothing may follow "{first.fallback}", which always fits'
@@ -124,7 +124,7 @@ def _continuation_problems(first: Rule, rest: Rule, path: str) -> list[Problem]:
 
 
 def _continued(first: Rule, rest: Rule) -> Rule:
-    """Return a chain that goes on in a later table of the array."""
+    """Join two parts of a chain, the second of which is in a later table of the array."""
     ref = dataclasses.replace(
         first.ref,
         text=f"{first.ref.text} | {rest.ref.text}",

@@ -137,7 +137,7 @@ def _lower_dim(entry: Any, means: str) -> Dim:
     return Dim(axes=tuple(map(canonical_axis, names)), means="" if means == EMPTY else means)
 
 
-# The dims of one axis each, which are most of what is lowered.
+# A `Dim` for each single axis. Most dims of annotations are one of these.
 _DIMS = {axis: Dim(axes=(axis,)) for axis in (*SEMANTIC_AXES, *PARALLELISM_AXES)}
 
 
