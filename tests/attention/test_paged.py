@@ -387,18 +387,18 @@ def test_specs_of_pages() -> None:
 @pytest.mark.parametrize("layout", ["one device", "batch, pages and kv heads"])
 def test_quantized_pages(stored: str, layout: str) -> None:
     arrays = Batch().arrays()
-    quantised = {name: quantize(arrays[name], stored) for name in ("k_pages", "v_pages")}
+    stored_pages = {name: quantize(arrays[name], stored) for name in ("k_pages", "v_pages")}
     plain = {
         **arrays,
         **{
             name: pages.values.astype(jnp.float32) * pages.scale[..., None]
-            for name, pages in quantised.items()
+            for name, pages in stored_pages.items()
         },
     }
-    given = {**arrays, **{name: pages.values for name, pages in quantised.items()}}
+    given = {**arrays, **{name: pages.values for name, pages in stored_pages.items()}}
     scales = {
-        "k_scale_pages": quantised["k_pages"].scale,
-        "v_scale_pages": quantised["v_pages"].scale,
+        "k_scale_pages": stored_pages["k_pages"].scale,
+        "v_scale_pages": stored_pages["v_pages"].scale,
     }
     wanted = run(plain, window=(9, None))
     manager = manager_of(layout)
@@ -414,14 +414,14 @@ def test_quantized_pages(stored: str, layout: str) -> None:
 
 def test_remains_in_a_scale_are_hidden() -> None:
     arrays = Batch().arrays()
-    quantised = {name: quantize(arrays[name]) for name in ("k_pages", "v_pages")}
-    given = {**arrays, **{name: pages.values for name, pages in quantised.items()}}
+    stored_pages = {name: quantize(arrays[name]) for name in ("k_pages", "v_pages")}
+    given = {**arrays, **{name: pages.values for name, pages in stored_pages.items()}}
     used = np.zeros((PAGES, PAGE_SIZE), bool)
     for row, length in zip(arrays["block_tables"], arrays["lengths"], strict=True):
         for position in range(length):
             used[row[position // PAGE_SIZE], position % PAGE_SIZE] = True
     assert not used.all()
-    clean = {f"{name[0]}_scale_pages": pages.scale for name, pages in quantised.items()}
+    clean = {f"{name[0]}_scale_pages": pages.scale for name, pages in stored_pages.items()}
     dirty = {name: jnp.where(used[..., None], scale, jnp.inf) for name, scale in clean.items()}
     np.testing.assert_array_equal(run(given, **dirty), run(given, **clean))
 

@@ -47,9 +47,9 @@ def operands(name: str, dtype: Any = np.float32) -> tuple[Any, Any, Any]:
     )
 
 
-def relative(found: Any, expected: Any) -> float:
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+def relative(actual: Any, expected: Any) -> float:
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 def as_integers(x: Any, shared: Sequence[int], bits: int) -> tuple[np.ndarray, np.ndarray]:
@@ -69,29 +69,29 @@ def test_rounding_error_is_half_a_step(bits: int) -> None:
     x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32) * np.logspace(
         -3, 3, 8, dtype=np.float32
     )
-    found = quantize(x, shared=(0,), bits=bits)
-    assert (found.value.dtype, found.value.shape, found.scale.dtype, found.scale.shape) == (
+    stored = quantize(x, shared=(0,), bits=bits)
+    assert (stored.value.dtype, stored.value.shape, stored.scale.dtype, stored.scale.shape) == (
         jnp.int8,
         (16, 8),
         jnp.float32,
         (1, 8),
     )
     largest = 2 ** (bits - 1) - 1
-    np.testing.assert_array_equal(np.abs(found.value).max(axis=0), np.full(8, largest))
-    assert np.all(np.abs(found.value * found.scale - x) <= 0.5001 * found.scale)
-    np.testing.assert_array_equal(found.value, as_integers(x, (0,), bits)[0])
+    np.testing.assert_array_equal(np.abs(stored.value).max(axis=0), np.full(8, largest))
+    assert np.all(np.abs(stored.value * stored.scale - x) <= 0.5001 * stored.scale)
+    np.testing.assert_array_equal(stored.value, as_integers(x, (0,), bits)[0])
     # Symmetric: quantizing the negative gives the negative.
-    np.testing.assert_array_equal(quantize(-x, shared=(0,), bits=bits).value, -found.value)
+    np.testing.assert_array_equal(quantize(-x, shared=(0,), bits=bits).value, -stored.value)
 
 
 @pytest.mark.wide
 def test_zeros_and_tiny_numbers() -> None:
     x = np.zeros((2, 4), np.float32)
     x[1] = [1e-38, -1e-40, 0, 1e-39]
-    found = quantize(x, shared=(1,))
-    assert np.isfinite(found.scale).all()
-    assert not np.asarray(found.value[0]).any()
-    np.testing.assert_allclose(found.value * found.scale, x, atol=1.2e-38)
+    stored = quantize(x, shared=(1,))
+    assert np.isfinite(stored.scale).all()
+    assert not np.asarray(stored.value[0]).any()
+    np.testing.assert_allclose(stored.value * stored.scale, x, atol=1.2e-38)
     assert not np.asarray(quantized_dot_general(jnp.zeros((2, 4)), jnp.ones((4, 3)), MATMUL)).any()
 
 
@@ -100,9 +100,9 @@ def test_zeros_and_tiny_numbers() -> None:
 def test_non_finite_values_stay_visible(bad: float) -> None:
     x = np.ones((3, 4), np.float32)
     x[1, 2] = bad
-    found = np.asarray(quantized_dot_general(x, jnp.ones((4, 2)), MATMUL))
-    assert not np.isfinite(found[1]).any()
-    np.testing.assert_allclose(found[[0, 2]], 4.0, rtol=1e-6)
+    actual = np.asarray(quantized_dot_general(x, jnp.ones((4, 2)), MATMUL))
+    assert not np.isfinite(actual[1]).any()
+    np.testing.assert_allclose(actual[[0, 2]], 4.0, rtol=1e-6)
 
 
 @pytest.mark.wide
@@ -121,32 +121,32 @@ def test_empty_arrays() -> None:
 def test_dot_equals_dot_of_integers(name: str, bits: int) -> None:
     x, y, dims = operands(name)
     (left, left_scale), (right, right_scale) = (
-        as_integers(one, shared, bits) for one, shared in zip((x, y), dims[0], strict=True)
+        as_integers(operand, shared, bits) for operand, shared in zip((x, y), dims[0], strict=True)
     )
     float_dot = functools.partial(jax.lax.dot_general, dimension_numbers=dims, precision="highest")
     expected = float_dot(
         (left * left_scale).astype(np.float32), (right * right_scale).astype(np.float32)
     )
-    found = jax.jit(functools.partial(quantized_dot_general, dimension_numbers=dims, bits=bits))(
+    actual = jax.jit(functools.partial(quantized_dot_general, dimension_numbers=dims, bits=bits))(
         x, y
     )
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 0.02), (7, 0.04), (6, 0.08), (5, 0.16), (4, 0.35)])
 def test_error_depends_on_bits(bits: int, bound: float) -> None:
     x, y, dims = operands("dense_general")
     exact = jax.lax.dot_general(x, y, dims, precision="highest")
-    found = jax.jit(functools.partial(quantized_dot_general, dimension_numbers=dims, bits=bits))(
+    actual = jax.jit(functools.partial(quantized_dot_general, dimension_numbers=dims, bits=bits))(
         x, y
     )
-    assert 0 < relative(found, exact) < bound
+    assert 0 < relative(actual, exact) < bound
     # No element has a larger error than the two roundings allow.
     count = np.prod([x.shape[dim] for dim in dims[0][0]])
-    half = [0.5 * np.abs(one).max() / (2 ** (bits - 1) - 1) for one in (x, y)]
+    half = [0.5 * np.abs(operand).max() / (2 ** (bits - 1) - 1) for operand in (x, y)]
     worst = count * (half[0] * np.abs(y).max() + half[1] * np.abs(x).max() + half[0] * half[1])
-    assert np.abs(found - exact).max() <= worst
+    assert np.abs(actual - exact).max() <= worst
 
 
 @pytest.mark.wide
@@ -155,8 +155,8 @@ def test_scale_per_channel_keeps_small_channels() -> None:
     x, y, dims = operands("matrix")
     x = x * jnp.logspace(-6, 6, 8)[:, None]
     exact = jax.lax.dot_general(x, y, dims, precision="highest")
-    found = quantized_dot_general(x, y, dims)
-    assert max(relative(found[row], exact[row]) for row in range(8)) < 0.03
+    actual = quantized_dot_general(x, y, dims)
+    assert max(relative(actual[row], exact[row]) for row in range(8)) < 0.03
 
 
 @pytest.mark.parametrize(
@@ -201,10 +201,10 @@ def test_long_contraction_does_not_overflow() -> None:
 
 
 def gradients(dot: Any, x: Any, y: Any, weight: Any) -> tuple[Any, Any]:
-    found: tuple[Any, Any] = jax.jit(jax.grad(lambda x, y: (dot(x, y) * weight).sum(), (0, 1)))(
+    actual: tuple[Any, Any] = jax.jit(jax.grad(lambda x, y: (dot(x, y) * weight).sum(), (0, 1)))(
         x, y
     )
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -222,10 +222,10 @@ def test_gradients_are_straight_through(name: str, bits: int, bound: float) -> N
     @jax.jit
     def run(x: Any, y: Any) -> tuple[Any, Any, Any]:
         quantized = [
-            quantize(one, shared=shared, bits=bits)
-            for one, shared in zip((x, y), dims[0], strict=True)
+            quantize(operand, shared=shared, bits=bits)
+            for operand, shared in zip((x, y), dims[0], strict=True)
         ]
-        rounded = [one.value * one.scale for one in quantized]
+        rounded = [operand.value * operand.scale for operand in quantized]
         ours = gradients(
             functools.partial(quantized_dot_general, dimension_numbers=dims, bits=bits),
             x,
@@ -276,13 +276,13 @@ def test_vmap_checkpoint_and_scan_change_nothing() -> None:
 
 def dots(text: str) -> list[str]:
     """Every dot of a compiled program, as the dtypes of its result and its operands."""
-    found = []
+    actual = []
     for computation in text.split("\n\n"):
         dtypes = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", computation))
         for result, arguments in re.findall(r"= (\w+)\[\S* dot\(([^)]*)\)", computation):
             names = re.findall(r"%[\w.-]+", arguments)
-            found.append(f"{result}({', '.join(dtypes[name] for name in names)})")
-    return found
+            actual.append(f"{result}({', '.join(dtypes[name] for name in names)})")
+    return actual
 
 
 def test_program_multiplies_int8() -> None:
@@ -350,8 +350,8 @@ def test_sharded_equals_unsharded(layout: str) -> None:
     expected = run(x, y, weight)
     mesh = cpu_mesh("dp:2,tp:4")
     placed = [
-        jax.device_put(one, jax.NamedSharding(mesh, spec))
-        for one, spec in zip((x, y), LAYOUTS[layout], strict=True)
+        jax.device_put(operand, jax.NamedSharding(mesh, spec))
+        for operand, spec in zip((x, y), LAYOUTS[layout], strict=True)
     ]
     # A float dot contracted over eight devices has an error of 1e-5. Integer sums are exact; only
     # their scaling may round.
@@ -369,8 +369,8 @@ def test_only_contracted_mesh_axes_cost_collectives() -> None:
 
     def placed(layout: str) -> list[Any]:
         return [
-            jax.device_put(one, jax.NamedSharding(mesh, spec))
-            for one, spec in zip((x, y), LAYOUTS[layout], strict=True)
+            jax.device_put(operand, jax.NamedSharding(mesh, spec))
+            for operand, spec in zip((x, y), LAYOUTS[layout], strict=True)
         ]
 
     assert_no_collectives(dot, *placed("columns"))
@@ -388,16 +388,16 @@ def test_gradient_sharding_over_explicit_axes(layout: str) -> None:
     mesh = cpu_mesh("dp:2,tp:4", axis_types="explicit")
     with jax.set_mesh(mesh):
         placed = [
-            jax.device_put(one, jax.NamedSharding(mesh, spec))
-            for one, spec in zip((x, y), LAYOUTS[layout], strict=True)
+            jax.device_put(operand, jax.NamedSharding(mesh, spec))
+            for operand, spec in zip((x, y), LAYOUTS[layout], strict=True)
         ]
-        found = jax.jit(lambda x, y: (dot(x, y), gradients(dot, x, y, 1.0)))(*placed)
+        actual = jax.jit(lambda x, y: (dot(x, y), gradients(dot, x, y, 1.0)))(*placed)
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, expected
+        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), actual, expected
     )
     assert [
-        g.sharding.is_equivalent_to(one.sharding, 2)
-        for g, one in zip(found[1], placed, strict=True)
+        g.sharding.is_equivalent_to(operand.sharding, 2)
+        for g, operand in zip(actual[1], placed, strict=True)
     ] == [True, True]
 
 
@@ -406,18 +406,19 @@ def test_contracted_explicit_axes_take_out_sharding() -> None:
     mesh = cpu_mesh("dp:2,tp:4", axis_types="explicit")
     with jax.set_mesh(mesh):
         placed = [
-            jax.device_put(one, jax.NamedSharding(mesh, spec))
-            for one, spec in zip((x, y), LAYOUTS["contracted"], strict=True)
+            jax.device_put(operand, jax.NamedSharding(mesh, spec))
+            for operand, spec in zip((x, y), LAYOUTS["contracted"], strict=True)
         ]
         dot = functools.partial(
             quantized_dot_general, dimension_numbers=dims, out_sharding=P("dp", "tp")
         )
-        found = jax.jit(dot)(*placed)
+        actual = jax.jit(dot)(*placed)
         grads = jax.jit(lambda x, y: gradients(dot, x, y, 1.0))(*placed)
-    np.testing.assert_allclose(found, quantized_dot_general(x, y, dims), rtol=1e-6)
-    assert found.sharding.spec == P("dp", "tp")
+    np.testing.assert_allclose(actual, quantized_dot_general(x, y, dims), rtol=1e-6)
+    assert actual.sharding.spec == P("dp", "tp")
     assert [
-        g.sharding.is_equivalent_to(one.sharding, 2) for g, one in zip(grads, placed, strict=True)
+        g.sharding.is_equivalent_to(operand.sharding, 2)
+        for g, operand in zip(grads, placed, strict=True)
     ] == [True, True]
 
 
@@ -431,9 +432,9 @@ def test_shard_map_sums_gradients_of_replicated_operand(
     with jax.set_mesh(cpu_mesh("dp:8")):
         local = jax.shard_map(dot, in_specs=(P("dp"), P()), out_specs=P("dp"), check_vma=check_vma)
         np.testing.assert_allclose(jax.jit(local)(x, y), dot(x, y), rtol=1e-6)
-        found = jax.jit(lambda x, y: gradients(local, x, y, 1.0))(x, y)
+        actual = jax.jit(lambda x, y: gradients(local, x, y, 1.0))(x, y)
     exact = gradients(lambda x, y: x @ y, x, y, 1.0)
-    assert [relative(ours, theirs) < 0.03 for ours, theirs in zip(found, exact, strict=True)] == [
+    assert [relative(ours, theirs) < 0.03 for ours, theirs in zip(actual, exact, strict=True)] == [
         True,
         True,
     ]
@@ -463,8 +464,8 @@ def test_quantized_operand_passes_jit_and_shardings() -> None:
         stored,
         Quantized(value=jax.NamedSharding(mesh, P("tp")), scale=jax.NamedSharding(mesh, P())),
     )
-    found = jax.jit(lambda x, y: quantized_dot_general(x, y, dims))(x, placed)
-    np.testing.assert_array_equal(found, quantized_dot_general(x, y, dims))
+    actual = jax.jit(lambda x, y: quantized_dot_general(x, y, dims))(x, placed)
+    np.testing.assert_array_equal(actual, quantized_dot_general(x, y, dims))
 
 
 def test_quantized_weight_is_annotated_like_weight() -> None:
@@ -477,8 +478,8 @@ def test_quantized_weight_is_annotated_like_weight() -> None:
         P("fsdp", "tp"),
         P(None, "tp"),
     )
-    found = jax.jit(functools.partial(quantized_dot_general, dimension_numbers=dims))(x, placed)
-    np.testing.assert_allclose(found, quantized_dot_general(x, y, dims), rtol=1e-6, atol=1e-6)
+    actual = jax.jit(functools.partial(quantized_dot_general, dimension_numbers=dims))(x, placed)
+    np.testing.assert_allclose(actual, quantized_dot_general(x, y, dims), rtol=1e-6, atol=1e-6)
 
 
 # What it is not.
@@ -586,7 +587,7 @@ def test_floats_of_eight_bits_are_quantized() -> None:
     grads = jax.grad(
         lambda x, y: quantized_dot_general(x, y, MATMUL).astype(jnp.float32).sum(), argnums=(0, 1)
     )(x, y)
-    assert [one.dtype for one in grads] == [jnp.float8_e4m3fn] * 2
+    assert [grad.dtype for grad in grads] == [jnp.float8_e4m3fn] * 2
 
 
 def test_mismatched_operands() -> None:

@@ -37,12 +37,12 @@ def test_half_is_rotated() -> None:
 def test_rotation_equals_complex_product() -> None:
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 3, 5, 8)))
     sin, cos = tables(9, 8)
-    found = apply_rotary_pos_emb(jnp.asarray(x), sin, cos)
+    actual = apply_rotary_pos_emb(jnp.asarray(x), sin, cos)
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(
         1j * np.arange(5)[:, None] * 10000.0 ** (-np.arange(4) / 4)
     )
     np.testing.assert_allclose(
-        found, np.concatenate([turned.real, turned.imag], axis=-1), atol=1e-5
+        actual, np.concatenate([turned.real, turned.imag], axis=-1), atol=1e-5
     )
 
 
@@ -82,10 +82,10 @@ def test_bfloat16_is_rotated_in_float32() -> None:
         jax.random.normal(jax.random.key(0), (1, 4, 2, 8), jnp.bfloat16),
         jnp.array([[0, 3, 900, 70_001]]),
     )
-    found = rope(x, positions)
-    assert found.dtype == jnp.bfloat16
+    actual = rope(x, positions)
+    assert actual.dtype == jnp.bfloat16
     np.testing.assert_array_equal(
-        found, rope(x.astype(jnp.float32), positions).astype(jnp.bfloat16)
+        actual, rope(x.astype(jnp.float32), positions).astype(jnp.bfloat16)
     )
 
 
@@ -105,23 +105,23 @@ def test_rope_of_sharded_array_sends_nothing(axis_types: str) -> None:
     axes = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
     with pm:
         placed, at = pm.shard(x, *axes), pm.shard(positions, sw.BATCH, sw.QUERY_LENGTH)
-        found = jax.jit(rope)(placed, at)
+        actual = jax.jit(rope)(placed, at)
         assert_no_collectives(jax.jit(rope), placed, at)
         np.testing.assert_allclose(rope(placed, positions), rope(x, positions), atol=1e-6)
-    assert found.sharding.is_equivalent_to(placed.sharding, 4)
+    assert actual.sharding.is_equivalent_to(placed.sharding, 4)
     assert placed.sharding.spec == P("dp", "sp", "tp")
-    np.testing.assert_allclose(found, rope(x, positions), atol=1e-6)
+    np.testing.assert_allclose(actual, rope(x, positions), atol=1e-6)
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_repeated_kv_heads_are_adjacent(repeats: int) -> None:
     x = jnp.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
     for repeat, dim in ((repeat_kv_bnsh, 1), (repeat_kv_bsnh, 2)):
-        found = repeat(x, repeats)
-        assert found.shape[dim] == x.shape[dim] * repeats
-        for head in range(found.shape[dim]):
+        actual = repeat(x, repeats)
+        assert actual.shape[dim] == x.shape[dim] * repeats
+        for head in range(actual.shape[dim]):
             np.testing.assert_array_equal(
-                found.take(head, axis=dim), x.take(head // repeats, axis=dim)
+                actual.take(head, axis=dim), x.take(head // repeats, axis=dim)
             )
 
 
@@ -139,13 +139,13 @@ def test_repeated_kv_heads_are_adjacent(repeats: int) -> None:
         ),
         (
             lambda x: apply_rotary_pos_emb(
-                x, *(jnp.tile(one, (1, 3, 1, 1)) for one in tables(4, 8))
+                x, *(jnp.tile(angles, (1, 3, 1, 1)) for angles in tables(4, 8))
             ),
             "sin_: sin_ has shape (1, 3, 4, 8)",
         ),
         (
             lambda x: apply_rotary_pos_emb(
-                x, *(jnp.tile(one, (2, 1, 1, 1)) for one in tables(4, 8))
+                x, *(jnp.tile(angles, (2, 1, 1, 1)) for angles in tables(4, 8))
             ),
             "sin_: sin_ has shape (2, 1, 4, 8)",
         ),

@@ -67,10 +67,10 @@ def read_programs(model: str, mode: str | None) -> dict[str, Program]:
             fix="define it; it returns a shardwright.plan.Program, or a dict of them by mode",
         )
     try:
-        made = make()
+        returned = make()
     except (Exception, SystemExit) as error:
         raise _raised(model, error) from error
-    programs = made if isinstance(made, Mapping) else {MODES[0]: made}
+    programs = returned if isinstance(returned, Mapping) else {MODES[0]: returned}
     by_mode = {parse_mode(key): program for key, program in programs.items()}
     if len(by_mode) < max(1, len(programs)):
         what = "names one mode twice" if programs else "returned no program"
