@@ -121,7 +121,7 @@ def test_empty_arrays() -> None:
 def test_dot_equals_dot_of_integers(name: str, bits: int) -> None:
     x, y, dims = operands(name)
     (left, left_scale), (right, right_scale) = (
-        as_integers(operand, shared, bits) for operand, shared in zip((x, y), dims[0], strict=True)
+        as_integers(array, shared, bits) for array, shared in zip((x, y), dims[0], strict=True)
     )
     float_dot = functools.partial(jax.lax.dot_general, dimension_numbers=dims, precision="highest")
     expected = float_dot(
@@ -144,7 +144,7 @@ def test_error_depends_on_bits(bits: int, bound: float) -> None:
     assert 0 < relative(actual, exact) < bound
     # No element has a larger error than the two roundings allow.
     count = np.prod([x.shape[dim] for dim in dims[0][0]])
-    half = [0.5 * np.abs(operand).max() / (2 ** (bits - 1) - 1) for operand in (x, y)]
+    half = [0.5 * np.abs(array).max() / (2 ** (bits - 1) - 1) for array in (x, y)]
     worst = count * (half[0] * np.abs(y).max() + half[1] * np.abs(x).max() + half[0] * half[1])
     assert np.abs(actual - exact).max() <= worst
 
@@ -222,10 +222,10 @@ def test_gradients_are_straight_through(name: str, bits: int, bound: float) -> N
     @jax.jit
     def run(x: Any, y: Any) -> tuple[Any, Any, Any]:
         quantized = [
-            quantize(operand, shared=shared, bits=bits)
-            for operand, shared in zip((x, y), dims[0], strict=True)
+            quantize(array, shared=shared, bits=bits)
+            for array, shared in zip((x, y), dims[0], strict=True)
         ]
-        rounded = [operand.value * operand.scale for operand in quantized]
+        rounded = [array.value * array.scale for array in quantized]
         ours = gradients(
             functools.partial(quantized_dot_general, dimension_numbers=dims, bits=bits),
             x,
@@ -350,8 +350,8 @@ def test_sharded_equals_unsharded(layout: str) -> None:
     expected = run(x, y, weight)
     mesh = cpu_mesh("dp:2,tp:4")
     placed = [
-        jax.device_put(operand, jax.NamedSharding(mesh, spec))
-        for operand, spec in zip((x, y), LAYOUTS[layout], strict=True)
+        jax.device_put(array, jax.NamedSharding(mesh, spec))
+        for array, spec in zip((x, y), LAYOUTS[layout], strict=True)
     ]
     # A float dot contracted over eight devices has an error of 1e-5. Integer sums are exact; only
     # their scaling may round.
@@ -369,8 +369,8 @@ def test_only_contracted_mesh_axes_cost_collectives() -> None:
 
     def placed(layout: str) -> list[Any]:
         return [
-            jax.device_put(operand, jax.NamedSharding(mesh, spec))
-            for operand, spec in zip((x, y), LAYOUTS[layout], strict=True)
+            jax.device_put(array, jax.NamedSharding(mesh, spec))
+            for array, spec in zip((x, y), LAYOUTS[layout], strict=True)
         ]
 
     assert_no_collectives(dot, *placed("columns"))
@@ -388,16 +388,16 @@ def test_gradient_sharding_over_explicit_axes(layout: str) -> None:
     mesh = cpu_mesh("dp:2,tp:4", axis_types="explicit")
     with jax.set_mesh(mesh):
         placed = [
-            jax.device_put(operand, jax.NamedSharding(mesh, spec))
-            for operand, spec in zip((x, y), LAYOUTS[layout], strict=True)
+            jax.device_put(array, jax.NamedSharding(mesh, spec))
+            for array, spec in zip((x, y), LAYOUTS[layout], strict=True)
         ]
         actual = jax.jit(lambda x, y: (dot(x, y), gradients(dot, x, y, 1.0)))(*placed)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), actual, expected
     )
     assert [
-        g.sharding.is_equivalent_to(operand.sharding, 2)
-        for g, operand in zip(actual[1], placed, strict=True)
+        g.sharding.is_equivalent_to(arg.sharding, 2)
+        for g, arg in zip(actual[1], placed, strict=True)
     ] == [True, True]
 
 
@@ -406,8 +406,8 @@ def test_contracted_explicit_axes_take_out_sharding() -> None:
     mesh = cpu_mesh("dp:2,tp:4", axis_types="explicit")
     with jax.set_mesh(mesh):
         placed = [
-            jax.device_put(operand, jax.NamedSharding(mesh, spec))
-            for operand, spec in zip((x, y), LAYOUTS["contracted"], strict=True)
+            jax.device_put(array, jax.NamedSharding(mesh, spec))
+            for array, spec in zip((x, y), LAYOUTS["contracted"], strict=True)
         ]
         dot = functools.partial(
             quantized_dot_general, dimension_numbers=dims, out_sharding=P("dp", "tp")
@@ -417,8 +417,7 @@ def test_contracted_explicit_axes_take_out_sharding() -> None:
     np.testing.assert_allclose(actual, quantized_dot_general(x, y, dims), rtol=1e-6)
     assert actual.sharding.spec == P("dp", "tp")
     assert [
-        g.sharding.is_equivalent_to(operand.sharding, 2)
-        for g, operand in zip(grads, placed, strict=True)
+        g.sharding.is_equivalent_to(arg.sharding, 2) for g, arg in zip(grads, placed, strict=True)
     ] == [True, True]
 
 
