@@ -193,6 +193,32 @@ def test_insert_sends_new_rows_and_writes_in_place(axis_types: str) -> None:
     assert memory.temp_size_in_bytes < bytes_per_device(cache) / 4
 
 
+@pytest.mark.parametrize("kind", ["dense", "quantized", "interleaved"])
+@pytest.mark.parametrize("axis_types", ["auto", pytest.param("explicit", marks=pytest.mark.wide)])
+def test_insert_of_equal_rows_sends_nothing(kind: str, axis_types: str) -> None:
+    """Each row goes to the row of the same number, on the shard where it is."""
+    options: dict[str, Any] = CACHES.get(kind, {"kind": kind})
+    sizes = {"capacity": CAPACITY, "kv_heads": HEADS, "head_dim": DIM, "dtype": "float32"}
+    with manager_of("dp:1,sp:8,tp:1", axis_types):
+        cache, source = (caches.init(**options, batch=batch, **sizes) for batch in (4, 1))
+        insert = jax.jit(lambda cache, source, slots: cache.insert(source, slots), donate_argnums=0)
+        slots = jax.ShapeDtypeStruct((1,), jnp.int32)
+        compiled = insert.lower(cache, source, slots).compile()
+        assert_no_collectives(compiled)
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes == bytes_per_device(cache)
+        assert memory.temp_size_in_bytes < 2 * bytes_per_device(cache)
+        k = np.random.default_rng(0).standard_normal((1, 300, HEADS, DIM)).astype(np.float32)
+        filled = source.append(k, -k).require()
+        inserted = insert(cache, filled, jnp.array([2])).require()
+    held = filled.view().positions < 300
+    for name, x in inserted.buffers.items():
+        np.testing.assert_array_equal(
+            np.asarray(x)[2][np.asarray(held)[0]], np.asarray(filled.buffers[name])[held]
+        )
+    assert inserted.length.tolist() == [0, 0, 300, 0]
+
+
 def test_free_and_rewind_touch_no_rows() -> None:
     numbers = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     with manager_of("dp:2,sp:2,tp:2"):

@@ -113,7 +113,11 @@ class RowCache(KVCache):
         kept = done[:, None] & (held >= 0) & (held >= lengths[:, None] - spec.capacity)
         rows = jnp.where(kept, positions.row_of(spec, held), spec.capacity)
         buffers = scatter.scatter_rows(
-            self._placed_buffers, self._encoded_rows(source, view), slots[:, None], rows
+            self._placed_buffers,
+            self._encoded_rows(source, view),
+            slots[:, None],
+            rows,
+            in_place=self._rows_match(source),
         )
         start = self.start
         if start is not None:
@@ -128,6 +132,14 @@ class RowCache(KVCache):
             length=refusals.set_named(length, named, done, lengths),
             start=start,
             buffers=buffers,
+        )
+
+    def _rows_match(self, source: KVCache) -> bool:
+        """Tell whether both caches store every position in the row of the same number."""
+        return (
+            isinstance(source, RowCache)
+            and not (self.spec.is_ring or source.spec.is_ring)
+            and (self.spec.capacity, self.spec.order) == (source.spec.capacity, source.spec.order)
         )
 
     def _encoded_rows(self, source: KVCache, view: View) -> Buffers:
@@ -213,4 +225,6 @@ def _held_positions(view: View, sharding: CacheSharding) -> jax.Array:
     """Return `[n, rows]`: the positions that the rows of a source hold, -1 for an empty row."""
     assert view.positions is not None
     held = sharding.place(view.positions, (EMPTY, EMPTY))
-    return jnp.where(held < sharding.place(view.lengths, (EMPTY,))[:, None], held, -1)
+    held = jnp.where(held < sharding.place(view.lengths, (EMPTY,))[:, None], held, -1)
+    # Every device computes all of it; otherwise its minimum would be a collective.
+    return sharding.place(held, (EMPTY, EMPTY))

@@ -40,7 +40,14 @@ def append_rows(buffers: PlacedArrays, new: Buffers, rows: jax.Array) -> Buffers
     return buffers.run(local, new, rows, specs=(arrival, spec_of(buffers.leading_axes())))
 
 
-def scatter_rows(buffers: PlacedArrays, new: Buffers, slots: jax.Array, rows: jax.Array) -> Buffers:
+def scatter_rows(
+    buffers: PlacedArrays,
+    new: Buffers,
+    slots: jax.Array,
+    rows: jax.Array,
+    *,
+    in_place: bool = False,
+) -> Buffers:
     """Return buffers with new rows in any slots. Every shard receives the new rows of its heads.
 
     Args:
@@ -49,8 +56,15 @@ def scatter_rows(buffers: PlacedArrays, new: Buffers, slots: jax.Array, rows: ja
       slots: `[n, m]` or `[n, 1]` int32, the slot of each.
       rows: `[n, m]` int32, the row of each. No slot and row twice. A slot or row out of range drops
         the new row.
+      in_place: Whether each row of `new` goes to the row of its own number, and `m` is the number
+        of rows of a slot. Then a shard needs only its own rows, so new rows that are sharded like
+        the buffers are not sent. Defaults to False.
     """
     specs = buffers.specs
+    # Shards that hold the same rows of every buffer can share one array of row numbers.
+    row_axes = {axes_by_dim(spec, 2)[1] for spec in specs.values()}
+    in_place = in_place and len(row_axes) == 1
+    gathered = (0,) if in_place else (0, 1)
 
     def local(old: Buffers, new: Buffers, slots: jax.Array, rows: jax.Array) -> Buffers:
         return {
@@ -60,9 +74,9 @@ def scatter_rows(buffers: PlacedArrays, new: Buffers, slots: jax.Array, rows: ja
             for name, x in old.items()
         }
 
-    arrival = {name: _replicated(specs[name], new[name].ndim, 0, 1) for name in specs}
-    everywhere = PartitionSpec()
-    return buffers.run(local, new, slots, rows, specs=(arrival, everywhere, everywhere))
+    arrival = {name: _replicated(specs[name], new[name].ndim, *gathered) for name in specs}
+    own_rows = spec_of((), *row_axes) if in_place else PartitionSpec()
+    return buffers.run(local, new, slots, rows, specs=(arrival, PartitionSpec(), own_rows))
 
 
 def take_slots(buffers: PlacedArrays, parents: jax.Array, *, group: int) -> Buffers:
