@@ -396,8 +396,7 @@ def test_gradient_sharding_over_explicit_axes(layout: str) -> None:
         functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), actual, expected
     )
     assert [
-        g.sharding.is_equivalent_to(arg.sharding, 2)
-        for g, arg in zip(actual[1], placed, strict=True)
+        g.sharding.is_equivalent_to(x.sharding, 2) for g, x in zip(actual[1], placed, strict=True)
     ] == [True, True]
 
 
@@ -417,7 +416,7 @@ def test_contracted_explicit_axes_take_out_sharding() -> None:
     np.testing.assert_allclose(actual, quantized_dot_general(x, y, dims), rtol=1e-6)
     assert actual.sharding.spec == P("dp", "tp")
     assert [
-        g.sharding.is_equivalent_to(arg.sharding, 2) for g, arg in zip(grads, placed, strict=True)
+        g.sharding.is_equivalent_to(x.sharding, 2) for g, x in zip(grads, placed, strict=True)
     ] == [True, True]
 
 
